@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package device says what a GPU is: identity, attributes, capacity, health and the links to its neighbours.
+// Plain values over the standard library; it discovers nothing and talks to nobody.
+package device
+
+import (
+	"fmt"
+	"slices"
+)
+
+// UnknownNUMANode is GPU.NUMANode when the platform does not say (sysfs reports -1, or nothing).
+const UnknownNUMANode = -1
+
+// GPU is one physical GPU as discovery found it. A GPU that was seen once and has failed since keeps its identity and
+// attributes; only Health changes.
+type GPU struct {
+	// UUID is NVML's name for the GPU ("GPU-" and a UUID) and the identity everything else keys on.
+	UUID string
+	// Index is NVML's enumeration index. It can change over a reboot.
+	Index int
+	// Minor is the number in /dev/nvidia<minor>, and in the name under which the GPU is published.
+	Minor int
+
+	// PCIBusID is the extended address with a 4-digit domain, lower case: "0000:1b:00.0"
+	// (k8s.io/dynamic-resource-allocation/deviceattribute, pciBusID).
+	PCIBusID string
+	// PCIeRoot is the root complex, "pci0000:17"; empty when sysfs does not tell.
+	PCIeRoot string
+	// NUMANode is UnknownNUMANode when the platform does not say.
+	NUMANode int
+
+	ProductName  string
+	Brand        string
+	Architecture string
+	// ComputeCapability is "major.minor".
+	ComputeCapability string
+	DriverVersion     string
+	// CUDADriverVersion is "major.minor".
+	CUDADriverVersion string
+	// AddressingMode is "HMM", "ATS" or "None"; empty where the driver does not report it.
+	AddressingMode string
+	// ECCEnabled is nil where the GPU has no ECC or the driver does not report it.
+	ECCEnabled *bool
+	// MemoryBytes is the total framebuffer memory.
+	MemoryBytes uint64
+	// MIGCapable and MIGEnabled describe the current MIG mode, not whether partitions exist.
+	MIGCapable bool
+	MIGEnabled bool
+
+	// NVLinkDomain names the set of GPUs of this node that reach each other over NVLink; equal in all its members,
+	// empty for a GPU without NVLink peers.
+	NVLinkDomain string
+	// FabricClique is "<cluster UUID>.<clique>" on GPUs that belong to a multi-node NVLink fabric; empty elsewhere.
+	FabricClique string
+
+	Health Health
+}
+
+// Name is the name under which the GPU is published in ResourceSlices: "gpu-<minor>", as NVIDIA's DRA driver has it.
+func (g GPU) Name() string { return fmt.Sprintf("gpu-%d", g.Minor) }
+
+// Ref names the whole GPU.
+func (g GPU) Ref() Ref { return Ref{GPU: g.UUID} }
+
+// Health is what discovery last knew of a device. The zero value is healthy.
+type Health struct {
+	// Reason is empty for a healthy device, otherwise one of the Reason constants.
+	Reason string
+	// Message says in a sentence what was seen.
+	Message string
+}
+
+// Reasons for which a device is unhealthy.
+const (
+	ReasonLost        = "Lost"         // NVML reports the GPU lost or fallen off the bus
+	ReasonMissing     = "Missing"      // seen before, no longer enumerated
+	ReasonNoNode      = "NoDeviceNode" // its /dev/nvidia<minor> does not exist
+	ReasonUnreachable = "Unreachable"  // NVML answers with an error for a query that it must support
+)
+
+// Healthy reports whether work may be placed on the device.
+func (h Health) Healthy() bool { return h.Reason == "" }
+
+// Link is how two GPUs of a node reach each other, from far to near.
+type Link int
+
+// Values follow NVML's nvmlGpuTopologyLevel_t, nearest last, with NVLink on top.
+const (
+	LinkUnknown    Link = iota
+	LinkSystem          // across CPU sockets
+	LinkNode            // same NUMA node
+	LinkHostBridge      // same PCIe host bridge
+	LinkMultiple        // several PCIe switches
+	LinkSingle          // one PCIe switch
+	LinkInternal        // the same board
+)
+
+// Pair is the connection of two GPUs.
+type Pair struct {
+	PCIe Link
+	// NVLinks counts active NVLinks between the two, directly or through NVSwitch.
+	NVLinks int
+}
+
+// Inventory is every GPU of the node at one moment, sorted by minor. It is a value: nobody changes one that was handed
+// out.
+type Inventory struct {
+	DriverVersion string
+	GPUs          []GPU
+	// Links holds the connection of GPUs i and j of the GPUs slice at [i][j]; it is symmetric, and its diagonal means
+	// nothing. Nil when the topology is not known.
+	Links [][]Pair
+}
+
+// ByUUID finds a GPU by UUID.
+func (inv Inventory) ByUUID(uuid string) (GPU, bool) {
+	return inv.find(func(g GPU) bool { return g.UUID == uuid })
+}
+
+// ByName finds a GPU by its published name, "gpu-<minor>".
+func (inv Inventory) ByName(name string) (GPU, bool) {
+	return inv.find(func(g GPU) bool { return g.Name() == name })
+}
+
+func (inv Inventory) find(match func(GPU) bool) (GPU, bool) {
+	if i := slices.IndexFunc(inv.GPUs, match); i >= 0 {
+		return inv.GPUs[i], true
+	}
+	return GPU{}, false
+}
