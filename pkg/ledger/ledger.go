@@ -112,8 +112,8 @@ const (
 	Gone
 )
 
-// Evidence says whether a hold is still in use. It is called under the ledger's lock, so it must answer from memory and
-// from the kernel, never from the network. Uncertainty is Running.
+// Evidence says whether a hold is still in use. The answer decides within a call from kubelet, so it must come from memory
+// and the kernel, never from the network. Uncertainty is Running.
 type Evidence interface {
 	Verdict(Hold) Verdict
 }

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+type verdicts map[string]ledger.Verdict
+
+func (v verdicts) Verdict(h ledger.Hold) ledger.Verdict { return v[h.Holder.ID] }
+
+func open(t *testing.T, dir string, e ledger.Evidence) *ledger.Ledger {
+	t.Helper()
+	l, err := ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "boot", Evidence: e})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	return l
+}
+
+func claim(uid string, gpus ...string) ledger.ClaimRequest {
+	r := ledger.ClaimRequest{UID: uid, Namespace: "ns", Name: uid}
+	for _, gpu := range gpus {
+		r.Devices = append(r.Devices, device.Ref{GPU: gpu})
+	}
+	return r
+}
+
+func limit(gpu string) []ledger.LimitRequest {
+	return []ledger.LimitRequest{{ID: gpu, Resource: "nvidia.com/gpu", Device: device.Ref{GPU: gpu}}}
+}
+
+func TestEitherAPIExcludesTheOther(t *testing.T) {
+	l := open(t, t.TempDir(), verdicts{})
+	if _, err := l.ReserveClaim(t.Context(), claim("c1", "a", "b")); err != nil {
+		t.Fatal(err)
+	}
+	var conflict *ledger.ConflictError
+	if err := l.ReserveLimits(limit("a")); !errors.As(err, &conflict) || conflict.Holds[0].Name != "c1" {
+		t.Errorf("limit on a claimed GPU: %v", err)
+	}
+	if err := l.ReserveLimits(limit("c")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := l.ReserveClaim(t.Context(), claim("c2", "d", "c")); !errors.As(err, &conflict) {
+		t.Errorf("claim on a GPU held by a limit: %v", err)
+	}
+	if got := len(l.Holds()); got != 3 {
+		t.Errorf("%d holds, want 3: the refused claim must not keep d", got)
+	}
+}
+
+func TestClaimWaitsForADrainingHolder(t *testing.T) {
+	v := verdicts{"c1": ledger.Orphaned}
+	l := open(t, t.TempDir(), v)
+	if _, err := l.ReserveClaim(t.Context(), claim("c1", "a")); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.DrainClaim(t.Context(), "c1"); err != nil {
+		t.Fatal(err)
+	}
+	held := l.Holds()[0]
+	if held.State != ledger.StateDraining {
+		t.Fatalf("state %s after Unprepare with a running pod", held.State)
+	}
+	done := make(chan error)
+	go func() {
+		_, err := l.ReserveClaim(context.Background(), claim("c2", "a"))
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		t.Fatalf("did not wait: %v", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	if err := l.Release(held); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
+func TestUnprepareCancelsAWaitingPrepare(t *testing.T) {
+	l := open(t, t.TempDir(), verdicts{"c1": ledger.Terminating})
+	if _, err := l.ReserveClaim(t.Context(), claim("c1", "a")); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error)
+	go func() {
+		_, err := l.ReserveClaim(context.Background(), claim("c2", "a"))
+		done <- err
+	}()
+	for {
+		if err := l.DrainClaim(t.Context(), "c2"); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case err := <-done:
+			if !errors.Is(err, ledger.ErrCancelled) {
+				t.Error(err)
+			}
+			return
+		default:
+		}
+	}
+}
+
+func TestHoldsSurviveTheProcess(t *testing.T) {
+	dir := t.TempDir()
+	l := open(t, dir, verdicts{})
+	if err := l.Provision(2); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := l.ReserveClaim(t.Context(), claim("c1", "a")); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.ReserveLimits(limit("b")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "boot", Evidence: verdicts{}}); !errors.Is(err, ledger.ErrLocked) {
+		t.Fatalf("second owner: %v", err)
+	}
+	before := l.Holds()
+	l.Close()
+	l = open(t, dir, verdicts{})
+	after := l.Holds()
+	if len(after) != len(before) {
+		t.Fatalf("%v became %v", before, after)
+	}
+	for i := range after {
+		if after[i].Holder != before[i].Holder || after[i].State != before[i].State || after[i].Generation != before[i].Generation {
+			t.Errorf("%v became %v", before[i], after[i])
+		}
+	}
+	l.Close()
+	next, err := ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "next", Evidence: verdicts{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer next.Close()
+	if holds := next.Holds(); len(holds) != 0 {
+		t.Errorf("holds of an earlier boot: %v", holds)
+	}
+}
+
+func TestAReusedLimitOutlivesAnOldRelease(t *testing.T) {
+	v := verdicts{}
+	l := open(t, t.TempDir(), v)
+	if err := l.ReserveLimits(limit("a")); err != nil {
+		t.Fatal(err)
+	}
+	old := l.Holds()[0]
+	if err := l.ReserveLimits(limit("a")); err != nil {
+		t.Fatalf("reuse: %v", err)
+	}
+	if err := l.Release(old); err != nil {
+		t.Fatal(err)
+	}
+	if len(l.Holds()) != 1 {
+		t.Error("a release for the earlier pod freed the GPU of the present one")
+	}
+	v["a"] = ledger.Orphaned
+	var conflict *ledger.ConflictError
+	if err := l.ReserveLimits(limit("a")); !errors.As(err, &conflict) {
+		t.Errorf("reuse of the GPU of an orphaned pod: %v", err)
+	}
+}

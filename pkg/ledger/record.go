@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"hash/crc32"
+	"net/url"
+	"strings"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// A record is one hold on disk. Its file name carries the core (kind, holder, device), which never changes meaning, so
+// that a record that cannot be read still holds. The first line of its contents is
+//
+//	tandem-hold v<version> crc32c=<8 hex digits> len=<bytes of JSON>
+//
+// then the JSON. Bytes behind it are padding.
+const (
+	recordVersion = 1
+	recordHeader  = "tandem-hold v%d crc32c=%08x len=%d\n"
+	nameSeparator = "~"
+)
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+type record struct {
+	Kind       Kind      `json:"kind"`
+	Holder     string    `json:"holder"`
+	Device     string    `json:"device"`
+	State      State     `json:"state"`
+	Since      time.Time `json:"since"`
+	BootID     string    `json:"bootID"`
+	Resource   string    `json:"resource,omitempty"`
+	Namespace  string    `json:"namespace,omitempty"`
+	Name       string    `json:"name,omitempty"`
+	Pods       []Pod     `json:"pods,omitempty"`
+	Generation uint64    `json:"generation"`
+}
+
+// recordName is the inverse of parseRecordName.
+func recordName(holder Holder, ref device.Ref) string {
+	return strings.Join([]string{string(holder.Kind), escape(holder.ID), escape(ref.String())}, nameSeparator)
+}
+
+func escape(s string) string { return strings.ReplaceAll(url.PathEscape(s), nameSeparator, "%7E") }
+
+func parseRecordName(name string) (Holder, device.Ref, error) {
+	parts := strings.Split(name, nameSeparator)
+	if len(parts) != 3 {
+		return Holder{}, device.Ref{}, fmt.Errorf("parse record name %q: want <kind>~<holder>~<device>", name)
+	}
+	kind := Kind(parts[0])
+	if kind != KindClaim && kind != KindLimit {
+		return Holder{}, device.Ref{}, fmt.Errorf("parse record name %q: unknown kind %q", name, parts[0])
+	}
+	id, err := url.PathUnescape(parts[1])
+	if err != nil || id == "" {
+		return Holder{}, device.Ref{}, fmt.Errorf("parse record name %q: bad holder %q", name, parts[1])
+	}
+	text, err := url.PathUnescape(parts[2])
+	if err != nil {
+		return Holder{}, device.Ref{}, fmt.Errorf("parse record name %q: bad device %q", name, parts[2])
+	}
+	ref, err := device.ParseRef(text)
+	if err != nil {
+		return Holder{}, device.Ref{}, fmt.Errorf("parse record name %q: %w", name, err)
+	}
+	return Holder{Kind: kind, ID: id}, ref, nil
+}
+
+func encodeRecord(h Hold, bootID string) ([]byte, error) {
+	body, err := json.Marshal(record{
+		Kind: h.Holder.Kind, Holder: h.Holder.ID, Device: h.Device.String(), State: h.State, Since: h.Since, BootID: bootID,
+		Resource: h.Resource, Namespace: h.Namespace, Name: h.Name, Pods: h.Pods, Generation: h.Generation,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("encode record of %s: %w", h, err)
+	}
+	head := fmt.Sprintf(recordHeader, recordVersion, crc32.Checksum(body, castagnoli), len(body))
+	return append([]byte(head), body...), nil
+}
+
+// decodeRecord reads what an own or a newer version wrote. newer is true for the latter: such a record is read as far as
+// this version understands it and must be left on disk as it is.
+func decodeRecord(data []byte) (r record, newer bool, err error) {
+	line, rest, found := bytes.Cut(data, []byte("\n"))
+	if !found {
+		return record{}, false, fmt.Errorf("no header line in %d bytes", len(data))
+	}
+	var version, length int
+	var sum uint32
+	if _, err := fmt.Sscanf(string(line)+"\n", recordHeader, &version, &sum, &length); err != nil {
+		return record{}, false, fmt.Errorf("header %q: %w", line, err)
+	}
+	if version < 1 || length < 0 || length > len(rest) {
+		return record{}, false, fmt.Errorf("header %q: version %d, %d bytes promised, %d there", line, version, length, len(rest))
+	}
+	body := rest[:length]
+	if got := crc32.Checksum(body, castagnoli); got != sum {
+		return record{}, false, fmt.Errorf("checksum is %08x, not %08x", got, sum)
+	}
+	newer = version > recordVersion
+	decoder := json.NewDecoder(bytes.NewReader(body))
+	if !newer {
+		decoder.DisallowUnknownFields()
+	}
+	if err := decoder.Decode(&r); err != nil {
+		return record{}, newer, fmt.Errorf("body: %w", err)
+	}
+	return r, newer, nil
+}
+
+// hold turns a decoded record back into the hold, provided that it says what its name says.
+func (r record) hold(holder Holder, ref device.Ref) (Hold, error) {
+	if r.Kind != holder.Kind || r.Holder != holder.ID || r.Device != ref.String() {
+		return Hold{}, fmt.Errorf("contents are of %s %s on %s", r.Kind, r.Holder, r.Device)
+	}
+	switch r.State {
+	case StateExpected, StateHeld, StateDraining:
+	default:
+		return Hold{}, fmt.Errorf("unknown state %q", r.State)
+	}
+	return Hold{
+		Holder: holder, Device: ref, State: r.State, Since: r.Since, Resource: r.Resource,
+		Namespace: r.Namespace, Name: r.Name, Pods: r.Pods, Generation: r.Generation,
+	}, nil
+}

@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Options of a ledger.
+type Options struct {
+	// Dir is the run directory. It should lie on a tmpfs that ends with the boot.
+	Dir string
+	// BootID is the kernel's boot ID; records of another boot are dropped.
+	BootID string
+	// Evidence is asked about holds that stand in somebody's way.
+	Evidence Evidence
+}
+
+// Ledger is the one truth about who holds what. All methods are safe for concurrent use. What a method has answered
+// survives the death of the process.
+type Ledger struct {
+	evidence Evidence
+	lock     *os.File
+
+	mu       sync.Mutex
+	disk     directory
+	holds    map[key]*Hold
+	byGPU    map[string]map[key]*Hold
+	byHolder map[Holder]map[key]*Hold
+	// newer are records of a newer version, which stay on disk as they are until they are removed.
+	newer   map[key]bool
+	changed chan struct{}
+	// serial is the last generation given out.
+	serial uint64
+
+	claims claimCalls
+}
+
+type key struct {
+	holder Holder
+	device device.Ref
+}
+
+func keyOf(h Hold) key { return key{h.Holder, h.Device} }
+
+// Open takes the lock on the run directory and loads what is recorded there. It returns an error that wraps ErrLocked when
+// another process holds the lock. Records that cannot be read are logged, and hold.
+func Open(ctx context.Context, o Options) (*Ledger, error) {
+	if o.Dir == "" || o.BootID == "" || o.Evidence == nil {
+		return nil, errors.New("open ledger: Dir, BootID and Evidence are required")
+	}
+	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
+		return nil, fmt.Errorf("open ledger: %w", err)
+	}
+	lock, err := takeLock(filepath.Join(o.Dir, "lock"))
+	if err != nil {
+		return nil, fmt.Errorf("open ledger in %s: %w", o.Dir, err)
+	}
+	l := &Ledger{
+		evidence: o.Evidence,
+		lock:     lock,
+		disk:     directory{root: o.Dir, bootID: o.BootID},
+		holds:    map[key]*Hold{},
+		byGPU:    map[string]map[key]*Hold{},
+		byHolder: map[Holder]map[key]*Hold{},
+		changed:  make(chan struct{}),
+		claims:   claimCalls{running: map[string]*claimCall{}},
+	}
+	holds, newer, problems, err := l.disk.load()
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("open ledger in %s: %w", o.Dir, err), lock.Close())
+	}
+	l.newer = newer
+	for _, p := range problems {
+		klog.FromContext(ctx).Error(p.err, "Ledger record cannot be read", "record", p.name)
+	}
+	for _, h := range holds {
+		l.serial = max(l.serial, h.Generation)
+		l.put(h)
+	}
+	return l, nil
+}
+
+func takeLock(path string) (*os.File, error) {
+	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			err = ErrLocked
+		}
+		return nil, errors.Join(err, file.Close())
+	}
+	return file, nil
+}
+
+// Close gives up the lock. The records stay.
+func (l *Ledger) Close() error { return l.lock.Close() }
+
+// Provision reserves space for the records of n limits, so that no full disk can fail their Allocate. Called whenever the
+// number of device IDs offered changes; idempotent.
+func (l *Ledger) Provision(n int) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.disk.provision(n)
+}
+
+// Holds returns a copy of every hold, sorted by device, then holder.
+func (l *Ledger) Holds() []Hold {
+	l.mu.Lock()
+	holds := make([]Hold, 0, len(l.holds))
+	for _, h := range l.holds {
+		holds = append(holds, *h)
+	}
+	l.mu.Unlock()
+	slices.SortFunc(holds, compareHolds)
+	return holds
+}
+
+func compareHolds(a, b Hold) int {
+	return cmp.Or(
+		cmp.Compare(a.Device.GPU, b.Device.GPU),
+		cmp.Compare(a.Device.Placement.Start, b.Device.Placement.Start),
+		cmp.Compare(a.Device.Placement.Size, b.Device.Placement.Size),
+		cmp.Compare(a.Holder.Kind, b.Holder.Kind),
+		cmp.Compare(a.Holder.ID, b.Holder.ID))
+}
+
+// Changed returns a channel that is closed at the next change of any hold. Take it before calling Holds.
+func (l *Ledger) Changed() <-chan struct{} {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.changed
+}
+
+// Expect restores a hold that other evidence knows of (kubelet's state, pod resources): the start-up's way in. A holder
+// that has the device already keeps its state, and is completed with what h knows and it does not. Devices of h that
+// somebody else holds are held by both from then on, as they are in the real world; the conflict is for the caller to
+// report, and Expect returns it as a *ConflictError after the fact.
+func (l *Ledger) Expect(h Hold) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if known, ok := l.holds[keyOf(h)]; ok {
+		return l.complete(known, h)
+	}
+	conflicts := l.conflicts(h.Holder, h.Device)
+	l.serial++
+	h.Generation = l.serial
+	h.State = StateExpected
+	h.Since = now()
+	if err := l.disk.create(h); err != nil {
+		return err
+	}
+	l.put(h)
+	l.announce()
+	if len(conflicts) > 0 {
+		return &ConflictError{Holds: conflicts}
+	}
+	return nil
+}
+
+func (l *Ledger) complete(known *Hold, h Hold) error {
+	updated := *known
+	if updated.Unreadable {
+		l.serial++
+		updated.Unreadable, updated.Generation, updated.Since = false, l.serial, now()
+	}
+	updated.Namespace = cmp.Or(updated.Namespace, h.Namespace)
+	updated.Name = cmp.Or(updated.Name, h.Name)
+	updated.Resource = cmp.Or(updated.Resource, h.Resource)
+	updated.Pods = mergePods(updated.Pods, h.Pods)
+	if updated.equal(*known) {
+		return nil
+	}
+	return l.change(known, updated)
+}
+
+func (h Hold) equal(other Hold) bool {
+	return h.State == other.State && h.Generation == other.Generation && h.Namespace == other.Namespace && h.Name == other.Name &&
+		h.Resource == other.Resource && h.Unreadable == other.Unreadable && slices.Equal(h.Pods, other.Pods)
+}
+
+// mergePods adds pods by UID, and the names of those known by UID alone.
+func mergePods(known, more []Pod) []Pod {
+	merged := slices.Clone(known)
+	for _, pod := range more {
+		i := slices.IndexFunc(merged, func(p Pod) bool { return p.UID == pod.UID })
+		switch {
+		case i < 0:
+			merged = append(merged, pod)
+		case merged[i].Name == "":
+			merged[i] = pod
+		}
+	}
+	return merged
+}
+
+// Identify tells which pod kubelet gave a limit to. A hold that has been given out again since (another generation) is left
+// alone.
+func (l *Ledger) Identify(h Hold, pod Pod) error {
+	return l.amend(h, func(updated *Hold) { updated.Pods = []Pod{pod} })
+}
+
+// SetState moves a hold between held and draining as evidence about its pods comes and goes. A hold that has been given out
+// again since is left alone.
+func (l *Ledger) SetState(h Hold, state State) error {
+	return l.amend(h, func(updated *Hold) {
+		if updated.State != state {
+			updated.State, updated.Since = state, now()
+		}
+	})
+}
+
+func (l *Ledger) amend(h Hold, amend func(*Hold)) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	current, ok := l.holds[keyOf(h)]
+	if !ok || current.Generation != h.Generation {
+		return nil
+	}
+	updated := *current
+	amend(&updated)
+	if updated.equal(*current) {
+		return nil
+	}
+	return l.change(current, updated)
+}
+
+// change stores the new state of a hold; what is in memory counts even if the disk refuses it.
+func (l *Ledger) change(current *Hold, updated Hold) error {
+	*current = updated
+	l.announce()
+	if l.newer[keyOf(updated)] {
+		return nil
+	}
+	return l.disk.update(updated)
+}
+
+// Release ends a hold whose end is proven. A hold that has been given out again since is left alone. Idempotent.
+func (l *Ledger) Release(h Hold) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.release(h)
+}
+
+func (l *Ledger) release(h Hold) error {
+	k := keyOf(h)
+	current, ok := l.holds[k]
+	if !ok || current.Generation != h.Generation {
+		return nil
+	}
+	if err := l.disk.remove(*current); err != nil {
+		return err
+	}
+	delete(l.holds, k)
+	delete(l.newer, k)
+	deleteFrom(l.byGPU, k.device.GPU, k)
+	deleteFrom(l.byHolder, k.holder, k)
+	l.announce()
+	return nil
+}
+
+func (l *Ledger) put(h Hold) {
+	k := keyOf(h)
+	l.holds[k] = &h
+	insertInto(l.byGPU, k.device.GPU, k, &h)
+	insertInto(l.byHolder, k.holder, k, &h)
+}
+
+func insertInto[I comparable](index map[I]map[key]*Hold, i I, k key, h *Hold) {
+	if index[i] == nil {
+		index[i] = map[key]*Hold{}
+	}
+	index[i][k] = h
+}
+
+func deleteFrom[I comparable](index map[I]map[key]*Hold, i I, k key) {
+	delete(index[i], k)
+	if len(index[i]) == 0 {
+		delete(index, i)
+	}
+}
+
+func (l *Ledger) announce() {
+	close(l.changed)
+	l.changed = make(chan struct{})
+}
+
+// conflicts are the holds of others that overlap with the device.
+func (l *Ledger) conflicts(holder Holder, ref device.Ref) []Hold {
+	var found []Hold
+	for k, h := range l.byGPU[ref.GPU] {
+		if k.holder != holder && k.device.Overlaps(ref) {
+			found = append(found, *h)
+		}
+	}
+	slices.SortFunc(found, compareHolds)
+	return found
+}
+
+// holdsOf are the holds of one holder, sorted.
+func (l *Ledger) holdsOf(holder Holder) []Hold {
+	var found []Hold
+	for h := range maps.Values(l.byHolder[holder]) {
+		found = append(found, *h)
+	}
+	slices.SortFunc(found, compareHolds)
+	return found
+}
+
+// now is the clock by which the kernel stamps files, so that a stamp of a later write is never earlier.
+func now() time.Time {
+	var t unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &t); err != nil {
+		return time.Now()
+	}
+	return time.Unix(t.Unix())
+}
