@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package image
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+
+	"github.com/tandem-gpu/tandem/hack/gobin"
+)
+
+const (
+	versionPackage = "github.com/tandem-gpu/tandem/internal/version"
+
+	hookModule  = "github.com/NVIDIA/nvidia-container-toolkit"
+	hookVersion = "v1.20.1"
+	hookInfo    = hookModule + "/internal/info"
+)
+
+// lazyBinding lets a program start without the NVML symbols that go-nvml leaves undefined until the library is loaded:
+// compilers of hardened systems bind at start by default.
+const lazyBinding = "-Wl,-z,lazy"
+
+// buildAgent compiles the agent into the output directory, where the next build finds it and links only what changed.
+func buildAgent(ctx context.Context, o Options) (string, error) {
+	t, err := targetFor(o.Arch)
+	if err != nil {
+		return "", err
+	}
+	out := filepath.Join(o.Out, "kubelet-plugin-"+o.Arch)
+	ldflags := strings.Join([]string{
+		"-s", "-w", "-linkmode=external", "-extldflags=" + lazyBinding,
+		"-X", versionPackage + ".Version=" + o.Version,
+		"-X", versionPackage + ".Commit=" + o.Commit,
+	}, " ")
+	args := []string{"build", "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", out, o.Package}
+	fmt.Fprintf(o.Progress, "compiling %s for %s\n", o.Package, o.Arch)
+	cmd := exec.CommandContext(ctx, "go", args...)
+	cmd.Dir = o.Root
+	cmd.Env = append(os.Environ(), t.goEnv(o.Arch)...)
+	if output, err := cmd.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("compile %s for %s: %w\n%s", o.Package, o.Arch, err, output)
+	}
+	return out, nil
+}
+
+// hookBinary is nvidia-cdi-hook, linked statically: the container runtime runs it on the host, whose C library may be
+// older than the one here, or missing (Talos). It never loads NVML, whose symbols therefore stay undefined.
+func hookBinary(arch string) gobin.Binary {
+	t := targets[arch]
+	return gobin.Binary{
+		Module: hookModule, Version: hookVersion, Package: hookModule + "/cmd/nvidia-cdi-hook",
+		File: filepath.Join("nvidia-cdi-hook", hookVersion+"-static-"+arch, "nvidia-cdi-hook"),
+		LDFlags: "-s -w -linkmode=external " +
+			`-extldflags "-static -Wl,--unresolved-symbols=ignore-in-object-files" ` +
+			"-X " + hookInfo + ".version=" + strings.TrimPrefix(hookVersion, "v"),
+		Env: append(t.goEnv(arch), "CGO_CFLAGS=-O2 -Wno-deprecated-declarations"),
+	}
+}

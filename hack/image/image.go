@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package image builds the container image of the node agent without a container engine: the agent, nvidia-cdi-hook, and
+// what a cgo program that dlopens the vendor's library needs at run time, taken from the Debian system it runs on. The
+// result can be imported (containerd, Docker) or pushed. Equal inputs give the same digest. It needs a Go toolchain, a
+// C compiler for each architecture, and no privileges unless it has to install that compiler.
+package image
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+)
+
+// DefaultRef is the name under which the tarball is imported when Options.Ref is empty. It names no registry that
+// exists: use it with imagePullPolicy Never.
+const DefaultRef = "docker.io/local/tandem:dev"
+
+// Options says what to build. The zero value builds the agent of the module in the working directory for this machine's
+// architecture.
+type Options struct {
+	// Arch is amd64 or arm64 (GOARCH). Push ignores it and builds both.
+	Arch string
+	// Version is the release the binary and the image call themselves; "dev" when empty.
+	Version string
+	// Commit is the git commit; when empty git is asked, and a tree without git has none.
+	Commit string
+	// Out is the directory for the results, made if missing; bin/image below Root when empty.
+	Out string
+	// Ref is the name the image is imported under.
+	Ref string
+	// Package is the agent's main package, ./cmd/kubelet-plugin when empty.
+	Package string
+	// Root is the module's root directory; the module around the working directory when empty.
+	Root string
+	// Progress gets one line a step; nil is silence.
+	Progress io.Writer
+}
+
+// Build makes the image for one architecture and returns the path of its tarball and the digest of its manifest. The
+// tarball is an OCI layout that `ctr images import` and `docker load` take. Nothing is rebuilt or rewritten when the
+// inputs are those of the tarball already there.
+func Build(ctx context.Context, o Options) (tarball, digest string, err error) {
+	if err := o.complete(ctx); err != nil {
+		return "", "", err
+	}
+	img, err := build(ctx, o)
+	if err != nil {
+		return "", "", err
+	}
+	return save(o, img)
+}
+
+// save writes the tarball unless it is there already.
+func save(o Options, img v1.Image) (tarball, digest string, err error) {
+	hash, err := img.Digest()
+	if err != nil {
+		return "", "", fmt.Errorf("digest image: %w", err)
+	}
+	tarball = filepath.Join(o.Out, "tandem-"+o.Arch+".tar")
+	stamp := stampOf(hash.String(), o.Ref)
+	if upToDate(tarball, stamp) {
+		fmt.Fprintf(o.Progress, "image %s (%s) unchanged in %s: %s\n", o.Ref, o.Arch, tarball, hash)
+		return tarball, hash.String(), nil
+	}
+	if err := writeTarball(tarball, o.Ref, img); err != nil {
+		return "", "", fmt.Errorf("write %s: %w", tarball, err)
+	}
+	if err := os.WriteFile(tarball+".stamp", []byte(stamp), 0o644); err != nil {
+		return "", "", fmt.Errorf("write stamp of %s: %w", tarball, err)
+	}
+	fmt.Fprintf(o.Progress, "image %s (%s) written to %s: %s\n", o.Ref, o.Arch, tarball, hash)
+	return tarball, hash.String(), nil
+}
+
+// build assembles the image of one architecture from completed options.
+func build(ctx context.Context, o Options) (v1.Image, error) {
+	if err := ensureToolchain(ctx, o.Arch, o.Progress); err != nil {
+		return nil, err
+	}
+	agent, err := buildAgent(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	hook, err := hookBinary(o.Arch).Ensure(ctx, o.Progress)
+	if err != nil {
+		return nil, err
+	}
+	base, err := baseFiles(o.Arch, agent)
+	if err != nil {
+		return nil, err
+	}
+	licences, err := licenceFiles(ctx, o, agent, hook)
+	if err != nil {
+		return nil, err
+	}
+	// What changes least comes first, so that a new agent moves one layer only.
+	return assemble(o, [][]file{
+		base,
+		{{path: "usr/bin/nvidia-cdi-hook", source: hook, mode: 0o755}},
+		append(licences, file{path: "usr/bin/kubelet-plugin", source: agent, mode: 0o755}),
+	})
+}
+
+func (o *Options) complete(ctx context.Context) error {
+	if o.Progress == nil {
+		o.Progress = io.Discard
+	}
+	if o.Arch == "" {
+		o.Arch = runtime.GOARCH
+	}
+	if _, err := targetFor(o.Arch); err != nil {
+		return err
+	}
+	if o.Root == "" {
+		root, err := moduleRoot(ctx)
+		if err != nil {
+			return err
+		}
+		o.Root = root
+	}
+	if o.Version == "" {
+		o.Version = "dev"
+	}
+	if o.Commit == "" {
+		o.Commit = gitCommit(ctx, o.Root)
+	}
+	if o.Out == "" {
+		o.Out = filepath.Join(o.Root, "bin", "image")
+	}
+	if o.Ref == "" {
+		o.Ref = DefaultRef
+	}
+	if o.Package == "" {
+		o.Package = "./cmd/kubelet-plugin"
+	}
+	out, err := filepath.Abs(o.Out)
+	if err != nil {
+		return fmt.Errorf("resolve %s: %w", o.Out, err)
+	}
+	o.Out = out
+	if err := os.MkdirAll(o.Out, 0o755); err != nil {
+		return fmt.Errorf("make output directory: %w", err)
+	}
+	return nil
+}
+
+func moduleRoot(ctx context.Context) (string, error) {
+	out, err := exec.CommandContext(ctx, "go", "env", "GOMOD").Output()
+	if err != nil {
+		return "", fmt.Errorf("find the module: %w", err)
+	}
+	mod := strings.TrimSpace(string(out))
+	if mod == "" || mod == os.DevNull {
+		return "", errors.New("find the module: the working directory is in none")
+	}
+	return filepath.Dir(mod), nil
+}
+
+// gitCommit is empty outside a git checkout: a source archive builds too.
+func gitCommit(ctx context.Context, root string) string {
+	git := func(args ...string) (string, error) {
+		out, err := exec.CommandContext(ctx, "git", append([]string{"--no-optional-locks", "-C", root}, args...)...).Output()
+		return strings.TrimSpace(string(out)), err
+	}
+	commit, err := git("rev-parse", "--short=12", "HEAD")
+	if err != nil {
+		return ""
+	}
+	if changes, err := git("status", "--porcelain"); err != nil || changes != "" {
+		commit += "-dirty"
+	}
+	return commit
+}
+
+func stampOf(digest, ref string) string { return digest + " " + ref + "\n" }
+
+func upToDate(tarball, stamp string) bool {
+	if _, err := os.Stat(tarball); err != nil {
+		return false
+	}
+	have, err := os.ReadFile(tarball + ".stamp")
+	return err == nil && string(have) == stamp
+}

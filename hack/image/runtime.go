@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package image
+
+import (
+	"debug/elf"
+	"fmt"
+	"path/filepath"
+	"slices"
+)
+
+const certificates = "/etc/ssl/certs/ca-certificates.crt"
+
+// vendorLibraries are what libnvidia-ml.so.1 of any driver may link against, besides what the agent itself needs, and
+// libgcc_s.so.1, which glibc loads when a thread is cancelled.
+var vendorLibraries = []string{
+	"libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0", "libresolv.so.2", "librt.so.1",
+}
+
+const (
+	passwd = "root:x:0:0:root:/:/sbin/nologin\nnobody:x:65534:65534:nobody:/nonexistent:/sbin/nologin\n"
+	group  = "root:x:0:\nnobody:x:65534:\n"
+	// Nothing but files and DNS: the image carries no other name service.
+	nsswitch = "passwd: files\ngroup: files\nhosts: files dns\n"
+)
+
+// baseFiles is everything but the programs: loader, libraries, certificates, accounts.
+func baseFiles(arch, agent string) ([]file, error) {
+	t, err := targetFor(arch)
+	if err != nil {
+		return nil, err
+	}
+	files := []file{
+		{path: "etc/passwd", content: passwd, mode: 0o644},
+		{path: "etc/group", content: group, mode: 0o644},
+		{path: "etc/nsswitch.conf", content: nsswitch, mode: 0o644},
+		{path: "etc/ssl/certs/ca-certificates.crt", source: certificates, mode: 0o644},
+	}
+	libraries, err := t.libraries(arch, agent)
+	if err != nil {
+		return nil, err
+	}
+	for _, source := range libraries {
+		name := filepath.Base(source)
+		path := filepath.Join("lib", t.triplet, name)
+		if name == filepath.Base(t.interpreter) {
+			path = t.interpreter
+		}
+		files = append(files, file{path: path, source: source, mode: 0o755})
+	}
+	return files, nil
+}
+
+// libraries are the loader, the vendor's needs and the agent's, each followed through its own needs.
+func (t target) libraries(arch, agent string) ([]string, error) {
+	needed, err := importsOf(agent)
+	if err != nil {
+		return nil, err
+	}
+	queue := append([]string{filepath.Base(t.interpreter)}, vendorLibraries...)
+	queue = append(queue, needed...)
+	seen := map[string]bool{}
+	var found []string
+	for len(queue) > 0 {
+		name := queue[0]
+		queue = queue[1:]
+		if seen[name] {
+			continue
+		}
+		seen[name] = true
+		path, err := t.find(arch, name)
+		if err != nil {
+			return nil, err
+		}
+		needed, err := importsOf(path)
+		if err != nil {
+			return nil, err
+		}
+		found = append(found, path)
+		queue = append(queue, needed...)
+	}
+	slices.Sort(found)
+	return found, nil
+}
+
+func (t target) find(arch, name string) (string, error) {
+	dirs := t.libraryDirs(arch)
+	for _, dir := range dirs {
+		if path := filepath.Join(dir, name); exists(path) {
+			return path, nil
+		}
+	}
+	return "", fmt.Errorf("find %s for %s: not in %v", name, arch, dirs)
+}
+
+func importsOf(path string) ([]string, error) {
+	f, err := elf.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", path, err)
+	}
+	defer f.Close()
+	needed, err := f.ImportedLibraries()
+	if err != nil {
+		return nil, fmt.Errorf("read what %s links against: %w", path, err)
+	}
+	return needed, nil
+}
