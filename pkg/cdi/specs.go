@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cdi
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+	"tags.cncf.io/container-device-interface/pkg/parser"
+	specs "tags.cncf.io/container-device-interface/specs-go"
+)
+
+// Source says what belongs in the spec.
+type Source interface {
+	// ContainerEdits is called when the inventory changed, never while a pod waits. An error leaves the spec as it is.
+	ContainerEdits(ctx context.Context) (Edits, error)
+	// Changed returns a channel that is closed when ContainerEdits may answer differently. It is taken before the call.
+	Changed() <-chan struct{}
+}
+
+// Options of a Specs.
+type Options struct {
+	// Dir is the CDI directory as this process sees it; it is created when missing.
+	Dir string
+	// Vendor and Class make up the kind, "<vendor>/<class>".
+	Vendor, Class string
+	Source        Source
+	// Hook is installed together with the spec that names it. Optional.
+	Hook *Hook
+	// Interval is how often Run looks whether the files are still as they should be. Default: 2 s.
+	Interval time.Duration
+}
+
+// Specs keeps the spec file. All methods are safe for concurrent use.
+type Specs struct {
+	options Options
+	kind    string
+	file    ownedFile
+
+	// refreshing admits one caller of the Source at a time; a channel, so that a waiting Prepare can give up.
+	refreshing chan struct{}
+
+	mu      sync.Mutex
+	want    []byte
+	devices []specs.Device
+	known   map[string]bool
+	failed  map[string]error
+	loaded  bool
+}
+
+// New prepares a Specs and touches nothing.
+func New(options Options) (*Specs, error) {
+	if err := parser.ValidateVendorName(options.Vendor); err != nil {
+		return nil, fmt.Errorf("CDI vendor: %w", err)
+	}
+	if err := parser.ValidateClassName(options.Class); err != nil {
+		return nil, fmt.Errorf("CDI class: %w", err)
+	}
+	if !filepath.IsAbs(options.Dir) {
+		return nil, fmt.Errorf("CDI directory %q: not an absolute path", options.Dir)
+	}
+	if options.Source == nil {
+		return nil, errors.New("CDI specs need a source")
+	}
+	if options.Interval <= 0 {
+		options.Interval = 2 * time.Second
+	}
+	s := &Specs{
+		options:    options,
+		kind:       options.Vendor + "/" + options.Class,
+		refreshing: make(chan struct{}, 1),
+	}
+	s.file.path = filepath.Join(options.Dir, "tandem-"+options.Vendor+"-"+options.Class+".json")
+	return s, nil
+}
+
+// QualifiedName is what a container runtime is told: "<vendor>/<class>=<uuid>".
+func (s *Specs) QualifiedName(uuid string) string {
+	return parser.QualifiedName(s.options.Vendor, s.options.Class, uuid)
+}
+
+// Path is the spec file.
+func (s *Specs) Path() string { return s.file.path }
+
+// Check says why the spec has no entry for a GPU; nil if it has one. It looks at memory only: call Ensure first.
+func (s *Specs) Check(uuid string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.known[uuid] {
+		return nil
+	}
+	if err := s.failed[uuid]; err != nil {
+		return fmt.Errorf("make container edits of GPU %s: %w", uuid, err)
+	}
+	return fmt.Errorf("GPU %s has no container edits", uuid)
+}
+
+// Ensure returns when the spec and the hook are on disk as they should be. That costs two stats when they are, a write
+// when somebody removed or changed them, and one call of the Source only while there has not been a spec yet. Idempotent;
+// front-ends call it before they answer with a qualified name.
+func (s *Specs) Ensure(ctx context.Context) error {
+	if s.file.intact() && s.options.Hook.intact() {
+		return nil
+	}
+	s.mu.Lock()
+	have := s.want != nil
+	s.mu.Unlock()
+	if !have {
+		return s.refresh(ctx)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.put()
+}
+
+// Run follows the Source and repairs the files until ctx is done. It logs what goes wrong and tries again: a node whose
+// CDI directory cannot be written now may be well in a minute.
+func (s *Specs) Run(ctx context.Context) error {
+	logger := klog.FromContext(ctx)
+	ticker := time.NewTicker(s.options.Interval)
+	defer ticker.Stop()
+	for ctx.Err() == nil {
+		changed := s.options.Source.Changed()
+		err := s.refresh(ctx)
+		if err != nil && ctx.Err() == nil {
+			logger.Error(err, "Keeping the CDI spec as it is", "path", s.file.path)
+		}
+		s.watch(ctx, changed, ticker.C, err != nil)
+	}
+	return nil
+}
+
+// watch repairs until the Source changed, or until the next tick where the last refresh has to be retried.
+func (s *Specs) watch(ctx context.Context, changed <-chan struct{}, tick <-chan time.Time, retry bool) {
+	logger := klog.FromContext(ctx)
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+			return
+		case <-tick:
+			if retry {
+				return
+			}
+			if err := s.Ensure(ctx); err != nil && ctx.Err() == nil {
+				logger.Error(err, "Repairing the CDI spec", "path", s.file.path)
+			}
+		}
+	}
+}
+
+// refresh asks the Source and writes what it says. A caller that finds somebody else at it waits for the result.
+func (s *Specs) refresh(ctx context.Context) error {
+	select {
+	case s.refreshing <- struct{}{}:
+		defer func() { <-s.refreshing }()
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	edits, err := s.options.Source.ContainerEdits(ctx)
+	if err != nil {
+		return fmt.Errorf("make container edits: %w", err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err := s.load(); err != nil {
+		return err
+	}
+	devices := withLost(edits.Devices, s.devices)
+	s.failed = maps.Clone(edits.Failed)
+	want, err := encode(s.kind, edits.Common, devices)
+	if err != nil {
+		return err
+	}
+	s.want, s.devices, s.known = want, devices, make(map[string]bool, len(devices))
+	for _, d := range devices {
+		s.known[d.Name] = true
+	}
+	return s.put()
+}
+
+// load takes over, once, what an earlier run of the agent left.
+func (s *Specs) load() error {
+	if s.loaded {
+		return nil
+	}
+	if err := s.file.removeTemporaries(); err != nil {
+		return err
+	}
+	s.devices = readDevices(s.file.path, s.kind)
+	s.loaded = true
+	return nil
+}
+
+// put brings the files on disk to what is wanted.
+func (s *Specs) put() error {
+	if err := s.options.Hook.Ensure(); err != nil {
+		return err
+	}
+	if s.sameOnDisk() {
+		return s.file.accept()
+	}
+	return s.file.replace(s.want, 0o644, validate)
+}
+
+func (s *Specs) sameOnDisk() bool {
+	info, err := os.Lstat(s.file.path)
+	if err != nil || !info.Mode().IsRegular() || info.Mode().Perm() != 0o644 {
+		return false
+	}
+	data, err := os.ReadFile(s.file.path)
+	return err == nil && bytes.Equal(data, s.want)
+}
