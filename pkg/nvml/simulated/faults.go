@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulated
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strconv"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+	"sigs.k8s.io/yaml"
+)
+
+// FaultsFile is the name of the faults file in a simulated machine's directory.
+const FaultsFile = "faults.yaml"
+
+// Faults is the content of the faults file: everything that is wrong with the machine at present. What is not named works.
+type Faults struct {
+	// GPUs holds the faults of single GPUs.
+	GPUs []GPUFaults `json:"gpus,omitempty"`
+	// Calls are faults of library calls that take no handle, by method of nvml.Interface ("Init", "DeviceGetCount").
+	Calls map[string]CallFault `json:"calls,omitempty"`
+	// Events are delivered once to each event set that was registered for the GPU before they were written.
+	Events []Event `json:"events,omitempty"`
+}
+
+// GPUFaults are the faults of one GPU.
+type GPUFaults struct {
+	// GPU is a UUID, or an index in the profile's order.
+	GPU string `json:"gpu"`
+	// Lost makes every call on the GPU, and those for its handle, answer ERROR_GPU_IS_LOST; it stays enumerated.
+	Lost bool `json:"lost,omitempty"`
+	// Absent is a GPU that has fallen off the bus: it is lost for a library that is initialized, and at the next Init it is
+	// not enumerated, so the count is smaller, the indices behind it close up, and its UUID and address are NOT_FOUND.
+	Absent bool `json:"absent,omitempty"`
+	// Calls are faults by method of nvml.Device ("GetMemoryInfo"), or by the call that hands out its handle
+	// ("DeviceGetHandleByIndex", ...ByUUID, ...ByPciBusId, ...BySerial). They come before Lost.
+	Calls map[string]CallFault `json:"calls,omitempty"`
+}
+
+// CallFault is what happens to a call.
+type CallFault struct {
+	// Return is the answer, "ERROR_UNKNOWN"; the call succeeds as usual where it is empty.
+	Return string `json:"return,omitempty"`
+	// Delay passes before the call goes on. It ends early when the faults file changes or the library is shut down.
+	Delay Duration `json:"delay,omitempty"`
+}
+
+// Event is an event that NVML reports.
+type Event struct {
+	// Sequence orders events and tells new ones from old ones: a writer counts up from 1.
+	Sequence uint64 `json:"sequence"`
+	// GPU is a UUID, or an index in the profile's order.
+	GPU string `json:"gpu"`
+	// XID is the number of the error.
+	XID uint64 `json:"xid"`
+}
+
+// Duration is a time.Duration that reads and writes as "1m30s".
+type Duration time.Duration
+
+// MarshalJSON implements json.Marshaler.
+func (d Duration) MarshalJSON() ([]byte, error) { return json.Marshal(time.Duration(d).String()) }
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (d *Duration) UnmarshalJSON(data []byte) error {
+	var text string
+	if err := json.Unmarshal(data, &text); err != nil {
+		return err
+	}
+	parsed, err := time.ParseDuration(text)
+	if err != nil {
+		return err
+	}
+	*d = Duration(parsed)
+	return nil
+}
+
+// WriteFaults puts the faults of the machine in dir into force, in place of those before, in one step. It returns when the
+// next call of any library that watches dir sees them.
+func WriteFaults(dir string, faults Faults) error {
+	data, err := yaml.Marshal(faults)
+	if err != nil {
+		return fmt.Errorf("write faults: %w", err)
+	}
+	return writeAtomically(filepath.Join(dir, FaultsFile), data, 0o644)
+}
+
+// ReadFaults reads the faults in force for the machine in dir, so that a test can add to them. A missing file is no fault.
+func ReadFaults(dir string) (Faults, error) {
+	var faults Faults
+	data, err := os.ReadFile(filepath.Join(dir, FaultsFile))
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return Faults{}, fmt.Errorf("read faults: %w", err)
+	}
+	if err := decodeStrict(data, &faults); err != nil {
+		return Faults{}, fmt.Errorf("read faults %s: %w", filepath.Join(dir, FaultsFile), err)
+	}
+	return faults, nil
+}
+
+// faultState is a Faults checked and indexed for a profile.
+type faultState struct {
+	library map[string]callFault
+	gpus    []gpuFaults // by place in the profile
+	events  []event
+	newest  uint64 // the highest sequence among events
+}
+
+type gpuFaults struct {
+	lost, absent bool
+	calls        map[string]callFault
+}
+
+type callFault struct {
+	ret   nvml.Return
+	delay time.Duration
+}
+
+type event struct {
+	sequence uint64
+	place    int
+	xid      uint64
+}
+
+var (
+	libraryMethods = methodsOf(reflect.TypeFor[nvml.Interface](), "Shutdown", "ErrorString", "Extensions")
+	deviceMethods  = methodsOf(reflect.TypeFor[nvml.Device]())
+	handleGetters  = map[string]bool{
+		"DeviceGetHandleByIndex": true, "DeviceGetHandleByUUID": true, "DeviceGetHandleByPciBusId": true, "DeviceGetHandleBySerial": true,
+	}
+)
+
+func methodsOf(iface reflect.Type, except ...string) map[string]bool {
+	methods := map[string]bool{}
+	for i := range iface.NumMethod() {
+		methods[iface.Method(i).Name] = true
+	}
+	for _, name := range except {
+		delete(methods, name)
+	}
+	return methods
+}
+
+// compile checks faults against a profile; the error names the field.
+func (f Faults) compile(profile Profile) (*faultState, error) {
+	state := &faultState{gpus: make([]gpuFaults, len(profile.GPUs))}
+	var problems []error
+	var err error
+	if state.library, err = compileCalls("calls", f.Calls, libraryMethods); err != nil {
+		problems = append(problems, err)
+	}
+	for i, g := range f.GPUs {
+		at := fmt.Sprintf("gpus[%d]", i)
+		place, err := profile.find(g.GPU)
+		if err != nil {
+			problems = append(problems, fmt.Errorf("%s.gpu: %w", at, err))
+			continue
+		}
+		calls, err := compileCalls(at+".calls", g.Calls, deviceMethods, handleGetters)
+		if err != nil {
+			problems = append(problems, err)
+		}
+		state.gpus[place] = gpuFaults{lost: g.Lost, absent: g.Absent, calls: calls}
+	}
+	for i, e := range f.Events {
+		place, err := profile.find(e.GPU)
+		if err != nil {
+			problems = append(problems, fmt.Errorf("events[%d].gpu: %w", i, err))
+			continue
+		}
+		state.events = append(state.events, event{sequence: e.Sequence, place: place, xid: e.XID})
+		state.newest = max(state.newest, e.Sequence)
+	}
+	return state, errors.Join(problems...)
+}
+
+func compileCalls(path string, calls map[string]CallFault, known ...map[string]bool) (map[string]callFault, error) {
+	compiled := map[string]callFault{}
+	var problems []error
+	for method, fault := range calls {
+		ret, ok := returnByName(fault.Return)
+		if !ok {
+			problems = append(problems, fmt.Errorf("%s.%s.return: %q is no NVML return code", path, method, fault.Return))
+		}
+		if !knownMethod(method, known) {
+			problems = append(problems, fmt.Errorf("%s.%s: no such method", path, method))
+		}
+		compiled[method] = callFault{ret: ret, delay: time.Duration(fault.Delay)}
+	}
+	return compiled, errors.Join(problems...)
+}
+
+func knownMethod(method string, sets []map[string]bool) bool {
+	for _, set := range sets {
+		if set[method] {
+			return true
+		}
+	}
+	return false
+}
+
+// find is the place of the GPU that a faults file names by UUID or by place.
+func (p Profile) find(gpu string) (int, error) {
+	if place, err := strconv.Atoi(gpu); err == nil && place >= 0 && place < len(p.GPUs) {
+		return place, nil
+	}
+	for place, g := range p.GPUs {
+		if g.UUID == gpu {
+			return place, nil
+		}
+	}
+	return 0, fmt.Errorf("%q is neither a UUID nor an index of a GPU of %s", gpu, p.Name)
+}
+
+func returnByName(name string) (nvml.Return, bool) {
+	ret, ok := returns[name]
+	return ret, ok
+}
+
+// returns are NVML's return codes by name. nvml.Return.Error cannot serve: with a real library loaded it gives prose.
+var returns = map[string]nvml.Return{
+	"":                                nvml.SUCCESS,
+	"SUCCESS":                         nvml.SUCCESS,
+	"ERROR_UNINITIALIZED":             nvml.ERROR_UNINITIALIZED,
+	"ERROR_INVALID_ARGUMENT":          nvml.ERROR_INVALID_ARGUMENT,
+	"ERROR_NOT_SUPPORTED":             nvml.ERROR_NOT_SUPPORTED,
+	"ERROR_NO_PERMISSION":             nvml.ERROR_NO_PERMISSION,
+	"ERROR_ALREADY_INITIALIZED":       nvml.ERROR_ALREADY_INITIALIZED,
+	"ERROR_NOT_FOUND":                 nvml.ERROR_NOT_FOUND,
+	"ERROR_INSUFFICIENT_SIZE":         nvml.ERROR_INSUFFICIENT_SIZE,
+	"ERROR_INSUFFICIENT_POWER":        nvml.ERROR_INSUFFICIENT_POWER,
+	"ERROR_DRIVER_NOT_LOADED":         nvml.ERROR_DRIVER_NOT_LOADED,
+	"ERROR_TIMEOUT":                   nvml.ERROR_TIMEOUT,
+	"ERROR_IRQ_ISSUE":                 nvml.ERROR_IRQ_ISSUE,
+	"ERROR_LIBRARY_NOT_FOUND":         nvml.ERROR_LIBRARY_NOT_FOUND,
+	"ERROR_FUNCTION_NOT_FOUND":        nvml.ERROR_FUNCTION_NOT_FOUND,
+	"ERROR_CORRUPTED_INFOROM":         nvml.ERROR_CORRUPTED_INFOROM,
+	"ERROR_GPU_IS_LOST":               nvml.ERROR_GPU_IS_LOST,
+	"ERROR_RESET_REQUIRED":            nvml.ERROR_RESET_REQUIRED,
+	"ERROR_OPERATING_SYSTEM":          nvml.ERROR_OPERATING_SYSTEM,
+	"ERROR_LIB_RM_VERSION_MISMATCH":   nvml.ERROR_LIB_RM_VERSION_MISMATCH,
+	"ERROR_IN_USE":                    nvml.ERROR_IN_USE,
+	"ERROR_MEMORY":                    nvml.ERROR_MEMORY,
+	"ERROR_NO_DATA":                   nvml.ERROR_NO_DATA,
+	"ERROR_VGPU_ECC_NOT_SUPPORTED":    nvml.ERROR_VGPU_ECC_NOT_SUPPORTED,
+	"ERROR_INSUFFICIENT_RESOURCES":    nvml.ERROR_INSUFFICIENT_RESOURCES,
+	"ERROR_FREQ_NOT_SUPPORTED":        nvml.ERROR_FREQ_NOT_SUPPORTED,
+	"ERROR_ARGUMENT_VERSION_MISMATCH": nvml.ERROR_ARGUMENT_VERSION_MISMATCH,
+	"ERROR_DEPRECATED":                nvml.ERROR_DEPRECATED,
+	"ERROR_NOT_READY":                 nvml.ERROR_NOT_READY,
+	"ERROR_GPU_NOT_FOUND":             nvml.ERROR_GPU_NOT_FOUND,
+	"ERROR_INVALID_STATE":             nvml.ERROR_INVALID_STATE,
+	"ERROR_UNKNOWN":                   nvml.ERROR_UNKNOWN,
+}

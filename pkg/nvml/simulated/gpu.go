@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulated
+
+import (
+	"encoding/binary"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+)
+
+// gpuHandle is what callers hold: every call asks the gate, then the GPU.
+type gpuHandle struct {
+	gpu *gpu
+}
+
+var _ nvml.Device = (*gpuHandle)(nil)
+
+// gate answers for a GPU that is not in a state to answer itself.
+func (h *gpuHandle) gate(method string) nvml.Return {
+	g := h.gpu
+	if !g.sys.initialized() {
+		return nvml.ERROR_UNINITIALIZED
+	}
+	state := g.sys.faults.current()
+	faults := state.gpus[g.place]
+	if ret := g.sys.faults.answer(state, faults.calls[method], g.sys.stop()); ret != nvml.SUCCESS {
+		return ret
+	}
+	if faults.lost || faults.absent || !slices.Contains(g.sys.handles(), h) {
+		return nvml.ERROR_GPU_IS_LOST
+	}
+	return nvml.SUCCESS
+}
+
+// obtain hands out the handle, unless the GPU has failed: then the call for a handle fails already.
+func (h *gpuHandle) obtain(method string) (nvml.Device, nvml.Return) {
+	if ret := h.gate(method); ret != nvml.SUCCESS {
+		return nil, ret
+	}
+	return h, nvml.SUCCESS
+}
+
+// gpu is a GPU in working order.
+type gpu struct {
+	unsupportedDevice
+	sys     *system
+	place   int // in the profile
+	spec    GPU
+	model   Model
+	uuid    string
+	serial  string
+	address pciAddress
+	boardID uint32
+	links   []link
+}
+
+func newGPU(sys *system, place int, seed string) *gpuHandle {
+	spec := sys.profile.GPUs[place]
+	sum := digest(sys.profile.Name, seed, place)
+	address, _ := parseAddress(spec.PCI) //nolint:errcheck // validated with the profile
+	g := &gpu{
+		sys: sys, place: place, spec: spec, model: sys.profile.Models[spec.Model], uuid: spec.UUID,
+		serial:  fmt.Sprintf("16%011d", binary.BigEndian.Uint64(sum[16:])%1e11),
+		address: address,
+		boardID: address.domain<<16 | address.bus<<8,
+		links:   linksOf(sys.profile, place),
+	}
+	return &gpuHandle{gpu: g}
+}
+
+func majorMinor(text string) (major, minor int) {
+	before, after, _ := strings.Cut(text, ".")
+	major, _ = strconv.Atoi(before) //nolint:errcheck // validated with the profile
+	minor, _ = strconv.Atoi(after)  //nolint:errcheck // validated with the profile
+	return major, minor
+}
+
+func enabled(on bool) nvml.EnableState {
+	if on {
+		return nvml.FEATURE_ENABLED
+	}
+	return nvml.FEATURE_DISABLED
+}
+
+func (g *gpu) GetUUID() (string, nvml.Return)     { return g.uuid, nvml.SUCCESS }
+func (g *gpu) GetName() (string, nvml.Return)     { return g.model.ProductName, nvml.SUCCESS }
+func (g *gpu) GetSerial() (string, nvml.Return)   { return g.serial, nvml.SUCCESS }
+func (g *gpu) GetMinorNumber() (int, nvml.Return) { return *g.spec.Minor, nvml.SUCCESS }
+func (g *gpu) GetBoardId() (uint32, nvml.Return)  { return g.boardID, nvml.SUCCESS } //nolint:revive // the name is go-nvml's
+
+func (g *gpu) GetIndex() (int, nvml.Return) {
+	index := slices.IndexFunc(g.sys.handles(), func(h *gpuHandle) bool { return h.gpu == g })
+	if index < 0 {
+		return 0, nvml.ERROR_GPU_IS_LOST
+	}
+	return index, nvml.SUCCESS
+}
+
+func (g *gpu) GetModuleId() (int, nvml.Return) { //nolint:revive // the name is go-nvml's
+	if g.spec.ModuleID == 0 {
+		return 0, nvml.ERROR_NOT_SUPPORTED
+	}
+	return g.spec.ModuleID, nvml.SUCCESS
+}
+
+func (g *gpu) GetMultiGpuBoard() (int, nvml.Return) { return 0, nvml.SUCCESS }
+
+func (g *gpu) OnSameBoard(other nvml.Device) (int, nvml.Return) {
+	peer, ret := g.sys.resolve(other)
+	if ret != nvml.SUCCESS {
+		return 0, ret
+	}
+	if peer.boardID == g.boardID {
+		return 1, nvml.SUCCESS
+	}
+	return 0, nvml.SUCCESS
+}
+
+func (g *gpu) GetBrand() (nvml.BrandType, nvml.Return) { return brands[g.model.Brand], nvml.SUCCESS }
+
+func (g *gpu) GetArchitecture() (nvml.DeviceArchitecture, nvml.Return) {
+	return architectures[g.model.Architecture], nvml.SUCCESS
+}
+
+func (g *gpu) GetCudaComputeCapability() (major, minor int, ret nvml.Return) {
+	major, minor = majorMinor(g.model.ComputeCapability)
+	return major, minor, nvml.SUCCESS
+}
+
+func (g *gpu) GetNumGpuCores() (int, nvml.Return) { return g.model.Cores, nvml.SUCCESS }
+
+func (g *gpu) GetMemoryBusWidth() (uint32, nvml.Return) { return g.model.MemoryBusWidth, nvml.SUCCESS }
+
+const mebibyte = 1 << 20
+
+// GetMemoryInfo counts what the driver keeps as used, as version 1 of the call does.
+func (g *gpu) GetMemoryInfo() (nvml.Memory, nvml.Return) {
+	total, reserved := g.model.MemoryMiB*mebibyte, g.model.ReservedMiB*mebibyte
+	return nvml.Memory{Total: total, Used: reserved, Free: total - reserved}, nvml.SUCCESS
+}
+
+func (g *gpu) GetMemoryInfo_v2() (nvml.Memory_v2, nvml.Return) { //nolint:revive // the name is go-nvml's
+	info := nvml.Memory_v2{Total: g.model.MemoryMiB * mebibyte, Reserved: g.model.ReservedMiB * mebibyte}
+	info.Version = nvml.STRUCT_VERSION(info, 2)
+	info.Free = info.Total - info.Reserved
+	return info, nvml.SUCCESS
+}
+
+func (g *gpu) GetEccMode() (current, pending nvml.EnableState, ret nvml.Return) {
+	if !g.model.ECC {
+		return 0, 0, nvml.ERROR_NOT_SUPPORTED
+	}
+	return nvml.FEATURE_ENABLED, nvml.FEATURE_ENABLED, nvml.SUCCESS
+}
+
+func (g *gpu) GetDefaultEccMode() (nvml.EnableState, nvml.Return) {
+	mode, _, ret := g.GetEccMode()
+	return mode, ret
+}
+
+func (g *gpu) GetAddressingMode() (nvml.DeviceAddressingMode, nvml.Return) {
+	if g.model.AddressingMode == "" {
+		return nvml.DeviceAddressingMode{}, nvml.ERROR_NOT_SUPPORTED
+	}
+	mode := nvml.DeviceAddressingMode{Value: uint32(addressingModes[g.model.AddressingMode])}
+	mode.Version = nvml.STRUCT_VERSION(mode, 1)
+	return mode, nvml.SUCCESS
+}
+
+func (g *gpu) IsMigDeviceHandle() (bool, nvml.Return) { return false, nvml.SUCCESS }
+
+func (g *gpu) GetMigMode() (current, pending int, ret nvml.Return) {
+	switch {
+	case g.model.MaxMIGDevices == 0:
+		return 0, 0, nvml.ERROR_NOT_SUPPORTED
+	case g.spec.MIGEnabled:
+		return nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS
+	}
+	return nvml.DEVICE_MIG_DISABLE, nvml.DEVICE_MIG_DISABLE, nvml.SUCCESS
+}
+
+// GetMaxMigDeviceCount is 0 on a GPU without MIG, which NVML documents as success.
+func (g *gpu) GetMaxMigDeviceCount() (int, nvml.Return) { return g.model.MaxMIGDevices, nvml.SUCCESS }
+
+// GetMigDeviceHandleByIndex finds no device: none has been created.
+func (g *gpu) GetMigDeviceHandleByIndex(index int) (nvml.Device, nvml.Return) {
+	if g.model.MaxMIGDevices == 0 {
+		return nil, nvml.ERROR_NOT_SUPPORTED
+	}
+	if index < 0 || index >= g.model.MaxMIGDevices {
+		return nil, nvml.ERROR_INVALID_ARGUMENT
+	}
+	return nil, nvml.ERROR_NOT_FOUND
+}
+
+func (g *gpu) GetComputeMode() (nvml.ComputeMode, nvml.Return) {
+	return nvml.COMPUTEMODE_DEFAULT, nvml.SUCCESS
+}
+
+func (g *gpu) GetPersistenceMode() (nvml.EnableState, nvml.Return) {
+	return nvml.FEATURE_ENABLED, nvml.SUCCESS
+}
+
+func (g *gpu) GetDisplayMode() (nvml.EnableState, nvml.Return) {
+	return nvml.FEATURE_DISABLED, nvml.SUCCESS
+}
+
+func (g *gpu) GetDisplayActive() (nvml.EnableState, nvml.Return) {
+	return nvml.FEATURE_DISABLED, nvml.SUCCESS
+}
+
+func (g *gpu) GetVirtualizationMode() (nvml.GpuVirtualizationMode, nvml.Return) {
+	return nvml.GPU_VIRTUALIZATION_MODE_NONE, nvml.SUCCESS
+}
+
+func (g *gpu) GetComputeRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
+	return nil, nvml.SUCCESS
+}
+
+func (g *gpu) GetGraphicsRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
+	return nil, nvml.SUCCESS
+}
+
+func (g *gpu) GetMPSComputeRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
+	return nil, nvml.SUCCESS
+}
+
+// GetUtilizationRates is that of an idle GPU.
+func (g *gpu) GetUtilizationRates() (nvml.Utilization, nvml.Return) {
+	return nvml.Utilization{}, nvml.SUCCESS
+}
+
+func (g *gpu) GetTemperature(sensor nvml.TemperatureSensors) (uint32, nvml.Return) {
+	if sensor != nvml.TEMPERATURE_GPU {
+		return 0, nvml.ERROR_INVALID_ARGUMENT
+	}
+	return 30, nvml.SUCCESS
+}
+
+// GetPowerManagementLimit is in milliwatts.
+func (g *gpu) GetPowerManagementLimit() (uint32, nvml.Return) {
+	return g.model.PowerLimitWatts * 1000, nvml.SUCCESS
+}
+
+func (g *gpu) GetPowerManagementDefaultLimit() (uint32, nvml.Return) {
+	return g.GetPowerManagementLimit()
+}
+func (g *gpu) GetEnforcedPowerLimit() (uint32, nvml.Return) { return g.GetPowerManagementLimit() }

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package simulated is an NVML without a GPU: nvml.Interface for a machine described by a Profile, the files such a machine
+// has (driver root, device nodes, sysfs), and a file through which faults reach it from outside the process. Every call it
+// does not know answers ERROR_NOT_SUPPORTED, as NVML does for what a GPU lacks.
+//
+// It runs no work, keeps no clock of temperatures or utilization, and partitions no GPU. The methods that return one of
+// go-nvml's concrete handler values (GetGpuFabricInfoV, GetGpuInstanceProfileInfoV and the like) return an empty one: calling
+// a method on it enters the C library, which is not there.
+package simulated
+
+import (
+	"fmt"
+	"strings"
+	"sync"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+)
+
+//go:generate go run ./internal/gen unsupported.gen.go
+
+// Library is NVML of one simulated machine. It is safe for concurrent use. Handles stay valid over Shutdown and Init.
+type Library struct {
+	*system
+}
+
+var _ nvml.Interface = (*Library)(nil)
+
+// system is the machine behind a Library. The GPUs it enumerates are fixed at the first Init, as NVML's are: a GPU that is
+// absent then has no index, one that goes away later keeps its index and is lost.
+type system struct {
+	unsupportedLibrary
+	profile Profile
+	faults  *faultSource
+	all     []*gpuHandle
+
+	mu         sync.RWMutex
+	users      int
+	stopped    chan struct{}
+	enumerated []*gpuHandle
+}
+
+// Option changes what New makes.
+type Option func(*settings)
+
+type settings struct {
+	seed      string
+	faultsDir string
+	onError   func(error)
+}
+
+// WithSeed tells machines of the same profile apart: with another seed (a node's name) the derived UUIDs are others.
+func WithSeed(seed string) Option { return func(s *settings) { s.seed = seed } }
+
+// WithFaults makes the library obey the faults file in dir, which need not exist.
+func WithFaults(dir string) Option { return func(s *settings) { s.faultsDir = dir } }
+
+// WithFaultsError has report called when a changed faults file cannot be used (the faults before it stay in force). It is
+// called from within NVML calls, so it must not make any, and once for each change.
+func WithFaultsError(report func(error)) Option { return func(s *settings) { s.onError = report } }
+
+// New makes a library for a profile that Load or Parse gave; nothing happens before Init.
+func New(profile Profile, opts ...Option) *Library {
+	s := settings{onError: func(error) {}}
+	for _, opt := range opts {
+		opt(&s)
+	}
+	sys := &system{
+		profile: profile.WithIdentity(s.seed),
+		stopped: make(chan struct{}),
+	}
+	close(sys.stopped)
+	sys.faults = newFaultSource(s.faultsDir, sys.profile, s.onError)
+	for i := range sys.profile.GPUs {
+		sys.all = append(sys.all, newGPU(sys, i, s.seed))
+	}
+	return &Library{system: sys}
+}
+
+// Profile is the machine as this library shows it, every UUID and minor filled in.
+func (l *Library) Profile() Profile { return l.profile }
+
+// Init implements nvml.Interface; calls are counted, and as many Shutdowns end it.
+func (l *Library) Init() nvml.Return { return l.InitWithFlags(0) }
+
+// InitWithFlags implements nvml.Interface; the flags change nothing, since no GPU here can fail to attach.
+func (l *Library) InitWithFlags(uint32) nvml.Return {
+	state := l.faults.current()
+	if ret := l.faults.answer(state, state.library["Init"], l.stop()); ret != nvml.SUCCESS {
+		return ret
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.users++
+	if l.users > 1 {
+		return nvml.SUCCESS
+	}
+	l.stopped = make(chan struct{})
+	l.enumerated = nil
+	for i, h := range l.all {
+		if !state.gpus[i].absent {
+			l.enumerated = append(l.enumerated, h)
+		}
+	}
+	return nvml.SUCCESS
+}
+
+// Shutdown implements nvml.Interface.
+func (l *Library) Shutdown() nvml.Return {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.users == 0 {
+		return nvml.ERROR_UNINITIALIZED
+	}
+	l.users--
+	if l.users == 0 {
+		close(l.stopped)
+	}
+	return nvml.SUCCESS
+}
+
+// ErrorString implements nvml.Interface.
+func (l *Library) ErrorString(r nvml.Return) string { return r.Error() }
+
+// Extensions implements nvml.Interface.
+func (l *Library) Extensions() nvml.ExtendedInterface { return l }
+
+// LookupSymbol implements nvml.ExtendedInterface: the library has every function of NVML, as a current driver's has.
+func (l *Library) LookupSymbol(name string) error {
+	if !l.initialized() {
+		return fmt.Errorf("look up symbol %s: library not loaded", name)
+	}
+	if !strings.HasPrefix(name, "nvml") {
+		return fmt.Errorf("look up symbol %s: not found", name)
+	}
+	return nil
+}
+
+// gate stands in front of each call that has no handle.
+func (l *Library) gate(method string) nvml.Return {
+	if !l.initialized() {
+		return nvml.ERROR_UNINITIALIZED
+	}
+	state := l.faults.current()
+	return l.faults.answer(state, state.library[method], l.stop())
+}
+
+func (s *system) initialized() bool {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return s.users > 0
+}
+
+// stop is closed when the library is shut down.
+func (s *system) stop() <-chan struct{} {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return s.stopped
+}
+
+func (s *system) handles() []*gpuHandle {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return s.enumerated
+}
+
+func (s *system) SystemGetDriverVersion() (string, nvml.Return) {
+	return s.profile.Driver.Version, nvml.SUCCESS
+}
+
+// SystemGetNVMLVersion is the driver's version after the major CUDA version, as NVML reports it.
+func (s *system) SystemGetNVMLVersion() (string, nvml.Return) {
+	major, _, _ := strings.Cut(s.profile.Driver.CUDA, ".")
+	return major + "." + s.profile.Driver.Version, nvml.SUCCESS
+}
+
+func (s *system) SystemGetCudaDriverVersion() (int, nvml.Return) {
+	major, minor := majorMinor(s.profile.Driver.CUDA)
+	return major*1000 + minor*10, nvml.SUCCESS
+}
+
+func (s *system) SystemGetCudaDriverVersion_v2() (int, nvml.Return) { //nolint:revive // the name is go-nvml's
+	return s.SystemGetCudaDriverVersion()
+}
+
+func (s *system) DeviceGetCount() (int, nvml.Return) {
+	return len(s.handles()), nvml.SUCCESS
+}
+
+func (s *system) DeviceGetHandleByIndex(index int) (nvml.Device, nvml.Return) {
+	enumerated := s.handles()
+	if index < 0 || index >= len(enumerated) {
+		return nil, nvml.ERROR_INVALID_ARGUMENT
+	}
+	return enumerated[index].obtain("DeviceGetHandleByIndex")
+}
+
+func (s *system) DeviceGetHandleByUUID(uuid string) (nvml.Device, nvml.Return) {
+	return s.obtain("DeviceGetHandleByUUID", func(g *gpu) bool { return g.uuid == uuid })
+}
+
+func (s *system) DeviceGetHandleByPciBusId(address string) (nvml.Device, nvml.Return) { //nolint:revive // the name is go-nvml's
+	wanted, err := parseAddress(address)
+	if err != nil {
+		return nil, nvml.ERROR_INVALID_ARGUMENT
+	}
+	return s.obtain("DeviceGetHandleByPciBusId", func(g *gpu) bool { return g.address == wanted })
+}
+
+func (s *system) DeviceGetHandleBySerial(serial string) (nvml.Device, nvml.Return) {
+	return s.obtain("DeviceGetHandleBySerial", func(g *gpu) bool { return g.serial == serial })
+}
+
+func (s *system) obtain(method string, match func(*gpu) bool) (nvml.Device, nvml.Return) {
+	for _, h := range s.handles() {
+		if match(h.gpu) {
+			return h.obtain(method)
+		}
+	}
+	return nil, nvml.ERROR_NOT_FOUND
+}
+
+func (s *system) EventSetCreate() (nvml.EventSet, nvml.Return) {
+	return newEventSet(s), nvml.SUCCESS
+}
+
+func (s *system) UnitGetCount() (int, nvml.Return) { return 0, nvml.SUCCESS }
+
+func (s *system) GetExcludedDeviceCount() (int, nvml.Return) { return 0, nvml.SUCCESS }

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulated
+
+import (
+	"slices"
+
+	"github.com/NVIDIA/go-nvml/pkg/nvml"
+)
+
+// switchDeviceID is the PCI identity of an NVSwitch (third generation, 10de:22a3), the same for every simulated one.
+const (
+	switchDeviceID    = 0x22a310de
+	switchSubsystemID = 0x168810de
+)
+
+// link is the far end of one NVLink that is up: peer is the index of a GPU in the profile, -1 for a switch.
+type link struct {
+	peer    int
+	address pciAddress
+}
+
+// linksOf lists the far ends of a GPU's active links, by link number: all of them spread over the switches of its group,
+// or PairLinks to each peer in turn.
+func linksOf(p Profile, place int) []link {
+	group, ok := groupOf(p, place)
+	if !ok {
+		return nil
+	}
+	var links []link
+	if len(group.Switches) > 0 {
+		for i := range p.Models[p.GPUs[place].Model].NVLinks {
+			address, _ := parseAddress(group.Switches[i%len(group.Switches)]) //nolint:errcheck // validated with the profile
+			links = append(links, link{peer: -1, address: address})
+		}
+		return links
+	}
+	for _, peer := range group.GPUs {
+		if peer == place {
+			continue
+		}
+		address, _ := parseAddress(p.GPUs[peer].PCI) //nolint:errcheck // validated with the profile
+		links = append(links, slices.Repeat([]link{{peer: peer, address: address}}, group.PairLinks)...)
+	}
+	return links
+}
+
+func groupOf(p Profile, place int) (NVLinkGroup, bool) {
+	for _, group := range p.NVLink {
+		if slices.Contains(group.GPUs, place) {
+			return group, true
+		}
+	}
+	return NVLinkGroup{}, false
+}
+
+func (g *gpu) linkedTo(peer *gpu) bool {
+	group, ok := groupOf(g.sys.profile, g.place)
+	return ok && g != peer && slices.Contains(group.GPUs, peer.place)
+}
+
+// checkLink is NVML's answer to a link number: INVALID_ARGUMENT beyond what any GPU has, NOT_SUPPORTED beyond this one's.
+func (g *gpu) checkLink(number int) nvml.Return {
+	switch {
+	case number < 0 || number >= nvml.NVLINK_MAX_LINKS:
+		return nvml.ERROR_INVALID_ARGUMENT
+	case number >= g.model.NVLinks:
+		return nvml.ERROR_NOT_SUPPORTED
+	}
+	return nvml.SUCCESS
+}
+
+func (g *gpu) activeLink(number int) (link, nvml.Return) {
+	if ret := g.checkLink(number); ret != nvml.SUCCESS {
+		return link{}, ret
+	}
+	if number >= len(g.links) {
+		return link{}, nvml.ERROR_NOT_SUPPORTED
+	}
+	return g.links[number], nvml.SUCCESS
+}
+
+func (g *gpu) GetNvLinkState(number int) (nvml.EnableState, nvml.Return) {
+	if ret := g.checkLink(number); ret != nvml.SUCCESS {
+		return nvml.FEATURE_DISABLED, ret
+	}
+	return enabled(number < len(g.links)), nvml.SUCCESS
+}
+
+func (g *gpu) GetNvLinkVersion(number int) (uint32, nvml.Return) {
+	if ret := g.checkLink(number); ret != nvml.SUCCESS {
+		return 0, ret
+	}
+	return g.model.NVLinkVersion, nvml.SUCCESS
+}
+
+func (g *gpu) GetNvLinkRemoteDeviceType(number int) (nvml.IntNvLinkDeviceType, nvml.Return) {
+	far, ret := g.activeLink(number)
+	switch {
+	case ret != nvml.SUCCESS:
+		return nvml.NVLINK_DEVICE_TYPE_UNKNOWN, ret
+	case far.peer < 0:
+		return nvml.NVLINK_DEVICE_TYPE_SWITCH, nvml.SUCCESS
+	}
+	return nvml.NVLINK_DEVICE_TYPE_GPU, nvml.SUCCESS
+}
+
+func (g *gpu) GetNvLinkRemotePciInfo(number int) (nvml.PciInfo, nvml.Return) {
+	far, ret := g.activeLink(number)
+	if ret != nvml.SUCCESS {
+		return nvml.PciInfo{}, ret
+	}
+	if far.peer < 0 {
+		return far.address.info(switchDeviceID, switchSubsystemID), nvml.SUCCESS
+	}
+	model := g.sys.profile.Models[g.sys.profile.GPUs[far.peer].Model]
+	return far.address.info(nvmlID(model.PCIDevice), nvmlID(model.PCISubsystem)), nvml.SUCCESS
+}
+
+// GetNvLinkCapability answers for the two capabilities that follow from the topology.
+func (g *gpu) GetNvLinkCapability(number int, capability nvml.NvLinkCapability) (uint32, nvml.Return) {
+	if ret := g.checkLink(number); ret != nvml.SUCCESS {
+		return 0, ret
+	}
+	switch capability {
+	case nvml.NVLINK_CAP_P2P_SUPPORTED, nvml.NVLINK_CAP_VALID:
+		if number < len(g.links) {
+			return 1, nvml.SUCCESS
+		}
+		return 0, nvml.SUCCESS
+	}
+	return 0, nvml.ERROR_NOT_SUPPORTED
+}
+
+// GetGpuFabricInfo is that of a GPU which the fabric manager of its own machine has registered: the cluster UUID is zero
+// where no fabric beyond the machine exists.
+func (g *gpu) GetGpuFabricInfo() (nvml.GpuFabricInfo, nvml.Return) {
+	group, ok := groupOf(g.sys.profile, g.place)
+	if !g.model.FabricInfo || !ok || len(group.Switches) == 0 {
+		return nvml.GpuFabricInfo{}, nvml.ERROR_NOT_SUPPORTED
+	}
+	return nvml.GpuFabricInfo{State: nvml.GPU_FABRIC_STATE_COMPLETED, Status: uint32(nvml.SUCCESS)}, nvml.SUCCESS
+}
