@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package driver is the DRA front-end: it publishes the node's GPUs as ResourceSlices and answers kubelet's
+// NodePrepareResources and NodeUnprepareResources. It only translates: who may have a device is the ledger's decision,
+// what a device is comes from the inventory, and container edits are written elsewhere, before they are needed here.
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	corev1 "k8s.io/api/core/v1"
+	utilvalidation "k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/record"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// Ledger decides who holds which device. *ledger.Ledger implements it.
+type Ledger interface {
+	ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (fresh bool, err error)
+	DrainClaim(ctx context.Context, uid string) error
+	Holds() []ledger.Hold
+	Changed() <-chan struct{}
+}
+
+// Inventory is the source of the node's GPUs. Changed returns a channel that is closed at the next change; it is taken
+// before Inventory is read.
+type Inventory interface {
+	Inventory() device.Inventory
+	Changed() <-chan struct{}
+}
+
+// Specs knows the CDI specs that name the node's GPUs.
+type Specs interface {
+	// Ensure makes sure that the specs are on disk; cheap when they are.
+	Ensure(ctx context.Context) error
+	// QualifiedName is the CDI name under which a GPU is found in them.
+	QualifiedName(uuid string) string
+}
+
+// Config is what New needs. Every field without a default is required.
+type Config struct {
+	// DriverName is the name of the DRA driver, and the domain of its attributes. Default "gpu.nvidia.com".
+	DriverName string
+	// NodeName is the name of this node's Node object, and of the pool.
+	NodeName string
+	// KubeClient must not throttle: every prepare costs one GET.
+	KubeClient kubernetes.Interface
+	// KubeletDir is kubelet's data directory. Default "/var/lib/kubelet".
+	KubeletDir string
+
+	Ledger    Ledger
+	Inventory Inventory
+	Specs     Specs
+
+	// Recorder receives events on claims and on the node.
+	Recorder record.EventRecorder
+	// Registerer receives the metrics.
+	Registerer prometheus.Registerer
+
+	// ReturnDelay is how long a GPU must have been free before it is offered again. Withdrawals are never delayed.
+	// Default 200 ms.
+	ReturnDelay time.Duration
+	// ForeignInterval is how often to look whether another process serves the driver name. Default 10 s.
+	ForeignInterval time.Duration
+}
+
+const (
+	defaultDriverName      = "gpu.nvidia.com"
+	defaultKubeletDir      = "/var/lib/kubelet"
+	defaultReturnDelay     = 200 * time.Millisecond
+	defaultForeignInterval = 10 * time.Second
+)
+
+// Driver serves claims for the GPUs of one node. Only one may run at a time on a node: the caller owns the ledger's lock.
+type Driver struct {
+	Config
+
+	metrics *metrics
+	nodeRef *corev1.ObjectReference
+	// refresh asks the publisher to publish again even if nothing changed.
+	refresh chan struct{}
+
+	mu sync.Mutex
+	// foreign is set while another process serves our driver name.
+	foreign *ForeignError
+	// registered is what kubelet said last.
+	registered    bool
+	registerError string
+	// published is set once the API server has what we want it to have; publishError is the last failure since then.
+	published    bool
+	publishError error
+	// nodeKnown is set once our Node object was seen.
+	nodeKnown bool
+}
+
+// New validates the configuration. Nothing is visible outside before Run, apart from metrics in the Registerer.
+func New(c Config) (*Driver, error) {
+	c.setDefaults()
+	if err := c.validate(); err != nil {
+		return nil, fmt.Errorf("configure DRA driver: %w", err)
+	}
+	m, err := newMetrics(c.Registerer)
+	if err != nil {
+		return nil, fmt.Errorf("configure DRA driver: %w", err)
+	}
+	return &Driver{
+		Config:  c,
+		metrics: m,
+		// The UID of events on nodes is the node's name, by kubelet's convention: that is what `kubectl describe` selects.
+		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: nodeEventUID(c.NodeName)},
+		refresh: make(chan struct{}, 1),
+	}, nil
+}
+
+func (c *Config) setDefaults() {
+	if c.DriverName == "" {
+		c.DriverName = defaultDriverName
+	}
+	if c.KubeletDir == "" {
+		c.KubeletDir = defaultKubeletDir
+	}
+	if c.ReturnDelay == 0 {
+		c.ReturnDelay = defaultReturnDelay
+	}
+	if c.ForeignInterval == 0 {
+		c.ForeignInterval = defaultForeignInterval
+	}
+}
+
+func (c *Config) validate() error {
+	var errs []error
+	for _, problem := range utilvalidation.IsDNS1123Subdomain(c.DriverName) {
+		errs = append(errs, fmt.Errorf("driver name %q: %s", c.DriverName, problem))
+	}
+	if len(c.DriverName) > utilvalidation.DNS1123LabelMaxLength {
+		errs = append(errs, fmt.Errorf("driver name %q: must be no more than %d characters", c.DriverName, utilvalidation.DNS1123LabelMaxLength))
+	}
+	if c.NodeName == "" {
+		errs = append(errs, errors.New("node name is not set"))
+	} else {
+		for _, problem := range utilvalidation.IsDNS1123Subdomain(c.NodeName) {
+			errs = append(errs, fmt.Errorf("node name %q: %s", c.NodeName, problem))
+		}
+	}
+	if !filepath.IsAbs(c.KubeletDir) {
+		errs = append(errs, fmt.Errorf("kubelet directory %q: must be an absolute path", c.KubeletDir))
+	}
+	if longest := c.registrationSocket(); len(longest) > maxSocketPath {
+		errs = append(errs, fmt.Errorf("kubelet directory %q: socket path %q is longer than the %d bytes the kernel takes", c.KubeletDir, longest, maxSocketPath))
+	}
+	if c.ReturnDelay < 0 {
+		errs = append(errs, fmt.Errorf("return delay %v: must not be negative", c.ReturnDelay))
+	}
+	if c.ForeignInterval < 0 {
+		errs = append(errs, fmt.Errorf("interval of looking for another driver %v: must not be negative", c.ForeignInterval))
+	}
+	for name, missing := range map[string]bool{
+		"Kubernetes client": c.KubeClient == nil, "ledger": c.Ledger == nil, "inventory": c.Inventory == nil,
+		"CDI specs": c.Specs == nil, "event recorder": c.Recorder == nil, "metrics registerer": c.Registerer == nil,
+	} {
+		if missing {
+			errs = append(errs, fmt.Errorf("%s is not set", name))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Run serves until ctx is done, then finishes the calls in flight and returns nil. It leaves no goroutine and no socket
+// behind; the ResourceSlices stay, so that a restart disturbs nobody (kubelet removes them when the driver stays away).
+// While another process serves the same driver name it waits for that to end. An error means that it cannot serve at all.
+func (d *Driver) Run(ctx context.Context) error {
+	if err := d.prepareDirectories(); err != nil {
+		return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
+	}
+	for {
+		if !d.awaitAlone(ctx) {
+			return nil
+		}
+		started := time.Now()
+		err := d.serve(ctx)
+		var foreign *ForeignError
+		switch {
+		case ctx.Err() != nil:
+			return nil
+		case errors.As(err, &foreign), errors.Is(err, errSocketLost):
+			klog.FromContext(ctx).Info("Starting to serve claims anew", "reason", err.Error())
+		default:
+			return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
+		}
+		// Whoever removes the sockets again and again must not make this a busy loop.
+		if time.Since(started) < shortestSession && !pause(ctx, shortestSession) {
+			return nil
+		}
+	}
+}
+
+// shortestSession is the least time between two starts of the servers.
+const shortestSession = time.Second
+
+// Ready says why claims are not served yet, and nil when they are. A *ForeignError names the process in the way. Safe for
+// concurrent use.
+func (d *Driver) Ready() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	switch {
+	case d.foreign != nil:
+		return d.foreign
+	case !d.nodeKnown:
+		return fmt.Errorf("node %s is not known to the API server (is the node name right?)", d.NodeName)
+	case !d.published && d.publishError != nil:
+		return fmt.Errorf("publish ResourceSlices of node %s: %w", d.NodeName, d.publishError)
+	case !d.published:
+		return fmt.Errorf("ResourceSlices of node %s are not published yet", d.NodeName)
+	case d.registerError != "":
+		return fmt.Errorf("kubelet refuses driver %s: %s", d.DriverName, d.registerError)
+	case !d.registered:
+		return fmt.Errorf("kubelet has not registered driver %s yet (does it watch %s?)", d.DriverName, d.registryDir())
+	}
+	return nil
+}
+
+// pause waits and reports whether ctx was still alive at the end.
+func pause(ctx context.Context, length time.Duration) bool {
+	timer := time.NewTimer(length)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+		return true
+	}
+}

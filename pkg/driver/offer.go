@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// Keys of the taints by which a GPU is withdrawn from the scheduler, effect NoSchedule. They are part of the API: people
+// write tolerations and dashboards for them.
+const (
+	// TaintHeldByLimit marks a GPU that a pod has through an extended resource limit; the value is "true".
+	TaintHeldByLimit = "tandem-gpu.dev/held-by-limit"
+	// TaintDraining marks a GPU that containers may still use although no claim or limit is entitled to it any more; the
+	// value is "true".
+	TaintDraining = "tandem-gpu.dev/draining"
+	// TaintUnhealthy marks a GPU on which work must not be placed; the value is the reason (device.Health).
+	TaintUnhealthy = "tandem-gpu.dev/unhealthy"
+)
+
+// drainGrace is how long a claim's hold may drain before the scheduler is told. A pod that ends in order drains for less,
+// and is not worth two writes.
+const drainGrace = 2 * time.Second
+
+// obstacle is one reason not to offer a GPU, as a taint says it.
+type obstacle struct{ key, value string }
+
+// findObstacles says for each GPU (by UUID) why it must not be offered to the scheduler, and when time alone will change
+// the answer (zero: never). Holds of claims are none: the scheduler made them and knows them.
+func findObstacles(inv device.Inventory, holds []ledger.Hold, now time.Time) (map[string][]obstacle, time.Time) {
+	found := map[string]map[obstacle]bool{}
+	add := func(uuid string, o obstacle) {
+		if found[uuid] == nil {
+			found[uuid] = map[obstacle]bool{}
+		}
+		found[uuid][o] = true
+	}
+	var next time.Time
+	for _, g := range inv.GPUs {
+		if !g.Health.Healthy() {
+			add(g.UUID, obstacle{TaintUnhealthy, g.Health.Reason})
+		}
+	}
+	for _, h := range holds {
+		switch {
+		case h.Holder.Kind == ledger.KindLimit:
+			add(h.Device.GPU, obstacle{TaintHeldByLimit, "true"})
+		case h.Unreadable:
+			add(h.Device.GPU, obstacle{TaintDraining, "true"})
+		case h.State == ledger.StateDraining:
+			if due := h.Since.Add(drainGrace); due.After(now) {
+				next = earlier(next, due)
+			} else {
+				add(h.Device.GPU, obstacle{TaintDraining, "true"})
+			}
+		}
+	}
+	obstacles := make(map[string][]obstacle, len(found))
+	for uuid, set := range found {
+		obstacles[uuid] = slices.SortedFunc(maps.Keys(set), func(a, b obstacle) int { return strings.Compare(a.key, b.key) })
+	}
+	return obstacles, next
+}
+
+// offers delays the return of GPUs, so that a GPU which changes hands does not make the scheduler look twice. Every
+// ResourceSlice update makes it retry all pods that wait for devices.
+type offers struct {
+	returnDelay time.Duration
+	withheld    map[string]withheld
+}
+
+type withheld struct {
+	obstacles []obstacle
+	// freeSince is zero while an obstacle exists.
+	freeSince time.Time
+}
+
+// settle takes the obstacles of this moment and returns those to publish, and when to ask again (zero: at the next
+// change). A new obstacle counts at once, the last one to go lingers for the return delay.
+func (o *offers) settle(now time.Time, current map[string][]obstacle) (map[string][]obstacle, time.Time) {
+	if o.withheld == nil {
+		o.withheld = map[string]withheld{}
+	}
+	for uuid, obstacles := range current {
+		o.withheld[uuid] = withheld{obstacles: obstacles}
+	}
+	var next time.Time
+	settled := make(map[string][]obstacle, len(o.withheld))
+	for uuid, w := range o.withheld {
+		if _, present := current[uuid]; !present {
+			if w.freeSince.IsZero() {
+				w.freeSince = now
+				o.withheld[uuid] = w
+			}
+			due := w.freeSince.Add(o.returnDelay)
+			if !due.After(now) {
+				delete(o.withheld, uuid)
+				continue
+			}
+			next = earlier(next, due)
+		}
+		settled[uuid] = w.obstacles
+	}
+	return settled, next
+}
+
+// earlier of two moments, where zero is never.
+func earlier(a, b time.Time) time.Time {
+	if a.IsZero() || (!b.IsZero() && b.Before(a)) {
+		return b
+	}
+	return a
+}

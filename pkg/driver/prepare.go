@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+const (
+	// kubeletPatience is kubelet's deadline for NodePrepareResources (pkg/kubelet/cm/dra/plugin).
+	kubeletPatience = 45 * time.Second
+	// answerMargin is what is left of the deadline for the answer to arrive: kubelet must learn why, not that time ran out.
+	answerMargin = 3 * time.Second
+	// undoTimeout bounds giving back what a failed call had reserved.
+	undoTimeout = 3 * time.Second
+)
+
+// preparation is one claim of a call on its way.
+type preparation struct {
+	claim   *resourceapi.ResourceClaim
+	request ledger.ClaimRequest
+	answer  []kubeletplugin.Device
+	// names maps the UUIDs in request to the names under which they are published.
+	names map[string]string
+	// fresh is set once the ledger gave this call something that the claim did not hold before.
+	fresh bool
+	err   error
+}
+
+// prepareClaims answers one NodePrepareResources call, all claims of one pod: every device of it or none. The pod cannot
+// start with less, and half of it would keep others waiting.
+func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.ResourceClaim) map[types.UID]kubeletplugin.PrepareResult {
+	ctx, cancel := callContext(ctx)
+	defer cancel()
+	inv := d.Inventory.Inventory()
+	preparations := make([]*preparation, len(claims))
+	ok := true
+	for i, claim := range claims {
+		preparations[i] = d.plan(ctx, claim, inv)
+		ok = ok && preparations[i].err == nil
+	}
+	if ok {
+		ok = d.reserve(ctx, preparations)
+	}
+	if !ok {
+		d.undo(ctx, preparations)
+	}
+	return d.results(ctx, preparations, ok)
+}
+
+// callContext ends early enough for the answer to reach kubelet.
+func callContext(ctx context.Context) (context.Context, context.CancelFunc) {
+	deadline, ok := ctx.Deadline()
+	if !ok {
+		return context.WithTimeout(ctx, kubeletPatience-answerMargin)
+	}
+	margin := min(answerMargin, time.Until(deadline)/2)
+	return context.WithDeadline(ctx, deadline.Add(-margin))
+}
+
+// plan translates the allocation without touching anything.
+func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv device.Inventory) *preparation {
+	p := &preparation{
+		claim: claim,
+		names: map[string]string{},
+		request: ledger.ClaimRequest{
+			UID: string(claim.UID), Namespace: claim.Namespace, Name: claim.Name, Pods: podsOf(claim),
+		},
+	}
+	for _, result := range claim.Status.Allocation.Devices.Results {
+		if result.Driver != d.DriverName {
+			continue
+		}
+		gpu, refused := d.resolve(claim, result, inv)
+		if refused != nil {
+			p.err = refused
+			return p
+		}
+		admin := ptr.Deref(result.AdminAccess, false)
+		prepared := kubeletplugin.Device{
+			Requests: []string{result.Request}, PoolName: result.Pool, DeviceName: result.Device, ShareID: result.ShareID,
+		}
+		switch {
+		case gpu.Health.Healthy():
+			prepared.CDIDeviceIDs = []string{d.Specs.QualifiedName(gpu.UUID)}
+		case admin:
+			// A monitor of all GPUs must not go blind on the good ones because of a bad one, which cannot be injected.
+			d.Recorder.Eventf(claim, corev1.EventTypeWarning, reasonDeviceUnhealthy, "device %s (%s) is not visible to the claim: it is unhealthy (%s: %s)", result.Device, gpu.UUID, gpu.Health.Reason, gpu.Health.Message)
+			klog.FromContext(ctx).Info("Leaving an unhealthy device out of a claim with admin access", "claim", klog.KObj(claim), "device", gpu.UUID, "reason", gpu.Health.Reason)
+		default:
+			p.err = refuse(reasonDeviceUnhealthy, "device %s (%s) for request %s is unhealthy (%s: %s): delete the pod to have it placed on another device", result.Device, gpu.UUID, result.Request, gpu.Health.Reason, gpu.Health.Message)
+			return p
+		}
+		p.answer = append(p.answer, prepared)
+		// Admin access looks at devices that others hold, and holds nothing itself.
+		if !admin && !slices.Contains(p.request.Devices, gpu.Ref()) {
+			p.request.Devices = append(p.request.Devices, gpu.Ref())
+			p.names[gpu.UUID] = result.Device
+		}
+	}
+	return p
+}
+
+// resolve finds the GPU that a result names, and refuses what this node cannot give as asked.
+func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) (device.GPU, error) {
+	if result.Pool != d.NodeName {
+		return device.GPU{}, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated anew", result.Request, result.Device, result.Pool, d.NodeName)
+	}
+	gpu, ok := inv.ByName(result.Device)
+	if !ok {
+		return device.GPU{}, refuse(reasonUnknownDevice, "device %s of pool %s for request %s does not exist on this node (removed, or renumbered by a reboot): delete the pod and its claim to have it allocated anew", result.Device, result.Pool, result.Request)
+	}
+	if err := checkParameters(claim.Status.Allocation, d.DriverName, result); err != nil {
+		return device.GPU{}, refuse(reasonInvalidParameters, "request %s: %v: retrying does not help, correct the claim or its class and create the claim anew", result.Request, err)
+	}
+	return gpu, nil
+}
+
+// podsOf says which pods the claim is reserved for.
+func podsOf(claim *resourceapi.ResourceClaim) []ledger.Pod {
+	var pods []ledger.Pod
+	for _, consumer := range claim.Status.ReservedFor {
+		if consumer.APIGroup == "" && consumer.Resource == "pods" {
+			pods = append(pods, ledger.Pod{UID: string(consumer.UID), Namespace: claim.Namespace, Name: consumer.Name})
+		}
+	}
+	return pods
+}
+
+// reserve takes the devices of every claim and makes sure that what will be answered exists. It stops at the first failure.
+func (d *Driver) reserve(ctx context.Context, preparations []*preparation) bool {
+	for _, p := range preparations {
+		if len(p.request.Devices) == 0 {
+			continue
+		}
+		fresh, err := d.Ledger.ReserveClaim(ctx, p.request)
+		p.fresh = fresh
+		if err != nil {
+			p.err = d.explain(ctx, p, err)
+			return false
+		}
+	}
+	if err := d.Specs.Ensure(ctx); err != nil {
+		for _, p := range preparations {
+			p.err = fmt.Errorf("make CDI specs available: %w", err)
+		}
+		return false
+	}
+	return true
+}
+
+// explain turns what the ledger says into something the claim's owner may read. kubelet copies it into an event on the
+// pod, so it must not name what lives in other namespaces; the log does.
+func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
+	var conflict *ledger.ConflictError
+	if !errors.As(err, &conflict) {
+		return fmt.Errorf("reserve devices: %w", err)
+	}
+	d.metrics.conflicts.Inc()
+	klog.FromContext(ctx).Info("Refusing a claim whose device is in other hands", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID, "conflict", conflict.Error())
+	return refuse(reasonDeviceHeld, "%s", describeConflict(conflict, p))
+}
+
+// undo gives back what this call took. A claim that held its devices before the call keeps them: another pod may use it.
+func (d *Driver) undo(ctx context.Context, preparations []*preparation) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
+	defer cancel()
+	for _, p := range preparations {
+		if !p.fresh {
+			continue
+		}
+		if err := d.Ledger.DrainClaim(ctx, p.request.UID); err != nil {
+			// kubelet retries or unprepares: either settles the hold.
+			klog.FromContext(ctx).Error(err, "Cannot give back the devices of a claim that was not prepared", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID)
+		}
+	}
+}
+
+// results has an entry for each claim. After a failure every claim of the call gets an error: kubelet must not take one for
+// prepared that was given back.
+func (d *Driver) results(ctx context.Context, preparations []*preparation, ok bool) map[types.UID]kubeletplugin.PrepareResult {
+	results := make(map[types.UID]kubeletplugin.PrepareResult, len(preparations))
+	failed := ""
+	for _, p := range preparations {
+		if p.err != nil && failed == "" {
+			failed = klog.KObj(p.claim).String()
+		}
+	}
+	for _, p := range preparations {
+		switch {
+		case ok:
+			results[p.claim.UID] = kubeletplugin.PrepareResult{Devices: p.answer}
+		case p.err == nil:
+			results[p.claim.UID] = kubeletplugin.PrepareResult{Err: fmt.Errorf("prepare claim %s: not prepared because claim %s of the same pod was not", klog.KObj(p.claim), failed)}
+		default:
+			var refused *refusal
+			if errors.As(p.err, &refused) {
+				d.Recorder.Event(p.claim, corev1.EventTypeWarning, refused.reason, refused.message)
+			}
+			results[p.claim.UID] = kubeletplugin.PrepareResult{Err: fmt.Errorf("prepare claim %s: %w", klog.KObj(p.claim), p.err)}
+		}
+	}
+	return results
+}
+
+// unprepareClaims answers one NodeUnprepareResources call. The ledger lets go as soon as no container can use the devices;
+// kubelet is answered at once.
+func (d *Driver) unprepareClaims(ctx context.Context, claims []kubeletplugin.NamespacedObject) map[types.UID]error {
+	results := make(map[types.UID]error, len(claims))
+	for _, claim := range claims {
+		if err := d.Ledger.DrainClaim(ctx, string(claim.UID)); err != nil {
+			results[claim.UID] = fmt.Errorf("unprepare claim %s: %w", claim.NamespacedName, err)
+			continue
+		}
+		results[claim.UID] = nil
+	}
+	return results
+}

@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
+)
+
+// publisher keeps the node's ResourceSlices as inventory and ledger want them. It drives the library's slice controller
+// itself, not through the helper, whose controller waits 30 s before it repairs what kubelet wiped and never notices that the
+// node object was replaced.
+type publisher struct {
+	*Driver
+	// wake is signalled when something below changed.
+	wake chan struct{}
+
+	mu      sync.Mutex
+	nodeUID types.UID
+	// taints is set while the API server is known to keep them.
+	taints bool
+	// dropped is set once it was seen to drop one; it then stays so for this session.
+	dropped bool
+}
+
+func newPublisher(d *Driver) *publisher {
+	return &publisher{Driver: d, wake: make(chan struct{}, 1)}
+}
+
+// run publishes until ctx is done. Failures are retried and show in Ready.
+func (p *publisher) run(ctx context.Context) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		watchNodeUID(ctx, p.KubeClient, p.NodeName, func(uid types.UID) { p.nodeChanged(ctx, uid) })
+		return nil
+	})
+	group.Go(func() error {
+		p.learnTaints(ctx, func() { p.set(func() { p.taints = true }) })
+		return nil
+	})
+	group.Go(func() error {
+		p.publish(ctx)
+		return nil
+	})
+	return group.Wait()
+}
+
+// set changes what publish depends on.
+func (p *publisher) set(change func()) {
+	p.mu.Lock()
+	change()
+	p.mu.Unlock()
+	select {
+	case p.wake <- struct{}{}:
+	default: // one is waiting already
+	}
+}
+
+func (p *publisher) nodeChanged(ctx context.Context, uid types.UID) {
+	p.mu.Lock()
+	before := p.nodeUID
+	p.mu.Unlock()
+	if uid == before {
+		return
+	}
+	if before != "" {
+		klog.FromContext(ctx).Info("The node object was replaced, its slices get a new owner", "node", p.NodeName, "nodeUID", uid)
+	}
+	p.Driver.mu.Lock()
+	p.nodeKnown = uid != ""
+	p.Driver.mu.Unlock()
+	p.set(func() { p.nodeUID = uid })
+}
+
+// publish is the loop: look at everything, tell the controller, wait for a change.
+func (p *publisher) publish(ctx context.Context) {
+	var (
+		running sliceController
+		waiting offers
+		left    []excluded
+	)
+	waiting.returnDelay = p.ReturnDelay
+	defer func() { running.stop() }()
+	for {
+		inventoryChanged, ledgerChanged := p.Inventory.Changed(), p.Ledger.Changed()
+		p.mu.Lock()
+		uid, taints := p.nodeUID, p.taints && !p.dropped
+		p.mu.Unlock()
+
+		now := time.Now()
+		inv := p.Inventory.Inventory()
+		found, next := findObstacles(inv, p.Ledger.Holds(), now)
+		obstacles, returns := waiting.settle(now, found)
+		desired, counts, leftNow := buildSlices(inv, obstacles, taints)
+		if !slices.Equal(left, leftNow) {
+			left = leftNow
+			logExcluded(ctx, left)
+		}
+		p.metrics.countDevices(counts)
+		running.update(ctx, p, uid, desired)
+
+		timer := newTimer(earlier(next, returns))
+		select {
+		case <-ctx.Done():
+		case <-inventoryChanged:
+		case <-ledgerChanged:
+		case <-p.wake:
+		case <-p.refresh:
+			running.again()
+		case <-timer.C:
+		}
+		timer.Stop()
+		if ctx.Err() != nil {
+			return
+		}
+	}
+}
+
+func logExcluded(ctx context.Context, left []excluded) {
+	for _, e := range left {
+		klog.FromContext(ctx).Info("A GPU is not published", "device", e.uuid, "reason", e.reason)
+	}
+}
+
+// newTimer fires at a moment, and for zero never in practice.
+func newTimer(at time.Time) *time.Timer {
+	if at.IsZero() {
+		return time.NewTimer(24 * time.Hour)
+	}
+	return time.NewTimer(time.Until(at))
+}
+
+// sliceController is the library's controller for one owner.
+type sliceController struct {
+	controller *resourceslice.Controller
+	owner      types.UID
+	desired    []resourceslice.Slice
+}
+
+// update makes desired the wish of a controller for this owner. Without an owner (no node object) nothing is published:
+// the garbage collector would take it away again at once.
+func (c *sliceController) update(ctx context.Context, p *publisher, owner types.UID, desired []resourceslice.Slice) {
+	if owner != c.owner {
+		c.stop()
+	}
+	switch {
+	case owner == "":
+		return
+	case c.controller == nil:
+		c.owner, c.desired = owner, desired
+		c.controller = p.startController(ctx, owner, p.resources(desired))
+	case !apiequality.Semantic.DeepEqual(c.desired, desired):
+		c.desired = desired
+		c.controller.Update(ptr.To(p.resources(desired)))
+	}
+}
+
+// again makes the controller compare with the API server even though nothing changed here.
+func (c *sliceController) again() { c.desired = nil }
+
+func (c *sliceController) stop() {
+	c.controller.Stop()
+	*c = sliceController{}
+}
+
+func (p *publisher) resources(desired []resourceslice.Slice) resourceslice.DriverResources {
+	return resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{p.NodeName: {Slices: desired}}}
+}
+
+// startController returns nil if ctx ends before the controller has seen the slices that exist. It takes at least a second,
+// which the library waits in one piece.
+func (p *publisher) startController(ctx context.Context, owner types.UID, resources resourceslice.DriverResources) *resourceslice.Controller {
+	ctx = klog.NewContext(ctx, klog.LoggerWithName(klog.FromContext(ctx), "slices"))
+	controller, err := resourceslice.StartController(ctx, resourceslice.Options{
+		DriverName:   p.DriverName,
+		KubeClient:   p.KubeClient,
+		Owner:        &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: p.NodeName, UID: owner},
+		Resources:    &resources,
+		Queue:        newSyncQueue(p.synced),
+		SyncDelay:    ptr.To(repairDelay),
+		ErrorHandler: p.publishFailed,
+	})
+	if err != nil {
+		if ctx.Err() == nil {
+			p.publishFailed(ctx, err, "start controller")
+		}
+		return nil
+	}
+	return controller
+}
+
+// synced is called when the API server has what it should have.
+func (p *publisher) synced() {
+	p.Driver.mu.Lock()
+	defer p.Driver.mu.Unlock()
+	p.published, p.publishError = true, nil
+}
+
+// publishFailed is called by the controller, which retries by itself.
+func (p *publisher) publishFailed(ctx context.Context, err error, msg string) {
+	var dropped *resourceslice.DroppedFieldsError
+	if errors.As(err, &dropped) {
+		// The controller has made its peace with the slice as stored, which offers GPUs that are held.
+		klog.FromContext(ctx).Info("The API server dropped fields, withdrawing GPUs by leaving them out of their slice", "features", dropped.DisabledFeatures())
+		p.set(func() { p.dropped = true })
+		return
+	}
+	p.metrics.publishErrors.Inc()
+	p.Driver.mu.Lock()
+	p.publishError = fmt.Errorf("%s: %w", msg, err)
+	p.Driver.mu.Unlock()
+	if apierrors.IsInvalid(err) {
+		p.Recorder.Eventf(p.nodeRef, corev1.EventTypeWarning, "InvalidResourceSlice", "the API server refuses the node's ResourceSlices: %v", err)
+	}
+	if ctx.Err() == nil {
+		klog.FromContext(ctx).Error(err, "Cannot publish ResourceSlices, trying again", "message", msg)
+	}
+}

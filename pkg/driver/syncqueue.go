@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"time"
+
+	"golang.org/x/time/rate"
+	"k8s.io/client-go/util/workqueue"
+)
+
+// repairDelay is how long after the last event on a slice the controller compares it with what it should be: long enough
+// for a wipe of several slices to be seen whole, short enough that a restart of kubelet is not noticed.
+const repairDelay = 100 * time.Millisecond
+
+// Somebody who keeps changing our slices (another agent with our node's name) must not make us answer blow by blow.
+const (
+	repairBurst      = 10
+	repairEvery      = 2 * time.Second
+	repairDelayUnder = 3 * time.Second
+)
+
+// syncQueue is the slice controller's work queue, from which its progress can be seen.
+type syncQueue struct {
+	workqueue.TypedRateLimitingInterface[string]
+	synced  func()
+	repairs *rate.Limiter
+}
+
+func newSyncQueue(synced func()) *syncQueue {
+	return &syncQueue{
+		TypedRateLimitingInterface: workqueue.NewTypedRateLimitingQueueWithConfig(
+			workqueue.DefaultTypedControllerRateLimiter[string](),
+			workqueue.TypedRateLimitingQueueConfig[string]{Name: "node_resource_slices"},
+		),
+		synced:  synced,
+		repairs: rate.NewLimiter(rate.Every(repairEvery), repairBurst),
+	}
+}
+
+// Forget is what the controller calls after a pool was synchronized without error.
+func (q *syncQueue) Forget(pool string) {
+	q.TypedRateLimitingInterface.Forget(pool)
+	q.synced()
+}
+
+// AddAfter is what it calls with repairDelay after each event on a slice, its own writes included.
+func (q *syncQueue) AddAfter(pool string, delay time.Duration) {
+	if delay == repairDelay && !q.repairs.Allow() {
+		delay = repairDelayUnder
+	}
+	q.TypedRateLimitingInterface.AddAfter(pool, delay)
+}
