@@ -184,9 +184,13 @@ func (p *Pods) Verdict(h ledger.Hold) ledger.Verdict {
 	if len(h.Pods) == 0 {
 		return ledger.Running
 	}
+	since := h.Since
+	if h.State == ledger.StateExpected {
+		since = time.Time{} // it is older than the restart in which it was found
+	}
 	verdict := ledger.Gone
 	for _, pod := range h.Pods {
-		verdict = min(verdict, p.podVerdict(pod.UID, h.Since))
+		verdict = min(verdict, p.podVerdict(pod.UID, since))
 	}
 	return verdict
 }

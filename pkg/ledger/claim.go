@@ -125,7 +125,7 @@ func (l *Ledger) drainOthers(holder Holder, r ClaimRequest) error {
 			continue
 		}
 		updated := h
-		updated.State, updated.Since = StateDraining, now()
+		updated.State = StateDraining
 		errs = append(errs, l.change(l.holds[keyOf(h)], updated))
 	}
 	return errors.Join(errs...)

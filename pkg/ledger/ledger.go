@@ -52,7 +52,7 @@ type Hold struct {
 	Holder Holder
 	Device device.Ref
 	State  State
-	// Since is when the present State began.
+	// Since is when the hold was given out in its present generation, by the clock that stamps files.
 	Since time.Time
 	// Resource is the extended resource a limit was asked for by; empty for claims.
 	Resource string

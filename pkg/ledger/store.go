@@ -219,11 +219,7 @@ func (l *Ledger) Identify(h Hold, pod Pod) error {
 // SetState moves a hold between held and draining as evidence about its pods comes and goes. A hold that has been given out
 // again since is left alone.
 func (l *Ledger) SetState(h Hold, state State) error {
-	return l.amend(h, func(updated *Hold) {
-		if updated.State != state {
-			updated.State, updated.Since = state, now()
-		}
-	})
+	return l.amend(h, func(updated *Hold) { updated.State = state })
 }
 
 func (l *Ledger) amend(h Hold, amend func(*Hold)) error {
