@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path"
+	"slices"
+
+	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi"
+	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi/transform/root"
+	"k8s.io/klog/v2"
+	specs "tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/tandem-gpu/tandem/pkg/cdi"
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+var _ cdi.Source = (*Node)(nil)
+
+// controlNode is the device that every use of a GPU opens first.
+const controlNode = "/dev/nvidiactl"
+
+// ContainerEdits says what a container needs for each GPU that answers, by nvcdi; paths are the host's. It fails as a whole
+// where the driver's own files cannot be found, and for one GPU where that GPU's are missing. It takes some ten
+// milliseconds, and waits for a scan that is under way.
+func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
+	n.scanning.Lock()
+	defer n.scanning.Unlock()
+	if err := n.session.open(); err != nil {
+		return cdi.Edits{}, err
+	}
+	defer n.session.close()
+	lib, err := n.newCDILibrary(ctx)
+	if err != nil {
+		return cdi.Edits{}, fmt.Errorf("prepare container edits: %w", err)
+	}
+	common, err := lib.GetCommonEdits()
+	if err != nil {
+		return cdi.Edits{}, fmt.Errorf("find the driver's files below %s: %w", n.layout.driverRoot, err)
+	}
+	spec := &specs.Spec{ContainerEdits: *common.ContainerEdits}
+	if !hasNode(spec.ContainerEdits, controlNode) {
+		return cdi.Edits{}, fmt.Errorf("%s does not exist below %s", controlNode, n.layout.devRoot)
+	}
+	failed := map[string]error{}
+	for _, g := range n.Inventory().GPUs {
+		device, err := deviceEdits(lib, g)
+		if err != nil {
+			failed[g.UUID] = err
+			continue
+		}
+		spec.Devices = append(spec.Devices, device)
+	}
+	if err := n.toHost(spec); err != nil {
+		return cdi.Edits{}, fmt.Errorf("turn paths into the host's: %w", err)
+	}
+	return cdi.Edits{Common: spec.ContainerEdits, Devices: spec.Devices, Failed: failed}, nil
+}
+
+func (n *Node) newCDILibrary(ctx context.Context) (nvcdi.Interface, error) {
+	namer, err := nvcdi.NewDeviceNamer(nvcdi.DeviceNameStrategyUUID)
+	if err != nil {
+		return nil, err
+	}
+	options := []nvcdi.Option{
+		nvcdi.WithLogger(toolkitLogger{klog.FromContext(ctx).V(6)}),
+		nvcdi.WithMode(nvcdi.ModeNvml),
+		nvcdi.WithNvmlLib(n.session.library),
+		nvcdi.WithDriverRoot(n.options.onHost(n.layout.driverRoot)),
+		nvcdi.WithDevRoot(n.options.onHost(n.layout.devRoot)),
+		nvcdi.WithDeviceNamers(namer),
+		// Only libraries of the driver are wanted, wherever they lie; nvcdi's own list lacks several systems' places.
+		nvcdi.WithLibrarySearchPaths(n.layout.libraryDirs),
+		nvcdi.WithLdconfigPath(n.options.ldconfig()),
+		// It would be loaded into this process beside NVML, and adds nothing for GPUs that NVML knows.
+		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
+	}
+	if n.options.HookPath == "" {
+		options = append(options, nvcdi.WithDisabledHooks(nvcdi.AllHooks))
+	} else {
+		options = append(options, nvcdi.WithNVIDIACDIHookPath(n.options.HookPath),
+			nvcdi.WithDisabledHooks(n.options.DisabledHooks...))
+	}
+	return nvcdi.New(options...)
+}
+
+// deviceEdits makes the entry of one GPU. nvcdi leaves out device nodes that do not exist, and would answer with an entry
+// that gives the container no GPU: that is an error here.
+func deviceEdits(lib nvcdi.Interface, g gpu.GPU) (specs.Device, error) {
+	if !g.Health.Healthy() {
+		return specs.Device{}, errors.New(g.Health.Message)
+	}
+	devices, err := lib.GetDeviceSpecsByID(g.UUID)
+	if err != nil {
+		return specs.Device{}, err
+	}
+	if len(devices) != 1 {
+		return specs.Device{}, fmt.Errorf("nvcdi answers with %d devices", len(devices))
+	}
+	if node := fmt.Sprintf("/dev/nvidia%d", g.Minor); !hasNode(devices[0].ContainerEdits, node) {
+		return specs.Device{}, fmt.Errorf("%s does not exist", node)
+	}
+	return devices[0], nil
+}
+
+func hasNode(edits specs.ContainerEdits, path string) bool {
+	return slices.ContainsFunc(edits.DeviceNodes, func(d *specs.DeviceNode) bool { return d.Path == path })
+}
+
+// toHost replaces the agent's view of paths by the host's. All of them lie below the host root as the agent sees it. Paths
+// inside the container need it too: nvcdi names the links that a hook makes below /dev/dri/by-path after the device root.
+func (n *Node) toHost(spec *specs.Spec) error {
+	from := path.Clean(n.options.HostRoot)
+	host := root.New(root.WithRoot(from), root.WithTargetRoot("/"), root.WithRelativeTo("host"))
+	if err := host.Transform(spec); err != nil {
+		return err
+	}
+	devRoot := path.Join(n.options.onHost(n.layout.devRoot), "dev")
+	container := root.New(root.WithRoot(devRoot), root.WithTargetRoot("/dev"), root.WithRelativeTo("container"))
+	if err := container.Transform(spec); err != nil {
+		return err
+	}
+	dropEqualHostPaths(spec)
+	return nil
+}
+
+// dropEqualHostPaths keeps the spec readable for runtimes that know only CDI 0.4, where a node has no host path.
+func dropEqualHostPaths(spec *specs.Spec) {
+	drop := func(edits specs.ContainerEdits) {
+		for _, d := range edits.DeviceNodes {
+			if d.HostPath == d.Path {
+				d.HostPath = ""
+			}
+		}
+	}
+	drop(spec.ContainerEdits)
+	for _, d := range spec.Devices {
+		drop(d.ContainerEdits)
+	}
+}

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+)
+
+// ErrNoDriver says that the node has no working NVIDIA driver now. It may come later: Await waits for it.
+var ErrNoDriver = errors.New("no NVIDIA driver")
+
+// ErrDriverReplaced says that the driver's library on disk is no longer the one that this process has bound. Only a new
+// process can use the new one (see the package documentation).
+var ErrDriverReplaced = errors.New("the NVIDIA driver was replaced")
+
+// NoDriverError is an ErrNoDriver with what was tried.
+type NoDriverError struct {
+	// Looked has one "<where>: <what was found>" for each place.
+	Looked []string
+	// Cause is set where a library was found and did not work.
+	Cause error
+}
+
+func (e *NoDriverError) Error() string {
+	text := ErrNoDriver.Error()
+	if e.Cause != nil {
+		text += fmt.Sprintf(": %v", e.Cause)
+	}
+	if len(e.Looked) > 0 {
+		text += " (looked at " + strings.Join(e.Looked, "; ") + ")"
+	}
+	return text
+}
+
+// Is makes a NoDriverError an ErrNoDriver.
+func (e *NoDriverError) Is(target error) bool { return target == ErrNoDriver }
+
+func (e *NoDriverError) Unwrap() error { return e.Cause }

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"fmt"
+	"path/filepath"
+
+	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+	"github.com/google/uuid"
+	"k8s.io/dynamic-resource-allocation/deviceattribute"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// skippedNames are GPUs that drive a display and run no CUDA work; NVIDIA's own tools leave them out too (go-nvlib).
+var skippedNames = map[string]bool{"DGX Display": true, "NVIDIA DGX Display": true}
+
+// reader reads GPUs within one session.
+type reader struct {
+	options Options
+	lib     device.Interface
+	devRoot string
+	driver  string
+	cuda    string
+}
+
+// readAll fills in everything there is to know about a GPU over what was known before: what cannot be read now keeps its
+// value. It returns false where something that the GPU has could not be read, and should be tried again.
+func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
+	complete = true
+	dev, err := r.lib.NewDevice(d)
+	if err != nil {
+		return false
+	}
+	g.DriverVersion = r.driver
+	setIf(&g.CUDADriverVersion, r.cuda)
+	read := func(into *string, get func() (string, error)) {
+		value, err := get()
+		if err == nil {
+			setIf(into, value)
+		}
+	}
+	name, ret := d.GetName()
+	if ret == gonvml.SUCCESS {
+		g.ProductName = name
+	}
+	complete = ret == gonvml.SUCCESS || unsupported(ret)
+	read(&g.Brand, dev.GetBrandAsString)
+	read(&g.Architecture, dev.GetArchitectureAsString)
+	read(&g.ComputeCapability, dev.GetCudaComputeCapabilityAsString)
+	read(&g.AddressingMode, dev.GetAddressingModeAsString)
+	read(&g.PCIBusID, dev.GetPCIBusID)
+	if g.PCIBusID == "" {
+		complete = false
+	}
+	r.readPlace(g)
+	g.FabricClique = fabricClique(d, g.FabricClique)
+	return complete
+}
+
+func setIf(into *string, value string) {
+	if value != "" {
+		*into = value
+	}
+}
+
+// readState reads what may change while a GPU is in use, and finds out how it is.
+func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
+	g.Health = gpu.Health{}
+	memory, ret := d.GetMemoryInfo()
+	switch {
+	case ret == gonvml.SUCCESS:
+		g.MemoryBytes = memory.Total
+	case !unsupported(ret):
+		g.Health = healthOf(ret, "reading its memory")
+		return
+	}
+	if current, _, ret := d.GetEccMode(); ret == gonvml.SUCCESS {
+		on := current == gonvml.FEATURE_ENABLED
+		// The pointer is shared with inventories that were handed out: a new value, not a write through it.
+		g.ECCEnabled = &on
+	}
+	if current, _, ret := d.GetMigMode(); ret == gonvml.SUCCESS {
+		g.MIGCapable, g.MIGEnabled = true, current == gonvml.DEVICE_MIG_ENABLE
+	}
+	node := filepath.Join(r.devRoot, fmt.Sprintf("dev/nvidia%d", g.Minor))
+	if !isCharDevice(r.options.onHost(node)) {
+		g.Health = gpu.Health{Reason: gpu.ReasonNoNode, Message: node + " does not exist or is no character device"}
+	}
+}
+
+// healthOf says what an error means that NVML gave for something which every GPU must answer.
+func healthOf(ret gonvml.Return, doing string) gpu.Health {
+	switch ret {
+	case gonvml.ERROR_GPU_IS_LOST, gonvml.ERROR_GPU_NOT_FOUND:
+		return gpu.Health{Reason: gpu.ReasonLost, Message: "the GPU has fallen off the bus or is otherwise lost"}
+	case gonvml.ERROR_RESET_REQUIRED:
+		return gpu.Health{Reason: gpu.ReasonUnreachable, Message: "the GPU requires a reset"}
+	}
+	return gpu.Health{Reason: gpu.ReasonUnreachable, Message: fmt.Sprintf("%s: NVML answers %q (%d)", doing, ret.Error(), int(ret))}
+}
+
+// readPlace asks sysfs where the GPU sits. What sysfs does not tell stays unknown.
+func (r *reader) readPlace(g *gpu.GPU) {
+	if g.PCIBusID == "" {
+		return
+	}
+	sysfs := deviceattribute.WithFSFromRoot(r.options.SysfsRoot)
+	if a, err := deviceattribute.GetPCIeRootAttributeByPCIBusID(g.PCIBusID, sysfs); err == nil && a.Value.StringValue != nil {
+		g.PCIeRoot = *a.Value.StringValue
+	}
+	a, err := deviceattribute.GetNUMANodeAttributeByPCIBusID(g.PCIBusID, deviceattribute.ScalarAttribute, sysfs)
+	if err == nil && a.Value.IntValue != nil {
+		g.NUMANode = int(*a.Value.IntValue)
+	}
+}
+
+// fabricClique reads "<cluster UUID>.<clique>" of a GPU that has joined a multi-node NVLink fabric. Otherwise it keeps what
+// was known where NVML gives no answer.
+func fabricClique(d gonvml.Device, known string) string {
+	info, ret := d.GetGpuFabricInfo()
+	if ret == gonvml.ERROR_FUNCTION_NOT_FOUND {
+		return fabricCliqueV(d, known)
+	}
+	if ret != gonvml.SUCCESS {
+		return known
+	}
+	return cliqueName(info.State, info.Status, info.ClusterUuid, info.CliqueId)
+}
+
+// fabricCliqueV is for drivers that have only the versioned function.
+func fabricCliqueV(d gonvml.Device, known string) string {
+	g, ok := d.(*guardedDevice)
+	if !ok || !g.guard.has("nvmlDeviceGetGpuFabricInfoV") {
+		return known
+	}
+	info, ret := d.GetGpuFabricInfoV().V2()
+	if ret != gonvml.SUCCESS {
+		return known
+	}
+	return cliqueName(info.State, info.Status, info.ClusterUuid, info.CliqueId)
+}
+
+func cliqueName(state uint8, status uint32, cluster [16]uint8, clique uint32) string {
+	if state != gonvml.GPU_FABRIC_STATE_COMPLETED || gonvml.Return(status) != gonvml.SUCCESS || cluster == [16]uint8{} {
+		return ""
+	}
+	return fmt.Sprintf("%s.%d", uuid.UUID(cluster), clique)
+}

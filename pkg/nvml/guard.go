@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+// guard stands between this package, with go-nvlib and nvcdi, and a library that may lack functions: it answers
+// ERROR_FUNCTION_NOT_FOUND where calling would end the process. It covers what the three call; the required symbols need no
+// guard.
+type guard struct {
+	gonvml.Interface
+}
+
+func (g *guard) has(symbols ...string) bool { return hasAny(g.Extensions().LookupSymbol, symbols) }
+
+func (g *guard) device(d gonvml.Device, ret gonvml.Return) (gonvml.Device, gonvml.Return) {
+	if ret != gonvml.SUCCESS {
+		return nil, ret
+	}
+	return &guardedDevice{Device: d, guard: g}, ret
+}
+
+func (g *guard) DeviceGetHandleByIndex(index int) (gonvml.Device, gonvml.Return) {
+	return g.device(g.Interface.DeviceGetHandleByIndex(index))
+}
+
+func (g *guard) DeviceGetHandleByUUID(uuid string) (gonvml.Device, gonvml.Return) {
+	if !g.has("nvmlDeviceGetHandleByUUID") {
+		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return g.device(g.Interface.DeviceGetHandleByUUID(uuid))
+}
+
+func (g *guard) SystemGetCudaDriverVersion() (int, gonvml.Return) {
+	if !g.has("nvmlSystemGetCudaDriverVersion") {
+		return 0, gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return g.Interface.SystemGetCudaDriverVersion()
+}
+
+// guardedDevice embeds the Device under its own name, by which go-nvml finds the handle inside.
+type guardedDevice struct {
+	gonvml.Device
+	guard *guard
+}
+
+// guarded calls a function of one result if the library has it under any of its versions.
+func guarded[T any](d *guardedDevice, call func() (T, gonvml.Return), symbols ...string) (T, gonvml.Return) {
+	if !d.guard.has(symbols...) {
+		var zero T
+		return zero, gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return call()
+}
+
+func (d *guardedDevice) GetIndex() (int, gonvml.Return) {
+	return guarded(d, d.Device.GetIndex, "nvmlDeviceGetIndex")
+}
+
+func (d *guardedDevice) GetMinorNumber() (int, gonvml.Return) {
+	return guarded(d, d.Device.GetMinorNumber, "nvmlDeviceGetMinorNumber")
+}
+
+func (d *guardedDevice) GetName() (string, gonvml.Return) {
+	return guarded(d, d.Device.GetName, "nvmlDeviceGetName")
+}
+
+func (d *guardedDevice) GetBrand() (gonvml.BrandType, gonvml.Return) {
+	return guarded(d, d.Device.GetBrand, "nvmlDeviceGetBrand")
+}
+
+func (d *guardedDevice) GetArchitecture() (gonvml.DeviceArchitecture, gonvml.Return) {
+	return guarded(d, d.Device.GetArchitecture, "nvmlDeviceGetArchitecture")
+}
+
+func (d *guardedDevice) GetCudaComputeCapability() (int, int, gonvml.Return) {
+	if !d.guard.has("nvmlDeviceGetCudaComputeCapability") {
+		return 0, 0, gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return d.Device.GetCudaComputeCapability()
+}
+
+func (d *guardedDevice) GetPciInfo() (gonvml.PciInfo, gonvml.Return) {
+	return guarded(d, d.Device.GetPciInfo,
+		"nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", "nvmlDeviceGetPciInfo")
+}
+
+func (d *guardedDevice) GetMemoryInfo() (gonvml.Memory, gonvml.Return) {
+	return guarded(d, d.Device.GetMemoryInfo, "nvmlDeviceGetMemoryInfo")
+}
+
+func (d *guardedDevice) GetEccMode() (gonvml.EnableState, gonvml.EnableState, gonvml.Return) {
+	if !d.guard.has("nvmlDeviceGetEccMode") {
+		return 0, 0, gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return d.Device.GetEccMode()
+}
+
+// GetMigMode says NOT_SUPPORTED where the function is missing: a driver without it predates MIG.
+func (d *guardedDevice) GetMigMode() (int, int, gonvml.Return) {
+	if !d.guard.has("nvmlDeviceGetMigMode") {
+		return 0, 0, gonvml.ERROR_NOT_SUPPORTED
+	}
+	return d.Device.GetMigMode()
+}
+
+// IsMigDeviceHandle likewise: without the function there are no MIG devices, so the handle is a GPU's.
+func (d *guardedDevice) IsMigDeviceHandle() (bool, gonvml.Return) {
+	if !d.guard.has("nvmlDeviceIsMigDeviceHandle") {
+		return false, gonvml.SUCCESS
+	}
+	is, ret := d.Device.IsMigDeviceHandle()
+	if unsupported(ret) {
+		return false, gonvml.SUCCESS
+	}
+	return is, ret
+}
+
+func (d *guardedDevice) GetPersistenceMode() (gonvml.EnableState, gonvml.Return) {
+	return guarded(d, d.Device.GetPersistenceMode, "nvmlDeviceGetPersistenceMode")
+}
+
+func (d *guardedDevice) GetAddressingMode() (gonvml.DeviceAddressingMode, gonvml.Return) {
+	return guarded(d, d.Device.GetAddressingMode, "nvmlDeviceGetAddressingMode")
+}
+
+func (d *guardedDevice) GetGpuFabricInfo() (gonvml.GpuFabricInfo, gonvml.Return) {
+	return guarded(d, d.Device.GetGpuFabricInfo, "nvmlDeviceGetGpuFabricInfo")
+}
+
+func (d *guardedDevice) GetNvLinkState(link int) (gonvml.EnableState, gonvml.Return) {
+	call := func() (gonvml.EnableState, gonvml.Return) { return d.Device.GetNvLinkState(link) }
+	return guarded(d, call, "nvmlDeviceGetNvLinkState")
+}
+
+func (d *guardedDevice) GetNvLinkRemoteDeviceType(link int) (gonvml.IntNvLinkDeviceType, gonvml.Return) {
+	call := func() (gonvml.IntNvLinkDeviceType, gonvml.Return) { return d.Device.GetNvLinkRemoteDeviceType(link) }
+	return guarded(d, call, "nvmlDeviceGetNvLinkRemoteDeviceType")
+}
+
+func (d *guardedDevice) GetNvLinkRemotePciInfo(link int) (gonvml.PciInfo, gonvml.Return) {
+	call := func() (gonvml.PciInfo, gonvml.Return) { return d.Device.GetNvLinkRemotePciInfo(link) }
+	return guarded(d, call, "nvmlDeviceGetNvLinkRemotePciInfo_v2", "nvmlDeviceGetNvLinkRemotePciInfo")
+}
+
+func (d *guardedDevice) GetTopologyCommonAncestor(other gonvml.Device) (gonvml.GpuTopologyLevel, gonvml.Return) {
+	if o, ok := other.(*guardedDevice); ok {
+		other = o.Device
+	}
+	call := func() (gonvml.GpuTopologyLevel, gonvml.Return) { return d.Device.GetTopologyCommonAncestor(other) }
+	return guarded(d, call, "nvmlDeviceGetTopologyCommonAncestor")
+}
+
+// unsupported tells an answer that says nothing of the GPU's health: it, or the driver, has no such feature.
+func unsupported(ret gonvml.Return) bool {
+	switch ret {
+	case gonvml.ERROR_NOT_SUPPORTED, gonvml.ERROR_FUNCTION_NOT_FOUND, gonvml.ERROR_NO_PERMISSION,
+		gonvml.ERROR_ARGUMENT_VERSION_MISMATCH, gonvml.ERROR_DEPRECATED:
+		return true
+	}
+	return false
+}

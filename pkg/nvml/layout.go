@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"debug/elf"
+	"fmt"
+	"os"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"slices"
+	"strings"
+)
+
+const libraryName = "libnvidia-ml.so.1"
+
+// driverRoots are the host paths below which a driver may be installed, the more particular first.
+//
+//   - GPU Operator: the driver container's root directory.
+//   - GKE: cos-gpu-installer's target on Container-Optimized OS, and where its Ubuntu images have it preloaded
+//     (NVIDIA/k8s-device-plugin#1371).
+//   - Bottlerocket: the directory that its /usr leads to (bottlerocket-core-kit#919).
+//   - the host's own root: packages, .run files, and Talos, whose system extensions install below /usr/local.
+var driverRoots = []string{
+	"/run/nvidia/driver",
+	"/home/kubernetes/bin/nvidia",
+	"/opt/nvidia",
+	"/x86_64-bottlerocket-linux-gnu/sys-root",
+	"/aarch64-bottlerocket-linux-gnu/sys-root",
+	"/",
+}
+
+// simulatedRoot is the driver root of a simulated machine, which no real library is looked for in.
+const simulatedRoot = "/run/nvidia/simulated/driver"
+
+// libraryDirs are where a driver root may have its libraries.
+//
+//   - usr/lib/nvidia/tesla: Bottlerocket before its kernel kit moved them to usr/lib (bottlerocket-kernel-kit#425, #473).
+//   - usr/local/glibc/usr/lib: Talos up to 1.12 (siderolabs/extensions#940); usr/local/lib is where older ones have them.
+var libraryDirs = []string{
+	"usr/lib64",
+	"usr/lib/x86_64-linux-gnu",
+	"usr/lib/aarch64-linux-gnu",
+	"usr/lib/x86_64-linux-gnu/nvidia/current",
+	"usr/lib/aarch64-linux-gnu/nvidia/current",
+	"lib64",
+	"lib/x86_64-linux-gnu",
+	"lib/aarch64-linux-gnu",
+	"usr/lib",
+	"usr/lib64/nvidia",
+	"usr/lib/nvidia",
+	"usr/lib/nvidia/tesla",
+	"usr/local/glibc/usr/lib",
+	"usr/local/glibc/lib64",
+	"usr/local/glibc/lib",
+	"usr/local/lib",
+	"lib",
+}
+
+// layout is where things are on this node. It is comparable through its fingerprint.
+type layout struct {
+	// driverRoot and devRoot are host paths.
+	driverRoot, devRoot string
+	// library is the resolved libnvidia-ml.so.1 as the agent sees it; of a simulated machine, the file that stands for it.
+	library string
+	// version is what the library's file name says, or empty.
+	version string
+	// libraryDirs are the directories, as the agent sees them, in which files of that version lie.
+	libraryDirs []string
+}
+
+// locate finds the driver. Without one it returns a *NoDriverError.
+func (o Options) locate() (layout, error) {
+	var looked []string
+	var found []layout
+	for _, root := range o.candidateRoots() {
+		l, err := o.lookBelow(root)
+		if err != nil {
+			looked = append(looked, fmt.Sprintf("%s: %v", root, err))
+			continue
+		}
+		found = append(found, l)
+	}
+	if len(found) == 0 && o.Library != Auto && !o.simulated() {
+		// A library given by path is enough to know the GPUs; container edits will say what they miss.
+		found = append(found, layout{driverRoot: "/", library: o.Library})
+	}
+	if len(found) == 0 {
+		return layout{}, &NoDriverError{Looked: looked}
+	}
+	l := o.choose(found)
+	if o.Library != Auto && !o.simulated() {
+		if _, err := os.Stat(o.Library); err != nil {
+			return layout{}, &NoDriverError{Looked: looked, Cause: err}
+		}
+		l.library = o.Library
+	}
+	l.devRoot = o.findDevRoot(l.driverRoot)
+	return l, nil
+}
+
+func (o Options) candidateRoots() []string {
+	switch {
+	case o.DriverRoot != Auto:
+		return []string{o.DriverRoot}
+	case o.simulated():
+		return []string{simulatedRoot}
+	case o.Library != Auto:
+		return append(o.rootsOf(o.Library), driverRoots...)
+	}
+	return driverRoots
+}
+
+// rootsOf derives the driver root from the path of a library in one of the usual places below it.
+func (o Options) rootsOf(library string) []string {
+	dir, err := filepath.Rel(o.HostRoot, filepath.Dir(library))
+	if err != nil || strings.HasPrefix(dir, "..") {
+		return nil
+	}
+	dir = "/" + dir
+	for _, sub := range libraryDirs {
+		if root, ok := strings.CutSuffix(dir, "/"+sub); ok {
+			return []string{filepath.Join("/", root)}
+		}
+	}
+	return nil
+}
+
+// lookBelow finds the driver's libraries below one root.
+func (o Options) lookBelow(root string) (layout, error) {
+	hostRoot, err := resolveIn(o.HostRoot, root)
+	if err != nil {
+		return layout{}, unwrapPath(err)
+	}
+	base := o.onHost(hostRoot)
+	l := layout{driverRoot: hostRoot}
+	for _, dir := range resolvedDirs(base) {
+		library, err := resolveIn(base, filepath.Join(dir, libraryName))
+		if err != nil {
+			library = anyVersion(base, dir)
+		}
+		if library == "" || foreign(filepath.Join(base, library)) {
+			continue
+		}
+		l.library = filepath.Join(base, library)
+		l.version = versionOf(library)
+		break
+	}
+	if l.library == "" {
+		return layout{}, fmt.Errorf("no %s", libraryName)
+	}
+	l.libraryDirs = dirsWith(base, l)
+	return l, nil
+}
+
+// resolvedDirs are the library directories that exist, links resolved, each once.
+func resolvedDirs(base string) []string {
+	var dirs []string
+	for _, sub := range libraryDirs {
+		dir, err := resolveIn(base, sub)
+		if err == nil && !slices.Contains(dirs, dir) {
+			dirs = append(dirs, dir)
+		}
+	}
+	return dirs
+}
+
+// anyVersion finds a library whose soname link is missing.
+func anyVersion(base, dir string) string {
+	matches, err := filepath.Glob(filepath.Join(base, dir, "libnvidia-ml.so.*.*"))
+	if err != nil || len(matches) == 0 {
+		return ""
+	}
+	return filepath.Join(dir, filepath.Base(matches[len(matches)-1]))
+}
+
+func dirsWith(base string, l layout) []string {
+	dirs := []string{filepath.Dir(l.library)}
+	if l.version == "" {
+		return dirs
+	}
+	for _, dir := range resolvedDirs(base) {
+		full := filepath.Join(base, dir)
+		matches, err := filepath.Glob(filepath.Join(full, "lib*.so."+l.version))
+		if err == nil && len(matches) > 0 && !foreign(matches[0]) && !slices.Contains(dirs, full) {
+			dirs = append(dirs, full)
+		}
+	}
+	return dirs
+}
+
+var versionPattern = regexp.MustCompile(`\.so\.(\d+\.\d+(?:\.\d+)*)$`)
+
+func versionOf(library string) string {
+	if m := versionPattern.FindStringSubmatch(library); m != nil {
+		return m[1]
+	}
+	return ""
+}
+
+// foreign recognises a library for another machine, such as the 32-bit ones that some distributions put in /usr/lib. A
+// file that is no ELF object at all is let pass: opening it says more than we could here.
+func foreign(path string) bool {
+	f, err := elf.Open(path)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	machine := map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}
+	want, known := machine[runtime.GOARCH]
+	return known && f.Machine != want
+}
+
+// choose prefers the root whose library belongs to the kernel module that is loaded: a host may have both a driver
+// container and leftovers of a package.
+func (o Options) choose(found []layout) layout {
+	loaded := o.moduleVersion()
+	for _, l := range found {
+		if loaded != "" && l.version == loaded {
+			return l
+		}
+	}
+	return found[0]
+}
+
+// moduleVersion is the version of the loaded kernel module, empty where none is.
+func (o Options) moduleVersion() string {
+	version, err := os.ReadFile(filepath.Join(o.SysfsRoot, "module/nvidia/version"))
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(version))
+}
+
+// findDevRoot prefers the host's own /dev to the driver container's, which goes when that container does.
+func (o Options) findDevRoot(driverRoot string) string {
+	if o.DevRoot != Auto {
+		return filepath.Clean(o.DevRoot)
+	}
+	candidates := []string{"/", driverRoot}
+	if o.simulated() {
+		candidates = []string{driverRoot}
+	}
+	for _, root := range candidates {
+		if nodes := deviceNodes(o.onHost(root)); len(nodes) > 0 {
+			return root
+		}
+	}
+	return candidates[0]
+}
+
+// deviceNodes lists /dev/nvidia* below a root as the agent sees it.
+func deviceNodes(root string) []string {
+	nodes, err := filepath.Glob(filepath.Join(root, "dev", "nvidia*"))
+	if err != nil {
+		return nil
+	}
+	return slices.DeleteFunc(nodes, func(path string) bool { return !isCharDevice(path) })
+}
+
+func isCharDevice(path string) bool {
+	info, err := os.Lstat(path)
+	return err == nil && info.Mode()&os.ModeCharDevice != 0
+}
+
+// ldconfigPaths are where hosts keep ldconfig, which the update-ldcache hook runs.
+var ldconfigPaths = []string{
+	"/sbin/ldconfig",
+	"/usr/sbin/ldconfig",
+	"/usr/bin/ldconfig",
+	"/usr/local/glibc/sbin/ldconfig",
+}
+
+// ldconfig finds it on the host; empty leaves the choice to the hook.
+func (o Options) ldconfig() string {
+	for _, path := range ldconfigPaths {
+		if _, err := resolveIn(o.HostRoot, path); err == nil {
+			return path
+		}
+	}
+	return ""
+}
+
+func unwrapPath(err error) error {
+	if pathErr, ok := err.(*os.PathError); ok {
+		return pathErr.Err
+	}
+	return err
+}

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/NVIDIA/go-nvml/pkg/dl"
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+)
+
+// openLibrary is the only place that knows whether the GPUs are real.
+func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
+	if profile, ok := strings.CutPrefix(o.Library, simulatedPrefix); ok {
+		machine, err := simulated.Load(profile)
+		if err != nil {
+			return nil, fmt.Errorf("load simulated machine: %w", err)
+		}
+		// The faults file lies beside the driver root.
+		faults := filepath.Dir(o.onHost(l.driverRoot))
+		return &guard{simulated.New(machine, simulated.WithSeed(o.Seed), simulated.WithFaults(faults))}, nil
+	}
+	if err := bind(l.library); err != nil {
+		return nil, err
+	}
+	return &guard{gonvml.New(gonvml.WithLibraryPath(l.library))}, nil
+}
+
+// fileIdentity tells one build of a library from another, wherever it is mounted.
+type fileIdentity struct {
+	name  string
+	size  int64
+	mtime time.Time
+}
+
+func identify(path string) (fileIdentity, error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return fileIdentity{}, err
+	}
+	return fileIdentity{name: filepath.Base(path), size: info.Size(), mtime: info.ModTime()}, nil
+}
+
+// bound remembers the library whose functions this process runs. It is a variable of the package because the dynamic
+// linker's binding is one of the process.
+var bound struct {
+	sync.Mutex
+	to *fileIdentity
+}
+
+// bind checks a library before go-nvml opens it, and refuses one that this process cannot use any more.
+func bind(path string) error {
+	identity, err := identify(path)
+	if err != nil {
+		return &NoDriverError{Cause: err}
+	}
+	bound.Lock()
+	defer bound.Unlock()
+	if bound.to != nil {
+		if *bound.to != identity {
+			return ErrDriverReplaced
+		}
+		return nil
+	}
+	if err := checkSymbols(path); err != nil {
+		return &NoDriverError{Cause: err}
+	}
+	bound.to = &identity
+	return nil
+}
+
+// requiredSymbols are what no use of NVML can do without; alternatives are later versions of one function. go-nvml calls
+// nvmlErrorString wherever an error is printed.
+var requiredSymbols = [][]string{
+	{"nvmlInit_v2", "nvmlInit"},
+	{"nvmlShutdown"},
+	{"nvmlErrorString"},
+	{"nvmlSystemGetDriverVersion"},
+	{"nvmlDeviceGetCount_v2", "nvmlDeviceGetCount"},
+	{"nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex"},
+	{"nvmlDeviceGetUUID"},
+}
+
+func checkSymbols(path string) (err error) {
+	library := dl.New(path, dl.RTLD_LAZY|dl.RTLD_LOCAL)
+	if err := library.Open(); err != nil {
+		return fmt.Errorf("open library: %w", err)
+	}
+	defer func() { err = errors.Join(err, library.Close()) }()
+	for _, names := range requiredSymbols {
+		if !hasAny(library.Lookup, names) {
+			return fmt.Errorf("%s lacks %s", path, names[0])
+		}
+	}
+	return nil
+}
+
+func hasAny(lookup func(string) error, names []string) bool {
+	for _, name := range names {
+		if lookup(name) == nil {
+			return true
+		}
+	}
+	return false
+}

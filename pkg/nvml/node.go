@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+	"k8s.io/klog/v2"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Node is the GPUs of this node. All methods are safe for concurrent use.
+type Node struct {
+	options Options
+
+	// scanning admits one scan or one making of container edits at a time. Inventory does not wait for it.
+	scanning sync.Mutex
+	layout   layout
+	traces   traces
+	// renewed is set when the layout was found anew and nobody has been told.
+	renewed  bool
+	session  *session
+	known    map[string]*knownGPU
+	topology topology
+
+	mu           sync.Mutex
+	inventory    gpu.Inventory
+	unidentified int
+	changed      chan struct{}
+}
+
+// knownGPU is what was ever learnt of a GPU.
+type knownGPU struct {
+	gpu gpu.GPU
+	// complete is set once all attributes were read with the driver that is in use.
+	complete bool
+}
+
+// Open finds the driver and reads the inventory. A node without a working driver is an ErrNoDriver. An invalid option is
+// another error. One GPU that fails is no error: it is in the inventory with its health, or counted as unidentified.
+func Open(ctx context.Context, options Options) (*Node, error) {
+	options, err := options.withDefaults()
+	if err != nil {
+		return nil, fmt.Errorf("open NVML: %w", err)
+	}
+	n := &Node{options: options, known: map[string]*knownGPU{}, changed: make(chan struct{})}
+	n.scanning.Lock()
+	defer n.scanning.Unlock()
+	if err := n.attach(); err != nil {
+		return nil, err
+	}
+	if err := n.scan(ctx); err != nil {
+		n.session.release()
+		return nil, err
+	}
+	return n, nil
+}
+
+// Await is Open that waits for a driver. Report is told why there is none, again each time that the reason changes; it may
+// be nil. Other errors than ErrNoDriver end the wait.
+func Await(ctx context.Context, options Options, report func(error)) (*Node, error) {
+	said := ""
+	for {
+		node, err := Open(ctx, options)
+		if err == nil || !errors.Is(err, ErrNoDriver) {
+			return node, err
+		}
+		if text := err.Error(); text != said && report != nil {
+			report(err)
+			said = text
+		}
+		select {
+		case <-ctx.Done():
+			return nil, errors.Join(ctx.Err(), err)
+		case <-time.After(awaitInterval):
+		}
+	}
+}
+
+// awaitInterval is the time between two looks for a driver that is not there: some dozens of stat calls.
+const awaitInterval = time.Second
+
+// Inventory is what the last scan found. It never waits.
+func (n *Node) Inventory() gpu.Inventory {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.inventory
+}
+
+// Unidentified counts GPUs that NVML enumerates and that cannot be told apart or named: nothing is known of them from
+// before, and their UUID or minor number cannot be read.
+func (n *Node) Unidentified() int {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.unidentified
+}
+
+// Changed returns a channel that is closed when the inventory, or what ContainerEdits answers, may have changed. Take it
+// before reading.
+func (n *Node) Changed() <-chan struct{} {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.changed
+}
+
+// Run scans until ctx is done: at each interval, and at once when device nodes or driver files come or go. It returns nil
+// then, and ErrDriverReplaced when only a new process can go on.
+func (n *Node) Run(ctx context.Context) error {
+	defer func() {
+		n.scanning.Lock()
+		defer n.scanning.Unlock()
+		n.session.release()
+	}()
+	kicks, stop := n.watch(ctx)
+	defer stop()
+	ticker := time.NewTicker(n.options.Interval)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-ticker.C:
+		case <-kicks:
+		}
+		if err := n.Scan(ctx); errors.Is(err, ErrDriverReplaced) {
+			return err
+		}
+	}
+}
+
+// Scan looks at the driver and the GPUs once. Run calls it; a caller that knows of a change may too. An ErrNoDriver has
+// been turned into health of all GPUs already.
+func (n *Node) Scan(ctx context.Context) error {
+	n.scanning.Lock()
+	defer n.scanning.Unlock()
+	err := n.follow()
+	if err == nil {
+		err = n.scan(ctx)
+	}
+	if err != nil && !errors.Is(err, ErrDriverReplaced) {
+		n.unreachable(ctx, err)
+	}
+	return err
+}
+
+// attach finds the driver and opens its library.
+func (n *Node) attach() error {
+	l, err := n.options.locate()
+	if err != nil {
+		return err
+	}
+	library, err := n.options.openLibrary(l)
+	if err != nil {
+		return err
+	}
+	n.layout, n.session, n.traces = l, &session{library: library}, n.options.traces(l)
+	for _, known := range n.known {
+		known.complete = false
+	}
+	n.topology.of = nil
+	n.renewed = true
+	return nil
+}
+
+// follow attaches anew when the driver is not what it was.
+func (n *Node) follow() error {
+	if n.options.traces(n.layout) == n.traces {
+		return nil
+	}
+	n.session.release()
+	return n.attach()
+}
+
+// scan reads all GPUs and publishes what it found.
+func (n *Node) scan(ctx context.Context) error {
+	if err := n.session.open(); err != nil {
+		return err
+	}
+	defer n.session.close()
+	r, err := n.newReader()
+	if err != nil {
+		return err
+	}
+	count, ret := n.session.library.DeviceGetCount()
+	if ret != gonvml.SUCCESS {
+		return fmt.Errorf("count GPUs: %w", returnError{ret})
+	}
+	s := &sweep{node: n, reader: r, seen: map[string]bool{}}
+	for index := range count {
+		s.visit(ctx, index)
+	}
+	s.missing()
+	s.connect()
+	n.session.hold(s.hold)
+	n.publish(ctx, r.driver, s.unidentified)
+	return nil
+}
+
+// unreachable marks all GPUs: the driver itself is away.
+func (n *Node) unreachable(ctx context.Context, cause error) {
+	for _, known := range n.known {
+		known.gpu.Health = gpu.Health{Reason: gpu.ReasonUnreachable, Message: cause.Error()}
+	}
+	n.publish(ctx, n.Inventory().DriverVersion, n.Unidentified())
+}
+
+// publish makes known what changed.
+func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
+	next := gpu.Inventory{DriverVersion: driver}
+	for _, known := range n.known {
+		g := known.gpu
+		g.NVLinkDomain = n.topology.domains[g.UUID]
+		next.GPUs = append(next.GPUs, g)
+	}
+	slices.SortFunc(next.GPUs, func(a, b gpu.GPU) int {
+		return cmp.Or(cmp.Compare(a.Minor, b.Minor), strings.Compare(a.UUID, b.UUID))
+	})
+	next.Links = n.topology.matrix(next.GPUs)
+	renewed := n.renewed
+	n.renewed = false
+
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if unidentified != n.unidentified {
+		klog.FromContext(ctx).Info("Number of unidentified GPUs changed", "before", n.unidentified, "now", unidentified)
+	}
+	n.unidentified = unidentified
+	if reflect.DeepEqual(n.inventory, next) && !renewed {
+		return
+	}
+	n.logHealth(ctx, next)
+	n.inventory = next
+	close(n.changed)
+	n.changed = make(chan struct{})
+}
+
+// logHealth says which GPUs fell ill or recovered.
+func (n *Node) logHealth(ctx context.Context, next gpu.Inventory) {
+	logger := klog.FromContext(ctx)
+	for _, g := range next.GPUs {
+		before, _ := n.inventory.ByUUID(g.UUID)
+		if before.Health == g.Health {
+			continue
+		}
+		if g.Health.Healthy() {
+			logger.Info("GPU is healthy again", "uuid", g.UUID, "minor", g.Minor, "before", before.Health.Reason)
+			continue
+		}
+		logger.Info("GPU is unhealthy", "uuid", g.UUID, "minor", g.Minor, "reason", g.Health.Reason, "message", g.Health.Message)
+	}
+}
+
+// matrix arranges the pairs as device.Inventory has them; nil while nothing is known.
+func (t topology) matrix(gpus []gpu.GPU) [][]gpu.Pair {
+	if t.pairs == nil {
+		return nil
+	}
+	links := make([][]gpu.Pair, len(gpus))
+	for i := range gpus {
+		links[i] = make([]gpu.Pair, len(gpus))
+		for j := range gpus {
+			if i != j {
+				links[i][j] = t.pairs[keyOf(gpus[i].UUID, gpus[j].UUID)]
+			}
+		}
+	}
+	return links
+}

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"time"
+)
+
+// Auto is the setting that has a place found rather than given.
+const Auto = "auto"
+
+// simulatedPrefix selects GPUs that are not there.
+const simulatedPrefix = "simulated:"
+
+// Options say where the driver is. A path is the agent's unless it is called a host path.
+type Options struct {
+	// HostRoot is where the host's root directory is seen; "/" when empty.
+	HostRoot string
+	// DriverRoot is Auto (or empty), or the host path of the directory below which the driver is installed.
+	DriverRoot string
+	// DevRoot is Auto (or empty), or the host path of the directory whose dev/ holds the device nodes.
+	DevRoot string
+	// Library is Auto (or empty) for the driver's own libnvidia-ml.so.1, the path of any other, or "simulated:" and the
+	// name of a machine profile or the path of its file.
+	Library string
+	// Seed tells simulated machines of one profile apart: nodes with other seeds have other UUIDs. Real GPUs ignore it.
+	Seed string
+	// SysfsRoot is where sysfs is seen; "/sys" when empty.
+	SysfsRoot string
+
+	// HookPath is the host path of nvidia-cdi-hook. Empty means that container edits carry no hooks.
+	HookPath string
+	// DisabledHooks are names as nvidia-cdi-hook has them ("update-ldcache"), or "all".
+	DisabledHooks []string
+
+	// Interval is the time between scans; 5 s when zero.
+	Interval time.Duration
+}
+
+func (o Options) withDefaults() (Options, error) {
+	setDefault(&o.HostRoot, "/")
+	setDefault(&o.DriverRoot, Auto)
+	setDefault(&o.DevRoot, Auto)
+	setDefault(&o.Library, Auto)
+	setDefault(&o.SysfsRoot, "/sys")
+	if o.Interval == 0 {
+		o.Interval = 5 * time.Second
+	}
+	return o, o.check()
+}
+
+func setDefault(s *string, value string) {
+	if *s == "" {
+		*s = value
+	}
+}
+
+func (o Options) check() error {
+	var errs []error
+	absolute := func(name, path string) {
+		if !filepath.IsAbs(path) {
+			errs = append(errs, fmt.Errorf("%s %q: not an absolute path", name, path))
+		}
+	}
+	absolute("host root", o.HostRoot)
+	absolute("sysfs root", o.SysfsRoot)
+	if o.DriverRoot != Auto {
+		absolute("driver root", o.DriverRoot)
+	}
+	if o.DevRoot != Auto {
+		absolute("device root", o.DevRoot)
+	}
+	if o.Library != Auto && !o.simulated() {
+		absolute("NVML library", o.Library)
+	}
+	if o.Library == simulatedPrefix {
+		errs = append(errs, fmt.Errorf("NVML library %q: no profile", o.Library))
+	}
+	if o.HookPath != "" {
+		absolute("CDI hook", o.HookPath)
+	}
+	if o.Interval < 0 {
+		errs = append(errs, fmt.Errorf("scan interval %s: negative", o.Interval))
+	}
+	return errors.Join(errs...)
+}
+
+func (o Options) simulated() bool { return strings.HasPrefix(o.Library, simulatedPrefix) }
+
+// onHost turns a host path into the path under which the agent sees it.
+func (o Options) onHost(path string) string { return filepath.Join(o.HostRoot, path) }

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+)
+
+// maxLinks is the kernel's own limit on symbolic links in one path (MAXSYMLINKS).
+const maxLinks = 40
+
+// resolveIn follows symbolic links of path the way a process sees them whose root directory is root: an absolute link on
+// the host must not be followed into the agent's own file system. Path is relative to root; so is the result.
+func resolveIn(root, path string) (string, error) {
+	todo := strings.Split(strings.Trim(filepath.Clean("/"+path), "/"), "/")
+	done := "/"
+	for links := 0; len(todo) > 0; {
+		part := todo[0]
+		todo = todo[1:]
+		switch part {
+		case "", ".":
+			continue
+		case "..":
+			done = filepath.Dir(done)
+			continue
+		}
+		next := filepath.Join(done, part)
+		target, err := os.Readlink(filepath.Join(root, next))
+		if err != nil {
+			if !isNotLink(err) {
+				return "", err
+			}
+			done = next
+			continue
+		}
+		if links++; links > maxLinks {
+			return "", fmt.Errorf("resolve %s below %s: %w", path, root, syscall.ELOOP)
+		}
+		if filepath.IsAbs(target) {
+			done = "/"
+		}
+		todo = append(strings.Split(target, "/"), todo...)
+	}
+	return done, nil
+}
+
+// isNotLink tells a file that exists and is no link: readlink(2) says EINVAL.
+func isNotLink(err error) bool {
+	pathErr, ok := err.(*os.PathError)
+	return ok && pathErr.Err == syscall.EINVAL
+}

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"strings"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// pairKey names two GPUs by UUID, the smaller one first.
+type pairKey [2]string
+
+func keyOf(a, b string) pairKey {
+	if a > b {
+		a, b = b, a
+	}
+	return pairKey{a, b}
+}
+
+// topology is how the GPUs of the node are connected, by UUID: indices change when GPUs come and go.
+type topology struct {
+	pairs map[pairKey]gpu.Pair
+	// domains holds the name of the NVLink domain of each GPU, empty for one that is in none.
+	domains map[string]string
+	// of has the GPUs that answered when it was read.
+	of map[string]bool
+}
+
+// covers reports whether the topology was read with all of these GPUs.
+func (t topology) covers(endpoints []endpoint) bool {
+	for _, e := range endpoints {
+		if !t.of[e.uuid] {
+			return false
+		}
+	}
+	return true
+}
+
+// endpoint is a GPU that answers.
+type endpoint struct {
+	uuid, pci string
+	device    gonvml.Device
+	// peers counts active links to other GPUs by PCI address, switches those that lead to an NVSwitch.
+	peers    map[string]int
+	switches int
+}
+
+// readTopology asks NVML about every pair. What a GPU that does not answer was connected to before is kept.
+func readTopology(endpoints []endpoint, before topology) topology {
+	t := topology{pairs: map[pairKey]gpu.Pair{}, domains: map[string]string{}, of: map[string]bool{}}
+	for key, pair := range before.pairs {
+		t.pairs[key] = pair
+	}
+	for i := range endpoints {
+		endpoints[i].readLinks()
+		t.of[endpoints[i].uuid] = true
+	}
+	sets := newSets(endpoints)
+	for i := range endpoints {
+		for j := range endpoints[:i] {
+			a, b := &endpoints[i], &endpoints[j]
+			pair := gpu.Pair{PCIe: commonAncestor(a.device, b.device), NVLinks: linksBetween(a, b)}
+			t.pairs[keyOf(a.uuid, b.uuid)] = pair
+			if pair.NVLinks > 0 {
+				sets.join(i, j)
+			}
+		}
+	}
+	sets.name(&t, before)
+	return t
+}
+
+// readLinks counts the active NVLinks of a GPU by what is at their other end.
+func (e *endpoint) readLinks() {
+	e.peers = map[string]int{}
+	for link := range gonvml.NVLINK_MAX_LINKS {
+		state, ret := e.device.GetNvLinkState(link)
+		if ret == gonvml.ERROR_INVALID_ARGUMENT || ret == gonvml.ERROR_FUNCTION_NOT_FOUND {
+			return
+		}
+		if ret != gonvml.SUCCESS || state != gonvml.FEATURE_ENABLED {
+			continue
+		}
+		if kind, ret := e.device.GetNvLinkRemoteDeviceType(link); ret == gonvml.SUCCESS && kind == gonvml.NVLINK_DEVICE_TYPE_SWITCH {
+			e.switches++
+			continue
+		}
+		if info, ret := e.device.GetNvLinkRemotePciInfo(link); ret == gonvml.SUCCESS {
+			e.peers[busID(info)]++
+		}
+	}
+}
+
+// linksBetween adds up direct links and those through NVSwitch, where any two GPUs can use as many as the one with fewer
+// has. The two ends of a link may disagree while one of them trains: the larger count is taken.
+func linksBetween(a, b *endpoint) int {
+	return max(a.peers[b.pci], b.peers[a.pci]) + min(a.switches, b.switches)
+}
+
+// busID is the address in a PciInfo in the form that device.GPU has it.
+func busID(info gonvml.PciInfo) string {
+	var text strings.Builder
+	for _, c := range info.BusId {
+		if c == 0 {
+			break
+		}
+		text.WriteByte(byte(c))
+	}
+	id := strings.ToLower(text.String())
+	// NVML writes domains with 8 digits; those of Linux have 4 unless they need more.
+	if rest, ok := strings.CutPrefix(id, "0000"); ok && strings.Index(rest, ":") == 4 {
+		return rest
+	}
+	return id
+}
+
+func commonAncestor(a, b gonvml.Device) gpu.Link {
+	level, ret := a.GetTopologyCommonAncestor(b)
+	if ret != gonvml.SUCCESS {
+		return gpu.LinkUnknown
+	}
+	switch level {
+	case gonvml.TOPOLOGY_INTERNAL:
+		return gpu.LinkInternal
+	case gonvml.TOPOLOGY_SINGLE:
+		return gpu.LinkSingle
+	case gonvml.TOPOLOGY_MULTIPLE:
+		return gpu.LinkMultiple
+	case gonvml.TOPOLOGY_HOSTBRIDGE:
+		return gpu.LinkHostBridge
+	case gonvml.TOPOLOGY_NODE:
+		return gpu.LinkNode
+	case gonvml.TOPOLOGY_SYSTEM:
+		return gpu.LinkSystem
+	}
+	return gpu.LinkUnknown
+}
+
+// sets are disjoint sets of endpoints.
+type sets struct {
+	endpoints []endpoint
+	parent    []int
+}
+
+func newSets(endpoints []endpoint) *sets {
+	s := &sets{endpoints: endpoints, parent: make([]int, len(endpoints))}
+	for i := range s.parent {
+		s.parent[i] = i
+	}
+	return s
+}
+
+func (s *sets) root(i int) int {
+	for s.parent[i] != i {
+		i = s.parent[i]
+	}
+	return i
+}
+
+func (s *sets) join(i, j int) { s.parent[s.root(i)] = s.root(j) }
+
+// name gives every set of two or more a name that is the same after a restart: the smallest PCI address in it, or the
+// smallest UUID where an address is unknown. A GPU that does not answer stays in the domain it was in.
+func (s *sets) name(t *topology, before topology) {
+	members := map[int][]endpoint{}
+	for i, e := range s.endpoints {
+		members[s.root(i)] = append(members[s.root(i)], e)
+	}
+	for uuid, domain := range before.domains {
+		t.domains[uuid] = domain
+	}
+	for _, set := range members {
+		name := ""
+		if len(set) > 1 {
+			name = "nvlink-" + smallestID(set)
+		}
+		for _, e := range set {
+			t.domains[e.uuid] = name
+		}
+	}
+}
+
+func smallestID(set []endpoint) string {
+	smallest := ""
+	for _, e := range set {
+		id := e.pci
+		if id == "" {
+			id = e.uuid
+		}
+		if smallest == "" || id < smallest {
+			smallest = id
+		}
+	}
+	return smallest
+}
