@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster
+
+import (
+	"path/filepath"
+
+	"github.com/tandem-gpu/tandem/hack/binaries"
+)
+
+// controlName is the name of the machine that runs the control plane; no node may have it.
+const controlName = "control-plane"
+
+const pkiDir = "/etc/kubernetes/pki"
+
+// Names of components, as Cluster.Component and Node.Component take them.
+const (
+	Etcd              = "etcd"
+	APIServer         = "kube-apiserver"
+	ControllerManager = "kube-controller-manager"
+	Scheduler         = "kube-scheduler"
+	Containerd        = "containerd"
+	Kubelet           = "kubelet"
+	KubeProxy         = "kube-proxy"
+)
+
+// controlPlane describes the components of the control plane in the order they start.
+func (c *Cluster) controlPlane(programs *binaries.Set) []*Component {
+	kubernetes := programs.Kubernetes(c.config.KubernetesVersion)
+	component := func(name, dir, probe string, args ...string) *Component {
+		return &Component{machine: c.control, name: name, argv: append([]string{filepath.Join(dir, name)}, args...),
+			probe: c.control.answers(probe)}
+	}
+	gates := func(args, more []string) []string {
+		if gates := c.config.featureGates(); gates != "" {
+			args = append(args, "--feature-gates="+gates)
+		}
+		return append(args, more...)
+	}
+	return []*Component{
+		component(Etcd, programs.Etcd, "http://127.0.0.1:2379/health",
+			"--name=etcd", "--data-dir=/var/lib/etcd", "--unsafe-no-fsync", "--log-level=warn",
+			"--listen-client-urls=http://127.0.0.1:2379", "--advertise-client-urls=http://127.0.0.1:2379",
+			"--listen-peer-urls=http://127.0.0.1:2380", "--initial-advertise-peer-urls=http://127.0.0.1:2380",
+			"--initial-cluster=etcd=http://127.0.0.1:2380"),
+		component(APIServer, kubernetes, "https://"+apiAddress+"/readyz", gates([]string{
+			"--advertise-address=" + controlIP,
+			"--allow-privileged=true",
+			"--authorization-mode=Node,RBAC",
+			"--client-ca-file=" + pkiDir + "/ca.crt",
+			"--enable-admission-plugins=NodeRestriction",
+			"--enable-aggregator-routing=true",
+			"--etcd-servers=http://127.0.0.1:2379",
+			"--kubelet-certificate-authority=" + pkiDir + "/ca.crt",
+			"--kubelet-client-certificate=" + pkiDir + "/kubelet-client.crt",
+			"--kubelet-client-key=" + pkiDir + "/kubelet-client.key",
+			"--kubelet-preferred-address-types=InternalIP",
+			"--proxy-client-cert-file=" + pkiDir + "/front-proxy-client.crt",
+			"--proxy-client-key-file=" + pkiDir + "/front-proxy-client.key",
+			"--requestheader-allowed-names=front-proxy-client",
+			"--requestheader-client-ca-file=" + pkiDir + "/front-proxy-ca.crt",
+			"--requestheader-extra-headers-prefix=X-Remote-Extra-",
+			"--requestheader-group-headers=X-Remote-Group",
+			"--requestheader-username-headers=X-Remote-User",
+			"--secure-port=6443",
+			"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+			"--service-account-key-file=" + pkiDir + "/service-accounts.key",
+			"--service-account-signing-key-file=" + pkiDir + "/service-accounts.key",
+			"--service-cluster-ip-range=" + serviceCIDR,
+			"--tls-cert-file=" + pkiDir + "/apiserver.crt",
+			"--tls-private-key-file=" + pkiDir + "/apiserver.key",
+		}, c.config.APIServerArgs)...),
+		component(ControllerManager, kubernetes, "https://127.0.0.1:10257/healthz", gates([]string{
+			"--bind-address=127.0.0.1",
+			"--cluster-signing-cert-file=" + pkiDir + "/ca.crt",
+			"--cluster-signing-key-file=" + pkiDir + "/ca.key",
+			"--kubeconfig=/etc/kubernetes/controller-manager.conf",
+			// One instance: an election would only make restarts slow.
+			"--leader-elect=false",
+			"--root-ca-file=" + pkiDir + "/ca.crt",
+			"--service-account-private-key-file=" + pkiDir + "/service-accounts.key",
+			"--use-service-account-credentials=true",
+		}, c.config.ControllerManagerArgs)...),
+		component(Scheduler, kubernetes, "https://127.0.0.1:10259/healthz", gates([]string{
+			"--bind-address=127.0.0.1",
+			"--kubeconfig=/etc/kubernetes/scheduler.conf",
+			"--leader-elect=false",
+		}, c.config.SchedulerArgs)...),
+	}
+}

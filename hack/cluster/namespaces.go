@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"runtime"
+
+	"golang.org/x/sys/unix"
+)
+
+// kinds of namespaces a machine has, the mount namespace last: after it, /proc is the machine's own.
+var kinds = []struct {
+	file string
+	flag int
+}{
+	{"ipc", unix.CLONE_NEWIPC}, {"uts", unix.CLONE_NEWUTS}, {"net", unix.CLONE_NEWNET},
+	{"pid", unix.CLONE_NEWPID}, {"cgroup", unix.CLONE_NEWCGROUP}, {"mnt", unix.CLONE_NEWNS},
+}
+
+// inThread runs work on a thread of its own, which ends with it, whatever namespaces it has entered.
+func inThread(work func() error) error {
+	done := make(chan error, 1)
+	go func() {
+		// Never unlocked: the runtime throws away a locked thread whose goroutine ends.
+		runtime.LockOSThread()
+		done <- work()
+	}()
+	return <-done
+}
+
+// startIn starts a command in all namespaces of the machine that the holder keeps. The command is a direct child.
+func startIn(holder process, cmd *exec.Cmd) error {
+	return inThread(func() error {
+		// A thread that shares its root directory with others may not change its mount namespace.
+		if err := unix.Unshare(unix.CLONE_FS); err != nil {
+			return fmt.Errorf("unshare file system attributes: %w", err)
+		}
+		files := make([]*os.File, len(kinds))
+		for i, kind := range kinds {
+			file, err := os.Open(fmt.Sprintf("/proc/%d/ns/%s", holder.Pid, kind.file))
+			if err != nil {
+				return fmt.Errorf("open %s namespace: %w", kind.file, err)
+			}
+			defer file.Close()
+			files[i] = file
+		}
+		if !holder.alive() {
+			return fmt.Errorf("enter machine: process %d: %w", holder.Pid, errGone)
+		}
+		for i, kind := range kinds {
+			if err := unix.Setns(int(files[i].Fd()), kind.flag); err != nil {
+				return fmt.Errorf("enter %s namespace: %w", kind.file, err)
+			}
+		}
+		return cmd.Start()
+	})
+}
+
+// dialIn opens a connection from within the network namespace of the machine that the holder keeps.
+func dialIn(ctx context.Context, holder process, network, address string) (net.Conn, error) {
+	var conn net.Conn
+	err := inThread(func() error {
+		file, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", holder.Pid))
+		if err != nil {
+			return fmt.Errorf("open network namespace: %w", err)
+		}
+		defer file.Close()
+		if !holder.alive() {
+			return fmt.Errorf("enter machine: process %d: %w", holder.Pid, errGone)
+		}
+		if err := unix.Setns(int(file.Fd()), unix.CLONE_NEWNET); err != nil {
+			return fmt.Errorf("enter network namespace: %w", err)
+		}
+		// A numeric address is dialled on this very thread; names would be looked up on others.
+		conn, err = (&net.Dialer{}).DialContext(ctx, network, address)
+		return err
+	})
+	return conn, err
+}

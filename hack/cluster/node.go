@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+	"sigs.k8s.io/yaml"
+
+	"github.com/tandem-gpu/tandem/hack/binaries"
+)
+
+// Node is one node of the cluster. It is safe for concurrent use, except Reboot, Halt and Boot beside each other.
+type Node struct {
+	cluster    *Cluster
+	index      int
+	name       string
+	config     NodeConfig
+	machine    *machine
+	components []*Component
+}
+
+// Name of the node.
+func (n *Node) Name() string { return n.name }
+
+// IP is the node's InternalIP; it is reachable from inside the cluster's networks only (Cluster.DialContext).
+func (n *Node) IP() string { return nodeIP(n.index) }
+
+// Component answers one of Containerd, Kubelet and KubeProxy; nil where there is none of that name.
+func (n *Node) Component(name string) *Component { return find(n.components, name) }
+
+func find(components []*Component, name string) *Component {
+	if i := slices.IndexFunc(components, func(c *Component) bool { return c.name == name }); i >= 0 {
+		return components[i]
+	}
+	return nil
+}
+
+// Root is the host path under which the node's file system is seen as processes on the node see it, mounts included. It
+// changes with a reboot. Symbolic links that are absolute lead back to the host's files; resolve them yourself.
+func (n *Node) Root() (string, error) {
+	holder, err := n.machine.holder()
+	if err != nil {
+		return "", err
+	}
+	return filepath.Join("/proc", strconv.Itoa(holder.Pid), "root"), nil
+}
+
+// Command prepares a command on the node: in all its namespaces, its own file system included. Cancelling ctx ends it.
+func (n *Node) Command(ctx context.Context, name string, args ...string) (*exec.Cmd, error) {
+	return n.machine.command(ctx, name, args...)
+}
+
+// NetworkCommand prepares a command of the host, with the host's files, that sees the node's network.
+func (n *Node) NetworkCommand(ctx context.Context, name string, args ...string) (*exec.Cmd, error) {
+	return n.machine.networkCommand(ctx, name, args...)
+}
+
+// DialContext connects from the node; unix socket paths are the node's. It fits net.Dialer's users.
+func (n *Node) DialContext(ctx context.Context, network, address string) (net.Conn, error) {
+	return n.machine.dial(ctx, network, address)
+}
+
+// BootID is what the node reports as its boot ID since its last boot.
+func (n *Node) BootID() (string, error) {
+	state, err := n.machine.state()
+	return state.BootID, err
+}
+
+// Halt ends everything on the node at once, as a power cut would: containers, shims and components, with the node's
+// /run, /dev and all mounts. Its disk stays. It is idempotent.
+func (n *Node) Halt(ctx context.Context) error { return n.machine.halt(ctx) }
+
+// Boot starts a halted node, with a new boot ID, and returns when kubelet serves (the Node object is Ready a little later).
+func (n *Node) Boot(ctx context.Context) error {
+	if err := n.boot(ctx); err != nil {
+		return err
+	}
+	for _, component := range n.components {
+		if err := component.Start(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (n *Node) boot(ctx context.Context) error {
+	if err := n.machine.boot(); err != nil {
+		return err
+	}
+	return n.cluster.wireNode(ctx, n.index)
+}
+
+// Reboot halts and boots the node, and returns when the Node object is Ready with the new boot ID.
+func (n *Node) Reboot(ctx context.Context) error {
+	if err := n.Halt(ctx); err != nil {
+		return err
+	}
+	if err := n.Boot(ctx); err != nil {
+		return err
+	}
+	return n.cluster.waitReady(ctx, n)
+}
+
+// LoadImage imports an image archive (docker or OCI layout, a tarball) into the node's containerd.
+func (n *Node) LoadImage(ctx context.Context, tarball string) error {
+	file, err := os.Open(tarball)
+	if err != nil {
+		return fmt.Errorf("load image into %s: %w", n.name, err)
+	}
+	defer file.Close()
+	cmd, err := n.machine.command(ctx, "ctr", "--namespace=k8s.io", "images", "import", "-")
+	if err != nil {
+		return err
+	}
+	cmd.Stdin = file
+	if err := run(cmd); err != nil {
+		return fmt.Errorf("load image %s into %s: %w", tarball, n.name, err)
+	}
+	return nil
+}
+
+// describe fills in the node's components.
+func (n *Node) describe(programs *binaries.Set) {
+	kubernetes := programs.Kubernetes(n.config.KubernetesVersion)
+	kubeletArgs := []string{
+		"--config=/etc/kubernetes/kubelet.yaml",
+		"--hostname-override=" + n.name,
+		"--kubeconfig=/etc/kubernetes/kubelet.conf",
+		"--node-ip=" + n.IP(),
+	}
+	if len(n.config.Labels) > 0 {
+		var labels []string
+		for _, key := range slices.Sorted(maps.Keys(n.config.Labels)) {
+			labels = append(labels, key+"="+n.config.Labels[key])
+		}
+		kubeletArgs = append(kubeletArgs, "--node-labels="+strings.Join(labels, ","))
+	}
+	component := func(name, program string, probe func(context.Context) error, args ...string) *Component {
+		return &Component{machine: n.machine, name: name, argv: append([]string{program}, args...), probe: probe}
+	}
+	n.components = []*Component{
+		component(Containerd, filepath.Join(programs.Containerd, Containerd), n.machine.accepts(containerdSocket),
+			"--config=/etc/containerd/config.toml"),
+		component(Kubelet, filepath.Join(kubernetes, Kubelet), n.machine.answers("http://127.0.0.1:10248/healthz"),
+			append(kubeletArgs, n.config.KubeletArgs...)...),
+		component(KubeProxy, filepath.Join(kubernetes, KubeProxy), n.machine.answers("http://127.0.0.1:10256/healthz"),
+			"--config=/etc/kubernetes/kube-proxy.yaml", "--hostname-override="+n.name),
+	}
+}
+
+const containerdSocket = "/run/containerd/containerd.sock"
+
+// configure writes the configuration files of the node's components onto its disk.
+func (n *Node) configure(programs *binaries.Set) error {
+	kubelet, err := n.kubeletConfig()
+	if err != nil {
+		return err
+	}
+	proxy, err := n.proxyConfig()
+	if err != nil {
+		return err
+	}
+	snapshotter, err := snapshotterFor(n.machine.dir)
+	if err != nil {
+		return err
+	}
+	files := map[string]string{
+		"/etc/kubernetes/kubelet.yaml":      string(kubelet),
+		"/etc/kubernetes/kube-proxy.yaml":   string(proxy),
+		"/etc/containerd/config.toml":       fmt.Sprintf(containerdConfig, pauseImage, snapshotter, programs.CNI, filepath.Join(programs.Runc, "runc")),
+		"/etc/cni/net.d/10-tandem.conflist": fmt.Sprintf(cniConfig, nodePods(n.index)),
+		"/etc/cdi/.keep":                    "",
+	}
+	for path, content := range files {
+		path = n.machine.path(path)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			return fmt.Errorf("configure %s: %w", n.name, err)
+		}
+		if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
+			return fmt.Errorf("configure %s: %w", n.name, err)
+		}
+	}
+	return nil
+}
+
+// snapshotterFor avoids overlayfs where the disk is one already: the kernel refuses to stack them for writing.
+func snapshotterFor(dir string) (string, error) {
+	var stat unix.Statfs_t
+	if err := unix.Statfs(dir, &stat); err != nil {
+		return "", fmt.Errorf("look at file system of %s: %w", dir, err)
+	}
+	if stat.Type == unix.OVERLAYFS_SUPER_MAGIC {
+		return "native", nil
+	}
+	return "overlayfs", nil
+}
+
+func (n *Node) kubeletConfig() ([]byte, error) {
+	config := map[string]any{
+		"apiVersion": "kubelet.config.k8s.io/v1beta1",
+		"kind":       "KubeletConfiguration",
+		"authentication": map[string]any{
+			"anonymous": map[string]any{"enabled": false},
+			"webhook":   map[string]any{"enabled": true},
+			"x509":      map[string]any{"clientCAFile": pkiDir + "/ca.crt"},
+		},
+		"authorization":            map[string]any{"mode": "Webhook"},
+		"cgroupDriver":             "cgroupfs",
+		"containerRuntimeEndpoint": "unix://" + containerdSocket,
+		// The disk is the developer's, and how full it is nobody's concern here.
+		"evictionHard":                map[string]any{"memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%", "imagefs.available": "0%"},
+		"failCgroupV1":                false,
+		"failSwapOn":                  false,
+		"imageGCHighThresholdPercent": 100,
+		"resolvConf":                  "/etc/resolv.conf",
+		"serializeImagePulls":         false,
+		"tlsCertFile":                 pkiDir + "/kubelet.crt",
+		"tlsPrivateKeyFile":           pkiDir + "/kubelet.key",
+		"volumePluginDir":             "/var/lib/kubelet/volume-plugins",
+	}
+	if len(n.cluster.config.FeatureGates) > 0 {
+		config["featureGates"] = n.cluster.config.FeatureGates
+	}
+	merge(config, n.config.Kubelet)
+	data, err := yaml.Marshal(config)
+	if err != nil {
+		return nil, fmt.Errorf("encode kubelet configuration of %s: %w", n.name, err)
+	}
+	return data, nil
+}
+
+// merge writes overrides into config, map by map; nil removes.
+func merge(config, overrides map[string]any) {
+	for key, value := range overrides {
+		inner, isMap := value.(map[string]any)
+		have, hasMap := config[key].(map[string]any)
+		switch {
+		case value == nil:
+			delete(config, key)
+		case isMap && hasMap:
+			merge(have, inner)
+		default:
+			config[key] = value
+		}
+	}
+}
+
+func (n *Node) proxyConfig() ([]byte, error) {
+	config := map[string]any{
+		"apiVersion":         "kubeproxy.config.k8s.io/v1alpha1",
+		"kind":               "KubeProxyConfiguration",
+		"clientConnection":   map[string]any{"kubeconfig": "/etc/kubernetes/kube-proxy.conf"},
+		"clusterCIDR":        podCIDR,
+		"healthzBindAddress": "0.0.0.0:10256",
+		"mode":               "nftables",
+		// The limit is the whole kernel's, and only the first network namespace may set it.
+		"conntrack": map[string]any{"maxPerCore": 0, "min": 0},
+	}
+	if len(n.cluster.config.FeatureGates) > 0 {
+		config["featureGates"] = n.cluster.config.FeatureGates
+	}
+	data, err := yaml.Marshal(config)
+	if err != nil {
+		return nil, fmt.Errorf("encode kube-proxy configuration of %s: %w", n.name, err)
+	}
+	return data, nil
+}
+
+const containerdConfig = `version = 3
+root = "/var/lib/containerd"
+state = "/run/containerd"
+
+[grpc]
+  address = "` + containerdSocket + `"
+
+[plugins."io.containerd.cri.v1.images".pinned_images]
+  sandbox = "%[1]s"
+
+[plugins."io.containerd.cri.v1.images"]
+  snapshotter = "%[2]s"
+
+[plugins."io.containerd.cri.v1.runtime"]
+  enable_cdi = true
+  cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]
+  restrict_oom_score_adj = true
+
+  [plugins."io.containerd.cri.v1.runtime".cni]
+    bin_dirs = ["%[3]s"]
+    conf_dir = "/etc/cni/net.d"
+
+  [plugins."io.containerd.cri.v1.runtime".containerd]
+    default_runtime_name = "runc"
+
+    [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
+      runtime_type = "io.containerd.runc.v2"
+
+      [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
+        BinaryName = "%[4]s"
+        SystemdCgroup = false
+`
+
+const cniConfig = `{
+  "cniVersion": "1.0.0",
+  "name": "tandem",
+  "plugins": [
+    {
+      "type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": true, "hairpinMode": true,
+      "ipam": {"type": "host-local", "ranges": [[{"subnet": %q}]], "routes": [{"dst": "0.0.0.0/0"}]}
+    },
+    {"type": "portmap", "capabilities": {"portMappings": true}, "snat": true},
+    {"type": "bandwidth", "capabilities": {"bandwidth": true}}
+  ]
+}
+`
+
+// errNoNode is reported for a name that no node has.
+var errNoNode = errors.New("no such node")

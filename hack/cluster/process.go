@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// process identifies a process for good: a number alone may come to mean another one.
+type process struct {
+	Pid int `json:"pid"`
+	// Started is the start time in clock ticks since boot (field 22 of /proc/PID/stat), Boot the boot it belongs to.
+	Started uint64 `json:"started"`
+	Boot    string `json:"boot"`
+}
+
+// errGone means that a process has ended.
+var errGone = errors.New("process has ended")
+
+// identify describes a running process so that it can be recognized later.
+func identify(pid int) (process, error) {
+	started, _, err := readStat(pid)
+	if err != nil {
+		return process{}, err
+	}
+	boot, err := hostBootID()
+	if err != nil {
+		return process{}, err
+	}
+	return process{Pid: pid, Started: started, Boot: boot}, nil
+}
+
+func hostBootID() (string, error) {
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return "", fmt.Errorf("read boot ID: %w", err)
+	}
+	return strings.TrimSpace(string(boot)), nil
+}
+
+func readStat(pid int) (started uint64, state byte, err error) {
+	stat, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "stat"))
+	if err != nil {
+		return 0, 0, fmt.Errorf("process %d: %w", pid, errGone)
+	}
+	return parseStat(string(stat))
+}
+
+// parseStat reads state and start time; the command name between the parentheses may hold anything (proc(5)).
+func parseStat(stat string) (started uint64, state byte, err error) {
+	fields := strings.Fields(stat[strings.LastIndexByte(stat, ')')+1:])
+	if len(fields) < 20 {
+		return 0, 0, fmt.Errorf("read process state: %d fields", len(fields))
+	}
+	started, err = strconv.ParseUint(fields[19], 10, 64)
+	if err != nil {
+		return 0, 0, fmt.Errorf("read process start time: %w", err)
+	}
+	return started, fields[0][0], nil
+}
+
+// alive reports whether this very process still runs. One that has ended but was not yet collected does not.
+func (p process) alive() bool {
+	if p.Pid == 0 {
+		return false
+	}
+	started, state, err := readStat(p.Pid)
+	if err != nil || started != p.Started || state == 'Z' || state == 'X' {
+		return false
+	}
+	boot, err := hostBootID()
+	return err == nil && boot == p.Boot
+}
+
+// signal sends a signal to this process, and to no other that has got its number since; errGone where it has ended.
+func (p process) signal(signal syscall.Signal) error {
+	// The handle pins the process: checked after it is taken, the number cannot be reused in between.
+	handle, err := os.FindProcess(p.Pid)
+	if err != nil {
+		return fmt.Errorf("process %d: %w", p.Pid, errGone)
+	}
+	defer handle.Release()
+	if !p.alive() {
+		return fmt.Errorf("process %d: %w", p.Pid, errGone)
+	}
+	if err := handle.Signal(signal); errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("process %d: %w", p.Pid, errGone)
+	} else if err != nil {
+		return fmt.Errorf("signal process %d: %w", p.Pid, err)
+	}
+	return nil
+}
+
+// wait returns when the process has ended.
+func (p process) wait(ctx context.Context) error {
+	if err := until(ctx, func() bool { return !p.alive() }); err != nil {
+		return fmt.Errorf("wait for process %d to end: %w", p.Pid, err)
+	}
+	return nil
+}
+
+// kill ends the process and waits until it is gone.
+func (p process) kill(ctx context.Context) error {
+	if err := p.signal(syscall.SIGKILL); err != nil && !errors.Is(err, errGone) {
+		return err
+	}
+	return p.wait(ctx)
+}
+
+// pollInterval is how often a condition that cannot be awaited is looked at again.
+const pollInterval = 20 * time.Millisecond
+
+// until returns when the condition holds, or with the context's error.
+func until(ctx context.Context, holds func() bool) error {
+	ticker := time.NewTicker(pollInterval)
+	defer ticker.Stop()
+	for !holds() {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-ticker.C:
+		}
+	}
+	return nil
+}
