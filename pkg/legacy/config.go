@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/client-go/tools/record"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// Inventory tells which GPUs the node has. Both methods answer from memory.
+type Inventory interface {
+	Inventory() device.Inventory
+	// Changed returns a channel that is closed at the next change; take it before reading.
+	Changed() <-chan struct{}
+}
+
+// Ledger decides who holds which device. Every method answers without waiting for anybody.
+type Ledger interface {
+	// ReserveLimits gives all devices or none; *ledger.ConflictError when they are in other hands.
+	ReserveLimits(requests []ledger.LimitRequest) error
+	Holds() []ledger.Hold
+	// Changed returns a channel that is closed at the next change of any hold; take it before reading.
+	Changed() <-chan struct{}
+}
+
+// Specs makes CDI device names usable.
+type Specs interface {
+	// Ensure returns once the spec of every GPU is on disk; it costs little when it is there already.
+	Ensure(ctx context.Context) error
+	// QualifiedName is the CDI name of a GPU.
+	QualifiedName(uuid string) string
+}
+
+// KubeletView asks kubelet what it believes. It is the podresources call GetAllocatableResources: the IDs of healthy
+// devices by resource, resources without any may be absent.
+type KubeletView interface {
+	Allocatable(ctx context.Context) (map[string][]string, error)
+}
+
+// Strategy is a way to tell the runtime which GPUs a container gets. The names are those of NVIDIA's device plugin.
+type Strategy string
+
+const (
+	// StrategyCDI answers with CDI device names in the CRI request.
+	StrategyCDI Strategy = "cdi-cri"
+	// StrategyCDIAnnotations answers with CDI device names in an annotation, for runtimes without CDI in the CRI.
+	StrategyCDIAnnotations Strategy = "cdi-annotations"
+	// StrategyEnvVar sets NVIDIA_VISIBLE_DEVICES, for the NVIDIA container runtime.
+	StrategyEnvVar Strategy = "envvar"
+	// StrategyVolumeMounts lists devices as mounts, which an unprivileged container cannot forge.
+	StrategyVolumeMounts Strategy = "volume-mounts"
+)
+
+func (s Strategy) cdi() bool { return s == StrategyCDI || s == StrategyCDIAnnotations }
+
+// IDStrategy is how StrategyEnvVar and StrategyVolumeMounts name GPUs. CDI names are always made from the UUID.
+type IDStrategy string
+
+const (
+	IDStrategyUUID  IDStrategy = "uuid"
+	IDStrategyIndex IDStrategy = "index"
+)
+
+// Config of a Plugin. Fields without a stated default are required.
+type Config struct {
+	// ResourceName is the extended resource to serve, "nvidia.com/gpu".
+	ResourceName string
+	// NodeName is the node that events are about.
+	NodeName string
+	// Directory is kubelet's device-plugins directory.
+	Directory string
+
+	// Strategies default to StrategyCDI.
+	Strategies []Strategy
+	// IDStrategy defaults to IDStrategyUUID.
+	IDStrategy IDStrategy
+	// AnnotationPrefix of StrategyCDIAnnotations defaults to "cdi.k8s.io/".
+	AnnotationPrefix string
+	// PassDeviceSpecs also lists device nodes one by one, which CPU Manager's updates of a container need where there is no
+	// CDI. As in NVIDIA's plugin it has no effect when every strategy is a CDI one.
+	PassDeviceSpecs bool
+	// DevRoot is where the host has the driver's /dev; it defaults to "/".
+	DevRoot string
+	// DevRootInAgent is where this process sees DevRoot; it defaults to DevRoot.
+	DevRootInAgent string
+
+	Inventory Inventory
+	Ledger    Ledger
+	Specs     Specs
+	// Kubelet confirms what was sent. Nil leaves lists unconfirmed.
+	Kubelet KubeletView
+	// Recorder must not block: it is called while kubelet waits for Allocate.
+	Recorder record.EventRecorder
+	// Registerer takes the metrics while Run runs.
+	Registerer prometheus.Registerer
+}
+
+// longestSocketPath is sizeof(sockaddr_un.sun_path) less the closing NUL (unix(7)).
+const longestSocketPath = 107
+
+// complete returns the configuration with defaults filled in, or says everything that is wrong with it.
+func (c Config) complete() (Config, error) {
+	if len(c.Strategies) == 0 {
+		c.Strategies = []Strategy{StrategyCDI}
+	}
+	c.IDStrategy = orDefault(c.IDStrategy, IDStrategyUUID)
+	c.AnnotationPrefix = orDefault(c.AnnotationPrefix, "cdi.k8s.io/")
+	c.DevRoot = orDefault(c.DevRoot, "/")
+	c.DevRootInAgent = orDefault(c.DevRootInAgent, c.DevRoot)
+
+	errs := c.missing()
+	if c.ResourceName != "" {
+		if problems := validation.IsQualifiedName(c.ResourceName); len(problems) > 0 || !strings.Contains(c.ResourceName, "/") {
+			errs = append(errs, fmt.Errorf("resourceName: %q is no extended resource name: %s", c.ResourceName,
+				orDefault(strings.Join(problems, "; "), "it has no domain")))
+		}
+	}
+	for i, s := range c.Strategies {
+		if !slices.Contains([]Strategy{StrategyCDI, StrategyCDIAnnotations, StrategyEnvVar, StrategyVolumeMounts}, s) {
+			errs = append(errs, fmt.Errorf("deviceListStrategy[%d]: invalid strategy: %s", i, s))
+		}
+	}
+	if c.IDStrategy != IDStrategyUUID && c.IDStrategy != IDStrategyIndex {
+		errs = append(errs, fmt.Errorf("invalid --device-id-strategy option: %s", c.IDStrategy))
+	}
+	for name, path := range map[string]string{"directory": c.Directory, "devRoot": c.DevRoot, "devRootInAgent": c.DevRootInAgent} {
+		if path != "" && !filepath.IsAbs(path) {
+			errs = append(errs, fmt.Errorf("%s: %q is not an absolute path", name, path))
+		}
+	}
+	if path := filepath.Join(c.Directory, newSocketName(c.ResourceName)); len(path) > longestSocketPath {
+		errs = append(errs, fmt.Errorf("directory: sockets below %q would exceed the %d bytes that a socket's path can have", c.Directory, longestSocketPath))
+	}
+	return c, errors.Join(errs...)
+}
+
+func (c Config) missing() []error {
+	var errs []error
+	for _, field := range []struct {
+		name string
+		set  bool
+	}{
+		{"resourceName", c.ResourceName != ""},
+		{"nodeName", c.NodeName != ""},
+		{"directory", c.Directory != ""},
+		{"inventory", c.Inventory != nil},
+		{"ledger", c.Ledger != nil},
+		{"specs", c.Specs != nil},
+		{"recorder", c.Recorder != nil},
+		{"registerer", c.Registerer != nil},
+	} {
+		if !field.set {
+			errs = append(errs, fmt.Errorf("%s: must be set", field.name))
+		}
+	}
+	return errs
+}
+
+func (c Config) uses(want func(Strategy) bool) bool { return slices.ContainsFunc(c.Strategies, want) }
+
+func orDefault[T ~string](value, otherwise T) T {
+	if value == "" {
+		return otherwise
+	}
+	return value
+}

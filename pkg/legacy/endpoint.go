@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"crypto/rand"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+)
+
+// endpoint is one socket with a server behind it, for one registration. kubelet 1.37 can never use a path again whose
+// registration it saw twice, so a path lives exactly as long as an endpoint.
+type endpoint struct {
+	path   string
+	file   fileID
+	server *grpc.Server
+	served chan struct{} // closed when the server has ended
+	// stopping is closed to end the streams.
+	stopping chan struct{}
+	// connections and calls in progress.
+	connections, calls tally
+
+	mu       sync.Mutex
+	streams  int
+	firstUp  chan struct{} // closed when the first stream begins
+	allDown  chan struct{} // closed when the last stream ends
+	sent     *listing
+	sentMore chan struct{} // closed when sent changes
+}
+
+// openEndpoint listens under a fresh name and serves.
+func (p *Plugin) openEndpoint() (*endpoint, error) {
+	path := filepath.Join(p.config.Directory, newSocketName(p.config.ResourceName))
+	listener, err := net.Listen("unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("listen on device plugin socket: %w", err)
+	}
+	e := &endpoint{
+		path:     path,
+		server:   grpc.NewServer(grpc.WaitForHandlers(true)),
+		served:   make(chan struct{}),
+		stopping: make(chan struct{}),
+		firstUp:  make(chan struct{}),
+		allDown:  make(chan struct{}),
+		sentMore: make(chan struct{}),
+	}
+	// Where the file is gone already, it is noticed as soon as somebody looks for it.
+	e.file, _ = identify(path)
+	pluginapi.RegisterDevicePluginServer(e.server, &service{plugin: p, endpoint: e})
+	go func() {
+		defer close(e.served)
+		// Serve returns when close stops the server. Any other reason ends the streams or keeps them from beginning,
+		// which is watched for anyway.
+		_ = e.server.Serve(&countingListener{Listener: listener, connections: &e.connections})
+	}()
+	return e, nil
+}
+
+// close lets calls in progress finish, ends the streams, gives kubelet a moment to disconnect, and leaves nothing behind.
+// kubelet up to 1.36 disconnects whichever plugin is current when an old stream ends, so its disconnecting of this
+// endpoint must be over before the next one registers; kubelet closes its connection in the course of it.
+func (e *endpoint) close(drain time.Duration) {
+	deadline := time.After(drain)
+	await := func(done <-chan struct{}) {
+		select {
+		case <-done:
+		case <-deadline:
+		}
+	}
+	await(e.calls.empty())
+	close(e.stopping)
+	await(e.connections.empty())
+	e.server.Stop()
+	<-e.served
+}
+
+func (e *endpoint) streamStarted() (ended func()) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.streams++
+	closeOnce(e.firstUp)
+	return func() {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		if e.streams--; e.streams == 0 {
+			closeOnce(e.allDown)
+		}
+	}
+}
+
+func (e *endpoint) noteSent(list *listing) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.sent = list
+	close(e.sentMore)
+	e.sentMore = make(chan struct{})
+}
+
+// lastSent returns the list that was sent last, nil for none, and a channel that is closed when another is sent.
+func (e *endpoint) lastSent() (*listing, <-chan struct{}) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.sent, e.sentMore
+}
+
+// closeOnce closes a channel that may be closed already; callers hold the lock that guards it.
+func closeOnce(c chan struct{}) {
+	select {
+	case <-c:
+	default:
+		close(c)
+	}
+}
+
+// countingListener counts open connections. gRPC closes a connection when it finds that the peer has.
+type countingListener struct {
+	net.Listener
+	connections *tally
+}
+
+func (l *countingListener) Accept() (net.Conn, error) {
+	conn, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &countedConn{Conn: conn, leave: l.connections.enter()}, nil
+}
+
+type countedConn struct {
+	net.Conn
+	leave func()
+}
+
+func (c *countedConn) Close() error {
+	defer c.leave()
+	return c.Conn.Close()
+}
+
+const (
+	socketPrefix = "tandem-"
+	socketSuffix = ".sock"
+	nonceLength  = 12
+)
+
+// newSocketName is "tandem-<resource>-<nonce>.sock", with more randomness than a boot could use up.
+func newSocketName(resource string) string {
+	return socketStem(resource) + rand.Text()[:nonceLength] + socketSuffix
+}
+
+func socketStem(resource string) string { return socketPrefix + filepath.Base(resource) + "-" }
+
+// ownName reports whether a file name is one that newSocketName makes for the resource.
+func ownName(name, resource string) bool {
+	stem := socketStem(resource)
+	return len(name) == len(stem)+nonceLength+len(socketSuffix) && name[:len(stem)] == stem && filepath.Ext(name) == socketSuffix
+}
+
+// removeStale removes sockets that an earlier process of ours left behind. One that still answers is not stale.
+func removeStale(directory, resource string) error {
+	entries, err := os.ReadDir(directory)
+	if err != nil {
+		return fmt.Errorf("remove stale sockets: %w", err)
+	}
+	for _, entry := range entries {
+		path := filepath.Join(directory, entry.Name())
+		if entry.Type()&os.ModeSocket == 0 || !ownName(entry.Name(), resource) || alive(path) {
+			continue
+		}
+		if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
+			return fmt.Errorf("remove stale socket: %w", err)
+		}
+	}
+	return nil
+}
+
+// alive reports whether somebody listens on the socket.
+func alive(path string) bool {
+	conn, err := net.DialTimeout("unix", path, time.Second)
+	if err != nil {
+		return false
+	}
+	// Nothing was sent, so nothing can be lost.
+	_ = conn.Close()
+	return true
+}

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/client-go/tools/record"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
+)
+
+// broadcast is a value with a channel that is closed when it changes.
+type broadcast[T any] struct {
+	mu      sync.Mutex
+	value   T
+	changed chan struct{}
+}
+
+func newBroadcast[T any](value T) *broadcast[T] {
+	return &broadcast[T]{value: value, changed: make(chan struct{})}
+}
+
+func (b *broadcast[T]) get() T {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.value
+}
+
+func (b *broadcast[T]) set(change func(T) T) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.value = change(b.value)
+	close(b.changed)
+	b.changed = make(chan struct{})
+}
+
+func (b *broadcast[T]) Changed() <-chan struct{} {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.changed
+}
+
+type fakeInventory struct{ *broadcast[device.Inventory] }
+
+func (f fakeInventory) Inventory() device.Inventory { return f.get() }
+
+// setHealth replaces the health of one GPU.
+func (f fakeInventory) setHealth(uuid string, h device.Health) {
+	f.set(func(inv device.Inventory) device.Inventory {
+		inv.GPUs = slices.Clone(inv.GPUs)
+		for i := range inv.GPUs {
+			if inv.GPUs[i].UUID == uuid {
+				inv.GPUs[i].Health = h
+			}
+		}
+		return inv
+	})
+}
+
+// fakeLedger keeps the ledger's promises to the front-end in memory.
+type fakeLedger struct{ *broadcast[[]ledger.Hold] }
+
+func (f fakeLedger) Holds() []ledger.Hold { return slices.Clone(f.get()) }
+
+func (f fakeLedger) ReserveLimits(requests []ledger.LimitRequest) error {
+	var conflict ledger.ConflictError
+	f.set(func(holds []ledger.Hold) []ledger.Hold {
+		next := slices.Clone(holds)
+		for _, r := range requests {
+			mine := false
+			for _, h := range holds {
+				switch {
+				case !h.Device.Overlaps(r.Device):
+				case h.Holder == ledger.Holder{Kind: ledger.KindLimit, ID: r.ID} && h.State != ledger.StateDraining:
+					mine = true
+				default:
+					conflict.Holds = append(conflict.Holds, h)
+				}
+			}
+			if !mine {
+				next = append(next, ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: r.ID}, Device: r.Device, State: ledger.StateHeld, Resource: r.Resource})
+			}
+		}
+		if len(conflict.Holds) > 0 {
+			return holds
+		}
+		return next
+	})
+	if len(conflict.Holds) > 0 {
+		return &conflict
+	}
+	return nil
+}
+
+func (f fakeLedger) add(h ledger.Hold) {
+	f.set(func(holds []ledger.Hold) []ledger.Hold { return append(slices.Clone(holds), h) })
+}
+
+func (f fakeLedger) release(id string) {
+	f.set(func(holds []ledger.Hold) []ledger.Hold {
+		return slices.DeleteFunc(slices.Clone(holds), func(h ledger.Hold) bool { return h.Holder.ID == id })
+	})
+}
+
+func claimOn(id string, gpus ...int) ledger.Hold {
+	return ledger.Hold{
+		Holder: ledger.Holder{Kind: ledger.KindClaim, ID: id}, Device: device.Ref{GPU: uuid(gpus[0])}, State: ledger.StateHeld,
+		Namespace: "secret-namespace", Name: "secret-claim",
+	}
+}
+
+type fakeSpecs struct{ *broadcast[error] }
+
+func (f fakeSpecs) Ensure(context.Context) error   { return f.get() }
+func (fakeSpecs) QualifiedName(uuid string) string { return "k8s.gpu.nvidia.com/gpu=" + uuid }
+func (f fakeSpecs) fail(err error)                 { f.set(func(error) error { return err }) }
+
+// fixture is a node: a directory, a kubelet, an inventory, a ledger.
+type fixture struct {
+	*testing.T
+	dir       string
+	kubelet   *fakekubelet.Kubelet
+	inventory fakeInventory
+	ledger    fakeLedger
+	specs     fakeSpecs
+	events    *record.FakeRecorder
+	registry  *prometheus.Registry
+	config    Config
+}
+
+func newFixture(t *testing.T, release fakekubelet.Release) *fixture {
+	t.Helper()
+	// Not t.TempDir, whose names leave no room for a socket's.
+	dir, err := os.MkdirTemp("", "tdm")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	f := &fixture{
+		T:         t,
+		dir:       dir,
+		kubelet:   fakekubelet.New(dir, release),
+		inventory: fakeInventory{newBroadcast(islands(8, 4, 0))},
+		ledger:    fakeLedger{newBroadcast[[]ledger.Hold](nil)},
+		specs:     fakeSpecs{newBroadcast[error](nil)},
+		events:    record.NewFakeRecorder(1000),
+		registry:  prometheus.NewRegistry(),
+	}
+	f.config = Config{
+		ResourceName: "nvidia.com/gpu", NodeName: "node-a", Directory: dir,
+		Inventory: f.inventory, Ledger: f.ledger, Specs: f.specs, Kubelet: f.kubelet,
+		Recorder: f.events, Registerer: f.registry,
+	}
+	t.Cleanup(f.kubelet.Stop)
+	return f
+}
+
+func (f *fixture) startKubelet() {
+	f.Helper()
+	if err := f.kubelet.Start(); err != nil {
+		f.Fatal(err)
+	}
+}
+
+// start runs the plugin until the test ends or the returned function is called.
+func (f *fixture) start(shorten ...func(*times)) (p *Plugin, stop func()) {
+	f.Helper()
+	p, err := New(f.config)
+	if err != nil {
+		f.Fatal(err)
+	}
+	// Nothing is lost by being quicker than in production.
+	p.times.foreignProbe, p.times.foreignEvery = 300*time.Millisecond, 300*time.Millisecond
+	p.times.confirmPoll = 50 * time.Millisecond
+	for _, s := range shorten {
+		s(&p.times)
+	}
+	logger := ktesting.NewLogger(f, ktesting.NewConfig())
+	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), logger))
+	done := make(chan error, 1)
+	go func() { done <- p.Run(ctx) }()
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-done; err != nil {
+			f.Errorf("Run: %v", err)
+		}
+	})
+	f.Cleanup(stop)
+	return p, stop
+}
+
+// patience bounds every wait; a test that needs it has failed.
+const patience = 20 * time.Second
+
+// await waits for a state of kubelet.
+func (f *fixture) await(what string, condition func(fakekubelet.State) bool) fakekubelet.State {
+	f.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	state, err := f.kubelet.Await(ctx, condition)
+	if err != nil {
+		f.Fatalf("wait for %s: %v; state %+v", what, err, state)
+	}
+	return state
+}
+
+// awaitReady waits for what Ready says: a part of the error, or nothing for ready.
+func (f *fixture) awaitReady(p *Plugin, want string) {
+	f.Helper()
+	var err error
+	for deadline := time.Now().Add(patience); time.Now().Before(deadline); time.Sleep(2 * time.Millisecond) {
+		err = p.Ready()
+		if want == "" && err == nil || want != "" && err != nil && strings.Contains(err.Error(), want) {
+			return
+		}
+	}
+	f.Fatalf("Ready is %v, want %q", err, want)
+}
+
+func healthyCount(n int) func(fakekubelet.State) bool {
+	return func(s fakekubelet.State) bool { return len(s.Healthy()) == n && len(s.Connected) == 1 }
+}
+
+func registrations(n int) func(fakekubelet.State) bool {
+	return func(s fakekubelet.State) bool {
+		return len(s.Endpoints) >= n && len(s.Connected) == 1 && len(s.Healthy()) > 0
+	}
+}
+
+// mySockets lists the plugin's sockets in the directory.
+func (f *fixture) mySockets() []string {
+	f.Helper()
+	names, err := filepath.Glob(filepath.Join(f.dir, "tandem-gpu-*.sock"))
+	if err != nil {
+		f.Fatal(err)
+	}
+	return names
+}
+
+// counter returns the value of a counter or gauge with the labels given as "name=value".
+func (f *fixture) metric(name string, label ...string) float64 {
+	f.Helper()
+	families, err := f.registry.Gather()
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, family := range families {
+		if family.GetName() != name {
+			continue
+		}
+		for _, m := range family.GetMetric() {
+			labels := []string{}
+			for _, l := range m.GetLabel() {
+				labels = append(labels, l.GetName()+"="+l.GetValue())
+			}
+			if slices.Equal(labels, label) || len(labels) == 0 && len(label) == 0 {
+				if h := m.GetHistogram(); h != nil {
+					return float64(h.GetSampleCount())
+				}
+				return m.GetCounter().GetValue() + m.GetGauge().GetValue()
+			}
+		}
+	}
+	return 0
+}
+
+// event returns the next event, or fails when there is none.
+func (f *fixture) event() string {
+	f.Helper()
+	select {
+	case e := <-f.events.Events:
+		return e
+	case <-time.After(patience):
+		f.Fatal("no event was recorded")
+		return ""
+	}
+}
+
+var errTest = errors.New("spec directory is read-only")

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+)
+
+// ForeignError says that another process on the node serves the same GPUs to kubelet. Two of them would give the same GPU
+// away twice.
+type ForeignError struct {
+	// Socket of the other device plugin.
+	Socket string
+	// Devices of ours that it serves, or some of its own where we have none.
+	Devices []string
+}
+
+// Error names the socket and a device.
+func (e *ForeignError) Error() string {
+	return fmt.Sprintf("another device plugin serves the same GPUs on %s (%d devices, among them %s)", e.Socket, len(e.Devices), e.Devices[0])
+}
+
+// probes remembers what each socket turned out to be. Asking leaves a trace: NVIDIA's plugin never ends a ListAndWatch
+// whose reader has gone, and that one may swallow a health event. So each socket is asked only until it has answered.
+type probes struct {
+	mu    sync.Mutex
+	known map[string]verdict
+}
+
+type verdict struct {
+	file    fileID
+	devices []string
+}
+
+func newProbes() *probes { return &probes{known: make(map[string]verdict)} }
+
+// CheckForeign looks for another process that serves our GPUs to kubelet and returns a *ForeignError when it finds one,
+// nil otherwise. Run calls it before each registration and when a socket appears; calling it as well does no harm.
+func (p *Plugin) CheckForeign(ctx context.Context) error {
+	_, err := p.checkForeign(ctx)
+	return err
+}
+
+// checkForeign also reports whether each live socket has answered.
+func (p *Plugin) checkForeign(ctx context.Context) (settled bool, err error) {
+	entries, err := os.ReadDir(p.config.Directory)
+	if err != nil {
+		return false, fmt.Errorf("look for other device plugins: %w", err)
+	}
+	settled = true
+	for _, entry := range entries {
+		path := filepath.Join(p.config.Directory, entry.Name())
+		if entry.Type()&os.ModeSocket == 0 || entry.Name() == "kubelet.sock" || path == p.ownSocket() {
+			continue
+		}
+		devices, answered := p.probes.devices(ctx, path, p.times.foreignProbe)
+		settled = settled && answered
+		if ours := p.ours(devices); len(ours) > 0 {
+			return settled, &ForeignError{Socket: path, Devices: ours}
+		}
+	}
+	return settled, nil
+}
+
+// ours returns those of another plugin's devices that are GPUs of this inventory, or while that is empty (the driver is
+// late) all that are GPUs.
+func (p *Plugin) ours(devices []string) []string {
+	known := p.roster.catalog()
+	var ours []string
+	for _, id := range devices {
+		gpu := parentGPU(id)
+		if _, listed := known.index[gpu]; listed || len(known.index) == 0 && strings.HasPrefix(gpu, "GPU-") {
+			ours = append(ours, id)
+		}
+	}
+	return ours
+}
+
+// parentGPU undoes what NVIDIA's plugin does to UUIDs: "<uuid>::<n>" is a replica, and "MIG-<uuid>/<gi>/<ci>" the name
+// that older drivers gave a partition.
+func parentGPU(id string) string {
+	id, _, _ = strings.Cut(id, "::")
+	if parent, found := strings.CutPrefix(id, "MIG-GPU-"); found {
+		parent, _, _ = strings.Cut(parent, "/")
+		return "GPU-" + parent
+	}
+	return id
+}
+
+// devices returns what the plugin behind a socket serves; answered is false when it is alive and does not say.
+func (p *probes) devices(ctx context.Context, path string, limit time.Duration) (devices []string, answered bool) {
+	file, err := identify(path)
+	if err != nil || !alive(path) {
+		return nil, true
+	}
+	p.mu.Lock()
+	known, ok := p.known[path]
+	p.mu.Unlock()
+	if ok && known.file == file {
+		return known.devices, true
+	}
+	devices, err = listDevices(ctx, path, limit)
+	if err != nil {
+		return nil, false
+	}
+	if len(devices) > 0 { // a plugin that has none yet may get some
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.known[path] = verdict{file: file, devices: devices}
+	}
+	return devices, true
+}
+
+func listDevices(ctx context.Context, path string, limit time.Duration) (ids []string, err error) {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	conn, err := dial(path)
+	if err != nil {
+		return nil, err
+	}
+	// What matters of the connection has been read by then.
+	defer func() { _ = conn.Close() }()
+	stream, err := pluginapi.NewDevicePluginClient(conn).ListAndWatch(ctx, &pluginapi.Empty{})
+	if err != nil {
+		return nil, fmt.Errorf("list devices of %s: %w", path, err)
+	}
+	list, err := stream.Recv()
+	if err != nil {
+		return nil, fmt.Errorf("list devices of %s: %w", path, err)
+	}
+	for _, d := range list.GetDevices() {
+		ids = append(ids, d.GetID())
+	}
+	return ids, nil
+}
+
+// dial prepares a connection to a socket; it is made by the first call.
+func dial(path string) (*grpc.ClientConn, error) {
+	conn, err := grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"))
+	if err != nil {
+		return nil, fmt.Errorf("dial %s: %w", path, err)
+	}
+	return conn, nil
+}

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+type metrics struct {
+	allocate      prometheus.Histogram
+	preferred     prometheus.Histogram
+	conflicts     prometheus.Counter
+	devices       *prometheus.GaugeVec
+	registrations *prometheus.CounterVec
+}
+
+func newMetrics() *metrics {
+	buckets := prometheus.ExponentialBucketsRange(0.0001, 10, 16)
+	return &metrics{
+		allocate: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "tandem_allocate_duration_seconds", Buckets: buckets,
+			Help: "Time to answer an Allocate of kubelet's device manager, refusals included.",
+		}),
+		preferred: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: "tandem_preferred_allocation_duration_seconds", Buckets: buckets,
+			Help: "Time to answer a GetPreferredAllocation of kubelet's device manager.",
+		}),
+		conflicts: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "tandem_allocate_conflicts_total",
+			Help: "Allocate calls refused because another holder has the device.",
+		}),
+		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "tandem_limit_devices",
+			Help: "Devices in the list sent to kubelet: healthy ones, faulty ones (unhealthy), and those withdrawn because a claim or a pod that is ending holds them.",
+		}, []string{"state"}),
+		registrations: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "tandem_limit_registrations_total",
+			Help: "Successful registrations with kubelet's device manager, by what made them necessary.",
+		}, []string{"reason"}),
+	}
+}
+
+func (m *metrics) register(registerer prometheus.Registerer) (unregister func(), err error) {
+	var done []prometheus.Collector
+	unregister = func() {
+		for _, c := range done {
+			registerer.Unregister(c)
+		}
+	}
+	for _, c := range []prometheus.Collector{m.allocate, m.preferred, m.conflicts, m.devices, m.registrations} {
+		if err := registerer.Register(c); err != nil {
+			unregister()
+			return nil, err
+		}
+		done = append(done, c)
+	}
+	return unregister, nil
+}
+
+func (m *metrics) setDevices(states []state) {
+	count := map[state]int{stateHealthy: 0, stateUnhealthy: 0, stateWithdrawn: 0}
+	for _, s := range states {
+		count[s]++
+	}
+	for s, n := range count {
+		m.devices.WithLabelValues(string(s)).Set(float64(n))
+	}
+}

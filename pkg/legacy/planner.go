@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"cmp"
+	"slices"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// planner chooses which GPUs to take together. It is a pure function of the topology it was made from: no locks, no I/O,
+// bounded work.
+//
+// GPUs are numbered by their place in the catalog, which is by minor. The best choice has the best-connected GPUs; among
+// equals, the one that leaves the best-connected rest behind; among equals again, the one with the highest minors, because
+// claims are placed from the lowest up.
+type planner struct {
+	weight [][]int64
+	numa   []int
+	domain []string
+}
+
+// The three parts of a pair's weight, so far apart that no sum over a machine of 256 GPUs (32,640 pairs) carries from one
+// into the next: any NVLink beats all PCIe closeness, and that beats a shared NUMA node.
+const (
+	weightNVLink = int64(1) << 40
+	weightPCIe   = int64(1) << 20
+	weightNUMA   = int64(1)
+)
+
+// searchLimit bounds exhaustive search, in sets looked at. C(16, 8) is 12,870.
+const searchLimit = 13000
+
+// seedLimit bounds how many starting points the greedy search tries.
+const seedLimit = 64
+
+// newPlanner prepares for gpus, of which inv knows the links; those that it does not have are connected to nothing.
+func newPlanner(gpus []device.GPU, inv device.Inventory) *planner {
+	place := make(map[string]int, len(inv.GPUs))
+	for i, gpu := range inv.GPUs {
+		place[gpu.UUID] = i
+	}
+	p := &planner{weight: make([][]int64, len(gpus)), numa: make([]int, len(gpus)), domain: make([]string, len(gpus))}
+	for i, a := range gpus {
+		p.numa[i], p.domain[i] = a.NUMANode, a.NVLinkDomain
+		p.weight[i] = make([]int64, len(gpus))
+		for j, b := range gpus {
+			if i == j {
+				continue
+			}
+			from, known := place[a.UUID]
+			to, knownToo := place[b.UUID]
+			if known && knownToo && from < len(inv.Links) && to < len(inv.Links[from]) {
+				link := inv.Links[from][to]
+				p.weight[i][j] += int64(link.NVLinks)*weightNVLink + int64(link.PCIe)*weightPCIe
+			}
+			if a.NUMANode == b.NUMANode && a.NUMANode != device.UnknownNUMANode {
+				p.weight[i][j] += weightNUMA
+			}
+		}
+	}
+	return p
+}
+
+// plan is a choice in the making.
+type plan struct {
+	chosen []int
+	score  int64 // of the pairs inside
+	reach  int64 // of the pairs between each chosen GPU and everything available: what the rest loses
+}
+
+// better says whether a is the better plan by connections; the order of search decides among equals.
+func (a plan) better(b plan) bool {
+	return a.score > b.score || a.score == b.score && a.reach < b.reach
+}
+
+// choose returns size GPUs of available with all of required among them, highest first. Both lists hold no duplicates,
+// and required is part of available. When that is impossible it returns as many as it can, required first.
+func (p *planner) choose(available, required []int, size int) []int {
+	required = slices.Clone(required)
+	free := slices.DeleteFunc(slices.Clone(available), func(i int) bool { return slices.Contains(required, i) })
+	descending(free)
+	descending(required)
+	switch {
+	case size <= len(required):
+		return required[:max(size, 0)]
+	case size >= len(required)+len(free):
+		return descending(append(required, free...))
+	}
+	s := search{planner: p, free: free, want: size, reach: p.reach(append(slices.Clone(required), free...))}
+	start := s.start(required)
+	if combinations(len(free), size-len(required)) <= searchLimit {
+		s.exhaust(start, 0)
+	} else {
+		s.greedy(start)
+	}
+	return descending(s.best.chosen)
+}
+
+// reach returns for each GPU of the set the weight of its connections into the set.
+func (p *planner) reach(set []int) []int64 {
+	reach := make([]int64, len(p.weight))
+	for _, i := range set {
+		for _, j := range set {
+			reach[i] += p.weight[i][j]
+		}
+	}
+	return reach
+}
+
+type search struct {
+	*planner
+	free  []int // candidates, highest first
+	want  int
+	reach []int64
+	best  plan
+	found bool
+}
+
+func (s *search) start(required []int) plan {
+	start := plan{chosen: make([]int, 0, s.want)}
+	for _, i := range required {
+		start = s.with(start, i)
+	}
+	return start
+}
+
+// with extends a plan. The result shares its backing array with the argument: use one branch at a time.
+func (s *search) with(to plan, i int) plan {
+	for _, j := range to.chosen {
+		to.score += s.weight[i][j]
+	}
+	to.reach += s.reach[i]
+	to.chosen = append(to.chosen, i)
+	return to
+}
+
+func (s *search) offer(candidate plan) {
+	if s.found && !candidate.better(s.best) {
+		return
+	}
+	candidate.chosen = slices.Clone(candidate.chosen)
+	s.best, s.found = candidate, true
+}
+
+// exhaust looks at every set. Sets come in descending order, so the first of equals has the highest minors.
+func (s *search) exhaust(from plan, next int) {
+	missing := s.want - len(from.chosen)
+	if missing == 0 {
+		s.offer(from)
+		return
+	}
+	for i := next; i <= len(s.free)-missing; i++ {
+		s.exhaust(s.with(from, s.free[i]), i+1)
+	}
+}
+
+// greedy grows a set from each of a few seeds by what connects best to it, and keeps the best.
+func (s *search) greedy(start plan) {
+	if len(start.chosen) > 0 {
+		s.grow(start)
+		return
+	}
+	for _, seed := range s.seeds() {
+		s.grow(s.with(start, seed))
+	}
+}
+
+// seeds returns one GPU of each kind that greedy search cannot tell apart: same NVLink domain, NUMA node and connections.
+func (s *search) seeds() []int {
+	type kind struct {
+		domain string
+		numa   int
+		reach  int64
+	}
+	seen := make(map[kind]bool)
+	var seeds []int
+	for _, i := range s.free {
+		k := kind{s.domain[i], s.numa[i], s.reach[i]}
+		if !seen[k] && len(seeds) < seedLimit {
+			seen[k] = true
+			seeds = append(seeds, i)
+		}
+	}
+	return seeds
+}
+
+func (s *search) grow(from plan) {
+	gain := make([]int64, len(s.weight))
+	used := make([]bool, len(s.weight))
+	take := func(i int) {
+		used[i] = true
+		for _, j := range s.free {
+			gain[j] += s.weight[i][j]
+		}
+	}
+	for _, i := range from.chosen {
+		take(i)
+	}
+	for len(from.chosen) < s.want {
+		pick := -1
+		for _, i := range s.free {
+			if !used[i] && (pick < 0 || gain[i] > gain[pick] || gain[i] == gain[pick] && s.reach[i] < s.reach[pick]) {
+				pick = i
+			}
+		}
+		from.score += gain[pick]
+		from.reach += s.reach[pick]
+		from.chosen = append(from.chosen, pick)
+		take(pick)
+	}
+	s.offer(from)
+}
+
+// combinations is n choose k, or something above searchLimit where it exceeds that.
+func combinations(n, k int) int {
+	k = min(k, n-k)
+	c := 1
+	for i := 1; i <= k; i++ {
+		if c = c * (n - k + i) / i; c > searchLimit {
+			return c
+		}
+	}
+	return c
+}
+
+func descending(list []int) []int {
+	slices.SortFunc(list, func(a, b int) int { return cmp.Compare(b, a) })
+	return list
+}

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package legacy serves extended resource limits ("nvidia.com/gpu: 1") through kubelet's DevicePlugin v1beta1 API: it
+// registers, keeps registered, tells kubelet which devices exist, and answers Allocate. It decides no ownership (that is
+// the ledger's) and discovers nothing.
+package legacy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Plugin serves one extended resource. Make it with New, use it with Run; its other methods are safe for concurrent use.
+type Plugin struct {
+	config  Config
+	times   times
+	node    *corev1.ObjectReference
+	metrics *metrics
+	roster  *roster
+	probes  *probes
+	running atomic.Bool
+
+	mu sync.Mutex
+	// notReady says why limits are not served at the moment, nil when they are.
+	notReady error
+	// own is the socket that serves at the moment.
+	own string
+}
+
+// times are the durations of the protocol, shortened by tests.
+type times struct {
+	returnDelay  time.Duration // a device must be free this long before it is offered again
+	firstRetry   time.Duration // after a failed registration, doubled up to lastRetry
+	lastRetry    time.Duration
+	streamWait   time.Duration // from Register's answer to the ListAndWatch stream
+	steady       time.Duration // a registration that lived this long clears the back-off
+	drain        time.Duration // for kubelet to let go of an old socket
+	foreignProbe time.Duration // for another plugin's first device list
+	foreignEvery time.Duration // between looks at another plugin that stands in the way
+	confirmPoll  time.Duration // between questions to kubelet while a list is unconfirmed
+	confirmLimit time.Duration // after which an unconfirmed list means registering again, doubled each time
+}
+
+func defaultTimes() times {
+	return times{
+		returnDelay:  100 * time.Millisecond,
+		firstRetry:   100 * time.Millisecond,
+		lastRetry:    5 * time.Second,
+		streamWait:   5 * time.Second,
+		steady:       10 * time.Second,
+		drain:        500 * time.Millisecond,
+		foreignProbe: time.Second,
+		foreignEvery: 10 * time.Second,
+		confirmPoll:  time.Second,
+		confirmLimit: 10 * time.Second,
+	}
+}
+
+var errNotStarted = errors.New("not started")
+
+// New checks the configuration and makes a Plugin. It touches neither disk nor network.
+func New(config Config) (*Plugin, error) {
+	config, err := config.complete()
+	if err != nil {
+		return nil, fmt.Errorf("configure limits: %w", err)
+	}
+	p := &Plugin{
+		config: config,
+		times:  defaultTimes(),
+		// kubectl describe node looks for events under the node's name as UID, as kubelet records them.
+		node:     &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: config.NodeName, UID: types.UID(config.NodeName)},
+		metrics:  newMetrics(),
+		probes:   newProbes(),
+		notReady: errNotStarted,
+	}
+	p.roster = newRoster(config.Inventory, config.Ledger, p.metrics)
+	return p, nil
+}
+
+// Run serves and keeps registered until ctx is done, then takes everything down and returns nil. It returns an error
+// only where it cannot go on: the metrics are registered already, or the directory is not there (any more). Call it once.
+func (p *Plugin) Run(ctx context.Context) (err error) {
+	if p.running.Swap(true) {
+		return fmt.Errorf("serve %s: it runs already", p.config.ResourceName)
+	}
+	unregister, err := p.metrics.register(p.config.Registerer)
+	if err != nil {
+		return fmt.Errorf("serve %s: register metrics: %w", p.config.ResourceName, err)
+	}
+	defer unregister()
+	dir, err := openDirectory(p.config.Directory)
+	if err != nil {
+		return fmt.Errorf("serve %s: %w", p.config.ResourceName, err)
+	}
+	defer p.setNotReady(errors.New("stopped"))
+
+	p.roster.returnDelay = p.times.returnDelay
+	p.roster.refresh(time.Now())
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return dir.run(ctx) })
+	group.Go(func() error { p.roster.run(ctx); return nil })
+	group.Go(func() error { p.keepRegistered(ctx, dir); return nil })
+	if err := group.Wait(); err != nil {
+		return fmt.Errorf("serve %s: %w", p.config.ResourceName, err)
+	}
+	return nil
+}
+
+// Ready returns nil while kubelet is registered and listens to the device list, otherwise what is missing.
+func (p *Plugin) Ready() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.notReady
+}
+
+func (p *Plugin) setNotReady(reason error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.notReady = reason
+}
+
+func (p *Plugin) setOwn(path string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.own = path
+}
+
+func (p *Plugin) ownSocket() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.own
+}

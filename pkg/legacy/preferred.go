@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"slices"
+
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+)
+
+// preferred answers every request as well as it can and refuses none: kubelet fails the pod on an error, but fills up
+// whatever is missing from an answer.
+func (p *Plugin) preferred(request *pluginapi.PreferredAllocationRequest) *pluginapi.PreferredAllocationResponse {
+	response := &pluginapi.PreferredAllocationResponse{}
+	// kubelet's list of available devices is as old as the last ListAndWatch message; the ledger is not.
+	taken := withdrawn(p.config.Ledger.Holds())
+	known := p.roster.catalog()
+	for _, container := range request.GetContainerRequests() {
+		response.ContainerResponses = append(response.ContainerResponses, &pluginapi.ContainerPreferredAllocationResponse{
+			DeviceIDs: known.prefer(container, taken),
+		})
+	}
+	return response
+}
+
+// prefer returns IDs without duplicates, as many as were asked for where that many are left.
+func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest, taken map[string]bool) []string {
+	required, strangers := c.places(request.GetMustIncludeDeviceIDs())
+	available, others := c.places(request.GetAvailableDeviceIDs())
+	available = slices.DeleteFunc(available, func(i int) bool {
+		gpu := c.gpus[i]
+		return taken[gpu.UUID] || !gpu.Health.Healthy() || slices.Contains(required, i)
+	})
+	// What must be included is kubelet's to know, even where it makes no sense here.
+	ids := strangers[:max(0, min(len(strangers), int(request.GetAllocationSize())))]
+	for _, i := range c.planner.choose(slices.Concat(required, available), required, int(request.GetAllocationSize())-len(ids)) {
+		ids = append(ids, c.gpus[i].UUID)
+	}
+	for _, id := range others {
+		if len(ids) < int(request.GetAllocationSize()) && !slices.Contains(ids, id) {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
+// places returns where the GPUs of the IDs are in the catalog, each once, and the IDs that are not there, highest first.
+func (c *catalog) places(ids []string) (places []int, strangers []string) {
+	seen := make(map[string]bool, len(ids))
+	for _, id := range ids {
+		i, known := c.index[id]
+		switch {
+		case seen[id]:
+		case known:
+			places = append(places, i)
+		default:
+			strangers = append(strangers, id)
+		}
+		seen[id] = true
+	}
+	slices.Sort(strangers)
+	slices.Reverse(strangers)
+	return places, strangers
+}

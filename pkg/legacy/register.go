@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/klog/v2"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+)
+
+// cause is why a registration is necessary: the label of the metric.
+type cause string
+
+const (
+	causeStart            cause = "start"
+	causeKubeletRestarted cause = "kubelet_restarted"
+	causeSocketRemoved    cause = "socket_removed"
+	causeStreamEnded      cause = "stream_ended"
+	causeNoStream         cause = "no_stream"
+	causeRefused          cause = "refused"
+	causeUnconfirmed      cause = "unconfirmed"
+	causeForeign          cause = "foreign"
+)
+
+// ended says why a registration is over, and is what Ready answers until the next one stands.
+type ended struct {
+	cause cause
+	err   error
+}
+
+func (e *ended) Error() string { return e.err.Error() }
+func (e *ended) Unwrap() error { return e.err }
+
+func endedBy(c cause, format string, args ...any) *ended {
+	return &ended{cause: c, err: fmt.Errorf(format, args...)}
+}
+
+// keepRegistered registers, watches over the registration, and does so again under another name whenever it is lost. It
+// returns when ctx is done.
+func (p *Plugin) keepRegistered(ctx context.Context, dir *directory) {
+	logger := klog.FromContext(ctx).WithValues("resource", p.config.ResourceName)
+	ctx = klog.NewContext(ctx, logger)
+	if err := removeStale(p.config.Directory, p.config.ResourceName); err != nil {
+		// They are in nobody's way but the reader's of the directory.
+		logger.Error(err, "Stale sockets stay")
+	}
+	r := &registrar{Plugin: p, dir: dir, cause: causeStart, confirmLimit: p.times.confirmLimit}
+	for ctx.Err() == nil {
+		if !r.awaitKubelet(ctx) || !r.awaitForeignGone(ctx) {
+			return
+		}
+		kubelet, _ := identify(dir.kubeletSocket())
+		began := time.Now()
+		end := r.register(ctx, kubelet)
+		if ctx.Err() != nil {
+			return
+		}
+		if end == nil {
+			// Not reached while ctx lives, and worth one more turn if it is.
+			continue
+		}
+		p.setNotReady(end)
+		logger.Info("Registration with kubelet is over", "cause", end.cause, "reason", end.Error())
+		r.account(end.cause, time.Since(began))
+		r.backOff(ctx, kubelet)
+	}
+}
+
+// registrar is what keepRegistered remembers from one registration to the next.
+type registrar struct {
+	*Plugin
+	dir          *directory
+	cause        cause
+	failures     int
+	confirmLimit time.Duration
+}
+
+// account decides how patient to be with the next registration.
+func (r *registrar) account(c cause, lived time.Duration) {
+	r.cause = c
+	switch {
+	case c == causeKubeletRestarted || c == causeForeign:
+		r.failures = 0
+	case c == causeSocketRemoved || lived >= r.times.steady:
+		r.failures = 1
+	default:
+		r.failures++
+	}
+}
+
+// backOff waits before the next attempt. A new kubelet ends the wait.
+func (r *registrar) backOff(ctx context.Context, kubelet fileID) {
+	if r.failures == 0 {
+		return
+	}
+	delay := r.times.lastRetry
+	if doublings := r.failures - 1; doublings < 16 {
+		delay = min(delay, r.times.firstRetry<<doublings)
+	}
+	timer := time.NewTimer(delay)
+	defer timer.Stop()
+	for {
+		changed := r.dir.changed()
+		if now, err := identify(r.dir.kubeletSocket()); err == nil && now != kubelet {
+			r.failures = 0
+			r.cause = causeKubeletRestarted
+			return
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-timer.C:
+			return
+		case <-changed:
+		}
+	}
+}
+
+// awaitKubelet waits until kubelet's socket exists; false when ctx is done.
+func (r *registrar) awaitKubelet(ctx context.Context) bool {
+	for {
+		changed := r.dir.changed()
+		_, err := identify(r.dir.kubeletSocket())
+		if err == nil {
+			return true
+		}
+		r.setNotReady(fmt.Errorf("wait for kubelet: %w", err))
+		if r.cause != causeStart {
+			r.cause = causeKubeletRestarted
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-changed:
+		}
+	}
+}
+
+// awaitForeignGone waits until no other plugin serves our GPUs; false when ctx is done.
+func (r *registrar) awaitForeignGone(ctx context.Context) bool {
+	for reported := ""; ; {
+		changed := r.dir.changed()
+		_, err := r.checkForeign(ctx)
+		foreign, ok := errors.AsType[*ForeignError](err)
+		if !ok {
+			// That the directory cannot be read is no reason to withhold the GPUs.
+			return ctx.Err() == nil
+		}
+		r.setNotReady(foreign)
+		if reported != foreign.Socket {
+			reported = foreign.Socket
+			klog.FromContext(ctx).Info("Not registering beside another device plugin", "socket", foreign.Socket, "devices", foreign.Devices)
+			r.config.Recorder.Eventf(r.node, corev1.EventTypeWarning, "OtherDevicePlugin", "Not serving %s: %s", r.config.ResourceName, foreign)
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-changed:
+		case <-time.After(r.times.foreignEvery):
+		}
+	}
+}
+
+// register serves on a fresh socket, registers it, and returns when that registration is over; nil when ctx is done.
+func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
+	e, err := r.openEndpoint()
+	if err != nil {
+		return endedBy(causeRefused, "%w", err)
+	}
+	r.setOwn(e.path)
+	defer r.setOwn("")
+	defer e.close(r.times.drain)
+	r.setNotReady(errors.New("register with kubelet: no answer yet"))
+	return firstOf(ctx,
+		func(ctx context.Context) *ended { return r.watchFiles(ctx, e, kubelet) },
+		func(ctx context.Context) *ended {
+			if end := r.introduce(ctx, e); end != nil || ctx.Err() != nil {
+				return end
+			}
+			return firstOf(ctx,
+				func(ctx context.Context) *ended { return r.watchStream(ctx, e) },
+				func(ctx context.Context) *ended { return r.confirm(ctx, e) })
+		})
+}
+
+// firstOf runs watchers until one returns, stops the others, and returns what the first did.
+func firstOf(ctx context.Context, watchers ...func(context.Context) *ended) *ended {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	results := make(chan *ended, len(watchers))
+	for _, watch := range watchers {
+		go func() { results <- watch(ctx) }()
+	}
+	first := <-results
+	cancel()
+	for range len(watchers) - 1 {
+		<-results
+	}
+	return first
+}
+
+// introduce calls Register and waits for kubelet's stream; nil means that kubelet listens, or that ctx is done.
+func (r *registrar) introduce(ctx context.Context, e *endpoint) *ended {
+	conn, err := dial(r.dir.kubeletSocket())
+	if err != nil {
+		return endedBy(causeRefused, "register with kubelet: %w", err)
+	}
+	// Everything that matters has been read from it by then.
+	defer func() { _ = conn.Close() }()
+	// Without a deadline of ours: a frozen kubelet that wakes up to a Register whose socket is gone fails to connect to it
+	// seconds later, and up to 1.36 forgets whichever plugin is current then.
+	_, err = pluginapi.NewRegistrationClient(conn).Register(ctx, &pluginapi.RegisterRequest{
+		Version:      pluginapi.Version,
+		Endpoint:     filepath.Base(e.path),
+		ResourceName: r.config.ResourceName,
+		Options:      options(),
+	})
+	if err != nil {
+		return endedBy(causeRefused, "register with kubelet: %w", err)
+	}
+	r.metrics.registrations.WithLabelValues(string(r.cause)).Inc()
+	r.setNotReady(errors.New("registered with kubelet, which does not listen yet"))
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-time.After(r.times.streamWait):
+		return endedBy(causeNoStream, "kubelet took the registration but did not list devices within %s", r.times.streamWait)
+	case <-e.firstUp:
+	}
+	klog.FromContext(ctx).Info("Registered with kubelet", "socket", e.path, "cause", r.cause)
+	r.setNotReady(nil)
+	return nil
+}
+
+func (r *registrar) watchStream(ctx context.Context, e *endpoint) *ended {
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-e.allDown:
+		return endedBy(causeStreamEnded, "kubelet stopped listening")
+	}
+}

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"cmp"
+	"context"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// state of a device in the list, of which kubelet sees only healthy or not.
+type state string
+
+const (
+	stateHealthy   state = "healthy"
+	stateUnhealthy state = "unhealthy"
+	stateWithdrawn state = "withdrawn"
+)
+
+// catalog is every GPU seen since the process started, by minor. kubelet looks devices of running pods up in the last
+// list without checking that they are there, so an ID that was listed once is listed for ever.
+type catalog struct {
+	gpus    []device.GPU
+	index   map[string]int
+	planner *planner
+}
+
+// extend returns a catalog with the GPUs of inv, and after them in health those that inv no longer has.
+func (c *catalog) extend(inv device.Inventory) *catalog {
+	gpus := slices.Clone(inv.GPUs)
+	for _, gpu := range c.gpus {
+		if _, still := inv.ByUUID(gpu.UUID); still {
+			continue
+		}
+		if gpu.Health.Healthy() {
+			gpu.Health = device.Health{Reason: device.ReasonMissing, Message: "no longer in the inventory"}
+		}
+		gpus = append(gpus, gpu)
+	}
+	slices.SortFunc(gpus, func(a, b device.GPU) int {
+		return cmp.Or(cmp.Compare(a.Minor, b.Minor), cmp.Compare(a.UUID, b.UUID))
+	})
+	next := &catalog{gpus: gpus, index: make(map[string]int, len(gpus))}
+	for i, gpu := range gpus {
+		next.index[gpu.UUID] = i
+	}
+	next.planner = newPlanner(gpus, inv)
+	return next
+}
+
+// assess says for every GPU of the catalog what kubelet should think of it.
+func (c *catalog) assess(holds []ledger.Hold) []state {
+	taken := withdrawn(holds)
+	states := make([]state, len(c.gpus))
+	for i, gpu := range c.gpus {
+		switch {
+		case !gpu.Health.Healthy():
+			states[i] = stateUnhealthy
+		case taken[gpu.UUID]:
+			states[i] = stateWithdrawn
+		default:
+			states[i] = stateHealthy
+		}
+	}
+	return states
+}
+
+// withdrawn returns the GPUs that no new limit can get. What a limit holds stays offered: kubelet keeps that account
+// itself, and would fail the holder's own restart otherwise. A draining limit is off kubelet's account already.
+func withdrawn(holds []ledger.Hold) map[string]bool {
+	taken := make(map[string]bool)
+	for _, h := range holds {
+		if h.Holder.Kind == ledger.KindClaim || h.State == ledger.StateDraining || !h.Device.Whole() {
+			taken[h.Device.GPU] = true
+		}
+	}
+	return taken
+}
+
+// listing is one device list as sent to kubelet. Nobody changes one that was published.
+type listing struct {
+	response *pluginapi.ListAndWatchResponse
+	// healthy are the IDs that kubelet must come to call allocatable, sorted.
+	healthy []string
+}
+
+func newListing(gpus []device.GPU, states []state) *listing {
+	l := &listing{response: &pluginapi.ListAndWatchResponse{}}
+	for i, gpu := range gpus {
+		d := &pluginapi.Device{ID: gpu.UUID, Health: pluginapi.Unhealthy}
+		if states[i] == stateHealthy {
+			d.Health = pluginapi.Healthy
+			l.healthy = append(l.healthy, gpu.UUID)
+		}
+		if gpu.NUMANode != device.UnknownNUMANode {
+			d.Topology = &pluginapi.TopologyInfo{Nodes: []*pluginapi.NUMANode{{ID: int64(gpu.NUMANode)}}}
+		}
+		l.response.Devices = append(l.response.Devices, d)
+	}
+	slices.Sort(l.healthy)
+	return l
+}
+
+// roster keeps the catalog and the published list in step with inventory and ledger.
+type roster struct {
+	inventory   Inventory
+	ledger      Ledger
+	metrics     *metrics
+	returnDelay time.Duration
+
+	known atomic.Pointer[catalog]
+	hold  hysteresis
+
+	mu        sync.Mutex
+	published *listing
+	changed   chan struct{}
+}
+
+func newRoster(inv Inventory, led Ledger, m *metrics) *roster {
+	r := &roster{inventory: inv, ledger: led, metrics: m, hold: newHysteresis(), changed: make(chan struct{})}
+	r.known.Store(&catalog{planner: newPlanner(nil, device.Inventory{})})
+	return r
+}
+
+// catalog of the moment; callers must not change it.
+func (r *roster) catalog() *catalog { return r.known.Load() }
+
+// current returns the published list and a channel that is closed when another is published.
+func (r *roster) current() (*listing, <-chan struct{}) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.published, r.changed
+}
+
+// refresh reads inventory and ledger anew. Only one goroutine may call it at a time.
+func (r *roster) refresh(now time.Time) (again time.Duration) {
+	r.known.Store(r.catalog().extend(r.inventory.Inventory()))
+	return r.publish(now)
+}
+
+func (r *roster) publish(now time.Time) (again time.Duration) {
+	c := r.catalog()
+	states, again := r.hold.apply(now, r.returnDelay, c.gpus, c.assess(r.ledger.Holds()))
+	r.metrics.setDevices(states)
+	next := newListing(c.gpus, states)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.published == nil || !proto.Equal(r.published.response, next.response) {
+		r.published = next
+		close(r.changed)
+		r.changed = make(chan struct{})
+	}
+	return again
+}
+
+// run follows inventory and ledger until ctx is done.
+func (r *roster) run(ctx context.Context) {
+	timer := time.NewTimer(time.Hour)
+	defer timer.Stop()
+	inventoryChanged := r.inventory.Changed()
+	ledgerChanged := r.ledger.Changed()
+	again := r.refresh(time.Now())
+	for {
+		var due <-chan time.Time
+		if again > 0 {
+			timer.Reset(again)
+			due = timer.C
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-inventoryChanged:
+			inventoryChanged = r.inventory.Changed()
+			again = r.refresh(time.Now())
+		case <-ledgerChanged:
+			ledgerChanged = r.ledger.Changed()
+			again = r.publish(time.Now())
+		case <-due:
+			again = r.publish(time.Now())
+		}
+	}
+}
+
+// hysteresis lets bad news through at once and holds good news back, so that a device that goes to and fro costs kubelet
+// (which writes its checkpoint for every list) and the scheduler one change, not many.
+type hysteresis struct {
+	shown map[string]state
+	since map[string]time.Time // when a device that is not shown healthy became so
+}
+
+func newHysteresis() hysteresis {
+	return hysteresis{shown: make(map[string]state), since: make(map[string]time.Time)}
+}
+
+// apply returns the states to show and, when it held something back, how long until it would show it.
+func (h hysteresis) apply(now time.Time, delay time.Duration, gpus []device.GPU, states []state) (show []state, again time.Duration) {
+	show = slices.Clone(states)
+	for i, gpu := range gpus {
+		before, seen := h.shown[gpu.UUID]
+		if states[i] == stateHealthy && seen && before != stateHealthy {
+			if h.since[gpu.UUID].IsZero() {
+				h.since[gpu.UUID] = now
+			}
+			if wait := delay - now.Sub(h.since[gpu.UUID]); wait > 0 {
+				show[i] = before
+				if again == 0 || wait < again {
+					again = wait
+				}
+				continue
+			}
+		}
+		delete(h.since, gpu.UUID)
+		h.shown[gpu.UUID] = show[i]
+	}
+	return show, again
+}

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"context"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+)
+
+// service answers kubelet on one socket.
+type service struct {
+	pluginapi.UnsafeDevicePluginServer
+	plugin   *Plugin
+	endpoint *endpoint
+}
+
+// options are sent with Register and again when kubelet asks. PreStartRequired stays false: kubelet would insist on it for
+// pods whose GPUs come from a claim, and find no devices of theirs.
+func options() *pluginapi.DevicePluginOptions {
+	return &pluginapi.DevicePluginOptions{GetPreferredAllocationAvailable: true}
+}
+
+func (s *service) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pluginapi.DevicePluginOptions, error) {
+	return options(), nil
+}
+
+// ListAndWatch sends the list and then every change of it. A slow reader gets the newest list, not each one.
+func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingServer[pluginapi.ListAndWatchResponse]) error {
+	ended := s.endpoint.streamStarted()
+	defer ended()
+	var sent *listing
+	for {
+		list, changed := s.plugin.roster.current()
+		if list != sent {
+			if err := stream.Send(list.response); err != nil {
+				return err
+			}
+			sent = list
+			s.endpoint.noteSent(list)
+		}
+		select {
+		case <-changed:
+		case <-stream.Context().Done():
+			return status.FromContextError(stream.Context().Err()).Err()
+		case <-s.endpoint.stopping:
+			return nil
+		}
+	}
+}
+
+func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest) (*pluginapi.PreferredAllocationResponse, error) {
+	defer s.endpoint.calls.enter()()
+	defer func(start time.Time) { s.plugin.metrics.preferred.Observe(time.Since(start).Seconds()) }(time.Now())
+	return s.plugin.preferred(request), nil
+}
+
+func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
+	defer s.endpoint.calls.enter()()
+	defer func(start time.Time) { s.plugin.metrics.allocate.Observe(time.Since(start).Seconds()) }(time.Now())
+	return s.plugin.allocate(ctx, request)
+}
+
+// PreStartContainer is not asked for by options; it has nothing to do but say whether the devices exist.
+func (s *service) PreStartContainer(_ context.Context, request *pluginapi.PreStartContainerRequest) (*pluginapi.PreStartContainerResponse, error) {
+	defer s.endpoint.calls.enter()()
+	if _, err := s.plugin.lookup(request.GetDevicesIds(), make(map[string]bool)); err != nil {
+		return nil, status.Errorf(status.Code(err), "invalid pre-start request for %q: %s", s.plugin.config.ResourceName, reason(err))
+	}
+	return &pluginapi.PreStartContainerResponse{}, nil
+}
+
+// reason is the message of a gRPC error without its code.
+func reason(err error) string { return status.Convert(err).Message() }
+
+func invalid(format string, args ...any) error {
+	return status.Errorf(codes.InvalidArgument, format, args...)
+}

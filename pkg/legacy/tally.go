@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import "sync"
+
+// tally counts things that are going on, and lets others wait until none is. The zero value counts none.
+type tally struct {
+	mu    sync.Mutex
+	count int
+	none  chan struct{}
+}
+
+// enter counts one more until the returned function is called, which may be more than once.
+func (t *tally) enter() (leave func()) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.count++
+	return sync.OnceFunc(t.leave)
+}
+
+func (t *tally) leave() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.count--
+	if t.count == 0 && t.none != nil {
+		close(t.none)
+		t.none = nil
+	}
+}
+
+// empty returns a channel that is closed once nothing is going on.
+func (t *tally) empty() <-chan struct{} {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.count == 0 {
+		closed := make(chan struct{})
+		close(closed)
+		return closed
+	}
+	if t.none == nil {
+		t.none = make(chan struct{})
+	}
+	return t.none
+}

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"context"
+	"errors"
+	"os"
+	"slices"
+	"time"
+
+	"k8s.io/klog/v2"
+)
+
+// foreignLooks bounds how often one new socket that does not answer is asked again.
+const foreignLooks = 5
+
+// watchFiles returns when our socket was removed, when kubelet's was replaced, or when another plugin for our GPUs turns
+// up. That kubelet's socket is gone says nothing: a kubelet that ends also ends its stream, and one that lives keeps it.
+func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID) *ended {
+	var (
+		known = sockets(r.dir.path)
+		looks int
+		look  <-chan time.Time
+	)
+	for {
+		changed := r.dir.changed()
+		if now, err := identify(r.dir.kubeletSocket()); err == nil && now != kubelet {
+			return endedBy(causeKubeletRestarted, "kubelet made a new socket")
+		}
+		if !e.file.is(e.path) {
+			return endedBy(causeSocketRemoved, "socket %s was removed", e.path)
+		}
+		if now := sockets(r.dir.path); !slices.Equal(now, known) {
+			// Not at once: a socket is there before anybody answers on it.
+			known, looks, look = now, foreignLooks, time.After(r.times.foreignProbe)
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-changed:
+		case <-look:
+			looks--
+			settled, err := r.checkForeign(ctx)
+			if foreign, ok := errors.AsType[*ForeignError](err); ok {
+				return &ended{cause: causeForeign, err: foreign}
+			}
+			look = nil
+			if !settled && looks > 0 {
+				look = time.After(r.times.foreignProbe)
+			}
+		}
+	}
+}
+
+// sockets lists the names of the sockets in a directory, none when it cannot be read.
+func sockets(directory string) []string {
+	entries, err := os.ReadDir(directory)
+	if err != nil {
+		return nil
+	}
+	var names []string
+	for _, entry := range entries {
+		if entry.Type()&os.ModeSocket != 0 {
+			names = append(names, entry.Name())
+		}
+	}
+	return names
+}
+
+const (
+	// confirmErrors in a row mean that kubelet cannot be asked; the next list is another chance.
+	confirmErrors = 10
+	// confirmLimitMax bounds the patience that grows each time registering again did not help.
+	confirmLimitMax = 10 * time.Minute
+)
+
+// confirm compares what kubelet calls allocatable with every list that was sent, and returns when kubelet does not come
+// round to it: then it has lost sight of this endpoint, though the stream stands. It asks nothing once a list is confirmed.
+func (r *registrar) confirm(ctx context.Context, e *endpoint) *ended {
+	if r.config.Kubelet == nil {
+		<-ctx.Done()
+		return nil
+	}
+	var confirmed *listing
+	for ctx.Err() == nil {
+		list, more := e.lastSent()
+		if list == nil || list == confirmed {
+			select {
+			case <-ctx.Done():
+			case <-more:
+			}
+			continue
+		}
+		var end *ended
+		if confirmed, end = r.awaitConfirmed(ctx, e); end != nil {
+			return end
+		}
+	}
+	return nil
+}
+
+// awaitConfirmed returns the list that kubelet confirmed or that is given up on.
+func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, *ended) {
+	began, failures := time.Now(), 0
+	for last := (*listing)(nil); ; {
+		select {
+		case <-ctx.Done():
+			return nil, nil
+		case <-time.After(r.times.confirmPoll):
+		}
+		list, _ := e.lastSent()
+		settled := list == last
+		last = list
+		allocatable, err := r.allocatable(ctx)
+		switch {
+		case err != nil:
+			if failures++; failures == confirmErrors {
+				klog.FromContext(ctx).Info("Kubelet does not say which devices are allocatable", "reason", err.Error())
+				return list, nil
+			}
+			began = time.Now()
+		case slices.Equal(allocatable, list.healthy):
+			r.confirmLimit = r.times.confirmLimit
+			return list, nil
+		case settled && time.Since(began) >= r.confirmLimit:
+			r.confirmLimit = min(2*r.confirmLimit, confirmLimitMax)
+			return nil, endedBy(causeUnconfirmed, "kubelet has %d of %d devices allocatable %s after they were sent",
+				len(allocatable), len(list.healthy), time.Since(began).Round(time.Second))
+		}
+	}
+}
+
+// allocatable asks kubelet, for no longer than it has to confirm a list.
+func (r *registrar) allocatable(ctx context.Context) ([]string, error) {
+	ctx, cancel := context.WithTimeout(ctx, r.times.confirmLimit)
+	defer cancel()
+	all, err := r.config.Kubelet.Allocatable(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return slices.Sorted(slices.Values(all[r.config.ResourceName])), nil
+}
