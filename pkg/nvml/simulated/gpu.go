@@ -58,13 +58,13 @@ type gpu struct {
 	links   []link
 }
 
-func newGPU(sys *system, place int, seed string) *gpuHandle {
+func newGPU(sys *system, place int) *gpuHandle {
 	spec := sys.profile.GPUs[place]
-	sum := digest(sys.profile.Name, seed, place)
+	sum := digest("serial", spec.UUID, 0)
 	address, _ := parseAddress(spec.PCI) //nolint:errcheck // validated with the profile
 	g := &gpu{
 		sys: sys, place: place, spec: spec, model: sys.profile.Models[spec.Model], uuid: spec.UUID,
-		serial:  fmt.Sprintf("16%011d", binary.BigEndian.Uint64(sum[16:])%1e11),
+		serial:  fmt.Sprintf("16%011d", binary.BigEndian.Uint64(sum[:])%1e11),
 		address: address,
 		boardID: address.domain<<16 | address.bus<<8,
 		links:   linksOf(sys.profile, place),

@@ -72,7 +72,7 @@ func New(profile Profile, opts ...Option) *Library {
 	close(sys.stopped)
 	sys.faults = newFaultSource(s.faultsDir, sys.profile, s.onError)
 	for i := range sys.profile.GPUs {
-		sys.all = append(sys.all, newGPU(sys, i, s.seed))
+		sys.all = append(sys.all, newGPU(sys, i))
 	}
 	return &Library{system: sys}
 }
