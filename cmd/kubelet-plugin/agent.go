@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/kubernetes/scheme"
+	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/tools/record"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/status"
+	"github.com/tandem-gpu/tandem/internal/version"
+	"github.com/tandem-gpu/tandem/pkg/cdi"
+	"github.com/tandem-gpu/tandem/pkg/driver"
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/legacy"
+	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/pkg/reconcile"
+)
+
+// cdiVendor and cdiClass make up the kind of the CDI devices, beside the "claim" class of NVIDIA's DRA driver.
+const (
+	cdiVendor = "k8s.gpu.nvidia.com"
+	cdiClass  = "gpu"
+)
+
+// agent is the wiring of one node.
+type agent struct {
+	config   config.Config
+	client   kubernetes.Interface
+	metrics  *prometheus.Registry
+	status   *status.Server
+	events   record.EventBroadcaster
+	recorder record.EventRecorder
+	bootID   string
+}
+
+func newAgent(c config.Config) (*agent, error) {
+	client, err := newClient(c.Kubeconfig)
+	if err != nil {
+		return nil, err
+	}
+	bootID, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return nil, fmt.Errorf("read boot ID: %w", err)
+	}
+	metrics := newMetrics()
+	events := record.NewBroadcaster()
+	return &agent{
+		config: c, client: client, metrics: metrics, events: events,
+		status:   status.New(c.HTTPEndpoint, metrics),
+		recorder: events.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "tandem", Host: c.NodeName}),
+		bootID:   strings.TrimSpace(string(bootID)),
+	}, nil
+}
+
+// newClient does not throttle: every Prepare costs one GET, and a default client makes it wait 200 ms for it.
+func newClient(kubeconfig string) (kubernetes.Interface, error) {
+	restConfig, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
+	if err != nil {
+		return nil, fmt.Errorf("configure API client: %w", err)
+	}
+	restConfig.QPS = -1
+	restConfig = rest.AddUserAgent(restConfig, "tandem/"+version.Version)
+	restConfig.ContentType = "application/vnd.kubernetes.protobuf"
+	restConfig.AcceptContentTypes = "application/vnd.kubernetes.protobuf,application/json"
+	client, err := kubernetes.NewForConfig(restConfig)
+	if err != nil {
+		return nil, fmt.Errorf("create API client: %w", err)
+	}
+	return client, nil
+}
+
+// run serves until ctx is done or something fails for good, and leaves nothing behind but the ledger's records and the
+// CDI specs, which running pods depend on.
+func (a *agent) run(ctx context.Context) error {
+	a.events.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: a.client.CoreV1().Events("")})
+	defer a.events.Shutdown()
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return a.status.Run(ctx) })
+	group.Go(func() error { return a.serve(ctx) })
+	return group.Wait()
+}
+
+// serve brings up the node in the order that keeps it safe: the ledger's lock, the GPUs, the holds that are known from
+// before, the CDI specs, and only then the two APIs.
+func (a *agent) serve(ctx context.Context) error {
+	cgroups := evidence.NewCgroups(a.config.CgroupRoot)
+	pods, err := evidence.NewPods(a.client, a.config.NodeName, cgroups)
+	if err != nil {
+		return err
+	}
+	book, err := a.openLedger(ctx, pods)
+	if err != nil {
+		return err
+	}
+	node, err := a.openNode(ctx)
+	if err != nil {
+		return errors.Join(err, book.Close())
+	}
+	resources, err := evidence.NewPodResources(a.config.KubeletDir)
+	if err != nil {
+		return errors.Join(err, book.Close())
+	}
+	err = a.serveNode(ctx, cgroups, pods, book, node, resources)
+	return errors.Join(err, resources.Close(), book.Close())
+}
+
+func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, node *nvml.Node,
+	resources *evidence.PodResources,
+) error {
+	reconciler, err := reconcile.New(reconcile.Config{
+		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources,
+		Claims:    func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
+		Inventory: node.Inventory, KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName,
+		DriverName: a.config.DriverName, Resource: a.config.ResourceName,
+	})
+	if err != nil {
+		return err
+	}
+	specs, err := a.newSpecs(node)
+	if err != nil {
+		return err
+	}
+	claims, err := driver.New(driver.Config{
+		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
+		Ledger: book, Inventory: node, Specs: specs, Recorder: a.recorder, Registerer: a.metrics,
+	})
+	if err != nil {
+		return err
+	}
+	limits, err := legacy.New(a.limitsConfig(book, node, specs, resources))
+	if err != nil {
+		return err
+	}
+	if err := reconciler.Restore(ctx); err != nil {
+		return err
+	}
+	if err := specs.Ensure(ctx); err != nil {
+		// The specs' own loop tries again, and every Prepare and Allocate does.
+		klog.FromContext(ctx).Error(err, "Writing CDI specs")
+	}
+	a.status.Check("claims", claims.Ready)
+	a.status.Check("limits", limits.Ready)
+	group, ctx := errgroup.WithContext(ctx)
+	for _, run := range []func(context.Context) error{
+		node.Run, reconciler.Run, specs.Run, claims.Run, limits.Run,
+		func(ctx context.Context) error { return provision(ctx, book, node) },
+	} {
+		group.Go(func() error { return run(ctx) })
+	}
+	return group.Wait()
+}
+
+// lockInterval is how often a lock in other hands is tried again: flock tells nobody when it is free without blocking for
+// good.
+const lockInterval = time.Second
+
+// openLedger waits while another agent process owns the node: a force-deleted predecessor may still run.
+func (a *agent) openLedger(ctx context.Context, e ledger.Evidence) (*ledger.Ledger, error) {
+	for said := false; ; said = true {
+		book, err := ledger.Open(ctx, ledger.Options{Dir: a.config.RunDir, BootID: a.bootID, Evidence: e})
+		if !errors.Is(err, ledger.ErrLocked) {
+			a.status.Waiting("ledger", nil)
+			return book, err
+		}
+		if !said {
+			a.wait(ctx, "ledger", "LedgerLocked", err)
+		}
+		select {
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		case <-time.After(lockInterval):
+		}
+	}
+}
+
+// openNode waits for a driver and at least one GPU.
+func (a *agent) openNode(ctx context.Context) (*nvml.Node, error) {
+	node, err := nvml.Await(ctx, a.nodeOptions(), func(reason error) { a.wait(ctx, "driver", "NoDriver", reason) })
+	if err != nil {
+		return nil, err
+	}
+	a.status.Waiting("driver", nil)
+	return node, nil
+}
+
+// wait says why the agent is not ready: in its status, its log, and an event on the node.
+func (a *agent) wait(ctx context.Context, check, reason string, err error) {
+	klog.FromContext(ctx).Info("Waiting", "for", check, "reason", err.Error())
+	a.status.Waiting(check, err)
+	a.recorder.Event(nodeReference(a.config.NodeName), corev1.EventTypeWarning, reason, err.Error())
+}
+
+// nodeReference has the node's name for a UID, as kubelet's own events on nodes have, so that kubectl describe finds them.
+func nodeReference(name string) *corev1.ObjectReference {
+	return &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: name, UID: types.UID(name)}
+}
+
+func (a *agent) nodeOptions() nvml.Options {
+	options := nvml.Options{
+		HostRoot: a.config.HostRoot, DriverRoot: a.config.DriverRoot, DevRoot: a.config.DevRoot, Library: a.config.NVML,
+		Seed: a.config.NodeName, SysfsRoot: a.config.SysfsRoot,
+	}
+	switch a.config.CDIHook {
+	case "none":
+		options.DisabledHooks = []string{"all"}
+	case "install":
+		options.HookPath = a.hookPath()
+	default:
+		options.HookPath = a.config.CDIHook
+	}
+	return options
+}
+
+// hookPath is the same for the agent and the host: the chart mounts kubelet's directory where it is.
+func (a *agent) hookPath() string {
+	return filepath.Join(a.config.KubeletDir, "plugins", a.config.DriverName, "nvidia-cdi-hook")
+}
+
+func (a *agent) newSpecs(node *nvml.Node) (*cdi.Specs, error) {
+	options := cdi.Options{Dir: a.config.CDIDir, Vendor: cdiVendor, Class: cdiClass, Source: node}
+	if a.config.CDIHook == "install" {
+		options.Hook = cdi.NewHook(a.config.CDIHookSource, a.hookPath())
+	}
+	return cdi.New(options)
+}
+
+func (a *agent) limitsConfig(book *ledger.Ledger, node *nvml.Node, specs *cdi.Specs, resources *evidence.PodResources) legacy.Config {
+	c := legacy.Config{
+		ResourceName: a.config.ResourceName, NodeName: a.config.NodeName,
+		Directory:  filepath.Join(a.config.KubeletDir, "device-plugins"),
+		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
+		PassDeviceSpecs: a.config.PassDeviceSpecs,
+		Inventory:       node, Ledger: book, Specs: specs, Kubelet: resources, Recorder: a.recorder, Registerer: a.metrics,
+	}
+	c.DevRoot, c.DevRootInAgent = node.DevRoot()
+	for _, s := range a.config.DeviceListStrategies {
+		c.Strategies = append(c.Strategies, legacy.Strategy(s))
+	}
+	return c
+}
+
+// provision keeps space on disk for the record of every GPU that a limit may get.
+func provision(ctx context.Context, book *ledger.Ledger, node *nvml.Node) error {
+	for {
+		changed := node.Changed()
+		if err := book.Provision(len(node.Inventory().GPUs)); err != nil {
+			klog.FromContext(ctx).Error(err, "Reserving space for the ledger")
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-changed:
+		}
+	}
+}

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command kubelet-plugin is Tandem's node agent: it serves the GPUs of its node to ResourceClaims and to nvidia.com/gpu
+// limits. This package only wires; everything it wires lies below it.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strconv"
+	"syscall"
+
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/version"
+	"github.com/tandem-gpu/tandem/pkg/nvml"
+)
+
+func main() {
+	err := run(context.Background(), os.Args[1:], os.Stdout, os.Stderr)
+	switch {
+	case errors.Is(err, flag.ErrHelp):
+	case errors.Is(err, nvml.ErrDriverReplaced):
+		// Everything is closed, and only a new process can bind the new library (package nvml).
+		err = syscall.Exec("/proc/self/exe", os.Args, os.Environ())
+		fallthrough
+	case err != nil:
+		fmt.Fprintf(os.Stderr, "kubelet-plugin: %v\n", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	if len(args) > 0 {
+		switch args[0] {
+		case "simulate":
+			return simulate(args[1:], stderr)
+		case "version":
+			_, err := fmt.Fprintln(stdout, version.String())
+			return err
+		}
+	}
+	c, err := config.Load(args, os.LookupEnv, stderr)
+	if err != nil {
+		return err
+	}
+	if err := c.CheckDirectories(); err != nil {
+		return err
+	}
+	logger, err := newLogger(c.Verbosity)
+	if err != nil {
+		return err
+	}
+	ctx, stop := signal.NotifyContext(klog.NewContext(ctx, logger), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	// A second signal ends the process at once.
+	context.AfterFunc(ctx, stop)
+	logger.Info("Starting", "version", version.String(), "config", c)
+	a, err := newAgent(c)
+	if err != nil {
+		return err
+	}
+	return a.run(ctx)
+}
+
+func newLogger(verbosity int) (klog.Logger, error) {
+	flags := flag.NewFlagSet("klog", flag.ContinueOnError)
+	klog.InitFlags(flags)
+	if err := flags.Set("v", strconv.Itoa(verbosity)); err != nil {
+		return klog.Logger{}, fmt.Errorf("set log verbosity: %w", err)
+	}
+	return klog.Background(), nil
+}

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+
+	"sigs.k8s.io/yaml"
+)
+
+// file is the node configuration: the keys of NVIDIA's device plugin (version v1) and a section of our own. Keys of theirs
+// whose effect this version does not have are errors when they ask for something, never ignored in silence.
+type file struct {
+	Version   string          `json:"version"`
+	Flags     fileFlags       `json:"flags"`
+	Resources json.RawMessage `json:"resources"`
+	Sharing   json.RawMessage `json:"sharing"`
+	IMEX      json.RawMessage `json:"imex"`
+	Tandem    fileTandem      `json:"tandem"`
+}
+
+type fileFlags struct {
+	MIGStrategy             *string `json:"migStrategy"`
+	FailOnInitError         *bool   `json:"failOnInitError"`
+	MPSRoot                 *string `json:"mpsRoot"`
+	NVIDIADriverRoot        *string `json:"nvidiaDriverRoot"`
+	NVIDIADevRoot           *string `json:"nvidiaDevRoot"`
+	GDRCopyEnabled          *bool   `json:"gdrcopyEnabled"`
+	GDSEnabled              *bool   `json:"gdsEnabled"`
+	MOFEDEnabled            *bool   `json:"mofedEnabled"`
+	UseNodeFeatureAPI       *bool   `json:"useNodeFeatureAPI"`
+	DeviceDiscoveryStrategy *string `json:"deviceDiscoveryStrategy"`
+	Plugin                  struct {
+		PassDeviceSpecs               *bool       `json:"passDeviceSpecs"`
+		DeviceListStrategy            *stringList `json:"deviceListStrategy"`
+		DeviceIDStrategy              *string     `json:"deviceIDStrategy"`
+		CDIAnnotationPrefix           *string     `json:"cdiAnnotationPrefix"`
+		NVIDIACTKPath                 *string     `json:"nvidiaCTKPath"`
+		ContainerDriverRoot           *string     `json:"containerDriverRoot"`
+		SharedDevicesAllocationPolicy *string     `json:"sharedDevicesAllocationPolicy"`
+	} `json:"plugin"`
+	// GFD configures another component, which may share the file.
+	GFD json.RawMessage `json:"gfd"`
+}
+
+type fileTandem struct {
+	Mode *Mode `json:"mode"`
+}
+
+// stringList accepts one string as a list of one, as NVIDIA's file does.
+type stringList []string
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (l *stringList) UnmarshalJSON(data []byte) error {
+	var one string
+	if err := json.Unmarshal(data, &one); err == nil {
+		return list{(*[]string)(l)}.Set(one)
+	}
+	return json.Unmarshal(data, (*[]string)(l))
+}
+
+func (c *Config) loadFile(path string) error {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return fmt.Errorf("read node configuration: %w", err)
+	}
+	if len(bytes.TrimSpace(data)) > 0 {
+		if err := c.parseFile(data); err != nil {
+			return fmt.Errorf("node configuration %s: %w", path, err)
+		}
+	}
+	c.ConfigFile = path
+	return nil
+}
+
+func (c *Config) parseFile(data []byte) error {
+	var f file
+	if err := yaml.UnmarshalStrict(data, &f); err != nil {
+		return err
+	}
+	if f.Version != "" && f.Version != "v1" {
+		return fmt.Errorf("version: unknown version: %s", f.Version)
+	}
+	if err := f.unsupported(); err != nil {
+		return err
+	}
+	set(&c.DriverRoot, f.Flags.NVIDIADriverRoot)
+	set(&c.DevRoot, f.Flags.NVIDIADevRoot)
+	set(&c.PassDeviceSpecs, f.Flags.Plugin.PassDeviceSpecs)
+	set(&c.DeviceIDStrategy, f.Flags.Plugin.DeviceIDStrategy)
+	set(&c.CDIAnnotationPrefix, f.Flags.Plugin.CDIAnnotationPrefix)
+	set(&c.Mode, f.Tandem.Mode)
+	if strategies := f.Flags.Plugin.DeviceListStrategy; strategies != nil {
+		c.DeviceListStrategies = *strategies
+	}
+	return nil
+}
+
+func set[T any](target *T, value *T) {
+	if value != nil {
+		*target = *value
+	}
+}
+
+// unsupported finds what is asked for and cannot be given. Keys that ask for what is the case anyway pass
+// (failOnInitError: a missing driver is awaited; nvidiaCTKPath, containerDriverRoot: --cdi-hook and --host-root say it).
+func (f *file) unsupported() error {
+	var errs []error
+	refuse := func(key string, refused bool, what string) {
+		if refused {
+			errs = append(errs, fmt.Errorf("%s: %s", key, what))
+		}
+	}
+	const notYet = "not supported by this version of Tandem"
+	is := func(value *string, accepted ...string) bool {
+		if value == nil {
+			return true
+		}
+		for _, a := range accepted {
+			if *value == a {
+				return true
+			}
+		}
+		return false
+	}
+	on := func(value *bool) bool { return value != nil && *value }
+	refuse("flags.migStrategy", !is(f.Flags.MIGStrategy, "", "none"), "only none is supported by this version of Tandem")
+	refuse("flags.deviceDiscoveryStrategy", !is(f.Flags.DeviceDiscoveryStrategy, "", "auto", "nvml"), "only auto and nvml are known")
+	refuse("flags.gdrcopyEnabled", on(f.Flags.GDRCopyEnabled), notYet)
+	refuse("flags.gdsEnabled", on(f.Flags.GDSEnabled), notYet)
+	refuse("flags.mofedEnabled", on(f.Flags.MOFEDEnabled), notYet)
+	refuse("resources", !blank(f.Resources), notYet)
+	refuse("sharing", !blank(f.Sharing), notYet)
+	refuse("imex", !blank(f.IMEX), notYet)
+	return errors.Join(errs...)
+}
+
+// blank reports whether a section asks for nothing: absent, null, or only empty values all the way down.
+func blank(raw json.RawMessage) bool {
+	if len(raw) == 0 {
+		return true
+	}
+	var value any
+	if err := json.Unmarshal(raw, &value); err != nil {
+		return false
+	}
+	return blankValue(value)
+}
+
+func blankValue(value any) bool {
+	switch v := value.(type) {
+	case nil:
+		return true
+	case bool:
+		return !v
+	case string:
+		return v == ""
+	case []any:
+		return len(v) == 0
+	case map[string]any:
+		for _, item := range v {
+			if !blankValue(item) {
+				return false
+			}
+		}
+		return true
+	}
+	return false
+}
