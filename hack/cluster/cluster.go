@@ -77,13 +77,16 @@ func Open(dir string, progress io.Writer) (*Cluster, error) {
 }
 
 func (c *Cluster) newMachine(programs *binaries.Set, name, version string, mounts []Mount) *machine {
-	cache := Mount{Source: programs.Cache, Target: programs.Cache, ReadOnly: true}
+	var shown []Mount
+	for _, dir := range []string{programs.Etcd, programs.Containerd, programs.Runc, programs.Kubernetes(version), filepath.Dir(programs.Pause)} {
+		shown = append(shown, Mount{Source: dir, Target: dir, ReadOnly: true})
+	}
 	return &machine{
 		name:   name,
 		dir:    filepath.Join(c.config.Dir, "machines", name),
 		group:  fmt.Sprintf("tandem-%.4x-%s", sha256.Sum256([]byte(c.config.Dir)), name),
 		pause:  programs.Pause,
-		mounts: append([]Mount{cache}, mounts...),
+		mounts: append(shown, mounts...),
 		env:    []string{"PATH=" + programs.Path(version), "HOME=/root", "LANG=C.UTF-8"},
 	}
 }
@@ -200,7 +203,7 @@ func (c *Cluster) Start(ctx context.Context) error {
 }
 
 func (c *Cluster) start(ctx context.Context, programs *binaries.Set) error {
-	if err := c.install(programs); err != nil {
+	if err := c.install(ctx, programs); err != nil {
 		return err
 	}
 	images, err := c.makeImages(ctx, programs.Pause)
@@ -227,7 +230,7 @@ func (c *Cluster) start(ctx context.Context, programs *binaries.Set) error {
 }
 
 // install writes disks, identities and configuration, where they are not there yet.
-func (c *Cluster) install(programs *binaries.Set) error {
+func (c *Cluster) install(ctx context.Context, programs *binaries.Set) error {
 	if err := makeDisk(c.control.rootfs(), controlName); err != nil {
 		return err
 	}
@@ -235,7 +238,7 @@ func (c *Cluster) install(programs *binaries.Set) error {
 		if err := makeDisk(node.machine.rootfs(), node.name); err != nil {
 			return err
 		}
-		if err := node.configure(programs); err != nil {
+		if err := node.configure(ctx, programs); err != nil {
 			return err
 		}
 	}

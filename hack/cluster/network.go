@@ -15,6 +15,7 @@ const (
 	apiAddress  = controlIP + ":6443"
 	serviceCIDR = "10.96.0.0/16"
 	serviceIP   = "10.96.0.1"
+	dnsIP       = "10.96.0.10"
 	podCIDR     = "10.244.0.0/16"
 )
 

@@ -4,7 +4,7 @@ package cluster
 
 import (
 	"context"
-	"errors"
+	"encoding/json"
 	"fmt"
 	"maps"
 	"net"
@@ -162,8 +162,37 @@ func (n *Node) describe(programs *binaries.Set) {
 
 const containerdSocket = "/run/containerd/containerd.sock"
 
+// bootIDHook shows the node's boot ID in a container, whose /proc is a new one: runc runs it when the container's mounts are
+// made and before its root is entered.
+const bootIDHook = `#!/bin/sh
+bundle=$(sed -n 's/.*"bundle":"\([^"]*\)".*/\1/p')
+exec mount --bind /run/.machine/boot_id "$bundle/rootfs/proc/sys/kernel/random/boot_id"
+`
+
+const bootIDHookPath = "/etc/containerd/boot-id-hook"
+
+// baseSpec answers the OCI specification containerd starts from: its default and our hook.
+func baseSpec(ctx context.Context, programs *binaries.Set) ([]byte, error) {
+	out, err := hostCommand(ctx, filepath.Join(programs.Containerd, "ctr"), "oci", "spec").Output()
+	if err != nil {
+		return nil, fmt.Errorf("ask containerd for its default specification: %w", err)
+	}
+	spec := map[string]any{}
+	if err := json.Unmarshal(out, &spec); err != nil {
+		return nil, fmt.Errorf("read containerd's default specification: %w", err)
+	}
+	spec["hooks"] = map[string]any{"createContainer": []any{map[string]any{
+		"path": bootIDHookPath, "env": []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"},
+	}}}
+	return json.Marshal(spec)
+}
+
 // configure writes the configuration files of the node's components onto its disk.
-func (n *Node) configure(programs *binaries.Set) error {
+func (n *Node) configure(ctx context.Context, programs *binaries.Set) error {
+	spec, err := baseSpec(ctx, programs)
+	if err != nil {
+		return err
+	}
 	kubelet, err := n.kubeletConfig()
 	if err != nil {
 		return err
@@ -181,16 +210,21 @@ func (n *Node) configure(programs *binaries.Set) error {
 		"/etc/kubernetes/kube-proxy.yaml":   string(proxy),
 		"/etc/containerd/config.toml":       fmt.Sprintf(containerdConfig, pauseImage, snapshotter, programs.CNI, filepath.Join(programs.Runc, "runc")),
 		"/etc/cni/net.d/10-tandem.conflist": fmt.Sprintf(cniConfig, nodePods(n.index)),
-		"/etc/cdi/.keep":                    "",
+		"/etc/containerd/base-spec.json":    string(spec),
+		bootIDHookPath:                      bootIDHook,
 	}
 	for path, content := range files {
 		path = n.machine.path(path)
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			return fmt.Errorf("configure %s: %w", n.name, err)
 		}
-		if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
+		// One of them is a program; none is secret.
+		if err := os.WriteFile(path, []byte(content), 0o755); err != nil {
 			return fmt.Errorf("configure %s: %w", n.name, err)
 		}
+	}
+	if err := os.MkdirAll(n.machine.path("/etc/cdi"), 0o755); err != nil {
+		return fmt.Errorf("configure %s: %w", n.name, err)
 	}
 	return nil
 }
@@ -220,7 +254,10 @@ func (n *Node) kubeletConfig() ([]byte, error) {
 		"cgroupDriver":             "cgroupfs",
 		"containerRuntimeEndpoint": "unix://" + containerdSocket,
 		// The disk is the developer's, and how full it is nobody's concern here.
-		"evictionHard":                map[string]any{"memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%", "imagefs.available": "0%"},
+		"evictionHard": map[string]any{"memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%", "imagefs.available": "0%"},
+		// Nobody serves DNS there, so lookups fail at once; without an address kubelet warns about every pod.
+		"clusterDNS":                  []string{dnsIP},
+		"clusterDomain":               "cluster.local",
 		"failCgroupV1":                false,
 		"failSwapOn":                  false,
 		"imageGCHighThresholdPercent": 100,
@@ -292,7 +329,6 @@ state = "/run/containerd"
   snapshotter = "%[2]s"
 
 [plugins."io.containerd.cri.v1.runtime"]
-  enable_cdi = true
   cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]
   restrict_oom_score_adj = true
 
@@ -305,6 +341,7 @@ state = "/run/containerd"
 
     [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
       runtime_type = "io.containerd.runc.v2"
+      base_runtime_spec = "/etc/containerd/base-spec.json"
 
       [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
         BinaryName = "%[4]s"
@@ -324,6 +361,3 @@ const cniConfig = `{
   ]
 }
 `
-
-// errNoNode is reported for a name that no node has.
-var errNoNode = errors.New("no such node")
