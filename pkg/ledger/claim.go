@@ -8,19 +8,29 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // ReserveClaim gives the claim all its devices or none. Idempotent: what the claim holds already (also expected or
-// draining) is confirmed as held. While every holder in the way is draining or on its way out by the evidence, it waits
-// until ctx is done; otherwise, and when ctx ends, a *ConflictError says who is in the way. ErrCancelled means that
-// DrainClaim for the same UID came meanwhile. fresh tells a caller whose next step fails that this call took something, to
-// be undone by DrainClaim. Calls for one UID run one at a time.
+// draining) is confirmed as held; what it holds beyond r.Devices drains. While every holder in the way is draining or on
+// its way out by the evidence, it waits until ctx is done; otherwise, and when ctx ends, a *ConflictError says who is in
+// the way. ErrCancelled means that DrainClaim for the same UID came meanwhile. Any other error is worth another try. fresh
+// tells a caller whose next step fails that this call took something, to be undone by DrainClaim; it is false with an
+// error. Calls for one UID run one at a time.
 func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (fresh bool, err error) {
-	ctx, finish, err := l.claims.begin(ctx, r.UID)
-	if err != nil {
-		return false, err
+	ctx, finish, err := l.claims.reserve(ctx, r.UID)
+	if err == nil {
+		defer finish()
+		fresh, err = l.reserveClaim(ctx, r)
 	}
-	defer finish()
+	if _, conflict := errors.AsType[*ConflictError](err); err != nil && !conflict {
+		err = fmt.Errorf("reserve devices of claim %s/%s: %w", r.Namespace, r.Name, err)
+	}
+	return fresh, err
+}
+
+func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (fresh bool, err error) {
 	for {
 		changed := l.Changed()
 		conflicts, fresh, err := l.tryClaim(ctx, r)
@@ -40,8 +50,8 @@ func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (fresh bool, 
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			if errors.Is(context.Cause(ctx), ErrCancelled) {
-				return false, fmt.Errorf("reserve devices of claim %s/%s: %w", r.Namespace, r.Name, ErrCancelled)
+			if cause := context.Cause(ctx); errors.Is(cause, ErrCancelled) {
+				return false, cause
 			}
 			return false, &ConflictError{Holds: remaining}
 		}
@@ -59,69 +69,67 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if err := context.Cause(ctx); err != nil {
-		return nil, false, fmt.Errorf("reserve devices of claim %s/%s: %w", r.Namespace, r.Name, err)
+		return nil, false, err
 	}
 	holder := Holder{KindClaim, r.UID}
+	// First, since two claims may wait for what the other had under an earlier allocation.
+	if err := l.drainExcept(holder, r.Devices); err != nil {
+		return nil, false, err
+	}
 	for _, ref := range r.Devices {
 		conflicts = append(conflicts, l.conflicts(holder, ref)...)
 	}
 	if len(conflicts) > 0 {
 		return conflicts, false, nil
 	}
+	// What is new comes first: it is more likely to fail, and easy to undo.
 	var taken []Hold
+	var known []*Hold
 	for _, ref := range r.Devices {
-		known, ok := l.holds[key{holder, ref}]
-		if ok {
-			err = l.confirm(known, r)
-		} else {
-			l.serial++
-			h := Hold{
-				Holder: holder, Device: ref, State: StateHeld, Since: now(),
-				Namespace: r.Namespace, Name: r.Name, Pods: r.Pods, Generation: l.serial,
-			}
-			if err = l.disk.create(h); err == nil {
-				l.put(h)
-				taken = append(taken, h)
-			}
+		if h, ok := l.holds[key{holder, ref}]; ok {
+			known = append(known, h)
+			continue
 		}
-		if err != nil {
-			err = fmt.Errorf("reserve %s for claim %s/%s: %w", ref, r.Namespace, r.Name, err)
+		l.serial++
+		taken = append(taken, Hold{
+			Holder: holder, Device: ref, State: StateHeld, Since: now(),
+			Namespace: r.Namespace, Name: r.Name, Pods: slices.Clone(r.Pods), Generation: l.serial,
+		})
+	}
+	if err := l.take(taken); err != nil {
+		return nil, false, err
+	}
+	for _, h := range known {
+		if err := l.confirm(h, r); err != nil {
 			return nil, false, errors.Join(err, l.undo(taken))
 		}
 	}
-	if len(taken) > 0 {
-		l.announce()
-	}
-	return nil, len(taken) > 0, l.drainOthers(holder, r)
+	return nil, len(taken) > 0, nil
 }
 
-// confirm makes a known hold of the claim held, whatever it was. Nothing is written when nothing is new.
+// confirm makes a known hold of the claim held, whatever it was. It is given out anew, even if nothing has to be written.
 func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 	updated := *known
 	updated.Namespace, updated.Name = r.Namespace, r.Name
 	updated.Pods = mergePods(known.Pods, r.Pods)
 	updated.Unreadable = false
+	l.serial++
+	updated.Generation = l.serial
 	if known.State != StateHeld {
-		l.serial++
-		updated.State, updated.Since, updated.Generation = StateHeld, now(), l.serial
+		updated.State, updated.Since = StateHeld, now()
 	}
 	if updated.equal(*known) {
+		l.replace(known, updated)
 		return nil
 	}
-	if err := l.disk.update(updated); err != nil {
-		return err
-	}
-	*known = updated
-	delete(l.newer, keyOf(updated))
-	l.announce()
-	return nil
+	return l.rewrite(known, updated)
 }
 
-// drainOthers lets go of devices that the claim held under an earlier allocation.
-func (l *Ledger) drainOthers(holder Holder, r ClaimRequest) error {
+// drainExcept lets go of devices that the holder does not keep. Under l.mu.
+func (l *Ledger) drainExcept(holder Holder, keep []device.Ref) error {
 	var errs []error
 	for _, h := range l.holdsOf(holder) {
-		if h.State == StateDraining || slices.Contains(r.Devices, h.Device) {
+		if h.State == StateDraining || slices.Contains(keep, h.Device) {
 			continue
 		}
 		updated := h
@@ -131,78 +139,95 @@ func (l *Ledger) drainOthers(holder Holder, r ClaimRequest) error {
 	return errors.Join(errs...)
 }
 
-// DrainClaim takes an Unprepare: it cancels a ReserveClaim of that claim that still waits, and lets its holds go: at once
+// DrainClaim takes an Unprepare: it cancels every ReserveClaim of that claim that still waits, and lets its holds go: at once
 // where evidence says that no pod of it runs, otherwise as soon as it does. Idempotent; an unknown UID is no error.
 func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
-	l.claims.interrupt(uid)
-	_, finish, err := l.claims.begin(ctx, uid)
+	finish, err := l.claims.drain(ctx, uid)
 	if err != nil {
-		return err
+		return fmt.Errorf("release devices of claim %s: %w", uid, err)
 	}
 	defer finish()
+	holder := Holder{KindClaim, uid}
 	l.mu.Lock()
-	holds := l.holdsOf(Holder{KindClaim, uid})
+	holds := l.holdsOf(holder)
 	l.mu.Unlock()
 	var errs []error
 	for _, h := range holds {
-		asked := h
-		asked.State = StateDraining
-		if l.evidence.Verdict(asked) == Gone {
+		h.State = StateDraining
+		if l.evidence.Verdict(h) == Gone {
 			errs = append(errs, l.Release(h))
-		} else {
-			errs = append(errs, l.SetState(h, StateDraining))
 		}
 	}
-	if err := errors.Join(errs...); err != nil {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err := errors.Join(append(errs, l.drainExcept(holder, nil))...); err != nil {
 		return fmt.Errorf("release devices of claim %s: %w", uid, err)
 	}
 	return nil
 }
 
-// claimCalls lets one call at a time work on a claim.
+// claimCalls lets one call at a time work on a claim, in the order in which they came.
 type claimCalls struct {
-	mu      sync.Mutex
-	running map[string]*claimCall
+	mu sync.Mutex
+	// byUID holds the calls for each claim. The first has its turn.
+	byUID map[string][]*claimCall
 }
 
 type claimCall struct {
+	turn chan struct{}
+	// cancel is nil for a call that nobody interrupts.
 	cancel context.CancelCauseFunc
-	done   chan struct{}
 }
 
-// begin waits for its turn. The returned context ends with ctx or by interrupt.
-func (c *claimCalls) begin(ctx context.Context, uid string) (context.Context, func(), error) {
-	for {
-		c.mu.Lock()
-		running, busy := c.running[uid]
-		if !busy {
-			ctx, cancel := context.WithCancelCause(ctx)
-			call := &claimCall{cancel: cancel, done: make(chan struct{})}
-			c.running[uid] = call
-			c.mu.Unlock()
-			return ctx, func() { c.finish(uid, call) }, nil
+// reserve waits for its turn. The returned context ends with ctx, and by drain.
+func (c *claimCalls) reserve(ctx context.Context, uid string) (context.Context, func(), error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	finish, err := c.begin(ctx, uid, &claimCall{turn: make(chan struct{}), cancel: cancel})
+	if err != nil {
+		cancel(nil)
+		return nil, nil, err
+	}
+	return ctx, func() { finish(); cancel(nil) }, nil
+}
+
+// drain interrupts the reservations before it and waits for its turn.
+func (c *claimCalls) drain(ctx context.Context, uid string) (func(), error) {
+	return c.begin(ctx, uid, &claimCall{turn: make(chan struct{})})
+}
+
+func (c *claimCalls) begin(ctx context.Context, uid string, call *claimCall) (func(), error) {
+	c.mu.Lock()
+	for _, earlier := range c.byUID[uid] {
+		if call.cancel == nil && earlier.cancel != nil {
+			earlier.cancel(ErrCancelled)
 		}
-		c.mu.Unlock()
-		select {
-		case <-running.done:
-		case <-ctx.Done():
-			return nil, nil, fmt.Errorf("wait for an earlier call for claim %s: %w", uid, context.Cause(ctx))
-		}
+	}
+	c.byUID[uid] = append(c.byUID[uid], call)
+	if len(c.byUID[uid]) == 1 {
+		close(call.turn)
+	}
+	c.mu.Unlock()
+	select {
+	case <-call.turn:
+		return func() { c.leave(uid, call) }, nil
+	case <-ctx.Done():
+		c.leave(uid, call)
+		return nil, fmt.Errorf("wait for an earlier call: %w", context.Cause(ctx))
 	}
 }
 
-func (c *claimCalls) finish(uid string, call *claimCall) {
-	c.mu.Lock()
-	delete(c.running, uid)
-	c.mu.Unlock()
-	call.cancel(nil)
-	close(call.done)
-}
-
-func (c *claimCalls) interrupt(uid string) {
+func (c *claimCalls) leave(uid string, call *claimCall) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if call, busy := c.running[uid]; busy {
-		call.cancel(ErrCancelled)
+	calls := c.byUID[uid]
+	first := calls[0] == call
+	calls = slices.DeleteFunc(calls, func(other *claimCall) bool { return other == call })
+	switch {
+	case len(calls) == 0:
+		delete(c.byUID, uid)
+		return
+	case first:
+		close(calls[0].turn)
 	}
+	c.byUID[uid] = calls
 }

@@ -16,20 +16,26 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// directory keeps records in <root>/holds, one file a hold, and blank files of spareSize bytes in <root>/spare. A limit is
-// recorded by filling a spare and renaming it, which needs no new block: a full disk never fails an Allocate. No fsync is
-// owed, since the directory belongs to the boot (docs/design/0002-ledger.md).
+// directory keeps records in <root>/holds, one file a hold, and blank files of spareSize bytes in <root>/spare. The record of
+// a limit is a spare, filled and renamed; a record that changes changes places with a spare. Neither needs a new block, so
+// a full disk fails no Allocate, no Unprepare and no release; it fails new claims, which kubelet tries again. No fsync is
+// owed, since the directory belongs to the boot.
 type directory struct {
 	root   string
 	bootID string
-	// spares are the names of the blank files; wanted is how many of them plus limit records there should be.
+	// spares are the paths of the blank files.
 	spares []string
+	// limits counts the records of limits, wanted is how many of them there must be room for.
 	limits int
 	wanted int
+	// serial is the last number used for the name of a spare or a temporary file.
 	serial int
+	closed bool
+	// step is told what is about to happen on disk; nil outside of tests.
+	step func(string)
 }
 
-// spareSize is one page, the unit in which tmpfs accounts; the record of a limit is a few hundred bytes.
+// spareSize is one page, the unit in which tmpfs accounts; a record is a few hundred bytes.
 const spareSize = 4096
 
 const temporaryPrefix = ".tmp-"
@@ -41,14 +47,25 @@ func (d *directory) path(h Hold) string {
 	return filepath.Join(d.holds(), recordName(h.Holder, h.Device))
 }
 
-// problem is a record that could not be read as it is.
+func (d *directory) next(dir, prefix string) string {
+	d.serial++
+	return filepath.Join(dir, prefix+strconv.Itoa(d.serial))
+}
+
+func (d *directory) at(step string) {
+	if d.step != nil {
+		d.step(step)
+	}
+}
+
+// problem is a file that is not what it should be.
 type problem struct {
 	name string
 	err  error
 }
 
 // load reads every record. Unreadable ones come back as holds marked so, with what was wrong; those of an earlier boot are
-// removed, because what they describe ended with it.
+// removed, because what they describe ended with it. newer are those that a newer version wrote.
 func (d *directory) load() (holds []Hold, newer map[key]bool, problems []problem, err error) {
 	for _, dir := range []string{d.holds(), d.spare()} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -67,7 +84,7 @@ func (d *directory) load() (holds []Hold, newer map[key]bool, problems []problem
 		name := entry.Name()
 		path := filepath.Join(d.holds(), name)
 		if strings.HasPrefix(name, temporaryPrefix) {
-			if err := os.Remove(path); err != nil {
+			if err := d.delete(path); err != nil {
 				return nil, nil, nil, fmt.Errorf("remove unfinished record: %w", err)
 			}
 			continue
@@ -80,13 +97,13 @@ func (d *directory) load() (holds []Hold, newer map[key]bool, problems []problem
 		h, fromNewer, err := d.read(path, holder, ref)
 		switch {
 		case errors.Is(err, errEarlierBoot):
-			if err := os.Remove(path); err != nil {
+			if err := d.delete(path); err != nil {
 				return nil, nil, nil, fmt.Errorf("remove record of an earlier boot: %w", err)
 			}
 			continue
 		case err != nil:
 			problems = append(problems, problem{name, err})
-			h = Hold{Holder: holder, Device: ref, State: StateExpected, Unreadable: true}
+			h = Hold{Holder: holder, Device: ref, State: StateExpected, Since: now(), Unreadable: true}
 		}
 		if fromNewer {
 			newer[keyOf(h)] = true
@@ -96,12 +113,21 @@ func (d *directory) load() (holds []Hold, newer map[key]bool, problems []problem
 		}
 		holds = append(holds, h)
 	}
+	// The room that was there stays reserved until the caller says how much is wanted now.
+	if err := d.provision(max(0, len(d.spares)+d.limits-1)); err != nil {
+		problems = append(problems, problem{d.spare(), err})
+	}
 	return holds, newer, problems, nil
 }
 
 var errEarlierBoot = errors.New("the record is of an earlier boot")
 
 func (d *directory) read(path string, holder Holder, ref device.Ref) (Hold, bool, error) {
+	if info, err := os.Lstat(path); err != nil {
+		return Hold{}, false, err
+	} else if !info.Mode().IsRegular() {
+		return Hold{}, false, fmt.Errorf("it is no file but %s", info.Mode())
+	}
 	data, err := os.ReadFile(path)
 	if err != nil {
 		return Hold{}, false, err
@@ -117,7 +143,7 @@ func (d *directory) read(path string, holder Holder, ref device.Ref) (Hold, bool
 	return h, newer, err
 }
 
-// loadSpares forgets spares of the wrong size: a crash may have left one without its blocks.
+// loadSpares removes what cannot serve as a spare: a crash may have left one without its block.
 func (d *directory) loadSpares() error {
 	entries, err := os.ReadDir(d.spare())
 	if err != nil {
@@ -125,13 +151,9 @@ func (d *directory) loadSpares() error {
 	}
 	for _, entry := range entries {
 		path := filepath.Join(d.spare(), entry.Name())
-		number, numberErr := strconv.Atoi(entry.Name())
-		info, err := os.Stat(path)
-		if err != nil {
-			return fmt.Errorf("inspect spare record: %w", err)
-		}
-		if stat, ok := info.Sys().(*syscall.Stat_t); numberErr != nil || !ok || info.Size() != spareSize || stat.Blocks == 0 {
-			if err := os.Remove(path); err != nil {
+		number, err := strconv.Atoi(entry.Name())
+		if err != nil || !usableAsSpare(path) {
+			if err := d.delete(path); err != nil {
 				return fmt.Errorf("remove incomplete spare record: %w", err)
 			}
 			continue
@@ -142,130 +164,171 @@ func (d *directory) loadSpares() error {
 	return nil
 }
 
-// provision makes sure that n limits can be recorded without new blocks.
+func usableAsSpare(path string) bool {
+	info, err := os.Lstat(path)
+	if err != nil || !info.Mode().IsRegular() || info.Size() != spareSize {
+		return false
+	}
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	return ok && stat.Blocks > 0
+}
+
+// owed is how many spares are missing, or negative how many are too many: one for each limit to come, and one to change
+// places with.
+func (d *directory) owed() int { return max(0, d.wanted-d.limits) + 1 - len(d.spares) }
+
+// provision makes sure that n limits can be recorded, and records changed, without new blocks.
 func (d *directory) provision(n int) error {
+	if d.closed {
+		return errClosed
+	}
 	d.wanted = n
-	for len(d.spares)+d.limits < d.wanted {
-		d.serial++
-		path := filepath.Join(d.spare(), strconv.Itoa(d.serial))
-		if err := os.WriteFile(path, make([]byte, spareSize), 0o600); err != nil {
-			return errors.Join(fmt.Errorf("reserve space for a record: %w", err), removeIfThere(path))
+	for d.owed() < 0 {
+		last := len(d.spares) - 1
+		if err := d.delete(d.spares[last]); err != nil {
+			return fmt.Errorf("free space of a record: %w", err)
+		}
+		d.spares = d.spares[:last]
+	}
+	for d.owed() > 0 {
+		path := d.next(d.spare(), "")
+		if err := d.write(path, os.O_CREATE|os.O_EXCL, make([]byte, spareSize)); err != nil {
+			return errors.Join(fmt.Errorf("reserve space for a record: %w", err), d.delete(path))
 		}
 		d.spares = append(d.spares, path)
 	}
 	return nil
 }
 
-// create records a hold that has no record yet.
+// create records a hold that has no record yet. Only a limit may take a spare for good.
 func (d *directory) create(h Hold) error {
-	data, err := d.encode(h)
-	if err != nil {
+	if err := d.record(h, h.Holder.Kind == KindLimit); err != nil {
 		return err
 	}
-	if h.Holder.Kind != KindLimit {
-		return d.replace(h, data)
-	}
-	if len(d.spares) == 0 {
-		if err := d.replace(h, data); err != nil {
-			return err
-		}
-		d.limits++
-		return nil
-	}
-	path := d.spares[len(d.spares)-1]
-	if err := overwrite(path, data); err != nil {
-		return fmt.Errorf("write record of %s: %w", h, err)
-	}
-	if err := os.Rename(path, d.path(h)); err != nil {
-		return fmt.Errorf("write record of %s: %w", h, err)
-	}
-	d.spares = d.spares[:len(d.spares)-1]
-	d.limits++
-	return nil
-}
-
-// update replaces the record of a hold that has one. That of a limit changes places with a spare, so that neither loses
-// its block.
-func (d *directory) update(h Hold) error {
-	data, err := d.encode(h)
-	if err != nil {
-		return err
-	}
-	if h.Holder.Kind != KindLimit || len(d.spares) == 0 {
-		return d.replace(h, data)
-	}
-	path := d.spares[len(d.spares)-1]
-	if err := overwrite(path, data); err != nil {
-		return fmt.Errorf("write record of %s: %w", h, err)
-	}
-	if err := unix.Renameat2(unix.AT_FDCWD, path, unix.AT_FDCWD, d.path(h), unix.RENAME_EXCHANGE); err != nil {
-		return fmt.Errorf("write record of %s: %w", h, err)
+	if h.Holder.Kind == KindLimit && d.owed() > 0 {
+		// More limits than were provisioned for. Where the disk is full, the next removal makes up for it.
+		_ = d.provision(d.wanted)
 	}
 	return nil
 }
 
-// encode pads the record of a limit to the size of a spare, which it becomes again one day.
-func (d *directory) encode(h Hold) ([]byte, error) {
+// update replaces the record of a hold.
+func (d *directory) update(h Hold) error { return d.record(h, true) }
+
+func (d *directory) record(h Hold, fromSpare bool) error {
+	if d.closed {
+		return fmt.Errorf("write record of %s: %w", h, errClosed)
+	}
 	data, err := encodeRecord(h, d.bootID)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	if h.Holder.Kind != KindLimit {
-		return data, nil
+	data = pad(data)
+	var source string
+	if fromSpare && len(data) == spareSize {
+		source = d.fillSpare(data)
 	}
-	if len(data) > spareSize {
-		return nil, fmt.Errorf("write record of %s: %d bytes are more than a record of a limit may have (%d)", h, len(data), spareSize)
+	if source == "" {
+		source = d.next(d.holds(), temporaryPrefix)
+		err = d.write(source, os.O_CREATE|os.O_EXCL, data)
 	}
-	return append(data, make([]byte, spareSize-len(data))...), nil
-}
-
-func (d *directory) replace(h Hold, data []byte) error {
-	d.serial++
-	temporary := filepath.Join(d.holds(), temporaryPrefix+strconv.Itoa(d.serial))
-	if err := os.WriteFile(temporary, data, 0o600); err != nil {
-		return errors.Join(fmt.Errorf("write record of %s: %w", h, err), removeIfThere(temporary))
+	if err == nil {
+		err = d.install(source, h)
 	}
-	if err := os.Rename(temporary, d.path(h)); err != nil {
-		return errors.Join(fmt.Errorf("write record of %s: %w", h, err), removeIfThere(temporary))
+	if err != nil {
+		return errors.Join(fmt.Errorf("write record of %s: %w", h, err), d.recycle(source))
 	}
 	return nil
 }
 
-// remove forgets a hold. The record of a limit becomes a spare again when one is owed.
-func (d *directory) remove(h Hold) error {
-	path := d.path(h)
-	if h.Holder.Kind != KindLimit {
-		if err := removeIfThere(path); err != nil {
-			return fmt.Errorf("remove record of %s: %w", h, err)
+// pad makes all records of a usual size interchangeable with spares.
+func pad(data []byte) []byte {
+	if len(data) >= spareSize {
+		return data
+	}
+	return append(data, make([]byte, spareSize-len(data))...)
+}
+
+// fillSpare writes to a spare, and forgets those that somebody has damaged. It returns "" when none is left.
+func (d *directory) fillSpare(data []byte) string {
+	for len(d.spares) > 0 {
+		last := len(d.spares) - 1
+		path := d.spares[last]
+		d.spares = d.spares[:last]
+		if err := d.write(path, 0, data); err == nil {
+			return path
 		}
+	}
+	return ""
+}
+
+// install puts a complete file in the place of the record of h in one step. It makes no difference what was there before.
+func (d *directory) install(source string, h Hold) error {
+	target := d.path(h)
+	d.at("exchange")
+	err := unix.Renameat2(unix.AT_FDCWD, source, unix.AT_FDCWD, target, unix.RENAME_EXCHANGE)
+	if err == nil {
+		// The record stands. What cannot be tidied up here is swept by the next start.
+		_ = d.recycle(source)
 		return nil
 	}
-	if info, err := os.Stat(path); err == nil && info.Size() == spareSize && len(d.spares)+d.limits <= d.wanted {
-		d.serial++
-		spare := filepath.Join(d.spare(), strconv.Itoa(d.serial))
-		if err := os.Rename(path, spare); err != nil {
-			return fmt.Errorf("remove record of %s: %w", h, err)
-		}
-		d.spares = append(d.spares, spare)
-	} else if err := removeIfThere(path); err != nil {
-		return fmt.Errorf("remove record of %s: %w", h, err)
+	_, statErr := os.Lstat(target)
+	d.at("rename")
+	if err := os.Rename(source, target); err != nil {
+		return err
 	}
-	d.limits--
+	if errors.Is(statErr, os.ErrNotExist) && h.Holder.Kind == KindLimit {
+		d.limits++
+	}
 	return nil
 }
 
-func overwrite(path string, data []byte) error {
-	file, err := os.OpenFile(path, os.O_WRONLY, 0)
+// remove forgets a hold.
+func (d *directory) remove(h Hold) error {
+	if d.closed {
+		return fmt.Errorf("remove record of %s: %w", h, errClosed)
+	}
+	path := d.path(h)
+	if _, err := os.Lstat(path); errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	limits := d.limits
+	if h.Holder.Kind == KindLimit {
+		d.limits--
+	}
+	if err := d.recycle(path); err != nil {
+		d.limits = limits
+		return fmt.Errorf("remove record of %s: %w", h, err)
+	}
+	return nil
+}
+
+// recycle makes a file a spare when one is owed and it can be one, and deletes it otherwise.
+func (d *directory) recycle(path string) error {
+	if d.owed() <= 0 || !usableAsSpare(path) {
+		return d.delete(path)
+	}
+	spare := d.next(d.spare(), "")
+	d.at("recycle")
+	if err := os.Rename(path, spare); err != nil {
+		return err
+	}
+	d.spares = append(d.spares, spare)
+	return nil
+}
+
+func (d *directory) delete(path string) error {
+	d.at("delete")
+	return os.RemoveAll(path)
+}
+
+func (d *directory) write(path string, flags int, data []byte) error {
+	d.at("open")
+	file, err := os.OpenFile(path, os.O_WRONLY|flags, 0o600)
 	if err != nil {
 		return err
 	}
+	d.at("write")
 	_, err = file.WriteAt(data, 0)
 	return errors.Join(err, file.Close())
-}
-
-func removeIfThere(path string) error {
-	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	return nil
 }

@@ -52,7 +52,7 @@ type Hold struct {
 	Holder Holder
 	Device device.Ref
 	State  State
-	// Since is when the hold was given out in its present generation, by the clock that stamps files.
+	// Since is when the hold was given out, by the clock that stamps files. A Prepare repeated for a held claim does not count.
 	Since time.Time
 	// Resource is the extended resource a limit was asked for by; empty for claims.
 	Resource string
@@ -60,7 +60,8 @@ type Hold struct {
 	Namespace, Name string
 	// Pods use the hold. For a limit: none until kubelet's checkpoint tells, then one.
 	Pods []Pod
-	// Generation changes whenever the hold is given out again; Release and Drain of an older generation do nothing.
+	// Generation changes whenever the hold is given out again or its pods change; Release, SetState and Identify of an older
+	// generation do nothing. It means nothing to another process.
 	Generation uint64
 	// Unreadable marks a hold known only from the name of its record, whose contents could not be read.
 	Unreadable bool
@@ -123,6 +124,8 @@ var ErrLocked = errors.New("another process owns the ledger")
 
 // ErrCancelled is returned by ReserveClaim when the same claim was drained (unprepared) while it waited.
 var ErrCancelled = errors.New("the claim was unprepared meanwhile")
+
+var errClosed = errors.New("the ledger is closed")
 
 // ConflictError says that devices are in other hands.
 type ConflictError struct {

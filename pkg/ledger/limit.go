@@ -11,6 +11,9 @@ import (
 // one pod (init containers, restarts), unless its pod is gone from the API server and may still run. Otherwise a
 // *ConflictError says who is in the way. Called for Allocate, which carries no pod: the pod is learnt later (Identify).
 func (l *Ledger) ReserveLimits(requests []LimitRequest) error {
+	if err := checkApart(requests); err != nil {
+		return err
+	}
 	for {
 		conflicts, err := l.tryLimits(requests)
 		if err != nil || len(conflicts) == 0 {
@@ -28,9 +31,9 @@ func (l *Ledger) ReserveLimits(requests []LimitRequest) error {
 
 // tryLimits reserves, or returns what is in the way. A reuse is in the way too until evidence has been heard about it.
 func (l *Ledger) tryLimits(requests []LimitRequest) ([]Hold, error) {
-	reuse, err := l.confirmReuse(requests)
-	if err != nil || len(reuse) > 0 {
-		return reuse, err
+	refused, err := l.confirmReuse(requests)
+	if err != nil || len(refused) > 0 {
+		return refused, err
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -41,18 +44,55 @@ func (l *Ledger) tryLimits(requests []LimitRequest) ([]Hold, error) {
 	if len(conflicts) > 0 {
 		return conflicts, nil
 	}
-	var fresh []Hold
+	// What is new comes first: it is more likely to fail, and easy to undo.
+	var taken, reused []Hold
 	for _, r := range requests {
-		h, isFresh, err := l.takeLimit(r)
-		if err != nil {
-			return nil, errors.Join(err, l.undo(fresh))
+		l.serial++
+		h := Hold{
+			Holder: Holder{KindLimit, r.ID}, Device: r.Device, State: StateHeld, Since: now(),
+			Resource: r.Resource, Generation: l.serial,
 		}
-		if isFresh {
-			fresh = append(fresh, h)
+		if _, reuse := l.holds[keyOf(h)]; reuse {
+			reused = append(reused, h)
+		} else {
+			taken = append(taken, h)
 		}
 	}
-	l.announce()
+	if err := l.take(taken); err != nil {
+		return nil, fmt.Errorf("reserve limit: %w", err)
+	}
+	for _, h := range reused {
+		if err := l.rewrite(l.holds[keyOf(h)], h); err != nil {
+			return nil, errors.Join(fmt.Errorf("reserve limit: %w", err), l.undo(taken))
+		}
+	}
 	return nil, nil
+}
+
+// checkApart refuses requests of one call that would use the same hardware twice.
+func checkApart(requests []LimitRequest) error {
+	for i, a := range requests {
+		for _, b := range requests[:i] {
+			if a.Device.Overlaps(b.Device) {
+				return fmt.Errorf("reserve limits: %s and %s stand for the same hardware (%s, %s)", b.ID, a.ID, b.Device, a.Device)
+			}
+		}
+	}
+	return nil
+}
+
+// take records new holds, all or none. Under l.mu.
+func (l *Ledger) take(holds []Hold) error {
+	for i, h := range holds {
+		if err := l.disk.create(h); err != nil {
+			return errors.Join(err, l.undo(holds[:i]))
+		}
+		l.put(h)
+	}
+	if len(holds) > 0 {
+		l.announce()
+	}
+	return nil
 }
 
 // confirmReuse returns those holds of the same IDs that must not be reused: the pod they belong to is no longer the
@@ -79,35 +119,10 @@ func (l *Ledger) confirmReuse(requests []LimitRequest) ([]Hold, error) {
 	return refused, nil
 }
 
-// takeLimit records one limit, anew or as reuse. Under l.mu.
-func (l *Ledger) takeLimit(r LimitRequest) (h Hold, fresh bool, err error) {
-	l.serial++
-	h = Hold{
-		Holder: Holder{KindLimit, r.ID}, Device: r.Device, State: StateHeld, Since: now(),
-		Resource: r.Resource, Generation: l.serial,
-	}
-	known, reuse := l.holds[keyOf(h)]
-	if reuse {
-		err = l.disk.update(h)
-	} else {
-		err = l.disk.create(h)
-	}
-	if err != nil {
-		return Hold{}, false, fmt.Errorf("reserve %s for limit %s: %w", r.Device, r.ID, err)
-	}
-	if reuse {
-		*known = h
-		delete(l.newer, keyOf(h))
-	} else {
-		l.put(h)
-	}
-	return h, !reuse, nil
-}
-
 // undo gives back what one call took before it failed. Under l.mu.
-func (l *Ledger) undo(fresh []Hold) error {
+func (l *Ledger) undo(taken []Hold) error {
 	var errs []error
-	for _, h := range fresh {
+	for _, h := range taken {
 		errs = append(errs, l.release(h))
 	}
 	return errors.Join(errs...)

@@ -22,7 +22,8 @@ import (
 // then the JSON. Bytes behind it are padding.
 const (
 	recordVersion = 1
-	recordHeader  = "tandem-hold v%d crc32c=%08x len=%d\n"
+	recordMagic   = "tandem-hold v%d "
+	recordHeader  = recordMagic + "crc32c=%08x len=%d\n"
 	nameSeparator = "~"
 )
 
@@ -42,7 +43,8 @@ type record struct {
 	Generation uint64    `json:"generation"`
 }
 
-// recordName is the inverse of parseRecordName.
+// recordName is the inverse of parseRecordName, which takes no other spelling and any kind: what a newer version calls a
+// holder holds as well.
 func recordName(holder Holder, ref device.Ref) string {
 	return strings.Join([]string{string(holder.Kind), escape(holder.ID), escape(ref.String())}, nameSeparator)
 }
@@ -53,10 +55,6 @@ func parseRecordName(name string) (Holder, device.Ref, error) {
 	parts := strings.Split(name, nameSeparator)
 	if len(parts) != 3 {
 		return Holder{}, device.Ref{}, fmt.Errorf("parse record name %q: want <kind>~<holder>~<device>", name)
-	}
-	kind := Kind(parts[0])
-	if kind != KindClaim && kind != KindLimit {
-		return Holder{}, device.Ref{}, fmt.Errorf("parse record name %q: unknown kind %q", name, parts[0])
 	}
 	id, err := url.PathUnescape(parts[1])
 	if err != nil || id == "" {
@@ -70,10 +68,17 @@ func parseRecordName(name string) (Holder, device.Ref, error) {
 	if err != nil {
 		return Holder{}, device.Ref{}, fmt.Errorf("parse record name %q: %w", name, err)
 	}
-	return Holder{Kind: kind, ID: id}, ref, nil
+	holder := Holder{Kind: Kind(parts[0]), ID: id}
+	if holder.Kind == "" || recordName(holder, ref) != name {
+		return Holder{}, device.Ref{}, fmt.Errorf("parse record name %q: not as a ledger writes it", name)
+	}
+	return holder, ref, nil
 }
 
 func encodeRecord(h Hold, bootID string) ([]byte, error) {
+	if _, _, err := parseRecordName(recordName(h.Holder, h.Device)); err != nil {
+		return nil, fmt.Errorf("encode record of %s: its name could not be read back: %w", h, err)
+	}
 	body, err := json.Marshal(record{
 		Kind: h.Holder.Kind, Holder: h.Holder.ID, Device: h.Device.String(), State: h.State, Since: h.Since, BootID: bootID,
 		Resource: h.Resource, Namespace: h.Namespace, Name: h.Name, Pods: h.Pods, Generation: h.Generation,
@@ -94,17 +99,19 @@ func decodeRecord(data []byte) (r record, newer bool, err error) {
 	}
 	var version, length int
 	var sum uint32
+	if _, err := fmt.Sscanf(string(line), recordMagic, &version); err == nil {
+		newer = version > recordVersion
+	}
 	if _, err := fmt.Sscanf(string(line)+"\n", recordHeader, &version, &sum, &length); err != nil {
-		return record{}, false, fmt.Errorf("header %q: %w", line, err)
+		return record{}, newer, fmt.Errorf("header %q: %w", line, err)
 	}
 	if version < 1 || length < 0 || length > len(rest) {
-		return record{}, false, fmt.Errorf("header %q: version %d, %d bytes promised, %d there", line, version, length, len(rest))
+		return record{}, newer, fmt.Errorf("header %q: version %d, %d bytes promised, %d there", line, version, length, len(rest))
 	}
 	body := rest[:length]
 	if got := crc32.Checksum(body, castagnoli); got != sum {
-		return record{}, false, fmt.Errorf("checksum is %08x, not %08x", got, sum)
+		return record{}, newer, fmt.Errorf("checksum is %08x, not %08x", got, sum)
 	}
-	newer = version > recordVersion
 	decoder := json.NewDecoder(bytes.NewReader(body))
 	if !newer {
 		decoder.DisallowUnknownFields()
@@ -119,6 +126,9 @@ func decodeRecord(data []byte) (r record, newer bool, err error) {
 func (r record) hold(holder Holder, ref device.Ref) (Hold, error) {
 	if r.Kind != holder.Kind || r.Holder != holder.ID || r.Device != ref.String() {
 		return Hold{}, fmt.Errorf("contents are of %s %s on %s", r.Kind, r.Holder, r.Device)
+	}
+	if r.Kind != KindClaim && r.Kind != KindLimit {
+		return Hold{}, fmt.Errorf("unknown kind %q", r.Kind)
 	}
 	switch r.State {
 	case StateExpected, StateHeld, StateDraining:

@@ -28,6 +28,8 @@ type Options struct {
 	BootID string
 	// Evidence is asked about holds that stand in somebody's way.
 	Evidence Evidence
+
+	step func(string)
 }
 
 // Ledger is the one truth about who holds what. All methods are safe for concurrent use. What a method has answered
@@ -73,12 +75,12 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 	l := &Ledger{
 		evidence: o.Evidence,
 		lock:     lock,
-		disk:     directory{root: o.Dir, bootID: o.BootID},
+		disk:     directory{root: o.Dir, bootID: o.BootID, step: o.step},
 		holds:    map[key]*Hold{},
 		byGPU:    map[string]map[key]*Hold{},
 		byHolder: map[Holder]map[key]*Hold{},
 		changed:  make(chan struct{}),
-		claims:   claimCalls{running: map[string]*claimCall{}},
+		claims:   claimCalls{byUID: map[string][]*claimCall{}},
 	}
 	holds, newer, problems, err := l.disk.load()
 	if err != nil {
@@ -109,11 +111,17 @@ func takeLock(path string) (*os.File, error) {
 	return file, nil
 }
 
-// Close gives up the lock. The records stay.
-func (l *Ledger) Close() error { return l.lock.Close() }
+// Close gives up the lock. The records stay; whatever would change one fails from now on, as another process may own them.
+func (l *Ledger) Close() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.disk.closed = true
+	return l.lock.Close()
+}
 
 // Provision reserves space for the records of n limits, so that no full disk can fail their Allocate. Called whenever the
-// number of device IDs offered changes; idempotent.
+// number of device IDs offered changes, and again after an error; idempotent. IDs that are no longer offered but still
+// held count too.
 func (l *Ledger) Provision(n int) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -151,7 +159,8 @@ func (l *Ledger) Changed() <-chan struct{} {
 // Expect restores a hold that other evidence knows of (kubelet's state, pod resources): the start-up's way in. A holder
 // that has the device already keeps its state, and is completed with what h knows and it does not. Devices of h that
 // somebody else holds are held by both from then on, as they are in the real world; the conflict is for the caller to
-// report, and Expect returns it as a *ConflictError after the fact.
+// report, and Expect returns it as a *ConflictError after the fact. After any other error the device is held too, but a
+// restart would forget it.
 func (l *Ledger) Expect(h Hold) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -163,11 +172,14 @@ func (l *Ledger) Expect(h Hold) error {
 	h.Generation = l.serial
 	h.State = StateExpected
 	h.Since = now()
-	if err := l.disk.create(h); err != nil {
-		return err
-	}
+	h.Pods = slices.Clone(h.Pods)
+	h.Unreadable = false
+	err := l.disk.create(h)
 	l.put(h)
 	l.announce()
+	if err != nil {
+		return fmt.Errorf("expect %s: %w", h.Device, err)
+	}
 	if len(conflicts) > 0 {
 		return &ConflictError{Holds: conflicts}
 	}
@@ -177,8 +189,7 @@ func (l *Ledger) Expect(h Hold) error {
 func (l *Ledger) complete(known *Hold, h Hold) error {
 	updated := *known
 	if updated.Unreadable {
-		l.serial++
-		updated.Unreadable, updated.Generation, updated.Since = false, l.serial, now()
+		updated.Unreadable, updated.Since = false, now()
 	}
 	updated.Namespace = cmp.Or(updated.Namespace, h.Namespace)
 	updated.Name = cmp.Or(updated.Name, h.Name)
@@ -191,8 +202,8 @@ func (l *Ledger) complete(known *Hold, h Hold) error {
 }
 
 func (h Hold) equal(other Hold) bool {
-	return h.State == other.State && h.Generation == other.Generation && h.Namespace == other.Namespace && h.Name == other.Name &&
-		h.Resource == other.Resource && h.Unreadable == other.Unreadable && slices.Equal(h.Pods, other.Pods)
+	return h.State == other.State && h.Namespace == other.Namespace && h.Name == other.Name && h.Resource == other.Resource &&
+		h.Unreadable == other.Unreadable && slices.Equal(h.Pods, other.Pods)
 }
 
 // mergePods adds pods by UID, and the names of those known by UID alone.
@@ -237,14 +248,34 @@ func (l *Ledger) amend(h Hold, amend func(*Hold)) error {
 	return l.change(current, updated)
 }
 
-// change stores the new state of a hold; what is in memory counts even if the disk refuses it.
+// change gives a hold a new state or new knowledge, on disk first. Records of a newer version, and those that nobody has
+// read yet, stay as they are: rewritten, they would lose what they say.
 func (l *Ledger) change(current *Hold, updated Hold) error {
-	*current = updated
-	l.announce()
-	if l.newer[keyOf(updated)] {
+	if updated.Unreadable || l.newer[keyOf(updated)] {
+		l.replace(current, updated)
 		return nil
 	}
-	return l.disk.update(updated)
+	return l.rewrite(current, updated)
+}
+
+func (l *Ledger) rewrite(current *Hold, updated Hold) error {
+	if err := l.disk.update(updated); err != nil {
+		return err
+	}
+	delete(l.newer, keyOf(updated))
+	l.replace(current, updated)
+	return nil
+}
+
+// replace makes what somebody found out about other pods than those that use the hold now void: a verdict is only worth
+// something for the generation that it was asked about.
+func (l *Ledger) replace(current *Hold, updated Hold) {
+	if updated.Generation == current.Generation && (updated.Unreadable != current.Unreadable || !slices.Equal(updated.Pods, current.Pods)) {
+		l.serial++
+		updated.Generation = l.serial
+	}
+	*current = updated
+	l.announce()
 }
 
 // Release ends a hold whose end is proven. A hold that has been given out again since is left alone. Idempotent.
