@@ -1,0 +1,357 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package helm_test renders the chart with the real Helm and checks what comes out; it installs nothing.
+package helm_test
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/apimachinery/pkg/util/yaml"
+	"k8s.io/client-go/kubernetes/scheme"
+
+	"github.com/tandem-gpu/tandem/hack/gobin"
+)
+
+var update = flag.Bool("update", false, "rewrite the golden files")
+
+var helm string
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	var err error
+	if helm, err = gobin.Helm().Ensure(context.Background(), os.Stderr); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	os.Exit(m.Run())
+}
+
+// cases are the value files; each has a golden file beside it.
+var cases = []string{"default", "simulated", "runtimeclass", "gke", "everything"}
+
+func TestRendersAsBefore(t *testing.T) {
+	for _, name := range cases {
+		t.Run(name, func(t *testing.T) {
+			got := render(t, name)
+			golden := filepath.Join("testdata", name+".golden.yaml")
+			if *update {
+				if err := os.WriteFile(golden, got, 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want, err := os.ReadFile(golden)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(string(want), string(got)); diff != "" {
+				t.Errorf("rendered chart differs from %s (go test -update rewrites it):\n%s", golden, diff)
+			}
+		})
+	}
+}
+
+func TestLint(t *testing.T) {
+	for _, name := range cases {
+		if out, err := run("lint", "--strict", "tandem", "-f", valuesFile(name)); err != nil {
+			t.Errorf("%s: %v\n%s", name, err, out)
+		}
+	}
+}
+
+// Every field is one that the API server knows: a misspelt one would be dropped there without a word.
+func TestDecodesStrictly(t *testing.T) {
+	for _, name := range cases {
+		t.Run(name, func(t *testing.T) {
+			if len(objects(t, name)) < 4 {
+				t.Error("fewer objects than DaemonSet, role, binding and policy")
+			}
+		})
+	}
+}
+
+func TestMountsMatchVolumes(t *testing.T) {
+	for _, name := range cases {
+		t.Run(name, func(t *testing.T) {
+			pod := daemonSet(t, name).Spec.Template.Spec
+			volumes := map[string]bool{}
+			for _, v := range pod.Volumes {
+				if _, twice := volumes[v.Name]; twice {
+					t.Errorf("volume %s is defined twice", v.Name)
+				}
+				volumes[v.Name] = false
+			}
+			for _, c := range append(pod.InitContainers, pod.Containers...) {
+				paths := map[string]bool{}
+				for _, m := range c.VolumeMounts {
+					if _, ok := volumes[m.Name]; !ok {
+						t.Errorf("container %s mounts %s, which is no volume", c.Name, m.Name)
+					}
+					volumes[m.Name] = true
+					if paths[m.MountPath] {
+						t.Errorf("container %s mounts two volumes at %s", c.Name, m.MountPath)
+					}
+					paths[m.MountPath] = true
+				}
+			}
+			for volume, used := range volumes {
+				if !used {
+					t.Errorf("volume %s is not mounted", volume)
+				}
+			}
+		})
+	}
+}
+
+// A socket that is mounted stays the dead one after its server restarts, and a type that is not checked lets the
+// container runtime create the path.
+func TestHostPathsAreDirectories(t *testing.T) {
+	for _, name := range cases {
+		t.Run(name, func(t *testing.T) {
+			for _, v := range daemonSet(t, name).Spec.Template.Spec.Volumes {
+				if v.HostPath == nil {
+					continue
+				}
+				if kind := *v.HostPath.Type; kind != corev1.HostPathDirectory && kind != corev1.HostPathDirectoryOrCreate {
+					t.Errorf("volume %s (%s): type %q is no directory", v.Name, v.HostPath.Path, kind)
+				}
+			}
+		})
+	}
+}
+
+// The least privileges that each kind of access needs.
+func TestPrivileges(t *testing.T) {
+	for name, want := range map[string]struct {
+		privileged bool
+		root, dev  bool // host directories / and /dev mounted
+		class      string
+		visible    string
+	}{
+		"default":      {privileged: true, root: true, dev: true, visible: "void"},
+		"gke":          {privileged: true, dev: true, visible: "void"},
+		"runtimeclass": {root: true, class: "nvidia", visible: "all"},
+		"everything":   {dev: true, visible: "void"},
+		"simulated":    {visible: "void"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pod := daemonSet(t, name).Spec.Template.Spec
+			agent := pod.Containers[0]
+			security := agent.SecurityContext
+			if *security.Privileged != want.privileged {
+				t.Errorf("privileged is %v", *security.Privileged)
+			}
+			if !want.privileged && (*security.AllowPrivilegeEscalation || security.Capabilities.Drop[0] != "ALL" ||
+				len(security.Capabilities.Add) > 0) {
+				t.Errorf("an unprivileged agent keeps privileges: %+v", security)
+			}
+			if !*security.ReadOnlyRootFilesystem || pod.HostNetwork || pod.HostPID || pod.HostIPC {
+				t.Error("root file system is writable, or a host namespace is shared")
+			}
+			if class := pod.RuntimeClassName; (class == nil) != (want.class == "") || (class != nil && *class != want.class) {
+				t.Errorf("runtime class is %v, want %q", class, want.class)
+			}
+			if visible := variables(agent)["NVIDIA_VISIBLE_DEVICES"]; visible != want.visible {
+				t.Errorf("NVIDIA_VISIBLE_DEVICES is %q, want %q", visible, want.visible)
+			}
+			if got := mountsHost(pod, "/"); got != want.root {
+				t.Errorf("host's root mounted: %v", got)
+			}
+			if got := mountsHost(pod, "/dev"); got != want.dev {
+				t.Errorf("host's /dev mounted: %v", got)
+			}
+		})
+	}
+}
+
+func TestNeverSurges(t *testing.T) {
+	for _, name := range cases {
+		if surge := daemonSet(t, name).Spec.UpdateStrategy.RollingUpdate.MaxSurge; surge.IntValue() != 0 {
+			t.Errorf("%s: maxSurge is %v", name, surge)
+		}
+	}
+}
+
+// A new configuration reaches the agents by a rollout.
+func TestConfigChangesThePod(t *testing.T) {
+	first := renderWith(t, "-f", valuesFile("everything"))
+	second := renderWith(t, "-f", valuesFile("everything"), "--set", "config.flags.plugin.passDeviceSpecs=false")
+	checksum := func(rendered []byte) string {
+		_, after, _ := strings.Cut(string(rendered), "checksum/config: ")
+		sum, _, _ := strings.Cut(after, "\n")
+		return sum
+	}
+	if checksum(first) == "" || checksum(first) == checksum(second) {
+		t.Errorf("checksums %q and %q", checksum(first), checksum(second))
+	}
+}
+
+func TestRejects(t *testing.T) {
+	for name, c := range map[string]struct {
+		args []string
+		want string
+	}{
+		"no repository":         {[]string{"--set", "image.repository="}, "image.repository is not set"},
+		"old Kubernetes":        {[]string{"--kube-version", "1.33.9"}, "requires kubeVersion: >=1.34.0-0"},
+		"unknown key":           {[]string{"--set", "acces=none"}, "additional properties 'acces' not allowed"},
+		"unknown nested key":    {[]string{"--set", "image.name=x"}, "at '/image': additional properties 'name' not allowed"},
+		"surge":                 {[]string{"--set", "updateStrategy.maxSurge=1"}, "at '/updateStrategy': additional properties 'maxSurge'"},
+		"no node may be down":   {[]string{"--set", "updateStrategy.maxUnavailable=0"}, "at '/updateStrategy/maxUnavailable'"},
+		"unknown access":        {[]string{"--set", "access=root"}, "'privileged', 'runtimeClass', 'none'"},
+		"relative driver root":  {[]string{"--set", "driverRoot=run/nvidia"}, "at '/driverRoot'"},
+		"trailing slash":        {[]string{"--set", "kubeletDir=/var/lib/kubelet/"}, "at '/kubeletDir'"},
+		"kubelet dir is root":   {[]string{"--set", "kubeletDir=/"}, "at '/kubeletDir'"},
+		"number as string":      {[]string{"--set-string", "metrics.port=8080"}, "at '/metrics/port': got string, want integer"},
+		"pull policy":           {[]string{"--set", "image.pullPolicy=never"}, "at '/image/pullPolicy'"},
+		"bad resource":          {[]string{"--set", "resourceName=gpu"}, "at '/resourceName'"},
+		"bad driver":            {[]string{"--set", "driverName=GPU"}, "at '/driverName'"},
+		"configuration version": {[]string{"--set", "config.version=v2"}, "at '/config/version'"},
+		"simulated with driver": {[]string{"--set", "simulated.profile=x", "--set", "driverRoot=/x"}, "leave those three at auto"},
+		"monitor, no service":   {[]string{"--set", "metrics.serviceMonitor.create=true"}, "needs metrics.service.create"},
+		"class without access":  {[]string{"--set", "access=none", "--set", "runtimeClassName=nvidia"}, "set access to runtimeClass"},
+		"nobody's account":      {[]string{"--set", "serviceAccount.create=false"}, "serviceAccount.name is not set"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			out, err := run(append([]string{"template", "tandem", "tandem", "-f", valuesFile("default")}, c.args...)...)
+			if err == nil {
+				t.Fatal("rendered")
+			}
+			if !strings.Contains(string(out), c.want) {
+				t.Errorf("got %s\nwant %s", out, c.want)
+			}
+		})
+	}
+}
+
+// The names of the schema and of values.yaml are the same, so every value has a documented default.
+func TestSchemaMatchesValues(t *testing.T) {
+	var schema struct{ Properties map[string]any }
+	var values map[string]any
+	decodeFile(t, "tandem/values.schema.json", &schema)
+	decodeFile(t, "tandem/values.yaml", &values)
+	delete(schema.Properties, "global")
+	for name := range schema.Properties {
+		if _, ok := values[name]; !ok {
+			t.Errorf("%s is in the schema, not in values.yaml", name)
+		}
+	}
+	readme, err := os.ReadFile("tandem/README.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name := range values {
+		if _, ok := schema.Properties[name]; !ok {
+			t.Errorf("%s is in values.yaml, not in the schema", name)
+		}
+		if !bytes.Contains(readme, []byte("`"+name)) {
+			t.Errorf("%s is in values.yaml, not in README.md", name)
+		}
+	}
+}
+
+func decodeFile(t *testing.T, path string, into any) {
+	t.Helper()
+	data, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := yaml.Unmarshal(data, into); err != nil {
+		t.Fatalf("%s: %v", path, err)
+	}
+}
+
+func valuesFile(name string) string { return filepath.Join("testdata", name+".values.yaml") }
+
+func run(args ...string) ([]byte, error) {
+	cmd := exec.Command(helm, args...)
+	// Helm reads kubeconfig and plugins from the user's home otherwise.
+	cmd.Env = append(os.Environ(), "KUBECONFIG="+os.DevNull, "HELM_PLUGINS="+os.DevNull)
+	return cmd.CombinedOutput()
+}
+
+func render(t *testing.T, name string) []byte {
+	t.Helper()
+	return renderWith(t, "-f", valuesFile(name))
+}
+
+func renderWith(t *testing.T, args ...string) []byte {
+	t.Helper()
+	base := []string{"template", "tandem", "tandem", "--namespace", "tandem-system", "--kube-version", "1.37.1"}
+	out, err := run(append(base, args...)...)
+	if err != nil {
+		t.Fatalf("helm template %v: %v\n%s", args, err, out)
+	}
+	return out
+}
+
+// objects decodes what a case renders, apart from the Prometheus Operator's.
+func objects(t *testing.T, name string) []runtime.Object {
+	t.Helper()
+	decoder := serializer.NewCodecFactory(scheme.Scheme, serializer.EnableStrict).UniversalDeserializer()
+	var found []runtime.Object
+	for r := yaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(render(t, name)))); ; {
+		doc, err := r.Read()
+		if err == io.EOF {
+			return found
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(bytes.TrimSpace(doc)) == 0 || bytes.Contains(doc, []byte("monitoring.coreos.com")) {
+			continue
+		}
+		object, _, err := decoder.Decode(doc, nil, nil)
+		if err != nil {
+			t.Fatalf("%v in\n%s", err, doc)
+		}
+		found = append(found, object)
+	}
+}
+
+func find[T runtime.Object](t *testing.T, name string) T {
+	t.Helper()
+	for _, o := range objects(t, name) {
+		if o, ok := o.(T); ok {
+			return o
+		}
+	}
+	var none T
+	t.Fatalf("%s renders no %T", name, none)
+	return none
+}
+
+func daemonSet(t *testing.T, name string) *appsv1.DaemonSet {
+	t.Helper()
+	return find[*appsv1.DaemonSet](t, name)
+}
+
+func variables(c corev1.Container) map[string]string {
+	env := map[string]string{}
+	for _, e := range c.Env {
+		env[e.Name] = e.Value
+	}
+	return env
+}
+
+func mountsHost(pod corev1.PodSpec, path string) bool {
+	for _, v := range pod.Volumes {
+		if v.HostPath != nil && v.HostPath.Path == path {
+			return true
+		}
+	}
+	return false
+}
