@@ -14,7 +14,8 @@ import (
 )
 
 const (
-	versionPackage = "github.com/tandem-gpu/tandem/internal/version"
+	ownModule      = "github.com/tandem-gpu/tandem"
+	versionPackage = ownModule + "/internal/version"
 
 	hookModule  = "github.com/NVIDIA/nvidia-container-toolkit"
 	hookVersion = "v1.20.1"

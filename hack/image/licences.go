@@ -63,10 +63,11 @@ func linkedModules(programs []string) ([]string, error) {
 		if err != nil {
 			return nil, fmt.Errorf("read build information: %w", err)
 		}
-		for _, dep := range info.Deps {
-			dep = cmp.Or(dep.Replace, dep)
-			if dep.Version != "" {
-				modules = append(modules, dep.Path+"@"+dep.Version)
+		for _, m := range append(info.Deps, &info.Main) {
+			m = cmp.Or(m.Replace, m)
+			// Our own module, or one replaced by a directory, has no published version.
+			if m.Path != ownModule && m.Version != "" && m.Version != "(devel)" {
+				modules = append(modules, m.Path+"@"+m.Version)
 			}
 		}
 	}
