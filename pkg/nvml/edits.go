@@ -10,6 +10,7 @@ import (
 	"slices"
 
 	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi"
+	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi/transform"
 	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi/transform/root"
 	"k8s.io/klog/v2"
 	specs "tags.cncf.io/container-device-interface/specs-go"
@@ -124,7 +125,8 @@ func (n *Node) toHost(spec *specs.Spec) error {
 		return err
 	}
 	dropEqualHostPaths(spec)
-	return nil
+	// Two of nvcdi's searches may find one file, and the order is that of the search.
+	return transform.NewSimplifier().Transform(spec)
 }
 
 // dropEqualHostPaths keeps the spec readable for runtimes that know only CDI 0.4, where a node has no host path.

@@ -19,6 +19,10 @@ import (
 
 // openLibrary is the only place that knows whether the GPUs are real.
 func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
+	if o.open != nil {
+		library, err := o.open(l)
+		return &guard{library}, err
+	}
 	if profile, ok := strings.CutPrefix(o.Library, simulatedPrefix); ok {
 		machine, err := simulated.Load(profile)
 		if err != nil {

@@ -28,9 +28,11 @@ type Node struct {
 	layout   layout
 	traces   traces
 	// renewed is set when the layout was found anew and nobody has been told.
-	renewed  bool
-	session  *session
-	known    map[string]*knownGPU
+	renewed bool
+	session *session
+	known   map[string]*knownGPU
+	// stuck has, by index, visits that were given up and still go on.
+	stuck    map[int]<-chan visit
 	topology topology
 
 	mu           sync.Mutex
@@ -53,7 +55,7 @@ func Open(ctx context.Context, options Options) (*Node, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open NVML: %w", err)
 	}
-	n := &Node{options: options, known: map[string]*knownGPU{}, changed: make(chan struct{})}
+	n := &Node{options: options, known: map[string]*knownGPU{}, stuck: map[int]<-chan visit{}, changed: make(chan struct{})}
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
 	if err := n.attach(); err != nil {
@@ -187,7 +189,7 @@ func (n *Node) scan(ctx context.Context) error {
 		return err
 	}
 	defer n.session.close()
-	r, err := n.newReader()
+	s, err := n.newSweep()
 	if err != nil {
 		return err
 	}
@@ -195,14 +197,13 @@ func (n *Node) scan(ctx context.Context) error {
 	if ret != gonvml.SUCCESS {
 		return fmt.Errorf("count GPUs: %w", returnError{ret})
 	}
-	s := &sweep{node: n, reader: r, seen: map[string]bool{}}
 	for index := range count {
-		s.visit(ctx, index)
+		s.look(ctx, index)
 	}
 	s.missing()
 	s.connect()
 	n.session.hold(s.hold)
-	n.publish(ctx, r.driver, s.unidentified)
+	n.publish(ctx, s.reader.driver, len(s.failed))
 	return nil
 }
 

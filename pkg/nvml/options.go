@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"strings"
 	"time"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
 // Auto is the setting that has a place found rather than given.
@@ -39,7 +41,15 @@ type Options struct {
 
 	// Interval is the time between scans; 5 s when zero.
 	Interval time.Duration
+
+	// patience is how long a GPU may take to answer; tests shorten it.
+	patience time.Duration
+	// open replaces the choice of a library in tests.
+	open func(layout) (gonvml.Interface, error)
 }
+
+// defaultPatience is beyond what a GPU takes that has to be initialised first (some seconds without persistence mode).
+const defaultPatience = 10 * time.Second
 
 func (o Options) withDefaults() (Options, error) {
 	setDefault(&o.HostRoot, "/")
@@ -49,6 +59,9 @@ func (o Options) withDefaults() (Options, error) {
 	setDefault(&o.SysfsRoot, "/sys")
 	if o.Interval == 0 {
 		o.Interval = 5 * time.Second
+	}
+	if o.patience == 0 {
+		o.patience = defaultPatience
 	}
 	return o, o.check()
 }

@@ -31,6 +31,13 @@ func (s *session) open() error {
 	return nil
 }
 
+// share starts another use within one that is under way.
+func (s *session) share() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.users++
+}
+
 func (s *session) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

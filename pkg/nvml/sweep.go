@@ -5,6 +5,7 @@ package nvml
 import (
 	"context"
 	"fmt"
+	"time"
 
 	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -13,20 +14,21 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// sweep is one pass over all GPUs that NVML enumerates.
+// sweep is one pass over all GPUs that NVML enumerates. Whatever goes wrong with one GPU stays with it.
 type sweep struct {
 	node   *Node
 	reader *reader
+	// before is what was known at the start. Visits read it, also those that go on after the sweep; nobody writes it.
+	before map[string]knownGPU
 
-	seen         map[string]bool
-	endpoints    []endpoint
-	unidentified int
-	// failed has what NVML answered for an index of which no UUID could be read.
-	failed map[int]gonvml.Return
+	seen      map[string]bool
+	endpoints []endpoint
+	// failed has the health to conclude from the answer for an index of which no identity could be read.
+	failed map[int]gpu.Health
 	hold   bool
 }
 
-func (n *Node) newReader() (*reader, error) {
+func (n *Node) newSweep() (*sweep, error) {
 	library := n.session.library
 	version, ret := library.SystemGetDriverVersion()
 	if ret != gonvml.SUCCESS {
@@ -37,65 +39,66 @@ func (n *Node) newReader() (*reader, error) {
 		// cuda.h: 1000 * major + 10 * minor.
 		r.cuda = fmt.Sprintf("%d.%d", cuda/1000, cuda%1000/10)
 	}
-	return r, nil
+	before := make(map[string]knownGPU, len(n.known))
+	for uuid, known := range n.known {
+		before[uuid] = *known
+	}
+	return &sweep{node: n, reader: r, before: before, seen: map[string]bool{}, failed: map[int]gpu.Health{}}, nil
 }
 
-// visit reads one GPU. Whatever goes wrong stays with that GPU.
-func (s *sweep) visit(ctx context.Context, index int) {
-	d, ret := s.node.session.library.DeviceGetHandleByIndex(index)
-	uuid := ""
-	if ret == gonvml.SUCCESS {
-		uuid, ret = d.GetUUID()
+// look visits one GPU, and gives it up when it takes too long: a call into a broken GPU may never return. The visit then
+// goes on by itself, and the GPU is left alone until it ends.
+func (s *sweep) look(ctx context.Context, index int) {
+	answer, stuck := s.node.stuck[index]
+	patience := time.Duration(0)
+	if !stuck {
+		answer, patience = s.start(index), s.node.options.patience
 	}
-	if ret != gonvml.SUCCESS {
-		s.fail(ctx, index, ret)
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	select {
+	case v := <-answer:
+		delete(s.node.stuck, index)
+		s.take(ctx, index, v)
+	case <-timer.C:
+		s.node.stuck[index] = answer
+		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: "the GPU does not answer"}
+	}
+}
+
+// start visits in the background, with a use of the session of its own.
+func (s *sweep) start(index int) <-chan visit {
+	answer := make(chan visit, 1)
+	session, reader, before := s.node.session, s.reader, s.before
+	session.share()
+	go func() {
+		defer session.close()
+		answer <- reader.visit(session.library, index, before)
+	}()
+	return answer
+}
+
+func (s *sweep) take(ctx context.Context, index int, v visit) {
+	switch {
+	case v.skip:
+		return
+	case v.ret != gonvml.SUCCESS:
+		s.failed[index] = healthOf(v.ret, "looking it up")
+		klog.FromContext(ctx).V(4).Info("GPU does not tell who it is", "index", index, "answer", v.ret.Error())
 		return
 	}
-	known := s.node.known[uuid]
-	if known == nil {
-		if known = s.meet(ctx, index, uuid, d); known == nil {
-			return
-		}
-	}
-	s.seen[uuid] = true
-	known.gpu.Index = index
-	if !known.complete {
-		known.complete = s.reader.readAll(&known.gpu, d)
-	}
-	s.reader.readState(&known.gpu, d)
-	if mode, ret := d.GetPersistenceMode(); ret == gonvml.SUCCESS && mode == gonvml.FEATURE_DISABLED {
-		s.hold = true
-	}
-	if reason := known.gpu.Health.Reason; reason == "" || reason == gpu.ReasonNoNode {
-		s.endpoints = append(s.endpoints, endpoint{uuid: uuid, pci: known.gpu.PCIBusID, device: d})
+	g := v.known.gpu
+	g.Index = index
+	s.seen[g.UUID] = true
+	s.node.known[g.UUID] = &knownGPU{gpu: g, complete: v.known.complete}
+	s.hold = s.hold || v.deinitialises
+	if g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode {
+		s.endpoints = append(s.endpoints, endpoint{uuid: g.UUID, pci: g.PCIBusID, device: v.device})
 	}
 }
 
-// meet takes a GPU in that was never seen before, unless it cannot be named or is not for work.
-func (s *sweep) meet(ctx context.Context, index int, uuid string, d gonvml.Device) *knownGPU {
-	if name, ret := d.GetName(); ret == gonvml.SUCCESS && skippedNames[name] {
-		return nil
-	}
-	minor, ret := d.GetMinorNumber()
-	if ret != gonvml.SUCCESS {
-		s.fail(ctx, index, ret)
-		return nil
-	}
-	known := &knownGPU{gpu: gpu.GPU{UUID: uuid, Minor: minor, NUMANode: gpu.UnknownNUMANode}}
-	s.node.known[uuid] = known
-	return known
-}
-
-func (s *sweep) fail(ctx context.Context, index int, ret gonvml.Return) {
-	if s.failed == nil {
-		s.failed = map[int]gonvml.Return{}
-	}
-	s.failed[index] = ret
-	klog.FromContext(ctx).V(2).Info("GPU does not tell who it is", "index", index, "answer", ret.Error())
-}
-
-// missing sorts out known GPUs that did not show up, and enumerated ones that nobody knows. A GPU whose minor number went to
-// another is forgotten: it was replaced, and the two would be published under one name.
+// missing sorts out known GPUs that did not show up. One whose minor number went to another is forgotten: it was replaced,
+// and the two would be published under one name.
 func (s *sweep) missing() {
 	minors := map[int]bool{}
 	for uuid := range s.seen {
@@ -110,21 +113,19 @@ func (s *sweep) missing() {
 			known.gpu.Health = s.absence(known.gpu)
 		}
 	}
-	s.unidentified = len(s.failed)
 }
 
-// absence says why a known GPU did not show up. Asked for by UUID, NVML may still know it and say that it is lost;
-// otherwise an index that failed in the GPU's old place is taken for it.
+// absence says why a known GPU did not show up: an index that failed in its old place is taken for it. Otherwise NVML may
+// still know its UUID and say that it is lost.
 func (s *sweep) absence(g gpu.GPU) gpu.Health {
-	ret, failed := s.failed[g.Index]
-	_, byUUID := s.node.session.library.DeviceGetHandleByUUID(g.UUID)
-	if !failed && byUUID != gonvml.SUCCESS && byUUID != gonvml.ERROR_NOT_FOUND && !unsupported(byUUID) {
-		ret, failed = byUUID, true
+	if health, failed := s.failed[g.Index]; failed {
+		delete(s.failed, g.Index)
+		return health
 	}
-	if !failed {
+	_, ret := s.node.session.library.DeviceGetHandleByUUID(g.UUID)
+	if ret == gonvml.SUCCESS || ret == gonvml.ERROR_NOT_FOUND || unsupported(ret) {
 		return gpu.Health{Reason: gpu.ReasonMissing, Message: "the driver no longer enumerates the GPU"}
 	}
-	delete(s.failed, g.Index)
 	return healthOf(ret, "looking it up")
 }
 

@@ -1,0 +1,430 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml_test
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+)
+
+func scan(t *testing.T, node *nvml.Node) device.Inventory {
+	t.Helper()
+	if err := node.Scan(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return node.Inventory()
+}
+
+func reasons(inv device.Inventory) []string {
+	var all []string
+	for _, g := range inv.GPUs {
+		all = append(all, g.Health.Reason)
+	}
+	return all
+}
+
+func healthyBut(n int, which int, reason string) []string {
+	all := make([]string, n)
+	all[which] = reason
+	return all
+}
+
+func TestInventoryOfEveryProfile(t *testing.T) {
+	for _, name := range simulated.Names() {
+		t.Run(name, func(t *testing.T) {
+			m := newMachine(t, name)
+			inv := m.open(t).Inventory()
+			if len(inv.GPUs) != len(m.profile.GPUs) {
+				t.Fatalf("%d GPUs, profile has %d", len(inv.GPUs), len(m.profile.GPUs))
+			}
+			for i, g := range inv.GPUs {
+				if i > 0 && inv.GPUs[i-1].Minor >= g.Minor {
+					t.Errorf("GPU %d (minor %d) not sorted by minor", i, g.Minor)
+				}
+				for what, value := range map[string]string{
+					"UUID": g.UUID, "PCI bus id": g.PCIBusID, "PCIe root": g.PCIeRoot, "name": g.ProductName,
+					"brand": g.Brand, "architecture": g.Architecture, "capability": g.ComputeCapability,
+					"driver": g.DriverVersion, "CUDA": g.CUDADriverVersion,
+				} {
+					if value == "" {
+						t.Errorf("%s has no %s", g.Name(), what)
+					}
+				}
+				if g.MemoryBytes == 0 || !g.Health.Healthy() {
+					t.Errorf("%s: %d bytes, health %+v", g.Name(), g.MemoryBytes, g.Health)
+				}
+				for j := range inv.GPUs {
+					if inv.Links[i][j] != inv.Links[j][i] {
+						t.Errorf("links %d-%d are not symmetric: %v, %v", i, j, inv.Links[i][j], inv.Links[j][i])
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestH100(t *testing.T) {
+	inv := newMachine(t, "h100x8").open(t).Inventory()
+	g := inv.GPUs[3]
+	ecc := true
+	want := device.GPU{
+		UUID: g.UUID, Index: 3, Minor: 3, PCIBusID: g.PCIBusID, PCIeRoot: g.PCIeRoot, NUMANode: 0,
+		ProductName: "NVIDIA H100 80GB HBM3", Brand: "Nvidia", Architecture: "Hopper", ComputeCapability: "9.0",
+		DriverVersion: inv.DriverVersion, CUDADriverVersion: g.CUDADriverVersion, AddressingMode: "HMM",
+		ECCEnabled: &ecc, MemoryBytes: g.MemoryBytes, MIGCapable: true,
+		NVLinkDomain: "nvlink-" + inv.GPUs[0].PCIBusID,
+	}
+	if diff := cmp.Diff(want, g); diff != "" {
+		t.Errorf("GPU (-want +got):\n%s", diff)
+	}
+	if got := inv.GPUs[7].NUMANode; got != 1 {
+		t.Errorf("GPU 7 is on NUMA node %d, want 1", got)
+	}
+	want01 := device.Pair{PCIe: device.LinkNode, NVLinks: 18}
+	if got := inv.Links[0][1]; got != want01 {
+		t.Errorf("0-1 is %+v, want %+v", got, want01)
+	}
+	want07 := device.Pair{PCIe: device.LinkSystem, NVLinks: 18}
+	if got := inv.Links[0][7]; got != want07 {
+		t.Errorf("0-7 is %+v, want %+v", got, want07)
+	}
+}
+
+func TestGPUsWithoutNVLinkAreInNoDomain(t *testing.T) {
+	for _, g := range newMachine(t, "l4x4").open(t).Inventory().GPUs {
+		if g.NVLinkDomain != "" {
+			t.Errorf("%s is in domain %q", g.Name(), g.NVLinkDomain)
+		}
+	}
+}
+
+func TestLostGPU(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	node := m.open(t)
+	before := node.Inventory()
+
+	m.fault(t, simulated.GPUFaults{GPU: "3", Lost: true})
+	got := scan(t, node)
+	if diff := cmp.Diff(healthyBut(8, 3, device.ReasonLost), reasons(got)); diff != "" {
+		t.Fatalf("health (-want +got):\n%s", diff)
+	}
+	if n := node.Unidentified(); n != 0 {
+		t.Errorf("%d unidentified GPUs, want none: the lost one is known", n)
+	}
+	got.GPUs[3].Health = device.Health{}
+	if diff := cmp.Diff(before, got); diff != "" {
+		t.Errorf("a lost GPU keeps what was known (-before +after):\n%s", diff)
+	}
+
+	m.fault(t)
+	if diff := cmp.Diff(before, scan(t, node)); diff != "" {
+		t.Errorf("after recovery (-before +after):\n%s", diff)
+	}
+}
+
+func TestGPUThatFellOffTheBus(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	node := m.open(t)
+	m.fault(t, simulated.GPUFaults{GPU: "3", Absent: true})
+	got := scan(t, node)
+	if diff := cmp.Diff(healthyBut(8, 3, device.ReasonMissing), reasons(got)); diff != "" {
+		t.Fatalf("health (-want +got):\n%s", diff)
+	}
+	if got.GPUs[4].Index != 3 || got.GPUs[4].Minor != 4 {
+		t.Errorf("GPU behind it: index %d minor %d, want 3 and 4", got.GPUs[4].Index, got.GPUs[4].Minor)
+	}
+	m.fault(t)
+	if diff := cmp.Diff(make([]string, 8), reasons(scan(t, node))); diff != "" {
+		t.Errorf("after recovery (-want +got):\n%s", diff)
+	}
+}
+
+func TestGPULostBeforeStart(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	m.fault(t, simulated.GPUFaults{GPU: "0", Lost: true})
+	node := m.open(t)
+	if got := len(node.Inventory().GPUs); got != 7 {
+		t.Errorf("%d GPUs, want the 7 that say who they are", got)
+	}
+	if got := node.Unidentified(); got != 1 {
+		t.Errorf("%d unidentified, want 1", got)
+	}
+	m.fault(t)
+	inv := scan(t, node)
+	if got := node.Unidentified(); got != 0 || len(inv.GPUs) != 8 {
+		t.Errorf("after recovery %d GPUs, %d unidentified", len(inv.GPUs), got)
+	}
+	if got := inv.Links[0][7].NVLinks; got != 18 {
+		t.Errorf("topology was not read again: %d NVLinks", got)
+	}
+	if got, want := inv.GPUs[7].NVLinkDomain, "nvlink-"+inv.GPUs[0].PCIBusID; got != want {
+		t.Errorf("domain %q, want %q", got, want)
+	}
+}
+
+func TestFailedCalls(t *testing.T) {
+	tests := map[string]struct {
+		call, answer string
+		reason       string
+	}{
+		"memory":                {"GetMemoryInfo", "ERROR_UNKNOWN", device.ReasonUnreachable},
+		"memory not supported":  {"GetMemoryInfo", "ERROR_NOT_SUPPORTED", ""},
+		"reset required":        {"GetMemoryInfo", "ERROR_RESET_REQUIRED", device.ReasonUnreachable},
+		"ECC":                   {"GetEccMode", "ERROR_UNKNOWN", ""},
+		"MIG mode":              {"GetMigMode", "ERROR_UNKNOWN", ""},
+		"name":                  {"GetName", "ERROR_UNKNOWN", ""},
+		"brand":                 {"GetBrand", "ERROR_NOT_SUPPORTED", ""},
+		"architecture":          {"GetArchitecture", "ERROR_FUNCTION_NOT_FOUND", ""},
+		"addressing mode":       {"GetAddressingMode", "ERROR_UNKNOWN", ""},
+		"NVLink":                {"GetNvLinkState", "ERROR_UNKNOWN", ""},
+		"topology":              {"GetTopologyCommonAncestor", "ERROR_UNKNOWN", ""},
+		"persistence":           {"GetPersistenceMode", "ERROR_NOT_SUPPORTED", ""},
+		"lost in the middle":    {"GetMemoryInfo", "ERROR_GPU_IS_LOST", device.ReasonLost},
+		"PCI":                   {"GetPciInfo", "ERROR_UNKNOWN", ""},
+		"compute capability":    {"GetCudaComputeCapability", "ERROR_NOT_SUPPORTED", ""},
+		"fabric":                {"GetGpuFabricInfo", "ERROR_UNKNOWN", ""},
+		"remote device type":    {"GetNvLinkRemoteDeviceType", "ERROR_NOT_SUPPORTED", ""},
+		"remote device address": {"GetNvLinkRemotePciInfo", "ERROR_UNKNOWN", ""},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			m := newMachine(t, "a100x8")
+			calls := map[string]simulated.CallFault{test.call: {Return: test.answer}}
+			m.fault(t, simulated.GPUFaults{GPU: "2", Calls: calls})
+			node := m.open(t)
+			if diff := cmp.Diff(healthyBut(8, 2, test.reason), reasons(node.Inventory())); diff != "" {
+				t.Errorf("health (-want +got):\n%s", diff)
+			}
+			m.fault(t)
+			want := m.open(t).Inventory()
+			got := scan(t, node)
+			got.GPUs[2].AddressingMode, want.GPUs[2].AddressingMode = "", ""
+			got.GPUs[2].FabricClique, want.GPUs[2].FabricClique = "", ""
+			if test.call == "GetPciInfo" || test.call == "GetName" {
+				if diff := cmp.Diff(want.GPUs, got.GPUs); diff != "" {
+					t.Errorf("after recovery (-fresh +recovered):\n%s", diff)
+				}
+			}
+		})
+	}
+}
+
+func TestMissingDeviceNode(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	node := m.open(t)
+	path := filepath.Join(m.dir, "driver/dev/nvidia5")
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(healthyBut(8, 5, device.ReasonNoNode), reasons(scan(t, node))); diff != "" {
+		t.Fatalf("health (-want +got):\n%s", diff)
+	}
+	edits, err := node.ContainerEdits(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	uuid := node.Inventory().GPUs[5].UUID
+	if len(edits.Devices) != 7 || edits.Failed[uuid] == nil {
+		t.Errorf("%d devices, failed %v; want 7 and GPU 5", len(edits.Devices), edits.Failed)
+	}
+	m.materialize(t)
+	if diff := cmp.Diff(make([]string, 8), reasons(scan(t, node))); diff != "" {
+		t.Errorf("after recovery (-want +got):\n%s", diff)
+	}
+}
+
+func TestDisplayIsSkipped(t *testing.T) {
+	m := newMachine(t, "l4x4")
+	for name, model := range m.profile.Models {
+		model.ProductName = "NVIDIA DGX Display"
+		m.profile.Models[name] = model
+	}
+	m.materialize(t)
+	node := m.open(t)
+	if got := node.Inventory().GPUs; len(got) != 0 || node.Unidentified() != 0 {
+		t.Errorf("%d GPUs, %d unidentified; want none", len(got), node.Unidentified())
+	}
+}
+
+func TestChangedIsClosedOnlyByChanges(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	node := m.open(t)
+	changed := node.Changed()
+	scan(t, node)
+	select {
+	case <-changed:
+		t.Fatal("closed though nothing changed")
+	default:
+	}
+	before := node.Inventory()
+	copied := before
+	m.fault(t, simulated.GPUFaults{GPU: "1", Lost: true})
+	scan(t, node)
+	select {
+	case <-changed:
+	default:
+		t.Fatal("not closed by a lost GPU")
+	}
+	if !reflect.DeepEqual(before, copied) || !before.GPUs[1].Health.Healthy() {
+		t.Error("an inventory that was handed out has changed")
+	}
+}
+
+func TestRunNotices(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	m.options.Interval = time.Hour // so that only the watch of device nodes can have noticed
+	node := m.open(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- node.Run(ctx) }()
+	path := filepath.Join(m.dir, "driver/dev/nvidia5")
+	changed := node.Changed()
+	// Run may not watch yet at the first time.
+	for noticed := false; !noticed; {
+		if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
+			t.Fatal(err)
+		}
+		select {
+		case <-changed:
+			noticed = true
+		case <-time.After(500 * time.Millisecond):
+			m.materialize(t)
+		case <-t.Context().Done():
+			t.Fatal("never noticed")
+		}
+	}
+	if diff := cmp.Diff(healthyBut(8, 5, device.ReasonNoNode), reasons(node.Inventory())); diff != "" {
+		t.Errorf("health (-want +got):\n%s", diff)
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Errorf("Run: %v", err)
+	}
+}
+
+func TestNoDriver(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	if err := os.RemoveAll(filepath.Join(m.dir, "driver")); err != nil {
+		t.Fatal(err)
+	}
+	_, err := nvml.Open(t.Context(), m.options)
+	var missing *nvml.NoDriverError
+	if !errors.Is(err, nvml.ErrNoDriver) || !errors.As(err, &missing) {
+		t.Fatalf("error %v, want ErrNoDriver", err)
+	}
+	if len(missing.Looked) != 1 || !strings.Contains(missing.Looked[0], "/run/nvidia/simulated/driver") {
+		t.Errorf("looked at %q, want the driver root", missing.Looked)
+	}
+}
+
+func TestLateDriver(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	if err := os.RemoveAll(filepath.Join(m.dir, "driver")); err != nil {
+		t.Fatal(err)
+	}
+	reports := 0
+	node, err := nvml.Await(t.Context(), m.options, func(err error) {
+		reports++
+		if !errors.Is(err, nvml.ErrNoDriver) {
+			t.Errorf("report %v, want ErrNoDriver", err)
+		}
+		m.materialize(t)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if reports != 1 || len(node.Inventory().GPUs) != 8 {
+		t.Errorf("%d reports, %d GPUs; want 1 and 8", reports, len(node.Inventory().GPUs))
+	}
+}
+
+func TestAwaitEnds(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	if err := os.RemoveAll(filepath.Join(m.dir, "driver")); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	_, err := nvml.Await(ctx, m.options, func(error) { cancel() })
+	if !errors.Is(err, context.Canceled) || !errors.Is(err, nvml.ErrNoDriver) {
+		t.Errorf("error %v, want both the cancellation and the reason for the wait", err)
+	}
+}
+
+func TestDriverGoesAndComesBackUpgraded(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	node := m.open(t)
+	before := node.Inventory()
+
+	if err := os.RemoveAll(filepath.Join(m.dir, "driver")); err != nil {
+		t.Fatal(err)
+	}
+	if err := node.Scan(t.Context()); !errors.Is(err, nvml.ErrNoDriver) {
+		t.Fatalf("scan without driver: %v, want ErrNoDriver", err)
+	}
+	for _, g := range node.Inventory().GPUs {
+		if g.Health.Reason != device.ReasonUnreachable {
+			t.Errorf("%s is %+v, want unreachable", g.Name(), g.Health)
+		}
+	}
+
+	m.profile = node590(m.profile)
+	changed := node.Changed()
+	m.materialize(t)
+	after := scan(t, node)
+	<-changed
+	for i := range before.GPUs {
+		before.GPUs[i].DriverVersion = "590.10.02"
+		before.GPUs[i].CUDADriverVersion = "13.1"
+	}
+	before.DriverVersion = "590.10.02"
+	if diff := cmp.Diff(before, after); diff != "" {
+		t.Errorf("after the upgrade (-want +got):\n%s", diff)
+	}
+	edits, err := node.ContainerEdits(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, mount := range edits.Common.Mounts {
+		if strings.Contains(mount.HostPath, ".so.") && !strings.HasSuffix(mount.HostPath, "590.10.02") {
+			t.Errorf("%s is not of the new driver", mount.HostPath)
+		}
+	}
+}
+
+func node590(p simulated.Profile) simulated.Profile {
+	p.Driver.Version, p.Driver.CUDA = "590.10.02", "13.1"
+	return p
+}
+
+func TestBadOptions(t *testing.T) {
+	tests := map[string]nvml.Options{
+		"host root":   {HostRoot: "host"},
+		"driver root": {DriverRoot: "driver"},
+		"device root": {DevRoot: "./dev"},
+		"library":     {Library: "libnvidia-ml.so.1"},
+		"no profile":  {Library: "simulated:"},
+		"sysfs":       {SysfsRoot: "sys"},
+		"hook":        {HookPath: "nvidia-cdi-hook"},
+		"interval":    {Interval: -1},
+	}
+	for name, options := range tests {
+		t.Run(name, func(t *testing.T) {
+			_, err := nvml.Open(t.Context(), options)
+			if err == nil || errors.Is(err, nvml.ErrNoDriver) {
+				t.Errorf("error %v, want one about the option", err)
+			}
+		})
+	}
+}
