@@ -90,7 +90,7 @@ func TestAllocateAnswers(t *testing.T) {
 				c.Strategies = []Strategy{StrategyCDIAnnotations}
 				c.AnnotationPrefix = "example.com/"
 			},
-			&pluginapi.ContainerAllocateResponse{Annotations: map[string]string{"example.com/tandem_7d7d48b6b6d6ddf6": cdi[0].Name + "," + cdi[1].Name}},
+			&pluginapi.ContainerAllocateResponse{Annotations: map[string]string{"example.com/tandem_74e8ff401c345618": cdi[0].Name + "," + cdi[1].Name}},
 		},
 		"envvar with device specs": {
 			func(c *Config) {

@@ -3,6 +3,7 @@
 package legacy
 
 import (
+	"context"
 	"crypto/rand"
 	"fmt"
 	"net"
@@ -12,6 +13,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
@@ -19,6 +21,7 @@ import (
 // registration it saw twice, so a path lives exactly as long as an endpoint.
 type endpoint struct {
 	path   string
+	logger klog.Logger
 	file   fileID
 	server *grpc.Server
 	served chan struct{} // closed when the server has ended
@@ -36,7 +39,7 @@ type endpoint struct {
 }
 
 // openEndpoint listens under a fresh name and serves.
-func (p *Plugin) openEndpoint() (*endpoint, error) {
+func (p *Plugin) openEndpoint(ctx context.Context) (*endpoint, error) {
 	path := filepath.Join(p.config.Directory, newSocketName(p.config.ResourceName))
 	listener, err := net.Listen("unix", path)
 	if err != nil {
@@ -44,6 +47,7 @@ func (p *Plugin) openEndpoint() (*endpoint, error) {
 	}
 	e := &endpoint{
 		path:     path,
+		logger:   klog.FromContext(ctx),
 		server:   grpc.NewServer(grpc.WaitForHandlers(true)),
 		served:   make(chan struct{}),
 		stopping: make(chan struct{}),

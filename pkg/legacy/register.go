@@ -169,7 +169,7 @@ func (r *registrar) awaitForeignGone(ctx context.Context) bool {
 
 // register serves on a fresh socket, registers it, and returns when that registration is over; nil when ctx is done.
 func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
-	e, err := r.openEndpoint()
+	e, err := r.openEndpoint(ctx)
 	if err != nil {
 		return endedBy(causeRefused, "%w", err)
 	}

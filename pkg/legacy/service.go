@@ -9,6 +9,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
@@ -62,7 +63,7 @@ func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.P
 func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
 	defer s.endpoint.calls.enter()()
 	defer func(start time.Time) { s.plugin.metrics.allocate.Observe(time.Since(start).Seconds()) }(time.Now())
-	return s.plugin.allocate(ctx, request)
+	return s.plugin.allocate(klog.NewContext(ctx, s.endpoint.logger), request)
 }
 
 // PreStartContainer is not asked for by options; it has nothing to do but say whether the devices exist.

@@ -42,7 +42,9 @@ type Kubelet struct {
 	server  *grpc.Server
 	served  chan struct{}
 	running sync.WaitGroup
-	clients []*client          // connected or connecting, oldest first
+	clients []*client          // connected or connecting, oldest first; what a stream's end is looked up in
+	current *client            // whom Allocate would go to
+	reading []*client          // whose stream is read
 	conns   []*grpc.ClientConn // every one ever made, for Kill
 	faults  Faults
 	state   State
@@ -62,7 +64,7 @@ type Faults struct {
 type State struct {
 	// Endpoints are the socket names of all Register calls, in order.
 	Endpoints []string
-	// Connected are the socket paths of plugins whose stream kubelet reads.
+	// Connected are the socket paths whose stream kubelet reads.
 	Connected []string
 	// Devices is the last list; all are unhealthy after the plugin disconnected.
 	Devices []*pluginapi.Device
@@ -135,7 +137,7 @@ func (k *Kubelet) Kill() {
 	k.gate.thaw()
 	k.mu.Lock()
 	server, served, conns := k.server, k.served, k.conns
-	k.server, k.clients, k.conns = nil, nil, nil
+	k.server, k.clients, k.conns, k.current = nil, nil, nil, nil
 	k.mu.Unlock()
 	if server == nil {
 		return
@@ -166,12 +168,10 @@ func (k *Kubelet) Set(f Faults) { k.update(func() { k.faults = f }) }
 // DropStreams closes the connections to every plugin, as a kubelet that gave up on them.
 func (k *Kubelet) DropStreams() {
 	k.mu.Lock()
-	clients := slices.Clone(k.clients)
+	conns := slices.Clone(k.conns)
 	k.mu.Unlock()
-	for _, c := range clients {
-		if c.conn != nil {
-			_ = c.conn.Close()
-		}
+	for _, conn := range conns {
+		_ = conn.Close()
 	}
 }
 
@@ -203,10 +203,8 @@ func (k *Kubelet) snapshot() State {
 	s := k.state
 	s.Endpoints = slices.Clone(s.Endpoints)
 	s.Connected = nil
-	for _, c := range k.clients {
-		if c.connected {
-			s.Connected = append(s.Connected, c.path)
-		}
+	for _, c := range k.reading {
+		s.Connected = append(s.Connected, c.path)
 	}
 	return s
 }
@@ -215,10 +213,8 @@ func (k *Kubelet) snapshot() State {
 func (k *Kubelet) Plugin() (pluginapi.DevicePluginClient, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for _, c := range slices.Backward(k.clients) {
-		if c.connected && !c.stopped {
-			return c.api, nil
-		}
+	if k.current != nil && !k.current.stopped {
+		return k.current.api, nil
 	}
 	return nil, errors.New("no plugin is connected")
 }
@@ -291,6 +287,7 @@ func (k *Kubelet) connect(ctx context.Context, c *client) error {
 			return
 		}
 		c.conn, c.api, c.connected = conn, api, true
+		k.current = c
 		k.state.Options = options
 	})
 	if err != nil {
@@ -328,6 +325,9 @@ func (k *Kubelet) read(c *client) {
 	}
 	k.update(func() {
 		victim.stopped = true
+		if k.release == Release136 && k.current != nil {
+			k.current.stopped = true
+		}
 		if k.release == Release136 || len(k.clients) == 0 {
 			k.state.Devices = unhealthy(k.state.Devices)
 		}
@@ -342,6 +342,10 @@ func (k *Kubelet) follow(c *client) {
 	if err != nil {
 		return
 	}
+	k.update(func() { k.reading = append(k.reading, c) })
+	defer k.update(func() {
+		k.reading = slices.DeleteFunc(k.reading, func(other *client) bool { return other == c })
+	})
 	for {
 		list, err := stream.Recv()
 		if err != nil {

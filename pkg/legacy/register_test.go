@@ -1,0 +1,429 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"context"
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
+)
+
+// eachRelease runs a test against the behaviour of each kubelet.
+func eachRelease(t *testing.T, test func(*testing.T, fakekubelet.Release)) {
+	t.Run("1.37", func(t *testing.T) { test(t, fakekubelet.Release137) })
+	t.Run("1.36", func(t *testing.T) { test(t, fakekubelet.Release136) })
+}
+
+// checkFresh says whether every registration used a name of its own, and only the current socket is left.
+func (f *fixture) checkFresh() {
+	f.Helper()
+	endpoints := f.kubelet.State().Endpoints
+	if distinct := slices.Compact(slices.Sorted(slices.Values(endpoints))); len(distinct) != len(endpoints) {
+		f.Errorf("socket names were used again: %v", endpoints)
+	}
+	for _, name := range endpoints {
+		if !ownName(name, "nvidia.com/gpu") || filepath.Base(name) != name {
+			f.Errorf("registered %q", name)
+		}
+	}
+	if mine := f.mySockets(); len(mine) != 1 {
+		f.Errorf("sockets %v, want just the current one", mine)
+	}
+}
+
+func TestRegisters(t *testing.T) {
+	eachRelease(t, func(t *testing.T, release fakekubelet.Release) {
+		f := newFixture(t, release)
+		f.startKubelet()
+		p, stop := f.start()
+		state := f.await("the list", healthyCount(8))
+		f.awaitReady(p, "")
+		var numa []int64
+		for i, d := range state.Devices {
+			if d.GetID() != uuid(i) {
+				t.Errorf("device %d is %s", i, d.GetID())
+			}
+			numa = append(numa, d.GetTopology().GetNodes()[0].GetID())
+		}
+		if !slices.Equal(numa, []int64{0, 0, 0, 0, 1, 1, 1, 1}) {
+			t.Errorf("NUMA nodes %v", numa)
+		}
+		f.checkFresh()
+		if f.metric("tandem_limit_registrations_total", "reason=start") != 1 || f.metric("tandem_limit_devices", "state=healthy") != 8 {
+			t.Error("metrics do not tell of it")
+		}
+		stop()
+		f.await("disconnection", func(s fakekubelet.State) bool { return len(s.Connected) == 0 && len(s.Healthy()) == 0 })
+		if mine := f.mySockets(); len(mine) != 0 {
+			t.Errorf("left %v behind", mine)
+		}
+		if err := p.Ready(); err == nil {
+			t.Error("ready after the end")
+		}
+		if families, err := f.registry.Gather(); err != nil || len(families) != 0 {
+			t.Errorf("left metrics behind: %v, %v", families, err)
+		}
+	})
+}
+
+func TestSendsOnlyChanges(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	f.startKubelet()
+	f.start()
+	f.await("the list", healthyCount(8))
+	before := f.kubelet.State().Lists
+	f.ledger.add(claimOn("a", 2))
+	f.await("withdrawal", func(s fakekubelet.State) bool { return !slices.Contains(s.Healthy(), uuid(2)) && len(s.Devices) == 8 })
+	// Another hold on the same GPU and a change of nothing are no news.
+	f.ledger.add(claimOn("b", 2))
+	f.ledger.release("a")
+	f.inventory.setHealth("GPU-nobody", device.Health{})
+	f.ledger.release("b")
+	f.await("return", healthyCount(8))
+	if lists := f.kubelet.State().Lists - before; lists != 2 {
+		t.Errorf("sent %d lists for one withdrawal and one return", lists)
+	}
+}
+
+func TestKeepsEveryID(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	f.startKubelet()
+	f.start()
+	f.await("the list", healthyCount(8))
+	f.inventory.set(func(inv device.Inventory) device.Inventory { return device.Inventory{GPUs: inv.GPUs[:3]} })
+	state := f.await("the loss of five", healthyCount(3))
+	if len(state.Devices) != 8 {
+		t.Errorf("kubelet knows %d devices, want all 8", len(state.Devices))
+	}
+	client, err := f.kubelet.Plugin()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := client.Allocate(context.Background(), allocation([]string{uuid(6)})); err == nil || !strings.Contains(err.Error(), "unhealthy device: "+uuid(6)+": Missing") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestRegistersAgain(t *testing.T) {
+	removeOwn := func(f *fixture) {
+		for _, path := range f.mySockets() {
+			if err := os.Remove(path); err != nil {
+				f.Error(err)
+			}
+		}
+	}
+	for name, test := range map[string]struct {
+		disturb func(*fixture)
+		reason  string
+	}{
+		"kubelet restarts":  {func(f *fixture) { f.kubelet.Stop(); f.startKubelet() }, ""},
+		"kubelet is killed": {func(f *fixture) { f.kubelet.Kill(); f.startKubelet() }, ""},
+		"kubelet is away for long": {func(f *fixture) {
+			f.kubelet.Stop()
+			time.Sleep(300 * time.Millisecond) // long enough for attempts to fail
+			f.startKubelet()
+		}, "kubelet_restarted"},
+		"socket is removed": {removeOwn, "socket_removed"},
+		"stream ends":       {func(f *fixture) { f.kubelet.DropStreams() }, "stream_ended"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			eachRelease(t, func(t *testing.T, release fakekubelet.Release) {
+				f := newFixture(t, release)
+				f.startKubelet()
+				p, _ := f.start()
+				for round := range 3 {
+					state := f.await("registration", registrations(round+1))
+					f.awaitReady(p, "")
+					test.disturb(f)
+					f.await("another", registrations(len(state.Endpoints)+1))
+				}
+				f.await("the list", healthyCount(8))
+				f.awaitReady(p, "")
+				f.checkFresh()
+				if test.reason != "" && f.metric("tandem_limit_registrations_total", "reason="+test.reason) == 0 {
+					t.Errorf("no registration was counted for %s", test.reason)
+				}
+				if _, err := f.kubelet.Plugin(); err != nil {
+					t.Error(err)
+				}
+			})
+		})
+	}
+}
+
+func TestKubeletTurnsUpLate(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	p, _ := f.start()
+	f.awaitReady(p, "wait for kubelet: lstat "+filepath.Join(f.dir, "kubelet.sock"))
+	f.startKubelet()
+	f.await("the list", healthyCount(8))
+	f.awaitReady(p, "")
+}
+
+func TestKubeletRefuses(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	f.kubelet.Set(fakekubelet.Faults{RefuseRegister: true})
+	f.startKubelet()
+	p, _ := f.start(func(t *times) { t.firstRetry, t.lastRetry = time.Millisecond, 5*time.Millisecond })
+	f.await("attempts", func(s fakekubelet.State) bool { return len(s.Endpoints) >= 4 })
+	f.awaitReady(p, "registration is refused")
+	f.kubelet.Set(fakekubelet.Faults{})
+	f.await("the list", healthyCount(8))
+	f.awaitReady(p, "")
+	f.checkFresh()
+}
+
+func TestKubeletNeverListens(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	f.kubelet.Set(fakekubelet.Faults{NoStream: true})
+	f.startKubelet()
+	p, _ := f.start(func(t *times) { t.streamWait = 50 * time.Millisecond })
+	f.awaitReady(p, "did not list devices")
+	f.kubelet.Set(fakekubelet.Faults{})
+	f.await("the list", healthyCount(8))
+	f.awaitReady(p, "")
+	if f.metric("tandem_limit_registrations_total", "reason=no_stream") == 0 {
+		t.Error("not counted")
+	}
+	f.checkFresh()
+}
+
+// TestKubeletDeaf is kubelet 1.37 after a path registered twice: the stream stands and nothing that is sent is believed.
+func TestKubeletDeaf(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	f.kubelet.Set(fakekubelet.Faults{Deaf: true})
+	f.startKubelet()
+	f.start(func(t *times) { t.confirmPoll, t.confirmLimit = 5*time.Millisecond, 30*time.Millisecond })
+	f.await("a second attempt", func(s fakekubelet.State) bool { return len(s.Endpoints) >= 2 })
+	f.kubelet.Set(fakekubelet.Faults{})
+	f.ledger.add(claimOn("c", 1))
+	f.await("the list", healthyCount(7))
+	if f.metric("tandem_limit_registrations_total", "reason=unconfirmed") == 0 {
+		t.Error("not counted")
+	}
+	f.checkFresh()
+}
+
+// TestIdleIsSilent counts what kubelet is asked once it has confirmed the list.
+func TestIdleIsSilent(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	view := &countingView{KubeletView: f.kubelet, asked: newBroadcast(0)}
+	f.config.Kubelet = view
+	f.startKubelet()
+	f.start(func(t *times) { t.confirmPoll = time.Millisecond })
+	f.await("the list", healthyCount(8))
+	for deadline := time.Now().Add(patience); view.asked.get() == 0 && time.Now().Before(deadline); {
+		time.Sleep(time.Millisecond)
+	}
+	before := view.asked.get()
+	time.Sleep(100 * time.Millisecond) // a hundred polls, were there any
+	if after := view.asked.get(); before == 0 || after > before+1 {
+		t.Errorf("kubelet was asked %d times, then %d times while idle", before, after-before)
+	}
+}
+
+type countingView struct {
+	KubeletView
+	asked *broadcast[int]
+}
+
+func (v *countingView) Allocatable(ctx context.Context) (map[string][]string, error) {
+	v.asked.set(func(n int) int { return n + 1 })
+	return v.KubeletView.Allocatable(ctx)
+}
+
+// TestKubeletFrozen restarts the agent while kubelet sleeps (R A4): it wakes up to an ended stream and a new Register at
+// once, and must come to know the new agent.
+func TestKubeletFrozen(t *testing.T) {
+	eachRelease(t, func(t *testing.T, release fakekubelet.Release) {
+		f := newFixture(t, release)
+		f.startKubelet()
+		_, stop := f.start()
+		f.await("the list", healthyCount(8))
+		for range 3 {
+			f.kubelet.Freeze()
+			stop()
+			var p *Plugin
+			p, stop = f.start()
+			f.awaitReady(p, "no answer yet")
+			f.ledger.add(claimOn("c", 3))
+			f.kubelet.Thaw()
+			f.await("the new list", healthyCount(7))
+			f.awaitReady(p, "")
+			f.ledger.release("c")
+			f.await("the return", healthyCount(8))
+		}
+		f.checkFresh()
+	})
+}
+
+func TestDirectory(t *testing.T) {
+	t.Run("missing", func(t *testing.T) {
+		f := newFixture(t, fakekubelet.Release137)
+		f.config.Directory = filepath.Join(f.dir, "no")
+		p, err := New(f.config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := p.Run(context.Background()); !errors.Is(err, os.ErrNotExist) || !strings.Contains(err.Error(), f.config.Directory) {
+			t.Errorf("got %v", err)
+		}
+	})
+	t.Run("removed", func(t *testing.T) {
+		f := newFixture(t, fakekubelet.Release137)
+		p, err := New(f.config)
+		if err != nil {
+			t.Fatal(err)
+		}
+		done := make(chan error, 1)
+		go func() { done <- p.Run(context.Background()) }()
+		f.awaitReady(p, "wait for kubelet")
+		if err := os.RemoveAll(f.dir); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-done; !errors.Is(err, errDirectoryGone) {
+			t.Errorf("got %v", err)
+		}
+	})
+	t.Run("stale sockets", func(t *testing.T) {
+		f := newFixture(t, fakekubelet.Release137)
+		stale, others := "tandem-gpu-ABCDEFGHIJKL.sock", []string{"nvidia-gpu.sock", "tandem-mig-1g.10gb-ABCDEFGHIJKL.sock", "tandem-gpu-x.sock"}
+		for _, name := range append(others, stale) {
+			listener, err := net.Listen("unix", filepath.Join(f.dir, name))
+			if err != nil {
+				t.Fatal(err)
+			}
+			listener.(*net.UnixListener).SetUnlinkOnClose(false)
+			if err := listener.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := removeStale(f.dir, "nvidia.com/gpu"); err != nil {
+			t.Fatal(err)
+		}
+		slices.Sort(others)
+		if left := sockets(f.dir); !slices.Equal(left, others) {
+			t.Errorf("left %v, want %v", left, others)
+		}
+	})
+}
+
+// otherPlugin is somebody else's device plugin, which lists what it is told to.
+type otherPlugin struct {
+	pluginapi.UnimplementedDevicePluginServer
+	ids   []string
+	asked *broadcast[int]
+}
+
+func (o *otherPlugin) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingServer[pluginapi.ListAndWatchResponse]) error {
+	o.asked.set(func(n int) int { return n + 1 })
+	list := &pluginapi.ListAndWatchResponse{}
+	for _, id := range o.ids {
+		list.Devices = append(list.Devices, &pluginapi.Device{ID: id, Health: pluginapi.Healthy})
+	}
+	if err := stream.Send(list); err != nil {
+		return err
+	}
+	<-stream.Context().Done()
+	return nil
+}
+
+// startOther serves another plugin below a name and returns how often it was asked and how to stop it.
+func (f *fixture) startOther(name string, ids ...string) (asked func() int, stop func()) {
+	f.Helper()
+	listener, err := net.Listen("unix", filepath.Join(f.dir, name))
+	if err != nil {
+		f.Fatal(err)
+	}
+	server, other := grpc.NewServer(), &otherPlugin{ids: ids, asked: newBroadcast(0)}
+	pluginapi.RegisterDevicePluginServer(server, other)
+	done := make(chan struct{})
+	go func() { defer close(done); _ = server.Serve(listener) }()
+	stop = func() { server.Stop(); <-done }
+	f.Cleanup(stop)
+	return other.asked.get, stop
+}
+
+func TestForeignPlugin(t *testing.T) {
+	for name, test := range map[string]struct {
+		ids     []string
+		foreign bool
+	}{
+		"same GPUs":           {[]string{uuid(0), uuid(1)}, true},
+		"one shared GPU":      {[]string{"GPU-else", uuid(7) + "::3"}, true},
+		"partitions of a GPU": {[]string{"MIG-" + uuid(7) + "/1/0"}, true},
+		"other devices":       {[]string{"nic-0", "GPU-else"}, false},
+		"none":                {nil, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t, fakekubelet.Release137)
+			f.startKubelet()
+			asked, stopOther := f.startOther("nvidia-gpu.sock", test.ids...)
+			p, _ := f.start(func(t *times) { t.foreignEvery = 5 * time.Millisecond })
+			if test.foreign {
+				f.awaitReady(p, "nvidia-gpu.sock")
+				if event := f.event(); !strings.HasPrefix(event, "Warning OtherDevicePlugin ") || !strings.Contains(event, "nvidia-gpu.sock") {
+					t.Errorf("recorded %q", event)
+				}
+				var foreign *ForeignError
+				if err := p.CheckForeign(context.Background()); !errors.As(err, &foreign) || foreign.Socket != filepath.Join(f.dir, "nvidia-gpu.sock") {
+					t.Errorf("got %v", err)
+				}
+				if endpoints := f.kubelet.State().Endpoints; len(endpoints) != 0 {
+					t.Errorf("registered %v all the same", endpoints)
+				}
+				stopOther()
+			}
+			f.await("the list", healthyCount(8))
+			f.awaitReady(p, "")
+			if n := asked(); n != 1 {
+				t.Errorf("the other plugin was asked %d times", n)
+			}
+			if err := p.CheckForeign(context.Background()); err != nil {
+				t.Errorf("got %v", err)
+			}
+		})
+	}
+}
+
+func TestForeignPluginTurnsUpLater(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	f.startKubelet()
+	p, _ := f.start()
+	f.await("the list", healthyCount(8))
+	f.awaitReady(p, "")
+	_, stopHarmless := f.startOther("example.sock", "nic-0")
+	_, stopOther := f.startOther("nvidia-gpu.sock", uuid(0))
+	f.awaitReady(p, "nvidia-gpu.sock")
+	f.await("disconnection", func(s fakekubelet.State) bool { return len(s.Connected) == 0 && len(s.Healthy()) == 0 })
+	stopOther()
+	f.await("the list", healthyCount(8))
+	f.awaitReady(p, "")
+	stopHarmless()
+	if f.metric("tandem_limit_registrations_total", "reason=foreign") != 1 {
+		t.Error("not counted")
+	}
+}
+
+func TestForeignWhileNoGPUIsKnown(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	f.inventory.set(func(device.Inventory) device.Inventory { return device.Inventory{} })
+	f.startKubelet()
+	_, stopOther := f.startOther("nvidia-gpu.sock", "GPU-x")
+	p, _ := f.start()
+	f.awaitReady(p, "nvidia-gpu.sock")
+	stopOther()
+	f.awaitReady(p, "")
+}
