@@ -23,7 +23,8 @@ var libraries = []library{
 	{name: "libcuda.so", soname: "libcuda.so.1", bare: true, exports: []export{{name: "cuInit", code: 100}}}, // CUDA_ERROR_NO_DEVICE
 	{name: "libnvidia-ml.so", soname: "libnvidia-ml.so.1", bare: true, exports: []export{
 		{name: "nvmlInit_v2", code: 9}, {name: "nvmlInit", code: 9}, {name: "nvmlInitWithFlags", code: 9}, // NVML_ERROR_DRIVER_NOT_LOADED
-		{name: "nvmlShutdown", code: 1}, // NVML_ERROR_UNINITIALIZED
+		{name: "nvmlShutdown", code: 1}, {name: "nvmlSystemGetDriverVersion", code: 1}, {name: "nvmlDeviceGetCount_v2", code: 1}, // NVML_ERROR_UNINITIALIZED
+		{name: "nvmlDeviceGetHandleByIndex_v2", code: 1}, {name: "nvmlDeviceGetUUID", code: 1},
 		{name: "nvmlErrorString", text: "Driver Not Loaded"},
 	}},
 	{name: "libcudadebugger.so", soname: "libcudadebugger.so.1"},
@@ -68,6 +69,7 @@ func driverFiles(p Profile, architecture string) ([]file, error) {
 		image := fmt.Sprintf("simulated %s %s\n", name, p.Driver.Version)
 		all = append(all, file{path: path.Join(DriverDir, "lib/firmware/nvidia", p.Driver.Version, name), content: []byte(image), mode: 0o644})
 	}
+	all = append(all, file{path: path.Join(DriverDir, "etc/OpenCL/vendors/nvidia.icd"), content: []byte("libnvidia-opencl.so.1\n"), mode: 0o644})
 	var script bytes.Buffer
 	if err := smi.Execute(&script, p); err != nil {
 		return nil, err

@@ -86,22 +86,20 @@ func stampOf(path string) fileStamp {
 	return stamp
 }
 
-// answer carries out a call's fault: it waits as long as the fault says, and gives its return code.
-func (s *faultSource) answer(state *faultState, fault callFault, stopped <-chan struct{}) nvml.Return {
-	if fault.delay > 0 {
-		s.wait(state, fault.delay, stopped)
+// answer carries out a call's fault: it waits as long as the fault says, and gives the fault's return code and the state
+// that is in force afterwards.
+func (s *faultSource) answer(state *faultState, fault callFault, stopped <-chan struct{}) (*faultState, nvml.Return) {
+	if fault.delay <= 0 {
+		return state, fault.ret
 	}
-	return fault.ret
+	if !s.wait(state, fault.delay, stopped) {
+		return state, nvml.ERROR_UNINITIALIZED
+	}
+	return s.current(), fault.ret
 }
 
-// wait returns when the delay is over, the faults are others than state, or stopped is closed. Before Init stopped is
-// closed, and the delay of Init itself must pass all the same, so a channel that is closed at the start is not looked at.
-func (s *faultSource) wait(state *faultState, delay time.Duration, stopped <-chan struct{}) {
-	select {
-	case <-stopped:
-		stopped = nil
-	default:
-	}
+// wait returns when the delay is over or the faults are others than state, and false when stopped is closed.
+func (s *faultSource) wait(state *faultState, delay time.Duration, stopped <-chan struct{}) bool {
 	over := time.NewTimer(delay)
 	defer over.Stop()
 	look := time.NewTicker(lookEvery)
@@ -109,12 +107,12 @@ func (s *faultSource) wait(state *faultState, delay time.Duration, stopped <-cha
 	for {
 		select {
 		case <-over.C:
-			return
+			return true
 		case <-stopped:
-			return
+			return false
 		case <-look.C:
 			if s.current() != state {
-				return
+				return true
 			}
 		}
 	}

@@ -26,10 +26,11 @@ func (h *gpuHandle) gate(method string) nvml.Return {
 		return nvml.ERROR_UNINITIALIZED
 	}
 	state := g.sys.faults.current()
-	faults := state.gpus[g.place]
-	if ret := g.sys.faults.answer(state, faults.calls[method], g.sys.stop()); ret != nvml.SUCCESS {
+	state, ret := g.sys.faults.answer(state, state.gpus[g.place].calls[method], g.sys.stop())
+	if ret != nvml.SUCCESS {
 		return ret
 	}
+	faults := state.gpus[g.place]
 	if faults.lost || faults.absent || !slices.Contains(g.sys.handles(), h) {
 		return nvml.ERROR_GPU_IS_LOST
 	}

@@ -11,6 +11,7 @@ package simulated
 
 import (
 	"fmt"
+	"reflect"
 	"strings"
 	"sync"
 
@@ -86,7 +87,9 @@ func (l *Library) Init() nvml.Return { return l.InitWithFlags(0) }
 // InitWithFlags implements nvml.Interface; the flags change nothing, since no GPU here can fail to attach.
 func (l *Library) InitWithFlags(uint32) nvml.Return {
 	state := l.faults.current()
-	if ret := l.faults.answer(state, state.library["Init"], l.stop()); ret != nvml.SUCCESS {
+	// Nothing ends the wait of Init: there is no library to shut down yet.
+	state, ret := l.faults.answer(state, state.library["Init"], nil)
+	if ret != nvml.SUCCESS {
 		return ret
 	}
 	l.mu.Lock()
@@ -125,16 +128,28 @@ func (l *Library) ErrorString(r nvml.Return) string { return r.Error() }
 // Extensions implements nvml.Interface.
 func (l *Library) Extensions() nvml.ExtendedInterface { return l }
 
-// LookupSymbol implements nvml.ExtendedInterface: the library has every function of NVML, as a current driver's has.
+// LookupSymbol implements nvml.ExtendedInterface: the library has every function of NVML, as a current driver's has, but
+// those that go-nvml reaches through a handler value.
 func (l *Library) LookupSymbol(name string) error {
 	if !l.initialized() {
 		return fmt.Errorf("look up symbol %s: library not loaded", name)
 	}
-	if !strings.HasPrefix(name, "nvml") {
+	if !strings.HasPrefix(name, "nvml") || handlerSymbols[name] {
 		return fmt.Errorf("look up symbol %s: not found", name)
 	}
 	return nil
 }
+
+// handlerSymbols are the functions behind the methods that return a value to call, in place of a return code.
+var handlerSymbols = func() map[string]bool {
+	symbols := map[string]bool{}
+	for m := range reflect.TypeFor[nvml.Interface]().Methods() {
+		if m.Type.NumOut() == 1 && m.Type.Out(0).Kind() == reflect.Struct {
+			symbols["nvml"+m.Name] = true
+		}
+	}
+	return symbols
+}()
 
 // gate stands in front of each call that has no handle.
 func (l *Library) gate(method string) nvml.Return {
@@ -142,7 +157,8 @@ func (l *Library) gate(method string) nvml.Return {
 		return nvml.ERROR_UNINITIALIZED
 	}
 	state := l.faults.current()
-	return l.faults.answer(state, state.library[method], l.stop())
+	_, ret := l.faults.answer(state, state.library[method], l.stop())
+	return ret
 }
 
 func (s *system) initialized() bool {

@@ -82,7 +82,7 @@ func TestNVCDIAcceptsTheDriverRoot(t *testing.T) {
 	}
 	raw := spec.Raw()
 	for i, d := range raw.Devices {
-		t.Logf("%+v", d)
+		t.Logf("%+v %+v", *d.ContainerEdits.DeviceNodes[0], *d.ContainerEdits.Hooks[0])
 		_ = i
 	}
 	for _, d := range raw.ContainerEdits.DeviceNodes {
