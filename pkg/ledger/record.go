@@ -76,8 +76,9 @@ func parseRecordName(name string) (Holder, device.Ref, error) {
 }
 
 func encodeRecord(h Hold, bootID string) ([]byte, error) {
-	if _, _, err := parseRecordName(recordName(h.Holder, h.Device)); err != nil {
-		return nil, fmt.Errorf("encode record of %s: its name could not be read back: %w", h, err)
+	name := recordName(h.Holder, h.Device)
+	if holder, ref, err := parseRecordName(name); err != nil || holder != h.Holder || ref != h.Device {
+		return nil, fmt.Errorf("encode record of %s: the name %q would not be read back as %#v", h, name, h.Device)
 	}
 	body, err := json.Marshal(record{
 		Kind: h.Holder.Kind, Holder: h.Holder.ID, Device: h.Device.String(), State: h.State, Since: h.Since, BootID: bootID,

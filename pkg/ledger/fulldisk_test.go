@@ -1,0 +1,204 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// smallDisk is a tmpfs that others fill up.
+type smallDisk struct {
+	t    *testing.T
+	path string
+	n    int
+}
+
+func newSmallDisk(t *testing.T) *smallDisk {
+	t.Helper()
+	path := t.TempDir()
+	if err := unix.Mount("tmpfs", path, "tmpfs", 0, "size=256k,nr_inodes=64"); err != nil {
+		t.Skipf("a full disk needs the right to mount a tmpfs: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(path, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	return &smallDisk{t: t, path: path}
+}
+
+// fill leaves neither a block nor an inode.
+func (d *smallDisk) fill() {
+	d.t.Helper()
+	page := make([]byte, spareSize)
+	for {
+		d.n++
+		err := os.WriteFile(filepath.Join(d.path, fmt.Sprintf("filler-%d", d.n)), page, 0o600)
+		if errors.Is(err, unix.ENOSPC) && d.stat().Bfree == 0 && d.stat().Ffree == 0 {
+			return
+		}
+		if err != nil && !errors.Is(err, unix.ENOSPC) {
+			d.t.Fatal(err)
+		}
+		if d.stat().Bfree == 0 {
+			page = nil
+		}
+		if d.stat().Ffree == 0 {
+			d.grow()
+		}
+	}
+}
+
+// grow takes the last blocks where inodes ended first.
+func (d *smallDisk) grow() {
+	d.t.Helper()
+	file, err := os.OpenFile(filepath.Join(d.path, "filler-1"), os.O_WRONLY|os.O_APPEND, 0)
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	defer file.Close()
+	for err == nil {
+		_, err = file.Write(make([]byte, spareSize))
+	}
+	if !errors.Is(err, unix.ENOSPC) {
+		d.t.Fatal(err)
+	}
+}
+
+func (d *smallDisk) empty() {
+	d.t.Helper()
+	fillers, err := filepath.Glob(filepath.Join(d.path, "filler-*"))
+	if err != nil {
+		d.t.Fatal(err)
+	}
+	for _, filler := range fillers {
+		if err := os.Remove(filler); err != nil {
+			d.t.Fatal(err)
+		}
+	}
+}
+
+func (d *smallDisk) stat() unix.Statfs_t {
+	d.t.Helper()
+	var stat unix.Statfs_t
+	if err := unix.Statfs(d.path, &stat); err != nil {
+		d.t.Fatal(err)
+	}
+	return stat
+}
+
+// TestFullDisk keeps the disk full all the time: whatever is freed is gone at once.
+func TestFullDisk(t *testing.T) {
+	disk := newSmallDisk(t)
+	verdict := Running
+	options := Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", Evidence: judge(func(Hold) Verdict { return verdict })}
+	l, err := Open(t.Context(), options)
+	must(t, err)
+	must(t, l.Provision(4))
+	for _, uid := range []string{"c1", "c2"} {
+		_, err = l.ReserveClaim(t.Context(), claimOf(uid, whole(uid)))
+		must(t, err)
+	}
+	// do runs one operation on a disk that is full before and after.
+	do := func(what string, err error) {
+		t.Helper()
+		if err != nil {
+			t.Errorf("%s: %v", what, err)
+		}
+		disk.fill()
+	}
+	disk.fill()
+	gpus := []string{"a", "b", "c", "d"}
+	for range 5 {
+		for _, gpu := range gpus {
+			do("reserve", l.ReserveLimits(limitsOf(gpu)))
+		}
+		refused(t, l, claimOf("new", whole("x"), whole("y")))
+		for _, gpu := range gpus {
+			do("identify", l.Identify(find(l, gpu), Pod{UID: "pod-" + gpu}))
+			do("drain", l.SetState(find(l, gpu), StateDraining))
+			do("reuse", l.ReserveLimits(limitsOf(gpu)))
+		}
+		do("reuse all", l.ReserveLimits(limitsOf(gpus...)))
+		_, err := l.ReserveClaim(t.Context(), ClaimRequest{UID: "c1", Namespace: "ns", Name: "c1", Pods: []Pod{{UID: "p"}}, Devices: claimOf("", whole("c1")).Devices})
+		do("prepare again with another pod", err)
+		do("unprepare", l.DrainClaim(t.Context(), "c1"))
+		_, err = l.ReserveClaim(t.Context(), claimOf("c1", whole("c1")))
+		do("revive", err)
+		for _, gpu := range gpus {
+			do("release", l.Release(find(l, gpu)))
+		}
+		refused(t, l, claimOf("new", whole("x")))
+		before := stateOf(l)
+		must(t, l.Close())
+		disk.fill()
+		l, err = Open(t.Context(), options)
+		must(t, err)
+		sameState(t, before, stateOf(l))
+		do("reserve before provision", l.ReserveLimits(limitsOf("a")))
+		do("release before provision", l.Release(find(l, "a")))
+		do("provision again", l.Provision(4))
+	}
+	if err := l.Provision(5); !errors.Is(err, unix.ENOSPC) {
+		t.Errorf("provision more than there is: %v", err)
+	}
+	verdict = Gone
+	do("unprepare c1", l.DrainClaim(t.Context(), "c1"))
+	if n := len(l.Holds()); n != 1 {
+		t.Errorf("%d holds, want c2's", n)
+	}
+	do("provision with what c1 left", l.Provision(5))
+	do("unprepare c2", l.DrainClaim(t.Context(), "c2"))
+	disk.empty()
+	_, err = l.ReserveClaim(t.Context(), claimOf("new", whole("x"), whole("y")))
+	must(t, err)
+	must(t, l.Close())
+}
+
+func refused(t *testing.T, l *Ledger, r ClaimRequest) {
+	t.Helper()
+	before := stateOf(l)
+	fresh, err := l.ReserveClaim(t.Context(), r)
+	if !errors.Is(err, unix.ENOSPC) || fresh {
+		t.Errorf("claim on a full disk: fresh %v, %v", fresh, err)
+	}
+	sameState(t, before, stateOf(l))
+}
+
+// TestClaimThatFillsTheDisk has room for one of two devices.
+func TestClaimThatFillsTheDisk(t *testing.T) {
+	disk := newSmallDisk(t)
+	l, err := Open(t.Context(), Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", Evidence: judge(neverGone)})
+	must(t, err)
+	defer l.Close()
+	disk.fill()
+	must(t, os.Remove(filepath.Join(disk.path, "filler-2")))
+	refused(t, l, claimOf("c", whole("x"), whole("y")))
+	if left := list(t, l.disk.holds()); len(left) > 0 {
+		t.Errorf("left behind: %q", left)
+	}
+	_, err = l.ReserveClaim(t.Context(), claimOf("c", whole("x")))
+	must(t, err)
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func sameState(t *testing.T, want, got map[string]string) {
+	t.Helper()
+	for name := range union(want, got) {
+		if want[name] != got[name] {
+			t.Errorf("%s: %q, want %q", name, got[name], want[name])
+		}
+	}
+}

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// reopen takes the ledger of dir without its log, which names every damage.
+func reopen(t *testing.T, dir string) *Ledger {
+	t.Helper()
+	ctx := klog.NewContext(t.Context(), klog.New(nil))
+	l, err := Open(ctx, Options{Dir: dir, BootID: "boot", Evidence: judge(neverRunningOut)})
+	must(t, err)
+	t.Cleanup(func() { _ = l.Close() })
+	return l
+}
+
+func neverRunningOut(Hold) Verdict { return Running }
+
+// written returns a directory with one record, the hold, and where the record is.
+func written(t *testing.T, h Hold) (dir, path string) {
+	t.Helper()
+	dir = t.TempDir()
+	l := reopen(t, dir)
+	must(t, l.Provision(2))
+	must(t, l.Expect(h))
+	must(t, l.SetState(find(l, h.Holder.ID), StateHeld))
+	path = l.disk.path(h)
+	must(t, l.Close())
+	return dir, path
+}
+
+var samples = map[string]Hold{
+	"claim": {Holder: Holder{KindClaim, "0e7c5a0e"}, Device: part("GPU-1", 0, 4), Namespace: "ns", Name: "train", Pods: []Pod{{UID: "p1", Namespace: "ns", Name: "train-0"}}},
+	"limit": {Holder: Holder{KindLimit, "GPU-1"}, Device: whole("GPU-1"), Resource: "nvidia.com/gpu", Pods: []Pod{{UID: "p1"}}},
+}
+
+// checkHeld expects that the damaged record holds its device and nothing else, and that it can be completed and released.
+func checkHeld(t *testing.T, what, dir string, original Hold, mayBeReadable bool) {
+	t.Helper()
+	l := reopen(t, dir)
+	h := find(l, original.Holder.ID)
+	if len(l.Holds()) != 1 || h.Holder != original.Holder || h.Device != original.Device {
+		t.Fatalf("%s: holds are %v", what, l.Holds())
+	}
+	if !h.Unreadable && (!mayBeReadable || h.State != StateHeld || h.Name != original.Name || len(h.Pods) != 1 || h.Pods[0] != original.Pods[0]) {
+		t.Fatalf("%s: reads as %+v", what, h)
+	}
+	_, conflict := errors.AsType[*ConflictError](second(l.ReserveClaim(t.Context(), claimOf("other", original.Device))))
+	if !conflict {
+		t.Fatalf("%s: does not hold", what)
+	}
+	must(t, l.ReserveLimits(limitsOf("GPU-2")))
+	must(t, l.Release(find(l, "GPU-2")))
+	must(t, l.SetState(h, StateDraining))
+	must(t, l.Close())
+
+	l = reopen(t, dir)
+	if h.Unreadable && !find(l, original.Holder.ID).Unreadable {
+		t.Fatalf("%s: a change of state made it look like a record that was read", what)
+	}
+	must(t, l.Expect(original))
+	completed := find(l, original.Holder.ID)
+	if completed.Unreadable || completed.Name != original.Name || len(completed.Pods) != 1 {
+		t.Fatalf("%s: completed to %+v", what, completed)
+	}
+	if h.Unreadable {
+		must(t, l.Release(h))
+		if len(l.Holds()) == 0 {
+			t.Fatalf("%s: a verdict about the unknown holder released the known one", what)
+		}
+	}
+	must(t, l.Close())
+
+	l = reopen(t, dir)
+	if again := find(l, original.Holder.ID); again.Unreadable || again.Name != original.Name {
+		t.Fatalf("%s: completion did not last: %+v", what, again)
+	}
+	must(t, l.Provision(2))
+	must(t, l.Release(find(l, original.Holder.ID)))
+	must(t, l.Close())
+	if left := list(t, filepath.Join(dir, "holds")); len(left) > 0 {
+		t.Fatalf("%s: left behind %q", what, left)
+	}
+	if spares := list(t, filepath.Join(dir, "spare")); len(spares) != 3 {
+		t.Fatalf("%s: %d spares, want 3", what, len(spares))
+	}
+}
+
+func TestDamagedRecordsHold(t *testing.T) {
+	for kind, h := range samples {
+		t.Run(kind, func(t *testing.T) {
+			dir, path := written(t, h)
+			intact, err := os.ReadFile(path)
+			must(t, err)
+			length := len(bytes.TrimRight(intact, "\x00"))
+			for n := range length + 2 {
+				must(t, os.WriteFile(path, intact[:n], 0o600))
+				checkHeld(t, fmt.Sprintf("truncated to %d bytes", n), dir, h, n >= length)
+			}
+			for n := range length {
+				for _, flip := range []byte{0x01, 0x02, 0x20, 0x80, 0xff} {
+					damaged := bytes.Clone(intact)
+					damaged[n] ^= flip
+					must(t, os.WriteFile(path, damaged, 0o600))
+					// A header may be damaged so that it says the same, or a later version, whose records stay as they are.
+					if _, newer, _ := decodeRecord(damaged); newer {
+						must(t, os.Remove(path))
+						continue
+					}
+					checkHeld(t, fmt.Sprintf("byte %d flipped by %#x", n, flip), dir, h, n < bytes.IndexByte(intact, '\n'))
+				}
+			}
+		})
+	}
+}
+
+func TestOtherThingsInPlaceOfARecordHold(t *testing.T) {
+	things := map[string]func(path string) error{
+		"an empty directory": func(path string) error { return os.Mkdir(path, 0o700) },
+		"a directory":        func(path string) error { return os.MkdirAll(filepath.Join(path, "x"), 0o700) },
+		"a pipe":             func(path string) error { return unix.Mkfifo(path, 0o600) },
+		"a dangling link":    func(path string) error { return os.Symlink("nowhere", path) },
+		"text":               func(path string) error { return os.WriteFile(path, []byte("hello\nworld\n"), 0o600) },
+		"zeros":              func(path string) error { return os.WriteFile(path, make([]byte, spareSize), 0o600) },
+		"another's record": func(path string) error {
+			data, err := encodeRecord(Hold{Holder: Holder{KindClaim, "x"}, Device: whole("y"), State: StateHeld}, "boot")
+			return errors.Join(err, os.WriteFile(path, data, 0o600))
+		},
+		"an unknown state": func(path string) error {
+			h := samples["claim"]
+			if strings.Contains(filepath.Base(path), "limit") {
+				h = samples["limit"]
+			}
+			h.State = "shared"
+			data, err := encodeRecord(h, "boot")
+			return errors.Join(err, os.WriteFile(path, data, 0o600))
+		},
+	}
+	for kind, h := range samples {
+		for what, make := range things {
+			t.Run(kind+"/"+what, func(t *testing.T) {
+				dir, path := written(t, h)
+				must(t, os.Remove(path))
+				must(t, make(path))
+				checkHeld(t, what, dir, h, false)
+			})
+			t.Run(kind+"/"+what+", given out again", func(t *testing.T) {
+				dir, path := written(t, h)
+				must(t, os.Remove(path))
+				must(t, make(path))
+				l := reopen(t, dir)
+				if h.Holder.Kind == KindLimit {
+					must(t, l.ReserveLimits(limitsOf(h.Holder.ID)))
+				} else {
+					must(t, second(l.ReserveClaim(t.Context(), claimOf(h.Holder.ID, h.Device))))
+				}
+				must(t, l.Close())
+				if got := find(reopen(t, dir), h.Holder.ID); got.Unreadable || got.State != StateHeld {
+					t.Errorf("%+v", got)
+				}
+			})
+		}
+	}
+}
+
+func TestStrangeNamesBlockNothing(t *testing.T) {
+	dir, _ := written(t, samples["limit"])
+	names := []string{
+		"x", "claim", "claim~~GPU-1", "claim~a~", "~a~GPU-1", "claim~a~GPU-1~b", "claim~%zz~GPU-1", "claim~a~GPU-1@0+-1", "claim~a~GPU-1@0++4",
+		"claim~a~GPU-1@00+4", "claim~%61~GPU-1", ".hidden", "core.123",
+	}
+	for _, name := range names {
+		must(t, os.WriteFile(filepath.Join(dir, "holds", name), []byte("?"), 0o600))
+	}
+	must(t, os.MkdirAll(filepath.Join(dir, "spare", "junk", "more"), 0o700))
+	must(t, os.Symlink("nowhere", filepath.Join(dir, "spare", "17")))
+	l := reopen(t, dir)
+	if n := len(l.Holds()); n != 1 {
+		t.Errorf("%d holds: %v", n, l.Holds())
+	}
+	must(t, l.ReserveLimits(limitsOf("GPU-2")))
+	if got := list(t, filepath.Join(dir, "holds")); len(got) != len(names)+2 {
+		t.Errorf("somebody else's files were touched: %q", got)
+	}
+}
+
+func TestNamesThatCouldNotBeReadBackAreRefused(t *testing.T) {
+	l := reopen(t, t.TempDir())
+	for _, ref := range []device.Ref{{}, part("a", -1, 4), part("a", 2, 0), part("a", 0, -1), whole("a@0+4"), whole("a@x")} {
+		if _, err := l.ReserveClaim(t.Context(), claimOf("c", ref)); err == nil {
+			t.Errorf("%+v was reserved", ref)
+		}
+	}
+	if _, err := l.ReserveClaim(t.Context(), claimOf("", whole("a"))); err == nil {
+		t.Error("a claim without UID was served")
+	}
+	if holds := l.Holds(); len(holds) > 0 {
+		t.Errorf("held: %v", holds)
+	}
+	for i, id := range []string{"a/b", "a~b", "..", "%", "a\x00b", "GPU-1@0+1", "ü"} {
+		must(t, l.ReserveLimits([]LimitRequest{{ID: id, Device: whole(fmt.Sprint("/~%", i))}}))
+	}
+}
+
+// A newer version's record holds, and outlives this version on disk as it was.
+func TestRecordsOfANewerVersionStayAsTheyAre(t *testing.T) {
+	body := func(h Hold, more string) string {
+		data, err := encodeRecord(h, "boot")
+		must(t, err)
+		_, json, _ := bytes.Cut(data, []byte("\n"))
+		return strings.Replace(string(json), "{", "{"+more, 1)
+	}
+	file := func(header, body string) []byte {
+		return fmt.Appendf(nil, header, recordVersion+1, crc32.Checksum([]byte(body), castagnoli), len(body), body)
+	}
+	const usual = "tandem-hold v%d crc32c=%08x len=%d\n%s"
+	h := samples["claim"]
+	h.State = StateHeld
+	foreign := h
+	foreign.State = "shared"
+	tests := map[string]struct {
+		data       []byte
+		unreadable bool
+	}{
+		"more fields":    {file(usual, body(h, `"share":{"memory":7},`)), false},
+		"another state":  {file(usual, body(foreign, "")), true},
+		"another header": {file("tandem-hold v%d sum=%x n=%d\n%s", body(h, "")), true},
+		"another body":   {file(usual, "share: 7"), true},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			dir, path := written(t, h)
+			must(t, os.WriteFile(path, test.data, 0o600))
+			for range 2 {
+				l := reopen(t, dir)
+				got := find(l, h.Holder.ID)
+				if got.Unreadable != test.unreadable || got.Device != h.Device {
+					t.Fatalf("%+v", got)
+				}
+				if _, err := l.ReserveClaim(t.Context(), claimOf("other", h.Device)); err == nil {
+					t.Error("does not hold")
+				}
+				must(t, l.SetState(got, StateDraining))
+				must(t, l.Expect(Hold{Holder: h.Holder, Device: h.Device, Namespace: "ns", Name: "train", Pods: []Pod{{UID: "p2"}}}))
+				must(t, l.DrainClaim(t.Context(), h.Holder.ID))
+				if got := find(l, h.Holder.ID); got.State != StateDraining || len(got.Pods) == 0 || got.Unreadable {
+					t.Errorf("in memory: %+v", got)
+				}
+				must(t, l.Close())
+				if now, err := os.ReadFile(path); err != nil || !bytes.Equal(now, test.data) {
+					t.Fatalf("the record became %q (%v)", now, err)
+				}
+			}
+			l := reopen(t, dir)
+			must(t, l.Release(find(l, h.Holder.ID)))
+			if left := list(t, filepath.Join(dir, "holds")); len(left) > 0 {
+				t.Errorf("left behind: %q", left)
+			}
+		})
+	}
+	t.Run("another kind", func(t *testing.T) {
+		dir := t.TempDir()
+		must(t, os.MkdirAll(filepath.Join(dir, "holds"), 0o700))
+		must(t, os.WriteFile(filepath.Join(dir, "holds", "lease~l1~GPU-1"), file(usual, body(Hold{Holder: Holder{"lease", "l1"}, Device: whole("GPU-1"), State: StateHeld}, "")), 0o600))
+		l := reopen(t, dir)
+		if err := l.ReserveLimits(limitsOf("GPU-1")); err == nil {
+			t.Error("does not hold")
+		}
+	})
+}
