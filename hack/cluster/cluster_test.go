@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster
+
+import (
+	"context"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"sigs.k8s.io/yaml"
+)
+
+func TestConfigComplete(t *testing.T) {
+	for name, test := range map[string]struct {
+		config Config
+		want   []string
+	}{
+		"defaults":       {config: Config{Dir: "x"}},
+		"no directory":   {config: Config{}, want: []string{"dir: missing"}},
+		"below run":      {config: Config{Dir: "/run/x"}, want: []string{`dir "/run/x": below /run`}},
+		"bad version":    {config: Config{Dir: "x", KubernetesVersion: "1.37"}, want: []string{`kubernetesVersion: kubernetes version "1.37"`}},
+		"old version":    {config: Config{Dir: "x", KubernetesVersion: "v1.33.1"}, want: []string{"older than v1.34"}},
+		"old node":       {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: "a", KubernetesVersion: "v1.9.0"}}}, want: []string{"nodes[0].kubernetesVersion"}},
+		"bad name":       {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: "A"}}}, want: []string{`nodes[0].name "A"`}},
+		"equal names":    {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: "a"}, {Name: "a"}}}, want: []string{`nodes[1].name "a": taken`}},
+		"reserved name":  {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: controlName}}}, want: []string{"taken"}},
+		"too many":       {config: Config{Dir: "x", Nodes: make([]NodeConfig, maxNodes+1)}, want: []string{"more than 100"}},
+		"relative mount": {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: "a", Mounts: []Mount{{Source: "b", Target: "/c"}}}}}, want: []string{"nodes[0].mounts[0]"}},
+		"white space":    {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: "a", Mounts: []Mount{{Source: "/b c", Target: "/c"}}}}}, want: []string{"white space"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			err := test.config.complete()
+			if (err != nil) != (len(test.want) > 0) {
+				t.Fatalf("complete: %v", err)
+			}
+			for _, want := range test.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("error %q lacks %q", err, want)
+				}
+			}
+		})
+	}
+}
+
+func TestConfigCompleteLeavesCallersNodesAlone(t *testing.T) {
+	nodes := []NodeConfig{{Name: "a"}}
+	config := Config{Dir: t.TempDir(), Nodes: nodes}
+	if err := config.complete(); err != nil {
+		t.Fatal(err)
+	}
+	if nodes[0].KubernetesVersion != "" || config.Nodes[0].KubernetesVersion == "" {
+		t.Errorf("caller's node has version %q, ours %q", nodes[0].KubernetesVersion, config.Nodes[0].KubernetesVersion)
+	}
+}
+
+func TestConfigSurvivesDisk(t *testing.T) {
+	want := Config{Dir: t.TempDir(), FeatureGates: map[string]bool{"B": false, "A": true}, APIServerArgs: []string{"--v=2"},
+		Nodes: []NodeConfig{{Name: "a", Kubelet: map[string]any{"x": map[string]any{"y": "z"}}, Labels: map[string]string{"l": "v"},
+			Mounts: []Mount{{Source: "/s", Target: "/t", ReadOnly: true}}}}}
+	if err := want.complete(); err != nil {
+		t.Fatal(err)
+	}
+	if err := want.save(); err != nil {
+		t.Fatal(err)
+	}
+	got, err := readConfig(want.Dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("config differs (-want +got):\n%s", diff)
+	}
+	if gates := got.featureGates(); gates != "A=true,B=false" {
+		t.Errorf("feature gates %q", gates)
+	}
+}
+
+func TestOpenWithoutCluster(t *testing.T) {
+	if _, err := Open(t.TempDir(), nil); !errors.Is(err, ErrNoCluster) {
+		t.Errorf("open an empty directory: %v, want ErrNoCluster", err)
+	}
+}
+
+func TestMerge(t *testing.T) {
+	config := map[string]any{"keep": 1, "drop": 2, "map": map[string]any{"a": 1, "b": 2}, "scalar": 1}
+	merge(config, map[string]any{"drop": nil, "map": map[string]any{"b": 3}, "scalar": map[string]any{"now": "map"}, "new": true})
+	want := map[string]any{"keep": 1, "map": map[string]any{"a": 1, "b": 3}, "scalar": map[string]any{"now": "map"}, "new": true}
+	if diff := cmp.Diff(want, config); diff != "" {
+		t.Errorf("merged config differs (-want +got):\n%s", diff)
+	}
+}
+
+func TestKubeletConfig(t *testing.T) {
+	c, err := New(Config{Dir: t.TempDir(), FeatureGates: map[string]bool{"G": true},
+		Nodes: []NodeConfig{{Name: "a", Kubelet: map[string]any{"cpuManagerPolicy": "static", "serializeImagePulls": nil}}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	data, err := c.Node("a").kubeletConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got map[string]any
+	if err := yaml.Unmarshal(data, &got); err != nil {
+		t.Fatal(err)
+	}
+	if _, has := got["serializeImagePulls"]; has || got["cpuManagerPolicy"] != "static" || got["cgroupDriver"] != "cgroupfs" ||
+		!cmp.Equal(got["featureGates"], map[string]any{"G": true}) {
+		t.Errorf("kubelet configuration:\n%s", data)
+	}
+}
+
+func TestParseStat(t *testing.T) {
+	stat := "77 (a) b (c d) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20 21\n"
+	started, state, err := parseStat(stat)
+	if err != nil || started != 4711 || state != 'S' {
+		t.Errorf("parse %q: started %d, state %c, %v", stat, started, state, err)
+	}
+	if _, _, err := parseStat("1 (x) S 1"); err == nil {
+		t.Error("a short line parses")
+	}
+}
+
+func TestProcessIsNotItsSuccessor(t *testing.T) {
+	cmd := exec.Command("sleep", "1000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	real, err := identify(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, other := range map[string]process{
+		"started earlier": {Pid: real.Pid, Started: real.Started - 1, Boot: real.Boot},
+		"before a reboot": {Pid: real.Pid, Started: real.Started, Boot: "another"},
+		"nobody":          {},
+	} {
+		if err := other.signal(syscall.SIGKILL); !errors.Is(err, errGone) {
+			t.Errorf("%s: signalled: %v", name, err)
+		}
+		if err := other.kill(t.Context()); err != nil {
+			t.Errorf("%s: kill: %v", name, err)
+		}
+	}
+	if !real.alive() {
+		t.Fatal("the process was killed under a wrong name")
+	}
+	if err := real.kill(t.Context()); err != nil || real.alive() {
+		t.Errorf("kill: %v, alive %t", err, real.alive())
+	}
+}
+
+func TestWaitGivesUpWithContext(t *testing.T) {
+	me, err := identify(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+	defer cancel()
+	if err := me.wait(ctx); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("wait for ourselves: %v", err)
+	}
+}
+
+func TestParseHierarchies(t *testing.T) {
+	for name, test := range map[string]struct {
+		mountinfo string
+		want      []hierarchy
+	}{
+		"v1, hybrid": {
+			mountinfo: `25 1 0:22 / /sys/fs/cgroup rw - tmpfs tmpfs rw
+26 25 0:23 / /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct
+27 25 0:24 / /sys/fs/cgroup/systemd rw - cgroup cgroup rw,xattr,release_agent=/x,name=systemd
+28 25 0:25 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw
+29 25 0:24 / /elsewhere/memory rw - cgroup cgroup rw,memory`,
+			want: []hierarchy{{dir: "/sys/fs/cgroup/cpu,cpuacct", options: "cpu,cpuacct"},
+				{dir: "/sys/fs/cgroup/systemd", options: "none,name=systemd"}},
+		},
+		"v2": {
+			mountinfo: "30 20 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate",
+			want:      []hierarchy{{dir: "/sys/fs/cgroup", v2: true}},
+		},
+		"none": {mountinfo: "nonsense\n1 2 0:1 / / rw - ext4 /dev/vda rw"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := parseHierarchies(strings.Split(test.mountinfo, "\n"))
+			if diff := cmp.Diff(test.want, got, cmp.AllowUnexported(hierarchy{})); diff != "" {
+				t.Errorf("hierarchies differ (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestIdentities(t *testing.T) {
+	c, err := New(Config{Dir: t.TempDir(), Nodes: []NodeConfig{{Name: "a"}, {Name: "b"}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.writeIdentities(); err != nil {
+		t.Fatal(err)
+	}
+	ca := readCertificate(t, c.control.path(pkiDir+"/ca.crt"))
+	roots := x509.NewCertPool()
+	roots.AddCert(ca)
+	server := readCertificate(t, c.control.path(pkiDir+"/apiserver.crt"))
+	kubelet := readCertificate(t, c.Node("b").machine.path(pkiDir+"/kubelet.crt"))
+	for _, name := range []string{controlIP, serviceIP, "kubernetes.default.svc"} {
+		if _, err := server.Verify(x509.VerifyOptions{Roots: roots, DNSName: name}); err != nil {
+			t.Errorf("API server as %s: %v", name, err)
+		}
+	}
+	if _, err := kubelet.Verify(x509.VerifyOptions{Roots: roots, DNSName: nodeIP(1)}); err != nil {
+		t.Errorf("kubelet of b: %v", err)
+	}
+	if subject := kubelet.Subject; subject.CommonName != "system:node:b" || len(subject.Organization) != 1 || subject.Organization[0] != "system:nodes" {
+		t.Errorf("kubelet of b is %v", subject)
+	}
+	if config, err := c.RESTConfig(); err != nil || config.Dial == nil {
+		t.Errorf("client configuration: %v", err)
+	}
+}
+
+func readCertificate(t *testing.T, path string) *x509.Certificate {
+	t.Helper()
+	data, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	block, _ := pem.Decode(data)
+	cert, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return cert
+}
+
+func TestRemoveDiskRefusesMounts(t *testing.T) {
+	err := removeDisk("/proc")
+	if err == nil || !strings.Contains(err.Error(), "mounted") {
+		t.Fatalf("remove a mount point: %v", err)
+	}
+	dir := filepath.Join(t.TempDir(), "a")
+	if err := os.MkdirAll(filepath.Join(dir, "b"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := removeDisk(dir); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(dir); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("directory is still there: %v", err)
+	}
+}
+
+func TestMakeDiskTwice(t *testing.T) {
+	root := filepath.Join(t.TempDir(), "rootfs")
+	for range 2 {
+		if err := makeDisk(root, "a"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if target, err := os.Readlink(filepath.Join(root, "var/run")); err != nil || target != "/run" {
+		t.Errorf("/var/run leads to %q: %v", target, err)
+	}
+	if _, err := os.Stat(filepath.Join(root, "etc/shadow")); err == nil {
+		t.Error("the host's secrets were copied")
+	}
+}

@@ -1,0 +1,413 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+)
+
+// realVariable asks for the test with a real cluster: it needs root, minutes, and programs that may have to be built.
+const realVariable = "TANDEM_TEST_CLUSTER"
+
+// TestRealCluster drives a real cluster of two nodes through everything the package offers, and looks for what it leaves
+// behind. Its parts build on each other.
+func TestRealCluster(t *testing.T) {
+	if os.Getenv(realVariable) == "" {
+		t.Skipf("starts a real cluster: set %s=1 to run it", realVariable)
+	}
+	if os.Geteuid() != 0 {
+		t.Skip("starts a real cluster: needs root")
+	}
+	before := traces(t)
+	shown := t.TempDir()
+	if err := os.WriteFile(filepath.Join(shown, "file"), []byte("from the host"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	c, err := New(Config{Dir: filepath.Join(t.TempDir(), "cluster"), KubernetesVersion: os.Getenv("TANDEM_TEST_KUBERNETES"), Progress: t.Output(),
+		Nodes: []NodeConfig{
+			{Name: "one", Labels: map[string]string{"test": "first"}, Mounts: []Mount{{Source: shown, Target: "/opt/shown", ReadOnly: true}}},
+			{Name: "two"},
+		}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if t.Failed() {
+			if dir := os.Getenv("TANDEM_TEST_LOGS"); dir != "" {
+				t.Log(c.CollectLogs(context.Background(), dir))
+			}
+		}
+		if err := c.Stop(context.Background()); err != nil {
+			t.Error(err)
+		}
+		compareTraces(t, before)
+	})
+	if err := c.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	r := &realTest{Cluster: c, client: must(c.client())}
+	for _, step := range []struct {
+		name string
+		run  func(*realTest, *testing.T)
+	}{
+		{"pods run", (*realTest).podsRun},
+		{"network", (*realTest).network},
+		{"isolation", (*realTest).isolation},
+		{"kubelet", (*realTest).kubelet},
+		{"containerd", (*realTest).containerd},
+		{"control plane", (*realTest).controlPlane},
+		{"another process", (*realTest).anotherProcess},
+		{"reboot", (*realTest).reboot},
+		{"logs", (*realTest).logs},
+	} {
+		if !t.Run(step.name, func(t *testing.T) { step.run(r, t) }) {
+			t.FailNow()
+		}
+	}
+}
+
+type realTest struct {
+	*Cluster
+	client kubernetes.Interface
+}
+
+func must[T any](value T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return value
+}
+
+// podsManifest has, on node one, a server with a host port and a bandwidth limit, and one such server on each node.
+const podsManifest = `
+apiVersion: v1
+kind: Pod
+metadata: {name: server, annotations: {kubernetes.io/egress-bandwidth: 8M}}
+spec:
+  nodeName: one
+  restartPolicy: Always
+  containers:
+  - name: c
+    image: docker.io/local/busybox:1
+    imagePullPolicy: Never
+    command: [sh, -c, "cat /proc/sys/kernel/random/boot_id; mkdir -p /www; hostname > /www/index.html; exec httpd -f -p 80 -h /www"]
+    ports: [{containerPort: 80, hostPort: 8088}]
+---
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: {name: servers}
+spec:
+  selector: {matchLabels: {app: servers}}
+  template:
+    metadata: {labels: {app: servers}}
+    spec:
+      containers:
+      - name: c
+        image: docker.io/local/busybox:1
+        imagePullPolicy: Never
+        command: [sh, -c, "mkdir -p /www; hostname > /www/index.html; exec httpd -f -p 80 -h /www"]
+---
+apiVersion: v1
+kind: Service
+metadata: {name: servers}
+spec: {selector: {app: servers}, ports: [{port: 80}]}
+`
+
+// eventually fails the test when a condition does not come true in a minute.
+func eventually(t *testing.T, what string, holds func(context.Context) error) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	var last error
+	if err := until(ctx, func() bool { last = holds(ctx); return last == nil }); err != nil {
+		t.Fatalf("%s: %v (%v)", what, last, err)
+	}
+}
+
+func (r *realTest) kubectl(t *testing.T, args ...string) string {
+	t.Helper()
+	out, err := r.Kubectl(t.Context(), args...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.TrimSpace(out)
+}
+
+// server answers the state of pod server's container.
+func (r *realTest) server(ctx context.Context) (corev1.ContainerStatus, error) {
+	pod, err := r.client.CoreV1().Pods("default").Get(ctx, "server", metav1.GetOptions{})
+	if err != nil {
+		return corev1.ContainerStatus{}, err
+	}
+	if len(pod.Status.ContainerStatuses) != 1 || pod.Status.ContainerStatuses[0].State.Running == nil {
+		return corev1.ContainerStatus{}, fmt.Errorf("pod server is %s", pod.Status.Phase)
+	}
+	return pod.Status.ContainerStatuses[0], nil
+}
+
+func (r *realTest) podsRun(t *testing.T) {
+	manifest := filepath.Join(t.TempDir(), "pods.yaml")
+	if err := os.WriteFile(manifest, []byte(podsManifest), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	r.kubectl(t, "apply", "-f", manifest)
+	r.kubectl(t, "rollout", "status", "daemonset/servers", "--timeout=60s")
+	r.kubectl(t, "wait", "--for=condition=Ready", "pod/server", "--timeout=60s")
+	if got := r.kubectl(t, "exec", "server", "--", "hostname"); got != "server" {
+		t.Errorf("exec says %q", got)
+	}
+	if got, want := r.kubectl(t, "logs", "server"), must(r.Node("one").BootID()); got != want {
+		t.Errorf("log %q: want the node's boot ID %q", got, want)
+	}
+	if got := r.kubectl(t, "get", "node", "-l", "test=first", "-o", "name"); got != "node/one" {
+		t.Errorf("nodes with the label: %q", got)
+	}
+}
+
+func (r *realTest) network(t *testing.T) {
+	service := r.kubectl(t, "get", "service", "servers", "-o", "jsonpath={.spec.clusterIP}")
+	// Both pods behind the service answer a pod of node one: so pods, services and the way between nodes work.
+	seen := map[string]bool{}
+	eventually(t, "both servers answer", func(context.Context) error {
+		seen[r.kubectl(t, "exec", "server", "--", "wget", "-qO-", service)] = true
+		if len(seen) != 2 {
+			return fmt.Errorf("only %v", seen)
+		}
+		return nil
+	})
+	for from, dial := range map[string]*machine{"control plane": r.control, "node two": r.Node("two").machine} {
+		if err := dial.answers("http://" + r.Node("one").IP() + ":8088/")(t.Context()); err != nil {
+			t.Errorf("host port from %s: %v", from, err)
+		}
+	}
+	cmd := must(r.Node("one").Command(t.Context(), "tc", "qdisc", "show"))
+	if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), "tbf") || !strings.Contains(string(out), "rate 8Mbit") {
+		t.Errorf("no bandwidth limit (%v):\n%s", err, out)
+	}
+}
+
+func (r *realTest) isolation(t *testing.T) {
+	root := must(r.Node("one").Root())
+	if got := string(must(os.ReadFile(filepath.Join(root, "opt/shown/file")))); got != "from the host" {
+		t.Errorf("mounted file holds %q", got)
+	}
+	if err := os.WriteFile(filepath.Join(root, "opt/shown/other"), nil, 0o644); err == nil {
+		t.Error("a read-only mount took a file")
+	}
+	if err := os.WriteFile(filepath.Join(root, "run/marker"), nil, 0o644); err != nil {
+		t.Error(err)
+	}
+	for _, path := range []string{"/run/marker", "/run/containerd/containerd.sock", "/var/lib/kubelet/pods"} {
+		if _, err := os.Stat(path); err == nil {
+			t.Errorf("%s is on the host", path)
+		}
+	}
+	ids := map[string]bool{string(must(os.ReadFile("/proc/sys/kernel/random/boot_id"))): true}
+	for _, node := range r.Nodes() {
+		out := must(must(node.Command(t.Context(), "cat", "/proc/sys/kernel/random/boot_id")).Output())
+		ids[string(out)] = true
+	}
+	if len(ids) != 3 {
+		t.Errorf("boot IDs of the host and two nodes: %v", ids)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cmd := must(r.Node("one").Command(ctx, "sleep", "4242"))
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	cancel()
+	if err := cmd.Wait(); err == nil {
+		t.Error("a cancelled command ended well")
+	}
+	eventually(t, "cancelled command is gone", func(ctx context.Context) error {
+		if out, err := must(r.Node("one").Command(ctx, "pgrep", "-f", "sleep 4242")).Output(); err == nil {
+			return fmt.Errorf("still there: %s", out)
+		}
+		return nil
+	})
+}
+
+func (r *realTest) kubelet(t *testing.T) {
+	kubelet := r.Node("one").Component(Kubelet)
+	before := must(r.server(t.Context()))
+	pid := must(kubelet.Pid())
+	if err := kubelet.Kill(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := kubelet.Pid(); !errors.Is(err, ErrNotRunning) {
+		t.Errorf("killed kubelet: %v", err)
+	}
+	if err := kubelet.Kill(t.Context()); err != nil {
+		t.Errorf("kill again: %v", err)
+	}
+	if err := kubelet.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if again := must(kubelet.Pid()); again == pid {
+		t.Errorf("process %d survived", pid)
+	}
+	if err := kubelet.Start(t.Context()); err != nil {
+		t.Errorf("start again: %v", err)
+	}
+	if err := r.WaitReady(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if after := must(r.server(t.Context())); after.ContainerID != before.ContainerID {
+		t.Error("the container did not survive kubelet")
+	}
+}
+
+func (r *realTest) containerd(t *testing.T) {
+	before := must(r.server(t.Context()))
+	if err := r.Node("one").Component(Containerd).Restart(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "exec works again", func(ctx context.Context) error {
+		_, err := r.Kubectl(ctx, "exec", "server", "--", "true")
+		return err
+	})
+	if after := must(r.server(t.Context())); after.ContainerID != before.ContainerID {
+		t.Error("the container did not survive containerd")
+	}
+}
+
+func (r *realTest) controlPlane(t *testing.T) {
+	server := r.Component(APIServer)
+	if err := server.Freeze(); err != nil {
+		t.Fatal(err)
+	}
+	if err := server.probe(t.Context()); err == nil {
+		t.Error("a frozen API server answers")
+	}
+	if err := server.Thaw(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "a thawed API server answers", server.probe)
+	for _, name := range []string{Etcd, APIServer, ControllerManager, Scheduler} {
+		if err := r.Component(name).Restart(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := r.Component(Etcd).Kill(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Component(Etcd).Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the API server finds etcd again", server.probe)
+	if err := r.WaitReady(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if r.Component("no-such") != nil || r.Node("no-such") != nil {
+		t.Error("names of nothing find something")
+	}
+}
+
+func (r *realTest) anotherProcess(t *testing.T) {
+	other, err := Open(r.config.Dir, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if mine, theirs := must(r.Component(Etcd).Pid()), must(other.Component(Etcd).Pid()); mine != theirs {
+		t.Errorf("etcd is %d here and %d there", mine, theirs)
+	}
+	if err := other.Node("two").Component(Kubelet).Restart(t.Context()); err != nil {
+		t.Error(err)
+	}
+	// Starting what runs changes nothing.
+	before := must(r.Node("one").Component(Kubelet).Pid())
+	if err := other.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if after := must(r.Node("one").Component(Kubelet).Pid()); after != before {
+		t.Errorf("start restarted kubelet: %d, then %d", before, after)
+	}
+}
+
+func (r *realTest) reboot(t *testing.T) {
+	node := r.Node("one")
+	before, bootID := must(r.server(t.Context())), must(node.BootID())
+	if err := node.Reboot(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if must(node.BootID()) == bootID {
+		t.Error("the boot ID is the same")
+	}
+	if _, err := os.Stat(filepath.Join(must(node.Root()), "run/marker")); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("/run was not emptied: %v", err)
+	}
+	eventually(t, "the pod runs again", func(ctx context.Context) error {
+		after, err := r.server(ctx)
+		if err == nil && after.ContainerID == before.ContainerID {
+			err = errors.New("it is the container from before")
+		}
+		return err
+	})
+	if got, want := r.kubectl(t, "logs", "server"), must(node.BootID()); got != want {
+		t.Errorf("boot ID in the container %q: want %q", got, want)
+	}
+	eventually(t, "host port works again", node.machine.answers("http://"+node.IP()+":8088/"))
+}
+
+func (r *realTest) logs(t *testing.T) {
+	dir := t.TempDir()
+	if err := r.CollectLogs(t.Context(), dir); err != nil {
+		t.Fatal(err)
+	}
+	for _, pattern := range []string{"one/kubelet.log", "control-plane/kube-apiserver.log", "one/pods/default_server_*/c/*.log", "objects.yaml", "events.txt"} {
+		found := must(filepath.Glob(filepath.Join(dir, pattern)))
+		if len(found) == 0 {
+			t.Errorf("no %s", pattern)
+		}
+		for _, file := range found {
+			if info := must(os.Stat(file)); info.Size() == 0 {
+				t.Errorf("%s is empty", file)
+			}
+		}
+	}
+}
+
+// traces lists what a cluster could leave behind on the host.
+func traces(t *testing.T) map[string][]string {
+	t.Helper()
+	found := map[string][]string{}
+	for what, command := range map[string]string{
+		"mounts":     "cat /proc/self/mountinfo | cut -d' ' -f5 | sort",
+		"interfaces": "ls /sys/class/net",
+		"cgroups":    "find /sys/fs/cgroup -type d -name 'tandem-*' | sort",
+		"namespaces": "readlink /proc/[0-9]*/ns/net /proc/[0-9]*/ns/mnt 2>/dev/null | sort -u",
+		"processes":  "ps -eo args | grep -E '/(etcd|kube[a-z-]*|containerd[a-z0-9-]*|pause) ?' | grep -v grep | sort",
+		"rules":      "nft list ruleset 2>/dev/null | head -50",
+		"files":      "ls -d /var/lib/kubelet /var/lib/containerd /etc/cni /etc/cdi /run/containerd /run/netns /var/lib/cni 2>/dev/null",
+		"settings":   "cat /proc/sys/vm/overcommit_memory /proc/sys/kernel/panic /proc/sys/kernel/panic_on_oops /proc/sys/kernel/keys/root_maxkeys /proc/sys/net/ipv4/ip_forward",
+	} {
+		// Nothing to be found makes some of these fail.
+		out, _ := exec.Command("/bin/sh", "-c", command).Output()
+		found[what] = strings.Split(strings.TrimSpace(string(out)), "\n")
+	}
+	return found
+}
+
+func compareTraces(t *testing.T, before map[string][]string) {
+	t.Helper()
+	for what, after := range traces(t) {
+		for _, entry := range after {
+			if !slices.Contains(before[what], entry) {
+				t.Errorf("left behind among %s: %s", what, entry)
+			}
+		}
+	}
+}
