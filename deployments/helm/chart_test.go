@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -25,6 +26,7 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 
 	"github.com/tandem-gpu/tandem/hack/gobin"
+	"github.com/tandem-gpu/tandem/internal/config"
 )
 
 var update = flag.Bool("update", false, "rewrite the golden files")
@@ -183,6 +185,32 @@ func TestNeverSurges(t *testing.T) {
 		if surge := daemonSet(t, name).Spec.UpdateStrategy.RollingUpdate.MaxSurge; surge.IntValue() != 0 {
 			t.Errorf("%s: maxSurge is %v", name, surge)
 		}
+	}
+}
+
+// The agent takes every flag and the configuration that the chart gives it.
+func TestAgentAcceptsTheArguments(t *testing.T) {
+	for _, name := range cases {
+		t.Run(name, func(t *testing.T) {
+			agent := daemonSet(t, name).Spec.Template.Spec.Containers[0]
+			args := slices.DeleteFunc(slices.Clone(agent.Args), func(arg string) bool {
+				return arg == "--config=/etc/tandem/config.yaml"
+			})
+			if len(args) == len(agent.Args)-1 {
+				file := filepath.Join(t.TempDir(), "config.yaml")
+				data := find[*corev1.ConfigMap](t, name).Data["config.yaml"]
+				if err := os.WriteFile(file, []byte(data), 0o600); err != nil {
+					t.Fatal(err)
+				}
+				args = append(args, "--config="+file)
+			}
+			env := map[string]string{"NODE_NAME": "node-1"}
+			lookup := func(key string) (string, bool) { value, ok := env[key]; return value, ok }
+			var stderr bytes.Buffer
+			if _, err := config.Load(args, lookup, &stderr); err != nil {
+				t.Errorf("%v: %v\n%s", args, err, &stderr)
+			}
+		})
 	}
 }
 

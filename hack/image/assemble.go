@@ -43,25 +43,25 @@ func (f file) read() ([]byte, error) {
 	return data, nil
 }
 
-func assemble(o Options, layers [][]file) (v1.Image, error) {
+func (c contents) assemble() (v1.Image, error) {
 	img := mutate.ConfigMediaType(mutate.MediaType(empty.Image, types.OCIManifestSchema1), types.OCIConfigJSON)
-	for _, files := range layers {
+	for _, files := range c.layers {
 		layer, err := layerOf(files)
 		if err != nil {
 			return nil, err
 		}
 		img, err = mutate.Append(img, mutate.Addendum{
 			Layer:   layer,
-			History: v1.History{Created: v1.Time{Time: created}, CreatedBy: "hack/image", Comment: contents(files)},
+			History: v1.History{Created: v1.Time{Time: created}, CreatedBy: "hack/image", Comment: summary(files)},
 		})
 		if err != nil {
 			return nil, fmt.Errorf("append layer: %w", err)
 		}
 	}
-	return configure(img, o)
+	return configure(img, c.options)
 }
 
-func contents(files []file) string {
+func summary(files []file) string {
 	if len(files) == 1 {
 		return files[0].path
 	}

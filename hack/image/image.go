@@ -52,62 +52,84 @@ func Build(ctx context.Context, o Options) (tarball, digest string, err error) {
 	if err := o.complete(ctx); err != nil {
 		return "", "", err
 	}
-	img, err := build(ctx, o)
+	c, err := collect(ctx, o)
 	if err != nil {
 		return "", "", err
 	}
-	return save(o, img)
+	return c.save()
+}
+
+// contents is what goes into the image of one architecture, layer by layer: what changes least comes first, so that a
+// new agent moves one layer only.
+type contents struct {
+	options Options
+	layers  [][]file
+}
+
+// collect compiles and gathers; it compresses nothing yet.
+func collect(ctx context.Context, o Options) (contents, error) {
+	if err := ensureToolchain(ctx, o.Arch, o.Progress); err != nil {
+		return contents{}, err
+	}
+	agent, err := buildAgent(ctx, o)
+	if err != nil {
+		return contents{}, err
+	}
+	hook, err := hookBinary(o.Arch).Ensure(ctx, o.Progress)
+	if err != nil {
+		return contents{}, err
+	}
+	base, err := baseFiles(o.Arch, agent)
+	if err != nil {
+		return contents{}, err
+	}
+	licences, err := licenceFiles(ctx, o, agent, hook)
+	if err != nil {
+		return contents{}, err
+	}
+	return contents{options: o, layers: [][]file{
+		base,
+		{{path: "usr/bin/nvidia-cdi-hook", source: hook, mode: 0o755}},
+		append(licences, file{path: "usr/bin/kubelet-plugin", source: agent, mode: 0o755}),
+	}}, nil
+}
+
+func (c contents) tarball() string {
+	return filepath.Join(c.options.Out, "tandem-"+c.options.Arch+".tar")
 }
 
 // save writes the tarball unless it is there already.
-func save(o Options, img v1.Image) (tarball, digest string, err error) {
+func (c contents) save() (tarball, digest string, err error) {
+	fingerprint, err := c.fingerprint()
+	if err != nil {
+		return "", "", err
+	}
+	o := c.options
+	if digest, ok := readStamp(c.tarball(), fingerprint); ok {
+		fmt.Fprintf(o.Progress, "image %s (%s) unchanged in %s: %s\n", o.Ref, o.Arch, c.tarball(), digest)
+		return c.tarball(), digest, nil
+	}
+	img, err := c.assemble()
+	if err != nil {
+		return "", "", err
+	}
+	return c.write(img, fingerprint)
+}
+
+func (c contents) write(img v1.Image, fingerprint string) (tarball, digest string, err error) {
 	hash, err := img.Digest()
 	if err != nil {
 		return "", "", fmt.Errorf("digest image: %w", err)
 	}
-	tarball = filepath.Join(o.Out, "tandem-"+o.Arch+".tar")
-	stamp := stampOf(hash.String(), o.Ref)
-	if upToDate(tarball, stamp) {
-		fmt.Fprintf(o.Progress, "image %s (%s) unchanged in %s: %s\n", o.Ref, o.Arch, tarball, hash)
-		return tarball, hash.String(), nil
+	o := c.options
+	if err := writeTarball(c.tarball(), o.Ref, img); err != nil {
+		return "", "", fmt.Errorf("write %s: %w", c.tarball(), err)
 	}
-	if err := writeTarball(tarball, o.Ref, img); err != nil {
-		return "", "", fmt.Errorf("write %s: %w", tarball, err)
+	if err := writeStamp(c.tarball(), fingerprint, hash.String()); err != nil {
+		return "", "", err
 	}
-	if err := os.WriteFile(tarball+".stamp", []byte(stamp), 0o644); err != nil {
-		return "", "", fmt.Errorf("write stamp of %s: %w", tarball, err)
-	}
-	fmt.Fprintf(o.Progress, "image %s (%s) written to %s: %s\n", o.Ref, o.Arch, tarball, hash)
-	return tarball, hash.String(), nil
-}
-
-// build assembles the image of one architecture from completed options.
-func build(ctx context.Context, o Options) (v1.Image, error) {
-	if err := ensureToolchain(ctx, o.Arch, o.Progress); err != nil {
-		return nil, err
-	}
-	agent, err := buildAgent(ctx, o)
-	if err != nil {
-		return nil, err
-	}
-	hook, err := hookBinary(o.Arch).Ensure(ctx, o.Progress)
-	if err != nil {
-		return nil, err
-	}
-	base, err := baseFiles(o.Arch, agent)
-	if err != nil {
-		return nil, err
-	}
-	licences, err := licenceFiles(ctx, o, agent, hook)
-	if err != nil {
-		return nil, err
-	}
-	// What changes least comes first, so that a new agent moves one layer only.
-	return assemble(o, [][]file{
-		base,
-		{{path: "usr/bin/nvidia-cdi-hook", source: hook, mode: 0o755}},
-		append(licences, file{path: "usr/bin/kubelet-plugin", source: agent, mode: 0o755}),
-	})
+	fmt.Fprintf(o.Progress, "image %s (%s) written to %s: %s\n", o.Ref, o.Arch, c.tarball(), hash)
+	return c.tarball(), hash.String(), nil
 }
 
 func (o *Options) complete(ctx context.Context) error {
@@ -179,14 +201,4 @@ func gitCommit(ctx context.Context, root string) string {
 		commit += "-dirty"
 	}
 	return commit
-}
-
-func stampOf(digest, ref string) string { return digest + " " + ref + "\n" }
-
-func upToDate(tarball, stamp string) bool {
-	if _, err := os.Stat(tarball); err != nil {
-		return false
-	}
-	have, err := os.ReadFile(tarball + ".stamp")
-	return err == nil && string(have) == stamp
 }

@@ -76,11 +76,19 @@ func buildIndex(ctx context.Context, o Options) (v1.ImageIndex, error) {
 	for _, arch := range Architectures() {
 		each := o
 		each.Arch = arch
-		img, err := build(ctx, each)
+		c, err := collect(ctx, each)
 		if err != nil {
 			return nil, err
 		}
-		if _, _, err := save(each, img); err != nil {
+		img, err := c.assemble()
+		if err != nil {
+			return nil, err
+		}
+		fingerprint, err := c.fingerprint()
+		if err != nil {
+			return nil, err
+		}
+		if _, _, err := c.write(img, fingerprint); err != nil {
 			return nil, err
 		}
 		index = mutate.AppendManifests(index, mutate.IndexAddendum{
