@@ -88,7 +88,20 @@ func WriteFaults(dir string, faults Faults) error {
 	if err != nil {
 		return fmt.Errorf("write faults: %w", err)
 	}
-	return writeAtomically(filepath.Join(dir, FaultsFile), data, 0o644)
+	path := filepath.Join(dir, FaultsFile)
+	before, err := os.Stat(path)
+	if err := writeAtomically(path, data, 0o644); err != nil {
+		return err
+	}
+	if err != nil {
+		return nil
+	}
+	// Within one tick of the clock two versions could look alike (inode numbers are used again), so each is newer by force.
+	if after, err := os.Stat(path); err != nil || after.ModTime().After(before.ModTime()) {
+		return err
+	}
+	newer := before.ModTime().Add(time.Microsecond)
+	return os.Chtimes(path, newer, newer)
 }
 
 // ReadFaults reads the faults in force for the machine in dir, so that a test can add to them. A missing file is no fault.
