@@ -149,7 +149,7 @@ func TestAllocateSeveralContainers(t *testing.T) {
 	if len(got.GetContainerResponses()) != 2 || len(got.GetContainerResponses()[1].GetCdiDevices()) != 2 || len(f.ledger.Holds()) != 3 {
 		t.Errorf("got %v with holds %v", got, f.ledger.Holds())
 	}
-	f.ledger.add(claimOn("claim-1", 0))
+	f.ledger.claim("claim-1", 0)
 	if _, err := client.Allocate(context.Background(), allocation([]string{uuid(1)}, []string{uuid(0)})); status.Code(err) != codes.FailedPrecondition {
 		t.Errorf("got %v", err)
 	}
@@ -217,12 +217,14 @@ func TestRefusals(t *testing.T) {
 
 func TestConflicts(t *testing.T) {
 	f, client := serving(t, nil)
-	draining := ledger.Hold{
-		Holder: ledger.Holder{Kind: ledger.KindLimit, ID: uuid(4)}, Device: device.Ref{GPU: uuid(4)}, State: ledger.StateDraining,
-		Resource: "nvidia.com/gpu", Pods: []ledger.Pod{{UID: "1", Namespace: "secret-namespace", Name: "secret-pod"}},
+	if _, err := client.Allocate(context.Background(), allocation([]string{uuid(4)})); err != nil {
+		t.Fatal(err)
 	}
-	f.ledger.add(claimOn("claim-uid-3", 3))
-	f.ledger.add(draining)
+	f.ledger.amend(uuid(4), func(h ledger.Hold) error {
+		return f.ledger.Identify(h, ledger.Pod{UID: "1", Namespace: "secret-namespace", Name: "secret-pod"})
+	})
+	f.ledger.drain(uuid(4))
+	f.ledger.claim("claim-uid-3", 3)
 	f.await("both withdrawn", healthyCount(6))
 	for id, holder := range map[string]string{
 		uuid(3): "(gpu-3) is held by claim claim-uid-3 (held)",
@@ -276,10 +278,10 @@ func TestPreferredAllocation(t *testing.T) {
 		"nothing available":            {nil, nil, nil, 3, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			for _, gpu := range test.held {
-				f.ledger.add(claimOn("c", gpu))
+			if len(test.held) > 0 {
+				f.ledger.claim("c", test.held...)
+				defer f.ledger.release("c")
 			}
-			defer f.ledger.release("c")
 			for range 2 {
 				got, err := client.GetPreferredAllocation(context.Background(), &pluginapi.PreferredAllocationRequest{
 					ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{{AvailableDeviceIDs: test.available, MustIncludeDeviceIDs: test.required, AllocationSize: test.size}},

@@ -71,56 +71,63 @@ func (f fakeInventory) setHealth(uuid string, h device.Health) {
 	})
 }
 
-// fakeLedger keeps the ledger's promises to the front-end in memory.
-type fakeLedger struct{ *broadcast[[]ledger.Hold] }
+// book is the real ledger; by its evidence every holder runs, and what drains has lost its pod.
+type book struct {
+	*ledger.Ledger
+	tb testing.TB
+}
 
-func (f fakeLedger) Holds() []ledger.Hold { return slices.Clone(f.get()) }
+func (b *book) Verdict(h ledger.Hold) ledger.Verdict {
+	if h.State == ledger.StateDraining {
+		return ledger.Orphaned
+	}
+	return ledger.Running
+}
 
-func (f fakeLedger) ReserveLimits(requests []ledger.LimitRequest) error {
-	var conflict ledger.ConflictError
-	f.set(func(holds []ledger.Hold) []ledger.Hold {
-		next := slices.Clone(holds)
-		for _, r := range requests {
-			mine := false
-			for _, h := range holds {
-				switch {
-				case !h.Device.Overlaps(r.Device):
-				case h.Holder == ledger.Holder{Kind: ledger.KindLimit, ID: r.ID} && h.State != ledger.StateDraining:
-					mine = true
-				default:
-					conflict.Holds = append(conflict.Holds, h)
-				}
-			}
-			if !mine {
-				next = append(next, ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: r.ID}, Device: r.Device, State: ledger.StateHeld, Resource: r.Resource})
+func openBook(tb testing.TB) *book {
+	tb.Helper()
+	b := &book{tb: tb}
+	var err error
+	if b.Ledger, err = ledger.Open(context.Background(), ledger.Options{Dir: tb.TempDir(), BootID: "boot", Evidence: b}); err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() {
+		if err := b.Close(); err != nil {
+			tb.Error(err)
+		}
+	})
+	return b
+}
+
+// claim takes GPUs for a claim.
+func (b *book) claim(uid string, gpus ...int) {
+	b.tb.Helper()
+	request := ledger.ClaimRequest{UID: uid, Namespace: "secret-namespace", Name: "secret-claim"}
+	for _, i := range gpus {
+		request.Devices = append(request.Devices, device.Ref{GPU: uuid(i)})
+	}
+	if _, err := b.ReserveClaim(context.Background(), request); err != nil {
+		b.tb.Fatal(err)
+	}
+}
+
+// amend changes each hold of a holder.
+func (b *book) amend(id string, change func(ledger.Hold) error) {
+	b.tb.Helper()
+	for _, h := range b.Holds() {
+		if h.Holder.ID == id {
+			if err := change(h); err != nil {
+				b.tb.Fatal(err)
 			}
 		}
-		if len(conflict.Holds) > 0 {
-			return holds
-		}
-		return next
-	})
-	if len(conflict.Holds) > 0 {
-		return &conflict
 	}
-	return nil
 }
 
-func (f fakeLedger) add(h ledger.Hold) {
-	f.set(func(holds []ledger.Hold) []ledger.Hold { return append(slices.Clone(holds), h) })
-}
+func (b *book) release(id string) { b.tb.Helper(); b.amend(id, b.Release) }
 
-func (f fakeLedger) release(id string) {
-	f.set(func(holds []ledger.Hold) []ledger.Hold {
-		return slices.DeleteFunc(slices.Clone(holds), func(h ledger.Hold) bool { return h.Holder.ID == id })
-	})
-}
-
-func claimOn(id string, gpus ...int) ledger.Hold {
-	return ledger.Hold{
-		Holder: ledger.Holder{Kind: ledger.KindClaim, ID: id}, Device: device.Ref{GPU: uuid(gpus[0])}, State: ledger.StateHeld,
-		Namespace: "secret-namespace", Name: "secret-claim",
-	}
+func (b *book) drain(id string) {
+	b.tb.Helper()
+	b.amend(id, func(h ledger.Hold) error { return b.SetState(h, ledger.StateDraining) })
 }
 
 type fakeSpecs struct{ *broadcast[error] }
@@ -131,18 +138,18 @@ func (f fakeSpecs) fail(err error)                 { f.set(func(error) error { r
 
 // fixture is a node: a directory, a kubelet, an inventory, a ledger.
 type fixture struct {
-	*testing.T
+	testing.TB
 	dir       string
 	kubelet   *fakekubelet.Kubelet
 	inventory fakeInventory
-	ledger    fakeLedger
+	ledger    *book
 	specs     fakeSpecs
 	events    *record.FakeRecorder
 	registry  *prometheus.Registry
 	config    Config
 }
 
-func newFixture(t *testing.T, release fakekubelet.Release) *fixture {
+func newFixture(t testing.TB, release fakekubelet.Release) *fixture {
 	t.Helper()
 	// Not t.TempDir, whose names leave no room for a socket's.
 	dir, err := os.MkdirTemp("", "tdm")
@@ -151,11 +158,11 @@ func newFixture(t *testing.T, release fakekubelet.Release) *fixture {
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
 	f := &fixture{
-		T:         t,
+		TB:        t,
 		dir:       dir,
 		kubelet:   fakekubelet.New(dir, release),
 		inventory: fakeInventory{newBroadcast(islands(8, 4, 0))},
-		ledger:    fakeLedger{newBroadcast[[]ledger.Hold](nil)},
+		ledger:    openBook(t),
 		specs:     fakeSpecs{newBroadcast[error](nil)},
 		events:    record.NewFakeRecorder(1000),
 		registry:  prometheus.NewRegistry(),
@@ -189,7 +196,7 @@ func (f *fixture) start(shorten ...func(*times)) (p *Plugin, stop func()) {
 	for _, s := range shorten {
 		s(&p.times)
 	}
-	logger := ktesting.NewLogger(f, ktesting.NewConfig())
+	logger := ktesting.NewLogger(f.TB, ktesting.NewConfig())
 	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), logger))
 	done := make(chan error, 1)
 	go func() { done <- p.Run(ctx) }()

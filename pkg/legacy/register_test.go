@@ -17,6 +17,7 @@ import (
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 )
 
@@ -84,13 +85,15 @@ func TestSendsOnlyChanges(t *testing.T) {
 	f.start()
 	f.await("the list", healthyCount(8))
 	before := f.kubelet.State().Lists
-	f.ledger.add(claimOn("a", 2))
+	f.ledger.claim("a", 2)
 	f.await("withdrawal", func(s fakekubelet.State) bool { return !slices.Contains(s.Healthy(), uuid(2)) && len(s.Devices) == 8 })
-	// Another hold on the same GPU and a change of nothing are no news.
-	f.ledger.add(claimOn("b", 2))
-	f.ledger.release("a")
+	// A claim that drains, a limit that holds, and an inventory that is the same are no news.
+	f.ledger.drain("a")
 	f.inventory.setHealth("GPU-nobody", device.Health{})
-	f.ledger.release("b")
+	if err := f.ledger.ReserveLimits([]ledger.LimitRequest{{ID: uuid(5), Resource: "nvidia.com/gpu", Device: device.Ref{GPU: uuid(5)}}}); err != nil {
+		t.Fatal(err)
+	}
+	f.ledger.release("a")
 	f.await("return", healthyCount(8))
 	if lists := f.kubelet.State().Lists - before; lists != 2 {
 		t.Errorf("sent %d lists for one withdrawal and one return", lists)
@@ -208,7 +211,7 @@ func TestKubeletDeaf(t *testing.T) {
 	f.start(func(t *times) { t.confirmPoll, t.confirmLimit = 5*time.Millisecond, 30*time.Millisecond })
 	f.await("a second attempt", func(s fakekubelet.State) bool { return len(s.Endpoints) >= 2 })
 	f.kubelet.Set(fakekubelet.Faults{})
-	f.ledger.add(claimOn("c", 1))
+	f.ledger.claim("c", 1)
 	f.await("the list", healthyCount(7))
 	if f.metric("tandem_limit_registrations_total", "reason=unconfirmed") == 0 {
 		t.Error("not counted")
@@ -258,7 +261,7 @@ func TestKubeletFrozen(t *testing.T) {
 			var p *Plugin
 			p, stop = f.start()
 			f.awaitReady(p, "no answer yet")
-			f.ledger.add(claimOn("c", 3))
+			f.ledger.claim("c", 3)
 			f.kubelet.Thaw()
 			f.await("the new list", healthyCount(7))
 			f.awaitReady(p, "")
