@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 )
 
@@ -126,15 +127,22 @@ func makeCgroup(name string) error {
 	return nil
 }
 
-// delegate makes a v2 group's controllers available to the groups below it.
+// delegate makes the controllers that kubelet needs available to the groups below a v2 group.
 func delegate(dir string) error {
-	controllers, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
+	has, err := os.ReadFile(filepath.Join(dir, "cgroup.controllers"))
 	if err != nil {
 		return fmt.Errorf("read cgroup controllers: %w", err)
 	}
-	for _, controller := range strings.Fields(string(controllers)) {
-		err := os.WriteFile(filepath.Join(dir, "cgroup.subtree_control"), []byte("+"+controller), 0o644)
-		if err != nil {
+	control := filepath.Join(dir, "cgroup.subtree_control")
+	delegated, err := os.ReadFile(control)
+	if err != nil {
+		return fmt.Errorf("read delegated cgroup controllers: %w", err)
+	}
+	for _, controller := range []string{"cpuset", "cpu", "io", "memory", "pids", "hugetlb"} {
+		if !slices.Contains(strings.Fields(string(has)), controller) || slices.Contains(strings.Fields(string(delegated)), controller) {
+			continue
+		}
+		if err := os.WriteFile(control, []byte("+"+controller), 0o644); err != nil {
 			return fmt.Errorf("delegate cgroup controller %s: %w", controller, err)
 		}
 	}

@@ -26,9 +26,10 @@ var setupScript string
 //go:embed setup-cgroup.sh
 var setupCgroupScript string
 
-// joinGroup, run by a shell in a machine, moves it from the starter's cgroups to the machine's, and becomes the command.
+// joinGroup, run by a shell in a machine, moves it from the starter's cgroups to the machine's, enters the machine's cgroup
+// namespace, and becomes the command. In this order: from inside the namespace, cgroup v2 lets nobody in.
 const joinGroup = `for procs in /sys/fs/cgroup/system/cgroup.procs /sys/fs/cgroup/*/system/cgroup.procs; do ` +
-	`[ ! -e "$procs" ] || echo 0 > "$procs" || exit 126; done; exec "$@"`
+	`[ ! -e "$procs" ] || echo 0 > "$procs" || exit 126; done; exec nsenter --cgroup=/proc/1/ns/cgroup -- "$@"`
 
 // machine is one set of namespaces, kept by a holder process that is PID 1 in it: when that ends, the kernel ends
 // everything on the machine and takes its mounts and interfaces apart.
@@ -192,13 +193,13 @@ func (m *machine) halt(ctx context.Context) error {
 	return nil
 }
 
-// command prepares a command that runs in all the machine's namespaces. Cancelling the context ends it there.
+// command prepares a command that runs in all the machine's namespaces and in its cgroup. Cancelling the context ends it there.
 func (m *machine) command(ctx context.Context, name string, args ...string) (*exec.Cmd, error) {
 	holder, err := m.holder()
 	if err != nil {
 		return nil, err
 	}
-	all := []string{"--target", strconv.Itoa(holder.Pid), "--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--",
+	all := []string{"--target", strconv.Itoa(holder.Pid), "--mount", "--uts", "--ipc", "--net", "--pid", "--",
 		"/bin/sh", "-c", joinGroup, "sh", name}
 	cmd := exec.CommandContext(ctx, "nsenter", append(all, args...)...)
 	cmd.Env = m.env

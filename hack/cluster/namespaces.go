@@ -13,13 +13,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// kinds of namespaces a machine has, the mount namespace last: after it, /proc is the machine's own.
+// kinds of namespaces that startIn enters; the cgroup namespace comes later (joinGroup).
 var kinds = []struct {
 	file string
 	flag int
 }{
 	{"ipc", unix.CLONE_NEWIPC}, {"uts", unix.CLONE_NEWUTS}, {"net", unix.CLONE_NEWNET},
-	{"pid", unix.CLONE_NEWPID}, {"cgroup", unix.CLONE_NEWCGROUP}, {"mnt", unix.CLONE_NEWNS},
+	{"pid", unix.CLONE_NEWPID}, {"mnt", unix.CLONE_NEWNS},
 }
 
 // inThread runs work on a thread of its own, which ends with it, whatever namespaces it has entered.
@@ -33,7 +33,7 @@ func inThread(work func() error) error {
 	return <-done
 }
 
-// startIn starts a command in all namespaces of the machine that the holder keeps. The command is a direct child.
+// startIn starts a command in the namespaces of the machine that the holder keeps. The command is a direct child.
 func startIn(holder process, cmd *exec.Cmd) error {
 	return inThread(func() error {
 		// A thread that shares its root directory with others may not change its mount namespace.

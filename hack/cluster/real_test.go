@@ -31,7 +31,6 @@ func TestRealCluster(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("starts a real cluster: needs root")
 	}
-	before := traces(t)
 	shown := t.TempDir()
 	if err := os.WriteFile(filepath.Join(shown, "file"), []byte("from the host"), 0o644); err != nil {
 		t.Fatal(err)
@@ -44,16 +43,32 @@ func TestRealCluster(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	before := traces(t, c)
 	t.Cleanup(func() {
 		if t.Failed() {
 			if dir := os.Getenv("TANDEM_TEST_LOGS"); dir != "" {
 				t.Log(c.CollectLogs(context.Background(), dir))
 			}
 		}
+		inside := namespaces(t, c)
 		if err := c.Stop(context.Background()); err != nil {
 			t.Error(err)
 		}
-		compareTraces(t, before)
+		if err := c.Stop(context.Background()); err != nil {
+			t.Errorf("stop again: %v", err)
+		}
+		for what, after := range traces(t, c) {
+			for _, entry := range after {
+				if !slices.Contains(before[what], entry) {
+					t.Errorf("left behind among %s: %s", what, entry)
+				}
+			}
+		}
+		for _, namespace := range allNamespaces(t) {
+			if inside[namespace] {
+				t.Errorf("left behind: namespace %s", namespace)
+			}
+		}
 	})
 	if err := c.Start(t.Context()); err != nil {
 		t.Fatal(err)
@@ -380,34 +395,57 @@ func (r *realTest) logs(t *testing.T) {
 	}
 }
 
-// traces lists what a cluster could leave behind on the host.
-func traces(t *testing.T) map[string][]string {
+// traces lists what the cluster could leave behind on the host. Another cluster on this machine does not disturb it.
+func traces(t *testing.T, c *Cluster) map[string][]string {
 	t.Helper()
+	group := strings.TrimSuffix(c.control.group, controlName)
 	found := map[string][]string{}
 	for what, command := range map[string]string{
-		"mounts":     "cat /proc/self/mountinfo | cut -d' ' -f5 | sort",
+		"mounts":     "cut -d' ' -f5 /proc/self/mountinfo",
 		"interfaces": "ls /sys/class/net",
-		"cgroups":    "find /sys/fs/cgroup -type d -name 'tandem-*' | sort",
-		"namespaces": "readlink /proc/[0-9]*/ns/net /proc/[0-9]*/ns/mnt 2>/dev/null | sort -u",
-		"processes":  "ps -eo args | grep -E '/(etcd|kube[a-z-]*|containerd[a-z0-9-]*|pause) ?' | grep -v grep | sort",
-		"rules":      "nft list ruleset 2>/dev/null | head -50",
-		"files":      "ls -d /var/lib/kubelet /var/lib/containerd /etc/cni /etc/cdi /run/containerd /run/netns /var/lib/cni 2>/dev/null",
-		"settings":   "cat /proc/sys/vm/overcommit_memory /proc/sys/kernel/panic /proc/sys/kernel/panic_on_oops /proc/sys/kernel/keys/root_maxkeys /proc/sys/net/ipv4/ip_forward",
+		"cgroups":    "find /sys/fs/cgroup -type d -name '" + group + "*'",
+		"processes":  "grep -l '/" + group + "' /proc/[0-9]*/cgroup",
+		"rules":      "nft list ruleset",
+		"files":      "ls -d /var/lib/kubelet /var/lib/containerd /var/lib/etcd /etc/cni /etc/cdi /run/containerd /run/netns /var/lib/cni '" + c.config.Dir + "'",
+		"settings": "cd /proc/sys && grep . vm/overcommit_memory vm/panic_on_oom kernel/panic kernel/panic_on_oops " +
+			"kernel/keys/root_maxkeys kernel/keys/root_maxbytes net/ipv4/ip_forward",
 	} {
 		// Nothing to be found makes some of these fail.
-		out, _ := exec.Command("/bin/sh", "-c", command).Output()
-		found[what] = strings.Split(strings.TrimSpace(string(out)), "\n")
+		out, _ := exec.Command("/bin/sh", "-c", command+" 2>/dev/null").Output()
+		found[what] = strings.Fields(string(out))
 	}
 	return found
 }
 
-func compareTraces(t *testing.T, before map[string][]string) {
+// namespaces answers those that the cluster's processes are in and that are not the host's.
+func namespaces(t *testing.T, c *Cluster) map[string]bool {
 	t.Helper()
-	for what, after := range traces(t) {
-		for _, entry := range after {
-			if !slices.Contains(before[what], entry) {
-				t.Errorf("left behind among %s: %s", what, entry)
+	inside := map[string]bool{}
+	for _, path := range traces(t, c)["processes"] {
+		for _, kind := range []string{"net", "mnt", "pid"} {
+			// A process may end meanwhile.
+			link, err := os.Readlink(filepath.Join(filepath.Dir(path), "ns", kind))
+			own, _ := os.Readlink("/proc/self/ns/" + kind)
+			if err == nil && link != own {
+				inside[link] = true
 			}
 		}
 	}
+	if len(inside) < 9 {
+		t.Errorf("three machines have only %d namespaces", len(inside))
+	}
+	return inside
+}
+
+func allNamespaces(t *testing.T) []string {
+	t.Helper()
+	var all []string
+	for _, kind := range []string{"net", "mnt", "pid"} {
+		for _, path := range must(filepath.Glob("/proc/[0-9]*/ns/" + kind)) {
+			if link, err := os.Readlink(path); err == nil {
+				all = append(all, link)
+			}
+		}
+	}
+	return all
 }
