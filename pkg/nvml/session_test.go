@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+)
+
+// counted knows how many sessions are open.
+type counted struct {
+	*simulated.Library
+	sessions *int
+	// persistence is what all GPUs report.
+	persistence gonvml.EnableState
+}
+
+func (c counted) Init() gonvml.Return {
+	*c.sessions++
+	return c.Library.Init()
+}
+
+func (c counted) Shutdown() gonvml.Return {
+	*c.sessions--
+	return c.Library.Shutdown()
+}
+
+func (c counted) DeviceGetHandleByIndex(index int) (gonvml.Device, gonvml.Return) {
+	d, ret := c.Library.DeviceGetHandleByIndex(index)
+	return persistent{d, c.persistence}, ret
+}
+
+type persistent struct {
+	gonvml.Device
+	mode gonvml.EnableState
+}
+
+func (p persistent) GetPersistenceMode() (gonvml.EnableState, gonvml.Return) {
+	return p.mode, gonvml.SUCCESS
+}
+
+// The session is let go between scans, so that the driver can be unloaded, unless that would de-initialise a GPU.
+func TestSessionBetweenScans(t *testing.T) {
+	for name, test := range map[string]struct {
+		mode gonvml.EnableState
+		open int
+	}{
+		"persistence mode on":  {gonvml.FEATURE_ENABLED, 0},
+		"persistence mode off": {gonvml.FEATURE_DISABLED, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			options := fixture(t, "host-rhel")
+			library, err := options.open(layout{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			sessions := 0
+			options.open = func(layout) (gonvml.Interface, error) {
+				return counted{library.(*simulated.Library), &sessions, test.mode}, nil
+			}
+			node, err := Open(t.Context(), options)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if sessions != test.open {
+				t.Errorf("%d sessions after a scan, want %d", sessions, test.open)
+			}
+			if _, err := node.ContainerEdits(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if sessions != test.open {
+				t.Errorf("%d sessions after container edits, want %d", sessions, test.open)
+			}
+			ctx, cancel := context.WithCancel(t.Context())
+			cancel()
+			if err := node.Run(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if sessions != 0 {
+				t.Errorf("%d sessions after Run, want none", sessions)
+			}
+		})
+	}
+}
+
+// A call into a broken GPU may never return: the others are served all the same, and so is that one when it does return.
+func TestGPUThatDoesNotAnswer(t *testing.T) {
+	options := fixture(t, "host-rhel")
+	profile, err := simulated.Load("l4x4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	profile.GPUs = profile.GPUs[:2]
+	faults := t.TempDir()
+	hang := func(delay time.Duration) {
+		t.Helper()
+		calls := map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(delay)}}
+		if err := simulated.WriteFaults(faults, simulated.Faults{GPUs: []simulated.GPUFaults{{GPU: "1", Calls: calls}}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	hang(0)
+	options.patience = 50 * time.Millisecond
+	options.open = func(layout) (gonvml.Interface, error) {
+		return simulated.New(profile, simulated.WithFaults(faults)), nil
+	}
+	node, err := Open(t.Context(), options)
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	hang(time.Hour)
+	for range 2 {
+		if err := node.Scan(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		gpus := node.Inventory().GPUs
+		if !gpus[0].Health.Healthy() || gpus[1].Health.Reason != gpu.ReasonUnreachable {
+			t.Fatalf("health %+v and %+v, want only the second unreachable", gpus[0].Health, gpus[1].Health)
+		}
+	}
+	edits, err := node.ContainerEdits(t.Context())
+	if err != nil || len(edits.Devices) != 1 {
+		t.Errorf("%d devices with edits (%v), want 1", len(edits.Devices), err)
+	}
+
+	hang(0) // which also ends the call that hangs
+	for !node.Inventory().GPUs[1].Health.Healthy() {
+		if err := node.Scan(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if t.Context().Err() != nil {
+			t.Fatal("never recovered")
+		}
+	}
+	if len(node.stuck) != 0 || node.session.users != 0 {
+		t.Errorf("%d visits and %d uses of the session left", len(node.stuck), node.session.users)
+	}
+}
+
+// A GPU that was replaced leaves its minor number to another, and must not be published beside it.
+func TestReplacedGPU(t *testing.T) {
+	options := fixture(t, "host-rhel")
+	profile, err := simulated.Load("l4x4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	profile.GPUs = profile.GPUs[:2]
+	options.open = func(layout) (gonvml.Interface, error) { return simulated.New(profile), nil }
+	node, err := Open(t.Context(), options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before := node.Inventory()
+	changed := simulated.New(profile, simulated.WithSeed("another"))
+	node.session.library = &guard{changed}
+	if err := node.Scan(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	after := node.Inventory()
+	if len(after.GPUs) != 2 || after.GPUs[0].UUID == before.GPUs[0].UUID || !after.GPUs[0].Health.Healthy() {
+		t.Errorf("GPUs %+v", after.GPUs)
+	}
+}
+
+func TestDomainsWithoutSwitch(t *testing.T) {
+	// Two pairs with direct links; the second with one end that does not see its link.
+	endpoints := []endpoint{
+		{uuid: "d", pci: "0000:04:00.0", device: linked{peers: []string{"0000:03:00.0"}}},
+		{uuid: "a", pci: "0000:01:00.0", device: linked{peers: []string{"0000:02:00.0", "0000:02:00.0"}}},
+		{uuid: "b", pci: "0000:02:00.0", device: linked{peers: []string{"0000:01:00.0", "0000:01:00.0"}}},
+		{uuid: "c", pci: "0000:03:00.0", device: linked{}},
+	}
+	got := readTopology(endpoints, topology{})
+	for uuid, want := range map[string]string{
+		"a": "nvlink-0000:01:00.0", "b": "nvlink-0000:01:00.0", "c": "nvlink-0000:03:00.0", "d": "nvlink-0000:03:00.0",
+	} {
+		if got.domains[uuid] != want {
+			t.Errorf("%s is in %q, want %q", uuid, got.domains[uuid], want)
+		}
+	}
+	if links := got.pairs[keyOf("b", "a")].NVLinks; links != 2 {
+		t.Errorf("%d links a-b, want 2", links)
+	}
+	// Without a and c: what they were connected to is kept.
+	again := readTopology(endpoints[:1], got)
+	if links := again.pairs[keyOf("a", "b")].NVLinks; links != 2 || again.domains["a"] != "nvlink-0000:01:00.0" {
+		t.Errorf("GPUs that do not answer lost their connections: %+v", again)
+	}
+}
+
+// linked has direct NVLinks to PCI addresses.
+type linked struct {
+	gonvml.Device
+	peers []string
+}
+
+func (l linked) GetNvLinkState(link int) (gonvml.EnableState, gonvml.Return) {
+	if link < len(l.peers) {
+		return gonvml.FEATURE_ENABLED, gonvml.SUCCESS
+	}
+	return gonvml.FEATURE_DISABLED, gonvml.ERROR_NOT_SUPPORTED
+}
+
+func (l linked) GetNvLinkRemoteDeviceType(int) (gonvml.IntNvLinkDeviceType, gonvml.Return) {
+	return gonvml.NVLINK_DEVICE_TYPE_GPU, gonvml.SUCCESS
+}
+
+// GetNvLinkRemotePciInfo writes the domain with eight digits, as NVML does.
+func (l linked) GetNvLinkRemotePciInfo(link int) (gonvml.PciInfo, gonvml.Return) {
+	var info gonvml.PciInfo
+	for i, c := range []byte("0000" + l.peers[link]) {
+		info.BusId[i] = int8(c)
+	}
+	return info, gonvml.SUCCESS
+}
+
+func (l linked) GetTopologyCommonAncestor(gonvml.Device) (gonvml.GpuTopologyLevel, gonvml.Return) {
+	return gonvml.TOPOLOGY_SYSTEM, gonvml.SUCCESS
+}
