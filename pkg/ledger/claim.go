@@ -61,7 +61,7 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (fresh bool, 
 // worthWaiting reports whether all holders are on their way out.
 func (l *Ledger) worthWaiting(holds []Hold) bool {
 	return !slices.ContainsFunc(holds, func(h Hold) bool {
-		return h.State != StateDraining && l.evidence.Verdict(h) == Running
+		return h.State != StateDraining && l.verdict(h) == Running
 	})
 }
 
@@ -154,7 +154,7 @@ func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 	var errs []error
 	for _, h := range holds {
 		h.State = StateDraining
-		if l.evidence.Verdict(h) == Gone {
+		if l.verdict(h) == Gone {
 			errs = append(errs, l.Release(h))
 		}
 	}

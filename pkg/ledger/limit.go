@@ -106,7 +106,7 @@ func (l *Ledger) confirmReuse(requests []LimitRequest) ([]Hold, error) {
 	l.mu.Unlock()
 	var refused []Hold
 	for _, h := range same {
-		switch l.evidence.Verdict(h) {
+		switch l.verdict(h) {
 		case Gone:
 			if err := l.Release(h); err != nil {
 				return nil, err
@@ -128,11 +128,20 @@ func (l *Ledger) undo(taken []Hold) error {
 	return errors.Join(errs...)
 }
 
+// verdict of the evidence. Nobody can judge the pods of a hold whose record could not be read: that they are not known
+// must not pass for there being none.
+func (l *Ledger) verdict(h Hold) Verdict {
+	if h.Unreadable {
+		return Running
+	}
+	return l.evidence.Verdict(h)
+}
+
 // settle asks evidence about holds that are in the way, releases those that have ended, and returns the others.
 func (l *Ledger) settle(holds []Hold) ([]Hold, error) {
 	var remaining []Hold
 	for _, h := range holds {
-		if l.evidence.Verdict(h) != Gone {
+		if l.verdict(h) != Gone {
 			remaining = append(remaining, h)
 			continue
 		}

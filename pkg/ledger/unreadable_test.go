@@ -177,6 +177,22 @@ func TestOtherThingsInPlaceOfARecordHold(t *testing.T) {
 	}
 }
 
+// That nothing is known of a holder's pods is no proof that it has none.
+func TestNoVerdictEndsAnUnknownHolder(t *testing.T) {
+	for kind, h := range samples {
+		dir, path := written(t, h)
+		must(t, os.Truncate(path, 10))
+		l, err := Open(klog.NewContext(t.Context(), klog.New(nil)), Options{Dir: dir, BootID: "boot", Evidence: judge(func(Hold) Verdict { return Gone })})
+		must(t, err)
+		must(t, l.DrainClaim(t.Context(), h.Holder.ID))
+		_ = second(l.ReserveClaim(t.Context(), claimOf("other", whole("GPU-1"))))
+		if got := find(l, h.Holder.ID); got.Holder != h.Holder {
+			t.Errorf("%s: holds are %v", kind, l.Holds())
+		}
+		must(t, l.Close())
+	}
+}
+
 func TestStrangeNamesBlockNothing(t *testing.T) {
 	dir, _ := written(t, samples["limit"])
 	names := []string{

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"fmt"
+	"os"
+	"testing"
+)
+
+// Each operation costs the same however much is held. The directory is a tmpfs, as on a node.
+func BenchmarkLedger(b *testing.B) {
+	for _, held := range []int{0, 200} {
+		dir, err := os.MkdirTemp("/dev/shm", "ledger")
+		if err != nil {
+			dir = b.TempDir()
+		}
+		b.Cleanup(func() { _ = os.RemoveAll(dir) })
+		l, err := Open(b.Context(), Options{Dir: dir, BootID: "boot", Evidence: judge(func(Hold) Verdict { return Gone })})
+		if err != nil {
+			b.Fatal(err)
+		}
+		b.Cleanup(func() { _ = l.Close() })
+		check := func(b *testing.B, err error) {
+			if err != nil {
+				b.Fatal(err)
+			}
+		}
+		check(b, l.Provision(max(held/2, 1)+1))
+		for i := range held / 2 {
+			check(b, second(l.ReserveClaim(b.Context(), claimOf(fmt.Sprint("held-", i), whole(fmt.Sprint("claimed-", i))))))
+			check(b, l.ReserveLimits(limitsOf(fmt.Sprint("limited-", i))))
+		}
+		b.Run(fmt.Sprintf("reserve and drain claim/held=%d", held), func(b *testing.B) {
+			for b.Loop() {
+				check(b, second(l.ReserveClaim(b.Context(), claimOf("c", whole("a")))))
+				check(b, l.DrainClaim(b.Context(), "c"))
+			}
+		})
+		b.Run(fmt.Sprintf("repeat claim/held=%d", held), func(b *testing.B) {
+			check(b, second(l.ReserveClaim(b.Context(), claimOf("c", whole("a")))))
+			for b.Loop() {
+				check(b, second(l.ReserveClaim(b.Context(), claimOf("c", whole("a")))))
+			}
+			check(b, l.DrainClaim(b.Context(), "c"))
+		})
+		b.Run(fmt.Sprintf("reserve and release limit/held=%d", held), func(b *testing.B) {
+			requests := limitsOf("a")
+			for b.Loop() {
+				check(b, l.ReserveLimits(requests))
+				l.mu.Lock()
+				h := *l.holds[key{Holder{KindLimit, "a"}, whole("a")}]
+				l.mu.Unlock()
+				check(b, l.Release(h))
+			}
+		})
+	}
+}

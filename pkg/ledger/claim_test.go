@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+func openWith(t *testing.T, verdict func(Hold) Verdict) *Ledger {
+	t.Helper()
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(verdict)})
+	must(t, err)
+	t.Cleanup(func() { _ = l.Close() })
+	return l
+}
+
+// Whoever looked before a Prepare was repeated has not seen the pod that it was repeated for.
+func TestARepeatedPrepareOutlivesAnOldRelease(t *testing.T) {
+	tests := map[string]func(l *Ledger) error{
+		"same pod": func(l *Ledger) error { return second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))) },
+		"another pod": func(l *Ledger) error {
+			return second(l.ReserveClaim(t.Context(), ClaimRequest{UID: "c", Pods: []Pod{{UID: "p2"}}, Devices: []device.Ref{whole("a")}}))
+		},
+		"expected with another pod": func(l *Ledger) error {
+			return l.Expect(Hold{Holder: Holder{KindClaim, "c"}, Device: whole("a"), Pods: []Pod{{UID: "p2"}}})
+		},
+	}
+	for name, again := range tests {
+		t.Run(name, func(t *testing.T) {
+			l := openWith(t, neverRunningOut)
+			must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
+			old := find(l, "c")
+			must(t, again(l))
+			must(t, l.Release(old))
+			must(t, l.SetState(old, StateDraining))
+			if h := find(l, "c"); h.State != StateHeld {
+				t.Errorf("became %+v", h)
+			}
+		})
+	}
+}
+
+func TestUnprepareCancelsPreparesThatQueue(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := openWith(t, func(Hold) Verdict { return Terminating })
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("holder", whole("a")))))
+		start := time.Now()
+		answers := make(chan error)
+		reserve := func(ctx context.Context) {
+			_, err := l.ReserveClaim(ctx, claimOf("c", whole("a")))
+			answers <- err
+		}
+		for range 3 {
+			go reserve(t.Context())
+			synctest.Wait()
+		}
+		impatient, leave := context.WithCancel(t.Context())
+		go reserve(impatient)
+		synctest.Wait()
+		leave()
+		if err := <-answers; !errors.Is(err, context.Canceled) {
+			t.Errorf("queued call whose caller left: %v", err)
+		}
+		drained := make(chan error, 2)
+		for range cap(drained) {
+			go func() { drained <- l.DrainClaim(t.Context(), "c") }()
+		}
+		for range 3 {
+			if err := <-answers; !errors.Is(err, ErrCancelled) {
+				t.Error(err)
+			}
+		}
+		for range cap(drained) {
+			must(t, <-drained)
+		}
+		if waited := time.Since(start); waited > 0 {
+			t.Errorf("waited %v", waited)
+		}
+		// What comes after the Unprepare is not its business.
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if _, conflict := errors.AsType[*ConflictError](second(l.ReserveClaim(ctx, claimOf("c", whole("a"))))); !conflict || time.Since(start) != time.Second {
+			t.Errorf("a later Prepare ended after %v", time.Since(start))
+		}
+		if len(l.claims.byUID) > 0 {
+			t.Error("the queue stays behind")
+		}
+	})
+}
+
+// Two claims that were allocated anew get what the other had; neither waits for the other for ever.
+func TestClaimsSwapDevices(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := openWith(t, func(h Hold) Verdict {
+			if h.State == StateDraining {
+				return Gone
+			}
+			return Running
+		})
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("c1", whole("a")))))
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("c2", whole("b")))))
+		_, conflict := errors.AsType[*ConflictError](second(l.ReserveClaim(t.Context(), claimOf("c1", whole("b")))))
+		if !conflict {
+			t.Error("c1 got what c2 still uses")
+		}
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("c2", whole("a")))))
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("c1", whole("b")))))
+	})
+}
+
+func TestOneAllocateCannotTakeHardwareTwice(t *testing.T) {
+	l := openWith(t, neverRunningOut)
+	err := l.ReserveLimits([]LimitRequest{{ID: "a", Device: whole("a")}, {ID: "a-0", Device: part("a", 0, 4)}})
+	if err == nil || len(l.Holds()) > 0 {
+		t.Errorf("%v, holds %v", err, l.Holds())
+	}
+}
+
+func TestAClosedLedgerChangesNothing(t *testing.T) {
+	dir := t.TempDir()
+	l := reopen(t, dir)
+	must(t, l.ReserveLimits(limitsOf("a")))
+	must(t, l.Close())
+	next := reopen(t, dir)
+	for what, err := range map[string]error{
+		"claim":     second(l.ReserveClaim(t.Context(), claimOf("c", whole("b")))),
+		"limit":     l.ReserveLimits(limitsOf("b")),
+		"reuse":     l.ReserveLimits(limitsOf("a")),
+		"state":     l.SetState(find(l, "a"), StateDraining),
+		"release":   l.Release(find(l, "a")),
+		"provision": l.Provision(7),
+	} {
+		if !errors.Is(err, errClosed) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	before := stateOf(next)
+	must(t, next.Close())
+	sameState(t, before, stateOf(reopen(t, dir)))
+}

@@ -1,0 +1,346 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// twin is the ledger as one would write it without disk, concurrency or cost.
+type twin struct {
+	holds    map[key]State
+	pods     map[key]string
+	verdicts map[string]Verdict
+}
+
+func (w *twin) verdict(h Hold) Verdict { return w.verdicts[h.Holder.ID] }
+
+func (w *twin) drop(k key) { delete(w.holds, k); delete(w.pods, k) }
+
+func (w *twin) of(holder Holder) []key {
+	var keys []key
+	for k := range w.holds {
+		if k.holder == holder {
+			keys = append(keys, k)
+		}
+	}
+	return keys
+}
+
+// clear drops ended holders from the way, and reports whether any other is in it.
+func (w *twin) clear(holder Holder, refs []device.Ref) (blocked, waits bool) {
+	waits = true
+	for k, state := range maps.Clone(w.holds) {
+		if k.holder == holder || !slices.ContainsFunc(refs, k.device.Overlaps) {
+			continue
+		}
+		if w.verdicts[k.holder.ID] == Gone {
+			w.drop(k)
+			continue
+		}
+		blocked = true
+		waits = waits && (state == StateDraining || w.verdicts[k.holder.ID] != Running)
+	}
+	return blocked, blocked && waits
+}
+
+func (w *twin) reserveClaim(uid string, refs []device.Ref) (ok bool) {
+	holder := Holder{KindClaim, uid}
+	for _, k := range w.of(holder) {
+		if !slices.Contains(refs, k.device) {
+			w.holds[k] = StateDraining
+		}
+	}
+	if blocked, _ := w.clear(holder, refs); blocked {
+		return false
+	}
+	for _, ref := range refs {
+		w.holds[key{holder, ref}] = StateHeld
+		w.pods[key{holder, ref}] = "pod-of-" + uid
+	}
+	return true
+}
+
+func (w *twin) drainClaim(uid string) {
+	for _, k := range w.of(Holder{KindClaim, uid}) {
+		if w.holds[k] = StateDraining; w.verdicts[uid] == Gone {
+			w.drop(k)
+		}
+	}
+}
+
+func (w *twin) reserveLimit(id string, ref device.Ref) bool {
+	holder := Holder{KindLimit, id}
+	for _, k := range w.of(holder) {
+		switch w.verdicts[id] {
+		case Gone:
+			w.drop(k)
+		case Orphaned:
+			return false
+		}
+	}
+	if blocked, _ := w.clear(holder, []device.Ref{ref}); blocked {
+		return false
+	}
+	w.holds[key{holder, ref}] = StateHeld
+	w.pods[key{holder, ref}] = ""
+	return true
+}
+
+var (
+	twinRefs = []device.Ref{
+		whole("a"), part("a", 0, 4), part("a", 4, 3), part("a", 0, 2), part("a", 2, 2), part("a", 3, 2), whole("b"), part("b", 0, 1), whole("c"),
+	}
+	twinClaims = []string{"c1", "c2", "c3", "c4"}
+)
+
+func TestLikeItsTwin(t *testing.T) {
+	for seed := range uint64(40) {
+		synctest.Test(t, func(t *testing.T) { likeItsTwin(t, rand.New(rand.NewPCG(seed, 7)), seed) })
+	}
+}
+
+func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
+	w := &twin{holds: map[key]State{}, pods: map[key]string{}, verdicts: map[string]Verdict{}}
+	options := Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(w.verdict)}
+	l, err := Open(t.Context(), options)
+	must(t, err)
+	defer func() { _ = l.Close() }()
+	var old []Hold
+	var done []string
+	for range 400 {
+		ref := twinRefs[random.IntN(len(twinRefs))]
+		uid := twinClaims[random.IntN(len(twinClaims))]
+		var what string
+		switch operation := random.IntN(12); operation {
+		case 0, 1, 2:
+			refs := []device.Ref{ref}
+			if more := twinRefs[random.IntN(len(twinRefs))]; more != ref {
+				refs = append(refs, more)
+			}
+			what = fmt.Sprintf("reserve %v for claim %s", refs, uid)
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			start := time.Now()
+			_, err := l.ReserveClaim(ctx, claimOf(uid, refs...))
+			cancel()
+			ok := w.reserveClaim(uid, refs)
+			checkAnswer(t, what, err, ok)
+			if _, waits := w.clear(Holder{KindClaim, uid}, refs); !ok && waits != (time.Since(start) > 0) {
+				t.Errorf("%s: waited %v", what, time.Since(start))
+			}
+		case 3:
+			what = "drain " + uid
+			must(t, l.DrainClaim(t.Context(), uid))
+			w.drainClaim(uid)
+		case 4, 5:
+			what = fmt.Sprintf("reserve limit %s", ref)
+			err := l.ReserveLimits([]LimitRequest{{ID: ref.String(), Device: ref}})
+			checkAnswer(t, what, err, w.reserveLimit(ref.String(), ref))
+		case 6:
+			what = fmt.Sprintf("expect %s for %s", ref, uid)
+			err := l.Expect(Hold{Holder: Holder{KindClaim, uid}, Device: ref, State: StateHeld, Pods: []Pod{{UID: "pod-of-" + uid}}})
+			k := key{Holder{KindClaim, uid}, ref}
+			_, known := w.holds[k]
+			if !known {
+				w.holds[k] = StateExpected
+			}
+			w.pods[k] = "pod-of-" + uid
+			if _, conflict := errors.AsType[*ConflictError](err); err != nil && !conflict {
+				t.Errorf("%s: %v", what, err)
+			}
+		case 7:
+			ids := append([]string{ref.String()}, twinClaims...)
+			id := ids[random.IntN(len(ids))]
+			w.verdicts[id] = Verdict(random.IntN(4))
+			what = fmt.Sprintf("verdict %d on %s", w.verdicts[id], id)
+		case 8:
+			if holds := l.Holds(); len(holds) > 0 {
+				h := holds[random.IntN(len(holds))]
+				state := []State{StateHeld, StateDraining}[random.IntN(2)]
+				what = fmt.Sprintf("make %s on %s %s", h, h.Device, state)
+				must(t, l.SetState(h, state))
+				w.holds[keyOf(h)] = state
+			}
+		case 9:
+			if holds := l.Holds(); len(holds) > 0 {
+				h := holds[random.IntN(len(holds))]
+				what = fmt.Sprintf("release %s on %s", h, h.Device)
+				must(t, l.Release(h))
+				w.drop(keyOf(h))
+			}
+		case 10:
+			current := l.Holds()
+			what = "old generations"
+			for _, h := range old {
+				if slices.ContainsFunc(current, func(c Hold) bool { return c.Generation == h.Generation }) {
+					continue
+				}
+				must(t, l.Release(h))
+				must(t, l.SetState(h, StateDraining))
+				must(t, l.Identify(h, Pod{UID: "wrong"}))
+			}
+			old = append(old, current...)
+		case 11:
+			what = "reopen"
+			must(t, l.Close())
+			old = nil
+			l, err = Open(t.Context(), options)
+			must(t, err)
+			must(t, l.Provision(random.IntN(6)))
+		}
+		done = append(done, what)
+		got, gotPods := map[key]State{}, map[key]string{}
+		for _, h := range l.Holds() {
+			got[keyOf(h)], gotPods[keyOf(h)] = h.State, ""
+			for _, pod := range h.Pods {
+				gotPods[keyOf(h)] += pod.UID
+			}
+		}
+		if !maps.Equal(got, w.holds) || !maps.Equal(gotPods, w.pods) || t.Failed() {
+			t.Fatalf("seed %d: after\n%q\nholds are\n%v %v\nbut should be\n%v %v", seed, done, got, gotPods, w.holds, w.pods)
+		}
+	}
+}
+
+func checkAnswer(t *testing.T, what string, err error, ok bool) {
+	t.Helper()
+	if _, conflict := errors.AsType[*ConflictError](err); conflict == ok || err != nil && !conflict {
+		t.Errorf("%s: %v, the twin says %v", what, err, ok)
+	}
+}
+
+// node is the hardware: whoever runs on it writes its name there, and nobody may find another's.
+type node struct {
+	slices  map[string]*[8]atomic.Pointer[string]
+	running sync.Map
+}
+
+func (n *node) Verdict(h Hold) Verdict {
+	if _, running := n.running.Load(h.Holder); running {
+		return Terminating
+	}
+	return Gone
+}
+
+// use runs a holder's containers for a moment.
+func (n *node) use(t *testing.T, name string, refs []device.Ref) {
+	for _, ref := range refs {
+		for i := range n.slices[ref.GPU] {
+			if at := ref.Placement; !ref.Whole() && (i < at.Start || i >= at.Start+at.Size) {
+				continue
+			}
+			place := &n.slices[ref.GPU][i]
+			if !place.CompareAndSwap(nil, &name) {
+				if other := place.Load(); other != nil {
+					t.Errorf("%s and %s both run on %s, slice %d", name, *other, ref.GPU, i)
+				}
+				continue
+			}
+			defer place.CompareAndSwap(&name, nil)
+		}
+	}
+	time.Sleep(50 * time.Microsecond)
+}
+
+// TestNobodyOwnsWhatAnotherUses lets many claims and limits fight for few devices while reconcilers act on what they saw
+// a moment ago.
+func TestNobodyOwnsWhatAnotherUses(t *testing.T) {
+	n := &node{slices: map[string]*[8]atomic.Pointer[string]{"a": {}, "b": {}, "c": {}}}
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: n})
+	must(t, err)
+	defer l.Close()
+	must(t, l.Provision(9))
+	ctx, stop := context.WithCancel(t.Context())
+	var workers, reconcilers sync.WaitGroup
+	var claims, limits, refused atomic.Int64
+	for i := range 12 {
+		workers.Go(func() {
+			random := rand.New(rand.NewPCG(uint64(i), 1))
+			holder := Holder{KindClaim, fmt.Sprintf("c%d", i)}
+			for range 150 {
+				refs := []device.Ref{twinRefs[random.IntN(len(twinRefs))]}
+				if more := twinRefs[random.IntN(len(twinRefs))]; !more.Overlaps(refs[0]) {
+					refs = append(refs, more)
+				}
+				// A claim shared by pods that come and go: its UID is prepared again, with what it had or with something else.
+				for again := range 2 {
+					n.running.Store(holder, true)
+					wait, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+					_, err := l.ReserveClaim(wait, claimOf(holder.ID, refs...))
+					cancel()
+					if err != nil {
+						refused.Add(1)
+					} else {
+						claims.Add(1)
+						n.use(t, fmt.Sprint(holder.ID, again), refs)
+					}
+					n.running.Delete(holder)
+				}
+				if random.IntN(3) > 0 {
+					if err := l.DrainClaim(ctx, holder.ID); err != nil {
+						t.Error(err)
+					}
+				}
+			}
+		})
+	}
+	for i, ref := range twinRefs {
+		workers.Go(func() {
+			holder := Holder{KindLimit, ref.String()}
+			for range 300 {
+				n.running.Store(holder, true)
+				if err := l.ReserveLimits([]LimitRequest{{ID: holder.ID, Device: ref}}); err != nil {
+					refused.Add(1)
+				} else {
+					limits.Add(1)
+					n.use(t, fmt.Sprint("limit", i), []device.Ref{ref})
+				}
+				n.running.Delete(holder)
+			}
+		})
+	}
+	for range 3 {
+		reconcilers.Go(func() {
+			for ctx.Err() == nil {
+				changed := l.Changed()
+				for _, h := range l.Holds() {
+					if n.Verdict(h) != Gone {
+						continue
+					}
+					if err := l.Release(h); err != nil {
+						t.Error(err)
+					}
+				}
+				select {
+				case <-changed:
+				case <-ctx.Done():
+				}
+			}
+		})
+	}
+	workers.Wait()
+	stop()
+	reconcilers.Wait()
+	if claims.Load() == 0 || limits.Load() == 0 || refused.Load() == 0 {
+		t.Error("there was no fight")
+	}
+	t.Logf("%d claims and %d limits served, %d refused", claims.Load(), limits.Load(), refused.Load())
+	for _, h := range l.Holds() {
+		must(t, l.Release(h))
+	}
+	if len(l.byGPU)+len(l.byHolder)+len(l.claims.byUID) > 0 {
+		t.Errorf("left in memory: %v %v %v", l.byGPU, l.byHolder, l.claims.byUID)
+	}
+}
