@@ -20,9 +20,11 @@ import (
 )
 
 const (
-	// startTimeout is how long a component may take until it answers, stopGrace how long until it is killed after SIGTERM.
+	// startTimeout is how long a component may take until it answers.
 	startTimeout = 90 * time.Second
-	stopGrace    = 10 * time.Second
+	// stopGrace is how long it may take to end after SIGTERM. The API server and etcd would wait for their watchers, ten
+	// seconds and a minute, and there is nothing to be learnt from that.
+	stopGrace = 2 * time.Second
 )
 
 // Component is one long-running program of the cluster, for example "kubelet". It is safe for concurrent use.
@@ -129,7 +131,7 @@ func (c *Component) ready(ctx context.Context) error {
 	return nil
 }
 
-// Stop asks the component to end (SIGTERM) and kills it where it does not within ten seconds. It returns when the
+// Stop asks the component to end (SIGTERM) and kills it where it does not within two seconds. It returns when the
 // process is gone. It is idempotent. What the component started, such as containers, stays.
 func (c *Component) Stop(ctx context.Context) error {
 	c.mu.Lock()
