@@ -1,4 +1,4 @@
-# The image that `make image` builds without Docker, for those who build with it:
+# The programs of the image that `make image` builds without Docker, on Debian slim, for those who build with Docker:
 #   docker buildx build --platform linux/amd64,linux/arm64 --build-arg VERSION=0.1.0 -t REPOSITORY:TAG .
 # Both stages are Debian releases with the C library that the agent is linked against: it loads the driver's
 # libnvidia-ml.so.1 at run time, so it cannot be static.
