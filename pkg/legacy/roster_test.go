@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+func TestHysteresis(t *testing.T) {
+	const (
+		ok   = stateHealthy
+		bad  = stateUnhealthy
+		away = stateWithdrawn
+	)
+	type step struct {
+		at         int // milliseconds
+		real, want state
+		again      int
+	}
+	for name, steps := range map[string][]step{
+		"the first list is at once":           {{0, ok, ok, 0}},
+		"bad news is at once":                 {{0, ok, ok, 0}, {1, away, away, 0}, {2, bad, bad, 0}},
+		"good news waits":                     {{0, bad, bad, 0}, {10, ok, bad, 100}, {60, ok, bad, 50}, {110, ok, ok, 0}, {111, ok, ok, 0}},
+		"a relapse starts the wait anew":      {{0, ok, ok, 0}, {1, away, away, 0}, {10, ok, away, 100}, {100, away, away, 0}, {120, ok, away, 100}, {219, ok, away, 1}, {220, ok, ok, 0}},
+		"a device that comes late is at once": {{500, ok, ok, 0}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h, began := newHysteresis(), time.Now()
+			for _, s := range steps {
+				show, again := h.apply(began.Add(time.Duration(s.at)*time.Millisecond), 100*time.Millisecond, []device.GPU{{UUID: "GPU-a"}}, []state{s.real})
+				if show[0] != s.want || again != time.Duration(s.again)*time.Millisecond {
+					t.Errorf("at %d ms, really %s: shows %s, next in %s; want %s, %d ms", s.at, s.real, show[0], again, s.want, s.again)
+				}
+			}
+		})
+	}
+}
+
+func TestAssess(t *testing.T) {
+	healthy := device.GPU{UUID: "GPU-a"}
+	lost := device.GPU{UUID: "GPU-a", Health: device.Health{Reason: device.ReasonLost}}
+	hold := func(kind ledger.Kind, state ledger.State, ref device.Ref) []ledger.Hold {
+		return []ledger.Hold{{Holder: ledger.Holder{Kind: kind, ID: "x"}, State: state, Device: ref}}
+	}
+	partition := device.Ref{GPU: "GPU-a", Placement: device.Placement{Start: 2, Size: 1}}
+	for name, test := range map[string]struct {
+		gpu   device.GPU
+		holds []ledger.Hold
+		want  state
+	}{
+		"free":                        {healthy, nil, stateHealthy},
+		"another is held":             {healthy, hold(ledger.KindClaim, ledger.StateHeld, device.Ref{GPU: "GPU-b"}), stateHealthy},
+		"claim expected":              {healthy, hold(ledger.KindClaim, ledger.StateExpected, healthy.Ref()), stateWithdrawn},
+		"claim held":                  {healthy, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateWithdrawn},
+		"claim draining":              {healthy, hold(ledger.KindClaim, ledger.StateDraining, healthy.Ref()), stateWithdrawn},
+		"claim holds a partition":     {healthy, hold(ledger.KindClaim, ledger.StateHeld, partition), stateWithdrawn},
+		"limit expected":              {healthy, hold(ledger.KindLimit, ledger.StateExpected, healthy.Ref()), stateHealthy},
+		"limit held":                  {healthy, hold(ledger.KindLimit, ledger.StateHeld, healthy.Ref()), stateHealthy},
+		"limit draining":              {healthy, hold(ledger.KindLimit, ledger.StateDraining, healthy.Ref()), stateWithdrawn},
+		"limit holds a partition":     {healthy, hold(ledger.KindLimit, ledger.StateHeld, partition), stateWithdrawn},
+		"lost":                        {lost, nil, stateUnhealthy},
+		"lost while a claim holds it": {lost, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateUnhealthy},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := (&catalog{}).extend(device.Inventory{GPUs: []device.GPU{test.gpu}})
+			if got := c.assess(test.holds); got[0] != test.want {
+				t.Errorf("got %s, want %s", got[0], test.want)
+			}
+		})
+	}
+}
+
+func TestCatalogKeepsOrderAndIDs(t *testing.T) {
+	c := &catalog{}
+	gpu := func(id string, minor int) device.GPU { return device.GPU{UUID: id, Minor: minor} }
+	for _, step := range []struct {
+		gpus []device.GPU
+		want []string
+	}{
+		{[]device.GPU{gpu("GPU-b", 1), gpu("GPU-a", 0)}, []string{"GPU-a", "GPU-b"}},
+		{[]device.GPU{gpu("GPU-b", 1)}, []string{"GPU-a Missing", "GPU-b"}},
+		{[]device.GPU{gpu("GPU-c", 0), gpu("GPU-b", 1)}, []string{"GPU-a Missing", "GPU-c", "GPU-b"}}, // a replaced board
+		{nil, []string{"GPU-a Missing", "GPU-c Missing", "GPU-b Missing"}},
+		{[]device.GPU{gpu("GPU-a", 3)}, []string{"GPU-c Missing", "GPU-b Missing", "GPU-a"}},
+	} {
+		c = c.extend(device.Inventory{GPUs: step.gpus})
+		var got []string
+		for i, g := range c.gpus {
+			text := g.UUID
+			if !g.Health.Healthy() {
+				text += " " + g.Health.Reason
+			}
+			got = append(got, text)
+			if c.index[g.UUID] != i {
+				t.Errorf("%s is indexed at %d, not %d", g.UUID, c.index[g.UUID], i)
+			}
+		}
+		if !slices.Equal(got, step.want) {
+			t.Errorf("catalog is %v, want %v", got, step.want)
+		}
+	}
+}
