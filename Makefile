@@ -1,0 +1,60 @@
+# Two targets do everything on a fresh Debian machine: `make demo` and `make test`. Bare `make` prints this list.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+export PATH := $(PATH):/usr/local/go/bin
+
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: ## the main job on a real one-node cluster with 8 simulated H100s
+	go run ./hack/cmd/demo
+
+.PHONY: demo-down
+demo-down: ## remove the demo's cluster
+	go run ./hack/cmd/demo down
+
+.PHONY: test
+test: deps verify unit e2e ## all tests: verify, unit and contract, end to end
+
+.PHONY: deps
+deps: ## install the Debian packages that building and testing need
+	@hack/deps.sh
+
+.PHONY: build
+build: ## the node agent, into bin/
+	go build -o bin/ ./cmd/...
+
+.PHONY: unit
+unit: ## unit and contract tests with the race detector
+	hack/unit.sh
+
+.PHONY: e2e
+e2e: ## users' stories on a real cluster (KUBERNETES=v1.36.3 for another version, RUN=regexp for some of them)
+	go test -count=1 -timeout 40m -v $(if $(RUN),-run '$(RUN)') ./test/e2e/...
+
+.PHONY: bench
+bench: ## what Prepare, Allocate and start-up cost, against a real API server
+	go run ./hack/cmd/bench
+
+.PHONY: verify
+verify: ## formatting, vet, staticcheck, generated files, tidy modules, chart, shell scripts
+	hack/verify.sh
+
+.PHONY: update
+update: ## rewrite what verify compares: formatting, generated files, modules, golden files
+	hack/update.sh
+
+.PHONY: image
+image: ## the agent's image as a tarball in bin/image, without Docker (ARCH=arm64 for the other one, ARCH=all for both)
+	go run ./hack/cmd/image build $(if $(ARCH),-arch $(ARCH))
+
+.PHONY: image-push
+image-push: ## build for amd64 and arm64 and push (IMAGE=registry/repository:tag)
+	go run ./hack/cmd/image push -image "$(IMAGE)"
+
+.PHONY: clean
+clean: ## remove what was built in the checkout
+	rm -rf bin

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package tandem has no code of its own: its test guards the rules that hold for the whole repository.
+package tandem
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+const module = "github.com/tandem-gpu/tandem"
+
+// layers are the product's packages from the bottom up. A package may import those of lower layers only, so nothing points
+// up, and the two front-ends are strangers to each other.
+var layers = [][]string{
+	{"pkg/device", "internal/version"},
+	{"pkg/mig", "internal/config", "internal/status"},
+	{"pkg/ledger", "pkg/cdi"},
+	{"pkg/evidence"},
+	{"pkg/reconcile", "pkg/driver", "pkg/legacy"},
+	{"pkg/nvml"},
+	{"cmd"},
+}
+
+// doors are modules that only some packages may import, and why.
+var doors = []struct {
+	prefix   string
+	allowed  []string
+	why      string
+	testsMay bool
+}{
+	{"github.com/NVIDIA/", []string{"pkg/nvml"}, "pkg/nvml is the one door to the NVIDIA driver", false},
+	{module + "/pkg/nvml", []string{"pkg/nvml", "cmd", "hack", "test"}, "front-ends declare the small interface they need", false},
+	{"k8s.io/", []string{"pkg/driver", "pkg/legacy", "pkg/evidence", "pkg/reconcile", "pkg/nvml", "pkg/cdi", "pkg/ledger", "internal", "cmd", "hack", "test", "deployments"},
+		"pkg/device and pkg/mig are values over the standard library", false},
+	{module + "/hack", []string{"hack", "test"}, "the product does not depend on its tools", true},
+	{module + "/test", []string{"test", "hack"}, "the product does not depend on its tests", true},
+}
+
+func TestImportsOnlyGoDown(t *testing.T) {
+	for _, f := range sources(t) {
+		if f.test || f.layer() < 0 {
+			continue
+		}
+		for _, imported := range f.imports() {
+			path, ours := strings.CutPrefix(imported, module+"/")
+			if !ours || path == f.pkg || strings.HasPrefix(path, f.pkg+"/") || strings.HasPrefix(f.pkg, path+"/") {
+				continue
+			}
+			if layer := layerOf(path); layer < 0 {
+				t.Errorf("%s imports %s, which is in no layer of this test", f.path, path)
+			} else if layer >= f.layer() {
+				t.Errorf("%s (%s) imports %s, which is not below it", f.path, f.pkg, path)
+			}
+		}
+	}
+}
+
+func TestOnlyTheDoorsAreUsed(t *testing.T) {
+	for _, f := range sources(t) {
+		for _, imported := range f.imports() {
+			for _, door := range doors {
+				if !strings.HasPrefix(imported, door.prefix) || f.test && door.testsMay {
+					continue
+				}
+				if !slices.ContainsFunc(door.allowed, func(p string) bool { return f.pkg == p || strings.HasPrefix(f.pkg, p+"/") }) {
+					t.Errorf("%s imports %s: %s", f.path, imported, door.why)
+				}
+			}
+		}
+	}
+}
+
+func TestEveryPackageHasOneComment(t *testing.T) {
+	comments := map[string][]string{}
+	for _, f := range sources(t) {
+		if f.test {
+			continue
+		}
+		comments[f.pkg] = append(comments[f.pkg], nil...)
+		if f.file.Doc != nil && strings.TrimSpace(f.file.Doc.Text()) != "" {
+			comments[f.pkg] = append(comments[f.pkg], f.path)
+		}
+	}
+	for pkg, files := range comments {
+		if len(files) != 1 {
+			t.Errorf("package %s has %d package comments, in %v", pkg, len(files), files)
+		}
+	}
+}
+
+func TestEveryFileNamesItsLicence(t *testing.T) {
+	for _, f := range sources(t) {
+		if f.generated {
+			continue
+		}
+		if !strings.HasPrefix(f.text, "// SPDX-License-Identifier: Apache-2.0\n") {
+			t.Errorf("%s does not begin with its SPDX line", f.path)
+		}
+	}
+}
+
+// TestNobodyBelowMainExits: only main may end the process, and nothing panics on purpose.
+func TestNobodyBelowMainExits(t *testing.T) {
+	for _, f := range sources(t) {
+		if f.test || f.file.Name.Name == "main" || f.layer() < 0 {
+			continue
+		}
+		ast.Inspect(f.file, func(n ast.Node) bool {
+			call, ok := n.(*ast.CallExpr)
+			if !ok {
+				return true
+			}
+			switch name := callee(call); name {
+			case "panic", "os.Exit", "log.Fatal", "log.Fatalf", "klog.Fatal", "klog.Fatalf", "klog.FlushAndExit":
+				t.Errorf("%s calls %s", f.path, name)
+			}
+			return true
+		})
+	}
+}
+
+func callee(call *ast.CallExpr) string {
+	switch f := call.Fun.(type) {
+	case *ast.Ident:
+		return f.Name
+	case *ast.SelectorExpr:
+		if x, ok := f.X.(*ast.Ident); ok {
+			return x.Name + "." + f.Sel.Name
+		}
+	}
+	return ""
+}
+
+func TestNoGrabBags(t *testing.T) {
+	banned := []string{"common", "util", "utils", "helper", "helpers", "types", "manager", "consts", "base"}
+	for _, f := range sources(t) {
+		if slices.Contains(banned, filepath.Base(f.pkg)) {
+			t.Errorf("package %s says nothing by its name", f.pkg)
+		}
+	}
+}
+
+type source struct {
+	path, pkg, text string
+	test, generated bool
+	file            *ast.File
+}
+
+func (s source) layer() int { return layerOf(s.pkg) }
+
+func (s source) imports() []string {
+	var paths []string
+	for _, spec := range s.file.Imports {
+		paths = append(paths, strings.Trim(spec.Path.Value, `"`))
+	}
+	return paths
+}
+
+func layerOf(pkg string) int {
+	return slices.IndexFunc(layers, func(layer []string) bool {
+		return slices.ContainsFunc(layer, func(p string) bool { return pkg == p || strings.HasPrefix(pkg, p+"/") })
+	})
+}
+
+func sources(t *testing.T) []source {
+	t.Helper()
+	var found []source
+	files := token.NewFileSet()
+	err := filepath.WalkDir(".", func(path string, entry fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if entry.IsDir() {
+			if name := entry.Name(); path != "." && (strings.HasPrefix(name, ".") || name == "testdata" || name == "bin") {
+				return fs.SkipDir
+			}
+			return nil
+		}
+		if !strings.HasSuffix(path, ".go") {
+			return nil
+		}
+		text, err := os.ReadFile(path)
+		if err != nil {
+			return err
+		}
+		parsed, err := parser.ParseFile(files, path, text, parser.ParseComments)
+		if err != nil {
+			return err
+		}
+		pkg := filepath.Dir(path)
+		if pkg == "." {
+			pkg = ""
+		}
+		found = append(found, source{
+			path: path, pkg: pkg, text: string(text), file: parsed, test: strings.HasSuffix(path, "_test.go"), generated: ast.IsGenerated(parsed),
+		})
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(found) == 0 {
+		t.Fatal("no source files found")
+	}
+	return found
+}
