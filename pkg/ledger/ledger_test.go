@@ -6,7 +6,7 @@ import (
 	"context"
 	"errors"
 	"testing"
-	"time"
+	"testing/synctest"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -59,34 +59,34 @@ func TestEitherAPIExcludesTheOther(t *testing.T) {
 }
 
 func TestClaimWaitsForADrainingHolder(t *testing.T) {
-	v := verdicts{"c1": ledger.Orphaned}
-	l := open(t, t.TempDir(), v)
-	if _, err := l.ReserveClaim(t.Context(), claim("c1", "a")); err != nil {
-		t.Fatal(err)
-	}
-	if err := l.DrainClaim(t.Context(), "c1"); err != nil {
-		t.Fatal(err)
-	}
-	held := l.Holds()[0]
-	if held.State != ledger.StateDraining {
-		t.Fatalf("state %s after Unprepare with a running pod", held.State)
-	}
-	done := make(chan error)
-	go func() {
-		_, err := l.ReserveClaim(context.Background(), claim("c2", "a"))
-		done <- err
-	}()
-	select {
-	case err := <-done:
-		t.Fatalf("did not wait: %v", err)
-	case <-time.After(50 * time.Millisecond):
-	}
-	if err := l.Release(held); err != nil {
-		t.Fatal(err)
-	}
-	if err := <-done; err != nil {
-		t.Error(err)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		l := open(t, t.TempDir(), verdicts{"c1": ledger.Orphaned})
+		if _, err := l.ReserveClaim(t.Context(), claim("c1", "a")); err != nil {
+			t.Fatal(err)
+		}
+		if err := l.DrainClaim(t.Context(), "c1"); err != nil {
+			t.Fatal(err)
+		}
+		held := l.Holds()[0]
+		if held.State != ledger.StateDraining {
+			t.Fatalf("state %s after Unprepare with a running pod", held.State)
+		}
+		done := make(chan error, 1)
+		go func() {
+			_, err := l.ReserveClaim(t.Context(), claim("c2", "a"))
+			done <- err
+		}()
+		synctest.Wait()
+		if len(done) > 0 {
+			t.Fatalf("did not wait: %v", <-done)
+		}
+		if err := l.Release(held); err != nil {
+			t.Fatal(err)
+		}
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 func TestUnprepareCancelsAWaitingPrepare(t *testing.T) {

@@ -88,7 +88,7 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 	}
 	l.newer = newer
 	for _, p := range problems {
-		klog.FromContext(ctx).Error(p.err, "Ledger record cannot be read", "record", p.name)
+		klog.FromContext(ctx).Error(p.err, "Ledger file is not as it should be", "file", p.name)
 	}
 	for _, h := range holds {
 		l.serial = max(l.serial, h.Generation)

@@ -184,8 +184,13 @@ func TestNoVerdictEndsAnUnknownHolder(t *testing.T) {
 		must(t, os.Truncate(path, 10))
 		l, err := Open(klog.NewContext(t.Context(), klog.New(nil)), Options{Dir: dir, BootID: "boot", Evidence: judge(func(Hold) Verdict { return Gone })})
 		must(t, err)
+		if _, conflict := errors.AsType[*ConflictError](second(l.ReserveClaim(t.Context(), claimOf("other", whole("GPU-1"))))); !conflict {
+			t.Errorf("%s: another claim got the device", kind)
+		}
 		must(t, l.DrainClaim(t.Context(), h.Holder.ID))
-		_ = second(l.ReserveClaim(t.Context(), claimOf("other", whole("GPU-1"))))
+		if err := l.ReserveLimits([]LimitRequest{{ID: "other", Device: whole("GPU-1")}}); err == nil {
+			t.Errorf("%s: a limit got the device", kind)
+		}
 		if got := find(l, h.Holder.ID); got.Holder != h.Holder {
 			t.Errorf("%s: holds are %v", kind, l.Holds())
 		}
