@@ -45,7 +45,8 @@ type verdict struct {
 func newProbes() *probes { return &probes{known: make(map[string]verdict)} }
 
 // CheckForeign looks for another process that serves our GPUs to kubelet and returns a *ForeignError when it finds one,
-// nil otherwise. Run calls it before each registration and when a socket appears; calling it as well does no harm.
+// nil otherwise; any other error means that it could not look. Run calls it before each registration and when a socket
+// appears, and calling it as well does no harm; before Run, when no GPU is known yet, every GPU counts as ours.
 func (p *Plugin) CheckForeign(ctx context.Context) error {
 	_, err := p.checkForeign(ctx)
 	return err

@@ -58,12 +58,8 @@ func (p *Plugin) keepRegistered(ctx context.Context, dir *directory) {
 		kubelet, _ := identify(dir.kubeletSocket())
 		began := time.Now()
 		end := r.register(ctx, kubelet)
-		if ctx.Err() != nil {
+		if end == nil || ctx.Err() != nil {
 			return
-		}
-		if end == nil {
-			// Not reached while ctx lives, and worth one more turn if it is.
-			continue
 		}
 		p.setNotReady(end)
 		logger.Info("Registration with kubelet is over", "cause", end.cause, "reason", end.Error())

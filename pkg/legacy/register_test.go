@@ -317,7 +317,11 @@ func TestDirectory(t *testing.T) {
 			t.Fatal(err)
 		}
 		slices.Sort(others)
-		if left := sockets(f.dir); !slices.Equal(left, others) {
+		var left []string
+		for _, s := range sockets(f.dir) {
+			left = append(left, s.name)
+		}
+		if !slices.Equal(left, others) {
 			t.Errorf("left %v, want %v", left, others)
 		}
 	})

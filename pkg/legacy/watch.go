@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"path/filepath"
 	"slices"
 	"time"
 
@@ -53,19 +54,28 @@ func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID)
 	}
 }
 
-// sockets lists the names of the sockets in a directory, none when it cannot be read.
-func sockets(directory string) []string {
+// socketFile tells a socket from its successor under the same name.
+type socketFile struct {
+	name string
+	file fileID
+}
+
+// sockets lists the sockets in a directory, none when it cannot be read.
+func sockets(directory string) []socketFile {
 	entries, err := os.ReadDir(directory)
 	if err != nil {
 		return nil
 	}
-	var names []string
+	var found []socketFile
 	for _, entry := range entries {
-		if entry.Type()&os.ModeSocket != 0 {
-			names = append(names, entry.Name())
+		if entry.Type()&os.ModeSocket == 0 {
+			continue
+		}
+		if file, err := identify(filepath.Join(directory, entry.Name())); err == nil {
+			found = append(found, socketFile{entry.Name(), file})
 		}
 	}
-	return names
+	return found
 }
 
 const (
