@@ -127,7 +127,7 @@ func (c *Cluster) writeIdentities() error {
 	if err != nil {
 		return err
 	}
-	files := identityFiles{}
+	files := identities{content: map[string][]byte{}}
 	caKey, err := encodeKey(ca.key)
 	if err != nil {
 		return fmt.Errorf("encode key of the authority: %w", err)
@@ -141,8 +141,8 @@ func (c *Cluster) writeIdentities() error {
 		return fmt.Errorf("encode key of service accounts: %w", err)
 	}
 	control := func(name string) string { return c.control.path(filepath.Join(pkiDir, name)) }
-	files[control("ca.crt")], files[control("ca.key")] = ca.pem, caKey
-	files[control("front-proxy-ca.crt")], files[control("service-accounts.key")] = frontProxy.pem, accountsKey
+	files.content[control("ca.crt")], files.content[control("ca.key")] = ca.pem, caKey
+	files.content[control("front-proxy-ca.crt")], files.content[control("service-accounts.key")] = frontProxy.pem, accountsKey
 
 	masters := []string{"system:masters"}
 	files.issue(ca, control("apiserver"), "kube-apiserver", nil, controlIP, serviceIP, "127.0.0.1", "localhost", "kubernetes",
@@ -153,7 +153,7 @@ func (c *Cluster) writeIdentities() error {
 	files.kubeconfig(ca, c.control.path("/etc/kubernetes/controller-manager.conf"), "system:kube-controller-manager", nil)
 	files.kubeconfig(ca, c.control.path("/etc/kubernetes/scheduler.conf"), "system:kube-scheduler", nil)
 	for i, node := range c.nodes {
-		files[node.machine.path(pkiDir+"/ca.crt")] = ca.pem
+		files.content[node.machine.path(pkiDir+"/ca.crt")] = ca.pem
 		files.issue(ca, node.machine.path(pkiDir+"/kubelet"), "system:node:"+node.name, []string{"system:nodes"}, nodeIP(i), node.name)
 		files.kubeconfig(ca, node.machine.path("/etc/kubernetes/kubelet.conf"), "system:node:"+node.name, []string{"system:nodes"})
 		files.kubeconfig(ca, node.machine.path("/etc/kubernetes/kube-proxy.conf"), "system:kube-proxy", nil)
@@ -161,40 +161,41 @@ func (c *Cluster) writeIdentities() error {
 	return files.write()
 }
 
-// identityFiles maps paths to contents; an issuing error is kept under the path it was for.
-type identityFiles map[string]any
+// identities collects files by their path; the first error while making one is kept.
+type identities struct {
+	content map[string][]byte
+	err     error
+}
 
-func (f identityFiles) issue(by *authority, path, name string, groups []string, hosts ...string) {
+func (f *identities) add(path string, content []byte, err error) {
+	if err != nil && f.err == nil {
+		f.err = fmt.Errorf("make %s: %w", path, err)
+	}
+	f.content[path] = content
+}
+
+func (f *identities) issue(by *authority, path, name string, groups []string, hosts ...string) {
 	made, err := by.issue(name, groups, hosts...)
-	if err != nil {
-		f[path] = err
-		return
-	}
-	f[path+".crt"], f[path+".key"] = made.cert, made.key
+	f.add(path+".crt", made.cert, err)
+	f.add(path+".key", made.key, err)
 }
 
-func (f identityFiles) kubeconfig(by *authority, path, name string, groups []string) {
+func (f *identities) kubeconfig(by *authority, path, name string, groups []string) {
 	made, err := by.issue(name, groups)
-	if err == nil {
-		var data []byte
-		if data, err = by.kubeconfig(made); err == nil {
-			f[path] = data
-			return
-		}
-	}
-	f[path] = err
+	f.add(path, nil, err)
+	data, err := by.kubeconfig(made)
+	f.add(path, data, err)
 }
 
-func (f identityFiles) write() error {
-	for path, content := range f {
-		data, ok := content.([]byte)
-		if !ok {
-			return fmt.Errorf("issue %s: %w", path, content.(error))
-		}
+func (f *identities) write() error {
+	if f.err != nil {
+		return f.err
+	}
+	for path, content := range f.content {
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			return fmt.Errorf("make directory of certificates: %w", err)
 		}
-		if err := os.WriteFile(path, data, 0o600); err != nil {
+		if err := os.WriteFile(path, content, 0o600); err != nil {
 			return fmt.Errorf("write %s: %w", path, err)
 		}
 	}

@@ -38,10 +38,10 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
 	err := run(ctx, os.Args[1:])
-	var exit *exec.ExitError
+	var ended endedWith
 	switch {
-	case errors.As(err, &exit) && exit.ExitCode() >= 0:
-		os.Exit(exit.ExitCode())
+	case errors.As(err, &ended):
+		os.Exit(int(ended))
 	case errors.Is(err, flag.ErrHelp):
 		os.Exit(2)
 	case err != nil:
@@ -195,6 +195,11 @@ func status(c *cluster.Cluster) error {
 	return nil
 }
 
+// endedWith is the exit status of a program that we ran for the user: it has said itself what was wrong.
+type endedWith int
+
+func (e endedWith) Error() string { return fmt.Sprintf("exit status %d", int(e)) }
+
 // interact runs a command on this terminal.
 func interact(cmd *exec.Cmd, err error) error {
 	if err != nil {
@@ -203,7 +208,12 @@ func interact(cmd *exec.Cmd, err error) error {
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	// Only the terminal's own process group may read from it; that group gets the terminal's signals, too.
 	cmd.SysProcAttr, cmd.Cancel = nil, func() error { return nil }
-	return cmd.Run()
+	err = cmd.Run()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && exit.ExitCode() >= 0 {
+		return endedWith(exit.ExitCode())
+	}
+	return err
 }
 
 func theNode(c *cluster.Cluster, name string) (*cluster.Node, error) {

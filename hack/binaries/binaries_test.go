@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package binaries
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+func TestValidKubernetes(t *testing.T) {
+	for _, version := range KnownKubernetes {
+		if err := ValidKubernetes(version); err != nil {
+			t.Error(err)
+		}
+	}
+	for _, version := range []string{"", "1.37.1", "v1.37", "v1.33.9", "v1.9.1", "v2.40.0", "v1.37.1-rc.1", "latest"} {
+		if err := ValidKubernetes(version); err == nil {
+			t.Errorf("version %q is taken", version)
+		}
+	}
+	if KnownKubernetes[len(KnownKubernetes)-1] != DefaultKubernetes {
+		t.Errorf("default %s is not the newest known version", DefaultKubernetes)
+	}
+}
+
+func TestReplaceLines(t *testing.T) {
+	gomod := "module k8s.io/kubernetes\n\nrequire (\n\tk8s.io/api v0.0.0\n\tk8s.io/utils v0.0.0-20260108192941-914a6e750570\n" +
+		"\tk8s.io/klog/v2 v2.140.0\n\texample.com/x v0.0.0\n\tk8s.io/kubelet v0.0.0 // indirect\n)\n\nreplace (\n\tk8s.io/api => ./staging/src/k8s.io/api\n)\n"
+	want := "replace k8s.io/api => k8s.io/api v0.36.3\nreplace k8s.io/kubelet => k8s.io/kubelet v0.36.3\n"
+	if got := replaceLines(gomod, "v0.36.3"); got != want {
+		t.Errorf("replace lines:\n%swant:\n%s", got, want)
+	}
+}
+
+func TestCacheDir(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("TANDEM_CACHE", dir)
+	if got, err := CacheDir(); err != nil || got != dir {
+		t.Errorf("with TANDEM_CACHE: %q, %v", got, err)
+	}
+	t.Setenv("TANDEM_CACHE", "")
+	t.Setenv("XDG_CACHE_HOME", dir)
+	if got, err := CacheDir(); err != nil || got != filepath.Join(dir, "tandem") {
+		t.Errorf("with XDG_CACHE_HOME: %q, %v", got, err)
+	}
+}
+
+func TestLocate(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("TANDEM_CACHE", dir)
+	set, err := Locate([]string{"v1.36.3", "v1.37.1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, version := range []string{"v1.36.3", "v1.37.1"} {
+		if got, want := set.Kubernetes(version), filepath.Join(dir, "kubernetes", version); got != want {
+			t.Errorf("kubernetes %s is in %s, want %s", version, got, want)
+		}
+		if !strings.HasPrefix(set.Path(version), set.Kubernetes(version)+":") {
+			t.Errorf("path %s", set.Path(version))
+		}
+	}
+	if entries, err := os.ReadDir(dir); err != nil || len(entries) != 0 {
+		t.Errorf("locating wrote %v (%v)", entries, err)
+	}
+}
+
+func newBuilder(t *testing.T) (builder, *lastLine) {
+	var said lastLine
+	return builder{cache: t.TempDir(), progress: newProgress(&said)}, &said
+}
+
+func tiny(source string) component {
+	return component{name: "tiny", version: "v1", source: []byte(source), packages: []program{{"tiny", "."}}}
+}
+
+const tinySource = "package main\n\nfunc main() { print(\"works\") }\n"
+
+func TestEnsureBuildsOnce(t *testing.T) {
+	b, said := newBuilder(t)
+	orphan := filepath.Join(b.cache, "tiny", ".v1.building-123")
+	if err := os.MkdirAll(orphan, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	var running sync.WaitGroup
+	for range 3 {
+		running.Go(func() {
+			dir, err := b.ensure(t.Context(), tiny(tinySource), "")
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			if out, err := exec.Command(filepath.Join(dir, "tiny")).CombinedOutput(); err != nil || string(out) != "works" {
+				t.Errorf("tiny says %q: %v", out, err)
+			}
+		})
+	}
+	running.Wait()
+	if count := strings.Count(said.tail(), "building tiny"); count != 1 {
+		t.Errorf("built %d times:\n%s", count, said.tail())
+	}
+	if _, err := os.Stat(orphan); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("leftover of a killed run: %v", err)
+	}
+}
+
+func TestEnsureReportsWhatTheCompilerSays(t *testing.T) {
+	b, _ := newBuilder(t)
+	_, err := b.ensure(t.Context(), tiny("package main\n\nfunc main() { nonsense() }\n"), "")
+	if err == nil || !strings.Contains(err.Error(), "undefined: nonsense") || !strings.Contains(err.Error(), "build tiny v1") {
+		t.Fatalf("build of nonsense: %v", err)
+	}
+	// A failure leaves nothing that could pass for a result.
+	entries, err := os.ReadDir(filepath.Join(b.cache, "tiny"))
+	if err != nil || len(entries) != 1 || entries[0].Name() != ".v1.lock" {
+		t.Errorf("left in the cache: %v (%v)", entries, err)
+	}
+	if _, err := b.ensure(t.Context(), tiny(tinySource), ""); err != nil {
+		t.Errorf("build after a failure: %v", err)
+	}
+}
+
+func TestEnsureWaitsForAnotherRun(t *testing.T) {
+	b, _ := newBuilder(t)
+	if err := os.MkdirAll(filepath.Join(b.cache, "tiny"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	other, err := os.Create(filepath.Join(b.cache, "tiny", ".v1.lock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	if err := unix.Flock(int(other.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+	defer cancel()
+	if _, err := b.ensure(ctx, tiny(tinySource), ""); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("while another run builds: %v", err)
+	}
+}
+
+func TestLastLineKeepsTheEnd(t *testing.T) {
+	var output lastLine
+	for range 1000 {
+		_, _ = output.Write([]byte("a line of the usual length, more or less\n"))
+	}
+	_, _ = output.Write([]byte("the end\n"))
+	if output.last() != "the end" || len(output.tail()) > keptOutput || output.lines.Load() != 1001 {
+		t.Errorf("last %q, %d bytes, %d lines", output.last(), len(output.tail()), output.lines.Load())
+	}
+}
+
+func TestPauseEndsWhenTold(t *testing.T) {
+	b, _ := newBuilder(t)
+	dir, err := b.ensure(t.Context(), pause(nil), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, signal := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT} {
+		// It does not say when it listens, and a signal that comes earlier ends it with another status: be ever more patient.
+		var err error
+		for patience := time.Millisecond; patience < 10*time.Second; patience *= 2 {
+			cmd := exec.Command(filepath.Join(dir, "pause"))
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(patience)
+			if err := cmd.Process.Signal(signal); err != nil {
+				t.Fatal(err)
+			}
+			if err = cmd.Wait(); err == nil {
+				break
+			}
+		}
+		if err != nil {
+			t.Errorf("after %v: %v", signal, err)
+		}
+	}
+}
