@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/dynamic-resource-allocation/cel"
+	"k8s.io/dynamic-resource-allocation/structured"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// These tests ask the scheduler's own allocator what our slices mean.
+
+type classes map[string]*resourceapi.DeviceClass
+
+func (c classes) List() ([]*resourceapi.DeviceClass, error) { return nil, nil }
+
+func (c classes) Get(name string) (*resourceapi.DeviceClass, error) {
+	if class, ok := c[name]; ok {
+		return class, nil
+	}
+	return nil, fmt.Errorf("no class %s", name)
+}
+
+// gpuClass is NVIDIA's (deviceclass-gpu.yaml in its chart).
+var gpuClass = classes{"gpu.nvidia.com": {
+	ObjectMeta: metav1.ObjectMeta{Name: "gpu.nvidia.com"},
+	Spec: resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
+		Expression: "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'",
+	}}}},
+}}
+
+func asPublished(inv device.Inventory, obstacles map[string][]obstacle, taints bool) []*resourceapi.ResourceSlice {
+	built, _, _ := buildSlices(inv, obstacles, taints)
+	published := make([]*resourceapi.ResourceSlice, len(built))
+	for i, slice := range built {
+		published[i] = &resourceapi.ResourceSlice{
+			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%05x-gpu.nvidia.com-node1-x", i)},
+			Spec: resourceapi.ResourceSliceSpec{
+				Driver: "gpu.nvidia.com", NodeName: ptr.To(testNode), Devices: slice.Devices,
+				Pool: resourceapi.ResourcePool{Name: testNode, Generation: 1, ResourceSliceCount: int64(len(built))},
+			},
+		}
+	}
+	return published
+}
+
+func TestSchedulersViewOfOurSlices(t *testing.T) {
+	exactly := func(count int64, selectors ...string) resourceapi.DeviceRequest {
+		request := resourceapi.DeviceRequest{Name: "gpus", Exactly: &resourceapi.ExactDeviceRequest{
+			DeviceClassName: "gpu.nvidia.com", AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: count,
+		}}
+		for _, s := range selectors {
+			request.Exactly.Selectors = append(request.Exactly.Selectors, resourceapi.DeviceSelector{CEL: &resourceapi.CELDeviceSelector{Expression: s}})
+		}
+		return request
+	}
+	matching := func(attribute string) []resourceapi.DeviceConstraint {
+		return []resourceapi.DeviceConstraint{{MatchAttribute: ptr.To(resourceapi.FullyQualifiedName(attribute))}}
+	}
+	tolerant := exactly(1)
+	tolerant.Exactly.Tolerations = []resourceapi.DeviceToleration{{Operator: resourceapi.DeviceTolerationOpExists}}
+	firstTwo := map[string][]obstacle{uuidOf(0): {{TaintHeldByLimit, "true"}}, uuidOf(1): {{TaintUnhealthy, "Lost"}}}
+	tests := map[string]struct {
+		inv         device.Inventory
+		obstacles   map[string][]obstacle
+		leaveOut    bool
+		allocated   []string
+		request     resourceapi.DeviceRequest
+		constraints []resourceapi.DeviceConstraint
+		want        []string
+	}{
+		"first fit is ascending":           {inv: machine(8), request: exactly(3), want: []string{"gpu-0", "gpu-1", "gpu-2"}},
+		"ascending over slices":            {inv: machine(256), request: exactly(1, "device.attributes['gpu.nvidia.com'].minor >= 66"), want: []string{"gpu-66"}},
+		"by attribute":                     {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].productName.startsWith('NVIDIA H100') && device.attributes['gpu.nvidia.com'].eccEnabled && device.attributes['resource.kubernetes.io'].numaNode == 1"), want: []string{"gpu-4"}},
+		"by version":                       {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].cudaComputeCapability.isGreaterThan(semver('8.9.0')) && device.attributes['gpu.nvidia.com'].driverVersion.isLessThan(semver('581.0.0'))"), want: []string{"gpu-0"}},
+		"by version, none":                 {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].cudaComputeCapability.isGreaterThan(semver('10.0.0'))")},
+		"by memory":                        {inv: machine(8), request: exactly(1, "device.capacity['gpu.nvidia.com'].memory.compareTo(quantity('80Gi')) >= 0"), want: []string{"gpu-0"}},
+		"by UUID":                          {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].uuid == '"+uuidOf(5)+"'"), want: []string{"gpu-5"}},
+		"by PCI address":                   {inv: machine(8), request: exactly(1, "device.attributes['resource.kubernetes.io'].pciBusID == '0000:13:00.0'"), want: []string{"gpu-3"}},
+		"pair on one NVLink domain":        {inv: machine(8), allocated: []string{"gpu-0", "gpu-1", "gpu-2"}, request: exactly(2), constraints: matching("gpu.nvidia.com/nvlinkDomain"), want: []string{"gpu-4", "gpu-5"}},
+		"no NVLink, no pair":               {inv: l4x4(), request: exactly(2), constraints: matching("gpu.nvidia.com/nvlinkDomain")},
+		"four on one NUMA node":            {inv: machine(8), allocated: []string{"gpu-1"}, request: exactly(4), constraints: matching("resource.kubernetes.io/numaNode"), want: []string{"gpu-4", "gpu-5", "gpu-6", "gpu-7"}},
+		"five on one NUMA node":            {inv: machine(8), request: exactly(5), constraints: matching("resource.kubernetes.io/numaNode")},
+		"pair below one PCIe root":         {inv: machine(8), allocated: []string{"gpu-0"}, request: exactly(2), constraints: matching("resource.kubernetes.io/pcieRoot"), want: []string{"gpu-2", "gpu-3"}},
+		"withdrawn by taint":               {inv: machine(8), obstacles: firstTwo, request: exactly(1), want: []string{"gpu-2"}},
+		"withdrawn by leaving out":         {inv: machine(8), obstacles: firstTwo, leaveOut: true, request: exactly(1), want: []string{"gpu-2"}},
+		"more than is left":                {inv: machine(8), obstacles: firstTwo, request: exactly(7)},
+		"a wildcard toleration ignores it": {inv: machine(8), obstacles: firstTwo, request: tolerant, want: []string{"gpu-0"}},
+		"odd GPUs do not stop the others":  {inv: oddMachine(), obstacles: map[string][]obstacle{uuidOf(1): {{TaintUnhealthy, "Lost"}}}, request: exactly(3), want: []string{"gpu-0", "gpu-6", "gpu-7"}},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			taken := sets.New[structured.DeviceID]()
+			for _, d := range test.allocated {
+				taken.Insert(structured.MakeDeviceID("gpu.nvidia.com", testNode, d))
+			}
+			features := structured.Features{DeviceTaints: true, AdminAccess: true, PrioritizedList: true}
+			allocator, err := structured.NewAllocator(t.Context(), features, structured.AllocatedState{AllocatedDevices: taken}, gpuClass,
+				asPublished(test.inv, test.obstacles, !test.leaveOut), cel.NewCache(100, cel.Features{}))
+			if err != nil {
+				t.Fatal(err)
+			}
+			claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: "c", Namespace: "team-a", UID: "c"}}
+			claim.Spec.Devices.Requests = []resourceapi.DeviceRequest{test.request}
+			claim.Spec.Devices.Constraints = test.constraints
+			node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: testNode}}
+			results, err := allocator.Allocate(t.Context(), node, []*resourceapi.ResourceClaim{claim})
+			if err != nil {
+				t.Fatal(err)
+			}
+			var got []string
+			for _, result := range results {
+				for _, d := range result.Devices.Results {
+					got = append(got, d.Device)
+				}
+			}
+			if diff := cmp.Diff(test.want, got); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}

@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+)
+
+// fakeAPI is as much of a kube-apiserver as the driver talks to, over HTTP: nodes, claims and slices with get, list, watch
+// (streaming lists too), create with dry-run, update, delete and resource versions.
+type fakeAPI struct {
+	url string
+
+	mu       sync.Mutex
+	version  int
+	objects  map[string]map[string]fakeObject // resource → [namespace/]name
+	watchers map[chan fakeEvent]string        // → resource
+	// dropTaints makes it a server before 1.36.
+	dropTaints bool
+	// keepProbeTaints lets dry-runs keep what real writes drop, as differing servers behind one address do.
+	keepProbeTaints bool
+	// failWrites refuses every write of slices with an error.
+	failWrites error
+	// claimGets counts look-ups of claims.
+	claimGets int
+	// writes counts stored creates, updates and deletes of slices by the driver.
+	writes int
+}
+
+type fakeObject = interface {
+	metav1.Object
+	runtime.Object
+}
+
+type fakeEvent struct {
+	Type   string     `json:"type"`
+	Object fakeObject `json:"object"`
+}
+
+func newFakeAPI(t *testing.T) *fakeAPI {
+	f := &fakeAPI{objects: map[string]map[string]fakeObject{"nodes": {}, "resourceclaims": {}, "resourceslices": {}}, watchers: map[chan fakeEvent]string{}}
+	server := httptest.NewServer(f)
+	f.url = server.URL
+	t.Cleanup(func() {
+		server.CloseClientConnections()
+		server.Close()
+	})
+	return f
+}
+
+func (f *fakeAPI) client(t *testing.T) kubernetes.Interface {
+	t.Helper()
+	client, err := kubernetes.NewForConfig(&rest.Config{Host: f.url, QPS: -1, ContentConfig: rest.ContentConfig{ContentType: runtime.ContentTypeJSON, AcceptContentTypes: runtime.ContentTypeJSON}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return client
+}
+
+// put stores an object as somebody else would.
+func (f *fakeAPI) put(resource string, object fakeObject) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.store(resource, object)
+}
+
+func (f *fakeAPI) store(resource string, object fakeObject) {
+	f.version++
+	object.SetResourceVersion(strconv.Itoa(f.version))
+	kind := map[string]schema.GroupVersionKind{
+		"nodes":          corev1.SchemeGroupVersion.WithKind("Node"),
+		"resourceclaims": resourceapi.SchemeGroupVersion.WithKind("ResourceClaim"),
+		"resourceslices": resourceapi.SchemeGroupVersion.WithKind("ResourceSlice"),
+	}[resource]
+	object.GetObjectKind().SetGroupVersionKind(kind)
+	key := path.Join(object.GetNamespace(), object.GetName())
+	event := "ADDED"
+	if _, known := f.objects[resource][key]; known {
+		event = "MODIFIED"
+	}
+	f.objects[resource][key] = object
+	f.tell(resource, fakeEvent{event, object})
+}
+
+// remove deletes an object as somebody else would.
+func (f *fakeAPI) remove(resource, key string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.drop(resource, key)
+}
+
+func (f *fakeAPI) drop(resource, key string) {
+	object, known := f.objects[resource][key]
+	if !known {
+		return
+	}
+	delete(f.objects[resource], key)
+	f.version++
+	gone := object.DeepCopyObject().(fakeObject)
+	gone.SetResourceVersion(strconv.Itoa(f.version))
+	f.tell(resource, fakeEvent{"DELETED", gone})
+}
+
+// wipeSlices is what kubelet does when it starts.
+func (f *fakeAPI) wipeSlices() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for key := range f.objects["resourceslices"] {
+		f.drop("resourceslices", key)
+	}
+}
+
+func (f *fakeAPI) tell(resource string, event fakeEvent) {
+	for watcher, of := range f.watchers {
+		if of == resource {
+			watcher <- event
+		}
+	}
+}
+
+// slices returns what is stored, by name, which is the order in which the scheduler tries them.
+func (f *fakeAPI) slices() []*resourceapi.ResourceSlice {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	var found []*resourceapi.ResourceSlice
+	for _, object := range f.objects["resourceslices"] {
+		found = append(found, object.(*resourceapi.ResourceSlice).DeepCopy())
+	}
+	slices.SortFunc(found, func(a, b *resourceapi.ResourceSlice) int { return strings.Compare(a.Name, b.Name) })
+	return found
+}
+
+func (f *fakeAPI) writeCount() int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.writes
+}
+
+func (f *fakeAPI) set(change func()) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	change()
+}
+
+func (f *fakeAPI) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	parts := strings.Split(strings.Trim(r.URL.Path, "/"), "/")
+	switch parts[0] {
+	case "api":
+		parts = parts[2:]
+	case "apis":
+		parts = parts[3:]
+	}
+	namespace := ""
+	if len(parts) > 1 && parts[0] == "namespaces" {
+		namespace, parts = parts[1], parts[2:]
+	}
+	resource, name := parts[0], ""
+	if len(parts) > 1 {
+		name = parts[1]
+	}
+	if _, served := f.objects[resource]; !served {
+		f.refuse(w, apierrors.NewNotFound(schema.GroupResource{Resource: resource}, ""))
+		return
+	}
+	selector, err := fields.ParseSelector(r.URL.Query().Get("fieldSelector"))
+	if err != nil {
+		f.refuse(w, apierrors.NewBadRequest(err.Error()))
+		return
+	}
+	switch {
+	case r.Method == http.MethodGet && name != "":
+		f.get(w, resource, path.Join(namespace, name))
+	case r.Method == http.MethodGet && r.URL.Query().Get("watch") != "":
+		f.watch(w, r, resource, selector)
+	case r.Method == http.MethodGet:
+		f.list(w, resource, selector)
+	default:
+		f.write(w, r, resource, name)
+	}
+}
+
+func (f *fakeAPI) get(w http.ResponseWriter, resource, key string) {
+	f.mu.Lock()
+	object, known := f.objects[resource][key]
+	if resource == "resourceclaims" {
+		f.claimGets++
+	}
+	f.mu.Unlock()
+	if !known {
+		f.refuse(w, apierrors.NewNotFound(schema.GroupResource{Resource: resource}, key))
+		return
+	}
+	f.answer(w, object)
+}
+
+func (f *fakeAPI) list(w http.ResponseWriter, resource string, selector fields.Selector) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	items := []fakeObject{}
+	for _, object := range f.objects[resource] {
+		if selected(object, selector) {
+			items = append(items, object)
+		}
+	}
+	f.answer(w, map[string]any{"items": items, "metadata": map[string]string{"resourceVersion": strconv.Itoa(f.version)}})
+}
+
+func (f *fakeAPI) watch(w http.ResponseWriter, r *http.Request, resource string, selector fields.Selector) {
+	events := make(chan fakeEvent, 10000)
+	f.mu.Lock()
+	f.watchers[events] = resource
+	var initial []fakeEvent
+	if r.URL.Query().Get("sendInitialEvents") == "true" {
+		for _, object := range f.objects[resource] {
+			initial = append(initial, fakeEvent{"ADDED", object})
+		}
+		mark := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{
+			ResourceVersion: strconv.Itoa(f.version), Annotations: map[string]string{metav1.InitialEventsAnnotationKey: "true"},
+		}}
+		mark.SetGroupVersionKind(schema.GroupVersionKind{Version: "v1", Kind: "Node"})
+		if resource == "resourceslices" {
+			mark.SetGroupVersionKind(resourceapi.SchemeGroupVersion.WithKind("ResourceSlice"))
+		}
+		initial = append(initial, fakeEvent{"BOOKMARK", mark})
+	}
+	f.mu.Unlock()
+	defer func() {
+		f.mu.Lock()
+		delete(f.watchers, events)
+		f.mu.Unlock()
+	}()
+	w.Header().Set("Content-Type", "application/json")
+	encoder := json.NewEncoder(w)
+	send := func(e fakeEvent) bool {
+		if e.Type != "BOOKMARK" && !selected(e.Object, selector) {
+			return true
+		}
+		return encoder.Encode(e) == nil
+	}
+	for _, e := range initial {
+		if !send(e) {
+			return
+		}
+	}
+	w.(http.Flusher).Flush()
+	for {
+		select {
+		case <-r.Context().Done():
+			return
+		case e := <-events:
+			if !send(e) {
+				return
+			}
+			w.(http.Flusher).Flush()
+		}
+	}
+}
+
+func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, resource, name string) {
+	if resource != "resourceslices" {
+		f.refuse(w, apierrors.NewForbidden(schema.GroupResource{Resource: resource}, name, fmt.Errorf("the driver writes slices only")))
+		return
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	dryRun := r.URL.Query().Get("dryRun") != ""
+	if f.failWrites != nil {
+		f.refuse(w, f.failWrites)
+		return
+	}
+	if r.Method == http.MethodDelete {
+		if _, known := f.objects[resource][name]; !known {
+			f.refuse(w, apierrors.NewNotFound(schema.GroupResource{Resource: resource}, name))
+			return
+		}
+		f.writes++
+		f.drop(resource, name)
+		f.answer(w, &metav1.Status{Status: metav1.StatusSuccess})
+		return
+	}
+	slice := &resourceapi.ResourceSlice{}
+	if err := json.NewDecoder(r.Body).Decode(slice); err != nil {
+		f.refuse(w, apierrors.NewBadRequest(err.Error()))
+		return
+	}
+	f.serverDefaults(slice, dryRun)
+	switch r.Method {
+	case http.MethodPost:
+		slice.Name = fmt.Sprintf("%s%05d", slice.GenerateName, f.version)
+		slice.UID = types.UID(fmt.Sprintf("slice-%d", f.version))
+	case http.MethodPut:
+		known, found := f.objects[resource][name]
+		if !found {
+			f.refuse(w, apierrors.NewNotFound(schema.GroupResource{Resource: resource}, name))
+			return
+		}
+		if known.GetResourceVersion() != slice.ResourceVersion {
+			f.refuse(w, apierrors.NewConflict(schema.GroupResource{Resource: resource}, name, fmt.Errorf("changed")))
+			return
+		}
+	}
+	if !dryRun {
+		f.writes++
+		f.store(resource, slice)
+	}
+	f.answer(w, slice)
+}
+
+func (f *fakeAPI) serverDefaults(slice *resourceapi.ResourceSlice, dryRun bool) {
+	for i := range slice.Spec.Devices {
+		taints := slice.Spec.Devices[i].Taints
+		if f.dropTaints && !(dryRun && f.keepProbeTaints) {
+			slice.Spec.Devices[i].Taints = nil
+			continue
+		}
+		for j := range taints {
+			if taints[j].TimeAdded == nil {
+				now := metav1.Now().Rfc3339Copy()
+				taints[j].TimeAdded = &now
+			}
+		}
+	}
+}
+
+func (f *fakeAPI) answer(w http.ResponseWriter, object any) {
+	w.Header().Set("Content-Type", "application/json")
+	if err := json.NewEncoder(w).Encode(object); err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+	}
+}
+
+func (f *fakeAPI) refuse(w http.ResponseWriter, err error) {
+	status := apierrors.APIStatus(&apierrors.StatusError{ErrStatus: metav1.Status{Code: 500, Message: err.Error()}})
+	if known, ok := err.(apierrors.APIStatus); ok {
+		status = known
+	}
+	body := status.Status()
+	body.SetGroupVersionKind(schema.GroupVersionKind{Version: "v1", Kind: "Status"})
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(int(body.Code))
+	_ = json.NewEncoder(w).Encode(body)
+}
+
+func selected(object fakeObject, selector fields.Selector) bool {
+	set := fields.Set{"metadata.name": object.GetName()}
+	if slice, ok := object.(*resourceapi.ResourceSlice); ok {
+		set["spec.driver"] = slice.Spec.Driver
+		if slice.Spec.NodeName != nil {
+			set["spec.nodeName"] = *slice.Spec.NodeName
+		}
+	}
+	return selector.Matches(set)
+}

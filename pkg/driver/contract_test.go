@@ -1,0 +1,536 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+func cdi(minor int) string { return "k8s.gpu.nvidia.com/gpu=" + uuidOf(minor) }
+
+func TestPrepareTwiceAndUnprepareTwice(t *testing.T) {
+	for _, version := range []string{"v1", "v1beta1"} {
+		t.Run(version, func(t *testing.T) {
+			r := newRig(t, machine(8)).run()
+			k := r.ready()
+			if !slices.Contains(k.services, version+".DRAPlugin") {
+				t.Fatalf("announced services %v lack %s", k.services, version)
+			}
+			c := r.claim("a", "gpu-2", "gpu-3")
+			want := map[string][]prepared{"uid-a": {
+				{[]string{"gpus"}, testNode, "gpu-2", cdi(2)},
+				{[]string{"gpus"}, testNode, "gpu-3", cdi(3)},
+			}}
+			for range 2 {
+				got, errs, err := k.prepare(version, c)
+				if err != nil || len(errs) > 0 {
+					t.Fatal(err, errs)
+				}
+				if diff := cmp.Diff(want, got); diff != "" {
+					t.Error(diff)
+				}
+				if got := r.holders(); got != "gpu-2: claim uid-a held, gpu-3: claim uid-a held" {
+					t.Error("held:", got)
+				}
+			}
+			if pods := r.ledger.Holds()[0].Pods; !slices.Equal(pods, []ledger.Pod{{UID: "pod-uid-a", Namespace: "team-a", Name: "pod-a"}}) {
+				t.Error("pods:", pods)
+			}
+			for range 2 {
+				if errs, err := k.unprepare(version, c); err != nil || len(errs) > 0 {
+					t.Fatal(err, errs)
+				}
+				if got := r.holders(); got != "" {
+					t.Error("still held:", got)
+				}
+			}
+		})
+	}
+}
+
+func TestPrepareRequests(t *testing.T) {
+	admin := func(c *resourceapi.ResourceClaim) {
+		for i := range c.Status.Allocation.Devices.Results {
+			c.Status.Allocation.Devices.Results[i].AdminAccess = ptr.To(true)
+		}
+	}
+	tests := map[string]struct {
+		claim *resourceapi.ResourceClaim
+		adapt func(*resourceapi.ResourceClaim)
+		want  []prepared
+		held  string
+	}{
+		"subrequest of firstAvailable is answered for the main request": {
+			claim: newClaim("a", "gpu-1"),
+			adapt: func(c *resourceapi.ResourceClaim) { c.Status.Allocation.Devices.Results[0].Request = "gpu/large" },
+			want:  []prepared{{[]string{"gpu"}, testNode, "gpu-1", cdi(1)}},
+			held:  "gpu-1: claim uid-a held",
+		},
+		"several requests": {
+			claim: newClaim("a", "gpu-1", "gpu-0"),
+			adapt: func(c *resourceapi.ResourceClaim) { c.Status.Allocation.Devices.Results[1].Request = "other" },
+			want:  []prepared{{[]string{"gpus"}, testNode, "gpu-1", cdi(1)}, {[]string{"other"}, testNode, "gpu-0", cdi(0)}},
+			held:  "gpu-0: claim uid-a held, gpu-1: claim uid-a held",
+		},
+		"admin access holds nothing": {
+			claim: newClaim("a", "gpu-0", "gpu-1"), adapt: admin,
+			want: []prepared{{[]string{"gpus"}, testNode, "gpu-0", cdi(0)}, {[]string{"gpus"}, testNode, "gpu-1", cdi(1)}},
+		},
+		"the same device with admin access and without": {
+			claim: newClaim("a", "gpu-0", "gpu-0"),
+			adapt: func(c *resourceapi.ResourceClaim) {
+				c.Status.Allocation.Devices.Results[1].AdminAccess = ptr.To(true)
+				c.Status.Allocation.Devices.Results[1].Request = "watch"
+			},
+			want: []prepared{{[]string{"gpus"}, testNode, "gpu-0", cdi(0)}, {[]string{"watch"}, testNode, "gpu-0", cdi(0)}},
+			held: "gpu-0: claim uid-a held",
+		},
+		"admin access to a broken device shows the others": {
+			claim: newClaim("a", "gpu-6", "gpu-7"), adapt: admin,
+			want: []prepared{{[]string{"gpus"}, testNode, "gpu-6", cdi(6)}, {[]string{"gpus"}, testNode, "gpu-7", ""}},
+		},
+		"results of other drivers are not ours": {
+			claim: newClaim("a", "gpu-0", "nic-0"),
+			adapt: func(c *resourceapi.ResourceClaim) { c.Status.Allocation.Devices.Results[1].Driver = "nic.example.com" },
+			want:  []prepared{{[]string{"gpus"}, testNode, "gpu-0", cdi(0)}},
+			held:  "gpu-0: claim uid-a held",
+		},
+		"nothing of ours": {
+			claim: newClaim("a", "nic-0"),
+			adapt: func(c *resourceapi.ResourceClaim) { c.Status.Allocation.Devices.Results[0].Driver = "nic.example.com" },
+			want:  []prepared{},
+		},
+		"default parameters": {
+			claim: newClaim("a", "gpu-0"),
+			adapt: func(c *resourceapi.ResourceClaim) {
+				c.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{
+					parameters(resourceapi.AllocationConfigSourceClaim, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"}`),
+				}
+			},
+			want: []prepared{{[]string{"gpus"}, testNode, "gpu-0", cdi(0)}},
+			held: "gpu-0: claim uid-a held",
+		},
+	}
+	inv := machine(8)
+	inv.GPUs[7].Health = device.Health{Reason: device.ReasonLost, Message: "gone"}
+	r := newRig(t, inv).run()
+	k := r.ready()
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			if test.adapt != nil {
+				test.adapt(test.claim)
+			}
+			r.api.put("resourceclaims", test.claim)
+			for _, version := range []string{"v1", "v1beta1"} {
+				got, errs, err := k.prepare(version, test.claim)
+				if err != nil || len(errs) > 0 {
+					t.Fatal(err, errs)
+				}
+				if diff := cmp.Diff(map[string][]prepared{"uid-a": test.want}, got); diff != "" {
+					t.Error(diff)
+				}
+				if got := r.holders(); got != test.held {
+					t.Errorf("held %q, want %q", got, test.held)
+				}
+			}
+			if errs, err := k.unprepare("v1", test.claim); err != nil || len(errs) > 0 {
+				t.Fatal(err, errs)
+			}
+		})
+	}
+}
+
+func parameters(source resourceapi.AllocationConfigSource, raw string, requests ...string) resourceapi.DeviceAllocationConfiguration {
+	return resourceapi.DeviceAllocationConfiguration{
+		Source: source, Requests: requests,
+		DeviceConfiguration: resourceapi.DeviceConfiguration{Opaque: &resourceapi.OpaqueDeviceConfiguration{
+			Driver: "gpu.nvidia.com", Parameters: runtime.RawExtension{Raw: []byte(raw)},
+		}},
+	}
+}
+
+func TestPrepareRefusals(t *testing.T) {
+	tests := map[string]struct {
+		claim *resourceapi.ResourceClaim
+		adapt func(*resourceapi.ResourceClaim)
+		want  []string
+		event string
+	}{
+		"device that does not exist": {
+			claim: newClaim("a", "gpu-0", "gpu-9"),
+			want:  []string{"claim team-a/a", "request gpus", "device gpu-9 of pool node1", "does not exist on this node", "delete the pod and its claim"},
+			event: "team-a/a UnknownDevice: device gpu-9",
+		},
+		"pool of another node": {
+			claim: newClaim("a", "gpu-0"),
+			adapt: func(c *resourceapi.ResourceClaim) { c.Status.Allocation.Devices.Results[0].Pool = "node2" },
+			want:  []string{"pool node2", "serves pool node1 only"},
+			event: "team-a/a UnknownDevice:",
+		},
+		"unhealthy device": {
+			claim: newClaim("a", "gpu-7"),
+			want:  []string{"device gpu-7", uuidOf(7), "request gpus", "Lost: gone"},
+			event: "team-a/a DeviceUnhealthy:",
+		},
+		"parameters": {
+			claim: newClaim("a", "gpu-0"),
+			adapt: func(c *resourceapi.ResourceClaim) {
+				c.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{
+					parameters(resourceapi.AllocationConfigSourceClaim, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`),
+				}
+			},
+			want:  []string{"config[0].opaque.parameters.sharing.strategy", `"MPS" is not supported`, "retrying does not help"},
+			event: "team-a/a InvalidParameters:",
+		},
+	}
+	inv := machine(8)
+	inv.GPUs[7].Health = device.Health{Reason: device.ReasonLost, Message: "gone"}
+	r := newRig(t, inv).run()
+	k := r.ready()
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			if test.adapt != nil {
+				test.adapt(test.claim)
+			}
+			r.api.put("resourceclaims", test.claim)
+			for range 2 {
+				devices, errs, err := k.prepare("v1", test.claim)
+				if err != nil || len(devices) > 0 {
+					t.Fatal(err, devices)
+				}
+				for _, part := range test.want {
+					if text := fmt.Sprint(errs["uid-a"]); !strings.Contains(text, part) {
+						t.Errorf("error %q lacks %q", text, part)
+					}
+				}
+				if held := r.holders(); held != "" {
+					t.Error("held after a refusal:", held)
+				}
+			}
+			if !strings.Contains(r.events.all(), test.event) {
+				t.Errorf("events %q lack %q", r.events.all(), test.event)
+			}
+		})
+	}
+}
+
+// What a claim's owner is told must not name what lives in another namespace.
+func TestPrepareConflict(t *testing.T) {
+	tests := map[string]struct {
+		pod    *ledger.Pod
+		want   string
+		hidden string
+	}{
+		"own namespace":     {&ledger.Pod{UID: "p", Namespace: "team-a", Name: "trainer"}, "held by pod team-a/trainer by its nvidia.com/gpu limit", "another"},
+		"another namespace": {&ledger.Pod{UID: "p", Namespace: "team-b", Name: "secret"}, "held by a pod in another namespace by its resource limits", "secret"},
+		"not known yet":     {nil, "held by a pod by its resource limits", "secret"},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, machine(8)).run()
+			k := r.ready()
+			r.takeByLimit(1, test.pod)
+			c := r.claim("a", "gpu-0", "gpu-1")
+			devices, errs, err := k.prepare("v1", c)
+			if err != nil || len(devices) > 0 {
+				t.Fatal(err, devices)
+			}
+			for what, text := range map[string]string{"error": fmt.Sprint(errs["uid-a"]), "events": r.events.all()} {
+				if !strings.Contains(text, "device gpu-1 ("+uuidOf(1)+") is "+test.want) || strings.Contains(text, test.hidden) {
+					t.Errorf("%s: %q", what, text)
+				}
+			}
+			if !strings.Contains(r.events.all(), "team-a/a DeviceHeld: ") {
+				t.Error("no DeviceHeld event:", r.events.all())
+			}
+			if held := r.holders(); held != "gpu-1: limit "+uuidOf(1)+" held" {
+				t.Error("held:", held)
+			}
+			if n := r.metric("tandem_prepare_conflicts_total"); n != 1 {
+				t.Error("conflicts counted:", n)
+			}
+		})
+	}
+}
+
+func TestDescribeHolderOfClaims(t *testing.T) {
+	hold := func(namespace string, state ledger.State) ledger.Hold {
+		return ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "u"}, Namespace: namespace, Name: "c", State: state}
+	}
+	for want, h := range map[string]ledger.Hold{
+		"claim team-a/c":                                    hold("team-a", ledger.StateHeld),
+		"claim team-a/c, which is going away":               hold("team-a", ledger.StateDraining),
+		"a claim in another namespace":                      hold("team-b", ledger.StateHeld),
+		"a claim in another namespace, which is going away": hold("team-b", ledger.StateDraining),
+		"a claim": hold("", ledger.StateHeld),
+	} {
+		if got := describeHolder(h, "team-a"); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+}
+
+// A pod starts with all of its claims or not at all.
+func TestPrepareAllClaimsOfACallOrNone(t *testing.T) {
+	r := newRig(t, machine(8)).run()
+	k := r.ready()
+	r.takeByLimit(5, nil)
+	shared, fresh, blocked, last := r.claim("shared", "gpu-0"), r.claim("fresh", "gpu-1"), r.claim("blocked", "gpu-5"), r.claim("last", "gpu-2")
+	if _, errs, err := k.prepare("v1", shared); err != nil || len(errs) > 0 {
+		t.Fatal(err, errs)
+	}
+	before := r.holders()
+	devices, errs, err := k.prepare("v1", shared, fresh, blocked, last)
+	if err != nil || len(devices) > 0 || len(errs) != 4 {
+		t.Fatal(err, devices, errs)
+	}
+	for uid, want := range map[string]string{
+		"uid-blocked": "is held by",
+		"uid-fresh":   "not prepared because claim team-a/blocked of the same pod was not",
+		"uid-shared":  "not prepared because claim team-a/blocked of the same pod was not",
+		"uid-last":    "not prepared because claim team-a/blocked of the same pod was not",
+	} {
+		if !strings.Contains(fmt.Sprint(errs[uid]), want) {
+			t.Errorf("%s: %v", uid, errs[uid])
+		}
+	}
+	if got := r.holders(); got != before {
+		t.Errorf("held %q, before %q", got, before)
+	}
+	// A claim that is wrong in itself stops the others before anything is reserved.
+	wrong := r.claim("wrong", "gpu-77")
+	if _, errs, err = k.prepare("v1", fresh, wrong); err != nil || len(errs) != 2 || r.holders() != before {
+		t.Error(err, errs, r.holders())
+	}
+	r.releaseLimit(5)
+	if devices, errs, err = k.prepare("v1", shared, fresh, blocked, last); err != nil || len(errs) > 0 || len(devices) != 4 {
+		t.Error(err, errs, devices)
+	}
+}
+
+func TestPrepareGivesBackWithoutSpecs(t *testing.T) {
+	r := newRig(t, machine(8)).run()
+	k := r.ready()
+	old, fresh := r.claim("old", "gpu-0"), r.claim("new", "gpu-1")
+	if _, errs, err := k.prepare("v1", old); err != nil || len(errs) > 0 {
+		t.Fatal(err, errs)
+	}
+	r.specs.fail(errors.New("no space left"))
+	_, errs, err := k.prepare("v1", old, fresh)
+	if err != nil || !strings.Contains(fmt.Sprint(errs["uid-new"]), "no space left") || !strings.Contains(fmt.Sprint(errs["uid-old"]), "no space left") {
+		t.Error(err, errs)
+	}
+	if got := r.holders(); got != "gpu-0: claim uid-old held" {
+		t.Error("held:", got)
+	}
+}
+
+func TestPrepareWaitsForAHolderThatGoes(t *testing.T) {
+	r := newRig(t, machine(8)).run()
+	k := r.ready()
+	r.evidence.set("uid-old", ledger.Running)
+	old, next := r.claim("old", "gpu-0"), r.claim("next", "gpu-0")
+	if _, errs, err := k.prepare("v1", old); err != nil || len(errs) > 0 {
+		t.Fatal(err, errs)
+	}
+	if errs, err := k.unprepare("v1", old); err != nil || len(errs) > 0 {
+		t.Fatal(err, errs)
+	}
+	if got := r.holders(); got != "gpu-0: claim uid-old draining" {
+		t.Fatal("held:", got)
+	}
+	answered := make(chan map[string]error, 1)
+	go func() {
+		_, errs, err := k.prepare("v1", next)
+		if err != nil {
+			errs = map[string]error{"call": err}
+		}
+		answered <- errs
+	}()
+	eventually(t, "the slice to say that the GPU drains", func() error {
+		if !strings.Contains(r.published()+" ", "gpu-0!draining ") {
+			return errors.New(r.published())
+		}
+		return nil
+	})
+	select {
+	case errs := <-answered:
+		t.Fatal("answered while the other one drains:", errs)
+	default:
+	}
+	r.releaseLimit(0)
+	if errs := <-answered; len(errs) > 0 {
+		t.Error(errs)
+	}
+	if got := r.holders(); got != "gpu-0: claim uid-next held" {
+		t.Error("held:", got)
+	}
+}
+
+// kubelet must hear the reason, not run into its own deadline.
+func TestPrepareAnswersBeforeTheDeadline(t *testing.T) {
+	r := newRig(t, machine(8)).run()
+	k := r.ready()
+	r.takeByLimit(0, nil)
+	r.evidence.set(uuidOf(0), ledger.Terminating)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	_, errs, err := k.prepareWith(ctx, "v1", r.claim("a", "gpu-0"))
+	if err != nil || !strings.Contains(fmt.Sprint(errs["uid-a"]), "is held by") {
+		t.Error(err, errs)
+	}
+}
+
+func TestUnprepareAbortsAWaitingPrepare(t *testing.T) {
+	r := newRig(t, machine(8)).run()
+	k := r.ready()
+	r.takeByLimit(0, nil)
+	r.evidence.set(uuidOf(0), ledger.Terminating)
+	c := r.claim("a", "gpu-0")
+	answered := make(chan string, 1)
+	go func() {
+		_, errs, err := k.prepare("v1", c)
+		answered <- fmt.Sprint(err, errs)
+	}()
+	for {
+		if errs, err := k.unprepare("v1", c); err != nil || len(errs) > 0 {
+			t.Fatal(err, errs)
+		}
+		select {
+		case text := <-answered:
+			if !strings.Contains(text, ledger.ErrCancelled.Error()) {
+				t.Error(text)
+			}
+			return
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+func TestPrepareConcurrently(t *testing.T) {
+	const gpus, contenders = 8, 64
+	r := newRig(t, machine(gpus)).run()
+	k := r.ready()
+	claims := make([]*resourceapi.ResourceClaim, contenders)
+	for i := range claims {
+		claims[i] = r.claim(fmt.Sprintf("c%d", i), fmt.Sprintf("gpu-%d", i%gpus))
+	}
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	winners := map[string][]string{}
+	for _, c := range claims {
+		for _, version := range []string{"v1", "v1beta1"} {
+			wg.Go(func() {
+				devices, errs, err := k.prepare(version, c)
+				if err != nil || len(devices)+len(errs) != 1 {
+					t.Error(err, devices, errs)
+					return
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				for uid, d := range devices {
+					if !slices.Contains(winners[d[0].Device], uid) {
+						winners[d[0].Device] = append(winners[d[0].Device], uid)
+					}
+				}
+			})
+		}
+	}
+	wg.Wait()
+	if len(winners) != gpus {
+		t.Errorf("%d devices given out, want %d", len(winners), gpus)
+	}
+	for name, uids := range winners {
+		if len(uids) != 1 {
+			t.Errorf("%s has owners %v", name, uids)
+		}
+	}
+}
+
+func TestMalformedRequests(t *testing.T) {
+	r := newRig(t, machine(2)).run()
+	k := r.ready()
+	replaced := newClaim("replaced", "gpu-0")
+	r.api.put("resourceclaims", replaced.DeepCopy())
+	replaced.UID = "another"
+	unallocated := newClaim("unallocated")
+	unallocated.Status.Allocation = nil
+	r.api.put("resourceclaims", unallocated)
+	for name, claims := range map[string][]*resourceapi.ResourceClaim{
+		"no such claim":      {newClaim("nowhere", "gpu-0")},
+		"replaced claim":     {replaced},
+		"unallocated claim":  {unallocated},
+		"nameless claim":     {{}},
+		"path in the name":   {newClaim("../../nodes/node1", "gpu-0")},
+		"one good, one gone": {r.claim("good", "gpu-0"), newClaim("nowhere", "gpu-1")},
+	} {
+		for _, version := range []string{"v1", "v1beta1"} {
+			if devices, _, err := k.prepare(version, claims...); err == nil {
+				t.Errorf("%s, %s: answered %v", name, version, devices)
+			}
+		}
+		if held := r.holders(); held != "" {
+			t.Errorf("%s: held %s", name, held)
+		}
+	}
+	if devices, errs, err := k.prepare("v1"); err != nil || len(devices)+len(errs) > 0 {
+		t.Error("no claims:", devices, errs, err)
+	}
+	for _, version := range []string{"v1", "v1beta1"} {
+		if errs, err := k.unprepare(version, newClaim("never-seen"), &resourceapi.ResourceClaim{}); err != nil || len(errs) > 0 {
+			t.Error(errs, err)
+		}
+	}
+	if _, errs, err := k.prepare("v1", r.claim("good", "gpu-0")); err != nil || len(errs) > 0 {
+		t.Error("after all that:", errs, err)
+	}
+}
+
+func TestStopFinishesWaitingCallsAndLeavesNothing(t *testing.T) {
+	r := newRig(t, machine(2)).run()
+	k := r.ready()
+	r.takeByLimit(0, nil)
+	r.evidence.set(uuidOf(0), ledger.Terminating)
+	c := r.claim("a", "gpu-0")
+	answered := make(chan string, 1)
+	go func() {
+		_, errs, err := k.prepare("v1", c)
+		answered <- fmt.Sprint(err, errs)
+	}()
+	eventually(t, "the call to wait", func() error {
+		if n := r.metric("tandem_prepare_duration_seconds"); n != 0 {
+			return errors.New("already answered")
+		}
+		if r.claimCalls() == 0 {
+			return errors.New("not there yet")
+		}
+		return nil
+	})
+	if err := r.stop(); err != nil {
+		t.Error(err)
+	}
+	if text := <-answered; !strings.Contains(text, "is held by") {
+		t.Error(text)
+	}
+	if left := socketsBelow(t, r.dir); len(left) > 0 {
+		t.Error("left behind:", left)
+	}
+	if r.published() == "" {
+		t.Error("slices were removed: a restart would disturb the scheduler")
+	}
+}

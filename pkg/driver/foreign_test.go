@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc"
+	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
+)
+
+// otherPlugin is somebody's registration socket.
+type otherPlugin struct {
+	registerapi.UnimplementedRegistrationServer
+	info *registerapi.PluginInfo
+}
+
+func (p otherPlugin) GetInfo(context.Context, *registerapi.InfoRequest) (*registerapi.PluginInfo, error) {
+	return p.info, nil
+}
+
+func serveOther(t *testing.T, path, kind, name string) (stop func()) {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	listener, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := grpc.NewServer()
+	registerapi.RegisterRegistrationServer(server, otherPlugin{info: &registerapi.PluginInfo{Type: kind, Name: name}})
+	go server.Serve(listener)
+	t.Cleanup(server.Stop)
+	return server.Stop
+}
+
+// listenSilently accepts connections and never answers.
+func listenSilently(t *testing.T, path string) (stop func()) {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	listener, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { listener.Close() })
+	return func() { listener.Close() }
+}
+
+func TestForeignDriverIsAwaited(t *testing.T) {
+	for name, start := range map[string]func(t *testing.T, dir string) (socket string, stop func()){
+		"registration under our file name": func(t *testing.T, dir string) (string, func()) {
+			return kubeletSocket(dir), serveOther(t, kubeletSocket(dir), registerapi.DRAPlugin, "gpu.nvidia.com")
+		},
+		"registration under another file name": func(t *testing.T, dir string) (string, func()) {
+			path := filepath.Join(dir, "plugins_registry", "gpu.nvidia.com-1234-reg.sock")
+			return path, serveOther(t, path, registerapi.DRAPlugin, "gpu.nvidia.com")
+		},
+		"registration in a directory": func(t *testing.T, dir string) (string, func()) {
+			path := filepath.Join(dir, "plugins_registry", "deep", "reg.sock")
+			return path, serveOther(t, path, registerapi.DRAPlugin, "gpu.nvidia.com")
+		},
+		"service socket that never answers": func(t *testing.T, dir string) (string, func()) {
+			path := filepath.Join(dir, "plugins", "gpu.nvidia.com", "dra.sock")
+			return path, listenSilently(t, path)
+		},
+		"service socket of a rolling update": func(t *testing.T, dir string) (string, func()) {
+			path := filepath.Join(dir, "plugins", "gpu.nvidia.com", "dra-1234.sock")
+			return path, listenSilently(t, path)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, machine(2))
+			socket, stop := start(t, r.dir)
+			r.run()
+			var foreign *ForeignError
+			eventually(t, "Ready to name the other process", func() error {
+				if err := r.driver.Ready(); !errors.As(err, &foreign) {
+					return fmt.Errorf("Ready: %v", err)
+				}
+				return nil
+			})
+			if foreign.Socket != socket || !strings.Contains(foreign.Error(), "uninstall it") {
+				t.Error(foreign)
+			}
+			eventually(t, "an event on the node", func() error {
+				if !strings.Contains(r.events.all(), "Node/node1 ForeignDriver: another process serves DRA driver gpu.nvidia.com on this node at "+socket) {
+					return errors.New(r.events.all())
+				}
+				return nil
+			})
+			if got := r.published(); got != "" {
+				t.Error("published beside another driver:", got)
+			}
+			stop()
+			r.ready()
+			r.awaitPublished(names(2, nil))
+		})
+	}
+}
+
+func TestLeftoversAndOthersAreNoObstacle(t *testing.T) {
+	r := newRig(t, machine(2))
+	for _, path := range []string{kubeletSocket(r.dir), filepath.Join(r.dir, "plugins", "gpu.nvidia.com", "dra.sock")} {
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		listener, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		listener.SetUnlinkOnClose(false)
+		listener.Close()
+	}
+	registry := filepath.Join(r.dir, "plugins_registry")
+	serveOther(t, filepath.Join(registry, "csi.sock"), registerapi.CSIPlugin, "gpu.nvidia.com")
+	serveOther(t, filepath.Join(registry, "compute-domain.sock"), registerapi.DRAPlugin, "compute-domain.nvidia.com")
+	listenSilently(t, filepath.Join(registry, "slow.sock"))
+	if err := os.WriteFile(filepath.Join(registry, "note.txt"), []byte("gpu.nvidia.com"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	r.run().ready()
+	if err := r.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(r.events.all(), "ForeignDriver") {
+		t.Error(r.events.all())
+	}
+}
+
+// NVIDIA's driver, installed later, removes our registration socket and listens in its place.
+func TestForeignDriverThatComesLater(t *testing.T) {
+	r := newRig(t, machine(2)).run()
+	r.ready()
+	if err := os.Remove(kubeletSocket(r.dir)); err != nil {
+		t.Fatal(err)
+	}
+	stop := serveOther(t, kubeletSocket(r.dir), registerapi.DRAPlugin, "gpu.nvidia.com")
+	eventually(t, "Ready to name the other process", func() error {
+		var foreign *ForeignError
+		if err := r.driver.Ready(); !errors.As(err, &foreign) {
+			return fmt.Errorf("Ready: %v", err)
+		}
+		return nil
+	})
+	if left := socketsBelow(t, r.dir); len(left) != 1 || left[0] != kubeletSocket(r.dir) {
+		t.Errorf("sockets %v: ours must go, theirs must stay", left)
+	}
+	stop()
+	r.ready()
+}
+
+func TestRemovedSocketsComeBack(t *testing.T) {
+	for name, path := range map[string]string{"registration": "plugins_registry/gpu.nvidia.com-reg.sock", "service": "plugins/gpu.nvidia.com/dra.sock"} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, machine(2)).run()
+			r.ready()
+			if err := os.Remove(filepath.Join(r.dir, path)); err != nil {
+				t.Fatal(err)
+			}
+			eventually(t, "the socket", func() error {
+				_, err := os.Stat(filepath.Join(r.dir, path))
+				return err
+			})
+			k := r.ready()
+			if _, errs, err := k.prepare("v1", r.claim("a", "gpu-0")); err != nil || len(errs) > 0 {
+				t.Error(err, errs)
+			}
+		})
+	}
+}
+
+func TestMissingKubeletDirectory(t *testing.T) {
+	r := newRig(t, machine(2))
+	r.driver.KubeletDir = filepath.Join(r.dir, "misspelt")
+	err := r.driver.Run(t.Context())
+	if err == nil || !strings.Contains(err.Error(), "misspelt") {
+		t.Error(err)
+	}
+	if _, err := os.Stat(r.driver.KubeletDir); err == nil {
+		t.Error("a misspelt kubelet directory was made")
+	}
+}
+
+func TestNewRefusesWhatCannotWork(t *testing.T) {
+	for want, spoil := range map[string]func(*Config){
+		"node name is not set":              func(c *Config) { c.NodeName = "" },
+		`node name "Node_1"`:                func(c *Config) { c.NodeName = "Node_1" },
+		`driver name "GPU"`:                 func(c *Config) { c.DriverName = "GPU" },
+		"must be no more than 63":           func(c *Config) { c.DriverName = strings.Repeat("a", 64) },
+		"must be an absolute path":          func(c *Config) { c.KubeletDir = "var/lib" },
+		"longer than the 107 bytes":         func(c *Config) { c.KubeletDir = "/" + strings.Repeat("d", 90) },
+		"Kubernetes client is not set":      func(c *Config) { c.KubeClient = nil },
+		"ledger is not set":                 func(c *Config) { c.Ledger = nil },
+		"inventory is not set":              func(c *Config) { c.Inventory = nil },
+		"CDI specs is not set":              func(c *Config) { c.Specs = nil },
+		"event recorder is not set":         func(c *Config) { c.Recorder = nil },
+		"metrics registerer is not set":     func(c *Config) { c.Registerer = nil },
+		"return delay -1ns: must not be":    func(c *Config) { c.ReturnDelay = -1 },
+		"another driver -1ns: must not be ": func(c *Config) { c.ForeignInterval = -1 },
+	} {
+		t.Run(want, func(t *testing.T) {
+			r := newRig(t, machine(1))
+			config := r.driver.Config
+			spoil(&config)
+			if _, err := New(config); err == nil || !strings.Contains(err.Error(), want) {
+				t.Error(err)
+			}
+		})
+	}
+}

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+)
+
+const (
+	classSource = resourceapi.AllocationConfigSourceClass
+	claimSource = resourceapi.AllocationConfigSourceClaim
+	gpuPlain    = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"}`
+	gpuSliced   = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing","timeSlicingConfig":{"interval":"Long"}}}`
+	migPlain    = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig"}`
+	vfioPlain   = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"VfioDeviceConfig","iommu":{"backendPolicy":"LegacyOnly"}}`
+)
+
+func TestCheckParameters(t *testing.T) {
+	foreign := parameters(claimSource, `not even JSON`)
+	foreign.Opaque.Driver = "nic.example.com"
+	tests := map[string]struct {
+		configs []resourceapi.DeviceAllocationConfiguration
+		request string
+		want    string // empty: accepted
+	}{
+		"none":                          {request: "gpu"},
+		"default":                       {configs: list(parameters(claimSource, gpuPlain)), request: "gpu"},
+		"empty sharing":                 {configs: list(parameters(claimSource, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{}}`)), request: "gpu"},
+		"null sharing":                  {configs: list(parameters(claimSource, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":null}`)), request: "gpu"},
+		"another driver's":              {configs: list(foreign), request: "gpu"},
+		"for another request":           {configs: list(parameters(claimSource, gpuSliced, "other")), request: "gpu"},
+		"for a sibling subrequest":      {configs: list(parameters(claimSource, gpuSliced, "gpu/small")), request: "gpu/large"},
+		"class, overridden by claim":    {configs: list(parameters(classSource, gpuSliced), parameters(claimSource, gpuPlain)), request: "gpu"},
+		"MIG for all requests":          {configs: list(parameters(claimSource, migPlain)), request: "gpu"},
+		"MIG after GPU":                 {configs: list(parameters(claimSource, gpuPlain), parameters(claimSource, migPlain)), request: "gpu"},
+		"time-slicing":                  {configs: list(parameters(claimSource, gpuSliced)), request: "gpu", want: `config[0].opaque.parameters.sharing.strategy: "TimeSlicing" is not supported`},
+		"from the class":                {configs: list(parameters(classSource, gpuSliced)), request: "gpu", want: `the device class's config[0].opaque.parameters.sharing.strategy`},
+		"claim overrides class":         {configs: list(parameters(classSource, gpuPlain), parameters(claimSource, gpuSliced)), request: "gpu", want: `config[1].opaque.parameters.sharing.strategy`},
+		"main request covers its parts": {configs: list(parameters(claimSource, gpuSliced, "gpu")), request: "gpu/large", want: `sharing.strategy`},
+		"this very subrequest":          {configs: list(parameters(claimSource, gpuSliced, "gpu/large")), request: "gpu/large", want: `sharing.strategy`},
+		"MPS settings alone":            {configs: list(parameters(claimSource, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"mpsConfig":{"defaultActiveThreadPercentage":50}}}`)), request: "gpu", want: `sharing.mpsConfig`},
+		"interval alone":                {configs: list(parameters(claimSource, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"timeSlicingConfig":{}}}`)), request: "gpu", want: `sharing.timeSlicingConfig`},
+		"MIG for this request":          {configs: list(parameters(claimSource, migPlain, "gpu")), request: "gpu", want: `MigDeviceConfig is for request gpu, which got a whole GPU`},
+		"VFIO for this request":         {configs: list(parameters(claimSource, vfioPlain, "gpu")), request: "gpu", want: `VfioDeviceConfig is for request gpu`},
+		"unknown field":                 {configs: list(parameters(claimSource, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"stratagy":"MPS"}}`)), request: "gpu", want: `unknown field "sharing.stratagy"`},
+		"wrong case":                    {configs: list(parameters(claimSource, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","Sharing":{"strategy":"MPS"}}`)), request: "gpu", want: `unknown field "Sharing"`},
+		"field twice":                   {configs: list(parameters(claimSource, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"},"sharing":null}`)), request: "gpu", want: `duplicate field "sharing"`},
+		"unknown field, other kind":     {configs: list(parameters(claimSource, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"VfioDeviceConfig","iommu":{"x":1}}`)), request: "gpu", want: `unknown field "iommu.x"`},
+		"wrong type":                    {configs: list(parameters(claimSource, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":7}`)), request: "gpu", want: `config[0].opaque.parameters: json: cannot unmarshal`},
+		"unknown kind":                  {configs: list(parameters(claimSource, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"ComputeDomainChannelConfig"}`)), request: "gpu", want: `kind: "ComputeDomainChannelConfig" is not known`},
+		"unknown version":               {configs: list(parameters(claimSource, `{"apiVersion":"resource.nvidia.com/v1","kind":"GpuConfig"}`)), request: "gpu", want: `apiVersion: "resource.nvidia.com/v1" is not known`},
+		"no JSON":                       {configs: list(parameters(claimSource, `}`)), request: "gpu", want: `config[0].opaque.parameters: invalid character`},
+		"empty":                         {configs: list(parameters(claimSource, ``)), request: "gpu", want: `config[0].opaque.parameters: unexpected end`},
+		"null":                          {configs: list(parameters(claimSource, `null`)), request: "gpu", want: `apiVersion: "" is not known`},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			allocation := &resourceapi.AllocationResult{}
+			allocation.Devices.Config = test.configs
+			err := checkParameters(allocation, "gpu.nvidia.com", resourceapi.DeviceRequestAllocationResult{Request: test.request})
+			if (err == nil) != (test.want == "") || !strings.Contains(fmt.Sprint(err), test.want) && err != nil {
+				t.Errorf("got %v, want %q", err, test.want)
+			}
+		})
+	}
+}
+
+func list(configs ...resourceapi.DeviceAllocationConfiguration) []resourceapi.DeviceAllocationConfiguration {
+	return configs
+}
+
+// Claim authors write these bytes: none may crash the node's driver.
+func FuzzCheckParameters(f *testing.F) {
+	for _, seed := range []string{gpuPlain, gpuSliced, migPlain, vfioPlain, `null`, ``, `[]`, `{"kind":{}}`} {
+		f.Add([]byte(seed))
+	}
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		allocation := &resourceapi.AllocationResult{}
+		allocation.Devices.Config = list(parameters(claimSource, string(raw)))
+		err := checkParameters(allocation, "gpu.nvidia.com", resourceapi.DeviceRequestAllocationResult{Request: "gpu"})
+		if err != nil && err.Error() == "" {
+			t.Error("an error that says nothing")
+		}
+	})
+}

@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+func names(n int, marks map[int]string) string {
+	var all []string
+	for i := range n {
+		if mark, ok := marks[i]; ok && mark == "-" {
+			continue
+		} else if ok {
+			all = append(all, fmt.Sprintf("gpu-%d!%s", i, mark))
+		} else {
+			all = append(all, fmt.Sprintf("gpu-%d", i))
+		}
+	}
+	return strings.Join(all, " ")
+}
+
+func TestPublishWithdrawAndReturn(t *testing.T) {
+	for name, test := range map[string]struct {
+		setup func(*fakeAPI)
+		mark  string
+	}{
+		"taints":                         {func(*fakeAPI) {}, "held-by-limit"},
+		"a server without taints":        {func(f *fakeAPI) { f.dropTaints = true }, "-"},
+		"a server that drops them later": {func(f *fakeAPI) { f.dropTaints, f.keepProbeTaints = true, true }, "-"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, machine(4))
+			test.setup(r.api)
+			r.run().ready()
+			r.awaitPublished(names(4, nil))
+			r.takeByLimit(1, nil)
+			r.awaitPublished(names(4, map[int]string{1: test.mark}))
+			if n := r.metric("tandem_published_devices", "withdrawn"); n != 1 {
+				t.Error("withdrawn:", n)
+			}
+			r.releaseLimit(1)
+			r.awaitPublished(names(4, nil))
+			// Claims are the scheduler's own doing.
+			c := r.claim("a", "gpu-0")
+			if results := r.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
+				t.Fatal(results[c.UID].Err)
+			}
+			r.takeByLimit(2, nil)
+			r.awaitPublished(names(4, map[int]string{2: test.mark}))
+		})
+	}
+}
+
+// A GPU that goes from one limits pod to the next is one withdrawal: every write makes the scheduler retry all waiting pods.
+func TestAGPUThatChangesHandsCostsNoWrite(t *testing.T) {
+	r := newRig(t, machine(4), func(c *Config) { c.ReturnDelay = time.Hour }).run()
+	r.ready()
+	r.takeByLimit(1, nil)
+	r.awaitPublished(names(4, map[int]string{1: "held-by-limit"}))
+	before := r.api.writeCount()
+	for range 20 {
+		r.releaseLimit(1)
+		r.takeByLimit(1, nil)
+	}
+	r.takeByLimit(2, nil)
+	r.awaitPublished(names(4, map[int]string{1: "held-by-limit", 2: "held-by-limit"}))
+	if n := r.api.writeCount() - before; n != 1 {
+		t.Errorf("%d writes", n)
+	}
+}
+
+func TestPublishFollowsInventory(t *testing.T) {
+	inv := machine(4)
+	r := newRig(t, inv).run()
+	r.ready()
+	lost := machine(4)
+	lost.GPUs[3].Health = device.Health{Reason: device.ReasonLost, Message: "fell off"}
+	r.inventory.set(lost)
+	r.awaitPublished(names(4, map[int]string{3: "unhealthy"}))
+	if n := r.metric("tandem_published_devices", "unhealthy"); n != 1 {
+		t.Error("unhealthy:", n)
+	}
+	r.inventory.set(device.Inventory{})
+	eventually(t, "an empty slice", func() error {
+		if s := r.api.slices(); len(s) != 1 || len(s[0].Spec.Devices) != 0 {
+			return fmt.Errorf("%d slices: %s", len(s), r.published())
+		}
+		return nil
+	})
+	r.inventory.set(machine(256))
+	r.awaitPublished(names(256, nil))
+	if n := len(r.api.slices()); n != 4 {
+		t.Errorf("%d slices", n)
+	}
+}
+
+// kubelet removes every slice of its node when it starts, and registers the driver afterwards.
+func TestRepublishAfterKubeletRestart(t *testing.T) {
+	r := newRig(t, machine(8)).run()
+	k := r.ready()
+	c := r.claim("a", "gpu-0")
+	if _, errs, err := k.prepare("v1", c); err != nil || len(errs) > 0 {
+		t.Fatal(err, errs)
+	}
+	for range 2 {
+		before := r.api.slices()[0].UID
+		k.stop()
+		r.api.wipeSlices()
+		wiped := time.Now()
+		k = startKubelet(t, r.dir, "gpu.nvidia.com")
+		r.awaitPublished(names(8, nil))
+		t.Logf("published again after %v", time.Since(wiped))
+		if r.api.slices()[0].UID == before {
+			t.Error("the slice was never removed")
+		}
+		if _, errs, err := k.prepare("v1", c); err != nil || len(errs) > 0 {
+			t.Error(err, errs)
+		}
+	}
+	if n := r.metric("tandem_dra_registrations_total"); n != 3 {
+		t.Error("registrations:", n)
+	}
+}
+
+func TestSlicesFollowTheNodeObject(t *testing.T) {
+	r := newRig(t, machine(2)).run()
+	r.ready()
+	owner := func(want types.UID) func() error {
+		return func() error {
+			found := r.api.slices()
+			if len(found) != 1 || len(found[0].OwnerReferences) != 1 || found[0].OwnerReferences[0].UID != want {
+				return fmt.Errorf("%d slices", len(found))
+			}
+			return nil
+		}
+	}
+	eventually(t, "slices of the first node", owner("node-uid-1"))
+	r.api.remove("nodes", testNode)
+	eventually(t, "Ready to say that the node is gone", func() error {
+		if err := r.driver.Ready(); err == nil || !strings.Contains(err.Error(), "node node1 is not known") {
+			return fmt.Errorf("Ready: %v", err)
+		}
+		return nil
+	})
+	// The garbage collector follows.
+	r.api.wipeSlices()
+	r.api.put("nodes", newNode("node-uid-2"))
+	eventually(t, "slices of the second node", owner("node-uid-2"))
+	eventually(t, "Ready", r.driver.Ready)
+}
+
+func TestPublishErrorsAreSaidAndRetried(t *testing.T) {
+	r := newRig(t, machine(2))
+	r.api.failWrites = apierrors.NewInvalid(schema.GroupKind{Group: "resource.k8s.io", Kind: "ResourceSlice"}, "x", nil)
+	r.run()
+	startKubelet(t, r.dir, "gpu.nvidia.com")
+	eventually(t, "Ready to name the error", func() error {
+		if err := r.driver.Ready(); err == nil || !strings.Contains(err.Error(), "is invalid") {
+			return fmt.Errorf("Ready: %v", err)
+		}
+		return nil
+	})
+	eventually(t, "an event on the node", func() error {
+		if !strings.Contains(r.events.all(), "Node/node1 InvalidResourceSlice: ") {
+			return errors.New(r.events.all())
+		}
+		return nil
+	})
+	if r.metric("tandem_publish_errors_total") == 0 {
+		t.Error("no error counted")
+	}
+	r.api.set(func() { r.api.failWrites = nil })
+	r.awaitPublished(names(2, nil))
+	eventually(t, "Ready", r.driver.Ready)
+}
+
+func TestNodeThatDoesNotExist(t *testing.T) {
+	r := newRig(t, machine(2), func(c *Config) { c.NodeName = "nodel" }).run()
+	startKubelet(t, r.dir, "gpu.nvidia.com")
+	if err := r.driver.Ready(); err == nil || !strings.Contains(err.Error(), "node nodel is not known to the API server (is the node name right?)") {
+		t.Error(err)
+	}
+}
+
+// A restarted agent finds its slices as they should be and writes nothing.
+func TestRestartWritesNothing(t *testing.T) {
+	r := newRig(t, machine(8)).run()
+	r.ready()
+	r.awaitPublished(names(8, nil))
+	if err := r.stop(); err != nil {
+		t.Fatal(err)
+	}
+	before := r.api.writeCount()
+	r.run().ready()
+	if n := r.api.writeCount() - before; n != 0 {
+		t.Errorf("%d writes", n)
+	}
+}
