@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package oracle
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+)
+
+// Names of the driver under observation.
+const (
+	driverName     = "gpu.nvidia.com"
+	resourceName   = "nvidia.com/gpu"
+	agentNamespace = "tandem"
+	agentComponent = "kubelet-plugin"
+)
+
+// objects are what the API server knows.
+type objects struct {
+	// pods by UID, claims by namespace and name.
+	pods   map[string]corev1.Pod
+	claims map[string]resourceapi.ResourceClaim
+}
+
+// readObjects reads pods before claims: a pod that is listed has its claims until it is gone.
+func readObjects(ctx context.Context, client kubernetes.Interface) (objects, error) {
+	pods, err := client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return objects{}, fmt.Errorf("list pods: %w", err)
+	}
+	claims, err := client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return objects{}, fmt.Errorf("list ResourceClaims: %w", err)
+	}
+	known := objects{pods: map[string]corev1.Pod{}, claims: map[string]resourceapi.ResourceClaim{}}
+	for _, pod := range pods.Items {
+		known.pods[string(pod.UID)] = pod
+		// kubelet knows a static pod by this and not by the UID of the object that mirrors it.
+		if hash := pod.Annotations["kubernetes.io/config.hash"]; hash != "" {
+			known.pods[hash] = pod
+		}
+	}
+	for _, claim := range claims.Items {
+		known.claims[claim.Namespace+"/"+claim.Name] = claim
+	}
+	return known, nil
+}
+
+// explain joins processes to containers and says what their devices are theirs by.
+func (o objects) explain(found []sighting) Picture {
+	containers := map[string]*Container{}
+	for _, seen := range found {
+		pod, known := o.pods[seen.pod]
+		if known && isAgent(pod) {
+			continue
+		}
+		container := containers[seen.container]
+		if container == nil {
+			container = &Container{Node: seen.node, PodUID: seen.pod, ID: seen.container}
+			if known {
+				container.Namespace, container.Pod, container.Name = pod.Namespace, pod.Name, containerName(pod, seen.container)
+			}
+			containers[seen.container] = container
+		}
+		container.PIDs = append(container.PIDs, seen.pid)
+		for _, device := range seen.devices {
+			if !slices.ContainsFunc(container.Devices, func(d Device) bool { return d.Number == device.Number }) {
+				container.Devices = append(container.Devices, o.attribute(device, seen, pod))
+			}
+		}
+	}
+	var picture Picture
+	for _, container := range containers {
+		// A sandbox: its only process sleeps, and no user's program runs in it.
+		if container.Pod != "" && container.Name == "" && len(container.Devices) == 0 {
+			continue
+		}
+		slices.SortFunc(container.Devices, func(a, b Device) int { return a.Number.compare(b.Number) })
+		slices.Sort(container.PIDs)
+		picture.Containers = append(picture.Containers, *container)
+	}
+	slices.SortFunc(picture.Containers, func(a, b Container) int {
+		return cmp.Or(cmp.Compare(a.Node, b.Node), cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Pod, b.Pod),
+			cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID))
+	})
+	return picture
+}
+
+func isAgent(pod corev1.Pod) bool {
+	return pod.Namespace == agentNamespace && pod.Labels["app.kubernetes.io/component"] == agentComponent
+}
+
+func containerName(pod corev1.Pod, id string) string {
+	for _, status := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses, pod.Status.EphemeralContainerStatuses) {
+		if strings.HasSuffix(status.ContainerID, "://"+id) {
+			return status.Name
+		}
+	}
+	return ""
+}
+
+// attribute fills in by what the container has the device; pod is zero where it is unknown.
+func (o objects) attribute(device Device, seen sighting, pod corev1.Pod) Device {
+	device.API, device.Holder = Unexplained, "pod/"+seen.pod
+	asks := asksOf(pod, containerName(pod, seen.container))
+	admin := false
+	for _, name := range asks.claims {
+		claim, ok := o.claims[pod.Namespace+"/"+name]
+		if !ok {
+			continue
+		}
+		allocated, adminAccess := allocates(claim, seen.node, device.Number)
+		if allocated && !adminAccess {
+			device.API, device.Holder = Claim, "claim/"+string(claim.UID)
+			device.ClaimUID, device.ClaimName = string(claim.UID), claim.Name
+			return device
+		}
+		admin = admin || allocated
+	}
+	switch {
+	case asks.limits:
+		// With admin access beside it nobody outside can tell by which of the two: taken for the one that holds.
+		device.API = Limits
+	case admin:
+		device.API, device.Holder = Admin, ""
+	}
+	return device
+}
+
+// asks is what a container's specification asks for.
+type asks struct {
+	// claims are names of ResourceClaims in the pod's namespace.
+	claims []string
+	limits bool
+}
+
+// asksOf answers for all containers together where the name is of none: its status may not be written yet.
+func asksOf(pod corev1.Pod, name string) asks {
+	claims := claimsByReference(pod)
+	var found asks
+	containers := slices.Concat(pod.Spec.InitContainers, pod.Spec.Containers)
+	known := slices.ContainsFunc(containers, func(c corev1.Container) bool { return c.Name == name })
+	for _, container := range containers {
+		if known && container.Name != name {
+			continue
+		}
+		for _, reference := range container.Resources.Claims {
+			found.claims = append(found.claims, claims[reference.Name])
+		}
+		if quantity, ok := container.Resources.Limits[resourceName]; ok && !quantity.IsZero() {
+			found.limits = true
+		}
+	}
+	if status := pod.Status.ExtendedResourceClaimStatus; status != nil && found.limits {
+		found.claims = append(found.claims, status.ResourceClaimName)
+	}
+	return found
+}
+
+// claimsByReference maps the names under which a pod's containers refer to claims to the claims' own.
+func claimsByReference(pod corev1.Pod) map[string]string {
+	names := map[string]string{}
+	for _, reference := range pod.Spec.ResourceClaims {
+		if reference.ResourceClaimName != nil {
+			names[reference.Name] = *reference.ResourceClaimName
+		}
+	}
+	for _, status := range pod.Status.ResourceClaimStatuses {
+		if status.ResourceClaimName != nil {
+			names[status.Name] = *status.ResourceClaimName
+		}
+	}
+	return names
+}
+
+// allocates reports whether a claim has a device of a node allocated, and whether by admin access only. Devices are
+// published as gpu-<minor> in a pool that is, or begins with, the node's name.
+func allocates(claim resourceapi.ResourceClaim, node string, number Number) (allocated, adminAccess bool) {
+	if claim.Status.Allocation == nil {
+		return false, false
+	}
+	for _, result := range claim.Status.Allocation.Devices.Results {
+		if result.Driver != driverName || result.Device != fmt.Sprintf("gpu-%d", number.Minor) ||
+			result.Pool != node && !strings.HasPrefix(result.Pool, node+"/") {
+			continue
+		}
+		if result.AdminAccess == nil || !*result.AdminAccess {
+			return true, false
+		}
+		allocated, adminAccess = true, true
+	}
+	return allocated, adminAccess
+}

@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package oracle looks at a cluster of hack/cluster from outside and says which container can see which GPU, and whether
+// any GPU is seen by containers of different holders. It reads processes, cgroups and device nodes of the host's kernel and
+// objects of the API server. It never asks the driver, reads nothing that the driver keeps, and shares no code with it: its
+// verdict stands against the ledger's.
+package oracle
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+)
+
+// Number is a character device's number.
+type Number struct{ Major, Minor uint32 }
+
+// String is major:minor.
+func (n Number) String() string { return fmt.Sprintf("%d:%d", n.Major, n.Minor) }
+
+// GPU is what the files of a node's driver say about a device number. It is zero but for Minor where they say nothing.
+type GPU struct {
+	UUID     string
+	PCIBusID string
+	// Index is the GPU's place in PCI order, NUMANode -1 where unknown.
+	Index, Minor, NUMANode int
+}
+
+// API is how a pod came to a device, as the API server's objects tell.
+type API string
+
+const (
+	// Claim means that a ResourceClaim of the pod has the device allocated.
+	Claim API = "claim"
+	// Limits means that the pod asks for devices by limits and no claim of it has this one.
+	Limits API = "limits"
+	// Admin means that only claims with admin access have the device allocated to the pod. They hold nothing.
+	Admin API = "admin"
+	// Unexplained means that the pod asks for no device at all, or is unknown to the API server.
+	Unexplained API = "unexplained"
+)
+
+// Device is a GPU's device node in a container.
+type Device struct {
+	Number Number
+	// Path of the node in the container.
+	Path string
+	GPU  GPU
+	API  API
+	// ClaimUID and ClaimName are those of the claim where API is Claim.
+	ClaimUID, ClaimName string
+	// Holder is equal for those who hold the device together: "claim/UID" or "pod/UID"; empty where API is Admin.
+	Holder string
+}
+
+// Container is a container with a live process, on a node.
+type Container struct {
+	Node   string
+	PodUID string
+	ID     string
+	// Namespace, Pod and Name are empty where the API server does not know the pod or the container (a sandbox).
+	Namespace, Pod, Name string
+	// PIDs are its processes, as the host numbers them.
+	PIDs []int
+	// Devices are the GPUs' nodes below its /dev, in order of their numbers.
+	Devices []Device
+}
+
+// Title names the pod for a reader.
+func (c Container) Title() string {
+	if c.Pod == "" {
+		return "unknown pod " + c.PodUID
+	}
+	return c.Namespace + "/" + c.Pod
+}
+
+// Picture is what was seen at one moment: there was an instant at which all its containers had live processes.
+type Picture struct {
+	// Containers in the order of node, namespace, pod, name. Those of the driver itself are not among them.
+	Containers []Container
+}
+
+// Double is a device that containers of different holders can see.
+type Double struct {
+	Node   string
+	Number Number
+	GPU    GPU
+	// Holders, at least two, and the containers in which they have it.
+	Holders    []string
+	Containers []Container
+}
+
+// String names the device and the pods.
+func (d Double) String() string {
+	text := fmt.Sprintf("%s: device %s (%s) has %d holders:", d.Node, d.Number, d.GPU.UUID, len(d.Holders))
+	for _, container := range d.Containers {
+		text += fmt.Sprintf(" %s/%s", container.Title(), container.Name)
+	}
+	return text
+}
+
+// DoublyOwned answers the devices found in containers of different holders, in order of node and number. A pod is one
+// holder; pods that share a ResourceClaim for the very device are one; admin access holds nothing.
+func (p Picture) DoublyOwned() []Double {
+	type place struct {
+		node   string
+		number Number
+	}
+	seen := map[place]*Double{}
+	for _, container := range p.Containers {
+		for _, device := range container.Devices {
+			if device.Holder == "" {
+				continue
+			}
+			at := place{container.Node, device.Number}
+			double := seen[at]
+			if double == nil {
+				double = &Double{Node: container.Node, Number: device.Number, GPU: device.GPU}
+				seen[at] = double
+			}
+			if !slices.Contains(double.Holders, device.Holder) {
+				double.Holders = append(double.Holders, device.Holder)
+			}
+			double.Containers = append(double.Containers, container)
+		}
+	}
+	var doubles []Double
+	for _, double := range seen {
+		if len(double.Holders) > 1 {
+			doubles = append(doubles, *double)
+		}
+	}
+	slices.SortFunc(doubles, func(a, b Double) int {
+		return cmp.Or(cmp.Compare(a.Node, b.Node), a.Number.compare(b.Number))
+	})
+	return doubles
+}
+
+func (n Number) compare(other Number) int {
+	return cmp.Or(cmp.Compare(n.Major, other.Major), cmp.Compare(n.Minor, other.Minor))
+}
+
+// Pod answers the live containers of a pod.
+func (p Picture) Pod(namespace, name string) []Container {
+	var found []Container
+	for _, container := range p.Containers {
+		if container.Namespace == namespace && container.Pod == name {
+			found = append(found, container)
+		}
+	}
+	return found
+}
+
+// PodDevices answers the devices that any container of a pod sees, each once, in order of their numbers.
+func (p Picture) PodDevices(namespace, name string) []Device {
+	var found []Device
+	for _, container := range p.Pod(namespace, name) {
+		for _, device := range container.Devices {
+			if !slices.ContainsFunc(found, func(d Device) bool { return d.Number == device.Number }) {
+				found = append(found, device)
+			}
+		}
+	}
+	slices.SortFunc(found, func(a, b Device) int { return a.Number.compare(b.Number) })
+	return found
+}
+
+// Unexplained answers the containers that see a GPU which nothing the pod asked for explains.
+func (p Picture) Unexplained() []Container {
+	var found []Container
+	for _, container := range p.Containers {
+		if slices.ContainsFunc(container.Devices, func(d Device) bool { return d.API == Unexplained }) {
+			found = append(found, container)
+		}
+	}
+	return found
+}
+
+// Observe looks at every node of a cluster. It needs root on the host. Any number may run at once. A node that is down has
+// no containers; a process that ends while it is looked at is left out.
+func Observe(ctx context.Context, c *cluster.Cluster) (Picture, error) {
+	var found []sighting
+	for _, node := range c.Nodes() {
+		seen, err := lookAt(ctx, node)
+		if err != nil {
+			return Picture{}, fmt.Errorf("observe %s: %w", node.Name(), err)
+		}
+		found = append(found, seen...)
+	}
+	// Objects after processes: what runs was created before, so only what is deleted meanwhile can be missing.
+	config, err := c.RESTConfig()
+	if err != nil {
+		return Picture{}, fmt.Errorf("observe cluster: %w", err)
+	}
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return Picture{}, fmt.Errorf("observe cluster: %w", err)
+	}
+	objects, err := readObjects(ctx, client)
+	if err != nil {
+		return Picture{}, fmt.Errorf("observe cluster: %w", err)
+	}
+	// Whatever has ended by now may have been seen beside its successor.
+	found = slices.DeleteFunc(found, func(s sighting) bool { return !s.alive() })
+	return objects.explain(found), nil
+}
