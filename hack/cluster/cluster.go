@@ -3,6 +3,7 @@
 package cluster
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"errors"
@@ -189,15 +190,37 @@ func (c *Cluster) Start(ctx context.Context) error {
 		return err
 	}
 	defer unlock()
+	// First of all, so that whatever comes can be undone by whoever opens the directory.
+	if err := c.claimDir(); err != nil {
+		return fmt.Errorf("start cluster: %w", err)
+	}
 	programs, err := binaries.Ensure(ctx, binaries.Options{Kubernetes: c.config.kubernetesVersions(), Progress: c.config.Progress})
 	if err != nil {
 		return fmt.Errorf("start cluster: %w", err)
 	}
-	if err := c.config.save(); err != nil {
-		return fmt.Errorf("start cluster: %w", err)
-	}
 	if err := c.start(ctx, programs); err != nil {
 		return fmt.Errorf("start cluster: %w", err)
+	}
+	return nil
+}
+
+// ErrAnotherCluster is reported by Start where the directory holds a cluster of another configuration: Stop that one first.
+var ErrAnotherCluster = errors.New("directory holds a cluster of another configuration")
+
+// claimDir writes the configuration down, unless another one is there: its machines would be forgotten.
+func (c *Cluster) claimDir() error {
+	path := filepath.Join(c.config.Dir, configFile)
+	have, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return c.config.save()
+	}
+	if err != nil {
+		return fmt.Errorf("read %s: %w", path, err)
+	}
+	if mine, err := encodeJSON(&c.config); err != nil {
+		return err
+	} else if !bytes.Equal(mine, have) {
+		return fmt.Errorf("%s: %w", c.config.Dir, ErrAnotherCluster)
 	}
 	return nil
 }
@@ -226,7 +249,11 @@ func (c *Cluster) start(ctx context.Context, programs *binaries.Set) error {
 		return err
 	}
 	c.say("waiting for nodes")
-	return c.WaitReady(ctx)
+	if err := c.WaitReady(ctx); err != nil {
+		return err
+	}
+	c.say("ready")
+	return nil
 }
 
 // install writes disks, identities and configuration, where they are not there yet.

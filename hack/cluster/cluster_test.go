@@ -84,6 +84,23 @@ func TestConfigSurvivesDisk(t *testing.T) {
 	}
 }
 
+func TestDirBelongsToOneConfiguration(t *testing.T) {
+	dir := t.TempDir()
+	first := must(New(Config{Dir: dir, Nodes: []NodeConfig{{Name: "a", Kubelet: map[string]any{"x": 1, "y": 2}}}}))
+	for range 2 {
+		if err := first.claimDir(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := must(Open(dir, nil)).claimDir(); err != nil {
+		t.Errorf("the same cluster, opened: %v", err)
+	}
+	other := must(New(Config{Dir: dir, Nodes: []NodeConfig{{Name: "b"}}}))
+	if err := other.claimDir(); !errors.Is(err, ErrAnotherCluster) {
+		t.Errorf("another cluster: %v", err)
+	}
+}
+
 func TestOpenWithoutCluster(t *testing.T) {
 	if _, err := Open(t.TempDir(), nil); !errors.Is(err, ErrNoCluster) {
 		t.Errorf("open an empty directory: %v, want ErrNoCluster", err)

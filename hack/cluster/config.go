@@ -163,17 +163,22 @@ func readConfig(dir string) (Config, error) {
 
 // writeJSON replaces a file in one step, so that a reader sees all of it or none.
 func writeJSON(path string, value any) error {
-	data, err := json.MarshalIndent(value, "", "  ")
+	data, err := encodeJSON(value)
 	if err != nil {
 		return fmt.Errorf("encode %s: %w", path, err)
 	}
-	if err := os.WriteFile(path+".new", append(data, '\n'), 0o600); err != nil {
+	if err := os.WriteFile(path+".new", data, 0o600); err != nil {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
 	if err := os.Rename(path+".new", path); err != nil {
 		return fmt.Errorf("replace %s: %w", path, err)
 	}
 	return nil
+}
+
+func encodeJSON(value any) ([]byte, error) {
+	data, err := json.MarshalIndent(value, "", "  ")
+	return append(data, '\n'), err
 }
 
 func readJSON(path string, value any) error {
