@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+// occupy starts two pods of each kind and answers which GPUs each sees.
+func (s *story) occupy() map[string][]int {
+	s.Helper()
+	s.manifest(singleTemplate)
+	for i := range 2 {
+		s.manifest(one("claim", fmt.Sprintf("claim-%d", i)))
+		s.manifest(one("limit", fmt.Sprintf("limit-%d", i)))
+		s.running(soon, 2*i+2, 0)
+	}
+	return s.seen()
+}
+
+func (s *story) seen() map[string][]int {
+	s.Helper()
+	seen := map[string][]int{}
+	for _, pod := range s.pods() {
+		seen[pod.Name] = s.gpus(pod.Name, "")
+	}
+	return seen
+}
+
+// undisturbed checks that the pods of occupy never restarted, see the same GPUs, and that both APIs still give out others.
+func (s *story) undisturbed(before map[string][]int) {
+	s.Helper()
+	if after := s.seen(); !maps.EqualFunc(before, after, slices.Equal) {
+		s.Errorf("the pods saw GPUs %v, now %v", before, after)
+	}
+	for _, pod := range s.pods() {
+		if pod.Status.Phase != corev1.PodRunning || pod.Status.ContainerStatuses[0].RestartCount > 0 {
+			s.Errorf("pod %s is %s after %d restarts", pod.Name, pod.Status.Phase, pod.Status.ContainerStatuses[0].RestartCount)
+		}
+	}
+	s.noDoubleOwners()
+	s.manifest(one("claim", "claim-after"))
+	s.running(patient, 5, 0)
+	s.manifest(one("limit", "limit-after"))
+	s.running(soon, 6, 0)
+	s.noDoubleOwners()
+	if holds := s.holds(node()); len(holds) != 6 {
+		s.Errorf("%d holds for 6 pods: %v", len(holds), holds)
+	}
+}
+
+func TestAgentKilled(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	s.killAgent()
+	s.ready()
+	s.undisturbed(before)
+}
+
+// killAgent ends the agent of the node with SIGKILL, and returns when kubelet has noticed.
+func (s *story) killAgent() {
+	s.Helper()
+	restarts := s.agentRestarts()
+	s.on(node(), "pkill", "-KILL", "-x", "kubelet-plugin")
+	s.await(soon, "kubelet to restart the agent", func() error {
+		if got := s.agentRestarts(); got <= restarts {
+			return fmt.Errorf("%d restarts", got)
+		}
+		return nil
+	})
+}
+
+func (s *story) agentRestarts() (total int32) {
+	s.Helper()
+	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	if err != nil {
+		s.Fatal(err)
+	}
+	for _, pod := range list.Items {
+		for _, status := range pod.Status.ContainerStatuses {
+			total += status.RestartCount
+		}
+	}
+	return total
+}
+
+func TestKubeletRestarted(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	if err := node().Component(cluster.Kubelet).Restart(s.ctx); err != nil {
+		t.Fatal(err)
+	}
+	s.ready()
+	s.undisturbed(before)
+}
+
+func TestContainerdRestarted(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	if err := node().Component(cluster.Containerd).Restart(s.ctx); err != nil {
+		t.Fatal(err)
+	}
+	s.ready()
+	s.undisturbed(before)
+}
+
+// TestReboot: claims survive a reboot and get their own GPUs back, although pods by limits ask at the same time. Kubelet
+// itself fails the limits pods of the old boot; their owners replace them.
+func TestReboot(t *testing.T) {
+	s := begin(t)
+	s.manifest(singleTemplate)
+	for i := range 3 {
+		s.manifest(one("claim", fmt.Sprintf("claim-%d", i)))
+	}
+	s.running(soon, 3, 0)
+	before := s.seen()
+	s.manifest(deployment("limits", 4))
+	s.running(soon, 7, 0)
+	boot, err := node().BootID()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := node().Reboot(s.ctx); err != nil {
+		t.Fatal(err)
+	}
+	if now, err := node().BootID(); err != nil || now == boot {
+		t.Fatalf("boot ID %s after %s: %v", now, boot, err)
+	}
+	s.ready()
+	s.await(patient, "all pods to run again", func() error {
+		running := 0
+		var states []string
+		for _, pod := range s.pods() {
+			states = append(states, fmt.Sprintf("%s=%s%s", pod.Name, pod.Status.Phase, pod.Status.Reason))
+			if pod.Status.Phase == corev1.PodRunning && pod.Status.ContainerStatuses[0].Ready && pod.DeletionTimestamp == nil {
+				running++
+			}
+		}
+		if running != 7 {
+			return errors.New(strings.Join(states, " "))
+		}
+		return nil
+	})
+	after := map[string][]int{}
+	for name := range before {
+		after[name] = s.gpus(name, "")
+	}
+	if !maps.EqualFunc(before, after, slices.Equal) {
+		t.Errorf("claims saw GPUs %v before the reboot, %v after it", before, after)
+	}
+	s.noDoubleOwners()
+}
+
+func deployment(name string, replicas int) string {
+	return fmt.Sprintf(`
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: %[1]s}
+spec:
+  replicas: %[2]d
+  selector: {matchLabels: {app: %[1]s}}
+  template:
+    metadata: {labels: {app: %[1]s}}
+    spec:
+      terminationGracePeriodSeconds: 0
+      containers:
+      - name: work
+        image: docker.io/local/busybox:1
+        imagePullPolicy: Never
+        command: [sleep, infinity]
+        resources: {limits: {nvidia.com/gpu: 1}}
+`, name, replicas)
+}
+
+// TestDeleteAndRecreate fifty times by each API leaves nothing: no record, no CDI file, no socket.
+func TestDeleteAndRecreate(t *testing.T) {
+	s := begin(t)
+	s.manifest(singleTemplate)
+	before := s.files()
+	for i := range 50 {
+		claim, limit := fmt.Sprintf("claim-%d", i), fmt.Sprintf("limit-%d", i)
+		s.manifest(one("claim", claim) + one("limit", limit))
+		s.running(patient, 2, 0)
+		s.kubectl("delete", "pod", "-n", s.namespace, claim, limit)
+		if i%10 == 9 {
+			t.Logf("%d of 50 rounds", i+1)
+		}
+	}
+	s.await(soon, "the ledger to be empty", s.empty)
+	if after := s.files(); after != before {
+		t.Errorf("files before:\n%s\nafter:\n%s", before, after)
+	}
+}
+
+// files that 50 rounds could have left behind.
+func (s *story) files() string {
+	s.Helper()
+	return s.on(node(), "sh", "-c",
+		"ls -A /var/run/cdi /etc/cdi /var/lib/kubelet/plugins/gpu.nvidia.com /var/lib/kubelet/plugins_registry /var/lib/kubelet/device-plugins; ls -A /run/tandem; ls /run/tandem/spare | wc -l")
+}
+
+// TestSocketDeletedByHand: the device plugin is back within two seconds, under another name.
+func TestSocketDeletedByHand(t *testing.T) {
+	s := begin(t)
+	list := func() string {
+		return s.on(node(), "sh", "-c", "ls /var/lib/kubelet/device-plugins | grep tandem || true")
+	}
+	before := list()
+	s.on(node(), "sh", "-c", "rm /var/lib/kubelet/device-plugins/tandem-*.sock")
+	s.await(2*time.Second, "a new socket", func() error {
+		if now := list(); now == "" || now == before {
+			return fmt.Errorf("sockets: %q, before: %q", now, before)
+		}
+		return nil
+	})
+	s.ready()
+	s.manifest(one("limit", "limit"))
+	s.running(soon, 1, 0)
+}
+
+// TestUninstallWithPodsRunning: pods keep their GPUs while the chart is away, and nobody else gets them afterwards.
+func TestUninstallWithPodsRunning(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	if err := install.Uninstall(s.ctx, theCluster, install.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	if now := s.seen(); !maps.EqualFunc(before, now, slices.Equal) {
+		t.Errorf("the pods saw GPUs %v, without the chart %v", before, now)
+	}
+	if err := install.Tandem(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {
+		t.Fatal(err)
+	}
+	s.undisturbed(before)
+}

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+)
+
+// The cluster of all stories: gpuNode for most of them; numaNode, where kubelet aligns CPUs and GPUs and which only pods
+// that ask for it get, for one.
+const (
+	gpuNode  = "node-1"
+	numaNode = "node-2"
+	numaKey  = "numa"
+)
+
+var (
+	theCluster *cluster.Cluster
+	theClient  kubernetes.Interface
+	// theContext ends when somebody interrupts the run, so that the cluster is removed then, too.
+	theContext context.Context
+)
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	code, err := run(m)
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "e2e:", err)
+		code = 1
+	}
+	os.Exit(code)
+}
+
+func run(m *testing.M) (code int, err error) {
+	if os.Geteuid() != 0 {
+		fmt.Println("e2e: skipped: a cluster of one's own needs root")
+		return 0, nil
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	theContext = ctx
+	dir, err := os.MkdirTemp("", "tandem-e2e-")
+	if err != nil {
+		return 1, err
+	}
+	defer os.RemoveAll(dir)
+	config, err := clusterConfig(dir)
+	if err != nil {
+		return 1, err
+	}
+	theCluster, err = cluster.New(config)
+	if err != nil {
+		return 1, err
+	}
+	defer func() {
+		// Not ctx: an interrupted run leaves nothing behind either.
+		stopCtx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+		defer cancel()
+		err = errors.Join(err, theCluster.Stop(stopCtx))
+	}()
+	if err := start(ctx); err != nil {
+		return 1, errors.Join(err, collectLogs())
+	}
+	code = m.Run()
+	if code != 0 {
+		return code, collectLogs()
+	}
+	return code, nil
+}
+
+func clusterConfig(dir string) (cluster.Config, error) {
+	profile, err := simulated.Load(install.DefaultProfile)
+	if err != nil {
+		return cluster.Config{}, err
+	}
+	machine := filepath.Join(dir, "machine")
+	if err := simulated.Materialize(machine, profile, simulated.MaterializeOptions{Seed: numaNode}); err != nil {
+		return cluster.Config{}, err
+	}
+	const nodes = "devices/system/node"
+	return cluster.Config{
+		Dir:               filepath.Join(dir, "cluster"),
+		KubernetesVersion: os.Getenv("KUBERNETES"),
+		Progress:          os.Stdout,
+		Nodes: []cluster.NodeConfig{
+			{Name: gpuNode},
+			{
+				Name: numaNode, Labels: map[string]string{numaKey: "true"},
+				// Kubelet sees the NUMA nodes of the simulated machine.
+				Mounts: []cluster.Mount{{
+					Source: filepath.Join(machine, simulated.SysfsDir, nodes), Target: filepath.Join("/sys", nodes), ReadOnly: true,
+				}},
+				Kubelet: map[string]any{
+					"cpuManagerPolicy": "static", "topologyManagerPolicy": "single-numa-node", "reservedSystemCPUs": "0",
+					"cpuManagerReconcilePeriod": "1s",
+					"registerWithTaints":        []map[string]string{{"key": numaKey, "value": "true", "effect": "NoSchedule"}},
+				},
+			},
+		},
+	}, nil
+}
+
+func start(ctx context.Context) error {
+	if err := theCluster.Start(ctx); err != nil {
+		return err
+	}
+	config, err := theCluster.RESTConfig()
+	if err != nil {
+		return err
+	}
+	if theClient, err = kubernetes.NewForConfig(config); err != nil {
+		return err
+	}
+	return install.Tandem(ctx, theCluster, install.Options{Progress: os.Stdout, Values: installValues})
+}
+
+// installValues let the agents run on the node that only pods that ask for it get.
+var installValues = []string{"extraTolerations[0].key=" + numaKey, "extraTolerations[0].operator=Exists"}
+
+// collectLogs leaves what a failed run has to tell where its reader finds it.
+func collectLogs() error {
+	dir := filepath.Join(os.TempDir(), "tandem-e2e-logs")
+	if err := os.RemoveAll(dir); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	if err := theCluster.CollectLogs(ctx, dir); err != nil {
+		return err
+	}
+	fmt.Println("e2e: the cluster's logs are in", dir)
+	return nil
+}
