@@ -27,7 +27,7 @@ import (
 // Names that Tandem has in a cluster unless Options say otherwise.
 const (
 	Release        = "tandem"
-	Namespace      = "tandem"
+	Namespace      = "tandem-system"
 	DefaultProfile = "h100x8"
 	DriverName     = "gpu.nvidia.com"
 	ResourceName   = "nvidia.com/gpu"
