@@ -68,14 +68,7 @@ type contents struct {
 
 // collect compiles and gathers; it compresses nothing yet.
 func collect(ctx context.Context, o Options) (contents, error) {
-	if err := ensureToolchain(ctx, o.Arch, o.Progress); err != nil {
-		return contents{}, err
-	}
-	agent, err := buildAgent(ctx, o)
-	if err != nil {
-		return contents{}, err
-	}
-	hook, err := hookBinary(o.Arch).Ensure(ctx, o.Progress)
+	agent, hook, err := compile(ctx, o)
 	if err != nil {
 		return contents{}, err
 	}
