@@ -75,6 +75,8 @@ type registrar struct {
 	cause        cause
 	failures     int
 	confirmLimit time.Duration
+	// unsettled means that a live socket has not said yet what it serves.
+	unsettled bool
 }
 
 // account decides how patient to be with the next registration.
@@ -142,7 +144,8 @@ func (r *registrar) awaitKubelet(ctx context.Context) bool {
 func (r *registrar) awaitForeignGone(ctx context.Context) bool {
 	for reported := ""; ; {
 		changed := r.dir.changed()
-		_, err := r.checkForeign(ctx)
+		settled, err := r.checkForeign(ctx)
+		r.unsettled = !settled
 		foreign, ok := errors.AsType[*ForeignError](err)
 		if !ok {
 			// That the directory cannot be read is no reason to withhold the GPUs.

@@ -378,7 +378,7 @@ func TestForeignPlugin(t *testing.T) {
 			f := newFixture(t, fakekubelet.Release137)
 			f.startKubelet()
 			asked, stopOther := f.startOther("nvidia-gpu.sock", test.ids...)
-			p, _ := f.start(func(t *times) { t.foreignEvery = 5 * time.Millisecond })
+			p, _ := f.start(func(t *times) { t.foreignProbe, t.foreignEvery = patience, 5*time.Millisecond })
 			if test.foreign {
 				f.awaitReady(p, "nvidia-gpu.sock")
 				if event := f.event(); !strings.HasPrefix(event, "Warning OtherDevicePlugin ") || !strings.Contains(event, "nvidia-gpu.sock") {
@@ -422,6 +422,27 @@ func TestForeignPluginTurnsUpLater(t *testing.T) {
 	if f.metric("tandem_limit_registrations_total", "reason=foreign") != 1 {
 		t.Error("not counted")
 	}
+}
+
+// TestForeignPluginAnswersLate has one that is alive but says nothing when it is first asked.
+func TestForeignPluginAnswersLate(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	f.startKubelet()
+	path := filepath.Join(f.dir, "nvidia-gpu.sock")
+	listener, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, _ := f.start(func(t *times) { t.foreignProbe = 300 * time.Millisecond })
+	f.awaitReady(p, "")
+	server := grpc.NewServer()
+	pluginapi.RegisterDevicePluginServer(server, &otherPlugin{ids: []string{uuid(0)}, asked: newBroadcast(0)})
+	done := make(chan struct{})
+	go func() { defer close(done); _ = server.Serve(listener) }()
+	f.awaitReady(p, path)
+	server.Stop()
+	<-done
+	f.awaitReady(p, "")
 }
 
 func TestForeignWhileNoGPUIsKnown(t *testing.T) {

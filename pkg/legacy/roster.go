@@ -118,7 +118,11 @@ type roster struct {
 	returnDelay time.Duration
 
 	known atomic.Pointer[catalog]
-	hold  hysteresis
+
+	// Only refresh and publish use these.
+	hold   hysteresis
+	listed *catalog
+	states []state
 
 	mu        sync.Mutex
 	published *listing
@@ -150,6 +154,11 @@ func (r *roster) refresh(now time.Time) (again time.Duration) {
 func (r *roster) publish(now time.Time) (again time.Duration) {
 	c := r.catalog()
 	states, again := r.hold.apply(now, r.returnDelay, c.gpus, c.assess(r.ledger.Holds()))
+	// Every Allocate changes the ledger and hardly any changes the list: kubelet waits for the answer meanwhile.
+	if c == r.listed && slices.Equal(states, r.states) {
+		return again
+	}
+	r.listed, r.states = c, states
 	r.metrics.setDevices(states)
 	next := newListing(c.gpus, states)
 	r.mu.Lock()

@@ -24,6 +24,9 @@ func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID)
 		looks int
 		look  <-chan time.Time
 	)
+	if r.unsettled {
+		looks, look = foreignLooks, time.After(r.times.foreignProbe)
+	}
 	for {
 		changed := r.dir.changed()
 		if now, err := identify(r.dir.kubeletSocket()); err == nil && now != kubelet {
