@@ -333,8 +333,12 @@ func (n *Node) start(ctx context.Context, images []string, served <-chan struct{
 	return nil
 }
 
-// WaitReady returns when every node is Ready with its present boot ID and pods can be created in the default namespace.
+// WaitReady returns when every node is Ready with its present boot ID and pods can be created in the default namespace. With
+// APIServerOnly there is nothing to wait for.
 func (c *Cluster) WaitReady(ctx context.Context) error {
+	if c.config.APIServerOnly {
+		return nil
+	}
 	for _, node := range c.nodes {
 		if err := c.waitReady(ctx, node); err != nil {
 			return err

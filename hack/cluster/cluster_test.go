@@ -27,6 +27,7 @@ func TestConfigComplete(t *testing.T) {
 		"defaults":       {config: Config{Dir: "x"}},
 		"no directory":   {config: Config{}, want: []string{"dir: missing"}},
 		"below run":      {config: Config{Dir: "/run/x"}, want: []string{`dir "/run/x": below /run`}},
+		"nodes alone":    {config: Config{Dir: "x", APIServerOnly: true, Nodes: []NodeConfig{{Name: "a"}}}, want: []string{"nodes: apiServerOnly has none"}},
 		"bad version":    {config: Config{Dir: "x", KubernetesVersion: "1.37"}, want: []string{`kubernetesVersion: kubernetes version "1.37"`}},
 		"old version":    {config: Config{Dir: "x", KubernetesVersion: "v1.33.1"}, want: []string{"older than v1.34"}},
 		"old node":       {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: "a", KubernetesVersion: "v1.9.0"}}}, want: []string{"nodes[0].kubernetesVersion"}},
@@ -290,5 +291,18 @@ func TestMakeDiskTwice(t *testing.T) {
 	}
 	if _, err := os.Stat(filepath.Join(root, "etc/shadow")); err == nil {
 		t.Error("the host's secrets were copied")
+	}
+}
+
+func TestAPIServerOnly(t *testing.T) {
+	c := must(New(Config{Dir: t.TempDir(), APIServerOnly: true}))
+	if len(c.Nodes()) != 0 || c.Component(Scheduler) != nil || c.Component(ControllerManager) != nil {
+		t.Errorf("%d nodes, components %v", len(c.Nodes()), c.components)
+	}
+	if c.Component(Etcd) == nil || c.Component(APIServer) == nil {
+		t.Error("etcd or kube-apiserver is missing")
+	}
+	if err := c.WaitReady(t.Context()); err != nil {
+		t.Error(err)
 	}
 }

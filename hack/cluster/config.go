@@ -29,8 +29,10 @@ type Config struct {
 	// KubernetesVersion of the control plane and of nodes that name none, for example "v1.36.3"; empty means
 	// binaries.DefaultKubernetes.
 	KubernetesVersion string `json:"kubernetesVersion,omitempty"`
-	// Nodes; empty means one node named "node-1".
+	// Nodes; empty means one node named "node-1", unless APIServerOnly is set.
 	Nodes []NodeConfig `json:"nodes,omitempty"`
+	// APIServerOnly leaves out everything but etcd and kube-apiserver: no nodes, and nobody who acts on objects.
+	APIServerOnly bool `json:"apiServerOnly,omitempty"`
 	// FeatureGates are set on every component.
 	FeatureGates map[string]bool `json:"featureGates,omitempty"`
 	// APIServerArgs, SchedulerArgs and ControllerManagerArgs are appended to the command lines: the last of equal flags wins.
@@ -91,7 +93,10 @@ func (c *Config) complete() error {
 	if err := binaries.ValidKubernetes(c.KubernetesVersion); err != nil {
 		problems = append(problems, fmt.Errorf("kubernetesVersion: %w", err))
 	}
-	if len(c.Nodes) == 0 {
+	if c.APIServerOnly && len(c.Nodes) > 0 {
+		problems = append(problems, errors.New("nodes: apiServerOnly has none"))
+	}
+	if len(c.Nodes) == 0 && !c.APIServerOnly {
 		c.Nodes = []NodeConfig{{Name: "node-1"}}
 	}
 	if len(c.Nodes) > maxNodes {

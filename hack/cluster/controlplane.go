@@ -37,7 +37,7 @@ func (c *Cluster) controlPlane(programs *binaries.Set) []*Component {
 		}
 		return append(args, more...)
 	}
-	return []*Component{
+	components := []*Component{
 		component(Etcd, programs.Etcd, "http://127.0.0.1:2379/health",
 			"--name=etcd", "--data-dir=/var/lib/etcd", "--unsafe-no-fsync", "--log-level=warn",
 			"--listen-client-urls=http://127.0.0.1:2379", "--advertise-client-urls=http://127.0.0.1:2379",
@@ -90,4 +90,8 @@ func (c *Cluster) controlPlane(programs *binaries.Set) []*Component {
 			"--leader-elect=false",
 		}, c.config.SchedulerArgs)...),
 	}
+	if c.config.APIServerOnly {
+		return components[:2]
+	}
+	return components
 }
