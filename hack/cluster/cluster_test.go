@@ -11,11 +11,14 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 	"sigs.k8s.io/yaml"
 )
 
@@ -187,6 +190,38 @@ func TestWaitGivesUpWithContext(t *testing.T) {
 	defer cancel()
 	if err := me.wait(ctx); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("wait for ourselves: %v", err)
+	}
+}
+
+func TestInThreadLeavesNoThreadChanged(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("makes namespaces: needs root")
+	}
+	before := must(os.Readlink("/proc/self/ns/uts"))
+	var changed sync.Map
+	for range 50 {
+		var group errgroup.Group
+		for range 8 {
+			group.Go(func() error {
+				return inThread(func() error {
+					changed.Store(unix.Gettid(), true)
+					return unix.Unshare(unix.CLONE_NEWUTS)
+				})
+			})
+		}
+		if err := group.Wait(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, used := changed.Load(os.Getpid()); used {
+		t.Error("the first thread was used")
+	}
+	if after := must(os.Readlink("/proc/self/ns/uts")); after != before {
+		t.Errorf("the process moved from %s to %s", before, after)
+	}
+	want := errors.New("no")
+	if err := inThread(func() error { return want }); !errors.Is(err, want) {
+		t.Errorf("error of the work: %v", err)
 	}
 }
 

@@ -26,8 +26,15 @@ var kinds = []struct {
 func inThread(work func() error) error {
 	done := make(chan error, 1)
 	go func() {
-		// Never unlocked: the runtime throws away a locked thread whose goroutine ends.
 		runtime.LockOSThread()
+		if unix.Gettid() == unix.Getpid() {
+			// The runtime never ends the first thread, and to others it stands for the whole process (/proc/self): keep it
+			// busy, so that the next goroutine gets another one.
+			defer runtime.UnlockOSThread()
+			done <- inThread(work)
+			return
+		}
+		// Never unlocked: the runtime ends a locked thread with its goroutine.
 		done <- work()
 	}()
 	return <-done

@@ -437,13 +437,19 @@ func namespaces(t *testing.T, c *Cluster) map[string]bool {
 	return inside
 }
 
+// allNamespaces answers those of every process on this machine except other clusters': numbers of namespaces come back.
 func allNamespaces(t *testing.T) []string {
 	t.Helper()
 	var all []string
-	for _, kind := range []string{"net", "mnt", "pid"} {
-		for _, path := range must(filepath.Glob("/proc/[0-9]*/ns/" + kind)) {
-			if link, err := os.Readlink(path); err == nil {
-				all = append(all, link)
+	for _, dir := range must(filepath.Glob("/proc/[0-9]*")) {
+		if group, err := os.ReadFile(filepath.Join(dir, "cgroup")); err != nil || strings.Contains(string(group), "/tandem-") {
+			continue
+		}
+		for _, kind := range []string{"net", "mnt", "pid"} {
+			for _, path := range must(filepath.Glob(filepath.Join(dir, "task/*/ns", kind))) {
+				if link, err := os.Readlink(path); err == nil {
+					all = append(all, link)
+				}
 			}
 		}
 	}
