@@ -82,7 +82,11 @@ func (f *ownedFile) replace(data []byte, mode fs.FileMode, check func(path strin
 	if err := os.Rename(tmp.Name(), f.path); err != nil {
 		return fmt.Errorf("put %s in place: %w", f.path, err)
 	}
-	return f.accept()
+	if err := f.accept(); err != nil {
+		// Somebody was quick to remove it: it is as gone as a moment later.
+		f.seen.Store(nil)
+	}
+	return nil
 }
 
 // fill writes, syncs and closes: a crash right after the rename must not leave an empty file under the final name.

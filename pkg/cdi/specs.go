@@ -107,55 +107,60 @@ func (s *Specs) Check(uuid string) error {
 // when somebody removed or changed them, and one call of the Source only while there has not been a spec yet. Idempotent;
 // front-ends call it before they answer with a qualified name.
 func (s *Specs) Ensure(ctx context.Context) error {
-	if s.file.intact() && s.options.Hook.intact() {
-		return nil
+	if written, err := s.repair(); written || err != nil {
+		return err
 	}
-	s.mu.Lock()
-	have := s.want != nil
-	s.mu.Unlock()
-	if !have {
-		return s.refresh(ctx)
+	return s.refresh(ctx)
+}
+
+// repair puts back what is known to belong on disk. It returns false while nothing is.
+func (s *Specs) repair() (written bool, err error) {
+	if s.file.intact() && s.options.Hook.intact() {
+		return true, nil
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.put()
+	if s.want == nil {
+		return false, nil
+	}
+	return true, s.put(s.want)
 }
 
 // Run follows the Source and repairs the files until ctx is done. It logs what goes wrong and tries again: a node whose
 // CDI directory cannot be written now may be well in a minute.
 func (s *Specs) Run(ctx context.Context) error {
-	logger := klog.FromContext(ctx)
 	ticker := time.NewTicker(s.options.Interval)
 	defer ticker.Stop()
-	for ctx.Err() == nil {
+	said := ""
+	for {
 		changed := s.options.Source.Changed()
 		err := s.refresh(ctx)
-		if err != nil && ctx.Err() == nil {
-			logger.Error(err, "Keeping the CDI spec as it is", "path", s.file.path)
+		said = s.log(ctx, said, err)
+		for wait := true; wait; {
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-changed:
+				wait = false
+			case <-ticker.C:
+				_, repairErr := s.repair()
+				said = s.log(ctx, said, errors.Join(err, repairErr))
+				// A Source that failed is asked again; what it said before is kept on disk meanwhile.
+				wait = err == nil
+			}
 		}
-		s.watch(ctx, changed, ticker.C, err != nil)
 	}
-	return nil
 }
 
-// watch repairs until the Source changed, or until the next tick where the last refresh has to be retried.
-func (s *Specs) watch(ctx context.Context, changed <-chan struct{}, tick <-chan time.Time, retry bool) {
-	logger := klog.FromContext(ctx)
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-changed:
-			return
-		case <-tick:
-			if retry {
-				return
-			}
-			if err := s.Ensure(ctx); err != nil && ctx.Err() == nil {
-				logger.Error(err, "Repairing the CDI spec", "path", s.file.path)
-			}
-		}
+// log reports an error when it is another than the last.
+func (s *Specs) log(ctx context.Context, said string, err error) string {
+	if err == nil || ctx.Err() != nil {
+		return ""
 	}
+	if err.Error() != said {
+		klog.FromContext(ctx).Error(err, "Keeping the CDI spec", "path", s.file.path)
+	}
+	return err.Error()
 }
 
 // refresh asks the Source and writes what it says. A caller that finds somebody else at it waits for the result.
@@ -181,11 +186,15 @@ func (s *Specs) refresh(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	// Only what could be written and read is remembered: the spec before it stays the one to repair from.
+	if err := s.put(want); err != nil {
+		return err
+	}
 	s.want, s.devices, s.known = want, devices, make(map[string]bool, len(devices))
 	for _, d := range devices {
 		s.known[d.Name] = true
 	}
-	return s.put()
+	return nil
 }
 
 // load takes over, once, what an earlier run of the agent left.
@@ -202,21 +211,21 @@ func (s *Specs) load() error {
 }
 
 // put brings the files on disk to what is wanted.
-func (s *Specs) put() error {
+func (s *Specs) put(want []byte) error {
 	if err := s.options.Hook.Ensure(); err != nil {
 		return err
 	}
-	if s.sameOnDisk() {
+	if s.sameOnDisk(want) {
 		return s.file.accept()
 	}
-	return s.file.replace(s.want, 0o644, validate)
+	return s.file.replace(want, 0o644, validate)
 }
 
-func (s *Specs) sameOnDisk() bool {
+func (s *Specs) sameOnDisk(want []byte) bool {
 	info, err := os.Lstat(s.file.path)
 	if err != nil || !info.Mode().IsRegular() || info.Mode().Perm() != 0o644 {
 		return false
 	}
 	data, err := os.ReadFile(s.file.path)
-	return err == nil && bytes.Equal(data, s.want)
+	return err == nil && bytes.Equal(data, want)
 }
