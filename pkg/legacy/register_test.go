@@ -208,11 +208,12 @@ func TestKubeletDeaf(t *testing.T) {
 	f := newFixture(t, fakekubelet.Release137)
 	f.kubelet.Set(fakekubelet.Faults{Deaf: true})
 	f.startKubelet()
-	f.start(func(t *times) { t.confirmPoll, t.confirmLimit = 5*time.Millisecond, 30*time.Millisecond })
+	p, _ := f.start(func(t *times) { t.confirmPoll, t.confirmLimit = 5*time.Millisecond, 30*time.Millisecond })
 	f.await("a second attempt", func(s fakekubelet.State) bool { return len(s.Endpoints) >= 2 })
 	f.kubelet.Set(fakekubelet.Faults{})
 	f.ledger.claim("c", 1)
 	f.await("the list", healthyCount(7))
+	f.awaitReady(p, "")
 	if f.metric("tandem_limit_registrations_total", "reason=unconfirmed") == 0 {
 		t.Error("not counted")
 	}
