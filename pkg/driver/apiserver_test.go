@@ -57,7 +57,7 @@ type fakeEvent struct {
 	Object fakeObject `json:"object"`
 }
 
-func newFakeAPI(t *testing.T) *fakeAPI {
+func newFakeAPI(t testing.TB) *fakeAPI {
 	f := &fakeAPI{objects: map[string]map[string]fakeObject{"nodes": {}, "resourceclaims": {}, "resourceslices": {}}, watchers: map[chan fakeEvent]string{}}
 	server := httptest.NewServer(f)
 	f.url = server.URL
@@ -68,7 +68,7 @@ func newFakeAPI(t *testing.T) *fakeAPI {
 	return f
 }
 
-func (f *fakeAPI) client(t *testing.T) kubernetes.Interface {
+func (f *fakeAPI) client(t testing.TB) kubernetes.Interface {
 	t.Helper()
 	client, err := kubernetes.NewForConfig(&rest.Config{Host: f.url, QPS: -1, ContentConfig: rest.ContentConfig{ContentType: runtime.ContentTypeJSON, AcceptContentTypes: runtime.ContentTypeJSON}})
 	if err != nil {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -14,7 +15,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	resourceapi "k8s.io/api/resource/v1"
-	"k8s.io/apimachinery/pkg/runtime"
+	apiruntime "k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -159,7 +160,7 @@ func parameters(source resourceapi.AllocationConfigSource, raw string, requests 
 	return resourceapi.DeviceAllocationConfiguration{
 		Source: source, Requests: requests,
 		DeviceConfiguration: resourceapi.DeviceConfiguration{Opaque: &resourceapi.OpaqueDeviceConfiguration{
-			Driver: "gpu.nvidia.com", Parameters: runtime.RawExtension{Raw: []byte(raw)},
+			Driver: "gpu.nvidia.com", Parameters: apiruntime.RawExtension{Raw: []byte(raw)},
 		}},
 	}
 }
@@ -530,6 +531,18 @@ func TestStopFinishesWaitingCallsAndLeavesNothing(t *testing.T) {
 	if left := socketsBelow(t, r.dir); len(left) > 0 {
 		t.Error("left behind:", left)
 	}
+	eventually(t, "every goroutine of the driver to end", func() error {
+		stacks := make([]byte, 1<<20)
+		stacks = stacks[:runtime.Stack(stacks, true)]
+		for stack := range strings.SplitSeq(string(stacks), "\n\n") {
+			for _, ours := range []string{"pkg/driver.(*", "kubeletplugin.", "resourceslice.", "reflector"} {
+				if strings.Contains(stack, ours) && !strings.Contains(stack, "pkg/driver.(*fakeAPI)") {
+					return errors.New(stack)
+				}
+			}
+		}
+		return nil
+	})
 	if r.published() == "" {
 		t.Error("slices were removed: a restart would disturb the scheduler")
 	}

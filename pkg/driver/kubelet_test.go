@@ -23,7 +23,7 @@ import (
 // fakeKubelet is kubelet's side of DRA on real sockets: it finds the registration socket, registers, and calls the service
 // it was given, in the newest or the older API version.
 type fakeKubelet struct {
-	t    *testing.T
+	t    testing.TB
 	dir  string
 	conn *grpc.ClientConn
 	// services as the driver announced them.
@@ -31,7 +31,7 @@ type fakeKubelet struct {
 }
 
 // startKubelet registers the driver as a kubelet that just started would.
-func startKubelet(t *testing.T, dir, driverName string) *fakeKubelet {
+func startKubelet(t testing.TB, dir, driverName string) *fakeKubelet {
 	t.Helper()
 	k := &fakeKubelet{t: t, dir: dir}
 	eventually(t, "registration of the driver", func() error { return k.register(driverName) })
@@ -199,7 +199,7 @@ func (k *fakeKubelet) unprepare(version string, claims ...*resourceapi.ResourceC
 }
 
 // eventually waits for a condition that something else brings about.
-func eventually(t *testing.T, what string, check func() error) {
+func eventually(t testing.TB, what string, check func() error) {
 	t.Helper()
 	deadline := time.Now().Add(10 * time.Second)
 	for {
@@ -215,7 +215,7 @@ func eventually(t *testing.T, what string, check func() error) {
 }
 
 // socketsBelow lists every socket file under dir.
-func socketsBelow(t *testing.T, dir string) []string {
+func socketsBelow(t testing.TB, dir string) []string {
 	t.Helper()
 	var found []string
 	err := filepath.WalkDir(dir, func(path string, entry os.DirEntry, err error) error {

@@ -29,7 +29,7 @@ const testNode = "node1"
 
 // rig is a driver with its surroundings: a ledger on disk, sockets in a directory, an API server over HTTP.
 type rig struct {
-	t         *testing.T
+	t         testing.TB
 	dir       string
 	api       *fakeAPI
 	ledger    *ledger.Ledger
@@ -42,7 +42,7 @@ type rig struct {
 	stop      func() error
 }
 
-func newRig(t *testing.T, inv device.Inventory, adapt ...func(*Config)) *rig {
+func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	t.Helper()
 	// Socket paths are short, t.TempDir's are not.
 	dir, err := os.MkdirTemp("", "kl")
