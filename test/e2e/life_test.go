@@ -175,7 +175,7 @@ spec:
   template:
     metadata: {labels: {app: %[1]s}}
     spec:
-      terminationGracePeriodSeconds: 0
+      terminationGracePeriodSeconds: 1
       containers:
       - name: work
         image: docker.io/local/busybox:1

@@ -45,7 +45,7 @@ apiVersion: v1
 kind: Pod
 metadata: {name: %s}
 spec:
-  terminationGracePeriodSeconds: 0
+  terminationGracePeriodSeconds: 1
   containers:
   - name: work
     image: docker.io/local/busybox:1
