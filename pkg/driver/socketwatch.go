@@ -15,6 +15,8 @@ import (
 type socketWatch struct {
 	watcher *fsnotify.Watcher
 	events  <-chan fsnotify.Event
+	// errors says that events were lost, which is reason enough to look.
+	errors <-chan error
 }
 
 func (d *Driver) watchSockets(ctx context.Context) socketWatch {
@@ -28,7 +30,7 @@ func (d *Driver) watchSockets(ctx context.Context) socketWatch {
 			klog.FromContext(ctx).Info("Cannot watch socket directory, looking at intervals only", "directory", dir, "interval", d.ForeignInterval, "err", err)
 		}
 	}
-	return socketWatch{watcher: watcher, events: watcher.Events}
+	return socketWatch{watcher: watcher, events: watcher.Events, errors: watcher.Errors}
 }
 
 func (w socketWatch) close() {
@@ -46,6 +48,7 @@ func (w socketWatch) await(ctx context.Context, interval time.Duration) bool {
 		return false
 	case <-timer.C:
 	case <-w.events:
+	case <-w.errors:
 	}
 	return true
 }
