@@ -85,7 +85,7 @@ func apply(ctx context.Context, c *cluster.Cluster, o Options, verb ...string) e
 	if o.Profile == "" {
 		o.Profile = DefaultProfile
 	}
-	root, err := moduleRoot(ctx)
+	root, err := ModuleRoot(ctx)
 	if err != nil {
 		return fmt.Errorf("install Tandem: %w", err)
 	}
@@ -185,7 +185,8 @@ func helm(ctx context.Context, c *cluster.Cluster, args ...string) error {
 	return nil
 }
 
-func moduleRoot(ctx context.Context) (string, error) {
+// ModuleRoot is the directory of this checkout: the chart and the examples lie below it. The working directory must be in it.
+func ModuleRoot(ctx context.Context) (string, error) {
 	out, err := exec.CommandContext(ctx, "go", "list", "-m", "-f", "{{.Dir}}").Output()
 	if err != nil {
 		return "", fmt.Errorf("find the module: %w", err)

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command demo shows Tandem at work on a machine without a GPU: it starts a real Kubernetes cluster of one node with eight
+// simulated H100s, installs the chart with Helm, applies examples/, and prints who got which GPU as the containers see it.
+// `demo down` removes everything. It needs root, and tests nothing that the tests do not test.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/tandem-gpu/tandem/hack/binaries"
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/gobin"
+	"github.com/tandem-gpu/tandem/hack/image"
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+const usage = `usage: demo [-kubernetes VERSION]    start a cluster, install Tandem, show who gets which GPU; needs root
+       demo down                       remove everything of it
+`
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:])
+	stop()
+	if err != nil {
+		if !errors.Is(err, flag.ErrHelp) {
+			fmt.Fprintln(os.Stderr, "demo:", err)
+		}
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string) error {
+	flags := flag.NewFlagSet("demo", flag.ContinueOnError)
+	flags.Usage = func() { fmt.Fprint(os.Stderr, usage) }
+	version := flags.String("kubernetes", binaries.DefaultKubernetes, "Kubernetes version")
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+	if os.Geteuid() != 0 {
+		return errors.New("needs root, for namespaces, mounts and device nodes: run it as root or with sudo")
+	}
+	dir, err := clusterDir()
+	if err != nil {
+		return err
+	}
+	switch {
+	case flags.NArg() == 0:
+		return show(ctx, dir, *version)
+	case flags.NArg() == 1 && flags.Arg(0) == "down":
+		return down(ctx, dir, os.Stderr)
+	}
+	flags.Usage()
+	return flag.ErrHelp
+}
+
+func clusterDir() (string, error) {
+	cache, err := binaries.CacheDir()
+	if err != nil {
+		return "", err
+	}
+	return filepath.Join(cache, "clusters", "demo"), nil
+}
+
+// down is idempotent.
+func down(ctx context.Context, dir string, progress io.Writer) error {
+	c, err := cluster.Open(dir, progress)
+	if errors.Is(err, cluster.ErrNoCluster) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return c.Stop(ctx)
+}
+
+// show runs the demo. An error leaves the cluster as it is, to be looked into.
+func show(ctx context.Context, dir, version string) error {
+	steps := newSteps(os.Stdout, 6)
+	c, err := prepare(ctx, steps, dir, version)
+	if err != nil {
+		return err
+	}
+	d, err := newDemo(ctx, c, steps)
+	if err == nil {
+		err = d.run(ctx)
+	}
+	if err != nil && ctx.Err() == nil {
+		logs := filepath.Join(filepath.Dir(dir), "demo-logs")
+		err = errors.Join(err, c.CollectLogs(ctx, logs))
+		fmt.Fprintf(os.Stderr, "The cluster still runs; its logs were copied to %s\n", logs)
+	}
+	return err
+}
+
+// prepare answers a cluster with Tandem on it.
+func prepare(ctx context.Context, steps *steps, dir, version string) (*cluster.Cluster, error) {
+	steps.next("programs: Kubernetes %s and what it needs (built once, minutes; then cached)", version)
+	if _, err := binaries.Ensure(ctx, binaries.Options{Kubernetes: []string{version}, Progress: steps}); err != nil {
+		return nil, err
+	}
+	if _, err := gobin.Helm().Ensure(ctx, steps); err != nil {
+		return nil, err
+	}
+	steps.next("cluster: one node; beside it, Tandem's image")
+	if err := down(ctx, dir, steps); err != nil {
+		return nil, fmt.Errorf("remove the demo before: %w", err)
+	}
+	c, err := cluster.New(cluster.Config{Dir: dir, KubernetesVersion: version, Progress: steps})
+	if err != nil {
+		return nil, err
+	}
+	var tarball string
+	group, building := errgroup.WithContext(ctx)
+	group.Go(func() error { return c.Start(building) })
+	group.Go(func() (err error) {
+		tarball, _, err = image.Build(building, image.Options{Progress: steps})
+		return err
+	})
+	if err := group.Wait(); err != nil {
+		return nil, err
+	}
+	steps.next("Tandem: helm install with eight simulated H100s")
+	return c, install.Tandem(ctx, c, install.Options{Profile: install.DefaultProfile, Image: tarball, Progress: steps})
+}
