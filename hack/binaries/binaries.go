@@ -19,8 +19,8 @@ import (
 // DefaultKubernetes is the Kubernetes version used where none is asked for.
 const DefaultKubernetes = "v1.37.1"
 
-// KnownKubernetes lists, oldest first, the Kubernetes versions that were seen to build and boot.
-var KnownKubernetes = []string{"v1.34.9", "v1.35.4", "v1.36.3", "v1.37.0", "v1.37.1"}
+// KnownKubernetes lists, oldest first, versions of Kubernetes whose modules can all be had. (Of v1.34.9 some cannot.)
+var KnownKubernetes = []string{"v1.34.10", "v1.35.4", "v1.36.3", "v1.37.0", "v1.37.1"}
 
 // Versions of everything that is not Kubernetes.
 const (
