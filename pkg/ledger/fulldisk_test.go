@@ -123,6 +123,7 @@ func TestFullDisk(t *testing.T) {
 		for _, gpu := range gpus {
 			do("identify", l.Identify(find(l, gpu), Pod{UID: "pod-" + gpu}))
 			do("drain", l.SetState(find(l, gpu), StateDraining))
+			do("hold again", l.SetState(find(l, gpu), StateHeld))
 			do("reuse", l.ReserveLimits(limitsOf(gpu)))
 		}
 		do("reuse all", l.ReserveLimits(limitsOf(gpus...)))

@@ -95,8 +95,9 @@ func (l *Ledger) take(holds []Hold) error {
 	return nil
 }
 
-// confirmReuse returns those holds of the same IDs that must not be reused: the pod they belong to is no longer the
-// business of the API server, so whoever asks now is another one.
+// confirmReuse returns those holds of the same IDs that must not be reused: the pod they belong to is not known, or no
+// longer the business of the API server, so whoever asks now may be another one. Draining stays so until the evidence is
+// back that made it so.
 func (l *Ledger) confirmReuse(requests []LimitRequest) ([]Hold, error) {
 	l.mu.Lock()
 	var same []Hold
@@ -106,14 +107,13 @@ func (l *Ledger) confirmReuse(requests []LimitRequest) ([]Hold, error) {
 	l.mu.Unlock()
 	var refused []Hold
 	for _, h := range same {
-		switch l.verdict(h) {
-		case Gone:
+		switch verdict := l.verdict(h); {
+		case verdict == Gone:
 			if err := l.Release(h); err != nil {
 				return nil, err
 			}
-		case Orphaned:
+		case verdict == Orphaned, h.State == StateDraining, h.Unreadable:
 			refused = append(refused, h)
-		case Running, Terminating:
 		}
 	}
 	return refused, nil

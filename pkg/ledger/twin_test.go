@@ -84,10 +84,10 @@ func (w *twin) drainClaim(uid string) {
 func (w *twin) reserveLimit(id string, ref device.Ref) bool {
 	holder := Holder{KindLimit, id}
 	for _, k := range w.of(holder) {
-		switch w.verdicts[id] {
-		case Gone:
+		switch {
+		case w.verdicts[id] == Gone:
 			w.drop(k)
-		case Orphaned:
+		case w.verdicts[id] == Orphaned, w.holds[k] == StateDraining:
 			return false
 		}
 	}

@@ -164,6 +164,11 @@ func TestOtherThingsInPlaceOfARecordHold(t *testing.T) {
 				must(t, make(path))
 				l := reopen(t, dir)
 				if h.Holder.Kind == KindLimit {
+					// Whose it is, is not known until other evidence tells.
+					if _, conflict := errors.AsType[*ConflictError](l.ReserveLimits(limitsOf(h.Holder.ID))); !conflict {
+						t.Error("a pod got the device of an unknown one")
+					}
+					must(t, l.Expect(h))
 					must(t, l.ReserveLimits(limitsOf(h.Holder.ID)))
 				} else {
 					must(t, second(l.ReserveClaim(t.Context(), claimOf(h.Holder.ID, h.Device))))

@@ -29,13 +29,13 @@ func (p *Plugin) allocate(ctx context.Context, request *pluginapi.AllocateReques
 		// Nobody would get the answer, and a hold that kubelet does not know of is left to the reconciler.
 		return nil, status.FromContextError(err).Err()
 	}
-	if err := p.config.Ledger.ReserveLimits(p.limitRequests(containers)); err != nil {
-		return nil, p.refuse(ctx, err)
-	}
 	if p.config.uses(Strategy.cdi) {
 		if err := p.config.Specs.Ensure(ctx); err != nil {
 			return nil, status.Errorf(codes.Unavailable, "allocate %s: ensure CDI specs: %v", p.config.ResourceName, err)
 		}
+	}
+	if err := p.config.Ledger.ReserveLimits(p.limitRequests(containers)); err != nil {
+		return nil, p.refuse(ctx, err)
 	}
 	response := &pluginapi.AllocateResponse{}
 	for _, gpus := range containers {

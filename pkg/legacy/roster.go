@@ -75,11 +75,12 @@ func (c *catalog) assess(holds []ledger.Hold) []state {
 }
 
 // withdrawn returns the GPUs that no new limit can get. What a limit holds stays offered: kubelet keeps that account
-// itself, and would fail the holder's own restart otherwise. A draining limit is off kubelet's account already.
+// itself, and would fail the holder's own restart otherwise. A draining limit is off kubelet's account already, and of one
+// whose record cannot be read nobody knows.
 func withdrawn(holds []ledger.Hold) map[string]bool {
 	taken := make(map[string]bool)
 	for _, h := range holds {
-		if h.Holder.Kind == ledger.KindClaim || h.State == ledger.StateDraining || !h.Device.Whole() {
+		if h.Holder.Kind != ledger.KindLimit || h.State == ledger.StateDraining || h.Unreadable || !h.Device.Whole() {
 			taken[h.Device.GPU] = true
 		}
 	}
