@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 	"text/tabwriter"
 
 	corev1 "k8s.io/api/core/v1"
@@ -90,7 +91,7 @@ func state(pod corev1.Pod) string {
 	}
 	for _, status := range pod.Status.ContainerStatuses {
 		if waiting := status.State.Waiting; waiting != nil {
-			return text + ": " + waiting.Reason + " " + waiting.Message
+			return strings.TrimSpace(text + ": " + waiting.Reason + " " + waiting.Message)
 		}
 	}
 	return text
