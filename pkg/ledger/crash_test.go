@@ -74,7 +74,7 @@ var script = []func(context.Context, *Ledger) error{
 	func(_ context.Context, l *Ledger) error {
 		return l.Identify(find(l, "c"), Pod{UID: "p1", Name: "p1", Namespace: "ns"})
 	},
-	func(_ context.Context, l *Ledger) error { return l.SetState(find(l, "c"), StateDraining) },
+	func(_ context.Context, l *Ledger) error { return l.SetState(find(l, "d"), StateDraining) },
 	func(_ context.Context, l *Ledger) error { return l.ReserveLimits(limitsOf("c")) },
 	func(_ context.Context, l *Ledger) error {
 		return l.Expect(Hold{Holder: Holder{KindClaim, "c2"}, Device: whole("e")})
