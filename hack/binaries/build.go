@@ -194,7 +194,7 @@ func (b builder) build(ctx context.Context, c component, out, step string) error
 	if err := prepareModule(ctx, c, work); err != nil {
 		return err
 	}
-	// All of them at once, so that a module that cannot be had is found before hours are spent on another program.
+	// All of them at once, so that a module that cannot be had is found before minutes are spent on another program.
 	if err := b.fetch(ctx, c, work, step); err != nil {
 		return err
 	}

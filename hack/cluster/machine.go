@@ -99,7 +99,7 @@ func (m *machine) startHolder(env []string, bootID string) error {
 		return fmt.Errorf("make pipe: %w", err)
 	}
 	defer ready.Close()
-	cmd := exec.Command("/bin/sh", "-euc", setupScript)
+	cmd := exec.Command("/bin/sh", "-c", setupScript)
 	cmd.Env = env
 	cmd.Stderr = &output
 	cmd.ExtraFiles = []*os.File{readyWriter}

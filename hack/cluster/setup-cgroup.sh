@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=sh
 # Second half of setup.sh, in the machine's cgroup namespace: its cgroup is the root of what is mounted here.
+
+set -eu
 
 mounted=no
 while read -r dir options; do
@@ -8,7 +11,7 @@ while read -r dir options; do
     # A group that delegates controllers may hold no process itself.
     mkdir "$dir/system"
     echo 0 > "$dir/system/cgroup.procs"
-    for controller in $(cat "$dir/cgroup.controllers"); do
+    tr ' ' '\n' < "$dir/cgroup.controllers" | while read -r controller; do
       echo "+$controller" > "$dir/cgroup.subtree_control"
     done
     continue

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=sh
 # First process of a machine, in fresh mount, network, PID, UTS and IPC namespaces. Environment: NAME, ROOT (directory that
 # becomes /), GROUP (cgroup name), HIERARCHIES (lines "mountpoint options"), TREES (directories of the host's root to show),
 # MOUNTS (lines "source target ro|rw"), BOOT_ID, PAUSE (program to become), SECOND (script to run in the cgroup namespace).
 
+set -eu
+
 # Begin only when told to: by then the one who started us has written down who we are.
-read -r begin
+read -r _
 
 # From here on no mount reaches the host.
 mount --make-rprivate /
 hostname "$NAME"
 
-while read -r dir options; do
+while read -r dir _; do
   echo 0 > "$dir/$GROUP/cgroup.procs"
 done <<EOF
 $HIERARCHIES
@@ -76,4 +79,4 @@ pivot_root . .host
 cd /
 umount -l /.host
 rmdir /.host
-exec unshare --cgroup /bin/sh -euc "$SECOND"
+exec unshare --cgroup /bin/sh -c "$SECOND"
