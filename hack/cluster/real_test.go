@@ -401,7 +401,7 @@ func traces(t *testing.T, c *Cluster) map[string][]string {
 	group := strings.TrimSuffix(c.control.group, controlName)
 	found := map[string][]string{}
 	for what, command := range map[string]string{
-		"mounts":     "cut -d' ' -f5 /proc/self/mountinfo",
+		"mounts":     "cut -d' ' -f5 /proc/self/mountinfo | grep -E '^(" + c.config.Dir + "|/(dev|etc|opt|proc|run|sys|usr|var)(/|$))'",
 		"interfaces": "ls /sys/class/net",
 		"cgroups":    "find /sys/fs/cgroup -type d -name '" + group + "*'",
 		"processes":  "grep -l '/" + group + "' /proc/[0-9]*/cgroup",
