@@ -17,6 +17,7 @@ import (
 	"syscall"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/cluster"
@@ -25,8 +26,8 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
-const usage = `usage: demo [-kubernetes VERSION]    start a cluster, install Tandem, show who gets which GPU; needs root
-       demo down                       remove everything of it
+const usage = `usage: demo [-dir DIR] [-kubernetes VERSION]    start a cluster, install Tandem, show who gets which GPU; needs root
+       demo [-dir DIR] down                       remove everything of it
 `
 
 func main() {
@@ -44,6 +45,11 @@ func main() {
 func run(ctx context.Context, args []string) error {
 	flags := flag.NewFlagSet("demo", flag.ContinueOnError)
 	flags.Usage = func() { fmt.Fprint(os.Stderr, usage) }
+	cache, err := binaries.CacheDir()
+	if err != nil {
+		return err
+	}
+	dir := flags.String("dir", filepath.Join(cache, "clusters", "demo"), "directory of the cluster")
 	version := flags.String("kubernetes", binaries.DefaultKubernetes, "Kubernetes version")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -51,26 +57,34 @@ func run(ctx context.Context, args []string) error {
 	if os.Geteuid() != 0 {
 		return errors.New("needs root, for namespaces, mounts and device nodes: run it as root or with sudo")
 	}
-	dir, err := clusterDir()
+	unlock, err := lock(*dir)
 	if err != nil {
 		return err
 	}
+	defer unlock()
 	switch {
 	case flags.NArg() == 0:
-		return show(ctx, dir, *version)
+		return show(ctx, *dir, *version)
 	case flags.NArg() == 1 && flags.Arg(0) == "down":
-		return down(ctx, dir, os.Stderr)
+		return down(ctx, *dir, os.Stderr)
 	}
 	flags.Usage()
 	return flag.ErrHelp
 }
 
-func clusterDir() (string, error) {
-	cache, err := binaries.CacheDir()
-	if err != nil {
-		return "", err
+// lock keeps a second demo from replacing the cluster under the first.
+func lock(dir string) (unlock func(), err error) {
+	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
+		return nil, fmt.Errorf("make directory: %w", err)
 	}
-	return filepath.Join(cache, "clusters", "demo"), nil
+	file, err := os.OpenFile(dir+".lock", os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("open lock: %w", err)
+	}
+	if err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return nil, errors.Join(fmt.Errorf("lock %s.lock, which another demo that is at work may have: %w", dir, err), file.Close())
+	}
+	return func() { file.Close() }, nil
 }
 
 // down is idempotent.
@@ -97,7 +111,7 @@ func show(ctx context.Context, dir, version string) error {
 		err = d.run(ctx)
 	}
 	if err != nil && ctx.Err() == nil {
-		logs := filepath.Join(filepath.Dir(dir), "demo-logs")
+		logs := dir + "-logs"
 		err = errors.Join(err, c.CollectLogs(ctx, logs))
 		fmt.Fprintf(os.Stderr, "The cluster still runs; its logs were copied to %s\n", logs)
 	}
