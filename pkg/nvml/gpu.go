@@ -99,7 +99,10 @@ func healthOf(ret gonvml.Return, doing string) gpu.Health {
 	case gonvml.ERROR_RESET_REQUIRED:
 		return gpu.Health{Reason: gpu.ReasonUnreachable, Message: "the GPU requires a reset"}
 	}
-	return gpu.Health{Reason: gpu.ReasonUnreachable, Message: fmt.Sprintf("%s: NVML answers %q (%d)", doing, ret.Error(), int(ret))}
+	return gpu.Health{
+		Reason:  gpu.ReasonUnreachable,
+		Message: fmt.Sprintf("%s: NVML answers %q (%d)", doing, ret.Error(), int(ret)),
+	}
 }
 
 // readPlace asks sysfs where the GPU sits. What sysfs does not tell stays unknown.

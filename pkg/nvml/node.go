@@ -13,7 +13,6 @@ import (
 	"sync"
 	"time"
 
-	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 	"k8s.io/klog/v2"
 
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
@@ -31,9 +30,10 @@ type Node struct {
 	renewed bool
 	session *session
 	known   map[string]*knownGPU
-	// stuck has, by index, visits that were given up and still go on.
-	stuck    map[int]<-chan visit
-	topology topology
+	// stuck has, by index, visits that were given up and still go on; beginning is a scan that could not even begin.
+	stuck     map[int]<-chan visit
+	beginning <-chan begun
+	topology  topology
 
 	mu           sync.Mutex
 	inventory    gpu.Inventory
@@ -51,18 +51,11 @@ type knownGPU struct {
 // Open finds the driver and reads the inventory. A node without a working driver is an ErrNoDriver. An invalid option is
 // another error. One GPU that fails is no error: it is in the inventory with its health, or counted as unidentified.
 func Open(ctx context.Context, options Options) (*Node, error) {
-	options, err := options.withDefaults()
+	n, err := newNode(options)
 	if err != nil {
-		return nil, fmt.Errorf("open NVML: %w", err)
-	}
-	n := &Node{options: options, known: map[string]*knownGPU{}, stuck: map[int]<-chan visit{}, changed: make(chan struct{})}
-	n.scanning.Lock()
-	defer n.scanning.Unlock()
-	if err := n.attach(); err != nil {
 		return nil, err
 	}
-	if err := n.scan(ctx); err != nil {
-		n.session.release()
+	if err := n.open(ctx); err != nil {
 		return nil, err
 	}
 	return n, nil
@@ -71,11 +64,18 @@ func Open(ctx context.Context, options Options) (*Node, error) {
 // Await is Open that waits for a driver. Report is told why there is none, again each time that the reason changes; it may
 // be nil. Other errors than ErrNoDriver end the wait.
 func Await(ctx context.Context, options Options, report func(error)) (*Node, error) {
+	n, err := newNode(options)
+	if err != nil {
+		return nil, err
+	}
 	said := ""
 	for {
-		node, err := Open(ctx, options)
-		if err == nil || !errors.Is(err, ErrNoDriver) {
-			return node, err
+		err := n.open(ctx)
+		if err == nil {
+			return n, nil
+		}
+		if !errors.Is(err, ErrNoDriver) {
+			return nil, err
 		}
 		if text := err.Error(); text != said && report != nil {
 			report(err)
@@ -87,6 +87,31 @@ func Await(ctx context.Context, options Options, report func(error)) (*Node, err
 		case <-time.After(awaitInterval):
 		}
 	}
+}
+
+func newNode(options Options) (*Node, error) {
+	options, err := options.withDefaults()
+	if err != nil {
+		return nil, fmt.Errorf("open NVML: %w", err)
+	}
+	return &Node{
+		options: options,
+		known:   map[string]*knownGPU{}, stuck: map[int]<-chan visit{},
+		changed: make(chan struct{}),
+	}, nil
+}
+
+// open tries once; it can be tried again.
+func (n *Node) open(ctx context.Context) error {
+	n.scanning.Lock()
+	defer n.scanning.Unlock()
+	if err := n.silent(); err != nil {
+		return err
+	}
+	if err := n.attach(); err != nil {
+		return err
+	}
+	return n.scan(ctx)
 }
 
 // awaitInterval is the time between two looks for a driver that is not there: some dozens of stat calls.
@@ -118,11 +143,7 @@ func (n *Node) Changed() <-chan struct{} {
 // Run scans until ctx is done: at each interval, and at once when device nodes or driver files come or go. It returns nil
 // then, and ErrDriverReplaced when only a new process can go on.
 func (n *Node) Run(ctx context.Context) error {
-	defer func() {
-		n.scanning.Lock()
-		defer n.scanning.Unlock()
-		n.session.release()
-	}()
+	defer n.release()
 	kicks, stop := n.watch(ctx)
 	defer stop()
 	ticker := time.NewTicker(n.options.Interval)
@@ -140,12 +161,24 @@ func (n *Node) Run(ctx context.Context) error {
 	}
 }
 
+// release lets go of the driver, unless that would wait for it.
+func (n *Node) release() {
+	n.scanning.Lock()
+	defer n.scanning.Unlock()
+	if n.silent() == nil {
+		n.session.release()
+	}
+}
+
 // Scan looks at the driver and the GPUs once. Run calls it; a caller that knows of a change may too. An ErrNoDriver has
 // been turned into health of all GPUs already.
 func (n *Node) Scan(ctx context.Context) error {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
-	err := n.follow()
+	err := n.silent()
+	if err == nil {
+		err = n.follow()
+	}
 	if err == nil {
 		err = n.scan(ctx)
 	}
@@ -185,19 +218,12 @@ func (n *Node) follow() error {
 
 // scan reads all GPUs and publishes what it found.
 func (n *Node) scan(ctx context.Context) error {
-	if err := n.session.open(); err != nil {
-		return err
-	}
-	defer n.session.close()
-	s, err := n.newSweep()
+	s, err := n.begin()
 	if err != nil {
 		return err
 	}
-	count, ret := n.session.library.DeviceGetCount()
-	if ret != gonvml.SUCCESS {
-		return fmt.Errorf("count GPUs: %w", returnError{ret})
-	}
-	for index := range count {
+	defer n.session.close()
+	for index := range s.count {
 		s.look(ctx, index)
 	}
 	s.missing()

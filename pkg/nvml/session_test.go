@@ -4,6 +4,7 @@ package nvml
 
 import (
 	"context"
+	"errors"
 	"testing"
 	"time"
 
@@ -141,6 +142,55 @@ func TestGPUThatDoesNotAnswer(t *testing.T) {
 	}
 	if len(node.stuck) != 0 || node.session.users != 0 {
 		t.Errorf("%d visits and %d uses of the session left", len(node.stuck), node.session.users)
+	}
+}
+
+// The same of a call that concerns no particular GPU.
+func TestDriverThatDoesNotAnswer(t *testing.T) {
+	options := fixture(t, "host-rhel")
+	profile, err := simulated.Load("l4x4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	profile.GPUs = profile.GPUs[:2]
+	faults := t.TempDir()
+	options.patience = 50 * time.Millisecond
+	options.open = func(layout) (gonvml.Interface, error) {
+		return simulated.New(profile, simulated.WithFaults(faults)), nil
+	}
+	node, err := Open(t.Context(), options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, call := range []string{"Init", "DeviceGetCount"} {
+		hang := map[string]simulated.CallFault{call: {Delay: simulated.Duration(time.Hour)}}
+		if err := simulated.WriteFaults(faults, simulated.Faults{Calls: hang}); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			if err := node.Scan(t.Context()); !errors.Is(err, errSilent) {
+				t.Fatalf("%s hangs: scan says %v, want errSilent", call, err)
+			}
+			if h := node.Inventory().GPUs[1].Health; h.Reason != gpu.ReasonUnreachable {
+				t.Fatalf("%s hangs: health %+v, want unreachable", call, h)
+			}
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if err := node.Run(ctx); err != nil {
+			t.Errorf("%s hangs: Run that is to end says %v", call, err)
+		}
+		if err := simulated.WriteFaults(faults, simulated.Faults{}); err != nil {
+			t.Fatal(err)
+		}
+		for node.Scan(t.Context()) != nil {
+			if t.Context().Err() != nil {
+				t.Fatal("never recovered")
+			}
+		}
+		if h := node.Inventory().GPUs[1].Health; !h.Healthy() || node.session.users != 0 {
+			t.Errorf("%s returns: health %+v, %d uses of the session left", call, h, node.session.users)
+		}
 	}
 }
 

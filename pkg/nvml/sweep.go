@@ -4,6 +4,7 @@ package nvml
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -18,6 +19,7 @@ import (
 type sweep struct {
 	node   *Node
 	reader *reader
+	count  int
 	// before is what was known at the start. Visits read it, also those that go on after the sweep; nobody writes it.
 	before map[string]knownGPU
 
@@ -28,22 +30,90 @@ type sweep struct {
 	hold   bool
 }
 
-func (n *Node) newSweep() (*sweep, error) {
-	library := n.session.library
+// begun is the answer of a driver that a sweep may begin.
+type begun struct {
+	reader *reader
+	count  int
+	err    error
+}
+
+// errSilent says that a call which concerns no particular GPU does not return.
+var errSilent = &NoDriverError{Cause: errors.New("the driver does not answer")}
+
+// begin opens the session and asks what concerns all GPUs. On an error the session is closed. A driver that does not answer
+// is left alone until it does.
+func (n *Node) begin() (*sweep, error) {
+	answer := make(chan begun, 1)
+	session, r := n.session, &reader{options: n.options, devRoot: n.layout.devRoot}
+	go func() { answer <- r.begin(session) }()
+	timer := time.NewTimer(n.options.patience)
+	defer timer.Stop()
+	select {
+	case b := <-answer:
+		if b.err != nil {
+			return nil, b.err
+		}
+		return n.newSweep(b), nil
+	case <-timer.C:
+		n.beginning = answer
+		return nil, errSilent
+	}
+}
+
+// silent is errSilent while an earlier begin has not returned. What that one opened is closed again.
+func (n *Node) silent() error {
+	if n.beginning == nil {
+		return nil
+	}
+	select {
+	case b := <-n.beginning:
+		n.beginning = nil
+		if b.err == nil {
+			n.session.close()
+		}
+		return nil
+	default:
+		return errSilent
+	}
+}
+
+func (r *reader) begin(s *session) begun {
+	if err := s.open(); err != nil {
+		return begun{err: err}
+	}
+	count, err := r.readDriver(s.library)
+	if err != nil {
+		s.close()
+	}
+	return begun{reader: r, count: count, err: err}
+}
+
+// readDriver reads the versions and counts the GPUs.
+func (r *reader) readDriver(library gonvml.Interface) (count int, err error) {
 	version, ret := library.SystemGetDriverVersion()
 	if ret != gonvml.SUCCESS {
-		return nil, fmt.Errorf("read driver version: %w", returnError{ret})
+		return 0, &NoDriverError{Cause: fmt.Errorf("read driver version: %w", returnError{ret})}
 	}
-	r := &reader{options: n.options, lib: device.New(library), devRoot: n.layout.devRoot, driver: version}
+	r.lib, r.driver = device.New(library), version
 	if cuda, ret := library.SystemGetCudaDriverVersion(); ret == gonvml.SUCCESS {
 		// cuda.h: 1000 * major + 10 * minor.
 		r.cuda = fmt.Sprintf("%d.%d", cuda/1000, cuda%1000/10)
 	}
+	if count, ret = library.DeviceGetCount(); ret != gonvml.SUCCESS {
+		return 0, &NoDriverError{Cause: fmt.Errorf("count GPUs: %w", returnError{ret})}
+	}
+	return count, nil
+}
+
+func (n *Node) newSweep(b begun) *sweep {
 	before := make(map[string]knownGPU, len(n.known))
 	for uuid, known := range n.known {
 		before[uuid] = *known
 	}
-	return &sweep{node: n, reader: r, before: before, seen: map[string]bool{}, failed: map[int]gpu.Health{}}, nil
+	return &sweep{
+		node: n, reader: b.reader, count: b.count, before: before,
+		seen: map[string]bool{}, failed: map[int]gpu.Health{},
+	}
 }
 
 // look visits one GPU, and gives it up when it takes too long: a call into a broken GPU may never return. The visit then
@@ -72,8 +142,10 @@ func (s *sweep) start(index int) <-chan visit {
 	session, reader, before := s.node.session, s.reader, s.before
 	session.share()
 	go func() {
-		defer session.close()
-		answer <- reader.visit(session.library, index, before)
+		v := reader.visit(session.library, index, before)
+		// First: who has the answer may rely on nothing being left open.
+		session.close()
+		answer <- v
 	}()
 	return answer
 }

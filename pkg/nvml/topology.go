@@ -84,7 +84,8 @@ func (e *endpoint) readLinks() {
 		if ret != gonvml.SUCCESS || state != gonvml.FEATURE_ENABLED {
 			continue
 		}
-		if kind, ret := e.device.GetNvLinkRemoteDeviceType(link); ret == gonvml.SUCCESS && kind == gonvml.NVLINK_DEVICE_TYPE_SWITCH {
+		kind, ret := e.device.GetNvLinkRemoteDeviceType(link)
+		if ret == gonvml.SUCCESS && kind == gonvml.NVLINK_DEVICE_TYPE_SWITCH {
 			e.switches++
 			continue
 		}
