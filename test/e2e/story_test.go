@@ -186,7 +186,13 @@ func (s *story) gpus(pod, container string) []int {
 	if container != "" {
 		args = append(args, "-c", container)
 	}
-	out := s.kubectl(append(args, "--", "sh", "-c", "for d in /dev/nvidia[0-9]*; do [ -c $d ] && stat -c '%t %T' $d; done; true")...)
+	args = append(args, "--", "sh", "-c", "for d in /dev/nvidia[0-9]*; do [ -c $d ] && stat -c '%t %T' $d; done; true")
+	var out string
+	// A kubelet that has just started does not know its pods yet.
+	s.await(soon, "kubelet to run a command in "+pod, func() (err error) {
+		out, err = theCluster.Kubectl(s.ctx, args...)
+		return err
+	})
 	var minors []int
 	for line := range strings.Lines(out) {
 		majorText, minorText, _ := strings.Cut(strings.TrimSpace(line), " ")
