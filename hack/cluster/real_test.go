@@ -196,17 +196,18 @@ func (r *realTest) network(t *testing.T) {
 	service := r.kubectl(t, "get", "service", "servers", "-o", "jsonpath={.spec.clusterIP}")
 	// Both pods behind the service answer a pod of node one: so pods, services and the way between nodes work.
 	seen := map[string]bool{}
-	eventually(t, "both servers answer", func(context.Context) error {
-		seen[r.kubectl(t, "exec", "server", "--", "wget", "-qO-", service)] = true
-		if len(seen) != 2 {
+	eventually(t, "both servers answer", func(ctx context.Context) error {
+		answer, err := r.Kubectl(ctx, "exec", "server", "--", "wget", "-qO-", service)
+		if err != nil {
+			return err
+		}
+		if seen[answer] = true; len(seen) != 2 {
 			return fmt.Errorf("only %v", seen)
 		}
 		return nil
 	})
-	for from, dial := range map[string]*machine{"control plane": r.control, "node two": r.Node("two").machine} {
-		if err := dial.answers("http://" + r.Node("one").IP() + ":8088/")(t.Context()); err != nil {
-			t.Errorf("host port from %s: %v", from, err)
-		}
+	for from, machine := range map[string]*machine{"control plane": r.control, "node two": r.Node("two").machine} {
+		eventually(t, "host port from "+from, machine.answers("http://"+r.Node("one").IP()+":8088/"))
 	}
 	cmd := must(r.Node("one").Command(t.Context(), "tc", "qdisc", "show"))
 	if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), "tbf") || !strings.Contains(string(out), "rate 8Mbit") {
