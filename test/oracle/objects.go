@@ -17,10 +17,8 @@ import (
 
 // Names of the driver under observation.
 const (
-	driverName     = "gpu.nvidia.com"
-	resourceName   = "nvidia.com/gpu"
-	agentNamespace = "tandem"
-	agentComponent = "kubelet-plugin"
+	driverName   = "gpu.nvidia.com"
+	resourceName = "nvidia.com/gpu"
 )
 
 // objects are what the API server knows.
@@ -94,8 +92,9 @@ func (o objects) explain(found []sighting) Picture {
 	return picture
 }
 
+// isAgent recognizes the chart's pods by their labels.
 func isAgent(pod corev1.Pod) bool {
-	return pod.Namespace == agentNamespace && pod.Labels["app.kubernetes.io/component"] == agentComponent
+	return pod.Labels["app.kubernetes.io/name"] == "tandem" && pod.Labels["app.kubernetes.io/component"] == "kubelet-plugin"
 }
 
 func containerName(pod corev1.Pod, id string) string {

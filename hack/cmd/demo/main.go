@@ -17,7 +17,6 @@ import (
 	"syscall"
 
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sys/unix"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/cluster"
@@ -70,21 +69,6 @@ func run(ctx context.Context, args []string) error {
 	}
 	flags.Usage()
 	return flag.ErrHelp
-}
-
-// lock keeps a second demo from replacing the cluster under the first.
-func lock(dir string) (unlock func(), err error) {
-	if err := os.MkdirAll(filepath.Dir(dir), 0o755); err != nil {
-		return nil, fmt.Errorf("make directory: %w", err)
-	}
-	file, err := os.OpenFile(dir+".lock", os.O_CREATE|os.O_RDWR, 0o600)
-	if err != nil {
-		return nil, fmt.Errorf("open lock: %w", err)
-	}
-	if err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return nil, errors.Join(fmt.Errorf("lock %s.lock, which another demo that is at work may have: %w", dir, err), file.Close())
-	}
-	return func() { file.Close() }, nil
 }
 
 // down is idempotent.
