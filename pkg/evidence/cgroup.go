@@ -5,6 +5,7 @@
 package evidence
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -14,20 +15,26 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"time"
 )
 
 // Cgroups finds the cgroups that kubelet makes for pods, below the root of the host's cgroup file system, in any hierarchy
 // of version 1 or 2, with the cgroupfs driver (".../kubepods/burstable/pod<UID>") and the systemd driver
-// (".../kubepods-burstable-pod<UID with underscores>.slice").
+// (".../kubepods-burstable-pod<UID with underscores>.slice"). It is safe for concurrent use.
 type Cgroups struct {
 	root string
+	// trust is how long a search for the kubepods directories is good for.
+	trust time.Duration
 
-	mu    sync.Mutex
-	roots []string // kubepods directories found so far
+	mu       sync.Mutex
+	roots    []string // kubepods directories that the last search found
+	searched time.Time
 }
 
 // NewCgroups looks below root, usually /sys/fs/cgroup of the host.
-func NewCgroups(root string) *Cgroups { return &Cgroups{root: root} }
+func NewCgroups(root string) *Cgroups {
+	return &Cgroups{root: filepath.Clean(root), trust: time.Second}
+}
 
 // PodCgroup is what the kernel says of a pod.
 type PodCgroup int
@@ -43,13 +50,51 @@ const searchDepth = 5
 
 // Pod reports on the pod of that UID. An error means that nothing is known.
 func (c *Cgroups) Pod(uid string) (PodCgroup, error) {
-	roots, err := c.podRoots()
+	if uid == "" {
+		return CgroupBusy, errors.New("look for a pod's cgroup: no UID")
+	}
+	// A process that is found settles it, wherever else there may be pods by now.
+	roots := c.lastRoots()
+	state, err := podState(roots, uid)
+	if len(roots) > 0 && (err != nil || state == CgroupBusy) {
+		return CgroupBusy, err
+	}
+	fresh, err := c.podRoots()
 	if err != nil {
 		return CgroupBusy, err
 	}
+	if slices.Equal(fresh, roots) {
+		return state, nil
+	}
+	return podState(fresh, uid)
+}
+
+// UIDs are those of all pods that have a cgroup, sorted.
+func (c *Cgroups) UIDs() ([]string, error) {
+	roots, err := c.podRoots()
+	if err != nil {
+		return nil, err
+	}
+	var uids []string
+	for _, root := range roots {
+		err := eachPod(root, func(_, uid string) { uids = append(uids, uid) })
+		if err != nil {
+			return nil, fmt.Errorf("list cgroups of pods: %w", err)
+		}
+	}
+	slices.Sort(uids)
+	return slices.Compact(uids), nil
+}
+
+func podState(roots []string, uid string) (PodCgroup, error) {
 	state := CgroupAbsent
 	for _, root := range roots {
-		found, err := podDirectories(root, uid)
+		var found []string
+		err := eachPod(root, func(path, pod string) {
+			if pod == uid {
+				found = append(found, path)
+			}
+		})
 		if err != nil {
 			return CgroupBusy, fmt.Errorf("look for cgroup of pod %s: %w", uid, err)
 		}
@@ -67,37 +112,53 @@ func (c *Cgroups) Pod(uid string) (PodCgroup, error) {
 	return state, nil
 }
 
-// podRoots are the kubepods directories. They are looked for once, and again when one of them has vanished.
+// lastRoots are the kubepods directories of the last search, which may lack some that are new.
+func (c *Cgroups) lastRoots() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.roots
+}
+
+// podRoots are the kubepods directories. A search is repeated after a moment, and at once when one of them has vanished:
+// kubelet may come back with another cgroup driver or root, and a pod must not count as gone because it is found
+// elsewhere.
 func (c *Cgroups) podRoots() ([]string, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if len(c.roots) > 0 && !slices.ContainsFunc(c.roots, missing) {
+	if len(c.roots) > 0 && time.Since(c.searched) < c.trust && !slices.ContainsFunc(c.roots, missing) {
 		return c.roots, nil
 	}
-	c.roots = nil
-	err := filepath.WalkDir(c.root, func(path string, entry fs.DirEntry, err error) error {
+	started := time.Now()
+	roots, err := search(c.root)
+	if err != nil {
+		return nil, fmt.Errorf("look for kubelet's pod cgroups: %w", err)
+	}
+	if len(roots) == 0 {
+		return nil, fmt.Errorf("no kubepods cgroup below %s: is the host's cgroup file system mounted there?", c.root)
+	}
+	c.roots, c.searched = roots, started
+	return roots, nil
+}
+
+func search(top string) ([]string, error) {
+	var roots []string
+	err := filepath.WalkDir(top, func(path string, entry fs.DirEntry, err error) error {
 		switch {
-		case errors.Is(err, fs.ErrNotExist) && path != c.root:
+		case errors.Is(err, fs.ErrNotExist) && path != top, isGone(err):
 			return nil
 		case err != nil:
 			return err
 		case !entry.IsDir():
 			return nil
 		case isPodRoot(entry.Name()):
-			c.roots = append(c.roots, path)
+			roots = append(roots, path)
 			return fs.SkipDir
-		case strings.Count(strings.TrimPrefix(path, c.root), "/") >= searchDepth:
+		case strings.Count(strings.TrimPrefix(path, top), "/") >= searchDepth:
 			return fs.SkipDir
 		}
 		return nil
 	})
-	if err != nil {
-		return nil, fmt.Errorf("look for kubelet's pod cgroups: %w", err)
-	}
-	if len(c.roots) == 0 {
-		return nil, fmt.Errorf("no kubepods cgroup below %s: is the host's cgroup file system mounted there?", c.root)
-	}
-	return c.roots, nil
+	return roots, err
 }
 
 func missing(path string) bool {
@@ -109,42 +170,56 @@ func isPodRoot(name string) bool {
 	return name == "kubepods" || name == "kubepods.slice" || strings.HasSuffix(name, "-kubepods.slice")
 }
 
-func podDirectories(root, uid string) ([]string, error) {
-	entries, err := readDirectory(root)
+// eachPod visits the cgroups of pods below a kubepods directory: guaranteed ones in it, others one level down.
+func eachPod(root string, visit func(path, uid string)) error {
+	names, err := directories(root)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	var found []string
-	for _, name := range entries {
+	for _, name := range names {
 		path := filepath.Join(root, name)
-		switch {
-		case isPod(name, uid):
-			found = append(found, path)
-		case strings.Contains(name, "burstable") || strings.Contains(name, "besteffort"):
-			if strings.Contains(name, "pod") && !strings.HasSuffix(name, "burstable.slice") && !strings.HasSuffix(name, "besteffort.slice") {
-				continue // another pod's slice
-			}
-			names, err := readDirectory(path)
-			if err != nil {
-				return nil, err
-			}
-			for _, name := range names {
-				if isPod(name, uid) {
-					found = append(found, filepath.Join(path, name))
-				}
+		if uid, ok := podOf(name); ok {
+			visit(path, uid)
+			continue
+		}
+		if !isClass(name) {
+			continue
+		}
+		below, err := directories(path)
+		if err != nil {
+			return err
+		}
+		for _, name := range below {
+			if uid, ok := podOf(name); ok {
+				visit(filepath.Join(path, name), uid)
 			}
 		}
 	}
-	return found, nil
+	return nil
 }
 
-func isPod(name, uid string) bool {
-	return name == "pod"+uid || strings.HasSuffix(name, "-pod"+strings.ReplaceAll(uid, "-", "_")+".slice")
+// isClass recognises the directory of a QoS class.
+func isClass(name string) bool {
+	return name == "burstable" || name == "besteffort" ||
+		strings.HasSuffix(name, "-burstable.slice") || strings.HasSuffix(name, "-besteffort.slice")
 }
 
-func readDirectory(path string) ([]string, error) {
+// podOf takes the UID out of the name of a pod's cgroup. The systemd driver writes an underscore for each dash, and no UID
+// has underscores of its own (k8s.io/kubernetes pkg/kubelet/cm, NewCgroupName).
+func podOf(name string) (uid string, ok bool) {
+	if slice, systemd := strings.CutSuffix(name, ".slice"); systemd {
+		i := strings.LastIndex(slice, "-pod")
+		if i < 0 {
+			return "", false
+		}
+		return strings.ReplaceAll(slice[i+len("-pod"):], "_", "-"), true
+	}
+	return strings.CutPrefix(name, "pod")
+}
+
+func directories(path string) ([]string, error) {
 	entries, err := os.ReadDir(path)
-	if errors.Is(err, fs.ErrNotExist) {
+	if errors.Is(err, fs.ErrNotExist) || isGone(err) {
 		return nil, nil
 	}
 	if err != nil {
@@ -159,32 +234,51 @@ func readDirectory(path string) ([]string, error) {
 	return names, nil
 }
 
-// hasProcess looks for a process in a cgroup and those below it. A directory that vanishes meanwhile has none.
+// hasProcess looks for a process in a cgroup and those below it. One that vanishes meanwhile has none.
 func hasProcess(dir string) (bool, error) {
+	// Version 2 answers for the whole tree, and until the last thread has closed its files (cgroups(7)).
+	if events, err := read(dir, "cgroup.events"); err != nil || events != nil {
+		return bytes.Contains(events, []byte("populated 1")), err
+	}
 	busy := false
 	err := filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		if err != nil {
-			return err
-		}
-		if !entry.IsDir() {
-			return nil
-		}
-		processes, err := os.ReadFile(filepath.Join(path, "cgroup.procs"))
 		switch {
-		case errors.Is(err, fs.ErrNotExist) || isGone(err):
+		case errors.Is(err, fs.ErrNotExist), isGone(err):
 			return nil
 		case err != nil:
 			return err
-		case len(processes) > 0:
+		case !entry.IsDir():
+			return nil
+		}
+		// Threads, since cgroup.procs is silent about a process whose leader has ended before the others.
+		tasks, err := read(path, "tasks")
+		if err != nil {
+			return err
+		}
+		if tasks == nil && !missing(path) {
+			return fmt.Errorf("%s is no cgroup", path)
+		}
+		if len(tasks) > 0 {
 			busy = true
 			return fs.SkipAll
 		}
 		return nil
 	})
 	return busy, err
+}
+
+// read returns nil for a file that is not there.
+func read(dir, name string) ([]byte, error) {
+	data, err := os.ReadFile(filepath.Join(dir, name))
+	switch {
+	case errors.Is(err, fs.ErrNotExist), isGone(err):
+		return nil, nil
+	case err != nil:
+		return nil, err
+	case data == nil:
+		return []byte{}, nil
+	}
+	return data, nil
 }
 
 // isGone recognises a read from a cgroup that is being removed (cgroups(7): ENODEV).

@@ -33,11 +33,17 @@ type DeviceCheckpoint struct {
 // deviceCheckpointFile is the name below the device plugin directory (kubelet_internal_checkpoint since Kubernetes 1.8).
 const deviceCheckpointFile = "kubelet_internal_checkpoint"
 
+// DeviceCheckpointPath is where the checkpoint is below kubelet's root directory. Kubelet puts a new file in its place for
+// each change.
+func DeviceCheckpointPath(kubeletDir string) string {
+	return filepath.Join(kubeletDir, "device-plugins", deviceCheckpointFile)
+}
+
 // ReadDeviceCheckpoint reads the checkpoint below kubelet's root directory. No file is no error: kubelet has handed out
 // nothing yet, or its state was removed. Fields that this version does not know are ignored, since the file is kubelet's;
 // its checksum is over a Go structure of kubelet's and cannot be verified from outside.
 func ReadDeviceCheckpoint(kubeletDir string) (DeviceCheckpoint, error) {
-	path := filepath.Join(kubeletDir, "device-plugins", deviceCheckpointFile)
+	path := DeviceCheckpointPath(kubeletDir)
 	data, info, err := readWithInfo(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return DeviceCheckpoint{}, nil

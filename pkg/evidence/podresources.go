@@ -6,8 +6,10 @@ import (
 	"context"
 	"fmt"
 	"path/filepath"
+	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/credentials/insecure"
 	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
 )
@@ -20,10 +22,23 @@ type PodResources struct {
 	client     podresources.PodResourcesListerClient
 }
 
+const (
+	// maxAnswer is what kubelet's own client takes (k8s.io/kubernetes pkg/kubelet/apis/podresources).
+	maxAnswer = 16 << 20
+	// reconnectDelay bounds how long after its return kubelet still counts as away; grpc's own bound is two minutes.
+	reconnectDelay = time.Second
+)
+
 // NewPodResources connects on first use to the socket below kubelet's root directory.
 func NewPodResources(kubeletDir string) (*PodResources, error) {
 	socket := filepath.Join(kubeletDir, "pod-resources", "kubelet.sock")
-	connection, err := grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	connection, err := grpc.NewClient("unix://"+socket,
+		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithNoProxy(),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxAnswer)),
+		grpc.WithConnectParams(grpc.ConnectParams{
+			Backoff:           backoff.Config{BaseDelay: reconnectDelay / 10, Multiplier: 2, MaxDelay: reconnectDelay},
+			MinConnectTimeout: reconnectDelay,
+		}))
 	if err != nil {
 		return nil, fmt.Errorf("connect to kubelet's pod resources: %w", err)
 	}

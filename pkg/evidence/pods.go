@@ -5,10 +5,14 @@ package evidence
 import (
 	"context"
 	"fmt"
+	"maps"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
@@ -20,18 +24,26 @@ import (
 )
 
 // Pods judges holds by the pods of this node: what the API server says of them, and whether their cgroups live. It is the
-// ledger's Evidence. Until its first list of pods has arrived, everything is Running.
+// ledger's Evidence. Until its first list of pods has arrived, everything is Running. It is safe for concurrent use.
 type Pods struct {
-	cgroups  *Cgroups
-	informer cache.SharedIndexInformer
-	factory  informers.SharedInformerFactory
+	cgroups *Cgroups
+	factory informers.SharedInformerFactory
+	handler cache.ResourceEventHandlerRegistration
 
 	mu      sync.Mutex
 	changed chan struct{}
-	synced  time.Time // when the first list was asked for, once it has arrived
-	pods    map[types.UID]*corev1.Pod
+	// synced is when the first list was asked for, once all of it is in pods.
+	synced time.Time
+	pods   map[types.UID]seenPod
 	// deleted are pods that were seen and are gone from the API server; kept until their cgroups are gone too.
-	deleted map[types.UID]bool
+	deleted map[types.UID]seenPod
+}
+
+// seenPod is a pod as the API server had it last.
+type seenPod struct {
+	*corev1.Pod
+	// ended is when it was first seen to be terminal or deleted; zero before.
+	ended time.Time
 }
 
 var _ ledger.Evidence = (*Pods)(nil)
@@ -44,17 +56,24 @@ func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups) (*Pods,
 		}),
 		informers.WithTransform(trim))
 	p := &Pods{
-		cgroups: cgroups, factory: factory, informer: factory.Core().V1().Pods().Informer(),
-		changed: make(chan struct{}), pods: map[types.UID]*corev1.Pod{}, deleted: map[types.UID]bool{},
+		cgroups: cgroups, factory: factory, changed: make(chan struct{}),
+		pods: map[types.UID]seenPod{}, deleted: map[types.UID]seenPod{},
 	}
-	_, err := p.informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc:    func(o any) { p.store(o) },
-		UpdateFunc: func(_, o any) { p.store(o) },
+	handler, err := factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: func(o any) { p.store(o) },
+		UpdateFunc: func(before, o any) {
+			// A pod that was replaced by one of the same name while the watch was interrupted.
+			if uidOf(before) != uidOf(o) {
+				p.forget(before)
+			}
+			p.store(o)
+		},
 		DeleteFunc: func(o any) { p.forget(o) },
 	})
 	if err != nil {
 		return nil, fmt.Errorf("watch the node's pods: %w", err)
 	}
+	p.handler = handler
 	return p, nil
 }
 
@@ -63,7 +82,8 @@ func (p *Pods) Run(ctx context.Context) error {
 	started := time.Now()
 	p.factory.StartWithContext(ctx)
 	defer p.factory.Shutdown()
-	if cache.WaitForCacheSync(ctx.Done(), p.informer.HasSynced) {
+	// The informer itself has synced before it has handed everything on.
+	if cache.WaitForCacheSync(ctx.Done(), p.handler.HasSynced) {
 		p.mu.Lock()
 		p.synced = started
 		p.announce()
@@ -71,6 +91,22 @@ func (p *Pods) Run(ctx context.Context) error {
 	}
 	<-ctx.Done()
 	return nil
+}
+
+// AwaitSync waits for the first list of pods, while Run runs elsewhere. It reports whether it has arrived; otherwise ctx is
+// done.
+func (p *Pods) AwaitSync(ctx context.Context) bool {
+	for {
+		changed := p.Changed()
+		if p.Synced() {
+			return true
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-changed:
+		}
+	}
 }
 
 // Changed returns a channel that is closed when the node's pods next change.
@@ -93,6 +129,13 @@ func runningUID(pod *corev1.Pod) types.UID {
 	return pod.UID
 }
 
+func uidOf(o any) types.UID {
+	if pod, ok := o.(*corev1.Pod); ok {
+		return pod.UID
+	}
+	return ""
+}
+
 func (p *Pods) store(o any) {
 	pod, ok := o.(*corev1.Pod)
 	if !ok {
@@ -100,9 +143,31 @@ func (p *Pods) store(o any) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.pods[runningUID(pod)] = pod
-	delete(p.deleted, runningUID(pod))
-	p.announce()
+	uid := runningUID(pod)
+	before, known := p.pods[uid]
+	seen := seenPod{Pod: pod, ended: before.ended}
+	switch {
+	case !isTerminal(pod):
+		seen.ended = time.Time{}
+	case seen.ended.IsZero():
+		seen.ended = time.Now()
+	}
+	p.pods[uid] = seen
+	delete(p.deleted, uid)
+	if !known || !sameEvidence(before.Pod, pod) {
+		p.announce()
+	}
+}
+
+// sameEvidence compares what is left after trim: most updates of a pod say nothing new here.
+func sameEvidence(a, b *corev1.Pod) bool {
+	a, b = a.DeepCopy(), b.DeepCopy()
+	a.ResourceVersion, b.ResourceVersion = "", ""
+	return equality.Semantic.DeepEqual(a, b)
+}
+
+func isTerminal(pod *corev1.Pod) bool {
+	return pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed
 }
 
 func (p *Pods) forget(o any) {
@@ -119,7 +184,10 @@ func (p *Pods) forget(o any) {
 	// A re-created mirror pod has the same running UID, and its addition may have been seen already.
 	if current, ok := p.pods[uid]; ok && current.UID == pod.UID {
 		delete(p.pods, uid)
-		p.deleted[uid] = true
+		if current.ended.IsZero() {
+			current.ended = time.Now()
+		}
+		p.deleted[uid] = current
 	}
 	p.announce()
 }
@@ -128,10 +196,54 @@ func (p *Pods) forget(o any) {
 func (p *Pods) Name(uid string) ledger.Pod {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if pod, ok := p.pods[types.UID(uid)]; ok {
-		return ledger.Pod{UID: uid, Namespace: pod.Namespace, Name: pod.Name}
+	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
+		if pod, ok := known[types.UID(uid)]; ok {
+			return ledger.Pod{UID: uid, Namespace: pod.Namespace, Name: pod.Name}
+		}
 	}
 	return ledger.Pod{UID: uid}
+}
+
+// Known reports whether the API server has, or had while somebody looked, a pod with that UID.
+func (p *Pods) Known(uid string) bool { return p.Name(uid).Name != "" }
+
+// EndedBefore reports whether a pod is known to have been terminal or deleted already at a moment.
+func (p *Pods) EndedBefore(uid string, moment time.Time) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, ok := p.pods[types.UID(uid)]
+	if !ok {
+		pod = p.deleted[types.UID(uid)]
+	}
+	return !pod.ended.IsZero() && pod.ended.Before(moment)
+}
+
+// Strangers are the UIDs of pods that have a cgroup and that the API server does not know: whatever they hold, no list of
+// pods tells.
+func (p *Pods) Strangers() ([]string, error) {
+	uids, err := p.cgroups.UIDs()
+	if err != nil {
+		return nil, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.DeleteFunc(uids, func(uid string) bool {
+		_, ok := p.pods[types.UID(uid)]
+		return ok
+	}), nil
+}
+
+// ClaimNames are the claims that the node's pods name.
+func (p *Pods) ClaimNames() []types.NamespacedName {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	names := map[types.NamespacedName]bool{}
+	for _, pod := range p.pods {
+		for claim := range claimsOf(pod.Pod) {
+			names[types.NamespacedName{Namespace: pod.Namespace, Name: claim}] = true
+		}
+	}
+	return slices.SortedFunc(maps.Keys(names), func(a, b types.NamespacedName) int { return strings.Compare(a.String(), b.String()) })
 }
 
 // Synced reports whether the first list of pods has arrived.
@@ -157,21 +269,27 @@ func (p *Pods) standing(uid string, since time.Time) standing {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	pod, ok := p.pods[types.UID(uid)]
+	_, deleted := p.deleted[types.UID(uid)]
 	switch {
 	case p.synced.IsZero():
 		return live
-	case ok && (pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed):
+	case ok && isTerminal(pod.Pod):
 		return terminal
 	case ok && pod.DeletionTimestamp != nil:
 		return deleting
 	case ok:
 		return live
-	case p.deleted[types.UID(uid)] || since.Before(p.synced):
+	case deleted || since.Before(p.synced):
 		return absent
 	default:
 		return live
 	}
 }
+
+// Settling is how long after an Allocate a limit is not judged to have ended. Kubelet's checkpoint may name the pod before
+// for a moment even in a file written later: it takes what it writes from memory first, and two such writes may overtake
+// each other (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, writeCheckpoint).
+const Settling = 2 * time.Second
 
 // Verdict implements ledger.Evidence.
 func (p *Pods) Verdict(h ledger.Hold) ledger.Verdict {
@@ -179,7 +297,7 @@ func (p *Pods) Verdict(h ledger.Hold) ledger.Verdict {
 		return ledger.Running
 	}
 	if h.Holder.Kind == ledger.KindClaim {
-		return p.claimVerdict(h)
+		return p.claimVerdict(h, p.podsOf(h))
 	}
 	if len(h.Pods) == 0 {
 		return ledger.Running
@@ -192,7 +310,19 @@ func (p *Pods) Verdict(h ledger.Hold) ledger.Verdict {
 	for _, pod := range h.Pods {
 		verdict = min(verdict, p.podVerdict(pod.UID, since))
 	}
+	if verdict > ledger.Terminating && Unsettled(h) > 0 {
+		return ledger.Terminating
+	}
 	return verdict
+}
+
+// Unsettled is how long the hold of a limit is still within Settling.
+func Unsettled(h ledger.Hold) time.Duration {
+	age := time.Since(h.Since)
+	if h.State != ledger.StateHeld || age < 0 {
+		return 0 // a clock that was set back must not make this long
+	}
+	return max(0, Settling-age)
 }
 
 // podVerdict judges a pod that holds by a limit. Kubelet never starts another container of a pod whose phase is terminal,
@@ -217,9 +347,11 @@ func (p *Pods) podVerdict(uid string, since time.Time) ledger.Verdict {
 }
 
 // claimVerdict: a claim ends by Unprepare, not by the end of its pods; but Unprepare alone proves nothing, since kubelets
-// before 1.37 call it for claims that running pods share (docs/design/0002-ledger.md).
-func (p *Pods) claimVerdict(h ledger.Hold) ledger.Verdict {
-	uids := p.podsOf(h)
+// before 1.37 call it for claims that running pods share (docs/design/0002-ledger.md). Such a pod has no process at all
+// between two starts of a container where the runtime keeps no pause process (CRI-O), and kubelet prepares nothing before
+// the second: it keeps the claim as long as it lives. One that never started a container does not; before the first,
+// kubelet asks.
+func (p *Pods) claimVerdict(h ledger.Hold, uids map[types.UID]bool) ledger.Verdict {
 	if h.State != ledger.StateDraining {
 		for uid := range uids {
 			if p.standing(string(uid), h.Since) == live {
@@ -231,15 +363,45 @@ func (p *Pods) claimVerdict(h ledger.Hold) ledger.Verdict {
 		}
 		return ledger.Terminating
 	}
+	verdict := ledger.Gone
 	for uid := range uids {
+		if p.liveAndStarted(uid) {
+			return ledger.Running
+		}
 		if cgroup, err := p.cgroups.Pod(string(uid)); err != nil || cgroup == CgroupBusy {
-			return ledger.Orphaned
+			verdict = ledger.Orphaned
 		}
 	}
-	return ledger.Gone
+	return verdict
 }
 
-// podsOf are the pods recorded with the hold and those of this node that name its claim.
+// VerdictWithoutClaim judges a claim that the API server no longer has under that UID. Pods that name it and live mean its
+// successor, unless they are recorded with the hold.
+func (p *Pods) VerdictWithoutClaim(h ledger.Hold) ledger.Verdict {
+	if !p.Synced() {
+		return ledger.Running
+	}
+	h.State = ledger.StateDraining
+	uids := p.podsOf(h)
+	p.mu.Lock()
+	for uid := range uids {
+		_, known := p.pods[uid]
+		if known && !slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) }) {
+			delete(uids, uid)
+		}
+	}
+	p.mu.Unlock()
+	return p.claimVerdict(h, uids)
+}
+
+func (p *Pods) liveAndStarted(uid types.UID) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, ok := p.pods[uid]
+	return ok && pod.DeletionTimestamp == nil && !isTerminal(pod.Pod) && len(pod.Status.ContainerStatuses) > 0
+}
+
+// podsOf are the pods recorded with the hold, and those of this node that name its claim or did until they were deleted.
 func (p *Pods) podsOf(h ledger.Hold) map[types.UID]bool {
 	uids := map[types.UID]bool{}
 	for _, pod := range h.Pods {
@@ -247,28 +409,40 @@ func (p *Pods) podsOf(h ledger.Hold) map[types.UID]bool {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for uid, pod := range p.pods {
-		if pod.Namespace == h.Namespace && usesClaim(pod, h.Name) {
-			uids[uid] = true
+	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
+		for uid, pod := range known {
+			if pod.Namespace == h.Namespace && claimsOf(pod.Pod)[h.Name] {
+				uids[uid] = true
+			}
 		}
 	}
 	return uids
 }
 
-func usesClaim(pod *corev1.Pod, claim string) bool {
+// claimsOf are the names of the claims that a pod uses: by its spec, made for it from a template, or made for its extended
+// resources.
+func claimsOf(pod *corev1.Pod) map[string]bool {
+	names := map[string]bool{}
 	for _, reference := range pod.Spec.ResourceClaims {
-		if reference.ResourceClaimName != nil && *reference.ResourceClaimName == claim {
-			return true
+		if reference.ResourceClaimName != nil {
+			names[*reference.ResourceClaimName] = true
 		}
 	}
 	for _, status := range pod.Status.ResourceClaimStatuses {
-		if status.ResourceClaimName != nil && *status.ResourceClaimName == claim {
-			return true
+		if status.ResourceClaimName != nil {
+			names[*status.ResourceClaimName] = true
 		}
 	}
-	extended := pod.Status.ExtendedResourceClaimStatus
-	return extended != nil && extended.ResourceClaimName == claim
+	if extended := pod.Status.ExtendedResourceClaimStatus; extended != nil {
+		names[extended.ResourceClaimName] = true
+	}
+	delete(names, "")
+	return names
 }
+
+// remembered is how long a deleted pod is remembered at least: whoever is about to learn that it held something must not
+// take it for one that is still to come.
+const remembered = time.Minute
 
 // Sweep forgets deleted pods that have no cgroup any more and that no hold names.
 func (p *Pods) Sweep(holds []ledger.Hold) {
@@ -280,8 +454,8 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 	}
 	p.mu.Lock()
 	candidates := make([]types.UID, 0, len(p.deleted))
-	for uid := range p.deleted {
-		if !named[uid] {
+	for uid, pod := range p.deleted {
+		if !named[uid] && time.Since(pod.ended) > remembered {
 			candidates = append(candidates, uid)
 		}
 	}
@@ -295,7 +469,8 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 	}
 }
 
-// trim keeps of a pod what a verdict needs: every agent keeps all pods of its node in memory.
+// trim keeps of a pod what a verdict needs: every agent keeps all pods of its node in memory. Of its containers' statuses
+// that is one, without content, if any container was ever started.
 func trim(o any) (any, error) {
 	pod, ok := o.(*corev1.Pod)
 	if !ok {
@@ -312,8 +487,13 @@ func trim(o any) (any, error) {
 			ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus,
 		},
 	}
+	if slices.ContainsFunc(slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses), wasStarted) {
+		kept.Status.ContainerStatuses = []corev1.ContainerStatus{{ContainerID: "started"}}
+	}
 	if static, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]; mirror {
 		kept.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: static}
 	}
 	return kept, nil
 }
+
+func wasStarted(s corev1.ContainerStatus) bool { return s.ContainerID != "" }
