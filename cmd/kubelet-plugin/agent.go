@@ -89,15 +89,20 @@ func newClient(kubeconfig string) (kubernetes.Interface, error) {
 }
 
 // run serves until ctx is done or something fails for good, and leaves nothing behind but the ledger's records and the
-// CDI specs, which running pods depend on.
+// CDI specs, which running pods depend on. Being stopped is no error, whatever it interrupts.
 func (a *agent) run(ctx context.Context) error {
 	a.events.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: a.client.CoreV1().Events("")})
 	defer a.events.Shutdown()
+	// Ready means that both APIs are served, also while they are not yet there to be asked.
+	a.status.Waiting("claims", errNotStarted)
+	a.status.Waiting("limits", errNotStarted)
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return a.status.Run(ctx) })
 	group.Go(func() error { return a.serve(ctx) })
 	return group.Wait()
 }
+
+var errNotStarted = errors.New("not started")
 
 // serve brings up the node in the order that keeps it safe: the ledger's lock, the GPUs, the holds that are known from
 // before, the CDI specs, and only then the two APIs.
@@ -107,29 +112,51 @@ func (a *agent) serve(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	book, err := a.openLedger(ctx, pods)
+	resources, err := evidence.NewPodResources(a.config.KubeletDir)
 	if err != nil {
 		return err
 	}
-	node, err := a.openNode(ctx)
-	if err != nil {
-		return errors.Join(err, book.Close())
+	book, err := a.openLedger(ctx, pods)
+	if err == nil {
+		err = errors.Join(a.serveNode(ctx, cgroups, pods, book, resources), book.Close())
 	}
-	resources, err := evidence.NewPodResources(a.config.KubeletDir)
-	if err != nil {
-		return errors.Join(err, book.Close())
-	}
-	err = a.serveNode(ctx, cgroups, pods, book, node, resources)
-	return errors.Join(err, resources.Close(), book.Close())
+	return errors.Join(unlessStopped(ctx, err), resources.Close())
 }
 
-func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, node *nvml.Node,
+// unlessStopped drops the errors of what was interrupted, and of what would be started anew.
+func unlessStopped(ctx context.Context, err error) error {
+	if ctx.Err() != nil && (errors.Is(err, context.Canceled) || errors.Is(err, nvml.ErrDriverReplaced)) {
+		return nil
+	}
+	return err
+}
+
+func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger,
+	resources *evidence.PodResources,
+) error {
+	node, err := a.openNode(ctx)
+	if err != nil {
+		return err
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return node.Run(ctx) })
+	group.Go(func() error {
+		if !a.awaitGPU(ctx, node) {
+			return nil
+		}
+		group.Go(func() error { return pods.Run(ctx) })
+		return a.serveGPUs(ctx, cgroups, pods, book, node, resources)
+	})
+	return group.Wait()
+}
+
+func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, node *nvml.Node,
 	resources *evidence.PodResources,
 ) error {
 	reconciler, err := reconcile.New(reconcile.Config{
 		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources,
 		Claims:    func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		Inventory: node.Inventory, KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName,
+		Inventory: node, KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName,
 		DriverName: a.config.DriverName, Resource: a.config.ResourceName,
 	})
 	if err != nil {
@@ -157,16 +184,31 @@ func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		// The specs' own loop tries again, and every Prepare and Allocate does.
 		klog.FromContext(ctx).Error(err, "Writing CDI specs")
 	}
-	a.status.Check("claims", claims.Ready)
-	a.status.Check("limits", limits.Ready)
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
-		node.Run, reconciler.Run, specs.Run, claims.Run, limits.Run,
+		reconciler.Run, specs.Run,
 		func(ctx context.Context) error { return provision(ctx, book, node) },
+		a.afterPods(pods, "claims", claims.Run, claims.Ready),
+		a.afterPods(pods, "limits", limits.Run, limits.Ready),
 	} {
 		group.Go(func() error { return run(ctx) })
 	}
 	return group.Wait()
+}
+
+var errNoPods = errors.New("the API server has not listed this node's pods yet")
+
+// afterPods serves an API once the node's pods are known: without them a device whose pod was removed while its containers
+// live would pass for reused by that pod, and one that is free for taken.
+func (a *agent) afterPods(pods *evidence.Pods, name string, run func(context.Context) error, ready func() error) func(context.Context) error {
+	a.status.Waiting(name, errNoPods)
+	return func(ctx context.Context) error {
+		if !pods.AwaitSync(ctx) {
+			return nil
+		}
+		a.status.Check(name, ready)
+		return run(ctx)
+	}
 }
 
 // lockInterval is how often a lock in other hands is tried again: flock tells nobody when it is free without blocking for
@@ -178,7 +220,7 @@ func (a *agent) openLedger(ctx context.Context, e ledger.Evidence) (*ledger.Ledg
 	for said := false; ; said = true {
 		book, err := ledger.Open(ctx, ledger.Options{Dir: a.config.RunDir, BootID: a.bootID, Evidence: e})
 		if !errors.Is(err, ledger.ErrLocked) {
-			a.status.Waiting("ledger", nil)
+			a.status.Waiting("ledger", err)
 			return book, err
 		}
 		if !said {
@@ -192,7 +234,7 @@ func (a *agent) openLedger(ctx context.Context, e ledger.Evidence) (*ledger.Ledg
 	}
 }
 
-// openNode waits for a driver and at least one GPU.
+// openNode waits for a driver.
 func (a *agent) openNode(ctx context.Context) (*nvml.Node, error) {
 	node, err := nvml.Await(ctx, a.nodeOptions(), func(reason error) { a.wait(ctx, "driver", "NoDriver", reason) })
 	if err != nil {
@@ -200,6 +242,32 @@ func (a *agent) openNode(ctx context.Context) (*nvml.Node, error) {
 	}
 	a.status.Waiting("driver", nil)
 	return node, nil
+}
+
+// awaitGPU waits for a first GPU: a node may have a driver and nothing (yet) to drive. It returns false when ctx is done.
+func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node) bool {
+	said := ""
+	for {
+		changed := node.Changed()
+		inventory := node.Inventory()
+		if len(inventory.GPUs) > 0 {
+			a.status.Waiting("gpus", nil)
+			return true
+		}
+		reason := fmt.Errorf("driver %s finds no GPU", inventory.DriverVersion)
+		if unidentified := node.Unidentified(); unidentified > 0 {
+			reason = fmt.Errorf("driver %s finds %d GPUs that do not tell who they are", inventory.DriverVersion, unidentified)
+		}
+		if reason.Error() != said {
+			a.wait(ctx, "gpus", "NoGPU", reason)
+			said = reason.Error()
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-changed:
+		}
+	}
 }
 
 // wait says why the agent is not ready: in its status, its log, and an event on the node.
@@ -258,17 +326,23 @@ func (a *agent) limitsConfig(book *ledger.Ledger, node *nvml.Node, specs *cdi.Sp
 	return c
 }
 
+// provisionRetry is how soon space that was not to be had is asked for again.
+const provisionRetry = 10 * time.Second
+
 // provision keeps space on disk for the record of every GPU that a limit may get.
 func provision(ctx context.Context, book *ledger.Ledger, node *nvml.Node) error {
 	for {
 		changed := node.Changed()
+		var retry <-chan time.Time
 		if err := book.Provision(len(node.Inventory().GPUs)); err != nil {
 			klog.FromContext(ctx).Error(err, "Reserving space for the ledger")
+			retry = time.After(provisionRetry)
 		}
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-changed:
+		case <-retry:
 		}
 	}
 }

@@ -24,6 +24,7 @@ import (
 
 func main() {
 	err := run(context.Background(), os.Args[1:], os.Stdout, os.Stderr)
+	klog.Flush()
 	switch {
 	case errors.Is(err, flag.ErrHelp):
 	case errors.Is(err, nvml.ErrDriverReplaced):

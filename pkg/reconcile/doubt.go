@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
@@ -17,81 +18,146 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// doubt looks into holds that nobody confirms: claims that kubelet's state does not name, limits without a pod. Nothing is
-// asked while every hold is confirmed.
-func (r *Reconciler) doubt(ctx context.Context) (time.Duration, error) {
-	claims, err := evidence.ReadClaimState(r.KubeletDir, r.DriverName)
-	if err != nil {
-		return doubtInterval, err
-	}
-	now := time.Now()
-	wait := never
-	current := map[unconfirmedKey]*doubt{}
-	var errs []error
-	for _, h := range r.Ledger.Holds() {
-		if confirmed(h, claims) {
-			continue
+// doubt is a hold that nobody confirms.
+type doubt struct {
+	since, checked time.Time
+	// clean counts successive looks in which kubelet knew nothing of the limit.
+	clean int
+	// allocated is set once the API server has said that the device is the claim's.
+	allocated bool
+}
+
+// doubtAll looks into holds that nobody confirms until ctx is done. It is a loop of its own, since what it asks may take
+// its time to answer.
+func (r *Reconciler) doubtAll(ctx context.Context) {
+	complaint := &complaint{message: "Looking into holds that nobody confirms"}
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for r.Pods.AwaitSync(ctx) && ctx.Err() == nil {
+		changed := r.Ledger.Changed()
+		wait, err := r.doubt(ctx)
+		if ctx.Err() == nil {
+			complaint.say(ctx, err)
 		}
-		k := unconfirmedKey{h.Holder, h.Device, h.Generation}
-		d := r.unconfirmed[k]
+		timer.Reset(wait)
+		select {
+		case <-ctx.Done():
+		case <-changed:
+		case <-timer.C:
+		}
+		pause(ctx, r.times.doubtGather)
+	}
+}
+
+// doubt looks into claims that kubelet's state does not name or the API server has not confirmed after a restart, and into
+// limits without a pod that the API server knows. Nobody is asked while every hold is confirmed.
+func (r *Reconciler) doubt(ctx context.Context) (time.Duration, error) {
+	holds := r.Ledger.Holds()
+	if len(holds) == 0 {
+		r.doubts = map[holdKey]*doubt{}
+		return never, nil
+	}
+	claims, err := evidence.ReadClaimState(r.KubeletDir, r.DriverName)
+	errs := []error{err}
+	now := time.Now()
+	// Kubelet's state may change while no hold does.
+	wait := r.times.doubt
+	current := map[holdKey]*doubt{}
+	for _, h := range holds {
+		d := r.doubts[keyOf(h)]
 		if d == nil {
 			d = &doubt{since: now}
 		}
-		current[k] = d
-		due := d.due()
-		if now.Before(due) {
+		current[keyOf(h)] = d
+		if h.Holder.Kind == ledger.KindClaim && err != nil {
+			continue
+		}
+		if r.confirmed(h, d, claims) {
+			*d = doubt{since: now, allocated: d.allocated}
+			continue
+		}
+		if due := r.due(d); now.Before(due) {
 			wait = min(wait, due.Sub(now))
 			continue
 		}
 		d.checked = now
 		errs = append(errs, r.look(ctx, h, d))
-		wait = min(wait, d.due().Sub(now))
+		wait = min(wait, r.due(d).Sub(now))
 	}
-	r.unconfirmed = current
+	r.doubts = current
 	return wait, errors.Join(errs...)
 }
 
-func (d *doubt) due() time.Time {
+func (r *Reconciler) due(d *doubt) time.Time {
 	switch {
 	case d.checked.IsZero():
-		return d.since.Add(doubtAfter)
+		return d.since.Add(r.times.doubtAfter)
 	case d.clean > 0:
-		return d.checked.Add(limitDoubtInterval)
+		return d.checked.Add(r.times.limitDoubt)
 	default:
-		return d.checked.Add(doubtInterval)
+		return d.checked.Add(r.times.doubt)
 	}
 }
 
-func confirmed(h ledger.Hold, claims []evidence.KubeletClaim) bool {
-	if h.Holder.Kind == ledger.KindLimit {
-		return len(h.Pods) > 0
-	}
-	if h.State == ledger.StateDraining || h.Name == "" {
+func (r *Reconciler) confirmed(h ledger.Hold, d *doubt, claims []evidence.KubeletClaim) bool {
+	switch {
+	case h.Unreadable:
 		return false
+	case h.Holder.Kind == ledger.KindLimit:
+		return slices.ContainsFunc(h.Pods, func(p ledger.Pod) bool { return r.Pods.Known(p.UID) })
+	case h.State == ledger.StateDraining || h.Name == "":
+		return false
+	case h.State == ledger.StateExpected && !d.allocated:
+		return false // kubelet's state does not tell admin access from holding
 	}
 	return slices.ContainsFunc(claims, func(c evidence.KubeletClaim) bool { return c.UID == h.Holder.ID })
 }
 
 func (r *Reconciler) look(ctx context.Context, h ledger.Hold, d *doubt) error {
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	ctx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
-	if h.Holder.Kind == ledger.KindLimit {
-		return r.lookIntoLimit(ctx, h, d)
+	var err error
+	switch {
+	case h.Holder.Kind == ledger.KindLimit:
+		err = r.lookIntoLimit(ctx, h, d)
+	case h.Holder.Kind != ledger.KindClaim:
+		return nil // of a newer version
+	case h.Name == "":
+		err = r.lookIntoNameless(ctx, h)
+	default:
+		err = r.lookIntoClaim(ctx, h, d)
 	}
-	return r.lookIntoClaim(ctx, h)
+	if err != nil {
+		return fmt.Errorf("look into the hold of %s on %s: %w", h, h.Device, err)
+	}
+	return nil
 }
 
 // lookIntoClaim ends the hold of a claim that is gone, or no longer allocated here, once no pod of it has a process.
-func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold) error {
-	if h.Name != "" {
-		allocated, err := r.allocatedHere(ctx, h)
-		if err != nil || allocated {
-			return err
+func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt) error {
+	claim, err := r.Claims(h.Namespace).Get(ctx, h.Name, metav1.GetOptions{})
+	verdict := ledger.Running
+	switch {
+	case err != nil && !apierrors.IsNotFound(err):
+		return fmt.Errorf("get claim: %w", err)
+	case err != nil, string(claim.UID) != h.Holder.ID:
+		verdict = r.Pods.VerdictWithoutClaim(h)
+	default:
+		uses := r.usesOf(claim)
+		if slices.Contains(r.resolve(uses.held), h.Device) {
+			d.allocated = true
+			return nil
 		}
+		if slices.Contains(r.resolve(uses.admin), h.Device) {
+			klog.FromContext(ctx).Info("Releasing a device that its claim has for admin access only", "claim", klog.KObj(claim), "device", h.Device.String())
+			return r.Ledger.Release(h)
+		}
+		// Judged as after an Unprepare, which will not come any more.
+		drained := h
+		drained.State = ledger.StateDraining
+		verdict = r.Pods.Verdict(drained)
 	}
-	// Judged as after an Unprepare, which will not come any more.
-	h.State = ledger.StateDraining
-	if r.Pods.Verdict(h) != ledger.Gone {
+	if verdict != ledger.Gone {
 		return nil
 	}
 	klog.FromContext(ctx).Info("Releasing a device whose claim is gone", "claim", klog.KRef(h.Namespace, h.Name),
@@ -99,34 +165,73 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold) error {
 	return r.Ledger.Release(h)
 }
 
-func (r *Reconciler) allocatedHere(ctx context.Context, h ledger.Hold) (bool, error) {
-	claim, err := r.Claims(h.Namespace).Get(ctx, h.Name, metav1.GetOptions{})
-	switch {
-	case apierrors.IsNotFound(err):
-		return false, nil
-	case err != nil:
-		return false, fmt.Errorf("look into the hold of %s: get claim: %w", h, err)
-	case string(claim.UID) != h.Holder.ID:
-		return false, nil
-	}
-	return slices.Contains(r.heldDevices(claim), h.Device), nil
-}
-
-// lookIntoLimit ends the hold of an Allocate whose pod was never admitted: kubelet, asked twice, neither lists the device
-// nor has written who got it.
-func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt) error {
-	used, _, err := r.Resources.List(ctx, r.Resource, r.DriverName)
-	if err != nil {
-		d.clean = 0
+// lookIntoNameless completes or ends the hold of a claim of which only the UID is known. It is one of those that pods of
+// this node name, or nobody's as long as there is no process of an unknown pod.
+func (r *Reconciler) lookIntoNameless(ctx context.Context, h ledger.Hold) error {
+	strangers, err := r.Pods.Strangers()
+	if err != nil || len(strangers) > 0 {
 		return err
 	}
-	if slices.ContainsFunc(used, func(u evidence.UsedDevice) bool { return u.ID == h.Holder.ID }) {
-		d.clean = 0
+	for _, name := range r.Pods.ClaimNames() {
+		claim, err := r.Claims(name.Namespace).Get(ctx, name.Name, metav1.GetOptions{})
+		switch {
+		case apierrors.IsNotFound(err):
+		case err != nil:
+			return fmt.Errorf("get claim %s: %w", name, err)
+		case string(claim.UID) == h.Holder.ID:
+			h.Namespace, h.Name = claim.Namespace, claim.Name
+			for _, uid := range podsOf(claim) {
+				h.Pods = append(h.Pods, r.Pods.Name(uid))
+			}
+			return r.expect(ctx, h)
+		}
+	}
+	if r.Pods.VerdictWithoutClaim(h) != ledger.Gone {
 		return nil
+	}
+	klog.FromContext(ctx).Info("Releasing a device whose claim no pod of this node names", "claimUID", h.Holder.ID, "device", h.Device.String())
+	return r.Ledger.Release(h)
+}
+
+func podsOf(claim *resourceapi.ResourceClaim) []string {
+	var uids []string
+	for _, consumer := range claim.Status.ReservedFor {
+		if consumer.APIGroup == "" && consumer.Resource == "pods" {
+			uids = append(uids, string(consumer.UID))
+		}
+	}
+	return uids
+}
+
+// lookIntoLimit ends the hold of an Allocate whose pod was never admitted or never seen: kubelet, asked twice, does not
+// list the device, and nothing is left of the pod that its checkpoint names, if any.
+func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt) error {
+	used, err := r.usedByLimit(ctx, h)
+	if err != nil || used {
+		d.clean = 0
+		return err
 	}
 	if d.clean++; d.clean < 2 {
 		return nil
 	}
 	klog.FromContext(ctx).Info("Releasing a device that was allocated to no pod", "device", h.Device.String(), "resource", h.Resource)
 	return r.Ledger.Release(h)
+}
+
+func (r *Reconciler) usedByLimit(ctx context.Context, h ledger.Hold) (bool, error) {
+	for _, pod := range h.Pods {
+		if cgroup, err := r.Cgroups.Pod(pod.UID); err != nil || cgroup != evidence.CgroupAbsent {
+			return true, err
+		}
+	}
+	if h.Unreadable {
+		if strangers, err := r.Pods.Strangers(); err != nil || len(strangers) > 0 {
+			return true, err
+		}
+	}
+	devices, _, err := r.Resources.List(ctx, r.Resource, r.DriverName)
+	if err != nil {
+		return true, err
+	}
+	return slices.ContainsFunc(devices, func(u evidence.UsedDevice) bool { return u.ID == h.Holder.ID }), nil
 }

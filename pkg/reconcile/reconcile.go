@@ -8,7 +8,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"path/filepath"
 	"slices"
 	"time"
 
@@ -16,7 +15,6 @@ import (
 	"golang.org/x/sync/errgroup"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
@@ -33,16 +31,22 @@ type KubeletResources interface {
 	List(ctx context.Context, resource, driver string) ([]evidence.UsedDevice, []evidence.UsedClaim, error)
 }
 
+// Inventory resolves the names of published devices. Changed is taken before Inventory is read.
+type Inventory interface {
+	Inventory() device.Inventory
+	Changed() <-chan struct{}
+}
+
 // Config of a Reconciler. Everything is required.
 type Config struct {
-	Ledger    *ledger.Ledger
+	Ledger *ledger.Ledger
+	// Pods runs elsewhere; until its first list has arrived nothing is ended.
 	Pods      *evidence.Pods
 	Cgroups   *evidence.Cgroups
 	Resources KubeletResources
 	// Claims of a namespace.
-	Claims func(namespace string) Claims
-	// Inventory resolves the names of published devices.
-	Inventory  func() device.Inventory
+	Claims     func(namespace string) Claims
+	Inventory  Inventory
 	KubeletDir string
 	NodeName   string
 	DriverName string
@@ -52,20 +56,55 @@ type Config struct {
 // Reconciler restores and ends holds.
 type Reconciler struct {
 	Config
-	// unconfirmed remembers holds that kubelet's state does not confirm, since when, and when they were last looked into.
-	unconfirmed map[unconfirmedKey]*doubt
+	times times
+	// leaving remembers since when a hold has been waiting for processes to end.
+	leaving map[holdKey]time.Time
+	// doubts remembers holds that nobody confirms, since when, and when they were last looked into.
+	doubts map[holdKey]*doubt
+	// late are claims with devices that were not in the inventory when they were restored.
+	late []evidence.KubeletClaim
 }
 
-type unconfirmedKey struct {
+// holdKey tells a hold from the next one of the same holder on the same device.
+type holdKey struct {
 	holder     ledger.Holder
 	device     device.Ref
 	generation uint64
 }
 
-type doubt struct {
-	since, checked time.Time
-	// clean counts successive looks in which kubelet knew nothing of the hold.
-	clean int
+func keyOf(h ledger.Hold) holdKey { return holdKey{h.Holder, h.Device, h.Generation} }
+
+// times are the durations of the protocol, shortened by tests.
+type times struct {
+	// leaving is how often the kernel is asked at first while a hold waits for processes to end, leavingLast in the end:
+	// cgroup files of version 1 do not notify.
+	leaving, leavingLast time.Duration
+	// doubtAfter and doubt: a hold that kubelet does not confirm is looked into after a minute, then at most once a minute
+	// (design: at most one claim GET a minute a stale hold). Kubelet's own reconcile loop runs every 60 s.
+	doubtAfter, doubt time.Duration
+	// limitDoubt is the time between two looks at a limit that no pod was ever found for.
+	limitDoubt time.Duration
+	// call bounds one call to kubelet or the API server, restore all such calls at start together.
+	call, restore time.Duration
+	// retry follows an error.
+	retry time.Duration
+	// gather bounds the looks to a hundred a second under load, doubtGather those that doubt to one a second.
+	gather, doubtGather time.Duration
+}
+
+func defaultTimes() times {
+	return times{
+		leaving:     100 * time.Millisecond,
+		leavingLast: 2 * time.Second,
+		doubtAfter:  time.Minute,
+		doubt:       time.Minute,
+		limitDoubt:  30 * time.Second,
+		call:        5 * time.Second,
+		restore:     10 * time.Second,
+		retry:       time.Second,
+		gather:      10 * time.Millisecond,
+		doubtGather: time.Second,
+	}
 }
 
 // New does nothing visible.
@@ -74,158 +113,166 @@ func New(c Config) (*Reconciler, error) {
 		c.KubeletDir == "" || c.NodeName == "" || c.DriverName == "" || c.Resource == "" {
 		return nil, errors.New("create reconciler: every field of the configuration is required")
 	}
-	return &Reconciler{Config: c, unconfirmed: map[unconfirmedKey]*doubt{}}, nil
+	return &Reconciler{Config: c, times: defaultTimes(), leaving: map[holdKey]time.Time{}, doubts: map[holdKey]*doubt{}}, nil
 }
 
-const (
-	// leavingInterval is how often the kernel is asked while a hold waits for processes to end: cgroup files of version 1
-	// do not notify.
-	leavingInterval = 100 * time.Millisecond
-	// doubtAfter and doubtInterval: a hold that kubelet does not confirm is looked into after a minute, then at most once a
-	// minute (design: at most one claim GET a minute a stale hold). Kubelet's own reconcile loop runs every 60 s.
-	doubtAfter    = time.Minute
-	doubtInterval = time.Minute
-	// limitDoubtInterval is the time between two looks at a limit that no pod was ever found for.
-	limitDoubtInterval = 30 * time.Second
-	callTimeout        = 5 * time.Second
-	// gatherInterval bounds the looks to a hundred a second under load.
-	gatherInterval = 10 * time.Millisecond
-)
-
-// Run follows the world until ctx is done. It also runs the informer behind Pods.
+// Run follows the world until ctx is done, after Restore. Call it once.
 func (r *Reconciler) Run(ctx context.Context) error {
 	watcher, err := fsnotify.NewWatcher()
 	if err != nil {
 		return fmt.Errorf("watch kubelet's state: %w", err)
 	}
 	defer watcher.Close()
-	for _, dir := range []string{r.KubeletDir, filepath.Join(r.KubeletDir, "device-plugins")} {
-		if err := watcher.Add(dir); err != nil {
-			return fmt.Errorf("watch kubelet's state in %s: %w", dir, err)
-		}
-	}
+	files := &kubeletFiles{Watcher: watcher, dir: r.KubeletDir, changed: make(chan struct{}, 1)}
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return r.Pods.Run(ctx) })
-	group.Go(func() error { return r.follow(ctx, watcher) })
+	group.Go(func() error { files.run(ctx); return nil })
+	group.Go(func() error { r.follow(ctx, files); return nil })
+	group.Go(func() error { r.doubtAll(ctx); return nil })
+	group.Go(func() error { r.restoreLate(ctx); return nil })
 	return group.Wait()
 }
 
-func (r *Reconciler) follow(ctx context.Context, watcher *fsnotify.Watcher) error {
-	logger := klog.FromContext(ctx)
+func (r *Reconciler) follow(ctx context.Context, files *kubeletFiles) {
+	complaint := &complaint{message: "Reconciling holds"}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	for {
+	for ctx.Err() == nil {
 		podsChanged, ledgerChanged := r.Pods.Changed(), r.Ledger.Changed()
-		wait, err := r.pass(ctx)
-		if err != nil {
-			logger.Error(err, "Reconciling holds")
-			wait = min(wait, time.Second)
+		err := files.watch()
+		wait, passErr := r.pass()
+		if err = errors.Join(err, passErr); err != nil {
+			wait = min(wait, r.times.retry)
 		}
+		complaint.say(ctx, err)
 		timer.Reset(wait)
 		select {
 		case <-ctx.Done():
-			return nil
 		case <-podsChanged:
 		case <-ledgerChanged:
 		case <-timer.C:
-		case <-watcher.Events:
-		case err := <-watcher.Errors:
-			logger.Error(err, "Watching kubelet's state")
+		case <-files.changed:
 		}
-		if !gather(ctx, watcher.Events) {
-			return nil
-		}
+		pause(ctx, r.times.gather)
 	}
 }
 
-// gather lets a burst of changes become one look. It reports whether ctx is still alive.
-func gather(ctx context.Context, events <-chan fsnotify.Event) bool {
-	timer := time.NewTimer(gatherInterval)
+// pause lets a burst of changes become one look.
+func pause(ctx context.Context, length time.Duration) {
+	timer := time.NewTimer(length)
 	defer timer.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return false
-		case <-events:
-		case <-timer.C:
-			return true
-		}
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
 	}
 }
 
 // never is a wait that something else will end.
 const never = time.Duration(1<<63 - 1)
 
-// pass looks at every hold once, and says when to look again if nothing happens before.
-func (r *Reconciler) pass(ctx context.Context) (time.Duration, error) {
+// pass looks at every hold once, and says when to look again if nothing happens before. It asks memory, the kernel and
+// kubelet's files only.
+func (r *Reconciler) pass() (time.Duration, error) {
 	holds := r.Ledger.Holds()
 	r.Pods.Sweep(holds)
 	if len(holds) == 0 || !r.Pods.Synced() {
 		return never, nil
 	}
+	var errs []error
 	checkpoint, err := evidence.ReadDeviceCheckpoint(r.KubeletDir)
 	if err != nil {
-		return never, err
+		errs = append(errs, err)
 	}
-	var errs []error
+	now := time.Now()
 	wait := never
+	leaving := map[holdKey]time.Time{}
 	for _, h := range holds {
+		if h.Holder.Kind == ledger.KindLimit && err != nil {
+			continue // it may have been given to another pod since it was last read
+		}
 		again, err := r.settle(h, checkpoint)
 		errs = append(errs, err)
+		if again == untilLeft {
+			since, ok := r.leaving[keyOf(h)]
+			if !ok {
+				since = now
+			}
+			leaving[keyOf(h)] = since
+			again = min(max(now.Sub(since)/10, r.times.leaving), r.times.leavingLast)
+		}
 		wait = min(wait, again)
 	}
-	again, err := r.doubt(ctx)
-	return min(wait, again), errors.Join(append(errs, err)...)
+	r.leaving = leaving
+	return wait, errors.Join(errs...)
 }
 
-// settle moves one hold as far as evidence goes.
+// untilLeft is a wait for processes to end, of which nobody tells.
+const untilLeft = time.Duration(-1)
+
+// settle moves one hold as far as evidence goes, and says when to look again.
 func (r *Reconciler) settle(h ledger.Hold, checkpoint evidence.DeviceCheckpoint) (time.Duration, error) {
-	if h.Holder.Kind == ledger.KindLimit {
-		if pod, ok := identify(h, checkpoint, time.Now()); ok && !namesPod(h, pod) {
-			return leavingInterval, r.Ledger.Identify(h, r.Pods.Name(pod))
-		}
-		if len(h.Pods) == 1 && h.Pods[0].Name == "" {
-			if named := r.Pods.Name(h.Pods[0].UID); named.Name != "" {
-				return leavingInterval, r.Ledger.Identify(h, named)
-			}
-		}
+	if h.Holder.Kind == ledger.KindClaim {
+		return r.settleClaim(h)
 	}
-	switch verdict := r.Pods.Verdict(h); {
-	case verdict == ledger.Gone && (h.Holder.Kind == ledger.KindLimit || h.State == ledger.StateDraining):
+	if h.Unreadable {
+		return never, nil // nobody knows since when it is; doubt ends it
+	}
+	if uid, ok := r.identify(h, checkpoint); ok {
+		// The change of the ledger brings the next look.
+		return never, r.Ledger.Identify(h, r.Pods.Name(uid))
+	}
+	if len(h.Pods) == 1 && h.Pods[0].Name == "" && r.Pods.Known(h.Pods[0].UID) {
+		return never, r.Ledger.Identify(h, r.Pods.Name(h.Pods[0].UID))
+	}
+	verdict := r.Pods.Verdict(h)
+	switch {
+	case verdict == ledger.Gone:
 		return never, r.Ledger.Release(h)
-	case h.State == ledger.StateDraining && h.Holder.Kind == ledger.KindClaim:
-		return leavingInterval, nil
 	case verdict == ledger.Orphaned:
-		return leavingInterval, r.Ledger.SetState(h, ledger.StateDraining)
-	case h.State == ledger.StateDraining && verdict == ledger.Running:
+		return untilLeft, r.Ledger.SetState(h, ledger.StateDraining)
+	case verdict == ledger.Running && (h.State == ledger.StateDraining || h.State == ledger.StateExpected && len(h.Pods) > 0):
 		return never, r.Ledger.SetState(h, ledger.StateHeld)
-	case h.State == ledger.StateExpected && h.Holder.Kind == ledger.KindLimit && len(h.Pods) > 0 && verdict == ledger.Running:
-		return never, r.Ledger.SetState(h, ledger.StateHeld)
+	}
+	if young := evidence.Unsettled(h); len(h.Pods) > 0 && young > 0 {
+		return young, nil
+	}
+	return never, nil
+}
+
+func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
+	if h.State != ledger.StateDraining || h.Unreadable {
+		return never, nil
+	}
+	switch r.Pods.Verdict(h) {
+	case ledger.Gone:
+		return never, r.Ledger.Release(h)
+	case ledger.Orphaned:
+		return untilLeft, nil
 	default:
 		return never, nil
 	}
 }
 
-// staleAfter is how long a checkpoint written in the same clock tick as the Allocate must wait before it is believed: it
-// may still name the pod before.
-const staleAfter = 2 * time.Second
-
-// identify finds the pod of a limit in kubelet's checkpoint. The checkpoint still names the pod before until kubelet has
-// written the new one, which is after the Allocate was answered: an older file says nothing.
-func identify(h ledger.Hold, checkpoint evidence.DeviceCheckpoint, now time.Time) (podUID string, ok bool) {
-	if checkpoint.Written.Before(h.Since) && h.State == ledger.StateHeld {
-		return "", false
-	}
-	if checkpoint.Written.Equal(h.Since) && now.Sub(h.Since) < staleAfter {
-		return "", false
-	}
+// identify finds the pod of a limit in kubelet's checkpoint, if it is news. The checkpoint still names the pod before until
+// kubelet has written the new one, which is after the Allocate was answered: an older file says nothing, and neither does
+// a pod that had ended before.
+func (r *Reconciler) identify(h ledger.Hold, checkpoint evidence.DeviceCheckpoint) (podUID string, ok bool) {
 	i := slices.IndexFunc(checkpoint.Devices, func(d evidence.PodDevice) bool {
-		return d.Resource == h.Resource && d.ID == h.Holder.ID
+		return d.Resource == r.Resource && d.ID == h.Holder.ID
 	})
-	if i < 0 {
+	if i < 0 || predates(checkpoint, h) {
 		return "", false
 	}
-	return checkpoint.Devices[i].PodUID, true
+	uid := checkpoint.Devices[i].PodUID
+	if uid == "" || namesPod(h, uid) || h.State == ledger.StateHeld && r.Pods.EndedBefore(uid, h.Since) {
+		return "", false
+	}
+	return uid, true
+}
+
+// predates reports whether a hold was given out after the checkpoint was written. Both times come from the clock that
+// stamps files.
+func predates(checkpoint evidence.DeviceCheckpoint, h ledger.Hold) bool {
+	return h.State == ledger.StateHeld && checkpoint.Written.Before(h.Since)
 }
 
 func namesPod(h ledger.Hold, uid string) bool {

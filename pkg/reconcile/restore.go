@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -32,48 +33,98 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 	if err != nil {
 		logger.Error(err, "Restoring holds without kubelet's claim state")
 	}
+	callCtx, cancel := context.WithTimeout(ctx, r.times.restore)
+	defer cancel()
 	if err := r.restoreLimits(ctx, checkpoint); err != nil {
 		return err
 	}
 	for _, claim := range claims {
-		if err := r.restoreClaim(ctx, claim); err != nil {
+		missing, err := r.restoreClaim(callCtx, claim)
+		if err != nil {
 			return err
+		}
+		if missing {
+			logger.Info("A claim's device is not there yet", "claim", klog.KRef(claim.Namespace, claim.Name), "claimUID", claim.UID)
+			r.late = append(r.late, claim)
 		}
 	}
 	return r.restoreUsed(ctx, checkpoint, claims)
 }
 
+// restoreLate gives claims of before the devices that come into the inventory later, such as a GPU that was lost when the
+// agent started.
+func (r *Reconciler) restoreLate(ctx context.Context) {
+	complaint := &complaint{message: "Restoring the claims of devices that came late"}
+	for len(r.late) > 0 {
+		changed := r.Inventory.Changed()
+		complaint.say(ctx, r.tryLate(ctx))
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		}
+	}
+}
+
+func (r *Reconciler) tryLate(ctx context.Context) error {
+	claims, err := evidence.ReadClaimState(r.KubeletDir, r.DriverName)
+	if err != nil {
+		return err
+	}
+	var errs []error
+	r.late = slices.DeleteFunc(r.late, func(claim evidence.KubeletClaim) bool {
+		if !slices.ContainsFunc(claims, func(c evidence.KubeletClaim) bool { return c.UID == claim.UID }) {
+			return true
+		}
+		callCtx, cancel := context.WithTimeout(ctx, r.times.call)
+		defer cancel()
+		missing, err := r.restoreClaim(callCtx, claim)
+		errs = append(errs, err)
+		return !missing
+	})
+	return errors.Join(errs...)
+}
+
 func (r *Reconciler) restoreLimits(ctx context.Context, checkpoint evidence.DeviceCheckpoint) error {
+	known := map[ledger.Holder]ledger.Hold{}
+	for _, h := range r.Ledger.Holds() {
+		known[h.Holder] = h
+	}
 	for _, d := range checkpoint.Devices {
 		if d.Resource != r.Resource {
 			continue
 		}
+		restored := limitHold(d.Resource, d.ID, r.Pods.Name(d.PodUID))
+		if h, ok := known[restored.Holder]; ok && !h.Unreadable && predates(checkpoint, h) {
+			continue // it names the pod before
+		}
 		cgroup, err := r.Cgroups.Pod(d.PodUID)
 		if err != nil {
-			return fmt.Errorf("restore the hold of pod %s on %s: %w", d.PodUID, d.ID, err)
-		}
-		if cgroup == evidence.CgroupAbsent {
+			klog.FromContext(ctx).Error(err, "Restoring a limit without knowing whether its pod lives", "podUID", d.PodUID, "device", d.ID)
+		} else if cgroup == evidence.CgroupAbsent {
 			continue
 		}
-		if err := r.expect(ctx, limitHold(d.Resource, d.ID, r.Pods.Name(d.PodUID))); err != nil {
+		if err := r.expect(ctx, restored); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
+// limitHold takes the device ID for a UUID, as ours are. NVIDIA's plugin, whose pods may still run, numbers the replicas of
+// a GPU behind it ("GPU-…::2").
 func limitHold(resource, id string, pods ...ledger.Pod) ledger.Hold {
+	uuid, _, _ := strings.Cut(id, "::")
 	return ledger.Hold{
-		Holder: ledger.Holder{Kind: ledger.KindLimit, ID: id}, Device: device.Ref{GPU: id}, Resource: resource, Pods: pods,
+		Holder: ledger.Holder{Kind: ledger.KindLimit, ID: id}, Device: device.Ref{GPU: uuid}, Resource: resource, Pods: pods,
 	}
 }
 
-func (r *Reconciler) restoreClaim(ctx context.Context, claim evidence.KubeletClaim) error {
-	devices, err := r.devicesOf(ctx, claim)
-	if err != nil {
-		return err
-	}
-	for _, ref := range devices {
+// restoreClaim reports whether a device of the claim is missing in the inventory.
+func (r *Reconciler) restoreClaim(ctx context.Context, claim evidence.KubeletClaim) (missing bool, err error) {
+	devices := r.devicesOf(ctx, claim)
+	refs := r.resolve(devices)
+	for _, ref := range refs {
 		h := ledger.Hold{
 			Holder: ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}, Device: ref,
 			Namespace: claim.Namespace, Name: claim.Name,
@@ -82,67 +133,78 @@ func (r *Reconciler) restoreClaim(ctx context.Context, claim evidence.KubeletCla
 			h.Pods = append(h.Pods, r.Pods.Name(uid))
 		}
 		if err := r.expect(ctx, h); err != nil {
-			return err
+			return false, err
+		}
+	}
+	return len(refs) < len(r.ofNode(devices)), nil
+}
+
+// devicesOf asks the API server, which alone knows what was allocated for admin access and so holds nothing. With the API
+// server away kubelet's own list counts: no Prepare can come before it is back. A claim that is gone or deallocated holds
+// what it had while a pod of it has a cgroup.
+func (r *Reconciler) devicesOf(ctx context.Context, claim evidence.KubeletClaim) []evidence.PoolDevice {
+	current, err := r.Claims(claim.Namespace).Get(ctx, claim.Name, metav1.GetOptions{})
+	switch {
+	case err == nil && string(current.UID) == claim.UID && current.Status.Allocation != nil:
+		return r.usesOf(current).held
+	case err != nil && !apierrors.IsNotFound(err):
+		klog.FromContext(ctx).Error(err, "Restoring a claim by kubelet's state alone", "claim", klog.KRef(claim.Namespace, claim.Name))
+		return claim.Devices
+	}
+	for _, uid := range claim.PodUIDs {
+		cgroup, err := r.Cgroups.Pod(uid)
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "Restoring a claim without knowing whether its pod lives", "podUID", uid, "claim", klog.KRef(claim.Namespace, claim.Name))
+		}
+		if err != nil || cgroup != evidence.CgroupAbsent {
+			return claim.Devices
 		}
 	}
 	return nil
 }
 
-// devicesOf asks the API server, which alone knows what was allocated for admin access and so holds nothing. With the API
-// server away kubelet's own list counts: no Prepare can come before it is back.
-func (r *Reconciler) devicesOf(ctx context.Context, claim evidence.KubeletClaim) ([]device.Ref, error) {
-	getCtx, cancel := context.WithTimeout(ctx, callTimeout)
-	defer cancel()
-	current, err := r.Claims(claim.Namespace).Get(getCtx, claim.Name, metav1.GetOptions{})
-	switch {
-	case err == nil && string(current.UID) == claim.UID:
-		return r.heldDevices(current), nil
-	case err != nil && !apierrors.IsNotFound(err):
-		klog.FromContext(ctx).Error(err, "Restoring a claim by kubelet's state alone", "claim", klog.KRef(claim.Namespace, claim.Name))
-		return r.resolve(claim.Devices), nil
-	}
-	for _, uid := range claim.PodUIDs {
-		cgroup, err := r.Cgroups.Pod(uid)
-		if err != nil {
-			return nil, fmt.Errorf("restore the hold of claim %s/%s: %w", claim.Namespace, claim.Name, err)
-		}
-		if cgroup != evidence.CgroupAbsent {
-			return r.resolve(claim.Devices), nil
-		}
-	}
-	return nil, nil
-}
+// uses are the devices that a claim's allocation names: to hold, or for admin access.
+type uses struct{ held, admin []evidence.PoolDevice }
 
-// heldDevices are the devices of this node that a claim's allocation holds: all but those of admin access.
-func (r *Reconciler) heldDevices(claim *resourceapi.ResourceClaim) []device.Ref {
+func (r *Reconciler) usesOf(claim *resourceapi.ResourceClaim) uses {
+	var u uses
 	if claim.Status.Allocation == nil {
-		return nil
+		return u
 	}
-	var devices []evidence.PoolDevice
 	for _, result := range claim.Status.Allocation.Devices.Results {
-		if result.Driver == r.DriverName && (result.AdminAccess == nil || !*result.AdminAccess) {
-			devices = append(devices, evidence.PoolDevice{Pool: result.Pool, Device: result.Device})
+		d := evidence.PoolDevice{Pool: result.Pool, Device: result.Device}
+		switch {
+		case result.Driver != r.DriverName:
+		case result.AdminAccess != nil && *result.AdminAccess:
+			u.admin = append(u.admin, d)
+		default:
+			u.held = append(u.held, d)
 		}
 	}
-	return r.resolve(devices)
+	return u
 }
 
+// resolve finds the devices in the inventory. One that is not there is left out.
 func (r *Reconciler) resolve(devices []evidence.PoolDevice) []device.Ref {
-	inventory := r.Inventory()
+	inventory := r.Inventory.Inventory()
 	var refs []device.Ref
-	for _, d := range devices {
-		if gpu, ok := inventory.ByName(d.Device); ok && d.Pool == r.NodeName {
+	for _, d := range r.ofNode(devices) {
+		if gpu, ok := inventory.ByName(d.Device); ok {
 			refs = append(refs, gpu.Ref())
 		}
 	}
 	return refs
 }
 
+func (r *Reconciler) ofNode(devices []evidence.PoolDevice) []evidence.PoolDevice {
+	return slices.DeleteFunc(slices.Clone(devices), func(d evidence.PoolDevice) bool { return d.Pool != r.NodeName })
+}
+
 // restoreUsed adds what kubelet reports in use and the two checkpoints do not name.
 func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint evidence.DeviceCheckpoint, known []evidence.KubeletClaim) error {
-	listCtx, cancel := context.WithTimeout(ctx, callTimeout)
+	callCtx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
-	devices, claims, err := r.Resources.List(listCtx, r.Resource, r.DriverName)
+	devices, claims, err := r.Resources.List(callCtx, r.Resource, r.DriverName)
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "Restoring holds without kubelet's pod resources")
 		return nil
@@ -159,20 +221,15 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint evidence.Device
 		if slices.ContainsFunc(known, func(c evidence.KubeletClaim) bool { return c.Namespace == used.Namespace && c.Name == used.Claim }) {
 			continue
 		}
-		getCtx, cancel := context.WithTimeout(ctx, callTimeout)
-		claim, err := r.Claims(used.Namespace).Get(getCtx, used.Claim, metav1.GetOptions{})
-		cancel()
+		claim, err := r.Claims(used.Namespace).Get(callCtx, used.Claim, metav1.GetOptions{})
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "Skipping a claim that kubelet reports in use", "claim", klog.KRef(used.Namespace, used.Claim))
 			continue
 		}
-		found := evidence.KubeletClaim{UID: string(claim.UID), Namespace: used.Namespace, Name: used.Claim}
-		for _, consumer := range claim.Status.ReservedFor {
-			if consumer.Resource == "pods" {
-				found.PodUIDs = append(found.PodUIDs, string(consumer.UID))
-			}
+		found := evidence.KubeletClaim{
+			UID: string(claim.UID), Namespace: used.Namespace, Name: used.Claim, PodUIDs: podsOf(claim), Devices: used.Devices,
 		}
-		if err := r.restoreClaim(ctx, found); err != nil {
+		if _, err := r.restoreClaim(callCtx, found); err != nil {
 			return err
 		}
 	}
