@@ -250,8 +250,12 @@ func (c *Config) validate() error {
 	} else if problems := validation.IsDNS1123Subdomain(c.NodeName); len(problems) > 0 {
 		complain("node-name", "%q is no node name: %s", c.NodeName, strings.Join(problems, "; "))
 	}
-	if problems := validation.IsDNS1123Subdomain(c.DriverName); len(problems) > 0 || len(c.DriverName) > 63 {
-		complain("driver-name", "%q is no driver name: %s", c.DriverName, strings.Join(append(problems, "at most 63 characters"), "; "))
+	problems := validation.IsDNS1123Subdomain(c.DriverName)
+	if len(c.DriverName) > 63 {
+		problems = append(problems, "must be no more than 63 characters")
+	}
+	if len(problems) > 0 {
+		complain("driver-name", "%q is no driver name: %s", c.DriverName, strings.Join(problems, "; "))
 	}
 	if problems := validation.IsQualifiedName(c.ResourceName); len(problems) > 0 || !strings.Contains(c.ResourceName, "/") {
 		complain("resource-name", "%q is no extended resource name <domain>/<name>", c.ResourceName)
@@ -295,7 +299,9 @@ func (c *Config) validate() error {
 // CheckDirectories verifies that what the node must provide is there.
 func (c *Config) CheckDirectories() error {
 	var errs []error
-	for _, dir := range []struct{ flag, path string }{{"kubelet-dir", c.KubeletDir}, {"host-root", c.HostRoot}} {
+	for _, dir := range []struct{ flag, path string }{
+		{"kubelet-dir", c.KubeletDir}, {"host-root", c.HostRoot}, {"cgroup-root", c.CgroupRoot},
+	} {
 		info, err := os.Stat(dir.path)
 		switch {
 		case err != nil:

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 
+	kjson "sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
 )
 
@@ -35,13 +36,13 @@ type fileFlags struct {
 	UseNodeFeatureAPI       *bool   `json:"useNodeFeatureAPI"`
 	DeviceDiscoveryStrategy *string `json:"deviceDiscoveryStrategy"`
 	Plugin                  struct {
-		PassDeviceSpecs               *bool       `json:"passDeviceSpecs"`
-		DeviceListStrategy            *stringList `json:"deviceListStrategy"`
-		DeviceIDStrategy              *string     `json:"deviceIDStrategy"`
-		CDIAnnotationPrefix           *string     `json:"cdiAnnotationPrefix"`
-		NVIDIACTKPath                 *string     `json:"nvidiaCTKPath"`
-		ContainerDriverRoot           *string     `json:"containerDriverRoot"`
-		SharedDevicesAllocationPolicy *string     `json:"sharedDevicesAllocationPolicy"`
+		PassDeviceSpecs               *bool           `json:"passDeviceSpecs"`
+		DeviceListStrategy            json.RawMessage `json:"deviceListStrategy"`
+		DeviceIDStrategy              *string         `json:"deviceIDStrategy"`
+		CDIAnnotationPrefix           *string         `json:"cdiAnnotationPrefix"`
+		NVIDIACTKPath                 *string         `json:"nvidiaCTKPath"`
+		ContainerDriverRoot           *string         `json:"containerDriverRoot"`
+		SharedDevicesAllocationPolicy *string         `json:"sharedDevicesAllocationPolicy"`
 	} `json:"plugin"`
 	// GFD configures another component, which may share the file.
 	GFD json.RawMessage `json:"gfd"`
@@ -49,18 +50,6 @@ type fileFlags struct {
 
 type fileTandem struct {
 	Mode *Mode `json:"mode"`
-}
-
-// stringList accepts one string as a list of one, as NVIDIA's file does.
-type stringList []string
-
-// UnmarshalJSON implements json.Unmarshaler.
-func (l *stringList) UnmarshalJSON(data []byte) error {
-	var one string
-	if err := json.Unmarshal(data, &one); err == nil {
-		return list{(*[]string)(l)}.Set(one)
-	}
-	return json.Unmarshal(data, (*[]string)(l))
 }
 
 func (c *Config) loadFile(path string) error {
@@ -78,8 +67,16 @@ func (c *Config) loadFile(path string) error {
 }
 
 func (c *Config) parseFile(data []byte) error {
+	if moreThanOne(data) {
+		return errors.New("more than one YAML document")
+	}
+	asJSON, err := yaml.YAMLToJSONStrict(data)
+	if err != nil {
+		return err
+	}
 	var f file
-	if err := yaml.UnmarshalStrict(data, &f); err != nil {
+	strict, err := kjson.UnmarshalStrict(asJSON, &f)
+	if err := errors.Join(append(strict, err)...); err != nil {
 		return err
 	}
 	if f.Version != "" && f.Version != "v1" {
@@ -88,16 +85,54 @@ func (c *Config) parseFile(data []byte) error {
 	if err := f.unsupported(); err != nil {
 		return err
 	}
-	set(&c.DriverRoot, f.Flags.NVIDIADriverRoot)
-	set(&c.DevRoot, f.Flags.NVIDIADevRoot)
+	setText(&c.DriverRoot, f.Flags.NVIDIADriverRoot)
+	setText(&c.DevRoot, f.Flags.NVIDIADevRoot)
 	set(&c.PassDeviceSpecs, f.Flags.Plugin.PassDeviceSpecs)
-	set(&c.DeviceIDStrategy, f.Flags.Plugin.DeviceIDStrategy)
-	set(&c.CDIAnnotationPrefix, f.Flags.Plugin.CDIAnnotationPrefix)
+	setText(&c.DeviceIDStrategy, f.Flags.Plugin.DeviceIDStrategy)
+	setText(&c.CDIAnnotationPrefix, f.Flags.Plugin.CDIAnnotationPrefix)
 	set(&c.Mode, f.Tandem.Mode)
-	if strategies := f.Flags.Plugin.DeviceListStrategy; strategies != nil {
-		c.DeviceListStrategies = *strategies
+	return c.setStrategies(f.Flags.Plugin.DeviceListStrategy)
+}
+
+// moreThanOne finds a second YAML document, of which the parser would say nothing.
+func moreThanOne(data []byte) bool {
+	documents := 0
+	content := false
+	for line := range bytes.Lines(data) {
+		line = bytes.TrimRight(line, " \t\r\n")
+		switch {
+		case bytes.Equal(line, []byte("---")):
+			content = false
+		case len(line) > 0 && line[0] != '#' && !content:
+			content = true
+			documents++
+		}
 	}
+	return documents > 1
+}
+
+// setStrategies accepts one string, with commas or without, as a list, as NVIDIA's file does.
+func (c *Config) setStrategies(raw json.RawMessage) error {
+	if blank(raw) {
+		return nil
+	}
+	var one string
+	if err := json.Unmarshal(raw, &one); err == nil {
+		return list{&c.DeviceListStrategies}.Set(one)
+	}
+	var several []string
+	if err := json.Unmarshal(raw, &several); err != nil {
+		return errors.New("flags.plugin.deviceListStrategy: want a string or a list of strings")
+	}
+	c.DeviceListStrategies = several
 	return nil
+}
+
+// setText leaves out what is empty: NVIDIA's tools write keys that nobody has set.
+func setText(target, value *string) {
+	if value != nil && *value != "" {
+		*target = *value
+	}
 }
 
 func set[T any](target *T, value *T) {
