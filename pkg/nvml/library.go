@@ -13,6 +13,7 @@ import (
 
 	"github.com/NVIDIA/go-nvml/pkg/dl"
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
 )
@@ -30,7 +31,9 @@ func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
 		}
 		// The faults file lies beside the driver root.
 		faults := filepath.Dir(o.onHost(l.driverRoot))
-		return &guard{simulated.New(machine, simulated.WithSeed(o.Seed), simulated.WithFaults(faults))}, nil
+		report := func(err error) { klog.Background().Error(err, "Reading the faults of the simulated machine") }
+		return &guard{simulated.New(machine,
+			simulated.WithSeed(o.Seed), simulated.WithFaults(faults), simulated.WithFaultsError(report))}, nil
 	}
 	if err := bind(l.library); err != nil {
 		return nil, err
