@@ -141,12 +141,25 @@ func TestKubeletConfig(t *testing.T) {
 }
 
 func TestParseStat(t *testing.T) {
-	stat := "77 (a) b (c d) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4711 20 21\n"
-	started, state, err := parseStat(stat)
-	if err != nil || started != 4711 || state != 'S' {
-		t.Errorf("parse %q: started %d, state %c, %v", stat, started, state, err)
+	for state, test := range map[string]struct {
+		threads string
+		ended   bool
+	}{
+		"S": {threads: "9"}, "T": {threads: "1"},
+		// Its first thread has ended, others have not.
+		"Z": {threads: "2"},
+		"X": {threads: "1", ended: true},
+	} {
+		line := "77 (a) b (c d) " + state + " 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 " + test.threads + " 18 4711 20 21\n"
+		got, err := parseStat(line)
+		if err != nil || got.started != 4711 || got.ended() != test.ended {
+			t.Errorf("parse %q: %+v, ended %t, %v", line, got, got.ended(), err)
+		}
 	}
-	if _, _, err := parseStat("1 (x) S 1"); err == nil {
+	if !(stat{state: 'Z', threads: 1}).ended() {
+		t.Error("a zombie runs")
+	}
+	if _, err := parseStat("1 (x) S 1"); err == nil {
 		t.Error("a short line parses")
 	}
 }

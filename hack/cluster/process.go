@@ -27,7 +27,7 @@ var errGone = errors.New("process has ended")
 
 // identify describes a running process so that it can be recognized later.
 func identify(pid int) (process, error) {
-	started, _, err := readStat(pid)
+	now, err := readStat(pid)
 	if err != nil {
 		return process{}, err
 	}
@@ -35,7 +35,7 @@ func identify(pid int) (process, error) {
 	if err != nil {
 		return process{}, err
 	}
-	return process{Pid: pid, Started: started, Boot: boot}, nil
+	return process{Pid: pid, Started: now.started, Boot: boot}, nil
 }
 
 func hostBootID() (string, error) {
@@ -46,34 +46,49 @@ func hostBootID() (string, error) {
 	return strings.TrimSpace(string(boot)), nil
 }
 
-func readStat(pid int) (started uint64, state byte, err error) {
-	stat, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "stat"))
-	if err != nil {
-		return 0, 0, fmt.Errorf("process %d: %w", pid, errGone)
-	}
-	return parseStat(string(stat))
+// stat is what /proc tells about a process.
+type stat struct {
+	state   byte
+	threads uint64
+	started uint64
 }
 
-// parseStat reads state and start time; the command name between the parentheses may hold anything (proc(5)).
-func parseStat(stat string) (started uint64, state byte, err error) {
-	fields := strings.Fields(stat[strings.LastIndexByte(stat, ')')+1:])
+func readStat(pid int) (stat, error) {
+	line, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "stat"))
+	if err != nil {
+		return stat{}, fmt.Errorf("process %d: %w", pid, errGone)
+	}
+	return parseStat(string(line))
+}
+
+// parseStat reads /proc/PID/stat; the command name between the parentheses may hold anything (proc(5)).
+func parseStat(line string) (stat, error) {
+	fields := strings.Fields(line[strings.LastIndexByte(line, ')')+1:])
 	if len(fields) < 20 {
-		return 0, 0, fmt.Errorf("read process state: %d fields", len(fields))
+		return stat{}, fmt.Errorf("read process state: %d fields", len(fields))
 	}
-	started, err = strconv.ParseUint(fields[19], 10, 64)
+	threads, err := strconv.ParseUint(fields[17], 10, 64)
 	if err != nil {
-		return 0, 0, fmt.Errorf("read process start time: %w", err)
+		return stat{}, fmt.Errorf("read number of threads: %w", err)
 	}
-	return started, fields[0][0], nil
+	started, err := strconv.ParseUint(fields[19], 10, 64)
+	if err != nil {
+		return stat{}, fmt.Errorf("read process start time: %w", err)
+	}
+	return stat{state: fields[0][0], threads: threads, started: started}, nil
 }
 
-// alive reports whether this very process still runs. One that has ended but was not yet collected does not.
+// ended reports whether nothing of the process runs any more, though it may not have been collected yet. While other
+// threads are still ending, and keep its sockets open, the first one may be a zombie already.
+func (s stat) ended() bool { return s.state == 'X' || s.state == 'Z' && s.threads <= 1 }
+
+// alive reports whether this very process still runs.
 func (p process) alive() bool {
 	if p.Pid == 0 {
 		return false
 	}
-	started, state, err := readStat(p.Pid)
-	if err != nil || started != p.Started || state == 'Z' || state == 'X' {
+	now, err := readStat(p.Pid)
+	if err != nil || now.started != p.Started || now.ended() {
 		return false
 	}
 	boot, err := hostBootID()
