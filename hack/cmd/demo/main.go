@@ -71,8 +71,11 @@ func run(ctx context.Context, args []string) error {
 	return flag.ErrHelp
 }
 
-// down is idempotent.
+// down is idempotent. It takes the logs of a failure, too.
 func down(ctx context.Context, dir string, progress io.Writer) error {
+	if err := os.RemoveAll(dir + "-logs"); err != nil {
+		return fmt.Errorf("remove logs: %w", err)
+	}
 	c, err := cluster.Open(dir, progress)
 	if errors.Is(err, cluster.ErrNoCluster) {
 		return nil
@@ -87,22 +90,34 @@ func down(ctx context.Context, dir string, progress io.Writer) error {
 func show(ctx context.Context, dir, version string) error {
 	steps := newSteps(os.Stdout, 6)
 	c, err := prepare(ctx, steps, dir, version)
-	if err != nil {
-		return err
-	}
-	d, err := newDemo(ctx, c, steps)
 	if err == nil {
-		err = d.run(ctx)
+		err = present(ctx, c, steps)
 	}
-	if err != nil && ctx.Err() == nil {
-		logs := dir + "-logs"
-		err = errors.Join(err, c.CollectLogs(ctx, logs))
-		fmt.Fprintf(os.Stderr, "The cluster still runs; its logs were copied to %s\n", logs)
+	if err != nil && c != nil {
+		fmt.Fprintln(os.Stderr, "The cluster was left as it is, to be looked into; make demo-down removes it.")
+		if ctx.Err() == nil {
+			err = errors.Join(err, keepLogs(ctx, c, dir+"-logs"))
+		}
 	}
 	return err
 }
 
-// prepare answers a cluster with Tandem on it.
+func present(ctx context.Context, c *cluster.Cluster, steps *steps) error {
+	d, err := newDemo(ctx, c, steps)
+	if err != nil {
+		return err
+	}
+	return d.run(ctx)
+}
+
+// keepLogs copies what can be had; a cluster that did not come up lacks some.
+func keepLogs(ctx context.Context, c *cluster.Cluster, dir string) error {
+	err := c.CollectLogs(ctx, dir)
+	fmt.Fprintln(os.Stderr, "Logs were copied to", dir)
+	return err
+}
+
+// prepare answers a cluster with Tandem on it. Beside an error it answers the cluster, too, once there may be one.
 func prepare(ctx context.Context, steps *steps, dir, version string) (*cluster.Cluster, error) {
 	steps.next("programs: Kubernetes %s and what it needs (built once, minutes; then cached)", version)
 	if _, err := binaries.Ensure(ctx, binaries.Options{Kubernetes: []string{version}, Progress: steps}); err != nil {
@@ -127,7 +142,7 @@ func prepare(ctx context.Context, steps *steps, dir, version string) (*cluster.C
 		return err
 	})
 	if err := group.Wait(); err != nil {
-		return nil, err
+		return c, err
 	}
 	steps.next("Tandem: helm install with eight simulated H100s")
 	return c, install.Tandem(ctx, c, install.Options{Profile: install.DefaultProfile, Image: tarball, Progress: steps})
