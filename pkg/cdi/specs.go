@@ -90,27 +90,34 @@ func (s *Specs) QualifiedName(uuid string) string {
 // Path is the spec file.
 func (s *Specs) Path() string { return s.file.path }
 
-// Check says why the spec has no entry for a GPU; nil if it has one. It looks at memory only: call Ensure first.
-func (s *Specs) Check(uuid string) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.known[uuid] {
-		return nil
+// Ensure returns when the spec and the hook are on disk as they should be; it is an error if one of the given GPUs has no
+// entry. That costs two stats when all is well, a write when somebody removed or changed the files, and one call of the
+// Source only while there has not been a spec yet. Idempotent; front-ends call it before they answer with a qualified name.
+func (s *Specs) Ensure(ctx context.Context, uuids ...string) error {
+	written, err := s.repair()
+	if !written && err == nil {
+		err = s.refresh(ctx)
 	}
-	if err := s.failed[uuid]; err != nil {
-		return fmt.Errorf("make container edits of GPU %s: %w", uuid, err)
-	}
-	return fmt.Errorf("GPU %s has no container edits", uuid)
-}
-
-// Ensure returns when the spec and the hook are on disk as they should be. That costs two stats when they are, a write
-// when somebody removed or changed them, and one call of the Source only while there has not been a spec yet. Idempotent;
-// front-ends call it before they answer with a qualified name.
-func (s *Specs) Ensure(ctx context.Context) error {
-	if written, err := s.repair(); written || err != nil {
+	if err != nil {
 		return err
 	}
-	return s.refresh(ctx)
+	return s.check(uuids)
+}
+
+func (s *Specs) check(uuids []string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var errs []error
+	for _, uuid := range uuids {
+		switch {
+		case s.known[uuid]:
+		case s.failed[uuid] != nil:
+			errs = append(errs, fmt.Errorf("make container edits of GPU %s: %w", uuid, s.failed[uuid]))
+		default:
+			errs = append(errs, fmt.Errorf("GPU %s has no container edits", uuid))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // repair puts back what is known to belong on disk. It returns false while nothing is.

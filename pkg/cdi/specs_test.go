@@ -328,11 +328,11 @@ func TestCheck(t *testing.T) {
 	from.edits.Failed = map[string]error{"GPU-b": errors.New("/dev/nvidia1 does not exist")}
 	s := newSpecs(t, t.TempDir(), from, nil)
 	ensure(t, s)
-	check(t, s.Check("GPU-a"))
-	if err := s.Check("GPU-b"); err == nil || !strings.Contains(err.Error(), "/dev/nvidia1") {
+	check(t, s.Ensure(t.Context(), "GPU-a"))
+	if err := s.Ensure(t.Context(), "GPU-a", "GPU-b"); err == nil || !strings.Contains(err.Error(), "/dev/nvidia1") {
 		t.Errorf("GPU-b: %v, want the reason", err)
 	}
-	if err := s.Check("GPU-c"); err == nil {
+	if err := s.Ensure(t.Context(), "GPU-c"); err == nil {
 		t.Error("GPU-c: no error for a GPU that nobody knows")
 	}
 }

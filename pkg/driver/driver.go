@@ -41,8 +41,8 @@ type Inventory interface {
 
 // Specs knows the CDI specs that name the node's GPUs.
 type Specs interface {
-	// Ensure makes sure that the specs are on disk; cheap when they are.
-	Ensure(ctx context.Context) error
+	// Ensure makes sure that the specs are on disk and have entries for the GPUs; cheap when they do.
+	Ensure(ctx context.Context, uuids ...string) error
 	// QualifiedName is the CDI name under which a GPU is found in them.
 	QualifiedName(uuid string) string
 }

@@ -39,6 +39,8 @@ type preparation struct {
 	// fresh is set once the ledger gave this call something that the claim did not hold before.
 	fresh bool
 	err   error
+	// visible are the UUIDs of the GPUs that the answer names.
+	visible []string
 }
 
 // prepareClaims answers one NodePrepareResources call, all claims of one pod: every device of it or none. The pod cannot
@@ -97,6 +99,7 @@ func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv
 		switch {
 		case gpu.Health.Healthy():
 			prepared.CDIDeviceIDs = []string{d.Specs.QualifiedName(gpu.UUID)}
+			p.visible = append(p.visible, gpu.UUID)
 		case admin:
 			// A monitor of all GPUs must not go blind on the good ones because of a bad one, which cannot be injected.
 			d.Recorder.Eventf(claim, corev1.EventTypeWarning, reasonDeviceUnhealthy, "device %s (%s) is not visible to the claim: it is unhealthy (%s: %s)", result.Device, gpu.UUID, gpu.Health.Reason, gpu.Health.Message)
@@ -154,7 +157,11 @@ func (d *Driver) reserve(ctx context.Context, preparations []*preparation) bool 
 			return false
 		}
 	}
-	if err := d.Specs.Ensure(ctx); err != nil {
+	var visible []string
+	for _, p := range preparations {
+		visible = append(visible, p.visible...)
+	}
+	if err := d.Specs.Ensure(ctx, visible...); err != nil {
 		for _, p := range preparations {
 			p.err = fmt.Errorf("make CDI specs available: %w", err)
 		}

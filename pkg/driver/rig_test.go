@@ -286,7 +286,7 @@ type fakeSpecs struct {
 	err error
 }
 
-func (f *fakeSpecs) Ensure(context.Context) error {
+func (f *fakeSpecs) Ensure(context.Context, ...string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.err

@@ -30,7 +30,7 @@ func (p *Plugin) allocate(ctx context.Context, request *pluginapi.AllocateReques
 		return nil, status.FromContextError(err).Err()
 	}
 	if p.config.uses(Strategy.cdi) {
-		if err := p.config.Specs.Ensure(ctx); err != nil {
+		if err := p.config.Specs.Ensure(ctx, uuidsOf(containers)...); err != nil {
 			return nil, status.Errorf(codes.Unavailable, "allocate %s: ensure CDI specs: %v", p.config.ResourceName, err)
 		}
 	}
@@ -139,4 +139,14 @@ func anonymous(h ledger.Hold) string {
 	default:
 		return fmt.Sprintf("a limits pod (%s)", h.State)
 	}
+}
+
+func uuidsOf(containers [][]device.GPU) []string {
+	var uuids []string
+	for _, gpus := range containers {
+		for _, gpu := range gpus {
+			uuids = append(uuids, gpu.UUID)
+		}
+	}
+	return uuids
 }

@@ -36,8 +36,8 @@ type Ledger interface {
 
 // Specs makes CDI device names usable.
 type Specs interface {
-	// Ensure returns once the spec of every GPU is on disk; it costs little when it is there already.
-	Ensure(ctx context.Context) error
+	// Ensure returns once the specs are on disk with entries for the GPUs; it costs little when they are there already.
+	Ensure(ctx context.Context, uuids ...string) error
 	// QualifiedName is the CDI name of a GPU.
 	QualifiedName(uuid string) string
 }

@@ -132,9 +132,9 @@ func (b *book) drain(id string) {
 
 type fakeSpecs struct{ *broadcast[error] }
 
-func (f fakeSpecs) Ensure(context.Context) error   { return f.get() }
-func (fakeSpecs) QualifiedName(uuid string) string { return "k8s.gpu.nvidia.com/gpu=" + uuid }
-func (f fakeSpecs) fail(err error)                 { f.set(func(error) error { return err }) }
+func (f fakeSpecs) Ensure(context.Context, ...string) error { return f.get() }
+func (fakeSpecs) QualifiedName(uuid string) string          { return "k8s.gpu.nvidia.com/gpu=" + uuid }
+func (f fakeSpecs) fail(err error)                          { f.set(func(error) error { return err }) }
 
 // fixture is a node: a directory, a kubelet, an inventory, a ledger.
 type fixture struct {
