@@ -106,7 +106,9 @@ func clusterConfig(dir string) (cluster.Config, error) {
 					Source: filepath.Join(machine, simulated.SysfsDir, nodes), Target: filepath.Join("/sys", nodes), ReadOnly: true,
 				}},
 				Kubelet: map[string]any{
-					"cpuManagerPolicy": "static", "topologyManagerPolicy": "single-numa-node", "reservedSystemCPUs": "0",
+					"cpuManagerPolicy": "static", "topologyManagerPolicy": "single-numa-node",
+					// Takes one CPU from those that pods may have for themselves, and leaves one of two to be requested whole.
+					"systemReserved":            map[string]string{"cpu": "100m"},
 					"cpuManagerReconcilePeriod": "1s",
 					"registerWithTaints":        []map[string]string{{"key": numaKey, "value": "true", "effect": "NoSchedule"}},
 				},

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"fmt"
+	"maps"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+// picture is what the oracle sees of the whole cluster.
+func (s *story) picture() oracle.Picture {
+	s.Helper()
+	picture, err := oracle.Observe(s.ctx, theCluster)
+	if err != nil {
+		s.Fatalf("observe: %v", err)
+	}
+	return picture
+}
+
+// devices are what the containers of a pod see, with UUID and NUMA node by the node's files.
+func (s *story) devices(pod string) []oracle.Device {
+	s.Helper()
+	return s.picture().PodDevices(s.namespace, pod)
+}
+
+// holdsByKind counts the records of claims and of limits in the ledger of the node.
+func (s *story) holdsByKind() (claims, limits int) {
+	s.Helper()
+	for _, hold := range s.holds(node()) {
+		if strings.HasPrefix(hold, "claim") {
+			claims++
+		} else {
+			limits++
+		}
+	}
+	return claims, limits
+}
+
+func (s *story) wantHolds(claims, limits int) {
+	s.Helper()
+	if gotClaims, gotLimits := s.holdsByKind(); gotClaims != claims || gotLimits != limits {
+		s.Errorf("the ledger has %d holds of claims and %d of limits, not %d and %d: %v", gotClaims, gotLimits, claims, limits, s.holds(node()))
+	}
+}
+
+// TestSharedClaim: two containers, then two pods, share the GPU of one claim, which is one holder.
+func TestSharedClaim(t *testing.T) {
+	s := begin(t)
+	s.example("shared-claim.yaml")
+	s.example("shared-claim-pods.yaml")
+	s.running(soon, 3, 0)
+	first, second := s.gpus("shared-claim", "first"), s.gpus("shared-claim", "second")
+	if len(first) != 1 || !slices.Equal(first, second) {
+		t.Errorf("the containers see GPUs %v and %v, not the same one", first, second)
+	}
+	a, b := s.gpus("shared-claim-a", ""), s.gpus("shared-claim-b", "")
+	if len(a) != 1 || !slices.Equal(a, b) || slices.Equal(a, first) {
+		t.Errorf("the pods see GPUs %v and %v, not the same one, which is not %v", a, b, first)
+	}
+	s.wantHolds(2, 0)
+	s.noDoubleOwners()
+	// The first to go takes nothing from the other, and the claim stays when both are gone.
+	s.kubectl("delete", "pod", "-n", s.namespace, "shared-claim-a", "shared-claim")
+	s.await(soon, "the claim of the containers to be free", func() error { return s.offeredToLimits(gpusANode - 1) })
+	if now := s.gpus("shared-claim-b", ""); !slices.Equal(now, b) {
+		t.Errorf("the remaining pod saw GPUs %v, now %v", b, now)
+	}
+	s.wantHolds(1, 0)
+}
+
+// TestChosenByWhatTheyAre: CEL by attribute, by UUID, a pair on one NVLink domain, the first alternative that there is.
+func TestChosenByWhatTheyAre(t *testing.T) {
+	s := begin(t)
+	for i, name := range []string{"by-uuid", "by-attribute", "nvlink-pair", "first-available"} {
+		s.example(name + ".yaml")
+		s.running(soon, i+1, 0)
+	}
+	text := s.kubectl("get", "-n", s.namespace, "resourceclaim", "by-uuid", "-o", "jsonpath={.spec.devices.requests[0].exactly.selectors[0].cel.expression}")
+	if got := s.devices("by-uuid"); len(got) != 1 || !strings.Contains(text, got[0].GPU.UUID) {
+		t.Errorf("by-uuid sees %v, asked for %s", got, text)
+	}
+	if got := s.gpus("by-attribute", ""); len(got) != 1 {
+		t.Errorf("by-attribute sees GPUs %v", got)
+	}
+	pair := s.devices("nvlink-pair")
+	if len(pair) != 2 {
+		t.Fatalf("nvlink-pair sees %v", pair)
+	}
+	domains := s.attribute("gpu.nvidia.com/nvlinkDomain")
+	if a, b := domains[pair[0].GPU.UUID], domains[pair[1].GPU.UUID]; a == "" || a != b {
+		t.Errorf("the pair's NVLink domains are %q and %q", a, b)
+	}
+	// No H100 has 120 GiB, so the second alternative is the best.
+	if got := s.gpus("first-available", ""); len(got) != 2 {
+		t.Errorf("first-available sees GPUs %v, not a pair", got)
+	}
+	s.wantHolds(6, 0)
+	s.noDoubleOwners()
+}
+
+// attribute answers the value of an attribute of each device of the node, by UUID. Names of ours need no domain.
+func (s *story) attribute(name string) map[string]string {
+	s.Helper()
+	list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	if err != nil {
+		s.Fatal(err)
+	}
+	values := map[string]string{}
+	for _, slice := range list.Items {
+		for _, d := range slice.Spec.Devices {
+			for key, value := range d.Attributes {
+				if key := string(key); key != name && slice.Spec.Driver+"/"+key != name || d.Attributes["uuid"].StringValue == nil {
+					continue
+				}
+				switch {
+				case value.StringValue != nil:
+					values[*d.Attributes["uuid"].StringValue] = *value.StringValue
+				case value.IntValue != nil:
+					values[*d.Attributes["uuid"].StringValue] = fmt.Sprint(*value.IntValue)
+				}
+			}
+		}
+	}
+	return values
+}
+
+// TestDeployments by both APIs, three replicas each.
+func TestDeployments(t *testing.T) {
+	s := begin(t)
+	s.example("deployment-claims.yaml")
+	s.running(soon, 3, 0)
+	s.await(soon, "the GPUs to leave the limits", func() error { return s.offeredToLimits(gpusANode - 3) })
+	s.example("deployment-limits.yaml")
+	s.running(soon, 6, 0)
+	s.wantHolds(3, 3)
+	s.noDoubleOwners()
+}
+
+// TestMorePodsThanGPUs: of ten, eight run; the others run as soon as the other API gives GPUs up.
+func TestMorePodsThanGPUs(t *testing.T) {
+	s := begin(t)
+	s.example("more-than-gpus.yaml")
+	s.running(patient, gpusANode, 2)
+	s.noDoubleOwners()
+	// The other way round claims wait for kubelet's retry; TestBothUntilFull does.
+	s.kubectl("delete", "deployment", "-n", s.namespace, "more-claims")
+	s.running(patient, 5, 0)
+	s.noDoubleOwners()
+	s.wantHolds(0, 5)
+}
+
+// TestAdminAccess: a monitor sees all GPUs while others hold some, takes none, and nobody notices that it goes.
+func TestAdminAccess(t *testing.T) {
+	const namespace = "gpu-monitoring"
+	s := begin(t)
+	before := s.occupy()
+	s.kubectl("apply", "-f", filepath.Join("..", "..", "examples", "admin-access.yaml"))
+	t.Cleanup(func() {
+		// A story that failed before it deleted the monitor leaves it to this.
+		if out, err := theCluster.Kubectl(s.ctx, "delete", "namespace", namespace, "--ignore-not-found"); err != nil {
+			t.Errorf("%v: %s", err, out)
+		}
+	})
+	s.await(soon, "the monitor to run", func() error {
+		pod, err := theClient.CoreV1().Pods(namespace).Get(s.ctx, "admin-access", metav1.GetOptions{})
+		if err == nil && pod.Status.Phase != corev1.PodRunning {
+			err = fmt.Errorf("it is %s: %v", pod.Status.Phase, pod.Status.Conditions)
+		}
+		return err
+	})
+	if seen := s.picture().PodDevices(namespace, "admin-access"); len(seen) != gpusANode {
+		t.Errorf("the monitor sees %d GPUs: %v", len(seen), seen)
+	}
+	s.wantHolds(2, 2)
+	s.noDoubleOwners()
+	s.kubectl("delete", "namespace", namespace)
+	s.await(soon, "the monitor's claim to be gone", func() error {
+		claims, err := theClient.ResourceV1().ResourceClaims(namespace).List(s.ctx, metav1.ListOptions{})
+		if err == nil && len(claims.Items) > 0 {
+			err = fmt.Errorf("%d claims", len(claims.Items))
+		}
+		if apierrors.IsNotFound(err) {
+			return nil
+		}
+		return err
+	})
+	s.wantHolds(2, 2)
+	if now := s.seen(); !maps.EqualFunc(before, now, slices.Equal) {
+		t.Errorf("the pods saw GPUs %v, after the monitor %v", before, now)
+	}
+	s.undisturbed(before)
+}
