@@ -3,11 +3,10 @@
 package simulated
 
 import (
-	"bytes"
 	_ "embed"
 	"fmt"
 	"path"
-	"text/template"
+	"strings"
 )
 
 // library is a library of the driver: <name>.<version>, found under the names soname and, with bare, <name>.
@@ -46,10 +45,19 @@ var binaries = []string{"nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nv
 
 var firmware = []string{"gsp_ga10x.bin", "gsp_tu10x.bin"}
 
+// smiText is nvidia-smi with names for what depends on the machine. It is no text/template: a program with that package
+// calls methods by name, so the linker has to keep every method of every type, which doubles the agent's size in memory.
+//
 //go:embed nvidia-smi.sh.tmpl
 var smiText string
 
-var smi = template.Must(template.New("nvidia-smi").Parse(smiText))
+func smi(p Profile) string {
+	var gpus strings.Builder
+	for _, gpu := range p.GPUs {
+		fmt.Fprintf(&gpus, "gpu %d %s '%s'\n", *gpu.Minor, gpu.UUID, p.Models[gpu.Model].ProductName)
+	}
+	return strings.NewReplacer("@VERSION@", p.Driver.Version, "@CUDA@", p.Driver.CUDA, "@GPUS@\n", gpus.String()).Replace(smiText)
+}
 
 // driverFiles is the driver root without its device nodes.
 func driverFiles(p Profile, architecture string) ([]file, error) {
@@ -70,11 +78,7 @@ func driverFiles(p Profile, architecture string) ([]file, error) {
 		all = append(all, file{path: path.Join(DriverDir, "lib/firmware/nvidia", p.Driver.Version, name), content: []byte(image), mode: 0o644})
 	}
 	all = append(all, file{path: path.Join(DriverDir, "etc/OpenCL/vendors/nvidia.icd"), content: []byte("libnvidia-opencl.so.1\n"), mode: 0o644})
-	var script bytes.Buffer
-	if err := smi.Execute(&script, p); err != nil {
-		return nil, err
-	}
-	return append(all, file{path: path.Join(DriverDir, "usr/bin/nvidia-smi"), content: script.Bytes(), mode: 0o755}), nil
+	return append(all, file{path: path.Join(DriverDir, "usr/bin/nvidia-smi"), content: []byte(smi(p)), mode: 0o755}), nil
 }
 
 func libraryFiles(l library, dir, version, architecture string) []file {

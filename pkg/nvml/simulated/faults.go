@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"reflect"
 	"strconv"
 	"time"
 
@@ -141,23 +140,8 @@ type event struct {
 	xid      uint64
 }
 
-var (
-	libraryMethods = methodsOf(reflect.TypeFor[nvml.Interface](), "Shutdown", "ErrorString", "Extensions")
-	deviceMethods  = methodsOf(reflect.TypeFor[nvml.Device]())
-	handleGetters  = map[string]bool{
-		"DeviceGetHandleByIndex": true, "DeviceGetHandleByUUID": true, "DeviceGetHandleByPciBusId": true, "DeviceGetHandleBySerial": true,
-	}
-)
-
-func methodsOf(iface reflect.Type, except ...string) map[string]bool {
-	methods := map[string]bool{}
-	for i := range iface.NumMethod() {
-		methods[iface.Method(i).Name] = true
-	}
-	for _, name := range except {
-		delete(methods, name)
-	}
-	return methods
+var handleGetters = map[string]bool{
+	"DeviceGetHandleByIndex": true, "DeviceGetHandleByUUID": true, "DeviceGetHandleByPciBusId": true, "DeviceGetHandleBySerial": true,
 }
 
 // compile checks faults against a profile; the error names the field.

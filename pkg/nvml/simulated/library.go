@@ -11,7 +11,6 @@ package simulated
 
 import (
 	"fmt"
-	"reflect"
 	"strings"
 	"sync"
 
@@ -139,17 +138,6 @@ func (l *Library) LookupSymbol(name string) error {
 	}
 	return nil
 }
-
-// handlerSymbols are the functions behind the methods that return a value to call, in place of a return code.
-var handlerSymbols = func() map[string]bool {
-	symbols := map[string]bool{}
-	for m := range reflect.TypeFor[nvml.Interface]().Methods() {
-		if m.Type.NumOut() == 1 && m.Type.Out(0).Kind() == reflect.Struct {
-			symbols["nvml"+m.Name] = true
-		}
-	}
-	return symbols
-}()
 
 // gate stands in front of each call that has no handle.
 func (l *Library) gate(method string) nvml.Return {

@@ -49,6 +49,12 @@ func Source() ([]byte, error) {
 		_, _, delegated := delegate(m, receivers())
 		return delegated || handWritten[m.Name]
 	})
+	writeNames(&out, "libraryMethods", "are the methods of nvml.Interface that a fault can name.", "", library, func(m reflect.Method) bool {
+		return m.Name != "Shutdown" && m.Name != "ErrorString" && m.Name != "Extensions"
+	})
+	writeNames(&out, "deviceMethods", "are the methods of nvml.Device.", "", dev, func(reflect.Method) bool { return true })
+	writeNames(&out, "handlerSymbols", "are the functions behind the methods that return a value to call, in place of a return code.", "nvml", library,
+		func(m reflect.Method) bool { return m.Type.NumOut() == 1 && m.Type.Out(0).Kind() == reflect.Struct })
 	writeGates(&out, "gpuHandle", "gpu", dev, func(reflect.Method) bool { return false })
 	return format.Source(out.Bytes())
 }
@@ -160,4 +166,16 @@ func arguments(f reflect.Type, without int) string {
 		}
 	}
 	return strings.Join(in, ", ")
+}
+
+// writeNames writes a set of methods by name. The simulator does not ask package reflect for it, because that would make the
+// linker keep every method of every type of the agent, which doubles its size in memory.
+func writeNames(out *bytes.Buffer, name, is, prefix string, iface reflect.Type, wanted func(reflect.Method) bool) {
+	fmt.Fprintf(out, "\n// %s %s\nvar %s = map[string]bool{\n", name, is, name)
+	for m := range iface.Methods() {
+		if wanted(m) {
+			fmt.Fprintf(out, "%q: true,\n", prefix+m.Name)
+		}
+	}
+	out.WriteString("}\n")
 }
