@@ -13,7 +13,7 @@ COPY go.mod go.sum ./
 RUN go mod download
 COPY . .
 ENV CGO_ENABLED=1 GOFLAGS=-trimpath
-RUN go build -buildvcs=false -o /out/usr/bin/kubelet-plugin \
+RUN go build -tags grpcnotrace -buildvcs=false -o /out/usr/bin/kubelet-plugin \
       -ldflags "-s -w -linkmode=external -extldflags=-Wl,-z,lazy \
         -X github.com/tandem-gpu/tandem/internal/version.Version=${VERSION} \
         -X github.com/tandem-gpu/tandem/internal/version.Commit=${COMMIT}" \

@@ -25,7 +25,7 @@ deps: ## install the Debian packages that building and testing need
 
 .PHONY: build
 build: ## the node agent, into bin/
-	go build -o bin/ ./cmd/...
+	go build -tags grpcnotrace -o bin/ ./cmd/...
 
 .PHONY: unit
 unit: ## unit and contract tests with the race detector

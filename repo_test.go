@@ -9,6 +9,7 @@ import (
 	"go/token"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -124,6 +125,30 @@ func TestNobodyBelowMainExits(t *testing.T) {
 			}
 			return true
 		})
+	}
+}
+
+// TestAgentCallsNoMethodsByName: with text/template or reflection over methods in the agent the linker must keep every method
+// of every type it knows, Kubernetes' whole client among them, and the agent takes twice the memory.
+func TestAgentCallsNoMethodsByName(t *testing.T) {
+	out, err := exec.Command("go", "list", "-deps", "-tags", "grpcnotrace", "./cmd/kubelet-plugin").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for path := range strings.Lines(string(out)) {
+		if path = strings.TrimSpace(path); path == "text/template" || path == "html/template" {
+			t.Errorf("the agent links %s", path)
+		}
+	}
+	for _, f := range sources(t) {
+		if f.test || f.layer() < 0 || f.file.Name.Name == "main" || !slices.Contains(f.imports(), "reflect") {
+			continue
+		}
+		for _, call := range []string{".MethodByName(", ".Method(", ".Methods()"} {
+			if strings.Contains(f.text, call) {
+				t.Errorf("%s uses reflection over methods: %s", f.path, call)
+			}
+		}
 	}
 }
 
