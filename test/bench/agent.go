@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bench
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+)
+
+// node is the machine the agent believes to be on.
+type node struct {
+	dir, agent, hook string
+	cluster          *cluster.Cluster
+}
+
+func (n *node) path(elements ...string) string {
+	return filepath.Join(append([]string{n.dir}, elements...)...)
+}
+
+// prepare makes the directories and the simulated machines.
+func (n *node) prepare(ctx context.Context, profiles ...string) error {
+	for _, dir := range []string{n.runDir(), n.path("cgroup", "kubepods", "burstable"), n.path("cgroup", "kubepods", "besteffort")} {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return fmt.Errorf("make node: %w", err)
+		}
+	}
+	// The ledger's records lie on a tmpfs on a real node.
+	if err := syscall.Mount("tmpfs", n.runDir(), "tmpfs", 0, "size=16m"); err != nil {
+		return fmt.Errorf("mount tmpfs on %s: %w", n.runDir(), err)
+	}
+	for _, profile := range profiles {
+		cmd := exec.CommandContext(ctx, n.agent, "simulate", "--profile", profile, "--root", n.path(profile), "--node-name", nodeName)
+		if output, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("simulate %s: %w: %s", profile, err, output)
+		}
+	}
+	return nil
+}
+
+func (n *node) remove() error {
+	err := syscall.Unmount(n.runDir(), 0)
+	if errors.Is(err, syscall.EINVAL) || errors.Is(err, syscall.ENOENT) { // never mounted
+		err = nil
+	}
+	if err != nil {
+		return fmt.Errorf("unmount %s: %w", n.runDir(), err)
+	}
+	return os.RemoveAll(n.dir)
+}
+
+func (n *node) runDir() string { return n.path("run") }
+
+// limits counts the records of limits in the ledger, and answers when the newest was written.
+func (n *node) limits() (count int, newest time.Time, err error) {
+	entries, err := os.ReadDir(filepath.Join(n.runDir(), "holds"))
+	if err != nil {
+		return 0, time.Time{}, fmt.Errorf("look into the ledger: %w", err)
+	}
+	for _, entry := range entries {
+		info, err := entry.Info()
+		if err != nil || !strings.HasPrefix(entry.Name(), "limit") {
+			continue // it has gone, or is a claim's
+		}
+		count++
+		if info.ModTime().After(newest) {
+			newest = info.ModTime()
+		}
+	}
+	return count, newest, nil
+}
+
+// agent is one process of the shipped binary.
+type agent struct {
+	cmd     *exec.Cmd
+	started time.Time
+	ended   chan error
+	log     *bytes.Buffer
+}
+
+// start runs the agent in the network of the API server until stop, whatever happens to ctx.
+func (n *node) start(ctx context.Context, profile string) (*agent, error) {
+	root := n.path(profile)
+	cmd, err := n.cluster.Command(context.WithoutCancel(ctx), n.agent,
+		"--node-name="+nodeName, "--kubeconfig="+n.cluster.Kubeconfig(), "--kubelet-dir="+n.path("kubelet"), "--run-dir="+n.runDir(),
+		"--cdi-dir="+n.path("cdi"), "--cgroup-root="+n.path("cgroup"), "--nvml=simulated:"+profile,
+		"--driver-root="+filepath.Join(root, "driver"), "--dev-root="+filepath.Join(root, "driver"), "--sysfs-root="+filepath.Join(root, "sys"),
+		"--cdi-hook=install", "--cdi-hook-source="+n.hook)
+	if err != nil {
+		return nil, err
+	}
+	a := &agent{cmd: cmd, ended: make(chan error, 1), log: &bytes.Buffer{}}
+	cmd.Stdout, cmd.Stderr = a.log, a.log
+	a.started = time.Now()
+	if err := cmd.Start(); err != nil {
+		return nil, fmt.Errorf("start agent: %w", err)
+	}
+	go func() { a.ended <- cmd.Wait() }()
+	return a, nil
+}
+
+// stopPatience is how long the agent may take to leave.
+const stopPatience = 20 * time.Second
+
+// stop ends the process as kubelet would, and reports one that has to be killed or complains.
+func (a *agent) stop() error {
+	_ = a.cmd.Process.Signal(syscall.SIGTERM) // it may have ended; ended tells
+	select {
+	case err := <-a.ended:
+		if err != nil {
+			return fmt.Errorf("agent: %w\n%s", err, a.log)
+		}
+		return nil
+	case <-time.After(stopPatience):
+		_ = a.cmd.Process.Kill()
+		<-a.ended
+		return fmt.Errorf("agent did not stop within %s\n%s", stopPatience, a.log)
+	}
+}
+
+// await waits for a step of the agent's start.
+func (a *agent) await(ctx context.Context, step string, done <-chan struct{}, failed <-chan error) error {
+	select {
+	case <-done:
+		return nil
+	case err := <-failed:
+		return fmt.Errorf("await %s: %w", step, err)
+	case err := <-a.ended:
+		a.ended <- err
+		return fmt.Errorf("await %s: the agent has ended: %v\n%s", step, err, a.log)
+	case <-ctx.Done():
+		return fmt.Errorf("await %s: %w", step, context.Cause(ctx))
+	}
+}
+
+// memory of a process in MiB (proc(5), status).
+type memory struct{ rss, anon, file float64 }
+
+func (a *agent) memory() (memory, error) {
+	data, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(a.cmd.Process.Pid), "status"))
+	if err != nil {
+		return memory{}, fmt.Errorf("read memory of the agent: %w", err)
+	}
+	return parseMemory(string(data))
+}
+
+func parseMemory(status string) (memory, error) {
+	var m memory
+	found := 0
+	for line := range strings.Lines(status) {
+		name, value, _ := strings.Cut(line, ":")
+		into := map[string]*float64{"VmRSS": &m.rss, "RssAnon": &m.anon, "RssFile": &m.file}[name]
+		if into == nil {
+			continue
+		}
+		kilobytes, err := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(value), " kB"), 64)
+		if err != nil {
+			return memory{}, fmt.Errorf("read memory of the agent: %s: %w", name, err)
+		}
+		*into = kilobytes / 1024
+		found++
+	}
+	if found != 3 {
+		return memory{}, errors.New("read memory of the agent: VmRSS, RssAnon or RssFile is missing")
+	}
+	return m, nil
+}

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package bench measures the shipped agent binary: it runs it as a process on simulated GPUs against a real API server, and
+// plays kubelet to it over the real sockets. What the machine alone costs is measured in turns with what is compared to it.
+// It judges no correctness beyond that every call succeeds; the end-to-end tests do.
+package bench
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"time"
+
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/image"
+)
+
+// Options of a run. Zero values are replaced by defaults.
+type Options struct {
+	// Agent is the binary to measure; when empty it is compiled as for the image.
+	Agent string
+	// Calls is the least number of measurements of each kind of call. Default 320.
+	Calls int
+	// Starts is how many times the agent is started for the figures about starting. Default 12.
+	Starts int
+	// Idle is how long the agent is left alone before its idle memory is read. Default 10 s.
+	Idle time.Duration
+	// Progress gets a line a step; nil is silence.
+	Progress io.Writer
+}
+
+const (
+	// small is the usual machine, large the one with room for hundreds of claims.
+	small, smallGPUs = "h100x8", 8
+	large, largeGPUs = "bench256", 256
+)
+
+// run is one run of the benchmark.
+type run struct {
+	Options
+	began   time.Time
+	client  kubernetes.Interface
+	node    *node
+	kubelet *kubelet
+	figures []Figure
+}
+
+// Run measures everything and returns the figures. It needs root, takes a few minutes, and leaves nothing behind.
+func Run(ctx context.Context, o Options) (figures []Figure, err error) {
+	if o.Calls <= 0 {
+		o.Calls = 320
+	}
+	if o.Starts <= 0 {
+		o.Starts = 12
+	}
+	if o.Idle <= 0 {
+		o.Idle = 10 * time.Second
+	}
+	if o.Progress == nil {
+		o.Progress = io.Discard
+	}
+	r := &run{Options: o, began: time.Now()}
+	dir, err := os.MkdirTemp("", "tandem-bench-")
+	if err != nil {
+		return nil, fmt.Errorf("make directory of the benchmark: %w", err)
+	}
+	r.node = &node{dir: dir}
+	defer func() { err = errors.Join(err, r.node.remove()) }()
+	if err := r.build(ctx); err != nil {
+		return nil, err
+	}
+	c, err := cluster.New(cluster.Config{Dir: filepath.Join(dir, "cluster"), APIServerOnly: true, Progress: o.Progress})
+	if err != nil {
+		return nil, err
+	}
+	r.node.cluster = c
+	defer func() { err = errors.Join(err, c.Stop(context.WithoutCancel(ctx))) }()
+	if err := c.Start(ctx); err != nil {
+		return nil, err
+	}
+	if err := r.measure(ctx); err != nil {
+		return nil, err
+	}
+	r.say("cleaning up")
+	return r.figures, nil
+}
+
+func (r *run) say(format string, args ...any) {
+	fmt.Fprintf(r.Progress, "%6.1fs  %s\n", time.Since(r.began).Seconds(), fmt.Sprintf(format, args...))
+}
+
+func (r *run) build(ctx context.Context) error {
+	agent, hook, err := image.Binaries(ctx, image.Options{Progress: r.Progress})
+	if err != nil {
+		return err
+	}
+	r.node.agent, r.node.hook = agent, hook
+	if r.Agent != "" {
+		r.node.agent = r.Agent
+	}
+	return nil
+}
+
+func (r *run) measure(ctx context.Context) (err error) {
+	config, err := r.node.cluster.RESTConfig()
+	if err != nil {
+		return err
+	}
+	if r.client, err = newClient(config); err != nil {
+		return err
+	}
+	if err := createObjects(ctx, r.client); err != nil {
+		return err
+	}
+	r.say("simulating %s and %s", small, large)
+	if err := r.node.prepare(ctx, small, large); err != nil {
+		return err
+	}
+	if r.kubelet, err = startKubelet(ctx, r.node.path("kubelet")); err != nil {
+		return err
+	}
+	defer r.kubelet.stop()
+	if err := r.measureStarts(ctx); err != nil {
+		return err
+	}
+	if err := r.with(ctx, small, smallGPUs, r.measureSmall); err != nil {
+		return err
+	}
+	return r.with(ctx, large, largeGPUs, r.measureLarge)
+}
+
+func (r *run) add(figures []Figure, err error) error {
+	r.figures = append(r.figures, figures...)
+	return err
+}
+
+// begin starts an agent and returns it with both APIs up, and how long each took.
+func (r *run) begin(ctx context.Context, profile string, gpus int) (s *subject, registered, published time.Duration, err error) {
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	if err := wipeSlices(ctx, r.client); err != nil {
+		return nil, 0, 0, err
+	}
+	awaitPublished, err := awaitSlices(ctx, r.client, gpus)
+	if err != nil {
+		return nil, 0, 0, err
+	}
+	s = &subject{client: r.client, node: r.node, kubelet: r.kubelet, session: r.kubelet.expect()}
+	if s.agent, err = r.node.start(ctx, profile); err != nil {
+		return nil, 0, 0, err
+	}
+	visible, err := awaitPublished()
+	for _, step := range []struct {
+		name string
+		done <-chan struct{}
+	}{{"limits", s.session.limits}, {"claims", s.session.claims}} {
+		if err == nil {
+			err = s.agent.await(ctx, step.name, step.done, s.session.failed)
+		}
+	}
+	if err != nil {
+		return nil, 0, 0, errors.Join(err, s.agent.stop())
+	}
+	s.ids = r.kubelet.ids()
+	r.kubelet.mu.Lock()
+	registered = s.session.registered.Sub(s.agent.started)
+	r.kubelet.mu.Unlock()
+	return s, registered, visible.Sub(s.agent.started), nil
+}
+
+func (r *run) measureStarts(ctx context.Context) error {
+	var registered, published samples
+	for i := range r.Starts {
+		r.say("start %d of %d", i+1, r.Starts)
+		s, toRegistered, toPublished, err := r.begin(ctx, small, smallGPUs)
+		if err != nil {
+			return err
+		}
+		if err := s.agent.stop(); err != nil {
+			return err
+		}
+		registered, published = append(registered, toRegistered), append(published, toPublished)
+	}
+	return r.add([]Figure{
+		registered.figure("start_to_registered", 50).within(300),
+		published.figure("start_to_published", 50).within(1100),
+	}, nil)
+}
+
+// patience bounds the measurements on one agent, which take well under a minute: a call that hangs must not hang the run.
+const patience = 3 * time.Minute
+
+// with runs measurements on one agent.
+func (r *run) with(ctx context.Context, profile string, gpus int, measure func(context.Context, *subject) error) error {
+	r.say("starting the agent on %s", profile)
+	claims, err := createClaims(ctx, r.client, profile, gpus)
+	if err != nil {
+		return err
+	}
+	s, _, _, err := r.begin(ctx, profile, gpus)
+	if err != nil {
+		return err
+	}
+	s.claims = claims
+	limited, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	err = measure(limited, s)
+	stopErr := s.agent.stop()
+	if err != nil {
+		err = fmt.Errorf("measure on %s: %w\n%s", profile, err, s.agent.log)
+	}
+	return errors.Join(err, stopErr)
+}
+
+func (r *run) measureSmall(ctx context.Context, s *subject) error {
+	r.say("leaving the agent alone for %s", r.Idle)
+	if !pause(ctx, r.Idle) {
+		return context.Cause(ctx)
+	}
+	if err := r.addMemory(s, "rss_idle", 50); err != nil {
+		return err
+	}
+	r.say("preparing claims one at a time")
+	if err := r.add(s.serialClaims(ctx, r.Calls)); err != nil {
+		return err
+	}
+	r.say("preparing 8 claims at once")
+	gets, prepares, err := s.concurrentClaims(ctx, 8, 2*r.Calls)
+	if err != nil {
+		return err
+	}
+	floor := gets.figure("claim_get_conc8_p99", 99)
+	if err := r.add([]Figure{floor, prepares.figure("prepare_conc8_p99", 99).over(floor, goal{factor: 1, margin: 3})}, nil); err != nil {
+		return err
+	}
+	r.say("allocating limits")
+	if err := r.add(s.allocations(ctx, r.Calls)); err != nil {
+		return err
+	}
+	r.say("asking for preferred allocations")
+	if err := r.add(s.preferences(ctx, r.Calls, 1, 2, 4, 8)); err != nil {
+		return err
+	}
+	return r.addMemory(s, "rss_loaded", 0)
+}
+
+func (r *run) measureLarge(ctx context.Context, s *subject) error {
+	r.say("holding %d claims", held)
+	if err := r.add(s.heldClaims(ctx)); err != nil {
+		return err
+	}
+	r.say("preparing 56 claims at once")
+	gets, prepares, err := s.concurrentClaims(ctx, 56, 2*r.Calls)
+	if err != nil {
+		return err
+	}
+	return r.add([]Figure{prepares.figure("prepare_conc56_p99", 99).over(gets.figure("", 99), goal{})}, nil)
+}
+
+// addMemory reads the resident memory of the agent; bound is its goal, zero for none.
+func (r *run) addMemory(s *subject, name string, bound float64) error {
+	m, err := s.agent.memory()
+	if err != nil {
+		return err
+	}
+	r.say("%s: %.1f MiB resident, of which %.1f anonymous, %.1f files", name, m.rss, m.anon, m.file)
+	return r.add([]Figure{Figure{Name: name, Value: m.rss, Unit: "MiB", N: 1}.within(bound)}, nil)
+}

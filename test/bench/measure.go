@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bench
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
+)
+
+// subject is a running agent with everything that a measurement needs of its surroundings.
+type subject struct {
+	client  kubernetes.Interface
+	node    *node
+	kubelet *kubelet
+	agent   *agent
+	session *session
+	ids     []string
+	claims  []*resourceapi.ResourceClaim
+}
+
+// timed measures one call.
+func timed(into *samples, call func() error) error {
+	start := time.Now()
+	err := call()
+	*into = append(*into, time.Since(start))
+	return err
+}
+
+// inTurns makes every call n times, each time in another order, so that none always follows the same other one.
+func inTurns(ctx context.Context, n int, calls ...func(i int) error) error {
+	for i := range n {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		for j := range calls {
+			if err := calls[(i+j)%len(calls)](i); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (s *subject) getClaim(ctx context.Context, claim *resourceapi.ResourceClaim) error {
+	_, err := s.client.ResourceV1().ResourceClaims(claim.Namespace).Get(ctx, claim.Name, metav1.GetOptions{})
+	return err
+}
+
+func reference(claim *resourceapi.ResourceClaim) []*drapb.Claim {
+	return []*drapb.Claim{{Namespace: claim.Namespace, Name: claim.Name, Uid: string(claim.UID)}}
+}
+
+func (s *subject) prepare(ctx context.Context, claim *resourceapi.ResourceClaim) error {
+	response, err := s.session.dra.NodePrepareResources(ctx, &drapb.NodePrepareResourcesRequest{Claims: reference(claim)})
+	if err != nil {
+		return fmt.Errorf("prepare %s: %w", claim.Name, err)
+	}
+	answer := response.GetClaims()[string(claim.UID)]
+	if answer.GetError() != "" || len(answer.GetDevices()) != 1 {
+		return fmt.Errorf("prepare %s: %d devices, error %q", claim.Name, len(answer.GetDevices()), answer.GetError())
+	}
+	return nil
+}
+
+func (s *subject) unprepare(ctx context.Context, claim *resourceapi.ResourceClaim) error {
+	response, err := s.session.dra.NodeUnprepareResources(ctx, &drapb.NodeUnprepareResourcesRequest{Claims: reference(claim)})
+	if err != nil {
+		return fmt.Errorf("unprepare %s: %w", claim.Name, err)
+	}
+	if answer := response.GetClaims()[string(claim.UID)]; answer == nil || answer.GetError() != "" {
+		return fmt.Errorf("unprepare %s: %q", claim.Name, answer.GetError())
+	}
+	return nil
+}
+
+func (s *subject) empty(ctx context.Context) error {
+	_, err := s.session.plugin.GetDevicePluginOptions(ctx, &pluginapi.Empty{})
+	return err
+}
+
+// serialClaims prepares and unprepares one claim at a time, n of them.
+func (s *subject) serialClaims(ctx context.Context, n int) ([]Figure, error) {
+	var gets, prepares, unprepares samples
+	err := inTurns(ctx, n,
+		func(i int) error {
+			return timed(&gets, func() error { return s.getClaim(ctx, s.claims[i%len(s.claims)]) })
+		},
+		func(i int) error {
+			claim := s.claims[i%len(s.claims)]
+			if err := timed(&prepares, func() error { return s.prepare(ctx, claim) }); err != nil {
+				return err
+			}
+			return timed(&unprepares, func() error { return s.unprepare(ctx, claim) })
+		})
+	floor := gets.figure("claim_get_p50", 50)
+	return []Figure{
+		floor,
+		prepares.figure("prepare_serial_p50", 50).over(floor, goal{factor: 1, margin: 1}),
+		prepares.figure("prepare_serial_p99", 99).over(gets.figure("", 99), goal{}),
+		unprepares.figure("unprepare_serial_p50", 50),
+	}, err
+}
+
+// concurrently makes a call for each claim at once and collects how long each took.
+func concurrently(into *samples, claims []*resourceapi.ResourceClaim, call func(*resourceapi.ResourceClaim) error) error {
+	var group errgroup.Group
+	took := make([]samples, len(claims))
+	start := make(chan struct{})
+	for i, claim := range claims {
+		group.Go(func() error {
+			<-start
+			return timed(&took[i], func() error { return call(claim) })
+		})
+	}
+	close(start)
+	err := group.Wait()
+	for _, t := range took {
+		*into = append(*into, t...)
+	}
+	return err
+}
+
+// concurrentClaims prepares width claims at once, until n were prepared, in turns with as many GETs.
+func (s *subject) concurrentClaims(ctx context.Context, width, n int) (gets, prepares samples, err error) {
+	claims := s.claims[:width]
+	var unprepares samples
+	err = inTurns(ctx, (n+width-1)/width,
+		func(int) error {
+			return concurrently(&gets, claims, func(c *resourceapi.ResourceClaim) error { return s.getClaim(ctx, c) })
+		},
+		func(int) error {
+			if err := concurrently(&prepares, claims, func(c *resourceapi.ResourceClaim) error { return s.prepare(ctx, c) }); err != nil {
+				return err
+			}
+			return concurrently(&unprepares, claims, func(c *resourceapi.ResourceClaim) error { return s.unprepare(ctx, c) })
+		})
+	return gets, prepares, err
+}
+
+const (
+	held    = 200
+	atEnds  = 20
+	heldFor = 5
+)
+
+// heldClaims prepares claims one after the other while all before them stay, several times over.
+func (s *subject) heldClaims(ctx context.Context) ([]Figure, error) {
+	var first, last samples
+	for range heldFor {
+		var prepares samples
+		for _, claim := range s.claims[:held] {
+			if err := timed(&prepares, func() error { return s.prepare(ctx, claim) }); err != nil {
+				return nil, err
+			}
+		}
+		first, last = append(first, prepares[:atEnds]...), append(last, prepares[held-atEnds:]...)
+		for _, claim := range s.claims[:held] {
+			if err := s.unprepare(ctx, claim); err != nil {
+				return nil, err
+			}
+		}
+	}
+	ratio := last.percentile(50) / first.percentile(50)
+	return []Figure{Figure{Name: "prepare_held200_ratio", Value: ratio, Unit: "ratio", N: len(last)}.within(1.2)}, nil
+}
+
+// allocations gives out every GPU to limits of a pod and lets the pod go, until n were given.
+func (s *subject) allocations(ctx context.Context, n int) ([]Figure, error) {
+	var floor, allocates samples
+	for cycle := 0; len(allocates) < n; cycle++ {
+		pod, err := createPod(ctx, s.client, fmt.Sprintf("limits-%d", cycle))
+		if err != nil {
+			return nil, err
+		}
+		err = inTurns(ctx, len(s.ids),
+			func(int) error { return timed(&floor, func() error { return s.empty(ctx) }) },
+			func(i int) error {
+				request := &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: s.ids[i : i+1]}}}
+				return timed(&allocates, func() error { _, err := s.session.plugin.Allocate(ctx, request); return err })
+			})
+		if err != nil {
+			return nil, fmt.Errorf("allocate: %w", err)
+		}
+		if err := s.endPod(ctx, pod.Name, string(pod.UID)); err != nil {
+			return nil, err
+		}
+	}
+	empty := floor.figure("empty_call_p50", 50)
+	return []Figure{empty, allocates.figure("allocate_p50", 50).over(empty, goal{factor: 1.3})}, nil
+}
+
+// endPod writes down, as kubelet does, who got the devices, removes the pod, and waits until the agent has let them go.
+func (s *subject) endPod(ctx context.Context, name, uid string) error {
+	_, newest, err := s.node.limits()
+	if err != nil {
+		return err
+	}
+	// The kernel stamps files by a coarse clock; a checkpoint with the stamp of an allocation says nothing about it.
+	for !time.Now().After(newest.Add(20 * time.Millisecond)) {
+		if !pause(ctx, time.Millisecond) {
+			return context.Cause(ctx)
+		}
+	}
+	if err := s.kubelet.writeCheckpoint(uid, s.ids); err != nil {
+		return err
+	}
+	if err := deletePod(ctx, s.client, name); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+	defer cancel()
+	for {
+		left, _, err := s.node.limits()
+		if err != nil || left == 0 {
+			return err
+		}
+		if !pause(ctx, 5*time.Millisecond) {
+			return fmt.Errorf("await the end of %d limits: %w", left, context.Cause(ctx))
+		}
+	}
+}
+
+// preferences asks for the best of all GPUs, n times for each size.
+func (s *subject) preferences(ctx context.Context, n int, sizes ...int) ([]Figure, error) {
+	var floor samples
+	took := make([]samples, len(sizes))
+	calls := []func(int) error{func(int) error { return timed(&floor, func() error { return s.empty(ctx) }) }}
+	for i, size := range sizes {
+		request := &pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{{
+			AvailableDeviceIDs: s.ids, AllocationSize: int32(size),
+		}}}
+		calls = append(calls, func(int) error {
+			return timed(&took[i], func() error { return s.prefer(ctx, request, size) })
+		})
+	}
+	if err := inTurns(ctx, n, calls...); err != nil {
+		return nil, err
+	}
+	empty := floor.figure("empty_call_p50", 50)
+	figures := make([]Figure, len(sizes))
+	for i, size := range sizes {
+		figures[i] = took[i].figure(fmt.Sprintf("preferred_%d_p50", size), 50).over(empty, goal{factor: 1, margin: 0.15})
+	}
+	return figures, nil
+}
+
+func (s *subject) prefer(ctx context.Context, request *pluginapi.PreferredAllocationRequest, size int) error {
+	response, err := s.session.plugin.GetPreferredAllocation(ctx, request)
+	if err != nil {
+		return fmt.Errorf("prefer %d devices: %w", size, err)
+	}
+	if answers := response.GetContainerResponses(); len(answers) != 1 || len(answers[0].GetDeviceIDs()) != size {
+		return fmt.Errorf("prefer %d devices: got %v", size, response)
+	}
+	return nil
+}

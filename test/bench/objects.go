@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bench
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/uuid"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/utils/ptr"
+)
+
+const (
+	nodeName     = "bench"
+	namespace    = "default"
+	driverName   = "gpu.nvidia.com"
+	resourceName = "nvidia.com/gpu"
+)
+
+// newClient has the settings of the agent's own client, so that its GETs are the floor of the agent's.
+func newClient(config *rest.Config) (kubernetes.Interface, error) {
+	config.QPS = -1
+	config.ContentType = "application/vnd.kubernetes.protobuf"
+	config.AcceptContentTypes = "application/vnd.kubernetes.protobuf,application/json"
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return nil, fmt.Errorf("make client: %w", err)
+	}
+	return client, nil
+}
+
+// createObjects makes what the chart, kubelet and the controller manager would have made.
+func createObjects(ctx context.Context, client kubernetes.Interface) error {
+	if _, err := client.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName}}, metav1.CreateOptions{}); err != nil {
+		return fmt.Errorf("create node: %w", err)
+	}
+	// The API server makes the namespace shortly after it says that it is ready.
+	for {
+		_, err := client.CoreV1().ServiceAccounts(namespace).Create(ctx, &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "default"}}, metav1.CreateOptions{})
+		if err == nil {
+			break
+		}
+		if !apierrors.IsNotFound(err) || !pause(ctx, 50*time.Millisecond) {
+			return fmt.Errorf("create service account: %w", err)
+		}
+	}
+	class := &resourceapi.DeviceClass{
+		ObjectMeta: metav1.ObjectMeta{Name: driverName},
+		Spec: resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
+			Expression: fmt.Sprintf("device.driver == '%s'", driverName),
+		}}}},
+	}
+	if _, err := client.ResourceV1().DeviceClasses().Create(ctx, class, metav1.CreateOptions{}); err != nil {
+		return fmt.Errorf("create device class: %w", err)
+	}
+	return nil
+}
+
+// createClaims makes n claims, the i-th allocated to the GPU with minor number i, as the scheduler would have.
+func createClaims(ctx context.Context, client kubernetes.Interface, prefix string, n int) ([]*resourceapi.ResourceClaim, error) {
+	claims := make([]*resourceapi.ResourceClaim, n)
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(4)
+	for i := range claims {
+		group.Go(func() (err error) {
+			claims[i], err = createClaim(ctx, client, fmt.Sprintf("%s-%d", prefix, i), fmt.Sprintf("gpu-%d", i))
+			return err
+		})
+	}
+	return claims, group.Wait()
+}
+
+func createClaim(ctx context.Context, client kubernetes.Interface, name, device string) (*resourceapi.ResourceClaim, error) {
+	api := client.ResourceV1().ResourceClaims(namespace)
+	claim, err := api.Create(ctx, &resourceapi.ResourceClaim{
+		ObjectMeta: metav1.ObjectMeta{Name: name},
+		Spec: resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{
+			Name: "gpu", Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: driverName},
+		}}}},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("create claim %s: %w", name, err)
+	}
+	claim.Status = resourceapi.ResourceClaimStatus{
+		Allocation: &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: []resourceapi.DeviceRequestAllocationResult{{
+			Request: "gpu", Driver: driverName, Pool: nodeName, Device: device,
+		}}}},
+		ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: name, UID: types.UID(uuid.NewUUID())}},
+	}
+	claim, err = api.UpdateStatus(ctx, claim, metav1.UpdateOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("allocate claim %s: %w", name, err)
+	}
+	return claim, nil
+}
+
+func createPod(ctx context.Context, client kubernetes.Interface, name string) (*corev1.Pod, error) {
+	pod, err := client.CoreV1().Pods(namespace).Create(ctx, &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Name: name},
+		Spec: corev1.PodSpec{
+			NodeName: nodeName, AutomountServiceAccountToken: ptr.To(false),
+			Containers: []corev1.Container{{Name: "main", Image: "none"}},
+		},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("create pod %s: %w", name, err)
+	}
+	return pod, nil
+}
+
+func deletePod(ctx context.Context, client kubernetes.Interface, name string) error {
+	err := client.CoreV1().Pods(namespace).Delete(ctx, name, metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0)})
+	if err != nil {
+		return fmt.Errorf("delete pod %s: %w", name, err)
+	}
+	return nil
+}
+
+// wipeSlices does what kubelet does when it starts.
+func wipeSlices(ctx context.Context, client kubernetes.Interface) error {
+	err := client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{FieldSelector: ofNode})
+	if err != nil {
+		return fmt.Errorf("delete slices: %w", err)
+	}
+	return nil
+}
+
+const ofNode = resourceapi.ResourceSliceSelectorNodeName + "=" + nodeName
+
+// awaitSlices returns when the node's slices were seen to offer n devices, and the time of that.
+func awaitSlices(ctx context.Context, client kubernetes.Interface, n int) (func() (time.Time, error), error) {
+	list, err := client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: ofNode})
+	if err != nil {
+		return nil, fmt.Errorf("list slices: %w", err)
+	}
+	watch, err := client.ResourceV1().ResourceSlices().Watch(ctx, metav1.ListOptions{FieldSelector: ofNode, ResourceVersion: list.ResourceVersion})
+	if err != nil {
+		return nil, fmt.Errorf("watch slices: %w", err)
+	}
+	return func() (time.Time, error) {
+		defer watch.Stop()
+		offered := map[string]int{}
+		for {
+			select {
+			case <-ctx.Done():
+				return time.Time{}, fmt.Errorf("await slices: %w", context.Cause(ctx))
+			case event, ok := <-watch.ResultChan():
+				slice, isSlice := event.Object.(*resourceapi.ResourceSlice)
+				if !ok || !isSlice {
+					return time.Time{}, fmt.Errorf("await slices: the watch ended with %v", event.Object)
+				}
+				offered[slice.Name] = len(slice.Spec.Devices)
+				sum := 0
+				for _, devices := range offered {
+					sum += devices
+				}
+				if sum >= n {
+					return time.Now(), nil
+				}
+			}
+		}
+	}, nil
+}
+
+// pause waits and reports whether ctx was still alive at the end.
+func pause(ctx context.Context, length time.Duration) bool {
+	timer := time.NewTimer(length)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+		return true
+	}
+}
