@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+// event waits for an event of the story's namespace, or of the node where the kind is Node, whose message has all the words.
+func (s *story) event(kind, name, reason string, words ...string) {
+	s.Helper()
+	namespace := s.namespace
+	if kind == "Node" {
+		namespace = metav1.NamespaceDefault
+	}
+	s.await(soon, fmt.Sprintf("event %s on %s %s", reason, kind, name), func() error {
+		list, err := theClient.CoreV1().Events(namespace).List(s.ctx, metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		seen := errors.New("there is none")
+		for _, event := range list.Items {
+			if event.InvolvedObject.Kind != kind || event.InvolvedObject.Name != name || event.Reason != reason {
+				continue
+			}
+			if hasAll(event.Message, words) {
+				return nil
+			}
+			seen = fmt.Errorf("it says %q, which lacks some of %q", event.Message, words)
+		}
+		return seen
+	})
+}
+
+func hasAll(text string, words []string) bool {
+	for _, word := range words {
+		if !strings.Contains(text, word) {
+			return false
+		}
+	}
+	return true
+}
+
+// TestClaimForADeviceThatIsNotThere: an allocation names a device that nobody has, as after a GPU was taken out. Claim and
+// pod say so.
+func TestClaimForADeviceThatIsNotThere(t *testing.T) {
+	s := begin(t)
+	s.manifest(`
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {name: stale}
+spec:
+  devices:
+    requests:
+    - name: gpu
+      exactly: {deviceClassName: gpu.nvidia.com}
+`)
+	s.manifest(`
+apiVersion: v1
+kind: Pod
+metadata: {name: stale}
+spec:
+  # Nobody schedules it, so the claim stays as it is.
+  schedulerName: nobody
+  terminationGracePeriodSeconds: 1
+  resourceClaims: [{name: gpu, resourceClaimName: stale}]
+  containers:
+  - name: work
+    image: docker.io/local/busybox:1
+    imagePullPolicy: Never
+    command: [sleep, infinity]
+    resources: {claims: [{name: gpu}]}
+`)
+	claim, err := theClient.ResourceV1().ResourceClaims(s.namespace).Get(s.ctx, "stale", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	claim.Status.Allocation = &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{
+		Results: []resourceapi.DeviceRequestAllocationResult{
+			{Request: "gpu", Driver: install.DriverName, Pool: gpuNode, Device: "gpu-99"},
+		},
+	}}
+	claim.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "stale", UID: s.pod("stale").UID}}
+	if _, err := theClient.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(s.ctx, claim, metav1.UpdateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	binding := &corev1.Binding{ObjectMeta: metav1.ObjectMeta{Name: "stale"}, Target: corev1.ObjectReference{Kind: "Node", Name: gpuNode}}
+	if err := theClient.CoreV1().Pods(s.namespace).Bind(s.ctx, binding, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	s.event("ResourceClaim", "stale", "UnknownDevice", "gpu-99", "does not exist")
+	s.event("Pod", "stale", "FailedPrepareDynamicResources", "gpu-99", "does not exist")
+	s.wantHolds(0, 0)
+}
+
+// TestParametersThatCannotBeHonoured are refused with the path of the field, and nothing is held.
+func TestParametersThatCannotBeHonoured(t *testing.T) {
+	s := begin(t)
+	for name, parameters := range map[string]string{
+		"mps":  `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 50}}}`,
+		"typo": `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, shearing: {strategy: TimeSlicing}}`,
+	} {
+		s.manifest(fmt.Sprintf(`
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {name: %[1]s}
+spec:
+  devices:
+    requests:
+    - name: gpu
+      exactly: {deviceClassName: gpu.nvidia.com}
+    config:
+    - opaque:
+        driver: gpu.nvidia.com
+        parameters: %[2]s
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: %[1]s}
+spec:
+  terminationGracePeriodSeconds: 1
+  resourceClaims: [{name: gpu, resourceClaimName: %[1]s}]
+  containers:
+  - name: work
+    image: docker.io/local/busybox:1
+    imagePullPolicy: Never
+    command: [sleep, infinity]
+    resources: {claims: [{name: gpu}]}
+`, name, parameters))
+	}
+	s.event("ResourceClaim", "mps", "InvalidParameters", "config[0].opaque.parameters.sharing.strategy", "MPS", "retrying does not help")
+	s.event("Pod", "mps", "FailedPrepareDynamicResources", "config[0].opaque.parameters.sharing.strategy")
+	s.event("ResourceClaim", "typo", "InvalidParameters", "config[0].opaque.parameters", "shearing", "retrying does not help")
+	s.wantHolds(0, 0)
+}
+
+// TestRunDirectoryFull: a pod by limits is admitted all the same, since a refusal would be the end of it; a pod by claims
+// says what is missing and runs when there is space. Whoever runs keeps running.
+func TestRunDirectoryFull(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	stop := s.fill("/run/filler")
+	s.await(soon, "the disk to be full", func() error {
+		if free := strings.TrimSpace(s.on(node(), "stat", "-f", "-c", "%f", "/run")); free != "0" {
+			return fmt.Errorf("%s blocks are free", free)
+		}
+		return nil
+	})
+	s.manifest(one("limit", "limit-full") + one("claim", "claim-full"))
+	s.event("Pod", "claim-full", "FailedPrepareDynamicResources", "no space left on device")
+	// The rest of the node wants space as well, so it does not start; but it was not refused.
+	s.await(soon, "the limits pod to be admitted", func() error {
+		if claims, limits := s.holdsByKind(); claims != 2 || limits != 3 {
+			return fmt.Errorf("holds: %v", s.holds(node()))
+		}
+		return nil
+	})
+	if pod := s.pod("limit-full"); pod.Status.Phase == corev1.PodFailed {
+		t.Errorf("the limits pod was refused: %s %s", pod.Status.Reason, pod.Status.Message)
+	}
+	stop()
+	s.nudge("claim-full")
+	s.running(patient, 6, 0)
+	s.same(before)
+	s.wantHolds(3, 3)
+	s.noDoubleOwners()
+}
+
+// fill fills the file system of a file on the node, and what becomes free in it, until the returned function is called.
+func (s *story) fill(file string) (stop func()) {
+	s.Helper()
+	ctx, cancel := context.WithCancel(s.ctx)
+	cmd, err := node().Command(ctx, "sh", "-c", "while true; do cat /dev/zero >> $0 2> /dev/null; sleep 0.05; done", file)
+	if err == nil {
+		err = cmd.Start()
+	}
+	if err != nil {
+		s.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	stopped := false
+	stop = func() {
+		if stopped {
+			return
+		}
+		stopped = true
+		cancel()
+		<-ended
+		s.on(node(), "rm", "-f", file)
+	}
+	s.Cleanup(stop)
+	return stop
+}
+
+// nudge makes kubelet look at a pod now; left alone it tries a claim again after 60 to 90 seconds.
+func (s *story) nudge(pod string) {
+	s.Helper()
+	s.kubectl("annotate", "pod", "-n", s.namespace, pod, "--overwrite", "nudged=true")
+}
+
+// same checks that the pods of occupy see the GPUs they saw.
+func (s *story) same(before map[string][]int) {
+	s.Helper()
+	now := s.seen()
+	for pod, gpus := range before {
+		if fmt.Sprint(now[pod]) != fmt.Sprint(gpus) {
+			s.Errorf("%s saw GPUs %v, now %v", pod, gpus, now[pod])
+		}
+	}
+}
+
+// TestRunDirectoryWiped while pods run, with the agent running and before its next start: kubelet knows who has what.
+func TestRunDirectoryWiped(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	s.on(node(), "sh", "-c", "rm -rf /run/tandem/*")
+	s.killAgent()
+	s.ready()
+	s.await(soon, "the holds to be restored", func() error {
+		if claims, limits := s.holdsByKind(); claims != 2 || limits != 2 {
+			return fmt.Errorf("holds: %v", s.holds(node()))
+		}
+		return nil
+	})
+	s.undisturbed(before)
+}
+
+// TestCDIDirectoryWiped: the next pod of each kind starts all the same.
+func TestCDIDirectoryWiped(t *testing.T) {
+	s := begin(t)
+	s.manifest(singleTemplate)
+	s.on(node(), "sh", "-c", "rm -rf /var/run/cdi/*")
+	s.manifest(one("claim", "claim"))
+	s.running(soon, 1, 0)
+	s.on(node(), "sh", "-c", "rm -rf /var/run/cdi/*")
+	s.manifest(one("limit", "limit"))
+	s.running(soon, 2, 0)
+	for _, pod := range []string{"claim", "limit"} {
+		if gpus := s.gpus(pod, ""); len(gpus) != 1 {
+			t.Errorf("%s sees GPUs %v", pod, gpus)
+		}
+	}
+	s.noDoubleOwners()
+}
+
+// TestWrongConfiguration: the agent says which key is wrong where its user looks, running pods do not notice, and the right
+// configuration is all it takes.
+func TestWrongConfiguration(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	values := append([]string{"config.version=v1", "config.flags.plugin.devicelistStrategy={cdi-cri}"}, installValues...)
+	if err := install.Tandem(s.ctx, theCluster, install.Options{Detached: true, Values: values}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := install.Tandem(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {
+			t.Error(err)
+		}
+	})
+	s.await(soon, "an agent to say what is wrong", func() error {
+		list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		said := errors.New("all run")
+		for _, pod := range list.Items {
+			for _, status := range pod.Status.ContainerStatuses {
+				for _, state := range []corev1.ContainerState{status.State, status.LastTerminationState} {
+					if state.Terminated == nil {
+						continue
+					}
+					if said = errors.New(state.Terminated.Message); strings.Contains(state.Terminated.Message, "flags.plugin.devicelistStrategy") {
+						return nil
+					}
+				}
+			}
+		}
+		return said
+	})
+	s.same(before)
+	if err := install.Tandem(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {
+		t.Fatal(err)
+	}
+	s.undisturbed(before)
+}
