@@ -22,12 +22,10 @@ func (c *Config) registryDir() string { return filepath.Join(c.KubeletDir, "plug
 // pluginDir is where the driver's own socket lies.
 func (c *Config) pluginDir() string { return filepath.Join(c.KubeletDir, "plugins", c.DriverName) }
 
-// registrationSocket and serviceSocket are named as the helper library names them by default.
+// registrationSocket is named as the helper library names it by default.
 func (c *Config) registrationSocket() string {
 	return filepath.Join(c.registryDir(), c.DriverName+"-reg.sock")
 }
-
-func (c *Config) serviceSocket() string { return filepath.Join(c.pluginDir(), "dra.sock") }
 
 // prepareDirectories makes what kubelet may not have made yet, below a directory that must exist: a misspelt kubelet
 // directory must not be created, because no kubelet would ever look there.

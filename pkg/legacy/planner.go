@@ -13,8 +13,9 @@ import (
 // bounded work.
 //
 // GPUs are numbered by their place in the catalog, which is by minor. The best choice has the best-connected GPUs; among
-// equals, the one that leaves the best-connected rest behind; among equals again, the one with the highest minors, because
-// claims are placed from the lowest up.
+// equals, the one that leaves the rest the most NVLinks; among equals again, the one with the highest minors, because claims
+// are placed from the lowest up. PCIe and NUMA closeness of the rest count for less than staying away from claims: a collision
+// costs a pod its start.
 type planner struct {
 	weight [][]int64
 	numa   []int
@@ -67,7 +68,7 @@ func newPlanner(gpus []device.GPU, inv device.Inventory) *planner {
 type plan struct {
 	chosen []int
 	score  int64 // of the pairs inside
-	reach  int64 // of the pairs between each chosen GPU and everything available: what the rest loses
+	reach  int64 // NVLinks between each chosen GPU and everything available: what the rest loses
 }
 
 // better says whether a is the better plan by connections; the order of search decides among equals.
@@ -98,12 +99,12 @@ func (p *planner) choose(available, required []int, size int) []int {
 	return descending(s.best.chosen)
 }
 
-// reach returns for each GPU of the set the weight of its connections into the set.
+// reach returns for each GPU of the set its NVLinks into the set.
 func (p *planner) reach(set []int) []int64 {
 	reach := make([]int64, len(p.weight))
 	for _, i := range set {
 		for _, j := range set {
-			reach[i] += p.weight[i][j]
+			reach[i] += p.weight[i][j] / weightNVLink
 		}
 	}
 	return reach

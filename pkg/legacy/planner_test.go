@@ -66,10 +66,11 @@ func TestPlannerChooses(t *testing.T) {
 		size      int
 		want      []int
 	}{
-		"highest of equals":                         {nvswitch(8), upTo(8), nil, 1, []int{7}},
-		"a pair inside one NUMA node":               {islands(8, 4, 0), upTo(8), nil, 2, []int{7, 6}},
-		"from the broken island, not the whole one": {islands(8, 4, 0), []int{0, 1, 4, 5, 6, 7}, nil, 2, []int{1, 0}},
-		"a single from the broken island":           {islands(8, 4, 0), []int{0, 4, 5, 6, 7}, nil, 1, []int{0}},
+		"highest of equals":                                 {nvswitch(8), upTo(8), nil, 1, []int{7}},
+		"a pair inside one NUMA node":                       {islands(8, 4, 0), upTo(8), nil, 2, []int{7, 6}},
+		"from the broken island, not the whole one":         {islands(8, 4, 2), []int{0, 1, 4, 5, 6, 7}, nil, 2, []int{1, 0}},
+		"a single from the broken island":                   {islands(8, 4, 2), []int{0, 4, 5, 6, 7}, nil, 1, []int{0}},
+		"away from claims rather than the broken NUMA node": {islands(8, 4, 0), []int{2, 3, 4, 5, 6, 7}, nil, 1, []int{7}},
 		"NVLink across NUMA nodes beats PCIe closeness": {machine(4, func(i int) int { return i / 2 }, func(i, j int) device.Pair {
 			if i == 0 && j == 3 {
 				return device.Pair{PCIe: device.LinkSystem, NVLinks: 1}
@@ -126,7 +127,7 @@ func twin(inv device.Inventory, available, required []int, size int) []int {
 		slices.Reverse(list)
 		return list[:size]
 	}
-	type score [6]int // of the chosen and of the rest: NVLinks, PCIe, shared NUMA nodes
+	type score [4]int // of the chosen: NVLinks, PCIe, shared NUMA nodes; of the rest: NVLinks
 	var best []int
 	var bestScore score
 	for mask := range 1 << len(inv.GPUs) {
@@ -155,9 +156,12 @@ func twin(inv device.Inventory, available, required []int, size int) []int {
 				for _, j := range set {
 					if i < j {
 						s[3*k] += inv.Links[i][j].NVLinks
-						s[3*k+1] += int(inv.Links[i][j].PCIe)
+						if k > 0 {
+							continue
+						}
+						s[1] += int(inv.Links[i][j].PCIe)
 						if inv.GPUs[i].NUMANode == inv.GPUs[j].NUMANode && inv.GPUs[i].NUMANode >= 0 {
-							s[3*k+2]++
+							s[2]++
 						}
 					}
 				}
