@@ -440,22 +440,22 @@ func claimsOf(pod *corev1.Pod) map[string]bool {
 	return names
 }
 
-// remembered is how long a deleted pod is remembered at least: whoever is about to learn that it held something must not
-// take it for one that is still to come.
-const remembered = time.Minute
-
-// Sweep forgets deleted pods that have no cgroup any more and that no hold names.
+// Sweep forgets deleted pods that have no cgroup any more and that no hold names. It forgets none while there is a limit whose
+// pod is not known yet: forgotten, that pod would pass for one that has not been seen so far, and live for ever.
 func (p *Pods) Sweep(holds []ledger.Hold) {
 	named := map[types.UID]bool{}
 	for _, h := range holds {
+		if h.Holder.Kind == ledger.KindLimit && len(h.Pods) == 0 {
+			return
+		}
 		for _, pod := range h.Pods {
 			named[types.UID(pod.UID)] = true
 		}
 	}
 	p.mu.Lock()
 	candidates := make([]types.UID, 0, len(p.deleted))
-	for uid, pod := range p.deleted {
-		if !named[uid] && time.Since(pod.ended) > remembered {
+	for uid := range p.deleted {
+		if !named[uid] {
 			candidates = append(candidates, uid)
 		}
 	}

@@ -1,0 +1,439 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package evidence
+
+import (
+	"context"
+	"maps"
+	"reflect"
+	"slices"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/client-go/tools/cache"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+type option func(*corev1.Pod)
+
+func pod(uid, name string, options ...option) *corev1.Pod {
+	p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "apps", Name: name, UID: types.UID(uid)}, Status: corev1.PodStatus{Phase: corev1.PodRunning}}
+	for _, o := range options {
+		o(p)
+	}
+	return p
+}
+
+func phase(phase corev1.PodPhase) option { return func(p *corev1.Pod) { p.Status.Phase = phase } }
+func beingDeleted(p *corev1.Pod)         { now := metav1.Now(); p.DeletionTimestamp = &now }
+func mirrorOf(static string) option {
+	return func(p *corev1.Pod) { p.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: static} }
+}
+func ranOnce(p *corev1.Pod) {
+	p.Status.ContainerStatuses = []corev1.ContainerStatus{{Name: "main", ContainerID: "containerd://1"}}
+}
+func names(claim string) option {
+	return func(p *corev1.Pod) {
+		p.Spec.ResourceClaims = append(p.Spec.ResourceClaims, corev1.PodResourceClaim{Name: "gpu", ResourceClaimName: &claim})
+	}
+}
+func fromTemplate(claim string) option {
+	return func(p *corev1.Pod) {
+		template := "template"
+		p.Spec.ResourceClaims = append(p.Spec.ResourceClaims, corev1.PodResourceClaim{Name: "gpu", ResourceClaimTemplateName: &template})
+		p.Status.ResourceClaimStatuses = []corev1.PodResourceClaimStatus{{Name: "gpu", ResourceClaimName: &claim}, {Name: "none"}}
+	}
+}
+func extended(claim string) option {
+	return func(p *corev1.Pod) {
+		p.Status.ExtendedResourceClaimStatus = &corev1.PodExtendedResourceClaimStatus{ResourceClaimName: claim}
+	}
+}
+
+// known is a Pods that has synced a while ago, without an API server.
+func known(t *testing.T, f tree, pods ...*corev1.Pod) *Pods {
+	t.Helper()
+	p, err := NewPods(fake.NewClientset(), "node-1", f.fresh())
+	must(t, err)
+	p.synced = time.Now().Add(-time.Hour)
+	for _, pod := range pods {
+		p.add(t, pod)
+	}
+	return p
+}
+
+func (p *Pods) add(t *testing.T, pod *corev1.Pod) {
+	t.Helper()
+	trimmed, err := trim(pod)
+	must(t, err)
+	p.store(trimmed)
+}
+
+func limit(state ledger.State, age time.Duration, uids ...string) ledger.Hold {
+	h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-a"}, State: state, Since: time.Now().Add(-age)}
+	for _, uid := range uids {
+		h.Pods = append(h.Pods, ledger.Pod{UID: uid})
+	}
+	return h
+}
+
+func claim(state ledger.State, uids ...string) ledger.Hold {
+	h := limit(state, time.Minute, uids...)
+	h.Holder, h.Namespace, h.Name = ledger.Holder{Kind: ledger.KindClaim, ID: "claim-uid"}, "apps", "one"
+	return h
+}
+
+// cgroup states of a pod in a table.
+const (
+	noGroup = iota
+	emptyGroup
+	busyGroup
+)
+
+func (f tree) group(uid string, state int) {
+	if state != noGroup {
+		f.v2("kubepods/burstable/pod"+uid, state == busyGroup)
+	}
+}
+
+func TestLimitVerdict(t *testing.T) {
+	before, recent := 2*time.Hour, 10*time.Second // the first list was an hour ago
+	tests := []struct {
+		name   string
+		pod    *corev1.Pod
+		delete bool
+		group  int
+		hold   ledger.Hold
+		want   ledger.Verdict
+	}{
+		{"live", pod(podA, "a"), false, busyGroup, limit(ledger.StateHeld, recent, podA), ledger.Running},
+		{"live, no cgroup yet", pod(podA, "a"), false, noGroup, limit(ledger.StateHeld, recent, podA), ledger.Running},
+		{"being deleted", pod(podA, "a", beingDeleted), false, busyGroup, limit(ledger.StateHeld, recent, podA), ledger.Terminating},
+		{"being deleted, no cgroup", pod(podA, "a", beingDeleted), false, noGroup, limit(ledger.StateHeld, recent, podA), ledger.Terminating},
+		{"Succeeded, busy", pod(podA, "a", phase(corev1.PodSucceeded)), false, busyGroup, limit(ledger.StateHeld, recent, podA), ledger.Orphaned},
+		{"Succeeded, empty", pod(podA, "a", phase(corev1.PodSucceeded)), false, emptyGroup, limit(ledger.StateHeld, recent, podA), ledger.Gone},
+		{"Succeeded, no cgroup", pod(podA, "a", phase(corev1.PodSucceeded)), false, noGroup, limit(ledger.StateHeld, recent, podA), ledger.Gone},
+		{"Failed by somebody else, busy", pod(podA, "a", phase(corev1.PodFailed)), false, busyGroup, limit(ledger.StateHeld, recent, podA), ledger.Orphaned},
+		{"Succeeded and being deleted", pod(podA, "a", phase(corev1.PodSucceeded), beingDeleted), false, emptyGroup, limit(ledger.StateHeld, recent, podA), ledger.Gone},
+		{"deleted, busy", pod(podA, "a"), true, busyGroup, limit(ledger.StateHeld, recent, podA), ledger.Orphaned},
+		{"deleted, empty: a container may follow", pod(podA, "a"), true, emptyGroup, limit(ledger.StateHeld, recent, podA), ledger.Orphaned},
+		{"deleted, no cgroup", pod(podA, "a"), true, noGroup, limit(ledger.StateHeld, recent, podA), ledger.Gone},
+		{"deleted, no cgroup, just allocated", pod(podA, "a"), true, noGroup, limit(ledger.StateHeld, 0, podA), ledger.Terminating},
+		{"deleted, busy, just allocated", pod(podA, "a"), true, busyGroup, limit(ledger.StateHeld, 0, podA), ledger.Terminating},
+		{"deleted, busy, draining", pod(podA, "a"), true, busyGroup, limit(ledger.StateDraining, 0, podA), ledger.Orphaned},
+		{"never seen, held before the first list", nil, false, noGroup, limit(ledger.StateHeld, before, podA), ledger.Gone},
+		{"never seen, held before the first list, busy", nil, false, busyGroup, limit(ledger.StateHeld, before, podA), ledger.Orphaned},
+		{"never seen, held since", nil, false, noGroup, limit(ledger.StateHeld, recent, podA), ledger.Running},
+		{"never seen, expected", nil, false, noGroup, limit(ledger.StateExpected, recent, podA), ledger.Gone},
+		{"never seen, expected, busy", nil, false, busyGroup, limit(ledger.StateExpected, recent, podA), ledger.Orphaned},
+		{"no pod known", nil, false, noGroup, limit(ledger.StateHeld, recent), ledger.Running},
+		{"one of two lives", pod(podA, "a"), false, busyGroup, limit(ledger.StateExpected, recent, podA, podB), ledger.Running},
+		{"a clock that was set back", pod(podA, "a"), true, noGroup, limit(ledger.StateHeld, -time.Hour, podA), ledger.Gone},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			f := newTree(t)
+			f.v2("kubepods/burstable", false)
+			f.group(podA, test.group)
+			p := known(t, f)
+			if test.pod != nil {
+				p.add(t, test.pod)
+			}
+			if test.delete {
+				p.forget(test.pod)
+			}
+			if got := p.Verdict(test.hold); got != test.want {
+				t.Errorf("got %v, want %v", got, test.want)
+			}
+			p.synced = time.Time{}
+			if got := p.Verdict(test.hold); got != ledger.Running {
+				t.Errorf("before the first list: got %v, want %v", got, ledger.Running)
+			}
+		})
+	}
+}
+
+func TestVerdictWithoutCgroups(t *testing.T) {
+	p := known(t, newTree(t), pod(podA, "a", phase(corev1.PodSucceeded)))
+	if got := p.Verdict(limit(ledger.StateHeld, time.Minute, podA)); got != ledger.Running {
+		t.Errorf("limit: got %v", got)
+	}
+	if got := p.Verdict(claim(ledger.StateDraining, podA)); got != ledger.Orphaned {
+		t.Errorf("claim: got %v", got)
+	}
+}
+
+func TestClaimVerdict(t *testing.T) {
+	tests := []struct {
+		name   string
+		pods   []*corev1.Pod
+		delete []string // names
+		groups map[string]int
+		hold   ledger.Hold
+		want   ledger.Verdict
+	}{
+		{"held, pod lives", []*corev1.Pod{pod(podA, "a", names("one"))}, nil, nil, claim(ledger.StateHeld, podA), ledger.Running},
+		{"held, pod is being deleted", []*corev1.Pod{pod(podA, "a", names("one"), beingDeleted)}, nil, nil, claim(ledger.StateHeld, podA), ledger.Terminating},
+		{"held, pod has ended", []*corev1.Pod{pod(podA, "a", phase(corev1.PodFailed))}, nil, nil, claim(ledger.StateHeld, podA), ledger.Terminating},
+		{"held, one pod ends, the other lives", []*corev1.Pod{pod(podA, "a", beingDeleted), pod(podB, "b", names("one"))}, nil, nil, claim(ledger.StateHeld, podA), ledger.Running},
+		{"held, no pod known", nil, nil, nil, claim(ledger.StateHeld), ledger.Running},
+		{"draining, no pod known", nil, nil, nil, claim(ledger.StateDraining), ledger.Gone},
+		{"draining, busy", []*corev1.Pod{pod(podA, "a", beingDeleted)}, nil, map[string]int{podA: busyGroup}, claim(ledger.StateDraining, podA), ledger.Orphaned},
+		{"draining, empty", []*corev1.Pod{pod(podA, "a", beingDeleted)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Gone},
+		{"draining, never started a container", []*corev1.Pod{pod(podA, "a", names("one"))}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Gone},
+		{"draining, between two starts of a container", []*corev1.Pod{pod(podA, "a", names("one"), ranOnce)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining), ledger.Running},
+		{"draining, ran and is being deleted", []*corev1.Pod{pod(podA, "a", names("one"), ranOnce, beingDeleted)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Gone},
+		{"draining, ran and has ended", []*corev1.Pod{pod(podA, "a", names("one"), ranOnce, phase(corev1.PodSucceeded))}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Gone},
+		{"draining, another pod shares it by name", []*corev1.Pod{pod(podB, "b", names("one"))}, nil, map[string]int{podB: busyGroup}, claim(ledger.StateDraining, podA), ledger.Orphaned},
+		{"draining, another pod shares it by template", []*corev1.Pod{pod(podB, "b", fromTemplate("one"))}, nil, map[string]int{podB: busyGroup}, claim(ledger.StateDraining), ledger.Orphaned},
+		{"draining, for an extended resource", []*corev1.Pod{pod(podB, "b", extended("one"))}, nil, map[string]int{podB: busyGroup}, claim(ledger.StateDraining), ledger.Orphaned},
+		{"draining, a pod of another claim", []*corev1.Pod{pod(podB, "b", names("two"), extended(""))}, nil, map[string]int{podB: busyGroup}, claim(ledger.StateDraining), ledger.Gone},
+		{"draining, an unrecorded pod was force-deleted", []*corev1.Pod{pod(podB, "b", names("one"))}, []string{"b"}, map[string]int{podB: busyGroup}, claim(ledger.StateDraining), ledger.Orphaned},
+		{"draining, recorded and never seen", nil, nil, map[string]int{podA: busyGroup}, claim(ledger.StateDraining, podA), ledger.Orphaned},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			f := newTree(t)
+			f.v2("kubepods/burstable", false)
+			for uid, state := range test.groups {
+				f.group(uid, state)
+			}
+			p := known(t, f, test.pods...)
+			for _, pod := range test.pods {
+				if slices.Contains(test.delete, pod.Name) {
+					p.forget(pod)
+				}
+			}
+			if got := p.Verdict(test.hold); got != test.want {
+				t.Errorf("got %v, want %v", got, test.want)
+			}
+		})
+	}
+}
+
+// The pods of a claim of the same name that came after it do not keep it; its own do.
+func TestVerdictWithoutClaim(t *testing.T) {
+	f := newTree(t)
+	f.group(podB, busyGroup)
+	p := known(t, f, pod(podB, "b", names("one"), ranOnce))
+	if got := p.Verdict(claim(ledger.StateDraining, podA)); got != ledger.Running {
+		t.Errorf("as long as the claim may exist: got %v", got)
+	}
+	if got := p.VerdictWithoutClaim(claim(ledger.StateHeld, podA)); got != ledger.Gone {
+		t.Errorf("the pod is the successor's: got %v", got)
+	}
+	if got := p.VerdictWithoutClaim(claim(ledger.StateHeld, podB)); got != ledger.Running {
+		t.Errorf("the pod is recorded: got %v", got)
+	}
+	p.forget(pod(podB, "b"))
+	if got := p.VerdictWithoutClaim(claim(ledger.StateHeld, podA)); got != ledger.Orphaned {
+		t.Errorf("a deleted pod that still runs may be its own: got %v", got)
+	}
+}
+
+func TestMirrorPods(t *testing.T) {
+	f := newTree(t)
+	f.group(static, busyGroup)
+	mirror, again := pod("mirror-1", "etcd", mirrorOf(static)), pod("mirror-2", "etcd", mirrorOf(static))
+	hold := limit(ledger.StateHeld, time.Minute, static)
+	p := known(t, f, mirror)
+	ask := func(when string, want ledger.Verdict) {
+		t.Helper()
+		if got := p.Verdict(hold); got != want {
+			t.Errorf("%s: got %v, want %v", when, got, want)
+		}
+	}
+	ask("mirrored", ledger.Running)
+	if got := p.Name(static); got.Name != "etcd" {
+		t.Errorf("name is %+v", got)
+	}
+	p.forget(mirror)
+	ask("somebody deleted the mirror", ledger.Orphaned)
+	p.add(t, again)
+	ask("kubelet made it again", ledger.Running)
+	p.add(t, mirror)
+	p.add(t, again)
+	p.forget(mirror)
+	ask("made again before the deletion was seen", ledger.Running)
+	p.forget(cache.DeletedFinalStateUnknown{Key: "apps/etcd", Obj: again})
+	f.remove("kubepods/burstable/pod" + static)
+	ask("manifest removed", ledger.Gone)
+}
+
+func TestTrimKeepsWhatIsNeeded(t *testing.T) {
+	full := pod(podA, "a", names("one"), fromTemplate("two"), extended("three"), beingDeleted, mirrorOf(static), ranOnce, phase(corev1.PodFailed))
+	full.ResourceVersion = "7"
+	full.Annotations["other"] = "x"
+	full.Labels = map[string]string{"other": "x"}
+	full.Spec.Containers = []corev1.Container{{Name: "main"}}
+	once, err := trim(full)
+	must(t, err)
+	twice, err := trim(once)
+	must(t, err)
+	if !reflect.DeepEqual(once, twice) {
+		t.Errorf("trimmed twice it is %+v, not %+v", twice, once)
+	}
+	got := once.(*corev1.Pod)
+	if got.UID != podA || got.ResourceVersion != "7" || runningUID(got) != static || got.DeletionTimestamp == nil || !isTerminal(got) {
+		t.Errorf("got %+v", got)
+	}
+	for _, claim := range []string{"one", "two", "three"} {
+		if !claimsOf(got)[claim] {
+			t.Errorf("claim %s is lost", claim)
+		}
+	}
+	if len(got.Status.ContainerStatuses) != 1 {
+		t.Errorf("a started container is lost: %+v", got.Status)
+	}
+	if got.Spec.Containers != nil || got.Labels != nil || len(got.Annotations) != 1 {
+		t.Errorf("kept too much: %+v", got)
+	}
+	if full.Spec.Containers == nil || full.Labels == nil {
+		t.Error("the original was changed")
+	}
+	fresh, err := trim(pod(podB, "b"))
+	must(t, err)
+	if fresh.(*corev1.Pod).Status.ContainerStatuses != nil {
+		t.Error("nothing was started")
+	}
+	if other, err := trim("no pod"); err != nil || other != "no pod" {
+		t.Errorf("got %v, %v", other, err)
+	}
+}
+
+func TestSweep(t *testing.T) {
+	f := newTree(t)
+	f.group(podB, busyGroup)
+	p := known(t, f)
+	for _, uid := range []string{"held", podB, "gone"} {
+		p.add(t, pod(uid, uid))
+		p.forget(pod(uid, uid))
+	}
+	p.Sweep([]ledger.Hold{limit(ledger.StateHeld, 0, "held")})
+	left := slices.Sorted(maps.Keys(p.deleted))
+	if want := []types.UID{podB, "held"}; !slices.Equal(left, want) {
+		t.Errorf("remembers %v, want %v", left, want)
+	}
+}
+
+func TestEndedBefore(t *testing.T) {
+	start := time.Now()
+	p := known(t, newTree(t), pod(podA, "a"), pod(podB, "b", phase(corev1.PodSucceeded)))
+	later := time.Now().Add(time.Hour)
+	for _, test := range []struct {
+		uid    string
+		moment time.Time
+		want   bool
+	}{{podA, later, false}, {podB, later, true}, {podB, start.Add(-time.Second), false}, {"unknown", later, false}} {
+		if got := p.EndedBefore(test.uid, test.moment); got != test.want {
+			t.Errorf("%s before %s: got %v", test.uid, test.moment, got)
+		}
+	}
+	p.forget(pod(podA, "a"))
+	if !p.EndedBefore(podA, later) {
+		t.Error("a deleted pod has ended")
+	}
+}
+
+func TestStrangersAndClaimNames(t *testing.T) {
+	f := newTree(t)
+	f.group(podA, busyGroup)
+	f.group(podB, emptyGroup)
+	f.group(static, busyGroup)
+	p := known(t, f, pod(podA, "a", names("one"), extended("two")), pod("mirror", "etcd", mirrorOf(static)), pod("c", "c", names("one")))
+	got, err := p.Strangers()
+	if err != nil || !slices.Equal(got, []string{podB}) {
+		t.Errorf("strangers are %v, %v", got, err)
+	}
+	if got, want := p.ClaimNames(), []types.NamespacedName{{Namespace: "apps", Name: "one"}, {Namespace: "apps", Name: "two"}}; !slices.Equal(got, want) {
+		t.Errorf("claims are %v, want %v", got, want)
+	}
+}
+
+// An update that says nothing new wakes nobody.
+func TestOnlyNewsIsAnnounced(t *testing.T) {
+	p := known(t, newTree(t))
+	news := func(when string, want bool, pod *corev1.Pod) {
+		t.Helper()
+		changed := p.Changed()
+		p.add(t, pod)
+		select {
+		case <-changed:
+			if !want {
+				t.Errorf("%s: announced", when)
+			}
+		default:
+			if want {
+				t.Errorf("%s: not announced", when)
+			}
+		}
+	}
+	a := pod(podA, "a")
+	news("first seen", true, a)
+	again := a.DeepCopy()
+	again.ResourceVersion, again.Status.PodIP = "8", "10.0.0.1"
+	news("an address", false, again)
+	news("started", true, pod(podA, "a", ranOnce))
+	news("ended", true, pod(podA, "a", ranOnce, phase(corev1.PodFailed)))
+}
+
+// TestRun goes through a real informer, with a pod that is replaced by one of its name.
+func TestRun(t *testing.T) {
+	f := newTree(t)
+	f.v2("kubepods/burstable", false)
+	client := fake.NewClientset(pod(podA, "a"))
+	p, err := NewPods(client, "node-1", f.fresh())
+	must(t, err)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- p.Run(ctx) }()
+	if !p.AwaitSync(ctx) {
+		t.Fatal("not synced")
+	}
+	// All of the first list is there with it.
+	if !p.Known(podA) {
+		t.Fatal("synced without its pods")
+	}
+	await := func(what string, reached func() bool) {
+		t.Helper()
+		for {
+			changed := p.Changed()
+			if reached() {
+				return
+			}
+			select {
+			case <-changed:
+			case <-time.After(time.Minute):
+				t.Fatalf("never: %s", what)
+			}
+		}
+	}
+	pods := client.CoreV1().Pods("apps")
+	// As after an interrupted watch: one update instead of a deletion and an addition.
+	_, err = pods.Update(ctx, pod(podB, "a"), metav1.UpdateOptions{})
+	must(t, err)
+	await("the new pod", func() bool { return p.Known(podB) })
+	await("the end of the old one", func() bool { return p.Verdict(limit(ledger.StateHeld, time.Minute, podA)) == ledger.Gone })
+	must(t, pods.Delete(ctx, "a", metav1.DeleteOptions{}))
+	await("the deletion", func() bool { return p.EndedBefore(podB, time.Now().Add(time.Hour)) })
+	cancel()
+	must(t, <-done)
+	if p.AwaitSync(ctx) != true {
+		t.Error("it was synced")
+	}
+}
+
+func TestAwaitSyncEndsWithContext(t *testing.T) {
+	p, err := NewPods(fake.NewClientset(), "node-1", newTree(t).fresh())
+	must(t, err)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if p.AwaitSync(ctx) {
+		t.Error("synced without an informer")
+	}
+}
