@@ -517,7 +517,7 @@ func TestStopFinishesWaitingCallsAndLeavesNothing(t *testing.T) {
 		if n := r.metric("tandem_prepare_duration_seconds"); n != 0 {
 			return errors.New("already answered")
 		}
-		if r.claimCalls() == 0 {
+		if r.evidence.questions() == 0 {
 			return errors.New("not there yet")
 		}
 		return nil

@@ -231,11 +231,13 @@ func (r *rig) awaitPublished(want string) {
 type fakeEvidence struct {
 	mu       sync.Mutex
 	verdicts map[string]ledger.Verdict
+	asked    int
 }
 
 func (e *fakeEvidence) Verdict(h ledger.Hold) ledger.Verdict {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	e.asked++
 	if v, ok := e.verdicts[h.Holder.ID]; ok {
 		return v
 	}
@@ -243,6 +245,13 @@ func (e *fakeEvidence) Verdict(h ledger.Hold) ledger.Verdict {
 		return ledger.Gone
 	}
 	return ledger.Running
+}
+
+// questions counts how often anybody asked.
+func (e *fakeEvidence) questions() int {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.asked
 }
 
 func (e *fakeEvidence) set(id string, v ledger.Verdict) {
