@@ -41,8 +41,6 @@ type fakeAPI struct {
 	keepProbeTaints bool
 	// failWrites refuses every write of slices with an error.
 	failWrites error
-	// claimGets counts look-ups of claims.
-	claimGets int
 	// writes counts stored creates, updates and deletes of slices by the driver.
 	writes int
 }
@@ -203,7 +201,6 @@ func (f *fakeAPI) get(w http.ResponseWriter, resource, key string) {
 	f.mu.Lock()
 	object, known := f.objects[resource][key]
 	if resource == "resourceclaims" {
-		f.claimGets++
 	}
 	f.mu.Unlock()
 	if !known {

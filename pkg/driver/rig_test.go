@@ -129,13 +129,6 @@ func newClaim(name string, devices ...string) *resourceapi.ResourceClaim {
 	return c
 }
 
-// claimCalls counts how often a claim was looked up, which every prepare begins with.
-func (r *rig) claimCalls() int {
-	r.api.mu.Lock()
-	defer r.api.mu.Unlock()
-	return r.api.claimGets
-}
-
 // metric sums the samples of a metric whose labels include all the given values: values, or counts of a histogram.
 func (r *rig) metric(name string, labels ...string) float64 {
 	r.t.Helper()
