@@ -200,8 +200,6 @@ func (f *fakeAPI) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 func (f *fakeAPI) get(w http.ResponseWriter, resource, key string) {
 	f.mu.Lock()
 	object, known := f.objects[resource][key]
-	if resource == "resourceclaims" {
-	}
 	f.mu.Unlock()
 	if !known {
 		f.refuse(w, apierrors.NewNotFound(schema.GroupResource{Resource: resource}, key))
