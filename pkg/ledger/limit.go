@@ -84,7 +84,7 @@ func checkApart(requests []LimitRequest) error {
 // take records new holds, all or none. Under l.mu.
 func (l *Ledger) take(holds []Hold) error {
 	for i, h := range holds {
-		if err := l.disk.create(h); err != nil {
+		if err := l.onDisk(func() error { return l.disk.create(h) }); err != nil {
 			return errors.Join(err, l.undo(holds[:i]))
 		}
 		l.put(h)

@@ -125,7 +125,7 @@ func (l *Ledger) Close() error {
 func (l *Ledger) Provision(n int) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.disk.provision(n)
+	return l.onDisk(func() error { return l.disk.provision(n) })
 }
 
 // Holds returns a copy of every hold, sorted by device, then holder.
@@ -174,7 +174,7 @@ func (l *Ledger) Expect(h Hold) error {
 	h.Since = now()
 	h.Pods = slices.Clone(h.Pods)
 	h.Unreadable = false
-	err := l.disk.create(h)
+	err := l.onDisk(func() error { return l.disk.create(h) })
 	l.put(h)
 	l.announce()
 	if err != nil {
@@ -259,7 +259,7 @@ func (l *Ledger) change(current *Hold, updated Hold) error {
 }
 
 func (l *Ledger) rewrite(current *Hold, updated Hold) error {
-	if err := l.disk.update(updated); err != nil {
+	if err := l.onDisk(func() error { return l.disk.update(updated) }); err != nil {
 		return err
 	}
 	delete(l.newer, keyOf(updated))
@@ -291,7 +291,7 @@ func (l *Ledger) release(h Hold) error {
 	if !ok || current.Generation != h.Generation {
 		return nil
 	}
-	if err := l.disk.remove(*current); err != nil {
+	if err := l.onDisk(func() error { return l.disk.remove(*current) }); err != nil {
 		return err
 	}
 	delete(l.holds, k)
