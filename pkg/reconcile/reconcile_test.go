@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+var long = time.Now().Add(-time.Hour)
+
+func TestLimitFromAllocateToEnd(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.group("p1", true)
+	g.group("before", false)
+	g.addPod(g.pod("p1"))
+	// A file of before names another pod.
+	g.checkpoint("before", "GPU-1")
+	must(t, os.Chtimes(evidence.DeviceCheckpointPath(g.dir), long, long))
+	g.run()
+	g.allocate("GPU-1")
+	g.stays("GPU-1: limit GPU-1 held []")
+	g.checkpoint("p1", "GPU-1")
+	g.await("GPU-1: limit GPU-1 held [p1]")
+	// Force-deleted while it runs, and while its cgroup is merely empty.
+	g.deletePod("p1")
+	g.await("GPU-1: limit GPU-1 draining [p1]")
+	g.group("p1", false)
+	g.stays("GPU-1: limit GPU-1 draining [p1]")
+	g.noGroup("p1")
+	g.await()
+}
+
+// Somebody deletes the mirror of a static pod, and kubelet makes it again.
+func TestOrphanComesBack(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.group("static", true)
+	mirror := g.pod("mirror")
+	mirror.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: "static"}
+	g.addPod(mirror)
+	g.checkpoint("static", "GPU-1")
+	must(t, g.r.Restore(t.Context()))
+	g.run()
+	g.await("GPU-1: limit GPU-1 held [static]")
+	g.deletePod("mirror")
+	g.await("GPU-1: limit GPU-1 draining [static]")
+	g.addPod(mirror)
+	g.await("GPU-1: limit GPU-1 held [static]")
+}
+
+// A pod that ended before the Allocate cannot have got it, whatever a file says that kubelet wrote afterwards.
+func TestCheckpointOfAPodThatHadEnded(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	ended := g.pod("ended")
+	ended.Status.Phase = corev1.PodSucceeded
+	g.addPod(ended)
+	g.addPod(g.pod("p2"))
+	g.run()
+	g.allocate("GPU-1")
+	g.checkpoint("ended", "GPU-1")
+	g.stays("GPU-1: limit GPU-1 held []")
+	g.checkpoint("p2", "GPU-1")
+	g.await("GPU-1: limit GPU-1 held [p2]")
+}
+
+// The next pod gets the device between the verdict on the last one and its release.
+func TestReuseBetweenVerdictAndRelease(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.allocate("GPU-1")
+	judged := g.book.Holds()[0]
+	g.allocate("GPU-1")
+	must(t, g.book.Release(judged))
+	g.want("GPU-1: limit GPU-1 held []")
+	if _, err := g.r.settle(judged, evidence.DeviceCheckpoint{Written: time.Now().Add(time.Hour), Devices: []evidence.PodDevice{{PodUID: "p1", Resource: resource, ID: "GPU-1"}}}); err != nil {
+		t.Error(err)
+	}
+	g.want("GPU-1: limit GPU-1 held []")
+}
+
+func TestDrainingClaim(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.group("p1", true)
+	g.addPod(g.pod("p1", "one"))
+	g.run()
+	g.prepare("c1", "one", "GPU-1", "p1")
+	must(t, g.book.DrainClaim(t.Context(), "c1"))
+	g.stays("GPU-1: claim c1 draining [p1]")
+	g.prepare("c1", "one", "GPU-1", "p1")
+	g.await("GPU-1: claim c1 held [p1]")
+	must(t, g.book.DrainClaim(t.Context(), "c1"))
+	g.group("p1", false)
+	g.await()
+}
+
+func TestNothingIsReleasedWhileServersAreAway(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
+	g.doubtSoon()
+	g.run()
+	g.change(func() { g.away = true })
+	g.allocate("GPU-1")
+	g.prepare("c1", "one", "GPU-2")
+	g.stays("GPU-1: limit GPU-1 held []", "GPU-2: claim c1 held []")
+	g.change(func() { g.away = false })
+	g.await()
+}
+
+func TestNothingHappensBeforeThePodsAreKnown(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.doubtSoon()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- g.r.Run(ctx) }()
+	g.checkpoint("ended", "GPU-1")
+	g.group("ended", false)
+	must(t, g.r.Restore(ctx))
+	g.prepare("c1", "one", "GPU-2")
+	calls := g.calls()
+	g.stays("GPU-1: limit GPU-1 expected [ended]", "GPU-2: claim c1 held []")
+	if g.calls() != calls {
+		t.Error("somebody was asked")
+	}
+	cancel()
+	must(t, <-done)
+}
+
+func TestUnconfirmedClaim(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
+	g.doubtSoon()
+	g.group("p2", true)
+	g.claim("one", "c1", "gpu-1")
+	g.claim("two", "other-uid", "gpu-2")
+	g.prepare("c1", "one", "GPU-1")       // allocated, whatever kubelet knows
+	g.prepare("c2", "two", "GPU-2", "p2") // another claim of its name, and its pod runs
+	g.prepare("c3", "three", "GPU-3")     // gone
+	g.run()
+	g.await("GPU-1: claim c1 held []", "GPU-2: claim c2 held [p2]")
+	g.noGroup("p2")
+	g.await("GPU-1: claim c1 held []")
+	g.claim("one", "c1")
+	g.await()
+}
+
+// With the API server away at start a claim for admin access passes for a holder, until it is back.
+func TestAdminAccessIsFoundOut(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.doubtSoon()
+	g.away = true
+	g.group("p1", true)
+	g.claimState(kubeletClaim{"c1", "monitor", []string{"p1"}, []string{"gpu-1"}}, kubeletClaim{"c2", "two", nil, []string{"gpu-2"}})
+	must(t, g.r.Restore(t.Context()))
+	g.addPod(g.pod("p1", "monitor"))
+	g.run()
+	g.stays("GPU-1: claim c1 expected [p1]", "GPU-2: claim c2 expected []")
+	g.claim("monitor", "c1", "admin:gpu-1")
+	g.claim("two", "c2", "gpu-2")
+	g.change(func() { g.away = false })
+	g.await("GPU-2: claim c2 expected []")
+}
+
+func TestLimitWithoutPod(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
+	g.doubtSoon()
+	g.used = []evidence.UsedDevice{{ID: "GPU-1", Resource: resource}}
+	g.used = append(g.used, evidence.UsedDevice{ID: "GPU-3", Resource: resource})
+	// A pod that nobody has ever seen, whose cgroup is there.
+	g.group("unseen", true)
+	g.run()
+	g.allocate("GPU-1", "GPU-2", "GPU-3")
+	g.checkpoint("unseen", "GPU-3")
+	g.await("GPU-1: limit GPU-1 held []", "GPU-3: limit GPU-3 held [unseen]")
+	g.change(func() { g.used = nil })
+	g.await("GPU-3: limit GPU-3 held [unseen]")
+	g.stays("GPU-3: limit GPU-3 held [unseen]")
+	g.noGroup("unseen")
+	g.await()
+}
+
+func TestNobodyIsAskedWhileAllIsConfirmed(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.doubtSoon()
+	g.addPod(g.pod("p1"))
+	g.addPod(g.pod("p2", "one"))
+	g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-2"}})
+	g.run()
+	g.allocate("GPU-1")
+	g.checkpoint("p1", "GPU-1")
+	g.prepare("c1", "one", "GPU-2", "p2")
+	g.await("GPU-1: limit GPU-1 held [p1]", "GPU-2: claim c1 held [p2]")
+	g.change(func() { g.gets, g.lists = 0, 0 })
+	g.client.ClearActions()
+	g.stays("GPU-1: limit GPU-1 held [p1]", "GPU-2: claim c1 held [p2]")
+	if calls, actions := g.calls(), len(g.client.Actions()); calls > 0 || actions > 0 {
+		t.Errorf("%d questions, %d calls to the API server", calls, actions)
+	}
+}
+
+// A record that cannot be read ends by evidence about everybody who could be behind it.
+func TestUnreadableRecords(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
+	g.doubtSoon()
+	must(t, g.book.Close())
+	dir := t.TempDir()
+	must(t, os.MkdirAll(filepath.Join(dir, "holds"), 0o700))
+	for _, name := range []string{"claim~c1~GPU-1", "claim~c2~GPU-2", "limit~GPU-3~GPU-3"} {
+		must(t, os.WriteFile(filepath.Join(dir, "holds", name), []byte("?"), 0o600))
+	}
+	var err error
+	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "boot", Evidence: g.pods})
+	must(t, err)
+	g.r.Ledger = g.book
+	must(t, g.r.Restore(t.Context()))
+	g.claim("one", "c1", "gpu-1")
+	g.addPod(g.pod("p1", "one"))
+	g.group("stranger", true)
+	g.run()
+	unreadable := []string{"GPU-1: claim c1 expected [] unreadable", "GPU-2: claim c2 expected [] unreadable", "GPU-3: limit GPU-3 expected [] unreadable"}
+	g.stays(unreadable...) // the stranger, and the rig's anchor, may be anybody's
+	g.noGroup("stranger")
+	g.addPod(g.pod("anchor"))
+	g.await("GPU-1: claim c1 expected []")
+}
+
+func TestKubeletReset(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.addPod(g.pod("p1"))
+	g.addPod(g.pod("p2"))
+	g.run()
+	g.allocate("GPU-1")
+	g.checkpoint("p1", "GPU-1")
+	g.await("GPU-1: limit GPU-1 held [p1]")
+	plugins := filepath.Join(g.dir, "device-plugins")
+	must(t, os.RemoveAll(plugins))
+	g.stays("GPU-1: limit GPU-1 held [p1]")
+	must(t, os.Mkdir(plugins, 0o755))
+	g.allocate("GPU-2")
+	g.checkpoint("p1", "GPU-1", "p2", "GPU-2")
+	g.await("GPU-1: limit GPU-1 held [p1]", "GPU-2: limit GPU-2 held [p2]")
+}
+
+// While the checkpoint cannot be read no limit ends, since it may have another pod by now; claims go on.
+func TestDamagedCheckpoint(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.group("p1", false)
+	p1 := g.pod("p1")
+	p1.Status.Phase = corev1.PodSucceeded
+	g.addPod(p1)
+	g.checkpoint("p1", "GPU-1")
+	must(t, g.r.Restore(t.Context()))
+	g.prepare("c1", "one", "GPU-2", "p2")
+	g.group("p2", true)
+	must(t, g.book.DrainClaim(t.Context(), "c1"))
+	g.replace(evidence.DeviceCheckpointPath(g.dir), []byte("{"))
+	g.run()
+	g.stays("GPU-1: limit GPU-1 expected [p1]", "GPU-2: claim c1 draining [p2]")
+	g.group("p2", false)
+	g.await("GPU-1: limit GPU-1 expected [p1]")
+	g.checkpoint("p1", "GPU-1")
+	g.await()
+}
+
+func TestOnlyCheckpointsMatter(t *testing.T) {
+	files := &kubeletFiles{dir: "/k"}
+	tests := []struct {
+		event fsnotify.Event
+		want  bool
+	}{
+		{fsnotify.Event{Name: "/k/device-plugins/kubelet_internal_checkpoint", Op: fsnotify.Create}, true},
+		{fsnotify.Event{Name: "/k/device-plugins/kubelet_internal_checkpoint", Op: fsnotify.Write}, true},
+		{fsnotify.Event{Name: "/k/device-plugins/kubelet_internal_checkpoint", Op: fsnotify.Chmod}, false},
+		{fsnotify.Event{Name: "/k/device-plugins/.123", Op: fsnotify.Write}, false},
+		{fsnotify.Event{Name: "/k/device-plugins/tandem.sock", Op: fsnotify.Create}, false},
+		{fsnotify.Event{Name: "/k/device-plugins", Op: fsnotify.Create}, true},
+		{fsnotify.Event{Name: "/k/device-plugins", Op: fsnotify.Remove}, true},
+		{fsnotify.Event{Name: "/k", Op: fsnotify.Remove}, true},
+		{fsnotify.Event{Name: "/k/cpu_manager_state", Op: fsnotify.Create}, false},
+		{fsnotify.Event{Name: "/k/dra_manager_state", Op: fsnotify.Create}, false},
+	}
+	for _, test := range tests {
+		if got := files.matters(test.event); got != test.want {
+			t.Errorf("%s: got %v", test.event, got)
+		}
+	}
+}
+
+// An error is looked at again after a while, not at once.
+func TestErrorsDoNotSpin(t *testing.T) {
+	g := newRig(t, "GPU-1")
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- g.pods.Run(ctx) }()
+	if !g.pods.AwaitSync(ctx) {
+		t.Fatal("no pods")
+	}
+	g.allocate("GPU-1")
+	g.replace(evidence.DeviceCheckpointPath(g.dir), []byte("{"))
+	wait, err := g.r.pass()
+	if err == nil || wait != never {
+		t.Errorf("got %v, %v", wait, err)
+	}
+	g.away = true
+	d := &doubt{since: long}
+	g.r.doubts = map[holdKey]*doubt{keyOf(g.book.Holds()[0]): d}
+	before := time.Now()
+	wait, err = g.r.doubt(ctx)
+	if err == nil || wait <= 0 || !g.r.due(d).After(before) {
+		t.Errorf("next look in %v, due %v, error %v", wait, g.r.due(d), err)
+	}
+	cancel()
+	must(t, <-done)
+}
+
+func TestNewRequiresEverything(t *testing.T) {
+	if _, err := New(Config{}); err == nil {
+		t.Error("nothing is required")
+	}
+}

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+)
+
+func TestRestore(t *testing.T) {
+	tests := []struct {
+		name string
+		make func(*rig)
+		want []string
+	}{
+		{"nothing", func(*rig) {}, nil},
+		{"limits of pods that live", func(g *rig) {
+			g.group("p1", true)
+			g.group("p2", false)
+			g.checkpoint("p1", "GPU-1", "p2", "GPU-2", "ended", "GPU-3")
+		}, []string{"GPU-1: limit GPU-1 expected [p1]", "GPU-2: limit GPU-2 expected [p2]"}},
+		{"replicas of another plugin", func(g *rig) {
+			g.group("p1", true)
+			g.checkpoint("p1", "GPU-1::3")
+		}, []string{"GPU-1: limit GPU-1::3 expected [p1]"}},
+		{"no cgroups to be seen", func(g *rig) {
+			must(g.t, os.RemoveAll(filepath.Join(g.groups, "kubepods")))
+			g.checkpoint("p1", "GPU-1")
+		}, []string{"GPU-1: limit GPU-1 expected [p1]"}},
+		{"pod resources", func(g *rig) {
+			g.checkpoint("ended", "GPU-2")
+			g.used = []evidence.UsedDevice{{ID: "GPU-1", Resource: resource}, {ID: "GPU-2", Resource: resource}}
+			g.usedBy = []evidence.UsedClaim{{Namespace: "apps", Claim: "one"}, {Namespace: "apps", Claim: "deleted"}}
+			g.claim("one", "c1", "gpu-0")
+		}, []string{"GPU-0: claim c1 expected []", "GPU-1: limit GPU-1 expected []"}},
+		{"claims after a reboot, one of them for admin access", func(g *rig) {
+			g.claim("one", "c1", "gpu-1", "gpu-2")
+			g.claim("monitor", "c2", "admin:gpu-0", "admin:gpu-1", "admin:gpu-2")
+			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1", "gpu-2"}}, kubeletClaim{"c2", "monitor", []string{"p2"}, []string{"gpu-0", "gpu-1", "gpu-2"}})
+		}, []string{"GPU-1: claim c1 expected [p1]", "GPU-2: claim c1 expected [p1]"}},
+		{"claims with the API server away", func(g *rig) {
+			g.away = true
+			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1"}})
+		}, []string{"GPU-1: claim c1 expected [p1]"}},
+		{"claims that are gone, deallocated or others now, without processes", func(g *rig) {
+			g.claim("deallocated", "c2")
+			g.claim("again", "c4", "gpu-1")
+			g.claimState(kubeletClaim{"c1", "gone", []string{"p1"}, []string{"gpu-1"}}, kubeletClaim{"c2", "deallocated", []string{"p2"}, []string{"gpu-2"}}, kubeletClaim{"c3", "again", []string{"p3"}, []string{"gpu-3"}})
+		}, nil},
+		{"the same, and their pods still run", func(g *rig) {
+			g.claim("deallocated", "c2")
+			g.claim("again", "c4", "gpu-1")
+			for _, uid := range []string{"p1", "p2", "p3"} {
+				g.group(uid, true)
+			}
+			g.claimState(kubeletClaim{"c1", "gone", []string{"p1"}, []string{"gpu-1"}}, kubeletClaim{"c2", "deallocated", []string{"p2"}, []string{"gpu-2"}}, kubeletClaim{"c3", "again", []string{"p3"}, []string{"gpu-3"}})
+		}, []string{"GPU-1: claim c1 expected [p1]", "GPU-2: claim c2 expected [p2]", "GPU-3: claim c3 expected [p3]"}},
+		{"a GPU in two hands", func(g *rig) {
+			g.group("p1", true)
+			g.checkpoint("p1", "GPU-1")
+			g.claim("one", "c1", "gpu-1")
+			g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-1"}})
+		}, []string{"GPU-1: claim c1 expected [p2]", "GPU-1: limit GPU-1 expected [p1]"}},
+		{"a device that is not there", func(g *rig) {
+			g.claim("one", "c1", "gpu-1", "gpu-9")
+			g.claimState(kubeletClaim{"c1", "one", nil, []string{"gpu-1", "gpu-9"}})
+		}, []string{"GPU-1: claim c1 expected []"}},
+		{"own records", func(g *rig) {
+			g.allocate("GPU-1")
+			g.prepare("c1", "one", "GPU-2", "p2")
+			g.claim("one", "c1", "gpu-2")
+			g.claimState(kubeletClaim{"c1", "one", []string{"p2", "p3"}, []string{"gpu-2"}})
+		}, []string{"GPU-1: limit GPU-1 held []", "GPU-2: claim c1 held [p2 p3]"}},
+		{"a checkpoint that is older than the own record", func(g *rig) {
+			g.group("before", false)
+			g.checkpoint("before", "GPU-1")
+			must(g.t, os.Chtimes(evidence.DeviceCheckpointPath(g.dir), long, long))
+			g.allocate("GPU-1")
+		}, []string{"GPU-1: limit GPU-1 held []"}},
+		{"files that cannot be read", func(g *rig) {
+			g.replace(evidence.DeviceCheckpointPath(g.dir), []byte("{"))
+			g.replace(filepath.Join(g.dir, "dra_manager_state"), []byte("{"))
+			g.prepare("c1", "one", "GPU-2", "p2")
+		}, []string{"GPU-2: claim c1 held [p2]"}},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			g := newRig(t, "GPU-0", "GPU-1", "GPU-2", "GPU-3")
+			test.make(g)
+			must(t, g.r.Restore(t.Context()))
+			g.want(test.want...)
+		})
+	}
+}
+
+// A GPU that was lost when the agent started still belongs to its claim when it recovers.
+func TestRestoreOfLateGPU(t *testing.T) {
+	g := newRig(t, "GPU-0")
+	g.claim("one", "c1", "gpu-0", "gpu-1")
+	g.claim("two", "c2", "gpu-2")
+	state := []kubeletClaim{{"c1", "one", []string{"p1"}, []string{"gpu-0", "gpu-1"}}, {"c2", "two", nil, []string{"gpu-2"}}}
+	g.claimState(state...)
+	must(t, g.r.Restore(t.Context()))
+	g.run()
+	g.await("GPU-0: claim c1 expected [p1]")
+	// kubelet has unprepared the other one meanwhile.
+	g.claimState(state[0])
+	g.setGPUs("GPU-0", "GPU-1")
+	g.await("GPU-0: claim c1 expected [p1]", "GPU-1: claim c1 expected [p1]")
+	g.setGPUs("GPU-0", "GPU-1", "GPU-2")
+	g.stays("GPU-0: claim c1 expected [p1]", "GPU-1: claim c1 expected [p1]")
+}

@@ -1,0 +1,347 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes/fake"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+const (
+	node     = "node-1"
+	driver   = "gpu.nvidia.com"
+	resource = "nvidia.com/gpu"
+)
+
+// rig is a node around a real ledger: kubelet's files, a cgroup tree, an API server's pods and claims.
+type rig struct {
+	t      *testing.T
+	book   *ledger.Ledger
+	r      *Reconciler
+	client *fake.Clientset
+	pods   *evidence.Pods
+	dir    string // kubelet's
+	groups string
+
+	mu      sync.Mutex
+	gpus    []device.GPU
+	changed chan struct{}
+	claims  map[string]*resourceapi.ResourceClaim
+	away    bool // API server and kubelet
+	used    []evidence.UsedDevice
+	usedBy  []evidence.UsedClaim
+	gets    int
+	lists   int
+}
+
+func newRig(t *testing.T, gpus ...string) *rig {
+	t.Helper()
+	g := &rig{t: t, dir: t.TempDir(), groups: t.TempDir(), changed: make(chan struct{}), claims: map[string]*resourceapi.ResourceClaim{}}
+	g.setGPUs(gpus...)
+	must(t, os.Mkdir(filepath.Join(g.dir, "device-plugins"), 0o755))
+	g.group("anchor", true)
+	g.client = fake.NewClientset()
+	cgroups := evidence.NewCgroups(g.groups)
+	var err error
+	g.pods, err = evidence.NewPods(g.client, node, cgroups)
+	must(t, err)
+	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: g.pods})
+	must(t, err)
+	t.Cleanup(func() { must(t, g.book.Close()) })
+	g.r, err = New(Config{
+		Ledger: g.book, Pods: g.pods, Cgroups: cgroups, Resources: g, Claims: func(namespace string) Claims { return claimsIn{g, namespace} },
+		Inventory: g, KubeletDir: g.dir, NodeName: node, DriverName: driver, Resource: resource,
+	})
+	must(t, err)
+	ms := time.Millisecond
+	g.r.times = times{
+		leaving: ms, leavingLast: 5 * ms, doubtAfter: time.Hour, doubt: time.Hour, limitDoubt: time.Hour, call: time.Minute, restore: time.Minute,
+		retry: 10 * ms, gather: ms, doubtGather: ms,
+	}
+	return g
+}
+
+// doubtSoon makes what takes minutes take milliseconds.
+func (g *rig) doubtSoon() {
+	const ms = time.Millisecond
+	g.r.times.doubtAfter, g.r.times.doubt, g.r.times.limitDoubt = 20*ms, 20*ms, 10*ms
+}
+
+// run runs pods and reconciler until the returned function is called, or the test ends.
+func (g *rig) run() (stop func()) {
+	ctx, cancel := context.WithCancel(g.t.Context())
+	var running sync.WaitGroup
+	running.Go(func() { must(g.t, g.pods.Run(ctx)) })
+	running.Go(func() { must(g.t, g.r.Run(ctx)) })
+	stop = sync.OnceFunc(func() { cancel(); running.Wait() })
+	g.t.Cleanup(stop)
+	if !g.pods.AwaitSync(ctx) {
+		g.t.Fatal("no pods")
+	}
+	return stop
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+func (g *rig) Inventory() device.Inventory {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return device.Inventory{GPUs: g.gpus}
+}
+
+func (g *rig) Changed() <-chan struct{} {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.changed
+}
+
+// setGPUs has "GPU-<n>" published as gpu-<n>.
+func (g *rig) setGPUs(uuids ...string) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.gpus = nil
+	for _, uuid := range uuids {
+		var minor int
+		_, err := fmt.Sscanf(uuid, "GPU-%d", &minor)
+		must(g.t, err)
+		g.gpus = append(g.gpus, device.GPU{UUID: uuid, Minor: minor})
+	}
+	close(g.changed)
+	g.changed = make(chan struct{})
+}
+
+var errAway = errors.New("connection refused")
+
+type claimsIn struct {
+	*rig
+	namespace string
+}
+
+func (c claimsIn) Get(_ context.Context, name string, _ metav1.GetOptions) (*resourceapi.ResourceClaim, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.gets++
+	if c.away {
+		return nil, errAway
+	}
+	if claim, ok := c.claims[c.namespace+"/"+name]; ok {
+		return claim, nil
+	}
+	return nil, apierrors.NewNotFound(schema.GroupResource{Resource: "resourceclaims"}, name)
+}
+
+func (g *rig) List(context.Context, string, string) ([]evidence.UsedDevice, []evidence.UsedClaim, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.lists++
+	if g.away {
+		return nil, nil, errAway
+	}
+	return g.used, g.usedBy, nil
+}
+
+func (g *rig) calls() int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.gets + g.lists
+}
+
+func (g *rig) change(f func()) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	f()
+}
+
+// claim exists with the devices it holds; those that begin with admin: are for admin access.
+func (g *rig) claim(name, uid string, devices ...string) {
+	c := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "apps", Name: name, UID: types.UID(uid)}}
+	if devices != nil {
+		c.Status.Allocation = &resourceapi.AllocationResult{}
+	}
+	for _, d := range devices {
+		d, admin := strings.CutPrefix(d, "admin:")
+		c.Status.Allocation.Devices.Results = append(c.Status.Allocation.Devices.Results,
+			resourceapi.DeviceRequestAllocationResult{Driver: driver, Pool: node, Device: d, AdminAccess: &admin})
+	}
+	g.change(func() { g.claims["apps/"+name] = c })
+}
+
+func (g *rig) pod(uid string, claims ...string) *corev1.Pod {
+	p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "apps", Name: uid, UID: types.UID(uid)}, Status: corev1.PodStatus{Phase: corev1.PodRunning}}
+	for _, claim := range claims {
+		p.Spec.ResourceClaims = append(p.Spec.ResourceClaims, corev1.PodResourceClaim{Name: claim, ResourceClaimName: &claim})
+	}
+	return p
+}
+
+func (g *rig) addPod(p *corev1.Pod) {
+	g.t.Helper()
+	must(g.t, g.client.Tracker().Add(p))
+}
+
+func (g *rig) deletePod(uid string) {
+	g.t.Helper()
+	must(g.t, g.client.CoreV1().Pods("apps").Delete(context.Background(), uid, metav1.DeleteOptions{}))
+}
+
+func (g *rig) group(uid string, busy bool) {
+	dir := filepath.Join(g.groups, "kubepods", "pod"+uid)
+	must(g.t, os.MkdirAll(dir, 0o755))
+	populated := map[bool]string{true: "populated 1\n", false: "populated 0\n"}[busy]
+	temporary := filepath.Join(g.groups, "new")
+	must(g.t, os.WriteFile(temporary, []byte(populated), 0o600))
+	must(g.t, os.Rename(temporary, filepath.Join(dir, "cgroup.events")))
+}
+
+func (g *rig) noGroup(uid string) {
+	must(g.t, os.RemoveAll(filepath.Join(g.groups, "kubepods", "pod"+uid)))
+}
+
+// checkpoint is written by kubelet's way: pairs of pod and device.
+func (g *rig) checkpoint(podsAndDevices ...string) {
+	var entries []any
+	for pair := range slices.Chunk(podsAndDevices, 2) {
+		entries = append(entries, map[string]any{"PodUID": pair[0], "ContainerName": "main", "ResourceName": resource, "DeviceIDs": map[string]any{"0": []string{pair[1]}}})
+	}
+	data, err := json.Marshal(map[string]any{"Data": map[string]any{"PodDeviceEntries": entries, "RegisteredDevices": nil}, "Checksum": 1})
+	must(g.t, err)
+	g.replace(evidence.DeviceCheckpointPath(g.dir), data)
+}
+
+func (g *rig) replace(path string, data []byte) {
+	temporary := filepath.Join(filepath.Dir(path), ".tmp")
+	must(g.t, os.WriteFile(temporary, data, 0o600))
+	must(g.t, os.Rename(temporary, path))
+}
+
+// kubeletClaim is one in dra_manager_state.
+type kubeletClaim struct {
+	uid, name string
+	pods      []string
+	devices   []string
+}
+
+func (g *rig) claimState(claims ...kubeletClaim) {
+	list := []any{}
+	for _, c := range claims {
+		var devices []any
+		for _, d := range c.devices {
+			devices = append(devices, map[string]any{"PoolName": node, "DeviceName": d})
+		}
+		pods := map[string]any{}
+		for _, uid := range c.pods {
+			pods[uid] = struct{}{}
+		}
+		list = append(list, map[string]any{"ClaimUID": c.uid, "ClaimName": c.name, "Namespace": "apps", "PodUIDs": pods, "DriverState": map[string]any{driver: map[string]any{"Devices": devices}}})
+	}
+	inner, err := json.Marshal(map[string]any{"ClaimInfoStateList": list})
+	must(g.t, err)
+	data, err := json.Marshal(map[string]any{"Data": string(inner), "Checksum": crc32.ChecksumIEEE(inner)})
+	must(g.t, err)
+	g.replace(filepath.Join(g.dir, "dra_manager_state"), data)
+}
+
+// holds describes every hold: "GPU-1: claim c1 expected [p1]".
+func (g *rig) holds() []string {
+	described := []string{}
+	for _, h := range g.book.Holds() {
+		var pods []string
+		for _, p := range h.Pods {
+			pods = append(pods, p.UID)
+		}
+		text := fmt.Sprintf("%s: %s %s %s %v", h.Device, h.Holder.Kind, h.Holder.ID, h.State, pods)
+		if h.Unreadable {
+			text += " unreadable"
+		}
+		described = append(described, text)
+	}
+	return described
+}
+
+func (g *rig) want(want ...string) {
+	g.t.Helper()
+	if got := g.holds(); !slices.Equal(got, want) {
+		g.t.Errorf("holds are\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}
+
+// await waits until the ledger has exactly these holds.
+func (g *rig) await(want ...string) {
+	g.t.Helper()
+	deadline := time.After(time.Minute)
+	for {
+		changed := g.book.Changed()
+		if slices.Equal(g.holds(), want) {
+			return
+		}
+		select {
+		case <-changed:
+		case <-deadline:
+			g.want(want...)
+			g.t.FailNow()
+		}
+	}
+}
+
+// stays watches for a moment that nothing changes. What it finds is wrong; that it finds nothing proves little.
+func (g *rig) stays(want ...string) {
+	g.t.Helper()
+	g.want(want...)
+	deadline := time.After(150 * time.Millisecond)
+	for {
+		changed := g.book.Changed()
+		if !slices.Equal(g.holds(), want) {
+			g.want(want...)
+			return
+		}
+		select {
+		case <-changed:
+		case <-deadline:
+			return
+		}
+	}
+}
+
+func (g *rig) allocate(ids ...string) {
+	g.t.Helper()
+	for _, id := range ids {
+		must(g.t, g.book.ReserveLimits([]ledger.LimitRequest{{ID: id, Resource: resource, Device: device.Ref{GPU: id}}}))
+	}
+}
+
+func (g *rig) prepare(uid, name, gpu string, pods ...string) {
+	g.t.Helper()
+	request := ledger.ClaimRequest{UID: uid, Namespace: "apps", Name: name, Devices: []device.Ref{{GPU: gpu}}}
+	for _, uid := range pods {
+		request.Pods = append(request.Pods, ledger.Pod{UID: uid, Namespace: "apps", Name: uid})
+	}
+	_, err := g.book.ReserveClaim(g.t.Context(), request)
+	must(g.t, err)
+}
