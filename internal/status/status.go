@@ -75,18 +75,17 @@ func (s *Server) Run(ctx context.Context) error {
 		return fmt.Errorf("serve status: %w", err)
 	}
 	server := &http.Server{Handler: s.handler(), ReadHeaderTimeout: 5 * time.Second}
-	stopped := make(chan struct{})
-	go func() {
-		defer close(stopped)
-		<-ctx.Done()
+	closed := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(closed)
 		// Nothing here is worth waiting for.
 		_ = server.Close()
-	}()
+	})
 	err = server.Serve(listener)
-	if ctx.Err() == nil {
+	if stop() {
 		return fmt.Errorf("serve status on %s: %w", s.address, err)
 	}
-	<-stopped
+	<-closed
 	return nil
 }
 

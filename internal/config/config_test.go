@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"bytes"
+	"errors"
+	"flag"
+	"io"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+)
+
+// environment is what lookupEnv knows.
+type environment map[string]string
+
+func (e environment) lookup(name string) (string, bool) {
+	value, ok := e[name]
+	return value, ok
+}
+
+func write(t *testing.T, content string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "config.yaml")
+	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestPrecedence(t *testing.T) {
+	const file = "version: v1\nflags: {nvidiaDriverRoot: /file, plugin: {deviceListStrategy: [envvar, volume-mounts], passDeviceSpecs: true}}\n"
+	tests := []struct {
+		name string
+		file bool
+		env  environment
+		args []string
+		want func(*Config)
+	}{
+		{name: "defaults", want: func(*Config) {}},
+		{name: "file", file: true, want: func(c *Config) {
+			c.DriverRoot, c.DeviceListStrategies, c.PassDeviceSpecs = "/file", []string{"envvar", "volume-mounts"}, true
+		}},
+		{name: "environment over file", file: true, env: environment{"DRIVER_ROOT": "/env", "DEVICE_LIST_STRATEGY": "cdi-cri", "PASS_DEVICE_SPECS": "false"}, want: func(c *Config) {
+			c.DriverRoot, c.DeviceListStrategies = "/env", []string{"cdi-cri"}
+		}},
+		{name: "flags over environment", file: true, env: environment{"DRIVER_ROOT": "/env", "PASS_DEVICE_SPECS": "true"}, args: []string{"--driver-root=/flag", "--pass-device-specs=false", "--device-list-strategy=envvar, cdi-cri"}, want: func(c *Config) {
+			c.DriverRoot, c.DeviceListStrategies = "/flag", []string{"envvar", "cdi-cri"}
+		}},
+		{name: "own names over NVIDIA's", env: environment{"NVIDIA_DRIVER_ROOT": "/theirs", "DRIVER_ROOT": "/ours", "NVIDIA_DEV_ROOT": "/dev-root"}, want: func(c *Config) {
+			c.DriverRoot, c.DevRoot = "/ours", "/dev-root"
+		}},
+		{name: "empty variables are unset", env: environment{"DRIVER_ROOT": "", "LOG_VERBOSITY": "4"}, args: []string{"--pass-device-specs"}, want: func(c *Config) {
+			c.Verbosity, c.PassDeviceSpecs = 4, true
+		}},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			want := Defaults()
+			want.NodeName = "node-1"
+			test.want(&want)
+			env := environment{"NODE_NAME": "node-1"}
+			for name, value := range test.env {
+				env[name] = value
+			}
+			if test.file {
+				want.ConfigFile = write(t, file)
+				env["CONFIG_FILE"] = want.ConfigFile
+			}
+			got, err := Load(test.args, env.lookup, io.Discard)
+			if err != nil || !reflect.DeepEqual(got, want) {
+				t.Errorf("got %+v, %v\nwant %+v", got, err, want)
+			}
+		})
+	}
+}
+
+func TestFiles(t *testing.T) {
+	tests := []struct {
+		name, content string
+		want          func(*Config)
+	}{
+		{"empty", "\n", func(*Config) {}},
+		{"comments", "---\n# nothing\n", func(*Config) {}},
+		{"a string for a list", "version: v1\nflags: {plugin: {deviceListStrategy: envvar}}", func(c *Config) { c.DeviceListStrategies = []string{"envvar"} }},
+		{"a string of several", `flags: {plugin: {deviceListStrategy: "envvar,cdi-annotations"}}`, func(c *Config) { c.DeviceListStrategies = []string{"envvar", "cdi-annotations"} }},
+		{"null and empty are unset", "flags: {nvidiaDriverRoot: \"\", plugin: {deviceListStrategy: null, deviceIDStrategy: \"\"}}", func(*Config) {}},
+		{"all that NVIDIA's chart writes", `version: v1
+flags:
+  migStrategy: none
+  failOnInitError: true
+  mpsRoot: /run/nvidia/mps
+  nvidiaDriverRoot: /run/nvidia/driver
+  nvidiaDevRoot: /
+  gdrcopyEnabled: false
+  gdsEnabled: false
+  mofedEnabled: false
+  useNodeFeatureAPI: null
+  deviceDiscoveryStrategy: auto
+  plugin: {passDeviceSpecs: false, deviceListStrategy: [envvar], deviceIDStrategy: index, cdiAnnotationPrefix: cdi.k8s.io/x, nvidiaCTKPath: /usr/bin/nvidia-ctk, containerDriverRoot: /driver-root}
+  gfd: {oneshot: false, anything: true}
+resources: {gpus: [], migs: null}
+sharing: {timeSlicing: {}, mps: null}
+imex: {}
+tandem: {mode: Dual}
+`, func(c *Config) {
+			c.DriverRoot, c.DevRoot = "/run/nvidia/driver", "/"
+			c.DeviceListStrategies, c.DeviceIDStrategy, c.CDIAnnotationPrefix = []string{"envvar"}, "index", "cdi.k8s.io/x"
+		}},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			path := write(t, test.content)
+			got, err := Load([]string{"--config", path, "--node-name=n"}, environment{}.lookup, io.Discard)
+			want := Defaults()
+			want.NodeName, want.ConfigFile = "n", path
+			test.want(&want)
+			if err != nil || !reflect.DeepEqual(got, want) {
+				t.Errorf("got %+v, %v\nwant %+v", got, err, want)
+			}
+		})
+	}
+}
+
+func TestFileErrors(t *testing.T) {
+	tests := []struct{ name, content, want string }{
+		{"unknown key", "flags: {plugin: {passDevicesSpecs: true}}", `"flags.plugin.passDevicesSpecs"`},
+		{"unknown section", "tandem: {devices: []}", `"tandem.devices"`},
+		{"wrong case", "flags: {Plugin: {}}", `"flags.Plugin"`},
+		{"twice the same key", "flags: {}\nflags: {}", `"flags" already set`},
+		{"wrong kind", "flags: {plugin: {passDeviceSpecs: 7}}", "flags.plugin.passDeviceSpecs"},
+		{"neither string nor list", "flags: {plugin: {deviceListStrategy: {a: b}}}", "flags.plugin.deviceListStrategy: want"},
+		{"no YAML", "{", "yaml"},
+		{"two documents", "version: v1\n---\nflags: {}\n", "more than one YAML document"},
+		{"version", "version: v2", "version: unknown version: v2"},
+		{"MIG", "flags: {migStrategy: mixed}", "flags.migStrategy: only none"},
+		{"GDS", "flags: {gdsEnabled: true, gdrcopyEnabled: true}", "flags.gdrcopyEnabled"},
+		{"discovery", "flags: {deviceDiscoveryStrategy: tegra}", "flags.deviceDiscoveryStrategy"},
+		{"sharing", "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}", "sharing: not supported"},
+		{"resources", "resources: {gpus: [{pattern: \"*\", name: nvidia.com/gpu}]}", "resources: not supported"},
+		{"strategy", "flags: {plugin: {deviceListStrategy: [cdi]}}", "invalid strategy: cdi"},
+		{"ID strategy", "flags: {plugin: {deviceIDStrategy: serial}}", `--device-id-strategy: "serial"`},
+		{"mode", "tandem: {mode: Split}", `tandem.mode: "Split" is not a mode`},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			_, err := Load([]string{"--config", write(t, test.content), "--node-name=n"}, environment{}.lookup, io.Discard)
+			if err == nil || !strings.Contains(err.Error(), test.want) {
+				t.Errorf("got %v, want %s", err, test.want)
+			}
+		})
+	}
+	for _, path := range []string{filepath.Join(t.TempDir(), "absent"), t.TempDir()} {
+		if _, err := Load([]string{"--config", path, "--node-name=n"}, environment{}.lookup, io.Discard); err == nil || !strings.Contains(err.Error(), path) {
+			t.Errorf("%s: got %v", path, err)
+		}
+	}
+}
+
+func TestErrors(t *testing.T) {
+	tests := []struct {
+		name string
+		env  environment
+		args []string
+		want string
+	}{
+		{"no node name", nil, nil, "--node-name: is required"},
+		{"bad node name", nil, []string{"--node-name=Node_1"}, `--node-name: "Node_1" is no node name`},
+		{"unknown flag", nil, []string{"--node-names=n"}, "node-names"},
+		{"argument", nil, []string{"--node-name=n", "serve"}, `unexpected argument "serve"`},
+		{"bad number", nil, []string{"-v=much"}, "want a number"},
+		{"bad variable", environment{"PASS_DEVICE_SPECS": "perhaps"}, []string{"--node-name=n"}, `environment variable PASS_DEVICE_SPECS: "perhaps": want true or false`},
+		{"bad theirs", environment{"LOG_VERBOSITY": "x"}, []string{"--node-name=n"}, "environment variable LOG_VERBOSITY"},
+		{"driver name", nil, []string{"--node-name=n", "--driver-name=GPU"}, `--driver-name: "GPU" is no driver name`},
+		{"long driver name", nil, []string{"--node-name=n", "--driver-name=" + strings.Repeat("a", 64)}, "no more than 63"},
+		{"resource name", nil, []string{"--node-name=n", "--resource-name=gpu"}, "--resource-name"},
+		{"relative path", nil, []string{"--node-name=n", "--run-dir=run"}, `--run-dir: "run" is not an absolute path`},
+		{"driver root", nil, []string{"--node-name=n", "--driver-root=here"}, "--driver-root"},
+		{"NVML", nil, []string{"--node-name=n", "--nvml=libnvidia-ml.so.1"}, "--nvml"},
+		{"hook", nil, []string{"--node-name=n", "--cdi-hook=hook"}, "--cdi-hook"},
+		{"no strategy", nil, []string{"--node-name=n", "--device-list-strategy="}, "--device-list-strategy: invalid strategy"},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			_, err := Load(test.args, test.env.lookup, io.Discard)
+			if err == nil || !strings.Contains(err.Error(), test.want) {
+				t.Errorf("got %v, want %s", err, test.want)
+			}
+		})
+	}
+	_, err := Load([]string{"--driver-name=GPU", "--run-dir=run"}, environment{}.lookup, io.Discard)
+	for _, flag := range []string{"--node-name", "--driver-name", "--run-dir"} {
+		if err == nil || !strings.Contains(err.Error(), flag) {
+			t.Errorf("%s is missing in %v", flag, err)
+		}
+	}
+}
+
+func TestHelp(t *testing.T) {
+	var usage bytes.Buffer
+	if _, err := Load([]string{"--help"}, environment{}.lookup, &usage); !errors.Is(err, flag.ErrHelp) {
+		t.Errorf("got %v", err)
+	}
+	for _, s := range new(Config).settings() {
+		for _, name := range append(s.environment(), "-"+s.flag) {
+			if !strings.Contains(usage.String(), name) {
+				t.Errorf("%s is not explained", name)
+			}
+		}
+	}
+}
+
+func TestCheckDirectories(t *testing.T) {
+	dir := t.TempDir()
+	file := write(t, "")
+	good := Config{KubeletDir: dir, HostRoot: dir, CgroupRoot: dir}
+	if err := good.CheckDirectories(); err != nil {
+		t.Error(err)
+	}
+	bad := Config{KubeletDir: filepath.Join(dir, "absent"), HostRoot: file, CgroupRoot: filepath.Join(dir, "absent")}
+	err := bad.CheckDirectories()
+	for _, want := range []string{"--kubelet-dir", "--cgroup-root", "--host-root: " + file + " is not a directory"} {
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s is missing in %v", want, err)
+		}
+	}
+}
