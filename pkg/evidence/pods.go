@@ -326,7 +326,8 @@ func Unsettled(h ledger.Hold) time.Duration {
 }
 
 // podVerdict judges a pod that holds by a limit. Kubelet never starts another container of a pod whose phase is terminal,
-// so an empty cgroup ends it; one that was removed from the API server in any other way must have lost its cgroup.
+// so an empty cgroup ends it; one that was removed from the API server in any other way must have lost its cgroup. Where the
+// kernel does not tell, containers may still run.
 func (p *Pods) podVerdict(uid string, since time.Time) ledger.Verdict {
 	standing := p.standing(uid, since)
 	switch standing {
@@ -338,7 +339,7 @@ func (p *Pods) podVerdict(uid string, since time.Time) ledger.Verdict {
 	cgroup, err := p.cgroups.Pod(uid)
 	switch {
 	case err != nil:
-		return ledger.Running
+		return ledger.Orphaned
 	case cgroup == CgroupAbsent, cgroup == CgroupEmpty && standing == terminal:
 		return ledger.Gone
 	default:

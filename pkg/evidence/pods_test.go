@@ -160,7 +160,7 @@ func TestLimitVerdict(t *testing.T) {
 
 func TestVerdictWithoutCgroups(t *testing.T) {
 	p := known(t, newTree(t), pod(podA, "a", phase(corev1.PodSucceeded)))
-	if got := p.Verdict(limit(ledger.StateHeld, time.Minute, podA)); got != ledger.Running {
+	if got := p.Verdict(limit(ledger.StateHeld, time.Minute, podA)); got != ledger.Orphaned {
 		t.Errorf("limit: got %v", got)
 	}
 	if got := p.Verdict(claim(ledger.StateDraining, podA)); got != ledger.Orphaned {

@@ -228,7 +228,7 @@ func (r *Reconciler) settle(h ledger.Hold, checkpoint evidence.DeviceCheckpoint)
 	case verdict == ledger.Gone:
 		return never, r.Ledger.Release(h)
 	case verdict == ledger.Orphaned:
-		return untilLeft, r.Ledger.SetState(h, ledger.StateDraining)
+		return untilLeft, errors.Join(r.Ledger.SetState(h, ledger.StateDraining), r.unreadable(h))
 	case verdict == ledger.Running && (h.State == ledger.StateDraining || h.State == ledger.StateExpected && len(h.Pods) > 0):
 		return never, r.Ledger.SetState(h, ledger.StateHeld)
 	}
@@ -246,10 +246,21 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	case ledger.Gone:
 		return never, r.Ledger.Release(h)
 	case ledger.Orphaned:
-		return untilLeft, nil
+		return untilLeft, r.unreadable(h)
 	default:
 		return never, nil
 	}
+}
+
+// unreadable is why the kernel does not tell about the pods of a hold. A verdict cannot say it, and nobody would know why
+// the hold does not end.
+func (r *Reconciler) unreadable(h ledger.Hold) error {
+	for _, pod := range h.Pods {
+		if _, err := r.Cgroups.Pod(pod.UID); err != nil {
+			return fmt.Errorf("judge the hold of %s on %s: %w", h, h.Device, err)
+		}
+	}
+	return nil
 }
 
 // identify finds the pod of a limit in kubelet's checkpoint, if it is news. The checkpoint still names the pod before until

@@ -12,6 +12,7 @@ import (
 	"github.com/fsnotify/fsnotify"
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
@@ -36,6 +37,25 @@ func TestLimitFromAllocateToEnd(t *testing.T) {
 	g.deletePod("p1")
 	g.await("GPU-1: limit GPU-1 draining [p1]")
 	g.group("p1", false)
+	g.stays("GPU-1: limit GPU-1 draining [p1]")
+	g.noGroup("p1")
+	g.await()
+}
+
+// While the kernel does not tell about a pod that is gone, its device is not given on, and is let go as soon as it does.
+func TestUnreadableCgroup(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.group("p1", true)
+	g.checkpoint("p1", "GPU-1")
+	must(t, g.r.Restore(t.Context()))
+	events := filepath.Join(g.groups, "kubepods", "podp1", "cgroup.events")
+	must(t, os.Remove(events))
+	g.run()
+	g.await("GPU-1: limit GPU-1 draining [p1]")
+	if err := g.book.ReserveLimits([]ledger.LimitRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}}); err == nil {
+		t.Error("given on")
+	}
 	g.stays("GPU-1: limit GPU-1 draining [p1]")
 	g.noGroup("p1")
 	g.await()

@@ -220,8 +220,9 @@ func (g *rig) group(uid string, busy bool) {
 	must(g.t, os.Rename(temporary, filepath.Join(dir, "cgroup.events")))
 }
 
+// noGroup removes a cgroup in one step, as the kernel does.
 func (g *rig) noGroup(uid string) {
-	must(g.t, os.RemoveAll(filepath.Join(g.groups, "kubepods", "pod"+uid)))
+	must(g.t, os.Rename(filepath.Join(g.groups, "kubepods", "pod"+uid), filepath.Join(g.t.TempDir(), "removed")))
 }
 
 // checkpoint is written by kubelet's way: pairs of pod and device.
