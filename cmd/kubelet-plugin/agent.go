@@ -63,9 +63,12 @@ func newAgent(c config.Config) (*agent, error) {
 	}
 	metrics := newMetrics()
 	events := record.NewBroadcaster()
+	server := status.New(c.HTTPEndpoint, metrics)
+	// Ready means that both APIs are served, also while they are not yet there to be asked.
+	server.Waiting("claims", errNotStarted)
+	server.Waiting("limits", errNotStarted)
 	return &agent{
-		config: c, client: client, metrics: metrics, events: events,
-		status:   status.New(c.HTTPEndpoint, metrics),
+		config: c, client: client, metrics: metrics, events: events, status: server,
 		recorder: events.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "tandem", Host: c.NodeName}),
 		bootID:   strings.TrimSpace(string(bootID)),
 	}, nil
@@ -93,9 +96,6 @@ func newClient(kubeconfig string) (kubernetes.Interface, error) {
 func (a *agent) run(ctx context.Context) error {
 	a.events.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: a.client.CoreV1().Events("")})
 	defer a.events.Shutdown()
-	// Ready means that both APIs are served, also while they are not yet there to be asked.
-	a.status.Waiting("claims", errNotStarted)
-	a.status.Waiting("limits", errNotStarted)
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return a.status.Run(ctx) })
 	group.Go(func() error { return a.serve(ctx) })

@@ -1,0 +1,327 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/tools/record"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+)
+
+// asAgent makes the test binary the agent.
+const asAgent = "TANDEM_TEST_AS_AGENT"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(asAgent) != "" {
+		main()
+		return
+	}
+	os.Exit(m.Run())
+}
+
+const kubeconfig = `apiVersion: v1
+kind: Config
+clusters: [{name: c, cluster: {server: "http://127.0.0.1:1"}}]
+contexts: [{name: c, context: {cluster: c}}]
+current-context: c
+`
+
+// nodeConfig is a node with directories of its own, a driver that is nowhere, and an API server that is away.
+func nodeConfig(t *testing.T) config.Config {
+	t.Helper()
+	// Short, for the sockets below it.
+	dir, err := os.MkdirTemp("", "node")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	c := config.Defaults()
+	c.NodeName, c.HTTPEndpoint, c.CDIHook = "node-1", "", "none"
+	c.KubeletDir, c.RunDir, c.CDIDir = filepath.Join(dir, "kubelet"), filepath.Join(dir, "run"), filepath.Join(dir, "cdi")
+	c.CgroupRoot, c.HostRoot, c.DriverRoot = filepath.Join(dir, "cgroup"), dir, "/absent"
+	for _, d := range []string{"kubelet/device-plugins", "kubelet/plugins_registry", "cgroup/kubepods"} {
+		if err := os.MkdirAll(filepath.Join(dir, d), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.Kubeconfig = filepath.Join(dir, "kubeconfig")
+	if err := os.WriteFile(c.Kubeconfig, []byte(kubeconfig), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// testAgent is an agent on its way up, with its events.
+type testAgent struct {
+	*agent
+	t      *testing.T
+	events *record.FakeRecorder
+	cancel context.CancelFunc
+	done   chan error
+}
+
+func start(t *testing.T, c config.Config) *testAgent {
+	t.Helper()
+	a, err := newAgent(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if a.status.Ready() == nil {
+		t.Error("ready before it runs")
+	}
+	events := record.NewFakeRecorder(100)
+	a.recorder = events
+	ctx, cancel := context.WithCancel(t.Context())
+	running := &testAgent{agent: a, t: t, events: events, cancel: cancel, done: make(chan error, 1)}
+	go func() { running.done <- a.run(ctx) }()
+	return running
+}
+
+// await waits until readiness names a reason.
+func (a *testAgent) await(reason string) {
+	a.t.Helper()
+	ticker := time.NewTicker(time.Millisecond)
+	defer ticker.Stop()
+	for deadline := time.Now().Add(time.Minute); ; <-ticker.C {
+		err := a.status.Ready()
+		if err == nil {
+			a.t.Fatalf("ready, though %q was to come", reason)
+		}
+		if strings.Contains(err.Error(), reason) {
+			return
+		}
+		if time.Now().After(deadline) {
+			a.t.Fatalf("not ready because of %v, want %q", err, reason)
+		}
+	}
+}
+
+func (a *testAgent) wantEvent(reason string) {
+	a.t.Helper()
+	select {
+	case event := <-a.events.Events:
+		if !strings.Contains(event, reason) {
+			a.t.Errorf("event is %q, want %s", event, reason)
+		}
+	case <-time.After(time.Minute):
+		a.t.Errorf("no event %s", reason)
+	}
+}
+
+// stop checks that being stopped is no error and leaves nothing running.
+func (a *testAgent) stop() {
+	a.t.Helper()
+	a.cancel()
+	select {
+	case err := <-a.done:
+		if err != nil {
+			a.t.Errorf("stopped: got %v", err)
+		}
+	case <-time.After(time.Minute):
+		a.t.Fatal("does not stop")
+	}
+	var left string
+	for range 200 {
+		if left = ownGoroutines(); left == "" {
+			return
+		}
+		time.Sleep(10 * time.Millisecond) // those that were told to end take a moment
+	}
+	a.t.Errorf("still running:\n%s", left)
+}
+
+// ownGoroutines are those that run our code or what it started, apart from tests.
+func ownGoroutines() string {
+	stacks := make([]byte, 1<<20)
+	stacks = stacks[:runtime.Stack(stacks, true)]
+	var own []string
+	for stack := range strings.SplitSeq(string(stacks), "\n\n") {
+		ours := strings.Contains(stack, "tandem-gpu/tandem/") || strings.Contains(stack, "client-go") || strings.Contains(stack, "google.golang.org/grpc")
+		if ours && !strings.Contains(stack, "testing.tRunner") {
+			own = append(own, stack)
+		}
+	}
+	return strings.Join(own, "\n\n")
+}
+
+func TestWaitsForDriver(t *testing.T) {
+	for _, root := range []string{"/absent", "/a-file", "/unreadable"} {
+		t.Run(root, func(t *testing.T) {
+			c := nodeConfig(t)
+			c.DriverRoot = root
+			if err := os.WriteFile(filepath.Join(c.HostRoot, "a-file"), nil, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.Symlink("unreadable", filepath.Join(c.HostRoot, "unreadable")); err != nil {
+				t.Fatal(err)
+			}
+			a := start(t, c)
+			a.await("driver: no NVIDIA driver")
+			a.wantEvent("NoDriver")
+			a.stop()
+		})
+	}
+}
+
+func TestWaitsForLock(t *testing.T) {
+	c := nodeConfig(t)
+	other, err := ledger.Open(t.Context(), ledger.Options{Dir: c.RunDir, BootID: "boot", Evidence: anything{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := start(t, c)
+	a.await("ledger: open ledger")
+	a.wantEvent("LedgerLocked")
+	if err := other.Close(); err != nil {
+		t.Fatal(err)
+	}
+	a.await("driver: no NVIDIA driver")
+	a.stop()
+	if other, err = ledger.Open(t.Context(), ledger.Options{Dir: c.RunDir, BootID: "boot", Evidence: anything{}}); err != nil {
+		t.Fatalf("the lock was kept: %v", err)
+	}
+	a = start(t, c)
+	a.await("ledger: open ledger")
+	a.stop()
+	if err := other.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+type anything struct{}
+
+func (anything) Verdict(ledger.Hold) ledger.Verdict { return ledger.Running }
+
+// A driver without GPUs: nothing is registered until there is one.
+func TestWaitsForGPU(t *testing.T) {
+	c := nodeConfig(t)
+	profile, err := simulated.Load("l4x4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	machine := filepath.Join(c.HostRoot, "machine")
+	if err := simulated.Materialize(machine, profile, simulated.MaterializeOptions{Seed: c.NodeName}); err != nil {
+		if errors.Is(err, os.ErrPermission) {
+			t.Skip("making device nodes takes root")
+		}
+		t.Fatal(err)
+	}
+	c.NVML, c.DriverRoot, c.SysfsRoot = "simulated:l4x4", "/machine/driver", filepath.Join(machine, "sys")
+	faults := filepath.Join(machine, simulated.FaultsFile)
+	absent := "gpus: [{gpu: \"0\", absent: true}, {gpu: \"1\", absent: true}, {gpu: \"2\", absent: true}, {gpu: \"3\", absent: true}]\n"
+	if err := os.WriteFile(faults, []byte(absent), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	a := start(t, c)
+	a.await("finds no GPU")
+	a.wantEvent("NoGPU")
+	for _, dir := range []string{"plugins_registry", "device-plugins"} {
+		if entries, err := os.ReadDir(filepath.Join(c.KubeletDir, dir)); err != nil || len(entries) > 0 {
+			t.Errorf("%s has %v, %v", dir, entries, err)
+		}
+	}
+	if err := os.WriteFile(faults, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	// Then only the API server is missing.
+	a.await("claims: the API server has not listed this node's pods yet\nlimits: the API server")
+	if entries, err := os.ReadDir(c.CDIDir); err != nil || len(entries) == 0 {
+		t.Errorf("no CDI spec: %v, %v", entries, err)
+	}
+	a.stop()
+}
+
+func TestRunErrors(t *testing.T) {
+	dir := t.TempDir()
+	tests := []struct {
+		name string
+		args []string
+		want string
+	}{
+		{"node name", []string{"--node-name=Node_1"}, "is no node name"},
+		{"kubelet directory", []string{"--node-name=n", "--kubelet-dir=" + dir + "/absent", "--cgroup-root=" + dir}, "--kubelet-dir: stat"},
+		{"kubeconfig", []string{"--node-name=n", "--kubelet-dir=" + dir, "--cgroup-root=" + dir, "--kubeconfig=" + dir + "/absent"}, "configure API client"},
+		{"simulate", []string{"simulate", "--profile=l4x4"}, "--profile and --root are required"},
+		{"simulate what", []string{"simulate", "--profile=none", "--root=" + dir}, "simulate: "},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			if err := run(t.Context(), test.args, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), test.want) {
+				t.Errorf("got %v, want %s", err, test.want)
+			}
+		})
+	}
+	var out bytes.Buffer
+	if err := run(t.Context(), []string{"version"}, &out, io.Discard); err != nil || out.Len() == 0 {
+		t.Errorf("version: %q, %v", out.String(), err)
+	}
+	for _, args := range [][]string{{"-h"}, {"simulate", "-h"}} {
+		if err := run(t.Context(), args, io.Discard, io.Discard); !errors.Is(err, flag.ErrHelp) {
+			t.Errorf("%v: got %v", args, err)
+		}
+	}
+}
+
+// TestStatusAddressInUse: what fails for good ends the agent, and is what it reports.
+func TestStatusAddressInUse(t *testing.T) {
+	c := nodeConfig(t)
+	c.HTTPEndpoint = "256.0.0.1:0"
+	a := start(t, c)
+	if err := <-a.done; err == nil || !strings.Contains(err.Error(), "serve status") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestProcess(t *testing.T) {
+	command := func(args ...string) *exec.Cmd {
+		cmd := exec.CommandContext(t.Context(), os.Args[0], args...)
+		cmd.Env = append(os.Environ(), asAgent+"=1")
+		return cmd
+	}
+	if out, err := command("--help").CombinedOutput(); err != nil || !bytes.Contains(out, []byte("-kubelet-dir")) {
+		t.Errorf("help: %v\n%s", err, out)
+	}
+	out, err := command("--node-name=n", "--unknown").CombinedOutput()
+	if exit := new(exec.ExitError); !errors.As(err, &exit) || exit.ExitCode() != 1 || !bytes.Contains(out, []byte("kubelet-plugin: flag provided but not defined: -unknown")) {
+		t.Errorf("unknown flag: %v\n%s", err, out)
+	}
+	c := nodeConfig(t)
+	cmd := command("--node-name=n", "--kubelet-dir="+c.KubeletDir, "--run-dir="+c.RunDir, "--cdi-dir="+c.CDIDir, "--cgroup-root="+c.CgroupRoot,
+		"--host-root="+c.HostRoot, "--driver-root=/absent", "--http-endpoint=", "--kubeconfig="+c.Kubeconfig)
+	stderr, err := cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	waiting := false
+	for lines := bufio.NewScanner(stderr); lines.Scan(); {
+		if strings.Contains(lines.Text(), `"Waiting" for="driver"`) {
+			waiting = true
+			if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	if err := cmd.Wait(); err != nil || !waiting {
+		t.Errorf("waited: %v, then ended by SIGTERM: %v", waiting, err)
+	}
+}
