@@ -159,12 +159,7 @@ func TestRunDirectoryFull(t *testing.T) {
 	s.manifest(one("limit", "limit-full") + one("claim", "claim-full"))
 	s.event("Pod", "claim-full", "FailedPrepareDynamicResources", "no space left on device")
 	// The rest of the node wants space as well, so it does not start; but it was not refused.
-	s.await(soon, "the limits pod to be admitted", func() error {
-		if claims, limits := s.holdsByKind(); claims != 2 || limits != 3 {
-			return fmt.Errorf("holds: %v", s.holds(node()))
-		}
-		return nil
-	})
+	s.wantHolds(2, 3)
 	if pod := s.pod("limit-full"); pod.Status.Phase == corev1.PodFailed {
 		t.Errorf("the limits pod was refused: %s %s", pod.Status.Reason, pod.Status.Message)
 	}
@@ -203,7 +198,7 @@ func (s *story) fill(file string) (stop func()) {
 	return stop
 }
 
-// nudge makes kubelet look at a pod now; left alone it tries a claim again after 60 to 90 seconds.
+// nudge makes kubelet look at a pod, or "--all", now; left alone it tries a claim again after 60 to 90 seconds.
 func (s *story) nudge(pod string) {
 	s.Helper()
 	s.kubectl("annotate", "pod", "-n", s.namespace, pod, "--overwrite", "nudged=true")
@@ -220,19 +215,21 @@ func (s *story) same(before map[string][]int) {
 	}
 }
 
-// TestRunDirectoryWiped while pods run, with the agent running and before its next start: kubelet knows who has what.
+// TestRunDirectoryWiped while pods run: the agent goes on, and at its next start kubelet knows who has what.
 func TestRunDirectoryWiped(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
 	s.on(node(), "sh", "-c", "rm -rf /run/tandem/*")
+	s.manifest(one("limit", "limit-wiped"))
+	s.running(soon, 5, 0)
+	s.manifest(one("claim", "claim-wiped"))
+	s.running(patient, 6, 0)
+	s.noDoubleOwners()
+	s.kubectl("delete", "pod", "-n", s.namespace, "limit-wiped", "claim-wiped")
+	s.on(node(), "sh", "-c", "rm -rf /run/tandem/*")
 	s.killAgent()
 	s.ready()
-	s.await(soon, "the holds to be restored", func() error {
-		if claims, limits := s.holdsByKind(); claims != 2 || limits != 2 {
-			return fmt.Errorf("holds: %v", s.holds(node()))
-		}
-		return nil
-	})
+	s.wantHolds(2, 2)
 	s.undisturbed(before)
 }
 

@@ -46,11 +46,15 @@ func (s *story) holdsByKind() (claims, limits int) {
 	return claims, limits
 }
 
+// wantHolds waits for so many holds in the ledger of the node.
 func (s *story) wantHolds(claims, limits int) {
 	s.Helper()
-	if gotClaims, gotLimits := s.holdsByKind(); gotClaims != claims || gotLimits != limits {
-		s.Errorf("the ledger has %d holds of claims and %d of limits, not %d and %d: %v", gotClaims, gotLimits, claims, limits, s.holds(node()))
-	}
+	s.await(soon, fmt.Sprintf("%d holds of claims and %d of limits", claims, limits), func() error {
+		if gotClaims, gotLimits := s.holdsByKind(); gotClaims != claims || gotLimits != limits {
+			return fmt.Errorf("%d and %d: %v", gotClaims, gotLimits, s.holds(node()))
+		}
+		return nil
+	})
 }
 
 // TestSharedClaim: two containers, then two pods, share the GPU of one claim, which is one holder.
@@ -152,11 +156,23 @@ func TestMorePodsThanGPUs(t *testing.T) {
 	s.example("more-than-gpus.yaml")
 	s.running(patient, gpusANode, 2)
 	s.noDoubleOwners()
-	// The other way round claims wait for kubelet's retry; TestBothUntilFull does.
-	s.kubectl("delete", "deployment", "-n", s.namespace, "more-claims")
+	goes, claims, limits := "more-limits", 5, 0
+	for _, pod := range s.pods() {
+		if pod.Status.Phase == corev1.PodPending && strings.HasPrefix(pod.Name, goes) {
+			goes, claims, limits = "more-claims", 0, 5
+		}
+	}
+	s.kubectl("delete", "deployment", "-n", s.namespace, goes)
+	s.await(soon, "the GPUs of "+goes+" to be free", func() error {
+		if gotClaims, gotLimits := s.holdsByKind(); gotClaims > claims || gotLimits > limits {
+			return fmt.Errorf("holds: %v", s.holds(node()))
+		}
+		return nil
+	})
+	s.nudge("--all")
 	s.running(patient, 5, 0)
+	s.wantHolds(claims, limits)
 	s.noDoubleOwners()
-	s.wantHolds(0, 5)
 }
 
 // TestAdminAccess: a monitor sees all GPUs while others hold some, takes none, and nobody notices that it goes.

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+
+	"net/http"
+	"path/filepath"
+
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	corev1 "k8s.io/api/core/v1"
+
+	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
+	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+// uuids of the node's GPUs with their minors, as published.
+func (s *story) uuids() map[string]int {
+	s.Helper()
+	minors := map[string]int{}
+	for uuid, minor := range s.attribute("gpu.nvidia.com/minor") {
+		number, err := strconv.Atoi(minor)
+		if err != nil {
+			s.Fatal(err)
+		}
+		minors[uuid] = number
+	}
+	if len(minors) != gpusANode {
+		s.Fatalf("the node's slices name %v", minors)
+	}
+	return minors
+}
+
+// notReady waits for the agent of the node to say on /readyz that it is not ready, in all these words.
+func (s *story) notReady(words ...string) {
+	s.Helper()
+	client := http.Client{Transport: &http.Transport{DialContext: node().DialContext, DisableKeepAlives: true}, Timeout: 5 * time.Second}
+	address := "http://" + s.agentPod(gpuNode).Status.PodIP + ":8080/readyz"
+	s.await(soon, "the agent to say why it is not ready", func() error {
+		response, err := client.Get(address)
+		if err != nil {
+			return err
+		}
+		defer response.Body.Close()
+		said, err := io.ReadAll(response.Body)
+		if err != nil {
+			return err
+		}
+		if response.StatusCode != http.StatusServiceUnavailable || !hasAll(string(said), words) {
+			return fmt.Errorf("it says %d %q, which lacks some of %q", response.StatusCode, said, words)
+		}
+		return nil
+	})
+}
+
+// TestForeignDevicePlugin: somebody installs NVIDIA's device plugin beside Tandem. Limits are not served by two, the node says
+// why, claims go on, pods keep running, and limits are served again when the other is gone.
+func TestForeignDevicePlugin(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	foreign, plugin := s.devicePlugin("nvidia-gpu.sock", s.uuids())
+	s.event("Node", gpuNode, "OtherDevicePlugin", devicePluginDir+"/nvidia-gpu.sock", install.ResourceName)
+	s.notReady("limits", devicePluginDir+"/nvidia-gpu.sock")
+	s.await(soon, "Tandem to serve no limits", func() error {
+		if ours := s.on(node(), "sh", "-c", "ls "+devicePluginDir+" | grep tandem || true"); ours != "" {
+			return fmt.Errorf("sockets: %s", ours)
+		}
+		return nil
+	})
+	s.manifest(one("claim", "claim-beside"))
+	s.running(soon, 5, 0)
+	s.kubectl("delete", "pod", "-n", s.namespace, "claim-beside")
+	s.same(before)
+	if err := foreign.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if len(plugin.allocated) > 0 {
+		t.Errorf("the other plugin was asked for %v", plugin.allocated)
+	}
+	s.ready()
+	s.await(soon, "the node to offer what is free", func() error { return s.offeredToLimits(gpusANode - 2) })
+	s.undisturbed(before)
+}
+
+// TestForeignDriver: the same for another DRA driver of our name.
+func TestForeignDriver(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	endpoint := filepath.Join(pluginsDir, "toy", "dra.sock")
+	service := s.toy(endpoint, func(server *grpc.Server) { drapb.RegisterDRAPluginServer(server, drapb.UnimplementedDRAPluginServer{}) })
+	registration := s.toy(filepath.Join(registryDir, "toy-reg.sock"), func(server *grpc.Server) {
+		registerapi.RegisterRegistrationServer(server, draRegistration{endpoint: endpoint})
+	})
+	s.event("Node", gpuNode, "ForeignDriver", registryDir+"/toy-reg.sock", install.DriverName)
+	s.notReady("claims", registryDir+"/toy-reg.sock")
+	s.manifest(one("limit", "limit-beside"))
+	s.running(soon, 5, 0)
+	s.kubectl("delete", "pod", "-n", s.namespace, "limit-beside")
+	s.same(before)
+	if err := errors.Join(registration.stop(), service.stop()); err != nil {
+		t.Fatal(err)
+	}
+	s.on(node(), "rmdir", filepath.Join(pluginsDir, "toy"))
+	s.ready()
+	s.undisturbed(before)
+}
+
+// TestFromNVIDIAsDevicePlugin: a node moves to Tandem while pods run. They keep their GPUs, which nobody else gets, and the
+// other six are there for both APIs.
+func TestFromNVIDIAsDevicePlugin(t *testing.T) {
+	s := begin(t)
+	minors := s.uuids()
+	if err := install.Uninstall(s.ctx, theCluster, install.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		// A story that failed in between has no Tandem.
+		if err := install.Tandem(context.WithoutCancel(s.ctx), theCluster, install.Options{Values: installValues}); err != nil {
+			t.Error(err)
+		}
+	})
+	nvidia, _ := s.devicePlugin("nvidia-gpu.sock", minors)
+	s.await(soon, "kubelet to offer the other plugin's GPUs", func() error { return s.offeredToLimits(gpusANode) })
+	for i := range 2 {
+		s.manifest(one("limit", fmt.Sprintf("old-%d", i)))
+	}
+	s.running(soon, 2, 0)
+	before := s.seen()
+	if text := s.inside("old-0", "env"); !strings.Contains(text, "TOY=true") {
+		t.Fatalf("the pod was not served by the other plugin: %s", text)
+	}
+	if err := nvidia.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if err := install.Tandem(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {
+		t.Fatal(err)
+	}
+	s.wantHolds(0, 2)
+	s.await(soon, "claims to be offered the other six", func() error { return s.offeredToClaims(gpusANode - 2) })
+	s.manifest(singleTemplate)
+	for i := range 6 {
+		s.manifest(one("claim", fmt.Sprintf("new-%d", i)))
+	}
+	s.running(soon, gpusANode, 0)
+	s.noDoubleOwners()
+	s.manifest(one("claim", "late"))
+	s.await(soon, "the scheduler to refuse what is too much", func() error {
+		if conditions := s.pod("late").Status.Conditions; len(conditions) == 0 || conditions[0].Reason != corev1.PodReasonUnschedulable {
+			return fmt.Errorf("%v", conditions)
+		}
+		return nil
+	})
+	s.same(before)
+	for name := range before {
+		if restarts := s.pod(name).Status.ContainerStatuses[0].RestartCount; restarts > 0 {
+			t.Errorf("%s restarted %d times", name, restarts)
+		}
+	}
+	s.kubectl("delete", "pod", "-n", s.namespace, "old-0")
+	s.running(patient, gpusANode, 0)
+	s.noDoubleOwners()
+}

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"strings"
+	"testing"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+// agentPod is the agent's pod on a node.
+func (s *story) agentPod(nodeName string) corev1.Pod {
+	s.Helper()
+	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + nodeName})
+	if err != nil {
+		s.Fatal(err)
+	}
+	if len(list.Items) != 1 {
+		s.Fatalf("%d pods of the agent on %s", len(list.Items), nodeName)
+	}
+	return list.Items[0]
+}
+
+// as is a client with a token of the agent's account; bound is the pod that the token is bound to, or nil.
+func (s *story) as(account string, bound *corev1.Pod) kubernetes.Interface {
+	s.Helper()
+	request := &authenticationv1.TokenRequest{}
+	if bound != nil {
+		request.Spec.BoundObjectRef = &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: bound.Name, UID: bound.UID}
+	}
+	answer, err := theClient.CoreV1().ServiceAccounts(install.Namespace).CreateToken(s.ctx, account, request, metav1.CreateOptions{})
+	if err != nil {
+		s.Fatal(err)
+	}
+	admin, err := theCluster.RESTConfig()
+	if err != nil {
+		s.Fatal(err)
+	}
+	config := rest.AnonymousClientConfig(admin)
+	config.BearerToken = answer.Status.Token
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		s.Fatal(err)
+	}
+	return client
+}
+
+// sliceOf is one slice of a node.
+func (s *story) sliceOf(nodeName string) *resourceapi.ResourceSlice {
+	s.Helper()
+	list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + nodeName})
+	if err != nil {
+		s.Fatal(err)
+	}
+	if len(list.Items) == 0 {
+		s.Fatalf("no slice of %s", nodeName)
+	}
+	return &list.Items[0]
+}
+
+// TestStolenToken: whoever has the token of a node's agent can write that node's slices, read what the agent reads, and
+// nothing else. Nothing here is stored: where the API server would allow it, it is a dry run.
+func TestStolenToken(t *testing.T) {
+	s := begin(t)
+	pod := s.agentPod(gpuNode)
+	account := pod.Spec.ServiceAccountName
+	stolen := s.as(account, &pod)
+	own, other := s.sliceOf(gpuNode), s.sliceOf(numaNode)
+	const notYours = "the agent on node '" + gpuNode + "' may write ResourceSlices of that node only"
+	foreignDriver, foreignPool, allNodes := own.DeepCopy(), own.DeepCopy(), own.DeepCopy()
+	foreignDriver.Spec.Driver = "gpu.example.com"
+	foreignPool.Spec.Pool.Name = numaNode
+	everywhere := true
+	allNodes.Spec.NodeName, allNodes.Spec.AllNodes = nil, &everywhere
+
+	slices := func(client kubernetes.Interface) writes { return writes{s, client} }
+	for name, c := range map[string]struct {
+		err  error
+		want string // "" for allowed
+	}{
+		"update own":          {slices(stolen).update(own), ""},
+		"create own":          {slices(stolen).create(own), ""},
+		"delete own":          {slices(stolen).remove(own), ""},
+		"update another's":    {slices(stolen).update(other), notYours},
+		"create another's":    {slices(stolen).create(other), notYours},
+		"delete another's":    {slices(stolen).remove(other), notYours},
+		"for all nodes":       {slices(stolen).create(allNodes), notYours},
+		"of another driver":   {slices(stolen).create(foreignDriver), "of the driver " + install.DriverName + " only"},
+		"in another's pool":   {slices(stolen).create(foreignPool), "may write pools named '" + gpuNode + "'"},
+		"token bound to none": {slices(s.as(account, nil)).update(own), "bound to its pod"},
+	} {
+		switch {
+		case c.want == "" && c.err != nil:
+			t.Errorf("%s: %v", name, c.err)
+		case c.want != "" && (!apierrors.IsForbidden(c.err) || !strings.Contains(c.err.Error(), c.want)):
+			t.Errorf("%s: %v, which should be forbidden and say %q", name, c.err, c.want)
+		}
+	}
+	s.forbidden(stolen)
+}
+
+// writes to slices that are never stored.
+type writes struct {
+	*story
+	client kubernetes.Interface
+}
+
+var dryRun = []string{metav1.DryRunAll}
+
+func (w writes) create(slice *resourceapi.ResourceSlice) error {
+	fresh := &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{GenerateName: "stolen-"}, Spec: slice.Spec}
+	_, err := w.client.ResourceV1().ResourceSlices().Create(w.ctx, fresh, metav1.CreateOptions{DryRun: dryRun})
+	return err
+}
+
+func (w writes) update(slice *resourceapi.ResourceSlice) error {
+	_, err := w.client.ResourceV1().ResourceSlices().Patch(w.ctx, slice.Name, types.MergePatchType, []byte(`{"metadata":{"labels":{"stolen":"true"}}}`), metav1.PatchOptions{DryRun: dryRun})
+	return err
+}
+
+func (w writes) remove(slice *resourceapi.ResourceSlice) error {
+	return w.client.ResourceV1().ResourceSlices().Delete(w.ctx, slice.Name, metav1.DeleteOptions{DryRun: dryRun})
+}
+
+// forbidden tries what an agent has no business with.
+func (s *story) forbidden(client kubernetes.Interface) {
+	s.Helper()
+	list, dry := metav1.ListOptions{}, metav1.PatchOptions{DryRun: dryRun}
+	patch := []byte(`{"metadata":{"labels":{"stolen":"true"}}}`)
+	for name, err := range map[string]error{
+		"list secrets": func() error { _, err := client.CoreV1().Secrets("").List(s.ctx, list); return err }(),
+		"list secrets of its namespace": func() error {
+			_, err := client.CoreV1().Secrets(install.Namespace).List(s.ctx, list)
+			return err
+		}(),
+		"list configmaps":       func() error { _, err := client.CoreV1().ConfigMaps("").List(s.ctx, list); return err }(),
+		"list service accounts": func() error { _, err := client.CoreV1().ServiceAccounts("").List(s.ctx, list); return err }(),
+		"list claims":           func() error { _, err := client.ResourceV1().ResourceClaims("").List(s.ctx, list); return err }(),
+		"list roles":            func() error { _, err := client.RbacV1().ClusterRoles().List(s.ctx, list); return err }(),
+		"list device classes":   func() error { _, err := client.ResourceV1().DeviceClasses().List(s.ctx, list); return err }(),
+		"patch its node": func() error {
+			_, err := client.CoreV1().Nodes().Patch(s.ctx, gpuNode, types.MergePatchType, patch, dry)
+			return err
+		}(),
+		"patch its node's state": func() error {
+			_, err := client.CoreV1().Nodes().Patch(s.ctx, gpuNode, types.MergePatchType, patch, dry, "status")
+			return err
+		}(),
+		"create a pod": func() error {
+			_, err := client.CoreV1().Pods(install.Namespace).Create(s.ctx, &corev1.Pod{
+				ObjectMeta: metav1.ObjectMeta{Name: "stolen"},
+				Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "c", Image: "i"}}},
+			}, metav1.CreateOptions{DryRun: dryRun})
+			return err
+		}(),
+		"delete pods": client.CoreV1().Pods(install.Namespace).Delete(s.ctx, s.agentPod(numaNode).Name, metav1.DeleteOptions{DryRun: dryRun}),
+		"write a claim's status": func() error {
+			_, err := client.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(s.ctx, &resourceapi.ResourceClaim{
+				ObjectMeta: metav1.ObjectMeta{Name: "stolen", Namespace: s.namespace},
+			}, metav1.UpdateOptions{DryRun: dryRun})
+			return err
+		}(),
+		"make a token": func() error {
+			_, err := client.CoreV1().ServiceAccounts(install.Namespace).CreateToken(s.ctx, "default", &authenticationv1.TokenRequest{}, metav1.CreateOptions{})
+			return err
+		}(),
+	} {
+		if !apierrors.IsForbidden(err) {
+			s.Errorf("%s is not forbidden: %v", name, err)
+		}
+	}
+}
