@@ -192,7 +192,7 @@ func (d *directory) provision(n int) error {
 	}
 	for d.owed() > 0 {
 		path := d.next(d.spare(), "")
-		if err := d.write(path, os.O_CREATE|os.O_EXCL, make([]byte, spareSize)); err != nil {
+		if err := d.write(path, unix.O_CREAT|unix.O_EXCL, make([]byte, spareSize)); err != nil {
 			return errors.Join(fmt.Errorf("reserve space for a record: %w", err), d.delete(path))
 		}
 		d.spares = append(d.spares, path)
@@ -202,7 +202,7 @@ func (d *directory) provision(n int) error {
 
 // create records a hold that has no record yet. Only a limit may take a spare for good.
 func (d *directory) create(h Hold) error {
-	if err := d.record(h, h.Holder.Kind == KindLimit); err != nil {
+	if err := d.record(h, h.Holder.Kind == KindLimit, false); err != nil {
 		return err
 	}
 	if h.Holder.Kind == KindLimit && d.owed() > 0 {
@@ -213,9 +213,10 @@ func (d *directory) create(h Hold) error {
 }
 
 // update replaces the record of a hold.
-func (d *directory) update(h Hold) error { return d.record(h, true) }
+func (d *directory) update(h Hold) error { return d.record(h, true, true) }
 
-func (d *directory) record(h Hold, fromSpare bool) error {
+// record writes the record of h: into a spare or a new file, which then takes the place of the record that is there.
+func (d *directory) record(h Hold, fromSpare, isThere bool) error {
 	if d.closed {
 		return fmt.Errorf("write record of %s: %w", h, errClosed)
 	}
@@ -230,10 +231,10 @@ func (d *directory) record(h Hold, fromSpare bool) error {
 	}
 	if source == "" {
 		source = d.next(d.holds(), temporaryPrefix)
-		err = d.write(source, os.O_CREATE|os.O_EXCL, data)
+		err = d.write(source, unix.O_CREAT|unix.O_EXCL, data)
 	}
 	if err == nil {
-		err = d.install(source, h)
+		err = d.install(source, h, isThere)
 	}
 	if err != nil {
 		return errors.Join(fmt.Errorf("write record of %s: %w", h, err), d.recycle(source))
@@ -262,25 +263,37 @@ func (d *directory) fillSpare(data []byte) string {
 	return ""
 }
 
-// install puts a complete file in the place of the record of h in one step. It makes no difference what was there before.
-func (d *directory) install(source string, h Hold) error {
+// install puts a complete file in the place of the record of h in one step. It makes no difference what was there before;
+// what is likely is tried first, since this is what an Allocate waits for.
+func (d *directory) install(source string, h Hold, likely bool) error {
 	target := d.path(h)
-	d.at("exchange")
-	err := unix.Renameat2(unix.AT_FDCWD, source, unix.AT_FDCWD, target, unix.RENAME_EXCHANGE)
-	if err == nil {
-		// The record stands. What cannot be tidied up here is swept by the next start.
-		_ = d.recycle(source)
-		return nil
+	for _, replace := range []bool{likely, !likely} {
+		if replace {
+			d.at("exchange")
+			err := unix.Renameat2(unix.AT_FDCWD, source, unix.AT_FDCWD, target, unix.RENAME_EXCHANGE)
+			if err == nil {
+				// The record stands. What cannot be tidied up here is swept by the next start.
+				_ = d.recycle(source)
+				return nil
+			}
+			if !errors.Is(err, unix.ENOENT) {
+				return err
+			}
+			continue
+		}
+		d.at("rename")
+		err := unix.Renameat2(unix.AT_FDCWD, source, unix.AT_FDCWD, target, unix.RENAME_NOREPLACE)
+		if err == nil {
+			if h.Holder.Kind == KindLimit {
+				d.limits++
+			}
+			return nil
+		}
+		if !errors.Is(err, unix.EEXIST) {
+			return err
+		}
 	}
-	_, statErr := os.Lstat(target)
-	d.at("rename")
-	if err := os.Rename(source, target); err != nil {
-		return err
-	}
-	if errors.Is(statErr, os.ErrNotExist) && h.Holder.Kind == KindLimit {
-		d.limits++
-	}
-	return nil
+	return fmt.Errorf("%s comes and goes", target)
 }
 
 // remove forgets a hold.
@@ -322,13 +335,21 @@ func (d *directory) delete(path string) error {
 	return os.RemoveAll(path)
 }
 
+// write fills a file from its start. It makes the system calls itself: os.File would try to poll the file, and each call
+// here is part of every Allocate.
 func (d *directory) write(path string, flags int, data []byte) error {
 	d.at("open")
-	file, err := os.OpenFile(path, os.O_WRONLY|flags, 0o600)
+	file, err := unix.Open(path, unix.O_WRONLY|unix.O_CLOEXEC|flags, 0o600)
 	if err != nil {
-		return err
+		return &os.PathError{Op: "open", Path: path, Err: err}
 	}
 	d.at("write")
-	_, err = file.WriteAt(data, 0)
-	return errors.Join(err, file.Close())
+	n, err := unix.Pwrite(file, data, 0)
+	if err == nil && n < len(data) {
+		err = unix.ENOSPC
+	}
+	if err != nil {
+		err = &os.PathError{Op: "write", Path: path, Err: err}
+	}
+	return errors.Join(err, unix.Close(file))
 }

@@ -46,6 +46,8 @@ type Ledger struct {
 	// newer are records of a newer version, which stay on disk as they are until they are removed.
 	newer   map[key]bool
 	changed chan struct{}
+	// announcing is set from a change until changed is closed for it.
+	announcing bool
 	// serial is the last generation given out.
 	serial uint64
 
@@ -323,9 +325,23 @@ func deleteFrom[I comparable](index map[I]map[key]*Hold, i I, k key) {
 	}
 }
 
+// announceDelay keeps those who watch the ledger from competing with the answer to kubelet that a change is part of. What
+// they do about it, an API write, takes many times as long.
+const announceDelay = time.Millisecond
+
+// announce closes the channel of Changed in a moment, once for all changes until then. Under l.mu.
 func (l *Ledger) announce() {
-	close(l.changed)
-	l.changed = make(chan struct{})
+	if l.announcing {
+		return
+	}
+	l.announcing = true
+	time.AfterFunc(announceDelay, func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.announcing = false
+		close(l.changed)
+		l.changed = make(chan struct{})
+	})
 }
 
 // conflicts are the holds of others that overlap with the device.

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+
+	"golang.org/x/sys/unix"
 )
 
 // onDisk does something to the records. Where their directory has been wiped it is made anew before from memory, which
@@ -109,9 +111,9 @@ func (d *directory) restore(h Hold) (written bool, err error) {
 		return false, err
 	}
 	if !h.Unreadable {
-		return true, d.record(h, false)
+		return true, d.record(h, false, false)
 	}
-	if err := d.write(d.path(h), os.O_CREATE|os.O_EXCL, nil); err != nil {
+	if err := d.write(d.path(h), unix.O_CREAT|unix.O_EXCL, nil); err != nil {
 		return false, err
 	}
 	if h.Holder.Kind == KindLimit {
