@@ -186,7 +186,7 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
-		reconciler.Run, specs.Run,
+		reconciler.Run, specs.Run, a.checkRuntime,
 		func(ctx context.Context) error { return provision(ctx, book, node) },
 		a.afterPods(pods, "claims", claims.Run, claims.Ready),
 		a.afterPods(pods, "limits", limits.Run, limits.Ready),
