@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
@@ -204,13 +205,12 @@ func (s *story) nudge(pod string) {
 	s.kubectl("annotate", "pod", "-n", s.namespace, pod, "--overwrite", "nudged=true")
 }
 
-// same checks that the pods of occupy see the GPUs they saw.
+// same checks that these pods see the GPUs they saw.
 func (s *story) same(before map[string][]int) {
 	s.Helper()
-	now := s.seen()
 	for pod, gpus := range before {
-		if fmt.Sprint(now[pod]) != fmt.Sprint(gpus) {
-			s.Errorf("%s saw GPUs %v, now %v", pod, gpus, now[pod])
+		if now := s.gpus(pod, ""); !slices.Equal(now, gpus) {
+			s.Errorf("%s saw GPUs %v, now %v", pod, gpus, now)
 		}
 	}
 }
