@@ -19,7 +19,7 @@ func TestJudgeRuntime(t *testing.T) {
 	}{
 		"containerd 2":                 {reported: "containerd://2.1.4", want: RuntimeSupports},
 		"containerd 2, built by hand":  {reported: "containerd://v2.4.2-3-gabcdef", want: RuntimeSupports},
-		"containerd 2, switched off":  {reported: "containerd://2.1.4", path: packages, text: "  enable_cdi = false\n", want: RuntimeLacks, wantMention: "remove enable_cdi = false"},
+		"containerd 2, switched off":   {reported: "containerd://2.1.4", path: packages, text: "  enable_cdi = false\n", want: RuntimeLacks, wantMention: "remove enable_cdi = false"},
 		"containerd 1.6":               {reported: "containerd://1.6.38", want: RuntimeLacks, wantMention: "1.6.38"},
 		"containerd 1.7, on":           {reported: "containerd://1.7.27", path: packages, text: "[plugins.\"io.containerd.grpc.v1.cri\"]\n  enable_cdi = true # GPUs\n", want: RuntimeSupports},
 		"containerd 1.7, off":          {reported: "containerd://1.7.27", path: packages, text: "  enable_cdi = false\n", want: RuntimeLacks, wantMention: "/" + packages},
