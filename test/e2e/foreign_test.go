@@ -68,8 +68,9 @@ func (s *story) notReady(words ...string) {
 // why, claims go on, pods keep running, and limits are served again when the other is gone.
 func TestForeignDevicePlugin(t *testing.T) {
 	s := begin(t)
+	minors := s.uuids()
 	before := s.occupy()
-	foreign, plugin := s.devicePlugin("nvidia-gpu.sock", s.uuids())
+	foreign, plugin := s.devicePlugin("nvidia-gpu.sock", minors)
 	s.event("Node", gpuNode, "OtherDevicePlugin", devicePluginDir+"/nvidia-gpu.sock", install.ResourceName)
 	s.notReady("limits", devicePluginDir+"/nvidia-gpu.sock")
 	s.await(soon, "Tandem to serve no limits", func() error {

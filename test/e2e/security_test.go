@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"slices"
 	"strings"
 	"testing"
 
@@ -83,21 +84,21 @@ func TestStolenToken(t *testing.T) {
 	everywhere := true
 	allNodes.Spec.NodeName, allNodes.Spec.AllNodes = nil, &everywhere
 
-	slices := func(client kubernetes.Interface) writes { return writes{s, client} }
+	slicesOf := func(client kubernetes.Interface) writes { return writes{s, client} }
 	for name, c := range map[string]struct {
 		err  error
 		want string // "" for allowed
 	}{
-		"update own":          {slices(stolen).update(own), ""},
-		"create own":          {slices(stolen).create(own), ""},
-		"delete own":          {slices(stolen).remove(own), ""},
-		"update another's":    {slices(stolen).update(other), notYours},
-		"create another's":    {slices(stolen).create(other), notYours},
-		"delete another's":    {slices(stolen).remove(other), notYours},
-		"for all nodes":       {slices(stolen).create(allNodes), notYours},
-		"of another driver":   {slices(stolen).create(foreignDriver), "of the driver " + install.DriverName + " only"},
-		"in another's pool":   {slices(stolen).create(foreignPool), "may write pools named '" + gpuNode + "'"},
-		"token bound to none": {slices(s.as(account, nil)).update(own), "bound to its pod"},
+		"update own":          {slicesOf(stolen).update(own), ""},
+		"create own":          {slicesOf(stolen).create(own), ""},
+		"delete own":          {slicesOf(stolen).remove(own), ""},
+		"update another's":    {slicesOf(stolen).update(other), notYours},
+		"create another's":    {slicesOf(stolen).create(other), notYours},
+		"delete another's":    {slicesOf(stolen).remove(other), notYours},
+		"for all nodes":       {slicesOf(stolen).create(allNodes), notYours},
+		"of another driver":   {slicesOf(stolen).create(foreignDriver), "of the driver " + install.DriverName + " only"},
+		"in another's pool":   {slicesOf(stolen).create(foreignPool), "may write pools named '" + gpuNode + "'"},
+		"token bound to none": {slicesOf(s.as(account, nil)).update(own), "bound to its pod"},
 	} {
 		switch {
 		case c.want == "" && c.err != nil:
@@ -177,6 +178,46 @@ func (s *story) forbidden(client kubernetes.Interface) {
 	} {
 		if !apierrors.IsForbidden(err) {
 			s.Errorf("%s is not forbidden: %v", name, err)
+		}
+	}
+}
+
+// TestAgentIsConfined: what the kernel says of the agent's process on a node without real GPUs, where it needs no privilege.
+func TestAgentIsConfined(t *testing.T) {
+	s := begin(t)
+	pid := strings.TrimSpace(s.on(node(), "pgrep", "-x", "kubelet-plugin"))
+	status := s.on(node(), "cat", "/proc/"+pid+"/status")
+	for field, want := range map[string]string{
+		"CapInh": "0000000000000000", "CapPrm": "0000000000000000", "CapEff": "0000000000000000", "CapBnd": "0000000000000000",
+		"NoNewPrivs": "1",
+		"Seccomp":    "2", // a filter
+	} {
+		if !strings.Contains(status, field+":\t"+want+"\n") {
+			t.Errorf("%s is not %s:\n%s", field, want, status)
+		}
+	}
+	for _, namespace := range []string{"net", "pid", "ipc", "mnt"} {
+		own, host := s.on(node(), "readlink", "/proc/"+pid+"/ns/"+namespace), s.on(node(), "readlink", "/proc/1/ns/"+namespace)
+		if own == host {
+			t.Errorf("the agent is in the node's %s namespace", namespace)
+		}
+	}
+	// What it may write to, of the node's files: its own, and the directories in which it meets kubelet and the runtime.
+	may := []string{
+		"/run/tandem", "/var/run/cdi", "/var/lib/kubelet/plugins/gpu.nvidia.com", "/var/lib/kubelet/plugins_registry",
+		"/var/lib/kubelet/device-plugins", "/dev/", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/var/termination-log", "/proc", "/dev",
+	}
+	for line := range strings.Lines(s.on(node(), "cat", "/proc/"+pid+"/mounts")) {
+		fields := strings.Fields(line)
+		at, options := fields[1], strings.Split(fields[3], ",")
+		if slices.Contains(options, "ro") || slices.ContainsFunc(may, func(path string) bool {
+			return at == path || strings.HasSuffix(path, "/") && strings.HasPrefix(at, path)
+		}) {
+			continue
+		}
+		// Masked parts of /proc are not the node's files.
+		if fields[2] != "proc" && !strings.HasPrefix(at, "/proc/") {
+			t.Errorf("the agent may write to %s: %s", at, line)
 		}
 	}
 }
