@@ -42,12 +42,13 @@ func (s *story) uuids() map[string]int {
 	return minors
 }
 
-// notReady waits for the agent of the node to say on /readyz that it is not ready, in all these words.
-func (s *story) notReady(words ...string) {
+// readyz waits for an answer of the agent on the node that has all these words. Kubelet believes a failing probe only after
+// 15 seconds, so the pod's condition does not tell.
+func (s *story) readyz(status int, words ...string) {
 	s.Helper()
 	client := http.Client{Transport: &http.Transport{DialContext: node().DialContext, DisableKeepAlives: true}, Timeout: 5 * time.Second}
 	address := "http://" + s.agentPod(gpuNode).Status.PodIP + ":8080/readyz"
-	s.await(soon, "the agent to say why it is not ready", func() error {
+	s.await(soon, fmt.Sprintf("%s to answer %d", address, status), func() error {
 		response, err := client.Get(address)
 		if err != nil {
 			return err
@@ -57,8 +58,8 @@ func (s *story) notReady(words ...string) {
 		if err != nil {
 			return err
 		}
-		if response.StatusCode != http.StatusServiceUnavailable || !hasAll(string(said), words) {
-			return fmt.Errorf("it says %d %q, which lacks some of %q", response.StatusCode, said, words)
+		if response.StatusCode != status || !hasAll(string(said), words) {
+			return fmt.Errorf("it answers %d %q; wanted are %d and %q", response.StatusCode, said, status, words)
 		}
 		return nil
 	})
@@ -72,7 +73,7 @@ func TestForeignDevicePlugin(t *testing.T) {
 	before := s.occupy()
 	foreign, plugin := s.devicePlugin("nvidia-gpu.sock", minors)
 	s.event("Node", gpuNode, "OtherDevicePlugin", devicePluginDir+"/nvidia-gpu.sock", install.ResourceName)
-	s.notReady("limits", devicePluginDir+"/nvidia-gpu.sock")
+	s.readyz(http.StatusServiceUnavailable, "limits", devicePluginDir+"/nvidia-gpu.sock")
 	s.await(soon, "Tandem to serve no limits", func() error {
 		if ours := s.on(node(), "sh", "-c", "ls "+devicePluginDir+" | grep tandem || true"); ours != "" {
 			return fmt.Errorf("sockets: %s", ours)
@@ -89,6 +90,7 @@ func TestForeignDevicePlugin(t *testing.T) {
 	if len(plugin.allocated) > 0 {
 		t.Errorf("the other plugin was asked for %v", plugin.allocated)
 	}
+	s.readyz(http.StatusOK)
 	s.ready()
 	s.await(soon, "the node to offer what is free", func() error { return s.offeredToLimits(gpusANode - 2) })
 	s.undisturbed(before)
@@ -104,7 +106,7 @@ func TestForeignDriver(t *testing.T) {
 		registerapi.RegisterRegistrationServer(server, draRegistration{endpoint: endpoint})
 	})
 	s.event("Node", gpuNode, "ForeignDriver", registryDir+"/toy-reg.sock", install.DriverName)
-	s.notReady("claims", registryDir+"/toy-reg.sock")
+	s.readyz(http.StatusServiceUnavailable, "claims", registryDir+"/toy-reg.sock")
 	s.manifest(one("limit", "limit-beside"))
 	s.running(soon, 5, 0)
 	s.kubectl("delete", "pod", "-n", s.namespace, "limit-beside")
@@ -113,6 +115,7 @@ func TestForeignDriver(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.on(node(), "rmdir", filepath.Join(pluginsDir, "toy"))
+	s.readyz(http.StatusOK)
 	s.ready()
 	s.undisturbed(before)
 }

@@ -206,6 +206,7 @@ func TestAgentIsConfined(t *testing.T) {
 	may := []string{
 		"/run/tandem", "/var/run/cdi", "/var/lib/kubelet/plugins/gpu.nvidia.com", "/var/lib/kubelet/plugins_registry",
 		"/var/lib/kubelet/device-plugins", "/dev/", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/var/termination-log", "/proc", "/dev",
+		"/sys/fs/cgroup", // the container's own
 	}
 	for line := range strings.Lines(s.on(node(), "cat", "/proc/"+pid+"/mounts")) {
 		fields := strings.Fields(line)
@@ -213,6 +214,13 @@ func TestAgentIsConfined(t *testing.T) {
 		if slices.Contains(options, "ro") || slices.ContainsFunc(may, func(path string) bool {
 			return at == path || strings.HasSuffix(path, "/") && strings.HasPrefix(at, path)
 		}) {
+			continue
+		}
+		// Volumes of other pods are there, under a mount that hides them.
+		if strings.HasPrefix(at, "/var/lib/kubelet/pods/") {
+			if names := s.on(node(), "ls", "-A", "/proc/"+pid+"/root/var/lib/kubelet/pods"); names != "" {
+				t.Errorf("the agent sees the volumes of pods: %s", names)
+			}
 			continue
 		}
 		// Masked parts of /proc are not the node's files.
