@@ -14,7 +14,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
@@ -76,9 +75,12 @@ func newAgent(c config.Config) (*agent, error) {
 
 // newClient does not throttle: every Prepare costs one GET, and a default client makes it wait 200 ms for it.
 func newClient(kubeconfig string) (kubernetes.Interface, error) {
-	restConfig, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
+	restConfig, err := rest.InClusterConfig()
+	if kubeconfig != "" {
+		restConfig, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
+	}
 	if err != nil {
-		return nil, fmt.Errorf("configure API client: %w", err)
+		return nil, fmt.Errorf("configure API client: %w (outside a cluster --kubeconfig is needed)", err)
 	}
 	restConfig.QPS = -1
 	restConfig = rest.AddUserAgent(restConfig, "tandem/"+version.Version)
@@ -190,6 +192,7 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		func(ctx context.Context) error { return provision(ctx, book, node) },
 		a.afterPods(pods, "claims", claims.Run, claims.Ready),
 		a.afterPods(pods, "limits", limits.Run, limits.Ready),
+		a.returnMemory,
 	} {
 		group.Go(func() error { return run(ctx) })
 	}
@@ -209,77 +212,6 @@ func (a *agent) afterPods(pods *evidence.Pods, name string, run func(context.Con
 		a.status.Check(name, ready)
 		return run(ctx)
 	}
-}
-
-// lockInterval is how often a lock in other hands is tried again: flock tells nobody when it is free without blocking for
-// good.
-const lockInterval = time.Second
-
-// openLedger waits while another agent process owns the node: a force-deleted predecessor may still run.
-func (a *agent) openLedger(ctx context.Context, e ledger.Evidence) (*ledger.Ledger, error) {
-	for said := false; ; said = true {
-		book, err := ledger.Open(ctx, ledger.Options{Dir: a.config.RunDir, BootID: a.bootID, Evidence: e})
-		if !errors.Is(err, ledger.ErrLocked) {
-			a.status.Waiting("ledger", err)
-			return book, err
-		}
-		if !said {
-			a.wait(ctx, "ledger", "LedgerLocked", err)
-		}
-		select {
-		case <-ctx.Done():
-			return nil, context.Cause(ctx)
-		case <-time.After(lockInterval):
-		}
-	}
-}
-
-// openNode waits for a driver.
-func (a *agent) openNode(ctx context.Context) (*nvml.Node, error) {
-	node, err := nvml.Await(ctx, a.nodeOptions(), func(reason error) { a.wait(ctx, "driver", "NoDriver", reason) })
-	if err != nil {
-		return nil, err
-	}
-	a.status.Waiting("driver", nil)
-	return node, nil
-}
-
-// awaitGPU waits for a first GPU: a node may have a driver and nothing (yet) to drive. It returns false when ctx is done.
-func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node) bool {
-	said := ""
-	for {
-		changed := node.Changed()
-		inventory := node.Inventory()
-		if len(inventory.GPUs) > 0 {
-			a.status.Waiting("gpus", nil)
-			return true
-		}
-		reason := fmt.Errorf("driver %s finds no GPU", inventory.DriverVersion)
-		if unidentified := node.Unidentified(); unidentified > 0 {
-			reason = fmt.Errorf("driver %s finds %d GPUs that do not tell who they are", inventory.DriverVersion, unidentified)
-		}
-		if reason.Error() != said {
-			a.wait(ctx, "gpus", "NoGPU", reason)
-			said = reason.Error()
-		}
-		select {
-		case <-ctx.Done():
-			return false
-		case <-changed:
-		}
-	}
-}
-
-// wait says why the agent is not ready: in its status, its log, and an event on the node.
-func (a *agent) wait(ctx context.Context, check, reason string, err error) {
-	klog.FromContext(ctx).Info("Waiting", "for", check, "reason", err.Error())
-	a.status.Waiting(check, err)
-	a.recorder.Event(nodeReference(a.config.NodeName), corev1.EventTypeWarning, reason, err.Error())
-}
-
-// nodeReference has the node's name for a UID, as kubelet's own events on nodes have, so that kubectl describe finds them.
-func nodeReference(name string) *corev1.ObjectReference {
-	return &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: name, UID: types.UID(name)}
 }
 
 func (a *agent) nodeOptions() nvml.Options {

@@ -61,6 +61,17 @@ func nodeConfig(t *testing.T) config.Config {
 			t.Fatal(err)
 		}
 	}
+	// A GPU is there, whether or not a driver is.
+	c.SysfsRoot = filepath.Join(dir, "sys")
+	function := filepath.Join(c.SysfsRoot, "bus/pci/devices/0000:01:00.0")
+	if err := os.MkdirAll(function, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for file, text := range map[string]string{"vendor": "0x10de", "class": "0x030200"} {
+		if err := os.WriteFile(filepath.Join(function, file), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
 	c.Kubeconfig = filepath.Join(dir, "kubeconfig")
 	if err := os.WriteFile(c.Kubeconfig, []byte(kubeconfig), 0o600); err != nil {
 		t.Fatal(err)
@@ -180,6 +191,26 @@ func TestWaitsForDriver(t *testing.T) {
 	}
 }
 
+// A node without a GPU lacks no driver: its agent is ready, so that it holds up no rollout, and complains to nobody.
+func TestNodeWithoutAGPUIsReady(t *testing.T) {
+	c := nodeConfig(t)
+	if err := os.RemoveAll(filepath.Join(c.SysfsRoot, "bus/pci/devices")); err != nil {
+		t.Fatal(err)
+	}
+	a := start(t, c)
+	ticker := time.NewTicker(time.Millisecond)
+	defer ticker.Stop()
+	for deadline := time.Now().Add(time.Minute); a.status.Ready() != nil; <-ticker.C {
+		if time.Now().After(deadline) {
+			t.Fatal(a.status.Ready())
+		}
+	}
+	a.stop()
+	if len(a.events.Events) > 0 {
+		t.Errorf("event: %s", <-a.events.Events)
+	}
+}
+
 func TestWaitsForLock(t *testing.T) {
 	c := nodeConfig(t)
 	other, err := ledger.Open(t.Context(), ledger.Options{Dir: c.RunDir, BootID: "boot", Evidence: anything{}})
@@ -290,8 +321,10 @@ func TestStatusAddressInUse(t *testing.T) {
 }
 
 func TestProcess(t *testing.T) {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
 	command := func(args ...string) *exec.Cmd {
-		cmd := exec.CommandContext(t.Context(), os.Args[0], args...)
+		cmd := exec.CommandContext(ctx, os.Args[0], args...)
 		cmd.Env = append(os.Environ(), asAgent+"=1")
 		return cmd
 	}
@@ -304,7 +337,7 @@ func TestProcess(t *testing.T) {
 	}
 	c := nodeConfig(t)
 	cmd := command("--node-name=n", "--kubelet-dir="+c.KubeletDir, "--run-dir="+c.RunDir, "--cdi-dir="+c.CDIDir, "--cgroup-root="+c.CgroupRoot,
-		"--host-root="+c.HostRoot, "--driver-root=/absent", "--http-endpoint=", "--kubeconfig="+c.Kubeconfig)
+		"--host-root="+c.HostRoot, "--sysfs-root="+c.SysfsRoot, "--driver-root=/absent", "--http-endpoint=", "--kubeconfig="+c.Kubeconfig)
 	stderr, err := cmd.StderrPipe()
 	if err != nil {
 		t.Fatal(err)

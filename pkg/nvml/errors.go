@@ -21,6 +21,8 @@ type NoDriverError struct {
 	Looked []string
 	// Cause is set where a library was found and did not work.
 	Cause error
+	// NoHardware is set where sysfs shows no GPU of NVIDIA's: no driver is missing then.
+	NoHardware bool
 }
 
 func (e *NoDriverError) Error() string {

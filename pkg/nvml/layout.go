@@ -87,7 +87,7 @@ func (o Options) locate() (layout, error) {
 		found = append(found, layout{driverRoot: "/", library: o.Library})
 	}
 	if len(found) == 0 {
-		return layout{}, &NoDriverError{Looked: looked}
+		return layout{}, &NoDriverError{Looked: looked, NoHardware: !o.hasHardware()}
 	}
 	l := o.choose(found)
 	if o.Library != Auto && !o.simulated() {

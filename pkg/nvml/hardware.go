@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// PCI identifiers (PCI-SIG vendor list; PCI Code and ID Assignment, base class 03h).
+const (
+	vendorNVIDIA       = "0x10de"
+	classDisplayPrefix = "0x03"
+)
+
+// hasHardware reports whether sysfs shows a GPU of NVIDIA's, with or without a driver. Where sysfs does not tell, it may.
+func (o Options) hasHardware() bool {
+	devices := filepath.Join(o.SysfsRoot, "bus/pci/devices")
+	entries, err := os.ReadDir(devices)
+	if err != nil {
+		return !os.IsNotExist(err)
+	}
+	for _, entry := range entries {
+		read := func(file string) string {
+			text, err := os.ReadFile(filepath.Join(devices, entry.Name(), file))
+			if err != nil {
+				return ""
+			}
+			return strings.TrimSpace(string(text))
+		}
+		if read("vendor") == vendorNVIDIA && strings.HasPrefix(read("class"), classDisplayPrefix) {
+			return true
+		}
+	}
+	return false
+}
