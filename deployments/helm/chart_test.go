@@ -25,7 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/yaml"
 	"k8s.io/client-go/kubernetes/scheme"
 
-	"github.com/tandem-gpu/tandem/hack/gobin"
+	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/internal/config"
 )
 
@@ -36,7 +36,7 @@ var helm string
 func TestMain(m *testing.M) {
 	flag.Parse()
 	var err error
-	if helm, err = gobin.Helm().Ensure(context.Background(), os.Stderr); err != nil {
+	if helm, err = binaries.Helm().Ensure(context.Background(), os.Stderr); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package binaries makes the programs of the one-node cluster available: Kubernetes, etcd, containerd, runc, Helm and a
-// pause program built from Go modules, the CNI plugins and network tools from Debian packages. Everything built is kept
-// by version in a cache outside the checkout. The package starts none of them.
+// pause program built from Go modules, the CNI plugins and network tools from Debian packages; and single tools of other
+// modules. Each is built in a throw-away module, so that nothing of it reaches our go.mod, and kept by version in a cache
+// outside the checkout. The package starts none of them and builds nothing of this repository.
 package binaries
 
 import (
@@ -27,7 +28,6 @@ const (
 	EtcdVersion       = "v3.7.3"
 	ContainerdVersion = "v2.4.2"
 	RuncVersion       = "v1.5.2"
-	HelmVersion       = "v4.3.1"
 )
 
 // cniDir is where Debian's containernetworking-plugins installs.

@@ -43,15 +43,20 @@ func TestReplaceLines(t *testing.T) {
 }
 
 func TestCacheDir(t *testing.T) {
-	dir := t.TempDir()
-	t.Setenv("TANDEM_CACHE", dir)
-	if got, err := CacheDir(); err != nil || got != dir {
-		t.Errorf("with TANDEM_CACHE: %q, %v", got, err)
-	}
-	t.Setenv("TANDEM_CACHE", "")
-	t.Setenv("XDG_CACHE_HOME", dir)
-	if got, err := CacheDir(); err != nil || got != filepath.Join(dir, "tandem") {
-		t.Errorf("with XDG_CACHE_HOME: %q, %v", got, err)
+	home := t.TempDir()
+	for name, c := range map[string]struct{ cache, xdg, want string }{
+		"set":     {"/c", "/x", "/c"},
+		"xdg":     {"", "/x", "/x/tandem"},
+		"default": {"", "", filepath.Join(home, ".cache", "tandem")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Setenv("TANDEM_CACHE", c.cache)
+			t.Setenv("XDG_CACHE_HOME", c.xdg)
+			t.Setenv("HOME", home)
+			if got, err := CacheDir(); err != nil || got != c.want {
+				t.Errorf("got %s (%v), want %s", got, err, c.want)
+			}
+		})
 	}
 }
 

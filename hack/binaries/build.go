@@ -3,6 +3,7 @@
 package binaries
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	_ "embed"
@@ -20,17 +21,19 @@ import (
 
 // component is a set of programs built together from one Go module, or from one source file.
 type component struct {
+	// name and version make up the directory in the cache.
 	name, version string
-	// module is required at version; packages are its programs, in the order they are built.
-	module   string
-	packages []program
+	// module is required at moduleVersion, or at version where that is empty; packages are its programs, in the order they are built.
+	module, moduleVersion string
+	packages              []program
 	// stagingReplace makes the module's own k8s.io/* requirements resolvable, as kubernetes needs it.
 	stagingReplace bool
 	source         []byte
 	tags           string
-	cgo            bool
 	linkFlags      string
-	found          func(dir string)
+	// env (KEY=value) is given to the go command; CGO_ENABLED=0 is the default.
+	env   []string
+	found func(dir string)
 }
 
 type program struct{ name, path string }
@@ -50,14 +53,14 @@ func containerd(dir *string) component {
 
 func runc(dir *string) component {
 	const module = "github.com/opencontainers/runc"
-	return component{name: "runc", version: RuncVersion, module: module, tags: "seccomp", cgo: true,
+	return component{name: "runc", version: RuncVersion, module: module, tags: "seccomp", env: []string{"CGO_ENABLED=1"},
 		packages: []program{{"runc", module}}, found: into(dir)}
 }
 
 func helm(dir *string) component {
-	const module = "helm.sh/helm/v4"
-	return component{name: "helm", version: HelmVersion, module: module,
-		packages: below(module+"/cmd/", "helm"), found: into(dir)}
+	c := Helm().component()
+	c.found = into(dir)
+	return c
 }
 
 func kubernetes(version string, found func(string)) component {
@@ -115,19 +118,17 @@ func (b builder) ensure(ctx context.Context, c component, step string) (string, 
 	if err := removeAll(parent, unfinished+"*"); err != nil {
 		return "", err
 	}
-	made, err := os.MkdirTemp(parent, unfinished)
+	work, err := os.MkdirTemp(parent, unfinished)
 	if err != nil {
 		return "", fmt.Errorf("create build directory of %s: %w", c.name, err)
 	}
-	defer os.RemoveAll(made)
-	if err := b.build(ctx, c, made, step); err != nil {
+	defer os.RemoveAll(work)
+	made := filepath.Join(work, "out")
+	if err := b.build(ctx, c, work, made, step); err != nil {
 		return "", fmt.Errorf("build %s %s: %w", c.name, c.version, err)
 	}
 	if err := os.RemoveAll(dir); err != nil {
 		return "", fmt.Errorf("remove incomplete %s: %w", dir, err)
-	}
-	if err := os.Chmod(made, 0o755); err != nil {
-		return "", fmt.Errorf("open up %s: %w", made, err)
 	}
 	if err := os.Rename(made, dir); err != nil {
 		return "", fmt.Errorf("move %s into the cache: %w", c.name, err)
@@ -184,12 +185,14 @@ func (b builder) lock(ctx context.Context, path string, c component) (unlock fun
 	}
 }
 
-func (b builder) build(ctx context.Context, c component, out, step string) error {
-	work, err := os.MkdirTemp("", "tandem-build-"+c.name+"-")
-	if err != nil {
-		return fmt.Errorf("create work directory: %w", err)
+// build makes the directory out, in work, which also takes the go command's own temporary files: it leaves them behind when
+// it is killed.
+func (b builder) build(ctx context.Context, c component, work, out, step string) error {
+	for _, dir := range []string{out, filepath.Join(work, "tmp")} {
+		if err := os.Mkdir(dir, 0o755); err != nil {
+			return fmt.Errorf("create work directory: %w", err)
+		}
 	}
-	defer os.RemoveAll(work)
 	b.progress.say("%s %s %s: fetching", step, c.name, c.version)
 	if err := prepareModule(ctx, c, work); err != nil {
 		return err
@@ -252,9 +255,13 @@ func prepareModule(ctx context.Context, c component, work string) error {
 			return fmt.Errorf("write source: %w", err)
 		}
 	} else {
-		gomod += fmt.Sprintf("\nrequire %s %s\n", c.module, c.version)
+		gomod += fmt.Sprintf("\nrequire %s %s\n", c.module, cmp.Or(c.moduleVersion, c.version))
 	}
 	if c.stagingReplace {
+		// A module of its own already now: the cache may lie in another one.
+		if err := os.WriteFile(filepath.Join(work, "go.mod"), []byte("module local/"+c.name+"\n"), 0o644); err != nil {
+			return fmt.Errorf("write go.mod: %w", err)
+		}
 		replaces, err := stagingReplaces(ctx, c, work)
 		if err != nil {
 			return err
@@ -299,11 +306,10 @@ func replaceLines(gomod, version string) string {
 func goTool(ctx context.Context, c component, work string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, "go", args...)
 	cmd.Dir = work
-	cgo := "CGO_ENABLED=0"
-	if c.cgo {
-		cgo = "CGO_ENABLED=1"
-	}
-	cmd.Env = append(os.Environ(), cgo, "GOWORK=off", "GOFLAGS=")
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off", "GOFLAGS=", "GOTMPDIR="+filepath.Join(work, "tmp"))
+	cmd.Env = append(cmd.Env, c.env...)
+	// Interrupted it ends its compilers, too; killed it would leave them at work.
+	cmd.Cancel, cmd.WaitDelay = func() error { return cmd.Process.Signal(os.Interrupt) }, 10*time.Second
 	return cmd
 }
 

@@ -9,8 +9,9 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"time"
 
-	"github.com/tandem-gpu/tandem/hack/gobin"
+	"github.com/tandem-gpu/tandem/hack/binaries"
 )
 
 const (
@@ -47,6 +48,8 @@ func buildAgent(ctx context.Context, o Options) (string, error) {
 	cmd := exec.CommandContext(ctx, "go", args...)
 	cmd.Dir = o.Root
 	cmd.Env = append(os.Environ(), t.goEnv(o.Arch)...)
+	// Interrupted the go command removes its temporary files; killed it leaves them in /tmp.
+	cmd.Cancel, cmd.WaitDelay = func() error { return cmd.Process.Signal(os.Interrupt) }, 10*time.Second
 	if output, err := cmd.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("compile %s for %s: %w\n%s", o.Package, o.Arch, err, output)
 	}
@@ -55,12 +58,12 @@ func buildAgent(ctx context.Context, o Options) (string, error) {
 
 // hookBinary is nvidia-cdi-hook, linked statically: the container runtime runs it on the host, whose C library may be
 // older than the one here, or missing (Talos). It never loads NVML, whose symbols therefore stay undefined.
-func hookBinary(arch string) gobin.Binary {
+func hookBinary(arch string) binaries.Tool {
 	t := targets[arch]
-	return gobin.Binary{
+	return binaries.Tool{
 		Module: hookModule, Version: hookVersion, Package: hookModule + "/cmd/nvidia-cdi-hook",
-		File: filepath.Join("nvidia-cdi-hook", hookVersion+"-static-"+arch, "nvidia-cdi-hook"),
-		LDFlags: "-s -w -linkmode=external " +
+		Variant: "-static-" + arch,
+		LDFlags: "-linkmode=external " +
 			`-extldflags "-static -Wl,--unresolved-symbols=ignore-in-object-files" ` +
 			"-X " + hookInfo + ".version=" + strings.TrimPrefix(hookVersion, "v"),
 		Env: append(t.goEnv(arch), "CGO_CFLAGS=-O2 -Wno-deprecated-declarations"),

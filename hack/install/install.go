@@ -19,8 +19,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/cluster"
-	"github.com/tandem-gpu/tandem/hack/gobin"
 	"github.com/tandem-gpu/tandem/hack/image"
 )
 
@@ -169,7 +169,7 @@ func hasImage(ctx context.Context, node *cluster.Node, digest string) (bool, err
 
 // helm runs Helm in the cluster's network; what it said is in the error.
 func helm(ctx context.Context, c *cluster.Cluster, args ...string) error {
-	program, err := gobin.Helm().Ensure(ctx, io.Discard)
+	program, err := binaries.Helm().Ensure(ctx, io.Discard)
 	if err != nil {
 		return err
 	}

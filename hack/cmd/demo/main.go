@@ -20,7 +20,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/cluster"
-	"github.com/tandem-gpu/tandem/hack/gobin"
 	"github.com/tandem-gpu/tandem/hack/image"
 	"github.com/tandem-gpu/tandem/hack/install"
 )
@@ -121,9 +120,6 @@ func keepLogs(ctx context.Context, c *cluster.Cluster, dir string) error {
 func prepare(ctx context.Context, steps *steps, dir, version string) (*cluster.Cluster, error) {
 	steps.next("programs: Kubernetes %s and what it needs (built once, minutes; then cached)", version)
 	if _, err := binaries.Ensure(ctx, binaries.Options{Kubernetes: []string{version}, Progress: steps}); err != nil {
-		return nil, err
-	}
-	if _, err := gobin.Helm().Ensure(ctx, steps); err != nil {
 		return nil, err
 	}
 	steps.next("cluster: one node; beside it, Tandem's image")

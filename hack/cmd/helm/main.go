@@ -10,13 +10,13 @@ import (
 	"os/signal"
 	"syscall"
 
-	"github.com/tandem-gpu/tandem/hack/gobin"
+	"github.com/tandem-gpu/tandem/hack/binaries"
 )
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	path, err := gobin.Helm().Ensure(ctx, os.Stderr)
+	path, err := binaries.Helm().Ensure(ctx, os.Stderr)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "helm:", err)
 		os.Exit(1)

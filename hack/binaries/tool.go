@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package binaries
+
+import (
+	"context"
+	"io"
+	"path"
+	"path/filepath"
+)
+
+// Tool is the command of a published Go module that is no dependency of ours. It is built statically for this machine unless
+// Env says otherwise.
+type Tool struct {
+	// Module and Version name the module, Package the main package in it.
+	Module, Version, Package string
+	// Variant follows the version in the cache. It has to differ wherever LDFlags and Env make the result differ.
+	Variant string
+	// LDFlags, besides -s -w, and Env (KEY=value) are given to go build.
+	LDFlags string
+	Env     []string
+}
+
+// Helm is the command line of Helm, which tests, demo and e2e install the chart with.
+func Helm() Tool {
+	const version = "v4.3.1"
+	return Tool{
+		Module: "helm.sh/helm/v4", Version: version, Package: "helm.sh/helm/v4/cmd/helm",
+		LDFlags: "-X helm.sh/helm/v4/internal/version.version=" + version,
+	}
+}
+
+func (t Tool) component() component {
+	name := path.Base(t.Package)
+	return component{
+		name: name, version: t.Version + t.Variant, module: t.Module, moduleVersion: t.Version,
+		packages: []program{{name, t.Package}}, linkFlags: " " + t.LDFlags, env: t.Env,
+	}
+}
+
+// Ensure returns the path of the tool, building it first if the cache has none, with progress as Options.Progress has it. It
+// installs no packages. It is idempotent, and safe against other processes doing the same.
+func (t Tool) Ensure(ctx context.Context, progress io.Writer) (string, error) {
+	cache, err := CacheDir()
+	if err != nil {
+		return "", err
+	}
+	c := t.component()
+	dir, err := builder{cache: cache, progress: newProgress(progress)}.ensure(ctx, c, "[1/1]")
+	if err != nil {
+		return "", err
+	}
+	return filepath.Join(dir, c.name), nil
+}
