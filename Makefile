@@ -2,7 +2,11 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PATH := $(PATH):/usr/local/go/bin
+# Targets of one run share a machine, and test names them in order.
+.NOTPARALLEL:
 
+# Not go run, which dies of a signal without telling the program that it runs.
+run = @hack/go.sh && go build -o bin/hack/ ./hack/cmd/$(1) && exec bin/hack/$(1)
 
 .PHONY: help
 help: ## this list
@@ -10,11 +14,11 @@ help: ## this list
 
 .PHONY: demo
 demo: ## the main job on a real one-node cluster with 8 simulated H100s
-	go run ./hack/cmd/demo
+	$(call run,demo)
 
 .PHONY: demo-down
 demo-down: ## remove the demo's cluster
-	go run ./hack/cmd/demo down
+	$(call run,demo) down
 
 .PHONY: test
 test: deps verify unit e2e ## all tests: verify, unit and contract, end to end
@@ -25,6 +29,7 @@ deps: ## install the Debian packages that building and testing need
 
 .PHONY: build
 build: ## the node agent, into bin/
+	@hack/go.sh
 	go build -tags grpcnotrace -o bin/ ./cmd/...
 
 .PHONY: unit
@@ -37,7 +42,7 @@ e2e: ## users' stories on a real cluster (KUBERNETES=v1.36.3 for another version
 
 .PHONY: bench
 bench: ## what Prepare, Allocate and start-up cost, against a real API server
-	go run ./hack/cmd/bench
+	$(call run,bench)
 
 .PHONY: verify
 verify: ## formatting, vet, staticcheck, generated files, tidy modules, chart, shell scripts
@@ -49,11 +54,11 @@ update: ## rewrite what verify compares: formatting, generated files, modules, g
 
 .PHONY: image
 image: ## the agent's image as a tarball in bin/image, without Docker (ARCH=arm64 for the other one, ARCH=all for both)
-	go run ./hack/cmd/image build $(if $(ARCH),-arch $(ARCH))
+	$(call run,image) build $(if $(ARCH),-arch $(ARCH))
 
 .PHONY: image-push
 image-push: ## build for amd64 and arm64 and push (IMAGE=registry/repository:tag)
-	go run ./hack/cmd/image push -image "$(IMAGE)"
+	$(call run,image) push -image "$(IMAGE)"
 
 .PHONY: clean
 clean: ## remove what was built in the checkout

@@ -6,4 +6,4 @@ git ls-files -co --exclude-standard '*.go' | xargs gofmt -w
 go mod tidy
 go -C hack/tools mod tidy
 go generate ./pkg/...
-go test -count=1 ./deployments/... ./pkg/driver/... ./pkg/nvml/... -update
+go test -count=1 ./deployments/helm ./pkg/driver ./pkg/nvml -update

@@ -17,6 +17,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/tandem-gpu/tandem/hack/gotool"
 )
 
 // component is a set of programs built together from one Go module, or from one source file.
@@ -185,8 +187,7 @@ func (b builder) lock(ctx context.Context, path string, c component) (unlock fun
 	}
 }
 
-// build makes the directory out, in work, which also takes the go command's own temporary files: it leaves them behind when
-// it is killed.
+// build makes the directory out, in work, which also takes the go command's temporary files.
 func (b builder) build(ctx context.Context, c component, work, out, step string) error {
 	for _, dir := range []string{out, filepath.Join(work, "tmp")} {
 		if err := os.Mkdir(dir, 0o755); err != nil {
@@ -304,12 +305,9 @@ func replaceLines(gomod, version string) string {
 }
 
 func goTool(ctx context.Context, c component, work string, args ...string) *exec.Cmd {
-	cmd := exec.CommandContext(ctx, "go", args...)
+	env := append([]string{"CGO_ENABLED=0", "GOWORK=off", "GOFLAGS="}, c.env...)
+	cmd := gotool.Command(ctx, filepath.Join(work, "tmp"), env, args...)
 	cmd.Dir = work
-	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOWORK=off", "GOFLAGS=", "GOTMPDIR="+filepath.Join(work, "tmp"))
-	cmd.Env = append(cmd.Env, c.env...)
-	// Interrupted it ends its compilers, too; killed it would leave them at work.
-	cmd.Cancel, cmd.WaitDelay = func() error { return cmd.Process.Signal(os.Interrupt) }, 10*time.Second
 	return cmd
 }
 

@@ -6,12 +6,11 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
-	"time"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
+	"github.com/tandem-gpu/tandem/hack/gotool"
 )
 
 const (
@@ -45,11 +44,13 @@ func buildAgent(ctx context.Context, o Options) (string, error) {
 	}, " ")
 	args := []string{"build", "-tags", buildTags, "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", out, o.Package}
 	fmt.Fprintf(o.Progress, "compiling %s for %s\n", o.Package, o.Arch)
-	cmd := exec.CommandContext(ctx, "go", args...)
+	tmp, err := os.MkdirTemp(o.Out, ".build-")
+	if err != nil {
+		return "", fmt.Errorf("make build directory: %w", err)
+	}
+	defer os.RemoveAll(tmp)
+	cmd := gotool.Command(ctx, tmp, t.goEnv(o.Arch), args...)
 	cmd.Dir = o.Root
-	cmd.Env = append(os.Environ(), t.goEnv(o.Arch)...)
-	// Interrupted the go command removes its temporary files; killed it leaves them in /tmp.
-	cmd.Cancel, cmd.WaitDelay = func() error { return cmd.Process.Signal(os.Interrupt) }, 10*time.Second
 	if output, err := cmd.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("compile %s for %s: %w\n%s", o.Package, o.Arch, err, output)
 	}

@@ -29,7 +29,7 @@ const DefaultRef = "docker.io/local/tandem:dev"
 type Options struct {
 	// Arch is amd64 or arm64 (GOARCH). Push ignores it and builds both.
 	Arch string
-	// Version is the release the binary and the image call themselves; "dev" when empty.
+	// Version is the release the binary and the image call themselves; "dev" when empty (Push: the tag).
 	Version string
 	// Commit is the git commit; when empty git is asked, and a tree without git has none.
 	Commit string

@@ -3,6 +3,7 @@
 package image
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"os"
@@ -44,13 +45,14 @@ func BuildIndex(ctx context.Context, o Options) (dir, digest string, err error) 
 }
 
 // Push builds every architecture and pushes the index to ref (registry/repository:tag) with the credentials of
-// Docker's configuration, and returns the digest of what it pushed. A registry on the loopback interface is spoken to
-// in plain HTTP.
+// Docker's configuration, and returns the digest of what it pushed. The version is the tag where Options.Version is empty. A
+// registry on the loopback interface is spoken to in plain HTTP.
 func Push(ctx context.Context, o Options, ref string) (string, error) {
 	tag, err := name.NewTag(ref, name.StrictValidation)
 	if err != nil {
 		return "", fmt.Errorf("image %q: %w", ref, err)
 	}
+	o.Version = cmp.Or(o.Version, tag.TagStr())
 	if err := o.complete(ctx); err != nil {
 		return "", err
 	}

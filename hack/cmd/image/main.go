@@ -39,7 +39,7 @@ func run(ctx context.Context, args []string) error {
 	o := image.Options{Progress: os.Stderr}
 	flags := flag.NewFlagSet("image "+args[0], flag.ContinueOnError)
 	flags.StringVar(&o.Arch, "arch", "", "amd64, arm64, or all (default: this machine's)")
-	flags.StringVar(&o.Version, "version", "", "version the binary reports (default dev)")
+	flags.StringVar(&o.Version, "version", "", "version the binary reports (default dev; push: the tag)")
 	flags.StringVar(&o.Out, "out", "", "directory for the results (default bin/image)")
 	flags.StringVar(&o.Ref, "ref", "", "name the tarball is imported under (default "+image.DefaultRef+")")
 	flags.StringVar(&o.Package, "package", "", "main package of the agent (default ./cmd/kubelet-plugin)")

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gotool
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+// A stand-in for go starts a compiler that would outlive it.
+func TestCancelEndsWhatTheGoCommandRuns(t *testing.T) {
+	bin, tmp := t.TempDir(), t.TempDir()
+	script := "#!/bin/sh\necho \"$GOTMPDIR $EXTRA $*\"\nsleep 300 &\nwait\n"
+	if err := os.WriteFile(filepath.Join(bin, "go"), []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PATH", bin+":"+os.Getenv("PATH"))
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	cmd := Command(ctx, tmp, []string{"EXTRA=x"}, "build", ".")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	lines := bufio.NewReader(out)
+	if line, err := lines.ReadString('\n'); err != nil || strings.TrimSpace(line) != tmp+" x build ." {
+		t.Errorf("go saw %q (%v)", line, err)
+	}
+	cancel()
+	ended := make(chan error, 1)
+	go func() {
+		// The pipe ends with the last process that has it.
+		_, err := lines.ReadString('\n')
+		ended <- errors.Join(err, cmd.Wait())
+	}()
+	select {
+	case err := <-ended:
+		if err == nil {
+			t.Error("a killed build is a success")
+		}
+	case <-time.After(time.Minute):
+		t.Fatal("the compiler lives on")
+	}
+}
