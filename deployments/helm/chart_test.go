@@ -251,6 +251,8 @@ func TestRejects(t *testing.T) {
 		"simulated with driver": {[]string{"--set", "simulated.profile=x", "--set", "driverRoot=/x"}, "leave those three at auto"},
 		"monitor, no service":   {[]string{"--set", "metrics.serviceMonitor.create=true"}, "needs metrics.service.create"},
 		"class without access":  {[]string{"--set", "access=none", "--set", "runtimeClassName=nvidia"}, "set access to runtimeClass"},
+		"tag in repository":     {[]string{"--set", "image.repository=localhost:5000/gpu/tandem:1.0"}, "at '/image/repository'"},
+		"quota for nothing":     {[]string{"--set", "criticalPodsQuota.create=true", "--set", "priorityClassName="}, "needs priorityClassName"},
 		"nobody's account":      {[]string{"--set", "serviceAccount.create=false"}, "serviceAccount.name is not set"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -320,6 +320,7 @@ func TestPush(t *testing.T) {
 	defer server.Close()
 	ref := strings.TrimPrefix(server.URL, "http://") + "/gpu/tandem:1.2.3"
 	o := standin(t, "")
+	o.Version = ""
 	digest, err := Push(t.Context(), o, ref)
 	if err != nil {
 		t.Fatal(err)
@@ -349,6 +350,7 @@ func TestPush(t *testing.T) {
 	if !slices.Equal(platforms, []string{"linux/amd64", "linux/arm64"}) {
 		t.Errorf("pushed %v", platforms)
 	}
+	o.Version = "1.2.3" // the tag
 	if _, local, err := BuildIndex(t.Context(), o); err != nil || local != digest {
 		t.Errorf("the layout has %s (%v), the registry %s", local, err, digest)
 	}
@@ -409,4 +411,17 @@ func mustRead(t *testing.T, path string) []byte {
 		t.Fatal(err)
 	}
 	return data
+}
+
+// The Dockerfile builds the same programs.
+func TestDockerfileIsInStep(t *testing.T) {
+	dockerfile := string(mustRead(t, filepath.Join("..", "..", "Dockerfile")))
+	for _, want := range []string{
+		"ARG HOOK_VERSION=" + hookVersion + "\n", "-tags " + buildTags + " ", "-extldflags=" + lazyBinding + " ", "-X " + versionPackage + ".Version=",
+		"-X " + hookInfo + ".version=", "'-static -Wl,--unresolved-symbols=ignore-in-object-files'",
+	} {
+		if !strings.Contains(dockerfile, want) {
+			t.Errorf("Dockerfile lacks %q", want)
+		}
+	}
 }
