@@ -50,7 +50,7 @@ func BuildIndex(ctx context.Context, o Options) (dir, digest string, err error) 
 func Push(ctx context.Context, o Options, ref string) (string, error) {
 	tag, err := name.NewTag(ref, name.StrictValidation)
 	if err != nil {
-		return "", fmt.Errorf("image %q: %w", ref, err)
+		return "", fmt.Errorf("image %q is not registry/repository:tag: %w", ref, err)
 	}
 	o.Version = cmp.Or(o.Version, tag.TagStr())
 	if err := o.complete(ctx); err != nil {
