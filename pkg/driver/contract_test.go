@@ -324,6 +324,41 @@ func TestPrepareAllClaimsOfACallOrNone(t *testing.T) {
 	}
 }
 
+// What a call took and another pod was told meanwhile that it has is not given back when that call fails.
+func TestAFailedCallLeavesASharedClaimToTheOtherPod(t *testing.T) {
+	r := newRig(t, machine(8)).run()
+	k := r.ready()
+	r.takeByLimit(5, nil)
+	r.evidence.set(uuidOf(5), ledger.Terminating)
+	shared, blocked := r.claim("shared", "gpu-0"), r.claim("blocked", "gpu-5")
+	ctx, cancel := context.WithCancel(t.Context())
+	failed := make(chan error)
+	go func() {
+		_, _, err := k.prepareWith(ctx, "v1", shared, blocked)
+		failed <- err
+	}()
+	eventually(t, "the first call has the shared claim", func() error {
+		if got := r.holders(); !strings.Contains(got, "uid-shared held") {
+			return errors.New(got)
+		}
+		return nil
+	})
+	if _, errs, err := k.prepare("v1", shared); err != nil || len(errs) > 0 {
+		t.Fatal(err, errs)
+	}
+	cancel()
+	if err := <-failed; err == nil {
+		t.Fatal("the first call got its claims")
+	}
+	// Stopping waits until the call has tidied up behind itself.
+	if err := r.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if got := r.holders(); !strings.Contains(got, "gpu-0: claim uid-shared held") {
+		t.Error("held:", got)
+	}
+}
+
 func TestPrepareGivesBackWithoutSpecs(t *testing.T) {
 	r := newRig(t, machine(8)).run()
 	k := r.ready()

@@ -26,7 +26,8 @@ import (
 
 // Ledger decides who holds which device. *ledger.Ledger implements it.
 type Ledger interface {
-	ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (fresh bool, err error)
+	ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (ledger.Taken, error)
+	GiveBack(uid string, taken ledger.Taken) error
 	DrainClaim(ctx context.Context, uid string) error
 	Holds() []ledger.Hold
 	Changed() <-chan struct{}

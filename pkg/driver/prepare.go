@@ -25,8 +25,6 @@ const (
 	kubeletPatience = 45 * time.Second
 	// answerMargin is what is left of the deadline for the answer to arrive: kubelet must learn why, not that time ran out.
 	answerMargin = 3 * time.Second
-	// undoTimeout bounds giving back what a failed call had reserved.
-	undoTimeout = 3 * time.Second
 )
 
 // preparation is one claim of a call on its way.
@@ -36,8 +34,8 @@ type preparation struct {
 	answer  []kubeletplugin.Device
 	// names maps the UUIDs in request to the names under which they are published.
 	names map[string]string
-	// fresh is set once the ledger gave this call something that the claim did not hold before.
-	fresh bool
+	// taken is what the ledger gave this call.
+	taken ledger.Taken
 	err   error
 	// visible are the UUIDs of the GPUs that the answer names.
 	visible []string
@@ -150,8 +148,8 @@ func (d *Driver) reserve(ctx context.Context, preparations []*preparation) bool 
 		if len(p.request.Devices) == 0 {
 			continue
 		}
-		fresh, err := d.Ledger.ReserveClaim(ctx, p.request)
-		p.fresh = fresh
+		taken, err := d.Ledger.ReserveClaim(ctx, p.request)
+		p.taken = taken
 		if err != nil {
 			p.err = d.explain(ctx, p, err)
 			return false
@@ -182,15 +180,11 @@ func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
 	return refuse(reasonDeviceHeld, "%s", describeConflict(conflict, p))
 }
 
-// undo gives back what this call took. A claim that held its devices before the call keeps them: another pod may use it.
+// undo gives back what this call took. What a claim held before stays, and so does what a call for another pod with the same
+// claim has been told meanwhile that it has.
 func (d *Driver) undo(ctx context.Context, preparations []*preparation) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), undoTimeout)
-	defer cancel()
 	for _, p := range preparations {
-		if !p.fresh {
-			continue
-		}
-		if err := d.Ledger.DrainClaim(ctx, p.request.UID); err != nil {
+		if err := d.Ledger.GiveBack(p.request.UID, p.taken); err != nil {
 			// kubelet retries or unprepares: either settles the hold.
 			klog.FromContext(ctx).Error(err, "Cannot give back the devices of a claim that was not prepared", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID)
 		}

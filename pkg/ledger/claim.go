@@ -15,45 +15,82 @@ import (
 // ReserveClaim gives the claim all its devices or none. Idempotent: what the claim holds already (also expected or
 // draining) is confirmed as held; what it holds beyond r.Devices drains. While every holder in the way is draining or on
 // its way out by the evidence, it waits until ctx is done; otherwise, and when ctx ends, a *ConflictError says who is in
-// the way. ErrCancelled means that DrainClaim for the same UID came meanwhile. Any other error is worth another try. fresh
-// tells a caller whose next step fails that this call took something, to be undone by DrainClaim; it is false with an
-// error. Calls for one UID run one at a time.
-func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (fresh bool, err error) {
+// the way. ErrCancelled means that DrainClaim for the same UID came meanwhile. Any other error is worth another try. A caller
+// whose next step fails gives back what this call took by GiveBack; that is nothing with an error. Calls for one UID run one
+// at a time.
+func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (taken Taken, err error) {
 	ctx, finish, err := l.claims.reserve(ctx, r.UID)
 	if err == nil {
 		defer finish()
-		fresh, err = l.reserveClaim(ctx, r)
+		taken, err = l.reserveClaim(ctx, r)
 	}
 	if _, conflict := errors.AsType[*ConflictError](err); err != nil && !conflict {
 		err = fmt.Errorf("reserve devices of claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
-	return fresh, err
+	return taken, err
 }
 
-func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (fresh bool, err error) {
+// Taken is what one ReserveClaim took that its claim did not hold before. The zero value is nothing.
+type Taken struct {
+	// first and last are generations.
+	first, last uint64
+}
+
+func (t Taken) has(h Hold) bool {
+	return t.last > 0 && t.first <= h.Generation && h.Generation <= t.last
+}
+
+// GiveBack lets go of what a ReserveClaim for that UID took, as DrainClaim does. What another ReserveClaim for the UID has
+// confirmed since stays: another pod with the same claim was told that it has it. It waits for nobody and is idempotent.
+func (l *Ledger) GiveBack(uid string, taken Taken) error {
+	l.mu.Lock()
+	holds := l.holdsOf(Holder{KindClaim, uid})
+	l.mu.Unlock()
+	var errs []error
+	for _, h := range holds {
+		if !taken.has(h) {
+			continue
+		}
+		drained := h
+		drained.State = StateDraining
+		if l.verdict(drained) == Gone {
+			errs = append(errs, l.Release(h))
+			continue
+		}
+		errs = append(errs, l.amend(h, (*Hold).drain))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("give back devices of claim %s: %w", uid, err)
+	}
+	return nil
+}
+
+func (h *Hold) drain() { h.State, h.Since = StateDraining, now() }
+
+func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Taken, error) {
 	for {
 		changed := l.Changed()
-		conflicts, fresh, err := l.tryClaim(ctx, r)
+		conflicts, taken, err := l.tryClaim(ctx, r)
 		if err != nil || len(conflicts) == 0 {
-			return fresh, err
+			return taken, err
 		}
 		remaining, err := l.settle(conflicts)
 		if err != nil {
-			return false, err
+			return Taken{}, err
 		}
 		if len(remaining) == 0 {
 			continue
 		}
 		if !l.worthWaiting(remaining) {
-			return false, &ConflictError{Holds: remaining}
+			return Taken{}, &ConflictError{Holds: remaining}
 		}
 		select {
 		case <-changed:
 		case <-ctx.Done():
 			if cause := context.Cause(ctx); errors.Is(cause, ErrCancelled) {
-				return false, cause
+				return Taken{}, cause
 			}
-			return false, &ConflictError{Holds: remaining}
+			return Taken{}, &ConflictError{Holds: remaining}
 		}
 	}
 }
@@ -65,26 +102,27 @@ func (l *Ledger) worthWaiting(holds []Hold) bool {
 	})
 }
 
-func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold, fresh bool, err error) {
+func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold, got Taken, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if err := context.Cause(ctx); err != nil {
-		return nil, false, err
+		return nil, Taken{}, err
 	}
 	holder := Holder{KindClaim, r.UID}
 	// First, since two claims may wait for what the other had under an earlier allocation.
 	if err := l.drainExcept(holder, r.Devices); err != nil {
-		return nil, false, err
+		return nil, Taken{}, err
 	}
 	for _, ref := range r.Devices {
 		conflicts = append(conflicts, l.conflicts(holder, ref)...)
 	}
 	if len(conflicts) > 0 {
-		return conflicts, false, nil
+		return conflicts, Taken{}, nil
 	}
 	// What is new comes first: it is more likely to fail, and easy to undo.
 	var taken []Hold
 	var known []*Hold
+	before := l.serial
 	for _, ref := range r.Devices {
 		if h, ok := l.holds[key{holder, ref}]; ok {
 			known = append(known, h)
@@ -96,15 +134,18 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 			Namespace: r.Namespace, Name: r.Name, Pods: slices.Clone(r.Pods), Generation: l.serial,
 		})
 	}
+	if len(taken) > 0 {
+		got = Taken{before + 1, l.serial}
+	}
 	if err := l.take(taken); err != nil {
-		return nil, false, err
+		return nil, Taken{}, err
 	}
 	for _, h := range known {
 		if err := l.confirm(h, r); err != nil {
-			return nil, false, errors.Join(err, l.undo(taken))
+			return nil, Taken{}, errors.Join(err, l.undo(taken))
 		}
 	}
-	return nil, len(taken) > 0, nil
+	return nil, got, nil
 }
 
 // confirm makes a known hold of the claim held, whatever it was. It is given out anew, even if nothing has to be written.
@@ -133,7 +174,7 @@ func (l *Ledger) drainExcept(holder Holder, keep []device.Ref) error {
 			continue
 		}
 		updated := h
-		updated.State = StateDraining
+		updated.drain()
 		errs = append(errs, l.change(l.holds[keyOf(h)], updated))
 	}
 	return errors.Join(errs...)

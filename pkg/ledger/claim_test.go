@@ -5,6 +5,7 @@ package ledger
 import (
 	"context"
 	"errors"
+	"maps"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -43,6 +44,58 @@ func TestARepeatedPrepareOutlivesAnOldRelease(t *testing.T) {
 				t.Errorf("became %+v", h)
 			}
 		})
+	}
+}
+
+// A call that failed for another claim of its pod gives back what it took, and nothing that others count on.
+func TestGiveBack(t *testing.T) {
+	tests := []struct {
+		name                  string
+		held, taken, repeated []device.Ref
+		verdict               Verdict
+		want                  map[string]State
+	}{
+		{"nobody else asked", nil, []device.Ref{whole("a"), whole("b")}, nil, Gone, nil},
+		{"somebody may use it", nil, []device.Ref{whole("a")}, nil, Running, map[string]State{"a": StateDraining}},
+		{"another pod was told that it has it", nil, []device.Ref{whole("a")}, []device.Ref{whole("a")}, Gone, map[string]State{"a": StateHeld}},
+		{"held before", []device.Ref{whole("a")}, []device.Ref{whole("a")}, nil, Gone, map[string]State{"a": StateHeld}},
+		{"half of it held before", []device.Ref{whole("a")}, []device.Ref{whole("a"), whole("b")}, nil, Gone, map[string]State{"a": StateHeld}},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			l := openWith(t, func(Hold) Verdict { return test.verdict })
+			if test.held != nil {
+				must(t, second(l.ReserveClaim(t.Context(), claimOf("c", test.held...))))
+			}
+			taken, err := l.ReserveClaim(t.Context(), claimOf("c", test.taken...))
+			must(t, err)
+			if test.repeated != nil {
+				must(t, second(l.ReserveClaim(t.Context(), claimOf("c", test.repeated...))))
+			}
+			for range 2 {
+				must(t, l.GiveBack("c", taken))
+			}
+			got := map[string]State{}
+			for _, h := range l.Holds() {
+				got[h.Device.GPU] = h.State
+			}
+			if !maps.Equal(got, test.want) {
+				t.Errorf("left %v, want %v", got, test.want)
+			}
+		})
+	}
+}
+
+// How long a claim has been draining is counted from when it was asked to go, not from its Prepare.
+func TestDrainingSince(t *testing.T) {
+	l := openWith(t, neverRunningOut)
+	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
+	l.mu.Lock()
+	l.holds[key{Holder{KindClaim, "c"}, whole("a")}].Since = now().Add(-time.Hour)
+	l.mu.Unlock()
+	must(t, l.DrainClaim(t.Context(), "c"))
+	if h := find(l, "c"); h.State != StateDraining || now().Sub(h.Since) > time.Minute {
+		t.Errorf("draining since an hour: %+v", h)
 	}
 }
 

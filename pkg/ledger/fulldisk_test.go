@@ -165,9 +165,9 @@ func TestFullDisk(t *testing.T) {
 func refused(t *testing.T, l *Ledger, r ClaimRequest) {
 	t.Helper()
 	before := stateOf(l)
-	fresh, err := l.ReserveClaim(t.Context(), r)
-	if !errors.Is(err, unix.ENOSPC) || fresh {
-		t.Errorf("claim on a full disk: fresh %v, %v", fresh, err)
+	taken, err := l.ReserveClaim(t.Context(), r)
+	if !errors.Is(err, unix.ENOSPC) || taken != (Taken{}) {
+		t.Errorf("claim on a full disk: taken %v, %v", taken, err)
 	}
 	sameState(t, before, stateOf(l))
 }

@@ -52,7 +52,8 @@ type Hold struct {
 	Holder Holder
 	Device device.Ref
 	State  State
-	// Since is when the hold was given out, by the clock that stamps files. A Prepare repeated for a held claim does not count.
+	// Since is when the hold was given out, by the clock that stamps files, or when a claim was asked to let go of it. A Prepare
+	// repeated for a held claim does not count.
 	Since time.Time
 	// Resource is the extended resource a limit was asked for by; empty for claims.
 	Resource string
