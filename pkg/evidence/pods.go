@@ -310,7 +310,8 @@ func (p *Pods) Verdict(h ledger.Hold) ledger.Verdict {
 	for _, pod := range h.Pods {
 		verdict = min(verdict, p.podVerdict(pod.UID, since))
 	}
-	if verdict > ledger.Terminating && Unsettled(h) > 0 {
+	// An orphan is said to be one: whoever asks for its device now would be a second owner.
+	if verdict == ledger.Gone && Unsettled(h) > 0 {
 		return ledger.Terminating
 	}
 	return verdict

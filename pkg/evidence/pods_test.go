@@ -124,7 +124,7 @@ func TestLimitVerdict(t *testing.T) {
 		{"deleted, empty: a container may follow", pod(podA, "a"), true, emptyGroup, limit(ledger.StateHeld, recent, podA), ledger.Orphaned},
 		{"deleted, no cgroup", pod(podA, "a"), true, noGroup, limit(ledger.StateHeld, recent, podA), ledger.Gone},
 		{"deleted, no cgroup, just allocated", pod(podA, "a"), true, noGroup, limit(ledger.StateHeld, 0, podA), ledger.Terminating},
-		{"deleted, busy, just allocated", pod(podA, "a"), true, busyGroup, limit(ledger.StateHeld, 0, podA), ledger.Terminating},
+		{"deleted, busy, just allocated", pod(podA, "a"), true, busyGroup, limit(ledger.StateHeld, 0, podA), ledger.Orphaned},
 		{"deleted, busy, draining", pod(podA, "a"), true, busyGroup, limit(ledger.StateDraining, 0, podA), ledger.Orphaned},
 		{"never seen, held before the first list", nil, false, noGroup, limit(ledger.StateHeld, before, podA), ledger.Gone},
 		{"never seen, held before the first list, busy", nil, false, busyGroup, limit(ledger.StateHeld, before, podA), ledger.Orphaned},

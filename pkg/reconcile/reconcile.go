@@ -227,6 +227,8 @@ func (r *Reconciler) settle(h ledger.Hold, checkpoint evidence.DeviceCheckpoint)
 	switch {
 	case verdict == ledger.Gone:
 		return never, r.Ledger.Release(h)
+	case verdict == ledger.Orphaned && evidence.Unsettled(h) > 0:
+		return untilLeft, r.unreadable(h) // a draining hold would no longer be given time to settle
 	case verdict == ledger.Orphaned:
 		return untilLeft, errors.Join(r.Ledger.SetState(h, ledger.StateDraining), r.unreadable(h))
 	case verdict == ledger.Running && (h.State == ledger.StateDraining || h.State == ledger.StateExpected && len(h.Pods) > 0):

@@ -4,6 +4,7 @@ package reconcile
 
 import (
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"testing"
@@ -93,6 +94,27 @@ func TestCheckpointOfAPodThatHadEnded(t *testing.T) {
 	g.stays("GPU-1: limit GPU-1 held []")
 	g.checkpoint("p2", "GPU-1")
 	g.await("GPU-1: limit GPU-1 held [p2]")
+}
+
+// A pod that is force-deleted as soon as it has its device keeps it while it runs, and the next pod is refused.
+func TestForceDeletedRightAfterAllocate(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.group("p1", true)
+	g.addPod(g.pod("p1"))
+	g.run()
+	g.allocate("GPU-1")
+	g.checkpoint("p1", "GPU-1")
+	g.await("GPU-1: limit GPU-1 held [p1]")
+	changed := g.pods.Changed()
+	g.deletePod("p1")
+	<-changed
+	err := g.book.ReserveLimits([]ledger.LimitRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}})
+	if _, conflict := errors.AsType[*ledger.ConflictError](err); !conflict {
+		t.Errorf("a second owner: %v", err)
+	}
+	g.noGroup("p1")
+	g.await()
 }
 
 // The next pod gets the device between the verdict on the last one and its release.
