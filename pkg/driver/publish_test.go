@@ -186,6 +186,20 @@ func TestPublishErrorsAreSaidAndRetried(t *testing.T) {
 	eventually(t, "Ready", r.driver.Ready)
 }
 
+// An API server that was away for long is not avoided for long.
+func TestRetriesStayFrequent(t *testing.T) {
+	retries := newRetries()
+	for range 100 {
+		if delay := retries.When(testNode); delay < firstRetry || delay > lastRetry {
+			t.Fatalf("tried again after %v", delay)
+		}
+	}
+	retries.Forget(testNode)
+	if delay := retries.When(testNode); delay != firstRetry {
+		t.Errorf("after a success tried again after %v", delay)
+	}
+}
+
 func TestNodeThatDoesNotExist(t *testing.T) {
 	r := newRig(t, machine(2), func(c *Config) { c.NodeName = "nodel" }).run()
 	startKubelet(t, r.dir, "gpu.nvidia.com")

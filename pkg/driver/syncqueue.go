@@ -20,6 +20,17 @@ const (
 	repairDelayUnder = 3 * time.Second
 )
 
+// A failed write is tried again soon, and never so late that a GPU which a limit took while the API server was away stays on
+// offer for minutes after its return: the library's default goes up to a quarter of an hour.
+const (
+	firstRetry = 100 * time.Millisecond
+	lastRetry  = 20 * time.Second
+)
+
+func newRetries() workqueue.TypedRateLimiter[string] {
+	return workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry)
+}
+
 // syncQueue is the slice controller's work queue, from which its progress can be seen.
 type syncQueue struct {
 	workqueue.TypedRateLimitingInterface[string]
@@ -30,7 +41,7 @@ type syncQueue struct {
 func newSyncQueue(synced func()) *syncQueue {
 	return &syncQueue{
 		TypedRateLimitingInterface: workqueue.NewTypedRateLimitingQueueWithConfig(
-			workqueue.DefaultTypedControllerRateLimiter[string](),
+			newRetries(),
 			workqueue.TypedRateLimitingQueueConfig[string]{Name: "node_resource_slices"},
 		),
 		synced:  synced,
