@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"maps"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -172,6 +173,18 @@ func TestOneAllocateCannotTakeHardwareTwice(t *testing.T) {
 	err := l.ReserveLimits([]LimitRequest{{ID: "a", Device: whole("a")}, {ID: "a-0", Device: part("a", 0, 4)}})
 	if err == nil || len(l.Holds()) > 0 {
 		t.Errorf("%v, holds %v", err, l.Holds())
+	}
+}
+
+// What goes wrong with the record of one pod is told to another.
+func TestErrorsNameNoOtherPod(t *testing.T) {
+	l := openWith(t, func(Hold) Verdict { return Gone })
+	must(t, l.ReserveLimits([]LimitRequest{{ID: "a", Resource: "r", Device: whole("a")}}))
+	must(t, l.Identify(find(l, "a"), Pod{UID: "p", Namespace: "secret", Name: "plan"}))
+	must(t, l.Close())
+	_, err := l.ReserveClaim(t.Context(), claimOf("c", whole("a")))
+	if !errors.Is(err, errClosed) || strings.Contains(err.Error(), "secret") || strings.Contains(err.Error(), "plan") {
+		t.Error(err)
 	}
 }
 

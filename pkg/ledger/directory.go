@@ -215,10 +215,11 @@ func (d *directory) create(h Hold) error {
 // update replaces the record of a hold.
 func (d *directory) update(h Hold) error { return d.record(h, true, true) }
 
-// record writes the record of h: into a spare or a new file, which then takes the place of the record that is there.
+// record writes the record of h: into a spare or a new file, which then takes the place of the record that is there. Errors
+// name the record and no pod: they are part of what kubelet tells others.
 func (d *directory) record(h Hold, fromSpare, isThere bool) error {
 	if d.closed {
-		return fmt.Errorf("write record of %s: %w", h, errClosed)
+		return fmt.Errorf("write record of %s: %w", recordName(h.Holder, h.Device), errClosed)
 	}
 	data, err := encodeRecord(h, d.bootID)
 	if err != nil {
@@ -237,7 +238,7 @@ func (d *directory) record(h Hold, fromSpare, isThere bool) error {
 		err = d.install(source, h, isThere)
 	}
 	if err != nil {
-		return errors.Join(fmt.Errorf("write record of %s: %w", h, err), d.recycle(source))
+		return errors.Join(fmt.Errorf("write record of %s: %w", recordName(h.Holder, h.Device), err), d.recycle(source))
 	}
 	return nil
 }
@@ -299,7 +300,7 @@ func (d *directory) install(source string, h Hold, likely bool) error {
 // remove forgets a hold.
 func (d *directory) remove(h Hold) error {
 	if d.closed {
-		return fmt.Errorf("remove record of %s: %w", h, errClosed)
+		return fmt.Errorf("remove record of %s: %w", recordName(h.Holder, h.Device), errClosed)
 	}
 	path := d.path(h)
 	if _, err := os.Lstat(path); errors.Is(err, os.ErrNotExist) {
@@ -311,7 +312,7 @@ func (d *directory) remove(h Hold) error {
 	}
 	if err := d.recycle(path); err != nil {
 		d.limits = limits
-		return fmt.Errorf("remove record of %s: %w", h, err)
+		return fmt.Errorf("remove record of %s: %w", recordName(h.Holder, h.Device), err)
 	}
 	return nil
 }

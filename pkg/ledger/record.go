@@ -78,14 +78,14 @@ func parseRecordName(name string) (Holder, device.Ref, error) {
 func encodeRecord(h Hold, bootID string) ([]byte, error) {
 	name := recordName(h.Holder, h.Device)
 	if holder, ref, err := parseRecordName(name); err != nil || holder != h.Holder || ref != h.Device {
-		return nil, fmt.Errorf("encode record of %s: the name %q would not be read back as %#v", h, name, h.Device)
+		return nil, fmt.Errorf("encode record of %s: the name would not be read back as %#v", name, h.Device)
 	}
 	body, err := json.Marshal(record{
 		Kind: h.Holder.Kind, Holder: h.Holder.ID, Device: h.Device.String(), State: h.State, Since: h.Since, BootID: bootID,
 		Resource: h.Resource, Namespace: h.Namespace, Name: h.Name, Pods: h.Pods, Generation: h.Generation,
 	})
 	if err != nil {
-		return nil, fmt.Errorf("encode record of %s: %w", h, err)
+		return nil, fmt.Errorf("encode record of %s: %w", name, err)
 	}
 	head := fmt.Sprintf(recordHeader, recordVersion, crc32.Checksum(body, castagnoli), len(body))
 	return append([]byte(head), body...), nil
