@@ -53,6 +53,8 @@ func run(m *testing.M) (code int, err error) {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	// The go command that reads our output may have been ended first; the cluster is to be removed all the same.
+	signal.Ignore(syscall.SIGPIPE)
 	theContext = ctx
 	dir, err := os.MkdirTemp("", "tandem-e2e-")
 	if err != nil {
