@@ -15,6 +15,8 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 // DefaultKubernetes is the Kubernetes version used where none is asked for.
@@ -115,13 +117,13 @@ func Ensure(ctx context.Context, options Options) (*Set, error) {
 			return nil, err
 		}
 	}
-	progress := newProgress(options.Progress)
-	if err := installPackages(ctx, progress); err != nil {
+	log := progress.New(options.Progress)
+	if err := installPackages(ctx, log); err != nil {
 		return nil, err
 	}
 
 	set, components := describe(cache, versions)
-	builder := builder{cache: cache, progress: progress}
+	builder := builder{cache: cache, progress: log}
 	for i, component := range components {
 		dir, err := builder.ensure(ctx, component, fmt.Sprintf("[%d/%d]", i+1, len(components)))
 		if err != nil {

@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 func TestValidKubernetes(t *testing.T) {
@@ -82,7 +84,7 @@ func TestLocate(t *testing.T) {
 
 func newBuilder(t *testing.T) (builder, *lastLine) {
 	var said lastLine
-	return builder{cache: t.TempDir(), progress: newProgress(&said)}, &said
+	return builder{cache: t.TempDir(), progress: progress.New(&said)}, &said
 }
 
 func tiny(source string) component {

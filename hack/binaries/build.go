@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/tandem-gpu/tandem/hack/gotool"
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 // component is a set of programs built together from one Go module, or from one source file.
@@ -93,7 +94,7 @@ func below(prefix string, names ...string) []program {
 // builder fills the cache.
 type builder struct {
 	cache    string
-	progress *progress
+	progress *progress.Log
 }
 
 // ensure returns the directory of a component, building it first where the cache has none. A directory in the cache is
@@ -166,7 +167,7 @@ func (b builder) lock(ctx context.Context, path string, c component) (unlock fun
 	if err != nil {
 		return nil, fmt.Errorf("open lock of %s: %w", c.name, err)
 	}
-	stop := b.progress.beat(func() string { return fmt.Sprintf("waiting for another run that builds %s %s", c.name, c.version) })
+	stop := b.progress.Beat(func() string { return fmt.Sprintf("waiting for another run that builds %s %s", c.name, c.version) })
 	defer stop()
 	// flock cannot be told to give up with a context, so ask again instead.
 	for {
@@ -194,7 +195,7 @@ func (b builder) build(ctx context.Context, c component, work, out, step string)
 			return fmt.Errorf("create work directory: %w", err)
 		}
 	}
-	b.progress.say("%s %s %s: fetching", step, c.name, c.version)
+	b.progress.Say("%s %s %s: fetching", step, c.name, c.version)
 	if err := prepareModule(ctx, c, work); err != nil {
 		return err
 	}
@@ -212,7 +213,7 @@ func (b builder) build(ctx context.Context, c component, work, out, step string)
 }
 
 func (b builder) fetch(ctx context.Context, c component, work, step string) error {
-	stop := b.progress.beat(func() string { return fmt.Sprintf("%s %s %s: still fetching modules", step, c.name, c.version) })
+	stop := b.progress.Beat(func() string { return fmt.Sprintf("%s %s %s: still fetching modules", step, c.name, c.version) })
 	defer stop()
 	list := []string{"list", "-mod=mod", "-deps", "-tags", c.tags, "-f", "{{.ImportPath}}"}
 	for _, program := range c.packages {
@@ -224,14 +225,14 @@ func (b builder) fetch(ctx context.Context, c component, work, step string) erro
 
 func (b builder) buildProgram(ctx context.Context, c component, program program, work, out, label string) error {
 	start := time.Now()
-	b.progress.say("%s", label)
+	b.progress.Say("%s", label)
 	packages, err := goCommand(ctx, c, work, "list", "-mod=mod", "-deps", "-tags", c.tags, "-f", "{{.ImportPath}}", program.path)
 	if err != nil {
 		return err
 	}
 	total := strings.Count(packages, "\n")
 	var output lastLine
-	stop := b.progress.beat(func() string {
+	stop := b.progress.Beat(func() string {
 		return fmt.Sprintf("%s: compiled %d of at most %d packages in %s", label, output.lines.Load(), total, time.Since(start).Round(time.Second))
 	})
 	defer stop()

@@ -11,6 +11,8 @@ import (
 	"os/exec"
 	"strings"
 	"sync/atomic"
+
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 // debianPackages maps each Debian package the cluster needs to a file by which it is recognized where there is no dpkg.
@@ -32,7 +34,7 @@ var debianPackages = []struct{ name, file string }{
 }
 
 // installPackages installs what is missing with apt-get, or names it where that cannot be done.
-func installPackages(ctx context.Context, progress *progress) error {
+func installPackages(ctx context.Context, log *progress.Log) error {
 	missing, err := missingPackages(ctx)
 	if err != nil || len(missing) == 0 {
 		return err
@@ -40,11 +42,11 @@ func installPackages(ctx context.Context, progress *progress) error {
 	if _, err := exec.LookPath("apt-get"); err != nil || os.Geteuid() != 0 {
 		return fmt.Errorf("install Debian packages %s: needs root and apt-get", strings.Join(missing, " "))
 	}
-	progress.say("installing Debian packages: %s", strings.Join(missing, " "))
-	if err := aptGet(ctx, progress, "update", "-q"); err != nil {
+	log.Say("installing Debian packages: %s", strings.Join(missing, " "))
+	if err := aptGet(ctx, log, "update", "-q"); err != nil {
 		return err
 	}
-	return aptGet(ctx, progress, append([]string{"install", "-y", "-q", "--no-install-recommends"}, missing...)...)
+	return aptGet(ctx, log, append([]string{"install", "-y", "-q", "--no-install-recommends"}, missing...)...)
 }
 
 func missingPackages(ctx context.Context) ([]string, error) {
@@ -81,12 +83,12 @@ func installedPackages(ctx context.Context) (map[string]bool, error) {
 	return installed, nil
 }
 
-func aptGet(ctx context.Context, progress *progress, args ...string) error {
+func aptGet(ctx context.Context, log *progress.Log, args ...string) error {
 	cmd := exec.CommandContext(ctx, "apt-get", args...)
 	cmd.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive")
 	var output lastLine
 	cmd.Stdout, cmd.Stderr = &output, &output
-	stop := progress.beat(func() string { return "apt-get " + args[0] + ": " + output.last() })
+	stop := log.Beat(func() string { return "apt-get " + args[0] + ": " + output.last() })
 	defer stop()
 	if err := cmd.Run(); err != nil {
 		return fmt.Errorf("apt-get %s: %w\n%s", args[0], err, output.tail())

@@ -7,6 +7,8 @@ import (
 	"io"
 	"path"
 	"path/filepath"
+
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 // Tool is the command of a published Go module that is no dependency of ours. It is built statically for this machine unless
@@ -38,15 +40,15 @@ func (t Tool) component() component {
 	}
 }
 
-// Ensure returns the path of the tool, building it first if the cache has none, with progress as Options.Progress has it. It
+// Ensure returns the path of the tool, building it first if the cache has none, with its progress on out as Options.Progress has it. It
 // installs no packages. It is idempotent, and safe against other processes doing the same.
-func (t Tool) Ensure(ctx context.Context, progress io.Writer) (string, error) {
+func (t Tool) Ensure(ctx context.Context, out io.Writer) (string, error) {
 	cache, err := CacheDir()
 	if err != nil {
 		return "", err
 	}
 	c := t.component()
-	dir, err := builder{cache: cache, progress: newProgress(progress)}.ensure(ctx, c, "[1/1]")
+	dir, err := builder{cache: cache, progress: progress.New(out)}.ensure(ctx, c, "[1/1]")
 	if err != nil {
 		return "", err
 	}

@@ -8,11 +8,11 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/gotool"
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 const (
@@ -54,7 +54,7 @@ func buildAgent(ctx context.Context, o Options) (string, error) {
 	cmd := gotool.Command(ctx, tmp, t.goEnv(o.Arch), args...)
 	cmd.Dir = o.Root
 	start := time.Now()
-	stop := repeat(heartbeat, func() {
+	stop := progress.Every(progress.Heartbeat, func() {
 		fmt.Fprintf(o.Progress, "still compiling %s for %s after %s\n", o.Package, o.Arch, time.Since(start).Round(time.Second))
 	})
 	output, err := cmd.CombinedOutput()
@@ -63,28 +63,6 @@ func buildAgent(ctx context.Context, o Options) (string, error) {
 		return "", fmt.Errorf("compile %s for %s: %w\n%s", o.Package, o.Arch, err, output)
 	}
 	return out, nil
-}
-
-// heartbeat is how often a compiler that takes minutes, with nothing cached, is reported to be at work.
-const heartbeat = 10 * time.Second
-
-// repeat calls say once an interval until the returned function is called.
-func repeat(interval time.Duration, say func()) (stop func()) {
-	done := make(chan struct{})
-	var running sync.WaitGroup
-	running.Go(func() {
-		ticker := time.NewTicker(interval)
-		defer ticker.Stop()
-		for {
-			select {
-			case <-done:
-				return
-			case <-ticker.C:
-				say()
-			}
-		}
-	})
-	return func() { close(done); running.Wait() }
 }
 
 // hookBinary is nvidia-cdi-hook, linked statically: the container runtime runs it on the host, whose C library may be

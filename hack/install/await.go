@@ -17,6 +17,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 const (
@@ -29,7 +30,7 @@ const (
 )
 
 // await returns when agents, slices and resource are there on every node.
-func await(ctx context.Context, c *cluster.Cluster, s *steps) error {
+func await(ctx context.Context, c *cluster.Cluster, s *progress.Log) error {
 	client, err := clientFor(c)
 	if err != nil {
 		return err
@@ -45,13 +46,13 @@ func await(ctx context.Context, c *cluster.Cluster, s *steps) error {
 		if err := until(ctx, s, wait.what, wait.holds); err != nil {
 			return err
 		}
-		s.say("%s", wait.what)
+		s.Say("%s", wait.what)
 	}
 	return nil
 }
 
 // until looks until nothing is missing and says every few seconds what is.
-func until(ctx context.Context, s *steps, what string, holds func(context.Context) (missing string, err error)) error {
+func until(ctx context.Context, s *progress.Log, what string, holds func(context.Context) (missing string, err error)) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	ticker := time.NewTicker(lookAgain)
@@ -66,7 +67,7 @@ func until(ctx context.Context, s *steps, what string, holds func(context.Contex
 			missing = err.Error()
 		}
 		if time.Since(said) > heartbeat {
-			s.say("waiting: %s", missing)
+			s.Say("waiting: %s", missing)
 			said = time.Now()
 		}
 		select {
@@ -173,7 +174,7 @@ func awaitNoPods(ctx context.Context, c *cluster.Cluster) error {
 	if err != nil {
 		return err
 	}
-	return until(ctx, newSteps(nil), "the agents' end", func(ctx context.Context) (string, error) {
+	return until(ctx, progress.New(nil), "the agents' end", func(ctx context.Context) (string, error) {
 		pods, err := client.CoreV1().Pods(Namespace).List(ctx, byRelease())
 		if apierrors.IsNotFound(err) || err == nil && len(pods.Items) == 0 {
 			return "", nil

@@ -14,14 +14,13 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
-	"time"
 
 	"golang.org/x/sync/errgroup"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/image"
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 // Names that Tandem has in a cluster unless Options say otherwise.
@@ -64,24 +63,24 @@ func Upgrade(ctx context.Context, c *cluster.Cluster, o Options) error {
 // Uninstall removes the release and returns when its pods are gone. It is idempotent. Slices and the resource's entry in
 // the nodes' status go when kubelet notices; pods that have GPUs keep them.
 func Uninstall(ctx context.Context, c *cluster.Cluster, o Options) error {
-	s := newSteps(o.Progress)
-	s.say("uninstalling the chart")
+	s := progress.New(o.Progress)
+	s.Say("uninstalling the chart")
 	if err := helm(ctx, c, "uninstall", Release, "--namespace", Namespace, "--ignore-not-found", "--wait", "--timeout=2m"); err != nil {
 		return fmt.Errorf("uninstall Tandem: %w", err)
 	}
 	if err := awaitNoPods(ctx, c); err != nil {
 		return fmt.Errorf("uninstall Tandem: %w", err)
 	}
-	s.say("uninstalled")
+	s.Say("uninstalled")
 	return nil
 }
 
 // Ready returns when what Tandem waits for holds: agents ready, slices published, resource offered on every node.
-func Ready(ctx context.Context, c *cluster.Cluster) error { return await(ctx, c, newSteps(nil)) }
+func Ready(ctx context.Context, c *cluster.Cluster) error { return await(ctx, c, progress.New(nil)) }
 
 // apply runs one of Helm's verbs that take a chart.
 func apply(ctx context.Context, c *cluster.Cluster, o Options, verb ...string) error {
-	s := newSteps(o.Progress)
+	s := progress.New(o.Progress)
 	if o.Profile == "" {
 		o.Profile = DefaultProfile
 	}
@@ -93,7 +92,7 @@ func apply(ctx context.Context, c *cluster.Cluster, o Options, verb ...string) e
 	if err != nil {
 		return fmt.Errorf("install Tandem: %w", err)
 	}
-	s.say("helm %s: simulated machine %s", verb[0], o.Profile)
+	s.Say("helm %s: simulated machine %s", verb[0], o.Profile)
 	args := append(verb, Release, filepath.Join(root, "deployments", "helm", "tandem"), "--namespace", Namespace)
 	if err := helm(ctx, c, append(args, valueArgs(o, loaded)...)...); err != nil {
 		return fmt.Errorf("install Tandem: %w", err)
@@ -104,7 +103,7 @@ func apply(ctx context.Context, c *cluster.Cluster, o Options, verb ...string) e
 	if err := await(ctx, c, s); err != nil {
 		return fmt.Errorf("install Tandem: %w", err)
 	}
-	s.say("Tandem is ready on %d node(s)", len(c.Nodes()))
+	s.Say("Tandem is ready on %d node(s)", len(c.Nodes()))
 	return nil
 }
 
@@ -130,10 +129,10 @@ func valueArgs(o Options, digest string) []string {
 }
 
 // provideImage builds the image unless there is one, loads it where it is not yet, and answers its digest if it knows it.
-func provideImage(ctx context.Context, c *cluster.Cluster, o Options, s *steps) (digest string, err error) {
+func provideImage(ctx context.Context, c *cluster.Cluster, o Options, s *progress.Log) (digest string, err error) {
 	tarball := o.Image
 	if tarball == "" {
-		s.say("building the image")
+		s.Say("building the image")
 		if tarball, digest, err = image.Build(ctx, image.Options{Progress: s}); err != nil {
 			return "", err
 		}
@@ -144,7 +143,7 @@ func provideImage(ctx context.Context, c *cluster.Cluster, o Options, s *steps) 
 			if has, err := hasImage(ctx, node, digest); err != nil || has {
 				return err
 			}
-			s.say("loading the image into %s", node.Name())
+			s.Say("loading the image into %s", node.Name())
 			return node.LoadImage(ctx, tarball)
 		})
 	}
@@ -195,32 +194,4 @@ func ModuleRoot(ctx context.Context) (string, error) {
 		return dir, nil
 	}
 	return "", errors.New("find the module: the working directory is in none")
-}
-
-// steps writes one line a step with the time since the first. It is safe for concurrent use.
-type steps struct {
-	mu    sync.Mutex
-	out   io.Writer
-	start time.Time
-}
-
-func newSteps(out io.Writer) *steps {
-	if out == nil {
-		out = io.Discard
-	}
-	return &steps{out: out, start: time.Now()}
-}
-
-func (s *steps) say(format string, args ...any) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	fmt.Fprintf(s.out, "%6.1fs  %s\n", time.Since(s.start).Seconds(), fmt.Sprintf(format, args...))
-}
-
-// Write takes whole lines of programs and packages that report in their own words.
-func (s *steps) Write(p []byte) (int, error) {
-	for line := range strings.Lines(string(p)) {
-		s.say("%s", strings.TrimRight(line, "\n"))
-	}
-	return len(p), nil
 }

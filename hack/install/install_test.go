@@ -18,6 +18,8 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
+
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 func TestModuleRootHasTheChart(t *testing.T) {
@@ -108,7 +110,7 @@ func TestDescribeAgentsNamesTheReason(t *testing.T) {
 
 func TestUntil(t *testing.T) {
 	looks := 0
-	err := until(t.Context(), newSteps(nil), "it", func(context.Context) (string, error) {
+	err := until(t.Context(), progress.New(nil), "it", func(context.Context) (string, error) {
 		if looks++; looks < 2 {
 			return "something", errors.New("not now")
 		}
@@ -119,7 +121,7 @@ func TestUntil(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	err = until(ctx, newSteps(nil), "it", func(context.Context) (string, error) { return "a reason", nil })
+	err = until(ctx, progress.New(nil), "it", func(context.Context) (string, error) { return "a reason", nil })
 	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "wait for it") || !strings.Contains(err.Error(), "a reason") {
 		t.Errorf("cancelled wait: %v", err)
 	}
@@ -127,7 +129,7 @@ func TestUntil(t *testing.T) {
 
 func TestStepsTakeLinesOfOthers(t *testing.T) {
 	var out bytes.Buffer
-	if _, err := newSteps(&out).Write([]byte("one\ntwo\n")); err != nil {
+	if _, err := progress.New(&out).Write([]byte("one\ntwo\n")); err != nil {
 		t.Fatal(err)
 	}
 	if !regexp.MustCompile(`^ *0\.0s  one\n *0\.0s  two\n$`).MatchString(out.String()) {
