@@ -5,5 +5,5 @@ cd "$(dirname "$0")/.."
 git ls-files -co --exclude-standard '*.go' | xargs gofmt -w
 go mod tidy
 go -C hack/tools mod tidy
-go generate ./pkg/...
+go generate ./api/... ./pkg/...
 go test -count=1 ./deployments/helm ./pkg/driver ./pkg/nvml -update

@@ -28,7 +28,7 @@ tidy() { go mod tidy -diff && go -C hack/tools mod tidy -diff; }
 generated() {
 	local before after
 	before=$(git ls-files -m | xargs -r sha256sum)
-	go generate ./pkg/... || return 1
+	go generate ./api/... ./pkg/... || return 1
 	after=$(git ls-files -m | xargs -r sha256sum)
 	[ "$before" = "$after" ] || { git diff --stat; return 1; }
 }

@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package v1alpha1
+
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// GPUNode is what a node and the cluster tell each other about the node's GPUs, and the answer to "which pod has which
+// GPU?". It is cluster-scoped, has the name of its Node and is owned by it. The node's agent creates it and writes the status,
+// the controller writes the spec; an admission policy keeps each to its half.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:scope=Cluster,shortName=gn,categories=tandem
+// +kubebuilder:printcolumn:name="Mode",type=string,JSONPath=`.status.mode`
+// +kubebuilder:printcolumn:name="GPUs",type=integer,JSONPath=`.status.counts.total`
+// +kubebuilder:printcolumn:name="Claims",type=integer,JSONPath=`.status.counts.claims`
+// +kubebuilder:printcolumn:name="Limits",type=integer,JSONPath=`.status.counts.limits`
+// +kubebuilder:printcolumn:name="Free",type=integer,JSONPath=`.status.counts.free`
+// +kubebuilder:printcolumn:name="Faulty",type=integer,JSONPath=`.status.counts.faulty`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Holders",type=string,priority=1,JSONPath=`.status.holders`
+type GPUNode struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	Spec   GPUNodeSpec   `json:"spec,omitempty"`
+	Status GPUNodeStatus `json:"status,omitempty"`
+}
+
+// GPUNodeList is a list of GPUNodes.
+//
+// +kubebuilder:object:root=true
+type GPUNodeList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []GPUNode `json:"items"`
+}
+
+// GPUNodeSpec is what the controller tells the node: ResourceClaims cannot be watched by node, and thousands of agents must not
+// watch them all.
+type GPUNodeSpec struct {
+	// Claims that the scheduler has allocated GPUs of this node to, by UID. Their GPUs are withdrawn from limits before kubelet
+	// asks to prepare them. They steer and never decide: that is the ledger's business, when kubelet asks.
+	//
+	// +optional
+	// +listType=map
+	// +listMapKey=uid
+	Claims []AllocatedClaim `json:"claims,omitempty"`
+}
+
+// AllocatedClaim is a ResourceClaim with devices of this node.
+type AllocatedClaim struct {
+	UID       types.UID `json:"uid"`
+	Namespace string    `json:"namespace"`
+	Name      string    `json:"name"`
+	// Devices by their names in the pool, sorted, without those for admin access, which hold nothing.
+	//
+	// +listType=set
+	Devices []string `json:"devices"`
+}
+
+// GPUNodeStatus is what the node's agent knows. It is written at most once a second.
+type GPUNodeStatus struct {
+	// Mode in which the node serves its GPUs: Dual, ClaimsOnly, LimitsOnly or Split.
+	//
+	// +optional
+	Mode string `json:"mode,omitempty"`
+	// ObservedGeneration of the spec that the agent acts on.
+	//
+	// +optional
+	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
+	// Counts for those who want numbers. A GPU counts as the first that applies: faulty, claims, limits, free.
+	//
+	// +optional
+	Counts DeviceCounts `json:"counts,omitempty"`
+	// Holders in one line, for kubectl get -o wide: "gpu-0=default/train(claim) gpu-7=default/infer(limit)".
+	//
+	// +optional
+	Holders string `json:"holders,omitempty"`
+	// LimitsResource is the extended resource by which limits ask for these GPUs; empty where no limits are served.
+	//
+	// +optional
+	LimitsResource string `json:"limitsResource,omitempty"`
+	// Devices of the node, by name.
+	//
+	// +optional
+	// +listType=map
+	// +listMapKey=name
+	Devices []DeviceStatus `json:"devices,omitempty"`
+	// Losers are claims whose Prepare was refused because somebody else holds their device.
+	//
+	// +optional
+	// +listType=map
+	// +listMapKey=uid
+	Losers []LosingClaim `json:"losers,omitempty"`
+}
+
+// DeviceCounts are numbers of GPUs.
+type DeviceCounts struct {
+	Total  int32 `json:"total"`
+	Claims int32 `json:"claims"`
+	Limits int32 `json:"limits"`
+	Free   int32 `json:"free"`
+	Faulty int32 `json:"faulty"`
+}
+
+// DeviceStatus is one GPU.
+type DeviceStatus struct {
+	// Name in the pool, such as gpu-0.
+	Name string `json:"name"`
+	UUID string `json:"uuid"`
+	// Model is the product name.
+	//
+	// +optional
+	Model string `json:"model,omitempty"`
+	// Fault says in one line why the GPU is not healthy; empty when it is.
+	//
+	// +optional
+	Fault string `json:"fault,omitempty"`
+	// Holders of the GPU: none where it is free.
+	//
+	// +optional
+	// +listType=atomic
+	Holders []DeviceHolder `json:"holders,omitempty"`
+	// Limits says what kubelet's device manager thinks of the GPU.
+	//
+	// +optional
+	Limits LimitsState `json:"limits,omitempty"`
+}
+
+// LimitsState is what kubelet's device manager thinks of a device, by its own account (GetAllocatableResources): having sent it
+// is no proof that kubelet has acted on it.
+//
+// +kubebuilder:validation:Enum=Allocatable;Withdrawn
+type LimitsState string
+
+const (
+	// LimitsAllocatable devices are in kubelet's allocatable: free for limits, or held by one.
+	LimitsAllocatable LimitsState = "Allocatable"
+	// LimitsWithdrawn devices are not: held by a claim, allocated to one, or faulty.
+	LimitsWithdrawn LimitsState = "Withdrawn"
+)
+
+// HolderKind is the API through which a holder came.
+//
+// +kubebuilder:validation:Enum=Claim;Limit
+type HolderKind string
+
+const (
+	HolderClaim HolderKind = "Claim"
+	HolderLimit HolderKind = "Limit"
+)
+
+// HoldState is how firm a hold is.
+//
+// +kubebuilder:validation:Enum=Expected;Held;Draining
+type HoldState string
+
+const (
+	// HoldExpected is known from before a restart and not yet confirmed.
+	HoldExpected HoldState = "Expected"
+	// HoldHeld was answered to kubelet.
+	HoldHeld HoldState = "Held"
+	// HoldDraining was asked to go; containers may still live.
+	HoldDraining HoldState = "Draining"
+)
+
+// DeviceHolder has a device.
+type DeviceHolder struct {
+	Kind  HolderKind `json:"kind"`
+	State HoldState  `json:"state"`
+	// UID of the claim; empty for a limit.
+	//
+	// +optional
+	UID types.UID `json:"uid,omitempty"`
+	// Namespace and Name of the claim; empty for a limit.
+	//
+	// +optional
+	Namespace string `json:"namespace,omitempty"`
+	// +optional
+	Name string `json:"name,omitempty"`
+	// Pods that use the device, as far as they are known.
+	//
+	// +optional
+	// +listType=atomic
+	Pods []PodReference `json:"pods,omitempty"`
+}
+
+// PodReference names a pod.
+type PodReference struct {
+	UID types.UID `json:"uid"`
+	// Namespace and Name are empty while only the UID is known.
+	//
+	// +optional
+	Namespace string `json:"namespace,omitempty"`
+	// +optional
+	Name string `json:"name,omitempty"`
+}
+
+// LosingClaim is a claim whose Prepare was refused for good: the holder in its way stays.
+type LosingClaim struct {
+	UID       types.UID `json:"uid"`
+	Namespace string    `json:"namespace"`
+	Name      string    `json:"name"`
+	// Devices that somebody else holds, by name.
+	//
+	// +listType=set
+	Devices []string `json:"devices"`
+	// Since is when the conflict became final.
+	Since metav1.MicroTime `json:"since"`
+	// Condemned claims are not prepared, whatever becomes free, until this entry is gone: the controller evicts their pods. Others
+	// wait: their pod belongs to nobody who would make another, and is prepared when the GPU is free.
+	Condemned bool `json:"condemned"`
+	// Message says what happened and who holds the device, without names of other namespaces.
+	Message string `json:"message"`
+}
