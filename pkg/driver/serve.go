@@ -167,14 +167,16 @@ func (d *Driver) requestRefresh() {
 	}
 }
 
-// PrepareResourceClaims is called by the helper; see kubeletplugin.DRAPlugin.
-func (s *session) PrepareResourceClaims(ctx context.Context, claims []*resourceapi.ResourceClaim) (map[types.UID]kubeletplugin.PrepareResult, error) {
-	return s.prepareClaims(ctx, claims), nil
+// PrepareResourceClaims is called by the helper, see kubeletplugin.DRAPlugin, and by simulations. Idempotent; safe for
+// concurrent use.
+func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceapi.ResourceClaim) (map[types.UID]kubeletplugin.PrepareResult, error) {
+	return d.prepareClaims(ctx, claims), nil
 }
 
-// UnprepareResourceClaims is called by the helper; see kubeletplugin.DRAPlugin.
-func (s *session) UnprepareResourceClaims(ctx context.Context, claims []kubeletplugin.NamespacedObject) (map[types.UID]error, error) {
-	return s.unprepareClaims(ctx, claims), nil
+// UnprepareResourceClaims is called by the helper, see kubeletplugin.DRAPlugin, and by simulations. Idempotent; safe for
+// concurrent use.
+func (d *Driver) UnprepareResourceClaims(ctx context.Context, claims []kubeletplugin.NamespacedObject) (map[types.UID]error, error) {
+	return d.unprepareClaims(ctx, claims), nil
 }
 
 // HandleError is called by the helper when a server ends by itself, which nothing here can mend.

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -57,7 +58,7 @@ func (l *Ledger) GiveBack(uid string, taken Taken) error {
 			errs = append(errs, l.Release(h))
 			continue
 		}
-		errs = append(errs, l.amend(h, (*Hold).drain))
+		errs = append(errs, l.amend(h, func(updated *Hold) { updated.drain(l.now()) }))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("give back devices of claim %s: %w", uid, err)
@@ -65,10 +66,11 @@ func (l *Ledger) GiveBack(uid string, taken Taken) error {
 	return nil
 }
 
-func (h *Hold) drain() { h.State, h.Since = StateDraining, now() }
+func (h *Hold) drain(at time.Time) { h.State, h.Since = StateDraining, at }
 
 func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Taken, error) {
 	for {
+		l.turn(ctx)
 		changed := l.Changed()
 		conflicts, taken, err := l.tryClaim(ctx, r)
 		if err != nil || len(conflicts) == 0 {
@@ -130,7 +132,7 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 		}
 		l.serial++
 		taken = append(taken, Hold{
-			Holder: holder, Device: ref, State: StateHeld, Since: now(),
+			Holder: holder, Device: ref, State: StateHeld, Since: l.now(),
 			Namespace: r.Namespace, Name: r.Name, Pods: slices.Clone(r.Pods), Generation: l.serial,
 		})
 	}
@@ -157,7 +159,7 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 	l.serial++
 	updated.Generation = l.serial
 	if known.State != StateHeld {
-		updated.State, updated.Since = StateHeld, now()
+		updated.State, updated.Since = StateHeld, l.now()
 	}
 	if updated.equal(*known) {
 		l.replace(known, updated)
@@ -174,7 +176,7 @@ func (l *Ledger) drainExcept(holder Holder, keep []device.Ref) error {
 			continue
 		}
 		updated := h
-		updated.drain()
+		updated.drain(l.now())
 		errs = append(errs, l.change(l.holds[keyOf(h)], updated))
 	}
 	return errors.Join(errs...)

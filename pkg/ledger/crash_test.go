@@ -127,7 +127,7 @@ func crashChild(dir string) int {
 		return 2
 	}
 	steps := 0
-	l, err := Open(context.Background(), Options{Dir: dir, BootID: "boot", Evidence: judge(onlyDrainingGone), step: func(string) {
+	l, err := Open(context.Background(), Options{Dir: dir, BootID: "boot", Evidence: judge(onlyDrainingGone), Step: func(string) {
 		if steps++; steps == last {
 			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 			select {}

@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -31,6 +32,7 @@ type directory struct {
 	// serial is the last number used for the name of a spare or a temporary file.
 	serial int
 	closed bool
+	now    func() time.Time
 	// step is told what is about to happen on disk; nil outside of tests.
 	step func(string)
 }
@@ -103,7 +105,7 @@ func (d *directory) load() (holds []Hold, newer map[key]bool, problems []problem
 			continue
 		case err != nil:
 			problems = append(problems, problem{name, err})
-			h = Hold{Holder: holder, Device: ref, State: StateExpected, Since: now(), Unreadable: true}
+			h = Hold{Holder: holder, Device: ref, State: StateExpected, Since: d.now(), Unreadable: true}
 		}
 		if fromNewer {
 			newer[keyOf(h)] = true

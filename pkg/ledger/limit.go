@@ -49,7 +49,7 @@ func (l *Ledger) tryLimits(requests []LimitRequest) ([]Hold, error) {
 	for _, r := range requests {
 		l.serial++
 		h := Hold{
-			Holder: Holder{KindLimit, r.ID}, Device: r.Device, State: StateHeld, Since: now(),
+			Holder: Holder{KindLimit, r.ID}, Device: r.Device, State: StateHeld, Since: l.now(),
 			Resource: r.Resource, Generation: l.serial,
 		}
 		if _, reuse := l.holds[keyOf(h)]; reuse {

@@ -29,13 +29,20 @@ type Options struct {
 	// Evidence is asked about holds that stand in somebody's way.
 	Evidence Evidence
 
-	step func(string)
+	// Now is the clock that stamps the files of kubelet's directory. The default is the kernel's; a simulation has its own.
+	Now func() time.Time
+	// Step, where set, is told what is about to happen on disk, with the ledger locked: a simulation ends the process there.
+	Step func(string)
+	// Turn, where set, is called before each attempt of a ReserveClaim, with its context: a simulation lets one at a time go on.
+	Turn func(context.Context)
 }
 
 // Ledger is the one truth about who holds what. All methods are safe for concurrent use. What a method has answered
 // survives the death of the process.
 type Ledger struct {
 	evidence Evidence
+	now      func() time.Time
+	turn     func(context.Context)
 	lock     *os.File
 
 	mu       sync.Mutex
@@ -67,6 +74,12 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 	if o.Dir == "" || o.BootID == "" || o.Evidence == nil {
 		return nil, errors.New("open ledger: Dir, BootID and Evidence are required")
 	}
+	if o.Now == nil {
+		o.Now = now
+	}
+	if o.Turn == nil {
+		o.Turn = func(context.Context) {}
+	}
 	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
 		return nil, fmt.Errorf("open ledger: %w", err)
 	}
@@ -76,8 +89,10 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 	}
 	l := &Ledger{
 		evidence: o.Evidence,
+		now:      o.Now,
+		turn:     o.Turn,
 		lock:     lock,
-		disk:     directory{root: o.Dir, bootID: o.BootID, step: o.step},
+		disk:     directory{root: o.Dir, bootID: o.BootID, now: o.Now, step: o.Step},
 		holds:    map[key]*Hold{},
 		byGPU:    map[string]map[key]*Hold{},
 		byHolder: map[Holder]map[key]*Hold{},
@@ -173,7 +188,7 @@ func (l *Ledger) Expect(h Hold) error {
 	l.serial++
 	h.Generation = l.serial
 	h.State = StateExpected
-	h.Since = now()
+	h.Since = l.now()
 	h.Pods = slices.Clone(h.Pods)
 	h.Unreadable = false
 	err := l.onDisk(func() error { return l.disk.create(h) })
@@ -191,7 +206,7 @@ func (l *Ledger) Expect(h Hold) error {
 func (l *Ledger) complete(known *Hold, h Hold) error {
 	updated := *known
 	if updated.Unreadable {
-		updated.Unreadable, updated.Since = false, now()
+		updated.Unreadable, updated.Since = false, l.now()
 	}
 	updated.Namespace = cmp.Or(updated.Namespace, h.Namespace)
 	updated.Name = cmp.Or(updated.Name, h.Name)
