@@ -212,9 +212,14 @@ func Load(args []string, lookupEnv func(string) (string, bool), stderr io.Writer
 }
 
 func (c *Config) apply(args []string, lookupEnv func(string) (string, bool), stderr io.Writer) error {
-	flags := flag.NewFlagSet("kubelet-plugin", flag.ContinueOnError)
+	return apply("kubelet-plugin", c.settings(), args, lookupEnv, stderr)
+}
+
+// apply sets what the environment and, above it, the flags of a program say.
+func apply(program string, settings []setting, args []string, lookupEnv func(string) (string, bool), stderr io.Writer) error {
+	flags := flag.NewFlagSet(program, flag.ContinueOnError)
 	flags.SetOutput(stderr)
-	for _, s := range c.settings() {
+	for _, s := range settings {
 		flags.Var(s.value, s.flag, s.usage+" (environment: "+strings.Join(s.environment(), ", ")+")")
 		for _, name := range slices.Backward(s.environment()) {
 			value, ok := lookupEnv(name)
@@ -250,15 +255,11 @@ func (c *Config) validate() error {
 	} else if problems := validation.IsDNS1123Subdomain(c.NodeName); len(problems) > 0 {
 		complain("node-name", "%q is no node name: %s", c.NodeName, strings.Join(problems, "; "))
 	}
-	problems := validation.IsDNS1123Subdomain(c.DriverName)
-	if len(c.DriverName) > 63 {
-		problems = append(problems, "must be no more than 63 characters")
+	if problem := driverNameProblem(c.DriverName); problem != "" {
+		complain("driver-name", "%s", problem)
 	}
-	if len(problems) > 0 {
-		complain("driver-name", "%q is no driver name: %s", c.DriverName, strings.Join(problems, "; "))
-	}
-	if problems := validation.IsQualifiedName(c.ResourceName); len(problems) > 0 || !strings.Contains(c.ResourceName, "/") {
-		complain("resource-name", "%q is no extended resource name <domain>/<name>", c.ResourceName)
+	if problem := resourceNameProblem(c.ResourceName); problem != "" {
+		complain("resource-name", "%s", problem)
 	}
 	if c.Mode != ModeDual {
 		complain("config", "tandem.mode: %q is not a mode of this version, which knows %s", c.Mode, ModeDual)
@@ -294,6 +295,26 @@ func (c *Config) validate() error {
 		complain("device-id-strategy", "%q is not one of %s", c.DeviceIDStrategy, strings.Join(deviceIDStrategies, ", "))
 	}
 	return errors.Join(errs...)
+}
+
+// driverNameProblem is empty for a name that the API takes.
+func driverNameProblem(name string) string {
+	problems := validation.IsDNS1123Subdomain(name)
+	if len(name) > 63 {
+		problems = append(problems, "must be no more than 63 characters")
+	}
+	if len(problems) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%q is no driver name: %s", name, strings.Join(problems, "; "))
+}
+
+// resourceNameProblem is empty for a name that the API takes.
+func resourceNameProblem(name string) string {
+	if len(validation.IsQualifiedName(name)) == 0 && strings.Contains(name, "/") {
+		return ""
+	}
+	return fmt.Sprintf("%q is no extended resource name <domain>/<name>", name)
 }
 
 // CheckDirectories verifies that what the node must provide is there.
