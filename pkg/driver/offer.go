@@ -8,6 +8,8 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
@@ -27,6 +29,29 @@ const (
 // drainGrace is how long a claim's hold may drain before the scheduler is told. A pod that ends in order drains for less,
 // and is not worth two writes.
 const drainGrace = 2 * time.Second
+
+// Offer decides which devices the slices offer as time goes by. The publisher has one, and so have simulations. Its zero value
+// withdraws and returns at once; it is not safe for concurrent use.
+type Offer struct {
+	// ReturnDelay is how long a GPU must have been free before it is offered again.
+	ReturnDelay time.Duration
+	waiting     offers
+}
+
+// Slices are what the node's slices should say at a moment, with taints or without, and when time alone will change that (zero:
+// never).
+func (o *Offer) Slices(inv device.Inventory, holds []ledger.Hold, taints bool, now time.Time) ([]resourceslice.Slice, time.Time) {
+	built, _, _, next := o.look(inv, holds, taints, now)
+	return built, next
+}
+
+func (o *Offer) look(inv device.Inventory, holds []ledger.Hold, taints bool, now time.Time) ([]resourceslice.Slice, deviceCounts, []excluded, time.Time) {
+	o.waiting.returnDelay = o.ReturnDelay
+	found, next := findObstacles(inv, holds, now)
+	obstacles, returns := o.waiting.settle(now, found)
+	built, counts, left := buildSlices(inv, obstacles, taints)
+	return built, counts, left, earlier(next, returns)
+}
 
 // obstacle is one reason not to offer a GPU, as a taint says it.
 type obstacle struct{ key, value string }

@@ -89,10 +89,9 @@ func (p *publisher) nodeChanged(ctx context.Context, uid types.UID) {
 func (p *publisher) publish(ctx context.Context) {
 	var (
 		running sliceController
-		waiting offers
 		left    []excluded
 	)
-	waiting.returnDelay = p.ReturnDelay
+	offer := Offer{ReturnDelay: p.ReturnDelay}
 	defer func() { running.stop() }()
 	for {
 		inventoryChanged, ledgerChanged := p.Inventory.Changed(), p.Ledger.Changed()
@@ -100,11 +99,7 @@ func (p *publisher) publish(ctx context.Context) {
 		uid, taints := p.nodeUID, p.taints && !p.dropped
 		p.mu.Unlock()
 
-		now := time.Now()
-		inv := p.Inventory.Inventory()
-		found, next := findObstacles(inv, p.Ledger.Holds(), now)
-		obstacles, returns := waiting.settle(now, found)
-		desired, counts, leftNow := buildSlices(inv, obstacles, taints)
+		desired, counts, leftNow, next := offer.look(p.Inventory.Inventory(), p.Ledger.Holds(), taints, time.Now())
 		if !slices.Equal(left, leftNow) {
 			left = leftNow
 			logExcluded(ctx, left)
@@ -112,7 +107,7 @@ func (p *publisher) publish(ctx context.Context) {
 		p.metrics.countDevices(counts)
 		running.update(ctx, p, uid, desired)
 
-		timer := newTimer(earlier(next, returns))
+		timer := newTimer(next)
 		select {
 		case <-ctx.Done():
 		case <-inventoryChanged:

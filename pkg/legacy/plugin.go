@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
 // Plugin serves one extended resource. Make it with New, use it with Run; its other methods are safe for concurrent use.
@@ -112,6 +113,15 @@ func (p *Plugin) Run(ctx context.Context) (err error) {
 		return fmt.Errorf("serve %s: %w", p.config.ResourceName, err)
 	}
 	return nil
+}
+
+// Look reads inventory and ledger anew, and returns the device list for kubelet and, where a device is held back, after how
+// long to look again. Run does so by itself: this is for simulations, which call it instead of Run, one at a time.
+func (p *Plugin) Look(now time.Time) (list *pluginapi.ListAndWatchResponse, again time.Duration) {
+	p.roster.returnDelay = p.times.returnDelay
+	again = p.roster.refresh(now)
+	published, _ := p.roster.current()
+	return published.response, again
 }
 
 // Ready returns nil while kubelet is registered and listens to the device list, otherwise what is missing.

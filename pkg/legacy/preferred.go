@@ -8,9 +8,9 @@ import (
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
-// preferred answers every request as well as it can and refuses none: kubelet fails the pod on an error, but fills up
-// whatever is missing from an answer.
-func (p *Plugin) preferred(request *pluginapi.PreferredAllocationRequest) *pluginapi.PreferredAllocationResponse {
+// Preferred answers every request as well as it can and refuses none: kubelet fails the pod on an error, but fills up
+// whatever is missing from an answer. Called for kubelet and by simulations; it changes nothing. Safe for concurrent use.
+func (p *Plugin) Preferred(request *pluginapi.PreferredAllocationRequest) *pluginapi.PreferredAllocationResponse {
 	response := &pluginapi.PreferredAllocationResponse{}
 	// kubelet's list of available devices is as old as the last ListAndWatch message; the ledger is not.
 	taken := withdrawn(p.config.Ledger.Holds())

@@ -57,13 +57,13 @@ func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingSe
 func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest) (*pluginapi.PreferredAllocationResponse, error) {
 	defer s.endpoint.calls.enter()()
 	defer func(start time.Time) { s.plugin.metrics.preferred.Observe(time.Since(start).Seconds()) }(time.Now())
-	return s.plugin.preferred(request), nil
+	return s.plugin.Preferred(request), nil
 }
 
 func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
 	defer s.endpoint.calls.enter()()
 	defer func(start time.Time) { s.plugin.metrics.allocate.Observe(time.Since(start).Seconds()) }(time.Now())
-	return s.plugin.allocate(klog.NewContext(ctx, s.endpoint.logger), request)
+	return s.plugin.Allocate(klog.NewContext(ctx, s.endpoint.logger), request)
 }
 
 // PreStartContainer is not asked for by options; it has nothing to do but say whether the devices exist.

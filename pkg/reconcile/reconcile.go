@@ -37,9 +37,19 @@ type Inventory interface {
 	Changed() <-chan struct{}
 }
 
+// Ledger keeps the holds. *ledger.Ledger implements it.
+type Ledger interface {
+	Holds() []ledger.Hold
+	Changed() <-chan struct{}
+	Expect(h ledger.Hold) error
+	Identify(h ledger.Hold, pod ledger.Pod) error
+	SetState(h ledger.Hold, state ledger.State) error
+	Release(h ledger.Hold) error
+}
+
 // Config of a Reconciler. Everything is required.
 type Config struct {
-	Ledger *ledger.Ledger
+	Ledger Ledger
 	// Pods runs elsewhere; until its first list has arrived nothing is ended.
 	Pods      *evidence.Pods
 	Cgroups   *evidence.Cgroups
@@ -131,6 +141,13 @@ func (r *Reconciler) Run(ctx context.Context) error {
 	group.Go(func() error { r.restoreLate(ctx); return nil })
 	return group.Wait()
 }
+
+// Settle looks at every hold once and ends or moves those that evidence speaks about; it returns when to look again if nothing
+// changes before. Run does so by itself: this and Doubt are for simulations, which call them instead of Run, one at a time.
+func (r *Reconciler) Settle() (time.Duration, error) { return r.pass() }
+
+// Doubt looks into holds that nobody confirms, and returns when to look again if nothing changes before.
+func (r *Reconciler) Doubt(ctx context.Context) (time.Duration, error) { return r.doubt(ctx) }
 
 func (r *Reconciler) follow(ctx context.Context, files *kubeletFiles) {
 	complaint := &complaint{message: "Reconciling holds"}
