@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command controller is the cluster's side of Tandem: claims relayed to the nodes that they are allocated on, allocatable
+// GPUs kept true between kubelet's reports, losers of a race moved, and said why a pod waits. This package only wires.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"strconv"
+	"syscall"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+	ctrlmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/status"
+	"github.com/tandem-gpu/tandem/internal/version"
+	"github.com/tandem-gpu/tandem/pkg/controller"
+)
+
+func main() {
+	err := run(context.Background(), os.Args[1:], os.Stdout, os.Stderr)
+	klog.Flush()
+	if err != nil && !errors.Is(err, flag.ErrHelp) {
+		fmt.Fprintf(os.Stderr, "controller: %v\n", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	if len(args) > 0 && args[0] == "version" {
+		_, err := fmt.Fprintln(stdout, version.String())
+		return err
+	}
+	c, err := config.LoadController(args, os.LookupEnv, stderr)
+	if err != nil {
+		return err
+	}
+	logger, err := newLogger(c.Verbosity)
+	if err != nil {
+		return err
+	}
+	ctrllog.SetLogger(logger)
+	ctx, stop := signal.NotifyContext(klog.NewContext(ctx, logger), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	// A second signal ends the process at once.
+	context.AfterFunc(ctx, stop)
+	logger.Info("Starting", "version", version.String(), "config", c)
+	return serve(ctx, c)
+}
+
+// serve runs until ctx is done or something fails for good.
+func serve(ctx context.Context, c config.Controller) error {
+	api, err := newAPI(c.Kubeconfig)
+	if err != nil {
+		return err
+	}
+	// controller-runtime's own registry has what it measures of queues and requests, and the process.
+	metrics := ctrlmetrics.Registry
+	if err := metrics.Register(newBuildInfo()); err != nil {
+		return fmt.Errorf("register metrics: %w", err)
+	}
+	reconcilers, err := controller.New(controller.Config{
+		REST: api, DriverName: c.DriverName, ResourceName: c.ResourceName,
+		Namespace: c.Namespace, LeaseName: c.LeaseName, Identity: c.PodName, Registerer: metrics,
+	})
+	if err != nil {
+		return err
+	}
+	server := status.New(c.HTTPEndpoint, metrics)
+	server.Check("caches", reconcilers.Ready)
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return server.Run(ctx) })
+	group.Go(func() error { return reconcilers.Run(ctx) })
+	return group.Wait()
+}
+
+// Requests to the API server are bounded, but a burst of claims on many nodes is not to wait for its turn: a node whose GPUs
+// are not withdrawn in time costs pods.
+const (
+	requestsPerSecond = 100
+	requestBurst      = 400
+)
+
+func newAPI(kubeconfig string) (*rest.Config, error) {
+	api, err := rest.InClusterConfig()
+	if kubeconfig != "" {
+		api, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("configure API client: %w (outside a cluster --kubeconfig is needed)", err)
+	}
+	api.QPS, api.Burst = requestsPerSecond, requestBurst
+	return rest.AddUserAgent(api, "tandem-controller/"+version.Version), nil
+}
+
+func newBuildInfo() prometheus.Collector {
+	build := prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "tandem_build_info", Help: "Version and commit of the running controller; always 1.",
+	}, []string{"version", "commit"})
+	build.WithLabelValues(version.Version, version.Commit).Set(1)
+	return build
+}
+
+func newLogger(verbosity int) (klog.Logger, error) {
+	flags := flag.NewFlagSet("klog", flag.ContinueOnError)
+	klog.InitFlags(flags)
+	if err := flags.Set("v", strconv.Itoa(verbosity)); err != nil {
+		return klog.Logger{}, fmt.Errorf("set log verbosity: %w", err)
+	}
+	return klog.Background(), nil
+}

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"context"
+	"fmt"
+
+	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	toolscache "k8s.io/client-go/tools/cache"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+func scheme() (*runtime.Scheme, error) {
+	s := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, resourceapi.AddToScheme, policyv1.AddToScheme, v1alpha1.AddToScheme} {
+		if err := add(s); err != nil {
+			return nil, fmt.Errorf("register API types: %w", err)
+		}
+	}
+	return s, nil
+}
+
+// cacheOptions keep of the cluster what the reconcilers read and nothing else: a large one has more claims, nodes and pods
+// than GPUs.
+func cacheOptions(driver, resource string) cache.Options {
+	return cache.Options{
+		// What is not listed here is a mistake: it would be watched and kept whole.
+		ReaderFailOnMissingInformer: true,
+		DefaultTransform:            cache.TransformStripManagedFields(),
+		ByObject: map[client.Object]cache.ByObject{
+			&v1alpha1.GPUNode{}:          {},
+			&resourceapi.ResourceClaim{}: {Transform: trim(func(c *resourceapi.ResourceClaim) { trimClaim(c, driver) })},
+			&corev1.Node{}:               {Transform: trim(func(n *corev1.Node) { trimNode(n, corev1.ResourceName(resource)) })},
+			&corev1.Pod{}: {
+				Field:     fields.OneTermEqualSelector("status.phase", string(corev1.PodPending)),
+				Transform: trim(trimPod),
+			},
+		},
+	}
+}
+
+// trim is a transform for one type; tombstones pass as they are.
+func trim[T client.Object](of func(T)) toolscache.TransformFunc {
+	return func(o any) (any, error) {
+		if object, ok := o.(T); ok {
+			of(object)
+		}
+		return o, nil
+	}
+}
+
+// trimMeta keeps what tells one object from another, and who made it.
+func trimMeta(m *metav1.ObjectMeta) {
+	*m = metav1.ObjectMeta{
+		Name: m.Name, Namespace: m.Namespace, UID: m.UID, ResourceVersion: m.ResourceVersion,
+		CreationTimestamp: m.CreationTimestamp, DeletionTimestamp: m.DeletionTimestamp, OwnerReferences: m.OwnerReferences,
+	}
+}
+
+// trimClaim keeps the classes that are asked for, and what is allocated of our driver.
+func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
+	trimMeta(&claim.ObjectMeta)
+	requests := claim.Spec.Devices.Requests
+	claim.Spec = resourceapi.ResourceClaimSpec{}
+	for _, r := range requests {
+		kept := resourceapi.DeviceRequest{Name: r.Name}
+		if r.Exactly != nil {
+			kept.Exactly = &resourceapi.ExactDeviceRequest{
+				DeviceClassName: r.Exactly.DeviceClassName, AllocationMode: r.Exactly.AllocationMode, Count: r.Exactly.Count,
+			}
+		}
+		for _, f := range r.FirstAvailable {
+			kept.FirstAvailable = append(kept.FirstAvailable, resourceapi.DeviceSubRequest{
+				Name: f.Name, DeviceClassName: f.DeviceClassName, AllocationMode: f.AllocationMode, Count: f.Count,
+			})
+		}
+		claim.Spec.Devices.Requests = append(claim.Spec.Devices.Requests, kept)
+	}
+	status := claim.Status
+	claim.Status = resourceapi.ResourceClaimStatus{ReservedFor: status.ReservedFor}
+	if status.Allocation == nil {
+		return
+	}
+	claim.Status.Allocation = &resourceapi.AllocationResult{}
+	for _, r := range status.Allocation.Devices.Results {
+		if r.Driver == driver {
+			claim.Status.Allocation.Devices.Results = append(claim.Status.Allocation.Devices.Results, resourceapi.DeviceRequestAllocationResult{
+				Driver: r.Driver, Pool: r.Pool, Device: r.Device, AdminAccess: r.AdminAccess,
+			})
+		}
+	}
+}
+
+// trimNode keeps how many GPUs there are for limits.
+func trimNode(node *corev1.Node, resource corev1.ResourceName) {
+	trimMeta(&node.ObjectMeta)
+	only := func(list corev1.ResourceList) corev1.ResourceList {
+		if quantity, ok := list[resource]; ok {
+			return corev1.ResourceList{resource: quantity}
+		}
+		return nil
+	}
+	node.Spec = corev1.NodeSpec{}
+	node.Status = corev1.NodeStatus{Allocatable: only(node.Status.Allocatable), Capacity: only(node.Status.Capacity)}
+}
+
+// trimPod keeps what the pod asks for, where it is bound to, and whether the scheduler has given up on it.
+func trimPod(pod *corev1.Pod) {
+	trimMeta(&pod.ObjectMeta)
+	containers := func(of []corev1.Container) []corev1.Container {
+		var kept []corev1.Container
+		for _, c := range of {
+			kept = append(kept, corev1.Container{Name: c.Name, RestartPolicy: c.RestartPolicy,
+				Resources: corev1.ResourceRequirements{Limits: c.Resources.Limits}})
+		}
+		return kept
+	}
+	pod.Spec = corev1.PodSpec{
+		NodeName: pod.Spec.NodeName, ResourceClaims: pod.Spec.ResourceClaims,
+		InitContainers: containers(pod.Spec.InitContainers), Containers: containers(pod.Spec.Containers),
+	}
+	status := corev1.PodStatus{
+		Phase: pod.Status.Phase, ResourceClaimStatuses: pod.Status.ResourceClaimStatuses,
+		ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus,
+	}
+	for _, c := range pod.Status.Conditions {
+		if c.Type == corev1.PodScheduled {
+			status.Conditions = []corev1.PodCondition{c}
+		}
+	}
+	pod.Status = status
+}
+
+// claimReader reads claims from the cache.
+type claimReader struct {
+	client client.Reader
+	driver string
+}
+
+// on are the claims with devices of a node, for Relay.
+func (r claimReader) on(ctx context.Context, node string) ([]v1alpha1.AllocatedClaim, error) {
+	var list resourceapi.ResourceClaimList
+	if err := r.client.List(ctx, &list, client.MatchingFields{nodeIndex: node}); err != nil {
+		return nil, fmt.Errorf("list claims on node %s: %w", node, err)
+	}
+	return Relay(list.Items, r.driver, node), nil
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package controller is the cluster's side of Tandem, what no node can do alone: it tells each node which of its GPUs are
+// allocated to claims, keeps the scheduler from sending limits pods after GPUs that have just gone to claims, moves the pods
+// of claims that lost a race, and says why a pod waits. Nothing here decides who owns a GPU: that is each node's ledger, and
+// without a controller everything stays safe. One reconciler a file, each over pure functions that say what is to be done.
+package controller
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/leaderelection/resourcelock"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	ctrlconfig "sigs.k8s.io/controller-runtime/pkg/config"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+)
+
+// Leading survives an API server that restarts. It costs nothing that these times are long: a restarted container holds
+// the Lease still, and a pod that ends gives it up.
+const (
+	leaseDuration = 30 * time.Second
+	renewDeadline = 25 * time.Second
+	retryPeriod   = 2 * time.Second
+)
+
+// Config of a controller.
+type Config struct {
+	REST *rest.Config
+	// DriverName and ResourceName are the node agents'.
+	DriverName   string
+	ResourceName string
+	// Namespace and LeaseName name the Lease by which one of several controllers leads, Identity who holds it. The same
+	// identity leads again at once, so no two processes that may live at the same time have the same.
+	Namespace, LeaseName, Identity string
+	Registerer                     prometheus.Registerer
+}
+
+// Controller runs the reconcilers while it leads. Its methods are safe for concurrent use.
+type Controller struct {
+	manager manager.Manager
+	driver  string
+	synced  chan struct{}
+}
+
+// New is called once by main. It makes no request and starts nothing.
+func New(c Config) (*Controller, error) {
+	types, err := scheme()
+	if err != nil {
+		return nil, err
+	}
+	lock, err := resourcelock.NewFromKubeconfig(resourcelock.LeasesResourceLock, c.Namespace, c.LeaseName,
+		resourcelock.ResourceLockConfig{Identity: c.Identity}, rest.CopyConfig(c.REST), renewDeadline)
+	if err != nil {
+		return nil, fmt.Errorf("make lease %s/%s: %w", c.Namespace, c.LeaseName, err)
+	}
+	m, err := manager.New(c.REST, manager.Options{
+		Scheme: types,
+		Cache:  cacheOptions(c.DriverName, c.ResourceName),
+		Logger: klog.Background(),
+		// main serves metrics and health, as the agent's does.
+		Metrics:                             metricsserver.Options{BindAddress: "0"},
+		LeaderElection:                      true,
+		LeaderElectionResourceLockInterface: lock,
+		LeaderElectionReleaseOnCancel:       true,
+		LeaseDuration:                       ptr.To(leaseDuration),
+		RenewDeadline:                       ptr.To(renewDeadline),
+		RetryPeriod:                         ptr.To(retryPeriod),
+		Controller: ctrlconfig.Controller{
+			SkipNameValidation: ptr.To(true), // tests run several in one process
+			EnableWarmup:       ptr.To(true),
+		},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("make controller manager: %w", err)
+	}
+	o := &Controller{manager: m, driver: c.DriverName, synced: make(chan struct{})}
+	if err := o.register(c); err != nil {
+		return nil, err
+	}
+	return o, nil
+}
+
+// register adds the reconcilers.
+func (c *Controller) register(config Config) error {
+	if _, err := newMetrics(config.Registerer); err != nil {
+		return err
+	}
+	if err := c.manager.Add(notifier{c}); err != nil {
+		return fmt.Errorf("add runnable: %w", err)
+	}
+	claims := claimReader{c.manager.GetClient(), config.DriverName}
+	relay := &relay{client: c.manager.GetClient(), claims: claims}
+	return relay.register(c.manager)
+}
+
+// notifier tells that the caches are filled, whether or not this process leads.
+type notifier struct{ *Controller }
+
+func (notifier) NeedLeaderElection() bool { return false }
+
+func (n notifier) Start(ctx context.Context) error {
+	if n.manager.GetCache().WaitForCacheSync(ctx) {
+		close(n.synced)
+	}
+	<-ctx.Done()
+	return nil
+}
+
+var errNotSynced = errors.New("the API server has not listed claims, nodes and pods yet")
+
+// Ready is nil once the caches are filled; a controller that waits for the lead is ready to take it.
+func (c *Controller) Ready() error {
+	select {
+	case <-c.synced:
+		return nil
+	default:
+		return errNotSynced
+	}
+}
+
+// Run works until ctx is done, which is no error and gives the lead up, or until the lead is lost.
+func (c *Controller) Run(ctx context.Context) error {
+	if !c.index(ctx) {
+		return nil
+	}
+	if err := c.manager.Start(ctx); err != nil {
+		return fmt.Errorf("run reconcilers: %w", err)
+	}
+	return nil
+}
+
+// indexRetry is how long an API server that is away is awaited.
+const indexRetry = time.Second
+
+// index needs discovery, and the API server may be away at first.
+func (c *Controller) index(ctx context.Context) bool {
+	for {
+		err := c.manager.GetFieldIndexer().IndexField(ctx, &resourceapi.ResourceClaim{}, nodeIndex, func(o client.Object) []string {
+			claim, ok := o.(*resourceapi.ResourceClaim)
+			if !ok {
+				return nil
+			}
+			return nodesOf(claim, c.driver)
+		})
+		if err == nil {
+			return true
+		}
+		klog.FromContext(ctx).Error(err, "Asking the API server what it serves")
+		select {
+		case <-ctx.Done():
+			return false
+		case <-time.After(indexRetry):
+		}
+	}
+}

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+
+	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/workqueue"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// nodeIndex finds claims by the nodes that they have devices of.
+const nodeIndex = "tandem.node"
+
+// Relay is what GPUNode.spec says of a node: the claims that are allocated devices of it, each with its devices' names. The
+// order is one for equal claims. A device for admin access is shared with whoever holds it and takes nothing from anybody.
+// It is a pure function.
+func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.AllocatedClaim {
+	var relayed []v1alpha1.AllocatedClaim
+	for i := range claims {
+		var devices []string
+		for device := range held(&claims[i], driver) {
+			if nodeOfPool(device.Pool) == node {
+				devices = append(devices, device.Device)
+			}
+		}
+		if len(devices) == 0 {
+			continue
+		}
+		slices.Sort(devices)
+		relayed = append(relayed, v1alpha1.AllocatedClaim{
+			UID: claims[i].UID, Namespace: claims[i].Namespace, Name: claims[i].Name, Devices: slices.Compact(devices),
+		})
+	}
+	slices.SortFunc(relayed, func(a, b v1alpha1.AllocatedClaim) int { return cmp.Compare(a.UID, b.UID) })
+	return relayed
+}
+
+// held are the devices of our driver that a claim has to itself.
+func held(claim *resourceapi.ResourceClaim, driver string) func(yield func(resourceapi.DeviceRequestAllocationResult) bool) {
+	return func(yield func(resourceapi.DeviceRequestAllocationResult) bool) {
+		if claim.Status.Allocation == nil {
+			return
+		}
+		for _, result := range claim.Status.Allocation.Devices.Results {
+			admin := result.AdminAccess != nil && *result.AdminAccess
+			if result.Driver == driver && !admin && !yield(result) {
+				return
+			}
+		}
+	}
+}
+
+// nodesOf are the nodes that a claim has devices of: one, as every pool is one node's.
+func nodesOf(claim *resourceapi.ResourceClaim, driver string) []string {
+	var nodes []string
+	for device := range held(claim, driver) {
+		nodes = append(nodes, nodeOfPool(device.Pool))
+	}
+	slices.Sort(nodes)
+	return slices.Compact(nodes)
+}
+
+// nodeOfPool is the node of a pool, which is named as its node or, for one GPU, <node>/<GPU>.
+func nodeOfPool(pool string) string {
+	node, _, _ := strings.Cut(pool, "/")
+	return node
+}
+
+// relay writes GPUNode.spec. Only objects that exist: a node's agent makes its own.
+type relay struct {
+	client client.Client
+	claims claimReader
+}
+
+func (r *relay) register(m manager.Manager) error {
+	err := builder.ControllerManagedBy(m).Named("relay").
+		// Also what somebody else wrote into the spec, and objects made anew.
+		For(&v1alpha1.GPUNode{}, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
+		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver)).
+		Complete(r)
+	if err != nil {
+		return fmt.Errorf("register relay: %w", err)
+	}
+	return nil
+}
+
+// Reconcile implements reconcile.Reconciler for one node. It is idempotent. Claims that change while it runs are relayed
+// together by the next run.
+func (r *relay) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	node := &v1alpha1.GPUNode{}
+	if err := r.client.Get(ctx, request.NamespacedName, node); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	claims, err := r.claims.on(ctx, node.Name)
+	if err != nil || apiequality.Semantic.DeepEqual(claims, node.Spec.Claims) {
+		return reconcile.Result{}, err
+	}
+	patch, err := specPatch(node.UID, claims)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	if err := r.client.Patch(ctx, node, client.RawPatch(types.MergePatchType, patch)); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("write claims of GPUNode %s: %w", request.Name, err))
+	}
+	return reconcile.Result{}, nil
+}
+
+// specPatch replaces the claims, whatever the agent has written to the status meanwhile. With the UID the API server refuses
+// to write it to an object that was made anew under the same name.
+func specPatch(uid types.UID, claims []v1alpha1.AllocatedClaim) ([]byte, error) {
+	if claims == nil {
+		claims = []v1alpha1.AllocatedClaim{}
+	}
+	patch, err := json.Marshal(map[string]any{
+		"metadata": map[string]any{"uid": uid},
+		"spec":     map[string]any{"claims": claims},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("encode claims: %w", err)
+	}
+	return patch, nil
+}
+
+// claimHandler asks for the nodes that a claim has or had devices of, each as soon as one of its claims changes.
+func claimHandler(driver string) handler.EventHandler {
+	type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
+	enqueue := func(q queue, objects ...client.Object) {
+		for _, o := range objects {
+			claim, ok := o.(*resourceapi.ResourceClaim)
+			if !ok {
+				continue
+			}
+			for _, node := range nodesOf(claim, driver) {
+				q.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: node}})
+			}
+		}
+	}
+	return handler.Funcs{
+		CreateFunc: func(_ context.Context, e event.CreateEvent, q queue) { enqueue(q, e.Object) },
+		DeleteFunc: func(_ context.Context, e event.DeleteEvent, q queue) { enqueue(q, e.Object) },
+		UpdateFunc: func(_ context.Context, e event.UpdateEvent, q queue) {
+			// Pods come and go with the allocation as it is.
+			if !apiequality.Semantic.DeepEqual(allocation(e.ObjectOld), allocation(e.ObjectNew)) {
+				enqueue(q, e.ObjectOld, e.ObjectNew)
+			}
+		},
+	}
+}
+
+func allocation(o client.Object) *resourceapi.AllocationResult {
+	if claim, ok := o.(*resourceapi.ResourceClaim); ok {
+		return claim.Status.Allocation
+	}
+	return nil
+}
