@@ -16,16 +16,18 @@ import (
 // ReserveClaim gives the claim all its devices or none. Idempotent: what the claim holds already (also expected or
 // draining) is confirmed as held; what it holds beyond r.Devices drains. While every holder in the way is draining or on
 // its way out by the evidence, it waits until ctx is done; otherwise, and when ctx ends, a *ConflictError says who is in
-// the way. ErrCancelled means that DrainClaim for the same UID came meanwhile. Any other error is worth another try. A caller
-// whose next step fails gives back what this call took by GiveBack; that is nothing with an error. Calls for one UID run one
-// at a time.
+// the way. A claim that is condemned (Lose) gets a *CondemnedError at once. ErrCancelled means that DrainClaim for the same
+// UID came meanwhile. Any other error is worth another try. A caller whose next step fails gives back what this call took by
+// GiveBack; that is nothing with an error. Calls for one UID run one at a time.
 func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (taken Taken, err error) {
 	ctx, finish, err := l.claims.reserve(ctx, r.UID)
 	if err == nil {
 		defer finish()
 		taken, err = l.reserveClaim(ctx, r)
 	}
-	if _, conflict := errors.AsType[*ConflictError](err); err != nil && !conflict {
+	_, conflict := errors.AsType[*ConflictError](err)
+	_, condemned := errors.AsType[*CondemnedError](err)
+	if err != nil && !conflict && !condemned {
 		err = fmt.Errorf("reserve devices of claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return taken, err
@@ -107,7 +109,7 @@ func (l *Ledger) worthWaiting(holds []Hold) bool {
 func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold, got Taken, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err := context.Cause(ctx); err != nil {
+	if err := l.admit(ctx, r.UID); err != nil {
 		return nil, Taken{}, err
 	}
 	holder := Holder{KindClaim, r.UID}
@@ -147,6 +149,7 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 			return nil, Taken{}, errors.Join(err, l.undo(taken))
 		}
 	}
+	l.forgive(r.UID)
 	return nil, got, nil
 }
 
@@ -183,7 +186,8 @@ func (l *Ledger) drainExcept(holder Holder, keep []device.Ref) error {
 }
 
 // DrainClaim takes an Unprepare: it cancels every ReserveClaim of that claim that still waits, and lets its holds go: at once
-// where evidence says that no pod of it runs, otherwise as soon as it does. Idempotent; an unknown UID is no error.
+// where evidence says that no pod of it runs, otherwise as soon as it does. A claim that had lost is forgiven. Idempotent; an
+// unknown UID is no error.
 func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 	finish, err := l.claims.drain(ctx, uid)
 	if err != nil {
@@ -203,6 +207,7 @@ func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.forgive(uid)
 	if err := errors.Join(append(errs, l.drainExcept(holder, nil))...); err != nil {
 		return fmt.Errorf("release devices of claim %s: %w", uid, err)
 	}

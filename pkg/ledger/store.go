@@ -55,6 +55,8 @@ type Ledger struct {
 	changed chan struct{}
 	// announcing is set from a change until changed is closed for it.
 	announcing bool
+	// losers are claims that were refused, by UID.
+	losers map[string]Loser
 	// serial is the last generation given out.
 	serial uint64
 
@@ -96,6 +98,7 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 		holds:    map[key]*Hold{},
 		byGPU:    map[string]map[key]*Hold{},
 		byHolder: map[Holder]map[key]*Hold{},
+		losers:   map[string]Loser{},
 		changed:  make(chan struct{}),
 		claims:   claimCalls{byUID: map[string][]*claimCall{}},
 	}
@@ -166,7 +169,7 @@ func compareHolds(a, b Hold) int {
 		cmp.Compare(a.Holder.ID, b.Holder.ID))
 }
 
-// Changed returns a channel that is closed at the next change of any hold. Take it before calling Holds.
+// Changed returns a channel that is closed at the next change of any hold or loser. Take it before calling Holds or Losers.
 func (l *Ledger) Changed() <-chan struct{} {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Loser is a claim that was refused because somebody else holds a device of it and stays. Losers are kept in memory only: what
+// they keep from happening, that a claim is prepared while its pod is being moved, costs that pod a restart elsewhere and
+// nobody a device.
+type Loser struct {
+	UID, Namespace, Name string
+	// Devices that are in other hands.
+	Devices []device.Ref
+	// Since is when the claim lost for the first time. Lose sets it.
+	Since time.Time
+	// Condemned claims are not prepared, whatever becomes free: their pods are being moved. Others wait. A condemnation lapses
+	// by itself (CondemnedFor), and its claim then waits.
+	Condemned bool
+	// Message says what happened, to the claim's owner: without names of other namespaces.
+	Message string
+
+	// condemned is when it was condemned last.
+	condemned time.Time
+}
+
+// CondemnedFor is how long a condemnation lasts unless something ends it before. Kubelet's own next try comes 60 to 90 seconds
+// after a failed Prepare: a claim that nobody has moved by then must find itself merely waiting.
+const CondemnedFor = 30 * time.Second
+
+// CondemnedError says that a claim is not prepared because its pod is being moved.
+type CondemnedError struct{ Loser Loser }
+
+// Error says so to the operator.
+func (e *CondemnedError) Error() string {
+	return fmt.Sprintf("claim %s/%s (%s) is condemned, its pods are being moved: %s", e.Loser.Namespace, e.Loser.Name, e.Loser.UID, e.Loser.Message)
+}
+
+// Lose records that a claim has lost. Called by the DRA front-end after a *ConflictError that waiting does not cure; a claim
+// that loses again keeps its Since. It does nothing for a claim that holds what it is said to have lost: another call for it
+// was faster. What has been recorded ends with a ReserveClaim that succeeds, with DrainClaim, and with Forgive.
+func (l *Ledger) Lose(lost Loser) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	holder := Holder{KindClaim, lost.UID}
+	missing := func(ref device.Ref) bool {
+		h, ok := l.holds[key{holder, ref}]
+		return !ok || h.State != StateHeld
+	}
+	if !slices.ContainsFunc(lost.Devices, missing) {
+		return
+	}
+	lost.Since = l.now()
+	if lost.Condemned {
+		lost.condemned = lost.Since
+	}
+	if known, ok := l.losers[lost.UID]; ok {
+		lost.Since = known.Since
+	}
+	lost.Devices = slices.Clone(lost.Devices)
+	l.losers[lost.UID] = lost
+	l.announce()
+}
+
+// Losers returns a copy of every claim that has lost and neither got its devices nor gone since, oldest first.
+func (l *Ledger) Losers() []Loser {
+	l.mu.Lock()
+	for uid := range l.losers {
+		l.lapse(uid)
+	}
+	losers := slices.Collect(maps.Values(l.losers))
+	l.mu.Unlock()
+	slices.SortFunc(losers, func(a, b Loser) int { return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.UID, b.UID)) })
+	return losers
+}
+
+// Forgive ends what Lose began. Called when the claim's pods are gone, or the claim is no longer allocated here. Idempotent.
+func (l *Ledger) Forgive(uid string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.forgive(uid)
+}
+
+func (l *Ledger) forgive(uid string) {
+	if _, ok := l.losers[uid]; ok {
+		delete(l.losers, uid)
+		l.announce()
+	}
+}
+
+// Until is when the condemnation lapses; zero for a claim that waits.
+func (l Loser) Until() time.Time {
+	if !l.Condemned {
+		return time.Time{}
+	}
+	return l.condemned.Add(CondemnedFor)
+}
+
+// lapse ends a condemnation whose time is over. A clock that was set back must not make it long.
+func (l *Ledger) lapse(uid string) {
+	lost := l.losers[uid]
+	if age := l.now().Sub(lost.condemned); !lost.Condemned || age >= 0 && age < CondemnedFor {
+		return
+	}
+	lost.Condemned = false
+	l.losers[uid] = lost
+	l.announce()
+}
+
+// admit refuses a call that has been cancelled, or whose claim is condemned. Under l.mu.
+func (l *Ledger) admit(ctx context.Context, uid string) error {
+	if err := context.Cause(ctx); err != nil {
+		return err
+	}
+	if _, ok := l.losers[uid]; !ok {
+		return nil
+	}
+	if l.lapse(uid); l.losers[uid].Condemned {
+		return &CondemnedError{l.losers[uid]}
+	}
+	return nil
+}

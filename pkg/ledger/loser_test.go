@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+func openInBubble(t *testing.T, verdict func(Hold) Verdict) *Ledger {
+	t.Helper()
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(verdict), Now: time.Now})
+	must(t, err)
+	t.Cleanup(func() { _ = l.Close() })
+	return l
+}
+
+func loser(uid string, condemned bool, devices ...device.Ref) Loser {
+	return Loser{UID: uid, Namespace: "ns", Name: uid, Devices: devices, Condemned: condemned, Message: "lost"}
+}
+
+func isCondemned(err error) bool {
+	_, condemned := errors.AsType[*CondemnedError](err)
+	return condemned
+}
+
+func TestACondemnedClaimIsRefusedUntilItLapses(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := openInBubble(t, neverRunningOut)
+		l.Lose(loser("c", true, whole("a")))
+		if err := second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))); !isCondemned(err) {
+			t.Fatalf("the device is free, and the claim condemned: %v", err)
+		}
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("other", whole("b")))))
+		if got := l.Losers(); len(got) != 1 || !got[0].Condemned || got[0].Until().Sub(got[0].Since) != CondemnedFor {
+			t.Errorf("losers: %+v", got)
+		}
+		time.Sleep(CondemnedFor)
+		if got := l.Losers(); len(got) != 1 || got[0].Condemned || !got[0].Until().IsZero() {
+			t.Errorf("losers after it has lapsed: %+v", got)
+		}
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
+		if got := l.Losers(); len(got) != 0 {
+			t.Errorf("losers after all is well: %+v", got)
+		}
+	})
+}
+
+func TestALapsedCondemnationNeedsNobodyWhoLooks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := openInBubble(t, neverRunningOut)
+		l.Lose(loser("c", true, whole("a")))
+		time.Sleep(CondemnedFor)
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
+	})
+}
+
+func TestAClockSetBackCondemnsNobodyForLong(t *testing.T) {
+	clock := time.Now()
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(neverRunningOut), Now: func() time.Time { return clock }})
+	must(t, err)
+	defer l.Close()
+	l.Lose(loser("c", true, whole("a")))
+	clock = clock.Add(-time.Hour)
+	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
+}
+
+func TestWhatEndsALoser(t *testing.T) {
+	tests := map[string]func(t *testing.T, l *Ledger) error{
+		"its pods are gone": func(_ *testing.T, l *Ledger) error { l.Forgive("c"); return nil },
+		"unprepare":         func(t *testing.T, l *Ledger) error { return l.DrainClaim(t.Context(), "c") },
+		"it gets its devices": func(t *testing.T, l *Ledger) error {
+			l.Lose(loser("c", false, whole("a")))
+			return second(l.ReserveClaim(t.Context(), claimOf("c", whole("a"))))
+		},
+	}
+	for name, end := range tests {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				l := openInBubble(t, neverRunningOut)
+				l.Lose(loser("c", true, whole("a")))
+				time.Sleep(announceDelay)
+				changed := l.Changed()
+				must(t, end(t, l))
+				if got := l.Losers(); len(got) != 0 {
+					t.Errorf("losers: %+v", got)
+				}
+				<-changed
+			})
+		})
+	}
+}
+
+// A shared claim is asked for by two pods: one call loses, and the other finds the device free before the loss is recorded.
+func TestAClaimThatHoldsItsDevicesHasNotLost(t *testing.T) {
+	l := openWith(t, neverRunningOut)
+	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
+	l.Lose(loser("c", true, whole("a")))
+	if got := l.Losers(); len(got) != 0 {
+		t.Errorf("losers: %+v", got)
+	}
+	l.Lose(loser("c", true, whole("a"), whole("b")))
+	if got := l.Losers(); len(got) != 1 {
+		t.Errorf("half of it is lost: %+v", got)
+	}
+}
+
+func TestALoserThatLosesAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := openInBubble(t, neverRunningOut)
+		l.Lose(loser("waits", false, whole("a")))
+		first := time.Now()
+		time.Sleep(time.Minute)
+		l.Lose(loser("waits", true, whole("a")))
+		got := l.Losers()
+		if len(got) != 1 || !got[0].Since.Equal(first) || !got[0].Condemned || got[0].Until().Sub(first) != time.Minute+CondemnedFor {
+			t.Errorf("losers: %+v", got)
+		}
+	})
+}
+
+func TestCondemningEndsAWait(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := openInBubble(t, func(Hold) Verdict { return Terminating })
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("holder", whole("a")))))
+		answer := make(chan error)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		go func() { answer <- second(l.ReserveClaim(ctx, claimOf("c", whole("a")))) }()
+		synctest.Wait()
+		l.Lose(loser("c", true, whole("a")))
+		if err := <-answer; !isCondemned(err) {
+			t.Error(err)
+		}
+	})
+}
