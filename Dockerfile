@@ -13,11 +13,11 @@ COPY go.mod go.sum ./
 RUN go mod download
 COPY . .
 ENV CGO_ENABLED=1 GOFLAGS=-trimpath
-RUN go build -tags grpcnotrace -buildvcs=false -o /out/usr/bin/kubelet-plugin \
+RUN go build -tags grpcnotrace -buildvcs=false -o /out/usr/bin/ \
       -ldflags "-s -w -linkmode=external -extldflags=-Wl,-z,lazy \
         -X github.com/tandem-gpu/tandem/internal/version.Version=${VERSION} \
         -X github.com/tandem-gpu/tandem/internal/version.Commit=${COMMIT}" \
-      ./cmd/kubelet-plugin
+      ./cmd/kubelet-plugin ./cmd/controller
 # Static: the container runtime runs it on the host, whose C library may be older, or missing.
 RUN mkdir /hook && cd /hook && go mod init tandem.invalid/hook && \
     go get github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook@${HOOK_VERSION} && \
@@ -25,8 +25,8 @@ RUN mkdir /hook && cd /hook && go mod init tandem.invalid/hook && \
       -ldflags "-s -w -linkmode=external -X github.com/NVIDIA/nvidia-container-toolkit/internal/info.version=${HOOK_VERSION#v} \
         -extldflags '-static -Wl,--unresolved-symbols=ignore-in-object-files'" \
       github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook
-# Licences of every module that either program was built from.
-RUN for program in kubelet-plugin nvidia-cdi-hook; do go version -m /out/usr/bin/$program; done | \
+# Licences of every module that a program was built from.
+RUN for program in kubelet-plugin controller nvidia-cdi-hook; do go version -m /out/usr/bin/$program; done | \
       awk '$1 == "dep" { print $2 "@" $3 }' | sort -u | while read -r module; do \
         dir=$(cd / && go mod download -json "$module" | sed -n 's/^\t"Dir": "\(.*\)",$/\1/p'); \
         find "$dir" -maxdepth 1 -type f -regextype posix-extended -iregex '.*/(licen[cs]e|copying|notice)([.-].*)?' \
@@ -44,4 +44,5 @@ WORKDIR /
 LABEL org.opencontainers.image.title="tandem" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.source="https://github.com/tandem-gpu/tandem"
+# The controller is /usr/bin/controller.
 ENTRYPOINT ["/usr/bin/kubelet-plugin"]

@@ -28,7 +28,7 @@ deps: ## install the Debian packages that building and testing need
 	@hack/deps.sh
 
 .PHONY: build
-build: ## the node agent, into bin/
+build: ## node agent and controller, into bin/
 	@hack/go.sh
 	go build -tags grpcnotrace -o bin/ ./cmd/...
 
@@ -53,7 +53,7 @@ update: ## rewrite what verify compares: formatting, generated files, modules, g
 	hack/update.sh
 
 .PHONY: image
-image: ## the agent's image as a tarball in bin/image, without Docker (ARCH=arm64 for the other one, ARCH=all for both)
+image: ## the image as a tarball in bin/image, without Docker (ARCH=arm64 for the other one, ARCH=all for both)
 	$(call run,image) build $(if $(ARCH),-arch $(ARCH))
 
 .PHONY: image-push

@@ -4,23 +4,30 @@ package image
 
 import "context"
 
-// Binaries compiles the two programs of the image as the image has them, without the image around them, for whoever runs
-// them on this machine. It returns the paths of the agent and of nvidia-cdi-hook.
-func Binaries(ctx context.Context, o Options) (agent, hook string, err error) {
+// Programs are the paths of what the image runs.
+type Programs struct{ Agent, Controller, Hook string }
+
+// Binaries compiles the programs of the image as the image has them, without the image around them, for whoever runs them
+// on this machine.
+func Binaries(ctx context.Context, o Options) (Programs, error) {
 	if err := o.complete(ctx); err != nil {
-		return "", "", err
+		return Programs{}, err
 	}
 	return compile(ctx, o)
 }
 
-func compile(ctx context.Context, o Options) (agent, hook string, err error) {
+func compile(ctx context.Context, o Options) (Programs, error) {
 	if err := ensureToolchain(ctx, o.Arch, o.Progress); err != nil {
-		return "", "", err
+		return Programs{}, err
 	}
-	agent, err = buildAgent(ctx, o)
+	agent, err := buildProgram(ctx, o, "kubelet-plugin", o.Package)
 	if err != nil {
-		return "", "", err
+		return Programs{}, err
 	}
-	hook, err = hookBinary(o.Arch).Ensure(ctx, o.Progress)
-	return agent, hook, err
+	controller, err := buildProgram(ctx, o, "controller", o.ControllerPackage)
+	if err != nil {
+		return Programs{}, err
+	}
+	hook, err := hookBinary(o.Arch).Ensure(ctx, o.Progress)
+	return Programs{Agent: agent, Controller: controller, Hook: hook}, err
 }

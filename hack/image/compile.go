@@ -32,20 +32,21 @@ const lazyBinding = "-Wl,-z,lazy"
 // would have to keep every method of every type. It doubles the agent's size in memory.
 const buildTags = "grpcnotrace"
 
-// buildAgent compiles the agent into the output directory, where the next build finds it and links only what changed.
-func buildAgent(ctx context.Context, o Options) (string, error) {
+// buildProgram compiles a program of ours into the output directory, where the next build finds it and links only what
+// changed.
+func buildProgram(ctx context.Context, o Options, name, pkg string) (string, error) {
 	t, err := targetFor(o.Arch)
 	if err != nil {
 		return "", err
 	}
-	out := filepath.Join(o.Out, "kubelet-plugin-"+o.Arch)
+	out := filepath.Join(o.Out, name+"-"+o.Arch)
 	ldflags := strings.Join([]string{
 		"-s", "-w", "-linkmode=external", "-extldflags=" + lazyBinding,
 		"-X", versionPackage + ".Version=" + o.Version,
 		"-X", versionPackage + ".Commit=" + o.Commit,
 	}, " ")
-	args := []string{"build", "-tags", buildTags, "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", out, o.Package}
-	fmt.Fprintf(o.Progress, "compiling %s for %s\n", o.Package, o.Arch)
+	args := []string{"build", "-tags", buildTags, "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", out, pkg}
+	fmt.Fprintf(o.Progress, "compiling %s for %s\n", pkg, o.Arch)
 	tmp, err := os.MkdirTemp(o.Out, ".build-")
 	if err != nil {
 		return "", fmt.Errorf("make build directory: %w", err)
@@ -55,12 +56,12 @@ func buildAgent(ctx context.Context, o Options) (string, error) {
 	cmd.Dir = o.Root
 	start := time.Now()
 	stop := progress.Every(progress.Heartbeat, func() {
-		fmt.Fprintf(o.Progress, "still compiling %s for %s after %s\n", o.Package, o.Arch, time.Since(start).Round(time.Second))
+		fmt.Fprintf(o.Progress, "still compiling %s for %s after %s\n", pkg, o.Arch, time.Since(start).Round(time.Second))
 	})
 	output, err := cmd.CombinedOutput()
 	stop()
 	if err != nil {
-		return "", fmt.Errorf("compile %s for %s: %w\n%s", o.Package, o.Arch, err, output)
+		return "", fmt.Errorf("compile %s for %s: %w\n%s", pkg, o.Arch, err, output)
 	}
 	return out, nil
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package image builds the container image of the node agent without a container engine: the agent, nvidia-cdi-hook, and
+// Package image builds Tandem's container image without a container engine: node agent, controller, nvidia-cdi-hook, and
 // what a cgo program that dlopens the vendor's library needs at run time, taken from the Debian system it runs on. The
 // result can be imported (containerd, Docker) or pushed. Equal inputs give the same digest. It needs a Go toolchain, a
 // C compiler for each architecture, and no privileges unless it has to install that compiler.
@@ -37,8 +37,10 @@ type Options struct {
 	Out string
 	// Ref is the name the image is imported under.
 	Ref string
-	// Package is the agent's main package, ./cmd/kubelet-plugin when empty.
-	Package string
+	// Package is the agent's main package, ./cmd/kubelet-plugin when empty; ControllerPackage the controller's,
+	// ./cmd/controller.
+	Package           string
+	ControllerPackage string
 	// Root is the module's root directory; the module around the working directory when empty.
 	Root string
 	// Progress gets one line a step; nil is silence.
@@ -68,22 +70,23 @@ type contents struct {
 
 // collect compiles and gathers; it compresses nothing yet.
 func collect(ctx context.Context, o Options) (contents, error) {
-	agent, hook, err := compile(ctx, o)
+	programs, err := compile(ctx, o)
 	if err != nil {
 		return contents{}, err
 	}
-	base, err := baseFiles(o.Arch, agent)
+	base, err := baseFiles(o.Arch, programs.Agent)
 	if err != nil {
 		return contents{}, err
 	}
-	licences, err := licenceFiles(ctx, o, agent, hook)
+	licences, err := licenceFiles(ctx, o, programs.Agent, programs.Controller, programs.Hook)
 	if err != nil {
 		return contents{}, err
 	}
 	return contents{options: o, layers: [][]file{
 		base,
-		{{path: "usr/bin/nvidia-cdi-hook", source: hook, mode: 0o755}},
-		append(licences, file{path: "usr/bin/kubelet-plugin", source: agent, mode: 0o755}),
+		{{path: "usr/bin/nvidia-cdi-hook", source: programs.Hook, mode: 0o755}},
+		{{path: "usr/bin/controller", source: programs.Controller, mode: 0o755}},
+		append(licences, file{path: "usr/bin/kubelet-plugin", source: programs.Agent, mode: 0o755}),
 	}}, nil
 }
 
@@ -156,6 +159,9 @@ func (o *Options) complete(ctx context.Context) error {
 	}
 	if o.Package == "" {
 		o.Package = "./cmd/kubelet-plugin"
+	}
+	if o.ControllerPackage == "" {
+		o.ControllerPackage = "./cmd/controller"
 	}
 	out, err := filepath.Abs(o.Out)
 	if err != nil {

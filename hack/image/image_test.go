@@ -35,7 +35,7 @@ func standin(t *testing.T, arch string) Options {
 	t.Helper()
 	return Options{
 		Arch: arch, Version: "1.2.3", Commit: "0123456789ab", Out: t.TempDir(),
-		Package: "./hack/image/testdata/standin", Progress: testWriter{t},
+		Package: "./hack/image/testdata/standin", ControllerPackage: "./hack/image/testdata/standin", Progress: testWriter{t},
 	}
 }
 
@@ -163,7 +163,7 @@ func checkLinks(t *testing.T, root, arch string) {
 	t.Helper()
 	want := map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}[arch]
 	libraries := filepath.Join(root, "lib", targets[arch].triplet)
-	paths := []string{"usr/bin/kubelet-plugin", "usr/bin/nvidia-cdi-hook", targets[arch].interpreter}
+	paths := []string{"usr/bin/kubelet-plugin", "usr/bin/controller", "usr/bin/nvidia-cdi-hook", targets[arch].interpreter}
 	entries, err := os.ReadDir(libraries)
 	if err != nil {
 		t.Fatal(err)
@@ -211,7 +211,7 @@ func imports(t *testing.T, f *elf.File) []string {
 	return needed
 }
 
-// checkRuns starts both programs with nothing but the image around them.
+// checkRuns starts the programs with nothing but the image around them.
 func checkRuns(t *testing.T, root string) {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -232,6 +232,9 @@ func checkRuns(t *testing.T, root string) {
 		if got := inside("/usr/bin/kubelet-plugin", library); got != "standin 1.2.3 (0123456789ab) root\n" {
 			t.Errorf("with %s the program says %q", library, got)
 		}
+	}
+	if got := inside("/usr/bin/controller", "libc.so.6"); !strings.HasPrefix(got, "standin ") {
+		t.Errorf("the controller says %q", got)
 	}
 	if got := inside("/usr/bin/nvidia-cdi-hook", "--version"); !strings.Contains(got, strings.TrimPrefix(hookVersion, "v")) {
 		t.Errorf("nvidia-cdi-hook says %q", got)
@@ -305,7 +308,7 @@ func TestTarballForDocker(t *testing.T) {
 	if err := json.Unmarshal(mustRead(t, filepath.Join(dir, "manifest.json")), &manifest); err != nil {
 		t.Fatal(err)
 	}
-	if len(manifest) != 1 || !slices.Equal(manifest[0].RepoTags, []string{DefaultRef}) || len(manifest[0].Layers) != 3 {
+	if len(manifest) != 1 || !slices.Equal(manifest[0].RepoTags, []string{DefaultRef}) || len(manifest[0].Layers) != 4 {
 		t.Fatalf("manifest.json is %+v", manifest)
 	}
 	for _, p := range append(manifest[0].Layers, manifest[0].Config) {

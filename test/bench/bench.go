@@ -95,11 +95,11 @@ func (r *run) say(format string, args ...any) {
 }
 
 func (r *run) build(ctx context.Context) error {
-	agent, hook, err := image.Binaries(ctx, image.Options{Progress: r.Progress})
+	programs, err := image.Binaries(ctx, image.Options{Progress: r.Progress})
 	if err != nil {
 		return err
 	}
-	r.node.agent, r.node.hook = agent, hook
+	r.node.agent, r.node.hook = programs.Agent, programs.Hook
 	if r.Agent != "" {
 		r.node.agent = r.Agent
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command image builds the agent's container image without a container engine, or builds and pushes it for all
+// Command image builds Tandem's container image without a container engine, or builds and pushes it for all
 // architectures. `image build` writes a tarball to import, `image push` wants -image registry/repository:tag.
 package main
 
