@@ -20,6 +20,10 @@ import (
 	"github.com/google/go-cmp/cmp"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apimachinery/pkg/util/yaml"
@@ -180,6 +184,48 @@ func TestPrivileges(t *testing.T) {
 	}
 }
 
+// The controller is confined as Pod Security's restricted profile wants it, and sees nothing of the host.
+func TestControllerIsRestricted(t *testing.T) {
+	for _, name := range cases {
+		t.Run(name, func(t *testing.T) {
+			pod := find[*appsv1.Deployment](t, name).Spec.Template.Spec
+			if len(pod.Volumes) > 0 || pod.HostNetwork || pod.HostPID || pod.HostIPC {
+				t.Error("volumes or host namespaces")
+			}
+			if s := pod.SecurityContext; !*s.RunAsNonRoot || *s.RunAsUser == 0 || s.SeccompProfile.Type != corev1.SeccompProfileTypeRuntimeDefault {
+				t.Errorf("pod: %+v", s)
+			}
+			s := pod.Containers[0].SecurityContext
+			if *s.Privileged || *s.AllowPrivilegeEscalation || !*s.ReadOnlyRootFilesystem || !slices.Equal(s.Capabilities.Drop, []corev1.Capability{"ALL"}) ||
+				len(s.Capabilities.Add) > 0 {
+				t.Errorf("container: %+v", s)
+			}
+		})
+	}
+}
+
+// Whom a binding, a policy or a Service is about is found by name and label: that of the other would render as well.
+func TestControllerIsNotTheAgent(t *testing.T) {
+	for _, name := range cases {
+		controller, agent := find[*appsv1.Deployment](t, name), daemonSet(t, name)
+		if labels.SelectorFromSet(agent.Spec.Selector.MatchLabels).Matches(labels.Set(controller.Spec.Template.Labels)) {
+			t.Errorf("%s: the agents' selector takes the controller's pods", name)
+		}
+		account := controller.Spec.Template.Spec.ServiceAccountName
+		if account == agent.Spec.Template.Spec.ServiceAccountName {
+			t.Errorf("%s: agent and controller are both %s", name, account)
+		}
+		for kind, subjects := range map[string][]rbacv1.Subject{
+			"cluster role": findNamed[*rbacv1.ClusterRoleBinding](t, name, "-controller").Subjects,
+			"role":         find[*rbacv1.RoleBinding](t, name).Subjects,
+		} {
+			if len(subjects) != 1 || subjects[0].Name != account {
+				t.Errorf("%s: the controller's %s is bound to %v, not to %s", name, kind, subjects, account)
+			}
+		}
+	}
+}
+
 func TestNeverSurges(t *testing.T) {
 	for _, name := range cases {
 		if surge := daemonSet(t, name).Spec.UpdateStrategy.RollingUpdate.MaxSurge; surge.IntValue() != 0 {
@@ -209,6 +255,29 @@ func TestAgentAcceptsTheArguments(t *testing.T) {
 			var stderr bytes.Buffer
 			if _, err := config.Load(args, lookup, &stderr); err != nil {
 				t.Errorf("%v: %v\n%s", args, err, &stderr)
+			}
+		})
+	}
+}
+
+func TestControllerAcceptsTheArguments(t *testing.T) {
+	for _, name := range cases {
+		t.Run(name, func(t *testing.T) {
+			container := find[*appsv1.Deployment](t, name).Spec.Template.Spec.Containers[0]
+			env := map[string]string{"NAMESPACE": "tandem-system", "POD_NAME": "tandem-controller-5d8b-x2x4z"}
+			lookup := func(key string) (string, bool) { value, ok := env[key]; return value, ok }
+			var stderr bytes.Buffer
+			c, err := config.LoadController(container.Args, lookup, &stderr)
+			if err != nil {
+				t.Fatalf("%v: %v\n%s", container.Args, err, &stderr)
+			}
+			// The Lease is the one that its role lets it write.
+			var writable []string
+			for _, rule := range find[*rbacv1.Role](t, name).Rules {
+				writable = append(writable, rule.ResourceNames...)
+			}
+			if !slices.Equal(writable, []string{c.LeaseName}) {
+				t.Errorf("the lease is %s, the role's %v", c.LeaseName, writable)
 			}
 		})
 	}
@@ -253,6 +322,8 @@ func TestRejects(t *testing.T) {
 		"class without access":  {[]string{"--set", "access=none", "--set", "runtimeClassName=nvidia"}, "set access to runtimeClass"},
 		"tag in repository":     {[]string{"--set", "image.repository=localhost:5000/gpu/tandem:1.0"}, "at '/image/repository'"},
 		"quota for nothing":     {[]string{"--set", "criticalPodsQuota.create=true", "--set", "priorityClassName="}, "needs priorityClassName"},
+		"nobody's controller":   {[]string{"--set", "controller.serviceAccount.create=false"}, "controller.serviceAccount.name is not set"},
+		"unknown of controller": {[]string{"--set", "controller.replica=2"}, "at '/controller': additional properties 'replica'"},
 		"nobody's account":      {[]string{"--set", "serviceAccount.create=false"}, "serviceAccount.name is not set"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -331,7 +402,13 @@ func renderWith(t *testing.T, args ...string) []byte {
 // objects decodes what a case renders, apart from the Prometheus Operator's.
 func objects(t *testing.T, name string) []runtime.Object {
 	t.Helper()
-	decoder := serializer.NewCodecFactory(scheme.Scheme, serializer.EnableStrict).UniversalDeserializer()
+	types := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{scheme.AddToScheme, apiextensionsv1.AddToScheme} {
+		if err := add(types); err != nil {
+			t.Fatal(err)
+		}
+	}
+	decoder := serializer.NewCodecFactory(types, serializer.EnableStrict).UniversalDeserializer()
 	var found []runtime.Object
 	for r := yaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(render(t, name)))); ; {
 		doc, err := r.Read()
@@ -352,15 +429,23 @@ func objects(t *testing.T, name string) []runtime.Object {
 	}
 }
 
+// find is the first object of a kind; findNamed the one whose name ends so.
 func find[T runtime.Object](t *testing.T, name string) T {
 	t.Helper()
+	return findNamed[T](t, name, "")
+}
+
+func findNamed[T runtime.Object](t *testing.T, name, suffix string) T {
+	t.Helper()
 	for _, o := range objects(t, name) {
-		if o, ok := o.(T); ok {
-			return o
+		if found, ok := o.(T); ok {
+			if m, err := meta.Accessor(o); err == nil && strings.HasSuffix(m.GetName(), suffix) {
+				return found
+			}
 		}
 	}
 	var none T
-	t.Fatalf("%s renders no %T", name, none)
+	t.Fatalf("%s renders no %T %s", name, none, suffix)
 	return none
 }
 

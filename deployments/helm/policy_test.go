@@ -10,6 +10,7 @@ import (
 	"github.com/google/cel-go/common/types"
 	"github.com/google/cel-go/common/types/ref"
 	admissionv1 "k8s.io/api/admissionregistration/v1"
+	appsv1 "k8s.io/api/apps/v1"
 	"k8s.io/apiserver/pkg/cel/environment"
 )
 
@@ -66,7 +67,7 @@ func TestPolicy(t *testing.T) {
 			if c.extra != nil {
 				user["extra"] = c.extra
 			}
-			got := decide(t, policyOf(t, "default"), map[string]any{
+			got := decide(t, policyOf(t, "default", "-resourceslices"), map[string]any{
 				"request":   object{"operation": c.operation, "userInfo": user},
 				"object":    c.after,
 				"oldObject": c.before,
@@ -79,27 +80,161 @@ func TestPolicy(t *testing.T) {
 }
 
 // The account in the condition is the one that the pods use, whatever it is called.
-func TestPolicyMatchesTheAgentsAccount(t *testing.T) {
+func TestPoliciesMatchTheAccounts(t *testing.T) {
 	for _, name := range cases {
-		account := daemonSet(t, name).Spec.Template.Spec.ServiceAccountName
-		got := policyOf(t, name).Spec.MatchConditions[0].Expression
-		want := "request.userInfo.username == 'system:serviceaccount:tandem-system:" + account + "'"
-		if got != want {
-			t.Errorf("%s: condition is %s, want %s", name, got, want)
+		agent := daemonSet(t, name).Spec.Template.Spec.ServiceAccountName
+		controller := find[*appsv1.Deployment](t, name).Spec.Template.Spec.ServiceAccountName
+		for suffix, account := range policies(agent, controller) {
+			got := policyOf(t, name, suffix).Spec.MatchConditions[0].Expression
+			want := "request.userInfo.username == 'system:serviceaccount:tandem-system:" + account + "'"
+			if got != want {
+				t.Errorf("%s%s: condition is %s, want %s", name, suffix, got, want)
+			}
 		}
 	}
 }
 
-func TestPolicyFailsClosed(t *testing.T) {
+// policies are the ends of their names, each with whom it is about.
+func policies(agent, controller string) map[string]string {
+	return map[string]string{
+		"-resourceslices": agent, "-gpunode-status": agent,
+		"-controller-gpunodes": controller, "-controller-pods": controller, "-controller-evictions": controller, "-controller-nodes": controller,
+	}
+}
+
+func TestPoliciesFailClosed(t *testing.T) {
 	for _, name := range cases {
-		policy := policyOf(t, name)
-		if *policy.Spec.FailurePolicy != admissionv1.Fail {
-			t.Errorf("%s: failure policy is %s", name, *policy.Spec.FailurePolicy)
+		for suffix := range policies("", "") {
+			policy := policyOf(t, name, suffix)
+			if *policy.Spec.FailurePolicy != admissionv1.Fail {
+				t.Errorf("%s%s: failure policy is %s", name, suffix, *policy.Spec.FailurePolicy)
+			}
+			binding := findNamed[*admissionv1.ValidatingAdmissionPolicyBinding](t, name, suffix)
+			if binding.Spec.PolicyName != policy.Name || binding.Spec.ValidationActions[0] != admissionv1.Deny {
+				t.Errorf("%s%s: binding %+v", name, suffix, binding.Spec)
+			}
 		}
-		binding := find[*admissionv1.ValidatingAdmissionPolicyBinding](t, name)
-		if binding.Spec.PolicyName != policy.Name || binding.Spec.ValidationActions[0] != admissionv1.Deny {
-			t.Errorf("%s: binding %+v", name, binding.Spec)
+	}
+}
+
+func TestAgentsGPUNodePolicy(t *testing.T) {
+	const agent = "system:serviceaccount:tandem-system:tandem"
+	node := func(name string, claims ...any) object {
+		o := object{"metadata": object{"name": name}, "spec": object{}, "status": object{"mode": "Dual"}}
+		if len(claims) > 0 {
+			o["spec"] = object{"claims": claims}
 		}
+		return o
+	}
+	claim := object{"uid": "u", "namespace": "n", "name": "c", "devices": []any{"gpu-0"}}
+	withoutSpec := object{"metadata": object{"name": "a"}}
+	for name, c := range map[string]struct {
+		user          string
+		extra         object
+		operation     string
+		before, after any
+		want          string
+	}{
+		"create own":            {agent, onNode("a"), "CREATE", nil, node("a"), ""},
+		"create without a spec": {agent, onNode("a"), "CREATE", nil, withoutSpec, ""},
+		"update own":            {agent, onNode("a"), "UPDATE", node("a", claim), node("a", claim), ""},
+		"delete own":            {agent, onNode("a"), "DELETE", node("a", claim), nil, ""},
+		"create other's":        {agent, onNode("a"), "CREATE", nil, node("b"), "GPUNode of that node only"},
+		"update other's":        {agent, onNode("a"), "UPDATE", node("b"), node("b"), "GPUNode of that node only"},
+		"delete other's":        {agent, onNode("a"), "DELETE", node("b"), nil, "GPUNode of that node only"},
+		"generated name":        {agent, onNode("a"), "CREATE", nil, object{"metadata": object{"generateName": "a"}}, "GPUNode of that node only"},
+		"create with claims":    {agent, onNode("a"), "CREATE", nil, node("a", claim), "which is the controller's"},
+		"add a claim":           {agent, onNode("a"), "UPDATE", node("a"), node("a", claim), "which is the controller's"},
+		"drop a claim":          {agent, onNode("a"), "UPDATE", node("a", claim), node("a"), "which is the controller's"},
+		"unbound token":         {agent, nil, "UPDATE", node("a"), node("a"), "bound to its pod"},
+		"the controller":        {agent + "-controller", nil, "UPDATE", node("a"), node("a", claim), "-"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			user := object{"username": c.user}
+			if c.extra != nil {
+				user["extra"] = c.extra
+			}
+			judge(t, "-gpunode-status", object{"operation": c.operation, "userInfo": user}, c.before, c.after, c.want)
+		})
+	}
+}
+
+func TestControllersPolicies(t *testing.T) {
+	request := object{"operation": "UPDATE", "userInfo": object{"username": "system:serviceaccount:tandem-system:tandem-controller"}}
+	pod := func(image string, annotations object) object {
+		metadata := object{"name": "p", "labels": object{"app": "x"}}
+		if annotations != nil {
+			metadata["annotations"] = annotations
+		}
+		return object{"metadata": metadata, "spec": object{"containers": []any{object{"image": image}}}}
+	}
+	node := func(gpus, cpu string) object {
+		return object{
+			"metadata": object{"name": "n", "labels": object{"zone": "a"}}, "spec": object{"podCIDR": "10.0.0.0/24"},
+			"status": object{"phase": "x", "capacity": object{"nvidia.com/gpu": "8", "cpu": "4"}, "allocatable": object{"nvidia.com/gpu": gpus, "cpu": cpu}},
+		}
+	}
+	change := func(o object, path string, value any) object {
+		keys := strings.Split(path, ".")
+		at := o
+		for _, key := range keys[:len(keys)-1] {
+			at = at[key].(object)
+		}
+		if value == nil {
+			delete(at, keys[len(keys)-1])
+		} else {
+			at[keys[len(keys)-1]] = value
+		}
+		return o
+	}
+	preconditions := func(p object) object {
+		return object{"metadata": object{"name": "p"}, "deleteOptions": object{"preconditions": p}}
+	}
+	retry := object{"tandem-gpu.dev/retry": "2026-01-01T00:00:00Z"}
+	for name, c := range map[string]struct {
+		policy        string
+		before, after any
+		want          string
+	}{
+		"first annotation":       {"-controller-pods", pod("i", nil), pod("i", retry), ""},
+		"annotation anew":        {"-controller-pods", pod("i", object{"tandem-gpu.dev/retry": "x", "a": "b"}), pod("i", object{"tandem-gpu.dev/retry": "y", "a": "b"}), ""},
+		"annotation gone":        {"-controller-pods", pod("i", retry), pod("i", nil), ""},
+		"image":                  {"-controller-pods", pod("i", nil), pod("evil", retry), "the spec of a pod"},
+		"another annotation":     {"-controller-pods", pod("i", nil), pod("i", object{"a": "b"}), "no metadata of a pod"},
+		"changed annotation":     {"-controller-pods", pod("i", object{"a": "b"}), pod("i", object{"a": "c"}), "no metadata of a pod"},
+		"dropped annotation":     {"-controller-pods", pod("i", object{"a": "b"}), pod("i", retry), "no metadata of a pod"},
+		"label":                  {"-controller-pods", pod("i", nil), change(pod("i", nil), "metadata.labels.app", "y"), "no metadata of a pod"},
+		"owner":                  {"-controller-pods", pod("i", nil), change(pod("i", nil), "metadata.ownerReferences", []any{}), "no metadata of a pod"},
+		"fewer GPUs":             {"-controller-nodes", node("8", "4"), node("7", "4"), ""},
+		"none":                   {"-controller-nodes", node("8", "4"), node("0", "4"), ""},
+		"more GPUs":              {"-controller-nodes", node("0", "4"), node("8", "4"), ""},
+		"more than there are":    {"-controller-nodes", node("8", "4"), node("9", "4"), "than the node has"},
+		"more than none":         {"-controller-nodes", node("8", "4"), change(node("9", "4"), "status.capacity", object{"cpu": "4"}), "nothing of a node's status"},
+		"CPUs":                   {"-controller-nodes", node("8", "4"), node("7", "5"), "nothing of a node's status"},
+		"without CPUs":           {"-controller-nodes", node("8", "4"), change(node("7", "4"), "status.allocatable.cpu", nil), "nothing of a node's status"},
+		"capacity":               {"-controller-nodes", node("8", "4"), change(node("8", "4"), "status.capacity.cpu", "9"), "nothing of a node's status"},
+		"phase":                  {"-controller-nodes", node("8", "4"), change(node("8", "4"), "status.phase", "y"), "nothing of a node's status"},
+		"without phase":          {"-controller-nodes", node("8", "4"), change(node("8", "4"), "status.phase", nil), "nothing of a node's status"},
+		"a new field":            {"-controller-nodes", node("8", "4"), change(node("8", "4"), "status.conditions", []any{}), "nothing of a node's status"},
+		"node label":             {"-controller-nodes", node("8", "4"), change(node("7", "4"), "metadata.labels.zone", "b"), "the metadata of a node"},
+		"node annotation":        {"-controller-nodes", node("8", "4"), change(node("7", "4"), "metadata.annotations", object{"a": "b"}), "the metadata of a node"},
+		"claims of a node":       {"-controller-gpunodes", change(node("8", "4"), "spec.claims", []any{}), change(node("8", "4"), "spec.claims", []any{object{}}), ""},
+		"owner of a GPUNode":     {"-controller-gpunodes", node("8", "4"), change(node("8", "4"), "metadata.ownerReferences", []any{object{}}), "the metadata of a GPUNode"},
+		"eviction as seen":       {"-controller-evictions", nil, preconditions(object{"uid": "u", "resourceVersion": "1"}), ""},
+		"eviction by UID":        {"-controller-evictions", nil, preconditions(object{"uid": "u"}), "UID and resourceVersion"},
+		"eviction of any":        {"-controller-evictions", nil, object{"metadata": object{"name": "p"}}, "UID and resourceVersion"},
+		"eviction with an empty": {"-controller-evictions", nil, object{"deleteOptions": object{}}, "UID and resourceVersion"},
+	} {
+		t.Run(name, func(t *testing.T) { judge(t, c.policy, request, c.before, c.after, c.want) })
+	}
+}
+
+// judge fails unless the policy's answer contains want: "" allowed, "-" not the policy's business.
+func judge(t *testing.T, suffix string, request object, before, after any, want string) {
+	t.Helper()
+	got := decide(t, policyOf(t, "default", suffix), map[string]any{"request": request, "object": after, "oldObject": before})
+	if (want == "") != (got == "") || !strings.Contains(got, want) {
+		t.Errorf("got %q, want %q", got, want)
 	}
 }
 
@@ -107,9 +242,9 @@ const nodeNameKey = "authentication.kubernetes.io/node-name"
 
 func onNode(name string) object { return object{nodeNameKey: []string{name}} }
 
-func policyOf(t *testing.T, name string) *admissionv1.ValidatingAdmissionPolicy {
+func policyOf(t *testing.T, name, suffix string) *admissionv1.ValidatingAdmissionPolicy {
 	t.Helper()
-	return find[*admissionv1.ValidatingAdmissionPolicy](t, name)
+	return findNamed[*admissionv1.ValidatingAdmissionPolicy](t, name, suffix)
 }
 
 // decide evaluates the policy as the API server does: conditions, variables in order, then validations.

@@ -19,18 +19,49 @@
 {{- end }}
 {{- end }}
 
-{{- define "tandem.selectorLabels" -}}
+{{- define "tandem.controller.name" -}}
+{{ include "tandem.fullname" . }}-controller
+{{- end }}
+
+{{- define "tandem.controller.serviceAccountName" -}}
+{{- if .Values.controller.serviceAccount.create }}
+{{- default (include "tandem.controller.name" .) .Values.controller.serviceAccount.name }}
+{{- else }}
+{{- required "controller.serviceAccount.name is not set: name the existing service account, or leave controller.serviceAccount.create on" .Values.controller.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{/* What agent and controller have in common. */}}
+{{- define "tandem.instanceLabels" -}}
 app.kubernetes.io/name: {{ include "tandem.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "tandem.selectorLabels" -}}
+{{ include "tandem.instanceLabels" . }}
 app.kubernetes.io/component: kubelet-plugin
 {{- end }}
 
-{{- define "tandem.labels" -}}
-{{ include "tandem.selectorLabels" . }}
+{{- define "tandem.controller.selectorLabels" -}}
+{{ include "tandem.instanceLabels" . }}
+app.kubernetes.io/component: controller
+{{- end }}
+
+{{- define "tandem.releaseLabels" -}}
 app.kubernetes.io/part-of: tandem
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end }}
+
+{{- define "tandem.labels" -}}
+{{ include "tandem.selectorLabels" . }}
+{{ include "tandem.releaseLabels" . }}
+{{- end }}
+
+{{- define "tandem.controller.labels" -}}
+{{ include "tandem.controller.selectorLabels" . }}
+{{ include "tandem.releaseLabels" . }}
 {{- end }}
 
 {{- define "tandem.image" -}}
