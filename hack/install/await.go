@@ -15,6 +15,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/progress"
@@ -39,6 +40,7 @@ func await(ctx context.Context, c *cluster.Cluster, s *progress.Log) error {
 		what  string
 		holds func(context.Context) (missing string, err error)
 	}{
+		{"controller ready", func(ctx context.Context) (string, error) { return controllerMissing(ctx, client) }},
 		{"agents ready", func(ctx context.Context) (string, error) { return agentsMissing(ctx, client) }},
 		{"slices published", func(ctx context.Context) (string, error) { return slicesMissing(ctx, client, c) }},
 		{ResourceName + " offered", func(ctx context.Context) (string, error) { return resourceMissing(ctx, client, c) }},
@@ -78,6 +80,24 @@ func until(ctx context.Context, s *progress.Log, what string, holds func(context
 	}
 }
 
+// controllerMissing wants the pods of the current template only, so that an old one does nothing any more.
+func controllerMissing(ctx context.Context, client kubernetes.Interface) (string, error) {
+	deployments, err := client.AppsV1().Deployments(Namespace).List(ctx, byRelease())
+	if err != nil {
+		return "", fmt.Errorf("list Deployments: %w", err)
+	}
+	if len(deployments.Items) == 0 {
+		return "no Deployment", nil
+	}
+	for _, d := range deployments.Items {
+		want, status := ptr.Deref(d.Spec.Replicas, 1), d.Status
+		if status.ObservedGeneration < d.Generation || status.UpdatedReplicas != want || status.Replicas != want || status.ReadyReplicas != want {
+			return describePods(ctx, client, fmt.Sprintf("%d of %d controllers ready, %d of them new", status.ReadyReplicas, want, status.UpdatedReplicas))
+		}
+	}
+	return "", nil
+}
+
 func agentsMissing(ctx context.Context, client kubernetes.Interface) (string, error) {
 	sets, err := client.AppsV1().DaemonSets(Namespace).List(ctx, byRelease())
 	if err != nil {
@@ -88,7 +108,8 @@ func agentsMissing(ctx context.Context, client kubernetes.Interface) (string, er
 	}
 	for _, set := range sets.Items {
 		if !rolledOut(set) {
-			return describeAgents(ctx, client, set)
+			status := set.Status
+			return describePods(ctx, client, fmt.Sprintf("%d of %d agents ready", status.NumberReady, status.DesiredNumberScheduled))
 		}
 	}
 	return "", nil
@@ -100,9 +121,8 @@ func rolledOut(set appsv1.DaemonSet) bool {
 		status.UpdatedNumberScheduled == status.DesiredNumberScheduled && status.NumberReady == status.DesiredNumberScheduled
 }
 
-// describeAgents says why pods are not ready, in the words of their containers.
-func describeAgents(ctx context.Context, client kubernetes.Interface, set appsv1.DaemonSet) (string, error) {
-	text := fmt.Sprintf("%d of %d agents ready", set.Status.NumberReady, set.Status.DesiredNumberScheduled)
+// describePods adds why pods are not ready, in the words of their containers.
+func describePods(ctx context.Context, client kubernetes.Interface, text string) (string, error) {
 	pods, err := client.CoreV1().Pods(Namespace).List(ctx, byRelease())
 	if err != nil {
 		return "", fmt.Errorf("list pods: %w", err)
@@ -174,7 +194,7 @@ func awaitNoPods(ctx context.Context, c *cluster.Cluster) error {
 	if err != nil {
 		return err
 	}
-	return until(ctx, progress.New(nil), "the agents' end", func(ctx context.Context) (string, error) {
+	return until(ctx, progress.New(nil), "the end of agents and controller", func(ctx context.Context) (string, error) {
 		pods, err := client.CoreV1().Pods(Namespace).List(ctx, byRelease())
 		if apierrors.IsNotFound(err) || err == nil && len(pods.Items) == 0 {
 			return "", nil
@@ -182,7 +202,7 @@ func awaitNoPods(ctx context.Context, c *cluster.Cluster) error {
 		if err != nil {
 			return "", fmt.Errorf("list pods: %w", err)
 		}
-		return fmt.Sprintf("%d agents are still there", len(pods.Items)), nil
+		return fmt.Sprintf("%d pods are still there", len(pods.Items)), nil
 	})
 }
 

@@ -75,7 +75,7 @@ func Uninstall(ctx context.Context, c *cluster.Cluster, o Options) error {
 	return nil
 }
 
-// Ready returns when what Tandem waits for holds: agents ready, slices published, resource offered on every node.
+// Ready returns when what Tandem waits for holds: controller and agents ready, slices published, resource offered on every node.
 func Ready(ctx context.Context, c *cluster.Cluster) error { return await(ctx, c, progress.New(nil)) }
 
 // apply runs one of Helm's verbs that take a chart.

@@ -266,7 +266,7 @@ func TestWrongConfiguration(t *testing.T) {
 		}
 	})
 	s.await(soon, "an agent to say what is wrong", func() error {
-		list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{})
+		list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel})
 		if err != nil {
 			return err
 		}

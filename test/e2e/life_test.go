@@ -84,7 +84,7 @@ func (s *story) killAgent() {
 
 func (s *story) agentRestarts() (total int32) {
 	s.Helper()
-	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel, FieldSelector: "spec.nodeName=" + gpuNode})
 	if err != nil {
 		s.Fatal(err)
 	}

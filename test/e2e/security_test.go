@@ -19,10 +19,12 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
+const agentLabel = "app.kubernetes.io/component=kubelet-plugin"
+
 // agentPod is the agent's pod on a node.
 func (s *story) agentPod(nodeName string) corev1.Pod {
 	s.Helper()
-	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + nodeName})
+	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel, FieldSelector: "spec.nodeName=" + nodeName})
 	if err != nil {
 		s.Fatal(err)
 	}
