@@ -16,8 +16,8 @@ import (
 // ReserveClaim gives the claim all its devices or none. Idempotent: what the claim holds already (also expected or
 // draining) is confirmed as held; what it holds beyond r.Devices drains. While every holder in the way is draining or on
 // its way out by the evidence, it waits until ctx is done; otherwise, and when ctx ends, a *ConflictError says who is in
-// the way. A claim that is condemned (Lose) gets a *CondemnedError at once. ErrCancelled means that DrainClaim for the same
-// UID came meanwhile. Any other error is worth another try. A caller whose next step fails gives back what this call took by
+// the way. A claim that is condemned (Lose) gets a *CondemnedError at once. It waits with what it would take anew while r.Yield
+// says so. ErrCancelled means that DrainClaim for the same UID came meanwhile. Any other error is worth another try. A caller whose next step fails gives back what this call took by
 // GiveBack; that is nothing with an error. Calls for one UID run one at a time.
 func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (taken Taken, err error) {
 	ctx, finish, err := l.claims.reserve(ctx, r.UID)
@@ -73,8 +73,12 @@ func (h *Hold) drain(at time.Time) { h.State, h.Since = StateDraining, at }
 func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Taken, error) {
 	for {
 		l.turn(ctx)
-		changed := l.Changed()
+		changed, queueChanged := l.Changed(), l.queueChanged()
 		conflicts, taken, err := l.tryClaim(ctx, r)
+		if errors.Is(err, errYields) {
+			l.awaitLimits(ctx, r.Yield, changed, queueChanged)
+			continue
+		}
 		if err != nil || len(conflicts) == 0 {
 			return taken, err
 		}
@@ -105,6 +109,9 @@ func (l *Ledger) worthWaiting(holds []Hold) bool {
 		return h.State != StateDraining && l.verdict(h) == Running
 	})
 }
+
+// errYields means that bound limits pods come first.
+var errYields = errors.New("limits pods come first")
 
 func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold, got Taken, err error) {
 	l.mu.Lock()
@@ -137,6 +144,9 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 			Holder: holder, Device: ref, State: StateHeld, Since: l.now(),
 			Namespace: r.Namespace, Name: r.Name, Pods: slices.Clone(r.Pods), Generation: l.serial,
 		})
+	}
+	if l.yields(r.Yield, taken) {
+		return nil, Taken{}, errYields
 	}
 	if len(taken) > 0 {
 		got = Taken{before + 1, l.serial}

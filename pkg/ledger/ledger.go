@@ -90,6 +90,8 @@ type ClaimRequest struct {
 	Pods []Pod
 	// Devices without duplicates and without those of admin access, which hold nothing.
 	Devices []device.Ref
+	// Yield, where set, lets limits pods go first.
+	Yield *Yield
 }
 
 // LimitRequest asks for what stands behind one device ID of kubelet's device manager.

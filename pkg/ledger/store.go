@@ -29,6 +29,9 @@ type Options struct {
 	// Evidence is asked about holds that stand in somebody's way.
 	Evidence Evidence
 
+	// Queue, where set, is asked before a claim takes devices that limits may use.
+	Queue Queue
+
 	// Now is the clock that stamps the files of kubelet's directory. The default is the kernel's; a simulation has its own.
 	Now func() time.Time
 	// Step, where set, is told what is about to happen on disk, with the ledger locked: a simulation ends the process there.
@@ -41,6 +44,7 @@ type Options struct {
 // survives the death of the process.
 type Ledger struct {
 	evidence Evidence
+	queue    Queue
 	now      func() time.Time
 	turn     func(context.Context)
 	lock     *os.File
@@ -91,6 +95,7 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 	}
 	l := &Ledger{
 		evidence: o.Evidence,
+		queue:    o.Queue,
 		now:      o.Now,
 		turn:     o.Turn,
 		lock:     lock,

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Bound is a pod that the scheduler has bound to this node for its limits, and that kubelet has not admitted yet.
+type Bound struct {
+	PodUID string
+	// Devices that it asks for.
+	Devices int
+}
+
+// Queue knows the limits pods that are bound to this node. It is asked with the ledger locked, and must not ask the ledger.
+type Queue interface {
+	Bound() []Bound
+	// Changed returns a channel that is closed when Bound next changes. It is taken before Bound is asked.
+	Changed() <-chan struct{}
+}
+
+// Yield lets a claim step back for limits pods that kubelet is about to admit: without a device they fail for good, and a claim
+// does not. One value serves all claims of one call of kubelet.
+type Yield struct {
+	// Devices that limits may use: offered to them, and healthy.
+	Devices []device.Ref
+	// Patience is how long to wait at most. ReserveClaim takes off what it has waited.
+	Patience time.Duration
+}
+
+// queueChanged never closes without a queue.
+func (l *Ledger) queueChanged() <-chan struct{} {
+	if l.queue == nil {
+		return nil
+	}
+	return l.queue.Changed()
+}
+
+// yields reports whether a claim that is about to take these devices leaves less than what bound limits pods ask for. Under
+// l.mu.
+func (l *Ledger) yields(y *Yield, taken []Hold) bool {
+	if y == nil || y.Patience <= 0 || len(taken) == 0 || l.queue == nil {
+		return false
+	}
+	bound := l.queue.Bound()
+	if len(bound) == 0 {
+		return false
+	}
+	takes := func(ref device.Ref) bool {
+		return slices.ContainsFunc(taken, func(h Hold) bool { return h.Device.Overlaps(ref) })
+	}
+	free := 0
+	for _, ref := range y.Devices {
+		if len(l.conflicts(Holder{}, ref)) == 0 && !takes(ref) {
+			free++
+		}
+	}
+	return slices.ContainsFunc(y.Devices, takes) && free < l.missing(bound)
+}
+
+// missing is how many devices bound pods ask for and do not have yet. A limit whose pod is not known yet is taken for one of
+// theirs: kubelet writes down whose it is right after the Allocate. Under l.mu.
+func (l *Ledger) missing(bound []Bound) int {
+	const nobody = ""
+	has := map[string]int{}
+	for k, h := range l.holds {
+		switch {
+		case k.holder.Kind != KindLimit:
+		case len(h.Pods) > 0:
+			has[h.Pods[0].UID]++
+		case h.State == StateHeld:
+			has[nobody]++
+		}
+	}
+	missing := -has[nobody]
+	for _, pod := range bound {
+		missing += max(0, pod.Devices-has[pod.PodUID])
+	}
+	return max(0, missing)
+}
+
+// awaitLimits waits until one of the channels is closed, ctx is done, or the patience is at its end, and takes off what it
+// waited.
+func (l *Ledger) awaitLimits(ctx context.Context, y *Yield, changed, queueChanged <-chan struct{}) {
+	started := l.now()
+	timer := time.NewTimer(y.Patience)
+	defer timer.Stop()
+	select {
+	case <-changed:
+	case <-queueChanged:
+	case <-ctx.Done():
+	case <-timer.C:
+		y.Patience = 0
+	}
+	y.Patience = max(0, y.Patience-max(0, l.now().Sub(started)))
+}

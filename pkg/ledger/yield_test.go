@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+import (
+	"context"
+	"errors"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// queue is what the scheduler has bound to the node.
+type queue struct {
+	mu      sync.Mutex
+	bound   []Bound
+	changed chan struct{}
+}
+
+func newQueue(bound ...Bound) *queue { return &queue{bound: bound, changed: make(chan struct{})} }
+
+func (q *queue) Bound() []Bound {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.bound
+}
+
+func (q *queue) Changed() <-chan struct{} {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.changed
+}
+
+func (q *queue) set(bound ...Bound) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.bound = bound
+	close(q.changed)
+	q.changed = make(chan struct{})
+}
+
+func openWithQueue(t *testing.T, q Queue) *Ledger {
+	t.Helper()
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(neverRunningOut), Queue: q, Now: time.Now})
+	must(t, err)
+	t.Cleanup(func() { _ = l.Close() })
+	return l
+}
+
+// yielding asks for a device of a node with two.
+func yielding(uid string, devices ...device.Ref) ClaimRequest {
+	r := claimOf(uid, devices...)
+	r.Yield = &Yield{Devices: []device.Ref{whole("a"), whole("b")}, Patience: 2 * time.Second}
+	return r
+}
+
+func TestClaimsYieldToBoundLimits(t *testing.T) {
+	one, two := Bound{"p1", 1}, Bound{"p2", 1}
+	limitOf := func(t *testing.T, l *Ledger, gpu, pod string) {
+		must(t, l.ReserveLimits(limitsOf(gpu)))
+		if pod != "" {
+			must(t, l.Identify(find(l, gpu), Pod{UID: pod}))
+		}
+	}
+	tests := []struct {
+		name  string
+		bound []Bound
+		held  func(t *testing.T, l *Ledger)
+		adapt func(*ClaimRequest)
+		want  time.Duration
+	}{
+		{name: "nobody waits"},
+		{name: "enough for both", bound: []Bound{one}},
+		{name: "not enough", bound: []Bound{one, two}, want: 2 * time.Second},
+		{name: "one pod wants both", bound: []Bound{{"p1", 2}}, want: 2 * time.Second},
+		{name: "one has got its own", bound: []Bound{one}, held: func(t *testing.T, l *Ledger) { limitOf(t, l, "b", "p1") }},
+		{name: "one has been given one, nobody knows which", bound: []Bound{one}, held: func(t *testing.T, l *Ledger) { limitOf(t, l, "b", "") }},
+		{name: "another's limit leaves none", bound: []Bound{one}, held: func(t *testing.T, l *Ledger) { limitOf(t, l, "b", "p9") }, want: 2 * time.Second},
+		{name: "held before", bound: []Bound{one, two}, held: func(t *testing.T, l *Ledger) {
+			must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
+		}},
+		{name: "a device that limits cannot use", bound: []Bound{one, two}, adapt: func(r *ClaimRequest) { r.Devices = []device.Ref{whole("z")} }},
+		{name: "a caller without patience", bound: []Bound{one, two}, adapt: func(r *ClaimRequest) { r.Yield = nil }},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				l := openWithQueue(t, newQueue(test.bound...))
+				if test.held != nil {
+					test.held(t, l)
+				}
+				request := yielding("c", whole("a"))
+				if test.adapt != nil {
+					test.adapt(&request)
+				}
+				start := time.Now()
+				must(t, second(l.ReserveClaim(t.Context(), request)))
+				if waited := time.Since(start); waited != test.want {
+					t.Errorf("waited %v, want %v", waited, test.want)
+				}
+			})
+		})
+	}
+}
+
+func TestYieldingEndsEarly(t *testing.T) {
+	tests := map[string]func(t *testing.T, l *Ledger, q *queue){
+		"the pod is admitted or gone": func(_ *testing.T, _ *Ledger, q *queue) { q.set() },
+		"the pod has its device": func(t *testing.T, l *Ledger, _ *queue) {
+			must(t, l.ReserveLimits(limitsOf("b")))
+			must(t, l.ReserveLimits(limitsOf("z")))
+		},
+	}
+	for name, happens := range tests {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				q := newQueue(Bound{"p1", 2})
+				l := openWithQueue(t, q)
+				request := yielding("c", whole("a"))
+				start := time.Now()
+				answer := make(chan error)
+				go func() { answer <- second(l.ReserveClaim(t.Context(), request)) }()
+				time.Sleep(500 * time.Millisecond)
+				happens(t, l, q)
+				must(t, <-answer)
+				if waited := time.Since(start); waited > 510*time.Millisecond {
+					t.Errorf("waited %v", waited)
+				}
+				if left := request.Yield.Patience; left > 1500*time.Millisecond || left < 1490*time.Millisecond {
+					t.Errorf("%v of the patience is left", left)
+				}
+			})
+		})
+	}
+}
+
+// All claims of a pod share two seconds.
+func TestPatienceIsShared(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := openWithQueue(t, newQueue(Bound{"p1", 2}))
+		first, other := yielding("c1", whole("a")), yielding("c2", whole("b"))
+		other.Yield = first.Yield
+		start := time.Now()
+		must(t, second(l.ReserveClaim(t.Context(), first)))
+		must(t, second(l.ReserveClaim(t.Context(), other)))
+		if waited := time.Since(start); waited != 2*time.Second {
+			t.Errorf("waited %v", waited)
+		}
+	})
+}
+
+func TestYieldingIsCancelled(t *testing.T) {
+	tests := map[string]struct {
+		cancel func(l *Ledger, leave context.CancelFunc) error
+		want   error
+	}{
+		"by Unprepare":  {func(l *Ledger, _ context.CancelFunc) error { return l.DrainClaim(context.Background(), "c") }, ErrCancelled},
+		"by its caller": {func(_ *Ledger, leave context.CancelFunc) error { leave(); return nil }, context.Canceled},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				l := openWithQueue(t, newQueue(Bound{"p1", 2}))
+				ctx, leave := context.WithCancel(t.Context())
+				defer leave()
+				start := time.Now()
+				answer := make(chan error)
+				go func() { answer <- second(l.ReserveClaim(ctx, yielding("c", whole("a")))) }()
+				synctest.Wait()
+				must(t, test.cancel(l, leave))
+				if err := <-answer; !errors.Is(err, test.want) || time.Since(start) > 0 {
+					t.Errorf("%v after %v", err, time.Since(start))
+				}
+				if holds := l.Holds(); len(holds) > 0 {
+					t.Errorf("holds: %v", holds)
+				}
+			})
+		})
+	}
+}
