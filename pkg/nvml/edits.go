@@ -25,33 +25,30 @@ var _ cdi.Source = (*Node)(nil)
 const controlNode = "/dev/nvidiactl"
 
 // ContainerEdits says what a container needs for each GPU that answers, by nvcdi; paths are the host's. It fails as a whole
-// where the driver's own files cannot be found, and for one GPU where that GPU's are missing. It takes some ten
-// milliseconds, and waits for a scan that is under way.
+// where the driver's own files cannot be found, and for one GPU where that GPU's are missing or it does not answer in time. It
+// takes some ten milliseconds, and waits for a scan that is under way.
 func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
 	if err := n.silent(); err != nil {
 		return cdi.Edits{}, err
 	}
-	if err := n.session.open(); err != nil {
+	// A driver that answers nothing at all is found out as a scan finds it out.
+	if _, err := n.begin(); err != nil {
 		return cdi.Edits{}, err
 	}
 	defer n.session.close()
-	lib, err := n.newCDILibrary(ctx)
+	lib, common, err := n.commonEdits(ctx)
 	if err != nil {
-		return cdi.Edits{}, fmt.Errorf("prepare container edits: %w", err)
+		return cdi.Edits{}, err
 	}
-	common, err := lib.GetCommonEdits()
-	if err != nil {
-		return cdi.Edits{}, fmt.Errorf("find the driver's files below %s: %w", n.layout.driverRoot, err)
-	}
-	spec := &specs.Spec{ContainerEdits: *common.ContainerEdits}
+	spec := &specs.Spec{ContainerEdits: common}
 	if !hasNode(spec.ContainerEdits, controlNode) {
 		return cdi.Edits{}, fmt.Errorf("%s does not exist below %s", controlNode, n.layout.devRoot)
 	}
 	failed := map[string]error{}
 	for _, g := range n.Inventory().GPUs {
-		device, err := deviceEdits(lib, g)
+		device, err := attempt(n, g.UUID, func() (specs.Device, error) { return deviceEdits(lib, g) })
 		if err != nil {
 			failed[g.UUID] = err
 			continue
@@ -64,7 +61,32 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 	return cdi.Edits{Common: spec.ContainerEdits, Devices: spec.Devices, Failed: failed}, nil
 }
 
-func (n *Node) newCDILibrary(ctx context.Context) (nvcdi.Interface, error) {
+// commonEdits are what every container with a GPU needs. The library that makes them makes those of each GPU, too.
+func (n *Node) commonEdits(ctx context.Context) (nvcdi.Interface, specs.ContainerEdits, error) {
+	options, err := n.cdiOptions(ctx)
+	if err != nil {
+		return nil, specs.ContainerEdits{}, fmt.Errorf("prepare container edits: %w", err)
+	}
+	type made struct {
+		lib    nvcdi.Interface
+		common specs.ContainerEdits
+	}
+	driverRoot := n.layout.driverRoot
+	m, err := attempt(n, "", func() (made, error) {
+		lib, err := nvcdi.New(options...)
+		if err != nil {
+			return made{}, fmt.Errorf("prepare container edits: %w", err)
+		}
+		common, err := lib.GetCommonEdits()
+		if err != nil {
+			return made{}, fmt.Errorf("find the driver's files below %s: %w", driverRoot, err)
+		}
+		return made{lib, *common.ContainerEdits}, nil
+	})
+	return m.lib, m.common, err
+}
+
+func (n *Node) cdiOptions(ctx context.Context) ([]nvcdi.Option, error) {
 	namer, err := nvcdi.NewDeviceNamer(nvcdi.DeviceNameStrategyUUID)
 	if err != nil {
 		return nil, err
@@ -83,12 +105,10 @@ func (n *Node) newCDILibrary(ctx context.Context) (nvcdi.Interface, error) {
 		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
 	}
 	if n.options.HookPath == "" {
-		options = append(options, nvcdi.WithDisabledHooks(nvcdi.AllHooks))
-	} else {
-		options = append(options, nvcdi.WithNVIDIACDIHookPath(n.options.HookPath),
-			nvcdi.WithDisabledHooks(n.options.DisabledHooks...))
+		return append(options, nvcdi.WithDisabledHooks(nvcdi.AllHooks)), nil
 	}
-	return nvcdi.New(options...)
+	return append(options, nvcdi.WithNVIDIACDIHookPath(n.options.HookPath),
+		nvcdi.WithDisabledHooks(n.options.DisabledHooks...)), nil
 }
 
 // deviceEdits makes the entry of one GPU. nvcdi leaves out device nodes that do not exist, and would answer with an entry

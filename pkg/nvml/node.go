@@ -26,14 +26,16 @@ type Node struct {
 	scanning sync.Mutex
 	layout   layout
 	traces   traces
-	// renewed is set when the layout was found anew and nobody has been told.
+	// renewed is set when the layout was found anew, or a GPU answers again, and nobody has been told.
 	renewed bool
 	session *session
 	known   map[string]*knownGPU
 	// stuck has, by index, visits that were given up and still go on; beginning is a scan that could not even begin.
 	stuck     map[int]<-chan visit
 	beginning <-chan begun
-	topology  topology
+	// late has calls for container edits that were given up and still go on, by the UUID that they are about.
+	late     map[string]<-chan struct{}
+	topology topology
 
 	mu           sync.Mutex
 	inventory    gpu.Inventory
@@ -96,7 +98,7 @@ func newNode(options Options) (*Node, error) {
 	}
 	return &Node{
 		options: options,
-		known:   map[string]*knownGPU{}, stuck: map[int]<-chan visit{},
+		known:   map[string]*knownGPU{}, stuck: map[int]<-chan visit{}, late: map[string]<-chan struct{}{},
 		changed: make(chan struct{}),
 	}, nil
 }
@@ -228,6 +230,7 @@ func (n *Node) scan(ctx context.Context) error {
 	}
 	s.missing()
 	s.connect()
+	n.collect()
 	n.session.hold(s.hold)
 	n.publish(ctx, s.reader.driver, len(s.failed))
 	return nil

@@ -145,6 +145,67 @@ func TestGPUThatDoesNotAnswer(t *testing.T) {
 	}
 }
 
+// The same of a call that only container edits make: nobody waits for it, neither scans nor the edits of other GPUs, and whoever
+// keeps the CDI spec hears when the GPU answers.
+func TestGPUThatDoesNotAnswerForItsEdits(t *testing.T) {
+	options := fixture(t, "host-rhel")
+	profile, err := simulated.Load("l4x4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	profile.GPUs = profile.GPUs[:2]
+	faults := t.TempDir()
+	hang := func(delay time.Duration) {
+		t.Helper()
+		calls := map[string]simulated.CallFault{"DeviceGetHandleByUUID": {Delay: simulated.Duration(delay)}}
+		if err := simulated.WriteFaults(faults, simulated.Faults{GPUs: []simulated.GPUFaults{{GPU: "0", Calls: calls}}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	hang(0)
+	options.patience = 50 * time.Millisecond
+	options.open = func(layout) (gonvml.Interface, error) {
+		return simulated.New(profile, simulated.WithFaults(faults)), nil
+	}
+	node, err := Open(t.Context(), options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	first := node.Inventory().GPUs[0].UUID
+
+	hang(time.Hour)
+	for range 2 {
+		edits, err := node.ContainerEdits(t.Context())
+		if err != nil || len(edits.Devices) != 1 || !errors.Is(edits.Failed[first], errNoAnswer) {
+			t.Fatalf("%d devices with edits (%v), want 1; %s failed with %v", len(edits.Devices), err, first, edits.Failed[first])
+		}
+		if err := node.Scan(t.Context()); err != nil || !node.Inventory().GPUs[0].Health.Healthy() {
+			t.Fatalf("scan: %v, health %+v", err, node.Inventory().GPUs[0].Health)
+		}
+	}
+
+	changed := node.Changed()
+	hang(0) // which also ends the call that hangs
+	for told := false; !told; {
+		if err := node.Scan(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-changed:
+			told = true
+		case <-t.Context().Done():
+			t.Fatal("never told")
+		default:
+		}
+	}
+	if edits, err := node.ContainerEdits(t.Context()); err != nil || len(edits.Devices) != 2 {
+		t.Errorf("%d devices with edits (%v), want 2", len(edits.Devices), err)
+	}
+	if len(node.late) != 0 || node.session.users != 0 {
+		t.Errorf("%d calls and %d uses of the session left", len(node.late), node.session.users)
+	}
+}
+
 // The same of a call that concerns no particular GPU.
 func TestDriverThatDoesNotAnswer(t *testing.T) {
 	options := fixture(t, "host-rhel")

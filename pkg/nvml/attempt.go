@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"errors"
+	"time"
+)
+
+// errNoAnswer says that a call into the driver was given up.
+var errNoAnswer = errors.New("the GPU does not answer")
+
+// attempt makes a call that goes through the driver about one GPU (by UUID; empty for none in particular), and gives it up when
+// it takes too long: it may never return. The call then goes on by itself with a use of the session of its own, and there is no
+// other about that GPU until it ends. Under n.scanning, within a use of the session.
+func attempt[T any](n *Node, about string, call func() (T, error)) (T, error) {
+	var none T
+	if !n.ended(about) {
+		return none, errNoAnswer
+	}
+	var answer T
+	var err error
+	ended := make(chan struct{})
+	session := n.session
+	session.share()
+	go func() {
+		defer close(ended)
+		defer session.close()
+		answer, err = call()
+	}()
+	timer := time.NewTimer(n.options.patience)
+	defer timer.Stop()
+	select {
+	case <-ended:
+		return answer, err
+	case <-timer.C:
+		n.late[about] = ended
+		return none, errNoAnswer
+	}
+}
+
+// ended reports whether no call about a GPU that was given up still goes on.
+func (n *Node) ended(about string) bool {
+	select {
+	case <-n.late[about]:
+		delete(n.late, about)
+		return true
+	default:
+		return n.late[about] == nil
+	}
+}
+
+// collect looks for calls that have returned after they were given up, so that somebody asks again.
+func (n *Node) collect() {
+	for about := range n.late {
+		if n.ended(about) {
+			n.renewed = true
+		}
+	}
+}
