@@ -471,8 +471,8 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 	}
 }
 
-// trim keeps of a pod what a verdict needs: every agent keeps all pods of its node in memory. Of its containers' statuses
-// that is one, without content, if any container was ever started.
+// trim keeps of a pod what is asked about it here: every agent keeps all pods of its node in memory. Of its containers'
+// statuses that is one, without content, if any container was ever started.
 func trim(o any) (any, error) {
 	pod, ok := o.(*corev1.Pod)
 	if !ok {
@@ -481,11 +481,11 @@ func trim(o any) (any, error) {
 	kept := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{
 			Name: pod.Name, Namespace: pod.Namespace, UID: pod.UID, ResourceVersion: pod.ResourceVersion,
-			DeletionTimestamp: pod.DeletionTimestamp,
+			DeletionTimestamp: pod.DeletionTimestamp, OwnerReferences: controllerOf(pod),
 		},
-		Spec: corev1.PodSpec{ResourceClaims: pod.Spec.ResourceClaims},
+		Spec: corev1.PodSpec{ResourceClaims: pod.Spec.ResourceClaims, Containers: limitsOf(pod)},
 		Status: corev1.PodStatus{
-			Phase: pod.Status.Phase, ResourceClaimStatuses: pod.Status.ResourceClaimStatuses,
+			Phase: pod.Status.Phase, StartTime: pod.Status.StartTime, ResourceClaimStatuses: pod.Status.ResourceClaimStatuses,
 			ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus,
 		},
 	}

@@ -266,11 +266,11 @@ func TestMirrorPods(t *testing.T) {
 }
 
 func TestTrimKeepsWhatIsNeeded(t *testing.T) {
-	full := pod(podA, "a", names("one"), fromTemplate("two"), extended("three"), beingDeleted, mirrorOf(static), ranOnce, phase(corev1.PodFailed))
+	full := pod(podA, "a", names("one"), fromTemplate("two"), extended("three"), beingDeleted, mirrorOf(static), ranOnce, phase(corev1.PodFailed),
+		asks("1", "2"), asksFirst("4"), admitted, ownedBy("ReplicaSet", true), ownedBy("Other", false))
 	full.ResourceVersion = "7"
 	full.Annotations["other"] = "x"
 	full.Labels = map[string]string{"other": "x"}
-	full.Spec.Containers = []corev1.Container{{Name: "main"}}
 	once, err := trim(full)
 	must(t, err)
 	twice, err := trim(once)
@@ -290,16 +290,20 @@ func TestTrimKeepsWhatIsNeeded(t *testing.T) {
 	if len(got.Status.ContainerStatuses) != 1 {
 		t.Errorf("a started container is lost: %+v", got.Status)
 	}
-	if got.Spec.Containers != nil || got.Labels != nil || len(got.Annotations) != 1 {
-		t.Errorf("kept too much: %+v", got)
+	if len(got.Spec.Containers) != 1 || len(got.Spec.Containers[0].Resources.Requests) != 2 || len(got.OwnerReferences) != 1 ||
+		got.Labels != nil || len(got.Annotations) != 1 {
+		t.Errorf("kept too much or too little: %+v", got)
 	}
-	if full.Spec.Containers == nil || full.Labels == nil {
+	if asked := (queue{resource: "nvidia.com/gpu"}).asked(got); asked != 4 || got.Status.StartTime == nil || metav1.GetControllerOf(got) == nil {
+		t.Errorf("what it asks for (%d), its start or its owner is lost: %+v", asked, got)
+	}
+	if len(full.Spec.Containers) != 2 || full.Labels == nil || len(full.OwnerReferences) != 2 {
 		t.Error("the original was changed")
 	}
 	fresh, err := trim(pod(podB, "b"))
 	must(t, err)
-	if fresh.(*corev1.Pod).Status.ContainerStatuses != nil {
-		t.Error("nothing was started")
+	if bare := fresh.(*corev1.Pod); bare.Status.ContainerStatuses != nil || bare.Spec.Containers != nil || bare.OwnerReferences != nil {
+		t.Errorf("nothing was started, asked for or owned: %+v", bare)
 	}
 	if other, err := trim("no pod"); err != nil || other != "no pod" {
 		t.Errorf("got %v, %v", other, err)

@@ -116,7 +116,7 @@ var errYields = errors.New("limits pods come first")
 func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold, got Taken, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err := l.admit(ctx, r.UID); err != nil {
+	if err := l.admit(ctx, r); err != nil {
 		return nil, Taken{}, err
 	}
 	holder := Holder{KindClaim, r.UID}

@@ -20,6 +20,8 @@ type Loser struct {
 	UID, Namespace, Name string
 	// Devices that are in other hands.
 	Devices []device.Ref
+	// Pods that the claim is for, as far as kubelet has asked for them.
+	Pods []Pod
 	// Since is when the claim lost for the first time. Lose sets it.
 	Since time.Time
 	// Condemned claims are not prepared, whatever becomes free: their pods are being moved. Others wait. A condemnation lapses
@@ -62,10 +64,12 @@ func (l *Ledger) Lose(lost Loser) {
 	if lost.Condemned {
 		lost.condemned = lost.Since
 	}
-	if known, ok := l.losers[lost.UID]; ok {
+	known, again := l.losers[lost.UID]
+	if again {
 		lost.Since = known.Since
 	}
 	lost.Devices = slices.Clone(lost.Devices)
+	lost.Pods = mergePods(known.Pods, lost.Pods)
 	l.losers[lost.UID] = lost
 	l.announce()
 }
@@ -115,16 +119,24 @@ func (l *Ledger) lapse(uid string) {
 	l.announce()
 }
 
-// admit refuses a call that has been cancelled, or whose claim is condemned. Under l.mu.
-func (l *Ledger) admit(ctx context.Context, uid string) error {
+// admit refuses a call that has been cancelled, or whose claim is condemned; the pods that it is for are condemned with it.
+// Under l.mu.
+func (l *Ledger) admit(ctx context.Context, r ClaimRequest) error {
 	if err := context.Cause(ctx); err != nil {
 		return err
 	}
-	if _, ok := l.losers[uid]; !ok {
+	if _, ok := l.losers[r.UID]; !ok {
 		return nil
 	}
-	if l.lapse(uid); l.losers[uid].Condemned {
-		return &CondemnedError{l.losers[uid]}
+	l.lapse(r.UID)
+	lost := l.losers[r.UID]
+	if !lost.Condemned {
+		return nil
 	}
-	return nil
+	if pods := mergePods(lost.Pods, r.Pods); !slices.Equal(pods, lost.Pods) {
+		lost.Pods = pods
+		l.losers[r.UID] = lost
+		l.announce()
+	}
+	return &CondemnedError{lost}
 }

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package evidence
+
+import (
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	resourcehelper "k8s.io/component-helpers/resource"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// Queue is the ledger's view of the limits pods that are bound to this node for a resource. It is safe for concurrent use.
+func (p *Pods) Queue(resource string) ledger.Queue {
+	return queue{Pods: p, resource: corev1.ResourceName(resource)}
+}
+
+type queue struct {
+	*Pods
+	resource corev1.ResourceName
+}
+
+// Bound returns the pods that kubelet has yet to admit: it writes the start time of a pod with the first status after that
+// (k8s.io/kubernetes pkg/kubelet, generateAPIPodStatus), and the phase Failed of one that it rejects.
+func (q queue) Bound() []ledger.Bound {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	var bound []ledger.Bound
+	for uid, pod := range q.pods {
+		if pod.Status.StartTime != nil || isTerminal(pod.Pod) || pod.DeletionTimestamp != nil || q.byClaim(pod.Pod) {
+			continue
+		}
+		if devices := q.asked(pod.Pod); devices > 0 {
+			bound = append(bound, ledger.Bound{PodUID: string(uid), Devices: devices})
+		}
+	}
+	return bound
+}
+
+// asked is how many devices of the resource kubelet will allocate to a trimmed pod.
+func (q queue) asked(pod *corev1.Pod) int {
+	devices := 0
+	for _, container := range pod.Spec.Containers {
+		if quantity, ok := container.Resources.Requests[q.resource]; ok {
+			devices += int(quantity.Value())
+		}
+	}
+	return devices
+}
+
+// byClaim reports whether the scheduler has made a claim for the pod's limit (KEP-5004).
+func (q queue) byClaim(pod *corev1.Pod) bool {
+	extended := pod.Status.ExtendedResourceClaimStatus
+	return extended != nil && slices.ContainsFunc(extended.RequestMappings, func(m corev1.ContainerExtendedResourceRequest) bool {
+		return m.ResourceName == string(q.resource)
+	})
+}
+
+// limitsOf keeps of a pod's containers what it asks of device plugins, in one container without a name.
+func limitsOf(pod *corev1.Pod) []corev1.Container {
+	requests := resourcehelper.PodRequests(pod, resourcehelper.PodResourcesOptions{})
+	for name, quantity := range requests {
+		if !isExtended(name) || quantity.IsZero() {
+			delete(requests, name)
+		}
+	}
+	if len(requests) == 0 {
+		return nil
+	}
+	return []corev1.Container{{Resources: corev1.ResourceRequirements{Requests: requests}}}
+}
+
+// isExtended tells extended resources from those that Kubernetes itself defines (k8s.io/component-helpers has no such
+// function; k8s.io/kubernetes/pkg/apis/core/helper is internal).
+func isExtended(name corev1.ResourceName) bool {
+	domain, _, qualified := strings.Cut(string(name), "/")
+	return qualified && domain != "kubernetes.io" && !strings.HasSuffix(domain, ".kubernetes.io")
+}

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package evidence
+
+import (
+	"slices"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+func pending(p *corev1.Pod) { p.Status.Phase = corev1.PodPending }
+
+func container(gpus string) corev1.Container {
+	requests := corev1.ResourceList{"cpu": resource.MustParse("1"), "example.com/nic": resource.MustParse("3")}
+	if gpus != "" {
+		requests["nvidia.com/gpu"] = resource.MustParse(gpus)
+	}
+	return corev1.Container{Resources: corev1.ResourceRequirements{Requests: requests, Limits: requests}}
+}
+
+func asks(gpus ...string) option {
+	return func(p *corev1.Pod) {
+		for _, n := range gpus {
+			p.Spec.Containers = append(p.Spec.Containers, container(n))
+		}
+	}
+}
+
+// asksFirst is an init container, which leaves its devices to what comes after it.
+func asksFirst(gpus string) option {
+	return func(p *corev1.Pod) { p.Spec.InitContainers = append(p.Spec.InitContainers, container(gpus)) }
+}
+
+// asksBeside is a sidecar, which keeps them.
+func asksBeside(gpus string) option {
+	return func(p *corev1.Pod) {
+		always := corev1.ContainerRestartPolicyAlways
+		sidecar := container(gpus)
+		sidecar.RestartPolicy = &always
+		p.Spec.InitContainers = append(p.Spec.InitContainers, sidecar)
+	}
+}
+
+func admitted(p *corev1.Pod) { now := metav1.Now(); p.Status.StartTime = &now }
+
+func specialClaim(resource string) option {
+	return func(p *corev1.Pod) {
+		p.Status.ExtendedResourceClaimStatus = &corev1.PodExtendedResourceClaimStatus{
+			ResourceClaimName: "special", RequestMappings: []corev1.ContainerExtendedResourceRequest{{ResourceName: resource}},
+		}
+	}
+}
+
+func TestBound(t *testing.T) {
+	tests := []struct {
+		name string
+		pod  *corev1.Pod
+		want int
+	}{
+		{"asks for one", pod(podA, "a", pending, asks("1")), 1},
+		{"several containers", pod(podA, "a", pending, asks("1", "", "2")), 3},
+		{"an init container that needs more", pod(podA, "a", pending, asks("1"), asksFirst("2")), 2},
+		{"a sidecar", pod(podA, "a", pending, asksBeside("1"), asks("1")), 2},
+		{"asks for none", pod(podA, "a", pending, asks("", "0")), 0},
+		{"has no containers that ask", pod(podA, "a", pending), 0},
+		{"admitted", pod(podA, "a", pending, asks("1"), admitted), 0},
+		{"rejected", pod(podA, "a", asks("1"), phase(corev1.PodFailed)), 0},
+		{"being deleted", pod(podA, "a", pending, asks("1"), beingDeleted), 0},
+		{"served by a claim of the scheduler's", pod(podA, "a", pending, asks("1"), specialClaim("nvidia.com/gpu")), 0},
+		{"another resource is served by a claim", pod(podA, "a", pending, asks("1"), specialClaim("example.com/nic")), 1},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			var want []ledger.Bound
+			if test.want > 0 {
+				want = []ledger.Bound{{PodUID: podA, Devices: test.want}}
+			}
+			if got := known(t, newTree(t), test.pod).Queue("nvidia.com/gpu").Bound(); !slices.Equal(got, want) {
+				t.Errorf("got %v, want %v", got, want)
+			}
+		})
+	}
+}
