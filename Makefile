@@ -40,6 +40,26 @@ unit: ## unit and contract tests with the race detector
 e2e: ## users' stories on a real cluster (KUBERNETES=v1.36.3 for another version, RUN=regexp for some of them)
 	go test -count=1 -timeout 40m -v $(if $(RUN),-run '$(RUN)') ./test/e2e/...
 
+# What a run of make torture takes from the command line.
+torture_flags = $(if $(OPS),-ops $(OPS)) $(if $(SEED),-seed $(SEED)) $(if $(KUBERNETES),-kubernetes $(KUBERNETES)) \
+	$(if $(BUDGET),-budget $(BUDGET)) $(if $(DIR),-dir $(DIR)) $(if $(RESUME),-resume)
+
+.PHONY: torture
+torture: ## random operations and faults on a real cluster (OPS=5000 SEED=7 BUDGET=15m KUBERNETES=v1.36.3 RESUME=1)
+	$(call run,torture) $(torture_flags)
+
+.PHONY: torture-ci
+torture-ci: ## 15 minutes of it with a fresh seed
+	$(call run,torture) -budget 15m -ops 5000
+
+.PHONY: torture-selftest
+torture-selftest: ## with Tandem sabotaged, the torture's oracle must find faults
+	$(call run,torture) selftest $(torture_flags) $(if $(ONLY),-only $(ONLY))
+
+.PHONY: torture-down
+torture-down: ## remove the cluster that an interrupted torture has left
+	$(call run,torture) down $(if $(DIR),-dir $(DIR))
+
 .PHONY: bench
 bench: ## what Prepare, Allocate and start-up cost, against a real API server
 	$(call run,bench)

@@ -45,7 +45,7 @@ func buildProgram(ctx context.Context, o Options, name, pkg string) (string, err
 		"-X", versionPackage + ".Version=" + o.Version,
 		"-X", versionPackage + ".Commit=" + o.Commit,
 	}, " ")
-	args := []string{"build", "-tags", buildTags, "-trimpath", "-buildvcs=false", "-ldflags", ldflags, "-o", out, pkg}
+	args := []string{"build", "-tags", buildTags, "-trimpath", "-buildvcs=false", "-overlay=" + o.Overlay, "-ldflags", ldflags, "-o", out, pkg}
 	fmt.Fprintf(o.Progress, "compiling %s for %s\n", pkg, o.Arch)
 	tmp, err := os.MkdirTemp(o.Out, ".build-")
 	if err != nil {

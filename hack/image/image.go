@@ -43,6 +43,8 @@ type Options struct {
 	ControllerPackage string
 	// Root is the module's root directory; the module around the working directory when empty.
 	Root string
+	// Overlay is a file for go build -overlay, by which a test of the tests replaces sources; none when empty.
+	Overlay string
 	// Progress gets one line a step; nil is silence.
 	Progress io.Writer
 }

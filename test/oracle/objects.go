@@ -23,9 +23,9 @@ const (
 
 // objects are what the API server knows.
 type objects struct {
-	// pods by UID, claims by namespace and name.
+	// pods by UID; claims by namespace and name, in all versions that are known.
 	pods   map[string]corev1.Pod
-	claims map[string]resourceapi.ResourceClaim
+	claims map[string][]resourceapi.ResourceClaim
 }
 
 // readObjects reads pods before claims: a pod that is listed has its claims until it is gone.
@@ -38,16 +38,12 @@ func readObjects(ctx context.Context, client kubernetes.Interface) (objects, err
 	if err != nil {
 		return objects{}, fmt.Errorf("list ResourceClaims: %w", err)
 	}
-	known := objects{pods: map[string]corev1.Pod{}, claims: map[string]resourceapi.ResourceClaim{}}
+	known := objects{pods: map[string]corev1.Pod{}, claims: map[string][]resourceapi.ResourceClaim{}}
 	for _, pod := range pods.Items {
-		known.pods[string(pod.UID)] = pod
-		// kubelet knows a static pod by this and not by the UID of the object that mirrors it.
-		if hash := pod.Annotations["kubernetes.io/config.hash"]; hash != "" {
-			known.pods[hash] = pod
-		}
+		known.addPod(pod)
 	}
 	for _, claim := range claims.Items {
-		known.claims[claim.Namespace+"/"+claim.Name] = claim
+		known.addClaim(claim)
 	}
 	return known, nil
 }
@@ -112,17 +108,15 @@ func (o objects) attribute(device Device, seen sighting, pod corev1.Pod) Device 
 	asks := asksOf(pod, containerName(pod, seen.container))
 	admin := false
 	for _, name := range asks.claims {
-		claim, ok := o.claims[pod.Namespace+"/"+name]
-		if !ok {
-			continue
+		for _, claim := range o.claims[pod.Namespace+"/"+name] {
+			allocated, adminAccess := allocates(claim, seen.node, device.Number)
+			if allocated && !adminAccess {
+				device.API, device.Holder = Claim, "claim/"+string(claim.UID)
+				device.ClaimUID, device.ClaimName = string(claim.UID), claim.Name
+				return device
+			}
+			admin = admin || allocated
 		}
-		allocated, adminAccess := allocates(claim, seen.node, device.Number)
-		if allocated && !adminAccess {
-			device.API, device.Holder = Claim, "claim/"+string(claim.UID)
-			device.ClaimUID, device.ClaimName = string(claim.UID), claim.Name
-			return device
-		}
-		admin = admin || allocated
 	}
 	switch {
 	case asks.limits:

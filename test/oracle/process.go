@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -181,6 +182,12 @@ func (v viewpoint) contains(proc string) (bool, error) {
 	}
 }
 
+// only is the sighting with one device left.
+func (s sighting) only(number Number) sighting {
+	s.devices = slices.DeleteFunc(slices.Clone(s.devices), func(d Device) bool { return d.Number != number })
+	return s
+}
+
 func (s sighting) alive() bool {
 	started, err := startTime(filepath.Join("/proc", strconv.Itoa(s.pid)))
 	return err == nil && started == s.started
@@ -203,6 +210,9 @@ func startTime(proc string) (string, error) {
 // inPod matches a control group of a container: kubelet names the pod's after its UID (with underscores under systemd) and
 // the runtime the container's after its ID.
 var inPod = regexp.MustCompile(`pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32})(?:\.slice)?/(?:cri-containerd-)?([0-9a-f]{64})`)
+
+// podGroup matches the name of a pod's control group.
+var podGroup = regexp.MustCompile(`pod([0-9a-f]{8}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{4}[-_][0-9a-f]{12}|[0-9a-f]{32})(?:\.slice)?$`)
 
 func cgroupOf(proc string) (pod, container string, err error) {
 	groups, err := os.ReadFile(filepath.Join(proc, "cgroup"))

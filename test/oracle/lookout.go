@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package oracle
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+)
+
+// Lookout looks at one node again and again at little cost: it walks the pods' control groups instead of all processes, and
+// reads the device nodes of a container once, when the container has its own file system, since they never change
+// afterwards. It is for one goroutine.
+type Lookout struct {
+	node *cluster.Node
+	// known are the devices of containers that are in their own file systems, by container ID.
+	known map[string][]Device
+}
+
+// NewLookout looks at nothing yet.
+func NewLookout(node *cluster.Node) *Lookout {
+	return &Lookout{node: node, known: map[string][]Device{}}
+}
+
+// Glimpse is what one look found.
+type Glimpse struct {
+	sightings []sighting
+}
+
+// Look lists the live processes of containers that can see GPUs, one for each container. A node that is down has none.
+func (l *Lookout) Look() (Glimpse, error) {
+	root, err := l.node.Root()
+	if err != nil {
+		return Glimpse{}, nil //nolint:nilerr // nothing runs on a machine without a first process
+	}
+	own, err := newViewpoint(filepath.Dir(root))
+	if gone(err) {
+		return Glimpse{}, nil
+	}
+	if err != nil {
+		return Glimpse{}, fmt.Errorf("look at %s: %w", l.node.Name(), err)
+	}
+	found, err := containersBelow(root)
+	if gone(err) {
+		return Glimpse{}, nil
+	}
+	if err != nil {
+		return Glimpse{}, fmt.Errorf("look at %s: %w", l.node.Name(), err)
+	}
+	var glimpse Glimpse
+	fresh := make(map[string][]Device, len(found))
+	for _, c := range found {
+		seen, err := l.lookInto(own, c)
+		if err != nil {
+			return Glimpse{}, fmt.Errorf("look at %s: %w", l.node.Name(), err)
+		}
+		if devices, ok := l.known[c.id]; ok {
+			fresh[c.id] = devices
+		}
+		if seen != nil {
+			glimpse.sightings = append(glimpse.sightings, *seen)
+		}
+	}
+	l.known = fresh
+	return glimpse, nil
+}
+
+// lookInto answers the first live process of a container that can see a GPU, or nil.
+func (l *Lookout) lookInto(own viewpoint, c group) (*sighting, error) {
+	devices, known := l.known[c.id]
+	if known && len(devices) == 0 {
+		return nil, nil
+	}
+	pids, err := processesBelow(c.path)
+	if err != nil {
+		return nil, err
+	}
+	for _, pid := range pids {
+		var seen *sighting
+		if known {
+			started, err := startTime(filepath.Join("/proc", strconv.Itoa(pid)))
+			if err != nil {
+				continue
+			}
+			seen = &sighting{pid: pid, started: started, pod: c.pod, container: c.id, devices: devices}
+		} else {
+			seen, err = own.look(pid)
+			if gone(err) || err == nil && seen == nil {
+				continue
+			}
+			if err != nil {
+				return nil, err
+			}
+			// A process may be seen on its way from one group to another.
+			if seen.container != c.id {
+				continue
+			}
+			l.known[c.id] = seen.devices
+		}
+		if len(seen.devices) == 0 {
+			return nil, nil
+		}
+		seen.node = l.node.Name()
+		return seen, nil
+	}
+	return nil, nil
+}
+
+// Suspicion is a device that containers of different pods could see at one moment. Whether that is right is for Memory.
+type Suspicion struct {
+	Number Number
+	// first and second are live processes: there was an instant at which both were.
+	first, second sighting
+}
+
+// Key is equal for the same device in the same two containers.
+func (s Suspicion) Key() string {
+	ids := []string{s.first.container, s.second.container}
+	slices.Sort(ids)
+	return fmt.Sprintf("%s %s %s", s.Number, ids[0], ids[1])
+}
+
+// String names device, pods and processes by what is known without the API server.
+func (s Suspicion) String() string {
+	return fmt.Sprintf("device %s: container %.12s of pod %s (process %d) and container %.12s of pod %s (process %d)", s.Number,
+		s.first.container, s.first.pod, s.first.pid, s.second.container, s.second.pod, s.second.pid)
+}
+
+// Suspicions compares the containers with each other. Of two processes seen one after the other the first may have ended
+// before the second began: both must be alive still.
+func (g Glimpse) Suspicions() []Suspicion {
+	var found []Suspicion
+	for i, a := range g.sightings {
+		for _, b := range g.sightings[i+1:] {
+			if a.pod == b.pod {
+				continue
+			}
+			for _, device := range a.devices {
+				shared := slices.ContainsFunc(b.devices, func(d Device) bool { return d.Number == device.Number })
+				if shared && a.alive() && b.alive() {
+					found = append(found, Suspicion{Number: device.Number, first: a, second: b})
+				}
+			}
+		}
+	}
+	return found
+}
+
+// Pods answers which devices the containers of each pod can see, by the pod's UID.
+func (g Glimpse) Pods() map[string][]Number {
+	pods := map[string][]Number{}
+	for _, seen := range g.sightings {
+		for _, device := range seen.devices {
+			if !slices.Contains(pods[seen.pod], device.Number) {
+				pods[seen.pod] = append(pods[seen.pod], device.Number)
+			}
+		}
+	}
+	for _, numbers := range pods {
+		slices.SortFunc(numbers, Number.compare)
+	}
+	return pods
+}
+
+// group is the control group of a container.
+type group struct {
+	path, pod, id string
+}
+
+// PodGroups answers the UIDs of the pods that have a control group on a node, sorted. A node that is down has none.
+func PodGroups(node *cluster.Node) ([]string, error) {
+	root, err := node.Root()
+	if err != nil {
+		return nil, nil //nolint:nilerr // nothing runs on a machine without a first process
+	}
+	var uids []string
+	err = walkGroups(root, func(path string) {
+		if match := podGroup.FindStringSubmatch(filepath.Base(path)); match != nil {
+			uids = append(uids, strings.ReplaceAll(match[1], "_", "-"))
+		}
+	})
+	slices.Sort(uids)
+	return slices.Compact(uids), err
+}
+
+func containersBelow(root string) ([]group, error) {
+	var found []group
+	err := walkGroups(root, func(path string) {
+		if pod, container := parseCgroup(path); container != "" && strings.HasSuffix(strings.TrimSuffix(path, ".scope"), container) {
+			found = append(found, group{path: path, pod: pod, id: container})
+		}
+	})
+	slices.SortFunc(found, func(a, b group) int { return cmp.Compare(a.path, b.path) })
+	return found, err
+}
+
+// walkGroups visits every control group below kubelet's, of one hierarchy where there are several: kubelet and the runtime make
+// the same groups in each.
+func walkGroups(root string, visit func(path string)) error {
+	mount := filepath.Join(root, "sys/fs/cgroup")
+	// The first is cgroup v2's, the second each of v1's.
+	for _, pattern := range []string{"kubepods*", "pids/kubepods*", "*/kubepods*"} {
+		tops, err := filepath.Glob(filepath.Join(mount, pattern))
+		if err != nil {
+			return err
+		}
+		if len(tops) == 0 {
+			continue
+		}
+		return filepath.WalkDir(tops[0], func(path string, entry fs.DirEntry, err error) error {
+			if errors.Is(err, fs.ErrNotExist) {
+				return nil
+			}
+			if err != nil {
+				return err
+			}
+			if entry.IsDir() {
+				visit(path)
+			}
+			return nil
+		})
+	}
+	return nil
+}
+
+// processesBelow lists the processes of a group and of those that the container itself has made below it.
+func processesBelow(dir string) ([]int, error) {
+	var pids []int
+	err := filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
+		if gone(err) {
+			return nil
+		}
+		if err != nil || !entry.IsDir() {
+			return err
+		}
+		text, err := os.ReadFile(filepath.Join(path, "cgroup.procs"))
+		// Removed between the listing and the reading: ENODEV.
+		if err != nil {
+			return nil //nolint:nilerr // then nothing lives in it
+		}
+		for line := range strings.Lines(string(text)) {
+			if pid, err := strconv.Atoi(strings.TrimSpace(line)); err == nil && pid > 0 {
+				pids = append(pids, pid)
+			}
+		}
+		return nil
+	})
+	return pids, err
+}

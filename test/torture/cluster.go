@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+func clusterDir(dir string) string { return filepath.Join(dir, "cluster") }
+
+// Fresh removes what an earlier run has left in a directory and starts a cluster of one node with Tandem there. The image is
+// built where it is empty.
+func Fresh(ctx context.Context, dir, kubernetes, image string, out io.Writer) (*cluster.Cluster, error) {
+	if err := Remove(ctx, dir); err != nil {
+		return nil, err
+	}
+	c, err := cluster.New(cluster.Config{Dir: clusterDir(dir), KubernetesVersion: kubernetes, Progress: out})
+	if err != nil {
+		return nil, err
+	}
+	if err := c.Start(ctx); err != nil {
+		return c, err
+	}
+	return c, install.Tandem(ctx, c, install.Options{Image: image, Progress: out})
+}
+
+// Reopen finds the cluster of an interrupted run as it was, or starts a fresh one where it is gone.
+func Reopen(ctx context.Context, dir, kubernetes string, out io.Writer) (*cluster.Cluster, error) {
+	c, err := cluster.Open(clusterDir(dir), out)
+	if errors.Is(err, cluster.ErrNoCluster) {
+		return Fresh(ctx, dir, kubernetes, "", out)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := thaw(c); err != nil {
+		return c, err
+	}
+	if err := c.Start(ctx); err != nil {
+		return c, err
+	}
+	// With the image that is there: an interruption is no upgrade.
+	return c, install.Ready(ctx, c)
+}
+
+// Remove ends the cluster in a directory and forgets its run. Evidence stays. It is idempotent.
+func Remove(ctx context.Context, dir string) error {
+	c, err := cluster.Open(clusterDir(dir), nil)
+	if err == nil {
+		err = c.Stop(ctx)
+	}
+	if err != nil && !errors.Is(err, cluster.ErrNoCluster) {
+		return err
+	}
+	if err := os.Remove(filepath.Join(dir, stateFile)); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("remove state: %w", err)
+	}
+	return nil
+}
+
+// thaw lets every component run again. What is down is left so.
+func thaw(c *cluster.Cluster) error {
+	components := []*cluster.Component{c.Component(cluster.APIServer), c.Component(cluster.Scheduler)}
+	for _, node := range c.Nodes() {
+		components = append(components, node.Component(cluster.Kubelet), node.Component(cluster.Containerd))
+	}
+	for _, component := range components {
+		if err := component.Thaw(); err != nil && !errors.Is(err, cluster.ErrNotRunning) {
+			return err
+		}
+	}
+	return nil
+}
+
+// collectPatience bounds the collection of logs at the end of a run.
+const collectPatience = time.Minute
+
+// CollectLogs copies the cluster's logs below the run's directory and answers where.
+func CollectLogs(ctx context.Context, c *cluster.Cluster, dir string) (string, error) {
+	ctx, cancel := context.WithTimeout(ctx, collectPatience)
+	defer cancel()
+	to := filepath.Join(dir, "logs")
+	if err := os.RemoveAll(to); err != nil {
+		return to, fmt.Errorf("remove old logs: %w", err)
+	}
+	return to, c.CollectLogs(ctx, to)
+}

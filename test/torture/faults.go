@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os/exec"
+	"sync"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+// Names of Tandem's programs as the kernel has them, and of the objects that run them.
+const (
+	agentProgram      = "kubelet-plugin"
+	controllerProgram = "controller"
+	componentLabel    = "app.kubernetes.io/component"
+)
+
+// cdiDir is where the agent keeps its specs on the node.
+const cdiDir = "/var/run/cdi"
+
+// saboteur carries out faults, several at once, but one at a time for each component, and a reboot alone.
+type saboteur struct {
+	cluster *cluster.Cluster
+	node    *cluster.Node
+	client  kubernetes.Interface
+	// before is called with the component that is about to be killed, while it still answers.
+	before func(context.Context, string)
+
+	whole sync.RWMutex
+	mu    sync.Mutex
+	busy  map[string]*sync.Mutex
+}
+
+// done is what came of a fault.
+type done struct {
+	// kills is how many processes were ended with SIGKILL; a reboot counts as one.
+	kills int
+	// skipped says why nothing was done.
+	skipped string
+}
+
+func (s *saboteur) strike(ctx context.Context, op Op) (done, error) {
+	if op.Kind == Reboot {
+		s.whole.Lock()
+		defer s.whole.Unlock()
+		return s.reboot(ctx, op)
+	}
+	s.whole.RLock()
+	defer s.whole.RUnlock()
+	defer s.alone(op.Component)()
+	switch op.Kind {
+	case WipeCDI:
+		return done{}, s.onNode(ctx, "sh", "-c", "rm -rf "+cdiDir+"/* "+cdiDir+"/.[!.]*")
+	case Upgrade:
+		return s.upgrade(ctx, op)
+	}
+	if component := s.component(op.Component); component != nil {
+		return s.strikeComponent(ctx, component, op)
+	}
+	return s.strikePod(ctx, op)
+}
+
+// alone waits until no other fault is at work on the component.
+func (s *saboteur) alone(component string) (release func()) {
+	s.mu.Lock()
+	if s.busy == nil {
+		s.busy = map[string]*sync.Mutex{}
+	}
+	if s.busy[component] == nil {
+		s.busy[component] = &sync.Mutex{}
+	}
+	lock := s.busy[component]
+	s.mu.Unlock()
+	lock.Lock()
+	return lock.Unlock
+}
+
+func (s *saboteur) component(name string) *cluster.Component {
+	if c := s.cluster.Component(name); c != nil {
+		return c
+	}
+	return s.node.Component(name)
+}
+
+func (s *saboteur) strikeComponent(ctx context.Context, c *cluster.Component, op Op) (done, error) {
+	switch op.Kind {
+	case Kill:
+		if err := c.Kill(ctx); err != nil {
+			return done{}, err
+		}
+		rest(ctx, op.Pause)
+		return done{kills: 1}, c.Start(ctx)
+	case Restart:
+		return done{}, c.Restart(ctx)
+	case Freeze:
+		if err := c.Freeze(); err != nil {
+			return done{}, err
+		}
+		rest(ctx, op.Pause)
+		return done{}, c.Thaw()
+	}
+	return done{}, fmt.Errorf("no way to %s %s", op.Kind, c.Name())
+}
+
+// strikePod strikes what runs in a pod of Tandem's: kubelet starts it again.
+func (s *saboteur) strikePod(ctx context.Context, op Op) (done, error) {
+	program := map[string]string{agentName: agentProgram, controllerName: controllerProgram}[op.Component]
+	switch op.Kind {
+	case Kill:
+		s.before(ctx, op.Component)
+		struck, err := s.signal(ctx, "KILL", program)
+		if err != nil || !struck {
+			return done{skipped: "it does not run"}, err
+		}
+		return done{kills: 1}, nil
+	case Freeze:
+		struck, err := s.signal(ctx, "STOP", program)
+		if err != nil || !struck {
+			return done{skipped: "it does not run"}, err
+		}
+		rest(ctx, op.Pause)
+		_, err = s.signal(context.WithoutCancel(ctx), "CONT", program)
+		return done{}, err
+	}
+	return done{}, fmt.Errorf("no way to %s the %s", op.Kind, op.Component)
+}
+
+// signal reports whether there was such a program on the node.
+func (s *saboteur) signal(ctx context.Context, signal, program string) (struck bool, err error) {
+	err = s.onNode(ctx, "pkill", "-"+signal, "-x", program)
+	if exit, ok := errors.AsType[*exec.ExitError](err); ok && exit.ExitCode() == 1 {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+func (s *saboteur) onNode(ctx context.Context, name string, args ...string) error {
+	cmd, err := s.node.Command(ctx, name, args...)
+	if err != nil {
+		return err
+	}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("%s on %s: %w: %s", name, s.node.Name(), err, out)
+	}
+	return nil
+}
+
+func (s *saboteur) reboot(ctx context.Context, op Op) (done, error) {
+	s.before(ctx, agentName)
+	s.before(ctx, controllerName)
+	if err := s.node.Halt(ctx); err != nil {
+		return done{}, err
+	}
+	rest(ctx, op.Pause)
+	return done{kills: 1}, s.node.Boot(ctx)
+}
+
+// upgrade replaces the agent's pod as a new version of the chart would.
+func (s *saboteur) upgrade(ctx context.Context, op Op) (done, error) {
+	s.before(ctx, op.Component)
+	patch := fmt.Appendf(nil, `{"spec":{"template":{"metadata":{"annotations":{"torture/operation":"%d"}}}}}`, op.Index)
+	return done{}, persist(ctx, "upgrade the agent", func(ctx context.Context) error {
+		sets, err := s.client.AppsV1().DaemonSets(install.Namespace).List(ctx, metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		for _, set := range sets.Items {
+			_, err := s.client.AppsV1().DaemonSets(install.Namespace).Patch(ctx, set.Name, types.MergePatchType, patch, metav1.PatchOptions{})
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+}
+
+// mend makes everything run again that a fault may have left down or frozen, for a run that was cut short. Idempotent.
+func (s *saboteur) mend(ctx context.Context) error {
+	if err := thaw(s.cluster); err != nil {
+		return err
+	}
+	if err := s.cluster.Start(ctx); err != nil {
+		return err
+	}
+	for _, program := range []string{agentProgram, controllerProgram} {
+		if _, err := s.signal(ctx, "CONT", program); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// hasController reports whether Tandem's controller is part of the installation.
+func hasController(ctx context.Context, client kubernetes.Interface) (bool, error) {
+	list, err := client.AppsV1().Deployments(install.Namespace).List(ctx, metav1.ListOptions{LabelSelector: componentLabel + "=" + controllerName})
+	if err != nil && !apierrors.IsNotFound(err) {
+		return false, fmt.Errorf("look for the controller: %w", err)
+	}
+	return len(list.Items) > 0, nil
+}
+
+// rest waits, or until ctx is done.
+func rest(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
+	}
+}

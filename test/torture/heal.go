@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/dynamic/dynamicinformer"
+	"k8s.io/client-go/tools/cache"
+)
+
+// gpuNodes are read as anybody with kubectl would, without the product's own types.
+var gpuNodes = schema.GroupVersionResource{Group: "tandem-gpu.dev", Version: "v1alpha1", Resource: "gpunodes"}
+
+// heals measures from outside how long a claim that lost a race for good takes until its owner's next pod runs. A heal that had
+// to wait for a GPU, or during which a fault was at work, is counted and not timed: it measures something else.
+type heals struct {
+	tally *tally
+	// ownerOf answers the UID of the owner of the pods that use a claim; empty while unknown.
+	ownerOf func(namespace, claim string) string
+
+	mu   sync.Mutex
+	open []*loss
+	// known are the claims whose loss was seen.
+	known map[string]bool
+}
+
+// loss is a condemned claim of an owner that has no pod in its place yet.
+type loss struct {
+	owner string
+	since time.Time
+}
+
+// run watches GPUNodes until ctx is done; it returns at once where there are none.
+func (h *heals) run(ctx context.Context, client dynamic.Interface) error {
+	_, err := client.Resource(gpuNodes).List(ctx, metav1.ListOptions{Limit: 1})
+	if apierrors.IsNotFound(err) {
+		return nil
+	}
+	factory := dynamicinformer.NewDynamicSharedInformerFactory(client, 0)
+	_, err = factory.ForResource(gpuNodes).Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: func(object any) { h.seen(object) }, UpdateFunc: func(_, object any) { h.seen(object) },
+	})
+	if err != nil {
+		return fmt.Errorf("watch GPUNodes: %w", err)
+	}
+	factory.Start(ctx.Done())
+	<-ctx.Done()
+	factory.Shutdown()
+	return nil
+}
+
+// loser is an entry of GPUNode.status.losers.
+type loser struct {
+	uid, namespace, name string
+	since                time.Time
+	condemned            bool
+}
+
+func losersOf(node *unstructured.Unstructured) []loser {
+	entries, _, _ := unstructured.NestedSlice(node.Object, "status", "losers")
+	var found []loser
+	for _, entry := range entries {
+		fields, ok := entry.(map[string]any)
+		if !ok {
+			continue
+		}
+		text := func(key string) string { value, _ := fields[key].(string); return value }
+		since, err := time.Parse(time.RFC3339Nano, text("since"))
+		if err != nil {
+			continue
+		}
+		condemned, _ := fields["condemned"].(bool)
+		found = append(found, loser{text("uid"), text("namespace"), text("name"), since, condemned})
+	}
+	return found
+}
+
+func (h *heals) seen(object any) {
+	node, ok := object.(*unstructured.Unstructured)
+	if !ok {
+		return
+	}
+	for _, l := range losersOf(node) {
+		if !l.condemned {
+			continue
+		}
+		owner := h.ownerOf(l.namespace, l.name)
+		h.mu.Lock()
+		if owner != "" && !h.known[l.uid] {
+			h.known[l.uid] = true
+			h.open = append(h.open, &loss{owner: owner, since: l.since})
+			h.tally.add(func(c *Counters) { c.Condemned++ })
+		}
+		h.mu.Unlock()
+	}
+}
+
+// placed is told of each pod that has got its GPUs; the first of an owner that was made after a loss heals it.
+func (h *heals) placed(l *life, now time.Time) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	at := slices.IndexFunc(h.open, func(o *loss) bool {
+		return o.owner == l.owner && o.since.Before(l.since)
+	})
+	if at < 0 {
+		return
+	}
+	healed := h.open[at]
+	h.open = slices.Delete(h.open, at, at+1)
+	h.tally.healed(healed.since, now, !l.unschedulable)
+}
+
+// forget drops the losses of owners that are gone.
+func (h *heals) forget() {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.open, h.known = nil, map[string]bool{}
+}

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+// holdsDir is where the ledger keeps its records on the node: a file a hold. Nobody here reads what is in them.
+const holdsDir = "/run/tandem/holds"
+
+// auditor looks for what is left over when everything was deleted.
+type auditor struct {
+	cluster *cluster.Cluster
+	node    *cluster.Node
+	client  kubernetes.Interface
+	dynamic dynamic.Interface
+	gpus    int
+	// specs are the CDI specs that lay there when nothing had been given out yet.
+	specs []string
+}
+
+// leaks answers what is not as it was before anything was given out, one line each; how many GPUs are not free is the number.
+func (a auditor) leaks(ctx context.Context) (lines []string, missing int, err error) {
+	for _, look := range []func(context.Context) ([]string, int, error){
+		a.objects, a.offeredToLimits, a.offeredToClaims, a.gpuNode, a.onNode, a.containers,
+	} {
+		found, gone, err := look(ctx)
+		if err != nil {
+			return nil, 0, err
+		}
+		lines = append(lines, found...)
+		missing = max(missing, gone)
+	}
+	if len(lines) > 0 {
+		missing = max(missing, 1)
+	}
+	return lines, missing, nil
+}
+
+func (a auditor) objects(ctx context.Context) ([]string, int, error) {
+	pods, err := a.client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, metav1.ListOptions{LabelSelector: workloadLabel})
+	if err != nil {
+		return nil, 0, fmt.Errorf("list pods: %w", err)
+	}
+	claims, err := a.client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return nil, 0, fmt.Errorf("list ResourceClaims: %w", err)
+	}
+	var lines []string
+	for _, pod := range pods.Items {
+		lines = append(lines, fmt.Sprintf("pod %s/%s is still there", pod.Namespace, pod.Name))
+	}
+	for _, claim := range claims.Items {
+		lines = append(lines, fmt.Sprintf("claim %s/%s is still there", claim.Namespace, claim.Name))
+	}
+	return lines, 0, nil
+}
+
+func (a auditor) offeredToLimits(ctx context.Context) ([]string, int, error) {
+	node, err := a.client.CoreV1().Nodes().Get(ctx, a.node.Name(), metav1.GetOptions{})
+	if err != nil {
+		return nil, 0, fmt.Errorf("get node: %w", err)
+	}
+	capacity, allocatable := node.Status.Capacity[install.ResourceName], node.Status.Allocatable[install.ResourceName]
+	if int(capacity.Value()) == a.gpus && int(allocatable.Value()) == a.gpus {
+		return nil, 0, nil
+	}
+	return []string{fmt.Sprintf("limits: allocatable %s of %s", allocatable.String(), capacity.String())}, max(0, a.gpus-int(allocatable.Value())), nil
+}
+
+func (a auditor) offeredToClaims(ctx context.Context) ([]string, int, error) {
+	slices, err := a.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + a.node.Name()})
+	if err != nil {
+		return nil, 0, fmt.Errorf("list ResourceSlices: %w", err)
+	}
+	offered := 0
+	for _, slice := range slices.Items {
+		for _, device := range slice.Spec.Devices {
+			if len(device.Taints) == 0 {
+				offered++
+			}
+		}
+	}
+	if offered == a.gpus {
+		return nil, 0, nil
+	}
+	return []string{fmt.Sprintf("claims: the slices offer %d of %d", offered, a.gpus)}, max(0, a.gpus-offered), nil
+}
+
+// gpuNode looks at the object that says who has which GPU, where the installation has one.
+func (a auditor) gpuNode(ctx context.Context) ([]string, int, error) {
+	node, err := a.dynamic.Resource(gpuNodes).Get(ctx, a.node.Name(), metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		return nil, 0, nil
+	}
+	if err != nil {
+		return nil, 0, fmt.Errorf("get GPUNode: %w", err)
+	}
+	var lines []string
+	free, counted, _ := unstructured.NestedInt64(node.Object, "status", "counts", "free")
+	if counted && int(free) != a.gpus {
+		holders, _, _ := unstructured.NestedString(node.Object, "status", "holders")
+		lines = append(lines, fmt.Sprintf("GPUNode: %d of %d free: %s", free, a.gpus, holders))
+	}
+	if losers := losersOf(node); len(losers) > 0 {
+		lines = append(lines, fmt.Sprintf("GPUNode: losers are left: %v", losers))
+	}
+	if claims, _, _ := unstructured.NestedSlice(node.Object, "spec", "claims"); len(claims) > 0 {
+		lines = append(lines, fmt.Sprintf("GPUNode: allocated claims are left: %v", claims))
+	}
+	return lines, max(0, a.gpus-int(free)) * min(len(lines), 1), nil
+}
+
+// onNode looks at the files of ledger and CDI, and at control groups of pods that nobody knows.
+func (a auditor) onNode(ctx context.Context) ([]string, int, error) {
+	var lines []string
+	holds, err := a.list(holdsDir)
+	if err != nil {
+		return nil, 0, err
+	}
+	for _, hold := range holds {
+		lines = append(lines, "ledger: "+hold)
+	}
+	specs, err := a.list(cdiDir)
+	if err != nil {
+		return nil, 0, err
+	}
+	if !slices.Equal(specs, a.specs) {
+		lines = append(lines, fmt.Sprintf("CDI: %v, and %v before", specs, a.specs))
+	}
+	groups, err := a.unknownGroups(ctx)
+	return append(lines, groups...), len(holds), err
+}
+
+func (a auditor) unknownGroups(ctx context.Context) ([]string, error) {
+	groups, err := oracle.PodGroups(a.node)
+	if err != nil {
+		return nil, fmt.Errorf("list control groups: %w", err)
+	}
+	pods, err := a.client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("list pods: %w", err)
+	}
+	var lines []string
+	for _, uid := range groups {
+		if !slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return string(p.UID) == uid }) {
+			lines = append(lines, "control group of pod "+uid+", which is gone")
+		}
+	}
+	return lines, nil
+}
+
+// containers looks at every process of the machine once more, instead of the control groups that the watch walks.
+func (a auditor) containers(ctx context.Context) ([]string, int, error) {
+	picture, err := oracle.Observe(ctx, a.cluster)
+	if err != nil {
+		return nil, 0, err
+	}
+	var lines []string
+	for _, c := range picture.Containers {
+		if len(c.Devices) > 0 {
+			lines = append(lines, fmt.Sprintf("container %.12s of %s sees %d GPUs", c.ID, c.Title(), len(c.Devices)))
+		}
+	}
+	return lines, 0, nil
+}
+
+// list answers the names in a directory of the node, which is a symbolic link below the node's root at most once: /var/run.
+func (a auditor) list(dir string) ([]string, error) {
+	root, err := a.node.Root()
+	if err != nil {
+		return nil, err
+	}
+	entries, err := os.ReadDir(filepath.Join(root, strings.Replace(dir, "/var/run/", "/run/", 1)))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("list %s on %s: %w", dir, a.node.Name(), err)
+	}
+	var names []string
+	for _, entry := range entries {
+		names = append(names, entry.Name())
+	}
+	return names, nil
+}

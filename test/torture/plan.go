@@ -1,0 +1,412 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+// Shape is what a workload is made of.
+type Shape string
+
+const (
+	// Bare are Replicas pods that belong to nobody.
+	Bare Shape = "pod"
+	// Deployment has Replicas pods, each with GPUs of its own.
+	Deployment Shape = "deployment"
+	// Job has Replicas pods one after the other or side by side, each of which ends by itself.
+	Job Shape = "job"
+	// Shared is one claim and Replicas bare pods on it.
+	Shared Shape = "shared"
+)
+
+// Workload is what one operation creates. Its name says which operation it was.
+type Workload struct {
+	Name     string
+	Shape    Shape
+	API      oracle.API
+	GPUs     int
+	Replicas int
+	// Linger is how long its containers take to end.
+	Linger time.Duration
+	// Init gives its pods an init container that sees the same GPUs.
+	Init bool
+	// Crash makes each container end once, so that kubelet starts it again.
+	Crash bool
+	// Work is how long a Job's pod runs.
+	Work time.Duration
+}
+
+// String names everything that is not usual.
+func (w Workload) String() string {
+	text := fmt.Sprintf("%s %s by %s gpus=%d", w.Name, w.Shape, w.API, w.GPUs)
+	if w.Shape != Bare || w.Replicas > 1 {
+		text += fmt.Sprintf(" replicas=%d", w.Replicas)
+	}
+	for _, more := range []struct {
+		name string
+		is   bool
+	}{{"init", w.Init}, {"crash", w.Crash}} {
+		if more.is {
+			text += " " + more.name
+		}
+	}
+	if w.Linger > 0 {
+		text += fmt.Sprintf(" linger=%s", w.Linger)
+	}
+	if w.Work > 0 {
+		text += fmt.Sprintf(" work=%s", w.Work)
+	}
+	return text
+}
+
+// gpus is how many the workload wants at once.
+func (w Workload) gpus() int {
+	if w.Shape == Shared {
+		return w.GPUs
+	}
+	return w.GPUs * w.Replicas
+}
+
+// Kind is what an operation does.
+type Kind string
+
+const (
+	Create         Kind = "create"
+	Burst          Kind = "burst"
+	Scale          Kind = "scale"
+	Join           Kind = "join"
+	DeletePod      Kind = "delete-pod"
+	Delete         Kind = "delete"
+	Kill           Kind = "kill"
+	Restart        Kind = "restart"
+	Freeze         Kind = "freeze"
+	Reboot         Kind = "reboot"
+	WipeCDI        Kind = "wipe-cdi"
+	Upgrade        Kind = "upgrade"
+	agentName           = "agent"
+	controllerName      = "controller"
+)
+
+// Grace of a deletion.
+const (
+	// PodsOwn leaves it to the pod's specification.
+	PodsOwn = -1
+	// Forced removes the object at once; kubelet ends the containers afterwards.
+	Forced = 0
+	short  = 1
+	long   = 30
+)
+
+// Op is one operation of a plan.
+type Op struct {
+	// Index counts from 0 over the whole run.
+	Index int
+	Kind  Kind
+	// Workloads are those to create.
+	Workloads []Workload
+	// Target names the workload to scale, join or delete from.
+	Target string
+	// Joined is the Shared workload that gets one more pod, number Pick.
+	Joined Workload
+	// Replicas to scale to.
+	Replicas int
+	// Pick chooses among the target's pods as they are then.
+	Pick int
+	// Grace of a deletion in seconds, or PodsOwn.
+	Grace int64
+	// Component that a fault strikes.
+	Component string
+	// Pause is how long a frozen component stays frozen, or a killed one down.
+	Pause time.Duration
+	// Dwell is how long the operation stays in flight when all is said, so that operations come at a pace.
+	Dwell time.Duration
+}
+
+// IsFault tells faults from what users do.
+func (o Op) IsFault() bool {
+	return slices.Contains([]Kind{Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade}, o.Kind)
+}
+
+// touches are the workloads that the operation creates or changes: for each, operations come one after the other.
+func (o Op) touches() []string {
+	var names []string
+	for _, w := range o.Workloads {
+		names = append(names, w.Name)
+	}
+	if o.Target != "" {
+		names = append(names, o.Target)
+	}
+	return names
+}
+
+// String is the operation's line in a trace.
+func (o Op) String() string {
+	parts := []string{fmt.Sprintf("%05d %s", o.Index, o.Kind)}
+	for _, w := range o.Workloads {
+		parts = append(parts, w.String())
+	}
+	if o.Target != "" {
+		parts = append(parts, o.Target)
+	}
+	switch o.Kind {
+	case Scale:
+		parts = append(parts, fmt.Sprintf("to %d", o.Replicas))
+	case Join, DeletePod:
+		parts = append(parts, fmt.Sprintf("pod %d", o.Pick))
+	}
+	if o.Kind == Delete || o.Kind == DeletePod {
+		parts = append(parts, map[int64]string{PodsOwn: "with its own grace", Forced: "by force"}[o.Grace])
+		if o.Grace > 0 {
+			parts = append(parts, fmt.Sprintf("within %d s", o.Grace))
+		}
+	}
+	if o.Component != "" {
+		parts = append(parts, o.Component)
+	}
+	if o.Pause > 0 {
+		parts = append(parts, "for "+o.Pause.String())
+	}
+	return strings.Join(slices.DeleteFunc(parts, func(p string) bool { return p == "" }), " ")
+}
+
+// Round is what happens between two quiet points. It depends on the seed, its number and the mix only, and begins with an empty
+// cluster: so a run goes on from any quiet point.
+type Round struct {
+	Number int
+	Ops    []Op
+	// Clean is the grace with which everything is deleted at its end.
+	Clean int64
+}
+
+// Mix says how often which operation comes.
+type Mix struct {
+	// FaultEvery and FreezeEvery bound the number of operations between two faults, and between two frozen processes.
+	FaultEvery, FreezeEvery [2]int
+	Faults                  []Fault
+	// Force is the share of deletions by force, Linger that of workloads whose containers take their time to end, in per cent.
+	Force, Linger int
+	// BurstEvery bounds the number of operations between two bursts.
+	BurstEvery [2]int
+}
+
+// Fault is one kind of fault with its weight.
+type Fault struct {
+	Kind      Kind
+	Component string
+	Weight    int
+}
+
+// Usual is the mix of a normal run.
+func Usual() Mix {
+	return Mix{
+		FaultEvery: [2]int{25, 50}, FreezeEvery: [2]int{12, 30}, BurstEvery: [2]int{20, 60}, Force: 25, Linger: 35,
+		Faults: []Fault{
+			{Kill, agentName, 8}, {Kill, controllerName, 6}, {Kill, cluster.Kubelet, 4}, {Kill, cluster.Containerd, 3},
+			{Kill, cluster.APIServer, 4}, {Restart, cluster.Kubelet, 3}, {WipeCDI, "", 3}, {Upgrade, agentName, 3}, {Reboot, "", 1},
+		},
+	}
+}
+
+// frozen are the components that are frozen, by weight.
+var frozen = []Fault{
+	{Freeze, agentName, 5}, {Freeze, controllerName, 3}, {Freeze, cluster.Kubelet, 3}, {Freeze, cluster.Scheduler, 2},
+	{Freeze, cluster.APIServer, 3},
+}
+
+// Pause bounds.
+const (
+	minFreeze, maxFreeze = 50 * time.Millisecond, 8 * time.Second
+	maxDown              = 4 * time.Second
+	maxDwell             = 2400 * time.Millisecond
+)
+
+// PlanRound draws a round: size operations from index number*size on.
+func PlanRound(seed uint64, number, size int, mix Mix) Round {
+	p := planner{rng: rand.New(rand.NewPCG(seed, uint64(number))), mix: mix}
+	p.fault, p.freeze, p.burst = p.between(5, mix.FaultEvery[1]), p.between(3, mix.FreezeEvery[1]), p.between(1, mix.BurstEvery[1])
+	round := Round{Number: number, Clean: []int64{PodsOwn, short, Forced}[p.rng.IntN(3)]}
+	for i := range size {
+		op := p.next(fmt.Sprintf("w%05d", number*size+i))
+		op.Index = number*size + i
+		op.Dwell = p.upTo(maxDwell)
+		round.Ops = append(round.Ops, op)
+	}
+	return round
+}
+
+// planner knows what would exist if each operation were done at once; what exists by then is for the run to see.
+type planner struct {
+	rng *rand.Rand
+	mix Mix
+	// there are the workloads in the order of their creation.
+	there []Workload
+	// fault, freeze and burst count down to the next.
+	fault, freeze, burst int
+}
+
+// demand on eight GPUs that the plan keeps up: more than there is, and some room for what is deleted and made again.
+const lowDemand, highDemand = 7, 14
+
+func (p *planner) next(name string) Op {
+	p.fault--
+	p.freeze--
+	p.burst--
+	switch {
+	case p.fault <= 0:
+		p.fault = p.among(p.mix.FaultEvery)
+		return p.strike(p.mix.Faults)
+	case p.freeze <= 0:
+		p.freeze = p.among(p.mix.FreezeEvery)
+		return p.strike(frozen)
+	case p.burst <= 0 && p.demand() <= highDemand:
+		p.burst = p.among(p.mix.BurstEvery)
+		return p.burstOf(name)
+	}
+	more := 50
+	switch demand := p.demand(); {
+	case demand < lowDemand:
+		more = 85
+	case demand > highDemand:
+		more = 15
+	}
+	if len(p.there) == 0 || p.chance(more) {
+		return p.create(name)
+	}
+	return p.change()
+}
+
+func (p *planner) demand() int {
+	total := 0
+	for _, w := range p.there {
+		total += w.gpus()
+	}
+	return total
+}
+
+func (p *planner) create(name string) Op {
+	w := Workload{Name: name, API: p.api(), GPUs: p.weighted(60, 25, 8, 7) + 1, Replicas: 1}
+	switch p.weighted(45, 30, 12, 13) {
+	case 0:
+		w.Shape = Bare
+	case 1:
+		w.Shape, w.GPUs, w.Replicas = Deployment, min(w.GPUs, 2), p.between(1, 4)
+	case 2:
+		w.Shape, w.GPUs, w.Replicas, w.Work = Job, min(w.GPUs, 2), p.between(1, 3), time.Duration(p.between(1, 8))*time.Second
+	case 3:
+		w.Shape, w.API, w.GPUs, w.Replicas = Shared, oracle.Claim, min(w.GPUs, 2), p.between(2, 4)
+	}
+	return p.add(Create, p.decorate(w))
+}
+
+// decorate adds what makes a pod's life longer.
+func (p *planner) decorate(w Workload) Workload {
+	if p.chance(p.mix.Linger) {
+		w.Linger = time.Duration(p.between(2, 9)) * time.Second
+	}
+	w.Init, w.Crash = p.chance(20), w.Shape != Job && p.chance(10)
+	return w
+}
+
+// burstOf asks for all GPUs by both APIs at once: by eight bare pods each or by eight replicas each.
+func (p *planner) burstOf(name string) Op {
+	shape := Deployment
+	if p.chance(50) {
+		shape = Bare
+	}
+	var both []Workload
+	for _, api := range []oracle.API{oracle.Claim, oracle.Limits} {
+		w := p.decorate(Workload{Name: fmt.Sprintf("%s-%s", name, api), Shape: shape, API: api, GPUs: 1, Replicas: 8})
+		w.Crash = false
+		both = append(both, w)
+	}
+	if p.chance(50) {
+		slices.Reverse(both)
+	}
+	return p.add(Burst, both...)
+}
+
+func (p *planner) add(kind Kind, workloads ...Workload) Op {
+	p.there = append(p.there, workloads...)
+	return Op{Kind: kind, Workloads: workloads}
+}
+
+// change does something to a workload that is there.
+func (p *planner) change() Op {
+	at := p.rng.IntN(len(p.there))
+	w := &p.there[at]
+	grace := p.grace()
+	switch {
+	case w.Shape == Deployment && p.chance(45):
+		w.Replicas = p.between(0, 4)
+		return Op{Kind: Scale, Target: w.Name, Replicas: w.Replicas}
+	case w.Shape == Shared && w.Replicas < 6 && p.chance(40):
+		w.Replicas++
+		return Op{Kind: Join, Target: w.Name, Joined: *w, Pick: w.Replicas - 1}
+	case (w.Shape != Bare || w.Replicas > 1) && p.chance(50):
+		// A Deployment or Job replaces it; of a shared claim's pods there is one less.
+		return Op{Kind: DeletePod, Target: w.Name, Pick: p.rng.IntN(8), Grace: grace}
+	}
+	op := Op{Kind: Delete, Target: w.Name, Grace: grace}
+	p.there = slices.Delete(p.there, at, at+1)
+	return op
+}
+
+func (p *planner) grace() int64 {
+	if p.chance(p.mix.Force) {
+		return Forced
+	}
+	return []int64{PodsOwn, PodsOwn, short, long}[p.rng.IntN(4)]
+}
+
+func (p *planner) strike(among []Fault) Op {
+	weights := make([]int, len(among))
+	for i, f := range among {
+		weights[i] = f.Weight
+	}
+	f := among[p.weighted(weights...)]
+	op := Op{Kind: f.Kind, Component: f.Component}
+	switch f.Kind {
+	case Freeze:
+		op.Pause = minFreeze + p.upTo(maxFreeze-minFreeze)
+	case Kill, Reboot:
+		op.Pause = p.upTo(maxDown)
+	}
+	return op
+}
+
+func (p *planner) api() oracle.API {
+	if p.chance(50) {
+		return oracle.Claim
+	}
+	return oracle.Limits
+}
+
+// weighted answers an index with a chance by its weight.
+func (p *planner) weighted(weights ...int) int {
+	total := 0
+	for _, w := range weights {
+		total += w
+	}
+	at := p.rng.IntN(total)
+	for i, w := range weights {
+		if at -= w; at < 0 {
+			return i
+		}
+	}
+	return len(weights) - 1
+}
+
+func (p *planner) chance(percent int) bool   { return p.rng.IntN(100) < percent }
+func (p *planner) between(low, high int) int { return low + p.rng.IntN(high-low+1) }
+func (p *planner) among(bounds [2]int) int   { return p.between(bounds[0], bounds[1]) }
+func (p *planner) upTo(d time.Duration) time.Duration {
+	return time.Duration(p.rng.Int64N(int64(d/time.Millisecond))) * time.Millisecond
+}

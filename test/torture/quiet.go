@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+// snapshot is what there is at a moment after pressure has ended.
+type snapshot struct {
+	pods        []corev1.Pod
+	claims      []resourceapi.ResourceClaim
+	deployments []appsv1.Deployment
+	// seen are the GPUs in the containers of each pod, by its UID.
+	seen map[string][]oracle.Number
+	// gpus is how many the node has.
+	gpus int
+}
+
+// restless answers for each pod that is neither at rest nor rightly waiting, by its name, what is wrong with it.
+func (s snapshot) restless() map[string]string {
+	problems := map[string]string{}
+	taken := s.taken()
+	for _, pod := range s.pods {
+		asked, ours := askOf(&pod)
+		if !ours {
+			continue
+		}
+		if problem := s.problemOf(pod, asked, taken); problem != "" {
+			problems[pod.Name] = problem
+		}
+	}
+	for _, d := range s.deployments {
+		if live := s.live(d.Name); live != int(*d.Spec.Replicas) {
+			problems["deployment "+d.Name] = fmt.Sprintf("has %d live pods of %d", live, *d.Spec.Replicas)
+		}
+	}
+	return problems
+}
+
+func (s snapshot) problemOf(pod corev1.Pod, asked ask, taken map[uint32]bool) string {
+	sees := s.seen[string(pod.UID)]
+	switch {
+	case pod.DeletionTimestamp != nil:
+		return "is still being deleted"
+	case pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed:
+		return ""
+	case pod.Status.Phase == corev1.PodRunning && !containersRun(pod):
+		return "is Running without its containers"
+	case pod.Status.Phase == corev1.PodRunning && len(sees) != asked.gpus:
+		return fmt.Sprintf("sees %v and asked for %d", sees, asked.gpus)
+	case pod.Status.Phase == corev1.PodRunning && asked.api == oracle.Claim:
+		if allocated := s.allocatedTo(pod); !slices.Equal(minors(sees), allocated) {
+			return fmt.Sprintf("sees %v and its claim has %v", minors(sees), allocated)
+		}
+		return ""
+	case pod.Status.Phase == corev1.PodRunning:
+		return ""
+	}
+	return s.wronglyWaits(pod, asked, taken)
+}
+
+// wronglyWaits answers why a waiting pod ought not to wait; empty where it rightly does.
+func (s snapshot) wronglyWaits(pod corev1.Pod, asked ask, taken map[uint32]bool) string {
+	allocated := s.allocatedTo(pod)
+	free := s.gpus - len(taken)
+	switch {
+	case len(allocated) > 0 && !s.inOtherHands(pod, allocated):
+		return fmt.Sprintf("waits although its claim has %v, which nobody else uses: %s", allocated, describe(pod))
+	case len(allocated) > 0 && controllerOf(&pod) != nil:
+		return fmt.Sprintf("waits for %v, which others use, and its owner would replace it: %s", allocated, describe(pod))
+	case len(allocated) > 0:
+		return ""
+	case asked.gpus <= free:
+		return fmt.Sprintf("waits for %d GPUs and %d are free: %s", asked.gpus, free, describe(pod))
+	case pod.Spec.NodeName != "":
+		return "is bound to a node without GPUs for it: " + describe(pod)
+	}
+	return ""
+}
+
+// taken are the minors of GPUs that a container sees or a claim in use has.
+func (s snapshot) taken() map[uint32]bool {
+	taken := map[uint32]bool{}
+	for _, numbers := range s.seen {
+		for _, n := range numbers {
+			taken[n.Minor] = true
+		}
+	}
+	for _, claim := range s.claims {
+		if len(claim.Status.ReservedFor) > 0 {
+			for _, minor := range allocation(claim) {
+				taken[minor] = true
+			}
+		}
+	}
+	return taken
+}
+
+// allocatedTo are the minors that the pod's claim has; none for limits.
+func (s snapshot) allocatedTo(pod corev1.Pod) []uint32 {
+	name := claimOf(&pod)
+	for _, claim := range s.claims {
+		if claim.Name == name {
+			return allocation(claim)
+		}
+	}
+	return nil
+}
+
+// inOtherHands reports whether a container of a pod that does not share the claim sees one of the GPUs.
+func (s snapshot) inOtherHands(pod corev1.Pod, allocated []uint32) bool {
+	mine := claimOf(&pod)
+	friends := map[string]bool{string(pod.UID): true}
+	for _, other := range s.pods {
+		if mine != "" && claimOf(&other) == mine {
+			friends[string(other.UID)] = true
+		}
+	}
+	for uid, numbers := range s.seen {
+		for _, n := range numbers {
+			if !friends[uid] && slices.Contains(allocated, n.Minor) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// live counts a workload's pods that are neither finished nor being deleted.
+func (s snapshot) live(workload string) int {
+	count := 0
+	for _, pod := range s.pods {
+		if pod.Labels[workloadLabel] == workload && pod.DeletionTimestamp == nil &&
+			pod.Status.Phase != corev1.PodFailed && pod.Status.Phase != corev1.PodSucceeded {
+			count++
+		}
+	}
+	return count
+}
+
+// claimOf is the name of a pod's claim; empty for limits, and while it is not known.
+func claimOf(pod *corev1.Pod) string {
+	for _, reference := range pod.Spec.ResourceClaims {
+		if reference.ResourceClaimName != nil {
+			return *reference.ResourceClaimName
+		}
+	}
+	for _, status := range pod.Status.ResourceClaimStatuses {
+		if status.ResourceClaimName != nil {
+			return *status.ResourceClaimName
+		}
+	}
+	return ""
+}
+
+// allocation are the minors of the GPUs allocated to a claim, sorted: devices are published as gpu-<minor>.
+func allocation(claim resourceapi.ResourceClaim) []uint32 {
+	if claim.Status.Allocation == nil {
+		return nil
+	}
+	var found []uint32
+	for _, result := range claim.Status.Allocation.Devices.Results {
+		if text, ok := strings.CutPrefix(result.Device, "gpu-"); ok && result.Driver == install.DriverName {
+			if minor, err := strconv.ParseUint(text, 10, 32); err == nil {
+				found = append(found, uint32(minor))
+			}
+		}
+	}
+	slices.Sort(found)
+	return found
+}
+
+func minors(numbers []oracle.Number) []uint32 {
+	var found []uint32
+	for _, n := range numbers {
+		found = append(found, n.Minor)
+	}
+	slices.Sort(found)
+	return found
+}
+
+func containersRun(pod corev1.Pod) bool {
+	return len(pod.Status.ContainerStatuses) > 0 && !slices.ContainsFunc(pod.Status.ContainerStatuses, func(s corev1.ContainerStatus) bool {
+		return s.State.Running == nil
+	})
+}
+
+// describe is what a pod's status says about why it waits.
+func describe(pod corev1.Pod) string {
+	for _, status := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses) {
+		if status.State.Waiting != nil {
+			return status.State.Waiting.Reason + " " + status.State.Waiting.Message
+		}
+	}
+	for _, condition := range pod.Status.Conditions {
+		if condition.Status != corev1.ConditionTrue && condition.Message != "" {
+			return condition.Reason + ": " + condition.Message
+		}
+	}
+	return string(pod.Status.Phase) + " " + pod.Status.Reason
+}
+
+func controllerOf(pod *corev1.Pod) *metav1.OwnerReference { return metav1.GetControllerOf(pod) }

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+// Counters are what a run has come to. They are kept over interruptions.
+type Counters struct {
+	Ops          int `json:"ops"`
+	PlacedClaims int `json:"placedClaims"`
+	PlacedLimits int `json:"placedLimits"`
+	// Contended counts pods that waited while the GPUs that were free were too few for them and the other API had some.
+	Contended int `json:"contended"`
+	// Kills counts processes ended with SIGKILL, a reboot as one; Faults all faults, frozen processes included.
+	Kills  int `json:"kills"`
+	Faults int `json:"faults"`
+	// DoublyOwned counts devices that two containers of different owners could see at one moment.
+	DoublyOwned int `json:"doublyOwned"`
+	// Stuck counts pods neither running nor rightly pending when they should have come to rest; Leaked counts GPUs, and other
+	// things, that were not free again when everything was deleted.
+	Stuck  int `json:"stuck"`
+	Leaked int `json:"leaked"`
+	// Conflicts is how often the ledger refused a device, by the agent's own metrics.
+	Conflicts int `json:"conflicts"`
+	Condemned int `json:"condemned"`
+	Healed    int `json:"healed"`
+	// HealTimes are those of heals that a free GPU and no fault met.
+	HealTimes []time.Duration `json:"healTimes,omitempty"`
+	// FailedAdmissions counts pods that failed without ever having run; Ended those that failed after they had, as kubelet makes
+	// the limits pods of the old boot fail.
+	FailedAdmissions int `json:"failedAdmissions"`
+	Ended            int `json:"ended"`
+}
+
+// Line is a run's last line.
+func (c Counters) Line(seed uint64) string {
+	return fmt.Sprintf("torture: seed=%d ops=%d placed_claims=%d placed_limits=%d contended=%d kills=%d doubly_owned=%d stuck=%d leaked=%d "+
+		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s failed_admissions=%d", seed, c.Ops, c.PlacedClaims, c.PlacedLimits, c.Contended,
+		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.heal(50), c.heal(99), c.FailedAdmissions)
+}
+
+// heal is a percentile of the heal times, by nearest rank.
+func (c Counters) heal(percent int) time.Duration {
+	if len(c.HealTimes) == 0 {
+		return 0
+	}
+	times := slices.Sorted(slices.Values(c.HealTimes))
+	rank := (len(times)*percent + 99) / 100
+	return times[max(rank, 1)-1].Round(time.Millisecond)
+}
+
+// ErrFaults means that the product failed the test.
+var ErrFaults = errors.New("faults were found")
+
+// ErrNothingTested means that a run proves nothing, since something that it should have met never came.
+var ErrNothingTested = errors.New("the run proves nothing")
+
+// Verdict is nil for a run that met everything and found no fault.
+func (c Counters) Verdict() error {
+	if c.faults() > 0 {
+		return fmt.Errorf("%w: doubly_owned=%d stuck=%d leaked=%d", ErrFaults, c.DoublyOwned, c.Stuck, c.Leaked)
+	}
+	var missing []string
+	for _, must := range []struct {
+		name  string
+		count int
+	}{{"placed_claims", c.PlacedClaims}, {"placed_limits", c.PlacedLimits}, {"contended", c.Contended}, {"kills", c.Kills}} {
+		if must.count == 0 {
+			missing = append(missing, must.name+"=0")
+		}
+	}
+	if len(missing) > 0 {
+		return fmt.Errorf("%w: %s", ErrNothingTested, strings.Join(missing, " "))
+	}
+	return nil
+}
+
+func (c Counters) faults() int { return c.DoublyOwned + c.Stuck + c.Leaked }
+
+// tally is the counters of a run at work. It is safe for concurrent use.
+type tally struct {
+	mu       sync.Mutex
+	counters Counters
+	// strikes are the times of the faults so far.
+	strikes []*strike
+}
+
+type strike struct{ from, to time.Time }
+
+// aftermath is how long a fault's effects may last once it is over: a killed component starts again and catches up.
+const aftermath = 20 * time.Second
+
+func (t *tally) add(change func(*Counters)) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	change(&t.counters)
+}
+
+func (t *tally) now() Counters {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	now := t.counters
+	now.HealTimes = slices.Clone(now.HealTimes)
+	return now
+}
+
+func (t *tally) placed(api oracle.API) {
+	t.add(func(c *Counters) {
+		if api == oracle.Claim {
+			c.PlacedClaims++
+		} else {
+			c.PlacedLimits++
+		}
+	})
+}
+
+// striking notes that a fault is at work until it is ended.
+func (t *tally) striking() (ended func()) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	s := &strike{from: time.Now()}
+	t.strikes = append(t.strikes, s)
+	t.counters.Faults++
+	return func() {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		s.to = time.Now()
+	}
+}
+
+// healed counts a heal, and times it where it may.
+func (t *tally) healed(from, to time.Time, fair bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.counters.Healed++
+	if !fair || slices.ContainsFunc(t.strikes, func(s *strike) bool {
+		return s.from.Before(to) && (s.to.IsZero() || s.to.Add(aftermath).After(from))
+	}) {
+		return
+	}
+	t.counters.HealTimes = append(t.counters.HealTimes, max(0, to.Sub(from)))
+}

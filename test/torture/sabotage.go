@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"encoding/json"
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+// Sabotage is a way to break the product while it is compiled: what the product is protected by is switched off in a copy of
+// its sources, so that the product itself needs no switch.
+type Sabotage struct {
+	Name string
+	// What is switched off, in words.
+	What string
+	// Mix meets what is switched off often.
+	Mix     Mix
+	changes []change
+}
+
+// change replaces a method. The body may call the old one by its name with "Honest" before it.
+type change struct {
+	dir, receiver, method string
+	// body is the new one, between the braces; parameters keep their names.
+	body string
+}
+
+// Sabotages are those that the oracle must find.
+func Sabotages() []Sabotage {
+	crossing := Usual()
+	crossing.BurstEvery, crossing.FreezeEvery = [2]int{5, 12}, [2]int{6, 12}
+	forgetful := Usual()
+	forgetful.FaultEvery, forgetful.Force = [2]int{6, 14}, 10
+	forgetful.Faults = []Fault{{Kill, agentName, 5}, {Upgrade, agentName, 2}}
+	trusting := Usual()
+	trusting.Force, trusting.Linger = 80, 90
+	return []Sabotage{
+		{
+			Name: "cross-api", What: "the ledger does not compare claims with limits", Mix: crossing,
+			changes: []change{{"pkg/ledger", "Ledger", "conflicts", `
+	var same []Hold
+	for _, h := range l.Honestconflicts(holder, ref) {
+		if h.Holder.Kind == holder.Kind {
+			same = append(same, h)
+		}
+	}
+	return same
+`}},
+		},
+		{
+			Name: "start-up", What: "the agent starts with an empty ledger", Mix: forgetful,
+			changes: []change{
+				{"pkg/ledger", "directory", "load", `
+	holds, newer, problems, err = d.Honestload()
+	for _, h := range holds {
+		if err := d.remove(h); err != nil {
+			return nil, nil, nil, err
+		}
+	}
+	return nil, newer, problems, err
+`},
+				{"pkg/reconcile", "Reconciler", "Restore", `
+	return nil
+`},
+			},
+		},
+		{
+			Name: "release", What: "a pod counts as gone while its control group is still there", Mix: trusting,
+			changes: []change{{"pkg/evidence", "Cgroups", "Pod", `
+	return CgroupAbsent, nil
+`}},
+		},
+	}
+}
+
+// overlay writes the changed sources below dir and answers the file for go build -overlay.
+func (s Sabotage) overlay(root, dir string) (string, error) {
+	replace := map[string]string{}
+	for i, c := range s.changes {
+		path, text, err := c.apply(root)
+		if err != nil {
+			return "", fmt.Errorf("sabotage %s: %w", s.Name, err)
+		}
+		changed := filepath.Join(dir, fmt.Sprintf("%s-%d.go", s.Name, i))
+		if err := os.WriteFile(changed, []byte(text), 0o644); err != nil {
+			return "", fmt.Errorf("sabotage %s: %w", s.Name, err)
+		}
+		replace[path] = changed
+	}
+	data, err := json.Marshal(map[string]any{"Replace": replace})
+	if err != nil {
+		return "", fmt.Errorf("sabotage %s: %w", s.Name, err)
+	}
+	file := filepath.Join(dir, s.Name+".json")
+	return file, os.WriteFile(file, data, 0o644)
+}
+
+// apply finds the method and answers its file with the method replaced.
+func (c change) apply(root string) (path, text string, err error) {
+	files, err := filepath.Glob(filepath.Join(root, c.dir, "*.go"))
+	if err != nil {
+		return "", "", err
+	}
+	for _, path := range files {
+		if strings.HasSuffix(path, "_test.go") {
+			continue
+		}
+		source, err := os.ReadFile(path)
+		if err != nil {
+			return "", "", err
+		}
+		set := token.NewFileSet()
+		file, err := parser.ParseFile(set, path, source, 0)
+		if err != nil {
+			return "", "", err
+		}
+		for _, declared := range file.Decls {
+			if method, ok := declared.(*ast.FuncDecl); ok && c.is(method) {
+				return path, c.replace(string(source), set, method), nil
+			}
+		}
+	}
+	return "", "", fmt.Errorf("%s has no method %s.%s any more", c.dir, c.receiver, c.method)
+}
+
+func (c change) is(method *ast.FuncDecl) bool {
+	if method.Recv == nil || method.Name.Name != c.method {
+		return false
+	}
+	receiver := method.Recv.List[0].Type
+	if star, ok := receiver.(*ast.StarExpr); ok {
+		receiver = star.X
+	}
+	name, ok := receiver.(*ast.Ident)
+	return ok && name.Name == c.receiver
+}
+
+// replace renames the method and adds the new one, with the same head, at the end of the file.
+func (c change) replace(source string, set *token.FileSet, method *ast.FuncDecl) string {
+	at := func(p token.Pos) int { return set.Position(p).Offset }
+	name := at(method.Name.Pos())
+	head := source[at(method.Pos()):at(method.Body.Lbrace)]
+	return source[:name] + "Honest" + source[name:] + "\n" + head + "{" + c.body + "}\n"
+}

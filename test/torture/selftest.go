@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/tandem-gpu/tandem/hack/image"
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+// ErrBlind means that the oracle did not see a fault that was there.
+var ErrBlind = errors.New("the oracle found nothing")
+
+// SelftestOps is how many operations a sabotage may go unseen.
+const SelftestOps = 300
+
+// Selftest builds Tandem with each sabotage and plays against it until the oracle finds a fault. ErrBlind names the first that
+// it did not find.
+func Selftest(ctx context.Context, dir string, state State, sabotages []Sabotage, out io.Writer) error {
+	for _, s := range sabotages {
+		started := time.Now()
+		fmt.Fprintf(out, "selftest: %s: %s\n", s.Name, s.What)
+		counters, err := s.play(ctx, filepath.Join(dir, s.Name), state, out)
+		if err != nil {
+			return fmt.Errorf("selftest %s: %w", s.Name, err)
+		}
+		fmt.Fprintf(out, "selftest: %s: found after %d operations and %s: doubly_owned=%d stuck=%d leaked=%d\n", s.Name, counters.Ops,
+			time.Since(started).Round(time.Second), counters.DoublyOwned, counters.Stuck, counters.Leaked)
+	}
+	return nil
+}
+
+// play removes its cluster at the end.
+func (s Sabotage) play(ctx context.Context, dir string, state State, out io.Writer) (counters Counters, err error) {
+	unlock, err := Lock(dir)
+	if err != nil {
+		return Counters{}, err
+	}
+	defer unlock()
+	tarball, err := s.build(ctx, dir, out)
+	if err != nil {
+		return Counters{}, err
+	}
+	c, err := Fresh(ctx, dir, state.Kubernetes, tarball, out)
+	defer func() {
+		clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Minute)
+		defer cancel()
+		err = errors.Join(err, Remove(clean, dir))
+	}()
+	if err != nil {
+		return Counters{}, err
+	}
+	state.Ops, state.RoundSize = SelftestOps, SelftestOps/3
+	counters, err = Run(ctx, c, Options{Dir: dir, State: state, Mix: s.Mix, UntilFault: true, Out: out})
+	switch {
+	case errors.Is(err, ErrFaults):
+		return counters, nil
+	case err == nil || errors.Is(err, ErrNothingTested):
+		return counters, fmt.Errorf("%w in %d operations", ErrBlind, counters.Ops)
+	}
+	return counters, err
+}
+
+// build compiles the sabotaged image into dir and answers its tarball.
+func (s Sabotage) build(ctx context.Context, dir string, out io.Writer) (string, error) {
+	root, err := install.ModuleRoot(ctx)
+	if err != nil {
+		return "", err
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", fmt.Errorf("make directory: %w", err)
+	}
+	overlay, err := s.overlay(root, dir)
+	if err != nil {
+		return "", err
+	}
+	tarball, _, err := image.Build(ctx, image.Options{
+		Root: root, Out: filepath.Join(dir, "image"), Version: "sabotaged-" + s.Name, Overlay: overlay, Progress: out,
+	})
+	return tarball, err
+}

@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+const (
+	// fastest is the shortest time between two looks; dutyCycle is how many times longer than a look it rests at least.
+	fastest   = 20 * time.Millisecond
+	dutyCycle = 12
+	// confirmPause is how long a suspicion waits for the API server's objects to be read; so often it is tried.
+	confirmPause, confirmTries = 500 * time.Millisecond, 240
+)
+
+// life is what is known of one of our pods, from its first sight on. It stays when the object is gone.
+type life struct {
+	pod       *corev1.Pod
+	ask       ask
+	since     time.Time
+	owner     string
+	deleted   bool
+	placed    bool
+	contended bool
+	failed    bool
+	// unschedulable: the scheduler has said that there is no GPU for it.
+	unschedulable bool
+}
+
+// waits reports whether the pod has not got its GPUs yet and is still to get them.
+func (l *life) waits() bool {
+	return !l.deleted && !l.placed && !l.failed && l.pod.DeletionTimestamp == nil && l.pod.Status.Phase == corev1.PodPending
+}
+
+// watch looks at node and API server all the time. It is safe for concurrent use.
+type watch struct {
+	client  kubernetes.Interface
+	lookout *oracle.Lookout
+	memory  *oracle.Memory
+	gpus    int
+	tally   *tally
+	heals   *heals
+	// found is called with each device that had two owners.
+	found func(ctx context.Context, double oracle.Double)
+	say   func(format string, args ...any)
+
+	mu    sync.Mutex
+	lives map[string]*life
+	// seen are the devices in the containers of each pod, at the last look.
+	seen map[string][]oracle.Number
+	// suspected are suspicions that were judged or are about to be.
+	suspected map[string]bool
+	looks     int
+}
+
+func newWatch(client kubernetes.Interface, node *cluster.Node, gpus int, t *tally, h *heals) *watch {
+	return &watch{
+		client: client, lookout: oracle.NewLookout(node), memory: oracle.NewMemory(), gpus: gpus, tally: t, heals: h,
+		lives: map[string]*life{}, seen: map[string][]oracle.Number{}, suspected: map[string]bool{},
+	}
+}
+
+// run watches until ctx is done.
+func (w *watch) run(ctx context.Context) error {
+	factory := informers.NewSharedInformerFactory(w.client, 0)
+	pods := factory.Core().V1().Pods().Informer()
+	claims := factory.Resource().V1().ResourceClaims().Informer()
+	if _, err := pods.AddEventHandler(onEach(w.podSeen, w.podGone)); err != nil {
+		return fmt.Errorf("watch pods: %w", err)
+	}
+	if _, err := claims.AddEventHandler(onEach(w.memory.Claim, w.memory.Claim)); err != nil {
+		return fmt.Errorf("watch ResourceClaims: %w", err)
+	}
+	factory.Start(ctx.Done())
+	defer factory.Shutdown()
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return w.lookAround(ctx, group) })
+	return group.Wait()
+}
+
+// onEach calls seen for what is added or changed, and gone for what is deleted.
+func onEach[T any](seen, gone func(*T)) cache.ResourceEventHandler {
+	call := func(f func(*T), object any) {
+		if unknown, ok := object.(cache.DeletedFinalStateUnknown); ok {
+			object = unknown.Obj
+		}
+		if typed, ok := object.(*T); ok {
+			f(typed)
+		}
+	}
+	return cache.ResourceEventHandlerFuncs{
+		AddFunc:    func(object any) { call(seen, object) },
+		UpdateFunc: func(_, object any) { call(seen, object) },
+		DeleteFunc: func(object any) { call(gone, object) },
+	}
+}
+
+// lookAround looks at the node as often as it may without taking the machine from those who are watched.
+func (w *watch) lookAround(ctx context.Context, group *errgroup.Group) error {
+	for ctx.Err() == nil {
+		started := time.Now()
+		glimpse, err := w.lookout.Look()
+		if err != nil {
+			return err
+		}
+		w.note(glimpse)
+		for _, suspicion := range glimpse.Suspicions() {
+			if w.first(suspicion) {
+				group.Go(func() error { return w.confirm(ctx, suspicion) })
+			}
+		}
+		rest(ctx, max(fastest, dutyCycle*time.Since(started)))
+	}
+	return nil
+}
+
+func (w *watch) first(s oracle.Suspicion) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.suspected[s.Key()] {
+		return false
+	}
+	w.suspected[s.Key()] = true
+	return true
+}
+
+// confirm asks the API server whether two pods may have one device: they do where they share a claim for it.
+func (w *watch) confirm(ctx context.Context, s oracle.Suspicion) error {
+	var err error
+	for range confirmTries {
+		call, cancel := context.WithTimeout(ctx, callPatience)
+		err = w.memory.Refresh(call, w.client)
+		cancel()
+		if err == nil {
+			break
+		}
+		rest(ctx, confirmPause)
+		if ctx.Err() != nil {
+			return nil //nolint:nilerr // nobody waits for the answer any more
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("judge %s: %w", s, err)
+	}
+	if double, guilty := w.memory.Judge(s); guilty {
+		w.tally.add(func(c *Counters) { c.DoublyOwned++ })
+		w.say("DOUBLY OWNED: %s; %s", double, s)
+		w.found(ctx, double)
+	}
+	return nil
+}
+
+// note keeps what was seen, and counts the pods that wait while the other API has what they would need.
+func (w *watch) note(glimpse oracle.Glimpse) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.looks++
+	w.seen = glimpse.Pods()
+	taken := map[oracle.API]map[oracle.Number]bool{oracle.Claim: {}, oracle.Limits: {}}
+	all := map[oracle.Number]bool{}
+	for uid, numbers := range w.seen {
+		for _, n := range numbers {
+			all[n] = true
+			if l := w.lives[uid]; l != nil {
+				taken[l.ask.api][n] = true
+			}
+		}
+	}
+	for _, l := range w.lives {
+		other := oracle.Claim
+		if l.ask.api == oracle.Claim {
+			other = oracle.Limits
+		}
+		if !l.contended && l.waits() && l.ask.gpus > w.gpus-len(all) && len(taken[other]) > 0 {
+			l.contended = true
+			w.tally.add(func(c *Counters) { c.Contended++ })
+		}
+	}
+}
+
+func (w *watch) podSeen(pod *corev1.Pod) {
+	w.memory.Pod(pod)
+	asked, ours := askOf(pod)
+	if !ours {
+		return
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	l := w.lives[string(pod.UID)]
+	if l == nil {
+		l = &life{ask: asked, since: time.Now()}
+		if owner := controllerOf(pod); owner != nil {
+			l.owner = string(owner.UID)
+		}
+		w.lives[string(pod.UID)] = l
+	}
+	l.pod = pod
+	for _, condition := range pod.Status.Conditions {
+		if condition.Type == corev1.PodScheduled && condition.Reason == corev1.PodReasonUnschedulable {
+			l.unschedulable = true
+		}
+	}
+	if !l.placed && hasStarted(pod) {
+		l.placed = true
+		w.tally.placed(l.ask.api)
+		w.heals.placed(l, time.Now())
+	}
+	if !l.failed && pod.Status.Phase == corev1.PodFailed {
+		l.failed = true
+		if l.placed {
+			w.tally.add(func(c *Counters) { c.Ended++ })
+		} else {
+			w.tally.add(func(c *Counters) { c.FailedAdmissions++ })
+			w.say("failed admission: %s/%s: %s: %s", pod.Namespace, pod.Name, pod.Status.Reason, pod.Status.Message)
+		}
+	}
+}
+
+func (w *watch) podGone(pod *corev1.Pod) {
+	w.podSeen(pod)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if l := w.lives[string(pod.UID)]; l != nil {
+		l.deleted = true
+	}
+}
+
+// hasStarted reports whether a container of the pod has run: it had its GPUs then.
+func hasStarted(pod *corev1.Pod) bool {
+	for _, status := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses) {
+		if status.State.Running != nil || status.State.Terminated != nil || status.LastTerminationState.Terminated != nil {
+			return true
+		}
+	}
+	return false
+}
+
+// ownerOfClaim answers the UID of the owner of a claim's pods; empty where they have none, or are not known yet.
+func (w *watch) ownerOfClaim(namespace, claim string) string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, l := range w.lives {
+		if l.pod.Namespace == namespace && claimOf(l.pod) == claim {
+			return l.owner
+		}
+	}
+	return ""
+}
+
+// sights answers the devices in the containers of each pod at the last look.
+func (w *watch) sights() map[string][]oracle.Number {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return maps.Clone(w.seen)
+}
+
+// counts answers how many of our pods run and how many wait.
+func (w *watch) counts() (running, waiting, looks int) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, l := range w.lives {
+		switch {
+		case l.deleted:
+		case l.pod.Status.Phase == corev1.PodRunning:
+			running++
+		case l.waits():
+			waiting++
+		}
+	}
+	return running, waiting, w.looks
+}
+
+// forget drops a namespace's pods and claims when nothing of them is left.
+func (w *watch) forget(namespace string) {
+	w.memory.Forget(namespace)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	maps.DeleteFunc(w.lives, func(_ string, l *life) bool { return l.pod.Namespace == namespace && l.deleted })
+	clear(w.suspected)
+}

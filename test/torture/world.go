@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"fmt"
+	"strconv"
+	"time"
+
+	appsv1 "k8s.io/api/apps/v1"
+	batchv1 "k8s.io/api/batch/v1"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+const (
+	// Labels: on pods the workload that they belong to, the API by which they ask and for how many GPUs; on our namespaces.
+	workloadLabel  = "torture/workload"
+	apiLabel       = "torture/api"
+	gpusLabel      = "torture/gpus"
+	namespaceLabel = "torture/namespace"
+
+	deviceClass = "gpu.nvidia.com"
+	claimName   = "gpu"
+	// onceDir is where a container that crashes once remembers that it has.
+	onceDir = "/once"
+	// manyFailures lets a Job go on however many of its pods are refused.
+	manyFailures = 1000
+)
+
+// template is the ResourceClaimTemplate for so many GPUs.
+func template(gpus int) *resourceapi.ResourceClaimTemplate {
+	return &resourceapi.ResourceClaimTemplate{
+		ObjectMeta: metav1.ObjectMeta{Name: templateName(gpus)},
+		Spec:       resourceapi.ResourceClaimTemplateSpec{Spec: claimSpec(gpus)},
+	}
+}
+
+func templateName(gpus int) string { return "gpus-" + strconv.Itoa(gpus) }
+
+func claimSpec(gpus int) resourceapi.ResourceClaimSpec {
+	return resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{
+		Name:    "gpus",
+		Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: deviceClass, Count: int64(gpus)},
+	}}}}
+}
+
+// sharedClaim is the claim of all pods of a Shared workload.
+func sharedClaim(w Workload) *resourceapi.ResourceClaim {
+	return &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: w.Name, Labels: labels(w)}, Spec: claimSpec(w.GPUs)}
+}
+
+func labels(w Workload) map[string]string {
+	return map[string]string{workloadLabel: w.Name, apiLabel: string(w.API), gpusLabel: strconv.Itoa(w.GPUs)}
+}
+
+// barePod is pod i of a Bare or Shared workload.
+func barePod(w Workload, i int) *corev1.Pod {
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%s-%d", w.Name, i), Labels: labels(w)},
+		Spec:       podSpec(w),
+	}
+}
+
+func deployment(w Workload) *appsv1.Deployment {
+	replicas := int32(w.Replicas)
+	return &appsv1.Deployment{
+		ObjectMeta: metav1.ObjectMeta{Name: w.Name, Labels: labels(w)},
+		Spec: appsv1.DeploymentSpec{
+			Replicas: &replicas, Selector: &metav1.LabelSelector{MatchLabels: labels(w)},
+			Template: corev1.PodTemplateSpec{ObjectMeta: metav1.ObjectMeta{Labels: labels(w)}, Spec: podSpec(w)},
+		},
+	}
+}
+
+func job(w Workload) *batchv1.Job {
+	completions, failures := int32(w.Replicas), int32(manyFailures)
+	spec := podSpec(w)
+	spec.RestartPolicy = corev1.RestartPolicyNever
+	return &batchv1.Job{
+		ObjectMeta: metav1.ObjectMeta{Name: w.Name, Labels: labels(w)},
+		Spec: batchv1.JobSpec{
+			Completions: &completions, Parallelism: &completions, BackoffLimit: &failures,
+			Template: corev1.PodTemplateSpec{ObjectMeta: metav1.ObjectMeta{Labels: labels(w)}, Spec: spec},
+		},
+	}
+}
+
+func podSpec(w Workload) corev1.PodSpec {
+	grace := int64(w.Linger/time.Second) + 2
+	main := container(w, "main", command(w))
+	if w.Linger > 0 {
+		// The image's stop signal is SIGKILL, so only a hook makes the end take time.
+		main.Lifecycle = &corev1.Lifecycle{PreStop: &corev1.LifecycleHandler{Exec: &corev1.ExecAction{
+			Command: []string{"sleep", strconv.Itoa(int(w.Linger / time.Second))},
+		}}}
+	}
+	spec := corev1.PodSpec{TerminationGracePeriodSeconds: &grace, Containers: []corev1.Container{main}}
+	if w.Init {
+		spec.InitContainers = []corev1.Container{container(w, "init", "sleep 0.3")}
+	}
+	if w.Crash {
+		spec.Volumes = []corev1.Volume{{Name: "once", VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{}}}}
+	}
+	if w.API == oracle.Claim {
+		reference := corev1.PodResourceClaim{Name: claimName}
+		if w.Shape == Shared {
+			reference.ResourceClaimName = &w.Name
+		} else {
+			name := templateName(w.GPUs)
+			reference.ResourceClaimTemplateName = &name
+		}
+		spec.ResourceClaims = []corev1.PodResourceClaim{reference}
+	}
+	return spec
+}
+
+func command(w Workload) string {
+	switch {
+	case w.Work > 0:
+		return fmt.Sprintf("exec sleep %d", int(w.Work/time.Second))
+	case w.Crash:
+		return "[ -e " + onceDir + "/x ] || { touch " + onceDir + "/x; sleep 1; exit 1; }; exec sleep infinity"
+	}
+	return "exec sleep infinity"
+}
+
+func container(w Workload, name, command string) corev1.Container {
+	c := corev1.Container{
+		Name: name, Image: cluster.BusyboxImage, ImagePullPolicy: corev1.PullNever, Command: []string{"sh", "-c", command},
+	}
+	if w.API == oracle.Claim {
+		c.Resources.Claims = []corev1.ResourceClaim{{Name: claimName}}
+	} else {
+		c.Resources.Limits = corev1.ResourceList{install.ResourceName: *resource.NewQuantity(int64(w.GPUs), resource.DecimalSI)}
+	}
+	if w.Crash {
+		c.VolumeMounts = []corev1.VolumeMount{{Name: "once", MountPath: onceDir}}
+	}
+	return c
+}
+
+// ask is what a pod wants.
+type ask struct {
+	api  oracle.API
+	gpus int
+}
+
+// askOf answers false for a pod that is none of ours.
+func askOf(pod *corev1.Pod) (ask, bool) {
+	gpus, err := strconv.Atoi(pod.Labels[gpusLabel])
+	return ask{oracle.API(pod.Labels[apiLabel]), gpus}, err == nil
+}
