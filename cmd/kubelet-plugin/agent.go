@@ -118,7 +118,7 @@ func (a *agent) serve(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	book, err := a.openLedger(ctx, pods)
+	book, err := a.openLedger(ctx, pods, pods.Queue(a.config.ResourceName))
 	if err == nil {
 		err = errors.Join(a.serveNode(ctx, cgroups, pods, book, resources), book.Close())
 	}
@@ -170,7 +170,7 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 	}
 	claims, err := driver.New(driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
-		Ledger: book, Inventory: node, Specs: specs, Recorder: a.recorder, Registerer: a.metrics,
+		Ledger: book, Inventory: node, Specs: specs, Pods: pods, Recorder: a.recorder, Registerer: a.metrics,
 	})
 	if err != nil {
 		return err

@@ -29,6 +29,7 @@ type Ledger interface {
 	ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (ledger.Taken, error)
 	GiveBack(uid string, taken ledger.Taken) error
 	DrainClaim(ctx context.Context, uid string) error
+	Lose(lost ledger.Loser)
 	Holds() []ledger.Hold
 	Changed() <-chan struct{}
 }
@@ -62,6 +63,7 @@ type Config struct {
 	Ledger    Ledger
 	Inventory Inventory
 	Specs     Specs
+	Pods      Pods
 
 	// Recorder receives events on claims and on the node.
 	Recorder record.EventRecorder
@@ -167,7 +169,7 @@ func (c *Config) validate() error {
 	}
 	for name, missing := range map[string]bool{
 		"Kubernetes client": c.KubeClient == nil, "ledger": c.Ledger == nil, "inventory": c.Inventory == nil,
-		"CDI specs": c.Specs == nil, "event recorder": c.Recorder == nil, "metrics registerer": c.Registerer == nil,
+		"CDI specs": c.Specs == nil, "pods": c.Pods == nil, "event recorder": c.Recorder == nil, "metrics registerer": c.Registerer == nil,
 	} {
 		if missing {
 			errs = append(errs, fmt.Errorf("%s is not set", name))

@@ -203,6 +203,7 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		"ledger is not set":                 func(c *Config) { c.Ledger = nil },
 		"inventory is not set":              func(c *Config) { c.Inventory = nil },
 		"CDI specs is not set":              func(c *Config) { c.Specs = nil },
+		"pods is not set":                   func(c *Config) { c.Pods = nil },
 		"event recorder is not set":         func(c *Config) { c.Recorder = nil },
 		"metrics registerer is not set":     func(c *Config) { c.Registerer = nil },
 		"return delay -1ns: must not be":    func(c *Config) { c.ReturnDelay = -1 },

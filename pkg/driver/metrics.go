@@ -12,9 +12,14 @@ import (
 // callBuckets are seconds, from 0.5 ms to kubelet's patience and beyond; kubelet's own start at 100 ms.
 var callBuckets = []float64{.0005, .001, .002, .004, .008, .016, .032, .064, .125, .25, .5, 1, 2, 4, 8, 15, 30, 45, 60}
 
+// yieldBuckets go up to yieldPatience.
+var yieldBuckets = []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2}
+
 type metrics struct {
 	prepare, unprepare *prometheus.HistogramVec
-	conflicts          prometheus.Counter
+	conflicts          *prometheus.CounterVec
+	yield              prometheus.Histogram
+	withdrawals        prometheus.Counter
 	devices            *prometheus.GaugeVec
 	publishErrors      prometheus.Counter
 	registrations      prometheus.Counter
@@ -32,9 +37,18 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			Help:    "Time to answer kubelet's NodeUnprepareResources.",
 			Buckets: callBuckets,
 		}, []string{"result"}),
-		conflicts: prometheus.NewCounter(prometheus.CounterOpts{
+		conflicts: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_prepare_conflicts_total",
-			Help: "Claims refused because somebody else holds one of their devices.",
+			Help: "Claims refused because somebody else holds one of their devices, by the kind of holder (claim, limit) and by what becomes of the claim: condemned (its pods are moved), waiting, deadline (waiting for a holder that has not gone in time).",
+		}, []string{"kind", "outcome"}),
+		yield: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name:    "tandem_prepare_yield_duration_seconds",
+			Help:    "Time that calls of NodePrepareResources waited for limits pods to be admitted first; calls that did not wait are not counted.",
+			Buckets: yieldBuckets,
+		}),
+		withdrawals: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "tandem_claim_withdrawals_total",
+			Help: "Times that a device was withdrawn from the scheduler because of who holds it.",
 		}),
 		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_published_devices",
@@ -49,7 +63,7 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			Help: "Times that kubelet registered the DRA driver.",
 		}),
 	}
-	for _, c := range []prometheus.Collector{m.prepare, m.unprepare, m.conflicts, m.devices, m.publishErrors, m.registrations} {
+	for _, c := range []prometheus.Collector{m.prepare, m.unprepare, m.conflicts, m.yield, m.withdrawals, m.devices, m.publishErrors, m.registrations} {
 		if err := registerer.Register(c); err != nil {
 			return nil, fmt.Errorf("register metrics: %w", err)
 		}
@@ -62,6 +76,14 @@ func (m *metrics) countDevices(c deviceCounts) {
 	m.devices.WithLabelValues("withdrawn").Set(float64(c.withdrawn))
 	m.devices.WithLabelValues("unhealthy").Set(float64(c.unhealthy))
 	m.devices.WithLabelValues("excluded").Set(float64(c.excluded))
+	m.withdrawals.Add(float64(c.withdrawals))
+}
+
+// countYield counts a call that has waited for limits pods.
+func (m *metrics) countYield(waited time.Duration) {
+	if waited > 0 {
+		m.yield.Observe(waited.Seconds())
+	}
 }
 
 // observe records a call that began at start.

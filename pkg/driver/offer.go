@@ -50,6 +50,7 @@ func (o *Offer) look(inv device.Inventory, holds []ledger.Hold, taints bool, now
 	found, next := findObstacles(inv, holds, now)
 	obstacles, returns := o.waiting.settle(now, found)
 	built, counts, left := buildSlices(inv, obstacles, taints)
+	counts.withdrawals = o.waiting.withdrawals
 	return built, counts, left, earlier(next, returns)
 }
 
@@ -98,6 +99,8 @@ func findObstacles(inv device.Inventory, holds []ledger.Hold, now time.Time) (ma
 type offers struct {
 	returnDelay time.Duration
 	withheld    map[string]withheld
+	// withdrawals counts the GPUs that the last settle withdrew because of who holds them.
+	withdrawals int
 }
 
 type withheld struct {
@@ -112,7 +115,11 @@ func (o *offers) settle(now time.Time, current map[string][]obstacle) (map[strin
 	if o.withheld == nil {
 		o.withheld = map[string]withheld{}
 	}
+	o.withdrawals = 0
 	for uuid, obstacles := range current {
+		if isHeld(obstacles) && !isHeld(o.withheld[uuid].obstacles) {
+			o.withdrawals++
+		}
 		o.withheld[uuid] = withheld{obstacles: obstacles}
 	}
 	var next time.Time
@@ -133,6 +140,11 @@ func (o *offers) settle(now time.Time, current map[string][]obstacle) (map[strin
 		settled[uuid] = w.obstacles
 	}
 	return settled, next
+}
+
+// isHeld reports whether one of the obstacles is a holder.
+func isHeld(obstacles []obstacle) bool {
+	return slices.ContainsFunc(obstacles, func(o obstacle) bool { return o.key != TaintUnhealthy })
 }
 
 // earlier of two moments, where zero is never.

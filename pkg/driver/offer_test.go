@@ -57,7 +57,7 @@ func TestOffersWithdrawAtOnceAndReturnLate(t *testing.T) {
 		next    time.Duration
 	}{
 		{0, nil, map[string][]obstacle{}, 0},
-		{10, held, held, 0},
+		{10, held, held, 0}, // withdrawn
 		{20, nil, held, 220},
 		{100, nil, held, 220},
 		{150, held, held, 0},                   // taken again: the scheduler never noticed
@@ -66,8 +66,10 @@ func TestOffersWithdrawAtOnceAndReturnLate(t *testing.T) {
 		{180, nil, lost, 380},                  //
 		{379, nil, lost, 380},                  //
 		{380, nil, map[string][]obstacle{}, 0}, //
-		{390, held, held, 0},                   //
+		{390, held, held, 0},                   // withdrawn
+		{400, held, held, 0},                   //
 	}
+	withdrawals := 0
 	for _, step := range steps {
 		got, next := o.settle(start.Add(step.at*time.Millisecond), step.current)
 		if diff := cmp.Diff(step.want, got, cmp.AllowUnexported(obstacle{})); diff != "" {
@@ -80,5 +82,9 @@ func TestOffersWithdrawAtOnceAndReturnLate(t *testing.T) {
 		if !next.Equal(want) {
 			t.Errorf("at %d: next %v, want %v", step.at, next, want)
 		}
+		withdrawals += o.withdrawals
+	}
+	if withdrawals != 2 {
+		t.Errorf("%d withdrawals, want 2", withdrawals)
 	}
 }

@@ -25,6 +25,8 @@ const (
 	kubeletPatience = 45 * time.Second
 	// answerMargin is what is left of the deadline for the answer to arrive: kubelet must learn why, not that time ran out.
 	answerMargin = 3 * time.Second
+	// yieldPatience is how long a call lets limits pods go first.
+	yieldPatience = 2 * time.Second
 )
 
 // preparation is one claim of a call on its way.
@@ -49,17 +51,31 @@ func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.Resour
 	inv := d.Inventory.Inventory()
 	preparations := make([]*preparation, len(claims))
 	ok := true
+	yield := &ledger.Yield{Devices: limitDevices(inv), Patience: yieldPatience}
 	for i, claim := range claims {
 		preparations[i] = d.plan(ctx, claim, inv)
+		preparations[i].request.Yield = yield
 		ok = ok && preparations[i].err == nil
 	}
 	if ok {
 		ok = d.reserve(ctx, preparations)
+		d.metrics.countYield(yieldPatience - yield.Patience)
 	}
 	if !ok {
 		d.undo(ctx, preparations)
 	}
 	return d.results(ctx, preparations, ok)
+}
+
+// limitDevices are those that limits may use.
+func limitDevices(inv device.Inventory) []device.Ref {
+	refs := make([]device.Ref, 0, len(inv.GPUs))
+	for _, gpu := range inv.GPUs {
+		if gpu.Health.Healthy() && !gpu.MIGEnabled {
+			refs = append(refs, gpu.Ref())
+		}
+	}
+	return refs
 }
 
 // callContext ends early enough for the answer to reach kubelet.
@@ -166,18 +182,6 @@ func (d *Driver) reserve(ctx context.Context, preparations []*preparation) bool 
 		return false
 	}
 	return true
-}
-
-// explain turns what the ledger says into something the claim's owner may read. kubelet copies it into an event on the
-// pod, so it must not name what lives in other namespaces; the log does.
-func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
-	var conflict *ledger.ConflictError
-	if !errors.As(err, &conflict) {
-		return fmt.Errorf("reserve devices: %w", err)
-	}
-	d.metrics.conflicts.Inc()
-	klog.FromContext(ctx).Info("Refusing a claim whose device is in other hands", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID, "conflict", conflict.Error())
-	return refuse(reasonDeviceHeld, "%s", describeConflict(conflict, p))
 }
 
 // undo gives back what this call took. What a claim held before stays, and so does what a call for another pod with the same

@@ -14,6 +14,7 @@ import (
 // Reasons of events on claims.
 const (
 	reasonDeviceHeld        = "DeviceHeld"
+	reasonClaimCondemned    = "ClaimCondemned"
 	reasonDeviceUnhealthy   = "DeviceUnhealthy"
 	reasonUnknownDevice     = "UnknownDevice"
 	reasonInvalidParameters = "InvalidParameters"

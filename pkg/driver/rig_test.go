@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -36,6 +37,7 @@ type rig struct {
 	evidence  *fakeEvidence
 	inventory *fakeInventory
 	specs     *fakeSpecs
+	pods      *fakePods
 	events    *fakeRecorder
 	registry  *prometheus.Registry
 	driver    *Driver
@@ -52,7 +54,7 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	r := &rig{
 		t: t, dir: dir, api: newFakeAPI(t), evidence: &fakeEvidence{verdicts: map[string]ledger.Verdict{}},
-		inventory: newFakeInventory(inv), specs: &fakeSpecs{}, events: &fakeRecorder{}, registry: prometheus.NewRegistry(),
+		inventory: newFakeInventory(inv), specs: &fakeSpecs{}, pods: &fakePods{}, events: &fakeRecorder{}, registry: prometheus.NewRegistry(),
 	}
 	r.ledger, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: r.evidence})
 	if err != nil {
@@ -62,7 +64,7 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	r.api.put("nodes", newNode("node-uid-1"))
 	config := Config{
 		NodeName: testNode, KubeClient: r.api.client(t), KubeletDir: dir,
-		Ledger: r.ledger, Inventory: r.inventory, Specs: r.specs, Recorder: r.events, Registerer: r.registry,
+		Ledger: r.ledger, Inventory: r.inventory, Specs: r.specs, Pods: r.pods, Recorder: r.events, Registerer: r.registry,
 		ForeignInterval: 100 * time.Millisecond,
 	}
 	for _, a := range adapt {
@@ -301,6 +303,11 @@ func (f *fakeSpecs) fail(err error) {
 }
 
 func (f *fakeSpecs) QualifiedName(uuid string) string { return "k8s.gpu.nvidia.com/gpu=" + uuid }
+
+// fakePods are movable, or not.
+type fakePods struct{ movable atomic.Bool }
+
+func (f *fakePods) Movable(context.Context, ledger.ClaimRequest) bool { return f.movable.Load() }
 
 // fakeRecorder keeps events as "object reason: message".
 type fakeRecorder struct {

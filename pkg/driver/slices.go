@@ -15,6 +15,8 @@ import (
 // Counts by state, for the metric.
 type deviceCounts struct {
 	offered, withdrawn, unhealthy, excluded int
+	// withdrawals are those that are withdrawn since the last count.
+	withdrawals int
 }
 
 // excluded is a GPU that is not published at all, and why.

@@ -76,7 +76,7 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Taken, error
 		changed, queueChanged := l.Changed(), l.queueChanged()
 		conflicts, taken, err := l.tryClaim(ctx, r)
 		if errors.Is(err, errYields) {
-			l.awaitLimits(ctx, r.Yield, changed, queueChanged)
+			awaitLimits(ctx, r.Yield, changed, queueChanged)
 			continue
 		}
 		if err != nil || len(conflicts) == 0 {

@@ -86,8 +86,8 @@ func (l *Ledger) missing(bound []Bound) int {
 
 // awaitLimits waits until one of the channels is closed, ctx is done, or the patience is at its end, and takes off what it
 // waited.
-func (l *Ledger) awaitLimits(ctx context.Context, y *Yield, changed, queueChanged <-chan struct{}) {
-	started := l.now()
+func awaitLimits(ctx context.Context, y *Yield, changed, queueChanged <-chan struct{}) {
+	started := time.Now()
 	timer := time.NewTimer(y.Patience)
 	defer timer.Stop()
 	select {
@@ -97,5 +97,5 @@ func (l *Ledger) awaitLimits(ctx context.Context, y *Yield, changed, queueChange
 	case <-timer.C:
 		y.Patience = 0
 	}
-	y.Patience = max(0, y.Patience-max(0, l.now().Sub(started)))
+	y.Patience = max(0, y.Patience-time.Since(started))
 }

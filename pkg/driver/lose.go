@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// Pods knows the pods of the node. *evidence.Pods implements it.
+type Pods interface {
+	// Movable reports whether the pods of a claim may be evicted for its sake. It may take a second.
+	Movable(ctx context.Context, claim ledger.ClaimRequest) bool
+}
+
+// Outcomes of a conflict, for the metric.
+const (
+	// outcomeCondemned claims have pods that may be moved.
+	outcomeCondemned = "condemned"
+	// outcomeWaiting claims have one that may not: it is prepared when the device is free.
+	outcomeWaiting = "waiting"
+	// outcomeDeadline is waiting for a holder that was about to go and has not gone in time.
+	outcomeDeadline = "deadline"
+)
+
+// explain turns what the ledger says into something the claim's owner may read. kubelet copies it into an event on the
+// pod, so it must not name what lives in other namespaces; the log does.
+func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
+	if condemned, ok := errors.AsType[*ledger.CondemnedError](err); ok {
+		return refuse(reasonClaimCondemned, "Tandem's controller is evicting the pod, so that its owner's next pod is placed elsewhere: %s", condemned.Loser.Message)
+	}
+	conflict, ok := errors.AsType[*ledger.ConflictError](err)
+	if !ok {
+		return fmt.Errorf("reserve devices: %w", err)
+	}
+	return d.lose(ctx, p, conflict)
+}
+
+// lose records that a claim was refused, and decides what becomes of it: somebody who would make another pod need not wait for
+// this device.
+func (d *Driver) lose(ctx context.Context, p *preparation, conflict *ledger.ConflictError) error {
+	message := describeConflict(conflict, p)
+	outcome, what := outcomeWaiting, "the claim waits, and is prepared when the device is free"
+	switch {
+	// What is left until kubelet gives up is enough to ask.
+	case d.Pods.Movable(context.WithoutCancel(ctx), p.request):
+		outcome, what = outcomeCondemned, "the pod is evicted, so that its owner's next pod is placed elsewhere"
+	case ctx.Err() != nil:
+		outcome = outcomeDeadline
+	}
+	d.Ledger.Lose(ledger.Loser{
+		UID: p.request.UID, Namespace: p.request.Namespace, Name: p.request.Name, Pods: p.request.Pods,
+		Devices: inOtherHands(p.request.Devices, conflict), Condemned: outcome == outcomeCondemned, Message: message,
+	})
+	d.metrics.conflicts.WithLabelValues(string(conflict.Holds[0].Holder.Kind), outcome).Inc()
+	klog.FromContext(ctx).Info("Refusing a claim whose device is in other hands", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID, "conflict", conflict.Error(), "outcome", outcome)
+	return refuse(reasonDeviceHeld, "%s: %s", message, what)
+}
+
+func inOtherHands(devices []device.Ref, conflict *ledger.ConflictError) []device.Ref {
+	return slices.DeleteFunc(slices.Clone(devices), func(ref device.Ref) bool {
+		return !slices.ContainsFunc(conflict.Holds, func(h ledger.Hold) bool { return h.Device.Overlaps(ref) })
+	})
+}

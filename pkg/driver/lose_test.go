@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// ask prepares claims of one pod without kubelet in between.
+func (r *rig) ask(ctx context.Context, claims ...*resourceapi.ResourceClaim) error {
+	results, err := r.driver.PrepareResourceClaims(ctx, claims)
+	errs := []error{err}
+	for _, result := range results {
+		errs = append(errs, result.Err)
+	}
+	return errors.Join(errs...)
+}
+
+func TestWhatBecomesOfALoser(t *testing.T) {
+	secret := &ledger.Pod{UID: "p", Namespace: "team-b", Name: "secret"}
+	tests := []struct {
+		name    string
+		movable bool
+		holder  ledger.Verdict
+		outcome string
+		says    string
+	}{
+		{"somebody makes another pod", true, ledger.Running, outcomeCondemned, "the pod is evicted"},
+		{"nobody does", false, ledger.Running, outcomeWaiting, "the claim waits"},
+		{"the holder does not go in time", false, ledger.Terminating, outcomeDeadline, "the claim waits"},
+		{"the holder does not go, and somebody makes another pod", true, ledger.Terminating, outcomeCondemned, "the pod is evicted"},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			r := newRig(t, machine(8))
+			r.pods.movable.Store(test.movable)
+			r.takeByLimit(1, secret)
+			r.evidence.set(uuidOf(1), test.holder)
+			c := newClaim("a", "gpu-0", "gpu-1")
+			ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+			defer cancel()
+			err := r.ask(ctx, c)
+			if err == nil || !strings.Contains(err.Error(), "gpu-1 ("+uuidOf(1)+") is held by a pod in another namespace") || !strings.Contains(err.Error(), test.says) {
+				t.Errorf("error %v", err)
+			}
+			losers := r.ledger.Losers()
+			if len(losers) != 1 {
+				t.Fatalf("losers: %+v", losers)
+			}
+			l := losers[0]
+			if l.UID != "uid-a" || l.Namespace != "team-a" || l.Name != "a" || l.Condemned != (test.outcome == outcomeCondemned) ||
+				!slices.Equal(l.Devices, []device.Ref{{GPU: uuidOf(1)}}) || len(l.Pods) != 1 || l.Pods[0].UID != "pod-uid-a" {
+				t.Errorf("loser: %+v", l)
+			}
+			for what, text := range map[string]string{"error": fmt.Sprint(err), "events": r.events.all(), "loser": l.Message} {
+				if strings.Contains(text, "secret") || strings.Contains(text, "team-b") {
+					t.Errorf("%s tells too much: %s", what, text)
+				}
+			}
+			if n := r.metric("tandem_prepare_conflicts_total", "limit", test.outcome); n != 1 {
+				t.Errorf("%v conflicts counted", n)
+			}
+		})
+	}
+}
+
+func TestACondemnedClaimIsToldWhy(t *testing.T) {
+	r := newRig(t, machine(8))
+	r.pods.movable.Store(true)
+	r.takeByLimit(0, nil)
+	c := newClaim("a", "gpu-0")
+	if err := r.ask(t.Context(), c); err == nil {
+		t.Fatal("prepared")
+	}
+	r.releaseLimit(0)
+	err := r.ask(t.Context(), c)
+	if err == nil || !strings.Contains(err.Error(), "controller is evicting the pod") || !strings.Contains(err.Error(), "gpu-0") {
+		t.Error(err)
+	}
+	if events := r.events.all(); !strings.Contains(events, "team-a/a DeviceHeld: ") || !strings.Contains(events, "team-a/a ClaimCondemned: ") {
+		t.Error("events:", events)
+	}
+	if n := r.metric("tandem_prepare_conflicts_total"); n != 1 {
+		t.Error("one conflict was counted as", n)
+	}
+	r.ledger.Forgive("uid-a")
+	if err := r.ask(t.Context(), c); err != nil {
+		t.Error(err)
+	}
+}
+
+// bound is a limits pod that goes away after a moment.
+type bound chan struct{}
+
+func (b bound) Changed() <-chan struct{} { return b }
+
+func (b bound) Bound() []ledger.Bound {
+	select {
+	case <-b:
+		return nil
+	default:
+		return []ledger.Bound{{PodUID: "p", Devices: 8}}
+	}
+}
+
+func TestPrepareLetsLimitsGoFirst(t *testing.T) {
+	waiting := make(bound)
+	r := newRig(t, machine(8))
+	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: r.evidence, Queue: waiting})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer book.Close()
+	r.driver.Ledger = book
+	answer := make(chan error, 1)
+	go func() { answer <- r.ask(t.Context(), newClaim("a", "gpu-0")) }()
+	select {
+	case err := <-answer:
+		t.Fatal("did not wait:", err)
+	case <-time.After(20 * time.Millisecond):
+	}
+	close(waiting)
+	if err := <-answer; err != nil {
+		t.Fatal(err)
+	}
+	if err := r.ask(t.Context(), newClaim("b", "gpu-1")); err != nil {
+		t.Fatal(err)
+	}
+	if n := r.metric("tandem_prepare_yield_duration_seconds"); n != 1 {
+		t.Errorf("%v calls were counted as waiting, want 1", n)
+	}
+}
+
+// A GPU that is faulty or partitioned is none that a limits pod could get.
+func TestLimitDevices(t *testing.T) {
+	inv := machine(4, func(g *device.GPU) {
+		switch g.Minor {
+		case 1:
+			g.Health = device.Health{Reason: device.ReasonLost}
+		case 2:
+			g.MIGEnabled = true
+		}
+	})
+	if got, want := limitDevices(inv), []device.Ref{{GPU: uuidOf(0)}, {GPU: uuidOf(3)}}; !slices.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+}
