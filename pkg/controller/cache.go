@@ -40,6 +40,7 @@ func cacheOptions(driver, resource string) cache.Options {
 			&v1alpha1.GPUNode{}:          {},
 			&resourceapi.ResourceClaim{}: {Transform: trim(func(c *resourceapi.ResourceClaim) { trimClaim(c, driver) })},
 			&corev1.Node{}:               {Transform: trim(func(n *corev1.Node) { trimNode(n, corev1.ResourceName(resource)) })},
+			&resourceapi.DeviceClass{}:   {Transform: trim(trimClass)},
 			&corev1.Pod{}: {
 				Field:     fields.OneTermEqualSelector("status.phase", string(corev1.PodPending)),
 				Transform: trim(trimPod),
@@ -98,6 +99,12 @@ func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 			})
 		}
 	}
+}
+
+// trimClass keeps which driver's devices the class selects, and the resource that stands for it.
+func trimClass(class *resourceapi.DeviceClass) {
+	trimMeta(&class.ObjectMeta)
+	class.Spec = resourceapi.DeviceClassSpec{Selectors: class.Spec.Selectors, ExtendedResourceName: class.Spec.ExtendedResourceName}
 }
 
 // trimNode keeps how many GPUs there are for limits.

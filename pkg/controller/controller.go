@@ -13,15 +13,19 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
+	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	ctrlconfig "sigs.k8s.io/controller-runtime/pkg/config"
+	ctrlcontroller "sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 )
 
 // Leading survives an API server that restarts. It costs nothing that these times are long: a restarted container holds
@@ -91,15 +95,45 @@ func New(c Config) (*Controller, error) {
 
 // register adds the reconcilers.
 func (c *Controller) register(config Config) error {
-	if _, err := newMetrics(config.Registerer); err != nil {
+	measured, err := newMetrics(config.Registerer)
+	if err != nil {
 		return err
 	}
 	if err := c.manager.Add(notifier{c}); err != nil {
 		return fmt.Errorf("add runnable: %w", err)
 	}
-	claims := claimReader{c.manager.GetClient(), config.DriverName}
-	relay := &relay{client: c.manager.GetClient(), claims: claims}
-	return relay.register(c.manager)
+	writer, live := c.manager.GetClient(), c.manager.GetAPIReader()
+	recorder := c.manager.GetEventRecorder("tandem-controller")
+	claims := claimReader{writer, config.DriverName}
+	followed := &follower{live: live, metrics: measured, now: time.Now}
+	for _, r := range []interface{ register(manager.Manager) error }{
+		&relay{client: writer, claims: claims},
+		&allocatable{client: writer, claims: claims, resource: corev1.ResourceName(config.ResourceName), metrics: measured, now: time.Now},
+		&healer{client: writer, live: live, recorder: recorder, metrics: measured, follower: followed, now: time.Now},
+		followed,
+		&nudger{client: writer, live: live, claims: claims, metrics: measured, now: time.Now},
+		&explainer{client: writer, driver: config.DriverName, resource: config.ResourceName, recorder: recorder, now: time.Now},
+	} {
+		if err := r.register(c.manager); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// What fails is tried again soon: by default a request that has failed for a while, as while the API server was away, would
+// wait for a quarter of an hour.
+const (
+	firstRetry = 5 * time.Millisecond
+	lastRetry  = 5 * time.Second
+)
+
+// options of a reconciler with so many workers.
+func options(workers int) ctrlcontroller.Options {
+	return ctrlcontroller.Options{
+		MaxConcurrentReconciles: workers,
+		RateLimiter:             workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](firstRetry, lastRetry),
+	}
 }
 
 // notifier tells that the caches are filled, whether or not this process leads.

@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// RetryAnnotation on a pod makes kubelet look at it at once, and prepare its claims again; left alone it tries only after 60
+// to 90 s. Its value is a time and means nothing. An admission policy keeps the controller from writing anything else.
+const RetryAnnotation = "tandem-gpu.dev/retry"
+
+// Nudge is a claim that could be prepared now.
+type Nudge struct {
+	UID             types.UID
+	Namespace, Name string
+	// Patience is how long kubelet may take by itself before it is told.
+	Patience time.Duration
+}
+
+// Where kubelet is likely to be at it, it is left alone for a while.
+const (
+	expectedPatience   = 3 * time.Second
+	unpreparedPatience = 5 * time.Second
+)
+
+// Nudges are the claims of a node that kubelet could prepare now and is not known to be about to: losers that wait and whose
+// devices have become free; claims of before a reboot whose GPUs are kept for them; and claims that are allocated here and
+// that nobody has prepared, as when kubelet asked while the agent was away. A condemned claim is never among them. It is a
+// pure function.
+func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) []Nudge {
+	var nudges []Nudge
+	devices := map[string]v1alpha1.DeviceStatus{}
+	for _, device := range status.Devices {
+		devices[device.Name] = device
+	}
+	lost := map[types.UID]bool{}
+	for _, loser := range status.Losers {
+		lost[loser.UID] = true
+		if !loser.Condemned && !slices.ContainsFunc(loser.Devices, func(name string) bool { return taken(devices, name, loser.UID) }) {
+			nudges = append(nudges, Nudge{UID: loser.UID, Namespace: loser.Namespace, Name: loser.Name})
+		}
+	}
+	for _, claim := range claims {
+		if lost[claim.UID] || slices.ContainsFunc(claim.Devices, func(name string) bool { return taken(devices, name, claim.UID) }) {
+			continue
+		}
+		nudge := Nudge{UID: claim.UID, Namespace: claim.Namespace, Name: claim.Name, Patience: unpreparedPatience}
+		switch state, some := stateOf(devices, claim); {
+		case !some:
+			nudges = append(nudges, nudge)
+		case state == v1alpha1.HoldExpected:
+			nudge.Patience = expectedPatience
+			nudges = append(nudges, nudge)
+		}
+	}
+	return nudges
+}
+
+// taken reports whether a device cannot be prepared for the claim: unknown, faulty, or somebody else's.
+func taken(devices map[string]v1alpha1.DeviceStatus, name string, claim types.UID) bool {
+	device, ok := devices[name]
+	return !ok || device.Fault != "" || slices.ContainsFunc(device.Holders, func(h v1alpha1.DeviceHolder) bool {
+		return h.Kind != v1alpha1.HolderClaim || h.UID != claim
+	})
+}
+
+// stateOf is the state of a claim's holds: expected only if all are; none where one is missing.
+func stateOf(devices map[string]v1alpha1.DeviceStatus, claim v1alpha1.AllocatedClaim) (state v1alpha1.HoldState, some bool) {
+	state = v1alpha1.HoldExpected
+	for _, name := range claim.Devices {
+		at := slices.IndexFunc(devices[name].Holders, func(h v1alpha1.DeviceHolder) bool { return h.UID == claim.UID })
+		if at < 0 {
+			return "", false
+		}
+		if own := devices[name].Holders[at].State; own != v1alpha1.HoldExpected {
+			state = own
+		}
+	}
+	return state, true
+}
+
+// Nudgeable reports whether a pod is one that kubelet could start on the node if its claims were prepared: bound to it, living,
+// and with no container running. After a reboot its phase may still be Running. It is a pure function.
+func Nudgeable(pod *corev1.Pod, node string) bool {
+	if pod.Spec.NodeName != node || pod.DeletionTimestamp != nil || terminal(pod) {
+		return false
+	}
+	for _, statuses := range [][]corev1.ContainerStatus{pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses} {
+		if slices.ContainsFunc(statuses, func(s corev1.ContainerStatus) bool { return s.State.Running != nil }) {
+			return false
+		}
+	}
+	return true
+}
+
+// nudger annotates pods that kubelet could start now.
+type nudger struct {
+	client client.Client
+	// live reads pods from the API server: those that are not Pending are not watched, and of the others not everything is kept.
+	live    client.Reader
+	claims  claimReader
+	metrics *metrics
+	now     func() time.Time
+
+	mu    sync.Mutex
+	nodes map[string]map[types.UID]*patience
+}
+
+// patience is when it is time for the next nudge of a claim, and how long after it for the one that follows.
+type patience struct {
+	next     time.Time
+	interval time.Duration
+}
+
+// Between two nudges of one claim. What fails again and again is soon left to kubelet's own rhythm.
+const (
+	nudgeInterval    = 5 * time.Second
+	nudgeIntervalMax = 80 * time.Second
+)
+
+func (n *nudger) register(m manager.Manager) error {
+	err := builder.ControllerManagedBy(m).Named("nudge").
+		For(&v1alpha1.GPUNode{}).
+		Watches(&resourceapi.ResourceClaim{}, claimHandler(n.claims.driver)).
+		WithOptions(options(1)).
+		Complete(n)
+	if err != nil {
+		return fmt.Errorf("register nudge: %w", err)
+	}
+	return nil
+}
+
+// Reconcile implements reconcile.Reconciler for one node.
+func (n *nudger) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	node := &v1alpha1.GPUNode{}
+	if err := n.client.Get(ctx, request.NamespacedName, node); err != nil {
+		if apierrors.IsNotFound(err) {
+			n.due(request.Name, nil)
+			return reconcile.Result{}, nil
+		}
+		return reconcile.Result{}, err
+	}
+	claims, err := n.claims.on(ctx, request.Name)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	due, wait := n.due(request.Name, Nudges(node.Status, claims))
+	var errs []error
+	for _, nudge := range due {
+		errs = append(errs, n.nudge(ctx, request.Name, nudge))
+	}
+	return reconcile.Result{RequeueAfter: wait}, errors.Join(errs...)
+}
+
+// due picks those whose time has come, and says when the next one's will.
+func (n *nudger) due(node string, nudges []Nudge) (due []Nudge, wait time.Duration) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.nodes == nil {
+		n.nodes = map[string]map[types.UID]*patience{}
+	}
+	now, before, after := n.now(), n.nodes[node], map[types.UID]*patience{}
+	for _, nudge := range nudges {
+		p := before[nudge.UID]
+		if p == nil {
+			p = &patience{next: now.Add(nudge.Patience), interval: nudgeInterval}
+		}
+		after[nudge.UID] = p
+		if !now.Before(p.next) {
+			due = append(due, nudge)
+			p.next, p.interval = now.Add(p.interval), min(2*p.interval, nudgeIntervalMax)
+		}
+		if left := p.next.Sub(now); wait == 0 || left < wait {
+			wait = left
+		}
+	}
+	if n.nodes[node] = after; len(after) == 0 {
+		delete(n.nodes, node)
+	}
+	return due, wait
+}
+
+// nudge annotates the claim's pods on the node.
+func (n *nudger) nudge(ctx context.Context, node string, nudge Nudge) error {
+	claim := &resourceapi.ResourceClaim{}
+	if err := n.client.Get(ctx, types.NamespacedName{Namespace: nudge.Namespace, Name: nudge.Name}, claim); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if claim.UID != nudge.UID {
+		return nil
+	}
+	for _, consumer := range claim.Status.ReservedFor {
+		pod := &corev1.Pod{}
+		key := types.NamespacedName{Namespace: nudge.Namespace, Name: consumer.Name}
+		switch err := n.live.Get(ctx, key, pod); {
+		case apierrors.IsNotFound(err):
+			continue
+		case err != nil:
+			return fmt.Errorf("get pod %s: %w", key, err)
+		case pod.UID != consumer.UID, !Nudgeable(pod, node):
+			continue
+		}
+		if err := n.annotate(ctx, pod); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (n *nudger) annotate(ctx context.Context, pod *corev1.Pod) error {
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{
+		"uid":         pod.UID,
+		"annotations": map[string]string{RetryAnnotation: n.now().UTC().Format(time.RFC3339Nano)},
+	}})
+	if err != nil {
+		return fmt.Errorf("encode annotation: %w", err)
+	}
+	err = n.client.Patch(ctx, pod, client.RawPatch(types.MergePatchType, patch))
+	if err == nil {
+		n.metrics.nudges.Inc()
+		return nil
+	}
+	// A pod of the same name that came after it is none of this claim's.
+	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
+		return nil
+	}
+	return fmt.Errorf("annotate pod %s/%s: %w", pod.Namespace, pod.Name, err)
+}
