@@ -229,6 +229,8 @@ type fakeEvidence struct {
 	asked    int
 }
 
+func (e *fakeEvidence) Started(ledger.Hold) bool { return false }
+
 func (e *fakeEvidence) Verdict(h ledger.Hold) ledger.Verdict {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -317,6 +317,16 @@ func (p *Pods) Verdict(h ledger.Hold) ledger.Verdict {
 	return verdict
 }
 
+// Started implements ledger.Evidence. Where the kernel does not tell, the pod may have started.
+func (p *Pods) Started(h ledger.Hold) bool {
+	for _, pod := range h.Pods {
+		if cgroup, err := p.cgroups.Pod(pod.UID); err != nil || cgroup == CgroupBusy {
+			return true
+		}
+	}
+	return false
+}
+
 // Unsettled is how long the hold of a limit is still within Settling.
 func Unsettled(h ledger.Hold) time.Duration {
 	age := time.Since(h.Since)

@@ -441,3 +441,17 @@ func TestAwaitSyncEndsWithContext(t *testing.T) {
 		t.Error("synced without an informer")
 	}
 }
+
+func TestStarted(t *testing.T) {
+	for state, want := range map[int]bool{noGroup: false, emptyGroup: false, busyGroup: true} {
+		f := newTree(t)
+		f.v2("kubepods/burstable/podanchor", true)
+		f.group(podA, state)
+		if got := known(t, f).Started(limit(ledger.StateHeld, time.Second, podA)); got != want {
+			t.Errorf("cgroup state %d: started %v, want %v", state, got, want)
+		}
+	}
+	if !known(t, newTree(t)).Started(limit(ledger.StateHeld, time.Second, podA)) {
+		t.Error("a pod of which the kernel says nothing has not started")
+	}
+}

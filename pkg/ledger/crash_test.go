@@ -36,6 +36,7 @@ func TestMain(m *testing.M) {
 type judge func(Hold) Verdict
 
 func (j judge) Verdict(h Hold) Verdict { return j(h) }
+func (judge) Started(Hold) bool        { return false }
 
 func neverGone(Hold) Verdict { return Orphaned }
 

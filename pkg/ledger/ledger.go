@@ -120,6 +120,9 @@ const (
 // and the kernel, never from the network. Uncertainty is Running.
 type Evidence interface {
 	Verdict(Hold) Verdict
+	// Started reports whether a process of the pods of a limit's hold lives, or may. Kubelet asks for all that a pod gets before
+	// it starts anything of it (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, Allocate as an admission handler).
+	Started(Hold) bool
 }
 
 // ErrLocked is returned by Open when another process owns the run directory.

@@ -15,6 +15,7 @@ import (
 type verdicts map[string]ledger.Verdict
 
 func (v verdicts) Verdict(h ledger.Hold) ledger.Verdict { return v[h.Holder.ID] }
+func (verdicts) Started(ledger.Hold) bool               { return false }
 
 func open(t *testing.T, dir string, e ledger.Evidence) *ledger.Ledger {
 	t.Helper()
@@ -172,5 +173,23 @@ func TestAReusedLimitOutlivesAnOldRelease(t *testing.T) {
 	var conflict *ledger.ConflictError
 	if err := l.ReserveLimits(limit("a")); !errors.As(err, &conflict) {
 		t.Errorf("reuse of the GPU of an orphaned pod: %v", err)
+	}
+}
+
+// started says of every pod that it runs.
+type started struct{ verdicts }
+
+func (started) Started(ledger.Hold) bool { return true }
+
+// TestARunningPodAsksForNothing: what has a process is not the pod that is being admitted, whatever the API server has told
+// of it so far.
+func TestARunningPodAsksForNothing(t *testing.T) {
+	l := open(t, t.TempDir(), started{})
+	if err := l.ReserveLimits(limit("a")); err != nil {
+		t.Fatal(err)
+	}
+	var conflict *ledger.ConflictError
+	if err := l.ReserveLimits(limit("a")); !errors.As(err, &conflict) {
+		t.Errorf("a second pod got the GPU of one that runs: %v", err)
 	}
 }

@@ -8,7 +8,7 @@ import (
 )
 
 // ReserveLimits gives all devices or none, and never waits. An ID that a limit holds already is accepted as reuse inside
-// one pod (init containers, restarts), unless its pod is gone from the API server and may still run. Otherwise a
+// one pod (init containers), unless its pod runs, or is gone from the API server and may still run. Otherwise a
 // *ConflictError says who is in the way. Called for Allocate, which carries no pod: the pod is learnt later (Identify).
 func (l *Ledger) ReserveLimits(requests []LimitRequest) error {
 	if err := checkApart(requests); err != nil {
@@ -96,8 +96,8 @@ func (l *Ledger) take(holds []Hold) error {
 }
 
 // confirmReuse returns those holds of the same IDs that must not be reused: the pod they belong to is not known, or no
-// longer the business of the API server, so whoever asks now may be another one. Draining stays so until the evidence is
-// back that made it so.
+// longer the business of the API server, or runs already, so whoever asks now may be another one. Draining stays so until the
+// evidence is back that made it so.
 func (l *Ledger) confirmReuse(requests []LimitRequest) ([]Hold, error) {
 	l.mu.Lock()
 	var same []Hold
@@ -112,7 +112,7 @@ func (l *Ledger) confirmReuse(requests []LimitRequest) ([]Hold, error) {
 			if err := l.Release(h); err != nil {
 				return nil, err
 			}
-		case verdict == Orphaned, h.State == StateDraining, h.Unreadable:
+		case verdict == Orphaned, h.State == StateDraining, h.Unreadable, l.evidence.Started(h):
 			refused = append(refused, h)
 		}
 	}

@@ -227,6 +227,8 @@ type node struct {
 	running sync.Map
 }
 
+func (n *node) Started(Hold) bool { return false }
+
 func (n *node) Verdict(h Hold) Verdict {
 	if _, running := n.running.Load(h.Holder); running {
 		return Terminating
