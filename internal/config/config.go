@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package config turns defaults, the node configuration file, the environment and flags into one validated Config, in that
-// order of growing precedence. It reads settings and does nothing with them.
+// Package config turns defaults, the node configuration file, the environment, flags and the node's label into one validated
+// Config, in that order of growing precedence. It reads settings and does nothing with them.
 package config
 
 import (
@@ -18,18 +18,14 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// Mode says through which APIs a node serves its GPUs.
-type Mode string
-
-// ModeDual serves claims and limits from the same GPUs.
-const ModeDual Mode = "Dual"
-
 // Config of the node agent. Paths are as the agent sees them unless they say otherwise.
 type Config struct {
 	ConfigFile string
 	NodeName   string
 	Kubeconfig string
 	Mode       Mode
+	// Devices are read in ModeSplit only.
+	Devices []DeviceRule
 
 	DriverName   string
 	ResourceName string
@@ -158,6 +154,7 @@ func (c *Config) settings() []setting {
 		{"config", []string{"CONFIG_FILE"}, "node configuration `file` (version: v1)", text{&c.ConfigFile}},
 		{"node-name", nil, "`name` of this node", text{&c.NodeName}},
 		{"kubeconfig", nil, "kubeconfig `file`; empty inside a cluster", text{&c.Kubeconfig}},
+		{"mode", nil, "`mode` of the node: " + join(Modes) + "; the node's label " + ModeLabel + " overrides it", text{(*string)(&c.Mode)}},
 		{"driver-name", nil, "DRA driver `name`", text{&c.DriverName}},
 		{"resource-name", nil, "extended resource `name` of whole GPUs", text{&c.ResourceName}},
 		{"kubelet-dir", nil, "kubelet's root `directory`", text{&c.KubeletDir}},
@@ -261,9 +258,7 @@ func (c *Config) validate() error {
 	if problem := resourceNameProblem(c.ResourceName); problem != "" {
 		complain("resource-name", "%s", problem)
 	}
-	if c.Mode != ModeDual {
-		complain("config", "tandem.mode: %q is not a mode of this version, which knows %s", c.Mode, ModeDual)
-	}
+	errs = append(errs, c.modeProblems()...)
 	for _, p := range []struct{ flag, path string }{
 		{"kubelet-dir", c.KubeletDir}, {"run-dir", c.RunDir}, {"cdi-dir", c.CDIDir}, {"cgroup-root", c.CgroupRoot},
 		{"sysfs-root", c.SysfsRoot}, {"host-root", c.HostRoot},

@@ -128,7 +128,7 @@ tandem: {mode: Dual}
 func TestFileErrors(t *testing.T) {
 	tests := []struct{ name, content, want string }{
 		{"unknown key", "flags: {plugin: {passDevicesSpecs: true}}", `"flags.plugin.passDevicesSpecs"`},
-		{"unknown section", "tandem: {devices: []}", `"tandem.devices"`},
+		{"unknown section", "tandem: {device: []}", `"tandem.device"`},
 		{"wrong case", "flags: {Plugin: {}}", `"flags.Plugin"`},
 		{"twice the same key", "flags: {}\nflags: {}", `"flags" already set`},
 		{"wrong kind", "flags: {plugin: {passDeviceSpecs: 7}}", "flags.plugin.passDeviceSpecs"},
@@ -143,7 +143,16 @@ func TestFileErrors(t *testing.T) {
 		{"resources", "resources: {gpus: [{pattern: \"*\", name: nvidia.com/gpu}]}", "resources: not supported"},
 		{"strategy", "flags: {plugin: {deviceListStrategy: [cdi]}}", "invalid strategy: cdi"},
 		{"ID strategy", "flags: {plugin: {deviceIDStrategy: serial}}", `--device-id-strategy: "serial"`},
-		{"mode", "tandem: {mode: Split}", `tandem.mode: "Split" is not a mode`},
+		{"mode", "tandem: {mode: Both}", `tandem.mode: "Both" is not one of Dual, ClaimsOnly, LimitsOnly, Split`},
+		{"Split without devices", "tandem: {mode: Split}", "tandem.devices: is required"},
+		{"unknown key of a rule", "tandem: {devices: [{match: {index: 0, uid: x}, use: claims}]}", `"tandem.devices[0].match.uid"`},
+		{"no key", "tandem: {devices: [{match: {index: 0}, use: claims}, {match: {}, use: limits}]}", "tandem.devices[1].match: want exactly one"},
+		{"two keys", "tandem: {devices: [{match: {index: 0, model: x}, use: claims}]}", "tandem.devices[0].match: want exactly one"},
+		{"negative index", "tandem: {devices: [{match: {index: -1}, use: claims}]}", "tandem.devices[0].match.index: -1 is less"},
+		{"index in words", "tandem: {devices: [{match: {index: first}, use: claims}]}", "tandem.devices.match.index"},
+		{"no UUID", "tandem: {devices: [{match: {uuid: MIG-1}, use: claims}]}", `tandem.devices[0].match.uuid: "MIG-1" is no UUID`},
+		{"empty model", "tandem: {devices: [{match: {model: \"\"}, use: claims}]}", "tandem.devices[0].match.model: is empty"},
+		{"no use", "tandem: {devices: [{match: {index: 0}}]}", `tandem.devices[0].use: "" is neither claims nor limits`},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {

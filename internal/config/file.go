@@ -49,7 +49,8 @@ type fileFlags struct {
 }
 
 type fileTandem struct {
-	Mode *Mode `json:"mode"`
+	Mode    *Mode        `json:"mode"`
+	Devices []DeviceRule `json:"devices"`
 }
 
 func (c *Config) loadFile(path string) error {
@@ -91,6 +92,7 @@ func (c *Config) parseFile(data []byte) error {
 	setText(&c.DeviceIDStrategy, f.Flags.Plugin.DeviceIDStrategy)
 	setText(&c.CDIAnnotationPrefix, f.Flags.Plugin.CDIAnnotationPrefix)
 	set(&c.Mode, f.Tandem.Mode)
+	c.Devices = f.Tandem.Devices
 	return c.setStrategies(f.Flags.Plugin.DeviceListStrategy)
 }
 

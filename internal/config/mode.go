@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"errors"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// ModeLabel is the label by which a Node object overrides the mode of everything else that configures its agent.
+const ModeLabel = "tandem-gpu.dev/mode"
+
+// Mode says through which APIs a node serves its GPUs.
+type Mode string
+
+const (
+	// ModeDual serves claims and limits from the same GPUs.
+	ModeDual Mode = "Dual"
+	// ModeClaimsOnly serves claims and registers no device plugin.
+	ModeClaimsOnly Mode = "ClaimsOnly"
+	// ModeLimitsOnly serves limits and publishes no ResourceSlices.
+	ModeLimitsOnly Mode = "LimitsOnly"
+	// ModeSplit serves limits from the GPUs that the configuration names for them, and claims from the others.
+	ModeSplit Mode = "Split"
+)
+
+// Modes are all that there are.
+var Modes = []Mode{ModeDual, ModeClaimsOnly, ModeLimitsOnly, ModeSplit}
+
+// Claims reports whether the node makes its GPUs, or some of them, available to new claims.
+func (m Mode) Claims() bool { return m != ModeLimitsOnly }
+
+// Limits reports whether the node makes its GPUs, or some of them, available to new limits.
+func (m Mode) Limits() bool { return m != ModeClaimsOnly }
+
+// Use is the API that a GPU is for.
+type Use string
+
+const (
+	UseClaims Use = "claims"
+	UseLimits Use = "limits"
+)
+
+// DeviceRule says what some GPUs are for in ModeSplit. Those that no rule matches are for claims.
+type DeviceRule struct {
+	Match DeviceMatch `json:"match"`
+	Use   Use         `json:"use"`
+}
+
+// DeviceMatch names GPUs by exactly one of its fields.
+type DeviceMatch struct {
+	UUID *string `json:"uuid,omitempty"`
+	// Index is NVML's; it can change over a reboot.
+	Index *int `json:"index,omitempty"`
+	// Model is the product name, as the attribute productName has it.
+	Model *string `json:"model,omitempty"`
+}
+
+func (m DeviceMatch) matches(gpu device.GPU) bool {
+	switch {
+	case m.UUID != nil:
+		return gpu.UUID == *m.UUID
+	case m.Index != nil:
+		return gpu.Index == *m.Index
+	case m.Model != nil:
+		return gpu.ProductName == *m.Model
+	}
+	return false
+}
+
+func (m DeviceMatch) String() string {
+	switch {
+	case m.UUID != nil:
+		return "uuid " + *m.UUID
+	case m.Index != nil:
+		return fmt.Sprintf("index %d", *m.Index)
+	case m.Model != nil:
+		return fmt.Sprintf("model %q", *m.Model)
+	}
+	return "nothing"
+}
+
+// problems are what is wrong with a rule whatever the node has.
+func (r DeviceRule) problems(path string) []error {
+	var errs []error
+	complain := func(field, format string, args ...any) {
+		errs = append(errs, fmt.Errorf(path+field+": "+format, args...))
+	}
+	keys := 0
+	for _, set := range []bool{r.Match.UUID != nil, r.Match.Index != nil, r.Match.Model != nil} {
+		if set {
+			keys++
+		}
+	}
+	if keys != 1 {
+		complain(".match", "want exactly one of uuid, index and model")
+	}
+	if r.Match.UUID != nil && !strings.HasPrefix(*r.Match.UUID, "GPU-") {
+		complain(".match.uuid", "%q is no UUID of a GPU (nvidia-smi -L lists them)", *r.Match.UUID)
+	}
+	if r.Match.Index != nil && *r.Match.Index < 0 {
+		complain(".match.index", "%d is less than 0", *r.Match.Index)
+	}
+	if r.Match.Model != nil && *r.Match.Model == "" {
+		complain(".match.model", "is empty")
+	}
+	if r.Use != UseClaims && r.Use != UseLimits {
+		complain(".use", "%q is neither %s nor %s", string(r.Use), UseClaims, UseLimits)
+	}
+	return errs
+}
+
+// modeProblems judges mode and rules without knowing the node's GPUs. Rules without Split are for nodes whose label says Split.
+func (c *Config) modeProblems() []error {
+	var errs []error
+	if !slices.Contains(Modes, c.Mode) {
+		errs = append(errs, fmt.Errorf("tandem.mode: %q is not one of %s", string(c.Mode), join(Modes)))
+	}
+	for i, rule := range c.Devices {
+		errs = append(errs, rule.problems(fmt.Sprintf("tandem.devices[%d]", i))...)
+	}
+	if c.Mode == ModeSplit && len(c.Devices) == 0 {
+		errs = append(errs, errors.New("tandem.devices: is required by mode Split: say which GPUs are for limits"))
+	}
+	return errs
+}
+
+func join[T ~string](items []T) string {
+	var text []string
+	for _, item := range items {
+		text = append(text, string(item))
+	}
+	return strings.Join(text, ", ")
+}
+
+// ForNode is the configuration with what the Node object's label says, if it is there. The receiver was validated before.
+func (c Config) ForNode(label string, labelled bool) (Config, error) {
+	if !labelled {
+		return c, nil
+	}
+	c.Mode = Mode(label)
+	if err := errors.Join(c.modeProblems()...); err != nil {
+		return Config{}, fmt.Errorf("node label %s=%s: %w", ModeLabel, label, err)
+	}
+	return c, nil
+}
+
+// Equal reports whether an agent would do the same with both.
+func (c Config) Equal(other Config) bool { return reflect.DeepEqual(c, other) }
+
+// OfferedToClaims reports whether a GPU is for claims. It and OfferedToLimits are pure.
+func (c Config) OfferedToClaims(gpu device.GPU) bool {
+	return c.Mode.Claims() && (c.Mode != ModeSplit || c.uses(gpu, UseClaims))
+}
+
+// OfferedToLimits reports whether a GPU is for limits.
+func (c Config) OfferedToLimits(gpu device.GPU) bool {
+	return c.Mode.Limits() && (c.Mode != ModeSplit || c.uses(gpu, UseLimits))
+}
+
+// uses reports whether all rules that match a GPU agree on the use. One that rules disagree about is for nobody.
+func (c Config) uses(gpu device.GPU, use Use) bool {
+	matched := false
+	for _, rule := range c.Devices {
+		if rule.Match.matches(gpu) {
+			matched = true
+			if rule.Use != use {
+				return false
+			}
+		}
+	}
+	return matched || use == UseClaims
+}
+
+// CheckDevices holds the rules of Split against the GPUs of the node: a rule that matches none, and a GPU about which two rules
+// disagree, are mistakes. In other modes there are no such rules.
+func (c Config) CheckDevices(inv device.Inventory) error {
+	if c.Mode != ModeSplit {
+		return nil
+	}
+	return errors.Join(append(c.contradictions(inv), c.unmatched(inv)...)...)
+}
+
+// CheckContradictions is CheckDevices without the rules that match nothing: their GPU may be lost for now.
+func (c Config) CheckContradictions(inv device.Inventory) error {
+	if c.Mode != ModeSplit {
+		return nil
+	}
+	return errors.Join(c.contradictions(inv)...)
+}
+
+func (c Config) unmatched(inv device.Inventory) []error {
+	var errs []error
+	for i, rule := range c.Devices {
+		if !slices.ContainsFunc(inv.GPUs, rule.Match.matches) {
+			errs = append(errs, fmt.Errorf("tandem.devices[%d].match: no GPU of this node has %s", i, rule.Match))
+		}
+	}
+	return errs
+}
+
+func (c Config) contradictions(inv device.Inventory) []error {
+	var errs []error
+	for _, gpu := range inv.GPUs {
+		first := -1
+		for i, rule := range c.Devices {
+			switch {
+			case !rule.Match.matches(gpu):
+			case first < 0:
+				first = i
+			case c.Devices[first].Use != rule.Use:
+				errs = append(errs, fmt.Errorf("tandem.devices[%d] (%s) and tandem.devices[%d] (%s) want different uses of GPU %s (index %d)",
+					first, c.Devices[first].Match, i, rule.Match, gpu.UUID, gpu.Index))
+			}
+		}
+	}
+	return errs
+}
