@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode
+
+import (
+	"github.com/prometheus/client_golang/prometheus"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+)
+
+type metrics struct {
+	writes *prometheus.CounterVec
+	served prometheus.Gauge
+}
+
+func newMetrics() *metrics {
+	return &metrics{
+		writes: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "tandem_gpunode_writes_total",
+			Help: "Requests to change this node's GPUNode (create, status, delete) by result: ok, conflict (somebody else was faster), error.",
+		}, []string{"operation", "result"}),
+		served: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "tandem_gpunode_served",
+			Help: "1 while the API server serves GPUNodes to this agent, 0 while it does not: GPUs allocated to claims are then withdrawn from limits only once they are prepared.",
+		}),
+	}
+}
+
+func (m *metrics) wrote(operation string, err error) {
+	result := "ok"
+	switch {
+	case apierrors.IsConflict(err):
+		result = "conflict"
+	case err != nil:
+		result = "error"
+	}
+	m.writes.WithLabelValues(operation, result).Inc()
+}
+
+func (m *metrics) register(registerer prometheus.Registerer) (unregister func(), err error) {
+	var done []prometheus.Collector
+	unregister = func() {
+		for _, c := range done {
+			registerer.Unregister(c)
+		}
+	}
+	for _, c := range []prometheus.Collector{m.writes, m.served} {
+		if err := registerer.Register(c); err != nil {
+			unregister()
+			return nil, err
+		}
+		done = append(done, c)
+	}
+	return unregister, nil
+}

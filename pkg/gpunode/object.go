@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package gpunode is the agent's side of this node's GPUNode object: it makes the object and keeps it while the node lives,
+// writes into its status who has which GPU, and reads from its spec which GPUs the scheduler has given to claims. All of it
+// may be late or missing, and the agent serves both APIs without it: the ledger alone decides who owns a GPU.
+package gpunode
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// Node is this node's own object.
+type Node interface {
+	// UID is empty while there is no node object.
+	UID() types.UID
+	// Changed returns a channel that is closed at the next change; take it before reading.
+	Changed() <-chan struct{}
+}
+
+// Ledger knows who holds which device, and which claims lost theirs.
+type Ledger interface {
+	Holds() []ledger.Hold
+	Losers() []ledger.Loser
+	// Changed returns a channel that is closed at the next change of either; take it before reading.
+	Changed() <-chan struct{}
+}
+
+// Inventory tells which GPUs the node has.
+type Inventory interface {
+	Inventory() device.Inventory
+	// Changed returns a channel that is closed at the next change; take it before reading.
+	Changed() <-chan struct{}
+}
+
+// Acknowledged is what kubelet's device manager itself calls allocatable.
+type Acknowledged interface {
+	// Acknowledged returns the IDs; false while kubelet has not said, or what it said no longer counts.
+	Acknowledged() (ids []string, known bool)
+	// AcknowledgedChanged returns a channel that is closed at the next change; take it before reading.
+	AcknowledgedChanged() <-chan struct{}
+}
+
+// Config of an Object. Fields without a stated default are required.
+type Config struct {
+	// REST says how the API server is reached. Its content type does not matter.
+	REST     *rest.Config
+	NodeName string
+	// Mode of the node, as the status shows it.
+	Mode string
+	// LimitsResource is the extended resource that is served, empty for none.
+	LimitsResource string
+
+	Node      Node
+	Ledger    Ledger
+	Inventory Inventory
+	// Limits is nil where no limits are served.
+	Limits     Acknowledged
+	Registerer prometheus.Registerer
+}
+
+// times are the durations, shortened by tests.
+type times struct {
+	settle      time.Duration // from the first of several changes to the write of all of them
+	interval    time.Duration // between two writes of the status
+	firstRetry  time.Duration // after a failed write, doubled up to the last
+	lastRetry   time.Duration // where the API server may be back at any moment
+	lastRefused time.Duration // where somebody has to change something first
+}
+
+func defaultTimes() times {
+	return times{
+		settle:      50 * time.Millisecond,
+		interval:    time.Second,
+		firstRetry:  500 * time.Millisecond,
+		lastRetry:   5 * time.Second,
+		lastRefused: 30 * time.Second,
+	}
+}
+
+// Object is this node's GPUNode. Make it with New, use it with Run; its other methods are safe for concurrent use.
+type Object struct {
+	config  Config
+	times   times
+	client  rest.Interface
+	metrics *metrics
+	view    *view
+	running atomic.Bool
+}
+
+// New makes no request.
+func New(c Config) (*Object, error) {
+	switch {
+	case c.REST == nil || c.NodeName == "" || c.Node == nil || c.Ledger == nil || c.Inventory == nil || c.Registerer == nil:
+		return nil, errors.New("configure GPUNode: REST, NodeName, Node, Ledger, Inventory and Registerer are required")
+	case c.LimitsResource != "" && c.Limits == nil:
+		return nil, errors.New("configure GPUNode: Limits is required where limits are served")
+	}
+	client, err := newClient(c.REST)
+	if err != nil {
+		return nil, fmt.Errorf("configure GPUNode: %w", err)
+	}
+	return &Object{config: c, times: defaultTimes(), client: client, metrics: newMetrics(), view: newView()}, nil
+}
+
+// Run keeps the object until ctx is done, and leaves it: it is gone with its Node, and who reads it meanwhile wants to see
+// what was last known. Call it once. An API server that is away, or does not serve GPUNodes, or refuses them, is no error.
+func (o *Object) Run(ctx context.Context) error {
+	if o.running.Swap(true) {
+		return errors.New("keep GPUNode: it is kept already")
+	}
+	unregister, err := o.metrics.register(o.config.Registerer)
+	if err != nil {
+		return fmt.Errorf("keep GPUNode: register metrics: %w", err)
+	}
+	defer unregister()
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return o.watch(ctx) })
+	group.Go(func() error { o.write(ctx); return nil })
+	return group.Wait()
+}
+
+// Allocated returns the devices that are allocated to claims by the object's spec, whether or not they are prepared yet. It
+// answers from memory, and while the API server is away what it said last.
+func (o *Object) Allocated() []device.Ref {
+	inv := o.config.Inventory.Inventory()
+	var refs []device.Ref
+	for _, claim := range o.view.acting().Spec.Claims {
+		for _, name := range claim.Devices {
+			if gpu, known := inv.ByName(name); known {
+				refs = append(refs, gpu.Ref())
+			}
+		}
+	}
+	return refs
+}
+
+// Changed returns a channel that is closed when the object next changes; take it before Allocated.
+func (o *Object) Changed() <-chan struct{} { return o.view.Changed() }

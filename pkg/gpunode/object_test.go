@@ -1,0 +1,469 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// broadcast is a value with a channel that is closed when it changes.
+type broadcast[T any] struct {
+	mu      sync.Mutex
+	value   T
+	changed chan struct{}
+}
+
+func newBroadcast[T any](value T) *broadcast[T] {
+	return &broadcast[T]{value: value, changed: make(chan struct{})}
+}
+
+func (b *broadcast[T]) get() T {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.value
+}
+
+func (b *broadcast[T]) set(value T) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.value = value
+	close(b.changed)
+	b.changed = make(chan struct{})
+}
+
+func (b *broadcast[T]) Changed() <-chan struct{} {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.changed
+}
+
+type fakeNode struct{ *broadcast[types.UID] }
+
+func (f fakeNode) UID() types.UID { return f.get() }
+
+type fakeInventory struct{ *broadcast[device.Inventory] }
+
+func (f fakeInventory) Inventory() device.Inventory { return f.get() }
+
+type fakeLimits struct{ *broadcast[[]string] }
+
+func (f fakeLimits) Acknowledged() ([]string, bool)       { return f.get(), f.get() != nil }
+func (f fakeLimits) AcknowledgedChanged() <-chan struct{} { return f.Changed() }
+
+// running is evidence by which every holder runs.
+type running struct{}
+
+func (running) Verdict(ledger.Hold) ledger.Verdict { return ledger.Running }
+func (running) Started(ledger.Hold) bool           { return true }
+
+// fixture is a node with two GPUs, an agent's ledger, and an API server.
+type fixture struct {
+	*testing.T
+	api       *fakeAPI
+	node      fakeNode
+	ledger    *ledger.Ledger
+	inventory fakeInventory
+	limits    fakeLimits
+	registry  *prometheus.Registry
+	logger    klog.Logger
+}
+
+func newFixture(t *testing.T) *fixture {
+	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: running{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := book.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return &fixture{
+		T: t, api: newFakeAPI(t), node: fakeNode{newBroadcast[types.UID]("node-uid")}, ledger: book,
+		inventory: fakeInventory{newBroadcast(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1")}})},
+		limits:    fakeLimits{newBroadcast([]string{"GPU-0", "GPU-1"})},
+		registry:  prometheus.NewRegistry(),
+		logger:    ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true))),
+	}
+}
+
+// start runs an Object until the test ends or the returned function is called.
+func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
+	f.Helper()
+	o, err := New(Config{
+		REST: f.api.config(), NodeName: "node-1", Mode: "Dual", LimitsResource: "nvidia.com/gpu",
+		Node: f.node, Ledger: f.ledger, Inventory: f.inventory, Limits: f.limits, Registerer: f.registry,
+	})
+	if err != nil {
+		f.Fatal(err)
+	}
+	o.times = times{settle: time.Millisecond, interval: 10 * time.Millisecond, firstRetry: 10 * time.Millisecond,
+		lastRetry: 20 * time.Millisecond, lastRefused: 50 * time.Millisecond}
+	for _, s := range shorten {
+		s(&o.times)
+	}
+	ctx, cancel := context.WithCancel(klog.NewContext(context.Background(), f.logger))
+	done := make(chan error, 1)
+	go func() { done <- o.Run(ctx) }()
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-done; err != nil {
+			f.Errorf("Run: %v", err)
+		}
+	})
+	f.Cleanup(stop)
+	return o, stop
+}
+
+// patience bounds every wait; a test that needs it has failed.
+const patience = 20 * time.Second
+
+func (f *fixture) await(what string, condition func() bool) {
+	f.Helper()
+	for deadline := time.Now().Add(patience); !condition(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			f.Fatalf("never: %s; object %+v, writes %q", what, f.api.object("node-1"), f.api.written())
+		}
+	}
+}
+
+// awaitStatus waits for an object with a status that satisfies.
+func (f *fixture) awaitStatus(what string, condition func(v1alpha1.GPUNodeStatus) bool) *v1alpha1.GPUNode {
+	f.Helper()
+	f.await(what, func() bool {
+		o := f.api.object("node-1")
+		return o != nil && condition(o.Status)
+	})
+	return f.api.object("node-1")
+}
+
+// metric returns a counter or gauge with these values of its labels.
+func (f *fixture) metric(name string, labels ...string) float64 {
+	f.Helper()
+	families, err := f.registry.Gather()
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, family := range families {
+		for _, m := range family.GetMetric() {
+			var values []string
+			for _, l := range m.GetLabel() {
+				values = append(values, l.GetValue())
+			}
+			if family.GetName() == name && slices.Equal(values, labels) {
+				return m.GetCounter().GetValue() + m.GetGauge().GetValue()
+			}
+		}
+	}
+	return 0
+}
+
+func free(n int32) func(v1alpha1.GPUNodeStatus) bool {
+	return func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Total == 2 && s.Counts.Free == n }
+}
+
+func (f *fixture) hold(uid string, gpus ...string) {
+	f.Helper()
+	request := ledger.ClaimRequest{UID: uid, Namespace: "apps", Name: uid}
+	for _, g := range gpus {
+		request.Devices = append(request.Devices, device.Ref{GPU: g})
+	}
+	if _, err := f.ledger.ReserveClaim(f.Context(), request); err != nil {
+		f.Fatal(err)
+	}
+}
+
+func (f *fixture) release(uid string) {
+	f.Helper()
+	for _, h := range f.ledger.Holds() {
+		if h.Holder.ID == uid {
+			if err := f.ledger.Release(h); err != nil {
+				f.Fatal(err)
+			}
+		}
+	}
+}
+
+// quiet fails when anything is written within a few intervals.
+func (f *fixture) quiet() {
+	f.Helper()
+	before := f.api.written()
+	time.Sleep(100 * time.Millisecond) // nothing to wait for: nothing is to happen
+	if now := f.api.written(); len(now) != len(before) {
+		f.Errorf("wrote %q though nothing had changed", now[len(before):])
+	}
+}
+
+func TestCreatesAndReports(t *testing.T) {
+	f := newFixture(t)
+	f.start()
+	o := f.awaitStatus("a status with two free GPUs", free(2))
+	if len(o.OwnerReferences) != 1 || o.OwnerReferences[0].UID != "node-uid" || o.OwnerReferences[0].Kind != "Node" || o.OwnerReferences[0].Name != "node-1" {
+		t.Errorf("owned by %+v, want the node", o.OwnerReferences)
+	}
+	if got, want := f.api.written(), []string{"post node-1", "put node-1/status"}; !slices.Equal(got, want) {
+		t.Errorf("wrote %q, want %q", got, want)
+	}
+	f.quiet()
+
+	f.hold("c1", "GPU-0")
+	f.awaitStatus("the claim as holder", func(s v1alpha1.GPUNodeStatus) bool { return s.Holders == "gpu-0=apps/c1(claim)" })
+	f.limits.set([]string{"GPU-1"})
+	f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].Limits == v1alpha1.LimitsWithdrawn })
+	f.ledger.Lose(ledger.Loser{UID: "c2", Namespace: "apps", Name: "c2", Devices: []device.Ref{{GPU: "GPU-0"}}, Condemned: true})
+	f.awaitStatus("the loser", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Losers) == 1 && s.Losers[0].Condemned })
+	f.ledger.Forgive("c2")
+	f.awaitStatus("no loser", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Losers) == 0 })
+	f.inventory.set(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), faulty(gpu(1, "GPU-1"), device.ReasonLost, "")}})
+	f.awaitStatus("the fault", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Faulty == 1 })
+	f.release("c1")
+	f.awaitStatus("no holder", func(s v1alpha1.GPUNodeStatus) bool { return s.Holders == "" })
+	f.quiet()
+	if got := f.metric("tandem_gpunode_writes_total", "create", "ok"); got != 1 {
+		t.Errorf("%v creations are counted, want 1", got)
+	}
+}
+
+// TestAdoptsWhatIsThere: an agent that starts anew writes nothing when nothing has changed.
+func TestAdoptsWhatIsThere(t *testing.T) {
+	f := newFixture(t)
+	_, stop := f.start()
+	f.awaitStatus("a status", free(2))
+	stop()
+	before := len(f.api.written())
+	o, _ := f.start()
+	f.await("the object", func() bool { _, synced := o.view.current(); return synced })
+	f.quiet()
+	if now := f.api.written(); len(now) != before {
+		t.Errorf("wrote %q though nothing had changed", now[before:])
+	}
+}
+
+func TestAtMostOneWriteAnInterval(t *testing.T) {
+	f := newFixture(t)
+	const interval = 200 * time.Millisecond
+	f.start(func(s *times) { s.interval = interval })
+	f.awaitStatus("a status", free(2))
+	for i := range 60 {
+		f.hold(fmt.Sprint("c", i), "GPU-0")
+		time.Sleep(5 * time.Millisecond) // changes come one by one
+		f.release(fmt.Sprint("c", i))
+	}
+	f.hold("last", "GPU-0")
+	f.awaitStatus("the last change", func(s v1alpha1.GPUNodeStatus) bool { return s.Holders == "gpu-0=apps/last(claim)" })
+	f.api.set(func() {
+		if len(f.api.statuses) < 3 {
+			t.Errorf("%d writes, want one an interval while things change", len(f.api.statuses))
+		}
+		for i := 1; i < len(f.api.statuses); i++ {
+			// A request may be faster on its way than the one before.
+			if gap := f.api.statuses[i].Sub(f.api.statuses[i-1]); gap < interval*9/10 {
+				t.Errorf("writes %d and %d are %s apart", i-1, i, gap)
+			}
+		}
+	})
+}
+
+func TestSpec(t *testing.T) {
+	f := newFixture(t)
+	o, _ := f.start()
+	f.awaitStatus("a status", free(2))
+	if got := o.Allocated(); len(got) != 0 {
+		t.Errorf("%v are allocated before anybody said so", got)
+	}
+	changed := o.Changed()
+	f.api.writeSpec("node-1",
+		v1alpha1.AllocatedClaim{UID: "c1", Namespace: "apps", Name: "c1", Devices: []string{"gpu-1", "gpu-9"}})
+	<-changed
+	f.await("the allocation", func() bool { return slices.Equal(o.Allocated(), []device.Ref{{GPU: "GPU-1"}}) })
+	f.awaitStatus("the generation", func(s v1alpha1.GPUNodeStatus) bool { return s.ObservedGeneration == 2 })
+	// While the API server is away what it said last counts.
+	f.api.set(func() { f.api.broken = true })
+	f.api.interrupt()
+	if got := o.Allocated(); len(got) != 1 {
+		t.Errorf("%v are allocated while the API server is away, want what it said last", got)
+	}
+	f.api.set(func() { f.api.broken = false })
+	f.api.writeSpec("node-1")
+	f.await("that nothing is allocated", func() bool { return len(o.Allocated()) == 0 })
+}
+
+// TestConflict: somebody else writes at the same time.
+func TestConflict(t *testing.T) {
+	f := newFixture(t)
+	f.start()
+	f.awaitStatus("a status", free(2))
+	f.api.set(func() {
+		// The watch keeps silent about it.
+		o := f.api.objects["node-1"].DeepCopy()
+		o.ResourceVersion, o.Labels = "1000", map[string]string{"by": "somebody"}
+		f.api.version = 1000
+		f.api.objects["node-1"] = o
+	})
+	f.hold("c1", "GPU-0")
+	o := f.awaitStatus("the claim as holder", free(1))
+	if o.Labels["by"] != "somebody" {
+		t.Error("the other's change is lost")
+	}
+	if got := f.metric("tandem_gpunode_writes_total", "status", "conflict"); got != 1 {
+		t.Errorf("%v conflicts are counted, want 1", got)
+	}
+}
+
+func TestDeletedByHand(t *testing.T) {
+	f := newFixture(t)
+	f.start()
+	before := f.awaitStatus("a status", free(2))
+	f.api.drop("node-1")
+	f.await("another object", func() bool {
+		o := f.api.object("node-1")
+		return o != nil && o.UID != before.UID && o.Status.Counts.Free == 2
+	})
+	f.quiet()
+}
+
+// TestAnswerAfterDeletion: the watch says that the object is gone before the answer to our write arrives.
+func TestAnswerAfterDeletion(t *testing.T) {
+	v, object := newView(), &v1alpha1.GPUNode{}
+	object.UID, object.ResourceVersion = "1", "5"
+	v.observe(object)
+	v.vanish(object)
+	v.adopt(object)
+	if latest, _ := v.current(); latest != nil {
+		t.Error("an object that is gone was adopted")
+	}
+}
+
+// TestDeletedWhileAway: the watch never says that it is another object.
+func TestDeletedWhileAway(t *testing.T) {
+	f := newFixture(t)
+	f.start()
+	f.awaitStatus("a status", free(2))
+	f.api.set(func() {
+		f.api.version += 10
+		o := &v1alpha1.GPUNode{TypeMeta: f.api.objects["node-1"].TypeMeta}
+		o.Name, o.UID, o.ResourceVersion = "node-1", "made-by-hand", fmt.Sprint(f.api.version)
+		f.api.objects["node-1"] = o
+	})
+	f.hold("c1", "GPU-0")
+	o := f.awaitStatus("a status of an object that the node owns", func(s v1alpha1.GPUNodeStatus) bool {
+		o := f.api.object("node-1")
+		return free(1)(s) && len(o.OwnerReferences) == 1
+	})
+	if o.UID == "made-by-hand" {
+		t.Error("the object without an owner stays")
+	}
+}
+
+func TestNodeReplaced(t *testing.T) {
+	for _, finalizers := range []bool{false, true} {
+		t.Run(fmt.Sprintf("finalizers=%t", finalizers), func(t *testing.T) {
+			f := newFixture(t)
+			f.api.finalizers = finalizers
+			f.start()
+			before := f.awaitStatus("a status", free(2))
+			f.node.set("")
+			f.hold("c1", "GPU-0")
+			f.quiet()
+			f.node.set("another-uid")
+			if finalizers {
+				f.await("the deletion", func() bool { return f.api.object("node-1").DeletionTimestamp != nil })
+				f.quiet()
+				f.api.drop("node-1")
+			}
+			f.await("an object with the new owner", func() bool {
+				o := f.api.object("node-1")
+				return o != nil && o.UID != before.UID && o.OwnerReferences[0].UID == "another-uid" && o.Status.Counts.Free == 1
+			})
+			f.quiet()
+		})
+	}
+}
+
+// TestWithoutTheResource: neither the resource nor the right to it needs to be there, before or after.
+func TestWithoutTheResource(t *testing.T) {
+	for name, reason := range map[string]func(*fakeAPI) *bool{
+		"absent":  func(f *fakeAPI) *bool { return &f.absent },
+		"refused": func(f *fakeAPI) *bool { return &f.refused },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newFixture(t)
+			f.api.set(func() { *reason(f.api) = true })
+			o, _ := f.start()
+			f.await("several requests", func() bool { f.api.mu.Lock(); defer f.api.mu.Unlock(); return f.api.requests > 2 })
+			if got := o.Allocated(); got != nil {
+				t.Errorf("%v are allocated though nobody can say so", got)
+			}
+			if got := f.metric("tandem_gpunode_served"); got != 0 {
+				t.Errorf("served is %v, want 0", got)
+			}
+			f.api.set(func() { *reason(f.api) = false })
+			f.awaitStatus("a status once it is there", free(2))
+			if got := f.metric("tandem_gpunode_served"); got != 1 {
+				t.Errorf("served is %v, want 1", got)
+			}
+			buffer := f.logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+			if got := strings.Count(buffer, "Going on without GPUNodes"); got != 1 {
+				t.Errorf("said %d times that there are no GPUNodes, want once:\n%s", got, buffer)
+			}
+		})
+	}
+}
+
+// TestServerRestarts: whatever fails meanwhile is made up for afterwards, and the log has it once.
+func TestServerRestarts(t *testing.T) {
+	f := newFixture(t)
+	f.start()
+	f.awaitStatus("a status", free(2))
+	for i := range 3 {
+		f.api.set(func() { f.api.broken = true })
+		f.api.interrupt()
+		f.hold(fmt.Sprint("c", i), "GPU-0")
+		f.await("failures", func() bool {
+			return strings.Count(f.logger.GetSink().(ktesting.Underlier).GetBuffer().String(), "Cannot write the node's GPUNode") > i
+		})
+		f.api.set(func() { f.api.broken = false })
+		f.awaitStatus("the change", func(s v1alpha1.GPUNodeStatus) bool { return s.Holders == fmt.Sprintf("gpu-0=apps/c%d(claim)", i) })
+		f.release(fmt.Sprint("c", i))
+		f.awaitStatus("the release", free(2))
+	}
+	buffer := f.logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	if got := strings.Count(buffer, "Cannot write the node's GPUNode"); got != 3 {
+		t.Errorf("said %d times that it cannot write, want once each time", got)
+	}
+}
+
+// TestLapse: a condemnation ends by itself, and nobody announces it.
+func TestLapse(t *testing.T) {
+	w := writer{Object: &Object{config: Config{Ledger: newFixture(t).ledger}}}
+	if at := w.lapse(); !at.IsZero() {
+		t.Errorf("looks again at %s though nobody has lost", at)
+	}
+	book := w.config.Ledger.(*ledger.Ledger)
+	book.Lose(ledger.Loser{UID: "waits", Devices: []device.Ref{{GPU: "GPU-0"}}})
+	book.Lose(ledger.Loser{UID: "condemned", Devices: []device.Ref{{GPU: "GPU-0"}}, Condemned: true})
+	if in := time.Until(w.lapse()); in <= ledger.CondemnedFor-time.Minute || in > ledger.CondemnedFor {
+		t.Errorf("looks again in %s, want %s", in, ledger.CondemnedFor)
+	}
+}
+
+func TestConfigIsChecked(t *testing.T) {
+	if _, err := New(Config{}); err == nil {
+		t.Error("an empty configuration is accepted")
+	}
+}

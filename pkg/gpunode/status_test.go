@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode
+
+import (
+	"flag"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	"sigs.k8s.io/yaml"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+var update = flag.Bool("update", false, "rewrite golden files")
+
+func gpu(minor int, uuid string) device.GPU {
+	return device.GPU{UUID: uuid, Minor: minor, ProductName: "NVIDIA H100 80GB HBM3"}
+}
+
+func faulty(g device.GPU, reason, message string) device.GPU {
+	g.Health = device.Health{Reason: reason, Message: message}
+	return g
+}
+
+func claim(uid, name, gpu string, state ledger.State, pods ...ledger.Pod) ledger.Hold {
+	h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: uid}, Device: device.Ref{GPU: gpu}, State: state, Pods: pods}
+	if name != "" {
+		h.Namespace, h.Name = "apps", name
+	}
+	return h
+}
+
+func limit(gpu string, state ledger.State, pods ...ledger.Pod) ledger.Hold {
+	return ledger.Hold{
+		Holder: ledger.Holder{Kind: ledger.KindLimit, ID: gpu}, Device: device.Ref{GPU: gpu}, State: state,
+		Resource: "nvidia.com/gpu", Pods: pods,
+	}
+}
+
+func pod(uid, name string) ledger.Pod {
+	if name == "" {
+		return ledger.Pod{UID: uid}
+	}
+	return ledger.Pod{UID: uid, Namespace: "apps", Name: name}
+}
+
+func facts() Facts {
+	partition := claim("c4", "slice", "GPU-6", ledger.StateHeld)
+	partition.Device.Placement = device.Placement{Start: 2, Size: 1}
+	another := partition
+	another.Device.Placement = device.Placement{Start: 4, Size: 1}
+	return Facts{
+		Mode: "Dual", LimitsResource: "nvidia.com/gpu", Generation: 3,
+		Inventory: device.Inventory{GPUs: []device.GPU{
+			gpu(0, "GPU-0"), gpu(1, "GPU-1"), gpu(2, "GPU-2"), faulty(gpu(3, "GPU-3"), device.ReasonLost, "fell off the bus"),
+			gpu(4, "GPU-4"), gpu(5, "GPU-5"), gpu(6, "GPU-6"),
+			faulty(gpu(7, "GPU-7-before"), device.ReasonMissing, ""), gpu(7, "GPU-7"),
+		}},
+		Holds: []ledger.Hold{
+			claim("c1", "train", "GPU-0", ledger.StateHeld, pod("p2", "train-b"), pod("p1", "train-a")),
+			claim("c2", "", "GPU-1", ledger.StateExpected),
+			limit("GPU-2", ledger.StateHeld, pod("p3", "infer")),
+			claim("c3", "lost", "GPU-3", ledger.StateDraining),
+			limit("GPU-4", ledger.StateHeld),
+			limit("GPU-5", ledger.StateDraining, pod("p4", "")),
+			another, partition,
+		},
+		Losers: []ledger.Loser{
+			{UID: "c9", Namespace: "apps", Name: "late", Devices: []device.Ref{{GPU: "GPU-4"}, {GPU: "GPU-2"}, {GPU: "GPU-4"}},
+				Since: time.Date(2026, 11, 21, 10, 0, 0, 123456789, time.UTC), Condemned: true, Message: "device gpu-2 is held by a limits pod"},
+			{UID: "c8", Namespace: "apps", Name: "bare", Devices: []device.Ref{{GPU: "GPU-gone"}},
+				Since: time.Date(2026, 11, 21, 10, 0, 1, 0, time.UTC), Message: "device GPU-gone is held by a limits pod"},
+		},
+		Allocatable: []string{"GPU-2", "GPU-4", "GPU-7"}, Acknowledged: true,
+	}
+}
+
+// TestStatus compares with testdata/*.yaml, which -update rewrites.
+func TestStatus(t *testing.T) {
+	for name, change := range map[string]func(*Facts){
+		"busy":            func(*Facts) {},
+		"unacknowledged":  func(f *Facts) { f.Acknowledged = false },
+		"no-limits":       func(f *Facts) { f.Mode, f.LimitsResource = "ClaimsOnly", "" },
+		"no-gpus-at-all":  func(f *Facts) { *f = Facts{Mode: "Dual", LimitsResource: "nvidia.com/gpu"} },
+		"nothing-is-held": func(f *Facts) { f.Holds, f.Losers = nil, nil },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := facts()
+			change(&f)
+			got, err := yaml.Marshal(Status(f))
+			if err != nil {
+				t.Fatal(err)
+			}
+			path := filepath.Join("testdata", name+".yaml")
+			if *update {
+				if err := os.WriteFile(path, got, 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(string(want), string(got)); diff != "" {
+				t.Errorf("status differs from %s (-want +got):\n%s", path, diff)
+			}
+		})
+	}
+}
+
+// TestStatusIsStable: the same facts in another order, and what the API server gives back, must not look like a change.
+func TestStatusIsStable(t *testing.T) {
+	want := Status(facts())
+	for range 20 {
+		f := facts()
+		shuffle(f.Holds)
+		shuffle(f.Losers)
+		shuffle(f.Allocatable)
+		for _, h := range f.Holds {
+			shuffle(h.Pods)
+		}
+		if got := Status(f); !apiequality.Semantic.DeepEqual(got, want) {
+			t.Fatalf("another order gives another status:\n%s", cmp.Diff(want, got))
+		}
+	}
+	stored, err := yaml.Marshal(want)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var back v1alpha1.GPUNodeStatus
+	if err := yaml.Unmarshal(stored, &back); err != nil {
+		t.Fatal(err)
+	}
+	if !apiequality.Semantic.DeepEqual(back, want) {
+		t.Errorf("stored and read, the status is another:\n%s", cmp.Diff(want, back))
+	}
+}
+
+func shuffle[T any](list []T) {
+	rand.Shuffle(len(list), func(i, j int) { list[i], list[j] = list[j], list[i] })
+}

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode
+
+import (
+	"context"
+	"time"
+
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// writer makes the object and its status what they should be, one step at a time.
+type writer struct {
+	*Object
+	// wrote is when the status was last written.
+	wrote time.Time
+	// dirty is since when something is to be written; zero for nothing.
+	dirty time.Time
+	// failures in a row, the last of which allows no write before retry.
+	failures int
+	retry    time.Time
+	// said is set once the log has the failure, until a write succeeds.
+	said bool
+}
+
+// write follows everything that the object depends on until ctx is done.
+func (o *Object) write(ctx context.Context) {
+	w := writer{Object: o}
+	for ctx.Err() == nil {
+		node, book, inventory, object := o.config.Node.Changed(), o.config.Ledger.Changed(), o.config.Inventory.Changed(), o.view.Changed()
+		var limits <-chan struct{}
+		if o.config.Limits != nil {
+			limits = o.config.Limits.AcknowledgedChanged()
+		}
+		var due <-chan time.Time
+		if again := w.look(ctx, time.Now()); !again.IsZero() {
+			due = time.After(time.Until(again))
+		}
+		select {
+		case <-ctx.Done():
+		case <-node:
+		case <-book:
+		case <-inventory:
+		case <-object:
+		case <-limits:
+		case <-due:
+		}
+	}
+}
+
+// step is what is to be done next.
+type step func(ctx context.Context) error
+
+// look does what is to be done now, at most one thing, and returns when to look again if nothing changes until then; zero for
+// never.
+func (w *writer) look(ctx context.Context, now time.Time) time.Time {
+	next := w.next()
+	if next == nil {
+		w.dirty, w.failures = time.Time{}, 0
+		return w.lapse()
+	}
+	if w.dirty.IsZero() {
+		w.dirty = now
+	}
+	if due := latest(w.dirty.Add(w.times.settle), w.wrote.Add(w.times.interval), w.retry); due.After(now) {
+		return due
+	}
+	if err := next(ctx); err != nil {
+		return w.failed(ctx, err)
+	}
+	w.failures, w.said = 0, false
+	return time.Now()
+}
+
+// next compares what there is with what should be; nil means that nothing is to be done, or nothing can be.
+func (w *writer) next() step {
+	object, synced := w.view.current()
+	node := w.config.Node.UID()
+	switch {
+	case !synced || node == "":
+		return nil
+	case object == nil:
+		return func(ctx context.Context) error {
+			created, err := w.create(ctx, node)
+			if err == nil {
+				w.view.adopt(created)
+			}
+			return err
+		}
+	case object.DeletionTimestamp != nil:
+		return nil
+	case !ownedBy(object, node):
+		return func(ctx context.Context) error {
+			klog.FromContext(ctx).Info("The node object was replaced, its GPUNode gets a new owner", "node", w.config.NodeName, "nodeUID", node)
+			if err := w.remove(ctx, object); err != nil {
+				return err
+			}
+			return w.refresh(ctx)
+		}
+	}
+	status := w.status()
+	if apiequality.Semantic.DeepEqual(object.Status, status) {
+		return nil
+	}
+	return func(ctx context.Context) error {
+		updated, err := w.updateStatus(ctx, object, status)
+		if err == nil {
+			w.wrote, w.dirty = time.Now(), time.Time{}
+			w.view.adopt(updated)
+		}
+		return err
+	}
+}
+
+// lapse is when time alone will change what the ledger says; zero for never.
+func (w *writer) lapse() time.Time {
+	var first time.Time
+	for _, l := range w.config.Ledger.Losers() {
+		if until := l.Until(); !until.IsZero() && (first.IsZero() || until.Before(first)) {
+			first = until
+		}
+	}
+	return first
+}
+
+func ownedBy(object *v1alpha1.GPUNode, node types.UID) bool {
+	owner := object.OwnerReferences
+	return len(owner) == 1 && owner[0].Kind == "Node" && owner[0].UID == node
+}
+
+func (o *Object) status() v1alpha1.GPUNodeStatus {
+	facts := Facts{
+		Mode: o.config.Mode, LimitsResource: o.config.LimitsResource, Generation: o.view.acting().Generation,
+		Inventory: o.config.Inventory.Inventory(), Holds: o.config.Ledger.Holds(), Losers: o.config.Ledger.Losers(),
+	}
+	if o.config.Limits != nil {
+		facts.Allocatable, facts.Acknowledged = o.config.Limits.Acknowledged()
+	}
+	return Status(facts)
+}
+
+// failed decides when to try again. Where somebody else was faster it looks at what there is and tries at once, the first
+// time.
+func (w *writer) failed(ctx context.Context, err error) time.Time {
+	if ctx.Err() != nil {
+		return time.Time{}
+	}
+	w.failures++
+	if overtaken(err) && w.refresh(ctx) == nil && w.failures == 1 {
+		return time.Now()
+	}
+	if !w.said {
+		w.said = true
+		klog.FromContext(ctx).Info("Cannot write the node's GPUNode, trying again", "reason", err.Error())
+	}
+	longest := w.times.lastRetry
+	if overtaken(err) || apierrors.IsForbidden(err) || apierrors.IsInvalid(err) {
+		longest = w.times.lastRefused
+	}
+	delay := longest
+	if doublings := w.failures - 1; doublings < 16 {
+		delay = min(longest, w.times.firstRetry<<doublings)
+	}
+	// All agents of the cluster lose one API server at once.
+	w.retry = time.Now().Add(wait.Jitter(delay, 0.2))
+	return w.retry
+}
+
+// overtaken says that the object is not what it was taken for.
+func overtaken(err error) bool {
+	return apierrors.IsConflict(err) || apierrors.IsNotFound(err) || apierrors.IsAlreadyExists(err)
+}
+
+func (w *writer) refresh(ctx context.Context) error {
+	object, err := w.get(ctx)
+	switch {
+	case apierrors.IsNotFound(err):
+		w.view.adopt(nil)
+	case err != nil:
+		return err
+	default:
+		w.view.adopt(object)
+	}
+	return nil
+}
+
+func latest(moments ...time.Time) time.Time {
+	last := moments[0]
+	for _, m := range moments[1:] {
+		if m.After(last) {
+			last = m
+		}
+	}
+	return last
+}
