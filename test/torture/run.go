@@ -115,7 +115,7 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	r := &run{Options: o, cluster: c, client: client, tally: &tally{counters: o.State.Counters}, trace: trace, started: time.Now()}
 	r.heals = &heals{tally: r.tally, known: map[string]bool{}}
 	r.watch = newWatch(client, node, gpusANode, r.tally, r.heals)
-	r.watch.say, r.watch.found = r.trace.say, r.doubleFound
+	r.watch.trace, r.watch.found = r.trace, r.doubleFound
 	r.heals.ownerOf = r.watch.ownerOfClaim
 	r.scraper = newScraper(client, c, r.tally)
 	r.faults = &saboteur{cluster: c, node: node, client: client, before: func(ctx context.Context, _ string) { r.scraper.scrape(ctx) }}

@@ -57,7 +57,7 @@ type watch struct {
 	heals   *heals
 	// found is called with each device that had two owners.
 	found func(ctx context.Context, double oracle.Double)
-	say   func(format string, args ...any)
+	trace *trace
 
 	mu    sync.Mutex
 	lives map[string]*life
@@ -118,7 +118,7 @@ func (w *watch) lookAround(ctx context.Context, group *errgroup.Group) error {
 		if err != nil {
 			return err
 		}
-		w.note(glimpse)
+		w.keep(glimpse)
 		for _, suspicion := range glimpse.Suspicions() {
 			if w.first(suspicion) {
 				group.Go(func() error { return w.confirm(ctx, suspicion) })
@@ -159,18 +159,22 @@ func (w *watch) confirm(ctx context.Context, s oracle.Suspicion) error {
 	}
 	if double, guilty := w.memory.Judge(s); guilty {
 		w.tally.add(func(c *Counters) { c.DoublyOwned++ })
-		w.say("DOUBLY OWNED: %s; %s", double, s)
+		w.trace.say("DOUBLY OWNED: %s; %s", double, s)
 		w.found(ctx, double)
 	}
 	return nil
 }
 
-// note keeps what was seen, and counts the pods that wait while the other API has what they would need.
-func (w *watch) note(glimpse oracle.Glimpse) {
+func (w *watch) keep(glimpse oracle.Glimpse) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.looks++
 	w.seen = glimpse.Pods()
+	w.compare()
+}
+
+// compare counts the pods that wait while the other API has what they would need. Under mu.
+func (w *watch) compare() {
 	taken := map[oracle.API]map[oracle.Number]bool{oracle.Claim: {}, oracle.Limits: {}}
 	all := map[oracle.Number]bool{}
 	for uid, numbers := range w.seen {
@@ -226,7 +230,7 @@ func (w *watch) podSeen(pod *corev1.Pod) {
 			w.tally.add(func(c *Counters) { c.Ended++ })
 		} else {
 			w.tally.add(func(c *Counters) { c.FailedAdmissions++ })
-			w.say("failed admission: %s/%s: %s: %s", pod.Namespace, pod.Name, pod.Status.Reason, pod.Status.Message)
+			w.trace.note("failed admission: %s/%s: %s: %s", pod.Namespace, pod.Name, pod.Status.Reason, pod.Status.Message)
 		}
 	}
 }

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"reflect"
+	"slices"
+	"testing"
+	"time"
+)
+
+func TestAPlanDependsOnTheSeedOnly(t *testing.T) {
+	for round := range 5 {
+		first, again := PlanRound(7, round, 100, Usual()), PlanRound(7, round, 100, Usual())
+		if !reflect.DeepEqual(first, again) {
+			t.Fatalf("round %d of one seed was drawn differently", round)
+		}
+	}
+	if reflect.DeepEqual(PlanRound(7, 0, 100, Usual()).Ops, PlanRound(8, 0, 100, Usual()).Ops) {
+		t.Error("two seeds give the same plan")
+	}
+	if PlanRound(7, 0, 100, Usual()).Ops[0].Kind != Create || PlanRound(7, 1, 100, Usual()).Ops[0].Index != 100 {
+		t.Error("a round does not begin where the one before ended")
+	}
+}
+
+// TestAPlanIsSound: what is changed was created before and not deleted since, names are used once, and numbers are in bounds.
+func TestAPlanIsSound(t *testing.T) {
+	kinds := map[Kind]int{}
+	for seed := range uint64(30) {
+		there, used := map[string]Shape{}, map[string]bool{}
+		for _, op := range PlanRound(seed, int(seed%3), 100, Usual()).Ops {
+			kinds[op.Kind]++
+			for _, w := range op.Workloads {
+				if used[w.Name] {
+					t.Fatalf("seed %d: %s: the name was used before", seed, op)
+				}
+				used[w.Name], there[w.Name] = true, w.Shape
+				if w.GPUs < 1 || w.GPUs > 4 || w.Replicas < 1 || w.Replicas > 8 {
+					t.Errorf("seed %d: %s", seed, op)
+				}
+			}
+			if _, ok := there[op.Target]; op.Target != "" && !ok {
+				t.Fatalf("seed %d: %s: there is none", seed, op)
+			}
+			switch op.Kind {
+			case Delete:
+				delete(there, op.Target)
+			case Scale:
+				if there[op.Target] != Deployment {
+					t.Errorf("seed %d: %s is a %s", seed, op, there[op.Target])
+				}
+			case Join:
+				if there[op.Target] != Shared || op.Joined.Name != op.Target {
+					t.Errorf("seed %d: %s is a %s", seed, op, there[op.Target])
+				}
+			case Freeze:
+				if op.Pause < 50*time.Millisecond || op.Pause > 8*time.Second {
+					t.Errorf("seed %d: %s", seed, op)
+				}
+			}
+		}
+	}
+	for _, kind := range []Kind{Create, Burst, Scale, Join, DeletePod, Delete, Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade} {
+		if kinds[kind] == 0 {
+			t.Errorf("30 rounds without any %s", kind)
+		}
+	}
+}
+
+func TestFaultsComeEvery25To50Operations(t *testing.T) {
+	last := -1
+	for _, op := range PlanRound(3, 0, 5000, Usual()).Ops {
+		if !op.IsFault() || op.Kind == Freeze {
+			continue
+		}
+		if gap := op.Index - last; last >= 0 && (gap < 25 || gap > 50) {
+			t.Errorf("%s comes %d operations after the fault before", op, gap)
+		}
+		last = op.Index
+	}
+}
+
+func TestOperationsOnOneWorkloadKnowEachOther(t *testing.T) {
+	w := Workload{Name: "w1"}
+	if got := (Op{Workloads: []Workload{w, {Name: "w2"}}}).touches(); !slices.Equal(got, []string{"w1", "w2"}) {
+		t.Errorf("touches %v", got)
+	}
+	if got := (Op{Target: "w1"}).touches(); !slices.Equal(got, []string{"w1"}) {
+		t.Errorf("touches %v", got)
+	}
+}

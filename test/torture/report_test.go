@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+func TestTheLastLine(t *testing.T) {
+	c := Counters{
+		Ops: 5000, PlacedClaims: 1, PlacedLimits: 2, Contended: 3, Kills: 4, Conflicts: 5, Healed: 6, FailedAdmissions: 7,
+		HealTimes: []time.Duration{3 * time.Second, 300 * time.Millisecond, 400 * time.Millisecond},
+	}
+	want := "torture: seed=9 ops=5000 placed_claims=1 placed_limits=2 contended=3 kills=4 doubly_owned=0 stuck=0 leaked=0 " +
+		"conflicts=5 healed=6 heal_p50=400ms heal_p99=3s failed_admissions=7"
+	if got := c.Line(9); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+func TestTheVerdict(t *testing.T) {
+	good := Counters{PlacedClaims: 1, PlacedLimits: 1, Contended: 1, Kills: 1}
+	if err := good.Verdict(); err != nil {
+		t.Error(err)
+	}
+	for _, spoil := range []func(*Counters){
+		func(c *Counters) { c.DoublyOwned = 1 }, func(c *Counters) { c.Stuck = 1 }, func(c *Counters) { c.Leaked = 1 },
+	} {
+		bad := good
+		spoil(&bad)
+		if err := bad.Verdict(); !errors.Is(err, ErrFaults) {
+			t.Errorf("%+v: %v", bad, err)
+		}
+	}
+	for _, spoil := range []func(*Counters){
+		func(c *Counters) { c.PlacedClaims = 0 }, func(c *Counters) { c.PlacedLimits = 0 },
+		func(c *Counters) { c.Contended = 0 }, func(c *Counters) { c.Kills = 0 },
+	} {
+		empty := good
+		spoil(&empty)
+		if err := empty.Verdict(); !errors.Is(err, ErrNothingTested) {
+			t.Errorf("%+v: %v", empty, err)
+		}
+	}
+}
+
+// TestHealsAreTimedWhereTheyMayBe: with a fault at work, or without a free GPU, a heal counts and its time does not.
+func TestHealsAreTimedWhereTheyMayBe(t *testing.T) {
+	var counted tally
+	now := time.Now()
+	counted.healed(now.Add(-time.Second), now, true)
+	counted.healed(now.Add(-time.Second), now, false)
+	ended := counted.striking()
+	counted.healed(now.Add(-time.Second), time.Now().Add(time.Second), true)
+	ended()
+	counted.healed(time.Now().Add(time.Second), time.Now().Add(2*time.Second), true)
+	counted.healed(time.Now().Add(aftermath+time.Second), time.Now().Add(aftermath+3*time.Second), true)
+	if c := counted.now(); c.Healed != 5 || len(c.HealTimes) != 2 || c.Faults != 1 {
+		t.Errorf("counted %+v", c)
+	}
+}
+
+func TestCountersOutliveTheProcessesThatCount(t *testing.T) {
+	counted := tally{counters: Counters{Conflicts: 10}}
+	s := scraper{tally: &counted, last: map[string]reading{}}
+	for _, step := range []struct {
+		address string
+		now     reading
+		want    int
+	}{
+		{"a", reading{started: 1, conflicts: 3}, 13},
+		{"a", reading{started: 1, conflicts: 5}, 15},
+		{"b", reading{started: 1, conflicts: 1}, 16},
+		{"a", reading{started: 2, conflicts: 6}, 22},
+		{"a", reading{started: 2, conflicts: 6}, 22},
+		{"a", reading{conflicts: 1}, 23},
+	} {
+		s.count(step.address, step.now)
+		if got := counted.now().Conflicts; got != step.want {
+			t.Errorf("after %+v: %d conflicts, not %d", step, got, step.want)
+		}
+	}
+}
+
+func TestReadingMetrics(t *testing.T) {
+	text := "# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds 17\n" +
+		"# TYPE tandem_prepare_conflicts_total counter\ntandem_prepare_conflicts_total 2\n" +
+		"# TYPE tandem_allocate_conflicts_total counter\ntandem_allocate_conflicts_total{a=\"b\"} 3\ntandem_allocate_conflicts_total{a=\"c\"} 4\n"
+	if got, err := parse(strings.NewReader(text)); err != nil || got != (reading{17, 9}) {
+		t.Errorf("read %+v: %v", got, err)
+	}
+}
+
+// TestALossIsHealedByTheOwnersNextPod, and by nothing that was there before.
+func TestALossIsHealedByTheOwnersNextPod(t *testing.T) {
+	var counted tally
+	h := &heals{tally: &counted, known: map[string]bool{}, ownerOf: func(_, claim string) string {
+		return map[string]string{"lost": "owner"}[claim]
+	}}
+	since := time.Now().Add(-time.Second)
+	entry := func(name string, condemned bool) map[string]any {
+		return map[string]any{"uid": name, "namespace": "n", "name": name, "since": since.Format(time.RFC3339Nano), "condemned": condemned}
+	}
+	h.seen(&unstructured.Unstructured{Object: map[string]any{"status": map[string]any{"losers": []any{
+		entry("lost", true), entry("waits", false), entry("unknown", true),
+	}}}})
+	h.seen(&unstructured.Unstructured{Object: map[string]any{"status": map[string]any{"losers": []any{entry("lost", true)}}}})
+	if c := counted.now(); c.Condemned != 1 {
+		t.Fatalf("%d condemned", c.Condemned)
+	}
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "p"}}
+	h.placed(&life{pod: pod, owner: "owner", since: since.Add(-time.Second)}, time.Now())
+	h.placed(&life{pod: pod, owner: "other", since: since.Add(time.Second / 2)}, time.Now())
+	if c := counted.now(); c.Healed != 0 {
+		t.Fatalf("healed by another pod: %+v", c)
+	}
+	h.placed(&life{pod: pod, owner: "owner", since: since.Add(time.Second / 2)}, since.Add(800*time.Millisecond))
+	h.placed(&life{pod: pod, owner: "owner", since: since.Add(time.Second / 2)}, since.Add(900*time.Millisecond))
+	if c := counted.now(); c.Healed != 1 || len(c.HealTimes) != 1 || c.HealTimes[0] != 800*time.Millisecond {
+		t.Errorf("counted %+v", c)
+	}
+}
+
+// TestContended: a pod that waits while the other API has what it lacks counts once.
+func TestContended(t *testing.T) {
+	var counted tally
+	w := &watch{gpus: 2, tally: &counted, lives: map[string]*life{}, seen: map[string][]oracle.Number{}}
+	waiting := &corev1.Pod{Status: corev1.PodStatus{Phase: corev1.PodPending}}
+	w.lives["claim"] = &life{pod: waiting, ask: ask{oracle.Claim, 1}}
+	w.lives["limits"] = &life{pod: waiting, ask: ask{oracle.Limits, 2}}
+	holder := func(api oracle.API, gpus ...uint32) {
+		w.lives["holder"] = &life{pod: &corev1.Pod{}, ask: ask{api, len(gpus)}, placed: true}
+		w.seen = map[string][]oracle.Number{}
+		for _, g := range gpus {
+			w.seen["holder"] = append(w.seen["holder"], oracle.Number{Major: 195, Minor: g})
+		}
+	}
+	for _, step := range []struct {
+		api  oracle.API
+		gpus []uint32
+		want int
+	}{
+		{oracle.Limits, []uint32{0}, 0},    // one is free for the claim, and its own API has what the limits lack
+		{oracle.Limits, []uint32{0, 1}, 1}, // the claim waits for limits
+		{oracle.Limits, []uint32{0, 1}, 1},
+		{oracle.Claim, []uint32{0}, 2}, // the limits wait for a claim
+	} {
+		holder(step.api, step.gpus...)
+		w.compare()
+		if got := counted.now().Contended; got != step.want {
+			t.Errorf("%+v: contended %d", step, got)
+		}
+	}
+}

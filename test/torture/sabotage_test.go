@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"os/exec"
+	"path/filepath"
+	"testing"
+)
+
+// TestSabotagesCompile: what they replace is still there, and the product compiles without it.
+func TestSabotagesCompile(t *testing.T) {
+	root, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range Sabotages() {
+		overlay, err := s.overlay(root, t.TempDir())
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		args := []string{"build", "-overlay", overlay}
+		for _, c := range s.changes {
+			args = append(args, "./"+c.dir)
+		}
+		cmd := exec.Command("go", args...)
+		cmd.Dir = root
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%s: %v\n%s", s.Name, err, out)
+		}
+	}
+}
+
+func TestAMethodThatIsGoneIsNoticed(t *testing.T) {
+	s := Sabotage{Name: "none", changes: []change{{dir: "pkg/ledger", receiver: "Ledger", method: "NoSuchMethod"}}}
+	if _, err := s.overlay("../..", t.TempDir()); err == nil {
+		t.Error("nothing was replaced and nobody said so")
+	}
+}
