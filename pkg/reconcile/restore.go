@@ -139,28 +139,41 @@ func (r *Reconciler) restoreClaim(ctx context.Context, claim evidence.KubeletCla
 	return len(refs) < len(r.ofNode(devices)), nil
 }
 
-// devicesOf asks the API server, which alone knows what was allocated for admin access and so holds nothing. With the API
-// server away kubelet's own list counts: no Prepare can come before it is back. A claim that is gone or deallocated holds
-// what it had while a pod of it has a cgroup.
+// devicesOf are those that kubelet has been given for the claim: one that it has merely begun to prepare has none, and owns
+// nothing. The API server alone knows what was allocated for admin access and so holds nothing. With the API server away
+// kubelet's list counts as it is: no Prepare can come before it is back. What is no longer allocated to the claim is still
+// held while a pod of it has a cgroup.
 func (r *Reconciler) devicesOf(ctx context.Context, claim evidence.KubeletClaim) []evidence.PoolDevice {
+	if len(claim.Devices) == 0 {
+		return nil
+	}
 	current, err := r.Claims(claim.Namespace).Get(ctx, claim.Name, metav1.GetOptions{})
-	switch {
-	case err == nil && string(current.UID) == claim.UID && current.Status.Allocation != nil:
-		return r.usesOf(current).held
-	case err != nil && !apierrors.IsNotFound(err):
+	if err != nil && !apierrors.IsNotFound(err) {
 		klog.FromContext(ctx).Error(err, "Restoring a claim by kubelet's state alone", "claim", klog.KRef(claim.Namespace, claim.Name))
 		return claim.Devices
 	}
+	var now uses
+	if err == nil && string(current.UID) == claim.UID {
+		now = r.usesOf(current)
+	}
+	lives := r.mayLive(ctx, claim)
+	return slices.DeleteFunc(slices.Clone(claim.Devices), func(d evidence.PoolDevice) bool {
+		return slices.Contains(now.admin, d) || !lives && !slices.Contains(now.held, d)
+	})
+}
+
+// mayLive reports whether a pod of the claim has a cgroup, or nobody knows.
+func (r *Reconciler) mayLive(ctx context.Context, claim evidence.KubeletClaim) bool {
 	for _, uid := range claim.PodUIDs {
 		cgroup, err := r.Cgroups.Pod(uid)
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "Restoring a claim without knowing whether its pod lives", "podUID", uid, "claim", klog.KRef(claim.Namespace, claim.Name))
 		}
 		if err != nil || cgroup != evidence.CgroupAbsent {
-			return claim.Devices
+			return true
 		}
 	}
-	return nil
+	return false
 }
 
 // uses are the devices that a claim's allocation names: to hold, or for admin access.

@@ -33,7 +33,10 @@ func TestRestore(t *testing.T) {
 		{"pod resources", func(g *rig) {
 			g.checkpoint("ended", "GPU-2")
 			g.used = []evidence.UsedDevice{{ID: "GPU-1", Resource: resource}, {ID: "GPU-2", Resource: resource}}
-			g.usedBy = []evidence.UsedClaim{{Namespace: "apps", Claim: "one"}, {Namespace: "apps", Claim: "deleted"}}
+			g.usedBy = []evidence.UsedClaim{
+				{Namespace: "apps", Claim: "one", Devices: []evidence.PoolDevice{{Pool: node, Device: "gpu-0"}}},
+				{Namespace: "apps", Claim: "deleted", Devices: []evidence.PoolDevice{{Pool: node, Device: "gpu-3"}}},
+			}
 			g.claim("one", "c1", "gpu-0")
 		}, []string{"GPU-0: claim c1 expected []", "GPU-1: limit GPU-1 expected []"}},
 		{"claims after a reboot, one of them for admin access", func(g *rig) {
@@ -41,6 +44,15 @@ func TestRestore(t *testing.T) {
 			g.claim("monitor", "c2", "admin:gpu-0", "admin:gpu-1", "admin:gpu-2")
 			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1", "gpu-2"}}, kubeletClaim{"c2", "monitor", []string{"p2"}, []string{"gpu-0", "gpu-1", "gpu-2"}})
 		}, []string{"GPU-1: claim c1 expected [p1]", "GPU-2: claim c1 expected [p1]"}},
+		{"a claim that kubelet has begun to prepare and was not given", func(g *rig) {
+			g.claim("one", "c1", "gpu-1")
+			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, nil})
+		}, nil},
+		{"a claim that was allocated anew while a pod still runs with what it had", func(g *rig) {
+			g.claim("one", "c1", "gpu-2")
+			g.group("p1", true)
+			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1"}})
+		}, []string{"GPU-1: claim c1 expected [p1]"}},
 		{"claims with the API server away", func(g *rig) {
 			g.away = true
 			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1"}})
