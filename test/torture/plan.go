@@ -225,7 +225,7 @@ var frozen = []Fault{
 const (
 	minFreeze, maxFreeze = 50 * time.Millisecond, 8 * time.Second
 	maxDown              = 4 * time.Second
-	maxDwell             = 2400 * time.Millisecond
+	maxDwell             = 4800 * time.Millisecond
 )
 
 // PlanRound draws a round: size operations from index number*size on.

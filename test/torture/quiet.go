@@ -49,6 +49,18 @@ func (s snapshot) restless() map[string]string {
 	return problems
 }
 
+// disagree compares running pods with what kubelet believes to have given them, by "namespace/name".
+func (s snapshot) disagree(granted map[string][]oracle.Number) map[string]string {
+	problems := map[string]string{}
+	for _, pod := range s.pods {
+		sees, given := minors(s.seen[string(pod.UID)]), minors(granted[pod.Namespace+"/"+pod.Name])
+		if pod.Status.Phase == corev1.PodRunning && pod.DeletionTimestamp == nil && !slices.Equal(sees, given) {
+			problems[pod.Name] = fmt.Sprintf("sees %v and kubelet has given it %v", sees, given)
+		}
+	}
+	return problems
+}
+
 func (s snapshot) problemOf(pod corev1.Pod, asked ask, taken map[uint32]bool) string {
 	sees := s.seen[string(pod.UID)]
 	switch {

@@ -129,3 +129,14 @@ func TestPodsOfOneClaimAreFriends(t *testing.T) {
 		t.Errorf("problems: %v", problems)
 	}
 }
+
+func TestKubeletAndContainersDisagree(t *testing.T) {
+	s := &scene{snapshot{seen: map[string][]oracle.Number{}, gpus: 8}}
+	s.pod("a", oracle.Limits, 1, corev1.PodRunning, 2)
+	s.pod("b", oracle.Limits, 1, corev1.PodRunning, 3)
+	s.pod("c", oracle.Limits, 1, corev1.PodPending)
+	given := map[string][]oracle.Number{"/a": {{Major: 195, Minor: 2}}, "/b": {{Major: 195, Minor: 4}}}
+	if problems := s.disagree(given); len(problems) != 1 || problems["b"] == "" {
+		t.Errorf("problems: %v", problems)
+	}
+}

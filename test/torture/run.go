@@ -298,7 +298,9 @@ func (r *run) settle(ctx context.Context, u user) error {
 	}
 	r.trace.say("at rest after %s", time.Since(ended).Round(100*time.Millisecond))
 	if len(problems) == 0 {
-		return nil
+		if problems, err = r.disagreements(ctx, u); err != nil || len(problems) == 0 {
+			return err
+		}
 	}
 	var lines []string
 	for _, name := range slices.Sorted(maps.Keys(problems)) {
@@ -333,6 +335,27 @@ func (r *run) awaitRest(ctx context.Context, u user) (problems map[string]string
 		rest(ctx, lookAgain)
 		if ctx.Err() != nil {
 			return nil, ctx.Err()
+		}
+	}
+}
+
+// disagreements compares what kubelet believes to have given to the running pods with what their containers see. It asks once
+// things are at rest: while pods are admitted the question does harm.
+func (r *run) disagreements(ctx context.Context, u user) (map[string]string, error) {
+	ctx, cancel := context.WithTimeout(ctx, opPatience)
+	defer cancel()
+	for {
+		granted, err := oracle.Granted(ctx, r.auditor.node)
+		var now snapshot
+		if err == nil {
+			now, err = r.snapshot(ctx, u)
+		}
+		if err == nil {
+			return now.disagree(granted), nil
+		}
+		rest(ctx, lookAgain)
+		if ctx.Err() != nil {
+			return nil, err
 		}
 	}
 }

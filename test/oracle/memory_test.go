@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package oracle
+
+import (
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
+)
+
+// glimpse of pods that see one device each, in processes that live as long as the test does.
+func glimpse(t *testing.T, minors map[string]uint32) Glimpse {
+	t.Helper()
+	started, err := startTime("/proc/self")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var g Glimpse
+	for _, pod := range slices.Sorted(maps.Keys(minors)) {
+		g.sightings = append(g.sightings, sighting{
+			node: node, pid: os.Getpid(), started: started, pod: pod, container: id(pod),
+			devices: []Device{{Number: Number{nvidiaMajor, minors[pod]}}},
+		})
+	}
+	return g
+}
+
+func theOnly(t *testing.T, g Glimpse) Suspicion {
+	t.Helper()
+	found := g.Suspicions()
+	if len(found) != 1 {
+		t.Fatalf("suspicions: %v", found)
+	}
+	return found[0]
+}
+
+func TestSuspicionsNeedTwoLiveProcesses(t *testing.T) {
+	g := glimpse(t, map[string]uint32{"a": 1, "b": 1, "c": 2})
+	if key := theOnly(t, g).Key(); !strings.Contains(key, id("a")) || !strings.Contains(key, id("b")) {
+		t.Errorf("suspects %s", key)
+	}
+	g.sightings[1].started += "0"
+	if found := g.Suspicions(); len(found) > 0 {
+		t.Errorf("one of the two has ended: %v", found)
+	}
+	same := glimpse(t, map[string]uint32{"a": 1})
+	same.sightings = append(same.sightings, same.sightings[0])
+	if found := same.Suspicions(); len(found) > 0 {
+		t.Errorf("two containers of one pod: %v", found)
+	}
+}
+
+// TestMemoryOutlivesObjects: pods that shared a claim are one owner, also when the claim has moved on and they are gone; pods
+// that did not are two.
+func TestMemoryOutlivesObjects(t *testing.T) {
+	w := (&world{}).pod("a", claim("shared")).pod("b", claim("shared")).pod("l", limits(1))
+	m := NewMemory()
+	for i := range w.pods {
+		m.Pod(&w.pods[i])
+	}
+	shared := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: "shared", Namespace: "ns", UID: "u"}}
+	for _, device := range []string{"gpu-1", "gpu-2"} {
+		now := shared.DeepCopy()
+		now.Status.Allocation = &resourceapi.AllocationResult{}
+		now.Status.Allocation.Devices.Results = []resourceapi.DeviceRequestAllocationResult{{Driver: driverName, Pool: node, Device: device}}
+		m.Claim(now)
+	}
+	m.Claim(shared)
+	if double, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "b": 1}))); guilty {
+		t.Errorf("they share it: %s", double)
+	}
+	if _, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "l": 1}))); !guilty {
+		t.Error("a claim and limits are two owners")
+	}
+	if _, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "stranger": 1}))); !guilty {
+		t.Error("a pod that nobody knows is an owner of its own")
+	}
+	m.Forget("ns")
+	if _, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "b": 1}))); !guilty {
+		t.Error("what was forgotten is known no more")
+	}
+}
+
+func TestContainersBelow(t *testing.T) {
+	const uid = "0f5ef1a5-1111-4222-8333-944444444444"
+	for _, top := range []string{"sys/fs/cgroup", "sys/fs/cgroup/pids"} {
+		root := t.TempDir()
+		container := filepath.Join(root, top, "kubepods/besteffort/pod"+uid, id("c"))
+		for _, dir := range []string{container, filepath.Join(container, "nested")} {
+			if err := os.MkdirAll(dir, 0o755); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte("12\n13\n"), 0o644); err != nil {
+				t.Fatal(err)
+			}
+		}
+		found, err := containersBelow(root)
+		if err != nil || len(found) != 1 || found[0].pod != uid || found[0].id != id("c") {
+			t.Fatalf("found %+v: %v", found, err)
+		}
+		if pids, err := processesBelow(found[0].path); err != nil || !slices.Equal(pids, []int{12, 13, 12, 13}) {
+			t.Errorf("processes %v: %v", pids, err)
+		}
+	}
+}
+
+func TestReadingWhatKubeletGranted(t *testing.T) {
+	known := gpus{{nvidiaMajor, 5}: {UUID: "GPU-5"}}
+	got := known.granted(&podresources.ListPodResourcesResponse{PodResources: []*podresources.PodResources{
+		{Namespace: "ns", Name: "limits", Containers: []*podresources.ContainerResources{{Devices: []*podresources.ContainerDevices{
+			{ResourceName: resourceName, DeviceIds: []string{"GPU-5"}}, {ResourceName: "else", DeviceIds: []string{"GPU-5"}},
+		}}}},
+		{Namespace: "ns", Name: "claim", Containers: []*podresources.ContainerResources{{DynamicResources: []*podresources.DynamicResource{{
+			ClaimResources: []*podresources.ClaimResource{{DriverName: driverName, DeviceName: "gpu-3"}, {DriverName: "else", DeviceName: "gpu-4"}},
+		}}}}},
+	}})
+	if !slices.Equal(got["ns/limits"], []Number{{nvidiaMajor, 5}}) || !slices.Equal(got["ns/claim"], []Number{{nvidiaMajor, 3}}) {
+		t.Errorf("granted %v", got)
+	}
+}
