@@ -60,6 +60,10 @@ torture-selftest: ## with Tandem sabotaged, the torture's oracle must find fault
 torture-down: ## remove the cluster that an interrupted torture has left
 	$(call run,torture) down $(if $(DIR),-dir $(DIR))
 
+.PHONY: simulation
+simulation: ## a million steps of a modelled node and cluster, the same again for the same seed (STEPS=50000 SEED=7)
+	go test -count=1 -timeout 60m -run 'TestSimulation$$' -v ./test/simulation -seed $(or $(SEED),0) $(if $(STEPS),-steps $(STEPS),-steps 1000000 -full)
+
 .PHONY: bench
 bench: ## what Prepare, Allocate and start-up cost, against a real API server
 	$(call run,bench)
