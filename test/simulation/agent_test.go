@@ -1,0 +1,497 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulation
+
+import (
+	"context"
+	"runtime"
+	"slices"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/record"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/driver"
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/legacy"
+	"github.com/tandem-gpu/tandem/pkg/reconcile"
+)
+
+// agent is one life of the product's node agent: its parts are real, its loops and its transport are the simulation's.
+type agent struct {
+	*simulation
+	life       *life
+	book       *ledger.Ledger
+	pods       *evidence.Pods
+	reconciler *reconcile.Reconciler
+	driver     *driver.Driver
+	limits     *legacy.Plugin
+	offer      driver.Offer
+
+	restored, synced, serving, registering bool
+	stream                                 *stream
+	list                                   *pluginapi.ListAndWatchResponse
+	published                              *slice
+	loops                                  []*loop
+}
+
+// startAgent follows cmd/kubelet-plugin: the lock, what is known from before, the pods, and only then the two APIs.
+func (s *simulation) startAgent() {
+	a := &agent{simulation: s, life: newLife("agent")}
+	s.agent = a
+	if err := a.open(); err != nil {
+		s.fail("the agent does not start: %v", err)
+		return
+	}
+	if len(a.book.Holds()) > 0 {
+		s.hit(agentRestarts)
+	}
+	s.api.watch(a.life, "pod/", a.podChanged, func() {
+		if !a.synced {
+			a.synced = true
+			a.pods.Listed(time.Now())
+			a.serve()
+		}
+	})
+	s.after(a.life, 0, "restores holds", func() { s.spawn(a.life, "restore", a.restore) })
+}
+
+func (a *agent) restore(c *call) {
+	if !a.faults.noRestore {
+		if err := a.reconciler.Restore(c.context(a.life.ctx)); err != nil {
+			a.fail("restore: %v", err)
+		}
+	}
+	if err := a.book.Provision(a.host.gpus); err != nil {
+		a.fail("provision: %v", err)
+	}
+	c.park("has restored")
+	a.restored = true
+	a.serve()
+}
+
+func (a *agent) open() (err error) {
+	cgroups := evidence.NewCgroups(a.host.cgroups())
+	if a.pods, err = evidence.NewPods(noClient{}, nodeName, cgroups); err != nil {
+		return err
+	}
+	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), Evidence: parkedEvidence{a.pods, a.simulation}, Now: stamp}
+	options.Queue = a.pods.Queue(resourceName)
+	options.Step = func(string) { a.diskStep() }
+	options.Turn = func(ctx context.Context) { turn(ctx, "tries to reserve") }
+	if a.book, err = ledger.Open(a.life.ctx, options); err != nil {
+		return err
+	}
+	book := parkedLedger{a.book, a.simulation}
+	if a.reconciler, err = reconcile.New(reconcile.Config{
+		Ledger: book, Pods: a.pods, Cgroups: cgroups, Resources: a, Claims: func(string) reconcile.Claims { return a },
+		Inventory: a, KubeletDir: a.host.kubeletDir(), NodeName: nodeName, DriverName: driverName, Resource: resourceName,
+	}); err != nil {
+		return err
+	}
+	a.offer.ReturnDelay = 200 * time.Millisecond
+	if a.driver, err = driver.New(driver.Config{
+		DriverName: driverName, NodeName: nodeName, KubeClient: noClient{}, KubeletDir: a.host.kubeletDir(),
+		Ledger: book, Inventory: a, Specs: a, Pods: parkedPods{a.pods}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
+	}); err != nil {
+		return err
+	}
+	a.limits, err = legacy.New(legacy.Config{
+		ResourceName: resourceName, NodeName: nodeName, Directory: a.host.kubeletDir(),
+		Inventory: a, Ledger: book, Specs: a, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
+	})
+	return err
+}
+
+// diskStep is where a process may die in the middle of a record.
+func (a *agent) diskStep() {
+	if a.current == nil || a.crashIn == 0 {
+		return
+	}
+	if a.crashIn--; a.crashIn == 0 {
+		a.crashed = true
+		a.hit(agentDiesOnDisk)
+		runtime.Goexit()
+	}
+}
+
+// serve begins when both what was before and what there is now are known.
+func (a *agent) serve() {
+	if !a.restored || !a.synced || a.serving {
+		return
+	}
+	a.serving = true
+	a.loop("settles holds", 10*time.Millisecond, func() []<-chan struct{} {
+		return []<-chan struct{}{a.pods.Changed(), a.book.Changed(), a.host.written}
+	}, func(c *call) time.Duration {
+		if a.faults.noRelease {
+			return never
+		}
+		wait, err := a.reconciler.Settle()
+		if err != nil {
+			return time.Second
+		}
+		return wait
+	})
+	a.loop("doubts holds", time.Second, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed()} }, func(c *call) time.Duration {
+		if a.faults.noRelease {
+			return never
+		}
+		wait, err := a.reconciler.Doubt(c.context(a.life.ctx))
+		if err != nil {
+			return min(wait, time.Minute)
+		}
+		return wait
+	})
+	a.loop("lists devices for limits", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed()} }, func(c *call) time.Duration {
+		return a.look()
+	})
+	a.loop("builds slices", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed()} }, func(c *call) time.Duration {
+		return a.publish()
+	})
+	// The library's slice controller repairs what somebody else changes.
+	a.api.watch(a.life, "slice/", func(_ string, _, after any) {
+		if now, _ := after.(*slice); a.published != nil && (now == nil || !slices.Equal(now.offered, a.published.offered)) {
+			a.after(a.life, 100*time.Millisecond, "repairs its slice", a.writeSlice)
+		}
+	}, nil)
+	a.look()
+	a.register(0)
+	a.kubelet.lookForPlugin()
+}
+
+const never = time.Duration(1<<63 - 1)
+
+// look sends the device list where it has changed.
+func (a *agent) look() time.Duration {
+	list, again := a.limits.Look(time.Now())
+	if list != a.list {
+		a.list = list
+		if a.stream != nil {
+			a.stream.lists = append(a.stream.lists, list)
+			a.kubelet.deliver(a.stream)
+		}
+	}
+	if again == 0 {
+		return never
+	}
+	return again
+}
+
+// publish writes the slice where it has changed.
+func (a *agent) publish() time.Duration {
+	now := time.Now()
+	built, next := a.offer.Slices(a.Inventory(), a.book.Holds(), a.version >= 36, now)
+	wanted := &slice{}
+	for _, s := range built {
+		for _, d := range s.Devices {
+			if len(d.Taints) > 0 {
+				wanted.withheld = append(wanted.withheld, d.Name)
+			} else {
+				wanted.offered = append(wanted.offered, d.Name)
+			}
+		}
+	}
+	if a.published == nil || !slices.Equal(a.published.offered, wanted.offered) {
+		a.published = wanted
+		a.writeSlice()
+	}
+	if next.IsZero() {
+		return never
+	}
+	return next.Sub(now)
+}
+
+func (a *agent) writeSlice() {
+	a.api.request(a.life, "writes its slice", func() {
+		if old, ok := get[*slice](a.api, "slice/"); !ok || !slices.Equal(old.offered, a.published.offered) {
+			a.api.put("slice/", a.published)
+		}
+	})
+}
+
+// refresh publishes again: kubelet has registered the driver, and had wiped the slices.
+func (a *agent) refresh() {
+	if a.published != nil {
+		a.writeSlice()
+	}
+}
+
+// register serves limits under a fresh name, as soon as there is a kubelet.
+func (a *agent) register(delay time.Duration) {
+	a.registering = true
+	a.after(a.life, delay+a.latency(), "registers for limits", func() {
+		if a.kubelet.life.over {
+			return // the next kubelet makes its socket anew
+		}
+		a.registering = false
+		e := &stream{agent: a, lists: []*pluginapi.ListAndWatchResponse{a.list}}
+		a.stream = e
+		a.kubelet.register(e)
+	})
+}
+
+// streamEnded is what the agent notices of a stream that kubelet dropped.
+func (a *agent) streamEnded(e *stream) {
+	if !e.ended && a.stream == e {
+		e.ended = true
+		a.stream = nil
+		a.register(100 * time.Millisecond)
+	}
+}
+
+func (a *agent) podChanged(_ string, before, after any) {
+	old, _ := before.(*pod)
+	now, _ := after.(*pod)
+	a.pods.Observe(podObject(old), podObject(now))
+}
+
+// loop is one of the agent's loops: it runs when one of its channels is closed, or when the time that it named has come.
+type loop struct {
+	*agent
+	name            string
+	gather          time.Duration
+	channels        func() []<-chan struct{}
+	body            func(*call) time.Duration
+	waiting         []<-chan struct{}
+	busy, scheduled bool
+	turns           int
+}
+
+func (a *agent) loop(name string, gather time.Duration, channels func() []<-chan struct{}, body func(*call) time.Duration) {
+	l := &loop{agent: a, name: name, gather: gather, channels: channels, body: body}
+	a.loops = append(a.loops, l)
+	l.soon(0)
+}
+
+func (l *loop) soon(delay time.Duration) {
+	l.scheduled = true
+	l.turns++
+	l.after(l.life, delay, l.name, func() {
+		l.scheduled, l.busy = false, true
+		l.waiting = l.channels()
+		l.spawn(l.life, l.name, func(c *call) {
+			wait := l.body(c)
+			c.park("has looked")
+			l.busy = false
+			if wait == never {
+				return
+			}
+			turns := l.turns
+			l.after(l.life, max(wait, 0), l.name+" (timer)", func() {
+				if l.turns == turns && !l.busy && !l.scheduled {
+					l.soon(0)
+				}
+			})
+		})
+	})
+}
+
+// poll is called after each step.
+func (l *loop) poll() {
+	if l.busy || l.scheduled || l.life.over {
+		return
+	}
+	for _, c := range l.waiting {
+		select {
+		case <-c:
+			delay := l.gather
+			if l.chance(3) {
+				delay += l.latency()
+			}
+			l.soon(delay)
+			return
+		default:
+		}
+	}
+}
+
+// What the product asks the agent for.
+
+func (a *agent) Inventory() device.Inventory      { return a.inventory }
+func (a *agent) Changed() <-chan struct{}         { return nil }
+func (a *agent) QualifiedName(uuid string) string { return "k8s.gpu.nvidia.com/gpu=" + uuid }
+func (a *agent) Ensure(ctx context.Context, _ ...string) error {
+	turn(ctx, "looks for CDI specs")
+	return nil
+}
+
+// List is kubelet's.
+func (a *agent) List(ctx context.Context, _, _ string) ([]evidence.UsedDevice, []evidence.UsedClaim, error) {
+	turn(ctx, "asks for pod resources")
+	return a.kubelet.list()
+}
+
+// Get is the API server's.
+func (a *agent) Get(ctx context.Context, name string, _ metav1.GetOptions) (*resourceapi.ResourceClaim, error) {
+	turn(ctx, "gets a claim")
+	if a.api.down {
+		return nil, errAway
+	}
+	c, ok := get[*claim](a.api, claimKey(name))
+	if !ok {
+		return nil, apierrors.NewNotFound(schema.GroupResource{Resource: "resourceclaims"}, name)
+	}
+	return resourceClaim(c), nil
+}
+
+type noClient struct{ kubernetes.Interface }
+
+// parkedEvidence lets something else happen before evidence is heard.
+type parkedEvidence struct {
+	ledger.Evidence
+	s *simulation
+}
+
+func (e parkedEvidence) Verdict(h ledger.Hold) ledger.Verdict {
+	e.s.pause("asks for evidence of " + h.Holder.ID)
+	if e.s.faults.noEvidence {
+		return ledger.Gone
+	}
+	return e.Evidence.Verdict(h)
+}
+
+func (e parkedEvidence) Started(h ledger.Hold) bool {
+	return !e.s.faults.noEvidence && e.Evidence.Started(h)
+}
+
+// parkedPods waits for pods that nobody has heard of in the schedule's time.
+type parkedPods struct{ *evidence.Pods }
+
+func (p parkedPods) Movable(ctx context.Context, claim ledger.ClaimRequest) bool {
+	c, _ := ctx.Value(callKey{}).(*call)
+	unknown := func(pod ledger.Pod) bool { return !p.Known(pod.UID) }
+	for began := time.Now(); time.Since(began) < time.Second && slices.ContainsFunc(claim.Pods, unknown); {
+		c.sleep(50*time.Millisecond, "waits to hear of its pods")
+	}
+	ended, end := context.WithCancel(ctx)
+	end()
+	return p.Pods.Movable(ended, claim)
+}
+
+// parkedLedger lets something else happen around each call that changes it.
+type parkedLedger struct {
+	*ledger.Ledger
+	s *simulation
+}
+
+func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (ledger.Taken, error) {
+	if l.s.faults.noCrossCheck {
+		r = strangers(r)
+	}
+	taken, err := l.Ledger.ReserveClaim(ctx, r)
+	turn(ctx, "has reserved")
+	return taken, err
+}
+
+// strangers makes the claim ask for other hardware than limits do, so that the two never meet.
+func strangers(r ledger.ClaimRequest) ledger.ClaimRequest {
+	r.Devices = slices.Clone(r.Devices)
+	for i := range r.Devices {
+		r.Devices[i].GPU += "-claims"
+	}
+	return r
+}
+
+func (l parkedLedger) GiveBack(uid string, taken ledger.Taken) error {
+	l.s.pause("gives back")
+	return l.Ledger.GiveBack(uid, taken)
+}
+
+func (l parkedLedger) DrainClaim(ctx context.Context, uid string) error {
+	turn(ctx, "drains")
+	err := l.Ledger.DrainClaim(ctx, uid)
+	turn(ctx, "has drained")
+	return err
+}
+
+func (l parkedLedger) ReserveLimits(requests []ledger.LimitRequest) error {
+	l.s.pause("reserves")
+	err := l.Ledger.ReserveLimits(requests)
+	l.s.pause("has reserved")
+	return err
+}
+
+func (l parkedLedger) Release(h ledger.Hold) error {
+	l.s.pause("releases")
+	return l.Ledger.Release(h)
+}
+
+func (l parkedLedger) Identify(h ledger.Hold, pod ledger.Pod) error {
+	l.s.pause("identifies")
+	return l.Ledger.Identify(h, pod)
+}
+
+func (l parkedLedger) SetState(h ledger.Hold, state ledger.State) error {
+	l.s.pause("sets the state of a hold")
+	return l.Ledger.SetState(h, state)
+}
+
+// Objects as the product knows them.
+
+const namespace = "apps"
+
+func podObject(p *pod) *corev1.Pod {
+	if p == nil || !p.bound {
+		return nil
+	}
+	object := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: p.name, UID: types.UID(p.uid)},
+		Spec:       corev1.PodSpec{NodeName: nodeName, Containers: []corev1.Container{{Name: "main"}}},
+		Status:     corev1.PodStatus{Phase: corev1.PodPhase(p.phase)},
+	}
+	if p.owner != "" {
+		yes := true
+		object.OwnerReferences = []metav1.OwnerReference{{APIVersion: "apps/v1", Kind: "ReplicaSet", Name: p.owner, UID: types.UID(p.owner), Controller: &yes}}
+	}
+	if p.limits() {
+		amount := corev1.ResourceList{resourceName: *resource.NewQuantity(int64(p.gpus), resource.DecimalSI)}
+		object.Spec.Containers[0].Resources = corev1.ResourceRequirements{Limits: amount, Requests: amount}
+		if p.init {
+			object.Spec.InitContainers = []corev1.Container{{Name: "init", Resources: object.Spec.Containers[0].Resources}}
+		}
+	} else {
+		object.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimName: &p.claim}}
+	}
+	if p.deleting {
+		object.DeletionTimestamp = &metav1.Time{Time: epoch}
+	}
+	if p.admitted {
+		object.Status.StartTime = &metav1.Time{Time: epoch}
+	}
+	if p.started {
+		state := corev1.ContainerState{}
+		if p.phase == running {
+			state.Running = &corev1.ContainerStateRunning{}
+		}
+		object.Status.ContainerStatuses = []corev1.ContainerStatus{{Name: "main", ContainerID: "containerd://x", State: state}}
+	}
+	return object
+}
+
+func resourceClaim(c *claim) *resourceapi.ResourceClaim {
+	object := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: c.name, UID: types.UID(c.uid)}}
+	if len(c.devices) > 0 {
+		object.Status.Allocation = &resourceapi.AllocationResult{}
+	}
+	for _, d := range c.devices {
+		object.Status.Allocation.Devices.Results = append(object.Status.Allocation.Devices.Results,
+			resourceapi.DeviceRequestAllocationResult{Driver: driverName, Pool: nodeName, Device: d, Request: "gpu"})
+	}
+	for _, uid := range c.reservedFor {
+		object.Status.ReservedFor = append(object.Status.ReservedFor,
+			resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: uid, UID: types.UID(uid)})
+	}
+	return object
+}

@@ -1,0 +1,249 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulation
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+// pod is a pod as the API server stores it. Nobody changes one that was stored.
+type pod struct {
+	uid, name string
+	// gpus are asked for by a limit, or by the claim of the pod's own; 0 with a shared claim.
+	gpus int
+	// claim is the name of the pod's claim; empty where it has a limit.
+	claim  string
+	shared bool
+	// owner makes another when this one is gone; empty for a bare pod.
+	owner string
+	// init means that an init container uses the GPUs first; finite that the pod ends by itself.
+	init, finite bool
+
+	bound, deleting, admitted, started bool
+	phase                              string
+	retry                              string
+}
+
+const (
+	pending   = "Pending"
+	running   = "Running"
+	succeeded = "Succeeded"
+	failed    = "Failed"
+)
+
+func (p *pod) limits() bool   { return p.claim == "" }
+func (p *pod) terminal() bool { return p.phase == succeeded || p.phase == failed }
+
+// claim is a ResourceClaim with one request.
+type claim struct {
+	uid, name string
+	count     int
+	// pod is the UID of the pod that it was made for; empty for a shared claim.
+	pod         string
+	devices     []string
+	reservedFor []string // UIDs
+	deleting    bool
+}
+
+// slice is the pool of the node.
+type slice struct {
+	offered, withheld []string
+}
+
+// nodeObject is the Node.
+type nodeObject struct{ allocatable int }
+
+// api is the API server with everything in it. Requests are answered at once: how long they take is up to who asks.
+type api struct {
+	*schedule
+	life    *life
+	down    bool
+	objects map[string]any
+	watches []*watch
+	serial  int
+}
+
+var errAway = errors.New("the API server is away")
+
+func newAPI(s *schedule) *api {
+	return &api{schedule: s, life: newLife("api"), objects: map[string]any{}}
+}
+
+// uid makes the next name.
+func (a *api) uid(kind string) string {
+	a.serial++
+	return fmt.Sprintf("%s-%d", kind, a.serial)
+}
+
+func podKey(uid string) string    { return "pod/" + uid }
+func claimKey(name string) string { return "claim/" + name }
+
+func get[T any](a *api, key string) (T, bool) {
+	object, ok := a.objects[key].(T)
+	return object, ok
+}
+
+// all objects of one type, by key.
+func all[T any](objects map[string]any) []T {
+	var found []T
+	for _, key := range sorted(objects) {
+		if object, ok := objects[key].(T); ok {
+			found = append(found, object)
+		}
+	}
+	return found
+}
+
+// put stores an object; nil removes it.
+func (a *api) put(key string, object any) {
+	if object == nil {
+		delete(a.objects, key)
+	} else {
+		a.objects[key] = object
+	}
+	for _, w := range a.watches {
+		if !w.life.over && !w.broken && strings.HasPrefix(key, w.prefix) {
+			w.queue = append(w.queue, key)
+			w.versions = append(w.versions, object)
+			w.deliverSoon()
+		}
+	}
+}
+
+func (a *api) updatePod(uid string, change func(*pod)) bool {
+	p, ok := get[*pod](a, podKey(uid))
+	if ok {
+		changed := *p
+		change(&changed)
+		if changed != *p {
+			a.put(podKey(uid), &changed)
+		}
+	}
+	return ok
+}
+
+func (a *api) updateClaim(name, uid string, change func(*claim)) bool {
+	c, ok := get[*claim](a, claimKey(name))
+	if !ok || c.uid != uid {
+		return false
+	}
+	changed := *c
+	changed.devices, changed.reservedFor = slices.Clone(c.devices), slices.Clone(c.reservedFor)
+	change(&changed)
+	a.put(claimKey(name), &changed)
+	return true
+}
+
+// watch hands changes on, late and in order.
+type watch struct {
+	*api
+	life   *life
+	prefix string
+	handle func(key string, before, after any)
+	listed func()
+	// cache is what the watcher has seen.
+	cache    map[string]any
+	queue    []string
+	versions []any
+	// broken until the next list.
+	broken, delivering bool
+}
+
+// watch lists what begins with the prefix and then hands on every change of it.
+func (a *api) watch(l *life, prefix string, handle func(key string, before, after any), listed func()) *watch {
+	w := &watch{api: a, life: l, prefix: prefix, handle: handle, listed: listed, cache: map[string]any{}, broken: true}
+	a.watches = slices.DeleteFunc(a.watches, func(w *watch) bool { return w.life.over })
+	a.watches = append(a.watches, w)
+	w.list()
+	return w
+}
+
+func (w *watch) list() {
+	w.after(w.life, w.latency(), "lists "+w.prefix, func() {
+		if w.down {
+			w.after(w.life, time.Second, "lists again", w.list)
+			return
+		}
+		w.broken, w.queue, w.versions = false, nil, nil
+		seen := map[string]bool{}
+		for _, key := range sorted(w.objects) {
+			if strings.HasPrefix(key, w.prefix) {
+				seen[key] = true
+				w.see(key, w.objects[key])
+			}
+		}
+		for _, key := range sorted(w.cache) {
+			if !seen[key] {
+				w.see(key, nil)
+			}
+		}
+		if w.listed != nil {
+			w.listed()
+		}
+	})
+}
+
+func (w *watch) see(key string, object any) {
+	before := w.cache[key]
+	if object == nil {
+		delete(w.cache, key)
+	} else {
+		w.cache[key] = object
+	}
+	if before != object {
+		w.handle(key, before, object)
+	}
+}
+
+func (w *watch) deliverSoon() {
+	if w.delivering {
+		return
+	}
+	w.delivering = true
+	w.after(w.life, w.latency(), "hears of "+w.queue[0], func() {
+		w.delivering = false
+		if w.broken || len(w.queue) == 0 {
+			return
+		}
+		key, object := w.queue[0], w.versions[0]
+		w.queue, w.versions = w.queue[1:], w.versions[1:]
+		w.see(key, object)
+		if len(w.queue) > 0 {
+			w.deliverSoon()
+		}
+	})
+}
+
+// stop ends the API server for a while. What it has stored stays; every watch breaks.
+func (a *api) stop(length time.Duration) {
+	if a.down {
+		return
+	}
+	a.down = true
+	for _, w := range a.watches {
+		w.broken, w.queue, w.versions = true, nil, nil
+	}
+	a.after(a.life, length, "returns", func() {
+		a.down = false
+		for _, w := range a.watches {
+			if !w.life.over {
+				w.list()
+			}
+		}
+	})
+}
+
+// request runs in a life after the time that a request takes, and again while the API server is away, until it is done.
+func (a *api) request(l *life, name string, do func()) {
+	a.after(l, a.latency(), name, func() {
+		if a.down {
+			a.after(l, a.between(500*time.Millisecond, 2*time.Second), name+" (away)", func() { a.request(l, name, do) })
+			return
+		}
+		do()
+	})
+}

@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulation
+
+import (
+	"encoding/json"
+	"fmt"
+	"hash/crc32"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+)
+
+const (
+	nodeName     = "node-1"
+	driverName   = "gpu.nvidia.com"
+	resourceName = "nvidia.com/gpu"
+)
+
+// host is the machine: what lives on it without regard to kubelet and agent. It is the oracle, too: it knows which GPUs a
+// container was really given, and by whom.
+type host struct {
+	*schedule
+	dir  string
+	gpus int
+	boot int
+	pods map[string]*podGroup
+	// alive is the life of what runs on the machine.
+	alive *life
+	// written is closed when kubelet writes its device checkpoint.
+	written chan struct{}
+}
+
+// podGroup is what there is of a pod on the machine: a cgroup, and processes in it or not.
+type podGroup struct {
+	owner string
+	gpus  []string
+	busy  bool
+}
+
+func newHost(s *schedule, dir string, gpus int) (*host, error) {
+	h := &host{schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newLife("host"), written: make(chan struct{})}
+	for _, sub := range []string{h.kubeletDir() + "/device-plugins", h.cgroups() + "/kubepods/podanchor", h.run()} {
+		if err := os.MkdirAll(sub, 0o700); err != nil {
+			return nil, err
+		}
+	}
+	return h, os.WriteFile(filepath.Join(h.cgroups(), "kubepods/podanchor/cgroup.events"), []byte("populated 1\n"), 0o600)
+}
+
+func (h *host) kubeletDir() string { return filepath.Join(h.dir, "kubelet") }
+func (h *host) cgroups() string    { return filepath.Join(h.dir, "cgroup") }
+func (h *host) run() string        { return filepath.Join(h.dir, "run") }
+func (h *host) bootID() string     { return fmt.Sprintf("boot-%d", h.boot) }
+
+func gpuName(i int) string { return fmt.Sprintf("gpu-%d", i) }
+func gpuUUID(i int) string { return fmt.Sprintf("GPU-%d", i) }
+
+// start runs the containers of a pod. Here is where a GPU would get its second owner.
+func (h *host) start(uid, owner string, gpus []string) {
+	for _, other := range sorted(h.pods) {
+		group := h.pods[other]
+		if !group.busy || group.owner == owner {
+			continue
+		}
+		for _, gpu := range gpus {
+			if slices.Contains(group.gpus, gpu) {
+				h.fail("%s has two owners: %s in pod %s still runs, %s in pod %s starts", gpu, group.owner, other, owner, uid)
+			}
+		}
+	}
+	h.note(fmt.Sprintf("    pod %s runs with %v of %s", uid, gpus, owner))
+	h.pods[uid] = &podGroup{owner: owner, gpus: gpus, busy: true}
+	h.write(uid)
+}
+
+// makeGroup is the cgroup before the first container.
+func (h *host) makeGroup(uid, owner string) {
+	if h.pods[uid] == nil {
+		h.pods[uid] = &podGroup{owner: owner}
+		h.write(uid)
+	}
+}
+
+// end kills the processes of a pod; its cgroup stays.
+func (h *host) end(uid string) {
+	if group := h.pods[uid]; group != nil && group.busy {
+		group.busy = false
+		h.write(uid)
+	}
+}
+
+// removeGroup removes what is left of a pod.
+func (h *host) removeGroup(uid string) {
+	if h.pods[uid] != nil {
+		delete(h.pods, uid)
+		h.check(os.RemoveAll(h.group(uid)))
+	}
+}
+
+func (h *host) busy(uid string) bool { return h.pods[uid] != nil && h.pods[uid].busy }
+
+func (h *host) group(uid string) string { return filepath.Join(h.cgroups(), "kubepods", "pod"+uid) }
+
+func (h *host) write(uid string) {
+	populated := "populated 0\n"
+	if h.pods[uid].busy {
+		populated = "populated 1\n"
+	}
+	h.check(os.MkdirAll(h.group(uid), 0o700))
+	h.check(os.WriteFile(filepath.Join(h.group(uid), "cgroup.events"), []byte(populated), 0o600))
+}
+
+func (h *host) check(err error) {
+	if err != nil {
+		h.fail("host: %v", err)
+	}
+}
+
+// reboot ends every process and empties what does not survive it.
+func (h *host) reboot() {
+	h.boot++
+	h.kill(h.alive)
+	h.alive = newLife("host")
+	for _, uid := range sorted(h.pods) {
+		h.removeGroup(uid)
+	}
+	h.check(os.RemoveAll(h.run()))
+	h.check(os.MkdirAll(h.run(), 0o700))
+}
+
+// stamp is the clock of file stamps: it ticks every 4 ms.
+func stamp() time.Time { return time.Now().Truncate(4 * time.Millisecond) }
+
+func (h *host) writeFile(path string, data []byte) {
+	temporary := path + ".tmp"
+	h.check(os.WriteFile(temporary, data, 0o600))
+	h.check(os.Chtimes(temporary, stamp(), stamp()))
+	h.check(os.Rename(temporary, path))
+}
+
+// podDevices is kubelet's account of limits: pod, container, IDs.
+type podDevices map[string]map[string][]string
+
+func (h *host) writeCheckpoint(devices podDevices, registered []string) {
+	entries := []any{}
+	for _, uid := range sorted(devices) {
+		for _, container := range sorted(devices[uid]) {
+			entries = append(entries, map[string]any{
+				"PodUID": uid, "ContainerName": container, "ResourceName": resourceName,
+				"DeviceIDs": map[string]any{"0": devices[uid][container]},
+			})
+		}
+	}
+	data, err := json.Marshal(map[string]any{
+		"Data": map[string]any{"PodDeviceEntries": entries, "RegisteredDevices": map[string]any{resourceName: registered}}, "Checksum": 1,
+	})
+	h.check(err)
+	h.writeFile(evidence.DeviceCheckpointPath(h.kubeletDir()), data)
+	close(h.written)
+	h.written = make(chan struct{})
+}
+
+func (h *host) readCheckpoint() podDevices {
+	devices := podDevices{}
+	checkpoint, err := evidence.ReadDeviceCheckpoint(h.kubeletDir())
+	h.check(err)
+	for _, d := range checkpoint.Devices {
+		if devices[d.PodUID] == nil {
+			devices[d.PodUID] = map[string][]string{}
+		}
+		devices[d.PodUID][d.Container] = append(devices[d.PodUID][d.Container], d.ID)
+	}
+	return devices
+}
+
+// claimInfo is kubelet's account of a claim.
+type claimInfo struct {
+	uid, name             string
+	pods                  map[string]bool
+	devices               []string
+	prepared, unpreparing bool
+}
+
+func (h *host) statePath() string { return filepath.Join(h.kubeletDir(), "dra_manager_state") }
+
+func (h *host) writeState(claims map[string]*claimInfo) {
+	list := []any{}
+	for _, name := range sorted(claims) {
+		c := claims[name]
+		devices := []any{}
+		for _, d := range c.devices {
+			devices = append(devices, map[string]any{"PoolName": nodeName, "DeviceName": d})
+		}
+		pods := map[string]any{}
+		for uid := range maps.Keys(c.pods) {
+			pods[uid] = struct{}{}
+		}
+		list = append(list, map[string]any{
+			"ClaimUID": c.uid, "ClaimName": c.name, "Namespace": namespace, "PodUIDs": pods,
+			"DriverState": map[string]any{driverName: map[string]any{"Devices": devices}},
+		})
+	}
+	inner, err := json.Marshal(map[string]any{"ClaimInfoStateList": list})
+	h.check(err)
+	data, err := json.Marshal(map[string]any{"Data": string(inner), "Checksum": crc32.ChecksumIEEE(inner)})
+	h.check(err)
+	h.writeFile(h.statePath(), data)
+}
+
+func (h *host) readState() map[string]*claimInfo {
+	claims := map[string]*claimInfo{}
+	known, err := evidence.ReadClaimState(h.kubeletDir(), driverName)
+	h.check(err)
+	for _, k := range known {
+		c := &claimInfo{uid: k.UID, name: k.Name, pods: map[string]bool{}}
+		for _, uid := range k.PodUIDs {
+			c.pods[uid] = true
+		}
+		for _, d := range k.Devices {
+			c.devices = append(c.devices, d.Device)
+		}
+		claims[c.name] = c
+	}
+	return claims
+}

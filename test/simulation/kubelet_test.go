@@ -1,0 +1,404 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulation
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+)
+
+// kubelet is one life of kubelet: its pod workers here, its device manager and its DRA manager in files of their own.
+type kubelet struct {
+	*simulation
+	life *life
+	// known are the pods of the node by the API server: kubelet's pod manager.
+	known        *watch
+	sourcesReady bool
+	workers      map[string]*worker
+	admissions   []string
+	admitting    bool
+
+	// The device manager.
+	devices    podDevices
+	allocated  map[string]bool
+	registered bool
+	healthy    map[string]bool
+	endpoint   *stream
+
+	// The DRA manager.
+	claims map[string]*claimInfo
+	plugin *agent
+}
+
+// worker is kubelet's pod worker.
+type worker struct {
+	uid   string
+	pod   *pod // as seen last
+	phase workerPhase
+	// preparing is set while a call to the driver is under way.
+	preparing bool
+	tries     int
+	gpus      []string
+	// ended is how the containers did, if they ended by themselves.
+	ended string
+}
+
+type workerPhase int
+
+const (
+	starting workerPhase = iota
+	live
+	terminating
+	terminated
+)
+
+func (s *simulation) startKubelet() {
+	k := &kubelet{
+		simulation: s, life: newLife("kubelet"), workers: map[string]*worker{},
+		devices: s.host.readCheckpoint(), allocated: map[string]bool{}, healthy: map[string]bool{}, claims: s.host.readState(),
+	}
+	s.kubelet = k
+	// Every kubelet that starts removes the slices of its node; drivers publish them again when it registers them.
+	s.api.request(k.life, "wipes the slices", func() { s.api.put("slice/", nil) })
+	k.known = s.api.watch(k.life, "pod/", k.podChanged, k.listed)
+	k.after(k.life, k.between(0, 10*time.Second), "reports its status", k.report)
+	k.after(k.life, k.between(0, time.Minute), "reconciles claims", k.reconcile)
+	k.lookForPlugin()
+	if a := s.agent; a != nil && !a.life.over && a.registering {
+		a.register(0)
+	}
+}
+
+func (k *kubelet) listed() {
+	if k.sourcesReady {
+		return
+	}
+	k.sourcesReady = true
+	// What runs and is nobody's any more is cleaned up.
+	for _, uid := range sorted(k.host.pods) {
+		if p, ok := k.known.cache[podKey(uid)].(*pod); !ok || p.terminal() {
+			k.workerOf(uid, p)
+			k.terminate(uid)
+		}
+	}
+}
+
+func (k *kubelet) workerOf(uid string, p *pod) *worker {
+	w := k.workers[uid]
+	if w == nil {
+		w = &worker{uid: uid, pod: p}
+		k.workers[uid] = w
+	}
+	return w
+}
+
+// podChanged is what the watch brings. A pod that is gone from the API server is gone from the pod manager at once, whatever
+// still runs of it.
+func (k *kubelet) podChanged(key string, before, after any) {
+	p, _ := after.(*pod)
+	if p == nil {
+		uid := before.(*pod).uid
+		if w := k.workers[uid]; w != nil && w.phase < terminating {
+			k.terminate(uid)
+		}
+		return
+	}
+	if !p.bound {
+		return
+	}
+	w := k.workers[p.uid]
+	if w == nil {
+		if p.terminal() {
+			if p.deleting {
+				w = k.workerOf(p.uid, p)
+				k.terminate(p.uid)
+			}
+			return
+		}
+		k.workerOf(p.uid, p)
+		k.admissions = append(k.admissions, p.uid)
+		k.admitSoon()
+		return
+	}
+	was := w.pod
+	w.pod = p
+	switch {
+	case p.deleting && w.phase < terminating || p.terminal() && w.phase < terminating:
+		k.terminate(p.uid)
+	case p.deleting && w.phase == terminated:
+		k.finish(w)
+	case was != nil && p.retry != was.retry && w.phase == starting:
+		k.syncSoon(w, k.latency())
+	}
+}
+
+func (k *kubelet) active(uid string) bool {
+	p, ok := k.known.cache[podKey(uid)].(*pod)
+	if !ok || p.terminal() {
+		return false
+	}
+	w := k.workers[uid]
+	return w == nil || w.phase != terminated
+}
+
+func (k *kubelet) admitSoon() {
+	if k.admitting || len(k.admissions) == 0 {
+		return
+	}
+	k.admitting = true
+	k.after(k.life, k.between(0, 2*time.Millisecond), "admits "+k.admissions[0], func() {
+		uid := k.admissions[0]
+		k.admissions = k.admissions[1:]
+		w := k.workers[uid]
+		if w == nil || w.phase >= terminating || w.pod.deleting {
+			k.admitted(w, nil)
+			return
+		}
+		if !w.pod.limits() {
+			k.admitted(w, nil)
+			return
+		}
+		k.allocate(w)
+	})
+}
+
+// admitted ends the admission of a pod; with an error it fails for good.
+func (k *kubelet) admitted(w *worker, err error) {
+	k.admitting = false
+	switch {
+	case w == nil || w.phase >= terminating:
+	case w.pod.deleting:
+		k.terminate(w.uid)
+	case err != nil:
+		k.note("    " + w.uid + " is rejected: " + err.Error())
+		w.ended = failed
+		w.phase = terminated
+		if k.host.pods[w.uid] != nil {
+			k.after(k.life, k.between(0, 2*time.Second), "cleans up after "+w.uid, func() {
+				k.host.removeGroup(w.uid)
+				k.finish(w)
+			})
+		}
+		k.api.request(k.life, "says that "+w.uid+" failed", func() {
+			k.api.updatePod(w.uid, func(p *pod) {
+				if !p.terminal() {
+					p.phase, p.admitted = failed, true
+					k.rejected++
+				}
+			})
+		})
+	default:
+		switch group := k.host.pods[w.uid]; {
+		case k.host.busy(w.uid):
+			w.phase, w.gpus = live, group.gpus
+			k.hit(kubeletRestarts)
+		case group != nil && group.owner != "" && w.pod.finite:
+			w.ended = succeeded
+			k.terminate(w.uid)
+		case group != nil && group.owner != "":
+			// The sandbox is still there: nothing is prepared again.
+			k.run(w, group.owner, group.gpus)
+		default:
+			k.syncSoon(w, k.latency())
+		}
+		k.api.request(k.life, "says that "+w.uid+" is admitted", func() {
+			k.api.updatePod(w.uid, func(p *pod) { p.admitted = true })
+		})
+	}
+	k.admitSoon()
+}
+
+func (k *kubelet) syncSoon(w *worker, delay time.Duration) {
+	w.tries++
+	try := w.tries
+	k.after(k.life, delay, "starts "+w.uid, func() {
+		if w.phase != starting || w.tries != try || w.preparing {
+			return
+		}
+		if w.pod.limits() {
+			k.run(w, w.uid, k.devicesOf(w.uid))
+			return
+		}
+		// The cgroup is made before anything is prepared.
+		k.host.makeGroup(w.uid, "")
+		k.prepare(w)
+	})
+}
+
+// run starts the containers.
+func (k *kubelet) run(w *worker, owner string, gpus []string) {
+	if w.phase != starting {
+		return
+	}
+	if p, ok := k.known.cache[podKey(w.uid)].(*pod); !ok || p.deleting {
+		return
+	}
+	w.phase, w.gpus = live, gpus
+	k.host.start(w.uid, owner, gpus)
+	if w.pod.init {
+		k.hit(reuseInPod)
+	}
+	k.api.request(k.life, "says that "+w.uid+" runs", func() {
+		k.api.updatePod(w.uid, func(p *pod) {
+			if !p.terminal() {
+				p.phase, p.started = running, true
+			}
+		})
+	})
+	if w.pod.finite {
+		k.after(k.host.alive, k.between(time.Second, 20*time.Second), w.uid+" ends by itself", func() { k.simulation.exit(w.uid) })
+	}
+}
+
+// exit: the processes of a pod end by themselves; the kubelet of that moment hears of it.
+func (s *simulation) exit(uid string) {
+	if !s.host.busy(uid) {
+		return
+	}
+	s.host.end(uid)
+	if s.kubelet.life.over {
+		return
+	}
+	k := s.kubelet
+	k.after(k.life, k.latency(), "sees that "+uid+" has ended", func() {
+		if w := k.workers[uid]; w != nil && w.phase == live && !k.host.busy(uid) {
+			w.ended = succeeded
+			k.terminate(uid)
+		}
+	})
+}
+
+// restart: a container ends and starts again in the same pod, with the same GPUs.
+func (s *simulation) restart(uid string) {
+	group := s.host.pods[uid]
+	k := s.kubelet
+	w := k.workers[uid]
+	if group == nil || !group.busy || k.life.over || w == nil || w.phase != live {
+		return
+	}
+	owner, gpus := group.owner, group.gpus
+	s.host.end(uid)
+	k.after(k.life, k.between(0, 3*time.Second), "restarts the container of "+uid, func() {
+		if w.phase == live && s.host.pods[uid] != nil && !s.host.busy(uid) {
+			k.hit(containerRestarts)
+			s.host.start(uid, owner, gpus)
+		}
+	})
+}
+
+// terminate ends a pod: containers, claims, cgroup, in this order.
+func (k *kubelet) terminate(uid string) {
+	w := k.workers[uid]
+	if w.phase >= terminating {
+		return
+	}
+	w.phase = terminating
+	grace := k.between(0, 200*time.Millisecond)
+	if k.chance(4) {
+		grace = k.between(0, 8*time.Second)
+	}
+	k.after(k.life, grace, "kills "+uid, func() {
+		if p, ok := k.known.cache[podKey(uid)].(*pod); k.host.busy(uid) && (!ok || p == nil) {
+			k.hit(forceDeletedRuns)
+		}
+		k.host.end(uid)
+		k.stopped(w)
+	})
+}
+
+// stopped follows the end of the last container: the claims are unprepared, then the API server hears of the phase.
+func (k *kubelet) stopped(w *worker) {
+	k.unprepare(w.uid, k.claimNames(w), func(err error) {
+		if err != nil {
+			k.after(k.life, k.between(2*time.Second, 10*time.Second), "unprepares for "+w.uid+" again", func() { k.stopped(w) })
+			return
+		}
+		w.phase = terminated
+		k.api.request(k.life, "says that "+w.uid+" has ended", func() {
+			k.api.updatePod(w.uid, func(p *pod) {
+				if !p.terminal() {
+					p.phase = failed
+					if w.ended != "" {
+						p.phase = w.ended
+					}
+				}
+			})
+		})
+		k.after(k.life, k.between(0, time.Second), "removes the cgroup of "+w.uid, func() {
+			k.host.removeGroup(w.uid)
+			k.finish(w)
+		})
+	})
+}
+
+// finish lets the API server forget a pod that is being deleted, once nothing is left of it.
+func (k *kubelet) finish(w *worker) {
+	p, ok := k.known.cache[podKey(w.uid)].(*pod)
+	if !ok || !p.deleting || k.host.pods[w.uid] != nil {
+		return
+	}
+	k.api.request(k.life, "lets go of "+w.uid, func() { k.api.put(podKey(w.uid), nil) })
+}
+
+func (k *kubelet) claimNames(w *worker) []string {
+	if w.pod == nil || w.pod.limits() {
+		return nil
+	}
+	return []string{w.pod.claim}
+}
+
+// report says every ten seconds what kubelet thinks of the node, and so corrects what others wrote.
+func (k *kubelet) report() {
+	if !k.api.down {
+		k.api.put("node/", &nodeObject{allocatable: len(k.healthy)})
+	}
+	k.after(k.life, k.between(9*time.Second, 11*time.Second), "reports its status", k.report)
+}
+
+// call asks the agent; done hears of the answer in kubelet's life. Where the agent dies, or time runs out, done gets an error.
+func (k *kubelet) call(a *agent, name string, timeout time.Duration, serve func(context.Context) error, done func(error)) {
+	ctx, cancel := context.WithCancel(a.life.ctx)
+	if timeout > 0 {
+		ctx, cancel = context.WithTimeout(a.life.ctx, timeout)
+	}
+	answered := false
+	answer := func(err error) {
+		if !answered {
+			answered = true
+			cancel()
+			done(err)
+		}
+	}
+	k.after(a.life, k.latency()/2, "is asked to "+name, func() {
+		k.spawn(a.life, name, func(c *call) {
+			defer context.AfterFunc(k.life.ctx, cancel)()
+			err := serve(c.context(ctx))
+			c.park("answers")
+			k.after(k.life, k.latency()/2, "hears the answer to "+name, func() { answer(err) })
+		})
+	})
+	k.pending = append(k.pending, pendingCall{agent: a.life, kubelet: k.life, answered: &answered, fail: func() {
+		k.after(k.life, 0, name+" breaks off", func() { answer(fmt.Errorf("%s: connection lost", name)) })
+	}})
+	if timeout > 0 {
+		k.after(k.life, timeout, name+" takes too long", func() { answer(context.DeadlineExceeded) })
+	}
+}
+
+// pendingCall is a call that breaks off with the agent.
+type pendingCall struct {
+	agent, kubelet *life
+	answered       *bool
+	fail           func()
+}
+
+func (s *simulation) breakOff() {
+	s.pending = slices.DeleteFunc(s.pending, func(p pendingCall) bool {
+		if p.agent.over && !p.kubelet.over {
+			p.fail()
+		}
+		return *p.answered || p.agent.over || p.kubelet.over
+	})
+}

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulation
+
+import (
+	"os"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+)
+
+// deed is something that users or misfortune do, as often as its weight says.
+type deed struct {
+	weight int
+	name   string
+	do     func()
+}
+
+// mood draws what this world is like, and has users act from then on.
+func (s *simulation) mood() {
+	deeds := s.deeds()
+	total := 0
+	for i := range deeds {
+		// Some worlds know hardly anything but reboots, others no misfortune at all.
+		deeds[i].weight *= []int{0, 1, 1, 2, 6}[s.rand.IntN(5)]
+		if i < certain {
+			deeds[i].weight = max(deeds[i].weight, 4)
+		}
+		total += deeds[i].weight
+	}
+	pace := s.between(100*time.Millisecond, 3*time.Second)
+	var act func()
+	act = func() {
+		n := s.rand.IntN(total)
+		for _, d := range deeds {
+			if n -= d.weight; n < 0 {
+				s.note("    " + d.name)
+				d.do()
+				break
+			}
+		}
+		s.after(s.users, s.between(0, 2*pace), "acts", act)
+	}
+	s.after(s.users, 3*time.Second, "acts", act)
+}
+
+// certain is how many of the deeds no world lacks: those that make and remove pods.
+const certain = 8
+
+func (s *simulation) deeds() []deed {
+	c := s.cluster
+	size := func() int { return max(1, s.rand.IntN(6)-3) }
+	return []deed{
+		{8, "an owner of claim pods comes", func() { s.own(pod{gpus: size(), claim: "own"}) }},
+		{8, "an owner of limits pods comes", func() { s.own(pod{gpus: size(), init: s.chance(3)}) }},
+		{6, "a finite limits pod comes", func() { s.room(func() { c.create(pod{gpus: size(), finite: true, init: s.chance(3)}) }) }},
+		{6, "a finite claim pod comes", func() { s.room(func() { c.create(pod{gpus: size(), claim: "own", finite: true}) }) }},
+		{4, "bare pods come", func() { s.room(func() { c.create(pod{gpus: size(), claim: "own"}); c.create(pod{gpus: size()}) }) }},
+		{12, "an owner goes", s.disown},
+		{10, "a pod is deleted", func() { s.some(func(p *pod) { c.remove(p.uid) }) }},
+		{6, "pods share a claim", s.share},
+		{8, "a pod is force-deleted", func() { s.some(s.forceDelete) }},
+		{6, "a container restarts", func() { s.someRunning(s.restart) }},
+		{4, "the agent dies", s.killAgent},
+		{4, "the agent will die while it writes", func() { s.crashIn = 1 + s.rand.IntN(6) }},
+		{3, "kubelet dies", s.killKubelet},
+		{2, "the node reboots", s.reboot},
+		{3, "the API server goes away", func() { s.hit(apiAway); s.api.stop(s.between(200*time.Millisecond, 20*time.Second)) }},
+		{3, "the agent is frozen", func() { s.freeze(s.agentLife()) }},
+		{2, "the scheduler is frozen", func() { s.freeze(s.scheduler.life) }},
+		{2, "kubelet is frozen", func() { s.freeze(s.kubelet.life) }},
+		{1, "kubelet's claim state is deleted", func() {
+			if s.kubelet.life.over {
+				s.hit(stateDeleted)
+				_ = os.Remove(s.host.statePath())
+			}
+		}},
+		{1, "kubelet's device checkpoint is deleted", func() {
+			if s.kubelet.life.over {
+				s.hit(checkpointDeleted)
+				_ = os.Remove(evidence.DeviceCheckpointPath(s.host.kubeletDir()))
+			}
+		}},
+	}
+}
+
+func (s *simulation) freeze(l *life) {
+	l.frozen = time.Now().Add(s.between(100*time.Millisecond, 8*time.Second))
+}
+
+// room keeps the number of pods at a few for each GPU.
+func (s *simulation) room(do func()) {
+	alive := 0
+	for _, p := range all[*pod](s.api.objects) {
+		if !p.terminal() {
+			alive++
+		}
+	}
+	if alive < 3*s.host.gpus && !s.api.down {
+		do()
+	}
+}
+
+func (s *simulation) own(model pod) {
+	s.room(func() {
+		model.owner = s.api.uid("owner")
+		s.cluster.owners[model.owner] = &model
+		s.cluster.lookSoon()
+	})
+}
+
+func (s *simulation) disown() {
+	var alive []string
+	for _, name := range sorted(s.cluster.owners) {
+		if s.cluster.owners[name] != nil {
+			alive = append(alive, name)
+		}
+	}
+	if len(alive) > 0 {
+		s.cluster.owners[alive[s.rand.IntN(len(alive))]] = nil
+		s.cluster.lookSoon()
+	}
+}
+
+// some picks a pod.
+func (s *simulation) some(do func(*pod)) {
+	if pods := all[*pod](s.api.objects); len(pods) > 0 && !s.api.down {
+		do(pods[s.rand.IntN(len(pods))])
+	}
+}
+
+func (s *simulation) someRunning(do func(uid string)) {
+	if uids := sorted(s.host.pods); len(uids) > 0 {
+		do(uids[s.rand.IntN(len(uids))])
+	}
+}
+
+// forceDelete removes a pod from the API server, whatever still runs of it.
+func (s *simulation) forceDelete(p *pod) {
+	s.api.put(podKey(p.uid), nil)
+}
+
+// share makes a claim and two pods that use it, or one more pod for a claim that is there.
+func (s *simulation) share() {
+	s.room(func() {
+		for _, k := range all[*claim](s.api.objects) {
+			if k.pod == "" && !k.deleting && s.chance(2) {
+				s.cluster.create(pod{claim: k.name, shared: true})
+				return
+			}
+		}
+		k := &claim{uid: s.api.uid("claim"), name: s.api.uid("shared"), count: 1}
+		s.api.put(claimKey(k.name), k)
+		s.cluster.create(pod{claim: k.name, shared: true})
+		s.cluster.create(pod{claim: k.name, shared: true})
+	})
+}

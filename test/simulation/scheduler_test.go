@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulation
+
+import (
+	"slices"
+	"time"
+)
+
+// scheduler places pods by what it has heard: limits pods by the node's allocatable, claims first-fit by the slices.
+type scheduler struct {
+	*simulation
+	life *life
+	seen *watch
+	// assumed are its own decisions that it has not heard of yet.
+	assumedPods   map[string]bool
+	assumedClaims map[string][]string
+	trying        bool
+}
+
+func (s *simulation) startScheduler() {
+	sched := &scheduler{simulation: s, life: newLife("scheduler"), assumedPods: map[string]bool{}, assumedClaims: map[string][]string{}}
+	s.scheduler = sched
+	sched.seen = s.api.watch(sched.life, "", sched.changed, func() { sched.trySoon(s.latency()) })
+}
+
+func (c *scheduler) changed(key string, _, after any) {
+	switch object := after.(type) {
+	case *pod:
+		if object.bound {
+			delete(c.assumedPods, object.uid)
+		}
+	case *claim:
+		delete(c.assumedClaims, key)
+	case nil:
+		delete(c.assumedClaims, key)
+	}
+	c.trySoon(c.latency())
+}
+
+func (c *scheduler) trySoon(delay time.Duration) {
+	if c.trying || !c.somethingPending() {
+		return
+	}
+	c.trying = true
+	c.after(c.life, delay, "looks for pods to place", func() {
+		c.trying = false
+		for _, p := range all[*pod](c.seen.cache) {
+			if p.bound || p.deleting || p.terminal() || c.assumedPods[p.uid] {
+				continue
+			}
+			if c.place(p) {
+				c.trySoon(c.between(0, 5*time.Millisecond))
+				return
+			}
+		}
+	})
+}
+
+func (c *scheduler) somethingPending() bool {
+	for _, p := range all[*pod](c.seen.cache) {
+		if !p.bound && !p.terminal() {
+			return true
+		}
+	}
+	return false
+}
+
+func (c *scheduler) place(p *pod) bool {
+	if p.limits() {
+		n, _ := c.seen.cache["node/"].(*nodeObject)
+		if n == nil {
+			return false
+		}
+		free := n.allocatable
+		for _, other := range all[*pod](c.seen.cache) {
+			if (other.bound || c.assumedPods[other.uid]) && !other.terminal() && other.limits() {
+				free -= other.gpus
+			}
+		}
+		if free < p.gpus {
+			return false
+		}
+		c.assumedPods[p.uid] = true
+		c.bind(p)
+		return true
+	}
+	return c.placeClaim(p)
+}
+
+func (c *scheduler) placeClaim(p *pod) bool {
+	wanted, ok := c.seen.cache[claimKey(p.claim)].(*claim)
+	if !ok || wanted.deleting || !p.shared && wanted.pod != p.uid {
+		return false
+	}
+	devices := wanted.devices
+	if len(devices) == 0 {
+		if c.assumedClaims[claimKey(p.claim)] != nil {
+			return false
+		}
+		devices = c.firstFit(wanted.count)
+		if devices == nil {
+			return false
+		}
+	}
+	c.assumedPods[p.uid] = true
+	c.assumedClaims[claimKey(p.claim)] = devices
+	c.api.request(c.life, "allocates "+wanted.name, func() {
+		forget := func() {
+			delete(c.assumedPods, p.uid)
+			delete(c.assumedClaims, claimKey(p.claim))
+		}
+		now, ok := get[*claim](c.api, claimKey(p.claim))
+		if !ok || now.uid != wanted.uid || now.deleting || len(now.devices) > 0 && !slices.Equal(now.devices, devices) {
+			forget()
+			return
+		}
+		c.api.updateClaim(wanted.name, wanted.uid, func(changed *claim) {
+			if len(changed.devices) == 0 && c.limitHolds(devices) {
+				c.hit(staleSlice)
+			}
+			changed.devices = devices
+			if !slices.Contains(changed.reservedFor, p.uid) {
+				changed.reservedFor = append(changed.reservedFor, p.uid)
+			}
+		})
+		c.bind(p)
+	})
+	return true
+}
+
+func (c *scheduler) firstFit(count int) []string {
+	s, _ := c.seen.cache["slice/"].(*slice)
+	if s == nil {
+		return nil
+	}
+	taken := map[string]bool{}
+	for _, other := range all[*claim](c.seen.cache) {
+		for _, d := range other.devices {
+			taken[d] = true
+		}
+	}
+	for _, devices := range c.assumedClaims {
+		for _, d := range devices {
+			taken[d] = true
+		}
+	}
+	var found []string
+	for _, d := range s.offered {
+		if len(found) < count && !taken[d] {
+			found = append(found, d)
+		}
+	}
+	if len(found) < count {
+		return nil
+	}
+	return found
+}
+
+func (c *scheduler) bind(p *pod) {
+	c.api.request(c.life, "binds "+p.uid, func() {
+		c.api.updatePod(p.uid, func(changed *pod) { changed.bound = true })
+		delete(c.assumedPods, p.uid)
+		if p.limits() && c.kubelet.healthyFree() < p.gpus {
+			c.hit(staleAllocatable)
+		}
+	})
+}

@@ -1,0 +1,447 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulation
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+var (
+	stepsFlag = flag.Int("steps", 60_000, "how many steps to take")
+	seedFlag  = flag.Uint64("seed", 0, "seed of the first world; 0 for one from the clock")
+	fullFlag  = flag.Bool("full", false, "fail unless every row of the table of races was met a thousand times")
+	traceFlag = flag.Bool("trace", false, "print every step")
+)
+
+// faults are what a self-test switches off.
+type faults struct{ noCrossCheck, noRestore, noEvidence, noRelease bool }
+
+// simulation is one world: a node with its kubelet and agent, and a cluster around it.
+type simulation struct {
+	*schedule
+	faults    faults
+	version   int
+	inventory device.Inventory
+
+	host      *host
+	api       *api
+	scheduler *scheduler
+	cluster   *cluster
+	kubelet   *kubelet
+	agent     *agent
+	users     *life
+
+	pending      []pendingCall
+	inFlight     bool
+	crashIn      int
+	crashed      bool
+	rejected     int
+	rebootedPods map[string]bool
+	// before is what each claim held when the node rebooted.
+	before map[string][]string
+}
+
+// outcome of a world.
+type outcome struct {
+	steps int
+	hash  uint64
+	fault string
+	trace string
+	rows  map[row]int
+}
+
+// play runs a world until about so many steps have been taken, and ends in quiet.
+func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
+	dir, err := os.MkdirTemp(scratch(), "tandem-simulation-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer os.RemoveAll(dir)
+	synctest.Test(t, func(t *testing.T) {
+		s := &simulation{schedule: newSchedule(seed), faults: off, rebootedPods: map[string]bool{}}
+		s.version = []int{34, 36, 37}[s.rand.IntN(3)]
+		gpus := 2 + s.rand.IntN(3)
+		for i := range gpus {
+			s.inventory.GPUs = append(s.inventory.GPUs, device.GPU{UUID: gpuUUID(i), Minor: i, Index: i, NUMANode: device.UnknownNUMANode})
+		}
+		if s.host, err = newHost(s.schedule, dir, gpus); err != nil {
+			t.Fatal(err)
+		}
+		s.note(fmt.Sprintf("seed %d: kubelet 1.%d, %d GPUs", seed, s.version, gpus))
+		s.api = newAPI(s.schedule)
+		s.users = newLife("user")
+		s.startScheduler()
+		s.startCluster()
+		s.startKubelet()
+		s.after(s.users, time.Second, "starts the agent", s.startAgent)
+		s.pressure(steps)
+		s.quiet()
+		for _, l := range []*life{s.users, s.agent.life, s.kubelet.life, s.host.alive, s.scheduler.life, s.cluster.life, s.api.life} {
+			s.kill(l)
+		}
+		_ = s.agent.book.Close()
+		time.Sleep(time.Second)
+		o = outcome{steps: s.steps, hash: s.hash, fault: s.fault, trace: s.trace(), rows: s.rows}
+	})
+	return o
+}
+
+// scratch is a directory in memory where there is one.
+func scratch() string {
+	if info, err := os.Stat("/dev/shm"); err == nil && info.IsDir() {
+		return "/dev/shm"
+	}
+	return ""
+}
+
+// advance takes one step and what follows from it.
+func (s *simulation) advance(limit time.Time) bool {
+	if !s.step(limit) {
+		return false
+	}
+	if s.crashed {
+		s.crashed = false
+		s.killAgent()
+	}
+	for _, l := range s.agent.loopsOf() {
+		l.poll()
+	}
+	if s.steps%64 == 0 {
+		s.breakOff()
+	}
+	return s.fault == ""
+}
+
+func (a *agent) loopsOf() []*loop {
+	if a == nil {
+		return nil
+	}
+	return a.loops
+}
+
+// pressure lets users and misfortune act.
+func (s *simulation) pressure(steps int) {
+	far := time.Now().Add(1000 * time.Hour)
+	s.mood()
+	for s.steps < steps && s.advance(far) {
+	}
+}
+
+// quiet ends the pressure, and checks what must be true some time later: first that whatever can run does, then that nothing
+// is left of pods that are gone.
+func (s *simulation) quiet() {
+	if s.fault != "" {
+		return
+	}
+	s.kill(s.users)
+	s.users = newLife("user")
+	s.note("quiet")
+	for _, l := range []*life{s.agentLife(), s.kubelet.life, s.scheduler.life} {
+		l.frozen = time.Time{}
+	}
+	if s.agent == nil || s.agent.life.over {
+		s.startAgent()
+	}
+	if s.kubelet.life.over {
+		s.startKubelet()
+	}
+	s.crashIn = 0
+	s.idle(150 * time.Second)
+	s.checkStuck()
+	for name := range s.cluster.owners {
+		s.cluster.owners[name] = nil
+	}
+	for _, p := range all[*pod](s.api.objects) {
+		s.cluster.remove(p.uid)
+	}
+	for _, k := range all[*claim](s.api.objects) {
+		s.api.updateClaim(k.name, k.uid, func(c *claim) { c.deleting = true })
+	}
+	s.cluster.lookSoon()
+	s.idle(400 * time.Second)
+	s.checkLeaks()
+}
+
+func (s *simulation) agentLife() *life {
+	if s.agent == nil {
+		return newLife("nobody")
+	}
+	return s.agent.life
+}
+
+func (s *simulation) idle(length time.Duration) {
+	end := time.Now().Add(length)
+	for s.fault == "" && s.advance(end) {
+	}
+}
+
+// checkStuck finds pods that do not run although what they need is free.
+func (s *simulation) checkStuck() {
+	s.describe()
+	used := map[string]string{}
+	for _, uid := range sorted(s.host.pods) {
+		for _, gpu := range s.host.pods[uid].gpus {
+			used[gpu] = s.host.pods[uid].owner
+		}
+	}
+	free := s.host.gpus - len(used)
+	for _, p := range all[*pod](s.api.objects) {
+		if p.phase != pending || p.deleting {
+			continue
+		}
+		k, _ := get[*claim](s.api, claimKey(p.claim))
+		switch {
+		case p.limits() && !p.bound && p.gpus <= free && !s.promised(free-p.gpus), p.limits() && p.bound:
+			s.fail("stuck: %s with a limit of %d is still pending (bound: %v), %d GPUs are free", p.uid, p.gpus, p.bound, free)
+		case k != nil && len(k.devices) > 0 && !slices.ContainsFunc(k.devices, func(d string) bool { return used[d] != "" && used[d] != k.uid }):
+			s.fail("stuck: %s does not run, nobody has %v of its claim %s (bound: %v)", p.uid, k.devices, k.uid, p.bound)
+		case k != nil && len(k.devices) == 0 && k.count <= free && !s.promised(free-k.count):
+			s.fail("stuck: claim %s of %s is not allocated, %d GPUs are free", k.uid, p.uid, free)
+		}
+	}
+}
+
+// describe puts the state of everything into the trace.
+func (s *simulation) describe() {
+	for _, h := range s.agent.book.Holds() {
+		s.note(fmt.Sprintf("    hold: %s %s since %.3fs, pods %v", h.Device, h, h.Since.Sub(epoch).Seconds(), h.Pods))
+	}
+	for _, lost := range s.agent.book.Losers() {
+		s.note(fmt.Sprintf("    loser: %s %s condemned %v", lost.UID, lost.Name, lost.Condemned))
+	}
+	for _, uid := range sorted(s.host.pods) {
+		s.note(fmt.Sprintf("    runs: %s of %s with %v busy %v", uid, s.host.pods[uid].owner, s.host.pods[uid].gpus, s.host.pods[uid].busy))
+	}
+	for _, key := range sorted(s.api.objects) {
+		s.note(fmt.Sprintf("    %s: %+v", key, s.api.objects[key]))
+	}
+	for _, uid := range sorted(s.kubelet.workers) {
+		if w := s.kubelet.workers[uid]; w.phase != terminated {
+			s.note(fmt.Sprintf("    worker: %s phase %d preparing %v", uid, w.phase, w.preparing))
+		}
+	}
+	s.note(fmt.Sprintf("    kubelet: healthy %v, allocated %v, claims %v", sorted(s.kubelet.healthy), sorted(s.kubelet.allocated), sorted(s.kubelet.claims)))
+}
+
+// promised reports whether GPUs that nobody uses belong to claims that wait for others, so that fewer than it seems are free.
+func (s *simulation) promised(spare int) bool {
+	used := map[string]bool{}
+	for _, group := range s.host.pods {
+		for _, gpu := range group.gpus {
+			used[gpu] = true
+		}
+	}
+	promised := 0
+	for _, k := range all[*claim](s.api.objects) {
+		for _, d := range k.devices {
+			if !used[d] {
+				promised++
+			}
+		}
+	}
+	return promised > spare
+}
+
+// checkLeaks finds what is left when every pod is gone.
+func (s *simulation) checkLeaks() {
+	if s.fault != "" {
+		return
+	}
+	s.describe()
+	for _, key := range sorted(s.api.objects) {
+		if strings.HasPrefix(key, "pod/") || strings.HasPrefix(key, "claim/") {
+			s.fail("leaked: %s is still in the API server", key)
+		}
+	}
+	for _, uid := range sorted(s.host.pods) {
+		s.fail("leaked: pod %s still has a cgroup", uid)
+	}
+	for _, h := range s.agent.book.Holds() {
+		s.fail("leaked: %s is still held by %s", h.Device, h)
+	}
+	if sl, ok := get[*slice](s.api, "slice/"); !ok || len(sl.offered) != s.host.gpus {
+		s.fail("leaked: the slice offers %v of %d GPUs", sl, s.host.gpus)
+	}
+	if n, ok := get[*nodeObject](s.api, "node/"); !ok || n.allocatable != s.host.gpus {
+		s.fail("leaked: the node has %v of %d GPUs allocatable", n, s.host.gpus)
+	}
+}
+
+func (s *simulation) killAgent() {
+	if s.agent == nil || s.agent.life.over {
+		return
+	}
+	a := s.agent
+	for c := range a.life.calls {
+		if !c.done && c.where == "has reserved" {
+			s.hit(agentDiesBeforeAnswer)
+		}
+	}
+	// Closed first: a dead process writes nothing.
+	s.host.check(a.book.Close())
+	s.kill(a.life)
+	s.breakOff()
+	if !s.kubelet.life.over {
+		s.kubelet.losePlugin()
+		if a.stream != nil {
+			s.kubelet.hangUp(a.stream)
+		}
+	}
+	s.after(s.host.alive, s.between(50*time.Millisecond, 3*time.Second), "starts the agent", func() {
+		if s.agent.life.over {
+			s.startAgent()
+		}
+	})
+}
+
+func (s *simulation) killKubelet() {
+	k := s.kubelet
+	if k.life.over {
+		return
+	}
+	if len(k.pending) > 0 {
+		for _, p := range k.pending {
+			if !*p.answered && !p.agent.over {
+				s.hit(kubeletDiesInCall)
+			}
+		}
+	}
+	s.kill(k.life)
+	s.inFlight = false
+	if a := s.agent; a != nil && a.stream != nil && !a.life.over {
+		e := a.stream
+		s.after(a.life, s.latency(), "loses its stream to kubelet", func() { a.streamEnded(e) })
+	}
+	s.after(s.host.alive, s.between(100*time.Millisecond, 5*time.Second), "starts kubelet", func() {
+		if s.kubelet.life.over {
+			s.startKubelet()
+		}
+	})
+}
+
+func (s *simulation) reboot() {
+	s.before = map[string][]string{}
+	for _, group := range s.host.pods {
+		if group.busy {
+			s.before[group.owner] = group.gpus
+		}
+	}
+	s.killAgent()
+	s.killKubelet()
+	s.host.reboot()
+	s.after(s.host.alive, s.between(time.Second, 5*time.Second), "starts kubelet", func() {
+		if s.kubelet.life.over {
+			s.startKubelet()
+		}
+	})
+	// The agent is a pod: kubelet is there first.
+	s.after(s.host.alive, s.between(6*time.Second, 20*time.Second), "starts the agent", func() {
+		if s.agent.life.over {
+			s.startAgent()
+		}
+	})
+}
+
+// sawPrepare counts what an answer of the driver means.
+func (a *agent) sawPrepare(c *claim, err error) {
+	switch {
+	case err != nil && strings.Contains(err.Error(), "limit"):
+		a.hit(claimLosesToLimit)
+	case err == nil && a.before[c.uid] != nil:
+		a.hit(rebootReclaims)
+		if !slices.Equal(a.before[c.uid], c.devices) {
+			a.fail("claim %s had %v before the reboot and gets %v", c.uid, a.before[c.uid], c.devices)
+		}
+		delete(a.before, c.uid)
+	}
+}
+
+// sawAllocate counts what an answer of the device plugin means.
+func (k *kubelet) sawAllocate(err error) {
+	if err == nil {
+		return
+	}
+	switch text := err.Error(); {
+	case strings.Contains(text, "(expected)"):
+		k.hit(expectedBlocksLimit)
+	case strings.Contains(text, "held by claim"):
+		k.hit(limitLosesToClaim)
+	case strings.Contains(text, "containers may still run"):
+		k.hit(limitFindsOrphan)
+	}
+}
+
+func (c *scheduler) limitHolds(devices []string) bool {
+	if c.agent == nil || c.agent.life.over {
+		return false
+	}
+	for _, h := range c.agent.book.Holds() {
+		if h.Holder.Kind == ledger.KindLimit && slices.Contains(devices, "gpu-"+h.Device.GPU[len("GPU-"):]) {
+			return true
+		}
+	}
+	return false
+}
+
+func quietLogs() { klog.SetLogger(klog.Logger{}) }
+
+func TestMain(m *testing.M) {
+	quietLogs()
+	os.Exit(m.Run())
+}
+
+// TestSameSeedSameTrace plays some worlds twice.
+func TestSameSeedSameTrace(t *testing.T) {
+	for seed := uint64(1); seed <= 6; seed++ {
+		first, second := play(t, seed, 2000, faults{}), play(t, seed, 2000, faults{})
+		if first.hash != second.hash || first.steps != second.steps {
+			t.Errorf("seed %d: %d steps with hash %016x, then %d with %016x", seed, first.steps, first.hash, second.steps, second.hash)
+		}
+	}
+}
+
+const stepsOfAWorld = 4000
+
+// TestSimulation plays worlds until the steps are taken.
+func TestSimulation(t *testing.T) {
+	seed := *seedFlag
+	if seed == 0 {
+		seed = uint64(time.Now().UnixNano())%1_000_000*1000 + 1
+	}
+	t.Logf("seed %d", seed)
+	rows := map[row]int{}
+	steps, hash, worlds, began := 0, uint64(0), 0, time.Now()
+	for world := seed; steps < *stepsFlag; world++ {
+		o := play(t, world, min(stepsOfAWorld, *stepsFlag-steps), faults{})
+		steps += o.steps
+		worlds++
+		hash = (hash ^ o.hash) * 1099511628211
+		for r, n := range o.rows {
+			rows[r] += n
+		}
+		if o.fault != "" {
+			t.Fatalf("%s\nworld %d failed at step %d: %s\nreplay: make simulation SEED=%d STEPS=%d", o.trace, world, o.steps, o.fault, world, o.steps)
+		}
+	}
+	took := time.Since(began)
+	for _, r := range allRows {
+		fmt.Printf("%-45s %8d\n", r, rows[r])
+		if *fullFlag && rows[r] < 1000 {
+			t.Errorf("row %s was met %d times only", r, rows[r])
+		}
+	}
+	fmt.Printf("simulation: seed=%d steps=%d worlds=%d hash=%016x doubly_owned=0 stuck=0 leaked=0 took=%s (%d steps/s)\n",
+		seed, steps, worlds, hash, took.Round(time.Millisecond), int(float64(steps)/took.Seconds()))
+}
