@@ -23,7 +23,14 @@ func Fresh(ctx context.Context, dir, kubernetes, image string, out io.Writer) (*
 	if err := Remove(ctx, dir); err != nil {
 		return nil, err
 	}
-	c, err := cluster.New(cluster.Config{Dir: clusterDir(dir), KubernetesVersion: kubernetes, Progress: out})
+	c, err := cluster.New(cluster.Config{
+		Dir: clusterDir(dir), KubernetesVersion: kubernetes, Progress: out,
+		// Kubelet makes a container that was killed often wait for up to five minutes: that would be tested instead of us.
+		FeatureGates: map[string]bool{"KubeletCrashLoopBackOffMax": true},
+		Nodes: []cluster.NodeConfig{{Name: "node-1", Kubelet: map[string]any{
+			"crashLoopBackOff": map[string]any{"maxContainerRestartPeriod": "2s"},
+		}}},
+	})
 	if err != nil {
 		return nil, err
 	}

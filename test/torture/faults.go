@@ -119,13 +119,13 @@ func (s *saboteur) strikePod(ctx context.Context, op Op) (done, error) {
 	switch op.Kind {
 	case Kill:
 		s.before(ctx, op.Component)
-		struck, err := s.signal(ctx, "KILL", program)
+		struck, err := s.catch(ctx, "KILL", program)
 		if err != nil || !struck {
 			return done{skipped: "it does not run"}, err
 		}
 		return done{kills: 1}, nil
 	case Freeze:
-		struck, err := s.signal(ctx, "STOP", program)
+		struck, err := s.catch(ctx, "STOP", program)
 		if err != nil || !struck {
 			return done{skipped: "it does not run"}, err
 		}
@@ -134,6 +134,19 @@ func (s *saboteur) strikePod(ctx context.Context, op Op) (done, error) {
 		return done{}, err
 	}
 	return done{}, fmt.Errorf("no way to %s the %s", op.Kind, op.Component)
+}
+
+// returnPatience is how long a program that is being started again is waited for.
+const returnPatience = 10 * time.Second
+
+// catch is signal for a program that may be starting again.
+func (s *saboteur) catch(ctx context.Context, signal, program string) (struck bool, err error) {
+	for deadline := time.Now().Add(returnPatience); time.Now().Before(deadline); rest(ctx, retryPause) {
+		if struck, err = s.signal(ctx, signal, program); struck || err != nil {
+			return struck, err
+		}
+	}
+	return false, nil
 }
 
 // signal reports whether there was such a program on the node.

@@ -36,7 +36,7 @@ func Sabotages() []Sabotage {
 	crossing := Usual()
 	crossing.BurstEvery, crossing.FreezeEvery = [2]int{5, 12}, [2]int{6, 12}
 	forgetful := Usual()
-	forgetful.FaultEvery, forgetful.Force = [2]int{6, 14}, 10
+	forgetful.FaultEvery, forgetful.Force = [2]int{8, 16}, 10
 	forgetful.Faults = []Fault{{Kill, agentName, 5}, {Upgrade, agentName, 2}}
 	trusting := Usual()
 	trusting.Force, trusting.Linger = 80, 90
