@@ -159,7 +159,7 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources,
 		Claims:    func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
 		Inventory: node, KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName,
-		DriverName: a.config.DriverName, Resource: a.config.ResourceName,
+		DriverName: a.config.DriverName, Resource: a.config.ResourceName, Registerer: a.metrics,
 	})
 	if err != nil {
 		return err

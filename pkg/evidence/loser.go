@@ -57,14 +57,22 @@ func (p *Pods) movable(claim ledger.ClaimRequest) (movable, unknown bool) {
 	return movable, unknown
 }
 
+// unseen is how long after a loss a pod that nobody has seen may still arrive; pods that were deleted are remembered for longer.
+const unseen = time.Minute
+
 // Ended reports whether no pod is left that could still want the claim of a loser.
 func (p *Pods) Ended(lost ledger.Loser) bool {
-	if !p.Synced() {
+	claim := ledger.ClaimRequest{UID: lost.UID, Namespace: lost.Namespace, Name: lost.Name, Pods: lost.Pods}
+	uids := p.podsOf(holdOf(claim))
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.synced.IsZero() {
 		return false
 	}
-	claim := ledger.ClaimRequest{UID: lost.UID, Namespace: lost.Namespace, Name: lost.Name, Pods: lost.Pods}
-	for uid := range p.podsOf(holdOf(claim)) {
-		if standing := p.standing(string(uid), lost.Since); standing == live || standing == deleting {
+	for uid := range uids {
+		pod, ok := p.pods[uid]
+		_, deleted := p.deleted[uid]
+		if ok && !isTerminal(pod.Pod) || !ok && !deleted && time.Since(lost.Since) < unseen {
 			return false
 		}
 	}

@@ -95,6 +95,7 @@ func TestEnded(t *testing.T) {
 		{"is over", []*corev1.Pod{pod(podA, "a", phase(corev1.PodFailed))}, nil, true},
 		{"is gone", nil, pod(podA, "a", names("one")), true},
 		{"was never seen", nil, nil, false},
+		{"was forgotten long ago", nil, nil, true},
 		{"is gone, another names the claim", []*corev1.Pod{pod(podB, "b", pending, names("one"))}, pod(podA, "a"), false},
 	}
 	for _, test := range tests {
@@ -103,6 +104,10 @@ func TestEnded(t *testing.T) {
 			if test.deleted != nil {
 				p.add(t, test.deleted)
 				p.forget(test.deleted)
+			}
+			lost := lost
+			if test.name == "was forgotten long ago" {
+				lost.Since = time.Now().Add(-time.Hour)
 			}
 			if got := p.Ended(lost); got != test.want {
 				t.Errorf("got %v, want %v", got, test.want)

@@ -209,13 +209,18 @@ func (p *Pods) Known(uid string) bool { return p.Name(uid).Name != "" }
 
 // EndedBefore reports whether a pod is known to have been terminal or deleted already at a moment.
 func (p *Pods) EndedBefore(uid string, moment time.Time) bool {
+	ended := p.EndedAt(uid)
+	return !ended.IsZero() && ended.Before(moment)
+}
+
+// EndedAt is when a pod was first seen to be terminal or deleted; zero while it lives, and for one that nobody has seen.
+func (p *Pods) EndedAt(uid string) time.Time {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	pod, ok := p.pods[types.UID(uid)]
-	if !ok {
-		pod = p.deleted[types.UID(uid)]
+	if pod, ok := p.pods[types.UID(uid)]; ok {
+		return pod.ended
 	}
-	return !pod.ended.IsZero() && pod.ended.Before(moment)
+	return p.deleted[types.UID(uid)].ended
 }
 
 // Strangers are the UIDs of pods that have a cgroup and that the API server does not know: whatever they hold, no list of
@@ -330,13 +335,13 @@ func (p *Pods) Started(h ledger.Hold) bool {
 // Unsettled is how long the hold of a limit is still within Settling.
 func Unsettled(h ledger.Hold) time.Duration {
 	age := time.Since(h.Since)
-	if h.State != ledger.StateHeld || age < 0 {
+	if h.State == ledger.StateExpected || age < 0 {
 		return 0 // a clock that was set back must not make this long
 	}
 	return max(0, Settling-age)
 }
 
-// podVerdict judges a pod that holds by a limit. Kubelet never starts another container of a pod whose phase is terminal,
+// podVerdict judges one pod. Kubelet never starts another container of a pod whose phase is terminal,
 // so an empty cgroup ends it; one that was removed from the API server in any other way must have lost its cgroup. Where the
 // kernel does not tell, containers may still run.
 func (p *Pods) podVerdict(uid string, since time.Time) ledger.Verdict {
@@ -385,6 +390,13 @@ func (p *Pods) claimVerdict(h ledger.Hold, uids map[types.UID]bool) ledger.Verdi
 		}
 	}
 	return verdict
+}
+
+// Users are those pods recorded with the hold of a claim that may still use it.
+func (p *Pods) Users(h ledger.Hold) []ledger.Pod {
+	return slices.DeleteFunc(slices.Clone(h.Pods), func(pod ledger.Pod) bool {
+		return p.podVerdict(pod.UID, h.Since) == ledger.Gone
+	})
 }
 
 // VerdictWithoutClaim judges a claim that the API server no longer has under that UID. Pods that name it and live mean its
@@ -452,8 +464,8 @@ func claimsOf(pod *corev1.Pod) map[string]bool {
 	return names
 }
 
-// Sweep forgets deleted pods that have no cgroup any more and that no hold names. It forgets none while there is a limit whose
-// pod is not known yet: forgotten, that pod would pass for one that has not been seen so far, and live for ever.
+// Sweep forgets pods that were deleted a while ago, have no cgroup any more, and that no hold names. It forgets none while there
+// is a limit whose pod is not known yet: forgotten, that pod would pass for one that has not been seen so far, and live for ever.
 func (p *Pods) Sweep(holds []ledger.Hold) {
 	named := map[types.UID]bool{}
 	for _, h := range holds {
@@ -466,8 +478,8 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 	}
 	p.mu.Lock()
 	candidates := make([]types.UID, 0, len(p.deleted))
-	for uid := range p.deleted {
-		if !named[uid] {
+	for uid, pod := range p.deleted {
+		if !named[uid] && time.Since(pod.ended) > unseen {
 			candidates = append(candidates, uid)
 		}
 	}

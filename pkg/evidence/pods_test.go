@@ -125,6 +125,7 @@ func TestLimitVerdict(t *testing.T) {
 		{"deleted, no cgroup", pod(podA, "a"), true, noGroup, limit(ledger.StateHeld, recent, podA), ledger.Gone},
 		{"deleted, no cgroup, just allocated", pod(podA, "a"), true, noGroup, limit(ledger.StateHeld, 0, podA), ledger.Terminating},
 		{"deleted, busy, just allocated", pod(podA, "a"), true, busyGroup, limit(ledger.StateHeld, 0, podA), ledger.Orphaned},
+		{"deleted, no cgroup, just allocated, draining", pod(podA, "a"), true, noGroup, limit(ledger.StateDraining, 0, podA), ledger.Terminating},
 		{"deleted, busy, draining", pod(podA, "a"), true, busyGroup, limit(ledger.StateDraining, 0, podA), ledger.Orphaned},
 		{"never seen, held before the first list", nil, false, noGroup, limit(ledger.StateHeld, before, podA), ledger.Gone},
 		{"never seen, held before the first list, busy", nil, false, busyGroup, limit(ledger.StateHeld, before, podA), ledger.Orphaned},
@@ -310,17 +311,27 @@ func TestTrimKeepsWhatIsNeeded(t *testing.T) {
 	}
 }
 
+// age makes a deletion one of a while ago.
+func (p *Pods) age(uid types.UID) {
+	gone := p.deleted[uid]
+	gone.ended = time.Now().Add(-2 * unseen)
+	p.deleted[uid] = gone
+}
+
 func TestSweep(t *testing.T) {
 	f := newTree(t)
 	f.group(podB, busyGroup)
 	p := known(t, f)
-	for _, uid := range []string{"held", podB, "gone"} {
+	for _, uid := range []string{"held", podB, "gone", "gone just now"} {
 		p.add(t, pod(uid, uid))
 		p.forget(pod(uid, uid))
 	}
+	for _, uid := range []types.UID{"held", podB, "gone"} {
+		p.age(uid)
+	}
 	p.Sweep([]ledger.Hold{limit(ledger.StateHeld, 0, "held")})
 	left := slices.Sorted(maps.Keys(p.deleted))
-	if want := []types.UID{podB, "held"}; !slices.Equal(left, want) {
+	if want := []types.UID{podB, "gone just now", "held"}; !slices.Equal(left, want) {
 		t.Errorf("remembers %v, want %v", left, want)
 	}
 }

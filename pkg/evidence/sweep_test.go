@@ -29,6 +29,7 @@ func TestSweepKeepsThePodOfAnUnidentifiedLimit(t *testing.T) {
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "p", Namespace: "default", UID: "u1"}}
 	pods.store(pod)
 	pods.forget(pod)
+	pods.age("u1")
 	limit := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-1"}, State: ledger.StateHeld, Since: time.Now().Add(time.Second)}
 
 	pods.Sweep([]ledger.Hold{limit})

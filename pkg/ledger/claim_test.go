@@ -5,7 +5,9 @@ package ledger
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
+	"os"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -146,6 +148,40 @@ func TestUnprepareCancelsPreparesThatQueue(t *testing.T) {
 			t.Error("the queue stays behind")
 		}
 	})
+}
+
+// A claim may be shared by more pods than fit one page of their names.
+func TestAClaimOfManyPods(t *testing.T) {
+	dir := t.TempDir()
+	l := reopen(t, dir)
+	request := claimOf("c", whole("a"))
+	request.Pods = nil
+	for i := range 60 {
+		request.Pods = append(request.Pods, Pod{UID: fmt.Sprintf("00000000-0000-4000-8000-%012d", i), Namespace: "ns", Name: strings.Repeat("x", 60)})
+	}
+	must(t, second(l.ReserveClaim(t.Context(), request)))
+	info, err := os.Stat(l.disk.path(find(l, "c")))
+	must(t, err)
+	if info.Size() != spareSize {
+		t.Errorf("the record has %d bytes", info.Size())
+	}
+	if h := find(l, "c"); len(h.Pods) != 60 || h.Pods[59].Name == "" {
+		t.Errorf("in memory: %+v", h)
+	}
+	must(t, l.Close())
+	l = reopen(t, dir)
+	h := find(l, "c")
+	if len(h.Pods) != 60 || h.Pods[59].UID != request.Pods[59].UID {
+		t.Errorf("on disk: %+v", h)
+	}
+	must(t, l.SetPods(h, h.Pods[:2]))
+	if now := find(l, "c"); len(now.Pods) != 2 || now.Generation == h.Generation {
+		t.Errorf("after some are struck off: %+v", now)
+	}
+	must(t, l.SetPods(h, nil))
+	if now := find(l, "c"); len(now.Pods) != 2 {
+		t.Errorf("by somebody who looked before: %+v", now)
+	}
 }
 
 // Two claims that were allocated anew get what the other had; neither waits for the other for ever.

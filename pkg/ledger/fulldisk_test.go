@@ -188,6 +188,39 @@ func TestClaimThatFillsTheDisk(t *testing.T) {
 	must(t, err)
 }
 
+// What could not be recorded at a start is held all the same, and recorded when there is room.
+func TestRecordWhatTheDiskHadNoRoomFor(t *testing.T) {
+	disk := newSmallDisk(t)
+	options := Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", Evidence: judge(neverGone)}
+	l, err := Open(t.Context(), options)
+	must(t, err)
+	disk.fill()
+	for _, uid := range []string{"c1", "c2"} {
+		if err := l.Expect(Hold{Holder: Holder{KindClaim, uid}, Device: whole(uid)}); !errors.Is(err, unix.ENOSPC) {
+			t.Fatalf("expect on a full disk: %v", err)
+		}
+	}
+	if err := l.Record(); !errors.Is(err, unix.ENOSPC) {
+		t.Errorf("record on a full disk: %v", err)
+	}
+	must(t, l.Release(find(l, "c2")))
+	if _, conflict := errors.AsType[*ConflictError](l.ReserveLimits(limitsOf("c1"))); !conflict {
+		t.Error("a hold without a record does not hold")
+	}
+	disk.empty()
+	must(t, l.Record())
+	must(t, l.Record())
+	before := stateOf(l)
+	must(t, l.Close())
+	l, err = Open(t.Context(), options)
+	must(t, err)
+	defer l.Close()
+	sameState(t, before, stateOf(l))
+	if len(before) != 1 {
+		t.Errorf("recorded: %v", before)
+	}
+}
+
 func must(t *testing.T, err error) {
 	t.Helper()
 	if err != nil {

@@ -61,8 +61,8 @@ type Hold struct {
 	Namespace, Name string
 	// Pods use the hold. For a limit: none until kubelet's checkpoint tells, then one.
 	Pods []Pod
-	// Generation changes whenever the hold is given out again or its pods change; Release, SetState and Identify of an older
-	// generation do nothing. It means nothing to another process.
+	// Generation changes whenever the hold is given out again or its pods change; Release, SetState, SetPods and Identify of an
+	// older generation do nothing. It means nothing to another process.
 	Generation uint64
 	// Unreadable marks a hold known only from the name of its record, whose contents could not be read.
 	Unreadable bool

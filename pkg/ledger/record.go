@@ -80,15 +80,37 @@ func encodeRecord(h Hold, bootID string) ([]byte, error) {
 	if holder, ref, err := parseRecordName(name); err != nil || holder != h.Holder || ref != h.Device {
 		return nil, fmt.Errorf("encode record of %s: the name would not be read back as %#v", name, h.Device)
 	}
-	body, err := json.Marshal(record{
+	r := record{
 		Kind: h.Holder.Kind, Holder: h.Holder.ID, Device: h.Device.String(), State: h.State, Since: h.Since, BootID: bootID,
 		Resource: h.Resource, Namespace: h.Namespace, Name: h.Name, Pods: h.Pods, Generation: h.Generation,
-	})
+	}
+	data, err := r.encode()
+	if err == nil && len(data) > spareSize {
+		// A claim that many pods share. Their names can be learnt again, and a record of one page needs no new block to change.
+		r.Pods = nameless(h.Pods)
+		data, err = r.encode()
+	}
 	if err != nil {
 		return nil, fmt.Errorf("encode record of %s: %w", name, err)
 	}
+	return data, nil
+}
+
+func (r record) encode() ([]byte, error) {
+	body, err := json.Marshal(r)
+	if err != nil {
+		return nil, err
+	}
 	head := fmt.Sprintf(recordHeader, recordVersion, crc32.Checksum(body, castagnoli), len(body))
 	return append([]byte(head), body...), nil
+}
+
+func nameless(pods []Pod) []Pod {
+	bare := make([]Pod, len(pods))
+	for i, pod := range pods {
+		bare[i] = Pod{UID: pod.UID}
+	}
+	return bare
 }
 
 // decodeRecord reads what an own or a newer version wrote. newer is true for the latter: such a record is read as far as

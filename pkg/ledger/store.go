@@ -55,8 +55,10 @@ type Ledger struct {
 	byGPU    map[string]map[key]*Hold
 	byHolder map[Holder]map[key]*Hold
 	// newer are records of a newer version, which stay on disk as they are until they are removed.
-	newer   map[key]bool
-	changed chan struct{}
+	newer map[key]bool
+	// unrecorded are holds that a full disk has no record of.
+	unrecorded map[key]bool
+	changed    chan struct{}
 	// announcing is set from a change until changed is closed for it.
 	announcing bool
 	// losers are claims that were refused, by UID.
@@ -104,8 +106,10 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 		byGPU:    map[string]map[key]*Hold{},
 		byHolder: map[Holder]map[key]*Hold{},
 		losers:   map[string]Loser{},
-		changed:  make(chan struct{}),
-		claims:   claimCalls{byUID: map[string][]*claimCall{}},
+
+		unrecorded: map[key]bool{},
+		changed:    make(chan struct{}),
+		claims:     claimCalls{byUID: map[string][]*claimCall{}},
 	}
 	holds, newer, problems, err := l.disk.load()
 	if err != nil {
@@ -185,7 +189,7 @@ func (l *Ledger) Changed() <-chan struct{} {
 // that has the device already keeps its state, and is completed with what h knows and it does not. Devices of h that
 // somebody else holds are held by both from then on, as they are in the real world; the conflict is for the caller to
 // report, and Expect returns it as a *ConflictError after the fact. After any other error the device is held too, but a
-// restart would forget it.
+// restart would forget it until Record has succeeded.
 func (l *Ledger) Expect(h Hold) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -203,12 +207,25 @@ func (l *Ledger) Expect(h Hold) error {
 	l.put(h)
 	l.announce()
 	if err != nil {
+		l.unrecorded[keyOf(h)] = true
 		return fmt.Errorf("expect %s: %w", h.Device, err)
 	}
 	if len(conflicts) > 0 {
 		return &ConflictError{Holds: conflicts}
 	}
 	return nil
+}
+
+// Record writes what Expect could not. Called by whoever called Expect, until it returns nil; cheap when there is nothing to
+// write.
+func (l *Ledger) Record() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	var errs []error
+	for k := range l.unrecorded {
+		errs = append(errs, l.rewrite(l.holds[k], *l.holds[k]))
+	}
+	return errors.Join(errs...)
 }
 
 func (l *Ledger) complete(known *Hold, h Hold) error {
@@ -252,6 +269,12 @@ func (l *Ledger) Identify(h Hold, pod Pod) error {
 	return l.amend(h, func(updated *Hold) { updated.Pods = []Pod{pod} })
 }
 
+// SetPods says which pods use a hold, where some of those that did are gone. A hold that has been given out again since is
+// left alone.
+func (l *Ledger) SetPods(h Hold, pods []Pod) error {
+	return l.amend(h, func(updated *Hold) { updated.Pods = slices.Clone(pods) })
+}
+
 // SetState moves a hold between held and draining as evidence about its pods comes and goes. A hold that has been given out
 // again since is left alone.
 func (l *Ledger) SetState(h Hold, state State) error {
@@ -288,6 +311,7 @@ func (l *Ledger) rewrite(current *Hold, updated Hold) error {
 		return err
 	}
 	delete(l.newer, keyOf(updated))
+	delete(l.unrecorded, keyOf(updated))
 	l.replace(current, updated)
 	return nil
 }
@@ -321,6 +345,7 @@ func (l *Ledger) release(h Hold) error {
 	}
 	delete(l.holds, k)
 	delete(l.newer, k)
+	delete(l.unrecorded, k)
 	deleteFrom(l.byGPU, k.device.GPU, k)
 	deleteFrom(l.byHolder, k.holder, k)
 	l.announce()

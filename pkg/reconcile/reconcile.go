@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/fsnotify/fsnotify"
+	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -44,10 +45,14 @@ type Ledger interface {
 	Expect(h ledger.Hold) error
 	Identify(h ledger.Hold, pod ledger.Pod) error
 	SetState(h ledger.Hold, state ledger.State) error
+	SetPods(h ledger.Hold, pods []ledger.Pod) error
 	Release(h ledger.Hold) error
+	Record() error
+	Losers() []ledger.Loser
+	Forgive(uid string)
 }
 
-// Config of a Reconciler. Everything is required.
+// Config of a Reconciler. Everything but the Registerer is required.
 type Config struct {
 	Ledger Ledger
 	// Pods runs elsewhere; until its first list has arrived nothing is ended.
@@ -61,12 +66,15 @@ type Config struct {
 	NodeName   string
 	DriverName string
 	Resource   string
+	// Registerer receives the metrics.
+	Registerer prometheus.Registerer
 }
 
 // Reconciler restores and ends holds.
 type Reconciler struct {
 	Config
 	times times
+	freed *freed
 	// leaving remembers since when a hold has been waiting for processes to end.
 	leaving map[holdKey]time.Time
 	// doubts remembers holds that nobody confirms, since when, and when they were last looked into.
@@ -123,7 +131,11 @@ func New(c Config) (*Reconciler, error) {
 		c.KubeletDir == "" || c.NodeName == "" || c.DriverName == "" || c.Resource == "" {
 		return nil, errors.New("create reconciler: every field of the configuration is required")
 	}
-	return &Reconciler{Config: c, times: defaultTimes(), leaving: map[holdKey]time.Time{}, doubts: map[holdKey]*doubt{}}, nil
+	freed, err := newMetrics(c)
+	if err != nil {
+		return nil, fmt.Errorf("create reconciler: %w", err)
+	}
+	return &Reconciler{Config: c, times: defaultTimes(), freed: freed, leaving: map[holdKey]time.Time{}, doubts: map[holdKey]*doubt{}}, nil
 }
 
 // Run follows the world until ctx is done, after Restore. Call it once.
@@ -190,17 +202,18 @@ const never = time.Duration(1<<63 - 1)
 // kubelet's files only.
 func (r *Reconciler) pass() (time.Duration, error) {
 	holds := r.Ledger.Holds()
+	r.freed.look(holds)
+	wait := r.forgive()
 	r.Pods.Sweep(holds)
+	errs := []error{r.Ledger.Record()}
 	if len(holds) == 0 || !r.Pods.Synced() {
-		return never, nil
+		return wait, errors.Join(errs...)
 	}
-	var errs []error
 	checkpoint, err := evidence.ReadDeviceCheckpoint(r.KubeletDir)
 	if err != nil {
 		errs = append(errs, err)
 	}
 	now := time.Now()
-	wait := never
 	leaving := map[holdKey]time.Time{}
 	for _, h := range holds {
 		if h.Holder.Kind == ledger.KindLimit && err != nil {
@@ -243,9 +256,7 @@ func (r *Reconciler) settle(h ledger.Hold, checkpoint evidence.DeviceCheckpoint)
 	verdict := r.Pods.Verdict(h)
 	switch {
 	case verdict == ledger.Gone:
-		return never, r.Ledger.Release(h)
-	case verdict == ledger.Orphaned && evidence.Unsettled(h) > 0:
-		return untilLeft, r.unreadable(h) // a draining hold would no longer be given time to settle
+		return never, r.release(h)
 	case verdict == ledger.Orphaned:
 		return untilLeft, errors.Join(r.Ledger.SetState(h, ledger.StateDraining), r.unreadable(h))
 	case verdict == ledger.Running && (h.State == ledger.StateDraining || h.State == ledger.StateExpected && len(h.Pods) > 0):
@@ -257,18 +268,56 @@ func (r *Reconciler) settle(h ledger.Hold, checkpoint evidence.DeviceCheckpoint)
 	return never, nil
 }
 
+// manyPods is how many pods a claim's hold may name before those that are gone are struck off: one that is shared for long may
+// see any number of them.
+const manyPods = 8
+
 func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
-	if h.State != ledger.StateDraining || h.Unreadable {
+	switch {
+	case h.Unreadable:
+		return never, nil
+	case h.State != ledger.StateDraining && len(h.Pods) > manyPods:
+		// Without a pod the hold would look as if nothing were known about it.
+		if users := r.Pods.Users(h); len(users) > 0 && len(users) < len(h.Pods) {
+			return never, r.Ledger.SetPods(h, users)
+		}
+		return never, nil
+	case h.State != ledger.StateDraining:
 		return never, nil
 	}
 	switch r.Pods.Verdict(h) {
 	case ledger.Gone:
-		return never, r.Ledger.Release(h)
+		return never, r.release(h)
 	case ledger.Orphaned:
 		return untilLeft, r.unreadable(h)
 	default:
 		return never, nil
 	}
+}
+
+func (r *Reconciler) release(h ledger.Hold) error {
+	err := r.Ledger.Release(h)
+	if err == nil {
+		r.freed.observe(h)
+	}
+	return err
+}
+
+// forgive ends the losers that nobody is left to want anything for, and says when to look again if nothing changes before.
+func (r *Reconciler) forgive() time.Duration {
+	wait := never
+	for _, lost := range r.Ledger.Losers() {
+		if r.Pods.Ended(lost) {
+			r.Ledger.Forgive(lost.UID)
+			continue
+		}
+		wait = min(wait, r.times.doubt)
+		if lost.Condemned {
+			// Asking for the losers is what makes it lapse.
+			wait = min(wait, max(r.times.retry, time.Until(lost.Until())))
+		}
+	}
+	return wait
 }
 
 // unreadable is why the kernel does not tell about the pods of a hold. A verdict cannot say it, and nobody would know why

@@ -5,6 +5,7 @@ package reconcile
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -106,9 +107,9 @@ func TestForceDeletedRightAfterAllocate(t *testing.T) {
 	g.allocate("GPU-1")
 	g.checkpoint("p1", "GPU-1")
 	g.await("GPU-1: limit GPU-1 held [p1]")
-	changed := g.pods.Changed()
 	g.deletePod("p1")
-	<-changed
+	// The next pod is kept away before it is refused.
+	g.await("GPU-1: limit GPU-1 draining [p1]")
 	err := g.book.ReserveLimits([]ledger.LimitRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}})
 	if _, conflict := errors.AsType[*ledger.ConflictError](err); !conflict {
 		t.Errorf("a second owner: %v", err)
@@ -146,6 +147,29 @@ func TestDrainingClaim(t *testing.T) {
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
 	g.group("p1", false)
 	g.await()
+}
+
+// A claim that is shared for long sees many pods. Those that are gone are struck off, those that may still use it are not.
+func TestPodsOfALongSharedClaim(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	var pods []string
+	for i := range manyPods + 2 {
+		uid := fmt.Sprintf("p%02d", i)
+		pods = append(pods, uid)
+		g.addPod(g.pod(uid, "one"))
+	}
+	g.group("p00", true)
+	g.run()
+	g.prepare("c1", "one", "GPU-1", pods...)
+	for _, uid := range pods[:manyPods] {
+		g.deletePod(uid)
+	}
+	g.await("GPU-1: claim c1 held [p00 p08 p09]")
+	g.noGroup("p00")
+	g.deletePod("p08")
+	g.deletePod("p09")
+	g.stays("GPU-1: claim c1 held [p00 p08 p09]")
 }
 
 func TestNothingIsReleasedWhileServersAreAway(t *testing.T) {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"syscall"
 
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -22,7 +23,7 @@ import (
 // Restore adds to the ledger what its own records may not know: limits whose pods have a cgroup, by kubelet's device
 // checkpoint and pod resources; claims that kubelet's state names, which survive a reboot and must find their devices free.
 // It is called once, before either API is registered. A source that cannot be read is logged and skipped: the others and
-// the ledger's own records remain.
+// the ledger's own records remain. An error means that the ledger is not ours any more.
 func (r *Reconciler) Restore(ctx context.Context) error {
 	logger := klog.FromContext(ctx)
 	checkpoint, err := evidence.ReadDeviceCheckpoint(r.KubeletDir)
@@ -249,12 +250,17 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint evidence.Device
 	return nil
 }
 
-// expect reports a device that already has two holders, which is nobody's doing here, and goes on.
+// expect reports a device that already has two holders, which is nobody's doing here, and a hold that a full disk has no room
+// for, which the next passes record; and goes on.
 func (r *Reconciler) expect(ctx context.Context, h ledger.Hold) error {
 	err := r.Ledger.Expect(h)
 	var conflict *ledger.ConflictError
 	if errors.As(err, &conflict) {
 		klog.FromContext(ctx).Error(conflict, "A device was found in two hands", "device", h.Device.String(), "holder", h.String())
+		return nil
+	}
+	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
+		klog.FromContext(ctx).Error(err, "No room to record a hold of before, trying again", "device", h.Device.String(), "holder", h.String())
 		return nil
 	}
 	if err != nil {

@@ -3,11 +3,15 @@
 package reconcile
 
 import (
+	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
+	"syscall"
 	"testing"
 
 	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 func TestRestore(t *testing.T) {
@@ -124,4 +128,41 @@ func TestRestoreOfLateGPU(t *testing.T) {
 	g.await("GPU-0: claim c1 expected [p1]", "GPU-1: claim c1 expected [p1]")
 	g.setGPUs("GPU-0", "GPU-1", "GPU-2")
 	g.stays("GPU-0: claim c1 expected [p1]", "GPU-1: claim c1 expected [p1]")
+}
+
+// fullDisk has no room for the first record.
+type fullDisk struct {
+	*ledger.Ledger
+	err      error
+	recorded int
+}
+
+func (f *fullDisk) Expect(h ledger.Hold) error {
+	err := errors.Join(f.Ledger.Expect(h), f.err)
+	f.err = nil
+	return err
+}
+
+func (f *fullDisk) Record() error { f.recorded++; return f.Ledger.Record() }
+
+// One hold that cannot be recorded must not keep the agent from holding the others, and is tried again.
+func TestRestoreOnAFullDisk(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.group("p1", true)
+	g.group("p2", true)
+	g.checkpoint("p1", "GPU-1", "p2", "GPU-2")
+	disk := &fullDisk{Ledger: g.book, err: fmt.Errorf("write record: %w", syscall.ENOSPC)}
+	g.r.Ledger = disk
+	must(t, g.r.Restore(t.Context()))
+	g.want("GPU-1: limit GPU-1 expected [p1]", "GPU-2: limit GPU-2 expected [p2]")
+	_, err := g.r.pass()
+	must(t, err)
+	if disk.recorded != 1 {
+		t.Error("was not tried again")
+	}
+	disk.err = ledger.ErrLocked
+	if err := g.r.Restore(t.Context()); !errors.Is(err, ledger.ErrLocked) {
+		t.Errorf("in a directory that is not ours any more: %v", err)
+	}
 }

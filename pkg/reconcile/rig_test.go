@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -41,6 +42,7 @@ type rig struct {
 	book   *ledger.Ledger
 	r      *Reconciler
 	client *fake.Clientset
+	counts *prometheus.Registry
 	pods   *evidence.Pods
 	dir    string // kubelet's
 	groups string
@@ -63,6 +65,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	must(t, os.Mkdir(filepath.Join(g.dir, "device-plugins"), 0o755))
 	g.group("anchor", true)
 	g.client = fake.NewClientset()
+	g.counts = prometheus.NewRegistry()
 	cgroups := evidence.NewCgroups(g.groups)
 	var err error
 	g.pods, err = evidence.NewPods(g.client, node, cgroups)
@@ -73,6 +76,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	g.r, err = New(Config{
 		Ledger: g.book, Pods: g.pods, Cgroups: cgroups, Resources: g, Claims: func(namespace string) Claims { return claimsIn{g, namespace} },
 		Inventory: g, KubeletDir: g.dir, NodeName: node, DriverName: driver, Resource: resource,
+		Registerer: g.counts,
 	})
 	must(t, err)
 	ms := time.Millisecond
@@ -345,4 +349,23 @@ func (g *rig) prepare(uid, name, gpu string, pods ...string) {
 	}
 	_, err := g.book.ReserveClaim(g.t.Context(), request)
 	must(g.t, err)
+}
+
+// metric is the value of a metric with these labels, or the number of samples of a histogram.
+func (g *rig) metric(name string, labels ...string) float64 {
+	g.t.Helper()
+	families, err := g.counts.Gather()
+	must(g.t, err)
+	for _, family := range families {
+		for _, m := range family.GetMetric() {
+			var values []string
+			for _, pair := range m.GetLabel() {
+				values = append(values, pair.GetValue())
+			}
+			if family.GetName() == name && slices.Equal(values, labels) {
+				return m.GetGauge().GetValue() + float64(m.GetHistogram().GetSampleCount())
+			}
+		}
+	}
+	return 0
 }

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+func (g *rig) lose(uid, name string, condemned bool, pods ...string) {
+	lost := ledger.Loser{UID: uid, Namespace: "apps", Name: name, Devices: []device.Ref{{GPU: "GPU-1"}}, Condemned: condemned}
+	for _, uid := range pods {
+		lost.Pods = append(lost.Pods, ledger.Pod{UID: uid, Namespace: "apps", Name: uid})
+	}
+	g.book.Lose(lost)
+}
+
+// awaitLosers waits until exactly these claims are losers.
+func (g *rig) awaitLosers(uids ...string) {
+	g.t.Helper()
+	deadline := time.After(time.Minute)
+	for {
+		changed := g.book.Changed()
+		var got []string
+		for _, lost := range g.book.Losers() {
+			got = append(got, lost.UID)
+		}
+		if fmt.Sprint(got) == fmt.Sprint(uids) {
+			return
+		}
+		select {
+		case <-changed:
+		case <-deadline:
+			g.t.Fatalf("losers are %v, want %v", got, uids)
+		}
+	}
+}
+
+func TestLosersEndWithTheirPods(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	pending := func(uid, claim string) *corev1.Pod {
+		p := g.pod(uid, claim)
+		p.Status.Phase = corev1.PodPending
+		return p
+	}
+	evicted, waiting, over := pending("evicted", "one"), pending("waiting", "two"), pending("over", "three")
+	for _, p := range []*corev1.Pod{evicted, waiting, over} {
+		g.addPod(p)
+	}
+	g.run()
+	g.lose("c1", "one", true, "evicted")
+	g.lose("c2", "two", false, "waiting")
+	g.lose("c3", "three", false, "over")
+	g.awaitLosers("c1", "c2", "c3")
+	if condemned, waiting := g.metric("tandem_losing_claims", "condemned"), g.metric("tandem_losing_claims", "waiting"); condemned != 1 || waiting != 2 {
+		t.Errorf("counted %v condemned and %v waiting", condemned, waiting)
+	}
+	g.deletePod("evicted")
+	g.awaitLosers("c2", "c3")
+	over = over.DeepCopy()
+	over.Status.Phase = corev1.PodFailed
+	must(t, g.client.Tracker().Update(corev1.SchemeGroupVersion.WithResource("pods"), over, "apps"))
+	g.awaitLosers("c2")
+}
+
+// A claim with a name of its own is shared by the next pod of its owner, which must not find it forgiven half-way.
+func TestALoserStaysWhileAnotherPodWantsItsClaim(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.addPod(g.pod("first", "one"))
+	g.addPod(g.pod("next", "one"))
+	g.run()
+	g.lose("c1", "one", true, "first")
+	g.lose("c2", "two", true, "first")
+	g.deletePod("first")
+	g.awaitLosers("c1")
+	g.deletePod("next")
+	g.awaitLosers()
+}

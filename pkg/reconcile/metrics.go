@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"fmt"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// freeBuckets are seconds, from a millisecond to what a stuck process may take.
+var freeBuckets = []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5, 10, 30, 60, 300, 1800}
+
+var (
+	holdsDescription = prometheus.NewDesc("tandem_holds",
+		"Devices in somebody's hands, by the kind of holder (claim, limit) and by state (expected, held, draining).",
+		[]string{"kind", "state"}, nil)
+	oldestDescription = prometheus.NewDesc("tandem_oldest_hold_age_seconds",
+		"Age of the oldest hold that is not settled: expected since a restart, or draining since it was asked to go (a limit: since it was given out).",
+		[]string{"kind", "state"}, nil)
+	losersDescription = prometheus.NewDesc("tandem_losing_claims",
+		"Claims that are not prepared because somebody else holds their device: condemned (their pods are moved) or waiting.",
+		[]string{"state"}, nil)
+)
+
+// book counts what the ledger says whenever somebody asks.
+type book struct{ Ledger }
+
+func (b book) Describe(descriptions chan<- *prometheus.Desc) {
+	descriptions <- holdsDescription
+	descriptions <- oldestDescription
+	descriptions <- losersDescription
+}
+
+func (b book) Collect(metrics chan<- prometheus.Metric) {
+	type group struct {
+		kind  ledger.Kind
+		state ledger.State
+	}
+	count, age := map[group]int{}, map[group]time.Duration{}
+	for _, h := range b.Holds() {
+		g := group{h.Holder.Kind, h.State}
+		count[g]++
+		age[g] = max(age[g], time.Since(h.Since))
+	}
+	gauge := func(description *prometheus.Desc, value float64, labels ...string) {
+		metrics <- prometheus.MustNewConstMetric(description, prometheus.GaugeValue, value, labels...)
+	}
+	for _, kind := range []ledger.Kind{ledger.KindClaim, ledger.KindLimit} {
+		for _, state := range []ledger.State{ledger.StateExpected, ledger.StateHeld, ledger.StateDraining} {
+			g := group{kind, state}
+			gauge(holdsDescription, float64(count[g]), string(kind), string(state))
+			if state != ledger.StateHeld {
+				gauge(oldestDescription, age[g].Seconds(), string(kind), string(state))
+			}
+		}
+	}
+	condemned, waiting := 0, 0
+	for _, lost := range b.Losers() {
+		if lost.Condemned {
+			condemned++
+		} else {
+			waiting++
+		}
+	}
+	gauge(losersDescription, float64(condemned), "condemned")
+	gauge(losersDescription, float64(waiting), "waiting")
+}
+
+// freed measures how long devices stay held after evidence could first say that their holder has ended.
+type freed struct {
+	pods  *evidence.Pods
+	times *prometheus.HistogramVec
+	// seen are the holds of the last look.
+	seen map[held]ledger.Hold
+}
+
+// held is who has what, however often it was given out.
+type held struct {
+	holder ledger.Holder
+	device device.Ref
+}
+
+func newMetrics(c Config) (*freed, error) {
+	f := &freed{
+		pods: c.Pods,
+		times: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Name:    "tandem_time_to_free_seconds",
+			Help:    "Time from the end of a holder (its pod is gone or terminal, its claim is unprepared) to the release of its device, by the kind of holder.",
+			Buckets: freeBuckets,
+		}, []string{"kind"}),
+		seen: map[held]ledger.Hold{},
+	}
+	if c.Registerer == nil {
+		return f, nil
+	}
+	for _, collector := range []prometheus.Collector{f.times, book{c.Ledger}} {
+		if err := c.Registerer.Register(collector); err != nil {
+			return nil, fmt.Errorf("register metrics: %w", err)
+		}
+	}
+	return f, nil
+}
+
+// look finds the holds that others have released since the last look: for whoever was next, or on an Unprepare.
+func (f *freed) look(holds []ledger.Hold) {
+	current := make(map[held]ledger.Hold, len(holds))
+	for _, h := range holds {
+		current[held{h.Holder, h.Device}] = h
+		delete(f.seen, held{h.Holder, h.Device})
+	}
+	for _, h := range f.seen {
+		f.observe(h)
+	}
+	f.seen = current
+}
+
+// observe counts a hold that has just been released.
+func (f *freed) observe(h ledger.Hold) {
+	delete(f.seen, held{h.Holder, h.Device})
+	if ended, ok := f.endOf(h); ok {
+		f.times.WithLabelValues(string(h.Holder.Kind)).Observe(time.Since(ended).Seconds())
+	}
+}
+
+// endOf is when the holder ended; not ok where nobody saw it.
+func (f *freed) endOf(h ledger.Hold) (ended time.Time, ok bool) {
+	if h.Holder.Kind == ledger.KindClaim {
+		if h.State == ledger.StateDraining {
+			return h.Since, true
+		}
+		return time.Now(), true
+	}
+	for _, pod := range h.Pods {
+		at := f.pods.EndedAt(pod.UID)
+		if at.IsZero() {
+			return time.Time{}, false
+		}
+		if at.After(ended) {
+			ended = at
+		}
+	}
+	return ended, len(h.Pods) > 0
+}
