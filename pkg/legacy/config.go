@@ -30,7 +30,17 @@ type Ledger interface {
 	// ReserveLimits gives all devices or none; *ledger.ConflictError when they are in other hands.
 	ReserveLimits(requests []ledger.LimitRequest) error
 	Holds() []ledger.Hold
-	// Changed returns a channel that is closed at the next change of any hold; take it before reading.
+	// Losers are claims that were refused a device because somebody else holds it.
+	Losers() []ledger.Loser
+	// Changed returns a channel that is closed at the next change of any hold or loser; take it before reading.
+	Changed() <-chan struct{}
+}
+
+// Allocations tells which devices the scheduler has given to claims, prepared or not. Both methods answer from memory. It may
+// be late or know nothing: it keeps limits away from a device that a claim is about to take, and decides nothing.
+type Allocations interface {
+	Allocated() []device.Ref
+	// Changed returns a channel that is closed at the next change; take it before reading.
 	Changed() <-chan struct{}
 }
 
@@ -98,6 +108,8 @@ type Config struct {
 	Inventory Inventory
 	Ledger    Ledger
 	Specs     Specs
+	// Allocations may be nil: devices are then withdrawn once their claims are prepared.
+	Allocations Allocations
 	// Kubelet confirms what was sent. Nil leaves lists unconfirmed.
 	Kubelet KubeletView
 	// Recorder must not block: it is called while kubelet waits for Allocate.

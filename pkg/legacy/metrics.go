@@ -11,6 +11,7 @@ type metrics struct {
 	preferred     prometheus.Histogram
 	conflicts     prometheus.Counter
 	devices       *prometheus.GaugeVec
+	withdrawals   prometheus.Counter
 	registrations *prometheus.CounterVec
 }
 
@@ -31,8 +32,12 @@ func newMetrics() *metrics {
 		}),
 		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_limit_devices",
-			Help: "Devices in the list sent to kubelet: healthy ones, faulty ones (unhealthy), and those withdrawn because a claim or a pod that is ending holds them.",
+			Help: "Devices in the list sent to kubelet: healthy ones, faulty ones (unhealthy), and those withdrawn because a claim has them, is allocated them or waits for them, or a pod that is ending holds them.",
 		}, []string{"state"}),
+		withdrawals: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "tandem_limit_withdrawals_total",
+			Help: "Healthy devices that were withdrawn from kubelet's device manager.",
+		}),
 		registrations: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_limit_registrations_total",
 			Help: "Successful registrations with kubelet's device manager, by what made them necessary.",
@@ -47,7 +52,7 @@ func (m *metrics) register(registerer prometheus.Registerer) (unregister func(),
 			registerer.Unregister(c)
 		}
 	}
-	for _, c := range []prometheus.Collector{m.allocate, m.preferred, m.conflicts, m.devices, m.registrations} {
+	for _, c := range []prometheus.Collector{m.allocate, m.preferred, m.conflicts, m.devices, m.withdrawals, m.registrations} {
 		if err := registerer.Register(c); err != nil {
 			unregister()
 			return nil, err

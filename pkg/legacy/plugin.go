@@ -34,6 +34,8 @@ type Plugin struct {
 	notReady error
 	// own is the socket that serves at the moment.
 	own string
+
+	acknowledged acknowledged
 }
 
 // times are the durations of the protocol, shortened by tests.
@@ -46,7 +48,8 @@ type times struct {
 	drain        time.Duration // for kubelet to let go of an old socket
 	foreignProbe time.Duration // for another plugin's first device list
 	foreignEvery time.Duration // between looks at another plugin that stands in the way
-	confirmPoll  time.Duration // between questions to kubelet while a list is unconfirmed
+	confirmFirst time.Duration // from a list to the first question whether kubelet has it, doubled up to confirmPoll
+	confirmPoll  time.Duration
 	confirmLimit time.Duration // after which an unconfirmed list means registering again, doubled each time
 }
 
@@ -60,6 +63,7 @@ func defaultTimes() times {
 		drain:        500 * time.Millisecond,
 		foreignProbe: time.Second,
 		foreignEvery: 10 * time.Second,
+		confirmFirst: 20 * time.Millisecond,
 		confirmPoll:  time.Second,
 		confirmLimit: 10 * time.Second,
 	}
@@ -82,7 +86,8 @@ func New(config Config) (*Plugin, error) {
 		probes:   newProbes(),
 		notReady: errNotStarted,
 	}
-	p.roster = newRoster(config.Inventory, config.Ledger, p.metrics)
+	p.acknowledged.changed = make(chan struct{})
+	p.roster = newRoster(config, p.metrics)
 	return p, nil
 }
 

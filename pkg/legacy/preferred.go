@@ -13,31 +13,44 @@ import (
 func (p *Plugin) Preferred(request *pluginapi.PreferredAllocationRequest) *pluginapi.PreferredAllocationResponse {
 	response := &pluginapi.PreferredAllocationResponse{}
 	// kubelet's list of available devices is as old as the last ListAndWatch message; the ledger is not.
-	taken := withdrawn(p.config.Ledger.Holds())
+	owners := p.roster.owners()
 	known := p.roster.catalog()
 	for _, container := range request.GetContainerRequests() {
 		response.ContainerResponses = append(response.ContainerResponses, &pluginapi.ContainerPreferredAllocationResponse{
-			DeviceIDs: known.prefer(container, taken),
+			DeviceIDs: known.prefer(container, owners),
 		})
 	}
 	return response
 }
 
-// prefer returns IDs without duplicates, as many as were asked for where that many are left.
-func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest, taken map[string]bool) []string {
+// prefer returns IDs without duplicates, as many as were asked for where that many are left. What a claim is about to ask for
+// comes last: kubelet would fill up with it anyway, or with a device that is held, and the ledger gives it to whoever is first.
+func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest, o owners) []string {
+	size := int(request.GetAllocationSize())
 	required, strangers := c.places(request.GetMustIncludeDeviceIDs())
 	available, others := c.places(request.GetAvailableDeviceIDs())
+	var promised []int
 	available = slices.DeleteFunc(available, func(i int) bool {
 		gpu := c.gpus[i]
-		return taken[gpu.UUID] || !gpu.Health.Healthy() || slices.Contains(required, i)
+		if o.taken[gpu.UUID] || !gpu.Health.Healthy() || slices.Contains(required, i) {
+			return true
+		}
+		if o.promised[gpu.UUID] {
+			promised = append(promised, i)
+			return true
+		}
+		return false
 	})
 	// What must be included is kubelet's to know, even where it makes no sense here.
-	ids := strangers[:max(0, min(len(strangers), int(request.GetAllocationSize())))]
-	for _, i := range c.planner.choose(slices.Concat(required, available), required, int(request.GetAllocationSize())-len(ids)) {
+	ids := strangers[:max(0, min(len(strangers), size))]
+	for _, i := range c.planner.choose(slices.Concat(required, available), required, size-len(ids)) {
 		ids = append(ids, c.gpus[i].UUID)
 	}
+	for _, i := range descending(promised) {
+		others = append(others, c.gpus[i].UUID)
+	}
 	for _, id := range others {
-		if len(ids) < int(request.GetAllocationSize()) && !slices.Contains(ids, id) {
+		if len(ids) < size && !slices.Contains(ids, id) {
 			ids = append(ids, id)
 		}
 	}

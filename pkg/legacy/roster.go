@@ -58,20 +58,48 @@ func (c *catalog) extend(inv device.Inventory) *catalog {
 }
 
 // assess says for every GPU of the catalog what kubelet should think of it.
-func (c *catalog) assess(holds []ledger.Hold) []state {
-	taken := withdrawn(holds)
+func (c *catalog) assess(o owners) []state {
 	states := make([]state, len(c.gpus))
 	for i, gpu := range c.gpus {
 		switch {
 		case !gpu.Health.Healthy():
 			states[i] = stateUnhealthy
-		case taken[gpu.UUID]:
+		case o.taken[gpu.UUID] || o.promised[gpu.UUID]:
 			states[i] = stateWithdrawn
 		default:
 			states[i] = stateHealthy
 		}
 	}
 	return states
+}
+
+// owners are the GPUs, by UUID, that limits should keep away from.
+type owners struct {
+	// taken GPUs can be had by no new limit.
+	taken map[string]bool
+	// promised GPUs are held by nobody, and a claim is about to ask for them: the scheduler has allocated them to it, or it has
+	// lost them before and waits.
+	promised map[string]bool
+}
+
+func ownersOf(led Ledger, allocations Allocations) owners {
+	holds := led.Holds()
+	o := owners{taken: withdrawn(holds), promised: make(map[string]bool)}
+	if allocations != nil {
+		for _, ref := range allocations.Allocated() {
+			o.promised[ref.GPU] = true
+		}
+	}
+	for _, lost := range led.Losers() {
+		for _, ref := range lost.Devices {
+			o.promised[ref.GPU] = true
+		}
+	}
+	// A GPU that a limit holds stays the limit's for as long as it does.
+	for _, h := range holds {
+		delete(o.promised, h.Device.GPU)
+	}
+	return o
 }
 
 // withdrawn returns the GPUs that no new limit can get. What a limit holds stays offered: kubelet keeps that account
@@ -115,6 +143,7 @@ func newListing(gpus []device.GPU, states []state) *listing {
 type roster struct {
 	inventory   Inventory
 	ledger      Ledger
+	allocations Allocations
 	metrics     *metrics
 	returnDelay time.Duration
 
@@ -130,14 +159,20 @@ type roster struct {
 	changed   chan struct{}
 }
 
-func newRoster(inv Inventory, led Ledger, m *metrics) *roster {
-	r := &roster{inventory: inv, ledger: led, metrics: m, hold: newHysteresis(), changed: make(chan struct{})}
+func newRoster(c Config, m *metrics) *roster {
+	r := &roster{
+		inventory: c.Inventory, ledger: c.Ledger, allocations: c.Allocations, metrics: m,
+		hold: newHysteresis(), changed: make(chan struct{}),
+	}
 	r.known.Store(&catalog{planner: newPlanner(nil, device.Inventory{})})
 	return r
 }
 
 // catalog of the moment; callers must not change it.
 func (r *roster) catalog() *catalog { return r.known.Load() }
+
+// owners of the moment.
+func (r *roster) owners() owners { return ownersOf(r.ledger, r.allocations) }
 
 // current returns the published list and a channel that is closed when another is published.
 func (r *roster) current() (*listing, <-chan struct{}) {
@@ -154,11 +189,12 @@ func (r *roster) refresh(now time.Time) (again time.Duration) {
 
 func (r *roster) publish(now time.Time) (again time.Duration) {
 	c := r.catalog()
-	states, again := r.hold.apply(now, r.returnDelay, c.gpus, c.assess(r.ledger.Holds()))
+	states, again := r.hold.apply(now, r.returnDelay, c.gpus, c.assess(r.owners()))
 	// Every Allocate changes the ledger and hardly any changes the list: kubelet waits for the answer meanwhile.
 	if c == r.listed && slices.Equal(states, r.states) {
 		return again
 	}
+	r.metrics.withdrawals.Add(float64(r.newlyWithdrawn(c, states)))
 	r.listed, r.states = c, states
 	r.metrics.setDevices(states)
 	next := newListing(c.gpus, states)
@@ -172,12 +208,33 @@ func (r *roster) publish(now time.Time) (again time.Duration) {
 	return again
 }
 
-// run follows inventory and ledger until ctx is done.
+// newlyWithdrawn counts the GPUs that were healthy in the list before.
+func (r *roster) newlyWithdrawn(c *catalog, states []state) int {
+	count := 0
+	for i, gpu := range c.gpus {
+		if r.listed == nil || states[i] != stateWithdrawn {
+			continue
+		}
+		if at, known := r.listed.index[gpu.UUID]; known && r.states[at] == stateHealthy {
+			count++
+		}
+	}
+	return count
+}
+
+// run follows inventory, ledger and allocations until ctx is done.
 func (r *roster) run(ctx context.Context) {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
+	allocated := func() <-chan struct{} {
+		if r.allocations == nil {
+			return nil
+		}
+		return r.allocations.Changed()
+	}
 	inventoryChanged := r.inventory.Changed()
 	ledgerChanged := r.ledger.Changed()
+	allocatedChanged := allocated()
 	again := r.refresh(time.Now())
 	for {
 		var due <-chan time.Time
@@ -193,6 +250,9 @@ func (r *roster) run(ctx context.Context) {
 			again = r.refresh(time.Now())
 		case <-ledgerChanged:
 			ledgerChanged = r.ledger.Changed()
+			again = r.publish(time.Now())
+		case <-allocatedChanged:
+			allocatedChanged = allocated()
 			again = r.publish(time.Now())
 		case <-due:
 			again = r.publish(time.Now())

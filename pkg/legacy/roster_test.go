@@ -49,30 +49,67 @@ func TestAssess(t *testing.T) {
 	}
 	partition := device.Ref{GPU: "GPU-a", Placement: device.Placement{Start: 2, Size: 1}}
 	for name, test := range map[string]struct {
-		gpu   device.GPU
-		holds []ledger.Hold
-		want  state
+		gpu             device.GPU
+		holds           []ledger.Hold
+		want, allocated state // without and with the GPU being allocated to a claim
 	}{
-		"free":                        {healthy, nil, stateHealthy},
-		"another is held":             {healthy, hold(ledger.KindClaim, ledger.StateHeld, device.Ref{GPU: "GPU-b"}), stateHealthy},
-		"claim expected":              {healthy, hold(ledger.KindClaim, ledger.StateExpected, healthy.Ref()), stateWithdrawn},
-		"claim held":                  {healthy, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateWithdrawn},
-		"claim draining":              {healthy, hold(ledger.KindClaim, ledger.StateDraining, healthy.Ref()), stateWithdrawn},
-		"claim holds a partition":     {healthy, hold(ledger.KindClaim, ledger.StateHeld, partition), stateWithdrawn},
-		"limit expected":              {healthy, hold(ledger.KindLimit, ledger.StateExpected, healthy.Ref()), stateHealthy},
-		"limit held":                  {healthy, hold(ledger.KindLimit, ledger.StateHeld, healthy.Ref()), stateHealthy},
-		"limit draining":              {healthy, hold(ledger.KindLimit, ledger.StateDraining, healthy.Ref()), stateWithdrawn},
-		"limit holds a partition":     {healthy, hold(ledger.KindLimit, ledger.StateHeld, partition), stateWithdrawn},
-		"lost":                        {lost, nil, stateUnhealthy},
-		"lost while a claim holds it": {lost, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateUnhealthy},
+		"free":                        {healthy, nil, stateHealthy, stateWithdrawn},
+		"another is held":             {healthy, hold(ledger.KindClaim, ledger.StateHeld, device.Ref{GPU: "GPU-b"}), stateHealthy, stateWithdrawn},
+		"claim expected":              {healthy, hold(ledger.KindClaim, ledger.StateExpected, healthy.Ref()), stateWithdrawn, stateWithdrawn},
+		"claim held":                  {healthy, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateWithdrawn, stateWithdrawn},
+		"claim draining":              {healthy, hold(ledger.KindClaim, ledger.StateDraining, healthy.Ref()), stateWithdrawn, stateWithdrawn},
+		"claim holds a partition":     {healthy, hold(ledger.KindClaim, ledger.StateHeld, partition), stateWithdrawn, stateWithdrawn},
+		"limit expected":              {healthy, hold(ledger.KindLimit, ledger.StateExpected, healthy.Ref()), stateHealthy, stateHealthy},
+		"limit held":                  {healthy, hold(ledger.KindLimit, ledger.StateHeld, healthy.Ref()), stateHealthy, stateHealthy},
+		"limit draining":              {healthy, hold(ledger.KindLimit, ledger.StateDraining, healthy.Ref()), stateWithdrawn, stateWithdrawn},
+		"limit holds a partition":     {healthy, hold(ledger.KindLimit, ledger.StateHeld, partition), stateWithdrawn, stateWithdrawn},
+		"lost":                        {lost, nil, stateUnhealthy, stateUnhealthy},
+		"lost while a claim holds it": {lost, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateUnhealthy, stateUnhealthy},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := (&catalog{}).extend(device.Inventory{GPUs: []device.GPU{test.gpu}})
-			if got := c.assess(test.holds); got[0] != test.want {
-				t.Errorf("got %s, want %s", got[0], test.want)
+			promise := func(gpu string) Allocations { return allocations{newBroadcast([]device.Ref{{GPU: gpu}})} }
+			loser := []ledger.Loser{{Devices: []device.Ref{healthy.Ref()}}}
+			for why, about := range map[string]struct {
+				owners owners
+				want   state
+			}{
+				"nobody knows of claims": {ownersOf(fixedLedger{holds: test.holds}, nil), test.want},
+				"allocated to a claim":   {ownersOf(fixedLedger{holds: test.holds}, promise("GPU-a")), test.allocated},
+				"another is allocated":   {ownersOf(fixedLedger{holds: test.holds}, promise("GPU-b")), test.want},
+				"a claim waits for it":   {ownersOf(fixedLedger{holds: test.holds, losers: loser}, nil), test.allocated},
+			} {
+				if got := c.assess(about.owners); got[0] != about.want {
+					t.Errorf("%s: got %s, want %s", why, got[0], about.want)
+				}
 			}
 		})
 	}
+}
+
+// fixedLedger is a ledger that says what a test wants.
+type fixedLedger struct {
+	Ledger
+	holds  []ledger.Hold
+	losers []ledger.Loser
+}
+
+func (s fixedLedger) Holds() []ledger.Hold   { return s.holds }
+func (s fixedLedger) Losers() []ledger.Loser { return s.losers }
+
+// allocations say what a test wants.
+type allocations struct{ *broadcast[[]device.Ref] }
+
+func (a allocations) Allocated() []device.Ref { return a.get() }
+
+func (a allocations) put(gpus ...int) {
+	a.set(func([]device.Ref) []device.Ref {
+		var refs []device.Ref
+		for _, i := range gpus {
+			refs = append(refs, device.Ref{GPU: uuid(i)})
+		}
+		return refs
+	})
 }
 
 func TestCatalogKeepsOrderAndIDs(t *testing.T) {

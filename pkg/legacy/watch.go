@@ -113,23 +113,31 @@ func (r *registrar) confirm(ctx context.Context, e *endpoint) *ended {
 	return nil
 }
 
-// awaitConfirmed returns the list that kubelet confirmed or that is given up on.
+// awaitConfirmed returns the list that kubelet confirmed or that is given up on. Kubelet takes a list in milliseconds.
 func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, *ended) {
-	began, failures := time.Now(), 0
+	began, failures, delay := time.Now(), 0, r.times.confirmFirst
 	for last := (*listing)(nil); ; {
 		select {
 		case <-ctx.Done():
 			return nil, nil
-		case <-time.After(r.times.confirmPoll):
+		case <-time.After(delay):
 		}
 		list, _ := e.lastSent()
 		settled := list == last
 		last = list
 		allocatable, err := r.allocatable(ctx)
+		if delay = min(2*delay, r.times.confirmPoll); !settled {
+			delay = r.times.confirmFirst
+		}
+		if err == nil {
+			r.acknowledged.set(allocatable, true)
+		}
 		switch {
 		case err != nil:
+			delay = r.times.confirmPoll
 			if failures++; failures == confirmErrors {
 				klog.FromContext(ctx).Info("Kubelet does not say which devices are allocatable", "reason", err.Error())
+				r.acknowledged.set(nil, false)
 				return list, nil
 			}
 			began = time.Now()

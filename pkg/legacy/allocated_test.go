@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"context"
+	"slices"
+	"testing"
+	"time"
+
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
+)
+
+func withAllocations(t *testing.T) (*fixture, allocations, pluginapi.DevicePluginClient) {
+	claims := allocations{newBroadcast[[]device.Ref](nil)}
+	f, client := serving(t, func(c *Config) { c.Allocations = claims })
+	f.await("all devices", healthyCount(8))
+	return f, claims, client
+}
+
+// withdrawn waits until kubelet has exactly these GPUs for unhealthy.
+func (f *fixture) withdrawn(gpus ...int) {
+	f.Helper()
+	f.await("what is withdrawn", func(s fakekubelet.State) bool {
+		if len(s.Healthy()) != 8-len(gpus) {
+			return false
+		}
+		return !slices.ContainsFunc(gpus, func(i int) bool { return slices.Contains(s.Healthy(), uuid(i)) })
+	})
+}
+
+// TestAllocatedIsWithdrawn walks a GPU through everything that a claim and a limit can do to it.
+func TestAllocatedIsWithdrawn(t *testing.T) {
+	f, claims, client := withAllocations(t)
+	if _, err := client.Allocate(context.Background(), allocation([]string{uuid(3)})); err != nil {
+		t.Fatal(err)
+	}
+	claims.put(3, 5)
+	f.withdrawn(5) // a limit holds GPU 3, and keeps it
+	f.ledger.release(uuid(3))
+	f.withdrawn(3, 5)
+	f.ledger.claim("c", 3)
+	claims.put(3)
+	f.withdrawn(3)
+	f.ledger.release("c")
+	f.ledger.Lose(ledger.Loser{UID: "late", Devices: []device.Ref{{GPU: uuid(4)}}})
+	f.withdrawn(3, 4)
+	claims.put()
+	f.withdrawn(4)
+	f.ledger.Forgive("late")
+	f.withdrawn()
+	if got := f.metric("tandem_limit_withdrawals_total"); got != 3 {
+		t.Errorf("%v withdrawals are counted, want GPUs 5, 3 and 4 once each", got)
+	}
+}
+
+// TestAllocatedDecidesNothing: the ledger gives a GPU to whoever asks first.
+func TestAllocatedDecidesNothing(t *testing.T) {
+	f, claims, client := withAllocations(t)
+	claims.put(2)
+	f.withdrawn(2)
+	if _, err := client.Allocate(context.Background(), allocation([]string{uuid(2)})); err != nil {
+		t.Fatal(err)
+	}
+	f.withdrawn()
+}
+
+func TestAllocatedIsPreferredLast(t *testing.T) {
+	f, claims, client := withAllocations(t)
+	claims.put(7, 6)
+	f.ledger.claim("c", 5)
+	f.withdrawn(5, 6, 7)
+	for name, test := range map[string]struct {
+		available, required []string
+		size                int32
+		want                []string
+	}{
+		"left out":               {[]string{uuid(7), uuid(5), uuid(1), uuid(0)}, nil, 1, []string{uuid(1)}},
+		"last":                   {[]string{uuid(7), uuid(6), uuid(5), uuid(1)}, nil, 2, []string{uuid(1), uuid(7)}},
+		"last of several":        {[]string{uuid(7), uuid(6), uuid(5), uuid(1)}, nil, 4, []string{uuid(1), uuid(7), uuid(6)}},
+		"nothing else":           {[]string{uuid(6)}, nil, 1, []string{uuid(6)}},
+		"required":               {[]string{uuid(7), uuid(1)}, []string{uuid(7)}, 2, []string{uuid(7), uuid(1)}},
+		"strangers before those": {[]string{uuid(6), "GPU-x"}, nil, 1, []string{"GPU-x"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, err := client.GetPreferredAllocation(context.Background(), &pluginapi.PreferredAllocationRequest{
+				ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{
+					{AvailableDeviceIDs: test.available, MustIncludeDeviceIDs: test.required, AllocationSize: test.size},
+				},
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if ids := got.GetContainerResponses()[0].GetDeviceIDs(); !slices.Equal(ids, test.want) {
+				t.Errorf("got %v, want %v", ids, test.want)
+			}
+		})
+	}
+}
+
+// TestWithdrawnAtOnce: kubelet hears of a claim's GPU within milliseconds of the decision.
+func TestWithdrawnAtOnce(t *testing.T) {
+	f, _, _ := withAllocations(t)
+	began := time.Now()
+	f.ledger.claim("c", 0)
+	f.withdrawn(0)
+	if took := time.Since(began); took > time.Second {
+		t.Errorf("kubelet heard of it after %s", took)
+	} else {
+		t.Logf("kubelet heard of it after %s", took)
+	}
+}
+
+// TestAcknowledged: it is what kubelet says, not what was sent, and nothing while kubelet has no plugin.
+func TestAcknowledged(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	f.startKubelet()
+	p, stop := f.start()
+	awaitIDs := func(what string, want int, known bool) {
+		t.Helper()
+		deadline := time.After(patience)
+		for {
+			changed := p.AcknowledgedChanged()
+			if ids, isKnown := p.Acknowledged(); len(ids) == want && isKnown == known {
+				return
+			}
+			select {
+			case <-changed:
+			case <-deadline:
+				ids, isKnown := p.Acknowledged()
+				t.Fatalf("%s: acknowledged are %v (known %t), want %d (known %t)", what, ids, isKnown, want, known)
+			}
+		}
+	}
+	awaitIDs("the first list", 8, true)
+	f.ledger.claim("c", 0, 1)
+	awaitIDs("a withdrawal", 6, true)
+	f.kubelet.Kill()
+	awaitIDs("without kubelet", 0, false)
+	f.startKubelet()
+	awaitIDs("after kubelet is back", 6, true)
+	f.ledger.release("c")
+	awaitIDs("the return", 8, true)
+	stop()
+	awaitIDs("after the end", 0, false)
+}
