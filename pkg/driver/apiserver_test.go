@@ -100,6 +100,16 @@ func (f *fakeAPI) store(resource string, object fakeObject) {
 	f.tell(resource, fakeEvent{event, object})
 }
 
+// serve switches a resource on, empty, or off.
+func (f *fakeAPI) serve(resource string, on bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	delete(f.objects, resource)
+	if on {
+		f.objects[resource] = map[string]fakeObject{}
+	}
+}
+
 // remove deletes an object as somebody else would.
 func (f *fakeAPI) remove(resource, key string) {
 	f.mu.Lock()
@@ -176,7 +186,10 @@ func (f *fakeAPI) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if len(parts) > 1 {
 		name = parts[1]
 	}
-	if _, served := f.objects[resource]; !served {
+	f.mu.Lock()
+	_, served := f.objects[resource]
+	f.mu.Unlock()
+	if !served {
 		f.refuse(w, apierrors.NewNotFound(schema.GroupResource{Resource: resource}, ""))
 		return
 	}

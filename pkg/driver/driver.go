@@ -65,6 +65,14 @@ type Config struct {
 	Specs     Specs
 	Pods      Pods
 
+	// OfferedToClaims tells the GPUs that are for claims, which alone are published; nil means all. A claim of before that has
+	// another is prepared all the same.
+	OfferedToClaims func(device.GPU) bool
+	// OfferedToLimits tells the GPUs that limits pods can get, which claims let go first; nil means all.
+	OfferedToLimits func(device.GPU) bool
+	// PublishNothing removes the slices that are there, and serves the claims that have devices already.
+	PublishNothing bool
+
 	// Recorder receives events on claims and on the node.
 	Recorder record.EventRecorder
 	// Registerer receives the metrics.
@@ -96,6 +104,8 @@ type Driver struct {
 	mu sync.Mutex
 	// foreign is set while another process serves our driver name.
 	foreign *ForeignError
+	// noAPI is set while the API server does not serve the DRA API.
+	noAPI bool
 	// registered is what kubelet said last.
 	registered    bool
 	registerError string
@@ -180,10 +190,14 @@ func (c *Config) validate() error {
 
 // Run serves until ctx is done, then finishes the calls in flight and returns nil. It leaves no goroutine and no socket
 // behind; the ResourceSlices stay, so that a restart disturbs nobody (kubelet removes them when the driver stays away).
-// While another process serves the same driver name it waits for that to end. An error means that it cannot serve at all.
+// While the API server does not serve the DRA API it waits for that, and while another process serves the same driver name for
+// its end. An error means that it cannot serve at all.
 func (d *Driver) Run(ctx context.Context) error {
 	if err := d.prepareDirectories(); err != nil {
 		return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
+	}
+	if !d.awaitAPI(ctx) {
+		return nil
 	}
 	for {
 		if !d.awaitAlone(ctx) {
@@ -216,6 +230,8 @@ func (d *Driver) Ready() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	switch {
+	case d.noAPI:
+		return ErrNoAPI
 	case d.foreign != nil:
 		return d.foreign
 	case !d.nodeKnown:

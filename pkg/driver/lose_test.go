@@ -152,7 +152,7 @@ func TestLimitDevices(t *testing.T) {
 			g.MIGEnabled = true
 		}
 	})
-	if got, want := limitDevices(inv), []device.Ref{{GPU: uuidOf(0)}, {GPU: uuidOf(3)}}; !slices.Equal(got, want) {
+	if got, want := (&Driver{}).limitDevices(inv), []device.Ref{{GPU: uuidOf(0)}, {GPU: uuidOf(3)}}; !slices.Equal(got, want) {
 		t.Errorf("got %v, want %v", got, want)
 	}
 }

@@ -35,7 +35,9 @@ const drainGrace = 2 * time.Second
 type Offer struct {
 	// ReturnDelay is how long a GPU must have been free before it is offered again.
 	ReturnDelay time.Duration
-	waiting     offers
+	// Offered tells the GPUs that are for claims; nil means all.
+	Offered func(device.GPU) bool
+	waiting offers
 }
 
 // Slices are what the node's slices should say at a moment, with taints or without, and when time alone will change that (zero:
@@ -47,6 +49,11 @@ func (o *Offer) Slices(inv device.Inventory, holds []ledger.Hold, taints bool, n
 
 func (o *Offer) look(inv device.Inventory, holds []ledger.Hold, taints bool, now time.Time) ([]resourceslice.Slice, deviceCounts, []excluded, time.Time) {
 	o.waiting.returnDelay = o.ReturnDelay
+	if o.Offered != nil {
+		// Obstacles of the others would count as withdrawals.
+		inv.GPUs = slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return !o.Offered(g) })
+		holds = slices.DeleteFunc(slices.Clone(holds), func(h ledger.Hold) bool { _, ours := inv.ByUUID(h.Device.GPU); return !ours })
+	}
 	found, next := findObstacles(inv, holds, now)
 	obstacles, returns := o.waiting.settle(now, found)
 	built, counts, left := buildSlices(inv, obstacles, taints)

@@ -51,7 +51,7 @@ func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.Resour
 	inv := d.Inventory.Inventory()
 	preparations := make([]*preparation, len(claims))
 	ok := true
-	yield := &ledger.Yield{Devices: limitDevices(inv), Patience: yieldPatience}
+	yield := &ledger.Yield{Devices: d.limitDevices(inv), Patience: yieldPatience}
 	for i, claim := range claims {
 		preparations[i] = d.plan(ctx, claim, inv)
 		preparations[i].request.Yield = yield
@@ -68,10 +68,10 @@ func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.Resour
 }
 
 // limitDevices are those that limits may use.
-func limitDevices(inv device.Inventory) []device.Ref {
+func (d *Driver) limitDevices(inv device.Inventory) []device.Ref {
 	refs := make([]device.Ref, 0, len(inv.GPUs))
 	for _, gpu := range inv.GPUs {
-		if gpu.Health.Healthy() && !gpu.MIGEnabled {
+		if gpu.Health.Healthy() && !gpu.MIGEnabled && (d.OfferedToLimits == nil || d.OfferedToLimits(gpu)) {
 			refs = append(refs, gpu.Ref())
 		}
 	}

@@ -48,7 +48,9 @@ func (p *publisher) run(ctx context.Context) error {
 		return nil
 	})
 	group.Go(func() error {
-		p.learnTaints(ctx, func() { p.set(func() { p.taints = true }) })
+		if !p.PublishNothing {
+			p.learnTaints(ctx, func() { p.set(func() { p.taints = true }) })
+		}
 		return nil
 	})
 	group.Go(func() error {
@@ -91,7 +93,7 @@ func (p *publisher) publish(ctx context.Context) {
 		running sliceController
 		left    []excluded
 	)
-	offer := Offer{ReturnDelay: p.ReturnDelay}
+	offer := Offer{ReturnDelay: p.ReturnDelay, Offered: p.OfferedToClaims}
 	defer func() { running.stop() }()
 	for {
 		inventoryChanged, ledgerChanged := p.Inventory.Changed(), p.Ledger.Changed()
@@ -172,6 +174,9 @@ func (c *sliceController) stop() {
 }
 
 func (p *publisher) resources(desired []resourceslice.Slice) resourceslice.DriverResources {
+	if p.PublishNothing {
+		return resourceslice.DriverResources{} // the controller removes what is there
+	}
 	return resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{p.NodeName: {Slices: desired}}}
 }
 

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// TestOnlyOfferedGPUsArePublished: a wall between the APIs. A claim of before keeps what is on the other side of it.
+func TestOnlyOfferedGPUsArePublished(t *testing.T) {
+	forClaims := func(gpu device.GPU) bool { return gpu.Minor >= 2 }
+	r := newRig(t, machine(4), func(c *Config) {
+		c.OfferedToClaims = forClaims
+		c.OfferedToLimits = func(gpu device.GPU) bool { return !forClaims(gpu) }
+	}).run()
+	r.ready()
+	r.awaitPublished("gpu-2 gpu-3")
+	r.takeByLimit(0, nil)
+	r.takeByLimit(3, nil)
+	r.awaitPublished("gpu-2 gpu-3!held-by-limit")
+	if n := r.metric("tandem_claim_withdrawals_total"); n != 1 {
+		t.Error("withdrawals:", n)
+	}
+	c := r.claim("a", "gpu-1")
+	if results := r.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
+		t.Error(results[c.UID].Err)
+	}
+	if got, want := r.driver.limitDevices(machine(4)), []device.Ref{{GPU: uuidOf(0)}, {GPU: uuidOf(1)}}; !slices.Equal(got, want) {
+		t.Errorf("limits may use %v, want %v", got, want)
+	}
+}
+
+// TestPublishNothing removes the slices of before, and serves the claims that were allocated from them.
+func TestPublishNothing(t *testing.T) {
+	r := newRig(t, machine(4)).run()
+	r.ready()
+	r.awaitPublished(names(4, nil))
+	if err := r.stop(); err != nil {
+		t.Fatal(err)
+	}
+	next := newRig(t, machine(4), func(c *Config) { c.KubeClient, c.PublishNothing = r.api.client(t), true })
+	next.run()
+	startKubelet(t, next.dir, "gpu.nvidia.com")
+	eventually(t, "no slices", func() error {
+		if left := r.api.slices(); len(left) > 0 {
+			return fmt.Errorf("%d slices, of %q", len(left), r.published())
+		}
+		return nil
+	})
+	eventually(t, "Ready", next.driver.Ready)
+	c := next.claim("a", "gpu-1")
+	if results := next.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
+		t.Error(results[c.UID].Err)
+	}
+}
+
+// TestServerWithoutClaims is said once, and is no reason to give up.
+func TestServerWithoutClaims(t *testing.T) {
+	r := newRig(t, machine(4))
+	r.api.serve("resourceslices", false)
+	r.run()
+	eventually(t, "the reason", func() error {
+		if err := r.driver.Ready(); !errors.Is(err, ErrNoAPI) {
+			return err
+		}
+		return nil
+	})
+	r.api.serve("resourceslices", true)
+	r.ready()
+	if said := strings.Count(r.events.all(), "NoClaimsAPI"); said != 1 {
+		t.Errorf("said %d times: %s", said, r.events.all())
+	}
+}
