@@ -44,14 +44,6 @@ type Inventory interface {
 	Changed() <-chan struct{}
 }
 
-// Acknowledged is what kubelet's device manager itself calls allocatable.
-type Acknowledged interface {
-	// Acknowledged returns the IDs; false while kubelet has not said, or what it said no longer counts.
-	Acknowledged() (ids []string, known bool)
-	// AcknowledgedChanged returns a channel that is closed at the next change; take it before reading.
-	AcknowledgedChanged() <-chan struct{}
-}
-
 // Config of an Object. Fields without a stated default are required.
 type Config struct {
 	// REST says how the API server is reached. Its content type does not matter.
@@ -62,11 +54,9 @@ type Config struct {
 	// LimitsResource is the extended resource that is served, empty for none.
 	LimitsResource string
 
-	Node      Node
-	Ledger    Ledger
-	Inventory Inventory
-	// Limits is nil where no limits are served.
-	Limits     Acknowledged
+	Node       Node
+	Ledger     Ledger
+	Inventory  Inventory
 	Registerer prometheus.Registerer
 }
 
@@ -101,11 +91,8 @@ type Object struct {
 
 // New makes no request.
 func New(c Config) (*Object, error) {
-	switch {
-	case c.REST == nil || c.NodeName == "" || c.Node == nil || c.Ledger == nil || c.Inventory == nil || c.Registerer == nil:
+	if c.REST == nil || c.NodeName == "" || c.Node == nil || c.Ledger == nil || c.Inventory == nil || c.Registerer == nil {
 		return nil, errors.New("configure GPUNode: REST, NodeName, Node, Ledger, Inventory and Registerer are required")
-	case c.LimitsResource != "" && c.Limits == nil:
-		return nil, errors.New("configure GPUNode: Limits is required where limits are served")
 	}
 	client, err := newClient(c.REST)
 	if err != nil {
@@ -145,6 +132,10 @@ func (o *Object) Allocated() []device.Ref {
 	}
 	return refs
 }
+
+// Acknowledge takes what kubelet's device manager itself calls allocatable, by device ID; known is false while it has not
+// said, or what it said no longer counts. Called by the front-end for limits; idempotent, and it does not block.
+func (o *Object) Acknowledge(ids []string, known bool) { o.view.acknowledge(ids, known) }
 
 // Changed returns a channel that is closed when the object next changes; take it before Allocated.
 func (o *Object) Changed() <-chan struct{} { return o.view.Changed() }

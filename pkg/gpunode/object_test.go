@@ -60,11 +60,6 @@ type fakeInventory struct{ *broadcast[device.Inventory] }
 
 func (f fakeInventory) Inventory() device.Inventory { return f.get() }
 
-type fakeLimits struct{ *broadcast[[]string] }
-
-func (f fakeLimits) Acknowledged() ([]string, bool)       { return f.get(), f.get() != nil }
-func (f fakeLimits) AcknowledgedChanged() <-chan struct{} { return f.Changed() }
-
 // running is evidence by which every holder runs.
 type running struct{}
 
@@ -78,7 +73,6 @@ type fixture struct {
 	node      fakeNode
 	ledger    *ledger.Ledger
 	inventory fakeInventory
-	limits    fakeLimits
 	registry  *prometheus.Registry
 	logger    klog.Logger
 }
@@ -96,7 +90,6 @@ func newFixture(t *testing.T) *fixture {
 	return &fixture{
 		T: t, api: newFakeAPI(t), node: fakeNode{newBroadcast[types.UID]("node-uid")}, ledger: book,
 		inventory: fakeInventory{newBroadcast(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1")}})},
-		limits:    fakeLimits{newBroadcast([]string{"GPU-0", "GPU-1"})},
 		registry:  prometheus.NewRegistry(),
 		logger:    ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true))),
 	}
@@ -107,7 +100,7 @@ func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
 	f.Helper()
 	o, err := New(Config{
 		REST: f.api.config(), NodeName: "node-1", Mode: "Dual", LimitsResource: "nvidia.com/gpu",
-		Node: f.node, Ledger: f.ledger, Inventory: f.inventory, Limits: f.limits, Registerer: f.registry,
+		Node: f.node, Ledger: f.ledger, Inventory: f.inventory, Registerer: f.registry,
 	})
 	if err != nil {
 		f.Fatal(err)
@@ -211,7 +204,7 @@ func (f *fixture) quiet() {
 
 func TestCreatesAndReports(t *testing.T) {
 	f := newFixture(t)
-	f.start()
+	object, _ := f.start()
 	o := f.awaitStatus("a status with two free GPUs", free(2))
 	if len(o.OwnerReferences) != 1 || o.OwnerReferences[0].UID != "node-uid" || o.OwnerReferences[0].Kind != "Node" || o.OwnerReferences[0].Name != "node-1" {
 		t.Errorf("owned by %+v, want the node", o.OwnerReferences)
@@ -223,8 +216,14 @@ func TestCreatesAndReports(t *testing.T) {
 
 	f.hold("c1", "GPU-0")
 	f.awaitStatus("the claim as holder", func(s v1alpha1.GPUNodeStatus) bool { return s.Holders == "gpu-0=apps/c1(claim)" })
-	f.limits.set([]string{"GPU-1"})
-	f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].Limits == v1alpha1.LimitsWithdrawn })
+	for range 2 {
+		object.Acknowledge([]string{"GPU-1"}, true)
+		f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool {
+			return s.Devices[0].Limits == v1alpha1.LimitsWithdrawn && s.Devices[1].Limits == v1alpha1.LimitsAllocatable
+		})
+	}
+	object.Acknowledge(nil, false)
+	f.awaitStatus("that kubelet says nothing", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].Limits == "" })
 	f.ledger.Lose(ledger.Loser{UID: "c2", Namespace: "apps", Name: "c2", Devices: []device.Ref{{GPU: "GPU-0"}}, Condemned: true})
 	f.awaitStatus("the loser", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Losers) == 1 && s.Losers[0].Condemned })
 	f.ledger.Forgive("c2")

@@ -3,6 +3,7 @@
 package gpunode
 
 import (
+	"slices"
 	"sync"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -11,8 +12,8 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
-// view is what is known of the object in the API. The watch and the answers to our own writes tell of it, each ahead of the
-// other at times.
+// view is what is known of the object in the API, by the watch and by the answers to our own writes, each ahead of the other
+// at times; and what was heard of kubelet.
 type view struct {
 	mu sync.Mutex
 	// synced is set once the API server has listed the object, or that there is none.
@@ -22,8 +23,11 @@ type view struct {
 	// latest is the newest known object, which the next write starts from; nil for none.
 	latest *v1alpha1.GPUNode
 	// gone is the UID of the object that the watch said last to be gone.
-	gone    types.UID
-	changed chan struct{}
+	gone types.UID
+	// allocatable is what kubelet says, while acknowledged is set.
+	allocatable  []string
+	acknowledged bool
+	changed      chan struct{}
 }
 
 func newView() *view { return &view{changed: make(chan struct{})} }
@@ -89,6 +93,21 @@ func (v *view) current() (object *v1alpha1.GPUNode, synced bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.latest, v.synced
+}
+
+func (v *view) acknowledge(ids []string, known bool) {
+	v.mu.Lock()
+	same := v.acknowledged == known && slices.Equal(v.allocatable, ids)
+	v.mu.Unlock()
+	if !same {
+		v.set(func() { v.allocatable, v.acknowledged = ids, known })
+	}
+}
+
+func (v *view) kubelet() (allocatable []string, acknowledged bool) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.allocatable, v.acknowledged
 }
 
 // acting is the object whose spec the agent acts on: what the watch says, or while it is silent what we made ourselves.

@@ -33,11 +33,7 @@ type writer struct {
 func (o *Object) write(ctx context.Context) {
 	w := writer{Object: o}
 	for ctx.Err() == nil {
-		node, book, inventory, object := o.config.Node.Changed(), o.config.Ledger.Changed(), o.config.Inventory.Changed(), o.view.Changed()
-		var limits <-chan struct{}
-		if o.config.Limits != nil {
-			limits = o.config.Limits.AcknowledgedChanged()
-		}
+		node, book, inventory, view := o.config.Node.Changed(), o.config.Ledger.Changed(), o.config.Inventory.Changed(), o.view.Changed()
 		var due <-chan time.Time
 		if again := w.look(ctx, time.Now()); !again.IsZero() {
 			due = time.After(time.Until(again))
@@ -47,8 +43,7 @@ func (o *Object) write(ctx context.Context) {
 		case <-node:
 		case <-book:
 		case <-inventory:
-		case <-object:
-		case <-limits:
+		case <-view:
 		case <-due:
 		}
 	}
@@ -139,9 +134,7 @@ func (o *Object) status() v1alpha1.GPUNodeStatus {
 		Mode: o.config.Mode, LimitsResource: o.config.LimitsResource, Generation: o.view.acting().Generation,
 		Inventory: o.config.Inventory.Inventory(), Holds: o.config.Ledger.Holds(), Losers: o.config.Ledger.Losers(),
 	}
-	if o.config.Limits != nil {
-		facts.Allocatable, facts.Acknowledged = o.config.Limits.Acknowledged()
-	}
+	facts.Allocatable, facts.Acknowledged = o.view.kubelet()
 	return Status(facts)
 }
 

@@ -115,36 +115,42 @@ func TestWithdrawnAtOnce(t *testing.T) {
 	}
 }
 
-// TestAcknowledged: it is what kubelet says, not what was sent, and nothing while kubelet has no plugin.
-func TestAcknowledged(t *testing.T) {
+// TestAcknowledge: it is what kubelet says, not what was sent, and nothing while kubelet has no plugin.
+func TestAcknowledge(t *testing.T) {
+	type answer struct {
+		ids   int
+		known bool
+	}
 	f := newFixture(t, fakekubelet.Release137)
+	heard := newBroadcast(answer{})
+	f.config.Acknowledge = func(ids []string, known bool) {
+		heard.set(func(answer) answer { return answer{len(ids), known} })
+	}
 	f.startKubelet()
-	p, stop := f.start()
-	awaitIDs := func(what string, want int, known bool) {
+	_, stop := f.start()
+	await := func(what string, want answer) {
 		t.Helper()
-		deadline := time.After(patience)
-		for {
-			changed := p.AcknowledgedChanged()
-			if ids, isKnown := p.Acknowledged(); len(ids) == want && isKnown == known {
+		for deadline := time.After(patience); ; {
+			changed := heard.Changed()
+			if heard.get() == want {
 				return
 			}
 			select {
 			case <-changed:
 			case <-deadline:
-				ids, isKnown := p.Acknowledged()
-				t.Fatalf("%s: acknowledged are %v (known %t), want %d (known %t)", what, ids, isKnown, want, known)
+				t.Fatalf("%s: told %+v last, want %+v", what, heard.get(), want)
 			}
 		}
 	}
-	awaitIDs("the first list", 8, true)
+	await("the first list", answer{8, true})
 	f.ledger.claim("c", 0, 1)
-	awaitIDs("a withdrawal", 6, true)
+	await("a withdrawal", answer{6, true})
 	f.kubelet.Kill()
-	awaitIDs("without kubelet", 0, false)
+	await("without kubelet", answer{0, false})
 	f.startKubelet()
-	awaitIDs("after kubelet is back", 6, true)
+	await("after kubelet is back", answer{6, true})
 	f.ledger.release("c")
-	awaitIDs("the return", 8, true)
+	await("the return", answer{8, true})
 	stop()
-	awaitIDs("after the end", 0, false)
+	await("after the end", answer{0, false})
 }

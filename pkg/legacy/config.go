@@ -106,12 +106,18 @@ type Config struct {
 	DevRootInAgent string
 
 	Inventory Inventory
-	Ledger    Ledger
-	Specs     Specs
+	// Offered tells the GPUs that new limits may get; nil means all. The others are listed, as unhealthy, only where a limit had
+	// them when Run began. It must always answer the same for a GPU.
+	Offered func(device.GPU) bool
+	Ledger  Ledger
+	Specs   Specs
 	// Allocations may be nil: devices are then withdrawn once their claims are prepared.
 	Allocations Allocations
 	// Kubelet confirms what was sent. Nil leaves lists unconfirmed.
 	Kubelet KubeletView
+	// Acknowledge, where set, is told what kubelet itself calls allocatable, sorted, whenever kubelet was asked; known is false
+	// once that no longer counts. That a list was sent is no proof that kubelet has acted on it. It must not block.
+	Acknowledge func(ids []string, known bool)
 	// Recorder must not block: it is called while kubelet waits for Allocate.
 	Recorder record.EventRecorder
 	// Registerer takes the metrics while Run runs.
@@ -130,6 +136,9 @@ func (c Config) complete() (Config, error) {
 	c.AnnotationPrefix = orDefault(c.AnnotationPrefix, "cdi.k8s.io/")
 	c.DevRoot = orDefault(c.DevRoot, "/")
 	c.DevRootInAgent = orDefault(c.DevRootInAgent, c.DevRoot)
+	if c.Acknowledge == nil {
+		c.Acknowledge = func([]string, bool) {}
+	}
 
 	errs := c.missing()
 	if c.ResourceName != "" {

@@ -34,8 +34,6 @@ type Plugin struct {
 	notReady error
 	// own is the socket that serves at the moment.
 	own string
-
-	acknowledged acknowledged
 }
 
 // times are the durations of the protocol, shortened by tests.
@@ -86,7 +84,6 @@ func New(config Config) (*Plugin, error) {
 		probes:   newProbes(),
 		notReady: errNotStarted,
 	}
-	p.acknowledged.changed = make(chan struct{})
 	p.roster = newRoster(config, p.metrics)
 	return p, nil
 }

@@ -32,7 +32,7 @@ func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest,
 	var promised []int
 	available = slices.DeleteFunc(available, func(i int) bool {
 		gpu := c.gpus[i]
-		if o.taken[gpu.UUID] || !gpu.Health.Healthy() || slices.Contains(required, i) {
+		if o.taken[gpu.UUID] || !c.offers(gpu) || !gpu.Health.Healthy() || slices.Contains(required, i) {
 			return true
 		}
 		if o.promised[gpu.UUID] {

@@ -176,7 +176,7 @@ func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
 	defer r.setOwn("")
 	defer e.close(r.times.drain)
 	// Kubelet takes every device of an endpoint that is gone for unhealthy, and soon says so itself.
-	defer r.acknowledged.set(nil, false)
+	defer r.config.Acknowledge(nil, false)
 	r.setNotReady(errors.New("register with kubelet: no answer yet"))
 	return firstOf(ctx,
 		func(ctx context.Context) *ended { return r.watchFiles(ctx, e, kubelet) },

@@ -26,17 +26,25 @@ const (
 	stateWithdrawn state = "withdrawn"
 )
 
-// catalog is every GPU seen since the process started, by minor. kubelet looks devices of running pods up in the last
-// list without checking that they are there, so an ID that was listed once is listed for ever.
+// catalog is every GPU that limits may get or have, seen since the process started, by minor. kubelet looks devices of
+// running pods up in the last list without checking that they are there, so an ID that was listed once is listed for ever.
 type catalog struct {
 	gpus    []device.GPU
 	index   map[string]int
 	planner *planner
+	// offered tells the GPUs that new limits may get; nil means all.
+	offered func(device.GPU) bool
 }
 
-// extend returns a catalog with the GPUs of inv, and after them in health those that inv no longer has.
-func (c *catalog) extend(inv device.Inventory) *catalog {
-	gpus := slices.Clone(inv.GPUs)
+func (c *catalog) offers(gpu device.GPU) bool { return c.offered == nil || c.offered(gpu) }
+
+// extend returns a catalog with the GPUs of inv, and after them in health those that inv no longer has. A GPU that is not
+// offered is in it only since a limit of before had it.
+func (c *catalog) extend(inv device.Inventory, o owners) *catalog {
+	gpus := slices.DeleteFunc(slices.Clone(inv.GPUs), func(gpu device.GPU) bool {
+		_, known := c.index[gpu.UUID]
+		return !known && !c.offers(gpu) && !o.limits[gpu.UUID]
+	})
 	for _, gpu := range c.gpus {
 		if _, still := inv.ByUUID(gpu.UUID); still {
 			continue
@@ -49,7 +57,7 @@ func (c *catalog) extend(inv device.Inventory) *catalog {
 	slices.SortFunc(gpus, func(a, b device.GPU) int {
 		return cmp.Or(cmp.Compare(a.Minor, b.Minor), cmp.Compare(a.UUID, b.UUID))
 	})
-	next := &catalog{gpus: gpus, index: make(map[string]int, len(gpus))}
+	next := &catalog{gpus: gpus, index: make(map[string]int, len(gpus)), offered: c.offered}
 	for i, gpu := range gpus {
 		next.index[gpu.UUID] = i
 	}
@@ -64,7 +72,7 @@ func (c *catalog) assess(o owners) []state {
 		switch {
 		case !gpu.Health.Healthy():
 			states[i] = stateUnhealthy
-		case o.taken[gpu.UUID] || o.promised[gpu.UUID]:
+		case o.taken[gpu.UUID] || o.promised[gpu.UUID] || !c.offers(gpu) && !o.limits[gpu.UUID]:
 			states[i] = stateWithdrawn
 		default:
 			states[i] = stateHealthy
@@ -80,11 +88,13 @@ type owners struct {
 	// promised GPUs are held by nobody, and a claim is about to ask for them: the scheduler has allocated them to it, or it has
 	// lost them before and waits.
 	promised map[string]bool
+	// limits have these, rightly or not.
+	limits map[string]bool
 }
 
 func ownersOf(led Ledger, allocations Allocations) owners {
 	holds := led.Holds()
-	o := owners{taken: withdrawn(holds), promised: make(map[string]bool)}
+	o := owners{taken: withdrawn(holds), promised: make(map[string]bool), limits: make(map[string]bool)}
 	if allocations != nil {
 		for _, ref := range allocations.Allocated() {
 			o.promised[ref.GPU] = true
@@ -98,6 +108,9 @@ func ownersOf(led Ledger, allocations Allocations) owners {
 	// A GPU that a limit holds stays the limit's for as long as it does.
 	for _, h := range holds {
 		delete(o.promised, h.Device.GPU)
+		if h.Holder.Kind == ledger.KindLimit {
+			o.limits[h.Device.GPU] = true
+		}
 	}
 	return o
 }
@@ -164,7 +177,7 @@ func newRoster(c Config, m *metrics) *roster {
 		inventory: c.Inventory, ledger: c.Ledger, allocations: c.Allocations, metrics: m,
 		hold: newHysteresis(), changed: make(chan struct{}),
 	}
-	r.known.Store(&catalog{planner: newPlanner(nil, device.Inventory{})})
+	r.known.Store(&catalog{planner: newPlanner(nil, device.Inventory{}), offered: c.Offered})
 	return r
 }
 
@@ -183,7 +196,7 @@ func (r *roster) current() (*listing, <-chan struct{}) {
 
 // refresh reads inventory and ledger anew. Only one goroutine may call it at a time.
 func (r *roster) refresh(now time.Time) (again time.Duration) {
-	r.known.Store(r.catalog().extend(r.inventory.Inventory()))
+	r.known.Store(r.catalog().extend(r.inventory.Inventory(), r.owners()))
 	return r.publish(now)
 }
 

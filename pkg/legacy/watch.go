@@ -130,14 +130,14 @@ func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, 
 			delay = r.times.confirmFirst
 		}
 		if err == nil {
-			r.acknowledged.set(allocatable, true)
+			r.config.Acknowledge(allocatable, true)
 		}
 		switch {
 		case err != nil:
 			delay = r.times.confirmPoll
 			if failures++; failures == confirmErrors {
 				klog.FromContext(ctx).Info("Kubelet does not say which devices are allocatable", "reason", err.Error())
-				r.acknowledged.set(nil, false)
+				r.config.Acknowledge(nil, false)
 				return list, nil
 			}
 			began = time.Now()
