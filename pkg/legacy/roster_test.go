@@ -67,7 +67,7 @@ func TestAssess(t *testing.T) {
 		"lost while a claim holds it": {lost, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateUnhealthy, stateUnhealthy},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := (&catalog{}).extend(device.Inventory{GPUs: []device.GPU{test.gpu}})
+			c := (&catalog{}).extend(device.Inventory{GPUs: []device.GPU{test.gpu}}, owners{})
 			promise := func(gpu string) Allocations { return allocations{newBroadcast([]device.Ref{{GPU: gpu}})} }
 			loser := []ledger.Loser{{Devices: []device.Ref{healthy.Ref()}}}
 			for why, about := range map[string]struct {
@@ -125,7 +125,7 @@ func TestCatalogKeepsOrderAndIDs(t *testing.T) {
 		{nil, []string{"GPU-a Missing", "GPU-c Missing", "GPU-b Missing"}},
 		{[]device.GPU{gpu("GPU-a", 3)}, []string{"GPU-c Missing", "GPU-b Missing", "GPU-a"}},
 	} {
-		c = c.extend(device.Inventory{GPUs: step.gpus})
+		c = c.extend(device.Inventory{GPUs: step.gpus}, owners{})
 		var got []string
 		for i, g := range c.gpus {
 			text := g.UUID

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"slices"
+	"testing"
+
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// TestOffered: a GPU that is not for limits is listed only where a limit of before has it, and is healthy as long.
+func TestOffered(t *testing.T) {
+	inv := device.Inventory{GPUs: []device.GPU{{UUID: "GPU-a", Minor: 0}, {UUID: "GPU-b", Minor: 1}, {UUID: "GPU-c", Minor: 2}}}
+	before := fixedLedger{holds: []ledger.Hold{
+		{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}},
+	}}
+	c := &catalog{offered: func(gpu device.GPU) bool { return gpu.UUID == "GPU-a" }}
+	for _, step := range []struct {
+		ledger Ledger
+		want   []state
+	}{
+		{before, []state{stateHealthy, stateHealthy}},
+		{fixedLedger{}, []state{stateHealthy, stateWithdrawn}},
+	} {
+		o := ownersOf(step.ledger, nil)
+		c = c.extend(inv, o)
+		if got := c.assess(o); len(c.gpus) != 2 || c.gpus[1].UUID != "GPU-c" || !slices.Equal(got, step.want) {
+			t.Errorf("lists %v as %v, want GPU-a and GPU-c as %v", c.gpus, got, step.want)
+		}
+	}
+	// Kubelet may still think that it can give GPU-c away, and what must be included is the pod's already.
+	request := &pluginapi.ContainerPreferredAllocationRequest{AvailableDeviceIDs: []string{"GPU-a", "GPU-c"}, AllocationSize: 1}
+	if got := c.prefer(request, owners{}); !slices.Equal(got, []string{"GPU-a"}) {
+		t.Errorf("prefers %v", got)
+	}
+	request.MustIncludeDeviceIDs = []string{"GPU-c"}
+	if got := c.prefer(request, owners{}); !slices.Equal(got, []string{"GPU-c"}) {
+		t.Errorf("prefers %v where GPU-c must be included", got)
+	}
+}
