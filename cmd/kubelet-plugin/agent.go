@@ -28,6 +28,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
@@ -43,6 +44,7 @@ const (
 // agent is the wiring of one node.
 type agent struct {
 	config   config.Config
+	api      *rest.Config
 	client   kubernetes.Interface
 	metrics  *prometheus.Registry
 	status   *status.Server
@@ -52,9 +54,13 @@ type agent struct {
 }
 
 func newAgent(c config.Config) (*agent, error) {
-	client, err := newClient(c.Kubeconfig)
+	api, err := newAPI(c.Kubeconfig)
 	if err != nil {
 		return nil, err
+	}
+	client, err := kubernetes.NewForConfig(api)
+	if err != nil {
+		return nil, fmt.Errorf("create API client: %w", err)
 	}
 	bootID, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
@@ -67,14 +73,14 @@ func newAgent(c config.Config) (*agent, error) {
 	server.Waiting("claims", errNotStarted)
 	server.Waiting("limits", errNotStarted)
 	return &agent{
-		config: c, client: client, metrics: metrics, events: events, status: server,
+		config: c, api: api, client: client, metrics: metrics, events: events, status: server,
 		recorder: events.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "tandem", Host: c.NodeName}),
 		bootID:   strings.TrimSpace(string(bootID)),
 	}, nil
 }
 
-// newClient does not throttle: every Prepare costs one GET, and a default client makes it wait 200 ms for it.
-func newClient(kubeconfig string) (kubernetes.Interface, error) {
+// newAPI does not throttle: every Prepare costs one GET, and a default client makes it wait 200 ms for it.
+func newAPI(kubeconfig string) (*rest.Config, error) {
 	restConfig, err := rest.InClusterConfig()
 	if kubeconfig != "" {
 		restConfig, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
@@ -86,11 +92,7 @@ func newClient(kubeconfig string) (kubernetes.Interface, error) {
 	restConfig = rest.AddUserAgent(restConfig, "tandem/"+version.Version)
 	restConfig.ContentType = "application/vnd.kubernetes.protobuf"
 	restConfig.AcceptContentTypes = "application/vnd.kubernetes.protobuf,application/json"
-	client, err := kubernetes.NewForConfig(restConfig)
-	if err != nil {
-		return nil, fmt.Errorf("create API client: %w", err)
-	}
-	return client, nil
+	return restConfig, nil
 }
 
 // run serves until ctx is done or something fails for good, and leaves nothing behind but the ledger's records and the
@@ -175,7 +177,19 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 	if err != nil {
 		return err
 	}
-	limits, err := legacy.New(a.limitsConfig(book, node, specs, resources))
+	self := evidence.NewNode(a.client, a.config.NodeName)
+	objectConfig := gpunode.Config{
+		REST: a.api, NodeName: a.config.NodeName, Mode: string(a.config.Mode),
+		Node: self, Ledger: book, Inventory: node, Registerer: a.metrics,
+	}
+	if a.config.Mode.Limits() {
+		objectConfig.LimitsResource = a.config.ResourceName
+	}
+	object, err := gpunode.New(objectConfig)
+	if err != nil {
+		return err
+	}
+	limits, err := legacy.New(a.limitsConfig(book, node, specs, resources, object))
 	if err != nil {
 		return err
 	}
@@ -188,7 +202,7 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
-		reconciler.Run, specs.Run, a.checkRuntime,
+		reconciler.Run, specs.Run, a.checkRuntime, self.Run, object.Run,
 		func(ctx context.Context) error { return provision(ctx, book, node) },
 		a.afterPods(pods, "claims", claims.Run, claims.Ready),
 		a.afterPods(pods, "limits", limits.Run, limits.Ready),
@@ -243,13 +257,16 @@ func (a *agent) newSpecs(node *nvml.Node) (*cdi.Specs, error) {
 	return cdi.New(options)
 }
 
-func (a *agent) limitsConfig(book *ledger.Ledger, node *nvml.Node, specs *cdi.Specs, resources *evidence.PodResources) legacy.Config {
+func (a *agent) limitsConfig(book *ledger.Ledger, node *nvml.Node, specs *cdi.Specs, resources *evidence.PodResources,
+	object *gpunode.Object,
+) legacy.Config {
 	c := legacy.Config{
 		ResourceName: a.config.ResourceName, NodeName: a.config.NodeName,
 		Directory:  filepath.Join(a.config.KubeletDir, "device-plugins"),
 		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
 		PassDeviceSpecs: a.config.PassDeviceSpecs,
 		Inventory:       node, Ledger: book, Specs: specs, Kubelet: resources, Recorder: a.recorder, Registerer: a.metrics,
+		Allocations: object, Acknowledge: object.Acknowledge,
 	}
 	c.DevRoot, c.DevRootInAgent = node.DevRoot()
 	for _, s := range a.config.DeviceListStrategies {
