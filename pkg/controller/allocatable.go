@@ -121,6 +121,7 @@ func (r *allocatable) register(m manager.Manager) error {
 	err := builder.ControllerManagedBy(m).Named("allocatable").
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver)).
+		WatchesRawSource(r.claims.source()).
 		Watches(&corev1.Node{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(reported)).
 		WithOptions(options(4)).
 		Complete(r)

@@ -5,16 +5,22 @@ package controller
 import (
 	"context"
 	"fmt"
+	"sync"
 
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	toolscache "k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
@@ -27,6 +33,22 @@ func scheme() (*runtime.Scheme, error) {
 		}
 	}
 	return s, nil
+}
+
+// mapper knows what the reconcilers use, so that nothing has to be asked for: neither at start, when the API server may be away,
+// nor when the definition of GPUNode comes later than this process.
+func mapper() meta.RESTMapper {
+	m := meta.NewDefaultRESTMapper(nil)
+	for kind, scope := range map[schema.GroupVersionKind]meta.RESTScope{
+		v1alpha1.GroupVersion.WithKind("GPUNode"):                meta.RESTScopeRoot,
+		corev1.SchemeGroupVersion.WithKind("Node"):               meta.RESTScopeRoot,
+		corev1.SchemeGroupVersion.WithKind("Pod"):                meta.RESTScopeNamespace,
+		resourceapi.SchemeGroupVersion.WithKind("DeviceClass"):   meta.RESTScopeRoot,
+		resourceapi.SchemeGroupVersion.WithKind("ResourceClaim"): meta.RESTScopeNamespace,
+	} {
+		m.Add(kind, scope)
+	}
+	return m
 }
 
 // cacheOptions keep of the cluster what the reconcilers read and nothing else: a large one has more claims, nodes and pods
@@ -147,10 +169,33 @@ func trimPod(pod *corev1.Pod) {
 	pod.Status = status
 }
 
-// claimReader reads claims from the cache.
+// claimReader reads claims from the cache, by the nodes that they have devices of.
 type claimReader struct {
 	client client.Reader
 	driver string
+	// index makes that possible. It is done once, when the first reconciler starts that wants it: a cache that is indexed
+	// before would have to be filled before the manager runs.
+	index func() error
+}
+
+func newClaimReader(reader client.Reader, indexer client.FieldIndexer, driver string) claimReader {
+	return claimReader{reader, driver, sync.OnceValue(func() error {
+		err := indexer.IndexField(context.Background(), &resourceapi.ResourceClaim{}, nodeIndex, func(o client.Object) []string {
+			if claim, ok := o.(*resourceapi.ResourceClaim); ok {
+				return nodesOf(claim, driver)
+			}
+			return nil
+		})
+		if err != nil {
+			return fmt.Errorf("index claims: %w", err)
+		}
+		return nil
+	})}
+}
+
+// source is one without events, which makes a reconciler's workers start after the claims are indexed.
+func (r claimReader) source() source.Source {
+	return source.Func(func(context.Context, workqueue.TypedRateLimitingInterface[reconcile.Request]) error { return r.index() })
 }
 
 // on are the claims with devices of a node, for Relay.

@@ -10,17 +10,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/http"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
-	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
-	"sigs.k8s.io/controller-runtime/pkg/client"
 	ctrlconfig "sigs.k8s.io/controller-runtime/pkg/config"
 	ctrlcontroller "sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
@@ -35,6 +35,9 @@ const (
 	renewDeadline = 25 * time.Second
 	retryPeriod   = 2 * time.Second
 )
+
+// syncTimeout is for ever: an API server that is away is awaited, and readiness says so.
+const syncTimeout = 365 * 24 * time.Hour
 
 // Config of a controller.
 type Config struct {
@@ -51,7 +54,6 @@ type Config struct {
 // Controller runs the reconcilers while it leads. Its methods are safe for concurrent use.
 type Controller struct {
 	manager manager.Manager
-	driver  string
 	synced  chan struct{}
 }
 
@@ -67,9 +69,10 @@ func New(c Config) (*Controller, error) {
 		return nil, fmt.Errorf("make lease %s/%s: %w", c.Namespace, c.LeaseName, err)
 	}
 	m, err := manager.New(c.REST, manager.Options{
-		Scheme: types,
-		Cache:  cacheOptions(c.DriverName, c.ResourceName),
-		Logger: klog.Background(),
+		Scheme:         types,
+		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return mapper(), nil },
+		Cache:          cacheOptions(c.DriverName, c.ResourceName),
+		Logger:         klog.Background(),
 		// main serves metrics and health, as the agent's does.
 		Metrics:                             metricsserver.Options{BindAddress: "0"},
 		LeaderElection:                      true,
@@ -80,13 +83,13 @@ func New(c Config) (*Controller, error) {
 		RetryPeriod:                         ptr.To(retryPeriod),
 		Controller: ctrlconfig.Controller{
 			SkipNameValidation: ptr.To(true), // tests run several in one process
-			EnableWarmup:       ptr.To(true),
+			CacheSyncTimeout:   syncTimeout,
 		},
 	})
 	if err != nil {
 		return nil, fmt.Errorf("make controller manager: %w", err)
 	}
-	o := &Controller{manager: m, driver: c.DriverName, synced: make(chan struct{})}
+	o := &Controller{manager: m, synced: make(chan struct{})}
 	if err := o.register(c); err != nil {
 		return nil, err
 	}
@@ -99,12 +102,12 @@ func (c *Controller) register(config Config) error {
 	if err != nil {
 		return err
 	}
-	if err := c.manager.Add(notifier{c}); err != nil {
+	if err := c.manager.Add(filler{c}); err != nil {
 		return fmt.Errorf("add runnable: %w", err)
 	}
 	writer, live := c.manager.GetClient(), c.manager.GetAPIReader()
 	recorder := c.manager.GetEventRecorder("tandem-controller")
-	claims := claimReader{writer, config.DriverName}
+	claims := newClaimReader(writer, c.manager.GetFieldIndexer(), config.DriverName)
 	followed := &follower{live: live, metrics: measured, now: time.Now}
 	for _, r := range []interface{ register(manager.Manager) error }{
 		&relay{client: writer, claims: claims},
@@ -136,15 +139,24 @@ func options(workers int) ctrlcontroller.Options {
 	}
 }
 
-// notifier tells that the caches are filled, whether or not this process leads.
-type notifier struct{ *Controller }
+// filler fills the caches, whether or not this process leads, so that it has them when it does. It tells when they are filled.
+// Nothing may wait for that before the manager runs: it would not end while the API server is away.
+type filler struct{ *Controller }
 
-func (notifier) NeedLeaderElection() bool { return false }
+// NeedLeaderElection implements manager.LeaderElectionRunnable.
+func (filler) NeedLeaderElection() bool { return false }
 
-func (n notifier) Start(ctx context.Context) error {
-	if n.manager.GetCache().WaitForCacheSync(ctx) {
-		close(n.synced)
+// Start implements manager.Runnable.
+func (f filler) Start(ctx context.Context) error {
+	for kind := range cacheOptions("", "").ByObject {
+		if _, err := f.manager.GetCache().GetInformer(ctx, kind); err != nil {
+			if ctx.Err() != nil {
+				return nil
+			}
+			return fmt.Errorf("watch %T: %w", kind, err)
+		}
 	}
+	close(f.synced)
 	<-ctx.Done()
 	return nil
 }
@@ -163,36 +175,8 @@ func (c *Controller) Ready() error {
 
 // Run works until ctx is done, which is no error and gives the lead up, or until the lead is lost.
 func (c *Controller) Run(ctx context.Context) error {
-	if !c.index(ctx) {
-		return nil
-	}
 	if err := c.manager.Start(ctx); err != nil {
 		return fmt.Errorf("run reconcilers: %w", err)
 	}
 	return nil
-}
-
-// indexRetry is how long an API server that is away is awaited.
-const indexRetry = time.Second
-
-// index needs discovery, and the API server may be away at first.
-func (c *Controller) index(ctx context.Context) bool {
-	for {
-		err := c.manager.GetFieldIndexer().IndexField(ctx, &resourceapi.ResourceClaim{}, nodeIndex, func(o client.Object) []string {
-			claim, ok := o.(*resourceapi.ResourceClaim)
-			if !ok {
-				return nil
-			}
-			return nodesOf(claim, c.driver)
-		})
-		if err == nil {
-			return true
-		}
-		klog.FromContext(ctx).Error(err, "Asking the API server what it serves")
-		select {
-		case <-ctx.Done():
-			return false
-		case <-time.After(indexRetry):
-		}
-	}
 }

@@ -140,6 +140,7 @@ func (n *nudger) register(m manager.Manager) error {
 	err := builder.ControllerManagedBy(m).Named("nudge").
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(n.claims.driver)).
+		WatchesRawSource(n.claims.source()).
 		WithOptions(options(1)).
 		Complete(n)
 	if err != nil {

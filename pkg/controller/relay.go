@@ -94,6 +94,7 @@ func (r *relay) register(m manager.Manager) error {
 		// Also what somebody else wrote into the spec, and objects made anew.
 		For(&v1alpha1.GPUNode{}, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver)).
+		WatchesRawSource(r.claims.source()).
 		WithOptions(options(4)).
 		Complete(r)
 	if err != nil {

@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+func TestAllocatable(t *testing.T) {
+	limit, claim := v1alpha1.DeviceHolder{Kind: v1alpha1.HolderLimit}, v1alpha1.DeviceHolder{Kind: v1alpha1.HolderClaim, UID: "u"}
+	withdraw := func(s *v1alpha1.GPUNodeStatus, n int) { s.Devices[n].Limits = v1alpha1.LimitsWithdrawn }
+	for name, c := range map[string]struct {
+		change  func(*v1alpha1.GPUNodeStatus)
+		claims  []string // devices that claims are allocated to
+		want    int64
+		unknown bool
+	}{
+		"all free":                       {want: 8},
+		"a claim allocated":              {claims: []string{"gpu-0"}, want: 7},
+		"allocated and withdrawn":        {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 0) }, claims: []string{"gpu-0"}, want: 7},
+		"two claims on one device":       {claims: []string{"gpu-0", "gpu-0"}, want: 7},
+		"withdrawn for a fault":          {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 3) }, claims: []string{"gpu-0"}, want: 6},
+		"a limit holds it":               {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{limit} }, want: 8},
+		"a claim lost to a limit":        {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{limit} }, claims: []string{"gpu-0"}, want: 8},
+		"prepared, kubelet not yet told": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{claim} }, claims: []string{"gpu-0"}, want: 7},
+		"deallocated, kubelet not yet":   {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 0) }, want: 7},
+		"a device that is not there":     {claims: []string{"gpu-99"}, want: 8},
+		"all":                            {claims: []string{"gpu-0", "gpu-1", "gpu-2", "gpu-3", "gpu-4", "gpu-5", "gpu-6", "gpu-7"}, want: 0},
+		"kubelet lists none": {change: func(s *v1alpha1.GPUNodeStatus) {
+			for i := range s.Devices {
+				withdraw(s, i)
+			}
+		}, want: 0},
+		"kubelet has said nothing": {change: func(s *v1alpha1.GPUNodeStatus) {
+			for i := range s.Devices {
+				s.Devices[i].Limits = ""
+			}
+		}, unknown: true},
+		"no limits are served":            {change: func(s *v1alpha1.GPUNodeStatus) { s.LimitsResource = "" }, unknown: true},
+		"no devices":                      {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices = nil }, unknown: true},
+		"split, one GPU is not for limit": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[7].Limits = "" }, want: 7},
+	} {
+		t.Run(name, func(t *testing.T) {
+			node := gpuNode()
+			if c.change != nil {
+				c.change(&node.Status)
+			}
+			var claims []v1alpha1.AllocatedClaim
+			for _, device := range c.claims {
+				claims = append(claims, v1alpha1.AllocatedClaim{Devices: []string{device}})
+			}
+			got, known := Allocatable(node.Status, claims)
+			if known == c.unknown || !c.unknown && got != c.want {
+				t.Errorf("%d, known %t", got, known)
+			}
+		})
+	}
+}
+
+// Less at once; more when kubelet lists more than it did, or when the status has had the time to say otherwise.
+func TestJudgeAllocatable(t *testing.T) {
+	at := func(ms int) time.Time { return time.Unix(0, 0).Add(time.Duration(ms) * time.Millisecond) }
+	type step struct {
+		ms                    int
+		current, want, listed int64
+		write                 bool
+		wait                  time.Duration
+	}
+	for name, steps := range map[string][]step{
+		"down at once":                   {{0, 8, 7, 8, true, 0}, {1, 7, 6, 8, true, 0}},
+		"equal":                          {{0, 8, 8, 8, false, 0}, {5000, 8, 8, 8, false, 0}},
+		"up when kubelet lists it again": {{0, 8, 7, 8, true, 0}, {100, 7, 7, 7, false, 0}, {200, 7, 8, 8, true, 0}},
+		"up, and nothing was withdrawn":  {{0, 8, 7, 8, true, 0}, {100, 7, 8, 8, false, 1900 * time.Millisecond}, {2000, 7, 8, 8, true, 0}},
+		// Kubelet took one back; the status, which says 8 still, is a second late.
+		"kubelet knows better":      {{0, 8, 8, 8, false, 0}, {100, 7, 8, 8, false, settle}, {900, 7, 7, 7, false, 0}},
+		"kubelet's number is late":  {{0, 8, 7, 8, true, 0}, {50, 8, 7, 7, true, 0}, {100, 7, 7, 7, false, 0}},
+		"first look at a restarted": {{0, 5, 8, 8, false, settle}, {2000, 5, 8, 8, true, 0}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var o observed
+			for i, s := range steps {
+				write, wait := o.judge(at(s.ms), s.current, s.want, s.listed)
+				if write != s.write || wait != s.wait {
+					t.Errorf("step %d: write %t, wait %v", i, write, wait)
+				}
+			}
+		})
+	}
+}
+
+func (w *world) allocatable() *allocatable {
+	return &allocatable{client: w.client, claims: claimReader{client: w.client, driver: testDriver}, resource: testResource, metrics: w.metrics, now: w.now}
+}
+
+func (w *world) offers() string {
+	w.t.Helper()
+	node := &corev1.Node{}
+	w.get("", "node-1", node)
+	quantity := node.Status.Allocatable[testResource]
+	return quantity.String()
+}
+
+func TestAllocatableIsPatchedOnce(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"), newClaim("a", "gpu-0", "gpu-1"))
+	r := w.allocatable()
+	w.twice(r, "node-1")
+	if got := w.offers(); got != "6" {
+		t.Errorf("allocatable %s", got)
+	}
+	w.want(map[string]int{"patch Node": 1})
+	// Kubelet writes what it believes still, and is corrected.
+	node := &corev1.Node{}
+	w.get("", "node-1", node)
+	node.Status.Allocatable = coreNode("8", "8").Status.Allocatable
+	if err := w.client.Status().Update(t.Context(), node); err != nil {
+		t.Fatal(err)
+	}
+	w.twice(r, "node-1")
+	if got := w.offers(); got != "6" {
+		t.Errorf("allocatable %s after kubelet", got)
+	}
+	w.want(map[string]int{"patch Node": 2})
+	// The claim is gone, and kubelet has taken nothing back: after a while the GPUs are offered again.
+	if err := w.client.Delete(t.Context(), newClaim("a")); err != nil {
+		t.Fatal(err)
+	}
+	if result := w.twice(r, "node-1"); result.RequeueAfter != settle {
+		t.Errorf("again after %v", result.RequeueAfter)
+	}
+	w.clock = w.clock.Add(settle)
+	w.twice(r, "node-1")
+	if got := w.offers(); got != "8" {
+		t.Errorf("allocatable %s after the claim", got)
+	}
+}
+
+func TestAllocatableNeverAboveCapacity(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("5", "6"))
+	r := w.allocatable()
+	w.twice(r, "node-1")
+	w.clock = w.clock.Add(settle)
+	w.twice(r, "node-1")
+	if got := w.offers(); got != "6" {
+		t.Errorf("allocatable %s", got)
+	}
+}
+
+func TestAllocatableLeavesOthersAlone(t *testing.T) {
+	without := coreNode("8", "8")
+	delete(without.Status.Allocatable, testResource)
+	for name, objects := range map[string][]client.Object{
+		"no limits":        {gpuNode(func(s *v1alpha1.GPUNodeStatus) { s.LimitsResource = "" }), coreNode("8", "8")},
+		"another resource": {gpuNode(func(s *v1alpha1.GPUNodeStatus) { s.LimitsResource = "example.com/gpu" }), coreNode("8", "8")},
+		"not offered":      {gpuNode(), without},
+		"no GPUNode":       {coreNode("8", "8")},
+		"no node":          {gpuNode()},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, interceptor.Funcs{}, append(objects, newClaim("a", "gpu-0"))...)
+			w.twice(w.allocatable(), "node-1")
+			w.want(map[string]int{})
+		})
+	}
+}
+
+// The patch is refused when kubelet has written another number meanwhile, and made anew from that.
+func TestAllocatablePatchIsGuarded(t *testing.T) {
+	raced := false
+	w := newWorld(t, interceptor.Funcs{
+		SubResourcePatch: func(ctx context.Context, c client.Client, sub string, obj client.Object, patch client.Patch, opts ...client.SubResourcePatchOption) error {
+			if !raced {
+				raced = true
+				node := coreNode("3", "8")
+				node.ResourceVersion = ""
+				if err := c.Status().Update(ctx, node); err != nil {
+					return err
+				}
+			}
+			return c.SubResource(sub).Patch(ctx, obj, patch, opts...)
+		},
+	}, gpuNode(), coreNode("8", "8"), newClaim("a", "gpu-0"))
+	r := w.allocatable()
+	_, err := r.Reconcile(t.Context(), requestFor("node-1"))
+	// The API server says Invalid, the fake client fails some other way; the number stays in both.
+	t.Log(err)
+	if got := w.offers(); got != "3" {
+		t.Errorf("allocatable %s", got)
+	}
+	w.clock = w.clock.Add(settle)
+	w.twice(r, "node-1")
+	w.clock = w.clock.Add(settle)
+	w.twice(r, "node-1")
+	if got := w.offers(); got != "7" {
+		t.Errorf("allocatable %s in the end", got)
+	}
+}
+
+func TestAllocatablePatch(t *testing.T) {
+	patch, err := allocatablePatch("nvidia.com/gpu", "8", 7)
+	const want = `[{"op":"test","path":"/status/allocatable/nvidia.com~1gpu","value":"8"},{"op":"replace","path":"/status/allocatable/nvidia.com~1gpu","value":"7"}]`
+	if err != nil || string(patch) != want {
+		t.Errorf("%s, %v", patch, err)
+	}
+}
+
+// A cache that has not seen our own patch yet is no reason for another.
+func TestAllocatableWaitsForItsOwnPatch(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"), newClaim("a", "gpu-0"))
+	r := w.allocatable()
+	before := &corev1.Node{}
+	w.get("", "node-1", before)
+	w.once(r, requestFor("node-1").NamespacedName)
+	r.client = interceptor.NewClient(w.client, interceptor.Funcs{
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, obj client.Object, opts ...client.GetOption) error {
+			if node, ok := obj.(*corev1.Node); ok {
+				before.DeepCopyInto(node)
+				return nil
+			}
+			return c.Get(ctx, key, obj, opts...)
+		},
+	})
+	w.twice(r, "node-1")
+	w.want(map[string]int{"patch Node": 1})
+}

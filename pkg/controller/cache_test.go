@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"encoding/json"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	toolscache "k8s.io/client-go/tools/cache"
+	"k8s.io/utils/ptr"
+)
+
+// What is decided from a trimmed object is what would be decided from the whole one.
+func TestTrimmingChangesNoDecision(t *testing.T) {
+	claim := newClaim("a", "gpu-0", "gpu-1")
+	claim.Status.Allocation.Devices.Results[1].AdminAccess = ptr.To(true)
+	whole := claim.DeepCopy()
+	trimClaim(claim, testDriver)
+	if diff := cmp.Diff(Relay([]resourceapi.ResourceClaim{*whole}, testDriver, "node-1"), Relay([]resourceapi.ResourceClaim{*claim}, testDriver, "node-1")); diff != "" {
+		t.Error(diff)
+	}
+	classes := []resourceapi.DeviceClass{class("gpu.nvidia.com", `device.driver == 'gpu.nvidia.com'`)}
+	classes[0].Spec.ExtendedResourceName = ptr.To("example.com/gpu")
+	before := NewOurs(testDriver, testResource, classes)
+	trimClass(&classes[0])
+	after := NewOurs(testDriver, testResource, classes)
+	if diff := cmp.Diff(before, after); diff != "" {
+		t.Error(diff)
+	}
+	pending := newClaim("c")
+	trimClaim(pending, testDriver)
+	pod := newPod("a", unscheduled, func(p *corev1.Pod) {
+		p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "x", ResourceClaimTemplateName: ptr.To("t")}}
+		p.Status.ResourceClaimStatuses = []corev1.PodResourceClaimStatus{{Name: "x", ResourceClaimName: ptr.To("c")}}
+		p.Spec.InitContainers = []corev1.Container{{Resources: gpuLimits("3"), RestartPolicy: ptr.To(corev1.ContainerRestartPolicyAlways)}}
+	})
+	trimPod(pod)
+	if asked := after.Asked(pod, func(string) *resourceapi.ResourceClaim { return pending }); asked != 5 || !unschedulable(pod) {
+		t.Errorf("asks for %d, unschedulable %t", asked, unschedulable(pod))
+	}
+	if metav1.GetControllerOf(pod) == nil {
+		t.Error("the owner is gone")
+	}
+}
+
+// A cluster has far more of these than GPUs: what is kept of each is small.
+func TestTrimmedIsSmall(t *testing.T) {
+	long := map[string]string{"a": string(make([]byte, 4096))}
+	meta := func(m *metav1.ObjectMeta) {
+		m.Annotations, m.Labels, m.ManagedFields = long, long, []metav1.ManagedFieldsEntry{{Manager: string(make([]byte, 4096))}}
+	}
+	pod := newPod("a", running)
+	meta(&pod.ObjectMeta)
+	pod.Spec.Containers[0].Env = []corev1.EnvVar{{Name: "SECRET", Value: "secret"}}
+	pod.Spec.Containers[0].Command = []string{string(make([]byte, 4096))}
+	node := coreNode("8", "8")
+	meta(&node.ObjectMeta)
+	node.Status.Images = []corev1.ContainerImage{{Names: []string{string(make([]byte, 4096))}}}
+	claim := newClaim("a", "gpu-0")
+	meta(&claim.ObjectMeta)
+	claim.Spec.Devices.Config = []resourceapi.DeviceClaimConfiguration{{Requests: []string{string(make([]byte, 4096))}}}
+	foreign := claim.DeepCopy()
+	foreign.Status.Allocation.Devices.Results[0].Driver = "net.example.com"
+	trimPod(pod)
+	trimNode(node, testResource)
+	trimClaim(claim, testDriver)
+	trimClaim(foreign, testDriver)
+	for _, o := range []any{pod, node, claim, foreign} {
+		data, err := json.Marshal(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(data) > 1100 {
+			t.Errorf("%d bytes: %s", len(data), data)
+		}
+	}
+	if len(foreign.Status.Allocation.Devices.Results) != 0 {
+		t.Error("another driver's devices are kept")
+	}
+	if _, ok := node.Status.Allocatable[corev1.ResourceCPU]; ok {
+		t.Error("CPUs are kept")
+	}
+	if quantity := node.Status.Capacity[testResource]; quantity.Cmp(resource.MustParse("8")) != 0 {
+		t.Errorf("capacity %s", quantity.String())
+	}
+}
+
+func TestTrimPassesTombstones(t *testing.T) {
+	tombstone := toolscache.DeletedFinalStateUnknown{Key: "ns/a", Obj: newPod("a")}
+	got, err := trim(trimPod)(tombstone)
+	if err != nil || got.(toolscache.DeletedFinalStateUnknown).Key != "ns/a" {
+		t.Errorf("%v, %v", got, err)
+	}
+	got, err = trim(trimPod)(newPod("a"))
+	if err != nil || got.(*corev1.Pod).UID != types.UID("uid-pod-a") || got.(*corev1.Pod).Spec.Containers[0].Image != "" {
+		t.Errorf("%v, %v", got, err)
+	}
+}

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"context"
+	"net/http"
+	"net/http/httptest"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+)
+
+func newController(t *testing.T, host string) *Controller {
+	t.Helper()
+	ctrllog.SetLogger(klog.Background())
+	c, err := New(Config{
+		REST: &rest.Config{Host: host}, DriverName: testDriver, ResourceName: testResource,
+		Namespace: "ns", LeaseName: "l", Identity: "pod-1", Registerer: prometheus.NewRegistry(),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// An API server that is away is awaited, and being stopped meanwhile is no error and leaves nothing running.
+func TestRunAwaitsTheAPIServer(t *testing.T) {
+	asked := make(chan struct{}, 1000)
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		asked <- struct{}{}
+		http.Error(w, "not now", http.StatusServiceUnavailable)
+	}))
+	defer server.Close()
+	c := newController(t, server.URL)
+	select {
+	case <-asked:
+		t.Error("New made a request")
+	case <-time.After(50 * time.Millisecond):
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- c.Run(ctx) }()
+	<-asked
+	if c.Ready() == nil {
+		t.Error("ready without an API server")
+	}
+	cancel()
+	select {
+	case err := <-done:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(time.Minute):
+		t.Fatal("does not stop")
+	}
+	server.Close()
+	var left string
+	for range 200 {
+		if left = goroutines(); left == "" {
+			return
+		}
+		time.Sleep(10 * time.Millisecond) // those that were told to end take a moment
+	}
+	t.Errorf("still running:\n%s", left)
+}
+
+// goroutines are those of this package and of what it starts.
+func goroutines() string {
+	stacks := make([]byte, 1<<20)
+	stacks = stacks[:runtime.Stack(stacks, true)]
+	var own []string
+	for stack := range strings.SplitSeq(string(stacks), "\n\n") {
+		if strings.Contains(stack, "sigs.k8s.io/controller-runtime") && !strings.Contains(stack, "testing.tRunner") {
+			own = append(own, stack)
+		}
+	}
+	return strings.Join(own, "\n\n")
+}
+
+func TestMetricsAreRegisteredOnce(t *testing.T) {
+	registry := prometheus.NewRegistry()
+	if _, err := newMetrics(registry); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := newMetrics(registry); err == nil || !strings.Contains(err.Error(), "register metrics") {
+		t.Errorf("got %v", err)
+	}
+}

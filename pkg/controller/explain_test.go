@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+func TestExplain(t *testing.T) {
+	node := func(name string, limits, claims, faulty, free int32) v1alpha1.GPUNode {
+		n := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: name}}
+		n.Status.Counts = v1alpha1.DeviceCounts{Total: limits + claims + faulty + free, Limits: limits, Claims: claims, Faulty: faulty, Free: free}
+		return n
+	}
+	var many []v1alpha1.GPUNode
+	for i := range 12 {
+		many = append(many, node(fmt.Sprintf("n%02d", i), 1, 0, 0, 0))
+	}
+	for name, c := range map[string]struct {
+		nodes []v1alpha1.GPUNode
+		asked int64
+		want  string
+	}{
+		"one node":            {[]v1alpha1.GPUNode{node("node-1", 5, 3, 0, 0)}, 1, "all 8 GPUs of node-1 are held: 5 by limits, 3 by claims"},
+		"by one kind":         {[]v1alpha1.GPUNode{node("node-1", 0, 8, 0, 0)}, 1, "all 8 GPUs of node-1 are held: 8 by claims"},
+		"one is faulty":       {[]v1alpha1.GPUNode{node("node-1", 5, 2, 1, 0)}, 1, "all 8 GPUs of node-1 are held or faulty: 5 by limits, 2 by claims, 1 faulty"},
+		"too few":             {[]v1alpha1.GPUNode{node("node-1", 5, 1, 0, 2)}, 4, "no node has 4 GPUs free: node-1 has 2 of 8 (5 by limits, 1 by claims)"},
+		"two nodes":           {[]v1alpha1.GPUNode{node("b", 4, 0, 0, 0), node("a", 3, 1, 0, 0)}, 1, "all 8 GPUs of 2 nodes are held: a (3 by limits, 1 by claims), b (4 by limits)"},
+		"most first":          {[]v1alpha1.GPUNode{node("a", 4, 0, 0, 0), node("b", 3, 0, 0, 1)}, 2, "no node has 2 GPUs free: b has 1 of 4 (3 by limits), a has 0 of 4 (4 by limits)"},
+		"many":                {many, 1, "all 12 GPUs of 12 nodes are held: n00 (1 by limits), n01 (1 by limits), n02 (1 by limits), n03 (1 by limits), n04 (1 by limits), and 7 more"},
+		"something else":      {[]v1alpha1.GPUNode{node("a", 4, 0, 0, 0), node("b", 0, 0, 0, 4)}, 4, ""},
+		"no GPUs":             {[]v1alpha1.GPUNode{node("a", 0, 0, 0, 0)}, 1, ""},
+		"no nodes":            {nil, 1, ""},
+		"one GPU on one node": {[]v1alpha1.GPUNode{node("a", 1, 0, 0, 0)}, 1, "all GPUs of a are held: 1 by limits"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := Explain(c.nodes, c.asked); got != c.want {
+				t.Errorf("got  %s\nwant %s", got, c.want)
+			}
+		})
+	}
+}
+
+func class(name, expression string) resourceapi.DeviceClass {
+	return resourceapi.DeviceClass{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: resourceapi.DeviceClassSpec{
+		Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{Expression: expression}}},
+	}}
+}
+
+func gpuLimits(n string) corev1.ResourceRequirements {
+	return corev1.ResourceRequirements{Limits: corev1.ResourceList{testResource: resource.MustParse(n)}}
+}
+
+func TestAsked(t *testing.T) {
+	mapped := class("mapped", `device.driver == "gpu.nvidia.com" && true`)
+	mapped.Spec.ExtendedResourceName = ptr.To("example.com/fast")
+	ours := NewOurs(testDriver, testResource, []resourceapi.DeviceClass{
+		class("gpu.nvidia.com", `device.driver == 'gpu.nvidia.com'`), mapped, class("nic", `device.driver == "net.example.com"`), class("near", `device.driver == "xgpu.nvidia.com"`),
+	})
+	request := func(class string, count int64) *resourceapi.ResourceClaim {
+		c := newClaim("c")
+		c.Spec.Devices.Requests[0].Exactly = &resourceapi.ExactDeviceRequest{DeviceClassName: class, Count: count}
+		return c
+	}
+	first := newClaim("c")
+	first.Spec.Devices.Requests[0] = resourceapi.DeviceRequest{FirstAvailable: []resourceapi.DeviceSubRequest{
+		{DeviceClassName: "nic"}, {DeviceClassName: "gpu.nvidia.com", Count: 3}, {DeviceClassName: "gpu.nvidia.com", Count: 1}}}
+	byClaim := func(pod *corev1.Pod) {
+		pod.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "x", ResourceClaimTemplateName: ptr.To("t")}}
+		pod.Status.ResourceClaimStatuses = []corev1.PodResourceClaimStatus{{Name: "x", ResourceClaimName: ptr.To("c")}}
+	}
+	resourceOf := func(name, n string) func(*corev1.Pod) {
+		return func(p *corev1.Pod) {
+			p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{corev1.ResourceName(name): resource.MustParse(n)}
+		}
+	}
+	for name, c := range map[string]struct {
+		change func(*corev1.Pod)
+		claim  *resourceapi.ResourceClaim
+		want   int64
+	}{
+		"nothing":                 {func(*corev1.Pod) {}, nil, 0},
+		"limits":                  {resourceOf(testResource, "2"), nil, 2},
+		"other limits":            {resourceOf("cpu", "2"), nil, 0},
+		"the class's resource":    {resourceOf("example.com/fast", "1"), nil, 1},
+		"a class's implicit name": {resourceOf("deviceclass.resource.kubernetes.io/gpu.nvidia.com", "1"), nil, 1},
+		"another's implicit name": {resourceOf("deviceclass.resource.kubernetes.io/nic", "1"), nil, 0},
+		"init containers take turns": {func(p *corev1.Pod) {
+			resourceOf(testResource, "1")(p)
+			p.Spec.InitContainers = []corev1.Container{{Resources: gpuLimits("3")}, {Resources: gpuLimits("2")}}
+		}, nil, 3},
+		"sidecars do not": {func(p *corev1.Pod) {
+			resourceOf(testResource, "1")(p)
+			p.Spec.InitContainers = []corev1.Container{{Resources: gpuLimits("3"), RestartPolicy: ptr.To(corev1.ContainerRestartPolicyAlways)}}
+		}, nil, 4},
+		"a claim":                   {byClaim, request("gpu.nvidia.com", 2), 2},
+		"a claim without a count":   {byClaim, request("gpu.nvidia.com", 0), 1},
+		"a claim of another driver": {byClaim, request("nic", 2), 0},
+		"a class that is near":      {byClaim, request("near", 2), 0},
+		"first available":           {byClaim, first, 3},
+		"a claim that has its GPU":  {byClaim, newClaim("c", "gpu-0"), 0},
+		"a claim that is not there": {byClaim, nil, 0},
+		"by name": {func(p *corev1.Pod) {
+			p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "x", ResourceClaimName: ptr.To("c")}}
+		}, request("mapped", 1), 1},
+		"both": {func(p *corev1.Pod) { byClaim(p); resourceOf(testResource, "1")(p) }, request("gpu.nvidia.com", 1), 2},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := ours.Asked(newPod("a", c.change), func(name string) *resourceapi.ResourceClaim {
+				if name != "c" {
+					t.Errorf("asked for claim %s", name)
+				}
+				return c.claim
+			})
+			if got != c.want {
+				t.Errorf("%d GPUs", got)
+			}
+		})
+	}
+}
+
+func unscheduled(pod *corev1.Pod) {
+	pod.Spec.NodeName = ""
+	pod.Spec.Containers[0].Resources = gpuLimits("1")
+	pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable}}
+}
+
+func full(s *v1alpha1.GPUNodeStatus) {
+	s.Counts = v1alpha1.DeviceCounts{Total: 8, Limits: 5, Claims: 3}
+}
+
+func TestExplainTellsOnce(t *testing.T) {
+	pod := newPod("a", unscheduled)
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(), pod)
+	x := &explainer{client: w.client, driver: testDriver, resource: testResource, recorder: w.recorder, now: w.now}
+	key := client.ObjectKeyFromObject(pod)
+	look := func(want string, again time.Duration) {
+		t.Helper()
+		result := w.once(x, key)
+		if got := w.event(); !strings.Contains(got, want) || (want == "") != (got == "") || result.RequeueAfter != again {
+			t.Errorf("event %q, again after %v", got, result.RequeueAfter)
+		}
+	}
+	look("", countAgain) // GPUs are free as far as is known
+	w.set(full)
+	look("Normal GPUsHeld all 8 GPUs of node-1 are held: 5 by limits, 3 by claims", tellEvery)
+	look("", tellEvery)
+	w.clock = w.clock.Add(10 * time.Second)
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Counts = v1alpha1.DeviceCounts{Total: 8, Limits: 6, Claims: 2} })
+	look("", 50*time.Second)
+	w.clock = w.clock.Add(time.Minute)
+	look("6 by limits, 2 by claims", tellEvery)
+	w.clock = w.clock.Add(time.Minute)
+	look("", tellEvery) // nothing new
+	if err := w.client.Delete(t.Context(), pod); err != nil {
+		t.Fatal(err)
+	}
+	look("", 0)
+	if len(x.told) > 0 {
+		t.Error("remembers a pod that is gone")
+	}
+	// Another pod of the same name has been told nothing.
+	pod = newPod("a", unscheduled, func(p *corev1.Pod) { p.UID = "new" })
+	if err := w.client.Create(t.Context(), pod); err != nil {
+		t.Fatal(err)
+	}
+	look("6 by limits, 2 by claims", tellEvery)
+}
+
+func TestExplainLeavesOthersAlone(t *testing.T) {
+	for name, change := range map[string]func(*corev1.Pod){
+		"bound":           func(p *corev1.Pod) { unscheduled(p); p.Spec.NodeName = "node-1" },
+		"not yet tried":   func(p *corev1.Pod) { unscheduled(p); p.Status.Conditions = nil },
+		"gated":           func(p *corev1.Pod) { unscheduled(p); p.Status.Conditions[0].Reason = corev1.PodReasonSchedulingGated },
+		"asks for no GPU": func(p *corev1.Pod) { unscheduled(p); p.Spec.Containers[0].Resources = corev1.ResourceRequirements{} },
+		"going":           func(p *corev1.Pod) { unscheduled(p); deleting(p) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			pod := newPod("a", change)
+			w := newWorld(t, interceptor.Funcs{}, gpuNode(full), pod)
+			x := &explainer{client: w.client, driver: testDriver, resource: testResource, recorder: w.recorder, now: w.now}
+			if result := w.once(x, client.ObjectKeyFromObject(pod)); w.event() != "" || result.RequeueAfter != 0 {
+				t.Errorf("told, or again after %v", result.RequeueAfter)
+			}
+		})
+	}
+}

@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"time"
+
+	dto "github.com/prometheus/client_model/go"
+	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+func condemned(name string, devices ...string) v1alpha1.LosingClaim {
+	return v1alpha1.LosingClaim{
+		UID: types.UID("uid-" + name), Namespace: "ns", Name: name, Devices: devices, Condemned: true, Message: "GPU " + strings.Join(devices, ", ") + " is held by a limits pod",
+		Since: metav1.NewMicroTime(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)),
+	}
+}
+
+func running(pod *corev1.Pod) {
+	pod.Status.Phase = corev1.PodRunning
+	pod.Status.ContainerStatuses = []corev1.ContainerStatus{{ContainerID: "containerd://1", State: corev1.ContainerState{Running: &corev1.ContainerStateRunning{}}}}
+}
+
+func bare(pod *corev1.Pod) { pod.OwnerReferences = nil }
+
+func deleting(pod *corev1.Pod) {
+	pod.DeletionTimestamp, pod.Finalizers = &metav1.Time{Time: time.Unix(1, 0)}, []string{"example.com/finalizer"}
+}
+
+func started(pod *corev1.Pod) {
+	pod.Status.ContainerStatuses = []corev1.ContainerStatus{{
+		State:                corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "CrashLoopBackOff"}},
+		LastTerminationState: corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 1}},
+	}}
+}
+
+func initialised(pod *corev1.Pod) {
+	pod.Status.InitContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{}}}}
+}
+
+func creating(pod *corev1.Pod) {
+	pod.Status.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ContainerCreating"}}}}
+}
+
+func TestJudgeEviction(t *testing.T) {
+	also := func(name string) func(*resourceapi.ResourceClaim) {
+		return func(c *resourceapi.ResourceClaim) {
+			c.Status.ReservedFor = append(c.Status.ReservedFor, resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: "pod-" + name, UID: types.UID("uid-pod-" + name)})
+		}
+	}
+	for name, c := range map[string]struct {
+		claim   func(*resourceapi.ResourceClaim)
+		loser   func(*v1alpha1.LosingClaim)
+		pods    []*corev1.Pod
+		evict   string
+		refused string
+	}{
+		"waiting":                      {pods: []*corev1.Pod{newPod("a")}, evict: "pod-a"},
+		"creating":                     {pods: []*corev1.Pod{newPod("a", creating)}, evict: "pod-a"},
+		"running":                      {pods: []*corev1.Pod{newPod("a", running)}, refused: "has started"},
+		"between two starts":           {pods: []*corev1.Pod{newPod("a", started)}, refused: "has started"},
+		"init container done":          {pods: []*corev1.Pod{newPod("a", initialised)}, refused: "has started"},
+		"bare":                         {pods: []*corev1.Pod{newPod("a", bare)}, refused: "belongs to nobody"},
+		"owned, not by its controller": {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.OwnerReferences[0].Controller = nil })}, refused: "belongs to nobody"},
+		"going":                        {pods: []*corev1.Pod{newPod("a", deleting)}},
+		"ended":                        {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.Status.Phase = corev1.PodFailed })}},
+		"gone":                         {},
+		"another of that name":         {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.UID = "new" })}},
+		"another claim":                {claim: func(c *resourceapi.ResourceClaim) { c.UID = "new" }, pods: []*corev1.Pod{newPod("a")}},
+		"deallocated":                  {claim: func(c *resourceapi.ResourceClaim) { c.Status.Allocation = nil }, pods: []*corev1.Pod{newPod("a")}},
+		"not condemned":                {loser: func(l *v1alpha1.LosingClaim) { l.Condemned = false }, pods: []*corev1.Pod{newPod("a")}},
+		"reserved by no pod":           {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor[0].Resource = "things" }, pods: []*corev1.Pod{newPod("a")}, refused: "is no pod"},
+		"reserved by nobody":           {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor = nil }, pods: []*corev1.Pod{newPod("a")}},
+		"a pod that only names it":     {pods: []*corev1.Pod{newPod("a"), newPod("x")}, evict: "pod-a"},
+		"shared":                       {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b")}, evict: "pod-a pod-b"},
+		"shared with one that runs":    {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", running)}, refused: "pod pod-b has started"},
+		"shared with a bare one":       {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", bare)}, refused: "pod pod-b belongs to nobody"},
+		"shared, one is going":         {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", deleting)}, evict: "pod-a"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			claim, loser := newClaim("a", "gpu-0"), condemned("a", "gpu-0")
+			if c.claim != nil {
+				c.claim(claim)
+			}
+			if c.loser != nil {
+				c.loser(&loser)
+			}
+			got := JudgeEviction(loser, claim, c.pods)
+			var names []string
+			for _, pod := range got.Evict {
+				names = append(names, pod.Name)
+			}
+			if evict := strings.Join(names, " "); evict != c.evict || !strings.Contains(got.Refused, c.refused) || (c.refused == "") != (got.Refused == "") {
+				t.Errorf("evict %q, refused %q", evict, got.Refused)
+			}
+		})
+	}
+	if got := JudgeEviction(condemned("a"), nil, nil); got.Evict != nil || got.Refused != "" {
+		t.Errorf("without a claim: %+v", got)
+	}
+}
+
+func (w *world) healer() *healer {
+	return &healer{
+		client: w.client, live: w.client, recorder: w.recorder, metrics: w.metrics, now: w.now,
+		follower: &follower{live: w.client, metrics: w.metrics, now: w.now},
+	}
+}
+
+func losing(losers ...v1alpha1.LosingClaim) func(*v1alpha1.GPUNodeStatus) {
+	return func(s *v1alpha1.GPUNodeStatus) { s.Losers = losers }
+}
+
+func TestHealEvictsAndMeasures(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
+	h := w.healer()
+	if result := w.twice(h, "node-1"); result.RequeueAfter != lookAgain {
+		t.Errorf("again after %v", result.RequeueAfter)
+	}
+	w.want(map[string]int{"eviction pod-a": 1})
+	for range 2 {
+		if e := w.event(); !strings.HasPrefix(e, "Normal EvictedAfterConflict Pod pod-a was evicted") || !strings.Contains(e, "held by a limits pod") {
+			t.Errorf("event %q", e)
+		}
+	}
+	// The owner makes another, which runs 1.5 s after the conflict was final.
+	w.clock = w.clock.Add(1500 * time.Millisecond)
+	next := newPod("b", running, func(p *corev1.Pod) { p.CreationTimestamp = metav1.NewTime(w.clock.Truncate(time.Second)) })
+	if err := w.client.Create(t.Context(), next); err != nil {
+		t.Fatal(err)
+	}
+	if !h.follower.of(next) {
+		t.Fatal("the owner's next pod is not followed")
+	}
+	for range 2 {
+		w.once(h.follower, client.ObjectKeyFromObject(next))
+	}
+	if h.follower.of(next) {
+		t.Error("followed for ever")
+	}
+	if n, sum := w.healed(); n != 1 || sum != 1.5 {
+		t.Errorf("%d healed in %v s", n, sum)
+	}
+}
+
+func (w *world) healed() (n uint64, sum float64) {
+	w.t.Helper()
+	var m dto.Metric
+	if err := w.metrics.heal.Write(&m); err != nil {
+		w.t.Fatal(err)
+	}
+	return m.GetHistogram().GetSampleCount(), m.GetHistogram().GetSampleSum()
+}
+
+func TestHealLeavesOthersAlone(t *testing.T) {
+	waiting := condemned("a", "gpu-0")
+	waiting.Condemned = false
+	for name, objects := range map[string][]client.Object{
+		"a loser that waits": {gpuNode(losing(waiting)), newClaim("a", "gpu-0"), newPod("a")},
+		"no loser":           {gpuNode(), newClaim("a", "gpu-0"), newPod("a")},
+		"running":            {gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", running)},
+		"claim gone":         {gpuNode(losing(condemned("a", "gpu-0"))), newPod("a")},
+		"no GPUNode":         {newClaim("a", "gpu-0"), newPod("a")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, interceptor.Funcs{}, objects...)
+			w.twice(w.healer(), "node-1")
+			w.want(map[string]int{})
+			if e := w.event(); e != "" {
+				t.Errorf("event %s", e)
+			}
+		})
+	}
+}
+
+func TestHealCountsWhatCannotBeMoved(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"), condemned("b", "gpu-1"))),
+		newClaim("a", "gpu-0"), newPod("a", running), newClaim("b", "gpu-1"), newPod("b"))
+	h := w.healer()
+	gauge := func() float64 {
+		var m dto.Metric
+		if err := w.metrics.notMovable.Write(&m); err != nil {
+			t.Fatal(err)
+		}
+		return m.GetGauge().GetValue()
+	}
+	w.twice(h, "node-1")
+	w.want(map[string]int{"eviction pod-b": 1}) // one claim that cannot be moved holds up no other
+	if gauge() != 1 {
+		t.Errorf("%v not movable", gauge())
+	}
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Losers = nil })
+	w.twice(h, "node-1")
+	if gauge() != 0 {
+		t.Errorf("%v not movable in the end", gauge())
+	}
+}
+
+// What the API server answers, and when the healer comes back.
+func TestHealAndTheAPIServer(t *testing.T) {
+	pods := corev1.Resource("pods")
+	for name, c := range map[string]struct {
+		answer error
+		again  time.Duration
+		failed bool
+	}{
+		"a budget":              {apierrors.NewTooManyRequests("no disruption allowed", 10), lookAgain, false},
+		"the pod has changed":   {apierrors.NewConflict(pods, "pod-a", nil), changedAgain, false},
+		"the pod is gone":       {apierrors.NewNotFound(pods, "pod-a"), lookAgain, false},
+		"the API server is ill": {apierrors.NewInternalError(context.DeadlineExceeded), lookAgain, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, interceptor.Funcs{
+				SubResourceCreate: func(context.Context, client.Client, string, client.Object, client.Object, ...client.SubResourceCreateOption) error {
+					return c.answer
+				},
+			}, gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
+			h := w.healer()
+			for range 2 {
+				result, err := h.Reconcile(t.Context(), requestFor("node-1"))
+				if (err != nil) != c.failed || result.RequeueAfter != c.again {
+					t.Errorf("again after %v, %v", result.RequeueAfter, err)
+				}
+			}
+			if w.event() != "" {
+				t.Error("an event about nothing")
+			}
+			if len(h.follower.awaits) > 0 {
+				t.Error("a pod is awaited that nobody will make")
+			}
+		})
+	}
+}
+
+// Only exactly the pod that was judged is evicted.
+func TestEvictionNamesThePod(t *testing.T) {
+	var sent *policyv1.Eviction
+	w := newWorld(t, interceptor.Funcs{
+		SubResourceCreate: func(_ context.Context, _ client.Client, _ string, _, sub client.Object, _ ...client.SubResourceCreateOption) error {
+			sent = sub.(*policyv1.Eviction)
+			return nil
+		},
+	}, gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
+	w.twice(w.healer(), "node-1")
+	pod := &corev1.Pod{}
+	w.get("ns", "pod-a", pod)
+	if p := sent.DeleteOptions.Preconditions; *p.UID != pod.UID || *p.ResourceVersion != pod.ResourceVersion {
+		t.Errorf("preconditions %+v", p)
+	}
+}
+
+// The claims that the scheduler makes for extended resources are in no pod's spec: reservedFor is what leads to their pods.
+func TestHealClaimsOfExtendedResources(t *testing.T) {
+	claim := newClaim("a", "gpu-0")
+	claim.Annotations = map[string]string{resourceapi.ExtendedResourceClaimAnnotation: "true"}
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"))), claim, newPod("a"))
+	w.twice(w.healer(), "node-1")
+	w.want(map[string]int{"eviction pod-a": 1})
+}
+
+func TestFollower(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{})
+	f := w.healer().follower
+	pod := func(name string, created time.Time) *corev1.Pod {
+		return newPod(name, func(p *corev1.Pod) { p.CreationTimestamp = metav1.NewTime(created) })
+	}
+	before, after := pod("before", w.clock.Add(-time.Minute)), pod("after", w.clock)
+	evicted := pod("evicted", w.clock)
+	f.expect("uid-rs", evicted.UID, w.clock, w.clock)
+	f.expect("uid-rs", evicted.UID, w.clock, w.clock)
+	if f.of(before) || f.of(evicted) || !f.of(after) || f.of(newPod("bare", bare)) {
+		t.Error("followed the wrong ones")
+	}
+	if len(f.awaits["uid-rs"]) != 1 {
+		t.Error("one eviction counts twice")
+	}
+	// What takes for ever is no healing.
+	f.expect("uid-other", "x", w.clock, w.clock.Add(followFor+time.Second))
+	if len(f.awaits) != 1 || f.of(after) {
+		t.Error("remembered for ever")
+	}
+}

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+func claimHolds(name string, state v1alpha1.HoldState, devices ...int) func(*v1alpha1.GPUNodeStatus) {
+	return func(s *v1alpha1.GPUNodeStatus) {
+		for _, n := range devices {
+			s.Devices[n].Holders = append(s.Devices[n].Holders, v1alpha1.DeviceHolder{Kind: v1alpha1.HolderClaim, State: state, UID: types.UID("uid-" + name)})
+		}
+	}
+}
+
+func limitHolds(n int) func(*v1alpha1.GPUNodeStatus) {
+	return func(s *v1alpha1.GPUNodeStatus) {
+		s.Devices[n].Holders = append(s.Devices[n].Holders, v1alpha1.DeviceHolder{Kind: v1alpha1.HolderLimit, State: v1alpha1.HoldHeld})
+	}
+}
+
+func waiting(name string, devices ...string) v1alpha1.LosingClaim {
+	l := condemned(name, devices...)
+	l.Condemned = false
+	return l
+}
+
+func TestNudges(t *testing.T) {
+	type change = func(*v1alpha1.GPUNodeStatus)
+	for name, c := range map[string]struct {
+		status  []change
+		claims  []string // a claim of that name, allocated gpu-0 and gpu-1
+		want    string
+		patient time.Duration
+	}{
+		"nothing":                          {},
+		"a loser, device free":             {status: []change{losing(waiting("a", "gpu-0"))}, want: "a"},
+		"a loser, device its own":          {status: []change{losing(waiting("a", "gpu-0")), claimHolds("a", v1alpha1.HoldHeld, 0)}, want: "a"},
+		"a loser, device taken":            {status: []change{losing(waiting("a", "gpu-0")), limitHolds(0)}},
+		"a loser, one of two taken":        {status: []change{losing(waiting("a", "gpu-0", "gpu-1")), limitHolds(1)}},
+		"a loser, device draining":         {status: []change{losing(waiting("a", "gpu-0")), claimHolds("b", v1alpha1.HoldDraining, 0)}},
+		"a loser, device faulty":           {status: []change{losing(waiting("a", "gpu-0")), func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Fault = "lost" }}},
+		"a loser, device unknown":          {status: []change{losing(waiting("a", "gpu-99"))}},
+		"condemned, device free":           {status: []change{losing(condemned("a", "gpu-0"))}, claims: []string{"a"}},
+		"expected after a reboot":          {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0, 1)}, claims: []string{"a"}, want: "a", patient: expectedPatience},
+		"half of it prepared":              {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0), claimHolds("a", v1alpha1.HoldHeld, 1)}, claims: []string{"a"}},
+		"prepared":                         {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}},
+		"draining":                         {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}},
+		"allocated, nobody asked":          {claims: []string{"a"}, want: "a", patient: unpreparedPatience},
+		"allocated, one of two held by it": {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0)}, claims: []string{"a"}, want: "a", patient: unpreparedPatience},
+		"allocated, taken":                 {status: []change{limitHolds(1)}, claims: []string{"a"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var claims []v1alpha1.AllocatedClaim
+			for _, claim := range c.claims {
+				claims = append(claims, v1alpha1.AllocatedClaim{UID: types.UID("uid-" + claim), Namespace: "ns", Name: claim, Devices: []string{"gpu-0", "gpu-1"}})
+			}
+			var want []Nudge
+			if c.want != "" {
+				want = []Nudge{{UID: types.UID("uid-" + c.want), Namespace: "ns", Name: c.want, Patience: c.patient}}
+			}
+			if diff := cmp.Diff(want, Nudges(gpuNode(c.status...).Status, claims)); diff != "" {
+				t.Error(diff)
+			}
+		})
+	}
+}
+
+func TestNudgeable(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(*corev1.Pod)
+		want   bool
+	}{
+		"creating":           {creating, true},
+		"between two starts": {started, true}, // as after a reboot
+		"running":            {running, false},
+		"going":              {deleting, false},
+		"ended":              {func(p *corev1.Pod) { p.Status.Phase = corev1.PodSucceeded }, false},
+		"not bound":          {func(p *corev1.Pod) { p.Spec.NodeName = "" }, false},
+		"bound elsewhere":    {func(p *corev1.Pod) { p.Spec.NodeName = "node-2" }, false},
+		"an init runs": {func(p *corev1.Pod) {
+			running(p)
+			p.Status.InitContainerStatuses, p.Status.ContainerStatuses = p.Status.ContainerStatuses, nil
+		}, false},
+		"Running in name only": {func(p *corev1.Pod) { started(p); p.Status.Phase = corev1.PodRunning }, true},
+	} {
+		if got := Nudgeable(newPod("a", c.change), "node-1"); got != c.want {
+			t.Errorf("%s: %t", name, got)
+		}
+	}
+}
+
+func (w *world) nudger() *nudger {
+	return &nudger{client: w.client, live: w.client, claims: claimReader{client: w.client, driver: testDriver}, metrics: w.metrics, now: w.now}
+}
+
+func (w *world) retry(name string) string {
+	w.t.Helper()
+	pod := &corev1.Pod{}
+	w.get("ns", name, pod)
+	return pod.Annotations[RetryAnnotation]
+}
+
+func TestNudgeAnnotatesOnceInAWhile(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(waiting("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", creating))
+	n := w.nudger()
+	if result := w.twice(n, "node-1"); result.RequeueAfter != nudgeInterval {
+		t.Errorf("again after %v", result.RequeueAfter)
+	}
+	w.want(map[string]int{"patch Pod": 1})
+	if at := w.retry("pod-a"); at != "2026-01-01T00:00:00Z" {
+		t.Errorf("annotation %q", at)
+	}
+	var writes []int
+	for range 60 {
+		w.clock = w.clock.Add(5 * time.Second)
+		w.twice(n, "node-1")
+		writes = append(writes, w.writes["patch Pod"])
+	}
+	// After 0, 5, 15, 35, 75, 155 and 235 seconds.
+	if first, last := writes[0], writes[len(writes)-1]; first != 2 || last != 7 {
+		t.Errorf("%d writes after 5 s, %d after 300 s", first, last)
+	}
+	// It is prepared at last, and forgotten.
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Losers = nil; claimHolds("a", v1alpha1.HoldHeld, 0)(s) })
+	if result := w.twice(n, "node-1"); result.RequeueAfter != 0 || len(n.nodes) != 0 {
+		t.Errorf("again after %v, remembers %v", result.RequeueAfter, n.nodes)
+	}
+}
+
+func TestNudgeHasPatience(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldExpected, 0)), newClaim("a", "gpu-0"), newPod("a", started))
+	n := w.nudger()
+	if result := w.twice(n, "node-1"); result.RequeueAfter != expectedPatience {
+		t.Errorf("again after %v", result.RequeueAfter)
+	}
+	w.want(map[string]int{})
+	w.clock = w.clock.Add(expectedPatience)
+	w.twice(n, "node-1")
+	w.want(map[string]int{"patch Pod": 1})
+}
+
+func TestNudgeLeavesOthersAlone(t *testing.T) {
+	another := newClaim("a", "gpu-0")
+	another.UID = "new"
+	for name, objects := range map[string][]client.Object{
+		"running":              {newClaim("a", "gpu-0"), newPod("a", running)},
+		"another of that name": {newClaim("a", "gpu-0"), newPod("a", func(p *corev1.Pod) { p.UID = "new" })},
+		"pod gone":             {newClaim("a", "gpu-0")},
+		"claim gone":           {newPod("a")},
+		"another claim":        {another, newPod("a")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, interceptor.Funcs{}, append(objects, gpuNode(losing(waiting("a", "gpu-0"))))...)
+			w.twice(w.nudger(), "node-1")
+			w.want(map[string]int{})
+		})
+	}
+}
+
+func TestNudgeAndTheAPIServer(t *testing.T) {
+	pods := corev1.Resource("pods")
+	for name, c := range map[string]struct {
+		answer error
+		failed bool
+	}{
+		"the pod was replaced": {apierrors.NewConflict(pods, "pod-a", nil), false},
+		"the pod is gone":      {apierrors.NewNotFound(pods, "pod-a"), false},
+		"refused":              {apierrors.NewForbidden(pods, "pod-a", nil), true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, interceptor.Funcs{
+				Patch: func(context.Context, client.WithWatch, client.Object, client.Patch, ...client.PatchOption) error {
+					return c.answer
+				},
+			}, gpuNode(losing(waiting("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", creating))
+			if _, err := w.nudger().Reconcile(t.Context(), requestFor("node-1")); (err != nil) != c.failed {
+				t.Error(err)
+			}
+		})
+	}
+}
