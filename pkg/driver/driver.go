@@ -72,6 +72,9 @@ type Config struct {
 	OfferedToLimits func(device.GPU) bool
 	// PublishNothing removes the slices that are there, and serves the claims that have devices already.
 	PublishNothing bool
+	// Strict, where set, makes the scheduler wait until the ledger has reserved what it allocated, before it binds the pod. It
+	// needs binding conditions (Kubernetes 1.36) and costs each pod up to 5 s, the period of the scheduler's look.
+	Strict Allocations
 
 	// Recorder receives events on claims and on the node.
 	Recorder record.EventRecorder

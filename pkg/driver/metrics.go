@@ -23,6 +23,7 @@ type metrics struct {
 	devices            *prometheus.GaugeVec
 	publishErrors      prometheus.Counter
 	registrations      prometheus.Counter
+	strictRefusals     prometheus.Counter
 }
 
 func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
@@ -62,8 +63,12 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			Name: "tandem_dra_registrations_total",
 			Help: "Times that kubelet registered the DRA driver.",
 		}),
+		strictRefusals: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "tandem_strict_refusals_total",
+			Help: "Allocations refused before their pods were bound, because somebody else holds a device.",
+		}),
 	}
-	for _, c := range []prometheus.Collector{m.prepare, m.unprepare, m.conflicts, m.yield, m.withdrawals, m.devices, m.publishErrors, m.registrations} {
+	for _, c := range []prometheus.Collector{m.prepare, m.unprepare, m.conflicts, m.yield, m.withdrawals, m.devices, m.publishErrors, m.registrations, m.strictRefusals} {
 		if err := registerer.Register(c); err != nil {
 			return nil, fmt.Errorf("register metrics: %w", err)
 		}

@@ -37,6 +37,8 @@ type Offer struct {
 	ReturnDelay time.Duration
 	// Offered tells the GPUs that are for claims; nil means all.
 	Offered func(device.GPU) bool
+	// Strict makes the scheduler wait for the ledger before it binds a pod.
+	Strict  bool
 	waiting offers
 }
 
@@ -57,6 +59,13 @@ func (o *Offer) look(inv device.Inventory, holds []ledger.Hold, taints bool, now
 	found, next := findObstacles(inv, holds, now)
 	obstacles, returns := o.waiting.settle(now, found)
 	built, counts, left := buildSlices(inv, obstacles, taints)
+	if o.Strict {
+		for _, slice := range built {
+			for i := range slice.Devices {
+				slice.Devices[i] = strictly(slice.Devices[i])
+			}
+		}
+	}
 	counts.withdrawals = o.waiting.withdrawals
 	return built, counts, left, earlier(next, returns)
 }

@@ -30,8 +30,8 @@ type publisher struct {
 
 	mu      sync.Mutex
 	nodeUID types.UID
-	// taints is set while the API server is known to keep them.
-	taints bool
+	// kept is what the API server is known to keep.
+	kept capabilities
 	// dropped is set once it was seen to drop one; it then stays so for this session.
 	dropped bool
 }
@@ -49,7 +49,7 @@ func (p *publisher) run(ctx context.Context) error {
 	})
 	group.Go(func() error {
 		if !p.PublishNothing {
-			p.learnTaints(ctx, func() { p.set(func() { p.taints = true }) })
+			p.learnCapabilities(ctx, func(kept capabilities) { p.set(func() { p.kept = kept }) })
 		}
 		return nil
 	})
@@ -98,7 +98,8 @@ func (p *publisher) publish(ctx context.Context) {
 	for {
 		inventoryChanged, ledgerChanged := p.Inventory.Changed(), p.Ledger.Changed()
 		p.mu.Lock()
-		uid, taints := p.nodeUID, p.taints && !p.dropped
+		uid, taints := p.nodeUID, p.kept.taints && !p.dropped
+		offer.Strict = p.Strict != nil && p.kept.bindingConditions
 		p.mu.Unlock()
 
 		desired, counts, leftNow, next := offer.look(p.Inventory.Inventory(), p.Ledger.Holds(), taints, time.Now())

@@ -67,6 +67,9 @@ func (d *Driver) serve(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return newPublisher(d).run(ctx) })
 	group.Go(func() error { return s.guardSockets(ctx) })
+	if d.Strict != nil {
+		group.Go(func() error { return newConfirmations(d).run(ctx) })
+	}
 	err = group.Wait()
 	// Calls that wait for a device give up now, the others are short.
 	cancel(err)

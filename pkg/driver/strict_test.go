@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	kubetesting "k8s.io/client-go/testing"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// fakeAllocations are claims that the scheduler has allocated.
+type fakeAllocations struct {
+	mu      sync.Mutex
+	claims  []v1alpha1.AllocatedClaim
+	changed chan struct{}
+}
+
+func (f *fakeAllocations) Claims() []v1alpha1.AllocatedClaim {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.claims
+}
+
+func (f *fakeAllocations) Changed() <-chan struct{} {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.changed
+}
+
+func (f *fakeAllocations) set(claims ...*resourceapi.ResourceClaim) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.claims = nil
+	for _, c := range claims {
+		a := v1alpha1.AllocatedClaim{UID: c.UID, Namespace: c.Namespace, Name: c.Name}
+		for _, result := range c.Status.Allocation.Devices.Results {
+			a.Devices = append(a.Devices, result.Device)
+		}
+		f.claims = append(f.claims, a)
+	}
+	close(f.changed)
+	f.changed = make(chan struct{})
+}
+
+// strictRig runs the confirmations alone, over claims whose pods wait to be bound.
+func strictRig(t *testing.T, claims ...*resourceapi.ResourceClaim) (*rig, *fakeAllocations, *fake.Clientset) {
+	t.Helper()
+	var objects []runtime.Object
+	for _, c := range claims {
+		objects = append(objects, c)
+	}
+	client, allocations := fake.NewClientset(objects...), &fakeAllocations{changed: make(chan struct{})}
+	r := newRig(t, machine(2), func(c *Config) { c.KubeClient, c.Strict = client, allocations })
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- newConfirmations(r.driver).run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	return r, allocations, client
+}
+
+// unbound is a claim whose pod the scheduler does not bind before it hears of its devices.
+func unbound(name string, devices ...string) *resourceapi.ResourceClaim {
+	c := newClaim(name, devices...)
+	c.Status.ReservedFor = nil
+	for i := range c.Status.Allocation.Devices.Results {
+		result := &c.Status.Allocation.Devices.Results[i]
+		result.BindingConditions, result.BindingFailureConditions = []string{ConditionReserved}, []string{ConditionRefused}
+	}
+	return c
+}
+
+// verdicts of a claim's devices, such as "gpu-0=reserved".
+func verdicts(t *testing.T, client *fake.Clientset, name string) []string {
+	t.Helper()
+	c, err := client.ResourceV1().ResourceClaims("team-a").Get(t.Context(), name, metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all []string
+	for _, d := range c.Status.Devices {
+		for _, condition := range d.Conditions {
+			all = append(all, d.Device+"="+strings.TrimPrefix(condition.Type, "tandem-gpu.dev/"))
+		}
+	}
+	return all
+}
+
+func awaitVerdicts(t *testing.T, client *fake.Clientset, name string, want ...string) {
+	t.Helper()
+	eventually(t, "verdicts", func() error {
+		if got := verdicts(t, client, name); !slices.Equal(got, want) {
+			return fmt.Errorf("%v, want %v", got, want)
+		}
+		return nil
+	})
+}
+
+func (r *rig) awaitHolders(want string) {
+	r.t.Helper()
+	eventually(r.t, "holders", func() error {
+		if got := r.holders(); got != want {
+			return fmt.Errorf("%q, want %q", got, want)
+		}
+		return nil
+	})
+}
+
+func TestStrictReservesBeforeThePodIsBound(t *testing.T) {
+	a := unbound("a", "gpu-0", "gpu-1")
+	r, allocations, client := strictRig(t, a)
+	allocations.set(a)
+	awaitVerdicts(t, client, "a", "gpu-0=reserved", "gpu-1=reserved")
+	r.awaitHolders("gpu-0: claim uid-a held, gpu-1: claim uid-a held")
+}
+
+func TestStrictGivesBackWhatNoPodCameFor(t *testing.T) {
+	a := unbound("a", "gpu-0")
+	r, allocations, client := strictRig(t, a)
+	allocations.set(a)
+	awaitVerdicts(t, client, "a", "gpu-0=reserved")
+	allocations.set()
+	r.awaitHolders("")
+}
+
+func TestStrictLeavesWhatWasPreparedMeanwhile(t *testing.T) {
+	a, b := unbound("a", "gpu-0"), unbound("b", "gpu-1")
+	r, allocations, client := strictRig(t, a, b)
+	allocations.set(a, b)
+	awaitVerdicts(t, client, "a", "gpu-0=reserved")
+	awaitVerdicts(t, client, "b", "gpu-1=reserved")
+	if _, err := r.ledger.ReserveClaim(t.Context(), ledger.ClaimRequest{UID: "uid-a", Namespace: "team-a", Name: "a", Devices: []device.Ref{{GPU: uuidOf(0)}}}); err != nil {
+		t.Fatal(err)
+	}
+	allocations.set() // the controller may be wrong or late
+	r.awaitHolders("gpu-0: claim uid-a held")
+}
+
+func TestStrictRefusesWhatALimitHolds(t *testing.T) {
+	a := unbound("a", "gpu-0")
+	r, allocations, client := strictRig(t, a)
+	r.takeByLimit(0, &ledger.Pod{UID: "p", Namespace: "team-b", Name: "secret"})
+	allocations.set(a)
+	awaitVerdicts(t, client, "a", "gpu-0=refused")
+	c, err := client.ResourceV1().ResourceClaims("team-a").Get(t.Context(), "a", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if message := c.Status.Devices[0].Conditions[0].Message; strings.Contains(message, "secret") || !strings.Contains(message, "pod in another namespace") {
+		t.Errorf("message %q", message)
+	}
+	if got := r.metric("tandem_strict_refusals_total"); got != 1 {
+		t.Errorf("%v refusals counted", got)
+	}
+}
+
+// A device that drains is waited for, and a claim that waits delays no other.
+func TestStrictWaitsForOneAndAnswersTheOther(t *testing.T) {
+	a, b := unbound("a", "gpu-0"), unbound("b", "gpu-1")
+	r, allocations, client := strictRig(t, a, b)
+	if _, err := r.ledger.ReserveClaim(t.Context(), ledger.ClaimRequest{UID: "uid-old", Devices: []device.Ref{{GPU: uuidOf(0)}}}); err != nil {
+		t.Fatal(err)
+	}
+	r.evidence.set("uid-old", ledger.Terminating)
+	allocations.set(a, b)
+	awaitVerdicts(t, client, "b", "gpu-1=reserved")
+	if got := verdicts(t, client, "a"); len(got) != 0 {
+		t.Errorf("%v while the device drains", got)
+	}
+	r.evidence.set("uid-old", ledger.Gone)
+	if err := r.ledger.DrainClaim(t.Context(), "uid-old"); err != nil {
+		t.Fatal(err)
+	}
+	awaitVerdicts(t, client, "a", "gpu-0=reserved")
+}
+
+func TestStrictTriesAFailedAnswerAgain(t *testing.T) {
+	a := unbound("a", "gpu-0")
+	failures := 2
+	r, allocations, client := strictRig(t, a)
+	client.PrependReactor("update", "resourceclaims", func(kubetesting.Action) (bool, runtime.Object, error) {
+		failures--
+		return failures >= 0, nil, errors.New("not now")
+	})
+	allocations.set(a)
+	awaitVerdicts(t, client, "a", "gpu-0=reserved")
+	allocations.set()
+	r.awaitHolders("")
+}
+
+// Claims that wait for nobody get no conditions: those allocated before Strict, and those answered before a restart.
+func TestStrictLeavesOthersToPrepare(t *testing.T) {
+	before, answered, bad, sentinel := newClaim("before", "gpu-0"), unbound("answered", "gpu-0"), unbound("bad", "gpu-7"), unbound("sentinel", "gpu-1")
+	setCondition(answered, answered.Status.Allocation.Devices.Results[0], metav1.Condition{Type: ConditionReserved, Status: metav1.ConditionTrue})
+	r, allocations, client := strictRig(t, before, answered, bad, sentinel)
+	allocations.set(before, answered, bad, sentinel)
+	awaitVerdicts(t, client, "sentinel", "gpu-1=reserved")
+	awaitVerdicts(t, client, "bad", "gpu-7=reserved") // Prepare says what is wrong
+	if got := verdicts(t, client, "before"); len(got) != 0 {
+		t.Errorf("verdicts %v", got)
+	}
+	r.awaitHolders("gpu-1: claim uid-sentinel held")
+}
+
+func TestStrictDevicesWaitForTheLedger(t *testing.T) {
+	for _, strict := range []bool{false, true} {
+		offer := Offer{Strict: strict}
+		built, _ := offer.Slices(machine(2), nil, true, time.Now())
+		for _, d := range built[0].Devices {
+			if got := d.BindsToNode != nil && slices.Equal(d.BindingConditions, []string{ConditionReserved}) &&
+				slices.Equal(d.BindingFailureConditions, []string{ConditionRefused}); got != strict {
+				t.Errorf("strict %v: device %+v", strict, d)
+			}
+		}
+	}
+}
