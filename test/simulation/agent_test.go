@@ -4,6 +4,7 @@ package simulation
 
 import (
 	"context"
+	"reflect"
 	"runtime"
 	"slices"
 	"time"
@@ -20,9 +21,11 @@ import (
 	"k8s.io/client-go/tools/record"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
@@ -42,13 +45,20 @@ type agent struct {
 	restored, synced, serving, registering bool
 	stream                                 *stream
 	list                                   *pluginapi.ListAndWatchResponse
-	published                              *slice
-	loops                                  []*loop
+	// acknowledged is what kubelet called allocatable when it was last asked; nil for unknown.
+	acknowledged []string
+	confirming   bool
+	spec         []v1alpha1.AllocatedClaim
+	specChanged  chan struct{}
+	reported     v1alpha1.GPUNodeStatus
+	wrote        time.Time
+	published    *slice
+	loops        []*loop
 }
 
 // startAgent follows cmd/kubelet-plugin: the lock, what is known from before, the pods, and only then the two APIs.
 func (s *simulation) startAgent() {
-	a := &agent{simulation: s, life: newLife("agent")}
+	a := &agent{simulation: s, life: newLife("agent"), specChanged: make(chan struct{})}
 	s.agent = a
 	if err := a.open(); err != nil {
 		s.fail("the agent does not start: %v", err)
@@ -109,7 +119,7 @@ func (a *agent) open() (err error) {
 	}
 	a.limits, err = legacy.New(legacy.Config{
 		ResourceName: resourceName, NodeName: nodeName, Directory: a.host.kubeletDir(),
-		Inventory: a, Ledger: book, Specs: a, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
+		Inventory: a, Ledger: book, Specs: a, Allocations: allocations{a}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
 	})
 	return err
 }
@@ -154,11 +164,28 @@ func (a *agent) serve() {
 		}
 		return wait
 	})
-	a.loop("lists devices for limits", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed()} }, func(c *call) time.Duration {
+	a.loop("lists devices for limits", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed(), a.specChanged} }, func(c *call) time.Duration {
 		return a.look()
 	})
 	a.loop("builds slices", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed()} }, func(c *call) time.Duration {
 		return a.publish()
+	})
+	a.loop("reports", 50*time.Millisecond, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed(), a.specChanged} }, func(c *call) time.Duration {
+		return a.report()
+	})
+	a.api.watch(a.life, "gpunode/", func(_ string, _, after any) {
+		if object, ok := after.(*gpuNode); ok && !slices.Equal(devicesOf(object.spec), devicesOf(a.spec)) {
+			a.spec = object.spec
+			a.specHasChanged()
+		}
+	}, func() {
+		if _, ok := get[*gpuNode](a.api, "gpunode/"); !ok {
+			a.api.request(a.life, "makes its GPUNode", func() {
+				if _, ok := get[*gpuNode](a.api, "gpunode/"); !ok {
+					a.api.put("gpunode/", &gpuNode{})
+				}
+			})
+		}
 	})
 	// The library's slice controller repairs what somebody else changes.
 	a.api.watch(a.life, "slice/", func(_ string, _, after any) {
@@ -181,6 +208,7 @@ func (a *agent) look() time.Duration {
 		if a.stream != nil {
 			a.stream.lists = append(a.stream.lists, list)
 			a.kubelet.deliver(a.stream)
+			a.confirm(20 * time.Millisecond)
 		}
 	}
 	if again == 0 {
@@ -228,6 +256,84 @@ func (a *agent) refresh() {
 	}
 }
 
+func (a *agent) specHasChanged() {
+	close(a.specChanged)
+	a.specChanged = make(chan struct{})
+}
+
+// Allocated are the devices that the scheduler has given to claims, as far as the agent has heard.
+func (a *agent) Allocated() []device.Ref {
+	var refs []device.Ref
+	for _, name := range devicesOf(a.spec) {
+		if gpu, ok := a.inventory.ByName(name); ok {
+			refs = append(refs, gpu.Ref())
+		}
+	}
+	return refs
+}
+
+// report writes the status of the GPUNode, at most once a second and only what is new.
+func (a *agent) report() time.Duration {
+	status := gpunode.Status(gpunode.Facts{
+		Mode: "Dual", LimitsResource: resourceName, Inventory: a.inventory, Holds: a.book.Holds(), Losers: a.book.Losers(),
+		Allocatable: a.acknowledged, Acknowledged: a.acknowledged != nil,
+	})
+	lapse := never
+	for _, l := range a.book.Losers() {
+		if until := l.Until(); !until.IsZero() {
+			lapse = min(lapse, max(time.Until(until), time.Millisecond))
+		}
+	}
+	if reflect.DeepEqual(status, a.reported) {
+		return lapse
+	}
+	if wait := time.Second - time.Since(a.wrote); wait > 0 {
+		return wait
+	}
+	a.reported, a.wrote = status, time.Now()
+	a.api.request(a.life, "reports in its GPUNode", func() {
+		if now, ok := get[*gpuNode](a.api, "gpunode/"); ok {
+			a.api.put("gpunode/", &gpuNode{spec: now.spec, status: status})
+		} else {
+			a.reported = v1alpha1.GPUNodeStatus{}
+		}
+	})
+	return lapse
+}
+
+// confirm asks kubelet what it calls allocatable until that is what was sent.
+func (a *agent) confirm(delay time.Duration) {
+	if a.confirming {
+		return
+	}
+	a.confirming = true
+	a.after(a.life, delay, "asks what is allocatable", func() {
+		a.confirming = false
+		if a.stream == nil {
+			return
+		}
+		if a.kubelet.life.over {
+			a.confirm(time.Second)
+			return
+		}
+		now := append([]string{}, sorted(a.kubelet.healthy)...)
+		if !slices.Equal(now, a.acknowledged) {
+			a.acknowledged = now
+			a.specHasChanged()
+		}
+		var healthy []string
+		for _, d := range a.list.Devices {
+			if d.Health == pluginapi.Healthy {
+				healthy = append(healthy, d.ID)
+			}
+		}
+		slices.Sort(healthy)
+		if !slices.Equal(now, healthy) {
+			a.confirm(min(max(2*delay, 20*time.Millisecond), time.Second))
+		}
+	})
+}
+
 // register serves limits under a fresh name, as soon as there is a kubelet.
 func (a *agent) register(delay time.Duration) {
 	a.registering = true
@@ -239,6 +345,7 @@ func (a *agent) register(delay time.Duration) {
 		e := &stream{agent: a, lists: []*pluginapi.ListAndWatchResponse{a.list}}
 		a.stream = e
 		a.kubelet.register(e)
+		a.confirm(20 * time.Millisecond)
 	})
 }
 
@@ -246,7 +353,8 @@ func (a *agent) register(delay time.Duration) {
 func (a *agent) streamEnded(e *stream) {
 	if !e.ended && a.stream == e {
 		e.ended = true
-		a.stream = nil
+		a.stream, a.acknowledged = nil, nil
+		a.specHasChanged()
 		a.register(100 * time.Millisecond)
 	}
 }
@@ -346,6 +454,11 @@ func (a *agent) Get(ctx context.Context, name string, _ metav1.GetOptions) (*res
 	return resourceClaim(c), nil
 }
 
+// allocations are what the agent has heard of the GPUNode's spec.
+type allocations struct{ *agent }
+
+func (a allocations) Changed() <-chan struct{} { return a.specChanged }
+
 type noClient struct{ kubernetes.Interface }
 
 // parkedEvidence lets something else happen before evidence is heard.
@@ -411,6 +524,9 @@ func (l parkedLedger) GiveBack(uid string, taken ledger.Taken) error {
 
 func (l parkedLedger) DrainClaim(ctx context.Context, uid string) error {
 	turn(ctx, "drains")
+	if err := ctx.Err(); err != nil {
+		return err // the ledger might do so or not, as it comes
+	}
 	err := l.Ledger.DrainClaim(ctx, uid)
 	turn(ctx, "has drained")
 	return err

@@ -55,7 +55,7 @@ type slice struct {
 }
 
 // nodeObject is the Node.
-type nodeObject struct{ allocatable int }
+type nodeObject struct{ allocatable, capacity int }
 
 // api is the API server with everything in it. Requests are answered at once: how long they take is up to who asks.
 type api struct {

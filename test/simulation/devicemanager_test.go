@@ -41,6 +41,7 @@ func (k *kubelet) deliver(e *stream) {
 		list := e.lists[0]
 		e.lists = e.lists[1:]
 		k.healthy = map[string]bool{}
+		k.capacity = len(list.Devices)
 		var known []string
 		for _, d := range list.Devices {
 			known = append(known, d.ID)
@@ -104,16 +105,6 @@ func (k *kubelet) devicesOf(uid string) []string {
 	return names
 }
 
-func (k *kubelet) healthyFree() int {
-	free := 0
-	for id := range k.healthy {
-		if !k.allocated[id] {
-			free++
-		}
-	}
-	return free
-}
-
 var (
 	errNotRegistered = errors.New("cannot allocate unregistered device")
 	errUnhealthy     = errors.New("no healthy devices present")
@@ -156,6 +147,7 @@ func (k *kubelet) choose(w *worker) {
 	e := k.endpoint
 	switch {
 	case len(available) < w.pod.gpus:
+		k.hit(staleAllocatable)
 		k.admitted(w, errTooFew)
 		return
 	case e == nil || e.agent.life.over:

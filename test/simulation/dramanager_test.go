@@ -173,6 +173,9 @@ func (k *kubelet) reconcile() {
 // prepare is what the library's helper does around the driver: it gets the claim first.
 func (a *agent) prepare(ctx context.Context, name, uid string) ([]string, error) {
 	turn(ctx, "gets the claim")
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
 	if a.api.down {
 		return nil, errAway
 	}

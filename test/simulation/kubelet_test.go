@@ -24,6 +24,7 @@ type kubelet struct {
 	devices    podDevices
 	allocated  map[string]bool
 	registered bool
+	capacity   int
 	healthy    map[string]bool
 	endpoint   *stream
 
@@ -352,7 +353,7 @@ func (k *kubelet) claimNames(w *worker) []string {
 // report says every ten seconds what kubelet thinks of the node, and so corrects what others wrote.
 func (k *kubelet) report() {
 	if !k.api.down {
-		k.api.put("node/", &nodeObject{allocatable: len(k.healthy)})
+		k.api.put("node/", &nodeObject{allocatable: len(k.healthy), capacity: k.capacity})
 	}
 	k.after(k.life, k.between(9*time.Second, 11*time.Second), "reports its status", k.report)
 }
@@ -373,13 +374,12 @@ func (k *kubelet) call(a *agent, name string, timeout time.Duration, serve func(
 	}
 	k.after(a.life, k.latency()/2, "is asked to "+name, func() {
 		k.spawn(a.life, name, func(c *call) {
-			defer context.AfterFunc(k.life.ctx, cancel)()
 			err := serve(c.context(ctx))
 			c.park("answers")
 			k.after(k.life, k.latency()/2, "hears the answer to "+name, func() { answer(err) })
 		})
 	})
-	k.pending = append(k.pending, pendingCall{agent: a.life, kubelet: k.life, answered: &answered, fail: func() {
+	k.pending = append(k.pending, pendingCall{agent: a.life, kubelet: k.life, name: name, answered: &answered, hangUp: cancel, fail: func() {
 		k.after(k.life, 0, name+" breaks off", func() { answer(fmt.Errorf("%s: connection lost", name)) })
 	}})
 	if timeout > 0 {
@@ -390,8 +390,10 @@ func (k *kubelet) call(a *agent, name string, timeout time.Duration, serve func(
 // pendingCall is a call that breaks off with the agent.
 type pendingCall struct {
 	agent, kubelet *life
+	name           string
 	answered       *bool
-	fail           func()
+	// hangUp is what the agent notices when kubelet dies, fail what kubelet notices when the agent does.
+	hangUp, fail func()
 }
 
 func (s *simulation) breakOff() {

@@ -67,6 +67,7 @@ func (s *simulation) deeds() []deed {
 		{2, "the node reboots", s.reboot},
 		{3, "the API server goes away", func() { s.hit(apiAway); s.api.stop(s.between(200*time.Millisecond, 20*time.Second)) }},
 		{3, "the agent is frozen", func() { s.freeze(s.agentLife()) }},
+		{3, "the controller dies", s.killController},
 		{2, "the scheduler is frozen", func() { s.freeze(s.scheduler.life) }},
 		{2, "kubelet is frozen", func() { s.freeze(s.kubelet.life) }},
 		{1, "kubelet's claim state is deleted", func() {

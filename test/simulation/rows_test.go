@@ -40,6 +40,13 @@ const (
 	sharedClaimOutlives      row = "shared-claim-outlives-a-pod"
 	emptyCgroupEnds          row = "finished-pod-with-empty-cgroup"
 	unprepareByReconcileLoop row = "unprepare-by-kubelets-reconcile-loop"
+	allocatableLowered       row = "allocatable-lowered-before-kubelet"
+	condemnedEvicted         row = "condemned-claims-pod-evicted"
+	evictionOvertaken        row = "eviction-overtaken-by-a-change-of-the-pod"
+	nudged                   row = "kubelet-nudged-to-prepare"
+	condemnedRefused         row = "condemned-claim-refused"
+	claimYields              row = "claim-lets-bound-limits-go-first"
+	withdrawnLate            row = "limit-refused-before-withdrawal-arrived"
 )
 
 // allRows are those that a full run must meet.
@@ -49,4 +56,5 @@ var allRows = []row{
 	agentDiesBeforeAnswer, agentDiesOnDisk, agentRestarts, kubeletRestarts, kubeletDiesInCall, allocateUnknownPod, oldStreamEndsNew,
 	listForgetsInFlight, staleAllocatable, staleSlice, forceDeletedRuns, forceDeletedUnseen, stateDeleted, checkpointDeleted,
 	checkpointIsOld, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
+	allocatableLowered, condemnedEvicted, evictionOvertaken, nudged, condemnedRefused, claimYields, withdrawnLate,
 }

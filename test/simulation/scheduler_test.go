@@ -161,8 +161,5 @@ func (c *scheduler) bind(p *pod) {
 	c.api.request(c.life, "binds "+p.uid, func() {
 		c.api.updatePod(p.uid, func(changed *pod) { changed.bound = true })
 		delete(c.assumedPods, p.uid)
-		if p.limits() && c.kubelet.healthyFree() < p.gpus {
-			c.hit(staleAllocatable)
-		}
 	})
 }
