@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulation
+
+import (
+	"reflect"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/controller"
+)
+
+// gpuNode is the node's GPUNode.
+type gpuNode struct {
+	spec   []v1alpha1.AllocatedClaim
+	status v1alpha1.GPUNodeStatus
+}
+
+// director is one life of the controller: it decides by the product's functions, on what it has heard.
+type director struct {
+	*simulation
+	life *life
+	seen *watch
+	busy map[string]bool
+	// value is what it last saw allocatable, how many kubelet listed then, and since when.
+	value, listed int
+	since         time.Time
+	nudged        map[types.UID]*patience
+}
+
+type patience struct {
+	next     time.Time
+	interval time.Duration
+}
+
+func (s *simulation) startController() {
+	d := &director{simulation: s, life: newLife("controller"), busy: map[string]bool{}, nudged: map[types.UID]*patience{}}
+	s.controller = d
+	d.seen = s.api.watch(d.life, "", func(string, any, any) { d.lookSoon(0) }, func() { d.lookSoon(0) })
+}
+
+func (s *simulation) killController() {
+	if s.controller == nil || s.controller.life.over {
+		return
+	}
+	s.kill(s.controller.life)
+	// Another replica leads when the lease has run out.
+	s.after(s.host.alive, s.between(time.Second, 15*time.Second), "starts the controller", func() {
+		if s.controller.life.over {
+			s.startController()
+		}
+	})
+}
+
+// once has one request of a kind under way at a time.
+func (d *director) once(what string, do func()) {
+	if d.busy[what] {
+		return
+	}
+	d.busy[what] = true
+	d.api.request(d.life, what, func() {
+		delete(d.busy, what)
+		do()
+		d.lookSoon(0)
+	})
+}
+
+func (d *director) lookSoon(delay time.Duration) {
+	what := "look"
+	if delay > 0 {
+		what = "look again"
+	}
+	if d.busy[what] {
+		return
+	}
+	d.busy[what] = true
+	d.after(d.life, delay+d.between(0, 3*time.Millisecond), "decides", func() {
+		delete(d.busy, what)
+		object, ok := d.seen.cache["gpunode/"].(*gpuNode)
+		if !ok {
+			return
+		}
+		claims := d.relay(object)
+		d.allocatable(object, claims)
+		d.heal(object)
+		d.nudge(object, claims)
+	})
+}
+
+func (d *director) relay(object *gpuNode) []v1alpha1.AllocatedClaim {
+	var claims []resourceapi.ResourceClaim
+	for _, k := range all[*claim](d.seen.cache) {
+		claims = append(claims, *resourceClaim(k))
+	}
+	relayed := controller.Relay(claims, driverName, nodeName)
+	if !reflect.DeepEqual(relayed, object.spec) {
+		d.once("relays claims", func() {
+			if now, ok := get[*gpuNode](d.api, "gpunode/"); ok {
+				d.api.put("gpunode/", &gpuNode{spec: relayed, status: now.status})
+			}
+		})
+	}
+	return relayed
+}
+
+// settle is the controller's: how long a greater number has to hold good unless kubelet lists more itself.
+const settle = 2 * time.Second
+
+func (d *director) allocatable(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
+	node, ok := d.seen.cache["node/"].(*nodeObject)
+	value, known := controller.Allocatable(object.status, claims)
+	if !ok || !known {
+		return
+	}
+	want, current, listed := min(int(value), node.capacity), node.allocatable, 0
+	for _, device := range object.status.Devices {
+		if device.Limits == v1alpha1.LimitsAllocatable {
+			listed++
+		}
+	}
+	now := time.Now()
+	if d.since.IsZero() || d.value != current {
+		d.value, d.listed, d.since = current, listed, now
+	}
+	before := d.listed
+	d.listed = listed
+	switch {
+	case want == current:
+	case want < current, listed > before, now.Sub(d.since) >= settle:
+		d.once("patches allocatable", func() {
+			if n, ok := get[*nodeObject](d.api, "node/"); ok && n.allocatable == current {
+				if want < current {
+					d.hit(allocatableLowered)
+				}
+				d.api.put("node/", &nodeObject{allocatable: want, capacity: n.capacity})
+			}
+		})
+	default:
+		d.lookSoon(settle - now.Sub(d.since))
+	}
+}
+
+func (d *director) heal(object *gpuNode) {
+	for _, loser := range object.status.Losers {
+		if !loser.Condemned {
+			continue
+		}
+		d.lookSoon(2 * time.Second)
+		d.once("judges "+loser.Name, func() { d.judge(loser) })
+	}
+}
+
+// judge evicts the pods of a condemned claim if they are still what they were when it was judged.
+func (d *director) judge(loser v1alpha1.LosingClaim) {
+	k, ok := get[*claim](d.api, claimKey(loser.Name))
+	if !ok {
+		return
+	}
+	judged := map[types.UID]*pod{}
+	var pods []*corev1.Pod
+	for _, uid := range k.reservedFor {
+		if p, ok := get[*pod](d.api, podKey(uid)); ok {
+			judged[types.UID(uid)] = p
+			if object := podObject(p); object != nil {
+				pods = append(pods, object)
+			}
+		}
+	}
+	for _, evicted := range controller.JudgeEviction(loser, resourceClaim(k), pods).Evict {
+		was := judged[evicted.UID]
+		d.once("evicts "+was.uid, func() {
+			if now, ok := get[*pod](d.api, podKey(was.uid)); !ok || now != was {
+				d.hit(evictionOvertaken)
+				return
+			}
+			d.hit(condemnedEvicted)
+			if was.owner == "" || d.host.busy(was.uid) {
+				d.fail("pod %s of claim %s is evicted, owner %q, running %v", was.uid, k.name, was.owner, d.host.busy(was.uid))
+			}
+			d.cluster.remove(was.uid)
+		})
+	}
+}
+
+// nudge changes an annotation of pods that kubelet could start now.
+func (d *director) nudge(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
+	now, before := time.Now(), d.nudged
+	d.nudged = map[types.UID]*patience{}
+	for _, n := range controller.Nudges(object.status, claims) {
+		p := before[n.UID]
+		if p == nil {
+			p = &patience{next: now.Add(n.Patience), interval: 5 * time.Second}
+		}
+		d.nudged[n.UID] = p
+		if now.Before(p.next) {
+			d.lookSoon(p.next.Sub(now))
+			continue
+		}
+		p.next, p.interval = now.Add(p.interval), min(2*p.interval, 80*time.Second)
+		d.lookSoon(p.next.Sub(now))
+		k, ok := d.seen.cache[claimKey(n.Name)].(*claim)
+		if !ok || k.uid != string(n.UID) {
+			continue
+		}
+		for _, uid := range k.reservedFor {
+			d.once("nudges "+uid, func() {
+				if p, ok := get[*pod](d.api, podKey(uid)); ok && p.bound && controller.Nudgeable(podObject(p), nodeName) {
+					d.hit(nudged)
+					d.api.updatePod(uid, func(p *pod) { p.retry = time.Now().Format(time.RFC3339Nano) })
+				}
+			})
+		}
+	}
+}
+
+// devicesOf are the devices that a spec keeps for claims.
+func devicesOf(claims []v1alpha1.AllocatedClaim) []string {
+	var devices []string
+	for _, c := range claims {
+		devices = append(devices, c.Devices...)
+	}
+	slices.Sort(devices)
+	return slices.Compact(devices)
+}
