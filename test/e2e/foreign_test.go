@@ -43,7 +43,7 @@ func (s *story) uuids() map[string]int {
 }
 
 // readyz waits for an answer of the agent on the node that has all these words. Kubelet believes a failing probe only after
-// 15 seconds, so the pod's condition does not tell.
+// several seconds, so the pod's condition does not tell.
 func (s *story) readyz(status int, words ...string) {
 	s.Helper()
 	client := http.Client{Transport: &http.Transport{DialContext: node().DialContext, DisableKeepAlives: true}, Timeout: 5 * time.Second}

@@ -3,9 +3,13 @@
 package e2e
 
 import (
+	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -13,8 +17,10 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/image"
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
@@ -106,6 +112,109 @@ func TestKubeletRestarted(t *testing.T) {
 	s.undisturbed(before)
 }
 
+// fullNode starts four pods of each kind and one more of each, which wait.
+func (s *story) fullNode() map[string][]int {
+	s.Helper()
+	s.manifest(singleTemplate)
+	for i := range gpusANode / 2 {
+		s.manifest(one("claim", fmt.Sprintf("claim-%d", i)) + one("limit", fmt.Sprintf("limit-%d", i)))
+	}
+	s.running(soon, gpusANode, 0)
+	before := s.seen()
+	s.manifest(one("claim", "late-claim") + one("limit", "late-limit"))
+	return before
+}
+
+// stillFull checks that the pods of fullNode have never restarted and see the same GPUs, and that those who wait get the next.
+func (s *story) stillFull(before map[string][]int) {
+	s.Helper()
+	s.running(soon, gpusANode, 2)
+	s.same(before)
+	for name := range before {
+		if restarts := s.pod(name).Status.ContainerStatuses[0].RestartCount; restarts > 0 {
+			s.Errorf("%s restarted %d times", name, restarts)
+		}
+	}
+	s.wantHolds(gpusANode/2, gpusANode/2)
+	s.noDoubleOwners()
+	s.kubectl("delete", "pod", "-n", s.namespace, "claim-0", "limit-0")
+	s.running(patient, gpusANode, 0)
+	s.noDoubleOwners()
+}
+
+func TestKubeletRestartedOnAFullNode(t *testing.T) {
+	s := begin(t)
+	before := s.fullNode()
+	if err := node().Component(cluster.Kubelet).Restart(s.ctx); err != nil {
+		t.Fatal(err)
+	}
+	s.ready()
+	s.stillFull(before)
+}
+
+// TestUpgradedAndBack on a full node: half of the holds are written by a newer agent, whose records have a version and a field
+// that today's does not know. Going back to today's loses none of them.
+func TestUpgradedAndBack(t *testing.T) {
+	s := begin(t)
+	newer := s.newerImage()
+	s.manifest(singleTemplate + one("claim", "claim-0") + one("claim", "claim-1") + one("limit", "limit-0") + one("limit", "limit-1"))
+	s.running(soon, 4, 0)
+	tandem := func(o install.Options) error { return install.Tandem(context.WithoutCancel(s.ctx), theCluster, o) }
+	today := s.undo(func() error { return tandem(install.Options{Values: installValues}) })
+	if err := tandem(install.Options{Image: newer, Progress: os.Stdout, Values: append([]string{"podAnnotations.image=newer"}, installValues...)}); err != nil {
+		t.Fatal(err)
+	}
+	before := s.fullNode()
+	versions := s.on(node(), "sh", "-c", "head -qn 1 /run/tandem/holds/* | cut -d' ' -f2 | sort | uniq -c")
+	if !strings.Contains(versions, "v2") {
+		t.Fatalf("the newer agent wrote no newer record: %s", versions)
+	}
+	today()
+	s.ready()
+	s.stillFull(before)
+}
+
+// newerImage builds an agent whose ledger is one version ahead.
+func (s *story) newerImage() (tarball string) {
+	s.Helper()
+	root, err := install.ModuleRoot(s.ctx)
+	if err != nil {
+		s.Fatal(err)
+	}
+	record, dir := filepath.Join(root, "pkg", "ledger", "record.go"), s.TempDir()
+	text, err := os.ReadFile(record)
+	if err != nil {
+		s.Fatal(err)
+	}
+	ahead := string(text)
+	for old, replacement := range map[string]string{
+		"recordVersion = 1":    "recordVersion = 2",
+		"type record struct {": "type record struct {\n\tNewer string `json:\"newer\"`",
+	} {
+		if strings.Count(ahead, old) != 1 {
+			s.Fatalf("%s does not say %q once", record, old)
+		}
+		ahead = strings.Replace(ahead, old, replacement, 1)
+	}
+	overlay, err := json.Marshal(map[string]map[string]string{"Replace": {record: filepath.Join(dir, "record.go")}})
+	if err != nil {
+		s.Fatal(err)
+	}
+	for name, content := range map[string][]byte{"record.go": []byte(ahead), "overlay.json": overlay} {
+		if err := os.WriteFile(filepath.Join(dir, name), content, 0o644); err != nil {
+			s.Fatal(err)
+		}
+	}
+	flags := os.Getenv("GOFLAGS")
+	s.Setenv("GOFLAGS", strings.TrimSpace(flags+" -overlay="+filepath.Join(dir, "overlay.json")))
+	tarball, _, err = image.Build(s.ctx, image.Options{Out: filepath.Join(dir, "image"), Progress: os.Stdout})
+	if err != nil {
+		s.Fatal(err)
+	}
+	s.Setenv("GOFLAGS", flags)
+	return tarball
+}
+
 func TestContainerdRestarted(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
@@ -116,18 +225,23 @@ func TestContainerdRestarted(t *testing.T) {
 	s.undisturbed(before)
 }
 
-// TestReboot: claims survive a reboot and get their own GPUs back, although pods by limits ask at the same time. Kubelet
-// itself fails the limits pods of the old boot; their owners replace them.
+// TestReboot of a full node: claims survive a reboot and get their own GPUs back, although pods by limits ask at the same time,
+// and none of their pods is evicted. Kubelet itself fails the limits pods of the old boot: their owners replace them, and one
+// that has no owner stays as it is.
 func TestReboot(t *testing.T) {
 	s := begin(t)
 	s.manifest(singleTemplate)
-	for i := range 3 {
+	for i := range 2 {
 		s.manifest(one("claim", fmt.Sprintf("claim-%d", i)))
 	}
+	s.manifest(claimDeployment("claims", "single", 1))
 	s.running(soon, 3, 0)
-	before := s.seen()
-	s.manifest(deployment("limits", 4))
-	s.running(soon, 7, 0)
+	before, uids := s.seen(), map[string]types.UID{}
+	for _, pod := range s.pods() {
+		uids[pod.Name] = pod.UID
+	}
+	s.manifest(deployment("limits", 4) + one("limit", "bare"))
+	s.running(soon, gpusANode, 0)
 	boot, err := node().BootID()
 	if err != nil {
 		t.Fatal(err)
@@ -138,29 +252,40 @@ func TestReboot(t *testing.T) {
 	if now, err := node().BootID(); err != nil || now == boot {
 		t.Fatalf("boot ID %s after %s: %v", now, boot, err)
 	}
-	s.ready()
+	booted := time.Now()
 	s.await(patient, "all pods to run again", func() error {
 		running := 0
 		var states []string
 		for _, pod := range s.pods() {
 			states = append(states, fmt.Sprintf("%s=%s%s", pod.Name, pod.Status.Phase, pod.Status.Reason))
-			if pod.Status.Phase == corev1.PodRunning && pod.Status.ContainerStatuses[0].Ready && pod.DeletionTimestamp == nil {
+			if pod.Status.Phase == corev1.PodRunning && isReady(&pod) && pod.DeletionTimestamp == nil {
 				running++
 			}
 		}
-		if running != 7 {
+		if running != gpusANode-1 {
 			return errors.New(strings.Join(states, " "))
 		}
 		return nil
 	})
-	after := map[string][]int{}
-	for name := range before {
-		after[name] = s.gpus(name, "")
+	t.Logf("all pods ran %.1f s after the node was ready", time.Since(booted).Seconds())
+	s.ready()
+	for _, pod := range s.pods() {
+		if uid, survivor := uids[pod.Name]; survivor && uid != pod.UID {
+			t.Errorf("%s was made again", pod.Name)
+		}
 	}
-	if !maps.EqualFunc(before, after, slices.Equal) {
-		t.Errorf("claims saw GPUs %v before the reboot, %v after it", before, after)
+	s.same(before)
+	if bare := s.pod("bare"); bare.Status.Phase != corev1.PodFailed {
+		t.Errorf("the limits pod without an owner is %s", bare.Status.Phase)
 	}
+	t.Logf("failed limits pods of the old boot: %v", s.failed())
 	s.noDoubleOwners()
+}
+
+func isReady(pod *corev1.Pod) bool {
+	return slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+	})
 }
 
 func deployment(name string, replicas int) string {

@@ -27,7 +27,13 @@ const (
 	gpuNode  = "node-1"
 	numaNode = "node-2"
 	numaKey  = "numa"
+	// staticPodDir is where gpuNode's kubelet reads pods from.
+	staticPodDir = "/etc/kubernetes/manifests"
 )
+
+// keepVariable names a directory for a cluster that is used again by the next run: it is started where it does not run, and
+// stays. For whoever writes stories.
+const keepVariable = "E2E_CLUSTER"
 
 var (
 	theCluster *cluster.Cluster
@@ -56,11 +62,13 @@ func run(m *testing.M) (code int, err error) {
 	// The go command that reads our output may have been ended first; the cluster is to be removed all the same.
 	signal.Ignore(syscall.SIGPIPE)
 	theContext = ctx
-	dir, err := os.MkdirTemp("", "tandem-e2e-")
-	if err != nil {
-		return 1, err
+	dir, keep := os.LookupEnv(keepVariable)
+	if !keep {
+		if dir, err = os.MkdirTemp("", "tandem-e2e-"); err != nil {
+			return 1, err
+		}
+		defer os.RemoveAll(dir)
 	}
-	defer os.RemoveAll(dir)
 	config, err := clusterConfig(dir)
 	if err != nil {
 		return 1, err
@@ -70,6 +78,10 @@ func run(m *testing.M) (code int, err error) {
 		return 1, err
 	}
 	defer func() {
+		if keep {
+			fmt.Println("e2e: the cluster stays; remove it with: go run ./hack/cmd/cluster -dir", config.Dir, "down")
+			return
+		}
 		// Not ctx: an interrupted run leaves nothing behind either.
 		stopCtx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 		defer cancel()
@@ -100,7 +112,7 @@ func clusterConfig(dir string) (cluster.Config, error) {
 		KubernetesVersion: os.Getenv("KUBERNETES"),
 		Progress:          os.Stdout,
 		Nodes: []cluster.NodeConfig{
-			{Name: gpuNode},
+			{Name: gpuNode, Kubelet: map[string]any{"staticPodPath": staticPodDir, "fileCheckFrequency": "1s"}},
 			{
 				Name: numaNode, Labels: map[string]string{numaKey: "true"},
 				// Kubelet sees the NUMA nodes of the simulated machine.

@@ -41,7 +41,7 @@ type story struct {
 func begin(t *testing.T) *story {
 	t.Helper()
 	ctx, cancel := context.WithCancel(theContext)
-	s := &story{T: t, ctx: ctx, namespace: strings.ToLower(t.Name())}
+	s := &story{T: t, ctx: ctx, namespace: strings.ToLower(strings.ReplaceAll(t.Name(), "/", "-"))}
 	_, err := theClient.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.namespace}}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatalf("create namespace: %v", err)

@@ -84,6 +84,13 @@ func (s *story) devicePlugin(name string, minors map[string]int) (*toy, *deviceP
 	s.Helper()
 	plugin := &devicePlugin{minors: minors}
 	server := s.toy(filepath.Join(devicePluginDir, name), func(server *grpc.Server) { pluginapi.RegisterDevicePluginServer(server, plugin) })
+	s.register(server, name, install.ResourceName)
+	return server, plugin
+}
+
+// register tells kubelet's device manager of a plugin at a socket of that name.
+func (s *story) register(server *toy, name, resource string) {
+	s.Helper()
 	conn, err := grpc.NewClient("unix://"+filepath.Join(filepath.Dir(server.socket), "kubelet.sock"),
 		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"))
 	if err != nil {
@@ -91,12 +98,11 @@ func (s *story) devicePlugin(name string, minors map[string]int) (*toy, *deviceP
 	}
 	defer conn.Close()
 	_, err = pluginapi.NewRegistrationClient(conn).Register(s.ctx, &pluginapi.RegisterRequest{
-		Version: pluginapi.Version, Endpoint: name, ResourceName: install.ResourceName, Options: &pluginapi.DevicePluginOptions{},
+		Version: pluginapi.Version, Endpoint: name, ResourceName: resource, Options: &pluginapi.DevicePluginOptions{},
 	})
 	if err != nil {
 		s.Fatalf("register %s with kubelet: %v", name, err)
 	}
-	return server, plugin
 }
 
 func (p *devicePlugin) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pluginapi.DevicePluginOptions, error) {

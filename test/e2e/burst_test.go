@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// repetitionsVariable says how often the stories that measure something play.
+const repetitionsVariable = "E2E_REPETITIONS"
+
+// freedWithin is how soon a GPU that somebody gave up is in a waiting pod's hands.
+const freedWithin = 5 * time.Second
+
+// TestEightAndEight: eight pods by claims and eight by limits at once, on eight GPUs, as Deployments. Eight run, eight wait, none
+// fails, and whatever one gives up goes to one that waits.
+func TestEightAndEight(t *testing.T) {
+	repetitions := repetitions(t, 2)
+	s := begin(t)
+	s.manifest(singleTemplate)
+	var sum tally
+	for i := range repetitions {
+		s.manifest(deployment("limits", gpusANode) + claimDeployment("claims", "single", gpusANode))
+		r := s.burst()
+		t.Logf("%d of %d: %s", i+1, repetitions, r)
+		sum.add(r)
+		s.kubectl("delete", "deployment", "-n", s.namespace, "claims", "limits")
+		s.noPods()
+		s.allFree()
+	}
+	t.Logf("eight and eight: repetitions=%d %s", repetitions, sum)
+	if len(sum.failed) > 0 {
+		t.Errorf("%d pods failed in %d repetitions: %v", len(sum.failed), repetitions, sum.failed)
+	}
+}
+
+// tally of one repetition, or of all.
+type tally struct {
+	running, pending int
+	failed           []string
+	// settled is how long it took until eight ran; freed, how long until a GPU that was given up was in use again.
+	settled, freed []time.Duration
+}
+
+func (a *tally) add(b tally) {
+	a.running += b.running
+	a.pending += b.pending
+	a.failed = append(a.failed, b.failed...)
+	a.settled = append(a.settled, b.settled...)
+	a.freed = append(a.freed, b.freed...)
+}
+
+func (a tally) String() string {
+	return fmt.Sprintf("running=%d pending=%d failed=%d settled_p50=%s settled_p99=%s freed_p50=%s freed_p99=%s",
+		a.running, a.pending, len(a.failed), quantile(a.settled, 50), quantile(a.settled, 99),
+		quantile(a.freed, 50), quantile(a.freed, 99))
+}
+
+// quantile of a few durations: the smallest that so many of a hundred do not exceed.
+func quantile(durations []time.Duration, percent int) time.Duration {
+	if len(durations) == 0 {
+		return 0
+	}
+	sorted := slices.Sorted(slices.Values(durations))
+	return sorted[(len(sorted)*percent+99)/100-1].Round(10 * time.Millisecond)
+}
+
+// burst waits for the pods of both Deployments to settle, and then lets one of each kind go.
+func (s *story) burst() (r tally) {
+	s.Helper()
+	began := time.Now()
+	s.running(patient, gpusANode, -1)
+	r.settled = append(r.settled, time.Since(began))
+	s.noDoubleOwners()
+	for _, kind := range []string{"claims", "limits"} {
+		took, ok := s.giveUp(kind)
+		if !ok {
+			continue
+		}
+		r.freed = append(r.freed, took)
+		if took > freedWithin {
+			s.Errorf("a GPU given up by %s was in use again after %s", kind, took)
+		}
+		s.noDoubleOwners()
+	}
+	s.running(soon, gpusANode, gpusANode)
+	r.running, r.pending, r.failed = gpusANode, gpusANode, s.failed()
+	return r
+}
+
+// giveUp deletes a running pod of a Deployment and answers how soon its GPU is in use again, the second that its container takes
+// to end included. It is false where none runs.
+func (s *story) giveUp(kind string) (time.Duration, bool) {
+	s.Helper()
+	for _, pod := range s.pods() {
+		if !strings.HasPrefix(pod.Name, kind) || pod.Status.Phase != corev1.PodRunning || pod.DeletionTimestamp != nil {
+			continue
+		}
+		if err := theClient.CoreV1().Pods(s.namespace).Delete(s.ctx, pod.Name, metav1.DeleteOptions{}); err != nil {
+			s.Fatal(err)
+		}
+		began := time.Now()
+		s.running(soon, gpusANode, -1)
+		return time.Since(began), true
+	}
+	return 0, false
+}
+
+// noPods waits until the story has none.
+func (s *story) noPods() {
+	s.Helper()
+	s.await(soon, "all pods to be gone", func() error {
+		if pods := s.pods(); len(pods) > 0 {
+			return fmt.Errorf("%d pods", len(pods))
+		}
+		return nil
+	})
+}
+
+func claimDeployment(name, template string, replicas int) string {
+	return fmt.Sprintf(`
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: %[1]s}
+spec:
+  replicas: %[2]d
+  selector: {matchLabels: {app: %[1]s}}
+  template:
+    metadata: {labels: {app: %[1]s}}
+    spec:
+      terminationGracePeriodSeconds: 1
+      resourceClaims: [{name: gpu, resourceClaimTemplateName: %[3]s}]
+      containers:
+      - name: work
+        image: docker.io/local/busybox:1
+        imagePullPolicy: Never
+        command: [sleep, infinity]
+        resources: {claims: [{name: gpu}]}
+`, name, replicas, template)
+}

@@ -1,0 +1,509 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+)
+
+// Each story here forces one row of the table of races (docs/design/0007-coexistence.md): somebody is held, others decide.
+
+// preferring is a template for a claim of one GPU that will do with any other.
+func preferring(name, uuid string) string {
+	return fmt.Sprintf(`
+---
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaimTemplate
+metadata: {name: %s}
+spec:
+  spec:
+    devices:
+      requests:
+      - name: gpu
+        firstAvailable:
+        - name: this
+          deviceClassName: gpu.nvidia.com
+          selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].uuid == %q'}}]
+        - name: any
+          deviceClassName: gpu.nvidia.com
+`, name, uuid)
+}
+
+// loseToLimit lets a limit take a GPU, keeps that from the scheduler until it has allocated the GPU to the claim of a pod, and
+// lets the slices tell before kubelet asks to prepare. The claim's template is "preferring"; start makes its pod.
+func (s *story) loseToLimit(start func()) {
+	s.Helper()
+	before := len(s.pods())
+	allow := s.holdSlices()
+	s.manifest(one("limit", "winner"))
+	s.running(soon, before+1, 0)
+	gpu := s.devices("winner")[0]
+	s.manifest(preferring("preferring", gpu.GPU.UUID))
+
+	thaw := s.freeze(node().Component(cluster.Kubelet))
+	start()
+	s.bound(before + 2)
+	s.await(soon, "the claim to be allocated on the GPU of the limit", func() error {
+		for _, claim := range s.claims() {
+			if claim.Status.Allocation != nil && claim.Status.Allocation.Devices.Results[0].Device == gpuName(gpu.Number.Minor) {
+				return nil
+			}
+		}
+		return errors.New("it is not")
+	})
+	allow()
+	s.await(soon, "the slices to tell", func() error { return s.offeredToClaims(gpusANode - 1) })
+	thaw()
+}
+
+func gpuName[N ~int | ~uint32 | ~int64 | ~uint64](minor N) string {
+	return fmt.Sprintf("gpu-%d", minor)
+}
+
+// TestClaimLosesToLimit: a replica whose claim was allocated on a GPU that a limit has is moved to another GPU, by nobody's hand.
+func TestClaimLosesToLimit(t *testing.T) {
+	repetitions := repetitions(t, 1)
+	s := begin(t)
+	var healed []time.Duration
+	for range repetitions {
+		s.loseToLimit(func() { s.manifest(claimDeployment("loser", "preferring", 1)) })
+		lost := s.loser(soon, true)
+		s.await(soon, "the owner's next pod to run", func() error {
+			for _, pod := range s.pods() {
+				if strings.HasPrefix(pod.Name, "loser") && pod.Status.Phase == corev1.PodRunning {
+					return nil
+				}
+			}
+			return errors.New("it does not")
+		})
+		took := time.Since(lost.Since.Time)
+		t.Logf("healed in %.2f s", took.Seconds())
+		healed = append(healed, took)
+		s.running(soon, 2, 0)
+		s.noDoubleOwners()
+		if failed := s.failed(); len(failed) > 0 {
+			t.Errorf("pods failed: %v", failed)
+		}
+		s.kubectl("delete", "deployment", "-n", s.namespace, "loser")
+		s.kubectl("delete", "pods", "-n", s.namespace, "--all")
+		s.noPods()
+		s.allFree()
+	}
+	t.Logf("claim loses to limit: healed=%d heal_p50=%s heal_p99=%s", len(healed), quantile(healed, 50), quantile(healed, 99))
+	if p99 := quantile(healed, 99); p99 > 5*time.Second {
+		t.Errorf("healing took %s", p99)
+	}
+}
+
+// repetitions of a story that measures something.
+func repetitions(t *testing.T, otherwise int) int {
+	t.Helper()
+	text := os.Getenv(repetitionsVariable)
+	if text == "" {
+		return otherwise
+	}
+	n, err := strconv.Atoi(text)
+	if err != nil {
+		t.Fatalf("%s: %v", repetitionsVariable, err)
+	}
+	return n
+}
+
+// TestBareClaimWaitsForLimit: the same for a pod that nobody would make again. It waits, and runs soon after the GPU is free.
+func TestBareClaimWaitsForLimit(t *testing.T) {
+	s := begin(t)
+	s.loseToLimit(func() { s.manifest(withTemplate(one("claim", "bare"), "preferring")) })
+	if lost := s.loser(soon, false); !slices.Equal(lost.Devices, []string{gpuName(s.gpus("winner", "")[0])}) {
+		t.Errorf("it lost %v", lost.Devices)
+	}
+	uid := s.pod("bare").UID
+	s.kubectl("delete", "pod", "-n", s.namespace, "winner")
+	took := s.took("the pod that waited to run", func() { s.running(soon, 1, 0) })
+	if took > freedWithin {
+		t.Errorf("the pod ran %s after the GPU was free", took)
+	}
+	if now := s.pod("bare").UID; now != uid {
+		t.Errorf("pod %s became %s", uid, now)
+	}
+	s.noDoubleOwners()
+}
+
+func withTemplate(pod, template string) string {
+	return strings.ReplaceAll(pod, "resourceClaimTemplateName: single", "resourceClaimTemplateName: "+template)
+}
+
+// TestLoserWithoutController: while the controller does not run, a loser is not prepared and nobody is evicted; after half a
+// minute it merely waits, and has the GPU when it is free.
+func TestLoserWithoutController(t *testing.T) {
+	s := begin(t)
+	thaw := s.freezeController()
+	s.loseToLimit(func() { s.manifest(claimDeployment("loser", "preferring", 1)) })
+	s.loser(soon, true)
+	s.kubectl("delete", "pod", "-n", s.namespace, "winner")
+	s.wantHolds(0, 0)
+	s.nudge("--all")
+	s.took("the condemnation to lapse", func() { s.loser(soon, false) })
+	s.wantHolds(0, 0)
+	s.nudge("--all")
+	s.running(soon, 1, 0)
+	s.wantHolds(1, 0)
+	thaw()
+	s.running(soon, 1, 0)
+	s.noDoubleOwners()
+}
+
+// TestLimitLosesToClaim: kubelet's node status still offers a GPU that a claim has. The controller's own word keeps pods from
+// being sent there.
+func TestLimitLosesToClaim(t *testing.T) {
+	s := begin(t)
+	allow := s.holdNodeStatus()
+	s.manifest(singleTemplate + one("claim", "claim"))
+	s.await(soon, "the claim to be allocated", s.allocated(1))
+	s.await(soon, "allocatable to tell", func() error { return s.offeredToLimits(gpusANode - 1) })
+	s.manifest(deployment("limits", gpusANode))
+	s.running(soon, gpusANode, 1)
+	s.noDoubleOwners()
+	if failed := s.failed(); len(failed) > 0 {
+		t.Errorf("pods failed: %v", failed)
+	}
+	allow()
+}
+
+// allocated is a condition: so many claims of the story are allocated.
+func (s *story) allocated(n int) func() error {
+	return func() error {
+		allocated := 0
+		for _, claim := range s.claims() {
+			if claim.Status.Allocation != nil {
+				allocated++
+			}
+		}
+		if allocated != n {
+			return fmt.Errorf("%d claims are", allocated)
+		}
+		return nil
+	}
+}
+
+// TestLimitLosesToClaimWithoutController: the same while nobody corrects what kubelet says. Pods fail, are counted, and are
+// replaced until kubelet's word has arrived; no GPU has two owners meanwhile.
+func TestLimitLosesToClaimWithoutController(t *testing.T) {
+	s := begin(t)
+	thaw := s.freezeController()
+	allow := s.holdNodeStatus()
+	s.manifest(singleTemplate + one("claim", "claim"))
+	s.running(soon, 1, 0)
+	s.manifest(deployment("limits", gpusANode))
+	s.await(soon, "a pod to be refused", func() error {
+		if len(s.failed()) == 0 {
+			return errors.New("none is")
+		}
+		return nil
+	})
+	s.noDoubleOwners()
+	allow()
+	thaw()
+	s.running(soon, gpusANode, 1)
+	failed := s.failed()
+	t.Logf("%d pods failed, the first: %s", len(failed), failed[0])
+	s.noDoubleOwners()
+}
+
+// TestBoundLimitsFirst: eight limits pods are bound to the node, then a claim is allocated there, and kubelet hears of all at
+// once, of the claim's pod first. No limits pod fails: the claim has waited for them, and lost.
+func TestBoundLimitsFirst(t *testing.T) {
+	s := begin(t)
+	s.manifest(singleTemplate)
+	// Kubelet admits pods in the order in which they were made.
+	s.manifest(one("claim", "claim") + "  schedulingGates: [{name: example.com/later}]\n")
+	thaw := s.freeze(node().Component(cluster.Kubelet))
+	for i := range gpusANode {
+		s.manifest(one("limit", fmt.Sprintf("limit-%d", i)))
+	}
+	s.bound(gpusANode)
+	s.kubectl("patch", "pod", "-n", s.namespace, "claim", "--type=json", "-p", `[{"op": "remove", "path": "/spec/schedulingGates"}]`)
+	s.bound(gpusANode + 1)
+	thaw()
+	s.running(soon, gpusANode, 1)
+	if failed := s.failed(); len(failed) > 0 {
+		t.Errorf("pods failed: %v", failed)
+	}
+	s.wantHolds(0, gpusANode)
+	s.noDoubleOwners()
+	s.loser(soon, false)
+	s.kubectl("delete", "pod", "-n", s.namespace, "limit-0")
+	s.running(soon, gpusANode-1, -1)
+}
+
+// TestForceDeletedAndRunning: pods are gone from the API server while nobody can end their containers. Kubelet believes their
+// GPUs to be free; whoever asks for them, limit or claim, does not get them before the containers are gone.
+func TestForceDeletedAndRunning(t *testing.T) {
+	s := begin(t)
+	s.manifest(singleTemplate + one("claim", "claim") + one("limit", "limit"))
+	s.running(soon, 2, 0)
+	before := s.seen()
+	var thaws []func()
+	for _, name := range []string{"claim", "limit"} {
+		pod := s.pod(name)
+		thaws = append(thaws, s.freezeProcess(node(), s.shimOf(node(), pod.UID)))
+		s.kubectl("delete", "pod", "-n", s.namespace, name, "--force", "--grace-period=0")
+	}
+	s.manifest(deployment("limits", gpusANode) + claimDeployment("claims", "single", gpusANode))
+	s.running(soon, gpusANode-2, -1)
+	s.wantHoldsInAll(gpusANode)
+	s.noDoubleOwners()
+	for _, pod := range s.pods() {
+		if pod.Status.Phase != corev1.PodRunning {
+			continue
+		}
+		if gpus := s.gpus(pod.Name, ""); slices.Equal(gpus, before["claim"]) || slices.Equal(gpus, before["limit"]) {
+			t.Errorf("%s sees GPUs %v, and %v run on", pod.Name, gpus, before)
+		}
+	}
+	t.Logf("%d pods failed", len(s.failed()))
+	for _, thaw := range thaws {
+		thaw()
+	}
+	s.took("the GPUs to be in use again", func() { s.running(patient, gpusANode, -1) })
+	s.noDoubleOwners()
+}
+
+// wantHoldsInAll waits for so many holds of either kind.
+func (s *story) wantHoldsInAll(n int) {
+	s.Helper()
+	s.await(soon, fmt.Sprintf("%d holds", n), func() error {
+		if holds := s.holds(node()); len(holds) != n {
+			return fmt.Errorf("%v", holds)
+		}
+		return nil
+	})
+}
+
+// killAtRecord kills the agent when it has recorded a hold of that kind and before it has answered kubelet: what it makes sure of
+// in between, that the CDI spec and its hook are there, takes a while when somebody has removed them.
+func (s *story) killAtRecord(kind string, ask func()) {
+	s.Helper()
+	watcher, err := fsnotify.NewWatcher()
+	if err != nil {
+		s.Fatal(err)
+	}
+	defer watcher.Close()
+	if err := watcher.Add(s.nodePath("/run/tandem/holds")); err != nil {
+		s.Fatal(err)
+	}
+	pid := s.agentProcess(node())
+	kill, err := node().Command(s.ctx, "sh", "-c", "read go; kill -KILL "+pid)
+	if err != nil {
+		s.Fatal(err)
+	}
+	trigger, err := kill.StdinPipe()
+	if err == nil {
+		err = kill.Start()
+	}
+	if err != nil {
+		s.Fatal(err)
+	}
+	s.on(node(), "sh", "-c", "rm -f /var/run/cdi/tandem-* /var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook")
+	ask()
+	deadline := time.After(soon)
+	for recorded := false; !recorded; {
+		select {
+		case event := <-watcher.Events:
+			recorded = event.Has(fsnotify.Create) && strings.HasPrefix(filepath.Base(event.Name), kind+"~")
+		case err := <-watcher.Errors:
+			s.Fatal(err)
+		case <-deadline:
+			s.Fatal("nothing was recorded")
+		}
+	}
+	if _, err := trigger.Write([]byte("go\n")); err != nil {
+		s.Fatal(err)
+	}
+	if err := kill.Wait(); err != nil {
+		s.Fatal(err)
+	}
+	if _, err := os.Stat(s.nodePath("/var/run/cdi/tandem-k8s.gpu.nvidia.com-gpu.json")); err == nil {
+		s.Log("the agent had got further than the record")
+	}
+}
+
+// TestKilledBetweenRecordAndAnswer: kubelet gets no answer for what is on record. A claim gets the same GPU when kubelet asks
+// again. A limits pod fails, its owner makes another, and the GPU that nobody was given is found out.
+func TestKilledBetweenRecordAndAnswer(t *testing.T) {
+	s := begin(t)
+	s.manifest(singleTemplate)
+	s.killAtRecord("claim", func() { s.manifest(one("claim", "claim")) })
+	s.ready()
+	s.took("the claim's pod to run", func() { s.running(patient, 1, 0) })
+	s.wantHolds(1, 0)
+
+	s.killAtRecord("limit", func() { s.manifest(deployment("limits", 1)) })
+	s.ready()
+	s.running(patient, 2, 0)
+	t.Logf("failed: %v", s.failed())
+	s.noDoubleOwners()
+	s.took("the GPU that nobody was given to be found out", func() {
+		s.await(3*time.Minute, "two holds", func() error {
+			if claims, limits := s.holdsByKind(); claims != 1 || limits != 1 {
+				return fmt.Errorf("%v", s.holds(node()))
+			}
+			return nil
+		})
+	})
+}
+
+// TestKubeletFrozenWhileRegistering: the device plugin registers again and again with a kubelet that does not answer, under a
+// new name each time. When kubelet is back it has one plugin, and believes it.
+func TestKubeletFrozenWhileRegistering(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	sockets := func() string {
+		return strings.TrimSpace(s.on(node(), "sh", "-c", "ls "+devicePluginDir+" | grep tandem || true"))
+	}
+	thaw := s.freeze(node().Component(cluster.Kubelet))
+	for range 3 {
+		old := sockets()
+		s.on(node(), "sh", "-c", "rm -f "+devicePluginDir+"/tandem-*.sock")
+		s.await(20*time.Second, "another socket", func() error {
+			if now := sockets(); now == "" || now == old {
+				return fmt.Errorf("sockets: %q", now)
+			}
+			return nil
+		})
+	}
+	thaw()
+	s.ready()
+	s.await(soon, "the node to offer what is free", func() error { return s.offeredToLimits(gpusANode - 2) })
+	s.undisturbed(before)
+	s.await(soon, "kubelet to believe what it is told", func() error { return s.offeredToLimits(gpusANode - 3) })
+}
+
+// TestKubeletFrozenWhileAgentStarts: the agent dies, and kubelet is frozen as soon as it has started the next.
+func TestKubeletFrozenWhileAgentStarts(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	old := s.agentProcess(node())
+	s.on(node(), "kill", "-KILL", old)
+	s.await(soon, "the next agent", func() error {
+		if now := strings.TrimSpace(s.on(node(), "sh", "-c", "pgrep -x kubelet-plugin || true")); now == "" || now == old {
+			return fmt.Errorf("process %q", now)
+		}
+		return nil
+	})
+	thaw := s.freeze(node().Component(cluster.Kubelet))
+	// As long as an agent waits for kubelet before it registers anew.
+	select {
+	case <-time.After(10 * time.Second):
+	case <-s.ctx.Done():
+	}
+	thaw()
+	s.ready()
+	s.undisturbed(before)
+}
+
+// TestAgentsOverlap: the agent's pod is force-deleted and cannot be ended, and the DaemonSet makes another. That one waits, and the
+// old one serves, until it is gone.
+func TestAgentsOverlap(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	pod := s.agentPod(gpuNode)
+	thaw := s.freezeProcess(node(), s.shimOf(node(), pod.UID))
+	s.kubectl("delete", "pod", "-n", pod.Namespace, pod.Name, "--force", "--grace-period=0")
+	s.event("Node", gpuNode, "LedgerLocked", "another")
+	s.manifest(one("claim", "claim-overlap") + one("limit", "limit-overlap"))
+	s.running(soon, 6, 0)
+	s.noDoubleOwners()
+	s.same(before)
+	thaw()
+	s.ready()
+	s.kubectl("delete", "pod", "-n", s.namespace, "claim-overlap", "limit-overlap")
+	s.wantHolds(2, 2)
+	s.undisturbed(before)
+}
+
+// TestNodeCreatedAnew: somebody deletes the node object, and kubelet makes another. What is published belongs to the new one.
+func TestNodeCreatedAnew(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	old := s.nodeUID()
+	s.withoutKubelet(func() { s.kubectl("delete", "node", gpuNode) })
+	s.await(soon, "kubelet to make another", func() error {
+		n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+		if err == nil && string(n.UID) == old {
+			err = errors.New("it is the old one")
+		}
+		return err
+	})
+	s.await(patient, "the slices and the GPUNode to belong to it", func() error {
+		slices, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+		if err != nil {
+			return err
+		}
+		object, err := s.gpuNodeObject()
+		if err != nil {
+			return err
+		}
+		owners := [][]metav1.OwnerReference{object.OwnerReferences}
+		for _, slice := range slices.Items {
+			owners = append(owners, slice.OwnerReferences)
+		}
+		if len(owners) < 2 {
+			return errors.New("no slices")
+		}
+		for _, of := range owners {
+			if len(of) != 1 || string(of[0].UID) != s.nodeUID() {
+				return fmt.Errorf("owned by %v", of)
+			}
+		}
+		return nil
+	})
+	s.ready()
+	s.undisturbed(before)
+}
+
+func (s *story) nodeUID() string {
+	s.Helper()
+	n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+	if err != nil {
+		s.Fatal(err)
+	}
+	return string(n.UID)
+}
+
+// TestAgentFrozen between any two of its steps: whoever asks meanwhile waits, and nobody gets what is not his.
+func TestAgentFrozen(t *testing.T) {
+	s := begin(t)
+	s.manifest(singleTemplate)
+	thaw := s.freezeProcess(node(), s.agentProcess(node()))
+	s.manifest(deployment("limits", gpusANode) + claimDeployment("claims", "single", gpusANode))
+	s.await(soon, "the claims to be allocated", s.allocated(gpusANode))
+	thaw()
+	s.running(patient, gpusANode, gpusANode)
+	s.noDoubleOwners()
+	t.Logf("failed: %v", s.failed())
+}
+
+// claims of the story.
+func (s *story) claims() []resourceapi.ResourceClaim {
+	s.Helper()
+	list, err := theClient.ResourceV1().ResourceClaims(s.namespace).List(s.ctx, metav1.ListOptions{})
+	if err != nil {
+		s.Fatal(err)
+	}
+	return list.Items
+}
