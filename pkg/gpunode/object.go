@@ -47,8 +47,11 @@ type Inventory interface {
 // Config of an Object. Fields without a stated default are required.
 type Config struct {
 	// REST says how the API server is reached. Its content type does not matter.
-	REST     *rest.Config
-	NodeName string
+	REST *rest.Config
+	// Claims returns the reader of a namespace. Nil means that the spec is believed for ever.
+	Claims     func(namespace string) Claims
+	DriverName string
+	NodeName   string
 	// Mode of the node, as the status shows it.
 	Mode string
 	// LimitsResource is the extended resource that is served, empty for none.
@@ -67,6 +70,7 @@ type times struct {
 	firstRetry  time.Duration // after a failed write, doubled up to the last
 	lastRetry   time.Duration // where the API server may be back at any moment
 	lastRefused time.Duration // where somebody has to change something first
+	doubt       time.Duration // between two looks at a claim that nothing confirms
 }
 
 func defaultTimes() times {
@@ -76,6 +80,7 @@ func defaultTimes() times {
 		firstRetry:  500 * time.Millisecond,
 		lastRetry:   5 * time.Second,
 		lastRefused: 30 * time.Second,
+		doubt:       time.Minute,
 	}
 }
 
@@ -93,6 +98,9 @@ type Object struct {
 func New(c Config) (*Object, error) {
 	if c.REST == nil || c.NodeName == "" || c.Node == nil || c.Ledger == nil || c.Inventory == nil || c.Registerer == nil {
 		return nil, errors.New("configure GPUNode: REST, NodeName, Node, Ledger, Inventory and Registerer are required")
+	}
+	if c.Claims != nil && c.DriverName == "" {
+		return nil, errors.New("configure GPUNode: DriverName is required to look at claims")
 	}
 	client, err := newClient(c.REST)
 	if err != nil {
@@ -115,6 +123,9 @@ func (o *Object) Run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return o.watch(ctx) })
 	group.Go(func() error { o.write(ctx); return nil })
+	if o.config.Claims != nil {
+		group.Go(func() error { o.doubt(ctx); return nil })
+	}
 	return group.Wait()
 }
 
@@ -124,6 +135,9 @@ func (o *Object) Allocated() []device.Ref {
 	inv := o.config.Inventory.Inventory()
 	var refs []device.Ref
 	for _, claim := range o.view.acting().Spec.Claims {
+		if o.view.disbelieved(claim.UID) {
+			continue
+		}
 		for _, name := range claim.Devices {
 			if gpu, known := inv.ByName(name); known {
 				refs = append(refs, gpu.Ref())

@@ -4,6 +4,7 @@ package gpunode
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -12,6 +13,10 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
@@ -60,6 +65,23 @@ type fakeInventory struct{ *broadcast[device.Inventory] }
 
 func (f fakeInventory) Inventory() device.Inventory { return f.get() }
 
+type fakeClaims struct {
+	*broadcast[map[string]*resourceapi.ResourceClaim]
+	namespace string
+}
+
+func (f fakeClaims) Get(_ context.Context, name string, _ metav1.GetOptions) (*resourceapi.ResourceClaim, error) {
+	claim, ok := f.get()[f.namespace+"/"+name]
+	switch {
+	case !ok:
+		return nil, apierrors.NewNotFound(schema.GroupResource{Resource: "resourceclaims"}, name)
+	case claim == nil:
+		return nil, apierrors.NewInternalError(errors.New("etcd is away"))
+	default:
+		return claim, nil
+	}
+}
+
 // running is evidence by which every holder runs.
 type running struct{}
 
@@ -74,7 +96,9 @@ type fixture struct {
 	ledger    *ledger.Ledger
 	inventory fakeInventory
 	registry  *prometheus.Registry
-	logger    klog.Logger
+	// claims by namespace/name.
+	claims *broadcast[map[string]*resourceapi.ResourceClaim]
+	logger klog.Logger
 }
 
 func newFixture(t *testing.T) *fixture {
@@ -91,6 +115,7 @@ func newFixture(t *testing.T) *fixture {
 		T: t, api: newFakeAPI(t), node: fakeNode{newBroadcast[types.UID]("node-uid")}, ledger: book,
 		inventory: fakeInventory{newBroadcast(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1")}})},
 		registry:  prometheus.NewRegistry(),
+		claims:    newBroadcast(map[string]*resourceapi.ResourceClaim{}),
 		logger:    ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true))),
 	}
 }
@@ -99,14 +124,15 @@ func newFixture(t *testing.T) *fixture {
 func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
 	f.Helper()
 	o, err := New(Config{
-		REST: f.api.config(), NodeName: "node-1", Mode: "Dual", LimitsResource: "nvidia.com/gpu",
+		REST: f.api.config(), DriverName: "gpu.nvidia.com", NodeName: "node-1",
+		Claims: func(namespace string) Claims { return fakeClaims{f.claims, namespace} }, Mode: "Dual", LimitsResource: "nvidia.com/gpu",
 		Node: f.node, Ledger: f.ledger, Inventory: f.inventory, Registerer: f.registry,
 	})
 	if err != nil {
 		f.Fatal(err)
 	}
 	o.times = times{settle: time.Millisecond, interval: 10 * time.Millisecond, firstRetry: 10 * time.Millisecond,
-		lastRetry: 20 * time.Millisecond, lastRefused: 50 * time.Millisecond}
+		lastRetry: 20 * time.Millisecond, lastRefused: 50 * time.Millisecond, doubt: time.Hour}
 	for _, s := range shorten {
 		s(&o.times)
 	}
@@ -300,6 +326,52 @@ func TestSpec(t *testing.T) {
 	f.api.set(func() { f.api.broken = false })
 	f.api.writeSpec("node-1")
 	f.await("that nothing is allocated", func() bool { return len(o.Allocated()) == 0 })
+}
+
+// TestDoubt: with the controller away, claims of the spec that have let go are found out, and only those.
+func TestDoubt(t *testing.T) {
+	f := newFixture(t)
+	o, _ := f.start(func(s *times) { s.doubt = 20 * time.Millisecond })
+	f.awaitStatus("a status", free(2))
+	allocated := func(uid, driver, pool, device string) *resourceapi.ResourceClaim {
+		c := &resourceapi.ResourceClaim{}
+		c.UID = types.UID(uid)
+		c.Status.Allocation = &resourceapi.AllocationResult{}
+		c.Status.Allocation.Devices.Results = []resourceapi.DeviceRequestAllocationResult{{Driver: driver, Pool: pool, Device: device}}
+		return c
+	}
+	f.inventory.set(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1"), gpu(2, "GPU-2"), gpu(3, "GPU-3"),
+		gpu(4, "GPU-4"), gpu(5, "GPU-5"), gpu(6, "GPU-6"), gpu(7, "GPU-7")}})
+	unallocated := &resourceapi.ResourceClaim{}
+	unallocated.UID = "c3"
+	f.claims.set(map[string]*resourceapi.ResourceClaim{
+		"apps/c0": allocated("c0", "gpu.nvidia.com", "node-1", "gpu-0"),
+		"apps/c1": allocated("another", "gpu.nvidia.com", "node-1", "gpu-1"),
+		"apps/c2": allocated("c2", "gpu.nvidia.com", "node-2", "gpu-2"),
+		"apps/c3": unallocated,
+		"apps/c4": nil, // the API server does not say
+		"apps/c5": allocated("c5", "gpu.nvidia.com", "node-1/gpu-5", "gpu-5"),
+		// c6 is gone, but prepared; c7 is gone
+	})
+	f.hold("c6", "GPU-6")
+	var claims []v1alpha1.AllocatedClaim
+	for i := range 8 {
+		name := fmt.Sprint("c", i)
+		claims = append(claims, v1alpha1.AllocatedClaim{UID: types.UID(name), Namespace: "apps", Name: name, Devices: []string{fmt.Sprint("gpu-", i)}})
+	}
+	f.api.writeSpec("node-1", claims...)
+	f.await("all of the spec", func() bool { return len(o.Allocated()) == 8 })
+	believed := []device.Ref{{GPU: "GPU-0"}, {GPU: "GPU-4"}, {GPU: "GPU-5"}, {GPU: "GPU-6"}}
+	f.await("those that are believed", func() bool { return slices.Equal(o.Allocated(), believed) })
+	f.release("c6")
+	f.await("that the last is found out", func() bool { return slices.Equal(o.Allocated(), believed[:3]) })
+	f.claims.set(map[string]*resourceapi.ResourceClaim{
+		"apps/c0": nil, "apps/c4": nil, "apps/c5": nil, "apps/c7": nil,
+		"apps/c1": allocated("c1", "gpu.nvidia.com", "node-1", "gpu-1"),
+	})
+	f.await("that one is allocated again, and nothing else has changed", func() bool {
+		return slices.Equal(o.Allocated(), []device.Ref{{GPU: "GPU-0"}, {GPU: "GPU-1"}, {GPU: "GPU-4"}, {GPU: "GPU-5"}})
+	})
 }
 
 // TestConflict: somebody else writes at the same time.

@@ -3,6 +3,7 @@
 package gpunode
 
 import (
+	"maps"
 	"slices"
 	"sync"
 
@@ -27,7 +28,9 @@ type view struct {
 	// allocatable is what kubelet says, while acknowledged is set.
 	allocatable  []string
 	acknowledged bool
-	changed      chan struct{}
+	// ended are claims of the spec that have been found to have let go.
+	ended   map[types.UID]bool
+	changed chan struct{}
 }
 
 func newView() *view { return &view{changed: make(chan struct{})} }
@@ -108,6 +111,22 @@ func (v *view) kubelet() (allocatable []string, acknowledged bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	return v.allocatable, v.acknowledged
+}
+
+// disbelieve replaces the claims of the spec that have let go.
+func (v *view) disbelieve(ended map[types.UID]bool) {
+	v.mu.Lock()
+	same := maps.Equal(v.ended, ended)
+	v.mu.Unlock()
+	if !same {
+		v.set(func() { v.ended = ended })
+	}
+}
+
+func (v *view) disbelieved(claim types.UID) bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.ended[claim]
 }
 
 // acting is the object whose spec the agent acts on: what the watch says, or while it is silent what we made ourselves.
