@@ -34,12 +34,15 @@ func main() {
 	err := run(ctx, os.Args[1:])
 	stop()
 	if err != nil {
-		if !errors.Is(err, flag.ErrHelp) {
+		if !errors.Is(err, flag.ErrHelp) && !errors.Is(err, errSaid) {
 			fmt.Fprintln(os.Stderr, "torture:", err)
 		}
 		os.Exit(1)
 	}
 }
+
+// errSaid is a failure that was told already: the last line belongs to the figures.
+var errSaid = errors.New("failed")
 
 // settings are the flags.
 type settings struct {
@@ -153,6 +156,10 @@ func attack(ctx context.Context, s settings) error {
 		fmt.Println("torture: cut short; the cluster was left as it is: make torture RESUME=1 goes on, make torture-down removes it")
 	case !s.keep:
 		verdict = errors.Join(verdict, torture.Remove(clean, s.dir))
+	}
+	if verdict != nil {
+		fmt.Println("torture: failed:", verdict)
+		verdict = errSaid
 	}
 	fmt.Println(counters.Line(state.Seed))
 	return verdict
