@@ -78,3 +78,27 @@ func isExtended(name corev1.ResourceName) bool {
 	domain, _, qualified := strings.Cut(string(name), "/")
 	return qualified && domain != "kubernetes.io" && !strings.HasSuffix(domain, ".kubernetes.io")
 }
+
+// Unclaimed reports whether a limit that names no pod can only be nobody's: every pod that asks for the resource and may have
+// containers has as many devices as it asks for, by the holds that name it.
+func (p *Pods) Unclaimed(resource string, holds []ledger.Hold) (bool, error) {
+	strangers, err := p.Strangers()
+	if err != nil || len(strangers) > 0 {
+		return false, err
+	}
+	has := map[string]int{}
+	for _, h := range holds {
+		if h.Holder.Kind == ledger.KindLimit && len(h.Pods) > 0 {
+			has[h.Pods[0].UID]++
+		}
+	}
+	q := queue{Pods: p, resource: corev1.ResourceName(resource)}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for uid, pod := range p.pods {
+		if asked := q.asked(pod.Pod); asked > has[string(uid)] && !isTerminal(pod.Pod) && !q.byClaim(pod.Pod) {
+			return false, nil
+		}
+	}
+	return !p.synced.IsZero(), nil
+}

@@ -86,3 +86,41 @@ func TestBound(t *testing.T) {
 		})
 	}
 }
+
+func TestUnclaimed(t *testing.T) {
+	named := limit(ledger.StateHeld, 0, podA)
+	tests := []struct {
+		name  string
+		pod   *corev1.Pod
+		holds []ledger.Hold
+		group int
+		want  bool
+	}{
+		{"nobody asks", nil, nil, noGroup, true},
+		{"somebody is to be admitted", pod(podA, "a", pending, asks("1")), nil, noGroup, false},
+		{"somebody was admitted, and has not been named yet", pod(podA, "a", asks("1"), admitted), nil, noGroup, false},
+		{"somebody is being deleted", pod(podA, "a", asks("1"), admitted, beingDeleted), nil, noGroup, false},
+		{"somebody was rejected", pod(podA, "a", asks("1"), phase(corev1.PodFailed)), nil, noGroup, true},
+		{"somebody has its own", pod(podA, "a", asks("1"), admitted), []ledger.Hold{named}, busyGroup, true},
+		{"somebody has one of two", pod(podA, "a", asks("2"), admitted), []ledger.Hold{named}, busyGroup, false},
+		{"somebody is served by a claim", pod(podA, "a", asks("1"), specialClaim("nvidia.com/gpu")), nil, busyGroup, true},
+		{"a pod that the API server does not know", nil, nil, busyGroup, false},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			f := newTree(t)
+			f.v2("kubepods/burstable", false)
+			f.group(podA, test.group)
+			p := known(t, f)
+			if test.pod != nil {
+				p.add(t, test.pod)
+			}
+			if got, err := p.Unclaimed("nvidia.com/gpu", test.holds); err != nil || got != test.want {
+				t.Errorf("got %v, %v, want %v", got, err, test.want)
+			}
+		})
+	}
+	if got, err := known(t, newTree(t)).Unclaimed("nvidia.com/gpu", nil); err == nil || got {
+		t.Errorf("without cgroups to be seen: %v, %v", got, err)
+	}
+}

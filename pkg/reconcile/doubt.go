@@ -76,27 +76,50 @@ func (r *Reconciler) doubt(ctx context.Context) (time.Duration, error) {
 			*d = doubt{since: now, allocated: d.allocated}
 			continue
 		}
-		if due := r.due(d); now.Before(due) {
+		nobodys, err := r.isNobodys(h, holds)
+		errs = append(errs, err)
+		if unnamed(h) {
+			wait = min(wait, r.times.nobodys) // its pod may be rejected, of which the ledger does not tell
+		}
+		if due := r.due(d, nobodys); now.Before(due) {
 			wait = min(wait, due.Sub(now))
 			continue
 		}
 		d.checked = now
 		errs = append(errs, r.look(ctx, h, d))
-		wait = min(wait, r.due(d).Sub(now))
+		wait = min(wait, r.due(d, nobodys).Sub(now))
 	}
 	r.doubts = current
 	return wait, errors.Join(errs...)
 }
 
-func (r *Reconciler) due(d *doubt) time.Time {
+func (r *Reconciler) due(d *doubt, nobodys bool) time.Time {
+	first, next := r.times.doubtAfter, r.times.limitDoubt
+	if nobodys {
+		// Kubelet is asked sooner, and as often.
+		first, next = r.times.nobodys, r.times.nobodys
+	}
 	switch {
 	case d.checked.IsZero():
-		return d.since.Add(r.times.doubtAfter)
+		return d.since.Add(first)
 	case d.clean > 0:
-		return d.checked.Add(r.times.limitDoubt)
+		return d.checked.Add(next)
 	default:
 		return d.checked.Add(r.times.doubt)
 	}
+}
+
+// isNobodys reports whether a limit was given out for a pod that kubelet then did not admit, as far as the pods tell.
+func (r *Reconciler) isNobodys(h ledger.Hold, holds []ledger.Hold) (bool, error) {
+	if !unnamed(h) {
+		return false, nil
+	}
+	return r.Pods.Unclaimed(r.Resource, holds)
+}
+
+// unnamed is a limit whose pod is not known yet.
+func unnamed(h ledger.Hold) bool {
+	return h.Holder.Kind == ledger.KindLimit && h.State == ledger.StateHeld && len(h.Pods) == 0
 }
 
 func (r *Reconciler) confirmed(h ledger.Hold, d *doubt, claims []evidence.KubeletClaim) bool {

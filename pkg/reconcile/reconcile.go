@@ -100,8 +100,9 @@ type times struct {
 	// doubtAfter and doubt: a hold that kubelet does not confirm is looked into after a minute, then at most once a minute
 	// (design: at most one claim GET a minute a stale hold). Kubelet's own reconcile loop runs every 60 s.
 	doubtAfter, doubt time.Duration
-	// limitDoubt is the time between two looks at a limit that no pod was ever found for.
-	limitDoubt time.Duration
+	// limitDoubt is the time between two looks at a limit that no pod was ever found for; nobodys is that time, and the age of
+	// such a limit, where no pod is left that it could be for.
+	limitDoubt, nobodys time.Duration
 	// call bounds one call to kubelet or the API server, restore all such calls at start together.
 	call, restore time.Duration
 	// retry follows an error.
@@ -117,6 +118,7 @@ func defaultTimes() times {
 		doubtAfter:  time.Minute,
 		doubt:       time.Minute,
 		limitDoubt:  30 * time.Second,
+		nobodys:     2 * time.Second,
 		call:        5 * time.Second,
 		restore:     10 * time.Second,
 		retry:       time.Second,

@@ -391,8 +391,8 @@ func TestErrorsDoNotSpin(t *testing.T) {
 	g.r.doubts = map[holdKey]*doubt{keyOf(g.book.Holds()[0]): d}
 	before := time.Now()
 	wait, err = g.r.doubt(ctx)
-	if err == nil || wait <= 0 || !g.r.due(d).After(before) {
-		t.Errorf("next look in %v, due %v, error %v", wait, g.r.due(d), err)
+	if err == nil || wait <= 0 || !g.r.due(d, false).After(before) {
+		t.Errorf("next look in %v, due %v, error %v", wait, g.r.due(d, false), err)
 	}
 	cancel()
 	must(t, <-done)

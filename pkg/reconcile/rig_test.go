@@ -81,7 +81,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	must(t, err)
 	ms := time.Millisecond
 	g.r.times = times{
-		leaving: ms, leavingLast: 5 * ms, doubtAfter: time.Hour, doubt: time.Hour, limitDoubt: time.Hour, call: time.Minute, restore: time.Minute,
+		leaving: ms, leavingLast: 5 * ms, doubtAfter: time.Hour, doubt: time.Hour, nobodys: time.Hour, limitDoubt: time.Hour, call: time.Minute, restore: time.Minute,
 		retry: 10 * ms, gather: ms, doubtGather: ms,
 	}
 	return g

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/apimachinery/pkg/api/resource"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// asking is a pod that is bound to the node for its limit.
+func (g *rig) asking(uid, gpus string) *corev1.Pod {
+	p := g.pod(uid)
+	p.Status.Phase = corev1.PodPending
+	requests := corev1.ResourceList{resource: resourceapi.MustParse(gpus)}
+	p.Spec.Containers = []corev1.Container{{Resources: corev1.ResourceRequirements{Requests: requests, Limits: requests}}}
+	return p
+}
+
+func (g *rig) updatePod(p *corev1.Pod, phase corev1.PodPhase) {
+	g.t.Helper()
+	p = p.DeepCopy()
+	p.Status.Phase = phase
+	must(g.t, g.client.Tracker().Update(corev1.SchemeGroupVersion.WithResource("pods"), p, "apps"))
+}
+
+// nobodysSoon makes what takes seconds take milliseconds.
+func (g *rig) nobodysSoon() { g.r.times.nobodys = 10 * time.Millisecond }
+
+func TestPodThatFinishes(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.group("p1", true)
+	p := g.asking("p1", "1")
+	g.addPod(p)
+	g.run()
+	g.allocate("GPU-1")
+	g.checkpoint("p1", "GPU-1")
+	g.await("GPU-1: limit GPU-1 held [p1]")
+	// Its status may come before its last process ends.
+	g.updatePod(p, corev1.PodSucceeded)
+	g.await("GPU-1: limit GPU-1 draining [p1]")
+	g.group("p1", false)
+	g.await()
+}
+
+// Kubelet asks for each container: what an init container had is reused by those after it.
+func TestInitContainersAndRestarts(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.nobodysSoon()
+	p := g.asking("p1", "1")
+	g.addPod(p)
+	g.run()
+	g.allocate("GPU-1")
+	g.checkpoint("p1", "GPU-1")
+	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.allocate("GPU-1")
+	g.checkpoint("p1", "GPU-1", "p1", "GPU-1")
+	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.group("p1", true)
+	g.updatePod(p, corev1.PodRunning)
+	// Between two starts of its container there is no process.
+	g.group("p1", false)
+	g.stays("GPU-1: limit GPU-1 held [p1]")
+	g.group("p1", true)
+	g.stays("GPU-1: limit GPU-1 held [p1]")
+}
+
+// An Allocate that kubelet throws away, since another device or container of the pod could not be had.
+func TestFailedAdmissionAfterAllocate(t *testing.T) {
+	t.Parallel()
+	for name, written := range map[string]bool{"kubelet has written it down": true, "kubelet has not": false} {
+		t.Run(name, func(t *testing.T) {
+			g := newRig(t, "GPU-1", "GPU-2")
+			g.noGroup("anchor")
+			must(t, os.MkdirAll(filepath.Join(g.groups, "kubepods"), 0o755))
+			g.nobodysSoon()
+			p, other := g.asking("p1", "1"), g.asking("p2", "1")
+			g.addPod(p)
+			g.addPod(other)
+			g.run()
+			g.allocate("GPU-1", "GPU-2")
+			if written {
+				g.checkpoint("p1", "GPU-1", "p2", "GPU-2")
+				g.await("GPU-1: limit GPU-1 held [p1]", "GPU-2: limit GPU-2 held [p2]")
+			} else {
+				g.checkpoint("p2", "GPU-2")
+				g.await("GPU-1: limit GPU-1 held []", "GPU-2: limit GPU-2 held [p2]")
+				g.stays("GPU-1: limit GPU-1 held []", "GPU-2: limit GPU-2 held [p2]") // it may be p1's
+			}
+			g.updatePod(p, corev1.PodFailed)
+			g.await("GPU-2: limit GPU-2 held [p2]")
+		})
+	}
+}
+
+// Whatever we have heard of pods, a device that kubelet lists, or a kubelet that does not answer, keeps it.
+func TestKubeletHasTheLastWordOnNobodysLimit(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.nobodysSoon()
+	g.addPod(g.pod("anchor"))
+	g.used = []evidence.UsedDevice{{ID: "GPU-1", Resource: resource}}
+	g.run()
+	g.allocate("GPU-1")
+	g.stays("GPU-1: limit GPU-1 held []")
+	g.change(func() { g.away, g.used = true, nil })
+	g.stays("GPU-1: limit GPU-1 held []")
+	g.change(func() { g.away = false })
+	g.stays("GPU-1: limit GPU-1 held []") // it is asked again after a while
+	if g.calls() == 0 {
+		t.Error("kubelet was not asked")
+	}
+}
+
+// A claim's pod is force-deleted, its claim deallocated and deleted, and its containers live on.
+func TestForceDeletedClaimPod(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.doubtSoon()
+	g.group("p1", true)
+	g.addPod(g.pod("p1", "one"))
+	g.claim("one", "c1", "gpu-1")
+	g.run()
+	g.prepare("c1", "one", "GPU-1", "p1")
+	g.deletePod("p1")
+	g.change(func() { delete(g.claims, "apps/one") })
+	g.stays("GPU-1: claim c1 held [p1]")
+	must(t, g.book.DrainClaim(t.Context(), "c1"))
+	g.stays("GPU-1: claim c1 draining [p1]")
+	if err := g.book.ReserveLimits([]ledger.LimitRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}}); err == nil {
+		t.Error("a limit got what a container still uses")
+	}
+	g.group("p1", false)
+	g.await()
+}
+
+// Nobody unprepares what kubelet has forgotten.
+func TestClaimStateDeleted(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.doubtSoon()
+	g.group("p1", true)
+	p := g.pod("p1", "one")
+	g.addPod(p)
+	g.claim("one", "c1", "gpu-1")
+	g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1"}})
+	g.run()
+	g.prepare("c1", "one", "GPU-1", "p1")
+	must(t, os.Remove(filepath.Join(g.dir, "dra_manager_state")))
+	g.stays("GPU-1: claim c1 held [p1]")
+	g.updatePod(p, corev1.PodSucceeded)
+	g.claim("one", "c1") // deallocated
+	g.stays("GPU-1: claim c1 held [p1]")
+	g.group("p1", false)
+	g.await()
+}
+
+// The device checkpoint is deleted, and the agent restarts without records: what it cannot know it must not give away.
+func TestDeviceCheckpointDeleted(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.group("p1", true)
+	p := g.asking("p1", "1")
+	g.addPod(p)
+	g.run()
+	g.allocate("GPU-1")
+	g.checkpoint("p1", "GPU-1")
+	g.await("GPU-1: limit GPU-1 held [p1]")
+	must(t, os.Remove(evidence.DeviceCheckpointPath(g.dir)))
+	g.stays("GPU-1: limit GPU-1 held [p1]")
+	g.updatePod(p, corev1.PodSucceeded)
+	g.noGroup("p1")
+	g.await()
+}
+
+// Everything ends while nobody looks.
+func TestWhileTheAgentWasDown(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2", "GPU-3", "GPU-4", "GPU-5")
+	g.doubtSoon()
+	g.allocate("GPU-1", "GPU-2", "GPU-3")
+	for _, h := range g.book.Holds() {
+		must(t, g.book.Identify(h, ledger.Pod{UID: "p" + h.Holder.ID[len("GPU-"):], Namespace: "apps", Name: "p"}))
+	}
+	g.prepare("c4", "four", "GPU-4", "p4")
+	g.prepare("c5", "five", "GPU-5", "p5")
+	must(t, g.book.DrainClaim(t.Context(), "c5"))
+	// The first pod is gone; the second has succeeded; the third was force-deleted and runs; the fourth claim is gone; the
+	// pod of the fifth, which was unprepared, has ended.
+	second := g.pod("p2")
+	second.Status.Phase = corev1.PodSucceeded
+	g.addPod(second)
+	g.group("p2", false)
+	g.group("p3", true)
+	must(t, g.r.Restore(t.Context()))
+	g.run()
+	g.await("GPU-3: limit GPU-3 draining [p3]")
+	g.noGroup("p3")
+	g.await()
+}
+
+// While kubelet is down pods are deleted from the API server, and their containers live on until it is back.
+func TestWhileKubeletWasDown(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.doubtSoon()
+	g.group("p1", true)
+	g.group("p2", true)
+	g.addPod(g.asking("p1", "1"))
+	g.addPod(g.pod("p2", "two"))
+	g.claim("two", "c2", "gpu-2")
+	g.run()
+	g.allocate("GPU-1")
+	g.checkpoint("p1", "GPU-1")
+	g.prepare("c2", "two", "GPU-2", "p2")
+	g.await("GPU-1: limit GPU-1 held [p1]", "GPU-2: claim c2 held [p2]")
+	g.change(func() { g.away = true })
+	g.deletePod("p1")
+	g.deletePod("p2")
+	g.change(func() { delete(g.claims, "apps/two") })
+	g.await("GPU-1: limit GPU-1 draining [p1]", "GPU-2: claim c2 held [p2]")
+	g.group("p1", false) // they end, and nobody removes what they leave
+	g.group("p2", false)
+	g.stays("GPU-1: limit GPU-1 draining [p1]", "GPU-2: claim c2 held [p2]")
+	g.change(func() { g.away = false })
+	g.noGroup("p1")
+	must(t, g.book.DrainClaim(t.Context(), "c2"))
+	g.await()
+}
