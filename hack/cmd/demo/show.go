@@ -91,6 +91,7 @@ func (d *demo) run(ctx context.Context) error {
 		return errors.Join(problem, err)
 	}
 	fmt.Print("\n", table(pods, seen), "\n")
+	problem = errors.Join(problem, d.holders(ctx))
 	d.explain()
 	doubles := seen.DoublyOwned()
 	running, pending := count(pods)
@@ -121,8 +122,8 @@ func (d *demo) fill(ctx context.Context) error {
 		}
 	}
 	d.steps.next("more pods than GPUs: %s", tooMany)
-	// Without it kubelet would refuse limits pods that the scheduler sends on the strength of the old number.
-	if err := d.await(ctx, "kubelet to report what claims hold", d.allocatableStale); err != nil {
+	// Kubelet would refuse limits pods that the scheduler sends on the strength of an old number.
+	if err := d.await(ctx, "the node to say what claims leave to limits", d.allocatableStale); err != nil {
 		return err
 	}
 	if err := d.apply(ctx, tooMany); err != nil {
@@ -227,8 +228,7 @@ func (d *demo) allocatableStale(ctx context.Context) (string, error) {
 		}
 		allocatable := object.Status.Allocatable[install.ResourceName]
 		if int(allocatable.Value()) != total-byClaims {
-			return fmt.Sprintf("%s says %s: %s, of which claims hold %d; it is written every ten seconds",
-				node.Name(), install.ResourceName, allocatable.String(), byClaims), nil
+			return fmt.Sprintf("%s says %s: %s, though claims hold %d", node.Name(), install.ResourceName, allocatable.String(), byClaims), nil
 		}
 	}
 	return "", nil
@@ -257,9 +257,19 @@ func check(seen oracle.Picture) error {
 	return errors.Join(problems...)
 }
 
+// holders prints who has which GPU as Tandem itself says it.
+func (d *demo) holders(ctx context.Context) error {
+	out, err := d.cluster.Kubectl(ctx, "get", "gpunodes", "-o", "wide")
+	if err != nil {
+		return err
+	}
+	fmt.Printf("kubectl get gpunodes -o wide\n%s\n", out)
+	return nil
+}
+
 func (d *demo) explain() {
 	enter := "go run ./hack/cmd/cluster -dir " + d.cluster.Config().Dir
-	fmt.Fprintf(os.Stdout, `Look around:  %[1]s exec kubectl get pods,resourceclaims
+	fmt.Fprintf(os.Stdout, `Look around:  %[1]s exec kubectl get pods,resourceclaims,gpunodes
               %[1]s exec              a shell with kubectl and helm
               %[1]s node node-1       a shell on the node
 Remove it:    make demo-down
