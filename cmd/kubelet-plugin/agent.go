@@ -11,7 +11,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/kubernetes"
@@ -26,11 +25,8 @@ import (
 	"github.com/tandem-gpu/tandem/internal/status"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
-	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
-	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
 )
@@ -43,10 +39,12 @@ const (
 
 // agent is the wiring of one node.
 type agent struct {
-	config   config.Config
-	api      *rest.Config
-	client   kubernetes.Interface
-	metrics  *prometheus.Registry
+	config config.Config
+	api    *rest.Config
+	client kubernetes.Interface
+	// reload reads the configuration anew, apart from the node's label.
+	reload   func() (config.Config, error)
+	metrics  metrics
 	status   *status.Server
 	events   record.EventBroadcaster
 	recorder record.EventRecorder
@@ -74,6 +72,7 @@ func newAgent(c config.Config) (*agent, error) {
 	server.Waiting("limits", errNotStarted)
 	return &agent{
 		config: c, api: api, client: client, metrics: metrics, events: events, status: server,
+		reload:   func() (config.Config, error) { return c, nil },
 		recorder: events.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "tandem", Host: c.NodeName}),
 		bootID:   strings.TrimSpace(string(bootID)),
 	}, nil
@@ -129,7 +128,8 @@ func (a *agent) serve(ctx context.Context) error {
 
 // unlessStopped drops the errors of what was interrupted, and of what would be started anew.
 func unlessStopped(ctx context.Context, err error) error {
-	if ctx.Err() != nil && (errors.Is(err, context.Canceled) || errors.Is(err, nvml.ErrDriverReplaced)) {
+	anew := errors.Is(err, nvml.ErrDriverReplaced) || errors.Is(err, errReconfigured)
+	if ctx.Err() != nil && (errors.Is(err, context.Canceled) || anew) {
 		return nil
 	}
 	return err
@@ -170,29 +170,6 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 	if err != nil {
 		return err
 	}
-	claims, err := driver.New(driver.Config{
-		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
-		Ledger: book, Inventory: node, Specs: specs, Pods: pods, Recorder: a.recorder, Registerer: a.metrics,
-	})
-	if err != nil {
-		return err
-	}
-	self := evidence.NewNode(a.client, a.config.NodeName)
-	objectConfig := gpunode.Config{
-		REST: a.api, NodeName: a.config.NodeName, Mode: string(a.config.Mode),
-		Node: self, Ledger: book, Inventory: node, Registerer: a.metrics,
-	}
-	if a.config.Mode.Limits() {
-		objectConfig.LimitsResource = a.config.ResourceName
-	}
-	object, err := gpunode.New(objectConfig)
-	if err != nil {
-		return err
-	}
-	limits, err := legacy.New(a.limitsConfig(book, node, specs, resources, object))
-	if err != nil {
-		return err
-	}
 	if err := reconciler.Restore(ctx); err != nil {
 		return err
 	}
@@ -200,32 +177,30 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		// The specs' own loop tries again, and every Prepare and Allocate does.
 		klog.FromContext(ctx).Error(err, "Writing CDI specs")
 	}
+	self := evidence.NewNode(a.client, a.config.NodeName)
+	front := frontEnds{pods: pods, book: book, node: node, specs: specs, resources: resources, self: self}
+	a.status.Waiting("claims", errNoPods)
+	a.status.Waiting("limits", errNoPods)
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
-		reconciler.Run, specs.Run, a.checkRuntime, self.Run, object.Run,
+		reconciler.Run, specs.Run, a.checkRuntime, self.Run, a.returnMemory,
 		func(ctx context.Context) error { return provision(ctx, book, node) },
-		a.afterPods(pods, "claims", claims.Run, claims.Ready),
-		a.afterPods(pods, "limits", limits.Run, limits.Ready),
-		a.returnMemory,
+		func(ctx context.Context) error {
+			return a.newSettings(self, node.Inventory).run(ctx, func(ctx context.Context, c config.Config) error {
+				return a.with(c).serveAPIs(ctx, front)
+			})
+		},
 	} {
 		group.Go(func() error { return run(ctx) })
 	}
 	return group.Wait()
 }
 
-var errNoPods = errors.New("the API server has not listed this node's pods yet")
-
-// afterPods serves an API once the node's pods are known: without them a device whose pod was removed while its containers
-// live would pass for reused by that pod, and one that is free for taken.
-func (a *agent) afterPods(pods *evidence.Pods, name string, run func(context.Context) error, ready func() error) func(context.Context) error {
-	a.status.Waiting(name, errNoPods)
-	return func(ctx context.Context) error {
-		if !pods.AwaitSync(ctx) {
-			return nil
-		}
-		a.status.Check(name, ready)
-		return run(ctx)
-	}
+// with is the agent with another configuration.
+func (a *agent) with(c config.Config) *agent {
+	next := *a
+	next.config = c
+	return &next
 }
 
 func (a *agent) nodeOptions() nvml.Options {
@@ -255,24 +230,6 @@ func (a *agent) newSpecs(node *nvml.Node) (*cdi.Specs, error) {
 		options.Hook = cdi.NewHook(a.config.CDIHookSource, a.hookPath())
 	}
 	return cdi.New(options)
-}
-
-func (a *agent) limitsConfig(book *ledger.Ledger, node *nvml.Node, specs *cdi.Specs, resources *evidence.PodResources,
-	object *gpunode.Object,
-) legacy.Config {
-	c := legacy.Config{
-		ResourceName: a.config.ResourceName, NodeName: a.config.NodeName,
-		Directory:  filepath.Join(a.config.KubeletDir, "device-plugins"),
-		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
-		PassDeviceSpecs: a.config.PassDeviceSpecs,
-		Inventory:       node, Ledger: book, Specs: specs, Kubelet: resources, Recorder: a.recorder, Registerer: a.metrics,
-		Allocations: object, Acknowledge: object.Acknowledge,
-	}
-	c.DevRoot, c.DevRootInAgent = node.DevRoot()
-	for _, s := range a.config.DeviceListStrategies {
-		c.Strategies = append(c.Strategies, legacy.Strategy(s))
-	}
-	return c
 }
 
 // provisionRetry is how soon space that was not to be had is asked for again.

@@ -27,8 +27,9 @@ func main() {
 	klog.Flush()
 	switch {
 	case errors.Is(err, flag.ErrHelp):
-	case errors.Is(err, nvml.ErrDriverReplaced):
-		// Everything is closed, and only a new process can bind the new library (package nvml).
+	case errors.Is(err, nvml.ErrDriverReplaced), errors.Is(err, errReconfigured):
+		// Everything is closed. Only a new process can bind a new library (package nvml), and what starts with the new
+		// configuration needs no care for what was.
 		err = syscall.Exec("/proc/self/exe", os.Args, os.Environ())
 		fallthrough
 	case err != nil:
@@ -67,6 +68,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
+	a.reload = func() (config.Config, error) { return config.Load(args, os.LookupEnv, io.Discard) }
 	return a.run(ctx)
 }
 

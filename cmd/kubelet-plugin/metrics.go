@@ -9,13 +9,26 @@ import (
 	"github.com/tandem-gpu/tandem/internal/version"
 )
 
-func newMetrics() *prometheus.Registry {
+// metrics are those of the wiring itself.
+type metrics struct {
+	*prometheus.Registry
+	modes   *prometheus.GaugeVec
+	refused prometheus.Gauge
+}
+
+func newMetrics() metrics {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	build := prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "tandem_build_info", Help: "Version and commit of the running agent; always 1.",
 	}, []string{"version", "commit"})
 	build.WithLabelValues(version.Version, version.Commit).Set(1)
-	registry.MustRegister(build)
-	return registry
+	modes := prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "tandem_mode", Help: "Mode in which the node is served (Dual, ClaimsOnly, LimitsOnly, Split); 1 for the one it is.",
+	}, []string{"mode"})
+	refused := prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "tandem_config_rejected", Help: "1 while the newest configuration of the node (file and label) is wrong and the one before is in use.",
+	})
+	registry.MustRegister(build, modes, refused)
+	return metrics{Registry: registry, modes: modes, refused: refused}
 }

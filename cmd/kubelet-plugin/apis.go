@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"path/filepath"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/tandem-gpu/tandem/pkg/cdi"
+	"github.com/tandem-gpu/tandem/pkg/driver"
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/gpunode"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/legacy"
+	"github.com/tandem-gpu/tandem/pkg/nvml"
+)
+
+// frontEnds is what both APIs are served from.
+type frontEnds struct {
+	pods      *evidence.Pods
+	book      *ledger.Ledger
+	node      *nvml.Node
+	specs     *cdi.Specs
+	resources *evidence.PodResources
+	self      *evidence.Node
+}
+
+var errNoPods = errors.New("the API server has not listed this node's pods yet")
+
+// serveAPIs serves those that the mode says, once the node's pods are known: without them a device whose pod was removed while
+// its containers live would pass for reused by that pod, and one that is free for taken.
+func (a *agent) serveAPIs(ctx context.Context, f frontEnds) error {
+	object, err := gpunode.New(a.objectConfig(f))
+	if err != nil {
+		return err
+	}
+	claims, err := driver.New(a.claimsConfig(f))
+	if err != nil {
+		return err
+	}
+	limits, err := legacy.New(a.limitsConfig(f, object))
+	if err != nil {
+		return err
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return object.Run(ctx) })
+	if !f.pods.AwaitSync(ctx) {
+		return group.Wait()
+	}
+	// Claims are served in every mode: those that have devices may still have to be prepared, and must be unprepared.
+	group.Go(func() error { return claims.Run(ctx) })
+	a.status.Waiting("claims", nil)
+	if a.config.Mode.Claims() {
+		a.status.Check("claims", claims.Ready)
+	}
+	// Limits need nobody to end them: evidence does.
+	a.status.Waiting("limits", nil)
+	if a.config.Mode.Limits() {
+		group.Go(func() error { return limits.Run(ctx) })
+		a.status.Check("limits", limits.Ready)
+	}
+	return group.Wait()
+}
+
+func (a *agent) objectConfig(f frontEnds) gpunode.Config {
+	c := gpunode.Config{
+		REST: a.api, NodeName: a.config.NodeName, Mode: string(a.config.Mode),
+		Node: f.self, Ledger: f.book, Inventory: f.node, Registerer: a.metrics,
+	}
+	if a.config.Mode.Limits() {
+		c.LimitsResource = a.config.ResourceName
+	}
+	return c
+}
+
+func (a *agent) claimsConfig(f frontEnds) driver.Config {
+	return driver.Config{
+		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
+		Ledger: f.book, Inventory: f.node, Specs: f.specs, Pods: f.pods, Recorder: a.recorder, Registerer: a.metrics,
+		OfferedToClaims: a.config.OfferedToClaims, OfferedToLimits: a.config.OfferedToLimits, PublishNothing: !a.config.Mode.Claims(),
+	}
+}
+
+func (a *agent) limitsConfig(f frontEnds, object *gpunode.Object) legacy.Config {
+	c := legacy.Config{
+		ResourceName: a.config.ResourceName, NodeName: a.config.NodeName,
+		Directory:  filepath.Join(a.config.KubeletDir, "device-plugins"),
+		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
+		PassDeviceSpecs: a.config.PassDeviceSpecs,
+		Inventory:       f.node, Offered: a.config.OfferedToLimits, Ledger: f.book, Specs: f.specs, Kubelet: f.resources,
+		Allocations: object, Acknowledge: object.Acknowledge,
+		Recorder: a.recorder, Registerer: a.metrics,
+	}
+	c.DevRoot, c.DevRootInAgent = f.node.DevRoot()
+	for _, s := range a.config.DeviceListStrategies {
+		c.Strategies = append(c.Strategies, legacy.Strategy(s))
+	}
+	return c
+}

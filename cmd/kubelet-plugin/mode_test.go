@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/common/expfmt"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/client-go/tools/record"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+)
+
+// configured is an agent that follows its settings and serves nothing.
+type configured struct {
+	*agent
+	t      *testing.T
+	file   string
+	events *record.FakeRecorder
+	served chan config.Config
+	ended  chan error
+}
+
+func follow(t *testing.T, file string, labels map[string]string) *configured {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "config.yaml")
+	if err := os.WriteFile(path, []byte(file), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	base := nodeConfig(t)
+	reload := func() (config.Config, error) {
+		return config.Load([]string{"--node-name=node-1", "--config=" + path, "--kubeconfig=" + base.Kubeconfig, "--http-endpoint="},
+			func(string) (string, bool) { return "", false }, io.Discard)
+	}
+	loaded, err := reload()
+	if err != nil {
+		t.Fatal(err)
+	}
+	a, err := newAgent(loaded)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(a.events.Shutdown)
+	c := &configured{
+		agent: a, t: t, file: path, events: record.NewFakeRecorder(100), served: make(chan config.Config, 1), ended: make(chan error, 1),
+	}
+	a.recorder, a.reload = c.events, reload
+	a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1", UID: "uid", Labels: labels}})
+	ctx, cancel := context.WithCancel(context.Background())
+	self := evidence.NewNode(a.client, "node-1")
+	inventory := func() device.Inventory {
+		return device.Inventory{GPUs: []device.GPU{{UUID: "GPU-a", Index: 0}, {UUID: "GPU-b", Index: 1}}}
+	}
+	watched := make(chan error, 1)
+	go func() { watched <- self.Run(ctx) }()
+	go func() {
+		c.ended <- a.newSettings(self, inventory).run(ctx, func(ctx context.Context, current config.Config) error {
+			c.served <- current
+			<-ctx.Done()
+			return nil
+		})
+	}()
+	t.Cleanup(func() { cancel(); <-watched })
+	return c
+}
+
+func (c *configured) label(value string) {
+	c.t.Helper()
+	node, err := c.client.CoreV1().Nodes().Get(c.t.Context(), "node-1", metav1.GetOptions{})
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	node.Labels = map[string]string{config.ModeLabel: value}
+	if _, err := c.client.CoreV1().Nodes().Update(c.t.Context(), node, metav1.UpdateOptions{}); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func (c *configured) edit(file string) {
+	c.t.Helper()
+	if err := os.WriteFile(c.file+".new", []byte(file), 0o600); err != nil {
+		c.t.Fatal(err)
+	}
+	if err := os.Rename(c.file+".new", c.file); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func (c *configured) serves(want config.Mode) {
+	c.t.Helper()
+	select {
+	case got := <-c.served:
+		if got.Mode != want {
+			c.t.Errorf("serves %s, want %s", got.Mode, want)
+		}
+	case err := <-c.ended:
+		c.t.Fatalf("ended: %v", err)
+	case <-time.After(time.Minute):
+		c.t.Fatal("serves nothing")
+	}
+	c.shows(`tandem_mode{mode="` + string(want) + `"} 1`)
+}
+
+// shows looks for a line of the metrics.
+func (c *configured) shows(line string) {
+	c.t.Helper()
+	families, err := c.metrics.Gather()
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	var text strings.Builder
+	for _, family := range families {
+		if _, err := expfmt.MetricFamilyToText(&text, family); err != nil {
+			c.t.Fatal(err)
+		}
+	}
+	if !strings.Contains(text.String(), line+"\n") {
+		c.t.Errorf("%s is not among the metrics", line)
+	}
+}
+
+func (c *configured) rejects(want string) {
+	c.t.Helper()
+	select {
+	case event := <-c.events.Events:
+		if !strings.Contains(event, "ConfigRejected") || !strings.Contains(event, want) {
+			c.t.Errorf("event %q, want %s", event, want)
+		}
+	case err := <-c.ended:
+		c.t.Fatalf("ended: %v", err)
+	case <-time.After(time.Minute):
+		c.t.Fatal("no event")
+	}
+	c.shows("tandem_config_rejected 1")
+}
+
+func (c *configured) startsAnew() {
+	c.t.Helper()
+	select {
+	case err := <-c.ended:
+		if !errors.Is(err, errReconfigured) {
+			c.t.Errorf("ended: %v", err)
+		}
+	case <-time.After(time.Minute):
+		c.t.Fatal("goes on as before")
+	}
+}
+
+func TestModeChanges(t *testing.T) {
+	const rules = "tandem: {devices: [{match: {index: 0}, use: limits}]}"
+	t.Run("label", func(t *testing.T) {
+		c := follow(t, rules, nil)
+		c.serves(config.ModeDual)
+		c.label("split")
+		c.rejects(`"split" is not one of`)
+		c.label("Split")
+		c.startsAnew()
+	})
+	t.Run("file", func(t *testing.T) {
+		c := follow(t, "version: v1\n", nil)
+		c.serves(config.ModeDual)
+		c.edit("tandem: {mode: Split, devices: [{match: {index: 7}, use: limits}]}")
+		c.rejects("no GPU of this node has index 7")
+		c.edit("tandem: {mode: Split, devices: [{match: {index: 0}, use: limits}, {match: {uuid: GPU-a}, use: claims}]}")
+		c.rejects("want different uses of GPU GPU-a")
+		c.edit("tandem: {moed: Split}")
+		c.rejects("moed")
+		c.edit("tandem: {mode: LimitsOnly}")
+		c.startsAnew()
+	})
+	t.Run("the label wins over the file", func(t *testing.T) {
+		c := follow(t, "tandem: {mode: LimitsOnly}", map[string]string{config.ModeLabel: "ClaimsOnly"})
+		c.serves(config.ModeClaimsOnly)
+		// Nothing changes for this node; the wrong file after it is the first that is noticed.
+		c.edit("tandem: {mode: Dual}")
+		c.edit("tandem: {mode: }}")
+		c.rejects("config.yaml")
+		c.label("Dual")
+		c.edit("tandem: {mode: ClaimsOnly}")
+		c.startsAnew()
+	})
+	t.Run("wrong from the start", func(t *testing.T) {
+		c := follow(t, "version: v1\n", map[string]string{config.ModeLabel: "Split"})
+		c.rejects("tandem.devices: is required")
+		if err := c.status.Ready(); err == nil || !strings.Contains(err.Error(), "mode: node label tandem-gpu.dev/mode=Split") {
+			t.Errorf("ready: %v", err)
+		}
+		c.edit(rules)
+		c.startsAnew()
+	})
+	t.Run("a lost GPU stops nobody", func(t *testing.T) {
+		c := follow(t, "tandem: {mode: Split, devices: [{match: {index: 7}, use: limits}]}", nil)
+		c.serves(config.ModeSplit)
+		if event := <-c.events.Events; !strings.Contains(event, "ConfigMatchesNothing") {
+			t.Errorf("event %q", event)
+		}
+	})
+}

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+)
+
+// TestWatchAConfigMap replaces a file as kubelet does: a new directory, and one link that is swapped.
+func TestWatchAConfigMap(t *testing.T) {
+	dir := t.TempDir()
+	publish := func(name, content string) {
+		t.Helper()
+		if err := os.Mkdir(filepath.Join(dir, name), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name, "config.yaml"), []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Symlink(name, filepath.Join(dir, "..data_tmp")); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(filepath.Join(dir, "..data_tmp"), filepath.Join(dir, "..data")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	publish("..1", "first")
+	file := filepath.Join(dir, "config.yaml")
+	if err := os.Symlink("..data/config.yaml", file); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	seen, done := make(chan string, 100), make(chan error, 1)
+	go func() {
+		done <- Watch(ctx, file, func() {
+			data, err := os.ReadFile(file)
+			if err != nil {
+				t.Error(err)
+			}
+			seen <- string(data)
+		})
+	}()
+	await := func(want string) {
+		t.Helper()
+		for {
+			select {
+			case got := <-seen:
+				if got == want {
+					return
+				}
+			case <-time.After(time.Minute):
+				t.Fatalf("%q was never seen", want)
+			}
+		}
+	}
+	await("first")
+	publish("..2", "second")
+	await("second")
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	if err := Watch(t.Context(), filepath.Join(dir, "absent", "config.yaml"), func() {}); err == nil {
+		t.Error("watches a directory that is not there")
+	}
+}
