@@ -111,7 +111,7 @@ var errNotStarted = errors.New("not started")
 // before, the CDI specs, and only then the two APIs.
 func (a *agent) serve(ctx context.Context) error {
 	cgroups := evidence.NewCgroups(a.config.CgroupRoot)
-	pods, err := evidence.NewPods(a.client, a.config.NodeName, cgroups)
+	pods, err := evidence.NewPods(a.client, a.config.NodeName, cgroups, a.config.KubeletDir)
 	if err != nil {
 		return err
 	}

@@ -27,8 +27,10 @@ import (
 // ledger's Evidence. Until its first list of pods has arrived, everything is Running. It is safe for concurrent use.
 type Pods struct {
 	cgroups *Cgroups
-	factory informers.SharedInformerFactory
-	handler cache.ResourceEventHandlerRegistration
+	// kubeletDir is kubelet's root directory.
+	kubeletDir string
+	factory    informers.SharedInformerFactory
+	handler    cache.ResourceEventHandlerRegistration
 
 	mu      sync.Mutex
 	changed chan struct{}
@@ -48,15 +50,15 @@ type seenPod struct {
 
 var _ ledger.Evidence = (*Pods)(nil)
 
-// NewPods prepares an informer on the pods of one node. Nothing is asked before Run.
-func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups) (*Pods, error) {
+// NewPods prepares an informer on the pods of one node, whose kubelet has its root directory there. Nothing is asked before Run.
+func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubeletDir string) (*Pods, error) {
 	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
 		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
 			o.FieldSelector = fields.OneTermEqualSelector("spec.nodeName", node).String()
 		}),
 		informers.WithTransform(trim))
 	p := &Pods{
-		cgroups: cgroups, factory: factory, changed: make(chan struct{}),
+		cgroups: cgroups, kubeletDir: kubeletDir, factory: factory, changed: make(chan struct{}),
 		pods: map[types.UID]seenPod{}, deleted: map[types.UID]seenPod{},
 	}
 	handler, err := factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
@@ -322,14 +324,28 @@ func (p *Pods) Verdict(h ledger.Hold) ledger.Verdict {
 	return verdict
 }
 
-// Started implements ledger.Evidence. Where the kernel does not tell, the pod may have started.
+// Started implements ledger.Evidence. Where the kernel does not tell, the pod may have started. Who holds a limit that nobody
+// has identified yet is in kubelet's checkpoint: an agent that was frozen is asked for the next pod before it has looked.
 func (p *Pods) Started(h ledger.Hold) bool {
+	uids := make([]string, 0, 1)
 	for _, pod := range h.Pods {
-		if cgroup, err := p.cgroups.Pod(pod.UID); err != nil || cgroup == CgroupBusy {
+		uids = append(uids, pod.UID)
+	}
+	if len(uids) == 0 {
+		checkpoint, err := ReadDeviceCheckpoint(p.kubeletDir)
+		if err != nil {
 			return true
 		}
+		for _, d := range checkpoint.Devices {
+			if d.ID == h.Holder.ID && d.Resource == h.Resource && !checkpoint.Written.Before(h.Since) {
+				uids = append(uids, d.PodUID)
+			}
+		}
 	}
-	return false
+	return slices.ContainsFunc(uids, func(uid string) bool {
+		cgroup, err := p.cgroups.Pod(uid)
+		return err != nil || cgroup == CgroupBusy
+	})
 }
 
 // Unsettled is how long the hold of a limit is still within Settling.

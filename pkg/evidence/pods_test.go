@@ -4,7 +4,10 @@ package evidence
 
 import (
 	"context"
+	"fmt"
 	"maps"
+	"os"
+	"path/filepath"
 	"reflect"
 	"slices"
 	"testing"
@@ -58,7 +61,7 @@ func extended(claim string) option {
 // known is a Pods that has synced a while ago, without an API server.
 func known(t *testing.T, f tree, pods ...*corev1.Pod) *Pods {
 	t.Helper()
-	p, err := NewPods(fake.NewClientset(), "node-1", f.fresh())
+	p, err := NewPods(fake.NewClientset(), "node-1", f.fresh(), t.TempDir())
 	must(t, err)
 	p.synced = time.Now().Add(-time.Hour)
 	for _, pod := range pods {
@@ -402,7 +405,7 @@ func TestRun(t *testing.T) {
 	f := newTree(t)
 	f.v2("kubepods/burstable", false)
 	client := fake.NewClientset(pod(podA, "a"))
-	p, err := NewPods(client, "node-1", f.fresh())
+	p, err := NewPods(client, "node-1", f.fresh(), t.TempDir())
 	must(t, err)
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
@@ -444,7 +447,7 @@ func TestRun(t *testing.T) {
 }
 
 func TestAwaitSyncEndsWithContext(t *testing.T) {
-	p, err := NewPods(fake.NewClientset(), "node-1", newTree(t).fresh())
+	p, err := NewPods(fake.NewClientset(), "node-1", newTree(t).fresh(), t.TempDir())
 	must(t, err)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -464,5 +467,30 @@ func TestStarted(t *testing.T) {
 	}
 	if !known(t, newTree(t)).Started(limit(ledger.StateHeld, time.Second, podA)) {
 		t.Error("a pod of which the kernel says nothing has not started")
+	}
+}
+
+// TestStartedBeforeAnybodyLooked: the pod of a limit that has no pod yet is in kubelet's checkpoint, unless that is older.
+func TestStartedBeforeAnybodyLooked(t *testing.T) {
+	f := newTree(t)
+	f.group(podA, busyGroup)
+	p := known(t, f)
+	path := DeviceCheckpointPath(p.kubeletDir)
+	must(t, os.MkdirAll(filepath.Dir(path), 0o755))
+	must(t, os.WriteFile(path, fmt.Appendf(nil, `{"Data":{"PodDeviceEntries":[{"PodUID":%q,"ContainerName":"init","ResourceName":"nvidia.com/gpu",
+		"DeviceIDs":{"0":["GPU-a"]}}]},"Checksum":1}`, podA), 0o600))
+	h := limit(ledger.StateHeld, time.Second)
+	h.Resource = "nvidia.com/gpu"
+	if !p.Started(h) {
+		t.Error("the pod in the checkpoint runs")
+	}
+	h.Since = time.Now().Add(time.Minute)
+	if p.Started(h) {
+		t.Error("the checkpoint names the pod before")
+	}
+	other := limit(ledger.StateHeld, time.Second)
+	other.Holder.ID, other.Resource = "GPU-b", "nvidia.com/gpu"
+	if p.Started(other) {
+		t.Error("the checkpoint names another device")
 	}
 }

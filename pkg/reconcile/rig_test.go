@@ -68,7 +68,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	g.counts = prometheus.NewRegistry()
 	cgroups := evidence.NewCgroups(g.groups)
 	var err error
-	g.pods, err = evidence.NewPods(g.client, node, cgroups)
+	g.pods, err = evidence.NewPods(g.client, node, cgroups, g.dir)
 	must(t, err)
 	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: g.pods})
 	must(t, err)

@@ -93,7 +93,7 @@ func (a *agent) restore(c *call) {
 
 func (a *agent) open() (err error) {
 	cgroups := evidence.NewCgroups(a.host.cgroups())
-	if a.pods, err = evidence.NewPods(noClient{}, nodeName, cgroups); err != nil {
+	if a.pods, err = evidence.NewPods(noClient{}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
 		return err
 	}
 	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), Evidence: parkedEvidence{a.pods, a.simulation}, Now: stamp}
