@@ -100,9 +100,9 @@ func (s *saboteur) strikeComponent(ctx context.Context, c *cluster.Component, op
 			return done{}, err
 		}
 		rest(ctx, op.Pause)
-		return done{kills: 1}, c.Start(ctx)
+		return done{kills: 1}, restart(ctx, c.Start)
 	case Restart:
-		return done{}, c.Restart(ctx)
+		return done{}, restart(ctx, c.Restart)
 	case Freeze:
 		if err := c.Freeze(); err != nil {
 			return done{}, err
@@ -111,6 +111,16 @@ func (s *saboteur) strikeComponent(ctx context.Context, c *cluster.Component, op
 		return done{}, c.Thaw()
 	}
 	return done{}, fmt.Errorf("no way to %s %s", op.Kind, c.Name())
+}
+
+// restart does what a service manager would: a kubelet that starts before containerd serves ends, and is started again.
+func restart(ctx context.Context, start func(context.Context) error) (err error) {
+	for deadline := time.Now().Add(opPatience); time.Now().Before(deadline); rest(ctx, retryPause) {
+		if err = start(ctx); err == nil {
+			return nil
+		}
+	}
+	return err
 }
 
 // strikePod strikes what runs in a pod of Tandem's: kubelet starts it again.
@@ -176,7 +186,11 @@ func (s *saboteur) reboot(ctx context.Context, op Op) (done, error) {
 		return done{}, err
 	}
 	rest(ctx, op.Pause)
-	return done{kills: 1}, s.node.Boot(ctx)
+	if err := s.node.Boot(ctx); err != nil {
+		// What did not come up is started again.
+		return done{kills: 1}, restart(ctx, s.cluster.Start)
+	}
+	return done{kills: 1}, nil
 }
 
 // upgrade replaces the agent's pod as a new version of the chart would.
