@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/pkg/controller"
+)
+
+const (
+	gpuNodesPath    = "/apis/tandem-gpu.dev/v1alpha1/gpunodes"
+	controllerLabel = "app.kubernetes.io/component=controller"
+)
+
+// TestWhoMayWriteWhat: the status of a GPUNode is its own node's agent's, the spec the controller's, and of what others own the
+// controller may write what it is there for. Nothing here is stored: where the API server would allow it, it is a dry run.
+func TestWhoMayWriteWhat(t *testing.T) {
+	s := begin(t)
+	agent := s.agentPod(gpuNode)
+	own := s.as(agent.Spec.ServiceAccountName, &agent)
+	unbound := s.as(agent.Spec.ServiceAccountName, nil)
+	leader := s.controllerPod()
+	control := s.as(leader.Spec.ServiceAccountName, &leader)
+	s.await(soon, "both nodes' GPUNodes", func() error {
+		for _, name := range []string{gpuNode, numaNode} {
+			if err := theClient.CoreV1().RESTClient().Get().AbsPath(gpuNodesPath, name).Do(s.ctx).Error(); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	const (
+		status    = `{"status":{"mode":"Split"}}`
+		spec      = `{"spec":{"claims":[{"uid":"u","namespace":"n","name":"c","devices":["gpu-0"]}]}}`
+		labels    = `{"metadata":{"labels":{"stolen":"true"}}}`
+		ofNode    = "the agent on node '" + gpuNode + "' may write the GPUNode of that node only"
+		notByRBAC = "cannot "
+	)
+	for name, c := range map[string]struct {
+		err  error
+		want string // "" for allowed
+	}{
+		"agent: its status":            {s.patchGPUNode(own, gpuNode+"/status", status), ""},
+		"agent: its metadata":          {s.patchGPUNode(own, gpuNode, labels), ""},
+		"agent: its spec":              {s.patchGPUNode(own, gpuNode, spec), "which is the controller's"},
+		"agent: another's status":      {s.patchGPUNode(own, numaNode+"/status", status), ofNode},
+		"agent: another's spec":        {s.patchGPUNode(own, numaNode, spec), ofNode},
+		"agent: delete its own":        {s.deleteGPUNode(own, gpuNode), ""},
+		"agent: delete another's":      {s.deleteGPUNode(own, numaNode), ofNode},
+		"agent: create another's":      {s.createGPUNode(own, "node-3"), ofNode},
+		"agent: token bound to none":   {s.patchGPUNode(unbound, gpuNode+"/status", status), "bound to its pod"},
+		"controller: a spec":           {s.patchGPUNode(control, numaNode, spec), ""},
+		"controller: a status":         {s.patchGPUNode(control, gpuNode+"/status", status), notByRBAC},
+		"controller: metadata":         {s.patchGPUNode(control, gpuNode, labels), "may not write the metadata of a GPUNode"},
+		"controller: create":           {s.createGPUNode(control, "node-3"), notByRBAC},
+		"controller: delete":           {s.deleteGPUNode(control, gpuNode), notByRBAC},
+		"controller: a pod's image":    {s.patchPod(control, agent, `{"spec":{"containers":[{"name":"kubelet-plugin","image":"stolen"}]}}`), "may not write the spec of a pod"},
+		"controller: a pod's label":    {s.patchPod(control, agent, labels), "no metadata of a pod but"},
+		"controller: an annotation":    {s.patchPod(control, agent, `{"metadata":{"annotations":{"stolen":"true"}}}`), "no metadata of a pod but"},
+		"controller: the annotation":   {s.patchPod(control, agent, `{"metadata":{"annotations":{"`+controller.RetryAnnotation+`":"now"}}}`), ""},
+		"controller: GPUs of a node":   {s.patchNode(control, `{"status":{"allocatable":{"`+install.ResourceName+`":"3"}}}`, "status"), ""},
+		"controller: too many GPUs":    {s.patchNode(control, `{"status":{"allocatable":{"`+install.ResourceName+`":"99"}}}`, "status"), "than the node has"},
+		"controller: CPUs of a node":   {s.patchNode(control, `{"status":{"allocatable":{"cpu":"99"}}}`, "status"), "nothing of a node's status but"},
+		"controller: capacity":         {s.patchNode(control, `{"status":{"capacity":{"`+install.ResourceName+`":"99"}}}`, "status"), "nothing of a node's status but"},
+		"controller: a node's label":   {s.patchNode(control, labels, "status"), "may not write the metadata of a node"},
+		"controller: a node":           {s.patchNode(control, labels), notByRBAC},
+		"controller: evict whatever":   {s.evict(control, agent, nil), "with its UID and resourceVersion"},
+		"controller: evict by its UID": {s.evict(control, agent, &metav1.Preconditions{UID: &agent.UID}), "with its UID and resourceVersion"},
+		"controller: delete a pod":     {control.CoreV1().Pods(agent.Namespace).Delete(s.ctx, agent.Name, metav1.DeleteOptions{DryRun: dryRun}), notByRBAC},
+		"controller: read secrets":     {func() error { _, err := control.CoreV1().Secrets("").List(s.ctx, metav1.ListOptions{}); return err }(), notByRBAC},
+		"controller: another's lease": {func() error {
+			_, err := control.CoordinationV1().Leases("kube-system").List(s.ctx, metav1.ListOptions{})
+			return err
+		}(), notByRBAC},
+	} {
+		switch {
+		case c.want == "" && c.err != nil:
+			t.Errorf("%s: %v", name, c.err)
+		case c.want != "" && (!apierrors.IsForbidden(c.err) || !strings.Contains(c.err.Error(), c.want)):
+			t.Errorf("%s: %v, which should be forbidden and say %q", name, c.err, c.want)
+		}
+	}
+	// As it was seen, the pod may go; another version of it may not.
+	fresh := s.agentPod(gpuNode)
+	if err := s.evict(control, fresh, &metav1.Preconditions{UID: &fresh.UID, ResourceVersion: &fresh.ResourceVersion}); err != nil {
+		t.Errorf("evict a pod as it is: %v", err)
+	}
+	if err := s.evict(control, fresh, &metav1.Preconditions{UID: &fresh.UID, ResourceVersion: ptr.To("1")}); !apierrors.IsConflict(err) {
+		t.Errorf("evict a pod that has changed: %v", err)
+	}
+}
+
+// controllerPod is the one that leads, or waits to.
+func (s *story) controllerPod() corev1.Pod {
+	s.Helper()
+	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: controllerLabel})
+	if err != nil {
+		s.Fatal(err)
+	}
+	if len(list.Items) == 0 {
+		s.Fatal("no pod of the controller")
+	}
+	return list.Items[0]
+}
+
+func (s *story) patchGPUNode(client kubernetes.Interface, path, patch string) error {
+	return client.CoreV1().RESTClient().Patch(types.MergePatchType).AbsPath(gpuNodesPath+"/"+path).Param("dryRun", metav1.DryRunAll).
+		Body([]byte(patch)).Do(s.ctx).Error()
+}
+
+func (s *story) createGPUNode(client kubernetes.Interface, name string) error {
+	body := fmt.Sprintf(`{"apiVersion":"tandem-gpu.dev/v1alpha1","kind":"GPUNode","metadata":{"name":%q}}`, name)
+	return client.CoreV1().RESTClient().Post().AbsPath(gpuNodesPath).Param("dryRun", metav1.DryRunAll).
+		SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.ctx).Error()
+}
+
+func (s *story) deleteGPUNode(client kubernetes.Interface, name string) error {
+	return client.CoreV1().RESTClient().Delete().AbsPath(gpuNodesPath, name).Param("dryRun", metav1.DryRunAll).Do(s.ctx).Error()
+}
+
+func (s *story) patchPod(client kubernetes.Interface, pod corev1.Pod, patch string) error {
+	_, err := client.CoreV1().Pods(pod.Namespace).Patch(s.ctx, pod.Name, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun})
+	return err
+}
+
+func (s *story) patchNode(client kubernetes.Interface, patch string, subresources ...string) error {
+	_, err := client.CoreV1().Nodes().Patch(s.ctx, gpuNode, types.MergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun}, subresources...)
+	return err
+}
+
+func (s *story) evict(client kubernetes.Interface, pod corev1.Pod, preconditions *metav1.Preconditions) error {
+	return client.CoreV1().Pods(pod.Namespace).EvictV1(s.ctx, &policyv1.Eviction{
+		ObjectMeta:    metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
+		DeleteOptions: &metav1.DeleteOptions{DryRun: dryRun, Preconditions: preconditions},
+	})
+}
