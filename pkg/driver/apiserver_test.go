@@ -110,6 +110,13 @@ func (f *fakeAPI) serve(resource string, on bool) {
 	}
 }
 
+// upgrade makes all servers keep taints.
+func (f *fakeAPI) upgrade() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.dropTaints = false
+}
+
 // remove deletes an object as somebody else would.
 func (f *fakeAPI) remove(resource, key string) {
 	f.mu.Lock()

@@ -93,6 +93,7 @@ const (
 	defaultKubeletDir      = "/var/lib/kubelet"
 	defaultReturnDelay     = 200 * time.Millisecond
 	defaultForeignInterval = 10 * time.Second
+	defaultProbeAgain      = 10 * time.Minute
 )
 
 // Driver serves claims for the GPUs of one node. Only one may run at a time on a node: the caller owns the ledger's lock.
@@ -103,6 +104,8 @@ type Driver struct {
 	nodeRef *corev1.ObjectReference
 	// refresh asks the publisher to publish again even if nothing changed.
 	refresh chan struct{}
+	// probeAgain is how long after it has dropped something the API server is asked again what it keeps.
+	probeAgain time.Duration
 
 	mu sync.Mutex
 	// foreign is set while another process serves our driver name.
@@ -135,6 +138,8 @@ func New(c Config) (*Driver, error) {
 		// The UID of events on nodes is the node's name, by kubelet's convention: that is what `kubectl describe` selects.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: nodeEventUID(c.NodeName)},
 		refresh: make(chan struct{}, 1),
+
+		probeAgain: defaultProbeAgain,
 	}, nil
 }
 

@@ -63,6 +63,18 @@ func TestPublishWithdrawAndReturn(t *testing.T) {
 	}
 }
 
+// While a control plane is upgraded, some of its servers keep taints and some do not. Once all do, taints are used again.
+func TestTaintsAreTriedAgain(t *testing.T) {
+	r := newRig(t, machine(4))
+	r.driver.probeAgain = 10 * time.Millisecond
+	r.api.dropTaints, r.api.keepProbeTaints = true, true
+	r.run().ready()
+	r.takeByLimit(1, nil)
+	r.awaitPublished(names(4, map[int]string{1: "-"}))
+	r.api.upgrade()
+	r.awaitPublished(names(4, map[int]string{1: "held-by-limit"}))
+}
+
 // A GPU that goes from one limits pod to the next is one withdrawal: every write makes the scheduler retry all waiting pods.
 func TestAGPUThatChangesHandsCostsNoWrite(t *testing.T) {
 	r := newRig(t, machine(4), func(c *Config) { c.ReturnDelay = time.Hour }).run()

@@ -32,12 +32,14 @@ type publisher struct {
 	nodeUID types.UID
 	// kept is what the API server is known to keep.
 	kept capabilities
-	// dropped is set once it was seen to drop one; it then stays so for this session.
+	// dropped is set once it was seen to drop one, until it was asked again.
 	dropped bool
+	// dropping is signalled when it is.
+	dropping chan struct{}
 }
 
 func newPublisher(d *Driver) *publisher {
-	return &publisher{Driver: d, wake: make(chan struct{}, 1)}
+	return &publisher{Driver: d, wake: make(chan struct{}, 1), dropping: make(chan struct{}, 1)}
 }
 
 // run publishes until ctx is done. Failures are retried and show in Ready.
@@ -49,7 +51,7 @@ func (p *publisher) run(ctx context.Context) error {
 	})
 	group.Go(func() error {
 		if !p.PublishNothing {
-			p.learnCapabilities(ctx, func(kept capabilities) { p.set(func() { p.kept = kept }) })
+			p.followCapabilities(ctx)
 		}
 		return nil
 	})
@@ -60,13 +62,34 @@ func (p *publisher) run(ctx context.Context) error {
 	return group.Wait()
 }
 
+// followCapabilities asks what the API server keeps, and again, slowly, after it has dropped it: while a control plane is
+// upgraded, its servers are of two versions.
+func (p *publisher) followCapabilities(ctx context.Context) {
+	for {
+		p.learnCapabilities(ctx, func(kept capabilities) { p.set(func() { p.kept, p.dropped = kept, false }) })
+		select {
+		case <-ctx.Done():
+			return
+		case <-p.dropping:
+		}
+		if !pause(ctx, p.probeAgain) {
+			return
+		}
+	}
+}
+
 // set changes what publish depends on.
 func (p *publisher) set(change func()) {
 	p.mu.Lock()
 	change()
 	p.mu.Unlock()
+	signal(p.wake)
+}
+
+// signal wakes whoever waits for the channel, now or next.
+func signal(channel chan struct{}) {
 	select {
-	case p.wake <- struct{}{}:
+	case channel <- struct{}{}:
 	default: // one is waiting already
 	}
 }
@@ -217,6 +240,7 @@ func (p *publisher) publishFailed(ctx context.Context, err error, msg string) {
 		// The controller has made its peace with the slice as stored, which offers GPUs that are held.
 		klog.FromContext(ctx).Info("The API server dropped fields, withdrawing GPUs by leaving them out of their slice", "features", dropped.DisabledFeatures())
 		p.set(func() { p.dropped = true })
+		signal(p.dropping)
 		return
 	}
 	p.metrics.publishErrors.Inc()

@@ -160,14 +160,7 @@ func (s *session) registrationChanged(ctx context.Context, status *registerapi.R
 	}
 	s.metrics.registrations.Inc()
 	klog.FromContext(ctx).Info("kubelet registered the driver", "driverName", s.DriverName)
-	s.requestRefresh()
-}
-
-func (d *Driver) requestRefresh() {
-	select {
-	case d.refresh <- struct{}{}:
-	default: // one is waiting already
-	}
+	signal(s.refresh)
 }
 
 // PrepareResourceClaims is called by the helper, see kubeletplugin.DRAPlugin, and by simulations. Idempotent; safe for
