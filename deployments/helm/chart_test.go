@@ -283,17 +283,18 @@ func TestControllerAcceptsTheArguments(t *testing.T) {
 	}
 }
 
-// A new configuration reaches the agents by a rollout.
-func TestConfigChangesThePod(t *testing.T) {
-	first := renderWith(t, "-f", valuesFile("everything"))
-	second := renderWith(t, "-f", valuesFile("everything"), "--set", "config.flags.plugin.passDeviceSpecs=false")
-	checksum := func(rendered []byte) string {
-		_, after, _ := strings.Cut(string(rendered), "checksum/config: ")
-		sum, _, _ := strings.Cut(after, "\n")
-		return sum
+// A new configuration reaches the agents as a file that kubelet replaces under them, which it does for whole volumes only: no pod
+// is made anew for it.
+func TestConfigChangesNoPod(t *testing.T) {
+	render := func(args ...string) string {
+		return string(renderWith(t, append([]string{"-f", valuesFile("everything"), "--show-only", "templates/daemonset.yaml"}, args...)...))
 	}
-	if checksum(first) == "" || checksum(first) == checksum(second) {
-		t.Errorf("checksums %q and %q", checksum(first), checksum(second))
+	first := render()
+	if first != render("--set", "config.flags.plugin.passDeviceSpecs=false") {
+		t.Error("another configuration makes other pods")
+	}
+	if !strings.Contains(first, "--config=/etc/tandem/config.yaml") || strings.Contains(first, "subPath") {
+		t.Error("the configuration is not mounted as a directory")
 	}
 }
 
