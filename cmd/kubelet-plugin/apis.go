@@ -67,8 +67,9 @@ func (a *agent) serveAPIs(ctx context.Context, f frontEnds) error {
 
 func (a *agent) objectConfig(f frontEnds) gpunode.Config {
 	c := gpunode.Config{
-		REST: a.api, NodeName: a.config.NodeName, Mode: string(a.config.Mode),
-		Node: f.self, Ledger: f.book, Inventory: f.node, Registerer: a.metrics,
+		REST: a.api, DriverName: a.config.DriverName, NodeName: a.config.NodeName, Mode: string(a.config.Mode),
+		Claims: func(namespace string) gpunode.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
+		Node:   f.self, Ledger: f.book, Inventory: f.node, Registerer: a.metrics,
 	}
 	if a.config.Mode.Limits() {
 		c.LimitsResource = a.config.ResourceName
