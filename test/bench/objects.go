@@ -5,6 +5,7 @@ package bench
 import (
 	"context"
 	"fmt"
+	"os"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -43,6 +44,9 @@ func createObjects(ctx context.Context, client kubernetes.Interface) error {
 	if _, err := client.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName}}, metav1.CreateOptions{}); err != nil {
 		return fmt.Errorf("create node: %w", err)
 	}
+	if err := createGPUNodes(ctx, client); err != nil {
+		return err
+	}
 	// The API server makes the namespace shortly after it says that it is ready.
 	for {
 		_, err := client.CoreV1().ServiceAccounts(namespace).Create(ctx, &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "default"}}, metav1.CreateOptions{})
@@ -61,6 +65,22 @@ func createObjects(ctx context.Context, client kubernetes.Interface) error {
 	}
 	if _, err := client.ResourceV1().DeviceClasses().Create(ctx, class, metav1.CreateOptions{}); err != nil {
 		return fmt.Errorf("create device class: %w", err)
+	}
+	return nil
+}
+
+// gpuNodes is the custom resource as the chart installs it, from the repository's root, where the programs are compiled too.
+const gpuNodes = "deployments/helm/tandem/files/tandem-gpu.dev_gpunodes.yaml"
+
+func createGPUNodes(ctx context.Context, client kubernetes.Interface) error {
+	definition, err := os.ReadFile(gpuNodes)
+	if err != nil {
+		return fmt.Errorf("read custom resource: %w", err)
+	}
+	err = client.CoreV1().RESTClient().Post().AbsPath("/apis/apiextensions.k8s.io/v1/customresourcedefinitions").
+		SetHeader("Content-Type", "application/yaml").Body(definition).Do(ctx).Error()
+	if err != nil {
+		return fmt.Errorf("create custom resource: %w", err)
 	}
 	return nil
 }
