@@ -41,6 +41,19 @@ func (l *Ledger) queueChanged() <-chan struct{} {
 	return l.queue.Changed()
 }
 
+// Lacking is how many devices limits pods still ask for that are bound to this node, and a channel that is closed when that may
+// have changed by something else than a hold. The front-end of limits asks: what it takes back from kubelet now, those pods
+// would be refused. It is safe for concurrent use.
+func (l *Ledger) Lacking() (devices int, changed <-chan struct{}) {
+	changed = l.queueChanged()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.queue == nil {
+		return 0, changed
+	}
+	return l.missing(l.queue.Bound()), changed
+}
+
 // yields reports whether a claim that is about to take these devices leaves less than what bound limits pods ask for. Under
 // l.mu.
 func (l *Ledger) yields(y *Yield, taken []Hold) bool {

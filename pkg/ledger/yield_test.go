@@ -181,3 +181,24 @@ func TestYieldingIsCancelled(t *testing.T) {
 		})
 	}
 }
+
+func TestLacking(t *testing.T) {
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(neverRunningOut), Now: time.Now})
+	must(t, err)
+	defer l.Close()
+	if n, changed := l.Lacking(); n != 0 || changed != nil {
+		t.Errorf("without a queue %d are lacking", n)
+	}
+	q := newQueue(Bound{"p1", 2}, Bound{"p2", 1})
+	l = openWithQueue(t, q)
+	must(t, l.ReserveLimits(limitsOf("a")))
+	n, changed := l.Lacking()
+	if n != 2 {
+		t.Errorf("%d are lacking, want 2", n)
+	}
+	q.set()
+	<-changed
+	if n, _ := l.Lacking(); n != 0 {
+		t.Errorf("%d are lacking when nobody asks", n)
+	}
+}

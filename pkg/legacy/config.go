@@ -32,6 +32,9 @@ type Ledger interface {
 	Holds() []ledger.Hold
 	// Losers are claims that were refused a device because somebody else holds it.
 	Losers() []ledger.Loser
+	// Lacking is how many devices limits pods still ask for that are bound to this node and that kubelet is about to admit, and a
+	// channel that is closed when that may have changed by something else than a hold.
+	Lacking() (devices int, changed <-chan struct{})
 	// Changed returns a channel that is closed at the next change of any hold or loser; take it before reading.
 	Changed() <-chan struct{}
 }

@@ -68,15 +68,31 @@ func (c *catalog) extend(inv device.Inventory, o owners) *catalog {
 // assess says for every GPU of the catalog what kubelet should think of it.
 func (c *catalog) assess(o owners) []state {
 	states := make([]state, len(c.gpus))
+	free := 0
+	var promised []int
 	for i, gpu := range c.gpus {
 		switch {
 		case !gpu.Health.Healthy():
 			states[i] = stateUnhealthy
-		case o.taken[gpu.UUID] || o.promised[gpu.UUID] || !c.offers(gpu) && !o.limits[gpu.UUID]:
+		case o.taken[gpu.UUID] || !c.offers(gpu) && !o.limits[gpu.UUID]:
 			states[i] = stateWithdrawn
+		case o.promised[gpu.UUID]:
+			states[i] = stateWithdrawn
+			promised = append(promised, i)
 		default:
 			states[i] = stateHealthy
+			if !o.limits[gpu.UUID] {
+				free++
+			}
 		}
+	}
+	// Bound limits first: a pod that kubelet is about to admit fails for good if it finds no device, and the claim does not.
+	for _, i := range descending(promised) {
+		if free >= o.lacking {
+			break
+		}
+		states[i] = stateHealthy
+		free++
 	}
 	return states
 }
@@ -90,6 +106,8 @@ type owners struct {
 	promised map[string]bool
 	// limits have these, rightly or not.
 	limits map[string]bool
+	// lacking is how many devices limits pods still ask for that kubelet is about to admit.
+	lacking int
 }
 
 func ownersOf(led Ledger, allocations Allocations) owners {
@@ -100,6 +118,7 @@ func ownersOf(led Ledger, allocations Allocations) owners {
 			o.promised[ref.GPU] = true
 		}
 	}
+	o.lacking, _ = led.Lacking()
 	for _, lost := range led.Losers() {
 		for _, ref := range lost.Devices {
 			o.promised[ref.GPU] = true
@@ -248,6 +267,7 @@ func (r *roster) run(ctx context.Context) {
 	inventoryChanged := r.inventory.Changed()
 	ledgerChanged := r.ledger.Changed()
 	allocatedChanged := allocated()
+	_, lackingChanged := r.ledger.Lacking()
 	again := r.refresh(time.Now())
 	for {
 		var due <-chan time.Time
@@ -266,6 +286,9 @@ func (r *roster) run(ctx context.Context) {
 			again = r.publish(time.Now())
 		case <-allocatedChanged:
 			allocatedChanged = allocated()
+			again = r.publish(time.Now())
+		case <-lackingChanged:
+			_, lackingChanged = r.ledger.Lacking()
 			again = r.publish(time.Now())
 		case <-due:
 			again = r.publish(time.Now())

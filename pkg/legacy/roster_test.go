@@ -92,10 +92,40 @@ type fixedLedger struct {
 	Ledger
 	holds  []ledger.Hold
 	losers []ledger.Loser
+	// lacking is how many devices bound limits pods ask for.
+	lacking int
 }
 
 func (s fixedLedger) Holds() []ledger.Hold   { return s.holds }
 func (s fixedLedger) Losers() []ledger.Loser { return s.losers }
+
+func (s fixedLedger) Lacking() (devices int, changed <-chan struct{}) { return s.lacking, nil }
+
+// Devices that are only promised to claims stay on offer for as many as limits pods ask for that kubelet is about to admit, those
+// last that the scheduler gives away last; what a claim has does not.
+func TestAssessLeavesBoundPodsTheirDevices(t *testing.T) {
+	gpus := []device.GPU{{UUID: "GPU-0"}, {UUID: "GPU-1"}, {UUID: "GPU-2"}, {UUID: "GPU-3", Health: device.Health{Reason: device.ReasonLost}}}
+	c := (&catalog{}).extend(device.Inventory{GPUs: gpus}, owners{})
+	promised := allocations{newBroadcast([]device.Ref{gpus[0].Ref(), gpus[1].Ref(), gpus[3].Ref()})}
+	taken := []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "x"}, State: ledger.StateHeld, Device: gpus[1].Ref()}}
+	limit := []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-2"}, State: ledger.StateHeld, Device: gpus[2].Ref()}}
+	const ok, away, bad = stateHealthy, stateWithdrawn, stateUnhealthy
+	for name, test := range map[string]struct {
+		ledger fixedLedger
+		want   []state
+	}{
+		"none is bound":               {fixedLedger{}, []state{away, away, ok, bad}},
+		"one, and one is free":        {fixedLedger{lacking: 1}, []state{away, away, ok, bad}},
+		"two, and one is free":        {fixedLedger{lacking: 2}, []state{away, ok, ok, bad}},
+		"one, and none is free":       {fixedLedger{lacking: 1, holds: limit}, []state{away, ok, ok, bad}},
+		"more than there are":         {fixedLedger{lacking: 9}, []state{ok, ok, ok, bad}},
+		"not what a claim has by now": {fixedLedger{lacking: 9, holds: taken}, []state{ok, away, ok, bad}},
+	} {
+		if got := c.assess(ownersOf(test.ledger, promised)); !slices.Equal(got, test.want) {
+			t.Errorf("%s: %v, want %v", name, got, test.want)
+		}
+	}
+}
 
 // allocations say what a test wants.
 type allocations struct{ *broadcast[[]device.Ref] }
