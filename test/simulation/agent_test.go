@@ -48,6 +48,7 @@ type agent struct {
 	// acknowledged is what kubelet called allocatable when it was last asked; nil for unknown.
 	acknowledged []string
 	confirming   bool
+	reporting    bool
 	spec         []v1alpha1.AllocatedClaim
 	specChanged  chan struct{}
 	reported     v1alpha1.GPUNodeStatus
@@ -284,14 +285,16 @@ func (a *agent) report() time.Duration {
 			lapse = min(lapse, max(time.Until(until), time.Millisecond))
 		}
 	}
-	if reflect.DeepEqual(status, a.reported) {
+	if a.reporting || reflect.DeepEqual(status, a.reported) {
 		return lapse
 	}
 	if wait := time.Second - time.Since(a.wrote); wait > 0 {
 		return wait
 	}
-	a.reported, a.wrote = status, time.Now()
+	a.reported, a.wrote, a.reporting = status, time.Now(), true
 	a.api.request(a.life, "reports in its GPUNode", func() {
+		a.reporting = false
+		a.specHasChanged()
 		if now, ok := get[*gpuNode](a.api, "gpunode/"); ok {
 			a.api.put("gpunode/", &gpuNode{spec: now.spec, status: status})
 		} else {

@@ -195,6 +195,7 @@ func (k *kubelet) admitted(w *worker, err error) {
 		case k.host.busy(w.uid):
 			w.phase, w.gpus = live, group.gpus
 			k.hit(kubeletRestarts)
+			k.sayRuns(w)
 		case group != nil && group.owner != "" && w.pod.finite:
 			w.ended = succeeded
 			k.terminate(w.uid)
@@ -241,6 +242,13 @@ func (k *kubelet) run(w *worker, owner string, gpus []string) {
 	if w.pod.init {
 		k.hit(reuseInPod)
 	}
+	k.sayRuns(w)
+	if w.pod.finite {
+		k.after(k.host.alive, k.between(time.Second, 20*time.Second), w.uid+" ends by itself", func() { k.simulation.exit(w.uid) })
+	}
+}
+
+func (k *kubelet) sayRuns(w *worker) {
 	k.api.request(k.life, "says that "+w.uid+" runs", func() {
 		k.api.updatePod(w.uid, func(p *pod) {
 			if !p.terminal() {
@@ -248,9 +256,6 @@ func (k *kubelet) run(w *worker, owner string, gpus []string) {
 			}
 		})
 	})
-	if w.pod.finite {
-		k.after(k.host.alive, k.between(time.Second, 20*time.Second), w.uid+" ends by itself", func() { k.simulation.exit(w.uid) })
-	}
 }
 
 // exit: the processes of a pod end by themselves; the kubelet of that moment hears of it.

@@ -169,8 +169,17 @@ func (s *simulation) quiet() {
 		s.startController()
 	}
 	s.crashIn = 0
-	s.idle(150 * time.Second)
-	s.checkStuck()
+	s.idle(110 * time.Second)
+	before := s.stuck()
+	s.idle(40 * time.Second)
+	s.describe()
+	// What has become free a moment ago is nobody's fault.
+	now := s.stuck()
+	for _, uid := range sorted(now) {
+		if before[uid] != "" {
+			s.fail("stuck: %s", now[uid])
+		}
+	}
 	for name := range s.cluster.owners {
 		s.cluster.owners[name] = nil
 	}
@@ -198,9 +207,9 @@ func (s *simulation) idle(length time.Duration) {
 	}
 }
 
-// checkStuck finds pods that do not run although what they need is free.
-func (s *simulation) checkStuck() {
-	s.describe()
+// stuck says which pods do not run although what they need is free.
+func (s *simulation) stuck() map[string]string {
+	found := map[string]string{}
 	used := map[string]string{}
 	for _, uid := range sorted(s.host.pods) {
 		for _, gpu := range s.host.pods[uid].gpus {
@@ -215,13 +224,14 @@ func (s *simulation) checkStuck() {
 		k, _ := get[*claim](s.api, claimKey(p.claim))
 		switch {
 		case p.limits() && !p.bound && p.gpus <= free && !s.promised(free-p.gpus), p.limits() && p.bound:
-			s.fail("stuck: %s with a limit of %d is still pending (bound: %v), %d GPUs are free", p.uid, p.gpus, p.bound, free)
+			found[p.uid] = fmt.Sprintf("%s with a limit of %d is still pending (bound: %v), %d GPUs are free", p.uid, p.gpus, p.bound, free)
 		case k != nil && len(k.devices) > 0 && !slices.ContainsFunc(k.devices, func(d string) bool { return used[d] != "" && used[d] != k.uid }):
-			s.fail("stuck: %s does not run, nobody has %v of its claim %s (bound: %v)", p.uid, k.devices, k.uid, p.bound)
+			found[p.uid] = fmt.Sprintf("%s does not run, nobody has %v of its claim %s (bound: %v)", p.uid, k.devices, k.uid, p.bound)
 		case k != nil && len(k.devices) == 0 && k.count <= free && !s.promised(free-k.count):
-			s.fail("stuck: claim %s of %s is not allocated, %d GPUs are free", k.uid, p.uid, free)
+			found[p.uid] = fmt.Sprintf("claim %s of %s is not allocated, %d GPUs are free", k.uid, p.uid, free)
 		}
 	}
+	return found
 }
 
 // describe puts the state of everything into the trace.
