@@ -253,7 +253,7 @@ type planner struct {
 }
 
 // demand on eight GPUs that the plan keeps up: more than there is, and some room for what is deleted and made again.
-const lowDemand, highDemand = 7, 14
+const lowDemand, highDemand = 5, 12
 
 func (p *planner) next(name string) Op {
 	p.fault--
@@ -383,7 +383,8 @@ func (p *planner) strike(among []Fault) Op {
 }
 
 func (p *planner) api() oracle.API {
-	if p.chance(50) {
+	// Shared workloads are by claims always.
+	if p.chance(40) {
 		return oracle.Claim
 	}
 	return oracle.Limits

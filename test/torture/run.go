@@ -158,15 +158,10 @@ func (r *run) begin(ctx context.Context) error {
 	if err := r.faults.mend(ctx); err != nil {
 		return fmt.Errorf("mend the cluster: %w", err)
 	}
-	list, err := r.client.CoreV1().Namespaces().List(ctx, metav1.ListOptions{LabelSelector: namespaceLabel})
-	if err != nil {
-		return fmt.Errorf("list namespaces: %w", err)
+	if err := r.clearAll(ctx); err != nil {
+		return err
 	}
-	for _, namespace := range list.Items {
-		if err := (user{r.client, namespace.Name}).clear(ctx, Forced); err != nil {
-			return err
-		}
-	}
+	var err error
 	if r.controller, err = hasController(ctx, r.client); err != nil {
 		return err
 	}
@@ -178,6 +173,22 @@ func (r *run) begin(ctx context.Context) error {
 		err = fmt.Errorf("the cluster is not empty to begin with:\n%s", strings.Join(lines, "\n"))
 	}
 	return err
+}
+
+// clearAll removes the namespaces that an interrupted run has left, and returns when they are gone: their names come again.
+func (r *run) clearAll(ctx context.Context) error {
+	return persist(ctx, "remove what an interrupted run has left", func(ctx context.Context) error {
+		list, err := r.client.CoreV1().Namespaces().List(ctx, metav1.ListOptions{LabelSelector: namespaceLabel})
+		if err != nil || len(list.Items) == 0 {
+			return err
+		}
+		for _, namespace := range list.Items {
+			if err := (user{r.client, namespace.Name}).clear(ctx, Forced); err != nil {
+				return err
+			}
+		}
+		return fmt.Errorf("%d namespaces are still there", len(list.Items))
+	})
 }
 
 // round plays one round to its quiet point.

@@ -224,7 +224,8 @@ func (w *watch) podSeen(pod *corev1.Pod) {
 		w.tally.placed(l.ask.api)
 		w.heals.placed(l, time.Now())
 	}
-	if !l.failed && pod.Status.Phase == corev1.PodFailed {
+	// Kubelet makes a pod that is being deleted fail at its end.
+	if !l.failed && pod.Status.Phase == corev1.PodFailed && pod.DeletionTimestamp == nil {
 		l.failed = true
 		if l.placed {
 			w.tally.add(func(c *Counters) { c.Ended++ })
