@@ -74,6 +74,10 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) (Counters, error) {
 		return o.State.Counters, err
 	}
 	defer r.trace.close()
+	// Before the watch begins, or it would count what an interrupted run has left.
+	if err := r.begin(ctx); err != nil {
+		return o.State.Counters, err
+	}
 	watching, stop := context.WithCancel(ctx)
 	group, watching := errgroup.WithContext(watching)
 	group.Go(func() error { return r.watch.run(watching) })
@@ -125,9 +129,6 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 
 // rounds plays what is left, from a quiet point to the next.
 func (r *run) rounds(ctx context.Context) error {
-	if err := r.begin(ctx); err != nil {
-		return err
-	}
 	for r.State.Next*r.State.RoundSize < r.State.Ops && !r.over() {
 		size := min(r.State.RoundSize, r.State.Ops-r.State.Next*r.State.RoundSize)
 		round := PlanRound(r.State.Seed, r.State.Next, r.State.RoundSize, r.Mix)
