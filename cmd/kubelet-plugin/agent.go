@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -138,17 +139,22 @@ func unlessStopped(ctx context.Context, err error) error {
 func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger,
 	resources *evidence.PodResources,
 ) error {
-	node, err := a.openNode(ctx)
-	if err != nil {
-		return err
-	}
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return node.Run(ctx) })
+	watchPods := sync.OnceFunc(func() { group.Go(func() error { return pods.Run(ctx) }) })
 	group.Go(func() error {
-		if !a.awaitGPU(ctx, node) {
+		care := caretaker{agent: a, cgroups: cgroups, pods: pods, book: book, resources: resources, watchPods: watchPods}
+		takeCare, stop := care.prepare(ctx)
+		defer stop()
+		node, err := a.openNode(ctx, takeCare)
+		if err != nil {
+			return err
+		}
+		group.Go(func() error { return node.Run(ctx) })
+		if !a.awaitGPU(ctx, node, takeCare) {
 			return nil
 		}
-		group.Go(func() error { return pods.Run(ctx) })
+		stop()
+		watchPods()
 		return a.serveGPUs(ctx, cgroups, pods, book, node, resources)
 	})
 	return group.Wait()
@@ -157,12 +163,9 @@ func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *
 func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, node *nvml.Node,
 	resources *evidence.PodResources,
 ) error {
-	reconciler, err := reconcile.New(reconcile.Config{
-		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources,
-		Claims:    func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		Inventory: node, KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName,
-		DriverName: a.config.DriverName, Resource: a.config.ResourceName, Registerer: a.metrics,
-	})
+	holds := a.reconcilerConfig(cgroups, pods, book, resources)
+	holds.Inventory, holds.Registerer = node, a.metrics
+	reconciler, err := reconcile.New(holds)
 	if err != nil {
 		return err
 	}
@@ -194,6 +197,15 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		group.Go(func() error { return run(ctx) })
 	}
 	return group.Wait()
+}
+
+// reconcilerConfig lacks the inventory, and where metrics go.
+func (a *agent) reconcilerConfig(cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, resources *evidence.PodResources) reconcile.Config {
+	return reconcile.Config{
+		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources,
+		Claims:     func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
+		KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Resource: a.config.ResourceName,
+	}
 }
 
 // with is the agent with another configuration.

@@ -40,9 +40,10 @@ func (a *agent) openLedger(ctx context.Context, e ledger.Evidence, q ledger.Queu
 	}
 }
 
-// openNode waits for a driver.
-func (a *agent) openNode(ctx context.Context) (*nvml.Node, error) {
+// openNode waits for a driver, and calls missing while there is none.
+func (a *agent) openNode(ctx context.Context, missing func()) (*nvml.Node, error) {
 	node, err := nvml.Await(ctx, a.nodeOptions(), func(reason error) {
+		missing()
 		if missing, ok := errors.AsType[*nvml.NoDriverError](reason); ok && missing.NoHardware {
 			// Nothing is missing on a node without GPUs, and its agent must not hold up the installation.
 			klog.FromContext(ctx).Info("Serving nothing on a node without an NVIDIA GPU", "reason", reason.Error())
@@ -60,8 +61,9 @@ func (a *agent) openNode(ctx context.Context) (*nvml.Node, error) {
 	return node, nil
 }
 
-// awaitGPU waits for a first GPU: a node may have a driver and nothing (yet) to drive. It returns false when ctx is done.
-func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node) bool {
+// awaitGPU waits for a first GPU, and calls missing while there is none: a node may have a driver and nothing (yet) to drive. It
+// returns false when ctx is done.
+func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node, missing func()) bool {
 	said := ""
 	for {
 		changed := node.Changed()
@@ -70,6 +72,7 @@ func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node) bool {
 			a.status.Waiting("gpus", nil)
 			return true
 		}
+		missing()
 		reason := fmt.Errorf("driver %s finds no GPU", inventory.DriverVersion)
 		if unidentified := node.Unidentified(); unidentified > 0 {
 			reason = fmt.Errorf("driver %s finds %d GPUs that do not tell who they are", inventory.DriverVersion, unidentified)

@@ -138,6 +138,9 @@ func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.De
 		return device.GPU{}, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated anew", result.Request, result.Device, result.Pool, d.NodeName)
 	}
 	gpu, ok := inv.ByName(result.Device)
+	if !ok && len(inv.GPUs) == 0 {
+		return device.GPU{}, fmt.Errorf("device %s of pool %s for request %s is not there: the node has no NVIDIA driver at the moment, or it finds no GPU", result.Device, result.Pool, result.Request)
+	}
 	if !ok {
 		return device.GPU{}, refuse(reasonUnknownDevice, "device %s of pool %s for request %s does not exist on this node (removed, or renumbered by a reboot): delete the pod and its claim to have it allocated anew", result.Device, result.Pool, result.Request)
 	}

@@ -167,9 +167,13 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt)
 		verdict = r.Pods.VerdictWithoutClaim(h)
 	default:
 		uses := r.usesOf(claim)
-		if slices.Contains(r.resolve(uses.held), h.Device) {
+		held := r.resolve(uses.held)
+		if slices.Contains(held, h.Device) {
 			d.allocated = true
 			return nil
+		}
+		if len(held) < len(r.ofNode(uses.held)) {
+			return nil // it may be one that the inventory does not have at the moment
 		}
 		if slices.Contains(r.resolve(uses.admin), h.Device) {
 			klog.FromContext(ctx).Info("Releasing a device that its claim has for admin access only", "claim", klog.KObj(claim), "device", h.Device.String())

@@ -223,6 +223,20 @@ func TestUnconfirmedClaim(t *testing.T) {
 	g.await()
 }
 
+// A GPU that is not there, or a driver that is not, takes it from nobody.
+func TestClaimOfAGPUThatIsNotThere(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.doubtSoon()
+	g.claim("one", "c1", "gpu-1")
+	g.prepare("c1", "one", "GPU-1")
+	g.setGPUs()
+	g.run()
+	g.stays("GPU-1: claim c1 held []")
+	g.claim("one", "c1")
+	g.await()
+}
+
 // With the API server away at start a claim for admin access passes for a holder, until it is back.
 func TestAdminAccessIsFoundOut(t *testing.T) {
 	t.Parallel()

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/driver"
+	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/reconcile"
+)
+
+// caretaker does what must go on without an NVIDIA driver: kubelet cannot end a pod whose claims nobody unprepares, and whoever
+// replaces the driver waits for the pods on it to end.
+type caretaker struct {
+	*agent
+	cgroups   *evidence.Cgroups
+	pods      *evidence.Pods
+	book      *ledger.Ledger
+	resources *evidence.PodResources
+	// watchPods makes pods known.
+	watchPods func()
+}
+
+// prepare returns how to start it, which may be called often, and how to stop it, which must be called.
+func (c caretaker) prepare(ctx context.Context) (start, stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	var group errgroup.Group
+	start = sync.OnceFunc(func() { group.Go(func() error { return c.run(ctx) }) })
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := group.Wait(); err != nil {
+			klog.FromContext(ctx).Error(err, "Serving claims without a driver")
+		}
+	})
+	return start, stop
+}
+
+// run serves until ctx is done. On a node where nothing is held, it does nothing.
+func (c caretaker) run(ctx context.Context) error {
+	claims, err := evidence.ReadClaimState(c.config.KubeletDir, c.config.DriverName)
+	if err == nil && len(claims) == 0 && len(c.book.Holds()) == 0 {
+		return nil
+	}
+	klog.FromContext(ctx).Info("Without a driver, claims can only end")
+	// What registers metrics here would be in the way of what serves later.
+	apart := prometheus.NewRegistry()
+	holds := c.reconcilerConfig(c.cgroups, c.pods, c.book, c.resources)
+	holds.Inventory, holds.Registerer = nothing{}, apart
+	reconciler, err := reconcile.New(holds)
+	if err != nil {
+		return err
+	}
+	front, err := driver.New(driver.Config{
+		DriverName: c.config.DriverName, NodeName: c.config.NodeName, KubeClient: c.client, KubeletDir: c.config.KubeletDir,
+		Ledger: c.book, Inventory: nothing{}, Specs: nothing{}, Pods: c.pods, Recorder: c.recorder,
+		Registerer: apart, PublishNothing: true,
+	})
+	if err != nil {
+		return err
+	}
+	if err := reconciler.Restore(ctx); err != nil {
+		return err
+	}
+	c.watchPods()
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return reconciler.Run(ctx) })
+	group.Go(func() error {
+		if !c.pods.AwaitSync(ctx) {
+			return nil
+		}
+		return front.Run(ctx)
+	})
+	return group.Wait()
+}
+
+// nothing is a node without a driver.
+type nothing struct{}
+
+func (nothing) Inventory() device.Inventory { return device.Inventory{} }
+
+// Changed never: there is another inventory once there is a driver.
+func (nothing) Changed() <-chan struct{} { return nil }
+
+func (nothing) Ensure(context.Context, ...string) error { return errors.New("the node has no driver") }
+
+func (nothing) QualifiedName(string) string { return "" }
