@@ -9,6 +9,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -17,6 +18,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
@@ -129,15 +131,20 @@ func (o *Object) Run(ctx context.Context) error {
 	return group.Wait()
 }
 
+// Claims returns the claims that are allocated devices of this node by the object's spec, also those whose pods are not bound
+// yet, without those that are known to have let go. It answers from memory, and while the API server is away what it said last.
+func (o *Object) Claims() []v1alpha1.AllocatedClaim {
+	return slices.DeleteFunc(slices.Clone(o.view.acting().Spec.Claims), func(c v1alpha1.AllocatedClaim) bool {
+		return o.view.disbelieved(c.UID)
+	})
+}
+
 // Allocated returns the devices that are allocated to claims by the object's spec, whether or not they are prepared yet. It
-// answers from memory, and while the API server is away what it said last.
+// answers as Claims does.
 func (o *Object) Allocated() []device.Ref {
 	inv := o.config.Inventory.Inventory()
 	var refs []device.Ref
-	for _, claim := range o.view.acting().Spec.Claims {
-		if o.view.disbelieved(claim.UID) {
-			continue
-		}
+	for _, claim := range o.Claims() {
 		for _, name := range claim.Devices {
 			if gpu, known := inv.ByName(name); known {
 				refs = append(refs, gpu.Ref())
@@ -151,5 +158,5 @@ func (o *Object) Allocated() []device.Ref {
 // said, or what it said no longer counts. Called by the front-end for limits; idempotent, and it does not block.
 func (o *Object) Acknowledge(ids []string, known bool) { o.view.acknowledge(ids, known) }
 
-// Changed returns a channel that is closed when the object next changes; take it before Allocated.
+// Changed returns a channel that is closed when the object next changes; take it before Allocated or Claims.
 func (o *Object) Changed() <-chan struct{} { return o.view.Changed() }

@@ -363,6 +363,9 @@ func TestDoubt(t *testing.T) {
 	f.await("all of the spec", func() bool { return len(o.Allocated()) == 8 })
 	believed := []device.Ref{{GPU: "GPU-0"}, {GPU: "GPU-4"}, {GPU: "GPU-5"}, {GPU: "GPU-6"}}
 	f.await("those that are believed", func() bool { return slices.Equal(o.Allocated(), believed) })
+	if got := len(o.Claims()); got != len(believed) {
+		t.Errorf("%d claims are believed, want %d", got, len(believed))
+	}
 	f.release("c6")
 	f.await("that the last is found out", func() bool { return slices.Equal(o.Allocated(), believed[:3]) })
 	f.claims.set(map[string]*resourceapi.ResourceClaim{
