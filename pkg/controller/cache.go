@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"sync"
 
+	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -27,7 +28,7 @@ import (
 
 func scheme() (*runtime.Scheme, error) {
 	s := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, resourceapi.AddToScheme, policyv1.AddToScheme, v1alpha1.AddToScheme} {
+	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, resourceapi.AddToScheme, policyv1.AddToScheme, batchv1.AddToScheme, v1alpha1.AddToScheme} {
 		if err := add(s); err != nil {
 			return nil, fmt.Errorf("register API types: %w", err)
 		}
@@ -43,6 +44,7 @@ func mapper() meta.RESTMapper {
 		v1alpha1.GroupVersion.WithKind("GPUNode"):                meta.RESTScopeRoot,
 		corev1.SchemeGroupVersion.WithKind("Node"):               meta.RESTScopeRoot,
 		corev1.SchemeGroupVersion.WithKind("Pod"):                meta.RESTScopeNamespace,
+		batchv1.SchemeGroupVersion.WithKind("Job"):               meta.RESTScopeNamespace,
 		resourceapi.SchemeGroupVersion.WithKind("DeviceClass"):   meta.RESTScopeRoot,
 		resourceapi.SchemeGroupVersion.WithKind("ResourceClaim"): meta.RESTScopeNamespace,
 	} {

@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -176,7 +177,10 @@ func (h *healer) heal(ctx context.Context, loser v1alpha1.LosingClaim) (again ti
 	if err != nil {
 		return lookAgain, true, err
 	}
-	judgement := JudgeEviction(loser, claim, pods)
+	judgement, err := h.spareJobs(ctx, JudgeEviction(loser, claim, pods))
+	if err != nil {
+		return lookAgain, true, err
+	}
 	if judgement.Refused != "" {
 		klog.FromContext(ctx).V(2).Info("Not evicting", "claim", key, "reason", judgement.Refused)
 		return lookAgain, false, nil
@@ -192,6 +196,27 @@ func (h *healer) heal(ctx context.Context, loser v1alpha1.LosingClaim) (again ti
 		}
 	}
 	return again, true, nil
+}
+
+// spareJobs refuses an eviction that would be one failure too many for a Job: its pod waits, as a bare one does.
+func (h *healer) spareJobs(ctx context.Context, judgement Judgement) (Judgement, error) {
+	failures := map[types.UID]int32{}
+	for _, pod := range judgement.Evict {
+		owner := metav1.GetControllerOf(pod)
+		if owner.Kind != "Job" || owner.APIVersion != batchv1.SchemeGroupVersion.String() {
+			continue
+		}
+		job := &batchv1.Job{}
+		key := types.NamespacedName{Namespace: pod.Namespace, Name: owner.Name}
+		if err := h.live.Get(ctx, key, job); client.IgnoreNotFound(err) != nil {
+			return Judgement{}, fmt.Errorf("get job %s: %w", key, err)
+		}
+		failures[owner.UID]++
+		if job.UID != owner.UID || !Survives(job, pod, failures[owner.UID]) {
+			return Judgement{Refused: fmt.Sprintf("job %s would not make another pod in place of %s", owner.Name, pod.Name)}, nil
+		}
+	}
+	return judgement, nil
 }
 
 // podsOf are the pods that have a claim reserved and exist.
