@@ -26,6 +26,8 @@ type Config struct {
 	Mode       Mode
 	// Devices are read in ModeSplit only.
 	Devices []DeviceRule
+	// Strict has an effect in ModeDual only: the scheduler binds a pod when the node has reserved its devices.
+	Strict bool
 
 	DriverName   string
 	ResourceName string
@@ -155,6 +157,7 @@ func (c *Config) settings() []setting {
 		{"node-name", nil, "`name` of this node", text{&c.NodeName}},
 		{"kubeconfig", nil, "kubeconfig `file`; empty inside a cluster", text{&c.Kubeconfig}},
 		{"mode", nil, "`mode` of the node: " + join(Modes) + "; the node's label " + ModeLabel + " overrides it", text{(*string)(&c.Mode)}},
+		{"strict", nil, "in mode Dual, let the scheduler wait until the node has reserved what it allocated (Kubernetes 1.36, up to 5 s a pod)", truth{&c.Strict}},
 		{"driver-name", nil, "DRA driver `name`", text{&c.DriverName}},
 		{"resource-name", nil, "extended resource `name` of whole GPUs", text{&c.ResourceName}},
 		{"kubelet-dir", nil, "kubelet's root `directory`", text{&c.KubeletDir}},

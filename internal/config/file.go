@@ -51,6 +51,7 @@ type fileFlags struct {
 type fileTandem struct {
 	Mode    *Mode        `json:"mode"`
 	Devices []DeviceRule `json:"devices"`
+	Strict  *bool        `json:"strict"`
 }
 
 func (c *Config) loadFile(path string) error {
@@ -93,6 +94,7 @@ func (c *Config) parseFile(data []byte) error {
 	setText(&c.CDIAnnotationPrefix, f.Flags.Plugin.CDIAnnotationPrefix)
 	set(&c.Mode, f.Tandem.Mode)
 	c.Devices = f.Tandem.Devices
+	set(&c.Strict, f.Tandem.Strict)
 	return c.setStrategies(f.Flags.Plugin.DeviceListStrategy)
 }
 
