@@ -161,7 +161,7 @@ func TestUpgradedAndBack(t *testing.T) {
 	s.running(soon, 4, 0)
 	tandem := func(o install.Options) error { return install.Tandem(context.WithoutCancel(s.ctx), theCluster, o) }
 	today := s.undo(func() error { return tandem(install.Options{Values: installValues}) })
-	if err := tandem(install.Options{Image: newer, Progress: os.Stdout, Values: append([]string{"podAnnotations.image=newer"}, installValues...)}); err != nil {
+	if err := tandem(install.Options{Image: newer, Values: append([]string{"podAnnotations.image=newer"}, installValues...)}); err != nil {
 		t.Fatal(err)
 	}
 	before := s.fullNode()
@@ -205,13 +205,10 @@ func (s *story) newerImage() (tarball string) {
 			s.Fatal(err)
 		}
 	}
-	flags := os.Getenv("GOFLAGS")
-	s.Setenv("GOFLAGS", strings.TrimSpace(flags+" -overlay="+filepath.Join(dir, "overlay.json")))
-	tarball, _, err = image.Build(s.ctx, image.Options{Out: filepath.Join(dir, "image"), Progress: os.Stdout})
+	tarball, _, err = image.Build(s.ctx, image.Options{Out: filepath.Join(dir, "image"), Overlay: filepath.Join(dir, "overlay.json")})
 	if err != nil {
 		s.Fatal(err)
 	}
-	s.Setenv("GOFLAGS", flags)
 	return tarball
 }
 
