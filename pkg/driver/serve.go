@@ -194,6 +194,8 @@ type callGate struct {
 	mu     sync.Mutex
 	closed bool
 	calls  sync.WaitGroup
+	// inFlight is how many they are.
+	inFlight int
 }
 
 func (g *callGate) enter() bool {
@@ -203,17 +205,31 @@ func (g *callGate) enter() bool {
 		return false
 	}
 	g.calls.Add(1)
+	g.inFlight++
 	return true
 }
 
-func (g *callGate) leave() { g.calls.Done() }
+func (g *callGate) leave() {
+	g.mu.Lock()
+	g.inFlight--
+	g.mu.Unlock()
+	g.calls.Done()
+}
+
+// onItsWay is how long an answer may take from its handler to the socket, of which nobody tells; the helper's Stop drops what is
+// in between.
+const onItsWay = 50 * time.Millisecond
 
 // close refuses further calls and waits for those in flight, so that their answers still go out.
 func (g *callGate) close() {
 	g.mu.Lock()
 	g.closed = true
+	waits := g.inFlight > 0
 	g.mu.Unlock()
 	g.wait()
+	if waits {
+		time.Sleep(onItsWay)
+	}
 }
 
 func (g *callGate) wait() { g.calls.Wait() }
