@@ -154,9 +154,6 @@ func (o *Object) Allocated() []device.Ref {
 	return refs
 }
 
-// Claims returns the claims that the object's spec names, as Allocated does. Callers must not change them.
-func (o *Object) Claims() []v1alpha1.AllocatedClaim { return o.view.acting().Spec.Claims }
-
 // Acknowledge takes what kubelet's device manager itself calls allocatable, by device ID; known is false while it has not
 // said, or what it said no longer counts. Called by the front-end for limits; idempotent, and it does not block.
 func (o *Object) Acknowledge(ids []string, known bool) { o.view.acknowledge(ids, known) }
