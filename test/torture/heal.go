@@ -22,7 +22,8 @@ import (
 var gpuNodes = schema.GroupVersionResource{Group: "tandem-gpu.dev", Version: "v1alpha1", Resource: "gpunodes"}
 
 // heals measures from outside how long a claim that lost a race for good takes until its owner's next pod runs. A heal that had
-// to wait for a GPU, or during which a fault was at work, is counted and not timed: it measures something else.
+// to wait for a GPU or for an owner that makes no other pod at once, or during which a fault was at work, is counted and not
+// timed: it measures something else.
 type heals struct {
 	tally *tally
 	// ownerOf answers the UID of the owner of the pods that use a claim; empty while unknown.
@@ -117,7 +118,7 @@ func (h *heals) placed(l *life, now time.Time) {
 	}
 	healed := h.open[at]
 	h.open = slices.Delete(h.open, at, at+1)
-	h.tally.healed(healed.since, now, !l.unschedulable)
+	h.tally.healed(healed.since, now, l.replaced && !l.unschedulable)
 }
 
 // forget drops the losses of owners that are gone.

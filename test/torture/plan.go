@@ -135,6 +135,18 @@ func (o Op) IsFault() bool {
 	return slices.Contains([]Kind{Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade}, o.Kind)
 }
 
+// recovery is how long the effects of a fault last once it is over.
+func (o Op) recovery() time.Duration {
+	switch {
+	case o.Kind == Freeze || o.Kind == WipeCDI:
+		return time.Second
+	case o.Kind == Kill && o.Component == controllerName || o.Kind == Reboot:
+		// The lease of the one that was killed has to run out.
+		return 20 * time.Second
+	}
+	return 5 * time.Second
+}
+
 // touches are the workloads that the operation creates or changes: for each, operations come one after the other.
 func (o Op) touches() []string {
 	var names []string

@@ -94,10 +94,8 @@ type tally struct {
 	strikes []*strike
 }
 
+// strike is a fault's time, until its effects are over.
 type strike struct{ from, to time.Time }
-
-// aftermath is how long a fault's effects may last once it is over: a killed component starts again and catches up.
-const aftermath = 20 * time.Second
 
 func (t *tally) add(change func(*Counters)) {
 	t.mu.Lock()
@@ -123,8 +121,8 @@ func (t *tally) placed(api oracle.API) {
 	})
 }
 
-// striking notes that a fault is at work until it is ended.
-func (t *tally) striking() (ended func()) {
+// striking notes that a fault is at work until it is ended and its effects are over a while later.
+func (t *tally) striking(recovery time.Duration) (ended func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := &strike{from: time.Now()}
@@ -133,7 +131,7 @@ func (t *tally) striking() (ended func()) {
 	return func() {
 		t.mu.Lock()
 		defer t.mu.Unlock()
-		s.to = time.Now()
+		s.to = time.Now().Add(recovery)
 	}
 }
 
@@ -143,7 +141,7 @@ func (t *tally) healed(from, to time.Time, fair bool) {
 	defer t.mu.Unlock()
 	t.counters.Healed++
 	if !fair || slices.ContainsFunc(t.strikes, func(s *strike) bool {
-		return s.from.Before(to) && (s.to.IsZero() || s.to.Add(aftermath).After(from))
+		return s.from.Before(to) && (s.to.IsZero() || s.to.After(from))
 	}) {
 		return
 	}

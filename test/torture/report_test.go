@@ -59,11 +59,11 @@ func TestHealsAreTimedWhereTheyMayBe(t *testing.T) {
 	now := time.Now()
 	counted.healed(now.Add(-time.Second), now, true)
 	counted.healed(now.Add(-time.Second), now, false)
-	ended := counted.striking()
+	ended := counted.striking(time.Minute)
 	counted.healed(now.Add(-time.Second), time.Now().Add(time.Second), true)
 	ended()
 	counted.healed(time.Now().Add(time.Second), time.Now().Add(2*time.Second), true)
-	counted.healed(time.Now().Add(aftermath+time.Second), time.Now().Add(aftermath+3*time.Second), true)
+	counted.healed(time.Now().Add(time.Minute+time.Second), time.Now().Add(time.Minute+3*time.Second), true)
 	if c := counted.now(); c.Healed != 5 || len(c.HealTimes) != 2 || c.Faults != 1 {
 		t.Errorf("counted %+v", c)
 	}
@@ -118,13 +118,13 @@ func TestALossIsHealedByTheOwnersNextPod(t *testing.T) {
 		t.Fatalf("%d condemned", c.Condemned)
 	}
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "p"}}
-	h.placed(&life{pod: pod, owner: "owner", since: since.Add(-time.Second)}, time.Now())
+	h.placed(&life{pod: pod, owner: "owner", replaced: true, since: since.Add(-time.Second)}, time.Now())
 	h.placed(&life{pod: pod, owner: "other", since: since.Add(time.Second / 2)}, time.Now())
 	if c := counted.now(); c.Healed != 0 {
 		t.Fatalf("healed by another pod: %+v", c)
 	}
-	h.placed(&life{pod: pod, owner: "owner", since: since.Add(time.Second / 2)}, since.Add(800*time.Millisecond))
-	h.placed(&life{pod: pod, owner: "owner", since: since.Add(time.Second / 2)}, since.Add(900*time.Millisecond))
+	h.placed(&life{pod: pod, owner: "owner", replaced: true, since: since.Add(time.Second / 2)}, since.Add(800*time.Millisecond))
+	h.placed(&life{pod: pod, owner: "owner", replaced: true, since: since.Add(time.Second / 2)}, since.Add(900*time.Millisecond))
 	if c := counted.now(); c.Healed != 1 || len(c.HealTimes) != 1 || c.HealTimes[0] != 800*time.Millisecond {
 		t.Errorf("counted %+v", c)
 	}

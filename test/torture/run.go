@@ -290,7 +290,7 @@ func (r *run) play(ctx context.Context, u user, op Op) error {
 
 func (r *run) strike(ctx context.Context, op Op) error {
 	r.trace.say("fault: %s", op)
-	ended := r.tally.striking()
+	ended := r.tally.striking(op.recovery())
 	defer ended()
 	// A fault that has begun is ended, whoever interrupts: a frozen process must not stay so.
 	did, err := r.faults.strike(context.WithoutCancel(ctx), op)

@@ -30,10 +30,12 @@ const (
 
 // life is what is known of one of our pods, from its first sight on. It stays when the object is gone.
 type life struct {
-	pod       *corev1.Pod
-	ask       ask
-	since     time.Time
-	owner     string
+	pod   *corev1.Pod
+	ask   ask
+	since time.Time
+	owner string
+	// replaced at once: its owner makes another pod without a pause, as a Job does not.
+	replaced  bool
 	deleted   bool
 	placed    bool
 	contended bool
@@ -209,7 +211,7 @@ func (w *watch) podSeen(pod *corev1.Pod) {
 	if l == nil {
 		l = &life{ask: asked, since: time.Now()}
 		if owner := controllerOf(pod); owner != nil {
-			l.owner = string(owner.UID)
+			l.owner, l.replaced = string(owner.UID), owner.Kind == "ReplicaSet"
 		}
 		w.lives[string(pod.UID)] = l
 	}
