@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"path/filepath"
+	"slices"
 
 	"golang.org/x/sync/errgroup"
 
@@ -56,12 +57,42 @@ func (a *agent) serveAPIs(ctx context.Context, f frontEnds) error {
 	if a.config.Mode.Claims() {
 		a.status.Check("claims", claims.Ready)
 	}
-	// Limits need nobody to end them: evidence does.
-	a.status.Waiting("limits", nil)
 	if a.config.Mode.Limits() {
 		group.Go(func() error { return limits.Run(ctx) })
 		a.status.Check("limits", limits.Ready)
+	} else {
+		group.Go(func() error { return retire(ctx, f.book, limits.Run) })
+		a.status.Waiting("limits", nil)
 	}
+	return group.Wait()
+}
+
+// retire runs the device plugin of a node that serves limits no more as long as a limit of before has a device.
+func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) error) error {
+	left := func() bool {
+		return slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindLimit })
+	}
+	if !left() {
+		return nil
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return run(ctx) })
+	group.Go(func() error {
+		defer cancel()
+		for {
+			changed := book.Changed()
+			if !left() {
+				return nil
+			}
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-changed:
+			}
+		}
+	})
 	return group.Wait()
 }
 
@@ -91,7 +122,7 @@ func (a *agent) limitsConfig(f frontEnds, object *gpunode.Object) legacy.Config 
 		Directory:  filepath.Join(a.config.KubeletDir, "device-plugins"),
 		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
 		PassDeviceSpecs: a.config.PassDeviceSpecs,
-		Inventory:       f.node, Offered: a.config.OfferedToLimits, Ledger: f.book, Specs: f.specs, Kubelet: f.resources,
+		Inventory:       f.node, Offered: a.config.OfferedToLimits, Retiring: !a.config.Mode.Limits(), Ledger: f.book, Specs: f.specs, Kubelet: f.resources,
 		Allocations: object, Acknowledge: object.Acknowledge,
 		Recorder: a.recorder, Registerer: a.metrics,
 	}

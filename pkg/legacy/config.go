@@ -112,8 +112,12 @@ type Config struct {
 	// Offered tells the GPUs that new limits may get; nil means all. The others are listed, as unhealthy, only where a limit had
 	// them when Run began. It must always answer the same for a GPU.
 	Offered func(device.GPU) bool
-	Ledger  Ledger
-	Specs   Specs
+	// Retiring is for a node that serves limits no more: what Offered refuses is unhealthy, also while a limit of before has it.
+	// Such a limit still needs the plugin: kubelet starts no container anew whose resource has lost its plugin for five minutes
+	// (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, callPreStartContainerIfNeeded).
+	Retiring bool
+	Ledger   Ledger
+	Specs    Specs
 	// Allocations may be nil: devices are then withdrawn once their claims are prepared.
 	Allocations Allocations
 	// Kubelet confirms what was sent. Nil leaves lists unconfirmed.

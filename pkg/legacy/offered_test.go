@@ -32,6 +32,11 @@ func TestOffered(t *testing.T) {
 			t.Errorf("lists %v as %v, want GPU-a and GPU-c as %v", c.gpus, got, step.want)
 		}
 	}
+	o := ownersOf(before, nil)
+	retiring := (&catalog{offered: func(device.GPU) bool { return false }, retiring: true}).extend(inv, o)
+	if got := retiring.assess(o); len(retiring.gpus) != 1 || got[0] != stateWithdrawn {
+		t.Errorf("a plugin that retires lists %v as %v", retiring.gpus, got)
+	}
 	// Kubelet may still think that it can give GPU-c away, and what must be included is the pod's already.
 	request := &pluginapi.ContainerPreferredAllocationRequest{AvailableDeviceIDs: []string{"GPU-a", "GPU-c"}, AllocationSize: 1}
 	if got := c.prefer(request, owners{}); !slices.Equal(got, []string{"GPU-a"}) {

@@ -34,6 +34,8 @@ type catalog struct {
 	planner *planner
 	// offered tells the GPUs that new limits may get; nil means all.
 	offered func(device.GPU) bool
+	// retiring calls none of the others healthy.
+	retiring bool
 }
 
 func (c *catalog) offers(gpu device.GPU) bool { return c.offered == nil || c.offered(gpu) }
@@ -57,7 +59,7 @@ func (c *catalog) extend(inv device.Inventory, o owners) *catalog {
 	slices.SortFunc(gpus, func(a, b device.GPU) int {
 		return cmp.Or(cmp.Compare(a.Minor, b.Minor), cmp.Compare(a.UUID, b.UUID))
 	})
-	next := &catalog{gpus: gpus, index: make(map[string]int, len(gpus)), offered: c.offered}
+	next := &catalog{gpus: gpus, index: make(map[string]int, len(gpus)), offered: c.offered, retiring: c.retiring}
 	for i, gpu := range gpus {
 		next.index[gpu.UUID] = i
 	}
@@ -74,7 +76,7 @@ func (c *catalog) assess(o owners) []state {
 		switch {
 		case !gpu.Health.Healthy():
 			states[i] = stateUnhealthy
-		case o.taken[gpu.UUID] || !c.offers(gpu) && !o.limits[gpu.UUID]:
+		case o.taken[gpu.UUID] || !c.offers(gpu) && (c.retiring || !o.limits[gpu.UUID]):
 			states[i] = stateWithdrawn
 		case o.promised[gpu.UUID]:
 			states[i] = stateWithdrawn
@@ -196,7 +198,7 @@ func newRoster(c Config, m *metrics) *roster {
 		inventory: c.Inventory, ledger: c.Ledger, allocations: c.Allocations, metrics: m,
 		hold: newHysteresis(), changed: make(chan struct{}),
 	}
-	r.known.Store(&catalog{planner: newPlanner(nil, device.Inventory{}), offered: c.Offered})
+	r.known.Store(&catalog{planner: newPlanner(nil, device.Inventory{}), offered: c.Offered, retiring: c.Retiring})
 	return r
 }
 
