@@ -76,7 +76,9 @@ type observed struct {
 	since         time.Time
 }
 
-// judge says whether to write want in place of current, or how long to wait first. Less is always written at once.
+// judge says whether to write want in place of current, or how long to wait first. Less is always written at once. Zero is
+// what kubelet says of a device plugin that is gone, whose last status may still say otherwise: more than that needs a list
+// that is longer than it was.
 func (o *observed) judge(now time.Time, current, want, listed int64) (write bool, wait time.Duration) {
 	if o.since.IsZero() || o.value != current {
 		*o = observed{value: current, listed: listed, since: now}
@@ -85,11 +87,14 @@ func (o *observed) judge(now time.Time, current, want, listed int64) (write bool
 	case want == current:
 		o.listed = listed
 		return false, 0
-	case want < current, listed > o.listed, now.Sub(o.since) >= settle:
+	case want < current, listed > o.listed, current > 0 && now.Sub(o.since) >= settle:
 		*o = observed{value: want, listed: listed, since: now}
 		return true, 0
 	}
 	o.listed = listed
+	if current == 0 {
+		return false, 0
+	}
 	return false, settle - now.Sub(o.since)
 }
 
@@ -158,6 +163,8 @@ func (r *allocatable) Reconcile(ctx context.Context, request reconcile.Request) 
 	want, known := Allocatable(gpus.Status, claims)
 	current, offered := node.Status.Allocatable[r.resource]
 	if !known || !offered || gpus.Status.LimitsResource != string(r.resource) {
+		// An agent that has just started: what kubelet lists next is news, however much it listed before.
+		r.record(request.Name).observed = observed{value: current.Value(), since: r.now()}
 		return reconcile.Result{}, nil
 	}
 	capacity := node.Status.Capacity[r.resource]

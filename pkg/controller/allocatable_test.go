@@ -80,8 +80,11 @@ func TestJudgeAllocatable(t *testing.T) {
 		"up when kubelet lists it again": {{0, 8, 7, 8, true, 0}, {100, 7, 7, 7, false, 0}, {200, 7, 8, 8, true, 0}},
 		"up, and nothing was withdrawn":  {{0, 8, 7, 8, true, 0}, {100, 7, 8, 8, false, 1900 * time.Millisecond}, {2000, 7, 8, 8, true, 0}},
 		// Kubelet took one back; the status, which says 8 still, is a second late.
-		"kubelet knows better":      {{0, 8, 8, 8, false, 0}, {100, 7, 8, 8, false, settle}, {900, 7, 7, 7, false, 0}},
-		"kubelet's number is late":  {{0, 8, 7, 8, true, 0}, {50, 8, 7, 7, true, 0}, {100, 7, 7, 7, false, 0}},
+		"kubelet knows better":     {{0, 8, 8, 8, false, 0}, {100, 7, 8, 8, false, settle}, {900, 7, 7, 7, false, 0}},
+		"kubelet's number is late": {{0, 8, 7, 8, true, 0}, {50, 8, 7, 7, true, 0}, {100, 7, 7, 7, false, 0}},
+		// The agent is gone, and its last status says 8 for ever; another one starts.
+		"the device plugin is gone": {{0, 8, 8, 8, false, 0}, {100, 0, 8, 8, false, 0}, {60000, 0, 8, 8, false, 0}},
+		"all are taken, then one":   {{0, 1, 0, 1, true, 0}, {100, 0, 0, 0, false, 0}, {200, 0, 1, 1, true, 0}},
 		"first look at a restarted": {{0, 5, 8, 8, false, settle}, {2000, 5, 8, 8, true, 0}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -150,6 +153,39 @@ func TestAllocatableNeverAboveCapacity(t *testing.T) {
 	w.twice(r, "node-1")
 	if got := w.offers(); got != "6" {
 		t.Errorf("allocatable %s", got)
+	}
+}
+
+// An agent that is gone leaves a status behind that says what was; one that starts says that it knows nothing, then what is.
+func TestAllocatableOfAnAgentThatIsGone(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("0", "8"))
+	r := w.allocatable()
+	for range 3 {
+		w.twice(r, "node-1")
+		w.clock = w.clock.Add(time.Minute)
+	}
+	if got := w.offers(); got != "0" {
+		t.Fatalf("allocatable %s without a device plugin", got)
+	}
+	says := func(limits v1alpha1.LimitsState) {
+		t.Helper()
+		gpus := &v1alpha1.GPUNode{}
+		w.get("", "node-1", gpus)
+		for i := range gpus.Status.Devices {
+			gpus.Status.Devices[i].Limits = limits
+		}
+		if err := w.client.Status().Update(t.Context(), gpus); err != nil {
+			t.Fatal(err)
+		}
+		w.twice(r, "node-1")
+	}
+	says("")
+	if got := w.offers(); got != "0" {
+		t.Errorf("allocatable %s before kubelet has listed anything", got)
+	}
+	says(v1alpha1.LimitsAllocatable)
+	if got := w.offers(); got != "8" {
+		t.Errorf("allocatable %s once kubelet lists them", got)
 	}
 }
 
