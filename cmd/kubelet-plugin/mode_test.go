@@ -21,6 +21,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // configured is an agent that follows its settings and serves nothing.
@@ -207,4 +208,40 @@ func TestModeChanges(t *testing.T) {
 			t.Errorf("event %q", event)
 		}
 	})
+}
+
+// TestRetire: the plugin of a node that serves limits no more runs as long as a limit of before has a device, and no longer.
+func TestRetire(t *testing.T) {
+	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: anything{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer book.Close()
+	started, done := make(chan struct{}, 1), make(chan error, 1)
+	run := func(ctx context.Context) error {
+		started <- struct{}{}
+		<-ctx.Done()
+		return nil
+	}
+	if err := retire(t.Context(), book, run); err != nil || len(started) > 0 {
+		t.Errorf("without limits: %v, ran %d times", err, len(started))
+	}
+	if err := book.ReserveLimits([]ledger.LimitRequest{{ID: "GPU-a", Resource: "nvidia.com/gpu", Device: device.Ref{GPU: "GPU-a"}}}); err != nil {
+		t.Fatal(err)
+	}
+	go func() { done <- retire(t.Context(), book, run) }()
+	<-started
+	for _, h := range book.Holds() {
+		if err := book.Release(h); err != nil {
+			t.Fatal(err)
+		}
+	}
+	select {
+	case err := <-done:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(time.Minute):
+		t.Error("runs on without limits")
+	}
 }
