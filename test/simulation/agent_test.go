@@ -4,6 +4,8 @@ package simulation
 
 import (
 	"context"
+	"errors"
+	"os"
 	"reflect"
 	"runtime"
 	"slices"
@@ -93,6 +95,9 @@ func (a *agent) restore(c *call) {
 }
 
 func (a *agent) open() (err error) {
+	if a.faults.noRestore {
+		a.host.check(os.RemoveAll(a.host.run()))
+	}
 	cgroups := evidence.NewCgroups(a.host.cgroups())
 	if a.pods, err = evidence.NewPods(noClient{}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
 		return err
@@ -149,6 +154,7 @@ func (a *agent) serve() {
 		if a.faults.noRelease {
 			return never
 		}
+		a.sawCheckpoint()
 		wait, err := a.reconciler.Settle()
 		if err != nil {
 			return time.Second
@@ -201,10 +207,27 @@ func (a *agent) serve() {
 
 const never = time.Duration(1<<63 - 1)
 
+// sawCheckpoint counts looks at a checkpoint that names the pod before.
+func (a *agent) sawCheckpoint() {
+	for _, h := range a.book.Holds() {
+		if h.Holder.Kind != ledger.KindLimit || h.State != ledger.StateHeld || !a.host.stamped.Before(h.Since) {
+			continue
+		}
+		if slices.Contains(a.host.named, h.Holder.ID) {
+			a.hit(checkpointIsOld)
+		}
+	}
+}
+
 // look sends the device list where it has changed.
 func (a *agent) look() time.Duration {
 	list, again := a.limits.Look(time.Now())
 	if list != a.list {
+		for _, h := range a.book.Holds() {
+			if a.list == nil && h.Holder.Kind == ledger.KindClaim && h.State == ledger.StateExpected {
+				a.hit(expectedBlocksLimit)
+			}
+		}
 		a.list = list
 		if a.stream != nil {
 			a.stream.lists = append(a.stream.lists, list)
@@ -394,7 +417,6 @@ func (l *loop) soon(delay time.Duration) {
 		l.waiting = l.channels()
 		l.spawn(l.life, l.name, func(c *call) {
 			wait := l.body(c)
-			c.park("has looked")
 			l.busy = false
 			if wait == never {
 				return
@@ -506,9 +528,39 @@ func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (
 	if l.s.faults.noCrossCheck {
 		r = strangers(r)
 	}
+	var patience time.Duration
+	if r.Yield != nil {
+		patience = r.Yield.Patience
+	}
+	if l.has(r.UID, ledger.StateDraining) {
+		l.s.hit(prepareAgain)
+	}
+	began := time.Now()
 	taken, err := l.Ledger.ReserveClaim(ctx, r)
 	turn(ctx, "has reserved")
+	switch {
+	case r.Yield != nil && r.Yield.Patience < patience:
+		l.s.hit(claimYields)
+	case errors.Is(err, ledger.ErrCancelled):
+		l.s.hit(prepareCancelled)
+	case time.Since(began) > 0 && err == nil:
+		l.s.hit(prepareWaits)
+	}
+	l.s.mayDie(err)
 	return taken, err
+}
+
+func (l parkedLedger) has(uid string, state ledger.State) bool {
+	return slices.ContainsFunc(l.Holds(), func(h ledger.Hold) bool { return h.Holder.ID == uid && h.State == state })
+}
+
+// mayDie ends the process between the record and the answer.
+func (s *simulation) mayDie(err error) {
+	if s.dieBeforeAnswer && err == nil {
+		s.dieBeforeAnswer, s.crashed = false, true
+		s.hit(agentDiesBeforeAnswer)
+		runtime.Goexit()
+	}
 }
 
 // strangers makes the claim ask for other hardware than limits do, so that the two never meet.
@@ -539,11 +591,15 @@ func (l parkedLedger) ReserveLimits(requests []ledger.LimitRequest) error {
 	l.s.pause("reserves")
 	err := l.Ledger.ReserveLimits(requests)
 	l.s.pause("has reserved")
+	l.s.mayDie(err)
 	return err
 }
 
 func (l parkedLedger) Release(h ledger.Hold) error {
 	l.s.pause("releases")
+	if len(h.Pods) == 1 && h.Holder.Kind == ledger.KindLimit && l.s.host.pods[h.Pods[0].UID] != nil {
+		l.s.hit(emptyCgroupEnds)
+	}
 	return l.Ledger.Release(h)
 }
 

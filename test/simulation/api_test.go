@@ -64,13 +64,15 @@ type api struct {
 	down    bool
 	objects map[string]any
 	watches []*watch
+	// changed is told of every change.
+	changed func()
 	serial  int
 }
 
 var errAway = errors.New("the API server is away")
 
 func newAPI(s *schedule) *api {
-	return &api{schedule: s, life: newLife("api"), objects: map[string]any{}}
+	return &api{schedule: s, life: newLife("api"), objects: map[string]any{}, changed: func() {}}
 }
 
 // uid makes the next name.
@@ -105,8 +107,9 @@ func (a *api) put(key string, object any) {
 	} else {
 		a.objects[key] = object
 	}
+	a.changed()
 	for _, w := range a.watches {
-		if !w.life.over && !w.broken && strings.HasPrefix(key, w.prefix) {
+		if !w.life.over && !w.broken && w.wants(key) {
 			w.queue = append(w.queue, key)
 			w.versions = append(w.versions, object)
 			w.deliverSoon()
@@ -141,10 +144,11 @@ func (a *api) updateClaim(name, uid string, change func(*claim)) bool {
 // watch hands changes on, late and in order.
 type watch struct {
 	*api
-	life   *life
-	prefix string
-	handle func(key string, before, after any)
-	listed func()
+	life *life
+	// prefixes of the keys, separated by blanks.
+	prefixes string
+	handle   func(key string, before, after any)
+	listed   func()
 	// cache is what the watcher has seen.
 	cache    map[string]any
 	queue    []string
@@ -153,17 +157,26 @@ type watch struct {
 	broken, delivering bool
 }
 
-// watch lists what begins with the prefix and then hands on every change of it.
-func (a *api) watch(l *life, prefix string, handle func(key string, before, after any), listed func()) *watch {
-	w := &watch{api: a, life: l, prefix: prefix, handle: handle, listed: listed, cache: map[string]any{}, broken: true}
+// watch lists what begins with one of the prefixes and then hands on every change of it.
+func (a *api) watch(l *life, prefixes string, handle func(key string, before, after any), listed func()) *watch {
+	w := &watch{api: a, life: l, prefixes: prefixes, handle: handle, listed: listed, cache: map[string]any{}, broken: true}
 	a.watches = slices.DeleteFunc(a.watches, func(w *watch) bool { return w.life.over })
 	a.watches = append(a.watches, w)
 	w.list()
 	return w
 }
 
+func (w *watch) wants(key string) bool {
+	for prefix := range strings.FieldsSeq(w.prefixes) {
+		if strings.HasPrefix(key, prefix) {
+			return true
+		}
+	}
+	return false
+}
+
 func (w *watch) list() {
-	w.after(w.life, w.latency(), "lists "+w.prefix, func() {
+	w.after(w.life, w.latency(), "lists "+w.prefixes, func() {
 		if w.down {
 			w.after(w.life, time.Second, "lists again", w.list)
 			return
@@ -171,7 +184,7 @@ func (w *watch) list() {
 		w.broken, w.queue, w.versions = false, nil, nil
 		seen := map[string]bool{}
 		for _, key := range sorted(w.objects) {
-			if strings.HasPrefix(key, w.prefix) {
+			if w.wants(key) {
 				seen[key] = true
 				w.see(key, w.objects[key])
 			}

@@ -41,7 +41,7 @@ type patience struct {
 func (s *simulation) startController() {
 	d := &director{simulation: s, life: newLife("controller"), busy: map[string]bool{}, nudged: map[types.UID]*patience{}}
 	s.controller = d
-	d.seen = s.api.watch(d.life, "", func(string, any, any) { d.lookSoon(0) }, func() { d.lookSoon(0) })
+	d.seen = s.api.watch(d.life, "claim/ node/ gpunode/", func(string, any, any) { d.lookSoon(0) }, func() { d.lookSoon(0) })
 }
 
 func (s *simulation) killController() {
@@ -100,7 +100,7 @@ func (d *director) relay(object *gpuNode) []v1alpha1.AllocatedClaim {
 	relayed := controller.Relay(claims, driverName, nodeName)
 	if !reflect.DeepEqual(relayed, object.spec) {
 		d.once("relays claims", func() {
-			if now, ok := get[*gpuNode](d.api, "gpunode/"); ok {
+			if now, ok := get[*gpuNode](d.api, "gpunode/"); ok && !reflect.DeepEqual(relayed, now.spec) {
 				d.api.put("gpunode/", &gpuNode{spec: relayed, status: now.status})
 			}
 		})

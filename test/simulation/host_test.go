@@ -33,6 +33,9 @@ type host struct {
 	alive *life
 	// written is closed when kubelet writes its device checkpoint.
 	written chan struct{}
+	// stamped is when, named are the IDs in it.
+	stamped time.Time
+	named   []string
 }
 
 // podGroup is what there is of a pod on the machine: a cgroup, and processes in it or not.
@@ -161,6 +164,12 @@ func (h *host) writeCheckpoint(devices podDevices, registered []string) {
 	})
 	h.check(err)
 	h.writeFile(evidence.DeviceCheckpointPath(h.kubeletDir()), data)
+	h.stamped, h.named = stamp(), nil
+	for _, uid := range sorted(devices) {
+		for _, container := range sorted(devices[uid]) {
+			h.named = append(h.named, devices[uid][container]...)
+		}
+	}
 	close(h.written)
 	h.written = make(chan struct{})
 }

@@ -16,21 +16,31 @@ type deed struct {
 	do     func()
 }
 
-// mood draws what this world is like, and has users act from then on.
+// mood draws what this world is like, and has users and misfortune act from then on.
 func (s *simulation) mood() {
 	deeds := s.deeds()
-	total := 0
 	for i := range deeds {
 		// Some worlds know hardly anything but reboots, others no misfortune at all.
 		deeds[i].weight *= []int{0, 1, 1, 2, 6}[s.rand.IntN(5)]
 		if i < certain {
 			deeds[i].weight = max(deeds[i].weight, 4)
 		}
-		total += deeds[i].weight
 	}
-	pace := s.between(100*time.Millisecond, 3*time.Second)
-	var act func()
-	act = func() {
+	s.act("acts", deeds[:certain], s.between(20*time.Millisecond, time.Second))
+	s.act("meets misfortune", deeds[certain:], s.between(500*time.Millisecond, 15*time.Second))
+}
+
+// act does one of the deeds every now and then.
+func (s *simulation) act(name string, deeds []deed, pace time.Duration) {
+	total := 0
+	for _, d := range deeds {
+		total += d.weight
+	}
+	if total == 0 {
+		return
+	}
+	var again func()
+	again = func() {
 		n := s.rand.IntN(total)
 		for _, d := range deeds {
 			if n -= d.weight; n < 0 {
@@ -39,13 +49,13 @@ func (s *simulation) mood() {
 				break
 			}
 		}
-		s.after(s.users, s.between(0, 2*pace), "acts", act)
+		s.after(s.users, s.between(0, 2*pace), name, again)
 	}
-	s.after(s.users, 3*time.Second, "acts", act)
+	s.after(s.users, 3*time.Second, name, again)
 }
 
-// certain is how many of the deeds no world lacks: those that make and remove pods.
-const certain = 8
+// certain is how many of the deeds no world lacks: those of users.
+const certain = 12
 
 func (s *simulation) deeds() []deed {
 	c := s.cluster
@@ -56,16 +66,22 @@ func (s *simulation) deeds() []deed {
 		{6, "a finite limits pod comes", func() { s.room(func() { c.create(pod{gpus: size(), finite: true, init: s.chance(3)}) }) }},
 		{6, "a finite claim pod comes", func() { s.room(func() { c.create(pod{gpus: size(), claim: "own", finite: true}) }) }},
 		{4, "bare pods come", func() { s.room(func() { c.create(pod{gpus: size(), claim: "own"}); c.create(pod{gpus: size()}) }) }},
+		{4, "everybody comes at once", s.rush},
 		{12, "an owner goes", s.disown},
 		{10, "a pod is deleted", func() { s.some(func(p *pod) { c.remove(p.uid) }) }},
 		{6, "pods share a claim", s.share},
 		{8, "a pod is force-deleted", func() { s.some(s.forceDelete) }},
 		{6, "a container restarts", func() { s.someRunning(s.restart) }},
+		{4, "somebody annotates a pod", func() {
+			s.some(func(p *pod) { s.api.updatePod(p.uid, func(p *pod) { p.retry = time.Now().Format(time.RFC3339Nano) }) })
+		}},
+		{4, "an exporter lists pod resources", func() { _, _, _ = s.kubelet.list() }},
 		{4, "the agent dies", s.killAgent},
+		{4, "the agent will die before it answers", func() { s.dieBeforeAnswer = true }},
 		{4, "the agent will die while it writes", func() { s.crashIn = 1 + s.rand.IntN(6) }},
 		{3, "kubelet dies", s.killKubelet},
 		{2, "the node reboots", s.reboot},
-		{3, "the API server goes away", func() { s.hit(apiAway); s.api.stop(s.between(200*time.Millisecond, 20*time.Second)) }},
+		{3, "the API server goes away", func() { s.hit(apiAway); s.api.stop(s.between(200*time.Millisecond, 10*time.Second)) }},
 		{3, "the agent is frozen", func() { s.freeze(s.agentLife()) }},
 		{3, "the controller dies", s.killController},
 		{2, "the scheduler is frozen", func() { s.freeze(s.scheduler.life) }},
@@ -87,6 +103,16 @@ func (s *simulation) deeds() []deed {
 
 func (s *simulation) freeze(l *life) {
 	l.frozen = time.Now().Add(s.between(100*time.Millisecond, 8*time.Second))
+}
+
+// rush makes as many pods of each kind as there are GPUs, at one moment.
+func (s *simulation) rush() {
+	s.room(func() {
+		for range s.host.gpus {
+			s.cluster.create(pod{gpus: 1, claim: "own", finite: true})
+			s.cluster.create(pod{gpus: 1, finite: true})
+		}
+	})
 }
 
 // room keeps the number of pods at a few for each GPU.
@@ -146,13 +172,13 @@ func (s *simulation) share() {
 	s.room(func() {
 		for _, k := range all[*claim](s.api.objects) {
 			if k.pod == "" && !k.deleting && s.chance(2) {
-				s.cluster.create(pod{claim: k.name, shared: true})
+				s.cluster.create(pod{claim: k.name, shared: true, finite: s.chance(2)})
 				return
 			}
 		}
 		k := &claim{uid: s.api.uid("claim"), name: s.api.uid("shared"), count: 1}
 		s.api.put(claimKey(k.name), k)
-		s.cluster.create(pod{claim: k.name, shared: true})
-		s.cluster.create(pod{claim: k.name, shared: true})
+		s.cluster.create(pod{claim: k.name, shared: true, finite: true})
+		s.cluster.create(pod{claim: k.name, shared: true, finite: s.chance(2)})
 	})
 }

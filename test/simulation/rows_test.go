@@ -19,7 +19,7 @@ const (
 	prepareRetried           row = "prepare-retried-by-kubelet"
 	rebootReclaims           row = "reboot-claim-gets-its-gpu-back"
 	rebootLimitsFail         row = "reboot-limits-pods-fail"
-	expectedBlocksLimit      row = "expected-claim-blocks-limit"
+	expectedBlocksLimit      row = "expected-claim-kept-from-limits"
 	agentDiesBeforeAnswer    row = "agent-dies-between-record-and-answer"
 	agentDiesOnDisk          row = "agent-dies-in-the-middle-of-a-record"
 	agentRestarts            row = "agent-restarts-with-holds"
@@ -31,7 +31,7 @@ const (
 	staleAllocatable         row = "limits-pod-bound-by-stale-allocatable"
 	staleSlice               row = "claim-allocated-by-stale-slice"
 	forceDeletedRuns         row = "force-deleted-pod-still-runs"
-	forceDeletedUnseen       row = "force-deletion-not-yet-heard-of"
+	forceDeletedUnseen       row = "limit-finds-holder-that-still-runs"
 	stateDeleted             row = "kubelets-claim-state-deleted"
 	checkpointDeleted        row = "kubelets-device-checkpoint-deleted"
 	checkpointIsOld          row = "checkpoint-names-the-pod-before"
@@ -46,7 +46,6 @@ const (
 	nudged                   row = "kubelet-nudged-to-prepare"
 	condemnedRefused         row = "condemned-claim-refused"
 	claimYields              row = "claim-lets-bound-limits-go-first"
-	withdrawnLate            row = "limit-refused-before-withdrawal-arrived"
 )
 
 // allRows are those that a full run must meet.
@@ -56,5 +55,5 @@ var allRows = []row{
 	agentDiesBeforeAnswer, agentDiesOnDisk, agentRestarts, kubeletRestarts, kubeletDiesInCall, allocateUnknownPod, oldStreamEndsNew,
 	listForgetsInFlight, staleAllocatable, staleSlice, forceDeletedRuns, forceDeletedUnseen, stateDeleted, checkpointDeleted,
 	checkpointIsOld, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
-	allocatableLowered, condemnedEvicted, evictionOvertaken, nudged, condemnedRefused, claimYields, withdrawnLate,
+	allocatableLowered, condemnedEvicted, evictionOvertaken, nudged, condemnedRefused, claimYields,
 }

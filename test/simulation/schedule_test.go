@@ -26,6 +26,8 @@ type schedule struct {
 	rows   map[row]int
 	// current is the call that runs; nil while the schedule itself does.
 	current *call
+	// slowness is how many times as long as usual messages take.
+	slowness time.Duration
 	// fault is what ends the run.
 	fault string
 
@@ -55,7 +57,7 @@ const keptLines = 90
 
 func newSchedule(seed uint64) *schedule {
 	return &schedule{
-		rand: rand.New(rand.NewPCG(seed, 0x7461_6e64_656d)), hash: 14695981039346656037, rows: map[row]int{},
+		rand: rand.New(rand.NewPCG(seed, 0x7461_6e64_656d)), hash: 14695981039346656037, rows: map[row]int{}, slowness: 1,
 		wake: make(chan struct{}, 1),
 	}
 }
@@ -75,8 +77,10 @@ func (s *schedule) between(least, most time.Duration) time.Duration {
 	return least + time.Duration(s.rand.Int64N(int64(most-least)+1))
 }
 
-// latency is that of a message: mostly short.
-func (s *schedule) latency() time.Duration {
+// latency is that of a message: mostly short, by the measure of its world.
+func (s *schedule) latency() time.Duration { return s.quickly() * s.slowness }
+
+func (s *schedule) quickly() time.Duration {
 	switch n := s.rand.IntN(200); {
 	case n < 150:
 		return s.between(0, 3*time.Millisecond)
@@ -85,7 +89,7 @@ func (s *schedule) latency() time.Duration {
 	case n < 199:
 		return s.between(0, 400*time.Millisecond)
 	default:
-		return s.between(0, 4*time.Second)
+		return s.between(0, 2*time.Second)
 	}
 }
 

@@ -4,6 +4,7 @@ package simulation
 
 import (
 	"slices"
+	"strings"
 	"time"
 )
 
@@ -21,7 +22,7 @@ type scheduler struct {
 func (s *simulation) startScheduler() {
 	sched := &scheduler{simulation: s, life: newLife("scheduler"), assumedPods: map[string]bool{}, assumedClaims: map[string][]string{}}
 	s.scheduler = sched
-	sched.seen = s.api.watch(sched.life, "", sched.changed, func() { sched.trySoon(s.latency()) })
+	sched.seen = s.api.watch(sched.life, "pod/ claim/ node/ slice/", sched.changed, func() { sched.trySoon(s.latency()) })
 }
 
 func (c *scheduler) changed(key string, _, after any) {
@@ -34,6 +35,7 @@ func (c *scheduler) changed(key string, _, after any) {
 		delete(c.assumedClaims, key)
 	case nil:
 		delete(c.assumedClaims, key)
+		delete(c.assumedPods, strings.TrimPrefix(key, "pod/"))
 	}
 	c.trySoon(c.latency())
 }
@@ -111,7 +113,7 @@ func (c *scheduler) placeClaim(p *pod) bool {
 			delete(c.assumedClaims, claimKey(p.claim))
 		}
 		now, ok := get[*claim](c.api, claimKey(p.claim))
-		if !ok || now.uid != wanted.uid || now.deleting || len(now.devices) > 0 && !slices.Equal(now.devices, devices) {
+		if !ok || now.uid != wanted.uid || now.deleting || !slices.Equal(now.devices, wanted.devices) {
 			forget()
 			return
 		}
@@ -160,6 +162,5 @@ func (c *scheduler) firstFit(count int) []string {
 func (c *scheduler) bind(p *pod) {
 	c.api.request(c.life, "binds "+p.uid, func() {
 		c.api.updatePod(p.uid, func(changed *pod) { changed.bound = true })
-		delete(c.assumedPods, p.uid)
 	})
 }

@@ -11,7 +11,6 @@ import (
 type cluster struct {
 	*simulation
 	life *life
-	seen *watch
 	// owners by name, with what their pods are like; nil once deleted.
 	owners map[string]*pod
 	busy   map[string]bool
@@ -20,7 +19,7 @@ type cluster struct {
 func (s *simulation) startCluster() {
 	c := &cluster{simulation: s, life: newLife("cluster"), owners: map[string]*pod{}, busy: map[string]bool{}}
 	s.cluster = c
-	c.seen = s.api.watch(c.life, "", func(string, any, any) { c.lookSoon() }, func() { c.lookSoon() })
+	s.api.changed = c.lookSoon
 }
 
 // once makes one request for a thing at a time.
@@ -90,6 +89,7 @@ func (c *cluster) lookAtClaims() {
 					changed.reservedFor = slices.DeleteFunc(changed.reservedFor, func(uid string) bool { return !slices.Contains(kept, uid) && slices.Contains(k.reservedFor, uid) })
 					if len(changed.reservedFor) == 0 {
 						changed.devices = nil
+						delete(c.before, k.uid)
 					}
 				})
 			})
