@@ -131,20 +131,22 @@ func trimClass(class *resourceapi.DeviceClass) {
 	class.Spec = resourceapi.DeviceClassSpec{Selectors: class.Spec.Selectors, ExtendedResourceName: class.Spec.ExtendedResourceName}
 }
 
-// trimNode keeps how many GPUs there are for limits.
+// trimNode keeps how many GPUs there are for limits, and which pods may come.
 func trimNode(node *corev1.Node, resource corev1.ResourceName) {
+	labels := node.Labels
 	trimMeta(&node.ObjectMeta)
+	node.Labels = labels
 	only := func(list corev1.ResourceList) corev1.ResourceList {
 		if quantity, ok := list[resource]; ok {
 			return corev1.ResourceList{resource: quantity}
 		}
 		return nil
 	}
-	node.Spec = corev1.NodeSpec{}
+	node.Spec = corev1.NodeSpec{Taints: node.Spec.Taints}
 	node.Status = corev1.NodeStatus{Allocatable: only(node.Status.Allocatable), Capacity: only(node.Status.Capacity)}
 }
 
-// trimPod keeps what the pod asks for, where it is bound to, and whether the scheduler has given up on it.
+// trimPod keeps what the pod asks for, where it may run and is bound to, and whether the scheduler has given up on it.
 func trimPod(pod *corev1.Pod) {
 	trimMeta(&pod.ObjectMeta)
 	containers := func(of []corev1.Container) []corev1.Container {
@@ -157,6 +159,7 @@ func trimPod(pod *corev1.Pod) {
 	}
 	pod.Spec = corev1.PodSpec{
 		NodeName: pod.Spec.NodeName, ResourceClaims: pod.Spec.ResourceClaims,
+		NodeSelector: pod.Spec.NodeSelector, Affinity: requiredNodes(pod.Spec.Affinity), Tolerations: pod.Spec.Tolerations,
 		InitContainers: containers(pod.Spec.InitContainers), Containers: containers(pod.Spec.Containers),
 	}
 	status := corev1.PodStatus{
@@ -169,6 +172,15 @@ func trimPod(pod *corev1.Pod) {
 		}
 	}
 	pod.Status = status
+}
+
+func requiredNodes(affinity *corev1.Affinity) *corev1.Affinity {
+	if affinity == nil || affinity.NodeAffinity == nil || affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution == nil {
+		return nil
+	}
+	return &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{
+		RequiredDuringSchedulingIgnoredDuringExecution: affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution,
+	}}
 }
 
 // claimReader reads claims from the cache, by the nodes that they have devices of.

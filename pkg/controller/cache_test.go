@@ -61,6 +61,7 @@ func TestTrimmedIsSmall(t *testing.T) {
 	pod.Spec.Containers[0].Command = []string{string(make([]byte, 4096))}
 	node := coreNode("8", "8")
 	meta(&node.ObjectMeta)
+	node.Labels = map[string]string{"pool": "a"} // which pods select
 	node.Status.Images = []corev1.ContainerImage{{Names: []string{string(make([]byte, 4096))}}}
 	claim := newClaim("a", "gpu-0")
 	meta(&claim.ObjectMeta)

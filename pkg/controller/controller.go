@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -55,6 +56,8 @@ type Config struct {
 type Controller struct {
 	manager manager.Manager
 	synced  chan struct{}
+	// idle is set while the API server serves no claims.
+	idle atomic.Bool
 }
 
 // New is called once by main. It makes no request and starts nothing.
@@ -163,8 +166,12 @@ func (f filler) Start(ctx context.Context) error {
 
 var errNotSynced = errors.New("the API server has not listed claims, nodes and pods yet")
 
-// Ready is nil once the caches are filled; a controller that waits for the lead is ready to take it.
+// Ready is nil once the caches are filled, and where there can be no claims; a controller that waits for the lead is ready to take
+// it.
 func (c *Controller) Ready() error {
+	if c.idle.Load() {
+		return nil
+	}
 	select {
 	case <-c.synced:
 		return nil
@@ -175,6 +182,9 @@ func (c *Controller) Ready() error {
 
 // Run works until ctx is done, which is no error and gives the lead up, or until the lead is lost.
 func (c *Controller) Run(ctx context.Context) error {
+	if !c.awaitClaims(ctx) {
+		return nil
+	}
 	if err := c.manager.Start(ctx); err != nil {
 		return fmt.Errorf("run reconcilers: %w", err)
 	}

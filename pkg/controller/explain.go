@@ -16,6 +16,9 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
+	schedulinghelper "k8s.io/component-helpers/scheduling/corev1"
+	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
+	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
@@ -30,7 +33,19 @@ import (
 // namedNodes is how many nodes a sentence names; an event is no inventory.
 const namedNodes = 5
 
-// Explain says why no node has so many GPUs for a pod; empty where one has, so that something else is the reason, and where
+// MayRun reports whether a node is one that a pod may run on, as far as selectors, affinity and taints say. It is a pure function.
+func MayRun(pod *corev1.Pod, node *corev1.Node) bool {
+	if match, err := nodeaffinity.GetRequiredNodeAffinity(pod).Match(node); err != nil || !match {
+		return false
+	}
+	keepsAway := func(taint *corev1.Taint) bool {
+		return taint.Effect == corev1.TaintEffectNoSchedule || taint.Effect == corev1.TaintEffectNoExecute
+	}
+	_, untolerated := schedulinghelper.FindMatchingUntoleratedTaint(klog.Background(), node.Spec.Taints, pod.Spec.Tolerations, keepsAway, false)
+	return !untolerated
+}
+
+// Explain says why none of the nodes that a pod may run on has so many GPUs for it; empty where one has, so that something else is the reason, and where
 // there is no GPU at all. It is a pure function, and names nodes only: whose pods hold the GPUs is not everybody's business.
 func Explain(nodes []v1alpha1.GPUNode, asked int64) string {
 	var with []v1alpha1.GPUNode
@@ -261,12 +276,11 @@ func (x *explainer) Reconcile(ctx context.Context, request reconcile.Request) (r
 	if err != nil || asked == 0 {
 		return reconcile.Result{}, err
 	}
-	var nodes v1alpha1.GPUNodeList
-	// Nothing is changed, and there may be many.
-	if err := x.client.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
-		return reconcile.Result{}, fmt.Errorf("list GPUNodes: %w", err)
+	nodes, err := x.nodes(ctx, pod)
+	if err != nil {
+		return reconcile.Result{}, err
 	}
-	sentence := Explain(nodes.Items, asked)
+	sentence := Explain(nodes, asked)
 	if sentence == "" {
 		return reconcile.Result{RequeueAfter: countAgain}, nil
 	}
@@ -292,6 +306,23 @@ func (x *explainer) asked(ctx context.Context, pod *corev1.Pod) (int64, error) {
 		return claim
 	})
 	return asked, failed
+}
+
+// nodes are those that the pod may run on.
+func (x *explainer) nodes(ctx context.Context, pod *corev1.Pod) ([]v1alpha1.GPUNode, error) {
+	var gpus v1alpha1.GPUNodeList
+	var nodes corev1.NodeList
+	// Nothing is changed, and there may be many.
+	for _, list := range []client.ObjectList{&gpus, &nodes} {
+		if err := x.client.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return nil, fmt.Errorf("list nodes: %w", err)
+		}
+	}
+	may := map[string]bool{}
+	for i := range nodes.Items {
+		may[nodes.Items[i].Name] = MayRun(pod, &nodes.Items[i])
+	}
+	return slices.DeleteFunc(gpus.Items, func(n v1alpha1.GPUNode) bool { return !may[n.Name] }), nil
 }
 
 // tell decides whether a pod is told a sentence now, and when to look at it again.

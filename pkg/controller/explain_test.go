@@ -144,7 +144,7 @@ func full(s *v1alpha1.GPUNodeStatus) {
 
 func TestExplainTellsOnce(t *testing.T) {
 	pod := newPod("a", unscheduled)
-	w := newWorld(t, interceptor.Funcs{}, gpuNode(), pod)
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"), pod)
 	x := &explainer{client: w.client, driver: testDriver, resource: testResource, recorder: w.recorder, now: w.now}
 	key := client.ObjectKeyFromObject(pod)
 	look := func(want string, again time.Duration) {
@@ -190,11 +190,58 @@ func TestExplainLeavesOthersAlone(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			pod := newPod("a", change)
-			w := newWorld(t, interceptor.Funcs{}, gpuNode(full), pod)
+			w := newWorld(t, interceptor.Funcs{}, gpuNode(full), coreNode("8", "8"), pod)
 			x := &explainer{client: w.client, driver: testDriver, resource: testResource, recorder: w.recorder, now: w.now}
 			if result := w.once(x, client.ObjectKeyFromObject(pod)); w.event() != "" || result.RequeueAfter != 0 {
 				t.Errorf("told, or again after %v", result.RequeueAfter)
 			}
 		})
+	}
+}
+
+// A node that the pod may not run on is no part of the reason, whatever is free there.
+func TestMayRun(t *testing.T) {
+	node := coreNode("8", "8")
+	node.Labels = map[string]string{"pool": "a"}
+	node.Spec.Taints = []corev1.Taint{{Key: "team", Value: "x", Effect: corev1.TaintEffectNoSchedule}, {Key: "soft", Effect: corev1.TaintEffectPreferNoSchedule}}
+	tolerates := func(p *corev1.Pod) {
+		p.Spec.Tolerations = []corev1.Toleration{{Key: "team", Operator: corev1.TolerationOpExists}}
+	}
+	affinity := func(value string) func(*corev1.Pod) {
+		return func(p *corev1.Pod) {
+			p.Spec.Affinity = &corev1.Affinity{
+				PodAffinity: &corev1.PodAffinity{},
+				NodeAffinity: &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{
+					{MatchExpressions: []corev1.NodeSelectorRequirement{{Key: "pool", Operator: corev1.NodeSelectorOpIn, Values: []string{value}}}}}}},
+			}
+		}
+	}
+	for name, c := range map[string]struct {
+		change []func(*corev1.Pod)
+		want   bool
+	}{
+		"tolerates":        {[]func(*corev1.Pod){tolerates}, true},
+		"does not":         {nil, false},
+		"selects it":       {[]func(*corev1.Pod){tolerates, func(p *corev1.Pod) { p.Spec.NodeSelector = map[string]string{"pool": "a"} }}, true},
+		"selects another":  {[]func(*corev1.Pod){tolerates, func(p *corev1.Pod) { p.Spec.NodeSelector = map[string]string{"pool": "b"} }}, false},
+		"drawn to it":      {[]func(*corev1.Pod){tolerates, affinity("a")}, true},
+		"drawn to another": {[]func(*corev1.Pod){tolerates, affinity("b")}, false},
+	} {
+		pod, trimmed := newPod("a", c.change...), node.DeepCopy()
+		trimPod(pod)
+		trimNode(trimmed, testResource)
+		if got := MayRun(pod, trimmed); got != c.want {
+			t.Errorf("%s: %t", name, got)
+		}
+	}
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(full), node)
+	x := &explainer{client: w.client, driver: testDriver, resource: testResource, recorder: w.recorder, now: w.now}
+	for _, c := range []struct {
+		pod  *corev1.Pod
+		want int
+	}{{newPod("a", tolerates), 1}, {newPod("a"), 0}} {
+		if nodes, err := x.nodes(t.Context(), c.pod); err != nil || len(nodes) != c.want {
+			t.Errorf("%d nodes, %v", len(nodes), err)
+		}
 	}
 }

@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"fmt"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -100,6 +101,32 @@ func TestWhoMayWriteWhat(t *testing.T) {
 	if err := s.evict(control, fresh, &metav1.Preconditions{UID: &fresh.UID, ResourceVersion: ptr.To("1")}); !apierrors.IsConflict(err) {
 		t.Errorf("evict a pod that has changed: %v", err)
 	}
+}
+
+// TestWaitingPodsAreTold: a pod that finds no GPU is told who has them, on the nodes that it may run on, and not again and again.
+func TestWaitingPodsAreTold(t *testing.T) {
+	s := begin(t)
+	s.example("more-than-gpus")
+	s.running(soon, gpusANode, 2)
+	told := regexp.MustCompile(`^all 8 GPUs of ` + gpuNode + ` are held: [0-9] by limits, [0-9] by claims$`)
+	s.await(soon, "the pods that wait to be told why", func() error {
+		list, err := theClient.CoreV1().Events(s.namespace).List(s.ctx, metav1.ListOptions{FieldSelector: "reason=GPUsHeld"})
+		if err != nil {
+			return err
+		}
+		events := map[string]int{}
+		for _, event := range list.Items {
+			if told.MatchString(event.Message) {
+				events[event.InvolvedObject.Name]++
+			}
+		}
+		for _, pod := range s.pods() {
+			if n := events[pod.Name]; n > 1 || pod.Status.Phase == corev1.PodPending && n == 0 {
+				return fmt.Errorf("pod %s has %d events", pod.Name, n)
+			}
+		}
+		return nil
+	})
 }
 
 // controllerPod is the one that leads, or waits to.
