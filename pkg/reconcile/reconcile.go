@@ -261,7 +261,10 @@ func (r *Reconciler) settle(h ledger.Hold, checkpoint evidence.DeviceCheckpoint)
 		return never, r.release(h)
 	case verdict == ledger.Orphaned:
 		return untilLeft, errors.Join(r.Ledger.SetState(h, ledger.StateDraining), r.unreadable(h))
-	case verdict == ledger.Running && (h.State == ledger.StateDraining || h.State == ledger.StateExpected && len(h.Pods) > 0):
+	case verdict == ledger.Running && h.State == ledger.StateExpected && len(h.Pods) > 0:
+		return never, r.Ledger.SetState(h, ledger.StateHeld)
+	case h.State == ledger.StateDraining:
+		// Its pod is back, or has left nothing behind and the hold must only settle: neither keeps the next pod away.
 		return never, r.Ledger.SetState(h, ledger.StateHeld)
 	}
 	if young := evidence.Unsettled(h); len(h.Pods) > 0 && young > 0 {

@@ -115,6 +115,8 @@ func TestForceDeletedRightAfterAllocate(t *testing.T) {
 		t.Errorf("a second owner: %v", err)
 	}
 	g.noGroup("p1")
+	// What must only settle keeps nobody away.
+	g.await("GPU-1: limit GPU-1 held [p1]")
 	g.await()
 }
 
