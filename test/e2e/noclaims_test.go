@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+// TestWithoutTheClaimsAPI has a cluster of its own, whose API server does not serve claims: LimitsOnly works, and in Dual the node
+// says what to do.
+func TestWithoutTheClaimsAPI(t *testing.T) {
+	s := &story{T: t, ctx: theContext, namespace: metav1.NamespaceDefault}
+	c := s.clusterWithoutClaims()
+	config, err := c.RESTConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	installed := func(mode string) {
+		t.Helper()
+		values := []string{"deviceClasses.create=false", "config.tandem.mode=" + mode}
+		if err := install.Tandem(s.ctx, c, install.Options{Detached: true, Values: values}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	kubectl := func(args ...string) string {
+		t.Helper()
+		out, err := c.Kubectl(s.ctx, args...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	offered := func() error {
+		n, err := client.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+		if got := n.Status.Allocatable[install.ResourceName]; err == nil && got.Value() != gpusANode {
+			err = fmt.Errorf("allocatable is %s", got.String())
+		}
+		return err
+	}
+	ready := func() error {
+		pods, err := client.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		for _, pod := range pods.Items {
+			if !isReady(&pod) {
+				err = errors.Join(err, fmt.Errorf("%s is not ready", pod.Name))
+			}
+		}
+		return err
+	}
+
+	installed("LimitsOnly")
+	s.await(patient, "the GPUs to be offered to limits", offered)
+	s.await(patient, "agent and controller to be ready", ready)
+	kubectl("apply", "-f", filepath.Join("..", "..", "examples", "limits.yaml"))
+	s.await(patient, "a limits pod to run", func() error {
+		pod, err := client.CoreV1().Pods(s.namespace).Get(s.ctx, "limits", metav1.GetOptions{})
+		if err == nil && pod.Status.Phase != corev1.PodRunning {
+			err = fmt.Errorf("it is %s %s", pod.Status.Phase, pod.Status.Message)
+		}
+		return err
+	})
+	s.quiet(c)
+
+	kubectl("label", "node", gpuNode, modeLabel+"=Dual")
+	s.await(patient, "the node to say what to do", func() error {
+		if out := kubectl("get", "events", "--field-selector=reason=NoClaimsAPI"); !hasAll(out, []string{"LimitsOnly", "--runtime-config"}) {
+			return errors.New(out)
+		}
+		return nil
+	})
+	s.await(patient, "the agent not to be ready", func() error {
+		if ready() == nil {
+			return errors.New("it is")
+		}
+		return nil
+	})
+	s.await(patient, "limits to be served all the same", offered)
+	s.quiet(c)
+}
+
+func (s *story) clusterWithoutClaims() *cluster.Cluster {
+	s.Helper()
+	c, err := cluster.New(cluster.Config{
+		Dir: filepath.Join(s.TempDir(), "cluster"), KubernetesVersion: theCluster.Config().KubernetesVersion, Progress: s.Output(),
+		Nodes:         []cluster.NodeConfig{{Name: gpuNode}},
+		APIServerArgs: []string{"--runtime-config=resource.k8s.io/v1=false"},
+	})
+	if err != nil {
+		s.Fatal(err)
+	}
+	s.Cleanup(func() {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(s.ctx), 2*time.Minute)
+		defer cancel()
+		if s.Failed() {
+			for _, args := range [][]string{
+				{"get", "pods", "-A", "-o", "wide"}, {"get", "events", "-A"},
+				{"logs", "-n", install.Namespace, "-l", "app.kubernetes.io/name=tandem", "--tail=60", "--prefix"},
+			} {
+				out, err := c.Kubectl(ctx, args...)
+				s.Logf("kubectl %v (%v):\n%s", args, err, out)
+			}
+		}
+		if err := c.Stop(ctx); err != nil {
+			s.Error(err)
+		}
+	})
+	if err := c.Start(s.ctx); err != nil {
+		s.Fatal(err)
+	}
+	return c
+}
+
+// errorLine is how klog begins one.
+var errorLine = regexp.MustCompile(`(?m)^E\d{4} `)
+
+// quiet looks for half a minute whether agent and controller complain again and again.
+func (s *story) quiet(c *cluster.Cluster) {
+	s.Helper()
+	errorsOf := func(component string) (lines int, log string) {
+		log, err := c.Kubectl(s.ctx, "logs", "-n", install.Namespace, "-l", "app.kubernetes.io/component="+component, "--tail=-1")
+		if err != nil {
+			s.Fatal(err)
+		}
+		return len(errorLine.FindAllString(log, -1)) + strings.Count(log, `"level":"error"`), log
+	}
+	components := []string{"kubelet-plugin", "controller"}
+	before := map[string]int{}
+	for _, component := range components {
+		before[component], _ = errorsOf(component)
+	}
+	select {
+	case <-s.ctx.Done():
+	case <-time.After(30 * time.Second):
+	}
+	for _, component := range components {
+		if lines, log := errorsOf(component); lines > before[component]+5 {
+			s.Errorf("%s logged %d errors in half a minute:\n%s", component, lines-before[component], log)
+		}
+	}
+}
