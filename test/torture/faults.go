@@ -34,8 +34,8 @@ type saboteur struct {
 	cluster *cluster.Cluster
 	node    *cluster.Node
 	client  kubernetes.Interface
-	// before is called with the component that is about to be killed, while it still answers.
-	before func(context.Context, string)
+	// before is called when somebody is about to be killed and still answers.
+	before func(context.Context)
 
 	whole sync.RWMutex
 	mu    sync.Mutex
@@ -128,7 +128,7 @@ func (s *saboteur) strikePod(ctx context.Context, op Op) (done, error) {
 	program := map[string]string{agentName: agentProgram, controllerName: controllerProgram}[op.Component]
 	switch op.Kind {
 	case Kill:
-		s.before(ctx, op.Component)
+		s.before(ctx)
 		struck, err := s.catch(ctx, "KILL", program)
 		if err != nil || !struck {
 			return done{skipped: "it does not run"}, err
@@ -180,8 +180,7 @@ func (s *saboteur) onNode(ctx context.Context, name string, args ...string) erro
 }
 
 func (s *saboteur) reboot(ctx context.Context, op Op) (done, error) {
-	s.before(ctx, agentName)
-	s.before(ctx, controllerName)
+	s.before(ctx)
 	if err := s.node.Halt(ctx); err != nil {
 		return done{}, err
 	}
@@ -195,7 +194,7 @@ func (s *saboteur) reboot(ctx context.Context, op Op) (done, error) {
 
 // upgrade replaces the agent's pod as a new version of the chart would.
 func (s *saboteur) upgrade(ctx context.Context, op Op) (done, error) {
-	s.before(ctx, op.Component)
+	s.before(ctx)
 	patch := fmt.Appendf(nil, `{"spec":{"template":{"metadata":{"annotations":{"torture/operation":"%d"}}}}}`, op.Index)
 	return done{}, persist(ctx, "upgrade the agent", func(ctx context.Context) error {
 		sets, err := s.client.AppsV1().DaemonSets(install.Namespace).List(ctx, metav1.ListOptions{})
@@ -203,8 +202,8 @@ func (s *saboteur) upgrade(ctx context.Context, op Op) (done, error) {
 			return err
 		}
 		for _, set := range sets.Items {
-			_, err := s.client.AppsV1().DaemonSets(install.Namespace).Patch(ctx, set.Name, types.MergePatchType, patch, metav1.PatchOptions{})
-			if err != nil {
+			agents := s.client.AppsV1().DaemonSets(install.Namespace)
+			if _, err := agents.Patch(ctx, set.Name, types.MergePatchType, patch, metav1.PatchOptions{}); err != nil {
 				return err
 			}
 		}
@@ -230,7 +229,8 @@ func (s *saboteur) mend(ctx context.Context) error {
 
 // hasController reports whether Tandem's controller is part of the installation.
 func hasController(ctx context.Context, client kubernetes.Interface) (bool, error) {
-	list, err := client.AppsV1().Deployments(install.Namespace).List(ctx, metav1.ListOptions{LabelSelector: componentLabel + "=" + controllerName})
+	selector := metav1.ListOptions{LabelSelector: componentLabel + "=" + controllerName}
+	list, err := client.AppsV1().Deployments(install.Namespace).List(ctx, selector)
 	if err != nil && !apierrors.IsNotFound(err) {
 		return false, fmt.Errorf("look for the controller: %w", err)
 	}

@@ -84,11 +84,13 @@ func (a auditor) offeredToLimits(ctx context.Context) ([]string, int, error) {
 	if int(capacity.Value()) == a.gpus && int(allocatable.Value()) == a.gpus {
 		return nil, 0, nil
 	}
-	return []string{fmt.Sprintf("limits: allocatable %s of %s", allocatable.String(), capacity.String())}, max(0, a.gpus-int(allocatable.Value())), nil
+	line := fmt.Sprintf("limits: allocatable %s of %s", allocatable.String(), capacity.String())
+	return []string{line}, max(0, a.gpus-int(allocatable.Value())), nil
 }
 
 func (a auditor) offeredToClaims(ctx context.Context) ([]string, int, error) {
-	slices, err := a.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + a.node.Name()})
+	ofNode := metav1.ListOptions{FieldSelector: "spec.nodeName=" + a.node.Name()}
+	slices, err := a.client.ResourceV1().ResourceSlices().List(ctx, ofNode)
 	if err != nil {
 		return nil, 0, fmt.Errorf("list ResourceSlices: %w", err)
 	}

@@ -21,6 +21,9 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
+// ours selects the pods of agent and controller.
+const ours = "app.kubernetes.io/instance=" + install.Release
+
 // conflictMetrics count the times that the ledger refused one API a device of the other.
 var conflictMetrics = []string{"tandem_prepare_conflicts_total", "tandem_allocate_conflicts_total"}
 
@@ -49,7 +52,9 @@ type reading struct {
 
 func newScraper(client kubernetes.Interface, c *cluster.Cluster, t *tally) *scraper {
 	transport := &http.Transport{DialContext: c.DialContext, DisableKeepAlives: true}
-	return &scraper{client: client, http: http.Client{Transport: transport, Timeout: scrapePatience}, tally: t, last: map[string]reading{}}
+	return &scraper{
+		client: client, http: http.Client{Transport: transport, Timeout: scrapePatience}, tally: t, last: map[string]reading{},
+	}
 }
 
 // run scrapes until ctx is done.
@@ -65,7 +70,7 @@ func (s *scraper) run(ctx context.Context) error {
 func (s *scraper) scrape(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, 2*scrapePatience)
 	defer cancel()
-	pods, err := s.client.CoreV1().Pods(install.Namespace).List(ctx, metav1.ListOptions{LabelSelector: "app.kubernetes.io/instance=" + install.Release})
+	pods, err := s.client.CoreV1().Pods(install.Namespace).List(ctx, metav1.ListOptions{LabelSelector: ours})
 	if err != nil {
 		return
 	}

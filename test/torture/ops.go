@@ -52,7 +52,8 @@ func persist(ctx context.Context, what string, call func(context.Context) error)
 
 // settle makes the namespace and what all workloads in it refer to.
 func (u user) settle(ctx context.Context) error {
-	namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: u.namespace, Labels: map[string]string{namespaceLabel: "true"}}}
+	namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: u.namespace}}
+	namespace.Labels = map[string]string{namespaceLabel: "true"}
 	err := persist(ctx, "create namespace", func(ctx context.Context) error {
 		_, err := u.client.CoreV1().Namespaces().Create(ctx, namespace, metav1.CreateOptions{})
 		return err

@@ -6,8 +6,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"maps"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -122,7 +120,7 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	r.watch.trace, r.watch.found = r.trace, r.doubleFound
 	r.heals.ownerOf = r.watch.ownerOfClaim
 	r.scraper = newScraper(client, c, r.tally)
-	r.faults = &saboteur{cluster: c, node: node, client: client, before: func(ctx context.Context, _ string) { r.scraper.scrape(ctx) }}
+	r.faults = &saboteur{cluster: c, node: node, client: client, before: r.scraper.scrape}
 	r.auditor = auditor{cluster: c, node: node, client: client, dynamic: objects, gpus: gpusANode}
 	return r, nil
 }
@@ -208,6 +206,12 @@ func (r *run) round(ctx context.Context, round Round) error {
 	if err := r.settle(ctx, u); err != nil {
 		return err
 	}
+	if err := r.handOver(ctx, u); err != nil {
+		return err
+	}
+	if err := r.settle(ctx, u); err != nil {
+		return err
+	}
 	if err := u.clear(ctx, round.Clean); err != nil {
 		return err
 	}
@@ -225,191 +229,6 @@ func (r *run) round(ctx context.Context, round Round) error {
 	return nil
 }
 
-// pressure plays a round's operations, several in flight at once. Each takes a place, in the order of the plan, and waits
-// there for those before it that touch the same workload.
-func (r *run) pressure(ctx context.Context, u user, round Round) error {
-	limited := ctx
-	if !r.Deadline.IsZero() {
-		var cancel context.CancelFunc
-		limited, cancel = context.WithDeadline(ctx, r.Deadline.Add(-quietReserve))
-		defer cancel()
-	}
-	group, inFlight := errgroup.WithContext(ctx)
-	places := make(chan struct{}, r.State.InFlight)
-	last := map[string]<-chan struct{}{}
-	for _, op := range round.Ops {
-		select {
-		case places <- struct{}{}:
-		case <-inFlight.Done():
-		case <-limited.Done():
-		}
-		if limited.Err() != nil || inFlight.Err() != nil || r.UntilFault && r.tally.now().faults() > 0 {
-			break
-		}
-		var before []<-chan struct{}
-		finished := make(chan struct{})
-		for _, name := range op.touches() {
-			if earlier := last[name]; earlier != nil {
-				before = append(before, earlier)
-			}
-			last[name] = finished
-		}
-		group.Go(func() error {
-			defer func() { <-places }()
-			defer close(finished)
-			for _, earlier := range before {
-				<-earlier
-			}
-			return r.play(inFlight, u, op)
-		})
-	}
-	return group.Wait()
-}
-
-// play carries out one operation and stays for its dwell.
-func (r *run) play(ctx context.Context, u user, op Op) error {
-	if op.Component == controllerName && !r.controller {
-		return nil
-	}
-	started := time.Now()
-	r.trace.note("begin %s", op)
-	var err error
-	if op.IsFault() {
-		err = r.strike(ctx, op)
-	} else {
-		err = u.do(ctx, op)
-	}
-	if err != nil && ctx.Err() == nil {
-		return fmt.Errorf("operation %s: %w", op, err)
-	}
-	r.trace.note("end   %05d after %s", op.Index, time.Since(started).Round(time.Millisecond))
-	r.tally.add(func(c *Counters) { c.Ops++ })
-	rest(ctx, op.Dwell)
-	return nil
-}
-
-func (r *run) strike(ctx context.Context, op Op) error {
-	r.trace.say("fault: %s", op)
-	ended := r.tally.striking(op.recovery())
-	defer ended()
-	// A fault that has begun is ended, whoever interrupts: a frozen process must not stay so.
-	did, err := r.faults.strike(context.WithoutCancel(ctx), op)
-	if did.skipped != "" {
-		r.trace.note("fault %05d came to nothing: %s", op.Index, did.skipped)
-	}
-	r.tally.add(func(c *Counters) { c.Kills += did.kills })
-	return err
-}
-
-// settle waits until everything is at rest; each pod that is not when patience ends is stuck.
-func (r *run) settle(ctx context.Context, u user) error {
-	ended := time.Now()
-	problems, err := r.awaitRest(ctx, u)
-	if err != nil {
-		return err
-	}
-	r.trace.say("at rest after %s", time.Since(ended).Round(100*time.Millisecond))
-	if len(problems) == 0 {
-		if problems, err = r.disagreements(ctx, u); err != nil || len(problems) == 0 {
-			return err
-		}
-	}
-	var lines []string
-	for _, name := range slices.Sorted(maps.Keys(problems)) {
-		lines = append(lines, name+" "+problems[name])
-	}
-	r.tally.add(func(c *Counters) { c.Stuck += len(lines) })
-	r.trace.say("STUCK: %s", strings.Join(lines, "; "))
-	r.keepEvidence(ctx, "stuck", lines)
-	return nil
-}
-
-// awaitRest wants two looks in a row at which nothing is restless.
-func (r *run) awaitRest(ctx context.Context, u user) (problems map[string]string, err error) {
-	deadline := time.Now().Add(settlePatience)
-	calm := 0
-	for {
-		var now snapshot
-		if now, err = r.snapshot(ctx, u); err == nil {
-			problems = now.restless()
-			calm++
-			if len(problems) > 0 {
-				calm = 0
-			}
-			r.trace.waiting(problems)
-		}
-		if calm == 2 || time.Now().After(deadline) && err == nil {
-			return problems, nil
-		}
-		if time.Now().After(deadline.Add(opPatience)) {
-			return nil, err
-		}
-		rest(ctx, lookAgain)
-		if ctx.Err() != nil {
-			return nil, ctx.Err()
-		}
-	}
-}
-
-// disagreements compares what kubelet believes to have given to the running pods with what their containers see. It asks once
-// things are at rest: while pods are admitted the question does harm.
-func (r *run) disagreements(ctx context.Context, u user) (map[string]string, error) {
-	ctx, cancel := context.WithTimeout(ctx, opPatience)
-	defer cancel()
-	for {
-		granted, err := oracle.Granted(ctx, r.auditor.node)
-		var now snapshot
-		if err == nil {
-			now, err = r.snapshot(ctx, u)
-		}
-		if err == nil {
-			return now.disagree(granted), nil
-		}
-		rest(ctx, lookAgain)
-		if ctx.Err() != nil {
-			return nil, err
-		}
-	}
-}
-
-func (r *run) snapshot(ctx context.Context, u user) (snapshot, error) {
-	ctx, cancel := context.WithTimeout(ctx, callPatience)
-	defer cancel()
-	pods, err := r.client.CoreV1().Pods(u.namespace).List(ctx, metav1.ListOptions{})
-	if err != nil {
-		return snapshot{}, fmt.Errorf("list pods: %w", err)
-	}
-	claims, err := r.client.ResourceV1().ResourceClaims(u.namespace).List(ctx, metav1.ListOptions{})
-	if err != nil {
-		return snapshot{}, fmt.Errorf("list ResourceClaims: %w", err)
-	}
-	deployments, err := r.client.AppsV1().Deployments(u.namespace).List(ctx, metav1.ListOptions{})
-	if err != nil {
-		return snapshot{}, fmt.Errorf("list Deployments: %w", err)
-	}
-	return snapshot{pods: pods.Items, claims: claims.Items, deployments: deployments.Items, seen: r.watch.sights(), gpus: gpusANode}, nil
-}
-
-// awaitFree waits until nothing is left of what was deleted, and answers what is when patience ends.
-func (r *run) awaitFree(ctx context.Context) (lines []string, missing int, err error) {
-	deadline := time.Now().Add(settlePatience)
-	for {
-		call, cancel := context.WithTimeout(ctx, 2*callPatience)
-		lines, missing, err = r.auditor.leaks(call)
-		cancel()
-		if err == nil && (len(lines) == 0 || time.Now().After(deadline)) {
-			return lines, missing, nil
-		}
-		if time.Now().After(deadline.Add(opPatience)) {
-			return nil, 0, err
-		}
-		rest(ctx, lookAgain)
-		if ctx.Err() != nil {
-			return nil, 0, ctx.Err()
-		}
-	}
-}
-
 // doubleFound writes the fault down at once: an interruption must not lose it.
 func (r *run) doubleFound(ctx context.Context, double oracle.Double) {
 	r.keepEvidence(ctx, "doubly-owned", []string{double.String()})
@@ -419,28 +238,5 @@ func (r *run) doubleFound(ctx context.Context, double oracle.Double) {
 	state.Counters.DoublyOwned = r.tally.now().DoublyOwned
 	if err := state.Write(r.Dir); err != nil {
 		r.trace.say("state: %v", err)
-	}
-}
-
-// progress says every ten seconds how far the run has come.
-func (r *run) progress(ctx context.Context) error {
-	before := r.State.Counters.Ops
-	for {
-		rest(ctx, heartbeat)
-		if ctx.Err() != nil {
-			return nil
-		}
-		running, waiting, looks := r.watch.counts()
-		now := r.tally.now()
-		eta := "?"
-		if done := now.Ops - before; done > 0 {
-			left := time.Duration(float64(time.Since(r.started)) / float64(done) * float64(r.State.Ops-now.Ops))
-			eta = left.Round(time.Second).String()
-			if !r.Deadline.IsZero() && left > time.Until(r.Deadline) {
-				eta = time.Until(r.Deadline).Round(time.Second).String()
-			}
-		}
-		r.trace.say("ops %d/%d  running %d  pending %d  faults %d  kills %d  contended %d  conflicts %d  healed %d  failed admissions %d  looks %d  ETA %s",
-			now.Ops, r.State.Ops, running, waiting, now.Faults, now.Kills, now.Contended, now.Conflicts, now.Healed, now.FailedAdmissions, looks, eta)
 	}
 }

@@ -88,7 +88,7 @@ func (r *run) collect(ctx context.Context, dir string, lines []string) error {
 	if err != nil {
 		return err
 	}
-	text := strings.Join(lines, "\n") + "\n\nledger:\n" + strings.Join(holds, "\n") + "\n\nsights:\n" + fmt.Sprint(r.watch.sights()) + "\n"
+	text := fmt.Sprintf("%s\n\nledger:\n%s\n\nsights:\n%v\n", strings.Join(lines, "\n"), strings.Join(holds, "\n"), r.watch.sights())
 	if err := os.WriteFile(filepath.Join(dir, "what.txt"), []byte(text), 0o644); err != nil {
 		return err
 	}

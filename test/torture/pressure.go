@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+)
+
+// pressure plays a round's operations, several in flight at once. Each takes a place, in the order of the plan, and waits
+// there for those before it that touch the same workload.
+func (r *run) pressure(ctx context.Context, u user, round Round) error {
+	limited := ctx
+	if !r.Deadline.IsZero() {
+		var cancel context.CancelFunc
+		limited, cancel = context.WithDeadline(ctx, r.Deadline.Add(-quietReserve))
+		defer cancel()
+	}
+	group, inFlight := errgroup.WithContext(ctx)
+	places := make(chan struct{}, r.State.InFlight)
+	last := map[string]<-chan struct{}{}
+	for _, op := range round.Ops {
+		select {
+		case places <- struct{}{}:
+		case <-inFlight.Done():
+		case <-limited.Done():
+		}
+		if limited.Err() != nil || inFlight.Err() != nil || r.UntilFault && r.tally.now().faults() > 0 {
+			break
+		}
+		var before []<-chan struct{}
+		finished := make(chan struct{})
+		for _, name := range op.touches() {
+			if earlier := last[name]; earlier != nil {
+				before = append(before, earlier)
+			}
+			last[name] = finished
+		}
+		group.Go(func() error {
+			defer func() { <-places }()
+			defer close(finished)
+			for _, earlier := range before {
+				<-earlier
+			}
+			return r.play(inFlight, u, op)
+		})
+	}
+	return group.Wait()
+}
+
+// play carries out one operation and stays for its dwell.
+func (r *run) play(ctx context.Context, u user, op Op) error {
+	if op.Component == controllerName && !r.controller {
+		return nil
+	}
+	started := time.Now()
+	r.trace.note("begin %s", op)
+	var err error
+	if op.IsFault() {
+		err = r.strike(ctx, op)
+	} else {
+		err = u.do(ctx, op)
+	}
+	if err != nil && ctx.Err() == nil {
+		return fmt.Errorf("operation %s: %w", op, err)
+	}
+	r.trace.note("end   %05d after %s", op.Index, time.Since(started).Round(time.Millisecond))
+	r.tally.add(func(c *Counters) { c.Ops++ })
+	rest(ctx, op.Dwell)
+	return nil
+}
+
+func (r *run) strike(ctx context.Context, op Op) error {
+	r.trace.say("fault: %s", op)
+	ended := r.tally.striking(op.recovery())
+	defer ended()
+	// A fault that has begun is ended, whoever interrupts: a frozen process must not stay so.
+	did, err := r.faults.strike(context.WithoutCancel(ctx), op)
+	if did.skipped != "" {
+		r.trace.note("fault %05d came to nothing: %s", op.Index, did.skipped)
+	}
+	r.tally.add(func(c *Counters) { c.Kills += did.kills })
+	return err
+}

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"context"
+	"time"
+)
+
+// progress says every ten seconds how far the run has come.
+func (r *run) progress(ctx context.Context) error {
+	before := r.State.Counters.Ops
+	for {
+		rest(ctx, heartbeat)
+		if ctx.Err() != nil {
+			return nil
+		}
+		running, waiting, looks := r.watch.counts()
+		now := r.tally.now()
+		eta := "?"
+		if done := now.Ops - before; done > 0 {
+			left := time.Duration(float64(time.Since(r.started)) / float64(done) * float64(r.State.Ops-now.Ops))
+			eta = left.Round(time.Second).String()
+			if !r.Deadline.IsZero() && left > time.Until(r.Deadline) {
+				eta = time.Until(r.Deadline).Round(time.Second).String()
+			}
+		}
+		r.trace.say("ops %d/%d  running %d  pending %d  faults %d  kills %d  contended %d  conflicts %d  healed %d  "+
+			"failed admissions %d  looks %d  ETA %s", now.Ops, r.State.Ops, running, waiting, now.Faults, now.Kills, now.Contended,
+			now.Conflicts, now.Healed, now.FailedAdmissions, looks, eta)
+	}
+}
