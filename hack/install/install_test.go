@@ -67,6 +67,32 @@ func TestRolledOut(t *testing.T) {
 	}
 }
 
+func TestControllerMissing(t *testing.T) {
+	for name, test := range map[string]struct {
+		change func(*appsv1.Deployment)
+		want   string // "" for none
+	}{
+		"ready":         {func(*appsv1.Deployment) {}, ""},
+		"not ready":     {func(d *appsv1.Deployment) { d.Status.ReadyReplicas = 0 }, "0 of 1 controllers ready, 1 of them new"},
+		"an old one":    {func(d *appsv1.Deployment) { d.Status.Replicas = 2 }, "1 of 1 controllers ready"},
+		"none is new":   {func(d *appsv1.Deployment) { d.Status.UpdatedReplicas = 0 }, "0 of them new"},
+		"not looked at": {func(d *appsv1.Deployment) { d.Generation++ }, "1 of 1 controllers ready"},
+		"not there":     {func(d *appsv1.Deployment) { d.Labels = nil }, "no Deployment"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			deployment := &appsv1.Deployment{
+				ObjectMeta: metav1.ObjectMeta{Name: "c", Namespace: Namespace, Generation: 2, Labels: map[string]string{"app.kubernetes.io/instance": Release}},
+				Status:     appsv1.DeploymentStatus{ObservedGeneration: 2, Replicas: 1, UpdatedReplicas: 1, ReadyReplicas: 1},
+			}
+			test.change(deployment)
+			missing, err := controllerMissing(t.Context(), fake.NewClientset(deployment))
+			if err != nil || (missing == "") != (test.want == "") || !strings.Contains(missing, test.want) {
+				t.Errorf("missing %q, %v; want %q", missing, err, test.want)
+			}
+		})
+	}
+}
+
 func slice(node, pool string, generation, count int64, devices int) resourceapi.ResourceSlice {
 	return resourceapi.ResourceSlice{Spec: resourceapi.ResourceSliceSpec{Driver: DriverName, NodeName: &node, Devices: make([]resourceapi.Device, devices),
 		Pool: resourceapi.ResourcePool{Name: pool, Generation: generation, ResourceSliceCount: count}}}

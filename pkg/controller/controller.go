@@ -115,7 +115,7 @@ func (c *Controller) register(config Config) error {
 	for _, r := range []interface{ register(manager.Manager) error }{
 		&relay{client: writer, claims: claims},
 		&allocatable{client: writer, claims: claims, resource: corev1.ResourceName(config.ResourceName), metrics: measured, now: time.Now},
-		&healer{client: writer, live: live, recorder: recorder, metrics: measured, follower: followed, now: time.Now},
+		&healer{client: writer, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, follower: followed, now: time.Now},
 		followed,
 		&nudger{client: writer, live: live, claims: claims, metrics: measured, now: time.Now},
 		&explainer{client: writer, driver: config.DriverName, resource: config.ResourceName, recorder: recorder, now: time.Now},

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -64,6 +65,17 @@ func JudgeEviction(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim,
 	return Judgement{Evict: evict}
 }
 
+// StillLost reports whether a claim is still allocated one of the devices that it lost on a node. One that several pods share
+// is allocated anew under the same UID, while the node's status is up to a second old. It is a pure function.
+func StillLost(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim, driver, node string) bool {
+	for _, allocated := range Relay([]resourceapi.ResourceClaim{*claim}, driver, node) {
+		if slices.ContainsFunc(loser.Devices, func(d string) bool { return slices.Contains(allocated.Devices, d) }) {
+			return true
+		}
+	}
+	return false
+}
+
 func podOf(pods []*corev1.Pod, consumer resourceapi.ResourceClaimConsumerReference) *corev1.Pod {
 	for _, pod := range pods {
 		if pod.Name == consumer.Name && pod.UID == consumer.UID {
@@ -92,6 +104,7 @@ func hasStarted(pod *corev1.Pod) bool {
 // healer evicts the pods of claims that lost their GPU to another holder, so that their owners make others.
 type healer struct {
 	client client.Client
+	driver string
 	// live reads from the API server: what is evicted is judged as it is now.
 	live     client.Reader
 	recorder events.EventRecorder
@@ -135,7 +148,7 @@ func (h *healer) Reconcile(ctx context.Context, request reconcile.Request) (reco
 		if !loser.Condemned {
 			continue
 		}
-		wait, movable, err := h.heal(ctx, loser)
+		wait, movable, err := h.heal(ctx, node.Name, loser)
 		if again == 0 || wait < again {
 			again = wait
 		}
@@ -164,7 +177,7 @@ func (h *healer) count(node string, refused int) {
 	h.metrics.notMovable.Set(float64(total))
 }
 
-func (h *healer) heal(ctx context.Context, loser v1alpha1.LosingClaim) (again time.Duration, movable bool, err error) {
+func (h *healer) heal(ctx context.Context, node string, loser v1alpha1.LosingClaim) (again time.Duration, movable bool, err error) {
 	claim := &resourceapi.ResourceClaim{}
 	key := types.NamespacedName{Namespace: loser.Namespace, Name: loser.Name}
 	if err := h.live.Get(ctx, key, claim); err != nil {
@@ -172,6 +185,9 @@ func (h *healer) heal(ctx context.Context, loser v1alpha1.LosingClaim) (again ti
 			return lookAgain, true, nil
 		}
 		return lookAgain, true, fmt.Errorf("get condemned claim %s: %w", key, err)
+	}
+	if !StillLost(loser, claim, h.driver, node) {
+		return lookAgain, true, nil
 	}
 	pods, err := h.podsOf(ctx, claim)
 	if err != nil {

@@ -114,7 +114,7 @@ func TestJudgeEviction(t *testing.T) {
 
 func (w *world) healer() *healer {
 	return &healer{
-		client: w.client, live: w.client, recorder: w.recorder, metrics: w.metrics, now: w.now,
+		client: w.client, driver: testDriver, live: w.client, recorder: w.recorder, metrics: w.metrics, now: w.now,
 		follower: &follower{live: w.client, metrics: w.metrics, now: w.now},
 	}
 }
@@ -167,12 +167,16 @@ func (w *world) healed() (n uint64, sum float64) {
 func TestHealLeavesOthersAlone(t *testing.T) {
 	waiting := condemned("a", "gpu-0")
 	waiting.Condemned = false
+	elsewhere := newClaim("a", "gpu-0")
+	elsewhere.Status.Allocation.Devices.Results[0].Pool = "node-2"
 	for name, objects := range map[string][]client.Object{
-		"a loser that waits": {gpuNode(losing(waiting)), newClaim("a", "gpu-0"), newPod("a")},
-		"no loser":           {gpuNode(), newClaim("a", "gpu-0"), newPod("a")},
-		"running":            {gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", running)},
-		"claim gone":         {gpuNode(losing(condemned("a", "gpu-0"))), newPod("a")},
-		"no GPUNode":         {newClaim("a", "gpu-0"), newPod("a")},
+		"allocated anew":      {gpuNode(losing(condemned("a", "gpu-1"))), newClaim("a", "gpu-0"), newPod("a")},
+		"allocated elsewhere": {gpuNode(losing(condemned("a", "gpu-0"))), elsewhere, newPod("a")},
+		"a loser that waits":  {gpuNode(losing(waiting)), newClaim("a", "gpu-0"), newPod("a")},
+		"no loser":            {gpuNode(), newClaim("a", "gpu-0"), newPod("a")},
+		"running":             {gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", running)},
+		"claim gone":          {gpuNode(losing(condemned("a", "gpu-0"))), newPod("a")},
+		"no GPUNode":          {newClaim("a", "gpu-0"), newPod("a")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, interceptor.Funcs{}, objects...)
