@@ -111,7 +111,7 @@ func (s *settings) follow(ctx context.Context, current *config.Config) error {
 		// While the node object is away, so is its label, and nobody has asked for another mode.
 		if s.self.UID() != "" {
 			next, err := s.next(current)
-			s.judge(ctx, err)
+			s.judge(ctx, current != nil, err)
 			if err == nil && (current == nil || !next.Equal(*current)) {
 				return errReconfigured
 			}
@@ -134,14 +134,18 @@ func (s *settings) next(current *config.Config) (config.Config, error) {
 	if next, err = next.ForNode(s.self.Label(config.ModeLabel)); err != nil {
 		return config.Config{}, err
 	}
-	if current != nil && next.Equal(*current) {
+	switch {
+	case current == nil:
+		return next, next.CheckContradictions(s.inventory())
+	case next.Equal(*current):
 		return next, nil
+	default:
+		return next, next.CheckDevices(s.inventory())
 	}
-	return next, next.CheckDevices(s.inventory())
 }
 
 // judge says, once, that the newest configuration is not used, and why.
-func (s *settings) judge(ctx context.Context, err error) {
+func (s *settings) judge(ctx context.Context, serving bool, err error) {
 	reason := ""
 	if err != nil {
 		reason = err.Error()
@@ -157,6 +161,9 @@ func (s *settings) judge(ctx context.Context, err error) {
 	}
 	s.metrics.refused.Set(1)
 	klog.FromContext(ctx).Info("Refusing the node's configuration", "reason", reason)
-	s.recorder.Eventf(nodeReference(s.config.NodeName), corev1.EventTypeWarning, "ConfigRejected",
-		"The new configuration is not used, and the node is served as before: %v", err)
+	consequence := "The node is served as before"
+	if !serving {
+		consequence = "No GPU of the node is given to new pods"
+	}
+	s.recorder.Eventf(nodeReference(s.config.NodeName), corev1.EventTypeWarning, "ConfigRejected", "%s, because its configuration is wrong: %v", consequence, err)
 }
