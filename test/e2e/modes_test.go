@@ -39,6 +39,7 @@ func (s *story) labelled(mode string) {
 	s.kubectl("label", "node", gpuNode, "--overwrite", modeLabel+"="+mode)
 }
 
+// unlabelAtEnd comes after installed: what ends last waits for both APIs.
 func (s *story) unlabelAtEnd() {
 	s.undo(func() error {
 		_, err := theCluster.Kubectl(context.WithoutCancel(s.ctx), "label", "node", gpuNode, modeLabel+"-")
@@ -92,8 +93,8 @@ func (s *story) untouched(containers map[string]string, gpus map[string][]int) {
 // devices that nobody serves any more, and ends pods whose API has gone.
 func TestModeChangesOnALiveNode(t *testing.T) {
 	s := begin(t)
-	s.unlabelAtEnd()
 	s.installed("split.values.yaml", "config.tandem.mode=Dual")
+	s.unlabelAtEnd()
 	s.served("Dual", gpusANode, gpusANode)
 	gpus := s.occupy() // claims have 0 and 1, limits two of the last
 	containers := s.containers()
@@ -169,11 +170,11 @@ func TestWrongModesAreRefused(t *testing.T) {
 // resource nothing goes wrong, whichever way the scheduler takes.
 func TestLimitsByClaims(t *testing.T) {
 	s := begin(t)
-	s.unlabelAtEnd()
 	if !s.extendedResources() {
 		t.Skip("extended resources of device classes are off by default before Kubernetes 1.36")
 	}
 	s.installed("claims-only.values.yaml")
+	s.unlabelAtEnd()
 	s.served("ClaimsOnly", 0, gpusANode)
 	s.example("limits.yaml")
 	s.example("implicit-resource.yaml")
