@@ -86,11 +86,64 @@ type KubeletClaim struct {
 // PoolDevice names a device as ResourceSlices do.
 type PoolDevice struct{ Pool, Device string }
 
+// ClaimStatePath is where kubelet's record of claims is below its root directory. Kubelet puts a new file in its place for each
+// change.
+func ClaimStatePath(kubeletDir string) string { return filepath.Join(kubeletDir, "dra_manager_state") }
+
 // ReadClaimState reads kubelet's record of claims, dra_manager_state, below its root directory, for one driver. It survives
 // reboots. No file is no error. The checksum is verified: CRC-32 (IEEE) over the inner JSON
 // (k8s.io/kubernetes pkg/kubelet/cm/dra/state).
 func ReadClaimState(kubeletDir, driver string) ([]KubeletClaim, error) {
-	path := filepath.Join(kubeletDir, "dra_manager_state")
+	entries, err := readClaimState(kubeletDir)
+	if err != nil {
+		return nil, err
+	}
+	var claims []KubeletClaim
+	for _, entry := range entries {
+		ours, ok := entry.DriverState[driver]
+		if !ok {
+			continue
+		}
+		claim := KubeletClaim{UID: entry.ClaimUID, Namespace: entry.Namespace, Name: entry.ClaimName}
+		for uid := range entry.PodUIDs {
+			claim.PodUIDs = append(claim.PodUIDs, uid)
+		}
+		slices.Sort(claim.PodUIDs)
+		for _, d := range ours.Devices {
+			claim.Devices = append(claim.Devices, PoolDevice{Pool: d.PoolName, Device: d.DeviceName})
+		}
+		claims = append(claims, claim)
+	}
+	return claims, nil
+}
+
+// hasDevices reports whether kubelet's state has devices of any driver for a claim: whether it would start a pod with them.
+func hasDevices(kubeletDir, claimUID string) (bool, error) {
+	entries, err := readClaimState(kubeletDir)
+	if err != nil {
+		return false, err
+	}
+	for _, entry := range entries {
+		for _, state := range entry.DriverState {
+			if entry.ClaimUID == claimUID && len(state.Devices) > 0 {
+				return true, nil
+			}
+		}
+	}
+	return false, nil
+}
+
+// claimEntry is a claim as kubelet writes it down.
+type claimEntry struct {
+	ClaimUID, ClaimName, Namespace string
+	PodUIDs                        map[string]struct{}
+	DriverState                    map[string]struct {
+		Devices []struct{ PoolName, DeviceName string }
+	}
+}
+
+func readClaimState(kubeletDir string) ([]claimEntry, error) {
+	path := ClaimStatePath(kubeletDir)
 	data, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
@@ -108,35 +161,11 @@ func ReadClaimState(kubeletDir, driver string) ([]KubeletClaim, error) {
 	if sum := crc32.ChecksumIEEE([]byte(file.Data)); sum != file.Checksum {
 		return nil, fmt.Errorf("read kubelet's claim state %s: checksum is %d, not %d", path, sum, file.Checksum)
 	}
-	var state struct {
-		ClaimInfoStateList []struct {
-			ClaimUID, ClaimName, Namespace string
-			PodUIDs                        map[string]struct{}
-			DriverState                    map[string]struct {
-				Devices []struct{ PoolName, DeviceName string }
-			}
-		}
-	}
+	var state struct{ ClaimInfoStateList []claimEntry }
 	if err := json.Unmarshal([]byte(file.Data), &state); err != nil {
 		return nil, fmt.Errorf("read kubelet's claim state %s: data: %w", path, err)
 	}
-	var claims []KubeletClaim
-	for _, entry := range state.ClaimInfoStateList {
-		ours, ok := entry.DriverState[driver]
-		if !ok {
-			continue
-		}
-		claim := KubeletClaim{UID: entry.ClaimUID, Namespace: entry.Namespace, Name: entry.ClaimName}
-		for uid := range entry.PodUIDs {
-			claim.PodUIDs = append(claim.PodUIDs, uid)
-		}
-		slices.Sort(claim.PodUIDs)
-		for _, d := range ours.Devices {
-			claim.Devices = append(claim.Devices, PoolDevice{Pool: d.PoolName, Device: d.DeviceName})
-		}
-		claims = append(claims, claim)
-	}
-	return claims, nil
+	return state.ClaimInfoStateList, nil
 }
 
 func readWithInfo(path string) ([]byte, fs.FileInfo, error) {

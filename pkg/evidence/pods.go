@@ -405,7 +405,18 @@ func (p *Pods) claimVerdict(h ledger.Hold, uids map[types.UID]bool) ledger.Verdi
 			verdict = ledger.Orphaned
 		}
 	}
+	if verdict == ledger.Gone && p.remembered(h) {
+		return ledger.Orphaned
+	}
 	return verdict
+}
+
+// remembered reports whether kubelet still has devices of the claim in its state, or nobody knows. It forgets them when it has
+// heard the answer to Unprepare. One that has not, because the agent died meanwhile, hands them to the next pod of the claim
+// without asking (1.34 to 1.36, k8s.io/kubernetes pkg/kubelet/cm/dra, prepareResources), and unprepares again later.
+func (p *Pods) remembered(h ledger.Hold) bool {
+	has, err := hasDevices(p.kubeletDir, h.Holder.ID)
+	return has || err != nil
 }
 
 // Users are those pods recorded with the hold of a claim that may still use it.

@@ -4,7 +4,9 @@ package evidence
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
+	"hash/crc32"
 	"maps"
 	"os"
 	"path/filepath"
@@ -492,5 +494,26 @@ func TestStartedBeforeAnybodyLooked(t *testing.T) {
 	other.Holder.ID, other.Resource = "GPU-b", "nvidia.com/gpu"
 	if p.Started(other) {
 		t.Error("the checkpoint names another device")
+	}
+}
+
+// TestKubeletStillHasTheDevices: a claim has not ended while kubelet may start a pod with its devices without asking.
+func TestKubeletStillHasTheDevices(t *testing.T) {
+	f := newTree(t)
+	f.v2("kubepods/burstable/podanchor", true)
+	p := known(t, f)
+	for state, want := range map[string]ledger.Verdict{
+		`{"ClaimInfoStateList":[]}`: ledger.Gone,
+		`{"ClaimInfoStateList":[{"ClaimUID":"claim-uid","DriverState":{"gpu.nvidia.com":{}}}]}`:                             ledger.Gone,
+		`{"ClaimInfoStateList":[{"ClaimUID":"other","DriverState":{"gpu.nvidia.com":{"Devices":[{"PoolName":"n"}]}}}]}`:     ledger.Gone,
+		`{"ClaimInfoStateList":[{"ClaimUID":"claim-uid","DriverState":{"gpu.nvidia.com":{"Devices":[{"PoolName":"n"}]}}}]}`: ledger.Orphaned,
+		`torn`: ledger.Orphaned,
+	} {
+		file, err := json.Marshal(map[string]any{"Data": state, "Checksum": crc32.ChecksumIEEE([]byte(state))})
+		must(t, err)
+		must(t, os.WriteFile(ClaimStatePath(p.kubeletDir), file, 0o600))
+		if got := p.Verdict(claim(ledger.StateDraining, podA)); got != want {
+			t.Errorf("%s: %v, want %v", state, got, want)
+		}
 	}
 }

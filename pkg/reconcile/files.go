@@ -13,7 +13,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/evidence"
 )
 
-// kubeletFiles notices when kubelet writes its device checkpoint, also after its directories were removed and made again.
+// kubeletFiles notices when kubelet writes its device checkpoint or its record of claims, also after its directories were removed and made again.
 type kubeletFiles struct {
 	*fsnotify.Watcher
 	dir string
@@ -35,7 +35,7 @@ func (f *kubeletFiles) watch() error {
 func (f *kubeletFiles) matters(event fsnotify.Event) bool {
 	checkpoint := evidence.DeviceCheckpointPath(f.dir)
 	switch event.Name {
-	case checkpoint:
+	case checkpoint, evidence.ClaimStatePath(f.dir):
 		return event.Op != fsnotify.Chmod
 	case filepath.Dir(checkpoint), f.dir:
 		return event.Has(fsnotify.Create) || event.Has(fsnotify.Remove) || event.Has(fsnotify.Rename)

@@ -378,7 +378,7 @@ func TestOnlyCheckpointsMatter(t *testing.T) {
 		{fsnotify.Event{Name: "/k/device-plugins", Op: fsnotify.Remove}, true},
 		{fsnotify.Event{Name: "/k", Op: fsnotify.Remove}, true},
 		{fsnotify.Event{Name: "/k/cpu_manager_state", Op: fsnotify.Create}, false},
-		{fsnotify.Event{Name: "/k/dra_manager_state", Op: fsnotify.Create}, false},
+		{fsnotify.Event{Name: "/k/dra_manager_state", Op: fsnotify.Create}, true},
 	}
 	for _, test := range tests {
 		if got := files.matters(test.event); got != test.want {
