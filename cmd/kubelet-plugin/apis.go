@@ -111,7 +111,7 @@ func (a *agent) objectConfig(f frontEnds) gpunode.Config {
 func (a *agent) claimsConfig(f frontEnds) driver.Config {
 	return driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
-		Ledger: f.book, Inventory: f.node, Specs: f.specs, Pods: f.pods, Recorder: a.recorder, Registerer: a.metrics,
+		Node: f.self, Ledger: f.book, Inventory: f.node, Specs: f.specs, Pods: f.pods, Recorder: a.recorder, Registerer: a.metrics,
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToLimits: a.config.OfferedToLimits, PublishNothing: !a.config.Mode.Claims(),
 	}
 }

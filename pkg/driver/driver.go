@@ -15,6 +15,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
 	utilvalidation "k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/record"
@@ -31,6 +32,12 @@ type Ledger interface {
 	DrainClaim(ctx context.Context, uid string) error
 	Lose(lost ledger.Loser)
 	Holds() []ledger.Hold
+	Changed() <-chan struct{}
+}
+
+// Node is this node's own object. UID is empty while there is none.
+type Node interface {
+	UID() types.UID
 	Changed() <-chan struct{}
 }
 
@@ -60,6 +67,8 @@ type Config struct {
 	// KubeletDir is kubelet's data directory. Default "/var/lib/kubelet".
 	KubeletDir string
 
+	// Node has the UID of the node's object, which owns the slices. Nil publishes nothing, for simulations.
+	Node      Node
 	Ledger    Ledger
 	Inventory Inventory
 	Specs     Specs

@@ -46,7 +46,7 @@ func newPublisher(d *Driver) *publisher {
 func (p *publisher) run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
-		watchNodeUID(ctx, p.KubeClient, p.NodeName, func(uid types.UID) { p.nodeChanged(ctx, uid) })
+		p.followNode(ctx)
 		return nil
 	})
 	group.Go(func() error {
@@ -91,6 +91,19 @@ func signal(channel chan struct{}) {
 	select {
 	case channel <- struct{}{}:
 	default: // one is waiting already
+	}
+}
+
+// followNode keeps up with the UID of the node's object until ctx is done. A node that is deleted and registered again is
+// another owner: what belonged to the old one is garbage-collected.
+func (p *publisher) followNode(ctx context.Context) {
+	for p.Node != nil && ctx.Err() == nil {
+		changed := p.Node.Changed()
+		p.nodeChanged(ctx, p.Node.UID())
+		select {
+		case <-ctx.Done():
+		case <-changed:
+		}
 	}
 }
 

@@ -4,6 +4,7 @@ package driver
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -23,6 +24,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -38,6 +40,7 @@ type rig struct {
 	inventory *fakeInventory
 	specs     *fakeSpecs
 	pods      *fakePods
+	node      *evidence.Node
 	events    *fakeRecorder
 	registry  *prometheus.Registry
 	driver    *Driver
@@ -70,6 +73,8 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	for _, a := range adapt {
 		a(&config)
 	}
+	r.node = evidence.NewNode(r.api.client(t), config.NodeName)
+	config.Node = r.node
 	r.driver, err = New(config)
 	if err != nil {
 		t.Fatal(err)
@@ -82,7 +87,9 @@ func (r *rig) run() *rig {
 	r.t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
-	go func() { done <- r.driver.Run(ctx) }()
+	watched := make(chan error, 1)
+	go func() { watched <- r.node.Run(ctx) }()
+	go func() { done <- errors.Join(r.driver.Run(ctx), <-watched) }()
 	r.stop = sync.OnceValue(func() error {
 		cancel()
 		select {
