@@ -28,24 +28,34 @@ import (
 )
 
 // Allocatable is how many GPUs of a node the scheduler may count on for limits: those that kubelet's device manager lists
-// itself, less those of them that a claim is allocated to and no limit holds. Unknown is what the agent has not yet heard from
-// kubelet, and a node that serves no limits. It is a pure function.
+// itself, less those of them that a claim is allocated to. Unknown is what the agent has not yet heard from kubelet, and a node
+// that serves no limits. It is a pure function.
 //
 // Kubelet reports the number every ten seconds only. In between, the scheduler would send limits pods after GPUs that are
 // gone, and kubelet fails each of them for good.
+//
+// A GPU that a claim has lost to a limit counts only if the claim waits for it: the limit's pod is counted by the scheduler as
+// well, maybe for hours. Otherwise the claim is about to be moved, or about to ask; and that a limit holds its GPU is what the
+// status said up to a second ago. Once that limit ends, the GPU is the claim's.
 func Allocatable(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) (value int64, known bool) {
 	if status.LimitsResource == "" {
 		return 0, false
 	}
+	waits := map[types.UID]bool{}
+	for _, loser := range status.Losers {
+		waits[loser.UID] = !loser.Condemned
+	}
+	asking := map[string]bool{}
 	allocated := map[string]bool{}
 	for _, claim := range claims {
 		for _, device := range claim.Devices {
 			allocated[device] = true
+			asking[device] = asking[device] || !waits[claim.UID]
 		}
 	}
 	for _, device := range status.Devices {
 		known = known || device.Limits != ""
-		if device.Limits == v1alpha1.LimitsAllocatable && (!allocated[device.Name] || heldByLimit(device)) {
+		if device.Limits == v1alpha1.LimitsAllocatable && (!allocated[device.Name] || !asking[device.Name] && heldByLimit(device)) {
 			value++
 		}
 	}
@@ -74,25 +84,28 @@ const settle = 2 * time.Second
 type observed struct {
 	value, listed int64
 	since         time.Time
+	// ours is a number that was written here.
+	ours bool
 }
 
-// judge says whether to write want in place of current, or how long to wait first. Less is always written at once. Zero is
-// what kubelet says of a device plugin that is gone, whose last status may still say otherwise: more than that needs a list
+// judge says whether to write want in place of current, or how long to wait first. Less is always written at once. Kubelet's own
+// zero is what it says of a device plugin that is gone, whose last status may still say otherwise: more than that needs a list
 // that is longer than it was.
 func (o *observed) judge(now time.Time, current, want, listed int64) (write bool, wait time.Duration) {
 	if o.since.IsZero() || o.value != current {
 		*o = observed{value: current, listed: listed, since: now}
 	}
+	gone := current == 0 && !o.ours
 	switch {
 	case want == current:
 		o.listed = listed
 		return false, 0
-	case want < current, listed > o.listed, current > 0 && now.Sub(o.since) >= settle:
-		*o = observed{value: want, listed: listed, since: now}
+	case want < current, listed > o.listed, !gone && now.Sub(o.since) >= settle:
+		*o = observed{value: want, listed: listed, since: now, ours: true}
 		return true, 0
 	}
 	o.listed = listed
-	if current == 0 {
+	if gone {
 		return false, 0
 	}
 	return false, settle - now.Sub(o.since)

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
@@ -23,13 +24,20 @@ func TestAllocatable(t *testing.T) {
 		want    int64
 		unknown bool
 	}{
-		"all free":                       {want: 8},
-		"a claim allocated":              {claims: []string{"gpu-0"}, want: 7},
-		"allocated and withdrawn":        {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 0) }, claims: []string{"gpu-0"}, want: 7},
-		"two claims on one device":       {claims: []string{"gpu-0", "gpu-0"}, want: 7},
-		"withdrawn for a fault":          {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 3) }, claims: []string{"gpu-0"}, want: 6},
-		"a limit holds it":               {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{limit} }, want: 8},
-		"a claim lost to a limit":        {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{limit} }, claims: []string{"gpu-0"}, want: 8},
+		"all free":                 {want: 8},
+		"a claim allocated":        {claims: []string{"gpu-0"}, want: 7},
+		"allocated and withdrawn":  {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 0) }, claims: []string{"gpu-0"}, want: 7},
+		"two claims on one device": {claims: []string{"gpu-0", "gpu-0"}, want: 7},
+		"withdrawn for a fault":    {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 3) }, claims: []string{"gpu-0"}, want: 6},
+		"a limit holds it":         {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{limit} }, want: 8},
+		"a claim is about to lose": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{limit} }, claims: []string{"gpu-0"}, want: 7},
+		"a claim is condemned": {change: func(s *v1alpha1.GPUNodeStatus) {
+			s.Devices[0].Holders, s.Losers = []v1alpha1.DeviceHolder{limit}, []v1alpha1.LosingClaim{condemned("gpu-0", "gpu-0")}
+		}, claims: []string{"gpu-0"}, want: 7},
+		"a claim waits for a limit": {change: func(s *v1alpha1.GPUNodeStatus) {
+			s.Devices[0].Holders, s.Losers = []v1alpha1.DeviceHolder{limit}, []v1alpha1.LosingClaim{waiting("gpu-0", "gpu-0")}
+		}, claims: []string{"gpu-0"}, want: 8},
+		"it has ended":                   {change: func(s *v1alpha1.GPUNodeStatus) { s.Losers = []v1alpha1.LosingClaim{waiting("gpu-0", "gpu-0")} }, claims: []string{"gpu-0"}, want: 7},
 		"prepared, kubelet not yet told": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{claim} }, claims: []string{"gpu-0"}, want: 7},
 		"deallocated, kubelet not yet":   {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 0) }, want: 7},
 		"a device that is not there":     {claims: []string{"gpu-99"}, want: 8},
@@ -55,7 +63,7 @@ func TestAllocatable(t *testing.T) {
 			}
 			var claims []v1alpha1.AllocatedClaim
 			for _, device := range c.claims {
-				claims = append(claims, v1alpha1.AllocatedClaim{Devices: []string{device}})
+				claims = append(claims, v1alpha1.AllocatedClaim{UID: types.UID("uid-" + device), Devices: []string{device}})
 			}
 			got, known := Allocatable(node.Status, claims)
 			if known == c.unknown || !c.unknown && got != c.want {
@@ -84,6 +92,7 @@ func TestJudgeAllocatable(t *testing.T) {
 		"kubelet's number is late": {{0, 8, 7, 8, true, 0}, {50, 8, 7, 7, true, 0}, {100, 7, 7, 7, false, 0}},
 		// The agent is gone, and its last status says 8 for ever; another one starts.
 		"the device plugin is gone": {{0, 8, 8, 8, false, 0}, {100, 0, 8, 8, false, 0}, {60000, 0, 8, 8, false, 0}},
+		"our own zero":              {{0, 8, 0, 8, true, 0}, {100, 0, 8, 8, false, 1900 * time.Millisecond}, {2000, 0, 8, 8, true, 0}},
 		"all are taken, then one":   {{0, 1, 0, 1, true, 0}, {100, 0, 0, 0, false, 0}, {200, 0, 1, 1, true, 0}},
 		"first look at a restarted": {{0, 5, 8, 8, false, settle}, {2000, 5, 8, 8, true, 0}},
 	} {
