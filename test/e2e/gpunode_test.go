@@ -106,7 +106,7 @@ func TestWhoMayWriteWhat(t *testing.T) {
 // TestWaitingPodsAreTold: a pod that finds no GPU is told who has them, on the nodes that it may run on, and not again and again.
 func TestWaitingPodsAreTold(t *testing.T) {
 	s := begin(t)
-	s.example("more-than-gpus")
+	s.example("more-than-gpus.yaml")
 	s.running(soon, gpusANode, 2)
 	told := regexp.MustCompile(`^all 8 GPUs of ` + gpuNode + ` are held: [0-9] by limits, [0-9] by claims$`)
 	s.await(soon, "the pods that wait to be told why", func() error {
