@@ -507,6 +507,14 @@ func (e parkedEvidence) Started(h ledger.Hold) bool {
 // parkedPods waits for pods that nobody has heard of in the schedule's time.
 type parkedPods struct{ *evidence.Pods }
 
+func (p parkedPods) Meet(ctx context.Context, claim ledger.ClaimRequest) {
+	c, _ := ctx.Value(callKey{}).(*call)
+	known := func(pod ledger.Pod) bool { return p.Known(pod.UID) }
+	for began := time.Now(); time.Since(began) < 2*time.Second && len(claim.Pods) > 0 && !slices.ContainsFunc(claim.Pods, known); {
+		c.sleep(50*time.Millisecond, "waits to hear of its pods")
+	}
+}
+
 func (p parkedPods) Movable(ctx context.Context, claim ledger.ClaimRequest) bool {
 	c, _ := ctx.Value(callKey{}).(*call)
 	unknown := func(pod ledger.Pod) bool { return !p.Known(pod.UID) }

@@ -31,7 +31,7 @@ type host struct {
 	pods map[string]*podGroup
 	// alive is the life of what runs on the machine.
 	alive *life
-	// written is closed when kubelet writes its device checkpoint.
+	// written is closed when kubelet writes its device checkpoint or its claim state.
 	written chan struct{}
 	// stamped is when, named are the IDs in it.
 	stamped time.Time
@@ -170,6 +170,11 @@ func (h *host) writeCheckpoint(devices podDevices, registered []string) {
 			h.named = append(h.named, devices[uid][container]...)
 		}
 	}
+	h.wrote()
+}
+
+// wrote tells who watches kubelet's files.
+func (h *host) wrote() {
 	close(h.written)
 	h.written = make(chan struct{})
 }
@@ -219,6 +224,7 @@ func (h *host) writeState(claims map[string]*claimInfo) {
 	data, err := json.Marshal(map[string]any{"Data": string(inner), "Checksum": crc32.ChecksumIEEE(inner)})
 	h.check(err)
 	h.writeFile(h.statePath(), data)
+	h.wrote()
 }
 
 func (h *host) readState() map[string]*claimInfo {

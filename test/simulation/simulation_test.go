@@ -173,6 +173,10 @@ func (s *simulation) quiet() {
 		s.startController()
 	}
 	s.crashIn = 0
+	if s.controller == nil {
+		// Nobody tells kubelet to try again: it does so after up to 90 s.
+		s.idle(150 * time.Second)
+	}
 	s.idle(110 * time.Second)
 	before := s.stuck()
 	s.idle(40 * time.Second)
