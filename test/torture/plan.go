@@ -202,11 +202,16 @@ type Round struct {
 type Mix struct {
 	// FaultEvery and FreezeEvery bound the number of operations between two faults, and between two frozen processes.
 	FaultEvery, FreezeEvery [2]int
-	Faults                  []Fault
+	// Faults and Frozen say what is struck and what is frozen, by weight.
+	Faults, Frozen []Fault
 	// Force is the share of deletions by force, Linger that of workloads whose containers take their time to end, in per cent.
 	Force, Linger int
-	// BurstEvery bounds the number of operations between two bursts.
+	// BurstEvery bounds the number of operations between two bursts, Ambush is the share of them that meets a frozen process, in
+	// per cent.
 	BurstEvery [2]int
+	Ambush     int
+	// Demand on eight GPUs that the plan keeps up: more than there is, and some room for what is deleted and made again.
+	Demand [2]int
 }
 
 // Fault is one kind of fault with its weight.
@@ -219,18 +224,17 @@ type Fault struct {
 // Usual is the mix of a normal run.
 func Usual() Mix {
 	return Mix{
-		FaultEvery: [2]int{25, 50}, FreezeEvery: [2]int{12, 30}, BurstEvery: [2]int{20, 60}, Force: 25, Linger: 35,
+		FaultEvery: [2]int{25, 50}, FreezeEvery: [2]int{12, 30}, BurstEvery: [2]int{12, 40}, Ambush: 50, Force: 25, Linger: 35,
+		Demand: [2]int{4, 11},
 		Faults: []Fault{
 			{Kill, agentName, 8}, {Kill, controllerName, 6}, {Kill, cluster.Kubelet, 4}, {Kill, cluster.Containerd, 3},
 			{Kill, cluster.APIServer, 4}, {Restart, cluster.Kubelet, 3}, {WipeCDI, "", 3}, {Upgrade, agentName, 3}, {Reboot, "", 1},
 		},
+		Frozen: []Fault{
+			{Freeze, agentName, 5}, {Freeze, controllerName, 4}, {Freeze, cluster.Kubelet, 3}, {Freeze, cluster.Scheduler, 2},
+			{Freeze, cluster.APIServer, 3},
+		},
 	}
-}
-
-// frozen are the components that are frozen, by weight.
-var frozen = []Fault{
-	{Freeze, agentName, 5}, {Freeze, controllerName, 3}, {Freeze, cluster.Kubelet, 3}, {Freeze, cluster.Scheduler, 2},
-	{Freeze, cluster.APIServer, 3},
 }
 
 // Pause bounds.
@@ -264,9 +268,6 @@ type planner struct {
 	fault, freeze, burst int
 }
 
-// demand on eight GPUs that the plan keeps up: more than there is, and some room for what is deleted and made again.
-const lowDemand, highDemand = 5, 12
-
 func (p *planner) next(name string) Op {
 	p.fault--
 	p.freeze--
@@ -275,18 +276,21 @@ func (p *planner) next(name string) Op {
 	case p.fault <= 0:
 		p.fault = p.among(p.mix.FaultEvery)
 		return p.strike(p.mix.Faults)
-	case p.freeze <= 0:
+	case p.freeze <= 0 || p.burst == 0 && p.chance(p.mix.Ambush):
 		p.freeze = p.among(p.mix.FreezeEvery)
-		return p.strike(frozen)
-	case p.burst <= 0 && p.demand() <= highDemand:
+		return p.strike(p.mix.Frozen)
+	case p.burst < 0 && p.demand() <= burstDemand:
 		p.burst = p.among(p.mix.BurstEvery)
 		return p.burstOf(name)
 	}
 	more := 50
 	switch demand := p.demand(); {
-	case demand < lowDemand:
+	case p.burst <= 0:
+		// Room for it.
+		more = 10
+	case demand < p.mix.Demand[0]:
 		more = 85
-	case demand > highDemand:
+	case demand > p.mix.Demand[1]:
 		more = 15
 	}
 	if len(p.there) == 0 || p.chance(more) {
@@ -294,6 +298,9 @@ func (p *planner) next(name string) Op {
 	}
 	return p.change()
 }
+
+// burstDemand leaves GPUs for a burst to race for.
+const burstDemand = 5
 
 func (p *planner) demand() int {
 	total := 0

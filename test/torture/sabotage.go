@@ -11,6 +11,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
 )
 
 // Sabotage is a way to break the product while it is compiled: what the product is protected by is switched off in a copy of
@@ -34,7 +36,9 @@ type change struct {
 // Sabotages are those that the oracle must find.
 func Sabotages() []Sabotage {
 	crossing := Usual()
-	crossing.BurstEvery, crossing.FreezeEvery = [2]int{5, 12}, [2]int{6, 12}
+	crossing.BurstEvery, crossing.Ambush, crossing.Demand = [2]int{3, 6}, 80, [2]int{1, 3}
+	crossing.FaultEvery, crossing.Faults = [2]int{8, 14}, []Fault{{Kill, controllerName, 1}}
+	crossing.Frozen = []Fault{{Freeze, controllerName, 3}, {Freeze, agentName, 2}, {Freeze, cluster.Kubelet, 1}}
 	forgetful := Usual()
 	forgetful.FaultEvery, forgetful.Force = [2]int{8, 16}, 10
 	forgetful.Faults = []Fault{{Kill, agentName, 5}, {Upgrade, agentName, 2}}
