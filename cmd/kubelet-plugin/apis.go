@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
@@ -38,7 +39,7 @@ func (a *agent) serveAPIs(ctx context.Context, f frontEnds) error {
 	if err != nil {
 		return err
 	}
-	claims, err := driver.New(a.claimsConfig(f))
+	claims, err := driver.New(a.claimsConfig(f, object))
 	if err != nil {
 		return err
 	}
@@ -108,12 +109,16 @@ func (a *agent) objectConfig(f frontEnds) gpunode.Config {
 	return c
 }
 
-func (a *agent) claimsConfig(f frontEnds) driver.Config {
-	return driver.Config{
+func (a *agent) claimsConfig(f frontEnds, object *gpunode.Object) driver.Config {
+	c := driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
 		Node: f.self, Ledger: f.book, Inventory: f.node, Specs: f.specs, Pods: f.pods, Recorder: a.recorder, Registerer: a.metrics,
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToLimits: a.config.OfferedToLimits, PublishNothing: !a.config.Mode.Claims(),
 	}
+	if a.config.Strict && a.config.Mode == config.ModeDual {
+		c.Strict = object
+	}
+	return c
 }
 
 func (a *agent) limitsConfig(f frontEnds, object *gpunode.Object) legacy.Config {

@@ -151,7 +151,9 @@ func (c *confirmations) decide(ctx context.Context, allocated v1alpha1.Allocated
 		return ledger.Taken{}, nil, err
 	}
 	granted := &metav1.Condition{Type: ConditionReserved, Status: metav1.ConditionTrue, Reason: "Reserved", Message: "the node keeps the device for this claim"}
-	p := c.plan(ctx, claim, c.Inventory.Inventory())
+	inv := c.Inventory.Inventory()
+	p := c.plan(ctx, claim, inv)
+	p.request.Yield = &ledger.Yield{Devices: c.limitDevices(inv), Patience: yieldPatience}
 	if p.err != nil || len(p.request.Devices) == 0 {
 		// What Prepare refuses for what the claim says, another node would refuse too, and Prepare explains it.
 		return ledger.Taken{}, granted, nil
