@@ -96,15 +96,6 @@ func encodeRecord(h Hold, bootID string) ([]byte, error) {
 	return data, nil
 }
 
-func (r record) encode() ([]byte, error) {
-	body, err := json.Marshal(r)
-	if err != nil {
-		return nil, err
-	}
-	head := fmt.Sprintf(recordHeader, recordVersion, crc32.Checksum(body, castagnoli), len(body))
-	return append([]byte(head), body...), nil
-}
-
 func nameless(pods []Pod) []Pod {
 	bare := make([]Pod, len(pods))
 	for i, pod := range pods {

@@ -48,6 +48,8 @@ type Ledger struct {
 	now      func() time.Time
 	turn     func(context.Context)
 	lock     *os.File
+	// locked is the file behind lock, which nobody else can have the number of while it is open.
+	locked unix.Stat_t
 
 	mu       sync.Mutex
 	disk     directory
@@ -112,6 +114,9 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 		claims:     claimCalls{byUID: map[string][]*claimCall{}},
 	}
 	holds, newer, problems, err := l.disk.load()
+	if err == nil {
+		err = unix.Fstat(int(lock.Fd()), &l.locked)
+	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("open ledger in %s: %w", o.Dir, err), lock.Close())
 	}

@@ -23,18 +23,18 @@ func (l *Ledger) onDisk(do func() error) error {
 	return do()
 }
 
-// wiped reports whether the lock is not where others would look for it, or one of the directories is gone.
+// wiped reports whether the lock is not where others would look for it, or one of the directories is gone. Every Allocate
+// asks: hence the bare system calls.
 func (l *Ledger) wiped() bool {
-	held, err := l.lock.Stat()
-	if err != nil {
-		return false // closed
+	if l.disk.closed {
+		return false
 	}
-	now, err := os.Lstat(l.lock.Name())
-	if err != nil || !os.SameFile(now, held) {
+	var now unix.Stat_t
+	if err := unix.Lstat(l.lock.Name(), &now); err != nil || now.Dev != l.locked.Dev || now.Ino != l.locked.Ino {
 		return true
 	}
 	for _, dir := range []string{l.disk.holds(), l.disk.spare()} {
-		if _, err := os.Lstat(dir); errors.Is(err, fs.ErrNotExist) {
+		if errors.Is(unix.Lstat(dir, &now), unix.ENOENT) {
 			return true
 		}
 	}
@@ -79,7 +79,7 @@ func (l *Ledger) retakeLock() error {
 	}
 	old := l.lock
 	l.lock = lock
-	return old.Close()
+	return errors.Join(unix.Fstat(int(lock.Fd()), &l.locked), old.Close())
 }
 
 // makeAnew makes what is missing of the directories and forgets the files that were in them.
