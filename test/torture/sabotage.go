@@ -40,7 +40,7 @@ func Sabotages() []Sabotage {
 	crossing.FaultEvery, crossing.Faults = [2]int{8, 14}, []Fault{{Kill, controllerName, 1}}
 	crossing.Frozen = []Fault{{Freeze, controllerName, 3}, {Freeze, agentName, 2}, {Freeze, cluster.Kubelet, 1}}
 	forgetful := Usual()
-	forgetful.FaultEvery, forgetful.Force = [2]int{8, 16}, 10
+	forgetful.FaultEvery, forgetful.Force, forgetful.Linger, forgetful.Demand = [2]int{8, 16}, 5, 0, [2]int{8, 16}
 	forgetful.Faults = []Fault{{Kill, agentName, 5}, {Upgrade, agentName, 2}}
 	trusting := Usual()
 	trusting.Force, trusting.Linger = 80, 90
