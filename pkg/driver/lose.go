@@ -18,6 +18,8 @@ import (
 type Pods interface {
 	// Movable reports whether the pods of a claim may be evicted for its sake. It may take a second.
 	Movable(ctx context.Context, claim ledger.ClaimRequest) bool
+	// Meet waits, at most until ctx is done, until those pods are known that were bound before the claim's own.
+	Meet(ctx context.Context, claim ledger.ClaimRequest)
 }
 
 // Outcomes of a conflict, for the metric.

@@ -142,6 +142,26 @@ func TestPrepareLetsLimitsGoFirst(t *testing.T) {
 	}
 }
 
+// Kubelet may hear of pods before we do: a claim takes nothing before its own pod is known, and with it those bound before.
+func TestPrepareWaitsForItsPod(t *testing.T) {
+	r := newRig(t, machine(8))
+	r.pods.met = make(chan struct{})
+	answer := make(chan error, 1)
+	go func() { answer <- r.ask(t.Context(), newClaim("a", "gpu-0")) }()
+	select {
+	case err := <-answer:
+		t.Fatal("did not wait:", err)
+	case <-time.After(20 * time.Millisecond):
+	}
+	if holds := r.ledger.Holds(); len(holds) > 0 {
+		t.Errorf("holds %v", holds)
+	}
+	close(r.pods.met)
+	if err := <-answer; err != nil {
+		t.Fatal(err)
+	}
+}
+
 // A GPU that is faulty or partitioned is none that a limits pod could get.
 func TestLimitDevices(t *testing.T) {
 	inv := machine(4, func(g *device.GPU) {

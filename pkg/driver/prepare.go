@@ -58,6 +58,7 @@ func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.Resour
 		ok = ok && preparations[i].err == nil
 	}
 	if ok {
+		d.meet(ctx, preparations)
 		ok = d.reserve(ctx, preparations)
 		d.metrics.countYield(yieldPatience - yield.Patience)
 	}
@@ -65,6 +66,17 @@ func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.Resour
 		d.undo(ctx, preparations)
 	}
 	return d.results(ctx, preparations, ok)
+}
+
+// meet makes sure that the limits pods that go first are known: kubelet may have heard of them, and of this call's pod, before us.
+func (d *Driver) meet(ctx context.Context, preparations []*preparation) {
+	ctx, cancel := context.WithTimeout(ctx, yieldPatience)
+	defer cancel()
+	for _, p := range preparations {
+		if len(p.request.Devices) > 0 {
+			d.Pods.Meet(ctx, p.request)
+		}
+	}
 }
 
 // limitDevices are those that limits may use.

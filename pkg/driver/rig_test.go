@@ -313,8 +313,21 @@ func (f *fakeSpecs) fail(err error) {
 
 func (f *fakeSpecs) QualifiedName(uuid string) string { return "k8s.gpu.nvidia.com/gpu=" + uuid }
 
-// fakePods are movable, or not.
-type fakePods struct{ movable atomic.Bool }
+// fakePods are movable, or not, and known when met is closed; at once where it is nil.
+type fakePods struct {
+	movable atomic.Bool
+	met     chan struct{}
+}
+
+func (f *fakePods) Meet(ctx context.Context, _ ledger.ClaimRequest) {
+	if f.met == nil {
+		return
+	}
+	select {
+	case <-f.met:
+	case <-ctx.Done():
+	}
+}
 
 func (f *fakePods) Movable(context.Context, ledger.ClaimRequest) bool { return f.movable.Load() }
 

@@ -3,6 +3,7 @@
 package evidence
 
 import (
+	"context"
 	"slices"
 	"strings"
 
@@ -20,6 +21,24 @@ func (p *Pods) Queue(resource string) ledger.Queue {
 type queue struct {
 	*Pods
 	resource corev1.ResourceName
+}
+
+// Meet waits until our watch has brought a pod that a claim is for, at most until ctx is done. It brings pods in the order in
+// which they were bound: those that were bound before are then in Bound as well, however late our watch is against kubelet's.
+// Called by the DRA front-end before it takes devices. It is safe for concurrent use.
+func (p *Pods) Meet(ctx context.Context, claim ledger.ClaimRequest) {
+	known := func(pod ledger.Pod) bool { return p.Known(pod.UID) }
+	for len(claim.Pods) > 0 {
+		changed := p.Changed()
+		if slices.ContainsFunc(claim.Pods, known) {
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
 }
 
 // Bound returns the pods that kubelet has yet to admit: it writes the start time of a pod with the first status after that

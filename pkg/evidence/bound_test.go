@@ -3,8 +3,11 @@
 package evidence
 
 import (
+	"context"
 	"slices"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -85,6 +88,38 @@ func TestBound(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Pods come in the order in which they were bound: who has met the claim's has met those before it.
+func TestMeet(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := known(t, newTree(t))
+		met := make(chan int)
+		go func() {
+			p.Meet(t.Context(), requestFor(podA))
+			met <- len(p.Queue("nvidia.com/gpu").Bound())
+		}()
+		synctest.Wait()
+		p.add(t, pod(podB, "b", pending, asks("1")))
+		synctest.Wait()
+		select {
+		case <-met:
+			t.Fatal("met a pod that nobody has seen")
+		default:
+		}
+		p.add(t, pod(podA, "a", pending))
+		if bound := <-met; bound != 1 {
+			t.Errorf("%d pods are bound", bound)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		start := time.Now()
+		p.Meet(ctx, requestFor("nobody"))
+		if waited := time.Since(start); waited != time.Second {
+			t.Errorf("gave up after %s", waited)
+		}
+		p.Meet(ctx, ledger.ClaimRequest{})
+	})
 }
 
 func TestUnclaimed(t *testing.T) {

@@ -13,8 +13,6 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
@@ -85,7 +83,7 @@ func createGPUNodes(ctx context.Context, client kubernetes.Interface) error {
 	return nil
 }
 
-// createClaims makes n claims, the i-th allocated to the GPU with minor number i, as the scheduler would have.
+// createClaims makes n claims with a pod each, the i-th allocated to the GPU with minor number i, as the scheduler would have.
 func createClaims(ctx context.Context, client kubernetes.Interface, prefix string, n int) ([]*resourceapi.ResourceClaim, error) {
 	claims := make([]*resourceapi.ResourceClaim, n)
 	group, ctx := errgroup.WithContext(ctx)
@@ -100,6 +98,10 @@ func createClaims(ctx context.Context, client kubernetes.Interface, prefix strin
 }
 
 func createClaim(ctx context.Context, client kubernetes.Interface, name, device string) (*resourceapi.ResourceClaim, error) {
+	pod, err := createPod(ctx, client, name)
+	if err != nil {
+		return nil, err
+	}
 	api := client.ResourceV1().ResourceClaims(namespace)
 	claim, err := api.Create(ctx, &resourceapi.ResourceClaim{
 		ObjectMeta: metav1.ObjectMeta{Name: name},
@@ -114,7 +116,7 @@ func createClaim(ctx context.Context, client kubernetes.Interface, name, device 
 		Allocation: &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: []resourceapi.DeviceRequestAllocationResult{{
 			Request: "gpu", Driver: driverName, Pool: nodeName, Device: device,
 		}}}},
-		ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: name, UID: types.UID(uuid.NewUUID())}},
+		ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: name, UID: pod.UID}},
 	}
 	claim, err = api.UpdateStatus(ctx, claim, metav1.UpdateOptions{})
 	if err != nil {

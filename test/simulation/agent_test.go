@@ -171,7 +171,10 @@ func (a *agent) serve() {
 		}
 		return wait
 	})
-	a.loop("lists devices for limits", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed(), a.specChanged} }, func(c *call) time.Duration {
+	a.loop("lists devices for limits", 0, func() []<-chan struct{} {
+		_, lacking := a.book.Lacking()
+		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking}
+	}, func(c *call) time.Duration {
 		return a.look()
 	})
 	a.loop("builds slices", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed()} }, func(c *call) time.Duration {
