@@ -30,12 +30,21 @@ func main() {
 	case errors.Is(err, nvml.ErrDriverReplaced), errors.Is(err, errReconfigured):
 		// Everything is closed. Only a new process can bind a new library (package nvml), and what starts with the new
 		// configuration needs no care for what was.
-		err = syscall.Exec("/proc/self/exe", os.Args, os.Environ())
+		err = startAnew()
 		fallthrough
 	case err != nil:
 		fmt.Fprintf(os.Stderr, "kubelet-plugin: %v\n", err)
 		os.Exit(1)
 	}
+}
+
+// startAnew returns an error, or not at all. The program's path keeps the process its name, which /proc/self/exe would change.
+func startAnew() error {
+	program, err := os.Executable()
+	if err != nil {
+		return fmt.Errorf("find the program to start anew: %w", err)
+	}
+	return fmt.Errorf("start %s anew: %w", program, syscall.Exec(program, os.Args, os.Environ()))
 }
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
