@@ -35,7 +35,7 @@ func (r *Reconciler) doubtAll(ctx context.Context) {
 	defer timer.Stop()
 	for r.Pods.AwaitSync(ctx) && ctx.Err() == nil {
 		changed := r.Ledger.Changed()
-		wait, err := r.doubt(ctx)
+		wait, err := r.Doubt(ctx)
 		if ctx.Err() == nil {
 			complaint.say(ctx, err)
 		}

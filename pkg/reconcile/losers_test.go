@@ -84,3 +84,30 @@ func TestALoserStaysWhileAnotherPodWantsItsClaim(t *testing.T) {
 	g.deletePod("next")
 	g.awaitLosers()
 }
+
+// A bare pod may wait for a claim that somebody replaces under its name.
+func TestALoserWhoseClaimIsAnother(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.doubtSoon()
+	for _, uid := range []string{"replaced", "elsewhere", "gone", "waits"} {
+		g.addPod(g.pod(uid, uid))
+		g.claim(uid, "c-"+uid, "gpu-1")
+	}
+	g.run()
+	g.change(func() { g.away = true })
+	g.claim("replaced", "another", "gpu-1")
+	g.claim("elsewhere", "c-elsewhere", "gpu-2")
+	g.change(func() { delete(g.claims, "apps/gone") })
+	for _, uid := range []string{"replaced", "elsewhere", "gone", "waits"} {
+		g.lose("c-"+uid, uid, false, uid)
+	}
+	asked := g.calls()
+	for deadline := time.Now().Add(time.Minute); g.calls() < asked+8 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+	}
+	if n := len(g.book.Losers()); n != 4 {
+		t.Errorf("%d losers while the API server is away", n)
+	}
+	g.change(func() { g.away = false })
+	g.awaitLosers("c-waits")
+}

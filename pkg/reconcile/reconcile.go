@@ -79,6 +79,8 @@ type Reconciler struct {
 	leaving map[holdKey]time.Time
 	// doubts remembers holds that nobody confirms, since when, and when they were last looked into.
 	doubts map[holdKey]*doubt
+	// asked is when the API server was last asked about a loser, by UID.
+	asked map[string]time.Time
 	// late are claims with devices that were not in the inventory when they were restored.
 	late []evidence.KubeletClaim
 }
@@ -160,8 +162,12 @@ func (r *Reconciler) Run(ctx context.Context) error {
 // changes before. Run does so by itself: this and Doubt are for simulations, which call them instead of Run, one at a time.
 func (r *Reconciler) Settle() (time.Duration, error) { return r.pass() }
 
-// Doubt looks into holds that nobody confirms, and returns when to look again if nothing changes before.
-func (r *Reconciler) Doubt(ctx context.Context) (time.Duration, error) { return r.doubt(ctx) }
+// Doubt looks into holds that nobody confirms, and losers, and returns when to look again if nothing changes before.
+func (r *Reconciler) Doubt(ctx context.Context) (time.Duration, error) {
+	forHolds, err := r.doubt(ctx)
+	forLosers, losersErr := r.doubtLosers(ctx)
+	return min(forHolds, forLosers), errors.Join(err, losersErr)
+}
 
 func (r *Reconciler) follow(ctx context.Context, files *kubeletFiles) {
 	complaint := &complaint{message: "Reconciling holds"}
@@ -306,23 +312,6 @@ func (r *Reconciler) release(h ledger.Hold) error {
 		r.freed.observe(h)
 	}
 	return err
-}
-
-// forgive ends the losers that nobody is left to want anything for, and says when to look again if nothing changes before.
-func (r *Reconciler) forgive() time.Duration {
-	wait := never
-	for _, lost := range r.Ledger.Losers() {
-		if r.Pods.Ended(lost) {
-			r.Ledger.Forgive(lost.UID)
-			continue
-		}
-		wait = min(wait, r.times.doubt)
-		if lost.Condemned {
-			// Asking for the losers is what makes it lapse.
-			wait = min(wait, max(r.times.retry, time.Until(lost.Until())))
-		}
-	}
-	return wait
 }
 
 // unreadable is why the kernel does not tell about the pods of a hold. A verdict cannot say it, and nobody would know why

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// forgive ends the losers that nobody is left to want anything for, and says when to look again if nothing changes before.
+func (r *Reconciler) forgive() time.Duration {
+	wait := never
+	for _, lost := range r.Ledger.Losers() {
+		if r.Pods.Ended(lost) {
+			r.Ledger.Forgive(lost.UID)
+			continue
+		}
+		wait = min(wait, r.times.doubt)
+		if lost.Condemned {
+			// Asking for the losers is what makes it lapse.
+			wait = min(wait, max(r.times.retry, time.Until(lost.Until())))
+		}
+	}
+	return wait
+}
+
+// doubtLosers asks the API server, once a minute a loser, whether the claim still is what has lost: a pod that waits for a claim
+// that was replaced waits for another.
+func (r *Reconciler) doubtLosers(ctx context.Context) (time.Duration, error) {
+	now, wait := time.Now(), never
+	asked := map[string]time.Time{}
+	var errs []error
+	for _, lost := range r.Ledger.Losers() {
+		last, ok := r.asked[lost.UID]
+		if !ok {
+			last = now
+		}
+		if due := last.Add(r.times.doubt); !now.Before(due) {
+			last = now
+			errs = append(errs, r.lookIntoLoser(ctx, lost))
+		}
+		asked[lost.UID] = last
+		wait = min(wait, last.Add(r.times.doubt).Sub(now))
+	}
+	r.asked = asked
+	return wait, errors.Join(errs...)
+}
+
+func (r *Reconciler) lookIntoLoser(ctx context.Context, lost ledger.Loser) error {
+	ctx, cancel := context.WithTimeout(ctx, r.times.call)
+	defer cancel()
+	claim, err := r.Claims(lost.Namespace).Get(ctx, lost.Name, metav1.GetOptions{})
+	switch {
+	case err != nil && !apierrors.IsNotFound(err):
+		return fmt.Errorf("look into claim %s/%s, which has lost: %w", lost.Namespace, lost.Name, err)
+	case err == nil && string(claim.UID) == lost.UID:
+		held := r.resolve(r.usesOf(claim).held)
+		if slices.ContainsFunc(lost.Devices, func(ref device.Ref) bool { return slices.Contains(held, ref) }) {
+			return nil
+		}
+	}
+	r.Ledger.Forgive(lost.UID)
+	return nil
+}
