@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"path/filepath"
+	"strconv"
+	"testing"
+
+	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+)
+
+// TestPodsEndWithoutADriver: a driver that is being replaced waits for the pods on it to end, and kubelet ends none whose claim
+// nobody unprepares.
+func TestPodsEndWithoutADriver(t *testing.T) {
+	s := begin(t)
+	root, err := node().Root()
+	if err != nil {
+		t.Fatal(err)
+	}
+	machine := filepath.Join(root, simulatedMachine)
+	back := s.undo(func() error { return simulated.WriteFaults(machine, simulated.Faults{}) })
+	s.occupy()
+	var faults simulated.Faults
+	for gpu := range gpusANode {
+		faults.GPUs = append(faults.GPUs, simulated.GPUFaults{GPU: strconv.Itoa(gpu), Absent: true})
+	}
+	if err := simulated.WriteFaults(machine, faults); err != nil {
+		t.Fatal(err)
+	}
+	s.killAgent()
+	s.readyz(503, "finds no GPU")
+	s.took("pods to end", func() { s.kubectl("delete", "pod", "-n", s.namespace, "claim-0", "limit-0", "--timeout=60s") })
+	s.wantHolds(1, 1)
+	back()
+	s.ready()
+	s.wantHolds(1, 1)
+	s.noDoubleOwners()
+}
