@@ -109,7 +109,6 @@ func (p *Plugin) refuse(ctx context.Context, err error) error {
 		return status.Errorf(codes.Internal, "allocate %s: %v", p.config.ResourceName, err)
 	}
 	p.metrics.conflicts.Inc()
-	p.roster.learn(conflict.Holds)
 	klog.FromContext(ctx).Info("Refused a limit whose device is held", "resource", p.config.ResourceName, "conflict", conflict.Error())
 	message := p.describe(conflict)
 	p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "LimitConflict", "Refused a pod's %s limit: %s", p.config.ResourceName, message)

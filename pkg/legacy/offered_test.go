@@ -47,3 +47,16 @@ func TestOffered(t *testing.T) {
 		t.Errorf("prefers %v where GPU-c must be included", got)
 	}
 }
+
+// TestPreferredAvoidsWhatALimitHas: kubelet offers such a device where its checkpoint was lost.
+func TestPreferredAvoidsWhatALimitHas(t *testing.T) {
+	gpus := []device.GPU{{UUID: "GPU-a", Minor: 0}, {UUID: "GPU-b", Minor: 1}, {UUID: "GPU-c", Minor: 2}}
+	c := (&catalog{}).extend(device.Inventory{GPUs: gpus}, owners{})
+	o := owners{limits: map[string]bool{"GPU-c": true}, promised: map[string]bool{"GPU-b": true}}
+	for size, want := range map[int32][]string{1: {"GPU-a"}, 2: {"GPU-a", "GPU-c"}, 3: {"GPU-a", "GPU-c", "GPU-b"}} {
+		request := &pluginapi.ContainerPreferredAllocationRequest{AvailableDeviceIDs: []string{"GPU-a", "GPU-b", "GPU-c"}, AllocationSize: size}
+		if got := c.prefer(request, o); !slices.Equal(got, want) {
+			t.Errorf("%d: %q, want %q", size, got, want)
+		}
+	}
+}

@@ -25,14 +25,20 @@ func (p *Plugin) Preferred(request *pluginapi.PreferredAllocationRequest) *plugi
 
 // prefer returns IDs without duplicates, as many as were asked for where that many are left. What a claim is about to ask for
 // comes last: kubelet would fill up with it anyway, or with a device that is held, and the ledger gives it to whoever is first.
+// Before it comes what a limit still has: either that pod has ended a moment ago, or kubelet's checkpoint was lost and it does
+// not know who has the device.
 func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest, o owners) []string {
 	size := int(request.GetAllocationSize())
 	required, strangers := c.places(request.GetMustIncludeDeviceIDs())
 	available, others := c.places(request.GetAvailableDeviceIDs())
-	var promised []int
+	var lingering, promised []int
 	available = slices.DeleteFunc(available, func(i int) bool {
 		gpu := c.gpus[i]
 		if o.taken[gpu.UUID] || !c.offers(gpu) || !gpu.Health.Healthy() || slices.Contains(required, i) {
+			return true
+		}
+		if o.limits[gpu.UUID] {
+			lingering = append(lingering, i)
 			return true
 		}
 		if o.promised[gpu.UUID] {
@@ -46,7 +52,7 @@ func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest,
 	for _, i := range c.planner.choose(slices.Concat(required, available), required, size-len(ids)) {
 		ids = append(ids, c.gpus[i].UUID)
 	}
-	for _, i := range descending(promised) {
+	for _, i := range slices.Concat(descending(lingering), descending(promised)) {
 		others = append(others, c.gpus[i].UUID)
 	}
 	for _, id := range others {

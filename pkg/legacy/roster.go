@@ -191,16 +191,12 @@ type roster struct {
 	mu        sync.Mutex
 	published *listing
 	changed   chan struct{}
-	// unknown are limits that kubelet has shown not to know of, by device ID, and since when each holds.
-	unknown map[string]time.Time
-	// learnt is signalled when there is another.
-	learnt chan struct{}
 }
 
 func newRoster(c Config, m *metrics) *roster {
 	r := &roster{
 		inventory: c.Inventory, ledger: c.Ledger, allocations: c.Allocations, metrics: m,
-		hold: newHysteresis(), changed: make(chan struct{}), unknown: map[string]time.Time{}, learnt: make(chan struct{}, 1),
+		hold: newHysteresis(), changed: make(chan struct{}),
 	}
 	r.known.Store(&catalog{planner: newPlanner(nil, device.Inventory{}), offered: c.Offered, retiring: c.Retiring})
 	return r
@@ -210,39 +206,7 @@ func newRoster(c Config, m *metrics) *roster {
 func (r *roster) catalog() *catalog { return r.known.Load() }
 
 // owners of the moment.
-func (r *roster) owners() owners {
-	o := ownersOf(r.ledger, r.allocations)
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if len(r.unknown) == 0 {
-		return o
-	}
-	still := map[string]time.Time{}
-	for _, h := range r.ledger.Holds() {
-		if since, ok := r.unknown[h.Holder.ID]; ok && h.Holder.Kind == ledger.KindLimit && since.Equal(h.Since) {
-			o.taken[h.Device.GPU] = true
-			still[h.Holder.ID] = since
-		}
-	}
-	r.unknown = still
-	return o
-}
-
-// learn takes the holds for which an Allocate was refused. Kubelet gives out a limit's device only when it does not know of the
-// limit, because its checkpoint was lost: it would do so again and again, and fail a pod each time.
-func (r *roster) learn(holds []ledger.Hold) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, h := range holds {
-		if h.Holder.Kind == ledger.KindLimit && h.State != ledger.StateDraining {
-			r.unknown[h.Holder.ID] = h.Since
-		}
-	}
-	select {
-	case r.learnt <- struct{}{}:
-	default: // one is waiting already
-	}
-}
+func (r *roster) owners() owners { return ownersOf(r.ledger, r.allocations) }
 
 // current returns the published list and a channel that is closed when another is published.
 func (r *roster) current() (*listing, <-chan struct{}) {
@@ -327,8 +291,6 @@ func (r *roster) run(ctx context.Context) {
 			again = r.publish(time.Now())
 		case <-lackingChanged:
 			_, lackingChanged = r.ledger.Lacking()
-			again = r.publish(time.Now())
-		case <-r.learnt:
 			again = r.publish(time.Now())
 		case <-due:
 			again = r.publish(time.Now())

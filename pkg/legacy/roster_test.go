@@ -172,28 +172,3 @@ func TestCatalogKeepsOrderAndIDs(t *testing.T) {
 		}
 	}
 }
-
-// TestALimitThatKubeletForgotIsWithdrawn, for as long as it holds: kubelet would give its device to the next pod, and fail it.
-func TestALimitThatKubeletForgotIsWithdrawn(t *testing.T) {
-	held := ledger.Hold{
-		Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-a"}, Device: device.Ref{GPU: "GPU-a"}, State: ledger.StateHeld, Since: time.Unix(1, 0),
-	}
-	later := held
-	later.Since = time.Unix(2, 0)
-	r := newRoster(Config{Ledger: fixedLedger{holds: []ledger.Hold{held}}}, newMetrics())
-	if r.owners().taken["GPU-a"] {
-		t.Error("withdrawn from its own holder")
-	}
-	r.learn([]ledger.Hold{held})
-	if !r.owners().taken["GPU-a"] {
-		t.Error("offered again, although kubelet does not know who has it")
-	}
-	r.ledger = fixedLedger{holds: []ledger.Hold{later}}
-	if r.owners().taken["GPU-a"] {
-		t.Error("withdrawn from the next holder")
-	}
-	r.ledger = fixedLedger{holds: []ledger.Hold{held}}
-	if r.owners().taken["GPU-a"] {
-		t.Error("not forgotten when the hold ended")
-	}
-}
