@@ -100,11 +100,18 @@ func TestWithoutTheClaimsAPI(t *testing.T) {
 
 func (s *story) clusterWithoutClaims() *cluster.Cluster {
 	s.Helper()
-	c, err := cluster.New(cluster.Config{
+	config := cluster.Config{
 		Dir: filepath.Join(s.TempDir(), "cluster"), KubernetesVersion: theCluster.Config().KubernetesVersion, Progress: s.Output(),
 		Nodes:         []cluster.NodeConfig{{Name: gpuNode}},
 		APIServerArgs: []string{"--runtime-config=resource.k8s.io/v1=false"},
-	})
+	}
+	if strings.HasPrefix(config.KubernetesVersion, "v1.34.") {
+		config.FeatureGates = map[string]bool{"DynamicResourceAllocation": false}
+	} else {
+		// The gate cannot be off any more, and an API server whose node authorizer waits for slices is never ready.
+		config.APIServerArgs = append(config.APIServerArgs, "--authorization-mode=AlwaysAllow")
+	}
+	c, err := cluster.New(config)
 	if err != nil {
 		s.Fatal(err)
 	}
