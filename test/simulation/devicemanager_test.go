@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"time"
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
@@ -124,6 +125,8 @@ func (k *kubelet) allocate(w *worker) {
 		k.reject(w, errUnhealthy)
 	case len(had) > 0:
 		k.admitted(w, nil)
+	case k.host.pods[w.uid] != nil && k.host.pods[w.uid].owner != "":
+		k.admitted(w, errors.New("nobody knows any more what it had"))
 	default:
 		k.choose(w)
 	}
@@ -187,11 +190,16 @@ func (k *kubelet) take(w *worker, e *stream, ids []string, container string) {
 		k.allocated[id] = true
 	}
 	k.inFlight = true
+	if k.chance(6) {
+		k.after(k.life, k.between(0, time.Millisecond), "is asked for its pod resources", func() { _, _, _ = k.list() })
+	}
 	k.call(e.agent, "allocate "+container+" of "+w.uid, 0, func(ctx context.Context) error {
 		_, err := e.agent.limits.Allocate(ctx, &pluginapi.AllocateRequest{
 			ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}},
 		})
-		k.sawAllocate(err)
+		if k.sawAllocate(err); err != nil {
+			e.agent.specHasChanged() // the list may depend on what was refused
+		}
 		return err
 	}, func(err error) {
 		k.inFlight = false
@@ -207,7 +215,7 @@ func (k *kubelet) take(w *worker, e *stream, ids []string, container string) {
 		switch {
 		case container == "init":
 			k.take(w, e, ids, "main")
-		case k.chance(30):
+		case k.chance(8):
 			k.hit(allocateUnknownPod)
 			k.admitted(w, errors.New("another admission plugin refuses"))
 		default:

@@ -229,8 +229,16 @@ func (k *kubelet) syncSoon(w *worker, delay time.Duration) {
 	})
 }
 
-// run starts the containers.
+// run starts the containers, after a while: there are images to pull and a sandbox to make.
 func (k *kubelet) run(w *worker, owner string, gpus []string) {
+	if w.phase != starting {
+		return
+	}
+	k.host.makeGroup(w.uid, "")
+	k.after(k.life, k.between(0, 500*time.Millisecond)/10*(1+10*time.Duration(k.rand.IntN(2))), "runs "+w.uid, func() { k.runNow(w, owner, gpus) })
+}
+
+func (k *kubelet) runNow(w *worker, owner string, gpus []string) {
 	if w.phase != starting {
 		return
 	}

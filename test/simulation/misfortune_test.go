@@ -4,6 +4,7 @@ package simulation
 
 import (
 	"os"
+	"slices"
 	"time"
 
 	"github.com/tandem-gpu/tandem/pkg/evidence"
@@ -25,6 +26,15 @@ func (s *simulation) mood() {
 		if i < certain {
 			deeds[i].weight = max(deeds[i].weight, 4)
 		}
+	}
+	// Half of the worlds have a theme.
+	for _, name := range [][]string{
+		{"the node reboots", "an owner of claim pods comes"}, {"a pod is force-deleted", "a finite limits pod comes", "an owner of limits pods comes"},
+		{"everybody comes at once", "somebody annotates a pod"}, {"pods share a claim", "a pod is deleted"}, {"kubelet dies", "kubelet's claim state is deleted"},
+		{"kubelet dies", "kubelet's device checkpoint is deleted", "an owner of limits pods comes"}, {}, {}, {}, {}, {}, {},
+	}[s.rand.IntN(12)] {
+		i := slices.IndexFunc(deeds, func(d deed) bool { return d.name == name })
+		deeds[i].weight = 40
 	}
 	s.act("acts", deeds[:certain], s.between(20*time.Millisecond, time.Second))
 	s.act("meets misfortune", deeds[certain:], s.between(500*time.Millisecond, 15*time.Second))
@@ -87,16 +97,14 @@ func (s *simulation) deeds() []deed {
 		{2, "the scheduler is frozen", func() { s.freeze(s.scheduler.life) }},
 		{2, "kubelet is frozen", func() { s.freeze(s.kubelet.life) }},
 		{1, "kubelet's claim state is deleted", func() {
-			if s.kubelet.life.over {
-				s.hit(stateDeleted)
-				_ = os.Remove(s.host.statePath())
-			}
+			s.killKubelet()
+			s.hit(stateDeleted)
+			_ = os.Remove(s.host.statePath())
 		}},
 		{1, "kubelet's device checkpoint is deleted", func() {
-			if s.kubelet.life.over {
-				s.hit(checkpointDeleted)
-				_ = os.Remove(evidence.DeviceCheckpointPath(s.host.kubeletDir()))
-			}
+			s.killKubelet()
+			s.hit(checkpointDeleted)
+			_ = os.Remove(evidence.DeviceCheckpointPath(s.host.kubeletDir()))
 		}},
 	}
 }

@@ -45,6 +45,7 @@ const (
 	evictionOvertaken        row = "eviction-overtaken-by-a-change-of-the-pod"
 	nudged                   row = "kubelet-nudged-to-prepare"
 	condemnedRefused         row = "condemned-claim-refused"
+	keptByNewAllocation      row = "device-kept-by-a-claim-allocated-anew"
 	claimYields              row = "claim-lets-bound-limits-go-first"
 )
 

@@ -224,6 +224,14 @@ func (s *simulation) stuck() map[string]string {
 			used[gpu] = s.host.pods[uid].owner
 		}
 	}
+	// A shared claim that was allocated anew keeps what it had while a pod of it lives: nobody can tell what that pod was
+	// given (docs/design/0007-coexistence.md). It is counted, and no fault.
+	for _, h := range s.agent.book.Holds() {
+		if k := s.claimOf(h.Holder.ID); k != nil && h.State == ledger.StateDraining && !slices.Contains(k.devices, "gpu-"+h.Device.GPU[len("GPU-"):]) {
+			s.hit(keptByNewAllocation)
+			used["gpu-"+h.Device.GPU[len("GPU-"):]] = h.Holder.ID
+		}
+	}
 	free := s.host.gpus - len(used)
 	for _, p := range all[*pod](s.api.objects) {
 		if p.phase != pending || p.deleting {
@@ -240,6 +248,15 @@ func (s *simulation) stuck() map[string]string {
 		}
 	}
 	return found
+}
+
+func (s *simulation) claimOf(uid string) *claim {
+	for _, k := range all[*claim](s.api.objects) {
+		if k.uid == uid {
+			return k
+		}
+	}
+	return nil
 }
 
 // describe puts the state of everything into the trace.
