@@ -204,6 +204,7 @@ func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 		return fmt.Errorf("release devices of claim %s: %w", uid, err)
 	}
 	defer finish()
+	l.turn(ctx)
 	holder := Holder{KindClaim, uid}
 	l.mu.Lock()
 	holds := l.holdsOf(holder)

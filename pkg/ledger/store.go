@@ -36,7 +36,8 @@ type Options struct {
 	Now func() time.Time
 	// Step, where set, is told what is about to happen on disk, with the ledger locked: a simulation ends the process there.
 	Step func(string)
-	// Turn, where set, is called before each attempt of a ReserveClaim, with its context: a simulation lets one at a time go on.
+	// Turn, where set, is called before each attempt of a ReserveClaim and of a DrainClaim, with its context: a simulation lets
+	// one at a time go on.
 	Turn func(context.Context)
 }
 
