@@ -27,17 +27,41 @@ func (s *simulation) mood() {
 			deeds[i].weight = max(deeds[i].weight, 4)
 		}
 	}
-	// Half of the worlds have a theme.
-	for _, name := range [][]string{
-		{"the node reboots", "an owner of claim pods comes"}, {"a pod is force-deleted", "a finite limits pod comes", "an owner of limits pods comes"},
-		{"everybody comes at once", "somebody annotates a pod"}, {"pods share a claim", "a pod is deleted"}, {"kubelet dies", "kubelet's claim state is deleted"},
-		{"kubelet dies", "kubelet's device checkpoint is deleted", "an owner of limits pods comes"}, {}, {}, {}, {}, {}, {},
-	}[s.rand.IntN(12)] {
-		i := slices.IndexFunc(deeds, func(d deed) bool { return d.name == name })
-		deeds[i].weight = 40
+	// Most worlds have a theme.
+	th := themes[s.rand.IntN(len(themes))]
+	for _, name := range th.deeds {
+		deeds[slices.IndexFunc(deeds, func(d deed) bool { return d.name == name })].weight = 60
 	}
-	s.act("acts", deeds[:certain], s.between(20*time.Millisecond, time.Second))
-	s.act("meets misfortune", deeds[certain:], s.between(500*time.Millisecond, 15*time.Second))
+	pace, misfortune := s.between(20*time.Millisecond, time.Second), s.between(500*time.Millisecond, 15*time.Second)
+	if th.misfortune > 0 {
+		misfortune = th.misfortune
+	}
+	if th.slow {
+		s.slowness = []time.Duration{10, 40}[s.rand.IntN(2)]
+	}
+	s.act("acts", deeds[:certain], pace)
+	s.act("meets misfortune", deeds[certain:], misfortune)
+}
+
+// theme is what a world is about: deeds that are done most of the time.
+type theme struct {
+	deeds      []string
+	slow       bool
+	misfortune time.Duration
+}
+
+var themes = []theme{
+	{}, {},
+	{deeds: []string{"the node reboots", "an owner of claim pods comes", "an owner of limits pods comes"}, misfortune: 8 * time.Second},
+	{deeds: []string{"a running limits pod is force-deleted and another one comes"}},
+	{deeds: []string{"a running limits pod is force-deleted and another one comes"}, slow: true},
+	{deeds: []string{"everybody comes at once"}, slow: true},
+	{deeds: []string{"everybody comes at once", "an owner of claim pods comes", "somebody annotates a pod that waits"}, slow: true},
+	{deeds: []string{"pods share a claim"}},
+	{deeds: []string{"pods share a claim", "a pod is deleted"}, slow: true},
+	{deeds: []string{"the agent dies"}, slow: true, misfortune: 2 * time.Second},
+	{deeds: []string{"kubelet dies", "kubelet's device checkpoint is deleted", "an owner of limits pods comes"}},
+	{deeds: []string{"the API server goes away while pods come"}, misfortune: 5 * time.Second},
 }
 
 // act does one of the deeds every now and then.
@@ -65,7 +89,7 @@ func (s *simulation) act(name string, deeds []deed, pace time.Duration) {
 }
 
 // certain is how many of the deeds no world lacks: those of users.
-const certain = 12
+const certain = 14
 
 func (s *simulation) deeds() []deed {
 	c := s.cluster
@@ -82,8 +106,23 @@ func (s *simulation) deeds() []deed {
 		{6, "pods share a claim", s.share},
 		{8, "a pod is force-deleted", func() { s.some(s.forceDelete) }},
 		{6, "a container restarts", func() { s.someRunning(s.restart) }},
-		{4, "somebody annotates a pod", func() {
-			s.some(func(p *pod) { s.api.updatePod(p.uid, func(p *pod) { p.retry = time.Now().Format(time.RFC3339Nano) }) })
+		{4, "somebody annotates a pod", func() { s.some(s.annotate) }},
+		{2, "somebody annotates a pod that waits", func() {
+			for _, p := range all[*pod](s.api.objects) {
+				if p.bound && p.phase == pending && !p.limits() && !s.api.down && s.chance(2) {
+					s.annotate(p)
+				}
+			}
+		}},
+		{4, "a running limits pod is force-deleted and another one comes", func() {
+			for _, p := range all[*pod](s.api.objects) {
+				if p.phase == running && p.limits() && !s.api.down && s.chance(2) {
+					s.forceDelete(p)
+					c.create(pod{gpus: p.gpus, finite: s.chance(2), init: s.chance(3)})
+					return
+				}
+			}
+			s.room(func() { c.create(pod{gpus: 1}) })
 		}},
 		{4, "an exporter lists pod resources", func() { _, _, _ = s.kubelet.list() }},
 		{4, "the agent dies", s.killAgent},
@@ -92,6 +131,10 @@ func (s *simulation) deeds() []deed {
 		{3, "kubelet dies", s.killKubelet},
 		{2, "the node reboots", s.reboot},
 		{3, "the API server goes away", func() { s.hit(apiAway); s.api.stop(s.between(200*time.Millisecond, 10*time.Second)) }},
+		{3, "the API server goes away while pods come", func() {
+			s.rush()
+			s.after(s.users, s.between(0, time.Second), "cuts the API server off", func() { s.hit(apiAway); s.api.stop(s.between(200*time.Millisecond, 10*time.Second)) })
+		}},
 		{3, "the agent is frozen", func() { s.freeze(s.agentLife()) }},
 		{3, "the controller dies", s.killController},
 		{2, "the scheduler is frozen", func() { s.freeze(s.scheduler.life) }},
@@ -111,6 +154,11 @@ func (s *simulation) deeds() []deed {
 
 func (s *simulation) freeze(l *life) {
 	l.frozen = time.Now().Add(s.between(100*time.Millisecond, 8*time.Second))
+}
+
+// annotate changes a pod in a way that makes kubelet look at it.
+func (s *simulation) annotate(p *pod) {
+	s.api.updatePod(p.uid, func(p *pod) { p.retry = time.Now().Format(time.RFC3339Nano) })
 }
 
 // rush makes as many pods of each kind as there are GPUs, at one moment.
@@ -179,7 +227,7 @@ func (s *simulation) forceDelete(p *pod) {
 func (s *simulation) share() {
 	s.room(func() {
 		for _, k := range all[*claim](s.api.objects) {
-			if k.pod == "" && !k.deleting && s.chance(2) {
+			if k.pod == "" && !k.deleting && !s.chance(4) {
 				s.cluster.create(pod{claim: k.name, shared: true, finite: s.chance(2)})
 				return
 			}
