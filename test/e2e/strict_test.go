@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+// TestStrict: with the option a pod is bound only when its node has reserved the GPU. A claim that was allocated on a GPU of a
+// limit is allocated anew before anybody is bound: nothing is evicted, and the pod stays the same.
+func TestStrict(t *testing.T) {
+	s := begin(t)
+	version, err := theClient.Discovery().ServerVersion()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if minor, err := strconv.Atoi(strings.TrimRight(version.Minor, "+")); err != nil || minor < 36 {
+		t.Skipf("Kubernetes %s drops binding conditions, which Strict needs (1.36)", version.GitVersion)
+	}
+	s.undo(func() error {
+		return install.Tandem(context.WithoutCancel(s.ctx), theCluster, install.Options{Values: installValues})
+	})
+	if err := install.Tandem(s.ctx, theCluster, install.Options{Values: append(slices.Clone(installValues), "strict=true")}); err != nil {
+		t.Fatal(err)
+	}
+
+	s.example("claim-template.yaml")
+	s.took("a pod with a claim to run", func() { s.running(patient, 1, 0) })
+	if claim := s.claims()[0]; len(claim.Status.Devices) != 1 ||
+		!meta.IsStatusConditionTrue(claim.Status.Devices[0].Conditions, "tandem-gpu.dev/reserved") {
+		t.Errorf("the claim's devices are %+v", claim.Status.Devices)
+	}
+
+	allow := s.holdSlices()
+	s.manifest(one("limit", "winner"))
+	s.running(soon, 2, 0)
+	gpu := s.devices("winner")[0]
+	s.manifest(preferring("preferring", gpu.GPU.UUID))
+	s.manifest(withTemplate(one("claim", "bare"), "preferring"))
+	s.await(patient, "the node to refuse the GPU of the limit", func() error {
+		for _, claim := range s.claims() {
+			for _, device := range claim.Status.Devices {
+				if meta.IsStatusConditionTrue(device.Conditions, "tandem-gpu.dev/refused") {
+					return nil
+				}
+			}
+		}
+		return errors.New("no claim has the condition")
+	})
+	uid := s.pod("bare").UID
+	if node := s.pod("bare").Spec.NodeName; node != "" {
+		t.Errorf("the pod is bound to %s already", node)
+	}
+	allow()
+	s.took("the pod to run with another GPU", func() { s.running(patient, 3, 0) })
+	if now := s.pod("bare").UID; now != uid {
+		t.Errorf("pod %s became %s", uid, now)
+	}
+	if got := fmt.Sprint(s.gpus("bare", "")); got == fmt.Sprint(s.gpus("winner", "")) {
+		t.Errorf("both have GPU %s", got)
+	}
+	s.noDoubleOwners()
+}
