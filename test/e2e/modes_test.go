@@ -31,6 +31,7 @@ func (s *story) installed(file string, values ...string) {
 	if err != nil {
 		s.Fatal(err)
 	}
+	s.kubectl("rollout", "status", "daemonset/"+install.Release, "-n", install.Namespace, "--timeout=2m")
 }
 
 // labelled gives the node a mode by its label, until the story ends.
