@@ -79,7 +79,7 @@ func (d *director) lookSoon(delay time.Duration) {
 		return
 	}
 	d.busy[what] = true
-	d.after(d.life, delay+d.between(0, 3*time.Millisecond), "decides", func() {
+	d.after(d.life, delay+d.between(0, 12*time.Millisecond), "decides", func() {
 		delete(d.busy, what)
 		object, ok := d.seen.cache["gpunode/"].(*gpuNode)
 		if !ok {

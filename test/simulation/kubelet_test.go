@@ -252,7 +252,7 @@ func (k *kubelet) runNow(w *worker, owner string, gpus []string) {
 	}
 	k.sayRuns(w)
 	if w.pod.finite {
-		k.after(k.host.alive, k.between(100*time.Millisecond, 8*time.Second), w.uid+" ends by itself", func() { k.simulation.exit(w.uid) })
+		k.after(k.host.alive, k.between(50*time.Millisecond, 4*time.Second), w.uid+" ends by itself", func() { k.simulation.exit(w.uid) })
 	}
 }
 

@@ -32,7 +32,7 @@ func (s *simulation) mood() {
 	for _, name := range th.deeds {
 		deeds[slices.IndexFunc(deeds, func(d deed) bool { return d.name == name })].weight = 60
 	}
-	pace, misfortune := s.between(20*time.Millisecond, time.Second), s.between(500*time.Millisecond, 15*time.Second)
+	pace, misfortune := s.between(50*time.Millisecond, 2*time.Second), s.between(500*time.Millisecond, 15*time.Second)
 	if th.misfortune > 0 {
 		misfortune = th.misfortune
 	}
@@ -57,7 +57,7 @@ var themes = []theme{
 	{deeds: []string{"a running limits pod is force-deleted and another one comes"}, slow: true},
 	{deeds: []string{"everybody comes at once"}, slow: true},
 	{deeds: []string{"everybody comes at once", "an owner of claim pods comes", "somebody annotates a pod that waits"}, slow: true},
-	{deeds: []string{"pods share a claim"}},
+	{deeds: []string{"owners of pods that share a claim come"}},
 	{deeds: []string{"pods share a claim", "a pod is deleted"}, slow: true},
 	{deeds: []string{"the agent dies"}, slow: true, misfortune: 2 * time.Second},
 	{deeds: []string{"kubelet dies", "kubelet's device checkpoint is deleted", "an owner of limits pods comes"}},
@@ -89,21 +89,32 @@ func (s *simulation) act(name string, deeds []deed, pace time.Duration) {
 }
 
 // certain is how many of the deeds no world lacks: those of users.
-const certain = 14
+const certain = 15
 
 func (s *simulation) deeds() []deed {
 	c := s.cluster
 	size := func() int { return max(1, s.rand.IntN(6)-3) }
 	return []deed{
-		{8, "an owner of claim pods comes", func() { s.own(pod{gpus: size(), claim: "own"}) }},
-		{8, "an owner of limits pods comes", func() { s.own(pod{gpus: size(), init: s.chance(3)}) }},
+		{8, "an owner of claim pods comes", func() { s.own(pod{gpus: size(), claim: "own", finite: !s.chance(3)}) }},
+		{8, "an owner of limits pods comes", func() { s.own(pod{gpus: size(), init: s.chance(3), finite: !s.chance(3)}) }},
 		{6, "a finite limits pod comes", func() { s.room(func() { c.create(pod{gpus: size(), finite: true, init: s.chance(3)}) }) }},
 		{6, "a finite claim pod comes", func() { s.room(func() { c.create(pod{gpus: size(), claim: "own", finite: true}) }) }},
-		{4, "bare pods come", func() { s.room(func() { c.create(pod{gpus: size(), claim: "own"}); c.create(pod{gpus: size()}) }) }},
+		{4, "bare pods come", func() {
+			s.room(func() {
+				c.create(pod{gpus: size(), claim: "own", finite: s.chance(2)})
+				c.create(pod{gpus: size(), finite: s.chance(2)})
+			})
+		}},
 		{4, "everybody comes at once", s.rush},
 		{12, "an owner goes", s.disown},
 		{10, "a pod is deleted", func() { s.some(func(p *pod) { c.remove(p.uid) }) }},
 		{6, "pods share a claim", s.share},
+		{2, "owners of pods that share a claim come", func() {
+			k := &claim{uid: s.api.uid("claim"), name: s.api.uid("shared"), count: 1}
+			s.own(pod{claim: k.name, shared: true, finite: true})
+			s.own(pod{claim: k.name, shared: true, finite: true})
+			s.room(func() { s.api.put(claimKey(k.name), k) })
+		}},
 		{8, "a pod is force-deleted", func() { s.some(s.forceDelete) }},
 		{6, "a container restarts", func() { s.someRunning(s.restart) }},
 		{4, "somebody annotates a pod", func() { s.some(s.annotate) }},

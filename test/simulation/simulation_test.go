@@ -159,6 +159,11 @@ func (s *simulation) quiet() {
 	s.kill(s.users)
 	s.users = newLife("user")
 	s.slowness, s.dieBeforeAnswer = 1, false
+	for _, model := range s.cluster.owners {
+		if model != nil {
+			model.finite = false
+		}
+	}
 	s.note("quiet")
 	for _, l := range []*life{s.agentLife(), s.kubelet.life, s.scheduler.life} {
 		l.frozen = time.Time{}

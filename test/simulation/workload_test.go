@@ -40,7 +40,7 @@ func (c *cluster) lookSoon() {
 		return
 	}
 	c.busy["look"] = true
-	c.after(c.life, c.between(0, 20*time.Millisecond), "looks at pods and claims", func() {
+	c.after(c.life, c.between(0, 60*time.Millisecond), "looks at pods and claims", func() {
 		delete(c.busy, "look")
 		c.lookAtOwners()
 		c.lookAtClaims()
@@ -81,6 +81,9 @@ func (c *cluster) lookAtClaims() {
 		})
 		owner, alive := get[*pod](c.api, podKey(k.pod))
 		named := slices.ContainsFunc(all[*pod](c.api.objects), func(p *pod) bool { return p.claim == k.name })
+		for _, model := range c.owners {
+			named = named || model != nil && model.claim == k.name
+		}
 		over := k.deleting || k.pod == "" && !named || k.pod != "" && (!alive || owner.terminal())
 		switch {
 		case len(kept) < len(k.reservedFor):
