@@ -5,6 +5,7 @@ package legacy
 import (
 	"cmp"
 	"context"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -106,6 +107,8 @@ type owners struct {
 	// promised GPUs are held by nobody, and a claim is about to ask for them: the scheduler has allocated them to it, or it has
 	// lost them before and waits.
 	promised map[string]bool
+	// lost are those of the promised that a claim waits for.
+	lost map[string]bool
 	// limits have these, rightly or not.
 	limits map[string]bool
 	// lacking is how many devices limits pods still ask for that kubelet is about to admit.
@@ -114,7 +117,7 @@ type owners struct {
 
 func ownersOf(led Ledger, allocations Allocations) owners {
 	holds := led.Holds()
-	o := owners{taken: withdrawn(holds), promised: make(map[string]bool), limits: make(map[string]bool)}
+	o := owners{taken: withdrawn(holds), promised: make(map[string]bool), lost: make(map[string]bool), limits: make(map[string]bool)}
 	if allocations != nil {
 		for _, ref := range allocations.Allocated() {
 			o.promised[ref.GPU] = true
@@ -123,7 +126,7 @@ func ownersOf(led Ledger, allocations Allocations) owners {
 	o.lacking, _ = led.Lacking()
 	for _, lost := range led.Losers() {
 		for _, ref := range lost.Devices {
-			o.promised[ref.GPU] = true
+			o.promised[ref.GPU], o.lost[ref.GPU] = true, true
 		}
 	}
 	// A GPU that a limit holds stays the limit's for as long as it does.
@@ -184,9 +187,11 @@ type roster struct {
 	known atomic.Pointer[catalog]
 
 	// Only refresh and publish use these.
-	hold   hysteresis
-	listed *catalog
-	states []state
+	hold hysteresis
+	// promised is since when GPUs are.
+	promised map[string]time.Time
+	listed   *catalog
+	states   []state
 
 	mu        sync.Mutex
 	published *listing
@@ -196,7 +201,7 @@ type roster struct {
 func newRoster(c Config, m *metrics) *roster {
 	r := &roster{
 		inventory: c.Inventory, ledger: c.Ledger, allocations: c.Allocations, metrics: m,
-		hold: newHysteresis(), changed: make(chan struct{}),
+		hold: newHysteresis(), promised: make(map[string]time.Time), changed: make(chan struct{}),
 	}
 	r.known.Store(&catalog{planner: newPlanner(nil, device.Inventory{}), offered: c.Offered, retiring: c.Retiring})
 	return r
@@ -222,8 +227,12 @@ func (r *roster) refresh(now time.Time) (again time.Duration) {
 }
 
 func (r *roster) publish(now time.Time) (again time.Duration) {
-	c := r.catalog()
-	states, again := r.hold.apply(now, r.returnDelay, c.gpus, c.assess(r.owners()))
+	c, o := r.catalog(), r.owners()
+	ripe := r.ripen(now, &o)
+	states, again := r.hold.apply(now, r.returnDelay, c.gpus, c.assess(o))
+	if ripe > 0 && (again == 0 || ripe < again) {
+		again = ripe
+	}
 	// Every Allocate changes the ledger and hardly any changes the list: kubelet waits for the answer meanwhile.
 	if c == r.listed && slices.Equal(states, r.states) {
 		return again
@@ -238,6 +247,35 @@ func (r *roster) publish(now time.Time) (again time.Duration) {
 		r.published = next
 		close(r.changed)
 		r.changed = make(chan struct{})
+	}
+	return again
+}
+
+// promiseDelay is how long a device stays on offer that is promised to a claim and that no claim waits for. Limits pods that were
+// bound before the scheduler made the promise come by another watch, and may come later: without a device they fail for good,
+// and the claim does not.
+const promiseDelay = 300 * time.Millisecond
+
+// ripen drops the promises that are younger, except from the first list, and answers how long until the next one is ripe.
+func (r *roster) ripen(now time.Time, o *owners) (again time.Duration) {
+	maps.DeleteFunc(r.promised, func(gpu string, _ time.Time) bool { return !o.promised[gpu] })
+	for gpu := range o.promised {
+		since, known := r.promised[gpu]
+		switch {
+		case o.lost[gpu] || r.listed == nil:
+			since = time.Time{} // for ever
+		case !known:
+			since = now
+		}
+		r.promised[gpu] = since
+		left := promiseDelay - now.Sub(since)
+		if left <= 0 {
+			continue
+		}
+		delete(o.promised, gpu)
+		if again == 0 || left < again {
+			again = left
+		}
 	}
 	return again
 }

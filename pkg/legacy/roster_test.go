@@ -172,3 +172,32 @@ func TestCatalogKeepsOrderAndIDs(t *testing.T) {
 		}
 	}
 }
+
+// A promise is withdrawn a moment later than it is made, so that limits pods that were bound before it have been heard of; not in
+// the first list, and not where a claim waits for the device.
+func TestPromisesRipen(t *testing.T) {
+	gpus := []device.GPU{{UUID: uuid(0)}, {UUID: uuid(1)}}
+	promised := allocations{newBroadcast[[]device.Ref](nil)}
+	book := &fixedLedger{}
+	r := &roster{ledger: book, allocations: promised, metrics: newMetrics(), hold: newHysteresis(), promised: map[string]time.Time{}, changed: make(chan struct{})}
+	r.known.Store((&catalog{}).extend(device.Inventory{GPUs: gpus}, owners{}))
+	began := time.Now()
+	const ok, away = stateHealthy, stateWithdrawn
+	step := func(ms int, again time.Duration, want ...state) {
+		t.Helper()
+		if got := r.publish(began.Add(time.Duration(ms) * time.Millisecond)); got != again || !slices.Equal(r.states, want) {
+			t.Errorf("at %d ms: %v, again in %v; want %v, %v", ms, r.states, got, want, again)
+		}
+	}
+	promised.put(0)
+	step(0, 0, away, ok) // the first
+	promised.put(0, 1)
+	step(100, promiseDelay, away, ok)
+	step(300, promiseDelay-200*time.Millisecond, away, ok)
+	step(400, 0, away, away)
+	promised.put(0)
+	step(500, 0, away, ok)
+	promised.put(0, 1)
+	book.losers = []ledger.Loser{{Devices: []device.Ref{gpus[1].Ref()}}}
+	step(600, 0, away, away)
+}
