@@ -155,13 +155,15 @@ func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		}
 		stop()
 		watchPods()
-		return a.serveGPUs(ctx, cgroups, pods, book, node, resources)
+		self := evidence.NewNode(a.client, a.config.NodeName)
+		group.Go(func() error { return self.Run(ctx) })
+		return a.serveGPUs(ctx, cgroups, pods, book, node, self, resources)
 	})
 	return group.Wait()
 }
 
 func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, node *nvml.Node,
-	resources *evidence.PodResources,
+	self *evidence.Node, resources *evidence.PodResources,
 ) error {
 	holds := a.reconcilerConfig(cgroups, pods, book, resources)
 	holds.Inventory, holds.Registerer = node, a.metrics
@@ -180,13 +182,12 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		// The specs' own loop tries again, and every Prepare and Allocate does.
 		klog.FromContext(ctx).Error(err, "Writing CDI specs")
 	}
-	self := evidence.NewNode(a.client, a.config.NodeName)
 	front := frontEnds{pods: pods, book: book, node: node, specs: specs, resources: resources, self: self}
 	a.status.Waiting("claims", errNoPods)
 	a.status.Waiting("limits", errNoPods)
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
-		reconciler.Run, specs.Run, a.checkRuntime, self.Run, a.returnMemory,
+		reconciler.Run, specs.Run, a.checkRuntime, a.returnMemory,
 		func(ctx context.Context) error { return provision(ctx, book, node) },
 		func(ctx context.Context) error {
 			return a.newSettings(self, node.Inventory).run(ctx, func(ctx context.Context, c config.Config) error {
