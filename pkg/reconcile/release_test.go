@@ -112,14 +112,16 @@ func TestKubeletHasTheLastWordOnNobodysLimit(t *testing.T) {
 	g.used = []evidence.UsedDevice{{ID: "GPU-1", Resource: resource}}
 	g.run()
 	g.allocate("GPU-1")
+	for deadline := time.Now().Add(time.Minute); g.calls() == 0 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+	}
+	if g.calls() == 0 {
+		t.Error("kubelet was not asked")
+	}
 	g.stays("GPU-1: limit GPU-1 held []")
 	g.change(func() { g.away, g.used = true, nil })
 	g.stays("GPU-1: limit GPU-1 held []")
 	g.change(func() { g.away = false })
 	g.stays("GPU-1: limit GPU-1 held []") // it is asked again after a while
-	if g.calls() == 0 {
-		t.Error("kubelet was not asked")
-	}
 }
 
 // A claim's pod is force-deleted, its claim deallocated and deleted, and its containers live on.
