@@ -24,6 +24,11 @@ func (s *story) installed(file string, values ...string) {
 	s.undo(func() error {
 		return install.Tandem(context.WithoutCancel(s.ctx), theCluster, install.Options{Values: installValues})
 	})
+	s.upgraded(file, values...)
+}
+
+func (s *story) upgraded(file string, values ...string) {
+	s.Helper()
 	// Not every mode offers what the installation waits for.
 	err := install.Tandem(s.ctx, theCluster, install.Options{
 		Detached: true, ValuesFiles: []string{filepath.Join("..", "..", "examples", file)}, Values: append(values, installValues...),
@@ -151,6 +156,31 @@ func TestModeChangesOnALiveNode(t *testing.T) {
 		t.Errorf("a claim in Split has GPUs %v, not 2", got)
 	}
 	s.noDoubleOwners()
+}
+
+// TestEditedConfiguration: a change of the chart's values reaches the agents that run, and wrong ones are refused.
+func TestEditedConfiguration(t *testing.T) {
+	s := begin(t)
+	s.installed("split.values.yaml", "config.tandem.mode=Dual")
+	s.served("Dual", gpusANode, gpusANode)
+	gpus := s.occupy()
+	containers, agent := s.containers(), s.agentPod(gpuNode)
+	// Kubelet brings a new file within a minute or two, and at once to a pod that changes.
+	look := func(value string) {
+		s.kubectl("annotate", "pod", "-n", install.Namespace, agent.Name, "--overwrite", "look="+value)
+	}
+	s.upgraded("split.values.yaml", "config.tandem.devices[0].match.index=0", "config.tandem.devices[0].use=limits",
+		"config.tandem.devices[1].match.index=77", "config.tandem.devices[1].use=claims")
+	look("wrong")
+	s.event("Node", gpuNode, "ConfigRejected", "tandem.devices[1].match", "index 77")
+	s.served("Dual", 6, 6)
+	s.upgraded("split.values.yaml")
+	look("right")
+	s.served("Split", 2, 4)
+	s.untouched(containers, gpus)
+	if now := s.agentPod(gpuNode); now.UID != agent.UID || now.Status.ContainerStatuses[0].RestartCount != agent.Status.ContainerStatuses[0].RestartCount {
+		t.Errorf("the agent's pod %s restarted or was replaced by %s", agent.Name, now.Name)
+	}
 }
 
 // TestWrongModesAreRefused: nothing changes, and the node says why.
