@@ -382,8 +382,8 @@ func (p *Pods) podVerdict(uid string, since time.Time) ledger.Verdict {
 // claimVerdict: a claim ends by Unprepare, not by the end of its pods; but Unprepare alone proves nothing, since kubelets
 // before 1.37 call it for claims that running pods share (docs/design/0002-ledger.md). Such a pod has no process at all
 // between two starts of a container where the runtime keeps no pause process (CRI-O), and kubelet prepares nothing before
-// the second: it keeps the claim as long as it lives. One that never started a container does not; before the first,
-// kubelet asks.
+// the second: it keeps the claim as long as it lives. One that never started a container does so too where it was prepared:
+// the same kubelets unprepare between the answer and the first start. One that was not does not; before the first, kubelet asks.
 func (p *Pods) claimVerdict(h ledger.Hold, uids map[types.UID]bool) ledger.Verdict {
 	if h.State != ledger.StateDraining {
 		for uid := range uids {
@@ -398,8 +398,12 @@ func (p *Pods) claimVerdict(h ledger.Hold, uids map[types.UID]bool) ledger.Verdi
 	}
 	verdict := ledger.Gone
 	for uid := range uids {
-		if p.liveAndStarted(uid) {
+		prepared := slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) })
+		if p.liveAndStarted(uid, prepared) {
 			return ledger.Running
+		}
+		if prepared && p.mayArrive(uid, h.Since) {
+			verdict = ledger.Orphaned
 		}
 		if cgroup, err := p.cgroups.Pod(string(uid)); err != nil || cgroup == CgroupBusy {
 			verdict = ledger.Orphaned
@@ -445,11 +449,22 @@ func (p *Pods) VerdictWithoutClaim(h ledger.Hold) ledger.Verdict {
 	return p.claimVerdict(h, uids)
 }
 
-func (p *Pods) liveAndStarted(uid types.UID) bool {
+// liveAndStarted also counts a live pod that has not started anything where that is as good.
+func (p *Pods) liveAndStarted(uid types.UID, asGood bool) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	pod, ok := p.pods[uid]
-	return ok && pod.DeletionTimestamp == nil && !isTerminal(pod.Pod) && len(pod.Status.ContainerStatuses) > 0
+	return ok && pod.DeletionTimestamp == nil && !isTerminal(pod.Pod) && (asGood || len(pod.Status.ContainerStatuses) > 0)
+}
+
+// mayArrive reports whether a pod may still arrive in our watch that kubelet knew at a moment.
+func (p *Pods) mayArrive(uid types.UID, at time.Time) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	_, known := p.pods[uid]
+	_, deleted := p.deleted[uid]
+	age := time.Since(at)
+	return !known && !deleted && !at.Before(p.synced) && age >= 0 && age < unseen
 }
 
 // podsOf are the pods recorded with the hold, and those of this node that name its claim or did until they were deleted.

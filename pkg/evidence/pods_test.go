@@ -93,6 +93,12 @@ func claim(state ledger.State, uids ...string) ledger.Hold {
 	return h
 }
 
+func claimSince(age time.Duration, state ledger.State, uids ...string) ledger.Hold {
+	h := claim(state, uids...)
+	h.Since = time.Now().Add(-age)
+	return h
+}
+
 // cgroup states of a pod in a table.
 const (
 	noGroup = iota
@@ -191,7 +197,10 @@ func TestClaimVerdict(t *testing.T) {
 		{"draining, no pod known", nil, nil, nil, claim(ledger.StateDraining), ledger.Gone},
 		{"draining, busy", []*corev1.Pod{pod(podA, "a", beingDeleted)}, nil, map[string]int{podA: busyGroup}, claim(ledger.StateDraining, podA), ledger.Orphaned},
 		{"draining, empty", []*corev1.Pod{pod(podA, "a", beingDeleted)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Gone},
-		{"draining, never started a container", []*corev1.Pod{pod(podA, "a", names("one"))}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Gone},
+		{"draining, prepared and not yet started", []*corev1.Pod{pod(podA, "a", names("one"))}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Running},
+		{"draining, never prepared", []*corev1.Pod{pod(podA, "a", names("one"))}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining), ledger.Gone},
+		{"draining, prepared before anybody has seen it", nil, nil, nil, claimSince(time.Second, ledger.StateDraining, podA), ledger.Orphaned},
+		{"draining, prepared and never seen", nil, nil, nil, claimSince(2*time.Minute, ledger.StateDraining, podA), ledger.Gone},
 		{"draining, between two starts of a container", []*corev1.Pod{pod(podA, "a", names("one"), ranOnce)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining), ledger.Running},
 		{"draining, ran and is being deleted", []*corev1.Pod{pod(podA, "a", names("one"), ranOnce, beingDeleted)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Gone},
 		{"draining, ran and has ended", []*corev1.Pod{pod(podA, "a", names("one"), ranOnce, phase(corev1.PodSucceeded))}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Gone},

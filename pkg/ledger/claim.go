@@ -54,13 +54,17 @@ func (l *Ledger) GiveBack(uid string, taken Taken) error {
 		if !taken.has(h) {
 			continue
 		}
+		// No pod was told that it has them.
 		drained := h
-		drained.State = StateDraining
+		drained.State, drained.Pods = StateDraining, nil
 		if l.verdict(drained) == Gone {
 			errs = append(errs, l.Release(h))
 			continue
 		}
-		errs = append(errs, l.amend(h, func(updated *Hold) { updated.drain(l.now()) }))
+		errs = append(errs, l.amend(h, func(updated *Hold) {
+			updated.drain(l.now())
+			updated.Pods = nil
+		}))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("give back devices of claim %s: %w", uid, err)

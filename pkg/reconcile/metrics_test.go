@@ -37,8 +37,10 @@ func TestMetrics(t *testing.T) {
 		t.Errorf("%v claims were freed, none was", n)
 	}
 	// One is released here, one by its Unprepare, one by whoever comes next.
+	g.deletePod("p2")
 	g.group("p2", false)
 	g.await("GPU-1: limit GPU-1 held [p1]", "GPU-3: claim c2 held [p3]")
+	g.deletePod("p3")
 	g.group("p3", false)
 	must(t, g.book.DrainClaim(t.Context(), "c2"))
 	g.await("GPU-1: limit GPU-1 held [p1]")

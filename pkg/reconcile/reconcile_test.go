@@ -148,6 +148,9 @@ func TestDrainingClaim(t *testing.T) {
 	g.await("GPU-1: claim c1 held [p1]")
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
 	g.group("p1", false)
+	// Prepared again, and not yet started.
+	g.stays("GPU-1: claim c1 draining [p1]")
+	g.deletePod("p1")
 	g.await()
 }
 
