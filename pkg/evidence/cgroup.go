@@ -87,7 +87,7 @@ func (c *Cgroups) UIDs() ([]string, error) {
 }
 
 func podState(roots []string, uid string) (PodCgroup, error) {
-	state := CgroupAbsent
+	state, mute := CgroupAbsent, false
 	for _, root := range roots {
 		var found []string
 		err := eachPod(root, func(path, pod string) {
@@ -107,10 +107,19 @@ func podState(roots []string, uid string) (PodCgroup, error) {
 				return CgroupBusy, nil
 			}
 			state = CgroupEmpty
+			mute = mute || missing(filepath.Join(dir, "cgroup.events"))
 		}
+	}
+	if mute && !slices.ContainsFunc(roots, counts) {
+		return CgroupBusy, nil
 	}
 	return state, nil
 }
+
+// counts reports whether a kubepods directory is the pids controller's of version 1. It alone can say there that a group has no
+// process: the other files list only what the reader's PID namespace has, and that is the agent's own (Linux,
+// kernel/cgroup/cgroup-v1.c, pidlist_array_load).
+func counts(root string) bool { return !missing(filepath.Join(root, "pids.current")) }
 
 // lastRoots are the kubepods directories of the last search, which may lack some that are new.
 func (c *Cgroups) lastRoots() []string {
@@ -249,6 +258,15 @@ func hasProcess(dir string) (bool, error) {
 			return err
 		case !entry.IsDir():
 			return nil
+		}
+		// In the pids controller's this counts all threads, those below included, whoever reads it.
+		current, err := read(path, "pids.current")
+		if err != nil {
+			return err
+		}
+		if count := string(bytes.TrimSpace(current)); count != "" && count != "0" {
+			busy = true
+			return fs.SkipAll
 		}
 		// Threads, since cgroup.procs is silent about a process whose leader has ended before the others.
 		tasks, err := read(path, "tasks")

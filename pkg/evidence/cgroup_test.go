@@ -29,16 +29,25 @@ func newTree(t testing.TB) tree { return tree{t, t.TempDir()} }
 // v1 makes a cgroup of version 1 with threads in it.
 func (f tree) v1(path string, threads ...int) {
 	f.t.Helper()
+	f.unseen(path, len(threads))
+	f.write(filepath.Join(path, "tasks"), lines(threads))
+}
+
+// unseen makes a cgroup of version 1 with so many threads in it, of another PID namespace than ours.
+func (f tree) unseen(path string, threads int) {
+	f.t.Helper()
 	dir := filepath.Join(f.root, path)
 	must(f.t, os.MkdirAll(dir, 0o755))
 	for dir != f.root {
+		if strings.HasPrefix(path, "pids/") {
+			must(f.t, os.WriteFile(filepath.Join(dir, "pids.current"), fmt.Appendln(nil, threads), 0o600))
+		}
 		file := filepath.Join(dir, "tasks")
 		if _, err := os.Stat(file); err != nil {
 			must(f.t, os.WriteFile(file, nil, 0o600))
 		}
 		dir = filepath.Dir(dir)
 	}
-	f.write(filepath.Join(path, "tasks"), lines(threads))
 }
 
 // v2 makes a cgroup of version 2, and all above it.
@@ -120,9 +129,18 @@ func TestPodCgroup(t *testing.T) {
 		}, podA, CgroupBusy},
 		{"v1 hybrid, all empty", func(f tree) {
 			f.v1("cpu/kubepods/pod" + podA + "/container")
+			f.v1("pids/kubepods/pod" + podA + "/container")
 			f.v1("systemd/kubepods/pod" + podA)
 			f.v2("unified/kubepods/pod"+podA, false)
 		}, podA, CgroupEmpty},
+		{"v1 hybrid, nothing that counts", func(f tree) {
+			f.v1("cpu/kubepods/pod" + podA)
+			f.v2("unified/kubepods/pod"+podA, false)
+		}, podA, CgroupBusy},
+		{"v1, a process that our PID namespace does not have", func(f tree) {
+			f.v1("cpu/kubepods/pod" + podA + "/container")
+			f.unseen("pids/kubepods/pod"+podA+"/container", 1)
+		}, podA, CgroupBusy},
 		{"v1, removed from all but one", func(f tree) {
 			f.v1("cpu/kubepods/burstable")
 			f.v1("pids/kubepods/burstable/pod" + podA)
