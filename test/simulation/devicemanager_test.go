@@ -34,7 +34,11 @@ func (k *kubelet) deliver(e *stream) {
 		return
 	}
 	e.delivering = true
-	k.after(k.life, k.latency(), "gets a device list", func() {
+	delay := k.latency()
+	if k.chance(4) {
+		delay = k.between(0, 3*time.Second)
+	}
+	k.after(k.life, delay, "gets a device list", func() {
 		e.delivering = false
 		if e.dropped || k.endpoint != e || len(e.lists) == 0 {
 			return

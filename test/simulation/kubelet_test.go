@@ -292,6 +292,10 @@ func (s *simulation) restart(uid string) {
 	if group == nil || !group.busy || k.life.over || w == nil || w.phase != live {
 		return
 	}
+	if !s.noPause {
+		s.hit(containerRestarts) // the sandbox's own process stays
+		return
+	}
 	owner, gpus := group.owner, group.gpus
 	s.host.end(uid)
 	k.after(k.life, k.between(0, 3*time.Second), "restarts the container of "+uid, func() {

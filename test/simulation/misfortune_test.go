@@ -5,6 +5,7 @@ package simulation
 import (
 	"os"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/tandem-gpu/tandem/pkg/evidence"
@@ -32,6 +33,13 @@ func (s *simulation) mood() {
 	for _, name := range th.deeds {
 		deeds[slices.IndexFunc(deeds, func(d deed) bool { return d.name == name })].weight = 60
 	}
+	for i := range deeds {
+		// A pod that kubelet does not know of and that has no process at the moment cannot be told from none
+		// (docs/design/0002-ledger.md).
+		if s.noPause && strings.Contains(deeds[i].name, "force-deleted") || s.noPause && strings.Contains(deeds[i].name, "checkpoint") {
+			deeds[i].weight = 0
+		}
+	}
 	pace, misfortune := s.between(50*time.Millisecond, 2*time.Second), s.between(500*time.Millisecond, 15*time.Second)
 	if th.misfortune > 0 {
 		misfortune = th.misfortune
@@ -58,6 +66,11 @@ var themes = []theme{
 	{deeds: []string{"everybody comes at once"}, slow: true},
 	{deeds: []string{"everybody comes at once", "an owner of claim pods comes", "somebody annotates a pod that waits"}, slow: true},
 	{deeds: []string{"owners of pods that share a claim come"}},
+	{deeds: []string{"owners of pods that share a claim come", "a pod that waits is deleted"}, slow: true},
+	{deeds: []string{"owners of pods that share a claim come", "a pod that waits is deleted", "the agent dies"}, misfortune: 3 * time.Second},
+	{deeds: []string{"owners of pods that share a claim come", "a pod that waits is deleted", "the API server goes away"}, misfortune: 3 * time.Second},
+	{deeds: []string{"everybody comes at once", "a pod that waits is deleted"}, slow: true},
+	{deeds: []string{"the node reboots", "everybody comes at once"}, misfortune: 6 * time.Second},
 	{deeds: []string{"pods share a claim", "a pod is deleted"}, slow: true},
 	{deeds: []string{"the agent dies"}, slow: true, misfortune: 2 * time.Second},
 	{deeds: []string{"kubelet dies", "kubelet's device checkpoint is deleted", "an owner of limits pods comes"}},
@@ -89,7 +102,7 @@ func (s *simulation) act(name string, deeds []deed, pace time.Duration) {
 }
 
 // certain is how many of the deeds no world lacks: those of users.
-const certain = 15
+const certain = 16
 
 func (s *simulation) deeds() []deed {
 	c := s.cluster
@@ -114,6 +127,14 @@ func (s *simulation) deeds() []deed {
 			s.own(pod{claim: k.name, shared: true, finite: true})
 			s.own(pod{claim: k.name, shared: true, finite: true})
 			s.room(func() { s.api.put(claimKey(k.name), k) })
+		}},
+		{3, "a pod that waits is deleted", func() {
+			for _, p := range all[*pod](s.api.objects) {
+				if p.bound && p.phase == pending && !s.api.down && s.chance(2) {
+					c.remove(p.uid)
+					return
+				}
+			}
 		}},
 		{8, "a pod is force-deleted", func() { s.some(s.forceDelete) }},
 		{6, "a container restarts", func() { s.someRunning(s.restart) }},

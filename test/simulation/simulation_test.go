@@ -31,8 +31,11 @@ type faults struct{ noCrossCheck, noRestore, noEvidence, noRelease bool }
 // simulation is one world: a node with its kubelet and agent, and a cluster around it.
 type simulation struct {
 	*schedule
-	faults    faults
-	version   int
+	faults  faults
+	version int
+	// noPause is set where the runtime keeps no process of its own in a pod, as CRI-O: between two starts of a container its
+	// cgroup is empty.
+	noPause   bool
 	inventory device.Inventory
 
 	host      *host
@@ -83,6 +86,7 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		if s.host, err = newHost(s.schedule, dir, gpus); err != nil {
 			t.Fatal(err)
 		}
+		s.noPause = s.chance(4)
 		s.slowness = []time.Duration{1, 1, 10, 40}[s.rand.IntN(4)]
 		s.note(fmt.Sprintf("seed %d: kubelet 1.%d, %d GPUs, %d times as slow as usual", seed, s.version, gpus, s.slowness))
 		s.api = newAPI(s.schedule)
