@@ -142,12 +142,19 @@ func (o *Object) Claims() []v1alpha1.AllocatedClaim {
 // Allocated returns the devices that are allocated to claims by the object's spec, whether or not they are prepared yet. It
 // answers as Claims does.
 func (o *Object) Allocated() []device.Ref {
-	inv := o.config.Inventory.Inventory()
+	claims := o.Claims()
+	if len(claims) == 0 {
+		return nil
+	}
+	byName := map[string]device.Ref{}
+	for _, gpu := range o.config.Inventory.Inventory().GPUs {
+		byName[gpu.Name()] = gpu.Ref()
+	}
 	var refs []device.Ref
-	for _, claim := range o.Claims() {
+	for _, claim := range claims {
 		for _, name := range claim.Devices {
-			if gpu, known := inv.ByName(name); known {
-				refs = append(refs, gpu.Ref())
+			if ref, known := byName[name]; known {
+				refs = append(refs, ref)
 			}
 		}
 	}

@@ -55,6 +55,10 @@ type step func(ctx context.Context) error
 // look does what is to be done now, at most one thing, and returns when to look again if nothing changes until then; zero for
 // never.
 func (w *writer) look(ctx context.Context, now time.Time) time.Time {
+	// A busy node changes many times before it may write, and each look costs as much as it has GPUs.
+	if due := w.due(); !w.dirty.IsZero() && due.After(now) {
+		return due
+	}
 	next := w.next()
 	if next == nil {
 		w.dirty, w.failures = time.Time{}, 0
@@ -63,7 +67,7 @@ func (w *writer) look(ctx context.Context, now time.Time) time.Time {
 	if w.dirty.IsZero() {
 		w.dirty = now
 	}
-	if due := latest(w.dirty.Add(w.times.settle), w.wrote.Add(w.times.interval), w.retry); due.After(now) {
+	if due := w.due(); due.After(now) {
 		return due
 	}
 	if err := next(ctx); err != nil {
@@ -71,6 +75,11 @@ func (w *writer) look(ctx context.Context, now time.Time) time.Time {
 	}
 	w.failures, w.said = 0, false
 	return time.Now()
+}
+
+// due is when what is dirty may be written.
+func (w *writer) due() time.Time {
+	return latest(w.dirty.Add(w.times.settle), w.wrote.Add(w.times.interval), w.retry)
 }
 
 // next compares what there is with what should be; nil means that nothing is to be done, or nothing can be.
