@@ -14,6 +14,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
@@ -128,6 +129,8 @@ type nodeRecord struct {
 	observed
 	// patched is the version that the last patch replaced: a cache that has it still has not seen the outcome.
 	patched string
+	// serves is set while limits are served on the node by our agent.
+	serves bool
 }
 
 func (r *allocatable) register(m manager.Manager) error {
@@ -175,6 +178,9 @@ func (r *allocatable) Reconcile(ctx context.Context, request reconcile.Request) 
 	}
 	want, known := Allocatable(gpus.Status, claims)
 	current, offered := node.Status.Allocatable[r.resource]
+	if r.retired(request.Name, gpus.Status) && current.Value() > 0 {
+		return r.retire(ctx, node, current)
+	}
 	if !known || !offered || gpus.Status.LimitsResource != string(r.resource) {
 		// An agent that has just started: what kubelet lists next is news, however much it listed before.
 		r.record(request.Name).observed = observed{value: current.Value(), since: r.now()}
@@ -192,6 +198,24 @@ func (r *allocatable) Reconcile(ctx context.Context, request reconcile.Request) 
 		return reconcile.Result{RequeueAfter: wait}, nil
 	}
 	return r.patch(ctx, node, record, current.String(), want, current.Value())
+}
+
+// retired reports whether an agent that served limits before does so no more, because of another mode.
+func (r *allocatable) retired(node string, status v1alpha1.GPUNodeStatus) bool {
+	record := r.record(node)
+	if status.LimitsResource == string(r.resource) {
+		record.serves = true
+	}
+	return record.serves && status.Mode != "" && status.LimitsResource == ""
+}
+
+// retire writes the zero that kubelet comes to within ten seconds: every limits pod that is sent to the node until then fails. It
+// does so once, since who serves the resource after that is somebody else.
+func (r *allocatable) retire(ctx context.Context, node *corev1.Node, current resource.Quantity) (reconcile.Result, error) {
+	record, from := r.record(node.Name), node.ResourceVersion
+	result, err := r.patch(ctx, node, record, current.String(), 0, current.Value())
+	record.serves = record.patched != from
+	return result, err
 }
 
 func (r *allocatable) patch(ctx context.Context, node *corev1.Node, record *nodeRecord, old string, want, current int64) (reconcile.Result, error) {

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
@@ -213,6 +214,28 @@ func TestAllocatableLeavesOthersAlone(t *testing.T) {
 			w.twice(w.allocatable(), "node-1")
 			w.want(map[string]int{})
 		})
+	}
+}
+
+// A node that serves limits no more offers none at once, and what somebody else offers after that is left alone.
+func TestAllocatableOfAnAgentThatRetires(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"))
+	r := w.allocatable()
+	w.twice(r, "node-1")
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Mode, s.LimitsResource = "ClaimsOnly", "" })
+	w.twice(r, "node-1")
+	if got := w.offers(); got != "0" {
+		t.Errorf("allocatable %s", got)
+	}
+	node := &corev1.Node{}
+	w.get("", "node-1", node)
+	node.Status.Allocatable[testResource] = resource.MustParse("4")
+	if err := w.client.Status().Update(t.Context(), node); err != nil {
+		t.Fatal(err)
+	}
+	w.twice(r, "node-1")
+	if got := w.offers(); got != "4" {
+		t.Errorf("the 4 of somebody else became %s", got)
 	}
 }
 
