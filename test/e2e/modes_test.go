@@ -24,11 +24,6 @@ func (s *story) installed(file string, values ...string) {
 	s.undo(func() error {
 		return install.Tandem(context.WithoutCancel(s.ctx), theCluster, install.Options{Values: installValues})
 	})
-	s.upgraded(file, values...)
-}
-
-func (s *story) upgraded(file string, values ...string) {
-	s.Helper()
 	// Not every mode offers what the installation waits for.
 	err := install.Tandem(s.ctx, theCluster, install.Options{
 		Detached: true, ValuesFiles: []string{filepath.Join("..", "..", "examples", file)}, Values: append(values, installValues...),
@@ -158,24 +153,24 @@ func TestModeChangesOnALiveNode(t *testing.T) {
 	s.noDoubleOwners()
 }
 
-// TestEditedConfiguration: a change of the chart's values reaches the agents that run, and wrong ones are refused.
+// TestEditedConfiguration: a change of the ConfigMap, which is all that a change of the chart's value is, reaches the agent that
+// runs, and a wrong one is refused.
 func TestEditedConfiguration(t *testing.T) {
 	s := begin(t)
 	s.installed("split.values.yaml", "config.tandem.mode=Dual")
 	s.served("Dual", gpusANode, gpusANode)
 	gpus := s.occupy()
 	containers, agent := s.containers(), s.agentPod(gpuNode)
-	// Kubelet brings a new file within a minute or two, and at once to a pod that changes.
-	look := func(value string) {
-		s.kubectl("annotate", "pod", "-n", install.Namespace, agent.Name, "--overwrite", "look="+value)
+	edit := func(devices string) {
+		patch := fmt.Sprintf(`{"data": {"config.yaml": "{version: v1, tandem: {mode: Split, devices: [%s]}}"}}`, devices)
+		s.kubectl("patch", "configmap", "-n", install.Namespace, install.Release, "--type=merge", "--patch="+patch)
+		// Kubelet brings a new file within a minute or two, and at once to a pod that changes.
+		s.kubectl("annotate", "pod", "-n", install.Namespace, agent.Name, "--overwrite", fmt.Sprintf("look=%d", len(devices)))
 	}
-	s.upgraded("split.values.yaml", "config.tandem.devices[0].match.index=0", "config.tandem.devices[0].use=limits",
-		"config.tandem.devices[1].match.index=77", "config.tandem.devices[1].use=claims")
-	look("wrong")
+	edit("{match: {index: 0}, use: limits}, {match: {index: 77}, use: limits}")
 	s.event("Node", gpuNode, "ConfigRejected", "tandem.devices[1].match", "index 77")
 	s.served("Dual", 6, 6)
-	s.upgraded("split.values.yaml")
-	look("right")
+	edit("{match: {index: 0}, use: limits}, {match: {index: 1}, use: limits}")
 	s.served("Split", 2, 4)
 	s.untouched(containers, gpus)
 	if now := s.agentPod(gpuNode); now.UID != agent.UID || now.Status.ContainerStatuses[0].RestartCount != agent.Status.ContainerStatuses[0].RestartCount {
