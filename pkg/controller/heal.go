@@ -112,6 +112,9 @@ type healer struct {
 	follower *follower
 	now      func() time.Time
 
+	// jobs is held from a look at a Job until its pod is evicted: of each, the next look knows.
+	jobs sync.Mutex
+
 	mu         sync.Mutex
 	notMovable map[string]int
 }
@@ -193,7 +196,12 @@ func (h *healer) heal(ctx context.Context, node string, loser v1alpha1.LosingCla
 	if err != nil {
 		return lookAgain, true, err
 	}
-	judgement, err := h.spareJobs(ctx, JudgeEviction(loser, claim, pods))
+	judgement := JudgeEviction(loser, claim, pods)
+	if slices.ContainsFunc(judgement.Evict, ofJob) {
+		h.jobs.Lock()
+		defer h.jobs.Unlock()
+	}
+	judgement, err = h.spareJobs(ctx, judgement)
 	if err != nil {
 		return lookAgain, true, err
 	}
@@ -218,9 +226,14 @@ func (h *healer) heal(ctx context.Context, node string, loser v1alpha1.LosingCla
 func (h *healer) spareJobs(ctx context.Context, judgement Judgement) (Judgement, error) {
 	failures := map[types.UID]int32{}
 	for _, pod := range judgement.Evict {
-		owner := metav1.GetControllerOf(pod)
-		if owner.Kind != "Job" || owner.APIVersion != batchv1.SchemeGroupVersion.String() {
+		if !ofJob(pod) {
 			continue
+		}
+		owner := metav1.GetControllerOf(pod)
+		// Before the Job: a pod that is counted in between counts twice, not never.
+		var pods corev1.PodList
+		if err := h.live.List(ctx, &pods, client.InNamespace(pod.Namespace), client.MatchingLabels{batchv1.ControllerUidLabel: string(owner.UID)}); err != nil {
+			return Judgement{}, fmt.Errorf("list pods of job %s/%s: %w", pod.Namespace, owner.Name, err)
 		}
 		job := &batchv1.Job{}
 		key := types.NamespacedName{Namespace: pod.Namespace, Name: owner.Name}
@@ -228,11 +241,16 @@ func (h *healer) spareJobs(ctx context.Context, judgement Judgement) (Judgement,
 			return Judgement{}, fmt.Errorf("get job %s: %w", key, err)
 		}
 		failures[owner.UID]++
-		if job.UID != owner.UID || !Survives(job, pod, failures[owner.UID]) {
+		if job.UID != owner.UID || !Survives(job, pod, failures[owner.UID]+uncounted(job, pods.Items)) {
 			return Judgement{Refused: fmt.Sprintf("job %s would not make another pod in place of %s", owner.Name, pod.Name)}, nil
 		}
 	}
 	return judgement, nil
+}
+
+func ofJob(pod *corev1.Pod) bool {
+	owner := metav1.GetControllerOf(pod)
+	return owner != nil && owner.Kind == "Job" && owner.APIVersion == batchv1.SchemeGroupVersion.String()
 }
 
 // podsOf are the pods that have a claim reserved and exist.

@@ -3,6 +3,7 @@
 package controller
 
 import (
+	"slices"
 	"strconv"
 
 	batchv1 "k8s.io/api/batch/v1"
@@ -14,7 +15,7 @@ import (
 const backoffLimit = 6
 
 // Survives reports whether a Job makes another pod when one of its pods is evicted. To a Job that is a failure, of which it
-// takes only so many (k8s.io/kubernetes pkg/controller/job, isPodFailed); failures counts those that are about to be caused
+// takes only so many (k8s.io/kubernetes pkg/controller/job, isPodFailed); failures counts those that it does not know of yet,
 // with this one. It is a pure function.
 func Survives(job *batchv1.Job, pod *corev1.Pod, failures int32) bool {
 	switch onDisruption(job.Spec.PodFailurePolicy) {
@@ -25,13 +26,29 @@ func Survives(job *batchv1.Job, pod *corev1.Pod, failures int32) bool {
 	}
 	if limit := job.Spec.BackoffLimitPerIndex; limit != nil {
 		before, err := strconv.ParseInt(pod.Annotations[batchv1.JobIndexFailureCountAnnotation], 10, 32)
-		return err == nil && int32(before) < *limit
+		if err != nil || int32(before) >= *limit {
+			return false
+		}
 	}
 	before := job.Status.Failed
 	if uncounted := job.Status.UncountedTerminatedPods; uncounted != nil {
 		before += int32(len(uncounted.Failed))
 	}
 	return before+failures <= ptr.Deref(job.Spec.BackoffLimit, backoffLimit)
+}
+
+// uncounted is how many pods of a Job have failed, or are ending, and are not in its status yet. It is a pure function.
+func uncounted(job *batchv1.Job, pods []corev1.Pod) (n int32) {
+	for i := range pods {
+		pod := &pods[i]
+		ended := pod.Status.Phase == corev1.PodFailed || pod.DeletionTimestamp != nil && pod.Status.Phase != corev1.PodSucceeded
+		known := job.Status.UncountedTerminatedPods != nil && slices.Contains(job.Status.UncountedTerminatedPods.Failed, pod.UID)
+		// The Job takes its finalizer away once it has counted the pod.
+		if ended && !known && slices.Contains(pod.Finalizers, batchv1.JobTrackingFinalizer) {
+			n++
+		}
+	}
+	return n
 }
 
 // onDisruption is what a policy does with a pod that was evicted before it started: the first rule that matches counts, and

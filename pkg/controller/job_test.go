@@ -7,6 +7,7 @@ import (
 
 	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
@@ -36,14 +37,15 @@ func onDisruptionDo(action batchv1.PodFailurePolicyAction) func(*batchv1.Job) {
 	}
 }
 
-func ofJob(pod *corev1.Pod) {
+func madeByJob(pod *corev1.Pod) {
+	pod.Labels, pod.Finalizers = map[string]string{batchv1.ControllerUidLabel: "uid-job"}, []string{batchv1.JobTrackingFinalizer}
 	owner := &pod.OwnerReferences[0]
 	owner.APIVersion, owner.Kind, owner.Name, owner.UID = "batch/v1", "Job", "job", "uid-job"
 }
 
 func TestSurvives(t *testing.T) {
 	index := func(count string) *corev1.Pod {
-		return newPod("a", ofJob, func(p *corev1.Pod) { p.Annotations = map[string]string{batchv1.JobIndexFailureCountAnnotation: count} })
+		return newPod("a", madeByJob, func(p *corev1.Pod) { p.Annotations = map[string]string{batchv1.JobIndexFailureCountAnnotation: count} })
 	}
 	perIndex := func(j *batchv1.Job) { j.Spec.BackoffLimitPerIndex = ptr.To[int32](2) }
 	for name, c := range map[string]struct {
@@ -60,16 +62,17 @@ func TestSurvives(t *testing.T) {
 		"not counted yet": {newJob(limited(1), func(j *batchv1.Job) {
 			j.Status.UncountedTerminatedPods = &batchv1.UncountedTerminatedPods{Failed: []types.UID{"x"}}
 		}), nil, 1, false},
-		"disruptions are ignored": {newJob(limited(0), onDisruptionDo(batchv1.PodFailurePolicyActionIgnore)), nil, 1, true},
-		"disruptions are counted": {newJob(limited(0), onDisruptionDo(batchv1.PodFailurePolicyActionCount)), nil, 1, false},
-		"disruptions are fatal":   {newJob(onDisruptionDo(batchv1.PodFailurePolicyActionFailJob)), nil, 1, false},
-		"per index":               {newJob(perIndex), index("1"), 1, true},
-		"per index, one too many": {newJob(perIndex), index("2"), 1, false},
-		"per index, unknown":      {newJob(perIndex), index(""), 1, false},
+		"disruptions are ignored":        {newJob(limited(0), onDisruptionDo(batchv1.PodFailurePolicyActionIgnore)), nil, 1, true},
+		"disruptions are counted":        {newJob(limited(0), onDisruptionDo(batchv1.PodFailurePolicyActionCount)), nil, 1, false},
+		"disruptions are fatal":          {newJob(onDisruptionDo(batchv1.PodFailurePolicyActionFailJob)), nil, 1, false},
+		"per index":                      {newJob(perIndex), index("1"), 1, true},
+		"per index, one too many":        {newJob(perIndex), index("2"), 1, false},
+		"per index, in all one too many": {newJob(perIndex, limited(0)), index("1"), 1, false},
+		"per index, unknown":             {newJob(perIndex), index(""), 1, false},
 	} {
 		pod := c.pod
 		if pod == nil {
-			pod = newPod("a", ofJob)
+			pod = newPod("a", madeByJob)
 		}
 		if got := Survives(c.job, pod, c.failures); got != c.want {
 			t.Errorf("%s: %t", name, got)
@@ -89,9 +92,41 @@ func TestHealSparesJobs(t *testing.T) {
 		"it is another one": {newJob(func(j *batchv1.Job) { j.UID = "new" }), map[string]int{}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", ofJob), c.job)
+			w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", madeByJob), c.job)
 			w.twice(w.healer(), "node-1")
 			w.want(c.want)
 		})
+	}
+}
+
+// Claims of one Job that lose together are looked at one after the other, before the Job has counted the first pod.
+func TestHealCountsWhatAJobDoesNotKnowYet(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"), condemned("b", "gpu-1"))),
+		newClaim("a", "gpu-0"), newPod("a", madeByJob), newClaim("b", "gpu-1"), newPod("b", madeByJob), newJob(limited(1)))
+	w.twice(w.healer(), "node-1")
+	w.want(map[string]int{"eviction pod-a": 1})
+}
+
+func TestUncounted(t *testing.T) {
+	phase := func(phase corev1.PodPhase) func(*corev1.Pod) { return func(p *corev1.Pod) { p.Status.Phase = phase } }
+	counted := func(p *corev1.Pod) { p.Finalizers = nil }
+	ending := func(p *corev1.Pod) { p.DeletionTimestamp = ptr.To(metav1.Now()) }
+	job := newJob(func(j *batchv1.Job) {
+		j.Status.UncountedTerminatedPods = &batchv1.UncountedTerminatedPods{Failed: []types.UID{"uid-pod-known"}}
+	})
+	for name, c := range map[string]struct {
+		pod  *corev1.Pod
+		want int32
+	}{
+		"waiting":           {newPod("a", madeByJob), 0},
+		"ending":            {newPod("a", madeByJob, ending), 1},
+		"failed":            {newPod("a", madeByJob, phase(corev1.PodFailed)), 1},
+		"ending, succeeded": {newPod("a", madeByJob, ending, phase(corev1.PodSucceeded)), 0},
+		"in the status":     {newPod("known", madeByJob, ending), 0},
+		"counted":           {newPod("a", madeByJob, ending, counted), 0},
+	} {
+		if got := uncounted(job, []corev1.Pod{*c.pod}); got != c.want {
+			t.Errorf("%s: %d", name, got)
+		}
 	}
 }
