@@ -58,7 +58,7 @@ func (s *story) undisturbed(before map[string][]int) {
 	}
 	s.noDoubleOwners()
 	s.manifest(one("claim", "claim-after"))
-	s.running(patient, 5, 0)
+	s.took("the next claim's pod to run", func() { s.running(patient, 5, 0) })
 	s.manifest(one("limit", "limit-after"))
 	s.running(soon, 6, 0)
 	s.noDoubleOwners()

@@ -235,6 +235,39 @@ func (s *story) plugin() drapb.DRAPluginClient {
 	return drapb.NewDRAPluginClient(conn)
 }
 
+// allocate asks the agent for a GPU as kubelet does, for a pod that it does not name.
+func (s *story) allocate(uuid string) error {
+	s.Helper()
+	sockets, err := filepath.Glob(s.nodePath(filepath.Join(devicePluginDir, "tandem-gpu-*.sock")))
+	if err != nil || len(sockets) != 1 {
+		s.Fatalf("sockets of the device plugin: %v (%v)", sockets, err)
+	}
+	conn, err := grpc.NewClient("unix://"+sockets[0], grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"))
+	if err != nil {
+		s.Fatal(err)
+	}
+	defer conn.Close()
+	_, err = pluginapi.NewDevicePluginClient(conn).Allocate(s.ctx, &pluginapi.AllocateRequest{
+		ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: []string{uuid}}},
+	})
+	return err
+}
+
+// TestAskedForWhatAPodHas: a kubelet that has forgotten who has what asks for the GPUs of running pods, for others.
+func TestAskedForWhatAPodHas(t *testing.T) {
+	s := begin(t)
+	s.manifest(singleTemplate + one("claim", "claim") + one("limit", "limit"))
+	s.running(soon, 2, 0)
+	for _, pod := range []string{"claim", "limit"} {
+		if err := s.allocate(s.devices(pod)[0].GPU.UUID); err == nil {
+			t.Errorf("somebody else was given the GPU of %s", pod)
+		} else {
+			t.Log(err)
+		}
+	}
+	s.wantHolds(1, 1)
+}
+
 // unprepare asks for what kubelets below 1.37 ask for while pods still use a claim.
 func (s *story) unprepare(claim string) {
 	s.Helper()
@@ -344,24 +377,18 @@ const (
 	claimState  = kubeletDir + "/dra_manager_state"
 )
 
-// TestKubeletAwayWhilePodsEnd: containers die and pods are force-deleted while kubelet is down, and what kubelet remembered may
-// be lost as well.
+// TestKubeletAwayWhilePodsEnd: containers die and pods are force-deleted while kubelet is down, and what kubelet remembered is
+// lost as well.
 func TestKubeletAwayWhilePodsEnd(t *testing.T) {
-	for name, file := range map[string]string{"nothing": "", "devices": deviceState, "claims": claimState} {
-		t.Run(name, func(t *testing.T) {
-			s := begin(t)
-			s.occupy()
-			s.withoutKubelet(func() {
-				s.endContainers("claim-0", "limit-0")
-				s.kubectl("delete", "pod", "-n", s.namespace, "--all", "--force", "--grace-period=0")
-				if file != "" {
-					s.on(node(), "rm", file)
-				}
-			})
-			s.ready()
-			s.took("the GPUs to be free after kubelet has lost "+name, func() { s.awaitEmpty(patient) })
-		})
-	}
+	s := begin(t)
+	s.occupy()
+	s.withoutKubelet(func() {
+		s.endContainers("claim-0", "limit-0")
+		s.kubectl("delete", "pod", "-n", s.namespace, "--all", "--force", "--grace-period=0")
+		s.on(node(), "rm", deviceState, claimState)
+	})
+	s.ready()
+	s.took("the GPUs to be free", func() { s.awaitEmpty(patient) })
 }
 
 // endContainers ends the processes of pods, behind everybody's back.
@@ -376,25 +403,20 @@ func (s *story) endContainers(pods ...string) {
 // TestKubeletForgetsRunningPods: what kubelet remembers is lost while pods run on. Nobody else gets their GPUs, and they are free
 // when the pods are gone.
 func TestKubeletForgetsRunningPods(t *testing.T) {
-	for name, file := range map[string]string{"devices": deviceState, "claims": claimState} {
-		t.Run(name, func(t *testing.T) {
-			s := begin(t)
-			before := s.occupy()
-			s.withoutKubelet(func() { s.on(node(), "rm", file) })
-			s.ready()
-			s.same(before)
-			s.manifest(deployment("limits", gpusANode) + claimDeployment("claims", "single", gpusANode))
-			s.awaitGPUsInUse(gpusANode)
-			s.noDoubleOwners()
-			s.same(before)
-			if failed := s.failed(); len(failed) > 0 {
-				t.Logf("%d pods failed: %v", len(failed), failed)
-			}
-			s.kubectl("delete", "deployment", "-n", s.namespace, "claims", "limits")
-			s.kubectl("delete", "pods", "-n", s.namespace, "--all")
-			s.took("the GPUs to be free after kubelet has lost "+name, func() { s.awaitEmpty(patient) })
-		})
-	}
+	s := begin(t)
+	before := s.occupy()
+	t.Logf("holds before:\n%s", s.records(node()))
+	s.withoutKubelet(func() { s.on(node(), "rm", deviceState, claimState) })
+	s.ready()
+	s.same(before)
+	s.manifest(deployment("limits", gpusANode) + claimDeployment("claims", "single", gpusANode))
+	s.awaitGPUsInUse(gpusANode)
+	s.noDoubleOwners()
+	s.same(before)
+	t.Logf("failed: %v", s.failed())
+	s.kubectl("delete", "deployment", "-n", s.namespace, "claims", "limits")
+	s.kubectl("delete", "pods", "-n", s.namespace, "--all")
+	s.took("the GPUs to be free", func() { s.awaitEmpty(patient) })
 }
 
 // awaitGPUsInUse waits until so many GPUs are held and seen by running pods.

@@ -85,7 +85,7 @@ func (s *story) explain() {
 		s.Logf("kubectl %s (%v):\n%s", strings.Join(args, " "), err, out)
 	}
 	for _, node := range theCluster.Nodes() {
-		s.Logf("holds on %s:\n%s", node.Name(), strings.Join(s.holds(node), "\n"))
+		s.Logf("holds on %s:\n%s", node.Name(), s.records(node))
 	}
 }
 
@@ -227,6 +227,11 @@ func (s *story) on(n *cluster.Node, command string, args ...string) string {
 // holds are the names of the ledger's records on a node.
 func (s *story) holds(n *cluster.Node) []string {
 	return strings.Fields(s.on(n, "ls", "/run/tandem/holds"))
+}
+
+// records are the contents of the ledger's records on a node, for readers.
+func (s *story) records(n *cluster.Node) string {
+	return s.on(n, "sh", "-c", `cd /run/tandem/holds; for f in *; do [ ! -e "$f" ] || tr -d '\0' < "$f" | tail -n 1; echo; done`)
 }
 
 // noDoubleOwners asks the oracle, which looks at the containers and never at the ledger.
