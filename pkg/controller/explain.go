@@ -286,7 +286,7 @@ func (x *explainer) Reconcile(ctx context.Context, request reconcile.Request) (r
 	}
 	tell, again := x.tell(request.NamespacedName, pod.UID, sentence)
 	if tell {
-		x.recorder.Eventf(pod, nil, corev1.EventTypeNormal, "GPUsHeld", "Wait", "%s", sentence)
+		x.recorder.Eventf(pod, nil, corev1.EventTypeNormal, "GPUsHeld", "Wait", "%s", note(sentence))
 	}
 	return reconcile.Result{RequeueAfter: again}, nil
 }

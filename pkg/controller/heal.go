@@ -297,9 +297,9 @@ func (h *healer) evict(ctx context.Context, loser v1alpha1.LosingClaim, claim *r
 	}
 	h.metrics.evictions.WithLabelValues("evicted").Inc()
 	klog.FromContext(ctx).Info("Evicted pod of condemned claim", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "devices", loser.Devices)
+	story := note(fmt.Sprintf("Pod %s was evicted so that its owner makes another one, which gets another GPU: %s", pod.Name, loser.Message))
 	for regarding, related := range map[client.Object]client.Object{pod: claim, claim: pod} {
-		h.recorder.Eventf(regarding, related, corev1.EventTypeNormal, "EvictedAfterConflict", "Evict",
-			"Pod %s was evicted so that its owner makes another one, which gets another GPU: %s", pod.Name, loser.Message)
+		h.recorder.Eventf(regarding, related, corev1.EventTypeNormal, "EvictedAfterConflict", "Evict", "%s", story)
 	}
 	return false, nil
 }
