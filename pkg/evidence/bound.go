@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
 	resourcehelper "k8s.io/component-helpers/resource"
 
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -56,6 +57,34 @@ func (q queue) Bound() []ledger.Bound {
 		}
 	}
 	return bound
+}
+
+// Unexplained reports whether a pod that kubelet has admitted, and of which there is a cgroup, asks for more devices of a resource
+// than holds name it: one of those that name nobody may be its. Called before such a hold is given up.
+func (p *Pods) Unexplained(resource string, holds []ledger.Hold) bool {
+	q := queue{Pods: p, resource: corev1.ResourceName(resource)}
+	named := map[string]int{}
+	for _, h := range holds {
+		for _, pod := range h.Pods {
+			if h.Holder.Kind == ledger.KindLimit {
+				named[pod.UID]++
+			}
+		}
+	}
+	var candidates []string
+	p.mu.Lock()
+	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
+		for uid, pod := range known {
+			if pod.Status.StartTime != nil && !q.byClaim(pod.Pod) && q.asked(pod.Pod) > named[string(uid)] {
+				candidates = append(candidates, string(uid))
+			}
+		}
+	}
+	p.mu.Unlock()
+	return slices.ContainsFunc(candidates, func(uid string) bool {
+		cgroup, err := p.cgroups.Pod(uid)
+		return err != nil || cgroup != CgroupAbsent
+	})
 }
 
 // asked is how many devices of the resource kubelet will allocate to a trimmed pod.

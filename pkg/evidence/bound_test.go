@@ -159,3 +159,29 @@ func TestUnclaimed(t *testing.T) {
 		t.Errorf("without cgroups to be seen: %v, %v", got, err)
 	}
 }
+
+func TestUnexplained(t *testing.T) {
+	for name, test := range map[string]struct {
+		pod   *corev1.Pod
+		group int
+		holds []ledger.Hold
+		want  bool
+	}{
+		"it runs, and nothing names it":      {pod(podA, "a", asks("1"), admitted), busyGroup, nil, true},
+		"it has what it asks for":            {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, false},
+		"it has less":                        {pod(podA, "a", asks("2"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
+		"it has not been admitted":           {pod(podA, "a", asks("1")), busyGroup, nil, false},
+		"it has left nothing":                {pod(podA, "a", asks("1"), admitted), noGroup, nil, false},
+		"it asks for nothing":                {pod(podA, "a", admitted), busyGroup, nil, false},
+		"the scheduler has made it a claim":  {pod(podA, "a", asks("1"), admitted, specialClaim("nvidia.com/gpu")), busyGroup, nil, false},
+		"its hold belongs to somebody else":  {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podB)}, true},
+		"what names it is a claim, no limit": {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{claim(ledger.StateHeld, podA)}, true},
+	} {
+		f := newTree(t)
+		f.v2("kubepods/burstable/podanchor", true)
+		f.group(podA, test.group)
+		if got := known(t, f, test.pod).Unexplained("nvidia.com/gpu", test.holds); got != test.want {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+}

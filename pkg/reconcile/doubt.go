@@ -251,6 +251,10 @@ func (r *Reconciler) usedByLimit(ctx context.Context, h ledger.Hold) (bool, erro
 			return true, err
 		}
 	}
+	// Kubelet may have lost its account before anybody read in it whose the device is.
+	if len(h.Pods) == 0 && r.Pods.Unexplained(r.Resource, r.Ledger.Holds()) {
+		return true, nil
+	}
 	if h.Unreadable {
 		if strangers, err := r.Pods.Strangers(); err != nil || len(strangers) > 0 {
 			return true, err
