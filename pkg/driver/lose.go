@@ -39,8 +39,12 @@ func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
 		return refuse(reasonClaimCondemned, "Tandem's controller is evicting the pod, so that its owner's next pod is placed elsewhere: %s", condemned.Loser.Message)
 	}
 	conflict, ok := errors.AsType[*ledger.ConflictError](err)
-	if !ok {
+	switch {
+	case !ok:
 		return fmt.Errorf("reserve devices: %w", err)
+	case errors.Is(ctx.Err(), context.Canceled):
+		// Kubelet or we stopped while the claim waited for a holder on its way out: it has lost nothing, and kubelet asks again.
+		return fmt.Errorf("reserve devices: interrupted: %w", context.Cause(ctx))
 	}
 	return d.lose(ctx, p, conflict)
 }

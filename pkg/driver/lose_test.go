@@ -75,6 +75,23 @@ func TestWhatBecomesOfALoser(t *testing.T) {
 	}
 }
 
+// A kubelet that restarts, and sockets that are made anew, end the calls that wait.
+func TestAnInterruptedClaimHasNotLost(t *testing.T) {
+	r := newRig(t, machine(8))
+	r.pods.movable.Store(true)
+	r.takeByLimit(0, &ledger.Pod{UID: "p"})
+	r.evidence.set(uuidOf(0), ledger.Terminating)
+	interrupted := errors.New("a socket is gone")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	time.AfterFunc(50*time.Millisecond, func() { cancel(interrupted) })
+	if err := r.ask(ctx, newClaim("a", "gpu-0")); !errors.Is(err, interrupted) {
+		t.Errorf("error %v", err)
+	}
+	if losers := r.ledger.Losers(); len(losers) > 0 {
+		t.Errorf("losers: %+v", losers)
+	}
+}
+
 func TestACondemnedClaimIsToldWhy(t *testing.T) {
 	r := newRig(t, machine(8))
 	r.pods.movable.Store(true)
