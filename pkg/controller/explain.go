@@ -33,20 +33,24 @@ import (
 // namedNodes is how many nodes a sentence names; an event is no inventory.
 const namedNodes = 5
 
-// MayRun reports whether a node is one that a pod may run on, as far as selectors, affinity and taints say. It is a pure function.
-func MayRun(pod *corev1.Pod, node *corev1.Node) bool {
-	if match, err := nodeaffinity.GetRequiredNodeAffinity(pod).Match(node); err != nil || !match {
-		return false
-	}
+// MayRun is a question to be put to many nodes: whether a pod may run on one, as far as selectors, affinity and taints say. It is a
+// pure function.
+func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
+	affinity := nodeaffinity.GetRequiredNodeAffinity(pod)
 	keepsAway := func(taint *corev1.Taint) bool {
 		return taint.Effect == corev1.TaintEffectNoSchedule || taint.Effect == corev1.TaintEffectNoExecute
 	}
-	_, untolerated := schedulinghelper.FindMatchingUntoleratedTaint(klog.Background(), node.Spec.Taints, pod.Spec.Tolerations, keepsAway, false)
-	return !untolerated
+	return func(node *corev1.Node) bool {
+		if match, err := affinity.Match(node); err != nil || !match {
+			return false
+		}
+		_, untolerated := schedulinghelper.FindMatchingUntoleratedTaint(klog.Background(), node.Spec.Taints, pod.Spec.Tolerations, keepsAway, false)
+		return !untolerated
+	}
 }
 
-// Explain says why none of the nodes that a pod may run on has so many GPUs for it; empty where one has, so that something else is the reason, and where
-// there is no GPU at all. It is a pure function, and names nodes only: whose pods hold the GPUs is not everybody's business.
+// Explain says why none of the nodes that a pod may run on has so many GPUs for it; empty where one has, so that something else is
+// the reason, and where there is no GPU at all. It is a pure function, and names nodes only: whose pods hold the GPUs is not everybody's business.
 func Explain(nodes []v1alpha1.GPUNode, asked int64) string {
 	var with []v1alpha1.GPUNode
 	var total, free int64
@@ -234,7 +238,8 @@ type told struct {
 const (
 	// tellEvery bounds the events of a pod.
 	tellEvery = time.Minute
-	// countAgain is how soon the counts of the nodes are read again that have not heard yet what the scheduler knows.
+	// countAgain is how soon the counts of the nodes are read again that have not heard yet what the scheduler knows. It grows as
+	// the pod waits, since something else may be what it waits for.
 	countAgain = 10 * time.Second
 )
 
@@ -256,9 +261,20 @@ func (x *explainer) register(m manager.Manager) error {
 
 func unschedulable(o client.Object) bool {
 	pod, ok := o.(*corev1.Pod)
-	return ok && pod.Spec.NodeName == "" && slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
-		return c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse && c.Reason == corev1.PodReasonUnschedulable
-	})
+	return ok && pod.Spec.NodeName == "" && slices.ContainsFunc(pod.Status.Conditions, refused)
+}
+
+// refused is the scheduler's word that a pod fits nowhere.
+func refused(c corev1.PodCondition) bool {
+	return c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse && c.Reason == corev1.PodReasonUnschedulable
+}
+
+// waitsSince is when the scheduler refused the pod first; zero where it has not.
+func waitsSince(pod *corev1.Pod) time.Time {
+	if i := slices.IndexFunc(pod.Status.Conditions, refused); i >= 0 {
+		return pod.Status.Conditions[i].LastTransitionTime.Time
+	}
+	return time.Time{}
 }
 
 // Reconcile implements reconcile.Reconciler for one pod. It is idempotent.
@@ -282,7 +298,7 @@ func (x *explainer) Reconcile(ctx context.Context, request reconcile.Request) (r
 	}
 	sentence := Explain(nodes, asked)
 	if sentence == "" {
-		return reconcile.Result{RequeueAfter: countAgain}, nil
+		return reconcile.Result{RequeueAfter: min(max(countAgain, x.now().Sub(waitsSince(pod))), tellEvery)}, nil
 	}
 	tell, again := x.tell(request.NamespacedName, pod.UID, sentence)
 	if tell {
@@ -308,7 +324,7 @@ func (x *explainer) asked(ctx context.Context, pod *corev1.Pod) (int64, error) {
 	return asked, failed
 }
 
-// nodes are those that the pod may run on.
+// nodes are those with GPUs that the pod may run on.
 func (x *explainer) nodes(ctx context.Context, pod *corev1.Pod) ([]v1alpha1.GPUNode, error) {
 	var gpus v1alpha1.GPUNodeList
 	var nodes corev1.NodeList
@@ -318,11 +334,15 @@ func (x *explainer) nodes(ctx context.Context, pod *corev1.Pod) ([]v1alpha1.GPUN
 			return nil, fmt.Errorf("list nodes: %w", err)
 		}
 	}
-	may := map[string]bool{}
+	byName := make(map[string]*corev1.Node, len(nodes.Items))
 	for i := range nodes.Items {
-		may[nodes.Items[i].Name] = MayRun(pod, &nodes.Items[i])
+		byName[nodes.Items[i].Name] = &nodes.Items[i]
 	}
-	return slices.DeleteFunc(gpus.Items, func(n v1alpha1.GPUNode) bool { return !may[n.Name] }), nil
+	mayRun := MayRun(pod)
+	return slices.DeleteFunc(gpus.Items, func(n v1alpha1.GPUNode) bool {
+		node := byName[n.Name]
+		return node == nil || n.Status.Counts.Total == 0 || !mayRun(node)
+	}), nil
 }
 
 // tell decides whether a pod is told a sentence now, and when to look at it again.

@@ -145,6 +145,10 @@ func full(s *v1alpha1.GPUNodeStatus) {
 func TestExplainTellsOnce(t *testing.T) {
 	pod := newPod("a", unscheduled)
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"), pod)
+	pod.Status.Conditions[0].LastTransitionTime = metav1.NewTime(w.clock)
+	if err := w.client.Status().Update(t.Context(), pod); err != nil {
+		t.Fatal(err)
+	}
 	x := &explainer{client: w.client, driver: testDriver, resource: testResource, recorder: w.recorder, now: w.now}
 	key := client.ObjectKeyFromObject(pod)
 	look := func(want string, again time.Duration) {
@@ -155,6 +159,10 @@ func TestExplainTellsOnce(t *testing.T) {
 		}
 	}
 	look("", countAgain) // GPUs are free as far as is known
+	w.clock = w.clock.Add(30 * time.Second)
+	look("", 30*time.Second) // something else is the reason, most probably
+	w.clock = w.clock.Add(time.Hour)
+	look("", tellEvery)
 	w.set(full)
 	look("Normal GPUsHeld all 8 GPUs of node-1 are held: 5 by limits, 3 by claims", tellEvery)
 	look("", tellEvery)
@@ -230,7 +238,7 @@ func TestMayRun(t *testing.T) {
 		pod, trimmed := newPod("a", c.change...), node.DeepCopy()
 		trimPod(pod)
 		trimNode(trimmed, testResource)
-		if got := MayRun(pod, trimmed); got != c.want {
+		if got := MayRun(pod)(trimmed); got != c.want {
 			t.Errorf("%s: %t", name, got)
 		}
 	}
@@ -243,5 +251,9 @@ func TestMayRun(t *testing.T) {
 		if nodes, err := x.nodes(t.Context(), c.pod); err != nil || len(nodes) != c.want {
 			t.Errorf("%d nodes, %v", len(nodes), err)
 		}
+	}
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Counts = v1alpha1.DeviceCounts{} })
+	if nodes, err := x.nodes(t.Context(), newPod("a", tolerates)); err != nil || len(nodes) != 0 {
+		t.Errorf("%d nodes without a GPU, %v", len(nodes), err)
 	}
 }
