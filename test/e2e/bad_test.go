@@ -7,8 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -202,7 +204,7 @@ func (s *story) fill(file string) (stop func()) {
 // nudge makes kubelet look at a pod, or "--all", now; left alone it tries a claim again after 60 to 90 seconds.
 func (s *story) nudge(pod string) {
 	s.Helper()
-	s.kubectl("annotate", "pod", "-n", s.namespace, pod, "--overwrite", "nudged=true")
+	s.kubectl("annotate", "pod", "-n", s.namespace, pod, "--overwrite", "nudged="+strconv.FormatInt(time.Now().UnixNano(), 10))
 }
 
 // same checks that these pods see the GPUs they saw.

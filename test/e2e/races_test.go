@@ -349,9 +349,21 @@ func TestKilledBetweenRecordAndAnswer(t *testing.T) {
 	s.manifest(singleTemplate)
 	s.killAtRecord("claim", func() { s.manifest(one("claim", "claim")) })
 	s.ready()
-	// On record the claim has its GPU, so nobody but kubelet itself would try again, after 60 to 90 s.
-	s.nudge("claim")
-	s.took("the claim's pod to run", func() { s.running(patient, 1, 0) })
+	// On record the claim has its GPU, so nobody but kubelet itself would try again, after 60 to 90 s; and just after the agent's
+	// start its connection may still be the old one.
+	s.took("the claim's pod to run", func() {
+		nudged := time.Time{}
+		s.await(patient, "the claim's pod to run", func() error {
+			if phase := s.pod("claim").Status.Phase; phase == corev1.PodRunning {
+				return nil
+			}
+			if time.Since(nudged) > 3*time.Second {
+				s.nudge("claim")
+				nudged = time.Now()
+			}
+			return errors.New("it does not")
+		})
+	})
 	s.wantHolds(1, 0)
 
 	s.killAtRecord("limit", func() { s.manifest(deployment("limits", 1)) })
