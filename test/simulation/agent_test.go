@@ -444,7 +444,7 @@ func (l *loop) poll() {
 		case <-c:
 			delay := l.gather
 			if l.chance(3) {
-				delay += l.latency()
+				delay += l.quickly()
 			}
 			l.soon(delay)
 			return

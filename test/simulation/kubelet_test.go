@@ -4,6 +4,7 @@ package simulation
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -173,23 +174,7 @@ func (k *kubelet) admitted(w *worker, err error) {
 	case w.pod.deleting:
 		k.terminate(w.uid)
 	case err != nil:
-		k.note("    " + w.uid + " is rejected: " + err.Error())
-		w.ended = failed
-		w.phase = terminated
-		if k.host.pods[w.uid] != nil {
-			k.after(k.life, k.between(0, 2*time.Second), "cleans up after "+w.uid, func() {
-				k.host.removeGroup(w.uid)
-				k.finish(w)
-			})
-		}
-		k.api.request(k.life, "says that "+w.uid+" failed", func() {
-			k.api.updatePod(w.uid, func(p *pod) {
-				if !p.terminal() {
-					p.phase, p.admitted = failed, true
-					k.rejected++
-				}
-			})
-		})
+		k.fails(w, err)
 	default:
 		switch group := k.host.pods[w.uid]; {
 		case k.host.busy(w.uid):
@@ -212,6 +197,27 @@ func (k *kubelet) admitted(w *worker, err error) {
 	k.admitSoon()
 }
 
+// fails ends a pod that cannot start.
+func (k *kubelet) fails(w *worker, err error) {
+	k.note("    " + w.uid + " is rejected: " + err.Error())
+	w.ended = failed
+	w.phase = terminated
+	if k.host.pods[w.uid] != nil {
+		k.after(k.life, k.between(0, 2*time.Second), "cleans up after "+w.uid, func() {
+			k.host.removeGroup(w.uid)
+			k.finish(w)
+		})
+	}
+	k.api.request(k.life, "says that "+w.uid+" failed", func() {
+		k.api.updatePod(w.uid, func(p *pod) {
+			if !p.terminal() {
+				p.phase, p.admitted = failed, true
+				k.rejected++
+			}
+		})
+	})
+}
+
 func (k *kubelet) syncSoon(w *worker, delay time.Duration) {
 	w.tries++
 	try := w.tries
@@ -220,7 +226,11 @@ func (k *kubelet) syncSoon(w *worker, delay time.Duration) {
 			return
 		}
 		if w.pod.limits() {
-			k.run(w, w.uid, k.devicesOf(w.uid))
+			if gpus := k.devicesOf(w.uid); len(gpus) == w.pod.gpus {
+				k.run(w, w.uid, gpus)
+			} else {
+				k.fails(w, errors.New("nobody knows any more what it was given"))
+			}
 			return
 		}
 		// The cgroup is made before anything is prepared.
@@ -314,8 +324,8 @@ func (k *kubelet) terminate(uid string) {
 	}
 	w.phase = terminating
 	grace := k.between(0, 200*time.Millisecond)
-	if k.chance(4) {
-		grace = k.between(0, 8*time.Second)
+	if _, ok := k.known.cache[podKey(uid)]; k.chance(4) || !ok {
+		grace = k.between(0, 10*time.Second)
 	}
 	k.after(k.life, grace, "kills "+uid, func() {
 		if p, ok := k.known.cache[podKey(uid)].(*pod); k.host.busy(uid) && (!ok || p == nil) {

@@ -44,6 +44,9 @@ func (s *simulation) mood() {
 	if th.misfortune > 0 {
 		misfortune = th.misfortune
 	}
+	if th.calm {
+		pace = s.between(3*time.Second, 15*time.Second)
+	}
 	if th.slow {
 		s.slowness = []time.Duration{10, 40}[s.rand.IntN(2)]
 	}
@@ -56,23 +59,30 @@ type theme struct {
 	deeds      []string
 	slow       bool
 	misfortune time.Duration
+	// calm users come seldom.
+	calm bool
 }
 
+// themes are drawn evenly, so that what is rare by itself is here more often.
 var themes = []theme{
-	{}, {},
-	{deeds: []string{"the node reboots", "an owner of claim pods comes", "an owner of limits pods comes"}, misfortune: 8 * time.Second},
+	{},
+	{deeds: []string{"the node reboots", "an owner of claim pods comes", "an owner of limits pods comes"}, misfortune: 20 * time.Second, calm: true},
+	{deeds: []string{"the node reboots", "an owner of claim pods comes"}, misfortune: 15 * time.Second, calm: true},
+	{deeds: []string{"the node reboots", "everybody comes at once"}, misfortune: 20 * time.Second},
 	{deeds: []string{"a running limits pod is force-deleted and another one comes"}},
+	{deeds: []string{"a running limits pod is force-deleted and another one comes", "an owner of limits pods comes"}},
 	{deeds: []string{"a running limits pod is force-deleted and another one comes"}, slow: true},
 	{deeds: []string{"everybody comes at once"}, slow: true},
 	{deeds: []string{"everybody comes at once", "an owner of claim pods comes", "somebody annotates a pod that waits"}, slow: true},
+	{deeds: []string{"everybody comes at once", "a pod that waits is deleted"}, slow: true},
 	{deeds: []string{"owners of pods that share a claim come"}},
 	{deeds: []string{"owners of pods that share a claim come", "a pod that waits is deleted"}, slow: true},
+	{deeds: []string{"owners of pods that share a claim come", "an owner goes"}, slow: true},
 	{deeds: []string{"owners of pods that share a claim come", "a pod that waits is deleted", "the agent dies"}, misfortune: 3 * time.Second},
 	{deeds: []string{"owners of pods that share a claim come", "a pod that waits is deleted", "the API server goes away"}, misfortune: 3 * time.Second},
-	{deeds: []string{"everybody comes at once", "a pod that waits is deleted"}, slow: true},
-	{deeds: []string{"the node reboots", "everybody comes at once"}, misfortune: 6 * time.Second},
 	{deeds: []string{"pods share a claim", "a pod is deleted"}, slow: true},
-	{deeds: []string{"the agent dies"}, slow: true, misfortune: 2 * time.Second},
+	{deeds: []string{"the agent dies", "an owner of limits pods comes"}, slow: true, misfortune: 2 * time.Second},
+	{deeds: []string{"the agent dies"}, slow: true, misfortune: time.Second},
 	{deeds: []string{"kubelet dies", "kubelet's device checkpoint is deleted", "an owner of limits pods comes"}},
 	{deeds: []string{"the API server goes away while pods come"}, misfortune: 5 * time.Second},
 }
