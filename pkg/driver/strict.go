@@ -46,8 +46,11 @@ func strictly(device resourceapi.Device) resourceapi.Device {
 	return device
 }
 
-// strictRetry is how soon a failed write of a condition is tried again. The scheduler looks every 5 s.
-const strictRetry = time.Second
+// strictRetry is how soon what failed is tried again at first, strictRetryMost in the end. The scheduler looks every 5 s.
+const (
+	strictRetry     = time.Second
+	strictRetryMost = 30 * time.Second
+)
 
 // confirmations reserve devices for claims while their pods wait to be bound, and say so in the claims' status. One goroutine
 // a claim: one that waits for a device to drain must not delay the others.
@@ -130,17 +133,17 @@ func (c *confirmations) confirm(agent, allocation context.Context, allocated v1a
 	}
 }
 
-// insist tries until it succeeds or ctx is done.
+// insist tries, ever more rarely, until it succeeds or ctx is done.
 func insist(ctx context.Context, logger klog.Logger, message string, try func() error) {
-	for ctx.Err() == nil {
+	for wait := strictRetry; ; wait = min(2*wait, strictRetryMost) {
 		err := try()
-		if err == nil {
+		if err == nil || ctx.Err() != nil {
 			return
 		}
-		if ctx.Err() == nil {
-			logger.Error(err, message)
+		logger.Error(err, message)
+		if !pause(ctx, wait) {
+			return
 		}
-		pause(ctx, strictRetry)
 	}
 }
 
@@ -154,16 +157,27 @@ func (c *confirmations) decide(ctx context.Context, allocated v1alpha1.Allocated
 	inv := c.Inventory.Inventory()
 	p := c.plan(ctx, claim, inv)
 	p.request.Yield = &ledger.Yield{Devices: c.limitDevices(inv), Patience: yieldPatience}
-	if p.err != nil || len(p.request.Devices) == 0 {
-		// What Prepare refuses for what the claim says, another node would refuse too, and Prepare explains it.
+	refused, _ := errors.AsType[*refusal](p.err)
+	switch {
+	case p.err != nil && refused == nil:
+		return ledger.Taken{}, nil, p.err
+	case refused != nil && refused.reason != reasonInvalidParameters:
+		return ledger.Taken{}, c.refusal(refused.reason, refused.message), nil
+	case p.err != nil, len(p.request.Devices) == 0:
+		// What is wrong with the claim itself another node would refuse too, and Prepare explains it.
 		return ledger.Taken{}, granted, nil
 	}
 	taken, err := c.Ledger.ReserveClaim(ctx, p.request)
 	if conflict, lost := errors.AsType[*ledger.ConflictError](err); lost {
-		c.metrics.strictRefusals.Inc()
-		return taken, &metav1.Condition{Type: ConditionRefused, Status: metav1.ConditionTrue, Reason: reasonDeviceHeld, Message: describeConflict(conflict, p)}, nil
+		return taken, c.refusal(reasonDeviceHeld, describeConflict(conflict, p)), nil
 	}
 	return taken, granted, err
+}
+
+// refusal makes the scheduler allocate anew.
+func (c *confirmations) refusal(reason, message string) *metav1.Condition {
+	c.metrics.strictRefusals.Inc()
+	return &metav1.Condition{Type: ConditionRefused, Status: metav1.ConditionTrue, Reason: reason, Message: message}
 }
 
 // waiting returns the claim if the scheduler waits for an answer to it, otherwise nil.

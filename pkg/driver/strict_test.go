@@ -173,6 +173,17 @@ func TestStrictRefusesWhatALimitHolds(t *testing.T) {
 	}
 }
 
+// Prepare would refuse for as long as the pod lives what another node can give.
+func TestStrictRefusesWhatTheNodeCannotGive(t *testing.T) {
+	faulty, missing := unbound("faulty", "gpu-0"), unbound("missing", "gpu-7")
+	r, allocations, client := strictRig(t, faulty, missing)
+	r.inventory.set(machine(2, func(g *device.GPU) { g.Health = device.Health{Reason: device.ReasonLost} }))
+	allocations.set(faulty, missing)
+	awaitVerdicts(t, client, "faulty", "gpu-0=refused")
+	awaitVerdicts(t, client, "missing", "gpu-7=refused")
+	r.awaitHolders("")
+}
+
 // A device that drains is waited for, and a claim that waits delays no other.
 func TestStrictWaitsForOneAndAnswersTheOther(t *testing.T) {
 	a, b := unbound("a", "gpu-0"), unbound("b", "gpu-1")
@@ -209,12 +220,13 @@ func TestStrictTriesAFailedAnswerAgain(t *testing.T) {
 
 // Claims that wait for nobody get no conditions: those allocated before Strict, and those answered before a restart.
 func TestStrictLeavesOthersToPrepare(t *testing.T) {
-	before, answered, bad, sentinel := newClaim("before", "gpu-0"), unbound("answered", "gpu-0"), unbound("bad", "gpu-7"), unbound("sentinel", "gpu-1")
+	before, answered, bad, sentinel := newClaim("before", "gpu-0"), unbound("answered", "gpu-0"), unbound("bad", "gpu-0"), unbound("sentinel", "gpu-1")
+	bad.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{parameters(resourceapi.AllocationConfigSourceClaim, `{"nonsense":true}`)}
 	setCondition(answered, answered.Status.Allocation.Devices.Results[0], metav1.Condition{Type: ConditionReserved, Status: metav1.ConditionTrue})
 	r, allocations, client := strictRig(t, before, answered, bad, sentinel)
 	allocations.set(before, answered, bad, sentinel)
 	awaitVerdicts(t, client, "sentinel", "gpu-1=reserved")
-	awaitVerdicts(t, client, "bad", "gpu-7=reserved") // Prepare says what is wrong
+	awaitVerdicts(t, client, "bad", "gpu-0=reserved") // Prepare says what is wrong
 	if got := verdicts(t, client, "before"); len(got) != 0 {
 		t.Errorf("verdicts %v", got)
 	}
