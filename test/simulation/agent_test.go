@@ -536,6 +536,9 @@ type parkedLedger struct {
 }
 
 func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (ledger.Taken, error) {
+	if err := ctx.Err(); err != nil {
+		return ledger.Taken{}, err // the ledger might try once more, as it comes
+	}
 	if l.s.faults.noCrossCheck {
 		r = strangers(r)
 	}
