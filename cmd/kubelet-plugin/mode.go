@@ -35,8 +35,8 @@ func (a *agent) newSettings(self *evidence.Node, inventory func() device.Invento
 	return &settings{agent: a, self: self, inventory: inventory, edited: make(chan struct{}, 1)}
 }
 
-// run waits for the first configuration with which the node can serve, calls serve with it, and ends with errReconfigured when
-// there is another one.
+// run calls serve with the node's configuration, or where that is wrong with one that gives nothing to anybody new, and ends with
+// errReconfigured when there is another one.
 func (s *settings) run(ctx context.Context, serve func(context.Context, config.Config) error) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return s.watchFile(ctx) })
@@ -50,7 +50,9 @@ func (s *settings) run(ctx context.Context, serve func(context.Context, config.C
 		}
 		if err != nil {
 			s.status.Waiting("mode", err)
-			return s.follow(ctx, nil)
+			group.Go(func() error { return s.follow(ctx, nil) })
+			// Kubelet cannot end a pod whose claims nobody unprepares.
+			return serve(ctx, s.config.ForNobody())
 		}
 		s.begin(ctx, current)
 		group.Go(func() error { return s.follow(ctx, &current) })

@@ -194,6 +194,11 @@ func TestModeChanges(t *testing.T) {
 	})
 	t.Run("wrong from the start", func(t *testing.T) {
 		c := follow(t, "version: v1\n", map[string]string{config.ModeLabel: "Split"})
+		// Who has a GPU is served, and nobody else.
+		gpu := device.GPU{UUID: "GPU-a"}
+		if got := <-c.served; got.Mode.Claims() || got.Mode.Limits() || got.OfferedToClaims(gpu) || got.OfferedToLimits(gpu) {
+			t.Errorf("serves %+v", got)
+		}
 		c.rejects("tandem.devices: is required")
 		if err := c.status.Ready(); err == nil || !strings.Contains(err.Error(), "mode: node label tandem-gpu.dev/mode=Split") {
 			t.Errorf("ready: %v", err)

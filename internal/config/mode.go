@@ -27,16 +27,18 @@ const (
 	ModeLimitsOnly Mode = "LimitsOnly"
 	// ModeSplit serves limits from the GPUs that the configuration names for them, and claims from the others.
 	ModeSplit Mode = "Split"
+	// modeNone gives no GPU to anybody who has none. Nobody can ask for it.
+	modeNone Mode = ""
 )
 
 // Modes are all that there are.
 var Modes = []Mode{ModeDual, ModeClaimsOnly, ModeLimitsOnly, ModeSplit}
 
 // Claims reports whether the node makes its GPUs, or some of them, available to new claims.
-func (m Mode) Claims() bool { return m != ModeLimitsOnly }
+func (m Mode) Claims() bool { return m != ModeLimitsOnly && m != modeNone }
 
 // Limits reports whether the node makes its GPUs, or some of them, available to new limits.
-func (m Mode) Limits() bool { return m != ModeClaimsOnly }
+func (m Mode) Limits() bool { return m != ModeClaimsOnly && m != modeNone }
 
 // Use is the API that a GPU is for.
 type Use string
@@ -148,6 +150,12 @@ func (c Config) ForNode(label string, labelled bool) (Config, error) {
 		return Config{}, fmt.Errorf("node label %s=%s: %w", ModeLabel, label, err)
 	}
 	return c, nil
+}
+
+// ForNobody is the configuration of a node whose mode nobody knows: it offers nothing, and who has a GPU can go on and end.
+func (c Config) ForNobody() Config {
+	c.Mode = modeNone
+	return c
 }
 
 // Equal reports whether an agent would do the same with both.
