@@ -541,3 +541,34 @@ func TestConfigIsChecked(t *testing.T) {
 		t.Error("an empty configuration is accepted")
 	}
 }
+
+// A claim that has let go of a device, and that the spec says anew has one, is believed at once.
+func TestAClaimThatIsAllocatedAgain(t *testing.T) {
+	spec := func(version string, devices ...string) *v1alpha1.GPUNode {
+		object := &v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{UID: "one", ResourceVersion: version}}
+		if len(devices) > 0 {
+			object.Spec.Claims = []v1alpha1.AllocatedClaim{{UID: "claim", Devices: devices}}
+		}
+		return object
+	}
+	v := newView()
+	for _, test := range []struct {
+		name       string
+		then       []*v1alpha1.GPUNode
+		disbelieve bool
+	}{
+		{"the status changes", []*v1alpha1.GPUNode{spec("2", "gpu-0")}, true},
+		{"it is gone", []*v1alpha1.GPUNode{spec("2")}, false},
+		{"it is gone and back", []*v1alpha1.GPUNode{spec("2"), spec("3", "gpu-0")}, false},
+		{"it has another device", []*v1alpha1.GPUNode{spec("2", "gpu-1")}, false},
+	} {
+		v.observe(spec("1", "gpu-0"))
+		v.disbelieve(map[types.UID]bool{"claim": true})
+		for _, object := range test.then {
+			v.observe(object)
+		}
+		if got := v.disbelieved("claim"); got != test.disbelieve {
+			t.Errorf("%s: disbelieved %v, want %v", test.name, got, test.disbelieve)
+		}
+	}
+}

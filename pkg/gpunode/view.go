@@ -56,6 +56,7 @@ func (v *view) sync() { v.set(func() { v.synced = true }) }
 // observe takes what the watch says. It may tell of a time before our last write.
 func (v *view) observe(object *v1alpha1.GPUNode) {
 	v.set(func() {
+		v.believe(v.watched, object)
 		v.watched = object
 		if v.latest == nil || !older(object, v.latest) {
 			v.latest = object
@@ -121,6 +122,24 @@ func (v *view) disbelieve(ended map[types.UID]bool) {
 	if !same {
 		v.set(func() { v.ended = ended })
 	}
+}
+
+// believe what the spec says anew: a claim that has let go may be allocated again. Under v.mu.
+func (v *view) believe(before, now *v1alpha1.GPUNode) {
+	devices := func(object *v1alpha1.GPUNode, claim types.UID) []string {
+		if object == nil {
+			return nil
+		}
+		i := slices.IndexFunc(object.Spec.Claims, func(c v1alpha1.AllocatedClaim) bool { return c.UID == claim })
+		if i < 0 {
+			return nil
+		}
+		return object.Spec.Claims[i].Devices
+	}
+	maps.DeleteFunc(v.ended, func(claim types.UID, _ bool) bool {
+		known := devices(before, claim)
+		return known == nil || !slices.Equal(known, devices(now, claim))
+	})
 }
 
 func (v *view) disbelieved(claim types.UID) bool {
