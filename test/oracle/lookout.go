@@ -42,7 +42,7 @@ func (l *Lookout) Look() (Glimpse, error) {
 		return Glimpse{}, nil //nolint:nilerr // nothing runs on a machine without a first process
 	}
 	own, err := newViewpoint(filepath.Dir(root))
-	if gone(err) {
+	if gone(unlessEnded(filepath.Dir(root), err)) {
 		return Glimpse{}, nil
 	}
 	if err != nil {

@@ -45,7 +45,7 @@ func lookAt(ctx context.Context, node *cluster.Node) ([]sighting, error) {
 		return nil, nil //nolint:nilerr // that is an answer
 	}
 	own, err := newViewpoint(filepath.Dir(root))
-	if gone(err) {
+	if gone(unlessEnded(filepath.Dir(root), err)) {
 		return nil, nil
 	}
 	if err != nil {
@@ -125,6 +125,23 @@ func inodeOf(file *os.File) (inode, error) {
 // look answers nil for a process that is none of a container on this node.
 func (v viewpoint) look(pid int) (*sighting, error) {
 	proc := filepath.Join("/proc", strconv.Itoa(pid))
+	seen, err := v.examine(pid, proc)
+	return seen, unlessEnded(proc, err)
+}
+
+// unlessEnded turns a refusal into the news that the process has ended, where that is why. The kernel answers EACCES about the
+// links of a process that ends at this moment too (fs/proc: proc_ns_get_link, proc_pid_get_link).
+func unlessEnded(proc string, err error) error {
+	if !errors.Is(err, fs.ErrPermission) {
+		return err
+	}
+	if _, after := startTime(proc); gone(after) {
+		return after
+	}
+	return err
+}
+
+func (v viewpoint) examine(pid int, proc string) (*sighting, error) {
 	started, err := startTime(proc)
 	if err != nil {
 		return nil, err

@@ -5,6 +5,7 @@ package oracle
 import (
 	"bytes"
 	"errors"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -233,5 +234,16 @@ func TestEndedProcessIsGone(t *testing.T) {
 	}
 	if _, err := v.look(pid); !gone(err) {
 		t.Errorf("a collected process: %v", err)
+	}
+}
+
+func TestARefusalAboutAnEndedProcess(t *testing.T) {
+	refused := &fs.PathError{Op: "open", Path: "ns/pid", Err: unix.EACCES}
+	pid := sleeper(t, 0)
+	if err := unlessEnded(proc(pid), refused); !errors.Is(err, unix.EACCES) {
+		t.Errorf("a live process: %v", err)
+	}
+	if err := unlessEnded(filepath.Join(t.TempDir(), "4636"), refused); !gone(err) {
+		t.Errorf("a process that has ended: %v", err)
 	}
 }
