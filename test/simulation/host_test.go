@@ -60,7 +60,6 @@ func (h *host) cgroups() string    { return filepath.Join(h.dir, "cgroup") }
 func (h *host) run() string        { return filepath.Join(h.dir, "run") }
 func (h *host) bootID() string     { return fmt.Sprintf("boot-%d", h.boot) }
 
-func gpuName(i int) string { return fmt.Sprintf("gpu-%d", i) }
 func gpuUUID(i int) string { return fmt.Sprintf("GPU-%d", i) }
 
 // start runs the containers of a pod. Here is where a GPU would get its second owner.

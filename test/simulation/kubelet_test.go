@@ -114,7 +114,7 @@ func (k *kubelet) podChanged(key string, before, after any) {
 	if w == nil {
 		if p.terminal() {
 			if p.deleting {
-				w = k.workerOf(p.uid, p)
+				k.workerOf(p.uid, p)
 				k.terminate(p.uid)
 			}
 			return

@@ -234,7 +234,7 @@ func (s *simulation) stuck() map[string]string {
 		}
 	}
 	// A shared claim that was allocated anew keeps what it had while a pod of it lives: nobody can tell what that pod was
-	// given (docs/design/0007-coexistence.md). It is counted, and no fault.
+	// given (docs/design/0002-ledger.md). It is counted, and no fault.
 	for _, h := range s.agent.book.Holds() {
 		if k := s.claimOf(h.Holder.ID); k != nil && h.State == ledger.StateDraining && !slices.Contains(k.devices, "gpu-"+h.Device.GPU[len("GPU-"):]) {
 			s.hit(keptByNewAllocation)
