@@ -129,6 +129,9 @@ type nodeRecord struct {
 	observed
 	// patched is the version that the last patch replaced: a cache that has it still has not seen the outcome.
 	patched string
+	// overruled counts how often kubelet has put back another number than was written for one version of the GPUNode.
+	overruled int
+	version   string
 	// serves is set while limits are served on the node by our agent.
 	serves bool
 }
@@ -165,6 +168,9 @@ func sameGPUs(a, b corev1.NodeStatus, resource corev1.ResourceName) bool {
 func (r *allocatable) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	gpus := &v1alpha1.GPUNode{}
 	if err := r.client.Get(ctx, request.NamespacedName, gpus); err != nil {
+		if apierrors.IsNotFound(err) {
+			r.forget(request.Name)
+		}
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	node := &corev1.Node{}
@@ -193,11 +199,29 @@ func (r *allocatable) Reconcile(ctx context.Context, request reconcile.Request) 
 	if record.patched == node.ResourceVersion {
 		return reconcile.Result{}, nil
 	}
+	if record.givesUp(gpus.ResourceVersion, current.Value(), want) {
+		return reconcile.Result{}, nil
+	}
 	write, wait := record.judge(r.now(), current.Value(), want, listed(gpus.Status))
 	if !write {
 		return reconcile.Result{RequeueAfter: wait}, nil
 	}
 	return r.patch(ctx, node, record, current.String(), want, current.Value())
+}
+
+// overrules is how often kubelet may put another number back, every ten seconds, before it is believed.
+const overrules = 6
+
+// givesUp reports that kubelet means what it says and the GPUNode does not: an agent that is gone leaves its status behind, and
+// somebody else may serve the resource by now. It is heard again when it writes.
+func (r *nodeRecord) givesUp(version string, current, want int64) bool {
+	if r.version != version {
+		r.version, r.overruled = version, 0
+	}
+	if r.ours && r.value == want && current != want {
+		r.overruled++
+	}
+	return r.overruled >= overrules
 }
 
 // retired reports whether an agent that served limits before does so no more, because of another mode.

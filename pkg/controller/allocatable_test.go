@@ -239,6 +239,37 @@ func TestAllocatableOfAnAgentThatRetires(t *testing.T) {
 	}
 }
 
+// An agent that is gone has left a status behind, and somebody else's device plugin serves the node.
+func TestAllocatableGivesUp(t *testing.T) {
+	for name, kubelet := range map[string]string{"more": "8", "fewer": "4"} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode(kubelet, "8"), newClaim("a", "gpu-0"))
+			r := w.allocatable()
+			for range 20 {
+				w.twice(r, "node-1")
+				w.clock = w.clock.Add(settle)
+				w.twice(r, "node-1")
+				node := &corev1.Node{}
+				w.get("", "node-1", node)
+				node.Status.Allocatable[testResource] = resource.MustParse(kubelet)
+				if err := w.client.Status().Update(t.Context(), node); err != nil {
+					t.Fatal(err)
+				}
+				w.clock = w.clock.Add(10 * time.Second)
+			}
+			w.want(map[string]int{"patch Node": overrules})
+			// An agent that writes is one that lives.
+			w.set(func(s *v1alpha1.GPUNodeStatus) { s.ObservedGeneration++ })
+			w.twice(r, "node-1")
+			w.clock = w.clock.Add(settle)
+			w.twice(r, "node-1")
+			if got := w.offers(); got != "7" {
+				t.Errorf("allocatable %s", got)
+			}
+		})
+	}
+}
+
 // The patch is refused when kubelet has written another number meanwhile, and made anew from that.
 func TestAllocatablePatchIsGuarded(t *testing.T) {
 	raced := false
