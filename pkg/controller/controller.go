@@ -164,7 +164,7 @@ func (f filler) Start(ctx context.Context) error {
 	return nil
 }
 
-var errNotSynced = errors.New("the API server has not listed claims, nodes and pods yet")
+var errNotSynced = errors.New("the API server has not listed claims, device classes, GPUNodes, nodes and pods yet")
 
 // Ready is nil once the caches are filled, and where there can be no claims; a controller that waits for the lead is ready to take
 // it.
