@@ -59,6 +59,9 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) []N
 		}
 	}
 	for _, claim := range claims {
+		if len(claim.Devices) == 0 {
+			continue // Prepared or not, it holds nothing by which to tell.
+		}
 		if lost[claim.UID] || slices.ContainsFunc(claim.Devices, func(name string) bool { return taken(devices, name, claim.UID) }) {
 			continue
 		}

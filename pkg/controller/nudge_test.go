@@ -63,7 +63,7 @@ func TestNudges(t *testing.T) {
 		"allocated, taken":                 {status: []change{limitHolds(1)}, claims: []string{"a"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			var claims []v1alpha1.AllocatedClaim
+			claims := []v1alpha1.AllocatedClaim{{UID: "uid-admin", Namespace: "ns", Name: "admin"}}
 			for _, claim := range c.claims {
 				claims = append(claims, v1alpha1.AllocatedClaim{UID: types.UID("uid-" + claim), Namespace: "ns", Name: claim, Devices: []string{"gpu-0", "gpu-1"}})
 			}

@@ -29,18 +29,22 @@ import (
 const nodeIndex = "tandem.node"
 
 // Relay is what GPUNode.spec says of a node: the claims that are allocated devices of it, each with its devices' names. The
-// order is one for equal claims. A device for admin access is shared with whoever holds it and takes nothing from anybody.
-// It is a pure function.
+// order is one for equal claims. A device for admin access is shared with whoever holds it, and is not among them; a claim that has
+// no other is there all the same, since with Strict its pod waits for the node's answer. It is a pure function.
 func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.AllocatedClaim {
 	var relayed []v1alpha1.AllocatedClaim
 	for i := range claims {
-		var devices []string
-		for device := range held(&claims[i], driver) {
-			if nodeOfPool(device.Pool) == node {
+		here, devices := false, []string{}
+		for device := range allocated(&claims[i], driver) {
+			if nodeOfPool(device.Pool) != node {
+				continue
+			}
+			here = true
+			if device.AdminAccess == nil || !*device.AdminAccess {
 				devices = append(devices, device.Device)
 			}
 		}
-		if len(devices) == 0 {
+		if !here {
 			continue
 		}
 		slices.Sort(devices)
@@ -52,15 +56,14 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 	return relayed
 }
 
-// held are the devices of our driver that a claim has to itself.
-func held(claim *resourceapi.ResourceClaim, driver string) func(yield func(resourceapi.DeviceRequestAllocationResult) bool) {
+// allocated are the devices of our driver that a claim has.
+func allocated(claim *resourceapi.ResourceClaim, driver string) func(yield func(resourceapi.DeviceRequestAllocationResult) bool) {
 	return func(yield func(resourceapi.DeviceRequestAllocationResult) bool) {
 		if claim.Status.Allocation == nil {
 			return
 		}
 		for _, result := range claim.Status.Allocation.Devices.Results {
-			admin := result.AdminAccess != nil && *result.AdminAccess
-			if result.Driver == driver && !admin && !yield(result) {
+			if result.Driver == driver && !yield(result) {
 				return
 			}
 		}
@@ -70,7 +73,7 @@ func held(claim *resourceapi.ResourceClaim, driver string) func(yield func(resou
 // nodesOf are the nodes that a claim has devices of: one, as every pool is one node's.
 func nodesOf(claim *resourceapi.ResourceClaim, driver string) []string {
 	var nodes []string
-	for device := range held(claim, driver) {
+	for device := range allocated(claim, driver) {
 		nodes = append(nodes, nodeOfPool(device.Pool))
 	}
 	slices.Sort(nodes)

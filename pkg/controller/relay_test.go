@@ -35,6 +35,7 @@ func TestRelay(t *testing.T) {
 	ownPool.Status.Allocation.Devices.Results[0].Pool = "node-1/gpu-03"
 	claims := []resourceapi.ResourceClaim{*ownPool, *elsewhere, *newClaim("unallocated"), *admin, *mixed}
 	want := []v1alpha1.AllocatedClaim{
+		{UID: "uid-admin", Namespace: "ns", Name: "admin", Devices: []string{}},
 		{UID: "uid-mixed", Namespace: "ns", Name: "mixed", Devices: []string{"gpu-4", "gpu-5", "gpu-7"}},
 		{UID: "uid-own-pool", Namespace: "ns", Name: "own-pool", Devices: []string{"gpu-3"}},
 	}

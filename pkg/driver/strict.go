@@ -90,7 +90,7 @@ func (c *confirmations) follow(ctx context.Context, group *errgroup.Group, claim
 		allocated[claim.UID] = claim
 	}
 	for uid, known := range c.running {
-		if !slices.Equal(known.devices, allocated[uid].Devices) {
+		if claim, still := allocated[uid]; !still || !slices.Equal(known.devices, claim.Devices) {
 			known.cancel()
 			delete(c.running, uid)
 		}

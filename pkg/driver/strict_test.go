@@ -17,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
 	kubetesting "k8s.io/client-go/testing"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -49,7 +50,9 @@ func (f *fakeAllocations) set(claims ...*resourceapi.ResourceClaim) {
 	for _, c := range claims {
 		a := v1alpha1.AllocatedClaim{UID: c.UID, Namespace: c.Namespace, Name: c.Name}
 		for _, result := range c.Status.Allocation.Devices.Results {
-			a.Devices = append(a.Devices, result.Device)
+			if !ptr.Deref(result.AdminAccess, false) {
+				a.Devices = append(a.Devices, result.Device)
+			}
 		}
 		f.claims = append(f.claims, a)
 	}
@@ -131,6 +134,16 @@ func TestStrictReservesBeforeThePodIsBound(t *testing.T) {
 	allocations.set(a)
 	awaitVerdicts(t, client, "a", "gpu-0=reserved", "gpu-1=reserved")
 	r.awaitHolders("gpu-0: claim uid-a held, gpu-1: claim uid-a held")
+}
+
+// Admin access holds nothing, and its pod waits like any other.
+func TestStrictAnswersAdminAccess(t *testing.T) {
+	a := unbound("a", "gpu-0")
+	a.Status.Allocation.Devices.Results[0].AdminAccess = ptr.To(true)
+	r, allocations, client := strictRig(t, a)
+	allocations.set(a)
+	awaitVerdicts(t, client, "a", "gpu-0=reserved")
+	r.awaitHolders("")
 }
 
 func TestStrictGivesBackWhatNoPodCameFor(t *testing.T) {

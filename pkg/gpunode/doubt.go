@@ -45,7 +45,7 @@ func (o *Object) doubt(ctx context.Context) {
 		}
 		still, ended := map[types.UID]bool{}, map[types.UID]bool{}
 		for _, claim := range o.view.acting().Spec.Claims {
-			if held[claim.UID] {
+			if held[claim.UID] || len(claim.Devices) == 0 {
 				continue
 			}
 			still[claim.UID] = true
