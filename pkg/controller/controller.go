@@ -79,6 +79,7 @@ func New(c Config) (*Controller, error) {
 		// main serves metrics and health, as the agent's does.
 		Metrics:                             metricsserver.Options{BindAddress: "0"},
 		LeaderElection:                      true,
+		LeaderElectionID:                    c.LeaseName, // the name in leader_election_master_status
 		LeaderElectionResourceLockInterface: lock,
 		LeaderElectionReleaseOnCancel:       true,
 		LeaseDuration:                       ptr.To(leaseDuration),

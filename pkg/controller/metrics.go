@@ -41,6 +41,14 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			Help: "Patches of a node's allocatable GPUs: down, up, or refused because kubelet has changed them meanwhile.",
 		}, []string{"result"}),
 	}
+	// What has not happened yet is zero, and the first time is an increase.
+	for counter, results := range map[*prometheus.CounterVec][]string{
+		m.evictions: {"evicted", "refused"}, m.patches: {"down", "up", "refused"},
+	} {
+		for _, result := range results {
+			counter.WithLabelValues(result)
+		}
+	}
 	for _, c := range []prometheus.Collector{m.evictions, m.heal, m.notMovable, m.nudges, m.patches} {
 		if err := registerer.Register(c); err != nil {
 			return nil, fmt.Errorf("register metrics: %w", err)
