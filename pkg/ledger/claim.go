@@ -16,9 +16,10 @@ import (
 // ReserveClaim gives the claim all its devices or none. Idempotent: what the claim holds already (also expected or
 // draining) is confirmed as held; what it holds beyond r.Devices drains. While every holder in the way is draining or on
 // its way out by the evidence, it waits until ctx is done; otherwise, and when ctx ends, a *ConflictError says who is in
-// the way. A claim that is condemned (Lose) gets a *CondemnedError at once. It waits with what it would take anew while r.Yield
-// says so. ErrCancelled means that DrainClaim for the same UID came meanwhile. Any other error is worth another try. A caller whose next step fails gives back what this call took by
-// GiveBack; that is nothing with an error. Calls for one UID run one at a time.
+// the way. A claim that is condemned (Lose) gets a *CondemnedError at once. It waits with what it would take anew while
+// r.Yield says so. ErrCancelled means that DrainClaim for the same UID came meanwhile. Any other error is worth another
+// try. A caller whose next step fails gives back what this call took by GiveBack; that is nothing with an error. Calls for
+// one UID run one at a time.
 func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (taken Taken, err error) {
 	ctx, finish, err := l.claims.reserve(ctx, r.UID)
 	if err == nil {

@@ -121,7 +121,8 @@ const (
 type Evidence interface {
 	Verdict(Hold) Verdict
 	// Started reports whether a process of the pods of a limit's hold lives, or may. Kubelet asks for all that a pod gets before
-	// it starts anything of it (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, Allocate as an admission handler).
+	// it starts anything of it (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, Allocate as an admission handler). One whose
+	// checkpoint was lost asks again when a container of a running pod starts anew (GetDeviceRunContainerOptions).
 	Started(Hold) bool
 }
 

@@ -13,7 +13,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/evidence"
 )
 
-// kubeletFiles notices when kubelet writes its device checkpoint or its record of claims, also after its directories were removed and made again.
+// kubeletFiles notices when kubelet writes its device checkpoint or its record of claims, also after its directories were
+// removed and made again.
 type kubeletFiles struct {
 	*fsnotify.Watcher
 	dir string
