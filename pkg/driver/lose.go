@@ -44,7 +44,7 @@ func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
 		return fmt.Errorf("reserve devices: %w", err)
 	case errors.Is(ctx.Err(), context.Canceled):
 		// Kubelet or we stopped while the claim waited for a holder on its way out: it has lost nothing, and kubelet asks again.
-		return fmt.Errorf("reserve devices: interrupted: %w", context.Cause(ctx))
+		return fmt.Errorf("%s: waiting for that to end was interrupted: %w", describeConflict(conflict, p), context.Cause(ctx))
 	}
 	return d.lose(ctx, p, conflict)
 }
