@@ -56,6 +56,9 @@ func JudgeEviction(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim,
 			// Gone, going, or about to be dropped from the claim.
 		case hasStarted(pod):
 			return Judgement{Refused: fmt.Sprintf("a container of pod %s has started", pod.Name)}
+		case !slices.Contains(loser.Pods, pod.UID):
+			// The claim may have been freed and allocated anew since the node wrote this, and be prepared at this moment.
+			return Judgement{Refused: fmt.Sprintf("pod %s has come since the node wrote of it", pod.Name)}
 		case metav1.GetControllerOf(pod) == nil:
 			return Judgement{Refused: fmt.Sprintf("pod %s belongs to nobody who would make another", pod.Name)}
 		default:

@@ -23,7 +23,8 @@ import (
 
 func condemned(name string, devices ...string) v1alpha1.LosingClaim {
 	return v1alpha1.LosingClaim{
-		UID: types.UID("uid-" + name), Namespace: "ns", Name: name, Devices: devices, Condemned: true, Message: "GPU " + strings.Join(devices, ", ") + " is held by a limits pod",
+		UID: types.UID("uid-" + name), Namespace: "ns", Name: name, Devices: devices, Condemned: true,
+		Pods: []types.UID{types.UID("uid-pod-" + name), "uid-pod-b"}, Message: "GPU " + strings.Join(devices, ", ") + " is held by a limits pod",
 		Since: metav1.NewMicroTime(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)),
 	}
 }
@@ -67,27 +68,28 @@ func TestJudgeEviction(t *testing.T) {
 		evict   string
 		refused string
 	}{
-		"waiting":                      {pods: []*corev1.Pod{newPod("a")}, evict: "pod-a"},
-		"creating":                     {pods: []*corev1.Pod{newPod("a", creating)}, evict: "pod-a"},
-		"running":                      {pods: []*corev1.Pod{newPod("a", running)}, refused: "has started"},
-		"between two starts":           {pods: []*corev1.Pod{newPod("a", started)}, refused: "has started"},
-		"init container done":          {pods: []*corev1.Pod{newPod("a", initialised)}, refused: "has started"},
-		"bare":                         {pods: []*corev1.Pod{newPod("a", bare)}, refused: "belongs to nobody"},
-		"owned, not by its controller": {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.OwnerReferences[0].Controller = nil })}, refused: "belongs to nobody"},
-		"going":                        {pods: []*corev1.Pod{newPod("a", deleting)}},
-		"ended":                        {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.Status.Phase = corev1.PodFailed })}},
-		"gone":                         {},
-		"another of that name":         {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.UID = "new" })}},
-		"another claim":                {claim: func(c *resourceapi.ResourceClaim) { c.UID = "new" }, pods: []*corev1.Pod{newPod("a")}},
-		"deallocated":                  {claim: func(c *resourceapi.ResourceClaim) { c.Status.Allocation = nil }, pods: []*corev1.Pod{newPod("a")}},
-		"not condemned":                {loser: func(l *v1alpha1.LosingClaim) { l.Condemned = false }, pods: []*corev1.Pod{newPod("a")}},
-		"reserved by no pod":           {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor[0].Resource = "things" }, pods: []*corev1.Pod{newPod("a")}, refused: "is no pod"},
-		"reserved by nobody":           {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor = nil }, pods: []*corev1.Pod{newPod("a")}},
-		"a pod that only names it":     {pods: []*corev1.Pod{newPod("a"), newPod("x")}, evict: "pod-a"},
-		"shared":                       {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b")}, evict: "pod-a pod-b"},
-		"shared with one that runs":    {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", running)}, refused: "pod pod-b has started"},
-		"shared with a bare one":       {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", bare)}, refused: "pod pod-b belongs to nobody"},
-		"shared, one is going":         {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", deleting)}, evict: "pod-a"},
+		"waiting":                         {pods: []*corev1.Pod{newPod("a")}, evict: "pod-a"},
+		"creating":                        {pods: []*corev1.Pod{newPod("a", creating)}, evict: "pod-a"},
+		"running":                         {pods: []*corev1.Pod{newPod("a", running)}, refused: "has started"},
+		"between two starts":              {pods: []*corev1.Pod{newPod("a", started)}, refused: "has started"},
+		"init container done":             {pods: []*corev1.Pod{newPod("a", initialised)}, refused: "has started"},
+		"bare":                            {pods: []*corev1.Pod{newPod("a", bare)}, refused: "belongs to nobody"},
+		"owned, not by its controller":    {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.OwnerReferences[0].Controller = nil })}, refused: "belongs to nobody"},
+		"going":                           {pods: []*corev1.Pod{newPod("a", deleting)}},
+		"ended":                           {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.Status.Phase = corev1.PodFailed })}},
+		"gone":                            {},
+		"another of that name":            {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.UID = "new" })}},
+		"another claim":                   {claim: func(c *resourceapi.ResourceClaim) { c.UID = "new" }, pods: []*corev1.Pod{newPod("a")}},
+		"deallocated":                     {claim: func(c *resourceapi.ResourceClaim) { c.Status.Allocation = nil }, pods: []*corev1.Pod{newPod("a")}},
+		"not condemned":                   {loser: func(l *v1alpha1.LosingClaim) { l.Condemned = false }, pods: []*corev1.Pod{newPod("a")}},
+		"reserved by no pod":              {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor[0].Resource = "things" }, pods: []*corev1.Pod{newPod("a")}, refused: "is no pod"},
+		"reserved by nobody":              {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor = nil }, pods: []*corev1.Pod{newPod("a")}},
+		"a pod that only names it":        {pods: []*corev1.Pod{newPod("a"), newPod("x")}, evict: "pod-a"},
+		"shared":                          {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b")}, evict: "pod-a pod-b"},
+		"shared with one that runs":       {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", running)}, refused: "pod pod-b has started"},
+		"shared with a bare one":          {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", bare)}, refused: "pod pod-b belongs to nobody"},
+		"shared with one that came since": {claim: also("c"), pods: []*corev1.Pod{newPod("a"), newPod("c")}, refused: "pod pod-c has come since"},
+		"shared, one is going":            {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", deleting)}, evict: "pod-a"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			claim, loser := newClaim("a", "gpu-0"), condemned("a", "gpu-0")

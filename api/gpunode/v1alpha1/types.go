@@ -209,6 +209,11 @@ type LosingClaim struct {
 	//
 	// +listType=set
 	Devices []string `json:"devices"`
+	// Pods that had the claim reserved when kubelet was refused it, by UID. Those that have it since may be getting it now.
+	//
+	// +optional
+	// +listType=set
+	Pods []types.UID `json:"pods,omitempty"`
 	// Since is when the conflict became final.
 	Since metav1.MicroTime `json:"since"`
 	// Condemned claims are not prepared, whatever becomes free, until this entry is gone: the controller evicts their pods. Others
