@@ -236,7 +236,7 @@ type fakeEvidence struct {
 	asked    int
 }
 
-func (e *fakeEvidence) Started(ledger.Hold) bool { return false }
+func (e *fakeEvidence) Started(ledger.Hold, []ledger.Hold) bool { return false }
 
 func (e *fakeEvidence) Verdict(h ledger.Hold) ledger.Verdict {
 	e.mu.Lock()

@@ -62,6 +62,15 @@ func (q queue) Bound() []ledger.Bound {
 // Unexplained reports whether a pod that kubelet has admitted, and of which there is a cgroup, asks for more devices of a resource
 // than holds name it: one of those that name nobody may be its. Called before such a hold is given up.
 func (p *Pods) Unexplained(resource string, holds []ledger.Hold) bool {
+	admitted := func(pod seenPod) bool { return pod.Status.StartTime != nil }
+	return slices.ContainsFunc(p.wanting(resource, holds, admitted), func(uid string) bool {
+		cgroup, err := p.cgroups.Pod(uid)
+		return err != nil || cgroup != CgroupAbsent
+	})
+}
+
+// wanting returns those pods, of which the API server knows or knew, that ask for more devices of a resource than holds name them.
+func (p *Pods) wanting(resource string, holds []ledger.Hold, counts func(seenPod) bool) []string {
 	q := queue{Pods: p, resource: corev1.ResourceName(resource)}
 	named := map[string]int{}
 	for _, h := range holds {
@@ -71,20 +80,17 @@ func (p *Pods) Unexplained(resource string, holds []ledger.Hold) bool {
 			}
 		}
 	}
-	var candidates []string
+	var uids []string
 	p.mu.Lock()
+	defer p.mu.Unlock()
 	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
 		for uid, pod := range known {
-			if pod.Status.StartTime != nil && !q.byClaim(pod.Pod) && q.asked(pod.Pod) > named[string(uid)] {
-				candidates = append(candidates, string(uid))
+			if counts(pod) && !q.byClaim(pod.Pod) && q.asked(pod.Pod) > named[string(uid)] {
+				uids = append(uids, string(uid))
 			}
 		}
 	}
-	p.mu.Unlock()
-	return slices.ContainsFunc(candidates, func(uid string) bool {
-		cgroup, err := p.cgroups.Pod(uid)
-		return err != nil || cgroup != CgroupAbsent
-	})
+	return uids
 }
 
 // asked is how many devices of the resource kubelet will allocate to a trimmed pod.

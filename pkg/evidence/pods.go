@@ -326,7 +326,7 @@ func (p *Pods) Verdict(h ledger.Hold) ledger.Verdict {
 
 // Started implements ledger.Evidence. Where the kernel does not tell, the pod may have started. Who holds a limit that nobody
 // has identified yet is in kubelet's checkpoint: an agent that was frozen is asked for the next pod before it has looked.
-func (p *Pods) Started(h ledger.Hold) bool {
+func (p *Pods) Started(h ledger.Hold, all []ledger.Hold) bool {
 	uids := make([]string, 0, 1)
 	for _, pod := range h.Pods {
 		uids = append(uids, pod.UID)
@@ -341,6 +341,10 @@ func (p *Pods) Started(h ledger.Hold) bool {
 				uids = append(uids, d.PodUID)
 			}
 		}
+	}
+	if len(uids) == 0 {
+		// Kubelet may have admitted a pod that our watch knew to be gone, and has struck it off its checkpoint since.
+		uids = p.wanting(h.Resource, all, func(seenPod) bool { return true })
 	}
 	return slices.ContainsFunc(uids, func(uid string) bool {
 		cgroup, err := p.cgroups.Pod(uid)

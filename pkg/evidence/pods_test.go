@@ -472,12 +472,34 @@ func TestStarted(t *testing.T) {
 		f := newTree(t)
 		f.v2("kubepods/burstable/podanchor", true)
 		f.group(podA, state)
-		if got := known(t, f).Started(limit(ledger.StateHeld, time.Second, podA)); got != want {
+		if got := known(t, f).Started(limit(ledger.StateHeld, time.Second, podA), nil); got != want {
 			t.Errorf("cgroup state %d: started %v, want %v", state, got, want)
 		}
 	}
-	if !known(t, newTree(t)).Started(limit(ledger.StateHeld, time.Second, podA)) {
+	if !known(t, newTree(t)).Started(limit(ledger.StateHeld, time.Second, podA), nil) {
 		t.Error("a pod of which the kernel says nothing has not started")
+	}
+}
+
+// TestStartedAndStruckOff: kubelet has admitted a pod that our watch knew to be gone, and has struck it off its checkpoint since.
+// Its hold names nobody, but it runs, and no hold is its.
+func TestStartedAndStruckOff(t *testing.T) {
+	f := newTree(t)
+	f.group(podA, busyGroup)
+	p := known(t, f)
+	h := limit(ledger.StateHeld, time.Second)
+	h.Resource = "nvidia.com/gpu"
+	if p.Started(h, []ledger.Hold{h}) {
+		t.Error("nobody asks for the resource")
+	}
+	asking := pod(podA, "a", pending, asks("1"))
+	p.add(t, asking)
+	p.forget(asking)
+	if !p.Started(h, []ledger.Hold{h}) {
+		t.Error("a pod that runs has nothing of what it asks for")
+	}
+	if p.Started(h, []ledger.Hold{h, limit(ledger.StateHeld, time.Second, podA)}) {
+		t.Error("the pod that runs has all that it asks for")
 	}
 }
 
@@ -492,16 +514,16 @@ func TestStartedBeforeAnybodyLooked(t *testing.T) {
 		"DeviceIDs":{"0":["GPU-a"]}}]},"Checksum":1}`, podA), 0o600))
 	h := limit(ledger.StateHeld, time.Second)
 	h.Resource = "nvidia.com/gpu"
-	if !p.Started(h) {
+	if !p.Started(h, nil) {
 		t.Error("the pod in the checkpoint runs")
 	}
 	h.Since = time.Now().Add(time.Minute)
-	if p.Started(h) {
+	if p.Started(h, nil) {
 		t.Error("the checkpoint names the pod before")
 	}
 	other := limit(ledger.StateHeld, time.Second)
 	other.Holder.ID, other.Resource = "GPU-b", "nvidia.com/gpu"
-	if p.Started(other) {
+	if p.Started(other, nil) {
 		t.Error("the checkpoint names another device")
 	}
 }

@@ -85,8 +85,8 @@ func (f fakeClaims) Get(_ context.Context, name string, _ metav1.GetOptions) (*r
 // running is evidence by which every holder runs.
 type running struct{}
 
-func (running) Verdict(ledger.Hold) ledger.Verdict { return ledger.Running }
-func (running) Started(ledger.Hold) bool           { return true }
+func (running) Verdict(ledger.Hold) ledger.Verdict      { return ledger.Running }
+func (running) Started(ledger.Hold, []ledger.Hold) bool { return true }
 
 // fixture is a node with two GPUs, an agent's ledger, and an API server.
 type fixture struct {

@@ -35,8 +35,8 @@ func TestMain(m *testing.M) {
 // judge answers by holder.
 type judge func(Hold) Verdict
 
-func (j judge) Verdict(h Hold) Verdict { return j(h) }
-func (judge) Started(Hold) bool        { return false }
+func (j judge) Verdict(h Hold) Verdict  { return j(h) }
+func (judge) Started(Hold, []Hold) bool { return false }
 
 func neverGone(Hold) Verdict { return Orphaned }
 

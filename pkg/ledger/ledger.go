@@ -123,7 +123,8 @@ type Evidence interface {
 	// Started reports whether a process of the pods of a limit's hold lives, or may. Kubelet asks for all that a pod gets before
 	// it starts anything of it (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, Allocate as an admission handler). One whose
 	// checkpoint was lost asks again when a container of a running pod starts anew (GetDeviceRunContainerOptions).
-	Started(Hold) bool
+	// The other holds tell whose pod is accounted for, where this one names none.
+	Started(h Hold, all []Hold) bool
 }
 
 // ErrLocked is returned by Open when another process owns the run directory.

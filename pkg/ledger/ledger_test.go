@@ -14,8 +14,8 @@ import (
 
 type verdicts map[string]ledger.Verdict
 
-func (v verdicts) Verdict(h ledger.Hold) ledger.Verdict { return v[h.Holder.ID] }
-func (verdicts) Started(ledger.Hold) bool               { return false }
+func (v verdicts) Verdict(h ledger.Hold) ledger.Verdict  { return v[h.Holder.ID] }
+func (verdicts) Started(ledger.Hold, []ledger.Hold) bool { return false }
 
 func open(t *testing.T, dir string, e ledger.Evidence) *ledger.Ledger {
 	t.Helper()
@@ -179,7 +179,7 @@ func TestAReusedLimitOutlivesAnOldRelease(t *testing.T) {
 // started says of every pod that it runs.
 type started struct{ verdicts }
 
-func (started) Started(ledger.Hold) bool { return true }
+func (started) Started(ledger.Hold, []ledger.Hold) bool { return true }
 
 // TestARunningPodAsksForNothing: what has a process is not the pod that is being admitted, whatever the API server has told
 // of it so far.

@@ -112,7 +112,7 @@ func (l *Ledger) confirmReuse(requests []LimitRequest) ([]Hold, error) {
 			if err := l.Release(h); err != nil {
 				return nil, err
 			}
-		case verdict == Orphaned, h.State == StateDraining, h.Unreadable, l.evidence.Started(h):
+		case verdict == Orphaned, h.State == StateDraining, h.Unreadable, l.evidence.Started(h, l.Holds()):
 			refused = append(refused, h)
 		}
 	}

@@ -227,7 +227,7 @@ type node struct {
 	running sync.Map
 }
 
-func (n *node) Started(Hold) bool { return false }
+func (n *node) Started(Hold, []Hold) bool { return false }
 
 func (n *node) Verdict(h Hold) Verdict {
 	if _, running := n.running.Load(h.Holder); running {

@@ -77,7 +77,7 @@ type book struct {
 	tb testing.TB
 }
 
-func (b *book) Started(ledger.Hold) bool { return false }
+func (b *book) Started(ledger.Hold, []ledger.Hold) bool { return false }
 
 func (b *book) Verdict(h ledger.Hold) ledger.Verdict {
 	if h.State == ledger.StateDraining {

@@ -503,8 +503,8 @@ func (e parkedEvidence) Verdict(h ledger.Hold) ledger.Verdict {
 	return e.Evidence.Verdict(h)
 }
 
-func (e parkedEvidence) Started(h ledger.Hold) bool {
-	return !e.s.faults.noEvidence && e.Evidence.Started(h)
+func (e parkedEvidence) Started(h ledger.Hold, all []ledger.Hold) bool {
+	return !e.s.faults.noEvidence && e.Evidence.Started(h, all)
 }
 
 // parkedPods waits for pods that nobody has heard of in the schedule's time.
