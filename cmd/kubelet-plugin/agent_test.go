@@ -238,8 +238,8 @@ func TestWaitsForLock(t *testing.T) {
 
 type anything struct{}
 
-func (anything) Started(ledger.Hold) bool           { return false }
-func (anything) Verdict(ledger.Hold) ledger.Verdict { return ledger.Running }
+func (anything) Started(ledger.Hold, []ledger.Hold) bool { return false }
+func (anything) Verdict(ledger.Hold) ledger.Verdict      { return ledger.Running }
 
 // A driver without GPUs: nothing is registered until there is one.
 func TestWaitsForGPU(t *testing.T) {
