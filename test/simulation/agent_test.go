@@ -197,12 +197,12 @@ func (a *agent) serve() {
 			})
 		}
 	})
-	// The library's slice controller repairs what somebody else changes.
+	// The library's slice controller repairs what somebody else changes, and looks at all of it when it has listed the slices.
 	a.api.watch(a.life, "slice/", func(_ string, _, after any) {
 		if now, _ := after.(*slice); a.published != nil && (now == nil || !slices.Equal(now.offered, a.published.offered)) {
 			a.after(a.life, 100*time.Millisecond, "repairs its slice", a.writeSlice)
 		}
-	}, nil)
+	}, a.refresh)
 	a.look()
 	a.register(0)
 	a.kubelet.lookForPlugin()
@@ -276,7 +276,7 @@ func (a *agent) writeSlice() {
 	})
 }
 
-// refresh publishes again: kubelet has registered the driver, and had wiped the slices.
+// refresh publishes again: kubelet has registered the driver, and had wiped the slices, or they have just been listed.
 func (a *agent) refresh() {
 	if a.published != nil {
 		a.writeSlice()
