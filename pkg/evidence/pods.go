@@ -46,6 +46,8 @@ type seenPod struct {
 	*corev1.Pod
 	// ended is when it was first seen to be terminal or deleted; zero before.
 	ended time.Time
+	// arrived is set once its cgroup was seen.
+	arrived bool
 }
 
 var _ ledger.Evidence = (*Pods)(nil)
@@ -147,7 +149,7 @@ func (p *Pods) store(o any) {
 	defer p.mu.Unlock()
 	uid := runningUID(pod)
 	before, known := p.pods[uid]
-	seen := seenPod{Pod: pod, ended: before.ended}
+	seen := seenPod{Pod: pod, ended: before.ended, arrived: before.arrived}
 	switch {
 	case !isTerminal(pod):
 		seen.ended = time.Time{}
@@ -373,8 +375,13 @@ func (p *Pods) podVerdict(uid string, since time.Time) ledger.Verdict {
 		return ledger.Terminating
 	}
 	cgroup, err := p.cgroups.Pod(uid)
+	if err == nil && cgroup != CgroupAbsent {
+		p.arrive(types.UID(uid))
+	}
 	switch {
 	case err != nil:
+		return ledger.Orphaned
+	case cgroup == CgroupAbsent && p.mayStart(types.UID(uid)):
 		return ledger.Orphaned
 	case cgroup == CgroupAbsent, cgroup == CgroupEmpty && standing == terminal:
 		return ledger.Gone
@@ -469,6 +476,28 @@ func (p *Pods) mayArrive(uid types.UID, at time.Time) bool {
 	_, deleted := p.deleted[uid]
 	age := time.Since(at)
 	return !known && !deleted && !at.Before(p.synced) && age >= 0 && age < unseen
+}
+
+// mayStart reports whether kubelet may still start a pod that was force-deleted before it had started anything: a kubelet that
+// is frozen or busy between the admission and the pod's cgroup hears of the deletion afterwards.
+func (p *Pods) mayStart(uid types.UID) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, deleted := p.deleted[uid]
+	return deleted && !pod.arrived && len(pod.Status.ContainerStatuses) == 0 &&
+		(pod.Status.Phase == corev1.PodPending || pod.Status.Phase == "") && time.Since(pod.ended) < unseen
+}
+
+// arrive notes that kubelet has made a pod's cgroup: once that is gone, kubelet is done with the pod.
+func (p *Pods) arrive(uid types.UID) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
+		if pod, ok := known[uid]; ok {
+			pod.arrived = true
+			known[uid] = pod
+		}
+	}
 }
 
 // podsOf are the pods recorded with the hold, and those of this node that name its claim or did until they were deleted.

@@ -13,6 +13,7 @@ import (
 	"reflect"
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -138,6 +139,7 @@ func TestLimitVerdict(t *testing.T) {
 		{"deleted, busy, just allocated", pod(podA, "a"), true, busyGroup, limit(ledger.StateHeld, 0, podA), ledger.Orphaned},
 		{"deleted, no cgroup, just allocated, draining", pod(podA, "a"), true, noGroup, limit(ledger.StateDraining, 0, podA), ledger.Terminating},
 		{"deleted, busy, draining", pod(podA, "a"), true, busyGroup, limit(ledger.StateDraining, 0, podA), ledger.Orphaned},
+		{"deleted before it had started", pod(podA, "a", pending), true, noGroup, limit(ledger.StateHeld, recent, podA), ledger.Orphaned},
 		{"never seen, held before the first list", nil, false, noGroup, limit(ledger.StateHeld, before, podA), ledger.Gone},
 		{"never seen, held before the first list, busy", nil, false, busyGroup, limit(ledger.StateHeld, before, podA), ledger.Orphaned},
 		{"never seen, held since", nil, false, noGroup, limit(ledger.StateHeld, recent, podA), ledger.Running},
@@ -479,6 +481,35 @@ func TestStarted(t *testing.T) {
 	if !known(t, newTree(t)).Started(limit(ledger.StateHeld, time.Second, podA), nil) {
 		t.Error("a pod of which the kernel says nothing has not started")
 	}
+}
+
+// TestForceDeletedBeforeItStarted: a kubelet that is frozen between the admission and the pod's cgroup starts the pod when it goes
+// on, and hears of the deletion afterwards.
+func TestForceDeletedBeforeItStarted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newTree(t)
+		f.v2("kubepods/burstable", false)
+		p := known(t, f)
+		ask := func(want ledger.Verdict) {
+			t.Helper()
+			if got := p.Verdict(limit(ledger.StateHeld, time.Hour, podA)); got != want {
+				t.Errorf("got %v, want %v", got, want)
+			}
+		}
+		waiting := pod(podA, "a", pending)
+		p.add(t, waiting)
+		p.forget(waiting)
+		ask(ledger.Orphaned)
+		time.Sleep(unseen)
+		ask(ledger.Gone)
+
+		p.add(t, waiting)
+		p.forget(waiting)
+		f.group(podA, emptyGroup)
+		ask(ledger.Orphaned)
+		f.remove("kubepods/burstable/pod" + podA)
+		ask(ledger.Gone)
+	})
 }
 
 // TestStartedAndStruckOff: kubelet has admitted a pod that our watch knew to be gone, and has struck it off its checkpoint since.
