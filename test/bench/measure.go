@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
@@ -189,7 +190,7 @@ func (s *subject) allocations(ctx context.Context, n int) ([]Figure, error) {
 		if err != nil {
 			return nil, fmt.Errorf("allocate: %w", err)
 		}
-		if err := s.endPod(ctx, pod.Name, string(pod.UID)); err != nil {
+		if err := s.release(ctx, pod); err != nil {
 			return nil, err
 		}
 	}
@@ -197,8 +198,8 @@ func (s *subject) allocations(ctx context.Context, n int) ([]Figure, error) {
 	return []Figure{empty, allocates.figure("allocate_p50", 50).over(empty, goal{factor: 1.3})}, nil
 }
 
-// endPod writes down, as kubelet does, who got the devices, removes the pod, and waits until the agent has let them go.
-func (s *subject) endPod(ctx context.Context, name, uid string) error {
+// release writes down, as kubelet does, who got the devices, ends and removes the pod, and waits until the agent has let them go.
+func (s *subject) release(ctx context.Context, pod *corev1.Pod) error {
 	_, newest, err := s.node.limits()
 	if err != nil {
 		return err
@@ -209,10 +210,13 @@ func (s *subject) endPod(ctx context.Context, name, uid string) error {
 			return context.Cause(ctx)
 		}
 	}
-	if err := s.kubelet.writeCheckpoint(uid, s.ids); err != nil {
+	if err := s.kubelet.writeCheckpoint(string(pod.UID), s.ids); err != nil {
 		return err
 	}
-	if err := deletePod(ctx, s.client, name); err != nil {
+	if err := endPod(ctx, s.client, pod); err != nil {
+		return err
+	}
+	if err := deletePod(ctx, s.client, pod.Name); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)

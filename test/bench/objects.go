@@ -98,7 +98,11 @@ func createClaims(ctx context.Context, client kubernetes.Interface, prefix strin
 }
 
 func createClaim(ctx context.Context, client kubernetes.Interface, name, device string) (*resourceapi.ResourceClaim, error) {
+	// A pod that has ended is known to the agent, and what is unprepared for it is free at once.
 	pod, err := createPod(ctx, client, name)
+	if err == nil {
+		err = endPod(ctx, client, pod)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -137,6 +141,16 @@ func createPod(ctx context.Context, client kubernetes.Interface, name string) (*
 		return nil, fmt.Errorf("create pod %s: %w", name, err)
 	}
 	return pod, nil
+}
+
+// endPod writes of a pod, as kubelet does, that it has ended.
+func endPod(ctx context.Context, client kubernetes.Interface, pod *corev1.Pod) error {
+	ended := pod.DeepCopy()
+	ended.Status.Phase = corev1.PodSucceeded
+	if _, err := client.CoreV1().Pods(namespace).UpdateStatus(ctx, ended, metav1.UpdateOptions{}); err != nil {
+		return fmt.Errorf("end pod %s: %w", pod.Name, err)
+	}
+	return nil
 }
 
 func deletePod(ctx context.Context, client kubernetes.Interface, name string) error {
