@@ -47,6 +47,10 @@ type GPU struct {
 	// MIGCapable and MIGEnabled describe the current MIG mode, not whether partitions exist.
 	MIGCapable bool
 	MIGEnabled bool
+	// Profiles are the ways to partition it, by ID; nil where MIG is not to be had, or the driver does not say.
+	Profiles []Profile
+	// Partitions exist on it now, by place.
+	Partitions []Partition
 
 	// NVLinkDomain names the set of GPUs of this node that reach each other over NVLink; equal in all its members,
 	// empty for a GPU without NVLink peers.

@@ -13,13 +13,22 @@ import (
 type Ref struct {
 	// GPU is the UUID of the GPU, or of the partition's parent.
 	GPU string
-	// Placement is zero for a whole GPU.
+	// Placement is zero for a whole GPU; otherwise the memory slices that the GPU instance takes on it.
 	Placement Placement
+	// Compute is zero for a partition that has its GPU instance to itself; otherwise the compute slices that it takes of
+	// the GPU instance, beside others.
+	Compute Placement
 }
 
-// Placement is the range of memory slices that a partition takes on its parent (NVML's nvmlGpuInstancePlacement_t).
+// Placement is a range of slices: memory slices of a GPU (NVML's nvmlGpuInstancePlacement_t), or compute slices of a GPU
+// instance (nvmlComputeInstancePlacement_t).
 type Placement struct {
 	Start, Size int
+}
+
+// Overlaps reports whether the two ranges have a slice in common.
+func (p Placement) Overlaps(other Placement) bool {
+	return p.Start < other.Start+other.Size && other.Start < p.Start+p.Size
 }
 
 // Whole reports whether the Ref names a GPU with everything on it.
@@ -33,17 +42,27 @@ func (r Ref) Overlaps(other Ref) bool {
 	if r.Whole() || other.Whole() {
 		return true
 	}
-	a, b := r.Placement, other.Placement
-	return a.Start < b.Start+b.Size && b.Start < a.Start+a.Size
+	if r.Placement == other.Placement && r.Compute.Size > 0 && other.Compute.Size > 0 {
+		return r.Compute.Overlaps(other.Compute)
+	}
+	return r.Placement.Overlaps(other.Placement)
 }
 
-// String is the UUID of a whole GPU, and "<uuid>@<start>+<size>" for a partition.
+// String is the UUID of a whole GPU, "<uuid>@<start>+<size>" for a partition, and "<uuid>@<start>+<size>.<start>+<size>"
+// for one that takes only the compute slices after the dot.
 func (r Ref) String() string {
-	if r.Whole() {
+	switch {
+	case r.Whole():
 		return r.GPU
+	case r.Compute.Size == 0:
+		return r.GPU + "@" + r.Placement.String()
+	default:
+		return r.GPU + "@" + r.Placement.String() + "." + r.Compute.String()
 	}
-	return fmt.Sprintf("%s@%d+%d", r.GPU, r.Placement.Start, r.Placement.Size)
 }
+
+// String is "<start>+<size>".
+func (p Placement) String() string { return fmt.Sprintf("%d+%d", p.Start, p.Size) }
 
 // ParseRef is the inverse of Ref.String.
 func ParseRef(s string) (Ref, error) {
@@ -54,11 +73,25 @@ func ParseRef(s string) (Ref, error) {
 	if !partition {
 		return Ref{GPU: gpu}, nil
 	}
-	startText, sizeText, _ := strings.Cut(place, "+")
+	gpuInstance, compute, some := strings.Cut(place, ".")
+	ref := Ref{GPU: gpu}
+	var ok bool
+	if ref.Placement, ok = parsePlacement(gpuInstance); !ok {
+		return Ref{}, fmt.Errorf("parse device %q: placement %q is not <start>+<size>", s, gpuInstance)
+	}
+	if !some {
+		return ref, nil
+	}
+	if ref.Compute, ok = parsePlacement(compute); !ok {
+		return Ref{}, fmt.Errorf("parse device %q: compute placement %q is not <start>+<size>", s, compute)
+	}
+	return ref, nil
+}
+
+func parsePlacement(s string) (Placement, bool) {
+	startText, sizeText, _ := strings.Cut(s, "+")
 	start, startErr := strconv.Atoi(startText)
 	size, sizeErr := strconv.Atoi(sizeText)
-	if startErr != nil || sizeErr != nil || start < 0 || size <= 0 {
-		return Ref{}, fmt.Errorf("parse device %q: placement %q is not <start>+<size>", s, place)
-	}
-	return Ref{GPU: gpu, Placement: Placement{Start: start, Size: size}}, nil
+	p := Placement{Start: start, Size: size}
+	return p, startErr == nil && sizeErr == nil && start >= 0 && size > 0
 }
