@@ -4,12 +4,10 @@ package e2e
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -20,8 +18,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
-	"github.com/tandem-gpu/tandem/hack/image"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/newer"
 )
 
 // occupy starts two pods of each kind and answers which GPUs each sees.
@@ -156,12 +154,15 @@ func TestKubeletRestartedOnAFullNode(t *testing.T) {
 // that today's does not know. Going back to today's loses none of them.
 func TestUpgradedAndBack(t *testing.T) {
 	s := begin(t)
-	newer := s.newerImage()
+	tarball, err := newer.Image(s.ctx, s.TempDir(), "", io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
 	s.manifest(singleTemplate + one("claim", "claim-0") + one("claim", "claim-1") + one("limit", "limit-0") + one("limit", "limit-1"))
 	s.running(soon, 4, 0)
 	tandem := func(o install.Options) error { return install.Tandem(context.WithoutCancel(s.ctx), theCluster, o) }
 	today := s.undo(func() error { return tandem(install.Options{Values: installValues}) })
-	if err := tandem(install.Options{Image: newer, Values: append([]string{"podAnnotations.image=newer"}, installValues...)}); err != nil {
+	if err := tandem(install.Options{Image: tarball, Values: append([]string{"podAnnotations.image=newer"}, installValues...)}); err != nil {
 		t.Fatal(err)
 	}
 	before := s.fullNode()
@@ -172,44 +173,6 @@ func TestUpgradedAndBack(t *testing.T) {
 	today()
 	s.ready()
 	s.stillFull(before)
-}
-
-// newerImage builds an agent whose ledger is one version ahead.
-func (s *story) newerImage() (tarball string) {
-	s.Helper()
-	root, err := install.ModuleRoot(s.ctx)
-	if err != nil {
-		s.Fatal(err)
-	}
-	record, dir := filepath.Join(root, "pkg", "ledger", "record.go"), s.TempDir()
-	text, err := os.ReadFile(record)
-	if err != nil {
-		s.Fatal(err)
-	}
-	ahead := string(text)
-	for old, replacement := range map[string]string{
-		"recordVersion = 1":    "recordVersion = 2",
-		"type record struct {": "type record struct {\n\tNewer string `json:\"newer\"`",
-	} {
-		if strings.Count(ahead, old) != 1 {
-			s.Fatalf("%s does not say %q once", record, old)
-		}
-		ahead = strings.Replace(ahead, old, replacement, 1)
-	}
-	overlay, err := json.Marshal(map[string]map[string]string{"Replace": {record: filepath.Join(dir, "record.go")}})
-	if err != nil {
-		s.Fatal(err)
-	}
-	for name, content := range map[string][]byte{"record.go": []byte(ahead), "overlay.json": overlay} {
-		if err := os.WriteFile(filepath.Join(dir, name), content, 0o644); err != nil {
-			s.Fatal(err)
-		}
-	}
-	tarball, _, err = image.Build(s.ctx, image.Options{Out: filepath.Join(dir, "image"), Overlay: filepath.Join(dir, "overlay.json")})
-	if err != nil {
-		s.Fatal(err)
-	}
-	return tarball
 }
 
 func TestContainerdRestarted(t *testing.T) {
