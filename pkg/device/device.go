@@ -49,6 +49,8 @@ type GPU struct {
 	MIGEnabled bool
 	// Profiles are the ways to partition it, by ID; nil where MIG is not to be had, or the driver does not say.
 	Profiles []Profile
+	// Dynamic is set by policy: partitions of this GPU are made when claims ask for them, and destroyed afterwards.
+	Dynamic bool
 	// Partitions exist on it now, by place.
 	Partitions []Partition
 
@@ -122,14 +124,83 @@ func (inv Inventory) ByUUID(uuid string) (GPU, bool) {
 	return inv.find(func(g GPU) bool { return g.UUID == uuid })
 }
 
-// ByName finds a GPU by its published name, "gpu-<minor>".
-func (inv Inventory) ByName(name string) (GPU, bool) {
-	return inv.find(func(g GPU) bool { return g.Name() == name })
-}
-
 func (inv Inventory) find(match func(GPU) bool) (GPU, bool) {
 	if i := slices.IndexFunc(inv.GPUs, match); i >= 0 {
 		return inv.GPUs[i], true
 	}
 	return GPU{}, false
+}
+
+// ByName finds a device by its published name: a GPU, a partition that exists, or one that could be made on a dynamic GPU.
+func (inv Inventory) ByName(name string) (Device, bool) {
+	for _, g := range inv.GPUs {
+		if g.Name() == name {
+			return Device{GPU: g}, true
+		}
+		named := func(p Partition) bool { return p.Name() == name }
+		if i := slices.IndexFunc(g.Partitions, named); i >= 0 {
+			return Device{g, g.Partitions[i]}, true
+		}
+		if !g.Dynamic {
+			continue
+		}
+		if possible := g.Possible(); slices.ContainsFunc(possible, named) {
+			return Device{g, possible[slices.IndexFunc(possible, named)]}, true
+		}
+	}
+	return Device{}, false
+}
+
+// Devices are all that exist now, each GPU before its partitions. Which of them can be given out together is another question.
+func (inv Inventory) Devices() []Device {
+	var devices []Device
+	for _, g := range inv.GPUs {
+		devices = append(devices, Device{GPU: g})
+		for _, p := range g.Partitions {
+			devices = append(devices, Device{g, p})
+		}
+	}
+	return devices
+}
+
+// Device is what a holder can have: a whole GPU, or a partition of it.
+type Device struct {
+	GPU GPU
+	// Partition is zero for the whole GPU.
+	Partition Partition
+}
+
+// Whole reports whether it is the GPU with everything on it.
+func (d Device) Whole() bool { return d.Partition.Ref == Ref{} }
+
+// Ref names the hardware.
+func (d Device) Ref() Ref {
+	if d.Whole() {
+		return d.GPU.Ref()
+	}
+	return d.Partition.Ref
+}
+
+// Name is the published name.
+func (d Device) Name() string {
+	if d.Whole() {
+		return d.GPU.Name()
+	}
+	return d.Partition.Name()
+}
+
+// UUID is NVML's name; empty for a partition that is not made.
+func (d Device) UUID() string {
+	if d.Whole() {
+		return d.GPU.UUID
+	}
+	return d.Partition.UUID
+}
+
+// Health of a partition is that of its GPU, where that is not well.
+func (d Device) Health() Health {
+	if d.Whole() || !d.GPU.Health.Healthy() {
+		return d.GPU.Health
+	}
+	return d.Partition.Health
 }

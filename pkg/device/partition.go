@@ -39,9 +39,10 @@ type Capacity struct {
 	OFAEngines      int
 }
 
-// Partition is a MIG device that exists on its parent now: a compute instance in a GPU instance.
+// Partition is a MIG device: a compute instance in a GPU instance of its parent, or the place where one can be made.
 type Partition struct {
-	// UUID is NVML's name for it ("MIG-" and a UUID). A partition that is made again in the same place has another one.
+	// UUID is NVML's name for it ("MIG-" and a UUID), empty while it is not made. A partition that is made again in the same
+	// place has another one.
 	UUID string
 	// Ref is its place.
 	Ref Ref
@@ -54,7 +55,23 @@ type Partition struct {
 	GPUInstance     int
 	ComputeInstance int
 	Capacity        Capacity
-	Health          Health
+	// Made is set on partitions that were made for a claim, and that go with it. The others are the administrator's.
+	Made   bool
+	Health Health
+}
+
+// Possible are the partitions that GPU could be cut into, each by itself, by profile ID and place.
+func (g GPU) Possible() []Partition {
+	var possible []Partition
+	for _, profile := range g.Profiles {
+		for _, place := range profile.Placements {
+			possible = append(possible, Partition{
+				Ref: Ref{GPU: g.UUID, Placement: place}, Parent: g.Minor,
+				Profile: profile.Name, ProfileID: profile.ID, Capacity: profile.Capacity,
+			})
+		}
+	}
+	return possible
 }
 
 // Name is the name under which the partition is published, as NVIDIA's DRA driver has it.

@@ -149,7 +149,8 @@ func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.De
 	if result.Pool != d.NodeName {
 		return device.GPU{}, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated anew", result.Request, result.Device, result.Pool, d.NodeName)
 	}
-	gpu, ok := inv.ByName(result.Device)
+	found, ok := inv.ByName(result.Device)
+	ok = ok && found.Whole()
 	if !ok && len(inv.GPUs) == 0 {
 		return device.GPU{}, fmt.Errorf("device %s of pool %s for request %s is not there: the node has no NVIDIA driver at the moment, or it finds no GPU", result.Device, result.Pool, result.Request)
 	}
@@ -159,7 +160,7 @@ func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.De
 	if err := checkParameters(claim.Status.Allocation, d.DriverName, result); err != nil {
 		return device.GPU{}, refuse(reasonInvalidParameters, "request %s: %v: retrying does not help, correct the claim or its class and create the claim anew", result.Request, err)
 	}
-	return gpu, nil
+	return found.GPU, nil
 }
 
 // podsOf says which pods the claim is reserved for.

@@ -203,8 +203,8 @@ func (r *Reconciler) resolve(devices []evidence.PoolDevice) []device.Ref {
 	inventory := r.Inventory.Inventory()
 	var refs []device.Ref
 	for _, d := range r.ofNode(devices) {
-		if gpu, ok := inventory.ByName(d.Device); ok {
-			refs = append(refs, gpu.Ref())
+		if found, ok := inventory.ByName(d.Device); ok {
+			refs = append(refs, found.Ref())
 		}
 	}
 	return refs

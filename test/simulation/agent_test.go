@@ -292,8 +292,8 @@ func (a *agent) specHasChanged() {
 func (a *agent) Allocated() []device.Ref {
 	var refs []device.Ref
 	for _, name := range devicesOf(a.spec) {
-		if gpu, ok := a.inventory.ByName(name); ok {
-			refs = append(refs, gpu.Ref())
+		if found, ok := a.inventory.ByName(name); ok {
+			refs = append(refs, found.Ref())
 		}
 	}
 	return refs
