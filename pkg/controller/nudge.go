@@ -17,7 +17,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -31,6 +34,8 @@ const RetryAnnotation = "tandem-gpu.dev/retry"
 type Nudge struct {
 	UID             types.UID
 	Namespace, Name string
+	// Pod is the only one that is meant, of a claim that is prepared already: others of it may run. Empty for all of them.
+	Pod types.UID
 	// Patience is how long kubelet may take by itself before it is told.
 	Patience time.Duration
 }
@@ -39,13 +44,15 @@ type Nudge struct {
 const (
 	expectedPatience   = 3 * time.Second
 	unpreparedPatience = 5 * time.Second
+	preparedPatience   = 5 * time.Second
 )
 
 // Nudges are the claims of a node that kubelet could prepare now and is not known to be about to: losers that wait and whose
-// devices have become free; claims of before a reboot whose GPUs are kept for them; and claims that are allocated here and
-// that nobody has prepared, as when kubelet asked while the agent was away. A condemned claim is never among them. It is a
-// pure function.
-func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) []Nudge {
+// devices have become free; claims of before a reboot whose GPUs are kept for them; claims that are allocated here and that
+// nobody has prepared, as when kubelet asked while the agent was away; and claims that are prepared, one by one for their pods
+// in waiting, those that are Pending on the node by the UID of the claim. Such a pod was refused while its claim was condemned,
+// or the agent died before it had answered. A condemned claim is never among them. It is a pure function.
+func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, waiting map[types.UID][]types.UID) []Nudge {
 	var nudges []Nudge
 	devices := map[string]v1alpha1.DeviceStatus{}
 	for _, device := range status.Devices {
@@ -72,6 +79,11 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) []N
 		case state == v1alpha1.HoldExpected:
 			nudge.Patience = expectedPatience
 			nudges = append(nudges, nudge)
+		default:
+			for _, pod := range waiting[claim.UID] {
+				nudge.Pod, nudge.Patience = pod, preparedPatience
+				nudges = append(nudges, nudge)
+			}
 		}
 	}
 	return nudges
@@ -114,6 +126,14 @@ func Nudgeable(pod *corev1.Pod, node string) bool {
 	return true
 }
 
+// Unstarted reports whether kubelet has made no sandbox for a pod: a container of it, or the image for one, comes after that.
+// Kubelets before 1.36 say so late, when the image is there. It is a pure function.
+func Unstarted(pod *corev1.Pod) bool {
+	return !hasStarted(pod) && !slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReadyToStartContainers && c.Status == corev1.ConditionTrue
+	})
+}
+
 // nudger annotates pods that kubelet could start now.
 type nudger struct {
 	client client.Client
@@ -127,22 +147,36 @@ type nudger struct {
 	nodes map[string]map[types.UID]*patience
 }
 
-// patience is when it is time for the next nudge of a claim, and how long after it for the one that follows.
+// patience is when it is time for the next nudge of a claim, how long after it for the one that follows, and how many there were.
 type patience struct {
 	next     time.Time
 	interval time.Duration
+	nudges   int
 }
 
-// Between two nudges of one claim. What fails again and again is soon left to kubelet's own rhythm.
 const (
+	// Between two nudges of one claim. What fails again and again is soon left to kubelet's own rhythm.
 	nudgeInterval    = 5 * time.Second
 	nudgeIntervalMax = 80 * time.Second
+	// nudgesOfPod is how often a pod is nudged whose claim is prepared. By the last one, after 80 s, kubelet has tried by
+	// itself: whatever keeps the pod then is not ours.
+	nudgesOfPod = 5
 )
+
+// key is what a patience is for.
+func (n Nudge) key() types.UID {
+	if n.Pod != "" {
+		return n.Pod
+	}
+	return n.UID
+}
 
 func (n *nudger) register(m manager.Manager) error {
 	err := builder.ControllerManagedBy(m).Named("nudge").
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(n.claims.driver)).
+		// One more pod for a claim that is allocated changes neither.
+		Watches(&corev1.Pod{}, handler.EnqueueRequestsFromMapFunc(nodeOfPod), builder.WithPredicates(bound)).
 		WatchesRawSource(n.claims.source()).
 		WithOptions(options(1)).
 		Complete(n)
@@ -150,6 +184,27 @@ func (n *nudger) register(m manager.Manager) error {
 		return fmt.Errorf("register nudge: %w", err)
 	}
 	return nil
+}
+
+// bound are events of pods that are, or have just been, bound to a node. Only Pending pods are watched.
+var bound = predicate.Funcs{
+	CreateFunc:  func(e event.CreateEvent) bool { return onNode(e.Object) },
+	UpdateFunc:  func(e event.UpdateEvent) bool { return onNode(e.ObjectNew) && !onNode(e.ObjectOld) },
+	DeleteFunc:  func(event.DeleteEvent) bool { return false },
+	GenericFunc: func(event.GenericEvent) bool { return false },
+}
+
+func onNode(o client.Object) bool {
+	pod, ok := o.(*corev1.Pod)
+	return ok && pod.Spec.NodeName != ""
+}
+
+func nodeOfPod(_ context.Context, o client.Object) []reconcile.Request {
+	pod, ok := o.(*corev1.Pod)
+	if !ok || len(pod.Spec.ResourceClaims) == 0 && pod.Status.ExtendedResourceClaimStatus == nil {
+		return nil
+	}
+	return []reconcile.Request{{NamespacedName: types.NamespacedName{Name: pod.Spec.NodeName}}}
 }
 
 // Reconcile implements reconcile.Reconciler for one node.
@@ -166,12 +221,40 @@ func (n *nudger) Reconcile(ctx context.Context, request reconcile.Request) (reco
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	due, wait := n.due(request.Name, Nudges(node.Status, claims))
+	waiting, err := n.waiting(ctx, request.Name, claims)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	due, wait := n.due(request.Name, Nudges(node.Status, claims, waiting))
 	var errs []error
 	for _, nudge := range due {
 		errs = append(errs, n.nudge(ctx, request.Name, nudge))
 	}
 	return reconcile.Result{RequeueAfter: wait}, errors.Join(errs...)
+}
+
+// waiting are the Pending pods of a node that have one of the claims reserved, by the claim's UID. Nothing is read that is not
+// in the cache.
+func (n *nudger) waiting(ctx context.Context, node string, claims []v1alpha1.AllocatedClaim) (map[types.UID][]types.UID, error) {
+	waiting := map[types.UID][]types.UID{}
+	for _, c := range claims {
+		claim := &resourceapi.ResourceClaim{}
+		key := types.NamespacedName{Namespace: c.Namespace, Name: c.Name}
+		if err := n.client.Get(ctx, key, claim); client.IgnoreNotFound(err) != nil {
+			return nil, fmt.Errorf("get claim %s: %w", key, err)
+		}
+		for _, consumer := range claim.Status.ReservedFor {
+			pod := &corev1.Pod{}
+			key.Name = consumer.Name
+			if err := n.client.Get(ctx, key, pod); client.IgnoreNotFound(err) != nil {
+				return nil, fmt.Errorf("get pod %s: %w", key, err)
+			}
+			if pod.UID == consumer.UID && pod.Status.Phase == corev1.PodPending && Nudgeable(pod, node) {
+				waiting[claim.UID] = append(waiting[claim.UID], pod.UID)
+			}
+		}
+	}
+	return waiting, nil
 }
 
 // due picks those whose time has come, and says when the next one's will.
@@ -183,14 +266,17 @@ func (n *nudger) due(node string, nudges []Nudge) (due []Nudge, wait time.Durati
 	}
 	now, before, after := n.now(), n.nodes[node], map[types.UID]*patience{}
 	for _, nudge := range nudges {
-		p := before[nudge.UID]
+		p := before[nudge.key()]
 		if p == nil {
 			p = &patience{next: now.Add(nudge.Patience), interval: nudgeInterval}
 		}
-		after[nudge.UID] = p
+		after[nudge.key()] = p
+		if nudge.Pod != "" && p.nudges >= nudgesOfPod {
+			continue
+		}
 		if !now.Before(p.next) {
 			due = append(due, nudge)
-			p.next, p.interval = now.Add(p.interval), min(2*p.interval, nudgeIntervalMax)
+			p.next, p.interval, p.nudges = now.Add(p.interval), min(2*p.interval, nudgeIntervalMax), p.nudges+1
 		}
 		if left := p.next.Sub(now); wait == 0 || left < wait {
 			wait = left
@@ -212,6 +298,9 @@ func (n *nudger) nudge(ctx context.Context, node string, nudge Nudge) error {
 		return nil
 	}
 	for _, consumer := range claim.Status.ReservedFor {
+		if nudge.Pod != "" && nudge.Pod != consumer.UID {
+			continue
+		}
 		pod := &corev1.Pod{}
 		key := types.NamespacedName{Namespace: nudge.Namespace, Name: consumer.Name}
 		switch err := n.live.Get(ctx, key, pod); {
@@ -219,7 +308,7 @@ func (n *nudger) nudge(ctx context.Context, node string, nudge Nudge) error {
 			continue
 		case err != nil:
 			return fmt.Errorf("get pod %s: %w", key, err)
-		case pod.UID != consumer.UID, !Nudgeable(pod, node):
+		case pod.UID != consumer.UID, !Nudgeable(pod, node), nudge.Pod != "" && !Unstarted(pod):
 			continue
 		}
 		if err := n.annotate(ctx, pod); err != nil {

@@ -9,10 +9,13 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
@@ -42,6 +45,7 @@ func TestNudges(t *testing.T) {
 	for name, c := range map[string]struct {
 		status  []change
 		claims  []string // a claim of that name, allocated gpu-0 and gpu-1
+		waiting []types.UID
 		want    string
 		patient time.Duration
 	}{
@@ -58,6 +62,9 @@ func TestNudges(t *testing.T) {
 		"half of it prepared":              {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0), claimHolds("a", v1alpha1.HoldHeld, 1)}, claims: []string{"a"}},
 		"prepared":                         {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}},
 		"draining":                         {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}},
+		"prepared, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedPatience},
+		"draining, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedPatience},
+		"condemned, a pod waits":           {status: []change{losing(condemned("a", "gpu-0")), claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}},
 		"allocated, nobody asked":          {claims: []string{"a"}, want: "a", patient: unpreparedPatience},
 		"allocated, one of two held by it": {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0)}, claims: []string{"a"}, want: "a", patient: unpreparedPatience},
 		"allocated, taken":                 {status: []change{limitHolds(1)}, claims: []string{"a"}},
@@ -71,7 +78,12 @@ func TestNudges(t *testing.T) {
 			if c.want != "" {
 				want = []Nudge{{UID: types.UID("uid-" + c.want), Namespace: "ns", Name: c.want, Patience: c.patient}}
 			}
-			if diff := cmp.Diff(want, Nudges(gpuNode(c.status...).Status, claims)); diff != "" {
+			for _, pod := range c.waiting {
+				for i := range want {
+					want[i].Pod = pod
+				}
+			}
+			if diff := cmp.Diff(want, Nudges(gpuNode(c.status...).Status, claims, map[types.UID][]types.UID{"uid-a": c.waiting})); diff != "" {
 				t.Error(diff)
 			}
 		})
@@ -97,6 +109,30 @@ func TestNudgeable(t *testing.T) {
 		"Running in name only": {func(p *corev1.Pod) { started(p); p.Status.Phase = corev1.PodRunning }, true},
 	} {
 		if got := Nudgeable(newPod("a", c.change), "node-1"); got != c.want {
+			t.Errorf("%s: %t", name, got)
+		}
+	}
+}
+
+func sandbox(status corev1.ConditionStatus) func(*corev1.Pod) {
+	return func(p *corev1.Pod) {
+		p.Status.Conditions = append(p.Status.Conditions, corev1.PodCondition{Type: corev1.PodReadyToStartContainers, Status: status})
+	}
+}
+
+func TestUnstarted(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(*corev1.Pod)
+		want   bool
+	}{
+		"creating":             {creating, true},
+		"no sandbox":           {sandbox(corev1.ConditionFalse), true},
+		"its image is pulled":  {sandbox(corev1.ConditionTrue), false},
+		"between two starts":   {started, false},
+		"an init has run":      {initialised, false},
+		"no word from kubelet": {func(*corev1.Pod) {}, true},
+	} {
+		if got := Unstarted(newPod("a", c.change)); got != c.want {
 			t.Errorf("%s: %t", name, got)
 		}
 	}
@@ -133,7 +169,11 @@ func TestNudgeAnnotatesOnceInAWhile(t *testing.T) {
 	if first, last := writes[0], writes[len(writes)-1]; first != 2 || last != 7 {
 		t.Errorf("%d writes after 5 s, %d after 300 s", first, last)
 	}
-	// It is prepared at last, and forgotten.
+	// It is prepared at last, its pod runs, and it is forgotten.
+	pod := newPod("a", running)
+	if err := w.client.Status().Patch(t.Context(), pod, client.MergeFrom(newPod("a"))); err != nil {
+		t.Fatal(err)
+	}
 	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Losers = nil; claimHolds("a", v1alpha1.HoldHeld, 0)(s) })
 	if result := w.twice(n, "node-1"); result.RequeueAfter != 0 || len(n.nodes) != 0 {
 		t.Errorf("again after %v, remembers %v", result.RequeueAfter, n.nodes)
@@ -150,6 +190,69 @@ func TestNudgeHasPatience(t *testing.T) {
 	w.clock = w.clock.Add(expectedPatience)
 	w.twice(n, "node-1")
 	w.want(map[string]int{"patch Pod": 1})
+}
+
+// TestNudgeOnePodOfAPreparedClaim: the claim runs in one pod and another one waits, which was refused or never answered.
+func TestNudgeOnePodOfAPreparedClaim(t *testing.T) {
+	shared := newClaim("a", "gpu-0")
+	shared.Status.ReservedFor = append(shared.Status.ReservedFor, resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: "pod-b", UID: "uid-pod-b"})
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldHeld, 0)), shared, newPod("a", running), newPod("b", creating))
+	n := w.nudger()
+	if result := w.twice(n, "node-1"); result.RequeueAfter != preparedPatience {
+		t.Errorf("again after %v", result.RequeueAfter)
+	}
+	w.want(map[string]int{})
+	w.clock = w.clock.Add(preparedPatience)
+	w.twice(n, "node-1")
+	w.want(map[string]int{"patch Pod": 1})
+	if w.retry("pod-a") != "" || w.retry("pod-b") == "" {
+		t.Errorf("annotations %q of the one that runs, %q of the one that waits", w.retry("pod-a"), w.retry("pod-b"))
+	}
+	var result reconcile.Result
+	for range 60 {
+		w.clock = w.clock.Add(5 * time.Second)
+		result = w.twice(n, "node-1")
+	}
+	// After 5, 10, 20, 40 and 80 seconds, and then no more.
+	w.want(map[string]int{"patch Pod": nudgesOfPod})
+	if result.RequeueAfter != 0 {
+		t.Errorf("again after %v", result.RequeueAfter)
+	}
+}
+
+func TestNudgeOfAPreparedClaimSparesWhoGoesOn(t *testing.T) {
+	for name, change := range map[string]func(*corev1.Pod){
+		"its image is pulled": sandbox(corev1.ConditionTrue),
+		"going":               deleting,
+		"bound elsewhere":     func(p *corev1.Pod) { p.Spec.NodeName = "node-2" },
+		"another of its name": func(p *corev1.Pod) { p.UID = "new" },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldHeld, 0)), newClaim("a", "gpu-0"), newPod("a", creating, change))
+			n := w.nudger()
+			w.twice(n, "node-1")
+			w.clock = w.clock.Add(preparedPatience)
+			w.twice(n, "node-1")
+			w.want(map[string]int{})
+		})
+	}
+}
+
+func TestNudgeHearsOfPods(t *testing.T) {
+	withClaim := func(p *corev1.Pod) { p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu"}} }
+	unbound := func(p *corev1.Pod) { p.Spec.NodeName = "" }
+	if got := nodeOfPod(t.Context(), newPod("a")); len(got) != 0 {
+		t.Errorf("a pod without claims: %v", got)
+	}
+	if got := nodeOfPod(t.Context(), newPod("a", withClaim)); len(got) != 1 || got[0].Name != "node-1" {
+		t.Errorf("a pod with a claim: %v", got)
+	}
+	if !bound.Update(event.UpdateEvent{ObjectOld: newPod("a", unbound), ObjectNew: newPod("a")}) || !bound.Create(event.CreateEvent{Object: newPod("a")}) {
+		t.Error("a pod that is bound is not heard of")
+	}
+	if bound.Update(event.UpdateEvent{ObjectOld: newPod("a"), ObjectNew: newPod("a")}) || bound.Create(event.CreateEvent{Object: newPod("a", unbound)}) {
+		t.Error("a pod that was bound before, or is not, is heard of")
+	}
 }
 
 func TestNudgeLeavesOthersAlone(t *testing.T) {

@@ -36,12 +36,13 @@ type director struct {
 type patience struct {
 	next     time.Time
 	interval time.Duration
+	nudges   int
 }
 
 func (s *simulation) startController() {
 	d := &director{simulation: s, life: newLife("controller"), busy: map[string]bool{}, nudged: map[types.UID]*patience{}}
 	s.controller = d
-	d.seen = s.api.watch(d.life, "claim/ node/ gpunode/", func(string, any, any) { d.lookSoon(0) }, func() { d.lookSoon(0) })
+	d.seen = s.api.watch(d.life, "claim/ node/ gpunode/ pod/", func(string, any, any) { d.lookSoon(0) }, func() { d.lookSoon(0) })
 }
 
 func (s *simulation) killController() {
@@ -191,31 +192,58 @@ func (d *director) judge(loser v1alpha1.LosingClaim) {
 func (d *director) nudge(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
 	now, before := time.Now(), d.nudged
 	d.nudged = map[types.UID]*patience{}
-	for _, n := range controller.Nudges(object.status, claims) {
-		p := before[n.UID]
+	for _, n := range controller.Nudges(object.status, claims, d.waiting()) {
+		key := n.UID
+		if n.Pod != "" {
+			key = n.Pod
+		}
+		p := before[key]
 		if p == nil {
 			p = &patience{next: now.Add(n.Patience), interval: 5 * time.Second}
 		}
-		d.nudged[n.UID] = p
+		d.nudged[key] = p
+		if n.Pod != "" && p.nudges >= 5 {
+			continue
+		}
 		if now.Before(p.next) {
 			d.lookSoon(p.next.Sub(now))
 			continue
 		}
-		p.next, p.interval = now.Add(p.interval), min(2*p.interval, 80*time.Second)
+		p.next, p.interval, p.nudges = now.Add(p.interval), min(2*p.interval, 80*time.Second), p.nudges+1
 		d.lookSoon(p.next.Sub(now))
 		k, ok := d.seen.cache[claimKey(n.Name)].(*claim)
 		if !ok || k.uid != string(n.UID) {
 			continue
 		}
 		for _, uid := range k.reservedFor {
+			if n.Pod != "" && n.Pod != types.UID(uid) {
+				continue
+			}
 			d.once("nudges "+uid, func() {
-				if p, ok := get[*pod](d.api, podKey(uid)); ok && p.bound && controller.Nudgeable(podObject(p), nodeName) {
+				p, ok := get[*pod](d.api, podKey(uid))
+				if ok && p.bound && controller.Nudgeable(podObject(p), nodeName) && (n.Pod == "" || controller.Unstarted(podObject(p))) {
 					d.hit(nudged)
+					if n.Pod != "" {
+						d.hit(latecomerNudged)
+					}
 					d.api.updatePod(uid, func(p *pod) { p.retry = time.Now().Format(time.RFC3339Nano) })
 				}
 			})
 		}
 	}
+}
+
+// waiting are the Pending pods that it has heard of, by the UIDs of the claims that they have reserved.
+func (d *director) waiting() map[types.UID][]types.UID {
+	waiting := map[types.UID][]types.UID{}
+	for _, k := range all[*claim](d.seen.cache) {
+		for _, uid := range k.reservedFor {
+			if p, ok := d.seen.cache[podKey(uid)].(*pod); ok && p.bound && p.phase == pending && !p.deleting {
+				waiting[types.UID(k.uid)] = append(waiting[types.UID(k.uid)], types.UID(uid))
+			}
+		}
+	}
+	return waiting
 }
 
 // devicesOf are the devices that a spec keeps for claims.

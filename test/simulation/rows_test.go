@@ -44,6 +44,7 @@ const (
 	condemnedEvicted         row = "condemned-claims-pod-evicted"
 	evictionOvertaken        row = "eviction-overtaken-by-a-change-of-the-pod"
 	nudged                   row = "kubelet-nudged-to-prepare"
+	latecomerNudged          row = "pod-of-a-prepared-claim-nudged"
 	condemnedRefused         row = "condemned-claim-refused"
 	keptByNewAllocation      row = "device-kept-by-a-claim-allocated-anew"
 	claimYields              row = "claim-lets-bound-limits-go-first"
@@ -56,5 +57,5 @@ var allRows = []row{
 	agentDiesBeforeAnswer, agentDiesOnDisk, agentRestarts, kubeletRestarts, kubeletDiesInCall, allocateUnknownPod, oldStreamEndsNew,
 	listForgetsInFlight, staleAllocatable, staleSlice, forceDeletedRuns, forceDeletedUnseen, stateDeleted, checkpointDeleted,
 	checkpointIsOld, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
-	allocatableLowered, condemnedEvicted, evictionOvertaken, nudged, condemnedRefused, claimYields,
+	allocatableLowered, condemnedEvicted, evictionOvertaken, nudged, latecomerNudged, condemnedRefused, claimYields,
 }

@@ -383,7 +383,8 @@ func (s *simulation) killKubelet() {
 func (s *simulation) reboot() {
 	s.before = map[string][]string{}
 	for _, group := range s.host.pods {
-		if group.busy {
+		// A pod that was force-deleted may still run with what its claim had before it was allocated anew.
+		if k := s.claimOf(group.owner); group.busy && k != nil && slices.Equal(k.devices, group.gpus) {
 			s.before[group.owner] = group.gpus
 		}
 	}
