@@ -23,7 +23,7 @@ const module = "github.com/tandem-gpu/tandem"
 var layers = [][]string{
 	{"pkg/device", "internal/version", "api"},
 	{"pkg/mig", "internal/config", "internal/status"},
-	{"pkg/ledger", "pkg/cdi"},
+	{"pkg/ledger", "pkg/cdi", "pkg/partition"},
 	{"pkg/evidence"},
 	{"pkg/reconcile", "pkg/driver", "pkg/legacy", "pkg/gpunode", "pkg/controller"},
 	{"pkg/nvml"},

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package partition makes MIG partitions for claims and destroys them again, as transactions: what is about to be made is
+// recorded before the driver is asked, and the record goes when the partition is gone. Between the two, a process that died
+// leaves nothing that the next cannot finish or undo. Partitions without a record are somebody else's and are never touched.
+// Who may have a partition is the ledger's decision, and has been made before.
+package partition
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/mig"
+)
+
+// Hardware is the NVIDIA driver. Calls about one GPU come one at a time. *nvml.Node implements it.
+type Hardware interface {
+	Inventory() device.Inventory
+	// Changed returns a channel that is closed at the next change of the inventory. It is taken before Inventory is read.
+	Changed() <-chan struct{}
+	// EnableMIG and DisableMIG switch the mode of a GPU that can without a reset. Idempotent.
+	EnableMIG(ctx context.Context, gpu string) error
+	DisableMIG(ctx context.Context, gpu string) error
+	// Create makes a partition, or nothing. The inventory has it when Create returns.
+	Create(ctx context.Context, ref device.Ref, profile device.Profile) (device.Partition, error)
+	// Destroy removes what is in that place, complete or not, or all that it can of it. Idempotent.
+	Destroy(ctx context.Context, ref device.Ref) error
+	// Partitions are those of the GPU as they are now. One without a compute instance has no UUID.
+	Partitions(ctx context.Context, gpu string) ([]device.Partition, error)
+}
+
+// ForeignError says that a partition which nobody here has made is in the way.
+type ForeignError struct {
+	Wanted  device.Partition
+	Foreign device.Partition
+}
+
+// Error names both.
+func (e *ForeignError) Error() string {
+	return fmt.Sprintf("partition %s cannot be made: partition %s (%s), which Tandem has not made, is in the way", e.Wanted.Name(), e.Foreign.Name(), e.Foreign.UUID)
+}
+
+// Maker makes and destroys partitions. All methods are safe for concurrent use; a slow GPU keeps nobody from another.
+type Maker struct {
+	records  *Records
+	hardware Hardware
+	dynamic  func(device.GPU) bool
+
+	mu    sync.Mutex
+	turns map[string]chan struct{}
+}
+
+// NewMaker does nothing visible. dynamic is the policy: the GPUs that may be partitioned on demand; nil means none.
+func NewMaker(records *Records, hardware Hardware, dynamic func(device.GPU) bool) *Maker {
+	if dynamic == nil {
+		dynamic = func(device.GPU) bool { return false }
+	}
+	return &Maker{records: records, hardware: hardware, dynamic: dynamic, turns: map[string]chan struct{}{}}
+}
+
+// Changed returns a channel that is closed at the next change of the inventory. It is taken before Inventory is read.
+func (m *Maker) Changed() <-chan struct{} { return m.hardware.Changed() }
+
+// Inventory is the node's, with what policy and records say of it.
+func (m *Maker) Inventory() device.Inventory {
+	inv := m.hardware.Inventory()
+	gpus := slices.Clone(inv.GPUs)
+	for i := range gpus {
+		gpus[i].Dynamic = gpus[i].MIGCapable && m.dynamic(gpus[i])
+		gpus[i].Partitions = m.mark(gpus[i].Partitions)
+	}
+	inv.GPUs = gpus
+	return inv
+}
+
+// mark says which of the partitions were made here.
+func (m *Maker) mark(partitions []device.Partition) []device.Partition {
+	marked := slices.Clone(partitions)
+	for i, p := range marked {
+		record, ok := m.records.get(p.Ref)
+		marked[i].Made = ok && record.names(p)
+	}
+	return marked
+}
+
+// Make returns the partition in the place of want, and makes it before if it is not there. The caller has reserved the place.
+// Idempotent. A *ForeignError says that waiting helps only if an administrator acts; any other error is worth another try. What
+// an attempt that fails has left behind is for Destroy.
+func (m *Maker) Make(ctx context.Context, want device.Partition) (device.Partition, error) {
+	made, err := m.make(ctx, want)
+	var foreign *ForeignError
+	if err != nil && !errors.As(err, &foreign) {
+		err = fmt.Errorf("make partition %s: %w", want.Name(), err)
+	}
+	return made, err
+}
+
+func (m *Maker) make(ctx context.Context, want device.Partition) (device.Partition, error) {
+	gpu, profile, err := m.place(want)
+	if err != nil {
+		return device.Partition{}, err
+	}
+	leave, err := m.enter(ctx, gpu.UUID)
+	if err != nil {
+		return device.Partition{}, err
+	}
+	defer leave()
+	found, err := m.hardware.Partitions(ctx, gpu.UUID)
+	if err != nil {
+		return device.Partition{}, err
+	}
+	record, ours := m.records.get(want.Ref)
+	for _, p := range found {
+		switch {
+		case !p.Ref.Overlaps(want.Ref):
+		case !ours || p.Ref != want.Ref || !record.names(p):
+			return device.Partition{}, &ForeignError{Wanted: want, Foreign: p}
+		case p.UUID != "" && p.ProfileID == want.ProfileID:
+			p.Made = true
+			return p, m.records.put(p)
+		default:
+			if err := m.hardware.Destroy(context.WithoutCancel(ctx), p.Ref); err != nil {
+				return device.Partition{}, fmt.Errorf("clear its place of what is half made: %w", err)
+			}
+		}
+	}
+	intent := want
+	intent.UUID = ""
+	if err := m.records.put(intent); err != nil {
+		return device.Partition{}, err
+	}
+	if err := m.hardware.EnableMIG(ctx, gpu.UUID); err != nil {
+		return device.Partition{}, err
+	}
+	// Half a partition helps nobody: what was begun ends, whoever has stopped waiting.
+	p, err := m.hardware.Create(context.WithoutCancel(ctx), want.Ref, profile)
+	if err != nil {
+		return device.Partition{}, err
+	}
+	p.Made = true
+	return p, m.records.put(p)
+}
+
+// place finds the GPU and the profile of a partition.
+func (m *Maker) place(want device.Partition) (device.GPU, device.Profile, error) {
+	gpu, ok := m.hardware.Inventory().ByUUID(want.Ref.GPU)
+	if !ok {
+		return device.GPU{}, device.Profile{}, errors.New("its GPU is not there")
+	}
+	i := slices.IndexFunc(gpu.Profiles, func(p device.Profile) bool { return p.ID == want.ProfileID })
+	if i < 0 || !slices.Contains(gpu.Profiles[i].Placements, want.Ref.Placement) {
+		return device.GPU{}, device.Profile{}, fmt.Errorf("its GPU %s has no such profile and place", gpu.Name())
+	}
+	return gpu, gpu.Profiles[i], nil
+}
+
+// Destroy removes a partition that was made here, complete or not, and forgets it. It asks unused once no Make of that GPU is under
+// way, and does nothing where the answer is no. A partition without a record is left alone. Idempotent; after an error
+// it is still recorded.
+func (m *Maker) Destroy(ctx context.Context, ref device.Ref, unused func() bool) error {
+	if err := m.destroy(ctx, ref, unused); err != nil {
+		return fmt.Errorf("destroy partition %s: %w", ref, err)
+	}
+	return nil
+}
+
+func (m *Maker) destroy(ctx context.Context, ref device.Ref, unused func() bool) error {
+	leave, err := m.enter(ctx, ref.GPU)
+	if err != nil {
+		return err
+	}
+	defer leave()
+	record, ours := m.records.get(ref)
+	if !ours || !unused() {
+		return nil
+	}
+	found, err := m.hardware.Partitions(ctx, ref.GPU)
+	if err != nil {
+		return err
+	}
+	for _, p := range found {
+		// Another UUID means that somebody has destroyed ours and made one of their own.
+		if p.Ref.Placement == ref.Placement && record.names(p) {
+			if err := m.hardware.Destroy(context.WithoutCancel(ctx), ref); err != nil {
+				return err
+			}
+			break
+		}
+	}
+	return m.records.drop(ref)
+}
+
+// Whole makes a dynamic GPU usable as a whole: its MIG mode is switched off. The caller has reserved the GPU. Idempotent, and
+// cheap where the mode is off. A *ForeignError says that there is a partition on it.
+func (m *Maker) Whole(ctx context.Context, uuid string) error {
+	gpu, ok := m.Inventory().ByUUID(uuid)
+	if !ok || !gpu.Dynamic || !gpu.MIGEnabled {
+		return nil
+	}
+	leave, err := m.enter(ctx, uuid)
+	if err == nil {
+		defer leave()
+		err = m.disable(ctx, gpu)
+	}
+	if err != nil {
+		return fmt.Errorf("switch MIG mode of %s off: %w", gpu.Name(), err)
+	}
+	return nil
+}
+
+func (m *Maker) disable(ctx context.Context, gpu device.GPU) error {
+	found, err := m.hardware.Partitions(ctx, gpu.UUID)
+	if err != nil {
+		return err
+	}
+	if len(found) > 0 {
+		return fmt.Errorf("partition %s (%s) is on it", found[0].Name(), found[0].UUID)
+	}
+	return m.hardware.DisableMIG(ctx, gpu.UUID)
+}
+
+// Rest switches the MIG mode of dynamic GPUs off that have no partition any more, so that limits can have them. Somebody who
+// holds such a GPU must not be disturbed: free says who may be. Called now and then; errors are worth another try.
+func (m *Maker) Rest(ctx context.Context, free func(gpu device.Ref) bool) error {
+	var errs []error
+	for _, gpu := range m.Inventory().GPUs {
+		if !gpu.Dynamic || !gpu.MIGEnabled || len(gpu.Partitions) > 0 || !mig.Switchable(gpu) || !gpu.Health.Healthy() {
+			continue
+		}
+		errs = append(errs, m.rest(ctx, gpu, free))
+	}
+	return errors.Join(errs...)
+}
+
+func (m *Maker) rest(ctx context.Context, gpu device.GPU, free func(device.Ref) bool) error {
+	leave, err := m.enter(ctx, gpu.UUID)
+	if err != nil {
+		return err
+	}
+	defer leave()
+	// Asked after its turn has come: a Make may be about to begin, whose hold is there already.
+	if !free(gpu.Ref()) || slices.ContainsFunc(m.records.All(), func(ref device.Ref) bool { return ref.GPU == gpu.UUID }) {
+		return nil
+	}
+	if err := m.disable(ctx, gpu); err != nil {
+		return fmt.Errorf("switch MIG mode of %s off, which is free: %w", gpu.Name(), err)
+	}
+	return nil
+}
+
+// enter waits for its turn with a GPU.
+func (m *Maker) enter(ctx context.Context, gpu string) (leave func(), err error) {
+	m.mu.Lock()
+	turn, ok := m.turns[gpu]
+	if !ok {
+		turn = make(chan struct{}, 1)
+		m.turns[gpu] = turn
+	}
+	m.mu.Unlock()
+	select {
+	case turn <- struct{}{}:
+		return func() { <-turn }, nil
+	case <-ctx.Done():
+		return nil, fmt.Errorf("wait for an earlier change of the partitions of GPU %s: %w", gpu, context.Cause(ctx))
+	}
+}

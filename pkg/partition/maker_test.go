@@ -1,0 +1,441 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package partition
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"sync"
+	"testing"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+const gpuUUID = "GPU-0"
+
+// hardware is one H100 in memory, whose calls can fail, or be the last thing that the process does.
+type hardware struct {
+	mu      sync.Mutex
+	gpu     device.GPU
+	serial  int
+	calls   int
+	changed chan struct{}
+	// step is told of every call before and after it did something. An error makes the call fail there.
+	step func(name string) error
+	// held is a GPU instance that a client uses.
+	held map[device.Placement]bool
+}
+
+func newHardware() *hardware {
+	places := func(size int, starts ...int) []device.Placement {
+		var all []device.Placement
+		for _, start := range starts {
+			all = append(all, device.Placement{Start: start, Size: size})
+		}
+		return all
+	}
+	return &hardware{
+		gpu: device.GPU{
+			UUID: gpuUUID, MIGCapable: true, ComputeCapability: "9.0",
+			Profiles: []device.Profile{
+				{ID: 9, Name: "3g.40gb", Placements: places(4, 0, 4)},
+				{ID: 19, Name: "1g.10gb", Placements: places(1, 0, 1, 2, 3, 4, 5, 6)},
+			},
+		},
+		changed: make(chan struct{}), step: func(string) error { return nil }, held: map[device.Placement]bool{},
+	}
+}
+
+func (h *hardware) at(name string) error {
+	h.calls++
+	return h.step(name)
+}
+
+func (h *hardware) Inventory() device.Inventory {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	gpu := h.gpu
+	gpu.Partitions = slices.Clone(gpu.Partitions)
+	return device.Inventory{GPUs: []device.GPU{gpu}}
+}
+
+func (h *hardware) Changed() <-chan struct{} { return h.changed }
+
+func (h *hardware) EnableMIG(context.Context, string) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if err := h.at("enable"); err != nil {
+		return err
+	}
+	h.gpu.MIGEnabled = true
+	return nil
+}
+
+func (h *hardware) DisableMIG(context.Context, string) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if err := h.at("disable"); err != nil {
+		return err
+	}
+	if len(h.gpu.Partitions) > 0 {
+		return errors.New("in use")
+	}
+	h.gpu.MIGEnabled = false
+	return nil
+}
+
+func (h *hardware) Create(_ context.Context, ref device.Ref, profile device.Profile) (device.Partition, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if !h.gpu.MIGEnabled {
+		return device.Partition{}, errors.New("not in MIG mode")
+	}
+	for _, p := range h.gpu.Partitions {
+		if p.Ref.Overlaps(ref) {
+			return device.Partition{}, fmt.Errorf("%s is in the way", p.Ref)
+		}
+	}
+	if err := h.at("create"); err != nil {
+		return device.Partition{}, err
+	}
+	h.serial++
+	p := device.Partition{Ref: ref, Profile: profile.Name, ProfileID: profile.ID, GPUInstance: h.serial}
+	h.gpu.Partitions = append(h.gpu.Partitions, p)
+	last := &h.gpu.Partitions[len(h.gpu.Partitions)-1]
+	if err := h.at("create compute instance"); err != nil {
+		h.gpu.Partitions = h.gpu.Partitions[:len(h.gpu.Partitions)-1]
+		return device.Partition{}, err
+	}
+	last.UUID = fmt.Sprintf("MIG-%d", h.serial)
+	return *last, h.at("created")
+}
+
+func (h *hardware) Destroy(_ context.Context, ref device.Ref) error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	at := func(p device.Partition) bool { return p.Ref.Placement == ref.Placement }
+	if h.held[ref.Placement] {
+		return errors.New("in use by another client")
+	}
+	if err := h.at("destroy"); err != nil {
+		return err
+	}
+	if i := slices.IndexFunc(h.gpu.Partitions, at); i >= 0 {
+		h.gpu.Partitions[i].UUID = ""
+	}
+	if err := h.at("destroy GPU instance"); err != nil {
+		return err
+	}
+	h.gpu.Partitions = slices.DeleteFunc(h.gpu.Partitions, at)
+	return h.at("destroyed")
+}
+
+func (h *hardware) Partitions(context.Context, string) ([]device.Partition, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return slices.Clone(h.gpu.Partitions), h.at("list")
+}
+
+// put is what an administrator makes.
+func (h *hardware) put(ref device.Ref, profile string, id int) device.Partition {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.serial++
+	h.gpu.MIGEnabled = true
+	p := device.Partition{UUID: fmt.Sprintf("MIG-%d", h.serial), Ref: ref, Profile: profile, ProfileID: id}
+	h.gpu.Partitions = append(h.gpu.Partitions, p)
+	return p
+}
+
+func (h *hardware) uuids() []string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var uuids []string
+	for _, p := range h.gpu.Partitions {
+		uuids = append(uuids, p.UUID)
+	}
+	return uuids
+}
+
+// process is a Maker as a process has it after its start.
+func process(t *testing.T, dir string, h *hardware) *Maker {
+	t.Helper()
+	records, problems, err := Open(dir, "boot")
+	if err != nil || len(problems) > 0 {
+		t.Fatal(err, problems)
+	}
+	return NewMaker(records, h, func(device.GPU) bool { return true })
+}
+
+func wanted(profile string, id, start, size int) device.Partition {
+	return device.Partition{
+		Ref: device.Ref{GPU: gpuUUID, Placement: device.Placement{Start: start, Size: size}}, Profile: profile, ProfileID: id,
+	}
+}
+
+func always() bool { return true }
+
+func TestMakeAndDestroy(t *testing.T) {
+	h := newHardware()
+	m := process(t, t.TempDir(), h)
+	want := wanted("3g.40gb", 9, 4, 4)
+	first, err := m.Make(t.Context(), want)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again, err := m.Make(t.Context(), want)
+	if err != nil || again.UUID != first.UUID || !again.Made {
+		t.Fatalf("made again: %+v, %v; want the one that is there, %s", again, err, first.UUID)
+	}
+	if found, ok := m.Inventory().ByName(first.Name()); !ok || !found.Partition.Made {
+		t.Errorf("the inventory has %+v, want it marked as made", found.Partition)
+	}
+	if err := m.Destroy(t.Context(), want.Ref, func() bool { return false }); err != nil || len(h.uuids()) != 1 {
+		t.Fatalf("destroyed although it is in use: %v, %v left", err, h.uuids())
+	}
+	for range 2 {
+		if err := m.Destroy(t.Context(), want.Ref, always); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if left := h.uuids(); len(left) > 0 || m.records.Made(want.Ref) {
+		t.Errorf("left %v, recorded %v", left, m.records.Made(want.Ref))
+	}
+	if err := m.Rest(t.Context(), func(device.Ref) bool { return true }); err != nil || h.Inventory().GPUs[0].MIGEnabled {
+		t.Errorf("a free GPU stays in MIG mode: %v", err)
+	}
+}
+
+// What somebody else has made is in the way, and is never touched.
+func TestForeignPartition(t *testing.T) {
+	h := newHardware()
+	dir := t.TempDir()
+	m := process(t, dir, h)
+	theirs := h.put(device.Ref{GPU: gpuUUID, Placement: device.Placement{Start: 5, Size: 1}}, "1g.10gb", 19)
+	_, err := m.Make(t.Context(), wanted("3g.40gb", 9, 4, 4))
+	if foreign, ok := errors.AsType[*ForeignError](err); !ok || foreign.Foreign.UUID != theirs.UUID {
+		t.Fatalf("got %v, want a ForeignError about %s", err, theirs.UUID)
+	}
+	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 5, 1)); err == nil {
+		t.Fatal("adopted a partition that an administrator made")
+	}
+	if err := m.Destroy(t.Context(), theirs.Ref, always); err != nil || !slices.Equal(h.uuids(), []string{theirs.UUID}) {
+		t.Fatalf("%v; left %v, want %s", err, h.uuids(), theirs.UUID)
+	}
+	if err := m.Whole(t.Context(), gpuUUID); err == nil {
+		t.Error("a GPU with a partition passes for whole")
+	}
+	if err := m.Rest(t.Context(), func(device.Ref) bool { return true }); err != nil || !h.Inventory().GPUs[0].MIGEnabled {
+		t.Error("MIG mode was switched off under a partition", err)
+	}
+
+	// An administrator destroys ours and makes one in its place.
+	ours, err := m.Make(t.Context(), wanted("1g.10gb", 19, 0, 1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := h.Destroy(t.Context(), ours.Ref); err != nil {
+		t.Fatal(err)
+	}
+	next := h.put(ours.Ref, "1g.10gb", 19)
+	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 0, 1)); err == nil {
+		t.Error("took another's partition for its own")
+	}
+	if err := process(t, dir, h).Destroy(t.Context(), ours.Ref, always); err != nil || !slices.Contains(h.uuids(), next.UUID) {
+		t.Errorf("%v; left %v, want %s among them", err, h.uuids(), next.UUID)
+	}
+}
+
+// A partition that a client keeps busy stays recorded until it could be destroyed.
+func TestBusyPartition(t *testing.T) {
+	h := newHardware()
+	dir := t.TempDir()
+	m := process(t, dir, h)
+	want := wanted("1g.10gb", 19, 2, 1)
+	if _, err := m.Make(t.Context(), want); err != nil {
+		t.Fatal(err)
+	}
+	h.held[want.Ref.Placement] = true
+	if err := m.Destroy(t.Context(), want.Ref, always); err == nil || !m.records.Made(want.Ref) {
+		t.Fatalf("got %v, recorded %v", err, m.records.Made(want.Ref))
+	}
+	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 3, 1)); err != nil {
+		t.Errorf("a busy partition is in the way of another: %v", err)
+	}
+	delete(h.held, want.Ref.Placement)
+	if err := process(t, dir, h).Destroy(t.Context(), want.Ref, always); err != nil || len(h.uuids()) != 1 {
+		t.Errorf("%v; left %v", err, h.uuids())
+	}
+}
+
+// A process that dies at any step, or a driver that fails at any, leaves what the next attempt finishes, or Destroy undoes, and
+// nothing else.
+func TestFaultAtEveryStep(t *testing.T) {
+	for _, dies := range []bool{true, false} {
+		for _, finishes := range []bool{true, false} {
+			for step := 1; ; step++ {
+				h := newHardware()
+				dir := t.TempDir()
+				theirs := h.put(device.Ref{GPU: gpuUUID, Placement: device.Placement{Start: 6, Size: 1}}, "1g.10gb", 19)
+				h.calls = 0
+				h.step = func(string) error {
+					if h.calls != step {
+						return nil
+					}
+					if dies {
+						runtime.Goexit()
+					}
+					return errors.New("fault")
+				}
+				m := process(t, dir, h)
+				want := wanted("3g.40gb", 9, 0, 4)
+				alone(func() {
+					if _, err := m.Make(t.Context(), want); err == nil {
+						_ = m.Destroy(t.Context(), want.Ref, always)
+					}
+				})
+				reached := h.calls >= step
+				h.step = func(string) error { return nil }
+				m = process(t, dir, h)
+				if finishes {
+					p, err := m.Make(t.Context(), want)
+					if err != nil || p.UUID == "" || !slices.Equal(h.uuids(), []string{theirs.UUID, p.UUID}) {
+						t.Fatalf("dies %v at step %d: made %q, %v; there is %q", dies, step, p.UUID, err, h.uuids())
+					}
+				}
+				for _, ref := range m.records.All() {
+					if err := m.Destroy(t.Context(), ref, always); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if left := h.uuids(); !slices.Equal(left, []string{theirs.UUID}) || len(m.records.All()) > 0 {
+					t.Fatalf("dies %v at step %d: left %q and records of %v, want only %s", dies, step, left, m.records.All(), theirs.UUID)
+				}
+				if !reached {
+					break
+				}
+			}
+		}
+	}
+}
+
+// alone runs what may end its goroutine, as a process that dies does.
+func alone(do func()) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		do()
+	}()
+	<-done
+}
+
+// A thousand cycles with random faults and deaths.
+func TestCycles(t *testing.T) {
+	h := newHardware()
+	dir := t.TempDir()
+	random := rand.New(rand.NewPCG(1, 2))
+	theirs := h.put(device.Ref{GPU: gpuUUID, Placement: device.Placement{Start: 6, Size: 1}}, "1g.10gb", 19)
+	wants := []device.Partition{
+		wanted("3g.40gb", 9, 0, 4), wanted("1g.10gb", 19, 0, 1), wanted("1g.10gb", 19, 3, 1), wanted("1g.10gb", 19, 4, 1), wanted("1g.10gb", 19, 5, 1),
+	}
+	m := process(t, dir, h)
+	finished := 0
+	for range 1000 {
+		want := wants[random.IntN(len(wants))]
+		for _, ref := range m.records.All() {
+			if ref.Overlaps(want.Ref) && ref != want.Ref {
+				// The ledger reserves a place only once what was there is gone.
+				if err := m.Destroy(t.Context(), ref, always); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		at, dies := 1+random.IntN(14), random.IntN(2) == 0
+		h.calls = 0
+		h.step = func(string) error {
+			switch {
+			case h.calls != at:
+				return nil
+			case dies:
+				runtime.Goexit()
+			}
+			return errors.New("fault")
+		}
+		alone(func() {
+			if _, err := m.Make(t.Context(), want); err == nil {
+				finished++
+				_ = m.Destroy(t.Context(), want.Ref, func() bool { return random.IntN(3) > 0 })
+			}
+		})
+		h.step = func(string) error { return nil }
+		if dies {
+			m = process(t, dir, h)
+		}
+		if !slices.Contains(h.uuids(), theirs.UUID) {
+			t.Fatal("a foreign partition is gone")
+		}
+	}
+	for _, ref := range m.records.All() {
+		if err := m.Destroy(t.Context(), ref, always); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if left := h.uuids(); !slices.Equal(left, []string{theirs.UUID}) {
+		t.Errorf("left %q, want only %s", left, theirs.UUID)
+	}
+	if finished == 0 || finished == 1000 {
+		t.Errorf("%d of 1000 were made: the faults prove nothing", finished)
+	}
+}
+
+func TestRecords(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "partitions")
+	open := func(boot string) (*Records, []error) {
+		t.Helper()
+		r, problems, err := Open(dir, boot)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r, problems
+	}
+	ref := device.Ref{GPU: "GPU-a/b", Placement: device.Placement{Start: 1, Size: 2}}
+	r, _ := open("boot")
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	p := device.Partition{Ref: ref, ProfileID: 14}
+	must(r.put(p))
+	p.UUID = "MIG-1"
+	must(r.put(p))
+	must(os.WriteFile(filepath.Join(dir, temporary+"x"), nil, 0o600))
+	if again, problems := open("boot"); len(problems) > 0 || !again.made[ref].names(p) || again.made[ref].names(device.Partition{Ref: ref, ProfileID: 14, UUID: "MIG-2"}) ||
+		again.made[ref].names(device.Partition{Ref: ref, ProfileID: 19, UUID: "MIG-1"}) {
+		t.Errorf("read %+v, %v", again.made, problems)
+	}
+	must(os.RemoveAll(dir))
+	must(r.Repair())
+	if again, _ := open("boot"); !again.Made(ref) {
+		t.Error("what was wiped is not repaired")
+	}
+	must(os.WriteFile(filepath.Join(dir, fileName(ref)), []byte("{"), 0o600))
+	must(os.WriteFile(filepath.Join(dir, "GPU-1"), []byte("{}"), 0o600))
+	if again, problems := open("boot"); len(problems) != 2 || !again.Made(ref) {
+		t.Errorf("an unreadable record counts as made: %v, %v", again.made, problems)
+	}
+	must(os.Remove(filepath.Join(dir, fileName(ref))))
+	must(r.Repair())
+	if again, _ := open("next"); again.Made(ref) {
+		t.Error("a record outlived its boot")
+	}
+	must(r.drop(ref))
+	must(r.drop(ref))
+}
