@@ -224,7 +224,7 @@ func (r *nodeRecord) givesUp(version string, current, want int64) bool {
 	return r.overruled >= overrules
 }
 
-// retired reports whether an agent that served limits before does so no more, because of another mode.
+// retired reports whether an agent that served limits before does so no more: it has ended, or has another mode.
 func (r *allocatable) retired(node string, status v1alpha1.GPUNodeStatus) bool {
 	record := r.record(node)
 	if status.LimitsResource == string(r.resource) {

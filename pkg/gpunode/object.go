@@ -68,7 +68,8 @@ type Config struct {
 // times are the durations, shortened by tests.
 type times struct {
 	settle      time.Duration // from the first of several changes to the write of all of them
-	interval    time.Duration // between two writes of the status
+	interval    time.Duration // between two writes of the status, in the mean
+	gather      time.Duration // from a change to the look at it
 	firstRetry  time.Duration // after a failed write, doubled up to the last
 	lastRetry   time.Duration // where the API server may be back at any moment
 	lastRefused time.Duration // where somebody has to change something first
@@ -79,6 +80,7 @@ func defaultTimes() times {
 	return times{
 		settle:      50 * time.Millisecond,
 		interval:    time.Second,
+		gather:      5 * time.Millisecond,
 		firstRetry:  500 * time.Millisecond,
 		lastRetry:   5 * time.Second,
 		lastRefused: 30 * time.Second,
@@ -111,8 +113,8 @@ func New(c Config) (*Object, error) {
 	return &Object{config: c, times: defaultTimes(), client: client, metrics: newMetrics(), view: newView()}, nil
 }
 
-// Run keeps the object until ctx is done, and leaves it: it is gone with its Node, and who reads it meanwhile wants to see
-// what was last known. Call it once. An API server that is away, or does not serve GPUNodes, or refuses them, is no error.
+// Run keeps the object until ctx is done, and leaves it, with a last word that limits are served no more: it is gone with its Node,
+// and who reads it meanwhile wants to see what was last known. Call it once. An API server that is away, or does not serve GPUNodes, or refuses them, is no error.
 func (o *Object) Run(ctx context.Context) error {
 	if o.running.Swap(true) {
 		return errors.New("keep GPUNode: it is kept already")
@@ -122,13 +124,15 @@ func (o *Object) Run(ctx context.Context) error {
 		return fmt.Errorf("keep GPUNode: register metrics: %w", err)
 	}
 	defer unregister()
-	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return o.watch(ctx) })
-	group.Go(func() error { o.write(ctx); return nil })
+	group, running := errgroup.WithContext(ctx)
+	group.Go(func() error { return o.watch(running) })
+	group.Go(func() error { o.write(running); return nil })
 	if o.config.Claims != nil {
-		group.Go(func() error { o.doubt(ctx); return nil })
+		group.Go(func() error { o.doubt(running); return nil })
 	}
-	return group.Wait()
+	err = group.Wait()
+	o.leave(context.WithoutCancel(ctx))
+	return err
 }
 
 // Claims returns the claims that are allocated devices of this node by the object's spec, also those whose pods are not bound

@@ -46,8 +46,9 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 	for _, gpu := range f.Inventory.GPUs {
 		d := v1alpha1.DeviceStatus{
 			Name: names[gpu.UUID], UUID: gpu.UUID, Model: gpu.ProductName, Fault: fault(gpu.Health),
-			Holders: holders[gpu.UUID], Limits: f.limits(gpu.UUID),
+			Holders: holders[gpu.UUID],
 		}
+		d.Limits = f.limits(d)
 		count(&status.Counts, d)
 		for _, h := range d.Holders {
 			line = append(line, d.Name+"="+describe(h))
@@ -77,11 +78,14 @@ func deviceNames(inv device.Inventory) map[string]string {
 	return names
 }
 
-func (f Facts) limits(uuid string) v1alpha1.LimitsState {
+// limits is what kubelet says, unless less is known already to be true: a GPU with a fault, or whose last holder is gone and runs
+// on, is taken back in the same moment, and the scheduler should hear that without waiting for kubelet to have heard it.
+func (f Facts) limits(d v1alpha1.DeviceStatus) v1alpha1.LimitsState {
+	draining := func(h v1alpha1.DeviceHolder) bool { return h.State == v1alpha1.HoldDraining }
 	switch {
 	case f.LimitsResource == "" || !f.Acknowledged:
 		return ""
-	case slices.Contains(f.Allocatable, uuid):
+	case slices.Contains(f.Allocatable, d.UUID) && d.Fault == "" && !slices.ContainsFunc(d.Holders, draining):
 		return v1alpha1.LimitsAllocatable
 	default:
 		return v1alpha1.LimitsWithdrawn
@@ -100,20 +104,21 @@ func fault(h device.Health) string {
 }
 
 func count(counts *v1alpha1.DeviceCounts, d v1alpha1.DeviceStatus) {
-	held := func(kind v1alpha1.HolderKind) bool {
-		return slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == kind })
-	}
 	counts.Total++
 	switch {
 	case d.Fault != "":
 		counts.Faulty++
-	case held(v1alpha1.HolderClaim):
+	case heldBy(d, v1alpha1.HolderClaim):
 		counts.Claims++
-	case held(v1alpha1.HolderLimit):
+	case heldBy(d, v1alpha1.HolderLimit):
 		counts.Limits++
 	default:
 		counts.Free++
 	}
+}
+
+func heldBy(d v1alpha1.DeviceStatus, kind v1alpha1.HolderKind) bool {
+	return slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == kind })
 }
 
 // holdersByGPU has each holder of a GPU once, though it may hold several partitions of it.

@@ -116,6 +116,41 @@ func TestStatus(t *testing.T) {
 	}
 }
 
+// TestLimitsState: a GPU that limits cannot have is withdrawn before kubelet says so, and is back when kubelet does.
+func TestLimitsState(t *testing.T) {
+	for name, c := range map[string]struct {
+		change func(*Facts)
+		want   v1alpha1.LimitsState
+	}{
+		"free":                {func(*Facts) {}, v1alpha1.LimitsAllocatable},
+		"a limit has it":      {func(f *Facts) { f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateHeld)} }, v1alpha1.LimitsAllocatable},
+		"its limit runs on":   {func(f *Facts) { f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateDraining)} }, v1alpha1.LimitsWithdrawn},
+		"a claim drains":      {func(f *Facts) { f.Holds = []ledger.Hold{claim("c", "c", "GPU-0", ledger.StateDraining)} }, v1alpha1.LimitsWithdrawn},
+		"a fault":             {func(f *Facts) { f.Inventory.GPUs[0] = faulty(gpu(0, "GPU-0"), device.ReasonLost, "") }, v1alpha1.LimitsWithdrawn},
+		"kubelet has less":    {func(f *Facts) { f.Allocatable = nil }, v1alpha1.LimitsWithdrawn},
+		"kubelet has no word": {func(f *Facts) { f.Acknowledged = false }, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := Facts{
+				Mode: "Dual", LimitsResource: "nvidia.com/gpu", Inventory: device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0")}},
+				Allocatable: []string{"GPU-0"}, Acknowledged: true,
+			}
+			before := Status(f)
+			c.change(&f)
+			after := Status(f)
+			if got := after.Devices[0].Limits; got != c.want {
+				t.Errorf("%q", got)
+			}
+			if got, want := Urgent(before, after), c.want == v1alpha1.LimitsWithdrawn && name != "a claim drains"; got != want {
+				t.Errorf("urgent: %t", got)
+			}
+			if Urgent(after, before) || Urgent(after, after) {
+				t.Error("what comes back, or stays, is urgent")
+			}
+		})
+	}
+}
+
 // TestStatusIsStable: the same facts in another order, and what the API server gives back, must not look like a change.
 func TestStatusIsStable(t *testing.T) {
 	want := Status(facts())

@@ -18,8 +18,7 @@ import (
 // writer makes the object and its status what they should be, one step at a time.
 type writer struct {
 	*Object
-	// wrote is when the status was last written.
-	wrote time.Time
+	pace Pace
 	// dirty is since when something is to be written; zero for nothing.
 	dirty time.Time
 	// failures in a row, the last of which allows no write before retry.
@@ -31,7 +30,7 @@ type writer struct {
 
 // write follows everything that the object depends on until ctx is done.
 func (o *Object) write(ctx context.Context) {
-	w := writer{Object: o}
+	w := writer{Object: o, pace: Pace{Interval: o.times.interval}}
 	for ctx.Err() == nil {
 		node, book, inventory, view := o.config.Node.Changed(), o.config.Ledger.Changed(), o.config.Inventory.Changed(), o.view.Changed()
 		var due <-chan time.Time
@@ -46,6 +45,8 @@ func (o *Object) write(ctx context.Context) {
 		case <-view:
 		case <-due:
 		}
+		// One thing that happens is several changes, and each look costs as much as the node has GPUs.
+		pause(ctx, o.times.gather)
 	}
 }
 
@@ -55,11 +56,7 @@ type step func(ctx context.Context) error
 // look does what is to be done now, at most one thing, and returns when to look again if nothing changes until then; zero for
 // never.
 func (w *writer) look(ctx context.Context, now time.Time) time.Time {
-	// A busy node changes many times before it may write, and each look costs as much as it has GPUs.
-	if due := w.due(); !w.dirty.IsZero() && due.After(now) {
-		return due
-	}
-	next := w.next()
+	next, urgent := w.next()
 	if next == nil {
 		w.dirty, w.failures = time.Time{}, 0
 		return w.lapse()
@@ -67,7 +64,7 @@ func (w *writer) look(ctx context.Context, now time.Time) time.Time {
 	if w.dirty.IsZero() {
 		w.dirty = now
 	}
-	if due := w.due(); due.After(now) {
+	if due := w.due(urgent); due.After(now) {
 		return due
 	}
 	if err := next(ctx); err != nil {
@@ -78,17 +75,21 @@ func (w *writer) look(ctx context.Context, now time.Time) time.Time {
 }
 
 // due is when what is dirty may be written.
-func (w *writer) due() time.Time {
-	return latest(w.dirty.Add(w.times.settle), w.wrote.Add(w.times.interval), w.retry)
+func (w *writer) due(urgent bool) time.Time {
+	if urgent {
+		return latest(w.pace.Due(urgent), w.retry)
+	}
+	return latest(w.dirty.Add(w.times.settle), w.pace.Due(urgent), w.retry)
 }
 
-// next compares what there is with what should be; nil means that nothing is to be done, or nothing can be.
-func (w *writer) next() step {
+// next compares what there is with what should be; nil means that nothing is to be done, or nothing can be. What is urgent is
+// better written now than together with what comes next.
+func (w *writer) next() (next step, urgent bool) {
 	object, synced := w.view.current()
 	node := w.config.Node.UID()
 	switch {
 	case !synced || node == "":
-		return nil
+		return nil, false
 	case object == nil:
 		return func(ctx context.Context) error {
 			created, err := w.create(ctx, node)
@@ -96,9 +97,9 @@ func (w *writer) next() step {
 				w.view.adopt(created)
 			}
 			return err
-		}
+		}, false
 	case object.DeletionTimestamp != nil:
-		return nil
+		return nil, false
 	case !ownedBy(object, node):
 		return func(ctx context.Context) error {
 			klog.FromContext(ctx).Info("The node object was replaced, its GPUNode gets a new owner", "node", w.config.NodeName, "nodeUID", node)
@@ -106,20 +107,21 @@ func (w *writer) next() step {
 				return err
 			}
 			return w.refresh(ctx)
-		}
+		}, false
 	}
 	status := w.status()
 	if apiequality.Semantic.DeepEqual(object.Status, status) {
-		return nil
+		return nil, false
 	}
 	return func(ctx context.Context) error {
 		updated, err := w.updateStatus(ctx, object, status)
 		if err == nil {
-			w.wrote, w.dirty = time.Now(), time.Time{}
+			w.pace.Took(time.Now())
+			w.dirty = time.Time{}
 			w.view.adopt(updated)
 		}
 		return err
-	}
+	}, Urgent(object.Status, status)
 }
 
 // lapse is when time alone will change what the ledger says; zero for never.
@@ -139,12 +141,54 @@ func ownedBy(object *v1alpha1.GPUNode, node types.UID) bool {
 }
 
 func (o *Object) status() v1alpha1.GPUNodeStatus {
+	return Status(o.facts())
+}
+
+func (o *Object) facts() Facts {
 	facts := Facts{
 		Mode: o.config.Mode, LimitsResource: o.config.LimitsResource, Generation: o.view.acting().Generation,
 		Inventory: o.config.Inventory.Inventory(), Holds: o.config.Ledger.Holds(), Losers: o.config.Ledger.Losers(),
 	}
 	facts.Allocatable, facts.Acknowledged = o.view.kubelet()
-	return Status(facts)
+	return facts
+}
+
+// leave writes that no limits are served from now on. Kubelet reports up to ten seconds later that the device plugin is gone, and
+// fails every limits pod that the scheduler sends until then. Whoever comes next writes otherwise. An API server that is away is
+// not waited for.
+func (o *Object) leave(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, leaveTimeout)
+	defer cancel()
+	facts := o.facts()
+	facts.LimitsResource = ""
+	status := Status(facts)
+	for range 2 {
+		object, _ := o.view.current()
+		if object == nil || object.DeletionTimestamp != nil || object.Status.LimitsResource == "" {
+			return
+		}
+		_, err := o.updateStatus(ctx, object, status)
+		if err == nil {
+			return
+		}
+		// The last write of before may have been cut short, and stored.
+		if !overtaken(err) || o.refresh(ctx) != nil {
+			klog.FromContext(ctx).Info("Leaving a GPUNode that says that limits are served", "reason", err.Error())
+			return
+		}
+	}
+}
+
+// leaveTimeout is for one write, perhaps a second.
+const leaveTimeout = 2 * time.Second
+
+func pause(ctx context.Context, length time.Duration) {
+	timer := time.NewTimer(length)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-timer.C:
+	}
 }
 
 // failed decides when to try again. Where somebody else was faster it looks at what there is and tries at once, the first
@@ -179,15 +223,15 @@ func overtaken(err error) bool {
 	return apierrors.IsConflict(err) || apierrors.IsNotFound(err) || apierrors.IsAlreadyExists(err)
 }
 
-func (w *writer) refresh(ctx context.Context) error {
-	object, err := w.get(ctx)
+func (o *Object) refresh(ctx context.Context) error {
+	object, err := o.get(ctx)
 	switch {
 	case apierrors.IsNotFound(err):
-		w.view.adopt(nil)
+		o.view.adopt(nil)
 	case err != nil:
 		return err
 	default:
-		w.view.adopt(object)
+		o.view.adopt(object)
 	}
 	return nil
 }

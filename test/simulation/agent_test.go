@@ -54,14 +54,14 @@ type agent struct {
 	spec         []v1alpha1.AllocatedClaim
 	specChanged  chan struct{}
 	reported     v1alpha1.GPUNodeStatus
-	wrote        time.Time
+	pace         gpunode.Pace
 	published    *slice
 	loops        []*loop
 }
 
 // startAgent follows cmd/kubelet-plugin: the lock, what is known from before, the pods, and only then the two APIs.
 func (s *simulation) startAgent() {
-	a := &agent{simulation: s, life: newLife("agent"), specChanged: make(chan struct{})}
+	a := &agent{simulation: s, life: newLife("agent"), specChanged: make(chan struct{}), pace: gpunode.Pace{Interval: time.Second}}
 	s.agent = a
 	if err := a.open(); err != nil {
 		s.fail("the agent does not start: %v", err)
@@ -299,7 +299,7 @@ func (a *agent) Allocated() []device.Ref {
 	return refs
 }
 
-// report writes the status of the GPUNode, at most once a second and only what is new.
+// report writes the status of the GPUNode, at the product's pace and only what is new.
 func (a *agent) report() time.Duration {
 	status := gpunode.Status(gpunode.Facts{
 		Mode: "Dual", LimitsResource: resourceName, Inventory: a.inventory, Holds: a.book.Holds(), Losers: a.book.Losers(),
@@ -314,10 +314,11 @@ func (a *agent) report() time.Duration {
 	if a.reporting || reflect.DeepEqual(status, a.reported) {
 		return lapse
 	}
-	if wait := time.Second - time.Since(a.wrote); wait > 0 {
+	if wait := time.Until(a.pace.Due(gpunode.Urgent(a.reported, status))); wait > 0 {
 		return wait
 	}
-	a.reported, a.wrote, a.reporting = status, time.Now(), true
+	a.pace.Took(time.Now())
+	a.reported, a.reporting = status, true
 	a.api.request(a.life, "reports in its GPUNode", func() {
 		a.reporting = false
 		a.specHasChanged()

@@ -62,7 +62,7 @@ type AllocatedClaim struct {
 	Devices []string `json:"devices"`
 }
 
-// GPUNodeStatus is what the node's agent knows. It is written at most once a second.
+// GPUNodeStatus is what the node's agent knows. It is written no more than once a second in the mean.
 type GPUNodeStatus struct {
 	// Mode in which the node serves its GPUs: Dual, ClaimsOnly, LimitsOnly or Split.
 	//
@@ -80,7 +80,8 @@ type GPUNodeStatus struct {
 	//
 	// +optional
 	Holders string `json:"holders,omitempty"`
-	// LimitsResource is the extended resource by which limits ask for these GPUs; empty where no limits are served.
+	// LimitsResource is the extended resource by which limits ask for these GPUs; empty where no limits are served, as while no
+	// agent runs.
 	//
 	// +optional
 	LimitsResource string `json:"limitsResource,omitempty"`
@@ -125,14 +126,14 @@ type DeviceStatus struct {
 	// +optional
 	// +listType=atomic
 	Holders []DeviceHolder `json:"holders,omitempty"`
-	// Limits says what kubelet's device manager thinks of the GPU.
+	// Limits says whether kubelet's device manager gives the GPU to limits.
 	//
 	// +optional
 	Limits LimitsState `json:"limits,omitempty"`
 }
 
-// LimitsState is what kubelet's device manager thinks of a device, by its own account (GetAllocatableResources): having sent it
-// is no proof that kubelet has acted on it.
+// LimitsState is whether kubelet's device manager gives a device to limits, by its own account (GetAllocatableResources): having
+// sent it is no proof that kubelet has acted on it. Only less is believed before kubelet says so.
 //
 // +kubebuilder:validation:Enum=Allocatable;Withdrawn
 type LimitsState string
@@ -140,7 +141,7 @@ type LimitsState string
 const (
 	// LimitsAllocatable devices are in kubelet's allocatable: free for limits, or held by one.
 	LimitsAllocatable LimitsState = "Allocatable"
-	// LimitsWithdrawn devices are not: held by a claim, allocated to one, or faulty.
+	// LimitsWithdrawn devices are not: held by a claim, allocated to one, faulty, or of a limit that is gone and runs on.
 	LimitsWithdrawn LimitsState = "Withdrawn"
 )
 

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode
+
+import (
+	"slices"
+	"time"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// Every write of the status pays for one interval. So many may be paid for later: a node that was quiet says at once what changes.
+// The last two are for bad news, which costs a limits pod its life for every 30 ms that the scheduler does not hear it.
+const (
+	aheadOrdinary = 2
+	aheadUrgent   = 4
+)
+
+// Pace keeps the writes of a status to one an interval in the mean. The zero value has nothing to pay. For the agent and for
+// simulations; not safe for concurrent use.
+type Pace struct {
+	Interval time.Duration
+	paid     time.Time
+}
+
+// Due is when the next write may be made.
+func (p *Pace) Due(urgent bool) time.Time {
+	ahead := aheadOrdinary
+	if urgent {
+		ahead = aheadUrgent
+	}
+	return p.paid.Add(-time.Duration(ahead) * p.Interval)
+}
+
+// Took notes a write that was made.
+func (p *Pace) Took(now time.Time) { p.paid = latest(p.paid, now).Add(p.Interval) }
+
+// Urgent reports whether limits can have a GPU by the status that was written, and cannot by the one that is to be, and no claim
+// is the reason: of claims the controller knows by itself. It is a pure function.
+func Urgent(written, status v1alpha1.GPUNodeStatus) bool {
+	had := map[string]bool{}
+	for _, d := range written.Devices {
+		had[d.UUID] = d.Limits == v1alpha1.LimitsAllocatable
+	}
+	return slices.ContainsFunc(status.Devices, func(d v1alpha1.DeviceStatus) bool {
+		return had[d.UUID] && d.Limits == v1alpha1.LimitsWithdrawn && !heldBy(d, v1alpha1.HolderClaim)
+	})
+}
