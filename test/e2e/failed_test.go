@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+// Stories that count the pods that kubelet fails for good although nothing is wrong with them: the scheduler sent them after a
+// GPU that it believed free. Owners make others at once, 20 to 30 in a second, so the time until it is told shows in the count.
+
+// failedForceDeleted is how many of an owner's pods may fail for one that was force-deleted and runs on. The first cannot be
+// helped: the scheduler binds it when it hears that its predecessor is gone, which is when everybody hears it.
+const failedForceDeleted = 6
+
+// TestForceDeletedOnAFullNode: on a node that is full of limits pods, with others waiting, two are force-deleted one after the
+// other, and nobody can end their containers. Their GPUs are nobody's until they are gone, and the scheduler stops sending pods
+// after them at once, though the agent has just told of the first.
+func TestForceDeletedOnAFullNode(t *testing.T) {
+	s := begin(t)
+	const waiting = 2
+	s.manifest(deployment("limits", gpusANode+waiting))
+	s.running(patient, gpusANode, waiting)
+	var counts []int
+	for range repetitions(t, 2) {
+		var thaws []func()
+		victims := s.someRunning("limits", 2)
+		for _, victim := range victims {
+			thaws = append(thaws, s.freezeProcess(node(), s.shimOf(node(), victim.UID)))
+		}
+		for i, victim := range victims {
+			before := len(s.failed())
+			now := int64(0)
+			if err := theClient.CoreV1().Pods(s.namespace).Delete(s.ctx, victim.Name, metav1.DeleteOptions{GracePeriodSeconds: &now}); err != nil {
+				t.Fatal(err)
+			}
+			began := time.Now()
+			s.await(soon, "one GPU less to be offered", func() error { return s.offeredToLimits(int64(gpusANode - 1 - i)) })
+			t.Logf("the scheduler is told after %d ms", time.Since(began).Milliseconds())
+			s.running(soon, gpusANode-1-i, waiting+1+i)
+			counts = append(counts, len(s.failed())-before)
+		}
+		// Nobody fails after that, whatever kubelet reports in its turn.
+		before := len(s.failed())
+		time.Sleep(kubeletReports)
+		if later := len(s.failed()) - before; later > 0 {
+			t.Errorf("%d pods failed after the scheduler was told", later)
+		}
+		for _, thaw := range thaws {
+			thaw()
+		}
+		s.took("the GPUs to be in use again", func() { s.running(patient, gpusANode, waiting) })
+	}
+	s.noDoubleOwners()
+	s.tooMany("force-deleted on a full node", counts, failedForceDeleted)
+}
+
+// kubeletReports is how often kubelet writes what it calls allocatable, and a little more.
+const kubeletReports = 11 * time.Second
+
+// someRunning are so many pods of a Deployment that run.
+func (s *story) someRunning(of string, n int) (some []corev1.Pod) {
+	s.Helper()
+	for _, pod := range s.pods() {
+		if strings.HasPrefix(pod.Name, of+"-") && pod.Status.Phase == corev1.PodRunning && pod.DeletionTimestamp == nil && len(some) < n {
+			some = append(some, pod)
+		}
+	}
+	if len(some) < n {
+		s.Fatalf("%d pods of %s run, not %d", len(some), of, n)
+	}
+	return some
+}
+
+// tooMany says how many pods failed in each repetition, and complains of more than a bound in one.
+func (s *story) tooMany(what string, counts []int, bound int) {
+	s.Helper()
+	sum, most := 0, 0
+	for _, n := range counts {
+		sum, most = sum+n, max(most, n)
+	}
+	s.Logf("%s: repetitions=%d failed=%d most=%d each=%v", what, len(counts), sum, most, counts)
+	if most > bound {
+		s.Errorf("%s: %d pods failed, more than %d", what, most, bound)
+	}
+}
+
+// failedAway is how many pods may fail when the agent goes: those that were bound before it said so.
+const failedAway = 2
+
+// TestAgentAwayOnAFullNode: the agent is away for a while, as in an upgrade, and a pod ends meanwhile for whose GPU others wait. No
+// device plugin serves the node, and kubelet would fail each pod that comes.
+func TestAgentAwayOnAFullNode(t *testing.T) {
+	s := begin(t)
+	const waiting = 2
+	s.manifest(deployment("limits", gpusANode+waiting))
+	s.running(patient, gpusANode, waiting)
+	var counts []int
+	for range repetitions(t, 2) {
+		before := len(s.failed())
+		victim := s.someRunning("limits", 1)[0]
+		s.withoutAgent(func() {
+			s.kubectl("delete", "pod", "-n", s.namespace, victim.Name)
+			time.Sleep(3 * time.Second)
+		})
+		s.ready()
+		s.took("the GPU to be in use again", func() { s.running(patient, gpusANode, waiting) })
+		counts = append(counts, len(s.failed())-before)
+	}
+	s.noDoubleOwners()
+	s.tooMany("agent away on a full node", counts, failedAway)
+}
+
+// TestAgentReplacedOnAFullNode: the same with no longer an absence than it takes to start another agent, which a pod ends in.
+func TestAgentReplacedOnAFullNode(t *testing.T) {
+	s := begin(t)
+	const waiting = 2
+	s.manifest(deployment("limits", gpusANode+waiting))
+	s.running(patient, gpusANode, waiting)
+	var counts []int
+	for range repetitions(t, 2) {
+		before := len(s.failed())
+		if err := theClient.CoreV1().Pods(s.namespace).Delete(s.ctx, s.someRunning("limits", 1)[0].Name, metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		s.kubectl("delete", "pod", "-n", install.Namespace, "-l", agentLabel, "--field-selector=spec.nodeName="+gpuNode)
+		s.ready()
+		s.took("the GPU to be in use again", func() { s.running(patient, gpusANode, waiting) })
+		counts = append(counts, len(s.failed())-before)
+	}
+	s.noDoubleOwners()
+	s.tooMany("agent replaced on a full node", counts, failedAway)
+}
+
+// TestAgentKilledOnAFullNode: the agent dies without a word while a pod ends. Nobody but kubelet knows, and kubelet says so when it
+// reports next: what fails until then, or until the agent is back, is counted and not judged.
+func TestAgentKilledOnAFullNode(t *testing.T) {
+	s := begin(t)
+	const waiting = 2
+	s.manifest(deployment("limits", gpusANode+waiting))
+	s.running(patient, gpusANode, waiting)
+	var counts []int
+	for range repetitions(t, 2) {
+		before := len(s.failed())
+		if err := theClient.CoreV1().Pods(s.namespace).Delete(s.ctx, s.someRunning("limits", 1)[0].Name, metav1.DeleteOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		s.killAgent()
+		s.ready()
+		s.took("the GPU to be in use again", func() { s.running(patient, gpusANode, waiting) })
+		counts = append(counts, len(s.failed())-before)
+	}
+	s.noDoubleOwners()
+	s.tooMany("agent killed on a full node", counts, anyNumber)
+}
+
+const anyNumber = 1 << 30
