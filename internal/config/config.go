@@ -16,6 +16,8 @@ import (
 	"strings"
 
 	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // Config of the node agent. Paths are as the agent sees them unless they say otherwise.
@@ -24,13 +26,14 @@ type Config struct {
 	NodeName   string
 	Kubeconfig string
 	Mode       Mode
-	// Devices are read in ModeSplit only.
-	Devices []DeviceRule
+	Devices    []DeviceRule
 	// Strict has an effect in ModeDual only: the scheduler binds a pod when the node has reserved its devices.
 	Strict bool
 
 	DriverName   string
 	ResourceName string
+	// MIGStrategy is how limits see partitions, as NVIDIA's device plugin has it.
+	MIGStrategy device.MIGStrategy
 
 	KubeletDir string
 	RunDir     string
@@ -52,6 +55,8 @@ type Config struct {
 	PassDeviceSpecs      bool
 	DeviceIDStrategy     string
 	CDIAnnotationPrefix  string
+	// AllocationPolicy is from which GPU limits get partitions first.
+	AllocationPolicy string
 
 	HTTPEndpoint string
 	Verbosity    int
@@ -63,6 +68,7 @@ func Defaults() Config {
 		Mode:                 ModeDual,
 		DriverName:           "gpu.nvidia.com",
 		ResourceName:         "nvidia.com/gpu",
+		MIGStrategy:          device.MIGStrategyNone,
 		KubeletDir:           "/var/lib/kubelet",
 		RunDir:               "/run/tandem",
 		CDIDir:               "/var/run/cdi",
@@ -77,6 +83,7 @@ func Defaults() Config {
 		DeviceListStrategies: []string{"cdi-cri"},
 		DeviceIDStrategy:     "uuid",
 		CDIAnnotationPrefix:  "cdi.k8s.io/",
+		AllocationPolicy:     "distributed",
 		HTTPEndpoint:         ":8080",
 	}
 }
@@ -160,6 +167,7 @@ func (c *Config) settings() []setting {
 		{"strict", nil, "in mode Dual, let the scheduler wait until the node has reserved what it allocated (Kubernetes 1.36, up to 5 s a pod)", truth{&c.Strict}},
 		{"driver-name", nil, "DRA driver `name`", text{&c.DriverName}},
 		{"resource-name", nil, "extended resource `name` of whole GPUs", text{&c.ResourceName}},
+		{"mig-strategy", nil, "how limits get MIG partitions: `strategy` none, single or mixed", text{(*string)(&c.MIGStrategy)}},
 		{"kubelet-dir", nil, "kubelet's root `directory`", text{&c.KubeletDir}},
 		{"run-dir", nil, "`directory` of the ledger, on a tmpfs that ends with the boot", text{&c.RunDir}},
 		{"cdi-dir", nil, "`directory` for CDI specs", text{&c.CDIDir}},
@@ -175,6 +183,7 @@ func (c *Config) settings() []setting {
 		{"pass-device-specs", nil, "also answer limits with device nodes, which survives CPU Manager's updates without CDI", truth{&c.PassDeviceSpecs}},
 		{"device-id-strategy", nil, "`kind` of ID in what limits see: uuid or index", text{&c.DeviceIDStrategy}},
 		{"cdi-annotation-prefix", nil, "annotation `prefix` for cdi-annotations", text{&c.CDIAnnotationPrefix}},
+		{"shared-devices-allocation-policy", nil, "`policy` by which limits get partitions: distributed over the GPUs, or packed", text{&c.AllocationPolicy}},
 		{"http-endpoint", nil, "`address` of /healthz, /readyz and /metrics; empty for none", text{&c.HTTPEndpoint}},
 		{"v", []string{"LOG_VERBOSITY"}, "log verbosity `level`", number{&c.Verbosity}},
 	}
@@ -243,6 +252,7 @@ func apply(program string, settings []setting, args []string, lookupEnv func(str
 var (
 	deviceListStrategies = []string{"cdi-cri", "cdi-annotations", "envvar", "volume-mounts"}
 	deviceIDStrategies   = []string{"uuid", "index"}
+	allocationPolicies   = []string{"distributed", "packed"}
 )
 
 func (c *Config) validate() error {
@@ -291,6 +301,12 @@ func (c *Config) validate() error {
 	}
 	if !slices.Contains(deviceIDStrategies, c.DeviceIDStrategy) {
 		complain("device-id-strategy", "%q is not one of %s", c.DeviceIDStrategy, strings.Join(deviceIDStrategies, ", "))
+	}
+	if !slices.Contains(device.MIGStrategies, c.MIGStrategy) {
+		complain("mig-strategy", "unknown MIG strategy: %s (choose from %s)", c.MIGStrategy, join(device.MIGStrategies))
+	}
+	if !slices.Contains(allocationPolicies, c.AllocationPolicy) {
+		complain("shared-devices-allocation-policy", "%q is not one of %s", c.AllocationPolicy, strings.Join(allocationPolicies, ", "))
 	}
 	return errors.Join(errs...)
 }

@@ -12,6 +12,8 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // environment is what lookupEnv knows.
@@ -50,6 +52,9 @@ func TestPrecedence(t *testing.T) {
 		{name: "flags over environment", file: true, env: environment{"DRIVER_ROOT": "/env", "PASS_DEVICE_SPECS": "true"}, args: []string{"--driver-root=/flag", "--pass-device-specs=false", "--device-list-strategy=envvar, cdi-cri"}, want: func(c *Config) {
 			c.DriverRoot, c.DeviceListStrategies = "/flag", []string{"envvar", "cdi-cri"}
 		}},
+		{name: "MIG", env: environment{"MIG_STRATEGY": "single", "SHARED_DEVICES_ALLOCATION_POLICY": "packed"}, args: []string{"--mig-strategy=mixed"}, want: func(c *Config) {
+			c.MIGStrategy, c.AllocationPolicy = device.MIGStrategyMixed, "packed"
+		}},
 		{name: "own names over NVIDIA's", env: environment{"NVIDIA_DRIVER_ROOT": "/theirs", "DRIVER_ROOT": "/ours", "NVIDIA_DEV_ROOT": "/dev-root"}, want: func(c *Config) {
 			c.DriverRoot, c.DevRoot = "/ours", "/dev-root"
 		}},
@@ -87,6 +92,9 @@ func TestFiles(t *testing.T) {
 		{"comments", "---\n# nothing\n", func(*Config) {}},
 		{"a string for a list", "version: v1\nflags: {plugin: {deviceListStrategy: envvar}}", func(c *Config) { c.DeviceListStrategies = []string{"envvar"} }},
 		{"a string of several", `flags: {plugin: {deviceListStrategy: "envvar,cdi-annotations"}}`, func(c *Config) { c.DeviceListStrategies = []string{"envvar", "cdi-annotations"} }},
+		{"MIG", "flags: {migStrategy: mixed, plugin: {sharedDevicesAllocationPolicy: packed}}", func(c *Config) {
+			c.MIGStrategy, c.AllocationPolicy = device.MIGStrategyMixed, "packed"
+		}},
 		{"null and empty are unset", "flags: {nvidiaDriverRoot: \"\", plugin: {deviceListStrategy: null, deviceIDStrategy: \"\"}}", func(*Config) {}},
 		{"all that NVIDIA's chart writes", `version: v1
 flags:
@@ -136,11 +144,13 @@ func TestFileErrors(t *testing.T) {
 		{"no YAML", "{", "yaml"},
 		{"two documents", "version: v1\n---\nflags: {}\n", "more than one YAML document"},
 		{"version", "version: v2", "version: unknown version: v2"},
-		{"MIG", "flags: {migStrategy: mixed}", "flags.migStrategy: only none"},
+		{"MIG", "flags: {migStrategy: both}", "--mig-strategy: unknown MIG strategy: both (choose from none, single, mixed)"},
+		{"policy", "flags: {plugin: {sharedDevicesAllocationPolicy: tight}}", `--shared-devices-allocation-policy: "tight" is not one of distributed, packed`},
 		{"GDS", "flags: {gdsEnabled: true, gdrcopyEnabled: true}", "flags.gdrcopyEnabled"},
 		{"discovery", "flags: {deviceDiscoveryStrategy: tegra}", "flags.deviceDiscoveryStrategy"},
 		{"sharing", "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}", "sharing: not supported"},
-		{"resources", "resources: {gpus: [{pattern: \"*\", name: nvidia.com/gpu}]}", "resources: not supported"},
+		{"resources", "resources: {gpus: [{pattern: \"*\", name: nvidia.com/gpu}]}", "resources: GPUs and MIG profiles have the resource names that migStrategy gives them"},
+		{"resources of MIG", "resources: {mig: [{pattern: 1g.10gb, name: small}]}", "resources: "},
 		{"strategy", "flags: {plugin: {deviceListStrategy: [cdi]}}", "invalid strategy: cdi"},
 		{"ID strategy", "flags: {plugin: {deviceIDStrategy: serial}}", `--device-id-strategy: "serial"`},
 		{"mode", "tandem: {mode: Both}", `tandem.mode: "Both" is not one of Dual, ClaimsOnly, LimitsOnly, Split`},
@@ -152,7 +162,10 @@ func TestFileErrors(t *testing.T) {
 		{"index in words", "tandem: {devices: [{match: {index: first}, use: claims}]}", "tandem.devices.match.index"},
 		{"no UUID", "tandem: {devices: [{match: {uuid: MIG-1}, use: claims}]}", `tandem.devices[0].match.uuid: "MIG-1" is no UUID`},
 		{"empty model", "tandem: {devices: [{match: {model: \"\"}, use: claims}]}", "tandem.devices[0].match.model: is empty"},
-		{"no use", "tandem: {devices: [{match: {index: 0}}]}", `tandem.devices[0].use: "" is neither claims nor limits`},
+		{"neither use nor mig", "tandem: {devices: [{match: {index: 0}}]}", "tandem.devices[0]: says nothing about its GPUs"},
+		{"use", "tandem: {devices: [{match: {index: 0}, use: both, mig: static}]}", `tandem.devices[0].use: "both" is neither claims nor limits`},
+		{"mig", "tandem: {devices: [{match: {index: 0}, mig: live}]}", `tandem.devices[0].mig: "live" is neither static nor dynamic`},
+		{"Split without a use", "tandem: {mode: Split, devices: [{match: {index: 0}, mig: dynamic}]}", "tandem.devices: is required"},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {

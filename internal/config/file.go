@@ -87,11 +87,13 @@ func (c *Config) parseFile(data []byte) error {
 	if err := f.unsupported(); err != nil {
 		return err
 	}
+	setText((*string)(&c.MIGStrategy), f.Flags.MIGStrategy)
 	setText(&c.DriverRoot, f.Flags.NVIDIADriverRoot)
 	setText(&c.DevRoot, f.Flags.NVIDIADevRoot)
 	set(&c.PassDeviceSpecs, f.Flags.Plugin.PassDeviceSpecs)
 	setText(&c.DeviceIDStrategy, f.Flags.Plugin.DeviceIDStrategy)
 	setText(&c.CDIAnnotationPrefix, f.Flags.Plugin.CDIAnnotationPrefix)
+	setText(&c.AllocationPolicy, f.Flags.Plugin.SharedDevicesAllocationPolicy)
 	set(&c.Mode, f.Tandem.Mode)
 	c.Devices = f.Tandem.Devices
 	set(&c.Strict, f.Tandem.Strict)
@@ -167,12 +169,11 @@ func (f *file) unsupported() error {
 		return false
 	}
 	on := func(value *bool) bool { return value != nil && *value }
-	refuse("flags.migStrategy", !is(f.Flags.MIGStrategy, "", "none"), "only none is supported by this version of Tandem")
 	refuse("flags.deviceDiscoveryStrategy", !is(f.Flags.DeviceDiscoveryStrategy, "", "auto", "nvml"), "only auto and nvml are known")
 	refuse("flags.gdrcopyEnabled", on(f.Flags.GDRCopyEnabled), notYet)
 	refuse("flags.gdsEnabled", on(f.Flags.GDSEnabled), notYet)
 	refuse("flags.mofedEnabled", on(f.Flags.MOFEDEnabled), notYet)
-	refuse("resources", !blank(f.Resources), notYet)
+	refuse("resources", !blank(f.Resources), "GPUs and MIG profiles have the resource names that migStrategy gives them; other names are "+notYet)
 	refuse("sharing", !blank(f.Sharing), notYet)
 	refuse("imex", !blank(f.IMEX), notYet)
 	return errors.Join(errs...)

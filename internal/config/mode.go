@@ -48,10 +48,13 @@ const (
 	UseLimits Use = "limits"
 )
 
-// DeviceRule says what some GPUs are for in ModeSplit. Those that no rule matches are for claims.
+// DeviceRule says what some GPUs are for.
 type DeviceRule struct {
 	Match DeviceMatch `json:"match"`
-	Use   Use         `json:"use"`
+	// Use is read in ModeSplit, where GPUs that no rule gives a use are for claims. It may be empty beside MIG.
+	Use Use `json:"use,omitempty"`
+	// MIG may be empty beside Use.
+	MIG MIGPolicy `json:"mig,omitempty"`
 }
 
 // DeviceMatch names GPUs by exactly one of its fields.
@@ -111,8 +114,14 @@ func (r DeviceRule) problems(path string) []error {
 	if r.Match.Model != nil && *r.Match.Model == "" {
 		complain(".match.model", "is empty")
 	}
-	if r.Use != UseClaims && r.Use != UseLimits {
+	if r.Use == "" && r.MIG == "" {
+		complain("", "says nothing about its GPUs: want use, mig or both")
+	}
+	if r.Use != "" && r.Use != UseClaims && r.Use != UseLimits {
 		complain(".use", "%q is neither %s nor %s", string(r.Use), UseClaims, UseLimits)
+	}
+	if r.MIG != "" && r.MIG != MIGStatic && r.MIG != MIGDynamic {
+		complain(".mig", "%q is neither %s nor %s", string(r.MIG), MIGStatic, MIGDynamic)
 	}
 	return errs
 }
@@ -126,7 +135,7 @@ func (c *Config) modeProblems() []error {
 	for i, rule := range c.Devices {
 		errs = append(errs, rule.problems(fmt.Sprintf("tandem.devices[%d]", i))...)
 	}
-	if c.Mode == ModeSplit && len(c.Devices) == 0 {
+	if c.Mode == ModeSplit && !slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.Use != "" }) {
 		errs = append(errs, errors.New("tandem.devices: is required by mode Split: say which GPUs are for limits"))
 	}
 	return errs
@@ -175,7 +184,7 @@ func (c Config) OfferedToLimits(gpu device.GPU) bool {
 func (c Config) uses(gpu device.GPU, use Use) bool {
 	matched := false
 	for _, rule := range c.Devices {
-		if rule.Match.matches(gpu) {
+		if rule.Use != "" && rule.Match.matches(gpu) {
 			matched = true
 			if rule.Use != use {
 				return false
@@ -185,27 +194,21 @@ func (c Config) uses(gpu device.GPU, use Use) bool {
 	return matched || use == UseClaims
 }
 
-// CheckDevices holds the rules of Split against the GPUs of the node: a rule that matches none, and a GPU about which two rules
-// disagree, are mistakes. In other modes there are no such rules.
+// CheckDevices holds the rules against the GPUs of the node: a GPU about which two rules disagree is a mistake, and in Split a
+// rule that matches none. A rule about MIG alone may match none: one configuration may serve nodes of several models.
 func (c Config) CheckDevices(inv device.Inventory) error {
-	if c.Mode != ModeSplit {
-		return nil
-	}
 	return errors.Join(append(c.contradictions(inv), c.unmatched(inv)...)...)
 }
 
 // CheckContradictions is CheckDevices without the rules that match nothing: their GPU may be lost for now.
 func (c Config) CheckContradictions(inv device.Inventory) error {
-	if c.Mode != ModeSplit {
-		return nil
-	}
 	return errors.Join(c.contradictions(inv)...)
 }
 
 func (c Config) unmatched(inv device.Inventory) []error {
 	var errs []error
 	for i, rule := range c.Devices {
-		if !slices.ContainsFunc(inv.GPUs, rule.Match.matches) {
+		if c.Mode == ModeSplit && rule.Use != "" && !slices.ContainsFunc(inv.GPUs, rule.Match.matches) {
 			errs = append(errs, fmt.Errorf("tandem.devices[%d].match: no GPU of this node has %s", i, rule.Match))
 		}
 	}
@@ -215,16 +218,26 @@ func (c Config) unmatched(inv device.Inventory) []error {
 func (c Config) contradictions(inv device.Inventory) []error {
 	var errs []error
 	for _, gpu := range inv.GPUs {
-		first := -1
-		for i, rule := range c.Devices {
-			switch {
-			case !rule.Match.matches(gpu):
-			case first < 0:
-				first = i
-			case c.Devices[first].Use != rule.Use:
-				errs = append(errs, fmt.Errorf("tandem.devices[%d] (%s) and tandem.devices[%d] (%s) want different uses of GPU %s (index %d)",
-					first, c.Devices[first].Match, i, rule.Match, gpu.UUID, gpu.Index))
-			}
+		if c.Mode == ModeSplit {
+			errs = append(errs, c.disagreements(gpu, "different uses", func(r DeviceRule) string { return string(r.Use) })...)
+		}
+		errs = append(errs, c.disagreements(gpu, "both static and dynamic MIG", func(r DeviceRule) string { return string(r.MIG) })...)
+	}
+	return errs
+}
+
+// disagreements are the rules that want something else of a GPU than the first that wants anything.
+func (c Config) disagreements(gpu device.GPU, what string, wants func(DeviceRule) string) []error {
+	var errs []error
+	first := -1
+	for i, rule := range c.Devices {
+		switch {
+		case wants(rule) == "" || !rule.Match.matches(gpu):
+		case first < 0:
+			first = i
+		case wants(c.Devices[first]) != wants(rule):
+			errs = append(errs, fmt.Errorf("tandem.devices[%d] (%s) and tandem.devices[%d] (%s) want %s of GPU %s (index %d)",
+				first, c.Devices[first].Match, i, rule.Match, what, gpu.UUID, gpu.Index))
 		}
 	}
 	return errs

@@ -34,6 +34,7 @@ func TestOffered(t *testing.T) {
 		{"mode: LimitsOnly, " + rules, "", "abcd"},
 		{"mode: Split, " + rules, "cd", "ab"},
 		{"mode: Split, devices: [{match: {index: 3}, use: limits}]", "abc", "d"},
+		{"mode: Split, devices: [{match: {index: 3}, use: limits}, {match: {model: NVIDIA L4}, mig: dynamic}]", "abc", "d"},
 		{"mode: Split, devices: [{match: {model: NVIDIA L4}, use: limits}, {match: {index: 0}, use: claims}]", "cd", "b"},
 	}
 	for _, test := range tests {
@@ -61,6 +62,9 @@ func TestCheckDevices(t *testing.T) {
 	}{
 		{"right", "mode: Split, devices: [{match: {index: 0}, use: limits}, {match: {uuid: GPU-a}, use: limits}]", nil, false},
 		{"another mode", "mode: Dual, devices: [{match: {index: 9}, use: limits}]", nil, false},
+		{"MIG alone for another model", "mode: Split, devices: [{match: {index: 0}, use: limits}, {match: {model: A30}, mig: dynamic}]", nil, false},
+		{"contradiction about MIG", "devices: [{match: {model: NVIDIA L40S}, mig: dynamic}, {match: {index: 2}, use: limits}, {match: {uuid: GPU-d}, mig: static}]",
+			[]string{`tandem.devices[0] (model "NVIDIA L40S") and tandem.devices[2] (uuid GPU-d) want both static and dynamic MIG of GPU GPU-d (index 3)`}, true},
 		{"no such GPU", "mode: Split, devices: [{match: {index: 0}, use: limits}, {match: {index: 4}, use: claims}, {match: {model: L4}, use: claims}]",
 			[]string{"tandem.devices[1].match: no GPU of this node has index 4", `tandem.devices[2].match: no GPU of this node has model "L4"`}, false},
 		{"contradiction", "mode: Split, devices: [{match: {model: NVIDIA L40S}, use: limits}, {match: {uuid: GPU-d}, use: claims}]",
@@ -118,6 +122,32 @@ func TestModePrecedence(t *testing.T) {
 	for label, want := range map[string]string{"": `"" is not one of`, "dual": `tandem-gpu.dev/mode=dual`, "Split": "tandem.devices: is required by mode Split"} {
 		if _, err := c.ForNode(label, true); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("label %q: got %v, want %s", label, err, want)
+		}
+	}
+}
+
+func TestDynamic(t *testing.T) {
+	for tandem, want := range map[string]string{
+		"": "",
+		"devices: [{match: {model: NVIDIA L40S}, mig: dynamic}]":                                                             "cd",
+		"mode: LimitsOnly, devices: [{match: {index: 0}, mig: dynamic, use: limits}]":                                        "a",
+		"devices: [{match: {uuid: GPU-a}, mig: static}, {match: {uuid: GPU-c}, mig: dynamic}]":                               "c",
+		"devices: [{match: {model: NVIDIA L4}, mig: dynamic}, {match: {index: 1}, mig: static}]":                             "a",
+		"devices: [{match: {index: 0}, mig: dynamic}, {match: {index: 0}, mig: dynamic}, {match: {index: 9}, mig: dynamic}]": "a",
+	} {
+		c := load(t, "tandem: {"+tandem+"}")
+		got := ""
+		for _, gpu := range fourGPUs.GPUs {
+			if c.Dynamic(gpu) {
+				t.Errorf("{%s}: %s cannot be partitioned", tandem, gpu.UUID)
+			}
+			gpu.MIGCapable = true
+			if c.Dynamic(gpu) {
+				got += strings.TrimPrefix(gpu.UUID, "GPU-")
+			}
+		}
+		if got != want {
+			t.Errorf("{%s}: dynamic are %q, want %q", tandem, got, want)
 		}
 	}
 }
