@@ -29,11 +29,11 @@ func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
 		if err != nil {
 			return nil, fmt.Errorf("load simulated machine: %w", err)
 		}
-		// The faults file lies beside the driver root.
-		faults := filepath.Dir(o.onHost(l.driverRoot))
-		report := func(err error) { klog.Background().Error(err, "Reading the faults of the simulated machine") }
+		// The faults and the state of MIG lie beside the driver root.
+		dir := filepath.Dir(o.onHost(l.driverRoot))
+		report := func(err error) { klog.Background().Error(err, "Using the files of the simulated machine") }
 		return &guard{simulated.New(machine,
-			simulated.WithSeed(o.Seed), simulated.WithFaults(faults), simulated.WithFaultsError(report))}, nil
+			simulated.WithSeed(o.Seed), simulated.WithDir(dir), simulated.WithReport(report))}, nil
 	}
 	if err := bind(l.library); err != nil {
 		return nil, err

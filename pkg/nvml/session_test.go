@@ -109,7 +109,7 @@ func TestGPUThatDoesNotAnswer(t *testing.T) {
 	hang(0)
 	options.patience = 50 * time.Millisecond
 	options.open = func(layout) (gonvml.Interface, error) {
-		return simulated.New(profile, simulated.WithFaults(faults)), nil
+		return simulated.New(profile, simulated.WithDir(faults)), nil
 	}
 	node, err := Open(t.Context(), options)
 	if err != nil {
@@ -165,7 +165,7 @@ func TestGPUThatDoesNotAnswerForItsEdits(t *testing.T) {
 	hang(0)
 	options.patience = 50 * time.Millisecond
 	options.open = func(layout) (gonvml.Interface, error) {
-		return simulated.New(profile, simulated.WithFaults(faults)), nil
+		return simulated.New(profile, simulated.WithDir(faults)), nil
 	}
 	node, err := Open(t.Context(), options)
 	if err != nil {
@@ -217,7 +217,7 @@ func TestDriverThatDoesNotAnswer(t *testing.T) {
 	faults := t.TempDir()
 	options.patience = 50 * time.Millisecond
 	options.open = func(layout) (gonvml.Interface, error) {
-		return simulated.New(profile, simulated.WithFaults(faults)), nil
+		return simulated.New(profile, simulated.WithDir(faults)), nil
 	}
 	node, err := Open(t.Context(), options)
 	if err != nil {

@@ -9,10 +9,13 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"sync/atomic"
 	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	"sigs.k8s.io/yaml"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // FaultsFile is the name of the faults file in a simulated machine's directory.
@@ -38,8 +41,19 @@ type GPUFaults struct {
 	// not enumerated, so the count is smaller, the indices behind it close up, and its UUID and address are NOT_FOUND.
 	Absent bool `json:"absent,omitempty"`
 	// Calls are faults by method of nvml.Device ("GetMemoryInfo"), or by the call that hands out its handle
-	// ("DeviceGetHandleByIndex", ...ByUUID, ...ByPciBusId, ...BySerial). They come before Lost.
+	// ("DeviceGetHandleByIndex", ...ByUUID, ...ByPciBusId, ...BySerial). They come before Lost. Methods of what is on the GPU
+	// have a prefix: "GpuInstance.Destroy", "ComputeInstance.GetInfo", "MigDevice.GetUUID".
 	Calls map[string]CallFault `json:"calls,omitempty"`
+	// Clients are processes that use the GPU: MIG mode cannot be changed then, nor an instance be destroyed that they use.
+	Clients []Client `json:"clients,omitempty"`
+}
+
+// Client is a process that uses a GPU or a partition.
+type Client struct {
+	PID uint32 `json:"pid"`
+	// Partition is the place of what it uses, as in device.Ref after the "@": "4+4", or "4+4.0+1" for one of several compute
+	// instances. Empty is the whole GPU.
+	Partition string `json:"partition,omitempty"`
 }
 
 // CallFault is what happens to a call.
@@ -48,6 +62,10 @@ type CallFault struct {
 	Return string `json:"return,omitempty"`
 	// Delay passes before the call goes on. It ends early when the faults file changes or the library is shut down.
 	Delay Duration `json:"delay,omitempty"`
+	// Skip is the number of calls, in each process and since the faults file was written, that are left alone before the first
+	// that fails; Times is the number that fail then, all where it is 0.
+	Skip  int `json:"skip,omitempty"`
+	Times int `json:"times,omitempty"`
 }
 
 // Event is an event that NVML reports.
@@ -87,20 +105,7 @@ func WriteFaults(dir string, faults Faults) error {
 	if err != nil {
 		return fmt.Errorf("write faults: %w", err)
 	}
-	path := filepath.Join(dir, FaultsFile)
-	before, err := os.Stat(path)
-	if err := writeAtomically(path, data, 0o644); err != nil {
-		return err
-	}
-	if err != nil {
-		return nil
-	}
-	// Within one tick of the clock two versions could look alike (inode numbers are used again), so each is newer by force.
-	if after, err := os.Stat(path); err != nil || after.ModTime().After(before.ModTime()) {
-		return err
-	}
-	newer := before.ModTime().Add(time.Microsecond)
-	return os.Chtimes(path, newer, newer)
+	return replaceNewer(filepath.Join(dir, FaultsFile), data, 0o644)
 }
 
 // ReadFaults reads the faults in force for the machine in dir, so that a test can add to them. A missing file is no fault.
@@ -118,7 +123,7 @@ func ReadFaults(dir string) (Faults, error) {
 
 // faultState is a Faults checked and indexed for a profile.
 type faultState struct {
-	library map[string]callFault
+	library map[string]*callFault
 	gpus    []gpuFaults // by place in the profile
 	events  []event
 	newest  uint64 // the highest sequence among events
@@ -126,12 +131,25 @@ type faultState struct {
 
 type gpuFaults struct {
 	lost, absent bool
-	calls        map[string]callFault
+	calls        map[string]*callFault
+	clients      []client
 }
 
 type callFault struct {
-	ret   nvml.Return
-	delay time.Duration
+	ret         nvml.Return
+	delay       time.Duration
+	skip, times int64
+	// made counts the calls.
+	made atomic.Int64
+}
+
+// strikes counts a call, and reports whether it has the fault. A nil fault never does.
+func (f *callFault) strikes() bool {
+	if f == nil {
+		return false
+	}
+	n := f.made.Add(1)
+	return n > f.skip && (f.times == 0 || n <= f.skip+f.times)
 }
 
 type event struct {
@@ -159,11 +177,16 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 			problems = append(problems, fmt.Errorf("%s.gpu: %w", at, err))
 			continue
 		}
-		calls, err := compileCalls(at+".calls", g.Calls, deviceMethods, handleGetters)
+		calls, err := compileCalls(at+".calls", g.Calls,
+			deviceMethods, handleGetters, migDeviceMethods, gpuInstanceMethods, computeInstanceMethods)
 		if err != nil {
 			problems = append(problems, err)
 		}
-		state.gpus[place] = gpuFaults{lost: g.Lost, absent: g.Absent, calls: calls}
+		clients, err := compileClients(at+".clients", profile.GPUs[place].UUID, g.Clients)
+		if err != nil {
+			problems = append(problems, err)
+		}
+		state.gpus[place] = gpuFaults{lost: g.Lost, absent: g.Absent, calls: calls, clients: clients}
 	}
 	for i, e := range f.Events {
 		place, err := profile.find(e.GPU)
@@ -177,8 +200,8 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 	return state, errors.Join(problems...)
 }
 
-func compileCalls(path string, calls map[string]CallFault, known ...map[string]bool) (map[string]callFault, error) {
-	compiled := map[string]callFault{}
+func compileCalls(path string, calls map[string]CallFault, known ...map[string]bool) (map[string]*callFault, error) {
+	compiled := map[string]*callFault{}
 	var problems []error
 	for method, fault := range calls {
 		ret, ok := returnByName(fault.Return)
@@ -188,7 +211,28 @@ func compileCalls(path string, calls map[string]CallFault, known ...map[string]b
 		if !knownMethod(method, known) {
 			problems = append(problems, fmt.Errorf("%s.%s: no such method", path, method))
 		}
-		compiled[method] = callFault{ret: ret, delay: time.Duration(fault.Delay)}
+		if fault.Skip < 0 || fault.Times < 0 {
+			problems = append(problems, fmt.Errorf("%s.%s: skip and times cannot be negative", path, method))
+		}
+		compiled[method] = &callFault{
+			ret: ret, delay: time.Duration(fault.Delay), skip: int64(fault.Skip), times: int64(fault.Times),
+		}
+	}
+	return compiled, errors.Join(problems...)
+}
+
+func compileClients(path, gpu string, clients []Client) ([]client, error) {
+	var compiled []client
+	var problems []error
+	for i, c := range clients {
+		ref := device.Ref{GPU: gpu}
+		if c.Partition != "" {
+			var err error
+			if ref, err = device.ParseRef(gpu + "@" + c.Partition); err != nil {
+				problems = append(problems, fmt.Errorf("%s[%d].partition: %w", path, i, err))
+			}
+		}
+		compiled = append(compiled, client{pid: c.PID, ref: ref})
 	}
 	return compiled, errors.Join(problems...)
 }

@@ -24,7 +24,7 @@ func inject(t *testing.T, dir string, faults Faults) {
 
 func TestLostGPU(t *testing.T) {
 	dir := t.TempDir()
-	lib := start(t, "l4x4", WithFaults(dir))
+	lib := start(t, "l4x4", WithDir(dir))
 	lost, fine := handle(t, lib, 1), handle(t, lib, 2)
 	uuid, _ := lost.GetUUID()
 	inject(t, dir, Faults{GPUs: []GPUFaults{{GPU: uuid, Lost: true}}})
@@ -55,7 +55,7 @@ func second[T any](_ T, ret nvml.Return) nvml.Return { return ret }
 
 func TestAbsentGPU(t *testing.T) {
 	dir := t.TempDir()
-	lib := start(t, "l4x4", WithFaults(dir))
+	lib := start(t, "l4x4", WithDir(dir))
 	gone, last := handle(t, lib, 1), handle(t, lib, 3)
 	uuid, _ := gone.GetUUID()
 	inject(t, dir, Faults{GPUs: []GPUFaults{{GPU: "1", Absent: true}}})
@@ -87,7 +87,7 @@ func TestAbsentGPU(t *testing.T) {
 
 func TestFaultyCalls(t *testing.T) {
 	dir := t.TempDir()
-	lib := start(t, "l4x4", WithFaults(dir))
+	lib := start(t, "l4x4", WithDir(dir))
 	a, b := handle(t, lib, 0), handle(t, lib, 1)
 	inject(t, dir, Faults{
 		Calls: map[string]CallFault{"DeviceGetCount": {Return: "ERROR_UNKNOWN"}, "Init": {Return: "ERROR_DRIVER_NOT_LOADED"}},
@@ -112,7 +112,7 @@ func TestFaultyCalls(t *testing.T) {
 
 func TestDelayEndsWithTheFault(t *testing.T) {
 	dir := t.TempDir()
-	lib := start(t, "l4x4", WithFaults(dir))
+	lib := start(t, "l4x4", WithDir(dir))
 	d := handle(t, lib, 0)
 	slow := Faults{GPUs: []GPUFaults{{GPU: "0", Calls: map[string]CallFault{"GetName": {Delay: Duration(time.Hour)}}}}}
 	ask := func() <-chan nvml.Return {
@@ -159,7 +159,7 @@ func TestUnusableFaultsFileKeepsTheStateBefore(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			var reported []error
-			lib := start(t, "l4x4", WithFaults(dir), WithFaultsError(func(err error) { reported = append(reported, err) }))
+			lib := start(t, "l4x4", WithDir(dir), WithReport(func(err error) { reported = append(reported, err) }))
 			d := handle(t, lib, 0)
 			inject(t, dir, Faults{GPUs: []GPUFaults{{GPU: "0", Lost: true}}})
 			d.GetName()
@@ -208,7 +208,7 @@ func TestReadFaultsRoundTrip(t *testing.T) {
 
 func TestEvents(t *testing.T) {
 	dir := t.TempDir()
-	lib := start(t, "l4x4", WithFaults(dir))
+	lib := start(t, "l4x4", WithDir(dir))
 	a, b := handle(t, lib, 0), handle(t, lib, 1)
 	uuid, _ := b.GetUUID()
 	old := Event{Sequence: 1, GPU: "0", XID: 43}
@@ -254,7 +254,7 @@ func TestEvents(t *testing.T) {
 // Users of one library come and go while faults change; the race detector watches.
 func TestConcurrentUse(t *testing.T) {
 	dir := t.TempDir()
-	lib := start(t, "mixed", WithFaults(dir))
+	lib := start(t, "mixed", WithDir(dir))
 	d := handle(t, lib, 0)
 	var all sync.WaitGroup
 	for worker := range 8 {

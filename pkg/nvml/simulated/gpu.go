@@ -57,7 +57,12 @@ type gpu struct {
 	address pciAddress
 	boardID uint32
 	links   []link
+	// geometry is what the GPU can be cut into; empty where it has no MIG.
+	geometry geometry
 }
+
+// handle is the one that callers hold.
+func (g *gpu) handle() *gpuHandle { return g.sys.all[g.place] }
 
 func newGPU(sys *system, place int) *gpuHandle {
 	spec := sys.profile.GPUs[place]
@@ -70,6 +75,7 @@ func newGPU(sys *system, place int) *gpuHandle {
 		boardID: address.domain<<16 | address.bus<<8,
 		links:   linksOf(sys.profile, place),
 	}
+	g.geometry = geometryOf(g.model)
 	return &gpuHandle{gpu: g}
 }
 
@@ -174,30 +180,6 @@ func (g *gpu) GetAddressingMode() (nvml.DeviceAddressingMode, nvml.Return) {
 
 func (g *gpu) IsMigDeviceHandle() (bool, nvml.Return) { return false, nvml.SUCCESS }
 
-func (g *gpu) GetMigMode() (current, pending int, ret nvml.Return) {
-	switch {
-	case g.model.MaxMIGDevices == 0:
-		return 0, 0, nvml.ERROR_NOT_SUPPORTED
-	case g.spec.MIGEnabled:
-		return nvml.DEVICE_MIG_ENABLE, nvml.DEVICE_MIG_ENABLE, nvml.SUCCESS
-	}
-	return nvml.DEVICE_MIG_DISABLE, nvml.DEVICE_MIG_DISABLE, nvml.SUCCESS
-}
-
-// GetMaxMigDeviceCount is 0 on a GPU without MIG, which NVML documents as success.
-func (g *gpu) GetMaxMigDeviceCount() (int, nvml.Return) { return g.model.MaxMIGDevices, nvml.SUCCESS }
-
-// GetMigDeviceHandleByIndex finds no device: none has been created.
-func (g *gpu) GetMigDeviceHandleByIndex(index int) (nvml.Device, nvml.Return) {
-	if g.model.MaxMIGDevices == 0 {
-		return nil, nvml.ERROR_NOT_SUPPORTED
-	}
-	if index < 0 || index >= g.model.MaxMIGDevices {
-		return nil, nvml.ERROR_INVALID_ARGUMENT
-	}
-	return nil, nvml.ERROR_NOT_FOUND
-}
-
 func (g *gpu) GetComputeMode() (nvml.ComputeMode, nvml.Return) {
 	return nvml.COMPUTEMODE_DEFAULT, nvml.SUCCESS
 }
@@ -216,10 +198,6 @@ func (g *gpu) GetDisplayActive() (nvml.EnableState, nvml.Return) {
 
 func (g *gpu) GetVirtualizationMode() (nvml.GpuVirtualizationMode, nvml.Return) {
 	return nvml.GPU_VIRTUALIZATION_MODE_NONE, nvml.SUCCESS
-}
-
-func (g *gpu) GetComputeRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
-	return nil, nvml.SUCCESS
 }
 
 func (g *gpu) GetGraphicsRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {

@@ -4,7 +4,7 @@
 // has (driver root, device nodes, sysfs), and a file through which faults reach it from outside the process. Every call it
 // does not know answers ERROR_NOT_SUPPORTED, as NVML does for what a GPU lacks.
 //
-// It runs no work, keeps no clock of temperatures or utilization, and partitions no GPU. The methods that return one of
+// It runs no work and keeps no clock of temperatures or utilization. The methods that return one of
 // go-nvml's concrete handler values (GetGpuFabricInfoV, GetGpuInstanceProfileInfoV and the like) return an empty one: calling
 // a method on it enters the C library, which is not there.
 package simulated
@@ -32,6 +32,7 @@ type system struct {
 	unsupportedLibrary
 	profile Profile
 	faults  *faultSource
+	mig     *migStore
 	all     []*gpuHandle
 
 	mu         sync.RWMutex
@@ -44,20 +45,21 @@ type system struct {
 type Option func(*settings)
 
 type settings struct {
-	seed      string
-	faultsDir string
-	onError   func(error)
+	seed    string
+	dir     string
+	onError func(error)
 }
 
 // WithSeed tells machines of the same profile apart: with another seed (a node's name) the derived UUIDs are others.
 func WithSeed(seed string) Option { return func(s *settings) { s.seed = seed } }
 
-// WithFaults makes the library obey the faults file in dir, which need not exist.
-func WithFaults(dir string) Option { return func(s *settings) { s.faultsDir = dir } }
+// WithDir makes the library one of the machine in dir: it obeys the faults file there, which need not exist, and shares the
+// state of MIG with all other libraries of that machine. Without, there are no faults, and the state is the library's own.
+func WithDir(dir string) Option { return func(s *settings) { s.dir = dir } }
 
-// WithFaultsError has report called when a changed faults file cannot be used (the faults before it stay in force). It is
-// called from within NVML calls, so it must not make any, and once for each change.
-func WithFaultsError(report func(error)) Option { return func(s *settings) { s.onError = report } }
+// WithReport has report called when a changed faults file cannot be used (the faults before it stay in force), once for each
+// change, and when the MIG state cannot be read or written. It is called from within NVML calls, so it must not make any.
+func WithReport(report func(error)) Option { return func(s *settings) { s.onError = report } }
 
 // New makes a library for a profile that Load or Parse gave; nothing happens before Init.
 func New(profile Profile, opts ...Option) *Library {
@@ -70,7 +72,8 @@ func New(profile Profile, opts ...Option) *Library {
 		stopped: make(chan struct{}),
 	}
 	close(sys.stopped)
-	sys.faults = newFaultSource(s.faultsDir, sys.profile, s.onError)
+	sys.faults = newFaultSource(s.dir, sys.profile, s.onError)
+	sys.mig = newMIGStore(s.dir, initialMIG(sys.profile), s.onError)
 	for i := range sys.profile.GPUs {
 		sys.all = append(sys.all, newGPU(sys, i))
 	}
@@ -200,6 +203,9 @@ func (s *system) DeviceGetHandleByIndex(index int) (nvml.Device, nvml.Return) {
 }
 
 func (s *system) DeviceGetHandleByUUID(uuid string) (nvml.Device, nvml.Return) {
+	if strings.HasPrefix(uuid, "MIG-") {
+		return s.obtainMIG(uuid)
+	}
 	return s.obtain("DeviceGetHandleByUUID", func(g *gpu) bool { return g.uuid == uuid })
 }
 

@@ -52,8 +52,8 @@ func orElse(value, fallback string) string {
 	return value
 }
 
-// Materialize makes the files of a simulated machine below dir: DriverDir, SysfsDir, ProfileFile, and FaultsFile unless it
-// is there. It is idempotent: what is right already is left alone, what is missing or different is put right one file at a
+// Materialize makes the files of a simulated machine below dir: DriverDir, SysfsDir, ProcDir, ProfileFile, MIGDir, and
+// FaultsFile unless it is there. It is idempotent: what is right already is left alone, what is missing or different is put right one file at a
 // time, and GPUs and driver versions of an earlier profile are removed, so a run that was cut short is completed by the next.
 // Device nodes need the privilege to make them.
 func Materialize(dir string, profile Profile, options MaterializeOptions) error {
@@ -95,6 +95,7 @@ func files(profile Profile, options MaterializeOptions) ([]file, error) {
 		nodeFiles(cpus, host.memoryKiB),
 		[]file{
 			{path: ProfileFile, content: resolved, mode: 0o644},
+			{path: filepath.Join(MIGDir, "lock"), mode: 0o644, keep: true},
 			{path: FaultsFile, content: []byte("# Faults of this machine, obeyed as soon as they are written.\n"), mode: 0o644, keep: true},
 		},
 	), nil
@@ -104,6 +105,7 @@ func files(profile Profile, options MaterializeOptions) ([]file, error) {
 // what is below a place is looked through as well.
 var stale = []string{
 	DriverDir + "/dev/nvidia*",
+	ProcDir + "/driver",
 	DriverDir + "/usr/lib/*/*.so*",
 	DriverDir + "/usr/lib/*/vdpau/*.so*",
 	DriverDir + "/lib/firmware/nvidia/*",

@@ -65,8 +65,8 @@ type Model struct {
 	ECC bool `json:"ecc"`
 	// AddressingMode is "HMM", "ATS" or "None"; empty where the driver does not report it.
 	AddressingMode string `json:"addressingMode,omitempty"`
-	// MaxMIGDevices is the number of MIG devices that fit at most; 0 for a GPU without MIG.
-	MaxMIGDevices int `json:"maxMIGDevices,omitempty"`
+	// MIG names what the GPU can be cut into (package mig, ModelNamed: "H100-80GB"); empty for a GPU without MIG.
+	MIG string `json:"mig,omitempty"`
 	// NVLinks is the number of NVLinks the GPU has; NVLinkVersion is their generation.
 	NVLinks       int    `json:"nvLinks,omitempty"`
 	NVLinkVersion uint32 `json:"nvLinkVersion,omitempty"`
@@ -93,8 +93,21 @@ type GPU struct {
 	NUMANode int `json:"numaNode"`
 	// ModuleID is the socket on an SXM board, from 1; 0 on other boards.
 	ModuleID int `json:"moduleID,omitempty"`
-	// MIGEnabled says that MIG mode is on.
-	MIGEnabled bool `json:"migEnabled,omitempty"`
+	// MIGEnabled says that MIG mode is on after a boot, and Partitions what an administrator has made by then.
+	MIGEnabled bool        `json:"migEnabled,omitempty"`
+	Partitions []Partition `json:"partitions,omitempty"`
+	// NoReset says that nobody can reset the GPU from inside, as in many virtual machines.
+	NoReset bool `json:"noReset,omitempty"`
+}
+
+// Partition is a GPU instance with what is in it.
+type Partition struct {
+	// Profile is the GPU instance's, "3g.40gb".
+	Profile string `json:"profile"`
+	// Start is the first memory slice.
+	Start int `json:"start"`
+	// Compute are the compute slices of each compute instance in it, in order of place; all of them in one where it is empty.
+	Compute []int `json:"compute,omitempty"`
 }
 
 // NVLinkGroup is a set of GPUs that are linked to each other, by switches or directly.
@@ -199,10 +212,13 @@ func (p Profile) WithIdentity(seed string) Profile {
 }
 
 func deriveUUID(name, seed string, index int) string {
-	sum := digest(name, seed, index)
+	return "GPU-" + formatUUID(digest(name, seed, index))
+}
+
+func formatUUID(sum [sha256.Size]byte) string {
 	sum[6] = sum[6]&0x0f | 0x40
 	sum[8] = sum[8]&0x3f | 0x80
-	return fmt.Sprintf("GPU-%x-%x-%x-%x-%x", sum[0:4], sum[4:6], sum[6:8], sum[8:10], sum[10:16])
+	return fmt.Sprintf("%x-%x-%x-%x-%x", sum[0:4], sum[4:6], sum[6:8], sum[8:10], sum[10:16])
 }
 
 func digest(name, seed string, index int) [sha256.Size]byte {

@@ -3729,6 +3729,93 @@ func (unsupportedEventSet) Wait_v3(a0 uint32) (r0 nvml.EventSetWaitData_v3, r1 n
 	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
+// unsupportedGPUInstance answers every call of nvml.GpuInstance with ERROR_NOT_SUPPORTED.
+type unsupportedGPUInstance struct{}
+
+func (unsupportedGPUInstance) CreateComputeInstance(a0 *nvml.ComputeInstanceProfileInfo) (r0 nvml.ComputeInstance, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) CreateComputeInstanceWithPlacement(a0 *nvml.ComputeInstanceProfileInfo, a1 *nvml.ComputeInstancePlacement) (r0 nvml.ComputeInstance, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) Destroy() (r0 nvml.Return) {
+	return nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetActiveVgpus() (r0 nvml.ActiveVgpuInstanceInfo, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetComputeInstanceById(a0 int) (r0 nvml.ComputeInstance, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetComputeInstancePossiblePlacements(a0 *nvml.ComputeInstanceProfileInfo) (r0 []nvml.ComputeInstancePlacement, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetComputeInstanceProfileInfo(a0 int, a1 int) (r0 nvml.ComputeInstanceProfileInfo, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetComputeInstanceProfileInfoV(a0 int, a1 int) (r0 nvml.ComputeInstanceProfileInfoHandler) {
+	return r0
+}
+
+func (unsupportedGPUInstance) GetComputeInstanceRemainingCapacity(a0 *nvml.ComputeInstanceProfileInfo) (r0 int, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetComputeInstances(a0 *nvml.ComputeInstanceProfileInfo) (r0 []nvml.ComputeInstance, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetCreatableVgpus() (r0 nvml.VgpuTypeIdInfo, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetInfo() (r0 nvml.GpuInstanceInfo, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetVgpuHeterogeneousMode() (r0 nvml.VgpuHeterogeneousMode, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetVgpuSchedulerLog() (r0 nvml.VgpuSchedulerLogInfo, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetVgpuSchedulerLog_v2(a0 nvml.VgpuSchedulerLogInfo_v2) (r0 nvml.VgpuSchedulerLogInfo_v2, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetVgpuSchedulerState() (r0 nvml.VgpuSchedulerStateInfo, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetVgpuSchedulerState_v2(a0 nvml.VgpuSchedulerStateInfo_v2) (r0 nvml.VgpuSchedulerStateInfo_v2, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) GetVgpuTypeCreatablePlacements() (r0 nvml.VgpuCreatablePlacementInfo, r1 nvml.Return) {
+	return r0, nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) SetVgpuHeterogeneousMode(a0 *nvml.VgpuHeterogeneousMode) (r0 nvml.Return) {
+	return nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) SetVgpuSchedulerState(a0 *nvml.VgpuSchedulerState) (r0 nvml.Return) {
+	return nvml.ERROR_NOT_SUPPORTED
+}
+
+func (unsupportedGPUInstance) SetVgpuSchedulerState_v2(a0 *nvml.VgpuSchedulerState_v2) (r0 nvml.Return) {
+	return nvml.ERROR_NOT_SUPPORTED
+}
+
 // DeviceDiscoverGpus implements nvml.Interface.
 func (h *Library) DeviceDiscoverGpus() (r0 nvml.PciInfo, r1 nvml.Return) {
 	if ret := h.gate("DeviceDiscoverGpus"); ret != nvml.SUCCESS {
@@ -5141,6 +5228,321 @@ var deviceMethods = map[string]bool{
 	"WorkloadPowerProfileGetProfilesInfo":        true,
 	"WorkloadPowerProfileSetRequestedProfiles":   true,
 	"WorkloadPowerProfileUpdateProfiles_v1":      true,
+}
+
+// migDeviceMethods are those of a MIG device, as a fault names them.
+var migDeviceMethods = map[string]bool{
+	"MigDevice.ClearAccountingPids":                        true,
+	"MigDevice.ClearCpuAffinity":                           true,
+	"MigDevice.ClearEccErrorCounts":                        true,
+	"MigDevice.ClearFieldValues":                           true,
+	"MigDevice.CreateGpuInstance":                          true,
+	"MigDevice.CreateGpuInstanceWithPlacement":             true,
+	"MigDevice.FreezeNvLinkUtilizationCounter":             true,
+	"MigDevice.GetAPIRestriction":                          true,
+	"MigDevice.GetAccountingBufferSize":                    true,
+	"MigDevice.GetAccountingMode":                          true,
+	"MigDevice.GetAccountingPids":                          true,
+	"MigDevice.GetAccountingStats":                         true,
+	"MigDevice.GetAccountingStats_v2":                      true,
+	"MigDevice.GetActiveVgpus":                             true,
+	"MigDevice.GetAdaptiveClockInfoStatus":                 true,
+	"MigDevice.GetAdaptiveTgpModeInfo_v1":                  true,
+	"MigDevice.GetAddressingMode":                          true,
+	"MigDevice.GetApplicationsClock":                       true,
+	"MigDevice.GetArchitecture":                            true,
+	"MigDevice.GetAttributes":                              true,
+	"MigDevice.GetAutoBoostedClocksEnabled":                true,
+	"MigDevice.GetBAR1MemoryInfo":                          true,
+	"MigDevice.GetBBXTimeData_v1":                          true,
+	"MigDevice.GetBankRemapperStatus_v1":                   true,
+	"MigDevice.GetBoardId":                                 true,
+	"MigDevice.GetBoardPartNumber":                         true,
+	"MigDevice.GetBrand":                                   true,
+	"MigDevice.GetBridgeChipInfo":                          true,
+	"MigDevice.GetBusType":                                 true,
+	"MigDevice.GetC2cModeInfoV":                            true,
+	"MigDevice.GetCapabilities":                            true,
+	"MigDevice.GetClkMonStatus":                            true,
+	"MigDevice.GetClock":                                   true,
+	"MigDevice.GetClockInfo":                               true,
+	"MigDevice.GetClockOffsets":                            true,
+	"MigDevice.GetComputeInstanceId":                       true,
+	"MigDevice.GetComputeMode":                             true,
+	"MigDevice.GetComputeRunningProcesses":                 true,
+	"MigDevice.GetConfComputeGpuAttestationReport":         true,
+	"MigDevice.GetConfComputeGpuCertificate":               true,
+	"MigDevice.GetConfComputeMemSizeInfo":                  true,
+	"MigDevice.GetConfComputeProtectedMemoryUsage":         true,
+	"MigDevice.GetCoolerInfo":                              true,
+	"MigDevice.GetCpuAffinity":                             true,
+	"MigDevice.GetCpuAffinityWithinScope":                  true,
+	"MigDevice.GetCreatableVgpus":                          true,
+	"MigDevice.GetCudaComputeCapability":                   true,
+	"MigDevice.GetCurrPcieLinkGeneration":                  true,
+	"MigDevice.GetCurrPcieLinkWidth":                       true,
+	"MigDevice.GetCurrentClockFreqs":                       true,
+	"MigDevice.GetCurrentClocksEventReasons":               true,
+	"MigDevice.GetCurrentClocksThrottleReasons":            true,
+	"MigDevice.GetDecoderUtilization":                      true,
+	"MigDevice.GetDefaultApplicationsClock":                true,
+	"MigDevice.GetDefaultEccMode":                          true,
+	"MigDevice.GetDetailedEccErrors":                       true,
+	"MigDevice.GetDeviceHandleFromMigDeviceHandle":         true,
+	"MigDevice.GetDisplayActive":                           true,
+	"MigDevice.GetDisplayMode":                             true,
+	"MigDevice.GetDramEncryptionMode":                      true,
+	"MigDevice.GetDriverModel":                             true,
+	"MigDevice.GetDriverModel_v2":                          true,
+	"MigDevice.GetDynamicPstatesInfo":                      true,
+	"MigDevice.GetEccMode":                                 true,
+	"MigDevice.GetEncoderCapacity":                         true,
+	"MigDevice.GetEncoderSessions":                         true,
+	"MigDevice.GetEncoderStats":                            true,
+	"MigDevice.GetEncoderUtilization":                      true,
+	"MigDevice.GetEnforcedPowerLimit":                      true,
+	"MigDevice.GetFBCSessions":                             true,
+	"MigDevice.GetFBCStats":                                true,
+	"MigDevice.GetFanControlPolicy_v2":                     true,
+	"MigDevice.GetFanSpeed":                                true,
+	"MigDevice.GetFanSpeedRPM":                             true,
+	"MigDevice.GetFanSpeed_v2":                             true,
+	"MigDevice.GetFieldValues":                             true,
+	"MigDevice.GetGpcClkMinMaxVfOffset":                    true,
+	"MigDevice.GetGpcClkVfOffset":                          true,
+	"MigDevice.GetGpuFabricInfo":                           true,
+	"MigDevice.GetGpuFabricInfoV":                          true,
+	"MigDevice.GetGpuFabricInfo_v4":                        true,
+	"MigDevice.GetGpuInstanceById":                         true,
+	"MigDevice.GetGpuInstanceId":                           true,
+	"MigDevice.GetGpuInstancePossiblePlacements":           true,
+	"MigDevice.GetGpuInstanceProfileInfo":                  true,
+	"MigDevice.GetGpuInstanceProfileInfoByIdV":             true,
+	"MigDevice.GetGpuInstanceProfileInfoV":                 true,
+	"MigDevice.GetGpuInstanceRemainingCapacity":            true,
+	"MigDevice.GetGpuInstances":                            true,
+	"MigDevice.GetGpuMaxPcieLinkGeneration":                true,
+	"MigDevice.GetGpuOperationMode":                        true,
+	"MigDevice.GetGraphicsRunningProcesses":                true,
+	"MigDevice.GetGridLicensableFeatures":                  true,
+	"MigDevice.GetGspFirmwareMode":                         true,
+	"MigDevice.GetGspFirmwareVersion":                      true,
+	"MigDevice.GetHostVgpuMode":                            true,
+	"MigDevice.GetHostname_v1":                             true,
+	"MigDevice.GetIndex":                                   true,
+	"MigDevice.GetInforomConfigurationChecksum":            true,
+	"MigDevice.GetInforomImageVersion":                     true,
+	"MigDevice.GetInforomVersion":                          true,
+	"MigDevice.GetIrqNum":                                  true,
+	"MigDevice.GetJpgUtilization":                          true,
+	"MigDevice.GetLastBBXFlushTime":                        true,
+	"MigDevice.GetMPSComputeRunningProcesses":              true,
+	"MigDevice.GetMarginTemperature":                       true,
+	"MigDevice.GetMaxClockInfo":                            true,
+	"MigDevice.GetMaxCustomerBoostClock":                   true,
+	"MigDevice.GetMaxMigDeviceCount":                       true,
+	"MigDevice.GetMaxPcieLinkGeneration":                   true,
+	"MigDevice.GetMaxPcieLinkWidth":                        true,
+	"MigDevice.GetMemClkMinMaxVfOffset":                    true,
+	"MigDevice.GetMemClkVfOffset":                          true,
+	"MigDevice.GetMemoryAffinity":                          true,
+	"MigDevice.GetMemoryBusWidth":                          true,
+	"MigDevice.GetMemoryErrorCounter":                      true,
+	"MigDevice.GetMemoryInfo":                              true,
+	"MigDevice.GetMemoryInfo_v2":                           true,
+	"MigDevice.GetMemoryLimits_v1":                         true,
+	"MigDevice.GetMigDeviceHandleByIndex":                  true,
+	"MigDevice.GetMigMode":                                 true,
+	"MigDevice.GetMinMaxClockOfPState":                     true,
+	"MigDevice.GetMinMaxFanSpeed":                          true,
+	"MigDevice.GetMinorNumber":                             true,
+	"MigDevice.GetModuleId":                                true,
+	"MigDevice.GetMultiGpuBoard":                           true,
+	"MigDevice.GetName":                                    true,
+	"MigDevice.GetNumFans":                                 true,
+	"MigDevice.GetNumGpuCores":                             true,
+	"MigDevice.GetNumaNodeId":                              true,
+	"MigDevice.GetNvLinkCapability":                        true,
+	"MigDevice.GetNvLinkErrorCounter":                      true,
+	"MigDevice.GetNvLinkInfo":                              true,
+	"MigDevice.GetNvLinkRemoteDeviceType":                  true,
+	"MigDevice.GetNvLinkRemotePciInfo":                     true,
+	"MigDevice.GetNvLinkState":                             true,
+	"MigDevice.GetNvLinkTelemetrySamples_v1":               true,
+	"MigDevice.GetNvLinkUtilizationControl":                true,
+	"MigDevice.GetNvLinkUtilizationCounter":                true,
+	"MigDevice.GetNvLinkVersion":                           true,
+	"MigDevice.GetNvlinkBwMode":                            true,
+	"MigDevice.GetNvlinkSupportedBwModes":                  true,
+	"MigDevice.GetOfaUtilization":                          true,
+	"MigDevice.GetP2PStatus":                               true,
+	"MigDevice.GetPciInfo":                                 true,
+	"MigDevice.GetPciInfoExt":                              true,
+	"MigDevice.GetPcieLinkMaxSpeed":                        true,
+	"MigDevice.GetPcieReplayCounter":                       true,
+	"MigDevice.GetPcieSpeed":                               true,
+	"MigDevice.GetPcieThroughput":                          true,
+	"MigDevice.GetPdi":                                     true,
+	"MigDevice.GetPerformanceModes":                        true,
+	"MigDevice.GetPerformanceState":                        true,
+	"MigDevice.GetPersistenceMode":                         true,
+	"MigDevice.GetPgpuMetadataString":                      true,
+	"MigDevice.GetPlatformInfo":                            true,
+	"MigDevice.GetPowerManagementDefaultLimit":             true,
+	"MigDevice.GetPowerManagementLimit":                    true,
+	"MigDevice.GetPowerManagementLimitConstraints":         true,
+	"MigDevice.GetPowerManagementMode":                     true,
+	"MigDevice.GetPowerMizerMode_v1":                       true,
+	"MigDevice.GetPowerSource":                             true,
+	"MigDevice.GetPowerState":                              true,
+	"MigDevice.GetPowerUsage":                              true,
+	"MigDevice.GetProcessUtilization":                      true,
+	"MigDevice.GetProcessesUtilizationInfo":                true,
+	"MigDevice.GetRemappedRows":                            true,
+	"MigDevice.GetRemappedRows_v2":                         true,
+	"MigDevice.GetRepairStatus":                            true,
+	"MigDevice.GetRetiredPages":                            true,
+	"MigDevice.GetRetiredPagesPendingStatus":               true,
+	"MigDevice.GetRetiredPages_v2":                         true,
+	"MigDevice.GetRowRemapperHistogram":                    true,
+	"MigDevice.GetRunningProcessDetailList":                true,
+	"MigDevice.GetSamples":                                 true,
+	"MigDevice.GetSerial":                                  true,
+	"MigDevice.GetSramEccErrorStatus":                      true,
+	"MigDevice.GetSramUniqueUncorrectedEccErrorCounts":     true,
+	"MigDevice.GetSupportedClocksEventReasons":             true,
+	"MigDevice.GetSupportedClocksThrottleReasons":          true,
+	"MigDevice.GetSupportedEventTypes":                     true,
+	"MigDevice.GetSupportedGraphicsClocks":                 true,
+	"MigDevice.GetSupportedMemoryClocks":                   true,
+	"MigDevice.GetSupportedPerformanceStates":              true,
+	"MigDevice.GetSupportedVgpus":                          true,
+	"MigDevice.GetTargetFanSpeed":                          true,
+	"MigDevice.GetTemperature":                             true,
+	"MigDevice.GetTemperatureThreshold":                    true,
+	"MigDevice.GetTemperatureV":                            true,
+	"MigDevice.GetThermalSettings":                         true,
+	"MigDevice.GetTopologyCommonAncestor":                  true,
+	"MigDevice.GetTopologyNearestGpus":                     true,
+	"MigDevice.GetTotalEccErrors":                          true,
+	"MigDevice.GetTotalEnergyConsumption":                  true,
+	"MigDevice.GetUUID":                                    true,
+	"MigDevice.GetUnrepairableMemoryFlag_v1":               true,
+	"MigDevice.GetUtilizationRates":                        true,
+	"MigDevice.GetVbiosVersion":                            true,
+	"MigDevice.GetVgpuCapabilities":                        true,
+	"MigDevice.GetVgpuHeterogeneousMode":                   true,
+	"MigDevice.GetVgpuInstancesUtilizationInfo":            true,
+	"MigDevice.GetVgpuMetadata":                            true,
+	"MigDevice.GetVgpuProcessUtilization":                  true,
+	"MigDevice.GetVgpuProcessesUtilizationInfo":            true,
+	"MigDevice.GetVgpuSchedulerCapabilities":               true,
+	"MigDevice.GetVgpuSchedulerLog":                        true,
+	"MigDevice.GetVgpuSchedulerLog_v2":                     true,
+	"MigDevice.GetVgpuSchedulerState":                      true,
+	"MigDevice.GetVgpuSchedulerState_v2":                   true,
+	"MigDevice.GetVgpuTypeCreatablePlacements":             true,
+	"MigDevice.GetVgpuTypeSupportedPlacements":             true,
+	"MigDevice.GetVgpuUtilization":                         true,
+	"MigDevice.GetViolationStatus":                         true,
+	"MigDevice.GetVirtualizationMode":                      true,
+	"MigDevice.GpmMigSampleGet":                            true,
+	"MigDevice.GpmQueryDeviceSupport":                      true,
+	"MigDevice.GpmQueryDeviceSupportV":                     true,
+	"MigDevice.GpmQueryIfStreamingEnabled":                 true,
+	"MigDevice.GpmSampleGet":                               true,
+	"MigDevice.GpmSetStreamingEnabled":                     true,
+	"MigDevice.IsMigDeviceHandle":                          true,
+	"MigDevice.OnSameBoard":                                true,
+	"MigDevice.PerfMetricsGetSamples_v1":                   true,
+	"MigDevice.PowerSmoothingActivatePresetProfile":        true,
+	"MigDevice.PowerSmoothingSetState":                     true,
+	"MigDevice.PowerSmoothingUpdatePresetProfileParam":     true,
+	"MigDevice.ReadPRMCounters_v1":                         true,
+	"MigDevice.ReadWritePRM_v1":                            true,
+	"MigDevice.RegisterEvents":                             true,
+	"MigDevice.ResetApplicationsClocks":                    true,
+	"MigDevice.ResetGpuLockedClocks":                       true,
+	"MigDevice.ResetMemoryLockedClocks":                    true,
+	"MigDevice.ResetNvLinkErrorCounters":                   true,
+	"MigDevice.ResetNvLinkUtilizationCounter":              true,
+	"MigDevice.SetAPIRestriction":                          true,
+	"MigDevice.SetAccountingMode":                          true,
+	"MigDevice.SetAdaptiveTgpMode_v1":                      true,
+	"MigDevice.SetApplicationsClocks":                      true,
+	"MigDevice.SetAutoBoostedClocksEnabled":                true,
+	"MigDevice.SetClockOffsets":                            true,
+	"MigDevice.SetComputeMode":                             true,
+	"MigDevice.SetConfComputeUnprotectedMemSize":           true,
+	"MigDevice.SetCpuAffinity":                             true,
+	"MigDevice.SetDefaultAutoBoostedClocksEnabled":         true,
+	"MigDevice.SetDefaultFanSpeed_v2":                      true,
+	"MigDevice.SetDramEncryptionMode":                      true,
+	"MigDevice.SetDriverModel":                             true,
+	"MigDevice.SetEccMode":                                 true,
+	"MigDevice.SetFanControlPolicy":                        true,
+	"MigDevice.SetFanSpeed_v2":                             true,
+	"MigDevice.SetGpcClkVfOffset":                          true,
+	"MigDevice.SetGpuLockedClocks":                         true,
+	"MigDevice.SetGpuOperationMode":                        true,
+	"MigDevice.SetHostname_v1":                             true,
+	"MigDevice.SetMemClkVfOffset":                          true,
+	"MigDevice.SetMemoryLimits_v1":                         true,
+	"MigDevice.SetMemoryLockedClocks":                      true,
+	"MigDevice.SetMigMode":                                 true,
+	"MigDevice.SetNvLinkDeviceLowPowerThreshold":           true,
+	"MigDevice.SetNvLinkUtilizationControl":                true,
+	"MigDevice.SetNvlinkBwMode":                            true,
+	"MigDevice.SetNvlinkBwModeAsync_v1":                    true,
+	"MigDevice.SetPersistenceMode":                         true,
+	"MigDevice.SetPowerManagementLimit":                    true,
+	"MigDevice.SetPowerManagementLimit_v2":                 true,
+	"MigDevice.SetRusdSettings_v1":                         true,
+	"MigDevice.SetTemperatureThreshold":                    true,
+	"MigDevice.SetVgpuCapabilities":                        true,
+	"MigDevice.SetVgpuHeterogeneousMode":                   true,
+	"MigDevice.SetVgpuSchedulerState":                      true,
+	"MigDevice.SetVgpuSchedulerState_v2":                   true,
+	"MigDevice.SetVirtualizationMode":                      true,
+	"MigDevice.ValidateInforom":                            true,
+	"MigDevice.VgpuForceGspUnload":                         true,
+	"MigDevice.VgpuTypeGetMaxInstances":                    true,
+	"MigDevice.WorkloadPowerProfileClearRequestedProfiles": true,
+	"MigDevice.WorkloadPowerProfileGetCurrentProfiles":     true,
+	"MigDevice.WorkloadPowerProfileGetProfilesInfo":        true,
+	"MigDevice.WorkloadPowerProfileSetRequestedProfiles":   true,
+	"MigDevice.WorkloadPowerProfileUpdateProfiles_v1":      true,
+}
+
+// gpuInstanceMethods are the methods of nvml.GpuInstance, as a fault names them.
+var gpuInstanceMethods = map[string]bool{
+	"GpuInstance.CreateComputeInstance":                true,
+	"GpuInstance.CreateComputeInstanceWithPlacement":   true,
+	"GpuInstance.Destroy":                              true,
+	"GpuInstance.GetActiveVgpus":                       true,
+	"GpuInstance.GetComputeInstanceById":               true,
+	"GpuInstance.GetComputeInstancePossiblePlacements": true,
+	"GpuInstance.GetComputeInstanceProfileInfo":        true,
+	"GpuInstance.GetComputeInstanceProfileInfoV":       true,
+	"GpuInstance.GetComputeInstanceRemainingCapacity":  true,
+	"GpuInstance.GetComputeInstances":                  true,
+	"GpuInstance.GetCreatableVgpus":                    true,
+	"GpuInstance.GetInfo":                              true,
+	"GpuInstance.GetVgpuHeterogeneousMode":             true,
+	"GpuInstance.GetVgpuSchedulerLog":                  true,
+	"GpuInstance.GetVgpuSchedulerLog_v2":               true,
+	"GpuInstance.GetVgpuSchedulerState":                true,
+	"GpuInstance.GetVgpuSchedulerState_v2":             true,
+	"GpuInstance.GetVgpuTypeCreatablePlacements":       true,
+	"GpuInstance.SetVgpuHeterogeneousMode":             true,
+	"GpuInstance.SetVgpuSchedulerState":                true,
+	"GpuInstance.SetVgpuSchedulerState_v2":             true,
+}
+
+// computeInstanceMethods are the methods of nvml.ComputeInstance, as a fault names them.
+var computeInstanceMethods = map[string]bool{
+	"ComputeInstance.Destroy": true,
+	"ComputeInstance.GetInfo": true,
 }
 
 // handlerSymbols are the functions behind the methods that return a value to call, in place of a return code.
@@ -7373,4 +7775,2404 @@ func (h *gpuHandle) WorkloadPowerProfileUpdateProfiles_v1(a0 nvml.PowerProfileOp
 		return ret
 	}
 	return h.gpu.WorkloadPowerProfileUpdateProfiles_v1(a0, a1)
+}
+
+// ClearAccountingPids implements nvml.Device.
+func (h *partitionHandle) ClearAccountingPids() (r0 nvml.Return) {
+	if ret := h.gate("ClearAccountingPids"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.ClearAccountingPids()
+}
+
+// ClearCpuAffinity implements nvml.Device.
+func (h *partitionHandle) ClearCpuAffinity() (r0 nvml.Return) {
+	if ret := h.gate("ClearCpuAffinity"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.ClearCpuAffinity()
+}
+
+// ClearEccErrorCounts implements nvml.Device.
+func (h *partitionHandle) ClearEccErrorCounts(a0 nvml.EccCounterType) (r0 nvml.Return) {
+	if ret := h.gate("ClearEccErrorCounts"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.ClearEccErrorCounts(a0)
+}
+
+// ClearFieldValues implements nvml.Device.
+func (h *partitionHandle) ClearFieldValues(a0 []nvml.FieldValue) (r0 nvml.Return) {
+	if ret := h.gate("ClearFieldValues"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.ClearFieldValues(a0)
+}
+
+// CreateGpuInstance implements nvml.Device.
+func (h *partitionHandle) CreateGpuInstance(a0 *nvml.GpuInstanceProfileInfo) (r0 nvml.GpuInstance, r1 nvml.Return) {
+	if ret := h.gate("CreateGpuInstance"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.CreateGpuInstance(a0)
+}
+
+// CreateGpuInstanceWithPlacement implements nvml.Device.
+func (h *partitionHandle) CreateGpuInstanceWithPlacement(a0 *nvml.GpuInstanceProfileInfo, a1 *nvml.GpuInstancePlacement) (r0 nvml.GpuInstance, r1 nvml.Return) {
+	if ret := h.gate("CreateGpuInstanceWithPlacement"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.CreateGpuInstanceWithPlacement(a0, a1)
+}
+
+// FreezeNvLinkUtilizationCounter implements nvml.Device.
+func (h *partitionHandle) FreezeNvLinkUtilizationCounter(a0 int, a1 int, a2 nvml.EnableState) (r0 nvml.Return) {
+	if ret := h.gate("FreezeNvLinkUtilizationCounter"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.FreezeNvLinkUtilizationCounter(a0, a1, a2)
+}
+
+// GetAPIRestriction implements nvml.Device.
+func (h *partitionHandle) GetAPIRestriction(a0 nvml.RestrictedAPI) (r0 nvml.EnableState, r1 nvml.Return) {
+	if ret := h.gate("GetAPIRestriction"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetAPIRestriction(a0)
+}
+
+// GetAccountingBufferSize implements nvml.Device.
+func (h *partitionHandle) GetAccountingBufferSize() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetAccountingBufferSize"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetAccountingBufferSize()
+}
+
+// GetAccountingMode implements nvml.Device.
+func (h *partitionHandle) GetAccountingMode() (r0 nvml.EnableState, r1 nvml.Return) {
+	if ret := h.gate("GetAccountingMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetAccountingMode()
+}
+
+// GetAccountingPids implements nvml.Device.
+func (h *partitionHandle) GetAccountingPids() (r0 []int, r1 nvml.Return) {
+	if ret := h.gate("GetAccountingPids"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetAccountingPids()
+}
+
+// GetAccountingStats implements nvml.Device.
+func (h *partitionHandle) GetAccountingStats(a0 uint32) (r0 nvml.AccountingStats, r1 nvml.Return) {
+	if ret := h.gate("GetAccountingStats"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetAccountingStats(a0)
+}
+
+// GetAccountingStats_v2 implements nvml.Device.
+func (h *partitionHandle) GetAccountingStats_v2(a0 uint32) (r0 nvml.AccountingStats_v2, r1 nvml.Return) {
+	if ret := h.gate("GetAccountingStats_v2"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetAccountingStats_v2(a0)
+}
+
+// GetActiveVgpus implements nvml.Device.
+func (h *partitionHandle) GetActiveVgpus() (r0 []nvml.VgpuInstance, r1 nvml.Return) {
+	if ret := h.gate("GetActiveVgpus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetActiveVgpus()
+}
+
+// GetAdaptiveClockInfoStatus implements nvml.Device.
+func (h *partitionHandle) GetAdaptiveClockInfoStatus() (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetAdaptiveClockInfoStatus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetAdaptiveClockInfoStatus()
+}
+
+// GetAdaptiveTgpModeInfo_v1 implements nvml.Device.
+func (h *partitionHandle) GetAdaptiveTgpModeInfo_v1() (r0 nvml.AdaptiveTgpModeInfo_v1, r1 nvml.Return) {
+	if ret := h.gate("GetAdaptiveTgpModeInfo_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetAdaptiveTgpModeInfo_v1()
+}
+
+// GetAddressingMode implements nvml.Device.
+func (h *partitionHandle) GetAddressingMode() (r0 nvml.DeviceAddressingMode, r1 nvml.Return) {
+	if ret := h.gate("GetAddressingMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetAddressingMode()
+}
+
+// GetApplicationsClock implements nvml.Device.
+func (h *partitionHandle) GetApplicationsClock(a0 nvml.ClockType) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetApplicationsClock"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetApplicationsClock(a0)
+}
+
+// GetArchitecture implements nvml.Device.
+func (h *partitionHandle) GetArchitecture() (r0 nvml.DeviceArchitecture, r1 nvml.Return) {
+	if ret := h.gate("GetArchitecture"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetArchitecture()
+}
+
+// GetAttributes implements nvml.Device.
+func (h *partitionHandle) GetAttributes() (r0 nvml.DeviceAttributes, r1 nvml.Return) {
+	if ret := h.gate("GetAttributes"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetAttributes()
+}
+
+// GetAutoBoostedClocksEnabled implements nvml.Device.
+func (h *partitionHandle) GetAutoBoostedClocksEnabled() (r0 nvml.EnableState, r1 nvml.EnableState, r2 nvml.Return) {
+	if ret := h.gate("GetAutoBoostedClocksEnabled"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetAutoBoostedClocksEnabled()
+}
+
+// GetBAR1MemoryInfo implements nvml.Device.
+func (h *partitionHandle) GetBAR1MemoryInfo() (r0 nvml.BAR1Memory, r1 nvml.Return) {
+	if ret := h.gate("GetBAR1MemoryInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetBAR1MemoryInfo()
+}
+
+// GetBBXTimeData_v1 implements nvml.Device.
+func (h *partitionHandle) GetBBXTimeData_v1() (r0 nvml.BBXTimeData_v1, r1 nvml.Return) {
+	if ret := h.gate("GetBBXTimeData_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetBBXTimeData_v1()
+}
+
+// GetBankRemapperStatus_v1 implements nvml.Device.
+func (h *partitionHandle) GetBankRemapperStatus_v1() (r0 nvml.EccBankRemapperStatus_v1, r1 nvml.Return) {
+	if ret := h.gate("GetBankRemapperStatus_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetBankRemapperStatus_v1()
+}
+
+// GetBoardId implements nvml.Device.
+func (h *partitionHandle) GetBoardId() (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetBoardId"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetBoardId()
+}
+
+// GetBoardPartNumber implements nvml.Device.
+func (h *partitionHandle) GetBoardPartNumber() (r0 string, r1 nvml.Return) {
+	if ret := h.gate("GetBoardPartNumber"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetBoardPartNumber()
+}
+
+// GetBrand implements nvml.Device.
+func (h *partitionHandle) GetBrand() (r0 nvml.BrandType, r1 nvml.Return) {
+	if ret := h.gate("GetBrand"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetBrand()
+}
+
+// GetBridgeChipInfo implements nvml.Device.
+func (h *partitionHandle) GetBridgeChipInfo() (r0 nvml.BridgeChipHierarchy, r1 nvml.Return) {
+	if ret := h.gate("GetBridgeChipInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetBridgeChipInfo()
+}
+
+// GetBusType implements nvml.Device.
+func (h *partitionHandle) GetBusType() (r0 nvml.BusType, r1 nvml.Return) {
+	if ret := h.gate("GetBusType"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetBusType()
+}
+
+// GetC2cModeInfoV implements nvml.Device.
+func (h *partitionHandle) GetC2cModeInfoV() (r0 nvml.C2cModeInfoHandler) {
+	return h.partition.GetC2cModeInfoV()
+}
+
+// GetCapabilities implements nvml.Device.
+func (h *partitionHandle) GetCapabilities() (r0 nvml.DeviceCapabilities, r1 nvml.Return) {
+	if ret := h.gate("GetCapabilities"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetCapabilities()
+}
+
+// GetClkMonStatus implements nvml.Device.
+func (h *partitionHandle) GetClkMonStatus() (r0 nvml.ClkMonStatus, r1 nvml.Return) {
+	if ret := h.gate("GetClkMonStatus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetClkMonStatus()
+}
+
+// GetClock implements nvml.Device.
+func (h *partitionHandle) GetClock(a0 nvml.ClockType, a1 nvml.ClockId) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetClock"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetClock(a0, a1)
+}
+
+// GetClockInfo implements nvml.Device.
+func (h *partitionHandle) GetClockInfo(a0 nvml.ClockType) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetClockInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetClockInfo(a0)
+}
+
+// GetClockOffsets implements nvml.Device.
+func (h *partitionHandle) GetClockOffsets() (r0 nvml.ClockOffset, r1 nvml.Return) {
+	if ret := h.gate("GetClockOffsets"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetClockOffsets()
+}
+
+// GetComputeInstanceId implements nvml.Device.
+func (h *partitionHandle) GetComputeInstanceId() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetComputeInstanceId"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetComputeInstanceId()
+}
+
+// GetComputeMode implements nvml.Device.
+func (h *partitionHandle) GetComputeMode() (r0 nvml.ComputeMode, r1 nvml.Return) {
+	if ret := h.gate("GetComputeMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetComputeMode()
+}
+
+// GetComputeRunningProcesses implements nvml.Device.
+func (h *partitionHandle) GetComputeRunningProcesses() (r0 []nvml.ProcessInfo, r1 nvml.Return) {
+	if ret := h.gate("GetComputeRunningProcesses"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetComputeRunningProcesses()
+}
+
+// GetConfComputeGpuAttestationReport implements nvml.Device.
+func (h *partitionHandle) GetConfComputeGpuAttestationReport(a0 *nvml.ConfComputeGpuAttestationReport) (r0 nvml.Return) {
+	if ret := h.gate("GetConfComputeGpuAttestationReport"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.GetConfComputeGpuAttestationReport(a0)
+}
+
+// GetConfComputeGpuCertificate implements nvml.Device.
+func (h *partitionHandle) GetConfComputeGpuCertificate() (r0 nvml.ConfComputeGpuCertificate, r1 nvml.Return) {
+	if ret := h.gate("GetConfComputeGpuCertificate"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetConfComputeGpuCertificate()
+}
+
+// GetConfComputeMemSizeInfo implements nvml.Device.
+func (h *partitionHandle) GetConfComputeMemSizeInfo() (r0 nvml.ConfComputeMemSizeInfo, r1 nvml.Return) {
+	if ret := h.gate("GetConfComputeMemSizeInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetConfComputeMemSizeInfo()
+}
+
+// GetConfComputeProtectedMemoryUsage implements nvml.Device.
+func (h *partitionHandle) GetConfComputeProtectedMemoryUsage() (r0 nvml.Memory, r1 nvml.Return) {
+	if ret := h.gate("GetConfComputeProtectedMemoryUsage"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetConfComputeProtectedMemoryUsage()
+}
+
+// GetCoolerInfo implements nvml.Device.
+func (h *partitionHandle) GetCoolerInfo() (r0 nvml.CoolerInfo, r1 nvml.Return) {
+	if ret := h.gate("GetCoolerInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetCoolerInfo()
+}
+
+// GetCpuAffinity implements nvml.Device.
+func (h *partitionHandle) GetCpuAffinity(a0 int) (r0 []uint, r1 nvml.Return) {
+	if ret := h.gate("GetCpuAffinity"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetCpuAffinity(a0)
+}
+
+// GetCpuAffinityWithinScope implements nvml.Device.
+func (h *partitionHandle) GetCpuAffinityWithinScope(a0 int, a1 nvml.AffinityScope) (r0 []uint, r1 nvml.Return) {
+	if ret := h.gate("GetCpuAffinityWithinScope"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetCpuAffinityWithinScope(a0, a1)
+}
+
+// GetCreatableVgpus implements nvml.Device.
+func (h *partitionHandle) GetCreatableVgpus() (r0 []nvml.VgpuTypeId, r1 nvml.Return) {
+	if ret := h.gate("GetCreatableVgpus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetCreatableVgpus()
+}
+
+// GetCudaComputeCapability implements nvml.Device.
+func (h *partitionHandle) GetCudaComputeCapability() (r0 int, r1 int, r2 nvml.Return) {
+	if ret := h.gate("GetCudaComputeCapability"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetCudaComputeCapability()
+}
+
+// GetCurrPcieLinkGeneration implements nvml.Device.
+func (h *partitionHandle) GetCurrPcieLinkGeneration() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetCurrPcieLinkGeneration"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetCurrPcieLinkGeneration()
+}
+
+// GetCurrPcieLinkWidth implements nvml.Device.
+func (h *partitionHandle) GetCurrPcieLinkWidth() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetCurrPcieLinkWidth"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetCurrPcieLinkWidth()
+}
+
+// GetCurrentClockFreqs implements nvml.Device.
+func (h *partitionHandle) GetCurrentClockFreqs() (r0 nvml.DeviceCurrentClockFreqs, r1 nvml.Return) {
+	if ret := h.gate("GetCurrentClockFreqs"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetCurrentClockFreqs()
+}
+
+// GetCurrentClocksEventReasons implements nvml.Device.
+func (h *partitionHandle) GetCurrentClocksEventReasons() (r0 uint64, r1 nvml.Return) {
+	if ret := h.gate("GetCurrentClocksEventReasons"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetCurrentClocksEventReasons()
+}
+
+// GetCurrentClocksThrottleReasons implements nvml.Device.
+func (h *partitionHandle) GetCurrentClocksThrottleReasons() (r0 uint64, r1 nvml.Return) {
+	if ret := h.gate("GetCurrentClocksThrottleReasons"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetCurrentClocksThrottleReasons()
+}
+
+// GetDecoderUtilization implements nvml.Device.
+func (h *partitionHandle) GetDecoderUtilization() (r0 uint32, r1 uint32, r2 nvml.Return) {
+	if ret := h.gate("GetDecoderUtilization"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetDecoderUtilization()
+}
+
+// GetDefaultApplicationsClock implements nvml.Device.
+func (h *partitionHandle) GetDefaultApplicationsClock(a0 nvml.ClockType) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetDefaultApplicationsClock"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetDefaultApplicationsClock(a0)
+}
+
+// GetDefaultEccMode implements nvml.Device.
+func (h *partitionHandle) GetDefaultEccMode() (r0 nvml.EnableState, r1 nvml.Return) {
+	if ret := h.gate("GetDefaultEccMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetDefaultEccMode()
+}
+
+// GetDetailedEccErrors implements nvml.Device.
+func (h *partitionHandle) GetDetailedEccErrors(a0 nvml.MemoryErrorType, a1 nvml.EccCounterType) (r0 nvml.EccErrorCounts, r1 nvml.Return) {
+	if ret := h.gate("GetDetailedEccErrors"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetDetailedEccErrors(a0, a1)
+}
+
+// GetDeviceHandleFromMigDeviceHandle implements nvml.Device.
+func (h *partitionHandle) GetDeviceHandleFromMigDeviceHandle() (r0 nvml.Device, r1 nvml.Return) {
+	if ret := h.gate("GetDeviceHandleFromMigDeviceHandle"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetDeviceHandleFromMigDeviceHandle()
+}
+
+// GetDisplayActive implements nvml.Device.
+func (h *partitionHandle) GetDisplayActive() (r0 nvml.EnableState, r1 nvml.Return) {
+	if ret := h.gate("GetDisplayActive"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetDisplayActive()
+}
+
+// GetDisplayMode implements nvml.Device.
+func (h *partitionHandle) GetDisplayMode() (r0 nvml.EnableState, r1 nvml.Return) {
+	if ret := h.gate("GetDisplayMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetDisplayMode()
+}
+
+// GetDramEncryptionMode implements nvml.Device.
+func (h *partitionHandle) GetDramEncryptionMode() (r0 nvml.DramEncryptionInfo, r1 nvml.DramEncryptionInfo, r2 nvml.Return) {
+	if ret := h.gate("GetDramEncryptionMode"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetDramEncryptionMode()
+}
+
+// GetDriverModel implements nvml.Device.
+func (h *partitionHandle) GetDriverModel() (r0 nvml.DriverModel, r1 nvml.DriverModel, r2 nvml.Return) {
+	if ret := h.gate("GetDriverModel"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetDriverModel()
+}
+
+// GetDriverModel_v2 implements nvml.Device.
+func (h *partitionHandle) GetDriverModel_v2() (r0 nvml.DriverModel, r1 nvml.DriverModel, r2 nvml.Return) {
+	if ret := h.gate("GetDriverModel_v2"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetDriverModel_v2()
+}
+
+// GetDynamicPstatesInfo implements nvml.Device.
+func (h *partitionHandle) GetDynamicPstatesInfo() (r0 nvml.GpuDynamicPstatesInfo, r1 nvml.Return) {
+	if ret := h.gate("GetDynamicPstatesInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetDynamicPstatesInfo()
+}
+
+// GetEccMode implements nvml.Device.
+func (h *partitionHandle) GetEccMode() (r0 nvml.EnableState, r1 nvml.EnableState, r2 nvml.Return) {
+	if ret := h.gate("GetEccMode"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetEccMode()
+}
+
+// GetEncoderCapacity implements nvml.Device.
+func (h *partitionHandle) GetEncoderCapacity(a0 nvml.EncoderType) (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetEncoderCapacity"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetEncoderCapacity(a0)
+}
+
+// GetEncoderSessions implements nvml.Device.
+func (h *partitionHandle) GetEncoderSessions() (r0 []nvml.EncoderSessionInfo, r1 nvml.Return) {
+	if ret := h.gate("GetEncoderSessions"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetEncoderSessions()
+}
+
+// GetEncoderStats implements nvml.Device.
+func (h *partitionHandle) GetEncoderStats() (r0 int, r1 uint32, r2 uint32, r3 nvml.Return) {
+	if ret := h.gate("GetEncoderStats"); ret != nvml.SUCCESS {
+		return r0, r1, r2, ret
+	}
+	return h.partition.GetEncoderStats()
+}
+
+// GetEncoderUtilization implements nvml.Device.
+func (h *partitionHandle) GetEncoderUtilization() (r0 uint32, r1 uint32, r2 nvml.Return) {
+	if ret := h.gate("GetEncoderUtilization"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetEncoderUtilization()
+}
+
+// GetEnforcedPowerLimit implements nvml.Device.
+func (h *partitionHandle) GetEnforcedPowerLimit() (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetEnforcedPowerLimit"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetEnforcedPowerLimit()
+}
+
+// GetFBCSessions implements nvml.Device.
+func (h *partitionHandle) GetFBCSessions() (r0 []nvml.FBCSessionInfo, r1 nvml.Return) {
+	if ret := h.gate("GetFBCSessions"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetFBCSessions()
+}
+
+// GetFBCStats implements nvml.Device.
+func (h *partitionHandle) GetFBCStats() (r0 nvml.FBCStats, r1 nvml.Return) {
+	if ret := h.gate("GetFBCStats"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetFBCStats()
+}
+
+// GetFanControlPolicy_v2 implements nvml.Device.
+func (h *partitionHandle) GetFanControlPolicy_v2(a0 int) (r0 nvml.FanControlPolicy, r1 nvml.Return) {
+	if ret := h.gate("GetFanControlPolicy_v2"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetFanControlPolicy_v2(a0)
+}
+
+// GetFanSpeed implements nvml.Device.
+func (h *partitionHandle) GetFanSpeed() (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetFanSpeed"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetFanSpeed()
+}
+
+// GetFanSpeedRPM implements nvml.Device.
+func (h *partitionHandle) GetFanSpeedRPM() (r0 nvml.FanSpeedInfo, r1 nvml.Return) {
+	if ret := h.gate("GetFanSpeedRPM"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetFanSpeedRPM()
+}
+
+// GetFanSpeed_v2 implements nvml.Device.
+func (h *partitionHandle) GetFanSpeed_v2(a0 int) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetFanSpeed_v2"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetFanSpeed_v2(a0)
+}
+
+// GetFieldValues implements nvml.Device.
+func (h *partitionHandle) GetFieldValues(a0 []nvml.FieldValue) (r0 nvml.Return) {
+	if ret := h.gate("GetFieldValues"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.GetFieldValues(a0)
+}
+
+// GetGpcClkMinMaxVfOffset implements nvml.Device.
+func (h *partitionHandle) GetGpcClkMinMaxVfOffset() (r0 int, r1 int, r2 nvml.Return) {
+	if ret := h.gate("GetGpcClkMinMaxVfOffset"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetGpcClkMinMaxVfOffset()
+}
+
+// GetGpcClkVfOffset implements nvml.Device.
+func (h *partitionHandle) GetGpcClkVfOffset() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetGpcClkVfOffset"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGpcClkVfOffset()
+}
+
+// GetGpuFabricInfo implements nvml.Device.
+func (h *partitionHandle) GetGpuFabricInfo() (r0 nvml.GpuFabricInfo, r1 nvml.Return) {
+	if ret := h.gate("GetGpuFabricInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGpuFabricInfo()
+}
+
+// GetGpuFabricInfoV implements nvml.Device.
+func (h *partitionHandle) GetGpuFabricInfoV() (r0 nvml.GpuFabricInfoHandler) {
+	return h.partition.GetGpuFabricInfoV()
+}
+
+// GetGpuFabricInfo_v4 implements nvml.Device.
+func (h *partitionHandle) GetGpuFabricInfo_v4() (r0 nvml.GpuFabricInfo_v4, r1 nvml.Return) {
+	if ret := h.gate("GetGpuFabricInfo_v4"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGpuFabricInfo_v4()
+}
+
+// GetGpuInstanceById implements nvml.Device.
+func (h *partitionHandle) GetGpuInstanceById(a0 int) (r0 nvml.GpuInstance, r1 nvml.Return) {
+	if ret := h.gate("GetGpuInstanceById"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGpuInstanceById(a0)
+}
+
+// GetGpuInstanceId implements nvml.Device.
+func (h *partitionHandle) GetGpuInstanceId() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetGpuInstanceId"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGpuInstanceId()
+}
+
+// GetGpuInstancePossiblePlacements implements nvml.Device.
+func (h *partitionHandle) GetGpuInstancePossiblePlacements(a0 *nvml.GpuInstanceProfileInfo) (r0 []nvml.GpuInstancePlacement, r1 nvml.Return) {
+	if ret := h.gate("GetGpuInstancePossiblePlacements"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGpuInstancePossiblePlacements(a0)
+}
+
+// GetGpuInstanceProfileInfo implements nvml.Device.
+func (h *partitionHandle) GetGpuInstanceProfileInfo(a0 int) (r0 nvml.GpuInstanceProfileInfo, r1 nvml.Return) {
+	if ret := h.gate("GetGpuInstanceProfileInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGpuInstanceProfileInfo(a0)
+}
+
+// GetGpuInstanceProfileInfoByIdV implements nvml.Device.
+func (h *partitionHandle) GetGpuInstanceProfileInfoByIdV(a0 int) (r0 nvml.GpuInstanceProfileInfoByIdHandler) {
+	return h.partition.GetGpuInstanceProfileInfoByIdV(a0)
+}
+
+// GetGpuInstanceProfileInfoV implements nvml.Device.
+func (h *partitionHandle) GetGpuInstanceProfileInfoV(a0 int) (r0 nvml.GpuInstanceProfileInfoHandler) {
+	return h.partition.GetGpuInstanceProfileInfoV(a0)
+}
+
+// GetGpuInstanceRemainingCapacity implements nvml.Device.
+func (h *partitionHandle) GetGpuInstanceRemainingCapacity(a0 *nvml.GpuInstanceProfileInfo) (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetGpuInstanceRemainingCapacity"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGpuInstanceRemainingCapacity(a0)
+}
+
+// GetGpuInstances implements nvml.Device.
+func (h *partitionHandle) GetGpuInstances(a0 *nvml.GpuInstanceProfileInfo) (r0 []nvml.GpuInstance, r1 nvml.Return) {
+	if ret := h.gate("GetGpuInstances"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGpuInstances(a0)
+}
+
+// GetGpuMaxPcieLinkGeneration implements nvml.Device.
+func (h *partitionHandle) GetGpuMaxPcieLinkGeneration() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetGpuMaxPcieLinkGeneration"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGpuMaxPcieLinkGeneration()
+}
+
+// GetGpuOperationMode implements nvml.Device.
+func (h *partitionHandle) GetGpuOperationMode() (r0 nvml.GpuOperationMode, r1 nvml.GpuOperationMode, r2 nvml.Return) {
+	if ret := h.gate("GetGpuOperationMode"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetGpuOperationMode()
+}
+
+// GetGraphicsRunningProcesses implements nvml.Device.
+func (h *partitionHandle) GetGraphicsRunningProcesses() (r0 []nvml.ProcessInfo, r1 nvml.Return) {
+	if ret := h.gate("GetGraphicsRunningProcesses"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGraphicsRunningProcesses()
+}
+
+// GetGridLicensableFeatures implements nvml.Device.
+func (h *partitionHandle) GetGridLicensableFeatures() (r0 nvml.GridLicensableFeatures, r1 nvml.Return) {
+	if ret := h.gate("GetGridLicensableFeatures"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGridLicensableFeatures()
+}
+
+// GetGspFirmwareMode implements nvml.Device.
+func (h *partitionHandle) GetGspFirmwareMode() (r0 bool, r1 bool, r2 nvml.Return) {
+	if ret := h.gate("GetGspFirmwareMode"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetGspFirmwareMode()
+}
+
+// GetGspFirmwareVersion implements nvml.Device.
+func (h *partitionHandle) GetGspFirmwareVersion() (r0 string, r1 nvml.Return) {
+	if ret := h.gate("GetGspFirmwareVersion"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGspFirmwareVersion()
+}
+
+// GetHostVgpuMode implements nvml.Device.
+func (h *partitionHandle) GetHostVgpuMode() (r0 nvml.HostVgpuMode, r1 nvml.Return) {
+	if ret := h.gate("GetHostVgpuMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetHostVgpuMode()
+}
+
+// GetHostname_v1 implements nvml.Device.
+func (h *partitionHandle) GetHostname_v1() (r0 string, r1 nvml.Return) {
+	if ret := h.gate("GetHostname_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetHostname_v1()
+}
+
+// GetIndex implements nvml.Device.
+func (h *partitionHandle) GetIndex() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetIndex"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetIndex()
+}
+
+// GetInforomConfigurationChecksum implements nvml.Device.
+func (h *partitionHandle) GetInforomConfigurationChecksum() (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetInforomConfigurationChecksum"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetInforomConfigurationChecksum()
+}
+
+// GetInforomImageVersion implements nvml.Device.
+func (h *partitionHandle) GetInforomImageVersion() (r0 string, r1 nvml.Return) {
+	if ret := h.gate("GetInforomImageVersion"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetInforomImageVersion()
+}
+
+// GetInforomVersion implements nvml.Device.
+func (h *partitionHandle) GetInforomVersion(a0 nvml.InforomObject) (r0 string, r1 nvml.Return) {
+	if ret := h.gate("GetInforomVersion"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetInforomVersion(a0)
+}
+
+// GetIrqNum implements nvml.Device.
+func (h *partitionHandle) GetIrqNum() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetIrqNum"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetIrqNum()
+}
+
+// GetJpgUtilization implements nvml.Device.
+func (h *partitionHandle) GetJpgUtilization() (r0 uint32, r1 uint32, r2 nvml.Return) {
+	if ret := h.gate("GetJpgUtilization"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetJpgUtilization()
+}
+
+// GetLastBBXFlushTime implements nvml.Device.
+func (h *partitionHandle) GetLastBBXFlushTime() (r0 uint64, r1 uint, r2 nvml.Return) {
+	if ret := h.gate("GetLastBBXFlushTime"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetLastBBXFlushTime()
+}
+
+// GetMPSComputeRunningProcesses implements nvml.Device.
+func (h *partitionHandle) GetMPSComputeRunningProcesses() (r0 []nvml.ProcessInfo, r1 nvml.Return) {
+	if ret := h.gate("GetMPSComputeRunningProcesses"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMPSComputeRunningProcesses()
+}
+
+// GetMarginTemperature implements nvml.Device.
+func (h *partitionHandle) GetMarginTemperature() (r0 nvml.MarginTemperature, r1 nvml.Return) {
+	if ret := h.gate("GetMarginTemperature"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMarginTemperature()
+}
+
+// GetMaxClockInfo implements nvml.Device.
+func (h *partitionHandle) GetMaxClockInfo(a0 nvml.ClockType) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetMaxClockInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMaxClockInfo(a0)
+}
+
+// GetMaxCustomerBoostClock implements nvml.Device.
+func (h *partitionHandle) GetMaxCustomerBoostClock(a0 nvml.ClockType) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetMaxCustomerBoostClock"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMaxCustomerBoostClock(a0)
+}
+
+// GetMaxMigDeviceCount implements nvml.Device.
+func (h *partitionHandle) GetMaxMigDeviceCount() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetMaxMigDeviceCount"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMaxMigDeviceCount()
+}
+
+// GetMaxPcieLinkGeneration implements nvml.Device.
+func (h *partitionHandle) GetMaxPcieLinkGeneration() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetMaxPcieLinkGeneration"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMaxPcieLinkGeneration()
+}
+
+// GetMaxPcieLinkWidth implements nvml.Device.
+func (h *partitionHandle) GetMaxPcieLinkWidth() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetMaxPcieLinkWidth"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMaxPcieLinkWidth()
+}
+
+// GetMemClkMinMaxVfOffset implements nvml.Device.
+func (h *partitionHandle) GetMemClkMinMaxVfOffset() (r0 int, r1 int, r2 nvml.Return) {
+	if ret := h.gate("GetMemClkMinMaxVfOffset"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetMemClkMinMaxVfOffset()
+}
+
+// GetMemClkVfOffset implements nvml.Device.
+func (h *partitionHandle) GetMemClkVfOffset() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetMemClkVfOffset"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMemClkVfOffset()
+}
+
+// GetMemoryAffinity implements nvml.Device.
+func (h *partitionHandle) GetMemoryAffinity(a0 int, a1 nvml.AffinityScope) (r0 []uint, r1 nvml.Return) {
+	if ret := h.gate("GetMemoryAffinity"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMemoryAffinity(a0, a1)
+}
+
+// GetMemoryBusWidth implements nvml.Device.
+func (h *partitionHandle) GetMemoryBusWidth() (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetMemoryBusWidth"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMemoryBusWidth()
+}
+
+// GetMemoryErrorCounter implements nvml.Device.
+func (h *partitionHandle) GetMemoryErrorCounter(a0 nvml.MemoryErrorType, a1 nvml.EccCounterType, a2 nvml.MemoryLocation) (r0 uint64, r1 nvml.Return) {
+	if ret := h.gate("GetMemoryErrorCounter"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMemoryErrorCounter(a0, a1, a2)
+}
+
+// GetMemoryInfo implements nvml.Device.
+func (h *partitionHandle) GetMemoryInfo() (r0 nvml.Memory, r1 nvml.Return) {
+	if ret := h.gate("GetMemoryInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMemoryInfo()
+}
+
+// GetMemoryInfo_v2 implements nvml.Device.
+func (h *partitionHandle) GetMemoryInfo_v2() (r0 nvml.Memory_v2, r1 nvml.Return) {
+	if ret := h.gate("GetMemoryInfo_v2"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMemoryInfo_v2()
+}
+
+// GetMemoryLimits_v1 implements nvml.Device.
+func (h *partitionHandle) GetMemoryLimits_v1(a0 string) (r0 nvml.MemoryLimits_v1, r1 nvml.Return) {
+	if ret := h.gate("GetMemoryLimits_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMemoryLimits_v1(a0)
+}
+
+// GetMigDeviceHandleByIndex implements nvml.Device.
+func (h *partitionHandle) GetMigDeviceHandleByIndex(a0 int) (r0 nvml.Device, r1 nvml.Return) {
+	if ret := h.gate("GetMigDeviceHandleByIndex"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMigDeviceHandleByIndex(a0)
+}
+
+// GetMigMode implements nvml.Device.
+func (h *partitionHandle) GetMigMode() (r0 int, r1 int, r2 nvml.Return) {
+	if ret := h.gate("GetMigMode"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetMigMode()
+}
+
+// GetMinMaxClockOfPState implements nvml.Device.
+func (h *partitionHandle) GetMinMaxClockOfPState(a0 nvml.ClockType, a1 nvml.Pstates) (r0 uint32, r1 uint32, r2 nvml.Return) {
+	if ret := h.gate("GetMinMaxClockOfPState"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetMinMaxClockOfPState(a0, a1)
+}
+
+// GetMinMaxFanSpeed implements nvml.Device.
+func (h *partitionHandle) GetMinMaxFanSpeed() (r0 int, r1 int, r2 nvml.Return) {
+	if ret := h.gate("GetMinMaxFanSpeed"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetMinMaxFanSpeed()
+}
+
+// GetMinorNumber implements nvml.Device.
+func (h *partitionHandle) GetMinorNumber() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetMinorNumber"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMinorNumber()
+}
+
+// GetModuleId implements nvml.Device.
+func (h *partitionHandle) GetModuleId() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetModuleId"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetModuleId()
+}
+
+// GetMultiGpuBoard implements nvml.Device.
+func (h *partitionHandle) GetMultiGpuBoard() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetMultiGpuBoard"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetMultiGpuBoard()
+}
+
+// GetName implements nvml.Device.
+func (h *partitionHandle) GetName() (r0 string, r1 nvml.Return) {
+	if ret := h.gate("GetName"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetName()
+}
+
+// GetNumFans implements nvml.Device.
+func (h *partitionHandle) GetNumFans() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetNumFans"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNumFans()
+}
+
+// GetNumGpuCores implements nvml.Device.
+func (h *partitionHandle) GetNumGpuCores() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetNumGpuCores"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNumGpuCores()
+}
+
+// GetNumaNodeId implements nvml.Device.
+func (h *partitionHandle) GetNumaNodeId() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetNumaNodeId"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNumaNodeId()
+}
+
+// GetNvLinkCapability implements nvml.Device.
+func (h *partitionHandle) GetNvLinkCapability(a0 int, a1 nvml.NvLinkCapability) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetNvLinkCapability"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNvLinkCapability(a0, a1)
+}
+
+// GetNvLinkErrorCounter implements nvml.Device.
+func (h *partitionHandle) GetNvLinkErrorCounter(a0 int, a1 nvml.NvLinkErrorCounter) (r0 uint64, r1 nvml.Return) {
+	if ret := h.gate("GetNvLinkErrorCounter"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNvLinkErrorCounter(a0, a1)
+}
+
+// GetNvLinkInfo implements nvml.Device.
+func (h *partitionHandle) GetNvLinkInfo() (r0 nvml.NvLinkInfoHandler) {
+	return h.partition.GetNvLinkInfo()
+}
+
+// GetNvLinkRemoteDeviceType implements nvml.Device.
+func (h *partitionHandle) GetNvLinkRemoteDeviceType(a0 int) (r0 nvml.IntNvLinkDeviceType, r1 nvml.Return) {
+	if ret := h.gate("GetNvLinkRemoteDeviceType"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNvLinkRemoteDeviceType(a0)
+}
+
+// GetNvLinkRemotePciInfo implements nvml.Device.
+func (h *partitionHandle) GetNvLinkRemotePciInfo(a0 int) (r0 nvml.PciInfo, r1 nvml.Return) {
+	if ret := h.gate("GetNvLinkRemotePciInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNvLinkRemotePciInfo(a0)
+}
+
+// GetNvLinkState implements nvml.Device.
+func (h *partitionHandle) GetNvLinkState(a0 int) (r0 nvml.EnableState, r1 nvml.Return) {
+	if ret := h.gate("GetNvLinkState"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNvLinkState(a0)
+}
+
+// GetNvLinkTelemetrySamples_v1 implements nvml.Device.
+func (h *partitionHandle) GetNvLinkTelemetrySamples_v1(a0 nvml.NvlinkTelemetrySamples_v1) (r0 nvml.NvlinkTelemetrySamples_v1, r1 nvml.Return) {
+	if ret := h.gate("GetNvLinkTelemetrySamples_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNvLinkTelemetrySamples_v1(a0)
+}
+
+// GetNvLinkUtilizationControl implements nvml.Device.
+func (h *partitionHandle) GetNvLinkUtilizationControl(a0 int, a1 int) (r0 nvml.NvLinkUtilizationControl, r1 nvml.Return) {
+	if ret := h.gate("GetNvLinkUtilizationControl"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNvLinkUtilizationControl(a0, a1)
+}
+
+// GetNvLinkUtilizationCounter implements nvml.Device.
+func (h *partitionHandle) GetNvLinkUtilizationCounter(a0 int, a1 int) (r0 uint64, r1 uint64, r2 nvml.Return) {
+	if ret := h.gate("GetNvLinkUtilizationCounter"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetNvLinkUtilizationCounter(a0, a1)
+}
+
+// GetNvLinkVersion implements nvml.Device.
+func (h *partitionHandle) GetNvLinkVersion(a0 int) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetNvLinkVersion"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNvLinkVersion(a0)
+}
+
+// GetNvlinkBwMode implements nvml.Device.
+func (h *partitionHandle) GetNvlinkBwMode() (r0 nvml.NvlinkGetBwMode, r1 nvml.Return) {
+	if ret := h.gate("GetNvlinkBwMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNvlinkBwMode()
+}
+
+// GetNvlinkSupportedBwModes implements nvml.Device.
+func (h *partitionHandle) GetNvlinkSupportedBwModes() (r0 nvml.NvlinkSupportedBwModes, r1 nvml.Return) {
+	if ret := h.gate("GetNvlinkSupportedBwModes"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetNvlinkSupportedBwModes()
+}
+
+// GetOfaUtilization implements nvml.Device.
+func (h *partitionHandle) GetOfaUtilization() (r0 uint32, r1 uint32, r2 nvml.Return) {
+	if ret := h.gate("GetOfaUtilization"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetOfaUtilization()
+}
+
+// GetP2PStatus implements nvml.Device.
+func (h *partitionHandle) GetP2PStatus(a0 nvml.Device, a1 nvml.GpuP2PCapsIndex) (r0 nvml.GpuP2PStatus, r1 nvml.Return) {
+	if ret := h.gate("GetP2PStatus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetP2PStatus(a0, a1)
+}
+
+// GetPciInfo implements nvml.Device.
+func (h *partitionHandle) GetPciInfo() (r0 nvml.PciInfo, r1 nvml.Return) {
+	if ret := h.gate("GetPciInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPciInfo()
+}
+
+// GetPciInfoExt implements nvml.Device.
+func (h *partitionHandle) GetPciInfoExt() (r0 nvml.PciInfoExt, r1 nvml.Return) {
+	if ret := h.gate("GetPciInfoExt"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPciInfoExt()
+}
+
+// GetPcieLinkMaxSpeed implements nvml.Device.
+func (h *partitionHandle) GetPcieLinkMaxSpeed() (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetPcieLinkMaxSpeed"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPcieLinkMaxSpeed()
+}
+
+// GetPcieReplayCounter implements nvml.Device.
+func (h *partitionHandle) GetPcieReplayCounter() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetPcieReplayCounter"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPcieReplayCounter()
+}
+
+// GetPcieSpeed implements nvml.Device.
+func (h *partitionHandle) GetPcieSpeed() (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetPcieSpeed"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPcieSpeed()
+}
+
+// GetPcieThroughput implements nvml.Device.
+func (h *partitionHandle) GetPcieThroughput(a0 nvml.PcieUtilCounter) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetPcieThroughput"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPcieThroughput(a0)
+}
+
+// GetPdi implements nvml.Device.
+func (h *partitionHandle) GetPdi() (r0 nvml.Pdi, r1 nvml.Return) {
+	if ret := h.gate("GetPdi"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPdi()
+}
+
+// GetPerformanceModes implements nvml.Device.
+func (h *partitionHandle) GetPerformanceModes() (r0 nvml.DevicePerfModes, r1 nvml.Return) {
+	if ret := h.gate("GetPerformanceModes"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPerformanceModes()
+}
+
+// GetPerformanceState implements nvml.Device.
+func (h *partitionHandle) GetPerformanceState() (r0 nvml.Pstates, r1 nvml.Return) {
+	if ret := h.gate("GetPerformanceState"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPerformanceState()
+}
+
+// GetPersistenceMode implements nvml.Device.
+func (h *partitionHandle) GetPersistenceMode() (r0 nvml.EnableState, r1 nvml.Return) {
+	if ret := h.gate("GetPersistenceMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPersistenceMode()
+}
+
+// GetPgpuMetadataString implements nvml.Device.
+func (h *partitionHandle) GetPgpuMetadataString() (r0 string, r1 nvml.Return) {
+	if ret := h.gate("GetPgpuMetadataString"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPgpuMetadataString()
+}
+
+// GetPlatformInfo implements nvml.Device.
+func (h *partitionHandle) GetPlatformInfo() (r0 nvml.PlatformInfo, r1 nvml.Return) {
+	if ret := h.gate("GetPlatformInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPlatformInfo()
+}
+
+// GetPowerManagementDefaultLimit implements nvml.Device.
+func (h *partitionHandle) GetPowerManagementDefaultLimit() (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetPowerManagementDefaultLimit"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPowerManagementDefaultLimit()
+}
+
+// GetPowerManagementLimit implements nvml.Device.
+func (h *partitionHandle) GetPowerManagementLimit() (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetPowerManagementLimit"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPowerManagementLimit()
+}
+
+// GetPowerManagementLimitConstraints implements nvml.Device.
+func (h *partitionHandle) GetPowerManagementLimitConstraints() (r0 uint32, r1 uint32, r2 nvml.Return) {
+	if ret := h.gate("GetPowerManagementLimitConstraints"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetPowerManagementLimitConstraints()
+}
+
+// GetPowerManagementMode implements nvml.Device.
+func (h *partitionHandle) GetPowerManagementMode() (r0 nvml.EnableState, r1 nvml.Return) {
+	if ret := h.gate("GetPowerManagementMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPowerManagementMode()
+}
+
+// GetPowerMizerMode_v1 implements nvml.Device.
+func (h *partitionHandle) GetPowerMizerMode_v1() (r0 nvml.DevicePowerMizerModes_v1, r1 nvml.Return) {
+	if ret := h.gate("GetPowerMizerMode_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPowerMizerMode_v1()
+}
+
+// GetPowerSource implements nvml.Device.
+func (h *partitionHandle) GetPowerSource() (r0 nvml.PowerSource, r1 nvml.Return) {
+	if ret := h.gate("GetPowerSource"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPowerSource()
+}
+
+// GetPowerState implements nvml.Device.
+func (h *partitionHandle) GetPowerState() (r0 nvml.Pstates, r1 nvml.Return) {
+	if ret := h.gate("GetPowerState"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPowerState()
+}
+
+// GetPowerUsage implements nvml.Device.
+func (h *partitionHandle) GetPowerUsage() (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetPowerUsage"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetPowerUsage()
+}
+
+// GetProcessUtilization implements nvml.Device.
+func (h *partitionHandle) GetProcessUtilization(a0 uint64) (r0 []nvml.ProcessUtilizationSample, r1 nvml.Return) {
+	if ret := h.gate("GetProcessUtilization"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetProcessUtilization(a0)
+}
+
+// GetProcessesUtilizationInfo implements nvml.Device.
+func (h *partitionHandle) GetProcessesUtilizationInfo() (r0 nvml.ProcessesUtilizationInfo, r1 nvml.Return) {
+	if ret := h.gate("GetProcessesUtilizationInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetProcessesUtilizationInfo()
+}
+
+// GetRemappedRows implements nvml.Device.
+func (h *partitionHandle) GetRemappedRows() (r0 int, r1 int, r2 bool, r3 bool, r4 nvml.Return) {
+	if ret := h.gate("GetRemappedRows"); ret != nvml.SUCCESS {
+		return r0, r1, r2, r3, ret
+	}
+	return h.partition.GetRemappedRows()
+}
+
+// GetRemappedRows_v2 implements nvml.Device.
+func (h *partitionHandle) GetRemappedRows_v2() (r0 nvml.RemappedRowsInfo_v2, r1 nvml.Return) {
+	if ret := h.gate("GetRemappedRows_v2"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetRemappedRows_v2()
+}
+
+// GetRepairStatus implements nvml.Device.
+func (h *partitionHandle) GetRepairStatus() (r0 nvml.RepairStatus, r1 nvml.Return) {
+	if ret := h.gate("GetRepairStatus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetRepairStatus()
+}
+
+// GetRetiredPages implements nvml.Device.
+func (h *partitionHandle) GetRetiredPages(a0 nvml.PageRetirementCause) (r0 []uint64, r1 nvml.Return) {
+	if ret := h.gate("GetRetiredPages"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetRetiredPages(a0)
+}
+
+// GetRetiredPagesPendingStatus implements nvml.Device.
+func (h *partitionHandle) GetRetiredPagesPendingStatus() (r0 nvml.EnableState, r1 nvml.Return) {
+	if ret := h.gate("GetRetiredPagesPendingStatus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetRetiredPagesPendingStatus()
+}
+
+// GetRetiredPages_v2 implements nvml.Device.
+func (h *partitionHandle) GetRetiredPages_v2(a0 nvml.PageRetirementCause) (r0 []uint64, r1 []uint64, r2 nvml.Return) {
+	if ret := h.gate("GetRetiredPages_v2"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetRetiredPages_v2(a0)
+}
+
+// GetRowRemapperHistogram implements nvml.Device.
+func (h *partitionHandle) GetRowRemapperHistogram() (r0 nvml.RowRemapperHistogramValues, r1 nvml.Return) {
+	if ret := h.gate("GetRowRemapperHistogram"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetRowRemapperHistogram()
+}
+
+// GetRunningProcessDetailList implements nvml.Device.
+func (h *partitionHandle) GetRunningProcessDetailList() (r0 nvml.ProcessDetailList, r1 nvml.Return) {
+	if ret := h.gate("GetRunningProcessDetailList"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetRunningProcessDetailList()
+}
+
+// GetSamples implements nvml.Device.
+func (h *partitionHandle) GetSamples(a0 nvml.SamplingType, a1 uint64) (r0 nvml.ValueType, r1 []nvml.Sample, r2 nvml.Return) {
+	if ret := h.gate("GetSamples"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetSamples(a0, a1)
+}
+
+// GetSerial implements nvml.Device.
+func (h *partitionHandle) GetSerial() (r0 string, r1 nvml.Return) {
+	if ret := h.gate("GetSerial"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetSerial()
+}
+
+// GetSramEccErrorStatus implements nvml.Device.
+func (h *partitionHandle) GetSramEccErrorStatus() (r0 nvml.EccSramErrorStatus, r1 nvml.Return) {
+	if ret := h.gate("GetSramEccErrorStatus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetSramEccErrorStatus()
+}
+
+// GetSramUniqueUncorrectedEccErrorCounts implements nvml.Device.
+func (h *partitionHandle) GetSramUniqueUncorrectedEccErrorCounts(a0 *nvml.EccSramUniqueUncorrectedErrorCounts) (r0 nvml.Return) {
+	if ret := h.gate("GetSramUniqueUncorrectedEccErrorCounts"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.GetSramUniqueUncorrectedEccErrorCounts(a0)
+}
+
+// GetSupportedClocksEventReasons implements nvml.Device.
+func (h *partitionHandle) GetSupportedClocksEventReasons() (r0 uint64, r1 nvml.Return) {
+	if ret := h.gate("GetSupportedClocksEventReasons"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetSupportedClocksEventReasons()
+}
+
+// GetSupportedClocksThrottleReasons implements nvml.Device.
+func (h *partitionHandle) GetSupportedClocksThrottleReasons() (r0 uint64, r1 nvml.Return) {
+	if ret := h.gate("GetSupportedClocksThrottleReasons"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetSupportedClocksThrottleReasons()
+}
+
+// GetSupportedEventTypes implements nvml.Device.
+func (h *partitionHandle) GetSupportedEventTypes() (r0 uint64, r1 nvml.Return) {
+	if ret := h.gate("GetSupportedEventTypes"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetSupportedEventTypes()
+}
+
+// GetSupportedGraphicsClocks implements nvml.Device.
+func (h *partitionHandle) GetSupportedGraphicsClocks(a0 int) (r0 int, r1 uint32, r2 nvml.Return) {
+	if ret := h.gate("GetSupportedGraphicsClocks"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetSupportedGraphicsClocks(a0)
+}
+
+// GetSupportedMemoryClocks implements nvml.Device.
+func (h *partitionHandle) GetSupportedMemoryClocks() (r0 int, r1 uint32, r2 nvml.Return) {
+	if ret := h.gate("GetSupportedMemoryClocks"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetSupportedMemoryClocks()
+}
+
+// GetSupportedPerformanceStates implements nvml.Device.
+func (h *partitionHandle) GetSupportedPerformanceStates() (r0 []nvml.Pstates, r1 nvml.Return) {
+	if ret := h.gate("GetSupportedPerformanceStates"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetSupportedPerformanceStates()
+}
+
+// GetSupportedVgpus implements nvml.Device.
+func (h *partitionHandle) GetSupportedVgpus() (r0 []nvml.VgpuTypeId, r1 nvml.Return) {
+	if ret := h.gate("GetSupportedVgpus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetSupportedVgpus()
+}
+
+// GetTargetFanSpeed implements nvml.Device.
+func (h *partitionHandle) GetTargetFanSpeed(a0 int) (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetTargetFanSpeed"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetTargetFanSpeed(a0)
+}
+
+// GetTemperature implements nvml.Device.
+func (h *partitionHandle) GetTemperature(a0 nvml.TemperatureSensors) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetTemperature"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetTemperature(a0)
+}
+
+// GetTemperatureThreshold implements nvml.Device.
+func (h *partitionHandle) GetTemperatureThreshold(a0 nvml.TemperatureThresholds) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetTemperatureThreshold"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetTemperatureThreshold(a0)
+}
+
+// GetTemperatureV implements nvml.Device.
+func (h *partitionHandle) GetTemperatureV() (r0 nvml.TemperatureHandler) {
+	return h.partition.GetTemperatureV()
+}
+
+// GetThermalSettings implements nvml.Device.
+func (h *partitionHandle) GetThermalSettings(a0 uint32) (r0 nvml.GpuThermalSettings, r1 nvml.Return) {
+	if ret := h.gate("GetThermalSettings"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetThermalSettings(a0)
+}
+
+// GetTopologyCommonAncestor implements nvml.Device.
+func (h *partitionHandle) GetTopologyCommonAncestor(a0 nvml.Device) (r0 nvml.GpuTopologyLevel, r1 nvml.Return) {
+	if ret := h.gate("GetTopologyCommonAncestor"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetTopologyCommonAncestor(a0)
+}
+
+// GetTopologyNearestGpus implements nvml.Device.
+func (h *partitionHandle) GetTopologyNearestGpus(a0 nvml.GpuTopologyLevel) (r0 []nvml.Device, r1 nvml.Return) {
+	if ret := h.gate("GetTopologyNearestGpus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetTopologyNearestGpus(a0)
+}
+
+// GetTotalEccErrors implements nvml.Device.
+func (h *partitionHandle) GetTotalEccErrors(a0 nvml.MemoryErrorType, a1 nvml.EccCounterType) (r0 uint64, r1 nvml.Return) {
+	if ret := h.gate("GetTotalEccErrors"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetTotalEccErrors(a0, a1)
+}
+
+// GetTotalEnergyConsumption implements nvml.Device.
+func (h *partitionHandle) GetTotalEnergyConsumption() (r0 uint64, r1 nvml.Return) {
+	if ret := h.gate("GetTotalEnergyConsumption"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetTotalEnergyConsumption()
+}
+
+// GetUUID implements nvml.Device.
+func (h *partitionHandle) GetUUID() (r0 string, r1 nvml.Return) {
+	if ret := h.gate("GetUUID"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetUUID()
+}
+
+// GetUnrepairableMemoryFlag_v1 implements nvml.Device.
+func (h *partitionHandle) GetUnrepairableMemoryFlag_v1() (r0 nvml.UnrepairableMemoryStatus_v1, r1 nvml.Return) {
+	if ret := h.gate("GetUnrepairableMemoryFlag_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetUnrepairableMemoryFlag_v1()
+}
+
+// GetUtilizationRates implements nvml.Device.
+func (h *partitionHandle) GetUtilizationRates() (r0 nvml.Utilization, r1 nvml.Return) {
+	if ret := h.gate("GetUtilizationRates"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetUtilizationRates()
+}
+
+// GetVbiosVersion implements nvml.Device.
+func (h *partitionHandle) GetVbiosVersion() (r0 string, r1 nvml.Return) {
+	if ret := h.gate("GetVbiosVersion"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVbiosVersion()
+}
+
+// GetVgpuCapabilities implements nvml.Device.
+func (h *partitionHandle) GetVgpuCapabilities(a0 nvml.DeviceVgpuCapability) (r0 bool, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuCapabilities"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuCapabilities(a0)
+}
+
+// GetVgpuHeterogeneousMode implements nvml.Device.
+func (h *partitionHandle) GetVgpuHeterogeneousMode() (r0 nvml.VgpuHeterogeneousMode, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuHeterogeneousMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuHeterogeneousMode()
+}
+
+// GetVgpuInstancesUtilizationInfo implements nvml.Device.
+func (h *partitionHandle) GetVgpuInstancesUtilizationInfo() (r0 nvml.VgpuInstancesUtilizationInfo, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuInstancesUtilizationInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuInstancesUtilizationInfo()
+}
+
+// GetVgpuMetadata implements nvml.Device.
+func (h *partitionHandle) GetVgpuMetadata() (r0 nvml.VgpuPgpuMetadata, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuMetadata"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuMetadata()
+}
+
+// GetVgpuProcessUtilization implements nvml.Device.
+func (h *partitionHandle) GetVgpuProcessUtilization(a0 uint64) (r0 []nvml.VgpuProcessUtilizationSample, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuProcessUtilization"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuProcessUtilization(a0)
+}
+
+// GetVgpuProcessesUtilizationInfo implements nvml.Device.
+func (h *partitionHandle) GetVgpuProcessesUtilizationInfo() (r0 nvml.VgpuProcessesUtilizationInfo, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuProcessesUtilizationInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuProcessesUtilizationInfo()
+}
+
+// GetVgpuSchedulerCapabilities implements nvml.Device.
+func (h *partitionHandle) GetVgpuSchedulerCapabilities() (r0 nvml.VgpuSchedulerCapabilities, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuSchedulerCapabilities"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuSchedulerCapabilities()
+}
+
+// GetVgpuSchedulerLog implements nvml.Device.
+func (h *partitionHandle) GetVgpuSchedulerLog() (r0 nvml.VgpuSchedulerLog, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuSchedulerLog"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuSchedulerLog()
+}
+
+// GetVgpuSchedulerLog_v2 implements nvml.Device.
+func (h *partitionHandle) GetVgpuSchedulerLog_v2(a0 nvml.VgpuSchedulerLogInfo_v2) (r0 nvml.VgpuSchedulerLogInfo_v2, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuSchedulerLog_v2"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuSchedulerLog_v2(a0)
+}
+
+// GetVgpuSchedulerState implements nvml.Device.
+func (h *partitionHandle) GetVgpuSchedulerState() (r0 nvml.VgpuSchedulerGetState, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuSchedulerState"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuSchedulerState()
+}
+
+// GetVgpuSchedulerState_v2 implements nvml.Device.
+func (h *partitionHandle) GetVgpuSchedulerState_v2(a0 nvml.VgpuSchedulerStateInfo_v2) (r0 nvml.VgpuSchedulerStateInfo_v2, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuSchedulerState_v2"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuSchedulerState_v2(a0)
+}
+
+// GetVgpuTypeCreatablePlacements implements nvml.Device.
+func (h *partitionHandle) GetVgpuTypeCreatablePlacements(a0 nvml.VgpuTypeId) (r0 nvml.VgpuPlacementList, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuTypeCreatablePlacements"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuTypeCreatablePlacements(a0)
+}
+
+// GetVgpuTypeSupportedPlacements implements nvml.Device.
+func (h *partitionHandle) GetVgpuTypeSupportedPlacements(a0 nvml.VgpuTypeId) (r0 nvml.VgpuPlacementList, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuTypeSupportedPlacements"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVgpuTypeSupportedPlacements(a0)
+}
+
+// GetVgpuUtilization implements nvml.Device.
+func (h *partitionHandle) GetVgpuUtilization(a0 uint64) (r0 nvml.ValueType, r1 []nvml.VgpuInstanceUtilizationSample, r2 nvml.Return) {
+	if ret := h.gate("GetVgpuUtilization"); ret != nvml.SUCCESS {
+		return r0, r1, ret
+	}
+	return h.partition.GetVgpuUtilization(a0)
+}
+
+// GetViolationStatus implements nvml.Device.
+func (h *partitionHandle) GetViolationStatus(a0 nvml.PerfPolicyType) (r0 nvml.ViolationTime, r1 nvml.Return) {
+	if ret := h.gate("GetViolationStatus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetViolationStatus(a0)
+}
+
+// GetVirtualizationMode implements nvml.Device.
+func (h *partitionHandle) GetVirtualizationMode() (r0 nvml.GpuVirtualizationMode, r1 nvml.Return) {
+	if ret := h.gate("GetVirtualizationMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetVirtualizationMode()
+}
+
+// GpmMigSampleGet implements nvml.Device.
+func (h *partitionHandle) GpmMigSampleGet(a0 int, a1 nvml.GpmSample) (r0 nvml.Return) {
+	if ret := h.gate("GpmMigSampleGet"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.GpmMigSampleGet(a0, a1)
+}
+
+// GpmQueryDeviceSupport implements nvml.Device.
+func (h *partitionHandle) GpmQueryDeviceSupport() (r0 nvml.GpmSupport, r1 nvml.Return) {
+	if ret := h.gate("GpmQueryDeviceSupport"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GpmQueryDeviceSupport()
+}
+
+// GpmQueryDeviceSupportV implements nvml.Device.
+func (h *partitionHandle) GpmQueryDeviceSupportV() (r0 nvml.GpmSupportV) {
+	return h.partition.GpmQueryDeviceSupportV()
+}
+
+// GpmQueryIfStreamingEnabled implements nvml.Device.
+func (h *partitionHandle) GpmQueryIfStreamingEnabled() (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GpmQueryIfStreamingEnabled"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GpmQueryIfStreamingEnabled()
+}
+
+// GpmSampleGet implements nvml.Device.
+func (h *partitionHandle) GpmSampleGet(a0 nvml.GpmSample) (r0 nvml.Return) {
+	if ret := h.gate("GpmSampleGet"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.GpmSampleGet(a0)
+}
+
+// GpmSetStreamingEnabled implements nvml.Device.
+func (h *partitionHandle) GpmSetStreamingEnabled(a0 uint32) (r0 nvml.Return) {
+	if ret := h.gate("GpmSetStreamingEnabled"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.GpmSetStreamingEnabled(a0)
+}
+
+// IsMigDeviceHandle implements nvml.Device.
+func (h *partitionHandle) IsMigDeviceHandle() (r0 bool, r1 nvml.Return) {
+	if ret := h.gate("IsMigDeviceHandle"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.IsMigDeviceHandle()
+}
+
+// OnSameBoard implements nvml.Device.
+func (h *partitionHandle) OnSameBoard(a0 nvml.Device) (r0 int, r1 nvml.Return) {
+	if ret := h.gate("OnSameBoard"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.OnSameBoard(a0)
+}
+
+// PerfMetricsGetSamples_v1 implements nvml.Device.
+func (h *partitionHandle) PerfMetricsGetSamples_v1() (r0 nvml.PerfMetricsSamples_v1, r1 nvml.Return) {
+	if ret := h.gate("PerfMetricsGetSamples_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.PerfMetricsGetSamples_v1()
+}
+
+// PowerSmoothingActivatePresetProfile implements nvml.Device.
+func (h *partitionHandle) PowerSmoothingActivatePresetProfile(a0 *nvml.PowerSmoothingProfile) (r0 nvml.Return) {
+	if ret := h.gate("PowerSmoothingActivatePresetProfile"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.PowerSmoothingActivatePresetProfile(a0)
+}
+
+// PowerSmoothingSetState implements nvml.Device.
+func (h *partitionHandle) PowerSmoothingSetState(a0 *nvml.PowerSmoothingState) (r0 nvml.Return) {
+	if ret := h.gate("PowerSmoothingSetState"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.PowerSmoothingSetState(a0)
+}
+
+// PowerSmoothingUpdatePresetProfileParam implements nvml.Device.
+func (h *partitionHandle) PowerSmoothingUpdatePresetProfileParam(a0 *nvml.PowerSmoothingProfile) (r0 nvml.Return) {
+	if ret := h.gate("PowerSmoothingUpdatePresetProfileParam"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.PowerSmoothingUpdatePresetProfileParam(a0)
+}
+
+// ReadPRMCounters_v1 implements nvml.Device.
+func (h *partitionHandle) ReadPRMCounters_v1(a0 []nvml.PRMCounterId, a1 int) (r0 []nvml.PRMCounter_v1, r1 nvml.Return) {
+	if ret := h.gate("ReadPRMCounters_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.ReadPRMCounters_v1(a0, a1)
+}
+
+// ReadWritePRM_v1 implements nvml.Device.
+func (h *partitionHandle) ReadWritePRM_v1(a0 *nvml.PRMTLV_v1) (r0 nvml.Return) {
+	if ret := h.gate("ReadWritePRM_v1"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.ReadWritePRM_v1(a0)
+}
+
+// RegisterEvents implements nvml.Device.
+func (h *partitionHandle) RegisterEvents(a0 uint64, a1 nvml.EventSet) (r0 nvml.Return) {
+	if ret := h.gate("RegisterEvents"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.RegisterEvents(a0, a1)
+}
+
+// ResetApplicationsClocks implements nvml.Device.
+func (h *partitionHandle) ResetApplicationsClocks() (r0 nvml.Return) {
+	if ret := h.gate("ResetApplicationsClocks"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.ResetApplicationsClocks()
+}
+
+// ResetGpuLockedClocks implements nvml.Device.
+func (h *partitionHandle) ResetGpuLockedClocks() (r0 nvml.Return) {
+	if ret := h.gate("ResetGpuLockedClocks"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.ResetGpuLockedClocks()
+}
+
+// ResetMemoryLockedClocks implements nvml.Device.
+func (h *partitionHandle) ResetMemoryLockedClocks() (r0 nvml.Return) {
+	if ret := h.gate("ResetMemoryLockedClocks"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.ResetMemoryLockedClocks()
+}
+
+// ResetNvLinkErrorCounters implements nvml.Device.
+func (h *partitionHandle) ResetNvLinkErrorCounters(a0 int) (r0 nvml.Return) {
+	if ret := h.gate("ResetNvLinkErrorCounters"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.ResetNvLinkErrorCounters(a0)
+}
+
+// ResetNvLinkUtilizationCounter implements nvml.Device.
+func (h *partitionHandle) ResetNvLinkUtilizationCounter(a0 int, a1 int) (r0 nvml.Return) {
+	if ret := h.gate("ResetNvLinkUtilizationCounter"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.ResetNvLinkUtilizationCounter(a0, a1)
+}
+
+// SetAPIRestriction implements nvml.Device.
+func (h *partitionHandle) SetAPIRestriction(a0 nvml.RestrictedAPI, a1 nvml.EnableState) (r0 nvml.Return) {
+	if ret := h.gate("SetAPIRestriction"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetAPIRestriction(a0, a1)
+}
+
+// SetAccountingMode implements nvml.Device.
+func (h *partitionHandle) SetAccountingMode(a0 nvml.EnableState) (r0 nvml.Return) {
+	if ret := h.gate("SetAccountingMode"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetAccountingMode(a0)
+}
+
+// SetAdaptiveTgpMode_v1 implements nvml.Device.
+func (h *partitionHandle) SetAdaptiveTgpMode_v1(a0 nvml.EnableState) (r0 nvml.Return) {
+	if ret := h.gate("SetAdaptiveTgpMode_v1"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetAdaptiveTgpMode_v1(a0)
+}
+
+// SetApplicationsClocks implements nvml.Device.
+func (h *partitionHandle) SetApplicationsClocks(a0 uint32, a1 uint32) (r0 nvml.Return) {
+	if ret := h.gate("SetApplicationsClocks"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetApplicationsClocks(a0, a1)
+}
+
+// SetAutoBoostedClocksEnabled implements nvml.Device.
+func (h *partitionHandle) SetAutoBoostedClocksEnabled(a0 nvml.EnableState) (r0 nvml.Return) {
+	if ret := h.gate("SetAutoBoostedClocksEnabled"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetAutoBoostedClocksEnabled(a0)
+}
+
+// SetClockOffsets implements nvml.Device.
+func (h *partitionHandle) SetClockOffsets(a0 nvml.ClockOffset) (r0 nvml.Return) {
+	if ret := h.gate("SetClockOffsets"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetClockOffsets(a0)
+}
+
+// SetComputeMode implements nvml.Device.
+func (h *partitionHandle) SetComputeMode(a0 nvml.ComputeMode) (r0 nvml.Return) {
+	if ret := h.gate("SetComputeMode"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetComputeMode(a0)
+}
+
+// SetConfComputeUnprotectedMemSize implements nvml.Device.
+func (h *partitionHandle) SetConfComputeUnprotectedMemSize(a0 uint64) (r0 nvml.Return) {
+	if ret := h.gate("SetConfComputeUnprotectedMemSize"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetConfComputeUnprotectedMemSize(a0)
+}
+
+// SetCpuAffinity implements nvml.Device.
+func (h *partitionHandle) SetCpuAffinity() (r0 nvml.Return) {
+	if ret := h.gate("SetCpuAffinity"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetCpuAffinity()
+}
+
+// SetDefaultAutoBoostedClocksEnabled implements nvml.Device.
+func (h *partitionHandle) SetDefaultAutoBoostedClocksEnabled(a0 nvml.EnableState, a1 uint32) (r0 nvml.Return) {
+	if ret := h.gate("SetDefaultAutoBoostedClocksEnabled"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetDefaultAutoBoostedClocksEnabled(a0, a1)
+}
+
+// SetDefaultFanSpeed_v2 implements nvml.Device.
+func (h *partitionHandle) SetDefaultFanSpeed_v2(a0 int) (r0 nvml.Return) {
+	if ret := h.gate("SetDefaultFanSpeed_v2"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetDefaultFanSpeed_v2(a0)
+}
+
+// SetDramEncryptionMode implements nvml.Device.
+func (h *partitionHandle) SetDramEncryptionMode(a0 *nvml.DramEncryptionInfo) (r0 nvml.Return) {
+	if ret := h.gate("SetDramEncryptionMode"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetDramEncryptionMode(a0)
+}
+
+// SetDriverModel implements nvml.Device.
+func (h *partitionHandle) SetDriverModel(a0 nvml.DriverModel, a1 uint32) (r0 nvml.Return) {
+	if ret := h.gate("SetDriverModel"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetDriverModel(a0, a1)
+}
+
+// SetEccMode implements nvml.Device.
+func (h *partitionHandle) SetEccMode(a0 nvml.EnableState) (r0 nvml.Return) {
+	if ret := h.gate("SetEccMode"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetEccMode(a0)
+}
+
+// SetFanControlPolicy implements nvml.Device.
+func (h *partitionHandle) SetFanControlPolicy(a0 int, a1 nvml.FanControlPolicy) (r0 nvml.Return) {
+	if ret := h.gate("SetFanControlPolicy"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetFanControlPolicy(a0, a1)
+}
+
+// SetFanSpeed_v2 implements nvml.Device.
+func (h *partitionHandle) SetFanSpeed_v2(a0 int, a1 int) (r0 nvml.Return) {
+	if ret := h.gate("SetFanSpeed_v2"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetFanSpeed_v2(a0, a1)
+}
+
+// SetGpcClkVfOffset implements nvml.Device.
+func (h *partitionHandle) SetGpcClkVfOffset(a0 int) (r0 nvml.Return) {
+	if ret := h.gate("SetGpcClkVfOffset"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetGpcClkVfOffset(a0)
+}
+
+// SetGpuLockedClocks implements nvml.Device.
+func (h *partitionHandle) SetGpuLockedClocks(a0 uint32, a1 uint32) (r0 nvml.Return) {
+	if ret := h.gate("SetGpuLockedClocks"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetGpuLockedClocks(a0, a1)
+}
+
+// SetGpuOperationMode implements nvml.Device.
+func (h *partitionHandle) SetGpuOperationMode(a0 nvml.GpuOperationMode) (r0 nvml.Return) {
+	if ret := h.gate("SetGpuOperationMode"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetGpuOperationMode(a0)
+}
+
+// SetHostname_v1 implements nvml.Device.
+func (h *partitionHandle) SetHostname_v1(a0 string) (r0 nvml.Return) {
+	if ret := h.gate("SetHostname_v1"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetHostname_v1(a0)
+}
+
+// SetMemClkVfOffset implements nvml.Device.
+func (h *partitionHandle) SetMemClkVfOffset(a0 int) (r0 nvml.Return) {
+	if ret := h.gate("SetMemClkVfOffset"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetMemClkVfOffset(a0)
+}
+
+// SetMemoryLimits_v1 implements nvml.Device.
+func (h *partitionHandle) SetMemoryLimits_v1(a0 string, a1 uint64, a2 uint64) (r0 nvml.Return) {
+	if ret := h.gate("SetMemoryLimits_v1"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetMemoryLimits_v1(a0, a1, a2)
+}
+
+// SetMemoryLockedClocks implements nvml.Device.
+func (h *partitionHandle) SetMemoryLockedClocks(a0 uint32, a1 uint32) (r0 nvml.Return) {
+	if ret := h.gate("SetMemoryLockedClocks"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetMemoryLockedClocks(a0, a1)
+}
+
+// SetMigMode implements nvml.Device.
+func (h *partitionHandle) SetMigMode(a0 int) (r0 nvml.Return, r1 nvml.Return) {
+	if ret := h.gate("SetMigMode"); ret != nvml.SUCCESS {
+		return ret, ret
+	}
+	return h.partition.SetMigMode(a0)
+}
+
+// SetNvLinkDeviceLowPowerThreshold implements nvml.Device.
+func (h *partitionHandle) SetNvLinkDeviceLowPowerThreshold(a0 *nvml.NvLinkPowerThres) (r0 nvml.Return) {
+	if ret := h.gate("SetNvLinkDeviceLowPowerThreshold"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetNvLinkDeviceLowPowerThreshold(a0)
+}
+
+// SetNvLinkUtilizationControl implements nvml.Device.
+func (h *partitionHandle) SetNvLinkUtilizationControl(a0 int, a1 int, a2 *nvml.NvLinkUtilizationControl, a3 bool) (r0 nvml.Return) {
+	if ret := h.gate("SetNvLinkUtilizationControl"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetNvLinkUtilizationControl(a0, a1, a2, a3)
+}
+
+// SetNvlinkBwMode implements nvml.Device.
+func (h *partitionHandle) SetNvlinkBwMode(a0 *nvml.NvlinkSetBwMode) (r0 nvml.Return) {
+	if ret := h.gate("SetNvlinkBwMode"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetNvlinkBwMode(a0)
+}
+
+// SetNvlinkBwModeAsync_v1 implements nvml.Device.
+func (h *partitionHandle) SetNvlinkBwModeAsync_v1(a0 *nvml.NvlinkSetBwModeAsync_v1) (r0 nvml.Return) {
+	if ret := h.gate("SetNvlinkBwModeAsync_v1"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetNvlinkBwModeAsync_v1(a0)
+}
+
+// SetPersistenceMode implements nvml.Device.
+func (h *partitionHandle) SetPersistenceMode(a0 nvml.EnableState) (r0 nvml.Return) {
+	if ret := h.gate("SetPersistenceMode"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetPersistenceMode(a0)
+}
+
+// SetPowerManagementLimit implements nvml.Device.
+func (h *partitionHandle) SetPowerManagementLimit(a0 uint32) (r0 nvml.Return) {
+	if ret := h.gate("SetPowerManagementLimit"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetPowerManagementLimit(a0)
+}
+
+// SetPowerManagementLimit_v2 implements nvml.Device.
+func (h *partitionHandle) SetPowerManagementLimit_v2(a0 *nvml.PowerValue_v2) (r0 nvml.Return) {
+	if ret := h.gate("SetPowerManagementLimit_v2"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetPowerManagementLimit_v2(a0)
+}
+
+// SetRusdSettings_v1 implements nvml.Device.
+func (h *partitionHandle) SetRusdSettings_v1(a0 nvml.RusdSettings_v1) (r0 nvml.Return) {
+	if ret := h.gate("SetRusdSettings_v1"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetRusdSettings_v1(a0)
+}
+
+// SetTemperatureThreshold implements nvml.Device.
+func (h *partitionHandle) SetTemperatureThreshold(a0 nvml.TemperatureThresholds, a1 int) (r0 nvml.Return) {
+	if ret := h.gate("SetTemperatureThreshold"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetTemperatureThreshold(a0, a1)
+}
+
+// SetVgpuCapabilities implements nvml.Device.
+func (h *partitionHandle) SetVgpuCapabilities(a0 nvml.DeviceVgpuCapability, a1 nvml.EnableState) (r0 nvml.Return) {
+	if ret := h.gate("SetVgpuCapabilities"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetVgpuCapabilities(a0, a1)
+}
+
+// SetVgpuHeterogeneousMode implements nvml.Device.
+func (h *partitionHandle) SetVgpuHeterogeneousMode(a0 nvml.VgpuHeterogeneousMode) (r0 nvml.Return) {
+	if ret := h.gate("SetVgpuHeterogeneousMode"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetVgpuHeterogeneousMode(a0)
+}
+
+// SetVgpuSchedulerState implements nvml.Device.
+func (h *partitionHandle) SetVgpuSchedulerState(a0 *nvml.VgpuSchedulerSetState) (r0 nvml.Return) {
+	if ret := h.gate("SetVgpuSchedulerState"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetVgpuSchedulerState(a0)
+}
+
+// SetVgpuSchedulerState_v2 implements nvml.Device.
+func (h *partitionHandle) SetVgpuSchedulerState_v2(a0 *nvml.VgpuSchedulerState_v2) (r0 nvml.Return) {
+	if ret := h.gate("SetVgpuSchedulerState_v2"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetVgpuSchedulerState_v2(a0)
+}
+
+// SetVirtualizationMode implements nvml.Device.
+func (h *partitionHandle) SetVirtualizationMode(a0 nvml.GpuVirtualizationMode) (r0 nvml.Return) {
+	if ret := h.gate("SetVirtualizationMode"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.SetVirtualizationMode(a0)
+}
+
+// ValidateInforom implements nvml.Device.
+func (h *partitionHandle) ValidateInforom() (r0 nvml.Return) {
+	if ret := h.gate("ValidateInforom"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.ValidateInforom()
+}
+
+// VgpuForceGspUnload implements nvml.Device.
+func (h *partitionHandle) VgpuForceGspUnload() (r0 nvml.Return) {
+	if ret := h.gate("VgpuForceGspUnload"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.VgpuForceGspUnload()
+}
+
+// VgpuTypeGetMaxInstances implements nvml.Device.
+func (h *partitionHandle) VgpuTypeGetMaxInstances(a0 nvml.VgpuTypeId) (r0 int, r1 nvml.Return) {
+	if ret := h.gate("VgpuTypeGetMaxInstances"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.VgpuTypeGetMaxInstances(a0)
+}
+
+// WorkloadPowerProfileClearRequestedProfiles implements nvml.Device.
+func (h *partitionHandle) WorkloadPowerProfileClearRequestedProfiles(a0 *nvml.WorkloadPowerProfileRequestedProfiles) (r0 nvml.Return) {
+	if ret := h.gate("WorkloadPowerProfileClearRequestedProfiles"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.WorkloadPowerProfileClearRequestedProfiles(a0)
+}
+
+// WorkloadPowerProfileGetCurrentProfiles implements nvml.Device.
+func (h *partitionHandle) WorkloadPowerProfileGetCurrentProfiles() (r0 nvml.WorkloadPowerProfileCurrentProfiles, r1 nvml.Return) {
+	if ret := h.gate("WorkloadPowerProfileGetCurrentProfiles"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.WorkloadPowerProfileGetCurrentProfiles()
+}
+
+// WorkloadPowerProfileGetProfilesInfo implements nvml.Device.
+func (h *partitionHandle) WorkloadPowerProfileGetProfilesInfo() (r0 nvml.WorkloadPowerProfileProfilesInfo, r1 nvml.Return) {
+	if ret := h.gate("WorkloadPowerProfileGetProfilesInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.WorkloadPowerProfileGetProfilesInfo()
+}
+
+// WorkloadPowerProfileSetRequestedProfiles implements nvml.Device.
+func (h *partitionHandle) WorkloadPowerProfileSetRequestedProfiles(a0 *nvml.WorkloadPowerProfileRequestedProfiles) (r0 nvml.Return) {
+	if ret := h.gate("WorkloadPowerProfileSetRequestedProfiles"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.WorkloadPowerProfileSetRequestedProfiles(a0)
+}
+
+// WorkloadPowerProfileUpdateProfiles_v1 implements nvml.Device.
+func (h *partitionHandle) WorkloadPowerProfileUpdateProfiles_v1(a0 nvml.PowerProfileOperation, a1 []nvml.PowerProfileType) (r0 nvml.Return) {
+	if ret := h.gate("WorkloadPowerProfileUpdateProfiles_v1"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.partition.WorkloadPowerProfileUpdateProfiles_v1(a0, a1)
+}
+
+// CreateComputeInstance implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) CreateComputeInstance(a0 *nvml.ComputeInstanceProfileInfo) (r0 nvml.ComputeInstance, r1 nvml.Return) {
+	if ret := h.gate("CreateComputeInstance"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.CreateComputeInstance(a0)
+}
+
+// CreateComputeInstanceWithPlacement implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) CreateComputeInstanceWithPlacement(a0 *nvml.ComputeInstanceProfileInfo, a1 *nvml.ComputeInstancePlacement) (r0 nvml.ComputeInstance, r1 nvml.Return) {
+	if ret := h.gate("CreateComputeInstanceWithPlacement"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.CreateComputeInstanceWithPlacement(a0, a1)
+}
+
+// Destroy implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) Destroy() (r0 nvml.Return) {
+	if ret := h.gate("Destroy"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.instance.Destroy()
+}
+
+// GetActiveVgpus implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetActiveVgpus() (r0 nvml.ActiveVgpuInstanceInfo, r1 nvml.Return) {
+	if ret := h.gate("GetActiveVgpus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetActiveVgpus()
+}
+
+// GetComputeInstanceById implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetComputeInstanceById(a0 int) (r0 nvml.ComputeInstance, r1 nvml.Return) {
+	if ret := h.gate("GetComputeInstanceById"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetComputeInstanceById(a0)
+}
+
+// GetComputeInstancePossiblePlacements implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetComputeInstancePossiblePlacements(a0 *nvml.ComputeInstanceProfileInfo) (r0 []nvml.ComputeInstancePlacement, r1 nvml.Return) {
+	if ret := h.gate("GetComputeInstancePossiblePlacements"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetComputeInstancePossiblePlacements(a0)
+}
+
+// GetComputeInstanceProfileInfo implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetComputeInstanceProfileInfo(a0 int, a1 int) (r0 nvml.ComputeInstanceProfileInfo, r1 nvml.Return) {
+	if ret := h.gate("GetComputeInstanceProfileInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetComputeInstanceProfileInfo(a0, a1)
+}
+
+// GetComputeInstanceProfileInfoV implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetComputeInstanceProfileInfoV(a0 int, a1 int) (r0 nvml.ComputeInstanceProfileInfoHandler) {
+	return h.instance.GetComputeInstanceProfileInfoV(a0, a1)
+}
+
+// GetComputeInstanceRemainingCapacity implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetComputeInstanceRemainingCapacity(a0 *nvml.ComputeInstanceProfileInfo) (r0 int, r1 nvml.Return) {
+	if ret := h.gate("GetComputeInstanceRemainingCapacity"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetComputeInstanceRemainingCapacity(a0)
+}
+
+// GetComputeInstances implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetComputeInstances(a0 *nvml.ComputeInstanceProfileInfo) (r0 []nvml.ComputeInstance, r1 nvml.Return) {
+	if ret := h.gate("GetComputeInstances"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetComputeInstances(a0)
+}
+
+// GetCreatableVgpus implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetCreatableVgpus() (r0 nvml.VgpuTypeIdInfo, r1 nvml.Return) {
+	if ret := h.gate("GetCreatableVgpus"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetCreatableVgpus()
+}
+
+// GetInfo implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetInfo() (r0 nvml.GpuInstanceInfo, r1 nvml.Return) {
+	if ret := h.gate("GetInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetInfo()
+}
+
+// GetVgpuHeterogeneousMode implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetVgpuHeterogeneousMode() (r0 nvml.VgpuHeterogeneousMode, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuHeterogeneousMode"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetVgpuHeterogeneousMode()
+}
+
+// GetVgpuSchedulerLog implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetVgpuSchedulerLog() (r0 nvml.VgpuSchedulerLogInfo, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuSchedulerLog"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetVgpuSchedulerLog()
+}
+
+// GetVgpuSchedulerLog_v2 implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetVgpuSchedulerLog_v2(a0 nvml.VgpuSchedulerLogInfo_v2) (r0 nvml.VgpuSchedulerLogInfo_v2, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuSchedulerLog_v2"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetVgpuSchedulerLog_v2(a0)
+}
+
+// GetVgpuSchedulerState implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetVgpuSchedulerState() (r0 nvml.VgpuSchedulerStateInfo, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuSchedulerState"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetVgpuSchedulerState()
+}
+
+// GetVgpuSchedulerState_v2 implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetVgpuSchedulerState_v2(a0 nvml.VgpuSchedulerStateInfo_v2) (r0 nvml.VgpuSchedulerStateInfo_v2, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuSchedulerState_v2"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetVgpuSchedulerState_v2(a0)
+}
+
+// GetVgpuTypeCreatablePlacements implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) GetVgpuTypeCreatablePlacements() (r0 nvml.VgpuCreatablePlacementInfo, r1 nvml.Return) {
+	if ret := h.gate("GetVgpuTypeCreatablePlacements"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.instance.GetVgpuTypeCreatablePlacements()
+}
+
+// SetVgpuHeterogeneousMode implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) SetVgpuHeterogeneousMode(a0 *nvml.VgpuHeterogeneousMode) (r0 nvml.Return) {
+	if ret := h.gate("SetVgpuHeterogeneousMode"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.instance.SetVgpuHeterogeneousMode(a0)
+}
+
+// SetVgpuSchedulerState implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) SetVgpuSchedulerState(a0 *nvml.VgpuSchedulerState) (r0 nvml.Return) {
+	if ret := h.gate("SetVgpuSchedulerState"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.instance.SetVgpuSchedulerState(a0)
+}
+
+// SetVgpuSchedulerState_v2 implements nvml.GpuInstance.
+func (h *gpuInstanceHandle) SetVgpuSchedulerState_v2(a0 *nvml.VgpuSchedulerState_v2) (r0 nvml.Return) {
+	if ret := h.gate("SetVgpuSchedulerState_v2"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.instance.SetVgpuSchedulerState_v2(a0)
+}
+
+// Destroy implements nvml.ComputeInstance.
+func (h *computeInstanceHandle) Destroy() (r0 nvml.Return) {
+	if ret := h.gate("Destroy"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.compute.Destroy()
+}
+
+// GetInfo implements nvml.ComputeInstance.
+func (h *computeInstanceHandle) GetInfo() (r0 nvml.ComputeInstanceInfo, r1 nvml.Return) {
+	if ret := h.gate("GetInfo"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.compute.GetInfo()
 }

@@ -10,6 +10,8 @@ import (
 	"strings"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/tandem-gpu/tandem/pkg/mig"
 )
 
 // Minors the driver keeps for its control devices, beside those of GPUs on the same major number.
@@ -94,7 +96,10 @@ func (c *checker) model(path string, m Model) {
 	c.require(pciIDForm.MatchString(m.PCIDevice), path+".pciDevice", "%q is not vendor:device", m.PCIDevice)
 	c.require(pciIDForm.MatchString(m.PCISubsystem), path+".pciSubsystem", "%q is not vendor:device", m.PCISubsystem)
 	c.require(m.NVLinks >= 0 && m.NVLinks <= nvml.NVLINK_MAX_LINKS, path+".nvLinks", "%d is not between 0 and %d", m.NVLinks, nvml.NVLINK_MAX_LINKS)
-	c.require(m.MaxMIGDevices >= 0, path+".maxMIGDevices", "%d is negative", m.MaxMIGDevices)
+	if m.MIG != "" {
+		_, known := mig.ModelNamed(m.MIG)
+		c.require(known, path+".mig", "%q is no model with MIG", m.MIG)
+	}
 }
 
 func (c *checker) gpu(path string, index int, g GPU, p Profile) {
@@ -109,7 +114,11 @@ func (c *checker) gpu(path string, index int, g GPU, p Profile) {
 		c.beneath(at, b, strings.Join(append([]string{g.Root}, g.Bridges[:i]...), "/"))
 	}
 	c.require(g.NUMANode >= -1 && g.NUMANode < p.NUMANodes, path+".numaNode", "%d is not among %d nodes", g.NUMANode, p.NUMANodes)
-	c.require(!g.MIGEnabled || m.MaxMIGDevices > 0, path+".migEnabled", "model %s has no MIG", g.Model)
+	c.require(!g.MIGEnabled || m.MIG != "", path+".migEnabled", "model %s has no MIG", g.Model)
+	c.require(g.MIGEnabled || len(g.Partitions) == 0, path+".partitions", "MIG is not enabled")
+	if problem := geometryOf(m).cut(&MIGState{}, &MIGGPU{Enabled: true}, g.Partitions); problem != nil {
+		c.require(false, path+".partitions", "%v", problem)
+	}
 	minor := index
 	if g.Minor != nil {
 		minor = *g.Minor

@@ -40,11 +40,13 @@ func main() {
 // Source is the text of the generated file, formatted.
 func Source() ([]byte, error) {
 	library, dev, events := reflect.TypeFor[nvml.Interface](), reflect.TypeFor[nvml.Device](), reflect.TypeFor[nvml.EventSet]()
+	gi, ci := reflect.TypeFor[nvml.GpuInstance](), reflect.TypeFor[nvml.ComputeInstance]()
 	var out bytes.Buffer
 	out.WriteString(header)
 	writeUnsupported(&out, "unsupportedLibrary", library, receivers())
 	writeUnsupported(&out, "unsupportedDevice", dev, nil)
 	writeUnsupported(&out, "unsupportedEventSet", events, nil)
+	writeUnsupported(&out, "unsupportedGPUInstance", gi, nil)
 	writeGates(&out, "Library", "system", library, func(m reflect.Method) bool {
 		_, _, delegated := delegate(m, receivers())
 		return delegated || handWritten[m.Name]
@@ -52,10 +54,18 @@ func Source() ([]byte, error) {
 	writeNames(&out, "libraryMethods", "are the methods of nvml.Interface that a fault can name.", "", library, func(m reflect.Method) bool {
 		return m.Name != "Shutdown" && m.Name != "ErrorString" && m.Name != "Extensions"
 	})
-	writeNames(&out, "deviceMethods", "are the methods of nvml.Device.", "", dev, func(reflect.Method) bool { return true })
+	all := func(reflect.Method) bool { return true }
+	writeNames(&out, "deviceMethods", "are the methods of nvml.Device.", "", dev, all)
+	writeNames(&out, "migDeviceMethods", "are those of a MIG device, as a fault names them.", "MigDevice.", dev, all)
+	writeNames(&out, "gpuInstanceMethods", "are the methods of nvml.GpuInstance, as a fault names them.", "GpuInstance.", gi, all)
+	writeNames(&out, "computeInstanceMethods", "are the methods of nvml.ComputeInstance, as a fault names them.", "ComputeInstance.", ci, all)
 	writeNames(&out, "handlerSymbols", "are the functions behind the methods that return a value to call, in place of a return code.", "nvml", library,
 		func(m reflect.Method) bool { return m.Type.NumOut() == 1 && m.Type.Out(0).Kind() == reflect.Struct })
-	writeGates(&out, "gpuHandle", "gpu", dev, func(reflect.Method) bool { return false })
+	none := func(reflect.Method) bool { return false }
+	writeGates(&out, "gpuHandle", "gpu", dev, none)
+	writeGates(&out, "partitionHandle", "partition", dev, none)
+	writeGates(&out, "gpuInstanceHandle", "instance", gi, none)
+	writeGates(&out, "computeInstanceHandle", "compute", ci, none)
 	return format.Source(out.Bytes())
 }
 
