@@ -54,7 +54,13 @@ type Partition struct {
 	// GPUInstance and ComputeInstance are the IDs under which NVML and the driver's capability files know it.
 	GPUInstance     int
 	ComputeInstance int
-	Capacity        Capacity
+	// Index is NVML's number for the MIG device on its GPU: NVIDIA's container runtime knows the partition as
+	// "<index of the GPU>:<index>".
+	Index int
+	// Caps are the numbers of the device nodes that give access to the GPU instance and to the compute instance,
+	// /dev/nvidia-caps/nvidia-cap<number> (/proc/driver/nvidia-caps/mig-minors); zero where they are not known.
+	Caps     [2]int
+	Capacity Capacity
 	// Made is set on partitions that were made for a claim, and that go with it. The others are the administrator's.
 	Made   bool
 	Health Health
