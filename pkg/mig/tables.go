@@ -66,7 +66,8 @@ var widths = map[int]int{
 }
 
 // Where profiles start: on a GPU with eight memory slices, and on one with four. The eighth slice has no compute slice of its
-// own, so a 1g never starts there. Eight: nvidia-smi mig -lgipp of A100-40GB (MIG User Guide), H100-80GB and H100-94GB. Four: of A30.
+// own, so a 1g never starts there. Eight: nvidia-smi mig -lgipp of A100-40GB (MIG User Guide), H100-80GB and H100-94GB. Four:
+// of A30.
 var (
 	ones    = []int{0, 1, 2, 3, 4, 5, 6}
 	twos    = []int{0, 2, 4}
