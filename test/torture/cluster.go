@@ -13,12 +13,16 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/newer"
 )
 
 func clusterDir(dir string) string { return filepath.Join(dir, "cluster") }
 
+// Newer is the name of the image with the agent from the future, for Options.Newer.
+const Newer = "docker.io/local/tandem:newer"
+
 // Fresh removes what an earlier run has left in a directory and starts a cluster of one node with Tandem there. The image is
-// built where it is empty.
+// built where it is empty, and the one called Newer with it.
 func Fresh(ctx context.Context, dir, kubernetes, image string, out io.Writer) (*cluster.Cluster, error) {
 	if err := Remove(ctx, dir); err != nil {
 		return nil, err
@@ -37,26 +41,43 @@ func Fresh(ctx context.Context, dir, kubernetes, image string, out io.Writer) (*
 	if err := c.Start(ctx); err != nil {
 		return c, err
 	}
+	if image == "" {
+		if err := loadNewer(ctx, c, dir, out); err != nil {
+			return c, err
+		}
+	}
 	return c, install.Tandem(ctx, c, install.Options{Image: image, Progress: out})
 }
 
-// Reopen finds the cluster of an interrupted run as it was, or starts a fresh one where it is gone.
+func loadNewer(ctx context.Context, c *cluster.Cluster, dir string, out io.Writer) error {
+	tarball, err := newer.Image(ctx, filepath.Join(dir, "newer"), Newer, out)
+	if err != nil {
+		return fmt.Errorf("build the newer agent: %w", err)
+	}
+	return c.Nodes()[0].LoadImage(ctx, tarball)
+}
+
+// Reopen finds the cluster of an interrupted run as it was, or starts a fresh one where it is gone, or damaged, as by an
+// interruption while it was being started or removed. Like Fresh it leaves no State.
 func Reopen(ctx context.Context, dir, kubernetes string, out io.Writer) (*cluster.Cluster, error) {
 	c, err := cluster.Open(clusterDir(dir), out)
-	if errors.Is(err, cluster.ErrNoCluster) {
-		return Fresh(ctx, dir, kubernetes, "", out)
+	if err == nil {
+		err = revive(ctx, c)
 	}
-	if err != nil {
-		return nil, err
-	}
-	if err := thaw(c); err != nil {
+	if err == nil || ctx.Err() != nil {
 		return c, err
 	}
-	if err := c.Start(ctx); err != nil {
-		return c, err
+	fmt.Fprintf(out, "torture: a fresh cluster goes on with the run: %v\n", err)
+	return Fresh(ctx, dir, kubernetes, "", out)
+}
+
+// revive makes everything run again that was stopped or frozen.
+func revive(ctx context.Context, c *cluster.Cluster) error {
+	if err := (&saboteur{cluster: c, node: c.Nodes()[0]}).mend(ctx); err != nil {
+		return err
 	}
 	// With the image that is there: an interruption is no upgrade.
-	return c, install.Ready(ctx, c)
+	return install.Ready(ctx, c)
 }
 
 // Remove ends the cluster in a directory and forgets its run. Evidence stays. It is idempotent.

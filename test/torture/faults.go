@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os/exec"
+	"strconv"
 	"sync"
 	"time"
 
@@ -16,6 +17,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/image"
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
@@ -36,6 +38,8 @@ type saboteur struct {
 	client  kubernetes.Interface
 	// before is called when somebody is about to be killed and still answers.
 	before func(context.Context)
+	// newer is the image of the agent from the future, on the node already; empty where an upgrade brings the same again.
+	newer string
 
 	whole sync.RWMutex
 	mu    sync.Mutex
@@ -62,8 +66,9 @@ func (s *saboteur) strike(ctx context.Context, op Op) (done, error) {
 	switch op.Kind {
 	case WipeCDI:
 		return done{}, s.onNode(ctx, "sh", "-c", "rm -rf "+cdiDir+"/* "+cdiDir+"/.[!.]*")
-	case Upgrade:
-		return s.upgrade(ctx, op)
+	case Upgrade, Downgrade:
+		s.before(ctx)
+		return done{}, s.rollOut(ctx, op.Kind == Upgrade, strconv.Itoa(op.Index))
 	}
 	if component := s.component(op.Component); component != nil {
 		return s.strikeComponent(ctx, component, op)
@@ -135,15 +140,32 @@ func (s *saboteur) strikePod(ctx context.Context, op Op) (done, error) {
 		}
 		return done{kills: 1}, nil
 	case Freeze:
-		struck, err := s.catch(ctx, "STOP", program)
-		if err != nil || !struck {
-			return done{skipped: "it does not run"}, err
+		thaw, err := s.stop(ctx, program)
+		if errors.Is(err, errAway) {
+			return done{skipped: "it does not run"}, nil
+		}
+		if err != nil {
+			return done{}, err
 		}
 		rest(ctx, op.Pause)
-		_, err = s.signal(context.WithoutCancel(ctx), "CONT", program)
-		return done{}, err
+		return done{}, thaw()
 	}
 	return done{}, fmt.Errorf("no way to %s the %s", op.Kind, op.Component)
+}
+
+// errAway means that a program does not run.
+var errAway = errors.New("it does not run")
+
+// stop freezes a program until thaw.
+func (s *saboteur) stop(ctx context.Context, program string) (thaw func() error, err error) {
+	struck, err := s.catch(ctx, "STOP", program)
+	if err == nil && !struck {
+		err = fmt.Errorf("freeze %s: %w", program, errAway)
+	}
+	return func() error {
+		_, err := s.signal(context.WithoutCancel(ctx), "CONT", program)
+		return err
+	}, err
 }
 
 // returnPatience is how long a program that is being started again is waited for.
@@ -192,23 +214,41 @@ func (s *saboteur) reboot(ctx context.Context, op Op) (done, error) {
 	return done{kills: 1}, nil
 }
 
-// upgrade replaces the agent's pod as a new version of the chart would.
-func (s *saboteur) upgrade(ctx context.Context, op Op) (done, error) {
-	s.before(ctx)
-	patch := fmt.Appendf(nil, `{"spec":{"template":{"metadata":{"annotations":{"torture/operation":"%d"}}}}}`, op.Index)
-	return done{}, persist(ctx, "upgrade the agent", func(ctx context.Context) error {
-		sets, err := s.client.AppsV1().DaemonSets(install.Namespace).List(ctx, metav1.ListOptions{})
+// rollOut replaces the agent's pod by one of today's agent or of the newer one, as another version of the chart would. The mark
+// makes it another pod even where the agent is the same.
+func (s *saboteur) rollOut(ctx context.Context, newer bool, mark string) error {
+	wanted := image.DefaultRef
+	if newer && s.newer != "" {
+		wanted = s.newer
+	}
+	patch := fmt.Appendf(nil, `{"spec": {"template": {
+		"metadata": {"annotations": {"torture/operation": %q}},
+		"spec": {"containers": [{"name": %q, "image": %q}]}
+	}}}`, mark, agentProgram, wanted)
+	return persist(ctx, "roll out the agent", func(ctx context.Context) error {
+		agents := s.client.AppsV1().DaemonSets(install.Namespace)
+		sets, err := agents.List(ctx, metav1.ListOptions{})
 		if err != nil {
 			return err
 		}
 		for _, set := range sets.Items {
-			agents := s.client.AppsV1().DaemonSets(install.Namespace)
-			if _, err := agents.Patch(ctx, set.Name, types.MergePatchType, patch, metav1.PatchOptions{}); err != nil {
+			if _, err := agents.Patch(ctx, set.Name, types.StrategicMergePatchType, patch, metav1.PatchOptions{}); err != nil {
 				return err
 			}
 		}
 		return nil
 	})
+}
+
+// provide returns when the agent that a round begins with is there.
+func (s *saboteur) provide(ctx context.Context, newer bool, mark string) error {
+	if s.newer == "" {
+		return nil
+	}
+	if err := s.rollOut(ctx, newer, mark); err != nil {
+		return err
+	}
+	return install.Ready(ctx, s.cluster)
 }
 
 // mend makes everything run again that a fault may have left down or frozen, for a run that was cut short. Idempotent.

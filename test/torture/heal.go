@@ -22,23 +22,28 @@ import (
 var gpuNodes = schema.GroupVersionResource{Group: "tandem-gpu.dev", Version: "v1alpha1", Resource: "gpunodes"}
 
 // heals measures from outside how long a claim that lost a race for good takes until its owner's next pod runs. A heal that had
-// to wait for a GPU or for an owner that makes no other pod at once, or during which a fault was at work, is counted and not
-// timed: it measures something else.
+// to wait for a GPU or for an owner that makes no other pod at once, or with which a user meddled, is counted and not timed: it
+// measures something else.
 type heals struct {
 	tally *tally
-	// ownerOf answers the UID of the owner of the pods that use a claim; empty while unknown.
-	ownerOf func(namespace, claim string) string
+	trace *trace
+	// userOf answers a pod that uses a claim; nil while unknown.
+	userOf func(namespace, claim string) *life
 
 	mu   sync.Mutex
 	open []*loss
 	// known are the claims whose loss was seen.
 	known map[string]bool
+	// roomy: whoever loses now finds a free GPU, so that none is excused for having waited for one.
+	roomy bool
 }
 
 // loss is a condemned claim of an owner that has no pod in its place yet.
 type loss struct {
-	owner string
-	since time.Time
+	owner, workload string
+	since           time.Time
+	// meddled: a user has scaled or deleted something of the workload since.
+	meddled bool
 }
 
 // run watches GPUNodes until ctx is done; it returns at once where there are none.
@@ -95,30 +100,58 @@ func (h *heals) seen(object any) {
 		if !l.condemned {
 			continue
 		}
-		owner := h.ownerOf(l.namespace, l.name)
-		h.mu.Lock()
-		if owner != "" && !h.known[l.uid] {
-			h.known[l.uid] = true
-			h.open = append(h.open, &loss{owner: owner, since: l.since})
-			h.tally.add(func(c *Counters) { c.Condemned++ })
+		if loser := h.userOf(l.namespace, l.name); loser != nil && loser.owner != "" {
+			h.lost(l, loser)
 		}
-		h.mu.Unlock()
 	}
+}
+
+func (h *heals) lost(l loser, pod *life) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.known[l.uid] {
+		return
+	}
+	h.known[l.uid] = true
+	h.tally.add(func(c *Counters) { c.Condemned++ })
+	// A pod that came in the place of one that lost, and loses too, heals nothing yet: that loss goes on.
+	if h.healedBy(pod) < 0 {
+		h.open = append(h.open, &loss{owner: pod.owner, workload: pod.pod.Labels[workloadLabel], since: l.since})
+	}
+}
+
+// healedBy is the loss that a pod makes good if it runs: the first of its owner that is older than the pod. Under mu.
+func (h *heals) healedBy(pod *life) int {
+	return slices.IndexFunc(h.open, func(o *loss) bool { return o.owner == pod.owner && o.since.Before(pod.since) })
+}
+
+// meddle notes that a user changes a workload.
+func (h *heals) meddle(workload string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, o := range h.open {
+		o.meddled = o.meddled || o.workload == workload
+	}
+}
+
+func (h *heals) room(roomy bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.roomy = roomy
 }
 
 // placed is told of each pod that has got its GPUs; the first of an owner that was made after a loss heals it.
 func (h *heals) placed(l *life, now time.Time) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	at := slices.IndexFunc(h.open, func(o *loss) bool {
-		return o.owner == l.owner && o.since.Before(l.since)
-	})
+	at := h.healedBy(l)
 	if at < 0 {
 		return
 	}
 	healed := h.open[at]
 	h.open = slices.Delete(h.open, at, at+1)
-	h.tally.healed(healed.since, now, l.replaced && !l.unschedulable)
+	h.trace.note("healed: %s after %s", healed.workload, now.Sub(healed.since).Round(time.Millisecond))
+	h.tally.healed(healed.since, now, l.replaced && !healed.meddled && (h.roomy || !l.unschedulable))
 }
 
 // forget drops the losses of owners that are gone.

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -61,9 +62,9 @@ func (u user) settle(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for gpus := 1; gpus <= 4; gpus++ {
+	for _, template := range []*resourceapi.ResourceClaimTemplate{template(1), template(2), template(3), template(4), lastTemplate()} {
 		err := persist(ctx, "create ResourceClaimTemplate", func(ctx context.Context) error {
-			_, err := u.client.ResourceV1().ResourceClaimTemplates(u.namespace).Create(ctx, template(gpus), metav1.CreateOptions{})
+			_, err := u.client.ResourceV1().ResourceClaimTemplates(u.namespace).Create(ctx, template, metav1.CreateOptions{})
 			return err
 		})
 		if err != nil {

@@ -42,6 +42,10 @@ type Workload struct {
 	Crash bool
 	// Work is how long a Job's pod runs.
 	Work time.Duration
+	// Last makes a claim for one GPU prefer those that limits are given first.
+	Last bool
+	// Late keeps kubelet from preparing its claims until there is a ConfigMap.
+	Late bool
 }
 
 // String names everything that is not usual.
@@ -53,7 +57,7 @@ func (w Workload) String() string {
 	for _, more := range []struct {
 		name string
 		is   bool
-	}{{"init", w.Init}, {"crash", w.Crash}} {
+	}{{"init", w.Init}, {"crash", w.Crash}, {"last", w.Last}} {
 		if more.is {
 			text += " " + more.name
 		}
@@ -91,6 +95,7 @@ const (
 	Reboot         Kind = "reboot"
 	WipeCDI        Kind = "wipe-cdi"
 	Upgrade        Kind = "upgrade"
+	Downgrade      Kind = "downgrade"
 	agentName           = "agent"
 	controllerName      = "controller"
 )
@@ -132,7 +137,7 @@ type Op struct {
 
 // IsFault tells faults from what users do.
 func (o Op) IsFault() bool {
-	return slices.Contains([]Kind{Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade}, o.Kind)
+	return slices.Contains([]Kind{Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade}, o.Kind)
 }
 
 // recovery is how long the effects of a fault last once it is over.
@@ -193,7 +198,9 @@ func (o Op) String() string {
 // cluster: so a run goes on from any quiet point.
 type Round struct {
 	Number int
-	Ops    []Op
+	// Newer is whether the agent is the one from the future to begin with.
+	Newer bool
+	Ops   []Op
 	// Clean is the grace with which everything is deleted at its end.
 	Clean int64
 }
@@ -214,7 +221,7 @@ type Mix struct {
 	Demand [2]int
 }
 
-// Fault is one kind of fault with its weight.
+// Fault is one kind of fault with its weight. Upgrade stands for Downgrade too: they take turns.
 type Fault struct {
 	Kind      Kind
 	Component string
@@ -228,7 +235,7 @@ func Usual() Mix {
 		Demand: [2]int{4, 11},
 		Faults: []Fault{
 			{Kill, agentName, 8}, {Kill, controllerName, 6}, {Kill, cluster.Kubelet, 4}, {Kill, cluster.Containerd, 3},
-			{Kill, cluster.APIServer, 4}, {Restart, cluster.Kubelet, 3}, {WipeCDI, "", 3}, {Upgrade, agentName, 3}, {Reboot, "", 1},
+			{Kill, cluster.APIServer, 4}, {Restart, cluster.Kubelet, 3}, {WipeCDI, "", 3}, {Upgrade, agentName, 5}, {Reboot, "", 1},
 		},
 		Frozen: []Fault{
 			{Freeze, agentName, 5}, {Freeze, controllerName, 4}, {Freeze, cluster.Kubelet, 3}, {Freeze, cluster.Scheduler, 2},
@@ -247,8 +254,9 @@ const (
 // PlanRound draws a round: size operations from index number*size on.
 func PlanRound(seed uint64, number, size int, mix Mix) Round {
 	p := planner{rng: rand.New(rand.NewPCG(seed, uint64(number))), mix: mix}
+	p.newer = p.chance(50)
 	p.fault, p.freeze, p.burst = p.between(5, mix.FaultEvery[1]), p.between(3, mix.FreezeEvery[1]), p.between(1, mix.BurstEvery[1])
-	round := Round{Number: number, Clean: []int64{PodsOwn, short, Forced}[p.rng.IntN(3)]}
+	round := Round{Number: number, Newer: p.newer, Clean: []int64{PodsOwn, short, Forced}[p.rng.IntN(3)]}
 	for i := range size {
 		op := p.next(fmt.Sprintf("w%05d", number*size+i))
 		op.Index = number*size + i
@@ -266,6 +274,8 @@ type planner struct {
 	there []Workload
 	// fault, freeze and burst count down to the next.
 	fault, freeze, burst int
+	// newer is which agent there is.
+	newer bool
 }
 
 func (p *planner) next(name string) Op {
@@ -322,6 +332,7 @@ func (p *planner) create(name string) Op {
 	case 3:
 		w.Shape, w.API, w.GPUs, w.Replicas = Shared, oracle.Claim, min(w.GPUs, 2), p.between(2, 4)
 	}
+	w.Last = w.Shape != Shared && w.API == oracle.Claim && w.GPUs == 1 && p.chance(25)
 	return p.add(Create, p.decorate(w))
 }
 
@@ -397,6 +408,11 @@ func (p *planner) strike(among []Fault) Op {
 		op.Pause = minFreeze + p.upTo(maxFreeze-minFreeze)
 	case Kill, Reboot:
 		op.Pause = p.upTo(maxDown)
+	case Upgrade:
+		if p.newer {
+			op.Kind = Downgrade
+		}
+		p.newer = !p.newer
 	}
 	return op
 }

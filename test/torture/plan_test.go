@@ -61,7 +61,7 @@ func TestAPlanIsSound(t *testing.T) {
 			}
 		}
 	}
-	for _, kind := range []Kind{Create, Burst, Scale, Join, DeletePod, Delete, Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade} {
+	for _, kind := range []Kind{Create, Burst, Scale, Join, DeletePod, Delete, Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade} {
 		if kinds[kind] == 0 {
 			t.Errorf("30 rounds without any %s", kind)
 		}
@@ -88,5 +88,24 @@ func TestOperationsOnOneWorkloadKnowEachOther(t *testing.T) {
 	}
 	if got := (Op{Target: "w1"}).touches(); !slices.Equal(got, []string{"w1"}) {
 		t.Errorf("touches %v", got)
+	}
+}
+
+// TestAgentsTakeTurns: a downgrade goes back from the newer agent, so that today's finds records from the future.
+func TestAgentsTakeTurns(t *testing.T) {
+	began := map[bool]int{}
+	for number := range 200 {
+		round := PlanRound(5, number, 100, Usual())
+		newer := round.Newer
+		began[newer]++
+		for _, op := range round.Ops {
+			if op.Kind == Upgrade && newer || op.Kind == Downgrade && !newer {
+				t.Fatalf("round %d: %s, and the newer agent is there: %t", number, op, newer)
+			}
+			newer = newer != (op.Kind == Upgrade || op.Kind == Downgrade)
+		}
+	}
+	if began[true] == 0 || began[false] == 0 {
+		t.Errorf("200 rounds begin with %v", began)
 	}
 }

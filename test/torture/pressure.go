@@ -62,6 +62,7 @@ func (r *run) play(ctx context.Context, u user, op Op) error {
 	if op.IsFault() {
 		err = r.strike(ctx, op)
 	} else {
+		r.heals.meddle(op.Target)
 		err = u.do(ctx, op)
 	}
 	if err != nil && ctx.Err() == nil {

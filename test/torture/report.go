@@ -33,8 +33,9 @@ type Counters struct {
 	Conflicts int `json:"conflicts"`
 	Condemned int `json:"condemned"`
 	Healed    int `json:"healed"`
-	// HealTimes are those of heals that a free GPU and no fault met.
-	HealTimes []time.Duration `json:"healTimes,omitempty"`
+	// HealTimes are those of heals that a free GPU and no fault met, StruckTimes those of heals that a fault met.
+	HealTimes   Times `json:"healTimes,omitempty"`
+	StruckTimes Times `json:"struckTimes,omitempty"`
 	// FailedAdmissions counts pods that failed without ever having run; Ended those that failed after they had, as kubelet makes
 	// the limits pods of the old boot fail.
 	FailedAdmissions int `json:"failedAdmissions"`
@@ -45,17 +46,30 @@ type Counters struct {
 func (c Counters) Line(seed uint64) string {
 	return fmt.Sprintf("torture: seed=%d ops=%d placed_claims=%d placed_limits=%d contended=%d kills=%d doubly_owned=%d stuck=%d leaked=%d "+
 		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s failed_admissions=%d", seed, c.Ops, c.PlacedClaims, c.PlacedLimits, c.Contended,
-		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.heal(50), c.heal(99), c.FailedAdmissions)
+		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.HealTimes.percentile(50), c.HealTimes.percentile(99), c.FailedAdmissions)
 }
 
-// heal is a percentile of the heal times, by nearest rank.
-func (c Counters) heal(percent int) time.Duration {
-	if len(c.HealTimes) == 0 {
+// HealLine says what the heals of the last line are made of.
+func (c Counters) HealLine() string {
+	return fmt.Sprintf("heals in peace: %s; met by a fault: %s; not timed: %d", c.HealTimes, c.StruckTimes,
+		c.Healed-len(c.HealTimes)-len(c.StruckTimes))
+}
+
+// Times are how long healing took.
+type Times []time.Duration
+
+// String has their number and what they come to.
+func (t Times) String() string {
+	return fmt.Sprintf("%d p50=%s p99=%s max=%s", len(t), t.percentile(50), t.percentile(99), t.percentile(100))
+}
+
+// percentile is by nearest rank.
+func (t Times) percentile(percent int) time.Duration {
+	if len(t) == 0 {
 		return 0
 	}
-	times := slices.Sorted(slices.Values(c.HealTimes))
-	rank := (len(times)*percent + 99) / 100
-	return times[max(rank, 1)-1].Round(time.Millisecond)
+	rank := (len(t)*percent + 99) / 100
+	return slices.Sorted(slices.Values(t))[max(rank, 1)-1].Round(time.Millisecond)
 }
 
 // ErrFaults means that the product failed the test.
@@ -107,7 +121,7 @@ func (t *tally) now() Counters {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	now := t.counters
-	now.HealTimes = slices.Clone(now.HealTimes)
+	now.HealTimes, now.StruckTimes = slices.Clone(now.HealTimes), slices.Clone(now.StruckTimes)
 	return now
 }
 
@@ -135,15 +149,17 @@ func (t *tally) striking(recovery time.Duration) (ended func()) {
 	}
 }
 
-// healed counts a heal, and times it where it may.
+// healed counts a heal, and times it where it is fair to: those that a fault met apart from the others.
 func (t *tally) healed(from, to time.Time, fair bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.counters.Healed++
-	if !fair || slices.ContainsFunc(t.strikes, func(s *strike) bool {
-		return s.from.Before(to) && (s.to.IsZero() || s.to.After(from))
-	}) {
+	if !fair {
 		return
 	}
-	t.counters.HealTimes = append(t.counters.HealTimes, max(0, to.Sub(from)))
+	times := &t.counters.HealTimes
+	if slices.ContainsFunc(t.strikes, func(s *strike) bool { return s.from.Before(to) && (s.to.IsZero() || s.to.After(from)) }) {
+		times = &t.counters.StruckTimes
+	}
+	*times = append(*times, max(0, to.Sub(from)))
 }

@@ -40,6 +40,8 @@ type Options struct {
 	Deadline time.Time
 	// UntilFault ends the run at the first fault instead of the end of its round, without waiting for anything.
 	UntilFault bool
+	// Newer is the image of a newer agent, which the node has; empty for none.
+	Newer string
 	// Out gets a line for each event and every ten seconds one of progress.
 	Out io.Writer
 }
@@ -115,12 +117,12 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	}
 	node := c.Nodes()[0]
 	r := &run{Options: o, cluster: c, client: client, tally: &tally{counters: o.State.Counters}, trace: trace, started: time.Now()}
-	r.heals = &heals{tally: r.tally, known: map[string]bool{}}
+	r.heals = &heals{tally: r.tally, trace: trace, known: map[string]bool{}}
 	r.watch = newWatch(client, node, gpusANode, r.tally, r.heals)
 	r.watch.trace, r.watch.found = r.trace, r.doubleFound
-	r.heals.ownerOf = r.watch.ownerOfClaim
+	r.heals.userOf = r.watch.userOf
 	r.scraper = newScraper(client, c, r.tally)
-	r.faults = &saboteur{cluster: c, node: node, client: client, before: r.scraper.scrape}
+	r.faults = &saboteur{cluster: c, node: node, client: client, before: r.scraper.scrape, newer: o.Newer}
 	r.auditor = auditor{cluster: c, node: node, client: client, dynamic: objects, gpus: gpusANode}
 	return r, nil
 }
@@ -152,11 +154,8 @@ func (r *run) over() bool {
 	return !r.Deadline.IsZero() && time.Until(r.Deadline) < quietReserve+time.Minute
 }
 
-// begin makes sure that the cluster is as it was after its installation, whatever an interrupted run has left.
+// begin makes sure that the cluster is as empty as after its installation, whatever an interrupted run has left.
 func (r *run) begin(ctx context.Context) error {
-	if err := r.faults.mend(ctx); err != nil {
-		return fmt.Errorf("mend the cluster: %w", err)
-	}
 	if err := r.clearAll(ctx); err != nil {
 		return err
 	}
@@ -193,7 +192,11 @@ func (r *run) clearAll(ctx context.Context) error {
 // round plays one round to its quiet point.
 func (r *run) round(ctx context.Context, round Round) error {
 	u := user{r.client, fmt.Sprintf("torture-%04d", round.Number)}
-	r.trace.say("round %d: operations %d to %d", round.Number, round.Ops[0].Index, round.Ops[len(round.Ops)-1].Index)
+	r.trace.say("round %d: operations %d to %d; newer agent to begin with: %t", round.Number, round.Ops[0].Index,
+		round.Ops[len(round.Ops)-1].Index, round.Newer)
+	if err := r.faults.provide(ctx, round.Newer, fmt.Sprintf("round-%d", round.Number)); err != nil {
+		return err
+	}
 	if err := u.settle(ctx); err != nil {
 		return err
 	}
@@ -215,18 +218,33 @@ func (r *run) round(ctx context.Context, round Round) error {
 	if err := u.clear(ctx, round.Clean); err != nil {
 		return err
 	}
-	lines, missing, err := r.awaitFree(ctx)
-	if err != nil {
+	if err := r.freed(ctx); err != nil {
 		return err
 	}
-	if missing > 0 {
+	r.forget(u)
+	if r.UntilFault {
+		return nil
+	}
+	if !r.controller {
+		return nil
+	}
+	return r.race(ctx, user{r.client, u.namespace + "-race"})
+}
+
+// freed returns when all is free again that was given out; what is not when patience ends has leaked.
+func (r *run) freed(ctx context.Context) error {
+	lines, missing, err := r.awaitFree(ctx)
+	if err == nil && missing > 0 {
 		r.tally.add(func(c *Counters) { c.Leaked += missing })
 		r.trace.say("LEAKED: %s", strings.Join(lines, "; "))
 		r.keepEvidence(ctx, "leaked", lines)
 	}
+	return err
+}
+
+func (r *run) forget(u user) {
 	r.watch.forget(u.namespace)
 	r.heals.forget()
-	return nil
 }
 
 // doubleFound writes the fault down at once: an interruption must not lose it.

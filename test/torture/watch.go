@@ -257,16 +257,16 @@ func hasStarted(pod *corev1.Pod) bool {
 	return false
 }
 
-// ownerOfClaim answers the UID of the owner of a claim's pods; empty where they have none, or are not known yet.
-func (w *watch) ownerOfClaim(namespace, claim string) string {
+// userOf answers a pod that uses a claim; nil where none is known yet.
+func (w *watch) userOf(namespace, claim string) *life {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for _, l := range w.lives {
 		if l.pod.Namespace == namespace && claimOf(l.pod) == claim {
-			return l.owner
+			return &life{pod: l.pod, since: l.since, owner: l.owner}
 		}
 	}
-	return ""
+	return nil
 }
 
 // sights answers the devices in the containers of each pod at the last look.
@@ -290,6 +290,19 @@ func (w *watch) counts() (running, waiting, looks int) {
 		}
 	}
 	return running, waiting, w.looks
+}
+
+// count answers how many pods of a workload are as is says.
+func (w *watch) count(namespace, workload string, is func(*life) bool) int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	n := 0
+	for _, l := range w.lives {
+		if l.pod.Namespace == namespace && l.pod.Labels[workloadLabel] == workload && is(l) {
+			n++
+		}
+	}
+	return n
 }
 
 // forget drops a namespace's pods and claims when nothing of them is left.

@@ -30,6 +30,9 @@ const (
 	claimName   = "gpu"
 	// onceDir is where a container that crashes once remembers that it has.
 	onceDir = "/once"
+	// lastName is the ResourceClaimTemplate for one GPU of those that limits are given first.
+	lastName = "last"
+	lateName = "late"
 	// manyFailures lets a Job go on however many of its pods are refused.
 	manyFailures = 1000
 )
@@ -43,6 +46,26 @@ func template(gpus int) *resourceapi.ResourceClaimTemplate {
 }
 
 func templateName(gpus int) string { return "gpus-" + strconv.Itoa(gpus) }
+
+// lastTemplate asks for the last GPU, or for the one before it, and so on, or for any. Preferred allocation begins there too.
+func lastTemplate() *resourceapi.ResourceClaimTemplate {
+	var wishes []resourceapi.DeviceSubRequest
+	for i := range racers {
+		wishes = append(wishes, resourceapi.DeviceSubRequest{
+			Name: fmt.Sprintf("last-%d", i), DeviceClassName: deviceClass,
+			Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
+				Expression: fmt.Sprintf("device.attributes[%q].index == %d", install.DriverName, gpusANode-1-i),
+			}}},
+		})
+	}
+	wishes = append(wishes, resourceapi.DeviceSubRequest{Name: "any", DeviceClassName: deviceClass})
+	return &resourceapi.ResourceClaimTemplate{
+		ObjectMeta: metav1.ObjectMeta{Name: lastName},
+		Spec: resourceapi.ResourceClaimTemplateSpec{Spec: resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{
+			Requests: []resourceapi.DeviceRequest{{Name: "gpus", FirstAvailable: wishes}},
+		}}},
+	}
+}
 
 func claimSpec(gpus int) resourceapi.ResourceClaimSpec {
 	return resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{
@@ -108,12 +131,20 @@ func podSpec(w Workload) corev1.PodSpec {
 	if w.Crash {
 		spec.Volumes = []corev1.Volume{{Name: "once", VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{}}}}
 	}
+	if w.Late {
+		spec.Volumes = append(spec.Volumes, corev1.Volume{Name: lateName, VolumeSource: corev1.VolumeSource{
+			ConfigMap: &corev1.ConfigMapVolumeSource{LocalObjectReference: corev1.LocalObjectReference{Name: lateName}},
+		}})
+	}
 	if w.API == oracle.Claim {
 		reference := corev1.PodResourceClaim{Name: claimName}
 		if w.Shape == Shared {
 			reference.ResourceClaimName = &w.Name
 		} else {
 			name := templateName(w.GPUs)
+			if w.Last {
+				name = lastName
+			}
 			reference.ResourceClaimTemplateName = &name
 		}
 		spec.ResourceClaims = []corev1.PodResourceClaim{reference}
@@ -141,7 +172,11 @@ func container(w Workload, name, command string) corev1.Container {
 		c.Resources.Limits = corev1.ResourceList{install.ResourceName: *resource.NewQuantity(int64(w.GPUs), resource.DecimalSI)}
 	}
 	if w.Crash {
-		c.VolumeMounts = []corev1.VolumeMount{{Name: "once", MountPath: onceDir}}
+		c.VolumeMounts = append(c.VolumeMounts, corev1.VolumeMount{Name: "once", MountPath: onceDir})
+	}
+	if w.Late {
+		// Kubelet does not wait for a volume that no container mounts.
+		c.VolumeMounts = append(c.VolumeMounts, corev1.VolumeMount{Name: lateName, MountPath: "/" + lateName})
 	}
 	return c
 }

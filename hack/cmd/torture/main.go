@@ -125,7 +125,7 @@ func printPlan(state torture.State) error {
 
 // attack runs, or goes on with, one run. Interrupted, it leaves the cluster for another that resumes.
 func attack(ctx context.Context, s settings) error {
-	options := torture.Options{Dir: s.dir, State: s.state, Mix: torture.Usual(), Out: os.Stdout}
+	options := torture.Options{Dir: s.dir, State: s.state, Mix: torture.Usual(), Newer: torture.Newer, Out: os.Stdout}
 	if s.budget > 0 {
 		options.Deadline = time.Now().Add(s.budget)
 	}
@@ -161,20 +161,21 @@ func attack(ctx context.Context, s settings) error {
 		fmt.Println("torture: failed:", verdict)
 		verdict = errSaid
 	}
+	fmt.Println("torture:", counters.HealLine())
 	fmt.Println(counters.Line(state.Seed))
 	return verdict
 }
 
-// start makes or finds the cluster.
+// start makes or finds the cluster, and writes down what is to be done on it: whatever interrupts, another run goes on.
 func start(ctx context.Context, s settings, state torture.State) (*cluster.Cluster, error) {
+	var c *cluster.Cluster
+	var err error
 	if s.resume {
-		return torture.Reopen(ctx, s.dir, state.Kubernetes, os.Stdout)
+		c, err = torture.Reopen(ctx, s.dir, state.Kubernetes, os.Stdout)
+	} else {
+		c, err = torture.Fresh(ctx, s.dir, state.Kubernetes, "", os.Stdout)
 	}
-	c, err := torture.Fresh(ctx, s.dir, state.Kubernetes, "", os.Stdout)
-	if err != nil {
-		return c, err
-	}
-	return c, state.Write(s.dir)
+	return c, errors.Join(err, state.Write(s.dir))
 }
 
 func selftest(ctx context.Context, s settings) error {

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"io"
+	"slices"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+)
+
+// healing is what is known of losers, some seconds after the race.
+type healing struct {
+	*heals
+	tally *tally
+	pods  map[string]*life
+	began time.Time
+}
+
+func newHealing(t *testing.T) *healing {
+	trace, err := openTrace(t.TempDir(), io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(trace.close)
+	h := &healing{tally: &tally{}, pods: map[string]*life{}, began: time.Now().Add(-time.Minute)}
+	h.heals = &heals{tally: h.tally, trace: trace, known: map[string]bool{}, userOf: func(_, claim string) *life { return h.pods[claim] }}
+	return h
+}
+
+func (h *healing) after(d time.Duration) time.Time { return h.began.Add(d) }
+
+// pod is one of a Deployment's, with a claim of its own name.
+func (h *healing) pod(claim, owner string, made time.Duration) *life {
+	l := &life{
+		pod:   &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: claim, Labels: map[string]string{workloadLabel: "of-" + owner}}},
+		owner: owner, replaced: true, since: h.after(made),
+	}
+	h.pods[claim] = l
+	return l
+}
+
+func (h *healing) lose(at time.Duration, condemned bool, claims ...string) {
+	var entries []any
+	for _, claim := range claims {
+		entries = append(entries, map[string]any{
+			"uid": claim, "namespace": "n", "name": claim, "since": h.after(at).Format(time.RFC3339Nano), "condemned": condemned,
+		})
+	}
+	h.seen(&unstructured.Unstructured{Object: map[string]any{"status": map[string]any{"losers": entries}}})
+}
+
+func (h *healing) want(t *testing.T, healed int, times ...time.Duration) {
+	t.Helper()
+	c := h.tally.now()
+	for i := range c.HealTimes {
+		c.HealTimes[i] = c.HealTimes[i].Round(time.Millisecond)
+	}
+	if c.Healed != healed || !slices.Equal(c.HealTimes, times) {
+		t.Errorf("%d healed in %s, not %d in %s", c.Healed, []time.Duration(c.HealTimes), healed, times)
+	}
+}
+
+// TestALossIsHealedByTheOwnersNextPod, and by nothing that was there before.
+func TestALossIsHealedByTheOwnersNextPod(t *testing.T) {
+	h := newHealing(t)
+	first := h.pod("lost", "owner", 0)
+	h.pod("bare", "", 0)
+	h.pod("waits", "owner", 0)
+	h.lose(time.Second, true, "lost", "bare", "unknown")
+	h.lose(time.Second, false, "waits")
+	h.lose(time.Second, true, "lost")
+	if c := h.tally.now(); c.Condemned != 1 {
+		t.Fatalf("%d condemned", c.Condemned)
+	}
+	h.placed(first, h.after(2*time.Second))
+	h.placed(h.pod("", "other", 1500*time.Millisecond), h.after(2*time.Second))
+	h.want(t, 0)
+	next := h.pod("next", "owner", 1500*time.Millisecond)
+	h.placed(next, h.after(1800*time.Millisecond))
+	h.placed(next, h.after(1900*time.Millisecond))
+	h.want(t, 1, 800*time.Millisecond)
+}
+
+// TestALossGoesOnWithTheNextPodThatLoses: it is healed once, and timed from where it began.
+func TestALossGoesOnWithTheNextPodThatLoses(t *testing.T) {
+	h := newHealing(t)
+	h.pod("first", "owner", 0)
+	h.lose(time.Second, true, "first")
+	h.pod("second", "owner", 2*time.Second)
+	h.lose(3*time.Second, true, "second")
+	h.placed(h.pod("third", "owner", 4*time.Second), h.after(5*time.Second))
+	h.want(t, 1, 4*time.Second)
+	h.placed(h.pod("scaled", "owner", 30*time.Second), h.after(31*time.Second))
+	h.want(t, 1, 4*time.Second)
+}
+
+// TestWhatDelaysAHealAndIsNotOurs: users who change the workload, and a node that is full, unless there is room for all.
+func TestWhatDelaysAHealAndIsNotOurs(t *testing.T) {
+	h := newHealing(t)
+	h.pod("a", "a", 0)
+	h.pod("b", "b", 0)
+	h.pod("c", "c", 0)
+	h.lose(time.Second, true, "a", "b", "c")
+	h.meddle("of-a")
+	h.meddle("")
+	h.placed(h.pod("", "a", 2*time.Second), h.after(3*time.Second))
+	waited := h.pod("", "b", 2*time.Second)
+	waited.unschedulable = true
+	h.placed(waited, h.after(3*time.Second))
+	h.want(t, 2)
+	h.room(true)
+	waited = h.pod("", "c", 2*time.Second)
+	waited.unschedulable = true
+	h.placed(waited, h.after(4*time.Second))
+	h.want(t, 3, 3*time.Second)
+}

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+const (
+	// racers is how many replicas each side of a race has: both together leave GPUs for those who lose.
+	racers = 3
+	// racePatience is how long a side may take to its place; the race goes on without it then.
+	racePatience = 30 * time.Second
+)
+
+// race measures how long healing takes in peace: on an empty node the claims of a Deployment lose their GPUs to limits while
+// others are free. The controller is frozen until the limits have the GPUs that claims of bound pods are allocated to, which
+// nobody can tell the agent meanwhile; those pods wait for a ConfigMap, before which kubelet prepares nothing. When the controller
+// runs again and has had its time, the ConfigMap comes, and with it the conflict.
+func (r *run) race(ctx context.Context, u user) error {
+	if err := u.settle(ctx); err != nil {
+		return err
+	}
+	claims := Workload{Name: "claims", Shape: Deployment, API: oracle.Claim, GPUs: 1, Replicas: racers, Last: true, Late: true}
+	limits := Workload{Name: "limits", Shape: Deployment, API: oracle.Limits, GPUs: 1, Replicas: racers}
+	err := r.lineUp(ctx, u, claims, limits)
+	if errors.Is(err, errAway) {
+		r.trace.say("no race: %v", err)
+		return u.clear(ctx, PodsOwn)
+	}
+	if err != nil {
+		return err
+	}
+	before := r.tally.now()
+	rest(ctx, Op{Kind: Freeze}.recovery())
+	r.heals.room(true)
+	defer r.heals.room(false)
+	if err := u.createLate(ctx); err != nil {
+		return err
+	}
+	if err := r.settle(ctx, u); err != nil {
+		return err
+	}
+	after := r.tally.now()
+	r.trace.say("race: %d claims of %d lost, and healed within %s", after.Condemned-before.Condemned, racers,
+		after.HealTimes[len(before.HealTimes):].percentile(100))
+	if err := u.clear(ctx, PodsOwn); err != nil {
+		return err
+	}
+	if err := r.freed(ctx); err != nil {
+		return err
+	}
+	r.forget(u)
+	return nil
+}
+
+// lineUp returns when limits have GPUs that claims are allocated to, and nothing is frozen any more.
+func (r *run) lineUp(ctx context.Context, u user, claims, limits Workload) error {
+	defer r.tally.striking(Op{Kind: Freeze}.recovery())()
+	thaw, err := r.faults.stop(ctx, controllerProgram)
+	for _, side := range []struct {
+		w      Workload
+		placed func(*life) bool
+	}{
+		{claims, func(l *life) bool { return l.pod.Spec.NodeName != "" }},
+		{limits, func(l *life) bool { return l.placed }},
+	} {
+		if err == nil {
+			err = u.create(ctx, side.w)
+		}
+		for late := time.Now().Add(racePatience); err == nil && time.Now().Before(late); rest(ctx, retryPause) {
+			if r.watch.count(u.namespace, side.w.Name, side.placed) == side.w.Replicas || ctx.Err() != nil {
+				break
+			}
+		}
+	}
+	return errors.Join(err, thaw())
+}
+
+// createLate makes the ConfigMap that pods of a Late workload wait for.
+func (u user) createLate(ctx context.Context) error {
+	return persist(ctx, "create ConfigMap", func(ctx context.Context) error {
+		late := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: lateName}}
+		_, err := u.client.CoreV1().ConfigMaps(u.namespace).Create(ctx, late, metav1.CreateOptions{})
+		return err
+	})
+}
