@@ -261,6 +261,9 @@ func (c *Cluster) install(ctx context.Context, programs *binaries.Set) error {
 	if err := makeDisk(c.control.rootfs(), controlName); err != nil {
 		return err
 	}
+	if err := c.writeAuditPolicy(); err != nil {
+		return err
+	}
 	for _, node := range c.nodes {
 		if err := makeDisk(node.machine.rootfs(), node.name); err != nil {
 			return err

@@ -67,7 +67,7 @@ func TestConfigCompleteLeavesCallersNodesAlone(t *testing.T) {
 }
 
 func TestConfigSurvivesDisk(t *testing.T) {
-	want := Config{Dir: t.TempDir(), FeatureGates: map[string]bool{"B": false, "A": true}, APIServerArgs: []string{"--v=2"},
+	want := Config{Dir: t.TempDir(), FeatureGates: map[string]bool{"B": false, "A": true}, APIServerArgs: []string{"--v=2"}, AuditPolicy: "p",
 		Nodes: []NodeConfig{{Name: "a", Kubelet: map[string]any{"x": map[string]any{"y": "z"}}, Labels: map[string]string{"l": "v"},
 			Mounts: []Mount{{Source: "/s", Target: "/t", ReadOnly: true}}}}}
 	if err := want.complete(); err != nil {

@@ -3,6 +3,8 @@
 package cluster
 
 import (
+	"fmt"
+	"os"
 	"path/filepath"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
@@ -69,7 +71,7 @@ func (c *Cluster) controlPlane(programs *binaries.Set) []*Component {
 			"--service-cluster-ip-range=" + serviceCIDR,
 			"--tls-cert-file=" + pkiDir + "/apiserver.crt",
 			"--tls-private-key-file=" + pkiDir + "/apiserver.key",
-		}, c.config.APIServerArgs)...),
+		}, append(c.auditArgs(), c.config.APIServerArgs...))...),
 		component(ControllerManager, kubernetes, "https://127.0.0.1:10257/healthz", gates([]string{
 			"--bind-address=127.0.0.1",
 			"--cluster-signing-cert-file=" + pkiDir + "/ca.crt",
@@ -95,3 +97,31 @@ func (c *Cluster) controlPlane(programs *binaries.Set) []*Component {
 	}
 	return components
 }
+
+const (
+	auditPolicy = "/etc/kubernetes/audit-policy.yaml"
+	auditLog    = "/var/log/audit.log"
+)
+
+func (c *Cluster) auditArgs() []string {
+	if c.config.AuditPolicy == "" {
+		return nil
+	}
+	return []string{"--audit-policy-file=" + auditPolicy, "--audit-log-path=" + auditLog}
+}
+
+func (c *Cluster) writeAuditPolicy() error {
+	if c.config.AuditPolicy == "" {
+		return nil
+	}
+	if err := os.MkdirAll(c.control.path(filepath.Dir(auditPolicy)), 0o755); err != nil {
+		return fmt.Errorf("make directory of the audit policy: %w", err)
+	}
+	if err := os.WriteFile(c.control.path(auditPolicy), []byte(c.config.AuditPolicy), 0o600); err != nil {
+		return fmt.Errorf("write audit policy: %w", err)
+	}
+	return nil
+}
+
+// AuditLog is the path, on this machine, of what kube-apiserver writes by Config.AuditPolicy: one audit.k8s.io/v1 Event a line.
+func (c *Cluster) AuditLog() string { return c.control.path(auditLog) }

@@ -111,6 +111,7 @@ func clusterConfig(dir string) (cluster.Config, error) {
 		Dir:               filepath.Join(dir, "cluster"),
 		KubernetesVersion: os.Getenv("KUBERNETES"),
 		Progress:          os.Stdout,
+		AuditPolicy:       ourWrites,
 		Nodes: []cluster.NodeConfig{
 			{Name: gpuNode, Kubelet: map[string]any{"staticPodPath": staticPodDir, "fileCheckFrequency": "1s"}},
 			{
