@@ -131,7 +131,10 @@ func (r *run) measure(ctx context.Context) (err error) {
 	if err := r.with(ctx, small, smallGPUs, r.measureSmall); err != nil {
 		return err
 	}
-	return r.with(ctx, large, largeGPUs, r.measureLarge)
+	if err := r.with(ctx, large, largeGPUs, r.measureLarge); err != nil {
+		return err
+	}
+	return r.pack()
 }
 
 func (r *run) add(figures []Figure, err error) error {

@@ -17,7 +17,7 @@ import (
 type Figure struct {
 	Name  string  `json:"figure"`
 	Value float64 `json:"value"`
-	// Unit is ms, MiB, bytes or ratio.
+	// Unit is ms, MiB, bytes, % or ratio.
 	Unit string `json:"unit"`
 	// N is how many measurements Value sums up.
 	N int `json:"n"`
