@@ -239,6 +239,34 @@ func TestAllocatableOfAnAgentThatRetires(t *testing.T) {
 	}
 }
 
+// An agent that leaves, as for an upgrade, says that limits are served no more: none is offered from then on, and all are as soon
+// as the next agent's kubelet lists them.
+func TestAllocatableOfAnAgentThatIsReplaced(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"))
+	r := w.allocatable()
+	w.twice(r, "node-1")
+	says := func(resource string, limits v1alpha1.LimitsState) {
+		w.set(func(s *v1alpha1.GPUNodeStatus) {
+			s.LimitsResource = resource
+			for i := range s.Devices {
+				s.Devices[i].Limits = limits
+			}
+		})
+		w.twice(r, "node-1")
+	}
+	for _, step := range []struct {
+		resource string
+		limits   v1alpha1.LimitsState
+		want     string
+	}{{"", "", "0"}, {testResource, "", "0"}, {testResource, v1alpha1.LimitsAllocatable, "8"}} {
+		says(step.resource, step.limits)
+		if got := w.offers(); got != step.want {
+			t.Errorf("allocatable %s while the agent serves %q and kubelet has it %q, want %s", got, step.resource, step.limits, step.want)
+		}
+	}
+	w.want(map[string]int{"patch Node": 2})
+}
+
 // An agent that is gone has left a status behind, and somebody else's device plugin serves the node.
 func TestAllocatableGivesUp(t *testing.T) {
 	for name, kubelet := range map[string]string{"more": "8", "fewer": "4"} {
