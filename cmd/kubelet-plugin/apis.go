@@ -110,15 +110,12 @@ func (a *agent) objectConfig(f frontEnds) gpunode.Config {
 }
 
 func (a *agent) claimsConfig(f frontEnds, object *gpunode.Object) driver.Config {
-	c := driver.Config{
+	return driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
 		Node: f.self, Ledger: f.book, Inventory: f.node, Specs: f.specs, Pods: f.pods, Recorder: a.recorder, Registerer: a.metrics,
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToLimits: a.config.OfferedToLimits, PublishNothing: !a.config.Mode.Claims(),
+		Allocations: object, Strict: a.config.Strict && a.config.Mode == config.ModeDual,
 	}
-	if a.config.Strict && a.config.Mode == config.ModeDual {
-		c.Strict = object
-	}
-	return c
 }
 
 func (a *agent) limitsConfig(f frontEnds, object *gpunode.Object) legacy.Config {

@@ -39,7 +39,7 @@ var gpuClass = classes{"gpu.nvidia.com": {
 	}}}},
 }}
 
-func asPublished(inv device.Inventory, obstacles map[string][]obstacle, taints bool) []*resourceapi.ResourceSlice {
+func asPublished(inv device.Inventory, obstacles map[device.Ref][]obstacle, taints bool) []*resourceapi.ResourceSlice {
 	built, _, _ := buildSlices(inv, obstacles, taints)
 	published := make([]*resourceapi.ResourceSlice, len(built))
 	for i, slice := range built {
@@ -69,10 +69,10 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 	}
 	tolerant := exactly(1)
 	tolerant.Exactly.Tolerations = []resourceapi.DeviceToleration{{Operator: resourceapi.DeviceTolerationOpExists}}
-	firstTwo := map[string][]obstacle{uuidOf(0): {{TaintHeldByLimit, "true"}}, uuidOf(1): {{TaintUnhealthy, "Lost"}}}
+	firstTwo := map[device.Ref][]obstacle{refOf(0): {{TaintHeldByLimit, "true"}}, refOf(1): {{TaintUnhealthy, "Lost"}}}
 	tests := map[string]struct {
 		inv         device.Inventory
-		obstacles   map[string][]obstacle
+		obstacles   map[device.Ref][]obstacle
 		leaveOut    bool
 		allocated   []string
 		request     resourceapi.DeviceRequest
@@ -96,7 +96,7 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 		"withdrawn by leaving out":         {inv: machine(8), obstacles: firstTwo, leaveOut: true, request: exactly(1), want: []string{"gpu-2"}},
 		"more than is left":                {inv: machine(8), obstacles: firstTwo, request: exactly(7)},
 		"a wildcard toleration ignores it": {inv: machine(8), obstacles: firstTwo, request: tolerant, want: []string{"gpu-0"}},
-		"odd GPUs do not stop the others":  {inv: oddMachine(), obstacles: map[string][]obstacle{uuidOf(1): {{TaintUnhealthy, "Lost"}}}, request: exactly(3), want: []string{"gpu-0", "gpu-6", "gpu-7"}},
+		"odd GPUs do not stop the others":  {inv: oddMachine(), obstacles: map[device.Ref][]obstacle{refOf(1): {{TaintUnhealthy, "Lost"}}}, request: exactly(3), want: []string{"gpu-0", "gpu-6", "gpu-7"}},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {

@@ -28,7 +28,16 @@ const (
 	attributeDriverVersion         = "driverVersion"
 	attributeCUDADriverVersion     = "cudaDriverVersion"
 	attributeAddressingMode        = "addressingMode"
+	attributeParentUUID            = "parentUUID"
+	attributeProfile               = "profile"
 	capacityMemory                 = "memory"
+	capacityMultiprocessors        = "multiprocessors"
+	capacityCopyEngines            = "copyEngines"
+	capacityDecoders               = "decoders"
+	capacityEncoders               = "encoders"
+	capacityJPEGEngines            = "jpegEngines"
+	capacityOFAEngines             = "ofaEngines"
+	capacityMemorySlice            = "memorySlice" // and the number of the slice
 )
 
 // Names that it lacks.
@@ -40,14 +49,46 @@ const (
 	attributeFabricClique = "fabricClique"
 )
 
-const typeGPU = "gpu"
+const (
+	typeGPU = "gpu"
+	typeMIG = "mig"
+)
 
-// publishedDevice describes a whole GPU as the API takes it. What is unknown, or what the API would refuse, is left out:
-// one odd value must not keep the whole slice from being published.
-func publishedDevice(g device.GPU) resourceapi.Device {
-	a := attributes{}
+// publishedDevice describes a device as the API takes it. What is unknown, or what the API would refuse, is left out: one odd
+// value must not keep the whole slice from being published.
+func publishedDevice(d device.Device) resourceapi.Device {
+	if d.Whole() {
+		return resourceapi.Device{Name: d.Name(), Attributes: gpuAttributes(d.GPU), Capacity: gpuCapacity(d.GPU)}
+	}
+	return resourceapi.Device{Name: d.Name(), Attributes: partitionAttributes(d), Capacity: partitionCapacity(d.Partition)}
+}
+
+func gpuAttributes(g device.GPU) attributes {
+	a := commonAttributes(g)
 	a.text(attributeType, typeGPU)
 	a.text(attributeUUID, g.UUID)
+	a.flag(attributeECCEnabled, g.ECCEnabled)
+	a.text(attributeNVLinkDomain, g.NVLinkDomain)
+	a.text(attributeFabricClique, g.FabricClique)
+	return a
+}
+
+// partitionAttributes have a UUID only where it lasts: what is made for a claim has another one each time. Partitions have no
+// NVLink.
+func partitionAttributes(d device.Device) attributes {
+	a := commonAttributes(d.GPU)
+	a.text(attributeType, typeMIG)
+	a.text(attributeParentUUID, d.GPU.UUID)
+	a.text(attributeProfile, d.Partition.Profile)
+	if !d.Partition.Made {
+		a.text(attributeUUID, d.Partition.UUID)
+	}
+	return a
+}
+
+// commonAttributes are those that a partition has from its GPU.
+func commonAttributes(g device.GPU) attributes {
+	a := attributes{}
 	a.text(attributeProductName, g.ProductName)
 	a.text(attributeBrand, g.Brand)
 	a.text(attributeArchitecture, g.Architecture)
@@ -57,20 +98,50 @@ func publishedDevice(g device.GPU) resourceapi.Device {
 	a.text(attributeAddressingMode, g.AddressingMode)
 	a.number(attributeIndex, g.Index)
 	a.number(attributeMinor, g.Minor)
-	a.flag(attributeECCEnabled, g.ECCEnabled)
-	a.text(attributeNVLinkDomain, g.NVLinkDomain)
-	a.text(attributeFabricClique, g.FabricClique)
 	a.text(deviceattribute.StandardDeviceAttributePCIBusID, g.PCIBusID)
 	a.text(deviceattribute.StandardDeviceAttributePCIeRoot, g.PCIeRoot)
 	a.number(deviceattribute.StandardDeviceAttributeNUMANode, g.NUMANode)
+	return a
+}
 
-	published := resourceapi.Device{Name: g.Name(), Attributes: a}
-	if memory := int64(g.MemoryBytes); memory > 0 {
-		published.Capacity = map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{
-			capacityMemory: {Value: *resource.NewQuantity(memory, resource.BinarySI)},
+type capacities map[resourceapi.QualifiedName]resourceapi.DeviceCapacity
+
+// gpuCapacity is memory only, as in NVIDIA's driver: NVML does not report the engines of a whole GPU.
+func gpuCapacity(g device.GPU) capacities {
+	if int64(g.MemoryBytes) <= 0 {
+		return nil
+	}
+	c := capacities{}
+	c.amount(capacityMemory, int64(g.MemoryBytes))
+	return c
+}
+
+func partitionCapacity(p device.Partition) capacities {
+	c := capacities{}
+	c.amount(capacityMemory, int64(p.Capacity.MemoryBytes))
+	c.amount(capacityMultiprocessors, int64(p.Capacity.Multiprocessors))
+	c.amount(capacityCopyEngines, int64(p.Capacity.CopyEngines))
+	c.amount(capacityDecoders, int64(p.Capacity.Decoders))
+	c.amount(capacityEncoders, int64(p.Capacity.Encoders))
+	c.amount(capacityJPEGEngines, int64(p.Capacity.JPEGEngines))
+	c.amount(capacityOFAEngines, int64(p.Capacity.OFAEngines))
+	// One that shares its GPU instance with others has no memory slice to itself.
+	if p.UUID != "" && !p.Made && p.Ref.Compute.Size == 0 && p.Ref.Placement.Size <= mostMemorySlices {
+		for i := range p.Ref.Placement.Size {
+			c.amount(resourceapi.QualifiedName(fmt.Sprintf("%s%d", capacityMemorySlice, p.Ref.Placement.Start+i)), 1)
 		}
 	}
-	return published
+	return c
+}
+
+// mostMemorySlices is what fits beside everything else into the attributes and capacities that a device may have.
+const mostMemorySlices = 8
+
+// amount leaves out what is negative.
+func (c capacities) amount(name resourceapi.QualifiedName, n int64) {
+	if n >= 0 {
+		c[name] = resourceapi.DeviceCapacity{Value: *resource.NewQuantity(n, resource.BinarySI)}
+	}
 }
 
 type attributes map[resourceapi.QualifiedName]resourceapi.DeviceAttribute

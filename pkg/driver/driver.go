@@ -81,9 +81,12 @@ type Config struct {
 	OfferedToLimits func(device.GPU) bool
 	// PublishNothing removes the slices that are there, and serves the claims that have devices already.
 	PublishNothing bool
-	// Strict, where set, makes the scheduler wait until the ledger has reserved what it allocated, before it binds the pod. It
-	// needs binding conditions (Kubernetes 1.36) and costs each pod up to 5 s, the period of the scheduler's look.
-	Strict Allocations
+	// Allocations tells what the scheduler has given to claims before kubelet asks to prepare them. Nil leaves it at what the
+	// ledger knows.
+	Allocations Allocations
+	// Strict makes the scheduler wait until the ledger has reserved what it allocated, before it binds the pod. It needs
+	// Allocations and binding conditions (Kubernetes 1.36) and costs each pod up to 5 s, the period of the scheduler's look.
+	Strict bool
 
 	// Recorder receives events on claims and on the node.
 	Recorder record.EventRecorder
@@ -193,6 +196,9 @@ func (c *Config) validate() error {
 	}
 	if c.ForeignInterval < 0 {
 		errs = append(errs, fmt.Errorf("interval of looking for another driver %v: must not be negative", c.ForeignInterval))
+	}
+	if c.Strict && c.Allocations == nil {
+		errs = append(errs, errors.New("strict needs the allocations"))
 	}
 	for name, missing := range map[string]bool{
 		"Kubernetes client": c.KubeClient == nil, "ledger": c.Ledger == nil, "inventory": c.Inventory == nil,

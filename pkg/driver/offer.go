@@ -3,26 +3,33 @@
 package driver
 
 import (
-	"maps"
+	"fmt"
 	"slices"
 	"strings"
 	"time"
 
+	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/mig"
 )
 
-// Keys of the taints by which a GPU is withdrawn from the scheduler, effect NoSchedule. They are part of the API: people
+// Keys of the taints by which a device is withdrawn from the scheduler, effect NoSchedule. They are part of the API: people
 // write tolerations and dashboards for them.
 const (
-	// TaintHeldByLimit marks a GPU that a pod has through an extended resource limit; the value is "true".
+	// TaintHeldByLimit marks a device that a pod has through an extended resource limit; the value is "true".
 	TaintHeldByLimit = "tandem-gpu.dev/held-by-limit"
-	// TaintDraining marks a GPU that containers may still use although no claim or limit is entitled to it any more; the
+	// TaintHeldByClaim marks a device of which a claim has a part, or which is a part of what a claim has; the value is "true".
+	// The devices of a GPU exclude each other by counters where it is partitioned on demand, so this is rare: policy has
+	// changed while claims had it.
+	TaintHeldByClaim = "tandem-gpu.dev/held-by-claim"
+	// TaintDraining marks a device that containers may still use although no claim or limit is entitled to it any more; the
 	// value is "true".
 	TaintDraining = "tandem-gpu.dev/draining"
-	// TaintUnhealthy marks a GPU on which work must not be placed; the value is the reason (device.Health).
+	// TaintUnhealthy marks a device on which work must not be placed; the value is the reason (device.Health).
 	TaintUnhealthy = "tandem-gpu.dev/unhealthy"
 )
 
@@ -30,92 +37,204 @@ const (
 // and is not worth two writes.
 const drainGrace = 2 * time.Second
 
-// Offer decides which devices the slices offer as time goes by. The publisher has one, and so have simulations. Its zero value
-// withdraws and returns at once; it is not safe for concurrent use.
+// Capabilities are fields of ResourceSlices that servers before 1.36 drop silently by default (feature gates DRADeviceTaints,
+// DRADeviceBindingConditions and DRAPartitionableDevices).
+type Capabilities struct{ Taints, BindingConditions, Counters bool }
+
+// Facts are what an Offer depends on, all of one moment.
+type Facts struct {
+	Inventory device.Inventory
+	Holds     []ledger.Hold
+	// Claims are those to which the scheduler has given devices, as far as that is known beyond Holds; nil is fine.
+	Claims []v1alpha1.AllocatedClaim
+	// Kept is what the API server keeps.
+	Kept Capabilities
+	Now  time.Time
+}
+
+// Offer decides which devices the slices offer as time goes by. The publisher has one, and so have simulations. It is not safe
+// for concurrent use.
 type Offer struct {
-	// ReturnDelay is how long a GPU must have been free before it is offered again.
+	// NodeName is the name of the node's pool, and begins the names of the others.
+	NodeName string
+	// ReturnDelay is how long hardware must have been free before it is offered again. Zero returns it at once.
 	ReturnDelay time.Duration
 	// Offered tells the GPUs that are for claims; nil means all.
 	Offered func(device.GPU) bool
-	// Strict makes the scheduler wait for the ledger before it binds a pod.
+	// Strict makes the scheduler wait for the ledger before it binds a pod, where the API server keeps binding conditions.
 	Strict  bool
 	waiting offers
+	orphans orphans
+	// own says of a GPU by name whether it is published in a pool of its own.
+	own map[string]bool
 }
 
-// Slices are what the node's slices should say at a moment, with taints or without, and when time alone will change that (zero:
-// never).
-func (o *Offer) Slices(inv device.Inventory, holds []ledger.Hold, taints bool, now time.Time) ([]resourceslice.Slice, time.Time) {
-	built, _, _, next := o.look(inv, holds, taints, now)
-	return built, next
+// layout is what should be published.
+type layout struct {
+	pools  map[string]resourceslice.Pool
+	counts deviceCounts
+	left   []excluded
+	// next is when time alone will change it; zero: never.
+	next time.Time
 }
 
-func (o *Offer) look(inv device.Inventory, holds []ledger.Hold, taints bool, now time.Time) ([]resourceslice.Slice, deviceCounts, []excluded, time.Time) {
+// Pools are what the node's pools should say, by name, and when time alone will change that (zero: never).
+func (o *Offer) Pools(f Facts) (map[string]resourceslice.Pool, time.Time) {
+	l := o.look(f)
+	return l.pools, l.next
+}
+
+// Found tells which slices of the node the API server has; called once, before anything is published. A GPU stays in the pool
+// from which claims have got it.
+func (o *Offer) Found(published []resourceapi.ResourceSlice) {
+	o.own = map[string]bool{}
+	for _, slice := range published {
+		for _, d := range slice.Spec.Devices {
+			gpu, _, _ := strings.Cut(d.Name, partitionInfix)
+			o.own[gpu] = slice.Spec.Pool.Name != o.NodeName
+		}
+	}
+}
+
+// partitionInfix ends the GPU's name in that of a partition (device.PartitionName).
+const partitionInfix = "-mig-"
+
+func (o *Offer) look(f Facts) layout {
 	o.waiting.returnDelay = o.ReturnDelay
+	inv, holds := f.Inventory, f.Holds
 	if o.Offered != nil {
 		// Obstacles of the others would count as withdrawals.
 		inv.GPUs = slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return !o.Offered(g) })
 		holds = slices.DeleteFunc(slices.Clone(holds), func(h ledger.Hold) bool { _, ours := inv.ByUUID(h.Device.GPU); return !ours })
 	}
-	found, next := findObstacles(inv, holds, now)
-	obstacles, returns := o.waiting.settle(now, found)
-	built, counts, left := buildSlices(inv, obstacles, taints)
-	if o.Strict {
-		for _, slice := range built {
-			for i := range slice.Devices {
-				slice.Devices[i] = strictly(slice.Devices[i])
+	found, drained := findObstacles(inv, holds, f.Now)
+	orphaned := o.orphans.find(inv, holds, f.Now, found)
+	obstacles, returns := o.waiting.settle(f.Now, found)
+
+	gpus, left := publishable(inv)
+	l := layout{pools: map[string]resourceslice.Pool{}, left: left, next: earlier(earlier(drained, orphaned), returns)}
+	l.counts.withdrawals = o.waiting.withdrawals
+	given := givenOut(gpus, holds, f.Claims)
+	var shared []device.Device
+	for _, g := range gpus {
+		held := given[g.UUID]
+		switch o.place(g, held.pins, f.Kept.Counters) {
+		case inNodePool:
+			devices, odd := whole(g)
+			shared, l.left = append(shared, devices...), append(l.left, odd...)
+		case inOwnPool:
+			p := newGPUPool(g, held.refs, obstacles)
+			l.pools[OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: p.slices()}
+			l.counts.add(p.counts())
+		case nowhere:
+			l.counts.withdrawn++
+		}
+	}
+	slices, counts := nodeSlices(shared, obstacles, given, f.Kept.Taints)
+	l.pools[o.NodeName] = resourceslice.Pool{Slices: slices}
+	l.counts.add(counts)
+	l.counts.excluded = len(l.left)
+	if o.Strict && f.Kept.BindingConditions {
+		for _, pool := range l.pools {
+			for _, slice := range pool.Slices {
+				for i := range slice.Devices {
+					slice.Devices[i] = strictly(slice.Devices[i])
+				}
 			}
 		}
 	}
-	counts.withdrawals = o.waiting.withdrawals
-	return built, counts, left, earlier(next, returns)
+	return l
 }
 
-// obstacle is one reason not to offer a GPU, as a taint says it.
-type obstacle struct{ key, value string }
+// OwnPool is the name of the pool of a GPU that is partitioned on demand: "<node>/gpu-<minor>". The scheduler tries pools in the
+// order of their names.
+func OwnPool(node string, g device.GPU) string { return fmt.Sprintf("%s/gpu-%02d", node, g.Minor) }
 
-// findObstacles says for each GPU (by UUID) why it must not be offered to the scheduler, and when time alone will change
-// the answer (zero: never). Holds of claims are none: the scheduler made them and knows them.
-func findObstacles(inv device.Inventory, holds []ledger.Hold, now time.Time) (map[string][]obstacle, time.Time) {
-	found := map[string]map[obstacle]bool{}
-	add := func(uuid string, o obstacle) {
-		if found[uuid] == nil {
-			found[uuid] = map[obstacle]bool{}
-		}
-		found[uuid][o] = true
+// place is where a GPU is published.
+type place int
+
+const (
+	inNodePool place = iota
+	// inOwnPool has counters, by which its devices exclude each other.
+	inOwnPool
+	// nowhere: claims have devices from a pool of its own, which cannot be published as it was.
+	nowhere
+)
+
+// place decides where the GPU is published, and remembers it. While claims have something of it (pinned), it stays where they
+// got it: the scheduler knows an allocated device by pool and name, and gives its counters out again when it goes.
+func (o *Offer) place(g device.GPU, pinned, counters bool) place {
+	if o.own == nil {
+		o.own = map[string]bool{}
 	}
-	var next time.Time
-	for _, g := range inv.GPUs {
-		if !g.Health.Healthy() {
-			add(g.UUID, obstacle{TaintUnhealthy, g.Health.Reason})
+	possible := counters && len(mig.NewGeometry(g.Profiles).Profiles()) > 0
+	own := possible && g.Dynamic && (g.MIGEnabled || mig.Switchable(g))
+	if before, known := o.own[g.Name()]; known && pinned {
+		own = before
+	}
+	o.own[g.Name()] = own
+	switch {
+	case !own:
+		return inNodePool
+	case !possible:
+		return nowhere
+	}
+	return inOwnPool
+}
+
+// given is what of one GPU claims have.
+type given struct {
+	// refs are what the scheduler has given to claims, each once.
+	refs []device.Ref
+	// pins reports that claims have, or had until a moment ago, something of it.
+	pins bool
+}
+
+// givenOut says by GPU what claims have of it, from the ledger and from what the scheduler was seen to allocate.
+func givenOut(gpus []device.GPU, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim) map[string]given {
+	all := map[string]given{}
+	add := func(ref device.Ref, allocated bool) {
+		of := all[ref.GPU]
+		of.pins = true
+		if allocated && !slices.Contains(of.refs, ref) {
+			of.refs = append(of.refs, ref)
 		}
+		all[ref.GPU] = of
 	}
 	for _, h := range holds {
-		switch {
-		case h.Holder.Kind == ledger.KindLimit:
-			add(h.Device.GPU, obstacle{TaintHeldByLimit, "true"})
-		case h.Unreadable:
-			add(h.Device.GPU, obstacle{TaintDraining, "true"})
-		case h.State == ledger.StateDraining:
-			if due := h.Since.Add(drainGrace); due.After(now) {
-				next = earlier(next, due)
-			} else {
-				add(h.Device.GPU, obstacle{TaintDraining, "true"})
+		if h.Holder.Kind == ledger.KindClaim {
+			add(h.Device, h.State != ledger.StateDraining && !h.Unreadable)
+		}
+	}
+	if len(claims) == 0 {
+		return all
+	}
+	byName := map[string]device.Ref{}
+	for _, g := range gpus {
+		for _, p := range g.Possible() {
+			byName[p.Name()] = p.Ref
+		}
+		for _, p := range g.Partitions {
+			byName[p.Name()] = p.Ref
+		}
+		byName[g.Name()] = g.Ref()
+	}
+	for _, c := range claims {
+		for _, name := range c.Devices {
+			if ref, known := byName[name]; known {
+				add(ref, true)
 			}
 		}
 	}
-	obstacles := make(map[string][]obstacle, len(found))
-	for uuid, set := range found {
-		obstacles[uuid] = slices.SortedFunc(maps.Keys(set), func(a, b obstacle) int { return strings.Compare(a.key, b.key) })
-	}
-	return obstacles, next
+	return all
 }
 
-// offers delays the return of GPUs, so that a GPU which changes hands does not make the scheduler look twice. Every
+// offers delays the return of hardware, so that a device which changes hands does not make the scheduler look twice. Every
 // ResourceSlice update makes it retry all pods that wait for devices.
 type offers struct {
 	returnDelay time.Duration
-	withheld    map[string]withheld
-	// withdrawals counts the GPUs that the last settle withdrew because of who holds them.
+	withheld    map[device.Ref]withheld
+	// withdrawals counts what the last settle withdrew because of who holds it.
 	withdrawals int
 }
 
@@ -127,33 +246,33 @@ type withheld struct {
 
 // settle takes the obstacles of this moment and returns those to publish, and when to ask again (zero: at the next
 // change). A new obstacle counts at once, the last one to go lingers for the return delay.
-func (o *offers) settle(now time.Time, current map[string][]obstacle) (map[string][]obstacle, time.Time) {
+func (o *offers) settle(now time.Time, current map[device.Ref][]obstacle) (map[device.Ref][]obstacle, time.Time) {
 	if o.withheld == nil {
-		o.withheld = map[string]withheld{}
+		o.withheld = map[device.Ref]withheld{}
 	}
 	o.withdrawals = 0
-	for uuid, obstacles := range current {
-		if isHeld(obstacles) && !isHeld(o.withheld[uuid].obstacles) {
+	for ref, obstacles := range current {
+		if isHeld(obstacles) && !isHeld(o.withheld[ref].obstacles) {
 			o.withdrawals++
 		}
-		o.withheld[uuid] = withheld{obstacles: obstacles}
+		o.withheld[ref] = withheld{obstacles: obstacles}
 	}
 	var next time.Time
-	settled := make(map[string][]obstacle, len(o.withheld))
-	for uuid, w := range o.withheld {
-		if _, present := current[uuid]; !present {
+	settled := make(map[device.Ref][]obstacle, len(o.withheld))
+	for ref, w := range o.withheld {
+		if _, present := current[ref]; !present {
 			if w.freeSince.IsZero() {
 				w.freeSince = now
-				o.withheld[uuid] = w
+				o.withheld[ref] = w
 			}
 			due := w.freeSince.Add(o.returnDelay)
 			if !due.After(now) {
-				delete(o.withheld, uuid)
+				delete(o.withheld, ref)
 				continue
 			}
 			next = earlier(next, due)
 		}
-		settled[uuid] = w.obstacles
+		settled[ref] = w.obstacles
 	}
 	return settled, next
 }

@@ -30,12 +30,12 @@ func TestFindObstacles(t *testing.T) {
 		hold(6, ledger.KindLimit, ledger.StateHeld, 0, false),
 		hold(6, ledger.KindLimit, ledger.StateDraining, 0, false),
 	}, now)
-	want := map[string][]obstacle{
-		uuidOf(3): {{TaintDraining, "true"}},
-		uuidOf(4): {{TaintDraining, "true"}},
-		uuidOf(5): {{TaintHeldByLimit, "true"}},
-		uuidOf(6): {{TaintHeldByLimit, "true"}, {TaintUnhealthy, "Lost"}},
-		uuidOf(7): {{TaintUnhealthy, "NoDeviceNode"}},
+	want := map[device.Ref][]obstacle{
+		refOf(3): {{TaintDraining, "true"}},
+		refOf(4): {{TaintDraining, "true"}},
+		refOf(5): {{TaintHeldByLimit, "true"}},
+		refOf(6): {{TaintHeldByLimit, "true"}, {TaintUnhealthy, "Lost"}},
+		refOf(7): {{TaintUnhealthy, "NoDeviceNode"}},
 	}
 	if diff := cmp.Diff(want, got, cmp.AllowUnexported(obstacle{})); diff != "" {
 		t.Error(diff)
@@ -47,27 +47,27 @@ func TestFindObstacles(t *testing.T) {
 
 func TestOffersWithdrawAtOnceAndReturnLate(t *testing.T) {
 	start := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
-	held := map[string][]obstacle{"a": {{TaintHeldByLimit, "true"}}}
-	lost := map[string][]obstacle{"a": {{TaintUnhealthy, "Lost"}}}
+	held := map[device.Ref][]obstacle{refOf(0): {{TaintHeldByLimit, "true"}}}
+	lost := map[device.Ref][]obstacle{refOf(0): {{TaintUnhealthy, "Lost"}}}
 	o := offers{returnDelay: 200 * time.Millisecond}
 	steps := []struct {
 		at      time.Duration
-		current map[string][]obstacle
-		want    map[string][]obstacle
+		current map[device.Ref][]obstacle
+		want    map[device.Ref][]obstacle
 		next    time.Duration
 	}{
-		{0, nil, map[string][]obstacle{}, 0},
+		{0, nil, map[device.Ref][]obstacle{}, 0},
 		{10, held, held, 0}, // withdrawn
 		{20, nil, held, 220},
 		{100, nil, held, 220},
-		{150, held, held, 0},                   // taken again: the scheduler never noticed
-		{160, nil, held, 360},                  //
-		{170, lost, lost, 0},                   // another reason counts at once
-		{180, nil, lost, 380},                  //
-		{379, nil, lost, 380},                  //
-		{380, nil, map[string][]obstacle{}, 0}, //
-		{390, held, held, 0},                   // withdrawn
-		{400, held, held, 0},                   //
+		{150, held, held, 0},                       // taken again: the scheduler never noticed
+		{160, nil, held, 360},                      //
+		{170, lost, lost, 0},                       // another reason counts at once
+		{180, nil, lost, 380},                      //
+		{379, nil, lost, 380},                      //
+		{380, nil, map[device.Ref][]obstacle{}, 0}, //
+		{390, held, held, 0},                       // withdrawn
+		{400, held, held, 0},                       //
 	}
 	withdrawals := 0
 	for _, step := range steps {

@@ -12,12 +12,17 @@ import (
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
 // publisher keeps the node's ResourceSlices as inventory and ledger want them. It drives the library's slice controller
@@ -30,8 +35,8 @@ type publisher struct {
 
 	mu      sync.Mutex
 	nodeUID types.UID
-	// kept is what the API server is known to keep.
-	kept capabilities
+	// kept is what the API server is known to keep; nil until it has answered.
+	kept *Capabilities
 	// dropped is set once it was seen to drop one, until it was asked again.
 	dropped bool
 	// dropping is signalled when it is.
@@ -66,7 +71,7 @@ func (p *publisher) run(ctx context.Context) error {
 // upgraded, its servers are of two versions.
 func (p *publisher) followCapabilities(ctx context.Context) {
 	for {
-		p.learnCapabilities(ctx, func(kept capabilities) { p.set(func() { p.kept, p.dropped = kept, false }) })
+		p.learnCapabilities(ctx, func(kept Capabilities) { p.set(func() { p.kept, p.dropped = &kept, false }) })
 		select {
 		case <-ctx.Done():
 			return
@@ -128,29 +133,37 @@ func (p *publisher) publish(ctx context.Context) {
 	var (
 		running sliceController
 		left    []excluded
+		missing missingCounters
 	)
-	offer := Offer{ReturnDelay: p.ReturnDelay, Offered: p.OfferedToClaims}
+	offer := Offer{NodeName: p.NodeName, ReturnDelay: p.ReturnDelay, Offered: p.OfferedToClaims, Strict: p.Strict}
+	if !p.findPublished(ctx, &offer) {
+		return
+	}
 	defer func() { running.stop() }()
 	for {
-		inventoryChanged, ledgerChanged := p.Inventory.Changed(), p.Ledger.Changed()
-		p.mu.Lock()
-		uid, taints := p.nodeUID, p.kept.taints && !p.dropped
-		offer.Strict = p.Strict != nil && p.kept.bindingConditions
-		p.mu.Unlock()
+		inventoryChanged, ledgerChanged, claimsChanged := p.Inventory.Changed(), p.Ledger.Changed(), p.claimsChanged()
+		uid, kept, known := p.conditions()
 
-		desired, counts, leftNow, next := offer.look(p.Inventory.Inventory(), p.Ledger.Holds(), taints, time.Now())
-		if !slices.Equal(left, leftNow) {
-			left = leftNow
+		facts := Facts{Inventory: p.Inventory.Inventory(), Holds: p.Ledger.Holds(), Claims: p.claims(), Kept: kept, Now: time.Now()}
+		look := offer.look(facts)
+		if !slices.Equal(left, look.left) {
+			left = look.left
 			logExcluded(ctx, left)
 		}
-		p.metrics.countDevices(counts)
-		running.update(ctx, p, uid, desired)
+		dynamic := dynamicGPUs(facts.Inventory)
+		// A GPU that is partitioned on demand must not go from one pool to the other and back for want of an answer.
+		if known || len(dynamic) == 0 {
+			p.metrics.countDevices(look.counts)
+			running.update(ctx, p, uid, look.pools)
+			missing.say(ctx, p.Driver, dynamic, kept)
+		}
 
-		timer := newTimer(next)
+		timer := newTimer(look.next)
 		select {
 		case <-ctx.Done():
 		case <-inventoryChanged:
 		case <-ledgerChanged:
+		case <-claimsChanged:
 		case <-p.wake:
 		case <-p.refresh:
 			running.again()
@@ -163,9 +176,57 @@ func (p *publisher) publish(ctx context.Context) {
 	}
 }
 
+// conditions are what publish depends on besides inventory and ledger. known is false until the API server has said what it keeps.
+func (p *publisher) conditions() (node types.UID, kept Capabilities, known bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	known = p.kept != nil
+	if known {
+		kept = *p.kept
+	}
+	if p.dropped {
+		kept.Taints, kept.Counters = false, false
+	}
+	return p.nodeUID, kept, known
+}
+
+func (p *publisher) claims() []v1alpha1.AllocatedClaim {
+	if p.Allocations == nil {
+		return nil
+	}
+	return p.Allocations.Claims()
+}
+
+func (p *publisher) claimsChanged() <-chan struct{} {
+	if p.Allocations == nil {
+		return nil
+	}
+	return p.Allocations.Changed()
+}
+
+// findPublished tells offer what earlier agents have published. Without an API server there is nothing to do anyway. It returns
+// false when ctx is done.
+func (p *publisher) findPublished(ctx context.Context, offer *Offer) bool {
+	for wait := probeRetryFirst; ; wait = min(2*wait, probeRetryMost) {
+		limited, cancel := context.WithTimeout(ctx, probeTimeout)
+		found, err := p.KubeClient.ResourceV1().ResourceSlices().List(limited, metav1.ListOptions{FieldSelector: fields.Set{
+			resourceapi.ResourceSliceSelectorNodeName: p.NodeName, resourceapi.ResourceSliceSelectorDriver: p.DriverName,
+		}.String()})
+		cancel()
+		if err == nil {
+			offer.Found(found.Items)
+			return true
+		}
+		p.publishFailed(ctx, err, "list the slices that are there")
+		if !pause(ctx, wait) {
+			return false
+		}
+	}
+}
+
 func logExcluded(ctx context.Context, left []excluded) {
 	for _, e := range left {
-		klog.FromContext(ctx).Info("A GPU is not published", "device", e.uuid, "reason", e.reason)
+		klog.FromContext(ctx).Info("A device is not published", "device", e.device, "reason", e.reason)
 	}
 }
 
@@ -181,12 +242,12 @@ func newTimer(at time.Time) *time.Timer {
 type sliceController struct {
 	controller *resourceslice.Controller
 	owner      types.UID
-	desired    []resourceslice.Slice
+	desired    map[string]resourceslice.Pool
 }
 
 // update makes desired the wish of a controller for this owner. Without an owner (no node object) nothing is published:
 // the garbage collector would take it away again at once.
-func (c *sliceController) update(ctx context.Context, p *publisher, owner types.UID, desired []resourceslice.Slice) {
+func (c *sliceController) update(ctx context.Context, p *publisher, owner types.UID, desired map[string]resourceslice.Pool) {
 	if owner != c.owner {
 		c.stop()
 	}
@@ -210,11 +271,11 @@ func (c *sliceController) stop() {
 	*c = sliceController{}
 }
 
-func (p *publisher) resources(desired []resourceslice.Slice) resourceslice.DriverResources {
+func (p *publisher) resources(desired map[string]resourceslice.Pool) resourceslice.DriverResources {
 	if p.PublishNothing {
 		return resourceslice.DriverResources{} // the controller removes what is there
 	}
-	return resourceslice.DriverResources{Pools: map[string]resourceslice.Pool{p.NodeName: {Slices: desired}}}
+	return resourceslice.DriverResources{Pools: desired}
 }
 
 // startController returns nil if ctx ends before the controller has seen the slices that exist. It takes at least a second,

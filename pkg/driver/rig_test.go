@@ -366,6 +366,8 @@ func (f *fakeRecorder) all() string {
 
 func uuidOf(minor int) string { return fmt.Sprintf("GPU-%08d-0000-0000-0000-000000000000", minor) }
 
+func refOf(minor int) device.Ref { return device.Ref{GPU: uuidOf(minor)} }
+
 // machine builds an inventory of n like GPUs, half on each NUMA node, every four on one NVLink domain.
 func machine(n int, adapt ...func(*device.GPU)) device.Inventory {
 	inv := device.Inventory{DriverVersion: "580.95.05"}

@@ -10,6 +10,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/mig"
 )
 
 // Counts by state, for the metric.
@@ -19,33 +20,38 @@ type deviceCounts struct {
 	withdrawals int
 }
 
-// excluded is a GPU that is not published at all, and why.
+// excluded is a device that is not published at all, and why.
 type excluded struct {
-	uuid, reason string
+	device, reason string
 }
 
-// buildSlices lays the inventory out as the slices of this node's pool. The order is that of minors: the scheduler takes
-// the first that fits. With taints, a GPU with obstacles is published tainted; without, it is left out. The GPUs of a slice do
-// not depend on obstacles, so that withdrawing one changes one slice, which the API server sees as a single update.
-func buildSlices(inv device.Inventory, obstacles map[string][]obstacle, taints bool) ([]resourceslice.Slice, deviceCounts, []excluded) {
-	gpus, left := publishable(inv)
-	counts := deviceCounts{excluded: len(left)}
+// nodeSlices lays devices out as the slices of the node's pool, in the order given: the scheduler takes the first that fits.
+// With taints, a device with obstacles is published tainted; without, it is left out. The devices of a slice do not depend on
+// obstacles, so that withdrawing one changes one slice, which the API server sees as a single update.
+func nodeSlices(
+	devices []device.Device, obstacles map[device.Ref][]obstacle, held map[string]given, taints bool,
+) ([]resourceslice.Slice, deviceCounts) {
+	var counts deviceCounts
 	perSlice := resourceapi.ResourceSliceMaxDevices
 	if taints {
 		perSlice = resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures
 	}
 	// A pool without devices is one empty slice: it tells "no GPUs" from "no driver".
 	built := make([]resourceslice.Slice, 0, 1)
-	for chunk := range slices.Chunk(gpus, perSlice) {
+	for chunk := range slices.Chunk(devices, perSlice) {
 		slice := resourceslice.Slice{Devices: make([]resourceapi.Device, 0, len(chunk))}
-		for _, g := range chunk {
-			counts.count(g, obstacles[g.UUID])
-			published := publishedDevice(g)
-			if against := obstacles[g.UUID]; len(against) > 0 {
+		for _, d := range chunk {
+			found := against(d.Ref(), obstacles)
+			if held[d.GPU.UUID].anotherPartOf(d.Ref()) {
+				found = append(found, obstacle{TaintHeldByClaim, "true"})
+			}
+			counts.count(d.Health(), len(found) > 0)
+			published := publishedDevice(d)
+			if len(found) > 0 {
 				if !taints {
 					continue
 				}
-				published.Taints = taintsFor(against)
+				published.Taints = taintsFor(found)
 			}
 			slice.Devices = append(slice.Devices, published)
 		}
@@ -54,18 +60,29 @@ func buildSlices(inv device.Inventory, obstacles map[string][]obstacle, taints b
 	if len(built) == 0 {
 		built = append(built, resourceslice.Slice{Devices: []resourceapi.Device{}})
 	}
-	return built, counts, left
+	return built, counts
 }
 
-func (c *deviceCounts) count(g device.GPU, against []obstacle) {
+// anotherPartOf reports whether a claim has something else that overlaps ref: a part of it, or what it is a part of.
+func (g given) anotherPartOf(ref device.Ref) bool {
+	return slices.ContainsFunc(g.refs, func(other device.Ref) bool { return other != ref && other.Overlaps(ref) })
+}
+
+func (c *deviceCounts) count(health device.Health, withdrawn bool) {
 	switch {
-	case !g.Health.Healthy():
+	case !health.Healthy():
 		c.unhealthy++
-	case len(against) > 0:
+	case withdrawn:
 		c.withdrawn++
 	default:
 		c.offered++
 	}
+}
+
+func (c *deviceCounts) add(other deviceCounts) {
+	c.offered += other.offered
+	c.withdrawn += other.withdrawn
+	c.unhealthy += other.unhealthy
 }
 
 func taintsFor(obstacles []obstacle) []resourceapi.DeviceTaint {
@@ -76,13 +93,13 @@ func taintsFor(obstacles []obstacle) []resourceapi.DeviceTaint {
 	return taints
 }
 
-// publishable picks the GPUs that can be published as whole GPUs, ascending by minor. An odd one must not stop the others:
-// the API refuses a whole pool for one duplicate name.
+// publishable picks the GPUs that can be named, ascending by minor. An odd one must not stop the others: the API refuses a whole
+// pool for one duplicate name.
 func publishable(inv device.Inventory) ([]device.GPU, []excluded) {
 	var gpus []device.GPU
 	var left []excluded
 	exclude := func(g device.GPU, format string, args ...any) {
-		left = append(left, excluded{uuid: g.UUID, reason: fmt.Sprintf(format, args...)})
+		left = append(left, excluded{device: g.UUID, reason: fmt.Sprintf(format, args...)})
 	}
 	sorted := slices.Clone(inv.GPUs)
 	slices.SortStableFunc(sorted, func(a, b device.GPU) int { return a.Minor - b.Minor })
@@ -97,12 +114,47 @@ func publishable(inv device.Inventory) ([]device.GPU, []excluded) {
 			exclude(g, "another GPU has the same minor number %d", g.Minor)
 		case uuids[g.UUID]:
 			exclude(g, "another GPU has the same UUID")
-		case g.MIGEnabled:
-			exclude(g, "it is in MIG mode, so it cannot be given out as a whole")
 		default:
 			names[g.Name()], uuids[g.UUID] = true, true
 			gpus = append(gpus, g)
 		}
 	}
 	return gpus, left
+}
+
+// whole is what a GPU offers where its devices have no counters: itself, or the partitions that are on it.
+func whole(g device.GPU) ([]device.Device, []excluded) {
+	partitions, left := standing(g)
+	switch {
+	case len(partitions)+len(left) > 0:
+		var devices []device.Device
+		for _, p := range partitions {
+			devices = append(devices, device.Device{GPU: g, Partition: p})
+		}
+		return devices, left
+	case g.MIGEnabled && !(g.Dynamic && mig.Switchable(g)):
+		return nil, []excluded{{g.UUID, "it is in MIG mode, so it cannot be given out as a whole"}}
+	}
+	return []device.Device{{GPU: g}}, nil
+}
+
+// standing are the partitions of a GPU that exist without us and can be given out, by place.
+func standing(g device.GPU) ([]device.Partition, []excluded) {
+	var partitions []device.Partition
+	var left []excluded
+	names := map[string]bool{}
+	for _, p := range g.Partitions {
+		name := p.Name()
+		switch {
+		case p.Made:
+		case p.UUID == "":
+			left = append(left, excluded{name, "its GPU instance has no compute instance"})
+		case p.Ref.GPU != g.UUID || p.Ref.Whole() || names[name]:
+			left = append(left, excluded{name, "its place on the GPU is not known"})
+		default:
+			names[name] = true
+			partitions = append(partitions, p)
+		}
+	}
+	return partitions, left
 }

@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -20,12 +21,12 @@ import (
 var update = flag.Bool("update", false, "rewrite the golden files")
 
 func TestGoldenSlices(t *testing.T) {
-	held := map[string][]obstacle{uuidOf(1): {{TaintHeldByLimit, "true"}}, uuidOf(3): {{TaintHeldByLimit, "true"}, {TaintUnhealthy, "Lost"}}}
-	lost := map[string][]obstacle{uuidOf(1): {{TaintUnhealthy, "Lost"}}}
+	held := map[device.Ref][]obstacle{refOf(1): {{TaintHeldByLimit, "true"}}, refOf(3): {{TaintHeldByLimit, "true"}, {TaintUnhealthy, "Lost"}}}
+	lost := map[device.Ref][]obstacle{refOf(1): {{TaintUnhealthy, "Lost"}}}
 	tests := []struct {
 		name      string
 		inv       device.Inventory
-		obstacles map[string][]obstacle
+		obstacles map[device.Ref][]obstacle
 		taints    bool
 	}{
 		{"h100x8", machine(8), nil, true},
@@ -94,11 +95,24 @@ func TestSlicesOfManyGPUs(t *testing.T) {
 	}
 }
 
+// buildSlices lays out the node's pool of a machine on which nobody makes partitions.
+func buildSlices(inv device.Inventory, obstacles map[device.Ref][]obstacle, taints bool) ([]resourceslice.Slice, deviceCounts, []excluded) {
+	gpus, left := publishable(inv)
+	var devices []device.Device
+	for _, g := range gpus {
+		found, odd := whole(g)
+		devices, left = append(devices, found...), append(left, odd...)
+	}
+	built, counts := nodeSlices(devices, obstacles, nil, taints)
+	counts.excluded = len(left)
+	return built, counts, left
+}
+
 // One withdrawn GPU must cost one update, whatever the size of the node.
 func TestWithdrawalChangesOneSlice(t *testing.T) {
 	for _, taints := range []bool{true, false} {
 		before, _, _ := buildSlices(machine(256), nil, taints)
-		after, counts, _ := buildSlices(machine(256), map[string][]obstacle{uuidOf(70): {{TaintHeldByLimit, "true"}}}, taints)
+		after, counts, _ := buildSlices(machine(256), map[device.Ref][]obstacle{refOf(70): {{TaintHeldByLimit, "true"}}}, taints)
 		changed := 0
 		for i := range before {
 			if !cmp.Equal(before[i], after[i]) {
@@ -154,7 +168,7 @@ func FuzzPublishedDevice(f *testing.F) {
 	f.Add("GPU-1", "H100", "580.1.2", "0000:01:00.0", 1, 0, uint64(1))
 	f.Add("\xff", strings.Repeat("y", 100), "1.01.001", "", -1, -5, ^uint64(0))
 	f.Fuzz(func(t *testing.T, uuid, product, version, pci string, minor, numa int, memory uint64) {
-		d := publishedDevice(device.GPU{UUID: uuid, ProductName: product, DriverVersion: version, PCIBusID: pci, Minor: minor, NUMANode: numa, MemoryBytes: memory})
+		d := publishedDevice(device.Device{GPU: device.GPU{UUID: uuid, ProductName: product, DriverVersion: version, PCIBusID: pci, Minor: minor, NUMANode: numa, MemoryBytes: memory}})
 		if len(d.Attributes)+len(d.Capacity) > resourceapi.ResourceSliceMaxAttributesAndCapacitiesPerDevice {
 			t.Errorf("%d attributes and capacities", len(d.Attributes)+len(d.Capacity))
 		}

@@ -73,8 +73,8 @@ func newConfirmations(d *Driver) *confirmations {
 func (c *confirmations) run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	for ctx.Err() == nil {
-		changed := c.Strict.Changed()
-		c.follow(ctx, group, c.Strict.Claims())
+		changed := c.Allocations.Changed()
+		c.follow(ctx, group, c.Allocations.Claims())
 		select {
 		case <-ctx.Done():
 		case <-changed:

@@ -68,7 +68,7 @@ func strictRig(t *testing.T, claims ...*resourceapi.ResourceClaim) (*rig, *fakeA
 		objects = append(objects, c)
 	}
 	client, allocations := fake.NewClientset(objects...), &fakeAllocations{changed: make(chan struct{})}
-	r := newRig(t, machine(2), func(c *Config) { c.KubeClient, c.Strict = client, allocations })
+	r := newRig(t, machine(2), func(c *Config) { c.KubeClient, c.Allocations, c.Strict = client, allocations, true })
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- newConfirmations(r.driver).run(ctx) }()
@@ -248,9 +248,9 @@ func TestStrictLeavesOthersToPrepare(t *testing.T) {
 
 func TestStrictDevicesWaitForTheLedger(t *testing.T) {
 	for _, strict := range []bool{false, true} {
-		offer := Offer{Strict: strict}
-		built, _ := offer.Slices(machine(2), nil, true, time.Now())
-		for _, d := range built[0].Devices {
+		offer := Offer{NodeName: testNode, Strict: strict}
+		pools, _ := offer.Pools(Facts{Inventory: machine(2), Kept: Capabilities{BindingConditions: true}, Now: time.Now()})
+		for _, d := range pools[testNode].Slices[0].Devices {
 			if got := d.BindsToNode != nil && slices.Equal(d.BindingConditions, []string{ConditionReserved}) &&
 				slices.Equal(d.BindingFailureConditions, []string{ConditionRefused}); got != strict {
 				t.Errorf("strict %v: device %+v", strict, d)

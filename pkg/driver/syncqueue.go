@@ -3,6 +3,7 @@
 package driver
 
 import (
+	"sync"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -31,11 +32,16 @@ func newRetries() workqueue.TypedRateLimiter[string] {
 	return workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry)
 }
 
-// syncQueue is the slice controller's work queue, from which its progress can be seen.
+// syncQueue is the slice controller's work queue of pools, from which its progress can be seen.
 type syncQueue struct {
 	workqueue.TypedRateLimitingInterface[string]
-	synced  func()
-	repairs *rate.Limiter
+	synced func()
+
+	mu sync.Mutex
+	// failed are the pools that wait for another try.
+	failed map[string]bool
+	// repairs limits how often a pool is looked at because somebody changed it.
+	repairs map[string]*rate.Limiter
 }
 
 func newSyncQueue(synced func()) *syncQueue {
@@ -45,20 +51,44 @@ func newSyncQueue(synced func()) *syncQueue {
 			workqueue.TypedRateLimitingQueueConfig[string]{Name: "node_resource_slices"},
 		),
 		synced:  synced,
-		repairs: rate.NewLimiter(rate.Every(repairEvery), repairBurst),
+		failed:  map[string]bool{},
+		repairs: map[string]*rate.Limiter{},
 	}
 }
 
-// Forget is what the controller calls after a pool was synchronized without error.
+// Forget is what the controller calls after a pool was synchronized without error. All pools are when no other waits.
 func (q *syncQueue) Forget(pool string) {
 	q.TypedRateLimitingInterface.Forget(pool)
-	q.synced()
+	q.mu.Lock()
+	delete(q.failed, pool)
+	done := len(q.failed) == 0 && q.Len() == 0
+	q.mu.Unlock()
+	if done {
+		q.synced()
+	}
+}
+
+// AddRateLimited is what it calls after a failure.
+func (q *syncQueue) AddRateLimited(pool string) {
+	q.mu.Lock()
+	q.failed[pool] = true
+	q.mu.Unlock()
+	q.TypedRateLimitingInterface.AddRateLimited(pool)
 }
 
 // AddAfter is what it calls with repairDelay after each event on a slice, its own writes included.
 func (q *syncQueue) AddAfter(pool string, delay time.Duration) {
-	if delay == repairDelay && !q.repairs.Allow() {
+	if delay == repairDelay && !q.repair(pool) {
 		delay = repairDelayUnder
 	}
 	q.TypedRateLimitingInterface.AddAfter(pool, delay)
+}
+
+func (q *syncQueue) repair(pool string) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.repairs[pool] == nil {
+		q.repairs[pool] = rate.NewLimiter(rate.Every(repairEvery), repairBurst)
+	}
+	return q.repairs[pool].Allow()
 }

@@ -116,7 +116,7 @@ func (a *agent) open() (err error) {
 	}); err != nil {
 		return err
 	}
-	a.offer.ReturnDelay = 200 * time.Millisecond
+	a.offer = driver.Offer{NodeName: nodeName, ReturnDelay: 200 * time.Millisecond}
 	if a.driver, err = driver.New(driver.Config{
 		DriverName: driverName, NodeName: nodeName, KubeClient: noClient{}, KubeletDir: a.host.kubeletDir(),
 		Ledger: book, Inventory: a, Specs: a, Pods: parkedPods{a.pods}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
@@ -247,9 +247,11 @@ func (a *agent) look() time.Duration {
 // publish writes the slice where it has changed.
 func (a *agent) publish() time.Duration {
 	now := time.Now()
-	built, next := a.offer.Slices(a.Inventory(), a.book.Holds(), a.version >= 36, now)
+	pools, next := a.offer.Pools(driver.Facts{
+		Inventory: a.Inventory(), Holds: a.book.Holds(), Kept: driver.Capabilities{Taints: a.version >= 36}, Now: now,
+	})
 	wanted := &slice{}
-	for _, s := range built {
+	for _, s := range pools[nodeName].Slices {
 		for _, d := range s.Devices {
 			if len(d.Taints) > 0 {
 				wanted.withheld = append(wanted.withheld, d.Name)
