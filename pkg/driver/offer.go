@@ -150,6 +150,11 @@ func (o *Offer) look(f Facts) layout {
 // order of their names.
 func OwnPool(node string, g device.GPU) string { return fmt.Sprintf("%s/gpu-%02d", node, g.Minor) }
 
+// servesPool reports whether a pool is the node's, or of one of its GPUs.
+func (d *Driver) servesPool(pool string) bool {
+	return pool == d.NodeName || strings.HasPrefix(pool, d.NodeName+"/")
+}
+
 // place is where a GPU is published.
 type place int
 

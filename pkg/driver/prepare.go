@@ -146,7 +146,7 @@ func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv
 
 // resolve finds the GPU that a result names, and refuses what this node cannot give as asked.
 func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) (device.GPU, error) {
-	if result.Pool != d.NodeName {
+	if !d.servesPool(result.Pool) {
 		return device.GPU{}, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated anew", result.Request, result.Device, result.Pool, d.NodeName)
 	}
 	found, ok := inv.ByName(result.Device)
