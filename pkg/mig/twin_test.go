@@ -57,6 +57,15 @@ func (w twin) admits(want Instance) bool {
 	return instances <= p.Instances
 }
 
+// compute is the number of compute slices taken: memory slices must have kept it within what there is.
+func (w twin) compute() int {
+	sum := 0
+	for _, h := range w.held {
+		sum += w.profile(h.ProfileID).Compute
+	}
+	return sum
+}
+
 // within is how the scheduler decides.
 func (c Counters) within(left Counters) bool {
 	for name, n := range c {
@@ -93,6 +102,9 @@ func TestCountersAdmitWhatTheHardwareDoes(t *testing.T) {
 			var extend func(w twin, from int)
 			extend = func(w twin, from int) {
 				sets++
+				if compute := w.compute(); compute > m.ComputeSlices {
+					t.Fatalf("%+v takes %d compute slices of %d", w.held, compute, m.ComputeSlices)
+				}
 				more, left := false, g.Left(w.held)
 				for i, want := range all {
 					admitted, sum := w.admits(want), takes[i].within(left)
