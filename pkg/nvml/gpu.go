@@ -22,6 +22,7 @@ type reader struct {
 	options Options
 	lib     device.Interface
 	devRoot string
+	caps    capabilities
 	driver  string
 	cuda    string
 }
@@ -81,9 +82,6 @@ func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
 		on := current == gonvml.FEATURE_ENABLED
 		// The pointer is shared with inventories that were handed out: a new value, not a write through it.
 		g.ECCEnabled = &on
-	}
-	if current, _, ret := d.GetMigMode(); ret == gonvml.SUCCESS {
-		g.MIGCapable, g.MIGEnabled = true, current == gonvml.DEVICE_MIG_ENABLE
 	}
 	node := filepath.Join(r.devRoot, fmt.Sprintf("dev/nvidia%d", g.Minor))
 	if !isCharDevice(r.options.onHost(node)) {

@@ -2,13 +2,36 @@
 
 package nvml
 
-import gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+import (
+	"sync/atomic"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+)
 
 // guard stands between this package, with go-nvlib and nvcdi, and a library that may lack functions: it answers
 // ERROR_FUNCTION_NOT_FOUND where calling would end the process. It covers what the three call; the required symbols need no
 // guard.
 type guard struct {
 	gonvml.Interface
+	mig atomic.Bool
+}
+
+// hasMIG is asked for each GPU at each scan. A library does not lose functions.
+func (g *guard) hasMIG() bool {
+	if g.mig.Load() {
+		return true
+	}
+	for _, symbol := range migSymbols {
+		if !g.has(symbol) {
+			return false
+		}
+	}
+	// Later versions of a function under names of their own.
+	all := g.has("nvmlDeviceGetGpuInstancePossiblePlacements_v2", "nvmlDeviceGetGpuInstancePossiblePlacements") &&
+		g.has("nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes") && g.has("nvmlComputeInstanceGetInfo_v2", "nvmlComputeInstanceGetInfo") &&
+		g.has("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetComputeRunningProcesses")
+	g.mig.Store(all)
+	return all
 }
 
 func (g *guard) has(symbols ...string) bool { return hasAny(g.Extensions().LookupSymbol, symbols) }
@@ -96,9 +119,20 @@ func (d *guardedDevice) GetEccMode() (gonvml.EnableState, gonvml.EnableState, go
 	return d.Device.GetEccMode()
 }
 
-// GetMigMode says NOT_SUPPORTED where the function is missing: a driver without it predates MIG.
+// migSymbols are the functions that are called on GPUs whose MIG mode can be read, their instances and MIG devices; the last of
+// them came with R470.
+var migSymbols = []string{
+	"nvmlDeviceGetMigMode", "nvmlDeviceSetMigMode", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex",
+	"nvmlDeviceGetDeviceHandleFromMigDeviceHandle", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId",
+	"nvmlDeviceGetGpuInstanceProfileInfo", "nvmlDeviceGetGpuInstances", "nvmlDeviceGetGpuInstanceById",
+	"nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceGetInfo", "nvmlGpuInstanceDestroy",
+	"nvmlGpuInstanceGetComputeInstanceProfileInfo", "nvmlGpuInstanceGetComputeInstances", "nvmlGpuInstanceGetComputeInstanceById",
+	"nvmlGpuInstanceCreateComputeInstance", "nvmlComputeInstanceDestroy",
+}
+
+// GetMigMode says NOT_SUPPORTED where any function of MIG is missing: such a driver predates MIG, or what is made of it here.
 func (d *guardedDevice) GetMigMode() (int, int, gonvml.Return) {
-	if !d.guard.has("nvmlDeviceGetMigMode") {
+	if !d.guard.hasMIG() {
 		return 0, 0, gonvml.ERROR_NOT_SUPPORTED
 	}
 	return d.Device.GetMigMode()

@@ -22,7 +22,7 @@ import (
 func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
 	if o.open != nil {
 		library, err := o.open(l)
-		return &guard{library}, err
+		return &guard{Interface: library}, err
 	}
 	if profile, ok := strings.CutPrefix(o.Library, simulatedPrefix); ok {
 		machine, err := simulated.Load(profile)
@@ -32,13 +32,13 @@ func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
 		// The faults and the state of MIG lie beside the driver root.
 		dir := filepath.Dir(o.onHost(l.driverRoot))
 		report := func(err error) { klog.Background().Error(err, "Using the files of the simulated machine") }
-		return &guard{simulated.New(machine,
+		return &guard{Interface: simulated.New(machine,
 			simulated.WithSeed(o.Seed), simulated.WithDir(dir), simulated.WithReport(report))}, nil
 	}
 	if err := bind(l.library); err != nil {
 		return nil, err
 	}
-	return &guard{gonvml.New(gonvml.WithLibraryPath(l.library))}, nil
+	return &guard{Interface: gonvml.New(gonvml.WithLibraryPath(l.library))}, nil
 }
 
 // fileIdentity tells one build of a library from another, wherever it is mounted.

@@ -25,6 +25,7 @@ type Node struct {
 	// scanning admits one scan or one making of container edits at a time. Inventory does not wait for it.
 	scanning sync.Mutex
 	layout   layout
+	caps     capabilities
 	traces   traces
 	// renewed is set when the layout was found anew, or a GPU answers again, and nobody has been told.
 	renewed bool
@@ -46,8 +47,10 @@ type Node struct {
 // knownGPU is what was ever learnt of a GPU.
 type knownGPU struct {
 	gpu gpu.GPU
-	// complete is set once all attributes were read with the driver that is in use.
-	complete bool
+	// complete is set once all attributes were read with the driver that is in use, profiled once the profiles were.
+	complete, profiled bool
+	// odd is what was last said about the GPU's MIG.
+	odd []string
 }
 
 // Open finds the driver and reads the inventory. A node without a working driver is an ErrNoDriver. An invalid option is
@@ -200,9 +203,13 @@ func (n *Node) attach() error {
 	if err != nil {
 		return err
 	}
-	n.layout, n.session, n.traces = l, &session{library: library}, n.options.traces(l)
+	caps, err := readCapabilities(n.options.procRoot(l))
+	if err != nil {
+		return &NoDriverError{Cause: err}
+	}
+	n.layout, n.caps, n.session, n.traces = l, caps, &session{library: library}, n.options.traces(l)
 	for _, known := range n.known {
-		known.complete = false
+		known.complete, known.profiled = false, false
 	}
 	n.topology.of = nil
 	n.renewed = true
@@ -250,6 +257,7 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 	for _, known := range n.known {
 		g := known.gpu
 		g.NVLinkDomain = n.topology.domains[g.UUID]
+		g.Partitions = withHealth(g.Partitions, g.Health)
 		next.GPUs = append(next.GPUs, g)
 	}
 	slices.SortFunc(next.GPUs, func(a, b gpu.GPU) int {
@@ -272,6 +280,18 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 	n.inventory = next
 	close(n.changed)
 	n.changed = make(chan struct{})
+}
+
+// withHealth gives the partitions of a GPU that is unhealthy its health.
+func withHealth(partitions []gpu.Partition, health gpu.Health) []gpu.Partition {
+	if health.Healthy() {
+		return partitions
+	}
+	partitions = slices.Clone(partitions)
+	for i := range partitions {
+		partitions[i].Health = health
+	}
+	return partitions
 }
 
 // logHealth says which GPUs fell ill or recovered.

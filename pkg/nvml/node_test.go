@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -15,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/mig"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
 )
@@ -79,11 +81,14 @@ func TestH100(t *testing.T) {
 	inv := newMachine(t, "h100x8").open(t).Inventory()
 	g := inv.GPUs[3]
 	ecc := true
+	model, _ := mig.ModelNamed("H100-80GB")
+	profiles := model.Offered()
+	slices.SortFunc(profiles, func(a, b device.Profile) int { return a.ID - b.ID })
 	want := device.GPU{
 		UUID: g.UUID, Index: 3, Minor: 3, PCIBusID: g.PCIBusID, PCIeRoot: g.PCIeRoot, NUMANode: 0,
 		ProductName: "NVIDIA H100 80GB HBM3", Brand: "Nvidia", Architecture: "Hopper", ComputeCapability: "9.0",
 		DriverVersion: inv.DriverVersion, CUDADriverVersion: g.CUDADriverVersion, AddressingMode: "HMM",
-		ECCEnabled: &ecc, MemoryBytes: g.MemoryBytes, MIGCapable: true,
+		ECCEnabled: &ecc, MemoryBytes: g.MemoryBytes, MIGCapable: true, Profiles: profiles,
 		NVLinkDomain: "nvlink-" + inv.GPUs[0].PCIBusID,
 	}
 	if diff := cmp.Diff(want, g); diff != "" {

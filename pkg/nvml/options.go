@@ -10,6 +10,8 @@ import (
 	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
 )
 
 // Auto is the setting that has a place found rather than given.
@@ -33,6 +35,8 @@ type Options struct {
 	Seed string
 	// SysfsRoot is where sysfs is seen; "/sys" when empty.
 	SysfsRoot string
+	// ProcRoot is where proc is seen; when empty "/proc", or of a simulated machine the one beside its driver root.
+	ProcRoot string
 
 	// HookPath is the host path of nvidia-cdi-hook. Empty means that container edits carry no hooks.
 	HookPath string
@@ -90,6 +94,9 @@ func (o Options) check() error {
 	if o.Library != Auto && !o.simulated() {
 		absolute("NVML library", o.Library)
 	}
+	if o.ProcRoot != "" {
+		absolute("proc root", o.ProcRoot)
+	}
 	if o.Library == simulatedPrefix {
 		errs = append(errs, fmt.Errorf("NVML library %q: no profile", o.Library))
 	}
@@ -103,6 +110,16 @@ func (o Options) check() error {
 }
 
 func (o Options) simulated() bool { return strings.HasPrefix(o.Library, simulatedPrefix) }
+
+func (o Options) procRoot(l layout) string {
+	switch {
+	case o.ProcRoot != "":
+		return o.ProcRoot
+	case o.simulated():
+		return filepath.Join(filepath.Dir(o.onHost(l.driverRoot)), simulated.ProcDir)
+	}
+	return "/proc"
+}
 
 // onHost turns a host path into the path under which the agent sees it.
 func (o Options) onHost(path string) string { return filepath.Join(o.HostRoot, path) }

@@ -270,7 +270,7 @@ func TestReplacedGPU(t *testing.T) {
 	}
 	before := node.Inventory()
 	changed := simulated.New(profile, simulated.WithSeed("another"))
-	node.session.library = &guard{changed}
+	node.session.library = &guard{Interface: changed}
 	if err := node.Scan(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
@@ -44,7 +45,7 @@ var errSilent = &NoDriverError{Cause: errors.New("the driver does not answer")}
 // is left alone until it does.
 func (n *Node) begin() (*sweep, error) {
 	answer := make(chan begun, 1)
-	session, r := n.session, &reader{options: n.options, devRoot: n.layout.devRoot}
+	session, r := n.session, &reader{options: n.options, devRoot: n.layout.devRoot, caps: n.caps}
 	go func() { answer <- r.begin(session) }()
 	timer := time.NewTimer(n.options.patience)
 	defer timer.Stop()
@@ -159,10 +160,15 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 		klog.FromContext(ctx).V(4).Info("GPU does not tell who it is", "index", index, "answer", v.ret.Error())
 		return
 	}
-	g := v.known.gpu
-	g.Index = index
+	known := v.known
+	known.gpu.Index = index
+	g := known.gpu
+	if !slices.Equal(v.odd, known.odd) {
+		known.odd = v.odd
+		klog.FromContext(ctx).Info("What can be read of a GPU's MIG changed", "uuid", g.UUID, "minor", g.Minor, "unreadable", v.odd)
+	}
 	s.seen[g.UUID] = true
-	s.node.known[g.UUID] = &knownGPU{gpu: g, complete: v.known.complete}
+	s.node.known[g.UUID] = &known
 	s.hold = s.hold || v.deinitialises
 	if g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode {
 		s.endpoints = append(s.endpoints, endpoint{uuid: g.UUID, pci: g.PCIBusID, device: v.device})

@@ -34,10 +34,16 @@ func handle(t *testing.T, lib nvml.Interface, index int) nvml.Device {
 
 // go-nvlib, which nvcdi and others build on, reads every profile.
 func TestNVLibVisitsEveryProfile(t *testing.T) {
-	counts := map[string]int{"h100x8": 8, "a100x8": 8, "l4x4": 4, "mixed": 6, "bench256": 256}
+	counts := map[string]int{"h100x8": 8, "a100x8": 8, "l4x4": 4, "mixed": 6, "bench256": 256, "a100x8-mig": 8, "a30x4": 4}
 	for _, name := range Names() {
 		t.Run(name, func(t *testing.T) {
 			lib := start(t, name)
+			partitions := map[string]int{}
+			for _, g := range lib.Profile().GPUs {
+				for _, p := range g.Partitions {
+					partitions[g.UUID] += max(1, len(p.Compute))
+				}
+			}
 			seen := map[string]bool{}
 			err := device.New(lib).VisitDevices(func(_ int, d device.Device) error {
 				uuid, _ := d.GetUUID()
@@ -49,11 +55,14 @@ func TestNVLibVisitsEveryProfile(t *testing.T) {
 						t.Errorf("%s: %q, %v", uuid, text, err)
 					}
 				}
-				if on, err := d.IsMigEnabled(); on || err != nil {
-					t.Errorf("%s: MIG enabled %v, %v", uuid, on, err)
-				}
-				if migs, err := d.GetMigDevices(); len(migs) != 0 || err != nil {
+				migs, err := d.GetMigDevices()
+				if len(migs) != partitions[uuid] || err != nil {
 					t.Errorf("%s: MIG devices %v, %v", uuid, migs, err)
+				}
+				for _, m := range migs {
+					if profile, err := m.GetProfile(); err != nil {
+						t.Errorf("%s: MIG device %v: %v", uuid, profile, err)
+					}
 				}
 				return nil
 			})

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"cmp"
+	"fmt"
+	"path/filepath"
+	"slices"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// readPartitions lists the MIG devices of a GPU by place: up to seven, of some calls each, so that what changed needs not be
+// known. What cannot be read is said in odd; a partition that was known before is not gone then, only unhealthy.
+func (r *reader) readPartitions(g gpu.GPU, d gonvml.Device) (partitions []gpu.Partition, odd []string) {
+	count, ret := d.GetMaxMigDeviceCount()
+	if ret != gonvml.SUCCESS {
+		odd = append(odd, fmt.Sprintf("its MIG devices cannot be counted: %v", returnError{ret}))
+	}
+	for index := range count {
+		handle, ret := d.GetMigDeviceHandleByIndex(index)
+		switch {
+		case ret == gonvml.ERROR_NOT_FOUND || ret == gonvml.ERROR_INVALID_ARGUMENT:
+			continue
+		case ret != gonvml.SUCCESS:
+			odd = append(odd, fmt.Sprintf("MIG device %d cannot be looked up: %v", index, returnError{ret}))
+			continue
+		}
+		p, err := r.readPartition(g, d, handle)
+		if err != nil {
+			odd = append(odd, fmt.Sprintf("MIG device %d: %v", index, err))
+			continue
+		}
+		p.Index = index
+		p.Caps, p.Health = r.access(p)
+		partitions = append(partitions, p)
+	}
+	if len(odd) > 0 {
+		for _, before := range g.Partitions {
+			same := func(p gpu.Partition) bool { return p.UUID == before.UUID || p.Ref.Overlaps(before.Ref) }
+			if !slices.ContainsFunc(partitions, same) {
+				before.Health = gpu.Health{Reason: gpu.ReasonUnreachable, Message: odd[0]}
+				partitions = append(partitions, before)
+			}
+		}
+	}
+	slices.SortFunc(partitions, byPlace)
+	return partitions, odd
+}
+
+func byPlace(a, b gpu.Partition) int {
+	return cmp.Or(cmp.Compare(a.Ref.Placement.Start, b.Ref.Placement.Start), cmp.Compare(a.Ref.Compute.Start, b.Ref.Compute.Start))
+}
+
+// readPartition reads one MIG device, which must be of one of the GPU's profiles.
+func (r *reader) readPartition(g gpu.GPU, d, handle gonvml.Device) (gpu.Partition, error) {
+	uuid, ret := handle.GetUUID()
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("read its UUID: %w", returnError{ret})
+	}
+	gi, ret := handle.GetGpuInstanceId()
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("read the GPU instance of %s: %w", uuid, returnError{ret})
+	}
+	ci, ret := handle.GetComputeInstanceId()
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("read the compute instance of %s: %w", uuid, returnError{ret})
+	}
+	instance, ret := d.GetGpuInstanceById(gi)
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("look up GPU instance %d of %s: %w", gi, uuid, returnError{ret})
+	}
+	p, err := instanceOf(g, instance)
+	if err != nil {
+		return gpu.Partition{}, err
+	}
+	p.UUID, p.ComputeInstance = uuid, ci
+	compute, ret := instance.GetComputeInstanceById(ci)
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("look up compute instance %d of %s: %w", ci, uuid, returnError{ret})
+	}
+	info, ret := compute.GetInfo()
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("read compute instance %d of %s: %w", ci, uuid, returnError{ret})
+	}
+	if whole, _ := profileByID(g, p.ProfileID); int(info.Placement.Size) < whole.Compute {
+		attributes, ret := handle.GetAttributes()
+		if ret != gonvml.SUCCESS {
+			return gpu.Partition{}, fmt.Errorf("read the attributes of %s: %w", uuid, returnError{ret})
+		}
+		p.Capacity.Multiprocessors = int(attributes.MultiprocessorCount)
+		p.Ref.Compute = gpu.Placement{Start: int(info.Placement.Start), Size: int(info.Placement.Size)}
+		// As go-nvlib's MigProfile.String has it.
+		p.Profile = fmt.Sprintf("%dc.%s", info.Placement.Size, p.Profile)
+	}
+	return p, nil
+}
+
+// instanceOf is a GPU instance as a partition without a compute instance.
+func instanceOf(g gpu.GPU, instance gonvml.GpuInstance) (gpu.Partition, error) {
+	info, ret := instance.GetInfo()
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("read a GPU instance: %w", returnError{ret})
+	}
+	profile, ok := profileByID(g, int(info.ProfileId))
+	if !ok {
+		return gpu.Partition{}, fmt.Errorf("GPU instance %d is of profile %d, which the GPU does not offer", info.Id, info.ProfileId)
+	}
+	return gpu.Partition{
+		Parent: g.Minor, Profile: profile.Name, ProfileID: profile.ID, GPUInstance: int(info.Id), Capacity: profile.Capacity,
+		Ref: gpu.Ref{GPU: g.UUID, Placement: gpu.Placement{Start: int(info.Placement.Start), Size: int(info.Placement.Size)}},
+	}, nil
+}
+
+func profileByID(g gpu.GPU, id int) (gpu.Profile, bool) {
+	if i := slices.IndexFunc(g.Profiles, func(p gpu.Profile) bool { return p.ID == id }); i >= 0 {
+		return g.Profiles[i], true
+	}
+	return gpu.Profile{}, false
+}
+
+// access finds the nodes through which a container gets at the partition, which is unhealthy without them.
+func (r *reader) access(p gpu.Partition) (caps [2]int, health gpu.Health) {
+	caps, err := r.caps.of(p)
+	if err != nil {
+		return caps, gpu.Health{Reason: gpu.ReasonNoNode, Message: err.Error()}
+	}
+	for _, minor := range caps {
+		if path := filepath.Join(r.devRoot, capabilityNode(minor)); !isCharDevice(r.options.onHost(path)) {
+			return caps, gpu.Health{Reason: gpu.ReasonNoNode, Message: path + " does not exist or is no character device"}
+		}
+	}
+	return caps, gpu.Health{}
+}
