@@ -354,7 +354,7 @@ func TestPace(t *testing.T) {
 	for i, want := range []struct {
 		urgent bool
 		due    float64 // after which the write is made; negative for at once
-	}{{false, -1}, {false, -1}, {false, -1}, {false, 1}, {true, -1}, {true, -1}, {true, 2}, {false, 5}, {false, 6}} {
+	}{{false, -1}, {false, -1}, {false, -1}, {false, 1}, {true, 1}, {true, 2}, {false, 4}, {true, 4}, {false, 6}} {
 		due := p.Due(want.urgent)
 		if got := due.Sub(start).Seconds(); want.due < 0 && due.After(start) && due.After(at(1)) || want.due >= 0 && got != want.due {
 			t.Fatalf("write %d is due %.1f s after the start, want %.0f", i, got, want.due)

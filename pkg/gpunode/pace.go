@@ -10,10 +10,11 @@ import (
 )
 
 // Every write of the status pays for one interval. So many may be paid for later: a node that was quiet says at once what changes.
-// The last two are for bad news, which costs a limits pod its life for every 30 ms that the scheduler does not hear it.
+// The last is for bad news, which costs a limits pod its life for every 30 ms that the scheduler does not hear it. More of them
+// would make good news late: the controller takes a status for two seconds old at most.
 const (
 	aheadOrdinary = 2
-	aheadUrgent   = 4
+	aheadUrgent   = 3
 )
 
 // Pace keeps the writes of a status to one an interval in the mean. The zero value has nothing to pay. For the agent and for
