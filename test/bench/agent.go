@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/internal/config"
 )
 
 // node is the machine the agent believes to be on.
@@ -89,13 +90,13 @@ type agent struct {
 }
 
 // start runs the agent in the network of the API server until stop, whatever happens to ctx.
-func (n *node) start(ctx context.Context, profile string) (*agent, error) {
+func (n *node) start(ctx context.Context, profile string, mode config.Mode) (*agent, error) {
 	root := n.path(profile)
 	cmd, err := n.cluster.Command(context.WithoutCancel(ctx), n.agent,
 		"--node-name="+nodeName, "--kubeconfig="+n.cluster.Kubeconfig(), "--kubelet-dir="+n.path("kubelet"), "--run-dir="+n.runDir(),
 		"--cdi-dir="+n.path("cdi"), "--cgroup-root="+n.path("cgroup"), "--nvml=simulated:"+profile,
 		"--driver-root="+filepath.Join(root, "driver"), "--dev-root="+filepath.Join(root, "driver"), "--sysfs-root="+filepath.Join(root, "sys"),
-		"--cdi-hook=install", "--cdi-hook-source="+n.hook)
+		"--cdi-hook=install", "--cdi-hook-source="+n.hook, "--mode="+string(mode))
 	if err != nil {
 		return nil, err
 	}

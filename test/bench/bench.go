@@ -14,10 +14,12 @@ import (
 	"path/filepath"
 	"time"
 
+	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/image"
+	"github.com/tandem-gpu/tandem/internal/config"
 )
 
 // Options of a run. Zero values are replaced by defaults.
@@ -131,6 +133,9 @@ func (r *run) measure(ctx context.Context) (err error) {
 	if err := r.with(ctx, small, smallGPUs, r.measureSmall); err != nil {
 		return err
 	}
+	if err := r.measureModes(ctx); err != nil {
+		return err
+	}
 	if err := r.with(ctx, large, largeGPUs, r.measureLarge); err != nil {
 		return err
 	}
@@ -142,19 +147,21 @@ func (r *run) add(figures []Figure, err error) error {
 	return err
 }
 
-// begin starts an agent and returns it with both APIs up, and how long each took.
-func (r *run) begin(ctx context.Context, profile string, gpus int) (s *subject, registered, published time.Duration, err error) {
+// begin starts an agent and returns it with the APIs of its mode up, and how long each took; that of another mode means nothing.
+func (r *run) begin(ctx context.Context, profile string, gpus int, mode config.Mode) (s *subject, registered, published time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	if err := wipeSlices(ctx, r.client); err != nil {
 		return nil, 0, 0, err
 	}
-	awaitPublished, err := awaitSlices(ctx, r.client, gpus)
-	if err != nil {
-		return nil, 0, 0, err
+	awaitPublished := func() (time.Time, error) { return time.Time{}, nil }
+	if mode.Claims() {
+		if awaitPublished, err = awaitSlices(ctx, r.client, gpus); err != nil {
+			return nil, 0, 0, err
+		}
 	}
 	s = &subject{client: r.client, node: r.node, kubelet: r.kubelet, session: r.kubelet.expect()}
-	if s.agent, err = r.node.start(ctx, profile); err != nil {
+	if s.agent, err = r.node.start(ctx, profile, mode); err != nil {
 		return nil, 0, 0, err
 	}
 	visible, err := awaitPublished()
@@ -162,7 +169,7 @@ func (r *run) begin(ctx context.Context, profile string, gpus int) (s *subject, 
 		name string
 		done <-chan struct{}
 	}{{"limits", s.session.limits}, {"claims", s.session.claims}} {
-		if err == nil {
+		if err == nil && (mode.Limits() || step.name != "limits") {
 			err = s.agent.await(ctx, step.name, step.done, s.session.failed)
 		}
 	}
@@ -180,7 +187,7 @@ func (r *run) measureStarts(ctx context.Context) error {
 	var registered, published samples
 	for i := range r.Starts {
 		r.say("start %d of %d", i+1, r.Starts)
-		s, toRegistered, toPublished, err := r.begin(ctx, small, smallGPUs)
+		s, toRegistered, toPublished, err := r.begin(ctx, small, smallGPUs, config.ModeDual)
 		if err != nil {
 			return err
 		}
@@ -205,7 +212,14 @@ func (r *run) with(ctx context.Context, profile string, gpus int, measure func(c
 	if err != nil {
 		return err
 	}
-	s, _, _, err := r.begin(ctx, profile, gpus)
+	return r.on(ctx, profile, gpus, config.ModeDual, claims, measure)
+}
+
+// on is with for claims that are there already, in a mode.
+func (r *run) on(ctx context.Context, profile string, gpus int, mode config.Mode, claims []*resourceapi.ResourceClaim,
+	measure func(context.Context, *subject) error,
+) error {
+	s, _, _, err := r.begin(ctx, profile, gpus, mode)
 	if err != nil {
 		return err
 	}
@@ -215,7 +229,7 @@ func (r *run) with(ctx context.Context, profile string, gpus int, measure func(c
 	err = measure(limited, s)
 	stopErr := s.agent.stop()
 	if err != nil {
-		err = fmt.Errorf("measure on %s: %w\n%s", profile, err, s.agent.log)
+		err = fmt.Errorf("measure on %s in mode %s: %w\n%s", profile, mode, err, s.agent.log)
 	}
 	return errors.Join(err, stopErr)
 }
@@ -249,6 +263,9 @@ func (r *run) measureSmall(ctx context.Context, s *subject) error {
 	if err := r.add(s.preferences(ctx, r.Calls, 1, 2, 4, 8)); err != nil {
 		return err
 	}
+	if err := r.add(s.withdrawal(ctx)); err != nil {
+		return err
+	}
 	return r.addMemory(s, "rss_loaded", 0)
 }
 
@@ -260,6 +277,9 @@ func (r *run) measureLarge(ctx context.Context, s *subject) error {
 	r.say("preparing 56 claims at once")
 	gets, prepares, err := s.concurrentClaims(ctx, 56, 2*r.Calls)
 	if err != nil {
+		return err
+	}
+	if err := r.add(s.withdrawal(ctx)); err != nil {
 		return err
 	}
 	return r.add([]Figure{prepares.figure("prepare_conc56_p99", 99).over(gets.figure("", 99), goal{})}, nil)

@@ -89,8 +89,19 @@ func (s *subject) empty(ctx context.Context) error {
 
 // serialClaims prepares and unprepares one claim at a time, n of them.
 func (s *subject) serialClaims(ctx context.Context, n int) ([]Figure, error) {
-	var gets, prepares, unprepares samples
-	err := inTurns(ctx, n,
+	gets, prepares, unprepares, err := s.prepareOneByOne(ctx, n)
+	floor := gets.figure("claim_get_p50", 50)
+	return []Figure{
+		floor,
+		prepares.figure("prepare_serial_p50", 50).over(floor, goal{factor: 1, margin: 1}),
+		prepares.figure("prepare_serial_p99", 99).over(gets.figure("", 99), goal{}),
+		unprepares.figure("unprepare_serial_p50", 50),
+	}, err
+}
+
+// prepareOneByOne prepares and unprepares one claim at a time, n of them, in turns with GETs.
+func (s *subject) prepareOneByOne(ctx context.Context, n int) (gets, prepares, unprepares samples, err error) {
+	err = inTurns(ctx, n,
 		func(i int) error {
 			return timed(&gets, func() error { return s.getClaim(ctx, s.claims[i%len(s.claims)]) })
 		},
@@ -101,13 +112,7 @@ func (s *subject) serialClaims(ctx context.Context, n int) ([]Figure, error) {
 			}
 			return timed(&unprepares, func() error { return s.unprepare(ctx, claim) })
 		})
-	floor := gets.figure("claim_get_p50", 50)
-	return []Figure{
-		floor,
-		prepares.figure("prepare_serial_p50", 50).over(floor, goal{factor: 1, margin: 1}),
-		prepares.figure("prepare_serial_p99", 99).over(gets.figure("", 99), goal{}),
-		unprepares.figure("unprepare_serial_p50", 50),
-	}, err
+	return gets, prepares, unprepares, err
 }
 
 // concurrently makes a call for each claim at once and collects how long each took.
@@ -175,11 +180,20 @@ func (s *subject) heldClaims(ctx context.Context) ([]Figure, error) {
 
 // allocations gives out every GPU to limits of a pod and lets the pod go, until n were given.
 func (s *subject) allocations(ctx context.Context, n int) ([]Figure, error) {
-	var floor, allocates samples
+	floor, allocates, err := s.allocate(ctx, "limits", n)
+	if err != nil {
+		return nil, err
+	}
+	empty := floor.figure("empty_call_p50", 50)
+	return []Figure{empty, allocates.figure("allocate_p50", 50).over(empty, goal{factor: 1.3})}, nil
+}
+
+// allocate is allocations in turns with calls that do nothing, for pods with names that begin so.
+func (s *subject) allocate(ctx context.Context, prefix string, n int) (floor, allocates samples, err error) {
 	for cycle := 0; len(allocates) < n; cycle++ {
-		pod, err := createPod(ctx, s.client, fmt.Sprintf("limits-%d", cycle))
+		pod, err := createPod(ctx, s.client, fmt.Sprintf("%s-%d", prefix, cycle))
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		err = inTurns(ctx, len(s.ids),
 			func(int) error { return timed(&floor, func() error { return s.empty(ctx) }) },
@@ -188,14 +202,13 @@ func (s *subject) allocations(ctx context.Context, n int) ([]Figure, error) {
 				return timed(&allocates, func() error { _, err := s.session.plugin.Allocate(ctx, request); return err })
 			})
 		if err != nil {
-			return nil, fmt.Errorf("allocate: %w", err)
+			return nil, nil, fmt.Errorf("allocate: %w", err)
 		}
 		if err := s.release(ctx, pod); err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 	}
-	empty := floor.figure("empty_call_p50", 50)
-	return []Figure{empty, allocates.figure("allocate_p50", 50).over(empty, goal{factor: 1.3})}, nil
+	return floor, allocates, nil
 }
 
 // release writes down, as kubelet does, who got the devices, ends and removes the pod, and waits until the agent has let them go.

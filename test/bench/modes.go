@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package bench
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"google.golang.org/protobuf/proto"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+)
+
+// rounds of measureModes: what the machine does beside it changes from minute to minute.
+const rounds = 4
+
+// measureModes compares what a claim and a limit cost where both APIs are served with what they cost where theirs is the only one.
+func (r *run) measureModes(ctx context.Context) error {
+	claims, err := createClaims(ctx, r.client, "modes", smallGPUs)
+	if err != nil {
+		return err
+	}
+	prepares, allocates := map[config.Mode]*samples{}, map[config.Mode]*samples{}
+	modes := []config.Mode{config.ModeDual, config.ModeClaimsOnly, config.ModeLimitsOnly}
+	for _, mode := range modes {
+		prepares[mode], allocates[mode] = &samples{}, &samples{}
+	}
+	for round := range rounds {
+		for i := range modes {
+			mode := modes[(round+i)%len(modes)]
+			r.say("mode %s, round %d of %d", mode, round+1, rounds)
+			err := r.on(ctx, small, smallGPUs, mode, claims, func(ctx context.Context, s *subject) error {
+				if mode.Claims() {
+					_, took, _, err := s.prepareOneByOne(ctx, r.Calls/rounds)
+					if err != nil {
+						return err
+					}
+					*prepares[mode] = append(*prepares[mode], took...)
+				}
+				if mode.Limits() {
+					_, took, err := s.allocate(ctx, fmt.Sprintf("%s-%d", strings.ToLower(string(mode)), round), r.Calls/rounds)
+					if err != nil {
+						return err
+					}
+					*allocates[mode] = append(*allocates[mode], took...)
+				}
+				return nil
+			})
+			if err != nil {
+				return err
+			}
+		}
+	}
+	return r.add(append(
+		besides("prepare", *prepares[config.ModeDual], *prepares[config.ModeClaimsOnly]),
+		besides("allocate", *allocates[config.ModeDual], *allocates[config.ModeLimitsOnly])...), nil)
+}
+
+// besides compares a call where the other API is served as well with the same call where it is not.
+func besides(call string, dual, only samples) []Figure {
+	alone := only.figure(call+"_alone_p50", 50)
+	return []Figure{
+		alone, dual.figure(call+"_dual_p50", 50).over(alone, goal{factor: 1.2, margin: 0.1}),
+		{Name: call + "_dual_ratio", Value: dual.percentile(50) / only.percentile(50), Unit: "ratio", N: len(dual)},
+	}
+}
+
+// withdrawal is how much is sent for one GPU that changes hands: to kubelet, the list of all devices; to the API server, the slices.
+func (s *subject) withdrawal(ctx context.Context) ([]Figure, error) {
+	s.kubelet.mu.Lock()
+	devices := s.session.devices
+	s.kubelet.mu.Unlock()
+	slices, err := s.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: ofNode})
+	if err != nil {
+		return nil, fmt.Errorf("list slices: %w", err)
+	}
+	largest := 0
+	for _, slice := range slices.Items {
+		slice.ManagedFields = nil
+		largest = max(largest, slice.Size())
+	}
+	name := func(what string) string { return fmt.Sprintf("withdrawal_%d_%s", len(devices), what) }
+	return []Figure{
+		{Name: name("list"), Value: float64(proto.Size(&pluginapi.ListAndWatchResponse{Devices: devices})), Unit: "bytes", N: 1},
+		{Name: name("slice"), Value: float64(largest), Unit: "bytes", N: 1},
+	}, nil
+}
