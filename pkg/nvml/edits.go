@@ -24,7 +24,7 @@ var _ cdi.Source = (*Node)(nil)
 // controlNode is the device that every use of a GPU opens first.
 const controlNode = "/dev/nvidiactl"
 
-// ContainerEdits says what a container needs for each GPU that answers, by nvcdi; paths are the host's. It fails as a whole
+// ContainerEdits says what a container needs for each GPU that answers and for each partition, by nvcdi; paths are the host's. It fails as a whole
 // where the driver's own files cannot be found, and for one GPU where that GPU's are missing or it does not answer in time. It
 // takes some ten milliseconds, and waits for a scan that is under way.
 func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
@@ -47,13 +47,20 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 		return cdi.Edits{}, fmt.Errorf("%s does not exist below %s", controlNode, n.layout.devRoot)
 	}
 	failed := map[string]error{}
-	for _, g := range n.Inventory().GPUs {
-		device, err := attempt(n, g.UUID, func() (specs.Device, error) { return deviceEdits(lib, g) })
+	add := func(uuid string, device specs.Device, err error) {
 		if err != nil {
-			failed[g.UUID] = err
-			continue
+			failed[uuid] = err
+			return
 		}
 		spec.Devices = append(spec.Devices, device)
+	}
+	for _, g := range n.Inventory().GPUs {
+		parent, err := attempt(n, g.UUID, func() (specs.Device, error) { return deviceEdits(lib, g) })
+		add(g.UUID, parent, err)
+		for _, p := range g.Partitions {
+			device, err := n.partitionEdits(n.layout.devRoot, p, parent, err)
+			add(p.UUID, device, err)
+		}
 	}
 	if err := n.toHost(spec); err != nil {
 		return cdi.Edits{}, fmt.Errorf("turn paths into the host's: %w", err)
@@ -136,14 +143,16 @@ func hasNode(edits specs.ContainerEdits, path string) bool {
 
 // toHost replaces the agent's view of paths by the host's. All of them lie below the host root as the agent sees it. Paths
 // inside the container need it too: nvcdi names the links that a hook makes below /dev/dri/by-path after the device root.
-func (n *Node) toHost(spec *specs.Spec) error {
+func (n *Node) toHost(spec *specs.Spec) error { return n.toHostBelow(n.layout.devRoot, spec) }
+
+func (n *Node) toHostBelow(devRoot string, spec *specs.Spec) error {
 	from := path.Clean(n.options.HostRoot)
 	host := root.New(root.WithRoot(from), root.WithTargetRoot("/"), root.WithRelativeTo("host"))
 	if err := host.Transform(spec); err != nil {
 		return err
 	}
-	devRoot := path.Join(n.options.onHost(n.layout.devRoot), "dev")
-	container := root.New(root.WithRoot(devRoot), root.WithTargetRoot("/dev"), root.WithRelativeTo("container"))
+	dev := path.Join(n.options.onHost(devRoot), "dev")
+	container := root.New(root.WithRoot(dev), root.WithTargetRoot("/dev"), root.WithRelativeTo("container"))
 	if err := container.Transform(spec); err != nil {
 		return err
 	}

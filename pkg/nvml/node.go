@@ -39,9 +39,13 @@ type Node struct {
 	topology topology
 
 	mu           sync.Mutex
+	attached     attachment
 	inventory    gpu.Inventory
 	unidentified int
 	changed      chan struct{}
+	// turns has, by UUID, whose turn it is to operate on a GPU; changes counts what was changed by operations.
+	turns   map[string]chan struct{}
+	changes map[string]uint64
 }
 
 // knownGPU is what was ever learnt of a GPU.
@@ -51,6 +55,8 @@ type knownGPU struct {
 	complete, profiled bool
 	// odd is what was last said about the GPU's MIG.
 	odd []string
+	// changes is how many there had been when it was last visited.
+	changes uint64
 }
 
 // Open finds the driver and reads the inventory. A node without a working driver is an ErrNoDriver. An invalid option is
@@ -103,6 +109,7 @@ func newNode(options Options) (*Node, error) {
 		options: options,
 		known:   map[string]*knownGPU{}, stuck: map[int]<-chan visit{}, late: map[string]<-chan struct{}{},
 		changed: make(chan struct{}),
+		turns:   map[string]chan struct{}{}, changes: map[string]uint64{},
 	}, nil
 }
 
@@ -208,6 +215,9 @@ func (n *Node) attach() error {
 		return &NoDriverError{Cause: err}
 	}
 	n.layout, n.caps, n.session, n.traces = l, caps, &session{library: library}, n.options.traces(l)
+	n.mu.Lock()
+	n.attached = attachment{n.session, l, caps}
+	n.mu.Unlock()
 	for _, known := range n.known {
 		known.complete, known.profiled = false, false
 	}
@@ -253,8 +263,13 @@ func (n *Node) unreachable(ctx context.Context, cause error) {
 
 // publish makes known what changed.
 func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
 	next := gpu.Inventory{DriverVersion: driver}
 	for _, known := range n.known {
+		if latest, ok := n.inventory.ByUUID(known.gpu.UUID); ok && n.operated(latest.UUID, known.changes) {
+			copyMIG(&known.gpu, latest)
+		}
 		g := known.gpu
 		g.NVLinkDomain = n.topology.domains[g.UUID]
 		g.Partitions = withHealth(g.Partitions, g.Health)
@@ -267,8 +282,6 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 	renewed := n.renewed
 	n.renewed = false
 
-	n.mu.Lock()
-	defer n.mu.Unlock()
 	if unidentified != n.unidentified {
 		klog.FromContext(ctx).Info("Number of unidentified GPUs changed", "before", n.unidentified, "now", unidentified)
 	}
@@ -277,6 +290,11 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 		return
 	}
 	n.logHealth(ctx, next)
+	n.tell(next)
+}
+
+// tell puts an inventory in the place of the last. Under n.mu.
+func (n *Node) tell(next gpu.Inventory) {
 	n.inventory = next
 	close(n.changed)
 	n.changed = make(chan struct{})

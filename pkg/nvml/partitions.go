@@ -55,7 +55,7 @@ func byPlace(a, b gpu.Partition) int {
 	return cmp.Or(cmp.Compare(a.Ref.Placement.Start, b.Ref.Placement.Start), cmp.Compare(a.Ref.Compute.Start, b.Ref.Compute.Start))
 }
 
-// readPartition reads one MIG device, which must be of one of the GPU's profiles.
+// readPartition reads one MIG device.
 func (r *reader) readPartition(g gpu.GPU, d, handle gonvml.Device) (gpu.Partition, error) {
 	uuid, ret := handle.GetUUID()
 	if ret != gonvml.SUCCESS {
@@ -86,7 +86,7 @@ func (r *reader) readPartition(g gpu.GPU, d, handle gonvml.Device) (gpu.Partitio
 	if ret != gonvml.SUCCESS {
 		return gpu.Partition{}, fmt.Errorf("read compute instance %d of %s: %w", ci, uuid, returnError{ret})
 	}
-	if whole, _ := profileByID(g, p.ProfileID); int(info.Placement.Size) < whole.Compute {
+	if whole, known := profileByID(g, p.ProfileID); known && int(info.Placement.Size) < whole.Compute {
 		attributes, ret := handle.GetAttributes()
 		if ret != gonvml.SUCCESS {
 			return gpu.Partition{}, fmt.Errorf("read the attributes of %s: %w", uuid, returnError{ret})
@@ -99,21 +99,26 @@ func (r *reader) readPartition(g gpu.GPU, d, handle gonvml.Device) (gpu.Partitio
 	return p, nil
 }
 
-// instanceOf is a GPU instance as a partition without a compute instance.
+// instanceOf is a GPU instance as a partition without a compute instance. One of a profile that has no name here is there all
+// the same, in the way of others, but is nothing to work with.
 func instanceOf(g gpu.GPU, instance gonvml.GpuInstance) (gpu.Partition, error) {
 	info, ret := instance.GetInfo()
 	if ret != gonvml.SUCCESS {
 		return gpu.Partition{}, fmt.Errorf("read a GPU instance: %w", returnError{ret})
 	}
-	profile, ok := profileByID(g, int(info.ProfileId))
-	if !ok {
-		return gpu.Partition{}, fmt.Errorf("GPU instance %d is of profile %d, which the GPU does not offer", info.Id, info.ProfileId)
-	}
-	return gpu.Partition{
-		Parent: g.Minor, Profile: profile.Name, ProfileID: profile.ID, GPUInstance: int(info.Id), Capacity: profile.Capacity,
+	p := gpu.Partition{
+		Parent: g.Minor, Profile: unknownProfile, ProfileID: int(info.ProfileId), GPUInstance: int(info.Id),
 		Ref: gpu.Ref{GPU: g.UUID, Placement: gpu.Placement{Start: int(info.Placement.Start), Size: int(info.Placement.Size)}},
-	}, nil
+	}
+	profile, known := profileByID(g, p.ProfileID)
+	if known {
+		p.Profile, p.Capacity = profile.Name, profile.Capacity
+	}
+	return p, nil
 }
+
+// unknownProfile is the profile of a partition that has none of its GPU's.
+const unknownProfile = "unknown"
 
 func profileByID(g gpu.GPU, id int) (gpu.Profile, bool) {
 	if i := slices.IndexFunc(g.Profiles, func(p gpu.Profile) bool { return p.ID == id }); i >= 0 {
@@ -124,6 +129,9 @@ func profileByID(g gpu.GPU, id int) (gpu.Profile, bool) {
 
 // access finds the nodes through which a container gets at the partition, which is unhealthy without them.
 func (r *reader) access(p gpu.Partition) (caps [2]int, health gpu.Health) {
+	if p.Profile == unknownProfile {
+		return caps, gpu.Health{Reason: gpu.ReasonUnreachable, Message: fmt.Sprintf("MIG profile %d is not known", p.ProfileID)}
+	}
 	caps, err := r.caps.of(p)
 	if err != nil {
 		return caps, gpu.Health{Reason: gpu.ReasonNoNode, Message: err.Error()}

@@ -31,7 +31,7 @@ func (r *reader) readProfiles(memory uint64, d gonvml.Device) (profiles []gpu.Pr
 	for number := range gonvml.GPU_INSTANCE_PROFILE_COUNT {
 		info, ret := d.GetGpuInstanceProfileInfo(number)
 		switch {
-		case ret == gonvml.ERROR_INVALID_ARGUMENT || unsupported(ret):
+		case absent(ret):
 			continue
 		case ret != gonvml.SUCCESS:
 			odd = append(odd, fmt.Sprintf("MIG profile %d cannot be read: %v", number, returnError{ret}))
@@ -46,6 +46,11 @@ func (r *reader) readProfiles(memory uint64, d gonvml.Device) (profiles []gpu.Pr
 	}
 	slices.SortFunc(profiles, func(a, b gpu.Profile) int { return cmp.Compare(a.ID, b.ID) })
 	return profiles, odd
+}
+
+// absent is the answer for a profile that NVML, or the GPU, does not have (nvml.h, nvmlDeviceGetGpuInstanceProfileInfo).
+func absent(ret gonvml.Return) bool {
+	return ret == gonvml.ERROR_INVALID_ARGUMENT || ret == gonvml.ERROR_NOT_SUPPORTED
 }
 
 func (r *reader) profile(number int, info gonvml.GpuInstanceProfileInfo, memory uint64, d gonvml.Device) (gpu.Profile, error) {

@@ -120,6 +120,9 @@ func (n *Node) newSweep(b begun) *sweep {
 // look visits one GPU, and gives it up when it takes too long: a call into a broken GPU may never return. The visit then
 // goes on by itself, and the GPU is left alone until it ends.
 func (s *sweep) look(ctx context.Context, index int) {
+	if s.leave(index) {
+		return
+	}
 	answer, stuck := s.node.stuck[index]
 	patience := time.Duration(0)
 	if !stuck {
@@ -137,13 +140,29 @@ func (s *sweep) look(ctx context.Context, index int) {
 	}
 }
 
+// leave leaves a GPU alone that is being operated on: a call that looks at it may wait until that ends. It is what it was.
+func (s *sweep) leave(index int) bool {
+	if s.count != len(s.before) {
+		// Somebody is new or gone, so the index may be another's.
+		return false
+	}
+	for uuid, known := range s.before {
+		if known.gpu.Index == index && s.node.operating(uuid) {
+			s.seen[uuid] = true
+			return true
+		}
+	}
+	return false
+}
+
 // start visits in the background, with a use of the session of its own.
 func (s *sweep) start(index int) <-chan visit {
 	answer := make(chan visit, 1)
-	session, reader, before := s.node.session, s.reader, s.before
+	session, reader, before, changes := s.node.session, s.reader, s.before, s.node.countChanges()
 	session.share()
 	go func() {
 		v := reader.visit(session.library, index, before)
+		v.known.changes = changes[v.known.gpu.UUID]
 		// First: who has the answer may rely on nothing being left open.
 		session.close()
 		answer <- v

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Create makes a partition of one of the GPU's profiles in one of its places: a GPU instance, and a compute instance that takes
+// all of it. MIG must be on. On an error it has taken back what it had made, or says in the error what is left, which Destroy
+// removes. The maker of partitions calls it. Not idempotent: what is in the place is in its way. Safe for concurrent use;
+// changes of one GPU come one after the other, and the inventory has the partition when it returns.
+func (n *Node) Create(ctx context.Context, ref gpu.Ref, profile gpu.Profile) (gpu.Partition, error) {
+	create := func(op *operation) (gpu.Partition, error) { return op.create(ref.Placement, profile) }
+	takeBack := func(op *operation, _ gpu.Partition) {
+		// Nobody is left to be told of an error. What stays is what a process leaves that dies.
+		_ = op.destroy(ref.Placement)
+	}
+	p, err := change(ctx, n, ref.GPU, create, takeBack)
+	if err != nil {
+		return gpu.Partition{}, fmt.Errorf("create a %s at %s: %w", profile.Name, ref, err)
+	}
+	return p, nil
+}
+
+func (op *operation) create(place gpu.Placement, profile gpu.Profile) (gpu.Partition, error) {
+	info := gonvml.GpuInstanceProfileInfo{Id: uint32(profile.ID)}
+	at := gonvml.GpuInstancePlacement{Start: uint32(place.Start), Size: uint32(place.Size)}
+	instance, ret := op.device.CreateGpuInstanceWithPlacement(&info, &at)
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("create the GPU instance: %w", returnError{ret})
+	}
+	p, err := op.furnish(instance, profile)
+	if err == nil {
+		return p, nil
+	}
+	if undo := instance.Destroy(); undo != gonvml.SUCCESS {
+		err = errors.Join(err, fmt.Errorf("its GPU instance is left, which could not be destroyed again: %w", returnError{undo}))
+	}
+	return gpu.Partition{}, err
+}
+
+// furnish makes the compute instance, and finds the MIG device that comes with it. On an error there is no compute instance.
+func (op *operation) furnish(instance gonvml.GpuInstance, profile gpu.Profile) (gpu.Partition, error) {
+	made, ret := instance.GetInfo()
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("read the GPU instance: %w", returnError{ret})
+	}
+	info, ret := instance.GetComputeInstanceProfileInfo(profile.ComputeID, gonvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED)
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("read compute instance profile %d: %w", profile.ComputeID, returnError{ret})
+	}
+	compute, ret := instance.CreateComputeInstance(&info)
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("create the compute instance: %w", returnError{ret})
+	}
+	p, err := op.find(int(made.Id))
+	if err == nil {
+		return p, nil
+	}
+	if undo := compute.Destroy(); undo != gonvml.SUCCESS {
+		err = errors.Join(err, fmt.Errorf("its compute instance could not be destroyed again: %w", returnError{undo}))
+	}
+	return gpu.Partition{}, err
+}
+
+// find is the partition in a GPU instance that has one compute instance.
+func (op *operation) find(gpuInstance int) (gpu.Partition, error) {
+	partitions, odd := op.reader.readPartitions(op.gpu, op.device)
+	for _, p := range partitions {
+		if p.GPUInstance == gpuInstance && p.Health.Reason != gpu.ReasonUnreachable {
+			return p, nil
+		}
+	}
+	if len(odd) > 0 {
+		return gpu.Partition{}, fmt.Errorf("find its MIG device: %s", odd[0])
+	}
+	return gpu.Partition{}, errors.New("find its MIG device: the driver lists none")
+}

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Destroy removes the GPU instance in exactly that place with all that is in it, or what it can of that. Nothing there is no
+// error. While processes use it the error is an *InUseError. The maker of partitions calls it. Idempotent and safe for
+// concurrent use; the inventory knows when it returns.
+func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
+	if ref.Whole() || ref.Compute != (gpu.Placement{}) {
+		return fmt.Errorf("destroy partition %s: this is no place of a GPU instance", ref)
+	}
+	destroy := func(op *operation) (struct{}, error) { return struct{}{}, op.destroy(ref.Placement) }
+	if _, err := change(ctx, n, ref.GPU, destroy, nil); err != nil {
+		return fmt.Errorf("destroy partition %s: %w", ref, err)
+	}
+	return nil
+}
+
+func (op *operation) destroy(place gpu.Placement) error {
+	i, err := op.at(place)
+	if err != nil || i == nil {
+		return err
+	}
+	computes, err := computeInstances(i.handle)
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, c := range computes {
+		errs = append(errs, op.ended(i, "compute instance", c.Destroy()))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	return op.ended(i, "GPU instance", i.handle.Destroy())
+}
+
+// ended says what came of destroying part of a partition.
+func (op *operation) ended(i *gpuInstance, what string, ret gonvml.Return) error {
+	switch ret {
+	case gonvml.SUCCESS:
+		return nil
+	case gonvml.ERROR_IN_USE:
+		return &InUseError{Partition: op.named(i.partition), Processes: op.users(i.partition.GPUInstance)}
+	}
+	return fmt.Errorf("destroy the %s: %w", what, returnError{ret})
+}
+
+// named adds the UUID, where it can be read.
+func (op *operation) named(p gpu.Partition) gpu.Partition {
+	if found, err := op.find(p.GPUInstance); err == nil {
+		return found
+	}
+	return p
+}

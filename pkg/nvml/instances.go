@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// InUseError says that a partition cannot be destroyed, because processes use it.
+type InUseError struct {
+	Partition gpu.Partition
+	// Processes are IDs as the host has them; none where NVML does not tell.
+	Processes []int
+}
+
+// Error names both.
+func (e *InUseError) Error() string {
+	return fmt.Sprintf("partition %s (%s) is still in use%s", e.Partition.Name(), e.Partition.UUID, byProcesses(e.Processes))
+}
+
+func byProcesses(processes []int) string {
+	if len(processes) == 0 {
+		return ""
+	}
+	var list []string
+	for _, id := range processes {
+		list = append(list, fmt.Sprint(id))
+	}
+	return " by process " + strings.Join(list, ", ")
+}
+
+// Partitions lists the GPU instances of a GPU as they are now, by place, each with its compute instances; one that has none yet
+// is there without a UUID. It fails when anything cannot be read: whoever asks is about to make or destroy something. Safe for
+// concurrent use; it waits for a change of the same GPU that is under way.
+func (n *Node) Partitions(ctx context.Context, uuid string) ([]gpu.Partition, error) {
+	partitions, err := operate(ctx, n, uuid, (*operation).partitions, func(*operation, []gpu.Partition) {})
+	if err != nil {
+		return nil, fmt.Errorf("list the partitions of GPU %s: %w", uuid, err)
+	}
+	return partitions, nil
+}
+
+func (op *operation) partitions() ([]gpu.Partition, error) {
+	instances, err := op.instances()
+	if err != nil || len(instances) == 0 {
+		return nil, err
+	}
+	partitions, odd := op.reader.readPartitions(op.gpu, op.device)
+	if len(odd) > 0 {
+		return nil, errors.New(odd[0])
+	}
+	for _, i := range instances {
+		inside := func(p gpu.Partition) bool { return p.GPUInstance == i.partition.GPUInstance }
+		if !slices.ContainsFunc(partitions, inside) {
+			partitions = append(partitions, i.partition)
+		}
+	}
+	slices.SortFunc(partitions, byPlace)
+	return partitions, nil
+}
+
+// gpuInstance is one that exists, and what it would be as a partition.
+type gpuInstance struct {
+	handle    gonvml.GpuInstance
+	partition gpu.Partition
+}
+
+// instances lists all GPU instances; none where MIG is off.
+func (op *operation) instances() ([]gpuInstance, error) {
+	mode, _, ret := op.device.GetMigMode()
+	switch {
+	case unsupported(ret) || ret == gonvml.SUCCESS && mode != gonvml.DEVICE_MIG_ENABLE:
+		return nil, nil
+	case ret != gonvml.SUCCESS:
+		return nil, fmt.Errorf("read its MIG mode: %w", returnError{ret})
+	}
+	var all []gpuInstance
+	for number := range gonvml.GPU_INSTANCE_PROFILE_COUNT {
+		info, ret := op.device.GetGpuInstanceProfileInfo(number)
+		// go-nvml v0.13.4-0 panics where the count is 0.
+		if absent(ret) || ret == gonvml.SUCCESS && info.InstanceCount == 0 {
+			continue
+		}
+		if ret != gonvml.SUCCESS {
+			return nil, fmt.Errorf("read MIG profile %d: %w", number, returnError{ret})
+		}
+		handles, ret := op.device.GetGpuInstances(&info)
+		if ret != gonvml.SUCCESS {
+			return nil, fmt.Errorf("list GPU instances of MIG profile %d: %w", info.Id, returnError{ret})
+		}
+		for _, handle := range handles {
+			p, err := instanceOf(op.gpu, handle)
+			if err != nil {
+				return nil, err
+			}
+			all = append(all, gpuInstance{handle, p})
+		}
+	}
+	slices.SortFunc(all, func(a, b gpuInstance) int { return byPlace(a.partition, b.partition) })
+	return all, nil
+}
+
+// at is the GPU instance in exactly that place; nil where there is none.
+func (op *operation) at(place gpu.Placement) (*gpuInstance, error) {
+	instances, err := op.instances()
+	if err != nil {
+		return nil, err
+	}
+	for _, i := range instances {
+		if i.partition.Ref.Placement == place {
+			return &i, nil
+		}
+	}
+	return nil, nil
+}
+
+// computeInstances lists those of a GPU instance.
+func computeInstances(instance gonvml.GpuInstance) ([]gonvml.ComputeInstance, error) {
+	var all []gonvml.ComputeInstance
+	for number := range gonvml.COMPUTE_INSTANCE_PROFILE_COUNT {
+		info, ret := instance.GetComputeInstanceProfileInfo(number, gonvml.COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED)
+		if absent(ret) || ret == gonvml.SUCCESS && info.InstanceCount == 0 {
+			continue
+		}
+		if ret != gonvml.SUCCESS {
+			return nil, fmt.Errorf("read compute instance profile %d: %w", number, returnError{ret})
+		}
+		found, ret := instance.GetComputeInstances(&info)
+		if ret != gonvml.SUCCESS {
+			return nil, fmt.Errorf("list compute instances of profile %d: %w", info.Id, returnError{ret})
+		}
+		all = append(all, found...)
+	}
+	return all, nil
+}
+
+// users are the processes that use what is in a GPU instance. It is for the reader of an error, who is told less where it cannot
+// be read.
+func (op *operation) users(gpuInstance int) []int {
+	var users []int
+	count, _ := op.device.GetMaxMigDeviceCount() //nolint:errcheck // see above
+	for index := range count {
+		handle, ret := op.device.GetMigDeviceHandleByIndex(index)
+		if ret != gonvml.SUCCESS {
+			continue
+		}
+		if id, ret := handle.GetGpuInstanceId(); ret != gonvml.SUCCESS || id != gpuInstance {
+			continue
+		}
+		users = append(users, processesOf(handle)...)
+	}
+	slices.Sort(users)
+	return slices.Compact(users)
+}
+
+// processesOf are the IDs of the processes that use a GPU or a MIG device, as far as NVML tells.
+func processesOf(d gonvml.Device) []int {
+	processes, _ := d.GetComputeRunningProcesses() //nolint:errcheck // for the reader of an error
+	var ids []int
+	for _, p := range processes {
+		ids = append(ids, int(p.Pid))
+	}
+	return ids
+}

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"reflect"
+	"slices"
+
+	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// attachment is the driver that is in use. Operations have a use of the session of their own and take no part in scans, so
+// that neither waits for the other.
+type attachment struct {
+	session *session
+	layout  layout
+	caps    capabilities
+}
+
+// operation is a look at one GPU's MIG, or a change of it, alone on that GPU.
+type operation struct {
+	reader *reader
+	gpu    gpu.GPU
+	device gonvml.Device
+}
+
+// outcome is what an operation ends with.
+type outcome[T any] struct {
+	value T
+	err   error
+}
+
+// change is operate for what changes something: the inventory knows of it when it returns. Where nobody waits for the end, abandon,
+// which may be nil, takes back what was made.
+func change[T any](ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T)) (T, error) {
+	return operate(ctx, n, uuid, func(op *operation) (T, error) {
+		defer n.learn(op)
+		return do(op)
+	}, func(op *operation, value T) {
+		if abandon != nil {
+			abandon(op, value)
+			n.learn(op)
+		}
+	})
+}
+
+// operate waits for its turn with a GPU and does something with it. Ctx ends the waiting, not what was begun: that ends by itself,
+// and abandon is told what has come of it.
+func operate[T any](ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T)) (T, error) {
+	var none T
+	leave, err := n.enter(ctx, uuid)
+	if err != nil {
+		return none, err
+	}
+	answer, abandoned := make(chan outcome[T]), make(chan struct{})
+	go func() {
+		defer leave()
+		op, end, err := n.reach(uuid)
+		if err != nil {
+			_ = answered(answer, outcome[T]{err: err}, abandoned)
+			return
+		}
+		defer end()
+		value, err := do(op)
+		if !answered(answer, outcome[T]{value, err}, abandoned) && err == nil {
+			abandon(op, value)
+		}
+	}()
+	select {
+	case o := <-answer:
+		return o.value, o.err
+	case <-ctx.Done():
+		close(abandoned)
+		return none, fmt.Errorf("wait for GPU %s: %w", uuid, context.Cause(ctx))
+	}
+}
+
+// answered gives the answer to whoever still waits for it.
+func answered[T any](answer chan<- outcome[T], o outcome[T], abandoned <-chan struct{}) bool {
+	select {
+	case answer <- o:
+		return true
+	case <-abandoned:
+		return false
+	}
+}
+
+// enter waits until nobody else is at the GPU. Scans leave it alone until leave is called.
+func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error) {
+	n.mu.Lock()
+	turn, ok := n.turns[uuid]
+	if !ok {
+		turn = make(chan struct{}, 1)
+		n.turns[uuid] = turn
+	}
+	n.mu.Unlock()
+	select {
+	case turn <- struct{}{}:
+		return func() { <-turn }, nil
+	case <-ctx.Done():
+		return nil, fmt.Errorf("wait for an earlier change of GPU %s: %w", uuid, context.Cause(ctx))
+	}
+}
+
+// reach looks a GPU up in a use of the session; end ends it.
+func (n *Node) reach(uuid string) (op *operation, end func(), err error) {
+	n.mu.Lock()
+	attached := n.attached
+	g, known := n.inventory.ByUUID(uuid)
+	n.mu.Unlock()
+	if !known {
+		return nil, nil, fmt.Errorf("GPU %s is not there", uuid)
+	}
+	s := attached.session
+	if err := s.open(); err != nil {
+		return nil, nil, err
+	}
+	d, ret := s.library.DeviceGetHandleByUUID(uuid)
+	if ret != gonvml.SUCCESS {
+		s.close()
+		return nil, nil, fmt.Errorf("look up GPU %s: %w", uuid, returnError{ret})
+	}
+	r := &reader{options: n.options, lib: device.New(s.library), devRoot: attached.layout.devRoot, caps: attached.caps}
+	return &operation{reader: r, gpu: g, device: d}, s.close, nil
+}
+
+// learn reads what the GPU is cut into now, and makes it known. Scans that have begun before know less.
+func (n *Node) learn(op *operation) {
+	known := knownGPU{gpu: op.gpu, profiled: true}
+	// What cannot be read is unhealthy; a scan says why.
+	_ = op.reader.readMIG(&known, op.device)
+	op.gpu = known.gpu
+
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.changes[op.gpu.UUID]++
+	at := slices.IndexFunc(n.inventory.GPUs, func(g gpu.GPU) bool { return g.UUID == op.gpu.UUID })
+	if at < 0 {
+		return
+	}
+	next := n.inventory
+	next.GPUs = slices.Clone(next.GPUs)
+	copyMIG(&next.GPUs[at], op.gpu)
+	if !reflect.DeepEqual(n.inventory, next) {
+		n.tell(next)
+	}
+}
+
+// copyMIG takes over what operations change.
+func copyMIG(to *gpu.GPU, from gpu.GPU) {
+	to.MIGCapable, to.MIGEnabled, to.Profiles, to.Partitions = from.MIGCapable, from.MIGEnabled, from.Profiles, from.Partitions
+}
+
+// operating reports whether a GPU is being operated on.
+func (n *Node) operating(uuid string) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return len(n.turns[uuid]) > 0
+}
+
+// countChanges is how many changes there have been of each GPU.
+func (n *Node) countChanges() map[string]uint64 {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return maps.Clone(n.changes)
+}
+
+// operated reports whether a GPU is being operated on, or has been since there were that many changes. Under n.mu.
+func (n *Node) operated(uuid string, changes uint64) bool {
+	return len(n.turns[uuid]) > 0 || n.changes[uuid] != changes
+}
