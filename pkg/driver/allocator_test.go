@@ -31,13 +31,17 @@ func (c classes) Get(name string) (*resourceapi.DeviceClass, error) {
 	return nil, fmt.Errorf("no class %s", name)
 }
 
-// gpuClass is NVIDIA's (deviceclass-gpu.yaml in its chart).
-var gpuClass = classes{"gpu.nvidia.com": {
-	ObjectMeta: metav1.ObjectMeta{Name: "gpu.nvidia.com"},
-	Spec: resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
-		Expression: "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'",
-	}}}},
-}}
+// nvidiaClasses are NVIDIA's (deviceclass-gpu.yaml and deviceclass-mig.yaml in its chart).
+var nvidiaClasses = classes{"gpu.nvidia.com": classOf("gpu"), "mig.nvidia.com": classOf("mig")}
+
+func classOf(kind string) *resourceapi.DeviceClass {
+	return &resourceapi.DeviceClass{
+		ObjectMeta: metav1.ObjectMeta{Name: kind + ".nvidia.com"},
+		Spec: resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
+			Expression: "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == '" + kind + "'",
+		}}}},
+	}
+}
 
 func asPublished(inv device.Inventory, obstacles map[device.Ref][]obstacle, taints bool) []*resourceapi.ResourceSlice {
 	built, _, _ := buildSlices(inv, obstacles, taints)
@@ -105,7 +109,7 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 				taken.Insert(structured.MakeDeviceID("gpu.nvidia.com", testNode, d))
 			}
 			features := structured.Features{DeviceTaints: true, AdminAccess: true, PrioritizedList: true}
-			allocator, err := structured.NewAllocator(t.Context(), features, structured.AllocatedState{AllocatedDevices: taken}, gpuClass,
+			allocator, err := structured.NewAllocator(t.Context(), features, structured.AllocatedState{AllocatedDevices: taken}, nvidiaClasses,
 				asPublished(test.inv, test.obstacles, !test.leaveOut), cel.NewCache(100, cel.Features{}))
 			if err != nil {
 				t.Fatal(err)

@@ -35,7 +35,7 @@ type fakeAPI struct {
 	version  int
 	objects  map[string]map[string]fakeObject // resource → [namespace/]name
 	watchers map[chan fakeEvent]string        // → resource
-	// dropTaints makes it a server before 1.36.
+	// dropTaints makes it a server before 1.36, which drops counters, too.
 	dropTaints bool
 	// keepProbeTaints lets dry-runs keep what real writes drop, as differing servers behind one address do.
 	keepProbeTaints bool
@@ -342,10 +342,13 @@ func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, resource, name s
 }
 
 func (f *fakeAPI) serverDefaults(slice *resourceapi.ResourceSlice, dryRun bool) {
+	if f.dropTaints && !(dryRun && f.keepProbeTaints) {
+		slice.Spec.SharedCounters = nil
+	}
 	for i := range slice.Spec.Devices {
 		taints := slice.Spec.Devices[i].Taints
 		if f.dropTaints && !(dryRun && f.keepProbeTaints) {
-			slice.Spec.Devices[i].Taints = nil
+			slice.Spec.Devices[i].Taints, slice.Spec.Devices[i].ConsumesCounters = nil, nil
 			continue
 		}
 		for j := range taints {

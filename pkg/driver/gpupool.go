@@ -32,17 +32,17 @@ type gpuPool struct {
 	standing []device.Partition
 	// occupied are the GPU instances without us, the unusable ones too.
 	occupied []mig.Instance
-	// allocated is what the scheduler has given to claims, and that it counts itself.
-	allocated []device.Ref
+	// allocated is what the scheduler has given to claims, and that it counts itself, with the profile as far as it is known.
+	allocated map[device.Ref]int
 	// withdrawn is what others have.
 	withdrawn []device.Ref
 	// retiring offers nothing but what is allocated already.
 	retiring bool
 }
 
-// newGPUPool takes the refs that claims have of the GPU, and the node's obstacles.
-func newGPUPool(g device.GPU, allocated []device.Ref, obstacles map[device.Ref][]obstacle) gpuPool {
-	p := gpuPool{gpu: g, geometry: mig.NewGeometry(g.Profiles), retiring: !g.Dynamic}
+// newGPUPool takes what claims have of the GPU, and the node's obstacles.
+func newGPUPool(g device.GPU, allocated map[device.Ref]int, obstacles map[device.Ref][]obstacle) gpuPool {
+	p := gpuPool{gpu: g, geometry: mig.NewGeometry(g.Profiles), allocated: map[device.Ref]int{}, retiring: !g.Dynamic}
 	p.all = p.geometry.Total()
 	p.standing, _ = standing(g)
 	for _, s := range g.Partitions {
@@ -50,9 +50,9 @@ func newGPUPool(g device.GPU, allocated []device.Ref, obstacles map[device.Ref][
 			p.occupied = append(p.occupied, mig.Instance{ProfileID: s.ProfileID, Placement: s.Ref.Placement, Capacity: s.Capacity})
 		}
 	}
-	for _, ref := range allocated {
-		if p.publishes(ref) {
-			p.allocated = append(p.allocated, ref)
+	for ref, profileID := range allocated {
+		if p.publishes(ref, profileID) {
+			p.allocated[ref] = profileID
 		} else {
 			// An administrator has removed a partition that a claim has. Its place is not free before the claim has ended.
 			p.withdrawn = append(p.withdrawn, ref)
@@ -61,23 +61,31 @@ func newGPUPool(g device.GPU, allocated []device.Ref, obstacles map[device.Ref][
 	for ref, found := range obstacles {
 		drains := !slices.ContainsFunc(found, func(o obstacle) bool { return o.key != TaintDraining })
 		// What has been given out again meanwhile is the scheduler's business.
-		if ref.GPU == g.UUID && !(drains && slices.Contains(p.allocated, ref)) {
+		if ref.GPU == g.UUID && !(drains && p.isAllocated(ref)) {
 			p.withdrawn = append(p.withdrawn, ref)
 		}
 	}
 	return p
 }
 
+func (p gpuPool) isAllocated(ref device.Ref) bool {
+	_, allocated := p.allocated[ref]
+	return allocated
+}
+
 // publishes reports whether ref is, or could be, a device of the pool.
-func (p gpuPool) publishes(ref device.Ref) bool {
-	_, stands := p.standingAt(ref)
+func (p gpuPool) publishes(ref device.Ref, profileID int) bool {
+	_, stands := p.standingAt(ref, profileID)
 	return ref.Whole() || stands || ref.Compute == device.Placement{} && slices.ContainsFunc(p.geometry.Profiles(), func(profile device.Profile) bool {
 		return slices.Contains(profile.Placements, ref.Placement)
 	})
 }
 
-func (p gpuPool) standingAt(ref device.Ref) (device.Partition, bool) {
-	i := slices.IndexFunc(p.standing, func(s device.Partition) bool { return s.Ref == ref })
+// standingAt finds the partition that stands there, if it is the one that is meant: an administrator may have replaced it.
+func (p gpuPool) standingAt(ref device.Ref, profileID int) (device.Partition, bool) {
+	i := slices.IndexFunc(p.standing, func(s device.Partition) bool {
+		return s.Ref == ref && (profileID == noProfile || profileID == s.ProfileID)
+	})
 	if i < 0 {
 		return device.Partition{}, false
 	}
@@ -101,12 +109,13 @@ func (p gpuPool) counters() mig.Counters {
 	counters := p.geometry.Left(p.occupied)
 	for _, s := range p.standing {
 		counters[s.Name()] = 1
-		if p.isTaken(s.Ref) {
+		if p.isTaken(s) {
 			counters[s.Name()] = 0
 		}
 	}
 	for _, ref := range p.withdrawn {
-		for name, n := range p.takes(ref) {
+		// Where it could be several profiles, the most of each counter.
+		for name, n := range p.takes(ref, noProfile, func(a, b int64) int64 { return max(a, b) }) {
 			counters[name] = max(counters[name]-n, 0)
 		}
 	}
@@ -114,8 +123,9 @@ func (p gpuPool) counters() mig.Counters {
 		clearAll(counters)
 	}
 	floor := mig.Counters{}
-	for _, ref := range p.allocated {
-		for name, n := range p.takes(ref) {
+	for ref, profileID := range p.allocated {
+		// The least: more than is allocated would be given out.
+		for name, n := range p.takes(ref, profileID, func(a, b int64) int64 { return min(a, b) }) {
 			floor[name] += n
 		}
 	}
@@ -132,38 +142,48 @@ func clearAll(counters mig.Counters) {
 }
 
 // isTaken reports whether somebody has a part of a standing partition's hardware by another name, or others have it.
-func (p gpuPool) isTaken(ref device.Ref) bool {
-	return slices.ContainsFunc(p.withdrawn, ref.Overlaps) ||
-		slices.ContainsFunc(p.allocated, func(other device.Ref) bool { return other != ref && other.Overlaps(ref) })
+func (p gpuPool) isTaken(s device.Partition) bool {
+	profileID, allocated := p.allocated[s.Ref]
+	replaced := allocated && profileID != noProfile && profileID != s.ProfileID
+	return replaced || slices.ContainsFunc(p.withdrawn, s.Ref.Overlaps) || given{profiles: p.allocated}.anotherPartOf(s.Ref)
 }
 
-// takes is what the device at ref consumes. A place says nothing about the profile: where it could be several, it is the most of
-// each counter.
-func (p gpuPool) takes(ref device.Ref) mig.Counters {
+// takes is what the device at ref consumes. Where its profile is not known and no such partition was made, several may be meant;
+// choose says what of each counter is taken of what they take.
+func (p gpuPool) takes(ref device.Ref, profileID int, choose func(a, b int64) int64) mig.Counters {
 	if ref.Whole() {
 		return p.all
 	}
-	if s, stands := p.standingAt(ref); stands {
+	if s, stands := p.standingAt(ref, profileID); stands {
 		return mig.Counters{s.Name(): 1}
 	}
 	made := slices.IndexFunc(p.gpu.Partitions, func(q device.Partition) bool { return q.Made && q.Ref == ref })
-	takes := p.geometry.Takes(mig.Instance{ProfileID: noProfile, Placement: ref.Placement})
+	if profileID == noProfile && made >= 0 {
+		profileID = p.gpu.Partitions[made].ProfileID
+	}
+	var takes mig.Counters
 	for _, profile := range p.geometry.Profiles() {
-		if !slices.Contains(profile.Placements, ref.Placement) || made >= 0 && profile.ID != p.gpu.Partitions[made].ProfileID {
+		if !slices.Contains(profile.Placements, ref.Placement) || profileID != noProfile && profile.ID != profileID {
 			continue
 		}
-		for name, n := range p.geometry.Takes(mig.Instance{ProfileID: profile.ID, Placement: ref.Placement}) {
-			takes[name] = max(takes[name], n)
+		one := p.geometry.Takes(mig.Instance{ProfileID: profile.ID, Placement: ref.Placement})
+		if takes == nil {
+			takes = one
+			continue
 		}
+		for name := range p.all {
+			takes[name] = choose(takes[name], one[name])
+		}
+	}
+	if takes == nil {
+		return p.geometry.Takes(mig.Instance{ProfileID: noProfile, Placement: ref.Placement})
 	}
 	return takes
 }
 
-// noProfile is the ID of none.
-const noProfile = -1
-
 // devices are the partitions that stand, those that could be made, small ones first, and the whole GPU: the scheduler takes the
-// first that suits a request. What cannot be had beside a standing partition is left out, unless it is allocated.
+// first that suits a request. What cannot be had beside a standing partition is there all the same, without the counters that it
+// needs: a claim may have been allocated it a moment ago.
 func (p gpuPool) devices() []resourceapi.Device {
 	var devices []resourceapi.Device
 	for _, s := range p.standing {
@@ -174,31 +194,20 @@ func (p gpuPool) devices() []resourceapi.Device {
 		places[mig.Instance{ProfileID: q.ProfileID, Placement: q.Ref.Placement}] = q
 	}
 	for _, instance := range p.geometry.Order() {
-		if q, known := places[instance]; known && (p.isFree(q.Ref) || slices.Contains(p.allocated, q.Ref)) {
+		q, known := places[instance]
+		if _, stands := p.standingAt(q.Ref, q.ProfileID); known && !stands {
 			devices = append(devices, p.consuming(device.Device{GPU: p.gpu, Partition: q}))
 		}
 	}
-	undivided := len(p.occupied) == 0 && (!p.gpu.MIGEnabled || mig.Switchable(p.gpu))
-	if undivided || slices.Contains(p.allocated, p.gpu.Ref()) {
+	if !p.gpu.MIGEnabled || mig.Switchable(p.gpu) || p.isAllocated(p.gpu.Ref()) {
 		devices = append(devices, p.consuming(device.Device{GPU: p.gpu}))
 	}
 	return devices
 }
 
-// isFree reports whether no GPU instance without us is in that place.
-func (p gpuPool) isFree(ref device.Ref) bool {
-	return !slices.ContainsFunc(p.occupied, func(i mig.Instance) bool { return i.Placement.Overlaps(ref.Placement) })
-}
-
 func (p gpuPool) consuming(d device.Device) resourceapi.Device {
 	published := publishedDevice(d)
-	takes := p.all
-	if _, stands := p.standingAt(d.Ref()); stands {
-		takes = p.takes(d.Ref())
-	} else if !d.Whole() {
-		takes = p.geometry.Takes(mig.Instance{ProfileID: d.Partition.ProfileID, Placement: d.Partition.Ref.Placement})
-	}
-	consumed := asCounters(takes)
+	consumed := asCounters(p.takes(d.Ref(), d.Partition.ProfileID, nil))
 	for name, c := range consumed {
 		if c.Value.IsZero() {
 			delete(consumed, name)
@@ -222,7 +231,7 @@ func (p gpuPool) counts() deviceCounts {
 	var c deviceCounts
 	c.count(p.gpu.Health, p.retiring || slices.ContainsFunc(p.withdrawn, device.Ref.Whole))
 	for _, s := range p.standing {
-		c.count(device.Device{GPU: p.gpu, Partition: s}.Health(), p.isTaken(s.Ref))
+		c.count(device.Device{GPU: p.gpu, Partition: s}.Health(), p.isTaken(s))
 	}
 	return c
 }

@@ -123,7 +123,7 @@ func (o *Offer) look(f Facts) layout {
 			devices, odd := whole(g)
 			shared, l.left = append(shared, devices...), append(l.left, odd...)
 		case inOwnPool:
-			p := newGPUPool(g, held.refs, obstacles)
+			p := newGPUPool(g, held.profiles, obstacles)
 			l.pools[OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: p.slices()}
 			l.counts.add(p.counts())
 		case nowhere:
@@ -189,8 +189,8 @@ func (o *Offer) place(g device.GPU, pinned, counters bool) place {
 
 // given is what of one GPU claims have.
 type given struct {
-	// refs are what the scheduler has given to claims, each once.
-	refs []device.Ref
+	// profiles has what the scheduler has given to claims, and of partitions the profile ID: a place alone does not tell it.
+	profiles map[device.Ref]int
 	// pins reports that claims have, or had until a moment ago, something of it.
 	pins bool
 }
@@ -198,41 +198,44 @@ type given struct {
 // givenOut says by GPU what claims have of it, from the ledger and from what the scheduler was seen to allocate.
 func givenOut(gpus []device.GPU, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim) map[string]given {
 	all := map[string]given{}
-	add := func(ref device.Ref, allocated bool) {
+	add := func(ref device.Ref, profileID int, allocated bool) {
 		of := all[ref.GPU]
 		of.pins = true
-		if allocated && !slices.Contains(of.refs, ref) {
-			of.refs = append(of.refs, ref)
+		if of.profiles == nil {
+			of.profiles = map[device.Ref]int{}
+		}
+		if _, known := of.profiles[ref]; allocated && (!known || profileID != noProfile) {
+			of.profiles[ref] = profileID
 		}
 		all[ref.GPU] = of
 	}
 	for _, h := range holds {
 		if h.Holder.Kind == ledger.KindClaim {
-			add(h.Device, h.State != ledger.StateDraining && !h.Unreadable)
+			add(h.Device, noProfile, h.State != ledger.StateDraining && !h.Unreadable)
 		}
 	}
 	if len(claims) == 0 {
 		return all
 	}
-	byName := map[string]device.Ref{}
+	byName := map[string]device.Partition{}
 	for _, g := range gpus {
-		for _, p := range g.Possible() {
-			byName[p.Name()] = p.Ref
+		for _, p := range append(g.Possible(), g.Partitions...) {
+			byName[p.Name()] = p
 		}
-		for _, p := range g.Partitions {
-			byName[p.Name()] = p.Ref
-		}
-		byName[g.Name()] = g.Ref()
+		byName[g.Name()] = device.Partition{Ref: g.Ref(), ProfileID: noProfile}
 	}
 	for _, c := range claims {
 		for _, name := range c.Devices {
-			if ref, known := byName[name]; known {
-				add(ref, true)
+			if p, known := byName[name]; known {
+				add(p.Ref, p.ProfileID, true)
 			}
 		}
 	}
 	return all
 }
+
+// noProfile is the ID of none: of a whole GPU, or of a partition of which only the place is known.
+const noProfile = -1
 
 // offers delays the return of hardware, so that a device which changes hands does not make the scheduler look twice. Every
 // ResourceSlice update makes it retry all pods that wait for devices.

@@ -65,7 +65,12 @@ func nodeSlices(
 
 // anotherPartOf reports whether a claim has something else that overlaps ref: a part of it, or what it is a part of.
 func (g given) anotherPartOf(ref device.Ref) bool {
-	return slices.ContainsFunc(g.refs, func(other device.Ref) bool { return other != ref && other.Overlaps(ref) })
+	for other := range g.profiles {
+		if other != ref && other.Overlaps(ref) {
+			return true
+		}
+	}
+	return false
 }
 
 func (c *deviceCounts) count(health device.Health, withdrawn bool) {

@@ -1,0 +1,472 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/dynamic-resource-allocation/cel"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/dynamic-resource-allocation/structured"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/mig"
+)
+
+// asStored gives pools the names, and the order, that the API server has them by.
+func asStored(pools map[string]resourceslice.Pool) []*resourceapi.ResourceSlice {
+	var stored []*resourceapi.ResourceSlice
+	for name, pool := range pools {
+		for i, slice := range pool.Slices {
+			stored = append(stored, &resourceapi.ResourceSlice{
+				ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%05x-gpu.nvidia.com-node1-%s", i, strings.ReplaceAll(name, "/", "-"))},
+				Spec: resourceapi.ResourceSliceSpec{
+					Driver: "gpu.nvidia.com", NodeName: ptr.To(testNode), Devices: slice.Devices, SharedCounters: slice.SharedCounters,
+					Pool: resourceapi.ResourcePool{Name: name, Generation: 1, ResourceSliceCount: int64(len(pool.Slices))},
+				},
+			})
+		}
+	}
+	return stored
+}
+
+// allocation is a device that the scheduler has given to a claim.
+type allocation struct{ claim, pool, device string }
+
+// allocate asks the scheduler's own allocator. Nil means that there is nothing.
+func allocate(t testing.TB, stored []*resourceapi.ResourceSlice, taken []allocation, cache *cel.Cache, claim *resourceapi.ResourceClaim) []allocation {
+	t.Helper()
+	ids := sets.New[structured.DeviceID]()
+	for _, a := range taken {
+		ids.Insert(structured.MakeDeviceID("gpu.nvidia.com", a.pool, a.device))
+	}
+	features := structured.Features{DeviceTaints: true, AdminAccess: true, PrioritizedList: true, PartitionableDevices: true, DeviceBindingAndStatus: true}
+	allocator, err := structured.NewAllocator(t.Context(), features, structured.AllocatedState{AllocatedDevices: ids}, nvidiaClasses, stored, cache)
+	if err != nil {
+		t.Fatal(err)
+	}
+	results, err := allocator.Allocate(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: testNode}}, []*resourceapi.ResourceClaim{claim})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []allocation
+	for _, result := range results {
+		for _, d := range result.Devices.Results {
+			got = append(got, allocation{claim.Name, d.Pool, d.Device})
+		}
+	}
+	return got
+}
+
+// asking is a claim for some devices of a class, all of one profile where one is given, all on one GPU if together.
+func asking(name, class, profile string, count int64, together bool) *resourceapi.ResourceClaim {
+	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "team-a", UID: types.UID(name)}}
+	request := resourceapi.ExactDeviceRequest{DeviceClassName: class, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: count}
+	if profile != "" {
+		request.Selectors = []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
+			Expression: "device.attributes['gpu.nvidia.com'].profile == '" + profile + "'",
+		}}}
+	}
+	claim.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "devices", Exactly: &request}}
+	if together {
+		claim.Spec.Devices.Constraints = []resourceapi.DeviceConstraint{{MatchAttribute: ptr.To(resourceapi.FullyQualifiedName("gpu.nvidia.com/parentUUID"))}}
+	}
+	return claim
+}
+
+// world is a node of which everything is known: what the hardware has, who holds what, what the scheduler has allocated.
+type world struct {
+	t     *testing.T
+	r     *rand.Rand
+	inv   device.Inventory
+	offer Offer
+	now   time.Time
+	holds []ledger.Hold
+	taken []allocation
+	// unseen are the claims that the node has not heard of.
+	unseen map[string]bool
+	cache  *cel.Cache
+	serial int
+	log    []string
+
+	given, nothing int
+}
+
+func (w *world) say(format string, args ...any) { w.log = append(w.log, fmt.Sprintf(format, args...)) }
+
+func (w *world) fail(format string, args ...any) {
+	w.t.Helper()
+	w.t.Fatalf("%s\nafter\n%s", fmt.Sprintf(format, args...), strings.Join(w.log, "\n"))
+}
+
+// step does one thing that may happen to a node.
+func (w *world) step() {
+	w.now = w.now.Add(time.Duration(w.r.IntN(1500)) * time.Millisecond)
+	switch w.r.IntN(12) {
+	case 0, 1, 2, 3:
+		w.allocate()
+	case 4:
+		w.hear()
+	case 5:
+		w.prepare()
+	case 6, 7:
+		w.deallocate()
+	case 8:
+		w.release()
+	case 9:
+		w.limit()
+	case 10:
+		w.administer()
+	case 11:
+		w.health()
+	}
+}
+
+func (w *world) facts() Facts {
+	f := Facts{Inventory: w.inv, Holds: w.holds, Kept: everything, Now: w.now}
+	byClaim := map[string]*v1alpha1.AllocatedClaim{}
+	for _, a := range w.taken {
+		if w.unseen[a.claim] {
+			continue
+		}
+		if byClaim[a.claim] == nil {
+			byClaim[a.claim] = &v1alpha1.AllocatedClaim{UID: types.UID(a.claim)}
+		}
+		byClaim[a.claim].Devices = append(byClaim[a.claim].Devices, a.device)
+	}
+	for _, c := range byClaim {
+		f.Claims = append(f.Claims, *c)
+	}
+	return f
+}
+
+// device is what the name means; a claim may have one that is not there any more.
+func (w *world) device(name string) (device.Device, bool) {
+	inv := w.inv
+	inv.GPUs = slices.Clone(inv.GPUs)
+	for i := range inv.GPUs {
+		inv.GPUs[i].Dynamic = true
+	}
+	return inv.ByName(name)
+}
+
+// obstructed are the devices that nobody may be given now, by what the node knows.
+func (w *world) obstructed() []device.Ref {
+	var refs []device.Ref
+	for _, h := range w.holds {
+		grace := h.Holder.Kind == ledger.KindClaim && h.State == ledger.StateDraining && !h.Unreadable && h.Since.Add(drainGrace).After(w.now)
+		if !grace {
+			refs = append(refs, h.Device)
+		}
+	}
+	for _, a := range w.taken {
+		if d, known := w.device(a.device); known {
+			refs = append(refs, d.Ref())
+		}
+	}
+	for _, g := range w.inv.GPUs {
+		if !g.Health.Healthy() {
+			refs = append(refs, g.Ref())
+		}
+	}
+	return refs
+}
+
+// instances are the GPU instances on a GPU that exist, or that claims may have made at any moment.
+func (w *world) instances(g device.GPU) []mig.Instance {
+	var held []mig.Instance
+	add := func(p device.Partition) {
+		i := mig.Instance{ProfileID: p.ProfileID, Placement: p.Ref.Placement, Capacity: p.Capacity}
+		if !slices.ContainsFunc(held, func(h mig.Instance) bool { return h.Placement == i.Placement }) {
+			held = append(held, i)
+		}
+	}
+	for _, p := range g.Partitions {
+		if !p.Made || slices.ContainsFunc(w.obstructed(), func(ref device.Ref) bool { return ref == p.Ref }) {
+			add(p)
+		}
+	}
+	for _, a := range w.taken {
+		if d, known := w.device(a.device); known && !d.Whole() && d.GPU.UUID == g.UUID {
+			add(d.Partition)
+		}
+	}
+	return held
+}
+
+// available are the devices that a claim could have now.
+func (w *world) available(whole bool, profile string) []device.Device {
+	obstructed := w.obstructed()
+	free := func(ref device.Ref) bool { return !slices.ContainsFunc(obstructed, ref.Overlaps) }
+	var all []device.Device
+	for _, g := range w.inv.GPUs {
+		own := w.offer.own[g.Name()]
+		stands := slices.ContainsFunc(g.Partitions, func(p device.Partition) bool { return !p.Made })
+		if whole {
+			if free(g.Ref()) && !stands && (!g.MIGEnabled || g.Dynamic && mig.Switchable(g)) {
+				all = append(all, device.Device{GPU: g})
+			}
+			continue
+		}
+		for _, p := range g.Partitions {
+			if !p.Made && p.Profile == profile && free(p.Ref) {
+				all = append(all, device.Device{GPU: g, Partition: p})
+			}
+		}
+		if !own || !g.Dynamic {
+			continue
+		}
+		geometry, held := mig.NewGeometry(g.Profiles), w.instances(g)
+		for _, p := range g.Possible() {
+			if p.Profile == profile && free(p.Ref) && geometry.Fits(held, mig.Instance{ProfileID: p.ProfileID, Placement: p.Ref.Placement}) {
+				all = append(all, device.Device{GPU: g, Partition: p})
+			}
+		}
+	}
+	return all
+}
+
+// allocate lets the scheduler look for one kind of device and holds it against the truth.
+func (w *world) allocate() {
+	profiles := []string{"1g.10gb", "1g.10gb", "1g.10gb+me", "1g.20gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb", "1g.5gb", "2g.10gb", "3g.20gb", "1c.3g.40gb"}
+	w.serial++
+	name, class, profile, count, together := fmt.Sprintf("c%d", w.serial), "mig.nvidia.com", profiles[w.r.IntN(len(profiles))], int64(1+w.r.IntN(2)), w.r.IntN(2) == 0
+	if w.r.IntN(5) == 0 {
+		class, profile, together = "gpu.nvidia.com", "", false
+	}
+	pools, _ := w.offer.Pools(w.facts())
+	got := allocate(w.t, asStored(pools), w.taken, w.cache, asking(name, class, profile, count, together))
+	w.say("%s asks for %d %s%s: %v", name, count, class, profile, got)
+	if got == nil {
+		w.nothing++
+		free := slices.DeleteFunc(w.available(profile == "", profile), w.contested)
+		if len(free) > 0 && count == 1 && len(w.unseen) == 0 {
+			w.fail("nothing is allocated, but %s is free", free[0].Name())
+		}
+		return
+	}
+	w.given++
+	for _, a := range got {
+		free := w.available(profile == "", profile)
+		d, known := w.device(a.device)
+		if known && w.unheard(d) {
+			continue
+		}
+		if !known || !slices.ContainsFunc(free, func(f device.Device) bool { return f.Name() == a.device }) {
+			w.fail("%s is allocated, which is not free: %v %v, held: %v, instances: %v", a.device, d.Ref(), known, w.obstructed(), w.instances(d.GPU))
+		}
+		w.taken = append(w.taken, a)
+	}
+	w.unseen[name] = true
+	if w.r.IntN(3) > 0 {
+		w.hear()
+	}
+}
+
+// unheard reports whether the node has not heard that the device is allocated by another name. Without counters the scheduler
+// cannot know that either, where an administrator has cut up a GPU in between.
+func (w *world) unheard(d device.Device) bool {
+	return !w.offer.own[d.GPU.Name()] && slices.ContainsFunc(w.taken, func(a allocation) bool {
+		other, known := w.device(a.device)
+		return known && w.unseen[a.claim] && other.Name() != d.Name() && other.Ref().Overlaps(d.Ref())
+	})
+}
+
+// contested reports whether a claim lost something on that GPU after it was allocated. Until the claim has ended, both count.
+func (w *world) contested(d device.Device) bool {
+	return slices.ContainsFunc(w.taken, func(a allocation) bool {
+		lost, known := w.device(a.device)
+		if !known || lost.GPU.UUID != d.GPU.UUID {
+			return false
+		}
+		return slices.ContainsFunc(w.holds, func(h ledger.Hold) bool { return h.Holder.ID != a.claim && h.Device.Overlaps(lost.Ref()) }) ||
+			slices.ContainsFunc(d.GPU.Partitions, func(p device.Partition) bool { return !p.Made && p.Name() != lost.Name() && p.Ref.Overlaps(lost.Ref()) })
+	})
+}
+
+// hear tells the node what the scheduler has done.
+func (w *world) hear() { clear(w.unseen) }
+
+// prepare lets a claim have what it was allocated, unless somebody is in the way.
+func (w *world) prepare() {
+	for _, a := range w.taken {
+		d, known := w.device(a.device)
+		if !known || slices.ContainsFunc(w.holds, func(h ledger.Hold) bool { return h.Device.Overlaps(d.Ref()) }) {
+			continue
+		}
+		if !d.Whole() && d.Partition.UUID == "" && !mig.NewGeometry(d.GPU.Profiles).Fits(w.there(d.GPU), mig.Instance{ProfileID: d.Partition.ProfileID, Placement: d.Partition.Ref.Placement}) {
+			continue
+		}
+		w.holds = append(w.holds, ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: a.claim}, Device: d.Ref(), State: ledger.StateHeld, Since: w.now})
+		if !d.Whole() && d.Partition.UUID == "" {
+			d.Partition.Made, d.Partition.UUID = true, "MIG-made"
+			w.change(d.GPU.UUID, func(g *device.GPU) { g.Partitions, g.MIGEnabled = append(g.Partitions, d.Partition), true })
+		}
+		w.say("%s is prepared", a.device)
+		if w.r.IntN(2) == 0 {
+			return
+		}
+	}
+}
+
+// there are the GPU instances that exist.
+func (w *world) there(g device.GPU) []mig.Instance {
+	var there []mig.Instance
+	for _, p := range g.Partitions {
+		if !slices.ContainsFunc(there, func(i mig.Instance) bool { return i.Placement == p.Ref.Placement }) {
+			there = append(there, mig.Instance{ProfileID: p.ProfileID, Placement: p.Ref.Placement, Capacity: p.Capacity})
+		}
+	}
+	return there
+}
+
+func (w *world) change(uuid string, change func(*device.GPU)) {
+	w.inv.GPUs = slices.Clone(w.inv.GPUs)
+	for i := range w.inv.GPUs {
+		if g := &w.inv.GPUs[i]; g.UUID == uuid {
+			g.Partitions = slices.Clone(g.Partitions)
+			change(g)
+		}
+	}
+}
+
+// deallocate ends a claim. What was prepared drains.
+func (w *world) deallocate() {
+	if len(w.taken) == 0 {
+		return
+	}
+	ended := w.taken[w.r.IntN(len(w.taken))].claim
+	w.taken = slices.DeleteFunc(w.taken, func(a allocation) bool { return a.claim == ended })
+	delete(w.unseen, ended)
+	for i := range w.holds {
+		if h := &w.holds[i]; h.Holder.ID == ended {
+			h.State, h.Since, h.Unreadable = ledger.StateDraining, w.now, w.r.IntN(10) == 0
+		}
+	}
+	w.say("%s ends", ended)
+}
+
+// release frees what drains, or what a limit has.
+func (w *world) release() {
+	i := slices.IndexFunc(w.holds, func(h ledger.Hold) bool { return h.State == ledger.StateDraining || h.Holder.Kind == ledger.KindLimit })
+	if i < 0 {
+		return
+	}
+	h := w.holds[i]
+	w.holds = slices.Delete(slices.Clone(w.holds), i, i+1)
+	w.change(h.Device.GPU, func(g *device.GPU) {
+		g.Partitions = slices.DeleteFunc(g.Partitions, func(p device.Partition) bool { return p.Made && p.Ref == h.Device })
+		// Mode is switched off lazily, or not at all.
+	})
+	w.say("%s releases %s", h.Holder.ID, h.Device)
+}
+
+// limit takes what no hold overlaps, whatever the scheduler has in mind.
+func (w *world) limit() {
+	var free []device.Ref
+	for _, d := range w.inv.Devices() {
+		if d.Partition.Made || d.Whole() && len(d.GPU.Partitions) > 0 ||
+			slices.ContainsFunc(w.holds, func(h ledger.Hold) bool { return h.Device.Overlaps(d.Ref()) }) {
+			continue
+		}
+		free = append(free, d.Ref())
+	}
+	if len(free) == 0 {
+		return
+	}
+	ref := free[w.r.IntN(len(free))]
+	w.holds = append(w.holds, ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: ref.String()}, Device: ref, State: ledger.StateHeld})
+	w.say("a limit takes %s", ref)
+}
+
+// administer makes or removes a partition by hand, where nothing runs.
+func (w *world) administer() {
+	g := w.inv.GPUs[w.r.IntN(len(w.inv.GPUs))]
+	if slices.ContainsFunc(w.holds, func(h ledger.Hold) bool { return h.Device == g.Ref() }) {
+		return
+	}
+	idle := slices.DeleteFunc(slices.Clone(g.Partitions), func(p device.Partition) bool {
+		return p.Made || slices.ContainsFunc(w.holds, func(h ledger.Hold) bool { return h.Device.Overlaps(p.Ref) })
+	})
+	if len(idle) > 0 && w.r.IntN(2) == 0 {
+		gone := idle[0].Ref.Placement
+		w.change(g.UUID, func(g *device.GPU) {
+			g.Partitions = slices.DeleteFunc(g.Partitions, func(p device.Partition) bool {
+				return p.Ref.Placement == gone && slices.ContainsFunc(idle, func(i device.Partition) bool { return i.Ref == p.Ref })
+			})
+		})
+		w.say("an administrator removes %v of %s", gone, g.Name())
+		return
+	}
+	possible := g.Possible()
+	p := possible[w.r.IntN(len(possible))]
+	if !mig.NewGeometry(g.Profiles).Fits(w.there(g), mig.Instance{ProfileID: p.ProfileID, Placement: p.Ref.Placement}) {
+		return
+	}
+	w.change(g.UUID, func(g *device.GPU) {
+		cut(g, p.Profile, p.Ref.Placement.Start)
+		if strings.HasPrefix(p.Profile, "3g") && w.r.IntN(2) == 0 {
+			share(g, 3)
+		}
+	})
+	w.say("an administrator makes %s", p.Name())
+}
+
+// health loses a GPU, or brings it back.
+func (w *world) health() {
+	g := w.inv.GPUs[w.r.IntN(len(w.inv.GPUs))]
+	w.change(g.UUID, func(g *device.GPU) {
+		if g.Health.Healthy() && w.r.IntN(3) == 0 {
+			g.Health = device.Health{Reason: device.ReasonLost}
+		} else {
+			g.Health = device.Health{}
+		}
+	})
+	w.say("%s is %+v", g.Name(), g.Health)
+}
+
+// The scheduler's own allocator never gives out what somebody has or what the hardware refuses, and finds what is free.
+func TestTheSchedulerAllocatesWhatIsFree(t *testing.T) {
+	sequences := 60
+	if testing.Short() {
+		sequences = 20
+	}
+	if s, err := strconv.Atoi(os.Getenv("SEQUENCES")); err == nil {
+		sequences = s
+	}
+	cache := cel.NewCache(100, cel.Features{})
+	given, nothing := 0, 0
+	for seed := range sequences {
+		w := &world{
+			t: t, r: rand.New(rand.NewPCG(uint64(seed), 1)), now: time.Unix(1000, 0), offer: Offer{NodeName: testNode},
+			unseen: map[string]bool{}, cache: cache,
+		}
+		w.inv = machine(3, dynamic)
+		ampere(&w.inv.GPUs[1])
+		w.inv.GPUs[2].Dynamic = seed%2 == 0
+		w.say("seed %d", seed)
+		for range 40 {
+			w.step()
+		}
+		given, nothing = given+w.given, nothing+w.nothing
+	}
+	t.Logf("%d allocations, %d times nothing", given, nothing)
+	if given == 0 || nothing == 0 {
+		t.Error("one of the two was never seen")
+	}
+}

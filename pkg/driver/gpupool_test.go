@@ -1,0 +1,415 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"sigs.k8s.io/yaml"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/mig"
+)
+
+var everything = Capabilities{Taints: true, BindingConditions: true, Counters: true}
+
+// dynamic makes a GPU one that is partitioned on demand.
+func dynamic(g *device.GPU) {
+	model, _ := mig.ModelNamed("H100-80GB")
+	g.Profiles, g.Dynamic = model.Offered(), true
+}
+
+// ampere makes it an A100 in MIG mode.
+func ampere(g *device.GPU) {
+	model, _ := mig.ModelNamed("A100-40GB")
+	g.Profiles, g.MIGEnabled = model.Offered(), true
+	g.ProductName, g.Architecture, g.ComputeCapability, g.MemoryBytes = model.Product, "Ampere", "8.0", model.Total.MemoryBytes
+}
+
+// cut puts a partition on a GPU, as an administrator would.
+func cut(g *device.GPU, profile string, start int) device.Partition {
+	i := slices.IndexFunc(g.Profiles, func(p device.Profile) bool { return p.Name == profile })
+	p := g.Profiles[i]
+	made := device.Partition{
+		UUID: fmt.Sprintf("MIG-%08d-%02d-%02d", g.Minor, p.ID, start), Parent: g.Minor, Profile: p.Name, ProfileID: p.ID, Capacity: p.Capacity,
+		Ref: device.Ref{GPU: g.UUID, Placement: device.Placement{Start: start, Size: p.Placements[0].Size}}, GPUInstance: len(g.Partitions) + 1,
+	}
+	g.Partitions, g.MIGEnabled = append(g.Partitions, made), true
+	return made
+}
+
+// share turns the last partition of a GPU into compute instances of one slice each.
+func share(g *device.GPU, into int) {
+	last := g.Partitions[len(g.Partitions)-1]
+	g.Partitions = g.Partitions[:len(g.Partitions)-1]
+	for i := range into {
+		part := last
+		part.UUID, part.Profile = fmt.Sprintf("%s-%d", last.UUID, i), "1c."+last.Profile
+		part.Ref.Compute, part.ComputeInstance = device.Placement{Start: i, Size: 1}, i
+		part.Capacity.Multiprocessors /= into
+		g.Partitions = append(g.Partitions, part)
+	}
+}
+
+// a100s have mixed partitions that somebody made; the last GPU is not partitioned.
+func a100s() device.Inventory {
+	inv := machine(4, ampere)
+	cut(&inv.GPUs[0], "3g.20gb", 0)
+	cut(&inv.GPUs[0], "2g.10gb", 4)
+	cut(&inv.GPUs[1], "3g.20gb", 4)
+	share(&inv.GPUs[1], 3)
+	cut(&inv.GPUs[1], "1g.5gb", 0)
+	inv.GPUs[2].Partitions = nil // in MIG mode without any
+	inv.GPUs[3].MIGEnabled = false
+	return inv
+}
+
+// mixed has everything beside each other.
+func mixed() device.Inventory {
+	inv := machine(4)
+	cutAndDynamic := &inv.GPUs[1]
+	dynamic(cutAndDynamic)
+	cut(cutAndDynamic, "1g.10gb", 6)
+	cut(cutAndDynamic, "3g.40gb", 0)
+	share(cutAndDynamic, 2)
+	dynamic(&inv.GPUs[2])
+	ampere(&inv.GPUs[3])
+	cut(&inv.GPUs[3], "7g.40gb", 0)
+	return inv
+}
+
+func poolsOf(t *testing.T, f Facts) map[string]resourceslice.Pool {
+	t.Helper()
+	offer := Offer{NodeName: testNode}
+	pools, _ := offer.Pools(f)
+	return pools
+}
+
+func TestGoldenPools(t *testing.T) {
+	limit := func(ref device.Ref) ledger.Hold {
+		return ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: ref.String()}, Device: ref, State: ledger.StateHeld}
+	}
+	a100, all := a100s(), mixed()
+	few := machine(1, dynamic, func(g *device.GPU) {
+		g.Profiles = slices.DeleteFunc(g.Profiles, func(p device.Profile) bool { return p.Name != "3g.40gb" })
+	})
+	tests := map[string]Facts{
+		"mig-h100x8.txt":           {Inventory: machine(8, dynamic), Kept: everything},
+		"mig-h100.yaml":            {Inventory: few, Kept: everything},
+		"mig-a100x4.yaml":          {Inventory: a100, Kept: everything},
+		"mig-a100x4-held.txt":      {Inventory: a100, Kept: everything, Holds: []ledger.Hold{limit(a100.GPUs[0].Partitions[0].Ref), limit(a100.GPUs[1].Partitions[1].Ref)}},
+		"mig-mixed.txt":            {Inventory: all, Kept: everything},
+		"mig-mixed-held.txt":       {Inventory: all, Kept: everything, Holds: []ledger.Hold{limit(all.GPUs[1].Partitions[0].Ref), limit(refOf(2)), limit(all.GPUs[3].Partitions[0].Ref)}},
+		"mig-mixed-nocounters.txt": {Inventory: all},
+	}
+	for name, facts := range tests {
+		t.Run(name, func(t *testing.T) {
+			pools := poolsOf(t, facts)
+			if strings.HasSuffix(name, ".txt") {
+				compareGolden(t, name, []byte(listing(pools)))
+				return
+			}
+			got, err := yaml.Marshal(pools)
+			if err != nil {
+				t.Fatal(err)
+			}
+			compareGolden(t, name, got)
+		})
+	}
+}
+
+// listing has a line for each counter set and device, without attributes and capacities.
+func listing(pools map[string]resourceslice.Pool) string {
+	var text strings.Builder
+	counters := func(counters map[string]resourceapi.Counter) {
+		for _, name := range slices.Sorted(maps.Keys(counters)) {
+			c := counters[name]
+			fmt.Fprintf(&text, " %s=%s", name, c.Value.String())
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(pools)) {
+		fmt.Fprintln(&text, name)
+		for i, slice := range pools[name].Slices {
+			for _, set := range slice.SharedCounters {
+				fmt.Fprintf(&text, "%d %s:", i, set.Name)
+				counters(set.Counters)
+				fmt.Fprintln(&text)
+			}
+			for _, d := range slice.Devices {
+				fmt.Fprintf(&text, "%d %s", i, d.Name)
+				for _, taint := range d.Taints {
+					fmt.Fprintf(&text, " !%s", taint.Key)
+				}
+				for _, c := range d.ConsumesCounters {
+					fmt.Fprintf(&text, ": %s", c.CounterSet)
+					counters(c.Counters)
+				}
+				fmt.Fprintln(&text)
+			}
+		}
+	}
+	return text.String()
+}
+
+// What the API takes, whatever the machine looks like.
+func TestPoolsAreWithinLimits(t *testing.T) {
+	machines := map[string]device.Inventory{"a100s": a100s(), "mixed": mixed(), "odd": oddMachine()}
+	for _, model := range mig.Models() {
+		machines[model.Name] = machine(16, func(g *device.GPU) { g.Profiles, g.Dynamic = model.Offered(), true })
+		machines[model.Name+" cut"] = machine(2, func(g *device.GPU) {
+			g.Profiles, g.Dynamic = model.Offered(), true
+			for _, at := range g.Profiles[0].Placements {
+				cut(g, g.Profiles[0].Name, at.Start)
+			}
+		})
+	}
+	for name, inv := range machines {
+		for pool, p := range poolsOf(t, Facts{Inventory: inv, Kept: everything}) {
+			sets, seen := map[string]map[string]resourceapi.Counter{}, map[string]bool{}
+			for _, slice := range p.Slices {
+				if len(slice.SharedCounters) > 0 && slice.Devices != nil || len(slice.SharedCounters) > resourceapi.ResourceSliceMaxCounterSets ||
+					len(slice.Devices) > resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures {
+					t.Errorf("%s, %s: %d counter sets and %d devices in one slice", name, pool, len(slice.SharedCounters), len(slice.Devices))
+				}
+				for _, set := range slice.SharedCounters {
+					sets[set.Name] = set.Counters
+					if len(set.Counters) > resourceapi.ResourceSliceMaxCountersPerCounterSet {
+						t.Errorf("%s, %s: %d counters", name, pool, len(set.Counters))
+					}
+				}
+				for _, d := range slice.Devices {
+					if n := len(d.Attributes) + len(d.Capacity); n > resourceapi.ResourceSliceMaxAttributesAndCapacitiesPerDevice {
+						t.Errorf("%s, %s: %s has %d attributes and capacities", name, pool, d.Name, n)
+					}
+					if seen[d.Name] || len(d.Name) > 63 {
+						t.Errorf("%s, %s: device %s is there twice, or too long", name, pool, d.Name)
+					}
+					seen[d.Name] = true
+					if pool != testNode && len(d.ConsumesCounters) != 1 {
+						t.Errorf("%s, %s: %s consumes nothing, so it looks independent", name, pool, d.Name)
+					}
+					for _, c := range d.ConsumesCounters {
+						for counter := range c.Counters {
+							if _, known := sets[c.CounterSet][counter]; !known {
+								t.Errorf("%s, %s: %s consumes %s of %s, which is not there", name, pool, d.Name, counter, c.CounterSet)
+							}
+						}
+						if len(c.Counters) == 0 {
+							t.Errorf("%s, %s: %s consumes nothing of %s", name, pool, d.Name, c.CounterSet)
+						}
+					}
+				}
+			}
+		}
+	}
+}
+
+// summary has each pool's devices, and the counters at zero.
+func summary(pools map[string]resourceslice.Pool) map[string]string {
+	said := map[string]string{}
+	for name, pool := range pools {
+		var parts []string
+		for _, slice := range pool.Slices {
+			for _, set := range slice.SharedCounters {
+				free := 0
+				for counter, c := range set.Counters {
+					if strings.HasPrefix(counter, "memory-slice-") {
+						free += int(c.Value.Value())
+					}
+				}
+				parts = append(parts, fmt.Sprintf("%d slices", free))
+			}
+			if n := len(slice.Devices); n > 3 {
+				parts = append(parts, fmt.Sprintf("%d devices", n))
+				continue
+			}
+			for _, d := range slice.Devices {
+				taint := ""
+				if len(d.Taints) > 0 {
+					taint = "!" + strings.TrimPrefix(d.Taints[0].Key, "tandem-gpu.dev/")
+				}
+				parts = append(parts, d.Name+taint)
+			}
+		}
+		said[strings.TrimPrefix(name, testNode)] = strings.Join(parts, " ")
+	}
+	return said
+}
+
+// A GPU stays in the pool from which claims have it, whatever policy and API server do meanwhile, and whoever publishes.
+func TestAGPUStaysWhereClaimsHaveGotIt(t *testing.T) {
+	plain, onDemand := machine(1, dynamic, func(g *device.GPU) { g.Dynamic = false }), machine(1, dynamic)
+	whole := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "c"}, Device: refOf(0), State: ledger.StateHeld}
+	half := whole
+	half.Device.Placement = device.Placement{Start: 4, Size: 4}
+	free, fixed := map[string]string{"": "", "/gpu-00": "8 slices 26 devices"}, map[string]string{"": "gpu-0"}
+	type step struct {
+		inv   device.Inventory
+		holds []ledger.Hold
+		kept  Capabilities
+		want  map[string]string
+		// restarted has another agent publish from here on.
+		restarted bool
+	}
+	blind := Capabilities{Taints: true}
+	for name, steps := range map[string][]step{
+		"no longer on demand": {
+			{inv: onDemand, holds: []ledger.Hold{half}, kept: everything, want: free},
+			{inv: plain, holds: []ledger.Hold{half}, kept: everything, want: map[string]string{"": "", "/gpu-00": "4 slices 26 devices"}, restarted: true},
+			{inv: plain, holds: []ledger.Hold{half}, kept: everything, want: map[string]string{"": "", "/gpu-00": "4 slices 26 devices"}, restarted: true},
+			{inv: plain, kept: everything, want: fixed},
+		},
+		"on demand from now on": {
+			{inv: plain, holds: []ledger.Hold{whole}, kept: everything, want: fixed},
+			{inv: onDemand, holds: []ledger.Hold{whole}, kept: everything, want: fixed, restarted: true},
+			{inv: onDemand, holds: []ledger.Hold{whole}, kept: everything, want: fixed, restarted: true},
+			{inv: onDemand, kept: everything, want: free},
+		},
+		"counters are dropped": {
+			{inv: onDemand, holds: []ledger.Hold{half}, kept: everything, want: free},
+			{inv: onDemand, holds: []ledger.Hold{half}, kept: blind, want: map[string]string{"": ""}},
+			{inv: onDemand, holds: []ledger.Hold{half}, kept: blind, want: map[string]string{"": "gpu-0!held-by-claim"}, restarted: true},
+			{inv: onDemand, kept: blind, want: fixed},
+			{inv: onDemand, kept: everything, want: free},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			offer := Offer{NodeName: testNode}
+			var published map[string]resourceslice.Pool
+			for i, s := range steps {
+				if s.restarted {
+					var found []resourceapi.ResourceSlice
+					for name, pool := range published {
+						for _, slice := range pool.Slices {
+							found = append(found, resourceapi.ResourceSlice{Spec: resourceapi.ResourceSliceSpec{
+								Pool: resourceapi.ResourcePool{Name: name}, Devices: slice.Devices, SharedCounters: slice.SharedCounters,
+							}})
+						}
+					}
+					offer = Offer{NodeName: testNode}
+					offer.Found(found)
+				}
+				published, _ = offer.Pools(Facts{Inventory: s.inv, Holds: s.holds, Kept: s.kept, Now: time.Unix(int64(i), 0)})
+				if diff := cmp.Diff(s.want, summary(published)); diff != "" {
+					t.Errorf("step %d: %s", i, diff)
+				}
+			}
+		})
+	}
+}
+
+// What stands in the way of a GPU that is partitioned on demand, and what does not.
+func TestCountersFollowHolds(t *testing.T) {
+	now := time.Unix(1000, 0)
+	at := func(start, size int) device.Ref {
+		return device.Ref{GPU: uuidOf(0), Placement: device.Placement{Start: start, Size: size}}
+	}
+	hold := func(kind ledger.Kind, state ledger.State, age time.Duration, ref device.Ref) ledger.Hold {
+		return ledger.Hold{Holder: ledger.Holder{Kind: kind, ID: "c"}, Device: ref, State: state, Since: now.Add(-age)}
+	}
+	unreadable := hold(ledger.KindClaim, ledger.StateExpected, 0, at(0, 4))
+	unreadable.Unreadable = true
+	claim := func(names ...string) []v1alpha1.AllocatedClaim {
+		return []v1alpha1.AllocatedClaim{{UID: "c", Devices: names}}
+	}
+	onDemand := machine(1, dynamic)
+	lost := machine(1, dynamic)
+	lost.GPUs[0].Health = device.Health{Reason: device.ReasonLost}
+	cutGPU := machine(1, dynamic)
+	stands := cut(&cutGPU.GPUs[0], "3g.40gb", 4)
+	orphan := machine(1, dynamic)
+	cut(&orphan.GPUs[0], "3g.40gb", 4)
+	orphan.GPUs[0].Partitions[0].Made = true
+	tests := map[string]struct {
+		inv    device.Inventory
+		holds  []ledger.Hold
+		claims []v1alpha1.AllocatedClaim
+		slices string
+		own    int64
+	}{
+		"nothing":                           {inv: onDemand, slices: "11111111"},
+		"a claim's":                         {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, time.Hour, at(0, 4))}, slices: "11111111"},
+		"a claim's, expected":               {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateExpected, time.Hour, at(0, 4))}, slices: "11111111"},
+		"a claim's, which begins to drain":  {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Second, at(0, 4))}, slices: "11111111"},
+		"a claim's, which drains for long":  {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Minute, at(0, 4))}, slices: "00001111"},
+		"drains, and is allocated again":    {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Minute, at(0, 4))}, claims: claim("gpu-0-mig-3g40gb-9-0"), slices: "11111111"},
+		"unreadable":                        {inv: onDemand, holds: []ledger.Hold{unreadable}, slices: "00001111"},
+		"a limit on the GPU":                {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
+		"a limit that won against a claim":  {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, refOf(0))}, claims: claim("gpu-0-mig-1g10gb-19-2"), slices: "00100000"},
+		"a lost GPU":                        {inv: lost, slices: "00000000"},
+		"a lost GPU of a claim":             {inv: lost, claims: claim("gpu-0"), slices: "11111111"},
+		"a standing partition":              {inv: cutGPU, slices: "11110000", own: 1},
+		"a limit on a standing partition":   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, stands.Ref)}, slices: "11110000"},
+		"a claim on a standing partition":   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, stands.Ref)}, slices: "11110000", own: 1},
+		"both, in a race":                   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, stands.Ref)}, claims: claim(stands.Name()), slices: "11110000", own: 1},
+		"a limit on all, standing included": {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
+		// An administrator was faster than kubelet.
+		"the whole GPU is a claim's, and then cut": {inv: cutGPU, claims: claim("gpu-0"), slices: "11111111"},
+		"a claim's partition was replaced":         {inv: cutGPU, claims: claim("gpu-0-mig-4g40gb-5-0", "gpu-0-mig-1g10gb-19-5"), slices: "11110100"},
+		"a claim's compute instance was removed":   {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, device.Ref{GPU: uuidOf(0), Placement: device.Placement{Size: 4}, Compute: device.Placement{Size: 1}})}, slices: "00001111"},
+		"made for nobody":                          {inv: orphan, slices: "11110000"},
+		"made for a claim":                         {inv: orphan, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, at(4, 4))}, slices: "11111111"},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			offer := Offer{NodeName: testNode}
+			offer.Pools(Facts{Inventory: test.inv, Holds: test.holds, Claims: test.claims, Kept: everything, Now: now.Add(-drainGrace)})
+			pools, _ := offer.Pools(Facts{Inventory: test.inv, Holds: test.holds, Claims: test.claims, Kept: everything, Now: now})
+			counters := pools[testNode+"/gpu-00"].Slices[0].SharedCounters[0].Counters
+			got := ""
+			for i := range 8 {
+				c := counters[fmt.Sprintf("memory-slice-%d", i)]
+				got += c.Value.String()
+			}
+			if got != test.slices {
+				t.Errorf("slices %s, want %s", got, test.slices)
+			}
+			if own, stands := counters[stands.Name()]; own.Value.Value() != test.own || stands != (len(test.inv.GPUs[0].Partitions) > 0 && !test.inv.GPUs[0].Partitions[0].Made) {
+				t.Errorf("the standing partition has %v, %v", own.Value.Value(), stands)
+			}
+		})
+	}
+}
+
+// What a limit on one of eight GPUs costs, in bytes that are sent: one slice with the counters of that GPU, and nothing for its
+// devices.
+func TestWithdrawalFromCountersChangesOneSmallSlice(t *testing.T) {
+	inv := machine(8, dynamic)
+	before := poolsOf(t, Facts{Inventory: inv, Kept: everything})
+	after := poolsOf(t, Facts{Inventory: inv, Kept: everything, Holds: []ledger.Hold{{
+		Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "x"}, Device: refOf(3), State: ledger.StateHeld,
+	}}})
+	size := func(slice resourceslice.Slice) int {
+		data, err := json.Marshal(resourceapi.ResourceSliceSpec{Devices: slice.Devices, SharedCounters: slice.SharedCounters})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(data)
+	}
+	all, changed, bytes := 0, 0, 0
+	for name, pool := range before {
+		for i, slice := range pool.Slices {
+			all += size(slice)
+			if !cmp.Equal(slice, after[name].Slices[i]) {
+				changed, bytes = changed+1, bytes+size(after[name].Slices[i])
+			}
+		}
+	}
+	own := before[testNode+"/gpu-03"].Slices
+	t.Logf("8 GPUs: %d bytes in %d pools; one GPU: %d of counters, %d of %d devices; a withdrawal: %d bytes in %d slice",
+		all, len(before), size(own[0]), size(own[1]), len(own[1].Devices), bytes, changed)
+	if changed != 1 || bytes > 1000 {
+		t.Errorf("%d bytes in %d slices", bytes, changed)
+	}
+}
