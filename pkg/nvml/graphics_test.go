@@ -11,7 +11,7 @@ import (
 
 func TestGraphicsOfAPartition(t *testing.T) {
 	parent := specsOf("/dev/nvidia0", "/dev/dri/card1", "/dev/dri/renderD128")
-	edits := specsOf("/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap3")
+	edits := specs.ContainerEdits{DeviceNodes: []*specs.DeviceNode{{Path: "/dev/nvidia0"}, {Path: "/dev/nvidia-caps/nvidia-cap3"}}}
 	addGraphics(&edits, parent)
 	var got []string
 	for _, n := range edits.DeviceNodes {
