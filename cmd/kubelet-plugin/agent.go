@@ -120,7 +120,7 @@ func (a *agent) serve(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	book, err := a.openLedger(ctx, pods, pods.Queue(a.config.ResourceName))
+	book, err := a.openLedger(ctx, pods, pods.Queue(a.config.Resources().Has))
 	if err == nil {
 		err = errors.Join(a.serveNode(ctx, cgroups, pods, book, resources), book.Close())
 	}
@@ -205,7 +205,7 @@ func (a *agent) reconcilerConfig(cgroups *evidence.Cgroups, pods *evidence.Pods,
 	return reconcile.Config{
 		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources,
 		Claims:     func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Resource: a.config.ResourceName,
+		KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Limits: a.config.Resources(),
 	}
 }
 

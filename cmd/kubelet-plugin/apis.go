@@ -113,18 +113,18 @@ func (a *agent) claimsConfig(f frontEnds, object *gpunode.Object) driver.Config 
 	return driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
 		Node: f.self, Ledger: f.book, Inventory: f.node, Specs: f.specs, Pods: f.pods, Recorder: a.recorder, Registerer: a.metrics,
-		OfferedToClaims: a.config.OfferedToClaims, OfferedToLimits: a.config.OfferedToLimits, PublishNothing: !a.config.Mode.Claims(),
+		OfferedToClaims: a.config.OfferedToClaims, OfferedToLimits: a.config.OfferedToLimits, Limits: a.config.Resources(), PublishNothing: !a.config.Mode.Claims(),
 		Allocations: object, Strict: a.config.Strict && a.config.Mode == config.ModeDual,
 	}
 }
 
 func (a *agent) limitsConfig(f frontEnds, object *gpunode.Object) legacy.Config {
 	c := legacy.Config{
-		ResourceName: a.config.ResourceName, NodeName: a.config.NodeName,
+		Resources: a.config.Resources(), NodeName: a.config.NodeName,
 		Directory:  filepath.Join(a.config.KubeletDir, "device-plugins"),
 		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
-		PassDeviceSpecs: a.config.PassDeviceSpecs,
-		Inventory:       f.node, Offered: a.config.OfferedToLimits, Retiring: !a.config.Mode.Limits(), Ledger: f.book, Specs: f.specs, Kubelet: f.resources,
+		PassDeviceSpecs: a.config.PassDeviceSpecs, AllocationPolicy: legacy.AllocationPolicy(a.config.AllocationPolicy),
+		Inventory: f.node, Offered: a.config.OfferedToLimits, Retiring: !a.config.Mode.Limits(), Ledger: f.book, Specs: f.specs, Kubelet: f.resources,
 		Allocations: object, Acknowledge: object.Acknowledge,
 		Recorder: a.recorder, Registerer: a.metrics,
 	}

@@ -79,6 +79,8 @@ type Config struct {
 	OfferedToClaims func(device.GPU) bool
 	// OfferedToLimits tells the GPUs that limits pods can get, which claims let go first; nil means all.
 	OfferedToLimits func(device.GPU) bool
+	// Limits are the resources by which those pods ask. Default "nvidia.com/gpu" for whole GPUs alone.
+	Limits device.Resources
 	// PublishNothing removes the slices that are there, and serves the claims that have devices already.
 	PublishNothing bool
 	// Allocations tells what the scheduler has given to claims before kubelet asks to prepare them. Nil leaves it at what the
@@ -102,6 +104,7 @@ type Config struct {
 
 const (
 	defaultDriverName      = "gpu.nvidia.com"
+	defaultLimitsResource  = "nvidia.com/gpu"
 	defaultKubeletDir      = "/var/lib/kubelet"
 	defaultReturnDelay     = 200 * time.Millisecond
 	defaultForeignInterval = 10 * time.Second
@@ -158,6 +161,9 @@ func New(c Config) (*Driver, error) {
 func (c *Config) setDefaults() {
 	if c.DriverName == "" {
 		c.DriverName = defaultDriverName
+	}
+	if c.Limits.GPU == "" {
+		c.Limits.GPU = defaultLimitsResource
 	}
 	if c.KubeletDir == "" {
 		c.KubeletDir = defaultKubeletDir

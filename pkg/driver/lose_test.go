@@ -127,7 +127,7 @@ func (b bound) Bound() []ledger.Bound {
 	case <-b:
 		return nil
 	default:
-		return []ledger.Bound{{PodUID: "p", Devices: 8}}
+		return []ledger.Bound{{PodUID: "p", Resource: "nvidia.com/gpu", Devices: 8}}
 	}
 }
 
@@ -179,17 +179,38 @@ func TestPrepareWaitsForItsPod(t *testing.T) {
 	}
 }
 
-// A GPU that is faulty or partitioned is none that a limits pod could get.
+// What limits pods could get depends on the MIG strategy, and on nothing that is faulty.
 func TestLimitDevices(t *testing.T) {
-	inv := machine(4, func(g *device.GPU) {
+	part := func(g *device.GPU, start int, health device.Health) {
+		g.Partitions = append(g.Partitions, device.Partition{
+			UUID: "MIG", Ref: device.Ref{GPU: g.UUID, Placement: device.Placement{Start: start, Size: 1}}, Profile: "1g.10gb", Health: health,
+		})
+	}
+	inv := machine(5, func(g *device.GPU) {
 		switch g.Minor {
 		case 1:
 			g.Health = device.Health{Reason: device.ReasonLost}
 		case 2:
 			g.MIGEnabled = true
+			part(g, 0, device.Health{})
+			part(g, 1, device.Health{Reason: device.ReasonUnreachable})
+		case 4:
+			g.MIGEnabled, g.Dynamic = true, true
 		}
 	})
-	if got, want := (&Driver{}).limitDevices(inv), []device.Ref{{GPU: uuidOf(0)}, {GPU: uuidOf(3)}}; !slices.Equal(got, want) {
-		t.Errorf("got %v, want %v", got, want)
+	notTheLast := func(g device.GPU) bool { return g.Minor != 3 }
+	for strategy, want := range map[device.MIGStrategy]string{
+		device.MIGStrategyNone:   "map[nvidia.com/gpu:[GPU-0 GPU-2]]",
+		device.MIGStrategyMixed:  "map[nvidia.com/gpu:[GPU-0] nvidia.com/mig-1g.10gb:[GPU-2@0+1]]",
+		device.MIGStrategySingle: "map[nvidia.com/gpu:[GPU-0]]",
+	} {
+		d := &Driver{Config: Config{Limits: device.Resources{GPU: "nvidia.com/gpu", Strategy: strategy}, OfferedToLimits: notTheLast}}
+		got := fmt.Sprint(d.limitDevices(inv))
+		for i := range 5 {
+			got = strings.ReplaceAll(got, uuidOf(i), fmt.Sprintf("GPU-%d", i))
+		}
+		if got != want {
+			t.Errorf("%s: %s, want %s", strategy, got, want)
+		}
 	}
 }

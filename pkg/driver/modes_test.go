@@ -33,7 +33,7 @@ func TestOnlyOfferedGPUsArePublished(t *testing.T) {
 	if results := r.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
 		t.Error(results[c.UID].Err)
 	}
-	if got, want := r.driver.limitDevices(machine(4)), []device.Ref{{GPU: uuidOf(0)}, {GPU: uuidOf(1)}}; !slices.Equal(got, want) {
+	if got, want := r.driver.limitDevices(machine(4))["nvidia.com/gpu"], []device.Ref{{GPU: uuidOf(0)}, {GPU: uuidOf(1)}}; !slices.Equal(got, want) {
 		t.Errorf("limits may use %v, want %v", got, want)
 	}
 }

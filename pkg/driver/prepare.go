@@ -79,12 +79,17 @@ func (d *Driver) meet(ctx context.Context, preparations []*preparation) {
 	}
 }
 
-// limitDevices are those that limits may use.
-func (d *Driver) limitDevices(inv device.Inventory) []device.Ref {
-	refs := make([]device.Ref, 0, len(inv.GPUs))
-	for _, gpu := range inv.GPUs {
-		if gpu.Health.Healthy() && !gpu.MIGEnabled && (d.OfferedToLimits == nil || d.OfferedToLimits(gpu)) {
-			refs = append(refs, gpu.Ref())
+// limitDevices are those that limits may use, by resource.
+func (d *Driver) limitDevices(inv device.Inventory) map[string][]device.Ref {
+	gpus := inv.GPUs
+	if d.OfferedToLimits != nil {
+		gpus = slices.DeleteFunc(slices.Clone(gpus), func(g device.GPU) bool { return !d.OfferedToLimits(g) })
+	}
+	offers, _ := d.Limits.Offers(gpus)
+	refs := map[string][]device.Ref{}
+	for _, o := range offers {
+		if o.Device.Health().Healthy() {
+			refs[o.Resource] = append(refs[o.Resource], o.Device.Ref())
 		}
 	}
 	return refs

@@ -14,14 +14,14 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// Queue is the ledger's view of the limits pods that are bound to this node for a resource. It is safe for concurrent use.
-func (p *Pods) Queue(resource string) ledger.Queue {
-	return queue{Pods: p, resource: corev1.ResourceName(resource)}
+// Queue is the ledger's view of the limits pods that are bound to this node for some resources. It is safe for concurrent use.
+func (p *Pods) Queue(counts func(resource string) bool) ledger.Queue {
+	return queue{Pods: p, counts: counts}
 }
 
 type queue struct {
 	*Pods
-	resource corev1.ResourceName
+	counts func(resource string) bool
 }
 
 // Meet waits until our watch has brought a pod that a claim is for, at most until ctx is done. It brings pods in the order in
@@ -49,43 +49,35 @@ func (q queue) Bound() []ledger.Bound {
 	defer q.mu.Unlock()
 	var bound []ledger.Bound
 	for uid, pod := range q.pods {
-		if pod.Status.StartTime != nil || isTerminal(pod.Pod) || pod.DeletionTimestamp != nil || q.byClaim(pod.Pod) {
+		if pod.Status.StartTime != nil || isTerminal(pod.Pod) || pod.DeletionTimestamp != nil {
 			continue
 		}
-		if devices := q.asked(pod.Pod); devices > 0 {
-			bound = append(bound, ledger.Bound{PodUID: string(uid), Devices: devices})
+		for resource, devices := range asked(pod.Pod, q.counts) {
+			bound = append(bound, ledger.Bound{PodUID: string(uid), Resource: resource, Devices: devices})
 		}
 	}
 	return bound
 }
 
-// Unexplained reports whether a pod that kubelet has admitted, and of which there is a cgroup, asks for more devices of a resource
-// than holds name it: one of those that name nobody may be its. Called before such a hold is given up.
-func (p *Pods) Unexplained(resource string, holds []ledger.Hold) bool {
+// Unexplained reports whether a pod that kubelet has admitted, and of which there is a cgroup, asks for more devices of some
+// resources than holds name it: one of those that name nobody may be its. Called before such a hold is given up.
+func (p *Pods) Unexplained(counts func(resource string) bool, holds []ledger.Hold) bool {
 	admitted := func(pod seenPod) bool { return pod.Status.StartTime != nil }
-	return slices.ContainsFunc(p.wanting(resource, holds, admitted), func(uid string) bool {
+	return slices.ContainsFunc(p.wanting(counts, holds, admitted), func(uid string) bool {
 		cgroup, err := p.cgroups.Pod(uid)
 		return err != nil || cgroup != CgroupAbsent
 	})
 }
 
 // wanting returns those pods, of which the API server knows or knew, that ask for more devices of a resource than holds name them.
-func (p *Pods) wanting(resource string, holds []ledger.Hold, counts func(seenPod) bool) []string {
-	q := queue{Pods: p, resource: corev1.ResourceName(resource)}
-	named := map[string]int{}
-	for _, h := range holds {
-		for _, pod := range h.Pods {
-			if h.Holder.Kind == ledger.KindLimit {
-				named[pod.UID]++
-			}
-		}
-	}
+func (p *Pods) wanting(counts func(resource string) bool, holds []ledger.Hold, of func(seenPod) bool) []string {
+	has := named(holds)
 	var uids []string
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
 		for uid, pod := range known {
-			if counts(pod) && !q.byClaim(pod.Pod) && q.asked(pod.Pod) > named[string(uid)] {
+			if of(pod) && has.less(uid, pod.Pod, counts) {
 				uids = append(uids, string(uid))
 			}
 		}
@@ -93,22 +85,58 @@ func (p *Pods) wanting(resource string, holds []ledger.Hold, counts func(seenPod
 	return uids
 }
 
-// asked is how many devices of the resource kubelet will allocate to a trimmed pod.
-func (q queue) asked(pod *corev1.Pod) int {
-	devices := 0
+// account is what a pod has by a resource.
+type account struct {
+	pod      types.UID
+	resource string
+}
+
+type accounts map[account]int
+
+// named counts the limits that name a pod, by pod and resource. One whose record does not say the resource counts for none.
+func named(holds []ledger.Hold) accounts {
+	has := accounts{}
+	for _, h := range holds {
+		if h.Holder.Kind == ledger.KindLimit && len(h.Pods) > 0 {
+			has[account{types.UID(h.Pods[0].UID), h.Resource}]++
+		}
+	}
+	return has
+}
+
+// less reports whether a pod has less than it asks for.
+func (has accounts) less(uid types.UID, pod *corev1.Pod, counts func(resource string) bool) bool {
+	for resource, devices := range asked(pod, counts) {
+		if devices > has[account{uid, resource}] {
+			return true
+		}
+	}
+	return false
+}
+
+// asked is how many devices of each resource that counts kubelet will allocate to a trimmed pod.
+func asked(pod *corev1.Pod, counts func(resource string) bool) map[string]int {
+	var devices map[string]int
 	for _, container := range pod.Spec.Containers {
-		if quantity, ok := container.Resources.Requests[q.resource]; ok {
-			devices += int(quantity.Value())
+		for name, quantity := range container.Resources.Requests {
+			resource := string(name)
+			if quantity.Value() <= 0 || !counts(resource) || byClaim(pod, resource) {
+				continue
+			}
+			if devices == nil {
+				devices = map[string]int{}
+			}
+			devices[resource] += int(quantity.Value())
 		}
 	}
 	return devices
 }
 
 // byClaim reports whether the scheduler has made a claim for the pod's limit (KEP-5004).
-func (q queue) byClaim(pod *corev1.Pod) bool {
+func byClaim(pod *corev1.Pod, resource string) bool {
 	extended := pod.Status.ExtendedResourceClaimStatus
 	return extended != nil && slices.ContainsFunc(extended.RequestMappings, func(m corev1.ContainerExtendedResourceRequest) bool {
-		return m.ResourceName == string(q.resource)
+		return m.ResourceName == resource
 	})
 }
 
@@ -133,24 +161,18 @@ func isExtended(name corev1.ResourceName) bool {
 	return qualified && domain != "kubernetes.io" && !strings.HasSuffix(domain, ".kubernetes.io")
 }
 
-// Unclaimed reports whether a limit that names no pod can only be nobody's: every pod that asks for the resource and may have
-// containers has as many devices as it asks for, by the holds that name it.
-func (p *Pods) Unclaimed(resource string, holds []ledger.Hold) (bool, error) {
+// Unclaimed reports whether a limit that names no pod can only be nobody's: every pod that asks for the resources that count and may
+// have containers has as many devices as it asks for, by the holds that name it.
+func (p *Pods) Unclaimed(counts func(resource string) bool, holds []ledger.Hold) (bool, error) {
 	strangers, err := p.Strangers()
 	if err != nil || len(strangers) > 0 {
 		return false, err
 	}
-	has := map[string]int{}
-	for _, h := range holds {
-		if h.Holder.Kind == ledger.KindLimit && len(h.Pods) > 0 {
-			has[h.Pods[0].UID]++
-		}
-	}
-	q := queue{Pods: p, resource: corev1.ResourceName(resource)}
+	has := named(holds)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for uid, pod := range p.pods {
-		if asked := q.asked(pod.Pod); asked > has[string(uid)] && !isTerminal(pod.Pod) && !q.byClaim(pod.Pod) {
+		if !isTerminal(pod.Pod) && has.less(uid, pod.Pod, counts) {
 			return false, nil
 		}
 	}

@@ -5,6 +5,7 @@ package evidence
 import (
 	"context"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -49,6 +50,15 @@ func asksBeside(gpus string) option {
 	}
 }
 
+// ours are the resources that count.
+func ours(resource string) bool { return strings.HasPrefix(resource, "nvidia.com/") }
+
+// asksPart is a container that asks for a partition.
+func asksPart(p *corev1.Pod) {
+	part := corev1.ResourceList{"nvidia.com/mig-1g.10gb": resource.MustParse("1")}
+	p.Spec.Containers = append(p.Spec.Containers, corev1.Container{Resources: corev1.ResourceRequirements{Requests: part, Limits: part}})
+}
+
 func admitted(p *corev1.Pod) { now := metav1.Now(); p.Status.StartTime = &now }
 
 func specialClaim(resource string) option {
@@ -81,12 +91,21 @@ func TestBound(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			var want []ledger.Bound
 			if test.want > 0 {
-				want = []ledger.Bound{{PodUID: podA, Devices: test.want}}
+				want = []ledger.Bound{{PodUID: podA, Resource: "nvidia.com/gpu", Devices: test.want}}
 			}
-			if got := known(t, newTree(t), test.pod).Queue("nvidia.com/gpu").Bound(); !slices.Equal(got, want) {
+			if got := known(t, newTree(t), test.pod).Queue(ours).Bound(); !slices.Equal(got, want) {
 				t.Errorf("got %v, want %v", got, want)
 			}
 		})
+	}
+}
+
+func TestBoundByResource(t *testing.T) {
+	got := known(t, newTree(t), pod(podA, "a", pending, asks("2"), asksPart, asksPart)).Queue(ours).Bound()
+	slices.SortFunc(got, func(a, b ledger.Bound) int { return strings.Compare(a.Resource, b.Resource) })
+	want := []ledger.Bound{{PodUID: podA, Resource: "nvidia.com/gpu", Devices: 2}, {PodUID: podA, Resource: "nvidia.com/mig-1g.10gb", Devices: 2}}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
 	}
 }
 
@@ -97,7 +116,7 @@ func TestMeet(t *testing.T) {
 		met := make(chan int)
 		go func() {
 			p.Meet(t.Context(), requestFor(podA))
-			met <- len(p.Queue("nvidia.com/gpu").Bound())
+			met <- len(p.Queue(ours).Bound())
 		}()
 		synctest.Wait()
 		p.add(t, pod(podB, "b", pending, asks("1")))
@@ -138,6 +157,7 @@ func TestUnclaimed(t *testing.T) {
 		{"somebody was rejected", pod(podA, "a", asks("1"), phase(corev1.PodFailed)), nil, noGroup, true},
 		{"somebody has its own", pod(podA, "a", asks("1"), admitted), []ledger.Hold{named}, busyGroup, true},
 		{"somebody has one of two", pod(podA, "a", asks("2"), admitted), []ledger.Hold{named}, busyGroup, false},
+		{"somebody has it by another resource", pod(podA, "a", asksPart, admitted), []ledger.Hold{named}, busyGroup, false},
 		{"somebody is served by a claim", pod(podA, "a", asks("1"), specialClaim("nvidia.com/gpu")), nil, busyGroup, true},
 		{"a pod that the API server does not know", nil, nil, busyGroup, false},
 	}
@@ -150,12 +170,12 @@ func TestUnclaimed(t *testing.T) {
 			if test.pod != nil {
 				p.add(t, test.pod)
 			}
-			if got, err := p.Unclaimed("nvidia.com/gpu", test.holds); err != nil || got != test.want {
+			if got, err := p.Unclaimed(ours, test.holds); err != nil || got != test.want {
 				t.Errorf("got %v, %v, want %v", got, err, test.want)
 			}
 		})
 	}
-	if got, err := known(t, newTree(t)).Unclaimed("nvidia.com/gpu", nil); err == nil || got {
+	if got, err := known(t, newTree(t)).Unclaimed(ours, nil); err == nil || got {
 		t.Errorf("without cgroups to be seen: %v, %v", got, err)
 	}
 }
@@ -170,6 +190,7 @@ func TestUnexplained(t *testing.T) {
 		"it runs, and nothing names it":      {pod(podA, "a", asks("1"), admitted), busyGroup, nil, true},
 		"it has what it asks for":            {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, false},
 		"it has less":                        {pod(podA, "a", asks("2"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
+		"it has it by another resource":      {pod(podA, "a", asksPart, admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
 		"it has not been admitted":           {pod(podA, "a", asks("1")), busyGroup, nil, false},
 		"it has left nothing":                {pod(podA, "a", asks("1"), admitted), noGroup, nil, false},
 		"it asks for nothing":                {pod(podA, "a", admitted), busyGroup, nil, false},
@@ -180,7 +201,7 @@ func TestUnexplained(t *testing.T) {
 		f := newTree(t)
 		f.v2("kubepods/burstable/podanchor", true)
 		f.group(podA, test.group)
-		if got := known(t, f, test.pod).Unexplained("nvidia.com/gpu", test.holds); got != test.want {
+		if got := known(t, f, test.pod).Unexplained(ours, test.holds); got != test.want {
 			t.Errorf("%s: %v", name, got)
 		}
 	}

@@ -61,8 +61,8 @@ type UsedClaim struct {
 	Devices        []PoolDevice
 }
 
-// List returns the devices of one resource and the claims of one driver that active pods have.
-func (p *PodResources) List(ctx context.Context, resource, driver string) ([]UsedDevice, []UsedClaim, error) {
+// List returns the devices of the resources that count and the claims of one driver that active pods have.
+func (p *PodResources) List(ctx context.Context, counts func(resource string) bool, driver string) ([]UsedDevice, []UsedClaim, error) {
 	response, err := p.client.List(ctx, &podresources.ListPodResourcesRequest{})
 	if err != nil {
 		return nil, nil, fmt.Errorf("list kubelet's pod resources: %w", err)
@@ -72,12 +72,12 @@ func (p *PodResources) List(ctx context.Context, resource, driver string) ([]Use
 	for _, pod := range response.GetPodResources() {
 		for _, container := range pod.GetContainers() {
 			for _, d := range container.GetDevices() {
-				if d.GetResourceName() != resource {
+				if !counts(d.GetResourceName()) {
 					continue
 				}
 				for _, id := range d.GetDeviceIds() {
 					devices = append(devices, UsedDevice{
-						Namespace: pod.GetNamespace(), Pod: pod.GetName(), Container: container.GetName(), Resource: resource, ID: id,
+						Namespace: pod.GetNamespace(), Pod: pod.GetName(), Container: container.GetName(), Resource: d.GetResourceName(), ID: id,
 					})
 				}
 			}

@@ -84,7 +84,7 @@ func TestList(t *testing.T) {
 		}},
 	}}}
 	defer kubelet.serve(t, dir)()
-	devices, claims, err := newPodResources(t, dir).List(t.Context(), "nvidia.com/gpu", "gpu.nvidia.com")
+	devices, claims, err := newPodResources(t, dir).List(t.Context(), ours, "gpu.nvidia.com")
 	must(t, err)
 	if want := []UsedDevice{
 		{Namespace: "apps", Pod: "limits", Container: "main", Resource: "nvidia.com/gpu", ID: "GPU-a"},
@@ -106,7 +106,7 @@ func TestListOfMuch(t *testing.T) {
 		{Name: strings.Repeat("x", 5<<20)},
 	}}}
 	defer kubelet.serve(t, dir)()
-	if _, _, err := newPodResources(t, dir).List(t.Context(), "nvidia.com/gpu", "gpu.nvidia.com"); err != nil {
+	if _, _, err := newPodResources(t, dir).List(t.Context(), ours, "gpu.nvidia.com"); err != nil {
 		t.Fatal(err)
 	}
 }

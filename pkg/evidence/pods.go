@@ -346,7 +346,7 @@ func (p *Pods) Started(h ledger.Hold, all []ledger.Hold) bool {
 	}
 	if len(uids) == 0 {
 		// Kubelet may have admitted a pod that our watch knew to be gone, and has struck it off its checkpoint since.
-		uids = p.wanting(h.Resource, all, func(seenPod) bool { return true })
+		uids = p.wanting(func(resource string) bool { return resource == h.Resource }, all, func(seenPod) bool { return true })
 	}
 	return slices.ContainsFunc(uids, func(uid string) bool {
 		cgroup, err := p.cgroups.Pod(uid)

@@ -81,7 +81,7 @@ func (p *Pods) add(t *testing.T, pod *corev1.Pod) {
 }
 
 func limit(state ledger.State, age time.Duration, uids ...string) ledger.Hold {
-	h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-a"}, State: state, Since: time.Now().Add(-age)}
+	h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-a"}, State: state, Since: time.Now().Add(-age), Resource: "nvidia.com/gpu"}
 	for _, uid := range uids {
 		h.Pods = append(h.Pods, ledger.Pod{UID: uid})
 	}
@@ -311,7 +311,7 @@ func TestTrimKeepsWhatIsNeeded(t *testing.T) {
 		got.Labels != nil || len(got.Annotations) != 1 {
 		t.Errorf("kept too much or too little: %+v", got)
 	}
-	if asked := (queue{resource: "nvidia.com/gpu"}).asked(got); asked != 4 || got.Status.StartTime == nil || metav1.GetControllerOf(got) == nil {
+	if asked := asked(got, ours)["nvidia.com/gpu"]; asked != 4 || got.Status.StartTime == nil || metav1.GetControllerOf(got) == nil {
 		t.Errorf("what it asks for (%d), its start or its owner is lost: %+v", asked, got)
 	}
 	if len(full.Spec.Containers) != 2 || full.Labels == nil || len(full.OwnerReferences) != 2 {

@@ -165,9 +165,11 @@ func (o *Object) Allocated() []device.Ref {
 	return refs
 }
 
-// Acknowledge takes what kubelet's device manager itself calls allocatable, by device ID; known is false while it has not
-// said, or what it said no longer counts. Called by the front-end for limits; idempotent, and it does not block.
-func (o *Object) Acknowledge(ids []string, known bool) { o.view.acknowledge(ids, known) }
+// Acknowledge takes what kubelet's device manager itself calls allocatable of a resource, by device ID; known is false while it has
+// not said, or what it said no longer counts. Called by the front-end for limits; idempotent, and it does not block.
+func (o *Object) Acknowledge(resource string, ids []string, known bool) {
+	o.view.acknowledge(resource, ids, known)
+}
 
 // Changed returns a channel that is closed when the object next changes; take it before Allocated or Claims.
 func (o *Object) Changed() <-chan struct{} { return o.view.Changed() }

@@ -243,12 +243,12 @@ func TestCreatesAndReports(t *testing.T) {
 	f.hold("c1", "GPU-0")
 	f.awaitStatus("the claim as holder", func(s v1alpha1.GPUNodeStatus) bool { return s.Holders == "gpu-0=apps/c1(claim)" })
 	for range 2 {
-		object.Acknowledge([]string{"GPU-1"}, true)
+		object.Acknowledge("nvidia.com/gpu", []string{"GPU-1"}, true)
 		f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool {
 			return s.Devices[0].Limits == v1alpha1.LimitsWithdrawn && s.Devices[1].Limits == v1alpha1.LimitsAllocatable
 		})
 	}
-	object.Acknowledge(nil, false)
+	object.Acknowledge("nvidia.com/gpu", nil, false)
 	f.awaitStatus("that kubelet says nothing", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].Limits == "" })
 	f.ledger.Lose(ledger.Loser{UID: "c2", Namespace: "apps", Name: "c2", Devices: []device.Ref{{GPU: "GPU-0"}}, Condemned: true})
 	f.awaitStatus("the loser", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Losers) == 1 && s.Losers[0].Condemned })
@@ -298,7 +298,7 @@ func TestLeaves(t *testing.T) {
 			o, stop := f.start()
 			f.awaitStatus("a status", free(2))
 			f.hold("c1", "GPU-0")
-			o.Acknowledge([]string{"GPU-1"}, true)
+			o.Acknowledge("nvidia.com/gpu", []string{"GPU-1"}, true)
 			f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[1].Limits != "" && s.Counts.Free == 1 })
 			meanwhile(f)
 			stop()
@@ -333,7 +333,7 @@ func TestUrgent(t *testing.T) {
 	f := newFixture(t)
 	o, _ := f.start(func(s *times) { s.interval = time.Hour })
 	f.awaitStatus("a status", free(2))
-	o.Acknowledge([]string{"GPU-0", "GPU-1"}, true)
+	o.Acknowledge("nvidia.com/gpu", []string{"GPU-0", "GPU-1"}, true)
 	f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].Limits == v1alpha1.LimitsAllocatable })
 	f.hold("early", "GPU-0")
 	f.awaitStatus("a holder", func(s v1alpha1.GPUNodeStatus) bool { return s.Holders == "gpu-0=apps/early(claim)" })

@@ -25,9 +25,8 @@ type view struct {
 	latest *v1alpha1.GPUNode
 	// gone is the UID of the object that the watch said last to be gone.
 	gone types.UID
-	// allocatable is what kubelet says, while acknowledged is set.
-	allocatable  []string
-	acknowledged bool
+	// allocatable is what kubelet says, by resource, of those of which it has said anything that counts.
+	allocatable map[string][]string
 	// ended are claims of the spec that have been found to have let go.
 	ended   map[types.UID]bool
 	changed chan struct{}
@@ -45,6 +44,11 @@ func (v *view) Changed() <-chan struct{} {
 func (v *view) set(change func()) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
+	v.change(change)
+}
+
+// change is set under v.mu.
+func (v *view) change(change func()) {
 	change()
 	close(v.changed)
 	v.changed = make(chan struct{})
@@ -99,19 +103,28 @@ func (v *view) current() (object *v1alpha1.GPUNode, synced bool) {
 	return v.latest, v.synced
 }
 
-func (v *view) acknowledge(ids []string, known bool) {
-	v.mu.Lock()
-	same := v.acknowledged == known && slices.Equal(v.allocatable, ids)
-	v.mu.Unlock()
-	if !same {
-		v.set(func() { v.allocatable, v.acknowledged = ids, known })
-	}
-}
-
-func (v *view) kubelet() (allocatable []string, acknowledged bool) {
+func (v *view) acknowledge(resource string, ids []string, known bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	return v.allocatable, v.acknowledged
+	if before, was := v.allocatable[resource]; was == known && slices.Equal(before, ids) {
+		return
+	}
+	next := maps.Clone(v.allocatable)
+	if next == nil {
+		next = map[string][]string{}
+	}
+	delete(next, resource)
+	if known {
+		next[resource] = ids
+	}
+	v.change(func() { v.allocatable = next })
+}
+
+// kubelet is what it calls allocatable, by resource; nobody changes it.
+func (v *view) kubelet() (allocatable map[string][]string) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return v.allocatable
 }
 
 // disbelieve replaces the claims of the spec that have let go.

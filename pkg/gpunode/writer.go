@@ -149,7 +149,9 @@ func (o *Object) facts() Facts {
 		Mode: o.config.Mode, LimitsResource: o.config.LimitsResource, Generation: o.view.acting().Generation,
 		Inventory: o.config.Inventory.Inventory(), Holds: o.config.Ledger.Holds(), Losers: o.config.Ledger.Losers(),
 	}
-	facts.Allocatable, facts.Acknowledged = o.view.kubelet()
+	for _, ids := range o.view.kubelet() {
+		facts.Allocatable, facts.Acknowledged = append(facts.Allocatable, ids...), true
+	}
 	return facts
 }
 

@@ -8,8 +8,8 @@ import (
 )
 
 // ReserveLimits gives all devices or none, and never waits. An ID that a limit holds already is accepted as reuse inside
-// one pod (init containers), unless its pod runs, or is gone from the API server and may still run. Otherwise a
-// *ConflictError says who is in the way. Called for Allocate, which carries no pod: the pod is learnt later (Identify).
+// one pod (init containers), unless its pod runs, or is gone from the API server and may still run, or has it by another resource,
+// of which kubelet keeps another account. Otherwise a *ConflictError says who is in the way. Called for Allocate, which carries no pod: the pod is learnt later (Identify).
 func (l *Ledger) ReserveLimits(requests []LimitRequest) error {
 	if err := checkApart(requests); err != nil {
 		return err
@@ -101,8 +101,12 @@ func (l *Ledger) take(holds []Hold) error {
 func (l *Ledger) confirmReuse(requests []LimitRequest) ([]Hold, error) {
 	l.mu.Lock()
 	var same []Hold
+	other := map[string]bool{}
 	for _, r := range requests {
-		same = append(same, l.holdsOf(Holder{KindLimit, r.ID})...)
+		for _, h := range l.holdsOf(Holder{KindLimit, r.ID}) {
+			same = append(same, h)
+			other[r.ID] = other[r.ID] || h.Resource != r.Resource && !h.Unreadable
+		}
 	}
 	l.mu.Unlock()
 	var refused []Hold
@@ -112,7 +116,7 @@ func (l *Ledger) confirmReuse(requests []LimitRequest) ([]Hold, error) {
 			if err := l.Release(h); err != nil {
 				return nil, err
 			}
-		case verdict == Orphaned, h.State == StateDraining, h.Unreadable, l.evidence.Started(h, l.Holds()):
+		case verdict == Orphaned, h.State == StateDraining, h.Unreadable, other[h.Holder.ID], l.evidence.Started(h, l.Holds()):
 			refused = append(refused, h)
 		}
 	}

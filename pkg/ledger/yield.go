@@ -10,15 +10,17 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Bound is a pod that the scheduler has bound to this node for its limits, and that kubelet has not admitted yet.
+// Bound is what a pod asks for by its limits that the scheduler has bound to this node, and that kubelet has not admitted yet.
 type Bound struct {
 	PodUID string
-	// Devices that it asks for.
-	Devices int
+	// Resource is one of the extended resources that it asks for, Devices how many of it.
+	Resource string
+	Devices  int
 }
 
 // Queue knows the limits pods that are bound to this node. It is asked with the ledger locked, and must not ask the ledger.
 type Queue interface {
+	// Bound has an entry for each pod and resource.
 	Bound() []Bound
 	// Changed returns a channel that is closed when Bound next changes. It is taken before Bound is asked.
 	Changed() <-chan struct{}
@@ -27,8 +29,8 @@ type Queue interface {
 // Yield lets a claim step back for limits pods that kubelet is about to admit: without a device they fail for good, and a claim
 // does not. One value serves all claims of one call of kubelet.
 type Yield struct {
-	// Devices that limits may use: offered to them, and healthy.
-	Devices []device.Ref
+	// Devices that limits may use, by the resource that asks for them: offered to them, and healthy.
+	Devices map[string][]device.Ref
 	// Patience is how long to wait at most. ReserveClaim takes off what it has waited.
 	Patience time.Duration
 }
@@ -41,60 +43,73 @@ func (l *Ledger) queueChanged() <-chan struct{} {
 	return l.queue.Changed()
 }
 
-// Lacking is how many devices limits pods still ask for that are bound to this node, and a channel that is closed when that may
-// have changed by something else than a hold. The front-end of limits asks: what it takes back from kubelet now, those pods
-// would be refused. It is safe for concurrent use.
-func (l *Ledger) Lacking() (devices int, changed <-chan struct{}) {
+// Lacking is how many devices of each resource limits pods still ask for that are bound to this node, and a channel that is closed
+// when that may have changed by something else than a hold. The front-end of limits asks: what it takes back from kubelet now, those
+// pods would be refused. It is safe for concurrent use.
+func (l *Ledger) Lacking() (devices map[string]int, changed <-chan struct{}) {
 	changed = l.queueChanged()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.queue == nil {
-		return 0, changed
+		return nil, changed
 	}
 	return l.missing(l.queue.Bound()), changed
 }
 
-// yields reports whether a claim that is about to take these devices leaves less than what bound limits pods ask for. Under
-// l.mu.
+// yields reports whether a claim that is about to take these devices leaves less of a resource than what bound limits pods ask
+// for. Under l.mu.
 func (l *Ledger) yields(y *Yield, taken []Hold) bool {
 	if y == nil || y.Patience <= 0 || len(taken) == 0 || l.queue == nil {
-		return false
-	}
-	bound := l.queue.Bound()
-	if len(bound) == 0 {
 		return false
 	}
 	takes := func(ref device.Ref) bool {
 		return slices.ContainsFunc(taken, func(h Hold) bool { return h.Device.Overlaps(ref) })
 	}
+	for resource, missing := range l.missing(l.queue.Bound()) {
+		if refs := y.Devices[resource]; slices.ContainsFunc(refs, takes) && l.free(refs, takes) < missing {
+			return true
+		}
+	}
+	return false
+}
+
+// free counts the devices that nobody has, apart from those that a claim is about to take. Under l.mu.
+func (l *Ledger) free(refs []device.Ref, takes func(device.Ref) bool) int {
 	free := 0
-	for _, ref := range y.Devices {
+	for _, ref := range refs {
 		if len(l.conflicts(Holder{}, ref)) == 0 && !takes(ref) {
 			free++
 		}
 	}
-	return slices.ContainsFunc(y.Devices, takes) && free < l.missing(bound)
+	return free
 }
 
-// missing is how many devices bound pods ask for and do not have yet. A limit whose pod is not known yet is taken for one of
-// theirs: kubelet writes down whose it is right after the Allocate. Under l.mu.
-func (l *Ledger) missing(bound []Bound) int {
+// missing is how many devices of each resource bound pods ask for and do not have yet. A limit whose pod is not known yet is taken
+// for one of theirs: kubelet writes down whose it is right after the Allocate. Under l.mu.
+func (l *Ledger) missing(bound []Bound) map[string]int {
+	if len(bound) == 0 {
+		return nil
+	}
 	const nobody = ""
-	has := map[string]int{}
+	type account struct{ pod, resource string }
+	has := map[account]int{}
 	for k, h := range l.holds {
 		switch {
 		case k.holder.Kind != KindLimit:
 		case len(h.Pods) > 0:
-			has[h.Pods[0].UID]++
+			has[account{h.Pods[0].UID, h.Resource}]++
 		case h.State == StateHeld:
-			has[nobody]++
+			has[account{nobody, h.Resource}]++
 		}
 	}
-	missing := -has[nobody]
+	missing := map[string]int{}
 	for _, pod := range bound {
-		missing += max(0, pod.Devices-has[pod.PodUID])
+		missing[pod.Resource] += max(0, pod.Devices-has[account{pod.PodUID, pod.Resource}])
 	}
-	return max(0, missing)
+	for resource := range missing {
+		missing[resource] = max(0, missing[resource]-has[account{nobody, resource}])
+	}
+	return missing
 }
 
 // awaitLimits waits until one of the channels is closed, ctx is done, or the patience is at its end, and takes off what it

@@ -5,6 +5,7 @@ package ledger
 import (
 	"context"
 	"errors"
+	"maps"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -53,17 +54,20 @@ func openWithQueue(t *testing.T, q Queue) *Ledger {
 // yielding asks for a device of a node with two.
 func yielding(uid string, devices ...device.Ref) ClaimRequest {
 	r := claimOf(uid, devices...)
-	r.Yield = &Yield{Devices: []device.Ref{whole("a"), whole("b")}, Patience: 2 * time.Second}
+	r.Yield = &Yield{Devices: map[string][]device.Ref{"nvidia.com/gpu": {whole("a"), whole("b")}}, Patience: 2 * time.Second}
 	return r
 }
 
 func TestClaimsYieldToBoundLimits(t *testing.T) {
-	one, two := Bound{"p1", 1}, Bound{"p2", 1}
+	one, two := Bound{"p1", "nvidia.com/gpu", 1}, Bound{"p2", "nvidia.com/gpu", 1}
 	limitOf := func(t *testing.T, l *Ledger, gpu, pod string) {
 		must(t, l.ReserveLimits(limitsOf(gpu)))
 		if pod != "" {
 			must(t, l.Identify(find(l, gpu), Pod{UID: pod}))
 		}
+	}
+	partitions := func(r *ClaimRequest) {
+		r.Yield.Devices = map[string][]device.Ref{"nvidia.com/gpu": {whole("a")}, "nvidia.com/mig-1g.10gb": {part("b", 0, 1), part("b", 1, 1)}}
 	}
 	tests := []struct {
 		name  string
@@ -75,7 +79,7 @@ func TestClaimsYieldToBoundLimits(t *testing.T) {
 		{name: "nobody waits"},
 		{name: "enough for both", bound: []Bound{one}},
 		{name: "not enough", bound: []Bound{one, two}, want: 2 * time.Second},
-		{name: "one pod wants both", bound: []Bound{{"p1", 2}}, want: 2 * time.Second},
+		{name: "one pod wants both", bound: []Bound{{"p1", "nvidia.com/gpu", 2}}, want: 2 * time.Second},
 		{name: "one has got its own", bound: []Bound{one}, held: func(t *testing.T, l *Ledger) { limitOf(t, l, "b", "p1") }},
 		{name: "one has been given one, nobody knows which", bound: []Bound{one}, held: func(t *testing.T, l *Ledger) { limitOf(t, l, "b", "") }},
 		{name: "another's limit leaves none", bound: []Bound{one}, held: func(t *testing.T, l *Ledger) { limitOf(t, l, "b", "p9") }, want: 2 * time.Second},
@@ -83,6 +87,14 @@ func TestClaimsYieldToBoundLimits(t *testing.T) {
 			must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
 		}},
 		{name: "a device that limits cannot use", bound: []Bound{one, two}, adapt: func(r *ClaimRequest) { r.Devices = []device.Ref{whole("z")} }},
+		{name: "who wants partitions has enough of them", bound: []Bound{{"p1", "nvidia.com/mig-1g.10gb", 2}}, adapt: partitions},
+		{name: "who wants partitions would lack one", bound: []Bound{{"p1", "nvidia.com/mig-1g.10gb", 2}}, adapt: func(r *ClaimRequest) {
+			partitions(r)
+			r.Devices = []device.Ref{part("b", 0, 2)}
+		}, want: 2 * time.Second},
+		{name: "what others have by another resource is no help", bound: []Bound{{"p1", "nvidia.com/gpu", 1}}, held: func(t *testing.T, l *Ledger) {
+			must(t, l.ReserveLimits([]LimitRequest{{ID: "MIG-1", Resource: "nvidia.com/mig-1g.10gb", Device: part("b", 0, 1)}}))
+		}, want: 2 * time.Second},
 		{name: "a caller without patience", bound: []Bound{one, two}, adapt: func(r *ClaimRequest) { r.Yield = nil }},
 	}
 	for _, test := range tests {
@@ -117,7 +129,7 @@ func TestYieldingEndsEarly(t *testing.T) {
 	for name, happens := range tests {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				q := newQueue(Bound{"p1", 2})
+				q := newQueue(Bound{"p1", "nvidia.com/gpu", 2})
 				l := openWithQueue(t, q)
 				request := yielding("c", whole("a"))
 				start := time.Now()
@@ -140,7 +152,7 @@ func TestYieldingEndsEarly(t *testing.T) {
 // All claims of a pod share two seconds.
 func TestPatienceIsShared(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		l := openWithQueue(t, newQueue(Bound{"p1", 2}))
+		l := openWithQueue(t, newQueue(Bound{"p1", "nvidia.com/gpu", 2}))
 		first, other := yielding("c1", whole("a")), yielding("c2", whole("b"))
 		other.Yield = first.Yield
 		start := time.Now()
@@ -163,7 +175,7 @@ func TestYieldingIsCancelled(t *testing.T) {
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				l := openWithQueue(t, newQueue(Bound{"p1", 2}))
+				l := openWithQueue(t, newQueue(Bound{"p1", "nvidia.com/gpu", 2}))
 				ctx, leave := context.WithCancel(t.Context())
 				defer leave()
 				start := time.Now()
@@ -186,19 +198,19 @@ func TestLacking(t *testing.T) {
 	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(neverRunningOut), Now: time.Now})
 	must(t, err)
 	defer l.Close()
-	if n, changed := l.Lacking(); n != 0 || changed != nil {
-		t.Errorf("without a queue %d are lacking", n)
+	if n, changed := l.Lacking(); len(n) != 0 || changed != nil {
+		t.Errorf("without a queue %v are lacking", n)
 	}
-	q := newQueue(Bound{"p1", 2}, Bound{"p2", 1})
+	q := newQueue(Bound{"p1", "nvidia.com/gpu", 2}, Bound{"p2", "nvidia.com/gpu", 1}, Bound{"p2", "nvidia.com/mig-1g.10gb", 3})
 	l = openWithQueue(t, q)
 	must(t, l.ReserveLimits(limitsOf("a")))
 	n, changed := l.Lacking()
-	if n != 2 {
-		t.Errorf("%d are lacking, want 2", n)
+	if !maps.Equal(n, map[string]int{"nvidia.com/gpu": 2, "nvidia.com/mig-1g.10gb": 3}) {
+		t.Errorf("%v are lacking", n)
 	}
 	q.set()
 	<-changed
-	if n, _ := l.Lacking(); n != 0 {
-		t.Errorf("%d are lacking when nobody asks", n)
+	if n, _ := l.Lacking(); len(n) != 0 {
+		t.Errorf("%v are lacking when nobody asks", n)
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"google.golang.org/grpc/codes"
@@ -21,61 +22,64 @@ import (
 // Allocate takes the devices of all containers of the request, or none. It never waits for another holder: kubelet calls
 // from its one loop, without a deadline, and an error fails the pod for good. Called for kubelet and by simulations; the same
 // IDs again are reuse inside one pod. Safe for concurrent use.
-func (p *Plugin) Allocate(ctx context.Context, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
-	containers, err := p.requested(request)
+func (p *Plugin) Allocate(ctx context.Context, resource string, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
+	containers, err := p.requested(resource, request)
 	if err != nil {
-		return nil, status.Errorf(status.Code(err), "invalid allocation request for %q: invalid request: %s", p.config.ResourceName, reason(err))
+		return nil, status.Errorf(status.Code(err), "invalid allocation request for %q: invalid request: %s", resource, reason(err))
 	}
 	if err := ctx.Err(); err != nil {
 		// Nobody would get the answer, and a hold that kubelet does not know of is left to the reconciler.
 		return nil, status.FromContextError(err).Err()
 	}
 	if p.config.uses(Strategy.cdi) {
-		if err := p.config.Specs.Ensure(ctx, uuidsOf(containers)...); err != nil {
-			return nil, status.Errorf(codes.Unavailable, "allocate %s: ensure CDI specs: %v", p.config.ResourceName, err)
+		if err := p.config.Specs.Ensure(ctx, idsOf(containers)...); err != nil {
+			return nil, status.Errorf(codes.Unavailable, "allocate %s: ensure CDI specs: %v", resource, err)
 		}
 	}
-	if err := p.config.Ledger.ReserveLimits(p.limitRequests(containers)); err != nil {
-		return nil, p.refuse(ctx, err)
+	if err := p.config.Ledger.ReserveLimits(limitRequests(resource, containers)); err != nil {
+		return nil, p.refuse(ctx, resource, err)
 	}
 	response := &pluginapi.AllocateResponse{}
-	for _, gpus := range containers {
-		response.ContainerResponses = append(response.ContainerResponses, p.answer(gpus))
+	for _, items := range containers {
+		response.ContainerResponses = append(response.ContainerResponses, p.answer(items))
 	}
 	return response, nil
 }
 
-// requested resolves the GPUs of each container, in the order of the request.
-func (p *Plugin) requested(request *pluginapi.AllocateRequest) ([][]device.GPU, error) {
+// requested resolves the devices of each container, in the order of the request.
+func (p *Plugin) requested(resource string, request *pluginapi.AllocateRequest) ([][]item, error) {
 	if len(request.GetContainerRequests()) == 0 {
 		return nil, invalid("no container requests")
 	}
-	var containers [][]device.GPU
+	var containers [][]item
 	seen := make(map[string]bool)
 	for _, container := range request.GetContainerRequests() {
-		gpus, err := p.lookup(container.GetDevicesIds(), seen)
+		items, err := p.lookup(resource, container.GetDevicesIds(), seen)
 		if err != nil {
 			return nil, err
 		}
-		for _, gpu := range gpus {
-			if !gpu.Health.Healthy() {
-				return nil, status.Errorf(codes.FailedPrecondition, "unhealthy device: %s: %s: %s", gpu.UUID, gpu.Health.Reason, gpu.Health.Message)
+		for _, i := range items {
+			if health := i.Health(); !health.Healthy() {
+				return nil, status.Errorf(codes.FailedPrecondition, "unhealthy device: %s: %s: %s", i.id, health.Reason, health.Message)
+			}
+			if !i.offered && i.Whole() && i.GPU.MIGEnabled {
+				return nil, status.Errorf(codes.FailedPrecondition, "partitioned device: %s: its MIG mode is on", i.id)
 			}
 		}
-		containers = append(containers, gpus)
+		containers = append(containers, items)
 	}
 	return containers, nil
 }
 
 // lookup resolves device IDs, of which there must be at least one and each but once in a request (seen collects them).
-func (p *Plugin) lookup(ids []string, seen map[string]bool) ([]device.GPU, error) {
+func (p *Plugin) lookup(resource string, ids []string, seen map[string]bool) ([]item, error) {
 	if len(ids) == 0 {
 		return nil, invalid("no device IDs")
 	}
-	known := p.roster.catalog()
-	gpus := make([]device.GPU, 0, len(ids))
+	known := p.roster.catalog(resource)
+	items := make([]item, 0, len(ids))
 	for _, id := range ids {
-		i, ok := known.index[id]
+		at, ok := known.index[id]
 		switch {
 		case id == "":
 			return nil, invalid("empty device ID")
@@ -85,16 +89,16 @@ func (p *Plugin) lookup(ids []string, seen map[string]bool) ([]device.GPU, error
 			return nil, invalid("duplicate device: %s", id)
 		}
 		seen[id] = true
-		gpus = append(gpus, known.gpus[i])
+		items = append(items, known.items[at])
 	}
-	return gpus, nil
+	return items, nil
 }
 
-func (p *Plugin) limitRequests(containers [][]device.GPU) []ledger.LimitRequest {
+func limitRequests(resource string, containers [][]item) []ledger.LimitRequest {
 	var requests []ledger.LimitRequest
-	for _, gpus := range containers {
-		for _, gpu := range gpus {
-			requests = append(requests, ledger.LimitRequest{ID: gpu.UUID, Resource: p.config.ResourceName, Device: gpu.Ref()})
+	for _, items := range containers {
+		for _, i := range items {
+			requests = append(requests, ledger.LimitRequest{ID: i.id, Resource: resource, Device: i.Ref()})
 		}
 	}
 	return requests
@@ -103,25 +107,25 @@ func (p *Plugin) limitRequests(containers [][]device.GPU) []ledger.LimitRequest 
 // refuse turns the ledger's answer into the error for kubelet. That error ends up in the status of a pod whose owner may
 // have no business knowing other namespaces, and so does the event: both name the holder by kind and UID. The log of the
 // agent, which only operators read, has the names.
-func (p *Plugin) refuse(ctx context.Context, err error) error {
+func (p *Plugin) refuse(ctx context.Context, resource string, err error) error {
 	conflict, ok := errors.AsType[*ledger.ConflictError](err)
 	if !ok {
-		return status.Errorf(codes.Internal, "allocate %s: %v", p.config.ResourceName, err)
+		return status.Errorf(codes.Internal, "allocate %s: %v", resource, err)
 	}
 	p.metrics.conflicts.Inc()
-	klog.FromContext(ctx).Info("Refused a limit whose device is held", "resource", p.config.ResourceName, "conflict", conflict.Error())
+	klog.FromContext(ctx).Info("Refused a limit whose device is held", "resource", resource, "conflict", conflict.Error())
 	message := p.describe(conflict)
-	p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "LimitConflict", "Refused a pod's %s limit: %s", p.config.ResourceName, message)
-	return status.Errorf(codes.FailedPrecondition, "allocate %s: %s", p.config.ResourceName, message)
+	p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "LimitConflict", "Refused a pod's %s limit: %s", resource, message)
+	return status.Errorf(codes.FailedPrecondition, "allocate %s: %s", resource, message)
 }
 
 func (p *Plugin) describe(conflict *ledger.ConflictError) string {
-	known := p.roster.catalog()
+	devices := p.config.Inventory.Inventory().Devices()
 	parts := make([]string, len(conflict.Holds))
 	for i, h := range conflict.Holds {
 		name := h.Device.String()
-		if at, ok := known.index[h.Device.GPU]; ok {
-			name = fmt.Sprintf("%s (%s)", name, known.gpus[at].Name())
+		if at := slices.IndexFunc(devices, func(d device.Device) bool { return d.Ref() == h.Device }); at >= 0 {
+			name = fmt.Sprintf("%s (%s)", name, devices[at].Name())
 		}
 		parts[i] = fmt.Sprintf("device %s is held by %s", name, anonymous(h))
 	}
@@ -142,12 +146,12 @@ func anonymous(h ledger.Hold) string {
 	}
 }
 
-func uuidsOf(containers [][]device.GPU) []string {
-	var uuids []string
-	for _, gpus := range containers {
-		for _, gpu := range gpus {
-			uuids = append(uuids, gpu.UUID)
+func idsOf(containers [][]item) []string {
+	var ids []string
+	for _, items := range containers {
+		for _, i := range items {
+			ids = append(ids, i.id)
 		}
 	}
-	return uuids
+	return ids
 }

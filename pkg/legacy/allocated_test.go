@@ -123,7 +123,7 @@ func TestAcknowledge(t *testing.T) {
 	}
 	f := newFixture(t, fakekubelet.Release137)
 	heard := newBroadcast(answer{})
-	f.config.Acknowledge = func(ids []string, known bool) {
+	f.config.Acknowledge = func(_ string, ids []string, known bool) {
 		heard.set(func(answer) answer { return answer{len(ids), known} })
 	}
 	f.startKubelet()

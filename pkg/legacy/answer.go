@@ -12,8 +12,6 @@ import (
 	"strings"
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
-
-	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // What NVIDIA's container runtime looks for (nvidia-container-toolkit, "visible devices").
@@ -26,28 +24,28 @@ const (
 var controlNodes = []string{"/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"}
 
 // answer says how one container gets its GPUs, by every configured strategy.
-func (p *Plugin) answer(gpus []device.GPU) *pluginapi.ContainerAllocateResponse {
+func (p *Plugin) answer(items []item) *pluginapi.ContainerAllocateResponse {
 	response := &pluginapi.ContainerAllocateResponse{}
 	for _, strategy := range p.config.Strategies {
 		switch strategy {
 		case StrategyCDI:
-			for _, name := range p.cdiNames(gpus) {
+			for _, name := range p.cdiNames(items) {
 				response.CdiDevices = append(response.CdiDevices, &pluginapi.CDIDevice{Name: name})
 			}
 		case StrategyCDIAnnotations:
-			names := strings.Join(p.cdiNames(gpus), ",")
+			names := strings.Join(p.cdiNames(items), ",")
 			response.Annotations = map[string]string{p.annotationKey(names): names}
 		case StrategyEnvVar:
-			p.setVisible(response, strings.Join(p.runtimeIDs(gpus), ","))
+			p.setVisible(response, strings.Join(p.runtimeIDs(items), ","))
 		case StrategyVolumeMounts:
 			p.setVisible(response, visibleDevicesMount)
-			for _, id := range p.runtimeIDs(gpus) {
+			for _, id := range p.runtimeIDs(items) {
 				response.Mounts = append(response.Mounts, &pluginapi.Mount{HostPath: os.DevNull, ContainerPath: filepath.Join(visibleDevicesMount, id)})
 			}
 		}
 	}
 	if p.config.PassDeviceSpecs && p.config.uses(func(s Strategy) bool { return !s.cdi() }) {
-		response.Devices = p.deviceSpecs(gpus)
+		response.Devices = p.deviceSpecs(items)
 	}
 	return response
 }
@@ -59,10 +57,10 @@ func (p *Plugin) setVisible(response *pluginapi.ContainerAllocateResponse, value
 	}
 }
 
-func (p *Plugin) cdiNames(gpus []device.GPU) []string {
-	names := make([]string, len(gpus))
-	for i, gpu := range gpus {
-		names[i] = p.config.Specs.QualifiedName(gpu.UUID)
+func (p *Plugin) cdiNames(items []item) []string {
+	names := make([]string, len(items))
+	for at, i := range items {
+		names[at] = p.config.Specs.QualifiedName(i.id)
 	}
 	return names
 }
@@ -73,20 +71,30 @@ func (p *Plugin) annotationKey(names string) string {
 	return p.config.AnnotationPrefix + "tandem_" + hex.EncodeToString(sum[:8])
 }
 
-func (p *Plugin) runtimeIDs(gpus []device.GPU) []string {
-	ids := make([]string, len(gpus))
-	for i, gpu := range gpus {
-		ids[i] = gpu.UUID
-		if p.config.IDStrategy == IDStrategyIndex {
-			ids[i] = strconv.Itoa(gpu.Index)
+// runtimeIDs are UUIDs, or indices: "0" for a GPU, "0:1" for a partition.
+func (p *Plugin) runtimeIDs(items []item) []string {
+	ids := make([]string, len(items))
+	for at, i := range items {
+		switch {
+		case p.config.IDStrategy != IDStrategyIndex:
+			ids[at] = i.id
+		case i.Whole():
+			ids[at] = strconv.Itoa(i.GPU.Index)
+		default:
+			ids[at] = fmt.Sprintf("%d:%d", i.GPU.Index, i.Partition.Index)
 		}
 	}
 	return ids
 }
 
-func (p *Plugin) deviceSpecs(gpus []device.GPU) []*pluginapi.DeviceSpec {
+func (p *Plugin) deviceSpecs(items []item) []*pluginapi.DeviceSpec {
 	var specs []*pluginapi.DeviceSpec
+	has := map[string]bool{}
 	add := func(path string) {
+		if has[path] {
+			return // two partitions of one GPU
+		}
+		has[path] = true
 		specs = append(specs, &pluginapi.DeviceSpec{ContainerPath: path, HostPath: filepath.Join(p.config.DevRoot, path), Permissions: "rw"})
 	}
 	for _, path := range controlNodes {
@@ -95,8 +103,13 @@ func (p *Plugin) deviceSpecs(gpus []device.GPU) []*pluginapi.DeviceSpec {
 			add(path)
 		}
 	}
-	for _, gpu := range gpus {
-		add(fmt.Sprintf("/dev/nvidia%d", gpu.Minor))
+	for _, i := range items {
+		add(fmt.Sprintf("/dev/nvidia%d", i.GPU.Minor))
+		for _, number := range i.Partition.Caps {
+			if number > 0 {
+				add(fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", number))
+			}
+		}
 	}
 	return specs
 }

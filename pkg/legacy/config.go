@@ -32,9 +32,9 @@ type Ledger interface {
 	Holds() []ledger.Hold
 	// Losers are claims that were refused a device because somebody else holds it.
 	Losers() []ledger.Loser
-	// Lacking is how many devices limits pods still ask for that are bound to this node and that kubelet is about to admit, and a
-	// channel that is closed when that may have changed by something else than a hold.
-	Lacking() (devices int, changed <-chan struct{})
+	// Lacking is how many devices of each resource limits pods still ask for that are bound to this node and that kubelet is about to
+	// admit, and a channel that is closed when that may have changed by something else than a hold.
+	Lacking() (devices map[string]int, changed <-chan struct{})
 	// Changed returns a channel that is closed at the next change of any hold or loser; take it before reading.
 	Changed() <-chan struct{}
 }
@@ -49,9 +49,9 @@ type Allocations interface {
 
 // Specs makes CDI device names usable.
 type Specs interface {
-	// Ensure returns once the specs are on disk with entries for the GPUs; it costs little when they are there already.
+	// Ensure returns once the specs are on disk with entries for the GPUs and partitions; it costs little when they are there already.
 	Ensure(ctx context.Context, uuids ...string) error
-	// QualifiedName is the CDI name of a GPU.
+	// QualifiedName is the CDI name of a GPU or of a partition.
 	QualifiedName(uuid string) string
 }
 
@@ -85,10 +85,20 @@ const (
 	IDStrategyIndex IDStrategy = "index"
 )
 
+// AllocationPolicy is from which GPUs partitions are taken first, where any will do. The names are those of NVIDIA's device plugin.
+type AllocationPolicy string
+
+const (
+	// PolicyDistributed takes them from the GPU of which least is held.
+	PolicyDistributed AllocationPolicy = "distributed"
+	// PolicyPacked takes them from the GPU of which most is held.
+	PolicyPacked AllocationPolicy = "packed"
+)
+
 // Config of a Plugin. Fields without a stated default are required.
 type Config struct {
-	// ResourceName is the extended resource to serve, "nvidia.com/gpu".
-	ResourceName string
+	// Resources to serve: that of whole GPUs, and those of partitions by the strategy.
+	Resources device.Resources
 	// NodeName is the node that events are about.
 	NodeName string
 	// Directory is kubelet's device-plugins directory.
@@ -98,6 +108,8 @@ type Config struct {
 	Strategies []Strategy
 	// IDStrategy defaults to IDStrategyUUID.
 	IDStrategy IDStrategy
+	// AllocationPolicy defaults to PolicyDistributed.
+	AllocationPolicy AllocationPolicy
 	// AnnotationPrefix of StrategyCDIAnnotations defaults to "cdi.k8s.io/".
 	AnnotationPrefix string
 	// PassDeviceSpecs also lists device nodes one by one, which CPU Manager's updates of a container need where there is no
@@ -122,9 +134,9 @@ type Config struct {
 	Allocations Allocations
 	// Kubelet confirms what was sent. Nil leaves lists unconfirmed.
 	Kubelet KubeletView
-	// Acknowledge, where set, is told what kubelet itself calls allocatable, sorted, whenever kubelet was asked; known is false
-	// once that no longer counts. That a list was sent is no proof that kubelet has acted on it. It must not block.
-	Acknowledge func(ids []string, known bool)
+	// Acknowledge, where set, is told what kubelet itself calls allocatable of a resource, sorted, whenever kubelet was asked; known
+	// is false once that no longer counts. That a list was sent is no proof that kubelet has acted on it. It must not block.
+	Acknowledge func(resource string, ids []string, known bool)
 	// Recorder must not block: it is called while kubelet waits for Allocate.
 	Recorder record.EventRecorder
 	// Registerer takes the metrics while Run runs.
@@ -140,17 +152,19 @@ func (c Config) complete() (Config, error) {
 		c.Strategies = []Strategy{StrategyCDI}
 	}
 	c.IDStrategy = orDefault(c.IDStrategy, IDStrategyUUID)
+	c.AllocationPolicy = orDefault(c.AllocationPolicy, PolicyDistributed)
+	c.Resources.Strategy = orDefault(c.Resources.Strategy, device.MIGStrategyNone)
 	c.AnnotationPrefix = orDefault(c.AnnotationPrefix, "cdi.k8s.io/")
 	c.DevRoot = orDefault(c.DevRoot, "/")
 	c.DevRootInAgent = orDefault(c.DevRootInAgent, c.DevRoot)
 	if c.Acknowledge == nil {
-		c.Acknowledge = func([]string, bool) {}
+		c.Acknowledge = func(string, []string, bool) {}
 	}
 
 	errs := c.missing()
-	if c.ResourceName != "" {
-		if problems := validation.IsQualifiedName(c.ResourceName); len(problems) > 0 || !strings.Contains(c.ResourceName, "/") {
-			errs = append(errs, fmt.Errorf("resourceName: %q is no extended resource name: %s", c.ResourceName,
+	if name := c.Resources.GPU; name != "" {
+		if problems := validation.IsQualifiedName(name); len(problems) > 0 || !strings.Contains(name, "/") {
+			errs = append(errs, fmt.Errorf("resourceName: %q is no extended resource name: %s", name,
 				orDefault(strings.Join(problems, "; "), "it has no domain")))
 		}
 	}
@@ -162,12 +176,18 @@ func (c Config) complete() (Config, error) {
 	if c.IDStrategy != IDStrategyUUID && c.IDStrategy != IDStrategyIndex {
 		errs = append(errs, fmt.Errorf("invalid --device-id-strategy option: %s", c.IDStrategy))
 	}
+	if c.AllocationPolicy != PolicyDistributed && c.AllocationPolicy != PolicyPacked {
+		errs = append(errs, fmt.Errorf("invalid --shared-devices-allocation-policy option: %s", c.AllocationPolicy))
+	}
+	if !slices.Contains(device.MIGStrategies, c.Resources.Strategy) {
+		errs = append(errs, fmt.Errorf("unknown MIG strategy: %s", c.Resources.Strategy))
+	}
 	for name, path := range map[string]string{"directory": c.Directory, "devRoot": c.DevRoot, "devRootInAgent": c.DevRootInAgent} {
 		if path != "" && !filepath.IsAbs(path) {
 			errs = append(errs, fmt.Errorf("%s: %q is not an absolute path", name, path))
 		}
 	}
-	if path := filepath.Join(c.Directory, newSocketName(c.ResourceName)); len(path) > longestSocketPath {
+	if path := filepath.Join(c.Directory, newSocketName(longestResource)); len(path) > longestSocketPath {
 		errs = append(errs, fmt.Errorf("directory: sockets below %q would exceed the %d bytes that a socket's path can have", c.Directory, longestSocketPath))
 	}
 	return c, errors.Join(errs...)
@@ -179,7 +199,7 @@ func (c Config) missing() []error {
 		name string
 		set  bool
 	}{
-		{"resourceName", c.ResourceName != ""},
+		{"resourceName", c.Resources.GPU != ""},
 		{"nodeName", c.NodeName != ""},
 		{"directory", c.Directory != ""},
 		{"inventory", c.Inventory != nil},

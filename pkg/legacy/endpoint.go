@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"time"
 
@@ -38,9 +39,8 @@ type endpoint struct {
 	sentMore chan struct{} // closed when sent changes
 }
 
-// openEndpoint listens under a fresh name and serves.
-func (p *Plugin) openEndpoint(ctx context.Context) (*endpoint, error) {
-	path := filepath.Join(p.config.Directory, newSocketName(p.config.ResourceName))
+// openEndpoint listens on a path that was never used before and serves.
+func (s *served) openEndpoint(ctx context.Context, path string) (*endpoint, error) {
 	listener, err := net.Listen("unix", path)
 	if err != nil {
 		return nil, fmt.Errorf("listen on device plugin socket: %w", err)
@@ -57,7 +57,7 @@ func (p *Plugin) openEndpoint(ctx context.Context) (*endpoint, error) {
 	}
 	// Where the file is gone already, it is noticed as soon as somebody looks for it.
 	e.file, _ = identify(path)
-	pluginapi.RegisterDevicePluginServer(e.server, &service{plugin: p, endpoint: e})
+	pluginapi.RegisterDevicePluginServer(e.server, &service{served: s, endpoint: e})
 	go func() {
 		defer close(e.served)
 		// Serve returns when close stops the server. Any other reason ends the streams or keeps them from beginning,
@@ -151,30 +151,36 @@ const (
 	socketPrefix = "tandem-"
 	socketSuffix = ".sock"
 	nonceLength  = 12
+	// longestStem is what a socket's name keeps of a resource's, so that names of every profile fit in a path.
+	longestStem = 24
 )
+
+// longestResource is one whose name fills it.
+const longestResource = "mig-1c.7g.141gb.me.all.gfx"
 
 // newSocketName is "tandem-<resource>-<nonce>.sock", with more randomness than a boot could use up.
 func newSocketName(resource string) string {
-	return socketStem(resource) + rand.Text()[:nonceLength] + socketSuffix
+	stem := filepath.Base(resource)
+	return socketPrefix + stem[:min(len(stem), longestStem)] + "-" + rand.Text()[:nonceLength] + socketSuffix
 }
 
-func socketStem(resource string) string { return socketPrefix + filepath.Base(resource) + "-" }
-
-// ownName reports whether a file name is one that newSocketName makes for the resource.
-func ownName(name, resource string) bool {
-	stem := socketStem(resource)
-	return len(name) == len(stem)+nonceLength+len(socketSuffix) && name[:len(stem)] == stem && filepath.Ext(name) == socketSuffix
+// ownName reports whether a file name is one that newSocketName makes.
+func ownName(name string) bool {
+	stem, prefixed := strings.CutPrefix(name, socketPrefix)
+	stem, suffixed := strings.CutSuffix(stem, socketSuffix)
+	at := len(stem) - nonceLength - 1
+	return prefixed && suffixed && at > 0 && at <= longestStem && stem[at] == '-'
 }
 
 // removeStale removes sockets that an earlier process of ours left behind. One that still answers is not stale.
-func removeStale(directory, resource string) error {
+func removeStale(directory string) error {
 	entries, err := os.ReadDir(directory)
 	if err != nil {
 		return fmt.Errorf("remove stale sockets: %w", err)
 	}
 	for _, entry := range entries {
 		path := filepath.Join(directory, entry.Name())
-		if entry.Type()&os.ModeSocket == 0 || !ownName(entry.Name(), resource) || alive(path) {
+		if entry.Type()&os.ModeSocket == 0 || !ownName(entry.Name()) || alive(path) {
 			continue
 		}
 		if err := os.Remove(path); err != nil && !os.IsNotExist(err) {

@@ -170,7 +170,7 @@ func newFixture(t testing.TB, release fakekubelet.Release) *fixture {
 		registry:  prometheus.NewRegistry(),
 	}
 	f.config = Config{
-		ResourceName: "nvidia.com/gpu", NodeName: "node-a", Directory: dir,
+		Resources: device.Resources{GPU: "nvidia.com/gpu"}, NodeName: "node-a", Directory: dir,
 		Inventory: f.inventory, Ledger: f.ledger, Specs: f.specs, Kubelet: f.kubelet,
 		Recorder: f.events, Registerer: f.registry,
 	}

@@ -61,7 +61,7 @@ func (p *Plugin) checkForeign(ctx context.Context) (settled bool, err error) {
 	settled = true
 	for _, entry := range entries {
 		path := filepath.Join(p.config.Directory, entry.Name())
-		if entry.Type()&os.ModeSocket == 0 || entry.Name() == "kubelet.sock" || path == p.ownSocket() {
+		if entry.Type()&os.ModeSocket == 0 || entry.Name() == "kubelet.sock" || p.owns(path) {
 			continue
 		}
 		devices, answered := p.probes.devices(ctx, path, p.times.foreignProbe)
@@ -73,23 +73,23 @@ func (p *Plugin) checkForeign(ctx context.Context) (settled bool, err error) {
 	return settled, nil
 }
 
-// ours returns those of another plugin's devices that are GPUs of this inventory, or while that is empty (the driver is
-// late) all that are GPUs.
+// ours returns those of another plugin's devices that are GPUs of this inventory or partitions of them, or while that is empty (the
+// driver is late) all that look so.
 func (p *Plugin) ours(devices []string) []string {
-	known := p.roster.catalog()
+	known := p.roster.catalogs().ours
 	var ours []string
 	for _, id := range devices {
-		gpu := parentGPU(id)
-		if _, listed := known.index[gpu]; listed || len(known.index) == 0 && strings.HasPrefix(gpu, "GPU-") {
+		uuid := hardware(id)
+		if known[uuid] || len(known) == 0 && (strings.HasPrefix(uuid, "GPU-") || strings.HasPrefix(uuid, "MIG-")) {
 			ours = append(ours, id)
 		}
 	}
 	return ours
 }
 
-// parentGPU undoes what NVIDIA's plugin does to UUIDs: "<uuid>::<n>" is a replica, and "MIG-<uuid>/<gi>/<ci>" the name
-// that older drivers gave a partition.
-func parentGPU(id string) string {
+// hardware undoes what NVIDIA's plugin does to UUIDs: "<uuid>::<n>" is a replica, and "MIG-<uuid of the GPU>/<gi>/<ci>" the name
+// that older drivers gave a partition, which stands for its GPU.
+func hardware(id string) string {
 	id, _, _ = strings.Cut(id, "::")
 	if parent, found := strings.CutPrefix(id, "MIG-GPU-"); found {
 		parent, _, _ = strings.Cut(parent, "/")

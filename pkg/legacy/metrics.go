@@ -3,14 +3,20 @@
 package legacy
 
 import (
+	"maps"
+	"slices"
+
 	"github.com/prometheus/client_golang/prometheus"
 )
 
 type metrics struct {
-	allocate      prometheus.Histogram
-	preferred     prometheus.Histogram
-	conflicts     prometheus.Counter
-	devices       *prometheus.GaugeVec
+	allocate  prometheus.Histogram
+	preferred prometheus.Histogram
+	conflicts prometheus.Counter
+	devices   *prometheus.GaugeVec
+	leftOut   prometheus.Gauge
+	// resources are those that devices has; only setDevices uses it, one call at a time.
+	resources     []string
 	withdrawals   prometheus.Counter
 	registrations *prometheus.CounterVec
 }
@@ -33,7 +39,11 @@ func newMetrics() *metrics {
 		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_limit_devices",
 			Help: "Devices in the list sent to kubelet: healthy ones, faulty ones (unhealthy), and those withdrawn because a claim has them, is allocated them or waits for them, or a pod that is ending holds them.",
-		}, []string{"state"}),
+		}, []string{"resource", "state"}),
+		leftOut: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "tandem_limit_devices_left_out",
+			Help: "Devices that the MIG strategy has no resource for, such as a partition of another profile where all must be alike.",
+		}),
 		withdrawals: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_limit_withdrawals_total",
 			Help: "Healthy devices that were withdrawn from kubelet's device manager.",
@@ -52,7 +62,7 @@ func (m *metrics) register(registerer prometheus.Registerer) (unregister func(),
 			registerer.Unregister(c)
 		}
 	}
-	for _, c := range []prometheus.Collector{m.allocate, m.preferred, m.conflicts, m.devices, m.withdrawals, m.registrations} {
+	for _, c := range []prometheus.Collector{m.allocate, m.preferred, m.conflicts, m.devices, m.leftOut, m.withdrawals, m.registrations} {
 		if err := registerer.Register(c); err != nil {
 			unregister()
 			return nil, err
@@ -62,12 +72,21 @@ func (m *metrics) register(registerer prometheus.Registerer) (unregister func(),
 	return unregister, nil
 }
 
-func (m *metrics) setDevices(states []state) {
-	count := map[state]int{stateHealthy: 0, stateUnhealthy: 0, stateWithdrawn: 0}
-	for _, s := range states {
-		count[s]++
+func (m *metrics) setDevices(states map[string][]state, leftOut int) {
+	for _, resource := range m.resources {
+		if _, still := states[resource]; !still {
+			m.devices.DeletePartialMatch(prometheus.Labels{"resource": resource})
+		}
 	}
-	for s, n := range count {
-		m.devices.WithLabelValues(string(s)).Set(float64(n))
+	m.resources = slices.Collect(maps.Keys(states))
+	for resource, of := range states {
+		count := map[state]int{stateHealthy: 0, stateUnhealthy: 0, stateWithdrawn: 0}
+		for _, s := range of {
+			count[s]++
+		}
+		for s, n := range count {
+			m.devices.WithLabelValues(resource, string(s)).Set(float64(n))
+		}
 	}
+	m.leftOut.Set(float64(leftOut))
 }

@@ -5,6 +5,7 @@ package legacy
 import (
 	"slices"
 	"testing"
+	"time"
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
@@ -16,9 +17,11 @@ import (
 func TestOffered(t *testing.T) {
 	inv := device.Inventory{GPUs: []device.GPU{{UUID: "GPU-a", Minor: 0}, {UUID: "GPU-b", Minor: 1}, {UUID: "GPU-c", Minor: 2}}}
 	before := fixedLedger{holds: []ledger.Hold{
-		{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}},
+		{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}, Resource: whole.GPU},
 	}}
-	c := &catalog{offered: func(gpu device.GPU) bool { return gpu.UUID == "GPU-a" }}
+	f := offering{resources: whole, offered: func(gpu device.GPU) bool { return gpu.UUID == "GPU-a" }}
+	var all *catalogs
+	var c *catalog
 	for _, step := range []struct {
 		ledger Ledger
 		want   []state
@@ -27,15 +30,17 @@ func TestOffered(t *testing.T) {
 		{fixedLedger{}, []state{stateHealthy, stateWithdrawn}},
 	} {
 		o := ownersOf(step.ledger, nil)
-		c = c.extend(inv, o)
-		if got := c.assess(o); len(c.gpus) != 2 || c.gpus[1].UUID != "GPU-c" || !slices.Equal(got, step.want) {
-			t.Errorf("lists %v as %v, want GPU-a and GPU-c as %v", c.gpus, got, step.want)
+		all = f.over(inv, o, all, time.Now())
+		c = all.of[whole.GPU]
+		if got := c.assess(o); len(c.items) != 2 || c.items[1].id != "GPU-c" || !slices.Equal(got, step.want) {
+			t.Errorf("lists %v as %v, want GPU-a and GPU-c as %v", c.items, got, step.want)
 		}
 	}
 	o := ownersOf(before, nil)
-	retiring := (&catalog{offered: func(device.GPU) bool { return false }, retiring: true}).extend(inv, o)
-	if got := retiring.assess(o); len(retiring.gpus) != 1 || got[0] != stateWithdrawn {
-		t.Errorf("a plugin that retires lists %v as %v", retiring.gpus, got)
+	f.offered, f.retiring = func(device.GPU) bool { return false }, true
+	retiring := f.over(inv, o, nil, time.Now()).of[whole.GPU]
+	if got := retiring.assess(o); len(retiring.items) != 1 || got[0] != stateWithdrawn {
+		t.Errorf("a plugin that retires lists %v as %v", retiring.items, got)
 	}
 	// Kubelet may still think that it can give GPU-c away, and what must be included is the pod's already.
 	request := &pluginapi.ContainerPreferredAllocationRequest{AvailableDeviceIDs: []string{"GPU-a", "GPU-c"}, AllocationSize: 1}
@@ -51,8 +56,13 @@ func TestOffered(t *testing.T) {
 // TestPreferredAvoidsWhatALimitHas: kubelet offers such a device where its checkpoint was lost.
 func TestPreferredAvoidsWhatALimitHas(t *testing.T) {
 	gpus := []device.GPU{{UUID: "GPU-a", Minor: 0}, {UUID: "GPU-b", Minor: 1}, {UUID: "GPU-c", Minor: 2}}
-	c := (&catalog{}).extend(device.Inventory{GPUs: gpus}, owners{})
-	o := owners{limits: map[string]bool{"GPU-c": true}, promised: map[string]bool{"GPU-b": true}}
+	c := catalogOf(gpus...)
+	o := ownersOf(fixedLedger{
+		holds: []ledger.Hold{
+			{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}, Resource: whole.GPU},
+		},
+		losers: []ledger.Loser{{Devices: []device.Ref{{GPU: "GPU-b"}}}},
+	}, nil)
 	for size, want := range map[int32][]string{1: {"GPU-a"}, 2: {"GPU-a", "GPU-c"}, 3: {"GPU-a", "GPU-c", "GPU-b"}} {
 		request := &pluginapi.ContainerPreferredAllocationRequest{AvailableDeviceIDs: []string{"GPU-a", "GPU-b", "GPU-c"}, AllocationSize: size}
 		if got := c.prefer(request, o); !slices.Equal(got, want) {

@@ -9,6 +9,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,10 +18,12 @@ import (
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
-// Plugin serves one extended resource. Make it with New, use it with Run; its other methods are safe for concurrent use.
+// Plugin serves extended resources: that of whole GPUs, and those of partitions, each on an endpoint of its own. Make it with New,
+// use it with Run; its other methods are safe for concurrent use.
 type Plugin struct {
 	config  Config
 	times   times
@@ -30,10 +34,10 @@ type Plugin struct {
 	running atomic.Bool
 
 	mu sync.Mutex
-	// notReady says why limits are not served at the moment, nil when they are.
+	// notReady says why no resource is served, nil while some are to be.
 	notReady error
-	// own is the socket that serves at the moment.
-	own string
+	// served are those that are, by name.
+	served map[string]*served
 }
 
 // times are the durations of the protocol, shortened by tests.
@@ -67,8 +71,6 @@ func defaultTimes() times {
 	}
 }
 
-var errNotStarted = errors.New("not started")
-
 // New checks the configuration and makes a Plugin. It touches neither disk nor network.
 func New(config Config) (*Plugin, error) {
 	config, err := config.complete()
@@ -83,6 +85,7 @@ func New(config Config) (*Plugin, error) {
 		metrics:  newMetrics(),
 		probes:   newProbes(),
 		notReady: errNotStarted,
+		served:   map[string]*served{},
 	}
 	p.roster = newRoster(config, p.metrics)
 	return p, nil
@@ -92,45 +95,61 @@ func New(config Config) (*Plugin, error) {
 // only where it cannot go on: the metrics are registered already, or the directory is not there (any more). Call it once.
 func (p *Plugin) Run(ctx context.Context) (err error) {
 	if p.running.Swap(true) {
-		return fmt.Errorf("serve %s: it runs already", p.config.ResourceName)
+		return errors.New("serve limits: they are served already")
 	}
 	unregister, err := p.metrics.register(p.config.Registerer)
 	if err != nil {
-		return fmt.Errorf("serve %s: register metrics: %w", p.config.ResourceName, err)
+		return fmt.Errorf("serve limits: register metrics: %w", err)
 	}
 	defer unregister()
 	dir, err := openDirectory(p.config.Directory)
 	if err != nil {
-		return fmt.Errorf("serve %s: %w", p.config.ResourceName, err)
+		return fmt.Errorf("serve limits: %w", err)
 	}
 	defer p.setNotReady(errors.New("stopped"))
+	if err := removeStale(p.config.Directory); err != nil {
+		// They are in nobody's way but the reader's of the directory.
+		klog.FromContext(ctx).Error(err, "Stale sockets stay")
+	}
 
 	p.roster.returnDelay = p.times.returnDelay
 	p.roster.refresh(time.Now())
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return dir.run(ctx) })
 	group.Go(func() error { p.roster.run(ctx); return nil })
-	group.Go(func() error { p.keepRegistered(ctx, dir); return nil })
+	group.Go(func() error { p.serve(ctx, dir); return nil })
+	group.Go(func() error { p.reportLeftOut(ctx); return nil })
 	if err := group.Wait(); err != nil {
-		return fmt.Errorf("serve %s: %w", p.config.ResourceName, err)
+		return fmt.Errorf("serve limits: %w", err)
 	}
 	return nil
 }
 
-// Look reads inventory and ledger anew, and returns the device list for kubelet and, where a device is held back, after how
-// long to look again. Run does so by itself: this is for simulations, which call it instead of Run, one at a time.
-func (p *Plugin) Look(now time.Time) (list *pluginapi.ListAndWatchResponse, again time.Duration) {
+// Look reads inventory and ledger anew, and returns the device lists for kubelet by resource and, where a device is held back, after
+// how long to look again. Run does so by itself: this is for simulations, which call it instead of Run, one at a time.
+func (p *Plugin) Look(now time.Time) (lists map[string]*pluginapi.ListAndWatchResponse, again time.Duration) {
 	p.roster.returnDelay = p.times.returnDelay
 	again = p.roster.refresh(now)
-	published, _ := p.roster.current()
-	return published.response, again
+	lists = map[string]*pluginapi.ListAndWatchResponse{}
+	names, _ := p.roster.resources()
+	for _, name := range names {
+		published, _ := p.roster.current(name)
+		lists[name] = published.response
+	}
+	return lists, again
 }
 
-// Ready returns nil while kubelet is registered and listens to the device list, otherwise what is missing.
+// Ready returns nil while kubelet is registered for every resource and listens to its device list, otherwise what is missing.
 func (p *Plugin) Ready() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.notReady
+	errs := []error{p.notReady}
+	for _, name := range slices.Sorted(maps.Keys(p.served)) {
+		if err := p.served[name].ready(); err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", name, err))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 func (p *Plugin) setNotReady(reason error) {
@@ -139,14 +158,14 @@ func (p *Plugin) setNotReady(reason error) {
 	p.notReady = reason
 }
 
-func (p *Plugin) setOwn(path string) {
+// owns reports whether a socket is of this process.
+func (p *Plugin) owns(path string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.own = path
-}
-
-func (p *Plugin) ownSocket() string {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.own
+	for _, s := range p.served {
+		if s.ownSocket() == path {
+			return true
+		}
+	}
+	return false
 }

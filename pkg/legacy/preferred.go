@@ -3,6 +3,7 @@
 package legacy
 
 import (
+	"cmp"
 	"slices"
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
@@ -10,11 +11,11 @@ import (
 
 // Preferred answers every request as well as it can and refuses none: kubelet fails the pod on an error, but fills up
 // whatever is missing from an answer. Called for kubelet and by simulations; it changes nothing. Safe for concurrent use.
-func (p *Plugin) Preferred(request *pluginapi.PreferredAllocationRequest) *pluginapi.PreferredAllocationResponse {
+func (p *Plugin) Preferred(resource string, request *pluginapi.PreferredAllocationRequest) *pluginapi.PreferredAllocationResponse {
 	response := &pluginapi.PreferredAllocationResponse{}
 	// kubelet's list of available devices is as old as the last ListAndWatch message; the ledger is not.
 	owners := p.roster.owners()
-	known := p.roster.catalog()
+	known := p.roster.catalog(resource)
 	for _, container := range request.GetContainerRequests() {
 		response.ContainerResponses = append(response.ContainerResponses, &pluginapi.ContainerPreferredAllocationResponse{
 			DeviceIDs: known.prefer(container, owners),
@@ -32,28 +33,29 @@ func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest,
 	required, strangers := c.places(request.GetMustIncludeDeviceIDs())
 	available, others := c.places(request.GetAvailableDeviceIDs())
 	var lingering, promised []int
-	available = slices.DeleteFunc(available, func(i int) bool {
-		gpu := c.gpus[i]
-		if o.taken[gpu.UUID] || !c.offers(gpu) || !gpu.Health.Healthy() || slices.Contains(required, i) {
+	available = slices.DeleteFunc(available, func(at int) bool {
+		i := c.items[at]
+		taken, mine := o.hold(c.resource, i)
+		if taken || !i.offered || !i.Health().Healthy() || slices.Contains(required, at) {
 			return true
 		}
-		if o.limits[gpu.UUID] {
-			lingering = append(lingering, i)
+		if mine {
+			lingering = append(lingering, at)
 			return true
 		}
-		if o.promised[gpu.UUID] {
-			promised = append(promised, i)
+		if o.promises(i.Ref()) {
+			promised = append(promised, at)
 			return true
 		}
 		return false
 	})
 	// What must be included is kubelet's to know, even where it makes no sense here.
 	ids := strangers[:max(0, min(len(strangers), size))]
-	for _, i := range c.planner.choose(slices.Concat(required, available), required, size-len(ids)) {
-		ids = append(ids, c.gpus[i].UUID)
+	for _, at := range c.choose(required, available, size-len(ids), o) {
+		ids = append(ids, c.items[at].id)
 	}
-	for _, i := range slices.Concat(descending(lingering), descending(promised)) {
-		others = append(others, c.gpus[i].UUID)
+	for _, at := range slices.Concat(descending(lingering), descending(promised)) {
+		others = append(others, c.items[at].id)
 	}
 	for _, id := range others {
 		if len(ids) < size && !slices.Contains(ids, id) {
@@ -63,7 +65,37 @@ func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest,
 	return ids
 }
 
-// places returns where the GPUs of the IDs are in the catalog, each once, and the IDs that are not there, highest first.
+// choose takes whole GPUs by their links, and partitions by what is held of their GPUs.
+func (c *catalog) choose(required, available []int, size int, o owners) []int {
+	if c.planner != nil {
+		return c.planner.choose(slices.Concat(required, available), required, size)
+	}
+	chosen := descending(slices.Clone(required))
+	chosen = chosen[:max(0, min(len(chosen), size))]
+	held := map[string]int{}
+	for gpu, holds := range o.holds {
+		held[gpu] = len(holds)
+	}
+	for _, at := range chosen {
+		held[c.items[at].GPU.UUID]++
+	}
+	rest := descending(slices.Clone(available))
+	for len(chosen) < size && len(rest) > 0 {
+		best := 0
+		for n, at := range rest {
+			fewer := cmp.Compare(held[c.items[at].GPU.UUID], held[c.items[rest[best]].GPU.UUID])
+			if c.packed && fewer > 0 || !c.packed && fewer < 0 {
+				best = n
+			}
+		}
+		held[c.items[rest[best]].GPU.UUID]++
+		chosen = append(chosen, rest[best])
+		rest = slices.Delete(rest, best, best+1)
+	}
+	return chosen
+}
+
+// places returns where the devices of the IDs are in the catalog, each once, and the IDs that are not there, highest first.
 func (c *catalog) places(ids []string) (places []int, strangers []string) {
 	seen := make(map[string]bool, len(ids))
 	for _, id := range ids {

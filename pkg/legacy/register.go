@@ -43,14 +43,10 @@ func endedBy(c cause, format string, args ...any) *ended {
 
 // keepRegistered registers, watches over the registration, and does so again under another name whenever it is lost. It
 // returns when ctx is done.
-func (p *Plugin) keepRegistered(ctx context.Context, dir *directory) {
-	logger := klog.FromContext(ctx).WithValues("resource", p.config.ResourceName)
+func (s *served) keepRegistered(ctx context.Context, dir *directory) {
+	logger := klog.FromContext(ctx).WithValues("resource", s.resource)
 	ctx = klog.NewContext(ctx, logger)
-	if err := removeStale(p.config.Directory, p.config.ResourceName); err != nil {
-		// They are in nobody's way but the reader's of the directory.
-		logger.Error(err, "Stale sockets stay")
-	}
-	r := &registrar{Plugin: p, dir: dir, cause: causeStart, confirmLimit: p.times.confirmLimit}
+	r := &registrar{served: s, dir: dir, cause: causeStart, confirmLimit: s.times.confirmLimit}
 	for ctx.Err() == nil {
 		if !r.awaitKubelet(ctx) || !r.awaitForeignGone(ctx) {
 			return
@@ -61,7 +57,7 @@ func (p *Plugin) keepRegistered(ctx context.Context, dir *directory) {
 		if end == nil || ctx.Err() != nil {
 			return
 		}
-		p.setNotReady(end)
+		s.setNotReady(end)
 		logger.Info("Registration with kubelet is over", "cause", end.cause, "reason", end.Error())
 		r.account(end.cause, time.Since(began))
 		r.backOff(ctx, kubelet)
@@ -70,7 +66,7 @@ func (p *Plugin) keepRegistered(ctx context.Context, dir *directory) {
 
 // registrar is what keepRegistered remembers from one registration to the next.
 type registrar struct {
-	*Plugin
+	*served
 	dir          *directory
 	cause        cause
 	failures     int
@@ -155,7 +151,7 @@ func (r *registrar) awaitForeignGone(ctx context.Context) bool {
 		if reported != foreign.Socket {
 			reported = foreign.Socket
 			klog.FromContext(ctx).Info("Not registering beside another device plugin", "socket", foreign.Socket, "devices", foreign.Devices)
-			r.config.Recorder.Eventf(r.node, corev1.EventTypeWarning, "OtherDevicePlugin", "Not serving %s: %s", r.config.ResourceName, foreign)
+			r.config.Recorder.Eventf(r.node, corev1.EventTypeWarning, "OtherDevicePlugin", "Not serving %s: %s", r.resource, foreign)
 		}
 		select {
 		case <-ctx.Done():
@@ -168,15 +164,17 @@ func (r *registrar) awaitForeignGone(ctx context.Context) bool {
 
 // register serves on a fresh socket, registers it, and returns when that registration is over; nil when ctx is done.
 func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
-	e, err := r.openEndpoint(ctx)
+	path := filepath.Join(r.config.Directory, newSocketName(r.resource))
+	// Before anybody can find it there: the registrars of other resources look for other plugins' sockets.
+	r.setOwn(path)
+	defer r.setOwn("")
+	e, err := r.openEndpoint(ctx, path)
 	if err != nil {
 		return endedBy(causeRefused, "%w", err)
 	}
-	r.setOwn(e.path)
-	defer r.setOwn("")
 	defer e.close(r.times.drain)
 	// Kubelet takes every device of an endpoint that is gone for unhealthy, and soon says so itself.
-	defer r.config.Acknowledge(nil, false)
+	defer r.config.Acknowledge(r.resource, nil, false)
 	r.setNotReady(errors.New("register with kubelet: no answer yet"))
 	return firstOf(ctx,
 		func(ctx context.Context) *ended { return r.watchFiles(ctx, e, kubelet) },
@@ -219,7 +217,7 @@ func (r *registrar) introduce(ctx context.Context, e *endpoint) *ended {
 	_, err = pluginapi.NewRegistrationClient(conn).Register(ctx, &pluginapi.RegisterRequest{
 		Version:      pluginapi.Version,
 		Endpoint:     filepath.Base(e.path),
-		ResourceName: r.config.ResourceName,
+		ResourceName: r.resource,
 		Options:      options(),
 	})
 	if err != nil {

@@ -35,7 +35,7 @@ func (f *fixture) checkFresh() {
 		f.Errorf("socket names were used again: %v", endpoints)
 	}
 	for _, name := range endpoints {
-		if !ownName(name, "nvidia.com/gpu") || filepath.Base(name) != name {
+		if !ownName(name) || filepath.Base(name) != name {
 			f.Errorf("registered %q", name)
 		}
 	}
@@ -62,7 +62,7 @@ func TestRegisters(t *testing.T) {
 			t.Errorf("NUMA nodes %v", numa)
 		}
 		f.checkFresh()
-		if f.metric("tandem_limit_registrations_total", "reason=start") != 1 || f.metric("tandem_limit_devices", "state=healthy") != 8 {
+		if f.metric("tandem_limit_registrations_total", "reason=start") != 1 || f.metric("tandem_limit_devices", "resource=nvidia.com/gpu", "state=healthy") != 8 {
 			t.Error("metrics do not tell of it")
 		}
 		stop()
@@ -303,8 +303,8 @@ func TestDirectory(t *testing.T) {
 	})
 	t.Run("stale sockets", func(t *testing.T) {
 		f := newFixture(t, fakekubelet.Release137)
-		stale, others := "tandem-gpu-ABCDEFGHIJKL.sock", []string{"nvidia-gpu.sock", "tandem-mig-1g.10gb-ABCDEFGHIJKL.sock", "tandem-gpu-x.sock"}
-		for _, name := range append(others, stale) {
+		stale, others := []string{"tandem-gpu-ABCDEFGHIJKL.sock", "tandem-mig-1g.10gb-ABCDEFGHIJKL.sock"}, []string{"nvidia-gpu.sock", "tandem-ABCDEFGHIJKL.sock", "tandem-gpu-x.sock"}
+		for _, name := range slices.Concat(others, stale) {
 			listener, err := net.Listen("unix", filepath.Join(f.dir, name))
 			if err != nil {
 				t.Fatal(err)
@@ -314,7 +314,7 @@ func TestDirectory(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if err := removeStale(f.dir, "nvidia.com/gpu"); err != nil {
+		if err := removeStale(f.dir); err != nil {
 			t.Fatal(err)
 		}
 		slices.Sort(others)

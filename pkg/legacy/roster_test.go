@@ -32,7 +32,7 @@ func TestHysteresis(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			h, began := newHysteresis(), time.Now()
 			for _, s := range steps {
-				show, again := h.apply(began.Add(time.Duration(s.at)*time.Millisecond), 100*time.Millisecond, []device.GPU{{UUID: "GPU-a"}}, []state{s.real})
+				show, again := h.apply(began.Add(time.Duration(s.at)*time.Millisecond), 100*time.Millisecond, catalogOf(device.GPU{UUID: "GPU-a"}), []state{s.real})
 				if show[0] != s.want || again != time.Duration(s.again)*time.Millisecond {
 					t.Errorf("at %d ms, really %s: shows %s, next in %s; want %s, %d ms", s.at, s.real, show[0], again, s.want, s.again)
 				}
@@ -45,8 +45,10 @@ func TestAssess(t *testing.T) {
 	healthy := device.GPU{UUID: "GPU-a"}
 	lost := device.GPU{UUID: "GPU-a", Health: device.Health{Reason: device.ReasonLost}}
 	hold := func(kind ledger.Kind, state ledger.State, ref device.Ref) []ledger.Hold {
-		return []ledger.Hold{{Holder: ledger.Holder{Kind: kind, ID: "x"}, State: state, Device: ref}}
+		return []ledger.Hold{{Holder: ledger.Holder{Kind: kind, ID: "GPU-a"}, State: state, Device: ref, Resource: whole.GPU}}
 	}
+	replica, byAnother := hold(ledger.KindLimit, ledger.StateExpected, healthy.Ref()), hold(ledger.KindLimit, ledger.StateHeld, healthy.Ref())
+	replica[0].Holder.ID, byAnother[0].Resource = "GPU-a::2", "nvidia.com/mig-1g.10gb"
 	partition := device.Ref{GPU: "GPU-a", Placement: device.Placement{Start: 2, Size: 1}}
 	for name, test := range map[string]struct {
 		gpu             device.GPU
@@ -63,11 +65,13 @@ func TestAssess(t *testing.T) {
 		"limit held":                  {healthy, hold(ledger.KindLimit, ledger.StateHeld, healthy.Ref()), stateHealthy, stateHealthy},
 		"limit draining":              {healthy, hold(ledger.KindLimit, ledger.StateDraining, healthy.Ref()), stateWithdrawn, stateWithdrawn},
 		"limit holds a partition":     {healthy, hold(ledger.KindLimit, ledger.StateHeld, partition), stateWithdrawn, stateWithdrawn},
+		"limit of another plugin":     {healthy, replica, stateWithdrawn, stateWithdrawn},
+		"limit by another resource":   {healthy, byAnother, stateWithdrawn, stateWithdrawn},
 		"lost":                        {lost, nil, stateUnhealthy, stateUnhealthy},
 		"lost while a claim holds it": {lost, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateUnhealthy, stateUnhealthy},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := (&catalog{}).extend(device.Inventory{GPUs: []device.GPU{test.gpu}}, owners{})
+			c := catalogOf(test.gpu)
 			promise := func(gpu string) Allocations { return allocations{newBroadcast([]device.Ref{{GPU: gpu}})} }
 			loser := []ledger.Loser{{Devices: []device.Ref{healthy.Ref()}}}
 			for why, about := range map[string]struct {
@@ -99,16 +103,26 @@ type fixedLedger struct {
 func (s fixedLedger) Holds() []ledger.Hold   { return s.holds }
 func (s fixedLedger) Losers() []ledger.Loser { return s.losers }
 
-func (s fixedLedger) Lacking() (devices int, changed <-chan struct{}) { return s.lacking, nil }
+func (s fixedLedger) Lacking() (devices map[string]int, changed <-chan struct{}) {
+	return map[string]int{whole.GPU: s.lacking, "nvidia.com/mig-1g.10gb": 9}, nil
+}
+
+// whole offers whole GPUs.
+var whole = device.Resources{GPU: "nvidia.com/gpu"}
+
+// catalogOf is that of whole GPUs.
+func catalogOf(gpus ...device.GPU) *catalog {
+	return offering{resources: whole}.over(device.Inventory{GPUs: gpus}, owners{}, nil, time.Now()).of[whole.GPU]
+}
 
 // Devices that are only promised to claims stay on offer for as many as limits pods ask for that kubelet is about to admit, those
 // last that the scheduler gives away last; what a claim has does not.
 func TestAssessLeavesBoundPodsTheirDevices(t *testing.T) {
 	gpus := []device.GPU{{UUID: "GPU-0"}, {UUID: "GPU-1"}, {UUID: "GPU-2"}, {UUID: "GPU-3", Health: device.Health{Reason: device.ReasonLost}}}
-	c := (&catalog{}).extend(device.Inventory{GPUs: gpus}, owners{})
+	c := catalogOf(gpus...)
 	promised := allocations{newBroadcast([]device.Ref{gpus[0].Ref(), gpus[1].Ref(), gpus[3].Ref()})}
 	taken := []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "x"}, State: ledger.StateHeld, Device: gpus[1].Ref()}}
-	limit := []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-2"}, State: ledger.StateHeld, Device: gpus[2].Ref()}}
+	limit := []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-2"}, State: ledger.StateHeld, Device: gpus[2].Ref(), Resource: whole.GPU}}
 	const ok, away, bad = stateHealthy, stateWithdrawn, stateUnhealthy
 	for name, test := range map[string]struct {
 		ledger fixedLedger
@@ -143,7 +157,7 @@ func (a allocations) put(gpus ...int) {
 }
 
 func TestCatalogKeepsOrderAndIDs(t *testing.T) {
-	c := &catalog{}
+	var all *catalogs
 	gpu := func(id string, minor int) device.GPU { return device.GPU{UUID: id, Minor: minor} }
 	for _, step := range []struct {
 		gpus []device.GPU
@@ -155,9 +169,11 @@ func TestCatalogKeepsOrderAndIDs(t *testing.T) {
 		{nil, []string{"GPU-a Missing", "GPU-c Missing", "GPU-b Missing"}},
 		{[]device.GPU{gpu("GPU-a", 3)}, []string{"GPU-c Missing", "GPU-b Missing", "GPU-a"}},
 	} {
-		c = c.extend(device.Inventory{GPUs: step.gpus}, owners{})
+		all = offering{resources: whole}.over(device.Inventory{GPUs: step.gpus}, owners{}, all, time.Now())
+		c := all.of[whole.GPU]
 		var got []string
-		for i, g := range c.gpus {
+		for i, item := range c.items {
+			g := item.GPU
 			text := g.UUID
 			if !g.Health.Healthy() {
 				text += " " + g.Health.Reason
@@ -179,14 +195,14 @@ func TestPromisesRipen(t *testing.T) {
 	gpus := []device.GPU{{UUID: uuid(0)}, {UUID: uuid(1)}}
 	promised := allocations{newBroadcast[[]device.Ref](nil)}
 	book := &fixedLedger{}
-	r := &roster{ledger: book, allocations: promised, metrics: newMetrics(), hold: newHysteresis(), promised: map[string]time.Time{}, changed: make(chan struct{})}
-	r.known.Store((&catalog{}).extend(device.Inventory{GPUs: gpus}, owners{}))
+	r := &roster{ledger: book, allocations: promised, metrics: newMetrics(), hold: newHysteresis(), promised: map[device.Ref]time.Time{}, changed: make(chan struct{})}
+	r.known.Store(offering{resources: whole}.over(device.Inventory{GPUs: gpus}, owners{}, nil, time.Now()))
 	began := time.Now()
 	const ok, away = stateHealthy, stateWithdrawn
 	step := func(ms int, again time.Duration, want ...state) {
 		t.Helper()
-		if got := r.publish(began.Add(time.Duration(ms) * time.Millisecond)); got != again || !slices.Equal(r.states, want) {
-			t.Errorf("at %d ms: %v, again in %v; want %v, %v", ms, r.states, got, want, again)
+		if got := r.publish(began.Add(time.Duration(ms) * time.Millisecond)); got != again || !slices.Equal(r.states[whole.GPU], want) {
+			t.Errorf("at %d ms: %v, again in %v; want %v, %v", ms, r.states[whole.GPU], got, want, again)
 		}
 	}
 	promised.put(0)

@@ -16,7 +16,7 @@ import (
 // service answers kubelet on one socket.
 type service struct {
 	pluginapi.UnsafeDevicePluginServer
-	plugin   *Plugin
+	served   *served
 	endpoint *endpoint
 }
 
@@ -36,8 +36,8 @@ func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingSe
 	defer ended()
 	var sent *listing
 	for {
-		list, changed := s.plugin.roster.current()
-		if list != sent {
+		list, changed := s.served.roster.current(s.served.resource)
+		if list != sent && list != nil {
 			if err := stream.Send(list.response); err != nil {
 				return err
 			}
@@ -56,21 +56,21 @@ func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingSe
 
 func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest) (*pluginapi.PreferredAllocationResponse, error) {
 	defer s.endpoint.calls.enter()()
-	defer func(start time.Time) { s.plugin.metrics.preferred.Observe(time.Since(start).Seconds()) }(time.Now())
-	return s.plugin.Preferred(request), nil
+	defer func(start time.Time) { s.served.metrics.preferred.Observe(time.Since(start).Seconds()) }(time.Now())
+	return s.served.Preferred(s.served.resource, request), nil
 }
 
 func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
 	defer s.endpoint.calls.enter()()
-	defer func(start time.Time) { s.plugin.metrics.allocate.Observe(time.Since(start).Seconds()) }(time.Now())
-	return s.plugin.Allocate(klog.NewContext(ctx, s.endpoint.logger), request)
+	defer func(start time.Time) { s.served.metrics.allocate.Observe(time.Since(start).Seconds()) }(time.Now())
+	return s.served.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.served.resource, request)
 }
 
 // PreStartContainer is not asked for by options; it has nothing to do but say whether the devices exist.
 func (s *service) PreStartContainer(_ context.Context, request *pluginapi.PreStartContainerRequest) (*pluginapi.PreStartContainerResponse, error) {
 	defer s.endpoint.calls.enter()()
-	if _, err := s.plugin.lookup(request.GetDevicesIds(), make(map[string]bool)); err != nil {
-		return nil, status.Errorf(status.Code(err), "invalid pre-start request for %q: %s", s.plugin.config.ResourceName, reason(err))
+	if _, err := s.served.lookup(s.served.resource, request.GetDevicesIds(), make(map[string]bool)); err != nil {
+		return nil, status.Errorf(status.Code(err), "invalid pre-start request for %q: %s", s.served.resource, reason(err))
 	}
 	return &pluginapi.PreStartContainerResponse{}, nil
 }

@@ -130,14 +130,14 @@ func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, 
 			delay = r.times.confirmFirst
 		}
 		if err == nil {
-			r.config.Acknowledge(allocatable, true)
+			r.config.Acknowledge(r.resource, allocatable, true)
 		}
 		switch {
 		case err != nil:
 			delay = r.times.confirmPoll
 			if failures++; failures == confirmErrors {
 				klog.FromContext(ctx).Info("Kubelet does not say which devices are allocatable", "reason", err.Error())
-				r.config.Acknowledge(nil, false)
+				r.config.Acknowledge(r.resource, nil, false)
 				return list, nil
 			}
 			began = time.Now()
@@ -160,5 +160,5 @@ func (r *registrar) allocatable(ctx context.Context) ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	return slices.Sorted(slices.Values(all[r.config.ResourceName])), nil
+	return slices.Sorted(slices.Values(all[r.resource])), nil
 }

@@ -114,7 +114,15 @@ func (r *Reconciler) isNobodys(h ledger.Hold, holds []ledger.Hold) (bool, error)
 	if !unnamed(h) {
 		return false, nil
 	}
-	return r.Pods.Unclaimed(r.Resource, holds)
+	return r.Pods.Unclaimed(r.mayBe(h), holds)
+}
+
+// mayBe are the resources by which a limit may have been asked for: its own, or any where its record cannot be read.
+func (r *Reconciler) mayBe(h ledger.Hold) func(resource string) bool {
+	if h.Resource == "" {
+		return r.Limits.Has
+	}
+	return func(resource string) bool { return resource == h.Resource }
 }
 
 // unnamed is a limit whose pod is not known yet.
@@ -252,7 +260,7 @@ func (r *Reconciler) usedByLimit(ctx context.Context, h ledger.Hold) (bool, erro
 		}
 	}
 	// Kubelet may have lost its account before anybody read in it whose the device is.
-	if len(h.Pods) == 0 && r.Pods.Unexplained(r.Resource, r.Ledger.Holds()) {
+	if len(h.Pods) == 0 && r.Pods.Unexplained(r.mayBe(h), r.Ledger.Holds()) {
 		return true, nil
 	}
 	if h.Unreadable {
@@ -260,7 +268,7 @@ func (r *Reconciler) usedByLimit(ctx context.Context, h ledger.Hold) (bool, erro
 			return true, err
 		}
 	}
-	devices, _, err := r.Resources.List(ctx, r.Resource, r.DriverName)
+	devices, _, err := r.Resources.List(ctx, r.mayBe(h), r.DriverName)
 	if err != nil {
 		return true, err
 	}

@@ -29,7 +29,7 @@ type Claims interface {
 
 // KubeletResources is kubelet's pod resources endpoint.
 type KubeletResources interface {
-	List(ctx context.Context, resource, driver string) ([]evidence.UsedDevice, []evidence.UsedClaim, error)
+	List(ctx context.Context, counts func(resource string) bool, driver string) ([]evidence.UsedDevice, []evidence.UsedClaim, error)
 }
 
 // Inventory resolves the names of published devices. Changed is taken before Inventory is read.
@@ -65,7 +65,8 @@ type Config struct {
 	KubeletDir string
 	NodeName   string
 	DriverName string
-	Resource   string
+	// Limits are the resources by which limits ask for the node's devices.
+	Limits device.Resources
 	// Registerer receives the metrics.
 	Registerer prometheus.Registerer
 }
@@ -81,8 +82,9 @@ type Reconciler struct {
 	doubts map[holdKey]*doubt
 	// asked is when the API server was last asked about a loser, by UID.
 	asked map[string]time.Time
-	// late are claims with devices that were not in the inventory when they were restored.
-	late []evidence.KubeletClaim
+	// late are claims with devices that were not in the inventory when they were restored, and lateLimits such limits.
+	late       []evidence.KubeletClaim
+	lateLimits []evidence.PodDevice
 }
 
 // holdKey tells a hold from the next one of the same holder on the same device.
@@ -132,7 +134,7 @@ func defaultTimes() times {
 // New does nothing visible.
 func New(c Config) (*Reconciler, error) {
 	if c.Ledger == nil || c.Pods == nil || c.Cgroups == nil || c.Resources == nil || c.Claims == nil || c.Inventory == nil ||
-		c.KubeletDir == "" || c.NodeName == "" || c.DriverName == "" || c.Resource == "" {
+		c.KubeletDir == "" || c.NodeName == "" || c.DriverName == "" || c.Limits.GPU == "" {
 		return nil, errors.New("create reconciler: every field of the configuration is required")
 	}
 	freed, err := newMetrics(c)
@@ -330,7 +332,7 @@ func (r *Reconciler) unreadable(h ledger.Hold) error {
 // a pod that had ended before.
 func (r *Reconciler) identify(h ledger.Hold, checkpoint evidence.DeviceCheckpoint) (podUID string, ok bool) {
 	i := slices.IndexFunc(checkpoint.Devices, func(d evidence.PodDevice) bool {
-		return d.Resource == r.Resource && d.ID == h.Holder.ID
+		return d.Resource == h.Resource && d.ID == h.Holder.ID
 	})
 	if i < 0 || predates(checkpoint, h) {
 		return "", false

@@ -52,11 +52,11 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 	return r.restoreUsed(ctx, checkpoint, claims)
 }
 
-// restoreLate gives claims of before the devices that come into the inventory later, such as a GPU that was lost when the
-// agent started.
+// restoreLate gives claims and limits of before the devices that come into the inventory later, such as a GPU that was lost when
+// the agent started.
 func (r *Reconciler) restoreLate(ctx context.Context) {
-	complaint := &complaint{message: "Restoring the claims of devices that came late"}
-	for len(r.late) > 0 {
+	complaint := &complaint{message: "Restoring the holders of devices that came late"}
+	for len(r.late)+len(r.lateLimits) > 0 {
 		changed := r.Inventory.Changed()
 		complaint.say(ctx, r.tryLate(ctx))
 		select {
@@ -83,7 +83,21 @@ func (r *Reconciler) tryLate(ctx context.Context) error {
 		errs = append(errs, err)
 		return !missing
 	})
-	return errors.Join(errs...)
+	return errors.Join(append(errs, r.tryLateLimits(ctx))...)
+}
+
+func (r *Reconciler) tryLateLimits(ctx context.Context) error {
+	late := r.lateLimits
+	if len(late) == 0 {
+		return nil
+	}
+	checkpoint, err := evidence.ReadDeviceCheckpoint(r.KubeletDir)
+	if err != nil {
+		return err
+	}
+	checkpoint.Devices = slices.DeleteFunc(checkpoint.Devices, func(d evidence.PodDevice) bool { return !slices.Contains(late, d) })
+	r.lateLimits = nil
+	return r.restoreLimits(ctx, checkpoint)
 }
 
 func (r *Reconciler) restoreLimits(ctx context.Context, checkpoint evidence.DeviceCheckpoint) error {
@@ -92,11 +106,12 @@ func (r *Reconciler) restoreLimits(ctx context.Context, checkpoint evidence.Devi
 		known[h.Holder] = h
 	}
 	for _, d := range checkpoint.Devices {
-		if d.Resource != r.Resource {
+		if !r.Limits.Has(d.Resource) {
 			continue
 		}
-		restored := limitHold(d.Resource, d.ID, r.Pods.Name(d.PodUID))
-		if h, ok := known[restored.Holder]; ok && !h.Unreadable && predates(checkpoint, h) {
+		holder := ledger.Holder{Kind: ledger.KindLimit, ID: d.ID}
+		h, ok := known[holder]
+		if ok && !h.Unreadable && predates(checkpoint, h) {
 			continue // it names the pod before
 		}
 		cgroup, err := r.Cgroups.Pod(d.PodUID)
@@ -105,6 +120,16 @@ func (r *Reconciler) restoreLimits(ctx context.Context, checkpoint evidence.Devi
 		} else if cgroup == evidence.CgroupAbsent {
 			continue
 		}
+		ref := h.Device
+		if !ok {
+			ref, ok = r.refOf(d.ID)
+		}
+		if !ok {
+			klog.FromContext(ctx).Info("The partition of a limit is not there yet", "device", d.ID, "podUID", d.PodUID)
+			r.lateLimits = append(r.lateLimits, d)
+			continue
+		}
+		restored := ledger.Hold{Holder: holder, Device: ref, Resource: d.Resource, Pods: []ledger.Pod{r.Pods.Name(d.PodUID)}}
 		if err := r.expect(ctx, restored); err != nil {
 			return err
 		}
@@ -112,13 +137,23 @@ func (r *Reconciler) restoreLimits(ctx context.Context, checkpoint evidence.Devi
 	return nil
 }
 
-// limitHold takes the device ID for a UUID, as ours are. NVIDIA's plugin, whose pods may still run, numbers the replicas of
-// a GPU behind it ("GPU-…::2").
-func limitHold(resource, id string, pods ...ledger.Pod) ledger.Hold {
+// refOf resolves a device ID, as ours are: the UUID of a GPU or of a partition, which the inventory must know. NVIDIA's plugin, whose
+// pods may still run, numbers the replicas of a device behind it ("GPU-…::2"), and with old drivers names a partition by its GPU
+// ("MIG-GPU-…/1/0"), which then is held as a whole.
+func (r *Reconciler) refOf(id string) (ref device.Ref, ok bool) {
 	uuid, _, _ := strings.Cut(id, "::")
-	return ledger.Hold{
-		Holder: ledger.Holder{Kind: ledger.KindLimit, ID: id}, Device: device.Ref{GPU: uuid}, Resource: resource, Pods: pods,
+	if old, of := strings.CutPrefix(uuid, "MIG-GPU-"); of {
+		uuid, _, _ = strings.Cut("GPU-"+old, "/")
 	}
+	if !strings.HasPrefix(uuid, "MIG-") {
+		return device.Ref{GPU: uuid}, true
+	}
+	devices := r.Inventory.Inventory().Devices()
+	i := slices.IndexFunc(devices, func(d device.Device) bool { return d.UUID() == uuid })
+	if i < 0 {
+		return device.Ref{}, false
+	}
+	return devices[i].Ref(), true
 }
 
 // restoreClaim reports whether a device of the claim is missing in the inventory.
@@ -211,14 +246,18 @@ func (r *Reconciler) resolve(devices []evidence.PoolDevice) []device.Ref {
 }
 
 func (r *Reconciler) ofNode(devices []evidence.PoolDevice) []evidence.PoolDevice {
-	return slices.DeleteFunc(slices.Clone(devices), func(d evidence.PoolDevice) bool { return d.Pool != r.NodeName })
+	return slices.DeleteFunc(slices.Clone(devices), func(d evidence.PoolDevice) bool {
+		// A pool is the node's, or that of one of its GPUs: "<node>/<GPU>".
+		node, _, _ := strings.Cut(d.Pool, "/")
+		return node != r.NodeName
+	})
 }
 
 // restoreUsed adds what kubelet reports in use and the two checkpoints do not name.
 func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint evidence.DeviceCheckpoint, known []evidence.KubeletClaim) error {
 	callCtx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
-	devices, claims, err := r.Resources.List(callCtx, r.Resource, r.DriverName)
+	devices, claims, err := r.Resources.List(callCtx, r.Limits.Has, r.DriverName)
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "Restoring holds without kubelet's pod resources")
 		return nil
@@ -227,7 +266,13 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint evidence.Device
 		if slices.ContainsFunc(checkpoint.Devices, func(c evidence.PodDevice) bool { return c.ID == d.ID && c.Resource == d.Resource }) {
 			continue
 		}
-		if err := r.expect(ctx, limitHold(d.Resource, d.ID)); err != nil {
+		ref, ok := r.refOf(d.ID)
+		if !ok {
+			klog.FromContext(ctx).Info("Skipping a partition that kubelet reports in use and the node does not have", "device", d.ID, "pod", klog.KRef(d.Namespace, d.Pod))
+			continue
+		}
+		h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: d.ID}, Device: ref, Resource: d.Resource}
+		if err := r.expect(ctx, h); err != nil {
 			return err
 		}
 	}

@@ -10,6 +10,7 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
@@ -30,6 +31,17 @@ func TestRestore(t *testing.T) {
 			g.group("p1", true)
 			g.checkpoint("p1", "GPU-1::3")
 		}, []string{"GPU-1: limit GPU-1::3 expected [p1]"}},
+		{"partitions of another plugin's naming", func(g *rig) {
+			g.group("p1", true)
+			g.checkpoint("p1", "MIG-GPU-1/7/0", "p1", "MIG-b::0")
+		}, []string{"GPU-1: limit MIG-GPU-1/7/0 expected [p1]", "GPU-4@1+1: limit MIG-b::0 expected [p1]"}},
+		{"partitions", func(g *rig) {
+			g.group("p1", true)
+			g.claim("one", "c1", "gpu-4-mig-1g10gb-19-2")
+			g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-4-mig-1g10gb-19-2"}})
+			g.checkpoint("p1", "MIG-a", "ended", "MIG-b")
+			g.used = []evidence.UsedDevice{{ID: "MIG-a", Resource: migResource}, {ID: "MIG-gone", Resource: migResource}}
+		}, []string{"GPU-4@0+1: limit MIG-a expected [p1]", "GPU-4@2+1: claim c1 expected [p2]"}},
 		{"no cgroups to be seen", func(g *rig) {
 			must(g.t, os.RemoveAll(filepath.Join(g.groups, "kubepods")))
 			g.checkpoint("p1", "GPU-1")
@@ -104,7 +116,7 @@ func TestRestore(t *testing.T) {
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			g := newRig(t, "GPU-0", "GPU-1", "GPU-2", "GPU-3")
+			g := newRig(t, "GPU-0", "GPU-1", "GPU-2", "GPU-3", "GPU-4:MIG-a,MIG-b,MIG-c")
 			test.make(g)
 			must(t, g.r.Restore(t.Context()))
 			g.want(test.want...)
@@ -165,4 +177,37 @@ func TestRestoreOnAFullDisk(t *testing.T) {
 	if err := g.r.Restore(t.Context()); !errors.Is(err, ledger.ErrLocked) {
 		t.Errorf("in a directory that is not ours any more: %v", err)
 	}
+}
+
+// What a limit of before has by the UUID of a partition is known once the partition is.
+func TestRestoreOfLatePartition(t *testing.T) {
+	g := newRig(t, "GPU-0")
+	for _, uid := range []string{"p1", "p2", "p3"} {
+		g.group(uid, true)
+		g.addPod(g.pod(uid))
+	}
+	g.checkpoint("p1", "MIG-a", "p2", "MIG-b", "p3", "MIG-c")
+	must(t, g.r.Restore(t.Context()))
+	g.want()
+	g.run()
+	g.setGPUs("GPU-0:MIG-a")
+	g.await("GPU-0@0+1: limit MIG-a held [p1]")
+	// The second pod has ended meanwhile, and its partition is made again under another name.
+	g.checkpoint("p1", "MIG-a", "p3", "MIG-c")
+	g.setGPUs("GPU-0:MIG-a,MIG-b,MIG-c")
+	g.await("GPU-0@0+1: limit MIG-a held [p1]", "GPU-0@2+1: limit MIG-c held [p3]")
+}
+
+// A limit of a partition is identified by what kubelet says of its own resource.
+func TestIdentifyByResource(t *testing.T) {
+	g := newRig(t, "GPU-0:MIG-a,MIG-b")
+	for _, uid := range []string{"p1", "p2"} {
+		g.group(uid, true)
+		g.addPod(g.pod(uid))
+	}
+	must(t, g.book.ReserveLimits([]ledger.LimitRequest{{ID: "MIG-a", Resource: resource, Device: device.Ref{GPU: "GPU-0", Placement: device.Placement{Size: 1}}}}))
+	g.allocate("MIG-b")
+	g.checkpoint("p1", "MIG-a", "p2", "MIG-b")
+	g.run()
+	g.await("GPU-0@0+1: limit MIG-a held []", "GPU-0@1+1: limit MIG-b held [p2]")
 }

@@ -34,6 +34,8 @@ const (
 	node     = "node-1"
 	driver   = "gpu.nvidia.com"
 	resource = "nvidia.com/gpu"
+
+	migResource = "nvidia.com/mig-1g.10gb"
 )
 
 // rig is a node around a real ledger: kubelet's files, a cgroup tree, an API server's pods and claims.
@@ -75,7 +77,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	t.Cleanup(func() { must(t, g.book.Close()) })
 	g.r, err = New(Config{
 		Ledger: g.book, Pods: g.pods, Cgroups: cgroups, Resources: g, Claims: func(namespace string) Claims { return claimsIn{g, namespace} },
-		Inventory: g, KubeletDir: g.dir, NodeName: node, DriverName: driver, Resource: resource,
+		Inventory: g, KubeletDir: g.dir, NodeName: node, DriverName: driver, Limits: device.Resources{GPU: resource},
 		Registerer: g.counts,
 	})
 	must(t, err)
@@ -126,7 +128,7 @@ func (g *rig) Changed() <-chan struct{} {
 	return g.changed
 }
 
-// setGPUs has "GPU-<n>" published as gpu-<n>.
+// setGPUs has "GPU-<n>" published as gpu-<n>, and "GPU-<n>:MIG-a,MIG-b" with partitions from slice 0 on.
 func (g *rig) setGPUs(uuids ...string) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -135,7 +137,13 @@ func (g *rig) setGPUs(uuids ...string) {
 		var minor int
 		_, err := fmt.Sscanf(uuid, "GPU-%d", &minor)
 		must(g.t, err)
-		g.gpus = append(g.gpus, device.GPU{UUID: uuid, Minor: minor})
+		uuid, partitions, _ := strings.Cut(uuid, ":")
+		gpu := device.GPU{UUID: uuid, Minor: minor}
+		for i, id := range strings.FieldsFunc(partitions, func(c rune) bool { return c == ',' }) {
+			place := device.Ref{GPU: uuid, Placement: device.Placement{Start: i, Size: 1}}
+			gpu.Partitions = append(gpu.Partitions, device.Partition{UUID: id, Ref: place, Parent: minor, Profile: "1g.10gb", ProfileID: 19})
+		}
+		g.gpus = append(g.gpus, gpu)
 	}
 	close(g.changed)
 	g.changed = make(chan struct{})
@@ -161,7 +169,7 @@ func (c claimsIn) Get(_ context.Context, name string, _ metav1.GetOptions) (*res
 	return nil, apierrors.NewNotFound(schema.GroupResource{Resource: "resourceclaims"}, name)
 }
 
-func (g *rig) List(context.Context, string, string) ([]evidence.UsedDevice, []evidence.UsedClaim, error) {
+func (g *rig) List(context.Context, func(string) bool, string) ([]evidence.UsedDevice, []evidence.UsedClaim, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.lists++
@@ -192,9 +200,17 @@ func (g *rig) claim(name, uid string, devices ...string) {
 	for _, d := range devices {
 		d, admin := strings.CutPrefix(d, "admin:")
 		c.Status.Allocation.Devices.Results = append(c.Status.Allocation.Devices.Results,
-			resourceapi.DeviceRequestAllocationResult{Driver: driver, Pool: node, Device: d, AdminAccess: &admin})
+			resourceapi.DeviceRequestAllocationResult{Driver: driver, Pool: poolOf(d), Device: d, AdminAccess: &admin})
 	}
 	g.change(func() { g.claims["apps/"+name] = c })
+}
+
+// poolOf has a pool of its own for each GPU that is partitioned.
+func poolOf(name string) string {
+	if gpu, _, partition := strings.Cut(name, "-mig-"); partition {
+		return node + "/" + gpu
+	}
+	return node
 }
 
 func (g *rig) pod(uid string, claims ...string) *corev1.Pod {
@@ -233,7 +249,11 @@ func (g *rig) noGroup(uid string) {
 func (g *rig) checkpoint(podsAndDevices ...string) {
 	var entries []any
 	for pair := range slices.Chunk(podsAndDevices, 2) {
-		entries = append(entries, map[string]any{"PodUID": pair[0], "ContainerName": "main", "ResourceName": resource, "DeviceIDs": map[string]any{"0": []string{pair[1]}}})
+		name := resource
+		if strings.HasPrefix(pair[1], "MIG-") {
+			name = migResource
+		}
+		entries = append(entries, map[string]any{"PodUID": pair[0], "ContainerName": "main", "ResourceName": name, "DeviceIDs": map[string]any{"0": []string{pair[1]}}})
 	}
 	data, err := json.Marshal(map[string]any{"Data": map[string]any{"PodDeviceEntries": entries, "RegisteredDevices": nil}, "Checksum": 1})
 	must(g.t, err)
@@ -258,7 +278,7 @@ func (g *rig) claimState(claims ...kubeletClaim) {
 	for _, c := range claims {
 		var devices []any
 		for _, d := range c.devices {
-			devices = append(devices, map[string]any{"PoolName": node, "DeviceName": d})
+			devices = append(devices, map[string]any{"PoolName": poolOf(d), "DeviceName": d})
 		}
 		pods := map[string]any{}
 		for _, uid := range c.pods {
@@ -337,7 +357,13 @@ func (g *rig) stays(want ...string) {
 func (g *rig) allocate(ids ...string) {
 	g.t.Helper()
 	for _, id := range ids {
-		must(g.t, g.book.ReserveLimits([]ledger.LimitRequest{{ID: id, Resource: resource, Device: device.Ref{GPU: id}}}))
+		request := ledger.LimitRequest{ID: id, Resource: resource, Device: device.Ref{GPU: id}}
+		for _, d := range g.Inventory().Devices() {
+			if d.UUID() == id && !d.Whole() {
+				request.Resource, request.Device = migResource, d.Ref()
+			}
+		}
+		must(g.t, g.book.ReserveLimits([]ledger.LimitRequest{request}))
 	}
 }
 

@@ -103,7 +103,7 @@ func (a *agent) open() (err error) {
 		return err
 	}
 	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), Evidence: parkedEvidence{a.pods, a.simulation}, Now: stamp}
-	options.Queue = a.pods.Queue(resourceName)
+	options.Queue = a.pods.Queue(limits.Has)
 	options.Step = func(string) { a.diskStep() }
 	options.Turn = func(ctx context.Context) { turn(ctx, "tries to reserve") }
 	if a.book, err = ledger.Open(a.life.ctx, options); err != nil {
@@ -112,7 +112,7 @@ func (a *agent) open() (err error) {
 	book := parkedLedger{a.book, a.simulation}
 	if a.reconciler, err = reconcile.New(reconcile.Config{
 		Ledger: book, Pods: a.pods, Cgroups: cgroups, Resources: a, Claims: func(string) reconcile.Claims { return a },
-		Inventory: a, KubeletDir: a.host.kubeletDir(), NodeName: nodeName, DriverName: driverName, Resource: resourceName,
+		Inventory: a, KubeletDir: a.host.kubeletDir(), NodeName: nodeName, DriverName: driverName, Limits: limits,
 	}); err != nil {
 		return err
 	}
@@ -124,7 +124,7 @@ func (a *agent) open() (err error) {
 		return err
 	}
 	a.limits, err = legacy.New(legacy.Config{
-		ResourceName: resourceName, NodeName: nodeName, Directory: a.host.kubeletDir(),
+		Resources: limits, NodeName: nodeName, Directory: a.host.kubeletDir(),
 		Inventory: a, Ledger: book, Specs: a, Allocations: allocations{a}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
 	})
 	return err
@@ -224,7 +224,8 @@ func (a *agent) sawCheckpoint() {
 
 // look sends the device list where it has changed.
 func (a *agent) look() time.Duration {
-	list, again := a.limits.Look(time.Now())
+	lists, again := a.limits.Look(time.Now())
+	list := lists[resourceName]
 	if list != a.list {
 		for _, h := range a.book.Holds() {
 			if a.list == nil && h.Holder.Kind == ledger.KindClaim && h.State == ledger.StateExpected {
@@ -467,7 +468,7 @@ func (a *agent) Ensure(ctx context.Context, _ ...string) error {
 }
 
 // List is kubelet's.
-func (a *agent) List(ctx context.Context, _, _ string) ([]evidence.UsedDevice, []evidence.UsedClaim, error) {
+func (a *agent) List(ctx context.Context, _ func(string) bool, _ string) ([]evidence.UsedDevice, []evidence.UsedClaim, error) {
 	turn(ctx, "asks for pod resources")
 	return a.kubelet.list()
 }

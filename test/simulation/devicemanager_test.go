@@ -166,7 +166,7 @@ func (k *kubelet) choose(w *worker) {
 	}
 	var chosen []string
 	k.call(e.agent, "prefer devices for "+w.uid, 0, func(context.Context) error {
-		answer := e.agent.limits.Preferred(&pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{{
+		answer := e.agent.limits.Preferred(resourceName, &pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{{
 			AvailableDeviceIDs: available, AllocationSize: int32(w.pod.gpus),
 		}}})
 		chosen = answer.ContainerResponses[0].DeviceIDs
@@ -198,7 +198,7 @@ func (k *kubelet) take(w *worker, e *stream, ids []string, container string) {
 		k.after(k.life, k.between(0, time.Millisecond), "is asked for its pod resources", func() { _, _, _ = k.list() })
 	}
 	k.call(e.agent, "allocate "+container+" of "+w.uid, 0, func(ctx context.Context) error {
-		_, err := e.agent.limits.Allocate(ctx, &pluginapi.AllocateRequest{
+		_, err := e.agent.limits.Allocate(ctx, resourceName, &pluginapi.AllocateRequest{
 			ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}},
 		})
 		if k.sawAllocate(err); err != nil {

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
 )
 
@@ -20,6 +21,9 @@ const (
 	driverName   = "gpu.nvidia.com"
 	resourceName = "nvidia.com/gpu"
 )
+
+// limits asks for whole GPUs only.
+var limits = device.Resources{GPU: resourceName}
 
 // host is the machine: what lives on it without regard to kubelet and agent. It is the oracle, too: it knows which GPUs a
 // container was really given, and by whom.

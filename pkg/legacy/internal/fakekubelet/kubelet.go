@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
@@ -43,7 +44,8 @@ type Kubelet struct {
 	served  chan struct{}
 	running sync.WaitGroup
 	clients []*client          // connected or connecting, oldest first; what a stream's end is looked up in
-	current *client            // whom Allocate would go to
+	current map[string]*client // whom Allocate of a resource would go to
+	devices map[string][]*pluginapi.Device
 	reading []*client          // whose stream is read
 	conns   []*grpc.ClientConn // every one ever made, for Kill
 	faults  Faults
@@ -60,24 +62,34 @@ type Faults struct {
 	Deaf bool
 }
 
-// State is what kubelet knows of the one resource that tests use.
+// GPU is the resource that most tests use.
+const GPU = "nvidia.com/gpu"
+
+// State is what kubelet knows.
 type State struct {
 	// Endpoints are the socket names of all Register calls, in order.
 	Endpoints []string
 	// Connected are the socket paths whose stream kubelet reads.
 	Connected []string
-	// Devices is the last list; all are unhealthy after the plugin disconnected.
+	// Devices is the last list of GPU; all are unhealthy after the plugin disconnected.
 	Devices []*pluginapi.Device
+	// Of are the last lists by resource.
+	Of map[string][]*pluginapi.Device
 	// Lists counts the lists received.
 	Lists int
 	// Options of the last plugin that connected.
 	Options *pluginapi.DevicePluginOptions
 }
 
-// Healthy returns the IDs of healthy devices, sorted.
-func (s State) Healthy() []string {
+// Healthy returns the IDs of GPU's healthy devices, sorted.
+func (s State) Healthy() []string { return healthy(s.Devices) }
+
+// HealthyOf returns the IDs of a resource's healthy devices, sorted.
+func (s State) HealthyOf(resource string) []string { return healthy(s.Of[resource]) }
+
+func healthy(devices []*pluginapi.Device) []string {
 	var ids []string
-	for _, d := range s.Devices {
+	for _, d := range devices {
 		if d.GetHealth() == pluginapi.Healthy {
 			ids = append(ids, d.GetID())
 		}
@@ -96,7 +108,10 @@ type client struct {
 
 // New makes a kubelet for a device-plugins directory.
 func New(directory string, release Release) *Kubelet {
-	return &Kubelet{directory: directory, release: release, gate: newGate(), changed: make(chan struct{})}
+	return &Kubelet{
+		directory: directory, release: release, gate: newGate(), changed: make(chan struct{}),
+		current: map[string]*client{}, devices: map[string][]*pluginapi.Device{},
+	}
 }
 
 // Start wipes the directory's sockets as kubelet does, forgets everything, and takes registrations.
@@ -123,7 +138,7 @@ func (k *Kubelet) Start() error {
 	served := make(chan struct{})
 	k.update(func() {
 		k.server, k.served = server, served
-		k.state = State{Endpoints: k.state.Endpoints}
+		k.state, k.devices = State{Endpoints: k.state.Endpoints}, map[string][]*pluginapi.Device{}
 	})
 	go func() {
 		defer close(served)
@@ -137,7 +152,7 @@ func (k *Kubelet) Kill() {
 	k.gate.thaw()
 	k.mu.Lock()
 	server, served, conns := k.server, k.served, k.conns
-	k.server, k.clients, k.conns, k.current = nil, nil, nil, nil
+	k.server, k.clients, k.conns, k.current = nil, nil, nil, map[string]*client{}
 	k.mu.Unlock()
 	if server == nil {
 		return
@@ -203,20 +218,24 @@ func (k *Kubelet) snapshot() State {
 	s := k.state
 	s.Endpoints = slices.Clone(s.Endpoints)
 	s.Connected = nil
+	s.Devices, s.Of = k.devices[GPU], maps.Clone(k.devices)
 	for _, c := range k.reading {
 		s.Connected = append(s.Connected, c.path)
 	}
 	return s
 }
 
-// Plugin returns the current plugin to make calls to, as kubelet's endpoint would.
-func (k *Kubelet) Plugin() (pluginapi.DevicePluginClient, error) {
+// Plugin returns the current plugin of GPU to make calls to, as kubelet's endpoint would.
+func (k *Kubelet) Plugin() (pluginapi.DevicePluginClient, error) { return k.PluginOf(GPU) }
+
+// PluginOf returns that of a resource.
+func (k *Kubelet) PluginOf(resource string) (pluginapi.DevicePluginClient, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if k.current != nil && !k.current.stopped {
-		return k.current.api, nil
+	if c := k.current[resource]; c != nil && !c.stopped {
+		return c.api, nil
 	}
-	return nil, errors.New("no plugin is connected")
+	return nil, fmt.Errorf("no plugin is connected for %s", resource)
 }
 
 // Allocatable answers as podresources' GetAllocatableResources does.
@@ -229,11 +248,13 @@ func (k *Kubelet) Allocatable(ctx context.Context) (map[string][]string, error) 
 	if k.server == nil {
 		return nil, errors.New("kubelet is down")
 	}
-	healthy := k.state.Healthy()
-	if len(healthy) == 0 {
-		return map[string][]string{}, nil
+	allocatable := map[string][]string{}
+	for resource, devices := range k.devices {
+		if ids := healthy(devices); len(ids) > 0 {
+			allocatable[resource] = ids
+		}
 	}
-	return map[string][]string{"nvidia.com/gpu": healthy}, nil
+	return allocatable, nil
 }
 
 // Register is the call that plugins make.
@@ -245,7 +266,8 @@ func (k *Kubelet) Register(ctx context.Context, r *pluginapi.RegisterRequest) (*
 		refuse = k.faults.RefuseRegister
 		if !refuse {
 			if k.release == Release136 {
-				k.clients = nil // the map entry is overwritten, the connection lives on
+				// The map entry is overwritten, the connection lives on.
+				k.clients = slices.DeleteFunc(k.clients, func(other *client) bool { return other.resource == c.resource })
 			}
 			k.clients = append(k.clients, c)
 		}
@@ -287,7 +309,7 @@ func (k *Kubelet) connect(ctx context.Context, c *client) error {
 			return
 		}
 		c.conn, c.api, c.connected = conn, api, true
-		k.current = c
+		k.current[c.resource] = c
 		k.state.Options = options
 	})
 	if err != nil {
@@ -300,9 +322,17 @@ func (k *Kubelet) connect(ctx context.Context, c *client) error {
 func (k *Kubelet) forget(c *client) {
 	k.update(func() {
 		k.clients = slices.DeleteFunc(k.clients, func(other *client) bool {
-			return k.release == Release136 || other.path == c.path
+			return k.finds(c, other)
 		})
 	})
+}
+
+// finds reports whether kubelet means other where it looks for c: by its path, before 1.37 by its resource.
+func (k *Kubelet) finds(c, other *client) bool {
+	if k.release == Release136 {
+		return other.resource == c.resource
+	}
+	return other.path == c.path
 }
 
 // read follows the device list. When it ends, kubelet looks for a client to disconnect, which need not be this one.
@@ -311,7 +341,7 @@ func (k *Kubelet) read(c *client) {
 	var victim *client
 	k.update(func() {
 		for _, other := range k.clients {
-			if k.release == Release136 || other.path == c.path {
+			if k.finds(c, other) {
 				victim = other
 			}
 		}
@@ -325,11 +355,12 @@ func (k *Kubelet) read(c *client) {
 	}
 	k.update(func() {
 		victim.stopped = true
-		if k.release == Release136 && k.current != nil {
-			k.current.stopped = true
+		if current := k.current[c.resource]; k.release == Release136 && current != nil {
+			current.stopped = true
 		}
-		if k.release == Release136 || len(k.clients) == 0 {
-			k.state.Devices = unhealthy(k.state.Devices)
+		others := slices.ContainsFunc(k.clients, func(other *client) bool { return other.resource == c.resource })
+		if k.release == Release136 || !others {
+			k.devices[c.resource] = unhealthy(k.devices[c.resource])
 		}
 	})
 }
@@ -354,7 +385,7 @@ func (k *Kubelet) follow(c *client) {
 		k.update(func() {
 			k.state.Lists++
 			if !k.faults.Deaf {
-				k.state.Devices = list.GetDevices()
+				k.devices[c.resource] = list.GetDevices()
 			}
 		})
 	}

@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// state of a device in the list, of which kubelet sees only healthy or not.
+type state string
+
+const (
+	stateHealthy   state = "healthy"
+	stateUnhealthy state = "unhealthy"
+	stateWithdrawn state = "withdrawn"
+)
+
+// item is a device as limits see it.
+type item struct {
+	device.Device
+	// id is what kubelet knows it by: its UUID.
+	id string
+	// offered is set while new limits may get it.
+	offered bool
+	// idle is since when it is not offered and no limit has it; zero while either is so.
+	idle time.Time
+}
+
+// place orders items as claims are placed, from the lowest up.
+func (i item) place(other item) int {
+	a, b := i.Ref(), other.Ref()
+	return cmp.Or(cmp.Compare(i.GPU.Minor, other.GPU.Minor), cmp.Compare(a.GPU, b.GPU), cmp.Compare(a.Placement.Start, b.Placement.Start),
+		cmp.Compare(a.Compute.Start, b.Compute.Start), cmp.Compare(i.id, other.id))
+}
+
+// catalog is every device of one resource that limits may get or have, seen since the process started, in their places. kubelet
+// looks devices of running pods up in the last list without checking that they are there, so an ID that was listed stays listed as
+// long as a limit may have it.
+type catalog struct {
+	resource string
+	items    []item
+	index    map[string]int
+	// planner is nil where there are partitions.
+	planner *planner
+	// packed takes partitions from the fullest GPU first.
+	packed bool
+	// retiring calls nothing healthy that is not offered.
+	retiring bool
+}
+
+// listed is a device ID in the list of a resource: kubelet keeps an account for each resource.
+type listed struct{ resource, id string }
+
+// catalogs are those of every resource, as one inventory has them.
+type catalogs struct {
+	of map[string]*catalog
+	// ours are the UUIDs of all hardware that limits may get or have, under whatever strategy.
+	ours map[string]bool
+	// leftOut has no resource.
+	leftOut []device.LeftOut
+}
+
+// offering is what limits are offered.
+type offering struct {
+	resources device.Resources
+	offered   func(device.GPU) bool
+	packed    bool
+	retiring  bool
+}
+
+func newOffering(c Config) offering {
+	return offering{c.Resources, c.Offered, c.AllocationPolicy == PolicyPacked, c.Retiring}
+}
+
+// over makes the catalogs of an inventory, with what limits have that is not offered, and what was listed before.
+func (f offering) over(inv device.Inventory, o owners, before *catalogs, now time.Time) *catalogs {
+	gpus := slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return f.offered != nil && !f.offered(g) })
+	offers, leftOut := f.resources.Offers(gpus)
+	found := map[listed]item{}
+	for _, offer := range offers {
+		found[listed{offer.Resource, offer.Device.UUID()}] = item{Device: offer.Device, id: offer.Device.UUID(), offered: true}
+	}
+	for _, g := range gpus {
+		// It is offered again once claims have no partition of it any more.
+		if at := (listed{f.resources.GPU, g.UUID}); !found[at].offered && forClaims(g) {
+			found[at] = item{Device: device.Device{GPU: g}, id: g.UUID}
+		}
+	}
+	byUUID := map[string]device.Device{}
+	for _, d := range inv.Devices() {
+		byUUID[d.UUID()] = d
+	}
+	for at := range o.limits {
+		_, offered := found[at]
+		if d, known := byUUID[at.id]; known && !offered && f.resources.Has(at.resource) {
+			found[at] = item{Device: d, id: at.id}
+		}
+	}
+	for at, old := range before.items() {
+		if _, still := found[at]; !still {
+			found[at] = aged(old, byUUID)
+		}
+	}
+	next := &catalogs{of: map[string]*catalog{}, ours: map[string]bool{}, leftOut: leftOut}
+	for at, i := range found {
+		if i.rest(now, o.limits[at]); i.retired(now) {
+			continue
+		}
+		c := next.of[at.resource]
+		if c == nil {
+			c = &catalog{resource: at.resource, packed: f.packed, retiring: f.retiring}
+			next.of[at.resource] = c
+		}
+		c.items = append(c.items, i)
+	}
+	for _, c := range next.of {
+		c.arrange(inv)
+		for _, i := range c.items {
+			next.ours[i.GPU.UUID] = true
+			for _, p := range i.GPU.Partitions {
+				next.ours[p.UUID] = true
+			}
+		}
+	}
+	if len(next.of) == 0 {
+		next.of[f.resources.GPU] = newCatalog(f.resources.GPU)
+	}
+	return next
+}
+
+func newCatalog(resource string) *catalog {
+	c := &catalog{resource: resource}
+	c.arrange(device.Inventory{})
+	return c
+}
+
+// arrange sorts the items and prepares what is looked up often.
+func (c *catalog) arrange(inv device.Inventory) {
+	slices.SortFunc(c.items, item.place)
+	c.index = make(map[string]int, len(c.items))
+	gpus := make([]device.GPU, len(c.items))
+	whole := true
+	for at, i := range c.items {
+		c.index[i.id], gpus[at], whole = at, i.GPU, whole && i.Whole()
+	}
+	if whole {
+		c.planner = newPlanner(gpus, inv)
+	}
+}
+
+// aged is an item that is not offered any more, as the inventory has it now.
+func aged(old item, byUUID map[string]device.Device) item {
+	now, there := byUUID[old.id]
+	switch {
+	case there:
+		old.Device = now
+	case !old.Health().Healthy():
+	case old.Whole():
+		old.GPU.Health = missing
+	default:
+		old.Partition.Health = missing
+	}
+	old.offered = false
+	return old
+}
+
+var missing = device.Health{Reason: device.ReasonMissing, Message: "no longer in the inventory"}
+
+// retireAfter is how long a device that is gone stays listed that no limit has. Kubelet may be about to allocate what it was told to
+// be healthy a moment ago, and looks it up in its list when it has been given it.
+const retireAfter = 10 * time.Minute
+
+// needed reports whether the item has to be listed. A GPU that is missing may come back, and one that is partitioned for claims will.
+func (i item) needed(held bool) bool {
+	return i.offered || held || i.Whole() && (i.GPU.Health.Reason == device.ReasonMissing || forClaims(i.GPU))
+}
+
+// rest notes since when nobody needs the item.
+func (i *item) rest(now time.Time, held bool) {
+	switch {
+	case i.needed(held):
+		i.idle = time.Time{}
+	case i.idle.IsZero():
+		i.idle = now
+	}
+}
+
+// forClaims reports whether a GPU is partitioned, and by claims only.
+func forClaims(g device.GPU) bool {
+	return g.Dynamic && g.MIGEnabled && !slices.ContainsFunc(g.Partitions, func(p device.Partition) bool { return !p.Made })
+}
+
+func (i item) retired(now time.Time) bool { return !i.idle.IsZero() && now.Sub(i.idle) >= retireAfter }
+
+// items are those of all catalogs; none of nil.
+func (c *catalogs) items() map[listed]item {
+	items := map[listed]item{}
+	if c == nil {
+		return items
+	}
+	for resource, catalog := range c.of {
+		for _, i := range catalog.items {
+			items[listed{resource, i.id}] = i
+		}
+	}
+	return items
+}
+
+// retires is when the next item is no longer listed; zero for never.
+func (c *catalogs) retires() (next time.Time) {
+	for _, i := range c.items() {
+		if at := i.idle.Add(retireAfter); !i.idle.IsZero() && (next.IsZero() || at.Before(next)) {
+			next = at
+		}
+	}
+	return next
+}
+
+// restless reports whether something is listed that nobody needs since the catalogs were made.
+func (c *catalogs) restless(o owners) bool {
+	for at, i := range c.items() {
+		if i.idle.IsZero() && !i.needed(o.limits[at]) {
+			return true
+		}
+	}
+	return false
+}
+
+// assess says for every device of the catalog what kubelet should think of it.
+func (c *catalog) assess(o owners) []state {
+	states := make([]state, len(c.items))
+	free := 0
+	var promised []int
+	for at, i := range c.items {
+		taken, mine := o.hold(c.resource, i)
+		switch {
+		case !i.Health().Healthy():
+			states[at] = stateUnhealthy
+		case taken || !i.offered && (c.retiring || !mine):
+			states[at] = stateWithdrawn
+		case !mine && o.promises(i.Ref()):
+			states[at] = stateWithdrawn
+			promised = append(promised, at)
+		default:
+			states[at] = stateHealthy
+			if !mine {
+				free++
+			}
+		}
+	}
+	// Bound limits first: a pod that kubelet is about to admit fails for good if it finds no device, and the claim does not.
+	for _, at := range descending(promised) {
+		if free >= o.lacking[c.resource] {
+			break
+		}
+		states[at] = stateHealthy
+		free++
+	}
+	return states
+}
+
+// owners are who limits should keep away from.
+type owners struct {
+	// holds by the UUID of the GPU.
+	holds map[string][]ledger.Hold
+	// limits have these, rightly or not.
+	limits map[listed]bool
+	// promised hardware is held by nobody, and a claim is about to ask for it: the scheduler has allocated it to the claim, or the
+	// claim has lost it before and waits.
+	promised map[device.Ref]bool
+	// lost is what of the promised a claim waits for.
+	lost map[device.Ref]bool
+	// lacking is how many devices of each resource limits pods still ask for that kubelet is about to admit.
+	lacking map[string]int
+}
+
+func ownersOf(led Ledger, allocations Allocations) owners {
+	o := owners{
+		holds: map[string][]ledger.Hold{}, limits: map[listed]bool{}, promised: map[device.Ref]bool{}, lost: map[device.Ref]bool{},
+	}
+	if allocations != nil {
+		for _, ref := range allocations.Allocated() {
+			o.promised[ref] = true
+		}
+	}
+	o.lacking, _ = led.Lacking()
+	for _, lost := range led.Losers() {
+		for _, ref := range lost.Devices {
+			o.promised[ref], o.lost[ref] = true, true
+		}
+	}
+	for _, h := range led.Holds() {
+		o.holds[h.Device.GPU] = append(o.holds[h.Device.GPU], h)
+		delete(o.promised, h.Device)
+		if h.Holder.Kind == ledger.KindLimit {
+			o.limits[listed{h.Resource, h.Holder.ID}] = true
+		}
+	}
+	return o
+}
+
+// hold reports whether a new limit cannot get the hardware of a device, and whether a limit has it under this very name. What such a
+// limit has stays offered: kubelet keeps that account itself, and would fail the holder's own restart otherwise. A draining limit is
+// off kubelet's account already, and of one whose record cannot be read nobody knows.
+func (o owners) hold(resource string, i item) (taken, mine bool) {
+	ref := i.Ref()
+	for _, h := range o.holds[ref.GPU] {
+		switch {
+		case !h.Device.Overlaps(ref):
+		case h.Holder == ledger.Holder{Kind: ledger.KindLimit, ID: i.id} && h.Resource == resource && h.Device == ref &&
+			h.State != ledger.StateDraining && !h.Unreadable:
+			mine = true
+		default:
+			taken = true
+		}
+	}
+	return taken, mine
+}
+
+// promises reports whether a claim is about to ask for the hardware, or some of it.
+func (o owners) promises(ref device.Ref) bool {
+	if o.promised[ref] {
+		return true
+	}
+	for promised := range o.promised {
+		if promised.Overlaps(ref) {
+			return true
+		}
+	}
+	return false
+}

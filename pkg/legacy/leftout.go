@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// namedDevices is how many devices an event names.
+const namedDevices = 4
+
+// reportLeftOut tells of devices that the MIG strategy has no resource for, whenever they are others than before, until ctx is done.
+func (p *Plugin) reportLeftOut(ctx context.Context) {
+	var told []string
+	for {
+		leftOut, changed := p.roster.left()
+		if !slices.Equal(told, leftOut) {
+			told = leftOut
+			for _, sentence := range leftOut {
+				klog.FromContext(ctx).Info("Leaving devices out of what limits can get", "migStrategy", p.config.Resources.Strategy, "devices", sentence)
+				p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "LimitDevicesLeftOut", "MIG strategy %s leaves out %s", p.config.Resources.Strategy, sentence)
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		}
+	}
+}
+
+// leftOutByReason is a sentence for each reason: "gpu-1 and 2 more: <reason>".
+func leftOutByReason(leftOut []device.LeftOut) []string {
+	var reasons []string
+	names := map[string][]string{}
+	for _, l := range leftOut {
+		if names[l.Reason] == nil {
+			reasons = append(reasons, l.Reason)
+		}
+		names[l.Reason] = append(names[l.Reason], fmt.Sprintf("%s (%s)", l.Device.Name(), l.Device.UUID()))
+	}
+	var sentences []string
+	for _, reason := range reasons {
+		all := names[reason]
+		text := strings.Join(all[:min(len(all), namedDevices)], ", ")
+		if more := len(all) - namedDevices; more > 0 {
+			text += fmt.Sprintf(" and %d more", more)
+		}
+		sentences = append(sentences, text+": "+reason)
+	}
+	slices.Sort(sentences)
+	return sentences
+}

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+
+	"k8s.io/klog/v2"
+)
+
+// served is one extended resource that kubelet is told of.
+type served struct {
+	*Plugin
+	resource string
+
+	mu sync.Mutex
+	// notReady says why the resource is not served at the moment, nil when it is.
+	notReady error
+	// own is the socket that serves at the moment.
+	own string
+}
+
+// ready is as Plugin.Ready.
+func (s *served) ready() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.notReady
+}
+
+func (s *served) setNotReady(reason error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.notReady = reason
+}
+
+func (s *served) ownSocket() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.own
+}
+
+func (s *served) setOwn(path string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.own = path
+}
+
+// serve keeps registered what has a list, and lets go of what has none any more, until ctx is done.
+func (p *Plugin) serve(ctx context.Context, dir *directory) {
+	var running sync.WaitGroup
+	defer running.Wait()
+	stops := map[string]func(){}
+	for {
+		names, changed := p.roster.resources()
+		for name, stop := range stops {
+			if !slices.Contains(names, name) {
+				klog.FromContext(ctx).Info("Serving a resource no more that has no devices left", "resource", name)
+				stop()
+				delete(stops, name)
+			}
+		}
+		for _, name := range names {
+			if stops[name] == nil {
+				stops[name] = p.start(ctx, &running, name, dir)
+			}
+		}
+		p.setNotReady(nil)
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		}
+	}
+}
+
+// start serves one resource until it is stopped, which waits for its end, or ctx is done.
+func (p *Plugin) start(ctx context.Context, running *sync.WaitGroup, resource string, dir *directory) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	s := &served{Plugin: p, resource: resource, notReady: errNotStarted}
+	p.mu.Lock()
+	p.served[resource] = s
+	p.mu.Unlock()
+	ended := make(chan struct{})
+	running.Go(func() {
+		defer close(ended)
+		defer cancel()
+		s.keepRegistered(ctx, dir)
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		delete(p.served, resource)
+	})
+	return func() {
+		cancel()
+		<-ended
+	}
+}
+
+var errNotStarted = errors.New("not started")
