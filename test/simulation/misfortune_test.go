@@ -25,13 +25,12 @@ func (s *simulation) mood() {
 		// Some worlds know hardly anything but reboots, others no misfortune at all.
 		deeds[i].weight *= []int{0, 1, 1, 2, 6}[s.rand.IntN(5)]
 		if i < certain {
-			deeds[i].weight = max(deeds[i].weight, 4)
+			deeds[i].weight = max(deeds[i].weight, 2)
 		}
 	}
-	// Most worlds have a theme.
-	th := themes[s.rand.IntN(len(themes))]
+	th := s.theme
 	for _, name := range th.deeds {
-		deeds[slices.IndexFunc(deeds, func(d deed) bool { return d.name == name })].weight = 60
+		deeds[slices.IndexFunc(deeds, func(d deed) bool { return d.name == name })].weight = 300
 	}
 	for i := range deeds {
 		// A pod that kubelet does not know of and that has no process at the moment cannot be told from none
@@ -44,6 +43,9 @@ func (s *simulation) mood() {
 	if th.misfortune > 0 {
 		misfortune = th.misfortune
 	}
+	if th.pace > 0 {
+		pace = th.pace
+	}
 	if th.calm {
 		pace = s.between(3*time.Second, 15*time.Second)
 	}
@@ -52,39 +54,6 @@ func (s *simulation) mood() {
 	}
 	s.act("acts", deeds[:certain], pace)
 	s.act("meets misfortune", deeds[certain:], misfortune)
-}
-
-// theme is what a world is about: deeds that are done most of the time.
-type theme struct {
-	deeds      []string
-	slow       bool
-	misfortune time.Duration
-	// calm users come seldom.
-	calm bool
-}
-
-// themes are drawn evenly, so that what is rare by itself is here more often.
-var themes = []theme{
-	{},
-	{deeds: []string{"the node reboots", "an owner of claim pods comes", "an owner of limits pods comes"}, misfortune: 20 * time.Second, calm: true},
-	{deeds: []string{"the node reboots", "an owner of claim pods comes"}, misfortune: 15 * time.Second, calm: true},
-	{deeds: []string{"the node reboots", "everybody comes at once"}, misfortune: 20 * time.Second},
-	{deeds: []string{"a running limits pod is force-deleted and another one comes"}},
-	{deeds: []string{"a running limits pod is force-deleted and another one comes", "an owner of limits pods comes"}},
-	{deeds: []string{"a running limits pod is force-deleted and another one comes"}, slow: true},
-	{deeds: []string{"everybody comes at once"}, slow: true},
-	{deeds: []string{"everybody comes at once", "an owner of claim pods comes", "somebody annotates a pod that waits"}, slow: true},
-	{deeds: []string{"everybody comes at once", "a pod that waits is deleted"}, slow: true},
-	{deeds: []string{"owners of pods that share a claim come"}},
-	{deeds: []string{"owners of pods that share a claim come", "a pod that waits is deleted"}, slow: true},
-	{deeds: []string{"owners of pods that share a claim come", "an owner goes"}, slow: true},
-	{deeds: []string{"owners of pods that share a claim come", "a pod that waits is deleted", "the agent dies"}, misfortune: 3 * time.Second},
-	{deeds: []string{"owners of pods that share a claim come", "a pod that waits is deleted", "the API server goes away"}, misfortune: 3 * time.Second},
-	{deeds: []string{"pods share a claim", "a pod is deleted"}, slow: true},
-	{deeds: []string{"the agent dies", "an owner of limits pods comes"}, slow: true, misfortune: 2 * time.Second},
-	{deeds: []string{"the agent dies"}, slow: true, misfortune: time.Second},
-	{deeds: []string{"kubelet dies", "kubelet's device checkpoint is deleted", "an owner of limits pods comes"}},
-	{deeds: []string{"the API server goes away while pods come"}, misfortune: 5 * time.Second},
 }
 
 // act does one of the deeds every now and then.
@@ -112,7 +81,7 @@ func (s *simulation) act(name string, deeds []deed, pace time.Duration) {
 }
 
 // certain is how many of the deeds no world lacks: those of users.
-const certain = 16
+const certain = 19
 
 func (s *simulation) deeds() []deed {
 	c := s.cluster
@@ -120,6 +89,8 @@ func (s *simulation) deeds() []deed {
 	return []deed{
 		{8, "an owner of claim pods comes", func() { s.own(pod{gpus: size(), claim: "own", finite: !s.chance(3)}) }},
 		{8, "an owner of limits pods comes", func() { s.own(pod{gpus: size(), init: s.chance(3), finite: !s.chance(3)}) }},
+		{1, "an owner of endless claim pods comes", func() { s.own(pod{gpus: 1, claim: "own"}) }},
+		{1, "an owner of endless limits pods comes", func() { s.own(pod{gpus: 1}) }},
 		{6, "a finite limits pod comes", func() { s.room(func() { c.create(pod{gpus: size(), finite: true, init: s.chance(3)}) }) }},
 		{6, "a finite claim pod comes", func() { s.room(func() { c.create(pod{gpus: size(), claim: "own", finite: true}) }) }},
 		{4, "bare pods come", func() {
@@ -166,16 +137,26 @@ func (s *simulation) deeds() []deed {
 			}
 			s.room(func() { c.create(pod{gpus: 1}) })
 		}},
+		{3, "a running claim pod is force-deleted and another one comes", func() {
+			for _, p := range all[*pod](s.api.objects) {
+				if p.phase == running && !p.limits() && !p.shared && !s.api.down && s.chance(2) {
+					s.forceDelete(p)
+					c.create(pod{gpus: p.gpus, claim: "own", finite: s.chance(2)})
+					return
+				}
+			}
+			s.room(func() { c.create(pod{gpus: 1, claim: "own"}) })
+		}},
 		{4, "an exporter lists pod resources", func() { _, _, _ = s.kubelet.list() }},
 		{4, "the agent dies", s.killAgent},
 		{4, "the agent will die before it answers", func() { s.dieBeforeAnswer = true }},
 		{4, "the agent will die while it writes", func() { s.crashIn = 1 + s.rand.IntN(6) }},
 		{3, "kubelet dies", s.killKubelet},
 		{2, "the node reboots", s.reboot},
-		{3, "the API server goes away", func() { s.hit(apiAway); s.api.stop(s.between(200*time.Millisecond, 10*time.Second)) }},
+		{3, "the API server goes away", s.apiGoes},
 		{3, "the API server goes away while pods come", func() {
 			s.rush()
-			s.after(s.users, s.between(0, time.Second), "cuts the API server off", func() { s.hit(apiAway); s.api.stop(s.between(200*time.Millisecond, 10*time.Second)) })
+			s.after(s.users, s.between(0, time.Second), "cuts the API server off", s.apiGoes)
 		}},
 		{3, "the agent is frozen", func() { s.freeze(s.agentLife()) }},
 		{3, "the controller dies", s.killController},
@@ -192,6 +173,11 @@ func (s *simulation) deeds() []deed {
 			_ = os.Remove(evidence.DeviceCheckpointPath(s.host.kubeletDir()))
 		}},
 	}
+}
+
+func (s *simulation) apiGoes() {
+	s.hit(apiAway)
+	s.api.stop(s.between(200*time.Millisecond, 10*time.Second))
 }
 
 func (s *simulation) freeze(l *life) {

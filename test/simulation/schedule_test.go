@@ -28,6 +28,8 @@ type schedule struct {
 	current *call
 	// slowness is how many times as long as usual messages take.
 	slowness time.Duration
+	// struck is told of each event just before it happens, and may put it off; nil for nobody.
+	struck func(*event) time.Duration
 	// fault is what ends the run.
 	fault string
 
@@ -51,6 +53,8 @@ type event struct {
 	life *life
 	name string
 	run  func()
+	// late has been put off once.
+	late bool
 }
 
 const keptLines = 90
@@ -78,7 +82,10 @@ func (s *schedule) between(least, most time.Duration) time.Duration {
 }
 
 // latency is that of a message: mostly short, by the measure of its world.
-func (s *schedule) latency() time.Duration { return s.quickly() * s.slowness }
+func (s *schedule) latency() time.Duration { return min(s.quickly()*s.slowness, slowest) }
+
+// slowest is the longest that a message takes.
+const slowest = 20 * time.Second
 
 func (s *schedule) quickly() time.Duration {
 	switch n := s.rand.IntN(200); {
@@ -149,7 +156,16 @@ func (s *schedule) step(limit time.Time) bool {
 			s.events = slices.Delete(s.events, i, i+1)
 			s.steps++
 			s.note(fmt.Sprintf("%8d %12.4fs %-10s %s", s.steps, time.Since(epoch).Seconds(), e.life.name, e.name))
-			e.run()
+			if s.struck != nil && !e.late {
+				if late := s.struck(e); late > 0 {
+					e.at, e.late = time.Now().Add(late), true
+					s.events = append(s.events, e)
+					return true
+				}
+			}
+			if !e.life.over {
+				e.run()
+			}
 			s.settle()
 			return true
 		}

@@ -22,6 +22,7 @@ var (
 	stepsFlag = flag.Int("steps", 60_000, "how many steps to take")
 	seedFlag  = flag.Uint64("seed", 1, "seed of the first world; 0 for one from the clock")
 	leastFlag = flag.Int("least", 0, "fail unless every row of the table of races was met so many times")
+	themeFlag = flag.String("theme", "", "play worlds of this theme only")
 	traceFlag = flag.Bool("trace", false, "print every step")
 )
 
@@ -32,6 +33,7 @@ type faults struct{ noCrossCheck, noRestore, noEvidence, noRelease bool }
 type simulation struct {
 	*schedule
 	faults  faults
+	theme   theme
 	version int
 	// noPause is set where the runtime keeps no process of its own in a pod, as CRI-O: between two starts of a container its
 	// cgroup is empty.
@@ -54,8 +56,10 @@ type simulation struct {
 	// dieBeforeAnswer is set where the agent dies between the next record and its answer.
 	dieBeforeAnswer bool
 	crashed         bool
-	rejected        int
-	rebootedPods    map[string]bool
+	// ended is set when the pressure has.
+	ended        bool
+	rejected     int
+	rebootedPods map[string]bool
 	// before is what each claim held when the node rebooted.
 	before map[string][]string
 }
@@ -78,8 +82,16 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 	defer os.RemoveAll(dir)
 	synctest.Test(t, func(t *testing.T) {
 		s := &simulation{schedule: newSchedule(seed), faults: off, rebootedPods: map[string]bool{}}
-		s.version = []int{34, 36, 37}[s.rand.IntN(3)]
+		s.theme = themeOf(seed)
+		versions := s.theme.versions
+		if versions == nil {
+			versions = []int{34, 36, 37}
+		}
+		s.version = versions[s.rand.IntN(len(versions))]
 		gpus := 2 + s.rand.IntN(3)
+		if s.theme.gpus > 0 {
+			gpus = s.theme.gpus
+		}
 		for i := range gpus {
 			s.inventory.GPUs = append(s.inventory.GPUs, device.GPU{UUID: gpuUUID(i), Minor: i, Index: i, NUMANode: device.UnknownNUMANode})
 		}
@@ -88,7 +100,7 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		}
 		s.noPause = s.chance(4)
 		s.slowness = []time.Duration{1, 1, 10, 40}[s.rand.IntN(4)]
-		s.note(fmt.Sprintf("seed %d: kubelet 1.%d, %d GPUs, %d times as slow as usual", seed, s.version, gpus, s.slowness))
+		s.note(fmt.Sprintf("seed %d: %s, kubelet 1.%d, %d GPUs, %d times as slow as usual", seed, s.theme.name, s.version, gpus, s.slowness))
 		s.api = newAPI(s.schedule)
 		s.users = newLife("user")
 		s.startScheduler()
@@ -150,6 +162,7 @@ func (a *agent) loopsOf() []*loop {
 func (s *simulation) pressure(steps int) {
 	far := time.Now().Add(1000 * time.Hour)
 	s.mood()
+	s.struck = s.strikeBefore
 	for s.steps < steps && s.advance(far) {
 	}
 }
@@ -162,7 +175,7 @@ func (s *simulation) quiet() {
 	}
 	s.kill(s.users)
 	s.users = newLife("user")
-	s.slowness, s.dieBeforeAnswer = 1, false
+	s.slowness, s.dieBeforeAnswer, s.ended = 1, false, true
 	for _, model := range s.cluster.owners {
 		if model != nil {
 			model.finite = false
@@ -182,6 +195,7 @@ func (s *simulation) quiet() {
 		s.startController()
 	}
 	s.crashIn = 0
+	s.idle(slowest) // what is under way arrives
 	if s.controller == nil {
 		// Nobody tells kubelet to try again: it does so after up to 90 s.
 		s.idle(150 * time.Second)
@@ -472,27 +486,28 @@ func TestSimulation(t *testing.T) {
 	if seed == 0 {
 		seed = uint64(time.Now().UnixNano())%1_000_000*1000 + 1
 	}
+	if *themeFlag != "" && !slices.ContainsFunc(themes, func(th theme) bool { return th.name == *themeFlag }) {
+		t.Fatalf("there is no theme %q", *themeFlag)
+	}
 	t.Logf("seed %d", seed)
-	rows := map[row]int{}
+	seen := newTally()
 	steps, hash, worlds, began := 0, uint64(0), 0, time.Now()
-	for world := seed; steps < *stepsFlag; world++ {
+	for world := seed; steps < *stepsFlag; world = seen.next(world, worlds) {
 		planned := min(stepsOfAWorld, *stepsFlag-steps)
 		o := play(t, world, planned, faults{})
 		steps += o.steps
 		worlds++
 		hash = (hash ^ o.hash) * 1099511628211
-		for r, n := range o.rows {
-			rows[r] += n
-		}
+		seen.add(world, o)
 		if o.fault != "" {
 			t.Fatalf("%s\nworld %d failed at step %d: %s\nreplay: make simulation SEED=%d STEPS=%d", o.trace, world, o.steps, o.fault, world, planned)
 		}
 	}
 	took := time.Since(began)
 	for _, r := range allRows {
-		fmt.Printf("%-45s %8d\n", r, rows[r])
-		if rows[r] < *leastFlag {
-			t.Errorf("row %s was met %d times only", r, rows[r])
+		fmt.Printf("%-45s %8d\n", r, seen.total(r))
+		if n := seen.total(r); n < *leastFlag {
+			t.Errorf("row %s was met %d times only", r, n)
 		}
 	}
 	fmt.Printf("simulation: seed=%d steps=%d worlds=%d hash=%016x doubly_owned=0 stuck=0 leaked=0 took=%s (%d steps/s)\n",
