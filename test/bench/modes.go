@@ -15,7 +15,7 @@ import (
 )
 
 // rounds of measureModes: what the machine does beside it changes from minute to minute.
-const rounds = 4
+const rounds = 8
 
 // measureModes compares what a claim and a limit cost where both APIs are served with what they cost where theirs is the only one.
 func (r *run) measureModes(ctx context.Context) error {
