@@ -282,6 +282,7 @@ func TestDestroyOfWhatSeveralShare(t *testing.T) {
 }
 
 func TestModeThatCannotBeSwitched(t *testing.T) {
+	machines := map[string]machine{"h100x8": newMachine(t, "h100x8"), "a30x4": newMachine(t, "a30x4"), "l4x4": newMachine(t, "l4x4")}
 	for name, test := range map[string]struct {
 		profile string
 		index   int
@@ -295,7 +296,8 @@ func TestModeThatCannotBeSwitched(t *testing.T) {
 		"is not there":     {"l4x4", -1, false, "not there"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			m := newMachine(t, test.profile)
+			m := machines[test.profile]
+			m.fault(t)
 			node := m.open(t)
 			uuid := "GPU-1"
 			if test.index >= 0 {

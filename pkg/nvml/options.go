@@ -43,7 +43,7 @@ type Options struct {
 	// DisabledHooks are names as nvidia-cdi-hook has them ("update-ldcache"), or "all".
 	DisabledHooks []string
 
-	// Interval is the time between scans; 5 s when zero.
+	// Interval is the time between scans; 4 s when zero, so that what an administrator changes is known within 5 s.
 	Interval time.Duration
 
 	// patience is how long a GPU may take to answer; tests shorten it.
@@ -62,7 +62,7 @@ func (o Options) withDefaults() (Options, error) {
 	setDefault(&o.Library, Auto)
 	setDefault(&o.SysfsRoot, "/sys")
 	if o.Interval == 0 {
-		o.Interval = 5 * time.Second
+		o.Interval = 4 * time.Second
 	}
 	if o.patience == 0 {
 		o.patience = defaultPatience

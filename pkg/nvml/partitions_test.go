@@ -187,6 +187,7 @@ func TestPartitionsAreFollowed(t *testing.T) {
 
 // One that cannot be read takes nothing with it, and is not gone.
 func TestOddPartitions(t *testing.T) {
+	m := newMachine(t, "a100x8-mig")
 	for call, unhealthy := range map[string]int{
 		"GetMigMode": 0, "GetMaxMigDeviceCount": 2, "GetMigDeviceHandleByIndex": 1, "GetGpuInstanceById": 1,
 		"MigDevice.GetUUID": 1, "MigDevice.GetGpuInstanceId": 1, "MigDevice.GetComputeInstanceId": 1,
@@ -194,7 +195,7 @@ func TestOddPartitions(t *testing.T) {
 		"GetGpuInstanceProfileInfo": 0, "GetGpuInstancePossiblePlacements": 0,
 	} {
 		t.Run(call, func(t *testing.T) {
-			m := newMachine(t, "a100x8-mig")
+			m.fault(t)
 			node := m.open(t)
 			before := node.Inventory()
 			fault := simulated.CallFault{Return: "ERROR_UNKNOWN", Times: 1}

@@ -57,7 +57,9 @@ func (n *Node) watch(ctx context.Context) (kicks <-chan struct{}, stop func()) {
 		return nil, func() {}
 	}
 	n.scanning.Lock()
-	dirs := []string{filepath.Join(n.options.onHost(n.layout.devRoot), "dev"), filepath.Dir(n.layout.library)}
+	dev := filepath.Join(n.options.onHost(n.layout.devRoot), "dev")
+	// The last has nodes come and go with partitions.
+	dirs := []string{dev, filepath.Dir(n.layout.library), filepath.Join(dev, "nvidia-caps")}
 	n.scanning.Unlock()
 	for _, dir := range dirs {
 		if err := watcher.Add(dir); err != nil {
