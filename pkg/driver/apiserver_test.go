@@ -41,6 +41,8 @@ type fakeAPI struct {
 	keepProbeTaints bool
 	// failWrites refuses every write of slices with an error.
 	failWrites error
+	// failPool refuses those of one pool.
+	failPool string
 	// writes counts stored creates, updates and deletes of slices by the driver.
 	writes int
 }
@@ -316,6 +318,10 @@ func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, resource, name s
 	slice := &resourceapi.ResourceSlice{}
 	if err := json.NewDecoder(r.Body).Decode(slice); err != nil {
 		f.refuse(w, apierrors.NewBadRequest(err.Error()))
+		return
+	}
+	if slice.Spec.Pool.Name == f.failPool {
+		f.refuse(w, apierrors.NewInternalError(fmt.Errorf("no pool %s today", f.failPool)))
 		return
 	}
 	f.serverDefaults(slice, dryRun)

@@ -13,6 +13,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"sigs.k8s.io/yaml"
 
@@ -411,5 +412,18 @@ func TestWithdrawalFromCountersChangesOneSmallSlice(t *testing.T) {
 		all, len(before), size(own[0]), size(own[1]), len(own[1].Devices), bytes, changed)
 	if changed != 1 || bytes > 1000 {
 		t.Errorf("%d bytes in %d slices", bytes, changed)
+	}
+}
+
+// BenchmarkLook is what each change in the ledger costs on a node with eight GPUs that are partitioned on demand.
+func BenchmarkLook(b *testing.B) {
+	inv := machine(8, dynamic)
+	offer := Offer{NodeName: testNode}
+	before, _ := offer.Pools(Facts{Inventory: inv, Kept: everything})
+	for b.Loop() {
+		after, _ := offer.Pools(Facts{Inventory: inv, Kept: everything})
+		if !apiequality.Semantic.DeepEqual(before, after) {
+			b.Fatal("changed")
+		}
 	}
 }

@@ -145,20 +145,22 @@ func (p *publisher) publish(ctx context.Context) {
 		uid, kept, known := p.conditions()
 
 		facts := Facts{Inventory: p.Inventory.Inventory(), Holds: p.Ledger.Holds(), Claims: p.claims(), Kept: kept, Now: time.Now()}
-		look := offer.look(facts)
-		if !slices.Equal(left, look.left) {
-			left = look.left
-			logExcluded(ctx, left)
-		}
 		dynamic := dynamicGPUs(facts.Inventory)
+		var next time.Time
 		// A GPU that is partitioned on demand must not go from one pool to the other and back for want of an answer.
 		if known || len(dynamic) == 0 {
+			look := offer.look(facts)
+			if !slices.Equal(left, look.left) {
+				left = look.left
+				logExcluded(ctx, left)
+			}
 			p.metrics.countDevices(look.counts)
 			running.update(ctx, p, uid, look.pools)
 			missing.say(ctx, p.Driver, dynamic, kept)
+			next = look.next
 		}
 
-		timer := newTimer(look.next)
+		timer := newTimer(next)
 		select {
 		case <-ctx.Done():
 		case <-inventoryChanged:

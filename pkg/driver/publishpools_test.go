@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// awaitPools waits for what is published, as summary says it.
+func (r *rig) awaitPools(want map[string]string) {
+	r.t.Helper()
+	eventually(r.t, "pools", func() error {
+		pools := map[string]resourceslice.Pool{}
+		for _, slice := range r.api.slices() {
+			pool := pools[slice.Spec.Pool.Name]
+			pool.Slices = append(pool.Slices, resourceslice.Slice{Devices: slice.Spec.Devices, SharedCounters: slice.Spec.SharedCounters})
+			pools[slice.Spec.Pool.Name] = pool
+		}
+		if diff := cmp.Diff(want, summary(pools)); diff != "" {
+			return errors.New(diff)
+		}
+		return nil
+	})
+}
+
+// Two GPUs that are partitioned on demand beside one that is not.
+func threeGPUs() device.Inventory {
+	inv := machine(3)
+	dynamic(&inv.GPUs[1])
+	dynamic(&inv.GPUs[2])
+	return inv
+}
+
+func TestPublishPools(t *testing.T) {
+	r := newRig(t, threeGPUs())
+	r.run().ready()
+	all := func(first, second int) map[string]string {
+		return map[string]string{
+			"": "gpu-0", "/gpu-01": fmt.Sprintf("%d slices 26 devices", first), "/gpu-02": fmt.Sprintf("%d slices 26 devices", second),
+		}
+	}
+	r.awaitPools(all(8, 8))
+	if n := r.metric("tandem_published_devices", "offered"); n != 3 {
+		t.Errorf("%v devices", n)
+	}
+	before := r.api.writeCount()
+	r.takeByLimit(2, nil)
+	r.awaitPools(all(8, 0))
+	if n := r.api.writeCount() - before; n != 1 {
+		t.Errorf("%d writes for a withdrawal", n)
+	}
+	if n := r.metric("tandem_published_devices", "withdrawn"); n != 1 {
+		t.Errorf("%v devices withdrawn", n)
+	}
+	r.releaseLimit(2)
+	r.awaitPools(all(8, 8))
+	if n := r.api.writeCount() - before; n != 2 {
+		t.Errorf("%d writes for a withdrawal and the return", n)
+	}
+}
+
+// What the scheduler has given away is never taken from under it, wherever the news of that comes from.
+func TestAllocatedDevicesStayPublished(t *testing.T) {
+	allocations := &fakeAllocations{changed: make(chan struct{})}
+	r := newRig(t, threeGPUs(), func(c *Config) { c.Allocations = allocations })
+	allocations.set(newClaim("a", "gpu-2-mig-3g40gb-9-4"))
+	r.takeByLimit(2, nil)
+	r.run().ready()
+	r.awaitPools(map[string]string{"": "gpu-0", "/gpu-01": "8 slices 26 devices", "/gpu-02": "4 slices 26 devices"})
+	allocations.set()
+	r.awaitPools(map[string]string{"": "gpu-0", "/gpu-01": "8 slices 26 devices", "/gpu-02": "0 slices 26 devices"})
+}
+
+// Without counters partitions would look independent of each other: there are none then, and somebody is told.
+func TestServersThatDropCounters(t *testing.T) {
+	onlyWhole := map[string]string{"": "gpu-0 gpu-1 gpu-2"}
+	t.Run("from the beginning", func(t *testing.T) {
+		r := newRig(t, threeGPUs())
+		r.api.dropTaints = true
+		r.run().ready()
+		r.awaitPools(onlyWhole)
+		said := func() error {
+			if n := strings.Count(r.events.all(), "Node/node1 NoPartitionsOnDemand: gpu-1, gpu-2 should be partitioned on demand"); n != 1 {
+				return fmt.Errorf("said %d times: %s", n, r.events.all())
+			}
+			return nil
+		}
+		eventually(t, "an event", said)
+		r.takeByLimit(1, nil)
+		r.awaitPools(map[string]string{"": "gpu-0 gpu-2"})
+		if err := said(); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Run("later, and no more", func(t *testing.T) {
+		r := newRig(t, threeGPUs())
+		r.driver.probeAgain = 10 * time.Millisecond
+		r.api.dropTaints, r.api.keepProbeTaints = true, true
+		r.run().ready()
+		r.awaitPools(onlyWhole)
+		r.api.upgrade()
+		r.awaitPools(map[string]string{"": "gpu-0", "/gpu-01": "8 slices 26 devices", "/gpu-02": "8 slices 26 devices"})
+	})
+}
+
+// Partitions that an administrator makes and removes are followed.
+func TestPublishFollowsPartitions(t *testing.T) {
+	inv := machine(1, ampere)
+	r := newRig(t, inv)
+	r.run().ready()
+	r.awaitPools(map[string]string{"": ""})
+	if n := r.metric("tandem_published_devices", "excluded"); n != 1 {
+		t.Errorf("%v excluded", n)
+	}
+	inv = machine(1, ampere)
+	cut(&inv.GPUs[0], "3g.20gb", 4)
+	r.inventory.set(inv)
+	r.awaitPools(map[string]string{"": "gpu-0-mig-3g20gb-9-4"})
+	inv = machine(1, ampere)
+	cut(&inv.GPUs[0], "3g.20gb", 4)
+	cut(&inv.GPUs[0], "1g.5gb", 0)
+	inv.GPUs[0].Partitions[1].UUID = "" // has no compute instance yet
+	inv.GPUs[0].Partitions[0].Health = device.Health{Reason: device.ReasonUnreachable}
+	r.inventory.set(inv)
+	r.awaitPools(map[string]string{"": "gpu-0-mig-3g20gb-9-4!unhealthy"})
+	r.inventory.set(machine(1))
+	r.awaitPools(map[string]string{"": "gpu-0"})
+}
+
+// kubelet removes all slices of its node when it starts, however many there are.
+func TestManyPoolsAreBackSoon(t *testing.T) {
+	r := newRig(t, machine(8, dynamic)).run()
+	r.ready()
+	want := map[string]string{"": ""}
+	for i := range 8 {
+		want[fmt.Sprintf("/gpu-%02d", i)] = "8 slices 26 devices"
+	}
+	r.awaitPools(want)
+	r.api.wipeSlices()
+	wiped := time.Now()
+	r.awaitPools(want)
+	t.Logf("published again after %v", time.Since(wiped))
+}
+
+// Whoever changes the slices of one pool again and again does not delay the repair of the others.
+func TestRepairsOfOnePoolDoNotDelayOthers(t *testing.T) {
+	q := newSyncQueue(func() {})
+	defer q.ShutDown()
+	for i := range 16 {
+		pool := fmt.Sprintf("%s/gpu-%02d", testNode, i)
+		for n := range repairBurst + 1 {
+			if soon := q.repair(pool); soon != (n < repairBurst) {
+				t.Errorf("repair %d of %s at once: %v", n, pool, soon)
+			}
+		}
+	}
+}
+
+// Published is what is published in full.
+func TestReadyWhenAllPoolsArePublished(t *testing.T) {
+	r := newRig(t, threeGPUs())
+	r.api.failPool = testNode + "/gpu-01"
+	r.run()
+	startKubelet(t, r.dir, "gpu.nvidia.com")
+	r.awaitPools(map[string]string{"": "gpu-0", "/gpu-02": "8 slices 26 devices"})
+	eventually(t, "Ready to name the error", func() error {
+		if err := r.driver.Ready(); err == nil || !strings.Contains(err.Error(), "no pool node1/gpu-01 today") {
+			return fmt.Errorf("Ready: %v", err)
+		}
+		return nil
+	})
+	r.api.set(func() { r.api.failPool = "" })
+	eventually(t, "Ready", r.driver.Ready)
+}
+
+// An agent that starts again finds where it has published, and writes nothing.
+func TestPoolsOutliveAnAgent(t *testing.T) {
+	r := newRig(t, threeGPUs())
+	r.run().ready()
+	want := map[string]string{"": "gpu-0", "/gpu-01": "8 slices 26 devices", "/gpu-02": "8 slices 26 devices"}
+	r.awaitPools(want)
+	c := newClaim("a")
+	c.Status.Allocation.Devices.Results = []resourceapi.DeviceRequestAllocationResult{
+		{Request: "gpus", Driver: "gpu.nvidia.com", Pool: testNode + "/gpu-02", Device: "gpu-2"},
+	}
+	if results := r.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
+		t.Fatal(results[c.UID].Err)
+	}
+	if err := r.stop(); err != nil {
+		t.Fatal(err)
+	}
+	before := r.api.writeCount()
+	// Meanwhile nothing is to be partitioned any more. The claim has its GPU from a pool of its own.
+	plain := threeGPUs()
+	plain.GPUs[2].Dynamic = false
+	r.inventory.set(plain)
+	r.run().ready()
+	r.awaitPools(want)
+	if n := r.api.writeCount() - before; n != 0 {
+		t.Errorf("%d writes", n)
+	}
+}
