@@ -155,6 +155,9 @@ func TestUnusableFaultsFileKeepsTheStateBefore(t *testing.T) {
 		"not a duration":   "calls: {DeviceGetCount: {delay: soon}}",
 		"event of nobody":  "events: [{sequence: 1, gpu: \"9\", xid: 79}]",
 		"device in system": "calls: {GetName: {return: ERROR_UNKNOWN}}",
+		"unknown instance": "gpus: [{gpu: \"0\", calls: {GpuInstance.Eat: {}}}]",
+		"odd partition":    "gpus: [{gpu: \"0\", clients: [{pid: 1, partition: half}]}]",
+		"negative count":   "gpus: [{gpu: \"0\", calls: {GetName: {skip: -1}}}]",
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -175,6 +178,17 @@ func TestUnusableFaultsFileKeepsTheStateBefore(t *testing.T) {
 				t.Errorf("reported %v", reported)
 			}
 		})
+	}
+}
+
+func TestFaultsOfSomeCalls(t *testing.T) {
+	dir := t.TempDir()
+	d := handle(t, start(t, "l4x4", WithDir(dir)), 0)
+	inject(t, dir, Faults{GPUs: []GPUFaults{{GPU: "0", Calls: map[string]CallFault{"GetName": {Return: "ERROR_UNKNOWN", Skip: 2, Times: 1}}}}})
+	for i, want := range []nvml.Return{nvml.SUCCESS, nvml.SUCCESS, nvml.ERROR_UNKNOWN, nvml.SUCCESS} {
+		if _, ret := d.GetName(); ret != want {
+			t.Errorf("call %d: %v, want %v", i, ret, want)
+		}
 	}
 }
 

@@ -3,6 +3,7 @@
 package simulated
 
 import (
+	"errors"
 	"fmt"
 	"io/fs"
 	"os"
@@ -63,6 +64,9 @@ func Materialize(dir string, profile Profile, options MaterializeOptions) error 
 	if err != nil {
 		return fmt.Errorf("materialize %s in %s: %w", profile.Name, dir, err)
 	}
+	if err := forget(dir, wanted); err != nil {
+		return fmt.Errorf("materialize %s in %s: %w", profile.Name, dir, err)
+	}
 	for _, f := range wanted {
 		if err := f.ensure(dir); err != nil {
 			return fmt.Errorf("materialize %s in %s: %w", profile.Name, dir, err)
@@ -99,6 +103,20 @@ func files(profile Profile, options MaterializeOptions) ([]file, error) {
 			{path: FaultsFile, content: []byte("# Faults of this machine, obeyed as soon as they are written.\n"), mode: 0o644, keep: true},
 		},
 	), nil
+}
+
+// forget removes the state of MIG where another profile was in force: it is that of other GPUs.
+func forget(dir string, wanted []file) error {
+	for _, f := range wanted {
+		if f.path != ProfileFile || f.right(filepath.Join(dir, f.path)) {
+			continue
+		}
+		err := os.Remove(filepath.Join(dir, MIGDir, MIGStateFile))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
 }
 
 // stale are the places where a machine made of another profile leaves files that this one's must not be found beside;

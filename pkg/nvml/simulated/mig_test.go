@@ -246,6 +246,32 @@ func TestStateOfAnotherBootIsVoid(t *testing.T) {
 	}
 }
 
+func TestStateGoesWithTheProfile(t *testing.T) {
+	dir := t.TempDir()
+	profile, err := Load("h100x8")
+	if err != nil {
+		t.Fatal(err)
+	}
+	options := MaterializeOptions{PlainDeviceFiles: true}
+	mode := func(what string, want int) nvml.Device {
+		t.Helper()
+		if err := Materialize(dir, profile, options); err != nil {
+			t.Fatal(err)
+		}
+		lib := New(profile, WithDir(dir))
+		is(t, lib.Init(), nvml.SUCCESS)
+		d := handle(t, lib, 0)
+		if current, _, ret := d.GetMigMode(); current != want || ret != nvml.SUCCESS {
+			t.Errorf("%s: mode %d (%v), want %d", what, current, ret, want)
+		}
+		return d
+	}
+	enable(t, mode("at first", 0))
+	mode("with the same profile", 1)
+	profile.GPUs[1].MIGEnabled = true
+	mode("with another", 0)
+}
+
 func TestAmpereThatNobodyCanReset(t *testing.T) {
 	d := handle(t, start(t, "a30x4"), 3)
 	activation, ret := d.SetMigMode(nvml.DEVICE_MIG_ENABLE)

@@ -163,6 +163,12 @@ func (s *migStore) read() (MIGState, nvml.Return) {
 	case state.Boot != s.boot:
 		state = s.initial
 	}
+	for _, own := range s.initial.GPUs {
+		// A GPU that has come since.
+		if state.gpu(own.UUID) == nil {
+			state.GPUs = append(slices.Clip(state.GPUs), own)
+		}
+	}
 	s.stamp, s.state = stamp, state
 	return state, nvml.SUCCESS
 }
