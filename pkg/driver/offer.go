@@ -66,7 +66,8 @@ type Offer struct {
 	waiting offers
 	orphans orphans
 	// own says of a GPU by name whether it is published in a pool of its own.
-	own map[string]bool
+	own    map[string]bool
+	shapes shapes
 }
 
 // layout is what should be published.
@@ -114,32 +115,37 @@ func (o *Offer) look(f Facts) layout {
 	gpus, left := publishable(inv)
 	l := layout{pools: map[string]resourceslice.Pool{}, left: left, next: earlier(earlier(drained, orphaned), returns)}
 	l.counts.withdrawals = o.waiting.withdrawals
-	given := givenOut(gpus, holds, f.Claims)
+	strict := o.Strict && f.Kept.BindingConditions
+	shaped := make(map[string]*gpuShape, len(gpus))
+	for _, g := range gpus {
+		if len(g.Profiles) > 0 {
+			shaped[g.Name()] = o.shapes.of(g, strict)
+		}
+	}
+	given := givenOut(gpus, shaped, holds, f.Claims)
 	var shared []device.Device
 	for _, g := range gpus {
-		held := given[g.UUID]
-		switch o.place(g, held.pins, f.Kept.Counters) {
+		held, shape := given[g.UUID], shaped[g.Name()]
+		switch o.place(g, held.pins, f.Kept.Counters && shape != nil && len(shape.possible) > 0) {
 		case inNodePool:
 			devices, odd := whole(g)
 			shared, l.left = append(shared, devices...), append(l.left, odd...)
 		case inOwnPool:
-			p := newGPUPool(g, held.profiles, obstacles)
+			p := newGPUPool(g, shape, held.profiles, obstacles)
 			l.pools[OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: p.slices()}
 			l.counts.add(p.counts())
 		case nowhere:
 			l.counts.withdrawn++
 		}
 	}
-	slices, counts := nodeSlices(shared, obstacles, given, f.Kept.Taints)
-	l.pools[o.NodeName] = resourceslice.Pool{Slices: slices}
+	built, counts := nodeSlices(shared, obstacles, given, f.Kept.Taints)
+	l.pools[o.NodeName] = resourceslice.Pool{Slices: built}
 	l.counts.add(counts)
 	l.counts.excluded = len(l.left)
-	if o.Strict && f.Kept.BindingConditions {
-		for _, pool := range l.pools {
-			for _, slice := range pool.Slices {
-				for i := range slice.Devices {
-					slice.Devices[i] = strictly(slice.Devices[i])
-				}
+	if strict {
+		for _, slice := range built {
+			for i := range slice.Devices {
+				slice.Devices[i] = strictly(slice.Devices[i])
 			}
 		}
 	}
@@ -166,13 +172,12 @@ const (
 	nowhere
 )
 
-// place decides where the GPU is published, and remembers it. While claims have something of it (pinned), it stays where they
+// place decides where the GPU is published, and remembers it; possible says whether it can be in a pool of its own. While claims have something of it (pinned), it stays where they
 // got it: the scheduler knows an allocated device by pool and name, and gives its counters out again when it goes.
-func (o *Offer) place(g device.GPU, pinned, counters bool) place {
+func (o *Offer) place(g device.GPU, pinned, possible bool) place {
 	if o.own == nil {
 		o.own = map[string]bool{}
 	}
-	possible := counters && len(mig.NewGeometry(g.Profiles).Profiles()) > 0
 	own := possible && g.Dynamic && (g.MIGEnabled || mig.Switchable(g))
 	if before, known := o.own[g.Name()]; known && pinned {
 		own = before
@@ -196,7 +201,7 @@ type given struct {
 }
 
 // givenOut says by GPU what claims have of it, from the ledger and from what the scheduler was seen to allocate.
-func givenOut(gpus []device.GPU, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim) map[string]given {
+func givenOut(gpus []device.GPU, shaped map[string]*gpuShape, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim) map[string]given {
 	all := map[string]given{}
 	add := func(ref device.Ref, profileID int, allocated bool) {
 		of := all[ref.GPU]
@@ -219,14 +224,18 @@ func givenOut(gpus []device.GPU, holds []ledger.Hold, claims []v1alpha1.Allocate
 	}
 	byName := map[string]device.Partition{}
 	for _, g := range gpus {
-		for _, p := range append(g.Possible(), g.Partitions...) {
+		byName[g.Name()] = device.Partition{Ref: g.Ref(), ProfileID: noProfile}
+		for _, p := range g.Partitions {
 			byName[p.Name()] = p
 		}
-		byName[g.Name()] = device.Partition{Ref: g.Ref(), ProfileID: noProfile}
 	}
 	for _, c := range claims {
 		for _, name := range c.Devices {
-			if p, known := byName[name]; known {
+			p, known := byName[name]
+			if gpu, _, _ := strings.Cut(name, partitionInfix); !known && shaped[gpu] != nil {
+				p, known = shaped[gpu].possible[name]
+			}
+			if known {
 				add(p.Ref, p.ProfileID, true)
 			}
 		}
