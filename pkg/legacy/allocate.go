@@ -62,8 +62,12 @@ func (p *Plugin) requested(resource string, request *pluginapi.AllocateRequest) 
 			if health := i.Health(); !health.Healthy() {
 				return nil, status.Errorf(codes.FailedPrecondition, "unhealthy device: %s: %s: %s", i.id, health.Reason, health.Message)
 			}
-			if !i.offered && i.Whole() && i.GPU.MIGEnabled {
-				return nil, status.Errorf(codes.FailedPrecondition, "partitioned device: %s: its MIG mode is on", i.id)
+			if i.offered {
+				continue
+			}
+			// Kubelet does not know it yet, or a limit of before has it and is the one that asks.
+			if _, mine := p.roster.owners().hold(resource, i); !mine {
+				return nil, status.Errorf(codes.FailedPrecondition, "device that limits do not get any more: %s", i.id)
 			}
 		}
 		containers = append(containers, items)

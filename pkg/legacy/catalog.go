@@ -71,10 +71,15 @@ type offering struct {
 	offered   func(device.GPU) bool
 	packed    bool
 	retiring  bool
+	// retireAfter is how long a device that is gone stays listed that no limit has: kubelet may be about to allocate what it was told
+	// to be healthy a moment ago, and looks it up in its list when it has been given it. Zero is for ever.
+	retireAfter time.Duration
 }
 
 func newOffering(c Config) offering {
-	return offering{c.Resources, c.Offered, c.AllocationPolicy == PolicyPacked, c.Retiring}
+	return offering{
+		resources: c.Resources, offered: c.Offered, packed: c.AllocationPolicy == PolicyPacked, retiring: c.Retiring,
+	}
 }
 
 // over makes the catalogs of an inventory, with what limits have that is not offered, and what was listed before.
@@ -108,7 +113,7 @@ func (f offering) over(inv device.Inventory, o owners, before *catalogs, now tim
 	}
 	next := &catalogs{of: map[string]*catalog{}, ours: map[string]bool{}, leftOut: leftOut}
 	for at, i := range found {
-		if i.rest(now, o.limits[at]); i.retired(now) {
+		if i.rest(now, o.limits[at]); !i.idle.IsZero() && f.retireAfter > 0 && now.Sub(i.idle) >= f.retireAfter {
 			continue
 		}
 		c := next.of[at.resource]
@@ -171,10 +176,6 @@ func aged(old item, byUUID map[string]device.Device) item {
 
 var missing = device.Health{Reason: device.ReasonMissing, Message: "no longer in the inventory"}
 
-// retireAfter is how long a device that is gone stays listed that no limit has. Kubelet may be about to allocate what it was told to
-// be healthy a moment ago, and looks it up in its list when it has been given it.
-const retireAfter = 10 * time.Minute
-
 // needed reports whether the item has to be listed. A GPU that is missing may come back, and one that is partitioned for claims will.
 func (i item) needed(held bool) bool {
 	return i.offered || held || i.Whole() && (i.GPU.Health.Reason == device.ReasonMissing || forClaims(i.GPU))
@@ -195,8 +196,6 @@ func forClaims(g device.GPU) bool {
 	return g.Dynamic && g.MIGEnabled && !slices.ContainsFunc(g.Partitions, func(p device.Partition) bool { return !p.Made })
 }
 
-func (i item) retired(now time.Time) bool { return !i.idle.IsZero() && now.Sub(i.idle) >= retireAfter }
-
 // items are those of all catalogs; none of nil.
 func (c *catalogs) items() map[listed]item {
 	items := map[listed]item{}
@@ -211,14 +210,14 @@ func (c *catalogs) items() map[listed]item {
 	return items
 }
 
-// retires is when the next item is no longer listed; zero for never.
-func (c *catalogs) retires() (next time.Time) {
+// idle is since when the item has been idle that was first; zero for none.
+func (c *catalogs) idle() (first time.Time) {
 	for _, i := range c.items() {
-		if at := i.idle.Add(retireAfter); !i.idle.IsZero() && (next.IsZero() || at.Before(next)) {
-			next = at
+		if !i.idle.IsZero() && (first.IsZero() || i.idle.Before(first)) {
+			first = i.idle
 		}
 	}
-	return next
+	return first
 }
 
 // restless reports whether something is listed that nobody needs since the catalogs were made.

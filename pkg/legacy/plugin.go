@@ -43,6 +43,7 @@ type Plugin struct {
 // times are the durations of the protocol, shortened by tests.
 type times struct {
 	returnDelay  time.Duration // a device must be free this long before it is offered again
+	retireAfter  time.Duration // a device must be gone this long before it is listed no more
 	firstRetry   time.Duration // after a failed registration, doubled up to lastRetry
 	lastRetry    time.Duration
 	streamWait   time.Duration // from Register's answer to the ListAndWatch stream
@@ -58,6 +59,7 @@ type times struct {
 func defaultTimes() times {
 	return times{
 		returnDelay:  100 * time.Millisecond,
+		retireAfter:  10 * time.Minute,
 		firstRetry:   100 * time.Millisecond,
 		lastRetry:    5 * time.Second,
 		streamWait:   5 * time.Second,
@@ -112,7 +114,7 @@ func (p *Plugin) Run(ctx context.Context) (err error) {
 		klog.FromContext(ctx).Error(err, "Stale sockets stay")
 	}
 
-	p.roster.returnDelay = p.times.returnDelay
+	p.roster.returnDelay, p.roster.retireAfter = p.times.returnDelay, p.times.retireAfter
 	p.roster.refresh(time.Now())
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return dir.run(ctx) })
@@ -128,7 +130,7 @@ func (p *Plugin) Run(ctx context.Context) (err error) {
 // Look reads inventory and ledger anew, and returns the device lists for kubelet by resource and, where a device is held back, after
 // how long to look again. Run does so by itself: this is for simulations, which call it instead of Run, one at a time.
 func (p *Plugin) Look(now time.Time) (lists map[string]*pluginapi.ListAndWatchResponse, again time.Duration) {
-	p.roster.returnDelay = p.times.returnDelay
+	p.roster.returnDelay, p.roster.retireAfter = p.times.returnDelay, p.times.retireAfter
 	again = p.roster.refresh(now)
 	lists = map[string]*pluginapi.ListAndWatchResponse{}
 	names, _ := p.roster.resources()

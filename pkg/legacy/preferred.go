@@ -65,30 +65,40 @@ func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest,
 	return ids
 }
 
-// choose takes whole GPUs by their links, and partitions by what is held of their GPUs.
+// choose takes whole GPUs by their links, and partitions by what is held of their GPUs: among equals the one of which this call has
+// taken least, and then the one that claims get last.
 func (c *catalog) choose(required, available []int, size int, o owners) []int {
 	if c.planner != nil {
 		return c.planner.choose(slices.Concat(required, available), required, size)
 	}
 	chosen := descending(slices.Clone(required))
 	chosen = chosen[:max(0, min(len(chosen), size))]
-	held := map[string]int{}
+	held, picked := map[string]int{}, map[string]int{}
 	for gpu, holds := range o.holds {
 		held[gpu] = len(holds)
 	}
-	for _, at := range chosen {
+	take := func(at int) {
 		held[c.items[at].GPU.UUID]++
+		picked[c.items[at].GPU.UUID]++
+	}
+	for _, at := range chosen {
+		take(at)
+	}
+	better := func(a, b string) bool {
+		if c.packed {
+			return held[a] > held[b]
+		}
+		return cmp.Or(cmp.Compare(held[a], held[b]), cmp.Compare(picked[a], picked[b])) < 0
 	}
 	rest := descending(slices.Clone(available))
 	for len(chosen) < size && len(rest) > 0 {
 		best := 0
 		for n, at := range rest {
-			fewer := cmp.Compare(held[c.items[at].GPU.UUID], held[c.items[rest[best]].GPU.UUID])
-			if c.packed && fewer > 0 || !c.packed && fewer < 0 {
+			if better(c.items[at].GPU.UUID, c.items[rest[best]].GPU.UUID) {
 				best = n
 			}
 		}
-		held[c.items[rest[best]].GPU.UUID]++
+		take(rest[best])
 		chosen = append(chosen, rest[best])
 		rest = slices.Delete(rest, best, best+1)
 	}

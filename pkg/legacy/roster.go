@@ -123,7 +123,7 @@ func (r *roster) publish(now time.Time) (again time.Duration) {
 		r.known.Store(c)
 	}
 	again = r.ripen(now, &o)
-	if retires := c.retires(); !retires.IsZero() {
+	if retires := r.retires(); !retires.IsZero() {
 		again = sooner(again, max(retires.Sub(now), time.Millisecond))
 	}
 	states := make(map[string][]state, len(c.of))
@@ -141,6 +141,14 @@ func (r *roster) publish(now time.Time) (again time.Duration) {
 	r.metrics.setDevices(states, len(c.leftOut))
 	r.announce(c, states)
 	return again
+}
+
+// retires is when the next item is no longer listed; zero for never.
+func (r *roster) retires() time.Time {
+	if idle := r.catalogs().idle(); !idle.IsZero() && r.retireAfter > 0 {
+		return idle.Add(r.retireAfter)
+	}
+	return time.Time{}
 }
 
 // announce publishes those lists that differ from before.
@@ -254,7 +262,7 @@ func (r *roster) run(ctx context.Context) {
 			_, lackingChanged = r.ledger.Lacking()
 			again = r.publish(time.Now())
 		case now := <-due:
-			if retires := r.catalogs().retires(); !retires.IsZero() && !now.Before(retires) {
+			if retires := r.retires(); !retires.IsZero() && !now.Before(retires) {
 				again = r.refresh(now)
 			} else {
 				again = r.publish(now)
