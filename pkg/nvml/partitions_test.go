@@ -22,11 +22,10 @@ import (
 // administrator is NVML in another process of the machine.
 func (m machine) administrator(t *testing.T) *simulated.Library {
 	t.Helper()
-	profile, err := simulated.Load(strings.TrimPrefix(m.options.Library, "simulated:"))
+	library, err := simulated.Machine(m.dir, func(err error) { t.Error(err) })
 	if err != nil {
 		t.Fatal(err)
 	}
-	library := simulated.New(profile, simulated.WithDir(m.dir), simulated.WithReport(func(err error) { t.Error(err) }))
 	must(t, library.Init())
 	t.Cleanup(func() { library.Shutdown() })
 	return library

@@ -11,6 +11,7 @@ package simulated
 
 import (
 	"fmt"
+	"path/filepath"
 	"strings"
 	"sync"
 
@@ -47,6 +48,7 @@ type Option func(*settings)
 type settings struct {
 	seed    string
 	dir     string
+	boot    string
 	onError func(error)
 }
 
@@ -63,7 +65,7 @@ func WithReport(report func(error)) Option { return func(s *settings) { s.onErro
 
 // New makes a library for a profile that Load or Parse gave; nothing happens before Init.
 func New(profile Profile, opts ...Option) *Library {
-	s := settings{onError: func(error) {}}
+	s := settings{boot: bootID(), onError: func(error) {}}
 	for _, opt := range opts {
 		opt(&s)
 	}
@@ -73,11 +75,26 @@ func New(profile Profile, opts ...Option) *Library {
 	}
 	close(sys.stopped)
 	sys.faults = newFaultSource(s.dir, sys.profile, s.onError)
-	sys.mig = newMIGStore(s.dir, initialMIG(sys.profile), s.onError)
+	sys.mig = newMIGStore(s.dir, s.boot, initialMIG(sys.profile), s.onError)
 	for i := range sys.profile.GPUs {
 		sys.all = append(sys.all, newGPU(sys, i))
 	}
 	return &Library{system: sys}
+}
+
+// Machine is the library of the machine that Materialize has made in dir, for somebody outside of it: an administrator's
+// program or a test, in whose own boot it need not be. Nothing happens before Init.
+func Machine(dir string, report func(error)) (*Library, error) {
+	profile, err := Load(filepath.Join(dir, ProfileFile))
+	if err != nil {
+		return nil, err
+	}
+	state, err := readMIGState(filepath.Join(dir, MIGDir, MIGStateFile))
+	if err != nil {
+		return nil, fmt.Errorf("read the boot of the machine in %s: %w", dir, err)
+	}
+	boot := func(s *settings) { s.boot = state.Boot }
+	return New(profile, WithDir(dir), WithReport(report), boot), nil
 }
 
 // Profile is the machine as this library shows it, every UUID and minor filled in.

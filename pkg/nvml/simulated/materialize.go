@@ -75,6 +75,9 @@ func Materialize(dir string, profile Profile, options MaterializeOptions) error 
 	if err := prune(dir, wanted); err != nil {
 		return fmt.Errorf("materialize %s in %s: %w", profile.Name, dir, err)
 	}
+	if err := newMIGStore(dir, bootID(), initialMIG(profile), func(error) {}).begin(); err != nil {
+		return fmt.Errorf("materialize %s in %s: %w", profile.Name, dir, err)
+	}
 	return nil
 }
 
@@ -111,8 +114,7 @@ func forget(dir string, wanted []file) error {
 		if f.path != ProfileFile || f.right(filepath.Join(dir, f.path)) {
 			continue
 		}
-		err := os.Remove(filepath.Join(dir, MIGDir, MIGStateFile))
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if err := os.Remove(filepath.Join(dir, MIGDir, MIGStateFile)); !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
 	}

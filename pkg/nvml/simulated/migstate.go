@@ -116,14 +116,26 @@ type migStore struct {
 	state MIGState
 }
 
-func newMIGStore(dir string, initial MIGState, report func(error)) *migStore {
-	s := &migStore{boot: bootID(), initial: initial, report: report}
+func newMIGStore(dir, boot string, initial MIGState, report func(error)) *migStore {
+	s := &migStore{boot: boot, initial: initial, report: report}
 	if dir != "" {
 		s.dir = filepath.Join(dir, MIGDir)
 	}
 	s.initial.Boot = s.boot
 	s.state = s.initial
 	return s
+}
+
+// begin writes the state of this boot where there is none, so that who looks from outside of the machine knows which boot it is.
+func (s *migStore) begin() error {
+	state, err := readMIGState(filepath.Join(s.dir, MIGStateFile))
+	if err == nil && state.Boot == s.boot {
+		return nil
+	}
+	if ret := s.change(func(*MIGState) nvml.Return { return nvml.SUCCESS }); ret != nvml.SUCCESS {
+		return fmt.Errorf("write the MIG state: NVML would answer %d", int(ret))
+	}
+	return nil
 }
 
 // bootID is empty where the kernel does not tell: all boots are one then.
