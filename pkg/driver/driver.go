@@ -48,12 +48,23 @@ type Inventory interface {
 	Changed() <-chan struct{}
 }
 
-// Specs knows the CDI specs that name the node's GPUs.
+// Specs knows the CDI specs that name the node's devices.
 type Specs interface {
-	// Ensure makes sure that the specs are on disk and have entries for the GPUs; cheap when they do.
+	// Ensure makes sure that the specs are on disk and have entries for the devices; cheap when they do.
 	Ensure(ctx context.Context, uuids ...string) error
-	// QualifiedName is the CDI name under which a GPU is found in them.
+	// Add makes an entry for a partition that has just been made. Idempotent.
+	Add(ctx context.Context, p device.Partition) error
+	// QualifiedName is the CDI name under which a device is found in them.
 	QualifiedName(uuid string) string
+}
+
+// Partitions makes what claims get of dynamic GPUs. *partition.Maker implements it. What an attempt leaves behind goes when the
+// ledger's hold ends.
+type Partitions interface {
+	// Make returns the partition in the place of want, made before if it was not there. Idempotent.
+	Make(ctx context.Context, want device.Partition) (device.Partition, error)
+	// Whole makes a GPU usable that is not partitioned. Idempotent.
+	Whole(ctx context.Context, gpu string) error
 }
 
 // Config is what New needs. Every field without a default is required.
@@ -73,6 +84,8 @@ type Config struct {
 	Inventory Inventory
 	Specs     Specs
 	Pods      Pods
+	// Partitions is needed where the inventory has dynamic GPUs.
+	Partitions Partitions
 
 	// OfferedToClaims tells the GPUs that are for claims, which alone are published; nil means all. A claim of before that has
 	// another is prepared all the same.

@@ -46,13 +46,13 @@ func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
 		// Kubelet or we stopped while the claim waited for a holder on its way out: it has lost nothing, and kubelet asks again.
 		return fmt.Errorf("%s: waiting for that to end was interrupted: %w", describeConflict(conflict, p), context.Cause(ctx))
 	}
-	return d.lose(ctx, p, conflict)
+	klog.FromContext(ctx).Info("Refusing a claim whose device is in other hands", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID, "conflict", conflict.Error())
+	return d.lose(ctx, p, string(conflict.Holds[0].Holder.Kind), reasonDeviceHeld, describeConflict(conflict, p), inOtherHands(p.request.Devices, conflict))
 }
 
 // lose records that a claim was refused, and decides what becomes of it: somebody who would make another pod need not wait for
-// this device.
-func (d *Driver) lose(ctx context.Context, p *preparation, conflict *ledger.ConflictError) error {
-	message := describeConflict(conflict, p)
+// these devices.
+func (d *Driver) lose(ctx context.Context, p *preparation, to, reason, message string, devices []device.Ref) error {
 	outcome, what := outcomeWaiting, "the claim waits, and is prepared when the device is free"
 	switch {
 	// What is left until kubelet gives up is enough to ask.
@@ -63,11 +63,11 @@ func (d *Driver) lose(ctx context.Context, p *preparation, conflict *ledger.Conf
 	}
 	d.Ledger.Lose(ledger.Loser{
 		UID: p.request.UID, Namespace: p.request.Namespace, Name: p.request.Name, Pods: p.request.Pods,
-		Devices: inOtherHands(p.request.Devices, conflict), Condemned: outcome == outcomeCondemned, Message: message,
+		Devices: devices, Condemned: outcome == outcomeCondemned, Message: message,
 	})
-	d.metrics.conflicts.WithLabelValues(string(conflict.Holds[0].Holder.Kind), outcome).Inc()
-	klog.FromContext(ctx).Info("Refusing a claim whose device is in other hands", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID, "conflict", conflict.Error(), "outcome", outcome)
-	return refuse(reasonDeviceHeld, "%s: %s", message, what)
+	d.metrics.conflicts.WithLabelValues(to, outcome).Inc()
+	klog.FromContext(ctx).Info("A claim has lost its device", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID, "outcome", outcome)
+	return refuse(reason, "%s: %s", message, what)
 }
 
 func inOtherHands(devices []device.Ref, conflict *ledger.ConflictError) []device.Ref {

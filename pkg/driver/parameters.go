@@ -13,7 +13,7 @@ import (
 )
 
 // Claim parameters are those of NVIDIA's DRA driver (api/nvidia.com/resource/v1beta1 there), so that claims written for it
-// work unchanged. This version gives out whole GPUs as they are: what asks for more is refused, naming the field.
+// work unchanged. This version gives out GPUs and partitions as they are: what asks for more is refused, naming the field.
 const (
 	parametersAPIVersion = "resource.nvidia.com/v1beta1"
 	kindGPUConfig        = "GpuConfig"
@@ -56,7 +56,11 @@ type sharing struct {
 // the right kind wins (class entries come before claim entries); an entry of another kind is passed over if it is meant for
 // all requests, and an error if it names this request. Unlike there, an entry that names a request also covers its
 // subrequests (firstAvailable), as the API says.
-func checkParameters(allocation *resourceapi.AllocationResult, driverName string, result resourceapi.DeviceRequestAllocationResult) error {
+func checkParameters(allocation *resourceapi.AllocationResult, driverName string, result resourceapi.DeviceRequestAllocationResult, whole bool) error {
+	fitting, what := kindGPUConfig, "a whole GPU"
+	if !whole {
+		fitting, what = kindMIGDeviceConfig, "a partition"
+	}
 	var effective error
 	for i, entry := range allocation.Devices.Config {
 		if entry.Opaque == nil || entry.Opaque.Driver != driverName {
@@ -74,13 +78,13 @@ func checkParameters(allocation *resourceapi.AllocationResult, driverName string
 		switch {
 		case err != nil:
 			return fmt.Errorf("%s: %w", path, err)
-		case kind == kindGPUConfig:
+		case kind == fitting:
 			effective = nil
 			if unsupported != nil {
 				effective = fmt.Errorf("%s.%w", path, unsupported)
 			}
 		case len(entry.Requests) > 0:
-			return fmt.Errorf("%s.kind: %s is for request %s, which got a whole GPU: only %s fits", path, kind, result.Request, kindGPUConfig)
+			return fmt.Errorf("%s.kind: %s is for request %s, which got %s: only %s fits", path, kind, result.Request, what, fitting)
 		}
 	}
 	return effective
@@ -104,7 +108,11 @@ func decodeParameters(raw []byte) (kind string, unsupported, err error) {
 		}
 		return meta.Kind, c.Sharing.unsupported(), nil
 	case kindMIGDeviceConfig:
-		return meta.Kind, nil, decodeStrict(raw, &migDeviceConfig{})
+		var c migDeviceConfig
+		if err := decodeStrict(raw, &c); err != nil {
+			return "", nil, err
+		}
+		return meta.Kind, c.Sharing.unsupported(), nil
 	case kindVFIODeviceConfig:
 		return meta.Kind, nil, decodeStrict(raw, &vfioDeviceConfig{})
 	default:
@@ -126,11 +134,11 @@ func (s *sharing) unsupported() error {
 	case s == nil:
 		return nil
 	case s.Strategy != "":
-		return fmt.Errorf("sharing.strategy: %q is not supported: this version gives out GPUs whole", s.Strategy)
+		return fmt.Errorf("sharing.strategy: %q is not supported: this version gives out devices whole", s.Strategy)
 	case s.TimeSlicingConfig != nil:
-		return errors.New("sharing.timeSlicingConfig: time-slicing is not supported: this version gives out GPUs whole")
+		return errors.New("sharing.timeSlicingConfig: time-slicing is not supported: this version gives out devices whole")
 	case s.MPSConfig != nil:
-		return errors.New("sharing.mpsConfig: MPS is not supported: this version gives out GPUs whole")
+		return errors.New("sharing.mpsConfig: MPS is not supported: this version gives out devices whole")
 	}
 	return nil
 }

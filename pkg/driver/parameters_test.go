@@ -61,11 +61,26 @@ func TestCheckParameters(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			allocation := &resourceapi.AllocationResult{}
 			allocation.Devices.Config = test.configs
-			err := checkParameters(allocation, "gpu.nvidia.com", resourceapi.DeviceRequestAllocationResult{Request: test.request})
+			err := checkParameters(allocation, "gpu.nvidia.com", resourceapi.DeviceRequestAllocationResult{Request: test.request}, true)
 			if (err == nil) != (test.want == "") || !strings.Contains(fmt.Sprint(err), test.want) && err != nil {
 				t.Errorf("got %v, want %q", err, test.want)
 			}
 		})
+	}
+}
+
+func TestParametersOfPartitions(t *testing.T) {
+	for raw, want := range map[string]string{
+		migPlain: "",
+		gpuPlain: "GpuConfig is for request mig, which got a partition: only MigDeviceConfig fits",
+		`{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig","sharing":{"strategy":"MPS"}}`: "sharing.strategy",
+	} {
+		allocation := &resourceapi.AllocationResult{}
+		allocation.Devices.Config = list(parameters(claimSource, raw, "mig"))
+		err := checkParameters(allocation, "gpu.nvidia.com", resourceapi.DeviceRequestAllocationResult{Request: "mig"}, false)
+		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got %v, want %q", raw, err, want)
+		}
 	}
 }
 
@@ -81,7 +96,7 @@ func FuzzCheckParameters(f *testing.F) {
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		allocation := &resourceapi.AllocationResult{}
 		allocation.Devices.Config = list(parameters(claimSource, string(raw)))
-		err := checkParameters(allocation, "gpu.nvidia.com", resourceapi.DeviceRequestAllocationResult{Request: "gpu"})
+		err := checkParameters(allocation, "gpu.nvidia.com", resourceapi.DeviceRequestAllocationResult{Request: "gpu"}, true)
 		if err != nil && err.Error() == "" {
 			t.Error("an error that says nothing")
 		}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -34,13 +35,21 @@ type preparation struct {
 	claim   *resourceapi.ResourceClaim
 	request ledger.ClaimRequest
 	answer  []kubeletplugin.Device
-	// names maps the UUIDs in request to the names under which they are published.
-	names map[string]string
+	// demands are what has to be made once it is reserved.
+	demands []demand
+	// names maps the devices in request to the names under which they are published.
+	names map[device.Ref]string
 	// taken is what the ledger gave this call.
 	taken ledger.Taken
 	err   error
-	// visible are the UUIDs of the GPUs that the answer names.
+	// visible are the UUIDs of the devices that the answer names and that are there.
 	visible []string
+}
+
+// demand is a partition, or a dynamic GPU as a whole, for one entry of the answer.
+type demand struct {
+	entry  int
+	device device.Device
 }
 
 // prepareClaims answers one NodePrepareResources call, all claims of one pod: every device of it or none. The pod cannot
@@ -109,7 +118,7 @@ func callContext(ctx context.Context) (context.Context, context.CancelFunc) {
 func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv device.Inventory) *preparation {
 	p := &preparation{
 		claim: claim,
-		names: map[string]string{},
+		names: map[device.Ref]string{},
 		request: ledger.ClaimRequest{
 			UID: string(claim.UID), Namespace: claim.Namespace, Name: claim.Name, Pods: podsOf(claim),
 		},
@@ -118,54 +127,70 @@ func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv
 		if result.Driver != d.DriverName {
 			continue
 		}
-		gpu, refused := d.resolve(claim, result, inv)
-		if refused != nil {
-			p.err = refused
+		if p.err = d.planResult(ctx, p, result, inv); p.err != nil {
 			return p
-		}
-		admin := ptr.Deref(result.AdminAccess, false)
-		prepared := kubeletplugin.Device{
-			Requests: []string{result.Request}, PoolName: result.Pool, DeviceName: result.Device, ShareID: result.ShareID,
-		}
-		switch {
-		case gpu.Health.Healthy():
-			prepared.CDIDeviceIDs = []string{d.Specs.QualifiedName(gpu.UUID)}
-			p.visible = append(p.visible, gpu.UUID)
-		case admin:
-			// A monitor of all GPUs must not go blind on the good ones because of a bad one, which cannot be injected.
-			d.Recorder.Eventf(claim, corev1.EventTypeWarning, reasonDeviceUnhealthy, "device %s (%s) is not visible to the claim: it is unhealthy (%s: %s)", result.Device, gpu.UUID, gpu.Health.Reason, gpu.Health.Message)
-			klog.FromContext(ctx).Info("Leaving an unhealthy device out of a claim with admin access", "claim", klog.KObj(claim), "device", gpu.UUID, "reason", gpu.Health.Reason)
-		default:
-			p.err = refuse(reasonDeviceUnhealthy, "device %s (%s) for request %s is unhealthy (%s: %s): delete the pod to have it placed on another device", result.Device, gpu.UUID, result.Request, gpu.Health.Reason, gpu.Health.Message)
-			return p
-		}
-		p.answer = append(p.answer, prepared)
-		// Admin access looks at devices that others hold, and holds nothing itself.
-		if !admin && !slices.Contains(p.request.Devices, gpu.Ref()) {
-			p.request.Devices = append(p.request.Devices, gpu.Ref())
-			p.names[gpu.UUID] = result.Device
 		}
 	}
 	return p
 }
 
-// resolve finds the GPU that a result names, and refuses what this node cannot give as asked.
-func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) (device.GPU, error) {
+func (d *Driver) planResult(ctx context.Context, p *preparation, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) error {
+	found, onDemand, err := d.resolve(p.claim, result, inv)
+	if err != nil {
+		return err
+	}
+	admin := ptr.Deref(result.AdminAccess, false)
+	prepared := kubeletplugin.Device{
+		Requests: []string{result.Request}, PoolName: result.Pool, DeviceName: result.Device, ShareID: result.ShareID,
+	}
+	ref, health := found.Ref(), found.Health()
+	switch {
+	case !health.Healthy() && admin:
+		// A monitor of all GPUs must not go blind on the good ones because of a bad one, which cannot be injected.
+		d.Recorder.Eventf(p.claim, corev1.EventTypeWarning, reasonDeviceUnhealthy, "device %s (%s) is not visible to the claim: it is unhealthy (%s: %s)", result.Device, ref, health.Reason, health.Message)
+		klog.FromContext(ctx).Info("Leaving an unhealthy device out of a claim with admin access", "claim", klog.KObj(p.claim), "device", ref.String(), "reason", health.Reason)
+	case !health.Healthy():
+		return refuse(reasonDeviceUnhealthy, "device %s (%s) for request %s is unhealthy (%s: %s): delete the pod to have it placed on another device", result.Device, ref, result.Request, health.Reason, health.Message)
+	case onDemand && !admin:
+		p.demands = append(p.demands, demand{len(p.answer), found})
+	case found.UUID() == "":
+		// Admin access looks at what others have, and nobody has this partition.
+	default:
+		d.show(p, &prepared, found.UUID())
+	}
+	p.answer = append(p.answer, prepared)
+	// Admin access looks at devices that others hold, and holds nothing itself.
+	if !admin && !slices.Contains(p.request.Devices, ref) {
+		p.request.Devices = append(p.request.Devices, ref)
+		p.names[ref] = result.Device
+	}
+	return nil
+}
+
+// show puts a device into the container.
+func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, uuid string) {
+	prepared.CDIDeviceIDs = []string{d.Specs.QualifiedName(uuid)}
+	p.visible = append(p.visible, uuid)
+}
+
+// resolve finds the device that a result names, and refuses what this node cannot give as asked. onDemand devices are of a pool of
+// one dynamic GPU.
+func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) (found device.Device, onDemand bool, err error) {
+	onDemand = strings.HasPrefix(result.Pool, d.NodeName+"/")
 	if !d.servesPool(result.Pool) {
-		return device.GPU{}, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated anew", result.Request, result.Device, result.Pool, d.NodeName)
+		return device.Device{}, false, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated anew", result.Request, result.Device, result.Pool, d.NodeName)
 	}
 	found, ok := inv.ByName(result.Device)
-	ok = ok && found.Whole()
 	if !ok && len(inv.GPUs) == 0 {
-		return device.GPU{}, fmt.Errorf("device %s of pool %s for request %s is not there: the node has no NVIDIA driver at the moment, or it finds no GPU", result.Device, result.Pool, result.Request)
+		return device.Device{}, false, fmt.Errorf("device %s of pool %s for request %s is not there: the node has no NVIDIA driver at the moment, or it finds no GPU", result.Device, result.Pool, result.Request)
 	}
-	if !ok {
-		return device.GPU{}, refuse(reasonUnknownDevice, "device %s of pool %s for request %s does not exist on this node (removed, or renumbered by a reboot): delete the pod and its claim to have it allocated anew", result.Device, result.Pool, result.Request)
+	if !ok || found.UUID() == "" && !onDemand {
+		return device.Device{}, false, refuse(reasonUnknownDevice, "device %s of pool %s for request %s does not exist on this node (removed, or renumbered by a reboot): delete the pod and its claim to have it allocated anew", result.Device, result.Pool, result.Request)
 	}
-	if err := checkParameters(claim.Status.Allocation, d.DriverName, result); err != nil {
-		return device.GPU{}, refuse(reasonInvalidParameters, "request %s: %v: retrying does not help, correct the claim or its class and create the claim anew", result.Request, err)
+	if err := checkParameters(claim.Status.Allocation, d.DriverName, result, found.Whole()); err != nil {
+		return device.Device{}, false, refuse(reasonInvalidParameters, "request %s: %v: retrying does not help, correct the claim or its class and create the claim anew", result.Request, err)
 	}
-	return found.GPU, nil
+	return found, onDemand, nil
 }
 
 // podsOf says which pods the claim is reserved for.
@@ -194,6 +219,9 @@ func (d *Driver) reserve(ctx context.Context, preparations []*preparation) bool 
 	}
 	var visible []string
 	for _, p := range preparations {
+		if p.err = d.meetDemands(ctx, p); p.err != nil {
+			return false
+		}
 		visible = append(visible, p.visible...)
 	}
 	if err := d.Specs.Ensure(ctx, visible...); err != nil {
@@ -209,10 +237,14 @@ func (d *Driver) reserve(ctx context.Context, preparations []*preparation) bool 
 // claim has been told meanwhile that it has.
 func (d *Driver) undo(ctx context.Context, preparations []*preparation) {
 	for _, p := range preparations {
-		if err := d.Ledger.GiveBack(p.request.UID, p.taken); err != nil {
-			// kubelet retries or unprepares: either settles the hold.
-			klog.FromContext(ctx).Error(err, "Cannot give back the devices of a claim that was not prepared", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID)
-		}
+		d.giveBack(ctx, p)
+	}
+}
+
+func (d *Driver) giveBack(ctx context.Context, p *preparation) {
+	if err := d.Ledger.GiveBack(p.request.UID, p.taken); err != nil {
+		// kubelet retries or unprepares: either settles the hold.
+		klog.FromContext(ctx).Error(err, "Cannot give back the devices of a claim that was not prepared", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID)
 	}
 }
 

@@ -18,6 +18,8 @@ const (
 	reasonDeviceUnhealthy   = "DeviceUnhealthy"
 	reasonUnknownDevice     = "UnknownDevice"
 	reasonInvalidParameters = "InvalidParameters"
+	reasonForeignPartition  = "ForeignPartition"
+	reasonNotMade           = "PartitionNotMade"
 )
 
 // refusal is an error that the claim's owner should hear of as an event.
@@ -43,8 +45,13 @@ func describeConflict(conflict *ledger.ConflictError, p *preparation) string {
 
 // nameOf gives the published name next to the UUID, where the answer has it.
 func (p *preparation) nameOf(ref device.Ref) string {
-	if name, ok := p.names[ref.GPU]; ok {
+	if name, ok := p.names[ref]; ok {
 		return fmt.Sprintf("%s (%s)", name, ref)
+	}
+	for _, wanted := range p.request.Devices {
+		if wanted.Overlaps(ref) {
+			return fmt.Sprintf("%s, of which %s takes a part,", ref, p.names[wanted])
+		}
 	}
 	return ref.String()
 }

@@ -305,6 +305,8 @@ func (f *fakeSpecs) Ensure(context.Context, ...string) error {
 	return f.err
 }
 
+func (f *fakeSpecs) Add(_ context.Context, p device.Partition) error { return f.Ensure(nil, p.UUID) }
+
 func (f *fakeSpecs) fail(err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -223,34 +223,41 @@ func (m *Maker) disable(ctx context.Context, gpu device.GPU) error {
 	return m.hardware.DisableMIG(ctx, gpu.UUID)
 }
 
-// Rest switches the MIG mode of dynamic GPUs off that have no partition any more, so that limits can have them. Somebody who
-// holds such a GPU must not be disturbed: free says who may be. Called now and then; errors are worth another try.
-func (m *Maker) Rest(ctx context.Context, free func(gpu device.Ref) bool) error {
-	var errs []error
-	for _, gpu := range m.Inventory().GPUs {
-		if !gpu.Dynamic || !gpu.MIGEnabled || len(gpu.Partitions) > 0 || !mig.Switchable(gpu) || !gpu.Health.Healthy() {
-			continue
-		}
-		errs = append(errs, m.rest(ctx, gpu, free))
-	}
-	return errors.Join(errs...)
+// Resting are the dynamic GPUs that are in MIG mode for nothing: there is no partition on them, and none is being made.
+func (m *Maker) Resting() []device.GPU {
+	return slices.DeleteFunc(m.Inventory().GPUs, func(gpu device.GPU) bool {
+		return !gpu.Dynamic || !gpu.MIGEnabled || len(gpu.Partitions) > 0 || !mig.Switchable(gpu) || !gpu.Health.Healthy() || m.recorded(gpu.UUID)
+	})
 }
 
-func (m *Maker) rest(ctx context.Context, gpu device.GPU, free func(device.Ref) bool) error {
+func (m *Maker) recorded(gpu string) bool {
+	return slices.ContainsFunc(m.records.All(), func(ref device.Ref) bool { return ref.GPU == gpu })
+}
+
+// Rest switches the MIG mode of such a GPU off, so that limits can have it. It asks free once no Make of that GPU is under way, and
+// does nothing where the answer is no. Idempotent.
+func (m *Maker) Rest(ctx context.Context, gpu device.GPU, free func() bool) error {
 	leave, err := m.enter(ctx, gpu.UUID)
+	if err == nil {
+		defer leave()
+		if free() && !m.recorded(gpu.UUID) {
+			err = m.disable(ctx, gpu)
+		}
+	}
 	if err != nil {
-		return err
-	}
-	defer leave()
-	// Asked after its turn has come: a Make may be about to begin, whose hold is there already.
-	if !free(gpu.Ref()) || slices.ContainsFunc(m.records.All(), func(ref device.Ref) bool { return ref.GPU == gpu.UUID }) {
-		return nil
-	}
-	if err := m.disable(ctx, gpu); err != nil {
-		return fmt.Errorf("switch MIG mode of %s off, which is free: %w", gpu.Name(), err)
+		return fmt.Errorf("switch MIG mode of %s off, which has no partition: %w", gpu.Name(), err)
 	}
 	return nil
 }
+
+// Made reports whether a partition was made for a claim, or is about to be.
+func (m *Maker) Made(ref device.Ref) bool { return m.records.Made(ref) }
+
+// All are the places of which Made is true, in no order.
+func (m *Maker) All() []device.Ref { return m.records.All() }
+
+// Repair writes records anew that somebody has removed.
+func (m *Maker) Repair() error { return m.records.Repair() }
 
 // enter waits for its turn with a GPU.
 func (m *Maker) enter(ctx context.Context, gpu string) (leave func(), err error) {

@@ -207,7 +207,14 @@ func TestMakeAndDestroy(t *testing.T) {
 	if left := h.uuids(); len(left) > 0 || m.records.Made(want.Ref) {
 		t.Errorf("left %v, recorded %v", left, m.records.Made(want.Ref))
 	}
-	if err := m.Rest(t.Context(), func(device.Ref) bool { return true }); err != nil || h.Inventory().GPUs[0].MIGEnabled {
+	resting := m.Resting()
+	if len(resting) != 1 {
+		t.Fatalf("resting are %v", resting)
+	}
+	if err := m.Rest(t.Context(), resting[0], func() bool { return false }); err != nil || !h.Inventory().GPUs[0].MIGEnabled {
+		t.Errorf("a GPU that somebody holds is switched: %v", err)
+	}
+	if err := m.Rest(t.Context(), resting[0], always); err != nil || h.Inventory().GPUs[0].MIGEnabled || len(m.Resting()) > 0 {
 		t.Errorf("a free GPU stays in MIG mode: %v", err)
 	}
 }
@@ -231,7 +238,10 @@ func TestForeignPartition(t *testing.T) {
 	if err := m.Whole(t.Context(), gpuUUID); err == nil {
 		t.Error("a GPU with a partition passes for whole")
 	}
-	if err := m.Rest(t.Context(), func(device.Ref) bool { return true }); err != nil || !h.Inventory().GPUs[0].MIGEnabled {
+	if resting := m.Resting(); len(resting) > 0 {
+		t.Errorf("a GPU with a partition passes for resting")
+	}
+	if err := m.Rest(t.Context(), h.Inventory().GPUs[0], always); err == nil || !h.Inventory().GPUs[0].MIGEnabled {
 		t.Error("MIG mode was switched off under a partition", err)
 	}
 

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/partition"
+)
+
+// fakePartitions makes every partition at once, or none.
+type fakePartitions struct {
+	mu    sync.Mutex
+	err   error
+	calls []string
+	// known is what a second call for the same place returns.
+	known map[device.Ref]device.Partition
+}
+
+func (f *fakePartitions) Make(_ context.Context, want device.Partition) (device.Partition, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.calls = append(f.calls, "make "+want.Name())
+	if f.err != nil {
+		return device.Partition{}, f.err
+	}
+	made, ok := f.known[want.Ref]
+	if !ok {
+		made = want
+		made.UUID, made.Made = "MIG-"+want.Ref.Placement.String(), true
+		f.known[want.Ref] = made
+	}
+	return made, nil
+}
+
+func (f *fakePartitions) Whole(_ context.Context, gpu string) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.calls = append(f.calls, "whole "+gpu)
+	return f.err
+}
+
+// dynamic is a machine whose GPUs are partitioned on demand.
+func dynamic(n int) device.Inventory {
+	return machine(n, func(g *device.GPU) {
+		g.Dynamic = true
+		g.Profiles = []device.Profile{
+			{ID: 9, Name: "3g.40gb", Placements: []device.Placement{{Size: 4}, {Start: 4, Size: 4}}},
+			{ID: 19, Name: "1g.10gb", Placements: []device.Placement{{Size: 1}, {Start: 1, Size: 1}}},
+		}
+	})
+}
+
+// demanding is a claim for devices of the pool of GPU 0.
+func (r *rig) demanding(name string, devices ...string) *resourceapi.ResourceClaim {
+	c := newClaim(name, devices...)
+	for i := range c.Status.Allocation.Devices.Results {
+		c.Status.Allocation.Devices.Results[i].Pool = testNode + "/gpu-00"
+	}
+	r.api.put("resourceclaims", c)
+	return c
+}
+
+func newDynamicRig(t *testing.T) (*rig, *fakePartitions) {
+	made := &fakePartitions{known: map[device.Ref]device.Partition{}}
+	return newRig(t, dynamic(2), func(c *Config) { c.Partitions = made }).run(), made
+}
+
+func TestPrepareMakesPartitions(t *testing.T) {
+	r, made := newDynamicRig(t)
+	k := r.ready()
+	c := r.demanding("a", "gpu-0-mig-1g10gb-19-1", "gpu-0-mig-3g40gb-9-4")
+	const cdi = "k8s.gpu.nvidia.com/gpu=MIG-"
+	want := []prepared{
+		{[]string{"gpus"}, testNode + "/gpu-00", "gpu-0-mig-1g10gb-19-1", cdi + "1+1"},
+		{[]string{"gpus"}, testNode + "/gpu-00", "gpu-0-mig-3g40gb-9-4", cdi + "4+4"},
+	}
+	for range 2 {
+		got, errs, err := k.prepare("v1", c)
+		if err != nil || len(errs) > 0 {
+			t.Fatal(err, errs)
+		}
+		if diff := cmp.Diff(want, got["uid-a"]); diff != "" {
+			t.Error(diff)
+		}
+	}
+	if got := len(r.ledger.Holds()); got != 2 {
+		t.Errorf("%d holds, want 2: %s", got, r.holders())
+	}
+	// The whole GPU, and a place that overlaps, are in other hands; the place beside them is not.
+	for device, want := range map[string]string{
+		"gpu-0": "of which gpu-0 takes a part, is held by claim team-a/a", "gpu-0-mig-3g40gb-9-0": "is held by claim team-a/a", "gpu-0-mig-1g10gb-19-0": "",
+	} {
+		_, errs, err := k.prepare("v1", r.demanding("b", device))
+		if err != nil || (want == "") != (errs["uid-b"] == nil) || want != "" && !strings.Contains(errs["uid-b"].Error(), want) {
+			t.Errorf("%s: %v %v, want %q", device, err, errs, want)
+		}
+	}
+	if got := strings.Join(made.calls[len(made.calls)-1:], ""); got != "make gpu-0-mig-1g10gb-19-0" {
+		t.Errorf("the last call is %q", got)
+	}
+}
+
+func TestPrepareWholeDynamicGPU(t *testing.T) {
+	r, made := newDynamicRig(t)
+	k := r.ready()
+	got, errs, err := k.prepare("v1", r.demanding("a", "gpu-0"))
+	if err != nil || len(errs) > 0 {
+		t.Fatal(err, errs)
+	}
+	if diff := cmp.Diff([]prepared{{[]string{"gpus"}, testNode + "/gpu-00", "gpu-0", "k8s.gpu.nvidia.com/gpu=" + uuidOf(0)}}, got["uid-a"]); diff != "" {
+		t.Error(diff)
+	}
+	if want := "whole " + uuidOf(0); len(made.calls) != 1 || made.calls[0] != want {
+		t.Errorf("calls %q, want %q", made.calls, want)
+	}
+}
+
+// A partition that cannot be made leaves no hold behind, and the next attempt gets it.
+func TestPartitionCannotBeMade(t *testing.T) {
+	r, made := newDynamicRig(t)
+	k := r.ready()
+	c := r.demanding("a", "gpu-0-mig-1g10gb-19-1")
+	made.err = errors.New("insufficient resources")
+	for range 2 {
+		_, errs, err := k.prepare("v1", c)
+		if err != nil || errs["uid-a"] == nil || !strings.Contains(errs["uid-a"].Error(), "insufficient resources") {
+			t.Fatal(err, errs)
+		}
+		if got := r.holders(); got != "" {
+			t.Error("held:", got)
+		}
+	}
+	if events := r.events.all(); !strings.Contains(events, reasonNotMade+": device gpu-0-mig-1g10gb-19-1") {
+		t.Error("events:", events)
+	}
+	made.err = nil
+	if _, errs, err := k.prepare("v1", c); err != nil || len(errs) > 0 {
+		t.Fatal(err, errs)
+	}
+}
+
+// Whoever finds an administrator's partition in its place has lost it like to any other holder, and is moved.
+func TestForeignPartitionInTheWay(t *testing.T) {
+	r, made := newDynamicRig(t)
+	k := r.ready()
+	r.pods.movable.Store(true)
+	found, _ := r.inventory.Inventory().ByName("gpu-0-mig-3g40gb-9-0")
+	made.err = &partition.ForeignError{Wanted: found.Partition, Foreign: device.Partition{UUID: "MIG-theirs", Profile: "1g.10gb", ProfileID: 19}}
+	_, errs, err := k.prepare("v1", r.demanding("a", "gpu-0-mig-3g40gb-9-0"))
+	if err != nil || errs["uid-a"] == nil || !strings.Contains(errs["uid-a"].Error(), "MIG-theirs") {
+		t.Fatal(err, errs)
+	}
+	if losers := r.ledger.Losers(); len(losers) != 1 || !losers[0].Condemned || len(r.ledger.Holds()) != 0 {
+		t.Errorf("losers %+v, held: %s", losers, r.holders())
+	}
+}
+
+// Who only looks makes nothing.
+func TestAdminAccessToPartitions(t *testing.T) {
+	r, made := newDynamicRig(t)
+	k := r.ready()
+	if _, errs, err := k.prepare("v1", r.demanding("a", "gpu-0-mig-1g10gb-19-0")); err != nil || len(errs) > 0 {
+		t.Fatal(err, errs)
+	}
+	inv := dynamic(2)
+	p := made.known[device.Ref{GPU: uuidOf(0), Placement: device.Placement{Size: 1}}]
+	inv.GPUs[0].Partitions = []device.Partition{p}
+	r.inventory.set(inv)
+	watch := r.demanding("watch", "gpu-0-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-1")
+	for i := range watch.Status.Allocation.Devices.Results {
+		watch.Status.Allocation.Devices.Results[i].AdminAccess = ptr.To(true)
+	}
+	r.api.put("resourceclaims", watch)
+	got, errs, err := k.prepare("v1", watch)
+	if err != nil || len(errs) > 0 {
+		t.Fatal(err, errs)
+	}
+	want := []prepared{
+		{[]string{"gpus"}, testNode + "/gpu-00", "gpu-0-mig-1g10gb-19-0", "k8s.gpu.nvidia.com/gpu=" + p.UUID},
+		{[]string{"gpus"}, testNode + "/gpu-00", "gpu-0-mig-1g10gb-19-1", ""},
+	}
+	if diff := cmp.Diff(want, got["uid-watch"]); diff != "" {
+		t.Error(diff)
+	}
+	if len(made.calls) != 1 || len(r.ledger.Holds()) != 1 {
+		t.Errorf("calls %q, held: %s", made.calls, r.holders())
+	}
+}
