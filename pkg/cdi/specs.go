@@ -10,18 +10,23 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
 	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/pkg/parser"
 	specs "tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // Source says what belongs in the spec.
 type Source interface {
 	// ContainerEdits is called when the inventory changed, never while a pod waits. An error leaves the spec as it is.
 	ContainerEdits(ctx context.Context) (Edits, error)
+	// PartitionEdits is the entry of a partition that has just been made, named by its UUID. It is called while a pod waits.
+	PartitionEdits(ctx context.Context, p device.Partition) (specs.Device, error)
 	// Changed returns a channel that is closed when ContainerEdits may answer differently. It is taken before the call.
 	Changed() <-chan struct{}
 }
@@ -39,7 +44,8 @@ type Options struct {
 	Interval time.Duration
 }
 
-// Specs keeps the spec file. All methods are safe for concurrent use.
+// Specs keeps the spec file, and one beside it for each partition that was made on demand: those come and go while a pod waits,
+// and the file of all devices is not written anew for each. All methods are safe for concurrent use.
 type Specs struct {
 	options Options
 	kind    string
@@ -50,10 +56,13 @@ type Specs struct {
 
 	mu      sync.Mutex
 	want    []byte
+	common  specs.ContainerEdits
 	devices []specs.Device
 	known   map[string]bool
 	failed  map[string]error
 	loaded  bool
+	// added are the partitions with a file of their own, by UUID.
+	added map[string]*addition
 }
 
 // New prepares a Specs and touches nothing.
@@ -77,6 +86,7 @@ func New(options Options) (*Specs, error) {
 		options:    options,
 		kind:       options.Vendor + "/" + options.Class,
 		refreshing: make(chan struct{}, 1),
+		added:      map[string]*addition{},
 	}
 	s.file.path = filepath.Join(options.Dir, "tandem-"+options.Vendor+"-"+options.Class+".json")
 	return s, nil
@@ -90,8 +100,8 @@ func (s *Specs) QualifiedName(uuid string) string {
 // Path is the spec file.
 func (s *Specs) Path() string { return s.file.path }
 
-// Ensure returns when the spec and the hook are on disk as they should be; it is an error if one of the given GPUs has no
-// entry. That costs two stats when all is well, a write when somebody removed or changed the files, and one call of the
+// Ensure returns when the spec and the hook are on disk as they should be; it is an error if one of the given devices has
+// no entry. That costs two stats when all is well, a write when somebody removed or changed the files, and one call of the
 // Source only while there has not been a spec yet. Idempotent; front-ends call it before they answer with a qualified name.
 func (s *Specs) Ensure(ctx context.Context, uuids ...string) error {
 	written, err := s.repair()
@@ -110,11 +120,13 @@ func (s *Specs) check(uuids []string) error {
 	var errs []error
 	for _, uuid := range uuids {
 		switch {
+		case s.added[uuid] != nil:
+			errs = append(errs, s.added[uuid].repair())
 		case s.known[uuid]:
 		case s.failed[uuid] != nil:
-			errs = append(errs, fmt.Errorf("make container edits of GPU %s: %w", uuid, s.failed[uuid]))
+			errs = append(errs, fmt.Errorf("make container edits of device %s: %w", uuid, s.failed[uuid]))
 		default:
-			errs = append(errs, fmt.Errorf("GPU %s has no container edits", uuid))
+			errs = append(errs, fmt.Errorf("device %s has no container edits", uuid))
 		}
 	}
 	return errors.Join(errs...)
@@ -151,7 +163,7 @@ func (s *Specs) Run(ctx context.Context) error {
 				wait = false
 			case <-ticker.C:
 				_, repairErr := s.repair()
-				said = s.log(ctx, said, errors.Join(err, repairErr))
+				said = s.log(ctx, said, errors.Join(err, repairErr, s.repairAdded()))
 				// A Source that failed is asked again; what it said before is kept on disk meanwhile.
 				wait = err == nil
 			}
@@ -178,16 +190,24 @@ func (s *Specs) refresh(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+	s.mu.Lock()
+	err := s.load()
+	before := slices.Collect(maps.Keys(s.added))
+	s.mu.Unlock()
+	if err != nil {
+		return err
+	}
 	edits, err := s.options.Source.ContainerEdits(ctx)
 	if err != nil {
 		return fmt.Errorf("make container edits: %w", err)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := s.load(); err != nil {
+	// One that was added meanwhile may be unknown to these edits.
+	if err := s.removeGone(before, edits); err != nil {
 		return err
 	}
-	devices := withLost(edits.Devices, s.devices)
+	devices := withLost(s.notAdded(edits.Devices), s.notAdded(s.devices))
 	s.failed = maps.Clone(edits.Failed)
 	want, err := encode(s.kind, edits.Common, devices)
 	if err != nil {
@@ -197,7 +217,7 @@ func (s *Specs) refresh(ctx context.Context) error {
 	if err := s.put(want); err != nil {
 		return err
 	}
-	s.want, s.devices, s.known = want, devices, make(map[string]bool, len(devices))
+	s.want, s.common, s.devices, s.known = want, edits.Common, devices, make(map[string]bool, len(devices))
 	for _, d := range devices {
 		s.known[d.Name] = true
 	}
@@ -213,6 +233,9 @@ func (s *Specs) load() error {
 		return err
 	}
 	s.devices = readDevices(s.file.path, s.kind)
+	if err := s.loadAdded(); err != nil {
+		return err
+	}
 	s.loaded = true
 	return nil
 }

@@ -18,6 +18,7 @@ import (
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/tandem-gpu/tandem/pkg/cdi"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // source answers with what it was set to.
@@ -27,6 +28,15 @@ type source struct {
 	err     error
 	calls   int
 	changed chan struct{}
+	// asked is called, once, while somebody asks.
+	asked func()
+}
+
+// during has something happen while the source is asked the next time.
+func (s *source) during(do func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.asked = do
 }
 
 func newSource(devices ...specs.Device) *source {
@@ -35,9 +45,19 @@ func newSource(devices ...specs.Device) *source {
 
 func (s *source) ContainerEdits(context.Context) (cdi.Edits, error) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
+	asked := s.asked
+	s.asked = nil
 	s.calls++
-	return s.edits, s.err
+	edits, err := s.edits, s.err
+	s.mu.Unlock()
+	if asked != nil {
+		asked()
+	}
+	return edits, err
+}
+
+func (s *source) PartitionEdits(_ context.Context, p device.Partition) (specs.Device, error) {
+	return entry(p.UUID, "/dev/nvidia0", 0), nil
 }
 
 func (s *source) Changed() <-chan struct{} {
@@ -393,6 +413,10 @@ func (b *blocked) ContainerEdits(context.Context) (cdi.Edits, error) {
 	close(b.entered)
 	<-b.release
 	return cdi.Edits{}, errors.New("at last")
+}
+
+func (b *blocked) PartitionEdits(context.Context, device.Partition) (specs.Device, error) {
+	return specs.Device{}, errors.New("not asked for")
 }
 
 func (b *blocked) Changed() <-chan struct{} { return nil }
