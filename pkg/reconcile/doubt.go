@@ -185,7 +185,7 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt)
 		}
 		if slices.Contains(r.resolve(uses.admin), h.Device) {
 			klog.FromContext(ctx).Info("Releasing a device that its claim has for admin access only", "claim", klog.KObj(claim), "device", h.Device.String())
-			return r.Ledger.Release(h)
+			return r.end(ctx, h)
 		}
 		// Judged as after an Unprepare, which will not come any more.
 		drained := h
@@ -197,7 +197,7 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt)
 	}
 	klog.FromContext(ctx).Info("Releasing a device whose claim is gone", "claim", klog.KRef(h.Namespace, h.Name),
 		"claimUID", h.Holder.ID, "device", h.Device.String())
-	return r.Ledger.Release(h)
+	return r.end(ctx, h)
 }
 
 // lookIntoNameless completes or ends the hold of a claim of which only the UID is known. It is one of those that pods of
@@ -225,7 +225,7 @@ func (r *Reconciler) lookIntoNameless(ctx context.Context, h ledger.Hold) error 
 		return nil
 	}
 	klog.FromContext(ctx).Info("Releasing a device whose claim no pod of this node names", "claimUID", h.Holder.ID, "device", h.Device.String())
-	return r.Ledger.Release(h)
+	return r.end(ctx, h)
 }
 
 func podsOf(claim *resourceapi.ResourceClaim) []string {

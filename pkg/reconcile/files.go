@@ -63,10 +63,7 @@ func (f *kubeletFiles) run(ctx context.Context) {
 			// Events may have been lost.
 			klog.FromContext(ctx).Error(err, "Watching kubelet's state")
 		}
-		select {
-		case f.changed <- struct{}{}:
-		default:
-		}
+		signal(f.changed)
 	}
 }
 

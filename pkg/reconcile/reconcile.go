@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
@@ -52,7 +53,7 @@ type Ledger interface {
 	Forgive(uid string)
 }
 
-// Config of a Reconciler. Everything but the Registerer is required.
+// Config of a Reconciler. Everything is required that is not said to be optional.
 type Config struct {
 	Ledger Ledger
 	// Pods runs elsewhere; until its first list has arrived nothing is ended.
@@ -67,7 +68,11 @@ type Config struct {
 	DriverName string
 	// Limits are the resources by which limits ask for the node's devices.
 	Limits device.Resources
-	// Registerer receives the metrics.
+	// Partitions and Recorder may be nil where no partition is made for a claim.
+	Partitions Partitions
+	// Recorder receives events on claims.
+	Recorder record.EventRecorder
+	// Registerer receives the metrics. Optional.
 	Registerer prometheus.Registerer
 }
 
@@ -82,6 +87,8 @@ type Reconciler struct {
 	doubts map[holdKey]*doubt
 	// asked is when the API server was last asked about a loser, by UID.
 	asked map[string]time.Time
+	// unused is signalled when a partition has lost its last user.
+	unused chan struct{}
 	// late are claims with devices that were not in the inventory when they were restored, and lateLimits such limits.
 	late       []evidence.KubeletClaim
 	lateLimits []evidence.PodDevice
@@ -109,8 +116,8 @@ type times struct {
 	limitDoubt, nobodys time.Duration
 	// call bounds one call to kubelet or the API server, restore all such calls at start together.
 	call, restore time.Duration
-	// retry follows an error.
-	retry time.Duration
+	// retry follows an error; what fails again and again is tried ever more rarely, in the end after retryMost.
+	retry, retryMost time.Duration
 	// gather bounds the looks to a hundred a second under load, doubtGather those that doubt to one a second.
 	gather, doubtGather time.Duration
 }
@@ -126,6 +133,7 @@ func defaultTimes() times {
 		call:        5 * time.Second,
 		restore:     10 * time.Second,
 		retry:       time.Second,
+		retryMost:   15 * time.Second,
 		gather:      10 * time.Millisecond,
 		doubtGather: time.Second,
 	}
@@ -141,7 +149,7 @@ func New(c Config) (*Reconciler, error) {
 	if err != nil {
 		return nil, fmt.Errorf("create reconciler: %w", err)
 	}
-	return &Reconciler{Config: c, times: defaultTimes(), freed: freed, leaving: map[holdKey]time.Time{}, doubts: map[holdKey]*doubt{}}, nil
+	return &Reconciler{Config: c, times: defaultTimes(), freed: freed, leaving: map[holdKey]time.Time{}, doubts: map[holdKey]*doubt{}, unused: make(chan struct{}, 1)}, nil
 }
 
 // Run follows the world until ctx is done, after Restore. Call it once.
@@ -157,6 +165,7 @@ func (r *Reconciler) Run(ctx context.Context) error {
 	group.Go(func() error { r.follow(ctx, files); return nil })
 	group.Go(func() error { r.doubtAll(ctx); return nil })
 	group.Go(func() error { r.restoreLate(ctx); return nil })
+	group.Go(func() error { return r.clearAll(ctx) })
 	return group.Wait()
 }
 
@@ -216,6 +225,9 @@ func (r *Reconciler) pass() (time.Duration, error) {
 	wait := r.forgive()
 	r.Pods.Sweep(holds)
 	errs := []error{r.Ledger.Record()}
+	if r.Partitions != nil {
+		errs = append(errs, r.Partitions.Repair())
+	}
 	if len(holds) == 0 || !r.Pods.Synced() {
 		return wait, errors.Join(errs...)
 	}
@@ -300,11 +312,23 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	}
 	switch r.Pods.Verdict(h) {
 	case ledger.Gone:
+		if r.made(h.Device) {
+			signal(r.unused)
+			return never, nil
+		}
 		return never, r.release(h)
 	case ledger.Orphaned:
 		return untilLeft, r.unreadable(h)
 	default:
 		return never, nil
+	}
+}
+
+// signal wakes whoever waits for the channel, now or next.
+func signal(channel chan struct{}) {
+	select {
+	case channel <- struct{}{}:
+	default: // one is waiting already
 	}
 }
 
