@@ -29,6 +29,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/pkg/partition"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
 )
 
@@ -120,11 +121,25 @@ func (a *agent) serve(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	book, err := a.openLedger(ctx, pods, pods.Queue(a.config.Resources().Has))
+	made := partition.NewRecords(filepath.Join(a.config.RunDir, "partitions"), a.bootID)
+	book, err := a.openLedger(ctx, reconcile.Guard(pods, made), pods.Queue(a.config.Resources().Has))
 	if err == nil {
-		err = errors.Join(a.serveNode(ctx, cgroups, pods, book, resources), book.Close())
+		err = loadPartitions(ctx, made)
+		if err == nil {
+			err = a.serveNode(ctx, cgroups, pods, book, made, resources)
+		}
+		err = errors.Join(err, book.Close())
 	}
 	return errors.Join(unlessStopped(ctx, err), resources.Close())
+}
+
+// loadPartitions is called under the ledger's lock.
+func loadPartitions(ctx context.Context, made *partition.Records) error {
+	problems, err := made.Load()
+	for _, problem := range problems {
+		klog.FromContext(ctx).Error(problem, "Record of a partition is not as it should be")
+	}
+	return err
 }
 
 // unlessStopped drops the errors of what was interrupted, and of what would be started anew.
@@ -137,12 +152,12 @@ func unlessStopped(ctx context.Context, err error) error {
 }
 
 func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger,
-	resources *evidence.PodResources,
+	made *partition.Records, resources *evidence.PodResources,
 ) error {
 	group, ctx := errgroup.WithContext(ctx)
 	watchPods := sync.OnceFunc(func() { group.Go(func() error { return pods.Run(ctx) }) })
 	group.Go(func() error {
-		care := caretaker{agent: a, cgroups: cgroups, pods: pods, book: book, resources: resources, watchPods: watchPods}
+		care := caretaker{agent: a, cgroups: cgroups, pods: pods, book: book, made: made, resources: resources, watchPods: watchPods}
 		takeCare, stop := care.prepare(ctx)
 		defer stop()
 		node, err := a.openNode(ctx, takeCare)
@@ -157,16 +172,17 @@ func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		watchPods()
 		self := evidence.NewNode(a.client, a.config.NodeName)
 		group.Go(func() error { return self.Run(ctx) })
-		return a.serveGPUs(ctx, cgroups, pods, book, node, self, resources)
+		devices := partition.NewMaker(made, node, a.config.Dynamic)
+		return a.serveGPUs(ctx, cgroups, pods, book, node, devices, self, resources)
 	})
 	return group.Wait()
 }
 
 func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, node *nvml.Node,
-	self *evidence.Node, resources *evidence.PodResources,
+	devices *partition.Maker, self *evidence.Node, resources *evidence.PodResources,
 ) error {
-	holds := a.reconcilerConfig(cgroups, pods, book, resources)
-	holds.Inventory, holds.Registerer = node, a.metrics
+	holds := a.reconcilerConfig(cgroups, pods, book, devices, resources)
+	holds.Inventory, holds.Registerer = devices, a.metrics
 	reconciler, err := reconcile.New(holds)
 	if err != nil {
 		return err
@@ -182,15 +198,15 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		// The specs' own loop tries again, and every Prepare and Allocate does.
 		klog.FromContext(ctx).Error(err, "Writing CDI specs")
 	}
-	front := frontEnds{pods: pods, book: book, node: node, specs: specs, resources: resources, self: self}
+	front := frontEnds{pods: pods, book: book, node: node, devices: devices, specs: specs, resources: resources, self: self}
 	a.status.Waiting("claims", errNoPods)
 	a.status.Waiting("limits", errNoPods)
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
 		reconciler.Run, specs.Run, a.checkRuntime, a.returnMemory,
-		func(ctx context.Context) error { return provision(ctx, book, node) },
+		func(ctx context.Context) error { return provision(ctx, book, devices) },
 		func(ctx context.Context) error {
-			return a.newSettings(self, node.Inventory).run(ctx, func(ctx context.Context, c config.Config) error {
+			return a.newSettings(self, devices.Inventory).run(ctx, func(ctx context.Context, c config.Config) error {
 				return a.with(c).serveAPIs(ctx, front)
 			})
 		},
@@ -201,9 +217,9 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 }
 
 // reconcilerConfig lacks the inventory, and where metrics go.
-func (a *agent) reconcilerConfig(cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, resources *evidence.PodResources) reconcile.Config {
+func (a *agent) reconcilerConfig(cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, devices *partition.Maker, resources *evidence.PodResources) reconcile.Config {
 	return reconcile.Config{
-		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources,
+		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources, Partitions: devices, Recorder: a.recorder,
 		Claims:     func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
 		KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Limits: a.config.Resources(),
 	}
@@ -248,12 +264,12 @@ func (a *agent) newSpecs(node *nvml.Node) (*cdi.Specs, error) {
 // provisionRetry is how soon space that was not to be had is asked for again.
 const provisionRetry = 10 * time.Second
 
-// provision keeps space on disk for the record of every GPU that a limit may get.
-func provision(ctx context.Context, book *ledger.Ledger, node *nvml.Node) error {
+// provision keeps space on disk for the record of every device that a limit may get.
+func provision(ctx context.Context, book *ledger.Ledger, devices *partition.Maker) error {
 	for {
-		changed := node.Changed()
+		changed := devices.Changed()
 		var retry <-chan time.Time
-		if err := book.Provision(len(node.Inventory().GPUs)); err != nil {
+		if err := book.Provision(len(devices.Inventory().Devices())); err != nil {
 			klog.FromContext(ctx).Error(err, "Reserving space for the ledger")
 			retry = time.After(provisionRetry)
 		}

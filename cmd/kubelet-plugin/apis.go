@@ -18,6 +18,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/pkg/partition"
 )
 
 // frontEnds is what both APIs are served from.
@@ -25,6 +26,7 @@ type frontEnds struct {
 	pods      *evidence.Pods
 	book      *ledger.Ledger
 	node      *nvml.Node
+	devices   *partition.Maker
 	specs     *cdi.Specs
 	resources *evidence.PodResources
 	self      *evidence.Node
@@ -101,7 +103,7 @@ func (a *agent) objectConfig(f frontEnds) gpunode.Config {
 	c := gpunode.Config{
 		REST: a.api, DriverName: a.config.DriverName, NodeName: a.config.NodeName, Mode: string(a.config.Mode),
 		Claims: func(namespace string) gpunode.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		Node:   f.self, Ledger: f.book, Inventory: f.node, Registerer: a.metrics,
+		Node:   f.self, Ledger: f.book, Inventory: f.devices, Registerer: a.metrics,
 	}
 	if a.config.Mode.Limits() {
 		c.LimitsResource = a.config.ResourceName
@@ -112,7 +114,7 @@ func (a *agent) objectConfig(f frontEnds) gpunode.Config {
 func (a *agent) claimsConfig(f frontEnds, object *gpunode.Object) driver.Config {
 	return driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
-		Node: f.self, Ledger: f.book, Inventory: f.node, Specs: f.specs, Pods: f.pods, Recorder: a.recorder, Registerer: a.metrics,
+		Node: f.self, Ledger: f.book, Inventory: f.devices, Partitions: f.devices, Specs: f.specs, Pods: f.pods, Recorder: a.recorder, Registerer: a.metrics,
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToLimits: a.config.OfferedToLimits, Limits: a.config.Resources(), PublishNothing: !a.config.Mode.Claims(),
 		Allocations: object, Strict: a.config.Strict && a.config.Mode == config.ModeDual,
 	}
@@ -123,8 +125,8 @@ func (a *agent) limitsConfig(f frontEnds, object *gpunode.Object) legacy.Config 
 		Resources: a.config.Resources(), NodeName: a.config.NodeName,
 		Directory:  filepath.Join(a.config.KubeletDir, "device-plugins"),
 		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
-		PassDeviceSpecs: a.config.PassDeviceSpecs, AllocationPolicy: legacy.AllocationPolicy(a.config.AllocationPolicy),
-		Inventory: f.node, Offered: a.config.OfferedToLimits, Retiring: !a.config.Mode.Limits(), Ledger: f.book, Specs: f.specs, Kubelet: f.resources,
+		PassDeviceSpecs: a.config.PassDeviceSpecs,
+		Inventory:       f.devices, Offered: a.config.OfferedToLimits, Retiring: !a.config.Mode.Limits(), Ledger: f.book, Specs: f.specs, Kubelet: f.resources,
 		Allocations: object, Acknowledge: object.Acknowledge,
 		Recorder: a.recorder, Registerer: a.metrics,
 	}

@@ -15,6 +15,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/partition"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
 )
 
@@ -25,6 +26,7 @@ type caretaker struct {
 	cgroups   *evidence.Cgroups
 	pods      *evidence.Pods
 	book      *ledger.Ledger
+	made      *partition.Records
 	resources *evidence.PodResources
 	// watchPods makes pods known.
 	watchPods func()
@@ -53,7 +55,7 @@ func (c caretaker) run(ctx context.Context) error {
 	klog.FromContext(ctx).Info("Without a driver, claims can only end")
 	// What registers metrics here would be in the way of what serves later.
 	apart := prometheus.NewRegistry()
-	holds := c.reconcilerConfig(c.cgroups, c.pods, c.book, c.resources)
+	holds := c.reconcilerConfig(c.cgroups, c.pods, c.book, partition.NewMaker(c.made, nothing{}, nil), c.resources)
 	holds.Inventory, holds.Registerer = nothing{}, apart
 	reconciler, err := reconcile.New(holds)
 	if err != nil {
@@ -90,6 +92,24 @@ func (nothing) Inventory() device.Inventory { return device.Inventory{} }
 // Changed never: there is another inventory once there is a driver.
 func (nothing) Changed() <-chan struct{} { return nil }
 
-func (nothing) Ensure(context.Context, ...string) error { return errors.New("the node has no driver") }
+var errNoDriver = errors.New("the node has no driver")
+
+func (nothing) Ensure(context.Context, ...string) error { return errNoDriver }
+
+func (nothing) Add(context.Context, device.Partition) error { return errNoDriver }
 
 func (nothing) QualifiedName(string) string { return "" }
+
+func (nothing) EnableMIG(context.Context, string) error { return errNoDriver }
+
+func (nothing) DisableMIG(context.Context, string) error { return errNoDriver }
+
+func (nothing) Create(context.Context, device.Ref, device.Profile) (device.Partition, error) {
+	return device.Partition{}, errNoDriver
+}
+
+func (nothing) Destroy(context.Context, device.Ref) error { return errNoDriver }
+
+func (nothing) Partitions(context.Context, string) ([]device.Partition, error) {
+	return nil, errNoDriver
+}

@@ -49,8 +49,8 @@ func (f *fakePartitions) Whole(_ context.Context, gpu string) error {
 	return f.err
 }
 
-// dynamic is a machine whose GPUs are partitioned on demand.
-func dynamic(n int) device.Inventory {
+// dynamicMachine is a machine whose GPUs are partitioned on demand.
+func dynamicMachine(n int) device.Inventory {
 	return machine(n, func(g *device.GPU) {
 		g.Dynamic = true
 		g.Profiles = []device.Profile{
@@ -72,7 +72,7 @@ func (r *rig) demanding(name string, devices ...string) *resourceapi.ResourceCla
 
 func newDynamicRig(t *testing.T) (*rig, *fakePartitions) {
 	made := &fakePartitions{known: map[device.Ref]device.Partition{}}
-	return newRig(t, dynamic(2), func(c *Config) { c.Partitions = made }).run(), made
+	return newRig(t, dynamicMachine(2), func(c *Config) { c.Partitions = made }).run(), made
 }
 
 func TestPrepareMakesPartitions(t *testing.T) {
@@ -172,7 +172,7 @@ func TestAdminAccessToPartitions(t *testing.T) {
 	if _, errs, err := k.prepare("v1", r.demanding("a", "gpu-0-mig-1g10gb-19-0")); err != nil || len(errs) > 0 {
 		t.Fatal(err, errs)
 	}
-	inv := dynamic(2)
+	inv := dynamicMachine(2)
 	p := made.known[device.Ref{GPU: uuidOf(0), Placement: device.Placement{Size: 1}}]
 	inv.GPUs[0].Partitions = []device.Partition{p}
 	r.inventory.set(inv)

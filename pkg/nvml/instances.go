@@ -21,7 +21,10 @@ type InUseError struct {
 	Processes []int
 }
 
-// Error names both.
+// PIDs are the processes, for those who know the error by this only.
+func (e *InUseError) PIDs() []int { return e.Processes }
+
+// Error names the partition and the processes.
 func (e *InUseError) Error() string {
 	return fmt.Sprintf("partition %s (%s) is still in use%s", e.Partition.Name(), e.Partition.UUID, byProcesses(e.Processes))
 }

@@ -166,7 +166,8 @@ func (h *hardware) uuids() []string {
 // process is a Maker as a process has it after its start.
 func process(t *testing.T, dir string, h *hardware) *Maker {
 	t.Helper()
-	records, problems, err := Open(dir, "boot")
+	records := NewRecords(dir, "boot")
+	problems, err := records.Load()
 	if err != nil || len(problems) > 0 {
 		t.Fatal(err, problems)
 	}
@@ -408,7 +409,8 @@ func TestRecords(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "partitions")
 	open := func(boot string) (*Records, []error) {
 		t.Helper()
-		r, problems, err := Open(dir, boot)
+		r := NewRecords(dir, boot)
+		problems, err := r.Load()
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -44,23 +44,29 @@ func (m made) names(p device.Partition) bool {
 
 const temporary = ".tmp-"
 
-// Open reads what an earlier process has left in dir, which only one process may use at a time. Records of an earlier boot are
-// removed: the partitions went with it. Problems are files that are not as they should be; they are kept, and what they are
-// named after counts as made.
-func Open(dir, bootID string) (records *Records, problems []error, err error) {
-	r := &Records{dir: dir, bootID: bootID, made: map[device.Ref]made{}}
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, nil, fmt.Errorf("open records of partitions: %w", err)
+// NewRecords does nothing visible: there are none before Load.
+func NewRecords(dir, bootID string) *Records {
+	return &Records{dir: dir, bootID: bootID, made: map[device.Ref]made{}}
+}
+
+// Load reads what an earlier process has left. Called once, before anything is made, by whoever makes sure that no other process
+// uses the directory. Records of an earlier boot are removed: the partitions went with it. Problems are files that are not as
+// they should be; they are kept, and what they are named after counts as made.
+func (r *Records) Load() (problems []error, err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if err := os.MkdirAll(r.dir, 0o700); err != nil {
+		return nil, fmt.Errorf("load records of partitions: %w", err)
 	}
-	entries, err := os.ReadDir(dir)
+	entries, err := os.ReadDir(r.dir)
 	if err != nil {
-		return nil, nil, fmt.Errorf("open records of partitions: %w", err)
+		return nil, fmt.Errorf("load records of partitions: %w", err)
 	}
 	for _, entry := range entries {
-		path := filepath.Join(dir, entry.Name())
+		path := filepath.Join(r.dir, entry.Name())
 		if strings.HasPrefix(entry.Name(), temporary) {
 			if err := os.Remove(path); err != nil {
-				return nil, nil, fmt.Errorf("remove unfinished record of a partition: %w", err)
+				return nil, fmt.Errorf("remove unfinished record of a partition: %w", err)
 			}
 			continue
 		}
@@ -73,15 +79,15 @@ func Open(dir, bootID string) (records *Records, problems []error, err error) {
 		switch {
 		case err != nil:
 			problems = append(problems, fmt.Errorf("read record of partition %s: %w", ref, err))
-		case m.BootID != bootID:
+		case m.BootID != r.bootID:
 			if err := os.Remove(path); err != nil {
-				return nil, nil, fmt.Errorf("remove record of partition %s of an earlier boot: %w", ref, err)
+				return nil, fmt.Errorf("remove record of partition %s of an earlier boot: %w", ref, err)
 			}
 			continue
 		}
 		r.made[ref] = m
 	}
-	return r, problems, nil
+	return problems, nil
 }
 
 func read(path string) (made, error) {

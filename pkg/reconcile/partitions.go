@@ -38,7 +38,7 @@ type Partitions interface {
 // inUse is an error of Destroy that knows which processes keep a partition busy.
 type inUse interface {
 	error
-	Processes() []int
+	PIDs() []int
 }
 
 // Guard makes evidence say that a hold on a partition which was made for it is not gone while the partition exists, whatever
@@ -234,8 +234,8 @@ func (c *clearing) tell(ref device.Ref, err error) {
 		APIVersion: resourceapi.SchemeGroupVersion.String(), Kind: "ResourceClaim", Namespace: h.Namespace, Name: h.Name, UID: types.UID(h.Holder.ID),
 	}
 	name := c.nameOf(ref)
-	if busy, ok := errors.AsType[inUse](err); ok && len(busy.Processes()) > 0 {
-		c.Recorder.Eventf(claim, corev1.EventTypeWarning, "PartitionInUse", "%s is still in use by %s%s: it is destroyed when that ends", name, processes(busy.Processes()), lastUsed(h))
+	if busy, ok := errors.AsType[inUse](err); ok && len(busy.PIDs()) > 0 {
+		c.Recorder.Eventf(claim, corev1.EventTypeWarning, "PartitionInUse", "%s is still in use by %s%s: it is destroyed when that ends", name, processes(busy.PIDs()), lastUsed(h))
 		return
 	}
 	c.Recorder.Eventf(claim, corev1.EventTypeWarning, "PartitionNotDestroyed", "%s cannot be destroyed, trying again: %v", name, err)

@@ -95,8 +95,8 @@ func (f *fakePartitions) set(ref device.Ref, err error) {
 
 type busyError struct{}
 
-func (busyError) Error() string    { return "in use by another client" }
-func (busyError) Processes() []int { return []int{4242} }
+func (busyError) Error() string { return "in use by another client" }
+func (busyError) PIDs() []int   { return []int{4242} }
 
 func place(gpu string, start, size int) device.Ref {
 	return device.Ref{GPU: gpu, Placement: device.Placement{Start: start, Size: size}}

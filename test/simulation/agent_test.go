@@ -461,6 +461,9 @@ func (l *loop) poll() {
 
 func (a *agent) Inventory() device.Inventory      { return a.inventory }
 func (a *agent) Changed() <-chan struct{}         { return nil }
+// Add: the simulated GPUs are not partitioned.
+func (a *agent) Add(context.Context, device.Partition) error { return nil }
+
 func (a *agent) QualifiedName(uuid string) string { return "k8s.gpu.nvidia.com/gpu=" + uuid }
 func (a *agent) Ensure(ctx context.Context, _ ...string) error {
 	turn(ctx, "looks for CDI specs")
