@@ -457,4 +457,23 @@ func TestNVIDIASMIListsTheNodesThatAreThere(t *testing.T) {
 	if len(got) != 5 || got[0] != want {
 		t.Errorf("output %s", out)
 	}
+
+	// As in a container with a partition of the second GPU: the nodes of gi2 and of its ci1.
+	caps := filepath.Join(dir, DriverDir, "dev/nvidia-caps")
+	nodes, err := os.ReadDir(caps)
+	if err != nil {
+		t.Fatal(err)
+	}
+	first := 3 + 135*3 + 9*2
+	for _, node := range nodes {
+		if name := node.Name(); name != fmt.Sprintf("nvidia-cap%d", first) && name != fmt.Sprintf("nvidia-cap%d", first+2) {
+			if err := os.Remove(filepath.Join(caps, name)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	out, err = exec.Command("/bin/sh", "-c", text).CombinedOutput()
+	if want += "\n  MIG Device 0: GPU instance 2, compute instance 1\nGPU 1: "; err != nil || !strings.HasPrefix(string(out), want) {
+		t.Errorf("%v, output %s", err, out)
+	}
 }
