@@ -54,6 +54,10 @@ func TestCreateAndDestroy(t *testing.T) {
 	m := newMachine(t, "h100x8")
 	node := m.open(t)
 	uuid := node.Inventory().GPUs[3].UUID
+	off, whole := place(t, node.Inventory().GPUs[3], "7g.80gb", 0)
+	if _, err := node.Create(t.Context(), off, whole); err == nil || !strings.Contains(err.Error(), "MIG mode is off") {
+		t.Errorf("with MIG off: %v", err)
+	}
 	now := func() device.GPU { return node.Inventory().GPUs[3] }
 	for range 2 {
 		if err := node.EnableMIG(t.Context(), uuid); err != nil {
@@ -124,7 +128,7 @@ func TestFaultsOfCreate(t *testing.T) {
 	ref, profile := place(t, g, "2g.20gb", 4)
 	failures := 0
 	for _, call := range []string{
-		"DeviceGetHandleByUUID", "CreateGpuInstanceWithPlacement", "GpuInstance.GetInfo", "GpuInstance.GetComputeInstanceProfileInfo",
+		"DeviceGetHandleByUUID", "GetMigMode", "CreateGpuInstanceWithPlacement", "GpuInstance.GetInfo", "GpuInstance.GetComputeInstanceProfileInfo",
 		"GpuInstance.CreateComputeInstance", "GetMaxMigDeviceCount", "GetMigDeviceHandleByIndex", "MigDevice.GetUUID",
 		"MigDevice.GetGpuInstanceId", "MigDevice.GetComputeInstanceId", "GetGpuInstanceById", "GpuInstance.GetComputeInstanceById",
 		"ComputeInstance.GetInfo",
@@ -149,7 +153,7 @@ func TestFaultsOfCreate(t *testing.T) {
 			}
 		}
 	}
-	if failures < 3*13 {
+	if failures < 3*14 {
 		t.Errorf("only %d faults struck", failures)
 	}
 	after := scan(t, node)

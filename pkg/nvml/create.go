@@ -30,6 +30,13 @@ func (n *Node) Create(ctx context.Context, ref gpu.Ref, profile gpu.Profile) (gp
 }
 
 func (op *operation) create(place gpu.Placement, profile gpu.Profile) (gpu.Partition, error) {
+	mode, _, ret := op.device.GetMigMode()
+	switch {
+	case ret != gonvml.SUCCESS:
+		return gpu.Partition{}, fmt.Errorf("read its MIG mode: %w", returnError{ret})
+	case mode != gonvml.DEVICE_MIG_ENABLE:
+		return gpu.Partition{}, errors.New("its MIG mode is off")
+	}
 	info := gonvml.GpuInstanceProfileInfo{Id: uint32(profile.ID)}
 	at := gonvml.GpuInstancePlacement{Start: uint32(place.Start), Size: uint32(place.Size)}
 	instance, ret := op.device.CreateGpuInstanceWithPlacement(&info, &at)

@@ -3,12 +3,14 @@
 package nvml_test
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -182,6 +184,26 @@ func TestPartitionsAreFollowed(t *testing.T) {
 		t.Fatal(activation, ret)
 	}
 	check("MIG off")
+}
+
+// Nobody has to ask: who runs the node hears of it.
+func TestRunNoticesPartitions(t *testing.T) {
+	m := newMachine(t, "a30x4")
+	m.options.Interval = 20 * time.Millisecond
+	node := m.open(t)
+	ctx, stop := context.WithCancel(t.Context())
+	ran := make(chan error)
+	go func() { ran <- node.Run(ctx) }()
+	changed := node.Changed()
+	cut(t, gpu(t, m.administrator(t), 1), gonvml.GPU_INSTANCE_PROFILE_2_SLICE, 2, 2)
+	<-changed
+	if got := node.Inventory().GPUs[1].Partitions; len(got) != 1 {
+		t.Errorf("partitions %v", describe(got))
+	}
+	stop()
+	if err := <-ran; err != nil {
+		t.Error(err)
+	}
 }
 
 // One that cannot be read takes nothing with it, and is not gone.

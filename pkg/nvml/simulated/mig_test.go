@@ -236,7 +236,7 @@ func TestStateOfAnotherBootIsVoid(t *testing.T) {
 	if current, _, ret := d.GetMigMode(); current != nvml.DEVICE_MIG_DISABLE || ret != nvml.SUCCESS {
 		t.Errorf("mode %d (%v) after a boot", current, ret)
 	}
-	for what, content := range map[string]string{"damaged": "boot: [", "of a later version": "boots: x"} {
+	for what, content := range map[string]string{"damaged": "{", "of a later version": `{"boots": "x"}`} {
 		if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
 			t.Fatal(err)
 		}

@@ -3,6 +3,7 @@
 package simulated
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -16,7 +17,7 @@ import (
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	"golang.org/x/sys/unix"
-	"sigs.k8s.io/yaml"
+	kjson "sigs.k8s.io/json"
 )
 
 // MIGDir is the directory in a machine's directory that holds MIGStateFile and its lock: the only thing there that a library
@@ -24,7 +25,7 @@ import (
 const MIGDir = "mig"
 
 // MIGStateFile is the name of the state file in MIGDir.
-const MIGStateFile = "state.yaml"
+const MIGStateFile = "state.json"
 
 // MIGState is the content of the state file: MIG modes and instances, as a GPU remembers them whoever comes and goes. All
 // libraries of the machine share it. It is that of one boot; another begins with what the profile says.
@@ -191,7 +192,8 @@ func readMIGState(path string) (MIGState, error) {
 	if err != nil {
 		return MIGState{}, err
 	}
-	if err := decodeStrict(data, &state); err != nil {
+	strict, err := kjson.UnmarshalStrict(data, &state)
+	if err := errors.Join(append(strict, err)...); err != nil {
 		return MIGState{}, fmt.Errorf("read %s: %w", path, err)
 	}
 	return state, nil
@@ -218,14 +220,15 @@ func (s *migStore) change(do func(*MIGState) nvml.Return) nvml.Return {
 		s.state = state
 		return nvml.SUCCESS
 	}
-	data, err := yaml.Marshal(state)
+	data, err := json.MarshalIndent(state, "", "  ")
 	if err != nil {
 		return s.refused(err)
 	}
 	path := filepath.Join(s.dir, MIGStateFile)
-	if err := replaceNewer(path, data, 0o644); err != nil {
+	if err := replaceNewer(path, append(data, '\n'), 0o644); err != nil {
 		return s.refused(err)
 	}
+	s.stamp, s.state = stampOf(path), state
 	return nvml.SUCCESS
 }
 
