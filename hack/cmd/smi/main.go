@@ -4,7 +4,6 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"os"
 
@@ -12,15 +11,12 @@ import (
 )
 
 func main() {
-	if err := run(os.Args[1:]); err != nil {
+	if len(os.Args) < 3 {
+		fmt.Fprint(os.Stderr, "usage: smi DIRECTORY OPTIONS, where the directory is that of a simulated machine\n"+smi.Usage)
+		os.Exit(2)
+	}
+	if err := smi.At(os.Args[1], os.Args[2:], os.Stdout); err != nil {
 		fmt.Fprintln(os.Stderr, "smi:", err)
 		os.Exit(1)
 	}
-}
-
-func run(args []string) error {
-	if len(args) < 2 {
-		return errors.New("usage: smi DIRECTORY OPTIONS, where the directory is that of a simulated machine\n" + smi.Usage)
-	}
-	return smi.At(args[0], args[1:], os.Stdout)
 }

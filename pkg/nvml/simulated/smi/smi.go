@@ -81,7 +81,7 @@ func Run(lib nvml.Interface, args []string, out io.Writer) error {
 		flags.StringVar(&c.mode, "mig", "", "")
 	}
 	if err := flags.Parse(args); err != nil || flags.NArg() > 0 {
-		return fmt.Errorf("%w\n%s", errors.Join(errors.New("the arguments are not understood"), err), Usage)
+		return errors.Join(errors.New("the arguments are not understood"), err, errors.New(strings.TrimSpace(Usage)))
 	}
 	return c.run()
 }
@@ -107,7 +107,7 @@ func (c *command) run() error {
 	case c.dgi:
 		return c.visitMIG(c.destroyInstances)
 	}
-	return errors.New("nothing to do\n" + Usage)
+	return errors.Join(errors.New("nothing to do"), errors.New(strings.TrimSpace(Usage)))
 }
 
 // visit goes to the GPU that was named, or to all.
