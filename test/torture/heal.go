@@ -150,8 +150,9 @@ func (h *heals) placed(l *life, now time.Time) {
 	}
 	healed := h.open[at]
 	h.open = slices.Delete(h.open, at, at+1)
-	h.trace.note("healed: %s after %s", healed.workload, now.Sub(healed.since).Round(time.Millisecond))
-	h.tally.healed(healed.since, now, l.replaced && !healed.meddled && (h.roomy || !l.unschedulable))
+	h.trace.note("healed: %s after %s, by a pod made after %s", healed.workload, now.Sub(healed.since).Round(time.Millisecond),
+		l.since.Sub(healed.since).Round(time.Millisecond))
+	h.tally.healed(healed.since, l.since, now, l.replaced && !healed.meddled && (h.roomy || !l.unschedulable))
 }
 
 // forget drops the losses of owners that are gone.

@@ -84,6 +84,9 @@ func TestALossIsHealedByTheOwnersNextPod(t *testing.T) {
 	h.placed(next, h.after(1800*time.Millisecond))
 	h.placed(next, h.after(1900*time.Millisecond))
 	h.want(t, 1, 800*time.Millisecond)
+	if made := h.tally.now().MadeTimes; len(made) != 1 || made[0].Round(time.Millisecond) != 500*time.Millisecond {
+		t.Errorf("the next pod was made after %s", []time.Duration(made))
+	}
 }
 
 // TestALossGoesOnWithTheNextPodThatLoses: it is healed once, and timed from where it began.

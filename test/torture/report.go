@@ -33,8 +33,10 @@ type Counters struct {
 	Conflicts int `json:"conflicts"`
 	Condemned int `json:"condemned"`
 	Healed    int `json:"healed"`
-	// HealTimes are those of heals that a free GPU and no fault met, StruckTimes those of heals that a fault met.
+	// HealTimes are those of heals that a free GPU and no fault met, MadeTimes how much of each had passed when the next pod was
+	// made: the rest is Kubernetes' time to start a pod. StruckTimes are those of heals that a fault met.
 	HealTimes   Times `json:"healTimes,omitempty"`
+	MadeTimes   Times `json:"madeTimes,omitempty"`
 	StruckTimes Times `json:"struckTimes,omitempty"`
 	// FailedAdmissions counts pods that failed without ever having run; Ended those that failed after they had, as kubelet makes
 	// the limits pods of the old boot fail.
@@ -51,8 +53,8 @@ func (c Counters) Line(seed uint64) string {
 
 // HealLine says what the heals of the last line are made of.
 func (c Counters) HealLine() string {
-	return fmt.Sprintf("heals in peace: %s; met by a fault: %s; not timed: %d", c.HealTimes, c.StruckTimes,
-		c.Healed-len(c.HealTimes)-len(c.StruckTimes))
+	return fmt.Sprintf("heals in peace: %s, of which until the next pod was made p50=%s p99=%s; met by a fault: %s; not timed: %d",
+		c.HealTimes, c.MadeTimes.percentile(50), c.MadeTimes.percentile(99), c.StruckTimes, c.Healed-len(c.HealTimes)-len(c.StruckTimes))
 }
 
 // Times are how long healing took.
@@ -121,7 +123,7 @@ func (t *tally) now() Counters {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	now := t.counters
-	now.HealTimes, now.StruckTimes = slices.Clone(now.HealTimes), slices.Clone(now.StruckTimes)
+	now.HealTimes, now.MadeTimes, now.StruckTimes = slices.Clone(now.HealTimes), slices.Clone(now.MadeTimes), slices.Clone(now.StruckTimes)
 	return now
 }
 
@@ -150,16 +152,18 @@ func (t *tally) striking(recovery time.Duration) (ended func()) {
 }
 
 // healed counts a heal, and times it where it is fair to: those that a fault met apart from the others.
-func (t *tally) healed(from, to time.Time, fair bool) {
+func (t *tally) healed(from, made, to time.Time, fair bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.counters.Healed++
 	if !fair {
 		return
 	}
-	times := &t.counters.HealTimes
+	took := max(0, to.Sub(from))
 	if slices.ContainsFunc(t.strikes, func(s *strike) bool { return s.from.Before(to) && (s.to.IsZero() || s.to.After(from)) }) {
-		times = &t.counters.StruckTimes
+		t.counters.StruckTimes = append(t.counters.StruckTimes, took)
+		return
 	}
-	*times = append(*times, max(0, to.Sub(from)))
+	t.counters.HealTimes = append(t.counters.HealTimes, took)
+	t.counters.MadeTimes = append(t.counters.MadeTimes, max(0, made.Sub(from)))
 }

@@ -55,14 +55,14 @@ func TestTheVerdict(t *testing.T) {
 func TestHealsAreTimedWhereTheyMayBe(t *testing.T) {
 	var counted tally
 	now := time.Now()
-	counted.healed(now.Add(-time.Second), now, true)
-	counted.healed(now.Add(-time.Second), now, false)
+	counted.healed(now.Add(-time.Second), now, now, true)
+	counted.healed(now.Add(-time.Second), now, now, false)
 	ended := counted.striking(time.Minute)
-	counted.healed(now.Add(-time.Second), time.Now().Add(time.Second), true)
+	counted.healed(now.Add(-time.Second), now, time.Now().Add(time.Second), true)
 	ended()
-	counted.healed(time.Now().Add(time.Second), time.Now().Add(2*time.Second), true)
-	counted.healed(time.Now().Add(time.Minute+time.Second), time.Now().Add(time.Minute+3*time.Second), true)
-	if c := counted.now(); c.Healed != 5 || len(c.HealTimes) != 2 || len(c.StruckTimes) != 2 || c.Faults != 1 {
+	counted.healed(time.Now().Add(time.Second), now, time.Now().Add(2*time.Second), true)
+	counted.healed(time.Now().Add(time.Minute+time.Second), now, time.Now().Add(time.Minute+3*time.Second), true)
+	if c := counted.now(); c.Healed != 5 || len(c.HealTimes) != 2 || len(c.MadeTimes) != 2 || len(c.StruckTimes) != 2 || c.Faults != 1 {
 		t.Errorf("counted %+v", c)
 	}
 }
