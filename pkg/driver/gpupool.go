@@ -60,7 +60,8 @@ func (p gpuPool) isAllocated(ref device.Ref) bool {
 
 // slices are the counters first, then the devices.
 func (p gpuPool) slices() []resourceslice.Slice {
-	built := []resourceslice.Slice{{SharedCounters: []resourceapi.CounterSet{{Name: p.counterSet(), Counters: asCounters(p.counters())}}}}
+	set := resourceapi.CounterSet{Name: p.counterSet(), Counters: asCounters(p.counters())}
+	built := []resourceslice.Slice{{SharedCounters: []resourceapi.CounterSet{set}}}
 	if !p.gpu.MIGEnabled || mig.Switchable(p.gpu) || p.isAllocated(p.gpu.Ref()) {
 		return append(built, p.devices...)
 	}

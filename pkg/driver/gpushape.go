@@ -132,8 +132,10 @@ func (s *gpuShape) standingAt(ref device.Ref, profileID int) (device.Partition, 
 
 // publishes reports whether there is a device with that ref, now or possibly.
 func (s *gpuShape) publishes(ref device.Ref, profileID int) bool {
-	_, stands := s.standingAt(ref, profileID)
-	return ref.Whole() || stands || ref.Compute == device.Placement{} && slices.ContainsFunc(s.geometry.Profiles(), func(p device.Profile) bool {
+	if _, stands := s.standingAt(ref, profileID); stands || ref.Whole() {
+		return true
+	}
+	return ref.Compute == device.Placement{} && slices.ContainsFunc(s.geometry.Profiles(), func(p device.Profile) bool {
 		return slices.Contains(p.Placements, ref.Placement)
 	})
 }

@@ -172,8 +172,9 @@ const (
 	nowhere
 )
 
-// place decides where the GPU is published, and remembers it; possible says whether it can be in a pool of its own. While claims have something of it (pinned), it stays where they
-// got it: the scheduler knows an allocated device by pool and name, and gives its counters out again when it goes.
+// place decides where the GPU is published, and remembers it; possible says whether it can be in a pool of its own. While claims
+// have something of it (pinned), it stays where they got it: the scheduler knows an allocated device by pool and name, and gives
+// its counters out again when it goes.
 func (o *Offer) place(g device.GPU, pinned, possible bool) place {
 	if o.own == nil {
 		o.own = map[string]bool{}
@@ -201,7 +202,9 @@ type given struct {
 }
 
 // givenOut says by GPU what claims have of it, from the ledger and from what the scheduler was seen to allocate.
-func givenOut(gpus []device.GPU, shaped map[string]*gpuShape, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim) map[string]given {
+func givenOut(
+	gpus []device.GPU, shaped map[string]*gpuShape, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim,
+) map[string]given {
 	all := map[string]given{}
 	add := func(ref device.Ref, profileID int, allocated bool) {
 		of := all[ref.GPU]
