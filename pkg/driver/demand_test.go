@@ -154,8 +154,7 @@ func TestForeignPartitionInTheWay(t *testing.T) {
 	r, made := newDynamicRig(t)
 	k := r.ready()
 	r.pods.movable.Store(true)
-	found, _ := r.inventory.Inventory().ByName("gpu-0-mig-3g40gb-9-0")
-	made.err = &partition.ForeignError{Wanted: found.Partition, Foreign: device.Partition{UUID: "MIG-theirs", Profile: "1g.10gb", ProfileID: 19}}
+	made.err = &partition.ForeignError{Wanted: "gpu-0-mig-3g40gb-9-0", Foreign: device.Partition{UUID: "MIG-theirs", Profile: "1g.10gb", ProfileID: 19}}
 	_, errs, err := k.prepare("v1", r.demanding("a", "gpu-0-mig-3g40gb-9-0"))
 	if err != nil || errs["uid-a"] == nil || !strings.Contains(errs["uid-a"].Error(), "MIG-theirs") {
 		t.Fatal(err, errs)
@@ -194,5 +193,23 @@ func TestAdminAccessToPartitions(t *testing.T) {
 	}
 	if len(made.calls) != 1 || len(r.ledger.Holds()) != 1 {
 		t.Errorf("calls %q, held: %s", made.calls, r.holders())
+	}
+}
+
+// A GPU that an administrator has put into MIG mode since it was allocated is no whole GPU.
+func TestWholeGPUInMIGMode(t *testing.T) {
+	r := newRig(t, machine(2)).run()
+	k := r.ready()
+	inv := machine(2)
+	inv.GPUs[0].MIGEnabled = true
+	r.inventory.set(inv)
+	watch := r.claim("watch", "gpu-0")
+	watch.Status.Allocation.Devices.Results[0].AdminAccess = ptr.To(true)
+	r.api.put("resourceclaims", watch)
+	for claim, want := range map[*resourceapi.ResourceClaim]string{r.claim("a", "gpu-0"): "is in MIG mode", r.claim("b", "gpu-1"): "", watch: ""} {
+		_, errs, err := k.prepare("v1", claim)
+		if got := errs[string(claim.UID)]; err != nil || (got == nil) != (want == "") || got != nil && !strings.Contains(got.Error(), want) {
+			t.Errorf("claim %s: %v, %v, want %q", claim.Name, err, got, want)
+		}
 	}
 }

@@ -150,6 +150,8 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 		klog.FromContext(ctx).Info("Leaving an unhealthy device out of a claim with admin access", "claim", klog.KObj(p.claim), "device", ref.String(), "reason", health.Reason)
 	case !health.Healthy():
 		return refuse(reasonDeviceUnhealthy, "device %s (%s) for request %s is unhealthy (%s: %s): delete the pod to have it placed on another device", result.Device, ref, result.Request, health.Reason, health.Message)
+	case found.Whole() && found.GPU.MIGEnabled && !found.GPU.Dynamic && !admin:
+		return refuse(reasonUnknownDevice, "device %s (%s) for request %s is in MIG mode by now and cannot be given out as a whole: delete the pod and its claim to have it allocated anew", result.Device, ref, result.Request)
 	case onDemand && !admin:
 		p.demands = append(p.demands, demand{len(p.answer), found})
 	case found.UUID() == "":

@@ -35,13 +35,14 @@ type Hardware interface {
 
 // ForeignError says that a partition which nobody here has made is in the way.
 type ForeignError struct {
-	Wanted  device.Partition
+	// Wanted is the name of a partition, or of a GPU as a whole.
+	Wanted  string
 	Foreign device.Partition
 }
 
 // Error names both.
 func (e *ForeignError) Error() string {
-	return fmt.Sprintf("partition %s cannot be made: partition %s (%s), which Tandem has not made, is in the way", e.Wanted.Name(), e.Foreign.Name(), e.Foreign.UUID)
+	return fmt.Sprintf("%s cannot be had: partition %s (%s), which Tandem has not made, is in the way", e.Wanted, e.Foreign.Name(), e.Foreign.UUID)
 }
 
 // Maker makes and destroys partitions. All methods are safe for concurrent use; a slow GPU keeps nobody from another.
@@ -92,8 +93,7 @@ func (m *Maker) mark(partitions []device.Partition) []device.Partition {
 // an attempt that fails has left behind is for Destroy.
 func (m *Maker) Make(ctx context.Context, want device.Partition) (device.Partition, error) {
 	made, err := m.make(ctx, want)
-	var foreign *ForeignError
-	if err != nil && !errors.As(err, &foreign) {
+	if _, foreign := errors.AsType[*ForeignError](err); err != nil && !foreign {
 		err = fmt.Errorf("make partition %s: %w", want.Name(), err)
 	}
 	return made, err
@@ -118,7 +118,7 @@ func (m *Maker) make(ctx context.Context, want device.Partition) (device.Partiti
 		switch {
 		case !p.Ref.Overlaps(want.Ref):
 		case !ours || p.Ref != want.Ref || !record.names(p):
-			return device.Partition{}, &ForeignError{Wanted: want, Foreign: p}
+			return device.Partition{}, &ForeignError{Wanted: want.Name(), Foreign: p}
 		case p.UUID != "" && p.ProfileID == want.ProfileID:
 			p.Made = true
 			return p, m.records.put(p)
@@ -195,7 +195,7 @@ func (m *Maker) destroy(ctx context.Context, ref device.Ref, unused func() bool)
 }
 
 // Whole makes a dynamic GPU usable as a whole: its MIG mode is switched off. The caller has reserved the GPU. Idempotent, and
-// cheap where the mode is off. A *ForeignError says that there is a partition on it.
+// cheap where the mode is off. A *ForeignError says that somebody's partition is on it.
 func (m *Maker) Whole(ctx context.Context, uuid string) error {
 	gpu, ok := m.Inventory().ByUUID(uuid)
 	if !ok || !gpu.Dynamic || !gpu.MIGEnabled {
@@ -206,10 +206,10 @@ func (m *Maker) Whole(ctx context.Context, uuid string) error {
 		defer leave()
 		err = m.disable(ctx, gpu)
 	}
-	if err != nil {
-		return fmt.Errorf("switch MIG mode of %s off: %w", gpu.Name(), err)
+	if _, foreign := errors.AsType[*ForeignError](err); err != nil && !foreign {
+		err = fmt.Errorf("switch MIG mode of %s off: %w", gpu.Name(), err)
 	}
-	return nil
+	return err
 }
 
 func (m *Maker) disable(ctx context.Context, gpu device.GPU) error {
@@ -218,7 +218,7 @@ func (m *Maker) disable(ctx context.Context, gpu device.GPU) error {
 		return err
 	}
 	if len(found) > 0 {
-		return fmt.Errorf("partition %s (%s) is on it", found[0].Name(), found[0].UUID)
+		return &ForeignError{Wanted: gpu.Name(), Foreign: found[0]}
 	}
 	return m.hardware.DisableMIG(ctx, gpu.UUID)
 }

@@ -236,7 +236,7 @@ func TestForeignPartition(t *testing.T) {
 	if err := m.Destroy(t.Context(), theirs.Ref, always); err != nil || !slices.Equal(h.uuids(), []string{theirs.UUID}) {
 		t.Fatalf("%v; left %v, want %s", err, h.uuids(), theirs.UUID)
 	}
-	if err := m.Whole(t.Context(), gpuUUID); err == nil {
+	if foreign, ok := errors.AsType[*ForeignError](m.Whole(t.Context(), gpuUUID)); !ok || foreign.Foreign.UUID != theirs.UUID {
 		t.Error("a GPU with a partition passes for whole")
 	}
 	if resting := m.Resting(); len(resting) > 0 {

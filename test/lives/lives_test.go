@@ -25,7 +25,7 @@ import (
 )
 
 var (
-	cycles = flag.Int("cycles", 1000, "partitions to make, and to destroy again")
+	cycles = flag.Int("cycles", 300, "partitions to make, and to destroy again")
 	seed   = flag.Uint64("seed", 0, "of the order of things; 0 is a fresh one")
 )
 
@@ -158,7 +158,7 @@ type world struct {
 	refused                        int
 }
 
-func TestThousandCycles(t *testing.T) {
+func TestLives(t *testing.T) {
 	if *seed == 0 {
 		*seed = rand.Uint64N(1 << 31)
 	}
