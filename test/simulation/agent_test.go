@@ -459,8 +459,9 @@ func (l *loop) poll() {
 
 // What the product asks the agent for.
 
-func (a *agent) Inventory() device.Inventory      { return a.inventory }
-func (a *agent) Changed() <-chan struct{}         { return nil }
+func (a *agent) Inventory() device.Inventory { return a.inventory }
+func (a *agent) Changed() <-chan struct{}    { return nil }
+
 // Add: the simulated GPUs are not partitioned.
 func (a *agent) Add(context.Context, device.Partition) error { return nil }
 
