@@ -114,7 +114,7 @@ func (l *Lookout) lookInto(own viewpoint, c group) (*sighting, error) {
 	return nil, nil
 }
 
-// Suspicion is a device that containers of different pods could see at one moment. Whether that is right is for Memory.
+// Suspicion is a device, or a GPU of which one has a part, that containers of different pods could see at one moment. Whether that is right is for Memory.
 type Suspicion struct {
 	Number Number
 	// first and second are live processes: there was an instant at which both were.
@@ -144,9 +144,14 @@ func (g Glimpse) Suspicions() []Suspicion {
 				continue
 			}
 			for _, device := range a.devices {
-				shared := slices.ContainsFunc(b.devices, func(d Device) bool { return d.Number == device.Number })
-				if shared && a.alive() && b.alive() {
-					found = append(found, Suspicion{Number: device.Number, first: a, second: b})
+				for _, other := range b.devices {
+					number := device.Number
+					if device.partOf(other.Number) {
+						number = other.Number
+					}
+					if device.partOf(number) && other.partOf(number) && a.alive() && b.alive() {
+						found = append(found, Suspicion{Number: number, first: a, second: b})
+					}
 				}
 			}
 		}

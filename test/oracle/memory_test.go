@@ -125,3 +125,20 @@ func TestReadingWhatKubeletGranted(t *testing.T) {
 		t.Errorf("granted %v", got)
 	}
 }
+
+func TestSuspectsThePartOfAGPU(t *testing.T) {
+	g := glimpse(t, map[string]uint32{"a": 1, "b": 1})
+	whole, part := Device{Number: Number{nvidiaMajor, 1}}, Device{Number: Number{235, 7}, Partition: Partition{Instance: "gi0/ci0", GPU: Number{nvidiaMajor, 1}}}
+	beside := Device{Number: Number{235, 8}, Partition: Partition{Instance: "gi1/ci0", GPU: Number{nvidiaMajor, 1}}}
+	for _, pair := range [][2]Device{{whole, part}, {part, whole}} {
+		g.sightings[0].devices, g.sightings[1].devices = pair[:1], pair[1:]
+		suspicion := theOnly(t, g)
+		if _, guilty := NewMemory().Judge(suspicion); !guilty || suspicion.Number != whole.Number {
+			t.Errorf("suspicion %s is judged %t", suspicion, guilty)
+		}
+	}
+	g.sightings[0].devices, g.sightings[1].devices = []Device{beside}, []Device{part}
+	if found := g.Suspicions(); len(found) > 0 {
+		t.Errorf("two partitions of a GPU: %v", found)
+	}
+}

@@ -19,6 +19,8 @@ import (
 const (
 	driverName   = "gpu.nvidia.com"
 	resourceName = "nvidia.com/gpu"
+	// partitionResources begins the names of what limits ask for partitions by.
+	partitionResources = "nvidia.com/mig-"
 )
 
 // objects are what the API server knows.
@@ -109,7 +111,7 @@ func (o objects) attribute(device Device, seen sighting, pod corev1.Pod) Device 
 	admin := false
 	for _, name := range asks.claims {
 		for _, claim := range o.claims[pod.Namespace+"/"+name] {
-			allocated, adminAccess := allocates(claim, seen.node, device.Number)
+			allocated, adminAccess := allocates(claim, seen.node, device)
 			if allocated && !adminAccess {
 				device.API, device.Holder = Claim, "claim/"+string(claim.UID)
 				device.ClaimUID, device.ClaimName = string(claim.UID), claim.Name
@@ -148,8 +150,10 @@ func asksOf(pod corev1.Pod, name string) asks {
 		for _, reference := range container.Resources.Claims {
 			found.claims = append(found.claims, claims[reference.Name])
 		}
-		if quantity, ok := container.Resources.Limits[resourceName]; ok && !quantity.IsZero() {
-			found.limits = true
+		for name, quantity := range container.Resources.Limits {
+			if (name == resourceName || strings.HasPrefix(string(name), partitionResources)) && !quantity.IsZero() {
+				found.limits = true
+			}
 		}
 	}
 	if status := pod.Status.ExtendedResourceClaimStatus; status != nil && found.limits {
@@ -174,14 +178,13 @@ func claimsByReference(pod corev1.Pod) map[string]string {
 	return names
 }
 
-// allocates reports whether a claim has a device of a node allocated, and whether by admin access only. Devices are
-// published as gpu-<minor> in a pool that is, or begins with, the node's name.
-func allocates(claim resourceapi.ResourceClaim, node string, number Number) (allocated, adminAccess bool) {
+// allocates reports whether a claim has a device of a node allocated, and whether by admin access only.
+func allocates(claim resourceapi.ResourceClaim, node string, device Device) (allocated, adminAccess bool) {
 	if claim.Status.Allocation == nil {
 		return false, false
 	}
 	for _, result := range claim.Status.Allocation.Devices.Results {
-		if result.Driver != driverName || result.Device != fmt.Sprintf("gpu-%d", number.Minor) ||
+		if result.Driver != driverName || !device.published(result.Device) ||
 			result.Pool != node && !strings.HasPrefix(result.Pool, node+"/") {
 			continue
 		}
@@ -191,4 +194,15 @@ func allocates(claim resourceapi.ResourceClaim, node string, number Number) (all
 		allocated, adminAccess = true, true
 	}
 	return allocated, adminAccess
+}
+
+// published reports whether a device is published under a name: gpu-<minor> in a pool that is, or begins with, the node's name, or
+// gpu-<minor>-mig-<profile>-<profile ID>-<start>.
+func (d Device) published(name string) bool {
+	if d.Whole() {
+		return name == fmt.Sprintf("gpu-%d", d.Number.Minor)
+	}
+	return strings.HasPrefix(name, fmt.Sprintf("gpu-%d-mig-", d.Partition.GPU.Minor)) && slices.ContainsFunc(d.Partition.Published[:], func(end string) bool {
+		return end != "" && strings.HasSuffix(name, end)
+	})
 }

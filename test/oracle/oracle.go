@@ -31,6 +31,22 @@ type GPU struct {
 	Index, Minor, NUMANode int
 }
 
+// Partition is a compute instance of a GPU.
+type Partition struct {
+	// Instance is "gi7/ci0", as the driver lists capabilities.
+	Instance string
+	// GPU is the number of the GPU that it is a partition of.
+	GPU Number
+	// Published ends the names under which it can be published: GPU instance profile and start, and the compute instance's start.
+	Published [2]string
+}
+
+// Whole reports whether the device is a GPU.
+func (d Device) Whole() bool { return d.Partition.Instance == "" }
+
+// partOf reports whether it is the device of that number or a part of it.
+func (d Device) partOf(number Number) bool { return d.Number == number || d.Partition.GPU == number }
+
 // API is how a pod came to a device, as the API server's objects tell.
 type API string
 
@@ -45,13 +61,16 @@ const (
 	Unexplained API = "unexplained"
 )
 
-// Device is a GPU's device node in a container.
+// Device is a GPU's device node in a container, or of a MIG partition that of the right to use it.
 type Device struct {
 	Number Number
 	// Path of the node in the container.
 	Path string
-	GPU  GPU
-	API  API
+	// GPU that it is, or that it is a partition of.
+	GPU GPU
+	// Partition is zero for a whole GPU.
+	Partition Partition
+	API       API
 	// ClaimUID and ClaimName are those of the claim where API is Claim.
 	ClaimUID, ClaimName string
 	// Holder is equal for those who hold the device together: "claim/UID" or "pod/UID"; empty where API is Admin.
@@ -104,8 +123,16 @@ func (d Double) String() string {
 	return text
 }
 
+func (d *Double) add(container Container, device Device) {
+	if !slices.Contains(d.Holders, device.Holder) {
+		d.Holders = append(d.Holders, device.Holder)
+	}
+	d.Containers = append(d.Containers, container)
+}
+
 // DoublyOwned answers the devices found in containers of different holders, in order of node and number. A pod is one
-// holder; pods that share a ResourceClaim for the very device are one; admin access holds nothing.
+// holder; pods that share a ResourceClaim for the very device are one; admin access holds nothing. Who has a partition has a part
+// of what somebody has who has the whole GPU.
 func (p Picture) DoublyOwned() []Double {
 	type place struct {
 		node   string
@@ -118,15 +145,18 @@ func (p Picture) DoublyOwned() []Double {
 				continue
 			}
 			at := place{container.Node, device.Number}
-			double := seen[at]
-			if double == nil {
-				double = &Double{Node: container.Node, Number: device.Number, GPU: device.GPU}
-				seen[at] = double
+			if seen[at] == nil {
+				seen[at] = &Double{Node: container.Node, Number: device.Number, GPU: device.GPU}
 			}
-			if !slices.Contains(double.Holders, device.Holder) {
-				double.Holders = append(double.Holders, device.Holder)
+			seen[at].add(container, device)
+		}
+	}
+	for _, container := range p.Containers {
+		for _, device := range container.Devices {
+			whole := seen[place{container.Node, device.Partition.GPU}]
+			if device.Holder != "" && !device.Whole() && whole != nil {
+				whole.add(container, device)
 			}
-			double.Containers = append(double.Containers, container)
 		}
 	}
 	var doubles []Double

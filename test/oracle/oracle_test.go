@@ -3,6 +3,7 @@
 package oracle
 
 import (
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -89,6 +90,16 @@ func (w *world) sees(pod string, minors ...uint32) *world {
 	return w
 }
 
+// uses adds a process of a pod's container that may use the i-th partition of a GPU, a 1g.10gb.
+func (w *world) uses(pod string, gpu, i uint32) *world {
+	seen := sighting{node: node, pid: 100 + len(w.seen), pod: pod, container: id(pod)}
+	seen.devices = []Device{{Number: Number{235, 100*gpu + i}, Partition: Partition{
+		Instance: fmt.Sprintf("gi%d/ci0", i), GPU: Number{nvidiaMajor, gpu}, Published: [2]string{fmt.Sprintf("-19-%d", i), fmt.Sprintf("-19-%d-0", i)},
+	}}}
+	w.seen = append(w.seen, seen)
+	return w
+}
+
 func (w *world) picture(t *testing.T) Picture {
 	t.Helper()
 	client := fake.NewClientset()
@@ -133,6 +144,15 @@ func TestVerdicts(t *testing.T) {
 		"a pod unknown to the API server":    {world: new(world).pod("a", limits(1)).sees("a", 0).sees("ghost", 0), doubles: []string{"195:0 ghost a"}, unexplained: []string{"ghost"}},
 		"a pod that asked for nothing":       {world: new(world).pod("a").sees("a", 0), unexplained: []string{"a"}},
 		"a claim that is not allocated":      {world: new(world).pod("a", claim("c")).claim("c", false).sees("a", 0), unexplained: []string{"a"}},
+		"partitions of one GPU": {world: new(world).pod("a", claim("c")).pod("b", claim("d")).pod("l", limits(1)).
+			claim("c", false, "gpu-0-mig-1g10gb-19-1").claim("d", false, "gpu-0-mig-1g10gb-19-2").uses("a", 0, 1).uses("b", 0, 2).uses("l", 0, 3)},
+		"two claims on one partition": {world: new(world).pod("a", claim("c")).pod("b", claim("d")).
+			claim("c", false, "gpu-0-mig-1g10gb-19-1").claim("d", false, "gpu-0-mig-1g10gb-19-1").uses("a", 0, 1).uses("b", 0, 1), doubles: []string{"235:1 a b"}},
+		"a partition of a limit's GPU": {world: new(world).pod("a", claim("c")).pod("l", limits(1)).
+			claim("c", false, "gpu-2-mig-1g10gb-19-1").uses("a", 2, 1).sees("l", 2), doubles: []string{"195:2 l a"}},
+		"another partition than the claim's": {world: new(world).pod("a", claim("c")).claim("c", false, "gpu-0-mig-1g10gb-19-2").uses("a", 0, 1), unexplained: []string{"a"}},
+		"a partition of another GPU":         {world: new(world).pod("a", claim("c")).claim("c", false, "gpu-1-mig-1g10gb-19-1").uses("a", 0, 1), unexplained: []string{"a"}},
+		"part of an instance":                {world: new(world).pod("a", claim("c")).claim("c", false, "gpu-0-mig-1c1g10gb-19-1-0").uses("a", 0, 1)},
 		"the agent sees everything": {world: new(world).pod("a", limits(1)).pod("tandem", func(p *corev1.Pod) {
 			p.Labels = map[string]string{"app.kubernetes.io/name": "tandem", "app.kubernetes.io/component": "kubelet-plugin"}
 		}).sees("a", 0).sees("tandem", 0, 1)},

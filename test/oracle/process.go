@@ -79,8 +79,12 @@ func lookAt(ctx context.Context, node *cluster.Node) ([]sighting, error) {
 			continue
 		}
 		seen.node = node.Name()
-		for i := range seen.devices {
-			seen.devices[i].GPU = gpus.find(seen.devices[i].Number)
+		for i, d := range seen.devices {
+			if d.Whole() {
+				seen.devices[i].GPU = gpus.find(d.Number)
+			} else {
+				seen.devices[i].GPU = gpus.find(d.Partition.GPU)
+			}
 		}
 		found = append(found, *seen)
 	}
@@ -91,6 +95,8 @@ func lookAt(ctx context.Context, node *cluster.Node) ([]sighting, error) {
 type viewpoint struct {
 	pidNamespace inode
 	root         inode
+	// path of the root directory.
+	path string
 }
 
 type inode struct{ device, number uint64 }
@@ -111,7 +117,7 @@ func newViewpoint(proc string) (viewpoint, error) {
 	}
 	defer root.Close()
 	files, err := inodeOf(root)
-	return viewpoint{pidNamespace: pids, root: files}, err
+	return viewpoint{pidNamespace: pids, root: files, path: root.Name()}, err
 }
 
 func inodeOf(file *os.File) (inode, error) {
@@ -162,7 +168,10 @@ func (v viewpoint) examine(pid int, proc string) (*sighting, error) {
 	if files, err := inodeOf(root); err != nil || files == v.root {
 		return nil, err
 	}
-	devices, err := devicesBelow(filepath.Join(proc, "root"))
+	devices, rights, err := devicesBelow(filepath.Join(proc, "root"))
+	if err == nil && len(rights) > 0 {
+		devices, err = withPartitions(v.path, devices, rights)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -199,9 +208,9 @@ func (v viewpoint) contains(proc string) (bool, error) {
 	}
 }
 
-// only is the sighting with one device left.
+// only is the sighting with one device left, or the parts of it.
 func (s sighting) only(number Number) sighting {
-	s.devices = slices.DeleteFunc(slices.Clone(s.devices), func(d Device) bool { return d.Number != number })
+	s.devices = slices.DeleteFunc(slices.Clone(s.devices), func(d Device) bool { return !d.partOf(number) })
 	return s
 }
 
@@ -248,15 +257,15 @@ func parseCgroup(groups string) (pod, container string) {
 	return strings.ReplaceAll(match[1], "_", "-"), match[2]
 }
 
-// devicesBelow lists the GPUs' nodes below the /dev of a root directory, whatever they are called.
-func devicesBelow(path string) ([]Device, error) {
+// devicesBelow lists the GPUs' nodes below the /dev of a root directory, whatever they are called, and those of rights to use
+// partitions.
+func devicesBelow(path string) (found, rights []Device, err error) {
 	// Kept open as a root, no link in the container's /dev leads out of it.
 	root, err := os.OpenRoot(path)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	defer root.Close()
-	var found []Device
 	err = fs.WalkDir(root.FS(), "dev", func(name string, entry fs.DirEntry, err error) error {
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil
@@ -276,10 +285,12 @@ func devicesBelow(path string) ([]Device, error) {
 		}
 		if number, ok := gpuNumber(info); ok {
 			found = append(found, Device{Number: number, Path: "/" + name})
+		} else if strings.HasPrefix(name, "dev/nvidia-caps/") {
+			rights = append(rights, Device{Number: number, Path: "/" + name})
 		}
 		return nil
 	})
-	return found, err
+	return found, rights, err
 }
 
 func gone(err error) bool {

@@ -5,6 +5,7 @@ package oracle
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"os/exec"
@@ -68,7 +69,7 @@ func TestDevicesBelow(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	found, err := devicesBelow(root)
+	found, _, err := devicesBelow(root)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -82,14 +83,14 @@ func TestDevicesBelow(t *testing.T) {
 }
 
 func TestDevicesBelowWithoutDev(t *testing.T) {
-	if found, err := devicesBelow(t.TempDir()); err != nil || found != nil {
+	if found, _, err := devicesBelow(t.TempDir()); err != nil || found != nil {
 		t.Errorf("found %v, %v", found, err)
 	}
 	root := t.TempDir()
 	if err := os.Symlink("/dev", filepath.Join(root, "dev")); err != nil {
 		t.Fatal(err)
 	}
-	if found, _ := devicesBelow(root); found != nil { //nolint:errcheck // whether a link out is an error or nothing is all one
+	if found, _, _ := devicesBelow(root); found != nil { //nolint:errcheck // whether a link out is an error or nothing is all one
 		t.Errorf("followed a link out of the root: %v", found)
 	}
 }
@@ -245,5 +246,46 @@ func TestARefusalAboutAnEndedProcess(t *testing.T) {
 	}
 	if err := unlessEnded(filepath.Join(t.TempDir(), "4636"), refused); !gone(err) {
 		t.Errorf("a process that has ended: %v", err)
+	}
+}
+
+func TestWithPartitions(t *testing.T) {
+	root := t.TempDir()
+	machine := filepath.Join(root, simulatedMachine)
+	for minor := range 3 {
+		mknod(t, filepath.Join(machine, fmt.Sprintf("driver/dev/nvidia%d", minor)), 195, uint32(minor))
+	}
+	for path, text := range map[string]string{
+		"profile.yaml":                       "gpus:\n- {minor: 0, uuid: GPU-a, pci: a}\n- {minor: 1, uuid: GPU-b, pci: b}\n- {minor: 2, uuid: GPU-c, pci: c}\n",
+		"proc/driver/nvidia-caps/mig-minors": "config 1\nmonitor 2\ngpu1/gi7/access 201\ngpu1/gi7/ci0/access 202\ngpu1/gi7/ci1/access 203\ngpu2/gi1/ci0/access 340\n",
+		"mig/state.yaml":                     "gpus:\n- {uuid: GPU-b, instances: [{id: 7, profile: 9, start: 4, size: 4, compute: [{id: 0, start: 0}, {id: 1, start: 2}]}]}\n",
+	} {
+		path = filepath.Join(machine, path)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text), 0o644)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	container := t.TempDir()
+	for path, number := range map[string][2]uint32{
+		"nvidia0": {195, 0}, "nvidia1": {195, 1}, "nvidia-caps/nvidia-cap201": {235, 201}, "nvidia-caps/nvidia-cap203": {235, 203}, "nvidia-caps/nvidia-cap2": {235, 2},
+	} {
+		mknod(t, filepath.Join(container, "dev", path), number[0], number[1])
+	}
+	gpus, rights, err := devicesBelow(container)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := withPartitions(root, gpus, rights)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []Device{
+		{Number: Number{195, 0}, Path: "/dev/nvidia0"},
+		{Number: Number{235, 203}, Path: "/dev/nvidia-caps/nvidia-cap203", Partition: Partition{
+			Instance: "gi7/ci1", GPU: Number{195, 1}, Published: [2]string{"-9-4", "-9-4-2"},
+		}},
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("sees %+v, want %+v", got, want)
 	}
 }
