@@ -118,7 +118,7 @@ func (o *Offer) look(f Facts) layout {
 	strict := o.Strict && f.Kept.BindingConditions
 	shaped := make(map[string]*gpuShape, len(gpus))
 	for _, g := range gpus {
-		if len(g.Profiles) > 0 {
+		if len(g.Profiles) > 0 && (g.Dynamic || o.own[g.Name()]) {
 			shaped[g.Name()] = o.shapes.of(g, strict)
 		}
 	}

@@ -10,10 +10,10 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // awaitPools waits for what is published, as summary says it.
@@ -189,12 +189,8 @@ func TestPoolsOutliveAnAgent(t *testing.T) {
 	r.run().ready()
 	want := map[string]string{"": "gpu-0", "/gpu-01": "8 slices 26 devices", "/gpu-02": "8 slices 26 devices"}
 	r.awaitPools(want)
-	c := newClaim("a")
-	c.Status.Allocation.Devices.Results = []resourceapi.DeviceRequestAllocationResult{
-		{Request: "gpus", Driver: "gpu.nvidia.com", Pool: testNode + "/gpu-02", Device: "gpu-2"},
-	}
-	if results := r.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
-		t.Fatal(results[c.UID].Err)
+	if _, err := r.ledger.ReserveClaim(t.Context(), ledger.ClaimRequest{UID: "a", Devices: []device.Ref{refOf(2)}}); err != nil {
+		t.Fatal(err)
 	}
 	if err := r.stop(); err != nil {
 		t.Fatal(err)
