@@ -61,8 +61,9 @@ torture-down: ## remove the cluster that an interrupted torture has left
 	$(call run,torture) down $(if $(DIR),-dir $(DIR))
 
 .PHONY: simulation
-simulation: ## a million steps of a modelled node and cluster, the same again for the same seed (STEPS=50000 SEED=7)
-	go test -count=1 -timeout 60m -run 'TestSimulation$$' -v ./test/simulation -seed $(or $(SEED),0) $(if $(STEPS),-steps $(STEPS),-steps 1000000 -least 1)
+simulation: ## a million steps of a modelled node and cluster, the same again for the same seed (STEPS=50000 SEED=7 LEAST=10)
+	go test -count=1 -timeout 60m -run 'TestSimulation$$' -v ./test/simulation -seed $(or $(SEED),0) \
+		$(if $(STEPS),-steps $(STEPS) -least $(or $(LEAST),0),-steps 1000000 -least $(or $(LEAST),1))
 
 .PHONY: bench
 bench: ## what Prepare, Allocate and start-up cost, against a real API server

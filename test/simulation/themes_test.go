@@ -86,15 +86,16 @@ var themes = []theme{
 	{name: "reboots with claims", deeds: []string{reboots, endlessClaims}, misfortune: time.Minute, pace: 2 * time.Second, gpus: 8},
 	{name: "reboots with limits", deeds: []string{reboots, endlessLimits}, misfortune: 15 * time.Second, calm: true, gpus: 8},
 	{name: "reboots in a rush", deeds: []string{reboots, everybody}, misfortune: 20 * time.Second},
-	{name: "pods gone after a reboot", deeds: []string{reboots, endlessClaims}, misfortune: 20 * time.Second, gpus: 8, strikes: []strike{
-		{life: "host", before: "starts kubelet", oneIn: 1, name: "its pods are gone", do: func(s *simulation, _ string) {
-			for _, p := range all[*pod](s.api.objects) {
-				if p.bound && !p.limits() && !s.api.down && !s.chance(3) {
-					s.forceDelete(p)
+	{name: "pods gone after a reboot", deeds: []string{reboots, endlessClaims},
+		misfortune: 20 * time.Second, gpus: 8, strikes: []strike{
+			{life: "host", before: "starts kubelet", oneIn: 1, name: "its pods are gone", do: func(s *simulation, _ string) {
+				for _, p := range all[*pod](s.api.objects) {
+					if p.bound && !p.limits() && !s.api.down && !s.chance(3) {
+						s.forceDelete(p)
+					}
 				}
-			}
+			}},
 		}},
-	}},
 	{name: "orphans", deeds: []string{orphans}, pace: 300 * time.Millisecond},
 	{name: "orphans of owners", deeds: []string{orphans, limitOwners}, pace: 500 * time.Millisecond},
 	{name: "slow orphans", deeds: []string{orphans}, slow: true},
@@ -103,12 +104,13 @@ var themes = []theme{
 	{name: "slow rush", deeds: []string{everybody}, slow: true},
 	{name: "annotated rush", deeds: []string{everybody, claimOwners, annotates}, slow: true},
 	{name: "limits pods while a claim is prepared", deeds: []string{claimPods}, pace: time.Second, gpus: 4, strikes: []strike{
-		{life: "agent", before: "is asked to prepare ", oneIn: 1, name: "limits pods come, and kubelet is frozen", do: func(s *simulation, _ string) {
-			for range s.host.gpus {
-				s.room(func() { s.cluster.create(pod{gpus: 1, finite: true}) })
-			}
-			s.kubelet.life.frozen = time.Now().Add(s.between(time.Second, 3*time.Second))
-		}, late: time.Second},
+		{life: "agent", before: "is asked to prepare ", oneIn: 1, name: "limits pods come, and kubelet is frozen",
+			do: func(s *simulation, _ string) {
+				for range s.host.gpus {
+					s.room(func() { s.cluster.create(pod{gpus: 1, finite: true}) })
+				}
+				s.kubelet.life.frozen = time.Now().Add(s.between(time.Second, 3*time.Second))
+			}, late: time.Second},
 	}},
 	{name: "late device lists", deeds: []string{everybody, claimOwners}, pace: 500 * time.Millisecond, strikes: []strike{
 		{life: "kubelet", before: "gets a device list", oneIn: 1, name: "later", late: 5 * time.Second},
@@ -135,28 +137,34 @@ var themes = []theme{
 		}},
 	}},
 	{name: "shared claims, one more pod", deeds: []string{shares, deletes}, strikes: []strike{
-		{life: "agent", before: "is asked to unprepare shared", oneIn: 1, name: "the agent is frozen, and more pods come", do: func(s *simulation, rest string) {
-			name, _, _ := strings.Cut("shared"+rest, " ")
-			s.freeze(s.agentLife())
-			for range 3 {
-				s.room(func() { s.cluster.create(pod{claim: name, shared: true, finite: true}) })
-			}
-		}},
+		{life: "agent", before: "is asked to unprepare shared", oneIn: 1, name: "the agent is frozen, and more pods come",
+			do: func(s *simulation, rest string) {
+				name, _, _ := strings.Cut("shared"+rest, " ")
+				s.freeze(s.agentLife())
+				for range 3 {
+					s.room(func() { s.cluster.create(pod{claim: name, shared: true, finite: true}) })
+				}
+			}},
 	}},
-	{name: "shared claims, agent dies", deeds: []string{sharedOwners, deletesWaiting, agentDies}, misfortune: 3 * time.Second, strikes: overtaking},
-	{name: "shared claims, no API", deeds: []string{sharedOwners, deletesWaiting, apiGoes}, misfortune: 3 * time.Second, strikes: overtaking},
+	{name: "shared claims, agent dies", deeds: []string{sharedOwners, deletesWaiting, agentDies},
+		misfortune: 3 * time.Second, strikes: overtaking},
+	{name: "shared claims, no API", deeds: []string{sharedOwners, deletesWaiting, apiGoes},
+		misfortune: 3 * time.Second, strikes: overtaking},
 	{name: "few share, slowly", deeds: []string{shares, deletes}, slow: true},
-	{name: "agent and limits", deeds: []string{agentDies, limitOwners}, misfortune: 3 * time.Second, versions: []int{34, 36}, strikes: []strike{
-		{life: "kubelet", before: "loses a device plugin", oneIn: 1, name: "later", late: 5 * time.Second},
-	}},
+	{name: "agent and limits", deeds: []string{agentDies, limitOwners},
+		misfortune: 3 * time.Second, versions: []int{34, 36}, strikes: []strike{
+			{life: "kubelet", before: "loses a device plugin", oneIn: 1, name: "later", late: 5 * time.Second},
+		}},
 	{name: "agent", deeds: []string{agentDies}, slow: true, misfortune: time.Second},
 	{name: "kubelet", deeds: []string{kubeletDies, checkpointGoes, limitOwners}},
 	{name: "kubelet forgets", deeds: []string{checkpointGoes, limitOwners, endlessLimits}, misfortune: 8 * time.Second},
 	{name: "kubelet in calls", deeds: []string{claimOwners, limitOwners}, strikes: []strike{
-		{life: "kubelet", before: "hears the answer to ", oneIn: 6, name: "kubelet dies", do: func(s *simulation, _ string) { s.killKubelet() }},
+		{life: "kubelet", before: "hears the answer to ", oneIn: 6, name: "kubelet dies",
+			do: func(s *simulation, _ string) { s.killKubelet() }},
 	}},
 	{name: "no API", deeds: []string{apiGoesWithPods}, misfortune: 5 * time.Second, strikes: []strike{
-		{life: "kubelet", before: "starts ", oneIn: 8, name: "the API server goes away", do: func(s *simulation, _ string) { s.apiGoes() }},
+		{life: "kubelet", before: "starts ", oneIn: 8, name: "the API server goes away",
+			do: func(s *simulation, _ string) { s.apiGoes() }},
 	}},
 }
 
@@ -167,11 +175,13 @@ var hearsay = []strike{
 }
 
 // overtaking changes pods that are about to be evicted.
-var overtaking = []strike{{life: "controller", before: "evicts ", oneIn: 2, name: "somebody annotates it", harmless: true, do: func(s *simulation, rest string) {
-	if p, ok := get[*pod](s.api, podKey(rest)); ok {
-		s.annotate(p)
-	}
-}}}
+var overtaking = []strike{{
+	life: "controller", before: "evicts ", oneIn: 2, name: "somebody annotates it", harmless: true,
+	do: func(s *simulation, rest string) {
+		if p, ok := get[*pod](s.api, podKey(rest)); ok {
+			s.annotate(p)
+		}
+	}}}
 
 // deleteItsPod deletes the pod whose UID ends the name of an event.
 func deleteItsPod(s *simulation, rest string) {
