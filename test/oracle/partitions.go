@@ -3,6 +3,7 @@
 package oracle
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -10,8 +11,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-
-	"sigs.k8s.io/yaml"
 )
 
 // instance is a compute instance as the machine itself remembers it.
@@ -82,12 +81,12 @@ func readInstances(root string) ([]instance, error) {
 			}
 		}
 	}{}
-	data, err := os.ReadFile(filepath.Join(machine, "mig/state.yaml"))
+	data, err := os.ReadFile(filepath.Join(machine, "mig/state.json"))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
 	if err == nil {
-		err = yaml.Unmarshal(data, &state)
+		err = json.Unmarshal(data, &state)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read instances: %w", err)

@@ -258,7 +258,7 @@ func TestWithPartitions(t *testing.T) {
 	for path, text := range map[string]string{
 		"profile.yaml":                       "gpus:\n- {minor: 0, uuid: GPU-a, pci: a}\n- {minor: 1, uuid: GPU-b, pci: b}\n- {minor: 2, uuid: GPU-c, pci: c}\n",
 		"proc/driver/nvidia-caps/mig-minors": "config 1\nmonitor 2\ngpu1/gi7/access 201\ngpu1/gi7/ci0/access 202\ngpu1/gi7/ci1/access 203\ngpu2/gi1/ci0/access 340\n",
-		"mig/state.yaml":                     "gpus:\n- {uuid: GPU-b, instances: [{id: 7, profile: 9, start: 4, size: 4, compute: [{id: 0, start: 0}, {id: 1, start: 2}]}]}\n",
+		"mig/state.json":                     `{"gpus": [{"uuid": "GPU-b", "instances": [{"id": 7, "profile": 9, "start": 4, "size": 4, "compute": [{"id": 0, "start": 0}, {"id": 1, "start": 2}]}]}]}`,
 	} {
 		path = filepath.Join(machine, path)
 		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text), 0o644)); err != nil {
