@@ -197,6 +197,25 @@ func TestStrictRefusesWhatTheNodeCannotGive(t *testing.T) {
 	r.awaitHolders("")
 }
 
+// Partitions that are made on demand are reserved as other devices are, and made when the pod comes.
+func TestStrictReservesPartitions(t *testing.T) {
+	a, b := unbound("a", "gpu-1-mig-3g40gb-9-4"), unbound("b", "gpu-1-mig-1g10gb-19-6")
+	for _, c := range []*resourceapi.ResourceClaim{a, b} {
+		c.Status.Allocation.Devices.Results[0].Pool = testNode + "/gpu-01"
+	}
+	r, allocations, client := strictRig(t, a, b)
+	r.inventory.set(machine(2, dynamic))
+	allocations.set(a)
+	awaitVerdicts(t, client, "a", "gpu-1-mig-3g40gb-9-4=reserved")
+	if holds := r.ledger.Holds(); len(holds) != 1 || holds[0].Device.Placement != (device.Placement{Start: 4, Size: 4}) {
+		t.Errorf("held: %v", holds)
+	}
+	allocations.set(a, b)
+	awaitVerdicts(t, client, "b", "gpu-1-mig-1g10gb-19-6=refused")
+	allocations.set()
+	r.awaitHolders("")
+}
+
 // A device that drains is waited for, and a claim that waits delays no other.
 func TestStrictWaitsForOneAndAnswersTheOther(t *testing.T) {
 	a, b := unbound("a", "gpu-0"), unbound("b", "gpu-1")
@@ -249,8 +268,8 @@ func TestStrictLeavesOthersToPrepare(t *testing.T) {
 func TestStrictDevicesWaitForTheLedger(t *testing.T) {
 	for _, strict := range []bool{false, true} {
 		offer := Offer{NodeName: testNode, Strict: strict}
-		pools, _ := offer.Pools(Facts{Inventory: machine(2), Kept: Capabilities{BindingConditions: true}, Now: time.Now()})
-		for _, d := range pools[testNode].Slices[0].Devices {
+		pools, _ := offer.Pools(Facts{Inventory: threeGPUs(), Kept: everything, Now: time.Now()})
+		for _, d := range append(pools[testNode].Slices[0].Devices, pools[testNode+"/gpu-02"].Slices[1].Devices...) {
 			if got := d.BindsToNode != nil && slices.Equal(d.BindingConditions, []string{ConditionReserved}) &&
 				slices.Equal(d.BindingFailureConditions, []string{ConditionRefused}); got != strict {
 				t.Errorf("strict %v: device %+v", strict, d)
