@@ -53,7 +53,7 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 		}),
 		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_published_devices",
-			Help: "Devices of the node as last published to the scheduler: offered, withdrawn (held through a limit, or draining), unhealthy, excluded (cannot be published).",
+			Help: "Devices of the node as last published to the scheduler, of a GPU that is partitioned on demand one: offered, withdrawn (held through a limit, or draining), unhealthy, excluded (cannot be published).",
 		}, []string{"state"}),
 		publishErrors: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_publish_errors_total",
