@@ -174,6 +174,12 @@ func TestControllersPolicies(t *testing.T) {
 			"status": object{"phase": "x", "capacity": object{"nvidia.com/gpu": "8", "cpu": "4"}, "allocatable": object{"nvidia.com/gpu": gpus, "cpu": cpu}},
 		}
 	}
+	parts := func(resource, n string) object {
+		o := node("8", "4")
+		o["status"].(object)["capacity"].(object)[resource] = "7"
+		o["status"].(object)["allocatable"].(object)[resource] = n
+		return o
+	}
 	change := func(o object, path string, value any) object {
 		keys := strings.Split(path, ".")
 		at := o
@@ -209,6 +215,10 @@ func TestControllersPolicies(t *testing.T) {
 		"none":                   {"-controller-nodes", node("8", "4"), node("0", "4"), ""},
 		"more GPUs":              {"-controller-nodes", node("0", "4"), node("8", "4"), ""},
 		"more than there are":    {"-controller-nodes", node("8", "4"), node("9", "4"), "than the node has"},
+		"fewer partitions":       {"-controller-nodes", parts("nvidia.com/mig-1g.10gb", "7"), parts("nvidia.com/mig-1g.10gb", "0"), ""},
+		"more partitions":        {"-controller-nodes", parts("nvidia.com/mig-1g.10gb", "7"), parts("nvidia.com/mig-1g.10gb", "8"), "than the node has"},
+		"others' partitions":     {"-controller-nodes", parts("example.com/mig-1g.10gb", "7"), parts("example.com/mig-1g.10gb", "6"), "nothing of a node's status"},
+		"what is near":           {"-controller-nodes", parts("nvidia.com/gpu.shared", "7"), parts("nvidia.com/gpu.shared", "6"), "nothing of a node's status"},
 		"more than none":         {"-controller-nodes", node("8", "4"), change(node("9", "4"), "status.capacity", object{"cpu": "4"}), "nothing of a node's status"},
 		"CPUs":                   {"-controller-nodes", node("8", "4"), node("7", "5"), "nothing of a node's status"},
 		"without CPUs":           {"-controller-nodes", node("8", "4"), change(node("7", "4"), "status.allocatable.cpu", nil), "nothing of a node's status"},

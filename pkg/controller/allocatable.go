@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -26,11 +27,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Allocatable is how many GPUs of a node the scheduler may count on for limits: those that kubelet's device manager lists
-// itself, less those of them that a claim is allocated to. Unknown is what the agent has not yet heard from kubelet, and a node
-// that serves no limits. It is a pure function.
+// Allocatable is how many devices of a resource on a node the scheduler may count on for limits: those that kubelet's device manager
+// lists itself, less those of them that a claim is allocated to, or has allocated a part of. Unknown is what the agent has not yet
+// heard from kubelet, and a node that serves no limits. It is a pure function.
 //
 // Kubelet reports the number every ten seconds only. In between, the scheduler would send limits pods after GPUs that are
 // gone, and kubelet fails each of them for good.
@@ -38,7 +40,7 @@ import (
 // A GPU that a claim has lost to a limit counts only if the claim waits for it: the limit's pod is counted by the scheduler as
 // well, maybe for hours. Otherwise the claim is about to be moved, or about to ask; and that a limit holds its GPU is what the
 // status said up to a second ago. Once that limit ends, the GPU is the claim's.
-func Allocatable(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) (value int64, known bool) {
+func Allocatable(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, resource corev1.ResourceName) (value int64, known bool) {
 	if status.LimitsResource == "" {
 		return 0, false
 	}
@@ -46,31 +48,60 @@ func Allocatable(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim
 	for _, loser := range status.Losers {
 		waits[loser.UID] = !loser.Condemned
 	}
-	asking := map[string]bool{}
-	allocated := map[string]bool{}
-	for _, claim := range claims {
-		for _, device := range claim.Devices {
-			allocated[device] = true
-			asking[device] = asking[device] || !waits[claim.UID]
-		}
-	}
 	for _, device := range status.Devices {
+		if resourceOf(status, device) != resource {
+			continue
+		}
 		known = known || device.Limits != ""
-		if device.Limits == v1alpha1.LimitsAllocatable && (!allocated[device.Name] || !asking[device.Name] && heldByLimit(device)) {
+		if device.Limits != v1alpha1.LimitsAllocatable {
+			continue
+		}
+		allocated, asking := false, false
+		for _, claim := range claims {
+			if slices.ContainsFunc(claim.Devices, func(name string) bool { return overlap(name, device.Name) }) {
+				allocated = true
+				asking = asking || !waits[claim.UID]
+			}
+		}
+		if !allocated || !asking && heldByLimit(device) {
 			value++
 		}
 	}
 	return value, known
 }
 
+// resourceOf is the resource by which limits ask for a device. Agents that serve whole GPUs only have not always said it.
+func resourceOf(status v1alpha1.GPUNodeStatus, device v1alpha1.DeviceStatus) corev1.ResourceName {
+	if device.LimitsResource == "" && device.Parent == "" {
+		return corev1.ResourceName(status.LimitsResource)
+	}
+	return corev1.ResourceName(device.LimitsResource)
+}
+
+// resourcesOf are those of all devices of a node.
+func resourcesOf(status v1alpha1.GPUNodeStatus) map[corev1.ResourceName]bool {
+	resources := map[corev1.ResourceName]bool{}
+	for _, device := range status.Devices {
+		if resource := resourceOf(status, device); resource != "" {
+			resources[resource] = true
+		}
+	}
+	return resources
+}
+
+// overlap reports whether two devices of a node are the same, or one is a partition of the other, by their published names.
+func overlap(a, b string) bool {
+	return a == b || strings.HasPrefix(a, b+"-mig-") || strings.HasPrefix(b, a+"-mig-")
+}
+
 func heldByLimit(device v1alpha1.DeviceStatus) bool {
 	return slices.ContainsFunc(device.Holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == v1alpha1.HolderLimit })
 }
 
-// listed is how many devices kubelet's device manager lists.
-func listed(status v1alpha1.GPUNodeStatus) (n int64) {
+// listed is how many devices of a resource kubelet's device manager lists.
+func listed(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) (n int64) {
 	for _, device := range status.Devices {
-		if device.Limits == v1alpha1.LimitsAllocatable {
+		if device.Limits == v1alpha1.LimitsAllocatable && resourceOf(status, device) == resource {
 			n++
 		}
 	}
@@ -112,13 +143,13 @@ func (o *observed) judge(now time.Time, current, want, listed int64) (write bool
 	return false, settle - now.Sub(o.since)
 }
 
-// allocatable writes the allocatable number of our resource in nodes' status.
+// allocatable writes the allocatable numbers of our resources in nodes' status.
 type allocatable struct {
-	client   client.Client
-	claims   claimReader
-	resource corev1.ResourceName
-	metrics  *metrics
-	now      func() time.Time
+	client  client.Client
+	claims  claimReader
+	limits  device.Resources
+	metrics *metrics
+	now     func() time.Time
 
 	mu    sync.Mutex
 	nodes map[string]*nodeRecord
@@ -126,9 +157,14 @@ type allocatable struct {
 
 // nodeRecord remembers of a node what its objects do not say.
 type nodeRecord struct {
-	observed
 	// patched is the version that the last patch replaced: a cache that has it still has not seen the outcome.
-	patched string
+	patched   string
+	resources map[corev1.ResourceName]*resourceRecord
+}
+
+// resourceRecord is what is remembered of a resource of a node.
+type resourceRecord struct {
+	observed
 	// overruled counts how often kubelet has put back another number than was written for one version of the GPUNode.
 	overruled int
 	version   string
@@ -136,11 +172,19 @@ type nodeRecord struct {
 	serves bool
 }
 
+// of is the record of a resource.
+func (n *nodeRecord) of(resource corev1.ResourceName) *resourceRecord {
+	if n.resources[resource] == nil {
+		n.resources[resource] = &resourceRecord{}
+	}
+	return n.resources[resource]
+}
+
 func (r *allocatable) register(m manager.Manager) error {
 	reported := predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 		before, ok1 := e.ObjectOld.(*corev1.Node)
 		after, ok2 := e.ObjectNew.(*corev1.Node)
-		return ok1 && ok2 && !sameGPUs(before.Status, after.Status, r.resource)
+		return ok1 && ok2 && !sameGPUs(before.Status, after.Status, r.limits)
 	}}
 	err := builder.ControllerManagedBy(m).Named("allocatable").
 		For(&v1alpha1.GPUNode{}).
@@ -155,13 +199,33 @@ func (r *allocatable) register(m manager.Manager) error {
 	return nil
 }
 
-func sameGPUs(a, b corev1.NodeStatus, resource corev1.ResourceName) bool {
-	equal := func(a, b corev1.ResourceList) bool {
-		x, ok1 := a[resource]
-		y, ok2 := b[resource]
-		return ok1 == ok2 && x.Cmp(y) == 0
+func sameGPUs(a, b corev1.NodeStatus, limits device.Resources) bool {
+	same := func(x, y resource.Quantity) bool { return x.Cmp(y) == 0 }
+	return maps.EqualFunc(only(a.Allocatable, limits), only(b.Allocatable, limits), same) &&
+		maps.EqualFunc(only(a.Capacity, limits), only(b.Capacity, limits), same)
+}
+
+// only keeps our resources of a list; nil where there are none.
+func only(list corev1.ResourceList, limits device.Resources) corev1.ResourceList {
+	var kept corev1.ResourceList
+	for name, quantity := range list {
+		if limits.Has(string(name)) {
+			if kept == nil {
+				kept = corev1.ResourceList{}
+			}
+			kept[name] = quantity
+		}
 	}
-	return equal(a.Allocatable, b.Allocatable) && equal(a.Capacity, b.Capacity)
+	return kept
+}
+
+// change is a number to be written.
+type change struct {
+	resource corev1.ResourceName
+	old      resource.Quantity
+	want     int64
+	// last is what is written when limits are served no more.
+	last bool
 }
 
 // Reconcile implements reconcile.Reconciler for one node. It is idempotent.
@@ -182,31 +246,56 @@ func (r *allocatable) Reconcile(ctx context.Context, request reconcile.Request) 
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	want, known := Allocatable(gpus.Status, claims)
-	current, offered := node.Status.Allocatable[r.resource]
-	if r.retired(request.Name, gpus.Status) && current.Value() > 0 {
-		return r.retire(ctx, node, current)
-	}
-	if !known || !offered || gpus.Status.LimitsResource != string(r.resource) {
-		// An agent that has just started: what kubelet lists next is news, however much it listed before.
-		r.record(request.Name).observed = observed{value: current.Value(), since: r.now()}
-		return reconcile.Result{}, nil
-	}
-	capacity := node.Status.Capacity[r.resource]
-	want = min(want, capacity.Value())
-
 	record := r.record(request.Name)
-	if record.patched == node.ResourceVersion {
-		return reconcile.Result{}, nil
+	resources := resourcesOf(gpus.Status)
+	for resource := range record.resources {
+		resources[resource] = true
 	}
-	if record.givesUp(gpus.ResourceVersion, current.Value(), want) {
-		return reconcile.Result{}, nil
+	var changes []change
+	var wait time.Duration
+	for _, resource := range slices.Sorted(maps.Keys(resources)) {
+		if !r.limits.Has(string(resource)) {
+			continue
+		}
+		want, write, again := r.decide(record, resource, gpus, node, claims)
+		if write {
+			changes = append(changes, change{resource, node.Status.Allocatable[resource], want, gpus.Status.LimitsResource == ""})
+		} else if again > 0 && (wait == 0 || again < wait) {
+			wait = again
+		}
 	}
-	write, wait := record.judge(r.now(), current.Value(), want, listed(gpus.Status))
-	if !write {
+	if len(changes) == 0 {
 		return reconcile.Result{RequeueAfter: wait}, nil
 	}
-	return r.patch(ctx, node, record, current.String(), want, current.Value())
+	result, err := r.patch(ctx, node, record, changes)
+	if err == nil && result.IsZero() {
+		result.RequeueAfter = wait
+	}
+	return result, err
+}
+
+// decide says what to write of a resource, or how long to wait first.
+func (r *allocatable) decide(node *nodeRecord, resource corev1.ResourceName, gpus *v1alpha1.GPUNode, object *corev1.Node,
+	claims []v1alpha1.AllocatedClaim,
+) (want int64, write bool, wait time.Duration) {
+	record := node.of(resource)
+	want, known := Allocatable(gpus.Status, claims, resource)
+	current, offered := object.Status.Allocatable[resource]
+	if record.retired(gpus.Status) && current.Value() > 0 {
+		return 0, true, 0
+	}
+	if !known || !offered || !r.limits.Has(gpus.Status.LimitsResource) {
+		// An agent that has just started: what kubelet lists next is news, however much it listed before.
+		record.observed = observed{value: current.Value(), since: r.now()}
+		return 0, false, 0
+	}
+	capacity := object.Status.Capacity[resource]
+	want = min(want, capacity.Value())
+	if node.patched == object.ResourceVersion || record.givesUp(gpus.ResourceVersion, current.Value(), want) {
+		return 0, false, 0
+	}
+	write, wait = record.judge(r.now(), current.Value(), want, listed(gpus.Status, resource))
+	return want, write, wait
 }
 
 // overrules is how often kubelet may put another number back, every ten seconds, before it is believed.
@@ -214,7 +303,7 @@ const overrules = 6
 
 // givesUp reports that kubelet means what it says and the GPUNode does not: an agent that is gone leaves its status behind, and
 // somebody else may serve the resource by now. It is heard again when it writes.
-func (r *nodeRecord) givesUp(version string, current, want int64) bool {
+func (r *resourceRecord) givesUp(version string, current, want int64) bool {
 	if r.version != version {
 		r.version, r.overruled = version, 0
 	}
@@ -224,57 +313,62 @@ func (r *nodeRecord) givesUp(version string, current, want int64) bool {
 	return r.overruled >= overrules
 }
 
-// retired reports whether an agent that served limits before does so no more: it has ended, or has another mode.
-func (r *allocatable) retired(node string, status v1alpha1.GPUNodeStatus) bool {
-	record := r.record(node)
-	if status.LimitsResource == string(r.resource) {
-		record.serves = true
+// retired reports whether an agent that served limits before does so no more, because of another mode. The zero is written that
+// kubelet comes to within ten seconds: every limits pod that is sent to the node until then fails. That is done once, since who serves
+// the resource after that is somebody else.
+func (r *resourceRecord) retired(status v1alpha1.GPUNodeStatus) bool {
+	if status.LimitsResource != "" {
+		r.serves = true
 	}
-	return record.serves && status.Mode != "" && status.LimitsResource == ""
+	return r.serves && status.Mode != "" && status.LimitsResource == ""
 }
 
-// retire writes the zero that kubelet comes to within ten seconds: every limits pod that is sent to the node until then fails. It
-// does so once, since who serves the resource after that is somebody else.
-func (r *allocatable) retire(ctx context.Context, node *corev1.Node, current resource.Quantity) (reconcile.Result, error) {
-	record, from := r.record(node.Name), node.ResourceVersion
-	result, err := r.patch(ctx, node, record, current.String(), 0, current.Value())
-	record.serves = record.patched != from
-	return result, err
-}
-
-func (r *allocatable) patch(ctx context.Context, node *corev1.Node, record *nodeRecord, old string, want, current int64) (reconcile.Result, error) {
-	patch, err := allocatablePatch(r.resource, old, want)
+func (r *allocatable) patch(ctx context.Context, node *corev1.Node, record *nodeRecord, changes []change) (reconcile.Result, error) {
+	patch, err := allocatablePatch(changes)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
 	from := node.ResourceVersion
-	switch err := r.client.Status().Patch(ctx, node, client.RawPatch(types.JSONPatchType, patch)); {
+	err = r.client.Status().Patch(ctx, node, client.RawPatch(types.JSONPatchType, patch))
+	if err != nil {
+		for _, c := range changes {
+			record.of(c.resource).observed = observed{}
+		}
+	}
+	switch {
 	case apierrors.IsInvalid(err), apierrors.IsConflict(err):
 		// Kubelet has written another number meanwhile: it is in the cache in a moment.
 		r.metrics.patches.WithLabelValues("refused").Inc()
-		record.observed = observed{}
 		return reconcile.Result{RequeueAfter: time.Second}, nil
 	case err != nil:
-		record.observed = observed{}
-		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("patch allocatable %s of node %s: %w", r.resource, node.Name, err))
+		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("patch allocatable GPUs of node %s: %w", node.Name, err))
 	}
 	record.patched = from
-	direction := "down"
-	if want > current {
-		direction = "up"
+	for _, c := range changes {
+		if c.last {
+			record.of(c.resource).serves = false
+		}
+		current := c.old.Value()
+		direction := "down"
+		if c.want > current {
+			direction = "up"
+		}
+		r.metrics.patches.WithLabelValues(direction).Inc()
+		klog.FromContext(ctx).V(2).Info("Changed allocatable", "resource", c.resource, "from", current, "to", c.want)
 	}
-	r.metrics.patches.WithLabelValues(direction).Inc()
-	klog.FromContext(ctx).V(2).Info("Changed allocatable", "resource", r.resource, "from", current, "to", want)
 	return reconcile.Result{}, nil
 }
 
-// allocatablePatch replaces a node's number if it is still the old one, and nothing else.
-func allocatablePatch(resource corev1.ResourceName, old string, want int64) ([]byte, error) {
-	path := "/status/allocatable/" + strings.NewReplacer("~", "~0", "/", "~1").Replace(string(resource))
-	patch, err := json.Marshal([]map[string]string{
-		{"op": "test", "path": path, "value": old},
-		{"op": "replace", "path": path, "value": fmt.Sprint(want)},
-	})
+// allocatablePatch replaces a node's numbers if they all are still the old ones, and nothing else.
+func allocatablePatch(changes []change) ([]byte, error) {
+	var operations []map[string]string
+	for _, c := range changes {
+		path := "/status/allocatable/" + strings.NewReplacer("~", "~0", "/", "~1").Replace(string(c.resource))
+		operations = append(operations,
+			map[string]string{"op": "test", "path": path, "value": c.old.String()},
+			map[string]string{"op": "replace", "path": path, "value": fmt.Sprint(c.want)})
+	}
+	patch, err := json.Marshal(operations)
 	if err != nil {
 		return nil, fmt.Errorf("encode allocatable: %w", err)
 	}
@@ -289,7 +383,7 @@ func (r *allocatable) record(node string) *nodeRecord {
 		r.nodes = map[string]*nodeRecord{}
 	}
 	if r.nodes[node] == nil {
-		r.nodes[node] = &nodeRecord{}
+		r.nodes[node] = &nodeRecord{resources: map[corev1.ResourceName]*resourceRecord{}}
 	}
 	return r.nodes[node]
 }

@@ -4,6 +4,7 @@ package controller
 
 import (
 	"context"
+	"fmt"
 	"testing"
 	"time"
 
@@ -14,6 +15,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 func TestAllocatable(t *testing.T) {
@@ -66,7 +68,7 @@ func TestAllocatable(t *testing.T) {
 			for _, device := range c.claims {
 				claims = append(claims, v1alpha1.AllocatedClaim{UID: types.UID("uid-" + device), Devices: []string{device}})
 			}
-			got, known := Allocatable(node.Status, claims)
+			got, known := Allocatable(node.Status, claims, testResource)
 			if known == c.unknown || !c.unknown && got != c.want {
 				t.Errorf("%d, known %t", got, known)
 			}
@@ -110,7 +112,7 @@ func TestJudgeAllocatable(t *testing.T) {
 }
 
 func (w *world) allocatable() *allocatable {
-	return &allocatable{client: w.client, claims: claimReader{client: w.client, driver: testDriver}, resource: testResource, metrics: w.metrics, now: w.now}
+	return &allocatable{client: w.client, claims: claimReader{client: w.client, driver: testDriver}, limits: device.Resources{GPU: testResource}, metrics: w.metrics, now: w.now}
 }
 
 func (w *world) offers() string {
@@ -331,8 +333,9 @@ func TestAllocatablePatchIsGuarded(t *testing.T) {
 }
 
 func TestAllocatablePatch(t *testing.T) {
-	patch, err := allocatablePatch("nvidia.com/gpu", "8", 7)
-	const want = `[{"op":"test","path":"/status/allocatable/nvidia.com~1gpu","value":"8"},{"op":"replace","path":"/status/allocatable/nvidia.com~1gpu","value":"7"}]`
+	patch, err := allocatablePatch([]change{{resource: "nvidia.com/gpu", old: resource.MustParse("8"), want: 7}, {resource: "nvidia.com/mig-1g.10gb", old: resource.MustParse("2"), want: 0}})
+	const want = `[{"op":"test","path":"/status/allocatable/nvidia.com~1gpu","value":"8"},{"op":"replace","path":"/status/allocatable/nvidia.com~1gpu","value":"7"},` +
+		`{"op":"test","path":"/status/allocatable/nvidia.com~1mig-1g.10gb","value":"2"},{"op":"replace","path":"/status/allocatable/nvidia.com~1mig-1g.10gb","value":"0"}]`
 	if err != nil || string(patch) != want {
 		t.Errorf("%s, %v", patch, err)
 	}
@@ -356,4 +359,73 @@ func TestAllocatableWaitsForItsOwnPatch(t *testing.T) {
 	})
 	w.twice(r, "node-1")
 	w.want(map[string]int{"patch Node": 1})
+}
+
+// partitioned is a node by strategy mixed, of whose GPUs the last two have two partitions each.
+func partitioned(s *v1alpha1.GPUNodeStatus) {
+	for i := range s.Devices[:6] {
+		s.Devices[i].LimitsResource = testResource
+	}
+	for i := 6; i < 8; i++ {
+		s.Devices[i].Limits = ""
+		for n := range 2 {
+			s.Devices = append(s.Devices, v1alpha1.DeviceStatus{
+				Name: fmt.Sprintf("gpu-%d-mig-1g10gb-19-%d", i, n), UUID: fmt.Sprintf("MIG-%d-%d", i, n), Parent: fmt.Sprintf("gpu-%d", i),
+				Profile: "1g.10gb", LimitsResource: partResource, Limits: v1alpha1.LimitsAllocatable,
+			})
+		}
+	}
+}
+
+const partResource = "nvidia.com/mig-1g.10gb"
+
+func TestAllocatableByResource(t *testing.T) {
+	for name, c := range map[string]struct {
+		claim       []string
+		gpus, parts int64
+	}{
+		"no claim":                              {nil, 6, 4},
+		"of a GPU":                              {[]string{"gpu-1"}, 5, 4},
+		"of a partition":                        {[]string{"gpu-6-mig-1g10gb-19-1"}, 6, 3},
+		"of a GPU with partitions":              {[]string{"gpu-7"}, 6, 2},
+		"of a partition of a dynamic GPU":       {[]string{"gpu-1-mig-3g40gb-9-0"}, 5, 4},
+		"of GPUs that only begin with its name": {[]string{"gpu-66"}, 6, 4},
+	} {
+		node := gpuNode(partitioned)
+		claims := []v1alpha1.AllocatedClaim{{UID: "u", Devices: c.claim}}
+		for resource, want := range map[corev1.ResourceName]int64{testResource: c.gpus, partResource: c.parts} {
+			if got, known := Allocatable(node.Status, claims, resource); !known || got != want {
+				t.Errorf("%s: %d of %s (%t), want %d", name, got, resource, known, want)
+			}
+		}
+	}
+}
+
+// All resources of a node are written at once, and retire at once.
+func TestAllocatableOfPartitions(t *testing.T) {
+	core := coreNode("6", "6")
+	core.Status.Allocatable[partResource], core.Status.Capacity[partResource] = resource.MustParse("4"), resource.MustParse("4")
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(partitioned), core, newClaim("a", "gpu-0", "gpu-6-mig-1g10gb-19-0"))
+	r := w.allocatable()
+	offers := func() string {
+		node := &corev1.Node{}
+		w.get("", "node-1", node)
+		whole, parts := node.Status.Allocatable[testResource], node.Status.Allocatable[partResource]
+		return whole.String() + " " + parts.String()
+	}
+	w.twice(r, "node-1")
+	if got := offers(); got != "5 3" {
+		t.Errorf("allocatable %s", got)
+	}
+	w.want(map[string]int{"patch Node": 1})
+	w.set(func(s *v1alpha1.GPUNodeStatus) {
+		s.LimitsResource = ""
+		for i := range s.Devices {
+			s.Devices[i].LimitsResource, s.Devices[i].Limits = "", ""
+		}
+	})
+	w.twice(r, "node-1")
+	if got := offers(); got != "0 0" {
+		t.Errorf("allocatable %s after the agent has gone", got)
+	}
 }

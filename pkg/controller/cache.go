@@ -24,6 +24,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 func scheme() (*runtime.Scheme, error) {
@@ -55,7 +56,7 @@ func mapper() meta.RESTMapper {
 
 // cacheOptions keep of the cluster what the reconcilers read and nothing else: a large one has more claims, nodes and pods
 // than GPUs.
-func cacheOptions(driver, resource string) cache.Options {
+func cacheOptions(driver string, limits device.Resources) cache.Options {
 	return cache.Options{
 		// What is not listed here is a mistake: it would be watched and kept whole.
 		ReaderFailOnMissingInformer: true,
@@ -63,7 +64,7 @@ func cacheOptions(driver, resource string) cache.Options {
 		ByObject: map[client.Object]cache.ByObject{
 			&v1alpha1.GPUNode{}:          {},
 			&resourceapi.ResourceClaim{}: {Transform: trim(func(c *resourceapi.ResourceClaim) { trimClaim(c, driver) })},
-			&corev1.Node{}:               {Transform: trim(func(n *corev1.Node) { trimNode(n, corev1.ResourceName(resource)) })},
+			&corev1.Node{}:               {Transform: trim(func(n *corev1.Node) { trimNode(n, limits) })},
 			&resourceapi.DeviceClass{}:   {Transform: trim(trimClass)},
 			&corev1.Pod{}: {
 				Field:     fields.OneTermEqualSelector("status.phase", string(corev1.PodPending)),
@@ -132,18 +133,12 @@ func trimClass(class *resourceapi.DeviceClass) {
 }
 
 // trimNode keeps how many GPUs there are for limits, and which pods may come.
-func trimNode(node *corev1.Node, resource corev1.ResourceName) {
+func trimNode(node *corev1.Node, limits device.Resources) {
 	labels := node.Labels
 	trimMeta(&node.ObjectMeta)
 	node.Labels = labels
-	only := func(list corev1.ResourceList) corev1.ResourceList {
-		if quantity, ok := list[resource]; ok {
-			return corev1.ResourceList{resource: quantity}
-		}
-		return nil
-	}
 	node.Spec = corev1.NodeSpec{Taints: node.Spec.Taints}
-	node.Status = corev1.NodeStatus{Allocatable: only(node.Status.Allocatable), Capacity: only(node.Status.Capacity)}
+	node.Status = corev1.NodeStatus{Allocatable: only(node.Status.Allocatable, limits), Capacity: only(node.Status.Capacity, limits)}
 }
 
 // trimPod keeps what the pod asks for, where it may run and is bound to, and whether the scheduler has given up on it.

@@ -14,6 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // What is decided from a trimmed object is what would be decided from the whole one.
@@ -27,9 +29,9 @@ func TestTrimmingChangesNoDecision(t *testing.T) {
 	}
 	classes := []resourceapi.DeviceClass{class("gpu.nvidia.com", `device.driver == 'gpu.nvidia.com'`)}
 	classes[0].Spec.ExtendedResourceName = ptr.To("example.com/gpu")
-	before := NewOurs(testDriver, testResource, classes)
+	before := NewOurs(testDriver, device.Resources{GPU: testResource}, classes)
 	trimClass(&classes[0])
-	after := NewOurs(testDriver, testResource, classes)
+	after := NewOurs(testDriver, device.Resources{GPU: testResource}, classes)
 	if diff := cmp.Diff(before, after); diff != "" {
 		t.Error(diff)
 	}
@@ -41,8 +43,8 @@ func TestTrimmingChangesNoDecision(t *testing.T) {
 		p.Spec.InitContainers = []corev1.Container{{Resources: gpuLimits("3"), RestartPolicy: ptr.To(corev1.ContainerRestartPolicyAlways)}}
 	})
 	trimPod(pod)
-	if asked := after.Asked(pod, func(string) *resourceapi.ResourceClaim { return pending }); asked != 5 || !unschedulable(pod) {
-		t.Errorf("asks for %d, unschedulable %t", asked, unschedulable(pod))
+	if asked := after.Asked(pod, func(string) *resourceapi.ResourceClaim { return pending }); asked != (Ask{Devices: 5}) || !unschedulable(pod) {
+		t.Errorf("asks for %+v, unschedulable %t", asked, unschedulable(pod))
 	}
 	if metav1.GetControllerOf(pod) == nil {
 		t.Error("the owner is gone")
@@ -69,7 +71,7 @@ func TestTrimmedIsSmall(t *testing.T) {
 	foreign := claim.DeepCopy()
 	foreign.Status.Allocation.Devices.Results[0].Driver = "net.example.com"
 	trimPod(pod)
-	trimNode(node, testResource)
+	trimNode(node, device.Resources{GPU: testResource})
 	trimClaim(claim, testDriver)
 	trimClaim(foreign, testDriver)
 	for _, o := range []any{pod, node, claim, foreign} {

@@ -15,7 +15,6 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
@@ -27,6 +26,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // Leading survives an API server that restarts. It costs nothing that these times are long: a restarted container holds
@@ -43,7 +44,7 @@ const syncTimeout = 365 * 24 * time.Hour
 // Config of a controller.
 type Config struct {
 	REST *rest.Config
-	// DriverName and ResourceName are the node agents'.
+	// DriverName and ResourceName, that of whole GPUs, are the node agents'.
 	DriverName   string
 	ResourceName string
 	// Namespace and LeaseName name the Lease by which one of several controllers leads, Identity who holds it. The same
@@ -51,6 +52,9 @@ type Config struct {
 	Namespace, LeaseName, Identity string
 	Registerer                     prometheus.Registerer
 }
+
+// limits are the resources by which limits ask for our devices, on nodes of any strategy.
+func (c Config) limits() device.Resources { return device.Resources{GPU: c.ResourceName} }
 
 // Controller runs the reconcilers while it leads. Its methods are safe for concurrent use.
 type Controller struct {
@@ -74,7 +78,7 @@ func New(c Config) (*Controller, error) {
 	m, err := manager.New(c.REST, manager.Options{
 		Scheme:         types,
 		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return mapper(), nil },
-		Cache:          cacheOptions(c.DriverName, c.ResourceName),
+		Cache:          cacheOptions(c.DriverName, c.limits()),
 		Logger:         klog.Background(),
 		// main serves metrics and health, as the agent's does.
 		Metrics:                             metricsserver.Options{BindAddress: "0"},
@@ -115,11 +119,11 @@ func (c *Controller) register(config Config) error {
 	followed := &follower{live: live, metrics: measured, now: time.Now}
 	for _, r := range []interface{ register(manager.Manager) error }{
 		&relay{client: writer, claims: claims},
-		&allocatable{client: writer, claims: claims, resource: corev1.ResourceName(config.ResourceName), metrics: measured, now: time.Now},
+		&allocatable{client: writer, claims: claims, limits: config.limits(), metrics: measured, now: time.Now},
 		&healer{client: writer, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, follower: followed, now: time.Now},
 		followed,
 		&nudger{client: writer, live: live, claims: claims, metrics: measured, now: time.Now},
-		&explainer{client: writer, driver: config.DriverName, resource: config.ResourceName, recorder: recorder, now: time.Now},
+		&explainer{client: writer, driver: config.DriverName, limits: config.limits(), recorder: recorder, now: time.Now},
 	} {
 		if err := r.register(c.manager); err != nil {
 			return err
@@ -152,7 +156,7 @@ func (filler) NeedLeaderElection() bool { return false }
 
 // Start implements manager.Runnable.
 func (f filler) Start(ctx context.Context) error {
-	for kind := range cacheOptions("", "").ByObject {
+	for kind := range cacheOptions("", device.Resources{}).ByObject {
 		if _, err := f.manager.GetCache().GetInformer(ctx, kind); err != nil {
 			if ctx.Err() != nil {
 				return nil

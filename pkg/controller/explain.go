@@ -28,6 +28,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // namedNodes is how many nodes a sentence names; an event is no inventory.
@@ -49,58 +50,109 @@ func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
 	}
 }
 
-// Explain says why none of the nodes that a pod may run on has so many GPUs for it; empty where one has, so that something else is
-// the reason, and where there is no GPU at all. It is a pure function, and names nodes only: whose pods hold the GPUs is not everybody's business.
-func Explain(nodes []v1alpha1.GPUNode, asked int64) string {
-	var with []v1alpha1.GPUNode
+// Explain says why none of the nodes that a pod may run on has so many devices for it; empty where one has, so that something else is
+// the reason, and where there is none at all. A pod asks for GPUs, which any API can give, or by a resource for partitions of a profile.
+// It is a pure function, and names nodes only: whose pods hold the devices is not everybody's business.
+func Explain(nodes []v1alpha1.GPUNode, asked Ask) string {
+	type counted struct {
+		name string
+		v1alpha1.DeviceCounts
+	}
+	var with []counted
 	var total, free int64
 	for _, node := range nodes {
-		counts := node.Status.Counts
+		counts := asked.counts(node.Status)
 		if counts.Total == 0 {
 			continue
 		}
-		if int64(counts.Free) >= asked {
+		if int64(counts.Free) >= asked.Devices {
 			return ""
 		}
-		with = append(with, node)
+		with = append(with, counted{node.Name, counts})
 		total, free = total+int64(counts.Total), free+int64(counts.Free)
 	}
 	if len(with) == 0 {
 		return ""
 	}
-	slices.SortFunc(with, func(a, b v1alpha1.GPUNode) int {
-		return cmp.Or(cmp.Compare(b.Status.Counts.Free, a.Status.Counts.Free), cmp.Compare(a.Name, b.Name))
+	slices.SortFunc(with, func(a, b counted) int {
+		return cmp.Or(cmp.Compare(b.Free, a.Free), cmp.Compare(a.name, b.name))
 	})
-	faulty := slices.ContainsFunc(with, func(n v1alpha1.GPUNode) bool { return n.Status.Counts.Faulty > 0 })
+	faulty := slices.ContainsFunc(with, func(n counted) bool { return n.Faulty > 0 })
 	held := "held"
 	if faulty {
 		held = "held or faulty"
 	}
 	switch {
 	case free > 0:
-		return fmt.Sprintf("no node has %s free: %s", gpus(asked), list(with, func(n v1alpha1.GPUNode) string {
-			return fmt.Sprintf("%s has %d of %d (%s)", n.Name, n.Status.Counts.Free, n.Status.Counts.Total, holders(n.Status.Counts))
+		return fmt.Sprintf("no node has %s free: %s", asked.noun(asked.Devices), list(with, func(n counted) string {
+			return fmt.Sprintf("%s has %d of %d (%s)", n.name, n.Free, n.Total, holders(n.DeviceCounts))
 		}))
 	case len(with) == 1:
-		return fmt.Sprintf("%s of %s are %s: %s", all(total), with[0].Name, held, holders(with[0].Status.Counts))
+		return fmt.Sprintf("%s of %s are %s: %s", asked.all(total), with[0].name, held, holders(with[0].DeviceCounts))
 	}
-	return fmt.Sprintf("%s of %d nodes are %s: %s", all(total), len(with), held, list(with, func(n v1alpha1.GPUNode) string {
-		return fmt.Sprintf("%s (%s)", n.Name, holders(n.Status.Counts))
+	return fmt.Sprintf("%s of %d nodes are %s: %s", asked.all(total), len(with), held, list(with, func(n counted) string {
+		return fmt.Sprintf("%s (%s)", n.name, holders(n.DeviceCounts))
 	}))
 }
 
-func gpus(n int64) string {
-	if n == 1 {
+// Ask is what a pod waits for.
+type Ask struct {
+	Devices int64
+	// Resource of partitions; empty for GPUs.
+	Resource string
+}
+
+// counts of what is asked for on a node.
+func (a Ask) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
+	if a.Resource == "" {
+		return status.Counts
+	}
+	var counts v1alpha1.DeviceCounts
+	byName := map[string]v1alpha1.DeviceStatus{}
+	for _, d := range status.Devices {
+		byName[d.Name] = d
+	}
+	for _, d := range status.Devices {
+		if d.LimitsResource != a.Resource || d.Parent == "" {
+			continue
+		}
+		holders := slices.Concat(d.Holders, byName[d.Parent].Holders)
+		by := func(kind v1alpha1.HolderKind) bool {
+			return slices.ContainsFunc(holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == kind })
+		}
+		counts.Total++
+		switch {
+		case d.Fault != "":
+			counts.Faulty++
+		case by(v1alpha1.HolderClaim):
+			counts.Claims++
+		case by(v1alpha1.HolderLimit):
+			counts.Limits++
+		default:
+			counts.Free++
+		}
+	}
+	return counts
+}
+
+func (a Ask) noun(n int64) string {
+	switch {
+	case a.Resource != "":
+		return fmt.Sprintf("%d %s", n, a.Resource)
+	case n == 1:
 		return "1 GPU"
 	}
 	return fmt.Sprintf("%d GPUs", n)
 }
 
-func all(n int64) string {
-	if n == 1 {
+func (a Ask) all(n int64) string {
+	switch {
+	case n == 1 && a.Resource != "":
+		return "all " + a.Resource
+	case n == 1:
 		return "all GPUs"
 	}
-	return fmt.Sprintf("all %d GPUs", n)
+	return "all " + a.noun(n)
 }
 
 // holders is "5 by limits, 3 by claims", without those that are none.
@@ -117,7 +169,7 @@ func holders(counts v1alpha1.DeviceCounts) string {
 	return strings.Join(parts, ", ")
 }
 
-func list(nodes []v1alpha1.GPUNode, describe func(v1alpha1.GPUNode) string) string {
+func list[T any](nodes []T, describe func(T) string) string {
 	var parts []string
 	for _, node := range nodes[:min(namedNodes, len(nodes))] {
 		parts = append(parts, describe(node))
@@ -130,18 +182,20 @@ func list(nodes []v1alpha1.GPUNode, describe func(v1alpha1.GPUNode) string) stri
 
 // Ours are the names by which pods ask for our GPUs.
 type Ours struct {
+	// Resources of whole GPUs.
 	Resources map[corev1.ResourceName]bool
 	Classes   map[string]bool
+	// Limits are the resources by which limits ask, those of partitions among them.
+	Limits device.Resources
 }
 
-// NewOurs finds the classes of a driver. A class is ours if its selectors name the driver: what else they select is the
-// scheduler's business. It is a pure function.
-func NewOurs(driver, resource string, classes []resourceapi.DeviceClass) Ours {
-	o := Ours{Resources: map[corev1.ResourceName]bool{corev1.ResourceName(resource): true}, Classes: map[string]bool{}}
+// NewOurs finds the classes of a driver for GPUs. A class is ours if its selectors name the driver: what else they select is the
+// scheduler's business, but for classes of partitions: how many of those a GPU has room for cannot be counted here. It is a pure
+// function.
+func NewOurs(driver string, limits device.Resources, classes []resourceapi.DeviceClass) Ours {
+	o := Ours{Resources: map[corev1.ResourceName]bool{corev1.ResourceName(limits.GPU): true}, Classes: map[string]bool{}, Limits: limits}
 	for _, class := range classes {
-		if !slices.ContainsFunc(class.Spec.Selectors, func(s resourceapi.DeviceSelector) bool {
-			return s.CEL != nil && (strings.Contains(s.CEL.Expression, `"`+driver+`"`) || strings.Contains(s.CEL.Expression, `'`+driver+`'`))
-		}) {
+		if !names(class, driver) || names(class, "mig") {
 			continue
 		}
 		o.Classes[class.Name] = true
@@ -153,21 +207,17 @@ func NewOurs(driver, resource string, classes []resourceapi.DeviceClass) Ours {
 	return o
 }
 
-// Asked is how many of our GPUs a pod waits for, by limits and by claims that have none yet; claim finds a claim of its
-// namespace by name, or nil. It is a pure function.
-func (o Ours) Asked(pod *corev1.Pod, claim func(name string) *resourceapi.ResourceClaim) int64 {
-	var asked, atFirst int64
-	for _, c := range pod.Spec.Containers {
-		asked += o.limits(c)
-	}
-	for _, c := range pod.Spec.InitContainers {
-		if c.RestartPolicy != nil && *c.RestartPolicy == corev1.ContainerRestartPolicyAlways {
-			asked += o.limits(c)
-		} else {
-			atFirst = max(atFirst, o.limits(c))
-		}
-	}
-	asked = max(asked, atFirst)
+// names reports whether a selector of a class has a string.
+func names(class resourceapi.DeviceClass, text string) bool {
+	return slices.ContainsFunc(class.Spec.Selectors, func(s resourceapi.DeviceSelector) bool {
+		return s.CEL != nil && (strings.Contains(s.CEL.Expression, `"`+text+`"`) || strings.Contains(s.CEL.Expression, `'`+text+`'`))
+	})
+}
+
+// Asked is how many of our GPUs a pod waits for, by limits and by claims that have none yet, and where it waits for none, the
+// partitions that it asks for by limits; claim finds a claim of its namespace by name, or nil. It is a pure function.
+func (o Ours) Asked(pod *corev1.Pod, claim func(name string) *resourceapi.ResourceClaim) Ask {
+	asked := total(pod, o.whole)
 	for _, reference := range pod.Spec.ResourceClaims {
 		name := claimName(pod, reference)
 		if name == "" {
@@ -177,16 +227,56 @@ func (o Ours) Asked(pod *corev1.Pod, claim func(name string) *resourceapi.Resour
 			asked += o.requests(c)
 		}
 	}
-	return asked
-}
-
-func (o Ours) limits(c corev1.Container) (n int64) {
-	for name, quantity := range c.Resources.Limits {
-		if o.Resources[name] {
-			n += quantity.Value()
+	if asked > 0 {
+		return Ask{Devices: asked}
+	}
+	for _, resource := range o.partitions(pod) {
+		if n := total(pod, func(name corev1.ResourceName) bool { return name == resource }); n > 0 {
+			return Ask{Devices: n, Resource: string(resource)}
 		}
 	}
-	return n
+	return Ask{}
+}
+
+// whole reports whether a resource stands for GPUs.
+func (o Ours) whole(name corev1.ResourceName) bool { return o.Resources[name] }
+
+// partitions are the resources of partitions that a pod asks for, sorted.
+func (o Ours) partitions(pod *corev1.Pod) []corev1.ResourceName {
+	var names []corev1.ResourceName
+	for _, c := range slices.Concat(pod.Spec.InitContainers, pod.Spec.Containers) {
+		for name := range c.Resources.Limits {
+			if o.Limits.Has(string(name)) && !o.whole(name) {
+				names = append(names, name)
+			}
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+// total is how many devices of some resources the pod has to have at once.
+func total(pod *corev1.Pod, counts func(corev1.ResourceName) bool) int64 {
+	limits := func(c corev1.Container) (n int64) {
+		for name, quantity := range c.Resources.Limits {
+			if counts(name) {
+				n += quantity.Value()
+			}
+		}
+		return n
+	}
+	var asked, atFirst int64
+	for _, c := range pod.Spec.Containers {
+		asked += limits(c)
+	}
+	for _, c := range pod.Spec.InitContainers {
+		if c.RestartPolicy != nil && *c.RestartPolicy == corev1.ContainerRestartPolicyAlways {
+			asked += limits(c)
+		} else {
+			atFirst = max(atFirst, limits(c))
+		}
+	}
+	return max(asked, atFirst)
 }
 
 func (o Ours) requests(claim *resourceapi.ResourceClaim) (n int64) {
@@ -219,10 +309,11 @@ func claimName(pod *corev1.Pod, reference corev1.PodResourceClaim) string {
 
 // explainer tells pods that wait for a GPU who has them.
 type explainer struct {
-	client           client.Client
-	driver, resource string
-	recorder         events.EventRecorder
-	now              func() time.Time
+	client   client.Client
+	driver   string
+	limits   device.Resources
+	recorder events.EventRecorder
+	now      func() time.Time
 
 	mu   sync.Mutex
 	told map[types.NamespacedName]told
@@ -289,7 +380,7 @@ func (x *explainer) Reconcile(ctx context.Context, request reconcile.Request) (r
 		return reconcile.Result{}, err
 	}
 	asked, err := x.asked(ctx, pod)
-	if err != nil || asked == 0 {
+	if err != nil || asked.Devices == 0 {
 		return reconcile.Result{}, err
 	}
 	nodes, err := x.nodes(ctx, pod)
@@ -307,13 +398,13 @@ func (x *explainer) Reconcile(ctx context.Context, request reconcile.Request) (r
 	return reconcile.Result{RequeueAfter: again}, nil
 }
 
-func (x *explainer) asked(ctx context.Context, pod *corev1.Pod) (int64, error) {
+func (x *explainer) asked(ctx context.Context, pod *corev1.Pod) (Ask, error) {
 	var classes resourceapi.DeviceClassList
 	if err := x.client.List(ctx, &classes, client.UnsafeDisableDeepCopy); err != nil {
-		return 0, fmt.Errorf("list DeviceClasses: %w", err)
+		return Ask{}, fmt.Errorf("list DeviceClasses: %w", err)
 	}
 	var failed error
-	asked := NewOurs(x.driver, x.resource, classes.Items).Asked(pod, func(name string) *resourceapi.ResourceClaim {
+	asked := NewOurs(x.driver, x.limits, classes.Items).Asked(pod, func(name string) *resourceapi.ResourceClaim {
 		claim := &resourceapi.ResourceClaim{}
 		if err := x.client.Get(ctx, types.NamespacedName{Namespace: pod.Namespace, Name: name}, claim); err != nil {
 			failed = client.IgnoreNotFound(err)

@@ -17,6 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 func TestExplain(t *testing.T) {
@@ -47,7 +48,7 @@ func TestExplain(t *testing.T) {
 		"one GPU on one node": {[]v1alpha1.GPUNode{node("a", 1, 0, 0, 0)}, 1, "all GPUs of a are held: 1 by limits"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := Explain(c.nodes, c.asked); got != c.want {
+			if got := Explain(c.nodes, Ask{Devices: c.asked}); got != c.want {
 				t.Errorf("got  %s\nwant %s", got, c.want)
 			}
 		})
@@ -67,8 +68,9 @@ func gpuLimits(n string) corev1.ResourceRequirements {
 func TestAsked(t *testing.T) {
 	mapped := class("mapped", `device.driver == "gpu.nvidia.com" && true`)
 	mapped.Spec.ExtendedResourceName = ptr.To("example.com/fast")
-	ours := NewOurs(testDriver, testResource, []resourceapi.DeviceClass{
+	ours := NewOurs(testDriver, device.Resources{GPU: testResource}, []resourceapi.DeviceClass{
 		class("gpu.nvidia.com", `device.driver == 'gpu.nvidia.com'`), mapped, class("nic", `device.driver == "net.example.com"`), class("near", `device.driver == "xgpu.nvidia.com"`),
+		class("mig", `device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == 'mig'`),
 	})
 	request := func(class string, count int64) *resourceapi.ResourceClaim {
 		c := newClaim("c")
@@ -110,6 +112,7 @@ func TestAsked(t *testing.T) {
 		"a claim without a count":   {byClaim, request("gpu.nvidia.com", 0), 1},
 		"a claim of another driver": {byClaim, request("nic", 2), 0},
 		"a class that is near":      {byClaim, request("near", 2), 0},
+		"a class of partitions":     {byClaim, request("mig", 2), 0},
 		"first available":           {byClaim, first, 3},
 		"a claim that has its GPU":  {byClaim, newClaim("c", "gpu-0"), 0},
 		"a claim that is not there": {byClaim, nil, 0},
@@ -125,10 +128,48 @@ func TestAsked(t *testing.T) {
 				}
 				return c.claim
 			})
-			if got != c.want {
-				t.Errorf("%d GPUs", got)
+			if got != (Ask{Devices: c.want}) {
+				t.Errorf("%+v", got)
 			}
 		})
+	}
+	parts := newPod("a", func(p *corev1.Pod) {
+		resourceOf("nvidia.com/mig-1g.10gb", "2")(p)
+		p.Spec.InitContainers = []corev1.Container{{Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{"nvidia.com/mig-1g.10gb": resource.MustParse("3")}}}}
+	})
+	if got := ours.Asked(parts, nil); got != (Ask{3, "nvidia.com/mig-1g.10gb"}) {
+		t.Errorf("partitions: %+v", got)
+	}
+}
+
+func TestExplainPartitions(t *testing.T) {
+	const small = "nvidia.com/mig-1g.10gb"
+	part := func(gpu, n int, holders ...v1alpha1.HolderKind) v1alpha1.DeviceStatus {
+		d := v1alpha1.DeviceStatus{Name: fmt.Sprintf("gpu-%d-mig-1g10gb-19-%d", gpu, n), Parent: fmt.Sprintf("gpu-%d", gpu), LimitsResource: small}
+		for _, kind := range holders {
+			d.Holders = append(d.Holders, v1alpha1.DeviceHolder{Kind: kind})
+		}
+		return d
+	}
+	node := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}, Status: v1alpha1.GPUNodeStatus{
+		Counts: v1alpha1.DeviceCounts{Total: 3, Free: 1},
+		Devices: []v1alpha1.DeviceStatus{
+			{Name: "gpu-0"}, {Name: "gpu-1"}, {Name: "gpu-2", Holders: []v1alpha1.DeviceHolder{{Kind: v1alpha1.HolderClaim}}},
+			part(1, 0, v1alpha1.HolderLimit), part(1, 1), part(2, 0),
+		},
+	}}
+	for asked, want := range map[Ask]string{
+		{1, small}:                    "",
+		{2, small}:                    "no node has 2 nvidia.com/mig-1g.10gb free: node-1 has 1 of 3 (1 by limits, 1 by claims)",
+		{1, "nvidia.com/mig-7g.80gb"}: "",
+	} {
+		if got := Explain([]v1alpha1.GPUNode{node}, asked); got != want {
+			t.Errorf("%+v: %s, want %s", asked, got, want)
+		}
+	}
+	node.Status.Devices[4].Fault = "Lost"
+	if got, want := Explain([]v1alpha1.GPUNode{node}, Ask{1, small}), "all 3 nvidia.com/mig-1g.10gb of node-1 are held or faulty: 1 by limits, 1 by claims, 1 faulty"; got != want {
+		t.Errorf("%s, want %s", got, want)
 	}
 }
 
@@ -149,7 +190,7 @@ func TestExplainTellsOnce(t *testing.T) {
 	if err := w.client.Status().Update(t.Context(), pod); err != nil {
 		t.Fatal(err)
 	}
-	x := &explainer{client: w.client, driver: testDriver, resource: testResource, recorder: w.recorder, now: w.now}
+	x := &explainer{client: w.client, driver: testDriver, limits: device.Resources{GPU: testResource}, recorder: w.recorder, now: w.now}
 	key := client.ObjectKeyFromObject(pod)
 	look := func(want string, again time.Duration) {
 		t.Helper()
@@ -199,7 +240,7 @@ func TestExplainLeavesOthersAlone(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			pod := newPod("a", change)
 			w := newWorld(t, interceptor.Funcs{}, gpuNode(full), coreNode("8", "8"), pod)
-			x := &explainer{client: w.client, driver: testDriver, resource: testResource, recorder: w.recorder, now: w.now}
+			x := &explainer{client: w.client, driver: testDriver, limits: device.Resources{GPU: testResource}, recorder: w.recorder, now: w.now}
 			if result := w.once(x, client.ObjectKeyFromObject(pod)); w.event() != "" || result.RequeueAfter != 0 {
 				t.Errorf("told, or again after %v", result.RequeueAfter)
 			}
@@ -237,13 +278,13 @@ func TestMayRun(t *testing.T) {
 	} {
 		pod, trimmed := newPod("a", c.change...), node.DeepCopy()
 		trimPod(pod)
-		trimNode(trimmed, testResource)
+		trimNode(trimmed, device.Resources{GPU: testResource})
 		if got := MayRun(pod)(trimmed); got != c.want {
 			t.Errorf("%s: %t", name, got)
 		}
 	}
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(full), node)
-	x := &explainer{client: w.client, driver: testDriver, resource: testResource, recorder: w.recorder, now: w.now}
+	x := &explainer{client: w.client, driver: testDriver, limits: device.Resources{GPU: testResource}, recorder: w.recorder, now: w.now}
 	for _, c := range []struct {
 		pod  *corev1.Pod
 		want int

@@ -56,8 +56,8 @@ type Config struct {
 	NodeName   string
 	// Mode of the node, as the status shows it.
 	Mode string
-	// LimitsResource is the extended resource that is served, empty for none.
-	LimitsResource string
+	// Limits are the extended resources that are served, zero for none.
+	Limits device.Resources
 
 	Node       Node
 	Ledger     Ledger
@@ -150,8 +150,9 @@ func (o *Object) Allocated() []device.Ref {
 	if len(claims) == 0 {
 		return nil
 	}
+	inv := o.config.Inventory.Inventory()
 	byName := map[string]device.Ref{}
-	for _, gpu := range o.config.Inventory.Inventory().GPUs {
+	for _, gpu := range inv.GPUs {
 		byName[gpu.Name()] = gpu.Ref()
 	}
 	var refs []device.Ref
@@ -159,6 +160,8 @@ func (o *Object) Allocated() []device.Ref {
 		for _, name := range claim.Devices {
 			if ref, known := byName[name]; known {
 				refs = append(refs, ref)
+			} else if d, known := inv.ByName(name); known {
+				refs = append(refs, d.Ref())
 			}
 		}
 	}

@@ -125,7 +125,7 @@ func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
 	f.Helper()
 	o, err := New(Config{
 		REST: f.api.config(), DriverName: "gpu.nvidia.com", NodeName: "node-1",
-		Claims: func(namespace string) Claims { return fakeClaims{f.claims, namespace} }, Mode: "Dual", LimitsResource: "nvidia.com/gpu",
+		Claims: func(namespace string) Claims { return fakeClaims{f.claims, namespace} }, Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"},
 		Node: f.node, Ledger: f.ledger, Inventory: f.inventory, Registerer: f.registry,
 	})
 	if err != nil {

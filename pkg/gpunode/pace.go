@@ -3,7 +3,6 @@
 package gpunode
 
 import (
-	"slices"
 	"time"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -36,14 +35,22 @@ func (p *Pace) Due(urgent bool) time.Time {
 // Took notes a write that was made.
 func (p *Pace) Took(now time.Time) { p.paid = latest(p.paid, now).Add(p.Interval) }
 
-// Urgent reports whether limits can have a GPU by the status that was written, and cannot by the one that is to be, and no claim
-// is the reason: of claims the controller knows by itself. It is a pure function.
+// Urgent reports whether limits can have a device by the status that was written, and cannot by the one that is to be, or it is gone,
+// and no claim is the reason: of claims the controller knows by itself. It is a pure function.
 func Urgent(written, status v1alpha1.GPUNodeStatus) bool {
 	had := map[string]bool{}
 	for _, d := range written.Devices {
 		had[d.UUID] = d.Limits == v1alpha1.LimitsAllocatable
 	}
-	return slices.ContainsFunc(status.Devices, func(d v1alpha1.DeviceStatus) bool {
-		return had[d.UUID] && d.Limits == v1alpha1.LimitsWithdrawn && !heldBy(d, v1alpha1.HolderClaim)
-	})
+	now := map[string]v1alpha1.DeviceStatus{}
+	for _, d := range status.Devices {
+		now[d.UUID] = d
+	}
+	for uuid, had := range had {
+		d, there := now[uuid]
+		if had && (!there || d.Limits == v1alpha1.LimitsWithdrawn && !heldBy(d, v1alpha1.HolderClaim)) {
+			return true
+		}
+	}
+	return false
 }

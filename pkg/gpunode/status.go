@@ -21,58 +21,96 @@ import (
 // Facts are everything that the status says, as it was at one moment.
 type Facts struct {
 	Mode string
-	// LimitsResource is empty where no limits are served.
-	LimitsResource string
+	// Limits are the resources by which limits ask; zero where none are served.
+	Limits device.Resources
 	// Generation of the spec that the agent acts on.
 	Generation int64
 	Inventory  device.Inventory
 	Holds      []ledger.Hold
 	Losers     []ledger.Loser
-	// Allocatable are the device IDs that kubelet itself calls allocatable, which means something while Acknowledged is set.
-	Allocatable  []string
-	Acknowledged bool
+	// Allocatable are the device IDs that kubelet itself calls allocatable, by resource; of one that is absent kubelet has not said.
+	Allocatable map[string][]string
 }
 
 // Status is what the node's GPUNode should say. It is a pure function, for the agent and for simulations: equal facts give
 // equal statuses, whatever the order of holds.
 func Status(f Facts) v1alpha1.GPUNodeStatus {
 	names := deviceNames(f.Inventory)
-	holders := holdersByGPU(f.Holds)
+	holders := holdersByDevice(f.Inventory, f.Holds)
+	resources := f.resources()
 	status := v1alpha1.GPUNodeStatus{
-		Mode: f.Mode, ObservedGeneration: f.Generation, LimitsResource: f.LimitsResource,
-		Losers: losers(f.Losers, names),
+		Mode: f.Mode, ObservedGeneration: f.Generation, LimitsResource: f.Limits.GPU, Losers: losers(f.Losers, names),
 	}
 	var line []string
-	for _, gpu := range f.Inventory.GPUs {
-		d := v1alpha1.DeviceStatus{
-			Name: names[gpu.UUID], UUID: gpu.UUID, Model: gpu.ProductName, Fault: fault(gpu.Health),
-			Holders: holders[gpu.UUID],
-		}
+	add := func(d v1alpha1.DeviceStatus) {
+		d.LimitsResource = resources[d.UUID]
 		d.Limits = f.limits(d)
-		count(&status.Counts, d)
 		for _, h := range d.Holders {
 			line = append(line, d.Name+"="+describe(h))
 		}
 		status.Devices = append(status.Devices, d)
 	}
+	for _, gpu := range f.Inventory.GPUs {
+		whole := v1alpha1.DeviceStatus{
+			Name: names[gpu.Ref()], UUID: gpu.UUID, Model: gpu.ProductName, Fault: fault(gpu.Health), Holders: holders[gpu.Ref()],
+		}
+		add(whole)
+		all := slices.Clone(whole.Holders)
+		for _, p := range gpu.Partitions {
+			part := v1alpha1.DeviceStatus{
+				Name: names[p.Ref], UUID: p.UUID, Parent: whole.Name, Profile: p.Profile, Model: gpu.ProductName,
+				Fault: fault(device.Device{GPU: gpu, Partition: p}.Health()), Holders: holders[p.Ref],
+			}
+			add(part)
+			if status.Partitions == nil {
+				status.Partitions = &v1alpha1.DeviceCounts{}
+			}
+			all = append(all, part.Holders...)
+			count(status.Partitions, part.Fault, append(slices.Clone(part.Holders), whole.Holders...))
+		}
+		count(&status.Counts, whole.Fault, all)
+	}
 	status.Holders = strings.Join(line, " ")
 	return status
 }
 
-// deviceNames gives every GPU a name that no other has: the list in the API is keyed by it. Two can have one minor number
-// between them after a board was replaced, of which the one that is there keeps the name.
-func deviceNames(inv device.Inventory) map[string]string {
-	byName := map[string]device.GPU{}
-	for _, gpu := range inv.GPUs {
-		if other, taken := byName[gpu.Name()]; !taken || !other.Health.Healthy() && gpu.Health.Healthy() {
-			byName[gpu.Name()] = gpu
+// resources by which limits ask for devices, by UUID. What kubelet lists, it lists under that name.
+func (f Facts) resources() map[string]string {
+	if f.Limits.GPU == "" {
+		return nil
+	}
+	of := map[string]string{}
+	offers, _ := f.Limits.Offers(f.Inventory.GPUs)
+	for _, offer := range offers {
+		of[offer.Device.UUID()] = offer.Resource
+	}
+	for _, gpu := range f.Inventory.GPUs {
+		if gpu.Dynamic && of[gpu.UUID] == "" {
+			of[gpu.UUID] = f.Limits.GPU // once it is not partitioned any more
 		}
 	}
-	names := make(map[string]string, len(inv.GPUs))
-	for _, gpu := range inv.GPUs {
-		names[gpu.UUID] = gpu.Name()
-		if byName[gpu.Name()].UUID != gpu.UUID {
-			names[gpu.UUID] = gpu.UUID
+	for resource, ids := range f.Allocatable {
+		for _, id := range ids {
+			of[id] = resource
+		}
+	}
+	return of
+}
+
+// deviceNames gives every device a name that no other has: the list in the API is keyed by it. Two GPUs can have one minor number
+// between them after a board was replaced, of which the one that is there keeps the name.
+func deviceNames(inv device.Inventory) map[device.Ref]string {
+	byName := map[string]device.Device{}
+	for _, d := range inv.Devices() {
+		if other, taken := byName[d.Name()]; !taken || !other.Health().Healthy() && d.Health().Healthy() {
+			byName[d.Name()] = d
+		}
+	}
+	names := map[device.Ref]string{}
+	for _, d := range inv.Devices() {
+		names[d.Ref()] = d.Name()
+		if byName[d.Name()].Ref() != d.Ref() {
+			names[d.Ref()] = d.UUID()
 		}
 	}
 	return names
@@ -82,10 +120,11 @@ func deviceNames(inv device.Inventory) map[string]string {
 // on, is taken back in the same moment, and the scheduler should hear that without waiting for kubelet to have heard it.
 func (f Facts) limits(d v1alpha1.DeviceStatus) v1alpha1.LimitsState {
 	draining := func(h v1alpha1.DeviceHolder) bool { return h.State == v1alpha1.HoldDraining }
+	allocatable, acknowledged := f.Allocatable[d.LimitsResource]
 	switch {
-	case f.LimitsResource == "" || !f.Acknowledged:
+	case d.LimitsResource == "" || !acknowledged:
 		return ""
-	case slices.Contains(f.Allocatable, d.UUID) && d.Fault == "" && !slices.ContainsFunc(d.Holders, draining):
+	case slices.Contains(allocatable, d.UUID) && d.Fault == "" && !slices.ContainsFunc(d.Holders, draining):
 		return v1alpha1.LimitsAllocatable
 	default:
 		return v1alpha1.LimitsWithdrawn
@@ -103,43 +142,53 @@ func fault(h device.Health) string {
 	}
 }
 
-func count(counts *v1alpha1.DeviceCounts, d v1alpha1.DeviceStatus) {
+func count(counts *v1alpha1.DeviceCounts, fault string, holders []v1alpha1.DeviceHolder) {
 	counts.Total++
 	switch {
-	case d.Fault != "":
+	case fault != "":
 		counts.Faulty++
-	case heldBy(d, v1alpha1.HolderClaim):
+	case anyOf(holders, v1alpha1.HolderClaim):
 		counts.Claims++
-	case heldBy(d, v1alpha1.HolderLimit):
+	case anyOf(holders, v1alpha1.HolderLimit):
 		counts.Limits++
 	default:
 		counts.Free++
 	}
 }
 
-func heldBy(d v1alpha1.DeviceStatus, kind v1alpha1.HolderKind) bool {
-	return slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == kind })
+func heldBy(d v1alpha1.DeviceStatus, kind v1alpha1.HolderKind) bool { return anyOf(d.Holders, kind) }
+
+func anyOf(holders []v1alpha1.DeviceHolder, kind v1alpha1.HolderKind) bool {
+	return slices.ContainsFunc(holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == kind })
 }
 
-// holdersByGPU has each holder of a GPU once, though it may hold several partitions of it.
-func holdersByGPU(holds []ledger.Hold) map[string][]v1alpha1.DeviceHolder {
+// holdersByDevice has each holder of a device once. Who has a partition that is not there, or not yet, is told with its GPU.
+func holdersByDevice(inv device.Inventory, holds []ledger.Hold) map[device.Ref][]v1alpha1.DeviceHolder {
 	holds = slices.Clone(holds)
 	slices.SortFunc(holds, func(a, b ledger.Hold) int {
 		return cmp.Or(cmp.Compare(a.Holder.Kind, b.Holder.Kind), cmp.Compare(a.Holder.ID, b.Holder.ID), cmp.Compare(a.Device.String(), b.Device.String()))
 	})
+	there := map[device.Ref]bool{}
+	for _, d := range inv.Devices() {
+		there[d.Ref()] = true
+	}
 	type place struct {
-		gpu    string
+		device device.Ref
 		holder ledger.Holder
 	}
 	seen := map[place]bool{}
-	byGPU := map[string][]v1alpha1.DeviceHolder{}
+	holders := map[device.Ref][]v1alpha1.DeviceHolder{}
 	for _, h := range holds {
-		if at := (place{h.Device.GPU, h.Holder}); !seen[at] {
+		at := place{h.Device, h.Holder}
+		if !there[h.Device] {
+			at.device = device.Ref{GPU: h.Device.GPU}
+		}
+		if !seen[at] {
 			seen[at] = true
-			byGPU[h.Device.GPU] = append(byGPU[h.Device.GPU], holder(h))
+			holders[at.device] = append(holders[at.device], holder(h))
 		}
 	}
-	return byGPU
+	return holders
 }
 
 func holder(h ledger.Hold) v1alpha1.DeviceHolder {
@@ -184,12 +233,12 @@ func describe(h v1alpha1.DeviceHolder) string {
 	return fmt.Sprintf("%s(%s)", name, kind)
 }
 
-func losers(lost []ledger.Loser, names map[string]string) []v1alpha1.LosingClaim {
+func losers(lost []ledger.Loser, names map[device.Ref]string) []v1alpha1.LosingClaim {
 	var claims []v1alpha1.LosingClaim
 	for _, l := range lost {
 		devices := map[string]bool{}
 		for _, ref := range l.Devices {
-			devices[cmp.Or(names[ref.GPU], ref.GPU)] = true
+			devices[cmp.Or(names[ref], names[device.Ref{GPU: ref.GPU}], ref.GPU)] = true
 		}
 		pods := map[types.UID]bool{}
 		for _, pod := range l.Pods {

@@ -4,6 +4,7 @@ package gpunode
 
 import (
 	"flag"
+	"fmt"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -58,7 +59,7 @@ func facts() Facts {
 	another := partition
 	another.Device.Placement = device.Placement{Start: 4, Size: 1}
 	return Facts{
-		Mode: "Dual", LimitsResource: "nvidia.com/gpu", Generation: 3,
+		Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"}, Generation: 3,
 		Inventory: device.Inventory{GPUs: []device.GPU{
 			gpu(0, "GPU-0"), gpu(1, "GPU-1"), gpu(2, "GPU-2"), faulty(gpu(3, "GPU-3"), device.ReasonLost, "fell off the bus"),
 			gpu(4, "GPU-4"), gpu(5, "GPU-5"), gpu(6, "GPU-6"),
@@ -79,7 +80,54 @@ func facts() Facts {
 			{UID: "c8", Namespace: "apps", Name: "bare", Devices: []device.Ref{{GPU: "GPU-gone"}},
 				Since: time.Date(2026, 11, 21, 10, 0, 1, 0, time.UTC), Message: "device GPU-gone is held by a limits pod"},
 		},
-		Allocatable: []string{"GPU-2", "GPU-4", "GPU-7"}, Acknowledged: true,
+		Allocatable: map[string][]string{"nvidia.com/gpu": {"GPU-2", "GPU-4", "GPU-7"}},
+	}
+}
+
+// partitioned is a node with MIG: who has a partition is told there, who has a GPU at the GPU, and numbers are of GPUs.
+func partitioned() Facts {
+	part := func(minor, start int, profile string) device.Partition {
+		size := 1
+		if profile == "3g.40gb" {
+			size = 4
+		}
+		return device.Partition{
+			UUID: fmt.Sprintf("MIG-%d-%d", minor, start), Parent: minor, Profile: profile, ProfileID: 19,
+			Ref: device.Ref{GPU: fmt.Sprintf("GPU-%d", minor), Placement: device.Placement{Start: start, Size: size}},
+		}
+	}
+	cut := func(g device.GPU, parts ...device.Partition) device.GPU {
+		g.MIGCapable, g.MIGEnabled, g.Partitions = true, true, parts
+		return g
+	}
+	made, odd := part(3, 0, "1g.10gb"), part(2, 6, "1g.10gb")
+	made.Made = true
+	odd.Health = device.Health{Reason: device.ReasonUnreachable, Message: "does not answer"}
+	dynamic := cut(gpu(3, "GPU-3"), made)
+	dynamic.Dynamic = true
+	of := func(h ledger.Hold, ref device.Ref, id, resource string) ledger.Hold {
+		h.Device, h.Resource = ref, resource
+		if h.Holder.Kind == ledger.KindLimit {
+			h.Holder.ID = id
+		}
+		return h
+	}
+	first, second := part(1, 0, "1g.10gb"), part(1, 4, "3g.40gb")
+	return Facts{
+		Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu", Strategy: device.MIGStrategyMixed},
+		Inventory: device.Inventory{GPUs: []device.GPU{
+			gpu(0, "GPU-0"), cut(gpu(1, "GPU-1"), first, part(1, 1, "1g.10gb"), second), cut(gpu(2, "GPU-2"), part(2, 0, "1g.10gb"), odd), dynamic,
+			cut(gpu(4, "GPU-4"), part(4, 0, "1g.10gb")),
+		}},
+		Holds: []ledger.Hold{
+			of(limit("GPU-1", ledger.StateHeld, pod("p1", "small")), first.Ref, "MIG-1-0", "nvidia.com/mig-1g.10gb"),
+			of(claim("c1", "big", "GPU-1", ledger.StateHeld), second.Ref, "", ""),
+			of(claim("c2", "made", "GPU-3", ledger.StateHeld), made.Ref, "", ""),
+			of(claim("c3", "being-made", "GPU-3", ledger.StateHeld), device.Ref{GPU: "GPU-3", Placement: device.Placement{Start: 4, Size: 4}}, "", ""),
+			claim("c4", "whole", "GPU-4", ledger.StateHeld),
+		},
+		Losers:      []ledger.Loser{{UID: "c9", Namespace: "apps", Name: "late", Devices: []device.Ref{first.Ref}, Since: time.Unix(0, 0).UTC()}},
+		Allocatable: map[string][]string{"nvidia.com/gpu": {"GPU-0"}, "nvidia.com/mig-1g.10gb": {"MIG-1-0", "MIG-1-1", "MIG-2-0"}},
 	}
 }
 
@@ -87,9 +135,10 @@ func facts() Facts {
 func TestStatus(t *testing.T) {
 	for name, change := range map[string]func(*Facts){
 		"busy":            func(*Facts) {},
-		"unacknowledged":  func(f *Facts) { f.Acknowledged = false },
-		"no-limits":       func(f *Facts) { f.Mode, f.LimitsResource = "ClaimsOnly", "" },
-		"no-gpus-at-all":  func(f *Facts) { *f = Facts{Mode: "Dual", LimitsResource: "nvidia.com/gpu"} },
+		"unacknowledged":  func(f *Facts) { f.Allocatable = nil },
+		"no-limits":       func(f *Facts) { f.Mode, f.Limits = "ClaimsOnly", device.Resources{} },
+		"no-gpus-at-all":  func(f *Facts) { *f = Facts{Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"}} },
+		"partitions":      func(f *Facts) { *f = partitioned() },
 		"nothing-is-held": func(f *Facts) { f.Holds, f.Losers = nil, nil },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -127,13 +176,13 @@ func TestLimitsState(t *testing.T) {
 		"its limit runs on":   {func(f *Facts) { f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateDraining)} }, v1alpha1.LimitsWithdrawn},
 		"a claim drains":      {func(f *Facts) { f.Holds = []ledger.Hold{claim("c", "c", "GPU-0", ledger.StateDraining)} }, v1alpha1.LimitsWithdrawn},
 		"a fault":             {func(f *Facts) { f.Inventory.GPUs[0] = faulty(gpu(0, "GPU-0"), device.ReasonLost, "") }, v1alpha1.LimitsWithdrawn},
-		"kubelet has less":    {func(f *Facts) { f.Allocatable = nil }, v1alpha1.LimitsWithdrawn},
-		"kubelet has no word": {func(f *Facts) { f.Acknowledged = false }, ""},
+		"kubelet has less":    {func(f *Facts) { f.Allocatable["nvidia.com/gpu"] = nil }, v1alpha1.LimitsWithdrawn},
+		"kubelet has no word": {func(f *Facts) { f.Allocatable = nil }, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := Facts{
-				Mode: "Dual", LimitsResource: "nvidia.com/gpu", Inventory: device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0")}},
-				Allocatable: []string{"GPU-0"}, Acknowledged: true,
+				Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"}, Inventory: device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0")}},
+				Allocatable: map[string][]string{"nvidia.com/gpu": {"GPU-0"}},
 			}
 			before := Status(f)
 			c.change(&f)
@@ -158,7 +207,7 @@ func TestStatusIsStable(t *testing.T) {
 		f := facts()
 		shuffle(f.Holds)
 		shuffle(f.Losers)
-		shuffle(f.Allocatable)
+		shuffle(f.Allocatable["nvidia.com/gpu"])
 		for _, h := range f.Holds {
 			shuffle(h.Pods)
 		}

@@ -13,6 +13,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // writer makes the object and its status what they should be, one step at a time.
@@ -145,14 +146,11 @@ func (o *Object) status() v1alpha1.GPUNodeStatus {
 }
 
 func (o *Object) facts() Facts {
-	facts := Facts{
-		Mode: o.config.Mode, LimitsResource: o.config.LimitsResource, Generation: o.view.acting().Generation,
+	return Facts{
+		Mode: o.config.Mode, Limits: o.config.Limits, Generation: o.view.acting().Generation,
 		Inventory: o.config.Inventory.Inventory(), Holds: o.config.Ledger.Holds(), Losers: o.config.Ledger.Losers(),
+		Allocatable: o.view.kubelet(),
 	}
-	for _, ids := range o.view.kubelet() {
-		facts.Allocatable, facts.Acknowledged = append(facts.Allocatable, ids...), true
-	}
-	return facts
 }
 
 // leave writes that no limits are served from now on. Kubelet reports up to ten seconds later that the device plugin is gone, and
@@ -162,7 +160,7 @@ func (o *Object) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, leaveTimeout)
 	defer cancel()
 	facts := o.facts()
-	facts.LimitsResource = ""
+	facts.Limits = device.Resources{}
 	status := Status(facts)
 	for range 2 {
 		object, _ := o.view.current()

@@ -304,10 +304,11 @@ func (a *agent) Allocated() []device.Ref {
 
 // report writes the status of the GPUNode, at the product's pace and only what is new.
 func (a *agent) report() time.Duration {
-	status := gpunode.Status(gpunode.Facts{
-		Mode: "Dual", LimitsResource: resourceName, Inventory: a.inventory, Holds: a.book.Holds(), Losers: a.book.Losers(),
-		Allocatable: a.acknowledged, Acknowledged: a.acknowledged != nil,
-	})
+	facts := gpunode.Facts{Mode: "Dual", Limits: limits, Inventory: a.inventory, Holds: a.book.Holds(), Losers: a.book.Losers()}
+	if a.acknowledged != nil {
+		facts.Allocatable = map[string][]string{resourceName: a.acknowledged}
+	}
+	status := gpunode.Status(facts)
 	lapse := never
 	for _, l := range a.book.Losers() {
 		if until := l.Until(); !until.IsZero() {

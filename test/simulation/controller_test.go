@@ -114,7 +114,7 @@ const settle = 2 * time.Second
 
 func (d *director) allocatable(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
 	node, ok := d.seen.cache["node/"].(*nodeObject)
-	value, known := controller.Allocatable(object.status, claims)
+	value, known := controller.Allocatable(object.status, claims, resourceName)
 	if !ok || !known {
 		return
 	}

@@ -20,6 +20,7 @@ import (
 // +kubebuilder:printcolumn:name="Limits",type=integer,JSONPath=`.status.counts.limits`
 // +kubebuilder:printcolumn:name="Free",type=integer,JSONPath=`.status.counts.free`
 // +kubebuilder:printcolumn:name="Faulty",type=integer,JSONPath=`.status.counts.faulty`
+// +kubebuilder:printcolumn:name="Partitions",type=integer,priority=1,JSONPath=`.status.partitions.total`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Holders",type=string,priority=1,JSONPath=`.status.holders`
 type GPUNode struct {
@@ -72,15 +73,20 @@ type GPUNodeStatus struct {
 	//
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
-	// Counts for those who want numbers. A GPU counts as the first that applies: faulty, claims, limits, free.
+	// Counts for those who want numbers. A GPU counts as the first that applies: faulty, claims, limits, free. It is free where
+	// nobody has any of it.
 	//
 	// +optional
 	Counts DeviceCounts `json:"counts,omitempty"`
+	// Partitions counts the MIG partitions that exist in the same way; absent where there are none.
+	//
+	// +optional
+	Partitions *DeviceCounts `json:"partitions,omitempty"`
 	// Holders in one line, for kubectl get -o wide: "gpu-0=default/train(claim) gpu-7=default/infer(limit)".
 	//
 	// +optional
 	Holders string `json:"holders,omitempty"`
-	// LimitsResource is the extended resource by which limits ask for these GPUs; empty where no limits are served, as while no
+	// LimitsResource is the extended resource by which limits ask for whole GPUs; empty where no limits are served, as while no
 	// agent runs.
 	//
 	// +optional
@@ -99,7 +105,7 @@ type GPUNodeStatus struct {
 	Losers []LosingClaim `json:"losers,omitempty"`
 }
 
-// DeviceCounts are numbers of GPUs.
+// DeviceCounts are numbers of GPUs, or of partitions.
 type DeviceCounts struct {
 	Total  int32 `json:"total"`
 	Claims int32 `json:"claims"`
@@ -108,25 +114,38 @@ type DeviceCounts struct {
 	Faulty int32 `json:"faulty"`
 }
 
-// DeviceStatus is one GPU.
+// DeviceStatus is one GPU, or a partition of one that exists.
 type DeviceStatus struct {
-	// Name in the pool, such as gpu-0.
+	// Name in the pool, such as gpu-0 or gpu-0-mig-1g10gb-19-0.
 	Name string `json:"name"`
 	UUID string `json:"uuid"`
+	// Parent is the name of the GPU that a partition is of; empty for a GPU.
+	//
+	// +optional
+	Parent string `json:"parent,omitempty"`
+	// Profile of a partition, such as 1g.10gb; empty for a GPU.
+	//
+	// +optional
+	Profile string `json:"profile,omitempty"`
 	// Model is the product name.
 	//
 	// +optional
 	Model string `json:"model,omitempty"`
-	// Fault says in one line why the GPU is not healthy; empty when it is.
+	// Fault says in one line why the device is not healthy; empty when it is.
 	//
 	// +optional
 	Fault string `json:"fault,omitempty"`
-	// Holders of the GPU: none where it is free.
+	// Holders of the device: none where it is free. Who has partitions of a GPU is told there.
 	//
 	// +optional
 	// +listType=atomic
 	Holders []DeviceHolder `json:"holders,omitempty"`
-	// Limits says whether kubelet's device manager gives the GPU to limits.
+	// LimitsResource is the extended resource by which limits ask for the device; empty where none does.
+	//
+	// +optional
+	LimitsResource string `json:"limitsResource,omitempty"`
+	// Limits says what kubelet's device manager thinks of the device, but is withdrawn as soon as that is about to change. It is empty
+	// where limits do not ask for the device, and while kubelet has not said.
 	//
 	// +optional
 	Limits LimitsState `json:"limits,omitempty"`

@@ -171,6 +171,11 @@ func (in *GPUNodeSpec) DeepCopy() *GPUNodeSpec {
 func (in *GPUNodeStatus) DeepCopyInto(out *GPUNodeStatus) {
 	*out = *in
 	out.Counts = in.Counts
+	if in.Partitions != nil {
+		in, out := &in.Partitions, &out.Partitions
+		*out = new(DeviceCounts)
+		**out = **in
+	}
 	if in.Devices != nil {
 		in, out := &in.Devices, &out.Devices
 		*out = make([]DeviceStatus, len(*in))
