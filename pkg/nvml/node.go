@@ -43,8 +43,9 @@ type Node struct {
 	inventory    gpu.Inventory
 	unidentified int
 	changed      chan struct{}
-	// turns has, by UUID, whose turn it is to operate on a GPU; changes counts what was changed by operations.
+	// turns has, by UUID, whose turn it is to operate on a GPU, and since when it is; changes counts what operations have changed.
 	turns   map[string]chan struct{}
+	since   map[string]time.Time
 	changes map[string]uint64
 }
 
@@ -109,7 +110,7 @@ func newNode(options Options) (*Node, error) {
 		options: options,
 		known:   map[string]*knownGPU{}, stuck: map[int]<-chan visit{}, late: map[string]<-chan struct{}{},
 		changed: make(chan struct{}),
-		turns:   map[string]chan struct{}{}, changes: map[string]uint64{},
+		turns:   map[string]chan struct{}{}, since: map[string]time.Time{}, changes: map[string]uint64{},
 	}, nil
 }
 

@@ -8,6 +8,7 @@ import (
 	"maps"
 	"reflect"
 	"slices"
+	"time"
 
 	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -91,7 +92,7 @@ func answered[T any](answer chan<- outcome[T], o outcome[T], abandoned <-chan st
 	}
 }
 
-// enter waits until nobody else is at the GPU. Scans leave it alone until leave is called.
+// enter waits until nobody else is at the GPU. Scans leave it alone until leave is called, or until it has taken too long.
 func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error) {
 	n.mu.Lock()
 	turn, ok := n.turns[uuid]
@@ -102,6 +103,9 @@ func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error)
 	n.mu.Unlock()
 	select {
 	case turn <- struct{}{}:
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		n.since[uuid] = time.Now()
 		return func() { <-turn }, nil
 	case <-ctx.Done():
 		return nil, fmt.Errorf("wait for an earlier change of GPU %s: %w", uuid, context.Cause(ctx))
@@ -157,11 +161,15 @@ func copyMIG(to *gpu.GPU, from gpu.GPU) {
 	to.MIGCapable, to.MIGEnabled, to.Profiles, to.Partitions = from.MIGCapable, from.MIGEnabled, from.Profiles, from.Partitions
 }
 
-// operating reports whether a GPU is being operated on.
+// tooLong is how often patience an operation may take before scans look at its GPU all the same: to create a partition takes a
+// second or two, to reset a GPU some more.
+const tooLong = 6
+
+// operating reports whether a GPU is being operated on, and may take the time.
 func (n *Node) operating(uuid string) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return len(n.turns[uuid]) > 0
+	return len(n.turns[uuid]) > 0 && time.Since(n.since[uuid]) < tooLong*n.options.patience
 }
 
 // countChanges is how many changes there have been of each GPU.

@@ -4,6 +4,7 @@ package nvml
 
 import (
 	"testing"
+	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/google/go-cmp/cmp"
@@ -59,4 +60,51 @@ func TestScanThatIsOvertaken(t *testing.T) {
 	if diff := cmp.Diff([]gpu.Partition{made}, node.Inventory().GPUs[1].Partitions); diff != "" {
 		t.Errorf("(-made +known):\n%s", diff)
 	}
+}
+
+// A GPU at which an operation hangs is ill, though scans leave it alone at first, and recovers.
+func TestOperationThatHangs(t *testing.T) {
+	options := fixture(t, "host-rhel")
+	profile, err := simulated.Load("a30x4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	hang := func(delay time.Duration) {
+		t.Helper()
+		fault := simulated.CallFault{Delay: simulated.Duration(delay)}
+		calls := map[string]simulated.CallFault{"CreateGpuInstanceWithPlacement": fault, "GetMemoryInfo": fault}
+		if err := simulated.WriteFaults(dir, simulated.Faults{GPUs: []simulated.GPUFaults{{GPU: "1", Calls: calls}}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	hang(0)
+	options.patience = 50 * time.Millisecond
+	options.open = func(layout) (gonvml.Interface, error) { return simulated.New(profile, simulated.WithDir(dir)), nil }
+	node, err := Open(t.Context(), options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := node.Inventory().GPUs[1]
+	hang(time.Hour)
+	created := make(chan error)
+	go func() {
+		_, err := node.Create(t.Context(), gpu.Ref{GPU: g.UUID, Placement: g.Profiles[0].Placements[0]}, g.Profiles[0])
+		created <- err
+	}()
+	until := func(what string, done func(gpu.GPU) bool) {
+		t.Helper()
+		for !done(node.Inventory().GPUs[1]) {
+			if err := node.Scan(t.Context()); err != nil || t.Context().Err() != nil {
+				t.Fatalf("%s: never (%v)", what, err)
+			}
+		}
+	}
+	until("unreachable", func(g gpu.GPU) bool { return g.Health.Reason == gpu.ReasonUnreachable })
+	hang(0)
+	if err := <-created; err != nil {
+		t.Error(err)
+	}
+	until("recovered", func(g gpu.GPU) bool { return g.Health.Reason != gpu.ReasonUnreachable && len(g.Partitions) == 1 })
+	until("with a healthy partition", func(g gpu.GPU) bool { return g.Partitions[0].Health.Reason != gpu.ReasonUnreachable })
 }
