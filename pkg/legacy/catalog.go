@@ -176,6 +176,11 @@ func aged(old item, byUUID map[string]device.Device) item {
 
 var missing = device.Health{Reason: device.ReasonMissing, Message: "no longer in the inventory"}
 
+// removed reports whether the item is a partition that is gone, which is its administrator's doing and no fault.
+func (i item) removed() bool {
+	return !i.offered && !i.Whole() && i.GPU.Health.Healthy() && i.Partition.Health == missing
+}
+
 // needed reports whether the item has to be listed. A GPU that is missing may come back, and one that is partitioned for claims will.
 func (i item) needed(held bool) bool {
 	return i.offered || held || i.Whole() && (i.GPU.Health.Reason == device.ReasonMissing || forClaims(i.GPU))
@@ -238,9 +243,9 @@ func (c *catalog) assess(o owners) []state {
 	for at, i := range c.items {
 		taken, mine := o.hold(c.resource, i)
 		switch {
-		case !i.Health().Healthy():
+		case !i.Health().Healthy() && !i.removed():
 			states[at] = stateUnhealthy
-		case taken || !i.offered && (c.retiring || !mine):
+		case taken || i.removed() || !i.offered && (c.retiring || !mine):
 			states[at] = stateWithdrawn
 		case !mine && o.promises(i.Ref()):
 			states[at] = stateWithdrawn

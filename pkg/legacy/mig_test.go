@@ -246,6 +246,11 @@ func TestPartitionsComeAndGo(t *testing.T) {
 		if ids := len(state.Of[oneSlice]) + len(state.Of[half]) + len(state.Of[fakekubelet.GPU]); ids != 3+1+4 {
 			t.Errorf("%d IDs are listed: %v", ids, state.Of)
 		}
+		for _, resource := range []string{oneSlice, half} {
+			if n := f.metric("tandem_limit_devices", "resource="+resource, "state=unhealthy"); n != 0 {
+				t.Errorf("%v partitions of %s that were removed count as faulty", n, resource)
+			}
+		}
 		if _, err := f.plugin(half).Allocate(context.Background(), allocation([]string{"MIG-3-4"})); status.Code(err) != codes.FailedPrecondition {
 			t.Errorf("what is gone was allocated: %v", err)
 		}
