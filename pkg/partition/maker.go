@@ -191,7 +191,24 @@ func (m *Maker) destroy(ctx context.Context, ref device.Ref, unused func() bool)
 			break
 		}
 	}
+	others := slices.ContainsFunc(found, func(p device.Partition) bool { return p.Ref.Placement != ref.Placement })
+	if err := m.leave(ctx, ref, others); err != nil {
+		return err
+	}
 	return m.records.drop(ref)
+}
+
+// leave switches the MIG mode off with the last partition of a GPU that is not to be partitioned any more: it was switched on here,
+// and nobody else would do it.
+func (m *Maker) leave(ctx context.Context, ref device.Ref, others bool) error {
+	gpu, ok := m.hardware.Inventory().ByUUID(ref.GPU)
+	if !ok || others || m.dynamic(gpu) || !gpu.MIGEnabled || !mig.Switchable(gpu) {
+		return nil
+	}
+	if slices.ContainsFunc(m.records.All(), func(r device.Ref) bool { return r.GPU == ref.GPU && r != ref }) {
+		return nil
+	}
+	return m.hardware.DisableMIG(context.WithoutCancel(ctx), ref.GPU)
 }
 
 // Whole makes a dynamic GPU usable as a whole: its MIG mode is switched off. The caller has reserved the GPU. Idempotent, and

@@ -264,6 +264,43 @@ func TestForeignPartition(t *testing.T) {
 }
 
 // A partition that a client keeps busy stays recorded until it could be destroyed.
+// A GPU that is not dynamic any more is whole again with the last partition that was made of it, unless somebody else has one.
+func TestLastPartitionOfAStaticGPU(t *testing.T) {
+	for name, test := range map[string]struct{ dynamic, foreign, want bool }{
+		"still dynamic":              {dynamic: true, want: true},
+		"static by now":              {},
+		"static, and not ours alone": {foreign: true, want: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h := newHardware()
+			dynamic := true
+			m := process(t, t.TempDir(), h)
+			m.dynamic = func(device.GPU) bool { return dynamic }
+			first, second := wanted("1g.10gb", 19, 0, 1), wanted("1g.10gb", 19, 1, 1)
+			for _, want := range []device.Partition{first, second} {
+				if _, err := m.Make(t.Context(), want); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if test.foreign {
+				h.put(device.Ref{GPU: gpuUUID, Placement: device.Placement{Start: 4, Size: 4}}, "3g.40gb", 9)
+			}
+			dynamic = test.dynamic
+			for _, want := range []device.Partition{first, second} {
+				if !h.gpu.MIGEnabled {
+					t.Fatalf("MIG mode is off before %s is gone", want.Name())
+				}
+				if err := m.Destroy(t.Context(), want.Ref, always); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if h.gpu.MIGEnabled != test.want {
+				t.Errorf("MIG mode on: %t, want %t", h.gpu.MIGEnabled, test.want)
+			}
+		})
+	}
+}
+
 func TestBusyPartition(t *testing.T) {
 	h := newHardware()
 	dir := t.TempDir()
