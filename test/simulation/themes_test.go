@@ -103,15 +103,16 @@ var themes = []theme{
 	{name: "rush", deeds: []string{everybody}, pace: 300 * time.Millisecond, strikes: hearsay},
 	{name: "slow rush", deeds: []string{everybody}, slow: true},
 	{name: "annotated rush", deeds: []string{everybody, claimOwners, annotates}, slow: true},
-	{name: "limits pods while a claim is prepared", deeds: []string{claimPods}, pace: time.Second, gpus: 4, strikes: []strike{
-		{life: "agent", before: "is asked to prepare ", oneIn: 1, name: "limits pods come, and kubelet is frozen",
-			do: func(s *simulation, _ string) {
-				for range s.host.gpus {
-					s.room(func() { s.cluster.create(pod{gpus: 1, finite: true}) })
-				}
-				s.kubelet.life.frozen = time.Now().Add(s.between(time.Second, 3*time.Second))
-			}, late: time.Second},
-	}},
+	{name: "limits pods while a claim is prepared", deeds: []string{claimPods}, pace: time.Second, misfortune: time.Minute, gpus: 2,
+		strikes: []strike{
+			{life: "agent", before: "is asked to prepare ", oneIn: 1, name: "limits pods come, and kubelet is frozen",
+				do: func(s *simulation, _ string) {
+					for range s.host.gpus {
+						s.room(func() { s.cluster.create(pod{gpus: 1, finite: true}) })
+					}
+					s.kubelet.life.frozen = time.Now().Add(s.between(time.Second, 3*time.Second))
+				}, late: time.Second},
+		}},
 	{name: "late device lists", deeds: []string{everybody, claimOwners}, pace: 500 * time.Millisecond, strikes: []strike{
 		{life: "kubelet", before: "gets a device list", oneIn: 1, name: "later", late: 5 * time.Second},
 		{life: "scheduler", before: "hears of node/", oneIn: 2, name: "later", late: 2 * time.Second},
@@ -120,7 +121,7 @@ var themes = []theme{
 	{name: "claims after claims, regrets", deeds: []string{orphanClaims}, pace: 500 * time.Millisecond, strikes: []strike{
 		{life: "agent", before: "is asked to prepare ", oneIn: 2, name: "its pod is deleted", do: deleteItsPod},
 	}},
-	{name: "rush with regrets", deeds: []string{everybody, deletesWaiting}, strikes: append([]strike{
+	{name: "rush with regrets", deeds: []string{everybody, deletesWaiting}, misfortune: time.Minute, strikes: append([]strike{
 		{life: "agent", before: "is asked to prepare ", oneIn: 2, name: "its pod is deleted", do: deleteItsPod},
 	}, hearsay...)},
 	{name: "shared claims", deeds: []string{sharedOwners}},
