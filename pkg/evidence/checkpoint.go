@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -117,20 +118,21 @@ func ReadClaimState(kubeletDir, driver string) ([]KubeletClaim, error) {
 	return claims, nil
 }
 
-// hasDevices reports whether kubelet's state has devices of any driver for a claim: whether it would start a pod with them.
-func hasDevices(kubeletDir, claimUID string) (bool, error) {
+// claimDevices reports whether kubelet's state has devices of any driver for a claim, and names the pods that it starts, or has
+// started, with them.
+func claimDevices(kubeletDir, claimUID string) (has bool, podUIDs []string, err error) {
 	entries, err := readClaimState(kubeletDir)
 	if err != nil {
-		return false, err
+		return false, nil, err
 	}
 	for _, entry := range entries {
 		for _, state := range entry.DriverState {
 			if entry.ClaimUID == claimUID && len(state.Devices) > 0 {
-				return true, nil
+				return true, slices.Sorted(maps.Keys(entry.PodUIDs)), nil
 			}
 		}
 	}
-	return false, nil
+	return false, nil, nil
 }
 
 // claimEntry is a claim as kubelet writes it down.

@@ -39,6 +39,9 @@ type Pods struct {
 	pods   map[types.UID]seenPod
 	// deleted are pods that were seen and are gone from the API server; kept until their cgroups are gone too.
 	deleted map[types.UID]seenPod
+	// attached are the pods that kubelet's state has named for a claim when it drained, by the claim's UID; kept until their
+	// cgroups are gone.
+	attached map[string]map[types.UID]bool
 }
 
 // seenPod is a pod as the API server had it last.
@@ -61,7 +64,7 @@ func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubelet
 		informers.WithTransform(trim))
 	p := &Pods{
 		cgroups: cgroups, kubeletDir: kubeletDir, factory: factory, changed: make(chan struct{}),
-		pods: map[types.UID]seenPod{}, deleted: map[types.UID]seenPod{},
+		pods: map[types.UID]seenPod{}, deleted: map[types.UID]seenPod{}, attached: map[string]map[types.UID]bool{},
 	}
 	handler, err := factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc: func(o any) { p.store(o) },
@@ -395,6 +398,8 @@ func (p *Pods) podVerdict(uid string, since time.Time) ledger.Verdict {
 // between two starts of a container where the runtime keeps no pause process (CRI-O), and kubelet prepares nothing before
 // the second: it keeps the claim as long as it lives. One that never started a container does so too where it was prepared:
 // the same kubelets unprepare between the answer and the first start. One that was not does not; before the first, kubelet asks.
+// But to them a claim is prepared until they have heard the answer to Unprepare: a pod that comes meanwhile is started with its
+// devices, and nobody is asked. It is in their state by then, and has a cgroup, before our watch may have heard of it.
 func (p *Pods) claimVerdict(h ledger.Hold, uids map[types.UID]bool) ledger.Verdict {
 	if h.State != ledger.StateDraining {
 		for uid := range uids {
@@ -407,20 +412,26 @@ func (p *Pods) claimVerdict(h ledger.Hold, uids map[types.UID]bool) ledger.Verdi
 		}
 		return ledger.Terminating
 	}
+	remembered := p.remembered(h)
+	attached := p.attachedTo(h)
+	for uid := range attached {
+		uids[uid] = true
+	}
 	verdict := ledger.Gone
 	for uid := range uids {
-		prepared := slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) })
+		prepared := attached[uid] || slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) })
 		if p.liveAndStarted(uid, prepared) {
 			return ledger.Running
 		}
 		if prepared && p.mayArrive(uid, h.Since) {
 			verdict = ledger.Orphaned
 		}
-		if cgroup, err := p.cgroups.Pod(string(uid)); err != nil || cgroup == CgroupBusy {
+		cgroup, err := p.cgroups.Pod(string(uid))
+		if err != nil || cgroup == CgroupBusy || attached[uid] && cgroup == CgroupEmpty && !p.Known(string(uid)) {
 			verdict = ledger.Orphaned
 		}
 	}
-	if verdict == ledger.Gone && p.remembered(h) {
+	if verdict == ledger.Gone && remembered {
 		return ledger.Orphaned
 	}
 	return verdict
@@ -430,8 +441,37 @@ func (p *Pods) claimVerdict(h ledger.Hold, uids map[types.UID]bool) ledger.Verdi
 // heard the answer to Unprepare. One that has not, because the agent died meanwhile, hands them to the next pod of the claim
 // without asking (1.34 to 1.36, k8s.io/kubernetes pkg/kubelet/cm/dra, prepareResources), and unprepares again later.
 func (p *Pods) remembered(h ledger.Hold) bool {
-	has, err := hasDevices(p.kubeletDir, h.Holder.ID)
+	has, pods, err := claimDevices(p.kubeletDir, h.Holder.ID)
+	if len(pods) > 0 {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if p.attached[h.Holder.ID] == nil {
+			p.attached[h.Holder.ID] = map[types.UID]bool{}
+		}
+		for _, uid := range pods {
+			p.attached[h.Holder.ID][types.UID(uid)] = true
+		}
+	}
 	return has || err != nil
+}
+
+func (p *Pods) attachedTo(h ledger.Hold) map[types.UID]bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return maps.Clone(p.attached[h.Holder.ID])
+}
+
+// Attached are the pods that kubelet's state has named for a claim since it was unprepared, and that are not recorded with the
+// hold. Called to record them, after a Verdict. It is safe for concurrent use.
+func (p *Pods) Attached(h ledger.Hold) []ledger.Pod {
+	var pods []ledger.Pod
+	for uid := range p.attachedTo(h) {
+		if !slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) }) {
+			pods = append(pods, p.Name(string(uid)))
+		}
+	}
+	slices.SortFunc(pods, func(a, b ledger.Pod) int { return strings.Compare(a.UID, b.UID) })
+	return pods
 }
 
 // Users are those pods recorded with the hold of a claim that may still use it.
@@ -542,6 +582,7 @@ func claimsOf(pod *corev1.Pod) map[string]bool {
 // Sweep forgets pods that were deleted a while ago, have no cgroup any more, and that no hold names. It forgets none while there
 // is a limit whose pod is not known yet: forgotten, that pod would pass for one that has not been seen so far, and live for ever.
 func (p *Pods) Sweep(holds []ledger.Hold) {
+	p.sweepAttached(holds)
 	named := map[types.UID]bool{}
 	for _, h := range holds {
 		if h.Holder.Kind == ledger.KindLimit && len(h.Pods) == 0 {
@@ -564,6 +605,21 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 			p.mu.Lock()
 			delete(p.deleted, uid)
 			p.mu.Unlock()
+		}
+	}
+}
+
+func (p *Pods) sweepAttached(holds []ledger.Hold) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for claim, pods := range p.attached {
+		maps.DeleteFunc(pods, func(uid types.UID, _ bool) bool {
+			cgroup, err := p.cgroups.Pod(string(uid))
+			return err == nil && cgroup == CgroupAbsent
+		})
+		held := slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindClaim && h.Holder.ID == claim })
+		if len(pods) == 0 || !held {
+			delete(p.attached, claim)
 		}
 	}
 }

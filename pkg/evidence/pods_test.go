@@ -579,3 +579,43 @@ func TestKubeletStillHasTheDevices(t *testing.T) {
 		}
 	}
 }
+
+// TestPodThatComesDuringUnprepare: kubelets before 1.37 start a pod with the devices of a claim whose Unprepare is under way, and
+// forget both when they hear the answer. Our watch may hear of the pod last.
+func TestPodThatComesDuringUnprepare(t *testing.T) {
+	f := newTree(t)
+	f.group(podA, emptyGroup)
+	f.group(podB, emptyGroup)
+	f.v2("kubepods/burstable/podanchor", true)
+	p := known(t, f, pod(podA, "a", names("one"), ranOnce, beingDeleted))
+	says := func(state string) {
+		file, err := json.Marshal(map[string]any{"Data": state, "Checksum": crc32.ChecksumIEEE([]byte(state))})
+		must(t, err)
+		must(t, os.WriteFile(ClaimStatePath(p.kubeletDir), file, 0o600))
+	}
+	h := claim(ledger.StateDraining, podA)
+	verdict := func(when string, want ledger.Verdict) {
+		t.Helper()
+		p.Sweep([]ledger.Hold{h})
+		if got := p.Verdict(h); got != want {
+			t.Errorf("%s: %v, want %v", when, got, want)
+		}
+	}
+	says(fmt.Sprintf(`{"ClaimInfoStateList":[{"ClaimUID":"claim-uid","PodUIDs":{%q:{},%q:{}},"DriverState":{"gpu.nvidia.com":{"Devices":[{"PoolName":"n"}]}}}]}`, podA, podB))
+	verdict("before the answer", ledger.Orphaned)
+	if got := p.Attached(h); len(got) != 1 || got[0].UID != podB {
+		t.Errorf("attached: %v", got)
+	}
+	says(`{"ClaimInfoStateList":[]}`)
+	verdict("the pod has a cgroup and nobody has seen it", ledger.Orphaned)
+	p.store(pod(podB, "b", names("one")))
+	verdict("it is about to start", ledger.Running)
+	f.group(podB, busyGroup)
+	p.forget(pod(podB, "b"))
+	verdict("it was force-deleted and runs", ledger.Orphaned)
+	f.remove("kubepods/burstable/pod" + podB)
+	verdict("it is gone", ledger.Gone)
+	if p.Sweep(nil); len(p.attached) != 0 {
+		t.Errorf("remembered for ever: %v", p.attached)
+	}
+}

@@ -310,18 +310,21 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	case h.State != ledger.StateDraining:
 		return never, nil
 	}
-	switch r.Pods.Verdict(h) {
-	case ledger.Gone:
+	verdict := r.Pods.Verdict(h)
+	if verdict == ledger.Gone {
 		if r.made(h.Device) {
 			signal(r.unused)
 			return never, nil
 		}
 		return never, r.release(h)
-	case ledger.Orphaned:
-		return untilLeft, r.unreadable(h)
-	default:
-		return never, nil
 	}
+	if more := r.Pods.Attached(h); len(more) > 0 {
+		return never, r.Ledger.SetPods(h, append(slices.Clone(h.Pods), more...))
+	}
+	if verdict == ledger.Orphaned {
+		return untilLeft, r.unreadable(h)
+	}
+	return never, nil
 }
 
 // signal wakes whoever waits for the channel, now or next.
