@@ -21,7 +21,7 @@ demo-down: ## remove the demo's cluster
 	$(call run,demo) down
 
 .PHONY: test
-test: deps verify unit e2e ## all tests: verify, unit and contract, simulation, end to end
+test: deps verify unit simulation e2e ## all tests: verify, unit and contract, a simulation with a fresh seed, end to end
 
 .PHONY: deps
 deps: ## install the Debian packages that building and testing need
