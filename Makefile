@@ -41,11 +41,11 @@ e2e: ## users' stories on a real cluster (KUBERNETES=v1.36.3 for another version
 	go test -count=1 -timeout 60m -v $(if $(RUN),-run '$(RUN)') ./test/e2e/...
 
 # What a run of make torture takes from the command line.
-torture_flags = $(if $(OPS),-ops $(OPS)) $(if $(SEED),-seed $(SEED)) $(if $(KUBERNETES),-kubernetes $(KUBERNETES)) \
+torture_flags = $(if $(OPS),-ops $(OPS)) $(if $(SEED),-seed $(SEED)) $(if $(MIG),-mig) $(if $(KUBERNETES),-kubernetes $(KUBERNETES)) \
 	$(if $(BUDGET),-budget $(BUDGET)) $(if $(DIR),-dir $(DIR)) $(if $(RESUME),-resume)
 
 .PHONY: torture
-torture: ## random operations and faults on a real cluster (OPS=5000 SEED=7 BUDGET=15m KUBERNETES=v1.36.3 RESUME=1)
+torture: ## random operations and faults on a real cluster (OPS=5000 SEED=7 MIG=1 BUDGET=15m KUBERNETES=v1.36.3 RESUME=1)
 	$(call run,torture) $(torture_flags)
 
 .PHONY: torture-ci

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net"
 	"slices"
-	"strconv"
 	"strings"
 
 	"google.golang.org/grpc"
@@ -20,17 +19,10 @@ import (
 // podResourcesSocket is where kubelet answers on a node (KEP-606).
 const podResourcesSocket = "/var/lib/kubelet/pod-resources/kubelet.sock"
 
-// Granted asks a node's kubelet which GPUs it believes to have given to each pod, by "namespace/name". Ask only while no pod
-// is being admitted: the question makes kubelet forget devices that it is about to give.
-func Granted(ctx context.Context, node *cluster.Node) (map[string][]Number, error) {
-	root, err := node.Root()
-	if err != nil {
-		return nil, fmt.Errorf("ask kubelet of %s: %w", node.Name(), err)
-	}
-	known, err := readGPUs(root)
-	if err != nil {
-		return nil, fmt.Errorf("ask kubelet of %s: %w", node.Name(), err)
-	}
+// Granted asks a node's kubelet what it believes to have given to each pod, by "namespace/name": limits by UUID, claims by the
+// names of their devices, sorted. Ask only while no pod is being admitted: the question makes kubelet forget devices that it is
+// about to give.
+func Granted(ctx context.Context, node *cluster.Node) (map[string][]string, error) {
 	connection, err := grpc.NewClient("passthrough:///kubelet", grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
 			return node.DialContext(ctx, "unix", podResourcesSocket)
@@ -43,37 +35,34 @@ func Granted(ctx context.Context, node *cluster.Node) (map[string][]Number, erro
 	if err != nil {
 		return nil, fmt.Errorf("ask kubelet of %s for its pods' resources: %w", node.Name(), err)
 	}
-	return known.granted(answer), nil
+	return granted(answer), nil
 }
 
-// granted reads kubelet's answer: limits by UUID, claims by the devices' names.
-func (g gpus) granted(answer *podresources.ListPodResourcesResponse) map[string][]Number {
-	byUUID := map[string]Number{}
-	for number, gpu := range g {
-		byUUID[gpu.UUID] = number
-	}
-	pods := map[string][]Number{}
+func granted(answer *podresources.ListPodResourcesResponse) map[string][]string {
+	pods := map[string][]string{}
 	for _, pod := range answer.GetPodResources() {
 		name := pod.GetNamespace() + "/" + pod.GetName()
 		for _, container := range pod.GetContainers() {
 			for _, devices := range container.GetDevices() {
-				for _, id := range devices.GetDeviceIds() {
-					if number, ok := byUUID[id]; ok && devices.GetResourceName() == resourceName {
-						pods[name] = append(pods[name], number)
-					}
+				if ofLimits(devices.GetResourceName()) {
+					pods[name] = append(pods[name], devices.GetDeviceIds()...)
 				}
 			}
 			for _, claim := range container.GetDynamicResources() {
 				for _, device := range claim.GetClaimResources() {
-					minor, err := strconv.ParseUint(strings.TrimPrefix(device.GetDeviceName(), "gpu-"), 10, 32)
-					if err == nil && device.GetDriverName() == driverName {
-						pods[name] = append(pods[name], Number{nvidiaMajor, uint32(minor)})
+					if device.GetDriverName() == driverName {
+						pods[name] = append(pods[name], device.GetDeviceName())
 					}
 				}
 			}
 		}
-		slices.SortFunc(pods[name], Number.compare)
+		slices.Sort(pods[name])
 		pods[name] = slices.Compact(pods[name])
 	}
 	return pods
+}
+
+// ofLimits reports whether a resource is a GPU or a partition.
+func ofLimits(resource string) bool {
+	return resource == resourceName || strings.HasPrefix(resource, partitionResources)
 }

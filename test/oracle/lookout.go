@@ -103,7 +103,8 @@ func (l *Lookout) lookInto(own viewpoint, c group) (*sighting, error) {
 			if seen.container != c.id {
 				continue
 			}
-			l.known[c.id] = seen.devices
+			l.known[c.id] = l.named(own, seen.devices)
+			seen.devices = l.known[c.id]
 		}
 		if len(seen.devices) == 0 {
 			return nil, nil
@@ -114,9 +115,23 @@ func (l *Lookout) lookInto(own viewpoint, c group) (*sighting, error) {
 	return nil, nil
 }
 
-// Suspicion is a device, or a GPU of which one has a part, that containers of different pods could see at one moment. Whether that is right is for Memory.
+// named fills in the GPUs; what the machine does not tell stays as it is.
+func (l *Lookout) named(own viewpoint, devices []Device) []Device {
+	known, err := readGPUs(own.path)
+	if err != nil || len(devices) == 0 {
+		return devices
+	}
+	for i := range devices {
+		devices[i].GPU = known.find(devices[i].gpu())
+	}
+	return devices
+}
+
+// Suspicion is hardware that containers of different pods could see at one moment: a device, or a partition and its GPU. Whether
+// that is right is for Memory.
 type Suspicion struct {
-	Number Number
+	// Number is the device of the first, other that of the second.
+	Number, other Number
 	// first and second are live processes: there was an instant at which both were.
 	first, second sighting
 }
@@ -125,13 +140,15 @@ type Suspicion struct {
 func (s Suspicion) Key() string {
 	ids := []string{s.first.container, s.second.container}
 	slices.Sort(ids)
-	return fmt.Sprintf("%s %s %s", s.Number, ids[0], ids[1])
+	numbers := []Number{s.Number, s.other}
+	slices.SortFunc(numbers, Number.compare)
+	return fmt.Sprintf("%s %s %s %s", numbers[0], numbers[1], ids[0], ids[1])
 }
 
 // String names device, pods and processes by what is known without the API server.
 func (s Suspicion) String() string {
-	return fmt.Sprintf("device %s: container %.12s of pod %s (process %d) and container %.12s of pod %s (process %d)", s.Number,
-		s.first.container, s.first.pod, s.first.pid, s.second.container, s.second.pod, s.second.pid)
+	return fmt.Sprintf("device %s: container %.12s of pod %s (process %d) and device %s: container %.12s of pod %s (process %d)",
+		s.Number, s.first.container, s.first.pod, s.first.pid, s.other, s.second.container, s.second.pod, s.second.pid)
 }
 
 // Suspicions compares the containers with each other. Of two processes seen one after the other the first may have ended
@@ -145,12 +162,8 @@ func (g Glimpse) Suspicions() []Suspicion {
 			}
 			for _, device := range a.devices {
 				for _, other := range b.devices {
-					number := device.Number
-					if device.partOf(other.Number) {
-						number = other.Number
-					}
-					if device.partOf(number) && other.partOf(number) && a.alive() && b.alive() {
-						found = append(found, Suspicion{Number: number, first: a, second: b})
+					if device.Overlaps(other) && a.alive() && b.alive() {
+						found = append(found, Suspicion{Number: device.Number, other: other.Number, first: a, second: b})
 					}
 				}
 			}
@@ -160,17 +173,17 @@ func (g Glimpse) Suspicions() []Suspicion {
 }
 
 // Pods answers which devices the containers of each pod can see, by the pod's UID.
-func (g Glimpse) Pods() map[string][]Number {
-	pods := map[string][]Number{}
+func (g Glimpse) Pods() map[string][]Device {
+	pods := map[string][]Device{}
 	for _, seen := range g.sightings {
 		for _, device := range seen.devices {
-			if !slices.Contains(pods[seen.pod], device.Number) {
-				pods[seen.pod] = append(pods[seen.pod], device.Number)
+			if !slices.ContainsFunc(pods[seen.pod], func(d Device) bool { return d.Number == device.Number }) {
+				pods[seen.pod] = append(pods[seen.pod], device)
 			}
 		}
 	}
-	for _, numbers := range pods {
-		slices.SortFunc(numbers, Number.compare)
+	for _, devices := range pods {
+		slices.SortFunc(devices, func(a, b Device) int { return a.Number.compare(b.Number) })
 	}
 	return pods
 }

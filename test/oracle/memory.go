@@ -79,11 +79,17 @@ func (m *Memory) Forget(namespace string) {
 func (m *Memory) Judge(s Suspicion) (Double, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	doubles := m.objects.explain([]sighting{s.first.only(s.Number), s.second.only(s.Number)}).DoublyOwned()
-	if len(doubles) == 0 {
-		return Double{}, false
+	found := m.objects.explain([]sighting{s.first.only(s.Number), s.second.only(s.other)})
+	double := Double{Node: s.first.node, Number: s.Number}
+	for _, container := range found.Containers {
+		for _, device := range container.Devices {
+			if device.Holder != "" {
+				double.GPU = device.GPU
+				double.add(container, device)
+			}
+		}
 	}
-	return doubles[0], true
+	return double, len(double.Holders) > 1
 }
 
 // addPod keeps what an earlier version told about claims: their names stay even where a status is written anew without them.

@@ -150,10 +150,8 @@ func asksOf(pod corev1.Pod, name string) asks {
 		for _, reference := range container.Resources.Claims {
 			found.claims = append(found.claims, claims[reference.Name])
 		}
-		for name, quantity := range container.Resources.Limits {
-			if (name == resourceName || strings.HasPrefix(string(name), partitionResources)) && !quantity.IsZero() {
-				found.limits = true
-			}
+		for resource, quantity := range container.Resources.Limits {
+			found.limits = found.limits || ofLimits(string(resource)) && !quantity.IsZero()
 		}
 	}
 	if status := pod.Status.ExtendedResourceClaimStatus; status != nil && found.limits {

@@ -11,6 +11,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 
 	"k8s.io/client-go/kubernetes"
 
@@ -37,6 +38,9 @@ type Partition struct {
 	Instance string
 	// GPU is the number of the GPU that it is a partition of.
 	GPU Number
+	// UUID of the MIG device, and the memory slices that it has; zero where the machine does not know it any more.
+	UUID        string
+	Start, Size int
 	// Published ends the names under which it can be published: GPU instance profile and start, and the compute instance's start.
 	Published [2]string
 }
@@ -44,8 +48,43 @@ type Partition struct {
 // Whole reports whether the device is a GPU.
 func (d Device) Whole() bool { return d.Partition.Instance == "" }
 
-// partOf reports whether it is the device of that number or a part of it.
-func (d Device) partOf(number Number) bool { return d.Number == number || d.Partition.GPU == number }
+// gpu is the number of the GPU that the device is, or is a partition of.
+func (d Device) gpu() Number {
+	if d.Whole() {
+		return d.Number
+	}
+	return d.Partition.GPU
+}
+
+// Minor is that of the GPU that the device is, or is a partition of.
+func (d Device) Minor() int { return int(d.gpu().Minor) }
+
+// Is reports whether the device is meant by a name under which it can be published, or by a UUID.
+func (d Device) Is(name string) bool {
+	if d.Whole() {
+		return name == d.GPU.UUID || d.published(name)
+	}
+	return name == d.Partition.UUID && name != "" || d.published(name)
+}
+
+// Overlaps reports whether both use the same hardware.
+func (d Device) Overlaps(other Device) bool {
+	a, b := d.Partition, other.Partition
+	switch {
+	case d.gpu() != other.gpu():
+		return false
+	case d.Whole() || other.Whole() || d.Number == other.Number:
+		return true
+	case gpuInstance(a) == gpuInstance(b):
+		return false
+	}
+	return a.Start < b.Start+b.Size && b.Start < a.Start+a.Size
+}
+
+func gpuInstance(p Partition) string {
+	name, _, _ := strings.Cut(p.Instance, "/")
+	return name
+}
 
 // API is how a pod came to a device, as the API server's objects tell.
 type API string

@@ -4,19 +4,51 @@ package oracle
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
 )
 
-// instance is a compute instance as the machine itself remembers it.
-type instance struct {
-	gpu, gi, ci                  int
-	profile, start, computeStart int
+// Instance is a GPU instance with a compute instance in it, as the machine itself remembers them.
+type Instance struct {
+	// GPU is the minor of the GPU's device node.
+	GPU int
+	// ID of the GPU instance; Compute is the ID of the compute instance, -1 of a GPU instance that is empty.
+	ID, Compute int
+	// Profile is the GPU instance profile ID; Start and Size are memory slices.
+	Profile, Start, Size int
+	// ComputeStart is the first compute slice.
+	ComputeStart int
+	// UUID of the MIG device; empty where there is no compute instance.
+	UUID string
+}
+
+// String is "gpu-3 gi7/ci0 (profile 19, slices 4+1)".
+func (i Instance) String() string {
+	return fmt.Sprintf("gpu-%d gi%d/ci%d (profile %d, slices %d+%d)", i.GPU, i.ID, i.Compute, i.Profile, i.Start, i.Size)
+}
+
+// Machine is what the GPUs of a node remember of MIG.
+type Machine struct {
+	// Boot tells boots apart: what GPUs remember does not survive one.
+	Boot string
+	// Enabled has the minors of the GPUs in MIG mode.
+	Enabled map[int]bool
+	// Instances are those of all GPUs.
+	Instances []Instance
+}
+
+// ReadMachine reads the machine's own memory. A node that is down, and one that remembers nothing, has an empty Boot.
+func ReadMachine(node *cluster.Node) (Machine, error) {
+	root, err := node.Root()
+	if err != nil {
+		return Machine{}, nil //nolint:nilerr // nobody reads a machine that is off
+	}
+	return readMachine(root)
 }
 
 // withPartitions puts the partitions that a container may use in the place of their GPUs: with the right to use a part, the GPU's
@@ -26,7 +58,7 @@ func withPartitions(root string, gpus, rights []Device) ([]Device, error) {
 	if err != nil {
 		return nil, err
 	}
-	instances, err := readInstances(root)
+	machine, err := readMachine(root)
 	if err != nil {
 		return nil, err
 	}
@@ -38,9 +70,10 @@ func withPartitions(root string, gpus, rights []Device) ([]Device, error) {
 			continue
 		}
 		right.Partition = Partition{Instance: fmt.Sprintf("gi%d/ci%d", gi, ci), GPU: Number{nvidiaMajor, uint32(gpu)}}
-		for _, i := range instances {
-			if i.gpu == gpu && i.gi == gi && i.ci == ci {
-				right.Partition.Published = [2]string{fmt.Sprintf("-%d-%d", i.profile, i.start), fmt.Sprintf("-%d-%d-%d", i.profile, i.start, i.computeStart)}
+		for _, i := range machine.Instances {
+			if i.GPU == gpu && i.ID == gi && i.Compute == ci {
+				right.Partition.UUID, right.Partition.Start, right.Partition.Size = i.UUID, i.Start, i.Size
+				right.Partition.Published = [2]string{fmt.Sprintf("-%d-%d", i.Profile, i.Start), fmt.Sprintf("-%d-%d-%d", i.Profile, i.Start, i.ComputeStart)}
 			}
 		}
 		partitions = append(partitions, right)
@@ -69,44 +102,58 @@ func capabilities(root string) (map[uint32]string, error) {
 	return names, nil
 }
 
-// readInstances reads the machine's own memory.
-func readInstances(root string) ([]instance, error) {
-	machine := filepath.Join(root, simulatedMachine)
+func readMachine(root string) (Machine, error) {
 	state := struct {
+		Boot string
 		GPUs []struct {
 			UUID      string
+			Enabled   bool
 			Instances []struct {
-				ID, Profile, Start int
-				Compute            []struct{ ID, Start int }
+				ID, Profile, Start, Size int
+				Compute                  []struct {
+					ID, Start int
+					UUID      string
+				}
 			}
 		}
 	}{}
-	data, err := os.ReadFile(filepath.Join(machine, "mig/state.json"))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
+	data, err := os.ReadFile(filepath.Join(root, simulatedMachine, "mig/state.json"))
+	if gone(err) {
+		return Machine{}, nil
 	}
 	if err == nil {
 		err = json.Unmarshal(data, &state)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("read instances: %w", err)
+		return Machine{}, fmt.Errorf("read what the GPUs remember: %w", err)
 	}
 	gpus, err := readGPUs(root)
 	if err != nil {
-		return nil, err
+		return Machine{}, err
 	}
-	var found []instance
+	minors := map[string]int{}
+	for _, gpu := range gpus {
+		minors[gpu.UUID] = gpu.Minor
+	}
+	machine := Machine{Boot: state.Boot, Enabled: map[int]bool{}}
 	for _, g := range state.GPUs {
-		for _, gpu := range gpus {
-			if gpu.UUID != g.UUID {
-				continue
+		minor, ok := minors[g.UUID]
+		if !ok {
+			continue
+		}
+		if g.Enabled {
+			machine.Enabled[minor] = true
+		}
+		for _, gi := range g.Instances {
+			one := Instance{GPU: minor, ID: gi.ID, Compute: -1, Profile: gi.Profile, Start: gi.Start, Size: gi.Size}
+			if len(gi.Compute) == 0 {
+				machine.Instances = append(machine.Instances, one)
 			}
-			for _, gi := range g.Instances {
-				for _, ci := range gi.Compute {
-					found = append(found, instance{gpu.Minor, gi.ID, ci.ID, gi.Profile, gi.Start, ci.Start})
-				}
+			for _, ci := range gi.Compute {
+				one.Compute, one.ComputeStart, one.UUID = ci.ID, ci.Start, ci.UUID
+				machine.Instances = append(machine.Instances, one)
 			}
 		}
 	}
-	return found, nil
+	return machine, nil
 }

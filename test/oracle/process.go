@@ -210,7 +210,7 @@ func (v viewpoint) contains(proc string) (bool, error) {
 
 // only is the sighting with one device left, or the parts of it.
 func (s sighting) only(number Number) sighting {
-	s.devices = slices.DeleteFunc(slices.Clone(s.devices), func(d Device) bool { return !d.partOf(number) })
+	s.devices = slices.DeleteFunc(slices.Clone(s.devices), func(d Device) bool { return d.Number != number })
 	return s
 }
 

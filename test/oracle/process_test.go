@@ -282,7 +282,7 @@ func TestWithPartitions(t *testing.T) {
 	want := []Device{
 		{Number: Number{195, 0}, Path: "/dev/nvidia0"},
 		{Number: Number{235, 203}, Path: "/dev/nvidia-caps/nvidia-cap203", Partition: Partition{
-			Instance: "gi7/ci1", GPU: Number{195, 1}, Published: [2]string{"-9-4", "-9-4-2"},
+			Instance: "gi7/ci1", GPU: Number{195, 1}, Start: 4, Size: 4, Published: [2]string{"-9-4", "-9-4-2"},
 		}},
 	}
 	if !slices.Equal(got, want) {

@@ -23,12 +23,12 @@ const Newer = "docker.io/local/tandem:newer"
 
 // Fresh removes what an earlier run has left in a directory and starts a cluster of one node with Tandem there. The image is
 // built where it is empty, and the one called Newer with it.
-func Fresh(ctx context.Context, dir, kubernetes, image string, out io.Writer) (*cluster.Cluster, error) {
+func Fresh(ctx context.Context, dir string, state State, image string, out io.Writer) (*cluster.Cluster, error) {
 	if err := Remove(ctx, dir); err != nil {
 		return nil, err
 	}
 	c, err := cluster.New(cluster.Config{
-		Dir: clusterDir(dir), KubernetesVersion: kubernetes, Progress: out,
+		Dir: clusterDir(dir), KubernetesVersion: state.Kubernetes, Progress: out,
 		// Kubelet makes a container that was killed often wait for up to five minutes: that would be tested instead of us.
 		FeatureGates: map[string]bool{"KubeletCrashLoopBackOffMax": true},
 		Nodes: []cluster.NodeConfig{{Name: "node-1", Kubelet: map[string]any{
@@ -46,7 +46,30 @@ func Fresh(ctx context.Context, dir, kubernetes, image string, out io.Writer) (*
 			return c, err
 		}
 	}
-	return c, install.Tandem(ctx, c, install.Options{Image: image, Progress: out})
+	o := install.Options{Image: image, Progress: out}
+	if state.MIG {
+		if o.ValuesFiles, err = valuesForMIG(dir); err != nil {
+			return c, err
+		}
+		o.Profile = profileForMIG
+	}
+	return c, install.Tandem(ctx, c, o)
+}
+
+// profileForMIG is the machine that room knows.
+const profileForMIG = "h100x8-mig"
+
+// valuesForMIG writes the chart's values for it.
+func valuesForMIG(dir string) ([]string, error) {
+	values := "config:\n  version: v1\n  flags: {migStrategy: mixed}\n  tandem:\n    devices:\n"
+	for gpu := range dynamicGPUs {
+		values += fmt.Sprintf("    - {match: {index: %d}, mig: dynamic}\n", gpu)
+	}
+	file := filepath.Join(dir, "values.yaml")
+	if err := os.WriteFile(file, []byte(values), 0o644); err != nil {
+		return nil, fmt.Errorf("write values: %w", err)
+	}
+	return []string{file}, nil
 }
 
 func loadNewer(ctx context.Context, c *cluster.Cluster, dir string, out io.Writer) error {
@@ -59,7 +82,11 @@ func loadNewer(ctx context.Context, c *cluster.Cluster, dir string, out io.Write
 
 // Reopen finds the cluster of an interrupted run as it was, or starts a fresh one where it is gone, or damaged, as by an
 // interruption while it was being started or removed. Like Fresh it leaves no State.
-func Reopen(ctx context.Context, dir, kubernetes string, out io.Writer) (*cluster.Cluster, error) {
+func Reopen(ctx context.Context, dir string, state State, out io.Writer) (*cluster.Cluster, error) {
+	if state.MIG {
+		// Nobody remembers which partitions were the administrator's.
+		return Fresh(ctx, dir, state, "", out)
+	}
 	c, err := cluster.Open(clusterDir(dir), out)
 	if err == nil {
 		err = revive(ctx, c)
@@ -68,7 +95,7 @@ func Reopen(ctx context.Context, dir, kubernetes string, out io.Writer) (*cluste
 		return c, err
 	}
 	fmt.Fprintf(out, "torture: a fresh cluster goes on with the run: %v\n", err)
-	return Fresh(ctx, dir, kubernetes, "", out)
+	return Fresh(ctx, dir, state, "", out)
 }
 
 // revive makes everything run again that was stopped or frozen.

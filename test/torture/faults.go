@@ -41,6 +41,9 @@ type saboteur struct {
 	// newer is the image of the agent from the future, on the node already; empty where an upgrade brings the same again.
 	newer string
 
+	// administrator does what happens to the GPUs; nil where there is no MIG.
+	administrator *administrator
+
 	whole sync.RWMutex
 	mu    sync.Mutex
 	busy  map[string]*sync.Mutex
@@ -63,6 +66,10 @@ func (s *saboteur) strike(ctx context.Context, op Op) (done, error) {
 	s.whole.RLock()
 	defer s.whole.RUnlock()
 	defer s.alone(op.Component)()
+	if op.onHardware() {
+		skipped, err := s.administrator.operate(ctx, op)
+		return done{skipped: skipped}, err
+	}
 	switch op.Kind {
 	case WipeCDI:
 		return done{}, s.onNode(ctx, "sh", "-c", "rm -rf "+cdiDir+"/* "+cdiDir+"/.[!.]*")

@@ -20,12 +20,14 @@ import (
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
-	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
 // holdsDir is where the ledger keeps its records on the node: a file a hold. Nobody here reads what is in them.
 const holdsDir = "/run/tandem/holds"
+
+// recordsDir is where the agent keeps a file for each partition that it makes. Nobody reads those either.
+const recordsDir = "/run/tandem/partitions"
 
 // auditor looks for what is left over when everything was deleted.
 type auditor struct {
@@ -33,7 +35,10 @@ type auditor struct {
 	node    *cluster.Node
 	client  kubernetes.Interface
 	dynamic dynamic.Interface
-	gpus    int
+	// hardware is nil without MIG.
+	hardware *hardware
+	// offered is what there was when nothing had been given out yet.
+	offered offer
 	// specs are the CDI specs that lay there when nothing had been given out yet.
 	specs []string
 }
@@ -41,7 +46,7 @@ type auditor struct {
 // leaks answers what is not as it was before anything was given out, one line each; how many GPUs are not free is the number.
 func (a auditor) leaks(ctx context.Context) (lines []string, missing int, err error) {
 	for _, look := range []func(context.Context) ([]string, int, error){
-		a.objects, a.offeredToLimits, a.offeredToClaims, a.gpuNode, a.onNode, a.containers,
+		a.objects, a.offeredToLimits, a.offeredToClaims, a.gpuNode, a.onNode, a.containers, a.partitions,
 	} {
 		found, gone, err := look(ctx)
 		if err != nil {
@@ -75,39 +80,6 @@ func (a auditor) objects(ctx context.Context) ([]string, int, error) {
 	return lines, 0, nil
 }
 
-func (a auditor) offeredToLimits(ctx context.Context) ([]string, int, error) {
-	node, err := a.client.CoreV1().Nodes().Get(ctx, a.node.Name(), metav1.GetOptions{})
-	if err != nil {
-		return nil, 0, fmt.Errorf("get node: %w", err)
-	}
-	capacity, allocatable := node.Status.Capacity[install.ResourceName], node.Status.Allocatable[install.ResourceName]
-	if int(capacity.Value()) == a.gpus && int(allocatable.Value()) == a.gpus {
-		return nil, 0, nil
-	}
-	line := fmt.Sprintf("limits: allocatable %s of %s", allocatable.String(), capacity.String())
-	return []string{line}, max(0, a.gpus-int(allocatable.Value())), nil
-}
-
-func (a auditor) offeredToClaims(ctx context.Context) ([]string, int, error) {
-	ofNode := metav1.ListOptions{FieldSelector: "spec.nodeName=" + a.node.Name()}
-	slices, err := a.client.ResourceV1().ResourceSlices().List(ctx, ofNode)
-	if err != nil {
-		return nil, 0, fmt.Errorf("list ResourceSlices: %w", err)
-	}
-	offered := 0
-	for _, slice := range slices.Items {
-		for _, device := range slice.Spec.Devices {
-			if len(device.Taints) == 0 {
-				offered++
-			}
-		}
-	}
-	if offered == a.gpus {
-		return nil, 0, nil
-	}
-	return []string{fmt.Sprintf("claims: the slices offer %d of %d", offered, a.gpus)}, max(0, a.gpus-offered), nil
-}
-
 // gpuNode looks at the object that says who has which GPU, where the installation has one.
 func (a auditor) gpuNode(ctx context.Context) ([]string, int, error) {
 	node, err := a.dynamic.Resource(gpuNodes).Get(ctx, a.node.Name(), metav1.GetOptions{})
@@ -119,9 +91,9 @@ func (a auditor) gpuNode(ctx context.Context) ([]string, int, error) {
 	}
 	var lines []string
 	free, counted, _ := unstructured.NestedInt64(node.Object, "status", "counts", "free")
-	if counted && int(free) != a.gpus {
+	if counted && free != a.offered.free {
 		holders, _, _ := unstructured.NestedString(node.Object, "status", "holders")
-		lines = append(lines, fmt.Sprintf("GPUNode: %d of %d free: %s", free, a.gpus, holders))
+		lines = append(lines, fmt.Sprintf("GPUNode: %d of %d free: %s", free, a.offered.free, holders))
 	}
 	if losers := losersOf(node); len(losers) > 0 {
 		lines = append(lines, fmt.Sprintf("GPUNode: losers are left: %v", losers))
@@ -129,7 +101,18 @@ func (a auditor) gpuNode(ctx context.Context) ([]string, int, error) {
 	if claims, _, _ := unstructured.NestedSlice(node.Object, "spec", "claims"); len(claims) > 0 {
 		lines = append(lines, fmt.Sprintf("GPUNode: allocated claims are left: %v", claims))
 	}
-	return lines, max(0, a.gpus-int(free)) * min(len(lines), 1), nil
+	return lines, max(0, int(a.offered.free-free)) * min(len(lines), 1), nil
+}
+
+// partitions looks at what the GPUs remember, and at the agent's records of what it makes.
+func (a auditor) partitions(context.Context) ([]string, int, error) {
+	lines := a.hardware.unlike()
+	missing := len(lines)
+	records, err := a.list(recordsDir)
+	for _, record := range records {
+		lines = append(lines, "record of a partition: "+record)
+	}
+	return lines, missing, err
 }
 
 // onNode looks at the files of ledger and CDI, and at control groups of pods that nobody knows.

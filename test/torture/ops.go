@@ -10,7 +10,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -62,7 +61,7 @@ func (u user) settle(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for _, template := range []*resourceapi.ResourceClaimTemplate{template(1), template(2), template(3), template(4), lastTemplate()} {
+	for _, template := range templates() {
 		err := persist(ctx, "create ResourceClaimTemplate", func(ctx context.Context) error {
 			_, err := u.client.ResourceV1().ResourceClaimTemplates(u.namespace).Create(ctx, template, metav1.CreateOptions{})
 			return err

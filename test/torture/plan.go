@@ -29,11 +29,15 @@ const (
 
 // Workload is what one operation creates. Its name says which operation it was.
 type Workload struct {
-	Name     string
-	Shape    Shape
-	API      oracle.API
+	Name  string
+	Shape Shape
+	API   oracle.API
+	// GPUs is how many each pod asks for; with a Profile, how many partitions of it.
 	GPUs     int
 	Replicas int
+	// Profile is that of the partitions; empty for whole GPUs. Together they have to be of one GPU.
+	Profile  string
+	Together bool
 	// Linger is how long its containers take to end.
 	Linger time.Duration
 	// Init gives its pods an init container that sees the same GPUs.
@@ -51,13 +55,16 @@ type Workload struct {
 // String names everything that is not usual.
 func (w Workload) String() string {
 	text := fmt.Sprintf("%s %s by %s gpus=%d", w.Name, w.Shape, w.API, w.GPUs)
+	if w.Profile != "" {
+		text += " profile=" + w.Profile
+	}
 	if w.Shape != Bare || w.Replicas > 1 {
 		text += fmt.Sprintf(" replicas=%d", w.Replicas)
 	}
 	for _, more := range []struct {
 		name string
 		is   bool
-	}{{"init", w.Init}, {"crash", w.Crash}, {"last", w.Last}} {
+	}{{"together", w.Together}, {"init", w.Init}, {"crash", w.Crash}, {"last", w.Last}} {
 		if more.is {
 			text += " " + more.name
 		}
@@ -71,13 +78,19 @@ func (w Workload) String() string {
 	return text
 }
 
-// gpus is how many the workload wants at once.
-func (w Workload) gpus() int {
-	if w.Shape == Shared {
-		return w.GPUs
+// slices is how much of all GPUs the workload wants at once, in memory slices.
+func (w Workload) slices() int {
+	one := w.GPUs * slicesAGPU
+	if w.Profile != "" {
+		one = w.GPUs * profileNamed(w.Profile).size
 	}
-	return w.GPUs * w.Replicas
+	if w.Shape == Shared {
+		return one
+	}
+	return one * w.Replicas
 }
+
+const slicesAGPU = 8
 
 // Kind is what an operation does.
 type Kind string
@@ -129,6 +142,13 @@ type Op struct {
 	Grace int64
 	// Component that a fault strikes.
 	Component string
+	// GPU is the minor of that which something happens to. Profile is that of a partition to make, or of those in use; Call is a
+	// method that answers Answer, or after Delay.
+	GPU     int
+	Profile string
+	Call    string
+	Answer  string
+	Delay   time.Duration
 	// Pause is how long a frozen component stays frozen, or a killed one down.
 	Pause time.Duration
 	// Dwell is how long the operation stays in flight when all is said, so that operations come at a pace.
@@ -137,7 +157,12 @@ type Op struct {
 
 // IsFault tells faults from what users do.
 func (o Op) IsFault() bool {
-	return slices.Contains([]Kind{Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade}, o.Kind)
+	return slices.Contains([]Kind{Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade}, o.Kind) || o.onHardware()
+}
+
+// onHardware reports whether it happens to the GPUs.
+func (o Op) onHardware() bool {
+	return slices.Contains(hardwareKinds, o.Kind)
 }
 
 // recovery is how long the effects of a fault last once it is over.
@@ -185,8 +210,9 @@ func (o Op) String() string {
 			parts = append(parts, fmt.Sprintf("within %d s", o.Grace))
 		}
 	}
-	if o.Component != "" {
-		parts = append(parts, o.Component)
+	parts = append(parts, o.Component, o.Profile, o.Call, o.Answer)
+	if o.Delay > 0 {
+		parts = append(parts, "takes "+o.Delay.String())
 	}
 	if o.Pause > 0 {
 		parts = append(parts, "for "+o.Pause.String())
@@ -219,6 +245,9 @@ type Mix struct {
 	Ambush     int
 	// Demand on eight GPUs that the plan keeps up: more than there is, and some room for what is deleted and made again.
 	Demand [2]int
+	// MIG is for a machine with partitions. HardwareEvery bounds the number of operations between two that happen to its GPUs.
+	MIG           bool
+	HardwareEvery [2]int
 }
 
 // Fault is one kind of fault with its weight. Upgrade stands for Downgrade too: they take turns.
@@ -256,6 +285,9 @@ func PlanRound(seed uint64, number, size int, mix Mix) Round {
 	p := planner{rng: rand.New(rand.NewPCG(seed, uint64(number))), mix: mix}
 	p.newer = p.chance(50)
 	p.fault, p.freeze, p.burst = p.between(5, mix.FaultEvery[1]), p.between(3, mix.FreezeEvery[1]), p.between(1, mix.BurstEvery[1])
+	if mix.MIG {
+		p.hardware = p.among(mix.HardwareEvery)
+	}
 	round := Round{Number: number, Newer: p.newer, Clean: []int64{PodsOwn, short, Forced}[p.rng.IntN(3)]}
 	for i := range size {
 		op := p.next(fmt.Sprintf("w%05d", number*size+i))
@@ -272,8 +304,8 @@ type planner struct {
 	mix Mix
 	// there are the workloads in the order of their creation.
 	there []Workload
-	// fault, freeze and burst count down to the next.
-	fault, freeze, burst int
+	// fault, freeze, burst and hardware count down to the next.
+	fault, freeze, burst, hardware int
 	// newer is which agent there is.
 	newer bool
 }
@@ -282,6 +314,7 @@ func (p *planner) next(name string) Op {
 	p.fault--
 	p.freeze--
 	p.burst--
+	p.hardware--
 	switch {
 	case p.fault <= 0:
 		p.fault = p.among(p.mix.FaultEvery)
@@ -289,8 +322,14 @@ func (p *planner) next(name string) Op {
 	case p.freeze <= 0 || p.burst == 0 && p.chance(p.mix.Ambush):
 		p.freeze = p.among(p.mix.FreezeEvery)
 		return p.strike(p.mix.Frozen)
+	case p.mix.MIG && p.hardware <= 0:
+		p.hardware = p.among(p.mix.HardwareEvery)
+		return p.onHardware()
 	case p.burst < 0 && p.demand() <= burstDemand:
 		p.burst = p.among(p.mix.BurstEvery)
+		if p.mix.MIG && p.chance(60) {
+			return p.burstOfPartitions(name)
+		}
 		return p.burstOf(name)
 	}
 	more := 50
@@ -312,15 +351,19 @@ func (p *planner) next(name string) Op {
 // burstDemand leaves GPUs for a burst to race for.
 const burstDemand = 5
 
+// demand is in GPUs.
 func (p *planner) demand() int {
 	total := 0
 	for _, w := range p.there {
-		total += w.gpus()
+		total += w.slices()
 	}
-	return total
+	return total / slicesAGPU
 }
 
 func (p *planner) create(name string) Op {
+	if p.mix.MIG && p.chance(65) {
+		return p.createPartitions(name)
+	}
 	w := Workload{Name: name, API: p.api(), GPUs: p.weighted(60, 25, 8, 7) + 1, Replicas: 1}
 	switch p.weighted(45, 30, 12, 13) {
 	case 0:

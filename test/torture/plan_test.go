@@ -3,6 +3,7 @@
 package torture
 
 import (
+	"fmt"
 	"reflect"
 	"slices"
 	"testing"
@@ -64,6 +65,41 @@ func TestAPlanIsSound(t *testing.T) {
 	for _, kind := range []Kind{Create, Burst, Scale, Join, DeletePod, Delete, Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade} {
 		if kinds[kind] == 0 {
 			t.Errorf("30 rounds without any %s", kind)
+		}
+	}
+}
+
+// TestAPlanForMIG: what is asked for is to be had, what limits ask for is not removed, and all of it happens.
+func TestAPlanForMIG(t *testing.T) {
+	kinds, shapes := map[Kind]int{}, map[string]int{}
+	for seed := range uint64(30) {
+		for _, op := range PlanRound(seed, 0, 100, Usual().WithMIG()).Ops {
+			kinds[op.Kind]++
+			for _, w := range op.Workloads {
+				if w.Profile == "" {
+					continue
+				}
+				shapes[fmt.Sprintf("%s %s %t", w.Shape, w.API, w.Together)]++
+				if taken := []place(nil); !machineWithMIG().fits(ask{w.API, w.GPUs, w.Profile, w.Together}, taken) {
+					t.Errorf("seed %d: %s: not to be had at all", seed, op)
+				}
+			}
+			if op.onHardware() && (!op.IsFault() || op.Component != fmt.Sprintf("gpu-%d", op.GPU)) {
+				t.Errorf("seed %d: %s", seed, op)
+			}
+		}
+	}
+	for _, kind := range hardwareKinds {
+		if kinds[kind] < 30 {
+			t.Errorf("30 rounds with %d times %s", kinds[kind], kind)
+		}
+	}
+	for _, shape := range []string{
+		"pod claim false", "pod claim true", "pod limits false", "deployment claim false", "deployment claim true", "deployment limits false",
+		"job claim false", "job limits false", "shared claim false", "shared claim true",
+	} {
+		if shapes[shape] == 0 {
+			t.Errorf("30 rounds without %s", shape)
 		}
 	}
 }

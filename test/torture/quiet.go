@@ -5,8 +5,6 @@ package torture
 import (
 	"fmt"
 	"slices"
-	"strconv"
-	"strings"
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -22,10 +20,10 @@ type snapshot struct {
 	pods        []corev1.Pod
 	claims      []resourceapi.ResourceClaim
 	deployments []appsv1.Deployment
-	// seen are the GPUs in the containers of each pod, by its UID.
-	seen map[string][]oracle.Number
-	// gpus is how many the node has.
-	gpus int
+	// seen are the devices in the containers of each pod, by its UID.
+	seen map[string][]oracle.Device
+	// room is what the node has.
+	room room
 }
 
 // restless answers for each pod that is neither at rest nor rightly waiting, by its name, what is wrong with it.
@@ -50,18 +48,25 @@ func (s snapshot) restless() map[string]string {
 }
 
 // disagree compares running pods with what kubelet believes to have given them, by "namespace/name".
-func (s snapshot) disagree(granted map[string][]oracle.Number) map[string]string {
+func (s snapshot) disagree(granted map[string][]string) map[string]string {
 	problems := map[string]string{}
 	for _, pod := range s.pods {
-		sees, given := minors(s.seen[string(pod.UID)]), minors(granted[pod.Namespace+"/"+pod.Name])
-		if pod.Status.Phase == corev1.PodRunning && pod.DeletionTimestamp == nil && !slices.Equal(sees, given) {
-			problems[pod.Name] = fmt.Sprintf("sees %v and kubelet has given it %v", sees, given)
+		sees, given := s.seen[string(pod.UID)], granted[pod.Namespace+"/"+pod.Name]
+		if pod.Status.Phase == corev1.PodRunning && pod.DeletionTimestamp == nil && !sameDevices(sees, given) {
+			problems[pod.Name] = fmt.Sprintf("sees %v and kubelet has given it %v", placesOf(sees), given)
 		}
 	}
 	return problems
 }
 
-func (s snapshot) problemOf(pod corev1.Pod, asked ask, taken map[uint32]bool) string {
+// sameDevices reports whether the names, or UUIDs, are those of the devices.
+func sameDevices(sees []oracle.Device, names []string) bool {
+	return len(sees) == len(names) && !slices.ContainsFunc(sees, func(d oracle.Device) bool {
+		return !slices.ContainsFunc(names, d.Is)
+	})
+}
+
+func (s snapshot) problemOf(pod corev1.Pod, asked ask, taken []place) string {
 	sees := s.seen[string(pod.UID)]
 	switch {
 	case pod.DeletionTimestamp != nil:
@@ -70,11 +75,11 @@ func (s snapshot) problemOf(pod corev1.Pod, asked ask, taken map[uint32]bool) st
 		return ""
 	case pod.Status.Phase == corev1.PodRunning && !containersRun(pod):
 		return "is Running without its containers"
-	case pod.Status.Phase == corev1.PodRunning && len(sees) != asked.gpus:
-		return fmt.Sprintf("sees %v and asked for %d", sees, asked.gpus)
+	case pod.Status.Phase == corev1.PodRunning && !asked.isServedBy(placesOf(sees)):
+		return fmt.Sprintf("sees %v and asked for %d %s", placesOf(sees), asked.gpus, asked.profile)
 	case pod.Status.Phase == corev1.PodRunning && asked.api == oracle.Claim:
-		if allocated := s.allocatedTo(pod); !slices.Equal(minors(sees), allocated) {
-			return fmt.Sprintf("sees %v and its claim has %v", minors(sees), allocated)
+		if allocated := s.allocatedTo(pod); !slices.Equal(placesOf(sees), allocated) {
+			return fmt.Sprintf("sees %v and its claim has %v", placesOf(sees), allocated)
 		}
 		return ""
 	case pod.Status.Phase == corev1.PodRunning:
@@ -84,9 +89,8 @@ func (s snapshot) problemOf(pod corev1.Pod, asked ask, taken map[uint32]bool) st
 }
 
 // wronglyWaits answers why a waiting pod ought not to wait; empty where it rightly does.
-func (s snapshot) wronglyWaits(pod corev1.Pod, asked ask, taken map[uint32]bool) string {
+func (s snapshot) wronglyWaits(pod corev1.Pod, asked ask, taken []place) string {
 	allocated := s.allocatedTo(pod)
-	free := s.gpus - len(taken)
 	switch {
 	case len(allocated) > 0 && !s.inOtherHands(pod, allocated):
 		return fmt.Sprintf("waits although its claim has %v, which nobody else uses: %s", allocated, describe(pod))
@@ -94,34 +98,42 @@ func (s snapshot) wronglyWaits(pod corev1.Pod, asked ask, taken map[uint32]bool)
 		return fmt.Sprintf("waits for %v, which others use, and its owner would replace it: %s", allocated, describe(pod))
 	case len(allocated) > 0:
 		return ""
-	case asked.gpus <= free:
-		return fmt.Sprintf("waits for %d GPUs and %d are free: %s", asked.gpus, free, describe(pod))
+	case asked.profile == "" && s.room.fits(asked, taken):
+		return fmt.Sprintf("waits for %d GPUs and %d are free: %s", asked.gpus, s.room.free(taken), describe(pod))
+	case s.room.fits(asked, taken):
+		return fmt.Sprintf("waits for %d of %s, for which there is room beside %v: %s", asked.gpus, asked.profile, taken, describe(pod))
 	case pod.Spec.NodeName != "":
 		return "is bound to a node without GPUs for it: " + describe(pod)
 	}
 	return ""
 }
 
-// taken are the minors of GPUs that a container sees or a claim in use has.
-func (s snapshot) taken() map[uint32]bool {
-	taken := map[uint32]bool{}
-	for _, numbers := range s.seen {
-		for _, n := range numbers {
-			taken[n.Minor] = true
-		}
+// taken is what a container sees or a claim in use has.
+func (s snapshot) taken() []place {
+	var taken []place
+	for _, devices := range s.seen {
+		taken = append(taken, placesOf(devices)...)
 	}
 	for _, claim := range s.claims {
 		if len(claim.Status.ReservedFor) > 0 {
-			for _, minor := range allocation(claim) {
-				taken[minor] = true
-			}
+			taken = append(taken, allocation(claim)...)
 		}
 	}
-	return taken
+	slices.SortFunc(taken, place.compare)
+	return slices.Compact(taken)
 }
 
-// allocatedTo are the minors that the pod's claim has; none for limits.
-func (s snapshot) allocatedTo(pod corev1.Pod) []uint32 {
+// allocated is what claims have, in use or not.
+func (s snapshot) allocated() []place {
+	var all []place
+	for _, claim := range s.claims {
+		all = append(all, allocation(claim)...)
+	}
+	return all
+}
+
+// allocatedTo is what the pod's claim has; nothing for limits.
+func (s snapshot) allocatedTo(pod corev1.Pod) []place {
 	name := claimOf(&pod)
 	for _, claim := range s.claims {
 		if claim.Name == name {
@@ -131,8 +143,9 @@ func (s snapshot) allocatedTo(pod corev1.Pod) []uint32 {
 	return nil
 }
 
-// inOtherHands reports whether a container of a pod that does not share the claim sees one of the GPUs.
-func (s snapshot) inOtherHands(pod corev1.Pod, allocated []uint32) bool {
+// inOtherHands reports whether a container of a pod that does not share the claim sees any of it, or whether an administrator's
+// partition is in its place.
+func (s snapshot) inOtherHands(pod corev1.Pod, allocated []place) bool {
 	mine := claimOf(&pod)
 	friends := map[string]bool{string(pod.UID): true}
 	for _, other := range s.pods {
@@ -140,14 +153,17 @@ func (s snapshot) inOtherHands(pod corev1.Pod, allocated []uint32) bool {
 			friends[string(other.UID)] = true
 		}
 	}
-	for uid, numbers := range s.seen {
-		for _, n := range numbers {
-			if !friends[uid] && slices.Contains(allocated, n.Minor) {
+	for uid, devices := range s.seen {
+		for _, at := range placesOf(devices) {
+			if !friends[uid] && overlapsAny(at, allocated) {
 				return true
 			}
 		}
 	}
-	return false
+	return slices.ContainsFunc(s.room.standing, func(i oracle.Instance) bool {
+		at := place{i.GPU, i.Start, i.Size}
+		return overlapsAny(at, allocated) && !slices.Contains(allocated, at)
+	})
 }
 
 // live counts a workload's pods that are neither finished nor being deleted.
@@ -177,29 +193,18 @@ func claimOf(pod *corev1.Pod) string {
 	return ""
 }
 
-// allocation are the minors of the GPUs allocated to a claim, sorted: devices are published as gpu-<minor>.
-func allocation(claim resourceapi.ResourceClaim) []uint32 {
+// allocation is what is allocated to a claim, sorted.
+func allocation(claim resourceapi.ResourceClaim) []place {
 	if claim.Status.Allocation == nil {
 		return nil
 	}
-	var found []uint32
+	var found []place
 	for _, result := range claim.Status.Allocation.Devices.Results {
-		if text, ok := strings.CutPrefix(result.Device, "gpu-"); ok && result.Driver == install.DriverName {
-			if minor, err := strconv.ParseUint(text, 10, 32); err == nil {
-				found = append(found, uint32(minor))
-			}
+		if at, ok := placeNamed(result.Device); ok && result.Driver == install.DriverName {
+			found = append(found, at)
 		}
 	}
-	slices.Sort(found)
-	return found
-}
-
-func minors(numbers []oracle.Number) []uint32 {
-	var found []uint32
-	for _, n := range numbers {
-		found = append(found, n.Minor)
-	}
-	slices.Sort(found)
+	slices.SortFunc(found, place.compare)
 	return found
 }
 

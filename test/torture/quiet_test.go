@@ -17,6 +17,10 @@ import (
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
+func gpu(minor uint32) oracle.Device {
+	return oracle.Device{Number: oracle.Number{Major: 195, Minor: minor}}
+}
+
 // scene makes snapshots for the judge.
 type scene struct{ snapshot }
 
@@ -33,7 +37,7 @@ func (s *scene) pod(name string, api oracle.API, gpus int, phase corev1.PodPhase
 		pod.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimName: &claim}}
 	}
 	for _, minor := range sees {
-		s.seen[name] = append(s.seen[name], oracle.Number{Major: 195, Minor: minor})
+		s.seen[name] = append(s.seen[name], gpu(minor))
 	}
 	s.pods = append(s.pods, pod)
 	return &s.pods[len(s.pods)-1]
@@ -106,7 +110,7 @@ func TestTheJudge(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			// Five of eight GPUs are in other hands.
-			s := &scene{snapshot{seen: map[string][]oracle.Number{}, gpus: 8}}
+			s := &scene{snapshot{seen: map[string][]oracle.Device{}}}
 			s.pod("others", oracle.Limits, 5, corev1.PodRunning, 3, 4, 5, 6, 7)
 			test.set(s)
 			problems := fmt.Sprint(s.restless())
@@ -119,7 +123,7 @@ func TestTheJudge(t *testing.T) {
 
 // TestPodsOfOneClaimAreFriends: a pod that shares the claim of a running one does not wait for others.
 func TestPodsOfOneClaimAreFriends(t *testing.T) {
-	s := &scene{snapshot{seen: map[string][]oracle.Number{}, gpus: 8}}
+	s := &scene{snapshot{seen: map[string][]oracle.Device{}}}
 	s.pod("a", oracle.Claim, 1, corev1.PodRunning, 2)
 	s.allocated("a", 2)
 	b := s.pod("b", oracle.Claim, 1, corev1.PodPending)
@@ -131,11 +135,11 @@ func TestPodsOfOneClaimAreFriends(t *testing.T) {
 }
 
 func TestKubeletAndContainersDisagree(t *testing.T) {
-	s := &scene{snapshot{seen: map[string][]oracle.Number{}, gpus: 8}}
+	s := &scene{snapshot{seen: map[string][]oracle.Device{}}}
 	s.pod("a", oracle.Limits, 1, corev1.PodRunning, 2)
 	s.pod("b", oracle.Limits, 1, corev1.PodRunning, 3)
 	s.pod("c", oracle.Limits, 1, corev1.PodPending)
-	given := map[string][]oracle.Number{"/a": {{Major: 195, Minor: 2}}, "/b": {{Major: 195, Minor: 4}}}
+	given := map[string][]string{"/a": {"gpu-2"}, "/b": {"gpu-4"}}
 	if problems := s.disagree(given); len(problems) != 1 || problems["b"] == "" {
 		t.Errorf("problems: %v", problems)
 	}

@@ -28,8 +28,13 @@ func (r *run) race(ctx context.Context, u user) error {
 	if err := u.settle(ctx); err != nil {
 		return err
 	}
-	claims := Workload{Name: "claims", Shape: Deployment, API: oracle.Claim, GPUs: 1, Replicas: racers, Last: true, Late: true}
-	limits := Workload{Name: "limits", Shape: Deployment, API: oracle.Limits, GPUs: 1, Replicas: racers}
+	replicas := racers
+	if r.hardware != nil {
+		// There are fewer whole GPUs, and fewer at the end of them.
+		replicas = wholeGPUs / 2
+	}
+	claims := Workload{Name: "claims", Shape: Deployment, API: oracle.Claim, GPUs: 1, Replicas: replicas, Last: true, Late: true}
+	limits := Workload{Name: "limits", Shape: Deployment, API: oracle.Limits, GPUs: 1, Replicas: replicas}
 	err := r.lineUp(ctx, u, claims, limits)
 	if errors.Is(err, errAway) {
 		r.trace.say("no race: %v", err)
@@ -49,7 +54,7 @@ func (r *run) race(ctx context.Context, u user) error {
 		return err
 	}
 	after := r.tally.now()
-	r.trace.say("race: %d claims of %d lost, and healed within %s", after.Condemned-before.Condemned, racers,
+	r.trace.say("race: %d claims of %d lost, and healed within %s", after.Condemned-before.Condemned, claims.Replicas,
 		after.HealTimes[len(before.HealTimes):].percentile(100))
 	if err := u.clear(ctx, PodsOwn); err != nil {
 		return err

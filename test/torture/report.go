@@ -42,13 +42,23 @@ type Counters struct {
 	// the limits pods of the old boot fail.
 	FailedAdmissions int `json:"failedAdmissions"`
 	Ended            int `json:"ended"`
+	// MIG is whether the machine had partitions: PartitionsMade and PartitionsDestroyed count those that were not an
+	// administrator's, ForeignTouched those of his that somebody else has removed.
+	MIG                 bool `json:"mig,omitempty"`
+	PartitionsMade      int  `json:"partitionsMade,omitempty"`
+	PartitionsDestroyed int  `json:"partitionsDestroyed,omitempty"`
+	ForeignTouched      int  `json:"foreignTouched,omitempty"`
 }
 
 // Line is a run's last line.
 func (c Counters) Line(seed uint64) string {
-	return fmt.Sprintf("torture: seed=%d ops=%d placed_claims=%d placed_limits=%d contended=%d kills=%d doubly_owned=%d stuck=%d leaked=%d "+
+	line := fmt.Sprintf("torture: seed=%d ops=%d placed_claims=%d placed_limits=%d contended=%d kills=%d doubly_owned=%d stuck=%d leaked=%d "+
 		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s failed_admissions=%d", seed, c.Ops, c.PlacedClaims, c.PlacedLimits, c.Contended,
 		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.HealTimes.percentile(50), c.HealTimes.percentile(99), c.FailedAdmissions)
+	if c.MIG {
+		line += fmt.Sprintf(" partitions_made=%d partitions_destroyed=%d foreign_touched=%d", c.PartitionsMade, c.PartitionsDestroyed, c.ForeignTouched)
+	}
+	return line
 }
 
 // HealLine says what the heals of the last line are made of.
@@ -83,7 +93,7 @@ var ErrNothingTested = errors.New("the run proves nothing")
 // Verdict is nil for a run that met everything and found no fault.
 func (c Counters) Verdict() error {
 	if c.faults() > 0 {
-		return fmt.Errorf("%w: doubly_owned=%d stuck=%d leaked=%d", ErrFaults, c.DoublyOwned, c.Stuck, c.Leaked)
+		return fmt.Errorf("%w: doubly_owned=%d stuck=%d leaked=%d foreign_touched=%d", ErrFaults, c.DoublyOwned, c.Stuck, c.Leaked, c.ForeignTouched)
 	}
 	var missing []string
 	for _, must := range []struct {
@@ -94,13 +104,16 @@ func (c Counters) Verdict() error {
 			missing = append(missing, must.name+"=0")
 		}
 	}
+	if c.MIG && c.PartitionsDestroyed == 0 {
+		missing = append(missing, "partitions_destroyed=0")
+	}
 	if len(missing) > 0 {
 		return fmt.Errorf("%w: %s", ErrNothingTested, strings.Join(missing, " "))
 	}
 	return nil
 }
 
-func (c Counters) faults() int { return c.DoublyOwned + c.Stuck + c.Leaked }
+func (c Counters) faults() int { return c.DoublyOwned + c.Stuck + c.Leaked + c.ForeignTouched }
 
 // tally is the counters of a run at work. It is safe for concurrent use.
 type tally struct {

@@ -23,6 +23,10 @@ func TestTheLastLine(t *testing.T) {
 	if got := c.Line(9); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
+	c.MIG, c.PartitionsMade, c.PartitionsDestroyed = true, 8, 7
+	if got := c.Line(9); got != want+" partitions_made=8 partitions_destroyed=7 foreign_touched=0" {
+		t.Errorf("got\n%s", got)
+	}
 }
 
 func TestTheVerdict(t *testing.T) {
@@ -32,6 +36,7 @@ func TestTheVerdict(t *testing.T) {
 	}
 	for _, spoil := range []func(*Counters){
 		func(c *Counters) { c.DoublyOwned = 1 }, func(c *Counters) { c.Stuck = 1 }, func(c *Counters) { c.Leaked = 1 },
+		func(c *Counters) { c.ForeignTouched = 1 },
 	} {
 		bad := good
 		spoil(&bad)
@@ -41,7 +46,7 @@ func TestTheVerdict(t *testing.T) {
 	}
 	for _, spoil := range []func(*Counters){
 		func(c *Counters) { c.PlacedClaims = 0 }, func(c *Counters) { c.PlacedLimits = 0 },
-		func(c *Counters) { c.Contended = 0 }, func(c *Counters) { c.Kills = 0 },
+		func(c *Counters) { c.Contended = 0 }, func(c *Counters) { c.Kills = 0 }, func(c *Counters) { c.MIG = true },
 	} {
 		empty := good
 		spoil(&empty)
@@ -101,15 +106,16 @@ func TestReadingMetrics(t *testing.T) {
 // TestContended: a pod that waits while the other API has what it lacks counts once.
 func TestContended(t *testing.T) {
 	var counted tally
-	w := &watch{gpus: 2, tally: &counted, lives: map[string]*life{}, seen: map[string][]oracle.Number{}}
+	two := room{enabled: map[int]bool{2: true, 3: true, 4: true, 5: true, 6: true, 7: true}}
+	w := &watch{room: func() room { return two }, tally: &counted, lives: map[string]*life{}, seen: map[string][]oracle.Device{}}
 	waiting := &corev1.Pod{Status: corev1.PodStatus{Phase: corev1.PodPending}}
-	w.lives["claim"] = &life{pod: waiting, ask: ask{oracle.Claim, 1}}
-	w.lives["limits"] = &life{pod: waiting, ask: ask{oracle.Limits, 2}}
+	w.lives["claim"] = &life{pod: waiting, ask: ask{api: oracle.Claim, gpus: 1}}
+	w.lives["limits"] = &life{pod: waiting, ask: ask{api: oracle.Limits, gpus: 2}}
 	holder := func(api oracle.API, gpus ...uint32) {
-		w.lives["holder"] = &life{pod: &corev1.Pod{}, ask: ask{api, len(gpus)}, placed: true}
-		w.seen = map[string][]oracle.Number{}
+		w.lives["holder"] = &life{pod: &corev1.Pod{}, ask: ask{api: api, gpus: len(gpus)}, placed: true}
+		w.seen = map[string][]oracle.Device{}
 		for _, g := range gpus {
-			w.seen["holder"] = append(w.seen["holder"], oracle.Number{Major: 195, Minor: g})
+			w.seen["holder"] = append(w.seen["holder"], gpu(g))
 		}
 	}
 	for _, step := range []struct {

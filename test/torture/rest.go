@@ -34,7 +34,13 @@ func (r *run) settle(ctx context.Context, u user) error {
 	for _, name := range slices.Sorted(maps.Keys(problems)) {
 		lines = append(lines, name+" "+problems[name])
 	}
-	r.tally.add(func(c *Counters) { c.Stuck += len(lines) })
+	leaked := 0
+	for name := range problems {
+		if isPartition(name) {
+			leaked++
+		}
+	}
+	r.tally.add(func(c *Counters) { c.Stuck, c.Leaked = c.Stuck+len(lines)-leaked, c.Leaked+leaked })
 	r.trace.say("STUCK: %s", strings.Join(lines, "; "))
 	r.keepEvidence(ctx, "stuck", lines)
 	return nil
@@ -69,6 +75,7 @@ func (r *run) awaitRest(ctx context.Context, u user) (problems map[string]string
 		var now snapshot
 		if now, err = r.snapshot(ctx, u); err == nil {
 			problems = now.restless()
+			maps.Copy(problems, r.hardware.ownerless(now.allocated()))
 			calm++
 			if len(problems) > 0 {
 				calm = 0
@@ -124,7 +131,9 @@ func (r *run) snapshot(ctx context.Context, u user) (snapshot, error) {
 	if err != nil {
 		return snapshot{}, fmt.Errorf("list Deployments: %w", err)
 	}
-	return snapshot{pods: pods.Items, claims: claims.Items, deployments: deployments.Items, seen: r.watch.sights(), gpus: gpusANode}, nil
+	return snapshot{
+		pods: pods.Items, claims: claims.Items, deployments: deployments.Items, seen: r.watch.sights(), room: r.hardware.room(),
+	}, nil
 }
 
 // awaitFree waits until nothing is left of what was deleted, and answers what is when patience ends.

@@ -57,7 +57,10 @@ type run struct {
 	faults  *saboteur
 	auditor auditor
 	scraper *scraper
-	trace   *trace
+	// hardware and administrator are nil without MIG.
+	hardware      *hardware
+	administrator *administrator
+	trace         *trace
 
 	// controller is whether there is one to strike.
 	controller bool
@@ -84,6 +87,9 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) (Counters, error) {
 	group.Go(func() error { return r.heals.run(watching, r.auditor.dynamic) })
 	group.Go(func() error { return r.scraper.run(watching) })
 	group.Go(func() error { return r.progress(watching) })
+	if r.hardware != nil {
+		group.Go(func() error { return r.hardware.run(watching) })
+	}
 	group.Go(func() error {
 		defer stop()
 		return r.rounds(watching)
@@ -118,12 +124,18 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	node := c.Nodes()[0]
 	r := &run{Options: o, cluster: c, client: client, tally: &tally{counters: o.State.Counters}, trace: trace, started: time.Now()}
 	r.heals = &heals{tally: r.tally, trace: trace, known: map[string]bool{}}
-	r.watch = newWatch(client, node, gpusANode, r.tally, r.heals)
+	r.tally.counters.MIG = o.State.MIG
+	if o.State.MIG {
+		r.hardware = &hardware{node: node, tally: r.tally, trace: trace, touched: r.foreignTouched}
+		r.administrator = &administrator{node: node, hardware: r.hardware, used: r.used}
+	}
+	r.watch = newWatch(client, node, r.hardware.room, r.tally, r.heals)
 	r.watch.trace, r.watch.found = r.trace, r.doubleFound
 	r.heals.userOf = r.watch.userOf
 	r.scraper = newScraper(client, c, r.tally)
-	r.faults = &saboteur{cluster: c, node: node, client: client, before: r.scraper.scrape, newer: o.Newer}
-	r.auditor = auditor{cluster: c, node: node, client: client, dynamic: objects, gpus: gpusANode}
+	r.faults = &saboteur{cluster: c, node: node, client: client, before: r.scraper.scrape, newer: o.Newer,
+		administrator: r.administrator}
+	r.auditor = auditor{cluster: c, node: node, client: client, dynamic: objects, hardware: r.hardware}
 	return r, nil
 }
 
@@ -164,6 +176,14 @@ func (r *run) begin(ctx context.Context) error {
 		return err
 	}
 	if r.auditor.specs, err = r.auditor.list(cdiDir); err != nil {
+		return err
+	}
+	if r.hardware != nil {
+		if err := r.hardware.begin(); err != nil {
+			return err
+		}
+	}
+	if r.auditor.offered, err = r.awaitOffer(ctx); err != nil {
 		return err
 	}
 	lines, _, err := r.awaitFree(ctx)
@@ -218,6 +238,11 @@ func (r *run) round(ctx context.Context, round Round) error {
 	if err := u.clear(ctx, round.Clean); err != nil {
 		return err
 	}
+	if r.administrator != nil {
+		if err := r.administrator.tidy(ctx); err != nil {
+			return err
+		}
+	}
 	if err := r.freed(ctx); err != nil {
 		return err
 	}
@@ -240,6 +265,25 @@ func (r *run) freed(ctx context.Context) error {
 		r.keepEvidence(ctx, "leaked", lines)
 	}
 	return err
+}
+
+// used is what containers see and claims have.
+func (r *run) used(ctx context.Context) ([]place, error) {
+	ctx, cancel := context.WithTimeout(ctx, callPatience)
+	defer cancel()
+	claims, err := r.client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("list ResourceClaims: %w", err)
+	}
+	all := snapshot{claims: claims.Items}.allocated()
+	for _, devices := range r.watch.sights() {
+		all = append(all, placesOf(devices)...)
+	}
+	return all, nil
+}
+
+func (r *run) foreignTouched(ctx context.Context, what string) {
+	r.keepEvidence(ctx, "foreign-touched", []string{what})
 }
 
 func (r *run) forget(u user) {

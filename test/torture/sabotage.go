@@ -44,6 +44,7 @@ func Sabotages() []Sabotage {
 	forgetful.Faults = []Fault{{Kill, agentName, 5}, {Upgrade, agentName, 2}}
 	trusting := Usual()
 	trusting.Force, trusting.Linger = 80, 90
+	partitioned := crossing.WithMIG()
 	return []Sabotage{
 		{
 			Name: "cross-api", What: "the ledger does not compare claims with limits", Mix: crossing,
@@ -78,6 +79,21 @@ func Sabotages() []Sabotage {
 			Name: "release", What: "a pod counts as gone while its control group is still there", Mix: trusting,
 			changes: []change{{"pkg/evidence", "Cgroups", "Pod", `
 	return CgroupAbsent, nil
+`}},
+		},
+		{
+			Name: "parts", What: "a GPU and its partitions do not exclude each other", Mix: partitioned,
+			changes: []change{{"pkg/device", "Ref", "Overlaps", `
+	return r == other
+`}},
+		},
+		{
+			Name: "destroy", What: "a partition counts as destroyed while it is still there", Mix: Usual().WithMIG(),
+			changes: []change{{"pkg/partition", "Maker", "Destroy", `
+	if !unused() {
+		return nil
+	}
+	return m.records.drop(ref)
 `}},
 		},
 	}

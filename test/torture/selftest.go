@@ -31,8 +31,8 @@ func Selftest(ctx context.Context, dir string, state State, sabotages []Sabotage
 		if err != nil {
 			return fmt.Errorf("selftest %s: %w", s.Name, err)
 		}
-		fmt.Fprintf(out, "selftest: %s: found after %d operations and %s: doubly_owned=%d stuck=%d leaked=%d\n", s.Name, counters.Ops,
-			time.Since(started).Round(time.Second), counters.DoublyOwned, counters.Stuck, counters.Leaked)
+		fmt.Fprintf(out, "selftest: %s: found after %d operations and %s: doubly_owned=%d stuck=%d leaked=%d foreign_touched=%d\n", s.Name,
+			counters.Ops, time.Since(started).Round(time.Second), counters.DoublyOwned, counters.Stuck, counters.Leaked, counters.ForeignTouched)
 	}
 	return nil
 }
@@ -48,7 +48,8 @@ func (s Sabotage) play(ctx context.Context, dir string, state State, out io.Writ
 	if err != nil {
 		return Counters{}, err
 	}
-	c, err := Fresh(ctx, dir, state.Kubernetes, tarball, out)
+	state.MIG = s.Mix.MIG
+	c, err := Fresh(ctx, dir, state, tarball, out)
 	defer func() {
 		clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Minute)
 		defer cancel()

@@ -21,6 +21,8 @@ type State struct {
 	RoundSize  int    `json:"roundSize"`
 	InFlight   int    `json:"inFlight"`
 	Kubernetes string `json:"kubernetes"`
+	// MIG is for a machine with partitions.
+	MIG bool `json:"mig,omitempty"`
 	// Next is the first round that has not been finished.
 	Next     int      `json:"next"`
 	Counters Counters `json:"counters"`

@@ -54,9 +54,10 @@ type watch struct {
 	client  kubernetes.Interface
 	lookout *oracle.Lookout
 	memory  *oracle.Memory
-	gpus    int
-	tally   *tally
-	heals   *heals
+	// room answers what the node has.
+	room  func() room
+	tally *tally
+	heals *heals
 	// found is called with each device that had two owners.
 	found func(ctx context.Context, double oracle.Double)
 	trace *trace
@@ -64,16 +65,16 @@ type watch struct {
 	mu    sync.Mutex
 	lives map[string]*life
 	// seen are the devices in the containers of each pod, at the last look.
-	seen map[string][]oracle.Number
+	seen map[string][]oracle.Device
 	// suspected are suspicions that were judged or are about to be.
 	suspected map[string]bool
 	looks     int
 }
 
-func newWatch(client kubernetes.Interface, node *cluster.Node, gpus int, t *tally, h *heals) *watch {
+func newWatch(client kubernetes.Interface, node *cluster.Node, room func() room, t *tally, h *heals) *watch {
 	return &watch{
-		client: client, lookout: oracle.NewLookout(node), memory: oracle.NewMemory(), gpus: gpus, tally: t, heals: h,
-		lives: map[string]*life{}, seen: map[string][]oracle.Number{}, suspected: map[string]bool{},
+		client: client, lookout: oracle.NewLookout(node), memory: oracle.NewMemory(), room: room, tally: t, heals: h,
+		lives: map[string]*life{}, seen: map[string][]oracle.Device{}, suspected: map[string]bool{},
 	}
 }
 
@@ -177,22 +178,21 @@ func (w *watch) keep(glimpse oracle.Glimpse) {
 
 // compare counts the pods that wait while the other API has what they would need. Under mu.
 func (w *watch) compare() {
-	taken := map[oracle.API]map[oracle.Number]bool{oracle.Claim: {}, oracle.Limits: {}}
-	all := map[oracle.Number]bool{}
-	for uid, numbers := range w.seen {
-		for _, n := range numbers {
-			all[n] = true
-			if l := w.lives[uid]; l != nil {
-				taken[l.ask.api][n] = true
-			}
+	taken := map[oracle.API]bool{}
+	var all []place
+	for uid, devices := range w.seen {
+		all = append(all, placesOf(devices)...)
+		if l := w.lives[uid]; l != nil && len(devices) > 0 {
+			taken[l.ask.api] = true
 		}
 	}
+	room := w.room()
 	for _, l := range w.lives {
 		other := oracle.Claim
 		if l.ask.api == oracle.Claim {
 			other = oracle.Limits
 		}
-		if !l.contended && l.waits() && l.ask.gpus > w.gpus-len(all) && len(taken[other]) > 0 {
+		if !l.contended && l.waits() && taken[other] && !room.fits(l.ask, all) {
 			l.contended = true
 			w.tally.add(func(c *Counters) { c.Contended++ })
 		}
@@ -270,7 +270,7 @@ func (w *watch) userOf(namespace, claim string) *life {
 }
 
 // sights answers the devices in the containers of each pod at the last look.
-func (w *watch) sights() map[string][]oracle.Number {
+func (w *watch) sights() map[string][]oracle.Device {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return maps.Clone(w.seen)

@@ -24,10 +24,13 @@ const (
 	workloadLabel  = "torture/workload"
 	apiLabel       = "torture/api"
 	gpusLabel      = "torture/gpus"
+	profileLabel   = "torture/profile"
+	togetherLabel  = "torture/together"
 	namespaceLabel = "torture/namespace"
 
-	deviceClass = "gpu.nvidia.com"
-	claimName   = "gpu"
+	deviceClass    = "gpu.nvidia.com"
+	partitionClass = "mig.nvidia.com"
+	claimName      = "gpu"
 	// onceDir is where a container that crashes once remembers that it has.
 	onceDir = "/once"
 	// lastName is the ResourceClaimTemplate for one GPU of those that limits are given first.
@@ -37,15 +40,32 @@ const (
 	manyFailures = 1000
 )
 
-// template is the ResourceClaimTemplate for so many GPUs.
-func template(gpus int) *resourceapi.ResourceClaimTemplate {
+// templates are all that a namespace has.
+func templates() []*resourceapi.ResourceClaimTemplate {
+	all := []*resourceapi.ResourceClaimTemplate{lastTemplate()}
+	for gpus := range 4 {
+		all = append(all, template(Workload{GPUs: gpus + 1}))
+	}
+	for _, p := range profiles {
+		all = append(all, template(Workload{GPUs: 1, Profile: p.name}), template(Workload{GPUs: 2, Profile: p.name, Together: true}))
+	}
+	return all
+}
+
+// template is the ResourceClaimTemplate for what each pod of such a workload asks for.
+func template(w Workload) *resourceapi.ResourceClaimTemplate {
 	return &resourceapi.ResourceClaimTemplate{
-		ObjectMeta: metav1.ObjectMeta{Name: templateName(gpus)},
-		Spec:       resourceapi.ResourceClaimTemplateSpec{Spec: claimSpec(gpus)},
+		ObjectMeta: metav1.ObjectMeta{Name: templateName(w)},
+		Spec:       resourceapi.ResourceClaimTemplateSpec{Spec: claimSpec(w)},
 	}
 }
 
-func templateName(gpus int) string { return "gpus-" + strconv.Itoa(gpus) }
+func templateName(w Workload) string {
+	if w.Profile == "" {
+		return "gpus-" + strconv.Itoa(w.GPUs)
+	}
+	return fmt.Sprintf("mig-%s-%d", w.Profile, w.GPUs)
+}
 
 // lastTemplate asks for the last GPU, or for the one before it, and so on, or for any. Preferred allocation begins there too.
 func lastTemplate() *resourceapi.ResourceClaimTemplate {
@@ -67,20 +87,35 @@ func lastTemplate() *resourceapi.ResourceClaimTemplate {
 	}
 }
 
-func claimSpec(gpus int) resourceapi.ResourceClaimSpec {
-	return resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{
-		Name:    "gpus",
-		Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: deviceClass, Count: int64(gpus)},
-	}}}}
+func claimSpec(w Workload) resourceapi.ResourceClaimSpec {
+	wanted := &resourceapi.ExactDeviceRequest{DeviceClassName: deviceClass, Count: int64(w.GPUs)}
+	spec := resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{
+		Requests: []resourceapi.DeviceRequest{{Name: "gpus", Exactly: wanted}},
+	}}
+	if w.Profile != "" {
+		wanted.DeviceClassName = partitionClass
+		wanted.Selectors = []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
+			Expression: fmt.Sprintf("device.attributes[%q].profile == %q", install.DriverName, w.Profile),
+		}}}
+	}
+	if w.Together {
+		parent := resourceapi.FullyQualifiedName(install.DriverName + "/parentUUID")
+		spec.Devices.Constraints = []resourceapi.DeviceConstraint{{MatchAttribute: &parent}}
+	}
+	return spec
 }
 
 // sharedClaim is the claim of all pods of a Shared workload.
 func sharedClaim(w Workload) *resourceapi.ResourceClaim {
-	return &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: w.Name, Labels: labels(w)}, Spec: claimSpec(w.GPUs)}
+	return &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: w.Name, Labels: labels(w)}, Spec: claimSpec(w)}
 }
 
 func labels(w Workload) map[string]string {
-	return map[string]string{workloadLabel: w.Name, apiLabel: string(w.API), gpusLabel: strconv.Itoa(w.GPUs)}
+	all := map[string]string{workloadLabel: w.Name, apiLabel: string(w.API), gpusLabel: strconv.Itoa(w.GPUs)}
+	if w.Profile != "" {
+		all[profileLabel], all[togetherLabel] = w.Profile, strconv.FormatBool(w.Together)
+	}
+	return all
 }
 
 // barePod is pod i of a Bare or Shared workload.
@@ -141,7 +176,7 @@ func podSpec(w Workload) corev1.PodSpec {
 		if w.Shape == Shared {
 			reference.ResourceClaimName = &w.Name
 		} else {
-			name := templateName(w.GPUs)
+			name := templateName(w)
 			if w.Last {
 				name = lastName
 			}
@@ -169,7 +204,7 @@ func container(w Workload, name, command string) corev1.Container {
 	if w.API == oracle.Claim {
 		c.Resources.Claims = []corev1.ResourceClaim{{Name: claimName}}
 	} else {
-		c.Resources.Limits = corev1.ResourceList{install.ResourceName: *resource.NewQuantity(int64(w.GPUs), resource.DecimalSI)}
+		c.Resources.Limits = corev1.ResourceList{resourceOf(w.Profile): *resource.NewQuantity(int64(w.GPUs), resource.DecimalSI)}
 	}
 	if w.Crash {
 		c.VolumeMounts = append(c.VolumeMounts, corev1.VolumeMount{Name: "once", MountPath: onceDir})
@@ -181,14 +216,24 @@ func container(w Workload, name, command string) corev1.Container {
 	return c
 }
 
-// ask is what a pod wants.
+// resourceOf is the name by which limits ask for partitions of a profile, or for GPUs where it is empty.
+func resourceOf(profile string) corev1.ResourceName {
+	if profile == "" {
+		return install.ResourceName
+	}
+	return corev1.ResourceName("nvidia.com/mig-" + profile)
+}
+
+// ask is what a pod wants: GPUs, or partitions of a profile, perhaps of one GPU all.
 type ask struct {
-	api  oracle.API
-	gpus int
+	api      oracle.API
+	gpus     int
+	profile  string
+	together bool
 }
 
 // askOf answers false for a pod that is none of ours.
 func askOf(pod *corev1.Pod) (ask, bool) {
 	gpus, err := strconv.Atoi(pod.Labels[gpusLabel])
-	return ask{oracle.API(pod.Labels[apiLabel]), gpus}, err == nil
+	return ask{oracle.API(pod.Labels[apiLabel]), gpus, pod.Labels[profileLabel], pod.Labels[togetherLabel] == "true"}, err == nil
 }

@@ -22,7 +22,7 @@ import (
 	"github.com/tandem-gpu/tandem/test/torture"
 )
 
-const usage = `usage: torture [-ops N] [-seed S] [-kubernetes V] [-budget 15m] [flags]    needs root
+const usage = `usage: torture [-ops N] [-seed S] [-mig] [-kubernetes V] [-budget 15m] [flags]    needs root
        torture -resume [-budget 15m] [-dir DIR]       go on where a run was interrupted
        torture -plan [-ops N] [-seed S]               print what a seed does, and do nothing
        torture selftest [-only NAME] [flags]          with Tandem sabotaged, faults must be found
@@ -91,6 +91,7 @@ func parse(args []string) (settings, error) {
 	flags.IntVar(&s.state.RoundSize, "round", 100, "operations between two quiet points")
 	flags.IntVar(&s.state.InFlight, "in-flight", 6, "operations in flight at once")
 	flags.StringVar(&s.state.Kubernetes, "kubernetes", binaries.DefaultKubernetes, "Kubernetes version")
+	flags.BoolVar(&s.state.MIG, "mig", false, "on a machine with partitions")
 	flags.DurationVar(&s.budget, "budget", 0, "end well, at a quiet point, after this time at most; 0 is no limit")
 	flags.StringVar(&s.dir, "dir", filepath.Join(os.TempDir(), "tandem-torture"), "directory of cluster, state, trace and evidence")
 	flags.BoolVar(&s.resume, "resume", false, "go on with the interrupted run in the directory")
@@ -114,7 +115,7 @@ func parse(args []string) (settings, error) {
 
 func printPlan(state torture.State) error {
 	for number := 0; number*state.RoundSize < state.Ops; number++ {
-		for _, op := range torture.PlanRound(state.Seed, number, state.RoundSize, torture.Usual()).Ops {
+		for _, op := range torture.PlanRound(state.Seed, number, state.RoundSize, mixOf(state)).Ops {
 			if op.Index < state.Ops {
 				fmt.Println(op)
 			}
@@ -123,9 +124,16 @@ func printPlan(state torture.State) error {
 	return nil
 }
 
+func mixOf(state torture.State) torture.Mix {
+	if state.MIG {
+		return torture.Usual().WithMIG()
+	}
+	return torture.Usual()
+}
+
 // attack runs, or goes on with, one run. Interrupted, it leaves the cluster for another that resumes.
 func attack(ctx context.Context, s settings) error {
-	options := torture.Options{Dir: s.dir, State: s.state, Mix: torture.Usual(), Newer: torture.Newer, Out: os.Stdout}
+	options := torture.Options{Dir: s.dir, State: s.state, Newer: torture.Newer, Out: os.Stdout}
 	if s.budget > 0 {
 		options.Deadline = time.Now().Add(s.budget)
 	}
@@ -137,6 +145,7 @@ func attack(ctx context.Context, s settings) error {
 		options.State = state
 	}
 	state := options.State
+	options.Mix = mixOf(state)
 	fmt.Printf("torture: seed=%d ops=%d kubernetes=%s in %s\n", state.Seed, state.Ops, state.Kubernetes, s.dir)
 	c, err := start(ctx, s, state)
 	if err != nil {
@@ -171,9 +180,9 @@ func start(ctx context.Context, s settings, state torture.State) (*cluster.Clust
 	var c *cluster.Cluster
 	var err error
 	if s.resume {
-		c, err = torture.Reopen(ctx, s.dir, state.Kubernetes, os.Stdout)
+		c, err = torture.Reopen(ctx, s.dir, state, os.Stdout)
 	} else {
-		c, err = torture.Fresh(ctx, s.dir, state.Kubernetes, "", os.Stdout)
+		c, err = torture.Fresh(ctx, s.dir, state, "", os.Stdout)
 	}
 	return c, errors.Join(err, state.Write(s.dir))
 }

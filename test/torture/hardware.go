@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+// lookAtGPUs is how often the GPUs are asked which partitions they have.
+const lookAtGPUs = 40 * time.Millisecond
+
+// hardware is what the node's own GPUs remember of MIG, seen from outside: how many partitions come and go, and whether those that
+// an administrator has made are left alone. It is safe for concurrent use.
+type hardware struct {
+	node  *cluster.Node
+	tally *tally
+	trace *trace
+	// touched is called with each partition of an administrator's that somebody else has removed.
+	touched func(ctx context.Context, what string)
+
+	// mu is held by the administrator while he is at work.
+	mu  sync.Mutex
+	now oracle.Machine
+	// first are the places and profiles of what a boot begins with.
+	first []oracle.Instance
+	// his are the administrator's by UUID, others those of nobody else.
+	his, others map[string]oracle.Instance
+}
+
+// begin takes what there is for the administrator's: nothing has been made for claims yet.
+func (h *hardware) begin() error {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	now, err := oracle.ReadMachine(h.node)
+	if err == nil {
+		h.takeStock(now)
+	}
+	return err
+}
+
+// takeStock is called under mu.
+func (h *hardware) takeStock(now oracle.Machine) {
+	h.now, h.first = now, now.Instances
+	h.his, h.others = map[string]oracle.Instance{}, map[string]oracle.Instance{}
+	for _, i := range now.Instances {
+		h.his[i.UUID] = i
+	}
+}
+
+// run looks until ctx is done.
+func (h *hardware) run(ctx context.Context) error {
+	for ctx.Err() == nil {
+		if err := h.look(ctx); err != nil {
+			return err
+		}
+		rest(ctx, lookAtGPUs)
+	}
+	return nil
+}
+
+func (h *hardware) look(ctx context.Context) error {
+	h.mu.Lock()
+	now, err := oracle.ReadMachine(h.node)
+	var touched []oracle.Instance
+	if err == nil && now.Boot != "" {
+		touched = h.compare(now)
+	}
+	h.mu.Unlock()
+	for _, i := range touched {
+		h.tally.add(func(c *Counters) { c.ForeignTouched++ })
+		h.trace.say("FOREIGN TOUCHED: partition %s of the administrator's is gone", i)
+		h.touched(ctx, fmt.Sprintf("%s %s", i.UUID, i))
+	}
+	return err
+}
+
+// compare answers what of the administrator's is gone. Under mu.
+func (h *hardware) compare(now oracle.Machine) (touched []oracle.Instance) {
+	if now.Boot != h.now.Boot {
+		h.his, h.others = map[string]oracle.Instance{}, map[string]oracle.Instance{}
+		for _, i := range now.Instances {
+			if slices.ContainsFunc(h.first, func(f oracle.Instance) bool { return sameShape(f, i) }) {
+				h.his[i.UUID] = i
+			}
+		}
+	}
+	h.now = now
+	there := map[string]bool{}
+	for _, i := range now.Instances {
+		there[i.UUID] = true
+		if _, his := h.his[i.UUID]; his || i.UUID == "" {
+			continue
+		}
+		if _, known := h.others[i.UUID]; !known {
+			h.others[i.UUID] = i
+			h.tally.add(func(c *Counters) { c.PartitionsMade++ })
+			h.trace.note("made: %s", i)
+		}
+	}
+	for uuid, i := range h.others {
+		if !there[uuid] {
+			delete(h.others, uuid)
+			h.tally.add(func(c *Counters) { c.PartitionsDestroyed++ })
+			h.trace.note("destroyed: %s", i)
+		}
+	}
+	for uuid, i := range h.his {
+		if !there[uuid] {
+			delete(h.his, uuid)
+			touched = append(touched, i)
+		}
+	}
+	return touched
+}
+
+func sameShape(a, b oracle.Instance) bool {
+	return a.GPU == b.GPU && a.Profile == b.Profile && a.Start == b.Start && a.Size == b.Size
+}
+
+// room is what there is for those who ask, at the last look.
+func (h *hardware) room() room {
+	if h == nil {
+		return room{}
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	r := room{mig: true, enabled: h.now.Enabled}
+	for _, i := range h.his {
+		r.standing = append(r.standing, i)
+	}
+	return r
+}
+
+// ownerless answers the GPU instances that neither the administrator has made nor a claim has, by name with what is wrong.
+func (h *hardware) ownerless(claimed []place) map[string]string {
+	problems := map[string]string{}
+	if h == nil {
+		return problems
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for _, i := range h.now.Instances {
+		if _, his := h.his[i.UUID]; !his && !slices.Contains(claimed, place{i.GPU, i.Start, i.Size}) {
+			problems[partitionPrefix+i.String()] = "is nobody's"
+		}
+	}
+	return problems
+}
+
+// partitionPrefix begins the names of partitions among problems.
+const partitionPrefix = "partition "
+
+// isPartition tells a partition that is nobody's from a pod that is not at rest.
+func isPartition(problem string) bool { return strings.HasPrefix(problem, partitionPrefix) }
+
+// unlike answers how the machine differs from what it was to begin with, one line each.
+func (h *hardware) unlike() []string {
+	if h == nil {
+		return nil
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var lines []string
+	for _, i := range h.now.Instances {
+		if !slices.ContainsFunc(h.first, func(f oracle.Instance) bool { return sameShape(f, i) }) {
+			lines = append(lines, "MIG: there is "+i.String())
+		}
+	}
+	for _, f := range h.first {
+		if !slices.ContainsFunc(h.now.Instances, func(i oracle.Instance) bool { return sameShape(f, i) }) {
+			lines = append(lines, "MIG: there is no "+f.String())
+		}
+	}
+	for gpu := range gpusANode {
+		began := slices.ContainsFunc(h.first, func(f oracle.Instance) bool { return f.GPU == gpu })
+		if h.now.Enabled[gpu] != began {
+			lines = append(lines, fmt.Sprintf("MIG: the mode of gpu-%d is %t", gpu, h.now.Enabled[gpu]))
+		}
+	}
+	return lines
+}
