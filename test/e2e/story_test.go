@@ -35,13 +35,15 @@ type story struct {
 	*testing.T
 	ctx       context.Context
 	namespace string
+	// offered is how many devices the node's slices offer while all is free.
+	offered int
 }
 
 // begin makes a namespace, and at the end removes it and waits until all GPUs are free again and nothing has two owners.
 func begin(t *testing.T) *story {
 	t.Helper()
 	ctx, cancel := context.WithCancel(theContext)
-	s := &story{T: t, ctx: ctx, namespace: strings.ToLower(strings.ReplaceAll(t.Name(), "/", "-"))}
+	s := &story{T: t, ctx: ctx, offered: gpusANode, namespace: strings.ToLower(strings.ReplaceAll(t.Name(), "/", "-"))}
 	_, err := theClient.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.namespace}}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatalf("create namespace: %v", err)
@@ -251,7 +253,7 @@ func (s *story) noDoubleOwners() {
 func (s *story) allFree() {
 	s.Helper()
 	s.await(patient, "all GPUs to be free", func() error {
-		return errors.Join(s.offeredToLimits(gpusANode), s.offeredToClaims(gpusANode), s.empty())
+		return errors.Join(s.offeredToLimits(gpusANode), s.offeredToClaims(s.offered), s.empty())
 	})
 }
 
@@ -273,13 +275,21 @@ func (s *story) offeredToLimits(want int64) error {
 	return nil
 }
 
-// offeredToClaims counts the devices of the node's slices without a taint.
+// offeredToClaims wants so many claimable devices.
 func (s *story) offeredToClaims(want int) error {
+	offered, err := s.claimable()
+	if err == nil && offered != want {
+		err = fmt.Errorf("slices offer %d devices, not %d", offered, want)
+	}
+	return err
+}
+
+// claimable counts the devices of the node's slices without a taint.
+func (s *story) claimable() (offered int, err error) {
 	list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
 	if err != nil {
-		return err
+		return 0, err
 	}
-	offered := 0
 	for _, slice := range list.Items {
 		for _, d := range slice.Spec.Devices {
 			if len(d.Taints) == 0 {
@@ -287,10 +297,7 @@ func (s *story) offeredToClaims(want int) error {
 			}
 		}
 	}
-	if offered != want {
-		return fmt.Errorf("slices offer %d devices, not %d", offered, want)
-	}
-	return nil
+	return offered, nil
 }
 
 // ready waits until the agents are ready again and both APIs are back.

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// atOnce is how soon what an administrator does is published.
+const atOnce = 5 * time.Second
+
+// TestStaticPartitions are made and removed by an administrator while the agent runs, given out by both APIs, and never touched by
+// the agent, before or after it has restarted.
+func TestStaticPartitions(t *testing.T) {
+	const last = "7"
+	s := begin(t)
+	s.installed("mig-limits.values.yaml")
+	t.Cleanup(func() {
+		// Whatever the story has left, in the order in which it can go.
+		for _, args := range [][]string{{"mig", "-dci"}, {"mig", "-dgi"}, {"-mig", "0"}} {
+			if _, err := s.smi(append(args, "-i", last)...); err != nil {
+				t.Log(err)
+			}
+		}
+	})
+	// A story that fails leaves no pod on what the administrator removes.
+	t.Cleanup(func() { s.deleteAll() })
+	s.nudgeAgent()
+	agents := s.agentRestarts()
+
+	s.administer("-i", last, "-mig", "1")
+	s.administer("mig", "-i", last, "-cgi", "1g.10gb,1g.10gb,3g.40gb", "-C")
+	s.published("1g.10gb", "1g.10gb", "3g.40gb")
+	s.await(patient, "limits to see them", func() error {
+		return errors.Join(s.allocatable("nvidia.com/mig-1g.10gb", 2), s.allocatable("nvidia.com/mig-3g.40gb", 1), s.offeredToLimits(gpusANode-1))
+	})
+	if now := s.agentRestarts(); now != agents {
+		t.Errorf("the agent restarted %d times", now-agents)
+	}
+
+	// One of the small ones by each API, and nobody gets a third.
+	s.example("mig-limits.yaml")
+	s.running(soon, 1, 0)
+	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("by-claim", "ones"))
+	s.running(soon, 2, 0)
+	s.wantHolds(1, 1)
+	used := s.partitions()
+	if len(used["mig-limits"]) != 1 || len(used["by-claim"]) != 1 || used["mig-limits"][0] == used["by-claim"][0] {
+		t.Errorf("the pods can use %v", used)
+	}
+	s.manifest(partitioned("late-claim", "ones") + strings.Replace(one("limit", "late-limit"), "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", 1))
+	s.unschedulable(2)
+	s.explained()
+	s.noDoubleOwners()
+
+	// The agent restarts; nothing is touched. What the administrator changes meanwhile is known afterwards.
+	before := s.migInstances()
+	s.killAgent()
+	s.ready()
+	if now := s.migInstances(); !slices.Equal(now, before) {
+		t.Errorf("instances were %v, are %v", before, now)
+	}
+	if now := s.partitions(); !maps.EqualFunc(now, used, slices.Equal) {
+		t.Errorf("the pods could use %v, now %v", used, now)
+	}
+
+	// The large one is nobody's and goes; another comes in its place. One of the small ones has a limit.
+	s.removeInstance(last, "3g.40gb")
+	s.published("1g.10gb")
+	s.administer("mig", "-i", last, "-cgi", "2g.20gb", "-C")
+	s.published("1g.10gb", "2g.20gb")
+	s.await(patient, "limits to see that", func() error {
+		return errors.Join(s.allocatable("nvidia.com/mig-3g.40gb", 0), s.allocatable("nvidia.com/mig-2g.20gb", 1))
+	})
+
+	// What pods give back stays where it is, for those who waited.
+	s.kubectl("delete", "pod", "-n", s.namespace, "mig-limits", "by-claim")
+	s.running(patient, 2, 0)
+	s.noDoubleOwners()
+	s.deleteAll()
+	s.await(soon, "the ledger to be empty", s.empty)
+	if found := s.migInstances(); len(found) != 3 {
+		t.Errorf("instances: %v", found)
+	}
+}
+
+func (s *story) administer(args ...string) {
+	s.Helper()
+	if _, err := s.smi(args...); err != nil {
+		s.Fatal(err)
+	}
+}
+
+func (s *story) deleteAll() {
+	s.Helper()
+	s.kubectl("delete", "deployment,pod,resourceclaim", "--all", "-n", s.namespace, "--now")
+}
+
+// published waits until the slices offer seven GPUs and partitions of these profiles.
+func (s *story) published(profiles ...string) {
+	s.Helper()
+	began := time.Now()
+	s.await(atOnce, fmt.Sprintf("partitions %v to be published", profiles), func() error {
+		list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+		if err != nil {
+			return err
+		}
+		var found []string
+		for _, slice := range list.Items {
+			for _, d := range slice.Spec.Devices {
+				if profile := d.Attributes["profile"].StringValue; profile != nil && len(d.Taints) == 0 {
+					found = append(found, *profile)
+				}
+			}
+		}
+		slices.Sort(found)
+		if !slices.Equal(found, profiles) {
+			return fmt.Errorf("%v are", found)
+		}
+		return s.offeredToClaims(gpusANode - 1 + len(profiles))
+	})
+	s.Logf("%v published %.1f s after the administrator was done", profiles, time.Since(began).Seconds())
+}
+
+// allocatable wants so much of a resource on the node.
+func (s *story) allocatable(resource string, want int64) error {
+	n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+	if err != nil {
+		return err
+	}
+	if got := n.Status.Allocatable[corev1.ResourceName(resource)]; got.Value() != want {
+		return fmt.Errorf("allocatable %s is %s, not %d", resource, got.String(), want)
+	}
+	return nil
+}
+
+// removeInstance destroys the GPU instances of a profile. A line of the list is "7 MIG 3g.40gb 9 2 4:4", with the ID last but one.
+func (s *story) removeInstance(gpu, profile string) {
+	s.Helper()
+	listed, err := s.smi("mig", "-i", gpu, "-lgi")
+	if err != nil {
+		s.Fatal(err)
+	}
+	for line := range strings.Lines(listed) {
+		if !slices.Contains(strings.Fields(line), profile) {
+			continue
+		}
+		s.administer("mig", "-i", gpu, "-dci", "-gi", strings.Fields(line)[4])
+		s.administer("mig", "-i", gpu, "-dgi", "-gi", strings.Fields(line)[4])
+	}
+}
