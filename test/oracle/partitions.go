@@ -9,8 +9,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-
-	"github.com/tandem-gpu/tandem/hack/cluster"
 )
 
 // Instance is a GPU instance with a compute instance in it, as the machine itself remembers them.
@@ -42,67 +40,8 @@ type Machine struct {
 	Instances []Instance
 }
 
-// ReadMachine reads the machine's own memory. A node that is down, and one that remembers nothing, has an empty Boot.
-func ReadMachine(node *cluster.Node) (Machine, error) {
-	root, err := node.Root()
-	if err != nil {
-		return Machine{}, nil //nolint:nilerr // nobody reads a machine that is off
-	}
-	return readMachine(root)
-}
-
-// withPartitions puts the partitions that a container may use in the place of their GPUs: with the right to use a part, the GPU's
-// own node gives nothing more.
-func withPartitions(root string, gpus, rights []Device) ([]Device, error) {
-	names, err := capabilities(root)
-	if err != nil {
-		return nil, err
-	}
-	machine, err := readMachine(root)
-	if err != nil {
-		return nil, err
-	}
-	var partitions []Device
-	for _, right := range rights {
-		var gpu, gi, ci int
-		if n, err := fmt.Sscanf(names[right.Number.Minor], "gpu%d/gi%d/ci%d/access", &gpu, &gi, &ci); n < 3 || err != nil {
-			// The GPU instance's own, which comes with each of its compute instances, or the administrator's.
-			continue
-		}
-		right.Partition = Partition{Instance: fmt.Sprintf("gi%d/ci%d", gi, ci), GPU: Number{nvidiaMajor, uint32(gpu)}}
-		for _, i := range machine.Instances {
-			if i.GPU == gpu && i.ID == gi && i.Compute == ci {
-				right.Partition.UUID, right.Partition.Start, right.Partition.Size = i.UUID, i.Start, i.Size
-				right.Partition.Published = [2]string{fmt.Sprintf("-%d-%d", i.Profile, i.Start), fmt.Sprintf("-%d-%d-%d", i.Profile, i.Start, i.ComputeStart)}
-			}
-		}
-		partitions = append(partitions, right)
-	}
-	whole := slices.DeleteFunc(slices.Clone(gpus), func(d Device) bool {
-		return slices.ContainsFunc(partitions, func(p Device) bool { return p.Partition.GPU == d.Number })
-	})
-	return append(whole, partitions...), nil
-}
-
-// capabilities are the driver's names of rights, by minor (MIG User Guide, "Device Nodes and Capabilities").
-func capabilities(root string) (map[uint32]string, error) {
-	data, err := os.ReadFile(filepath.Join(root, simulatedMachine, "proc/driver/nvidia-caps/mig-minors"))
-	if err != nil {
-		return nil, fmt.Errorf("read capabilities: %w", err)
-	}
-	names := map[uint32]string{}
-	for line := range strings.Lines(string(data)) {
-		var name string
-		var minor uint32
-		if _, err := fmt.Sscan(line, &name, &minor); err != nil {
-			return nil, fmt.Errorf("read capabilities: %q: %w", line, err)
-		}
-		names[minor] = name
-	}
-	return names, nil
-}
-
-func readMachine(root string) (Machine, error) {
+// ReadMachine reads the machine's own memory, below the root directory of its node. One that remembers nothing has an empty Boot.
+func ReadMachine(root string) (Machine, error) {
 	state := struct {
 		Boot string
 		GPUs []struct {
@@ -156,4 +95,55 @@ func readMachine(root string) (Machine, error) {
 		}
 	}
 	return machine, nil
+}
+
+// withPartitions puts the partitions that a container may use in the place of their GPUs: with the right to use a part, the GPU's
+// own node gives nothing more.
+func withPartitions(root string, gpus, rights []Device) ([]Device, error) {
+	names, err := capabilities(root)
+	if err != nil {
+		return nil, err
+	}
+	machine, err := ReadMachine(root)
+	if err != nil {
+		return nil, err
+	}
+	var partitions []Device
+	for _, right := range rights {
+		var gpu, gi, ci int
+		if n, err := fmt.Sscanf(names[right.Number.Minor], "gpu%d/gi%d/ci%d/access", &gpu, &gi, &ci); n < 3 || err != nil {
+			// The GPU instance's own, which comes with each of its compute instances, or the administrator's.
+			continue
+		}
+		right.Partition = Partition{Instance: fmt.Sprintf("gi%d/ci%d", gi, ci), GPU: Number{nvidiaMajor, uint32(gpu)}}
+		for _, i := range machine.Instances {
+			if i.GPU == gpu && i.ID == gi && i.Compute == ci {
+				right.Partition.UUID, right.Partition.Start, right.Partition.Size = i.UUID, i.Start, i.Size
+				right.Partition.Published = [2]string{fmt.Sprintf("-%d-%d", i.Profile, i.Start), fmt.Sprintf("-%d-%d-%d", i.Profile, i.Start, i.ComputeStart)}
+			}
+		}
+		partitions = append(partitions, right)
+	}
+	whole := slices.DeleteFunc(slices.Clone(gpus), func(d Device) bool {
+		return slices.ContainsFunc(partitions, func(p Device) bool { return p.Partition.GPU == d.Number })
+	})
+	return append(whole, partitions...), nil
+}
+
+// capabilities are the driver's names of rights, by minor (MIG User Guide, "Device Nodes and Capabilities").
+func capabilities(root string) (map[uint32]string, error) {
+	data, err := os.ReadFile(filepath.Join(root, simulatedMachine, "proc/driver/nvidia-caps/mig-minors"))
+	if err != nil {
+		return nil, fmt.Errorf("read capabilities: %w", err)
+	}
+	names := map[uint32]string{}
+	for line := range strings.Lines(string(data)) {
+		var name string
+		var minor uint32
+		if _, err := fmt.Sscan(line, &name, &minor); err != nil {
+			return nil, fmt.Errorf("read capabilities: %q: %w", line, err)
+		}
+		names[minor] = name
+	}
+	return names, nil
 }

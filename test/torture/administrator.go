@@ -13,7 +13,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
 	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/smi"
 	"github.com/tandem-gpu/tandem/test/oracle"
@@ -24,7 +23,6 @@ const machineDir = "run/nvidia/simulated"
 
 // administrator makes and removes partitions by hand, as with nvidia-smi, and breaks the driver for a while.
 type administrator struct {
-	node     *cluster.Node
 	hardware *hardware
 	// used answers the places that containers see or claims have.
 	used func(context.Context) ([]place, error)
@@ -87,7 +85,7 @@ func (a *administrator) set(gpu int, fault *simulated.GPUFaults) error {
 }
 
 func (a *administrator) dir() (string, error) {
-	root, err := a.node.Root()
+	root, err := a.hardware.root()
 	return filepath.Join(root, machineDir), err
 }
 
@@ -117,7 +115,7 @@ func (a *administrator) make(gpu int, wanted string) (skipped string, err error)
 	if refusal != nil {
 		return "", fmt.Errorf("make a %s on GPU %d: %w", wanted, gpu, refusal)
 	}
-	now, err := oracle.ReadMachine(a.node)
+	now, err := h.read()
 	if err != nil {
 		return "", err
 	}

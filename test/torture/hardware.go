@@ -10,7 +10,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
@@ -20,7 +19,8 @@ const lookAtGPUs = 40 * time.Millisecond
 // hardware is what the node's own GPUs remember of MIG, seen from outside: how many partitions come and go, and whether those that
 // an administrator has made are left alone. It is safe for concurrent use.
 type hardware struct {
-	node  *cluster.Node
+	// root answers the node's root directory; an error means that the node is down.
+	root  func() (string, error)
 	tally *tally
 	trace *trace
 	// touched is called with each partition of an administrator's that somebody else has removed.
@@ -39,7 +39,7 @@ type hardware struct {
 func (h *hardware) begin() error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	now, err := oracle.ReadMachine(h.node)
+	now, err := h.read()
 	if err == nil {
 		h.takeStock(now)
 	}
@@ -68,7 +68,7 @@ func (h *hardware) run(ctx context.Context) error {
 
 func (h *hardware) look(ctx context.Context) error {
 	h.mu.Lock()
-	now, err := oracle.ReadMachine(h.node)
+	now, err := h.read()
 	var touched []oracle.Instance
 	if err == nil && now.Boot != "" {
 		touched = h.compare(now)
@@ -80,6 +80,15 @@ func (h *hardware) look(ctx context.Context) error {
 		h.touched(ctx, fmt.Sprintf("%s %s", i.UUID, i))
 	}
 	return err
+}
+
+// read answers a machine that remembers nothing where the node is down.
+func (h *hardware) read() (oracle.Machine, error) {
+	root, err := h.root()
+	if err != nil {
+		return oracle.Machine{}, nil //nolint:nilerr // nobody reads a machine that is off
+	}
+	return oracle.ReadMachine(root)
 }
 
 // compare answers what of the administrator's is gone. Under mu.

@@ -126,8 +126,8 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	r.heals = &heals{tally: r.tally, trace: trace, known: map[string]bool{}}
 	r.tally.counters.MIG = o.State.MIG
 	if o.State.MIG {
-		r.hardware = &hardware{node: node, tally: r.tally, trace: trace, touched: r.foreignTouched}
-		r.administrator = &administrator{node: node, hardware: r.hardware, used: r.used}
+		r.hardware = &hardware{root: node.Root, tally: r.tally, trace: trace, touched: r.foreignTouched}
+		r.administrator = &administrator{hardware: r.hardware, used: r.used}
 	}
 	r.watch = newWatch(client, node, r.hardware.room, r.tally, r.heals)
 	r.watch.trace, r.watch.found = r.trace, r.doubleFound
