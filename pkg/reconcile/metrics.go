@@ -4,6 +4,7 @@ package reconcile
 
 import (
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -76,6 +77,8 @@ func (b book) Collect(metrics chan<- prometheus.Metric) {
 type freed struct {
 	pods  *evidence.Pods
 	times *prometheus.HistogramVec
+	// mu guards seen: holds end in several loops.
+	mu sync.Mutex
 	// seen are the holds of the last look.
 	seen map[held]ledger.Hold
 }
@@ -109,20 +112,28 @@ func newMetrics(c Config) (*freed, error) {
 
 // look finds the holds that others have released since the last look: for whoever was next, or on an Unprepare.
 func (f *freed) look(holds []ledger.Hold) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	current := make(map[held]ledger.Hold, len(holds))
 	for _, h := range holds {
 		current[held{h.Holder, h.Device}] = h
 		delete(f.seen, held{h.Holder, h.Device})
 	}
 	for _, h := range f.seen {
-		f.observe(h)
+		f.count(h)
 	}
 	f.seen = current
 }
 
 // observe counts a hold that has just been released.
 func (f *freed) observe(h ledger.Hold) {
+	f.mu.Lock()
 	delete(f.seen, held{h.Holder, h.Device})
+	f.mu.Unlock()
+	f.count(h)
+}
+
+func (f *freed) count(h ledger.Hold) {
 	if ended, ok := f.endOf(h); ok {
 		f.times.WithLabelValues(string(h.Holder.Kind)).Observe(time.Since(ended).Seconds())
 	}
