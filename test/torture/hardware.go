@@ -130,6 +130,21 @@ func (h *hardware) compare(now oracle.Machine) (touched []oracle.Instance) {
 	return touched
 }
 
+// String is a line for each partition, with whose it is.
+func (h *hardware) String() string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var lines []string
+	for _, i := range h.now.Instances {
+		owner := "made for a claim"
+		if _, his := h.his[i.UUID]; his {
+			owner = "the administrator's"
+		}
+		lines = append(lines, fmt.Sprintf("%s %s: %s", i, i.UUID, owner))
+	}
+	return strings.Join(lines, "\n")
+}
+
 func sameShape(a, b oracle.Instance) bool {
 	return a.GPU == b.GPU && a.Profile == b.Profile && a.Start == b.Start && a.Size == b.Size
 }

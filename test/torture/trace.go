@@ -89,6 +89,13 @@ func (r *run) collect(ctx context.Context, dir string, lines []string) error {
 		return err
 	}
 	text := fmt.Sprintf("%s\n\nledger:\n%s\n\nsights:\n%v\n", strings.Join(lines, "\n"), strings.Join(holds, "\n"), r.watch.sights())
+	if r.hardware != nil {
+		records, err := r.auditor.list(recordsDir)
+		if err != nil {
+			return err
+		}
+		text += fmt.Sprintf("\nrecords of partitions:\n%s\n\nGPUs:\n%s\n", strings.Join(records, "\n"), r.hardware)
+	}
 	if err := os.WriteFile(filepath.Join(dir, "what.txt"), []byte(text), 0o644); err != nil {
 		return err
 	}
