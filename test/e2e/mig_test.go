@@ -225,6 +225,30 @@ func TestPartitionsOnDemand(t *testing.T) {
 			t.Logf("pods and partitions gone, and counters back, after %.1f s", time.Since(began).Seconds())
 		})
 	}
+	t.Run("PolicyEnds", policyEnds)
+}
+
+// policyEnds while somebody has a partition, without a restart: it stays, no other is offered, and its GPU is whole when it ends.
+func policyEnds(t *testing.T) {
+	s := begin(t)
+	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("one", "ones"))
+	s.running(soon, 1, 0)
+	agents, before := s.agentRestarts(), s.partitions()
+	s.kubectl("patch", "configmap", "-n", install.Namespace, install.Release, "--type=merge", `--patch={"data": {"config.yaml": "{version: v1}"}}`)
+	s.nudgeAgent()
+	s.await(patient, "seven GPUs to be offered whole", func() error {
+		if pools := s.poolsOfGPUs(); len(pools) != 1 {
+			return fmt.Errorf("pools of GPUs: %v", pools)
+		}
+		return s.offeredToLimits(gpusANode - 1)
+	})
+	s.manifest(partitioned("late", "ones"))
+	s.unschedulable(1)
+	if now := s.partitions(); !slices.Equal(now["one"], before["one"]) || s.agentRestarts() != agents {
+		t.Errorf("the pod could use %v, now %v; the agent restarted %d times", before, now, s.agentRestarts()-agents)
+	}
+	s.kubectl("delete", "pod", "-n", s.namespace, "one", "late")
+	s.await(soon, "the partition to be gone", s.noPartitions)
 }
 
 // backTo waits until nobody has a partition and the counters are what they were.
@@ -244,6 +268,7 @@ func (s *story) backTo(counters map[string]int64) {
 
 // onePartition comes with its pod, is seen by it alone, and goes with it.
 func onePartition(s *story) {
+	_, from := s.billed(0)
 	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("one", "ones"))
 	s.running(soon, 1, 0)
 	s.wantHolds(1, 0)
@@ -260,6 +285,11 @@ func onePartition(s *story) {
 	}
 	s.explained()
 	s.noDoubleOwners()
+	made, from := s.billed(from)
+	s.kubectl("delete", "pod", "-n", s.namespace, "one")
+	s.await(soon, "the partition to be gone", s.noPartitions)
+	gone, _ := s.billed(from)
+	s.Logf("written for a pod whose partition is made: %s; is destroyed: %s", made.each(1), gone.each(1))
 }
 
 // migExamples has a pod for each profile, two partitions of one GPU, and the half of a GPU where none is free.
