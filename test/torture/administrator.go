@@ -5,7 +5,9 @@ package torture
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -51,11 +53,12 @@ func (a *administrator) operate(ctx context.Context, op Op) (skipped string, err
 			fault.Clients = append(fault.Clients, simulated.Client{PID: clientPID, Partition: fmt.Sprintf("%d+%d", start, at.size)})
 		}
 	}
-	if err := a.set(op.GPU, &fault); err != nil {
-		return "", err
+	err = a.set(op.GPU, &fault)
+	if err == nil {
+		rest(ctx, op.Pause)
+		err = a.set(op.GPU, nil)
 	}
-	rest(ctx, op.Pause)
-	return "", a.set(op.GPU, nil)
+	return "", err
 }
 
 // clientPID is a process of which nobody knows anything.
@@ -81,7 +84,12 @@ func (a *administrator) set(gpu int, fault *simulated.GPUFaults) error {
 	if err != nil {
 		return err
 	}
-	return simulated.WriteFaults(dir, all)
+	err = simulated.WriteFaults(dir, all)
+	if errors.Is(err, fs.ErrNotExist) {
+		// The node has just booted: there are no GPUs before the agent comes.
+		return nil
+	}
+	return err
 }
 
 func (a *administrator) dir() (string, error) {

@@ -15,7 +15,7 @@ func machineWithMIG() room {
 		gpu, start int
 		profile    string
 	}{
-		{3, 4, "3g.40gb"}, {4, 0, "3g.40gb"}, {4, 4, "2g.20gb"}, {4, 6, "1g.10gb"},
+		{3, 4, "3g.40gb"}, {4, 0, "3g.40gb"}, {4, 4, "2g.20gb"},
 		{5, 0, "1g.10gb"}, {5, 1, "1g.10gb"}, {5, 2, "1g.20gb"}, {5, 4, "3g.40gb"},
 	} {
 		named := profileNamed(p.profile)
@@ -37,12 +37,12 @@ func TestRoom(t *testing.T) {
 		"all whole GPUs":                        {limits(wholeGPUs, ""), nil, true},
 		"one more":                              {limits(wholeGPUs+1, ""), nil, false},
 		"a GPU of which somebody has a part":    {limits(wholeGPUs, ""), []place{{0, 6, 1}}, false},
-		"claims: made and standing":             {claim(3*7+4+3, "1g.10gb"), nil, true},
-		"claims: one more":                      {claim(3*7+4+3+1, "1g.10gb"), nil, false},
+		"claims: made and standing":             {claim(3*7+4+2, "1g.10gb"), nil, true},
+		"claims: one more":                      {claim(3*7+4+2+1, "1g.10gb"), nil, false},
 		"claims: standing only":                 {claim(4, "3g.40gb"), wholes, true},
-		"limits: standing only":                 {limits(3, "1g.10gb"), nil, true},
-		"limits: what could be made is not":     {limits(4, "1g.10gb"), nil, false},
-		"limits: what a claim has is not":       {limits(3, "1g.10gb"), []place{{5, 1, 1}}, false},
+		"limits: standing only":                 {limits(2, "1g.10gb"), nil, true},
+		"limits: what could be made is not":     {limits(3, "1g.10gb"), nil, false},
+		"limits: what a claim has is not":       {limits(2, "1g.10gb"), []place{{5, 1, 1}}, false},
 		"two of one GPU":                        {together("3g.40gb"), nil, true},
 		"two, one made and one standing":        {together("3g.40gb"), wholes, true},
 		"two, but not of one":                   {together("3g.40gb"), append(wholes, place{3, 0, 1}), false},
