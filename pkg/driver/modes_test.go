@@ -40,25 +40,31 @@ func TestOnlyOfferedGPUsArePublished(t *testing.T) {
 
 // TestPublishNothing removes the slices of before, and serves the claims that were allocated from them.
 func TestPublishNothing(t *testing.T) {
-	r := newRig(t, machine(4)).run()
-	r.ready()
-	r.awaitPublished(names(4, nil))
-	if err := r.stop(); err != nil {
-		t.Fatal(err)
-	}
-	next := newRig(t, machine(4), func(c *Config) { c.KubeClient, c.PublishNothing = r.api.client(t), true })
-	next.run()
-	startKubelet(t, next.dir, "gpu.nvidia.com")
-	eventually(t, "no slices", func() error {
-		if left := r.api.slices(); len(left) > 0 {
-			return fmt.Errorf("%d slices, of %q", len(left), r.published())
-		}
-		return nil
-	})
-	eventually(t, "Ready", next.driver.Ready)
-	c := next.claim("a", "gpu-1")
-	if results := next.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
-		t.Error(results[c.UID].Err)
+	for name, gpus := range map[string]func() device.Inventory{
+		"whole GPUs": func() device.Inventory { return machine(3) },
+		"on demand":  threeGPUs,
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, gpus()).run()
+			r.ready()
+			if err := r.stop(); err != nil {
+				t.Fatal(err)
+			}
+			next := newRig(t, gpus(), func(c *Config) { c.KubeClient, c.PublishNothing = r.api.client(t), true })
+			next.run()
+			startKubelet(t, next.dir, "gpu.nvidia.com")
+			eventually(t, "no slices", func() error {
+				if left := r.api.slices(); len(left) > 0 {
+					return fmt.Errorf("%d slices, of %q", len(left), r.published())
+				}
+				return nil
+			})
+			eventually(t, "Ready", next.driver.Ready)
+			c := next.claim("a", "gpu-1")
+			if results := next.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
+				t.Error(results[c.UID].Err)
+			}
+		})
 	}
 }
 

@@ -147,8 +147,9 @@ func (p *publisher) publish(ctx context.Context) {
 		facts := Facts{Inventory: p.Inventory.Inventory(), Holds: p.Ledger.Holds(), Claims: p.claims(), Kept: kept, Now: time.Now()}
 		dynamic := dynamicGPUs(facts.Inventory)
 		var next time.Time
-		// A GPU that is partitioned on demand must not go from one pool to the other and back for want of an answer.
-		if known || len(dynamic) == 0 {
+		// A GPU that is partitioned on demand must not go from one pool to the other and back for want of an answer. Who publishes
+		// nothing does not ask.
+		if known || len(dynamic) == 0 || p.PublishNothing {
 			look := offer.look(facts)
 			if !slices.Equal(left, look.left) {
 				left = look.left
@@ -178,7 +179,8 @@ func (p *publisher) publish(ctx context.Context) {
 	}
 }
 
-// conditions are what publish depends on besides inventory and ledger. known is false until the API server has said what it keeps.
+// conditions are what publish depends on besides inventory and ledger. known is false until the API server has said what it
+// keeps.
 func (p *publisher) conditions() (node types.UID, kept Capabilities, known bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

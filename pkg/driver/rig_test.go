@@ -305,7 +305,7 @@ func (f *fakeSpecs) Ensure(context.Context, ...string) error {
 	return f.err
 }
 
-func (f *fakeSpecs) Add(_ context.Context, p device.Partition) error { return f.Ensure(nil, p.UUID) }
+func (f *fakeSpecs) Add(ctx context.Context, p device.Partition) error { return f.Ensure(ctx, p.UUID) }
 
 func (f *fakeSpecs) fail(err error) {
 	f.mu.Lock()
