@@ -144,6 +144,9 @@ func (a *administrator) remove(ctx context.Context, op Op) (skipped string, err 
 	}
 	a.hardware.mu.Lock()
 	defer a.hardware.mu.Unlock()
+	if now, err := a.hardware.read(); err != nil || now.Boot != a.hardware.now.Boot {
+		return "the node has just booted", err
+	}
 	var candidates []oracle.Instance
 	for _, i := range a.hardware.his {
 		limits := slices.ContainsFunc(limitsProfiles, func(name string) bool { return profileNamed(name).id == i.Profile })
