@@ -114,9 +114,11 @@ func (a *agent) objectConfig(f frontEnds) gpunode.Config {
 func (a *agent) claimsConfig(f frontEnds, object *gpunode.Object) driver.Config {
 	return driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
-		Node: f.self, Ledger: f.book, Inventory: f.devices, Partitions: f.devices, Specs: f.specs, Pods: f.pods, Recorder: a.recorder, Registerer: a.metrics,
-		OfferedToClaims: a.config.OfferedToClaims, OfferedToLimits: a.config.OfferedToLimits, Limits: a.config.Resources(), PublishNothing: !a.config.Mode.Claims(),
-		Allocations: object, Strict: a.config.Strict && a.config.Mode == config.ModeDual,
+		Node: f.self, Ledger: f.book, Inventory: f.devices, Partitions: f.devices, Specs: f.specs, Pods: f.pods,
+		Recorder: a.recorder, Registerer: a.metrics,
+		OfferedToClaims: a.config.OfferedToClaims, OfferedToLimits: a.config.OfferedToLimits, Limits: a.config.Resources(),
+		PublishNothing: !a.config.Mode.Claims(),
+		Allocations:    object, Strict: a.config.Strict && a.config.Mode == config.ModeDual,
 	}
 }
 
@@ -125,8 +127,9 @@ func (a *agent) limitsConfig(f frontEnds, object *gpunode.Object) legacy.Config 
 		Resources: a.config.Resources(), NodeName: a.config.NodeName,
 		Directory:  filepath.Join(a.config.KubeletDir, "device-plugins"),
 		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
-		PassDeviceSpecs: a.config.PassDeviceSpecs,
-		Inventory:       f.devices, Offered: a.config.OfferedToLimits, Retiring: !a.config.Mode.Limits(), Ledger: f.book, Specs: f.specs, Kubelet: f.resources,
+		PassDeviceSpecs: a.config.PassDeviceSpecs, AllocationPolicy: legacy.AllocationPolicy(a.config.AllocationPolicy),
+		Inventory: f.devices, Offered: a.config.OfferedToLimits, Retiring: !a.config.Mode.Limits(),
+		Ledger: f.book, Specs: f.specs, Kubelet: f.resources,
 		Allocations: object, Acknowledge: object.Acknowledge,
 		Recorder: a.recorder, Registerer: a.metrics,
 	}

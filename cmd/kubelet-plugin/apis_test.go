@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"slices"
+	"testing"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/legacy"
+	"github.com/tandem-gpu/tandem/pkg/nvml"
+)
+
+// What is configured for limits reaches the device plugin.
+func TestLimitsConfig(t *testing.T) {
+	c := config.Config{
+		NodeName: "node-1", KubeletDir: "/kubelet", Mode: config.ModeDual,
+		ResourceName: "nvidia.com/gpu", MIGStrategy: device.MIGStrategyMixed, AllocationPolicy: "packed",
+		DeviceListStrategies: []string{"envvar", "volume-mounts"}, DeviceIDStrategy: "index",
+		CDIAnnotationPrefix: "cdi.example.com/", PassDeviceSpecs: true,
+	}
+	got := (&agent{config: c}).limitsConfig(frontEnds{node: &nvml.Node{}}, nil)
+	for what, passed := range map[string]bool{
+		"NodeName":         got.NodeName == "node-1",
+		"Directory":        got.Directory == "/kubelet/device-plugins",
+		"Resources":        got.Resources == device.Resources{GPU: "nvidia.com/gpu", Strategy: device.MIGStrategyMixed},
+		"AllocationPolicy": got.AllocationPolicy == legacy.PolicyPacked,
+		"Strategies":       slices.Equal(got.Strategies, []legacy.Strategy{legacy.StrategyEnvVar, legacy.StrategyVolumeMounts}),
+		"IDStrategy":       got.IDStrategy == legacy.IDStrategyIndex,
+		"AnnotationPrefix": got.AnnotationPrefix == "cdi.example.com/",
+		"PassDeviceSpecs":  got.PassDeviceSpecs,
+		"Retiring":         !got.Retiring,
+	} {
+		if !passed {
+			t.Errorf("%s is not as configured: %+v", what, got)
+		}
+	}
+}
