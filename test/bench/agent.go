@@ -36,7 +36,7 @@ func (n *node) prepare(ctx context.Context, profiles ...string) error {
 			return fmt.Errorf("make node: %w", err)
 		}
 	}
-	// The ledger's records lie on a tmpfs on a real node.
+	// The ledger's records and CDI specs lie on a tmpfs on a real node.
 	if err := syscall.Mount("tmpfs", n.runDir(), "tmpfs", 0, "size=16m"); err != nil {
 		return fmt.Errorf("mount tmpfs on %s: %w", n.runDir(), err)
 	}
@@ -61,6 +61,7 @@ func (n *node) remove() error {
 }
 
 func (n *node) runDir() string { return n.path("run") }
+func (n *node) cdiDir() string { return n.path("run", "cdi") }
 
 // limits counts the records of limits in the ledger, and answers when the newest was written.
 func (n *node) limits() (count int, newest time.Time, err error) {
@@ -90,13 +91,13 @@ type agent struct {
 }
 
 // start runs the agent in the network of the API server until stop, whatever happens to ctx.
-func (n *node) start(ctx context.Context, profile string, mode config.Mode) (*agent, error) {
-	root := n.path(profile)
-	cmd, err := n.cluster.Command(context.WithoutCancel(ctx), n.agent,
-		"--node-name="+nodeName, "--kubeconfig="+n.cluster.Kubeconfig(), "--kubelet-dir="+n.path("kubelet"), "--run-dir="+n.runDir(),
-		"--cdi-dir="+n.path("cdi"), "--cgroup-root="+n.path("cgroup"), "--nvml=simulated:"+profile,
-		"--driver-root="+filepath.Join(root, "driver"), "--dev-root="+filepath.Join(root, "driver"), "--sysfs-root="+filepath.Join(root, "sys"),
-		"--cdi-hook=install", "--cdi-hook-source="+n.hook, "--mode="+string(mode))
+func (n *node) start(ctx context.Context, m machine, mode config.Mode) (*agent, error) {
+	root := n.path(m.profile)
+	cmd, err := n.cluster.Command(context.WithoutCancel(ctx), n.agent, append([]string{
+		"--node-name=" + nodeName, "--kubeconfig=" + n.cluster.Kubeconfig(), "--kubelet-dir=" + n.path("kubelet"), "--run-dir=" + n.runDir(),
+		"--cdi-dir=" + n.cdiDir(), "--cgroup-root=" + n.path("cgroup"), "--nvml=simulated:" + m.profile,
+		"--driver-root=" + filepath.Join(root, "driver"), "--dev-root=" + filepath.Join(root, "driver"), "--sysfs-root=" + filepath.Join(root, "sys"),
+		"--cdi-hook=install", "--cdi-hook-source=" + n.hook, "--mode=" + string(mode)}, m.flags...)...)
 	if err != nil {
 		return nil, err
 	}

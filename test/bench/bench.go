@@ -36,10 +36,19 @@ type Options struct {
 	Progress io.Writer
 }
 
-const (
+// machine is one that the agent believes to be on.
+type machine struct {
+	profile string
+	// devices is how many are published, gpus how many GPUs there are.
+	devices, gpus int
+	// flags are those of the agent that only this machine needs.
+	flags []string
+}
+
+var (
 	// small is the usual machine, large the one with room for hundreds of claims.
-	small, smallGPUs = "h100x8", 8
-	large, largeGPUs = "bench256", 256
+	small = machine{profile: "h100x8", devices: 8, gpus: 8}
+	large = machine{profile: "bench256", devices: 256, gpus: 256}
 )
 
 // run is one run of the benchmark.
@@ -119,8 +128,8 @@ func (r *run) measure(ctx context.Context) (err error) {
 	if err := createObjects(ctx, r.client); err != nil {
 		return err
 	}
-	r.say("simulating %s and %s", small, large)
-	if err := r.node.prepare(ctx, small, large); err != nil {
+	r.say("simulating %s and %s", small.profile, large.profile)
+	if err := r.node.prepare(ctx, small.profile, large.profile); err != nil {
 		return err
 	}
 	if r.kubelet, err = startKubelet(ctx, r.node.path("kubelet")); err != nil {
@@ -130,13 +139,16 @@ func (r *run) measure(ctx context.Context) (err error) {
 	if err := r.measureStarts(ctx); err != nil {
 		return err
 	}
-	if err := r.with(ctx, small, smallGPUs, r.measureSmall); err != nil {
+	if err := r.with(ctx, small, r.measureSmall); err != nil {
 		return err
 	}
 	if err := r.measureModes(ctx); err != nil {
 		return err
 	}
-	if err := r.with(ctx, large, largeGPUs, r.measureLarge); err != nil {
+	if err := r.measurePartitions(ctx); err != nil {
+		return err
+	}
+	if err := r.with(ctx, large, r.measureLarge); err != nil {
 		return err
 	}
 	return r.pack()
@@ -148,7 +160,7 @@ func (r *run) add(figures []Figure, err error) error {
 }
 
 // begin starts an agent and returns it with the APIs of its mode up, and how long each took; that of another mode means nothing.
-func (r *run) begin(ctx context.Context, profile string, gpus int, mode config.Mode) (s *subject, registered, published time.Duration, err error) {
+func (r *run) begin(ctx context.Context, m machine, mode config.Mode) (s *subject, registered, published time.Duration, err error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	if err := wipeSlices(ctx, r.client); err != nil {
@@ -156,12 +168,12 @@ func (r *run) begin(ctx context.Context, profile string, gpus int, mode config.M
 	}
 	awaitPublished := func() (time.Time, error) { return time.Time{}, nil }
 	if mode.Claims() {
-		if awaitPublished, err = awaitSlices(ctx, r.client, gpus); err != nil {
+		if awaitPublished, err = awaitSlices(ctx, r.client, m.devices); err != nil {
 			return nil, 0, 0, err
 		}
 	}
 	s = &subject{client: r.client, node: r.node, kubelet: r.kubelet, session: r.kubelet.expect()}
-	if s.agent, err = r.node.start(ctx, profile, mode); err != nil {
+	if s.agent, err = r.node.start(ctx, m, mode); err != nil {
 		return nil, 0, 0, err
 	}
 	visible, err := awaitPublished()
@@ -174,7 +186,7 @@ func (r *run) begin(ctx context.Context, profile string, gpus int, mode config.M
 		}
 	}
 	if err != nil {
-		return nil, 0, 0, errors.Join(err, s.agent.stop())
+		return nil, 0, 0, errors.Join(fmt.Errorf("%w\n%s", err, s.agent.log), s.agent.stop())
 	}
 	s.ids = r.kubelet.ids()
 	r.kubelet.mu.Lock()
@@ -187,7 +199,7 @@ func (r *run) measureStarts(ctx context.Context) error {
 	var registered, published samples
 	for i := range r.Starts {
 		r.say("start %d of %d", i+1, r.Starts)
-		s, toRegistered, toPublished, err := r.begin(ctx, small, smallGPUs, config.ModeDual)
+		s, toRegistered, toPublished, err := r.begin(ctx, small, config.ModeDual)
 		if err != nil {
 			return err
 		}
@@ -206,20 +218,20 @@ func (r *run) measureStarts(ctx context.Context) error {
 const patience = 3 * time.Minute
 
 // with runs measurements on one agent.
-func (r *run) with(ctx context.Context, profile string, gpus int, measure func(context.Context, *subject) error) error {
-	r.say("starting the agent on %s", profile)
-	claims, err := createClaims(ctx, r.client, profile, gpus)
+func (r *run) with(ctx context.Context, m machine, measure func(context.Context, *subject) error) error {
+	r.say("starting the agent on %s", m.profile)
+	claims, err := createClaims(ctx, r.client, m.profile, m.gpus)
 	if err != nil {
 		return err
 	}
-	return r.on(ctx, profile, gpus, config.ModeDual, claims, measure)
+	return r.on(ctx, m, config.ModeDual, claims, measure)
 }
 
 // on is with for claims that are there already, in a mode.
-func (r *run) on(ctx context.Context, profile string, gpus int, mode config.Mode, claims []*resourceapi.ResourceClaim,
+func (r *run) on(ctx context.Context, m machine, mode config.Mode, claims []*resourceapi.ResourceClaim,
 	measure func(context.Context, *subject) error,
 ) error {
-	s, _, _, err := r.begin(ctx, profile, gpus, mode)
+	s, _, _, err := r.begin(ctx, m, mode)
 	if err != nil {
 		return err
 	}
@@ -229,7 +241,7 @@ func (r *run) on(ctx context.Context, profile string, gpus int, mode config.Mode
 	err = measure(limited, s)
 	stopErr := s.agent.stop()
 	if err != nil {
-		err = fmt.Errorf("measure on %s in mode %s: %w\n%s", profile, mode, err, s.agent.log)
+		err = fmt.Errorf("measure on %s in mode %s: %w\n%s", m.profile, mode, err, s.agent.log)
 	}
 	return errors.Join(err, stopErr)
 }

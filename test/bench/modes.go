@@ -19,7 +19,7 @@ const rounds = 8
 
 // measureModes compares what a claim and a limit cost where both APIs are served with what they cost where theirs is the only one.
 func (r *run) measureModes(ctx context.Context) error {
-	claims, err := createClaims(ctx, r.client, "modes", smallGPUs)
+	claims, err := createClaims(ctx, r.client, "modes", small.gpus)
 	if err != nil {
 		return err
 	}
@@ -32,7 +32,7 @@ func (r *run) measureModes(ctx context.Context) error {
 		for i := range modes {
 			mode := modes[(round+i)%len(modes)]
 			r.say("mode %s, round %d of %d", mode, round+1, rounds)
-			err := r.on(ctx, small, smallGPUs, mode, claims, func(ctx context.Context, s *subject) error {
+			err := r.on(ctx, small, mode, claims, func(ctx context.Context, s *subject) error {
 				if mode.Claims() {
 					_, took, _, err := s.prepareOneByOne(ctx, r.Calls/rounds)
 					if err != nil {

@@ -90,14 +90,14 @@ func createClaims(ctx context.Context, client kubernetes.Interface, prefix strin
 	group.SetLimit(4)
 	for i := range claims {
 		group.Go(func() (err error) {
-			claims[i], err = createClaim(ctx, client, fmt.Sprintf("%s-%d", prefix, i), fmt.Sprintf("gpu-%d", i))
+			claims[i], err = createClaim(ctx, client, fmt.Sprintf("%s-%d", prefix, i), nodeName, fmt.Sprintf("gpu-%d", i))
 			return err
 		})
 	}
 	return claims, group.Wait()
 }
 
-func createClaim(ctx context.Context, client kubernetes.Interface, name, device string) (*resourceapi.ResourceClaim, error) {
+func createClaim(ctx context.Context, client kubernetes.Interface, name, pool, device string) (*resourceapi.ResourceClaim, error) {
 	// A pod that has ended is known to the agent, and what is unprepared for it is free at once.
 	pod, err := createPod(ctx, client, name)
 	if err == nil {
@@ -118,7 +118,7 @@ func createClaim(ctx context.Context, client kubernetes.Interface, name, device 
 	}
 	claim.Status = resourceapi.ResourceClaimStatus{
 		Allocation: &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: []resourceapi.DeviceRequestAllocationResult{{
-			Request: "gpu", Driver: driverName, Pool: nodeName, Device: device,
+			Request: "gpu", Driver: driverName, Pool: pool, Device: device,
 		}}}},
 		ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: name, UID: pod.UID}},
 	}
