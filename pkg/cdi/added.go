@@ -3,6 +3,7 @@
 package cdi
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"slices"
 	"strings"
 
+	"k8s.io/klog/v2"
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -19,8 +21,9 @@ import (
 // addition is the file of one partition that was made on demand. It has what all containers need in it, too: a container that has
 // nothing else must find the driver.
 type addition struct {
-	file ownedFile
-	want []byte
+	file  ownedFile
+	entry specs.Device
+	want  []byte
 }
 
 // Add makes an entry for a partition that has just been made, in a file of its own, which is removed when the Source knows the
@@ -41,17 +44,38 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	want, err := encode(s.kind, s.common, []specs.Device{entry})
-	if err != nil {
-		return err
+	if s.known[p.UUID] {
+		return nil // the driver was asked about all devices meanwhile
 	}
-	a := &addition{want: want}
+	a := &addition{entry: entry}
 	a.file.path = s.additionPath(entry.Name)
-	if err := a.file.replace(want, 0o644, validate); err != nil {
+	if err := a.describe(s.kind, s.common); err != nil {
 		return err
 	}
 	s.added[entry.Name] = a
 	return nil
+}
+
+// describe writes the file if it does not say what it should.
+func (a *addition) describe(kind string, common specs.ContainerEdits) error {
+	want, err := encode(kind, common, []specs.Device{a.entry})
+	if err != nil || bytes.Equal(want, a.want) {
+		return err
+	}
+	if err := a.file.replace(want, 0o644, validate); err != nil {
+		return err
+	}
+	a.want = want
+	return nil
+}
+
+// describeAdded brings the files of partitions to what containers need in common by now: another driver, another hook. Under s.mu.
+func (s *Specs) describeAdded() error {
+	var errs []error
+	for _, a := range s.added {
+		errs = append(errs, a.describe(s.kind, s.common))
+	}
+	return errors.Join(errs...)
 }
 
 const additionSuffix = ".json"
@@ -75,18 +99,20 @@ func (s *Specs) loadAdded() error {
 		a.file.path = path
 		devices := readDevices(path, s.kind)
 		if len(devices) != 1 || s.additionPath(devices[0].Name) != path {
+			// Whoever needs it has it written anew. One that cannot be removed must not keep all others waiting.
 			if err := os.Remove(path); err != nil {
-				return fmt.Errorf("remove the spec of a partition that cannot be read: %w", err)
+				klog.Background().Error(err, "The spec of a partition can neither be read nor removed", "path", path)
 			}
 			continue
 		}
+		a.entry = devices[0]
 		if a.want, err = os.ReadFile(path); err == nil {
 			err = a.file.accept()
 		}
 		if err != nil {
 			return fmt.Errorf("read the spec of a partition: %w", err)
 		}
-		s.added[devices[0].Name] = a
+		s.added[a.entry.Name] = a
 	}
 	return nil
 }

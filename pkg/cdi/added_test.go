@@ -104,6 +104,47 @@ func TestAddWhileRefreshing(t *testing.T) {
 	}
 }
 
+// A partition that all devices are described with while its own file is about to be written has none: a name that two files define
+// is nobody's.
+func TestAddIsOvertaken(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "cdi")
+	gpu := entry("GPU-a", "/dev/nvidia0", 0)
+	from := newSource(gpu)
+	s := newSpecs(t, dir, from, nil)
+	check(t, s.Ensure(t.Context()))
+	stop := run(t, s)
+	await(t, func() bool { return from.count() >= 2 })
+	from.during(func() {
+		from.set(editsOf(gpu, entry("MIG-1", "/dev/nvidia0", 0)), nil)
+		await(t, func() bool { return len(resolves(t, dir)) == 2 })
+	})
+	check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
+	stop()
+	if diff := cmp.Diff([]string{s.QualifiedName("GPU-a"), s.QualifiedName("MIG-1")}, resolves(t, dir)); diff != "" {
+		t.Errorf("devices (-want +got):\n%s", diff)
+	}
+}
+
+// Another driver, or another place of the hook, reaches the files of partitions too.
+func TestAddedFollowWhatIsCommon(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "cdi")
+	gpu, part := entry("GPU-a", "/dev/nvidia0", 0), entry("MIG-1", "/dev/nvidia0", 0)
+	check(t, newSpecs(t, dir, newSource(gpu), nil).Add(t.Context(), device.Partition{UUID: "MIG-1"}))
+	from := newSource(gpu, part)
+	from.edits.Common.Env = []string{"DRIVER=next"}
+	check(t, newSpecs(t, dir, from, nil).Ensure(t.Context()))
+	files, err := filepath.Glob(filepath.Join(dir, "*-MIG-1.json"))
+	check(t, err)
+	if len(files) != 1 {
+		t.Fatalf("files of the partition: %v", files)
+	}
+	data, err := os.ReadFile(files[0])
+	check(t, err)
+	if !strings.Contains(string(data), "DRIVER=next") {
+		t.Errorf("it still says %s", data)
+	}
+}
+
 // run starts it, and returns what ends it.
 func run(t *testing.T, s *cdi.Specs) (stop func()) {
 	t.Helper()

@@ -221,7 +221,7 @@ func (s *Specs) refresh(ctx context.Context) error {
 	for _, d := range devices {
 		s.known[d.Name] = true
 	}
-	return nil
+	return s.describeAdded()
 }
 
 // load takes over, once, what an earlier run of the agent left.

@@ -57,6 +57,13 @@ func (s *source) ContainerEdits(context.Context) (cdi.Edits, error) {
 }
 
 func (s *source) PartitionEdits(_ context.Context, p device.Partition) (specs.Device, error) {
+	s.mu.Lock()
+	asked := s.asked
+	s.asked = nil
+	s.mu.Unlock()
+	if asked != nil {
+		asked()
+	}
 	return entry(p.UUID, "/dev/nvidia0", 0), nil
 }
 

@@ -6,8 +6,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/partition"
 )
 
@@ -44,7 +46,7 @@ func (d *Driver) meetDemand(ctx context.Context, p *preparation, demand demand) 
 		d.show(p, entry, demand.device.GPU.UUID)
 		return nil
 	}
-	made, err := d.Partitions.Make(ctx, demand.device.Partition)
+	made, err := d.Partitions.Make(ctx, demand.device.Partition, func() bool { return d.holds(p, demand.device.Ref()) })
 	if err != nil {
 		return err
 	}
@@ -53,4 +55,11 @@ func (d *Driver) meetDemand(ctx context.Context, p *preparation, demand demand) 
 	}
 	d.show(p, entry, made.UUID)
 	return nil
+}
+
+// holds reports whether the claim still has what it has reserved.
+func (d *Driver) holds(p *preparation, ref device.Ref) bool {
+	return slices.ContainsFunc(d.Ledger.Holds(), func(h ledger.Hold) bool {
+		return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: p.request.UID} && h.Device == ref && h.State == ledger.StateHeld
+	})
 }

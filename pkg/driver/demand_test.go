@@ -26,7 +26,10 @@ type fakePartitions struct {
 	known map[device.Ref]device.Partition
 }
 
-func (f *fakePartitions) Make(_ context.Context, want device.Partition) (device.Partition, error) {
+func (f *fakePartitions) Make(_ context.Context, want device.Partition, reserved func() bool) (device.Partition, error) {
+	if !reserved() {
+		return device.Partition{}, errors.New("not reserved")
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.calls = append(f.calls, "make "+want.Name())

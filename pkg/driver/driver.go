@@ -61,8 +61,9 @@ type Specs interface {
 // Partitions makes what claims get of dynamic GPUs. *partition.Maker implements it. What an attempt leaves behind goes when the
 // ledger's hold ends.
 type Partitions interface {
-	// Make returns the partition in the place of want, made before if it was not there. Idempotent.
-	Make(ctx context.Context, want device.Partition) (device.Partition, error)
+	// Make returns the partition in the place of want, made before if it was not there and reserved says that it still may be.
+	// Idempotent.
+	Make(ctx context.Context, want device.Partition, reserved func() bool) (device.Partition, error)
 	// Whole makes a GPU usable that is not partitioned. Idempotent.
 	Whole(ctx context.Context, gpu string) error
 }

@@ -174,14 +174,15 @@ func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, uuid strin
 	p.visible = append(p.visible, uuid)
 }
 
-// resolve finds the device that a result names, and refuses what this node cannot give as asked. What is in a pool of its own GPU is
-// had on demand, unless it is a partition that exists without us.
+// resolve finds the device that a result names, and refuses what this node cannot give as asked. A dynamic GPU as a whole, and
+// what is in a pool of its GPU's own, is had on demand, unless it is a partition that exists without us.
 func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) (found device.Device, onDemand bool, err error) {
 	if !d.servesPool(result.Pool) {
 		return device.Device{}, false, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated anew", result.Request, result.Device, result.Pool, d.NodeName)
 	}
 	found, ok := inv.ByName(result.Device)
-	onDemand = result.Pool != d.NodeName && (found.UUID() == "" || found.Whole() || found.Partition.Made)
+	onDemand = found.Whole() && found.GPU.Dynamic ||
+		result.Pool != d.NodeName && (found.UUID() == "" || found.Whole() || found.Partition.Made)
 	if !ok && len(inv.GPUs) == 0 {
 		return device.Device{}, false, fmt.Errorf("device %s of pool %s for request %s is not there: the node has no NVIDIA driver at the moment, or it finds no GPU", result.Device, result.Pool, result.Request)
 	}

@@ -7,6 +7,7 @@
 package partition
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -42,7 +43,8 @@ type ForeignError struct {
 
 // Error names both.
 func (e *ForeignError) Error() string {
-	return fmt.Sprintf("%s cannot be had: partition %s (%s), which Tandem has not made, is in the way", e.Wanted, e.Foreign.Name(), e.Foreign.UUID)
+	return fmt.Sprintf("%s cannot be had: partition %s (%s), which Tandem has not made, is in the way", e.Wanted, e.Foreign.Name(),
+		cmp.Or(e.Foreign.UUID, "without a compute instance"))
 }
 
 // Maker makes and destroys partitions. All methods are safe for concurrent use; a slow GPU keeps nobody from another.
@@ -88,18 +90,19 @@ func (m *Maker) mark(partitions []device.Partition) []device.Partition {
 	return marked
 }
 
-// Make returns the partition in the place of want, and makes it before if it is not there. The caller has reserved the place.
-// Idempotent. A *ForeignError says that waiting helps only if an administrator acts; any other error is worth another try. What
-// an attempt that fails has left behind is for Destroy.
-func (m *Maker) Make(ctx context.Context, want device.Partition) (device.Partition, error) {
-	made, err := m.make(ctx, want)
+// Make returns the partition in the place of want, and makes it before if it is not there. The caller has reserved the place, which
+// reserved is asked about once nobody can let go of it any more without destroying what is there. Idempotent. A *ForeignError
+// says that waiting helps only if an administrator acts; most other errors are worth another try. What an attempt that fails has
+// left behind is for Destroy. Ctx ends the waiting for a driver that does not answer.
+func (m *Maker) Make(ctx context.Context, want device.Partition, reserved func() bool) (device.Partition, error) {
+	made, err := m.make(ctx, want, reserved)
 	if _, foreign := errors.AsType[*ForeignError](err); err != nil && !foreign {
 		err = fmt.Errorf("make partition %s: %w", want.Name(), err)
 	}
 	return made, err
 }
 
-func (m *Maker) make(ctx context.Context, want device.Partition) (device.Partition, error) {
+func (m *Maker) make(ctx context.Context, want device.Partition, reserved func() bool) (device.Partition, error) {
 	gpu, profile, err := m.place(want)
 	if err != nil {
 		return device.Partition{}, err
@@ -116,33 +119,55 @@ func (m *Maker) make(ctx context.Context, want device.Partition) (device.Partiti
 	record, ours := m.records.get(want.Ref)
 	for _, p := range found {
 		switch {
-		case !p.Ref.Overlaps(want.Ref):
-		case !ours || p.Ref != want.Ref || !record.names(p):
-			return device.Partition{}, &ForeignError{Wanted: want.Name(), Foreign: p}
-		case p.UUID != "" && p.ProfileID == want.ProfileID:
-			p.Made = true
-			return p, m.records.put(p)
+		case !p.Ref.Overlaps(want.Ref), ours && p.Ref == want.Ref && record.names(p):
 		default:
-			if err := m.hardware.Destroy(context.WithoutCancel(ctx), p.Ref); err != nil {
-				return device.Partition{}, fmt.Errorf("clear its place of what is half made: %w", err)
-			}
+			return device.Partition{}, m.inTheWay(want.Name(), p)
 		}
 	}
-	intent := want
-	intent.UUID = ""
-	if err := m.records.put(intent); err != nil {
-		return device.Partition{}, err
+	i := slices.IndexFunc(found, func(p device.Partition) bool { return p.Ref == want.Ref })
+	complete := i >= 0 && found[i].UUID != "" && found[i].ProfileID == want.ProfileID
+	if !complete {
+		// What is recorded of one that was there before would not name the next.
+		intent := want
+		intent.UUID = ""
+		if err := m.records.put(intent); err != nil {
+			return device.Partition{}, err
+		}
 	}
-	if err := m.hardware.EnableMIG(ctx, gpu.UUID); err != nil {
-		return device.Partition{}, err
+	switch {
+	case !reserved():
+		return device.Partition{}, errUnreserved
+	case complete:
+		found[i].Made = true
+		return found[i], m.records.put(found[i])
+	case i >= 0:
+		if err := m.hardware.Destroy(ctx, want.Ref); err != nil {
+			return device.Partition{}, fmt.Errorf("clear its place of what is half made: %w", err)
+		}
 	}
-	// Half a partition helps nobody: what was begun ends, whoever has stopped waiting.
-	p, err := m.hardware.Create(context.WithoutCancel(ctx), want.Ref, profile)
+	// Read again: the mode may have been switched before its turn came.
+	if now, _ := m.hardware.Inventory().ByUUID(gpu.UUID); !now.MIGEnabled {
+		if err := m.hardware.EnableMIG(ctx, gpu.UUID); err != nil {
+			return device.Partition{}, err
+		}
+	}
+	p, err := m.hardware.Create(ctx, want.Ref, profile)
 	if err != nil {
 		return device.Partition{}, err
 	}
 	p.Made = true
 	return p, m.records.put(p)
+}
+
+// errUnreserved means that kubelet has given up the claim meanwhile.
+var errUnreserved = errors.New("its claim was unprepared meanwhile")
+
+// inTheWay is why something cannot be had: somebody else's partition, or one of ours that goes.
+func (m *Maker) inTheWay(wanted string, p device.Partition) error {
+	if record, ours := m.records.get(p.Ref); ours && record.names(p) {
+		return fmt.Errorf("partition %s, which is in the way, is not destroyed yet", p.Name())
+	}
+	return &ForeignError{Wanted: wanted, Foreign: p}
 }
 
 // place finds the GPU and the profile of a partition.
@@ -185,7 +210,7 @@ func (m *Maker) destroy(ctx context.Context, ref device.Ref, unused func() bool)
 	for _, p := range found {
 		// Another UUID means that somebody has destroyed ours and made one of their own.
 		if p.Ref.Placement == ref.Placement && record.names(p) {
-			if err := m.hardware.Destroy(context.WithoutCancel(ctx), ref); err != nil {
+			if err := m.hardware.Destroy(ctx, ref); err != nil {
 				return err
 			}
 			break
@@ -208,7 +233,7 @@ func (m *Maker) leave(ctx context.Context, ref device.Ref, others bool) error {
 	if slices.ContainsFunc(m.records.All(), func(r device.Ref) bool { return r.GPU == ref.GPU && r != ref }) {
 		return nil
 	}
-	return m.hardware.DisableMIG(context.WithoutCancel(ctx), ref.GPU)
+	return m.hardware.DisableMIG(ctx, ref.GPU)
 }
 
 // Whole makes a dynamic GPU usable as a whole: its MIG mode is switched off. The caller has reserved the GPU. Idempotent, and
@@ -235,7 +260,7 @@ func (m *Maker) disable(ctx context.Context, gpu device.GPU) error {
 		return err
 	}
 	if len(found) > 0 {
-		return &ForeignError{Wanted: gpu.Name(), Foreign: found[0]}
+		return m.inTheWay(gpu.Name(), found[0])
 	}
 	return m.hardware.DisableMIG(ctx, gpu.UUID)
 }

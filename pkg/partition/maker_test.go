@@ -186,11 +186,11 @@ func TestMakeAndDestroy(t *testing.T) {
 	h := newHardware()
 	m := process(t, t.TempDir(), h)
 	want := wanted("3g.40gb", 9, 4, 4)
-	first, err := m.Make(t.Context(), want)
+	first, err := m.Make(t.Context(), want, always)
 	if err != nil {
 		t.Fatal(err)
 	}
-	again, err := m.Make(t.Context(), want)
+	again, err := m.Make(t.Context(), want, always)
 	if err != nil || again.UUID != first.UUID || !again.Made {
 		t.Fatalf("made again: %+v, %v; want the one that is there, %s", again, err, first.UUID)
 	}
@@ -226,11 +226,11 @@ func TestForeignPartition(t *testing.T) {
 	dir := t.TempDir()
 	m := process(t, dir, h)
 	theirs := h.put(device.Ref{GPU: gpuUUID, Placement: device.Placement{Start: 5, Size: 1}}, "1g.10gb", 19)
-	_, err := m.Make(t.Context(), wanted("3g.40gb", 9, 4, 4))
+	_, err := m.Make(t.Context(), wanted("3g.40gb", 9, 4, 4), always)
 	if foreign, ok := errors.AsType[*ForeignError](err); !ok || foreign.Foreign.UUID != theirs.UUID {
 		t.Fatalf("got %v, want a ForeignError about %s", err, theirs.UUID)
 	}
-	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 5, 1)); err == nil {
+	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 5, 1), always); err == nil {
 		t.Fatal("adopted a partition that an administrator made")
 	}
 	if err := m.Destroy(t.Context(), theirs.Ref, always); err != nil || !slices.Equal(h.uuids(), []string{theirs.UUID}) {
@@ -247,7 +247,7 @@ func TestForeignPartition(t *testing.T) {
 	}
 
 	// An administrator destroys ours and makes one in its place.
-	ours, err := m.Make(t.Context(), wanted("1g.10gb", 19, 0, 1))
+	ours, err := m.Make(t.Context(), wanted("1g.10gb", 19, 0, 1), always)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -255,7 +255,7 @@ func TestForeignPartition(t *testing.T) {
 		t.Fatal(err)
 	}
 	next := h.put(ours.Ref, "1g.10gb", 19)
-	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 0, 1)); err == nil {
+	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 0, 1), always); err == nil {
 		t.Error("took another's partition for its own")
 	}
 	if err := process(t, dir, h).Destroy(t.Context(), ours.Ref, always); err != nil || !slices.Contains(h.uuids(), next.UUID) {
@@ -278,7 +278,7 @@ func TestLastPartitionOfAStaticGPU(t *testing.T) {
 			m.dynamic = func(device.GPU) bool { return dynamic }
 			first, second := wanted("1g.10gb", 19, 0, 1), wanted("1g.10gb", 19, 1, 1)
 			for _, want := range []device.Partition{first, second} {
-				if _, err := m.Make(t.Context(), want); err != nil {
+				if _, err := m.Make(t.Context(), want, always); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -306,14 +306,14 @@ func TestBusyPartition(t *testing.T) {
 	dir := t.TempDir()
 	m := process(t, dir, h)
 	want := wanted("1g.10gb", 19, 2, 1)
-	if _, err := m.Make(t.Context(), want); err != nil {
+	if _, err := m.Make(t.Context(), want, always); err != nil {
 		t.Fatal(err)
 	}
 	h.held[want.Ref.Placement] = true
 	if err := m.Destroy(t.Context(), want.Ref, always); err == nil || !m.records.Made(want.Ref) {
 		t.Fatalf("got %v, recorded %v", err, m.records.Made(want.Ref))
 	}
-	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 3, 1)); err != nil {
+	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 3, 1), always); err != nil {
 		t.Errorf("a busy partition is in the way of another: %v", err)
 	}
 	delete(h.held, want.Ref.Placement)
@@ -344,7 +344,7 @@ func TestFaultAtEveryStep(t *testing.T) {
 				m := process(t, dir, h)
 				want := wanted("3g.40gb", 9, 0, 4)
 				alone(func() {
-					if _, err := m.Make(t.Context(), want); err == nil {
+					if _, err := m.Make(t.Context(), want, always); err == nil {
 						_ = m.Destroy(t.Context(), want.Ref, always)
 					}
 				})
@@ -352,7 +352,7 @@ func TestFaultAtEveryStep(t *testing.T) {
 				h.step = func(string) error { return nil }
 				m = process(t, dir, h)
 				if finishes {
-					p, err := m.Make(t.Context(), want)
+					p, err := m.Make(t.Context(), want, always)
 					if err != nil || p.UUID == "" || !slices.Equal(h.uuids(), []string{theirs.UUID, p.UUID}) {
 						t.Fatalf("dies %v at step %d: made %q, %v; there is %q", dies, step, p.UUID, err, h.uuids())
 					}
@@ -416,7 +416,7 @@ func TestCycles(t *testing.T) {
 			return errors.New("fault")
 		}
 		alone(func() {
-			if _, err := m.Make(t.Context(), want); err == nil {
+			if _, err := m.Make(t.Context(), want, always); err == nil {
 				finished++
 				_ = m.Destroy(t.Context(), want.Ref, func() bool { return random.IntN(3) > 0 })
 			}
@@ -477,8 +477,14 @@ func TestRecords(t *testing.T) {
 	}
 	must(os.WriteFile(filepath.Join(dir, fileName(ref)), []byte("{"), 0o600))
 	must(os.WriteFile(filepath.Join(dir, "GPU-1"), []byte("{}"), 0o600))
-	if again, problems := open("boot"); len(problems) != 2 || !again.Made(ref) {
+	again, problems := open("boot")
+	if len(problems) != 2 || !again.made[ref].names(p) {
 		t.Errorf("an unreadable record counts as made: %v, %v", again.made, problems)
+	}
+	must(os.Remove(filepath.Join(dir, fileName(ref))))
+	must(again.Repair())
+	if again, _ := open("boot"); !again.made[ref].names(p) {
+		t.Error("what cannot be read and is wiped is not repaired")
 	}
 	must(os.Remove(filepath.Join(dir, fileName(ref))))
 	must(r.Repair())
@@ -487,4 +493,38 @@ func TestRecords(t *testing.T) {
 	}
 	must(r.drop(ref))
 	must(r.drop(ref))
+}
+
+// A claim that is unprepared before its partition is recorded has let go of the place: nothing may be made in it.
+func TestUnpreparedBeforeMade(t *testing.T) {
+	h := newHardware()
+	m := process(t, t.TempDir(), h)
+	want := wanted("3g.40gb", 9, 0, 4)
+	asked := false
+	_, err := m.Make(t.Context(), want, func() bool {
+		asked = true
+		if !m.Made(want.Ref) {
+			t.Error("asked before anybody could see that the place is about to be used")
+		}
+		return false
+	})
+	if err == nil || !asked || len(h.uuids()) > 0 {
+		t.Errorf("got %v, there is %v", err, h.uuids())
+	}
+}
+
+// A partition of ours that is about to go is nobody else's: whoever wants its place tries again.
+func TestOwnPartitionInTheWay(t *testing.T) {
+	h := newHardware()
+	m := process(t, t.TempDir(), h)
+	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 1, 1), always); err != nil {
+		t.Fatal(err)
+	}
+	_, err := m.Make(t.Context(), wanted("3g.40gb", 9, 0, 4), always)
+	if _, foreign := errors.AsType[*ForeignError](err); err == nil || foreign {
+		t.Errorf("got %v, want another try", err)
+	}
+	if _, foreign := errors.AsType[*ForeignError](m.Whole(t.Context(), gpuUUID)); foreign {
+		t.Error("a partition of ours keeps the whole GPU for good")
+	}
 }

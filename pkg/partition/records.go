@@ -27,19 +27,21 @@ type Records struct {
 	made map[device.Ref]made
 }
 
-// made is what is known of a partition that was made. The name of the file carries its place, so that one that cannot be read,
-// which is zero here, still says what is ours.
+// made is what is known of a partition that was made. The name of the file carries its place, so that one that cannot be read still
+// says what is ours.
 type made struct {
 	BootID    string `json:"bootID"`
 	ProfileID int    `json:"profileID"`
 	// UUID is empty until the partition is complete.
 	UUID string `json:"uuid,omitempty"`
+	// Unknown is set where nothing but the place is known.
+	Unknown bool `json:"unknown,omitempty"`
 }
 
 // names reports whether a partition in the recorded place is the recorded one. One whose UUID is not recorded was about to be
 // made when the process ended.
 func (m made) names(p device.Partition) bool {
-	return m.BootID == "" || m.ProfileID == p.ProfileID && (m.UUID == "" || p.UUID == "" || m.UUID == p.UUID)
+	return m.Unknown || m.ProfileID == p.ProfileID && (m.UUID == "" || p.UUID == "" || m.UUID == p.UUID)
 }
 
 const temporary = ".tmp-"
@@ -79,6 +81,7 @@ func (r *Records) Load() (problems []error, err error) {
 		switch {
 		case err != nil:
 			problems = append(problems, fmt.Errorf("read record of partition %s: %w", ref, err))
+			m = made{BootID: r.bootID, Unknown: true}
 		case m.BootID != r.bootID:
 			if err := os.Remove(path); err != nil {
 				return nil, fmt.Errorf("remove record of partition %s of an earlier boot: %w", ref, err)

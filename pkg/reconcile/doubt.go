@@ -185,7 +185,7 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt)
 		}
 		if slices.Contains(r.resolve(uses.admin), h.Device) {
 			klog.FromContext(ctx).Info("Releasing a device that its claim has for admin access only", "claim", klog.KObj(claim), "device", h.Device.String())
-			return r.end(ctx, h)
+			return r.release(h)
 		}
 		// Judged as after an Unprepare, which will not come any more.
 		drained := h

@@ -73,8 +73,10 @@ type failure struct {
 type clearing struct {
 	*Reconciler
 	failures map[device.Ref]failure
-	busy     map[string]bool
-	done     chan cleared
+	// resting is since when GPUs have been in MIG mode for nothing.
+	resting map[string]time.Time
+	busy    map[string]bool
+	done    chan cleared
 }
 
 // cleared is what came of the work on one GPU.
@@ -88,7 +90,7 @@ func (r *Reconciler) clearAll(ctx context.Context) error {
 	if r.Partitions == nil || !r.Pods.AwaitSync(ctx) {
 		return nil
 	}
-	c := &clearing{Reconciler: r, failures: map[device.Ref]failure{}, busy: map[string]bool{}, done: make(chan cleared)}
+	c := &clearing{Reconciler: r, failures: map[device.Ref]failure{}, resting: map[string]time.Time{}, busy: map[string]bool{}, done: make(chan cleared)}
 	group, ctx := errgroup.WithContext(ctx)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -111,6 +113,8 @@ func (r *Reconciler) clearAll(ctx context.Context) error {
 // task is a partition to destroy, or with the Ref of a whole GPU a mode to switch off.
 type task struct {
 	ref device.Ref
+	// due is when to begin with it; zero is at once.
+	due time.Time
 	do  func(context.Context) error
 }
 
@@ -121,8 +125,11 @@ func (c *clearing) begin(ctx context.Context, group *errgroup.Group) time.Durati
 	known := map[device.Ref]bool{}
 	for _, t := range c.tasks() {
 		known[t.ref] = true
-		if f, ok := c.failures[t.ref]; ok && now.Before(f.next) {
-			wait = min(wait, f.next.Sub(now))
+		if f, ok := c.failures[t.ref]; ok && t.due.Before(f.next) {
+			t.due = f.next
+		}
+		if now.Before(t.due) {
+			wait = min(wait, t.due.Sub(now))
 			continue
 		}
 		due[t.ref.GPU] = append(due[t.ref.GPU], t)
@@ -157,24 +164,41 @@ func (c *clearing) begin(ctx context.Context, group *errgroup.Group) time.Durati
 func (c *clearing) tasks() []task {
 	holds := c.Ledger.Holds()
 	var tasks []task
+	for _, h := range holds {
+		if c.made(h.Device) && c.ended(h) {
+			tasks = append(tasks, task{ref: h.Device, do: func(ctx context.Context) error { return c.end(ctx, h) }})
+		}
+	}
 	for _, ref := range c.Partitions.All() {
-		i := slices.IndexFunc(holds, func(h ledger.Hold) bool { return h.Device == ref })
-		switch {
-		case i < 0:
-			tasks = append(tasks, task{ref, func(ctx context.Context) error {
-				return c.Partitions.Destroy(ctx, ref, func() bool { return !c.held(ref) })
+		// Whoever holds a place that overlaps cannot have anything there yet.
+		at := func(h ledger.Hold) bool { return h.Device == ref }
+		if !slices.ContainsFunc(holds, at) {
+			tasks = append(tasks, task{ref: ref, do: func(ctx context.Context) error {
+				return c.Partitions.Destroy(ctx, ref, func() bool { return !slices.ContainsFunc(c.Ledger.Holds(), at) })
 			}})
-		case c.ended(holds[i]):
-			tasks = append(tasks, task{ref, func(ctx context.Context) error { return c.end(ctx, holds[i]) }})
 		}
 	}
+	return append(tasks, c.restingTasks()...)
+}
+
+// restingTasks wait for a while: the next claim would switch the mode on again, which takes a GPU seconds.
+func (c *clearing) restingTasks() []task {
+	var tasks []task
+	resting := map[string]time.Time{}
 	for _, gpu := range c.Partitions.Resting() {
-		if !c.held(gpu.Ref()) {
-			tasks = append(tasks, task{gpu.Ref(), func(ctx context.Context) error {
-				return c.Partitions.Rest(ctx, gpu, func() bool { return !c.held(gpu.Ref()) })
-			}})
+		if c.held(gpu.Ref()) {
+			continue
 		}
+		since, known := c.resting[gpu.UUID]
+		if !known {
+			since = time.Now()
+		}
+		resting[gpu.UUID] = since
+		tasks = append(tasks, task{gpu.Ref(), since.Add(c.times.rest), func(ctx context.Context) error {
+			return c.Partitions.Rest(ctx, gpu, func() bool { return !c.held(gpu.Ref()) })
+		}})
 	}
+	c.resting = resting
 	return tasks
 }
 
@@ -190,15 +214,22 @@ func (r *Reconciler) held(ref device.Ref) bool {
 // end ends a hold of which nobody is left: with the partition that was made for it. It must not be called where kubelet waits.
 func (r *Reconciler) end(ctx context.Context, h ledger.Hold) error {
 	if r.made(h.Device) {
-		// Given out again, it has another generation.
-		still := func() bool {
-			return slices.ContainsFunc(r.Ledger.Holds(), func(now ledger.Hold) bool { return keyOf(now) == keyOf(h) })
-		}
-		if err := r.Partitions.Destroy(ctx, h.Device, still); err != nil {
+		if err := r.Partitions.Destroy(ctx, h.Device, func() bool { return r.isLast(h) }); err != nil {
 			return fmt.Errorf("end the hold of %s: %w", h, err)
 		}
 	}
 	return r.release(h)
+}
+
+// isLast reports whether a hold is what it was, and nobody else has its device: given out again it has another generation, and
+// evidence of before a restart may have found a device in two hands.
+func (r *Reconciler) isLast(h ledger.Hold) bool {
+	var same, other bool
+	for _, now := range r.Ledger.Holds() {
+		same = same || keyOf(now) == keyOf(h)
+		other = other || now.Holder != h.Holder && now.Device.Overlaps(h.Device)
+	}
+	return same && !other
 }
 
 func (r *Reconciler) made(ref device.Ref) bool { return r.Partitions != nil && r.Partitions.Made(ref) }

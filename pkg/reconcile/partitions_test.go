@@ -219,6 +219,8 @@ func TestPartitionOfNobody(t *testing.T) {
 	t.Parallel()
 	g, f, _ := newPartitionRig(t, place("GPU-1", 0, 4), place("GPU-2", 1, 1))
 	g.reserve("c1", []device.Ref{place("GPU-2", 1, 1)})
+	// It waits for the place, and cannot have anything there.
+	g.reserve("c2", []device.Ref{place("GPU-1", 2, 2)})
 	g.run()
 	awaitTrue(t, "the partition of nobody is destroyed", func() bool { return !f.Made(place("GPU-1", 0, 4)) })
 	if !f.Made(place("GPU-2", 1, 1)) {
@@ -262,4 +264,22 @@ func TestDestroyFails(t *testing.T) {
 	}
 	f.set(mine, nil)
 	g.await()
+}
+
+// A partition that evidence of before found in two hands stays for the other.
+func TestPartitionInTwoHands(t *testing.T) {
+	t.Parallel()
+	mine := place("GPU-1", 0, 4)
+	g, f, _ := newPartitionRig(t, mine)
+	g.reserve("c1", []device.Ref{mine})
+	err := g.book.Expect(ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "c2"}, Device: mine, Namespace: "apps", Name: "c2"})
+	if _, both := errors.AsType[*ledger.ConflictError](err); !both {
+		t.Fatal(err)
+	}
+	g.run()
+	must(t, g.book.DrainClaim(t.Context(), "c1"))
+	g.await("GPU-1@0+4: claim c2 expected []")
+	if !f.Made(mine) {
+		t.Error("destroyed although somebody has it")
+	}
 }

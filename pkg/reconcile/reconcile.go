@@ -118,6 +118,8 @@ type times struct {
 	call, restore time.Duration
 	// retry follows an error; what fails again and again is tried ever more rarely, in the end after retryMost.
 	retry, retryMost time.Duration
+	// rest is how long a GPU stays in MIG mode without a partition.
+	rest time.Duration
 	// gather bounds the looks to a hundred a second under load, doubtGather those that doubt to one a second.
 	gather, doubtGather time.Duration
 }
@@ -134,6 +136,7 @@ func defaultTimes() times {
 		restore:     10 * time.Second,
 		retry:       time.Second,
 		retryMost:   15 * time.Second,
+		rest:        5 * time.Second,
 		gather:      10 * time.Millisecond,
 		doubtGather: time.Second,
 	}

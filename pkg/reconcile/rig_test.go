@@ -84,7 +84,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	ms := time.Millisecond
 	g.r.times = times{
 		leaving: ms, leavingLast: 5 * ms, doubtAfter: time.Hour, doubt: time.Hour, nobodys: time.Hour, limitDoubt: time.Hour, call: time.Minute, restore: time.Minute,
-		retry: 10 * ms, retryMost: 20 * ms, gather: ms, doubtGather: ms,
+		retry: 10 * ms, retryMost: 20 * ms, rest: ms, gather: ms, doubtGather: ms,
 	}
 	return g
 }

@@ -71,7 +71,7 @@ func live(ctx context.Context, host string, orders io.Reader, answers io.Writer)
 		case !ok:
 			return fmt.Errorf("no device %s", name)
 		case order == "make":
-			_, err = maker.Make(ctx, found.Partition)
+			_, err = maker.Make(ctx, found.Partition, func() bool { return true })
 		case order == "destroy":
 			err = maker.Destroy(ctx, found.Ref(), func() bool { return true })
 		default:
