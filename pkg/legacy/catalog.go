@@ -45,7 +45,7 @@ type catalog struct {
 	resource string
 	items    []item
 	index    map[string]int
-	// planner is nil where there are partitions.
+	// planner is nil where partitions are offered.
 	planner *planner
 	// packed takes partitions from the fullest GPU first.
 	packed bool
@@ -100,20 +100,21 @@ func (f offering) over(inv device.Inventory, o owners, before *catalogs, now tim
 	for _, d := range inv.Devices() {
 		byUUID[d.UUID()] = d
 	}
-	for at := range o.limits {
-		_, offered := found[at]
-		if d, known := byUUID[at.id]; known && !offered && f.resources.Has(at.resource) {
-			found[at] = item{Device: d, id: at.id}
-		}
-	}
 	for at, old := range before.items() {
 		if _, still := found[at]; !still {
 			found[at] = aged(old, byUUID)
 		}
 	}
+	for at, ref := range f.unlisted(o, found) {
+		d, known := byUUID[at.id]
+		if !known {
+			d = absent(inv, at.id, ref)
+		}
+		found[at] = item{Device: d, id: at.id}
+	}
 	next := &catalogs{of: map[string]*catalog{}, ours: map[string]bool{}, leftOut: leftOut}
 	for at, i := range found {
-		if i.rest(now, o.limits[at]); !i.idle.IsZero() && f.retireAfter > 0 && now.Sub(i.idle) >= f.retireAfter {
+		if i.rest(now, o.limited(at)); !i.idle.IsZero() && f.retireAfter > 0 && now.Sub(i.idle) >= f.retireAfter {
 			continue
 		}
 		c := next.of[at.resource]
@@ -151,7 +152,7 @@ func (c *catalog) arrange(inv device.Inventory) {
 	gpus := make([]device.GPU, len(c.items))
 	whole := true
 	for at, i := range c.items {
-		c.index[i.id], gpus[at], whole = at, i.GPU, whole && i.Whole()
+		c.index[i.id], gpus[at], whole = at, i.GPU, whole && (i.Whole() || !i.offered)
 	}
 	if whole {
 		c.planner = newPlanner(gpus, inv)
@@ -174,6 +175,30 @@ func aged(old item, byUUID map[string]device.Device) item {
 	return old
 }
 
+// unlisted is what limits have that is not among the items.
+func (f offering) unlisted(o owners, items map[listed]item) map[listed]device.Ref {
+	unlisted := map[listed]device.Ref{}
+	for at, ref := range o.limits {
+		if _, there := items[at]; !there && f.resources.Has(at.resource) {
+			unlisted[at] = ref
+		}
+	}
+	return unlisted
+}
+
+// absent is what a limit has that the inventory does not, such as a GPU that was lost before the agent started.
+func absent(inv device.Inventory, id string, ref device.Ref) device.Device {
+	gpu, known := inv.ByUUID(ref.GPU)
+	if !known {
+		gpu = device.GPU{UUID: ref.GPU, NUMANode: device.UnknownNUMANode, Health: missing}
+	}
+	if ref.Whole() {
+		gpu.Health = missing
+		return device.Device{GPU: gpu}
+	}
+	return device.Device{GPU: gpu, Partition: device.Partition{UUID: id, Ref: ref, Parent: gpu.Minor, Health: missing}}
+}
+
 var missing = device.Health{Reason: device.ReasonMissing, Message: "no longer in the inventory"}
 
 // removed reports whether the item is a partition that is gone, which is its administrator's doing and no fault.
@@ -183,7 +208,7 @@ func (i item) removed() bool {
 
 // needed reports whether the item has to be listed. A GPU that is missing may come back, and one that is partitioned for claims will.
 func (i item) needed(held bool) bool {
-	return i.offered || held || i.Whole() && (i.GPU.Health.Reason == device.ReasonMissing || forClaims(i.GPU))
+	return i.offered || held || i.id == i.GPU.UUID && (i.GPU.Health.Reason == device.ReasonMissing || forClaims(i.GPU))
 }
 
 // rest notes since when nobody needs the item.
@@ -228,7 +253,7 @@ func (c *catalogs) idle() (first time.Time) {
 // restless reports whether something is listed that nobody needs since the catalogs were made.
 func (c *catalogs) restless(o owners) bool {
 	for at, i := range c.items() {
-		if i.idle.IsZero() && !i.needed(o.limits[at]) {
+		if i.idle.IsZero() && !i.needed(o.limited(at)) {
 			return true
 		}
 	}
@@ -273,7 +298,7 @@ type owners struct {
 	// holds by the UUID of the GPU.
 	holds map[string][]ledger.Hold
 	// limits have these, rightly or not.
-	limits map[listed]bool
+	limits map[listed]device.Ref
 	// promised hardware is held by nobody, and a claim is about to ask for it: the scheduler has allocated it to the claim, or the
 	// claim has lost it before and waits.
 	promised map[device.Ref]bool
@@ -285,7 +310,7 @@ type owners struct {
 
 func ownersOf(led Ledger, allocations Allocations) owners {
 	o := owners{
-		holds: map[string][]ledger.Hold{}, limits: map[listed]bool{}, promised: map[device.Ref]bool{}, lost: map[device.Ref]bool{},
+		holds: map[string][]ledger.Hold{}, limits: map[listed]device.Ref{}, promised: map[device.Ref]bool{}, lost: map[device.Ref]bool{},
 	}
 	if allocations != nil {
 		for _, ref := range allocations.Allocated() {
@@ -302,10 +327,16 @@ func ownersOf(led Ledger, allocations Allocations) owners {
 		o.holds[h.Device.GPU] = append(o.holds[h.Device.GPU], h)
 		delete(o.promised, h.Device)
 		if h.Holder.Kind == ledger.KindLimit {
-			o.limits[listed{h.Resource, h.Holder.ID}] = true
+			o.limits[listed{h.Resource, h.Holder.ID}] = h.Device
 		}
 	}
 	return o
+}
+
+// limited reports whether a limit has what is listed.
+func (o owners) limited(at listed) bool {
+	_, limited := o.limits[at]
+	return limited
 }
 
 // hold reports whether a new limit cannot get the hardware of a device, and whether a limit has it under this very name. What such a

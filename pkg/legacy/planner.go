@@ -47,7 +47,7 @@ func newPlanner(gpus []device.GPU, inv device.Inventory) *planner {
 		p.numa[i], p.domain[i] = a.NUMANode, a.NVLinkDomain
 		p.weight[i] = make([]int64, len(gpus))
 		for j, b := range gpus {
-			if i == j {
+			if i == j || a.UUID == b.UUID { // it, or what is left in the list of its partitions
 				continue
 			}
 			from, known := place[a.UUID]

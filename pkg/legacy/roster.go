@@ -118,7 +118,7 @@ func (r *roster) refresh(now time.Time) (again time.Duration) {
 
 func (r *roster) publish(now time.Time) (again time.Duration) {
 	c, o := r.catalogs(), r.owners()
-	if c.restless(o) {
+	if c.restless(o) || len(r.unlisted(o, c.items())) > 0 {
 		c = r.over(r.inventory.Inventory(), o, c, now)
 		r.known.Store(c)
 	}

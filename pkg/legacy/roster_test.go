@@ -3,12 +3,16 @@
 package legacy
 
 import (
+	"maps"
 	"slices"
 	"testing"
 	"time"
 
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 )
 
 func TestHysteresis(t *testing.T) {
@@ -216,4 +220,84 @@ func TestPromisesRipen(t *testing.T) {
 	promised.put(0, 1)
 	book.losers = []ledger.Loser{{Devices: []device.Ref{gpus[1].Ref()}}}
 	step(600, 0, away, away)
+}
+
+// What a limit has stays listed though the inventory does not have it, also when it was never listed by this process.
+func TestWhatALimitHasIsListed(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	f.config.Resources.Strategy = device.MIGStrategyMixed
+	f.inventory.cut(2, false, part(2, 0, "1g.10gb"))
+	take := func(id, resource string, ref device.Ref) {
+		t.Helper()
+		if err := f.ledger.ReserveLimits([]ledger.LimitRequest{{ID: id, Resource: resource, Device: ref}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	take("MIG-2-5", oneSlice, device.Ref{GPU: uuid(2), Placement: device.Placement{Start: 5, Size: 1}})
+	take("MIG-9-4", half, device.Ref{GPU: "GPU-lost", Placement: device.Placement{Start: 4, Size: 4}})
+	p, err := New(f.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	look := func(after time.Duration, resource string, want map[string]string) {
+		t.Helper()
+		lists, _ := p.Look(began.Add(after))
+		got := map[string]string{}
+		for _, d := range lists[resource].GetDevices() {
+			got[d.ID] = d.Health
+		}
+		if !maps.Equal(got, want) {
+			t.Errorf("after %v %s are %v, want %v", after, resource, got, want)
+		}
+	}
+	look(0, oneSlice, map[string]string{"MIG-2-0": "Healthy", "MIG-2-5": "Unhealthy"})
+	look(0, half, map[string]string{"MIG-9-4": "Unhealthy"})
+	// One that is restored while the agent runs is told of without a change of the inventory.
+	take("GPU-7::1", whole.GPU, device.Ref{GPU: "GPU-7"})
+	p.roster.publish(began.Add(time.Second))
+	if list, _ := p.roster.current(whole.GPU); !slices.ContainsFunc(list.response.Devices, func(d *pluginapi.Device) bool {
+		return d.ID == "GPU-7::1" && d.Health == "Unhealthy"
+	}) {
+		t.Errorf("lists %v", list.response.Devices)
+	}
+	for _, id := range []string{"MIG-2-5", "MIG-9-4", "GPU-7::1"} {
+		f.ledger.release(id)
+	}
+	look(2*time.Second, oneSlice, map[string]string{"MIG-2-0": "Healthy", "MIG-2-5": "Unhealthy"})
+	look(time.Hour, oneSlice, map[string]string{"MIG-2-0": "Healthy"})
+	look(time.Hour, half, map[string]string{})
+	if _, listed := p.roster.catalog(whole.GPU).index["GPU-7::1"]; listed {
+		t.Error("an ID stays that nobody has and that is no GPU")
+	}
+}
+
+// Partitions that are on their way out do not keep whole GPUs from being chosen by their links.
+func TestPlannerBesideWhatLeaves(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	f.config.Resources.Strategy = device.MIGStrategySingle
+	f.inventory.set(func(device.Inventory) device.Inventory { return islands(4, 2, 6) })
+	for gpu := range 3 {
+		f.inventory.cut(gpu, false, part(gpu, 0, "1g.10gb"))
+	}
+	p, err := New(f.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.Look(time.Now())
+	if p.roster.catalog(whole.GPU).planner != nil {
+		t.Error("partitions are chosen by the links of their GPUs")
+	}
+	f.inventory.set(func(device.Inventory) device.Inventory { return islands(4, 2, 6) })
+	p.Look(time.Now())
+	if items := len(p.roster.catalog(whole.GPU).items); items != 4+3 {
+		t.Errorf("%d items are listed", items)
+	}
+	answer := p.Preferred(whole.GPU, &pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{
+		{AvailableDeviceIDs: []string{uuid(0), uuid(1), uuid(3)}, AllocationSize: 2},
+	}})
+	ids := answer.GetContainerResponses()[0].GetDeviceIDs()
+	if slices.Sort(ids); !slices.Equal(ids, []string{uuid(0), uuid(1)}) {
+		t.Errorf("prefers %v, which have no links", ids)
+	}
 }
