@@ -68,12 +68,14 @@ func JudgeEviction(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim,
 	return Judgement{Evict: evict}
 }
 
-// StillLost reports whether a claim is still allocated one of the devices that it lost on a node. One that several pods share
-// is allocated anew under the same UID, while the node's status is up to a second old. It is a pure function.
+// StillLost reports whether a claim is still allocated one of the devices that it lost on a node, or a part of one. One that several
+// pods share is allocated anew under the same UID, while the node's status is up to a second old. It is a pure function.
 func StillLost(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim, driver, node string) bool {
 	for _, allocated := range Relay([]resourceapi.ResourceClaim{*claim}, driver, node) {
-		if slices.ContainsFunc(loser.Devices, func(d string) bool { return slices.Contains(allocated.Devices, d) }) {
-			return true
+		for _, lost := range loser.Devices {
+			if slices.ContainsFunc(allocated.Devices, func(name string) bool { return overlap(name, lost) }) {
+				return true
+			}
 		}
 	}
 	return false

@@ -298,3 +298,21 @@ func TestFollower(t *testing.T) {
 		t.Error("remembered for ever")
 	}
 }
+
+func TestStillLost(t *testing.T) {
+	for name, c := range map[string]struct {
+		lost, allocated string
+		want            bool
+	}{
+		"the same":                 {"gpu-0", "gpu-0", true},
+		"another":                  {"gpu-0", "gpu-1", false},
+		"a partition":              {"gpu-0-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-0", true},
+		"a partition, told by GPU": {"gpu-0", "gpu-0-mig-1g10gb-19-0", true},
+		"a partition beside it":    {"gpu-0-mig-1g10gb-19-1", "gpu-0-mig-1g10gb-19-0", false},
+		"a partition of another":   {"gpu-0", "gpu-00-mig-1g10gb-19-0", false},
+	} {
+		if got := StillLost(condemned("a", c.lost), newClaim("a", c.allocated), testDriver, "node-1"); got != c.want {
+			t.Errorf("%s: %t", name, got)
+		}
+	}
+}

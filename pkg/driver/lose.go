@@ -61,9 +61,13 @@ func (d *Driver) lose(ctx context.Context, p *preparation, to, reason, message s
 	case ctx.Err() != nil:
 		outcome = outcomeDeadline
 	}
+	var names []string
+	for _, ref := range devices {
+		names = append(names, p.names[ref])
+	}
 	d.Ledger.Lose(ledger.Loser{
 		UID: p.request.UID, Namespace: p.request.Namespace, Name: p.request.Name, Pods: p.request.Pods,
-		Devices: devices, Condemned: outcome == outcomeCondemned, Message: message,
+		Devices: devices, Names: names, Condemned: outcome == outcomeCondemned, Message: message,
 	})
 	d.metrics.conflicts.WithLabelValues(to, outcome).Inc()
 	klog.FromContext(ctx).Info("A claim has lost its device", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID, "outcome", outcome)

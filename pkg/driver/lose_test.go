@@ -60,7 +60,7 @@ func TestWhatBecomesOfALoser(t *testing.T) {
 			}
 			l := losers[0]
 			if l.UID != "uid-a" || l.Namespace != "team-a" || l.Name != "a" || l.Condemned != (test.outcome == outcomeCondemned) ||
-				!slices.Equal(l.Devices, []device.Ref{{GPU: uuidOf(1)}}) || len(l.Pods) != 1 || l.Pods[0].UID != "pod-uid-a" {
+				!slices.Equal(l.Devices, []device.Ref{{GPU: uuidOf(1)}}) || !slices.Equal(l.Names, []string{"gpu-1"}) || len(l.Pods) != 1 || l.Pods[0].UID != "pod-uid-a" {
 				t.Errorf("loser: %+v", l)
 			}
 			for what, text := range map[string]string{"error": fmt.Sprint(err), "events": r.events.all(), "loser": l.Message} {

@@ -237,15 +237,20 @@ func losers(lost []ledger.Loser, names map[device.Ref]string) []v1alpha1.LosingC
 	var claims []v1alpha1.LosingClaim
 	for _, l := range lost {
 		devices := map[string]bool{}
-		for _, ref := range l.Devices {
-			devices[cmp.Or(names[ref], names[device.Ref{GPU: ref.GPU}], ref.GPU)] = true
+		for i, ref := range l.Devices {
+			var name string
+			if i < len(l.Names) {
+				name = l.Names[i]
+			}
+			devices[cmp.Or(name, names[ref], names[device.Ref{GPU: ref.GPU}], ref.GPU)] = true
 		}
 		pods := map[types.UID]bool{}
 		for _, pod := range l.Pods {
 			pods[types.UID(pod.UID)] = true
 		}
 		claims = append(claims, v1alpha1.LosingClaim{
-			UID: types.UID(l.UID), Namespace: l.Namespace, Name: l.Name, Devices: slices.Sorted(maps.Keys(devices)), Pods: slices.Sorted(maps.Keys(pods)),
+			UID: types.UID(l.UID), Namespace: l.Namespace, Name: l.Name,
+			Devices: slices.Sorted(maps.Keys(devices)), Pods: slices.Sorted(maps.Keys(pods)),
 			// No finer than the API keeps it, or what is stored would never be what it should be.
 			Since: metav1.NewMicroTime(l.Since.Truncate(time.Microsecond)), Condemned: l.Condemned, Message: l.Message,
 		})

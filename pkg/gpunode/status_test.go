@@ -126,7 +126,13 @@ func partitioned() Facts {
 			of(claim("c3", "being-made", "GPU-3", ledger.StateHeld), device.Ref{GPU: "GPU-3", Placement: device.Placement{Start: 4, Size: 4}}, "", ""),
 			claim("c4", "whole", "GPU-4", ledger.StateHeld),
 		},
-		Losers:      []ledger.Loser{{UID: "c9", Namespace: "apps", Name: "late", Devices: []device.Ref{first.Ref}, Since: time.Unix(0, 0).UTC()}},
+		Losers: []ledger.Loser{
+			{UID: "c9", Namespace: "apps", Name: "late", Devices: []device.Ref{first.Ref}, Since: time.Unix(0, 0).UTC()},
+			{
+				UID: "d0", Namespace: "apps", Name: "never-made", Since: time.Unix(0, 0).UTC(),
+				Devices: []device.Ref{{GPU: "GPU-3", Placement: device.Placement{Start: 6, Size: 2}}}, Names: []string{"gpu-3-mig-2g20gb-14-6"},
+			},
+		},
 		Allocatable: map[string][]string{"nvidia.com/gpu": {"GPU-0"}, "nvidia.com/mig-1g.10gb": {"MIG-1-0", "MIG-1-1", "MIG-2-0"}},
 	}
 }

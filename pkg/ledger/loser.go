@@ -20,6 +20,8 @@ type Loser struct {
 	UID, Namespace, Name string
 	// Devices that are in other hands.
 	Devices []device.Ref
+	// Names of Devices, as the claim was allocated them: the inventory does not know a partition that is still to be made.
+	Names []string
 	// Pods that the claim is for, as far as kubelet has asked for them.
 	Pods []Pod
 	// Since is when the claim lost for the first time. Lose sets it.
@@ -68,7 +70,7 @@ func (l *Ledger) Lose(lost Loser) {
 	if again {
 		lost.Since = known.Since
 	}
-	lost.Devices = slices.Clone(lost.Devices)
+	lost.Devices, lost.Names = slices.Clone(lost.Devices), slices.Clone(lost.Names)
 	lost.Pods = mergePods(known.Pods, lost.Pods)
 	l.losers[lost.UID] = lost
 	l.announce()
