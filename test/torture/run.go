@@ -3,6 +3,7 @@
 package torture
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"io"
@@ -94,10 +95,9 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) (Counters, error) {
 		defer stop()
 		return r.rounds(watching)
 	})
-	if err := group.Wait(); err != nil {
-		return r.tally.now(), err
-	}
-	if err := context.Cause(ctx); err != nil {
+	err = group.Wait()
+	// An interruption makes other things fail.
+	if err = cmp.Or(context.Cause(ctx), err); err != nil {
 		return r.tally.now(), err
 	}
 	counters := r.tally.now()
