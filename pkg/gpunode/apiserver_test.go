@@ -45,6 +45,8 @@ type fakeAPI struct {
 	// when the status was written.
 	statuses []time.Time
 	requests int
+	// prune drops what the API server does not know of a status; nil for nothing.
+	prune func(*v1alpha1.GPUNodeStatus)
 }
 
 func newFakeAPI(t *testing.T) *fakeAPI {
@@ -279,6 +281,9 @@ func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, name, subresourc
 	default:
 		next := known.DeepCopy()
 		next.Status = sent.Status
+		if f.prune != nil {
+			f.prune(&next.Status)
+		}
 		f.statuses = append(f.statuses, time.Now())
 		f.store(next)
 		answer(w, http.StatusOK, next)

@@ -281,6 +281,39 @@ func TestAdoptsWhatIsThere(t *testing.T) {
 	}
 }
 
+// TestPruned: what an API server with an older definition of the resource drops is not sent again and again.
+func TestPruned(t *testing.T) {
+	f := newFixture(t)
+	f.api.prune = func(s *v1alpha1.GPUNodeStatus) {
+		for i := range s.Devices {
+			s.Devices[i].LimitsResource = ""
+		}
+	}
+	o, _ := f.start()
+	f.awaitStatus("a status", free(2))
+	f.quiet()
+	if got, want := f.api.written(), []string{"post node-1", "put node-1/status"}; !slices.Equal(got, want) {
+		t.Errorf("wrote %q, want %q", got, want)
+	}
+	for range 3 {
+		f.hold("c1", "GPU-0")
+		f.awaitStatus("the claim", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Claims == 1 })
+		f.release("c1")
+		f.awaitStatus("no claim", free(2))
+	}
+	// What another one has written may be kept better.
+	f.api.set(func() { f.api.prune = nil })
+	f.api.writeSpec("node-1", v1alpha1.AllocatedClaim{UID: "c2", Devices: []string{"gpu-1"}})
+	f.awaitStatus("all of it", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].LimitsResource != "" })
+	if len(o.Allocated()) != 1 {
+		t.Error("the spec is not read")
+	}
+	output := f.logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	if n := strings.Count(output, "does not keep all"); n != 1 {
+		t.Errorf("the log has it %d times:\n%s", n, output)
+	}
+}
+
 // TestLeaves: an agent that ends says that limits are served no more, and leaves what else it knew.
 func TestLeaves(t *testing.T) {
 	for name, meanwhile := range map[string]func(*fixture){

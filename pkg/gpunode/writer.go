@@ -27,6 +27,11 @@ type writer struct {
 	retry    time.Time
 	// said is set once the log has the failure, until a write succeeds.
 	said bool
+	// sent is the status that was written last, and answered the version of the object that came of it.
+	sent     v1alpha1.GPUNodeStatus
+	answered string
+	// saidPruned is set once the log has that the API server does not keep all of it.
+	saidPruned bool
 }
 
 // write follows everything that the object depends on until ctx is done.
@@ -111,17 +116,27 @@ func (w *writer) next() (next step, urgent bool) {
 		}, false
 	}
 	status := w.status()
-	if apiequality.Semantic.DeepEqual(object.Status, status) {
+	switch {
+	case apiequality.Semantic.DeepEqual(object.Status, status):
+		return nil, false
+	case object.ResourceVersion == w.answered && apiequality.Semantic.DeepEqual(w.sent, status):
+		// All was said, and not all of it kept: once more would change nothing.
 		return nil, false
 	}
 	return func(ctx context.Context) error {
 		updated, err := w.updateStatus(ctx, object, status)
-		if err == nil {
-			w.pace.Took(time.Now())
-			w.dirty = time.Time{}
-			w.view.adopt(updated)
+		if err != nil {
+			return err
 		}
-		return err
+		w.pace.Took(time.Now())
+		w.dirty = time.Time{}
+		w.sent, w.answered = status, updated.ResourceVersion
+		w.view.adopt(updated)
+		if !w.saidPruned && !apiequality.Semantic.DeepEqual(updated.Status, status) {
+			w.saidPruned = true
+			klog.FromContext(ctx).Info("The API server does not keep all of the node's GPUNode status: its CustomResourceDefinition is of another version")
+		}
+		return nil
 	}, Urgent(object.Status, status)
 }
 
