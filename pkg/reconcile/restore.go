@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -36,8 +37,16 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 	}
 	callCtx, cancel := context.WithTimeout(ctx, r.times.restore)
 	defer cancel()
-	if err := r.restoreLimits(ctx, checkpoint); err != nil {
-		return err
+	holds := r.holders()
+	for _, d := range checkpoint.Devices {
+		done, err := r.restoreLimit(ctx, checkpoint, holds, d)
+		if err != nil {
+			return err
+		}
+		if !done {
+			klog.FromContext(ctx).Info("The partition of a limit is not there yet", "device", d.ID, "podUID", d.PodUID)
+			r.lateLimits = append(r.lateLimits, d)
+		}
 	}
 	for _, claim := range claims {
 		missing, err := r.restoreClaim(callCtx, claim)
@@ -53,21 +62,35 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 }
 
 // restoreLate gives claims and limits of before the devices that come into the inventory later, such as a GPU that was lost when
-// the agent started.
+// the agent started. What cannot be restored when its device comes is tried again.
 func (r *Reconciler) restoreLate(ctx context.Context) {
 	complaint := &complaint{message: "Restoring the holders of devices that came late"}
+	retry := r.times.retry
 	for len(r.late)+len(r.lateLimits) > 0 {
 		changed := r.Inventory.Changed()
-		complaint.say(ctx, r.tryLate(ctx))
+		err := errors.Join(r.tryLateClaims(ctx), r.tryLateLimits(ctx))
+		complaint.say(ctx, err)
+		var again <-chan time.Time
+		if err == nil {
+			retry = r.times.retry
+		} else {
+			again = time.After(retry)
+			retry = min(2*retry, r.times.retryMost)
+		}
 		select {
 		case <-ctx.Done():
 			return
 		case <-changed:
+		case <-again:
 		}
 	}
 }
 
-func (r *Reconciler) tryLate(ctx context.Context) error {
+// tryLateClaims forgets those that have all their devices, and those that kubelet has unprepared.
+func (r *Reconciler) tryLateClaims(ctx context.Context) error {
+	if len(r.late) == 0 {
+		return nil
+	}
 	claims, err := evidence.ReadClaimState(r.KubeletDir, r.DriverName)
 	if err != nil {
 		return err
@@ -81,60 +104,76 @@ func (r *Reconciler) tryLate(ctx context.Context) error {
 		defer cancel()
 		missing, err := r.restoreClaim(callCtx, claim)
 		errs = append(errs, err)
-		return !missing
+		return err == nil && !missing
 	})
-	return errors.Join(append(errs, r.tryLateLimits(ctx))...)
+	return errors.Join(errs...)
 }
 
+// tryLateLimits forgets those that have their partition, those whose pod is gone, and those whose partition kubelet has given to
+// another pod since.
 func (r *Reconciler) tryLateLimits(ctx context.Context) error {
-	late := r.lateLimits
-	if len(late) == 0 {
+	if len(r.lateLimits) == 0 {
 		return nil
 	}
 	checkpoint, err := evidence.ReadDeviceCheckpoint(r.KubeletDir)
 	if err != nil {
 		return err
 	}
-	checkpoint.Devices = slices.DeleteFunc(checkpoint.Devices, func(d evidence.PodDevice) bool { return !slices.Contains(late, d) })
-	r.lateLimits = nil
-	return r.restoreLimits(ctx, checkpoint)
+	holds := r.holders()
+	var errs []error
+	r.lateLimits = slices.DeleteFunc(r.lateLimits, func(d evidence.PodDevice) bool {
+		if !slices.Contains(checkpoint.Devices, d) {
+			if _, held := holds[ledger.Holder{Kind: ledger.KindLimit, ID: d.ID}]; held {
+				return true
+			}
+			sameDevice := func(other evidence.PodDevice) bool { return other.Resource == d.Resource && other.ID == d.ID }
+			if i := slices.IndexFunc(checkpoint.Devices, sameDevice); i >= 0 {
+				d = checkpoint.Devices[i]
+			}
+		}
+		done, err := r.restoreLimit(ctx, checkpoint, holds, d)
+		errs = append(errs, err)
+		return err == nil && done
+	})
+	return errors.Join(errs...)
 }
 
-func (r *Reconciler) restoreLimits(ctx context.Context, checkpoint evidence.DeviceCheckpoint) error {
-	known := map[ledger.Holder]ledger.Hold{}
+func (r *Reconciler) holders() map[ledger.Holder]ledger.Hold {
+	holders := map[ledger.Holder]ledger.Hold{}
 	for _, h := range r.Ledger.Holds() {
-		known[h.Holder] = h
+		holders[h.Holder] = h
 	}
-	for _, d := range checkpoint.Devices {
-		if !r.Limits.Has(d.Resource) {
-			continue
-		}
-		holder := ledger.Holder{Kind: ledger.KindLimit, ID: d.ID}
-		h, ok := known[holder]
-		if ok && !h.Unreadable && predates(checkpoint, h) {
-			continue // it names the pod before
-		}
+	return holders
+}
+
+// restoreLimit restores what kubelet says of a limit, by its checkpoint or without a pod by its pod resources. It reports false
+// while the inventory does not have the limit's partition.
+func (r *Reconciler) restoreLimit(ctx context.Context, checkpoint evidence.DeviceCheckpoint, holds map[ledger.Holder]ledger.Hold,
+	d evidence.PodDevice,
+) (done bool, err error) {
+	if !r.Limits.Has(d.Resource) {
+		return true, nil
+	}
+	restored := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: d.ID}, Resource: d.Resource}
+	h, known := holds[restored.Holder]
+	if known && !h.Unreadable && predates(checkpoint, h) {
+		return true, nil // it names the pod before
+	}
+	if d.PodUID != "" {
 		cgroup, err := r.Cgroups.Pod(d.PodUID)
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "Restoring a limit without knowing whether its pod lives", "podUID", d.PodUID, "device", d.ID)
 		} else if cgroup == evidence.CgroupAbsent {
-			continue
+			return true, nil
 		}
-		ref := h.Device
-		if !ok {
-			ref, ok = r.refOf(d.ID)
-		}
-		if !ok {
-			klog.FromContext(ctx).Info("The partition of a limit is not there yet", "device", d.ID, "podUID", d.PodUID)
-			r.lateLimits = append(r.lateLimits, d)
-			continue
-		}
-		restored := ledger.Hold{Holder: holder, Device: ref, Resource: d.Resource, Pods: []ledger.Pod{r.Pods.Name(d.PodUID)}}
-		if err := r.expect(ctx, restored); err != nil {
-			return err
+		restored.Pods = []ledger.Pod{r.Pods.Name(d.PodUID)}
+	}
+	if restored.Device = h.Device; !known {
+		if restored.Device, known = r.refOf(d.ID); !known {
+			return false, nil
 		}
 	}
-	return nil
+	return true, r.expect(ctx, restored)
 }
 
 // refOf resolves a device ID, as ours are: the UUID of a GPU or of a partition, which the inventory must know. NVIDIA's plugin, whose
@@ -203,7 +242,8 @@ func (r *Reconciler) mayLive(ctx context.Context, claim evidence.KubeletClaim) b
 	for _, uid := range claim.PodUIDs {
 		cgroup, err := r.Cgroups.Pod(uid)
 		if err != nil {
-			klog.FromContext(ctx).Error(err, "Restoring a claim without knowing whether its pod lives", "podUID", uid, "claim", klog.KRef(claim.Namespace, claim.Name))
+			klog.FromContext(ctx).Error(err, "Restoring a claim without knowing whether its pod lives",
+				"podUID", uid, "claim", klog.KRef(claim.Namespace, claim.Name))
 		}
 		if err != nil || cgroup != evidence.CgroupAbsent {
 			return true
@@ -263,26 +303,29 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint evidence.Device
 		return nil
 	}
 	for _, d := range devices {
-		if slices.ContainsFunc(checkpoint.Devices, func(c evidence.PodDevice) bool { return c.ID == d.ID && c.Resource == d.Resource }) {
+		named := func(c evidence.PodDevice) bool { return c.ID == d.ID && c.Resource == d.Resource }
+		if slices.ContainsFunc(checkpoint.Devices, named) {
 			continue
 		}
-		ref, ok := r.refOf(d.ID)
-		if !ok {
-			klog.FromContext(ctx).Info("Skipping a partition that kubelet reports in use and the node does not have", "device", d.ID, "pod", klog.KRef(d.Namespace, d.Pod))
-			continue
-		}
-		h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: d.ID}, Device: ref, Resource: d.Resource}
-		if err := r.expect(ctx, h); err != nil {
+		done, err := r.restoreLimit(ctx, evidence.DeviceCheckpoint{}, nil, evidence.PodDevice{Resource: d.Resource, ID: d.ID})
+		if err != nil {
 			return err
+		}
+		if !done {
+			klog.FromContext(ctx).Info("A partition that kubelet reports in use is not there yet",
+				"device", d.ID, "pod", klog.KRef(d.Namespace, d.Pod))
+			r.lateLimits = append(r.lateLimits, evidence.PodDevice{Resource: d.Resource, ID: d.ID})
 		}
 	}
 	for _, used := range claims {
-		if slices.ContainsFunc(known, func(c evidence.KubeletClaim) bool { return c.Namespace == used.Namespace && c.Name == used.Claim }) {
+		named := func(c evidence.KubeletClaim) bool { return c.Namespace == used.Namespace && c.Name == used.Claim }
+		if slices.ContainsFunc(known, named) {
 			continue
 		}
 		claim, err := r.Claims(used.Namespace).Get(callCtx, used.Claim, metav1.GetOptions{})
 		if err != nil {
-			klog.FromContext(ctx).Error(err, "Skipping a claim that kubelet reports in use", "claim", klog.KRef(used.Namespace, used.Claim))
+			klog.FromContext(ctx).Error(err, "Skipping a claim that kubelet reports in use",
+				"claim", klog.KRef(used.Namespace, used.Claim))
 			continue
 		}
 		found := evidence.KubeletClaim{
@@ -305,7 +348,8 @@ func (r *Reconciler) expect(ctx context.Context, h ledger.Hold) error {
 		return nil
 	}
 	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
-		klog.FromContext(ctx).Error(err, "No room to record a hold of before, trying again", "device", h.Device.String(), "holder", h.String())
+		klog.FromContext(ctx).Error(err, "No room to record a hold of before, trying again",
+			"device", h.Device.String(), "holder", h.String())
 		return nil
 	}
 	if err != nil {

@@ -193,9 +193,79 @@ func TestRestoreOfLatePartition(t *testing.T) {
 	g.setGPUs("GPU-0:MIG-a")
 	g.await("GPU-0@0+1: limit MIG-a held [p1]")
 	// The second pod has ended meanwhile, and its partition is made again under another name.
+	g.noGroup("p2")
 	g.checkpoint("p1", "MIG-a", "p3", "MIG-c")
 	g.setGPUs("GPU-0:MIG-a,MIG-b,MIG-c")
 	g.await("GPU-0@0+1: limit MIG-a held [p1]", "GPU-0@2+1: limit MIG-c held [p3]")
+}
+
+// lateLimits is a node of two limits whose partitions come late.
+func lateLimits(t *testing.T) *rig {
+	t.Helper()
+	g := newRig(t, "GPU-0")
+	for _, uid := range []string{"p1", "p2"} {
+		g.group(uid, true)
+		g.addPod(g.pod(uid))
+	}
+	g.checkpoint("p1", "MIG-a", "p2", "MIG-b")
+	return g
+}
+
+// What cannot be read when a partition comes is read again.
+func TestRestoreOfLatePartitionIsTriedAgain(t *testing.T) {
+	g := lateLimits(t)
+	g.claim("one", "c1", "gpu-1")
+	g.claimState(kubeletClaim{"c1", "one", []string{"p3"}, []string{"gpu-1"}})
+	must(t, g.r.Restore(t.Context()))
+	g.replace(evidence.ClaimStatePath(g.dir), []byte("{"))
+	g.replace(evidence.DeviceCheckpointPath(g.dir), []byte("{"))
+	g.run()
+	g.setGPUs("GPU-0:MIG-a,MIG-b", "GPU-1")
+	g.stays()
+	// The limits do not wait for the claim.
+	g.checkpoint("p1", "MIG-a", "p2", "MIG-b")
+	limits := []string{"GPU-0@0+1: limit MIG-a held [p1]", "GPU-0@1+1: limit MIG-b held [p2]"}
+	g.await(limits...)
+	g.claimState(kubeletClaim{"c1", "one", []string{"p3"}, []string{"gpu-1"}})
+	g.await(append(limits, "GPU-1: claim c1 expected [p3]")...)
+}
+
+// A hold that cannot be recorded is not forgotten, and neither are those after it.
+func TestRestoreOfLatePartitionFails(t *testing.T) {
+	g := lateLimits(t)
+	must(t, g.r.Restore(t.Context()))
+	disk := &brokenDisk{Ledger: g.book, fail: 3}
+	g.r.Ledger = disk
+	g.run()
+	g.setGPUs("GPU-0:MIG-a,MIG-b")
+	g.await("GPU-0@0+1: limit MIG-a held [p1]", "GPU-0@1+1: limit MIG-b held [p2]")
+}
+
+// brokenDisk records nothing at first.
+type brokenDisk struct {
+	*ledger.Ledger
+	fail int
+}
+
+func (b *brokenDisk) Expect(h ledger.Hold) error {
+	if b.fail--; b.fail >= 0 {
+		return syscall.EIO
+	}
+	return b.Ledger.Expect(h)
+}
+
+// A partition that only kubelet's pod resources name is held once it comes; for the pod that the checkpoint names by then.
+func TestRestoreOfUsedLatePartition(t *testing.T) {
+	g := lateLimits(t)
+	g.checkpoint()
+	for pod, id := range map[string]string{"p1": "MIG-a", "p2": "MIG-b"} {
+		g.used = append(g.used, evidence.UsedDevice{Namespace: "apps", Pod: pod, Resource: migResource, ID: id})
+	}
+	must(t, g.r.Restore(t.Context()))
+	g.checkpoint("p2", "MIG-b")
+	g.run()
+	g.setGPUs("GPU-0:MIG-a,MIG-b")
+	g.await("GPU-0@0+1: limit MIG-a expected []", "GPU-0@1+1: limit MIG-b held [p2]")
 }
 
 // A limit of a partition is identified by what kubelet says of its own resource.
