@@ -70,12 +70,20 @@ func Allocatable(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim
 	return value, known
 }
 
-// resourceOf is the resource by which limits ask for a device. Agents that serve whole GPUs only have not always said it.
+// resourceOf is the resource by which limits ask for a device. Agents that serve whole GPUs only have not always said it; and an API
+// server that knows their status drops what later agents say of partitions but for the UUID.
 func resourceOf(status v1alpha1.GPUNodeStatus, device v1alpha1.DeviceStatus) corev1.ResourceName {
-	if device.LimitsResource == "" && device.Parent == "" {
-		return corev1.ResourceName(status.LimitsResource)
+	said := func(d v1alpha1.DeviceStatus) bool { return d.LimitsResource != "" }
+	partition := device.Parent != "" || strings.HasPrefix(device.UUID, "MIG-")
+	if said(device) || partition || slices.ContainsFunc(status.Devices, said) {
+		return corev1.ResourceName(device.LimitsResource)
 	}
-	return corev1.ResourceName(device.LimitsResource)
+	return corev1.ResourceName(status.LimitsResource)
+}
+
+// served reports whether limits ask for any device of a node by a resource, whatever kubelet has said.
+func served(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) bool {
+	return status.LimitsResource != "" && resourcesOf(status)[resource]
 }
 
 // resourcesOf are those of all devices of a node.
@@ -168,7 +176,7 @@ type resourceRecord struct {
 	// overruled counts how often kubelet has put back another number than was written for one version of the GPUNode.
 	overruled int
 	version   string
-	// serves is set while limits are served on the node by our agent.
+	// serves is set while our agent serves it.
 	serves bool
 }
 
@@ -224,7 +232,7 @@ type change struct {
 	resource corev1.ResourceName
 	old      resource.Quantity
 	want     int64
-	// last is what is written when limits are served no more.
+	// last is what is written when the resource is served no more.
 	last bool
 }
 
@@ -259,7 +267,7 @@ func (r *allocatable) Reconcile(ctx context.Context, request reconcile.Request) 
 		}
 		want, write, again := r.decide(record, resource, gpus, node, claims)
 		if write {
-			changes = append(changes, change{resource, node.Status.Allocatable[resource], want, gpus.Status.LimitsResource == ""})
+			changes = append(changes, change{resource, node.Status.Allocatable[resource], want, !served(gpus.Status, resource)})
 		} else if again > 0 && (wait == 0 || again < wait) {
 			wait = again
 		}
@@ -281,7 +289,7 @@ func (r *allocatable) decide(node *nodeRecord, resource corev1.ResourceName, gpu
 	record := node.of(resource)
 	want, known := Allocatable(gpus.Status, claims, resource)
 	current, offered := object.Status.Allocatable[resource]
-	if record.retired(gpus.Status) && current.Value() > 0 {
+	if record.retired(gpus.Status, resource) && current.Value() > 0 {
 		return 0, true, 0
 	}
 	if !known || !offered || !r.limits.Has(gpus.Status.LimitsResource) {
@@ -313,14 +321,15 @@ func (r *resourceRecord) givesUp(version string, current, want int64) bool {
 	return r.overruled >= overrules
 }
 
-// retired reports whether an agent that served limits before does so no more, because of another mode. The zero is written that
-// kubelet comes to within ten seconds: every limits pod that is sent to the node until then fails. That is done once, since who serves
-// the resource after that is somebody else.
-func (r *resourceRecord) retired(status v1alpha1.GPUNodeStatus) bool {
-	if status.LimitsResource != "" {
+// retired reports whether an agent that served the resource before does so no more: because of another mode, or because the last
+// partition of a profile is gone. The zero is written that kubelet comes to within ten seconds: every limits pod that is sent to the
+// node until then fails. That is done once, since who serves the resource after that is somebody else.
+func (r *resourceRecord) retired(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) bool {
+	if served(status, resource) {
 		r.serves = true
+		return false
 	}
-	return r.serves && status.Mode != "" && status.LimitsResource == ""
+	return r.serves && status.Mode != "" && (status.LimitsResource == "" || len(status.Devices) > 0)
 }
 
 func (r *allocatable) patch(ctx context.Context, node *corev1.Node, record *nodeRecord, changes []change) (reconcile.Result, error) {

@@ -429,3 +429,56 @@ func TestAllocatableOfPartitions(t *testing.T) {
 		t.Errorf("allocatable %s after the agent has gone", got)
 	}
 }
+
+// When the last device of a resource is gone, nobody is sent after it until kubelet has heard; what is offered after that is left alone.
+func TestAllocatableOfWhatIsGone(t *testing.T) {
+	core := coreNode("6", "6")
+	core.Status.Allocatable[partResource], core.Status.Capacity[partResource] = resource.MustParse("4"), resource.MustParse("4")
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(partitioned), core)
+	r := w.allocatable()
+	for _, step := range []struct {
+		kubelet string
+		change  func(*v1alpha1.GPUNodeStatus)
+		want    string
+	}{
+		{"", func(*v1alpha1.GPUNodeStatus) {}, "6 4"},
+		{"", func(s *v1alpha1.GPUNodeStatus) { s.Devices = s.Devices[:8] }, "6 0"},
+		{"4", func(*v1alpha1.GPUNodeStatus) {}, "6 4"},
+		{"0", partitioned, "6 4"},
+		{"", func(s *v1alpha1.GPUNodeStatus) { // All GPUs are partitioned.
+			for i := range s.Devices[:6] {
+				s.Devices[i].LimitsResource, s.Devices[i].Limits = "", ""
+			}
+		}, "0 4"},
+	} {
+		node := &corev1.Node{}
+		if step.kubelet != "" {
+			w.get("", "node-1", node)
+			node.Status.Allocatable[partResource] = resource.MustParse(step.kubelet)
+			if err := w.client.Status().Update(t.Context(), node); err != nil {
+				t.Fatal(err)
+			}
+			w.twice(r, "node-1")
+		}
+		w.set(step.change)
+		w.twice(r, "node-1")
+		w.get("", "node-1", node)
+		whole, parts := node.Status.Allocatable[testResource], node.Status.Allocatable[partResource]
+		if got := whole.String() + " " + parts.String(); got != step.want {
+			t.Errorf("allocatable %s, want %s", got, step.want)
+		}
+	}
+}
+
+// An API server with an older definition of GPUNodes drops what is said of partitions only: they pass for no GPUs.
+func TestAllocatablePruned(t *testing.T) {
+	node := gpuNode(partitioned)
+	for i := range node.Status.Devices {
+		d := &node.Status.Devices[i]
+		d.Parent, d.Profile, d.LimitsResource = "", "", ""
+	}
+	claims := []v1alpha1.AllocatedClaim{{UID: "u", Devices: []string{"gpu-0", "gpu-1", "gpu-2"}}}
+	if got, known := Allocatable(node.Status, claims, testResource); got != 3 || !known {
+		t.Errorf("%d GPUs (%t), want 3", got, known)
+	}
+}
