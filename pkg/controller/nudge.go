@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -36,6 +37,8 @@ type Nudge struct {
 	Namespace, Name string
 	// Pod is the only one that is meant, of a claim that is prepared already: others of it may run. Empty for all of them.
 	Pod types.UID
+	// Unsure is set where a device is a partition still to be made: whether there is room for it is not known here.
+	Unsure bool
 	// Patience is how long kubelet may take by itself before it is told.
 	Patience time.Duration
 }
@@ -62,7 +65,7 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 	for _, loser := range status.Losers {
 		lost[loser.UID] = true
 		if !loser.Condemned && !slices.ContainsFunc(loser.Devices, func(name string) bool { return taken(devices, name, loser.UID) }) {
-			nudges = append(nudges, Nudge{UID: loser.UID, Namespace: loser.Namespace, Name: loser.Name})
+			nudges = append(nudges, Nudge{UID: loser.UID, Namespace: loser.Namespace, Name: loser.Name, Unsure: unsure(devices, loser.Devices)})
 		}
 	}
 	for _, claim := range claims {
@@ -72,7 +75,10 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 		if lost[claim.UID] || slices.ContainsFunc(claim.Devices, func(name string) bool { return taken(devices, name, claim.UID) }) {
 			continue
 		}
-		nudge := Nudge{UID: claim.UID, Namespace: claim.Namespace, Name: claim.Name, Patience: unpreparedPatience}
+		nudge := Nudge{
+			UID: claim.UID, Namespace: claim.Namespace, Name: claim.Name,
+			Unsure: unsure(devices, claim.Devices), Patience: unpreparedPatience,
+		}
 		switch state, some := stateOf(devices, claim); {
 		case !some:
 			nudges = append(nudges, nudge)
@@ -89,23 +95,46 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 	return nudges
 }
 
-// taken reports whether a device cannot be prepared for the claim: unknown, faulty, or somebody else's.
+// taken reports whether a device cannot be prepared for the claim: unknown, faulty, or somebody else's, be it in part.
 func taken(devices map[string]v1alpha1.DeviceStatus, name string, claim types.UID) bool {
-	device, ok := devices[name]
-	return !ok || device.Fault != "" || slices.ContainsFunc(device.Holders, func(h v1alpha1.DeviceHolder) bool {
-		return h.Kind != v1alpha1.HolderClaim || h.UID != claim
-	})
+	device, known := known(devices, name)
+	if !known || device.Fault != "" {
+		return true
+	}
+	for _, d := range devices {
+		if overlap(d.Name, name) && slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool {
+			return h.Kind != v1alpha1.HolderClaim || h.UID != claim
+		}) {
+			return true
+		}
+	}
+	return false
+}
+
+// known is what the status says of a device. Of a partition that is still to be made it says all with the GPU.
+func known(devices map[string]v1alpha1.DeviceStatus, name string) (device v1alpha1.DeviceStatus, known bool) {
+	if device, known = devices[name]; !known {
+		parent, _, _ := strings.Cut(name, "-mig-")
+		device, known = devices[parent]
+	}
+	return device, known
+}
+
+// unsure reports whether one of some devices is known by its GPU only.
+func unsure(devices map[string]v1alpha1.DeviceStatus, names []string) bool {
+	return slices.ContainsFunc(names, func(name string) bool { return devices[name].Name == "" })
 }
 
 // stateOf is the state of a claim's holds: expected only if all are; none where one is missing.
 func stateOf(devices map[string]v1alpha1.DeviceStatus, claim v1alpha1.AllocatedClaim) (state v1alpha1.HoldState, some bool) {
 	state = v1alpha1.HoldExpected
 	for _, name := range claim.Devices {
-		at := slices.IndexFunc(devices[name].Holders, func(h v1alpha1.DeviceHolder) bool { return h.UID == claim.UID })
+		device, _ := known(devices, name)
+		at := slices.IndexFunc(device.Holders, func(h v1alpha1.DeviceHolder) bool { return h.UID == claim.UID })
 		if at < 0 {
 			return "", false
 		}
-		if own := devices[name].Holders[at].State; own != v1alpha1.HoldExpected {
+		if own := device.Holders[at].State; own != v1alpha1.HoldExpected {
 			state = own
 		}
 	}
@@ -158,9 +187,9 @@ const (
 	// Between two nudges of one claim. What fails again and again is soon left to kubelet's own rhythm.
 	nudgeInterval    = 5 * time.Second
 	nudgeIntervalMax = 80 * time.Second
-	// nudgesOfPod is how often a pod is nudged whose claim is prepared. By the last one, after 80 s, kubelet has tried by
-	// itself: whatever keeps the pod then is not ours.
-	nudgesOfPod = 5
+	// nudgesMax is how often a pod is nudged whose claim is prepared, or may not be prepared yet for all that is known here. By the
+	// last one, after 80 s, kubelet has tried by itself: whatever keeps the pod then is not ours.
+	nudgesMax = 5
 )
 
 // key is what a patience is for.
@@ -271,7 +300,7 @@ func (n *nudger) due(node string, nudges []Nudge) (due []Nudge, wait time.Durati
 			p = &patience{next: now.Add(nudge.Patience), interval: nudgeInterval}
 		}
 		after[nudge.key()] = p
-		if nudge.Pod != "" && p.nudges >= nudgesOfPod {
+		if (nudge.Pod != "" || nudge.Unsure) && p.nudges >= nudgesMax {
 			continue
 		}
 		if !now.Before(p.next) {

@@ -90,6 +90,73 @@ func TestNudges(t *testing.T) {
 	}
 }
 
+// TestNudgesOfPartitions: what overlaps a device is in its way, and a partition that is still to be made is judged by its GPU.
+func TestNudgesOfPartitions(t *testing.T) {
+	const made, unmade = "gpu-6-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-0"
+	type change = func(*v1alpha1.GPUNodeStatus)
+	fault := func(n int) change { return func(s *v1alpha1.GPUNodeStatus) { s.Devices[n].Fault = "lost" } }
+	for name, c := range map[string]struct {
+		status  []change
+		device  string
+		want    bool
+		patient time.Duration
+		own     bool // The claim holds it, and has not lost it.
+	}{
+		"made, free":                   {device: made, want: true, patient: unpreparedPatience},
+		"made, expected":               {status: []change{claimHolds("a", v1alpha1.HoldExpected, 8)}, device: made, want: true, patient: expectedPatience, own: true},
+		"made, its GPU taken":          {status: []change{limitHolds(6)}, device: made},
+		"made, the one beside taken":   {status: []change{limitHolds(9)}, device: made, want: true, patient: unpreparedPatience},
+		"made, taken":                  {status: []change{limitHolds(8)}, device: made},
+		"a GPU, a part of it taken":    {status: []change{limitHolds(8)}, device: "gpu-6"},
+		"a GPU, a part of it draining": {status: []change{claimHolds("b", v1alpha1.HoldDraining, 9)}, device: "gpu-6"},
+		"to be made, nobody asked":     {device: unmade, want: true, patient: unpreparedPatience},
+		"to be made, being made":       {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0)}, device: unmade, own: true},
+		"to be made, expected":         {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0)}, device: unmade, want: true, patient: expectedPatience, own: true},
+		"to be made, its GPU taken":    {status: []change{limitHolds(0)}, device: unmade},
+		"to be made, its GPU faulty":   {status: []change{fault(0)}, device: unmade},
+		"to be made, its GPU unknown":  {device: "gpu-99-mig-1g10gb-19-0"},
+	} {
+		status := gpuNode(append([]change{partitioned}, c.status...)...).Status
+		nudge := Nudge{UID: "uid-a", Namespace: "ns", Name: "a", Patience: c.patient, Unsure: c.device == unmade}
+		var want []Nudge
+		if c.want {
+			want = []Nudge{nudge}
+		}
+		claims := []v1alpha1.AllocatedClaim{{UID: "uid-a", Namespace: "ns", Name: "a", Devices: []string{c.device}}}
+		if diff := cmp.Diff(want, Nudges(status, claims, nil)); diff != "" {
+			t.Errorf("%s, allocated: %s", name, diff)
+		}
+		if c.own {
+			continue
+		}
+		for i := range want {
+			want[i].Patience = 0
+		}
+		losing(waiting("a", c.device))(&status)
+		if diff := cmp.Diff(want, Nudges(status, nil, nil)); diff != "" {
+			t.Errorf("%s, a loser: %s", name, diff)
+		}
+	}
+}
+
+// TestNudgesInVain: whether there is room for a partition is not known, and kubelet is not told for ever.
+func TestNudgesInVain(t *testing.T) {
+	clock := time.Unix(0, 0)
+	n := &nudger{now: func() time.Time { return clock }}
+	for unsure, want := range map[bool]int{true: nudgesMax, false: 15} {
+		nudges := 0
+		for range 20 * 60 {
+			due, _ := n.due("node-1", []Nudge{{UID: "a", Unsure: unsure}})
+			nudges += len(due)
+			clock = clock.Add(time.Second)
+		}
+		if nudges < want || unsure && nudges > want {
+			t.Errorf("unsure %t: %d nudges in 20 minutes, want %d", unsure, nudges, want)
+		}
+		n.due("node-1", nil)
+	}
+}
+
 func TestNudgeable(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(*corev1.Pod)
@@ -214,7 +281,7 @@ func TestNudgeOnePodOfAPreparedClaim(t *testing.T) {
 		result = w.twice(n, "node-1")
 	}
 	// After 5, 10, 20, 40 and 80 seconds, and then no more.
-	w.want(map[string]int{"patch Pod": nudgesOfPod})
+	w.want(map[string]int{"patch Pod": nudgesMax})
 	if result.RequeueAfter != 0 {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
