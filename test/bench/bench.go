@@ -148,6 +148,9 @@ func (r *run) measure(ctx context.Context) (err error) {
 	if err := r.measurePartitions(ctx); err != nil {
 		return err
 	}
+	if err := r.measureIsolation(ctx); err != nil {
+		return err
+	}
 	if err := r.with(ctx, large, r.measureLarge); err != nil {
 		return err
 	}

@@ -28,13 +28,10 @@ const (
 
 // measurePartitions has partitions made and destroyed for claims, in turns with the same by the driver alone on another machine.
 func (r *run) measurePartitions(ctx context.Context) error {
-	file := r.node.path("mig.yaml")
-	if err := os.WriteFile(file, []byte(onDemand), 0o600); err != nil {
-		return fmt.Errorf("write node configuration: %w", err)
+	m, err := r.dynamicMachine()
+	if err != nil {
+		return err
 	}
-	root := r.node.path(small.profile)
-	library := "simulated:" + filepath.Join(root, simulated.ProfileFile)
-	m := machine{profile: small.profile, devices: small.gpus * placesAndWhole, flags: []string{"--config=" + file, "--nvml=" + library}}
 	r.say("partitions on demand")
 	var claims []*resourceapi.ResourceClaim
 	for i := range small.gpus {
@@ -52,6 +49,16 @@ func (r *run) measurePartitions(ctx context.Context) error {
 		}
 		return r.add(s.partitions(ctx, driver, r.Calls))
 	})
+}
+
+// dynamicMachine is the small one with GPUs that are partitioned on demand.
+func (r *run) dynamicMachine() (machine, error) {
+	file := r.node.path("mig.yaml")
+	if err := os.WriteFile(file, []byte(onDemand), 0o600); err != nil {
+		return machine{}, fmt.Errorf("write node configuration: %w", err)
+	}
+	library := "simulated:" + filepath.Join(r.node.path(small.profile), simulated.ProfileFile)
+	return machine{profile: small.profile, devices: small.gpus * placesAndWhole, flags: []string{"--config=" + file, "--nvml=" + library}}, nil
 }
 
 // openTwin makes another machine of the small one's kind, and opens its driver: what is done to it is the floor.
