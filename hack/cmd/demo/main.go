@@ -87,7 +87,7 @@ func down(ctx context.Context, dir string, progress io.Writer) error {
 
 // show runs the demo. An error leaves the cluster as it is, to be looked into.
 func show(ctx context.Context, dir, version string) error {
-	steps := newSteps(os.Stdout, 6)
+	steps := newSteps(os.Stdout, 7)
 	c, err := prepare(ctx, steps, dir, version)
 	if err == nil {
 		err = present(ctx, c, steps)
@@ -104,6 +104,9 @@ func show(ctx context.Context, dir, version string) error {
 func present(ctx context.Context, c *cluster.Cluster, steps *steps) error {
 	d, err := newDemo(ctx, c, steps)
 	if err != nil {
+		return err
+	}
+	if err := d.partition(ctx); err != nil {
 		return err
 	}
 	return d.run(ctx)
@@ -141,5 +144,11 @@ func prepare(ctx context.Context, steps *steps, dir, version string) (*cluster.C
 		return c, err
 	}
 	steps.next("Tandem: helm install with eight simulated H100s")
-	return c, install.Tandem(ctx, c, install.Options{Profile: install.DefaultProfile, Image: tarball, Progress: steps})
+	root, err := install.ModuleRoot(ctx)
+	if err != nil {
+		return c, err
+	}
+	return c, install.Tandem(ctx, c, install.Options{
+		Profile: install.DefaultProfile, Image: tarball, Progress: steps, ValuesFiles: []string{filepath.Join(root, "examples", partitionValues)},
+	})
 }
