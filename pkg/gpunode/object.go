@@ -96,6 +96,8 @@ type Object struct {
 	metrics *metrics
 	view    *view
 	running atomic.Bool
+
+	allocated allocated
 }
 
 // New makes no request.
@@ -113,8 +115,9 @@ func New(c Config) (*Object, error) {
 	return &Object{config: c, times: defaultTimes(), client: client, metrics: newMetrics(), view: newView()}, nil
 }
 
-// Run keeps the object until ctx is done, and leaves it, with a last word that limits are served no more: it is gone with its Node,
-// and who reads it meanwhile wants to see what was last known. Call it once. An API server that is away, or does not serve GPUNodes, or refuses them, is no error.
+// Run keeps the object until ctx is done, and leaves it, with a last word that limits are served no more: it is gone with its
+// Node, and who reads it meanwhile wants to see what was last known. Call it once. An API server that is away, or does not serve
+// GPUNodes, or refuses them, is no error.
 func (o *Object) Run(ctx context.Context) error {
 	if o.running.Swap(true) {
 		return errors.New("keep GPUNode: it is kept already")
@@ -143,33 +146,8 @@ func (o *Object) Claims() []v1alpha1.AllocatedClaim {
 	})
 }
 
-// Allocated returns the devices that are allocated to claims by the object's spec, whether or not they are prepared yet. It
-// answers as Claims does.
-func (o *Object) Allocated() []device.Ref {
-	claims := o.Claims()
-	if len(claims) == 0 {
-		return nil
-	}
-	inv := o.config.Inventory.Inventory()
-	byName := map[string]device.Ref{}
-	for _, gpu := range inv.GPUs {
-		byName[gpu.Name()] = gpu.Ref()
-	}
-	var refs []device.Ref
-	for _, claim := range claims {
-		for _, name := range claim.Devices {
-			if ref, known := byName[name]; known {
-				refs = append(refs, ref)
-			} else if d, known := inv.ByName(name); known {
-				refs = append(refs, d.Ref())
-			}
-		}
-	}
-	return refs
-}
-
-// Acknowledge takes what kubelet's device manager itself calls allocatable of a resource, by device ID; known is false while it has
-// not said, or what it said no longer counts. Called by the front-end for limits; idempotent, and it does not block.
+// Acknowledge takes what kubelet's device manager itself calls allocatable of a resource, by device ID; known is false while it
+// has not said, or what it said no longer counts. Called by the front-end for limits; idempotent, and it does not block.
 func (o *Object) Acknowledge(resource string, ids []string, known bool) {
 	o.view.acknowledge(resource, ids, known)
 }
