@@ -70,7 +70,6 @@ func (s *story) migInstances() []string {
 // dynamic lets claims have partitions made of the node's GPUs, until the story ends.
 func (s *story) dynamic() {
 	s.Helper()
-	s.counts()
 	s.installed("mig-dynamic.values.yaml")
 	s.nudgeAgent()
 	s.await(patient, "a pool for each GPU", func() error {
@@ -81,16 +80,10 @@ func (s *story) dynamic() {
 	})
 }
 
-// counts skips where the API server keeps no counters.
-func (s *story) counts() {
+// countersKept reports whether the API server keeps the counters of partitionable devices, as it does by default from 1.36 on.
+func (s *story) countersKept() bool {
 	s.Helper()
-	version, err := theClient.Discovery().ServerVersion()
-	if err != nil {
-		s.Fatal(err)
-	}
-	if version.Minor < "36" {
-		s.Skip("partitionable devices are off by default before Kubernetes 1.36")
-	}
+	return s.extendedResources()
 }
 
 // nudgeAgent has kubelet bring a changed configuration now, not within a minute or two.
@@ -193,9 +186,16 @@ func partitioned(name, template string) string {
 }
 
 // TestPartitionsOnDemand tells stories of GPUs that are partitioned for claims. Each ends when the partitions are gone and the
-// counters are what they were, and both APIs offer all GPUs again.
+// counters are what they were, and both APIs offer all GPUs again. Where nobody counts, GPUs are offered whole and the node says so.
 func TestPartitionsOnDemand(t *testing.T) {
 	s := begin(t)
+	if !s.countersKept() {
+		s.installed("mig-dynamic.values.yaml")
+		s.nudgeAgent()
+		s.event("Node", gpuNode, "NoPartitionsOnDemand", "shared counters", "1.36")
+		s.served("Dual", gpusANode, gpusANode)
+		return
+	}
 	s.dynamic()
 	offered, err := s.claimable()
 	if err != nil {
