@@ -106,7 +106,7 @@ func (a *agent) objectConfig(f frontEnds) gpunode.Config {
 		Node:   f.self, Ledger: f.book, Inventory: f.devices, Registerer: a.metrics,
 	}
 	if a.config.Mode.Limits() {
-		c.Limits = a.config.Resources()
+		c.Limits, c.OfferedToLimits = a.config.Resources(), a.config.OfferedToLimits
 	}
 	return c
 }

@@ -58,6 +58,8 @@ type Config struct {
 	Mode string
 	// Limits are the extended resources that are served, zero for none.
 	Limits device.Resources
+	// OfferedToLimits tells the GPUs that limits can ask for; nil means all. It must be pure.
+	OfferedToLimits func(device.GPU) bool
 
 	Node       Node
 	Ledger     Ledger

@@ -3,13 +3,14 @@
 package gpunode
 
 import (
+	"slices"
 	"time"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
-// Every write of the status pays for one interval. So many may be paid for later: a node that was quiet says at once what changes.
-// The last is for bad news, which costs a limits pod its life for every 30 ms that the scheduler does not hear it. More of them
+// Every write of the status pays for one interval. So many may be paid for later: a node that was quiet says at once what
+// changes. The last is for bad news, which costs a limits pod its life for every 30 ms that the scheduler does not hear it. More of them
 // would make good news late: the controller takes a status for two seconds old at most.
 const (
 	aheadOrdinary = 2
@@ -35,8 +36,8 @@ func (p *Pace) Due(urgent bool) time.Time {
 // Took notes a write that was made.
 func (p *Pace) Took(now time.Time) { p.paid = latest(p.paid, now).Add(p.Interval) }
 
-// Urgent reports whether limits can have a device by the status that was written, and cannot by the one that is to be, or it is gone,
-// and no claim is the reason: of claims the controller knows by itself. It is a pure function.
+// Urgent reports whether limits can have a device by the status that was written, and cannot by the one that is to be, or it is
+// gone, and no claim is the reason: of claims the controller knows by itself. It is a pure function.
 func Urgent(written, status v1alpha1.GPUNodeStatus) bool {
 	had := map[string]bool{}
 	for _, d := range written.Devices {
@@ -48,9 +49,17 @@ func Urgent(written, status v1alpha1.GPUNodeStatus) bool {
 	}
 	for uuid, had := range had {
 		d, there := now[uuid]
-		if had && (!there || d.Limits == v1alpha1.LimitsWithdrawn && !heldBy(d, v1alpha1.HolderClaim)) {
+		if had && (!there || d.Limits == v1alpha1.LimitsWithdrawn && !claimed(status, d)) {
 			return true
 		}
 	}
 	return false
+}
+
+// claimed reports whether a claim has any of a device: the device, the GPU that it is of, or a partition of it.
+func claimed(status v1alpha1.GPUNodeStatus, d v1alpha1.DeviceStatus) bool {
+	return slices.ContainsFunc(status.Devices, func(other v1alpha1.DeviceStatus) bool {
+		overlap := other.Name == d.Name || other.Name == d.Parent || other.Parent == d.Name
+		return overlap && anyOf(other.Holders, v1alpha1.HolderClaim)
+	})
 }

@@ -23,6 +23,8 @@ type Facts struct {
 	Mode string
 	// Limits are the resources by which limits ask; zero where none are served.
 	Limits device.Resources
+	// OfferedToLimits tells the GPUs that limits can ask for, or for partitions of; nil means all.
+	OfferedToLimits func(device.GPU) bool
 	// Generation of the spec that the agent acts on.
 	Generation int64
 	Inventory  device.Inventory
@@ -79,18 +81,23 @@ func (f Facts) resources() map[string]string {
 	if f.Limits.GPU == "" {
 		return nil
 	}
+	gpus := f.Inventory.GPUs
+	if f.OfferedToLimits != nil {
+		gpus = slices.DeleteFunc(slices.Clone(gpus), func(g device.GPU) bool { return !f.OfferedToLimits(g) })
+	}
 	of := map[string]string{}
-	offers, _ := f.Limits.Offers(f.Inventory.GPUs)
+	offers, _ := f.Limits.Offers(gpus)
 	for _, offer := range offers {
 		of[offer.Device.UUID()] = offer.Resource
 	}
-	for _, gpu := range f.Inventory.GPUs {
+	for _, gpu := range gpus {
 		if gpu.Dynamic && of[gpu.UUID] == "" {
 			of[gpu.UUID] = f.Limits.GPU // once it is not partitioned any more
 		}
 	}
-	for resource, ids := range f.Allocatable {
-		for _, id := range ids {
+	// In order, since kubelet may list a device by two resources while one of them goes.
+	for _, resource := range slices.Sorted(maps.Keys(f.Allocatable)) {
+		for _, id := range f.Allocatable[resource] {
 			of[id] = resource
 		}
 	}
@@ -156,8 +163,6 @@ func count(counts *v1alpha1.DeviceCounts, fault string, holders []v1alpha1.Devic
 	}
 }
 
-func heldBy(d v1alpha1.DeviceStatus, kind v1alpha1.HolderKind) bool { return anyOf(d.Holders, kind) }
-
 func anyOf(holders []v1alpha1.DeviceHolder, kind v1alpha1.HolderKind) bool {
 	return slices.ContainsFunc(holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == kind })
 }
@@ -166,7 +171,8 @@ func anyOf(holders []v1alpha1.DeviceHolder, kind v1alpha1.HolderKind) bool {
 func holdersByDevice(inv device.Inventory, holds []ledger.Hold) map[device.Ref][]v1alpha1.DeviceHolder {
 	holds = slices.Clone(holds)
 	slices.SortFunc(holds, func(a, b ledger.Hold) int {
-		return cmp.Or(cmp.Compare(a.Holder.Kind, b.Holder.Kind), cmp.Compare(a.Holder.ID, b.Holder.ID), cmp.Compare(a.Device.String(), b.Device.String()))
+		return cmp.Or(
+			cmp.Compare(a.Holder.Kind, b.Holder.Kind), cmp.Compare(a.Holder.ID, b.Holder.ID), cmp.Compare(a.Device.String(), b.Device.String()))
 	})
 	there := map[device.Ref]bool{}
 	for _, d := range inv.Devices() {

@@ -206,6 +206,65 @@ func TestLimitsState(t *testing.T) {
 	}
 }
 
+// TestSplit: what a partition is to limits is decided by the GPUs that are for limits.
+func TestSplit(t *testing.T) {
+	f := Facts{
+		Limits:          device.Resources{GPU: "nvidia.com/gpu", Strategy: device.MIGStrategySingle},
+		OfferedToLimits: func(g device.GPU) bool { return g.Minor == 3 },
+	}
+	for minor, profile := range []string{"3g.40gb", "3g.40gb", "3g.40gb", "1g.10gb"} {
+		g := gpu(minor, fmt.Sprintf("GPU-%d", minor))
+		g.MIGCapable, g.MIGEnabled = true, true
+		g.Partitions = []device.Partition{{
+			UUID: fmt.Sprintf("MIG-%d", minor), Ref: device.Ref{GPU: g.UUID, Placement: device.Placement{Size: 4}}, Parent: minor, Profile: profile,
+		}}
+		f.Inventory.GPUs = append(f.Inventory.GPUs, g)
+	}
+	for _, d := range Status(f).Devices {
+		if got, want := d.LimitsResource != "", d.Parent == "gpu-3"; got != want {
+			t.Errorf("%s is asked for by %q", d.Name, d.LimitsResource)
+		}
+	}
+}
+
+// TestUrgentPartitions: that a claim of one device withdraws another that overlaps is no more urgent than that it withdraws its own.
+func TestUrgentPartitions(t *testing.T) {
+	g := gpu(0, "GPU-0")
+	g.MIGCapable, g.MIGEnabled = true, true
+	for i := range 2 {
+		g.Partitions = append(g.Partitions, device.Partition{
+			UUID: fmt.Sprintf("MIG-%d", i), Ref: device.Ref{GPU: g.UUID, Placement: device.Placement{Start: i, Size: 1}}, Profile: "1g.10gb", ProfileID: 19,
+		})
+	}
+	whole, part := g.Ref(), g.Partitions[0].Ref
+	for _, c := range []struct {
+		strategy device.MIGStrategy
+		held     device.Ref
+		left     []string // of two partitions
+		want     bool
+	}{
+		{device.MIGStrategyNone, part, nil, false},
+		{device.MIGStrategySingle, whole, nil, false},
+		{device.MIGStrategySingle, part, []string{"MIG-1"}, false},
+		{device.MIGStrategySingle, part, nil, true},
+	} {
+		f := Facts{
+			Limits: device.Resources{GPU: "nvidia.com/gpu", Strategy: c.strategy}, Inventory: device.Inventory{GPUs: []device.GPU{g}},
+			Allocatable: map[string][]string{"nvidia.com/gpu": {"MIG-0", "MIG-1"}},
+		}
+		if c.strategy == device.MIGStrategyNone {
+			f.Allocatable["nvidia.com/gpu"] = []string{"GPU-0"}
+		}
+		before := Status(f)
+		h := claim("c", "c", "GPU-0", ledger.StateHeld)
+		h.Device = c.held
+		f.Holds, f.Allocatable = []ledger.Hold{h}, map[string][]string{"nvidia.com/gpu": c.left}
+		if got := Urgent(before, Status(f)); got != c.want {
+			t.Errorf("%s, %s held, %v left: urgent is %t", c.strategy, c.held, c.left, got)
+		}
+	}
+}
+
 // TestStatusIsStable: the same facts in another order, and what the API server gives back, must not look like a change.
 func TestStatusIsStable(t *testing.T) {
 	want := Status(facts())

@@ -162,7 +162,7 @@ func (o *Object) status() v1alpha1.GPUNodeStatus {
 
 func (o *Object) facts() Facts {
 	return Facts{
-		Mode: o.config.Mode, Limits: o.config.Limits, Generation: o.view.acting().Generation,
+		Mode: o.config.Mode, Limits: o.config.Limits, OfferedToLimits: o.config.OfferedToLimits, Generation: o.view.acting().Generation,
 		Inventory: o.config.Inventory.Inventory(), Holds: o.config.Ledger.Holds(), Losers: o.config.Ledger.Losers(),
 		Allocatable: o.view.kubelet(),
 	}
