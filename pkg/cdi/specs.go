@@ -63,6 +63,8 @@ type Specs struct {
 	loaded  bool
 	// added are the partitions with a file of their own, by UUID.
 	added map[string]*addition
+
+	entries entries
 }
 
 // New prepares a Specs and touches nothing.
@@ -87,6 +89,7 @@ func New(options Options) (*Specs, error) {
 		kind:       options.Vendor + "/" + options.Class,
 		refreshing: make(chan struct{}, 1),
 		added:      map[string]*addition{},
+		entries:    entries{changed: make(chan struct{})},
 	}
 	s.file.path = filepath.Join(options.Dir, "tandem-"+options.Vendor+"-"+options.Class+".json")
 	return s, nil
@@ -221,6 +224,7 @@ func (s *Specs) refresh(ctx context.Context) error {
 	for _, d := range devices {
 		s.known[d.Name] = true
 	}
+	s.announce()
 	return s.describeAdded()
 }
 

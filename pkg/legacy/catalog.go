@@ -27,6 +27,8 @@ type item struct {
 	id string
 	// offered is set while new limits may get it.
 	offered bool
+	// nameless is a partition that cannot be told to the runtime, not yet or because its CDI entry could not be made.
+	nameless bool
 	// idle is since when it is not offered and no limit has it; zero while either is so.
 	idle time.Time
 }
@@ -71,15 +73,21 @@ type offering struct {
 	offered   func(device.GPU) bool
 	packed    bool
 	retiring  bool
+	// named reports whether a partition can be told to the runtime; nil means that all can.
+	named func(uuid string) bool
 	// retireAfter is how long a device that is gone stays listed that no limit has: kubelet may be about to allocate what it was told
 	// to be healthy a moment ago, and looks it up in its list when it has been given it. Zero is for ever.
 	retireAfter time.Duration
 }
 
 func newOffering(c Config) offering {
-	return offering{
+	f := offering{
 		resources: c.Resources, offered: c.Offered, packed: c.AllocationPolicy == PolicyPacked, retiring: c.Retiring,
 	}
+	if c.uses(Strategy.cdi) {
+		f.named = c.Specs.Has
+	}
+	return f
 }
 
 // over makes the catalogs of an inventory, with what limits have that is not offered, and what was listed before.
@@ -117,6 +125,7 @@ func (f offering) over(inv device.Inventory, o owners, before *catalogs, now tim
 		if i.rest(now, o.limited(at)); !i.idle.IsZero() && f.retireAfter > 0 && now.Sub(i.idle) >= f.retireAfter {
 			continue
 		}
+		i.nameless = !i.Whole() && f.named != nil && !f.named(i.id)
 		c := next.of[at.resource]
 		if c == nil {
 			c = &catalog{resource: at.resource, packed: f.packed, retiring: f.retiring}
@@ -272,6 +281,8 @@ func (c *catalog) assess(o owners) []state {
 			states[at] = stateUnhealthy
 		case taken || i.removed() || !i.offered && (c.retiring || !mine):
 			states[at] = stateWithdrawn
+		case !mine && i.nameless:
+			states[at] = stateUnhealthy
 		case !mine && o.promises(i.Ref()):
 			states[at] = stateWithdrawn
 			promised = append(promised, at)

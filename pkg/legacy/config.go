@@ -53,6 +53,11 @@ type Specs interface {
 	Ensure(ctx context.Context, uuids ...string) error
 	// QualifiedName is the CDI name of a GPU or of a partition.
 	QualifiedName(uuid string) string
+	// Has reports, from memory, whether Ensure would find an entry. A new partition is offered once it has one: the pod that got it
+	// before would fail for good.
+	Has(uuid string) bool
+	// Changed returns a channel that is closed when Has may answer differently; take it before asking.
+	Changed() <-chan struct{}
 }
 
 // KubeletView asks kubelet what it believes. It is the podresources call GetAllocatableResources: the IDs of healthy

@@ -132,11 +132,21 @@ func (b *book) drain(id string) {
 	b.amend(id, func(h ledger.Hold) error { return b.SetState(h, ledger.StateDraining) })
 }
 
-type fakeSpecs struct{ *broadcast[error] }
+// specState is what the specs lack.
+type specState struct {
+	err  error
+	lack []string
+}
 
-func (f fakeSpecs) Ensure(context.Context, ...string) error { return f.get() }
+type fakeSpecs struct{ *broadcast[specState] }
+
+func (f fakeSpecs) Ensure(context.Context, ...string) error { return f.get().err }
 func (fakeSpecs) QualifiedName(uuid string) string          { return "k8s.gpu.nvidia.com/gpu=" + uuid }
-func (f fakeSpecs) fail(err error)                          { f.set(func(error) error { return err }) }
+func (f fakeSpecs) Has(uuid string) bool                    { return !slices.Contains(f.get().lack, uuid) }
+func (f fakeSpecs) fail(err error)                          { f.set(func(specState) specState { return specState{err: err} }) }
+func (f fakeSpecs) lack(uuids ...string) {
+	f.set(func(specState) specState { return specState{lack: uuids} })
+}
 
 // fixture is a node: a directory, a kubelet, an inventory, a ledger.
 type fixture struct {
@@ -165,7 +175,7 @@ func newFixture(t testing.TB, release fakekubelet.Release) *fixture {
 		kubelet:   fakekubelet.New(dir, release),
 		inventory: fakeInventory{newBroadcast(islands(8, 4, 0))},
 		ledger:    openBook(t),
-		specs:     fakeSpecs{newBroadcast[error](nil)},
+		specs:     fakeSpecs{newBroadcast(specState{})},
 		events:    record.NewFakeRecorder(1000),
 		registry:  prometheus.NewRegistry(),
 	}

@@ -46,6 +46,7 @@ type roster struct {
 	inventory   Inventory
 	ledger      Ledger
 	allocations Allocations
+	specs       Specs
 	metrics     *metrics
 	returnDelay time.Duration
 
@@ -68,8 +69,8 @@ type roster struct {
 
 func newRoster(c Config, m *metrics) *roster {
 	r := &roster{
-		offering: newOffering(c), inventory: c.Inventory, ledger: c.Ledger, allocations: c.Allocations, metrics: m,
-		hold: newHysteresis(), promised: map[device.Ref]time.Time{}, changed: make(chan struct{}),
+		offering: newOffering(c), inventory: c.Inventory, ledger: c.Ledger, allocations: c.Allocations, specs: c.Specs,
+		metrics: m, hold: newHysteresis(), promised: map[device.Ref]time.Time{}, changed: make(chan struct{}),
 	}
 	r.known.Store(&catalogs{})
 	return r
@@ -225,7 +226,7 @@ func (r *roster) newlyWithdrawn(c *catalogs, states map[string][]state) int {
 	return count
 }
 
-// run follows inventory, ledger and allocations until ctx is done.
+// run follows inventory, specs, ledger and allocations until ctx is done.
 func (r *roster) run(ctx context.Context) {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
@@ -236,6 +237,7 @@ func (r *roster) run(ctx context.Context) {
 		return r.allocations.Changed()
 	}
 	inventoryChanged := r.inventory.Changed()
+	specsChanged := r.specs.Changed()
 	ledgerChanged := r.ledger.Changed()
 	allocatedChanged := allocated()
 	_, lackingChanged := r.ledger.Lacking()
@@ -251,6 +253,9 @@ func (r *roster) run(ctx context.Context) {
 			return
 		case <-inventoryChanged:
 			inventoryChanged = r.inventory.Changed()
+			again = r.refresh(time.Now())
+		case <-specsChanged:
+			specsChanged = r.specs.Changed()
 			again = r.refresh(time.Now())
 		case <-ledgerChanged:
 			ledgerChanged = r.ledger.Changed()
