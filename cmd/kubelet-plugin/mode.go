@@ -70,10 +70,15 @@ func (s *settings) begin(ctx context.Context, current config.Config) {
 		from = "node label"
 	}
 	klog.FromContext(ctx).Info("Serving", "mode", current.Mode, "from", from)
-	if err := current.CheckDevices(s.inventory()); err != nil {
-		// No reason to serve none of the GPUs that are there.
-		klog.FromContext(ctx).Info("A rule of mode Split matches nothing for now", "reason", err.Error())
-		s.recorder.Event(nodeReference(s.config.NodeName), corev1.EventTypeWarning, "ConfigMatchesNothing", err.Error())
+	// No reason to serve none of the GPUs that are there.
+	for severity, err := range map[string]error{
+		corev1.EventTypeWarning: current.CheckDevices(s.inventory()),
+		corev1.EventTypeNormal:  current.CheckDynamic(s.inventory()),
+	} {
+		if err != nil {
+			klog.FromContext(ctx).Info("A rule about devices has no effect for now", "reason", err.Error())
+			s.recorder.Event(nodeReference(s.config.NodeName), severity, "ConfigMatchesNothing", err.Error())
+		}
 	}
 }
 

@@ -209,7 +209,14 @@ func TestModeChanges(t *testing.T) {
 	t.Run("a lost GPU stops nobody", func(t *testing.T) {
 		c := follow(t, "tandem: {mode: Split, devices: [{match: {index: 7}, use: limits}]}", nil)
 		c.serves(config.ModeSplit)
-		if event := <-c.events.Events; !strings.Contains(event, "ConfigMatchesNothing") {
+		if event := <-c.events.Events; !strings.Contains(event, "Warning ConfigMatchesNothing") {
+			t.Errorf("event %q", event)
+		}
+	})
+	t.Run("dynamic MIG where there is none", func(t *testing.T) {
+		c := follow(t, "tandem: {devices: [{match: {model: A30}, mig: dynamic}]}", nil)
+		c.serves(config.ModeDual)
+		if event := <-c.events.Events; !strings.Contains(event, `Normal ConfigMatchesNothing tandem.devices[0].match: no GPU of this node has model "A30"`) {
 			t.Errorf("event %q", event)
 		}
 	})

@@ -3,6 +3,8 @@
 package config
 
 import (
+	"errors"
+	"fmt"
 	"slices"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -25,6 +27,23 @@ func (c Config) Dynamic(gpu device.GPU) bool {
 		return slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.MIG == policy && r.Match.matches(gpu) })
 	}
 	return gpu.MIGCapable && wants(MIGDynamic) && !wants(MIGStatic)
+}
+
+// CheckDynamic says which rules ask in vain for partitions to be made. That is no mistake where one configuration serves nodes of
+// several models, and a misspelt model looks the same. What CheckDevices says of a rule is not said again.
+func (c Config) CheckDynamic(inv device.Inventory) error {
+	var errs []error
+	for i, rule := range c.Devices {
+		gpus := slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return !rule.Match.matches(g) })
+		switch {
+		case rule.MIG != MIGDynamic || slices.ContainsFunc(gpus, func(g device.GPU) bool { return g.MIGCapable }):
+		case len(gpus) > 0:
+			errs = append(errs, fmt.Errorf("tandem.devices[%d].mig: %s of this node has no MIG (%s)", i, rule.Match, gpus[0].ProductName))
+		case !c.mustMatch(rule):
+			errs = append(errs, fmt.Errorf("tandem.devices[%d].match: no GPU of this node has %s", i, rule.Match))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // Resources are the extended resources by which limits ask for the node's devices.

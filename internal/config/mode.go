@@ -205,10 +205,13 @@ func (c Config) CheckContradictions(inv device.Inventory) error {
 	return errors.Join(c.contradictions(inv)...)
 }
 
+// mustMatch reports whether it is a mistake when a rule matches no GPU.
+func (c Config) mustMatch(rule DeviceRule) bool { return c.Mode == ModeSplit && rule.Use != "" }
+
 func (c Config) unmatched(inv device.Inventory) []error {
 	var errs []error
 	for i, rule := range c.Devices {
-		if c.Mode == ModeSplit && rule.Use != "" && !slices.ContainsFunc(inv.GPUs, rule.Match.matches) {
+		if c.mustMatch(rule) && !slices.ContainsFunc(inv.GPUs, rule.Match.matches) {
 			errs = append(errs, fmt.Errorf("tandem.devices[%d].match: no GPU of this node has %s", i, rule.Match))
 		}
 	}
