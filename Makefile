@@ -21,7 +21,7 @@ demo-down: ## remove the demo's cluster
 	$(call run,demo) down
 
 .PHONY: test
-test: deps verify unit simulation e2e ## all tests: verify, unit and contract, a simulation with a fresh seed, end to end
+test: deps verify unit simulation e2e torture-ci ## all tests: verify, unit and contract, a simulation and a torture with fresh seeds, end to end
 
 .PHONY: deps
 deps: ## install the Debian packages that building and testing need
@@ -49,7 +49,7 @@ torture: ## random operations and faults on a real cluster (OPS=5000 SEED=7 MIG=
 	$(call run,torture) $(torture_flags)
 
 .PHONY: torture-ci
-torture-ci: ## 15 minutes of it with a fresh seed
+torture-ci: ## 15 minutes of it on the newest Kubernetes, with a fresh seed that is printed
 	$(call run,torture) -budget 15m -ops 5000
 
 .PHONY: torture-selftest
