@@ -34,8 +34,8 @@ import (
 // namedNodes is how many nodes a sentence names; an event is no inventory.
 const namedNodes = 5
 
-// MayRun is a question to be put to many nodes: whether a pod may run on one, as far as selectors, affinity and taints say. It is a
-// pure function.
+// MayRun is a question to be put to many nodes: whether a pod may run on one, as far as selectors, affinity and taints say. It is
+// a pure function.
 func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
 	affinity := nodeaffinity.GetRequiredNodeAffinity(pod)
 	keepsAway := func(taint *corev1.Taint) bool {
@@ -45,15 +45,19 @@ func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
 		if match, err := affinity.Match(node); err != nil || !match {
 			return false
 		}
-		_, untolerated := schedulinghelper.FindMatchingUntoleratedTaint(klog.Background(), node.Spec.Taints, pod.Spec.Tolerations, keepsAway, false)
+		_, untolerated := schedulinghelper.FindMatchingUntoleratedTaint(
+			klog.Background(), node.Spec.Taints, pod.Spec.Tolerations, keepsAway, false)
 		return !untolerated
 	}
 }
 
-// Explain says why none of the nodes that a pod may run on has so many devices for it; empty where one has, so that something else is
-// the reason, and where there is none at all. A pod asks for GPUs, which any API can give, or by a resource for partitions of a profile.
-// It is a pure function, and names nodes only: whose pods hold the devices is not everybody's business.
+// Explain says why none of the nodes that a pod may run on has so many devices for it; empty where one has, so that something else
+// is the reason, and where there is none at all. A pod asks for GPUs, which any API can give, or by a resource for what limits get
+// by it. It is a pure function, and names nodes only: whose pods hold the devices is not everybody's business.
 func Explain(nodes []v1alpha1.GPUNode, asked Ask) string {
+	if !slices.ContainsFunc(nodes, func(n v1alpha1.GPUNode) bool { return asked.mixes(n.Status) }) {
+		asked.Limits = ""
+	}
 	type counted struct {
 		name string
 		v1alpha1.DeviceCounts
@@ -100,23 +104,35 @@ type Ask struct {
 	Devices int64
 	// Resource of partitions; empty for GPUs.
 	Resource string
+	// Limits is the resource of GPUs where nothing else asks for them: on a node that is partitioned it may stand for partitions.
+	Limits string
+}
+
+// mixes reports whether not all GPUs of a node, or not only GPUs, are to be had by the limits that ask for GPUs.
+func (a Ask) mixes(status v1alpha1.GPUNodeStatus) bool {
+	return a.Limits != "" && a.Limits == status.LimitsResource && status.Partitions != nil
 }
 
 // counts of what is asked for on a node.
 func (a Ask) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
-	if a.Resource == "" {
+	resource := a.Resource
+	if a.mixes(status) {
+		resource = a.Limits
+	}
+	if resource == "" {
 		return status.Counts
 	}
 	var counts v1alpha1.DeviceCounts
-	byName := map[string]v1alpha1.DeviceStatus{}
 	for _, d := range status.Devices {
-		byName[d.Name] = d
-	}
-	for _, d := range status.Devices {
-		if d.LimitsResource != a.Resource || d.Parent == "" {
+		if resourceOf(status, d) != corev1.ResourceName(resource) {
 			continue
 		}
-		holders := slices.Concat(d.Holders, byName[d.Parent].Holders)
+		var holders []v1alpha1.DeviceHolder
+		for _, other := range status.Devices {
+			if overlap(other.Name, d.Name) {
+				holders = append(holders, other.Holders...)
+			}
+		}
 		by := func(kind v1alpha1.HolderKind) bool {
 			return slices.ContainsFunc(holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == kind })
 		}
@@ -135,10 +151,13 @@ func (a Ask) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
 	return counts
 }
 
+// resource is what the devices are called by; empty for GPUs.
+func (a Ask) resource() string { return cmp.Or(a.Resource, a.Limits) }
+
 func (a Ask) noun(n int64) string {
 	switch {
-	case a.Resource != "":
-		return fmt.Sprintf("%d %s", n, a.Resource)
+	case a.resource() != "":
+		return fmt.Sprintf("%d %s", n, a.resource())
 	case n == 1:
 		return "1 GPU"
 	}
@@ -147,8 +166,8 @@ func (a Ask) noun(n int64) string {
 
 func (a Ask) all(n int64) string {
 	switch {
-	case n == 1 && a.Resource != "":
-		return "all " + a.Resource
+	case n == 1 && a.resource() != "":
+		return "all " + a.resource()
 	case n == 1:
 		return "all GPUs"
 	}
@@ -226,6 +245,9 @@ func (o Ours) Asked(pod *corev1.Pod, claim func(name string) *resourceapi.Resour
 		if c := claim(name); c != nil && c.Status.Allocation == nil {
 			asked += o.requests(c)
 		}
+	}
+	if gpu := corev1.ResourceName(o.Limits.GPU); asked > 0 && asked == total(pod, func(name corev1.ResourceName) bool { return name == gpu }) {
+		return Ask{Devices: asked, Limits: o.Limits.GPU}
 	}
 	if asked > 0 {
 		return Ask{Devices: asked}

@@ -18,6 +18,8 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/gpunode"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 func TestExplain(t *testing.T) {
@@ -93,33 +95,34 @@ func TestAsked(t *testing.T) {
 		change func(*corev1.Pod)
 		claim  *resourceapi.ResourceClaim
 		want   int64
+		limits bool // It is by limits alone.
 	}{
-		"nothing":                 {func(*corev1.Pod) {}, nil, 0},
-		"limits":                  {resourceOf(testResource, "2"), nil, 2},
-		"other limits":            {resourceOf("cpu", "2"), nil, 0},
-		"the class's resource":    {resourceOf("example.com/fast", "1"), nil, 1},
-		"a class's implicit name": {resourceOf("deviceclass.resource.kubernetes.io/gpu.nvidia.com", "1"), nil, 1},
-		"another's implicit name": {resourceOf("deviceclass.resource.kubernetes.io/nic", "1"), nil, 0},
+		"nothing":                 {func(*corev1.Pod) {}, nil, 0, false},
+		"limits":                  {resourceOf(testResource, "2"), nil, 2, true},
+		"other limits":            {resourceOf("cpu", "2"), nil, 0, false},
+		"the class's resource":    {resourceOf("example.com/fast", "1"), nil, 1, false},
+		"a class's implicit name": {resourceOf("deviceclass.resource.kubernetes.io/gpu.nvidia.com", "1"), nil, 1, false},
+		"another's implicit name": {resourceOf("deviceclass.resource.kubernetes.io/nic", "1"), nil, 0, false},
 		"init containers take turns": {func(p *corev1.Pod) {
 			resourceOf(testResource, "1")(p)
 			p.Spec.InitContainers = []corev1.Container{{Resources: gpuLimits("3")}, {Resources: gpuLimits("2")}}
-		}, nil, 3},
+		}, nil, 3, true},
 		"sidecars do not": {func(p *corev1.Pod) {
 			resourceOf(testResource, "1")(p)
 			p.Spec.InitContainers = []corev1.Container{{Resources: gpuLimits("3"), RestartPolicy: ptr.To(corev1.ContainerRestartPolicyAlways)}}
-		}, nil, 4},
-		"a claim":                   {byClaim, request("gpu.nvidia.com", 2), 2},
-		"a claim without a count":   {byClaim, request("gpu.nvidia.com", 0), 1},
-		"a claim of another driver": {byClaim, request("nic", 2), 0},
-		"a class that is near":      {byClaim, request("near", 2), 0},
-		"a class of partitions":     {byClaim, request("mig", 2), 0},
-		"first available":           {byClaim, first, 3},
-		"a claim that has its GPU":  {byClaim, newClaim("c", "gpu-0"), 0},
-		"a claim that is not there": {byClaim, nil, 0},
+		}, nil, 4, true},
+		"a claim":                   {byClaim, request("gpu.nvidia.com", 2), 2, false},
+		"a claim without a count":   {byClaim, request("gpu.nvidia.com", 0), 1, false},
+		"a claim of another driver": {byClaim, request("nic", 2), 0, false},
+		"a class that is near":      {byClaim, request("near", 2), 0, false},
+		"a class of partitions":     {byClaim, request("mig", 2), 0, false},
+		"first available":           {byClaim, first, 3, false},
+		"a claim that has its GPU":  {byClaim, newClaim("c", "gpu-0"), 0, false},
+		"a claim that is not there": {byClaim, nil, 0, false},
 		"by name": {func(p *corev1.Pod) {
 			p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "x", ResourceClaimName: ptr.To("c")}}
-		}, request("mapped", 1), 1},
-		"both": {func(p *corev1.Pod) { byClaim(p); resourceOf(testResource, "1")(p) }, request("gpu.nvidia.com", 1), 2},
+		}, request("mapped", 1), 1, false},
+		"both": {func(p *corev1.Pod) { byClaim(p); resourceOf(testResource, "1")(p) }, request("gpu.nvidia.com", 1), 2, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := ours.Asked(newPod("a", c.change), func(name string) *resourceapi.ResourceClaim {
@@ -128,7 +131,11 @@ func TestAsked(t *testing.T) {
 				}
 				return c.claim
 			})
-			if got != (Ask{Devices: c.want}) {
+			want := Ask{Devices: c.want}
+			if c.limits {
+				want.Limits = testResource
+			}
+			if got != want {
 				t.Errorf("%+v", got)
 			}
 		})
@@ -137,7 +144,7 @@ func TestAsked(t *testing.T) {
 		resourceOf("nvidia.com/mig-1g.10gb", "2")(p)
 		p.Spec.InitContainers = []corev1.Container{{Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{"nvidia.com/mig-1g.10gb": resource.MustParse("3")}}}}
 	})
-	if got := ours.Asked(parts, nil); got != (Ask{3, "nvidia.com/mig-1g.10gb"}) {
+	if got := ours.Asked(parts, nil); got != (Ask{Devices: 3, Resource: "nvidia.com/mig-1g.10gb"}) {
 		t.Errorf("partitions: %+v", got)
 	}
 }
@@ -158,18 +165,67 @@ func TestExplainPartitions(t *testing.T) {
 			part(1, 0, v1alpha1.HolderLimit), part(1, 1), part(2, 0),
 		},
 	}}
-	for asked, want := range map[Ask]string{
-		{1, small}:                    "",
-		{2, small}:                    "no node has 2 nvidia.com/mig-1g.10gb free: node-1 has 1 of 3 (1 by limits, 1 by claims)",
-		{1, "nvidia.com/mig-7g.80gb"}: "",
+	for resource, want := range map[string]string{
+		small:                    "no node has 2 nvidia.com/mig-1g.10gb free: node-1 has 1 of 3 (1 by limits, 1 by claims)",
+		"nvidia.com/mig-7g.80gb": "",
 	} {
-		if got := Explain([]v1alpha1.GPUNode{node}, asked); got != want {
-			t.Errorf("%+v: %s, want %s", asked, got, want)
+		if got := Explain([]v1alpha1.GPUNode{node}, Ask{Devices: 2, Resource: resource}); got != want {
+			t.Errorf("%s: %s, want %s", resource, got, want)
 		}
 	}
+	if got := Explain([]v1alpha1.GPUNode{node}, Ask{Devices: 1, Resource: small}); got != "" {
+		t.Errorf("one is free: %s", got)
+	}
 	node.Status.Devices[4].Fault = "Lost"
-	if got, want := Explain([]v1alpha1.GPUNode{node}, Ask{1, small}), "all 3 nvidia.com/mig-1g.10gb of node-1 are held or faulty: 1 by limits, 1 by claims, 1 faulty"; got != want {
+	want := "all 3 nvidia.com/mig-1g.10gb of node-1 are held or faulty: 1 by limits, 1 by claims, 1 faulty"
+	if got := Explain([]v1alpha1.GPUNode{node}, Ask{Devices: 1, Resource: small}); got != want {
 		t.Errorf("%s, want %s", got, want)
+	}
+}
+
+// TestExplainByStrategy: what the resource of GPUs stands for on a partitioned node is up to the strategy of limits.
+func TestExplainByStrategy(t *testing.T) {
+	gpu := device.GPU{UUID: "GPU-0", MIGCapable: true, MIGEnabled: true}
+	for i := range 3 {
+		gpu.Partitions = append(gpu.Partitions, device.Partition{
+			UUID: fmt.Sprintf("MIG-%d", i), Profile: "1g.10gb", ProfileID: 19,
+			Ref: device.Ref{GPU: "GPU-0", Placement: device.Placement{Start: i, Size: 1}},
+		})
+	}
+	held := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "a"}, Device: gpu.Partitions[0].Ref, State: ledger.StateHeld}
+	whole := device.GPU{UUID: "GPU-1", Minor: 1}
+	taken := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "b"}, Device: whole.Ref(), State: ledger.StateHeld}
+	node := func(strategy device.MIGStrategy, gpus ...device.GPU) v1alpha1.GPUNode {
+		n := v1alpha1.GPUNode{Status: gpunode.Status(gpunode.Facts{
+			Limits: device.Resources{GPU: testResource, Strategy: strategy}, Inventory: device.Inventory{GPUs: gpus},
+			Holds: []ledger.Hold{held, taken},
+		})}
+		n.Name = "node-1"
+		return n
+	}
+	for name, c := range map[string]struct {
+		node  v1alpha1.GPUNode
+		asked Ask
+		want  string
+	}{
+		"single, limits": {node(device.MIGStrategySingle, gpu), Ask{Devices: 2, Limits: testResource}, ""},
+		"single, more limits": {
+			node(device.MIGStrategySingle, gpu), Ask{Devices: 3, Limits: testResource},
+			"no node has 3 nvidia.com/gpu free: node-1 has 2 of 3 (1 by limits)",
+		},
+		"single, a claim":   {node(device.MIGStrategySingle, gpu), Ask{Devices: 1}, "all GPUs of node-1 are held: 1 by limits"},
+		"mixed, none whole": {node(device.MIGStrategyMixed, gpu), Ask{Devices: 1, Limits: testResource}, ""},
+		"mixed, one whole": {
+			node(device.MIGStrategyMixed, gpu, whole), Ask{Devices: 1, Limits: testResource},
+			"all nvidia.com/gpu of node-1 are held: 1 by claims",
+		},
+		"not partitioned": {
+			node(device.MIGStrategyMixed, whole), Ask{Devices: 1, Limits: testResource}, "all GPUs of node-1 are held: 1 by claims",
+		},
+	} {
+		if got := Explain([]v1alpha1.GPUNode{c.node}, c.asked); got != c.want {
+			t.Errorf("%s: %q, want %q", name, got, c.want)
+		}
 	}
 }
 
