@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/singleflight"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
@@ -31,8 +32,11 @@ func (e *ForeignError) Error() string {
 }
 
 // probes remembers what each socket turned out to be. Asking leaves a trace: NVIDIA's plugin never ends a ListAndWatch
-// whose reader has gone, and that one may swallow a health event. So each socket is asked only until it has answered.
+// whose reader has gone, and that one may swallow a health event. So each socket is asked only until it has answered, and by one
+// of the resources at a time.
 type probes struct {
+	asking singleflight.Group
+
 	mu    sync.Mutex
 	known map[string]verdict
 }
@@ -104,22 +108,26 @@ func (p *probes) devices(ctx context.Context, path string, limit time.Duration) 
 	if err != nil || !alive(path) {
 		return nil, true
 	}
+	// Where the resource ends whose turn it was, the others look again.
+	answer, err, _ := p.asking.Do(path, func() (any, error) { return p.ask(ctx, path, file, limit) })
+	devices, answered = answer.([]string)
+	return devices, answered && err == nil
+}
+
+func (p *probes) ask(ctx context.Context, path string, file fileID, limit time.Duration) ([]string, error) {
 	p.mu.Lock()
 	known, ok := p.known[path]
 	p.mu.Unlock()
 	if ok && known.file == file {
-		return known.devices, true
+		return known.devices, nil
 	}
-	devices, err = listDevices(ctx, path, limit)
-	if err != nil {
-		return nil, false
-	}
+	devices, err := listDevices(ctx, path, limit)
 	if len(devices) > 0 { // a plugin that has none yet may get some
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		p.known[path] = verdict{file: file, devices: devices}
 	}
-	return devices, true
+	return devices, err
 }
 
 func listDevices(ctx context.Context, path string, limit time.Duration) (ids []string, err error) {

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -444,6 +445,29 @@ func TestForeignPluginAnswersLate(t *testing.T) {
 	server.Stop()
 	<-done
 	f.awaitReady(p, "")
+}
+
+// However many resources are served, another plugin is asked once.
+func TestForeignPluginIsAskedOnce(t *testing.T) {
+	f := newFixture(t, fakekubelet.Release137)
+	asked, _ := f.startOther("nvidia-gpu.sock", "nic-0")
+	p, err := New(f.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.times.foreignProbe = patience
+	var looking sync.WaitGroup
+	for range 16 {
+		looking.Go(func() {
+			if settled, err := p.checkForeign(context.Background()); err != nil || !settled {
+				t.Errorf("settled %v, %v", settled, err)
+			}
+		})
+	}
+	looking.Wait()
+	if n := asked(); n != 1 {
+		t.Errorf("was asked %d times", n)
+	}
 }
 
 func TestForeignWhileNoGPUIsKnown(t *testing.T) {
