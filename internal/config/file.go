@@ -173,7 +173,8 @@ func (f *file) unsupported() error {
 	refuse("flags.gdrcopyEnabled", on(f.Flags.GDRCopyEnabled), notYet)
 	refuse("flags.gdsEnabled", on(f.Flags.GDSEnabled), notYet)
 	refuse("flags.mofedEnabled", on(f.Flags.MOFEDEnabled), notYet)
-	refuse("resources", !blank(f.Resources), "GPUs and MIG profiles have the resource names that migStrategy gives them; other names are "+notYet)
+	refuse("resources", !blank(f.Resources),
+		"GPUs and MIG profiles have the resource names that migStrategy gives them; other names are "+notYet)
 	refuse("sharing", !blank(f.Sharing), notYet)
 	refuse("imex", !blank(f.IMEX), notYet)
 	return errors.Join(errs...)

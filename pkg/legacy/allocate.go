@@ -22,7 +22,8 @@ import (
 // Allocate takes the devices of all containers of the request, or none. It never waits for another holder: kubelet calls
 // from its one loop, without a deadline, and an error fails the pod for good. Called for kubelet and by simulations; the same
 // IDs again are reuse inside one pod. Safe for concurrent use.
-func (p *Plugin) Allocate(ctx context.Context, resource string, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
+func (p *Plugin) Allocate(ctx context.Context, resource string, request *pluginapi.AllocateRequest,
+) (*pluginapi.AllocateResponse, error) {
 	containers, err := p.requested(resource, request)
 	if err != nil {
 		return nil, status.Errorf(status.Code(err), "invalid allocation request for %q: invalid request: %s", resource, reason(err))

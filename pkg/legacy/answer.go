@@ -40,7 +40,9 @@ func (p *Plugin) answer(items []item) *pluginapi.ContainerAllocateResponse {
 		case StrategyVolumeMounts:
 			p.setVisible(response, visibleDevicesMount)
 			for _, id := range p.runtimeIDs(items) {
-				response.Mounts = append(response.Mounts, &pluginapi.Mount{HostPath: os.DevNull, ContainerPath: filepath.Join(visibleDevicesMount, id)})
+				response.Mounts = append(response.Mounts, &pluginapi.Mount{
+					HostPath: os.DevNull, ContainerPath: filepath.Join(visibleDevicesMount, id),
+				})
 			}
 		}
 	}
@@ -95,7 +97,9 @@ func (p *Plugin) deviceSpecs(items []item) []*pluginapi.DeviceSpec {
 			return // two partitions of one GPU
 		}
 		has[path] = true
-		specs = append(specs, &pluginapi.DeviceSpec{ContainerPath: path, HostPath: filepath.Join(p.config.DevRoot, path), Permissions: "rw"})
+		specs = append(specs, &pluginapi.DeviceSpec{
+			ContainerPath: path, HostPath: filepath.Join(p.config.DevRoot, path), Permissions: "rw",
+		})
 	}
 	for _, path := range controlNodes {
 		// nvidia-uvm and nvidia-modeset appear when their modules load, which may be long after the start.

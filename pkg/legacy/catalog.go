@@ -36,8 +36,8 @@ type item struct {
 // place orders items as claims are placed, from the lowest up.
 func (i item) place(other item) int {
 	a, b := i.Ref(), other.Ref()
-	return cmp.Or(cmp.Compare(i.GPU.Minor, other.GPU.Minor), cmp.Compare(a.GPU, b.GPU), cmp.Compare(a.Placement.Start, b.Placement.Start),
-		cmp.Compare(a.Compute.Start, b.Compute.Start), cmp.Compare(i.id, other.id))
+	return cmp.Or(cmp.Compare(i.GPU.Minor, other.GPU.Minor), cmp.Compare(a.GPU, b.GPU),
+		cmp.Compare(a.Placement.Start, b.Placement.Start), cmp.Compare(a.Compute.Start, b.Compute.Start), cmp.Compare(i.id, other.id))
 }
 
 // catalog is every device of one resource that limits may get or have, seen since the process started, in their places. kubelet
@@ -215,7 +215,8 @@ func (i item) removed() bool {
 	return !i.offered && !i.Whole() && i.GPU.Health.Healthy() && i.Partition.Health == missing
 }
 
-// needed reports whether the item has to be listed. A GPU that is missing may come back, and one that is partitioned for claims will.
+// needed reports whether the item has to be listed. A GPU that is missing may come back, and one that is partitioned for claims
+// will.
 func (i item) needed(held bool) bool {
 	return i.offered || held || i.id == i.GPU.UUID && (i.GPU.Health.Reason == device.ReasonMissing || forClaims(i.GPU))
 }
@@ -350,9 +351,9 @@ func (o owners) limited(at listed) bool {
 	return limited
 }
 
-// hold reports whether a new limit cannot get the hardware of a device, and whether a limit has it under this very name. What such a
-// limit has stays offered: kubelet keeps that account itself, and would fail the holder's own restart otherwise. A draining limit is
-// off kubelet's account already, and of one whose record cannot be read nobody knows.
+// hold reports whether a new limit cannot get the hardware of a device, and whether a limit has it under this very name. What such
+// a limit has stays offered: kubelet keeps that account itself, and would fail the holder's own restart otherwise. A draining limit
+// is off kubelet's account already, and of one whose record cannot be read nobody knows.
 func (o owners) hold(resource string, i item) (taken, mine bool) {
 	ref := i.Ref()
 	for _, h := range o.holds[ref.GPU] {

@@ -193,7 +193,8 @@ func (c Config) complete() (Config, error) {
 		}
 	}
 	if path := filepath.Join(c.Directory, newSocketName(longestResource)); len(path) > longestSocketPath {
-		errs = append(errs, fmt.Errorf("directory: sockets below %q would exceed the %d bytes that a socket's path can have", c.Directory, longestSocketPath))
+		errs = append(errs, fmt.Errorf("directory: sockets below %q would exceed the %d bytes that a socket's path can have",
+			c.Directory, longestSocketPath))
 	}
 	return c, errors.Join(errs...)
 }

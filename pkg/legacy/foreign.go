@@ -28,7 +28,8 @@ type ForeignError struct {
 
 // Error names the socket and a device.
 func (e *ForeignError) Error() string {
-	return fmt.Sprintf("another device plugin serves the same GPUs on %s (%d devices, among them %s)", e.Socket, len(e.Devices), e.Devices[0])
+	return fmt.Sprintf("another device plugin serves the same GPUs on %s (%d devices, among them %s)",
+		e.Socket, len(e.Devices), e.Devices[0])
 }
 
 // probes remembers what each socket turned out to be. Asking leaves a trace: NVIDIA's plugin never ends a ListAndWatch
@@ -155,7 +156,8 @@ func listDevices(ctx context.Context, path string, limit time.Duration) (ids []s
 
 // dial prepares a connection to a socket; it is made by the first call.
 func dial(path string) (*grpc.ClientConn, error) {
-	conn, err := grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"))
+	conn, err := grpc.NewClient("unix://"+path,
+		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"))
 	if err != nil {
 		return nil, fmt.Errorf("dial %s: %w", path, err)
 	}

@@ -17,7 +17,8 @@ import (
 // namedDevices is how many devices an event names.
 const namedDevices = 4
 
-// reportLeftOut tells of devices that the MIG strategy has no resource for, whenever they are others than before, until ctx is done.
+// reportLeftOut tells of devices that the MIG strategy has no resource for, whenever they are others than before, until ctx is
+// done.
 func (p *Plugin) reportLeftOut(ctx context.Context) {
 	var told []string
 	for {
@@ -25,8 +26,10 @@ func (p *Plugin) reportLeftOut(ctx context.Context) {
 		if !slices.Equal(told, leftOut) {
 			told = leftOut
 			for _, sentence := range leftOut {
-				klog.FromContext(ctx).Info("Leaving devices out of what limits can get", "migStrategy", p.config.Resources.Strategy, "devices", sentence)
-				p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "LimitDevicesLeftOut", "MIG strategy %s leaves out %s", p.config.Resources.Strategy, sentence)
+				strategy := p.config.Resources.Strategy
+				klog.FromContext(ctx).Info("Leaving devices out of what limits can get", "migStrategy", strategy, "devices", sentence)
+				p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "LimitDevicesLeftOut", "MIG strategy %s leaves out %s",
+					strategy, sentence)
 			}
 		}
 		select {

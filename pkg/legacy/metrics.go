@@ -38,7 +38,8 @@ func newMetrics() *metrics {
 		}),
 		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_limit_devices",
-			Help: "Devices in the list sent to kubelet: healthy ones, faulty ones (unhealthy), and those withdrawn because a claim has them, is allocated them or waits for them, or a pod that is ending holds them.",
+			Help: "Devices in the list sent to kubelet: healthy ones, faulty ones (unhealthy), and those withdrawn because a claim has " +
+				"them, is allocated them or waits for them, or a pod that is ending holds them.",
 		}, []string{"resource", "state"}),
 		leftOut: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "tandem_limit_devices_left_out",
@@ -62,7 +63,9 @@ func (m *metrics) register(registerer prometheus.Registerer) (unregister func(),
 			registerer.Unregister(c)
 		}
 	}
-	for _, c := range []prometheus.Collector{m.allocate, m.preferred, m.conflicts, m.devices, m.leftOut, m.withdrawals, m.registrations} {
+	for _, c := range []prometheus.Collector{
+		m.allocate, m.preferred, m.conflicts, m.devices, m.leftOut, m.withdrawals, m.registrations,
+	} {
 		if err := registerer.Register(c); err != nil {
 			unregister()
 			return nil, err

@@ -54,7 +54,8 @@ func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingSe
 	}
 }
 
-func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest) (*pluginapi.PreferredAllocationResponse, error) {
+func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest,
+) (*pluginapi.PreferredAllocationResponse, error) {
 	defer s.endpoint.calls.enter()()
 	defer func(start time.Time) { s.served.metrics.preferred.Observe(time.Since(start).Seconds()) }(time.Now())
 	return s.served.Preferred(s.served.resource, request), nil
@@ -67,7 +68,8 @@ func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateReque
 }
 
 // PreStartContainer is not asked for by options; it has nothing to do but say whether the devices exist.
-func (s *service) PreStartContainer(_ context.Context, request *pluginapi.PreStartContainerRequest) (*pluginapi.PreStartContainerResponse, error) {
+func (s *service) PreStartContainer(_ context.Context, request *pluginapi.PreStartContainerRequest,
+) (*pluginapi.PreStartContainerResponse, error) {
 	defer s.endpoint.calls.enter()()
 	if _, err := s.served.lookup(s.served.resource, request.GetDevicesIds(), make(map[string]bool)); err != nil {
 		return nil, status.Errorf(status.Code(err), "invalid pre-start request for %q: %s", s.served.resource, reason(err))
