@@ -96,6 +96,11 @@ func (p gpuPool) counters() mig.Counters {
 		}
 	}
 	for name, n := range floor {
+		if there, ofGPU := p.all[name]; ofGPU {
+			// Somebody may have been allocated a part of what a claim still holds that was deleted: the scheduler counts one of
+			// the two, and would give out the rest as if there were more than there is.
+			n = min(n, there)
+		}
 		counters[name] = max(counters[name], n)
 	}
 	return counters

@@ -355,6 +355,9 @@ func TestCountersFollowHolds(t *testing.T) {
 		"a claim on a standing partition":   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, stands.Ref)}, slices: "11110000", own: 1},
 		"both, in a race":                   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, stands.Ref)}, claims: claim(stands.Name()), slices: "11110000", own: 1},
 		"a limit on all, standing included": {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
+		// The claim was deleted by force, and the scheduler was faster than kubelet.
+		"two got parts of a claim's GPU":   {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, refOf(0))}, claims: claim("gpu-0-mig-3g40gb-9-0", "gpu-0-mig-3g40gb-9-4"), slices: "11111111"},
+		"one got a part of a claim's part": {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, at(0, 4))}, claims: claim("gpu-0-mig-1g10gb-19-2"), slices: "11111111"},
 		// An administrator was faster than kubelet.
 		"the whole GPU is a claim's, and then cut": {inv: cutGPU, claims: claim("gpu-0"), slices: "11111111"},
 		"a claim's partition was replaced":         {inv: cutGPU, claims: claim("gpu-0-mig-4g40gb-5-0", "gpu-0-mig-1g10gb-19-5"), slices: "11110100"},
@@ -375,6 +378,11 @@ func TestCountersFollowHolds(t *testing.T) {
 			}
 			if got != test.slices {
 				t.Errorf("slices %s, want %s", got, test.slices)
+			}
+			for name, there := range (gpuPool{gpuShape: offer.shapes.of(test.inv.GPUs[0], false)}).all {
+				if c := counters[name]; c.Value.Value() > there {
+					t.Errorf("%s: %v of %d", name, c.Value.Value(), there)
+				}
 			}
 			if own, stands := counters[stands.Name()]; own.Value.Value() != test.own || stands != (len(test.inv.GPUs[0].Partitions) > 0 && !test.inv.GPUs[0].Partitions[0].Made) {
 				t.Errorf("the standing partition has %v, %v", own.Value.Value(), stands)
