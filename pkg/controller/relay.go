@@ -28,28 +28,30 @@ import (
 // nodeIndex finds claims by the nodes that they have devices of.
 const nodeIndex = "tandem.node"
 
-// Relay is what GPUNode.spec says of a node: the claims that are allocated devices of it, each with its devices' names. The
-// order is one for equal claims. A device for admin access is shared with whoever holds it, and is not among them; a claim that has
+// Relay is what GPUNode.spec says of a node: the claims that are allocated devices of it, each with the names of its devices and
+// of their pools. The order is one for equal claims. A device for admin access is shared with whoever holds it, and is not among them; a claim that has
 // no other is there all the same, since with Strict its pod waits for the node's answer. It is a pure function.
 func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.AllocatedClaim {
 	var relayed []v1alpha1.AllocatedClaim
 	for i := range claims {
-		here, devices := false, []string{}
+		here, devices, pools := false, []string{}, []string(nil)
 		for device := range allocated(&claims[i], driver) {
 			if nodeOfPool(device.Pool) != node {
 				continue
 			}
 			here = true
 			if device.AdminAccess == nil || !*device.AdminAccess {
-				devices = append(devices, device.Device)
+				devices, pools = append(devices, device.Device), append(pools, device.Pool)
 			}
 		}
 		if !here {
 			continue
 		}
 		slices.Sort(devices)
+		slices.Sort(pools)
 		relayed = append(relayed, v1alpha1.AllocatedClaim{
-			UID: claims[i].UID, Namespace: claims[i].Namespace, Name: claims[i].Name, Devices: slices.Compact(devices),
+			UID: claims[i].UID, Namespace: claims[i].Namespace, Name: claims[i].Name,
+			Devices: slices.Compact(devices), Pools: slices.Compact(pools),
 		})
 	}
 	slices.SortFunc(relayed, func(a, b v1alpha1.AllocatedClaim) int { return cmp.Compare(a.UID, b.UID) })

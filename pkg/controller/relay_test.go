@@ -36,8 +36,8 @@ func TestRelay(t *testing.T) {
 	claims := []resourceapi.ResourceClaim{*ownPool, *elsewhere, *newClaim("unallocated"), *admin, *mixed}
 	want := []v1alpha1.AllocatedClaim{
 		{UID: "uid-admin", Namespace: "ns", Name: "admin", Devices: []string{}},
-		{UID: "uid-mixed", Namespace: "ns", Name: "mixed", Devices: []string{"gpu-4", "gpu-5", "gpu-7"}},
-		{UID: "uid-own-pool", Namespace: "ns", Name: "own-pool", Devices: []string{"gpu-3"}},
+		{UID: "uid-mixed", Namespace: "ns", Name: "mixed", Devices: []string{"gpu-4", "gpu-5", "gpu-7"}, Pools: []string{"node-1"}},
+		{UID: "uid-own-pool", Namespace: "ns", Name: "own-pool", Devices: []string{"gpu-3"}, Pools: []string{"node-1/gpu-03"}},
 	}
 	if diff := cmp.Diff(want, Relay(claims, testDriver, "node-1")); diff != "" {
 		t.Error(diff)

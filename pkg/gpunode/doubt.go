@@ -76,6 +76,7 @@ func (o *Object) ended(ctx context.Context, claim v1alpha1.AllocatedClaim) bool 
 	}
 	return !slices.ContainsFunc(known.Status.Allocation.Devices.Results, func(r resourceapi.DeviceRequestAllocationResult) bool {
 		pool, _, _ := strings.Cut(r.Pool, "/")
-		return r.Driver == o.config.DriverName && pool == o.config.NodeName && slices.Contains(claim.Devices, r.Device)
+		return r.Driver == o.config.DriverName && pool == o.config.NodeName && slices.Contains(claim.Devices, r.Device) &&
+			(len(claim.Pools) == 0 || slices.Contains(claim.Pools, r.Pool))
 	})
 }

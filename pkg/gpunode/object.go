@@ -154,5 +154,12 @@ func (o *Object) Acknowledge(resource string, ids []string, known bool) {
 	o.view.acknowledge(resource, ids, known)
 }
 
-// Changed returns a channel that is closed when the object next changes; take it before Allocated or Claims.
+// Synced reports whether the API server has said what the object's spec is, or that there is none. Where it does not serve
+// GPUNodes that never comes. Once true it stays so.
+func (o *Object) Synced() bool {
+	_, synced := o.view.current()
+	return synced
+}
+
+// Changed returns a channel that is closed when the object next changes; take it before Allocated, Claims or Synced.
 func (o *Object) Changed() <-chan struct{} { return o.view.Changed() }

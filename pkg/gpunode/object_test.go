@@ -442,6 +442,9 @@ func TestSpec(t *testing.T) {
 		v1alpha1.AllocatedClaim{UID: "c1", Namespace: "apps", Name: "c1", Devices: []string{"gpu-1", "gpu-9"}})
 	<-changed
 	f.await("the allocation", func() bool { return slices.Equal(o.Allocated(), []device.Ref{{GPU: "GPU-1"}}) })
+	if !o.Synced() {
+		t.Error("what the spec says is known, and not said to be")
+	}
 	f.awaitStatus("the generation", func(s v1alpha1.GPUNodeStatus) bool { return s.ObservedGeneration == 2 })
 	// While the API server is away what it said last counts.
 	f.api.set(func() { f.api.broken = true })
@@ -485,6 +488,7 @@ func TestDoubt(t *testing.T) {
 		name := fmt.Sprint("c", i)
 		claims = append(claims, v1alpha1.AllocatedClaim{UID: types.UID(name), Namespace: "apps", Name: name, Devices: []string{fmt.Sprint("gpu-", i)}})
 	}
+	claims[5].Pools = []string{"node-1/gpu-5"}
 	f.api.writeSpec("node-1", claims...)
 	f.await("all of the spec", func() bool { return len(o.Allocated()) == 8 })
 	believed := []device.Ref{{GPU: "GPU-0"}, {GPU: "GPU-4"}, {GPU: "GPU-5"}, {GPU: "GPU-6"}}
@@ -677,6 +681,8 @@ func TestAClaimThatIsAllocatedAgain(t *testing.T) {
 		}
 		return object
 	}
+	elsewhere := spec("2", "gpu-0")
+	elsewhere.Spec.Claims[0].Pools = []string{"node-1/gpu-00"}
 	v := newView()
 	for _, test := range []struct {
 		name       string
@@ -687,6 +693,7 @@ func TestAClaimThatIsAllocatedAgain(t *testing.T) {
 		{"it is gone", []*v1alpha1.GPUNode{spec("2")}, false},
 		{"it is gone and back", []*v1alpha1.GPUNode{spec("2"), spec("3", "gpu-0")}, false},
 		{"it has another device", []*v1alpha1.GPUNode{spec("2", "gpu-1")}, false},
+		{"it has the device from another pool", []*v1alpha1.GPUNode{elsewhere}, false},
 	} {
 		v.observe(spec("1", "gpu-0"))
 		v.disbelieve(map[types.UID]bool{"claim": true})

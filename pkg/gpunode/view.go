@@ -139,19 +139,20 @@ func (v *view) disbelieve(ended map[types.UID]bool) {
 
 // believe what the spec says anew: a claim that has let go may be allocated again. Under v.mu.
 func (v *view) believe(before, now *v1alpha1.GPUNode) {
-	devices := func(object *v1alpha1.GPUNode, claim types.UID) []string {
+	find := func(object *v1alpha1.GPUNode, claim types.UID) (v1alpha1.AllocatedClaim, bool) {
 		if object == nil {
-			return nil
+			return v1alpha1.AllocatedClaim{}, false
 		}
 		i := slices.IndexFunc(object.Spec.Claims, func(c v1alpha1.AllocatedClaim) bool { return c.UID == claim })
 		if i < 0 {
-			return nil
+			return v1alpha1.AllocatedClaim{}, false
 		}
-		return object.Spec.Claims[i].Devices
+		return object.Spec.Claims[i], true
 	}
 	maps.DeleteFunc(v.ended, func(claim types.UID, _ bool) bool {
-		known := devices(before, claim)
-		return known == nil || !slices.Equal(known, devices(now, claim))
+		known, was := find(before, claim)
+		said, is := find(now, claim)
+		return !was || !is || !slices.Equal(known.Devices, said.Devices) || !slices.Equal(known.Pools, said.Pools)
 	})
 }
 

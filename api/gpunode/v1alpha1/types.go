@@ -61,6 +61,12 @@ type AllocatedClaim struct {
 	//
 	// +listType=set
 	Devices []string `json:"devices"`
+	// Pools from which the devices are, sorted: the node's, or those of its GPUs that are partitioned on demand. A pool of a GPU
+	// has all devices of it that the claim has. Absent where the controller is of a version that does not say.
+	//
+	// +optional
+	// +listType=set
+	Pools []string `json:"pools,omitempty"`
 }
 
 // GPUNodeStatus is what the node's agent knows. It is written no more than once a second in the mean.
