@@ -33,13 +33,14 @@ type gpuPool struct {
 }
 
 // newGPUPool takes what claims have of the GPU, and the node's obstacles.
-func newGPUPool(g device.GPU, shape *gpuShape, allocated map[device.Ref]int, obstacles map[device.Ref][]obstacle) gpuPool {
+func newGPUPool(g device.GPU, shape *gpuShape, held given, obstacles map[device.Ref][]obstacle) gpuPool {
 	p := gpuPool{gpuShape: shape, gpu: g, allocated: map[device.Ref]int{}, retiring: !g.Dynamic}
-	for ref, profileID := range allocated {
-		if p.publishes(ref, profileID) {
+	for ref, profileID := range held.profiles {
+		if p.publishes(ref, profileID) && !held.elsewhere(ref, true) {
 			p.allocated[ref] = profileID
 		} else {
-			// An administrator has removed a partition that a claim has. Its place is not free before the claim has ended.
+			// A claim has it from the node's pool, or an administrator has removed a partition that a claim has. Its place is not free
+			// before the claim has ended.
 			p.withdrawn = append(p.withdrawn, ref)
 		}
 	}
@@ -110,7 +111,7 @@ func (p gpuPool) counters() mig.Counters {
 func (p gpuPool) isTaken(s device.Partition) bool {
 	profileID, allocated := p.allocated[s.Ref]
 	replaced := allocated && profileID != noProfile && profileID != s.ProfileID
-	return replaced || slices.ContainsFunc(p.withdrawn, s.Ref.Overlaps) || given{profiles: p.allocated}.anotherPartOf(s.Ref)
+	return replaced || slices.ContainsFunc(p.withdrawn, s.Ref.Overlaps) || overlapsAnother(p.allocated, s.Ref)
 }
 
 // takes is what the device at ref consumes. Where its profile is not known and no such partition was made, several may be meant;

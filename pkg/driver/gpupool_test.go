@@ -290,16 +290,8 @@ func TestAGPUStaysWhereClaimsHaveGotIt(t *testing.T) {
 			var published map[string]resourceslice.Pool
 			for i, s := range steps {
 				if s.restarted {
-					var found []resourceapi.ResourceSlice
-					for name, pool := range published {
-						for _, slice := range pool.Slices {
-							found = append(found, resourceapi.ResourceSlice{Spec: resourceapi.ResourceSliceSpec{
-								Pool: resourceapi.ResourcePool{Name: name}, Devices: slice.Devices, SharedCounters: slice.SharedCounters,
-							}})
-						}
-					}
 					offer = Offer{NodeName: testNode}
-					offer.Found(found)
+					offer.Found(asFound(published))
 				}
 				published, _ = offer.Pools(Facts{Inventory: s.inv, Holds: s.holds, Kept: s.kept, Now: time.Unix(int64(i), 0)})
 				if diff := cmp.Diff(s.want, summary(published)); diff != "" {

@@ -14,7 +14,6 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/mig"
 )
 
 // Keys of the taints by which a device is withdrawn from the scheduler, effect NoSchedule. They are part of the API: people
@@ -24,7 +23,7 @@ const (
 	TaintHeldByLimit = "tandem-gpu.dev/held-by-limit"
 	// TaintHeldByClaim marks a device of which a claim has a part, or which is a part of what a claim has; the value is "true".
 	// The devices of a GPU exclude each other by counters where it is partitioned on demand, so this is rare: policy has
-	// changed while claims had it.
+	// changed while claims had it. It also marks what a claim has from another pool, where the scheduler does not see it.
 	TaintHeldByClaim = "tandem-gpu.dev/held-by-claim"
 	// TaintDraining marks a device that containers may still use although no claim or limit is entitled to it any more; the
 	// value is "true".
@@ -47,6 +46,8 @@ type Facts struct {
 	Holds     []ledger.Hold
 	// Claims are those to which the scheduler has given devices, as far as that is known beyond Holds; nil is fine.
 	Claims []v1alpha1.AllocatedClaim
+	// ClaimsLate says that Claims may lack some that were allocated before: no GPU goes to another pool meanwhile.
+	ClaimsLate bool
 	// Kept is what the API server keeps.
 	Kept Capabilities
 	Now  time.Time
@@ -68,6 +69,8 @@ type Offer struct {
 	// own says of a GPU by name whether it is published in a pool of its own.
 	own    map[string]bool
 	shapes shapes
+	// profiles are those that a GPU had last, by UUID.
+	profiles map[string][]device.Profile
 }
 
 // layout is what should be published.
@@ -86,19 +89,29 @@ func (o *Offer) Pools(f Facts) (map[string]resourceslice.Pool, time.Time) {
 }
 
 // Found tells which slices of the node the API server has; called once, before anything is published. A GPU stays in the pool
-// from which claims have got it.
+// from which claims have got it. One that is found in both was on its way when an agent ended: then the claims decide, and where
+// there are none, policy.
 func (o *Offer) Found(published []resourceapi.ResourceSlice) {
-	o.own = map[string]bool{}
+	found := map[string]origin{}
 	for _, slice := range published {
 		for _, d := range slice.Spec.Devices {
-			gpu, _, _ := strings.Cut(d.Name, partitionInfix)
-			o.own[gpu] = slice.Spec.Pool.Name != o.NodeName
+			gpu := gpuOf(d.Name)
+			found[gpu] = found[gpu].or(o.origin(slice.Spec.Pool.Name))
+		}
+	}
+	o.own = map[string]bool{}
+	for gpu, from := range found {
+		if from.own != from.node {
+			o.own[gpu] = from.own
 		}
 	}
 }
 
-// partitionInfix ends the GPU's name in that of a partition (device.PartitionName).
-const partitionInfix = "-mig-"
+// gpuOf is the name of the GPU in that of one of its devices (device.PartitionName).
+func gpuOf(name string) string {
+	gpu, _, _ := strings.Cut(name, "-mig-")
+	return gpu
+}
 
 func (o *Offer) look(f Facts) layout {
 	o.waiting.returnDelay = o.ReturnDelay
@@ -116,22 +129,27 @@ func (o *Offer) look(f Facts) layout {
 	l := layout{pools: map[string]resourceslice.Pool{}, left: left, next: earlier(earlier(drained, orphaned), returns)}
 	l.counts.withdrawals = o.waiting.withdrawals
 	strict := o.Strict && f.Kept.BindingConditions
+	origins := o.origins(gpus, holds, f.Claims)
 	shaped := make(map[string]*gpuShape, len(gpus))
-	for _, g := range gpus {
-		if len(g.Profiles) > 0 && (g.Dynamic || o.own[g.Name()]) {
+	for i, g := range gpus {
+		from, pinned := origins[g.Name()]
+		g = o.remembered(g, pinned)
+		gpus[i] = g
+		if len(g.Profiles) > 0 && (g.Dynamic || o.own[g.Name()] || from.own) {
 			shaped[g.Name()] = o.shapes.of(g, strict)
 		}
 	}
-	given := givenOut(gpus, shaped, holds, f.Claims)
+	given := o.givenOut(gpus, shaped, holds, f.Claims)
 	var shared []device.Device
 	for _, g := range gpus {
 		held, shape := given[g.UUID], shaped[g.Name()]
-		switch o.place(g, held.pins, f.Kept.Counters && shape != nil && len(shape.possible) > 0) {
+		from, pinned := origins[g.Name()]
+		switch o.place(g, from, pinned || f.ClaimsLate, f.Kept.Counters && shape != nil && len(shape.possible) > 0) {
 		case inNodePool:
 			devices, odd := whole(g)
 			shared, l.left = append(shared, devices...), append(l.left, odd...)
 		case inOwnPool:
-			p := newGPUPool(g, shape, held.profiles, obstacles)
+			p := newGPUPool(g, shape, held, obstacles)
 			l.pools[OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: p.slices()}
 			l.counts.add(p.counts())
 		case nowhere:
@@ -159,91 +177,6 @@ func OwnPool(node string, g device.GPU) string { return fmt.Sprintf("%s/gpu-%02d
 // servesPool reports whether a pool is the node's, or of one of its GPUs.
 func (d *Driver) servesPool(pool string) bool {
 	return pool == d.NodeName || strings.HasPrefix(pool, d.NodeName+"/")
-}
-
-// place is where a GPU is published.
-type place int
-
-const (
-	inNodePool place = iota
-	// inOwnPool has counters, by which its devices exclude each other.
-	inOwnPool
-	// nowhere: claims have devices from a pool of its own, which cannot be published as it was.
-	nowhere
-)
-
-// place decides where the GPU is published, and remembers it; possible says whether it can be in a pool of its own. While claims
-// have something of it (pinned), it stays where they got it: the scheduler knows an allocated device by pool and name, and gives
-// its counters out again when it goes.
-func (o *Offer) place(g device.GPU, pinned, possible bool) place {
-	if o.own == nil {
-		o.own = map[string]bool{}
-	}
-	own := possible && g.Dynamic && (g.MIGEnabled || mig.Switchable(g))
-	if before, known := o.own[g.Name()]; known && pinned {
-		own = before
-	}
-	o.own[g.Name()] = own
-	switch {
-	case !own:
-		return inNodePool
-	case !possible:
-		return nowhere
-	}
-	return inOwnPool
-}
-
-// given is what of one GPU claims have.
-type given struct {
-	// profiles has what the scheduler has given to claims, and of partitions the profile ID: a place alone does not tell it.
-	profiles map[device.Ref]int
-	// pins reports that claims have, or had until a moment ago, something of it.
-	pins bool
-}
-
-// givenOut says by GPU what claims have of it, from the ledger and from what the scheduler was seen to allocate.
-func givenOut(
-	gpus []device.GPU, shaped map[string]*gpuShape, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim,
-) map[string]given {
-	all := map[string]given{}
-	add := func(ref device.Ref, profileID int, allocated bool) {
-		of := all[ref.GPU]
-		of.pins = true
-		if of.profiles == nil {
-			of.profiles = map[device.Ref]int{}
-		}
-		if _, known := of.profiles[ref]; allocated && (!known || profileID != noProfile) {
-			of.profiles[ref] = profileID
-		}
-		all[ref.GPU] = of
-	}
-	for _, h := range holds {
-		if h.Holder.Kind == ledger.KindClaim {
-			add(h.Device, noProfile, h.State != ledger.StateDraining && !h.Unreadable)
-		}
-	}
-	if len(claims) == 0 {
-		return all
-	}
-	byName := map[string]device.Partition{}
-	for _, g := range gpus {
-		byName[g.Name()] = device.Partition{Ref: g.Ref(), ProfileID: noProfile}
-		for _, p := range g.Partitions {
-			byName[p.Name()] = p
-		}
-	}
-	for _, c := range claims {
-		for _, name := range c.Devices {
-			p, known := byName[name]
-			if gpu, _, _ := strings.Cut(name, partitionInfix); !known && shaped[gpu] != nil {
-				p, known = shaped[gpu].possible[name]
-			}
-			if known {
-				add(p.Ref, p.ProfileID, true)
-			}
-		}
-	}
-	return all
 }
 
 // noProfile is the ID of none: of a whole GPU, or of a partition of which only the place is known.

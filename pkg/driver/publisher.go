@@ -25,6 +25,10 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
+// claimsPatience is how long GPUs wait after a start to go to another pool, if nobody says which claims have devices from the one
+// they are in.
+const claimsPatience = 30 * time.Second
+
 // publisher keeps the node's ResourceSlices as inventory and ledger want them. It drives the library's slice controller
 // itself, not through the helper, whose controller waits 30 s before it repairs what kubelet wiped and never notices that the
 // node object was replaced.
@@ -135,6 +139,7 @@ func (p *publisher) publish(ctx context.Context) {
 		left    []excluded
 		missing missingCounters
 	)
+	patience := time.Now().Add(claimsPatience)
 	offer := Offer{NodeName: p.NodeName, ReturnDelay: p.ReturnDelay, Offered: p.OfferedToClaims, Strict: p.Strict}
 	if !p.findPublished(ctx, &offer) {
 		return
@@ -145,6 +150,7 @@ func (p *publisher) publish(ctx context.Context) {
 		uid, kept, known := p.conditions()
 
 		facts := Facts{Inventory: p.Inventory.Inventory(), Holds: p.Ledger.Holds(), Claims: p.claims(), Kept: kept, Now: time.Now()}
+		facts.ClaimsLate = p.Allocations != nil && !p.Allocations.Synced() && facts.Now.Before(patience)
 		dynamic := dynamicGPUs(facts.Inventory)
 		var next time.Time
 		// A GPU that is partitioned on demand must not go from one pool to the other and back for want of an answer. Who publishes
@@ -159,6 +165,9 @@ func (p *publisher) publish(ctx context.Context) {
 			running.update(ctx, p, uid, look.pools)
 			missing.say(ctx, p.Driver, dynamic, kept)
 			next = look.next
+			if facts.ClaimsLate {
+				next = earlier(next, patience)
+			}
 		}
 
 		timer := newTimer(next)

@@ -73,7 +73,9 @@ func TestPublishPools(t *testing.T) {
 func TestAllocatedDevicesStayPublished(t *testing.T) {
 	allocations := &fakeAllocations{changed: make(chan struct{})}
 	r := newRig(t, threeGPUs(), func(c *Config) { c.Allocations = allocations })
-	allocations.set(newClaim("a", "gpu-2-mig-3g40gb-9-4"))
+	claim := newClaim("a", "gpu-2-mig-3g40gb-9-4")
+	claim.Status.Allocation.Devices.Results[0].Pool = testNode + "/gpu-02"
+	allocations.set(claim)
 	r.takeByLimit(2, nil)
 	r.run().ready()
 	r.awaitPools(map[string]string{"": "gpu-0", "/gpu-01": "8 slices 26 devices", "/gpu-02": "4 slices 26 devices"})
@@ -205,4 +207,27 @@ func TestPoolsOutliveAnAgent(t *testing.T) {
 	if n := r.api.writeCount() - before; n != 0 {
 		t.Errorf("%d writes", n)
 	}
+}
+
+// Until it is known which claims have devices, a GPU stays in the pool where an earlier agent has published it.
+func TestPoolsStayUntilClaimsAreKnown(t *testing.T) {
+	allocations := &fakeAllocations{changed: make(chan struct{})}
+	r := newRig(t, threeGPUs(), func(c *Config) { c.Allocations = allocations })
+	r.run().ready()
+	r.awaitPools(map[string]string{"": "gpu-0", "/gpu-01": "8 slices 26 devices", "/gpu-02": "8 slices 26 devices"})
+	if err := r.stop(); err != nil {
+		t.Fatal(err)
+	}
+	plain := threeGPUs()
+	plain.GPUs[1].Dynamic, plain.GPUs[2].Dynamic = false, false
+	r.inventory.set(plain)
+	allocations.mu.Lock()
+	allocations.late = true
+	allocations.mu.Unlock()
+	r.run().ready()
+	r.awaitPools(map[string]string{"": "gpu-0", "/gpu-01": "0 slices 26 devices", "/gpu-02": "0 slices 26 devices"})
+	claim := newClaim("a", "gpu-2-mig-3g40gb-9-4")
+	claim.Status.Allocation.Devices.Results[0].Pool = testNode + "/gpu-02"
+	allocations.set(claim)
+	r.awaitPools(map[string]string{"": "gpu-0 gpu-1", "/gpu-02": "4 slices 26 devices"})
 }

@@ -42,7 +42,7 @@ func nodeSlices(
 		slice := resourceslice.Slice{Devices: make([]resourceapi.Device, 0, len(chunk))}
 		for _, d := range chunk {
 			found := against(d.Ref(), obstacles)
-			if held[d.GPU.UUID].anotherPartOf(d.Ref()) {
+			if held[d.GPU.UUID].blocks(d.Ref()) {
 				found = append(found, obstacle{TaintHeldByClaim, "true"})
 			}
 			counts.count(d.Health(), len(found) > 0)
@@ -61,16 +61,6 @@ func nodeSlices(
 		built = append(built, resourceslice.Slice{Devices: []resourceapi.Device{}})
 	}
 	return built, counts
-}
-
-// anotherPartOf reports whether a claim has something else that overlaps ref: a part of it, or what it is a part of.
-func (g given) anotherPartOf(ref device.Ref) bool {
-	for other := range g.profiles {
-		if other != ref && other.Overlaps(ref) {
-			return true
-		}
-	}
-	return false
 }
 
 func (c *deviceCounts) count(health device.Health, withdrawn bool) {

@@ -34,6 +34,8 @@ const (
 // Allocations are the claims that the scheduler has given GPUs of this node, also those whose pods are not bound yet.
 type Allocations interface {
 	Claims() []v1alpha1.AllocatedClaim
+	// Synced reports whether Claims knows what was allocated before this agent started. It may never come.
+	Synced() bool
 	// Changed returns a channel that is closed at the next change; take it before reading.
 	Changed() <-chan struct{}
 }

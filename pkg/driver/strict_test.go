@@ -28,7 +28,14 @@ import (
 type fakeAllocations struct {
 	mu      sync.Mutex
 	claims  []v1alpha1.AllocatedClaim
+	late    bool
 	changed chan struct{}
+}
+
+func (f *fakeAllocations) Synced() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return !f.late
 }
 
 func (f *fakeAllocations) Claims() []v1alpha1.AllocatedClaim {
@@ -46,12 +53,12 @@ func (f *fakeAllocations) Changed() <-chan struct{} {
 func (f *fakeAllocations) set(claims ...*resourceapi.ResourceClaim) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.claims = nil
+	f.claims, f.late = nil, false
 	for _, c := range claims {
 		a := v1alpha1.AllocatedClaim{UID: c.UID, Namespace: c.Namespace, Name: c.Name}
 		for _, result := range c.Status.Allocation.Devices.Results {
 			if !ptr.Deref(result.AdminAccess, false) {
-				a.Devices = append(a.Devices, result.Device)
+				a.Devices, a.Pools = append(a.Devices, result.Device), append(a.Pools, result.Pool)
 			}
 		}
 		f.claims = append(f.claims, a)
