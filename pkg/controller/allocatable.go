@@ -30,9 +30,9 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Allocatable is how many devices of a resource on a node the scheduler may count on for limits: those that kubelet's device manager
-// lists itself, less those of them that a claim is allocated to, or has allocated a part of. Unknown is what the agent has not yet
-// heard from kubelet, and a node that serves no limits. It is a pure function.
+// Allocatable is how many devices of a resource on a node the scheduler may count on for limits: those that kubelet's device
+// manager lists itself, less those of them that a claim is allocated to, or has allocated a part of. Unknown is what the agent
+// has not yet heard from kubelet, what the node has no devices of, and a node that serves no limits. It is a pure function.
 //
 // Kubelet reports the number every ten seconds only. In between, the scheduler would send limits pods after GPUs that are
 // gone, and kubelet fails each of them for good.
@@ -40,7 +40,9 @@ import (
 // A GPU that a claim has lost to a limit counts only if the claim waits for it: the limit's pod is counted by the scheduler as
 // well, maybe for hours. Otherwise the claim is about to be moved, or about to ask; and that a limit holds its GPU is what the
 // status said up to a second ago. Once that limit ends, the GPU is the claim's.
-func Allocatable(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, resource corev1.ResourceName) (value int64, known bool) {
+func Allocatable(
+	status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, resource corev1.ResourceName,
+) (value int64, known bool) {
 	if status.LimitsResource == "" {
 		return 0, false
 	}
@@ -70,8 +72,8 @@ func Allocatable(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim
 	return value, known
 }
 
-// resourceOf is the resource by which limits ask for a device. Agents that serve whole GPUs only have not always said it; and an API
-// server that knows their status drops what later agents say of partitions but for the UUID.
+// resourceOf is the resource by which limits ask for a device. Agents that serve whole GPUs only have not always said it; and an
+// API server that knows their status drops what later agents say of partitions but for the UUID.
 func resourceOf(status v1alpha1.GPUNodeStatus, device v1alpha1.DeviceStatus) corev1.ResourceName {
 	said := func(d v1alpha1.DeviceStatus) bool { return d.LimitsResource != "" }
 	partition := device.Parent != "" || strings.HasPrefix(device.UUID, "MIG-")
@@ -322,8 +324,8 @@ func (r *resourceRecord) givesUp(version string, current, want int64) bool {
 }
 
 // retired reports whether an agent that served the resource before does so no more: because of another mode, or because the last
-// partition of a profile is gone. The zero is written that kubelet comes to within ten seconds: every limits pod that is sent to the
-// node until then fails. That is done once, since who serves the resource after that is somebody else.
+// partition of a profile is gone. The zero is written that kubelet comes to within ten seconds: every limits pod that is sent to
+// the node until then fails. That is done once, since who serves the resource after that is somebody else.
 func (r *resourceRecord) retired(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) bool {
 	if served(status, resource) {
 		r.serves = true

@@ -51,9 +51,9 @@ func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
 	}
 }
 
-// Explain says why none of the nodes that a pod may run on has so many devices for it; empty where one has, so that something else
-// is the reason, and where there is none at all. A pod asks for GPUs, which any API can give, or by a resource for what limits get
-// by it. It is a pure function, and names nodes only: whose pods hold the devices is not everybody's business.
+// Explain says why none of the nodes that a pod may run on has so many devices for it; empty where one has, so that something
+// else is the reason, and where there is none at all. A pod asks for GPUs, which any API can give, or by a resource for what
+// limits get by it. It is a pure function, and names nodes only: whose pods hold the devices is not everybody's business.
 func Explain(nodes []v1alpha1.GPUNode, asked Ask) string {
 	if !slices.ContainsFunc(nodes, func(n v1alpha1.GPUNode) bool { return asked.mixes(n.Status) }) {
 		asked.Limits = ""
@@ -212,7 +212,9 @@ type Ours struct {
 // scheduler's business, but for classes of partitions: how many of those a GPU has room for cannot be counted here. It is a pure
 // function.
 func NewOurs(driver string, limits device.Resources, classes []resourceapi.DeviceClass) Ours {
-	o := Ours{Resources: map[corev1.ResourceName]bool{corev1.ResourceName(limits.GPU): true}, Classes: map[string]bool{}, Limits: limits}
+	o := Ours{
+		Resources: map[corev1.ResourceName]bool{corev1.ResourceName(limits.GPU): true}, Classes: map[string]bool{}, Limits: limits,
+	}
 	for _, class := range classes {
 		if !names(class, driver) || names(class, "mig") {
 			continue
@@ -246,10 +248,11 @@ func (o Ours) Asked(pod *corev1.Pod, claim func(name string) *resourceapi.Resour
 			asked += o.requests(c)
 		}
 	}
-	if gpu := corev1.ResourceName(o.Limits.GPU); asked > 0 && asked == total(pod, func(name corev1.ResourceName) bool { return name == gpu }) {
+	byLimits := total(pod, func(name corev1.ResourceName) bool { return string(name) == o.Limits.GPU })
+	switch {
+	case asked > 0 && asked == byLimits:
 		return Ask{Devices: asked, Limits: o.Limits.GPU}
-	}
-	if asked > 0 {
+	case asked > 0:
 		return Ask{Devices: asked}
 	}
 	for _, resource := range o.partitions(pod) {

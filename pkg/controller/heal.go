@@ -68,8 +68,8 @@ func JudgeEviction(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim,
 	return Judgement{Evict: evict}
 }
 
-// StillLost reports whether a claim is still allocated one of the devices that it lost on a node, or a part of one. One that several
-// pods share is allocated anew under the same UID, while the node's status is up to a second old. It is a pure function.
+// StillLost reports whether a claim is still allocated one of the devices that it lost on a node, or a part of one. One that
+// several pods share is allocated anew under the same UID, while the node's status is up to a second old. It is a pure function.
 func StillLost(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim, driver, node string) bool {
 	for _, allocated := range Relay([]resourceapi.ResourceClaim{*claim}, driver, node) {
 		for _, lost := range loser.Devices {
@@ -96,9 +96,12 @@ func terminal(pod *corev1.Pod) bool {
 
 // hasStarted reports whether a container of the pod has ever run: kubelet starts none before all claims of the pod are prepared.
 func hasStarted(pod *corev1.Pod) bool {
-	for _, statuses := range [][]corev1.ContainerStatus{pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses, pod.Status.EphemeralContainerStatuses} {
+	for _, statuses := range [][]corev1.ContainerStatus{
+		pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses, pod.Status.EphemeralContainerStatuses,
+	} {
 		for _, s := range statuses {
-			if s.State.Running != nil || s.State.Terminated != nil || s.LastTerminationState.Terminated != nil || s.ContainerID != "" || s.RestartCount > 0 {
+			if s.State.Running != nil || s.State.Terminated != nil || s.LastTerminationState.Terminated != nil ||
+				s.ContainerID != "" || s.RestartCount > 0 {
 				return true
 			}
 		}
@@ -237,7 +240,8 @@ func (h *healer) spareJobs(ctx context.Context, judgement Judgement) (Judgement,
 		owner := metav1.GetControllerOf(pod)
 		// Before the Job: a pod that is counted in between counts twice, not never.
 		var pods corev1.PodList
-		if err := h.live.List(ctx, &pods, client.InNamespace(pod.Namespace), client.MatchingLabels{batchv1.ControllerUidLabel: string(owner.UID)}); err != nil {
+		mine := client.MatchingLabels{batchv1.ControllerUidLabel: string(owner.UID)}
+		if err := h.live.List(ctx, &pods, client.InNamespace(pod.Namespace), mine); err != nil {
 			return Judgement{}, fmt.Errorf("list pods of job %s/%s: %w", pod.Namespace, owner.Name, err)
 		}
 		job := &batchv1.Job{}
@@ -276,7 +280,9 @@ func (h *healer) podsOf(ctx context.Context, claim *resourceapi.ResourceClaim) (
 }
 
 // evict asks the API server to end a pod if it is still what was judged, and reports whether it has changed.
-func (h *healer) evict(ctx context.Context, loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim, pod *corev1.Pod) (changed bool, err error) {
+func (h *healer) evict(
+	ctx context.Context, loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim, pod *corev1.Pod,
+) (changed bool, err error) {
 	eviction := &policyv1.Eviction{
 		ObjectMeta: metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
 		DeleteOptions: &metav1.DeleteOptions{

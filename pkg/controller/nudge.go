@@ -65,7 +65,9 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 	for _, loser := range status.Losers {
 		lost[loser.UID] = true
 		if !loser.Condemned && !slices.ContainsFunc(loser.Devices, func(name string) bool { return taken(devices, name, loser.UID) }) {
-			nudges = append(nudges, Nudge{UID: loser.UID, Namespace: loser.Namespace, Name: loser.Name, Unsure: unsure(devices, loser.Devices)})
+			nudges = append(nudges, Nudge{
+				UID: loser.UID, Namespace: loser.Namespace, Name: loser.Name, Unsure: unsure(devices, loser.Devices),
+			})
 		}
 	}
 	for _, claim := range claims {

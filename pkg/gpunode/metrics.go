@@ -20,7 +20,8 @@ func newMetrics() *metrics {
 		}, []string{"operation", "result"}),
 		served: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "tandem_gpunode_served",
-			Help: "1 while the API server serves GPUNodes to this agent, 0 while it does not: GPUs allocated to claims are then withdrawn from limits only once they are prepared.",
+			Help: "1 while the API server serves GPUNodes to this agent, 0 while it does not: " +
+				"GPUs allocated to claims are then withdrawn from limits only once they are prepared.",
 		}),
 	}
 }

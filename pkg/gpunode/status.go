@@ -172,7 +172,8 @@ func holdersByDevice(inv device.Inventory, holds []ledger.Hold) map[device.Ref][
 	holds = slices.Clone(holds)
 	slices.SortFunc(holds, func(a, b ledger.Hold) int {
 		return cmp.Or(
-			cmp.Compare(a.Holder.Kind, b.Holder.Kind), cmp.Compare(a.Holder.ID, b.Holder.ID), cmp.Compare(a.Device.String(), b.Device.String()))
+			cmp.Compare(a.Holder.Kind, b.Holder.Kind), cmp.Compare(a.Holder.ID, b.Holder.ID),
+			cmp.Compare(a.Device.String(), b.Device.String()))
 	})
 	there := map[device.Ref]bool{}
 	for _, d := range inv.Devices() {

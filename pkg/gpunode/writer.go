@@ -134,7 +134,7 @@ func (w *writer) next() (next step, urgent bool) {
 		w.view.adopt(updated)
 		if !w.saidPruned && !apiequality.Semantic.DeepEqual(updated.Status, status) {
 			w.saidPruned = true
-			klog.FromContext(ctx).Info("The API server does not keep all of the node's GPUNode status: its CustomResourceDefinition is of another version")
+			klog.FromContext(ctx).Info("The API server does not keep all of the GPUNode's status: its CustomResourceDefinition is of another version")
 		}
 		return nil
 	}, Urgent(object.Status, status)
