@@ -92,8 +92,9 @@ type GPUNodeStatus struct {
 	//
 	// +optional
 	Holders string `json:"holders,omitempty"`
-	// LimitsResource is the extended resource by which limits ask for whole GPUs; empty where no limits are served, as while no
-	// agent runs.
+	// LimitsResource is the extended resource by which limits ask for GPUs, and for partitions in place of GPUs where the node is
+	// partitioned alike (migStrategy single); empty where no limits are served, as while no agent runs. What a device is asked for
+	// by is said there.
 	//
 	// +optional
 	LimitsResource string `json:"limitsResource,omitempty"`
@@ -150,8 +151,8 @@ type DeviceStatus struct {
 	//
 	// +optional
 	LimitsResource string `json:"limitsResource,omitempty"`
-	// Limits says what kubelet's device manager thinks of the device, but is withdrawn as soon as that is about to change. It is empty
-	// where limits do not ask for the device, and while kubelet has not said.
+	// Limits says what kubelet's device manager thinks of the device, but is withdrawn as soon as that is about to change. It is
+	// empty where limits do not ask for the device, and while kubelet has not said.
 	//
 	// +optional
 	Limits LimitsState `json:"limits,omitempty"`
@@ -231,7 +232,7 @@ type LosingClaim struct {
 	UID       types.UID `json:"uid"`
 	Namespace string    `json:"namespace"`
 	Name      string    `json:"name"`
-	// Devices that somebody else holds, by name.
+	// Devices that somebody else holds, by the names by which the claim was allocated them.
 	//
 	// +listType=set
 	Devices []string `json:"devices"`
