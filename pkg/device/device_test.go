@@ -9,11 +9,15 @@ import (
 
 func TestDevices(t *testing.T) {
 	half := Placement{Start: 4, Size: 4}
+	small := Placement{Start: 3, Size: 1}
 	gpu := GPU{
 		UUID: "GPU-1", Minor: 1, Dynamic: true,
 		Profiles: []Profile{{ID: 9, Name: "3g.40gb", Placements: []Placement{{Size: 4}, half}}},
 		Partitions: []Partition{{
 			UUID: "MIG-1", Ref: Ref{GPU: "GPU-1", Placement: half}, Parent: 1, Profile: "3g.40gb", ProfileID: 9, GPUInstance: 2,
+		}, {
+			// Without a compute instance.
+			Ref: Ref{GPU: "GPU-1", Placement: small}, Parent: 1, Profile: "1g.10gb", ProfileID: 19, GPUInstance: 10,
 		}},
 	}
 	fixed := gpu
@@ -26,6 +30,7 @@ func TestDevices(t *testing.T) {
 		"gpu-2":                  {"GPU-2", "GPU-2"},
 		"gpu-2-mig-3g40gb-9-0":   {},
 		"gpu-1-mig-1g10gb-19-0":  {},
+		"gpu-1-mig-1g10gb-19-3":  {"GPU-1@3+1", ""},
 		"gpu-1-mig-3g40gb-9-0-1": {},
 	} {
 		d, ok := inv.ByName(name)
@@ -41,7 +46,7 @@ func TestDevices(t *testing.T) {
 	for _, d := range inv.Devices() {
 		names = append(names, d.Name())
 	}
-	if want := []string{"gpu-1", "gpu-1-mig-3g40gb-9-4", "gpu-2"}; !slices.Equal(names, want) {
+	if want := []string{"gpu-1", "gpu-1-mig-3g40gb-9-4", "gpu-1-mig-1g10gb-19-3", "gpu-2"}; !slices.Equal(names, want) {
 		t.Errorf("devices are %v, want %v", names, want)
 	}
 }

@@ -41,8 +41,8 @@ type Capacity struct {
 
 // Partition is a MIG device: a compute instance in a GPU instance of its parent, or the place where one can be made.
 type Partition struct {
-	// UUID is NVML's name for it ("MIG-" and a UUID), empty while it is not made. A partition that is made again in the same
-	// place has another one.
+	// UUID is NVML's name for it ("MIG-" and a UUID), empty while it is not made, or half made. A partition that is made again in
+	// the same place has another one.
 	UUID string
 	// Ref is its place.
 	Ref Ref

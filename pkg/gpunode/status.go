@@ -63,6 +63,9 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 				Name: names[p.Ref], UUID: p.UUID, Parent: whole.Name, Profile: p.Profile, Model: gpu.ProductName,
 				Fault: fault(device.Device{GPU: gpu, Partition: p}.Health()), Holders: holders[p.Ref],
 			}
+			if part.UUID == "" {
+				part.Fault = cmp.Or(part.Fault, noComputeInstance)
+			}
 			add(part)
 			if status.Partitions == nil {
 				status.Partitions = &v1alpha1.DeviceCounts{}
@@ -75,6 +78,9 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 	status.Holders = strings.Join(line, " ")
 	return status
 }
+
+// noComputeInstance is the fault of a partition that is not complete.
+const noComputeInstance = "its GPU instance has no compute instance"
 
 // resources by which limits ask for devices, by UUID. What kubelet lists, it lists under that name.
 func (f Facts) resources() map[string]string {

@@ -112,12 +112,13 @@ func partitioned() Facts {
 		}
 		return h
 	}
-	first, second := part(1, 0, "1g.10gb"), part(1, 4, "3g.40gb")
+	first, second, empty := part(1, 0, "1g.10gb"), part(1, 4, "3g.40gb"), part(4, 1, "1g.10gb")
+	empty.UUID = ""
 	return Facts{
 		Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu", Strategy: device.MIGStrategyMixed},
 		Inventory: device.Inventory{GPUs: []device.GPU{
 			gpu(0, "GPU-0"), cut(gpu(1, "GPU-1"), first, part(1, 1, "1g.10gb"), second), cut(gpu(2, "GPU-2"), part(2, 0, "1g.10gb"), odd), dynamic,
-			cut(gpu(4, "GPU-4"), part(4, 0, "1g.10gb")),
+			cut(gpu(4, "GPU-4"), part(4, 0, "1g.10gb"), empty),
 		}},
 		Holds: []ledger.Hold{
 			of(limit("GPU-1", ledger.StateHeld, pod("p1", "small")), first.Ref, "MIG-1-0", "nvidia.com/mig-1g.10gb"),
