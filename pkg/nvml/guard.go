@@ -27,9 +27,11 @@ func (g *guard) hasMIG() bool {
 		}
 	}
 	// Later versions of a function under names of their own.
+	processes := "nvmlDeviceGetComputeRunningProcesses"
 	all := g.has("nvmlDeviceGetGpuInstancePossiblePlacements_v2", "nvmlDeviceGetGpuInstancePossiblePlacements") &&
-		g.has("nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes") && g.has("nvmlComputeInstanceGetInfo_v2", "nvmlComputeInstanceGetInfo") &&
-		g.has("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetComputeRunningProcesses")
+		g.has("nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes") &&
+		g.has("nvmlComputeInstanceGetInfo_v2", "nvmlComputeInstanceGetInfo") &&
+		g.has(processes+"_v3", processes+"_v2", processes)
 	g.mig.Store(all)
 	return all
 }

@@ -12,8 +12,8 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// computeProfiles are the compute instance profiles, NVML_COMPUTE_INSTANCE_PROFILE_*, that take all of a GPU instance with so many
-// slices. NVML tells those of a GPU instance only once there is one.
+// computeProfiles are the compute instance profiles, NVML_COMPUTE_INSTANCE_PROFILE_*, that take all of a GPU instance with so
+// many slices. NVML tells those of a GPU instance only once there is one.
 var computeProfiles = map[uint32]int{
 	1: gonvml.COMPUTE_INSTANCE_PROFILE_1_SLICE,
 	2: gonvml.COMPUTE_INSTANCE_PROFILE_2_SLICE,
