@@ -128,9 +128,10 @@ func TestFaultsOfCreate(t *testing.T) {
 	ref, profile := place(t, g, "2g.20gb", 4)
 	failures := 0
 	for _, call := range []string{
-		"DeviceGetHandleByUUID", "GetMigMode", "CreateGpuInstanceWithPlacement", "GpuInstance.GetInfo", "GpuInstance.GetComputeInstanceProfileInfo",
-		"GpuInstance.CreateComputeInstance", "GetMaxMigDeviceCount", "GetMigDeviceHandleByIndex", "MigDevice.GetUUID",
-		"MigDevice.GetGpuInstanceId", "MigDevice.GetComputeInstanceId", "GetGpuInstanceById", "GpuInstance.GetComputeInstanceById",
+		"DeviceGetHandleByUUID", "GetMigMode", "CreateGpuInstanceWithPlacement", "GpuInstance.GetInfo",
+		"GpuInstance.GetComputeInstanceProfileInfo", "GpuInstance.CreateComputeInstance", "GetMaxMigDeviceCount",
+		"GetMigDeviceHandleByIndex", "MigDevice.GetUUID", "MigDevice.GetGpuInstanceId", "MigDevice.GetComputeInstanceId",
+		"GetGpuInstanceById", "GpuInstance.GetComputeInstanceById",
 		"ComputeInstance.GetInfo",
 	} {
 		for _, ret := range []string{"ERROR_UNKNOWN", "ERROR_GPU_IS_LOST", "ERROR_INSUFFICIENT_RESOURCES"} {
@@ -172,10 +173,12 @@ func TestFaultsOfDestroy(t *testing.T) {
 	failures := 0
 	for _, call := range []string{
 		"DeviceGetHandleByUUID", "GetMigMode", "GetGpuInstanceProfileInfo", "GetGpuInstances", "GpuInstance.GetInfo",
-		"GpuInstance.GetComputeInstanceProfileInfo", "GpuInstance.GetComputeInstances", "ComputeInstance.Destroy", "GpuInstance.Destroy",
+		"GpuInstance.GetComputeInstanceProfileInfo", "GpuInstance.GetComputeInstances", "ComputeInstance.Destroy",
+		"GpuInstance.Destroy",
 	} {
 		for skip := 0; ; skip++ {
-			m.fault(t, simulated.GPUFaults{GPU: "0", Calls: map[string]simulated.CallFault{call: {Return: "ERROR_UNKNOWN", Skip: skip, Times: 1}}})
+			fault := simulated.CallFault{Return: "ERROR_UNKNOWN", Skip: skip, Times: 1}
+			m.fault(t, simulated.GPUFaults{GPU: "0", Calls: map[string]simulated.CallFault{call: fault}})
 			err := node.Destroy(t.Context(), victim.Ref)
 			m.fault(t)
 			left := partitions(t, node, g.UUID)
@@ -202,6 +205,96 @@ func TestFaultsOfDestroy(t *testing.T) {
 	}
 }
 
+// What an operation has done is known, also where the driver does not say afterwards what is on the GPU.
+func TestDriverThatDoesNotSayWhatIsThere(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	node := m.open(t)
+	uuid := node.Inventory().GPUs[0].UUID
+	now := func() device.GPU { return node.Inventory().GPUs[0] }
+	// faulty does something with faults from one more call of each name on, until all calls that it needs itself are spared.
+	faulty := func(do func() error, calls ...string) {
+		t.Helper()
+		for skip := 0; ; skip++ {
+			faults := map[string]simulated.CallFault{}
+			for _, call := range calls {
+				faults[call] = simulated.CallFault{Return: "ERROR_UNKNOWN", Skip: skip}
+			}
+			m.fault(t, simulated.GPUFaults{GPU: "0", Calls: faults})
+			if do() == nil {
+				return
+			}
+			m.fault(t)
+		}
+	}
+	faulty(func() error { return node.EnableMIG(t.Context(), uuid) }, "GetMigMode")
+	if !now().MIGEnabled {
+		t.Error("the inventory does not know that MIG is on")
+	}
+	m.fault(t)
+	profiles := len(scan(t, node).GPUs[0].Profiles)
+
+	ref, profile := place(t, now(), "3g.40gb", 4)
+	var made device.Partition
+	faulty(func() (err error) {
+		made, err = node.Create(t.Context(), ref, profile)
+		return err
+	}, "GetMaxMigDeviceCount")
+	if known := now().Partitions; len(known) != 1 || known[0].UUID != made.UUID {
+		t.Errorf("the inventory has %v, made was %s", describe(known), made.Name())
+	}
+	m.fault(t)
+	scan(t, node)
+	for _, calls := range [][]string{
+		{"GetMaxMigDeviceCount"}, {"GetGpuInstances"}, {"GetMigMode"}, {"GetMaxMigDeviceCount", "GetGpuInstances"},
+	} {
+		faulty(func() error { return node.Destroy(t.Context(), ref) }, calls...)
+		for _, known := range []device.Inventory{node.Inventory(), scan(t, node)} {
+			if got := known.GPUs[0].Partitions; len(got) > 0 {
+				t.Errorf("without %v: the inventory has %v, which is destroyed", calls, describe(got))
+			}
+		}
+		m.fault(t)
+		create(t, node, now(), "3g.40gb", 4)
+	}
+	if got := len(scan(t, node).GPUs[0].Profiles); got != profiles {
+		t.Errorf("%d profiles, want %d", got, profiles)
+	}
+}
+
+// The first scan after a change sees what an administrator has changed since.
+func TestScanAfterAChange(t *testing.T) {
+	m := newMachine(t, "a30x4")
+	node := m.open(t)
+	g := node.Inventory().GPUs[1]
+	create(t, node, g, "2g.12gb", 0)
+	cut(t, gpu(t, m.administrator(t), 1), gonvml.GPU_INSTANCE_PROFILE_2_SLICE, 2, 2)
+	want := []string{"0+2 2g.12gb gi1 ci0 28 SM", "2+2 2g.12gb gi2 ci0 28 SM"}
+	if diff := cmp.Diff(want, describe(scan(t, node).GPUs[1].Partitions)); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
+// Who has given up before it is begun gets nothing made.
+func TestCreateForNobody(t *testing.T) {
+	node := newMachine(t, "a30x4").open(t)
+	g := node.Inventory().GPUs[1]
+	ref, profile := place(t, g, "2g.12gb", 2)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	changed := node.Changed()
+	for range 20 {
+		if _, err := node.Create(ctx, ref, profile); !errors.Is(err, context.Canceled) {
+			t.Errorf("error %v", err)
+		}
+	}
+	partitions(t, node, g.UUID)
+	select {
+	case <-changed:
+		t.Error("something was made")
+	default:
+	}
+}
+
 // What can be undone is, and what cannot be is said and can be seen.
 func TestCreateThatCannotBeUndone(t *testing.T) {
 	m := newMachine(t, "a30x4")
@@ -221,11 +314,21 @@ func TestCreateThatCannotBeUndone(t *testing.T) {
 	if diff := cmp.Diff(want, describe(half)); diff != "" || half[0].UUID != "" {
 		t.Errorf("half made %+v (-want +got):\n%s", half, diff)
 	}
-	if got := node.Inventory().GPUs[1].Partitions; len(got) > 0 {
-		t.Errorf("the inventory has %v, which nobody can use", got)
+	// It is in the way of others, so that everybody has to know of it.
+	for _, known := range []device.Inventory{node.Inventory(), scan(t, node)} {
+		if diff := cmp.Diff(half, known.GPUs[1].Partitions); diff != "" {
+			t.Errorf("inventory (-there +known):\n%s", diff)
+		}
+	}
+	edits, err := node.ContainerEdits(t.Context())
+	if err != nil || len(edits.Devices) != len(node.Inventory().Devices())-1 || len(edits.Failed) > 0 {
+		t.Errorf("%d container edits, failed %v: %v", len(edits.Devices), edits.Failed, err)
 	}
 	if err := node.Destroy(t.Context(), ref); err != nil {
 		t.Fatal(err)
+	}
+	if got := node.Inventory().GPUs[1].Partitions; len(got) > 0 {
+		t.Errorf("the inventory still has %v", got)
 	}
 	if left := partitions(t, node, g.UUID); len(left) > 0 {
 		t.Errorf("left %v", left)
@@ -237,7 +340,8 @@ func TestDestroyWhileInUse(t *testing.T) {
 	node := m.open(t)
 	g := node.Inventory().GPUs[1]
 	p := g.Partitions[1]
-	m.fault(t, simulated.GPUFaults{GPU: "1", Clients: []simulated.Client{{PID: 4243, Partition: "4+4"}, {PID: 4242, Partition: "4+4"}}})
+	clients := []simulated.Client{{PID: 4243, Partition: "4+4"}, {PID: 4242, Partition: "4+4"}}
+	m.fault(t, simulated.GPUFaults{GPU: "1", Clients: clients})
 	err := node.Destroy(t.Context(), p.Ref)
 	var inUse *nvml.InUseError
 	if !errors.As(err, &inUse) {
@@ -286,7 +390,10 @@ func TestDestroyOfWhatSeveralShare(t *testing.T) {
 }
 
 func TestModeThatCannotBeSwitched(t *testing.T) {
-	machines := map[string]machine{"h100x8": newMachine(t, "h100x8"), "a30x4": newMachine(t, "a30x4"), "l4x4": newMachine(t, "l4x4")}
+	machines := map[string]machine{}
+	for _, profile := range []string{"h100x8", "a30x4", "l4x4"} {
+		machines[profile] = newMachine(t, profile)
+	}
 	for name, test := range map[string]struct {
 		profile string
 		index   int
@@ -380,7 +487,11 @@ func TestSlowGPU(t *testing.T) {
 		t.Errorf("who waits: %v", err)
 	}
 	m.fault(t) // which also ends the call
-	// Nobody wants the partition any more.
+	// Nobody wants the partition any more, and who wants another in its place waits until it is gone.
+	again := create(t, node, slow, profile.Name, ref.Placement.Start)
+	if err := node.Destroy(t.Context(), again.Ref); err != nil {
+		t.Error(err)
+	}
 	if left := partitions(t, node, slow.UUID); len(left) > 0 {
 		t.Errorf("left %v", describe(left))
 	}

@@ -14,12 +14,13 @@ import (
 
 // Create makes a partition of one of the GPU's profiles in one of its places: a GPU instance, and a compute instance that takes
 // all of it. MIG must be on. On an error it has taken back what it had made, or says in the error what is left, which Destroy
-// removes. The maker of partitions calls it. Not idempotent: what is in the place is in its way. Safe for concurrent use;
-// changes of one GPU come one after the other, and the inventory has the partition when it returns.
+// removes. When ctx ends it returns at once: what was begun ends by itself and is taken back then, and whoever comes next to
+// that GPU waits for it. The maker of partitions calls it. Not idempotent: what is in the place is in its way. Safe for
+// concurrent use; changes of one GPU come one after the other, and the inventory has the partition when it returns.
 func (n *Node) Create(ctx context.Context, ref gpu.Ref, profile gpu.Profile) (gpu.Partition, error) {
 	create := func(op *operation) (gpu.Partition, error) { return op.create(ref.Placement, profile) }
 	takeBack := func(op *operation, _ gpu.Partition) {
-		// Nobody is left to be told of an error. What stays is what a process leaves that dies.
+		// Nobody is left to be told of an error. What stays is in the inventory, as after a process that died.
 		_ = op.destroy(ref.Placement)
 	}
 	p, err := change(ctx, n, ref.GPU, create, takeBack)
@@ -45,6 +46,7 @@ func (op *operation) create(place gpu.Placement, profile gpu.Profile) (gpu.Parti
 	}
 	p, err := op.furnish(instance, profile)
 	if err == nil {
+		op.gpu.Partitions = append(op.without(place), p)
 		return p, nil
 	}
 	if undo := instance.Destroy(); undo != gonvml.SUCCESS {
@@ -79,7 +81,7 @@ func (op *operation) furnish(instance gonvml.GpuInstance, profile gpu.Profile) (
 
 // find is the partition in a GPU instance that has one compute instance.
 func (op *operation) find(gpuInstance int) (gpu.Partition, error) {
-	partitions, odd := op.reader.readPartitions(op.gpu, op.device)
+	partitions, odd := op.reader.readDevices(op.gpu, op.device)
 	for _, p := range partitions {
 		if p.GPUInstance == gpuInstance && p.Health.Reason != gpu.ReasonUnreachable {
 			return p, nil

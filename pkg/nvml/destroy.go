@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 
@@ -28,8 +29,12 @@ func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
 
 func (op *operation) destroy(place gpu.Placement) error {
 	i, err := op.at(place)
-	if err != nil || i == nil {
+	if err != nil {
 		return err
+	}
+	if i == nil {
+		op.gpu.Partitions = op.without(place)
+		return nil
 	}
 	computes, err := computeInstances(i.handle)
 	if err != nil {
@@ -42,7 +47,17 @@ func (op *operation) destroy(place gpu.Placement) error {
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
-	return op.ended(i, "GPU instance", i.handle.Destroy())
+	if err := op.ended(i, "GPU instance", i.handle.Destroy()); err != nil {
+		return err
+	}
+	op.gpu.Partitions = op.without(place)
+	return nil
+}
+
+// without are the partitions that were known, but for those in that place: what the operation knows to be otherwise must not be
+// taken for what was there, should the driver not say what is.
+func (op *operation) without(place gpu.Placement) []gpu.Partition {
+	return slices.DeleteFunc(slices.Clone(op.gpu.Partitions), func(p gpu.Partition) bool { return p.Ref.Placement == place })
 }
 
 // ended says what came of destroying part of a partition.

@@ -24,9 +24,9 @@ var _ cdi.Source = (*Node)(nil)
 // controlNode is the device that every use of a GPU opens first.
 const controlNode = "/dev/nvidiactl"
 
-// ContainerEdits says what a container needs for each GPU that answers and for each partition, by nvcdi; paths are the host's. It fails as a whole
-// where the driver's own files cannot be found, and for one GPU where that GPU's are missing or it does not answer in time. It
-// takes some ten milliseconds, and waits for a scan that is under way.
+// ContainerEdits says what a container needs for each GPU that answers and for each partition, by nvcdi; paths are the host's.
+// It fails as a whole where the driver's own files cannot be found, and for one GPU where that GPU's are missing or it does not
+// answer in time. It takes some ten milliseconds, and waits for a scan that is under way.
 func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
@@ -58,6 +58,9 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 		parent, err := attempt(n, g.UUID, func() (specs.Device, error) { return deviceEdits(lib, g) })
 		add(g.UUID, parent, err)
 		for _, p := range g.Partitions {
+			if p.UUID == "" {
+				continue
+			}
 			device, err := n.partitionEdits(n.layout.devRoot, p, parent, err)
 			add(p.UUID, device, err)
 		}

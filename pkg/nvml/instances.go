@@ -26,7 +26,11 @@ func (e *InUseError) PIDs() []int { return e.Processes }
 
 // Error names the partition and the processes.
 func (e *InUseError) Error() string {
-	return fmt.Sprintf("partition %s (%s) is still in use%s", e.Partition.Name(), e.Partition.UUID, byProcesses(e.Processes))
+	name := e.Partition.Name()
+	if e.Partition.UUID != "" {
+		name += fmt.Sprintf(" (%s)", e.Partition.UUID)
+	}
+	return fmt.Sprintf("partition %s is still in use%s", name, byProcesses(e.Processes))
 }
 
 func byProcesses(processes []int) string {
@@ -56,18 +60,11 @@ func (op *operation) partitions() ([]gpu.Partition, error) {
 	if err != nil || len(instances) == 0 {
 		return nil, err
 	}
-	partitions, odd := op.reader.readPartitions(op.gpu, op.device)
+	partitions, odd := op.reader.readDevices(op.gpu, op.device)
 	if len(odd) > 0 {
 		return nil, errors.New(odd[0])
 	}
-	for _, i := range instances {
-		inside := func(p gpu.Partition) bool { return p.GPUInstance == i.partition.GPUInstance }
-		if !slices.ContainsFunc(partitions, inside) {
-			partitions = append(partitions, i.partition)
-		}
-	}
-	slices.SortFunc(partitions, byPlace)
-	return partitions, nil
+	return withEmpty(partitions, instances), nil
 }
 
 // gpuInstance is one that exists, and what it would be as a partition.
@@ -88,26 +85,53 @@ func (op *operation) instances() ([]gpuInstance, error) {
 	var all []gpuInstance
 	for number := range gonvml.GPU_INSTANCE_PROFILE_COUNT {
 		info, ret := op.device.GetGpuInstanceProfileInfo(number)
-		// go-nvml v0.13.4-0 panics where the count is 0.
-		if absent(ret) || ret == gonvml.SUCCESS && info.InstanceCount == 0 {
+		if absent(ret) {
 			continue
 		}
 		if ret != gonvml.SUCCESS {
 			return nil, fmt.Errorf("read MIG profile %d: %w", number, returnError{ret})
 		}
-		handles, ret := op.device.GetGpuInstances(&info)
-		if ret != gonvml.SUCCESS {
-			return nil, fmt.Errorf("list GPU instances of MIG profile %d: %w", info.Id, returnError{ret})
+		found, err := instancesOf(op.gpu, op.device, info)
+		if err != nil {
+			return nil, err
 		}
-		for _, handle := range handles {
-			p, err := instanceOf(op.gpu, handle)
-			if err != nil {
-				return nil, err
-			}
-			all = append(all, gpuInstance{handle, p})
-		}
+		all = append(all, found...)
 	}
 	slices.SortFunc(all, func(a, b gpuInstance) int { return byPlace(a.partition, b.partition) })
+	return all, nil
+}
+
+// instancesOfProfiles lists the GPU instances of the profiles that a GPU is known to have, for a scan: half of the calls that
+// it takes to be sure of all.
+func instancesOfProfiles(g gpu.GPU, d gonvml.Device) ([]gpuInstance, error) {
+	var all []gpuInstance
+	for _, p := range g.Profiles {
+		found, err := instancesOf(g, d, gonvml.GpuInstanceProfileInfo{Id: uint32(p.ID), InstanceCount: uint32(p.Instances)})
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, found...)
+	}
+	return all, nil
+}
+
+// instancesOf lists the GPU instances of one profile, of which NVML is told the ID and the most that there can be.
+func instancesOf(g gpu.GPU, d gonvml.Device, info gonvml.GpuInstanceProfileInfo) ([]gpuInstance, error) {
+	if info.InstanceCount == 0 {
+		return nil, nil // go-nvml v0.13.4-0 panics
+	}
+	handles, ret := d.GetGpuInstances(&info)
+	if ret != gonvml.SUCCESS {
+		return nil, fmt.Errorf("list GPU instances of MIG profile %d: %w", info.Id, returnError{ret})
+	}
+	var all []gpuInstance
+	for _, handle := range handles {
+		p, err := instanceOf(g, handle)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, gpuInstance{handle, p})
+	}
 	return all, nil
 }
 

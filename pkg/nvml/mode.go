@@ -54,6 +54,7 @@ func (op *operation) setMode(mode int) error {
 	if activation == gonvml.SUCCESS {
 		now, _, ret := op.device.GetMigMode()
 		if ret == gonvml.SUCCESS && now == mode {
+			op.gpu.MIGEnabled, op.gpu.Partitions, op.profiled = mode == gonvml.DEVICE_MIG_ENABLE, nil, false
 			return nil
 		}
 		activation = gonvml.ERROR_RESET_REQUIRED

@@ -43,10 +43,12 @@ type Node struct {
 	inventory    gpu.Inventory
 	unidentified int
 	changed      chan struct{}
-	// turns has, by UUID, whose turn it is to operate on a GPU, and since when it is; changes counts what operations have changed.
-	turns   map[string]chan struct{}
-	since   map[string]time.Time
-	changes map[string]uint64
+	// turns has, by UUID, whose turn it is to operate on a GPU, and since when it is; changes counts what operations have changed;
+	// profiled says of which GPUs the inventory has all profiles.
+	turns    map[string]chan struct{}
+	since    map[string]time.Time
+	changes  map[string]uint64
+	profiled map[string]bool
 }
 
 // knownGPU is what was ever learnt of a GPU.
@@ -56,7 +58,7 @@ type knownGPU struct {
 	complete, profiled bool
 	// odd is what was last said about the GPU's MIG.
 	odd []string
-	// changes is how many there had been when it was last visited.
+	// changes is how many of them are known.
 	changes uint64
 }
 
@@ -111,6 +113,7 @@ func newNode(options Options) (*Node, error) {
 		known:   map[string]*knownGPU{}, stuck: map[int]<-chan visit{}, late: map[string]<-chan struct{}{},
 		changed: make(chan struct{}),
 		turns:   map[string]chan struct{}{}, since: map[string]time.Time{}, changes: map[string]uint64{},
+		profiled: map[string]bool{},
 	}, nil
 }
 
@@ -218,6 +221,7 @@ func (n *Node) attach() error {
 	n.layout, n.caps, n.session, n.traces = l, caps, &session{library: library}, n.options.traces(l)
 	n.mu.Lock()
 	n.attached = attachment{n.session, l, caps}
+	clear(n.profiled)
 	n.mu.Unlock()
 	for _, known := range n.known {
 		known.complete, known.profiled = false, false
@@ -268,9 +272,8 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 	defer n.mu.Unlock()
 	next := gpu.Inventory{DriverVersion: driver}
 	for _, known := range n.known {
-		if latest, ok := n.inventory.ByUUID(known.gpu.UUID); ok && n.operated(latest.UUID, known.changes) {
-			copyMIG(&known.gpu, latest)
-		}
+		n.catchUp(known)
+		n.profiled[known.gpu.UUID] = known.profiled
 		g := known.gpu
 		g.NVLinkDomain = n.topology.domains[g.UUID]
 		g.Partitions = withHealth(g.Partitions, g.Health)

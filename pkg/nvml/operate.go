@@ -5,7 +5,6 @@ package nvml
 import (
 	"context"
 	"fmt"
-	"maps"
 	"reflect"
 	"slices"
 	"time"
@@ -27,8 +26,10 @@ type attachment struct {
 // operation is a look at one GPU's MIG, or a change of it, alone on that GPU.
 type operation struct {
 	reader *reader
-	gpu    gpu.GPU
-	device gonvml.Device
+	// gpu is what was known of it, with what the operation has changed; profiled is as in knownGPU.
+	gpu      gpu.GPU
+	profiled bool
+	device   gonvml.Device
 }
 
 // outcome is what an operation ends with.
@@ -37,9 +38,11 @@ type outcome[T any] struct {
 	err   error
 }
 
-// change is operate for what changes something: the inventory knows of it when it returns. Where nobody waits for the end, abandon,
-// which may be nil, takes back what was made.
-func change[T any](ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T)) (T, error) {
+// change is operate for what changes something: the inventory knows of it when it returns. Where nobody waits for the end,
+// abandon, which may be nil, takes back what was made.
+func change[T any](
+	ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T),
+) (T, error) {
 	return operate(ctx, n, uuid, func(op *operation) (T, error) {
 		defer n.learn(op)
 		return do(op)
@@ -51,9 +54,11 @@ func change[T any](ctx context.Context, n *Node, uuid string, do func(*operation
 	})
 }
 
-// operate waits for its turn with a GPU and does something with it. Ctx ends the waiting, not what was begun: that ends by itself,
-// and abandon is told what has come of it.
-func operate[T any](ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T)) (T, error) {
+// operate waits for its turn with a GPU and does something with it. Ctx ends the waiting, not what was begun: that ends by
+// itself, abandon is told what has come of it, and then only it is the next one's turn.
+func operate[T any](
+	ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T),
+) (T, error) {
 	var none T
 	leave, err := n.enter(ctx, uuid)
 	if err != nil {
@@ -101,6 +106,9 @@ func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error)
 		n.turns[uuid] = turn
 	}
 	n.mu.Unlock()
+	if ctx.Err() != nil {
+		return nil, fmt.Errorf("wait for GPU %s: %w", uuid, context.Cause(ctx))
+	}
 	select {
 	case turn <- struct{}{}:
 		n.mu.Lock()
@@ -117,6 +125,7 @@ func (n *Node) reach(uuid string) (op *operation, end func(), err error) {
 	n.mu.Lock()
 	attached := n.attached
 	g, known := n.inventory.ByUUID(uuid)
+	profiled := n.profiled[uuid]
 	n.mu.Unlock()
 	if !known {
 		return nil, nil, fmt.Errorf("GPU %s is not there", uuid)
@@ -131,15 +140,15 @@ func (n *Node) reach(uuid string) (op *operation, end func(), err error) {
 		return nil, nil, fmt.Errorf("look up GPU %s: %w", uuid, returnError{ret})
 	}
 	r := &reader{options: n.options, lib: device.New(s.library), devRoot: attached.layout.devRoot, caps: attached.caps}
-	return &operation{reader: r, gpu: g, device: d}, s.close, nil
+	return &operation{reader: r, gpu: g, profiled: profiled, device: d}, s.close, nil
 }
 
 // learn reads what the GPU is cut into now, and makes it known. Scans that have begun before know less.
 func (n *Node) learn(op *operation) {
-	known := knownGPU{gpu: op.gpu, profiled: true}
-	// What cannot be read is unhealthy; a scan says why.
+	known := knownGPU{gpu: op.gpu, profiled: op.profiled}
+	// What cannot be read is unhealthy, or missing until a scan reads it, which says why.
 	_ = op.reader.readMIG(&known, op.device)
-	op.gpu = known.gpu
+	op.gpu, op.profiled = known.gpu, known.profiled
 
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -151,6 +160,7 @@ func (n *Node) learn(op *operation) {
 	next := n.inventory
 	next.GPUs = slices.Clone(next.GPUs)
 	copyMIG(&next.GPUs[at], op.gpu)
+	n.profiled[op.gpu.UUID] = op.profiled
 	if !reflect.DeepEqual(n.inventory, next) {
 		n.tell(next)
 	}
@@ -172,14 +182,25 @@ func (n *Node) operating(uuid string) bool {
 	return len(n.turns[uuid]) > 0 && time.Since(n.since[uuid]) < tooLong*n.options.patience
 }
 
-// countChanges is how many changes there have been of each GPU.
-func (n *Node) countChanges() map[string]uint64 {
+// recall is what is known of the GPUs, with what operations have changed since they were visited.
+func (n *Node) recall(before map[string]knownGPU) map[string]knownGPU {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return maps.Clone(n.changes)
+	now := make(map[string]knownGPU, len(before))
+	for uuid, known := range before {
+		n.catchUp(&known)
+		now[uuid] = known
+	}
+	return now
 }
 
-// operated reports whether a GPU is being operated on, or has been since there were that many changes. Under n.mu.
-func (n *Node) operated(uuid string, changes uint64) bool {
-	return len(n.turns[uuid]) > 0 || n.changes[uuid] != changes
+// catchUp takes over what operations know better: of a GPU that is being operated on, or has been since it was visited. Under
+// n.mu.
+func (n *Node) catchUp(known *knownGPU) {
+	uuid := known.gpu.UUID
+	operated := len(n.turns[uuid]) > 0 || n.changes[uuid] != known.changes
+	if latest, ok := n.inventory.ByUUID(uuid); ok && operated {
+		copyMIG(&known.gpu, latest)
+		known.profiled, known.changes = n.profiled[uuid], n.changes[uuid]
+	}
 }

@@ -62,6 +62,54 @@ func TestScanThatIsOvertaken(t *testing.T) {
 	}
 }
 
+// Profiles that could not be read after a change are read later, also where a scan was overtaken by the change and has all of
+// them.
+func TestProfilesAreReadAgainAfterAChange(t *testing.T) {
+	options := fixture(t, "host-rhel")
+	profile, err := simulated.Load("h100x8")
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	fault := func(calls map[string]simulated.CallFault) {
+		t.Helper()
+		if err := simulated.WriteFaults(dir, simulated.Faults{GPUs: []simulated.GPUFaults{{GPU: "1", Calls: calls}}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	library := &haltingLibrary{
+		Library: simulated.New(profile, simulated.WithDir(dir)), reached: make(chan struct{}), goOn: make(chan struct{}),
+	}
+	options.open = func(layout) (gonvml.Interface, error) { return library, nil }
+	node, err := Open(t.Context(), options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := node.Inventory().GPUs[1]
+	library.halt = true
+	scanned := make(chan error)
+	go func() { scanned <- node.Scan(t.Context()) }()
+	<-library.reached
+	fault(map[string]simulated.CallFault{"GetGpuInstanceProfileInfo": {Return: "ERROR_UNKNOWN", Times: 9}})
+	if err := node.EnableMIG(t.Context(), g.UUID); err != nil {
+		t.Fatal(err)
+	}
+	fault(nil)
+	close(library.goOn)
+	if err := <-scanned; err != nil {
+		t.Fatal(err)
+	}
+	if now := node.Inventory().GPUs[1]; len(now.Profiles) == len(g.Profiles) {
+		t.Error("the fault did not strike")
+	}
+	if err := node.Scan(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(g.Profiles, node.Inventory().GPUs[1].Profiles); diff != "" {
+		t.Errorf("(-before +after):\n%s", diff)
+	}
+}
+
 // A GPU at which an operation hangs is ill, though scans leave it alone at first, and recovers.
 func TestOperationThatHangs(t *testing.T) {
 	options := fixture(t, "host-rhel")

@@ -18,9 +18,9 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// PartitionEdits says what a container needs for a partition, beside the common edits: what ContainerEdits has for it once the
-// inventory has it. Except for a partition with graphics it asks the driver nothing, and waits for nobody. Safe for
-// concurrent use; paths are the host's.
+// PartitionEdits says what a container needs for a partition that is made, beside the common edits: what ContainerEdits has for
+// it once the inventory has it. It asks the driver nothing and waits for nobody, except for a partition with graphics: that one
+// takes ContainerEdits, and with it the wait for a scan that is under way. Safe for concurrent use; paths are the host's.
 func (n *Node) PartitionEdits(ctx context.Context, p gpu.Partition) (specs.Device, error) {
 	device, err := n.oneEdits(ctx, p)
 	if err != nil {
@@ -59,8 +59,8 @@ func (n *Node) oneEdits(ctx context.Context, p gpu.Partition) (specs.Device, err
 // graphics reports whether a partition can render: only such a one gets its GPU's nodes for that (nvcdi).
 func graphics(p gpu.Partition) bool { return strings.HasSuffix(p.Profile, "+gfx") }
 
-// partitionEdits are the node of the GPU and those of the two capabilities. nvcdi v1.20.1 makes the same, but looks for the list of
-// capabilities below "/" only. Parent is what nvcdi makes for the GPU, or cannot make.
+// partitionEdits are the node of the GPU and those of the two capabilities. nvcdi v1.20.1 makes the same, but looks for the list
+// of capabilities below "/" only. Parent is what nvcdi makes for the GPU, or cannot make.
 func (n *Node) partitionEdits(devRoot string, p gpu.Partition, parent specs.Device, parentErr error) (specs.Device, error) {
 	if !p.Health.Healthy() {
 		return specs.Device{}, errors.New(p.Health.Message)
@@ -103,8 +103,8 @@ func describeNode(inContainer, path string) (*specs.DeviceNode, error) {
 // drmDir is where a GPU's nodes for graphics are.
 const drmDir = "/dev/dri"
 
-// addGraphics takes over the nodes for graphics, and the hooks that have to do with them. They are copied, since paths are changed
-// later.
+// addGraphics takes over the nodes for graphics, and the hooks that have to do with them. They are copied, since paths are
+// changed later.
 func addGraphics(to *specs.ContainerEdits, parent specs.ContainerEdits) {
 	for _, node := range parent.DeviceNodes {
 		if strings.HasPrefix(node.Path, drmDir+"/") {

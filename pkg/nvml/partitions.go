@@ -13,9 +13,48 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// readPartitions lists the MIG devices of a GPU by place: up to seven, of some calls each, so that what changed needs not be
-// known. What cannot be read is said in odd; a partition that was known before is not gone then, only unhealthy.
+// readPartitions lists what a GPU is cut into, by place: its MIG devices, and the GPU instances in which there is none, without
+// a UUID. What cannot be read is said in odd; a partition that was known before is not gone then, only unhealthy, unless its GPU
+// instance is.
 func (r *reader) readPartitions(g gpu.GPU, d gonvml.Device) (partitions []gpu.Partition, odd []string) {
+	partitions, odd = r.readDevices(g, d)
+	instances, err := instancesOfProfiles(g, d)
+	if err != nil {
+		odd = append(odd, err.Error())
+	}
+	if len(odd) > 0 {
+		for _, before := range g.Partitions {
+			same := func(p gpu.Partition) bool {
+				return p.UUID == before.UUID && p.UUID != "" || p.Ref.Overlaps(before.Ref)
+			}
+			at := func(i gpuInstance) bool { return i.partition.Ref.Placement == before.Ref.Placement }
+			gone := err == nil && before.Profile != unknownProfile && !slices.ContainsFunc(instances, at)
+			if gone || slices.ContainsFunc(partitions, same) {
+				continue
+			}
+			if before.UUID != "" {
+				before.Health = gpu.Health{Reason: gpu.ReasonUnreachable, Message: odd[0]}
+			}
+			partitions = append(partitions, before)
+		}
+	}
+	return withEmpty(partitions, instances), odd
+}
+
+// withEmpty adds the GPU instances that none of the partitions is in.
+func withEmpty(partitions []gpu.Partition, instances []gpuInstance) []gpu.Partition {
+	for _, i := range instances {
+		inside := func(p gpu.Partition) bool { return p.Ref.Placement == i.partition.Ref.Placement }
+		if !slices.ContainsFunc(partitions, inside) {
+			partitions = append(partitions, i.partition)
+		}
+	}
+	slices.SortFunc(partitions, byPlace)
+	return partitions
+}
+
+// readDevices lists the MIG devices of a GPU: up to seven, of some calls each, so that what changed needs not be known.
+func (r *reader) readDevices(g gpu.GPU, d gonvml.Device) (partitions []gpu.Partition, odd []string) {
 	count, ret := d.GetMaxMigDeviceCount()
 	if ret != gonvml.SUCCESS {
 		odd = append(odd, fmt.Sprintf("its MIG devices cannot be counted: %v", returnError{ret}))
@@ -38,16 +77,6 @@ func (r *reader) readPartitions(g gpu.GPU, d gonvml.Device) (partitions []gpu.Pa
 		p.Caps, p.Health = r.access(p)
 		partitions = append(partitions, p)
 	}
-	if len(odd) > 0 {
-		for _, before := range g.Partitions {
-			same := func(p gpu.Partition) bool { return p.UUID == before.UUID || p.Ref.Overlaps(before.Ref) }
-			if !slices.ContainsFunc(partitions, same) {
-				before.Health = gpu.Health{Reason: gpu.ReasonUnreachable, Message: odd[0]}
-				partitions = append(partitions, before)
-			}
-		}
-	}
-	slices.SortFunc(partitions, byPlace)
 	return partitions, odd
 }
 

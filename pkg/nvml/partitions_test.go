@@ -169,7 +169,8 @@ func TestPartitionsAreFollowed(t *testing.T) {
 	instance := cut(t, d, gonvml.GPU_INSTANCE_PROFILE_2_SLICE, 2, 2)
 	first := check("made", "2+2 2g.12gb gi2 ci0 28 SM")[0]
 
-	info := got[gonvml.ComputeInstanceProfileInfo](t)(instance.GetComputeInstanceProfileInfo(gonvml.COMPUTE_INSTANCE_PROFILE_2_SLICE, 0))
+	info := got[gonvml.ComputeInstanceProfileInfo](t)(
+		instance.GetComputeInstanceProfileInfo(gonvml.COMPUTE_INSTANCE_PROFILE_2_SLICE, 0))
 	all := got[[]gonvml.ComputeInstance](t)(instance.GetComputeInstances(&info))
 	must(t, all[0].Destroy())
 	part(t, instance, 2)
@@ -178,8 +179,11 @@ func TestPartitionsAreFollowed(t *testing.T) {
 	}
 	all = got[[]gonvml.ComputeInstance](t)(instance.GetComputeInstances(&info))
 	must(t, all[0].Destroy())
-	check("removed")
+	if empty := check("without a compute instance", "2+2 2g.12gb gi2 ci0 28 SM")[0]; empty.UUID != "" {
+		t.Errorf("without a compute instance: %+v", empty)
+	}
 	must(t, instance.Destroy())
+	check("removed")
 	if activation, ret := d.SetMigMode(gonvml.DEVICE_MIG_DISABLE); activation != gonvml.SUCCESS || ret != gonvml.SUCCESS {
 		t.Fatal(activation, ret)
 	}
@@ -213,7 +217,7 @@ func TestOddPartitions(t *testing.T) {
 		"GetMigMode": 0, "GetMaxMigDeviceCount": 2, "GetMigDeviceHandleByIndex": 1, "GetGpuInstanceById": 1,
 		"MigDevice.GetUUID": 1, "MigDevice.GetGpuInstanceId": 1, "MigDevice.GetComputeInstanceId": 1,
 		"GpuInstance.GetInfo": 1, "GpuInstance.GetComputeInstanceById": 1, "ComputeInstance.GetInfo": 1,
-		"GetGpuInstanceProfileInfo": 0, "GetGpuInstancePossiblePlacements": 0,
+		"GetGpuInstances": 0, "GetGpuInstanceProfileInfo": 0, "GetGpuInstancePossiblePlacements": 0,
 	} {
 		t.Run(call, func(t *testing.T) {
 			m.fault(t)

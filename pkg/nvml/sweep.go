@@ -21,7 +21,7 @@ type sweep struct {
 	node   *Node
 	reader *reader
 	count  int
-	// before is what was known at the start. Visits read it, also those that go on after the sweep; nobody writes it.
+	// before is what was known at the start.
 	before map[string]knownGPU
 
 	seen      map[string]bool
@@ -158,11 +158,11 @@ func (s *sweep) leave(index int) bool {
 // start visits in the background, with a use of the session of its own.
 func (s *sweep) start(index int) <-chan visit {
 	answer := make(chan visit, 1)
-	session, reader, before, changes := s.node.session, s.reader, s.before, s.node.countChanges()
+	// A copy: the visit may go on after the sweep.
+	session, reader, before := s.node.session, s.reader, s.node.recall(s.before)
 	session.share()
 	go func() {
 		v := reader.visit(session.library, index, before)
-		v.known.changes = changes[v.known.gpu.UUID]
 		// First: who has the answer may rely on nothing being left open.
 		session.close()
 		answer <- v
