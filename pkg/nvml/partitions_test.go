@@ -246,6 +246,23 @@ func TestOddPartitions(t *testing.T) {
 	}
 }
 
+// GPU instances without compute instances are in the way of others, and stay so while they cannot be listed.
+func TestEmptyInstances(t *testing.T) {
+	m := newMachine(t, "a30x4")
+	node := m.open(t)
+	d := gpu(t, m.administrator(t), 1)
+	cut(t, d, gonvml.GPU_INSTANCE_PROFILE_2_SLICE, 0, 0)
+	cut(t, d, gonvml.GPU_INSTANCE_PROFILE_1_SLICE, 3, 0)
+	want := []string{"0+2 2g.12gb gi1 ci0 28 SM", "3+1 1g.6gb gi6 ci0 14 SM"}
+	for _, call := range []string{"none", "GetGpuInstances", "GetMaxMigDeviceCount"} {
+		fault := simulated.CallFault{Return: "ERROR_UNKNOWN"}
+		m.fault(t, simulated.GPUFaults{GPU: "1", Calls: map[string]simulated.CallFault{call: fault}})
+		if diff := cmp.Diff(want, describe(scan(t, node).GPUs[1].Partitions)); diff != "" {
+			t.Errorf("without %s (-want +got):\n%s", call, diff)
+		}
+	}
+}
+
 func TestProfilesAreReadAgainAfterAFault(t *testing.T) {
 	m := newMachine(t, "a100x8-mig")
 	fault := simulated.CallFault{Return: "ERROR_UNKNOWN", Skip: 2, Times: 1}
