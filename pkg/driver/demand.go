@@ -36,12 +36,14 @@ func (d *Driver) meetDemands(ctx context.Context, p *preparation) error {
 
 func (d *Driver) meetDemand(ctx context.Context, p *preparation, demand demand) error {
 	entry := &p.answer[demand.entry]
-	if d.Partitions == nil {
+	switch {
+	case d.Partitions == nil && (!demand.device.Whole() || demand.device.GPU.MIGEnabled):
 		return errors.New("partitions are not served on this node")
-	}
-	if demand.device.Whole() {
-		if err := d.Partitions.Whole(ctx, demand.device.GPU.UUID); err != nil {
-			return err
+	case demand.device.Whole():
+		if d.Partitions != nil {
+			if err := d.Partitions.Whole(ctx, demand.device.GPU.UUID); err != nil {
+				return err
+			}
 		}
 		d.show(p, entry, demand.device.GPU.UUID)
 		return nil

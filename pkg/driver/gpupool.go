@@ -26,8 +26,8 @@ type gpuPool struct {
 	gpu device.GPU
 	// allocated is what the scheduler has given to claims, and that it counts itself, with the profile as far as it is known.
 	allocated map[device.Ref]int
-	// withdrawn is what others have.
-	withdrawn []device.Ref
+	// withdrawn is what others have, and limited what of it limits have.
+	withdrawn, limited []device.Ref
 	// retiring offers nothing but what is allocated already.
 	retiring bool
 }
@@ -49,6 +49,9 @@ func newGPUPool(g device.GPU, shape *gpuShape, held given, obstacles map[device.
 		// What has been given out again meanwhile is the scheduler's business.
 		if ref.GPU == g.UUID && !(drains && p.isAllocated(ref)) {
 			p.withdrawn = append(p.withdrawn, ref)
+		}
+		if ref.GPU == g.UUID && slices.ContainsFunc(found, func(o obstacle) bool { return o.key == TaintHeldByLimit }) {
+			p.limited = append(p.limited, ref)
 		}
 	}
 	return p
@@ -91,6 +94,11 @@ func (p gpuPool) counters() mig.Counters {
 	}
 	floor := mig.Counters{}
 	for ref, profileID := range p.allocated {
+		if slices.ContainsFunc(p.limited, ref.Overlaps) {
+			// Its claim has lost it. Counted, the room would look free as soon as the claim is deleted, and the pod that comes
+			// instead would lose it again. Not counted, it takes the pool below zero, which blocks no other GPU.
+			continue
+		}
 		// The least: more than is allocated would be given out.
 		for name, n := range p.takes(ref, profileID, func(a, b int64) int64 { return min(a, b) }) {
 			floor[name] += n

@@ -72,11 +72,12 @@ func TestPublishPools(t *testing.T) {
 // What the scheduler has given away is never taken from under it, wherever the news of that comes from.
 func TestAllocatedDevicesStayPublished(t *testing.T) {
 	allocations := &fakeAllocations{changed: make(chan struct{})}
-	r := newRig(t, threeGPUs(), func(c *Config) { c.Allocations = allocations })
+	inv := threeGPUs()
+	inv.GPUs[2].Health = device.Health{Reason: device.ReasonLost}
+	r := newRig(t, inv, func(c *Config) { c.Allocations = allocations })
 	claim := newClaim("a", "gpu-2-mig-3g40gb-9-4")
 	claim.Status.Allocation.Devices.Results[0].Pool = testNode + "/gpu-02"
 	allocations.set(claim)
-	r.takeByLimit(2, nil)
 	r.run().ready()
 	r.awaitPools(map[string]string{"": "gpu-0", "/gpu-01": "8 slices 26 devices", "/gpu-02": "4 slices 26 devices"})
 	allocations.set()

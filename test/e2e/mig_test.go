@@ -409,8 +409,12 @@ func mixOfPartitions(s *story) {
 	s.kubectl("scale", "deployment", "-n", s.namespace, "limits", "--replicas=1")
 	s.saturated(deploymentOf)
 	s.Logf("limits pods that came too late: %v", s.failed())
-	if now := s.refusedPrepares(); now != refusals {
-		s.Errorf("%v Prepares were refused", now-refusals)
+	// Whoever loses to a limit in a race is refused, once: its next pod is placed elsewhere. What the hardware refuses nobody is given.
+	if refused := s.refusedPrepares() - refusals; refused > 2*each {
+		s.Errorf("%v Prepares were refused", refused)
+	}
+	if events := s.kubectl("get", "events", "-n", s.namespace, "--field-selector=reason=PartitionNotMade", "-o", "name"); events != "" {
+		s.Errorf("the scheduler chose what the hardware refuses: %s", events)
 	}
 }
 
