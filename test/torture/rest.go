@@ -95,19 +95,24 @@ func (r *run) awaitRest(ctx context.Context, u user) (problems map[string]string
 	}
 }
 
+// crashPatience is how long a container that has crashed may take to start anew, with kubelet's first back-off of 10 s.
+const crashPatience = 20 * time.Second
+
 // disagreements compares what kubelet believes to have given to the running pods with what their containers see. It asks once
-// things are at rest: while pods are admitted the question does harm.
+// things are at rest: while pods are admitted the question does harm. A container that crashes just then sees nothing for a moment.
 func (r *run) disagreements(ctx context.Context, u user) (map[string]string, error) {
 	ctx, cancel := context.WithTimeout(ctx, opPatience)
 	defer cancel()
-	for {
+	for began := time.Now(); ; {
 		granted, err := oracle.Granted(ctx, r.auditor.node)
 		var now snapshot
 		if err == nil {
 			now, err = r.snapshot(ctx, u)
 		}
 		if err == nil {
-			return now.disagree(granted), nil
+			if problems := now.disagree(granted); len(problems) == 0 || time.Since(began) > crashPatience {
+				return problems, nil
+			}
 		}
 		rest(ctx, lookAgain)
 		if ctx.Err() != nil {
