@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io/fs"
 	"maps"
 	"os"
 	"path/filepath"
@@ -51,6 +52,9 @@ func (s *story) smi(args ...string) (string, error) {
 func (s *story) migInstances() []string {
 	s.Helper()
 	data, err := os.ReadFile(filepath.Join(s.machine(), simulated.MIGDir, simulated.MIGStateFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil // a node that has just booted has no driver yet
+	}
 	if err != nil {
 		s.Fatal(err)
 	}
