@@ -101,7 +101,7 @@ func resourcesOf(status v1alpha1.GPUNodeStatus) map[corev1.ResourceName]bool {
 
 // overlap reports whether two devices of a node are the same, or one is a partition of the other, by their published names.
 func overlap(a, b string) bool {
-	return a == b || strings.HasPrefix(a, b+"-mig-") || strings.HasPrefix(b, a+"-mig-")
+	return a == b || device.GPUName(a) == b || device.GPUName(b) == a
 }
 
 func heldByLimit(device v1alpha1.DeviceStatus) bool {

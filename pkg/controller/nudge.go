@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -25,6 +24,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // RetryAnnotation on a pod makes kubelet look at it at once, and prepare its claims again; left alone it tries only after 60
@@ -114,12 +114,11 @@ func taken(devices map[string]v1alpha1.DeviceStatus, name string, claim types.UI
 }
 
 // known is what the status says of a device. Of a partition that is still to be made it says all with the GPU.
-func known(devices map[string]v1alpha1.DeviceStatus, name string) (device v1alpha1.DeviceStatus, known bool) {
-	if device, known = devices[name]; !known {
-		parent, _, _ := strings.Cut(name, "-mig-")
-		device, known = devices[parent]
+func known(devices map[string]v1alpha1.DeviceStatus, name string) (status v1alpha1.DeviceStatus, known bool) {
+	if status, known = devices[name]; !known {
+		status, known = devices[device.GPUName(name)]
 	}
-	return device, known
+	return status, known
 }
 
 // unsure reports whether one of some devices is known by its GPU only.

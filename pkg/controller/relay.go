@@ -8,7 +8,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"slices"
-	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
@@ -23,25 +22,27 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // nodeIndex finds claims by the nodes that they have devices of.
 const nodeIndex = "tandem.node"
 
 // Relay is what GPUNode.spec says of a node: the claims that are allocated devices of it, each with the names of its devices and
-// of their pools. The order is one for equal claims. A device for admin access is shared with whoever holds it, and is not among them; a claim that has
-// no other is there all the same, since with Strict its pod waits for the node's answer. It is a pure function.
+// of their pools. The order is one for equal claims. A device for admin access is shared with whoever holds it, and is not among
+// them; a claim that has no other is there all the same, since with Strict its pod waits for the node's answer. It is a pure
+// function.
 func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.AllocatedClaim {
 	var relayed []v1alpha1.AllocatedClaim
 	for i := range claims {
 		here, devices, pools := false, []string{}, []string(nil)
-		for device := range allocated(&claims[i], driver) {
-			if nodeOfPool(device.Pool) != node {
+		for result := range allocated(&claims[i], driver) {
+			if device.NodeOfPool(result.Pool) != node {
 				continue
 			}
 			here = true
-			if device.AdminAccess == nil || !*device.AdminAccess {
-				devices, pools = append(devices, device.Device), append(pools, device.Pool)
+			if result.AdminAccess == nil || !*result.AdminAccess {
+				devices, pools = append(devices, result.Device), append(pools, result.Pool)
 			}
 		}
 		if !here {
@@ -75,17 +76,11 @@ func allocated(claim *resourceapi.ResourceClaim, driver string) func(yield func(
 // nodesOf are the nodes that a claim has devices of: one, as every pool is one node's.
 func nodesOf(claim *resourceapi.ResourceClaim, driver string) []string {
 	var nodes []string
-	for device := range allocated(claim, driver) {
-		nodes = append(nodes, nodeOfPool(device.Pool))
+	for result := range allocated(claim, driver) {
+		nodes = append(nodes, device.NodeOfPool(result.Pool))
 	}
 	slices.Sort(nodes)
 	return slices.Compact(nodes)
-}
-
-// nodeOfPool is the node of a pool, which is named as its node or, for one GPU, <node>/<GPU>.
-func nodeOfPool(pool string) string {
-	node, _, _ := strings.Cut(pool, "/")
-	return node
 }
 
 // relay writes GPUNode.spec. Only objects that exist: a node's agent makes its own.

@@ -104,5 +104,5 @@ func PartitionName(minor int, profile string, id int, place Placement) string {
 			return '-'
 		}
 	}, strings.ToLower(profile))
-	return fmt.Sprintf("gpu-%d-mig-%s-%d-%d", minor, label, id, place.Start)
+	return fmt.Sprintf("gpu-%d"+partitionInfix+"%s-%d-%d", minor, label, id, place.Start)
 }

@@ -40,7 +40,7 @@ func (o *Offer) givenOut(
 	}
 	for _, c := range claims {
 		for _, name := range c.Devices {
-			g, known := byName[gpuOf(name)]
+			g, known := byName[device.GPUName(name)]
 			if !known {
 				continue
 			}

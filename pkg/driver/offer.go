@@ -3,9 +3,7 @@
 package driver
 
 import (
-	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -95,7 +93,7 @@ func (o *Offer) Found(published []resourceapi.ResourceSlice) {
 	found := map[string]origin{}
 	for _, slice := range published {
 		for _, d := range slice.Spec.Devices {
-			gpu := gpuOf(d.Name)
+			gpu := device.GPUName(d.Name)
 			found[gpu] = found[gpu].or(o.origin(slice.Spec.Pool.Name))
 		}
 	}
@@ -105,12 +103,6 @@ func (o *Offer) Found(published []resourceapi.ResourceSlice) {
 			o.own[gpu] = from.own
 		}
 	}
-}
-
-// gpuOf is the name of the GPU in that of one of its devices (device.PartitionName).
-func gpuOf(name string) string {
-	gpu, _, _ := strings.Cut(name, "-mig-")
-	return gpu
 }
 
 func (o *Offer) look(f Facts) layout {
@@ -150,7 +142,7 @@ func (o *Offer) look(f Facts) layout {
 			shared, l.left = append(shared, devices...), append(l.left, odd...)
 		case inOwnPool:
 			p := newGPUPool(g, shape, held, obstacles)
-			l.pools[OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: p.slices()}
+			l.pools[device.OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: p.slices()}
 			l.counts.add(p.counts())
 		case nowhere:
 			l.counts.withdrawn++
@@ -168,15 +160,6 @@ func (o *Offer) look(f Facts) layout {
 		}
 	}
 	return l
-}
-
-// OwnPool is the name of the pool of a GPU that is partitioned on demand: "<node>/gpu-<minor>". The scheduler tries pools in the
-// order of their names.
-func OwnPool(node string, g device.GPU) string { return fmt.Sprintf("%s/gpu-%02d", node, g.Minor) }
-
-// servesPool reports whether a pool is the node's, or of one of its GPUs.
-func (d *Driver) servesPool(pool string) bool {
-	return pool == d.NodeName || strings.HasPrefix(pool, d.NodeName+"/")
 }
 
 // noProfile is the ID of none: of a whole GPU, or of a partition of which only the place is known.

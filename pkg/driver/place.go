@@ -77,7 +77,7 @@ func (o *Offer) origin(pool string) origin {
 
 // originIn is where a claim has devices of a GPU from.
 func (o *Offer) originIn(claim v1alpha1.AllocatedClaim, g device.GPU) origin {
-	if slices.Contains(claim.Pools, OwnPool(o.NodeName, g)) {
+	if slices.Contains(claim.Pools, device.OwnPool(o.NodeName, g)) {
 		return origin{own: true}
 	}
 	return origin{node: slices.Contains(claim.Pools, o.NodeName)}
@@ -99,7 +99,7 @@ func (o *Offer) origins(gpus []device.GPU, holds []ledger.Hold, claims []v1alpha
 			}
 		}
 		for _, c := range claims {
-			if slices.ContainsFunc(c.Devices, func(name string) bool { return gpuOf(name) == g.Name() }) {
+			if slices.ContainsFunc(c.Devices, func(name string) bool { return device.GPUName(name) == g.Name() }) {
 				origins[g.Name()] = origins[g.Name()].or(o.originIn(c, g))
 			}
 		}

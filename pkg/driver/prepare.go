@@ -177,7 +177,7 @@ func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, uuid strin
 // resolve finds the device that a result names, and refuses what this node cannot give as asked. A dynamic GPU as a whole, and
 // what is in a pool of its GPU's own, is had on demand, unless it is a partition that exists without us.
 func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) (found device.Device, onDemand bool, err error) {
-	if !d.servesPool(result.Pool) {
+	if device.NodeOfPool(result.Pool) != d.NodeName {
 		return device.Device{}, false, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated anew", result.Request, result.Device, result.Pool, d.NodeName)
 	}
 	found, ok := inv.ByName(result.Device)

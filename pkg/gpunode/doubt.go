@@ -5,7 +5,6 @@ package gpunode
 import (
 	"context"
 	"slices"
-	"strings"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -16,6 +15,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -75,8 +75,7 @@ func (o *Object) ended(ctx context.Context, claim v1alpha1.AllocatedClaim) bool 
 		return true
 	}
 	return !slices.ContainsFunc(known.Status.Allocation.Devices.Results, func(r resourceapi.DeviceRequestAllocationResult) bool {
-		pool, _, _ := strings.Cut(r.Pool, "/")
-		return r.Driver == o.config.DriverName && pool == o.config.NodeName && slices.Contains(claim.Devices, r.Device) &&
-			(len(claim.Pools) == 0 || slices.Contains(claim.Pools, r.Pool))
+		return r.Driver == o.config.DriverName && device.NodeOfPool(r.Pool) == o.config.NodeName &&
+			slices.Contains(claim.Devices, r.Device) && (len(claim.Pools) == 0 || slices.Contains(claim.Pools, r.Pool))
 	})
 }

@@ -15,6 +15,8 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // ForeignError says that another process on the node serves the same GPUs to kubelet. Two of them would give the same GPU
@@ -84,23 +86,12 @@ func (p *Plugin) ours(devices []string) []string {
 	known := p.roster.catalogs().ours
 	var ours []string
 	for _, id := range devices {
-		uuid := hardware(id)
+		uuid := device.HardwareUUID(id)
 		if known[uuid] || len(known) == 0 && (strings.HasPrefix(uuid, "GPU-") || strings.HasPrefix(uuid, "MIG-")) {
 			ours = append(ours, id)
 		}
 	}
 	return ours
-}
-
-// hardware undoes what NVIDIA's plugin does to UUIDs: "<uuid>::<n>" is a replica, and "MIG-<uuid of the GPU>/<gi>/<ci>" the name
-// that older drivers gave a partition, which stands for its GPU.
-func hardware(id string) string {
-	id, _, _ = strings.Cut(id, "::")
-	if parent, found := strings.CutPrefix(id, "MIG-GPU-"); found {
-		parent, _, _ = strings.Cut(parent, "/")
-		return "GPU-" + parent
-	}
-	return id
 }
 
 // devices returns what the plugin behind a socket serves; answered is false when it is alive and does not say.

@@ -176,14 +176,10 @@ func (r *Reconciler) restoreLimit(ctx context.Context, checkpoint evidence.Devic
 	return true, r.expect(ctx, restored)
 }
 
-// refOf resolves a device ID, as ours are: the UUID of a GPU or of a partition, which the inventory must know. NVIDIA's plugin, whose
-// pods may still run, numbers the replicas of a device behind it ("GPU-…::2"), and with old drivers names a partition by its GPU
-// ("MIG-GPU-…/1/0"), which then is held as a whole.
+// refOf resolves a device ID, ours or that of NVIDIA's plugin, whose pods may still run: the UUID of a GPU or of a partition, which the
+// inventory must know. A GPU by whose name an old driver knew a partition is held as a whole.
 func (r *Reconciler) refOf(id string) (ref device.Ref, ok bool) {
-	uuid, _, _ := strings.Cut(id, "::")
-	if old, of := strings.CutPrefix(uuid, "MIG-GPU-"); of {
-		uuid, _, _ = strings.Cut("GPU-"+old, "/")
-	}
+	uuid := device.HardwareUUID(id)
 	if !strings.HasPrefix(uuid, "MIG-") {
 		return device.Ref{GPU: uuid}, true
 	}
@@ -287,9 +283,7 @@ func (r *Reconciler) resolve(devices []evidence.PoolDevice) []device.Ref {
 
 func (r *Reconciler) ofNode(devices []evidence.PoolDevice) []evidence.PoolDevice {
 	return slices.DeleteFunc(slices.Clone(devices), func(d evidence.PoolDevice) bool {
-		// A pool is the node's, or that of one of its GPUs: "<node>/<GPU>".
-		node, _, _ := strings.Cut(d.Pool, "/")
-		return node != r.NodeName
+		return device.NodeOfPool(d.Pool) != r.NodeName
 	})
 }
 
