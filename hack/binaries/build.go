@@ -26,7 +26,8 @@ import (
 type component struct {
 	// name and version make up the directory in the cache.
 	name, version string
-	// module is required at moduleVersion, or at version where that is empty; packages are its programs, in the order they are built.
+	// module is required at moduleVersion, or at version where that is empty; packages are its programs, in the order they are
+	// built.
 	module, moduleVersion string
 	packages              []program
 	// stagingReplace makes the module's own k8s.io/* requirements resolvable, as kubernetes needs it.

@@ -40,8 +40,8 @@ func (t Tool) component() component {
 	}
 }
 
-// Ensure returns the path of the tool, building it first if the cache has none, with its progress on out as Options.Progress has it. It
-// installs no packages. It is idempotent, and safe against other processes doing the same.
+// Ensure returns the path of the tool, building it first if the cache has none, with its progress on out as Options.Progress has
+// it. It installs no packages. It is idempotent, and safe against other processes doing the same.
 func (t Tool) Ensure(ctx context.Context, out io.Writer) (string, error) {
 	cache, err := CacheDir()
 	if err != nil {

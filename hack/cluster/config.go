@@ -39,7 +39,8 @@ type Config struct {
 	APIServerArgs         []string `json:"apiServerArgs,omitempty"`
 	SchedulerArgs         []string `json:"schedulerArgs,omitempty"`
 	ControllerManagerArgs []string `json:"controllerManagerArgs,omitempty"`
-	// AuditPolicy, an audit.k8s.io/v1 Policy, makes kube-apiserver write which requests it got to the file AuditLog; empty for none.
+	// AuditPolicy, an audit.k8s.io/v1 Policy, makes kube-apiserver write which requests it got to the file AuditLog; empty for
+	// none.
 	AuditPolicy string `json:"auditPolicy,omitempty"`
 	// Progress receives one line a step; nil is silent.
 	Progress io.Writer `json:"-"`

@@ -76,8 +76,8 @@ func (c *Cluster) controlPlane(programs *binaries.Set) []*Component {
 			"--bind-address=127.0.0.1",
 			"--cluster-signing-cert-file=" + pkiDir + "/ca.crt",
 			"--cluster-signing-key-file=" + pkiDir + "/ca.key",
-			// It makes a service account for each of its controllers before it starts the first; with its default of 20 requests a
-			// second that takes five seconds.
+			// It makes a service account for each of its controllers before it starts the first; with its default of 20 requests
+			// a second that takes five seconds.
 			"--kube-api-qps=500", "--kube-api-burst=1000",
 			"--kubeconfig=/etc/kubernetes/controller-manager.conf",
 			// One instance: an election would only make restarts slow.

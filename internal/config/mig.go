@@ -20,8 +20,8 @@ const (
 	MIGDynamic MIGPolicy = "dynamic"
 )
 
-// Dynamic reports whether partitions of a GPU are made as claims ask for them. It is pure, and the same in every mode: claims that
-// have partitions keep them when the mode changes. A GPU about which rules disagree is static.
+// Dynamic reports whether partitions of a GPU are made as claims ask for them. It is pure, and the same in every mode: claims
+// that have partitions keep them when the mode changes. A GPU about which rules disagree is static.
 func (c Config) Dynamic(gpu device.GPU) bool {
 	wants := func(policy MIGPolicy) bool {
 		return slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.MIG == policy && r.Match.matches(gpu) })

@@ -69,7 +69,8 @@ func (a *addition) describe(kind string, common specs.ContainerEdits) error {
 	return nil
 }
 
-// describeAdded brings the files of partitions to what containers need in common by now: another driver, another hook. Under s.mu.
+// describeAdded brings the files of partitions to what containers need in common by now: another driver, another hook. Under
+// s.mu.
 func (s *Specs) describeAdded() error {
 	var errs []error
 	for _, a := range s.added {

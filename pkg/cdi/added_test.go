@@ -104,8 +104,8 @@ func TestAddWhileRefreshing(t *testing.T) {
 	}
 }
 
-// A partition that all devices are described with while its own file is about to be written has none: a name that two files define
-// is nobody's.
+// A partition that all devices are described with while its own file is about to be written has none: a name that two files
+// define is nobody's.
 func TestAddIsOvertaken(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	gpu := entry("GPU-a", "/dev/nvidia0", 0)

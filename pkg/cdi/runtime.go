@@ -38,9 +38,10 @@ var enableCDI = regexp.MustCompile(`(?m)^\s*enable_cdi\s*=\s*(true|false)\s*(?:#
 
 // JudgeRuntime says whether a container runtime injects CDI devices, by the name and version that kubelet reports in the
 // node's status ("containerd://1.7.27"), and by containerd's configuration below hostRoot, if that can be read. why is a
-// sentence for whoever has to mend it; it is empty where there is nothing to mend. Sources: containerd 1.7 brought enable_cdi, false by default (docs/cri/config.md), and 2.0 has it on; CRI-O 1.28 follows the CRI field that
-// Kubernetes 1.28 brought (KEP-4009); cri-dockerd passes CDI devices on since pull request 522 of November 2025, to a Docker
-// that must have its feature "cdi" on.
+// sentence for whoever has to mend it; it is empty where there is nothing to mend. Sources: containerd 1.7 brought enable_cdi,
+// false by default (docs/cri/config.md), and 2.0 has it on; CRI-O 1.28 follows the CRI field that Kubernetes 1.28 brought
+// (KEP-4009); cri-dockerd passes CDI devices on since pull request 522 of November 2025, to a Docker that must have its feature
+// "cdi" on.
 func JudgeRuntime(reported, hostRoot string) (support RuntimeSupport, why string) {
 	name, version, _ := strings.Cut(reported, "://")
 	major, minor, ok := parseVersion(version)

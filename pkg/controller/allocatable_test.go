@@ -430,7 +430,8 @@ func TestAllocatableOfPartitions(t *testing.T) {
 	}
 }
 
-// When the last device of a resource is gone, nobody is sent after it until kubelet has heard; what is offered after that is left alone.
+// When the last device of a resource is gone, nobody is sent after it until kubelet has heard; what is offered after that is
+// left alone.
 func TestAllocatableOfWhatIsGone(t *testing.T) {
 	core := coreNode("6", "6")
 	core.Status.Allocatable[partResource], core.Status.Capacity[partResource] = resource.MustParse("4"), resource.MustParse("4")

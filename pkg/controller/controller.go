@@ -171,8 +171,8 @@ func (f filler) Start(ctx context.Context) error {
 
 var errNotSynced = errors.New("the API server has not listed claims, device classes, GPUNodes, nodes and pods yet")
 
-// Ready is nil once the caches are filled, and where there can be no claims; a controller that waits for the lead is ready to take
-// it.
+// Ready is nil once the caches are filled, and where there can be no claims; a controller that waits for the lead is ready to
+// take it.
 func (c *Controller) Ready() error {
 	if c.idle.Load() {
 		return nil

@@ -15,8 +15,8 @@ import (
 // idleInterval is how often to look whether the API server serves claims by now, which takes a restart of it.
 const idleInterval = time.Minute
 
-// awaitClaims returns true as soon as there may be claims. Where the API server does not know them nothing here has anything to do
-// and every watch would fail again and again. An API server that is away is awaited by whoever asks next.
+// awaitClaims returns true as soon as there may be claims. Where the API server does not know them nothing here has anything to
+// do and every watch would fail again and again. An API server that is away is awaited by whoever asks next.
 func (c *Controller) awaitClaims(ctx context.Context) bool {
 	for {
 		err := c.manager.GetAPIReader().List(ctx, &resourceapi.ResourceClaimList{}, client.Limit(1))

@@ -188,8 +188,8 @@ const (
 	// Between two nudges of one claim. What fails again and again is soon left to kubelet's own rhythm.
 	nudgeInterval    = 5 * time.Second
 	nudgeIntervalMax = 80 * time.Second
-	// nudgesMax is how often a pod is nudged whose claim is prepared, or may not be prepared yet for all that is known here. By the
-	// last one, after 80 s, kubelet has tried by itself: whatever keeps the pod then is not ours.
+	// nudgesMax is how often a pod is nudged whose claim is prepared, or may not be prepared yet for all that is known here. By
+	// the last one, after 80 s, kubelet has tried by itself: whatever keeps the pod then is not ours.
 	nudgesMax = 5
 )
 

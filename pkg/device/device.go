@@ -51,8 +51,8 @@ type GPU struct {
 	Profiles []Profile
 	// Dynamic is set by policy: partitions of this GPU are made when claims ask for them, and destroyed afterwards.
 	Dynamic bool
-	// Partitions exist on it now, by place. A GPU instance without a compute instance is one without a UUID: nobody can use it, and
-	// it is in the way of others.
+	// Partitions exist on it now, by place. A GPU instance without a compute instance is one without a UUID: nobody can use it,
+	// and it is in the way of others.
 	Partitions []Partition
 
 	// NVLinkDomain names the set of GPUs of this node that reach each other over NVLink; equal in all its members,

@@ -26,9 +26,9 @@ func NodeOfPool(pool string) string {
 	return node
 }
 
-// HardwareUUID undoes what NVIDIA's device plugin does to UUIDs: "<uuid>::<n>" is a replica, and "MIG-<uuid of the GPU>/<gi>/<ci>" the
-// name that older drivers gave a partition, which stands for its GPU. Another ID is its own (k8s-device-plugin,
-// internal/rm/devices.go, AnnotatedID).
+// HardwareUUID undoes what NVIDIA's device plugin does to UUIDs: "<uuid>::<n>" is a replica, and "MIG-<uuid of the
+// GPU>/<gi>/<ci>" the name that older drivers gave a partition, which stands for its GPU. Another ID is its own
+// (k8s-device-plugin, internal/rm/devices.go, AnnotatedID).
 func HardwareUUID(id string) string {
 	uuid, _, _ := strings.Cut(id, "::")
 	if old, found := strings.CutPrefix(uuid, "MIG-GPU-"); found {

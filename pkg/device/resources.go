@@ -32,8 +32,8 @@ type Resources struct {
 }
 
 // Of is the resource of partitions of a profile where each has its own: "nvidia.com/mig-1g.10gb.me" for 1g.10gb+me
-// (k8s-device-plugin, internal/rm). One that takes part of its GPU instance, which NVIDIA's plugin refuses to serve, is named in the
-// same way: "nvidia.com/mig-1c.3g.40gb".
+// (k8s-device-plugin, internal/rm). One that takes part of its GPU instance, which NVIDIA's plugin refuses to serve, is named in
+// the same way: "nvidia.com/mig-1c.3g.40gb".
 func (r Resources) Of(profile string) string {
 	return r.prefix() + strings.Map(func(c rune) rune {
 		switch {
@@ -77,9 +77,9 @@ const (
 )
 
 // Offers are the devices of some GPUs that limits may get, in the order of the GPUs and of their partitions, and those that are
-// left out: an administrator's mistake with one GPU is no reason to serve none. No two of them have hardware in common. Partitions
-// that were made for claims are neither, and so is a GPU that is partitioned for claims. It is pure; called by everybody who must
-// know what a device is to limits.
+// left out: an administrator's mistake with one GPU is no reason to serve none. No two of them have hardware in common.
+// Partitions that were made for claims are neither, and so is a GPU that is partitioned for claims. It is pure; called by
+// everybody who must know what a device is to limits.
 func (r Resources) Offers(gpus []GPU) (offers []Offer, leftOut []LeftOut) {
 	same := whole
 	if r.Strategy == MIGStrategySingle {

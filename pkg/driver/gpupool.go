@@ -39,8 +39,8 @@ func newGPUPool(g device.GPU, shape *gpuShape, held given, obstacles map[device.
 		if p.publishes(ref, profileID) && !held.elsewhere(ref, true) {
 			p.allocated[ref] = profileID
 		} else {
-			// A claim has it from the node's pool, or an administrator has removed a partition that a claim has. Its place is not free
-			// before the claim has ended.
+			// A claim has it from the node's pool, or an administrator has removed a partition that a claim has. Its place is
+			// not free before the claim has ended.
 			p.withdrawn = append(p.withdrawn, ref)
 		}
 	}

@@ -76,7 +76,8 @@ func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.Resour
 	return d.results(ctx, preparations, ok)
 }
 
-// meet makes sure that the limits pods that go first are known: kubelet may have heard of them, and of this call's pod, before us.
+// meet makes sure that the limits pods that go first are known: kubelet may have heard of them, and of this call's pod, before
+// us.
 func (d *Driver) meet(ctx context.Context, preparations []*preparation) {
 	ctx, cancel := context.WithTimeout(ctx, yieldPatience)
 	defer cancel()

@@ -153,8 +153,8 @@ func (p *publisher) publish(ctx context.Context) {
 		facts.ClaimsLate = p.Allocations != nil && !p.Allocations.Synced() && facts.Now.Before(patience)
 		dynamic := dynamicGPUs(facts.Inventory)
 		var next time.Time
-		// A GPU that is partitioned on demand must not go from one pool to the other and back for want of an answer. Who publishes
-		// nothing does not ask.
+		// A GPU that is partitioned on demand must not go from one pool to the other and back for want of an answer. Who
+		// publishes nothing does not ask.
 		if known || len(dynamic) == 0 || p.PublishNothing {
 			look := offer.look(facts)
 			if !slices.Equal(left, look.left) {

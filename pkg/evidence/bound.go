@@ -69,7 +69,8 @@ func (p *Pods) Unexplained(counts func(resource string) bool, holds []ledger.Hol
 	})
 }
 
-// wanting returns those pods, of which the API server knows or knew, that ask for more devices of a resource than holds name them.
+// wanting returns those pods, of which the API server knows or knew, that ask for more devices of a resource than holds name
+// them.
 func (p *Pods) wanting(counts func(resource string) bool, holds []ledger.Hold, of func(seenPod) bool) []string {
 	has := named(holds)
 	var uids []string
@@ -161,8 +162,8 @@ func isExtended(name corev1.ResourceName) bool {
 	return qualified && domain != "kubernetes.io" && !strings.HasSuffix(domain, ".kubernetes.io")
 }
 
-// Unclaimed reports whether a limit that names no pod can only be nobody's: every pod that asks for the resources that count and may
-// have containers has as many devices as it asks for, by the holds that name it.
+// Unclaimed reports whether a limit that names no pod can only be nobody's: every pod that asks for the resources that count and
+// may have containers has as many devices as it asks for, by the holds that name it.
 func (p *Pods) Unclaimed(counts func(resource string) bool, holds []ledger.Hold) (bool, error) {
 	strangers, err := p.Strangers()
 	if err != nil || len(strangers) > 0 {

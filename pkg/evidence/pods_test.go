@@ -483,8 +483,8 @@ func TestStarted(t *testing.T) {
 	}
 }
 
-// TestForceDeletedBeforeItStarted: a kubelet that is frozen between the admission and the pod's cgroup starts the pod when it goes
-// on, and hears of the deletion afterwards.
+// TestForceDeletedBeforeItStarted: a kubelet that is frozen between the admission and the pod's cgroup starts the pod when it
+// goes on, and hears of the deletion afterwards.
 func TestForceDeletedBeforeItStarted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newTree(t)

@@ -10,8 +10,8 @@ import (
 )
 
 // Every write of the status pays for one interval. So many may be paid for later: a node that was quiet says at once what
-// changes. The last is for bad news, which costs a limits pod its life for every 30 ms that the scheduler does not hear it. More of
-// them would make good news late: the controller takes a status for two seconds old at most.
+// changes. The last is for bad news, which costs a limits pod its life for every 30 ms that the scheduler does not hear it. More
+// of them would make good news late: the controller takes a status for two seconds old at most.
 const (
 	aheadOrdinary = 2
 	aheadUrgent   = 3

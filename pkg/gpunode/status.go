@@ -30,7 +30,8 @@ type Facts struct {
 	Inventory  device.Inventory
 	Holds      []ledger.Hold
 	Losers     []ledger.Loser
-	// Allocatable are the device IDs that kubelet itself calls allocatable, by resource; of one that is absent kubelet has not said.
+	// Allocatable are the device IDs that kubelet itself calls allocatable, by resource; of one that is absent kubelet has not
+	// said.
 	Allocatable map[string][]string
 }
 

@@ -228,7 +228,8 @@ func TestSplit(t *testing.T) {
 	}
 }
 
-// TestUrgentPartitions: that a claim of one device withdraws another that overlaps is no more urgent than that it withdraws its own.
+// TestUrgentPartitions: that a claim of one device withdraws another that overlaps is no more urgent than that it withdraws its
+// own.
 func TestUrgentPartitions(t *testing.T) {
 	g := gpu(0, "GPU-0")
 	g.MIGCapable, g.MIGEnabled = true, true

@@ -8,8 +8,9 @@ import (
 )
 
 // ReserveLimits gives all devices or none, and never waits. An ID that a limit holds already is accepted as reuse inside
-// one pod (init containers), unless its pod runs, or is gone from the API server and may still run, or has it by another resource,
-// of which kubelet keeps another account. Otherwise a *ConflictError says who is in the way. Called for Allocate, which carries no pod: the pod is learnt later (Identify).
+// one pod (init containers), unless its pod runs, or is gone from the API server and may still run, or has it by another
+// resource, of which kubelet keeps another account. Otherwise a *ConflictError says who is in the way. Called for Allocate,
+// which carries no pod: the pod is learnt later (Identify).
 func (l *Ledger) ReserveLimits(requests []LimitRequest) error {
 	if err := checkApart(requests); err != nil {
 		return err

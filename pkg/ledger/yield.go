@@ -43,9 +43,9 @@ func (l *Ledger) queueChanged() <-chan struct{} {
 	return l.queue.Changed()
 }
 
-// Lacking is how many devices of each resource limits pods still ask for that are bound to this node, and a channel that is closed
-// when that may have changed by something else than a hold. The front-end of limits asks: what it takes back from kubelet now, those
-// pods would be refused. It is safe for concurrent use.
+// Lacking is how many devices of each resource limits pods still ask for that are bound to this node, and a channel that is
+// closed when that may have changed by something else than a hold. The front-end of limits asks: what it takes back from kubelet
+// now, those pods would be refused. It is safe for concurrent use.
 func (l *Ledger) Lacking() (devices map[string]int, changed <-chan struct{}) {
 	changed = l.queueChanged()
 	l.mu.Lock()
@@ -84,8 +84,8 @@ func (l *Ledger) free(refs []device.Ref, takes func(device.Ref) bool) int {
 	return free
 }
 
-// missing is how many devices of each resource bound pods ask for and do not have yet. A limit whose pod is not known yet is taken
-// for one of theirs: kubelet writes down whose it is right after the Allocate. Under l.mu.
+// missing is how many devices of each resource bound pods ask for and do not have yet. A limit whose pod is not known yet is
+// taken for one of theirs: kubelet writes down whose it is right after the Allocate. Under l.mu.
 func (l *Ledger) missing(bound []Bound) map[string]int {
 	if len(bound) == 0 {
 		return nil

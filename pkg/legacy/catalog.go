@@ -41,8 +41,8 @@ func (i item) place(other item) int {
 }
 
 // catalog is every device of one resource that limits may get or have, seen since the process started, in their places. kubelet
-// looks devices of running pods up in the last list without checking that they are there, so an ID that was listed stays listed as
-// long as a limit may have it.
+// looks devices of running pods up in the last list without checking that they are there, so an ID that was listed stays listed
+// as long as a limit may have it.
 type catalog struct {
 	resource string
 	items    []item
@@ -75,8 +75,8 @@ type offering struct {
 	retiring  bool
 	// named reports whether a partition can be told to the runtime; nil means that all can.
 	named func(uuid string) bool
-	// retireAfter is how long a device that is gone stays listed that no limit has: kubelet may be about to allocate what it was told
-	// to be healthy a moment ago, and looks it up in its list when it has been given it. Zero is for ever.
+	// retireAfter is how long a device that is gone stays listed that no limit has: kubelet may be about to allocate what it was
+	// told to be healthy a moment ago, and looks it up in its list when it has been given it. Zero is for ever.
 	retireAfter time.Duration
 }
 
@@ -311,8 +311,8 @@ type owners struct {
 	holds map[string][]ledger.Hold
 	// limits have these, rightly or not.
 	limits map[listed]device.Ref
-	// promised hardware is held by nobody, and a claim is about to ask for it: the scheduler has allocated it to the claim, or the
-	// claim has lost it before and waits.
+	// promised hardware is held by nobody, and a claim is about to ask for it: the scheduler has allocated it to the claim, or
+	// the claim has lost it before and waits.
 	promised map[device.Ref]bool
 	// lost is what of the promised a claim waits for.
 	lost map[device.Ref]bool
@@ -351,9 +351,9 @@ func (o owners) limited(at listed) bool {
 	return limited
 }
 
-// hold reports whether a new limit cannot get the hardware of a device, and whether a limit has it under this very name. What such
-// a limit has stays offered: kubelet keeps that account itself, and would fail the holder's own restart otherwise. A draining limit
-// is off kubelet's account already, and of one whose record cannot be read nobody knows.
+// hold reports whether a new limit cannot get the hardware of a device, and whether a limit has it under this very name. What
+// such a limit has stays offered: kubelet keeps that account itself, and would fail the holder's own restart otherwise. A
+// draining limit is off kubelet's account already, and of one whose record cannot be read nobody knows.
 func (o owners) hold(resource string, i item) (taken, mine bool) {
 	ref := i.Ref()
 	for _, h := range o.holds[ref.GPU] {

@@ -32,8 +32,8 @@ type Ledger interface {
 	Holds() []ledger.Hold
 	// Losers are claims that were refused a device because somebody else holds it.
 	Losers() []ledger.Loser
-	// Lacking is how many devices of each resource limits pods still ask for that are bound to this node and that kubelet is about to
-	// admit, and a channel that is closed when that may have changed by something else than a hold.
+	// Lacking is how many devices of each resource limits pods still ask for that are bound to this node and that kubelet is
+	// about to admit, and a channel that is closed when that may have changed by something else than a hold.
 	Lacking() (devices map[string]int, changed <-chan struct{})
 	// Changed returns a channel that is closed at the next change of any hold or loser; take it before reading.
 	Changed() <-chan struct{}
@@ -49,12 +49,13 @@ type Allocations interface {
 
 // Specs makes CDI device names usable.
 type Specs interface {
-	// Ensure returns once the specs are on disk with entries for the GPUs and partitions; it costs little when they are there already.
+	// Ensure returns once the specs are on disk with entries for the GPUs and partitions; it costs little when they are there
+	// already.
 	Ensure(ctx context.Context, uuids ...string) error
 	// QualifiedName is the CDI name of a GPU or of a partition.
 	QualifiedName(uuid string) string
-	// Has reports, from memory, whether Ensure would find an entry. A new partition is offered once it has one: the pod that got it
-	// before would fail for good.
+	// Has reports, from memory, whether Ensure would find an entry. A new partition is offered once it has one: the pod that got
+	// it before would fail for good.
 	Has(uuid string) bool
 	// Changed returns a channel that is closed when Has may answer differently; take it before asking.
 	Changed() <-chan struct{}
@@ -90,7 +91,8 @@ const (
 	IDStrategyIndex IDStrategy = "index"
 )
 
-// AllocationPolicy is from which GPUs partitions are taken first, where any will do. The names are those of NVIDIA's device plugin.
+// AllocationPolicy is from which GPUs partitions are taken first, where any will do. The names are those of NVIDIA's device
+// plugin.
 type AllocationPolicy string
 
 const (
@@ -139,8 +141,9 @@ type Config struct {
 	Allocations Allocations
 	// Kubelet confirms what was sent. Nil leaves lists unconfirmed.
 	Kubelet KubeletView
-	// Acknowledge, where set, is told what kubelet itself calls allocatable of a resource, sorted, whenever kubelet was asked; known
-	// is false once that no longer counts. That a list was sent is no proof that kubelet has acted on it. It must not block.
+	// Acknowledge, where set, is told what kubelet itself calls allocatable of a resource, sorted, whenever kubelet was asked;
+	// known is false once that no longer counts. That a list was sent is no proof that kubelet has acted on it. It must not
+	// block.
 	Acknowledge func(resource string, ids []string, known bool)
 	// Recorder must not block: it is called while kubelet waits for Allocate.
 	Recorder record.EventRecorder

@@ -22,8 +22,8 @@ import (
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
-// Plugin serves extended resources: that of whole GPUs, and those of partitions, each on an endpoint of its own. Make it with New,
-// use it with Run; its other methods are safe for concurrent use.
+// Plugin serves extended resources: that of whole GPUs, and those of partitions, each on an endpoint of its own. Make it with
+// New, use it with Run; its other methods are safe for concurrent use.
 type Plugin struct {
 	config  Config
 	times   times
@@ -127,8 +127,8 @@ func (p *Plugin) Run(ctx context.Context) (err error) {
 	return nil
 }
 
-// Look reads inventory and ledger anew, and returns the device lists for kubelet by resource and, where a device is held back, after
-// how long to look again. Run does so by itself: this is for simulations, which call it instead of Run, one at a time.
+// Look reads inventory and ledger anew, and returns the device lists for kubelet by resource and, where a device is held back,
+// after how long to look again. Run does so by itself: this is for simulations, which call it instead of Run, one at a time.
 func (p *Plugin) Look(now time.Time) (lists map[string]*pluginapi.ListAndWatchResponse, again time.Duration) {
 	p.roster.returnDelay, p.roster.retireAfter = p.times.returnDelay, p.times.retireAfter
 	again = p.roster.refresh(now)

@@ -65,8 +65,8 @@ func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest,
 	return ids
 }
 
-// choose takes whole GPUs by their links, and partitions by what is held of their GPUs: among equals the one of which this call has
-// taken least, and then the one that claims get last.
+// choose takes whole GPUs by their links, and partitions by what is held of their GPUs: among equals the one of which this call
+// has taken least, and then the one that claims get last.
 func (c *catalog) choose(required, available []int, size int, o owners) []int {
 	if c.planner != nil {
 		return c.planner.choose(slices.Concat(required, available), required, size)

@@ -43,8 +43,8 @@ type Node struct {
 	inventory    gpu.Inventory
 	unidentified int
 	changed      chan struct{}
-	// turns has, by UUID, whose turn it is to operate on a GPU, and since when it is; changes counts what operations have changed;
-	// profiled says of which GPUs the inventory has all profiles.
+	// turns has, by UUID, whose turn it is to operate on a GPU, and since when it is; changes counts what operations have
+	// changed; profiled says of which GPUs the inventory has all profiles.
 	turns    map[string]chan struct{}
 	since    map[string]time.Time
 	changes  map[string]uint64

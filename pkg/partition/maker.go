@@ -90,10 +90,10 @@ func (m *Maker) mark(partitions []device.Partition) []device.Partition {
 	return marked
 }
 
-// Make returns the partition in the place of want, and makes it before if it is not there. The caller has reserved the place, which
-// reserved is asked about once nobody can let go of it any more without destroying what is there. Idempotent. A *ForeignError
-// says that waiting helps only if an administrator acts; most other errors are worth another try. What an attempt that fails has
-// left behind is for Destroy. Ctx ends the waiting for a driver that does not answer.
+// Make returns the partition in the place of want, and makes it before if it is not there. The caller has reserved the place,
+// which reserved is asked about once nobody can let go of it any more without destroying what is there. Idempotent. A
+// *ForeignError says that waiting helps only if an administrator acts; most other errors are worth another try. What an attempt
+// that fails has left behind is for Destroy. Ctx ends the waiting for a driver that does not answer.
 func (m *Maker) Make(ctx context.Context, want device.Partition, reserved func() bool) (device.Partition, error) {
 	made, err := m.make(ctx, want, reserved)
 	if _, foreign := errors.AsType[*ForeignError](err); err != nil && !foreign {
@@ -183,9 +183,9 @@ func (m *Maker) place(want device.Partition) (device.GPU, device.Profile, error)
 	return gpu, gpu.Profiles[i], nil
 }
 
-// Destroy removes a partition that was made here, complete or not, and forgets it. It asks unused once no Make of that GPU is under
-// way, and does nothing where the answer is no. A partition without a record is left alone. Idempotent; after an error
-// it is still recorded.
+// Destroy removes a partition that was made here, complete or not, and forgets it. It asks unused once no Make of that GPU is
+// under way, and does nothing where the answer is no. A partition without a record is left alone. Idempotent; after an error it
+// is still recorded.
 func (m *Maker) Destroy(ctx context.Context, ref device.Ref, unused func() bool) error {
 	if err := m.destroy(ctx, ref, unused); err != nil {
 		return fmt.Errorf("destroy partition %s: %w", ref, err)
@@ -223,8 +223,8 @@ func (m *Maker) destroy(ctx context.Context, ref device.Ref, unused func() bool)
 	return m.records.drop(ref)
 }
 
-// leave switches the MIG mode off with the last partition of a GPU that is not to be partitioned any more: it was switched on here,
-// and nobody else would do it.
+// leave switches the MIG mode off with the last partition of a GPU that is not to be partitioned any more: it was switched on
+// here, and nobody else would do it.
 func (m *Maker) leave(ctx context.Context, ref device.Ref, others bool) error {
 	gpu, ok := m.hardware.Inventory().ByUUID(ref.GPU)
 	if !ok || others || m.dynamic(gpu) || !gpu.MIGEnabled || !mig.Switchable(gpu) {
@@ -276,8 +276,8 @@ func (m *Maker) recorded(gpu string) bool {
 	return slices.ContainsFunc(m.records.All(), func(ref device.Ref) bool { return ref.GPU == gpu })
 }
 
-// Rest switches the MIG mode of such a GPU off, so that limits can have it. It asks free once no Make of that GPU is under way, and
-// does nothing where the answer is no. Idempotent.
+// Rest switches the MIG mode of such a GPU off, so that limits can have it. It asks free once no Make of that GPU is under way,
+// and does nothing where the answer is no. Idempotent.
 func (m *Maker) Rest(ctx context.Context, gpu device.GPU, free func() bool) error {
 	leave, err := m.enter(ctx, gpu.UUID)
 	if err == nil {

@@ -27,8 +27,8 @@ type Records struct {
 	made map[device.Ref]made
 }
 
-// made is what is known of a partition that was made. The name of the file carries its place, so that one that cannot be read still
-// says what is ours.
+// made is what is known of a partition that was made. The name of the file carries its place, so that one that cannot be read
+// still says what is ours.
 type made struct {
 	BootID    string `json:"bootID"`
 	ProfileID int    `json:"profileID"`

@@ -68,8 +68,8 @@ type failure struct {
 	said string
 }
 
-// clearing destroys partitions that nobody uses any more. A GPU that takes its time, or whose partition is busy, keeps nobody else
-// waiting: each has a goroutine of its own while there is something to do.
+// clearing destroys partitions that nobody uses any more. A GPU that takes its time, or whose partition is busy, keeps nobody
+// else waiting: each has a goroutine of its own while there is something to do.
 type clearing struct {
 	*Reconciler
 	failures map[device.Ref]failure

@@ -176,8 +176,8 @@ func (r *Reconciler) restoreLimit(ctx context.Context, checkpoint evidence.Devic
 	return true, r.expect(ctx, restored)
 }
 
-// refOf resolves a device ID, ours or that of NVIDIA's plugin, whose pods may still run: the UUID of a GPU or of a partition, which the
-// inventory must know. A GPU by whose name an old driver knew a partition is held as a whole.
+// refOf resolves a device ID, ours or that of NVIDIA's plugin, whose pods may still run: the UUID of a GPU or of a partition,
+// which the inventory must know. A GPU by whose name an old driver knew a partition is held as a whole.
 func (r *Reconciler) refOf(id string) (ref device.Ref, ok bool) {
 	uuid := device.HardwareUUID(id)
 	if !strings.HasPrefix(uuid, "MIG-") {

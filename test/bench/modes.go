@@ -17,7 +17,8 @@ import (
 // rounds of measureModes: what the machine does beside it changes from minute to minute.
 const rounds = 8
 
-// measureModes compares what a claim and a limit cost where both APIs are served with what they cost where theirs is the only one.
+// measureModes compares what a claim and a limit cost where both APIs are served with what they cost where theirs is the only
+// one.
 func (r *run) measureModes(ctx context.Context) error {
 	claims, err := createClaims(ctx, r.client, "modes", small.gpus)
 	if err != nil {
@@ -68,7 +69,8 @@ func besides(call string, dual, only samples) []Figure {
 	}
 }
 
-// withdrawal is how much is sent for one GPU that changes hands: to kubelet, the list of all devices; to the API server, the slices.
+// withdrawal is how much is sent for one GPU that changes hands: to kubelet, the list of all devices; to the API server, the
+// slices.
 func (s *subject) withdrawal(ctx context.Context) ([]Figure, error) {
 	s.kubelet.mu.Lock()
 	devices := s.session.devices

@@ -95,70 +95,62 @@ func (s *story) tooMany(what string, counts []int, bound int) {
 // failedAway is how many pods may fail when the agent goes: those that were bound before it said so.
 const failedAway = 2
 
+const anyNumber = 1 << 30
+
 // TestAgentAwayOnAFullNode: the agent is away for a while, as in an upgrade, and a pod ends meanwhile for whose GPU others wait. No
 // device plugin serves the node, and kubelet would fail each pod that comes.
 func TestAgentAwayOnAFullNode(t *testing.T) {
 	s := begin(t)
-	const waiting = 2
-	s.manifest(deployment("limits", gpusANode+waiting))
-	s.running(patient, gpusANode, waiting)
-	var counts []int
-	for range repetitions(t, 2) {
-		before := len(s.failed())
-		victim := s.someRunning("limits", 1)[0]
+	s.onAFullNode("agent away", failedAway, func(victim string) {
 		s.withoutAgent(func() {
-			s.kubectl("delete", "pod", "-n", s.namespace, victim.Name)
+			s.kubectl("delete", "pod", "-n", s.namespace, victim)
 			time.Sleep(3 * time.Second)
 		})
-		s.ready()
-		s.took("the GPU to be in use again", func() { s.running(patient, gpusANode, waiting) })
-		counts = append(counts, len(s.failed())-before)
-	}
-	s.noDoubleOwners()
-	s.tooMany("agent away on a full node", counts, failedAway)
+	})
 }
 
 // TestAgentReplacedOnAFullNode: the same with no longer an absence than it takes to start another agent, which a pod ends in.
 func TestAgentReplacedOnAFullNode(t *testing.T) {
 	s := begin(t)
-	const waiting = 2
-	s.manifest(deployment("limits", gpusANode+waiting))
-	s.running(patient, gpusANode, waiting)
-	var counts []int
-	for range repetitions(t, 2) {
-		before := len(s.failed())
-		if err := theClient.CoreV1().Pods(s.namespace).Delete(s.ctx, s.someRunning("limits", 1)[0].Name, metav1.DeleteOptions{}); err != nil {
-			t.Fatal(err)
-		}
+	s.onAFullNode("agent replaced", failedAway, func(victim string) {
+		s.endPod(victim)
 		s.kubectl("delete", "pod", "-n", install.Namespace, "-l", agentLabel, "--field-selector=spec.nodeName="+gpuNode)
-		s.ready()
-		s.took("the GPU to be in use again", func() { s.running(patient, gpusANode, waiting) })
-		counts = append(counts, len(s.failed())-before)
-	}
-	s.noDoubleOwners()
-	s.tooMany("agent replaced on a full node", counts, failedAway)
+	})
 }
 
 // TestAgentKilledOnAFullNode: the agent dies without a word while a pod ends. Nobody but kubelet knows, and kubelet says so when it
 // reports next: what fails until then, or until the agent is back, is counted and not judged.
 func TestAgentKilledOnAFullNode(t *testing.T) {
 	s := begin(t)
+	s.onAFullNode("agent killed", anyNumber, func(victim string) {
+		s.endPod(victim)
+		s.killAgent()
+	})
+}
+
+// onAFullNode ends one of the pods that have all GPUs by limits, with others waiting, and counts the pods that fail until their number
+// is reached again.
+func (s *story) onAFullNode(what string, bound int, end func(victim string)) {
+	s.Helper()
 	const waiting = 2
 	s.manifest(deployment("limits", gpusANode+waiting))
 	s.running(patient, gpusANode, waiting)
 	var counts []int
-	for range repetitions(t, 2) {
+	for range repetitions(s.T, 2) {
 		before := len(s.failed())
-		if err := theClient.CoreV1().Pods(s.namespace).Delete(s.ctx, s.someRunning("limits", 1)[0].Name, metav1.DeleteOptions{}); err != nil {
-			t.Fatal(err)
-		}
-		s.killAgent()
+		end(s.someRunning("limits", 1)[0].Name)
 		s.ready()
 		s.took("the GPU to be in use again", func() { s.running(patient, gpusANode, waiting) })
 		counts = append(counts, len(s.failed())-before)
 	}
 	s.noDoubleOwners()
-	s.tooMany("agent killed on a full node", counts, anyNumber)
+	s.tooMany(what+" on a full node", counts, bound)
 }
 
-const anyNumber = 1 << 30
+// endPod asks for the end of a pod, and does not wait for it.
+func (s *story) endPod(name string) {
+	s.Helper()
+	if err := theClient.CoreV1().Pods(s.namespace).Delete(s.ctx, name, metav1.DeleteOptions{}); err != nil {
+		s.Fatal(err)
+	}
+}

@@ -190,7 +190,8 @@ func partitioned(name, template string) string {
 }
 
 // TestPartitionsOnDemand tells stories of GPUs that are partitioned for claims. Each ends when the partitions are gone and the
-// counters are what they were, and both APIs offer all GPUs again. Where nobody counts, GPUs are offered whole and the node says so.
+// counters are what they were, and both APIs offer all GPUs again. Where nobody counts, GPUs are offered whole and the node says
+// so.
 func TestPartitionsOnDemand(t *testing.T) {
 	s := begin(t)
 	if !s.countersKept() {
@@ -413,7 +414,8 @@ func mixOfPartitions(s *story) {
 	s.kubectl("scale", "deployment", "-n", s.namespace, "limits", "--replicas=1")
 	s.saturated(deploymentOf)
 	s.Logf("limits pods that came too late: %v", s.failed())
-	// Whoever loses to a limit in a race is refused, once: its next pod is placed elsewhere. What the hardware refuses nobody is given.
+	// Whoever loses to a limit in a race is refused, once: its next pod is placed elsewhere. What the hardware refuses nobody is
+	// given.
 	if refused := s.refusedPrepares() - refusals; refused > 2*each {
 		s.Errorf("%v Prepares were refused", refused)
 	}

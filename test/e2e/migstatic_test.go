@@ -18,8 +18,8 @@ import (
 // atOnce is how soon what an administrator does is published.
 const atOnce = 5 * time.Second
 
-// TestStaticPartitions are made and removed by an administrator while the agent runs, given out by both APIs, and never touched by
-// the agent, before or after it has restarted.
+// TestStaticPartitions are made and removed by an administrator while the agent runs, given out by both APIs, and never touched
+// by the agent, before or after it has restarted.
 func TestStaticPartitions(t *testing.T) {
 	const last = "7"
 	s := begin(t)
@@ -143,7 +143,8 @@ func (s *story) allocatable(resource string, want int64) error {
 	return nil
 }
 
-// removeInstance destroys the GPU instances of a profile. A line of the list is "7 MIG 3g.40gb 9 2 4:4", with the ID last but one.
+// removeInstance destroys the GPU instances of a profile. A line of the list is "7 MIG 3g.40gb 9 2 4:4", with the ID last but
+// one.
 func (s *story) removeInstance(gpu, profile string) {
 	s.Helper()
 	listed, err := s.smi("mig", "-i", gpu, "-lgi")

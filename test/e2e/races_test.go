@@ -349,8 +349,8 @@ func TestKilledBetweenRecordAndAnswer(t *testing.T) {
 	s.manifest(singleTemplate)
 	s.killAtRecord("claim", func() { s.manifest(one("claim", "claim")) })
 	s.ready()
-	// On record the claim has its GPU. Kubelet itself would try again after 60 to 90 s; the controller nudges it after 5 s, and once
-	// more where kubelet's connection was still the old agent's.
+	// On record the claim has its GPU. Kubelet itself would try again after 60 to 90 s; the controller nudges it after 5 s, and
+	// once more where kubelet's connection was still the old agent's.
 	s.took("the claim's pod to run", func() { s.running(40*time.Second, 1, 0) })
 	s.wantHolds(1, 0)
 
@@ -418,8 +418,8 @@ func TestKubeletFrozenWhileAgentStarts(t *testing.T) {
 	s.undisturbed(before)
 }
 
-// TestAgentsOverlap: the agent's pod is force-deleted and cannot be ended, and the DaemonSet makes another. That one waits, and the
-// old one serves, until it is gone.
+// TestAgentsOverlap: the agent's pod is force-deleted and cannot be ended, and the DaemonSet makes another. That one waits, and
+// the old one serves, until it is gone.
 func TestAgentsOverlap(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()

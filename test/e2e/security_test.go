@@ -209,8 +209,8 @@ func TestAgentIsConfined(t *testing.T) {
 		"/run/tandem", "/var/run/cdi", "/var/lib/kubelet/plugins/gpu.nvidia.com", "/var/lib/kubelet/plugins_registry",
 		"/var/lib/kubelet/device-plugins", "/dev/", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/var/termination-log", "/proc", "/dev",
 		"/sys/fs/cgroup", // the container's own
-		// What stands for the partitions that are in the GPUs themselves. The rest of the simulated machine stays read-only, and with real
-		// GPUs nothing is mounted here.
+		// What stands for the partitions that are in the GPUs themselves. The rest of the simulated machine stays read-only, and
+		// with real GPUs nothing is mounted here.
 		simulatedMachine + "/mig",
 	}
 	for line := range strings.Lines(s.on(node(), "cat", "/proc/"+pid+"/mounts")) {

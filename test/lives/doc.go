@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package lives has a process make and destroy partitions on a simulated machine, through the same door as the node agent, while
-// calls of the driver fail and the process is killed at any moment (-cycles 1000 for a long run). What it must show: each partition ends made
-// or not made, nothing is left behind, and nothing is touched that somebody else has made.
+// calls of the driver fail and the process is killed at any moment (-cycles 1000 for a long run). What it must show: each
+// partition ends made or not made, nothing is left behind, and nothing is touched that somebody else has made.
 package lives

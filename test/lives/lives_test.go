@@ -262,7 +262,8 @@ func (w *world) destroy(name string) {
 	w.destroyed++
 }
 
-// do has an order obeyed, perhaps with a fault of the driver, perhaps by a process that is killed meanwhile; the answer is empty then.
+// do has an order obeyed, perhaps with a fault of the driver, perhaps by a process that is killed meanwhile; the answer is empty
+// then.
 func (w *world) do(order string) (answer string) {
 	switch w.random.IntN(3) {
 	case 0:

@@ -194,8 +194,8 @@ func allocates(claim resourceapi.ResourceClaim, node string, device Device) (all
 	return allocated, adminAccess
 }
 
-// published reports whether a device is published under a name: gpu-<minor> in a pool that is, or begins with, the node's name, or
-// gpu-<minor>-mig-<profile>-<profile ID>-<start>.
+// published reports whether a device is published under a name: gpu-<minor> in a pool that is, or begins with, the node's name,
+// or gpu-<minor>-mig-<profile>-<profile ID>-<start>.
 func (d Device) published(name string) bool {
 	if d.Whole() {
 		return name == fmt.Sprintf("gpu-%d", d.Number.Minor)

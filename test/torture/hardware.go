@@ -16,8 +16,8 @@ import (
 // lookAtGPUs is how often the GPUs are asked which partitions they have.
 const lookAtGPUs = 40 * time.Millisecond
 
-// hardware is what the node's own GPUs remember of MIG, seen from outside: how many partitions come and go, and whether those that
-// an administrator has made are left alone. It is safe for concurrent use.
+// hardware is what the node's own GPUs remember of MIG, seen from outside: how many partitions come and go, and whether those
+// that an administrator has made are left alone. It is safe for concurrent use.
 type hardware struct {
 	// root answers the node's root directory; an error means that the node is down.
 	root  func() (string, error)

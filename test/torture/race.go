@@ -22,8 +22,8 @@ const (
 
 // race measures how long healing takes in peace: on an empty node the claims of a Deployment lose their GPUs to limits while
 // others are free. The controller is frozen until the limits have the GPUs that claims of bound pods are allocated to, which
-// nobody can tell the agent meanwhile; those pods wait for a ConfigMap, before which kubelet prepares nothing. When the controller
-// runs again and has had its time, the ConfigMap comes, and with it the conflict.
+// nobody can tell the agent meanwhile; those pods wait for a ConfigMap, before which kubelet prepares nothing. When the
+// controller runs again and has had its time, the ConfigMap comes, and with it the conflict.
 func (r *run) race(ctx context.Context, u user) error {
 	if err := u.settle(ctx); err != nil {
 		return err

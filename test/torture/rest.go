@@ -99,7 +99,8 @@ func (r *run) awaitRest(ctx context.Context, u user) (problems map[string]string
 const crashPatience = 20 * time.Second
 
 // disagreements compares what kubelet believes to have given to the running pods with what their containers see. It asks once
-// things are at rest: while pods are admitted the question does harm. A container that crashes just then sees nothing for a moment.
+// things are at rest: while pods are admitted the question does harm. A container that crashes just then sees nothing for a
+// moment.
 func (r *run) disagreements(ctx context.Context, u user) (map[string]string, error) {
 	ctx, cancel := context.WithTimeout(ctx, opPatience)
 	defer cancel()

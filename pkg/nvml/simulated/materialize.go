@@ -54,9 +54,9 @@ func orElse(value, fallback string) string {
 }
 
 // Materialize makes the files of a simulated machine below dir: DriverDir, SysfsDir, ProcDir, ProfileFile, MIGDir, and
-// FaultsFile unless it is there. It is idempotent: what is right already is left alone, what is missing or different is put right one file at a
-// time, and GPUs and driver versions of an earlier profile are removed, so a run that was cut short is completed by the next.
-// Device nodes need the privilege to make them.
+// FaultsFile unless it is there. It is idempotent: what is right already is left alone, what is missing or different is put
+// right one file at a time, and GPUs and driver versions of an earlier profile are removed, so a run that was cut short is
+// completed by the next. Device nodes need the privilege to make them.
 func Materialize(dir string, profile Profile, options MaterializeOptions) error {
 	options = options.withDefaults()
 	profile = profile.WithIdentity(options.Seed)
