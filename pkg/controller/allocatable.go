@@ -158,6 +158,7 @@ type allocatable struct {
 	client  client.Client
 	claims  claimReader
 	limits  device.Resources
+	breaker *breaker
 	metrics *metrics
 	now     func() time.Time
 
@@ -200,6 +201,7 @@ func (r *allocatable) register(m manager.Manager) error {
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver)).
 		WatchesRawSource(r.claims.source()).
+		WatchesRawSource(r.breaker.source()).
 		Watches(&corev1.Node{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(reported)).
 		WithOptions(options(4)).
 		Complete(r)
@@ -301,7 +303,13 @@ func (r *allocatable) decide(node *nodeRecord, resource corev1.ResourceName, gpu
 	}
 	capacity := object.Status.Capacity[resource]
 	want = min(want, capacity.Value())
-	if node.patched == object.ResourceVersion || record.givesUp(gpus.ResourceVersion, current.Value(), want) {
+	if node.patched == object.ResourceVersion {
+		return 0, false, 0
+	}
+	if r.breaker.open(offer{object.Name, resource}, &gpus.Status, record.ours && record.value == 0 && current.Value() > 0) {
+		want = 0
+	}
+	if record.givesUp(gpus.ResourceVersion, current.Value(), want) {
 		return 0, false, 0
 	}
 	write, wait = record.judge(r.now(), current.Value(), want, listed(gpus.Status, resource))
@@ -403,4 +411,5 @@ func (r *allocatable) forget(node string) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	delete(r.nodes, node)
+	r.breaker.forget(node)
 }

@@ -116,10 +116,12 @@ func (c *Controller) register(config Config) error {
 	writer, live := c.manager.GetClient(), c.manager.GetAPIReader()
 	recorder := c.manager.GetEventRecorder("tandem-controller")
 	claims := newClaimReader(writer, c.manager.GetFieldIndexer(), config.DriverName)
+	breaker := newBreaker(live, config.limits(), measured, time.Now)
 	followed := &follower{live: live, metrics: measured, now: time.Now}
 	for _, r := range []interface{ register(manager.Manager) error }{
 		&relay{client: writer, claims: claims},
-		&allocatable{client: writer, claims: claims, limits: config.limits(), metrics: measured, now: time.Now},
+		breaker,
+		&allocatable{client: writer, claims: claims, limits: config.limits(), breaker: breaker, metrics: measured, now: time.Now},
 		&healer{client: writer, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, follower: followed, now: time.Now},
 		followed,
 		&nudger{client: writer, live: live, claims: claims, metrics: measured, now: time.Now},

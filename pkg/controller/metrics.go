@@ -14,6 +14,7 @@ type metrics struct {
 	notMovable prometheus.Gauge
 	nudges     prometheus.Counter
 	patches    *prometheus.CounterVec
+	openings   prometheus.Counter
 }
 
 func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
@@ -40,6 +41,10 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			Name: "tandem_controller_allocatable_patches_total",
 			Help: "Patches of a node's allocatable GPUs: down, up, or refused because kubelet has changed them meanwhile.",
 		}, []string{"result"}),
+		openings: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "tandem_controller_breaker_openings_total",
+			Help: "Times that a node was offered nothing by limits for a while because it turned away one pod after the other.",
+		}),
 	}
 	// What has not happened yet is zero, and the first time is an increase.
 	for counter, results := range map[*prometheus.CounterVec][]string{
@@ -49,7 +54,7 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			counter.WithLabelValues(result)
 		}
 	}
-	for _, c := range []prometheus.Collector{m.evictions, m.heal, m.notMovable, m.nudges, m.patches} {
+	for _, c := range []prometheus.Collector{m.evictions, m.heal, m.notMovable, m.nudges, m.patches, m.openings} {
 		if err := registerer.Register(c); err != nil {
 			return nil, fmt.Errorf("register metrics: %w", err)
 		}
