@@ -61,10 +61,14 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 	for _, device := range status.Devices {
 		devices[device.Name] = device
 	}
+	allocated := map[types.UID][]string{}
+	for _, claim := range claims {
+		allocated[claim.UID] = claim.Devices
+	}
 	lost := map[types.UID]bool{}
 	for _, loser := range status.Losers {
 		lost[loser.UID] = true
-		if !loser.Condemned && !slices.ContainsFunc(loser.Devices, func(name string) bool { return taken(devices, name, loser.UID) }) {
+		if !loser.Condemned && !slices.ContainsFunc(loser.Devices, func(name string) bool { return taken(devices, allocated, name, loser.UID) }) {
 			nudges = append(nudges, Nudge{
 				UID: loser.UID, Namespace: loser.Namespace, Name: loser.Name, Unsure: unsure(devices, loser.Devices),
 			})
@@ -74,7 +78,7 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 		if len(claim.Devices) == 0 {
 			continue // Prepared or not, it holds nothing by which to tell.
 		}
-		if lost[claim.UID] || slices.ContainsFunc(claim.Devices, func(name string) bool { return taken(devices, name, claim.UID) }) {
+		if lost[claim.UID] || slices.ContainsFunc(claim.Devices, func(name string) bool { return taken(devices, allocated, name, claim.UID) }) {
 			continue
 		}
 		nudge := Nudge{
@@ -97,16 +101,26 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 	return nudges
 }
 
-// taken reports whether a device cannot be prepared for the claim: unknown, faulty, or somebody else's, be it in part.
-func taken(devices map[string]v1alpha1.DeviceStatus, name string, claim types.UID) bool {
+// taken reports whether a device cannot be prepared for the claim: unknown, faulty, or somebody else's, be it in part. A GPU is said to
+// be held by each claim for a partition of it that is still to be made; what claims are allocated tells those apart.
+func taken(devices map[string]v1alpha1.DeviceStatus, allocated map[types.UID][]string, name string, claim types.UID) bool {
 	device, known := known(devices, name)
 	if !known || device.Fault != "" {
 		return true
 	}
+	inTheWay := func(h v1alpha1.DeviceHolder) bool {
+		switch {
+		case h.Kind != v1alpha1.HolderClaim:
+			return true
+		case h.UID == claim:
+			return false
+		case len(allocated[h.UID]) == 0:
+			return true // nobody knows what it has
+		}
+		return slices.ContainsFunc(allocated[h.UID], func(other string) bool { return overlap(other, name) })
+	}
 	for _, d := range devices {
-		if overlap(d.Name, name) && slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool {
-			return h.Kind != v1alpha1.HolderClaim || h.UID != claim
-		}) {
+		if overlap(d.Name, name) && slices.ContainsFunc(d.Holders, inTheWay) {
 			return true
 		}
 	}

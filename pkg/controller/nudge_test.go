@@ -4,10 +4,12 @@ package controller
 
 import (
 	"context"
+	"slices"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -102,19 +104,23 @@ func TestNudgesOfPartitions(t *testing.T) {
 		patient time.Duration
 		own     bool // The claim holds it, and has not lost it.
 	}{
-		"made, free":                   {device: made, want: true, patient: unpreparedPatience},
-		"made, expected":               {status: []change{claimHolds("a", v1alpha1.HoldExpected, 8)}, device: made, want: true, patient: expectedPatience, own: true},
-		"made, its GPU taken":          {status: []change{limitHolds(6)}, device: made},
-		"made, the one beside taken":   {status: []change{limitHolds(9)}, device: made, want: true, patient: unpreparedPatience},
-		"made, taken":                  {status: []change{limitHolds(8)}, device: made},
-		"a GPU, a part of it taken":    {status: []change{limitHolds(8)}, device: "gpu-6"},
-		"a GPU, a part of it draining": {status: []change{claimHolds("b", v1alpha1.HoldDraining, 9)}, device: "gpu-6"},
-		"to be made, nobody asked":     {device: unmade, want: true, patient: unpreparedPatience},
-		"to be made, being made":       {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0)}, device: unmade, own: true},
-		"to be made, expected":         {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0)}, device: unmade, want: true, patient: expectedPatience, own: true},
-		"to be made, its GPU taken":    {status: []change{limitHolds(0)}, device: unmade},
-		"to be made, its GPU faulty":   {status: []change{fault(0)}, device: unmade},
-		"to be made, its GPU unknown":  {device: "gpu-99-mig-1g10gb-19-0"},
+		"made, free":                    {device: made, want: true, patient: unpreparedPatience},
+		"made, expected":                {status: []change{claimHolds("a", v1alpha1.HoldExpected, 8)}, device: made, want: true, patient: expectedPatience, own: true},
+		"made, its GPU taken":           {status: []change{limitHolds(6)}, device: made},
+		"made, the one beside taken":    {status: []change{limitHolds(9)}, device: made, want: true, patient: unpreparedPatience},
+		"made, taken":                   {status: []change{limitHolds(8)}, device: made},
+		"a GPU, a part of it taken":     {status: []change{limitHolds(8)}, device: "gpu-6"},
+		"a GPU, a part of it draining":  {status: []change{claimHolds("b", v1alpha1.HoldDraining, 9)}, device: "gpu-6"},
+		"to be made, nobody asked":      {device: unmade, want: true, patient: unpreparedPatience},
+		"to be made, being made":        {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0)}, device: unmade, own: true},
+		"to be made, expected":          {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0)}, device: unmade, want: true, patient: expectedPatience, own: true},
+		"to be made beside another":     {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0), claimHolds("beside", v1alpha1.HoldExpected, 0)}, device: unmade, want: true, patient: expectedPatience, own: true},
+		"to be made beside one made":    {status: []change{claimHolds("beside", v1alpha1.HoldHeld, 0)}, device: unmade, want: true, patient: unpreparedPatience},
+		"to be made, the GPU a claim's": {status: []change{claimHolds("whole", v1alpha1.HoldHeld, 0)}, device: unmade},
+		"to be made, a claim unknown":   {status: []change{claimHolds("b", v1alpha1.HoldHeld, 0)}, device: unmade},
+		"to be made, its GPU taken":     {status: []change{limitHolds(0)}, device: unmade},
+		"to be made, its GPU faulty":    {status: []change{fault(0)}, device: unmade},
+		"to be made, its GPU unknown":   {device: "gpu-99-mig-1g10gb-19-0"},
 	} {
 		status := gpuNode(append([]change{partitioned}, c.status...)...).Status
 		nudge := Nudge{UID: "uid-a", Namespace: "ns", Name: "a", Patience: c.patient, Unsure: c.device == unmade}
@@ -122,8 +128,15 @@ func TestNudgesOfPartitions(t *testing.T) {
 		if c.want {
 			want = []Nudge{nudge}
 		}
-		claims := []v1alpha1.AllocatedClaim{{UID: "uid-a", Namespace: "ns", Name: "a", Devices: []string{c.device}}}
-		if diff := cmp.Diff(want, Nudges(status, claims, nil)); diff != "" {
+		others := []v1alpha1.AllocatedClaim{
+			{UID: "uid-beside", Namespace: "ns", Name: "beside", Devices: []string{"gpu-0-mig-1g10gb-19-1"}},
+			{UID: "uid-whole", Namespace: "ns", Name: "whole", Devices: []string{"gpu-0"}},
+		}
+		nudges := func(claims ...v1alpha1.AllocatedClaim) []Nudge {
+			return slices.DeleteFunc(Nudges(status, append(claims, others...), nil), func(n Nudge) bool { return n.UID != "uid-a" })
+		}
+		claims := v1alpha1.AllocatedClaim{UID: "uid-a", Namespace: "ns", Name: "a", Devices: []string{c.device}}
+		if diff := cmp.Diff(want, nudges(claims), cmpopts.EquateEmpty()); diff != "" {
 			t.Errorf("%s, allocated: %s", name, diff)
 		}
 		if c.own {
@@ -133,7 +146,7 @@ func TestNudgesOfPartitions(t *testing.T) {
 			want[i].Patience = 0
 		}
 		losing(waiting("a", c.device))(&status)
-		if diff := cmp.Diff(want, Nudges(status, nil, nil)); diff != "" {
+		if diff := cmp.Diff(want, nudges(), cmpopts.EquateEmpty()); diff != "" {
 			t.Errorf("%s, a loser: %s", name, diff)
 		}
 	}
