@@ -24,14 +24,7 @@ func TestStaticPartitions(t *testing.T) {
 	const last = "7"
 	s := begin(t)
 	s.installed("mig-limits.values.yaml")
-	t.Cleanup(func() {
-		// Whatever the story has left, in the order in which it can go.
-		for _, args := range [][]string{{"mig", "-dci"}, {"mig", "-dgi"}, {"-mig", "0"}} {
-			if _, err := s.smi(append(args, "-i", last)...); err != nil {
-				t.Log(err)
-			}
-		}
-	})
+	t.Cleanup(func() { s.uncut(gpusANode - 1) })
 	// A story that fails leaves no pod on what the administrator removes.
 	t.Cleanup(func() { s.deleteAll() })
 	s.nudgeAgent()
@@ -82,6 +75,25 @@ func TestStaticPartitions(t *testing.T) {
 		return errors.Join(s.allocatable("nvidia.com/mig-3g.40gb", 0), s.allocatable("nvidia.com/mig-2g.20gb", 1))
 	})
 
+	// Compute instances of one GPU instance are devices of their own: they share its memory, not their cores.
+	s.removeInstance(last, "2g.20gb")
+	s.administer("mig", "-i", last, "-cgi", "3g.40gb")
+	s.published("1g.10gb") // without a compute instance it is nobody's
+	s.administer("mig", "-i", last, "-cci", "1,0", "-gi", s.instanceIDs(last, "3g.40gb")[0])
+	s.published("1c.3g.40gb", "1g.10gb", "2c.3g.40gb")
+	s.await(patient, "limits to see them", func() error {
+		return errors.Join(s.allocatable("nvidia.com/mig-1c.3g.40gb", 1), s.allocatable("nvidia.com/mig-2c.3g.40gb", 1))
+	})
+	s.manifest(profileTemplate("half", "1c.3g.40gb") + partitioned("half", "half") +
+		strings.Replace(one("limit", "other-half"), "nvidia.com/gpu", "nvidia.com/mig-2c.3g.40gb", 1))
+	s.running(soon, 4, 2)
+	s.wantHolds(2, 2)
+	if used := s.partitions(); len(used["half"]) != 1 || len(used["other-half"]) != 1 || slices.Equal(used["half"], used["other-half"]) {
+		t.Errorf("the pods can use %v", used)
+	}
+	s.noDoubleOwners()
+	s.kubectl("delete", "pod", "-n", s.namespace, "half", "other-half")
+
 	// What pods give back stays where it is, for those who waited.
 	s.kubectl("delete", "pod", "-n", s.namespace, "mig-limits", "by-claim")
 	s.running(patient, 2, 0)
@@ -90,6 +102,59 @@ func TestStaticPartitions(t *testing.T) {
 	s.await(soon, "the ledger to be empty", s.empty)
 	if found := s.migInstances(); len(found) != 3 {
 		t.Errorf("instances: %v", found)
+	}
+}
+
+// TestSingleStrategy: an administrator cuts every GPU of the node alike, and nvidia.com/gpu is one of the parts; claims get others of
+// them. One GPU that is cut otherwise is left out and reported, and stops nothing.
+func TestSingleStrategy(t *testing.T) {
+	s := begin(t)
+	s.installed("mig-limits.values.yaml", "config.flags.migStrategy=single")
+	all := []int{0, 1, 2, 3, 4, 5, 6, 7}
+	t.Cleanup(func() { s.uncut(all...) })
+	t.Cleanup(func() { s.deleteAll() })
+	s.nudgeAgent()
+	for _, gpu := range all {
+		s.administer("-i", fmt.Sprint(gpu), "-mig", "1")
+		s.administer("mig", "-i", fmt.Sprint(gpu), "-cgi", "3g.40gb,3g.40gb", "-C")
+	}
+	const halves = 2 * gpusANode
+	s.await(patient, "halves to be offered in place of GPUs", func() error {
+		return errors.Join(s.offeredToLimits(halves), s.offeredToClaims(halves))
+	})
+	s.manifest(profileTemplate("half", "3g.40gb") + partitioned("by-claim", "half") + one("limit", "by-limit"))
+	s.running(soon, 2, 0)
+	s.wantHolds(1, 1)
+	if used := s.partitions(); len(used["by-claim"]) != 1 || len(used["by-limit"]) != 1 || slices.Equal(used["by-claim"], used["by-limit"]) {
+		t.Errorf("the pods can use %v", used)
+	}
+	s.manifest(deployment("rest", halves-1))
+	s.running(patient, halves, 1)
+	s.noDoubleOwners()
+
+	// Another cut on one GPU, once its halves are nobody's.
+	s.deleteAll()
+	s.await(soon, "the ledger to be empty", s.empty)
+	last := fmt.Sprint(gpusANode - 1)
+	s.administer("mig", "-i", last, "-dci")
+	s.administer("mig", "-i", last, "-dgi")
+	s.administer("mig", "-i", last, "-cgi", "1g.10gb", "-C")
+	s.await(patient, "the odd one to be left out of limits", func() error {
+		return errors.Join(s.offeredToLimits(halves-2), s.offeredToClaims(halves-1))
+	})
+	s.manifest(one("limit", "still-served"))
+	s.running(soon, 1, 0)
+	s.explained()
+}
+
+// uncut takes the partitions of some GPUs away, in the order in which that can be done, and MIG mode off.
+func (s *story) uncut(gpus ...int) {
+	for _, gpu := range gpus {
+		for _, args := range [][]string{{"mig", "-dci"}, {"mig", "-dgi"}, {"-mig", "0"}} {
+			if _, err := s.smi(append(args, "-i", fmt.Sprint(gpu))...); err != nil {
+				s.Log(err)
+			}
+		}
 	}
 }
 
@@ -143,19 +208,26 @@ func (s *story) allocatable(resource string, want int64) error {
 	return nil
 }
 
-// removeInstance destroys the GPU instances of a profile. A line of the list is "7 MIG 3g.40gb 9 2 4:4", with the ID last but
-// one.
+// removeInstance destroys the GPU instances of a profile.
 func (s *story) removeInstance(gpu, profile string) {
+	s.Helper()
+	for _, id := range s.instanceIDs(gpu, profile) {
+		s.administer("mig", "-i", gpu, "-dci", "-gi", id)
+		s.administer("mig", "-i", gpu, "-dgi", "-gi", id)
+	}
+}
+
+// instanceIDs are the GPU instances of a profile. A line of the list is "7 MIG 3g.40gb 9 2 4:4", with the ID last but one.
+func (s *story) instanceIDs(gpu, profile string) (ids []string) {
 	s.Helper()
 	listed, err := s.smi("mig", "-i", gpu, "-lgi")
 	if err != nil {
 		s.Fatal(err)
 	}
 	for line := range strings.Lines(listed) {
-		if !slices.Contains(strings.Fields(line), profile) {
-			continue
+		if slices.Contains(strings.Fields(line), profile) {
+			ids = append(ids, strings.Fields(line)[4])
 		}
-		s.administer("mig", "-i", gpu, "-dci", "-gi", strings.Fields(line)[4])
-		s.administer("mig", "-i", gpu, "-dgi", "-gi", strings.Fields(line)[4])
 	}
+	return ids
 }
