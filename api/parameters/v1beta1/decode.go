@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package v1beta1
+
+import (
+	"encoding/json"
+	"errors"
+	"maps"
+	"reflect"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+	kjson "sigs.k8s.io/json"
+)
+
+// Decode reads the parameters that stand at path of some object, sets defaults, and finds all that is wrong with them. It is strict:
+// what is misspelt, or given twice, would silently do nothing. The node decodes the allocated claim by it. It is a pure function,
+// and takes any bytes.
+func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
+	var meta metav1.TypeMeta
+	if err := kjson.UnmarshalCaseSensitivePreserveInts(raw, &meta); err != nil {
+		return Parameters{}, field.ErrorList{malformed(raw, path, err)}
+	}
+	if meta.APIVersion != APIVersion {
+		return Parameters{}, field.ErrorList{field.NotSupported(path.Child("apiVersion"), meta.APIVersion, []string{APIVersion})}
+	}
+	p := Parameters{Kind: Kind(meta.Kind)}
+	var wire interface {
+		sharing(of *field.Path) (*Sharing, field.ErrorList)
+	}
+	switch p.Kind {
+	case GPU:
+		wire = &gpuConfig{}
+	case MIGDevice:
+		wire = &migDeviceConfig{}
+	case VFIODevice:
+		wire = &vfioDeviceConfig{}
+	default:
+		return Parameters{}, field.ErrorList{field.NotSupported(path.Child("kind"), p.Kind, []Kind{GPU, MIGDevice, VFIODevice})}
+	}
+	strict, err := kjson.UnmarshalStrict(raw, wire)
+	if err != nil {
+		return Parameters{}, field.ErrorList{malformed(raw, path, err)}
+	}
+	var all field.ErrorList
+	for _, err := range strict {
+		all = append(all, misplaced(path, err))
+	}
+	sharing, wrong := wire.sharing(path)
+	if all = append(all, wrong...); len(all) > 0 {
+		return Parameters{}, all
+	}
+	p.Sharing = sharing
+	return p, nil
+}
+
+// malformed is what cannot be read at all: no JSON, or another type than the field's.
+func malformed(raw []byte, path *field.Path, err error) *field.Error {
+	var mismatch *json.UnmarshalTypeError
+	if errors.As(err, &mismatch) && mismatch.Field != "" {
+		return field.TypeInvalid(path.Child(mismatch.Field), mismatch.Value, "must be "+inWords(mismatch.Type))
+	}
+	if len(raw) == 0 {
+		return field.Required(path, "no parameters")
+	}
+	return field.Invalid(path, field.OmitValueType{}, err.Error())
+}
+
+// inWords is a type as those know it who write JSON.
+func inWords(t reflect.Type) string {
+	switch t.Kind() {
+	case reflect.Struct, reflect.Map:
+		return "an object"
+	case reflect.Bool:
+		return "true or false"
+	case reflect.Int:
+		return "a whole number"
+	default:
+		return "a " + t.Kind().String()
+	}
+}
+
+// misplaced is a field that is not known, or known already.
+func misplaced(path *field.Path, err error) *field.Error {
+	var at kjson.FieldError
+	if !errors.As(err, &at) {
+		return field.Invalid(path, field.OmitValueType{}, err.Error())
+	}
+	what, _, _ := strings.Cut(err.Error(), ` "`) // unknown field, or duplicate field
+	return field.Invalid(path.Child(at.FieldPath()), field.OmitValueType{}, what)
+}
+
+// What is on the wire. Quantities and the names of strategies are judged afterwards, when it is known where they stand.
+type (
+	gpuConfig struct {
+		metav1.TypeMeta `json:",inline"`
+		Sharing         *gpuSharing `json:"sharing,omitempty"`
+	}
+	gpuSharing struct {
+		// Not those of a partition, embedded: a decoder would name that in paths.
+		Strategy          *Strategy    `json:"strategy,omitempty"`
+		MPSConfig         *mps         `json:"mpsConfig,omitempty"`
+		TimeSlicingConfig *timeSlicing `json:"timeSlicingConfig,omitempty"`
+	}
+	timeSlicing struct {
+		Interval *Interval `json:"interval,omitempty"`
+	}
+	migDeviceConfig struct {
+		metav1.TypeMeta `json:",inline"`
+		Sharing         *migSharing `json:"sharing,omitempty"`
+	}
+	migSharing struct {
+		Strategy  *Strategy `json:"strategy,omitempty"`
+		MPSConfig *mps      `json:"mpsConfig,omitempty"`
+	}
+	mps struct {
+		ActiveThreadPercentage     *int                `json:"defaultActiveThreadPercentage,omitempty"`
+		PinnedMemoryLimit          *quantity           `json:"defaultPinnedDeviceMemoryLimit,omitempty"`
+		PerDevicePinnedMemoryLimit map[string]quantity `json:"defaultPerDevicePinnedMemoryLimit,omitempty"`
+		MultiUser                  *bool               `json:"multiUser,omitempty"`
+	}
+	vfioDeviceConfig struct {
+		metav1.TypeMeta `json:",inline"`
+		IOMMU           *struct {
+			BackendPolicy   *string `json:"backendPolicy,omitempty"`
+			EnableAPIDevice *bool   `json:"enableAPIDevice,omitempty"`
+		} `json:"iommu,omitempty"`
+	}
+)
+
+func (c *gpuConfig) sharing(path *field.Path) (*Sharing, field.ErrorList) {
+	if c.Sharing == nil {
+		return nil, nil
+	}
+	path = path.Child("sharing")
+	slicing, at := c.Sharing.TimeSlicingConfig, path.Child("timeSlicingConfig")
+	s, all := migSharing{c.Sharing.Strategy, c.Sharing.MPSConfig}.sharing(path, slicing != nil)
+	if slicing == nil {
+		if s != nil && s.Strategy == TimeSlicing {
+			s.Interval = IntervalDefault
+		}
+		return s, all
+	}
+	interval := IntervalDefault
+	if slicing.Interval != nil {
+		interval = *slicing.Interval
+	}
+	if known := []Interval{IntervalDefault, IntervalShort, IntervalMedium, IntervalLong}; !slices.Contains(known, interval) {
+		all = append(all, field.NotSupported(at.Child("interval"), interval, known))
+	}
+	switch {
+	case s == nil:
+	case s.Strategy == TimeSlicing:
+		s.Interval = interval
+	default:
+		all = append(all, field.Forbidden(at, "may be set with strategy TimeSlicing only"))
+	}
+	return s, all
+}
+
+func (c *migDeviceConfig) sharing(path *field.Path) (*Sharing, field.ErrorList) {
+	if c.Sharing == nil {
+		return nil, nil
+	}
+	return c.Sharing.sharing(path.Child("sharing"), false)
+}
+
+func (c *vfioDeviceConfig) sharing(path *field.Path) (*Sharing, field.ErrorList) {
+	if c.IOMMU == nil || c.IOMMU.BackendPolicy == nil {
+		return nil, nil
+	}
+	known := []string{"LegacyOnly", "PreferIommuFD"}
+	if slices.Contains(known, *c.IOMMU.BackendPolicy) {
+		return nil, nil
+	}
+	return nil, field.ErrorList{field.NotSupported(path.Child("iommu", "backendPolicy"), *c.IOMMU.BackendPolicy, known)}
+}
+
+// sharing is nil where none is asked for, and where it is not known which. settings tells that there are some for a strategy
+// beside MPS.
+func (s migSharing) sharing(path *field.Path, settings bool) (*Sharing, field.ErrorList) {
+	var all field.ErrorList
+	var limits *MPS
+	if s.MPSConfig != nil {
+		limits, all = s.MPSConfig.settings(path.Child("mpsConfig"))
+	}
+	known := []Strategy{TimeSlicing, MPSStrategy}
+	switch {
+	case s.Strategy == nil && s.MPSConfig == nil && !settings:
+		return nil, nil
+	case s.Strategy == nil:
+		return nil, append(all, field.Required(path.Child("strategy"), "must be TimeSlicing or MPS where settings are given"))
+	case !slices.Contains(known, *s.Strategy):
+		return nil, append(all, field.NotSupported(path.Child("strategy"), *s.Strategy, known))
+	case *s.Strategy == MPSStrategy && limits == nil:
+		limits = &MPS{}
+	case *s.Strategy != MPSStrategy && s.MPSConfig != nil:
+		all = append(all, field.Forbidden(path.Child("mpsConfig"), "may be set with strategy MPS only"))
+	}
+	return &Sharing{Strategy: *s.Strategy, MPS: limits}, all
+}
+
+func (m *mps) settings(path *field.Path) (*MPS, field.ErrorList) {
+	var all field.ErrorList
+	if percentage := m.ActiveThreadPercentage; percentage != nil && (*percentage < 0 || *percentage > 100) {
+		all = append(all, field.Invalid(path.Child("defaultActiveThreadPercentage"), *percentage, "must be between 0 and 100"))
+	}
+	settings := &MPS{ActiveThreadPercentage: m.ActiveThreadPercentage, MultiUser: m.MultiUser != nil && *m.MultiUser}
+	if m.PinnedMemoryLimit != nil {
+		limit, wrong := m.PinnedMemoryLimit.limit(path.Child("defaultPinnedDeviceMemoryLimit"))
+		all, settings.PinnedMemoryLimit = append(all, wrong...), &limit
+	}
+	at := path.Child("defaultPerDevicePinnedMemoryLimit")
+	for _, id := range slices.Sorted(maps.Keys(m.PerDevicePinnedMemoryLimit)) {
+		if index, err := strconv.Atoi(id); (err != nil || index < 0 || strconv.Itoa(index) != id) && !isUUID(id) {
+			all = append(all, field.Invalid(at.Key(id), id, "must be the UUID of a device, or an index among the claim's"))
+		}
+		limit, wrong := m.PerDevicePinnedMemoryLimit[id].limit(at.Key(id))
+		if all = append(all, wrong...); settings.PerDevicePinnedMemoryLimit == nil {
+			settings.PerDevicePinnedMemoryLimit = map[string]resource.Quantity{}
+		}
+		settings.PerDevicePinnedMemoryLimit[id] = limit
+	}
+	return settings, all
+}
+
+func isUUID(id string) bool {
+	return strings.HasPrefix(id, "GPU-") && len(id) > len("GPU-") || strings.HasPrefix(id, "MIG-") && len(id) > len("MIG-")
+}
+
+// quantity keeps what stands there. resource.Quantity would end the decoding without a word on where.
+type quantity string
+
+// UnmarshalJSON implements json.Unmarshaler. As resource.Quantity it takes a number for a string.
+func (q *quantity) UnmarshalJSON(raw []byte) error {
+	var text string
+	if json.Unmarshal(raw, &text) != nil {
+		text = string(raw)
+	}
+	*q = quantity(text)
+	return nil
+}
+
+const mebibyte = 1 << 20
+
+// amount is what a resource.Quantity may look like, within bounds: with 1e999999999 it counts zeros for minutes.
+var amount = regexp.MustCompile(`^[+-]?[0-9.]{1,20}([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$`)
+
+func (q quantity) limit(path *field.Path) (resource.Quantity, field.ErrorList) {
+	if !amount.MatchString(string(q)) {
+		return resource.Quantity{}, field.ErrorList{field.Invalid(path, string(q), "must be an amount of memory such as 10Gi")}
+	}
+	parsed, err := resource.ParseQuantity(string(q))
+	if err != nil {
+		return resource.Quantity{}, field.ErrorList{field.Invalid(path, string(q), "must be an amount of memory such as 10Gi: "+err.Error())}
+	}
+	if parsed.CmpInt64(mebibyte) < 0 {
+		return resource.Quantity{}, field.ErrorList{field.Invalid(path, string(q), "must be at least 1Mi: what is not a whole MiB does not count")}
+	}
+	return parsed, nil
+}
