@@ -258,6 +258,7 @@ func (r *allocatable) Reconcile(ctx context.Context, request reconcile.Request) 
 	if err != nil {
 		return reconcile.Result{}, err
 	}
+	r.breaker.closes(node, gpus.Status)
 	record := r.record(request.Name)
 	resources := resourcesOf(gpus.Status)
 	for resource := range record.resources {
@@ -303,13 +304,15 @@ func (r *allocatable) decide(node *nodeRecord, resource corev1.ResourceName, gpu
 	}
 	capacity := object.Status.Capacity[resource]
 	want = min(want, capacity.Value())
+	of := offer{object.Name, resource}
+	if r.breaker.open(of) {
+		want = 0
+	}
 	if node.patched == object.ResourceVersion {
 		return 0, false, 0
 	}
-	if r.breaker.open(offer{object.Name, resource}, &gpus.Status, record.ours && record.value == 0 && current.Value() > 0) {
-		want = 0
-	}
 	if record.givesUp(gpus.ResourceVersion, current.Value(), want) {
+		r.breaker.close(of)
 		return 0, false, 0
 	}
 	write, wait = record.judge(r.now(), current.Value(), want, listed(gpus.Status, resource))

@@ -7,11 +7,13 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -26,30 +28,37 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// TurnedAway are our resources that a pod asked for which kubelet has not admitted, sorted; none where that had another reason, or
-// where the pod was admitted. Such a pod has failed for good, and its owner makes the next within milliseconds (kubelet's
-// device manager: UnexpectedAdmissionError if Allocate fails or no device is healthy; its own accounting: "OutOf" and the resource).
+// TurnedAway are our resources for want of which kubelet has not admitted a pod, sorted; none where that had another reason. Such a pod
+// has failed for good, and its owner makes the next within milliseconds. Kubelet's device manager names the resource of which it has
+// no healthy device, or too few, or no plugin, in a message of UnexpectedAdmissionError, and its own accounting in the reason. A
+// plugin that refuses, which ours does to who comes late in a race, is an "rpc error" there, and other resources have other names.
 // It is a pure function.
 func TurnedAway(pod *corev1.Pod, limits device.Resources) []corev1.ResourceName {
 	if pod.Status.Phase != corev1.PodFailed {
 		return nil
 	}
-	var asked []corev1.ResourceName
+	wanting := func(name corev1.ResourceName) bool {
+		return pod.Status.Reason == "OutOf"+string(name) || pod.Status.Reason == "UnexpectedAdmissionError" &&
+			strings.Contains(pod.Status.Message, string(name)) && !strings.Contains(pod.Status.Message, "rpc error")
+	}
+	var wanted []corev1.ResourceName
 	for _, c := range slices.Concat(pod.Spec.InitContainers, pod.Spec.Containers) {
-		for name := range c.Resources.Limits {
-			if limits.Has(string(name)) && (pod.Status.Reason == "UnexpectedAdmissionError" || pod.Status.Reason == "OutOf"+string(name)) {
-				asked = append(asked, name)
+		for name, quantity := range c.Resources.Limits {
+			if limits.Has(string(name)) && !quantity.IsZero() && wanting(name) {
+				wanted = append(wanted, name)
 			}
 		}
 	}
-	slices.Sort(asked)
-	return slices.Compact(asked)
+	slices.Sort(wanted)
+	return slices.Compact(wanted)
 }
 
 // breaker stops the scheduler from sending pods to a node that turns one after the other away, as one does whose agent was killed and
-// on which a pod ends: nobody has said that its GPU is not to be had, and an owner makes ten pods a second for it. A race costs one
-// or two and does not open it.
+// on which a pod ends: nobody has said that its GPU is not to be had, and an owner makes ten pods a second for it, or more. Pods of a
+// StatefulSet come again by the same name and are not always seen; it makes one at a time.
 type breaker struct {
+	client client.Reader
+	// live reads pods from the API server: those that are not Pending are not watched.
 	live    client.Reader
 	limits  device.Resources
 	metrics *metrics
@@ -57,8 +66,8 @@ type breaker struct {
 	// opened tells of nodes whose allocatable numbers should be looked at.
 	opened chan event.GenericEvent
 
-	mu    sync.Mutex
-	nodes map[offer]*turnedAway
+	mu     sync.Mutex
+	offers map[offer]*turnedAway
 }
 
 // offer is a resource of a node.
@@ -71,30 +80,30 @@ type offer struct {
 type turnedAway struct {
 	at   []time.Time // the pods of late
 	open bool
-	// told is what the agent said when it was first asked after that.
-	told *v1alpha1.GPUNodeStatus
+	// told is what the agent said when it opened.
+	told v1alpha1.GPUNodeStatus
+	// zero is set once the node's number has been zero since.
+	zero bool
 }
 
-// So many pods turned away in so short a time open the breaker.
 const (
+	// So many pods turned away in so short a time open the breaker.
 	breakerPods   = 3
 	breakerWindow = 3 * time.Second
+	// staleAfter is for pods of which a controller hears late, as after it could not watch for a while.
+	staleAfter = time.Minute
 )
 
-func newBreaker(live client.Reader, limits device.Resources, measured *metrics, now func() time.Time) *breaker {
-	return &breaker{live: live, limits: limits, metrics: measured, now: now, opened: make(chan event.GenericEvent), nodes: map[offer]*turnedAway{}}
+func newBreaker(cached, live client.Reader, limits device.Resources, measured *metrics, now func() time.Time) *breaker {
+	return &breaker{
+		client: cached, live: live, limits: limits, metrics: measured, now: now,
+		opened: make(chan event.GenericEvent), offers: map[offer]*turnedAway{},
+	}
 }
 
 func (b *breaker) register(m manager.Manager) error {
-	// Only Pending pods are watched: one that failed leaves the watch as if it were deleted.
-	left := predicate.Funcs{
-		CreateFunc:  func(event.CreateEvent) bool { return false },
-		UpdateFunc:  func(event.UpdateEvent) bool { return false },
-		GenericFunc: func(event.GenericEvent) bool { return false },
-		DeleteFunc:  func(e event.DeleteEvent) bool { return b.of(e.Object) },
-	}
 	err := builder.ControllerManagedBy(m).Named("breaker").
-		Watches(&corev1.Pod{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(left)).
+		Watches(&corev1.Pod{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(b.left())).
 		WithOptions(options(4)).
 		Complete(b)
 	if err != nil {
@@ -108,10 +117,18 @@ func (b *breaker) source() source.Source {
 	return source.Channel(b.opened, &handler.EnqueueRequestForObject{})
 }
 
-// of reports whether a pod was bound to a node with limits of ours.
-func (b *breaker) of(o client.Object) bool {
-	pod, ok := o.(*corev1.Pod)
-	return ok && pod.Spec.NodeName != "" && total(pod, func(name corev1.ResourceName) bool { return b.limits.Has(string(name)) }) > 0
+// left are the events of pods that were bound with limits of ours and are not Pending any more: only Pending ones are watched, and the
+// others leave the watch as if they were deleted.
+func (b *breaker) left() predicate.Funcs {
+	return predicate.Funcs{
+		CreateFunc:  func(event.CreateEvent) bool { return false },
+		UpdateFunc:  func(event.UpdateEvent) bool { return false },
+		GenericFunc: func(event.GenericEvent) bool { return false },
+		DeleteFunc: func(e event.DeleteEvent) bool {
+			pod, ok := e.Object.(*corev1.Pod)
+			return ok && pod.Spec.NodeName != "" && total(pod, func(name corev1.ResourceName) bool { return b.limits.Has(string(name)) }) > 0
+		},
+	}
 }
 
 // Reconcile implements reconcile.Reconciler for one pod that is not Pending any more. A pod counts once, as it leaves once.
@@ -120,15 +137,22 @@ func (b *breaker) Reconcile(ctx context.Context, request reconcile.Request) (rec
 	if err := b.live.Get(ctx, request.NamespacedName, pod); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
-	for _, resource := range TurnedAway(pod, b.limits) {
-		if !b.count(offer{pod.Spec.NodeName, resource}) {
+	wanted := TurnedAway(pod, b.limits)
+	if len(wanted) == 0 || pod.Status.StartTime != nil && b.now().Sub(pod.Status.StartTime.Time) > staleAfter {
+		return reconcile.Result{}, nil
+	}
+	node := &v1alpha1.GPUNode{}
+	if err := b.client.Get(ctx, types.NamespacedName{Name: pod.Spec.NodeName}, node); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	for _, resource := range wanted {
+		// What another device plugin serves is not ours to take back.
+		if !served(node.Status, resource) || !b.count(offer{node.Name, resource}, node.Status) {
 			continue
 		}
 		b.metrics.openings.Inc()
 		klog.FromContext(ctx).Info("A node turns away pods that the scheduler sends, offering it nothing for now",
-			"node", pod.Spec.NodeName, "resource", resource, "pod", klog.KObj(pod), "reason", pod.Status.Message)
-		node := &v1alpha1.GPUNode{}
-		node.Name = pod.Spec.NodeName
+			"node", node.Name, "resource", resource, "pod", klog.KObj(pod), "message", pod.Status.Message)
 		select {
 		case b.opened <- event.GenericEvent{Object: node}:
 		case <-ctx.Done():
@@ -139,47 +163,64 @@ func (b *breaker) Reconcile(ctx context.Context, request reconcile.Request) (rec
 }
 
 // count reports whether one more pod opens the breaker.
-func (b *breaker) count(of offer) (opened bool) {
+func (b *breaker) count(of offer, told v1alpha1.GPUNodeStatus) (opened bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	now := b.now()
-	maps.DeleteFunc(b.nodes, func(_ offer, n *turnedAway) bool {
+	maps.DeleteFunc(b.offers, func(_ offer, n *turnedAway) bool {
 		n.at = slices.DeleteFunc(n.at, func(at time.Time) bool { return now.Sub(at) >= breakerWindow })
 		return len(n.at) == 0 && !n.open
 	})
-	n := b.nodes[of]
+	n := b.offers[of]
 	if n == nil {
 		n = &turnedAway{}
-		b.nodes[of] = n
+		b.offers[of] = n
 	}
-	n.at = append(n.at, now)
-	if n.open || len(n.at) < breakerPods {
+	if n.open {
 		return false
 	}
-	*n = turnedAway{open: true}
+	if n.at = append(n.at, now); len(n.at) < breakerPods {
+		return false
+	}
+	*n = turnedAway{open: true, told: told}
 	return true
 }
 
-// open reports whether nothing should be offered of a resource of a node. It closes as soon as somebody knows better: the agent, which
-// says something else, or kubelet, which has put its own number back in place of the zero, as it does within ten seconds if it
-// has another. A kubelet that leaves the zero alone has found out for itself.
-func (b *breaker) open(of offer, status *v1alpha1.GPUNodeStatus, putBack bool) bool {
+// closes hears what is known of a node, in the order in which it comes to be, and closes what somebody knows better: the agent,
+// which says something else, or kubelet, which has put its own number back in place of the zero, as it does within ten seconds if
+// it has another. A kubelet that leaves the zero alone has found out for itself.
+func (b *breaker) closes(node *corev1.Node, status v1alpha1.GPUNodeStatus) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	n := b.nodes[of]
-	if n == nil || !n.open {
-		return false
-	}
-	if n.told == nil {
-		n.told = status
-	}
-	n.open = !putBack && apiequality.Semantic.DeepEqual(n.told, status)
-	return n.open
+	maps.DeleteFunc(b.offers, func(of offer, n *turnedAway) bool {
+		if of.node != node.Name || !n.open {
+			return false
+		}
+		current := node.Status.Allocatable[of.resource]
+		putBack := n.zero && !current.IsZero()
+		n.zero = current.IsZero()
+		return putBack || !apiequality.Semantic.DeepEqual(n.told, status)
+	})
 }
 
-// forget closes it for a node that is gone.
+// open reports whether nothing should be offered of a resource of a node.
+func (b *breaker) open(of offer) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	n := b.offers[of]
+	return n != nil && n.open
+}
+
+// close is for an offer that is left alone: what has opened for it does not wait until it is not.
+func (b *breaker) close(of offer) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.offers, of)
+}
+
+// forget closes all of a node that is gone.
 func (b *breaker) forget(node string) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	maps.DeleteFunc(b.nodes, func(of offer, _ *turnedAway) bool { return of.node == node })
+	maps.DeleteFunc(b.offers, func(of offer, _ *turnedAway) bool { return of.node == node })
 }

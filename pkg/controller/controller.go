@@ -116,7 +116,7 @@ func (c *Controller) register(config Config) error {
 	writer, live := c.manager.GetClient(), c.manager.GetAPIReader()
 	recorder := c.manager.GetEventRecorder("tandem-controller")
 	claims := newClaimReader(writer, c.manager.GetFieldIndexer(), config.DriverName)
-	breaker := newBreaker(live, config.limits(), measured, time.Now)
+	breaker := newBreaker(writer, live, config.limits(), measured, time.Now)
 	followed := &follower{live: live, metrics: measured, now: time.Now}
 	for _, r := range []interface{ register(manager.Manager) error }{
 		&relay{client: writer, claims: claims},

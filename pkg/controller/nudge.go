@@ -108,23 +108,20 @@ func taken(devices map[string]v1alpha1.DeviceStatus, allocated map[types.UID][]s
 	if !known || device.Fault != "" {
 		return true
 	}
-	inTheWay := func(h v1alpha1.DeviceHolder) bool {
-		switch {
-		case h.Kind != v1alpha1.HolderClaim:
-			return true
-		case h.UID == claim:
-			return false
-		case len(allocated[h.UID]) == 0:
-			return true // nobody knows what it has
-		}
-		return slices.ContainsFunc(allocated[h.UID], func(other string) bool { return overlap(other, name) })
-	}
 	for _, d := range devices {
-		if overlap(d.Name, name) && slices.ContainsFunc(d.Holders, inTheWay) {
+		if overlap(d.Name, name) && slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool {
+			return (h.Kind != v1alpha1.HolderClaim || h.UID != claim) && !beside(d.Name, allocated[h.UID], name)
+		}) {
 			return true
 		}
 	}
 	return false
+}
+
+// beside reports whether a holder of a GPU has parts of it only, as far as it is known what it is allocated, and not the one by name.
+func beside(gpu string, allocated []string, name string) bool {
+	parts := slices.DeleteFunc(slices.Clone(allocated), func(other string) bool { return device.GPUName(other) != gpu })
+	return len(parts) > 0 && !slices.ContainsFunc(parts, func(other string) bool { return overlap(other, name) })
 }
 
 // known is what the status says of a device. Of a partition that is still to be made it says all with the GPU.

@@ -117,6 +117,9 @@ func TestNudgesOfPartitions(t *testing.T) {
 		"to be made beside another":     {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0), claimHolds("beside", v1alpha1.HoldExpected, 0)}, device: unmade, want: true, patient: expectedPatience, own: true},
 		"to be made beside one made":    {status: []change{claimHolds("beside", v1alpha1.HoldHeld, 0)}, device: unmade, want: true, patient: unpreparedPatience},
 		"to be made, the GPU a claim's": {status: []change{claimHolds("whole", v1alpha1.HoldHeld, 0)}, device: unmade},
+		"to be made, a claim moved on":  {status: []change{claimHolds("moved", v1alpha1.HoldDraining, 0)}, device: unmade},
+		"a GPU, its claim moved on":     {status: []change{claimHolds("moved", v1alpha1.HoldDraining, 0)}, device: "gpu-0"},
+		"made, its claim moved beside":  {status: []change{claimHolds("shifted", v1alpha1.HoldDraining, 8)}, device: made},
 		"to be made, a claim unknown":   {status: []change{claimHolds("b", v1alpha1.HoldHeld, 0)}, device: unmade},
 		"to be made, its GPU taken":     {status: []change{limitHolds(0)}, device: unmade},
 		"to be made, its GPU faulty":    {status: []change{fault(0)}, device: unmade},
@@ -131,6 +134,8 @@ func TestNudgesOfPartitions(t *testing.T) {
 		others := []v1alpha1.AllocatedClaim{
 			{UID: "uid-beside", Namespace: "ns", Name: "beside", Devices: []string{"gpu-0-mig-1g10gb-19-1"}},
 			{UID: "uid-whole", Namespace: "ns", Name: "whole", Devices: []string{"gpu-0"}},
+			{UID: "uid-moved", Namespace: "ns", Name: "moved", Devices: []string{"gpu-1"}},
+			{UID: "uid-shifted", Namespace: "ns", Name: "shifted", Devices: []string{"gpu-6-mig-1g10gb-19-1"}},
 		}
 		nudges := func(claims ...v1alpha1.AllocatedClaim) []Nudge {
 			return slices.DeleteFunc(Nudges(status, append(claims, others...), nil), func(n Nudge) bool { return n.UID != "uid-a" })

@@ -119,10 +119,12 @@ func TestAgentReplacedOnAFullNode(t *testing.T) {
 	})
 }
 
-// TestAgentKilledOnAFullNode: the agent dies without a word while a pod ends. Nobody but kubelet knows, and kubelet says so when it
-// reports next, in up to ten seconds; the controller sees the pods that fail until then.
+// TestAgentKilledOnAFullNode: the agent dies without a word while a pod ends, and kubelet does not start it at once. Nobody but kubelet
+// knows, and kubelet says so when it reports next, in up to ten seconds; the controller sees the pods that fail until then.
 func TestAgentKilledOnAFullNode(t *testing.T) {
 	s := begin(t)
+	s.killAgent() // after which it is started at once: from then on kubelet takes its time
+	s.ready()
 	s.onAFullNode("agent killed", failedKilled, func(victim string) {
 		s.endPod(victim)
 		s.killAgent()
