@@ -14,7 +14,7 @@ import (
 )
 
 // Stories that count the pods that kubelet fails for good although nothing is wrong with them: the scheduler sent them after a
-// GPU that it believed free. Owners make others at once, 20 to 30 in a second, so the time until it is told shows in the count.
+// GPU that it believed free. Owners make others at once, ten to thirty in a second, so the time until it is told shows in the count.
 
 // failedForceDeleted is how many of an owner's pods may fail for one that was force-deleted and runs on. The first cannot be
 // helped: the scheduler binds it when it hears that its predecessor is gone, which is when everybody hears it.
