@@ -4,6 +4,7 @@ package helm_test
 
 import (
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/google/cel-go/cel"
@@ -284,6 +285,19 @@ func decide(t *testing.T, policy *admissionv1.ValidatingAdmissionPolicy, input m
 
 func evaluate(t *testing.T, expression string, input map[string]any) ref.Val {
 	t.Helper()
+	compiled, _ := programs.LoadOrStore(expression, sync.OnceValue(func() cel.Program { return compile(t, expression) }))
+	value, _, err := compiled.(func() cel.Program)().Eval(input)
+	if err != nil {
+		t.Fatalf("%s: %v", expression, err)
+	}
+	return value
+}
+
+// programs are those of expressions that were compiled before.
+var programs sync.Map
+
+func compile(t *testing.T, expression string) cel.Program {
+	t.Helper()
 	env, err := environment.MustBaseEnvSet(environment.DefaultCompatibilityVersion()).Env(environment.NewExpressions)
 	if err != nil {
 		t.Fatal(err)
@@ -301,9 +315,5 @@ func evaluate(t *testing.T, expression string, input map[string]any) ref.Val {
 	if err != nil {
 		t.Fatalf("%s: %v", expression, err)
 	}
-	value, _, err := program.Eval(input)
-	if err != nil {
-		t.Fatalf("%s: %v", expression, err)
-	}
-	return value
+	return program
 }

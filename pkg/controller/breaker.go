@@ -28,11 +28,11 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// TurnedAway are our resources for want of which kubelet has not admitted a pod, sorted; none where that had another reason. Such a pod
-// has failed for good, and its owner makes the next within milliseconds. Kubelet's device manager names the resource of which it has
-// no healthy device, or too few, or no plugin, in a message of UnexpectedAdmissionError, and its own accounting in the reason. A
-// plugin that refuses, which ours does to who comes late in a race, is an "rpc error" there, and other resources have other names.
-// It is a pure function.
+// TurnedAway are our resources for want of which kubelet has not admitted a pod, sorted; none where that had another reason.
+// Such a pod has failed for good, and its owner makes the next within milliseconds. Kubelet's device manager names the resource
+// of which it has no healthy device, or too few, or no plugin, in a message of UnexpectedAdmissionError, and its own accounting
+// in the reason. A plugin that refuses, which ours does to who comes late in a race, is an "rpc error" there, and other
+// resources have other names. It is a pure function.
 func TurnedAway(pod *corev1.Pod, limits device.Resources) []corev1.ResourceName {
 	if pod.Status.Phase != corev1.PodFailed {
 		return nil
@@ -53,9 +53,9 @@ func TurnedAway(pod *corev1.Pod, limits device.Resources) []corev1.ResourceName 
 	return slices.Compact(wanted)
 }
 
-// breaker stops the scheduler from sending pods to a node that turns one after the other away, as one does whose agent was killed and
-// on which a pod ends: nobody has said that its GPU is not to be had, and an owner makes ten pods a second for it, or more. Pods of a
-// StatefulSet come again by the same name and are not always seen; it makes one at a time.
+// breaker stops the scheduler from sending pods to a node that turns one after the other away, as one does whose agent was
+// killed and on which a pod ends: nobody has said that its GPU is not to be had, and an owner makes ten pods a second for it, or
+// more. Pods of a StatefulSet come again by the same name and are not always seen; it makes one at a time.
 type breaker struct {
 	client client.Reader
 	// live reads pods from the API server: those that are not Pending are not watched.
@@ -117,8 +117,8 @@ func (b *breaker) source() source.Source {
 	return source.Channel(b.opened, &handler.EnqueueRequestForObject{})
 }
 
-// left are the events of pods that were bound with limits of ours and are not Pending any more: only Pending ones are watched, and the
-// others leave the watch as if they were deleted.
+// left are the events of pods that were bound with limits of ours and are not Pending any more: only Pending ones are watched,
+// and the others leave the watch as if they were deleted.
 func (b *breaker) left() predicate.Funcs {
 	return predicate.Funcs{
 		CreateFunc:  func(event.CreateEvent) bool { return false },

@@ -101,8 +101,8 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 	return nudges
 }
 
-// taken reports whether a device cannot be prepared for the claim: unknown, faulty, or somebody else's, be it in part. A GPU is said to
-// be held by each claim for a partition of it that is still to be made; what claims are allocated tells those apart.
+// taken reports whether a device cannot be prepared for the claim: unknown, faulty, or somebody else's, be it in part. A GPU is
+// said to be held by each claim for a partition of it that is still to be made; what claims are allocated tells those apart.
 func taken(devices map[string]v1alpha1.DeviceStatus, allocated map[types.UID][]string, name string, claim types.UID) bool {
 	device, known := known(devices, name)
 	if !known || device.Fault != "" {
@@ -118,7 +118,8 @@ func taken(devices map[string]v1alpha1.DeviceStatus, allocated map[types.UID][]s
 	return false
 }
 
-// beside reports whether a holder of a GPU has parts of it only, as far as it is known what it is allocated, and not the one by name.
+// beside reports whether a holder of a GPU has parts of it only, as far as it is known what it is allocated, and not the one by
+// name.
 func beside(gpu string, allocated []string, name string) bool {
 	parts := slices.DeleteFunc(slices.Clone(allocated), func(other string) bool { return device.GPUName(other) != gpu })
 	return len(parts) > 0 && !slices.ContainsFunc(parts, func(other string) bool { return overlap(other, name) })

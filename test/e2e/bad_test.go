@@ -106,12 +106,40 @@ spec:
 	s.wantHolds(0, 0)
 }
 
+// TestParametersThatAreWrong are told when they are applied, wherever they stand; what is right, or not for us, is not in the
+// way.
+func TestParametersThatAreWrong(t *testing.T) {
+	s := begin(t)
+	const (
+		typo   = `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, shearing: {strategy: TimeSlicing}}`
+		right  = `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: Long}}}`
+		exact  = `requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]`
+		config = `config: [{opaque: {driver: %s, parameters: %s}}]`
+	)
+	for kind, object := range map[string]string{
+		"ResourceClaim":         "spec: {devices: {" + exact + ", " + config + "}}",
+		"ResourceClaimTemplate": "spec: {spec: {devices: {" + exact + ", " + config + "}}}",
+		"DeviceClass":           "spec: {" + config + "}",
+	} {
+		object = "apiVersion: resource.k8s.io/v1\nkind: " + kind + "\nmetadata: {name: parameters}\n" + object
+		const told = "config[*].opaque.parameters.shearing: unknown field"
+		if err := s.apply(fmt.Sprintf(object, "gpu.nvidia.com", typo), "--dry-run=server"); err == nil || !strings.Contains(err.Error(), told) {
+			t.Errorf("%s: %v, want %q", kind, err, told)
+		}
+		for driver, parameters := range map[string]string{"gpu.nvidia.com": right, "gpu.example.com": typo} {
+			if err := s.apply(fmt.Sprintf(object, driver, parameters), "--dry-run=server"); err != nil {
+				t.Errorf("%s for %s: %v", kind, driver, err)
+			}
+		}
+	}
+}
+
 // TestParametersThatCannotBeHonoured are refused with the path of the field, and nothing is held.
 func TestParametersThatCannotBeHonoured(t *testing.T) {
 	s := begin(t)
 	for name, parameters := range map[string]string{
-		"mps":  `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 50}}}`,
-		"typo": `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, shearing: {strategy: TimeSlicing}}`,
+		"mps":   `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 50}}}`,
+		"limit": `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 10 Gi}}}`,
 	} {
 		s.manifest(fmt.Sprintf(`
 apiVersion: resource.k8s.io/v1
@@ -143,7 +171,7 @@ spec:
 	}
 	s.event("ResourceClaim", "mps", "InvalidParameters", "config[0].opaque.parameters.sharing.strategy", "MPS", "retrying does not help")
 	s.event("Pod", "mps", "FailedPrepareDynamicResources", "config[0].opaque.parameters.sharing.strategy")
-	s.event("ResourceClaim", "typo", "InvalidParameters", "config[0].opaque.parameters", "shearing", "retrying does not help")
+	s.event("ResourceClaim", "limit", "InvalidParameters", "config[0].opaque.parameters.sharing.mpsConfig.defaultPinnedDeviceMemoryLimit", "10 Gi", "retrying does not help")
 	s.wantHolds(0, 0)
 }
 

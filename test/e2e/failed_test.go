@@ -14,7 +14,8 @@ import (
 )
 
 // Stories that count the pods that kubelet fails for good although nothing is wrong with them: the scheduler sent them after a
-// GPU that it believed free. Owners make others at once, ten to thirty in a second, so the time until it is told shows in the count.
+// GPU that it believed free. Owners make others at once, ten to thirty in a second, so the time until it is told shows in the
+// count.
 
 // failedForceDeleted is how many of an owner's pods may fail for one that was force-deleted and runs on. The first cannot be
 // helped: the scheduler binds it when it hears that its predecessor is gone, which is when everybody hears it.
@@ -95,11 +96,12 @@ func (s *story) tooMany(what string, counts []int, bound int) {
 // failedAway is how many pods may fail when the agent goes: those that were bound before it said so.
 const failedAway = 2
 
-// failedKilled is how many it may be when nobody says so: the controller stops sending others after the third, which takes it a moment.
+// failedKilled is how many it may be when nobody says so: the controller stops sending others after the third, which takes it a
+// moment.
 const failedKilled = 10
 
-// TestAgentAwayOnAFullNode: the agent is away for a while, as in an upgrade, and a pod ends meanwhile for whose GPU others wait. No
-// device plugin serves the node, and kubelet would fail each pod that comes.
+// TestAgentAwayOnAFullNode: the agent is away for a while, as in an upgrade, and a pod ends meanwhile for whose GPU others wait.
+// No device plugin serves the node, and kubelet would fail each pod that comes.
 func TestAgentAwayOnAFullNode(t *testing.T) {
 	s := begin(t)
 	s.onAFullNode("agent away", failedAway, func(victim string) {
@@ -119,8 +121,9 @@ func TestAgentReplacedOnAFullNode(t *testing.T) {
 	})
 }
 
-// TestAgentKilledOnAFullNode: the agent dies without a word while a pod ends, and kubelet does not start it at once. Nobody but kubelet
-// knows, and kubelet says so when it reports next, in up to ten seconds; the controller sees the pods that fail until then.
+// TestAgentKilledOnAFullNode: the agent dies without a word while a pod ends, and kubelet does not start it at once. Nobody but
+// kubelet knows, and kubelet says so when it reports next, in up to ten seconds; the controller sees the pods that fail until
+// then.
 func TestAgentKilledOnAFullNode(t *testing.T) {
 	s := begin(t)
 	s.killAgent() // after which it is started at once: from then on kubelet takes its time
@@ -131,8 +134,8 @@ func TestAgentKilledOnAFullNode(t *testing.T) {
 	})
 }
 
-// onAFullNode ends one of the pods that have all GPUs by limits, with others waiting, and counts the pods that fail until their number
-// is reached again.
+// onAFullNode ends one of the pods that have all GPUs by limits, with others waiting, and counts the pods that fail until their
+// number is reached again.
 func (s *story) onAFullNode(what string, bound int, end func(victim string)) {
 	s.Helper()
 	const waiting = 2

@@ -105,8 +105,8 @@ func TestStaticPartitions(t *testing.T) {
 	}
 }
 
-// TestSingleStrategy: an administrator cuts every GPU of the node alike, and nvidia.com/gpu is one of the parts; claims get others of
-// them. One GPU that is cut otherwise is left out and reported, and stops nothing.
+// TestSingleStrategy: an administrator cuts every GPU of the node alike, and nvidia.com/gpu is one of the parts; claims get
+// others of them. One GPU that is cut otherwise is left out and reported, and stops nothing.
 func TestSingleStrategy(t *testing.T) {
 	s := begin(t)
 	s.installed("mig-limits.values.yaml", "config.flags.migStrategy=single")

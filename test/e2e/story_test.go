@@ -131,14 +131,23 @@ func (s *story) example(name string) {
 // manifest applies text, for what no user would copy.
 func (s *story) manifest(text string) {
 	s.Helper()
-	cmd, err := theCluster.Command(s.ctx, "kubectl", "apply", "-n", s.namespace, "-f", "-")
-	if err != nil {
+	if err := s.apply(text); err != nil {
 		s.Fatal(err)
+	}
+}
+
+// apply is manifest for what may be denied.
+func (s *story) apply(text string, flags ...string) error {
+	s.Helper()
+	cmd, err := theCluster.Command(s.ctx, "kubectl", append([]string{"apply", "-n", s.namespace, "-f", "-"}, flags...)...)
+	if err != nil {
+		return err
 	}
 	cmd.Stdin = strings.NewReader(text)
 	if out, err := cmd.CombinedOutput(); err != nil {
-		s.Fatalf("kubectl apply: %v: %s", err, out)
+		return fmt.Errorf("kubectl apply: %w: %s", err, out)
 	}
+	return nil
 }
 
 // pods of the story, sorted by name.

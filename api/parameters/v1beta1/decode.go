@@ -18,9 +18,9 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// Decode reads the parameters that stand at path of some object, sets defaults, and finds all that is wrong with them. It is strict:
-// what is misspelt, or given twice, would silently do nothing. The node decodes the allocated claim by it. It is a pure function,
-// and takes any bytes.
+// Decode reads the parameters that stand at path of some object, sets defaults, and finds all that is wrong with them. It is
+// strict: what is misspelt, or given twice, would silently do nothing. The node decodes the allocated claim by it. It is a pure
+// function, and takes any bytes.
 func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 	var meta metav1.TypeMeta
 	if err := kjson.UnmarshalCaseSensitivePreserveInts(raw, &meta); err != nil {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package v1beta1 is what the author of a claim, of a template or of a DeviceClass says about how devices are to be used: the opaque
-// parameters of group resource.nvidia.com/v1beta1. Group, kinds, fields and defaults are those of NVIDIA's DRA driver
+// Package v1beta1 is what the author of a claim, of a template or of a DeviceClass says about how devices are to be used: the
+// opaque parameters of group resource.nvidia.com/v1beta1. Group, kinds, fields and defaults are those of NVIDIA's DRA driver
 // (dra-driver-nvidia-gpu, api/nvidia.com/resource/v1beta1), so that what was written for it means the same here.
 //
 // The types are the outcome of Decode, defaulted and valid; the bytes they come from are read nowhere else.
@@ -52,7 +52,8 @@ const (
 	MPSStrategy Strategy = "MPS"
 )
 
-// Interval is how long a process has the GPU before the next one, in the driver's words (nvidia-smi compute-policy --set-timeslice).
+// Interval is how long a process has the GPU before the next one, in the driver's words (nvidia-smi compute-policy
+// --set-timeslice).
 type Interval string
 
 // Intervals, by what the driver's tool takes for them.
