@@ -48,7 +48,7 @@ type Strategy string
 const (
 	// TimeSlicing lets the GPU switch between processes by time. Of a partition it changes nothing.
 	TimeSlicing Strategy = "TimeSlicing"
-	// MPS lets processes compute at the same time, as clients of CUDA's Multi-Process Service.
+	// MPSStrategy lets processes compute at the same time, as clients of CUDA's Multi-Process Service.
 	MPSStrategy Strategy = "MPS"
 )
 
