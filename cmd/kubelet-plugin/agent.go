@@ -182,12 +182,12 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 	devices *partition.Maker, self *evidence.Node, resources *evidence.PodResources,
 ) error {
 	holds := a.reconcilerConfig(cgroups, pods, book, devices, resources)
-	holds.Inventory, holds.Registerer = devices, a.metrics
-	reconciler, err := reconcile.New(holds)
+	specs, err := a.newSpecs(node)
 	if err != nil {
 		return err
 	}
-	specs, err := a.newSpecs(node)
+	holds.Inventory, holds.Registerer, holds.Void = devices, a.metrics, specs.Void
+	reconciler, err := reconcile.New(holds)
 	if err != nil {
 		return err
 	}

@@ -17,6 +17,10 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/protobuf/types/known/emptypb"
 )
 
 const (
@@ -237,14 +241,17 @@ func (m *machine) answers(url string) func(context.Context) error {
 	}
 }
 
-// accepts makes a probe that wants a connection to a unix socket of the machine.
-func (m *machine) accepts(socket string) func(context.Context) error {
+// runsContainers makes a probe that wants the container runtime behind a unix socket of the machine to answer kubelet's first question.
+// It accepts connections before it is ready for that, and a kubelet that is turned away ends.
+func (m *machine) runsContainers(socket string) func(context.Context) error {
 	return func(ctx context.Context) error {
-		var conn net.Conn
-		conn, err := m.dial(ctx, "unix", socket)
+		runtime, err := grpc.NewClient("passthrough:///cri", grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return m.dial(ctx, "unix", socket) }))
 		if err != nil {
-			return err
+			return fmt.Errorf("dial container runtime: %w", err)
 		}
-		return conn.Close()
+		// The answer is of no interest.
+		err = runtime.Invoke(ctx, "/runtime.v1.RuntimeService/Version", &emptypb.Empty{}, &emptypb.Empty{})
+		return errors.Join(err, runtime.Close())
 	}
 }

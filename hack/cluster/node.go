@@ -151,7 +151,7 @@ func (n *Node) describe(programs *binaries.Set) {
 		return &Component{machine: n.machine, name: name, argv: append([]string{program}, args...), probe: probe}
 	}
 	n.components = []*Component{
-		component(Containerd, filepath.Join(programs.Containerd, Containerd), n.machine.accepts(containerdSocket),
+		component(Containerd, filepath.Join(programs.Containerd, Containerd), n.machine.runsContainers(containerdSocket),
 			"--config=/etc/containerd/config.toml"),
 		component(Kubelet, filepath.Join(kubernetes, Kubelet), n.machine.answers("http://127.0.0.1:10248/healthz"),
 			append(kubeletArgs, n.config.KubeletArgs...)...),

@@ -47,6 +47,9 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 	if s.known[p.UUID] {
 		return nil // the driver was asked about all devices meanwhile
 	}
+	if err := s.unvoid(entry.Name); err != nil {
+		return err
+	}
 	a := &addition{entry: entry}
 	a.file.path = s.additionPath(entry.Name)
 	if err := a.describe(s.kind, s.common); err != nil {

@@ -61,6 +61,8 @@ type Specs struct {
 	known   map[string]bool
 	failed  map[string]error
 	loaded  bool
+	// voided are names of devices that are no more, for which there are entries all the same.
+	voided []string
 	// added are the partitions with a file of their own, by UUID.
 	added map[string]*addition
 
@@ -212,7 +214,7 @@ func (s *Specs) refresh(ctx context.Context) error {
 	}
 	devices := withLost(s.notAdded(edits.Devices), s.notAdded(s.devices))
 	s.failed = maps.Clone(edits.Failed)
-	want, err := encode(s.kind, edits.Common, devices)
+	want, err := encode(s.kind, edits.Common, s.withVoid(devices))
 	if err != nil {
 		return err
 	}
@@ -236,7 +238,7 @@ func (s *Specs) load() error {
 	if err := s.file.removeTemporaries(); err != nil {
 		return err
 	}
-	s.devices = readDevices(s.file.path, s.kind)
+	s.devices = slices.DeleteFunc(readDevices(s.file.path, s.kind), isVoid)
 	if err := s.loadAdded(); err != nil {
 		return err
 	}

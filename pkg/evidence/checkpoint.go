@@ -82,6 +82,8 @@ type KubeletClaim struct {
 	UID, Namespace, Name string
 	PodUIDs              []string
 	Devices              []PoolDevice
+	// CDIDevices are the names that kubelet was answered for them, and hands to the runtime.
+	CDIDevices []string
 }
 
 // PoolDevice names a device as ResourceSlices do.
@@ -112,6 +114,7 @@ func ReadClaimState(kubeletDir, driver string) ([]KubeletClaim, error) {
 		slices.Sort(claim.PodUIDs)
 		for _, d := range ours.Devices {
 			claim.Devices = append(claim.Devices, PoolDevice{Pool: d.PoolName, Device: d.DeviceName})
+			claim.CDIDevices = append(claim.CDIDevices, d.CDIDeviceIDs...)
 		}
 		claims = append(claims, claim)
 	}
@@ -140,7 +143,10 @@ type claimEntry struct {
 	ClaimUID, ClaimName, Namespace string
 	PodUIDs                        map[string]struct{}
 	DriverState                    map[string]struct {
-		Devices []struct{ PoolName, DeviceName string }
+		Devices []struct {
+			PoolName, DeviceName string
+			CDIDeviceIDs         []string
+		}
 	}
 }
 

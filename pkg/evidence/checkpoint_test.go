@@ -73,7 +73,7 @@ func TestFilesOfKubelets(t *testing.T) {
 			claims, err := ReadClaimState(dir, "gpu.nvidia.com")
 			must(t, err)
 			if want := []KubeletClaim{
-				{UID: "c1", Namespace: "apps", Name: "one", PodUIDs: []string{"p1", "p2"}, Devices: []PoolDevice{{"node-1", "gpu-0"}, {"node-1", "gpu-3"}}},
+				{UID: "c1", Namespace: "apps", Name: "one", PodUIDs: []string{"p1", "p2"}, Devices: []PoolDevice{{"node-1", "gpu-0"}, {"node-1", "gpu-3"}}, CDIDevices: []string{"k8s.gpu.nvidia.com/gpu=GPU-a"}},
 				{UID: "c3", Namespace: "apps", Name: "unprepared"},
 			}; !reflect.DeepEqual(claims, want) {
 				t.Errorf("claims are %+v, want %+v", claims, want)

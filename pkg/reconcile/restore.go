@@ -35,6 +35,11 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 	if err != nil {
 		logger.Error(err, "Restoring holds without kubelet's claim state")
 	}
+	if r.Void != nil {
+		for _, claim := range claims {
+			r.Void(claim.CDIDevices)
+		}
+	}
 	callCtx, cancel := context.WithTimeout(ctx, r.times.restore)
 	defer cancel()
 	holds := r.holders()

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"syscall"
 	"testing"
 
@@ -280,4 +281,17 @@ func TestIdentifyByResource(t *testing.T) {
 	g.checkpoint("p1", "MIG-a", "p2", "MIG-b")
 	g.run()
 	g.await("GPU-0@0+1: limit MIG-a held []", "GPU-0@1+1: limit MIG-b held [p2]")
+}
+
+// What kubelet remembers to hand to the runtime is told before either API is served.
+func TestRestoreTellsRememberedNames(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-0")
+	var told []string
+	g.r.Void = func(names []string) { told = append(told, names...) }
+	g.claimState(kubeletClaim{"c1", "one", nil, []string{"gpu-0", "gpu-0-mig-1g10gb-19-2"}}, kubeletClaim{"c2", "two", nil, nil})
+	must(t, g.r.Restore(t.Context()))
+	if want := []string{"vendor/class=gpu-0", "vendor/class=gpu-0-mig-1g10gb-19-2"}; !slices.Equal(told, want) {
+		t.Errorf("told %v, want %v", told, want)
+	}
 }

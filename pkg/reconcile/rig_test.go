@@ -278,7 +278,7 @@ func (g *rig) claimState(claims ...kubeletClaim) {
 	for _, c := range claims {
 		var devices []any
 		for _, d := range c.devices {
-			devices = append(devices, map[string]any{"PoolName": poolOf(d), "DeviceName": d})
+			devices = append(devices, map[string]any{"PoolName": poolOf(d), "DeviceName": d, "CDIDeviceIDs": []string{"vendor/class=" + d}})
 		}
 		pods := map[string]any{}
 		for _, uid := range c.pods {

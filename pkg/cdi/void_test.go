@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cdi_test
+
+import (
+	"path/filepath"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// After a reboot kubelet asks for the partitions of before as well, which are no more: they are found, and give nothing. One that is
+// made again under its name is that partition.
+func TestVoid(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "cdi")
+	from := newSource(entry("GPU-a", "/dev/nvidia0", 0))
+	s := newSpecs(t, dir, from, nil)
+	name := s.QualifiedName
+	s.Void([]string{name("MIG-old"), name("MIG-1"), name("GPU-a"), name("MIG-old"), "k8s.gpu.nvidia.com/claim=x", "nonsense"})
+	check(t, s.Ensure(t.Context(), "GPU-a"))
+	wants := func(nodes map[string]int) {
+		t.Helper()
+		found := map[string]int{}
+		cache, err := cdilib.NewCache(cdilib.WithSpecDirs(dir), cdilib.WithAutoRefresh(false))
+		check(t, err)
+		for _, device := range cache.ListDevices() {
+			found[device] = len(cache.GetDevice(device).ContainerEdits.DeviceNodes)
+		}
+		if len(cache.GetErrors()) > 0 {
+			t.Errorf("errors: %v", cache.GetErrors())
+		}
+		if diff := cmp.Diff(nodes, found); diff != "" {
+			t.Errorf("device nodes by name (-want +got):\n%s", diff)
+		}
+	}
+	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 0, name("MIG-1"): 0})
+	if s.Has("MIG-old") || s.Ensure(t.Context(), "MIG-old") == nil {
+		t.Error("a device that is no more is taken for one")
+	}
+	check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
+	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 0, name("MIG-1"): 1})
+
+	// An administrator makes one of them again, and the driver is asked about all.
+	from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0), entry("MIG-old", "/dev/nvidia0", 0), entry("MIG-1", "/dev/nvidia0", 0)), nil)
+	runOnce(t, s)
+	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 1, name("MIG-1"): 1})
+
+	// The next process is told again, and takes none of them for a device that got lost.
+	from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0)), nil)
+	again := newSpecs(t, filepath.Join(t.TempDir(), "cdi"), from, nil)
+	again.Void([]string{name("MIG-old")})
+	check(t, again.Ensure(t.Context()))
+	next := newSpecs(t, filepath.Dir(again.Path()), from, nil)
+	check(t, next.Ensure(t.Context()))
+	dir = filepath.Dir(next.Path())
+	wants(map[string]int{name("GPU-a"): 1})
+}
