@@ -5,6 +5,7 @@ package helm_test
 import (
 	"encoding/json"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
@@ -57,6 +58,9 @@ func TestParametersPolicy(t *testing.T) {
 		gpu("sharing: {strategy: mps}"):                                            "sharing.strategy: mps is none of TimeSlicing and MPS",
 		gpu("sharing: {strategy: 7}"):                                              "sharing.strategy: 7 is none of",
 		gpu("sharing: {strategy: ''}"):                                             "sharing.strategy:  is none of",
+		gpu("sharing: {strategy: [MPS]}"):                                          "sharing.strategy: must be TimeSlicing or MPS",
+		gpu(`sharing: {strategy: "x\ny"}`):                                         "sharing.strategy: must be TimeSlicing or MPS",
+		gpu(`"x\ny": 1`):                                                           "parameters: unknown field",
 		gpu("sharing: {mpsConfig: {}}"):                                            "sharing.strategy: must be TimeSlicing or MPS where settings are given",
 		gpu("sharing: {timeSlicingConfig: {}}"):                                    "sharing.strategy: must be",
 		gpu("sharing: {strategy: MPS, timeSlicingConfig: {}}"):                     "sharing.timeSlicingConfig: may be set with strategy TimeSlicing only",
@@ -124,6 +128,10 @@ func TestParametersPolicyLeavesAlone(t *testing.T) {
 	policy := policyOf(t, "everything", parametersSuffix)
 	if *policy.Spec.FailurePolicy != admissionv1.Ignore {
 		t.Error("what cannot be evaluated is not left to the node")
+	}
+	binding := findNamed[*admissionv1.ValidatingAdmissionPolicyBinding](t, "everything", parametersSuffix)
+	if binding.Spec.PolicyName != policy.Name || !slices.Equal(binding.Spec.ValidationActions, []admissionv1.ValidationAction{admissionv1.Deny}) {
+		t.Errorf("binding %+v", binding.Spec)
 	}
 	if text := fmt.Sprint(policy.Spec.Variables); !strings.Contains(text, "'gpu.example.com'") {
 		t.Errorf("not about the release's driver: %s", text)

@@ -275,8 +275,14 @@ func decide(t *testing.T, policy *admissionv1.ValidatingAdmissionPolicy, input m
 		if evaluate(t, v.Expression, input) == types.True {
 			continue
 		}
+		// One that fails, or has more than a line, is not used.
 		if v.MessageExpression != "" {
-			return evaluate(t, v.MessageExpression, input).Value().(string)
+			if said, err := try(t, v.MessageExpression, input); err == nil && !strings.Contains(said.Value().(string), "\n") {
+				return said.Value().(string)
+			}
+		}
+		if v.Message == "" {
+			t.Errorf("%s: fails without a message", v.Expression)
 		}
 		return v.Message
 	}
@@ -285,12 +291,18 @@ func decide(t *testing.T, policy *admissionv1.ValidatingAdmissionPolicy, input m
 
 func evaluate(t *testing.T, expression string, input map[string]any) ref.Val {
 	t.Helper()
-	compiled, _ := programs.LoadOrStore(expression, sync.OnceValue(func() cel.Program { return compile(t, expression) }))
-	value, _, err := compiled.(func() cel.Program)().Eval(input)
+	value, err := try(t, expression, input)
 	if err != nil {
 		t.Fatalf("%s: %v", expression, err)
 	}
 	return value
+}
+
+func try(t *testing.T, expression string, input map[string]any) (ref.Val, error) {
+	t.Helper()
+	compiled, _ := programs.LoadOrStore(expression, sync.OnceValue(func() cel.Program { return compile(t, expression) }))
+	value, _, err := compiled.(func() cel.Program)().Eval(input)
+	return value, err
 }
 
 // programs are those of expressions that were compiled before.

@@ -241,8 +241,8 @@ func (m *machine) answers(url string) func(context.Context) error {
 	}
 }
 
-// runsContainers makes a probe that wants the container runtime behind a unix socket of the machine to answer kubelet's first question.
-// It accepts connections before it is ready for that, and a kubelet that is turned away ends.
+// runsContainers makes a probe that wants the container runtime behind a unix socket of the machine to answer kubelet's first
+// question. It accepts connections before it is ready for that, and a kubelet that is turned away ends.
 func (m *machine) runsContainers(socket string) func(context.Context) error {
 	return func(ctx context.Context) error {
 		runtime, err := grpc.NewClient("passthrough:///cri", grpc.WithTransportCredentials(insecure.NewCredentials()),

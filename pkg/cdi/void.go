@@ -12,11 +12,12 @@ import (
 // voidEnv is what a container gets from an entry that gives nothing. An entry must have something, and this it has anyway.
 const voidEnv = "NVIDIA_VISIBLE_DEVICES=void"
 
-// Void makes entries that give nothing for names that kubelet remembers of devices that are no more. A kubelet older than 1.37 keeps,
-// over a reboot, what it was answered for a claim, and hands it to the runtime beside what it is answered afterwards (kubernetes,
-// pkg/kubelet/cm/dra/claiminfo.go: addDevice, and resetDevices since 1.37); a partition that was made again has another name, and
-// the runtime starts no container with a name that it cannot find. Names are as in QualifiedName, those of other kinds are passed
-// over, and one that is a device, or becomes one, is that device. It is called at start, before the first Ensure.
+// Void makes entries that give nothing for names that kubelet remembers of devices that are no more. A kubelet older than 1.37
+// keeps, over a reboot, what it was answered for a claim, and hands it to the runtime beside what it is answered afterwards
+// (kubernetes, pkg/kubelet/cm/dra/claiminfo.go: addDevice, and resetDevices since 1.37); a partition that was made again has
+// another name, and the runtime starts no container with a name that it cannot find. Names are as in QualifiedName, those of
+// other kinds are passed over, and one that is a device, or becomes one, is that device. It is called at start, before the first
+// Ensure.
 func (s *Specs) Void(names []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -12,8 +12,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// After a reboot kubelet asks for the partitions of before as well, which are no more: they are found, and give nothing. One that is
-// made again under its name is that partition.
+// After a reboot kubelet asks for the partitions of before as well, which are no more: they are found, and give nothing. One
+// that is made again under its name is that partition.
 func TestVoid(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	from := newSource(entry("GPU-a", "/dev/nvidia0", 0))

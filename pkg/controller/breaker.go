@@ -39,7 +39,7 @@ func TurnedAway(pod *corev1.Pod, limits device.Resources) []corev1.ResourceName 
 	}
 	wanting := func(name corev1.ResourceName) bool {
 		return pod.Status.Reason == "OutOf"+string(name) || pod.Status.Reason == "UnexpectedAdmissionError" &&
-			strings.Contains(pod.Status.Message, string(name)) && !strings.Contains(pod.Status.Message, "rpc error")
+			mentions(pod.Status.Message, string(name)) && !strings.Contains(pod.Status.Message, "rpc error")
 	}
 	var wanted []corev1.ResourceName
 	for _, c := range slices.Concat(pod.Spec.InitContainers, pod.Spec.Containers) {
@@ -51,6 +51,24 @@ func TurnedAway(pod *corev1.Pod, limits device.Resources) []corev1.ResourceName 
 	}
 	slices.Sort(wanted)
 	return slices.Compact(wanted)
+}
+
+// mentions reports whether a message has the name of a resource, and not only that of one that begins so.
+func mentions(message, resource string) bool {
+	for {
+		_, rest, found := strings.Cut(message, resource)
+		if !found {
+			return false
+		}
+		if end := strings.TrimLeft(rest, ".-_"); rest == "" || end == "" || !isAlphanumeric(end[0]) {
+			return true
+		}
+		message = rest
+	}
+}
+
+func isAlphanumeric(c byte) bool {
+	return c >= '0' && c <= '9' || c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z'
 }
 
 // breaker stops the scheduler from sending pods to a node that turns one after the other away, as one does whose agent was

@@ -51,6 +51,7 @@ func TestTurnedAway(t *testing.T) {
 	}{
 		"no plugin":                  {pod: []func(*corev1.Pod){asking(testResource), unhealthy(testResource)}, want: gpu},
 		"for one of two":             {pod: []func(*corev1.Pod){asking(testResource, small, small), unhealthy(string(small))}, want: []corev1.ResourceName{small}},
+		"one of a longer name":       {pod: []func(*corev1.Pod){asking(small, small+".me"), unhealthy(string(small + ".me"))}, want: []corev1.ResourceName{small + ".me"}},
 		"too few":                    {pod: []func(*corev1.Pod){asking(testResource), failing("UnexpectedAdmissionError", "Allocate failed due to requested number of devices unavailable for nvidia.com/gpu. Requested: 1, Available: 0, which is unexpected")}, want: gpu},
 		"by kubelet's accounts":      {pod: []func(*corev1.Pod){asking(testResource, small), failing("OutOfnvidia.com/gpu", "")}, want: gpu},
 		"our agent refuses":          {pod: []func(*corev1.Pod){asking(testResource), failing("UnexpectedAdmissionError", "Allocate failed due to rpc error: code = FailedPrecondition desc = device GPU-1 is held by pod a/b by its nvidia.com/gpu limit (held), which is unexpected")}},

@@ -190,7 +190,7 @@ func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.De
 	if !ok || found.UUID() == "" && !onDemand {
 		return device.Device{}, false, refuse(reasonUnknownDevice, "device %s of pool %s for request %s does not exist on this node (removed, or renumbered by a reboot): delete the pod and its claim to have it allocated anew", result.Device, result.Pool, result.Request)
 	}
-	if err := checkParameters(claim.Status.Allocation, d.DriverName, result, found.Whole()); err != nil {
+	if err := checkParameters(claim, d.DriverName, result, found.Whole()); err != nil {
 		return device.Device{}, false, refuse(reasonInvalidParameters, "request %s: %v: retrying does not help, correct the claim or its class and create the claim anew", result.Request, err)
 	}
 	return found, onDemand, nil

@@ -113,6 +113,8 @@ func TestParametersThatAreWrong(t *testing.T) {
 	const (
 		typo   = `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, shearing: {strategy: TimeSlicing}}`
 		right  = `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: Long}}}`
+		enough = `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 50}}}`
+		much   = `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 101}}}`
 		exact  = `requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]`
 		config = `config: [{opaque: {driver: %s, parameters: %s}}]`
 	)
@@ -126,7 +128,10 @@ func TestParametersThatAreWrong(t *testing.T) {
 		if err := s.apply(fmt.Sprintf(object, "gpu.nvidia.com", typo), "--dry-run=server"); err == nil || !strings.Contains(err.Error(), told) {
 			t.Errorf("%s: %v, want %q", kind, err, told)
 		}
-		for driver, parameters := range map[string]string{"gpu.nvidia.com": right, "gpu.example.com": typo} {
+		if err := s.apply(fmt.Sprintf(object, "gpu.nvidia.com", much), "--dry-run=server"); err == nil || !strings.Contains(err.Error(), "defaultActiveThreadPercentage: must be") {
+			t.Errorf("%s: %v of too large a number", kind, err)
+		}
+		for parameters, driver := range map[string]string{right: "gpu.nvidia.com", enough: "gpu.nvidia.com", typo: "gpu.example.com"} {
 			if err := s.apply(fmt.Sprintf(object, driver, parameters), "--dry-run=server"); err != nil {
 				t.Errorf("%s for %s: %v", kind, driver, err)
 			}

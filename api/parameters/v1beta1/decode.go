@@ -5,6 +5,7 @@ package v1beta1
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"maps"
 	"reflect"
 	"regexp"
@@ -18,16 +19,17 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// Decode reads the parameters that stand at path of some object, sets defaults, and finds all that is wrong with them. It is
-// strict: what is misspelt, or given twice, would silently do nothing. The node decodes the allocated claim by it. It is a pure
-// function, and takes any bytes.
+// Decode reads the parameters that stand at path of some object, sets defaults, and finds what is wrong with them: all at once,
+// unless something of a wrong type, or of another API, hides the rest. It is strict: what is misspelt, or given twice, would
+// silently do nothing. The node decodes the allocated claim by it. It is a pure function, takes any bytes, and says little of
+// many mistakes.
 func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 	var meta metav1.TypeMeta
 	if err := kjson.UnmarshalCaseSensitivePreserveInts(raw, &meta); err != nil {
 		return Parameters{}, field.ErrorList{malformed(raw, path, err)}
 	}
 	if meta.APIVersion != APIVersion {
-		return Parameters{}, field.ErrorList{field.NotSupported(path.Child("apiVersion"), meta.APIVersion, []string{APIVersion})}
+		return Parameters{}, field.ErrorList{field.NotSupported(path.Child("apiVersion"), echo(meta.APIVersion), []string{APIVersion})}
 	}
 	p := Parameters{Kind: Kind(meta.Kind)}
 	var wire interface {
@@ -41,7 +43,7 @@ func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 	case VFIODevice:
 		wire = &vfioDeviceConfig{}
 	default:
-		return Parameters{}, field.ErrorList{field.NotSupported(path.Child("kind"), p.Kind, []Kind{GPU, MIGDevice, VFIODevice})}
+		return Parameters{}, field.ErrorList{field.NotSupported(path.Child("kind"), Kind(echo(meta.Kind)), []Kind{GPU, MIGDevice, VFIODevice})}
 	}
 	strict, err := kjson.UnmarshalStrict(raw, wire)
 	if err != nil {
@@ -53,22 +55,52 @@ func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 	}
 	sharing, wrong := wire.sharing(path)
 	if all = append(all, wrong...); len(all) > 0 {
-		return Parameters{}, all
+		return Parameters{}, few(path, all)
 	}
 	p.Sharing = sharing
 	return p, nil
 }
 
+const (
+	// mistakesMax are told at once. Who wrote more has another problem, and each is text in an event.
+	mistakesMax = 10
+	// devicesMax is more than the devices of any claim have.
+	devicesMax = 128
+	// echoMax is how much of a value, or of a name, is repeated.
+	echoMax = 64
+)
+
+// few are the first mistakes, and how many there are.
+func few(path *field.Path, all field.ErrorList) field.ErrorList {
+	if len(all) <= mistakesMax {
+		return all
+	}
+	more := fmt.Sprintf("and %d more mistakes", len(all)-mistakesMax)
+	return append(all[:mistakesMax:mistakesMax], field.Invalid(path, field.OmitValueType{}, more))
+}
+
+// echo is what somebody wrote, as far as it belongs into a sentence.
+func echo(text string) string {
+	if len(text) > echoMax {
+		text = text[:echoMax] + "…"
+	}
+	quoted := strconv.Quote(text)
+	return quoted[1 : len(quoted)-1]
+}
+
 // malformed is what cannot be read at all: no JSON, or another type than the field's.
 func malformed(raw []byte, path *field.Path, err error) *field.Error {
 	var mismatch *json.UnmarshalTypeError
-	if errors.As(err, &mismatch) && mismatch.Field != "" {
-		return field.TypeInvalid(path.Child(mismatch.Field), mismatch.Value, "must be "+inWords(mismatch.Type))
+	if errors.As(err, &mismatch) {
+		if mismatch.Field != "" {
+			path = path.Child(echo(mismatch.Field))
+		}
+		return field.Invalid(path, field.OmitValueType{}, fmt.Sprintf("must be %s, not %s", inWords(mismatch.Type), mismatch.Value))
 	}
 	if len(raw) == 0 {
 		return field.Required(path, "no parameters")
 	}
-	return field.Invalid(path, field.OmitValueType{}, err.Error())
+	return field.Invalid(path, field.OmitValueType{}, echo(err.Error()))
 }
 
 // inWords is a type as those know it who write JSON.
@@ -89,10 +121,10 @@ func inWords(t reflect.Type) string {
 func misplaced(path *field.Path, err error) *field.Error {
 	var at kjson.FieldError
 	if !errors.As(err, &at) {
-		return field.Invalid(path, field.OmitValueType{}, err.Error())
+		return field.Invalid(path, field.OmitValueType{}, echo(err.Error()))
 	}
 	what, _, _ := strings.Cut(err.Error(), ` "`) // unknown field, or duplicate field
-	return field.Invalid(path.Child(at.FieldPath()), field.OmitValueType{}, what)
+	return field.Invalid(path.Child(echo(at.FieldPath())), field.OmitValueType{}, what)
 }
 
 // What is on the wire. Quantities and the names of strategies are judged afterwards, when it is known where they stand.
@@ -151,7 +183,7 @@ func (c *gpuConfig) sharing(path *field.Path) (*Sharing, field.ErrorList) {
 		interval = *slicing.Interval
 	}
 	if known := []Interval{IntervalDefault, IntervalShort, IntervalMedium, IntervalLong}; !slices.Contains(known, interval) {
-		all = append(all, field.NotSupported(at.Child("interval"), interval, known))
+		all = append(all, field.NotSupported(at.Child("interval"), Interval(echo(string(interval))), known))
 	}
 	switch {
 	case s == nil:
@@ -178,7 +210,7 @@ func (c *vfioDeviceConfig) sharing(path *field.Path) (*Sharing, field.ErrorList)
 	if slices.Contains(known, *c.IOMMU.BackendPolicy) {
 		return nil, nil
 	}
-	return nil, field.ErrorList{field.NotSupported(path.Child("iommu", "backendPolicy"), *c.IOMMU.BackendPolicy, known)}
+	return nil, field.ErrorList{field.NotSupported(path.Child("iommu", "backendPolicy"), echo(*c.IOMMU.BackendPolicy), known)}
 }
 
 // sharing is nil where none is asked for, and where it is not known which. settings tells that there are some for a strategy
@@ -196,7 +228,7 @@ func (s migSharing) sharing(path *field.Path, settings bool) (*Sharing, field.Er
 	case s.Strategy == nil:
 		return nil, append(all, field.Required(path.Child("strategy"), "must be TimeSlicing or MPS where settings are given"))
 	case !slices.Contains(known, *s.Strategy):
-		return nil, append(all, field.NotSupported(path.Child("strategy"), *s.Strategy, known))
+		return nil, append(all, field.NotSupported(path.Child("strategy"), Strategy(echo(string(*s.Strategy))), known))
 	case *s.Strategy == MPSStrategy && limits == nil:
 		limits = &MPS{}
 	case *s.Strategy != MPSStrategy && s.MPSConfig != nil:
@@ -216,11 +248,14 @@ func (m *mps) settings(path *field.Path) (*MPS, field.ErrorList) {
 		all, settings.PinnedMemoryLimit = append(all, wrong...), &limit
 	}
 	at := path.Child("defaultPerDevicePinnedMemoryLimit")
+	if n := len(m.PerDevicePinnedMemoryLimit); n > devicesMax {
+		return settings, append(all, field.TooMany(at, n, devicesMax))
+	}
 	for _, id := range slices.Sorted(maps.Keys(m.PerDevicePinnedMemoryLimit)) {
 		if index, err := strconv.Atoi(id); (err != nil || index < 0 || strconv.Itoa(index) != id) && !isUUID(id) {
-			all = append(all, field.Invalid(at.Key(id), id, "must be the UUID of a device, or an index among the claim's"))
+			all = append(all, field.Invalid(at.Key(echo(id)), echo(id), "must be the UUID of a device, or an index among the claim's"))
 		}
-		limit, wrong := m.PerDevicePinnedMemoryLimit[id].limit(at.Key(id))
+		limit, wrong := m.PerDevicePinnedMemoryLimit[id].limit(at.Key(echo(id)))
 		if all = append(all, wrong...); settings.PerDevicePinnedMemoryLimit == nil {
 			settings.PerDevicePinnedMemoryLimit = map[string]resource.Quantity{}
 		}
@@ -253,14 +288,14 @@ var amount = regexp.MustCompile(`^[+-]?[0-9.]{1,20}([KMGTPE]i|[numkMGTPE]|[eE][+
 
 func (q quantity) limit(path *field.Path) (resource.Quantity, field.ErrorList) {
 	if !amount.MatchString(string(q)) {
-		return resource.Quantity{}, field.ErrorList{field.Invalid(path, string(q), "must be an amount of memory such as 10Gi")}
+		return resource.Quantity{}, field.ErrorList{field.Invalid(path, echo(string(q)), "must be an amount of memory such as 10Gi")}
 	}
 	parsed, err := resource.ParseQuantity(string(q))
 	if err != nil {
-		return resource.Quantity{}, field.ErrorList{field.Invalid(path, string(q), "must be an amount of memory such as 10Gi: "+err.Error())}
+		return resource.Quantity{}, field.ErrorList{field.Invalid(path, echo(string(q)), "must be an amount of memory such as 10Gi: "+err.Error())}
 	}
 	if parsed.CmpInt64(mebibyte) < 0 {
-		return resource.Quantity{}, field.ErrorList{field.Invalid(path, string(q), "must be at least 1Mi: what is not a whole MiB does not count")}
+		return resource.Quantity{}, field.ErrorList{field.Invalid(path, echo(string(q)), "must be at least 1Mi: what is not a whole MiB does not count")}
 	}
 	return parsed, nil
 }

@@ -79,21 +79,21 @@ func TestDecode(t *testing.T) {
 	}
 }
 
-// Each mistake is told by where it is and what would be right, and all of them at once.
+// Each mistake is told by where it is and what would be right.
 func TestMistakes(t *testing.T) {
 	for text, want := range map[string][]string{
 		"null":                                {`at.apiVersion: Unsupported value: "": supported values: "resource.nvidia.com/v1beta1"`},
 		"{}":                                  {`at.apiVersion: Unsupported value`},
 		"apiVersion: resource.nvidia.com/v1":  {`at.apiVersion: Unsupported value: "resource.nvidia.com/v1"`},
-		"kind: 7":                             {`at.kind: Invalid value: "number": must be a string`},
+		"kind: 7":                             {`at.kind: Invalid value: must be a string, not number`},
 		"[]":                                  {`at: Invalid value`},
 		`"text"`:                              {`at: Invalid value`},
 		said("GPUConfig", ""):                 {`at.kind: Unsupported value: "GPUConfig": supported values: "GpuConfig", "MigDeviceConfig", "VfioDeviceConfig"`},
 		said("", ""):                          {`at.kind: Unsupported value: ""`},
 		said(GPU, "shearing: {}"):             {`at.shearing: Invalid value: unknown field`},
 		said(GPU, "Sharing: {}"):              {`at.Sharing: Invalid value: unknown field`},
-		said(GPU, "sharing: []"):              {`at.sharing: Invalid value: "array": must be an object`},
-		said(GPU, "sharing: {strategy: 1}"):   {`at.sharing.strategy: Invalid value: "number": must be a string`},
+		said(GPU, "sharing: []"):              {`at.sharing: Invalid value: must be an object, not array`},
+		said(GPU, "sharing: {strategy: 1}"):   {`at.sharing.strategy: Invalid value: must be a string, not number`},
 		said(GPU, "sharing: {strategy: ''}"):  {`at.sharing.strategy: Unsupported value: "": supported values: "TimeSlicing", "MPS"`},
 		said(GPU, "sharing: {strategy: mps}"): {`at.sharing.strategy: Unsupported value: "mps"`},
 		said(GPU, "sharing: {timeSlicingConfig: {}}"):                                    {`at.sharing.strategy: Required value: must be TimeSlicing or MPS`},
@@ -101,7 +101,7 @@ func TestMistakes(t *testing.T) {
 		said(GPU, "sharing: {strategy: MPS, timeSlicingConfig: {}}"):                     {`at.sharing.timeSlicingConfig: Forbidden: may be set with strategy TimeSlicing only`},
 		said(GPU, "sharing: {strategy: TimeSlicing, mpsConfig: {}}"):                     {`at.sharing.mpsConfig: Forbidden: may be set with strategy MPS only`},
 		said(GPU, "sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: ''}}"): {`at.sharing.timeSlicingConfig.interval: Unsupported value: "": supported values: "Default", "Short", "Medium", "Long"`},
-		said(GPU, "sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: 2}}"):  {`at.sharing.timeSlicingConfig.interval: Invalid value: "number": must be a string`},
+		said(GPU, "sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: 2}}"):  {`at.sharing.timeSlicingConfig.interval: Invalid value: must be a string, not number`},
 		said(GPU, "sharing: {strategy: TimeSlicing, timeSlicingConfig: {timeslice: 2}}"): {`at.sharing.timeSlicingConfig.timeslice: Invalid value: unknown field`},
 		said(GPU, "sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 101, defaultPinnedDeviceMemoryLimit: 10 Gi, multiuser: true}}"): {
 			`at.sharing.mpsConfig.multiuser: Invalid value: unknown field`,
@@ -109,7 +109,7 @@ func TestMistakes(t *testing.T) {
 			`at.sharing.mpsConfig.defaultPinnedDeviceMemoryLimit: Invalid value: "10 Gi": must be an amount of memory such as 10Gi`,
 		},
 		said(GPU, "sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: -1}}"):               {`defaultActiveThreadPercentage: Invalid value: -1`},
-		said(GPU, "sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 0.5}}"):              {`defaultActiveThreadPercentage: Invalid value: "number 0.5": must be a whole number`},
+		said(GPU, "sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 0.5}}"):              {`defaultActiveThreadPercentage: Invalid value: must be a whole number, not number 0.5`},
 		said(GPU, "sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 1023Ki}}"):          {`defaultPinnedDeviceMemoryLimit: Invalid value: "1023Ki": must be at least 1Mi`},
 		said(GPU, "sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: '1e999999999'}}"):   {`defaultPinnedDeviceMemoryLimit: Invalid value: "1e999999999"`},
 		said(GPU, "sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: -1Gi}}"):            {`must be at least 1Mi`},
@@ -154,6 +154,31 @@ func TestMistakesInJSON(t *testing.T) {
 	}
 }
 
+// Whoever may make a claim may make thousands of mistakes, in text that is repeated on every attempt.
+func TestManyMistakes(t *testing.T) {
+	keys := func(n int) string {
+		var all strings.Builder
+		for i := range n {
+			fmt.Fprintf(&all, "%q: 0, ", fmt.Sprint("z", i, strings.Repeat("x\n", 100)))
+		}
+		return all.String()
+	}
+	for name, c := range map[string]struct {
+		text string
+		want int
+	}{
+		"unknown fields":      {"{apiVersion: " + APIVersion + ", kind: GpuConfig, " + keys(5000) + "}", mistakesMax + 1},
+		"too many devices":    {said(GPU, "sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {"+keys(5000)+"}}}"), 1},
+		"many devices":        {said(GPU, "sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {"+keys(devicesMax)+"}}}"), mistakesMax + 1},
+		"one of great length": {said(GPU, "sharing: {strategy: "+strings.Repeat("x", 100_000)+"}"), 1},
+	} {
+		_, wrong := decode(t, c.text)
+		if said := wrong.ToAggregate().Error(); len(wrong) != c.want || len(said) > 4000 || strings.Contains(said, "\n") {
+			t.Errorf("%s: %d mistakes in %d bytes", name, len(wrong), len(said))
+		}
+	}
+}
+
 // Claim authors write these bytes: none may crash who reads them, and what is taken for valid is complete.
 func FuzzDecode(f *testing.F) {
 	for _, text := range []string{
@@ -171,6 +196,9 @@ func FuzzDecode(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, raw []byte) {
 		p, wrong := Decode(raw, field.NewPath("at"))
+		if aggregate := wrong.ToAggregate(); aggregate != nil && len(aggregate.Error()) > 8000 {
+			t.Errorf("%d bytes about %d mistakes", len(aggregate.Error()), len(wrong))
+		}
 		for _, err := range wrong {
 			if !strings.HasPrefix(err.Error(), "at") || len(err.Error()) < len("at: x") {
 				t.Errorf("a mistake without a place: %q", err.Error())
