@@ -45,7 +45,9 @@ func TestVoid(t *testing.T) {
 
 	// An administrator makes one of them again, and the driver is asked about all.
 	from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0), entry("MIG-old", "/dev/nvidia0", 0), entry("MIG-1", "/dev/nvidia0", 0)), nil)
-	runOnce(t, s)
+	stop := run(t, s)
+	await(t, func() bool { return s.Has("MIG-old") })
+	stop()
 	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 1, name("MIG-1"): 1})
 
 	// The next process is told again, and takes none of them for a device that got lost.
