@@ -238,7 +238,9 @@ func (s *Specs) load() error {
 	if err := s.file.removeTemporaries(); err != nil {
 		return err
 	}
-	s.devices = slices.DeleteFunc(readDevices(s.file.path, s.kind), isVoid)
+	if found := readDevices(s.file.path, s.kind); len(found) > 0 {
+		s.devices, s.voided = split(found)
+	}
 	if err := s.loadAdded(); err != nil {
 		return err
 	}

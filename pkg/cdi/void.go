@@ -4,6 +4,7 @@ package cdi
 
 import (
 	"slices"
+	"strings"
 
 	"tags.cncf.io/container-device-interface/pkg/parser"
 	specs "tags.cncf.io/container-device-interface/specs-go"
@@ -12,18 +13,20 @@ import (
 // voidEnv is what a container gets from an entry that gives nothing. An entry must have something, and this it has anyway.
 const voidEnv = "NVIDIA_VISIBLE_DEVICES=void"
 
-// Void makes entries that give nothing for names that kubelet remembers of devices that are no more. A kubelet older than 1.37
+// Void makes entries that give nothing for names that kubelet remembers of partitions that are no more. A kubelet older than 1.37
 // keeps, over a reboot, what it was answered for a claim, and hands it to the runtime beside what it is answered afterwards
-// (kubernetes, pkg/kubelet/cm/dra/claiminfo.go: addDevice, and resetDevices since 1.37); a partition that was made again has
-// another name, and the runtime starts no container with a name that it cannot find. Names are as in QualifiedName, those of
-// other kinds are passed over, and one that is a device, or becomes one, is that device. It is called at start, before the first
-// Ensure.
+// (kubernetes, pkg/kubelet/cm/dra/claiminfo.go: addDevice, and resetDevices since 1.37); a partition that was made again has another
+// name, and the runtime starts no container with a name that it cannot find.
+//
+// Names are as in QualifiedName; others are passed over, and one that is a device, or becomes one, is that device. It is called at
+// start, before the first Ensure. It counts where this boot has no spec yet: a device that is lost later is missed by whoever had
+// it, and a spec that is there says which were lost before.
 func (s *Specs) Void(names []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, name := range names {
 		vendor, class, device, err := parser.ParseQualifiedName(name)
-		if err == nil && vendor == s.options.Vendor && class == s.options.Class {
+		if err == nil && vendor == s.options.Vendor && class == s.options.Class && strings.HasPrefix(device, "MIG-") {
 			s.voided = append(s.voided, device)
 		}
 	}
@@ -60,7 +63,15 @@ func (s *Specs) unvoid(name string) error {
 	return nil
 }
 
-// isVoid tells an entry that gives nothing from that of a device.
-func isVoid(d specs.Device) bool {
-	return slices.Equal(d.ContainerEdits.Env, []string{voidEnv}) && len(d.ContainerEdits.DeviceNodes) == 0
+// split tells devices from the names of entries that give nothing.
+func split(found []specs.Device) (devices []specs.Device, voided []string) {
+	for _, d := range found {
+		if slices.Equal(d.ContainerEdits.Env, []string{voidEnv}) && len(d.ContainerEdits.DeviceNodes) == 0 {
+			voided = append(voided, d.Name)
+		} else {
+			devices = append(devices, d)
+		}
+	}
+	slices.Sort(voided)
+	return devices, voided
 }

@@ -50,13 +50,16 @@ func TestVoid(t *testing.T) {
 	stop()
 	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 1, name("MIG-1"): 1})
 
-	// The next process is told again, and takes none of them for a device that got lost.
+	// The next process takes them over from the spec, and adds none: what is lost in this boot is missed.
 	from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0)), nil)
-	again := newSpecs(t, filepath.Join(t.TempDir(), "cdi"), from, nil)
-	again.Void([]string{name("MIG-old")})
-	check(t, again.Ensure(t.Context()))
-	next := newSpecs(t, filepath.Dir(again.Path()), from, nil)
+	dir = filepath.Join(t.TempDir(), "cdi")
+	first := newSpecs(t, dir, from, nil)
+	first.Void([]string{name("MIG-old"), name("GPU-gone")})
+	check(t, first.Ensure(t.Context()))
+	next := newSpecs(t, dir, from, nil)
+	next.Void([]string{name("MIG-old"), name("MIG-lost")})
 	check(t, next.Ensure(t.Context()))
-	dir = filepath.Dir(next.Path())
-	wants(map[string]int{name("GPU-a"): 1})
+	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 0})
+	check(t, next.Add(t.Context(), device.Partition{UUID: "MIG-old"}))
+	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 1})
 }
