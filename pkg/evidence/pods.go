@@ -350,11 +350,26 @@ func (p *Pods) Started(h ledger.Hold, all []ledger.Hold) bool {
 	if len(uids) == 0 {
 		// Kubelet may have admitted a pod that our watch knew to be gone, and has struck it off its checkpoint since.
 		uids = p.wanting(func(resource string) bool { return resource == h.Resource }, all, func(seenPod) bool { return true })
+		if !p.watchedSince(h.Since) {
+			// Or one that was gone before our watch began: all that is left of it is a cgroup.
+			strangers, err := p.Strangers()
+			if err != nil {
+				return true
+			}
+			uids = append(uids, strangers...)
+		}
 	}
 	return slices.ContainsFunc(uids, func(uid string) bool {
 		cgroup, err := p.cgroups.Pod(uid)
 		return err != nil || cgroup == CgroupBusy
 	})
+}
+
+// watchedSince reports whether every pod that was there at a time, or came later, has been seen.
+func (p *Pods) watchedSince(at time.Time) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return !p.synced.IsZero() && !at.Before(p.synced)
 }
 
 // Unsettled is how long the hold of a limit is still within Settling.

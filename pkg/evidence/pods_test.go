@@ -483,6 +483,24 @@ func TestStarted(t *testing.T) {
 	}
 }
 
+// TestStartedBeforeTheWatch: the agent has restarted, and a limit of before names no pod. Its pod may have been force-deleted
+// meanwhile: the API server has forgotten it, kubelet has struck it off, and it runs.
+func TestStartedBeforeTheWatch(t *testing.T) {
+	for state, want := range map[int]bool{noGroup: false, emptyGroup: false, busyGroup: true} {
+		f := newTree(t)
+		f.v2("kubepods/burstable/podanchor", false)
+		f.group(podA, state)
+		p := known(t, f)
+		if got := p.Started(limit(ledger.StateHeld, 2*time.Hour), nil); got != want {
+			t.Errorf("cgroup state %d: started %v, want %v", state, got, want)
+		}
+		// One that was given out since names no pod yet: its pod would have been seen.
+		if p.Started(limit(ledger.StateHeld, time.Minute), nil) {
+			t.Errorf("cgroup state %d: a limit of just now is the stranger's", state)
+		}
+	}
+}
+
 // TestForceDeletedBeforeItStarted: a kubelet that is frozen between the admission and the pod's cgroup starts the pod when it
 // goes on, and hears of the deletion afterwards.
 func TestForceDeletedBeforeItStarted(t *testing.T) {
