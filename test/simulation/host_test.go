@@ -56,7 +56,8 @@ func newHost(s *schedule, dir string, gpus int) (*host, error) {
 			return nil, err
 		}
 	}
-	return h, os.WriteFile(filepath.Join(h.cgroups(), "kubepods/podanchor/cgroup.events"), []byte("populated 1\n"), 0o600)
+	// Its cgroup is there and empty: one with processes would be a pod that nobody knows, and may have any GPU.
+	return h, os.WriteFile(filepath.Join(h.cgroups(), "kubepods/podanchor/cgroup.events"), []byte("populated 0\n"), 0o600)
 }
 
 func (h *host) kubeletDir() string { return filepath.Join(h.dir, "kubelet") }
