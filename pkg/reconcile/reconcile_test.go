@@ -124,6 +124,7 @@ func TestForceDeletedRightAfterAllocate(t *testing.T) {
 func TestReuseBetweenVerdictAndRelease(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
+	g.group("anchor", false) // no pods are known here, and one that runs might have any GPU
 	g.allocate("GPU-1")
 	judged := g.book.Holds()[0]
 	g.allocate("GPU-1")

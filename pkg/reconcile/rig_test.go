@@ -97,6 +97,7 @@ func (g *rig) doubtSoon() {
 
 // run runs pods and reconciler until the returned function is called, or the test ends.
 func (g *rig) run() (stop func()) {
+	watches := g.watches()
 	ctx, cancel := context.WithCancel(g.t.Context())
 	var running sync.WaitGroup
 	running.Go(func() { must(g.t, g.pods.Run(ctx)) })
@@ -106,7 +107,21 @@ func (g *rig) run() (stop func()) {
 	if !g.pods.AwaitSync(ctx) {
 		g.t.Fatal("no pods")
 	}
+	// The fake forgets what happens between the list and the watch.
+	for g.watches() == watches && ctx.Err() == nil {
+		time.Sleep(time.Millisecond)
+	}
 	return stop
+}
+
+// watches counts the watches of pods that were begun.
+func (g *rig) watches() (n int) {
+	for _, action := range g.client.Actions() {
+		if action.Matches("watch", "pods") {
+			n++
+		}
+	}
+	return n
 }
 
 func must(t *testing.T, err error) {
