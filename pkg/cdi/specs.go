@@ -62,7 +62,7 @@ type Specs struct {
 	failed  map[string]error
 	loaded  bool
 	// voided are names of devices that are no more, for which there are entries all the same.
-	voided []string
+	voided map[string]bool
 	// added are the partitions with a file of their own, by UUID.
 	added map[string]*addition
 
@@ -90,6 +90,7 @@ func New(options Options) (*Specs, error) {
 		options:    options,
 		kind:       options.Vendor + "/" + options.Class,
 		refreshing: make(chan struct{}, 1),
+		voided:     map[string]bool{},
 		added:      map[string]*addition{},
 		entries:    entries{changed: make(chan struct{})},
 	}
@@ -214,20 +215,29 @@ func (s *Specs) refresh(ctx context.Context) error {
 	}
 	devices := withLost(s.notAdded(edits.Devices), s.notAdded(s.devices))
 	s.failed = maps.Clone(edits.Failed)
-	want, err := encode(s.kind, edits.Common, s.withVoid(devices))
-	if err != nil {
-		return err
-	}
 	// Only what could be written and read is remembered: the spec before it stays the one to repair from.
-	if err := s.put(want); err != nil {
+	if err := s.write(edits.Common, devices); err != nil {
 		return err
 	}
-	s.want, s.common, s.devices, s.known = want, edits.Common, devices, make(map[string]bool, len(devices))
+	s.common, s.devices, s.known = edits.Common, devices, make(map[string]bool, len(devices))
 	for _, d := range devices {
 		s.known[d.Name] = true
 	}
 	s.announce()
 	return s.describeAdded()
+}
+
+// write brings the files to say this, beside what gives nothing. Under s.mu.
+func (s *Specs) write(common specs.ContainerEdits, devices []specs.Device) error {
+	want, err := encode(s.kind, common, s.withVoid(devices))
+	if err != nil {
+		return err
+	}
+	if err := s.put(want); err != nil {
+		return err
+	}
+	s.want = want
+	return nil
 }
 
 // load takes over, once, what an earlier run of the agent left.

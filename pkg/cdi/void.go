@@ -3,6 +3,7 @@
 package cdi
 
 import (
+	"maps"
 	"slices"
 	"strings"
 
@@ -27,17 +28,15 @@ func (s *Specs) Void(names []string) {
 	for _, name := range names {
 		vendor, class, device, err := parser.ParseQualifiedName(name)
 		if err == nil && vendor == s.options.Vendor && class == s.options.Class && strings.HasPrefix(device, "MIG-") {
-			s.voided = append(s.voided, device)
+			s.voided[device] = true
 		}
 	}
-	slices.Sort(s.voided)
-	s.voided = slices.Compact(s.voided)
 }
 
 // withVoid adds the entries that give nothing, for the names that no device has. Under s.mu.
 func (s *Specs) withVoid(devices []specs.Device) []specs.Device {
 	all := slices.Clone(devices)
-	for _, name := range s.voided {
+	for _, name := range slices.Sorted(maps.Keys(s.voided)) {
 		if s.added[name] == nil && !slices.ContainsFunc(devices, func(d specs.Device) bool { return d.Name == name }) {
 			all = append(all, specs.Device{Name: name, ContainerEdits: specs.ContainerEdits{Env: []string{voidEnv}}})
 		}
@@ -47,31 +46,27 @@ func (s *Specs) withVoid(devices []specs.Device) []specs.Device {
 
 // unvoid takes the entry that gives nothing away from a name that is a device again. Under s.mu.
 func (s *Specs) unvoid(name string) error {
-	at, found := slices.BinarySearch(s.voided, name)
-	if !found {
+	if !s.voided[name] {
 		return nil
 	}
-	s.voided = slices.Delete(s.voided, at, at+1)
-	want, err := encode(s.kind, s.common, s.withVoid(s.devices))
+	delete(s.voided, name)
+	err := s.write(s.common, s.devices)
 	if err != nil {
-		return err
+		// The file has it still.
+		s.voided[name] = true
 	}
-	if err := s.put(want); err != nil {
-		return err
-	}
-	s.want = want
-	return nil
+	return err
 }
 
 // split tells devices from the names of entries that give nothing.
-func split(found []specs.Device) (devices []specs.Device, voided []string) {
+func split(found []specs.Device) (devices []specs.Device, voided map[string]bool) {
+	voided = map[string]bool{}
 	for _, d := range found {
 		if slices.Equal(d.ContainerEdits.Env, []string{voidEnv}) && len(d.ContainerEdits.DeviceNodes) == 0 {
-			voided = append(voided, d.Name)
+			voided[d.Name] = true
 		} else {
 			devices = append(devices, d)
 		}
 	}
-	slices.Sort(voided)
 	return devices, voided
 }

@@ -3,6 +3,7 @@
 package cdi_test
 
 import (
+	"os"
 	"path/filepath"
 	"testing"
 
@@ -62,4 +63,27 @@ func TestVoid(t *testing.T) {
 	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 0})
 	check(t, next.Add(t.Context(), device.Partition{UUID: "MIG-old"}))
 	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 1})
+}
+
+// A name that could not be taken from the entries that give nothing is not defined a second time.
+func TestVoidThatCannotBeTakenBack(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "cdi")
+	from := newSource(entry("GPU-a", "/dev/nvidia0", 0))
+	s := newSpecs(t, dir, from, nil)
+	s.Void([]string{s.QualifiedName("MIG-1")})
+	check(t, s.Ensure(t.Context()))
+	away := dir + ".away"
+	from.during(func() {
+		check(t, os.Rename(dir, away))
+		check(t, os.WriteFile(dir, nil, 0o600))
+	})
+	if s.Add(t.Context(), device.Partition{UUID: "MIG-1"}) == nil {
+		t.Fatal("added where nothing can be written")
+	}
+	check(t, os.Remove(dir))
+	check(t, os.Rename(away, dir))
+	check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
+	if diff := cmp.Diff([]string{s.QualifiedName("GPU-a"), s.QualifiedName("MIG-1")}, resolves(t, dir)); diff != "" {
+		t.Errorf("devices (-want +got):\n%s", diff)
+	}
 }
