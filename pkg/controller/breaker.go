@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"time"
+	"unicode"
 
 	corev1 "k8s.io/api/core/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
@@ -20,7 +21,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
-	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
@@ -37,38 +37,12 @@ func TurnedAway(pod *corev1.Pod, limits device.Resources) []corev1.ResourceName 
 	if pod.Status.Phase != corev1.PodFailed {
 		return nil
 	}
-	wanting := func(name corev1.ResourceName) bool {
-		return pod.Status.Reason == "OutOf"+string(name) || pod.Status.Reason == "UnexpectedAdmissionError" &&
-			mentions(pod.Status.Message, string(name)) && !strings.Contains(pod.Status.Message, "rpc error")
-	}
-	var wanted []corev1.ResourceName
-	for _, c := range slices.Concat(pod.Spec.InitContainers, pod.Spec.Containers) {
-		for name, quantity := range c.Resources.Limits {
-			if limits.Has(string(name)) && !quantity.IsZero() && wanting(name) {
-				wanted = append(wanted, name)
-			}
-		}
-	}
-	slices.Sort(wanted)
-	return slices.Compact(wanted)
-}
-
-// mentions reports whether a message has the name of a resource, and not only that of one that begins so.
-func mentions(message, resource string) bool {
-	for {
-		_, rest, found := strings.Cut(message, resource)
-		if !found {
-			return false
-		}
-		if end := strings.TrimLeft(rest, ".-_"); rest == "" || end == "" || !isAlphanumeric(end[0]) {
-			return true
-		}
-		message = rest
-	}
-}
-
-func isAlphanumeric(c byte) bool {
-	return c >= '0' && c <= '9' || c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z'
+	words := strings.FieldsFunc(pod.Status.Message, func(r rune) bool { return unicode.IsSpace(r) || r == ',' })
+	return asks(pod, func(name corev1.ResourceName) bool {
+		named := slices.ContainsFunc(words, func(word string) bool { return strings.TrimRight(word, ".") == string(name) })
+		return limits.Has(string(name)) && (pod.Status.Reason == "OutOf"+string(name) ||
+			pod.Status.Reason == "UnexpectedAdmissionError" && named && !strings.Contains(pod.Status.Message, "rpc error"))
+	})
 }
 
 // breaker stops the scheduler from sending pods to a node that turns one after the other away, as one does whose agent was
@@ -121,7 +95,7 @@ func newBreaker(cached, live client.Reader, limits device.Resources, measured *m
 
 func (b *breaker) register(m manager.Manager) error {
 	err := builder.ControllerManagedBy(m).Named("breaker").
-		Watches(&corev1.Pod{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(b.left())).
+		Watches(&corev1.Pod{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(leftPending(b.of))).
 		WithOptions(options(4)).
 		Complete(b)
 	if err != nil {
@@ -135,18 +109,10 @@ func (b *breaker) source() source.Source {
 	return source.Channel(b.opened, &handler.EnqueueRequestForObject{})
 }
 
-// left are the events of pods that were bound with limits of ours and are not Pending any more: only Pending ones are watched,
-// and the others leave the watch as if they were deleted.
-func (b *breaker) left() predicate.Funcs {
-	return predicate.Funcs{
-		CreateFunc:  func(event.CreateEvent) bool { return false },
-		UpdateFunc:  func(event.UpdateEvent) bool { return false },
-		GenericFunc: func(event.GenericEvent) bool { return false },
-		DeleteFunc: func(e event.DeleteEvent) bool {
-			pod, ok := e.Object.(*corev1.Pod)
-			return ok && pod.Spec.NodeName != "" && total(pod, func(name corev1.ResourceName) bool { return b.limits.Has(string(name)) }) > 0
-		},
-	}
+// of reports whether a pod was bound with limits of ours.
+func (b *breaker) of(o client.Object) bool {
+	pod, ok := o.(*corev1.Pod)
+	return ok && pod.Spec.NodeName != "" && len(asks(pod, func(name corev1.ResourceName) bool { return b.limits.Has(string(name)) })) > 0
 }
 
 // Reconcile implements reconcile.Reconciler for one pod that is not Pending any more. A pod counts once, as it leaves once.

@@ -246,7 +246,7 @@ func TestBreakerOfANodeLeftAlone(t *testing.T) {
 func TestBreakerLooksAtFew(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{})
 	b := w.breaker()
-	left := b.left()
+	left := leftPending(b.of)
 	bound := newPod("a", asking(testResource))
 	if left.Create(event.CreateEvent{Object: bound}) || left.Update(event.UpdateEvent{ObjectOld: bound, ObjectNew: bound}) || left.Generic(event.GenericEvent{Object: bound}) {
 		t.Error("looks at a pod that waits")

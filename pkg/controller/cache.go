@@ -20,6 +20,8 @@ import (
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
@@ -71,6 +73,17 @@ func cacheOptions(driver string, limits device.Resources) cache.Options {
 				Transform: trim(trimPod),
 			},
 		},
+	}
+}
+
+// leftPending are the events of pods that are not Pending any more: only Pending ones are watched, and the others leave the watch as
+// if they were deleted.
+func leftPending(of func(client.Object) bool) predicate.Funcs {
+	return predicate.Funcs{
+		CreateFunc:  func(event.CreateEvent) bool { return false },
+		UpdateFunc:  func(event.UpdateEvent) bool { return false },
+		GenericFunc: func(event.GenericEvent) bool { return false },
+		DeleteFunc:  func(e event.DeleteEvent) bool { return of(e.Object) },
 	}
 }
 

@@ -268,16 +268,21 @@ func (o Ours) whole(name corev1.ResourceName) bool { return o.Resources[name] }
 
 // partitions are the resources of partitions that a pod asks for, sorted.
 func (o Ours) partitions(pod *corev1.Pod) []corev1.ResourceName {
+	return asks(pod, func(name corev1.ResourceName) bool { return o.Limits.Has(string(name)) && !o.whole(name) })
+}
+
+// asks are those of some resources that a pod asks devices of, sorted.
+func asks(pod *corev1.Pod, counts func(corev1.ResourceName) bool) []corev1.ResourceName {
 	var names []corev1.ResourceName
 	for _, c := range slices.Concat(pod.Spec.InitContainers, pod.Spec.Containers) {
-		for name := range c.Resources.Limits {
-			if o.Limits.Has(string(name)) && !o.whole(name) {
+		for name, quantity := range c.Resources.Limits {
+			if !quantity.IsZero() && counts(name) {
 				names = append(names, name)
 			}
 		}
 	}
 	slices.Sort(names)
-	return names
+	return slices.Compact(names)
 }
 
 // total is how many devices of some resources the pod has to have at once.

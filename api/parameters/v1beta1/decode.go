@@ -29,7 +29,7 @@ func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 		return Parameters{}, field.ErrorList{malformed(raw, path, err)}
 	}
 	if meta.APIVersion != APIVersion {
-		return Parameters{}, field.ErrorList{field.NotSupported(path.Child("apiVersion"), echo(meta.APIVersion), []string{APIVersion})}
+		return Parameters{}, field.ErrorList{notSupported(path.Child("apiVersion"), meta.APIVersion, []string{APIVersion})}
 	}
 	p := Parameters{Kind: Kind(meta.Kind)}
 	var wire interface {
@@ -43,7 +43,7 @@ func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 	case VFIODevice:
 		wire = &vfioDeviceConfig{}
 	default:
-		return Parameters{}, field.ErrorList{field.NotSupported(path.Child("kind"), Kind(echo(meta.Kind)), []Kind{GPU, MIGDevice, VFIODevice})}
+		return Parameters{}, field.ErrorList{notSupported(path.Child("kind"), p.Kind, []Kind{GPU, MIGDevice, VFIODevice})}
 	}
 	strict, err := kjson.UnmarshalStrict(raw, wire)
 	if err != nil {
@@ -86,6 +86,10 @@ func echo(text string) string {
 	}
 	quoted := strconv.Quote(text)
 	return quoted[1 : len(quoted)-1]
+}
+
+func notSupported[T ~string](path *field.Path, value T, known []T) *field.Error {
+	return field.NotSupported(path, T(echo(string(value))), known)
 }
 
 // malformed is what cannot be read at all: no JSON, or another type than the field's.
@@ -183,7 +187,7 @@ func (c *gpuConfig) sharing(path *field.Path) (*Sharing, field.ErrorList) {
 		interval = *slicing.Interval
 	}
 	if known := []Interval{IntervalDefault, IntervalShort, IntervalMedium, IntervalLong}; !slices.Contains(known, interval) {
-		all = append(all, field.NotSupported(at.Child("interval"), Interval(echo(string(interval))), known))
+		all = append(all, notSupported(at.Child("interval"), interval, known))
 	}
 	switch {
 	case s == nil:
@@ -210,7 +214,7 @@ func (c *vfioDeviceConfig) sharing(path *field.Path) (*Sharing, field.ErrorList)
 	if slices.Contains(known, *c.IOMMU.BackendPolicy) {
 		return nil, nil
 	}
-	return nil, field.ErrorList{field.NotSupported(path.Child("iommu", "backendPolicy"), echo(*c.IOMMU.BackendPolicy), known)}
+	return nil, field.ErrorList{notSupported(path.Child("iommu", "backendPolicy"), *c.IOMMU.BackendPolicy, known)}
 }
 
 // sharing is nil where none is asked for, and where it is not known which. settings tells that there are some for a strategy
@@ -228,7 +232,7 @@ func (s migSharing) sharing(path *field.Path, settings bool) (*Sharing, field.Er
 	case s.Strategy == nil:
 		return nil, append(all, field.Required(path.Child("strategy"), "must be TimeSlicing or MPS where settings are given"))
 	case !slices.Contains(known, *s.Strategy):
-		return nil, append(all, field.NotSupported(path.Child("strategy"), Strategy(echo(string(*s.Strategy))), known))
+		return nil, append(all, notSupported(path.Child("strategy"), *s.Strategy, known))
 	case *s.Strategy == MPSStrategy && limits == nil:
 		limits = &MPS{}
 	case *s.Strategy != MPSStrategy && s.MPSConfig != nil:
