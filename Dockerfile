@@ -18,6 +18,11 @@ RUN go build -tags grpcnotrace -buildvcs=false -o /out/usr/bin/ \
         -X github.com/tandem-gpu/tandem/internal/version.Version=${VERSION} \
         -X github.com/tandem-gpu/tandem/internal/version.Commit=${COMMIT}" \
       ./cmd/kubelet-plugin ./cmd/controller
+# Static: they run where there may be no C library.
+RUN CGO_ENABLED=0 go build -tags grpcnotrace -buildvcs=false -o /out/usr/bin/ \
+      -ldflags "-s -w -X github.com/tandem-gpu/tandem/internal/version.Version=${VERSION} \
+        -X github.com/tandem-gpu/tandem/internal/version.Commit=${COMMIT}" \
+      ./cmd/mps-daemon ./cmd/simulated-driver
 # Static: the container runtime runs it on the host, whose C library may be older, or missing.
 RUN mkdir /hook && cd /hook && go mod init tandem.invalid/hook && \
     go get github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook@${HOOK_VERSION} && \
@@ -26,7 +31,7 @@ RUN mkdir /hook && cd /hook && go mod init tandem.invalid/hook && \
         -extldflags '-static -Wl,--unresolved-symbols=ignore-in-object-files'" \
       github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook
 # Licences of every module that a program was built from.
-RUN for program in kubelet-plugin controller nvidia-cdi-hook; do go version -m /out/usr/bin/$program; done | \
+RUN for program in kubelet-plugin controller mps-daemon simulated-driver nvidia-cdi-hook; do go version -m /out/usr/bin/$program; done | \
       awk '$1 == "dep" { print $2 "@" $3 }' | sort -u | while read -r module; do \
         dir=$(cd / && go mod download -json "$module" | sed -n 's/^\t"Dir": "\(.*\)",$/\1/p'); \
         find "$dir" -maxdepth 1 -type f -regextype posix-extended -iregex '.*/(licen[cs]e|copying|notice)([.-].*)?' \
@@ -44,5 +49,5 @@ WORKDIR /
 LABEL org.opencontainers.image.title="tandem" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.source="https://github.com/tandem-gpu/tandem"
-# The controller is /usr/bin/controller.
+# The controller is /usr/bin/controller, what runs in the pod of an MPS daemon /usr/bin/mps-daemon.
 ENTRYPOINT ["/usr/bin/kubelet-plugin"]

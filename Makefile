@@ -38,19 +38,20 @@ unit: ## unit and contract tests with the race detector
 
 .PHONY: e2e
 e2e: ## users' stories on a real cluster (KUBERNETES=v1.36.3 for another version, RUN=regexp for some of them)
-	go test -count=1 -timeout 60m -v $(if $(RUN),-run '$(RUN)') ./test/e2e/...
+	go test -count=1 -timeout 80m -v $(if $(RUN),-run '$(RUN)') ./test/e2e/...
 
 # What a run of make torture takes from the command line.
-torture_flags = $(if $(OPS),-ops $(OPS)) $(if $(SEED),-seed $(SEED)) $(if $(MIG),-mig) $(if $(KUBERNETES),-kubernetes $(KUBERNETES)) \
-	$(if $(BUDGET),-budget $(BUDGET)) $(if $(DIR),-dir $(DIR)) $(if $(RESUME),-resume)
+torture_flags = $(if $(OPS),-ops $(OPS)) $(if $(SEED),-seed $(SEED)) $(if $(MIG),-mig) $(if $(SHARING),-sharing) \
+	$(if $(KUBERNETES),-kubernetes $(KUBERNETES)) $(if $(BUDGET),-budget $(BUDGET)) $(if $(DIR),-dir $(DIR)) $(if $(RESUME),-resume)
 
 .PHONY: torture
-torture: ## random operations and faults on a real cluster (OPS=5000 SEED=7 MIG=1 BUDGET=15m KUBERNETES=v1.36.3 RESUME=1)
+torture: ## random operations and faults on a real cluster (OPS=5000 SEED=7 MIG=1 or SHARING=1 BUDGET=15m KUBERNETES=v1.36.3 RESUME=1)
 	$(call run,torture) $(torture_flags)
 
 .PHONY: torture-ci
-torture-ci: ## 15 minutes of it on the newest Kubernetes, with a fresh seed that is printed
-	$(call run,torture) -budget 15m -ops 5000
+torture-ci: ## 8 minutes of it on the newest Kubernetes, half of them with shared GPUs, with fresh seeds that are printed
+	$(call run,torture) -budget 4m -ops 5000
+	$(call run,torture) -sharing -budget 4m -ops 5000
 
 .PHONY: torture-selftest
 torture-selftest: ## with Tandem sabotaged, the torture's oracle must find faults

@@ -21,10 +21,10 @@ const module = "github.com/tandem-gpu/tandem"
 // layers are the product's packages from the bottom up. A package may import those of lower layers only, so nothing points
 // up, and the two front-ends are strangers to each other.
 var layers = [][]string{
-	{"pkg/device", "internal/version", "api"},
-	{"pkg/mig", "internal/config", "internal/status"},
+	{"pkg/device", "internal/version", "internal/records", "internal/driverroot", "internal/capacity", "api"},
+	{"pkg/mig", "pkg/mps", "internal/config", "internal/status"},
 	{"pkg/ledger", "pkg/cdi", "pkg/partition"},
-	{"pkg/evidence"},
+	{"pkg/evidence", "pkg/webhook", "pkg/sharing"},
 	{"pkg/reconcile", "pkg/driver", "pkg/legacy", "pkg/gpunode", "pkg/controller"},
 	{"pkg/nvml"},
 	{"cmd"},
@@ -39,7 +39,7 @@ var doors = []struct {
 }{
 	{"github.com/NVIDIA/", []string{"pkg/nvml"}, "pkg/nvml is the one door to the NVIDIA driver", false},
 	{module + "/pkg/nvml", []string{"pkg/nvml", "cmd", "hack", "test"}, "front-ends declare the small interface they need", false},
-	{"k8s.io/", []string{"api", "pkg/driver", "pkg/legacy", "pkg/evidence", "pkg/reconcile", "pkg/gpunode", "pkg/controller", "pkg/nvml", "pkg/cdi", "pkg/ledger", "internal", "cmd", "hack", "test", "deployments"},
+	{"k8s.io/", []string{"api", "pkg/driver", "pkg/legacy", "pkg/evidence", "pkg/reconcile", "pkg/gpunode", "pkg/controller", "pkg/webhook", "pkg/nvml", "pkg/cdi", "pkg/ledger", "pkg/mps", "pkg/sharing", "internal", "cmd", "hack", "test", "deployments"},
 		"pkg/device and pkg/mig are values over the standard library", false},
 	{module + "/hack", []string{"hack", "test"}, "the product does not depend on its tools", true},
 	{module + "/test", []string{"test", "hack"}, "the product does not depend on its tests", true},

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command controller is the cluster's side of Tandem: claims relayed to the nodes that they are allocated on, allocatable
-// GPUs kept true between kubelet's reports, losers of a race moved, and said why a pod waits. This package only wires.
+// GPUs kept true between kubelet's reports, losers of a race moved, said why a pod waits, and parameters judged when they are
+// applied. This package only wires.
 package main
 
 import (
@@ -66,6 +67,10 @@ func serve(ctx context.Context, c config.Controller) error {
 	if err != nil {
 		return err
 	}
+	daemons, err := daemonPods(c)
+	if err != nil {
+		return err
+	}
 	// controller-runtime's own registry has what it measures of queues and requests, and the process.
 	metrics := ctrlmetrics.Registry
 	if err := metrics.Register(newBuildInfo()); err != nil {
@@ -73,7 +78,8 @@ func serve(ctx context.Context, c config.Controller) error {
 	}
 	reconcilers, err := controller.New(controller.Config{
 		REST: api, DriverName: c.DriverName, ResourceName: c.ResourceName,
-		Namespace: c.Namespace, LeaseName: c.LeaseName, Identity: c.PodName, Registerer: metrics,
+		Namespace: c.Namespace, LeaseName: c.LeaseName, Identity: c.PodName, Daemons: daemons,
+		WebhookName: c.WebhookName, WebhookPort: c.WebhookPort, Registerer: metrics,
 	})
 	if err != nil {
 		return err
@@ -84,6 +90,19 @@ func serve(ctx context.Context, c config.Controller) error {
 	group.Go(func() error { return server.Run(ctx) })
 	group.Go(func() error { return reconcilers.Run(ctx) })
 	return group.Wait()
+}
+
+// daemonPods says how the pods of MPS daemons are made.
+func daemonPods(c config.Controller) (controller.DaemonPods, error) {
+	pods := controller.DaemonPods{RunDir: c.RunDir, KubeletDir: c.KubeletDir, CDIDir: c.CDIDir}
+	var err error
+	if c.DaemonPod != "" {
+		if pods.Template, err = controller.DaemonTemplate(c.DaemonPod); err != nil {
+			return controller.DaemonPods{}, fmt.Errorf("--mps-pod: %w", err)
+		}
+	}
+	pods.SharedMemory, err = c.SharedMemory()
+	return pods, err
 }
 
 // Requests to the API server are bounded, but a burst of claims on many nodes is not to wait for its turn: a node whose GPUs

@@ -44,7 +44,11 @@ func TestRunErrors(t *testing.T) {
 		{"lease", append([]string{"--lease-name=A"}, lease...), `--lease-name: "A" is no lease name`},
 		{"driver", append([]string{"--driver-name=GPU"}, lease...), `--driver-name: "GPU" is no driver name`},
 		{"resource", append([]string{"--resource-name=gpu"}, lease...), `--resource-name: "gpu" is no extended resource name`},
+		{"webhook", append([]string{"--webhook-name=a.b"}, lease...), `--webhook-name: "a.b" is no name of a Service`},
+		{"webhook's port", append([]string{"--webhook-name=w", "--webhook-port=0"}, lease...), `--webhook-port: 0 is no port`},
 		{"argument", append([]string{"x"}, lease...), `unexpected argument "x"`},
+		{"run directory", append([]string{"--run-dir=run/"}, lease...), `--run-dir: "run/" is not a clean absolute path`},
+		{"shared memory", append([]string{"--mps-shared-memory=much"}, lease...), `--mps-shared-memory: "much" is no quantity`},
 		{"kubeconfig", append([]string{"--kubeconfig=/absent"}, lease...), "configure API client"},
 		{"outside a cluster", lease, "outside a cluster --kubeconfig is needed"},
 	}

@@ -31,6 +31,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/partition"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // cdiVendor and cdiClass make up the kind of the CDI devices, beside the "claim" class of NVIDIA's DRA driver.
@@ -121,10 +122,10 @@ func (a *agent) serve(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	made := partition.NewRecords(filepath.Join(a.config.RunDir, "partitions"), a.bootID)
-	book, err := a.openLedger(ctx, reconcile.Guard(pods, made), pods.Queue(a.config.Resources().Has))
+	made := newRecords(a.config.RunDir, a.bootID)
+	book, err := a.openLedger(ctx, reconcile.Guard(pods, made.bind), pods.Queue(a.config.Resources().Has))
 	if err == nil {
-		err = loadPartitions(ctx, made)
+		err = made.load(ctx)
 		if err == nil {
 			err = a.serveNode(ctx, cgroups, pods, book, made, resources)
 		}
@@ -133,13 +134,35 @@ func (a *agent) serve(ctx context.Context) error {
 	return errors.Join(unlessStopped(ctx, err), resources.Close())
 }
 
-// loadPartitions is called under the ledger's lock.
-func loadPartitions(ctx context.Context, made *partition.Records) error {
-	problems, err := made.Load()
-	for _, problem := range problems {
-		klog.FromContext(ctx).Error(problem, "Record of a partition is not as it should be")
+// records are what was made and set for claims, which goes before their holds end.
+type records struct {
+	partitions *partition.Records
+	settings   *sharing.Records
+}
+
+func newRecords(runDir, bootID string) records {
+	return records{
+		partitions: partition.NewRecords(filepath.Join(runDir, "partitions"), bootID),
+		settings:   sharing.NewRecords(filepath.Join(runDir, "sharing"), bootID),
 	}
-	return err
+}
+
+func (r records) bind(h ledger.Hold) bool {
+	return r.partitions.Made(h.Device) || h.Holder.Kind == ledger.KindClaim && r.settings.Applied(h.Holder.ID, h.Device)
+}
+
+// load is called under the ledger's lock.
+func (r records) load(ctx context.Context) error {
+	for _, of := range []interface{ Load() ([]error, error) }{r.partitions, r.settings} {
+		problems, err := of.Load()
+		for _, problem := range problems {
+			klog.FromContext(ctx).Error(problem, "A record is not as it should be")
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // unlessStopped drops the errors of what was interrupted, and of what would be started anew.
@@ -152,7 +175,7 @@ func unlessStopped(ctx context.Context, err error) error {
 }
 
 func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger,
-	made *partition.Records, resources *evidence.PodResources,
+	made records, resources *evidence.PodResources,
 ) error {
 	group, ctx := errgroup.WithContext(ctx)
 	watchPods := sync.OnceFunc(func() { group.Go(func() error { return pods.Run(ctx) }) })
@@ -172,20 +195,23 @@ func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		watchPods()
 		self := evidence.NewNode(a.client, a.config.NodeName)
 		group.Go(func() error { return self.Run(ctx) })
-		devices := partition.NewMaker(made, node, a.config.Dynamic)
-		return a.serveGPUs(ctx, cgroups, pods, book, node, devices, self, resources)
+		devices := partition.NewMaker(made.partitions, node, partition.Policy{Dynamic: a.config.Dynamic, Sharing: a.config.SharingOf})
+		return a.serveGPUs(ctx, cgroups, pods, book, node, devices, made.settings, self, resources)
 	})
 	return group.Wait()
 }
 
 func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, node *nvml.Node,
-	devices *partition.Maker, self *evidence.Node, resources *evidence.PodResources,
+	devices *partition.Maker, settings *sharing.Records, self *evidence.Node, resources *evidence.PodResources,
 ) error {
-	holds := a.reconcilerConfig(cgroups, pods, book, devices, resources)
 	specs, err := a.newSpecs(node)
 	if err != nil {
 		return err
 	}
+	shared := sharing.NewKeeper(sharing.Options{
+		Records: settings, RunDir: a.config.RunDir, DriverRoot: node.DriverRoot(), Hardware: node, Specs: specs,
+	})
+	holds := a.reconcilerConfig(cgroups, pods, book, devices, shared, resources)
 	holds.Inventory, holds.Registerer, holds.Void = devices, a.metrics, specs.Void
 	reconciler, err := reconcile.New(holds)
 	if err != nil {
@@ -198,13 +224,16 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		// The specs' own loop tries again, and every Prepare and Allocate does.
 		klog.FromContext(ctx).Error(err, "Writing CDI specs")
 	}
-	front := frontEnds{pods: pods, book: book, node: node, devices: devices, specs: specs, resources: resources, self: self}
+	policy := sharing.NewPolicy(shared, devices, book, pods)
+	front := frontEnds{
+		pods: pods, book: book, node: node, devices: devices, shared: shared, policy: policy, specs: specs, resources: resources, self: self,
+	}
 	a.status.Waiting("claims", errNoPods)
 	a.status.Waiting("limits", errNoPods)
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
-		reconciler.Run, specs.Run, a.checkRuntime, a.returnMemory,
-		func(ctx context.Context) error { return provision(ctx, book, devices) },
+		reconciler.Run, specs.Run, shared.Run, policy.Run, a.checkRuntime, a.returnMemory,
+		func(ctx context.Context) error { return a.provision(ctx, book, devices) },
 		func(ctx context.Context) error {
 			return a.newSettings(self, devices.Inventory).run(ctx, func(ctx context.Context, c config.Config) error {
 				return a.with(c).serveAPIs(ctx, front)
@@ -217,9 +246,11 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 }
 
 // reconcilerConfig lacks the inventory, and where metrics go.
-func (a *agent) reconcilerConfig(cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, devices *partition.Maker, resources *evidence.PodResources) reconcile.Config {
+func (a *agent) reconcilerConfig(cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, devices *partition.Maker, shared *sharing.Keeper,
+	resources *evidence.PodResources,
+) reconcile.Config {
 	return reconcile.Config{
-		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources, Partitions: devices, Recorder: a.recorder,
+		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources, Partitions: devices, Settings: shared, Recorder: a.recorder,
 		Claims:     func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
 		KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Limits: a.config.Resources(),
 	}
@@ -264,12 +295,14 @@ func (a *agent) newSpecs(node *nvml.Node) (*cdi.Specs, error) {
 // provisionRetry is how soon space that was not to be had is asked for again.
 const provisionRetry = 10 * time.Second
 
-// provision keeps space on disk for the record of every device that a limit may get.
-func provision(ctx context.Context, book *ledger.Ledger, devices *partition.Maker) error {
+// provision keeps space on disk for the record of every device, and every replica, that a limit may get.
+func (a *agent) provision(ctx context.Context, book *ledger.Ledger, devices *partition.Maker) error {
 	for {
 		changed := devices.Changed()
 		var retry <-chan time.Time
-		if err := book.Provision(len(devices.Inventory().Devices())); err != nil {
+		inv := devices.Inventory()
+		offers, _ := a.config.Resources().Offers(inv.GPUs)
+		if err := book.Provision(max(len(inv.Devices()), len(offers))); err != nil {
 			klog.FromContext(ctx).Error(err, "Reserving space for the ledger")
 			retry = time.After(provisionRetry)
 		}

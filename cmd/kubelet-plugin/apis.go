@@ -19,6 +19,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/partition"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // frontEnds is what both APIs are served from.
@@ -27,6 +28,8 @@ type frontEnds struct {
 	book      *ledger.Ledger
 	node      *nvml.Node
 	devices   *partition.Maker
+	shared    *sharing.Keeper
+	policy    *sharing.Policy
 	specs     *cdi.Specs
 	resources *evidence.PodResources
 	self      *evidence.Node
@@ -103,7 +106,7 @@ func (a *agent) objectConfig(f frontEnds) gpunode.Config {
 	c := gpunode.Config{
 		REST: a.api, DriverName: a.config.DriverName, NodeName: a.config.NodeName, Mode: string(a.config.Mode),
 		Claims: func(namespace string) gpunode.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		Node:   f.self, Ledger: f.book, Inventory: f.devices, Registerer: a.metrics,
+		Node:   f.self, Ledger: f.book, Inventory: f.devices, Registerer: a.metrics, Sharing: f.shared, Untouched: a.config.Untouched,
 	}
 	if a.config.Mode.Limits() {
 		c.Limits, c.OfferedToLimits = a.config.Resources(), a.config.OfferedToLimits
@@ -115,6 +118,7 @@ func (a *agent) claimsConfig(f frontEnds, object *gpunode.Object) driver.Config 
 	return driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
 		Node: f.self, Ledger: f.book, Inventory: f.devices, Partitions: f.devices, Specs: f.specs, Pods: f.pods,
+		Sharing: f.shared, Policy: f.policy, DaemonTrouble: object.DaemonTrouble,
 		Recorder: a.recorder, Registerer: a.metrics,
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToLimits: a.config.OfferedToLimits, Limits: a.config.Resources(),
 		PublishNothing: !a.config.Mode.Claims(),
@@ -128,8 +132,9 @@ func (a *agent) limitsConfig(f frontEnds, object *gpunode.Object) legacy.Config 
 		Directory:  filepath.Join(a.config.KubeletDir, "device-plugins"),
 		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
 		PassDeviceSpecs: a.config.PassDeviceSpecs, AllocationPolicy: legacy.AllocationPolicy(a.config.AllocationPolicy),
-		Inventory: f.devices, Offered: a.config.OfferedToLimits, Retiring: !a.config.Mode.Limits(),
-		Ledger: f.book, Specs: f.specs, Kubelet: f.resources,
+		FailRequestsGreaterThanOne: a.config.FailRequestsGreaterThanOne,
+		Inventory:                  f.devices, Offered: a.config.OfferedToLimits, Retiring: !a.config.Mode.Limits(),
+		Ledger: f.book, Specs: f.specs, Kubelet: f.resources, Sharing: f.policy,
 		Allocations: object, Acknowledge: object.Acknowledge,
 		Recorder: a.recorder, Registerer: a.metrics,
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
+	specs "tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/driver"
@@ -17,6 +18,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/partition"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // caretaker does what must go on without an NVIDIA driver: kubelet cannot end a pod whose claims nobody unprepares, and whoever
@@ -26,7 +28,7 @@ type caretaker struct {
 	cgroups   *evidence.Cgroups
 	pods      *evidence.Pods
 	book      *ledger.Ledger
-	made      *partition.Records
+	made      records
 	resources *evidence.PodResources
 	// watchPods makes pods known.
 	watchPods func()
@@ -55,7 +57,10 @@ func (c caretaker) run(ctx context.Context) error {
 	klog.FromContext(ctx).Info("Without a driver, claims can only end")
 	// What registers metrics here would be in the way of what serves later.
 	apart := prometheus.NewRegistry()
-	holds := c.reconcilerConfig(c.cgroups, c.pods, c.book, partition.NewMaker(c.made, nothing{}, nil), c.resources)
+	shared := sharing.NewKeeper(sharing.Options{
+		Records: c.made.settings, RunDir: c.config.RunDir, DriverRoot: "/", Hardware: nothing{}, Specs: nothing{},
+	})
+	holds := c.reconcilerConfig(c.cgroups, c.pods, c.book, partition.NewMaker(c.made.partitions, nothing{}, partition.Policy{}), shared, c.resources)
 	holds.Inventory, holds.Registerer = nothing{}, apart
 	reconciler, err := reconcile.New(holds)
 	if err != nil {
@@ -97,6 +102,25 @@ var errNoDriver = errors.New("the node has no driver")
 func (nothing) Ensure(context.Context, ...string) error { return errNoDriver }
 
 func (nothing) Add(context.Context, device.Partition) error { return errNoDriver }
+
+// Describe and Forget leave what containers need beside devices as it is: whoever serves with a driver removes what is nobody's.
+func (nothing) Describe(string, specs.ContainerEdits) (string, error) { return "", nil }
+
+func (nothing) Forget(string) error { return nil }
+
+func (nothing) Variants(string) ([]string, error) { return nil, nil }
+
+func (nothing) Retain([]string) error { return nil }
+
+func (nothing) ComputeMode(context.Context, string) (device.ComputeMode, error) {
+	return "", errNoDriver
+}
+
+func (nothing) SetComputeMode(context.Context, string, device.ComputeMode) (device.ComputeMode, error) {
+	return "", errNoDriver
+}
+
+func (nothing) SetTimeSlice(context.Context, string, int) error { return errNoDriver }
 
 func (nothing) QualifiedName(string) string { return "" }
 

@@ -22,7 +22,6 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/partition"
 )
 
 // Whoever replaces a driver waits for the pods with its GPUs to end, and kubelet ends none whose claim nobody unprepares.
@@ -62,7 +61,7 @@ func TestClaimsEndWithoutADriver(t *testing.T) {
 	var watching sync.WaitGroup
 	defer watching.Wait()
 	defer cancel()
-	care := caretaker{agent: a, cgroups: cgroups, pods: pods, book: book, made: partition.NewRecords(t.TempDir(), "boot"), resources: resources, watchPods: func() {
+	care := caretaker{agent: a, cgroups: cgroups, pods: pods, book: book, made: newRecords(t.TempDir(), "boot"), resources: resources, watchPods: func() {
 		watching.Go(func() { _ = pods.Run(ctx) })
 	}}
 	start, stop := care.prepare(t.Context())

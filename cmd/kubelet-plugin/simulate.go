@@ -20,6 +20,7 @@ func simulate(args []string, stderr io.Writer) error {
 	name := flags.String("profile", "", "machine profile: "+strings.Join(simulated.Names(), ", ")+", or the `path` of a YAML file")
 	root := flags.String("root", "", "`directory` to make it in")
 	node := flags.String("node-name", os.Getenv("NODE_NAME"), "`name` of the node: nodes of one profile differ in their UUIDs (environment: NODE_NAME)")
+	programs := flags.String("programs", "", "`path` of the program that plays the driver's own, simulated-driver; empty for none")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -30,5 +31,5 @@ func simulate(args []string, stderr io.Writer) error {
 	if err != nil {
 		return fmt.Errorf("simulate: %w", err)
 	}
-	return simulated.Materialize(*root, profile, simulated.MaterializeOptions{Seed: *node})
+	return simulated.Materialize(*root, profile, simulated.MaterializeOptions{Seed: *node, Programs: *programs})
 }

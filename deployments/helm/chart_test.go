@@ -226,6 +226,65 @@ func TestControllerIsNotTheAgent(t *testing.T) {
 	}
 }
 
+// The pod of a daemon has what the agent has, or one capability; no token, and no limit of memory that would end its clients.
+func TestDaemonPods(t *testing.T) {
+	for name, want := range map[string]struct {
+		privileged bool
+		class      string
+		visible    string
+		memory     string
+	}{
+		"default":      {privileged: true, visible: "void", memory: "4Gi"},
+		"gke":          {privileged: true, visible: "void", memory: "4Gi"},
+		"runtimeclass": {class: "nvidia", visible: "all", memory: "4Gi"},
+		"everything":   {visible: "void", memory: "512Mi"},
+		"simulated":    {visible: "void", memory: "4Gi"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pod := daemonPod(t, name)
+			c := pod.Spec.Containers[0]
+			if *c.SecurityContext.Privileged != want.privileged || !*c.SecurityContext.ReadOnlyRootFilesystem {
+				t.Errorf("privileged is %v", *c.SecurityContext.Privileged)
+			}
+			if !want.privileged && (*c.SecurityContext.AllowPrivilegeEscalation || c.SecurityContext.Capabilities.Drop[0] != "ALL" ||
+				!slices.Equal(c.SecurityContext.Capabilities.Add, []corev1.Capability{"SYS_CHROOT"})) {
+				t.Errorf("more than it needs: %+v", c.SecurityContext)
+			}
+			if class := pod.Spec.RuntimeClassName; (class == nil) != (want.class == "") || (class != nil && *class != want.class) {
+				t.Errorf("runtime class is %v, want %q", class, want.class)
+			}
+			if visible := variables(c)["NVIDIA_VISIBLE_DEVICES"]; visible != want.visible {
+				t.Errorf("NVIDIA_VISIBLE_DEVICES is %q, want %q", visible, want.visible)
+			}
+			if _, limited := c.Resources.Limits[corev1.ResourceMemory]; limited {
+				t.Error("memory is limited")
+			}
+			for _, v := range pod.Spec.Volumes {
+				if v.Name == "shm" && v.EmptyDir.SizeLimit.String() != want.memory {
+					t.Errorf("shared memory %s, want %s", v.EmptyDir.SizeLimit, want.memory)
+				}
+			}
+			account := findNamed[*corev1.ServiceAccount](t, name, pod.Spec.ServiceAccountName)
+			if account.AutomountServiceAccountToken == nil || *account.AutomountServiceAccountToken {
+				t.Errorf("account %s has a token", account.Name)
+			}
+			if selector := daemonSet(t, name).Spec.Selector.MatchLabels; labels.SelectorFromSet(selector).Matches(labels.Set(pod.Labels)) {
+				t.Error("the agents' selector takes it")
+			}
+		})
+	}
+}
+
+// Without daemons the controller has no right to make pods.
+func TestWithoutDaemons(t *testing.T) {
+	text := string(renderWith(t, "-f", valuesFile("default"), "--set", "mps.enabled=false"))
+	for _, word := range []string{"mps-pod", "mps-daemon", "create, delete]"} {
+		if strings.Contains(text, word) {
+			t.Errorf("there is still %s", word)
+		}
+	}
+}
+
 func TestNeverSurges(t *testing.T) {
 	for _, name := range cases {
 		if surge := daemonSet(t, name).Spec.UpdateStrategy.RollingUpdate.MaxSurge; surge.IntValue() != 0 {
@@ -271,13 +330,13 @@ func TestControllerAcceptsTheArguments(t *testing.T) {
 			if err != nil {
 				t.Fatalf("%v: %v\n%s", container.Args, err, &stderr)
 			}
-			// The Lease is the one that its role lets it write.
+			// The Lease and the Secret are those that its role lets it write.
 			var writable []string
 			for _, rule := range find[*rbacv1.Role](t, name).Rules {
 				writable = append(writable, rule.ResourceNames...)
 			}
-			if !slices.Equal(writable, []string{c.LeaseName}) {
-				t.Errorf("the lease is %s, the role's %v", c.LeaseName, writable)
+			if !slices.Equal(writable, []string{c.LeaseName, c.WebhookName}) {
+				t.Errorf("the lease is %s, the secret %s, the role's are %v", c.LeaseName, c.WebhookName, writable)
 			}
 		})
 	}
@@ -324,7 +383,10 @@ func TestRejects(t *testing.T) {
 		"tag in repository":     {[]string{"--set", "image.repository=localhost:5000/gpu/tandem:1.0"}, "at '/image/repository'"},
 		"quota for nothing":     {[]string{"--set", "criticalPodsQuota.create=true", "--set", "priorityClassName="}, "needs priorityClassName"},
 		"nobody's controller":   {[]string{"--set", "controller.serviceAccount.create=false"}, "controller.serviceAccount.name is not set"},
+		"webhook's port":        {[]string{"--set", "webhook.port=0"}, "at '/webhook/port'"},
 		"unknown of controller": {[]string{"--set", "controller.replica=2"}, "at '/controller': additional properties 'replica'"},
+		"nobody's daemons":      {[]string{"--set", "mps.serviceAccount.create=false"}, "mps.serviceAccount.name is not set"},
+		"much shared memory":    {[]string{"--set", "mps.sharedMemory=much"}, "at '/mps/sharedMemory'"},
 		"nobody's account":      {[]string{"--set", "serviceAccount.create=false"}, "serviceAccount.name is not set"},
 	} {
 		t.Run(name, func(t *testing.T) {

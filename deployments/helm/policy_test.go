@@ -3,6 +3,8 @@
 package helm_test
 
 import (
+	"io"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -12,7 +14,15 @@ import (
 	"github.com/google/cel-go/common/types/ref"
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/cel/environment"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/controller"
 )
 
 type object map[string]any
@@ -98,8 +108,9 @@ func TestPoliciesMatchTheAccounts(t *testing.T) {
 // policies are the ends of their names, each with whom it is about.
 func policies(agent, controller string) map[string]string {
 	return map[string]string{
-		"-resourceslices": agent, "-gpunode-status": agent,
-		"-controller-gpunodes": controller, "-controller-pods": controller, "-controller-evictions": controller, "-controller-nodes": controller,
+		"-resourceslices": agent, "-gpunode-status": agent, "-resourceclaims": agent,
+		"-controller-secrets": controller, "-controller-gpunodes": controller, "-controller-pods": controller, "-controller-evictions": controller, "-controller-nodes": controller,
+		"-controller-daemons": controller, "-controller-webhook": controller,
 	}
 }
 
@@ -115,6 +126,63 @@ func TestPoliciesFailClosed(t *testing.T) {
 				t.Errorf("%s%s: binding %+v", name, suffix, binding.Spec)
 			}
 		}
+	}
+}
+
+// The agent says something of its own node's devices in the status of claims, and changes nothing else there.
+func TestAgentsClaimPolicy(t *testing.T) {
+	const agent = "system:serviceaccount:tandem-system:tandem"
+	result := func(driver, pool string) object { return object{"driver": driver, "pool": pool, "device": "gpu-0"} }
+	said := func(driver, pool, reason string) object {
+		return object{"driver": driver, "pool": pool, "device": "gpu-0", "conditions": []any{object{"type": "MemoryLimit", "reason": reason}}}
+	}
+	claim := func(results []any, devices ...any) object {
+		status := object{"allocation": object{"devices": object{"results": results}}, "reservedFor": []any{object{"resource": "pods", "name": "p"}}}
+		if len(devices) > 0 {
+			status["devices"] = devices
+		}
+		return object{"metadata": object{"name": "c"}, "spec": object{}, "status": status}
+	}
+	ours, partition := []any{result("gpu.nvidia.com", "a")}, []any{result("gpu.nvidia.com", "a/gpu-00")}
+	both := []any{result("gpu.nvidia.com", "a"), result("nic.example.com", "a")}
+	nic := said("nic.example.com", "a", "Up")
+	elsewhere := claim(ours)
+	elsewhere["status"].(object)["reservedFor"] = []any{}
+	for name, c := range map[string]struct {
+		user          string
+		extra         object
+		before, after object
+		want          string
+	}{
+		"say something":           {agent, onNode("a"), claim(ours), claim(ours, said("gpu.nvidia.com", "a", "Daemon")), ""},
+		"say something else":      {agent, onNode("a"), claim(ours, said("gpu.nvidia.com", "a", "Daemon")), claim(ours, said("gpu.nvidia.com", "a", "Advisory")), ""},
+		"of a partition":          {agent, onNode("a"), claim(partition), claim(partition, said("gpu.nvidia.com", "a/gpu-00", "Daemon")), ""},
+		"beside another driver":   {agent, onNode("a"), claim(both, nic), claim(both, nic, said("gpu.nvidia.com", "a", "Daemon")), ""},
+		"drop another driver's":   {agent, onNode("a"), claim(both, nic), claim(both), "of devices that are not that node's"},
+		"say another driver's":    {agent, onNode("a"), claim(both), claim(both, nic), "of devices that are not that node's"},
+		"say another node's":      {agent, onNode("a"), claim(ours), claim(ours, said("gpu.nvidia.com", "b", "Daemon")), "of devices that are not that node's"},
+		"a claim of another node": {agent, onNode("b"), claim(ours), claim(ours, said("gpu.nvidia.com", "a", "Daemon")), "devices of that node only"},
+		"a node of like name":     {agent, onNode("gpu"), claim([]any{result("gpu.nvidia.com", "gpu-b")}), claim(ours), "devices of that node only"},
+		"another driver's claim":  {agent, onNode("a"), claim([]any{result("nic.example.com", "a")}), claim([]any{result("nic.example.com", "a")}, nic), "devices of that node only"},
+		"no allocation":           {agent, onNode("a"), object{"metadata": object{"name": "c"}}, object{"metadata": object{"name": "c"}}, "devices of that node only"},
+		"allocate":                {agent, onNode("a"), object{"metadata": object{"name": "c"}}, claim(ours), "allocated or reserved for"},
+		"allocate more":           {agent, onNode("a"), claim(ours), claim(both), "allocated or reserved for"},
+		"reserve":                 {agent, onNode("a"), elsewhere, claim(ours), "allocated or reserved for"},
+		"unbound token":           {agent, nil, claim(ours), claim(ours), "bound to its pod"},
+		"the scheduler":           {"system:kube-scheduler", nil, claim(ours), claim(both), "-"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			user := object{"username": c.user}
+			if c.extra != nil {
+				user["extra"] = c.extra
+			}
+			got := decide(t, policyOf(t, "default", "-resourceclaims"), map[string]any{
+				"request": object{"operation": "UPDATE", "userInfo": user}, "object": c.after, "oldObject": c.before,
+			})
+			if (c.want == "") != (got == "") || !strings.Contains(got, c.want) {
+				t.Errorf("got %q, want %q", got, c.want)
+			}
+		})
 	}
 }
 
@@ -136,19 +204,20 @@ func TestAgentsGPUNodePolicy(t *testing.T) {
 		before, after any
 		want          string
 	}{
-		"create own":            {agent, onNode("a"), "CREATE", nil, node("a"), ""},
-		"create without a spec": {agent, onNode("a"), "CREATE", nil, withoutSpec, ""},
-		"update own":            {agent, onNode("a"), "UPDATE", node("a", claim), node("a", claim), ""},
-		"delete own":            {agent, onNode("a"), "DELETE", node("a", claim), nil, ""},
-		"create other's":        {agent, onNode("a"), "CREATE", nil, node("b"), "GPUNode of that node only"},
-		"update other's":        {agent, onNode("a"), "UPDATE", node("b"), node("b"), "GPUNode of that node only"},
-		"delete other's":        {agent, onNode("a"), "DELETE", node("b"), nil, "GPUNode of that node only"},
-		"generated name":        {agent, onNode("a"), "CREATE", nil, object{"metadata": object{"generateName": "a"}}, "GPUNode of that node only"},
-		"create with claims":    {agent, onNode("a"), "CREATE", nil, node("a", claim), "which is the controller's"},
-		"add a claim":           {agent, onNode("a"), "UPDATE", node("a"), node("a", claim), "which is the controller's"},
-		"drop a claim":          {agent, onNode("a"), "UPDATE", node("a", claim), node("a"), "which is the controller's"},
-		"unbound token":         {agent, nil, "UPDATE", node("a"), node("a"), "bound to its pod"},
-		"the controller":        {agent + "-controller", nil, "UPDATE", node("a"), node("a", claim), "-"},
+		"create own":             {agent, onNode("a"), "CREATE", nil, node("a"), ""},
+		"create without a spec":  {agent, onNode("a"), "CREATE", nil, withoutSpec, ""},
+		"update own":             {agent, onNode("a"), "UPDATE", node("a", claim), node("a", claim), ""},
+		"delete own":             {agent, onNode("a"), "DELETE", node("a", claim), nil, ""},
+		"create other's":         {agent, onNode("a"), "CREATE", nil, node("b"), "GPUNode of that node only"},
+		"update other's":         {agent, onNode("a"), "UPDATE", node("b"), node("b"), "GPUNode of that node only"},
+		"delete other's":         {agent, onNode("a"), "DELETE", node("b"), nil, "GPUNode of that node only"},
+		"generated name":         {agent, onNode("a"), "CREATE", nil, object{"metadata": object{"generateName": "a"}}, "GPUNode of that node only"},
+		"create with claims":     {agent, onNode("a"), "CREATE", nil, node("a", claim), "which is the controller's"},
+		"add a claim":            {agent, onNode("a"), "UPDATE", node("a"), node("a", claim), "which is the controller's"},
+		"drop a claim":           {agent, onNode("a"), "UPDATE", node("a", claim), node("a"), "which is the controller's"},
+		"add a daemon's trouble": {agent, onNode("a"), "UPDATE", node("a"), object{"metadata": object{"name": "a"}, "spec": object{"daemons": []any{object{"name": "d"}}}}, "which is the controller's"},
+		"unbound token":          {agent, nil, "UPDATE", node("a"), node("a"), "bound to its pod"},
+		"the controller":         {agent + "-controller", nil, "UPDATE", node("a"), node("a", claim), "-"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			user := object{"username": c.user}
@@ -197,6 +266,7 @@ func TestControllersPolicies(t *testing.T) {
 	preconditions := func(p object) object {
 		return object{"metadata": object{"name": "p"}, "deleteOptions": object{"preconditions": p}}
 	}
+	secret := func(name, kind string) object { return object{"metadata": object{"name": name}, "type": kind} }
 	retry := object{"tandem-gpu.dev/retry": "2026-01-01T00:00:00Z"}
 	for name, c := range map[string]struct {
 		policy        string
@@ -219,7 +289,9 @@ func TestControllersPolicies(t *testing.T) {
 		"fewer partitions":       {"-controller-nodes", parts("nvidia.com/mig-1g.10gb", "7"), parts("nvidia.com/mig-1g.10gb", "0"), ""},
 		"more partitions":        {"-controller-nodes", parts("nvidia.com/mig-1g.10gb", "7"), parts("nvidia.com/mig-1g.10gb", "8"), "than the node has"},
 		"others' partitions":     {"-controller-nodes", parts("example.com/mig-1g.10gb", "7"), parts("example.com/mig-1g.10gb", "6"), "nothing of a node's status"},
-		"what is near":           {"-controller-nodes", parts("nvidia.com/gpu.shared", "7"), parts("nvidia.com/gpu.shared", "6"), "nothing of a node's status"},
+		"fewer replicas":         {"-controller-nodes", parts("nvidia.com/gpu.shared", "7"), parts("nvidia.com/gpu.shared", "6"), ""},
+		"more replicas":          {"-controller-nodes", parts("nvidia.com/gpu.shared", "7"), parts("nvidia.com/gpu.shared", "8"), "than the node has"},
+		"what is near":           {"-controller-nodes", parts("nvidia.com/gpu.shared.x", "7"), parts("nvidia.com/gpu.shared.x", "6"), "nothing of a node's status"},
 		"more than none":         {"-controller-nodes", node("8", "4"), change(node("9", "4"), "status.capacity", object{"cpu": "4"}), "nothing of a node's status"},
 		"CPUs":                   {"-controller-nodes", node("8", "4"), node("7", "5"), "nothing of a node's status"},
 		"without CPUs":           {"-controller-nodes", node("8", "4"), change(node("7", "4"), "status.allocatable.cpu", nil), "nothing of a node's status"},
@@ -231,6 +303,10 @@ func TestControllersPolicies(t *testing.T) {
 		"node annotation":        {"-controller-nodes", node("8", "4"), change(node("7", "4"), "metadata.annotations", object{"a": "b"}), "the metadata of a node"},
 		"claims of a node":       {"-controller-gpunodes", change(node("8", "4"), "spec.claims", []any{}), change(node("8", "4"), "spec.claims", []any{object{}}), ""},
 		"owner of a GPUNode":     {"-controller-gpunodes", node("8", "4"), change(node("8", "4"), "metadata.ownerReferences", []any{object{}}), "the metadata of a GPUNode"},
+		"its Secret":             {"-controller-secrets", nil, secret("tandem-webhook", "kubernetes.io/tls"), ""},
+		"another Secret":         {"-controller-secrets", nil, secret("tandem", "kubernetes.io/tls"), "no Secret but tandem-webhook"},
+		"a token":                {"-controller-secrets", nil, secret("tandem-webhook", "kubernetes.io/service-account-token"), "of type kubernetes.io/tls"},
+		"a Secret without name":  {"-controller-secrets", nil, object{"metadata": object{"generateName": "tandem-webhook"}}, "no Secret but"},
 		"eviction as seen":       {"-controller-evictions", nil, preconditions(object{"uid": "u", "resourceVersion": "1"}), ""},
 		"eviction by UID":        {"-controller-evictions", nil, preconditions(object{"uid": "u"}), "UID and resourceVersion"},
 		"eviction of any":        {"-controller-evictions", nil, object{"metadata": object{"name": "p"}}, "UID and resourceVersion"},
@@ -238,6 +314,257 @@ func TestControllersPolicies(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) { judge(t, c.policy, request, c.before, c.after, c.want) })
 	}
+}
+
+// Whom the API server trusts is the controller's to say, and nothing else of the webhook: neither what it is asked nor who answers.
+func TestControllersWebhookPolicy(t *testing.T) {
+	request := object{"operation": "UPDATE", "userInfo": object{"username": "system:serviceaccount:tandem-system:tandem-controller"}}
+	raw := func(c *admissionv1.ValidatingWebhookConfiguration) map[string]any {
+		o, err := runtime.DefaultUnstructuredConverter.ToUnstructured(c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return o
+	}
+	const only = "but caBundle"
+	for name, c := range map[string]struct {
+		change func(*admissionv1.ValidatingWebhookConfiguration)
+		want   string
+	}{
+		"nothing":        {func(*admissionv1.ValidatingWebhookConfiguration) {}, ""},
+		"another bundle": {func(c *admissionv1.ValidatingWebhookConfiguration) { c.Webhooks[0].ClientConfig.CABundle = []byte("b") }, ""},
+		"no bundle":      {func(c *admissionv1.ValidatingWebhookConfiguration) { c.Webhooks[0].ClientConfig.CABundle = nil }, ""},
+		"its version": {func(c *admissionv1.ValidatingWebhookConfiguration) {
+			c.ResourceVersion, c.Generation, c.ManagedFields = "2", 2, []metav1.ManagedFieldsEntry{{Manager: "m"}}
+		}, ""},
+		"a URL": {func(c *admissionv1.ValidatingWebhookConfiguration) {
+			c.Webhooks[0].ClientConfig.Service, c.Webhooks[0].ClientConfig.URL = nil, ptr.To("https://example.com")
+		}, only},
+		"a URL besides": {func(c *admissionv1.ValidatingWebhookConfiguration) {
+			c.Webhooks[0].ClientConfig.URL = ptr.To("https://example.com")
+		}, only},
+		"another Service": {func(c *admissionv1.ValidatingWebhookConfiguration) {
+			c.Webhooks[0].ClientConfig.Service.Namespace = "default"
+		}, only},
+		"everything": {func(c *admissionv1.ValidatingWebhookConfiguration) {
+			c.Webhooks[0].Rules[0].Resources = []string{"*/*"}
+		}, only},
+		"fail closed": {func(c *admissionv1.ValidatingWebhookConfiguration) {
+			c.Webhooks[0].FailurePolicy = ptr.To(admissionv1.Fail)
+		}, only},
+		"every request": {func(c *admissionv1.ValidatingWebhookConfiguration) { c.Webhooks[0].MatchConditions = nil }, only},
+		"one namespace only": {func(c *admissionv1.ValidatingWebhookConfiguration) {
+			c.Webhooks[0].NamespaceSelector = &metav1.LabelSelector{}
+		}, only},
+		"another name": {func(c *admissionv1.ValidatingWebhookConfiguration) { c.Webhooks[0].Name = "other.tandem-gpu.dev" }, only},
+		"one more":     {func(c *admissionv1.ValidatingWebhookConfiguration) { c.Webhooks = append(c.Webhooks, c.Webhooks[0]) }, only},
+		"none":         {func(c *admissionv1.ValidatingWebhookConfiguration) { c.Webhooks = nil }, only},
+		"a label":      {func(c *admissionv1.ValidatingWebhookConfiguration) { c.Labels["stolen"] = "true" }, "the metadata of a webhook"},
+		"an owner": {func(c *admissionv1.ValidatingWebhookConfiguration) {
+			c.OwnerReferences = []metav1.OwnerReference{{Kind: "Node"}}
+		}, "the metadata of a webhook"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			before := find[*admissionv1.ValidatingWebhookConfiguration](t, "default").DeepCopy()
+			before.Webhooks[0].ClientConfig.CABundle = []byte("a")
+			after := before.DeepCopy()
+			c.change(after)
+			judge(t, "-controller-webhook", request, raw(before), raw(after), c.want)
+		})
+	}
+}
+
+// daemonPod is what the controller makes of what the chart tells it.
+func daemonPod(t *testing.T, name string) *corev1.Pod {
+	t.Helper()
+	args := find[*appsv1.Deployment](t, name).Spec.Template.Spec.Containers[0].Args
+	c, err := config.LoadController(append([]string{"--namespace=tandem-system", "--pod-name=p"}, args...), func(string) (string, bool) { return "", false }, io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	template, err := controller.DaemonTemplate(c.DaemonPod)
+	if err != nil {
+		t.Fatal(err)
+	}
+	memory, err := c.SharedMemory()
+	if err != nil {
+		t.Fatal(err)
+	}
+	pods := controller.DaemonPods{Template: template, Namespace: c.Namespace, RunDir: c.RunDir, KubeletDir: c.KubeletDir, CDIDir: c.CDIDir, SharedMemory: memory}
+	node := &v1alpha1.GPUNode{}
+	node.Name, node.UID = "node-1", "uid"
+	pod, err := pods.Pod(node, v1alpha1.MPSDaemon{Name: "d", Devices: []string{"GPU-1"}, DriverRoot: "/run/nvidia/driver"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pod
+}
+
+// What the controller makes is what its policy lets it make, and nothing near it is.
+func TestDaemonsPolicy(t *testing.T) {
+	for _, name := range cases {
+		t.Run(name, func(t *testing.T) {
+			made, policy := daemonPod(t, name), policyOf(t, name, "-controller-daemons")
+			user := object{"username": "system:serviceaccount:tandem-system:" + find[*appsv1.Deployment](t, name).Spec.Template.Spec.ServiceAccountName}
+			judge := func(t *testing.T, operation string, before, after *corev1.Pod, want string) {
+				t.Helper()
+				input := map[string]any{"request": object{"operation": operation, "userInfo": user}, "object": nil, "oldObject": nil}
+				for key, pod := range map[string]*corev1.Pod{"oldObject": before, "object": after} {
+					if pod == nil {
+						continue
+					}
+					raw, err := runtime.DefaultUnstructuredConverter.ToUnstructured(pod)
+					if err != nil {
+						t.Fatal(err)
+					}
+					input[key] = raw
+				}
+				if got := decide(t, policy, input); (want == "") != (got == "") || !strings.Contains(got, want) {
+					t.Errorf("got %q, want %q", got, want)
+				}
+			}
+			for what, c := range map[string]struct {
+				change func(*corev1.Pod)
+				want   string
+			}{
+				"nothing":      {func(*corev1.Pod) {}, ""},
+				"image":        {func(p *corev1.Pod) { p.Spec.Containers[0].Image = "evil" }, "nothing else, without a token"},
+				"command":      {func(p *corev1.Pod) { p.Spec.Containers[0].Command = []string{"/usr/bin/mps-daemon", "other"} }, "nothing else"},
+				"arguments":    {func(p *corev1.Pod) { p.Spec.Containers[0].Args = []string{"x"} }, "nothing else"},
+				"another":      {func(p *corev1.Pod) { p.Spec.Containers = append(p.Spec.Containers, p.Spec.Containers[0]) }, "nothing else"},
+				"first":        {func(p *corev1.Pod) { p.Spec.InitContainers = p.Spec.Containers }, "nothing else"},
+				"as the agent": {func(p *corev1.Pod) { p.Spec.ServiceAccountName = "tandem" }, "without a token"},
+				"with a token": {func(p *corev1.Pod) { p.Spec.AutomountServiceAccountToken = nil }, "without a token"},
+				"host network": {func(p *corev1.Pod) { p.Spec.HostNetwork = true }, "nothing else"},
+				"hook": {func(p *corev1.Pod) {
+					p.Spec.Containers[0].Lifecycle = &corev1.Lifecycle{PostStart: &corev1.LifecycleHandler{Exec: &corev1.ExecAction{Command: []string{"/driver-root/bin/sh"}}}}
+				}, "nothing else"},
+				"ready by other": {func(p *corev1.Pod) { p.Spec.Containers[0].ReadinessProbe.Exec.Command[0] = "/driver-root/bin/sh" }, "nothing else"},
+				"live by other":  {func(p *corev1.Pod) { p.Spec.Containers[0].LivenessProbe.Exec.Command[1] = "run" }, "nothing else"},
+				"live over HTTP": {func(p *corev1.Pod) {
+					p.Spec.Containers[0].LivenessProbe.ProbeHandler = corev1.ProbeHandler{HTTPGet: &corev1.HTTPGetAction{Host: "10.0.0.1"}}
+				}, "nothing else"},
+				"a startup probe": {func(p *corev1.Pod) { p.Spec.Containers[0].StartupProbe = p.Spec.Containers[0].LivenessProbe }, "nothing else"},
+				"ephemeral": {func(p *corev1.Pod) {
+					p.Spec.EphemeralContainers = []corev1.EphemeralContainer{{EphemeralContainerCommon: corev1.EphemeralContainerCommon{Name: "e"}}}
+				}, "nothing else"},
+
+				"privileges": {func(p *corev1.Pod) {
+					p.Spec.Containers[0].SecurityContext.Privileged = ptr.To(!*p.Spec.Containers[0].SecurityContext.Privileged)
+				}, "privileges"},
+				"no container's": {func(p *corev1.Pod) { p.Spec.Containers[0].SecurityContext = nil }, "privileges"},
+				"capabilities": {func(p *corev1.Pod) {
+					p.Spec.Containers[0].SecurityContext.Capabilities = &corev1.Capabilities{Add: []corev1.Capability{"SYS_ADMIN"}}
+				}, "privileges"},
+				"writable root": {func(p *corev1.Pod) { p.Spec.Containers[0].SecurityContext.ReadOnlyRootFilesystem = nil }, "privileges"},
+				"all of proc":   {func(p *corev1.Pod) { p.Spec.Containers[0].SecurityContext.ProcMount = ptr.To(corev1.UnmaskedProcMount) }, "privileges"},
+				"SELinux": {func(p *corev1.Pod) {
+					p.Spec.Containers[0].SecurityContext.SELinuxOptions = &corev1.SELinuxOptions{Type: "other_t"}
+				}, "privileges"},
+				"unconfined": {func(p *corev1.Pod) { p.Spec.SecurityContext.SeccompProfile.Type = corev1.SeccompProfileTypeUnconfined }, "privileges"},
+				"no pod's":   {func(p *corev1.Pod) { p.Spec.SecurityContext = nil }, "privileges"},
+				"sysctls": {func(p *corev1.Pod) {
+					p.Spec.SecurityContext.Sysctls = []corev1.Sysctl{{Name: "kernel.msgmax", Value: "1"}}
+				}, "privileges"},
+				"own process IDs": {func(p *corev1.Pod) { p.Spec.HostPID = false }, "privileges"},
+				"another runtime": {func(p *corev1.Pod) { p.Spec.RuntimeClassName = ptr.To("other") }, "privileges"},
+				"a port": {func(p *corev1.Pod) {
+					p.Spec.Containers[0].Ports = []corev1.ContainerPort{{ContainerPort: 1, HostPort: 1}}
+				}, "privileges"},
+
+				"secrets": {func(p *corev1.Pod) {
+					p.Spec.Containers[0].EnvFrom = []corev1.EnvFromSource{{SecretRef: &corev1.SecretEnvSource{LocalObjectReference: corev1.LocalObjectReference{Name: "any"}}}}
+				}, "environment"},
+				"preload": {func(p *corev1.Pod) {
+					p.Spec.Containers[0].Env = append(p.Spec.Containers[0].Env, corev1.EnvVar{Name: "LD_PRELOAD", Value: "/x"})
+				}, "environment"},
+				"another's memory": {func(p *corev1.Pod) { envOf(p, "KUBELET_DIR").Value = "/etc" }, "environment"},
+				"all devices":      {func(p *corev1.Pod) { envOf(p, "NVIDIA_VISIBLE_DEVICES").Value = "0" }, "environment"},
+				"a secret": {func(p *corev1.Pod) {
+					envOf(p, "POD_UID").ValueFrom = &corev1.EnvVarSource{SecretKeyRef: &corev1.SecretKeySelector{Key: "k"}}
+				}, "environment"},
+				"settings of a secret": {func(p *corev1.Pod) {
+					envOf(p, "MPS_SETTINGS").ValueFrom = &corev1.EnvVarSource{SecretKeyRef: &corev1.SecretKeySelector{Key: "k"}}
+				}, "environment"},
+
+				"secret": {func(p *corev1.Pod) {
+					p.Spec.Volumes[0].VolumeSource = corev1.VolumeSource{Secret: &corev1.SecretVolumeSource{}}
+				}, "nothing else of the host"},
+				"host directory":    {func(p *corev1.Pod) { p.Spec.Volumes[0].HostPath.Path = "/etc" }, "nothing else of the host"},
+				"way out":           {func(p *corev1.Pod) { p.Spec.Volumes[0].HostPath.Path += "/../../.." }, "nothing else of the host"},
+				"another daemon's":  {func(p *corev1.Pod) { p.Spec.Volumes[1].HostPath.Path = runDirOf(p) + "/mps/e/pipe" }, "nothing else of the host"},
+				"another volume":    {func(p *corev1.Pod) { p.Spec.Volumes[0].Name = "other" }, "nothing else of the host"},
+				"made if need be":   {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Type = ptr.To(corev1.HostPathDirectoryOrCreate) }, "nothing else of the host"},
+				"memory of a claim": {func(p *corev1.Pod) { p.Spec.Volumes[5].VolumeSource = p.Spec.Volumes[3].VolumeSource }, "nothing else of the host"},
+
+				"host's driver": {func(p *corev1.Pod) {
+					p.Spec.Volumes[3].HostPath.Path, p.Spec.Containers[0].VolumeMounts[1].ReadOnly = "/", true
+				}, ""},
+				"host to be written": {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/" }, "where mps-daemon looks"},
+				"GKE's driver":       {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/home/kubernetes/bin/nvidia" }, ""},
+				"what sounds alike":  {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = runDirOf(p) + "-driver" }, ""},
+				"agent's programs":   {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = runDirOf(p) + "/x" }, "no directory that others write"},
+				"under another name": {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/var" + runDirOf(p) + "/x" }, "no directory that others write"},
+				"not a clean one":    {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/" + runDirOf(p) + "/x" }, "no directory that others write"},
+				"by a dot":           {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/." + runDirOf(p) }, "no directory that others write"},
+				"by a process":       {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/proc/1/root" + runDirOf(p) }, "no directory that others write"},
+				"shared memory":      {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/dev/shm" }, "no directory that others write"},
+				"anybody's":          {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/tmp" }, "no directory that others write"},
+				"kubelet's":          {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = envOf(p, "KUBELET_DIR").Value }, "no directory that others write"},
+				"CDI specs":          {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = cdiDirOf(t, name) }, "no directory that others write"},
+
+				"another mount": {func(p *corev1.Pod) { p.Spec.Containers[0].VolumeMounts[1].MountPath = "/usr/bin" }, "where mps-daemon looks"},
+				"a mount twice": {func(p *corev1.Pod) { p.Spec.Containers[0].VolumeMounts[0].Name = "driver-root" }, "where mps-daemon looks"},
+				"a part":        {func(p *corev1.Pod) { p.Spec.Containers[0].VolumeMounts[1].SubPath = "etc" }, "where mps-daemon looks"},
+				"mounts for all": {func(p *corev1.Pod) {
+					p.Spec.Containers[0].VolumeMounts[1].MountPropagation = ptr.To(corev1.MountPropagationBidirectional)
+				}, "where mps-daemon looks"},
+				"a last message":   {func(p *corev1.Pod) { p.Spec.Containers[0].TerminationMessagePath = "/usr/bin/mps-daemon" }, "where mps-daemon looks"},
+				"somewhere else":   {func(p *corev1.Pod) { p.Spec.Containers[0].WorkingDir = "/driver-root" }, "where mps-daemon looks"},
+				"every node else":  {func(p *corev1.Pod) { nodeField(p).Operator = corev1.NodeSelectorOpNotIn }, "runs on that node only"},
+				"node by its name": {func(p *corev1.Pod) { p.Spec.NodeName = "node-1" }, "runs on that node only"},
+
+				"any node":     {func(p *corev1.Pod) { p.Spec.Affinity = nil }, "runs on that node only"},
+				"another node": {func(p *corev1.Pod) { p.OwnerReferences[0].Name = "node-2" }, "runs on that node only"},
+				"nobody's":     {func(p *corev1.Pod) { p.OwnerReferences = nil }, "belongs to a GPUNode"},
+				"no label":     {func(p *corev1.Pod) { p.Labels = nil }, "no pods but those of MPS daemons"},
+			} {
+				pod := made.DeepCopy()
+				c.change(pod)
+				t.Run(what, func(t *testing.T) { judge(t, "CREATE", nil, pod, c.want) })
+			}
+			judge(t, "DELETE", made, nil, "")
+			other := made.DeepCopy()
+			other.Labels = map[string]string{"app.kubernetes.io/component": "kubelet-plugin"}
+			judge(t, "DELETE", other, nil, "no pods but those of MPS daemons")
+		})
+	}
+}
+
+func envOf(p *corev1.Pod, name string) *corev1.EnvVar {
+	env := p.Spec.Containers[0].Env
+	return &env[slices.IndexFunc(env, func(e corev1.EnvVar) bool { return e.Name == name })]
+}
+
+func nodeField(p *corev1.Pod) *corev1.NodeSelectorRequirement {
+	return &p.Spec.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms[0].MatchFields[0]
+}
+
+// cdiDirOf is what the agents are told.
+func cdiDirOf(t *testing.T, name string) string {
+	t.Helper()
+	for _, arg := range daemonSet(t, name).Spec.Template.Spec.Containers[0].Args {
+		if dir, ok := strings.CutPrefix(arg, "--cdi-dir="); ok {
+			return dir
+		}
+	}
+	t.Fatal("no CDI directory")
+	return ""
+}
+
+// runDirOf is the agents' run directory, as the pod has it.
+func runDirOf(p *corev1.Pod) string {
+	return strings.TrimSuffix(p.Spec.Volumes[0].HostPath.Path, "/mps/d")
 }
 
 // judge fails unless the policy's answer contains want: "" allowed, "-" not the policy's business.

@@ -5,7 +5,7 @@ package image
 import "context"
 
 // Programs are the paths of what the image runs.
-type Programs struct{ Agent, Controller, Hook string }
+type Programs struct{ Agent, Controller, Daemon, Simulated, Hook string }
 
 // Binaries compiles the programs of the image as the image has them, without the image around them, for whoever runs them
 // on this machine.
@@ -28,6 +28,14 @@ func compile(ctx context.Context, o Options) (Programs, error) {
 	if err != nil {
 		return Programs{}, err
 	}
+	daemon, err := buildStatic(ctx, o, "mps-daemon")
+	if err != nil {
+		return Programs{}, err
+	}
+	simulated, err := buildStatic(ctx, o, "simulated-driver")
+	if err != nil {
+		return Programs{}, err
+	}
 	hook, err := hookBinary(o.Arch).Ensure(ctx, o.Progress)
-	return Programs{Agent: agent, Controller: controller, Hook: hook}, err
+	return Programs{Agent: agent, Controller: controller, Daemon: daemon, Simulated: simulated, Hook: hook}, err
 }

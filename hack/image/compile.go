@@ -39,12 +39,20 @@ func buildProgram(ctx context.Context, o Options, name, pkg string) (string, err
 	if err != nil {
 		return "", err
 	}
+	return build(ctx, o, name, pkg, t.goEnv(o.Arch), "-linkmode=external", "-extldflags="+lazyBinding)
+}
+
+// buildStatic compiles a command of ours that needs nothing of the image: it runs where there may be no C library.
+func buildStatic(ctx context.Context, o Options, name string) (string, error) {
+	return build(ctx, o, name, ownModule+"/cmd/"+name, []string{"CGO_ENABLED=0", "GOOS=linux", "GOARCH=" + o.Arch})
+}
+
+func build(ctx context.Context, o Options, name, pkg string, env []string, link ...string) (string, error) {
 	out := filepath.Join(o.Out, name+"-"+o.Arch)
-	ldflags := strings.Join([]string{
-		"-s", "-w", "-linkmode=external", "-extldflags=" + lazyBinding,
-		"-X", versionPackage + ".Version=" + o.Version,
-		"-X", versionPackage + ".Commit=" + o.Commit,
-	}, " ")
+	ldflags := strings.Join(append([]string{"-s", "-w"}, append(link,
+		"-X", versionPackage+".Version="+o.Version,
+		"-X", versionPackage+".Commit="+o.Commit,
+	)...), " ")
 	args := []string{"build", "-tags", buildTags, "-trimpath", "-buildvcs=false", "-overlay=" + o.Overlay, "-ldflags", ldflags, "-o", out, pkg}
 	fmt.Fprintf(o.Progress, "compiling %s for %s\n", pkg, o.Arch)
 	tmp, err := os.MkdirTemp(o.Out, ".build-")
@@ -52,7 +60,7 @@ func buildProgram(ctx context.Context, o Options, name, pkg string) (string, err
 		return "", fmt.Errorf("make build directory: %w", err)
 	}
 	defer os.RemoveAll(tmp)
-	cmd := gotool.Command(ctx, tmp, t.goEnv(o.Arch), args...)
+	cmd := gotool.Command(ctx, tmp, env, args...)
 	cmd.Dir = o.Root
 	start := time.Now()
 	stop := progress.Every(progress.Heartbeat, func() {

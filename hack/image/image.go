@@ -80,13 +80,17 @@ func collect(ctx context.Context, o Options) (contents, error) {
 	if err != nil {
 		return contents{}, err
 	}
-	licences, err := licenceFiles(ctx, o, programs.Agent, programs.Controller, programs.Hook)
+	licences, err := licenceFiles(ctx, o, programs.Agent, programs.Controller, programs.Daemon, programs.Simulated, programs.Hook)
 	if err != nil {
 		return contents{}, err
 	}
 	return contents{options: o, layers: [][]file{
 		base,
 		{{path: "usr/bin/nvidia-cdi-hook", source: programs.Hook, mode: 0o755}},
+		{
+			{path: "usr/bin/mps-daemon", source: programs.Daemon, mode: 0o755},
+			{path: "usr/bin/simulated-driver", source: programs.Simulated, mode: 0o755},
+		},
 		{{path: "usr/bin/controller", source: programs.Controller, mode: 0o755}},
 		append(licences, file{path: "usr/bin/kubelet-plugin", source: programs.Agent, mode: 0o755}),
 	}}, nil

@@ -148,8 +148,12 @@ func TestBuild(t *testing.T) {
 					t.Errorf("%s: %v", want, err)
 				}
 			}
-			if hook := open(t, filepath.Join(root, "usr/bin/nvidia-cdi-hook")); imports(t, hook) != nil {
-				t.Errorf("nvidia-cdi-hook, which runs on the host, needs %v", imports(t, hook))
+			for name, where := range map[string]string{
+				"nvidia-cdi-hook": "on the host", "simulated-driver": "in a driver root of its own", "mps-daemon": "beside any driver",
+			} {
+				if f := open(t, filepath.Join(root, "usr/bin", name)); imports(t, f) != nil {
+					t.Errorf("%s, which runs %s, needs %v", name, where, imports(t, f))
+				}
 			}
 			if arch == runtime.GOARCH {
 				checkRuns(t, root)
@@ -163,7 +167,7 @@ func checkLinks(t *testing.T, root, arch string) {
 	t.Helper()
 	want := map[string]elf.Machine{"amd64": elf.EM_X86_64, "arm64": elf.EM_AARCH64}[arch]
 	libraries := filepath.Join(root, "lib", targets[arch].triplet)
-	paths := []string{"usr/bin/kubelet-plugin", "usr/bin/controller", "usr/bin/nvidia-cdi-hook", targets[arch].interpreter}
+	paths := []string{"usr/bin/kubelet-plugin", "usr/bin/controller", "usr/bin/mps-daemon", "usr/bin/simulated-driver", "usr/bin/nvidia-cdi-hook", targets[arch].interpreter}
 	entries, err := os.ReadDir(libraries)
 	if err != nil {
 		t.Fatal(err)
@@ -235,6 +239,9 @@ func checkRuns(t *testing.T, root string) {
 	}
 	if got := inside("/usr/bin/controller", "libc.so.6"); !strings.HasPrefix(got, "standin ") {
 		t.Errorf("the controller says %q", got)
+	}
+	if got := inside("/usr/bin/mps-daemon", "version"); !strings.Contains(got, "1.2.3 (0123456789ab)") {
+		t.Errorf("mps-daemon says %q", got)
 	}
 	if got := inside("/usr/bin/nvidia-cdi-hook", "--version"); !strings.Contains(got, strings.TrimPrefix(hookVersion, "v")) {
 		t.Errorf("nvidia-cdi-hook says %q", got)
@@ -308,7 +315,7 @@ func TestTarballForDocker(t *testing.T) {
 	if err := json.Unmarshal(mustRead(t, filepath.Join(dir, "manifest.json")), &manifest); err != nil {
 		t.Fatal(err)
 	}
-	if len(manifest) != 1 || !slices.Equal(manifest[0].RepoTags, []string{DefaultRef}) || len(manifest[0].Layers) != 4 {
+	if len(manifest) != 1 || !slices.Equal(manifest[0].RepoTags, []string{DefaultRef}) || len(manifest[0].Layers) != 5 {
 		t.Fatalf("manifest.json is %+v", manifest)
 	}
 	for _, p := range append(manifest[0].Layers, manifest[0].Config) {

@@ -57,6 +57,10 @@ type Config struct {
 	CDIAnnotationPrefix  string
 	// AllocationPolicy is from which GPU limits get partitions first.
 	AllocationPolicy string
+	// Sharing is for the GPUs that no rule of Devices speaks of.
+	Sharing NodeSharing
+	// FailRequestsGreaterThanOne refuses limits that ask for more than one replica.
+	FailRequestsGreaterThanOne bool
 
 	HTTPEndpoint string
 	Verbosity    int

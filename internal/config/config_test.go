@@ -148,7 +148,6 @@ func TestFileErrors(t *testing.T) {
 		{"policy", "flags: {plugin: {sharedDevicesAllocationPolicy: tight}}", `--shared-devices-allocation-policy: "tight" is not one of distributed, packed`},
 		{"GDS", "flags: {gdsEnabled: true, gdrcopyEnabled: true}", "flags.gdrcopyEnabled"},
 		{"discovery", "flags: {deviceDiscoveryStrategy: tegra}", "flags.deviceDiscoveryStrategy"},
-		{"sharing", "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}", "sharing: not supported"},
 		{"resources", "resources: {gpus: [{pattern: \"*\", name: nvidia.com/gpu}]}", "resources: GPUs and MIG profiles have the resource names that migStrategy gives them"},
 		{"resources of MIG", "resources: {mig: [{pattern: 1g.10gb, name: small}]}", "resources: "},
 		{"strategy", "flags: {plugin: {deviceListStrategy: [cdi]}}", "invalid strategy: cdi"},
@@ -163,7 +162,7 @@ func TestFileErrors(t *testing.T) {
 		{"no UUID", "tandem: {devices: [{match: {uuid: MIG-1}, use: claims}]}", `tandem.devices[0].match.uuid: "MIG-1" is no UUID`},
 		{"empty model", "tandem: {devices: [{match: {model: \"\"}, use: claims}]}", "tandem.devices[0].match.model: is empty"},
 		{"neither use nor mig", "tandem: {devices: [{match: {index: 0}}]}", "tandem.devices[0]: says nothing about its GPUs"},
-		{"use", "tandem: {devices: [{match: {index: 0}, use: both, mig: static}]}", `tandem.devices[0].use: "both" is neither claims nor limits`},
+		{"use", "tandem: {devices: [{match: {index: 0}, use: both, mig: static}]}", `tandem.devices[0].use: "both" is not one of claims, limits, none`},
 		{"mig", "tandem: {devices: [{match: {index: 0}, mig: live}]}", `tandem.devices[0].mig: "live" is neither static nor dynamic`},
 		{"Split without a use", "tandem: {mode: Split, devices: [{match: {index: 0}, mig: dynamic}]}", "tandem.devices: is required"},
 	}

@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path/filepath"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
@@ -20,6 +22,17 @@ type Controller struct {
 	Namespace string
 	LeaseName string
 	PodName   string
+	// DaemonPod is the template of MPS daemons' pods (corev1.PodTemplateSpec as JSON); empty where none are run. DaemonMemory is the
+	// limit of the memory that a daemon shares with its clients; empty for half of the node's.
+	DaemonPod    string
+	DaemonMemory string
+	// RunDir, KubeletDir and CDIDir are those of the node agents.
+	RunDir     string
+	KubeletDir string
+	CDIDir     string
+	// WebhookName is that of the Service, the Secret and the ValidatingWebhookConfiguration of the webhook; empty for none.
+	WebhookName string
+	WebhookPort int
 
 	HTTPEndpoint string
 	Verbosity    int
@@ -30,6 +43,8 @@ func ControllerDefaults() Controller {
 	agent := Defaults()
 	return Controller{
 		DriverName: agent.DriverName, ResourceName: agent.ResourceName, LeaseName: "tandem-controller", HTTPEndpoint: agent.HTTPEndpoint,
+		RunDir: agent.RunDir, KubeletDir: agent.KubeletDir, CDIDir: agent.CDIDir,
+		WebhookPort: 9443,
 	}
 }
 
@@ -42,6 +57,14 @@ func (c *Controller) settings() []setting {
 		{"lease-name", nil, "`name` of that Lease", text{&c.LeaseName}},
 		{"pod-name", nil, "`name` under which this process holds the Lease: that of its pod, so that a restarted container leads at once",
 			text{&c.PodName}},
+		{"mps-pod", nil, "template of the pods of MPS daemons, as `JSON`, without what the controller adds; empty for no daemons", text{&c.DaemonPod}},
+		{"mps-shared-memory", nil, "most `memory` that an MPS daemon shares with its clients; empty for half of the node's", text{&c.DaemonMemory}},
+		{"run-dir", nil, "run `directory` of the node agents, on the nodes", text{&c.RunDir}},
+		{"kubelet-dir", nil, "kubelet's `directory` on the nodes", text{&c.KubeletDir}},
+		{"cdi-dir", nil, "`directory` of the CDI specs on the nodes", text{&c.CDIDir}},
+		{"webhook-name", nil, "`name` of the Service, the Secret and the ValidatingWebhookConfiguration of the webhook that judges claim " +
+			"parameters when they are applied; empty for none", text{&c.WebhookName}},
+		{"webhook-port", nil, "`port` of that webhook", number{&c.WebhookPort}},
 		{"http-endpoint", nil, "`address` of /healthz, /readyz and /metrics; empty for none", text{&c.HTTPEndpoint}},
 		{"v", []string{"LOG_VERBOSITY"}, "log verbosity `level`", number{&c.Verbosity}},
 	}
@@ -81,5 +104,31 @@ func (c *Controller) validate() error {
 				name.value, strings.ReplaceAll(name.flag, "-", " "), strings.Join(problems, "; ")))
 		}
 	}
+	for _, dir := range []struct{ flag, path string }{{"run-dir", c.RunDir}, {"kubelet-dir", c.KubeletDir}, {"cdi-dir", c.CDIDir}} {
+		if !filepath.IsAbs(dir.path) || filepath.Clean(dir.path) != dir.path {
+			complain(dir.flag, fmt.Sprintf("%q is not a clean absolute path", dir.path))
+		}
+	}
+	if _, err := c.SharedMemory(); err != nil {
+		complain("mps-shared-memory", fmt.Sprintf("%q is no quantity: %v", c.DaemonMemory, err))
+	}
+	if c.WebhookName == "" {
+		return errors.Join(errs...)
+	}
+	if problems := validation.IsDNS1035Label(c.WebhookName); len(problems) > 0 {
+		complain("webhook-name", fmt.Sprintf("%q is no name of a Service: %s", c.WebhookName, strings.Join(problems, "; ")))
+	}
+	if problems := validation.IsValidPortNum(c.WebhookPort); len(problems) > 0 {
+		complain("webhook-port", fmt.Sprintf("%d is no port: %s", c.WebhookPort, strings.Join(problems, "; ")))
+	}
 	return errors.Join(errs...)
+}
+
+// SharedMemory is DaemonMemory as a quantity; nil where it is empty.
+func (c *Controller) SharedMemory() (*resource.Quantity, error) {
+	if c.DaemonMemory == "" {
+		return nil, nil
+	}
+	quantity, err := resource.ParseQuantity(c.DaemonMemory)
+	return &quantity, err
 }

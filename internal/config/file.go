@@ -19,7 +19,7 @@ type file struct {
 	Version   string          `json:"version"`
 	Flags     fileFlags       `json:"flags"`
 	Resources json.RawMessage `json:"resources"`
-	Sharing   json.RawMessage `json:"sharing"`
+	Sharing   fileSharing     `json:"sharing"`
 	IMEX      json.RawMessage `json:"imex"`
 	Tandem    fileTandem      `json:"tandem"`
 }
@@ -97,7 +97,7 @@ func (c *Config) parseFile(data []byte) error {
 	set(&c.Mode, f.Tandem.Mode)
 	c.Devices = f.Tandem.Devices
 	set(&c.Strict, f.Tandem.Strict)
-	return c.setStrategies(f.Flags.Plugin.DeviceListStrategy)
+	return errors.Join(c.setSharing(f.Sharing), c.setStrategies(f.Flags.Plugin.DeviceListStrategy))
 }
 
 // moreThanOne finds a second YAML document, of which the parser would say nothing.
@@ -175,7 +175,6 @@ func (f *file) unsupported() error {
 	refuse("flags.mofedEnabled", on(f.Flags.MOFEDEnabled), notYet)
 	refuse("resources", !blank(f.Resources),
 		"GPUs and MIG profiles have the resource names that migStrategy gives them; other names are "+notYet)
-	refuse("sharing", !blank(f.Sharing), notYet)
 	refuse("imex", !blank(f.IMEX), notYet)
 	return errors.Join(errs...)
 }

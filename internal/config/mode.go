@@ -46,15 +46,17 @@ type Use string
 const (
 	UseClaims Use = "claims"
 	UseLimits Use = "limits"
+	// UseNone is untouched: the GPU is for nobody, in every mode.
+	UseNone Use = "none"
 )
 
 // DeviceRule says what some GPUs are for.
 type DeviceRule struct {
 	Match DeviceMatch `json:"match"`
-	// Use is read in ModeSplit, where GPUs that no rule gives a use are for claims. It may be empty beside MIG.
-	Use Use `json:"use,omitempty"`
-	// MIG may be empty beside Use.
-	MIG MIGPolicy `json:"mig,omitempty"`
+	// Use is read in ModeSplit, where GPUs that no rule gives a use are for claims; UseNone in every mode.
+	Use     Use          `json:"use,omitempty"`
+	MIG     MIGPolicy    `json:"mig,omitempty"`
+	Sharing *SharingRule `json:"sharing,omitempty"`
 }
 
 // DeviceMatch names GPUs by exactly one of its fields.
@@ -114,11 +116,17 @@ func (r DeviceRule) problems(path string) []error {
 	if r.Match.Model != nil && *r.Match.Model == "" {
 		complain(".match.model", "is empty")
 	}
-	if r.Use == "" && r.MIG == "" {
-		complain("", "says nothing about its GPUs: want use, mig or both")
+	if r.Use == "" && r.MIG == "" && r.Sharing == nil {
+		complain("", "says nothing about its GPUs: want use, mig, sharing or several of them")
 	}
-	if r.Use != "" && r.Use != UseClaims && r.Use != UseLimits {
-		complain(".use", "%q is neither %s nor %s", string(r.Use), UseClaims, UseLimits)
+	if uses := []Use{UseClaims, UseLimits, UseNone}; r.Use != "" && !slices.Contains(uses, r.Use) {
+		complain(".use", "%q is not one of %s", string(r.Use), join(uses))
+	}
+	if r.Sharing != nil {
+		errs = append(errs, r.Sharing.problems(path+".sharing")...)
+		if r.MIG == MIGDynamic && r.Sharing.policy().Shared() {
+			complain(".sharing", "does not go with mig: dynamic: such a GPU is divided into partitions")
+		}
 	}
 	if r.MIG != "" && r.MIG != MIGStatic && r.MIG != MIGDynamic {
 		complain(".mig", "%q is neither %s nor %s", string(r.MIG), MIGStatic, MIGDynamic)
@@ -135,7 +143,7 @@ func (c *Config) modeProblems() []error {
 	for i, rule := range c.Devices {
 		errs = append(errs, rule.problems(fmt.Sprintf("tandem.devices[%d]", i))...)
 	}
-	if c.Mode == ModeSplit && !slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.Use != "" }) {
+	if c.Mode == ModeSplit && !slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.Use != "" && r.Use != UseNone }) {
 		errs = append(errs, errors.New("tandem.devices: is required by mode Split: say which GPUs are for limits"))
 	}
 	return errs
@@ -172,12 +180,17 @@ func (c Config) Equal(other Config) bool { return reflect.DeepEqual(c, other) }
 
 // OfferedToClaims reports whether a GPU is for claims. It and OfferedToLimits are pure.
 func (c Config) OfferedToClaims(gpu device.GPU) bool {
-	return c.Mode.Claims() && (c.Mode != ModeSplit || c.uses(gpu, UseClaims))
+	return c.Mode.Claims() && !c.Untouched(gpu) && (c.Mode != ModeSplit || c.uses(gpu, UseClaims))
 }
 
 // OfferedToLimits reports whether a GPU is for limits.
 func (c Config) OfferedToLimits(gpu device.GPU) bool {
-	return c.Mode.Limits() && (c.Mode != ModeSplit || c.uses(gpu, UseLimits))
+	return c.Mode.Limits() && !c.Untouched(gpu) && (c.Mode != ModeSplit || c.uses(gpu, UseLimits))
+}
+
+// Untouched reports whether a rule keeps the GPU from everybody.
+func (c Config) Untouched(gpu device.GPU) bool {
+	return slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.Use == UseNone && r.Match.matches(gpu) })
 }
 
 // uses reports whether all rules that match a GPU agree on the use. One that rules disagree about is for nobody.
@@ -225,6 +238,17 @@ func (c Config) contradictions(inv device.Inventory) []error {
 			errs = append(errs, c.disagreements(gpu, "different uses", func(r DeviceRule) string { return string(r.Use) })...)
 		}
 		errs = append(errs, c.disagreements(gpu, "both static and dynamic MIG", func(r DeviceRule) string { return string(r.MIG) })...)
+		errs = append(errs, c.disagreements(gpu, "different sharing", func(r DeviceRule) string {
+			if r.Sharing == nil {
+				return ""
+			}
+			return fmt.Sprintf("%+v", *r.Sharing)
+		})...)
+		if c.Dynamic(gpu) && slices.ContainsFunc(c.Devices, func(r DeviceRule) bool {
+			return r.Sharing != nil && r.Sharing.policy().Shared() && r.Match.matches(gpu)
+		}) {
+			errs = append(errs, fmt.Errorf("tandem.devices: GPU %s (index %d) cannot be shared and have MIG partitions on demand", gpu.UUID, gpu.Index))
+		}
 	}
 	return errs
 }

@@ -45,7 +45,8 @@ type Options struct {
 }
 
 // Specs keeps the spec file, and one beside it for each partition that was made on demand: those come and go while a pod waits,
-// and the file of all devices is not written anew for each. All methods are safe for concurrent use.
+// and the file of all devices is not written anew for each. So does what containers need beside devices (Describe). All methods are
+// safe for concurrent use.
 type Specs struct {
 	options Options
 	kind    string
@@ -65,6 +66,8 @@ type Specs struct {
 	voided map[string]bool
 	// added are the partitions with a file of their own, by UUID.
 	added map[string]*addition
+	// extras are what Describe has made, by name.
+	extras map[string]*extra
 
 	entries entries
 }
@@ -76,6 +79,9 @@ func New(options Options) (*Specs, error) {
 	}
 	if err := parser.ValidateClassName(options.Class); err != nil {
 		return nil, fmt.Errorf("CDI class: %w", err)
+	}
+	if options.Class == extraClass {
+		return nil, fmt.Errorf("CDI class %q: it is for what is no device", options.Class)
 	}
 	if !filepath.IsAbs(options.Dir) {
 		return nil, fmt.Errorf("CDI directory %q: not an absolute path", options.Dir)
@@ -92,6 +98,7 @@ func New(options Options) (*Specs, error) {
 		refreshing: make(chan struct{}, 1),
 		voided:     map[string]bool{},
 		added:      map[string]*addition{},
+		extras:     map[string]*extra{},
 		entries:    entries{changed: make(chan struct{})},
 	}
 	s.file.path = filepath.Join(options.Dir, "tandem-"+options.Vendor+"-"+options.Class+".json")
@@ -169,7 +176,7 @@ func (s *Specs) Run(ctx context.Context) error {
 				wait = false
 			case <-ticker.C:
 				_, repairErr := s.repair()
-				said = s.log(ctx, said, errors.Join(err, repairErr, s.repairAdded()))
+				said = s.log(ctx, said, errors.Join(err, repairErr, s.repairAdded(), s.repairExtras()))
 				// A Source that failed is asked again; what it said before is kept on disk meanwhile.
 				wait = err == nil
 			}

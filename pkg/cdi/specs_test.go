@@ -434,6 +434,7 @@ func TestBadOptions(t *testing.T) {
 		"directory": func(o *cdi.Options) { o.Dir = "cdi" },
 		"vendor":    func(o *cdi.Options) { o.Vendor = "no/vendor" },
 		"class":     func(o *cdi.Options) { o.Class = "" },
+		"taken":     func(o *cdi.Options) { o.Class = "sharing" },
 		"source":    func(o *cdi.Options) { o.Source = nil },
 	} {
 		options := good

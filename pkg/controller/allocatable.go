@@ -58,6 +58,10 @@ func Allocatable(
 		if device.Limits != v1alpha1.LimitsAllocatable {
 			continue
 		}
+		if device.Sharing != nil && device.Sharing.Replicas > 0 {
+			value += replicas(device, claims)
+			continue
+		}
 		allocated, asking := false, false
 		for _, claim := range claims {
 			if slices.ContainsFunc(claim.Devices, func(name string) bool { return overlap(name, device.Name) }) {
@@ -70,6 +74,42 @@ func Allocatable(
 		}
 	}
 	return value, known
+}
+
+// replicas is how many of a device's replicas the scheduler may count on: those that limits have, and of the others as many as
+// find room beside what claims have, or wait for.
+func replicas(device v1alpha1.DeviceStatus, claims []v1alpha1.AllocatedClaim) int64 {
+	sharing := device.Sharing
+	used, limited := int64(0), int64(0)
+	for _, h := range device.Holders {
+		if h.Kind != v1alpha1.HolderLimit {
+			continue
+		}
+		used += h.Memory
+		if h.State != v1alpha1.HoldDraining {
+			limited++
+		}
+	}
+	for _, claim := range claims {
+		used += takes(claim, device)
+	}
+	room := max(0, sharing.Memory-used) / max(1, sharing.ReplicaMemory)
+	return min(int64(sharing.Allocatable), limited+room)
+}
+
+// takes is how much of a device's memory a claim has.
+func takes(claim v1alpha1.AllocatedClaim, device v1alpha1.DeviceStatus) int64 {
+	for _, name := range claim.Devices {
+		share := shareOf(claim, name)
+		switch {
+		case !overlap(name, device.Name):
+		case share > 0 && name == device.Name:
+			return share
+		default:
+			return device.Sharing.Memory
+		}
+	}
+	return 0
 }
 
 // resourceOf is the resource by which limits ask for a device. Agents that serve whole GPUs only have not always said it; and an
@@ -113,6 +153,9 @@ func listed(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) (n int6
 	for _, device := range status.Devices {
 		if device.Limits == v1alpha1.LimitsAllocatable && resourceOf(status, device) == resource {
 			n++
+			if device.Sharing != nil && device.Sharing.Replicas > 0 {
+				n += int64(device.Sharing.Allocatable) - 1
+			}
 		}
 	}
 	return n

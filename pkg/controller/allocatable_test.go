@@ -348,15 +348,7 @@ func TestAllocatableWaitsForItsOwnPatch(t *testing.T) {
 	before := &corev1.Node{}
 	w.get("", "node-1", before)
 	w.once(r, requestFor("node-1").NamespacedName)
-	r.client = interceptor.NewClient(w.client, interceptor.Funcs{
-		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, obj client.Object, opts ...client.GetOption) error {
-			if node, ok := obj.(*corev1.Node); ok {
-				before.DeepCopyInto(node)
-				return nil
-			}
-			return c.Get(ctx, key, obj, opts...)
-		},
-	})
+	r.client = hasHeard(w, before)
 	w.twice(r, "node-1")
 	w.want(map[string]int{"patch Node": 1})
 }

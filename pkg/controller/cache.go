@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"sync"
 
+	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
@@ -31,7 +32,9 @@ import (
 
 func scheme() (*runtime.Scheme, error) {
 	s := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, resourceapi.AddToScheme, policyv1.AddToScheme, batchv1.AddToScheme, v1alpha1.AddToScheme} {
+	for _, add := range []func(*runtime.Scheme) error{
+		corev1.AddToScheme, resourceapi.AddToScheme, policyv1.AddToScheme, batchv1.AddToScheme, admissionregistrationv1.AddToScheme, v1alpha1.AddToScheme,
+	} {
 		if err := add(s); err != nil {
 			return nil, fmt.Errorf("register API types: %w", err)
 		}
@@ -44,12 +47,15 @@ func scheme() (*runtime.Scheme, error) {
 func mapper() meta.RESTMapper {
 	m := meta.NewDefaultRESTMapper(nil)
 	for kind, scope := range map[schema.GroupVersionKind]meta.RESTScope{
-		v1alpha1.GroupVersion.WithKind("GPUNode"):                meta.RESTScopeRoot,
-		corev1.SchemeGroupVersion.WithKind("Node"):               meta.RESTScopeRoot,
-		corev1.SchemeGroupVersion.WithKind("Pod"):                meta.RESTScopeNamespace,
-		batchv1.SchemeGroupVersion.WithKind("Job"):               meta.RESTScopeNamespace,
-		resourceapi.SchemeGroupVersion.WithKind("DeviceClass"):   meta.RESTScopeRoot,
-		resourceapi.SchemeGroupVersion.WithKind("ResourceClaim"): meta.RESTScopeNamespace,
+		v1alpha1.GroupVersion.WithKind("GPUNode"):                                             meta.RESTScopeRoot,
+		corev1.SchemeGroupVersion.WithKind("Node"):                                            meta.RESTScopeRoot,
+		corev1.SchemeGroupVersion.WithKind("Pod"):                                             meta.RESTScopeNamespace,
+		corev1.SchemeGroupVersion.WithKind("PodList"):                                         meta.RESTScopeNamespace, // asked for by a cache of one namespace
+		corev1.SchemeGroupVersion.WithKind("Secret"):                                          meta.RESTScopeNamespace,
+		admissionregistrationv1.SchemeGroupVersion.WithKind("ValidatingWebhookConfiguration"): meta.RESTScopeRoot,
+		batchv1.SchemeGroupVersion.WithKind("Job"):                                            meta.RESTScopeNamespace,
+		resourceapi.SchemeGroupVersion.WithKind("DeviceClass"):                                meta.RESTScopeRoot,
+		resourceapi.SchemeGroupVersion.WithKind("ResourceClaim"):                              meta.RESTScopeNamespace,
 	} {
 		m.Add(kind, scope)
 	}
@@ -105,7 +111,7 @@ func trimMeta(m *metav1.ObjectMeta) {
 	}
 }
 
-// trimClaim keeps the classes that are asked for, and what is allocated of our driver.
+// trimClaim keeps the classes that are asked for, and what is allocated of our driver, with its parameters.
 func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 	trimMeta(&claim.ObjectMeta)
 	requests := claim.Spec.Devices.Requests
@@ -115,11 +121,12 @@ func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 		if r.Exactly != nil {
 			kept.Exactly = &resourceapi.ExactDeviceRequest{
 				DeviceClassName: r.Exactly.DeviceClassName, AllocationMode: r.Exactly.AllocationMode, Count: r.Exactly.Count,
+				Capacity: r.Exactly.Capacity,
 			}
 		}
 		for _, f := range r.FirstAvailable {
 			kept.FirstAvailable = append(kept.FirstAvailable, resourceapi.DeviceSubRequest{
-				Name: f.Name, DeviceClassName: f.DeviceClassName, AllocationMode: f.AllocationMode, Count: f.Count,
+				Name: f.Name, DeviceClassName: f.DeviceClassName, AllocationMode: f.AllocationMode, Count: f.Count, Capacity: f.Capacity,
 			})
 		}
 		claim.Spec.Devices.Requests = append(claim.Spec.Devices.Requests, kept)
@@ -133,8 +140,14 @@ func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 	for _, r := range status.Allocation.Devices.Results {
 		if r.Driver == driver {
 			claim.Status.Allocation.Devices.Results = append(claim.Status.Allocation.Devices.Results, resourceapi.DeviceRequestAllocationResult{
-				Driver: r.Driver, Pool: r.Pool, Device: r.Device, AdminAccess: r.AdminAccess,
+				Request: r.Request, Driver: r.Driver, Pool: r.Pool, Device: r.Device, AdminAccess: r.AdminAccess,
+				ShareID: r.ShareID, ConsumedCapacity: r.ConsumedCapacity,
 			})
+		}
+	}
+	for _, c := range status.Allocation.Devices.Config {
+		if c.Opaque != nil && c.Opaque.Driver == driver {
+			claim.Status.Allocation.Devices.Config = append(claim.Status.Allocation.Devices.Config, c)
 		}
 	}
 }

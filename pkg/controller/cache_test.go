@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -22,8 +23,12 @@ import (
 func TestTrimmingChangesNoDecision(t *testing.T) {
 	claim := newClaim("a", "gpu-0", "gpu-1")
 	claim.Status.Allocation.Devices.Results[1].AdminAccess = ptr.To(true)
+	saying(testDriver, misspelt)(claim)
 	whole := claim.DeepCopy()
 	trimClaim(claim, testDriver)
+	if !Hopeless(whole, testDriver) || !Hopeless(claim, testDriver) {
+		t.Error("the parameters are gone")
+	}
 	if diff := cmp.Diff(Relay([]resourceapi.ResourceClaim{*whole}, testDriver, "node-1"), Relay([]resourceapi.ResourceClaim{*claim}, testDriver, "node-1")); diff != "" {
 		t.Error(diff)
 	}
@@ -68,6 +73,8 @@ func TestTrimmedIsSmall(t *testing.T) {
 	claim := newClaim("a", "gpu-0")
 	meta(&claim.ObjectMeta)
 	claim.Spec.Devices.Config = []resourceapi.DeviceClaimConfiguration{{Requests: []string{string(make([]byte, 4096))}}}
+	saying("net.example.com", string(make([]byte, 4096)))(claim)
+	saying(testDriver, rightGPU)(claim)
 	foreign := claim.DeepCopy()
 	foreign.Status.Allocation.Devices.Results[0].Driver = "net.example.com"
 	trimPod(pod)
@@ -103,5 +110,16 @@ func TestTrimPassesTombstones(t *testing.T) {
 	got, err = trim(trimPod)(newPod("a"))
 	if err != nil || got.(*corev1.Pod).UID != types.UID("uid-pod-a") || got.(*corev1.Pod).Spec.Containers[0].Image != "" {
 		t.Errorf("%v, %v", got, err)
+	}
+}
+
+// A cache of one namespace asks the mapper whether what it lists is in namespaces, and fails at every list where the answer is missing.
+func TestTheMapperKnowsLists(t *testing.T) {
+	types, err := scheme()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if is, err := apiutil.IsObjectNamespaced(&corev1.PodList{}, types, mapper()); err != nil || !is {
+		t.Errorf("%t, %v", is, err)
 	}
 }

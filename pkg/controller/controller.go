@@ -10,6 +10,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"sync/atomic"
 	"time"
@@ -28,6 +29,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/webhook"
 )
 
 // Leading survives an API server that restarts. It costs nothing that these times are long: a restarted container holds
@@ -50,7 +52,19 @@ type Config struct {
 	// Namespace and LeaseName name the Lease by which one of several controllers leads, Identity who holds it. The same
 	// identity leads again at once, so no two processes that may live at the same time have the same.
 	Namespace, LeaseName, Identity string
-	Registerer                     prometheus.Registerer
+	// Daemons say how the pods of MPS daemons are made, in Namespace.
+	Daemons DaemonPods
+	// WebhookName is that of the Service, the Secret and the configuration of the webhook that judges claim parameters, which
+	// listens on WebhookPort; empty for none.
+	WebhookName string
+	WebhookPort int
+	Registerer  prometheus.Registerer
+}
+
+func (c Config) webhook() webhook.Config {
+	return webhook.Config{
+		Namespace: c.Namespace, Name: c.WebhookName, DriverName: c.DriverName, Registerer: c.Registerer, Now: time.Now,
+	}
 }
 
 // limits are the resources by which limits ask for our devices, on nodes of any strategy.
@@ -75,10 +89,16 @@ func New(c Config) (*Controller, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make lease %s/%s: %w", c.Namespace, c.LeaseName, err)
 	}
+	cached := cacheOptions(c.DriverName, c.limits())
+	server, served := webhook.NewServer(c.WebhookPort)
+	if c.WebhookName != "" {
+		maps.Copy(cached.ByObject, c.webhook().Watched())
+	}
 	m, err := manager.New(c.REST, manager.Options{
 		Scheme:         types,
 		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return mapper(), nil },
-		Cache:          cacheOptions(c.DriverName, c.limits()),
+		Cache:          cached,
+		WebhookServer:  server,
 		Logger:         klog.Background(),
 		// main serves metrics and health, as the agent's does.
 		Metrics:                             metricsserver.Options{BindAddress: "0"},
@@ -101,6 +121,11 @@ func New(c Config) (*Controller, error) {
 	if err := o.register(c); err != nil {
 		return nil, err
 	}
+	if c.WebhookName != "" {
+		if err := webhook.Register(m, c.webhook(), served); err != nil {
+			return nil, err
+		}
+	}
 	return o, nil
 }
 
@@ -113,6 +138,7 @@ func (c *Controller) register(config Config) error {
 	if err := c.manager.Add(filler{c}); err != nil {
 		return fmt.Errorf("add runnable: %w", err)
 	}
+	config.Daemons.Namespace = config.Namespace
 	writer, live := c.manager.GetClient(), c.manager.GetAPIReader()
 	recorder := c.manager.GetEventRecorder("tandem-controller")
 	claims := newClaimReader(writer, c.manager.GetFieldIndexer(), config.DriverName)
@@ -125,6 +151,7 @@ func (c *Controller) register(config Config) error {
 		&healer{client: writer, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, follower: followed, now: time.Now},
 		followed,
 		&nudger{client: writer, live: live, claims: claims, metrics: measured, now: time.Now},
+		&daemons{client: writer, config: config.Daemons, metrics: measured, now: time.Now},
 		&explainer{client: writer, driver: config.DriverName, limits: config.limits(), recorder: recorder, now: time.Now},
 	} {
 		if err := r.register(c.manager); err != nil {
@@ -150,6 +177,7 @@ func options(workers int) ctrlcontroller.Options {
 }
 
 // filler fills the caches, whether or not this process leads, so that it has them when it does. It tells when they are filled.
+// Those of the webhook are not among them: this has more important things to do.
 // Nothing may wait for that before the manager runs: it would not end while the API server is away.
 type filler struct{ *Controller }
 

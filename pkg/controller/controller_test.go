@@ -4,6 +4,7 @@ package controller
 
 import (
 	"context"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"runtime"
@@ -22,12 +23,22 @@ func newController(t *testing.T, host string) *Controller {
 	ctrllog.SetLogger(klog.Background())
 	c, err := New(Config{
 		REST: &rest.Config{Host: host}, DriverName: testDriver, ResourceName: testResource,
-		Namespace: "ns", LeaseName: "l", Identity: "pod-1", Registerer: prometheus.NewRegistry(),
+		Namespace: "ns", LeaseName: "l", Identity: "pod-1", WebhookName: "w", WebhookPort: freePort(t), Registerer: prometheus.NewRegistry(),
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	return c
+}
+
+func freePort(t *testing.T) int {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	return listener.Addr().(*net.TCPAddr).Port
 }
 
 // An API server that is away is awaited, and being stopped meanwhile is no error and leaves nothing running.

@@ -28,6 +28,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -55,6 +56,9 @@ func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
 // else is the reason, and where there is none at all. A pod asks for GPUs, which any API can give, or by a resource for what
 // limits get by it. It is a pure function, and names nodes only: whose pods hold the devices is not everybody's business.
 func Explain(nodes []v1alpha1.GPUNode, asked Ask) string {
+	if asked.Memory > 0 {
+		return explainShare(nodes, asked)
+	}
 	if !slices.ContainsFunc(nodes, func(n v1alpha1.GPUNode) bool { return asked.mixes(n.Status) }) {
 		asked.Limits = ""
 	}
@@ -99,9 +103,66 @@ func Explain(nodes []v1alpha1.GPUNode, asked Ask) string {
 	}))
 }
 
+// explainShare is Explain for parts of GPUs that are shared. One that is not shared, and free, is given out as a whole to whoever
+// asks for less.
+func explainShare(nodes []v1alpha1.GPUNode, asked Ask) string {
+	type counted struct {
+		name string
+		// left is the most that is left of one device.
+		left int64
+	}
+	var with []counted
+	for _, node := range nodes {
+		fitting, most, shared := int64(0), int64(0), false
+		for _, d := range node.Status.Devices {
+			if d.Sharing == nil || !d.Sharing.MemoryShares || d.Fault != "" || d.Untouched {
+				if !d.Untouched && d.Parent == "" && d.Fault == "" && len(d.Holders) == 0 {
+					fitting++
+				}
+				continue
+			}
+			shared = true
+			left := leftOf(d)
+			most = max(most, left)
+			if left >= asked.Memory {
+				fitting++
+			}
+		}
+		if fitting >= asked.Devices {
+			return ""
+		}
+		if shared {
+			with = append(with, counted{node.Name, most})
+		}
+	}
+	if len(with) == 0 {
+		return fmt.Sprintf("no node shares out the memory of its GPUs, of which %s are asked for", asked.memory(asked.Memory))
+	}
+	slices.SortFunc(with, func(a, b counted) int { return cmp.Or(cmp.Compare(b.left, a.left), cmp.Compare(a.name, b.name)) })
+	return fmt.Sprintf("no node has %s left on %s: %s", asked.memory(asked.Memory), asked.noun(asked.Devices), list(with, func(n counted) string {
+		return fmt.Sprintf("%s has %s at most", n.name, asked.memory(n.left))
+	}))
+}
+
+// leftOf is how much of a device's memory nobody has.
+func leftOf(d v1alpha1.DeviceStatus) int64 {
+	left := d.Sharing.Memory
+	for _, h := range d.Holders {
+		if h.Memory == 0 {
+			return 0
+		}
+		left -= h.Memory
+	}
+	return max(0, left)
+}
+
+func (Ask) memory(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
+
 // Ask is what a pod waits for.
 type Ask struct {
 	Devices int64
+	// Memory is how much of each is asked for, in bytes; zero for all.
+	Memory int64
 	// Resource of partitions; empty for GPUs.
 	Resource string
 	// Limits is the resource of GPUs where nothing else asks for them: on a node that is partitioned it may stand for partitions.
@@ -124,7 +185,7 @@ func (a Ask) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
 	}
 	var counts v1alpha1.DeviceCounts
 	for _, d := range status.Devices {
-		if resourceOf(status, d) != corev1.ResourceName(resource) {
+		if resourceOf(status, d) != corev1.ResourceName(resource) || d.Untouched {
 			continue
 		}
 		var holders []v1alpha1.DeviceHolder
@@ -238,14 +299,15 @@ func names(class resourceapi.DeviceClass, text string) bool {
 // Asked is how many of our GPUs a pod waits for, by limits and by claims that have none yet, and where it waits for none, the
 // partitions that it asks for by limits; claim finds a claim of its namespace by name, or nil. It is a pure function.
 func (o Ours) Asked(pod *corev1.Pod, claim func(name string) *resourceapi.ResourceClaim) Ask {
-	asked := total(pod, o.whole)
+	asked, memory := total(pod, o.whole), int64(0)
 	for _, reference := range pod.Spec.ResourceClaims {
 		name := claimName(pod, reference)
 		if name == "" {
 			continue
 		}
 		if c := claim(name); c != nil && c.Status.Allocation == nil {
-			asked += o.requests(c)
+			n, each := o.requests(c)
+			asked, memory = asked+n, max(memory, each)
 		}
 	}
 	byLimits := total(pod, func(name corev1.ResourceName) bool { return string(name) == o.Limits.GPU })
@@ -253,7 +315,7 @@ func (o Ours) Asked(pod *corev1.Pod, claim func(name string) *resourceapi.Resour
 	case asked > 0 && asked == byLimits:
 		return Ask{Devices: asked, Limits: o.Limits.GPU}
 	case asked > 0:
-		return Ask{Devices: asked}
+		return Ask{Devices: asked, Memory: memory}
 	}
 	for _, resource := range o.partitions(pod) {
 		if n := total(pod, func(name corev1.ResourceName) bool { return name == resource }); n > 0 {
@@ -309,19 +371,27 @@ func total(pod *corev1.Pod, counts func(corev1.ResourceName) bool) int64 {
 	return max(asked, atFirst)
 }
 
-func (o Ours) requests(claim *resourceapi.ResourceClaim) (n int64) {
+// requests are how many GPUs a claim asks for, and the most memory that it asks for of one by capacity.
+func (o Ours) requests(claim *resourceapi.ResourceClaim) (n, each int64) {
+	most := func(of *resourceapi.CapacityRequirements) int64 {
+		if of == nil {
+			return 0
+		}
+		amount := of.Requests[capacity.Memory]
+		return amount.Value()
+	}
 	for _, r := range claim.Spec.Devices.Requests {
 		if r.Exactly != nil && o.Classes[r.Exactly.DeviceClassName] {
-			n += max(1, r.Exactly.Count)
+			n, each = n+max(1, r.Exactly.Count), max(each, most(r.Exactly.Capacity))
 		}
 		for _, s := range r.FirstAvailable {
 			if o.Classes[s.DeviceClassName] {
-				n += max(1, s.Count)
+				n, each = n+max(1, s.Count), max(each, most(s.Capacity))
 				break
 			}
 		}
 	}
-	return n
+	return n, each
 }
 
 // claimName is the name of the claim that a pod means; empty while the one made for it is not there yet.
@@ -409,9 +479,16 @@ func (x *explainer) Reconcile(ctx context.Context, request reconcile.Request) (r
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	asked, err := x.asked(ctx, pod)
-	if err != nil || asked.Devices == 0 {
+	asked, all, err := x.asked(ctx, pod)
+	switch {
+	case err != nil:
 		return reconcile.Result{}, err
+	case asked.Devices == 0 && all:
+		return reconcile.Result{}, nil
+	}
+	later := reconcile.Result{RequeueAfter: min(max(countAgain, x.now().Sub(waitsSince(pod))), tellEvery)}
+	if !all {
+		return later, nil
 	}
 	nodes, err := x.nodes(ctx, pod)
 	if err != nil {
@@ -419,7 +496,7 @@ func (x *explainer) Reconcile(ctx context.Context, request reconcile.Request) (r
 	}
 	sentence := Explain(nodes, asked)
 	if sentence == "" {
-		return reconcile.Result{RequeueAfter: min(max(countAgain, x.now().Sub(waitsSince(pod))), tellEvery)}, nil
+		return later, nil
 	}
 	tell, again := x.tell(request.NamespacedName, pod.UID, sentence)
 	if tell {
@@ -428,21 +505,22 @@ func (x *explainer) Reconcile(ctx context.Context, request reconcile.Request) (r
 	return reconcile.Result{RequeueAfter: again}, nil
 }
 
-func (x *explainer) asked(ctx context.Context, pod *corev1.Pod) (Ask, error) {
+// asked is what a pod asks for, and whether that is all: not while one of its claims is not known here, which the scheduler knows.
+func (x *explainer) asked(ctx context.Context, pod *corev1.Pod) (asked Ask, all bool, err error) {
 	var classes resourceapi.DeviceClassList
 	if err := x.client.List(ctx, &classes, client.UnsafeDisableDeepCopy); err != nil {
-		return Ask{}, fmt.Errorf("list DeviceClasses: %w", err)
+		return Ask{}, false, fmt.Errorf("list DeviceClasses: %w", err)
 	}
-	var failed error
-	asked := NewOurs(x.driver, x.limits, classes.Items).Asked(pod, func(name string) *resourceapi.ResourceClaim {
+	all = !slices.ContainsFunc(pod.Spec.ResourceClaims, func(r corev1.PodResourceClaim) bool { return claimName(pod, r) == "" })
+	asked = NewOurs(x.driver, x.limits, classes.Items).Asked(pod, func(name string) *resourceapi.ResourceClaim {
 		claim := &resourceapi.ResourceClaim{}
-		if err := x.client.Get(ctx, types.NamespacedName{Namespace: pod.Namespace, Name: name}, claim); err != nil {
-			failed = client.IgnoreNotFound(err)
+		if getErr := x.client.Get(ctx, types.NamespacedName{Namespace: pod.Namespace, Name: name}, claim); getErr != nil {
+			all, err = false, cmp.Or(err, client.IgnoreNotFound(getErr))
 			return nil
 		}
 		return claim
 	})
-	return asked, failed
+	return asked, all, err
 }
 
 // nodes are those with GPUs that the pod may run on.

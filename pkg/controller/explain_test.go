@@ -285,6 +285,35 @@ func TestExplainTellsOnce(t *testing.T) {
 	look("6 by limits, 2 by claims", tellEvery)
 }
 
+// The scheduler may have seen a pod's claim before the controller has.
+func TestExplainWaitsForTheClaim(t *testing.T) {
+	claim := newClaim("c")
+	claim.Spec.Devices.Requests[0].Exactly = &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu.nvidia.com", Count: 1}
+	ours := class("gpu.nvidia.com", `device.driver == "gpu.nvidia.com"`)
+	pod := newPod("a", unscheduled, func(p *corev1.Pod) {
+		p.Spec.Containers[0].Resources = corev1.ResourceRequirements{}
+		p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "x", ResourceClaimTemplateName: ptr.To("t")}}
+	})
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(full), coreNode("8", "8"), &ours, pod)
+	x := &explainer{client: w.client, driver: testDriver, limits: device.Resources{GPU: testResource}, recorder: w.recorder, now: w.now}
+	look := func(want string) {
+		t.Helper()
+		if result := w.once(x, client.ObjectKeyFromObject(pod)); !strings.Contains(w.event(), want) || result.RequeueAfter == 0 {
+			t.Errorf("not told %q, again after %v", want, result.RequeueAfter)
+		}
+	}
+	look("")
+	pod.Status.ResourceClaimStatuses = []corev1.PodResourceClaimStatus{{Name: "x", ResourceClaimName: ptr.To("c")}}
+	if err := w.client.Status().Update(t.Context(), pod); err != nil {
+		t.Fatal(err)
+	}
+	look("")
+	if err := w.client.Create(t.Context(), claim); err != nil {
+		t.Fatal(err)
+	}
+	look("all 8 GPUs of node-1 are held")
+}
+
 func TestExplainLeavesOthersAlone(t *testing.T) {
 	for name, change := range map[string]func(*corev1.Pod){
 		"bound":           func(p *corev1.Pod) { unscheduled(p); p.Spec.NodeName = "node-1" },

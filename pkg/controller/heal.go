@@ -68,6 +68,15 @@ func JudgeEviction(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim,
 	return Judgement{Evict: evict}
 }
 
+// StillCondemned is what a node's status says of a claim that it condemns. It is a pure function.
+func StillCondemned(status v1alpha1.GPUNodeStatus, claim types.UID) (loser v1alpha1.LosingClaim, condemned bool) {
+	i := slices.IndexFunc(status.Losers, func(l v1alpha1.LosingClaim) bool { return l.UID == claim && l.Condemned })
+	if i < 0 {
+		return v1alpha1.LosingClaim{}, false
+	}
+	return status.Losers[i], true
+}
+
 // StillLost reports whether a claim is still allocated one of the devices that it lost on a node, or a part of one. One that
 // several pods share is allocated anew under the same UID, while the node's status is up to a second old. It is a pure function.
 func StillLost(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim, driver, node string) bool {
@@ -188,21 +197,27 @@ func (h *healer) count(node string, refused int) {
 	h.metrics.notMovable.Set(float64(total))
 }
 
-func (h *healer) heal(ctx context.Context, node string, loser v1alpha1.LosingClaim) (again time.Duration, movable bool, err error) {
+func (h *healer) heal(ctx context.Context, node string, heard v1alpha1.LosingClaim) (again time.Duration, movable bool, err error) {
 	claim := &resourceapi.ResourceClaim{}
-	key := types.NamespacedName{Namespace: loser.Namespace, Name: loser.Name}
+	key := types.NamespacedName{Namespace: heard.Namespace, Name: heard.Name}
 	if err := h.live.Get(ctx, key, claim); err != nil {
 		if apierrors.IsNotFound(err) {
 			return lookAgain, true, nil
 		}
 		return lookAgain, true, fmt.Errorf("get condemned claim %s: %w", key, err)
 	}
-	if !StillLost(loser, claim, h.driver, node) {
-		return lookAgain, true, nil
-	}
 	pods, err := h.podsOf(ctx, claim)
 	if err != nil {
 		return lookAgain, true, err
+	}
+	// Last: a claim is prepared as soon as the node says nothing of it any more, and what was heard of the node may be old.
+	now := &v1alpha1.GPUNode{}
+	if err := h.live.Get(ctx, types.NamespacedName{Name: node}, now); err != nil {
+		return lookAgain, true, client.IgnoreNotFound(err)
+	}
+	loser, condemned := StillCondemned(now.Status, heard.UID)
+	if !condemned || !StillLost(loser, claim, h.driver, node) {
+		return lookAgain, true, nil
 	}
 	judgement := JudgeEviction(loser, claim, pods)
 	if slices.ContainsFunc(judgement.Evict, ofJob) {

@@ -191,6 +191,25 @@ func TestHealLeavesOthersAlone(t *testing.T) {
 	}
 }
 
+// An agent that was restarted has forgotten its losers, and the controller may hear of that last of all.
+func TestHealLooksAtTheNodeAgain(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
+	h := w.healer()
+	h.client = hasHeard(w, w.gpuNode())
+	waits := condemned("a", "gpu-0")
+	waits.Condemned = false
+	for name, now := range map[string]func(*v1alpha1.GPUNodeStatus){"forgotten": losing(), "lapsed": losing(waits)} {
+		w.set(now)
+		w.twice(h, "node-1")
+		if w.want(map[string]int{}); t.Failed() {
+			t.Fatal(name)
+		}
+	}
+	w.set(losing(condemned("a", "gpu-0")))
+	w.twice(h, "node-1")
+	w.want(map[string]int{"eviction pod-a": 1})
+}
+
 func TestHealCountsWhatCannotBeMoved(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"), condemned("b", "gpu-1"))),
 		newClaim("a", "gpu-0"), newPod("a", running), newClaim("b", "gpu-1"), newPod("b"))

@@ -15,6 +15,9 @@ type metrics struct {
 	nudges     prometheus.Counter
 	patches    *prometheus.CounterVec
 	openings   prometheus.Counter
+
+	daemonPods     *prometheus.CounterVec
+	daemonsWaiting prometheus.Gauge
 }
 
 func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
@@ -45,16 +48,24 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			Name: "tandem_controller_breaker_openings_total",
 			Help: "Times that a node was offered nothing by limits for a while because it turned away one pod after the other.",
 		}),
+		daemonPods: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "tandem_controller_daemon_pods_total",
+			Help: "Pods of MPS daemons: created, or deleted because nobody wants them any more, or not as they are.",
+		}, []string{"action"}),
+		daemonsWaiting: prometheus.NewGauge(prometheus.GaugeOpts{
+			Name: "tandem_controller_daemons_not_running",
+			Help: "MPS daemons that a node wants and whose pod does not run; GPUNode.spec.daemons says why.",
+		}),
 	}
 	// What has not happened yet is zero, and the first time is an increase.
 	for counter, results := range map[*prometheus.CounterVec][]string{
-		m.evictions: {"evicted", "refused"}, m.patches: {"down", "up", "refused"},
+		m.evictions: {"evicted", "refused"}, m.patches: {"down", "up", "refused"}, m.daemonPods: {"created", "deleted"},
 	} {
 		for _, result := range results {
 			counter.WithLabelValues(result)
 		}
 	}
-	for _, c := range []prometheus.Collector{m.evictions, m.heal, m.notMovable, m.nudges, m.patches, m.openings} {
+	for _, c := range []prometheus.Collector{m.evictions, m.heal, m.notMovable, m.nudges, m.patches, m.openings, m.daemonPods, m.daemonsWaiting} {
 		if err := registerer.Register(c); err != nil {
 			return nil, fmt.Errorf("register metrics: %w", err)
 		}

@@ -15,6 +15,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/resourceclaim"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
@@ -24,6 +25,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -61,9 +63,9 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 	for _, device := range status.Devices {
 		devices[device.Name] = device
 	}
-	allocated := map[types.UID][]string{}
+	allocated := map[types.UID]v1alpha1.AllocatedClaim{}
 	for _, claim := range claims {
-		allocated[claim.UID] = claim.Devices
+		allocated[claim.UID] = claim
 	}
 	lost := map[types.UID]bool{}
 	for _, loser := range status.Losers {
@@ -102,20 +104,36 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 }
 
 // taken reports whether a device cannot be prepared for the claim: unknown, faulty, or somebody else's, be it in part. A GPU is
-// said to be held by each claim for a partition of it that is still to be made; what claims are allocated tells those apart.
-func taken(devices map[string]v1alpha1.DeviceStatus, allocated map[types.UID][]string, name string, claim types.UID) bool {
+// said to be held by each claim for a partition of it that is still to be made; what claims are allocated tells those apart. Of a
+// device that is shared, the claim's share has to fit beside those of others.
+func taken(devices map[string]v1alpha1.DeviceStatus, allocated map[types.UID]v1alpha1.AllocatedClaim, name string, claim types.UID) bool {
 	device, known := known(devices, name)
 	if !known || device.Fault != "" {
 		return true
 	}
+	share, used := shareOf(allocated[claim], name), int64(0)
 	for _, d := range devices {
-		if overlap(d.Name, name) && slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool {
-			return (h.Kind != v1alpha1.HolderClaim || h.UID != claim) && !beside(d.Name, allocated[h.UID], name)
-		}) {
-			return true
+		for _, h := range d.Holders {
+			own := h.Kind == v1alpha1.HolderClaim && h.UID == claim
+			switch {
+			case own || !overlap(d.Name, name) || beside(d.Name, allocated[h.UID].Devices, name):
+			case share > 0 && h.Memory > 0 && d.Name == name:
+				used += h.Memory
+			default:
+				return true
+			}
 		}
 	}
-	return false
+	return share > 0 && device.Sharing != nil && share+used > device.Sharing.Memory
+}
+
+// shareOf is how much of a device's memory a claim is allocated; zero where it has all of it, or nothing.
+func shareOf(claim v1alpha1.AllocatedClaim, name string) int64 {
+	at := slices.IndexFunc(claim.Shares, func(s v1alpha1.AllocatedShare) bool { return s.Device == name })
+	if at < 0 {
+		return 0
+	}
+	return claim.Shares[at].Memory
 }
 
 // beside reports whether a holder of a GPU has parts of it only, as far as it is known what it is allocated, and not the one by
@@ -174,6 +192,18 @@ func Unstarted(pod *corev1.Pod) bool {
 	return !hasStarted(pod) && !slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
 		return c.Type == corev1.PodReadyToStartContainers && c.Status == corev1.ConditionTrue
 	})
+}
+
+// Hopeless reports whether the node refuses a claim's parameters whenever kubelet asks: they are the author's to correct, in another
+// claim. Of those that only the devices tell to be wrong nothing is known here. It is a pure function.
+func Hopeless(claim *resourceapi.ResourceClaim, driver string) bool {
+	for result := range allocated(claim, driver) {
+		whole := device.GPUName(result.Device) == result.Device
+		if _, err := parametersv1beta1.Allocated(claim, driver, result, whole); err != nil {
+			return true
+		}
+	}
+	return false
 }
 
 // nudger annotates pods that kubelet could start now.
@@ -330,7 +360,7 @@ func (n *nudger) due(node string, nudges []Nudge) (due []Nudge, wait time.Durati
 	return due, wait
 }
 
-// nudge annotates the claim's pods on the node.
+// nudge annotates the claim's pods on the node, but those that would be refused for a claim's parameters.
 func (n *nudger) nudge(ctx context.Context, node string, nudge Nudge) error {
 	claim := &resourceapi.ResourceClaim{}
 	if err := n.client.Get(ctx, types.NamespacedName{Namespace: nudge.Namespace, Name: nudge.Name}, claim); err != nil {
@@ -353,11 +383,33 @@ func (n *nudger) nudge(ctx context.Context, node string, nudge Nudge) error {
 		case pod.UID != consumer.UID, !Nudgeable(pod, node), nudge.Pod != "" && !Unstarted(pod):
 			continue
 		}
+		hopeless, err := n.hopeless(ctx, pod)
+		if err != nil {
+			return err
+		}
+		if hopeless {
+			continue
+		}
 		if err := n.annotate(ctx, pod); err != nil {
 			return err
 		}
 	}
 	return nil
+}
+
+// hopeless reports whether one of a pod's claims is: kubelet has all of them prepared at once, or none.
+func (n *nudger) hopeless(ctx context.Context, pod *corev1.Pod) (bool, error) {
+	for name := range resourceclaim.PodClaims(pod) {
+		claim := &resourceapi.ResourceClaim{}
+		key := types.NamespacedName{Namespace: pod.Namespace, Name: name}
+		if err := n.client.Get(ctx, key, claim); client.IgnoreNotFound(err) != nil {
+			return false, fmt.Errorf("get claim %s: %w", key, err)
+		}
+		if Hopeless(claim, n.claims.driver) {
+			return true, nil
+		}
+	}
+	return false, nil
 }
 
 func (n *nudger) annotate(ctx context.Context, pod *corev1.Pod) error {

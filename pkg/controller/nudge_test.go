@@ -13,7 +13,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	"sigs.k8s.io/controller-runtime/pkg/event"
@@ -262,6 +264,86 @@ func TestNudgeAnnotatesOnceInAWhile(t *testing.T) {
 	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Losers = nil; claimHolds("a", v1alpha1.HoldHeld, 0)(s) })
 	if result := w.twice(n, "node-1"); result.RequeueAfter != 0 || len(n.nodes) != 0 {
 		t.Errorf("again after %v, remembers %v", result.RequeueAfter, n.nodes)
+	}
+}
+
+// saying adds parameters for a driver to what a claim is allocated.
+func saying(driver, raw string, requests ...string) func(*resourceapi.ResourceClaim) {
+	return func(c *resourceapi.ResourceClaim) {
+		c.Status.Allocation.Devices.Config = append(c.Status.Allocation.Devices.Config, resourceapi.DeviceAllocationConfiguration{
+			Source: resourceapi.AllocationConfigSourceClaim, Requests: requests,
+			DeviceConfiguration: resourceapi.DeviceConfiguration{Opaque: &resourceapi.OpaqueDeviceConfiguration{
+				Driver: driver, Parameters: runtime.RawExtension{Raw: []byte(raw)},
+			}},
+		})
+	}
+}
+
+const (
+	rightGPU = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig"}`
+	rightMIG = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"MigDeviceConfig"}`
+	misspelt = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","shearing":{}}`
+)
+
+func TestHopeless(t *testing.T) {
+	type change = func(*resourceapi.ResourceClaim)
+	for name, c := range map[string]struct {
+		device string
+		change []change
+		want   bool
+	}{
+		"nothing is said":              {device: "gpu-0"},
+		"right":                        {device: "gpu-0", change: []change{saying(testDriver, rightGPU)}},
+		"misspelt":                     {device: "gpu-0", change: []change{saying(testDriver, misspelt)}, want: true},
+		"another driver's":             {device: "gpu-0", change: []change{saying("nic.example.com", misspelt)}},
+		"for another request":          {device: "gpu-0", change: []change{saying(testDriver, misspelt, "other")}},
+		"overridden":                   {device: "gpu-0", change: []change{saying(testDriver, misspelt), saying(testDriver, rightGPU)}},
+		"for a partition, it is one":   {device: "gpu-0-mig-1g10gb-19-0", change: []change{saying(testDriver, rightMIG, "r")}},
+		"for a partition, it is a GPU": {device: "gpu-0", change: []change{saying(testDriver, rightMIG, "r")}, want: true},
+		"for a GPU, it is a partition": {device: "gpu-0-mig-1g10gb-19-0", change: []change{saying(testDriver, rightGPU, "r")}, want: true},
+		"not allocated":                {change: []change{func(c *resourceapi.ResourceClaim) { c.Status.Allocation = nil }}},
+		"of another driver's devices": {device: "gpu-0", change: []change{saying(testDriver, misspelt), func(c *resourceapi.ResourceClaim) {
+			c.Status.Allocation.Devices.Results[0].Driver = "nic.example.com"
+		}}},
+	} {
+		claim := newClaim("a", c.device)
+		claim.Status.Allocation.Devices.Results[0].Request = "r"
+		for _, change := range c.change {
+			change(claim)
+		}
+		if got := Hopeless(claim, testDriver); got != c.want {
+			t.Errorf("%s: %t", name, got)
+		}
+	}
+}
+
+// TestNudgeSparesTheHopeless: what a node refuses for its parameters it refuses again, and with it all that the pod has.
+func TestNudgeSparesTheHopeless(t *testing.T) {
+	for name, c := range map[string]struct {
+		own, beside string
+		nudged      bool
+	}{
+		"right":        {rightGPU, rightGPU, true},
+		"wrong":        {misspelt, rightGPU, false},
+		"wrong beside": {rightGPU, misspelt, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			own, beside := newClaim("a", "gpu-0"), newClaim("made-for-a", "gpu-1")
+			saying(testDriver, c.own)(own)
+			saying(testDriver, c.beside)(beside)
+			beside.Status.ReservedFor = own.Status.ReservedFor
+			pod := newPod("a", creating, func(p *corev1.Pod) {
+				p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "x", ResourceClaimName: ptr.To("a")}, {Name: "y", ResourceClaimTemplateName: ptr.To("t")}}
+				p.Status.ResourceClaimStatuses = []corev1.PodResourceClaimStatus{{Name: "y", ResourceClaimName: ptr.To("made-for-a")}}
+			})
+			w := newWorld(t, interceptor.Funcs{}, gpuNode(), own, beside, pod)
+			for n := w.nudger(); w.clock.Before(time.Date(2026, 1, 1, 0, 5, 0, 0, time.UTC)); w.clock = w.clock.Add(5 * time.Second) {
+				w.twice(n, "node-1")
+			}
+			if got := w.writes["patch Pod"]; (got > 0) != c.nudged {
+				t.Errorf("%d nudges in 5 minutes", got)
+			}
+		})
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -36,6 +37,7 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 	var relayed []v1alpha1.AllocatedClaim
 	for i := range claims {
 		here, devices, pools := false, []string{}, []string(nil)
+		var shares []v1alpha1.AllocatedShare
 		for result := range allocated(&claims[i], driver) {
 			if device.NodeOfPool(result.Pool) != node {
 				continue
@@ -43,6 +45,7 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 			here = true
 			if result.AdminAccess == nil || !*result.AdminAccess {
 				devices, pools = append(devices, result.Device), append(pools, result.Pool)
+				shares = withShare(shares, &claims[i], result)
 			}
 		}
 		if !here {
@@ -52,11 +55,26 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 		slices.Sort(pools)
 		relayed = append(relayed, v1alpha1.AllocatedClaim{
 			UID: claims[i].UID, Namespace: claims[i].Namespace, Name: claims[i].Name,
-			Devices: slices.Compact(devices), Pools: slices.Compact(pools),
+			Devices: slices.Compact(devices), Pools: slices.Compact(pools), Shares: shares,
 		})
 	}
 	slices.SortFunc(relayed, func(a, b v1alpha1.AllocatedClaim) int { return cmp.Compare(a.UID, b.UID) })
 	return relayed
+}
+
+// withShare adds what a result gives of a device that is shared. A claim may have several shares of one device.
+func withShare(shares []v1alpha1.AllocatedShare, claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult,
+) []v1alpha1.AllocatedShare {
+	bytes, shared := capacity.Share(claim, result)
+	if !shared {
+		return shares
+	}
+	at, known := slices.BinarySearchFunc(shares, result.Device, func(s v1alpha1.AllocatedShare, name string) int { return cmp.Compare(s.Device, name) })
+	if !known {
+		shares = slices.Insert(shares, at, v1alpha1.AllocatedShare{Device: result.Device})
+	}
+	shares[at].Memory += bytes
+	return shares
 }
 
 // allocated are the devices of our driver that a claim has.
@@ -114,7 +132,10 @@ func (r *relay) Reconcile(ctx context.Context, request reconcile.Request) (recon
 	if err != nil || apiequality.Semantic.DeepEqual(claims, node.Spec.Claims) {
 		return reconcile.Result{}, err
 	}
-	patch, err := specPatch(node.UID, claims)
+	if claims == nil {
+		claims = []v1alpha1.AllocatedClaim{}
+	}
+	patch, err := specPatch(node.UID, "claims", claims)
 	if err != nil {
 		return reconcile.Result{}, err
 	}
@@ -124,18 +145,15 @@ func (r *relay) Reconcile(ctx context.Context, request reconcile.Request) (recon
 	return reconcile.Result{}, nil
 }
 
-// specPatch replaces the claims, whatever the agent has written to the status meanwhile. With the UID the API server refuses
-// to write it to an object that was made anew under the same name.
-func specPatch(uid types.UID, claims []v1alpha1.AllocatedClaim) ([]byte, error) {
-	if claims == nil {
-		claims = []v1alpha1.AllocatedClaim{}
-	}
+// specPatch replaces one list of the spec, whatever the agent has written to the status and another reconciler to the other list meanwhile.
+// With the UID the API server refuses to write it to an object that was made anew under the same name.
+func specPatch(uid types.UID, list string, value any) ([]byte, error) {
 	patch, err := json.Marshal(map[string]any{
 		"metadata": map[string]any{"uid": uid},
-		"spec":     map[string]any{"claims": claims},
+		"spec":     map[string]any{list: value},
 	})
 	if err != nil {
-		return nil, fmt.Errorf("encode claims: %w", err)
+		return nil, fmt.Errorf("encode %s: %w", list, err)
 	}
 	return patch, nil
 }

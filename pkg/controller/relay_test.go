@@ -111,7 +111,7 @@ func TestRelayReportsErrors(t *testing.T) {
 
 // With the UID in the patch, what was read of an object that is gone is not written to the one that came after it.
 func TestRelayNamesTheObject(t *testing.T) {
-	patch, err := specPatch("u", nil)
+	patch, err := specPatch("u", "claims", []v1alpha1.AllocatedClaim{})
 	if err != nil || string(patch) != `{"metadata":{"uid":"u"},"spec":{"claims":[]}}` {
 		t.Errorf("%s, %v", patch, err)
 	}

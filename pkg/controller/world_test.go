@@ -91,6 +91,22 @@ func (w *world) counting() interceptor.Funcs {
 	}
 }
 
+// hasHeard is a client whose cache has an object of this kind as it was, whatever has become of it.
+func hasHeard[O interface {
+	client.Object
+	DeepCopyInto(O)
+}](w *world, was O) client.Client {
+	return interceptor.NewClient(w.client, interceptor.Funcs{
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, into client.Object, opts ...client.GetOption) error {
+			if o, ok := into.(O); ok {
+				was.DeepCopyInto(o)
+				return nil
+			}
+			return c.Get(ctx, key, into, opts...)
+		},
+	})
+}
+
 func kind(obj runtime.Object) string {
 	switch obj.(type) {
 	case *v1alpha1.GPUNode:

@@ -51,6 +51,8 @@ type GPU struct {
 	Profiles []Profile
 	// Dynamic is set by policy: partitions of this GPU are made when claims ask for them, and destroyed afterwards.
 	Dynamic bool
+	// Sharing is set by policy.
+	Sharing Sharing
 	// Partitions exist on it now, by place. A GPU instance without a compute instance is one without a UUID: nobody can use it,
 	// and it is in the way of others.
 	Partitions []Partition
@@ -148,6 +150,15 @@ func (inv Inventory) ByName(name string) (Device, bool) {
 		if possible := g.Possible(); slices.ContainsFunc(possible, named) {
 			return Device{g, possible[slices.IndexFunc(possible, named)]}, true
 		}
+	}
+	return Device{}, false
+}
+
+// ByRef finds a device that exists now by its hardware.
+func (inv Inventory) ByRef(ref Ref) (Device, bool) {
+	devices := inv.Devices()
+	if i := slices.IndexFunc(devices, func(d Device) bool { return d.Ref() == ref }); i >= 0 {
+		return devices[i], true
 	}
 	return Device{}, false
 }

@@ -47,7 +47,7 @@ func (r Resources) Of(profile string) string {
 
 // Has reports whether a resource is one of them, by any strategy.
 func (r Resources) Has(name string) bool {
-	return name != "" && (name == r.GPU || strings.HasPrefix(name, r.prefix()))
+	return name != "" && (name == r.GPU || name == r.GPU+SharedSuffix || strings.HasPrefix(name, r.prefix()))
 }
 
 func (r Resources) prefix() string {
@@ -55,16 +55,19 @@ func (r Resources) prefix() string {
 	return domain + "/mig-"
 }
 
-// Offer is a device that limits can ask for by a resource.
+// Offer is a device, or one of its replicas, that limits can ask for by a resource.
 type Offer struct {
 	Resource string
 	Device   Device
+	// Share is what a replica is; the whole where the device has none.
+	Share   Share
+	replica int
 }
 
-// LeftOut is a device that the strategy has no resource for.
+// LeftOut is a device that limits have no resource for.
 type LeftOut struct {
 	Device Device
-	// Reason has the words of NVIDIA's plugin, which ends for it.
+	// Reason has the words of NVIDIA's plugin where that ends for it.
 	Reason string
 }
 
@@ -74,10 +77,13 @@ const (
 	leftOutTypes   = "more than one MIG device type present on node"
 	leftOutEnabled = "all devices on the node must be configured with the same migEnabled value"
 	leftOutUnknown = "its MIG profile is not known"
+	// The limits of a container may be for several GPUs, and it can be the client of one daemon.
+	leftOutForClaims = "it is shared by MPS among claims only: it has no replicas"
 )
 
 // Offers are the devices of some GPUs that limits may get, in the order of the GPUs and of their partitions, and those that are
-// left out: an administrator's mistake with one GPU is no reason to serve none. No two of them have hardware in common.
+// left out: an administrator's mistake with one GPU is no reason to serve none. No two of them have hardware in common but the
+// replicas of one device.
 // Partitions that were made for claims are neither, and so is a GPU that is partitioned for claims. It is pure; called by
 // everybody who must know what a device is to limits.
 func (r Resources) Offers(gpus []GPU) (offers []Offer, leftOut []LeftOut) {
@@ -86,9 +92,13 @@ func (r Resources) Offers(gpus []GPU) (offers []Offer, leftOut []LeftOut) {
 		same = commonest(gpus)
 	}
 	add := func(d Device) {
-		if resource, reason := r.name(d, same); reason == "" {
-			offers = append(offers, Offer{resource, d})
-		} else {
+		resource, reason := r.name(d, same)
+		if reason == "" {
+			var more []Offer
+			more, reason = r.shared(resource, d)
+			offers = append(offers, more...)
+		}
+		if reason != "" {
 			leftOut = append(leftOut, LeftOut{d, reason})
 		}
 	}

@@ -25,11 +25,14 @@ func TestResourceNames(t *testing.T) {
 		}
 	}
 	for name, want := range map[string]bool{
-		"nvidia.com/gpu": true, "nvidia.com/gpu.shared": false, "example.com/mig-1g.10gb": false, "mig-1g.10gb": false, "": false,
+		"nvidia.com/gpu": true, "nvidia.com/gpu.shared": true, "nvidia.com/mig-1g.10gb.shared": true, "nvidia.com/gpus": false, "example.com/mig-1g.10gb": false, "mig-1g.10gb": false, "": false,
 	} {
 		if r.Has(name) != want {
 			t.Errorf("%q is one of them: %v", name, !want)
 		}
+	}
+	if r := (Resources{GPU: "example.com/gpu.shared"}); !r.Has(r.GPU) || !r.Has(r.GPU+".shared") || r.Has("example.com/gpu") {
+		t.Errorf("%s and its replicas are not its own", r.GPU)
 	}
 	if got := (Resources{GPU: "example.com/gpu"}).Of("1g.5gb"); got != "example.com/mig-1g.5gb" {
 		t.Errorf("got %s", got)

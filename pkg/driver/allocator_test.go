@@ -73,7 +73,7 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 	}
 	tolerant := exactly(1)
 	tolerant.Exactly.Tolerations = []resourceapi.DeviceToleration{{Operator: resourceapi.DeviceTolerationOpExists}}
-	firstTwo := map[device.Ref][]obstacle{refOf(0): {{TaintHeldByLimit, "true"}}, refOf(1): {{TaintUnhealthy, "Lost"}}}
+	firstTwo := map[device.Ref][]obstacle{refOf(0): {{key: TaintHeldByLimit, value: "true"}}, refOf(1): {{key: TaintUnhealthy, value: "Lost"}}}
 	tests := map[string]struct {
 		inv         device.Inventory
 		obstacles   map[device.Ref][]obstacle
@@ -100,7 +100,7 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 		"withdrawn by leaving out":         {inv: machine(8), obstacles: firstTwo, leaveOut: true, request: exactly(1), want: []string{"gpu-2"}},
 		"more than is left":                {inv: machine(8), obstacles: firstTwo, request: exactly(7)},
 		"a wildcard toleration ignores it": {inv: machine(8), obstacles: firstTwo, request: tolerant, want: []string{"gpu-0"}},
-		"odd GPUs do not stop the others":  {inv: oddMachine(), obstacles: map[device.Ref][]obstacle{refOf(1): {{TaintUnhealthy, "Lost"}}}, request: exactly(3), want: []string{"gpu-0", "gpu-6", "gpu-7"}},
+		"odd GPUs do not stop the others":  {inv: oddMachine(), obstacles: map[device.Ref][]obstacle{refOf(1): {{key: TaintUnhealthy, value: "Lost"}}}, request: exactly(3), want: []string{"gpu-0", "gpu-6", "gpu-7"}},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {

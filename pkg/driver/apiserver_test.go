@@ -5,6 +5,7 @@ package driver
 import (
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"path"
@@ -16,13 +17,17 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer/protobuf"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
 )
 
@@ -45,6 +50,14 @@ type fakeAPI struct {
 	failPool string
 	// writes counts stored creates, updates and deletes of slices by the driver.
 	writes int
+	// applied counts what was applied to the status of claims.
+	applied int
+	// failApply refuses that.
+	failApply error
+	// updated counts updates of the status of claims.
+	updated int
+	// beforeUpdate is called before each.
+	beforeUpdate func()
 }
 
 type fakeObject = interface {
@@ -70,7 +83,9 @@ func newFakeAPI(t testing.TB) *fakeAPI {
 
 func (f *fakeAPI) client(t testing.TB) kubernetes.Interface {
 	t.Helper()
-	client, err := kubernetes.NewForConfig(&rest.Config{Host: f.url, QPS: -1, ContentConfig: rest.ContentConfig{ContentType: runtime.ContentTypeJSON, AcceptContentTypes: runtime.ContentTypeJSON}})
+	// As the agent's.
+	content := rest.ContentConfig{ContentType: runtime.ContentTypeProtobuf, AcceptContentTypes: runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON}
+	client, err := kubernetes.NewForConfig(&rest.Config{Host: f.url, QPS: -1, ContentConfig: content})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -209,7 +224,7 @@ func (f *fakeAPI) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	switch {
 	case r.Method == http.MethodGet && name != "":
-		f.get(w, resource, path.Join(namespace, name))
+		f.get(w, r, resource, path.Join(namespace, name))
 	case r.Method == http.MethodGet && r.URL.Query().Get("watch") != "":
 		f.watch(w, r, resource, selector)
 	case r.Method == http.MethodGet:
@@ -219,12 +234,17 @@ func (f *fakeAPI) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-func (f *fakeAPI) get(w http.ResponseWriter, resource, key string) {
+func (f *fakeAPI) get(w http.ResponseWriter, r *http.Request, resource, key string) {
 	f.mu.Lock()
 	object, known := f.objects[resource][key]
 	f.mu.Unlock()
 	if !known {
 		f.refuse(w, apierrors.NewNotFound(schema.GroupResource{Resource: resource}, key))
+		return
+	}
+	if strings.HasPrefix(r.Header.Get("Accept"), runtime.ContentTypeProtobuf) {
+		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
+		_ = protobuf.NewSerializer(scheme.Scheme, scheme.Scheme).Encode(object, w)
 		return
 	}
 	f.answer(w, object)
@@ -294,6 +314,14 @@ func (f *fakeAPI) watch(w http.ResponseWriter, r *http.Request, resource string,
 }
 
 func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, resource, name string) {
+	if resource == "resourceclaims" && r.Method == http.MethodPatch && strings.HasSuffix(r.URL.Path, "/status") {
+		f.apply(w, r)
+		return
+	}
+	if resource == "resourceclaims" && r.Method == http.MethodPut && strings.HasSuffix(r.URL.Path, "/status") {
+		f.updateClaim(w, r)
+		return
+	}
 	if resource != "resourceslices" {
 		f.refuse(w, apierrors.NewForbidden(schema.GroupResource{Resource: resource}, name, fmt.Errorf("the driver writes slices only")))
 		return
@@ -315,8 +343,8 @@ func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, resource, name s
 		f.answer(w, &metav1.Status{Status: metav1.StatusSuccess})
 		return
 	}
-	slice := &resourceapi.ResourceSlice{}
-	if err := json.NewDecoder(r.Body).Decode(slice); err != nil {
+	slice, err := sliceOf(r)
+	if err != nil {
 		f.refuse(w, apierrors.NewBadRequest(err.Error()))
 		return
 	}
@@ -345,6 +373,122 @@ func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, resource, name s
 		f.store(resource, slice)
 	}
 	f.answer(w, slice)
+}
+
+// bodyOf is what a request carries, in any encoding.
+func bodyOf(r *http.Request) (runtime.Object, error) {
+	data, err := io.ReadAll(r.Body)
+	if err != nil {
+		return nil, err
+	}
+	return runtime.Decode(scheme.Codecs.UniversalDeserializer(), data)
+}
+
+// sliceOf is a slice of any version, all of which look alike.
+func sliceOf(r *http.Request) (*resourceapi.ResourceSlice, error) {
+	object, err := bodyOf(r)
+	if err != nil {
+		return nil, err
+	}
+	data, err := json.Marshal(object)
+	if err != nil {
+		return nil, err
+	}
+	slice := &resourceapi.ResourceSlice{}
+	return slice, json.Unmarshal(data, slice)
+}
+
+// apply is a server-side apply of the devices in a claim's status. One manager is all there is. The claim goes through JSON without
+// types, which the API server takes for a change of the allocation where other bytes come out.
+func (f *fakeAPI) apply(w http.ResponseWriter, r *http.Request) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.applied++
+	said := &resourceapi.ResourceClaim{}
+	if err := json.NewDecoder(r.Body).Decode(said); err != nil || r.URL.Query().Get("fieldManager") == "" || r.URL.Query().Get("force") != "true" {
+		f.refuse(w, apierrors.NewBadRequest(fmt.Sprint(r.URL, err)))
+		return
+	}
+	resource, key := schema.GroupResource{Resource: "resourceclaims"}, path.Join(said.Namespace, said.Name)
+	known, found := f.objects["resourceclaims"][key]
+	switch {
+	case f.failApply != nil:
+		f.refuse(w, f.failApply)
+	case !found:
+		f.refuse(w, apierrors.NewNotFound(resource, said.Name))
+	case known.GetUID() != said.UID:
+		f.refuse(w, apierrors.NewConflict(resource, said.Name, fmt.Errorf("another UID")))
+	default:
+		next := known.DeepCopyObject().(*resourceapi.ResourceClaim)
+		next.Status.Devices = said.Status.Devices
+		for i := range next.Status.Allocation.Devices.Config {
+			parameters, untyped := &next.Status.Allocation.Devices.Config[i].Opaque.Parameters, any(nil)
+			_ = json.Unmarshal(parameters.Raw, &untyped)
+			parameters.Raw, _ = json.Marshal(untyped)
+		}
+		f.storeStatus(w, known.(*resourceapi.ResourceClaim), next)
+	}
+}
+
+// updateClaim replaces a claim's status.
+func (f *fakeAPI) updateClaim(w http.ResponseWriter, r *http.Request) {
+	f.mu.Lock()
+	before := f.beforeUpdate
+	f.mu.Unlock()
+	if before != nil {
+		before()
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.updated++
+	object, err := bodyOf(r)
+	said, ok := object.(*resourceapi.ResourceClaim)
+	if !ok {
+		f.refuse(w, apierrors.NewBadRequest(fmt.Sprint(r.URL, err)))
+		return
+	}
+	known, found := f.objects["resourceclaims"][path.Join(said.Namespace, said.Name)].(*resourceapi.ResourceClaim)
+	switch resource := (schema.GroupResource{Resource: "resourceclaims"}); {
+	case !found:
+		f.refuse(w, apierrors.NewNotFound(resource, said.Name))
+	case known.ResourceVersion != said.ResourceVersion:
+		f.refuse(w, apierrors.NewConflict(resource, said.Name, fmt.Errorf("changed")))
+	default:
+		next := known.DeepCopy()
+		next.Status = said.Status
+		f.storeStatus(w, known, next)
+	}
+}
+
+func (f *fakeAPI) storeStatus(w http.ResponseWriter, known, next *resourceapi.ResourceClaim) {
+	if !apiequality.Semantic.DeepEqual(known.Status.Allocation, next.Status.Allocation) {
+		wrong := field.Invalid(field.NewPath("status", "allocation"), nil, "field is immutable")
+		f.refuse(w, apierrors.NewInvalid(resourceapi.SchemeGroupVersion.WithKind("ResourceClaim").GroupKind(), next.Name, field.ErrorList{wrong}))
+		return
+	}
+	f.store("resourceclaims", next)
+	f.answer(w, next)
+}
+
+// claimStatus is what the claim's status says of devices: "gpu-0 SharingApplied=True(MPS): message".
+func (f *fakeAPI) claimStatus(name string) []string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	all := []string{}
+	claim, ok := f.objects["resourceclaims"]["team-a/"+name].(*resourceapi.ResourceClaim)
+	if !ok {
+		return all
+	}
+	for _, d := range claim.Status.Devices {
+		name := d.Device
+		if d.ShareID != nil {
+			name += "/" + *d.ShareID
+		}
+		for _, c := range d.Conditions {
+			all = append(all, fmt.Sprintf("%s %s=%s(%s): %s", name, c.Type, c.Status, c.Reason, c.Message))
+		}
+	}
+	return all
 }
 
 func (f *fakeAPI) serverDefaults(slice *resourceapi.ResourceSlice, dryRun bool) {

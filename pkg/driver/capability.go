@@ -49,7 +49,9 @@ func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.Device
 			Devices: []resourceapi.Device{strictly(resourceapi.Device{
 				Name:             "probe",
 				ConsumesCounters: consumption,
-				Taints:           []resourceapi.DeviceTaint{{Key: TaintHeldByLimit, Value: "true", Effect: resourceapi.DeviceTaintEffectNoSchedule}},
+
+				AllowMultipleAllocations: ptr.To(true),
+				Taints:                   []resourceapi.DeviceTaint{{Key: TaintHeldByLimit, Value: "true", Effect: resourceapi.DeviceTaintEffectNoSchedule}},
 			})},
 		},
 	}
@@ -63,6 +65,7 @@ func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.Device
 	kept := stored.Spec.Devices[0]
 	return Capabilities{
 		Taints: len(kept.Taints) == 1, BindingConditions: len(kept.BindingConditions) == 1, Counters: len(kept.ConsumesCounters) == 1,
+		Shares: ptr.Deref(kept.AllowMultipleAllocations, false),
 	}, nil
 }
 

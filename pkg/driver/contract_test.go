@@ -192,10 +192,10 @@ func TestPrepareRefusals(t *testing.T) {
 			claim: newClaim("a", "gpu-0"),
 			adapt: func(c *resourceapi.ResourceClaim) {
 				c.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{
-					parameters(resourceapi.AllocationConfigSourceClaim, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPS"}}`),
+					parameters(resourceapi.AllocationConfigSourceClaim, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"MPI"}}`),
 				}
 			},
-			want:  []string{"config[0].opaque.parameters.sharing.strategy", `"MPS" is not supported`, "retrying does not help"},
+			want:  []string{"config[0].opaque.parameters.sharing.strategy", `"MPI": supported values`, "retrying does not help"},
 			event: "team-a/a InvalidParameters:",
 		},
 	}

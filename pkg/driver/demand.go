@@ -56,6 +56,7 @@ func (d *Driver) meetDemand(ctx context.Context, p *preparation, demand demand) 
 		return fmt.Errorf("describe it to the container runtime: %w", err)
 	}
 	d.show(p, entry, made.UUID)
+	p.made(made)
 	return nil
 }
 

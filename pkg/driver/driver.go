@@ -23,6 +23,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // Ledger decides who holds which device. *ledger.Ledger implements it.
@@ -68,13 +69,33 @@ type Partitions interface {
 	Whole(ctx context.Context, gpu string) error
 }
 
+// Sharing brings devices to what the containers of one claim need to share them, and back when the ledger's holds end.
+// *sharing.Keeper implements it.
+type Sharing interface {
+	// Apply returns the CDI devices that the containers need in addition. held is asked whether the claim still has the devices once
+	// nobody can let go of them any more. Idempotent. After a *sharing.NotReadyError the next call finds what this one has begun.
+	Apply(ctx context.Context, g sharing.Group, held func() bool) (cdiDevices []string, err error)
+	// Applied reports whether the claim has had the device shared, and that was not undone.
+	Applied(claim string, ref device.Ref) bool
+}
+
+// Policy is how the node shares GPUs between holders. *sharing.Policy implements it. Both methods are called for what the ledger
+// has reserved.
+type Policy interface {
+	// ByDaemon reports whether an MPS daemon has the GPU, or is about to.
+	ByDaemon(gpu device.GPU) bool
+	// Join returns the CDI devices that the containers of a claim need which has a part of a GPU. Idempotent. It waits for the daemon;
+	// a *sharing.NotReadyError says that ctx ended before that was ready.
+	Join(ctx context.Context, claim sharing.Claim, d device.Device, share device.Share) (cdiDevices []string, err error)
+}
+
 // Config is what New needs. Every field without a default is required.
 type Config struct {
 	// DriverName is the name of the DRA driver, and the domain of its attributes. Default "gpu.nvidia.com".
 	DriverName string
 	// NodeName is the name of this node's Node object, and of the pool.
 	NodeName string
-	// KubeClient must not throttle: every prepare costs one GET.
+	// KubeClient must not throttle: every prepare costs one GET. It speaks protobuf, which alone keeps parameters of claims byte by byte.
 	KubeClient kubernetes.Interface
 	// KubeletDir is kubelet's data directory. Default "/var/lib/kubelet".
 	KubeletDir string
@@ -87,6 +108,12 @@ type Config struct {
 	Pods      Pods
 	// Partitions is needed where the inventory has dynamic GPUs.
 	Partitions Partitions
+	// Sharing is needed where containers are to share devices.
+	Sharing Sharing
+	// Policy is needed where the node shares GPUs by MPS.
+	Policy Policy
+	// DaemonTrouble says why the pod of an MPS daemon does not run, as far as anybody knows. Optional.
+	DaemonTrouble func(daemon string) string
 
 	// OfferedToClaims tells the GPUs that are for claims, which alone are published; nil means all. A claim of before that has
 	// another is prepared all the same.
@@ -129,8 +156,9 @@ const (
 type Driver struct {
 	Config
 
-	metrics *metrics
-	nodeRef *corev1.ObjectReference
+	metrics    *metrics
+	conditions *conditions
+	nodeRef    *corev1.ObjectReference
 	// refresh asks the publisher to publish again even if nothing changed.
 	refresh chan struct{}
 	// probeAgain is how long after it has dropped something the API server is asked again what it keeps.
@@ -163,7 +191,7 @@ func New(c Config) (*Driver, error) {
 	}
 	return &Driver{
 		Config:  c,
-		metrics: m,
+		metrics: m, conditions: newConditions(c),
 		// The UID of events on nodes is the node's name, by kubelet's convention: that is what `kubectl describe` selects.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: nodeEventUID(c.NodeName)},
 		refresh: make(chan struct{}, 1),

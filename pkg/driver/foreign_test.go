@@ -6,10 +6,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 
 	"google.golang.org/grpc"
@@ -31,15 +33,27 @@ func serveOther(t *testing.T, path, kind, name string) (stop func()) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	listener, err := net.Listen("unix", path)
+	// Whatever is there is replaced in one step: between two, its owner may put it back.
+	elsewhere := filepath.Join(t.TempDir(), "s")
+	listener, err := net.Listen("unix", elsewhere)
 	if err != nil {
+		t.Fatal(err)
+	}
+	listener.(*net.UnixListener).SetUnlinkOnClose(false)
+	if err := os.Rename(elsewhere, path); err != nil {
 		t.Fatal(err)
 	}
 	server := grpc.NewServer()
 	registerapi.RegisterRegistrationServer(server, otherPlugin{info: &registerapi.PluginInfo{Type: kind, Name: name}})
 	go server.Serve(listener)
-	t.Cleanup(server.Stop)
-	return server.Stop
+	stop = sync.OnceFunc(func() {
+		server.Stop()
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(stop)
+	return stop
 }
 
 // listenSilently accepts connections and never answers.
@@ -141,9 +155,6 @@ func TestLeftoversAndOthersAreNoObstacle(t *testing.T) {
 func TestForeignDriverThatComesLater(t *testing.T) {
 	r := newRig(t, machine(2)).run()
 	r.ready()
-	if err := os.Remove(kubeletSocket(r.dir)); err != nil {
-		t.Fatal(err)
-	}
 	stop := serveOther(t, kubeletSocket(r.dir), registerapi.DRAPlugin, "gpu.nvidia.com")
 	eventually(t, "Ready to name the other process", func() error {
 		var foreign *ForeignError

@@ -14,6 +14,10 @@ type given struct {
 	profiles map[device.Ref]int
 	// origins says of the same where they have it from, as far as that is known.
 	origins map[device.Ref]origin
+	// shared is what of the same claims have a part of.
+	shared map[device.Ref]bool
+	// counted is how much memory of it the scheduler counts of a claim that has a part.
+	counted map[what]uint64
 }
 
 // givenOut says by UUID what claims have of each GPU, from the ledger and from what the scheduler was seen to allocate.
@@ -23,7 +27,9 @@ func (o *Offer) givenOut(
 	all := map[string]given{}
 	byName, byUUID := map[string]device.GPU{}, map[string]device.GPU{}
 	for _, g := range gpus {
-		all[g.UUID] = given{profiles: map[device.Ref]int{}, origins: map[device.Ref]origin{}}
+		all[g.UUID] = given{
+			profiles: map[device.Ref]int{}, origins: map[device.Ref]origin{}, shared: map[device.Ref]bool{}, counted: map[what]uint64{},
+		}
 		byName[g.Name()], byUUID[g.UUID] = g, g
 	}
 	add := func(g device.GPU, ref device.Ref, profileID int, from origin) {
@@ -36,6 +42,7 @@ func (o *Offer) givenOut(
 	for _, h := range holds {
 		if g, known := byUUID[h.Device.GPU]; known && h.Holder.Kind == ledger.KindClaim && h.State != ledger.StateDraining && !h.Unreadable {
 			add(g, h.Device, noProfile, originOf(h.Device, g))
+			all[g.UUID].shared[h.Device] = all[g.UUID].shared[h.Device] || !h.Share.Whole()
 		}
 	}
 	for _, c := range claims {
@@ -46,6 +53,13 @@ func (o *Offer) givenOut(
 			}
 			if p, known := partitionNamed(name, g, shaped[g.Name()]); known {
 				add(g, p.Ref, p.ProfileID, o.originIn(c, g))
+				for _, share := range c.Shares {
+					if share.Device == name {
+						all[g.UUID].shared[p.Ref] = true
+						at := what{p.Ref, ledger.Holder{Kind: ledger.KindClaim, ID: string(c.UID)}}
+						all[g.UUID].counted[at] = uint64(max(share.Memory, 0))
+					}
+				}
 			}
 		}
 	}

@@ -56,7 +56,7 @@ func (s *shapes) of(g device.GPU, strict bool) *gpuShape {
 
 // bare leaves out what comes and goes with claims, and health.
 func bare(g device.GPU) device.GPU {
-	g.Dynamic, g.MIGEnabled, g.Health = false, false, device.Health{}
+	g.Dynamic, g.MIGEnabled, g.Sharing, g.Health = false, false, device.Sharing{}, device.Health{}
 	var partitions []device.Partition
 	for _, p := range g.Partitions {
 		if !p.Made {

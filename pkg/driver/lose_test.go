@@ -200,12 +200,12 @@ func TestLimitDevices(t *testing.T) {
 	})
 	notTheLast := func(g device.GPU) bool { return g.Minor != 3 }
 	for strategy, want := range map[device.MIGStrategy]string{
-		device.MIGStrategyNone:   "map[nvidia.com/gpu:[GPU-0 GPU-2]]",
-		device.MIGStrategyMixed:  "map[nvidia.com/gpu:[GPU-0] nvidia.com/mig-1g.10gb:[GPU-2@0+1]]",
-		device.MIGStrategySingle: "map[nvidia.com/gpu:[GPU-0]]",
+		device.MIGStrategyNone:   "map[nvidia.com/gpu:[{GPU-0 all} {GPU-2 all}]]",
+		device.MIGStrategyMixed:  "map[nvidia.com/gpu:[{GPU-0 all}] nvidia.com/mig-1g.10gb:[{GPU-2@0+1 all}]]",
+		device.MIGStrategySingle: "map[nvidia.com/gpu:[{GPU-0 all}]]",
 	} {
 		d := &Driver{Config: Config{Limits: device.Resources{GPU: "nvidia.com/gpu", Strategy: strategy}, OfferedToLimits: notTheLast}}
-		got := fmt.Sprint(d.limitDevices(inv))
+		got := fmt.Sprint(d.limitSlots(inv))
 		for i := range 5 {
 			got = strings.ReplaceAll(got, uuidOf(i), fmt.Sprintf("GPU-%d", i))
 		}

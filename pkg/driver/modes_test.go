@@ -12,6 +12,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // TestOnlyOfferedGPUsArePublished: a wall between the APIs. A claim of before keeps what is on the other side of it.
@@ -33,7 +34,7 @@ func TestOnlyOfferedGPUsArePublished(t *testing.T) {
 	if results := r.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
 		t.Error(results[c.UID].Err)
 	}
-	if got, want := r.driver.limitDevices(machine(4))["nvidia.com/gpu"], []device.Ref{{GPU: uuidOf(0)}, {GPU: uuidOf(1)}}; !slices.Equal(got, want) {
+	if got, want := r.driver.limitSlots(machine(4))["nvidia.com/gpu"], []ledger.Slot{{Device: refOf(0)}, {Device: refOf(1)}}; !slices.Equal(got, want) {
 		t.Errorf("limits may use %v, want %v", got, want)
 	}
 }

@@ -21,7 +21,8 @@ const (
 	TaintHeldByLimit = "tandem-gpu.dev/held-by-limit"
 	// TaintHeldByClaim marks a device of which a claim has a part, or which is a part of what a claim has; the value is "true".
 	// The devices of a GPU exclude each other by counters where it is partitioned on demand, so this is rare: policy has
-	// changed while claims had it. It also marks what a claim has from another pool, where the scheduler does not see it.
+	// changed while claims had it. It also marks what a claim has from another pool, where the scheduler does not see it, and what
+	// claims have parts of that is not shared any more.
 	TaintHeldByClaim = "tandem-gpu.dev/held-by-claim"
 	// TaintDraining marks a device that containers may still use although no claim or limit is entitled to it any more; the
 	// value is "true".
@@ -35,8 +36,8 @@ const (
 const drainGrace = 2 * time.Second
 
 // Capabilities are fields of ResourceSlices that servers before 1.36 drop silently by default (feature gates DRADeviceTaints,
-// DRADeviceBindingConditions and DRAPartitionableDevices).
-type Capabilities struct{ Taints, BindingConditions, Counters bool }
+// DRADeviceBindingConditions, DRAPartitionableDevices and DRAConsumableCapacity).
+type Capabilities struct{ Taints, BindingConditions, Counters, Shares bool }
 
 // Facts are what an Offer depends on, all of one moment.
 type Facts struct {
@@ -132,14 +133,14 @@ func (o *Offer) look(f Facts) layout {
 		}
 	}
 	given := o.givenOut(gpus, shaped, holds, f.Claims)
-	var shared []device.Device
+	var inPool []device.Device
 	for _, g := range gpus {
 		held, shape := given[g.UUID], shaped[g.Name()]
 		from, pinned := origins[g.Name()]
 		switch o.place(g, from, pinned || f.ClaimsLate, f.Kept.Counters && shape != nil && len(shape.possible) > 0) {
 		case inNodePool:
 			devices, odd := whole(g)
-			shared, l.left = append(shared, devices...), append(l.left, odd...)
+			inPool, l.left = append(inPool, devices...), append(l.left, odd...)
 		case inOwnPool:
 			p := newGPUPool(g, shape, held, obstacles)
 			l.pools[device.OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: p.slices()}
@@ -148,7 +149,7 @@ func (o *Offer) look(f Facts) layout {
 			l.counts.withdrawn++
 		}
 	}
-	built, counts := nodeSlices(shared, obstacles, given, f.Kept.Taints)
+	built, counts := nodeSlices(inPool, obstacles, given, f.Kept)
 	l.pools[o.NodeName] = resourceslice.Pool{Slices: built}
 	l.counts.add(counts)
 	l.counts.excluded = len(l.left)
@@ -169,9 +170,15 @@ const noProfile = -1
 // ResourceSlice update makes it retry all pods that wait for devices.
 type offers struct {
 	returnDelay time.Duration
-	withheld    map[device.Ref]withheld
+	withheld    map[what]withheld
 	// withdrawals counts what the last settle withdrew because of who holds it.
 	withdrawals int
+}
+
+// what is withheld: hardware, or what of it one of several holders has.
+type what struct {
+	device device.Ref
+	holder ledger.Holder
 }
 
 type withheld struct {
@@ -184,31 +191,41 @@ type withheld struct {
 // change). A new obstacle counts at once, the last one to go lingers for the return delay.
 func (o *offers) settle(now time.Time, current map[device.Ref][]obstacle) (map[device.Ref][]obstacle, time.Time) {
 	if o.withheld == nil {
-		o.withheld = map[device.Ref]withheld{}
+		o.withheld = map[what]withheld{}
 	}
 	o.withdrawals = 0
+	present := map[what][]obstacle{}
 	for ref, obstacles := range current {
-		if isHeld(obstacles) && !isHeld(o.withheld[ref].obstacles) {
+		for _, found := range obstacles {
+			at := what{ref, found.holder}
+			present[at] = append(present[at], found)
+		}
+	}
+	for at, obstacles := range present {
+		if isHeld(obstacles) && !isHeld(o.withheld[at].obstacles) {
 			o.withdrawals++
 		}
-		o.withheld[ref] = withheld{obstacles: obstacles}
+		o.withheld[at] = withheld{obstacles: obstacles}
 	}
 	var next time.Time
 	settled := make(map[device.Ref][]obstacle, len(o.withheld))
-	for ref, w := range o.withheld {
-		if _, present := current[ref]; !present {
+	for at, w := range o.withheld {
+		if len(present[at]) == 0 {
 			if w.freeSince.IsZero() {
 				w.freeSince = now
-				o.withheld[ref] = w
+				o.withheld[at] = w
 			}
 			due := w.freeSince.Add(o.returnDelay)
 			if !due.After(now) {
-				delete(o.withheld, ref)
+				delete(o.withheld, at)
 				continue
 			}
 			next = earlier(next, due)
 		}
-		settled[ref] = w.obstacles
+		settled[at.device] = append(settled[at.device], w.obstacles...)
+	}
+	for _, obstacles := range settled {
+		slices.SortFunc(obstacles, byKey)
 	}
 	return settled, next
 }

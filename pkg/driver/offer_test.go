@@ -31,11 +31,11 @@ func TestFindObstacles(t *testing.T) {
 		hold(6, ledger.KindLimit, ledger.StateDraining, 0, false),
 	}, now)
 	want := map[device.Ref][]obstacle{
-		refOf(3): {{TaintDraining, "true"}},
-		refOf(4): {{TaintDraining, "true"}},
-		refOf(5): {{TaintHeldByLimit, "true"}},
-		refOf(6): {{TaintHeldByLimit, "true"}, {TaintUnhealthy, "Lost"}},
-		refOf(7): {{TaintUnhealthy, "NoDeviceNode"}},
+		refOf(3): {{key: TaintDraining, value: "true"}},
+		refOf(4): {{key: TaintDraining, value: "true"}},
+		refOf(5): {{key: TaintHeldByLimit, value: "true"}},
+		refOf(6): {{key: TaintHeldByLimit, value: "true"}, {key: TaintUnhealthy, value: "Lost"}},
+		refOf(7): {{key: TaintUnhealthy, value: "NoDeviceNode"}},
 	}
 	if diff := cmp.Diff(want, got, cmp.AllowUnexported(obstacle{})); diff != "" {
 		t.Error(diff)
@@ -47,8 +47,8 @@ func TestFindObstacles(t *testing.T) {
 
 func TestOffersWithdrawAtOnceAndReturnLate(t *testing.T) {
 	start := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
-	held := map[device.Ref][]obstacle{refOf(0): {{TaintHeldByLimit, "true"}}}
-	lost := map[device.Ref][]obstacle{refOf(0): {{TaintUnhealthy, "Lost"}}}
+	held := map[device.Ref][]obstacle{refOf(0): {{key: TaintHeldByLimit, value: "true"}}}
+	lost := map[device.Ref][]obstacle{refOf(0): {{key: TaintUnhealthy, value: "Lost"}}}
 	o := offers{returnDelay: 200 * time.Millisecond}
 	steps := []struct {
 		at      time.Duration

@@ -3,6 +3,7 @@
 package driver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -16,6 +17,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 
+	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
@@ -43,6 +45,10 @@ type preparation struct {
 	err   error
 	// visible are the UUIDs of the devices that the answer names and that are there.
 	visible []string
+	// groups are the devices that the claim's containers share, by how they do.
+	groups []*sharedGroup
+	// begun is set where what was begun for the claim goes on, and so it keeps what it has taken.
+	begun bool
 }
 
 // demand is a partition, or a dynamic GPU as a whole, for one entry of the answer.
@@ -59,7 +65,7 @@ func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.Resour
 	inv := d.Inventory.Inventory()
 	preparations := make([]*preparation, len(claims))
 	ok := true
-	yield := &ledger.Yield{Devices: d.limitDevices(inv), Patience: yieldPatience}
+	yield := &ledger.Yield{Slots: d.limitSlots(inv), Patience: yieldPatience}
 	for i, claim := range claims {
 		preparations[i] = d.plan(ctx, claim, inv)
 		preparations[i].request.Yield = yield
@@ -88,20 +94,20 @@ func (d *Driver) meet(ctx context.Context, preparations []*preparation) {
 	}
 }
 
-// limitDevices are those that limits may use, by resource.
-func (d *Driver) limitDevices(inv device.Inventory) map[string][]device.Ref {
+// limitSlots are the devices, and shares of devices, that limits may use, by resource.
+func (d *Driver) limitSlots(inv device.Inventory) map[string][]ledger.Slot {
 	gpus := inv.GPUs
 	if d.OfferedToLimits != nil {
 		gpus = slices.DeleteFunc(slices.Clone(gpus), func(g device.GPU) bool { return !d.OfferedToLimits(g) })
 	}
 	offers, _ := d.Limits.Offers(gpus)
-	refs := map[string][]device.Ref{}
+	slots := map[string][]ledger.Slot{}
 	for _, o := range offers {
 		if o.Device.Health().Healthy() {
-			refs[o.Resource] = append(refs[o.Resource], o.Device.Ref())
+			slots[o.Resource] = append(slots[o.Resource], ledger.Slot{Device: o.Device.Ref(), Share: o.Share})
 		}
 	}
-	return refs
+	return slots
 }
 
 // callContext ends early enough for the answer to reach kubelet.
@@ -131,13 +137,18 @@ func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv
 			return p
 		}
 	}
+	p.err = cmp.Or(p.checkGroups(), p.checkDaemons())
 	return p
 }
 
 func (d *Driver) planResult(ctx context.Context, p *preparation, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) error {
-	found, onDemand, err := d.resolve(p.claim, result, inv)
+	found, onDemand, err := d.resolve(result, inv)
 	if err != nil {
 		return err
+	}
+	parameters, err := parametersv1beta1.Allocated(p.claim, d.DriverName, result, found.Whole())
+	if err != nil {
+		return refuseParameters(result.Request, err)
 	}
 	admin := ptr.Deref(result.AdminAccess, false)
 	prepared := kubeletplugin.Device{
@@ -162,11 +173,34 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	}
 	p.answer = append(p.answer, prepared)
 	// Admin access looks at devices that others hold, and holds nothing itself.
-	if !admin && !slices.Contains(p.request.Devices, ref) {
-		p.request.Devices = append(p.request.Devices, ref)
-		p.names[ref] = result.Device
+	if admin {
+		return nil
+	}
+	share := shareOf(p.claim, result, found)
+	p.ask(ref, result.Device, share)
+	switch {
+	case parameters.Sharing != nil:
+		return p.group(parameters, result.Request, found, share)
+	case !share.Whole():
+		p.stand(result.Request, found)
 	}
 	return nil
+}
+
+// ask adds a device, or some more of it, to what is to be reserved.
+func (p *preparation) ask(ref device.Ref, name string, share device.Share) {
+	if slices.Contains(p.request.Devices, ref) {
+		share = plus(p.request.Shares[ref], share)
+	} else {
+		p.request.Devices = append(p.request.Devices, ref)
+		p.names[ref] = name
+	}
+	if !share.Whole() && p.request.Shares == nil {
+		p.request.Shares = map[device.Ref]device.Share{}
+	}
+	if p.request.Shares != nil {
+		p.request.Shares[ref] = share
+	}
 }
 
 // show puts a device into the container.
@@ -177,7 +211,7 @@ func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, uuid strin
 
 // resolve finds the device that a result names, and refuses what this node cannot give as asked. A dynamic GPU as a whole, and
 // what is in a pool of its GPU's own, is had on demand, unless it is a partition that exists without us.
-func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) (found device.Device, onDemand bool, err error) {
+func (d *Driver) resolve(result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) (found device.Device, onDemand bool, err error) {
 	if device.NodeOfPool(result.Pool) != d.NodeName {
 		return device.Device{}, false, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated anew", result.Request, result.Device, result.Pool, d.NodeName)
 	}
@@ -189,9 +223,6 @@ func (d *Driver) resolve(claim *resourceapi.ResourceClaim, result resourceapi.De
 	}
 	if !ok || found.UUID() == "" && !onDemand {
 		return device.Device{}, false, refuse(reasonUnknownDevice, "device %s of pool %s for request %s does not exist on this node (removed, or renumbered by a reboot): delete the pod and its claim to have it allocated anew", result.Device, result.Pool, result.Request)
-	}
-	if err := checkParameters(claim, d.DriverName, result, found.Whole()); err != nil {
-		return device.Device{}, false, refuse(reasonInvalidParameters, "request %s: %v: retrying does not help, correct the claim or its class and create the claim anew", result.Request, err)
 	}
 	return found, onDemand, nil
 }
@@ -227,6 +258,9 @@ func (d *Driver) reserve(ctx context.Context, preparations []*preparation) bool 
 		}
 		visible = append(visible, p.visible...)
 	}
+	if !d.share(ctx, preparations) {
+		return false
+	}
 	if err := d.Specs.Ensure(ctx, visible...); err != nil {
 		for _, p := range preparations {
 			p.err = fmt.Errorf("make CDI specs available: %w", err)
@@ -245,6 +279,9 @@ func (d *Driver) undo(ctx context.Context, preparations []*preparation) {
 }
 
 func (d *Driver) giveBack(ctx context.Context, p *preparation) {
+	if p.begun {
+		return
+	}
 	if err := d.Ledger.GiveBack(p.request.UID, p.taken); err != nil {
 		// kubelet retries or unprepares: either settles the hold.
 		klog.FromContext(ctx).Error(err, "Cannot give back the devices of a claim that was not prepared", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID)
@@ -265,6 +302,7 @@ func (d *Driver) results(ctx context.Context, preparations []*preparation, ok bo
 		switch {
 		case ok:
 			results[p.claim.UID] = kubeletplugin.PrepareResult{Devices: p.answer}
+			d.conditions.say(p)
 		case p.err == nil:
 			results[p.claim.UID] = kubeletplugin.PrepareResult{Err: fmt.Errorf("prepare claim %s: not prepared because claim %s of the same pod was not", klog.KObj(p.claim), failed)}
 		default:

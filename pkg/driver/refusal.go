@@ -20,6 +20,8 @@ const (
 	reasonInvalidParameters = "InvalidParameters"
 	reasonForeignPartition  = "ForeignPartition"
 	reasonNotMade           = "PartitionNotMade"
+	reasonNotShared         = "SharingNotApplied"
+	reasonDaemonNotReady    = "DaemonNotReady"
 )
 
 // refusal is an error that the claim's owner should hear of as an event.
@@ -29,6 +31,11 @@ func (r *refusal) Error() string { return r.message }
 
 func refuse(reason, format string, args ...any) error {
 	return &refusal{reason: reason, message: fmt.Sprintf(format, args...)}
+}
+
+// refuseParameters is what the author of parameters hears, once.
+func refuseParameters(request string, err error) error {
+	return refuse(reasonInvalidParameters, "request %s: %v: retrying does not help, correct the claim or its class and create the claim anew", request, err)
 }
 
 // describeConflict says which published device is in whose hands, as far as the claim's namespace may know.

@@ -8,6 +8,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/mig"
@@ -29,11 +30,11 @@ type excluded struct {
 // With taints, a device with obstacles is published tainted; without, it is left out. The devices of a slice do not depend on
 // obstacles, so that withdrawing one changes one slice, which the API server sees as a single update.
 func nodeSlices(
-	devices []device.Device, obstacles map[device.Ref][]obstacle, held map[string]given, taints bool,
+	devices []device.Device, obstacles map[device.Ref][]obstacle, held map[string]given, kept Capabilities,
 ) ([]resourceslice.Slice, deviceCounts) {
 	var counts deviceCounts
 	perSlice := resourceapi.ResourceSliceMaxDevices
-	if taints {
+	if kept.Taints {
 		perSlice = resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures
 	}
 	// A pool without devices is one empty slice: it tells "no GPUs" from "no driver".
@@ -41,14 +42,15 @@ func nodeSlices(
 	for chunk := range slices.Chunk(devices, perSlice) {
 		slice := resourceslice.Slice{Devices: make([]resourceapi.Device, 0, len(chunk))}
 		for _, d := range chunk {
-			found := against(d.Ref(), obstacles)
-			if held[d.GPU.UUID].blocks(d.Ref()) {
-				found = append(found, obstacle{TaintHeldByClaim, "true"})
+			published, found := offered(d, obstacles, held[d.GPU.UUID], kept)
+			// Of what is not shared any more, the scheduler does not count the parts that claims have.
+			whole := published.AllowMultipleAllocations == nil
+			if held[d.GPU.UUID].blocks(d.Ref()) || whole && held[d.GPU.UUID].shared[d.Ref()] {
+				found = append(found, obstacle{key: TaintHeldByClaim, value: "true"})
 			}
 			counts.count(d.Health(), len(found) > 0)
-			published := publishedDevice(d)
 			if len(found) > 0 {
-				if !taints {
+				if !kept.Taints {
 					continue
 				}
 				published.Taints = taintsFor(found)
@@ -61,6 +63,20 @@ func nodeSlices(
 		built = append(built, resourceslice.Slice{Devices: []resourceapi.Device{}})
 	}
 	return built, counts
+}
+
+// offered is the device as a whole, or where policy lets claims have a part of it, what is left of it; and what keeps it from being
+// given out.
+func offered(d device.Device, obstacles map[device.Ref][]obstacle, held given, kept Capabilities) (resourceapi.Device, []obstacle) {
+	published := publishedDevice(d)
+	if kept.Shares && d.Sharing().MemoryShares {
+		found, taken := besides(d.Ref(), obstacles, held)
+		if shareOut(published, d.MemoryBytes(), taken) {
+			published.AllowMultipleAllocations = ptr.To(true)
+			return published, found
+		}
+	}
+	return published, against(d.Ref(), obstacles)
 }
 
 func (c *deviceCounts) count(health device.Health, withdrawn bool) {

@@ -21,8 +21,8 @@ import (
 var update = flag.Bool("update", false, "rewrite the golden files")
 
 func TestGoldenSlices(t *testing.T) {
-	held := map[device.Ref][]obstacle{refOf(1): {{TaintHeldByLimit, "true"}}, refOf(3): {{TaintHeldByLimit, "true"}, {TaintUnhealthy, "Lost"}}}
-	lost := map[device.Ref][]obstacle{refOf(1): {{TaintUnhealthy, "Lost"}}}
+	held := map[device.Ref][]obstacle{refOf(1): {{key: TaintHeldByLimit, value: "true"}}, refOf(3): {{key: TaintHeldByLimit, value: "true"}, {key: TaintUnhealthy, value: "Lost"}}}
+	lost := map[device.Ref][]obstacle{refOf(1): {{key: TaintUnhealthy, value: "Lost"}}}
 	tests := []struct {
 		name      string
 		inv       device.Inventory
@@ -108,7 +108,7 @@ func buildSlices(inv device.Inventory, obstacles map[device.Ref][]obstacle, tain
 		found, odd := whole(g)
 		devices, left = append(devices, found...), append(left, odd...)
 	}
-	built, counts := nodeSlices(devices, obstacles, nil, taints)
+	built, counts := nodeSlices(devices, obstacles, nil, Capabilities{Taints: taints})
 	counts.excluded = len(left)
 	return built, counts, left
 }
@@ -117,7 +117,7 @@ func buildSlices(inv device.Inventory, obstacles map[device.Ref][]obstacle, tain
 func TestWithdrawalChangesOneSlice(t *testing.T) {
 	for _, taints := range []bool{true, false} {
 		before, _, _ := buildSlices(machine(256), nil, taints)
-		after, counts, _ := buildSlices(machine(256), map[device.Ref][]obstacle{refOf(70): {{TaintHeldByLimit, "true"}}}, taints)
+		after, counts, _ := buildSlices(machine(256), map[device.Ref][]obstacle{refOf(70): {{key: TaintHeldByLimit, value: "true"}}}, taints)
 		changed := 0
 		for i := range before {
 			if !cmp.Equal(before[i], after[i]) {

@@ -158,7 +158,7 @@ func (c *confirmations) decide(ctx context.Context, allocated v1alpha1.Allocated
 	granted := &metav1.Condition{Type: ConditionReserved, Status: metav1.ConditionTrue, Reason: "Reserved", Message: "the node keeps the device for this claim"}
 	inv := c.Inventory.Inventory()
 	p := c.plan(ctx, claim, inv)
-	p.request.Yield = &ledger.Yield{Devices: c.limitDevices(inv), Patience: yieldPatience}
+	p.request.Yield = &ledger.Yield{Slots: c.limitSlots(inv), Patience: yieldPatience}
 	refused, _ := errors.AsType[*refusal](p.err)
 	switch {
 	case p.err != nil && refused == nil:

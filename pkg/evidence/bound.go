@@ -162,6 +162,17 @@ func isExtended(name corev1.ResourceName) bool {
 	return qualified && domain != "kubernetes.io" && !strings.HasSuffix(domain, ".kubernetes.io")
 }
 
+// Asks is how many devices of a resource a pod asks for; zero for one that the API server does not have.
+func (p *Pods) Asks(uid, resource string) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, known := p.pods[types.UID(uid)]
+	if !known {
+		return 0
+	}
+	return asked(pod.Pod, func(name string) bool { return name == resource })[resource]
+}
+
 // Unclaimed reports whether a limit that names no pod can only be nobody's: every pod that asks for the resources that count and
 // may have containers has as many devices as it asks for, by the holds that name it.
 func (p *Pods) Unclaimed(counts func(resource string) bool, holds []ledger.Hold) (bool, error) {

@@ -13,9 +13,10 @@ import (
 )
 
 const (
-	podA   = "0a1b2c3d-1111-2222-3333-444455556666"
-	podB   = "0a1b2c3d-1111-2222-3333-444455556667"
-	static = "3f2e1d0c9b8a77665544332211ffeedd" // as kubelet makes it of a manifest
+	podA      = "0a1b2c3d-1111-2222-3333-444455556666"
+	podB      = "0a1b2c3d-1111-2222-3333-444455556667"
+	formerPod = "0a1b2c3d-1111-2222-3333-444455556668"
+	static    = "3f2e1d0c9b8a77665544332211ffeedd" // as kubelet makes it of a manifest
 )
 
 // tree is a cgroup file system in a directory.

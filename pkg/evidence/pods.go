@@ -42,6 +42,15 @@ type Pods struct {
 	// attached are the pods that kubelet's state has named for a claim when it drained, by the claim's UID; kept until their
 	// cgroups are gone.
 	attached map[string]map[types.UID]bool
+	// starting are the pods that kubelet may be starting with a claim without asking, by the claim's UID.
+	starting map[string]starting
+}
+
+// starting are the pods that had a cgroup when kubelet's state first had no devices of a claim any more.
+type starting struct {
+	// drained is when the claim was to be let go of.
+	drained time.Time
+	pods    []string
 }
 
 // seenPod is a pod as the API server had it last.
@@ -65,6 +74,7 @@ func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubelet
 	p := &Pods{
 		cgroups: cgroups, kubeletDir: kubeletDir, factory: factory, changed: make(chan struct{}),
 		pods: map[types.UID]seenPod{}, deleted: map[types.UID]seenPod{}, attached: map[string]map[types.UID]bool{},
+		starting: map[string]starting{},
 	}
 	handler, err := factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc: func(o any) { p.store(o) },
@@ -224,10 +234,22 @@ func (p *Pods) EndedBefore(uid string, moment time.Time) bool {
 func (p *Pods) EndedAt(uid string) time.Time {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if pod, ok := p.pods[types.UID(uid)]; ok {
-		return pod.ended
+	pod, _ := p.seen(types.UID(uid))
+	return pod.ended
+}
+
+// seen is a pod that the API server has, or had. Under p.mu.
+func (p *Pods) seen(uid types.UID) (pod seenPod, known bool) {
+	if pod, known = p.pods[uid]; !known {
+		pod, known = p.deleted[uid]
 	}
-	return p.deleted[types.UID(uid)].ended
+	return pod, known
+}
+
+// isNews reports whether a moment is so short a time ago that kubelet, or our watch, may still be about to hear of it.
+func isNews(moment time.Time) bool {
+	age := time.Since(moment)
+	return age >= 0 && age < unseen
 }
 
 // Strangers are the UIDs of pods that have a cgroup and that the API server does not know: whatever they hold, no list of
@@ -365,6 +387,18 @@ func (p *Pods) Started(h ledger.Hold, all []ledger.Hold) bool {
 	})
 }
 
+// Busy reports whether a pod of a hold has a process, or may have: the kernel does not tell, or nobody knows whose it is. Called by
+// whoever would take away what a running container needs.
+func (p *Pods) Busy(h ledger.Hold) bool {
+	uids := p.podsOf(h)
+	for uid := range uids {
+		if cgroup, err := p.cgroups.Pod(string(uid)); err != nil || cgroup == CgroupBusy {
+			return true
+		}
+	}
+	return len(uids) == 0
+}
+
 // watchedSince reports whether every pod that was there at a time, or came later, has been seen.
 func (p *Pods) watchedSince(at time.Time) bool {
 	p.mu.Lock()
@@ -399,7 +433,7 @@ func (p *Pods) podVerdict(uid string, since time.Time) ledger.Verdict {
 	switch {
 	case err != nil:
 		return ledger.Orphaned
-	case cgroup == CgroupAbsent && p.mayStart(types.UID(uid)):
+	case cgroup == CgroupAbsent && p.mayStart(types.UID(uid), since):
 		return ledger.Orphaned
 	case cgroup == CgroupAbsent, cgroup == CgroupEmpty && standing == terminal:
 		return ledger.Gone
@@ -414,7 +448,8 @@ func (p *Pods) podVerdict(uid string, since time.Time) ledger.Verdict {
 // the second: it keeps the claim as long as it lives. One that never started a container does so too where it was prepared:
 // the same kubelets unprepare between the answer and the first start. One that was not does not; before the first, kubelet asks.
 // But to them a claim is prepared until they have heard the answer to Unprepare: a pod that comes meanwhile is started with its
-// devices, and nobody is asked. It is in their state by then, and has a cgroup, before our watch may have heard of it.
+// devices, and nobody is asked. It is in their state by then, for as long as that takes, and has a cgroup, before our watch may have
+// heard of it.
 func (p *Pods) claimVerdict(h ledger.Hold, uids map[types.UID]bool) ledger.Verdict {
 	if h.State != ledger.StateDraining {
 		for uid := range uids {
@@ -446,10 +481,48 @@ func (p *Pods) claimVerdict(h ledger.Hold, uids map[types.UID]bool) ledger.Verdi
 			verdict = ledger.Orphaned
 		}
 	}
-	if verdict == ledger.Gone && remembered {
-		return ledger.Orphaned
+	if remembered || p.startsUnasked(h) {
+		verdict = min(verdict, ledger.Orphaned)
 	}
 	return verdict
+}
+
+// startsUnasked reports whether kubelet may be starting a pod with a claim that it has forgotten: it has the pod in its state for a
+// shorter time than passes between two looks at that, if it hears the answer to Unprepare right afterwards. The pod had a cgroup
+// by then, and has a process within a minute.
+func (p *Pods) startsUnasked(h ledger.Hold) bool {
+	if !isNews(h.Since) || len(h.Pods) == 0 {
+		return false // kubelet was never told that it has the claim, or long ago that it has not
+	}
+	p.mu.Lock()
+	s, again := p.starting[h.Holder.ID]
+	p.mu.Unlock()
+	if !again || !s.drained.Equal(h.Since) {
+		uids, err := p.cgroups.UIDs()
+		if err != nil {
+			return true
+		}
+		s = starting{h.Since, uids}
+		p.mu.Lock()
+		p.starting[h.Holder.ID] = s
+		p.mu.Unlock()
+	}
+	return slices.ContainsFunc(s.pods, func(uid string) bool {
+		recorded := slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == uid })
+		if recorded || !p.mayHaveBegun(types.UID(uid), h) {
+			return false
+		}
+		cgroup, err := p.cgroups.Pod(uid)
+		return err != nil || cgroup != CgroupAbsent
+	})
+}
+
+// mayHaveBegun reports whether a pod that has a cgroup may be one that a claim is for, and has started nothing yet.
+func (p *Pods) mayHaveBegun(uid types.UID, h ledger.Hold) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, known := p.seen(uid)
+	return !known || pod.Namespace == h.Namespace && claimsOf(pod.Pod)[h.Name] && !isTerminal(pod.Pod) && len(pod.Status.ContainerStatuses) == 0
 }
 
 // remembered reports whether kubelet still has devices of the claim in its state, or nobody knows. It forgets them when it has
@@ -527,17 +600,19 @@ func (p *Pods) liveAndStarted(uid types.UID, asGood bool) bool {
 func (p *Pods) mayArrive(uid types.UID, at time.Time) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	_, known := p.pods[uid]
-	_, deleted := p.deleted[uid]
-	age := time.Since(at)
-	return !known && !deleted && !at.Before(p.synced) && age >= 0 && age < unseen
+	_, known := p.seen(uid)
+	return !known && !at.Before(p.synced) && isNews(at)
 }
 
 // mayStart reports whether kubelet may still start a pod that was force-deleted before it had started anything: a kubelet that
-// is frozen or busy between the admission and the pod's cgroup hears of the deletion afterwards.
-func (p *Pods) mayStart(uid types.UID) bool {
+// is frozen or busy between the admission and the pod's cgroup hears of the deletion afterwards. Of one that was deleted before
+// our watch began, only the time of the admission tells.
+func (p *Pods) mayStart(uid types.UID, admitted time.Time) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if _, known := p.seen(uid); !known {
+		return isNews(admitted)
+	}
 	pod, deleted := p.deleted[uid]
 	return deleted && !pod.arrived && len(pod.Status.ContainerStatuses) == 0 &&
 		(pod.Status.Phase == corev1.PodPending || pod.Status.Phase == "") && time.Since(pod.ended) < unseen
@@ -625,6 +700,9 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 }
 
 func (p *Pods) sweepAttached(holds []ledger.Hold) {
+	held := func(claim string) bool {
+		return slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindClaim && h.Holder.ID == claim })
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for claim, pods := range p.attached {
@@ -632,11 +710,11 @@ func (p *Pods) sweepAttached(holds []ledger.Hold) {
 			cgroup, err := p.cgroups.Pod(string(uid))
 			return err == nil && cgroup == CgroupAbsent
 		})
-		held := slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindClaim && h.Holder.ID == claim })
-		if len(pods) == 0 || !held {
+		if len(pods) == 0 || !held(claim) {
 			delete(p.attached, claim)
 		}
 	}
+	maps.DeleteFunc(p.starting, func(claim string, _ starting) bool { return !held(claim) })
 }
 
 // trim keeps of a pod what is asked about it here: every agent keeps all pods of its node in memory. Of its containers'

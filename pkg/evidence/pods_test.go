@@ -182,6 +182,9 @@ func TestVerdictWithoutCgroups(t *testing.T) {
 	}
 }
 
+// former is a pod that had the claim and has ended.
+var former = pod(formerPod, "former", names("one"), ranOnce, phase(corev1.PodSucceeded))
+
 func TestClaimVerdict(t *testing.T) {
 	tests := []struct {
 		name   string
@@ -200,7 +203,13 @@ func TestClaimVerdict(t *testing.T) {
 		{"draining, busy", []*corev1.Pod{pod(podA, "a", beingDeleted)}, nil, map[string]int{podA: busyGroup}, claim(ledger.StateDraining, podA), ledger.Orphaned},
 		{"draining, empty", []*corev1.Pod{pod(podA, "a", beingDeleted)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Gone},
 		{"draining, prepared and not yet started", []*corev1.Pod{pod(podA, "a", names("one"))}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Running},
-		{"draining, never prepared", []*corev1.Pod{pod(podA, "a", names("one"))}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining), ledger.Gone},
+		{"draining, a pod may have been started without asking", []*corev1.Pod{former, pod(podA, "a", names("one"))}, nil, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining, formerPod), ledger.Orphaned},
+		{"draining, a pod that kubelet does not start yet", []*corev1.Pod{former, pod(podA, "a", names("one"))}, nil, nil, claimSince(time.Second, ledger.StateDraining, formerPod), ledger.Gone},
+		{"draining, a pod was force-deleted that may have been started without asking", []*corev1.Pod{former, pod(podA, "a", names("one"))}, []string{"a"}, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining, formerPod), ledger.Orphaned},
+		{"draining, a pod of another claim was force-deleted", []*corev1.Pod{former, pod(podA, "a", names("two"))}, []string{"a"}, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining, formerPod), ledger.Gone},
+		{"draining, no pod was told that it has the claim", []*corev1.Pod{pod(podA, "a", names("one"))}, nil, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining), ledger.Gone},
+		{"draining, a pod that has not been seen", []*corev1.Pod{former}, nil, map[string]int{podB: emptyGroup}, claimSince(time.Second, ledger.StateDraining, formerPod), ledger.Orphaned},
+		{"draining, a pod that ran and was not recorded", []*corev1.Pod{former, pod(podA, "a", names("one"), ranOnce, beingDeleted)}, nil, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining, formerPod), ledger.Gone},
 		{"draining, prepared before anybody has seen it", nil, nil, nil, claimSince(time.Second, ledger.StateDraining, podA), ledger.Orphaned},
 		{"draining, prepared and never seen", nil, nil, nil, claimSince(2*time.Minute, ledger.StateDraining, podA), ledger.Gone},
 		{"draining, between two starts of a container", []*corev1.Pod{pod(podA, "a", names("one"), ranOnce)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining), ledger.Running},
@@ -231,6 +240,44 @@ func TestClaimVerdict(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestStartedWithoutAsking: until kubelet has heard that a claim is unprepared it starts pods with it and asks nobody. One that comes
+// between two looks at its state is in its cgroup by then, and not yet in our watch, or it has no process yet.
+func TestStartedWithoutAsking(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newTree(t)
+		f.group(podA, emptyGroup)
+		p := known(t, f, former)
+		h := claimSince(0, ledger.StateDraining, formerPod)
+		ask := func(when string, want ledger.Verdict) {
+			t.Helper()
+			p.Sweep([]ledger.Hold{h})
+			if got := p.Verdict(h); got != want {
+				t.Errorf("%s: got %v, want %v", when, got, want)
+			}
+		}
+		ask("nobody knows whose pod it is", ledger.Orphaned)
+		p.add(t, pod(podA, "a", names("two")))
+		ask("it is another claim's", ledger.Gone)
+		p.add(t, pod(podA, "a", names("one")))
+		ask("it is the claim's", ledger.Orphaned)
+		f.remove("kubepods/burstable/pod" + podA)
+		ask("it is gone", ledger.Gone)
+		f.group(podA, emptyGroup)
+		time.Sleep(unseen)
+		ask("it would have a process by now", ledger.Gone)
+
+		// One that comes when kubelet has forgotten the claim is another claim's of that name, or kubelet asks.
+		f.group(podB, emptyGroup)
+		p.add(t, pod(podB, "b", names("one")))
+		ask("another one comes", ledger.Gone)
+		h.Since = time.Now()
+		ask("the claim was prepared and let go of once more", ledger.Orphaned)
+		if p.Sweep(nil); len(p.starting) != 0 {
+			t.Errorf("remembered for ever: %v", p.starting)
+		}
+	})
 }
 
 // The pods of a claim of the same name that came after it do not keep it; its own do.
@@ -530,6 +577,26 @@ func TestForceDeletedBeforeItStarted(t *testing.T) {
 	})
 }
 
+// TestForceDeletedBeforeTheWatch: the same while the agent restarts.
+func TestForceDeletedBeforeTheWatch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newTree(t)
+		f.v2("kubepods/burstable", false)
+		p := known(t, f)
+		p.synced = time.Now()
+		h := limit(ledger.StateHeld, Settling, podA)
+		ask := func(want ledger.Verdict) {
+			t.Helper()
+			if got := p.Verdict(h); got != want {
+				t.Errorf("got %v, want %v", got, want)
+			}
+		}
+		ask(ledger.Orphaned)
+		time.Sleep(unseen - Settling)
+		ask(ledger.Gone)
+	})
+}
+
 // TestStartedAndStruckOff: kubelet has admitted a pod that our watch knew to be gone, and has struck it off its checkpoint since.
 // Its hold names nobody, but it runs, and no hold is its.
 func TestStartedAndStruckOff(t *testing.T) {
@@ -580,7 +647,7 @@ func TestStartedBeforeAnybodyLooked(t *testing.T) {
 // TestKubeletStillHasTheDevices: a claim has not ended while kubelet may start a pod with its devices without asking.
 func TestKubeletStillHasTheDevices(t *testing.T) {
 	f := newTree(t)
-	f.v2("kubepods/burstable/podanchor", true)
+	f.v2("kubepods/burstable", true)
 	p := known(t, f)
 	for state, want := range map[string]ledger.Verdict{
 		`{"ClaimInfoStateList":[]}`: ledger.Gone,
@@ -604,7 +671,7 @@ func TestPodThatComesDuringUnprepare(t *testing.T) {
 	f := newTree(t)
 	f.group(podA, emptyGroup)
 	f.group(podB, emptyGroup)
-	f.v2("kubepods/burstable/podanchor", true)
+	f.v2("kubepods/burstable", true)
 	p := known(t, f, pod(podA, "a", names("one"), ranOnce, beingDeleted))
 	says := func(state string) {
 		file, err := json.Marshal(map[string]any{"Data": state, "Checksum": crc32.ChecksumIEEE([]byte(state))})
@@ -635,5 +702,31 @@ func TestPodThatComesDuringUnprepare(t *testing.T) {
 	verdict("it is gone", ledger.Gone)
 	if p.Sweep(nil); len(p.attached) != 0 {
 		t.Errorf("remembered for ever: %v", p.attached)
+	}
+}
+
+// A hold is busy while one of its pods has a process, or nobody knows of any pod.
+func TestBusy(t *testing.T) {
+	for name, test := range map[string]struct {
+		hold  ledger.Hold
+		group int
+		want  bool
+	}{
+		"runs":                           {claim(ledger.StateHeld, podA), busyGroup, true},
+		"has ended":                      {claim(ledger.StateHeld, podA), emptyGroup, false},
+		"has not begun":                  {claim(ledger.StateHeld, podA), noGroup, false},
+		"a pod that the hold names not":  {claim(ledger.StateHeld, podB), busyGroup, true},
+		"nobody knows of any pod":        {limit(ledger.StateExpected, time.Minute), noGroup, true},
+		"a limit of before that is gone": {limit(ledger.StateExpected, time.Minute, podB), noGroup, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newTree(t)
+			f.group("anchor", busyGroup)
+			f.group(podA, test.group)
+			p := known(t, f, pod(podA, "a", names("one")))
+			if got := p.Busy(test.hold); got != test.want {
+				t.Errorf("busy: %t", got)
+			}
+		})
 	}
 }

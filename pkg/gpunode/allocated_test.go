@@ -9,6 +9,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // divisible is a node with GPUs that have a partition each, and room for others that can be made.
@@ -47,7 +48,7 @@ func TestAllocatedFollows(t *testing.T) {
 		t.Helper()
 		for range 2 {
 			var got []string
-			for _, ref := range o.Allocated() {
+			for _, ref := range refsOf(o.Allocated()) {
 				got = append(got, ref.String())
 			}
 			if !slices.Equal(got, refs) {
@@ -67,7 +68,7 @@ func TestAllocatedFollows(t *testing.T) {
 	want()
 	o.spec(unmade)
 	want("GPU-1@4+4")
-	o.Allocated()[0] = device.Ref{} // The caller's own.
+	o.Allocated()[0] = ledger.Hold{} // The caller's own.
 	want("GPU-1@4+4")
 }
 
@@ -85,4 +86,13 @@ func BenchmarkAllocated(b *testing.B) {
 			b.Fatal("not all are found")
 		}
 	}
+}
+
+// refsOf are the devices of holds.
+func refsOf(holds []ledger.Hold) []device.Ref {
+	var refs []device.Ref
+	for _, h := range holds {
+		refs = append(refs, h.Device)
+	}
+	return refs
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // Node is this node's own object.
@@ -46,6 +47,13 @@ type Inventory interface {
 	Changed() <-chan struct{}
 }
 
+// Sharing knows which MPS daemons are to run. *sharing.Keeper implements it.
+type Sharing interface {
+	Daemons() []sharing.Daemon
+	// Changed returns a channel that is closed at the next change; take it before reading.
+	Changed() <-chan struct{}
+}
+
 // Config of an Object. Fields without a stated default are required.
 type Config struct {
 	// REST says how the API server is reached. Its content type does not matter.
@@ -60,11 +68,15 @@ type Config struct {
 	Limits device.Resources
 	// OfferedToLimits tells the GPUs that limits can ask for; nil means all. It must be pure.
 	OfferedToLimits func(device.GPU) bool
+	// Untouched tells the GPUs that are nobody's; nil means none. It must be pure.
+	Untouched func(device.GPU) bool
 
 	Node       Node
 	Ledger     Ledger
 	Inventory  Inventory
 	Registerer prometheus.Registerer
+	// Sharing may be nil where no daemon is ever wanted.
+	Sharing Sharing
 }
 
 // times are the durations, shortened by tests.
@@ -152,6 +164,17 @@ func (o *Object) Claims() []v1alpha1.AllocatedClaim {
 // has not said, or what it said no longer counts. Called by the front-end for limits; idempotent, and it does not block.
 func (o *Object) Acknowledge(resource string, ids []string, known bool) {
 	o.view.acknowledge(resource, ids, known)
+}
+
+// DaemonTrouble is what the controller says about why the pod of an MPS daemon does not run; empty where it says nothing. It answers
+// from memory.
+func (o *Object) DaemonTrouble(name string) string {
+	for _, d := range o.view.acting().Spec.Daemons {
+		if d.Name == name {
+			return d.Message
+		}
+	}
+	return ""
 }
 
 // Synced reports whether the API server has said what the object's spec is, or that there is none. Where it does not serve

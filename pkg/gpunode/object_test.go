@@ -14,6 +14,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -24,6 +25,8 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/mps"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // broadcast is a value with a channel that is closed when it changes.
@@ -97,9 +100,14 @@ type fixture struct {
 	inventory fakeInventory
 	registry  *prometheus.Registry
 	// claims by namespace/name.
-	claims *broadcast[map[string]*resourceapi.ResourceClaim]
-	logger klog.Logger
+	claims  *broadcast[map[string]*resourceapi.ResourceClaim]
+	daemons fakeSharing
+	logger  klog.Logger
 }
+
+type fakeSharing struct{ *broadcast[[]sharing.Daemon] }
+
+func (f fakeSharing) Daemons() []sharing.Daemon { return f.get() }
 
 func newFixture(t *testing.T) *fixture {
 	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: running{}})
@@ -116,6 +124,7 @@ func newFixture(t *testing.T) *fixture {
 		inventory: fakeInventory{newBroadcast(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1")}})},
 		registry:  prometheus.NewRegistry(),
 		claims:    newBroadcast(map[string]*resourceapi.ResourceClaim{}),
+		daemons:   fakeSharing{newBroadcast[[]sharing.Daemon](nil)},
 		logger:    ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true))),
 	}
 }
@@ -126,7 +135,7 @@ func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
 	o, err := New(Config{
 		REST: f.api.config(), DriverName: "gpu.nvidia.com", NodeName: "node-1",
 		Claims: func(namespace string) Claims { return fakeClaims{f.claims, namespace} }, Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"},
-		Node: f.node, Ledger: f.ledger, Inventory: f.inventory, Registerer: f.registry,
+		Node: f.node, Ledger: f.ledger, Inventory: f.inventory, Registerer: f.registry, Sharing: f.daemons,
 	})
 	if err != nil {
 		f.Fatal(err)
@@ -265,6 +274,34 @@ func TestCreatesAndReports(t *testing.T) {
 }
 
 // TestAdoptsWhatIsThere: an agent that starts after one that was killed writes nothing when nothing has changed.
+// The daemons that are wanted are told as soon as they are, and what the controller says of them is known.
+func TestDaemons(t *testing.T) {
+	f := newFixture(t)
+	object, _ := f.start()
+	f.awaitStatus("a status", free(2))
+	percentage := int32(50)
+	f.daemons.set([]sharing.Daemon{{Name: "uid-1-abc", Settings: mps.Settings{
+		Devices: []string{"GPU-0"}, ActiveThreadPercentage: &percentage, PinnedMemoryMiB: []int64{1024}, MultiUser: true, DriverRoot: "/",
+	}}})
+	want := []v1alpha1.MPSDaemon{{
+		Name: "uid-1-abc", Devices: []string{"GPU-0"}, ActiveThreadPercentage: &percentage, PinnedMemoryMiB: []int64{1024}, MultiUser: true, DriverRoot: "/",
+	}}
+	f.awaitStatus("the daemon", func(s v1alpha1.GPUNodeStatus) bool { return apiequality.Semantic.DeepEqual(s.Daemons, want) })
+	if trouble := object.DaemonTrouble("uid-1-abc"); trouble != "" {
+		t.Errorf("trouble of which nobody has told: %s", trouble)
+	}
+	f.api.set(func() {
+		o := f.api.objects["node-1"].DeepCopy()
+		o.Spec.Daemons = []v1alpha1.WaitingDaemon{{Name: "uid-1-abc", Message: "image cannot be pulled"}}
+		f.api.store(o)
+	})
+	f.await("what its pod waits for", func() bool {
+		return object.DaemonTrouble("uid-1-abc") == "image cannot be pulled" && object.DaemonTrouble("uid-2-abc") == ""
+	})
+	f.daemons.set(nil)
+	f.awaitStatus("that no daemon is wanted", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Daemons) == 0 })
+}
+
 func TestAdoptsWhatIsThere(t *testing.T) {
 	f := newFixture(t)
 	_, stop := f.start()
@@ -441,7 +478,7 @@ func TestSpec(t *testing.T) {
 	f.api.writeSpec("node-1",
 		v1alpha1.AllocatedClaim{UID: "c1", Namespace: "apps", Name: "c1", Devices: []string{"gpu-1", "gpu-9"}})
 	<-changed
-	f.await("the allocation", func() bool { return slices.Equal(o.Allocated(), []device.Ref{{GPU: "GPU-1"}}) })
+	f.await("the allocation", func() bool { return slices.Equal(refsOf(o.Allocated()), []device.Ref{{GPU: "GPU-1"}}) })
 	if !o.Synced() {
 		t.Error("what the spec says is known, and not said to be")
 	}
@@ -492,18 +529,18 @@ func TestDoubt(t *testing.T) {
 	f.api.writeSpec("node-1", claims...)
 	f.await("all of the spec", func() bool { return len(o.Allocated()) == 8 })
 	believed := []device.Ref{{GPU: "GPU-0"}, {GPU: "GPU-4"}, {GPU: "GPU-5"}, {GPU: "GPU-6"}}
-	f.await("those that are believed", func() bool { return slices.Equal(o.Allocated(), believed) })
+	f.await("those that are believed", func() bool { return slices.Equal(refsOf(o.Allocated()), believed) })
 	if got := len(o.Claims()); got != len(believed) {
 		t.Errorf("%d claims are believed, want %d", got, len(believed))
 	}
 	f.release("c6")
-	f.await("that the last is found out", func() bool { return slices.Equal(o.Allocated(), believed[:3]) })
+	f.await("that the last is found out", func() bool { return slices.Equal(refsOf(o.Allocated()), believed[:3]) })
 	f.claims.set(map[string]*resourceapi.ResourceClaim{
 		"apps/c0": nil, "apps/c4": nil, "apps/c5": nil, "apps/c7": nil,
 		"apps/c1": allocated("c1", "gpu.nvidia.com", "node-1", "gpu-1"),
 	})
 	f.await("that one is allocated again, and nothing else has changed", func() bool {
-		return slices.Equal(o.Allocated(), []device.Ref{{GPU: "GPU-0"}, {GPU: "GPU-1"}, {GPU: "GPU-4"}, {GPU: "GPU-5"}})
+		return slices.Equal(refsOf(o.Allocated()), []device.Ref{{GPU: "GPU-0"}, {GPU: "GPU-1"}, {GPU: "GPU-4"}, {GPU: "GPU-5"}})
 	})
 }
 

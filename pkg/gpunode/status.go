@@ -16,6 +16,7 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // Facts are everything that the status says, as it was at one moment.
@@ -25,6 +26,8 @@ type Facts struct {
 	Limits device.Resources
 	// OfferedToLimits tells the GPUs that limits can ask for, or for partitions of; nil means all.
 	OfferedToLimits func(device.GPU) bool
+	// Untouched tells the GPUs that are nobody's; nil means none.
+	Untouched func(device.GPU) bool
 	// Generation of the spec that the agent acts on.
 	Generation int64
 	Inventory  device.Inventory
@@ -33,6 +36,8 @@ type Facts struct {
 	// Allocatable are the device IDs that kubelet itself calls allocatable, by resource; of one that is absent kubelet has not
 	// said.
 	Allocatable map[string][]string
+	// Daemons that are to run, by name.
+	Daemons []sharing.Daemon
 }
 
 // Status is what the node's GPUNode should say. It is a pure function, for the agent and for simulations: equal facts give
@@ -40,13 +45,16 @@ type Facts struct {
 func Status(f Facts) v1alpha1.GPUNodeStatus {
 	names := deviceNames(f.Inventory)
 	holders := holdersByDevice(f.Inventory, f.Holds)
-	resources := f.resources()
+	offers := f.offers()
+	resources := f.resources(offers)
 	status := v1alpha1.GPUNodeStatus{
 		Mode: f.Mode, ObservedGeneration: f.Generation, LimitsResource: f.Limits.GPU, Losers: losers(f.Losers, names),
 	}
 	var line []string
-	add := func(d v1alpha1.DeviceStatus) {
+	add := func(d v1alpha1.DeviceStatus, of device.Device) {
+		d.Untouched = f.untouched(of.GPU)
 		d.LimitsResource = resources[d.UUID]
+		d.Sharing = f.sharing(d, of, offers)
 		d.Limits = f.limits(d)
 		for _, h := range d.Holders {
 			line = append(line, d.Name+"="+describe(h))
@@ -57,7 +65,7 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 		whole := v1alpha1.DeviceStatus{
 			Name: names[gpu.Ref()], UUID: gpu.UUID, Model: gpu.ProductName, Fault: fault(gpu.Health), Holders: holders[gpu.Ref()],
 		}
-		add(whole)
+		add(whole, device.Device{GPU: gpu})
 		all := slices.Clone(whole.Holders)
 		for _, p := range gpu.Partitions {
 			part := v1alpha1.DeviceStatus{
@@ -67,37 +75,58 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 			if part.UUID == "" {
 				part.Fault = cmp.Or(part.Fault, noComputeInstance)
 			}
-			add(part)
+			add(part, device.Device{GPU: gpu, Partition: p})
+			if f.untouched(gpu) {
+				continue
+			}
 			if status.Partitions == nil {
 				status.Partitions = &v1alpha1.DeviceCounts{}
 			}
 			all = append(all, part.Holders...)
 			count(status.Partitions, part.Fault, append(slices.Clone(part.Holders), whole.Holders...))
 		}
-		count(&status.Counts, whole.Fault, all)
+		if !f.untouched(gpu) {
+			count(&status.Counts, whole.Fault, all)
+		}
 	}
 	status.Holders = strings.Join(line, " ")
+	for _, d := range f.Daemons {
+		status.Daemons = append(status.Daemons, v1alpha1.MPSDaemon{
+			Name: d.Name, Devices: d.Settings.Devices, ActiveThreadPercentage: d.Settings.ActiveThreadPercentage,
+			PinnedMemoryMiB: d.Settings.PinnedMemoryMiB, MultiUser: d.Settings.MultiUser, DriverRoot: d.Settings.DriverRoot,
+		})
+	}
 	return status
 }
 
 // noComputeInstance is the fault of a partition that is not complete.
 const noComputeInstance = "its GPU instance has no compute instance"
 
+func (f Facts) untouched(g device.GPU) bool { return f.Untouched != nil && f.Untouched(g) }
+
+// limitGPUs are those that limits may have something of.
+func (f Facts) limitGPUs() []device.GPU {
+	return slices.DeleteFunc(slices.Clone(f.Inventory.GPUs), func(g device.GPU) bool {
+		return f.Limits.GPU == "" || f.OfferedToLimits != nil && !f.OfferedToLimits(g)
+	})
+}
+
+// offers are what limits can ask for.
+func (f Facts) offers() []device.Offer {
+	offers, _ := f.Limits.Offers(f.limitGPUs())
+	return offers
+}
+
 // resources by which limits ask for devices, by UUID. What kubelet lists, it lists under that name.
-func (f Facts) resources() map[string]string {
+func (f Facts) resources(offers []device.Offer) map[string]string {
 	if f.Limits.GPU == "" {
 		return nil
 	}
-	gpus := f.Inventory.GPUs
-	if f.OfferedToLimits != nil {
-		gpus = slices.DeleteFunc(slices.Clone(gpus), func(g device.GPU) bool { return !f.OfferedToLimits(g) })
-	}
 	of := map[string]string{}
-	offers, _ := f.Limits.Offers(gpus)
 	for _, offer := range offers {
 		of[offer.Device.UUID()] = offer.Resource
 	}
-	for _, gpu := range gpus {
+	for _, gpu := range f.limitGPUs() {
 		if gpu.Dynamic && of[gpu.UUID] == "" {
 			of[gpu.UUID] = f.Limits.GPU // once it is not partitioned any more
 		}
@@ -105,7 +134,10 @@ func (f Facts) resources() map[string]string {
 	// In order, since kubelet may list a device by two resources while one of them goes.
 	for _, resource := range slices.Sorted(maps.Keys(f.Allocatable)) {
 		for _, id := range f.Allocatable[resource] {
-			of[id] = resource
+			// Replicas of before, under another name, are not what the device is asked for by now.
+			if uuid := device.HardwareUUID(id); uuid == id || of[uuid] == "" {
+				of[uuid] = resource
+			}
 		}
 	}
 	return of
@@ -138,11 +170,43 @@ func (f Facts) limits(d v1alpha1.DeviceStatus) v1alpha1.LimitsState {
 	switch {
 	case d.LimitsResource == "" || !acknowledged:
 		return ""
+	case d.Sharing != nil && d.Sharing.Allocatable > 0 && d.Fault == "":
+		// The scheduler is told how many; one that drains is among the holders.
+		return v1alpha1.LimitsAllocatable
 	case slices.Contains(allocatable, d.UUID) && d.Fault == "" && !slices.ContainsFunc(d.Holders, draining):
 		return v1alpha1.LimitsAllocatable
 	default:
 		return v1alpha1.LimitsWithdrawn
 	}
+}
+
+// sharing is nil for a device that is not shared, and of which nobody has a replica of before.
+func (f Facts) sharing(d v1alpha1.DeviceStatus, of device.Device, offers []device.Offer) *v1alpha1.DeviceSharing {
+	policy := of.Sharing()
+	s := &v1alpha1.DeviceSharing{Strategy: string(policy.Strategy), MemoryShares: policy.MemoryShares, Memory: int64(of.MemoryBytes())}
+	replica := func(share device.Share) { s.Memory, s.ReplicaMemory = int64(share.Of), int64(share.Bytes) }
+	for _, offer := range offers {
+		if offer.Device.Ref() == of.Ref() && !offer.Share.Whole() {
+			s.Replicas++
+			replica(offer.Share)
+		}
+	}
+	listed := slices.DeleteFunc(slices.Clone(f.Allocatable[d.LimitsResource]), func(id string) bool {
+		return id == d.UUID || device.HardwareUUID(id) != d.UUID
+	})
+	s.Allocatable = int32(len(listed))
+	if s.Replicas == 0 && len(listed) > 0 {
+		s.Replicas = s.Allocatable
+		for _, h := range f.Holds {
+			if h.Device == of.Ref() && h.Holder.Kind == ledger.KindLimit && !h.Share.Whole() {
+				replica(h.Share)
+			}
+		}
+	}
+	if !policy.Shared() && s.Replicas == 0 {
+		return nil
+	}
+	return s
 }
 
 func fault(h device.Health) string {
@@ -206,7 +270,7 @@ func holdersByDevice(inv device.Inventory, holds []ledger.Hold) map[device.Ref][
 }
 
 func holder(h ledger.Hold) v1alpha1.DeviceHolder {
-	shown := v1alpha1.DeviceHolder{Kind: v1alpha1.HolderLimit, State: state(h.State), Namespace: h.Namespace, Name: h.Name}
+	shown := v1alpha1.DeviceHolder{Kind: v1alpha1.HolderLimit, State: state(h.State), Memory: int64(h.Share.Bytes), Namespace: h.Namespace, Name: h.Name}
 	if h.Holder.Kind == ledger.KindClaim {
 		shown.Kind, shown.UID = v1alpha1.HolderClaim, types.UID(h.Holder.ID)
 	}

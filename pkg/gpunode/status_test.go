@@ -298,3 +298,80 @@ func TestStatusIsStable(t *testing.T) {
 func shuffle[T any](list []T) {
 	rand.Shuffle(len(list), func(i, j int) { list[i], list[j] = list[j], list[i] })
 }
+
+// What is shared is told with what it comes to; what is nobody's is in no count.
+func TestStatusOfSharedDevices(t *testing.T) {
+	const gib = uint64(1) << 30
+	inv := device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1"), gpu(2, "GPU-2")}}
+	for i := range inv.GPUs {
+		inv.GPUs[i].MemoryBytes = 24 * gib
+	}
+	inv.GPUs[0].Sharing = device.Sharing{
+		Strategy: device.TimeSlicing, MemoryShares: true, Replicas: map[string]device.Replicas{"": {Count: 4, Renamed: true}},
+	}
+	limit := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-0::1"}, Device: device.Ref{GPU: "GPU-0"}, Share: device.Replica(24*gib, 4), State: ledger.StateHeld}
+	draining := limit
+	draining.Holder.ID, draining.State = "GPU-0::2", ledger.StateDraining
+	status := Status(Facts{
+		Mode: "Dual", Inventory: inv, Limits: device.Resources{GPU: "nvidia.com/gpu"}, Holds: []ledger.Hold{limit, draining},
+		Allocatable: map[string][]string{"nvidia.com/gpu": {"GPU-1"}, "nvidia.com/gpu.shared": {"GPU-0::0", "GPU-0::1", "GPU-0::3"}},
+		Untouched:   func(g device.GPU) bool { return g.Minor == 2 },
+	})
+	first := status.Devices[0]
+	want := v1alpha1.DeviceSharing{Strategy: "TimeSlicing", MemoryShares: true, Memory: 24 << 30, Replicas: 4, ReplicaMemory: 6 << 30, Allocatable: 3}
+	if first.Sharing == nil || *first.Sharing != want || first.Limits != v1alpha1.LimitsAllocatable || first.LimitsResource != "nvidia.com/gpu.shared" {
+		t.Errorf("gpu-0 is told as %+v, sharing %+v", first, first.Sharing)
+	}
+	if len(first.Holders) != 2 || first.Holders[0].Memory != 6<<30 {
+		t.Errorf("holders %+v", first.Holders)
+	}
+	if second := status.Devices[1]; second.Sharing != nil || second.LimitsResource != "nvidia.com/gpu" || second.Untouched {
+		t.Errorf("gpu-1 is told as %+v", second)
+	}
+	if !status.Devices[2].Untouched || status.Counts.Total != 2 || status.Counts.Free != 1 {
+		t.Errorf("gpu-2 is told as %+v, counts %+v", status.Devices[2], status.Counts)
+	}
+}
+
+// Replicas of before are told as long as there are some, and are not what the device is asked for by now.
+func TestStatusOfReplicasOfBefore(t *testing.T) {
+	const gib = uint64(1) << 30
+	replica := func(n int, resource string) ledger.Hold {
+		return ledger.Hold{
+			Holder: ledger.Holder{Kind: ledger.KindLimit, ID: device.ReplicaID("GPU-0", n)}, Device: device.Ref{GPU: "GPU-0"},
+			Share: device.Replica(24*gib, 4), State: ledger.StateHeld, Resource: resource,
+		}
+	}
+	shared := device.Sharing{Strategy: device.TimeSlicing, Replicas: map[string]device.Replicas{"": {Count: 4}}}
+	for name, c := range map[string]struct {
+		policy      device.Sharing
+		memory      uint64
+		holds       []ledger.Hold
+		allocatable map[string][]string
+		want        v1alpha1.DeviceSharing
+	}{
+		"the policy is gone": {
+			memory: 24 * gib, holds: []ledger.Hold{replica(0, "nvidia.com/gpu"), replica(2, "nvidia.com/gpu")},
+			allocatable: map[string][]string{"nvidia.com/gpu": {"GPU-0::0", "GPU-0::2", "GPU-1"}},
+			want:        v1alpha1.DeviceSharing{Memory: 24 << 30, Replicas: 2, ReplicaMemory: 6 << 30, Allocatable: 2},
+		},
+		"they had another name": {
+			policy: shared, memory: 24 * gib, holds: []ledger.Hold{replica(0, "nvidia.com/gpu.shared")},
+			allocatable: map[string][]string{"nvidia.com/gpu": {"GPU-0::1", "GPU-0::2", "GPU-0::3"}, "nvidia.com/gpu.shared": {"GPU-0::0"}},
+			want:        v1alpha1.DeviceSharing{Strategy: "TimeSlicing", Memory: 24 << 30, Replicas: 4, ReplicaMemory: 6 << 30, Allocatable: 3},
+		},
+		"its memory is not known": {
+			policy: shared, allocatable: map[string][]string{"nvidia.com/gpu": {"GPU-0::0", "GPU-0::1", "GPU-0::2", "GPU-0::3"}},
+			want: v1alpha1.DeviceSharing{Strategy: "TimeSlicing", Memory: 4 << 20, Replicas: 4, ReplicaMemory: 1 << 20, Allocatable: 4},
+		},
+	} {
+		inv := device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1")}}
+		inv.GPUs[0].Sharing, inv.GPUs[0].MemoryBytes = c.policy, c.memory
+		first := Status(Facts{
+			Mode: "Dual", Inventory: inv, Limits: device.Resources{GPU: "nvidia.com/gpu"}, Holds: c.holds, Allocatable: c.allocatable,
+		}).Devices[0]
+		if first.Sharing == nil || *first.Sharing != c.want || first.Limits != v1alpha1.LimitsAllocatable || first.LimitsResource != "nvidia.com/gpu" {
+			t.Errorf("%s: %s, %s, sharing %+v, want %+v", name, first.LimitsResource, first.Limits, first.Sharing, c.want)
+		}
+	}
+}

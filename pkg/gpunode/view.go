@@ -152,7 +152,8 @@ func (v *view) believe(before, now *v1alpha1.GPUNode) {
 	maps.DeleteFunc(v.ended, func(claim types.UID, _ bool) bool {
 		known, was := find(before, claim)
 		said, is := find(now, claim)
-		return !was || !is || !slices.Equal(known.Devices, said.Devices) || !slices.Equal(known.Pools, said.Pools)
+		return !was || !is || !slices.Equal(known.Devices, said.Devices) || !slices.Equal(known.Pools, said.Pools) ||
+			!slices.Equal(known.Shares, said.Shares)
 	})
 }
 

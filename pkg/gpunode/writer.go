@@ -39,6 +39,10 @@ func (o *Object) write(ctx context.Context) {
 	w := writer{Object: o, pace: Pace{Interval: o.times.interval}}
 	for ctx.Err() == nil {
 		node, book, inventory, view := o.config.Node.Changed(), o.config.Ledger.Changed(), o.config.Inventory.Changed(), o.view.Changed()
+		var daemons <-chan struct{}
+		if o.config.Sharing != nil {
+			daemons = o.config.Sharing.Changed()
+		}
 		var due <-chan time.Time
 		if again := w.look(ctx, time.Now()); !again.IsZero() {
 			due = time.After(time.Until(again))
@@ -49,6 +53,7 @@ func (o *Object) write(ctx context.Context) {
 		case <-book:
 		case <-inventory:
 		case <-view:
+		case <-daemons:
 		case <-due:
 		}
 		// One thing that happens is several changes, and each look costs as much as the node has GPUs.
@@ -161,11 +166,15 @@ func (o *Object) status() v1alpha1.GPUNodeStatus {
 }
 
 func (o *Object) facts() Facts {
-	return Facts{
-		Mode: o.config.Mode, Limits: o.config.Limits, OfferedToLimits: o.config.OfferedToLimits, Generation: o.view.acting().Generation,
+	facts := Facts{
+		Mode: o.config.Mode, Limits: o.config.Limits, OfferedToLimits: o.config.OfferedToLimits, Untouched: o.config.Untouched, Generation: o.view.acting().Generation,
 		Inventory: o.config.Inventory.Inventory(), Holds: o.config.Ledger.Holds(), Losers: o.config.Ledger.Losers(),
 		Allocatable: o.view.kubelet(),
 	}
+	if o.config.Sharing != nil {
+		facts.Daemons = o.config.Sharing.Daemons()
+	}
+	return facts
 }
 
 // leave writes that no limits are served from now on. Kubelet reports up to ten seconds later that the device plugin is gone, and

@@ -91,10 +91,10 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Taken, error
 		if err != nil {
 			return Taken{}, err
 		}
-		if len(remaining) == 0 {
+		if len(remaining) < len(conflicts) {
 			continue
 		}
-		if !l.worthWaiting(remaining) {
+		if !l.worthWaiting(r, remaining) {
 			return Taken{}, &ConflictError{Holds: remaining}
 		}
 		select {
@@ -108,10 +108,13 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Taken, error
 	}
 }
 
-// worthWaiting reports whether all holders are on their way out.
-func (l *Ledger) worthWaiting(holds []Hold) bool {
-	return !slices.ContainsFunc(holds, func(h Hold) bool {
-		return h.State != StateDraining && l.verdict(h) == Running
+// worthWaiting reports whether the claim gets its devices once those holders are gone that are on their way out.
+func (l *Ledger) worthWaiting(r ClaimRequest, holds []Hold) bool {
+	staying := slices.DeleteFunc(slices.Clone(holds), func(h Hold) bool {
+		return h.State == StateDraining || l.verdict(h) != Running
+	})
+	return !slices.ContainsFunc(r.Devices, func(ref device.Ref) bool {
+		return len(inTheWay(Holder{KindClaim, r.UID}, ref, r.Shares[ref], slices.Values(staying))) > 0
 	})
 }
 
@@ -130,7 +133,7 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 		return nil, Taken{}, err
 	}
 	for _, ref := range r.Devices {
-		conflicts = append(conflicts, l.conflicts(holder, ref)...)
+		conflicts = append(conflicts, l.conflicts(holder, ref, r.Shares[ref])...)
 	}
 	if len(conflicts) > 0 {
 		return conflicts, Taken{}, nil
@@ -146,7 +149,7 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 		}
 		l.serial++
 		taken = append(taken, Hold{
-			Holder: holder, Device: ref, State: StateHeld, Since: l.now(),
+			Holder: holder, Device: ref, Share: r.Shares[ref], State: StateHeld, Since: l.now(),
 			Namespace: r.Namespace, Name: r.Name, Pods: slices.Clone(r.Pods), Generation: l.serial,
 		})
 	}
@@ -173,6 +176,7 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 	updated := *known
 	updated.Namespace, updated.Name = r.Namespace, r.Name
 	updated.Pods = mergePods(known.Pods, r.Pods)
+	updated.Share = r.Shares[known.Device]
 	updated.Unreadable = false
 	l.serial++
 	updated.Generation = l.serial
@@ -189,12 +193,13 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 // drainExcept lets go of devices that the holder does not keep. Under l.mu.
 func (l *Ledger) drainExcept(holder Holder, keep []device.Ref) error {
 	var errs []error
+	now := l.now()
 	for _, h := range l.holdsOf(holder) {
 		if h.State == StateDraining || slices.Contains(keep, h.Device) {
 			continue
 		}
 		updated := h
-		updated.drain(l.now())
+		updated.drain(now)
 		errs = append(errs, l.change(l.holds[keyOf(h)], updated))
 	}
 	return errors.Join(errs...)

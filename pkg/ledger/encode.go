@@ -16,10 +16,13 @@ import (
 func (r record) encode() ([]byte, error) {
 	body := make([]byte, 0, 512)
 	for _, field := range []struct{ key, value string }{
-		{`{"kind":`, string(r.Kind)}, {`,"holder":`, r.Holder}, {`,"device":`, r.Device}, {`,"state":`, string(r.State)},
+		{`{"kind":`, string(r.Kind)}, {`,"holder":`, r.Holder}, {`,"device":`, r.Device},
 	} {
 		body = appendString(append(body, field.key...), field.value)
 	}
+	body = appendUnlessZero(body, `,"shareBytes":`, r.ShareBytes)
+	body = appendUnlessZero(body, `,"shareOf":`, r.ShareOf)
+	body = appendString(append(body, `,"state":`...), string(r.State))
 	since, err := appendTime(append(body, `,"since":`...), r.Since)
 	if err != nil {
 		return nil, err
@@ -42,14 +45,21 @@ func (r record) encode() ([]byte, error) {
 		}
 	}
 	body = append(strconv.AppendUint(append(body, `,"generation":`...), r.Generation, 10), '}')
-	return append(header(body), body...), nil
+	return append(header(r.version(), body), body...), nil
+}
+
+func (r record) version() int64 {
+	if r.ShareOf > 0 {
+		return recordVersion
+	}
+	return wholeVersion
 }
 
 // header is the first line of a record, with room for one page behind it.
-func header(body []byte) []byte {
+func header(version int64, body []byte) []byte {
 	sum := strconv.FormatUint(uint64(crc32.Checksum(body, castagnoli)), 16)
 	line := append(make([]byte, 0, spareSize), "tandem-hold v"...)
-	line = append(strconv.AppendInt(line, recordVersion, 10), " crc32c="...)
+	line = append(strconv.AppendInt(line, version, 10), " crc32c="...)
 	line = append(append(line, "00000000"[len(sum):]...), sum...)
 	return append(strconv.AppendInt(append(line, " len="...), int64(len(body)), 10), '\n')
 }
@@ -59,6 +69,13 @@ func appendUnlessEmpty(to []byte, key, value string) []byte {
 		return to
 	}
 	return appendString(append(to, key...), value)
+}
+
+func appendUnlessZero(to []byte, key string, n uint64) []byte {
+	if n == 0 {
+		return to
+	}
+	return strconv.AppendUint(append(to, key...), n, 10)
 }
 
 // appendString leaves to encoding/json what it would escape.

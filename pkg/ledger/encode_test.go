@@ -32,6 +32,10 @@ func TestEncodeIsJSON(t *testing.T) {
 			Since:    time.Unix(random.Int64N(4e9), random.Int64N(2)*random.Int64N(1e9)).In(zones[random.IntN(len(zones))]),
 			Resource: text(), Namespace: text(), Name: text(), Generation: random.Uint64(),
 		}
+		version := wholeVersion
+		if random.IntN(2) == 0 {
+			r.ShareBytes, r.ShareOf, version = random.Uint64(), random.Uint64(), recordVersion
+		}
 		for range random.IntN(4) {
 			r.Pods = append(r.Pods, Pod{UID: text(), Namespace: text(), Name: text()})
 		}
@@ -43,7 +47,7 @@ func TestEncodeIsJSON(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		want := fmt.Sprintf(recordHeader, recordVersion, crc32.Checksum(body, castagnoli), len(body)) + string(body)
+		want := fmt.Sprintf(recordHeader, version, crc32.Checksum(body, castagnoli), len(body)) + string(body)
 		if string(got) != want {
 			t.Fatalf("%+v is encoded as\n%s\nwant\n%s", r, got, want)
 		}

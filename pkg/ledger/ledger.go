@@ -51,7 +51,10 @@ type Pod struct {
 type Hold struct {
 	Holder Holder
 	Device device.Ref
-	State  State
+	// Share is what the holder has of the device. Holds with a share of the same device stand beside each other as long as there is
+	// memory for all.
+	Share device.Share
+	State State
 	// Since is when the hold was given out, by the clock that stamps files, or when a claim was asked to let go of it. A Prepare
 	// repeated for a held claim does not count.
 	Since time.Time
@@ -90,6 +93,8 @@ type ClaimRequest struct {
 	Pods []Pod
 	// Devices without duplicates and without those of admin access, which hold nothing.
 	Devices []device.Ref
+	// Shares of those of Devices of which the claim has a part. It has the others whole.
+	Shares map[device.Ref]device.Share
 	// Yield, where set, lets limits pods go first.
 	Yield *Yield
 }
@@ -100,6 +105,7 @@ type LimitRequest struct {
 	ID       string
 	Resource string
 	Device   device.Ref
+	Share    device.Share
 }
 
 // Verdict is what evidence says about the pods of a hold.
@@ -145,7 +151,11 @@ type ConflictError struct {
 func (e *ConflictError) Error() string {
 	parts := make([]string, len(e.Holds))
 	for i, h := range e.Holds {
-		parts[i] = fmt.Sprintf("device %s is held by %s", h.Device, h)
+		if h.Share.Whole() {
+			parts[i] = fmt.Sprintf("device %s is held by %s", h.Device, h)
+		} else {
+			parts[i] = fmt.Sprintf("%s of device %s are held by %s", h.Share, h.Device, h)
+		}
 	}
 	return strings.Join(parts, "; ")
 }

@@ -5,6 +5,7 @@ package ledger
 import (
 	"errors"
 	"fmt"
+	"slices"
 )
 
 // ReserveLimits gives all devices or none, and never waits. An ID that a limit holds already is accepted as reuse inside
@@ -24,7 +25,7 @@ func (l *Ledger) ReserveLimits(requests []LimitRequest) error {
 		if err != nil {
 			return err
 		}
-		if len(remaining) > 0 {
+		if len(remaining) == len(conflicts) {
 			return &ConflictError{Holds: remaining}
 		}
 	}
@@ -38,11 +39,7 @@ func (l *Ledger) tryLimits(requests []LimitRequest) ([]Hold, error) {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	var conflicts []Hold
-	for _, r := range requests {
-		conflicts = append(conflicts, l.conflicts(Holder{KindLimit, r.ID}, r.Device)...)
-	}
-	if len(conflicts) > 0 {
+	if conflicts := l.limitConflicts(requests); len(conflicts) > 0 {
 		return conflicts, nil
 	}
 	// What is new comes first: it is more likely to fail, and easy to undo.
@@ -50,7 +47,7 @@ func (l *Ledger) tryLimits(requests []LimitRequest) ([]Hold, error) {
 	for _, r := range requests {
 		l.serial++
 		h := Hold{
-			Holder: Holder{KindLimit, r.ID}, Device: r.Device, State: StateHeld, Since: l.now(),
+			Holder: Holder{KindLimit, r.ID}, Device: r.Device, Share: r.Share, State: StateHeld, Since: l.now(),
 			Resource: r.Resource, Generation: l.serial,
 		}
 		if _, reuse := l.holds[keyOf(h)]; reuse {
@@ -70,16 +67,39 @@ func (l *Ledger) tryLimits(requests []LimitRequest) ([]Hold, error) {
 	return nil, nil
 }
 
+// limitConflicts are what is in the way of requests, each beside those before it. Under l.mu.
+func (l *Ledger) limitConflicts(requests []LimitRequest) []Hold {
+	var conflicts, before []Hold
+	for _, r := range requests {
+		h := Hold{Holder: Holder{KindLimit, r.ID}, Device: r.Device, Share: r.Share}
+		found := l.conflicts(h.Holder, h.Device, h.Share, before...)
+		for _, other := range found {
+			if !slices.ContainsFunc(conflicts, func(c Hold) bool { return keyOf(c) == keyOf(other) }) {
+				conflicts = append(conflicts, other)
+			}
+		}
+		if _, held := l.holds[keyOf(h)]; !held {
+			before = append(before, h)
+		}
+	}
+	return slices.DeleteFunc(conflicts, func(h Hold) bool { _, held := l.holds[keyOf(h)]; return !held })
+}
+
 // checkApart refuses requests of one call that would use the same hardware twice.
 func checkApart(requests []LimitRequest) error {
 	for i, a := range requests {
 		for _, b := range requests[:i] {
-			if a.Device.Overlaps(b.Device) {
+			if a.Device.Overlaps(b.Device) && !a.beside(b) {
 				return fmt.Errorf("reserve limits: %s and %s stand for the same hardware (%s, %s)", b.ID, a.ID, b.Device, a.Device)
 			}
 		}
 	}
 	return nil
+}
+
+// beside reports whether the two are different shares of one device.
+func (r LimitRequest) beside(other LimitRequest) bool {
+	return r.ID != other.ID && r.Device == other.Device && !r.Share.Whole() && r.Share.Of == other.Share.Of
 }
 
 // take records new holds, all or none. Under l.mu.

@@ -19,9 +19,11 @@ import (
 //
 //	tandem-hold v<version> crc32c=<8 hex digits> len=<bytes of JSON>
 //
-// then the JSON. Bytes behind it are padding.
+// then the JSON. Bytes behind it are padding. A record of a share has version 2: a reader of version 1 takes it for what it can
+// read of it, a hold of the whole device, and leaves it as it is.
 const (
-	recordVersion = 1
+	wholeVersion  = 1
+	recordVersion = 2
 	recordMagic   = "tandem-hold v%d "
 	recordHeader  = recordMagic + "crc32c=%08x len=%d\n"
 	nameSeparator = "~"
@@ -30,9 +32,12 @@ const (
 var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 type record struct {
-	Kind       Kind      `json:"kind"`
-	Holder     string    `json:"holder"`
-	Device     string    `json:"device"`
+	Kind   Kind   `json:"kind"`
+	Holder string `json:"holder"`
+	Device string `json:"device"`
+	// ShareBytes of the ShareOf bytes of the device; absent for all of it.
+	ShareBytes uint64    `json:"shareBytes,omitempty"`
+	ShareOf    uint64    `json:"shareOf,omitempty"`
 	State      State     `json:"state"`
 	Since      time.Time `json:"since"`
 	BootID     string    `json:"bootID"`
@@ -81,7 +86,7 @@ func encodeRecord(h Hold, bootID string) ([]byte, error) {
 		return nil, fmt.Errorf("encode record of %s: the name would not be read back as %#v", name, h.Device)
 	}
 	r := record{
-		Kind: h.Holder.Kind, Holder: h.Holder.ID, Device: h.Device.String(), State: h.State, Since: h.Since, BootID: bootID,
+		Kind: h.Holder.Kind, Holder: h.Holder.ID, Device: h.Device.String(), ShareBytes: h.Share.Bytes, ShareOf: h.Share.Of, State: h.State, Since: h.Since, BootID: bootID,
 		Resource: h.Resource, Namespace: h.Namespace, Name: h.Name, Pods: h.Pods, Generation: h.Generation,
 	}
 	data, err := r.encode()
@@ -144,13 +149,16 @@ func (r record) hold(holder Holder, ref device.Ref) (Hold, error) {
 	if r.Kind != KindClaim && r.Kind != KindLimit {
 		return Hold{}, fmt.Errorf("unknown kind %q", r.Kind)
 	}
+	if r.ShareBytes > r.ShareOf {
+		return Hold{}, fmt.Errorf("a share of %d of %d bytes", r.ShareBytes, r.ShareOf)
+	}
 	switch r.State {
 	case StateExpected, StateHeld, StateDraining:
 	default:
 		return Hold{}, fmt.Errorf("unknown state %q", r.State)
 	}
 	return Hold{
-		Holder: holder, Device: ref, State: r.State, Since: r.Since, Resource: r.Resource,
+		Holder: holder, Device: ref, Share: device.Share{Bytes: r.ShareBytes, Of: r.ShareOf}, State: r.State, Since: r.Since, Resource: r.Resource,
 		Namespace: r.Namespace, Name: r.Name, Pods: r.Pods, Generation: r.Generation,
 	}, nil
 }

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"maps"
 	"os"
 	"path/filepath"
@@ -202,7 +203,7 @@ func (l *Ledger) Expect(h Hold) error {
 	if known, ok := l.holds[keyOf(h)]; ok {
 		return l.complete(known, h)
 	}
-	conflicts := l.conflicts(h.Holder, h.Device)
+	conflicts := l.conflicts(h.Holder, h.Device, h.Share)
 	l.serial++
 	h.Generation = l.serial
 	h.State = StateExpected
@@ -243,6 +244,9 @@ func (l *Ledger) complete(known *Hold, h Hold) error {
 	updated.Name = cmp.Or(updated.Name, h.Name)
 	updated.Resource = cmp.Or(updated.Resource, h.Resource)
 	updated.Pods = mergePods(updated.Pods, h.Pods)
+	if updated.State == StateExpected && updated.Share.Whole() {
+		updated.Share = h.Share
+	}
 	if updated.equal(*known) {
 		return nil
 	}
@@ -250,7 +254,7 @@ func (l *Ledger) complete(known *Hold, h Hold) error {
 }
 
 func (h Hold) equal(other Hold) bool {
-	return h.State == other.State && h.Namespace == other.Namespace && h.Name == other.Name && h.Resource == other.Resource &&
+	return h.State == other.State && h.Share == other.Share && h.Namespace == other.Namespace && h.Name == other.Name && h.Resource == other.Resource &&
 		h.Unreadable == other.Unreadable && slices.Equal(h.Pods, other.Pods)
 }
 
@@ -398,15 +402,43 @@ func (l *Ledger) announce() {
 	})
 }
 
-// conflicts are the holds of others that overlap with the device.
-func (l *Ledger) conflicts(holder Holder, ref device.Ref) []Hold {
-	var found []Hold
-	for k, h := range l.byGPU[ref.GPU] {
-		if k.holder != holder && k.device.Overlaps(ref) {
-			found = append(found, *h)
+// conflicts are the holds of others, and of those that are about to be, that keep the holder from having the device, or that share
+// of it.
+func (l *Ledger) conflicts(holder Holder, ref device.Ref, share device.Share, also ...Hold) []Hold {
+	found := inTheWay(holder, ref, share, func(yield func(Hold) bool) {
+		for _, h := range l.byGPU[ref.GPU] {
+			if !yield(*h) {
+				return
+			}
+		}
+		for _, h := range also {
+			if !yield(h) {
+				return
+			}
+		}
+	})
+	slices.SortFunc(found, compareHolds)
+	return found
+}
+
+// inTheWay are the holds of others that cannot stand beside a hold of the device, or of that share of it: what overlaps, unless it
+// is another share of the same device and there is memory for all.
+func inTheWay(holder Holder, ref device.Ref, share device.Share, holds iter.Seq[Hold]) []Hold {
+	var found, sharers []Hold
+	used := share.Bytes
+	for h := range holds {
+		switch {
+		case h.Holder == holder || !h.Device.Overlaps(ref):
+		case h.Device == ref && !share.Whole() && h.Share.Of == share.Of:
+			sharers = append(sharers, h)
+			used += h.Share.Bytes
+		default:
+			found = append(found, h)
 		}
 	}
-	slices.SortFunc(found, compareHolds)
+	if used > share.Of {
+		return append(found, sharers...)
+	}
 	return found
 }
 

@@ -21,13 +21,14 @@ import (
 // twin is the ledger as one would write it without disk, concurrency or cost.
 type twin struct {
 	holds    map[key]State
+	shares   map[key]device.Share
 	pods     map[key]string
 	verdicts map[string]Verdict
 }
 
 func (w *twin) verdict(h Hold) Verdict { return w.verdicts[h.Holder.ID] }
 
-func (w *twin) drop(k key) { delete(w.holds, k); delete(w.pods, k) }
+func (w *twin) drop(k key) { delete(w.holds, k); delete(w.shares, k); delete(w.pods, k) }
 
 func (w *twin) of(holder Holder) []key {
 	var keys []key
@@ -39,35 +40,51 @@ func (w *twin) of(holder Holder) []key {
 	return keys
 }
 
-// clear drops ended holders from the way, and reports whether any other is in it.
-func (w *twin) clear(holder Holder, refs []device.Ref) (blocked, waits bool) {
-	waits = true
-	for k, state := range maps.Clone(w.holds) {
-		if k.holder == holder || !slices.ContainsFunc(refs, k.device.Overlaps) {
-			continue
+// inTheWay are the holds that count and that keep the holder from what it wants.
+func (w *twin) inTheWay(holder Holder, want map[device.Ref]device.Share, counts func(key) bool) (found []key) {
+	for ref, share := range want {
+		memory := share.Of
+		for k := range w.holds {
+			if k.holder != holder && counts(k) && k.device == ref && w.shares[k].Bytes > 0 {
+				memory -= min(memory, w.shares[k].Bytes)
+			}
 		}
-		if w.verdicts[k.holder.ID] == Gone {
-			w.drop(k)
-			continue
+		for k := range w.holds {
+			beside := k.device == ref && w.shares[k].Bytes > 0 && share.Bytes > 0 && share.Bytes <= memory
+			if k.holder != holder && counts(k) && k.device.Overlaps(ref) && !beside {
+				found = append(found, k)
+			}
 		}
-		blocked = true
-		waits = waits && (state == StateDraining || w.verdicts[k.holder.ID] != Running)
 	}
-	return blocked, blocked && waits
+	return found
 }
 
-func (w *twin) reserveClaim(uid string, refs []device.Ref) (ok bool) {
+// clear drops ended holders from the way, and reports whether any other is in it.
+func (w *twin) clear(holder Holder, want map[device.Ref]device.Share) (blocked, waits bool) {
+	ended := func(k key) bool { return w.verdicts[k.holder.ID] == Gone }
+	for _, k := range w.inTheWay(holder, want, func(key) bool { return true }) {
+		if ended(k) {
+			w.drop(k)
+		}
+	}
+	blocked = len(w.inTheWay(holder, want, func(key) bool { return true })) > 0
+	stays := func(k key) bool { return w.holds[k] != StateDraining && w.verdicts[k.holder.ID] == Running }
+	return blocked, blocked && len(w.inTheWay(holder, want, stays)) == 0
+}
+
+func (w *twin) reserveClaim(uid string, want map[device.Ref]device.Share) (ok bool) {
 	holder := Holder{KindClaim, uid}
 	for _, k := range w.of(holder) {
-		if !slices.Contains(refs, k.device) {
+		if _, keeps := want[k.device]; !keeps {
 			w.holds[k] = StateDraining
 		}
 	}
-	if blocked, _ := w.clear(holder, refs); blocked {
+	if blocked, _ := w.clear(holder, want); blocked {
 		return false
 	}
-	for _, ref := range refs {
+	for ref, share := range want {
 		w.holds[key{holder, ref}] = StateHeld
+		w.shares[key{holder, ref}] = share
 		w.pods[key{holder, ref}] = "pod-of-" + uid
 	}
 	return true
@@ -81,7 +98,7 @@ func (w *twin) drainClaim(uid string) {
 	}
 }
 
-func (w *twin) reserveLimit(id string, ref device.Ref) bool {
+func (w *twin) reserveLimit(id string, ref device.Ref, share device.Share) bool {
 	holder := Holder{KindLimit, id}
 	for _, k := range w.of(holder) {
 		switch {
@@ -91,10 +108,11 @@ func (w *twin) reserveLimit(id string, ref device.Ref) bool {
 			return false
 		}
 	}
-	if blocked, _ := w.clear(holder, []device.Ref{ref}); blocked {
+	if blocked, _ := w.clear(holder, map[device.Ref]device.Share{ref: share}); blocked {
 		return false
 	}
 	w.holds[key{holder, ref}] = StateHeld
+	w.shares[key{holder, ref}] = share
 	w.pods[key{holder, ref}] = ""
 	return true
 }
@@ -107,13 +125,21 @@ var (
 )
 
 func TestLikeItsTwin(t *testing.T) {
-	for seed := range uint64(40) {
+	for seed := range uint64(60) {
 		synctest.Test(t, func(t *testing.T) { likeItsTwin(t, rand.New(rand.NewPCG(seed, 7)), seed) })
 	}
 }
 
 func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
-	w := &twin{holds: map[key]State{}, pods: map[key]string{}, verdicts: map[string]Verdict{}}
+	w := &twin{holds: map[key]State{}, shares: map[key]device.Share{}, pods: map[key]string{}, verdicts: map[string]Verdict{}}
+	// A quarter, a half, three quarters; in some runs nothing is shared, and in some nearly everything.
+	shared := []int{0, 2, 10}[seed%3]
+	share := func() device.Share {
+		if random.IntN(12) >= shared {
+			return device.Share{}
+		}
+		return device.Share{Bytes: uint64(1+random.IntN(3)) << 30, Of: 4 << 30}
+	}
 	options := Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(w.verdict)}
 	l, err := Open(t.Context(), options)
 	must(t, err)
@@ -130,14 +156,20 @@ func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
 			if more := twinRefs[random.IntN(len(twinRefs))]; more != ref {
 				refs = append(refs, more)
 			}
-			what = fmt.Sprintf("reserve %v for claim %s", refs, uid)
+			want := map[device.Ref]device.Share{}
+			for _, ref := range refs {
+				want[ref] = share()
+			}
+			what = fmt.Sprintf("reserve %v for claim %s", want, uid)
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 			start := time.Now()
-			_, err := l.ReserveClaim(ctx, claimOf(uid, refs...))
+			request := claimOf(uid, refs...)
+			request.Shares = want
+			_, err := l.ReserveClaim(ctx, request)
 			cancel()
-			ok := w.reserveClaim(uid, refs)
+			ok := w.reserveClaim(uid, want)
 			checkAnswer(t, what, err, ok)
-			if _, waits := w.clear(Holder{KindClaim, uid}, refs); !ok && waits != (time.Since(start) > 0) {
+			if _, waits := w.clear(Holder{KindClaim, uid}, want); !ok && waits != (time.Since(start) > 0) {
 				t.Errorf("%s: waited %v", what, time.Since(start))
 			}
 		case 3:
@@ -145,23 +177,30 @@ func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
 			must(t, l.DrainClaim(t.Context(), uid))
 			w.drainClaim(uid)
 		case 4, 5:
-			what = fmt.Sprintf("reserve limit %s", ref)
-			err := l.ReserveLimits([]LimitRequest{{ID: ref.String(), Device: ref}})
-			checkAnswer(t, what, err, w.reserveLimit(ref.String(), ref))
+			id, share := ref.String(), share()
+			if !share.Whole() {
+				id = fmt.Sprintf("%s::%d", id, random.IntN(4))
+			}
+			what = fmt.Sprintf("reserve limit %s: %s", id, share)
+			err := l.ReserveLimits([]LimitRequest{{ID: id, Device: ref, Share: share}})
+			checkAnswer(t, what, err, w.reserveLimit(id, ref, share))
 		case 6:
-			what = fmt.Sprintf("expect %s for %s", ref, uid)
-			err := l.Expect(Hold{Holder: Holder{KindClaim, uid}, Device: ref, State: StateHeld, Pods: []Pod{{UID: "pod-of-" + uid}}})
+			share := share()
+			what = fmt.Sprintf("expect %s of %s for %s", share, ref, uid)
+			err := l.Expect(Hold{Holder: Holder{KindClaim, uid}, Device: ref, Share: share, State: StateHeld, Pods: []Pod{{UID: "pod-of-" + uid}}})
 			k := key{Holder{KindClaim, uid}, ref}
 			_, known := w.holds[k]
 			if !known {
-				w.holds[k] = StateExpected
+				w.holds[k], w.shares[k] = StateExpected, share
+			} else if w.holds[k] == StateExpected && w.shares[k].Whole() {
+				w.shares[k] = share
 			}
 			w.pods[k] = "pod-of-" + uid
 			if _, conflict := errors.AsType[*ConflictError](err); err != nil && !conflict {
 				t.Errorf("%s: %v", what, err)
 			}
 		case 7:
-			ids := append([]string{ref.String()}, twinClaims...)
+			ids := append([]string{ref.String(), fmt.Sprintf("%s::%d", ref, random.IntN(4))}, twinClaims...)
 			id := ids[random.IntN(len(ids))]
 			w.verdicts[id] = Verdict(random.IntN(4))
 			what = fmt.Sprintf("verdict %d on %s", w.verdicts[id], id)
@@ -201,14 +240,19 @@ func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
 			must(t, l.Provision(random.IntN(6)))
 		}
 		done = append(done, what)
-		got, gotPods := map[key]State{}, map[key]string{}
+		got, gotShares, gotPods := map[key]State{}, map[key]device.Share{}, map[key]string{}
 		for _, h := range l.Holds() {
-			got[keyOf(h)], gotPods[keyOf(h)] = h.State, ""
+			got[keyOf(h)], gotShares[keyOf(h)], gotPods[keyOf(h)] = h.State, h.Share, ""
 			for _, pod := range h.Pods {
 				gotPods[keyOf(h)] += pod.UID
 			}
 		}
-		if !maps.Equal(got, w.holds) || !maps.Equal(gotPods, w.pods) || t.Failed() {
+		for k := range got {
+			if _, known := w.shares[k]; !known {
+				w.shares[k] = device.Share{} // the zero is a share as well
+			}
+		}
+		if !maps.Equal(got, w.holds) || !maps.Equal(gotShares, w.shares) || !maps.Equal(gotPods, w.pods) || t.Failed() {
 			t.Fatalf("seed %d: after\n%q\nholds are\n%v %v\nbut should be\n%v %v", seed, done, got, gotPods, w.holds, w.pods)
 		}
 	}

@@ -4,6 +4,7 @@ package ledger
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"time"
 
@@ -26,11 +27,17 @@ type Queue interface {
 	Changed() <-chan struct{}
 }
 
+// Slot is what a limit can ask for: a device, or one of its replicas.
+type Slot struct {
+	Device device.Ref
+	Share  device.Share
+}
+
 // Yield lets a claim step back for limits pods that kubelet is about to admit: without a device they fail for good, and a claim
 // does not. One value serves all claims of one call of kubelet.
 type Yield struct {
-	// Devices that limits may use, by the resource that asks for them: offered to them, and healthy.
-	Devices map[string][]device.Ref
+	// Slots that limits may use, by the resource that asks for them: offered to them, and healthy.
+	Slots map[string][]Slot
 	// Patience is how long to wait at most. ReserveClaim takes off what it has waited.
 	Patience time.Duration
 }
@@ -62,23 +69,24 @@ func (l *Ledger) yields(y *Yield, taken []Hold) bool {
 	if y == nil || y.Patience <= 0 || len(taken) == 0 || l.queue == nil {
 		return false
 	}
-	takes := func(ref device.Ref) bool {
-		return slices.ContainsFunc(taken, func(h Hold) bool { return h.Device.Overlaps(ref) })
+	takes := func(s Slot) bool {
+		return slices.ContainsFunc(taken, func(h Hold) bool { return h.Device.Overlaps(s.Device) })
 	}
 	for resource, missing := range l.missing(l.queue.Bound()) {
-		if refs := y.Devices[resource]; slices.ContainsFunc(refs, takes) && l.free(refs, takes) < missing {
+		if slots := y.Slots[resource]; slices.ContainsFunc(slots, takes) && l.free(slots, taken) < missing {
 			return true
 		}
 	}
 	return false
 }
 
-// free counts the devices that nobody has, apart from those that a claim is about to take. Under l.mu.
-func (l *Ledger) free(refs []device.Ref, takes func(device.Ref) bool) int {
-	free := 0
-	for _, ref := range refs {
-		if len(l.conflicts(Holder{}, ref)) == 0 && !takes(ref) {
+// free counts the slots that limits can still have beside what a claim is about to take. Under l.mu.
+func (l *Ledger) free(slots []Slot, taken []Hold) int {
+	free, also := 0, slices.Clone(taken)
+	for _, s := range slots {
+		if len(l.conflicts(Holder{}, s.Device, s.Share, also...)) == 0 {
 			free++
+			also = append(also, Hold{Holder: Holder{KindLimit, fmt.Sprint(free)}, Device: s.Device, Share: s.Share})
 		}
 	}
 	return free

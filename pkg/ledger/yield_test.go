@@ -54,7 +54,7 @@ func openWithQueue(t *testing.T, q Queue) *Ledger {
 // yielding asks for a device of a node with two.
 func yielding(uid string, devices ...device.Ref) ClaimRequest {
 	r := claimOf(uid, devices...)
-	r.Yield = &Yield{Devices: map[string][]device.Ref{"nvidia.com/gpu": {whole("a"), whole("b")}}, Patience: 2 * time.Second}
+	r.Yield = &Yield{Slots: map[string][]Slot{"nvidia.com/gpu": {{Device: whole("a")}, {Device: whole("b")}}}, Patience: 2 * time.Second}
 	return r
 }
 
@@ -67,7 +67,7 @@ func TestClaimsYieldToBoundLimits(t *testing.T) {
 		}
 	}
 	partitions := func(r *ClaimRequest) {
-		r.Yield.Devices = map[string][]device.Ref{"nvidia.com/gpu": {whole("a")}, "nvidia.com/mig-1g.10gb": {part("b", 0, 1), part("b", 1, 1)}}
+		r.Yield.Slots = map[string][]Slot{"nvidia.com/gpu": {{Device: whole("a")}}, "nvidia.com/mig-1g.10gb": {{Device: part("b", 0, 1)}, {Device: part("b", 1, 1)}}}
 	}
 	tests := []struct {
 		name  string

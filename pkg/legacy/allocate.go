@@ -33,16 +33,17 @@ func (p *Plugin) Allocate(ctx context.Context, resource string, request *plugina
 		return nil, status.FromContextError(err).Err()
 	}
 	if p.config.uses(Strategy.cdi) {
-		if err := p.config.Specs.Ensure(ctx, idsOf(containers)...); err != nil {
+		if err := p.config.Specs.Ensure(ctx, hardwareOf(slices.Concat(containers...))...); err != nil {
 			return nil, status.Errorf(codes.Unavailable, "allocate %s: ensure CDI specs: %v", resource, err)
 		}
 	}
-	if err := p.config.Ledger.ReserveLimits(limitRequests(resource, containers)); err != nil {
-		return nil, p.refuse(ctx, resource, err)
+	clients, err := p.reserve(ctx, resource, containers)
+	if err != nil {
+		return nil, err
 	}
 	response := &pluginapi.AllocateResponse{}
-	for _, items := range containers {
-		response.ContainerResponses = append(response.ContainerResponses, p.answer(items))
+	for at, items := range containers {
+		response.ContainerResponses = append(response.ContainerResponses, p.answer(items, clients[at]))
 	}
 	return response, nil
 }
@@ -59,6 +60,14 @@ func (p *Plugin) requested(resource string, request *pluginapi.AllocateRequest) 
 		if err != nil {
 			return nil, err
 		}
+		shared := countShared(items)
+		byMPS := slices.ContainsFunc(items, func(i item) bool { return i.Sharing().Strategy == device.MPS })
+		if byMPS {
+			shared = len(items) // it can be the client of one daemon, by which it sees no other GPU
+		}
+		if shared > 1 && (byMPS || p.config.FailRequestsGreaterThanOne) {
+			return nil, invalid("maximum request size for shared resources is 1; found %d", shared)
+		}
 		for _, i := range items {
 			if health := i.Health(); !health.Healthy() {
 				return nil, status.Errorf(codes.FailedPrecondition, "unhealthy device: %s: %s: %s", i.id, health.Reason, health.Message)
@@ -74,6 +83,15 @@ func (p *Plugin) requested(resource string, request *pluginapi.AllocateRequest) 
 		containers = append(containers, items)
 	}
 	return containers, nil
+}
+
+func countShared(items []item) (n int) {
+	for _, i := range items {
+		if !i.share.Whole() {
+			n++
+		}
+	}
+	return n
 }
 
 // lookup resolves device IDs, of which there must be at least one and each but once in a request (seen collects them).
@@ -103,7 +121,7 @@ func limitRequests(resource string, containers [][]item) []ledger.LimitRequest {
 	var requests []ledger.LimitRequest
 	for _, items := range containers {
 		for _, i := range items {
-			requests = append(requests, ledger.LimitRequest{ID: i.id, Resource: resource, Device: i.Ref()})
+			requests = append(requests, ledger.LimitRequest{ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share})
 		}
 	}
 	return requests
@@ -125,14 +143,16 @@ func (p *Plugin) refuse(ctx context.Context, resource string, err error) error {
 }
 
 func (p *Plugin) describe(conflict *ledger.ConflictError) string {
-	devices := p.config.Inventory.Inventory().Devices()
+	inv := p.config.Inventory.Inventory()
 	parts := make([]string, len(conflict.Holds))
 	for i, h := range conflict.Holds {
 		name := h.Device.String()
-		if at := slices.IndexFunc(devices, func(d device.Device) bool { return d.Ref() == h.Device }); at >= 0 {
-			name = fmt.Sprintf("%s (%s)", name, devices[at].Name())
+		if d, known := inv.ByRef(h.Device); known {
+			name = fmt.Sprintf("%s (%s)", name, d.Name())
 		}
-		parts[i] = fmt.Sprintf("device %s is held by %s", name, anonymous(h))
+		if parts[i] = fmt.Sprintf("device %s is held by %s", name, anonymous(h)); !h.Share.Whole() {
+			parts[i] = fmt.Sprintf("%s of device %s are held by %s", h.Share, name, anonymous(h))
+		}
 	}
 	return strings.Join(parts, "; ")
 }
@@ -151,12 +171,13 @@ func anonymous(h ledger.Hold) string {
 	}
 }
 
-func idsOf(containers [][]item) []string {
-	var ids []string
-	for _, items := range containers {
-		for _, i := range items {
-			ids = append(ids, i.id)
+// hardwareOf are the UUIDs of items, each once: replicas of one device are one device to the container.
+func hardwareOf(items []item) []string {
+	var uuids []string
+	for _, i := range items {
+		if uuid := i.hardware(); !slices.Contains(uuids, uuid) {
+			uuids = append(uuids, uuid)
 		}
 	}
-	return ids
+	return uuids
 }

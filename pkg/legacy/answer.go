@@ -6,12 +6,16 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // What NVIDIA's container runtime looks for (nvidia-container-toolkit, "visible devices").
@@ -23,8 +27,8 @@ const (
 // controlNodes are the device nodes that every container with a GPU uses, where the node has them.
 var controlNodes = []string{"/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"}
 
-// answer says how one container gets its GPUs, by every configured strategy.
-func (p *Plugin) answer(items []item) *pluginapi.ContainerAllocateResponse {
+// answer says how one container gets its GPUs, by every configured strategy, and what it needs to share one, if not nil.
+func (p *Plugin) answer(items []item, client *sharing.Client) *pluginapi.ContainerAllocateResponse {
 	response := &pluginapi.ContainerAllocateResponse{}
 	for _, strategy := range p.config.Strategies {
 		switch strategy {
@@ -49,6 +53,9 @@ func (p *Plugin) answer(items []item) *pluginapi.ContainerAllocateResponse {
 	if p.config.PassDeviceSpecs && p.config.uses(func(s Strategy) bool { return !s.cdi() }) {
 		response.Devices = p.deviceSpecs(items)
 	}
+	if client != nil {
+		connect(response, *client)
+	}
 	return response
 }
 
@@ -59,10 +66,21 @@ func (p *Plugin) setVisible(response *pluginapi.ContainerAllocateResponse, value
 	}
 }
 
+// connect makes a container the client of a daemon. A place that is the runtime's own, such as /dev/shm, is the mount's then.
+func connect(response *pluginapi.ContainerAllocateResponse, client sharing.Client) {
+	if response.Envs == nil {
+		response.Envs = map[string]string{}
+	}
+	maps.Copy(response.Envs, client.Env)
+	for _, path := range slices.Sorted(maps.Keys(client.Mounts)) {
+		response.Mounts = append(response.Mounts, &pluginapi.Mount{HostPath: client.Mounts[path], ContainerPath: path})
+	}
+}
+
 func (p *Plugin) cdiNames(items []item) []string {
-	names := make([]string, len(items))
-	for at, i := range items {
-		names[at] = p.config.Specs.QualifiedName(i.id)
+	names := hardwareOf(items)
+	for at, uuid := range names {
+		names[at] = p.config.Specs.QualifiedName(uuid)
 	}
 	return names
 }
@@ -75,15 +93,17 @@ func (p *Plugin) annotationKey(names string) string {
 
 // runtimeIDs are UUIDs, or indices: "0" for a GPU, "0:1" for a partition.
 func (p *Plugin) runtimeIDs(items []item) []string {
-	ids := make([]string, len(items))
-	for at, i := range items {
-		switch {
-		case p.config.IDStrategy != IDStrategyIndex:
-			ids[at] = i.id
-		case i.Whole():
-			ids[at] = strconv.Itoa(i.GPU.Index)
-		default:
-			ids[at] = fmt.Sprintf("%d:%d", i.GPU.Index, i.Partition.Index)
+	if p.config.IDStrategy != IDStrategyIndex {
+		return hardwareOf(items)
+	}
+	var ids []string
+	for _, i := range items {
+		id := strconv.Itoa(i.GPU.Index)
+		if !i.Whole() {
+			id = fmt.Sprintf("%d:%d", i.GPU.Index, i.Partition.Index)
+		}
+		if !slices.Contains(ids, id) {
+			ids = append(ids, id)
 		}
 	}
 	return ids

@@ -4,6 +4,7 @@ package legacy
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 	"time"
 
@@ -23,12 +24,16 @@ const (
 // item is a device as limits see it.
 type item struct {
 	device.Device
-	// id is what kubelet knows it by: its UUID.
+	// id is what kubelet knows it by: its UUID, and of a replica a number as well.
 	id string
+	// share is what a replica is.
+	share device.Share
 	// offered is set while new limits may get it.
 	offered bool
 	// nameless is a partition that cannot be told to the runtime, not yet or because its CDI entry could not be made.
 	nameless bool
+	// unready is a device that nobody can have any of at the moment, because it is not yet shared as the node's policy says.
+	unready bool
 	// idle is since when it is not offered and no limit has it; zero while either is so.
 	idle time.Time
 }
@@ -37,8 +42,12 @@ type item struct {
 func (i item) place(other item) int {
 	a, b := i.Ref(), other.Ref()
 	return cmp.Or(cmp.Compare(i.GPU.Minor, other.GPU.Minor), cmp.Compare(a.GPU, b.GPU),
-		cmp.Compare(a.Placement.Start, b.Placement.Start), cmp.Compare(a.Compute.Start, b.Compute.Start), cmp.Compare(i.id, other.id))
+		cmp.Compare(a.Placement.Start, b.Placement.Start), cmp.Compare(a.Compute.Start, b.Compute.Start),
+		cmp.Compare(len(i.id), len(other.id)), cmp.Compare(i.id, other.id)) // "::9" before "::10"
 }
+
+// hardware is the UUID of what stands behind it.
+func (i item) hardware() string { return device.HardwareUUID(i.id) }
 
 // catalog is every device of one resource that limits may get or have, seen since the process started, in their places. kubelet
 // looks devices of running pods up in the last list without checking that they are there, so an ID that was listed stays listed
@@ -47,9 +56,9 @@ type catalog struct {
 	resource string
 	items    []item
 	index    map[string]int
-	// planner is nil where partitions are offered.
+	// planner is nil where partitions or replicas are offered.
 	planner *planner
-	// packed takes partitions from the fullest GPU first.
+	// packed takes partitions and replicas from the fullest GPU first.
 	packed bool
 	// retiring calls nothing healthy that is not offered.
 	retiring bool
@@ -63,6 +72,8 @@ type catalogs struct {
 	of map[string]*catalog
 	// ours are the UUIDs of all hardware that limits may get or have, under whatever strategy.
 	ours map[string]bool
+	// unready is true for devices of which nobody can have any at the moment, and false for others that are offered.
+	unready map[device.Ref]bool
 	// leftOut has no resource.
 	leftOut []device.LeftOut
 }
@@ -75,6 +86,8 @@ type offering struct {
 	retiring  bool
 	// named reports whether a partition can be told to the runtime; nil means that all can.
 	named func(uuid string) bool
+	// sharing may be nil.
+	sharing Sharing
 	// retireAfter is how long a device that is gone stays listed that no limit has: kubelet may be about to allocate what it was
 	// told to be healthy a moment ago, and looks it up in its list when it has been given it. Zero is for ever.
 	retireAfter time.Duration
@@ -83,6 +96,7 @@ type offering struct {
 func newOffering(c Config) offering {
 	f := offering{
 		resources: c.Resources, offered: c.Offered, packed: c.AllocationPolicy == PolicyPacked, retiring: c.Retiring,
+		sharing: c.Sharing,
 	}
 	if c.uses(Strategy.cdi) {
 		f.named = c.Specs.Has
@@ -96,7 +110,7 @@ func (f offering) over(inv device.Inventory, o owners, before *catalogs, now tim
 	offers, leftOut := f.resources.Offers(gpus)
 	found := map[listed]item{}
 	for _, offer := range offers {
-		found[listed{offer.Resource, offer.Device.UUID()}] = item{Device: offer.Device, id: offer.Device.UUID(), offered: true}
+		found[listed{offer.Resource, offer.ID()}] = item{Device: offer.Device, id: offer.ID(), share: offer.Share, offered: true}
 	}
 	for _, g := range gpus {
 		// It is offered again once claims have no partition of it any more.
@@ -113,19 +127,20 @@ func (f offering) over(inv device.Inventory, o owners, before *catalogs, now tim
 			found[at] = aged(old, byUUID)
 		}
 	}
-	for at, ref := range f.unlisted(o, found) {
-		d, known := byUUID[at.id]
+	for at, h := range f.unlisted(o, found) {
+		d, known := byUUID[device.HardwareUUID(at.id)]
 		if !known {
-			d = absent(inv, at.id, ref)
+			d = absent(inv, at.id, h.Device)
 		}
-		found[at] = item{Device: d, id: at.id}
+		found[at] = item{Device: d, id: at.id, share: h.Share}
 	}
-	next := &catalogs{of: map[string]*catalog{}, ours: map[string]bool{}, leftOut: leftOut}
+	next := &catalogs{of: map[string]*catalog{}, ours: map[string]bool{}, unready: f.unready(found), leftOut: leftOut}
 	for at, i := range found {
 		if i.rest(now, o.limited(at)); !i.idle.IsZero() && f.retireAfter > 0 && now.Sub(i.idle) >= f.retireAfter {
 			continue
 		}
-		i.nameless = !i.Whole() && f.named != nil && !f.named(i.id)
+		i.nameless = !i.Whole() && f.named != nil && !f.named(i.hardware())
+		i.unready = next.unready[i.Ref()]
 		c := next.of[at.resource]
 		if c == nil {
 			c = &catalog{resource: at.resource, packed: f.packed, retiring: f.retiring}
@@ -148,6 +163,22 @@ func (f offering) over(inv device.Inventory, o owners, before *catalogs, now tim
 	return next
 }
 
+// unready tells of the devices that are offered whether nobody can have any of them at the moment. Each is asked about once,
+// however many replicas it has.
+func (f offering) unready(items map[listed]item) map[device.Ref]bool {
+	unready := map[device.Ref]bool{}
+	if f.sharing == nil {
+		return unready
+	}
+	for _, i := range items {
+		if _, asked := unready[i.Ref()]; i.offered && !asked {
+			_, err := f.sharing.Client(i.Device, i.share)
+			unready[i.Ref()] = err != nil
+		}
+	}
+	return unready
+}
+
 func newCatalog(resource string) *catalog {
 	c := &catalog{resource: resource}
 	c.arrange(device.Inventory{})
@@ -161,7 +192,7 @@ func (c *catalog) arrange(inv device.Inventory) {
 	gpus := make([]device.GPU, len(c.items))
 	whole := true
 	for at, i := range c.items {
-		c.index[i.id], gpus[at], whole = at, i.GPU, whole && (i.Whole() || !i.offered)
+		c.index[i.id], gpus[at], whole = at, i.GPU, whole && (i.Whole() && i.share.Whole() || !i.offered)
 	}
 	if whole {
 		c.planner = newPlanner(gpus, inv)
@@ -170,7 +201,7 @@ func (c *catalog) arrange(inv device.Inventory) {
 
 // aged is an item that is not offered any more, as the inventory has it now.
 func aged(old item, byUUID map[string]device.Device) item {
-	now, there := byUUID[old.id]
+	now, there := byUUID[old.hardware()]
 	switch {
 	case there:
 		old.Device = now
@@ -185,11 +216,11 @@ func aged(old item, byUUID map[string]device.Device) item {
 }
 
 // unlisted is what limits have that is not among the items.
-func (f offering) unlisted(o owners, items map[listed]item) map[listed]device.Ref {
-	unlisted := map[listed]device.Ref{}
-	for at, ref := range o.limits {
+func (f offering) unlisted(o owners, items map[listed]item) map[listed]ledger.Hold {
+	unlisted := map[listed]ledger.Hold{}
+	for at, h := range o.limits {
 		if _, there := items[at]; !there && f.resources.Has(at.resource) {
-			unlisted[at] = ref
+			unlisted[at] = h
 		}
 	}
 	return unlisted
@@ -205,7 +236,7 @@ func absent(inv device.Inventory, id string, ref device.Ref) device.Device {
 		gpu.Health = missing
 		return device.Device{GPU: gpu}
 	}
-	return device.Device{GPU: gpu, Partition: device.Partition{UUID: id, Ref: ref, Parent: gpu.Minor, Health: missing}}
+	return device.Device{GPU: gpu, Partition: device.Partition{UUID: device.HardwareUUID(id), Ref: ref, Parent: gpu.Minor, Health: missing}}
 }
 
 var missing = device.Health{Reason: device.ReasonMissing, Message: "no longer in the inventory"}
@@ -275,22 +306,32 @@ func (c *catalog) assess(o owners) []state {
 	states := make([]state, len(c.items))
 	free := 0
 	var promised []int
+	// Each replica by itself may fit where not all of them do.
+	left, unpromised := o.room(nil), o.room(o.promised)
 	for at, i := range c.items {
 		taken, mine := o.hold(c.resource, i)
+		if !mine {
+			taken = taken || !left.has(i)
+		}
 		switch {
 		case !i.Health().Healthy() && !i.removed():
 			states[at] = stateUnhealthy
 		case taken || i.removed() || !i.offered && (c.retiring || !mine):
 			states[at] = stateWithdrawn
+		case !mine && i.unready:
+			states[at] = stateWithdrawn // nothing is wrong with it
 		case !mine && i.nameless:
 			states[at] = stateUnhealthy
-		case !mine && o.promises(i.Ref()):
+		case !mine && (o.promises(i) || !unpromised.has(i)):
 			states[at] = stateWithdrawn
 			promised = append(promised, at)
+			left.take(i)
 		default:
 			states[at] = stateHealthy
 			if !mine {
 				free++
+				left.take(i)
+				unpromised.take(i)
 			}
 		}
 	}
@@ -310,39 +351,98 @@ type owners struct {
 	// holds by the UUID of the GPU.
 	holds map[string][]ledger.Hold
 	// limits have these, rightly or not.
-	limits map[listed]device.Ref
-	// promised hardware is held by nobody, and a claim is about to ask for it: the scheduler has allocated it to the claim, or
+	limits map[listed]ledger.Hold
+	// promised is what claims are about to ask for, whether they wait for it or not: the scheduler has allocated it to the claim, or
 	// the claim has lost it before and waits.
-	promised map[device.Ref]bool
-	// lost is what of the promised a claim waits for.
-	lost map[device.Ref]bool
+	promised map[promise]bool
 	// lacking is how many devices of each resource limits pods still ask for that kubelet is about to admit.
 	lacking map[string]int
 }
 
+// promise is a device, or a share of one, that a claim does not hold yet.
+type promise struct {
+	claim  ledger.Holder
+	device device.Ref
+	share  device.Share
+}
+
+// keptBy reports whether the hold makes the promise idle: it is the claim's own, or the whole device is in somebody's hands. A claim
+// that waits for a device of which others have replicas would never get it if these were given out anew.
+func (p promise) keptBy(h ledger.Hold) bool {
+	return h.Device == p.device && (h.Holder == p.claim || p.share.Whole() && h.Share.Whole())
+}
+
 func ownersOf(led Ledger, allocations Allocations) owners {
-	o := owners{
-		holds: map[string][]ledger.Hold{}, limits: map[listed]device.Ref{}, promised: map[device.Ref]bool{}, lost: map[device.Ref]bool{},
-	}
+	o := owners{holds: map[string][]ledger.Hold{}, limits: map[listed]ledger.Hold{}, promised: map[promise]bool{}}
 	if allocations != nil {
-		for _, ref := range allocations.Allocated() {
-			o.promised[ref] = true
+		for _, h := range allocations.Allocated() {
+			o.promised[promise{h.Holder, h.Device, h.Share}] = false
 		}
 	}
 	o.lacking, _ = led.Lacking()
 	for _, lost := range led.Losers() {
 		for _, ref := range lost.Devices {
-			o.promised[ref], o.lost[ref] = true, true
+			o.wait(promise{claim: ledger.Holder{Kind: ledger.KindClaim, ID: lost.UID}, device: ref})
 		}
 	}
 	for _, h := range led.Holds() {
 		o.holds[h.Device.GPU] = append(o.holds[h.Device.GPU], h)
-		delete(o.promised, h.Device)
+		maps.DeleteFunc(o.promised, func(p promise, _ bool) bool { return p.keptBy(h) })
 		if h.Holder.Kind == ledger.KindLimit {
-			o.limits[listed{h.Resource, h.Holder.ID}] = h.Device
+			o.limits[listed{h.Resource, h.Holder.ID}] = h
 		}
 	}
 	return o
+}
+
+// wait notes that a claim waits for a device, of which it may have been allocated a share.
+func (o owners) wait(lost promise) {
+	known := false
+	for p := range o.promised {
+		if p.claim == lost.claim && p.device == lost.device {
+			o.promised[p], known = true, true
+		}
+	}
+	if !known {
+		o.promised[lost] = true
+	}
+}
+
+// room is how much memory of devices is left for replicas, of those that somebody has a share of.
+type room map[device.Ref]uint64
+
+// room beside all holds, and beside those promises.
+func (o owners) room(promised map[promise]bool) room {
+	left := room{}
+	use := func(ref device.Ref, share device.Share) {
+		before, known := left[ref]
+		if !known {
+			before = share.Of
+		}
+		left[ref] = before - min(before, share.Bytes)
+	}
+	for _, holds := range o.holds {
+		for _, h := range holds {
+			use(h.Device, h.Share)
+		}
+	}
+	for p := range promised {
+		use(p.device, p.share)
+	}
+	return left
+}
+
+func (r room) has(i item) bool {
+	left, known := r[i.Ref()]
+	return i.share.Whole() || !known || left >= i.share.Bytes
+}
+
+func (r room) take(i item) {
+	left, known := r[i.Ref()]
+	if !known {
+		left = i.share.Of
+	}
+	r[i.Ref()] = left - min(left, i.share.Bytes)
 }
 
 // limited reports whether a limit has what is listed.
@@ -356,26 +456,28 @@ func (o owners) limited(at listed) bool {
 // draining limit is off kubelet's account already, and of one whose record cannot be read nobody knows.
 func (o owners) hold(resource string, i item) (taken, mine bool) {
 	ref := i.Ref()
+	used := i.share.Bytes
 	for _, h := range o.holds[ref.GPU] {
 		switch {
 		case !h.Device.Overlaps(ref):
 		case h.Holder == ledger.Holder{Kind: ledger.KindLimit, ID: i.id} && h.Resource == resource && h.Device == ref &&
 			h.State != ledger.StateDraining && !h.Unreadable:
 			mine = true
+		case h.Device == ref && !i.share.Whole() && h.Share.Of == i.share.Of && h.Holder.ID != i.id:
+			used += h.Share.Bytes
 		default:
 			taken = true
 		}
 	}
-	return taken, mine
+	return taken || !mine && used > i.share.Of, mine
 }
 
-// promises reports whether a claim is about to ask for the hardware, or some of it.
-func (o owners) promises(ref device.Ref) bool {
-	if o.promised[ref] {
-		return true
-	}
-	for promised := range o.promised {
-		if promised.Overlaps(ref) {
+// promises reports whether a claim is about to ask for the hardware, or some of it that leaves no room for the item.
+func (o owners) promises(i item) bool {
+	ref := i.Ref()
+	for p := range o.promised {
+		beside := p.device == ref && !i.share.Whole() && p.share.Of == i.share.Of
+		if p.device.Overlaps(ref) && !beside {
 			return true
 		}
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // Inventory tells which GPUs the node has. Both methods answer from memory.
@@ -42,7 +43,8 @@ type Ledger interface {
 // Allocations tells which devices the scheduler has given to claims, prepared or not. Both methods answer from memory. It may
 // be late or know nothing: it keeps limits away from a device that a claim is about to take, and decides nothing.
 type Allocations interface {
-	Allocated() []device.Ref
+	// Allocated are the holds that they are about to have: holder, device and share.
+	Allocated() []ledger.Hold
 	// Changed returns a channel that is closed at the next change; take it before reading.
 	Changed() <-chan struct{}
 }
@@ -60,6 +62,17 @@ type Specs interface {
 	// Changed returns a channel that is closed when Has may answer differently; take it before asking.
 	Changed() <-chan struct{}
 }
+
+// Sharing tells how containers share a GPU by MPS. *sharing.Policy implements it. Both methods answer at once.
+type Sharing interface {
+	// Client is what a container needs that has that share of the device, or nil where that is nothing; it is that only for a GPU
+	// whose policy is MPS. An error says why nobody can have any of the device at the moment, whatever the share.
+	Client(d device.Device, share device.Share) (*sharing.Client, error)
+	// Changed returns a channel that is closed when Client may answer differently; take it before asking.
+	Changed() <-chan struct{}
+}
+
+var _ Sharing = (*sharing.Policy)(nil)
 
 // KubeletView asks kubelet what it believes. It is the podresources call GetAllocatableResources: the IDs of healthy
 // devices by resource, resources without any may be absent.
@@ -91,7 +104,7 @@ const (
 	IDStrategyIndex IDStrategy = "index"
 )
 
-// AllocationPolicy is from which GPUs partitions are taken first, where any will do. The names are those of NVIDIA's device
+// AllocationPolicy is from which GPUs partitions and replicas are taken first, where any will do. The names are those of NVIDIA's device
 // plugin.
 type AllocationPolicy string
 
@@ -117,6 +130,9 @@ type Config struct {
 	IDStrategy IDStrategy
 	// AllocationPolicy defaults to PolicyDistributed.
 	AllocationPolicy AllocationPolicy
+	// FailRequestsGreaterThanOne refuses to give a container more than one replica, which is no more of anything
+	// (k8s-device-plugin, sharing.timeSlicing.failRequestsGreaterThanOne). By MPS nobody gets more than one, whatever it says.
+	FailRequestsGreaterThanOne bool
 	// AnnotationPrefix of StrategyCDIAnnotations defaults to "cdi.k8s.io/".
 	AnnotationPrefix string
 	// PassDeviceSpecs also lists device nodes one by one, which CPU Manager's updates of a container need where there is no
@@ -137,6 +153,8 @@ type Config struct {
 	Retiring bool
 	Ledger   Ledger
 	Specs    Specs
+	// Sharing may be nil: then no GPU is shared by MPS.
+	Sharing Sharing
 	// Allocations may be nil: devices are then withdrawn once their claims are prepared.
 	Allocations Allocations
 	// Kubelet confirms what was sent. Nil leaves lists unconfirmed.

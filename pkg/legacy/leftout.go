@@ -17,7 +17,7 @@ import (
 // namedDevices is how many devices an event names.
 const namedDevices = 4
 
-// reportLeftOut tells of devices that the MIG strategy has no resource for, whenever they are others than before, until ctx is
+// reportLeftOut tells of devices that no resource of limits has, whenever they are others than before, until ctx is
 // done.
 func (p *Plugin) reportLeftOut(ctx context.Context) {
 	var told []string
@@ -26,10 +26,9 @@ func (p *Plugin) reportLeftOut(ctx context.Context) {
 		if !slices.Equal(told, leftOut) {
 			told = leftOut
 			for _, sentence := range leftOut {
-				strategy := p.config.Resources.Strategy
-				klog.FromContext(ctx).Info("Leaving devices out of what limits can get", "migStrategy", strategy, "devices", sentence)
-				p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "LimitDevicesLeftOut", "MIG strategy %s leaves out %s",
-					strategy, sentence)
+				klog.FromContext(ctx).Info("Leaving devices out of what limits can get",
+					"migStrategy", p.config.Resources.Strategy, "devices", sentence)
+				p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "LimitDevicesLeftOut", "No limit can get %s", sentence)
 			}
 		}
 		select {

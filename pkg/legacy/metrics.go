@@ -39,11 +39,13 @@ func newMetrics() *metrics {
 		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_limit_devices",
 			Help: "Devices in the list sent to kubelet: healthy ones, faulty ones (unhealthy), and those withdrawn because a claim has " +
-				"them, is allocated them or waits for them, or a pod that is ending holds them.",
+				"them, is allocated them or waits for them, or a pod that is ending holds them, or they are not shared yet as the node's " +
+				"policy says.",
 		}, []string{"resource", "state"}),
 		leftOut: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "tandem_limit_devices_left_out",
-			Help: "Devices that the MIG strategy has no resource for, such as a partition of another profile where all must be alike.",
+			Help: "Devices that limits have no resource for, such as a partition of another profile where all must be alike, or a GPU " +
+				"that only claims share by MPS.",
 		}),
 		withdrawals: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_limit_withdrawals_total",

@@ -7,6 +7,8 @@ import (
 	"slices"
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // Preferred answers every request as well as it can and refuses none: kubelet fails the pod on an error, but fills up
@@ -32,29 +34,38 @@ func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest,
 	size := int(request.GetAllocationSize())
 	required, strangers := c.places(request.GetMustIncludeDeviceIDs())
 	available, others := c.places(request.GetAvailableDeviceIDs())
-	var lingering, promised []int
+	unpromised := o.room(o.promised)
+	var lingering, promised, single []int
 	available = slices.DeleteFunc(available, func(at int) bool {
 		i := c.items[at]
 		taken, mine := o.hold(c.resource, i)
-		if taken || !i.offered || !i.Health().Healthy() || slices.Contains(required, at) {
+		if taken || !i.offered || i.unready || !i.Health().Healthy() || slices.Contains(required, at) {
 			return true
 		}
 		if mine {
 			lingering = append(lingering, at)
 			return true
 		}
-		if o.promises(i.Ref()) {
+		if o.promises(i) || !unpromised.has(i) {
 			promised = append(promised, at)
+			return true
+		}
+		if size > 1 && i.Sharing().Strategy == device.MPS {
+			single = append(single, at)
 			return true
 		}
 		return false
 	})
 	// What must be included is kubelet's to know, even where it makes no sense here.
 	ids := strangers[:max(0, min(len(strangers), size))]
-	for _, at := range c.choose(required, available, size-len(ids), o) {
+	chosen := c.choose(required, available, size-len(ids), o)
+	for _, at := range chosen {
 		ids = append(ids, c.items[at].id)
 	}
-	for _, at := range slices.Concat(descending(lingering), descending(promised)) {
+	// Replicas that find no room beside those.
+	crowded := slices.DeleteFunc(available, func(at int) bool { return slices.Contains(chosen, at) })
+	// Allocate refuses those of MPS beside others, so that they come when there is nothing else.
+	for _, at := range slices.Concat(descending(lingering), descending(promised), descending(crowded), descending(single)) {
 		others = append(others, c.items[at].id)
 	}
 	for _, id := range others {
@@ -65,8 +76,8 @@ func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest,
 	return ids
 }
 
-// choose takes whole GPUs by their links, and partitions by what is held of their GPUs: among equals the one of which this call
-// has taken least, and then the one that claims get last.
+// choose takes whole GPUs by their links, and partitions and replicas by what is held of their GPUs: among equals the one of which
+// this call has taken least, and then the one that claims get last. What finds no room beside the others is not chosen.
 func (c *catalog) choose(required, available []int, size int, o owners) []int {
 	if c.planner != nil {
 		return c.planner.choose(slices.Concat(required, available), required, size)
@@ -77,7 +88,9 @@ func (c *catalog) choose(required, available []int, size int, o owners) []int {
 	for gpu, holds := range o.holds {
 		held[gpu] = len(holds)
 	}
+	left := o.room(o.promised)
 	take := func(at int) {
+		left.take(c.items[at])
 		held[c.items[at].GPU.UUID]++
 		picked[c.items[at].GPU.UUID]++
 	}
@@ -91,7 +104,11 @@ func (c *catalog) choose(required, available []int, size int, o owners) []int {
 		return cmp.Or(cmp.Compare(held[a], held[b]), cmp.Compare(picked[a], picked[b])) < 0
 	}
 	rest := descending(slices.Clone(available))
-	for len(chosen) < size && len(rest) > 0 {
+	for len(chosen) < size {
+		rest = slices.DeleteFunc(rest, func(at int) bool { return !left.has(c.items[at]) })
+		if len(rest) == 0 {
+			break
+		}
 		best := 0
 		for n, at := range rest {
 			if better(c.items[at].GPU.UUID, c.items[rest[best]].GPU.UUID) {

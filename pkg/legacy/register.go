@@ -99,18 +99,21 @@ func (r *registrar) backOff(ctx context.Context, kubelet fileID) {
 	}
 	timer := time.NewTimer(delay)
 	defer timer.Stop()
-	for {
+	for over := false; ; {
 		changed := r.dir.changed()
 		if now, err := identify(r.dir.kubeletSocket()); err == nil && now != kubelet {
 			r.failures = 0
 			r.cause = causeKubeletRestarted
 			return
 		}
+		if over {
+			return
+		}
 		select {
 		case <-ctx.Done():
 			return
 		case <-timer.C:
-			return
+			over = true // and a look at kubelet's socket, for which a busy node may have left no time
 		case <-changed:
 		}
 	}

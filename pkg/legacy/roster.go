@@ -54,8 +54,8 @@ type roster struct {
 
 	// Only refresh and publish use these.
 	hold hysteresis
-	// promised is since when hardware is.
-	promised map[device.Ref]time.Time
+	// promised is since when something is.
+	promised map[promise]time.Time
 	// assessed is what the published lists were made of.
 	assessed *catalogs
 	states   map[string][]state
@@ -70,7 +70,7 @@ type roster struct {
 func newRoster(c Config, m *metrics) *roster {
 	r := &roster{
 		offering: newOffering(c), inventory: c.Inventory, ledger: c.Ledger, allocations: c.Allocations, specs: c.Specs,
-		metrics: m, hold: newHysteresis(), promised: map[device.Ref]time.Time{}, changed: make(chan struct{}),
+		metrics: m, hold: newHysteresis(), promised: map[promise]time.Time{}, changed: make(chan struct{}),
 	}
 	r.known.Store(&catalogs{})
 	return r
@@ -114,6 +114,14 @@ func (r *roster) left() ([]string, <-chan struct{}) {
 // refresh reads inventory and ledger anew. Only one goroutine may call it at a time.
 func (r *roster) refresh(now time.Time) (again time.Duration) {
 	r.known.Store(r.over(r.inventory.Inventory(), r.owners(), r.catalogs(), now))
+	return r.publish(now)
+}
+
+// reshare is a refresh where something has become ready, or is so no more: most of what is set for claims changes neither.
+func (r *roster) reshare(now time.Time) (again time.Duration) {
+	if c := r.catalogs(); !maps.Equal(c.unready, r.unready(c.items())) {
+		return r.refresh(now)
+	}
 	return r.publish(now)
 }
 
@@ -186,21 +194,21 @@ const promiseDelay = 300 * time.Millisecond
 
 // ripen drops the promises that are younger, except from the first list, and answers how long until the next one is ripe.
 func (r *roster) ripen(now time.Time, o *owners) (again time.Duration) {
-	maps.DeleteFunc(r.promised, func(ref device.Ref, _ time.Time) bool { return !o.promised[ref] })
-	for ref := range o.promised {
-		since, known := r.promised[ref]
+	maps.DeleteFunc(r.promised, func(p promise, _ time.Time) bool { _, still := o.promised[p]; return !still })
+	for p, lost := range o.promised {
+		since, known := r.promised[p]
 		switch {
-		case o.lost[ref] || r.assessed == nil:
+		case lost || r.assessed == nil:
 			since = time.Time{} // for ever
 		case !known:
 			since = now
 		}
-		r.promised[ref] = since
+		r.promised[p] = since
 		left := promiseDelay - now.Sub(since)
 		if left <= 0 {
 			continue
 		}
-		delete(o.promised, ref)
+		delete(o.promised, p)
 		again = sooner(again, left)
 	}
 	return again
@@ -226,7 +234,7 @@ func (r *roster) newlyWithdrawn(c *catalogs, states map[string][]state) int {
 	return count
 }
 
-// run follows inventory, specs, ledger and allocations until ctx is done.
+// run follows inventory, specs, sharing, ledger and allocations until ctx is done.
 func (r *roster) run(ctx context.Context) {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
@@ -238,6 +246,13 @@ func (r *roster) run(ctx context.Context) {
 	}
 	inventoryChanged := r.inventory.Changed()
 	specsChanged := r.specs.Changed()
+	shared := func() <-chan struct{} {
+		if r.sharing == nil {
+			return nil
+		}
+		return r.sharing.Changed()
+	}
+	sharingChanged := shared()
 	ledgerChanged := r.ledger.Changed()
 	allocatedChanged := allocated()
 	_, lackingChanged := r.ledger.Lacking()
@@ -257,6 +272,9 @@ func (r *roster) run(ctx context.Context) {
 		case <-specsChanged:
 			specsChanged = r.specs.Changed()
 			again = r.refresh(time.Now())
+		case <-sharingChanged:
+			sharingChanged = shared()
+			again = r.reshare(time.Now())
 		case <-ledgerChanged:
 			ledgerChanged = r.ledger.Changed()
 			again = r.publish(time.Now())

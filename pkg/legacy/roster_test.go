@@ -148,7 +148,13 @@ func TestAssessLeavesBoundPodsTheirDevices(t *testing.T) {
 // allocations say what a test wants.
 type allocations struct{ *broadcast[[]device.Ref] }
 
-func (a allocations) Allocated() []device.Ref { return a.get() }
+func (a allocations) Allocated() []ledger.Hold {
+	var holds []ledger.Hold
+	for _, ref := range a.get() {
+		holds = append(holds, ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim}, Device: ref})
+	}
+	return holds
+}
 
 func (a allocations) put(gpus ...int) {
 	a.set(func([]device.Ref) []device.Ref {
@@ -199,7 +205,7 @@ func TestPromisesRipen(t *testing.T) {
 	gpus := []device.GPU{{UUID: uuid(0)}, {UUID: uuid(1)}}
 	promised := allocations{newBroadcast[[]device.Ref](nil)}
 	book := &fixedLedger{}
-	r := &roster{ledger: book, allocations: promised, metrics: newMetrics(), hold: newHysteresis(), promised: map[device.Ref]time.Time{}, changed: make(chan struct{})}
+	r := &roster{ledger: book, allocations: promised, metrics: newMetrics(), hold: newHysteresis(), promised: map[promise]time.Time{}, changed: make(chan struct{})}
 	r.known.Store(offering{resources: whole}.over(device.Inventory{GPUs: gpus}, owners{}, nil, time.Now()))
 	began := time.Now()
 	const ok, away = stateHealthy, stateWithdrawn

@@ -121,6 +121,17 @@ func (d *guardedDevice) GetEccMode() (gonvml.EnableState, gonvml.EnableState, go
 	return d.Device.GetEccMode()
 }
 
+func (d *guardedDevice) GetComputeMode() (gonvml.ComputeMode, gonvml.Return) {
+	return guarded(d, d.Device.GetComputeMode, "nvmlDeviceGetComputeMode")
+}
+
+func (d *guardedDevice) SetComputeMode(mode gonvml.ComputeMode) gonvml.Return {
+	if !d.guard.has("nvmlDeviceSetComputeMode") {
+		return gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return d.Device.SetComputeMode(mode)
+}
+
 // migSymbols are the functions that are called on GPUs whose MIG mode can be read, their instances and MIG devices; the last of
 // them came with R470.
 var migSymbols = []string{

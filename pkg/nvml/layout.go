@@ -11,6 +11,8 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+
+	"github.com/tandem-gpu/tandem/internal/driverroot"
 )
 
 const libraryName = "libnvidia-ml.so.1"
@@ -33,30 +35,6 @@ var driverRoots = []string{
 
 // simulatedRoot is the driver root of a simulated machine, which no real library is looked for in.
 const simulatedRoot = "/run/nvidia/simulated/driver"
-
-// libraryDirs are where a driver root may have its libraries.
-//
-//   - usr/lib/nvidia/tesla: Bottlerocket before its kernel kit moved them to usr/lib (bottlerocket-kernel-kit#425, #473).
-//   - usr/local/glibc/usr/lib: Talos up to 1.12 (siderolabs/extensions#940); usr/local/lib is where older ones have them.
-var libraryDirs = []string{
-	"usr/lib64",
-	"usr/lib/x86_64-linux-gnu",
-	"usr/lib/aarch64-linux-gnu",
-	"usr/lib/x86_64-linux-gnu/nvidia/current",
-	"usr/lib/aarch64-linux-gnu/nvidia/current",
-	"lib64",
-	"lib/x86_64-linux-gnu",
-	"lib/aarch64-linux-gnu",
-	"usr/lib",
-	"usr/lib64/nvidia",
-	"usr/lib/nvidia",
-	"usr/lib/nvidia/tesla",
-	"usr/local/glibc/usr/lib",
-	"usr/local/glibc/lib64",
-	"usr/local/glibc/lib",
-	"usr/local/lib",
-	"lib",
-}
 
 // layout is where things are on this node. It is comparable through its fingerprint.
 type layout struct {
@@ -119,7 +97,7 @@ func (o Options) rootsOf(library string) []string {
 		return nil
 	}
 	dir = "/" + dir
-	for _, sub := range libraryDirs {
+	for _, sub := range driverroot.LibraryDirs {
 		if root, ok := strings.CutSuffix(dir, "/"+sub); ok {
 			return []string{filepath.Join("/", root)}
 		}
@@ -129,14 +107,14 @@ func (o Options) rootsOf(library string) []string {
 
 // lookBelow finds the driver's libraries below one root.
 func (o Options) lookBelow(root string) (layout, error) {
-	hostRoot, err := resolveIn(o.HostRoot, root)
+	hostRoot, err := driverroot.Resolve(o.HostRoot, root)
 	if err != nil {
 		return layout{}, unwrapPath(err)
 	}
 	base := o.onHost(hostRoot)
 	l := layout{driverRoot: hostRoot}
 	for _, dir := range resolvedDirs(base) {
-		library, err := resolveIn(base, filepath.Join(dir, libraryName))
+		library, err := driverroot.Resolve(base, filepath.Join(dir, libraryName))
 		if err != nil {
 			library = anyVersion(base, dir)
 		}
@@ -157,8 +135,8 @@ func (o Options) lookBelow(root string) (layout, error) {
 // resolvedDirs are the library directories that exist, links resolved, each once.
 func resolvedDirs(base string) []string {
 	var dirs []string
-	for _, sub := range libraryDirs {
-		dir, err := resolveIn(base, sub)
+	for _, sub := range driverroot.LibraryDirs {
+		dir, err := driverroot.Resolve(base, sub)
 		if err == nil && !slices.Contains(dirs, dir) {
 			dirs = append(dirs, dir)
 		}
@@ -275,7 +253,7 @@ var ldconfigPaths = []string{
 // ldconfig finds it on the host; empty leaves the choice to the hook.
 func (o Options) ldconfig() string {
 	for _, path := range ldconfigPaths {
-		if _, err := resolveIn(o.HostRoot, path); err == nil {
+		if _, err := driverroot.Resolve(o.HostRoot, path); err == nil {
 			return path
 		}
 	}

@@ -395,27 +395,3 @@ func TestKernelModuleDecidesBetweenDrivers(t *testing.T) {
 		}
 	}
 }
-
-func TestResolveIn(t *testing.T) {
-	root := t.TempDir()
-	copyFile(t, os.DevNull, filepath.Join(root, "usr/lib/real"))
-	symlink(t, "/usr/lib/real", filepath.Join(root, "etc/absolute"))
-	symlink(t, "../usr/lib/real", filepath.Join(root, "etc/relative"))
-	symlink(t, "../../../../../usr/lib/real", filepath.Join(root, "etc/above"))
-	symlink(t, "usr/lib", filepath.Join(root, "lib"))
-	symlink(t, "loop", filepath.Join(root, "loop"))
-	for path, want := range map[string]string{
-		"/usr/lib/real": "/usr/lib/real", "etc/absolute": "/usr/lib/real", "etc/relative": "/usr/lib/real",
-		"etc/above": "/usr/lib/real", "lib/real": "/usr/lib/real", "/": "/", "lib/../etc/absolute": "/usr/lib/real",
-	} {
-		if got, err := resolveIn(root, path); err != nil || got != want {
-			t.Errorf("%s is %q, %v; want %q", path, got, err, want)
-		}
-	}
-	if _, err := resolveIn(root, "missing"); !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("missing: %v", err)
-	}
-	if _, err := resolveIn(root, "loop"); !errors.Is(err, syscall.ELOOP) {
-		t.Errorf("loop: %v", err)
-	}
-}

@@ -30,6 +30,7 @@ type operation struct {
 	gpu      gpu.GPU
 	profiled bool
 	device   gonvml.Device
+	layout   layout
 }
 
 // outcome is what an operation ends with.
@@ -140,7 +141,7 @@ func (n *Node) reach(uuid string) (op *operation, end func(), err error) {
 		return nil, nil, fmt.Errorf("look up GPU %s: %w", uuid, returnError{ret})
 	}
 	r := &reader{options: n.options, lib: device.New(s.library), devRoot: attached.layout.devRoot, caps: attached.caps}
-	return &operation{reader: r, gpu: g, profiled: profiled, device: d}, s.close, nil
+	return &operation{reader: r, gpu: g, profiled: profiled, device: d, layout: attached.layout}, s.close, nil
 }
 
 // learn reads what the GPU is cut into now, and makes it known. Scans that have begun before know less.

@@ -51,18 +51,29 @@ func (e *ForeignError) Error() string {
 type Maker struct {
 	records  *Records
 	hardware Hardware
-	dynamic  func(device.GPU) bool
+	policy   Policy
 
 	mu    sync.Mutex
 	turns map[string]chan struct{}
 }
 
-// NewMaker does nothing visible. dynamic is the policy: the GPUs that may be partitioned on demand; nil means none.
-func NewMaker(records *Records, hardware Hardware, dynamic func(device.GPU) bool) *Maker {
-	if dynamic == nil {
-		dynamic = func(device.GPU) bool { return false }
+// Policy is what the node's configuration says of a GPU. A nil func says nothing of any.
+type Policy struct {
+	// Dynamic GPUs may be partitioned on demand.
+	Dynamic func(device.GPU) bool
+	// Sharing is how the others may have several holders.
+	Sharing func(device.GPU) device.Sharing
+}
+
+// NewMaker does nothing visible.
+func NewMaker(records *Records, hardware Hardware, policy Policy) *Maker {
+	if policy.Dynamic == nil {
+		policy.Dynamic = func(device.GPU) bool { return false }
 	}
-	return &Maker{records: records, hardware: hardware, dynamic: dynamic, turns: map[string]chan struct{}{}}
+	if policy.Sharing == nil {
+		policy.Sharing = func(device.GPU) device.Sharing { return device.Sharing{} }
+	}
+	return &Maker{records: records, hardware: hardware, policy: policy, turns: map[string]chan struct{}{}}
 }
 
 // Changed returns a channel that is closed at the next change of the inventory. It is taken before Inventory is read.
@@ -73,7 +84,8 @@ func (m *Maker) Inventory() device.Inventory {
 	inv := m.hardware.Inventory()
 	gpus := slices.Clone(inv.GPUs)
 	for i := range gpus {
-		gpus[i].Dynamic = gpus[i].MIGCapable && m.dynamic(gpus[i])
+		gpus[i].Dynamic = gpus[i].MIGCapable && m.policy.Dynamic(gpus[i])
+		gpus[i].Sharing = m.policy.Sharing(gpus[i])
 		gpus[i].Partitions = m.mark(gpus[i].Partitions)
 	}
 	inv.GPUs = gpus
@@ -227,7 +239,7 @@ func (m *Maker) destroy(ctx context.Context, ref device.Ref, unused func() bool)
 // here, and nobody else would do it.
 func (m *Maker) leave(ctx context.Context, ref device.Ref, others bool) error {
 	gpu, ok := m.hardware.Inventory().ByUUID(ref.GPU)
-	if !ok || others || m.dynamic(gpu) || !gpu.MIGEnabled || !mig.Switchable(gpu) {
+	if !ok || others || m.policy.Dynamic(gpu) || !gpu.MIGEnabled || !mig.Switchable(gpu) {
 		return nil
 	}
 	if slices.ContainsFunc(m.records.All(), func(r device.Ref) bool { return r.GPU == ref.GPU && r != ref }) {

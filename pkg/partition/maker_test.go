@@ -14,6 +14,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/tandem-gpu/tandem/internal/records"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -171,7 +172,7 @@ func process(t *testing.T, dir string, h *hardware) *Maker {
 	if err != nil || len(problems) > 0 {
 		t.Fatal(err, problems)
 	}
-	return NewMaker(records, h, func(device.GPU) bool { return true })
+	return NewMaker(records, h, Policy{Dynamic: func(device.GPU) bool { return true }})
 }
 
 func wanted(profile string, id, start, size int) device.Partition {
@@ -275,7 +276,7 @@ func TestLastPartitionOfAStaticGPU(t *testing.T) {
 			h := newHardware()
 			dynamic := true
 			m := process(t, t.TempDir(), h)
-			m.dynamic = func(device.GPU) bool { return dynamic }
+			m.policy.Dynamic = func(device.GPU) bool { return dynamic }
 			first, second := wanted("1g.10gb", 19, 0, 1), wanted("1g.10gb", 19, 1, 1)
 			for _, want := range []device.Partition{first, second} {
 				if _, err := m.Make(t.Context(), want, always); err != nil {
@@ -461,14 +462,19 @@ func TestRecords(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	names := func(r *Records, p device.Partition) bool {
+		m, ok := r.get(p.Ref)
+		return ok && m.names(p)
+	}
 	p := device.Partition{Ref: ref, ProfileID: 14}
 	must(r.put(p))
 	p.UUID = "MIG-1"
 	must(r.put(p))
-	must(os.WriteFile(filepath.Join(dir, temporary+"x"), nil, 0o600))
-	if again, problems := open("boot"); len(problems) > 0 || !again.made[ref].names(p) || again.made[ref].names(device.Partition{Ref: ref, ProfileID: 14, UUID: "MIG-2"}) ||
-		again.made[ref].names(device.Partition{Ref: ref, ProfileID: 19, UUID: "MIG-1"}) {
-		t.Errorf("read %+v, %v", again.made, problems)
+	must(os.WriteFile(filepath.Join(dir, records.Temporary+"x"), nil, 0o600))
+	again, problems := open("boot")
+	if len(problems) > 0 || !names(again, p) || names(again, device.Partition{Ref: ref, ProfileID: 14, UUID: "MIG-2"}) ||
+		names(again, device.Partition{Ref: ref, ProfileID: 19, UUID: "MIG-1"}) {
+		t.Errorf("read %v, %v", again.All(), problems)
 	}
 	must(os.RemoveAll(dir))
 	must(r.Repair())
@@ -477,13 +483,13 @@ func TestRecords(t *testing.T) {
 	}
 	must(os.WriteFile(filepath.Join(dir, fileName(ref)), []byte("{"), 0o600))
 	must(os.WriteFile(filepath.Join(dir, "GPU-1"), []byte("{}"), 0o600))
-	again, problems := open("boot")
-	if len(problems) != 2 || !again.made[ref].names(p) {
-		t.Errorf("an unreadable record counts as made: %v, %v", again.made, problems)
+	again, problems = open("boot")
+	if len(problems) != 2 || !names(again, p) {
+		t.Errorf("an unreadable record counts as made: %v, %v", again.All(), problems)
 	}
 	must(os.Remove(filepath.Join(dir, fileName(ref))))
 	must(again.Repair())
-	if again, _ := open("boot"); !again.made[ref].names(p) {
+	if again, _ := open("boot"); !names(again, p) {
 		t.Error("what cannot be read and is wiped is not repaired")
 	}
 	must(os.Remove(filepath.Join(dir, fileName(ref))))

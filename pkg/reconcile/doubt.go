@@ -175,7 +175,7 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt)
 		verdict = r.Pods.VerdictWithoutClaim(h)
 	default:
 		uses := r.usesOf(claim)
-		held := r.resolve(uses.held)
+		held := r.refs(uses.held)
 		if slices.Contains(held, h.Device) {
 			d.allocated = true
 			return nil
@@ -183,7 +183,7 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt)
 		if len(held) < len(r.ofNode(uses.held)) {
 			return nil // it may be one that the inventory does not have at the moment
 		}
-		if slices.Contains(r.resolve(uses.admin), h.Device) {
+		if slices.Contains(r.refs(uses.admin), h.Device) {
 			klog.FromContext(ctx).Info("Releasing a device that its claim has for admin access only", "claim", klog.KObj(claim), "device", h.Device.String())
 			return r.release(h)
 		}

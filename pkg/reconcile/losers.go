@@ -63,7 +63,7 @@ func (r *Reconciler) lookIntoLoser(ctx context.Context, lost ledger.Loser) error
 	case err != nil && !apierrors.IsNotFound(err):
 		return fmt.Errorf("look into claim %s/%s, which has lost: %w", lost.Namespace, lost.Name, err)
 	case err == nil && string(claim.UID) == lost.UID:
-		held := r.resolve(r.usesOf(claim).held)
+		held := r.refs(r.usesOf(claim).held)
 		if slices.ContainsFunc(lost.Devices, func(ref device.Ref) bool { return slices.Contains(held, ref) }) {
 			return nil
 		}

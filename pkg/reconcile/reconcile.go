@@ -68,8 +68,9 @@ type Config struct {
 	DriverName string
 	// Limits are the resources by which limits ask for the node's devices.
 	Limits device.Resources
-	// Partitions and Recorder may be nil where no partition is made for a claim.
+	// Partitions and Recorder may be nil where no partition is made for a claim, Settings where nothing is set for one.
 	Partitions Partitions
+	Settings   Settings
 	// Recorder receives events on claims.
 	Recorder record.EventRecorder
 	// Void is told the CDI names that kubelet remembers of claims, before either API is served (cdi.Specs.Void). Optional.
@@ -89,7 +90,7 @@ type Reconciler struct {
 	doubts map[holdKey]*doubt
 	// asked is when the API server was last asked about a loser, by UID.
 	asked map[string]time.Time
-	// unused is signalled when a partition has lost its last user.
+	// unused is signalled when a partition, or what was set for a claim, has lost its last user.
 	unused chan struct{}
 	// late are claims with devices that were not in the inventory when they were restored, and lateLimits such limits.
 	late       []evidence.KubeletClaim
@@ -175,7 +176,8 @@ func (r *Reconciler) Run(ctx context.Context) error {
 }
 
 // Settle looks at every hold once and ends or moves those that evidence speaks about; it returns when to look again if nothing
-// changes before. Run does so by itself: this and Doubt are for simulations, which call them instead of Run, one at a time.
+// changes before. Run does so by itself: this, Doubt and RestoreLate are for simulations, which call them instead of Run, one at a
+// time.
 func (r *Reconciler) Settle() (time.Duration, error) { return r.pass() }
 
 // Doubt looks into holds that nobody confirms, and losers, and returns when to look again if nothing changes before.
@@ -233,6 +235,9 @@ func (r *Reconciler) pass() (time.Duration, error) {
 	if r.Partitions != nil {
 		errs = append(errs, r.Partitions.Repair())
 	}
+	if r.Settings != nil {
+		errs = append(errs, r.Settings.Repair())
+	}
 	if len(holds) == 0 || !r.Pods.Synced() {
 		return wait, errors.Join(errs...)
 	}
@@ -246,7 +251,7 @@ func (r *Reconciler) pass() (time.Duration, error) {
 		if h.Holder.Kind == ledger.KindLimit && err != nil {
 			continue // it may have been given to another pod since it was last read
 		}
-		again, err := r.settle(h, checkpoint)
+		again, err := r.settle(h, holds, checkpoint)
 		errs = append(errs, err)
 		if again == untilLeft {
 			since, ok := r.leaving[keyOf(h)]
@@ -266,7 +271,7 @@ func (r *Reconciler) pass() (time.Duration, error) {
 const untilLeft = time.Duration(-1)
 
 // settle moves one hold as far as evidence goes, and says when to look again.
-func (r *Reconciler) settle(h ledger.Hold, checkpoint evidence.DeviceCheckpoint) (time.Duration, error) {
+func (r *Reconciler) settle(h ledger.Hold, holds []ledger.Hold, checkpoint evidence.DeviceCheckpoint) (time.Duration, error) {
 	if h.Holder.Kind == ledger.KindClaim {
 		return r.settleClaim(h)
 	}
@@ -286,6 +291,8 @@ func (r *Reconciler) settle(h ledger.Hold, checkpoint evidence.DeviceCheckpoint)
 		return never, r.release(h)
 	case verdict == ledger.Orphaned:
 		return untilLeft, errors.Join(r.Ledger.SetState(h, ledger.StateDraining), r.unreadable(h))
+	case r.isReplaced(h, holds):
+		return never, r.Ledger.SetState(h, ledger.StateDraining)
 	case verdict == ledger.Running && h.State == ledger.StateExpected && len(h.Pods) > 0:
 		return never, r.Ledger.SetState(h, ledger.StateHeld)
 	case h.State == ledger.StateDraining:
@@ -317,7 +324,7 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	}
 	verdict := r.Pods.Verdict(h)
 	if verdict == ledger.Gone {
-		if r.made(h.Device) {
+		if r.made(h.Device) || r.applied(h) {
 			signal(r.unused)
 			return never, nil
 		}
@@ -380,6 +387,23 @@ func (r *Reconciler) identify(h ledger.Hold, checkpoint evidence.DeviceCheckpoin
 // stamps files.
 func predates(checkpoint evidence.DeviceCheckpoint, h ledger.Hold) bool {
 	return h.State == ledger.StateHeld && checkpoint.Written.Before(h.Since)
+}
+
+// isReplaced reports whether the pod of a limit was given all that it asks for later. A kubelet that has lost its checkpoint asks
+// anew for the pods that it had not started, and takes what they had before for free: it must not offer that to others. That the
+// pod does not use it cannot be told where it has processes, and so it drains with the pod.
+func (r *Reconciler) isReplaced(h ledger.Hold, holds []ledger.Hold) bool {
+	if len(h.Pods) != 1 {
+		return false
+	}
+	uid, later := h.Pods[0].UID, 0
+	for _, o := range holds {
+		if o.Holder.Kind == ledger.KindLimit && o.Resource == h.Resource && namesPod(o, uid) && o.Since.After(h.Since) && evidence.Unsettled(o) == 0 {
+			later++
+		}
+	}
+	asks := r.Pods.Asks(uid, h.Resource)
+	return asks > 0 && later >= asks
 }
 
 func namesPod(h ledger.Hold, uid string) bool {

@@ -130,7 +130,7 @@ func TestReuseBetweenVerdictAndRelease(t *testing.T) {
 	g.allocate("GPU-1")
 	must(t, g.book.Release(judged))
 	g.want("GPU-1: limit GPU-1 held []")
-	if _, err := g.r.settle(judged, evidence.DeviceCheckpoint{Written: time.Now().Add(time.Hour), Devices: []evidence.PodDevice{{PodUID: "p1", Resource: resource, ID: "GPU-1"}}}); err != nil {
+	if _, err := g.r.settle(judged, nil, evidence.DeviceCheckpoint{Written: time.Now().Add(time.Hour), Devices: []evidence.PodDevice{{PodUID: "p1", Resource: resource, ID: "GPU-1"}}}); err != nil {
 		t.Error(err)
 	}
 	g.want("GPU-1: limit GPU-1 held []")
@@ -182,6 +182,7 @@ func TestNothingIsReleasedWhileServersAreAway(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
 	g.doubtSoon()
+	g.nobodysSoon()
 	g.run()
 	g.change(func() { g.away = true })
 	g.allocate("GPU-1")
@@ -216,6 +217,7 @@ func TestUnconfirmedClaim(t *testing.T) {
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
 	g.doubtSoon()
 	g.group("p2", true)
+	g.addPod(g.pod("p2"))
 	g.claim("one", "c1", "gpu-1")
 	g.claim("two", "other-uid", "gpu-2")
 	g.prepare("c1", "one", "GPU-1")       // allocated, whatever kubelet knows
@@ -224,6 +226,7 @@ func TestUnconfirmedClaim(t *testing.T) {
 	g.run()
 	g.await("GPU-1: claim c1 held []", "GPU-2: claim c2 held [p2]")
 	g.noGroup("p2")
+	g.deletePod("p2")
 	g.await("GPU-1: claim c1 held []")
 	g.claim("one", "c1")
 	g.await()
@@ -321,9 +324,8 @@ func TestUnreadableRecords(t *testing.T) {
 	g.group("stranger", true)
 	g.run()
 	unreadable := []string{"GPU-1: claim c1 expected [] unreadable", "GPU-2: claim c2 expected [] unreadable", "GPU-3: limit GPU-3 expected [] unreadable"}
-	g.stays(unreadable...) // the stranger, and the rig's anchor, may be anybody's
+	g.stays(unreadable...) // the stranger may be anybody's
 	g.noGroup("stranger")
-	g.addPod(g.pod("anchor"))
 	g.await("GPU-1: claim c1 expected []")
 }
 
@@ -356,6 +358,9 @@ func TestDamagedCheckpoint(t *testing.T) {
 	g.checkpoint("p1", "GPU-1")
 	must(t, g.r.Restore(t.Context()))
 	g.prepare("c1", "one", "GPU-2", "p2")
+	p2 := g.pod("p2")
+	p2.Status.Phase = corev1.PodSucceeded
+	g.addPod(p2)
 	g.group("p2", true)
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
 	g.replace(evidence.DeviceCheckpointPath(g.dir), []byte("{"))

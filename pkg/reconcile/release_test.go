@@ -108,7 +108,6 @@ func TestKubeletHasTheLastWordOnNobodysLimit(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
 	g.nobodysSoon()
-	g.addPod(g.pod("anchor"))
 	g.used = []evidence.UsedDevice{{ID: "GPU-1", Resource: resource}}
 	g.run()
 	g.allocate("GPU-1")
@@ -185,6 +184,62 @@ func TestDeviceCheckpointDeleted(t *testing.T) {
 	g.await()
 }
 
+// Kubelet loses its account before it has started a pod, and asks for it again: it takes what the pod had before for free.
+func TestDevicesReplaced(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		asks string
+		// before and after that are the devices that the pod gets.
+		before, after []string
+		// drains says that it is not to have the former any more.
+		drains bool
+	}{
+		"another":           {asks: "1", before: []string{"GPU-1"}, after: []string{"GPU-2"}, drains: true},
+		"two others":        {asks: "2", before: []string{"GPU-1", "GPU-2"}, after: []string{"GPU-3", "GPU-4"}, drains: true},
+		"one of two so far": {asks: "2", before: []string{"GPU-1"}, after: []string{"GPU-2"}},
+		"none so far":       {asks: "2", before: []string{"GPU-1", "GPU-2"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			g := newRig(t, "GPU-1", "GPU-2", "GPU-3", "GPU-4")
+			p := g.asking("p1", c.asks)
+			g.addPod(p)
+			g.group("p1", true) // its sandbox is there
+			g.run()
+			give := func(ids []string) (held []string) {
+				var named []string
+				for _, id := range ids {
+					named = append(named, "p1", id)
+					held = append(held, id+": limit "+id+" held [p1]")
+				}
+				g.allocate(ids...)
+				g.checkpoint(named...)
+				return held
+			}
+			former := give(c.before)
+			g.await(former...)
+			time.Sleep(20 * time.Millisecond) // the clock of files ticks
+			must(t, os.Remove(evidence.DeviceCheckpointPath(g.dir)))
+			latter := give(c.after)
+			if !c.drains {
+				g.await(append(former, latter...)...)
+				time.Sleep(evidence.Settling)
+				g.stays(append(former, latter...)...)
+				return
+			}
+			var draining []string
+			for _, id := range c.before {
+				draining = append(draining, id+": limit "+id+" draining [p1]")
+			}
+			g.await(append(draining, latter...)...)
+			g.stays(append(draining, latter...)...)
+			g.updatePod(p, corev1.PodSucceeded)
+			g.noGroup("p1")
+			g.await()
+		})
+	}
+}
+
 // Everything ends while nobody looks.
 func TestWhileTheAgentWasDown(t *testing.T) {
 	t.Parallel()
@@ -198,7 +253,7 @@ func TestWhileTheAgentWasDown(t *testing.T) {
 	g.prepare("c5", "five", "GPU-5", "p5")
 	must(t, g.book.DrainClaim(t.Context(), "c5"))
 	// The first pod is gone; the second has succeeded; the third was force-deleted and runs; the fourth claim is gone; the
-	// pod of the fifth, which was unprepared, has ended.
+	// pod of the fifth, which was unprepared, has ended. Whoever runs, and nobody knows, may have those claims.
 	second := g.pod("p2")
 	second.Status.Phase = corev1.PodSucceeded
 	g.addPod(second)
@@ -206,7 +261,7 @@ func TestWhileTheAgentWasDown(t *testing.T) {
 	g.group("p3", true)
 	must(t, g.r.Restore(t.Context()))
 	g.run()
-	g.await("GPU-3: limit GPU-3 draining [p3]")
+	g.await("GPU-3: limit GPU-3 draining [p3]", "GPU-4: claim c4 held [p4]", "GPU-5: claim c5 draining [p5]")
 	g.noGroup("p3")
 	g.await()
 }

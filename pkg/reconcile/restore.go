@@ -16,6 +16,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -55,11 +56,11 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 	}
 	for _, claim := range claims {
 		missing, err := r.restoreClaim(callCtx, claim)
-		if err != nil {
+		if err != nil && !errors.Is(err, errUnasked) {
 			return err
 		}
 		if missing {
-			logger.Info("A claim's device is not there yet", "claim", klog.KRef(claim.Namespace, claim.Name), "claimUID", claim.UID)
+			logger.Info("A claim's device is not there yet, or nobody knows how much of it the claim has", "claim", klog.KRef(claim.Namespace, claim.Name), "claimUID", claim.UID)
 			r.late = append(r.late, claim)
 		}
 	}
@@ -71,9 +72,9 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 func (r *Reconciler) restoreLate(ctx context.Context) {
 	complaint := &complaint{message: "Restoring the holders of devices that came late"}
 	retry := r.times.retry
-	for len(r.late)+len(r.lateLimits) > 0 {
+	for r.isLate() {
 		changed := r.Inventory.Changed()
-		err := errors.Join(r.tryLateClaims(ctx), r.tryLateLimits(ctx))
+		_, err := r.RestoreLate(ctx)
 		complaint.say(ctx, err)
 		var again <-chan time.Time
 		if err == nil {
@@ -89,6 +90,14 @@ func (r *Reconciler) restoreLate(ctx context.Context) {
 		case <-again:
 		}
 	}
+}
+
+func (r *Reconciler) isLate() bool { return len(r.late)+len(r.lateLimits) > 0 }
+
+// RestoreLate tries once to restore what Restore could not, and reports whether anything of it is left. Run does so by itself.
+func (r *Reconciler) RestoreLate(ctx context.Context) (left bool, err error) {
+	err = errors.Join(r.tryLateClaims(ctx), r.tryLateLimits(ctx))
+	return r.isLate(), err
 }
 
 // tryLateClaims forgets those that have all their devices, and those that kubelet has unprepared.
@@ -173,10 +182,11 @@ func (r *Reconciler) restoreLimit(ctx context.Context, checkpoint evidence.Devic
 		}
 		restored.Pods = []ledger.Pod{r.Pods.Name(d.PodUID)}
 	}
-	if restored.Device = h.Device; !known {
+	if restored.Device, restored.Share = h.Device, h.Share; !known {
 		if restored.Device, known = r.refOf(d.ID); !known {
 			return false, nil
 		}
+		restored.Share = r.Limits.ShareOf(r.Inventory.Inventory(), d.ID)
 	}
 	return true, r.expect(ctx, restored)
 }
@@ -196,15 +206,24 @@ func (r *Reconciler) refOf(id string) (ref device.Ref, ok bool) {
 	return devices[i].Ref(), true
 }
 
-// restoreClaim reports whether a device of the claim is missing in the inventory.
+// errUnasked says that a claim may have parts of devices only: they are held as a whole, which keeps others from theirs, until the
+// API server has said how much.
+var errUnasked = errors.New("the API server has not said how much of its devices the claim has")
+
+// restoreClaim reports whether a device of the claim is missing in the inventory, or what the claim has of it, with errUnasked.
 func (r *Reconciler) restoreClaim(ctx context.Context, claim evidence.KubeletClaim) (missing bool, err error) {
-	devices := r.devicesOf(ctx, claim)
-	refs := r.resolve(devices)
-	for _, ref := range refs {
+	devices, consumed, asked := r.devicesOf(ctx, claim)
+	found := r.resolve(devices)
+	unknown := false
+	for named, d := range found {
 		h := ledger.Hold{
-			Holder: ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}, Device: ref,
+			Holder: ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}, Device: d.Ref(),
 			Namespace: claim.Namespace, Name: claim.Name,
 		}
+		if bytes := consumed[named]; bytes > 0 {
+			h.Share = device.ShareOf(uint64(bytes), d.MemoryBytes())
+		}
+		unknown = unknown || !asked && d.Sharing().MemoryShares
 		for _, uid := range claim.PodUIDs {
 			h.Pods = append(h.Pods, r.Pods.Name(uid))
 		}
@@ -212,21 +231,26 @@ func (r *Reconciler) restoreClaim(ctx context.Context, claim evidence.KubeletCla
 			return false, err
 		}
 	}
-	return len(refs) < len(r.ofNode(devices)), nil
+	if unknown {
+		return true, fmt.Errorf("restore claim %s/%s: %w", claim.Namespace, claim.Name, errUnasked)
+	}
+	return len(found) < len(r.ofNode(devices)), nil
 }
 
 // devicesOf are those that kubelet has been given for the claim: one that it has merely begun to prepare has none, and owns
 // nothing. The API server alone knows what was allocated for admin access and so holds nothing. With the API server away
 // kubelet's list counts as it is: no Prepare can come before it is back. What is no longer allocated to the claim is still
-// held while a pod of it has a cgroup.
-func (r *Reconciler) devicesOf(ctx context.Context, claim evidence.KubeletClaim) []evidence.PoolDevice {
+// held while a pod of it has a cgroup. Of devices that it shares it also tells how much of the memory the claim has, if the API
+// server could be asked.
+func (r *Reconciler) devicesOf(ctx context.Context, claim evidence.KubeletClaim,
+) (devices []evidence.PoolDevice, consumed map[evidence.PoolDevice]int64, asked bool) {
 	if len(claim.Devices) == 0 {
-		return nil
+		return nil, nil, true
 	}
 	current, err := r.Claims(claim.Namespace).Get(ctx, claim.Name, metav1.GetOptions{})
 	if err != nil && !apierrors.IsNotFound(err) {
 		klog.FromContext(ctx).Error(err, "Restoring a claim by kubelet's state alone", "claim", klog.KRef(claim.Namespace, claim.Name))
-		return claim.Devices
+		return claim.Devices, nil, false
 	}
 	var now uses
 	if err == nil && string(current.UID) == claim.UID {
@@ -235,7 +259,7 @@ func (r *Reconciler) devicesOf(ctx context.Context, claim evidence.KubeletClaim)
 	lives := r.mayLive(ctx, claim)
 	return slices.DeleteFunc(slices.Clone(claim.Devices), func(d evidence.PoolDevice) bool {
 		return slices.Contains(now.admin, d) || !lives && !slices.Contains(now.held, d)
-	})
+	}), now.consumed, true
 }
 
 // mayLive reports whether a pod of the claim has a cgroup, or nobody knows.
@@ -254,10 +278,14 @@ func (r *Reconciler) mayLive(ctx context.Context, claim evidence.KubeletClaim) b
 }
 
 // uses are the devices that a claim's allocation names: to hold, or for admin access.
-type uses struct{ held, admin []evidence.PoolDevice }
+type uses struct {
+	held, admin []evidence.PoolDevice
+	// consumed is how much of its memory the claim has of a device that it shares.
+	consumed map[evidence.PoolDevice]int64
+}
 
 func (r *Reconciler) usesOf(claim *resourceapi.ResourceClaim) uses {
-	var u uses
+	u := uses{consumed: map[evidence.PoolDevice]int64{}}
 	if claim.Status.Allocation == nil {
 		return u
 	}
@@ -269,27 +297,44 @@ func (r *Reconciler) usesOf(claim *resourceapi.ResourceClaim) uses {
 			u.admin = append(u.admin, d)
 		default:
 			u.held = append(u.held, d)
+			if bytes, shared := capacity.Share(claim, result); shared {
+				u.consumed[d] += bytes
+			}
 		}
 	}
 	return u
 }
 
 // resolve finds the devices in the inventory. One that is not there is left out.
-func (r *Reconciler) resolve(devices []evidence.PoolDevice) []device.Ref {
+func (r *Reconciler) resolve(devices []evidence.PoolDevice) map[evidence.PoolDevice]device.Device {
 	inventory := r.Inventory.Inventory()
-	var refs []device.Ref
+	all := map[evidence.PoolDevice]device.Device{}
 	for _, d := range r.ofNode(devices) {
 		if found, ok := inventory.ByName(d.Device); ok {
-			refs = append(refs, found.Ref())
+			all[d] = found
 		}
+	}
+	return all
+}
+
+// refs are those of resolve.
+func (r *Reconciler) refs(devices []evidence.PoolDevice) []device.Ref {
+	var refs []device.Ref
+	for _, d := range r.resolve(devices) {
+		refs = append(refs, d.Ref())
 	}
 	return refs
 }
 
+// ofNode are the devices of this node, each once: a claim may have several shares of one.
 func (r *Reconciler) ofNode(devices []evidence.PoolDevice) []evidence.PoolDevice {
-	return slices.DeleteFunc(slices.Clone(devices), func(d evidence.PoolDevice) bool {
-		return device.NodeOfPool(d.Pool) != r.NodeName
-	})
+	var here []evidence.PoolDevice
+	for _, d := range devices {
+		if device.NodeOfPool(d.Pool) == r.NodeName && !slices.Contains(here, d) {
+			here = append(here, d)
+		}
+	}
+	return here
 }
 
 // restoreUsed adds what kubelet reports in use and the two checkpoints do not name.
@@ -330,7 +375,7 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint evidence.Device
 		found := evidence.KubeletClaim{
 			UID: string(claim.UID), Namespace: used.Namespace, Name: used.Claim, PodUIDs: podsOf(claim), Devices: used.Devices,
 		}
-		if _, err := r.restoreClaim(callCtx, found); err != nil {
+		if _, err := r.restoreClaim(callCtx, found); err != nil && !errors.Is(err, errUnasked) {
 			return err
 		}
 	}

@@ -158,6 +158,32 @@ func (f *fullDisk) Expect(h ledger.Hold) error {
 
 func (f *fullDisk) Record() error { f.recorded++; return f.Ledger.Record() }
 
+// Who may have parts only is thought to have all until the API server can be asked, and then has what it says: two claims that
+// each keep the other away otherwise wait forever.
+func TestRestoreOfParts(t *testing.T) {
+	const gib = 1 << 30
+	g := newRig(t, "GPU-0", "GPU-1")
+	g.change(func() {
+		for i := range g.gpus {
+			g.gpus[i].MemoryBytes, g.gpus[i].Sharing = 24*gib, device.Sharing{Strategy: device.TimeSlicing, MemoryShares: true}
+		}
+		g.away = true
+	})
+	g.claim("four", "c1", "4Gi:gpu-1")
+	g.claim("eight", "c2", "8Gi:gpu-1")
+	g.claim("all", "c3", "gpu-0")
+	g.claimState(
+		kubeletClaim{"c1", "four", []string{"p1"}, []string{"gpu-1"}}, kubeletClaim{"c2", "eight", []string{"p2"}, []string{"gpu-1"}},
+		kubeletClaim{"c3", "all", []string{"p3"}, []string{"gpu-0"}},
+	)
+	must(t, g.r.Restore(t.Context()))
+	g.want("GPU-0: claim c3 expected [p3]", "GPU-1: claim c1 expected [p1]", "GPU-1: claim c2 expected [p2]")
+	g.run()
+	g.stays("GPU-0: claim c3 expected [p3]", "GPU-1: claim c1 expected [p1]", "GPU-1: claim c2 expected [p2]")
+	g.change(func() { g.away = false })
+	g.await("GPU-0: claim c3 expected [p3]", "GPU-1: claim c1 expected [p1] has 4096Mi of 24576Mi", "GPU-1: claim c2 expected [p2] has 8192Mi of 24576Mi")
+}
+
 // One hold that cannot be recorded must not keep the agent from holding the others, and is tried again.
 func TestRestoreOnAFullDisk(t *testing.T) {
 	t.Parallel()

@@ -17,9 +17,11 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	quantity "k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
@@ -66,7 +68,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	g.setGPUs(gpus...)
 	must(t, os.Mkdir(filepath.Join(g.dir, "device-plugins"), 0o755))
 	g.group("anchor", true)
-	g.client = fake.NewClientset()
+	g.client = fake.NewClientset(g.pod("anchor"))
 	g.counts = prometheus.NewRegistry()
 	cgroups := evidence.NewCgroups(g.groups)
 	var err error
@@ -111,7 +113,16 @@ func (g *rig) run() (stop func()) {
 	for g.watches() == watches && ctx.Err() == nil {
 		time.Sleep(time.Millisecond)
 	}
+	g.awaitClock(time.Now())
 	return stop
+}
+
+// awaitClock waits until the ledger's clock, which is some milliseconds behind, is past a moment too: what is held from then on is
+// held later than what was seen before.
+func (g *rig) awaitClock(moment time.Time) {
+	for now := (unix.Timespec{}); !time.Unix(now.Unix()).After(moment) && !g.t.Failed(); time.Sleep(time.Millisecond) {
+		must(g.t, unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &now))
+	}
 }
 
 // watches counts the watches of pods that were begun.
@@ -206,7 +217,7 @@ func (g *rig) change(f func()) {
 	f()
 }
 
-// claim exists with the devices it holds; those that begin with admin: are for admin access.
+// claim exists with the devices it holds; those that begin with admin: are for admin access, and it has 4Gi of "4Gi:gpu-1".
 func (g *rig) claim(name, uid string, devices ...string) {
 	c := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "apps", Name: name, UID: types.UID(uid)}}
 	if devices != nil {
@@ -214,8 +225,18 @@ func (g *rig) claim(name, uid string, devices ...string) {
 	}
 	for _, d := range devices {
 		d, admin := strings.CutPrefix(d, "admin:")
-		c.Status.Allocation.Devices.Results = append(c.Status.Allocation.Devices.Results,
-			resourceapi.DeviceRequestAllocationResult{Driver: driver, Pool: poolOf(d), Device: d, AdminAccess: &admin})
+		memory, part, shared := strings.Cut(d, ":")
+		if shared {
+			d = part
+		}
+		result := resourceapi.DeviceRequestAllocationResult{Request: d, Driver: driver, Pool: poolOf(d), Device: d, AdminAccess: &admin}
+		if shared {
+			id := types.UID("share-" + uid)
+			result.ShareID, result.ConsumedCapacity = &id, map[resourceapi.QualifiedName]quantity.Quantity{"memory": quantity.MustParse(memory)}
+			wanted := &resourceapi.ExactDeviceRequest{Capacity: &resourceapi.CapacityRequirements{Requests: result.ConsumedCapacity}}
+			c.Spec.Devices.Requests = append(c.Spec.Devices.Requests, resourceapi.DeviceRequest{Name: d, Exactly: wanted})
+		}
+		c.Status.Allocation.Devices.Results = append(c.Status.Allocation.Devices.Results, result)
 	}
 	g.change(func() { g.claims["apps/"+name] = c })
 }
@@ -308,7 +329,7 @@ func (g *rig) claimState(claims ...kubeletClaim) {
 	g.replace(filepath.Join(g.dir, "dra_manager_state"), data)
 }
 
-// holds describes every hold: "GPU-1: claim c1 expected [p1]".
+// holds describes every hold: "GPU-1: claim c1 expected [p1]", and who has a part: "... has 4096Mi of 24576Mi".
 func (g *rig) holds() []string {
 	described := []string{}
 	for _, h := range g.book.Holds() {
@@ -319,6 +340,9 @@ func (g *rig) holds() []string {
 		text := fmt.Sprintf("%s: %s %s %s %v", h.Device, h.Holder.Kind, h.Holder.ID, h.State, pods)
 		if h.Unreadable {
 			text += " unreadable"
+		}
+		if !h.Share.Whole() {
+			text += " has " + h.Share.String()
 		}
 		described = append(described, text)
 	}

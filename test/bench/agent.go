@@ -22,7 +22,9 @@ import (
 // node is the machine the agent believes to be on.
 type node struct {
 	dir, agent, hook string
-	cluster          *cluster.Cluster
+	// programs is that of the simulated machines' driver.
+	programs string
+	cluster  *cluster.Cluster
 }
 
 func (n *node) path(elements ...string) string {
@@ -41,7 +43,8 @@ func (n *node) prepare(ctx context.Context, profiles ...string) error {
 		return fmt.Errorf("mount tmpfs on %s: %w", n.runDir(), err)
 	}
 	for _, profile := range profiles {
-		cmd := exec.CommandContext(ctx, n.agent, "simulate", "--profile", profile, "--root", n.path(profile), "--node-name", nodeName)
+		cmd := exec.CommandContext(ctx, n.agent, "simulate", "--profile", profile, "--root", n.path(profile), "--node-name", nodeName,
+			"--programs", n.programs)
 		if output, err := cmd.CombinedOutput(); err != nil {
 			return fmt.Errorf("simulate %s: %w: %s", profile, err, output)
 		}

@@ -110,7 +110,7 @@ func (r *run) build(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	r.node.agent, r.node.hook = programs.Agent, programs.Hook
+	r.node.agent, r.node.hook, r.node.programs = programs.Agent, programs.Hook, programs.Simulated
 	if r.Agent != "" {
 		r.node.agent = r.Agent
 	}
@@ -143,6 +143,9 @@ func (r *run) measure(ctx context.Context) (err error) {
 		return err
 	}
 	if err := r.measureModes(ctx); err != nil {
+		return err
+	}
+	if err := r.measureSharing(ctx); err != nil {
 		return err
 	}
 	if err := r.measurePartitions(ctx); err != nil {

@@ -97,7 +97,10 @@ func createClaims(ctx context.Context, client kubernetes.Interface, prefix strin
 	return claims, group.Wait()
 }
 
-func createClaim(ctx context.Context, client kubernetes.Interface, name, pool, device string) (*resourceapi.ResourceClaim, error) {
+// createClaim makes a claim that is allocated, with what its author has said of the device.
+func createClaim(ctx context.Context, client kubernetes.Interface, name, pool, device string,
+	config ...resourceapi.DeviceAllocationConfiguration,
+) (*resourceapi.ResourceClaim, error) {
 	// A pod that has ended is known to the agent, and what is unprepared for it is free at once.
 	pod, err := createPod(ctx, client, name)
 	if err == nil {
@@ -117,9 +120,10 @@ func createClaim(ctx context.Context, client kubernetes.Interface, name, pool, d
 		return nil, fmt.Errorf("create claim %s: %w", name, err)
 	}
 	claim.Status = resourceapi.ResourceClaimStatus{
-		Allocation: &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: []resourceapi.DeviceRequestAllocationResult{{
-			Request: "gpu", Driver: driverName, Pool: pool, Device: device,
-		}}}},
+		Allocation: &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{
+			Results: []resourceapi.DeviceRequestAllocationResult{{Request: "gpu", Driver: driverName, Pool: pool, Device: device}},
+			Config:  config,
+		}},
 		ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: name, UID: pod.UID}},
 	}
 	claim, err = api.UpdateStatus(ctx, claim, metav1.UpdateOptions{})

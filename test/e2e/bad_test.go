@@ -19,12 +19,16 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
-// event waits for an event of the story's namespace, or of the node where the kind is Node, whose message has all the words.
+// event waits for an event of the story's namespace, of the node where the kind is Node, or of our Secret, whose message has all the
+// words.
 func (s *story) event(kind, name, reason string, words ...string) {
 	s.Helper()
 	namespace := s.namespace
-	if kind == "Node" {
+	switch kind {
+	case "Node":
 		namespace = metav1.NamespaceDefault
+	case "Secret":
+		namespace = install.Namespace
 	}
 	s.await(soon, fmt.Sprintf("event %s on %s %s", reason, kind, name), func() error {
 		list, err := theClient.CoreV1().Events(namespace).List(s.ctx, metav1.ListOptions{})
@@ -143,8 +147,7 @@ func TestParametersThatAreWrong(t *testing.T) {
 func TestParametersThatCannotBeHonoured(t *testing.T) {
 	s := begin(t)
 	for name, parameters := range map[string]string{
-		"mps":   `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: MPS, mpsConfig: {defaultActiveThreadPercentage: 50}}}`,
-		"limit": `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: MPS, mpsConfig: {defaultPinnedDeviceMemoryLimit: 10 Gi}}}`,
+		"other": `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {GPU-00000000-0000-0000-0000-000000000000: 5Gi}}}}`,
 	} {
 		s.manifest(fmt.Sprintf(`
 apiVersion: resource.k8s.io/v1
@@ -174,9 +177,9 @@ spec:
     resources: {claims: [{name: gpu}]}
 `, name, parameters))
 	}
-	s.event("ResourceClaim", "mps", "InvalidParameters", "config[0].opaque.parameters.sharing.strategy", "MPS", "retrying does not help")
-	s.event("Pod", "mps", "FailedPrepareDynamicResources", "config[0].opaque.parameters.sharing.strategy")
-	s.event("ResourceClaim", "limit", "InvalidParameters", "config[0].opaque.parameters.sharing.mpsConfig.defaultPinnedDeviceMemoryLimit", "10 Gi", "retrying does not help")
+	const field = "config[0].opaque.parameters.sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[GPU-00000000-0000-0000-0000-000000000000]"
+	s.event("ResourceClaim", "other", "InvalidParameters", field, "retrying does not help")
+	s.event("Pod", "other", "FailedPrepareDynamicResources", field)
 	s.wantHolds(0, 0)
 }
 
@@ -237,7 +240,11 @@ func (s *story) fill(file string) (stop func()) {
 // nudge makes kubelet look at a pod, or "--all", now; left alone it tries a claim again after 60 to 90 seconds.
 func (s *story) nudge(pod string) {
 	s.Helper()
-	s.kubectl("annotate", "pod", "-n", s.namespace, pod, "--overwrite", "nudged="+strconv.FormatInt(time.Now().UnixNano(), 10))
+	_, err := theCluster.Kubectl(s.ctx, "annotate", "pod", "-n", s.namespace, pod, "--overwrite", "nudged="+strconv.FormatInt(time.Now().UnixNano(), 10))
+	// One that has gone meanwhile waits for nothing.
+	if err != nil && !strings.Contains(err.Error(), "not found") {
+		s.Fatal(err)
+	}
 }
 
 // same checks that these pods see the GPUs they saw.

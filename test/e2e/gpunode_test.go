@@ -42,6 +42,10 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		}
 		return nil
 	})
+	s.await(soon, "the webhook's Secret, which a leader makes", func() error {
+		_, err := theClient.CoreV1().Secrets(install.Namespace).Get(s.ctx, webhookName, metav1.GetOptions{})
+		return err
+	})
 	const (
 		status    = `{"status":{"mode":"Split"}}`
 		spec      = `{"spec":{"claims":[{"uid":"u","namespace":"n","name":"c","devices":["gpu-0"]}]}}`
@@ -79,8 +83,26 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		"controller: a node":           {s.patchNode(control, labels), notByRBAC},
 		"controller: evict whatever":   {s.evict(control, agent, nil), "with its UID and resourceVersion"},
 		"controller: evict by its UID": {s.evict(control, agent, &metav1.Preconditions{UID: &agent.UID}), "with its UID and resourceVersion"},
-		"controller: delete a pod":     {control.CoreV1().Pods(agent.Namespace).Delete(s.ctx, agent.Name, metav1.DeleteOptions{DryRun: dryRun}), notByRBAC},
+		"controller: delete a pod":     {control.CoreV1().Pods(agent.Namespace).Delete(s.ctx, agent.Name, metav1.DeleteOptions{DryRun: dryRun}), "may make and delete no pods but those of MPS daemons"},
 		"controller: read secrets":     {func() error { _, err := control.CoreV1().Secrets("").List(s.ctx, metav1.ListOptions{}); return err }(), notByRBAC},
+		"controller: its secret": {func() error {
+			_, err := control.CoreV1().Secrets(install.Namespace).Get(s.ctx, webhookName, metav1.GetOptions{})
+			return err
+		}(), ""},
+		"controller: another secret": {func() error {
+			_, err := control.CoreV1().Secrets(install.Namespace).Get(s.ctx, "other", metav1.GetOptions{})
+			return err
+		}(), notByRBAC},
+		"controller: make a secret": {s.makeSecret(control, "other", corev1.SecretTypeOpaque), "may create no Secret but " + webhookName},
+		"controller: make a token":  {s.makeSecret(control, webhookName, corev1.SecretTypeServiceAccountToken), "of type kubernetes.io/tls"},
+		"controller: every webhook": {func() error {
+			_, err := control.AdmissionregistrationV1().ValidatingWebhookConfigurations().List(s.ctx, metav1.ListOptions{})
+			return err
+		}(), notByRBAC},
+		"controller: whom to trust":    {s.patchWebhook(control, `"caBundle":"eA=="`, ""), ""},
+		"controller: another server":   {s.patchWebhook(control, `"url":"https://example.com","service":null`, ""), "nothing of a webhook configuration but caBundle"},
+		"controller: asked everything": {s.patchWebhook(control, "", `"rules":[{"apiGroups":["*"],"apiVersions":["*"],"operations":["*"],"resources":["*/*"]}]`), "nothing of a webhook configuration but caBundle"},
+		"controller: without it none":  {s.patchWebhook(control, "", `"failurePolicy":"Fail"`), "nothing of a webhook configuration but caBundle"},
 		"controller: another's lease": {func() error {
 			_, err := control.CoordinationV1().Leases("kube-system").List(s.ctx, metav1.ListOptions{})
 			return err
@@ -101,6 +123,25 @@ func TestWhoMayWriteWhat(t *testing.T) {
 	if err := s.evict(control, fresh, &metav1.Preconditions{UID: &fresh.UID, ResourceVersion: ptr.To("1")}); !apierrors.IsConflict(err) {
 		t.Errorf("evict a pod that has changed: %v", err)
 	}
+}
+
+// patchWebhook merges fields into the one webhook, and into its clientConfig.
+func (s *story) patchWebhook(client kubernetes.Interface, clientConfig, webhook string) error {
+	s.Helper()
+	if webhook != "" {
+		webhook = "," + webhook
+	}
+	patch := fmt.Sprintf(`{"webhooks":[{"name":"parameters.tandem-gpu.dev","clientConfig":{%s}%s}]}`, clientConfig, webhook)
+	// Strategic: the webhook is found by its name, and what is not said stays.
+	_, err := client.AdmissionregistrationV1().ValidatingWebhookConfigurations().Patch(s.ctx, webhookName, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun})
+	return err
+}
+
+func (s *story) makeSecret(client kubernetes.Interface, name string, kind corev1.SecretType) error {
+	_, err := client.CoreV1().Secrets(install.Namespace).Create(s.ctx, &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{corev1.ServiceAccountNameKey: "tandem"}}, Type: kind,
+	}, metav1.CreateOptions{DryRun: dryRun})
+	return err
 }
 
 // TestWaitingPodsAreTold: a pod that finds no GPU is told who has them, on the nodes that it may run on, and not again and again.

@@ -72,7 +72,7 @@ func (s *story) sliceOf(nodeName string) *resourceapi.ResourceSlice {
 }
 
 // TestStolenToken: whoever has the token of a node's agent can write that node's slices, read what the agent reads, and
-// nothing else. Nothing here is stored: where the API server would allow it, it is a dry run.
+// nothing else. Nothing of what is tried here is stored: where the API server would allow it, it is a dry run.
 func TestStolenToken(t *testing.T) {
 	s := begin(t)
 	pod := s.agentPod(gpuNode)
@@ -140,6 +140,12 @@ func (s *story) forbidden(client kubernetes.Interface) {
 	s.Helper()
 	list, dry := metav1.ListOptions{}, metav1.PatchOptions{DryRun: dryRun}
 	patch := []byte(`{"metadata":{"labels":{"stolen":"true"}}}`)
+	s.manifest(`
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {name: not-allocated}
+spec: {devices: {requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]}}
+`)
 	for name, err := range map[string]error{
 		"list secrets": func() error { _, err := client.CoreV1().Secrets("").List(s.ctx, list); return err }(),
 		"list secrets of its namespace": func() error {
@@ -168,9 +174,11 @@ func (s *story) forbidden(client kubernetes.Interface) {
 		}(),
 		"delete pods": client.CoreV1().Pods(install.Namespace).Delete(s.ctx, s.agentPod(numaNode).Name, metav1.DeleteOptions{DryRun: dryRun}),
 		"write a claim's status": func() error {
-			_, err := client.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(s.ctx, &resourceapi.ResourceClaim{
-				ObjectMeta: metav1.ObjectMeta{Name: "stolen", Namespace: s.namespace},
-			}, metav1.UpdateOptions{DryRun: dryRun})
+			_, err := client.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(s.ctx, s.claim("not-allocated"), metav1.UpdateOptions{DryRun: dryRun})
+			return err
+		}(),
+		"write a claim": func() error {
+			_, err := client.ResourceV1().ResourceClaims(s.namespace).Update(s.ctx, s.claim("not-allocated"), metav1.UpdateOptions{DryRun: dryRun})
 			return err
 		}(),
 		"make a token": func() error {

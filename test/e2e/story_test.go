@@ -257,12 +257,12 @@ func (s *story) noDoubleOwners() {
 	}
 }
 
-// allFree waits until kubelet offers every GPU to limits again, the slices offer every GPU to claims, and the ledger is
-// empty.
+// allFree waits until kubelet offers every GPU to limits again, the slices offer every GPU to claims, the ledger is empty, and nothing
+// is left of what claims' containers shared.
 func (s *story) allFree() {
 	s.Helper()
 	s.await(patient, "all GPUs to be free", func() error {
-		return errors.Join(s.offeredToLimits(gpusANode), s.offeredToClaims(s.offered), s.empty())
+		return errors.Join(s.offeredToLimits(gpusANode), s.offeredToClaims(s.offered), s.empty(), s.nothingShared())
 	})
 }
 

@@ -62,7 +62,7 @@ func live(ctx context.Context, host string, orders io.Reader, answers io.Writer)
 	if problems, err := records.Load(); err != nil || len(problems) > 0 {
 		return errors.Join(append(problems, err)...)
 	}
-	maker := partition.NewMaker(records, node, func(device.GPU) bool { return true })
+	maker := partition.NewMaker(records, node, partition.Policy{Dynamic: func(device.GPU) bool { return true }})
 	fmt.Fprintln(answers, "ok")
 	for lines := bufio.NewScanner(orders); lines.Scan(); {
 		order, name, _ := strings.Cut(lines.Text(), " ")

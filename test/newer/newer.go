@@ -19,7 +19,9 @@ import (
 
 // ahead is what differs in pkg/ledger/record.go.
 var ahead = [][2]string{
-	{"recordVersion = 1", "recordVersion = 2"},
+	{"recordVersion = 2", "recordVersion = 3"},
+	// Also of whole devices, which are of the oldest version otherwise.
+	{"wholeVersion  = 1", "wholeVersion  = 3"},
 	{"type record struct {", "type record struct {\n\tNewer string `json:\"newer\"`"},
 }
 

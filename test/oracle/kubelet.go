@@ -19,8 +19,8 @@ import (
 // podResourcesSocket is where kubelet answers on a node (KEP-606).
 const podResourcesSocket = "/var/lib/kubelet/pod-resources/kubelet.sock"
 
-// Granted asks a node's kubelet what it believes to have given to each pod, by "namespace/name": limits by UUID, claims by the
-// names of their devices, sorted. Ask only while no pod is being admitted: the question makes kubelet forget devices that it is
+// Granted asks a node's kubelet what it believes to have given to each pod, by "namespace/name": limits by UUID, with "::" and a
+// number behind it for a replica, claims by the names of their devices, sorted. Ask only while no pod is being admitted: the question makes kubelet forget devices that it is
 // about to give.
 func Granted(ctx context.Context, node *cluster.Node) (map[string][]string, error) {
 	connection, err := grpc.NewClient("passthrough:///kubelet", grpc.WithTransportCredentials(insecure.NewCredentials()),
@@ -62,7 +62,7 @@ func granted(answer *podresources.ListPodResourcesResponse) map[string][]string 
 	return pods
 }
 
-// ofLimits reports whether a resource is a GPU or a partition.
+// ofLimits reports whether a resource is a GPU, a replica of one, or a partition.
 func ofLimits(resource string) bool {
-	return resource == resourceName || strings.HasPrefix(resource, partitionResources)
+	return strings.TrimSuffix(resource, sharedSuffix) == resourceName || strings.HasPrefix(resource, partitionResources)
 }

@@ -21,13 +21,16 @@ import (
 // afterwards. It is for one goroutine.
 type Lookout struct {
 	node *cluster.Node
+	// shared are the GPUs that several may have at once, by minor, with as how many devices limits see each.
+	shared map[int]int
 	// known are the devices of containers that are in their own file systems, by container ID.
 	known map[string][]Device
 }
 
-// NewLookout looks at nothing yet.
-func NewLookout(node *cluster.Node) *Lookout {
-	return &Lookout{node: node, known: map[string][]Device{}}
+// NewLookout looks at nothing yet. The GPUs that the node's configuration shares are told by their minors, with as how many
+// devices limits see each: nobody could read that from outside.
+func NewLookout(node *cluster.Node, shared map[int]int) *Lookout {
+	return &Lookout{node: node, shared: shared, known: map[string][]Device{}}
 }
 
 // Glimpse is what one look found.
@@ -117,12 +120,17 @@ func (l *Lookout) lookInto(own viewpoint, c group) (*sighting, error) {
 
 // named fills in the GPUs; what the machine does not tell stays as it is.
 func (l *Lookout) named(own viewpoint, devices []Device) []Device {
-	known, err := readGPUs(own.path)
-	if err != nil || len(devices) == 0 {
+	if len(devices) == 0 {
 		return devices
 	}
+	known, err := readGPUs(own.path)
 	for i := range devices {
-		devices[i].GPU = known.find(devices[i].gpu())
+		if err == nil {
+			devices[i].GPU = known.find(devices[i].gpu())
+		}
+		if devices[i].Whole() {
+			devices[i].GPU.Replicas = l.shared[devices[i].Minor()]
+		}
 	}
 	return devices
 }
@@ -130,31 +138,47 @@ func (l *Lookout) named(own viewpoint, devices []Device) []Device {
 // Suspicion is hardware that containers of different pods could see at one moment: a device, or a partition and its GPU. Whether
 // that is right is for Memory.
 type Suspicion struct {
-	// Number is the device of the first, other that of the second.
+	// Number is the device of the first, other that of all others.
 	Number, other Number
-	// first and second are live processes: there was an instant at which both were.
-	first, second sighting
+	// those are live processes, two of them, or all that see a GPU that is shared: there was an instant at which all were.
+	those []sighting
 }
 
-// Key is equal for the same device in the same two containers.
+// numberIn is the device that is suspected in a container.
+func (s Suspicion) numberIn(container string) Number {
+	if container == s.those[0].container {
+		return s.Number
+	}
+	return s.other
+}
+
+// Key is equal for the same device in the same containers.
 func (s Suspicion) Key() string {
-	ids := []string{s.first.container, s.second.container}
+	var ids []string
+	for _, one := range s.those {
+		ids = append(ids, one.container)
+	}
 	slices.Sort(ids)
 	numbers := []Number{s.Number, s.other}
 	slices.SortFunc(numbers, Number.compare)
-	return fmt.Sprintf("%s %s %s %s", numbers[0], numbers[1], ids[0], ids[1])
+	return fmt.Sprintf("%s %s %s", numbers[0], numbers[1], strings.Join(ids, " "))
 }
 
 // String names device, pods and processes by what is known without the API server.
 func (s Suspicion) String() string {
-	return fmt.Sprintf("device %s: container %.12s of pod %s (process %d) and device %s: container %.12s of pod %s (process %d)",
-		s.Number, s.first.container, s.first.pod, s.first.pid, s.other, s.second.container, s.second.pod, s.second.pid)
+	var parts []string
+	for _, one := range s.those {
+		parts = append(parts, fmt.Sprintf("device %s: container %.12s of pod %s (process %d)",
+			s.numberIn(one.container), one.container, one.pod, one.pid))
+	}
+	return strings.Join(parts, " and ")
 }
 
 // Suspicions compares the containers with each other. Of two processes seen one after the other the first may have ended
-// before the second began: both must be alive still.
+// before the second began: both must be alive still. Of a GPU that is shared all are suspected together, since each two of them
+// may be right.
 func (g Glimpse) Suspicions() []Suspicion {
-	var found []Suspicion
+	found := g.crowds()
 	for i, a := range g.sightings {
 		for _, b := range g.sightings[i+1:] {
 			if a.pod == b.pod {
@@ -162,10 +186,36 @@ func (g Glimpse) Suspicions() []Suspicion {
 			}
 			for _, device := range a.devices {
 				for _, other := range b.devices {
-					if device.Overlaps(other) && a.alive() && b.alive() {
-						found = append(found, Suspicion{Number: device.Number, other: other.Number, first: a, second: b})
+					if device.Overlaps(other) && !device.together(other) && a.alive() && b.alive() {
+						found = append(found, Suspicion{Number: device.Number, other: other.Number, those: []sighting{a, b}})
 					}
 				}
+			}
+		}
+	}
+	return found
+}
+
+// together reports whether both are one device that several may have at once.
+func (d Device) together(other Device) bool { return d.Number == other.Number && d.GPU.Replicas > 0 }
+
+// crowds are those who see a device that is shared, where they are of several pods.
+func (g Glimpse) crowds() []Suspicion {
+	var found []Suspicion
+	for i, a := range g.sightings {
+		for _, device := range a.devices {
+			sees := func(s sighting) bool { return slices.ContainsFunc(s.devices, device.together) }
+			if slices.ContainsFunc(g.sightings[:i], sees) {
+				continue
+			}
+			var those []sighting
+			for _, b := range g.sightings[i:] {
+				if sees(b) && b.alive() {
+					those = append(those, b)
+				}
+			}
+			if slices.ContainsFunc(those, func(b sighting) bool { return b.pod != those[0].pod }) {
+				found = append(found, Suspicion{Number: device.Number, other: device.Number, those: those})
 			}
 		}
 	}

@@ -75,21 +75,27 @@ func (m *Memory) Forget(namespace string) {
 	}
 }
 
-// Judge answers the device of a suspicion with its holders, where they are different ones, and false where they may share it.
+// Judge answers the device of a suspicion with its holders, where they may not have it at once, and false where they may.
 func (m *Memory) Judge(s Suspicion) (Double, bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	found := m.objects.explain([]sighting{s.first.only(s.Number), s.second.only(s.other)})
-	double := Double{Node: s.first.node, Number: s.Number}
+	found := m.objects.explain(s.those)
+	double := Double{Node: s.those[0].node, Number: s.Number}
 	for _, container := range found.Containers {
 		for _, device := range container.Devices {
-			if device.Holder != "" {
-				double.GPU = device.GPU
-				double.add(container, device)
+			if device.Holder == "" || device.Number != s.numberIn(container.ID) {
+				continue
 			}
+			double.GPU = device.GPU
+			share := device.Share
+			if s.Number != s.other {
+				// Nobody has a part of what somebody else has another part of.
+				share = 0
+			}
+			double.add(container, device, share)
 		}
 	}
-	return double, len(double.Holders) > 1
+	return double, double.guilty()
 }
 
 // addPod keeps what an earlier version told about claims: their names stay even where a status is written anew without them.

@@ -115,13 +115,13 @@ func TestReadingWhatKubeletGranted(t *testing.T) {
 	got := granted(&podresources.ListPodResourcesResponse{PodResources: []*podresources.PodResources{
 		{Namespace: "ns", Name: "limits", Containers: []*podresources.ContainerResources{{Devices: []*podresources.ContainerDevices{
 			{ResourceName: resourceName, DeviceIds: []string{"GPU-5"}}, {ResourceName: "nvidia.com/mig-1g.10gb", DeviceIds: []string{"MIG-1"}},
-			{ResourceName: "else", DeviceIds: []string{"GPU-5"}},
+			{ResourceName: "nvidia.com/gpu.shared", DeviceIds: []string{"GPU-6::1"}}, {ResourceName: "else", DeviceIds: []string{"GPU-5"}},
 		}}}},
 		{Namespace: "ns", Name: "claim", Containers: []*podresources.ContainerResources{{DynamicResources: []*podresources.DynamicResource{{
 			ClaimResources: []*podresources.ClaimResource{{DriverName: driverName, DeviceName: "gpu-3"}, {DriverName: "else", DeviceName: "gpu-4"}},
 		}}}}},
 	}})
-	if !slices.Equal(got["ns/limits"], []string{"GPU-5", "MIG-1"}) || !slices.Equal(got["ns/claim"], []string{"gpu-3"}) {
+	if !slices.Equal(got["ns/limits"], []string{"GPU-5", "GPU-6::1", "MIG-1"}) || !slices.Equal(got["ns/claim"], []string{"gpu-3"}) {
 		t.Errorf("granted %v", got)
 	}
 }

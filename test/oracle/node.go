@@ -33,6 +33,16 @@ func (g gpus) find(number Number) GPU {
 	return GPU{Index: -1, Minor: int(number.Minor), NUMANode: -1}
 }
 
+// Memories answers how many bytes of memory the GPUs of a node have, by their minors, as the files below its root directory tell.
+func Memories(root string) (map[int]int64, error) {
+	known, err := readGPUs(root)
+	memories := map[int]int64{}
+	for _, gpu := range known {
+		memories[gpu.Minor] = gpu.Memory
+	}
+	return memories, err
+}
+
 // readGPUs joins what lies on the node: the device nodes of the driver, the description of the machine, and its sysfs.
 func readGPUs(root string) (gpus, error) {
 	machine, err := os.OpenRoot(filepath.Join(root, simulatedMachine))
@@ -51,9 +61,10 @@ func readGPUs(root string) (gpus, error) {
 		return nil, fmt.Errorf("read machine: %w", err)
 	}
 	described := struct {
-		GPUs []struct {
-			UUID, PCI string
-			Minor     int
+		Models map[string]struct{ MemoryMiB int64 }
+		GPUs   []struct {
+			UUID, PCI, Model string
+			Minor            int
 		}
 	}{}
 	if err := yaml.Unmarshal(data, &described); err != nil {
@@ -70,7 +81,10 @@ func readGPUs(root string) (gpus, error) {
 			return nil, fmt.Errorf("read machine: %w", err)
 		}
 		if number, ok := gpuNumber(info); ok {
-			found[number] = GPU{UUID: gpu.UUID, PCIBusID: gpu.PCI, Minor: gpu.Minor, NUMANode: numaNode(machine, gpu.PCI)}
+			found[number] = GPU{
+				UUID: gpu.UUID, PCIBusID: gpu.PCI, Minor: gpu.Minor, NUMANode: numaNode(machine, gpu.PCI),
+				Memory: described.Models[gpu.Model].MemoryMiB << 20,
+			}
 		}
 	}
 	found.count()

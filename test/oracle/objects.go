@@ -19,6 +19,10 @@ import (
 const (
 	driverName   = "gpu.nvidia.com"
 	resourceName = "nvidia.com/gpu"
+	// sharedSuffix may stand behind the name by which limits ask for replicas.
+	sharedSuffix = ".shared"
+	// memoryCapacity is what of a device claims can be given a part of.
+	memoryCapacity = "memory"
 	// partitionResources begins the names of what limits ask for partitions by.
 	partitionResources = "nvidia.com/mig-"
 )
@@ -55,7 +59,7 @@ func (o objects) explain(found []sighting) Picture {
 	containers := map[string]*Container{}
 	for _, seen := range found {
 		pod, known := o.pods[seen.pod]
-		if known && isAgent(pod) {
+		if known && isOurs(pod) {
 			continue
 		}
 		container := containers[seen.container]
@@ -75,6 +79,7 @@ func (o objects) explain(found []sighting) Picture {
 	}
 	var picture Picture
 	for _, container := range containers {
+		container.shareOut(asksOf(o.pods[container.PodUID], container.Name).limits)
 		// A sandbox: its only process sleeps, and no user's program runs in it.
 		if container.Pod != "" && container.Name == "" && len(container.Devices) == 0 {
 			continue
@@ -90,9 +95,10 @@ func (o objects) explain(found []sighting) Picture {
 	return picture
 }
 
-// isAgent recognizes the chart's pods by their labels.
-func isAgent(pod corev1.Pod) bool {
-	return pod.Labels["app.kubernetes.io/name"] == "tandem" && pod.Labels["app.kubernetes.io/component"] == "kubelet-plugin"
+// isOurs recognizes the pods of Tandem that see GPUs and have none, by their labels: agents, and the MPS daemons of claims.
+func isOurs(pod corev1.Pod) bool {
+	component := pod.Labels["app.kubernetes.io/component"]
+	return pod.Labels["app.kubernetes.io/name"] == "tandem" && (component == "kubelet-plugin" || component == "mps-daemon")
 }
 
 func containerName(pod corev1.Pod, id string) string {
@@ -111,17 +117,24 @@ func (o objects) attribute(device Device, seen sighting, pod corev1.Pod) Device 
 	admin := false
 	for _, name := range asks.claims {
 		for _, claim := range o.claims[pod.Namespace+"/"+name] {
-			allocated, adminAccess := allocates(claim, seen.node, device)
-			if allocated && !adminAccess {
-				device.API, device.Holder = Claim, "claim/"+string(claim.UID)
-				device.ClaimUID, device.ClaimName = string(claim.UID), claim.Name
-				return device
+			allocated, adminAccess, share := allocates(claim, seen.node, device)
+			if !allocated || adminAccess {
+				admin = admin || allocated
+				continue
 			}
-			admin = admin || allocated
+			if device.API != Claim {
+				device.API, device.Holder, device.Share = Claim, "claim/"+string(claim.UID), share
+				device.ClaimUID, device.ClaimName = string(claim.UID), claim.Name
+			}
+			// Which of several allocations was prepared, nobody outside can tell: the one that gives least accuses nobody wrongly.
+			if device.ClaimUID == string(claim.UID) && share > 0 && (device.Share == 0 || share < device.Share) {
+				device.Share = share
+			}
 		}
 	}
 	switch {
-	case asks.limits:
+	case device.API == Claim:
+	case asks.limits > 0:
 		// With admin access beside it nobody outside can tell by which of the two: taken for the one that holds.
 		device.API = Limits
 	case admin:
@@ -134,7 +147,8 @@ func (o objects) attribute(device Device, seen sighting, pod corev1.Pod) Device 
 type asks struct {
 	// claims are names of ResourceClaims in the pod's namespace.
 	claims []string
-	limits bool
+	// limits is how many devices.
+	limits int64
 }
 
 // asksOf answers for all containers together where the name is of none: its status may not be written yet.
@@ -150,11 +164,16 @@ func asksOf(pod corev1.Pod, name string) asks {
 		for _, reference := range container.Resources.Claims {
 			found.claims = append(found.claims, claims[reference.Name])
 		}
+		limits := int64(0)
 		for resource, quantity := range container.Resources.Limits {
-			found.limits = found.limits || ofLimits(string(resource)) && !quantity.IsZero()
+			if ofLimits(string(resource)) {
+				limits += quantity.Value()
+			}
 		}
+		// Containers that run one after the other have the same.
+		found.limits = max(found.limits, limits)
 	}
-	if status := pod.Status.ExtendedResourceClaimStatus; status != nil && found.limits {
+	if status := pod.Status.ExtendedResourceClaimStatus; status != nil && found.limits > 0 {
 		found.claims = append(found.claims, status.ResourceClaimName)
 	}
 	return found
@@ -176,22 +195,56 @@ func claimsByReference(pod corev1.Pod) map[string]string {
 	return names
 }
 
-// allocates reports whether a claim has a device of a node allocated, and whether by admin access only.
-func allocates(claim resourceapi.ResourceClaim, node string, device Device) (allocated, adminAccess bool) {
+// allocates reports whether a claim has a device of a node allocated, whether by admin access only, and how many bytes of the
+// device's memory it has: zero for all of it, which is what it has unless the scheduler counted what it gave (KEP-5075).
+func allocates(claim resourceapi.ResourceClaim, node string, device Device) (allocated, adminAccess bool, share int64) {
 	if claim.Status.Allocation == nil {
-		return false, false
+		return false, false, 0
 	}
+	whole := false
 	for _, result := range claim.Status.Allocation.Devices.Results {
 		if result.Driver != driverName || !device.published(result.Device) ||
 			result.Pool != node && !strings.HasPrefix(result.Pool, node+"/") {
 			continue
 		}
-		if result.AdminAccess == nil || !*result.AdminAccess {
-			return true, false
+		if result.AdminAccess != nil && *result.AdminAccess {
+			adminAccess = adminAccess || !allocated
+			allocated = true
+			continue
 		}
-		allocated, adminAccess = true, true
+		allocated, adminAccess = true, false
+		consumed, counted := result.ConsumedCapacity[memoryCapacity]
+		whole = whole || result.ShareID == nil || !counted
+		share += consumed.Value()
 	}
-	return allocated, adminAccess
+	if whole {
+		share = 0
+	}
+	return allocated, adminAccess, share
+}
+
+// shareOut says how much of the GPUs that are shared a container has by its limits, of which it has asked for so many: one
+// replica of each at least, and what it has asked for beyond that where it can only be of one of them.
+func (c *Container) shareOut(asked int64) {
+	var shared []int
+	others := int64(0)
+	for i, device := range c.Devices {
+		switch {
+		case device.API != Limits:
+		case device.GPU.Replicas > 1 && device.Whole():
+			shared = append(shared, i)
+		default:
+			others++
+		}
+	}
+	for _, i := range shared {
+		gpu, replicas := c.Devices[i].GPU, int64(1)
+		if len(shared) == 1 {
+			replicas = min(max(asked-others, 1), int64(gpu.Replicas))
+		}
+		// Of a GPU whose memory is not known it is still not all.
+		c.Devices[i].Share = max(1, replicas*(gpu.Memory/int64(gpu.Replicas)>>20<<20))
+	}
 }
 
 // published reports whether a device is published under a name: gpu-<minor> in a pool that is, or begins with, the node's name,

@@ -30,6 +30,10 @@ type GPU struct {
 	PCIBusID string
 	// Index is the GPU's place in PCI order, NUMANode -1 where unknown.
 	Index, Minor, NUMANode int
+	// Memory in bytes; zero where unknown.
+	Memory int64
+	// Replicas is as how many devices limits see a GPU that several may have at once, as the Lookout was told.
+	Replicas int
 }
 
 // Partition is a compute instance of a GPU.
@@ -114,6 +118,8 @@ type Device struct {
 	ClaimUID, ClaimName string
 	// Holder is equal for those who hold the device together: "claim/UID" or "pod/UID"; empty where API is Admin.
 	Holder string
+	// Share is how many bytes of the device's memory the holder has; zero for the whole device.
+	Share int64
 }
 
 // Container is a container with a live process, on a node.
@@ -143,7 +149,7 @@ type Picture struct {
 	Containers []Container
 }
 
-// Double is a device that containers of different holders can see.
+// Double is a device that containers of different holders can see, who may not have it at once.
 type Double struct {
 	Node   string
 	Number Number
@@ -151,6 +157,8 @@ type Double struct {
 	// Holders, at least two, and the containers in which they have it.
 	Holders    []string
 	Containers []Container
+	// shares are what the holders have of it; zero for all.
+	shares map[string]int64
 }
 
 // String names the device and the pods.
@@ -159,19 +167,49 @@ func (d Double) String() string {
 	for _, container := range d.Containers {
 		text += fmt.Sprintf(" %s/%s", container.Title(), container.Name)
 	}
+	for _, holder := range d.Holders {
+		if share := d.shares[holder]; share > 0 {
+			text += fmt.Sprintf("; %s has %d MiB of %d", holder, share>>20, d.GPU.Memory>>20)
+		}
+	}
 	return text
 }
 
-func (d *Double) add(container Container, device Device) {
-	if !slices.Contains(d.Holders, device.Holder) {
+// add notes a container in which a holder has the device, or so much of it. The containers of one holder use what it has
+// together.
+func (d *Double) add(container Container, device Device, share int64) {
+	if d.shares == nil {
+		d.shares = map[string]int64{}
+	}
+	before, known := d.shares[device.Holder]
+	if !known {
 		d.Holders = append(d.Holders, device.Holder)
+	}
+	if known && (before == 0 || share == 0) {
+		d.shares[device.Holder] = 0
+	} else {
+		d.shares[device.Holder] = max(before, share)
 	}
 	d.Containers = append(d.Containers, container)
 }
 
-// DoublyOwned answers the devices found in containers of different holders, in order of node and number. A pod is one
-// holder; pods that share a ResourceClaim for the very device are one; admin access holds nothing. Who has a partition has a part
-// of what somebody has who has the whole GPU.
+// guilty reports whether the holders may not have the device at once: there are several, and one of them has it whole, or there
+// is not enough memory for all. Of a GPU whose memory is not known nobody can tell the latter.
+func (d Double) guilty() bool {
+	sum := int64(0)
+	for _, share := range d.shares {
+		if share == 0 {
+			return len(d.Holders) > 1
+		}
+		sum += share
+	}
+	return len(d.Holders) > 1 && d.GPU.Memory > 0 && sum > d.GPU.Memory
+}
+
+// DoublyOwned answers the devices found in containers of different holders who may not have them at once, in order of node and
+// number. A pod is one holder; pods that share a ResourceClaim for the very device are one; admin access holds nothing. Who has a
+// partition has a part of what somebody has who has the whole GPU. Claims that were given shares of a GPU may have it together as
+// long as there is memory for all; limits have it whole, since nobody has said how many replicas there are.
 func (p Picture) DoublyOwned() []Double {
 	type place struct {
 		node   string
@@ -187,20 +225,20 @@ func (p Picture) DoublyOwned() []Double {
 			if seen[at] == nil {
 				seen[at] = &Double{Node: container.Node, Number: device.Number, GPU: device.GPU}
 			}
-			seen[at].add(container, device)
+			seen[at].add(container, device, device.Share)
 		}
 	}
 	for _, container := range p.Containers {
 		for _, device := range container.Devices {
 			whole := seen[place{container.Node, device.Partition.GPU}]
 			if device.Holder != "" && !device.Whole() && whole != nil {
-				whole.add(container, device)
+				whole.add(container, device, 0)
 			}
 		}
 	}
 	var doubles []Double
 	for _, double := range seen {
-		if len(double.Holders) > 1 {
+		if double.guilty() {
 			doubles = append(doubles, *double)
 		}
 	}

@@ -156,6 +156,9 @@ func TestVerdicts(t *testing.T) {
 		"the agent sees everything": {world: new(world).pod("a", limits(1)).pod("tandem", func(p *corev1.Pod) {
 			p.Labels = map[string]string{"app.kubernetes.io/name": "tandem", "app.kubernetes.io/component": "kubelet-plugin"}
 		}).sees("a", 0).sees("tandem", 0, 1)},
+		"an MPS daemon sees everything": {world: new(world).pod("a", claim("c")).pod("tandem-mps-c", func(p *corev1.Pod) {
+			p.Labels = map[string]string{"app.kubernetes.io/name": "tandem", "app.kubernetes.io/component": "mps-daemon"}
+		}).claim("c", false, "gpu-0").sees("a", 0).sees("tandem-mps-c", 0, 1)},
 		"an extended resource by a claim": {world: new(world).pod("a", limits(1), func(p *corev1.Pod) {
 			p.Status.ExtendedResourceClaimStatus = &corev1.PodExtendedResourceClaimStatus{ResourceClaimName: "c"}
 		}).pod("b", shared).claim("c", false, "gpu-0").sees("a", 0).sees("b", 0)},

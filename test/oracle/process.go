@@ -11,7 +11,6 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 
@@ -206,12 +205,6 @@ func (v viewpoint) contains(proc string) (bool, error) {
 		namespace.Close()
 		namespace = os.NewFile(uintptr(fd), "parent of PID namespace")
 	}
-}
-
-// only is the sighting with one device left, or the parts of it.
-func (s sighting) only(number Number) sighting {
-	s.devices = slices.DeleteFunc(slices.Clone(s.devices), func(d Device) bool { return d.Number != number })
-	return s
 }
 
 func (s sighting) alive() bool {

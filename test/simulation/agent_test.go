@@ -5,6 +5,7 @@ package simulation
 import (
 	"context"
 	"errors"
+	"maps"
 	"os"
 	"reflect"
 	"runtime"
@@ -86,7 +87,7 @@ func (a *agent) restore(c *call) {
 			a.fail("restore: %v", err)
 		}
 	}
-	if err := a.book.Provision(a.host.gpus); err != nil {
+	if err := a.book.Provision(a.slots()); err != nil {
 		a.fail("provision: %v", err)
 	}
 	c.park("has restored")
@@ -171,20 +172,29 @@ func (a *agent) serve() {
 		}
 		return wait
 	})
+	a.loop("restores what it could not", time.Second, func() []<-chan struct{} { return nil }, func(c *call) time.Duration {
+		if a.faults.noRestore {
+			return never
+		}
+		if left, err := a.reconciler.RestoreLate(c.context(a.life.ctx)); left || err != nil {
+			return time.Second
+		}
+		return never
+	})
 	a.loop("lists devices for limits", 0, func() []<-chan struct{} {
 		_, lacking := a.book.Lacking()
 		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking}
 	}, func(c *call) time.Duration {
 		return a.look()
 	})
-	a.loop("builds slices", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed()} }, func(c *call) time.Duration {
+	a.loop("builds slices", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed(), a.specChanged} }, func(c *call) time.Duration {
 		return a.publish()
 	})
 	a.loop("reports", 50*time.Millisecond, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed(), a.specChanged} }, func(c *call) time.Duration {
 		return a.report()
 	})
 	a.api.watch(a.life, "gpunode/", func(_ string, _, after any) {
-		if object, ok := after.(*gpuNode); ok && !slices.Equal(devicesOf(object.spec), devicesOf(a.spec)) {
+		if object, ok := after.(*gpuNode); ok && !reflect.DeepEqual(object.spec, a.spec) {
 			a.spec = object.spec
 			a.specHasChanged()
 		}
@@ -249,7 +259,8 @@ func (a *agent) look() time.Duration {
 func (a *agent) publish() time.Duration {
 	now := time.Now()
 	pools, next := a.offer.Pools(driver.Facts{
-		Inventory: a.Inventory(), Holds: a.book.Holds(), Kept: driver.Capabilities{Taints: a.version >= 36}, Now: now,
+		Inventory: a.Inventory(), Holds: a.book.Holds(), Claims: a.spec, Now: now,
+		Kept: driver.Capabilities{Taints: a.version >= 36, Shares: a.version >= firstShares},
 	})
 	wanted := &slice{}
 	for _, s := range pools[nodeName].Slices {
@@ -257,7 +268,12 @@ func (a *agent) publish() time.Duration {
 			if len(d.Taints) > 0 {
 				wanted.withheld = append(wanted.withheld, d.Name)
 			} else {
-				wanted.offered = append(wanted.offered, d.Name)
+				name := d.Name
+				if d.AllowMultipleAllocations != nil && *d.AllowMultipleAllocations {
+					left := d.Capacity["memory"].Value
+					name = part(name, int(left.Value()>>20))
+				}
+				wanted.offered = append(wanted.offered, name)
 			}
 		}
 	}
@@ -292,14 +308,22 @@ func (a *agent) specHasChanged() {
 }
 
 // Allocated are the devices that the scheduler has given to claims, as far as the agent has heard.
-func (a *agent) Allocated() []device.Ref {
-	var refs []device.Ref
-	for _, name := range devicesOf(a.spec) {
-		if found, ok := a.inventory.ByName(name); ok {
-			refs = append(refs, found.Ref())
+func (a *agent) Allocated() []ledger.Hold {
+	var holds []ledger.Hold
+	for _, claim := range a.spec {
+		for _, name := range claim.Devices {
+			if found, ok := a.inventory.ByName(name); ok {
+				h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: string(claim.UID)}, Device: found.Ref()}
+				for _, share := range claim.Shares {
+					if share.Device == name {
+						h.Share = device.ShareOf(uint64(share.Memory), found.MemoryBytes())
+					}
+				}
+				holds = append(holds, h)
+			}
 		}
 	}
-	return refs
+	return holds
 }
 
 // report writes the status of the GPUNode, at the product's pace and only what is new.
@@ -351,7 +375,7 @@ func (a *agent) confirm(delay time.Duration) {
 			return
 		}
 		now := append([]string{}, sorted(a.kubelet.healthy)...)
-		if !slices.Equal(now, a.acknowledged) {
+		if a.acknowledged == nil || !slices.Equal(now, a.acknowledged) {
 			a.acknowledged = now
 			a.specHasChanged()
 		}
@@ -554,6 +578,12 @@ func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (
 	if l.s.faults.noCrossCheck {
 		r = strangers(r)
 	}
+	if l.s.faults.noSum {
+		r.Shares = maps.Clone(r.Shares)
+		for ref, share := range r.Shares {
+			r.Shares[ref] = crumb(share)
+		}
+	}
 	var patience time.Duration
 	if r.Yield != nil {
 		patience = r.Yield.Patience
@@ -598,6 +628,14 @@ func strangers(r ledger.ClaimRequest) ledger.ClaimRequest {
 	return r
 }
 
+// crumb is next to nothing of what a share is of, so that however many there are they never come to too much.
+func crumb(share device.Share) device.Share {
+	if share.Whole() {
+		return share
+	}
+	return device.Share{Bytes: 1, Of: share.Of}
+}
+
 func (l parkedLedger) GiveBack(uid string, taken ledger.Taken) error {
 	l.s.pause("gives back")
 	return l.Ledger.GiveBack(uid, taken)
@@ -615,6 +653,12 @@ func (l parkedLedger) DrainClaim(ctx context.Context, uid string) error {
 
 func (l parkedLedger) ReserveLimits(requests []ledger.LimitRequest) error {
 	l.s.pause("reserves")
+	if l.s.faults.noSum {
+		requests = slices.Clone(requests)
+		for i := range requests {
+			requests[i].Share = crumb(requests[i].Share)
+		}
+	}
 	err := l.Ledger.ReserveLimits(requests)
 	l.s.pause("has reserved")
 	l.s.mayDie(err)
@@ -683,16 +727,29 @@ func podObject(p *pod) *corev1.Pod {
 
 func resourceClaim(c *claim) *resourceapi.ResourceClaim {
 	object := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: c.name, UID: types.UID(c.uid)}}
+	wanted := &resourceapi.ExactDeviceRequest{AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: int64(c.count)}
+	if c.memory > 0 {
+		wanted.Capacity = &resourceapi.CapacityRequirements{Requests: mebibytes(c.memory)}
+	}
+	object.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "gpu", Exactly: wanted}}
 	if len(c.devices) > 0 {
 		object.Status.Allocation = &resourceapi.AllocationResult{}
 	}
-	for _, d := range c.devices {
-		object.Status.Allocation.Devices.Results = append(object.Status.Allocation.Devices.Results,
-			resourceapi.DeviceRequestAllocationResult{Driver: driverName, Pool: nodeName, Device: d, Request: "gpu"})
+	for i, d := range c.devices {
+		result := resourceapi.DeviceRequestAllocationResult{Driver: driverName, Pool: nodeName, Device: d, Request: "gpu"}
+		if c.consumed[i] > 0 {
+			id := types.UID("share-" + c.uid)
+			result.ShareID, result.ConsumedCapacity = &id, mebibytes(c.consumed[i])
+		}
+		object.Status.Allocation.Devices.Results = append(object.Status.Allocation.Devices.Results, result)
 	}
 	for _, uid := range c.reservedFor {
 		object.Status.ReservedFor = append(object.Status.ReservedFor,
 			resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: uid, UID: types.UID(uid)})
 	}
 	return object
+}
+
+func mebibytes(n int) map[resourceapi.QualifiedName]resource.Quantity {
+	return map[resourceapi.QualifiedName]resource.Quantity{"memory": *resource.NewQuantity(int64(n)<<20, resource.BinarySI)}
 }

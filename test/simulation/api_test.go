@@ -43,13 +43,17 @@ type claim struct {
 	uid, name string
 	count     int
 	// pod is the UID of the pod that it was made for; empty for a shared claim.
-	pod         string
-	devices     []string
+	pod     string
+	devices []string
+	// memory is how many MiB of each GPU it asks for; zero for all. consumed is what the scheduler has counted of each of devices;
+	// zero where it counts none.
+	memory      int
+	consumed    []int
 	reservedFor []string // UIDs
 	deleting    bool
 }
 
-// slice is the pool of the node.
+// slice is the pool of the node: of what is shared out, with how many MiB are.
 type slice struct {
 	offered, withheld []string
 }

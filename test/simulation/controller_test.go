@@ -4,7 +4,6 @@ package simulation
 
 import (
 	"reflect"
-	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -122,6 +121,9 @@ func (d *director) allocatable(object *gpuNode, claims []v1alpha1.AllocatedClaim
 	for _, device := range object.status.Devices {
 		if device.Limits == v1alpha1.LimitsAllocatable {
 			listed++
+			if device.Sharing != nil && device.Sharing.Replicas > 0 {
+				listed += int(device.Sharing.Allocatable) - 1
+			}
 		}
 	}
 	now := time.Now()
@@ -152,14 +154,23 @@ func (d *director) heal(object *gpuNode) {
 			continue
 		}
 		d.lookSoon(2 * time.Second)
-		d.once("judges "+loser.Name, func() { d.judge(loser) })
+		d.once("judges "+loser.Name, func() { d.judge(loser.UID) })
 	}
 }
 
-// judge evicts the pods of a condemned claim if they are still what they were when it was judged.
-func (d *director) judge(loser v1alpha1.LosingClaim) {
-	k, ok := get[*claim](d.api, claimKey(loser.Name))
+// judge evicts the pods of a claim that is still condemned, if they are still what they were when it was judged.
+func (d *director) judge(uid types.UID) {
+	object, ok := get[*gpuNode](d.api, "gpunode/")
 	if !ok {
+		return
+	}
+	loser, condemned := controller.StillCondemned(object.status, uid)
+	if !condemned {
+		return
+	}
+	agent := d.agentLife()
+	k, ok := get[*claim](d.api, claimKey(loser.Name))
+	if !ok || !controller.StillLost(loser, resourceClaim(k), driverName, nodeName) {
 		return
 	}
 	judged := map[types.UID]*pod{}
@@ -180,7 +191,8 @@ func (d *director) judge(loser v1alpha1.LosingClaim) {
 				return
 			}
 			d.hit(condemnedEvicted)
-			if was.owner == "" || d.host.busy(was.uid) {
+			// An agent that was restarted in between has forgotten the condemnation.
+			if was.owner == "" || d.host.busy(was.uid) && agent == d.agentLife() {
 				d.fail("pod %s of claim %s is evicted, owner %q, running %v", was.uid, k.name, was.owner, d.host.busy(was.uid))
 			}
 			d.cluster.remove(was.uid)
@@ -244,14 +256,4 @@ func (d *director) waiting() map[types.UID][]types.UID {
 		}
 	}
 	return waiting
-}
-
-// devicesOf are the devices that a spec keeps for claims.
-func devicesOf(claims []v1alpha1.AllocatedClaim) []string {
-	var devices []string
-	for _, c := range claims {
-		devices = append(devices, c.Devices...)
-	}
-	slices.Sort(devices)
-	return slices.Compact(devices)
 }

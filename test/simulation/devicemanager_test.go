@@ -101,14 +101,8 @@ func (k *kubelet) devicesOfUUID(uid string) []string {
 	return slices.Compact(ids)
 }
 
-// devicesOf are the names of the GPUs that a pod was given.
-func (k *kubelet) devicesOf(uid string) []string {
-	var names []string
-	for _, id := range k.devicesOfUUID(uid) {
-		names = append(names, "gpu-"+id[len("GPU-"):])
-	}
-	return names
-}
+// devicesOf are the names of the GPUs, or parts of GPUs, that a pod was given.
+func (k *kubelet) devicesOf(uid string) []string { return k.given(k.devicesOfUUID(uid)) }
 
 var (
 	errNotRegistered = errors.New("cannot allocate unregistered device")

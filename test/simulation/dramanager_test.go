@@ -85,7 +85,7 @@ func (k *kubelet) prepare(w *worker) {
 		if info.unpreparing {
 			k.hit(attachDuringUnprepare)
 		}
-		k.run(w, info.uid, info.devices)
+		k.run(w, info.uid, k.partsOf(info.uid, info.devices))
 		return
 	}
 	w.preparing = true
@@ -106,7 +106,7 @@ func (k *kubelet) prepare(w *worker) {
 		now := k.claims[info.name]
 		now.devices, now.prepared = devices, true
 		k.host.writeState(k.claims)
-		k.run(w, info.uid, devices)
+		k.run(w, info.uid, k.partsOf(info.uid, devices))
 	})
 }
 

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -51,13 +52,12 @@ type podGroup struct {
 
 func newHost(s *schedule, dir string, gpus int) (*host, error) {
 	h := &host{schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newLife("host"), written: make(chan struct{})}
-	for _, sub := range []string{h.kubeletDir() + "/device-plugins", h.cgroups() + "/kubepods/podanchor", h.run()} {
+	for _, sub := range []string{h.kubeletDir() + "/device-plugins", h.cgroups() + "/kubepods/burstable", h.run()} {
 		if err := os.MkdirAll(sub, 0o700); err != nil {
 			return nil, err
 		}
 	}
-	// Its cgroup is there and empty: one with processes would be a pod that nobody knows, and may have any GPU.
-	return h, os.WriteFile(filepath.Join(h.cgroups(), "kubepods/podanchor/cgroup.events"), []byte("populated 0\n"), 0o600)
+	return h, nil
 }
 
 func (h *host) kubeletDir() string { return filepath.Join(h.dir, "kubelet") }
@@ -69,20 +69,46 @@ func gpuUUID(i int) string { return fmt.Sprintf("GPU-%d", i) }
 
 // start runs the containers of a pod. Here is where a GPU would get its second owner.
 func (h *host) start(uid, owner string, gpus []string) {
+	beside := having{}
 	for _, other := range sorted(h.pods) {
 		group := h.pods[other]
 		if !group.busy || group.owner == owner {
 			continue
 		}
-		for _, gpu := range gpus {
-			if slices.Contains(group.gpus, gpu) {
-				h.fail("%s has two owners: %s in pod %s still runs, %s in pod %s starts", gpu, group.owner, other, owner, uid)
+		for _, p := range gpus {
+			whole := func(q string) bool { return gpuOf(q) == gpuOf(p) && (mibOf(p) == 0 || mibOf(q) == 0) }
+			if slices.ContainsFunc(group.gpus, whole) {
+				h.fail("%s has two owners: %s in pod %s still runs, %s in pod %s starts", p, group.owner, other, owner, uid)
 			}
+		}
+		beside.give(group.owner, group.gpus)
+	}
+	for _, p := range gpus {
+		if mibOf(p) > 0 && beside.left(gpuOf(p), owner) < mibOf(p) {
+			h.fail("%s is too much for %s in pod %s beside %v", p, owner, uid, beside)
+		}
+		if mibOf(p) > 0 {
+			h.sawBeside(owner, beside[gpuOf(p)])
 		}
 	}
 	h.note(fmt.Sprintf("    pod %s runs with %v of %s", uid, gpus, owner))
 	h.pods[uid] = &podGroup{owner: owner, gpus: gpus, busy: true}
 	h.write(uid)
+}
+
+// sawBeside counts what starts with a part of a GPU of which others have some, too.
+func (h *host) sawBeside(owner string, others map[string]int) {
+	ofClaim := func(owner string) bool { return strings.HasPrefix(owner, "claim-") }
+	for _, other := range sorted(others) {
+		switch {
+		case ofClaim(owner) && ofClaim(other):
+			h.hit(shareBesideShare)
+		case ofClaim(owner) || ofClaim(other):
+			h.hit(shareBesideReplica)
+		default:
+			h.hit(replicaBesideReplica)
+		}
+	}
 }
 
 // makeGroup is the cgroup before the first container.

@@ -226,8 +226,8 @@ func (k *kubelet) syncSoon(w *worker, delay time.Duration) {
 			return
 		}
 		if w.pod.limits() {
-			if gpus := k.devicesOf(w.uid); len(gpus) == w.pod.gpus {
-				k.run(w, w.uid, gpus)
+			if len(k.devicesOfUUID(w.uid)) == w.pod.gpus {
+				k.run(w, w.uid, k.devicesOf(w.uid))
 			} else {
 				k.fails(w, errors.New("nobody knows any more what it was given"))
 			}

@@ -104,7 +104,7 @@ func (s *simulation) deeds() []deed {
 		{10, "a pod is deleted", func() { s.some(func(p *pod) { c.remove(p.uid) }) }},
 		{6, "pods share a claim", s.share},
 		{2, "owners of pods that share a claim come", func() {
-			k := &claim{uid: s.api.uid("claim"), name: s.api.uid("shared"), count: 1}
+			k := s.newClaim(claim{uid: s.api.uid("claim"), name: s.api.uid("shared"), count: 1})
 			s.own(pod{claim: k.name, shared: true, finite: true})
 			s.own(pod{claim: k.name, shared: true, finite: true})
 			s.room(func() { s.api.put(claimKey(k.name), k) })
@@ -260,7 +260,7 @@ func (s *simulation) share() {
 				return
 			}
 		}
-		k := &claim{uid: s.api.uid("claim"), name: s.api.uid("shared"), count: 1}
+		k := s.newClaim(claim{uid: s.api.uid("claim"), name: s.api.uid("shared"), count: 1})
 		s.api.put(claimKey(k.name), k)
 		s.cluster.create(pod{claim: k.name, shared: true, finite: true})
 		s.cluster.create(pod{claim: k.name, shared: true, finite: s.chance(2)})

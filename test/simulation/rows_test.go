@@ -47,7 +47,11 @@ const (
 	latecomerNudged          row = "pod-of-a-prepared-claim-nudged"
 	condemnedRefused         row = "condemned-claim-refused"
 	keptByNewAllocation      row = "device-kept-by-a-claim-allocated-anew"
+	keptByReadmission        row = "device-kept-by-a-pod-admitted-anew"
 	claimYields              row = "claim-lets-bound-limits-go-first"
+	shareBesideShare         row = "claims-have-parts-of-one-gpu"
+	shareBesideReplica       row = "claim-and-limit-have-parts-of-one-gpu"
+	replicaBesideReplica     row = "limits-have-parts-of-one-gpu"
 )
 
 // allRows are those that a full run must meet.
@@ -58,4 +62,5 @@ var allRows = []row{
 	listForgetsInFlight, staleAllocatable, staleSlice, forceDeletedRuns, forceDeletedUnseen, stateDeleted, checkpointDeleted,
 	checkpointIsOld, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
 	allocatableLowered, condemnedEvicted, evictionOvertaken, nudged, latecomerNudged, condemnedRefused, claimYields,
+	shareBesideShare, shareBesideReplica, replicaBesideReplica,
 }

@@ -100,7 +100,7 @@ func (c *scheduler) placeClaim(p *pod) bool {
 		if c.assumedClaims[claimKey(p.claim)] != nil {
 			return false
 		}
-		devices = c.firstFit(wanted.count)
+		devices = c.firstFit(wanted)
 		if devices == nil {
 			return false
 		}
@@ -121,7 +121,10 @@ func (c *scheduler) placeClaim(p *pod) bool {
 			if len(changed.devices) == 0 && c.limitHolds(devices) {
 				c.hit(staleSlice)
 			}
-			changed.devices = devices
+			changed.devices, changed.consumed = devices, nil
+			for _, d := range devices {
+				changed.consumed = append(changed.consumed, c.consumes(changed, d))
+			}
 			if !slices.Contains(changed.reservedFor, p.uid) {
 				changed.reservedFor = append(changed.reservedFor, p.uid)
 			}
@@ -131,29 +134,42 @@ func (c *scheduler) placeClaim(p *pod) bool {
 	return true
 }
 
-func (c *scheduler) firstFit(count int) []string {
+func (c *scheduler) firstFit(wanted *claim) []string {
 	s, _ := c.seen.cache["slice/"].(*slice)
 	if s == nil {
 		return nil
 	}
-	taken := map[string]bool{}
-	for _, other := range all[*claim](c.seen.cache) {
-		for _, d := range other.devices {
-			taken[d] = true
+	// A GPU is taken, or so much of it, by the keys of claims.
+	taken := map[string]map[string]int{}
+	take := func(key string, other *claim, devices []string) {
+		for _, d := range devices {
+			if taken[d] == nil {
+				taken[d] = map[string]int{}
+			}
+			taken[d][key] = c.consumes(other, d)
 		}
 	}
-	for _, devices := range c.assumedClaims {
-		for _, d := range devices {
-			taken[d] = true
+	for _, key := range sorted(c.seen.cache) {
+		if other, ok := c.seen.cache[key].(*claim); ok {
+			take(key, other, other.devices)
+			take(key, other, c.assumedClaims[key])
 		}
 	}
 	var found []string
-	for _, d := range s.offered {
-		if len(found) < count && !taken[d] {
+	for _, offered := range s.offered {
+		d, left := gpuOf(offered), mibOf(offered)
+		fits := len(taken[d]) == 0
+		if left > 0 {
+			for _, consumed := range taken[d] {
+				left -= consumed
+			}
+			fits = c.consumes(wanted, d) <= left
+		}
+		if len(found) < wanted.count && fits {
 			found = append(found, d)
 		}
 	}
-	if len(found) < count {
+	if len(found) < wanted.count {
 		return nil
 	}
 	return found

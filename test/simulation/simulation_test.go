@@ -28,7 +28,7 @@ var (
 )
 
 // faults are what a self-test switches off.
-type faults struct{ noCrossCheck, noRestore, noEvidence, noRelease bool }
+type faults struct{ noCrossCheck, noRestore, noEvidence, noRelease, noSum bool }
 
 // simulation is one world: a node with its kubelet and agent, and a cluster around it.
 type simulation struct {
@@ -63,6 +63,8 @@ type simulation struct {
 	rebootedPods map[string]bool
 	// before is what each claim held when the node rebooted.
 	before map[string][]string
+	// wanted is how many MiB of each GPU a claim asks for, by UID: those that ask for a part only.
+	wanted map[string]int
 }
 
 // outcome of a world.
@@ -82,7 +84,7 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 	}
 	defer os.RemoveAll(dir)
 	synctest.Test(t, func(t *testing.T) {
-		s := &simulation{schedule: newSchedule(seed), faults: off, rebootedPods: map[string]bool{}}
+		s := &simulation{schedule: newSchedule(seed), faults: off, rebootedPods: map[string]bool{}, wanted: map[string]int{}}
 		s.theme = themeOf(seed)
 		versions := s.theme.versions
 		if versions == nil {
@@ -95,6 +97,9 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		}
 		for i := range gpus {
 			s.inventory.GPUs = append(s.inventory.GPUs, device.GPU{UUID: gpuUUID(i), Minor: i, Index: i, NUMANode: device.UnknownNUMANode})
+		}
+		if s.theme.sharing {
+			s.shareGPUs()
 		}
 		if s.host, err = newHost(s.schedule, dir, gpus); err != nil {
 			t.Fatal(err)
@@ -186,7 +191,8 @@ func (s *simulation) quiet() {
 	for _, l := range []*life{s.agentLife(), s.kubelet.life, s.scheduler.life} {
 		l.frozen = time.Time{}
 	}
-	if s.agent == nil || s.agent.life.over {
+	// An agent that has died is on its way: right after a reboot, one that was started now would be there before kubelet.
+	if s.agent == nil {
 		s.startAgent()
 	}
 	if s.kubelet.life.over {
@@ -244,16 +250,30 @@ func (s *simulation) stuck() map[string]string {
 	found := map[string]string{}
 	used := map[string]string{}
 	for _, uid := range sorted(s.host.pods) {
-		for _, gpu := range s.host.pods[uid].gpus {
+		for _, gpu := range gpusOf(s.host.pods[uid].gpus) {
 			used[gpu] = s.host.pods[uid].owner
 		}
 	}
+	taken, promised := s.takenNow()
 	// A shared claim that was allocated anew keeps what it had while a pod of it lives: nobody can tell what that pod was
 	// given (docs/design/0002-ledger.md). It is counted, and no fault.
 	for _, h := range s.agent.book.Holds() {
 		if k := s.claimOf(h.Holder.ID); k != nil && h.State == ledger.StateDraining && !slices.Contains(k.devices, "gpu-"+h.Device.GPU[len("GPU-"):]) {
 			s.hit(keptByNewAllocation)
-			used["gpu-"+h.Device.GPU[len("GPU-"):]] = h.Holder.ID
+			gpu := "gpu-" + h.Device.GPU[len("GPU-"):]
+			used[gpu] = h.Holder.ID
+			taken.give(h.Holder.ID, s.partsOf(h.Holder.ID, []string{gpu}))
+			promised.give(h.Holder.ID, s.partsOf(h.Holder.ID, []string{gpu}))
+		}
+	}
+	// A pod that kubelet had admitted before it lost its checkpoint, and then anew, keeps what it had first while it lives.
+	for _, h := range s.agent.book.Holds() {
+		if h.Holder.Kind == ledger.KindLimit && h.State == ledger.StateDraining && s.livesOf(h) {
+			s.hit(keptByReadmission)
+			gpu := "gpu-" + h.Device.GPU[len("GPU-"):]
+			used[gpu] = h.Pods[0].UID
+			taken.give(h.Holder.ID, s.given([]string{h.Holder.ID}))
+			promised.give(h.Holder.ID, s.given([]string{h.Holder.ID}))
 		}
 	}
 	free := s.host.gpus - len(used)
@@ -262,6 +282,12 @@ func (s *simulation) stuck() map[string]string {
 			continue
 		}
 		k, _ := get[*claim](s.api, claimKey(p.claim))
+		if s.theme.sharing {
+			if problem := s.stuckBeside(p, k, taken, promised); problem != "" {
+				found[p.uid] = problem
+			}
+			continue
+		}
 		switch {
 		case p.limits() && !p.bound && p.gpus <= free && !s.promised(free-p.gpus), p.limits() && p.bound:
 			found[p.uid] = fmt.Sprintf("%s with a limit of %d is still pending (bound: %v), %d GPUs are free", p.uid, p.gpus, p.bound, free)
@@ -272,6 +298,28 @@ func (s *simulation) stuck() map[string]string {
 		}
 	}
 	return found
+}
+
+// livesOf reports whether the pod of a limit runs.
+func (s *simulation) livesOf(h ledger.Hold) bool {
+	if len(h.Pods) != 1 {
+		return false
+	}
+	p, known := get[*pod](s.api, podKey(h.Pods[0].UID))
+	return known && p.phase == running && s.host.busy(p.uid)
+}
+
+// stuckBeside is what is wrong with a pending pod in a world that shares GPUs; empty where nothing is.
+func (s *simulation) stuckBeside(p *pod, k *claim, taken, promised having) string {
+	switch {
+	case p.limits() && (p.bound || s.fitsLimits(promised, p.gpus)):
+		return fmt.Sprintf("%s with a limit of %d is still pending (bound: %v) beside %v", p.uid, p.gpus, p.bound, promised)
+	case k != nil && len(k.devices) > 0 && taken.hasRoom(k.uid, s.partsOf(k.uid, k.devices)):
+		return fmt.Sprintf("%s does not run, nobody has %v of its claim %s (bound: %v)", p.uid, s.partsOf(k.uid, k.devices), k.uid, p.bound)
+	case k != nil && len(k.devices) == 0 && s.fitsClaim(promised, k):
+		return fmt.Sprintf("claim %s of %s for %d MiB is not allocated beside %v", k.uid, p.uid, k.memory, promised)
+	}
+	return ""
 }
 
 func (s *simulation) claimOf(uid string) *claim {
@@ -309,7 +357,7 @@ func (s *simulation) describe() {
 func (s *simulation) promised(spare int) bool {
 	used := map[string]bool{}
 	for _, group := range s.host.pods {
-		for _, gpu := range group.gpus {
+		for _, gpu := range gpusOf(group.gpus) {
 			used[gpu] = true
 		}
 	}
@@ -341,11 +389,13 @@ func (s *simulation) checkLeaks() {
 	for _, h := range s.agent.book.Holds() {
 		s.fail("leaked: %s is still held by %s", h.Device, h)
 	}
-	if sl, ok := get[*slice](s.api, "slice/"); !ok || len(sl.offered) != s.host.gpus {
+	full := func(offered string) bool { return s.shared(gpuOf(offered)) == (mibOf(offered) == memory) }
+	sl, ok := get[*slice](s.api, "slice/")
+	if !ok || len(sl.offered) != s.host.gpus || slices.ContainsFunc(sl.offered, func(o string) bool { return !full(o) }) {
 		s.fail("leaked: the slice offers %v of %d GPUs", sl, s.host.gpus)
 	}
-	if n, ok := get[*nodeObject](s.api, "node/"); !ok || n.allocatable != s.host.gpus {
-		s.fail("leaked: the node has %v of %d GPUs allocatable", n, s.host.gpus)
+	if n, ok := get[*nodeObject](s.api, "node/"); !ok || n.allocatable != s.slots() {
+		s.fail("leaked: the node has %v of %d GPUs allocatable", n, s.slots())
 	}
 }
 
@@ -399,8 +449,8 @@ func (s *simulation) reboot() {
 	s.before = map[string][]string{}
 	for _, group := range s.host.pods {
 		// A pod that was force-deleted may still run with what its claim had before it was allocated anew.
-		if k := s.claimOf(group.owner); group.busy && k != nil && slices.Equal(k.devices, group.gpus) {
-			s.before[group.owner] = group.gpus
+		if k := s.claimOf(group.owner); group.busy && k != nil && slices.Equal(k.devices, gpusOf(group.gpus)) {
+			s.before[group.owner] = gpusOf(group.gpus)
 		}
 	}
 	s.killAgent()
@@ -411,9 +461,18 @@ func (s *simulation) reboot() {
 			s.startKubelet()
 		}
 	})
-	// The agent is a pod: kubelet is there first.
-	s.after(s.host.alive, s.between(6*time.Second, 20*time.Second), "starts the agent", func() {
-		if s.agent.life.over {
+	s.bootAgent(s.between(6*time.Second, 20*time.Second))
+}
+
+// bootAgent starts the agent after a reboot. It is a pod: kubelet has heard of all pods with it, and has admitted or failed those
+// of before in the time that its container takes to start.
+func (s *simulation) bootAgent(delay time.Duration) {
+	s.after(s.host.alive, delay, "starts the agent", func() {
+		switch {
+		case !s.agent.life.over:
+		case s.kubelet.life.over || !s.kubelet.sourcesReady || s.kubelet.admitting:
+			s.bootAgent(time.Second)
+		default:
 			s.startAgent()
 		}
 	})
@@ -502,7 +561,7 @@ func TestSimulation(t *testing.T) {
 		hash = (hash ^ o.hash) * 1099511628211
 		seen.add(world, o)
 		if o.fault != "" {
-			t.Fatalf("%s\nworld %d failed at step %d: %s\nreplay: make simulation SEED=%d STEPS=%d", o.trace, world, o.steps, o.fault, world, planned)
+			t.Fatalf("%s\nworld %d failed at step %d: %s\nreplay: %s", o.trace, world, o.steps, o.fault, replay(world, planned))
 		}
 	}
 	took := time.Since(began)
@@ -516,20 +575,38 @@ func TestSimulation(t *testing.T) {
 		seed, steps, worlds, hash, took.Round(time.Millisecond), int(float64(steps)/took.Seconds()))
 }
 
-// TestSelfTest switches parts of the product off, one at a time: the oracle must find a fault in each.
+// replay is the command that plays a world again.
+func replay(world uint64, steps int) string {
+	if *themeFlag != "" {
+		return fmt.Sprintf("go test ./test/simulation -run 'TestSimulation$' -seed %d -steps %d -theme %q", world, steps, *themeFlag)
+	}
+	return fmt.Sprintf("make simulation SEED=%d STEPS=%d", world, steps)
+}
+
+// TestSelfTest switches parts of the product off, one at a time: the oracle must find what comes of each.
 func TestSelfTest(t *testing.T) {
-	for name, off := range map[string]faults{
-		"the check of one API against the other": {noCrossCheck: true},
-		"the restoring of holds at start":        {noRestore: true},
-		"the evidence that a pod has ended":      {noEvidence: true},
-		"the release of what has ended":          {noRelease: true},
+	for name, c := range map[string]struct {
+		off faults
+		// finds are words of which some must be in the fault.
+		finds []string
+	}{
+		"the check of one API against the other": {faults{noCrossCheck: true}, []string{"has two owners"}},
+		"the restoring of holds at start":        {faults{noRestore: true}, []string{"has two owners"}},
+		"the evidence that a pod has ended":      {faults{noEvidence: true}, []string{"has two owners"}},
+		"the release of what has ended":          {faults{noRelease: true}, []string{"stuck: ", "leaked: "}},
+		"the sum of what is given out of a GPU":  {faults{noSum: true}, []string{"is too much for"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			for seed := uint64(1); seed <= 200; seed++ {
-				if o := play(t, seed, stepsOfAWorld, off); o.fault != "" {
-					t.Logf("world %d, step %d: %s", seed, o.steps, o.fault)
-					return
+				o := play(t, seed, stepsOfAWorld, c.off)
+				if o.fault == "" {
+					continue
 				}
+				t.Logf("world %d, step %d: %s", seed, o.steps, o.fault)
+				if !slices.ContainsFunc(c.finds, func(text string) bool { return strings.Contains(o.fault, text) }) {
+					t.Errorf("that is none of %q", c.finds)
+				}
+				return
 			}
 			t.Error("nothing was found in 200 worlds")
 		})

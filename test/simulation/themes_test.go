@@ -22,6 +22,8 @@ type theme struct {
 	// gpus are as many as the node has, versions the kubelets that it may have: all that there are where nothing is said.
 	gpus     int
 	versions []int
+	// sharing worlds let several pods have a GPU.
+	sharing bool
 }
 
 // strike is what happens just before some of the events of a life whose names begin so. It gets the rest of the name.
@@ -167,6 +169,15 @@ var themes = []theme{
 		{life: "kubelet", before: "starts ", oneIn: 8, name: "the API server goes away",
 			do: func(s *simulation, _ string) { s.apiGoes() }},
 	}},
+	{name: "parts of GPUs", sharing: true, gpus: 3},
+	{name: "parts of GPUs in a rush", sharing: true, gpus: 4, deeds: []string{everybody},
+		pace: 300 * time.Millisecond, strikes: hearsay},
+	{name: "parts of GPUs and the agent", sharing: true, gpus: 3, deeds: []string{agentDies, claimOwners, limitOwners},
+		misfortune: 3 * time.Second},
+	{name: "parts of GPUs and reboots", sharing: true, gpus: 3, deeds: []string{reboots, endlessClaims, endlessLimits},
+		misfortune: 20 * time.Second},
+	{name: "parts of GPUs force-deleted", sharing: true, gpus: 3, deeds: []string{forceDeletes, orphans, orphanClaims},
+		pace: 300 * time.Millisecond},
 }
 
 // hearsay makes the scheduler decide by what was.

@@ -91,7 +91,7 @@ func (c *cluster) lookAtClaims() {
 				c.api.updateClaim(k.name, k.uid, func(changed *claim) {
 					changed.reservedFor = slices.DeleteFunc(changed.reservedFor, func(uid string) bool { return !slices.Contains(kept, uid) && slices.Contains(k.reservedFor, uid) })
 					if len(changed.reservedFor) == 0 {
-						changed.devices = nil
+						changed.devices, changed.consumed = nil, nil
 						delete(c.before, k.uid)
 					}
 				})
@@ -112,7 +112,7 @@ func (c *cluster) create(model pod) {
 	model.name, model.phase = model.uid, pending
 	if model.claim != "" && !model.shared {
 		model.claim = model.uid + "-gpu"
-		k := &claim{uid: c.api.uid("claim"), name: model.claim, count: model.gpus, pod: model.uid}
+		k := c.newClaim(claim{uid: c.api.uid("claim"), name: model.claim, count: model.gpus, pod: model.uid})
 		c.api.put(claimKey(k.name), k)
 	}
 	c.api.put(podKey(model.uid), &model)

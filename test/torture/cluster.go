@@ -53,6 +53,11 @@ func Fresh(ctx context.Context, dir string, state State, image string, out io.Wr
 		}
 		o.Profile = profileForMIG
 	}
+	if state.Sharing {
+		if o.ValuesFiles, err = writeValues(dir, valuesOfPolicies()); err != nil {
+			return c, err
+		}
+	}
 	return c, install.Tandem(ctx, c, o)
 }
 
@@ -65,6 +70,10 @@ func valuesForMIG(dir string) ([]string, error) {
 	for gpu := range dynamicGPUs {
 		values += fmt.Sprintf("    - {match: {index: %d}, mig: dynamic}\n", gpu)
 	}
+	return writeValues(dir, values)
+}
+
+func writeValues(dir, values string) ([]string, error) {
 	file := filepath.Join(dir, "values.yaml")
 	if err := os.WriteFile(file, []byte(values), 0o644); err != nil {
 		return nil, fmt.Errorf("write values: %w", err)

@@ -37,6 +37,8 @@ type auditor struct {
 	dynamic dynamic.Interface
 	// hardware is nil without MIG.
 	hardware *hardware
+	// sharing tells that limits see some GPUs as several.
+	sharing bool
 	// offered is what there was when nothing had been given out yet.
 	offered offer
 	// specs are the CDI specs that lay there when nothing had been given out yet.

@@ -71,9 +71,15 @@ func (a auditor) claimsOffer(ctx context.Context) ([]string, error) {
 	var all []string
 	for _, slice := range list.Items {
 		for _, device := range slice.Spec.Devices {
-			if len(device.Taints) == 0 {
-				all = append(all, slice.Spec.Pool.Name+"/"+device.Name)
+			if len(device.Taints) > 0 {
+				continue
 			}
+			name := slice.Spec.Pool.Name + "/" + device.Name
+			if device.AllowMultipleAllocations != nil && *device.AllowMultipleAllocations {
+				memory := device.Capacity[memoryCapacity]
+				name += " with " + memory.Value.String()
+			}
+			all = append(all, name)
 		}
 		for _, set := range slice.Spec.SharedCounters {
 			for name, counter := range set.Counters {
@@ -87,6 +93,13 @@ func (a auditor) claimsOffer(ctx context.Context) ([]string, error) {
 
 // resources are what limits are to be offered when nothing is given out.
 func (a auditor) resources() map[corev1.ResourceName]int {
+	if a.sharing {
+		all := map[corev1.ResourceName]int{}
+		for gpu := range gpusANode {
+			all[Workload{Renamed: policies[gpu].renamed}.resource()] += policies[gpu].limits()
+		}
+		return all
+	}
 	if a.hardware == nil {
 		return map[corev1.ResourceName]int{resourceOf(""): gpusANode}
 	}
@@ -118,7 +131,7 @@ func (a auditor) offeredToLimits(ctx context.Context) ([]string, int, error) {
 		count := wanted[name]
 		capacity, allocatable := node.Status.Capacity[name], node.Status.Allocatable[name]
 		// A partition that an administrator has removed counts as capacity for a while longer.
-		parts := name != resourceOf("")
+		parts := strings.HasPrefix(string(name), "nvidia.com/mig-")
 		if int(allocatable.Value()) == count && (int(capacity.Value()) == count || parts) {
 			continue
 		}

@@ -106,6 +106,16 @@ func (u user) do(ctx context.Context, op Op) error {
 }
 
 func (u user) create(ctx context.Context, w Workload) error {
+	if w.Memory > 0 && w.Shape != Shared {
+		// These are too many to be made before anybody needs them.
+		err := persist(ctx, "create ResourceClaimTemplate", func(ctx context.Context) error {
+			_, err := u.client.ResourceV1().ResourceClaimTemplates(u.namespace).Create(ctx, template(w), metav1.CreateOptions{})
+			return err
+		})
+		if err != nil {
+			return err
+		}
+	}
 	switch w.Shape {
 	case Deployment:
 		return persist(ctx, "create Deployment", func(ctx context.Context) error {

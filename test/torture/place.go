@@ -44,6 +44,28 @@ func placesOf(devices []oracle.Device) []place {
 	return found
 }
 
+// served reports whether these can be what was asked for.
+func (r room) served(asked ask, places []place) bool {
+	if r.memory != nil {
+		return r.serves(asked, places)
+	}
+	return asked.isServedBy(places)
+}
+
+// String is what a pod wants, in words.
+func (a ask) String() string {
+	switch {
+	case a.profile != "":
+		return fmt.Sprintf("%d %s", a.gpus, a.profile)
+	case a.mib > 0:
+		return fmt.Sprintf("%d times %d MiB", a.gpus, a.mib)
+	case a.renamed:
+		return fmt.Sprintf("%d renamed replicas", a.gpus)
+	default:
+		return fmt.Sprintf("%d GPUs", a.gpus)
+	}
+}
+
 // isServedBy reports whether these are as many as were asked for, and of the size.
 func (a ask) isServedBy(places []place) bool {
 	size := 0

@@ -38,6 +38,10 @@ type Workload struct {
 	// Profile is that of the partitions; empty for whole GPUs. Together they have to be of one GPU.
 	Profile  string
 	Together bool
+	// Memory is how many GiB of each GPU a claim asks for; zero for all of it.
+	Memory int
+	// Renamed asks for replicas that have a resource of their own.
+	Renamed bool
 	// Linger is how long its containers take to end.
 	Linger time.Duration
 	// Init gives its pods an init container that sees the same GPUs.
@@ -58,13 +62,16 @@ func (w Workload) String() string {
 	if w.Profile != "" {
 		text += " profile=" + w.Profile
 	}
+	if w.Memory > 0 {
+		text += fmt.Sprintf(" memory=%dGi", w.Memory)
+	}
 	if w.Shape != Bare || w.Replicas > 1 {
 		text += fmt.Sprintf(" replicas=%d", w.Replicas)
 	}
 	for _, more := range []struct {
 		name string
 		is   bool
-	}{{"together", w.Together}, {"init", w.Init}, {"crash", w.Crash}, {"last", w.Last}} {
+	}{{"together", w.Together}, {"renamed", w.Renamed}, {"init", w.Init}, {"crash", w.Crash}, {"last", w.Last}} {
 		if more.is {
 			text += " " + more.name
 		}
@@ -84,13 +91,22 @@ func (w Workload) slices() int {
 	if w.Profile != "" {
 		one = w.GPUs * profileNamed(w.Profile).size
 	}
+	switch {
+	case w.Memory > 0:
+		one = w.GPUs * (w.Memory*slicesAGPU + gibAGPU - 1) / gibAGPU
+	case w.Renamed:
+		one = w.GPUs * slicesAGPU / 4
+	}
 	if w.Shape == Shared {
 		return one
 	}
 	return one * w.Replicas
 }
 
-const slicesAGPU = 8
+const (
+	slicesAGPU = 8
+	gibAGPU    = 80
+)
 
 // Kind is what an operation does.
 type Kind string
@@ -248,6 +264,8 @@ type Mix struct {
 	// MIG is for a machine with partitions. HardwareEvery bounds the number of operations between two that happen to its GPUs.
 	MIG           bool
 	HardwareEvery [2]int
+	// Sharing is for GPUs that several may have at once.
+	Sharing bool
 }
 
 // Fault is one kind of fault with its weight. Upgrade stands for Downgrade too: they take turns.
@@ -330,6 +348,9 @@ func (p *planner) next(name string) Op {
 		if p.mix.MIG && p.chance(60) {
 			return p.burstOfPartitions(name)
 		}
+		if p.mix.Sharing && p.chance(60) {
+			return p.burstOfShares(name)
+		}
 		return p.burstOf(name)
 	}
 	more := 50
@@ -363,6 +384,9 @@ func (p *planner) demand() int {
 func (p *planner) create(name string) Op {
 	if p.mix.MIG && p.chance(65) {
 		return p.createPartitions(name)
+	}
+	if p.mix.Sharing && p.chance(65) {
+		return p.createShares(name)
 	}
 	w := Workload{Name: name, API: p.api(), GPUs: p.weighted(60, 25, 8, 7) + 1, Replicas: 1}
 	switch p.weighted(45, 30, 12, 13) {

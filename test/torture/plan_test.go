@@ -80,7 +80,7 @@ func TestAPlanForMIG(t *testing.T) {
 					continue
 				}
 				shapes[fmt.Sprintf("%s %s %t", w.Shape, w.API, w.Together)]++
-				if taken := []place(nil); !machineWithMIG().fits(ask{w.API, w.GPUs, w.Profile, w.Together}, taken) {
+				if taken := []place(nil); !machineWithMIG().fits(ask{api: w.API, gpus: w.GPUs, profile: w.Profile, together: w.Together}, taken) {
 					t.Errorf("seed %d: %s: not to be had at all", seed, op)
 				}
 			}

@@ -52,7 +52,11 @@ func (s snapshot) disagree(granted map[string][]string) map[string]string {
 	problems := map[string]string{}
 	for _, pod := range s.pods {
 		sees, given := s.seen[string(pod.UID)], granted[pod.Namespace+"/"+pod.Name]
-		if pod.Status.Phase == corev1.PodRunning && pod.DeletionTimestamp == nil && !sameDevices(sees, given) {
+		if pod.Status.Phase != corev1.PodRunning || pod.DeletionTimestamp != nil {
+			continue
+		}
+		asked, _ := askOf(&pod)
+		if !sameDevices(sees, withoutReplicas(given)) || asked.api == oracle.Limits && len(given) != asked.gpus {
 			problems[pod.Name] = fmt.Sprintf("sees %v and kubelet has given it %v", placesOf(sees), given)
 		}
 	}
@@ -75,8 +79,8 @@ func (s snapshot) problemOf(pod corev1.Pod, asked ask, taken []place) string {
 		return ""
 	case pod.Status.Phase == corev1.PodRunning && !containersRun(pod):
 		return "is Running without its containers"
-	case pod.Status.Phase == corev1.PodRunning && !asked.isServedBy(placesOf(sees)):
-		return fmt.Sprintf("sees %v and asked for %d %s", placesOf(sees), asked.gpus, asked.profile)
+	case pod.Status.Phase == corev1.PodRunning && !s.room.served(asked, placesOf(sees)):
+		return fmt.Sprintf("sees %v and asked for %s", placesOf(sees), asked)
 	case pod.Status.Phase == corev1.PodRunning && asked.api == oracle.Claim:
 		if allocated := s.allocatedTo(pod); !slices.Equal(placesOf(sees), allocated) {
 			return fmt.Sprintf("sees %v and its claim has %v", placesOf(sees), allocated)
@@ -98,11 +102,15 @@ func (s snapshot) wronglyWaits(pod corev1.Pod, asked ask, taken []place) string 
 		return fmt.Sprintf("waits for %v, which others use, and its owner would replace it: %s", allocated, describe(pod))
 	case len(allocated) > 0:
 		return ""
+	case s.room.memory != nil && s.room.fitsBeside(asked, s.parts()):
+		return fmt.Sprintf("waits for %s, for which there is room beside %s: %s", asked, s.parts(), describe(pod))
+	case s.room.memory != nil:
 	case asked.profile == "" && s.room.fits(asked, taken):
 		return fmt.Sprintf("waits for %d GPUs and %d are free: %s", asked.gpus, s.room.free(taken), describe(pod))
 	case s.room.fits(asked, taken):
 		return fmt.Sprintf("waits for %d of %s, for which there is room beside %v: %s", asked.gpus, asked.profile, taken, describe(pod))
-	case pod.Spec.NodeName != "":
+	}
+	if pod.Spec.NodeName != "" {
 		return "is bound to a node without GPUs for it: " + describe(pod)
 	}
 	return ""
@@ -147,6 +155,9 @@ func (s snapshot) allocatedTo(pod corev1.Pod) []place {
 // partition is in its place.
 func (s snapshot) inOtherHands(pod corev1.Pod, allocated []place) bool {
 	mine := claimOf(&pod)
+	if s.room.memory != nil {
+		return slices.ContainsFunc(s.claims, func(c resourceapi.ResourceClaim) bool { return c.Name == mine && s.crowded(c) })
+	}
 	friends := map[string]bool{string(pod.UID): true}
 	for _, other := range s.pods {
 		if mine != "" && claimOf(&other) == mine {
@@ -205,7 +216,8 @@ func allocation(claim resourceapi.ResourceClaim) []place {
 		}
 	}
 	slices.SortFunc(found, place.compare)
-	return found
+	// A claim may have several shares of one GPU.
+	return slices.Compact(found)
 }
 
 func containersRun(pod corev1.Pod) bool {

@@ -48,6 +48,11 @@ type Counters struct {
 	PartitionsMade      int  `json:"partitionsMade,omitempty"`
 	PartitionsDestroyed int  `json:"partitionsDestroyed,omitempty"`
 	ForeignTouched      int  `json:"foreignTouched,omitempty"`
+	// Sharing is whether GPUs were shared: PlacedShares counts the pods that were seen with a GPU of which their claims have a part,
+	// PlacedReplicas those with one that limits see as several.
+	Sharing        bool `json:"sharing,omitempty"`
+	PlacedShares   int  `json:"placedShares,omitempty"`
+	PlacedReplicas int  `json:"placedReplicas,omitempty"`
 }
 
 // Line is a run's last line.
@@ -57,6 +62,9 @@ func (c Counters) Line(seed uint64) string {
 		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.HealTimes.percentile(50), c.HealTimes.percentile(99), c.FailedAdmissions)
 	if c.MIG {
 		line += fmt.Sprintf(" partitions_made=%d partitions_destroyed=%d foreign_touched=%d", c.PartitionsMade, c.PartitionsDestroyed, c.ForeignTouched)
+	}
+	if c.Sharing {
+		line += fmt.Sprintf(" placed_shares=%d placed_replicas=%d", c.PlacedShares, c.PlacedReplicas)
 	}
 	return line
 }
@@ -106,6 +114,12 @@ func (c Counters) Verdict() error {
 	}
 	if c.MIG && c.PartitionsDestroyed == 0 {
 		missing = append(missing, "partitions_destroyed=0")
+	}
+	if c.Sharing && c.PlacedShares == 0 {
+		missing = append(missing, "placed_shares=0")
+	}
+	if c.Sharing && c.PlacedReplicas == 0 {
+		missing = append(missing, "placed_replicas=0")
 	}
 	if len(missing) > 0 {
 		return fmt.Errorf("%w: %s", ErrNothingTested, strings.Join(missing, " "))

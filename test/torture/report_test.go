@@ -27,6 +27,10 @@ func TestTheLastLine(t *testing.T) {
 	if got := c.Line(9); got != want+" partitions_made=8 partitions_destroyed=7 foreign_touched=0" {
 		t.Errorf("got\n%s", got)
 	}
+	c.MIG, c.Sharing, c.PlacedShares, c.PlacedReplicas = false, true, 8, 7
+	if got := c.Line(9); got != want+" placed_shares=8 placed_replicas=7" {
+		t.Errorf("got\n%s", got)
+	}
 }
 
 func TestTheVerdict(t *testing.T) {
@@ -47,6 +51,7 @@ func TestTheVerdict(t *testing.T) {
 	for _, spoil := range []func(*Counters){
 		func(c *Counters) { c.PlacedClaims = 0 }, func(c *Counters) { c.PlacedLimits = 0 },
 		func(c *Counters) { c.Contended = 0 }, func(c *Counters) { c.Kills = 0 }, func(c *Counters) { c.MIG = true },
+		func(c *Counters) { c.Sharing, c.PlacedShares = true, 1 }, func(c *Counters) { c.Sharing, c.PlacedReplicas = true, 1 },
 	} {
 		empty := good
 		spoil(&empty)
@@ -129,7 +134,7 @@ func TestContended(t *testing.T) {
 		{oracle.Claim, []uint32{0}, 2}, // the limits wait for a claim
 	} {
 		holder(step.api, step.gpus...)
-		w.compare()
+		w.compare(two)
 		if got := counted.now().Contended; got != step.want {
 			t.Errorf("%+v: contended %d", step, got)
 		}

@@ -80,7 +80,7 @@ func (r *run) awaitRest(ctx context.Context, u user) (problems map[string]string
 			if len(problems) > 0 {
 				calm = 0
 			}
-			r.trace.waiting(problems)
+			r.trace.waiting("not at rest", problems)
 		}
 		if calm == 2 || time.Now().After(deadline) && err == nil {
 			return problems, nil
@@ -138,7 +138,7 @@ func (r *run) snapshot(ctx context.Context, u user) (snapshot, error) {
 		return snapshot{}, fmt.Errorf("list Deployments: %w", err)
 	}
 	return snapshot{
-		pods: pods.Items, claims: claims.Items, deployments: deployments.Items, seen: r.watch.sights(), room: r.hardware.room(),
+		pods: pods.Items, claims: claims.Items, deployments: deployments.Items, seen: r.watch.sights(), room: r.room(),
 	}, nil
 }
 
@@ -149,6 +149,9 @@ func (r *run) awaitFree(ctx context.Context) (lines []string, missing int, err e
 		call, cancel := context.WithTimeout(ctx, 2*callPatience)
 		lines, missing, err = r.auditor.leaks(call)
 		cancel()
+		if err == nil {
+			r.trace.waiting("not free", lines)
+		}
 		if err == nil && (len(lines) == 0 || time.Now().After(deadline)) {
 			return lines, missing, nil
 		}

@@ -51,6 +51,8 @@ type room struct {
 	// enabled are the GPUs in MIG mode, standing the partitions that an administrator has made.
 	enabled  map[int]bool
 	standing []oracle.Instance
+	// memory of each GPU in MiB, by its minor, where GPUs are shared; nil where they are not.
+	memory map[int]int
 }
 
 // fits reports whether somebody could get what he asks for beside what is taken.

@@ -27,7 +27,7 @@ func machineWithMIG() room {
 func TestRoom(t *testing.T) {
 	claim := func(n int, profile string) ask { return ask{api: oracle.Claim, gpus: n, profile: profile} }
 	limits := func(n int, profile string) ask { return ask{api: oracle.Limits, gpus: n, profile: profile} }
-	together := func(profile string) ask { return ask{oracle.Claim, 2, profile, true} }
+	together := func(profile string) ask { return ask{api: oracle.Claim, gpus: 2, profile: profile, together: true} }
 	wholes := []place{{gpu: 0}, {gpu: 1}, {gpu: 2}}
 	for name, test := range map[string]struct {
 		ask   ask

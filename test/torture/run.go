@@ -63,6 +63,8 @@ type run struct {
 	administrator *administrator
 	trace         *trace
 
+	// memory of each GPU in MiB, by its minor; nil without sharing.
+	memory map[int]int
 	// controller is whether there is one to strike.
 	controller bool
 	started    time.Time
@@ -124,18 +126,22 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	node := c.Nodes()[0]
 	r := &run{Options: o, cluster: c, client: client, tally: &tally{counters: o.State.Counters}, trace: trace, started: time.Now()}
 	r.heals = &heals{tally: r.tally, trace: trace, known: map[string]bool{}}
-	r.tally.counters.MIG = o.State.MIG
+	r.tally.counters.MIG, r.tally.counters.Sharing = o.State.MIG, o.State.Sharing
 	if o.State.MIG {
 		r.hardware = &hardware{root: node.Root, tally: r.tally, trace: trace, touched: r.foreignTouched}
 		r.administrator = &administrator{hardware: r.hardware, used: r.used}
 	}
-	r.watch = newWatch(client, node, r.hardware.room, r.tally, r.heals)
+	var shared map[int]int
+	if o.State.Sharing {
+		shared = replicasOfGPUs()
+	}
+	r.watch = newWatch(client, node, shared, r.room, r.tally, r.heals)
 	r.watch.trace, r.watch.found = r.trace, r.doubleFound
 	r.heals.userOf = r.watch.userOf
 	r.scraper = newScraper(client, c, r.tally)
 	r.faults = &saboteur{cluster: c, node: node, client: client, before: r.scraper.scrape, newer: o.Newer,
 		administrator: r.administrator}
-	r.auditor = auditor{cluster: c, node: node, client: client, dynamic: objects, hardware: r.hardware}
+	r.auditor = auditor{cluster: c, node: node, client: client, dynamic: objects, hardware: r.hardware, sharing: o.State.Sharing}
 	return r, nil
 }
 
@@ -186,11 +192,43 @@ func (r *run) begin(ctx context.Context) error {
 	if r.auditor.offered, err = r.awaitOffer(ctx); err != nil {
 		return err
 	}
+	if r.State.Sharing {
+		if r.memory, err = memoryOf(r.auditor.node); err != nil {
+			return err
+		}
+	}
 	lines, _, err := r.awaitFree(ctx)
 	if err == nil && len(lines) > 0 {
 		err = fmt.Errorf("the cluster is not empty to begin with:\n%s", strings.Join(lines, "\n"))
 	}
 	return err
+}
+
+// room is what the node has for those who ask.
+func (r *run) room() room {
+	if r.memory != nil {
+		return room{memory: r.memory}
+	}
+	return r.hardware.room()
+}
+
+// memoryOf answers the memory of the GPUs in MiB, as the node's own files tell.
+func memoryOf(node *cluster.Node) (map[int]int, error) {
+	root, err := node.Root()
+	if err != nil {
+		return nil, err
+	}
+	memories, err := oracle.Memories(root)
+	if err != nil {
+		return nil, err
+	}
+	found := map[int]int{}
+	for gpu := range gpusANode {
+		if found[gpu] = int(memories[gpu] / mibibytes); found[gpu] == 0 {
+			return nil, fmt.Errorf("the files of %s do not tell the memory of GPU %d", node.Name(), gpu)
+		}
+	}
+	return found, nil
 }
 
 // clearAll removes the namespaces that an interrupted run has left, and returns when they are gone: their names come again.

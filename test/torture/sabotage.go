@@ -45,12 +45,13 @@ func Sabotages() []Sabotage {
 	trusting := Usual()
 	trusting.Force, trusting.Linger = 80, 90
 	partitioned := crossing.WithMIG()
+	shared := crossing.WithSharing()
 	return []Sabotage{
 		{
 			Name: "cross-api", What: "the ledger does not compare claims with limits", Mix: crossing,
 			changes: []change{{"pkg/ledger", "Ledger", "conflicts", `
 	var same []Hold
-	for _, h := range l.Honestconflicts(holder, ref) {
+	for _, h := range l.Honestconflicts(holder, ref, share, also...) {
 		if h.Holder.Kind == holder.Kind {
 			same = append(same, h)
 		}
@@ -85,6 +86,18 @@ func Sabotages() []Sabotage {
 			Name: "parts", What: "a GPU and its partitions do not exclude each other", Mix: partitioned,
 			changes: []change{{"pkg/device", "Ref", "Overlaps", `
 	return r == other
+`}},
+		},
+		{
+			Name: "shares", What: "the ledger does not count how much of a GPU's memory is given out", Mix: shared,
+			changes: []change{{"pkg/ledger", "Ledger", "conflicts", `
+	var whole []Hold
+	for _, h := range l.Honestconflicts(holder, ref, share, also...) {
+		if share.Whole() || h.Share.Whole() {
+			whole = append(whole, h)
+		}
+	}
+	return whole
 `}},
 		},
 		{

@@ -48,7 +48,7 @@ func (s Sabotage) play(ctx context.Context, dir string, state State, out io.Writ
 	if err != nil {
 		return Counters{}, err
 	}
-	state.MIG = s.Mix.MIG
+	state.MIG, state.Sharing = s.Mix.MIG, s.Mix.Sharing
 	c, err := Fresh(ctx, dir, state, tarball, out)
 	defer func() {
 		clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), 2*time.Minute)

@@ -23,6 +23,8 @@ type State struct {
 	Kubernetes string `json:"kubernetes"`
 	// MIG is for a machine with partitions.
 	MIG bool `json:"mig,omitempty"`
+	// Sharing is for GPUs that several may have at once.
+	Sharing bool `json:"sharing,omitempty"`
 	// Next is the first round that has not been finished.
 	Next     int      `json:"next"`
 	Counters Counters `json:"counters"`

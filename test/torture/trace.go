@@ -53,15 +53,15 @@ func (t *trace) note(format string, args ...any) {
 	fmt.Fprintf(t.file, "%s %s\n", time.Now().Format("15:04:05.000"), fmt.Sprintf(format, args...))
 }
 
-// waiting notes what is not at rest yet, whenever that changes.
-func (t *trace) waiting(problems map[string]string) {
-	text := fmt.Sprint(problems)
+// waiting notes what is not as it should be yet, whenever that changes.
+func (t *trace) waiting(what string, problems any) {
+	text := fmt.Sprintf("%s: %v", what, problems)
 	t.mu.Lock()
 	same := text == t.last
 	t.last = text
 	t.mu.Unlock()
 	if !same {
-		t.note("not at rest: %s", text)
+		t.note("%s", text)
 	}
 }
 

@@ -40,6 +40,8 @@ type life struct {
 	placed    bool
 	contended bool
 	failed    bool
+	// shared: it was seen with a GPU that others may have too.
+	shared bool
 	// unschedulable: the scheduler has said that there is no GPU for it.
 	unschedulable bool
 }
@@ -71,9 +73,10 @@ type watch struct {
 	looks     int
 }
 
-func newWatch(client kubernetes.Interface, node *cluster.Node, room func() room, t *tally, h *heals) *watch {
+// newWatch is told which GPUs are shared, with as how many devices limits see each.
+func newWatch(client kubernetes.Interface, node *cluster.Node, shared map[int]int, room func() room, t *tally, h *heals) *watch {
 	return &watch{
-		client: client, lookout: oracle.NewLookout(node), memory: oracle.NewMemory(), room: room, tally: t, heals: h,
+		client: client, lookout: oracle.NewLookout(node, shared), memory: oracle.NewMemory(), room: room, tally: t, heals: h,
 		lives: map[string]*life{}, seen: map[string][]oracle.Device{}, suspected: map[string]bool{},
 	}
 }
@@ -173,26 +176,61 @@ func (w *watch) keep(glimpse oracle.Glimpse) {
 	defer w.mu.Unlock()
 	w.looks++
 	w.seen = glimpse.Pods()
-	w.compare()
+	room := w.room()
+	if room.memory != nil {
+		w.countShares()
+	}
+	w.compare(room)
+}
+
+// countShares counts the pods that have a GPU beside others, or might have. Under mu.
+func (w *watch) countShares() {
+	for uid, devices := range w.seen {
+		l := w.lives[uid]
+		if l == nil || l.shared {
+			continue
+		}
+		for _, d := range devices {
+			switch p := policies[d.Minor()]; {
+			case l.shared:
+			case l.ask.api == oracle.Limits && p.replicas > 0:
+				l.shared = true
+				w.tally.add(func(c *Counters) { c.PlacedReplicas++ })
+			case l.ask.api == oracle.Claim && l.ask.mib > 0 && p.memory:
+				l.shared = true
+				w.tally.add(func(c *Counters) { c.PlacedShares++ })
+			}
+		}
+	}
 }
 
 // compare counts the pods that wait while the other API has what they would need. Under mu.
-func (w *watch) compare() {
+func (w *watch) compare(room room) {
 	taken := map[oracle.API]bool{}
 	var all []place
+	shares := parts{}
 	for uid, devices := range w.seen {
 		all = append(all, placesOf(devices)...)
-		if l := w.lives[uid]; l != nil && len(devices) > 0 {
+		l := w.lives[uid]
+		if l != nil && len(devices) > 0 {
 			taken[l.ask.api] = true
 		}
+		if l != nil && room.memory != nil {
+			shares.add(room.seenBy(holderOf(l.pod), l.ask, devices))
+		}
 	}
-	room := w.room()
+	fits := func(a ask) bool {
+		if room.memory != nil {
+			return room.fitsBeside(a, shares)
+		}
+		return room.fits(a, all)
+	}
 	for _, l := range w.lives {
 		other := oracle.Claim
 		if l.ask.api == oracle.Claim {
 			other = oracle.Limits
 		}
-		if !l.contended && l.waits() && taken[other] && !room.fits(l.ask, all) {
+		if !l.contended && l.waits() && taken[other] && !fits(l.ask) {
 			l.contended = true
 			w.tally.add(func(c *Counters) { c.Contended++ })
 		}

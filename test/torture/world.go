@@ -26,6 +26,8 @@ const (
 	gpusLabel      = "torture/gpus"
 	profileLabel   = "torture/profile"
 	togetherLabel  = "torture/together"
+	memoryLabel    = "torture/memory"
+	renamedLabel   = "torture/renamed"
 	namespaceLabel = "torture/namespace"
 
 	deviceClass    = "gpu.nvidia.com"
@@ -61,6 +63,9 @@ func template(w Workload) *resourceapi.ResourceClaimTemplate {
 }
 
 func templateName(w Workload) string {
+	if w.Memory > 0 {
+		return fmt.Sprintf("memory-%d-%d", w.Memory, w.GPUs)
+	}
 	if w.Profile == "" {
 		return "gpus-" + strconv.Itoa(w.GPUs)
 	}
@@ -98,6 +103,11 @@ func claimSpec(w Workload) resourceapi.ResourceClaimSpec {
 			Expression: fmt.Sprintf("device.attributes[%q].profile == %q", install.DriverName, w.Profile),
 		}}}
 	}
+	if w.Memory > 0 {
+		wanted.Capacity = &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{
+			memoryCapacity: *resource.NewQuantity(int64(w.Memory)*mibAGib*mibibytes, resource.BinarySI),
+		}}
+	}
 	if w.Together {
 		parent := resourceapi.FullyQualifiedName(install.DriverName + "/parentUUID")
 		spec.Devices.Constraints = []resourceapi.DeviceConstraint{{MatchAttribute: &parent}}
@@ -114,6 +124,12 @@ func labels(w Workload) map[string]string {
 	all := map[string]string{workloadLabel: w.Name, apiLabel: string(w.API), gpusLabel: strconv.Itoa(w.GPUs)}
 	if w.Profile != "" {
 		all[profileLabel], all[togetherLabel] = w.Profile, strconv.FormatBool(w.Together)
+	}
+	if w.Memory > 0 {
+		all[memoryLabel] = strconv.Itoa(w.Memory)
+	}
+	if w.Renamed {
+		all[renamedLabel] = strconv.FormatBool(w.Renamed)
 	}
 	return all
 }
@@ -204,7 +220,7 @@ func container(w Workload, name, command string) corev1.Container {
 	if w.API == oracle.Claim {
 		c.Resources.Claims = []corev1.ResourceClaim{{Name: claimName}}
 	} else {
-		c.Resources.Limits = corev1.ResourceList{resourceOf(w.Profile): *resource.NewQuantity(int64(w.GPUs), resource.DecimalSI)}
+		c.Resources.Limits = corev1.ResourceList{w.resource(): *resource.NewQuantity(int64(w.GPUs), resource.DecimalSI)}
 	}
 	if w.Crash {
 		c.VolumeMounts = append(c.VolumeMounts, corev1.VolumeMount{Name: "once", MountPath: onceDir})
@@ -214,6 +230,14 @@ func container(w Workload, name, command string) corev1.Container {
 		c.VolumeMounts = append(c.VolumeMounts, corev1.VolumeMount{Name: lateName, MountPath: "/" + lateName})
 	}
 	return c
+}
+
+// resource is the name by which limits ask for what the workload wants.
+func (w Workload) resource() corev1.ResourceName {
+	if w.Renamed {
+		return renamedResource
+	}
+	return resourceOf(w.Profile)
 }
 
 // resourceOf is the name by which limits ask for partitions of a profile, or for GPUs where it is empty.
@@ -230,10 +254,18 @@ type ask struct {
 	gpus     int
 	profile  string
 	together bool
+	// mib is how much memory of each GPU a claim wants; zero for all of it.
+	mib int
+	// renamed are replicas that have a resource of their own.
+	renamed bool
 }
 
 // askOf answers false for a pod that is none of ours.
 func askOf(pod *corev1.Pod) (ask, bool) {
 	gpus, err := strconv.Atoi(pod.Labels[gpusLabel])
-	return ask{oracle.API(pod.Labels[apiLabel]), gpus, pod.Labels[profileLabel], pod.Labels[togetherLabel] == "true"}, err == nil
+	gib, _ := strconv.Atoi(pod.Labels[memoryLabel]) //nolint:errcheck // zero where there is none
+	return ask{
+		api: oracle.API(pod.Labels[apiLabel]), gpus: gpus, profile: pod.Labels[profileLabel], together: pod.Labels[togetherLabel] == "true",
+		mib: gib * mibAGib, renamed: pod.Labels[renamedLabel] == "true",
+	}, err == nil
 }

@@ -50,6 +50,19 @@ type GPUNodeSpec struct {
 	// +listType=map
 	// +listMapKey=uid
 	Claims []AllocatedClaim `json:"claims,omitempty"`
+	// Daemons of status.daemons whose pods do not run, and why.
+	//
+	// +optional
+	// +listType=map
+	// +listMapKey=name
+	Daemons []WaitingDaemon `json:"daemons,omitempty"`
+}
+
+// WaitingDaemon is a daemon whose pod does not run.
+type WaitingDaemon struct {
+	Name string `json:"name"`
+	// Message says in one line what its pod waits for.
+	Message string `json:"message"`
 }
 
 // AllocatedClaim is a ResourceClaim with devices of this node.
@@ -67,6 +80,20 @@ type AllocatedClaim struct {
 	// +optional
 	// +listType=set
 	Pools []string `json:"pools,omitempty"`
+	// Shares of those devices of which the claim has a part. It has the others whole.
+	//
+	// +optional
+	// +listType=map
+	// +listMapKey=device
+	Shares []AllocatedShare `json:"shares,omitempty"`
+}
+
+// AllocatedShare is what the scheduler has given of a device that is shared.
+type AllocatedShare struct {
+	// Device by its name in the pool.
+	Device string `json:"device"`
+	// Memory in bytes (consumed capacity "memory").
+	Memory int64 `json:"memory"`
 }
 
 // GPUNodeStatus is what the node's agent knows. It is written no more than once a second in the mean.
@@ -110,6 +137,44 @@ type GPUNodeStatus struct {
 	// +listType=map
 	// +listMapKey=uid
 	Losers []LosingClaim `json:"losers,omitempty"`
+	// Daemons that are to run on the node. The controller runs a pod for each of them and for no other.
+	//
+	// +optional
+	// +listType=map
+	// +listMapKey=name
+	Daemons []MPSDaemon `json:"daemons,omitempty"`
+}
+
+// MPSDaemon is an MPS control daemon. One with other settings is another daemon, in another pod.
+type MPSDaemon struct {
+	// Name on this node: that of the daemon's directory, and part of its pod's name.
+	//
+	// +kubebuilder:validation:MaxLength=52
+	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]*[a-z0-9])?$`
+	Name string `json:"name"`
+	// Devices by UUID, GPUs or partitions, in the order in which the daemon counts them.
+	//
+	// +kubebuilder:validation:MinItems=1
+	// +listType=atomic
+	Devices []string `json:"devices"`
+	// ActiveThreadPercentage of the multiprocessors is what a client gets; absent where that is left to the daemon.
+	//
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	// +kubebuilder:validation:Maximum=100
+	ActiveThreadPercentage *int32 `json:"activeThreadPercentage,omitempty"`
+	// PinnedMemoryMiB is what a client gets of the memory of each device, in MiB, in the order of devices; 0 is no limit. Absent
+	// where there is no limit at all.
+	//
+	// +optional
+	// +listType=atomic
+	PinnedMemoryMiB []int64 `json:"pinnedMemoryMiB,omitempty"`
+	// MultiUser lets clients of several users in at a time.
+	//
+	// +optional
+	MultiUser bool `json:"multiUser,omitempty"`
+	// DriverRoot is the directory on the host in which the driver is installed.
+	DriverRoot string `json:"driverRoot"`
 }
 
 // DeviceCounts are numbers of GPUs, or of partitions.
@@ -156,6 +221,38 @@ type DeviceStatus struct {
 	//
 	// +optional
 	Limits LimitsState `json:"limits,omitempty"`
+	// Untouched tells that the node's configuration gives the device to nobody. It is in no count.
+	//
+	// +optional
+	Untouched bool `json:"untouched,omitempty"`
+	// Sharing says how several holders can have the device at once; absent where they cannot.
+	//
+	// +optional
+	Sharing *DeviceSharing `json:"sharing,omitempty"`
+}
+
+// DeviceSharing is the policy by which a device is shared, and what that comes to.
+type DeviceSharing struct {
+	// Strategy is TimeSlicing or MPS; empty where limits still have shares of a device that is not shared any more.
+	Strategy string `json:"strategy"`
+	// MemoryShares tells that claims can ask for a part of the memory.
+	//
+	// +optional
+	MemoryShares bool `json:"memoryShares,omitempty"`
+	// Memory of the device in bytes: what all shares add up to at most.
+	Memory int64 `json:"memory"`
+	// Replicas by which limits see the device; absent where they see one.
+	//
+	// +optional
+	Replicas int32 `json:"replicas,omitempty"`
+	// ReplicaMemory is what each of them takes of the memory, in bytes.
+	//
+	// +optional
+	ReplicaMemory int64 `json:"replicaMemory,omitempty"`
+	// Allocatable is how many of them kubelet's device manager gives to limits, by its own account.
+	//
+	// +optional
+	Allocatable int32 `json:"allocatable,omitempty"`
 }
 
 // LimitsState is whether kubelet's device manager gives a device to limits, by its own account (GetAllocatableResources): having
@@ -199,6 +296,10 @@ const (
 type DeviceHolder struct {
 	Kind  HolderKind `json:"kind"`
 	State HoldState  `json:"state"`
+	// Memory is the share that it has, in bytes; absent for the whole device.
+	//
+	// +optional
+	Memory int64 `json:"memory,omitempty"`
 	// UID of the claim; empty for a limit.
 	//
 	// +optional

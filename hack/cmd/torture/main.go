@@ -22,7 +22,7 @@ import (
 	"github.com/tandem-gpu/tandem/test/torture"
 )
 
-const usage = `usage: torture [-ops N] [-seed S] [-mig] [-kubernetes V] [-budget 15m] [flags]    needs root
+const usage = `usage: torture [-ops N] [-seed S] [-mig | -sharing] [-kubernetes V] [-budget 15m] [flags]    needs root
        torture -resume [-budget 15m] [-dir DIR]       go on where a run was interrupted
        torture -plan [-ops N] [-seed S]               print what a seed does, and do nothing
        torture selftest [-only NAME] [flags]          with Tandem sabotaged, faults must be found
@@ -92,6 +92,7 @@ func parse(args []string) (settings, error) {
 	flags.IntVar(&s.state.InFlight, "in-flight", 6, "operations in flight at once")
 	flags.StringVar(&s.state.Kubernetes, "kubernetes", binaries.DefaultKubernetes, "Kubernetes version")
 	flags.BoolVar(&s.state.MIG, "mig", false, "on a machine with partitions")
+	flags.BoolVar(&s.state.Sharing, "sharing", false, "with GPUs that several may have at once")
 	flags.DurationVar(&s.budget, "budget", 0, "end well, at a quiet point, after this time at most; 0 is no limit")
 	flags.StringVar(&s.dir, "dir", filepath.Join(os.TempDir(), "tandem-torture"), "directory of cluster, state, trace and evidence")
 	flags.BoolVar(&s.resume, "resume", false, "go on with the interrupted run in the directory")
@@ -106,6 +107,12 @@ func parse(args []string) (settings, error) {
 	}
 	if s.state.Ops < 1 || s.state.RoundSize < 1 || s.state.InFlight < 1 {
 		return s, errors.New("-ops, -round and -in-flight must be positive")
+	}
+	if s.state.MIG && s.state.Sharing {
+		return s, errors.New("-mig and -sharing exclude each other")
+	}
+	if s.state.Sharing && !torture.Shares(s.state.Kubernetes) {
+		return s, fmt.Errorf("-sharing: Kubernetes %s shares no GPU out to claims, 1.36 is the first that does", s.state.Kubernetes)
 	}
 	for s.state.Seed == 0 {
 		s.state.Seed = rand.Uint64N(1_000_000_000)
@@ -127,6 +134,9 @@ func printPlan(state torture.State) error {
 func mixOf(state torture.State) torture.Mix {
 	if state.MIG {
 		return torture.Usual().WithMIG()
+	}
+	if state.Sharing {
+		return torture.Usual().WithSharing()
 	}
 	return torture.Usual()
 }

@@ -3,10 +3,12 @@
 package simulated
 
 import (
-	_ "embed"
 	"fmt"
+	"os"
 	"path"
-	"strings"
+	"slices"
+
+	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/programs"
 )
 
 // library is a library of the driver: <name>.<version>, found under the names soname and, with bare, <name>.
@@ -41,44 +43,61 @@ var libraries = []library{
 	{name: "vdpau/libvdpau_nvidia.so", soname: "libvdpau_nvidia.so.1"},
 }
 
-var binaries = []string{"nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-debugdump", "nvidia-persistenced"}
+var binaries = []string{programs.SMI, programs.MPSControl, programs.MPSServer, "nvidia-debugdump", "nvidia-persistenced"}
+
+// played are the binaries that do something where MaterializeOptions.Programs says what.
+var played = []string{programs.SMI, programs.MPSControl, programs.MPSServer}
 
 var firmware = []string{"gsp_ga10x.bin", "gsp_tu10x.bin"}
 
-// smiText is nvidia-smi with names for what depends on the machine. It is no text/template: a program with that package
-// calls methods by name, so the linker has to keep every method of every type, which doubles the agent's size in memory.
-//
-//go:embed nvidia-smi.sh.tmpl
-var smiText string
-
-func smi(p Profile) string {
-	var gpus strings.Builder
-	for _, gpu := range p.GPUs {
-		fmt.Fprintf(&gpus, "gpu %d %s '%s'\n", *gpu.Minor, gpu.UUID, p.Models[gpu.Model].ProductName)
+// binaryFiles are the driver's programs: the one that plays them, knowing the machine, or scripts that say what they are.
+func binaryFiles(p Profile, program string) ([]file, error) {
+	var player []byte
+	if program != "" {
+		var err error
+		if player, err = os.ReadFile(program); err != nil {
+			return nil, fmt.Errorf("read the programs of the driver: %w", err)
+		}
+		machine := programs.Machine{DriverVersion: p.Driver.Version, CUDA: p.Driver.CUDA}
+		for _, gpu := range p.GPUs {
+			machine.GPUs = append(machine.GPUs, programs.GPU{
+				Minor: *gpu.Minor, UUID: gpu.UUID, Name: p.Models[gpu.Model].ProductName,
+			})
+		}
+		if player, err = programs.For(player, machine); err != nil {
+			return nil, err
+		}
 	}
-	return strings.NewReplacer("@VERSION@", p.Driver.Version, "@CUDA@", p.Driver.CUDA, "@GPUS@\n", gpus.String()).Replace(smiText)
+	var all []file
+	for _, name := range binaries {
+		content := []byte(fmt.Sprintf("#!/bin/sh\necho '%s: this driver is simulated' >&2\nexit 1\n", name))
+		if player != nil && slices.Contains(played, name) {
+			content = player
+		}
+		all = append(all, file{path: path.Join(DriverDir, programs.Dir, name), content: content, mode: 0o755})
+	}
+	return all, nil
 }
 
 // driverFiles is the driver root without its device nodes.
-func driverFiles(p Profile, architecture string) ([]file, error) {
+func driverFiles(p Profile, architecture, program string) ([]file, error) {
 	libDir, ok := map[string]string{"amd64": "usr/lib/x86_64-linux-gnu", "arm64": "usr/lib/aarch64-linux-gnu"}[architecture]
 	if !ok {
 		return nil, fmt.Errorf("there is no driver for architecture %q", architecture)
 	}
-	var all []file
+	all, err := binaryFiles(p, program)
+	if err != nil {
+		return nil, err
+	}
 	for _, l := range libraries {
 		all = append(all, libraryFiles(l, path.Join(DriverDir, libDir), p.Driver.Version, architecture)...)
-	}
-	for _, name := range binaries {
-		script := fmt.Sprintf("#!/bin/sh\necho '%s: this driver is simulated' >&2\nexit 1\n", name)
-		all = append(all, file{path: path.Join(DriverDir, "usr/bin", name), content: []byte(script), mode: 0o755})
 	}
 	for _, name := range firmware {
 		image := fmt.Sprintf("simulated %s %s\n", name, p.Driver.Version)
 		all = append(all, file{path: path.Join(DriverDir, "lib/firmware/nvidia", p.Driver.Version, name), content: []byte(image), mode: 0o644})
 	}
-	all = append(all, file{path: path.Join(DriverDir, "etc/OpenCL/vendors/nvidia.icd"), content: []byte("libnvidia-opencl.so.1\n"), mode: 0o644})
-	return append(all, file{path: path.Join(DriverDir, "usr/bin/nvidia-smi"), content: []byte(smi(p)), mode: 0o755}), nil
+	icd := []byte("libnvidia-opencl.so.1\n")
+	return append(all, file{path: path.Join(DriverDir, "etc/OpenCL/vendors/nvidia.icd"), content: icd, mode: 0o644}), nil
 }
 
 func libraryFiles(l library, dir, version, architecture string) []file {

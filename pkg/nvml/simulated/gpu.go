@@ -181,7 +181,29 @@ func (g *gpu) GetAddressingMode() (nvml.DeviceAddressingMode, nvml.Return) {
 func (g *gpu) IsMigDeviceHandle() (bool, nvml.Return) { return false, nvml.SUCCESS }
 
 func (g *gpu) GetComputeMode() (nvml.ComputeMode, nvml.Return) {
-	return nvml.COMPUTEMODE_DEFAULT, nvml.SUCCESS
+	state, ret := g.sys.mig.current()
+	return state.ComputeModes[g.uuid], ret
+}
+
+// SetComputeMode is refused as the driver refuses it: EXCLUSIVE_THREAD is history, and a GPU that is partitioned has no mode.
+func (g *gpu) SetComputeMode(mode nvml.ComputeMode) nvml.Return {
+	switch mode {
+	case nvml.COMPUTEMODE_DEFAULT, nvml.COMPUTEMODE_PROHIBITED, nvml.COMPUTEMODE_EXCLUSIVE_PROCESS:
+	case nvml.COMPUTEMODE_EXCLUSIVE_THREAD:
+		return nvml.ERROR_NOT_SUPPORTED
+	default:
+		return nvml.ERROR_INVALID_ARGUMENT
+	}
+	return g.sys.mig.change(func(state *MIGState) nvml.Return {
+		if own := state.gpu(g.uuid); own != nil && own.Enabled {
+			return nvml.ERROR_NOT_SUPPORTED
+		}
+		if state.ComputeModes == nil {
+			state.ComputeModes = map[string]nvml.ComputeMode{}
+		}
+		state.ComputeModes[g.uuid] = mode
+		return nvml.SUCCESS
+	})
 }
 
 func (g *gpu) GetPersistenceMode() (nvml.EnableState, nvml.Return) {

@@ -37,6 +37,9 @@ type MaterializeOptions struct {
 	HostSysfs, HostProc string
 	// Architecture is Go's name of the driver's architecture, "amd64" or "arm64"; this program's where it is empty.
 	Architecture string
+	// Programs is the path of a program that cmd/simulated-driver was compiled to, for nvidia-smi and MPS to work: static, of the
+	// driver's architecture. Where it is empty, they only say what they are.
+	Programs string
 }
 
 func (o MaterializeOptions) withDefaults() MaterializeOptions {
@@ -90,7 +93,7 @@ func files(profile Profile, options MaterializeOptions) ([]file, error) {
 	if err != nil {
 		return nil, err
 	}
-	driver, err := driverFiles(profile, options.Architecture)
+	driver, err := driverFiles(profile, options.Architecture, options.Programs)
 	if err != nil {
 		return nil, err
 	}

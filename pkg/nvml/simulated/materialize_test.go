@@ -20,6 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/dynamic-resource-allocation/deviceattribute"
 	"tags.cncf.io/container-device-interface/specs-go"
+
+	"github.com/tandem-gpu/tandem/hack/simdriver"
 )
 
 // requireMknod skips where device nodes cannot be made, as in a user namespace.
@@ -439,20 +441,21 @@ func TestNUMANodesDivideTheMachine(t *testing.T) {
 func TestNVIDIASMIListsTheNodesThatAreThere(t *testing.T) {
 	requireMknod(t)
 	dir := t.TempDir()
-	p := materialize(t, dir, "mixed", MaterializeOptions{})
-	script, err := os.ReadFile(filepath.Join(dir, DriverDir, "usr/bin/nvidia-smi"))
-	if err != nil {
-		t.Fatal(err)
+	p := materialize(t, dir, "mixed", MaterializeOptions{Programs: simdriver.Build(t)})
+	smi := func() string {
+		cmd := exec.Command(filepath.Join(dir, DriverDir, "usr/bin/nvidia-smi"), "-L")
+		cmd.Env = []string{"SIMULATED_ROOT=" + filepath.Join(dir, DriverDir)}
+		out, err := cmd.CombinedOutput()
+		if err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		return string(out)
 	}
 	if err := os.Remove(filepath.Join(dir, DriverDir, "dev/nvidia2")); err != nil {
 		t.Fatal(err)
 	}
-	text := strings.ReplaceAll(string(script), "/dev/nvidia", filepath.Join(dir, DriverDir, "dev/nvidia"))
-	out, err := exec.Command("/bin/sh", "-c", text).CombinedOutput()
-	if err != nil {
-		t.Fatalf("%v: %s", err, out)
-	}
-	got := strings.Split(strings.TrimSpace(string(out)), "\n")
+	out := smi()
+	got := strings.Split(strings.TrimSpace(out), "\n")
 	want := fmt.Sprintf("GPU 0: NVIDIA H100 80GB HBM3 (UUID: %s)", p.GPUs[1].UUID)
 	if len(got) != 5 || got[0] != want {
 		t.Errorf("output %s", out)
@@ -472,8 +475,7 @@ func TestNVIDIASMIListsTheNodesThatAreThere(t *testing.T) {
 			}
 		}
 	}
-	out, err = exec.Command("/bin/sh", "-c", text).CombinedOutput()
-	if want += "\n  MIG Device 0: GPU instance 2, compute instance 1\nGPU 1: "; err != nil || !strings.HasPrefix(string(out), want) {
-		t.Errorf("%v, output %s", err, out)
+	if want += "\n  MIG Device 0: GPU instance 2, compute instance 1\nGPU 1: "; !strings.HasPrefix(smi(), want) {
+		t.Errorf("output %s", smi())
 	}
 }

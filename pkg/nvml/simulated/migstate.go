@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -18,17 +19,19 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 	"golang.org/x/sys/unix"
 	kjson "sigs.k8s.io/json"
+
+	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/programs"
 )
 
 // MIGDir is the directory in a machine's directory that holds MIGStateFile and its lock: the only thing there that a library
 // writes to.
-const MIGDir = "mig"
+const MIGDir = programs.StateDir
 
 // MIGStateFile is the name of the state file in MIGDir.
 const MIGStateFile = "state.json"
 
-// MIGState is the content of the state file: MIG modes and instances, as a GPU remembers them whoever comes and goes. All
-// libraries of the machine share it. It is that of one boot; another begins with what the profile says.
+// MIGState is the content of the state file: MIG modes and instances, and compute modes, as a GPU remembers them whoever comes and
+// goes. All libraries of the machine share it. It is that of one boot; another begins with what the profile says.
 type MIGState struct {
 	// Boot is the boot's ID (proc(5), random/boot_id).
 	Boot string `json:"boot"`
@@ -36,6 +39,8 @@ type MIGState struct {
 	Made uint64 `json:"made"`
 	// GPUs are those that have MIG, in the profile's order.
 	GPUs []MIGGPU `json:"gpus"`
+	// ComputeModes are those of GPUs whose mode was ever set, by UUID, as NVML numbers them.
+	ComputeModes map[string]nvml.ComputeMode `json:"computeModes,omitempty"`
 }
 
 // MIGGPU is the state of one GPU.
@@ -68,7 +73,7 @@ type ComputeInstance struct {
 }
 
 func (s MIGState) clone() MIGState {
-	s.GPUs = slices.Clone(s.GPUs)
+	s.GPUs, s.ComputeModes = slices.Clone(s.GPUs), maps.Clone(s.ComputeModes)
 	for i := range s.GPUs {
 		s.GPUs[i].Instances = slices.Clone(s.GPUs[i].Instances)
 		for k := range s.GPUs[i].Instances {

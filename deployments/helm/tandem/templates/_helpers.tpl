@@ -23,6 +23,11 @@
 {{ include "tandem.fullname" . }}-controller
 {{- end }}
 
+{{/* Of the Service, the Secret and the configuration. */}}
+{{- define "tandem.webhook.name" -}}
+{{ include "tandem.fullname" . }}-webhook
+{{- end }}
+
 {{- define "tandem.controller.serviceAccountName" -}}
 {{- if .Values.controller.serviceAccount.create }}
 {{- default (include "tandem.controller.name" .) .Values.controller.serviceAccount.name }}
@@ -102,5 +107,99 @@ readOnlyRootFilesystem: true
 {{- with .Values.seLinuxOptions }}
 seLinuxOptions:
   {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "tandem.mps.serviceAccountName" -}}
+{{- if .Values.mps.serviceAccount.create }}
+{{- default (printf "%s-mps-daemon" (include "tandem.fullname" .)) .Values.mps.serviceAccount.name }}
+{{- else }}
+{{- required "mps.serviceAccount.name is not set: name the existing service account, or leave mps.serviceAccount.create on" .Values.mps.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{/* What an administrator decides about the pods of MPS daemons; the controller adds the rest (pkg/controller/daemonpod.go). */}}
+{{- define "tandem.mps.pod" -}}
+{{- $access := include "tandem.access" . -}}
+metadata:
+  labels:
+    {{- include "tandem.instanceLabels" . | nindent 4 }}
+    app.kubernetes.io/component: mps-daemon
+    {{- include "tandem.releaseLabels" . | nindent 4 }}
+    {{- with .Values.podLabels }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- with .Values.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "tandem.mps.serviceAccountName" . }}
+  {{- with .Values.priorityClassName }}
+  priorityClassName: {{ . }}
+  {{- end }}
+  {{- with include "tandem.runtimeClassName" . }}
+  runtimeClassName: {{ . }}
+  {{- end }}
+  securityContext:
+    runAsUser: 0
+    runAsGroup: 0
+    seccompProfile:
+      type: RuntimeDefault
+  {{- with .Values.imagePullSecrets }}
+  imagePullSecrets:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: mps-daemon
+      image: {{ include "tandem.image" . }}
+      imagePullPolicy: {{ .Values.image.pullPolicy }}
+      env:
+        {{- if eq $access "runtimeClass" }}
+        - name: NVIDIA_VISIBLE_DEVICES
+          value: all
+        - name: NVIDIA_DRIVER_CAPABILITIES
+          value: compute,utility
+        {{- else }}
+        - name: NVIDIA_VISIBLE_DEVICES
+          value: void
+        {{- end }}
+      {{- with .Values.mps.resources }}
+      resources:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      securityContext:
+        {{- if eq $access "privileged" }}
+        privileged: true
+        {{- else }}
+        privileged: false
+        allowPrivilegeEscalation: false
+        capabilities:
+          drop: [ALL]
+          # The driver's program runs with the driver's root as its own.
+          add: [SYS_CHROOT]
+        {{- end }}
+        readOnlyRootFilesystem: true
+        {{- with .Values.seLinuxOptions }}
+        seLinuxOptions:
+          {{- toYaml . | nindent 10 }}
+        {{- end }}
+{{- end }}
+
+{{/* Where no driver root is: what the agents write, what anybody may write, and other names of everything. pkg/controller/daemonpod.go has the same. */}}
+{{- define "tandem.mps.noDriverRoots" -}}
+{{- range list .Values.runDir .Values.kubeletDir .Values.cdiDir }}
+- {{ regexReplaceAll "^/var/run/" . "/run/" }}
+{{- end }}
+{{- range list "/proc" "/sys" "/dev" "/tmp" "/var/tmp" "/run/lock" "/var/lock" }}
+- {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* In CEL: it has the keys and values of is, and no others. A literal of the whole could not have values of several types. */}}
+{{- define "tandem.celIs" -}}
+{{- $it := .it -}}
+{{ $it }}.size() == {{ len .is }}
+{{- range $key, $value := .is }} && {{ $it }}[?{{ $key | squote }}] == optional.of({{ toJson $value }})
 {{- end }}
 {{- end }}

@@ -21,6 +21,7 @@ import (
 // Usage says what Run knows.
 const Usage = `-L                                list GPUs and MIG devices
 -i GPU -mig 0|1                   switch MIG mode off or on
+-c 0|2|3                          set the compute mode: default, prohibited, exclusive to a process
 mig -lgip | -lgi | -lci           list profiles, GPU instances, compute instances
 mig -cgi PROFILE[:START],... [-C] create GPU instances, with -C each with a compute instance that takes all of it
 mig -cci ID,... -gi ID            create compute instances by profile ID
@@ -36,7 +37,7 @@ type command struct {
 	devices device.Interface
 	out     io.Writer
 
-	gpu, mode                          string
+	gpu, mode, compute                 string
 	list, lgip, lgi, lci, whole        bool
 	dci, dgi                           bool
 	cgi, cci                           string
@@ -79,6 +80,7 @@ func Run(lib nvml.Interface, args []string, out io.Writer) error {
 	} else {
 		flags.BoolVar(&c.list, "L", false, "")
 		flags.StringVar(&c.mode, "mig", "", "")
+		flags.StringVar(&c.compute, "c", "", "")
 	}
 	if err := flags.Parse(args); err != nil || flags.NArg() > 0 {
 		return errors.Join(errors.New("the arguments are not understood"), err, errors.New(strings.TrimSpace(Usage)))
@@ -92,6 +94,8 @@ func (c *command) run() error {
 		return c.visit(c.listDevices)
 	case c.mode != "":
 		return c.visit(c.switchMode)
+	case c.compute != "":
+		return c.visit(c.setComputeMode)
 	case c.lgip:
 		return c.visit(c.listProfiles)
 	case c.lgi:
@@ -155,6 +159,17 @@ func (c *command) visitMIG(do func(index int, d nvml.Device) error) error {
 func (c *command) print(format string, args ...any) {
 	// The answer is for a person or a test: who cannot read it sees that.
 	_, _ = fmt.Fprintf(c.out, format+"\n", args...)
+}
+
+func (c *command) setComputeMode(_ int, d nvml.Device) error {
+	mode, err := strconv.Atoi(c.compute)
+	if err != nil {
+		return fmt.Errorf("compute mode: %w", err)
+	}
+	if ret := d.SetComputeMode(nvml.ComputeMode(mode)); ret != nvml.SUCCESS {
+		return fmt.Errorf("set compute mode %d: %w", mode, ret)
+	}
+	return nil
 }
 
 func (c *command) switchMode(_ int, d nvml.Device) error {

@@ -32,6 +32,9 @@ func TestAnAdministratorsDay(t *testing.T) {
 			"  MIG 1g.6gb       Device  1: (UUID: MIG)\n" +
 			"  MIG 1g.6gb+me    Device  2: (UUID: MIG)\n", ""},
 		{"mig -i 0 -lgi", "", "no MIG-enabled devices found"},
+		{"-i 0 -c 3", "", ""},
+		{"-i 1 -c 3", "", "set compute mode 3"}, // it is partitioned
+		{"-i 0 -c x", "", "compute mode"},
 		{"-i 0 -mig 1", "", ""},
 		{"-i 3 -mig 1", "", "MIG mode is pending"},
 		{"mig -i 0 -cgi 2g.12gb:2,14 -C", "Created GPU instance 2 on GPU 0 with profile 2g.12gb (ID 5)\n" +

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nvml
+// Package driverroot knows directories below which a driver is installed: where its libraries and programs are, and what a path means to
+// somebody whose root directory it is.
+package driverroot
 
 import (
 	"fmt"
@@ -13,9 +15,9 @@ import (
 // maxLinks is the kernel's own limit on symbolic links in one path (MAXSYMLINKS).
 const maxLinks = 40
 
-// resolveIn follows symbolic links of path the way a process sees them whose root directory is root: an absolute link on
+// Resolve follows symbolic links of path the way a process sees them whose root directory is root: an absolute link on
 // the host must not be followed into the agent's own file system. Path is relative to root; so is the result.
-func resolveIn(root, path string) (string, error) {
+func Resolve(root, path string) (string, error) {
 	todo := strings.Split(strings.Trim(filepath.Clean("/"+path), "/"), "/")
 	done := "/"
 	for links := 0; len(todo) > 0; {
@@ -52,4 +54,14 @@ func resolveIn(root, path string) (string, error) {
 func isNotLink(err error) bool {
 	pathErr, ok := err.(*os.PathError)
 	return ok && pathErr.Err == syscall.EINVAL
+}
+
+// Find finds a program of the driver, relative to the driver root.
+func Find(root, program string) (string, error) {
+	for _, dir := range ProgramDirs {
+		if path, err := Resolve(root, filepath.Join(dir, program)); err == nil {
+			return path, nil
+		}
+	}
+	return "", fmt.Errorf("find %s: it is in none of %s below %s", program, strings.Join(ProgramDirs, ", "), root)
 }

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command mps-daemon runs one MPS control daemon of the driver in a pod of its own, and is the pod's probes. The controller makes
+// the pod. This package only wires.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/internal/version"
+	"github.com/tandem-gpu/tandem/pkg/mps"
+)
+
+func main() {
+	err := run(context.Background(), os.Args[1:], os.Stdout)
+	klog.Flush()
+	if err != nil {
+		fmt.Fprintf(os.Stderr, "mps-daemon: %v\n", err)
+		os.Exit(1)
+	}
+}
+
+var errUsage = errors.New("usage: mps-daemon run | ready | live | version")
+
+func run(ctx context.Context, args []string, stdout io.Writer) error {
+	if len(args) != 1 {
+		return errUsage
+	}
+	if args[0] == "version" {
+		_, err := fmt.Fprintln(stdout, version.String())
+		return err
+	}
+	d, err := mps.FromEnvironment(os.LookupEnv)
+	if err != nil {
+		return err
+	}
+	switch args[0] {
+	case "run":
+		ctx, stop := signal.NotifyContext(klog.NewContext(ctx, klog.Background()), os.Interrupt, syscall.SIGTERM)
+		defer stop()
+		return d.Run(ctx)
+	case "ready":
+		return ready(d)
+	case "live":
+		return d.Answers(ctx)
+	}
+	return errUsage
+}
+
+func ready(d mps.Daemon) error {
+	_, alive, err := mps.Alive(d.Dir)
+	if err == nil && !alive {
+		err = errors.New("the daemon is not ready")
+	}
+	return err
+}

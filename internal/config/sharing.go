@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// SharingRule says how the GPUs of a DeviceRule are shared.
+type SharingRule struct {
+	// Strategy is TimeSlicing or MPS, or None for GPUs that are nobody's but their holder's whatever the node says.
+	Strategy device.SharingStrategy `json:"strategy"`
+	// Interval belongs to TimeSlicing: Default, Short, Medium or Long.
+	Interval string `json:"interval,omitempty"`
+	// Replicas is as how many devices limits see each: 2 or more, or none.
+	Replicas int `json:"replicas,omitempty"`
+	// MemoryShares lets claims ask for a part of the memory (capacity.requests.memory).
+	MemoryShares bool `json:"memoryShares,omitempty"`
+}
+
+// notShared is the strategy of a rule against sharing.
+const notShared device.SharingStrategy = "None"
+
+func (r SharingRule) problems(path string) []error {
+	var errs []error
+	complain := func(field, format string, args ...any) {
+		errs = append(errs, fmt.Errorf(path+field+": "+format, args...))
+	}
+	none := r.Strategy == notShared
+	switch {
+	case none && (r.Interval != "" || r.Replicas != 0 || r.MemoryShares):
+		complain("", "says how to share what strategy None shares with nobody")
+	case none:
+	case r.Strategy != device.TimeSlicing && r.Strategy != device.MPS:
+		complain(".strategy", "%q is not one of %s, %s, %s", r.Strategy, device.TimeSlicing, device.MPS, notShared)
+	case r.Replicas == 0 && !r.MemoryShares:
+		complain("", "shares with nobody: want replicas (for limits), memoryShares (for claims) or both")
+	}
+	switch {
+	case r.Interval == "":
+	case !slices.Contains(device.Intervals, r.Interval):
+		complain(".interval", "%q is not one of %s", r.Interval, join(device.Intervals))
+	case r.Strategy == device.MPS:
+		complain(".interval", "belongs to strategy %s: by %s processes run at once", device.TimeSlicing, device.MPS)
+	}
+	if r.Replicas != 0 && r.Replicas < 2 {
+		complain(".replicas", "%s", tooFew)
+	}
+	if r.Strategy == device.MPS && r.Replicas > device.MPSClients {
+		complain(".replicas", "%s", tooManyClients)
+	}
+	return errs
+}
+
+const tooFew = "number of replicas must be >= 2"
+
+var tooManyClients = fmt.Sprintf("maximum allowed replicas is %d with MPS, which lets no more processes share a GPU", device.MPSClients)
+
+// policy of the rule, for a GPU.
+func (r SharingRule) policy() device.Sharing {
+	if r.Strategy == notShared {
+		return device.Sharing{}
+	}
+	s := device.Sharing{Strategy: r.Strategy, Interval: r.Interval, MemoryShares: r.MemoryShares}
+	if r.Replicas > 1 {
+		s.Replicas = map[string]device.Replicas{"": {Count: r.Replicas}}
+	}
+	return s
+}
+
+// fileSharing has NVIDIA's keys.
+type fileSharing struct {
+	TimeSlicing *fileReplicated `json:"timeSlicing"`
+	MPS         *fileReplicated `json:"mps"`
+}
+
+type fileReplicated struct {
+	RenameByDefault            bool                 `json:"renameByDefault"`
+	FailRequestsGreaterThanOne *bool                `json:"failRequestsGreaterThanOne"`
+	Resources                  []fileSharedResource `json:"resources"`
+}
+
+type fileSharedResource struct {
+	Name     string          `json:"name"`
+	Rename   string          `json:"rename"`
+	Devices  json.RawMessage `json:"devices"`
+	Replicas *int            `json:"replicas"`
+}
+
+// NodeSharing is how limits share the GPUs that no rule speaks of, in NVIDIA's words.
+type NodeSharing struct {
+	Strategy  device.SharingStrategy
+	Resources []SharedResource
+}
+
+// SharedResource is what is shared of the devices of one resource.
+type SharedResource struct {
+	Name     string
+	Replicas device.Replicas
+	// GPUs by UUID or index; nil for all. First is how many instead, from the lowest index up.
+	GPUs  []string
+	First int
+}
+
+// setSharing takes the section of NVIDIA's device plugin.
+func (c *Config) setSharing(f fileSharing) error {
+	section, path, strategy := f.TimeSlicing, "sharing.timeSlicing", device.TimeSlicing
+	switch {
+	case f.MPS == nil, section != nil && len(f.MPS.Resources) == 0:
+	case section != nil && len(section.Resources) > 0:
+		return errors.New("sharing.mps: sharing.timeSlicing says how GPUs are shared already: want one of the two")
+	default:
+		section, path, strategy = f.MPS, "sharing.mps", device.MPS
+	}
+	if section == nil {
+		return nil
+	}
+	// It holds for the replicas of rules as well.
+	set(&c.FailRequestsGreaterThanOne, section.FailRequestsGreaterThanOne)
+	if strategy == device.MPS && section.FailRequestsGreaterThanOne != nil && !*section.FailRequestsGreaterThanOne {
+		return fmt.Errorf("%s.failRequestsGreaterThanOne: false is not supported: a container can be the client of one MPS daemon", path)
+	}
+	switch {
+	case len(section.Resources) > 0:
+	case section.RenameByDefault:
+		return fmt.Errorf("%s.resources: no resources specified", path)
+	default:
+		return nil
+	}
+	sharing := NodeSharing{Strategy: strategy}
+	var errs []error
+	for i, r := range section.Resources {
+		shared, err := c.sharedResource(r, section.RenameByDefault)
+		switch {
+		case err != nil:
+		case strategy != device.MPS:
+		case shared.Name != c.ResourceName:
+			err = errors.New("name: sharing using MPS is not supported for MIG devices")
+		case shared.Replicas.Count > device.MPSClients:
+			err = errors.New("replicas: " + tooManyClients)
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("%s.resources[%d].%w", path, i, err))
+		}
+		sharing.Resources = append(sharing.Resources, shared)
+	}
+	errs = append(errs, sharing.ambiguous(path))
+	c.Sharing = sharing
+	return errors.Join(errs...)
+}
+
+func (c *Config) sharedResource(r fileSharedResource, renamed bool) (SharedResource, error) {
+	if r.Name == "" {
+		return SharedResource{}, errors.New("name: no resource name specified")
+	}
+	domain, _, _ := strings.Cut(c.ResourceName, "/")
+	shared := SharedResource{Name: r.Name}
+	if !strings.Contains(r.Name, "/") {
+		shared.Name = domain + "/" + r.Name
+	}
+	if !(device.Resources{GPU: c.ResourceName}).Has(shared.Name) {
+		return SharedResource{}, fmt.Errorf("name: %s is not a resource of GPUs (%s, %s/mig-<profile>)", shared.Name, c.ResourceName, domain)
+	}
+	if r.Replicas == nil {
+		return SharedResource{}, errors.New("replicas: no replicas specified")
+	}
+	if *r.Replicas < 2 {
+		return SharedResource{}, errors.New("replicas: " + tooFew)
+	}
+	if only := shared.Name + device.SharedSuffix; r.Rename != "" && r.Rename != only && domain+"/"+r.Rename != only {
+		return SharedResource{}, fmt.Errorf("rename: %q is not supported by this version of Tandem: only %s is", r.Rename, only)
+	}
+	shared.Replicas = device.Replicas{Count: *r.Replicas, Renamed: renamed || r.Rename != ""}
+	return shared, shared.setDevices(r.Devices)
+}
+
+// setDevices takes "all", a number, or a list of UUIDs and indices of GPUs.
+func (s *SharedResource) setDevices(raw json.RawMessage) error {
+	if len(raw) == 0 || string(raw) == "null" {
+		return nil
+	}
+	var word string
+	if json.Unmarshal(raw, &word) == nil {
+		if word != "all" {
+			return fmt.Errorf("devices: devices set as '%s' but the only valid string input is 'all'", word)
+		}
+		return nil
+	}
+	if json.Unmarshal(raw, &s.First) == nil {
+		if s.First <= 0 {
+			return fmt.Errorf("devices: devices set as '%d' but a count of devices must be > 0", s.First)
+		}
+		return nil
+	}
+	var list []any
+	if err := json.Unmarshal(raw, &list); err != nil || len(list) == 0 {
+		return fmt.Errorf("devices: unrecognized type for devices spec: %s", raw)
+	}
+	for i, item := range list {
+		text := fmt.Sprint(item)
+		if _, isIndex := strconv.Atoi(text); isIndex != nil && !strings.HasPrefix(text, "GPU-") {
+			return fmt.Errorf("devices[%d]: %q is neither the index of a GPU nor its UUID (the partitions of a GPU are shared alike)", i, text)
+		}
+		s.GPUs = append(s.GPUs, text)
+	}
+	return nil
+}
+
+// ambiguous finds a resource of which two entries say how it is shared, where they do not name different GPUs.
+func (s NodeSharing) ambiguous(path string) error {
+	for i, r := range s.Resources {
+		for j, other := range s.Resources[:i] {
+			apart := r.GPUs != nil && other.GPUs != nil && !slices.ContainsFunc(r.GPUs, func(g string) bool { return slices.Contains(other.GPUs, g) })
+			if r.Name == other.Name && !apart {
+				return fmt.Errorf("%s.resources[%d] and %s.resources[%d] both say how %s is shared", path, j, path, i, r.Name)
+			}
+		}
+	}
+	return nil
+}
+
+func (s SharedResource) has(gpu device.GPU) bool {
+	switch {
+	case s.First > 0:
+		return gpu.Index < s.First
+	case s.GPUs == nil:
+		return true
+	default:
+		return slices.Contains(s.GPUs, gpu.UUID) || slices.Contains(s.GPUs, strconv.Itoa(gpu.Index))
+	}
+}
+
+// SharingOf is the policy for a GPU. It is pure, and the same in every mode. A GPU about which rules disagree is not shared, and
+// nothing is set on one that is nobody's.
+func (c Config) SharingOf(gpu device.GPU) device.Sharing {
+	if c.Untouched(gpu) {
+		return device.Sharing{}
+	}
+	var found *SharingRule
+	for _, rule := range c.Devices {
+		switch {
+		case rule.Sharing == nil || !rule.Match.matches(gpu):
+		case found == nil:
+			found = rule.Sharing
+		case *found != *rule.Sharing:
+			return device.Sharing{}
+		}
+	}
+	if found != nil {
+		return found.policy()
+	}
+	s := device.Sharing{Strategy: c.Sharing.Strategy}
+	for _, r := range c.Sharing.Resources {
+		if !r.has(gpu) {
+			continue
+		}
+		if s.Replicas == nil {
+			s.Replicas = map[string]device.Replicas{}
+		}
+		name := r.Name
+		if s.Strategy == device.MPS {
+			name = "" // that of GPUs, the only one
+		}
+		s.Replicas[name] = r.Replicas
+	}
+	if !s.Shared() {
+		return device.Sharing{}
+	}
+	return s
+}

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package config
+
+import (
+	"io"
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+func loadFile(t *testing.T, content string) (Config, error) {
+	t.Helper()
+	return Load([]string{"--config", write(t, content), "--node-name=n"}, environment{}.lookup, io.Discard)
+}
+
+var sharedGPUs = []device.GPU{
+	{UUID: "GPU-a", Index: 0, ProductName: "NVIDIA L4"},
+	{UUID: "GPU-b", Index: 1, ProductName: "NVIDIA L4"},
+	{UUID: "GPU-c", Index: 2, ProductName: "NVIDIA A30", MIGCapable: true},
+	{UUID: "GPU-d", Index: 3, ProductName: "NVIDIA A30", MIGCapable: true},
+}
+
+// Each configuration says of four GPUs how they are shared.
+func TestSharing(t *testing.T) {
+	const gpu = "nvidia.com/gpu"
+	replicas := func(resource string, n int, renamed bool) device.Sharing {
+		return device.Sharing{Strategy: device.TimeSlicing, Replicas: map[string]device.Replicas{resource: {Count: n, Renamed: renamed}}}
+	}
+	none := device.Sharing{}
+	for content, want := range map[string][4]device.Sharing{
+		"": {},
+		"sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 4}]}}": {
+			replicas(gpu, 4, false), replicas(gpu, 4, false), replicas(gpu, 4, false), replicas(gpu, 4, false),
+		},
+		"sharing: {timeSlicing: {renameByDefault: true, resources: [{name: gpu, replicas: 2, devices: all}]}}": {
+			replicas(gpu, 2, true), replicas(gpu, 2, true), replicas(gpu, 2, true), replicas(gpu, 2, true),
+		},
+		"sharing: {timeSlicing: {resources: [{name: gpu, rename: gpu.shared, replicas: 2, devices: 3}]}}": {
+			replicas(gpu, 2, true), replicas(gpu, 2, true), replicas(gpu, 2, true), none,
+		},
+		`sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [1, "2", GPU-d]}]}}`: {
+			none, replicas(gpu, 2, false), replicas(gpu, 2, false), replicas(gpu, 2, false),
+		},
+		`{sharing: {timeSlicing: {resources: [{name: mig-1g.6gb, replicas: 2}]}}, tandem: {devices: [
+			{match: {index: 0}, sharing: {strategy: None}}, {match: {uuid: GPU-b}, sharing: {strategy: TimeSlicing, interval: Short, memoryShares: true, replicas: 3}}]}}`: {
+			none, {Strategy: device.TimeSlicing, Interval: "Short", MemoryShares: true, Replicas: map[string]device.Replicas{"": {Count: 3}}},
+			replicas("nvidia.com/mig-1g.6gb", 2, false), replicas("nvidia.com/mig-1g.6gb", 2, false),
+		},
+		"tandem: {devices: [{match: {model: NVIDIA L4}, sharing: {strategy: TimeSlicing, memoryShares: true}}]}": {
+			{Strategy: device.TimeSlicing, MemoryShares: true}, {Strategy: device.TimeSlicing, MemoryShares: true}, none, none,
+		},
+		`{sharing: {timeSlicing: {resources: []}, mps: {renameByDefault: true, failRequestsGreaterThanOne: true, resources: [{name: nvidia.com/gpu, replicas: 4, devices: [0]}]}}, tandem: {devices: [
+			{match: {index: 1}, sharing: {strategy: MPS, replicas: 2, memoryShares: true}}, {match: {uuid: GPU-c}, sharing: {strategy: MPS, memoryShares: true}}]}}`: {
+			{Strategy: device.MPS, Replicas: map[string]device.Replicas{"": {Count: 4, Renamed: true}}},
+			{Strategy: device.MPS, MemoryShares: true, Replicas: map[string]device.Replicas{"": {Count: 2}}},
+			{Strategy: device.MPS, MemoryShares: true}, none,
+		},
+	} {
+		c, err := loadFile(t, content)
+		if err != nil {
+			t.Errorf("%s: %v", content, err)
+			continue
+		}
+		for i, gpu := range sharedGPUs {
+			if got := c.SharingOf(gpu); !reflect.DeepEqual(got, want[i]) {
+				t.Errorf("%s: GPU %d is shared %+v, want %+v", content, i, got, want[i])
+			}
+		}
+		if err := c.CheckDevices(device.Inventory{GPUs: sharedGPUs}); err != nil {
+			t.Errorf("%s: %v", content, err)
+		}
+	}
+}
+
+func TestSharingErrors(t *testing.T) {
+	resource := func(text string) string { return "sharing: {timeSlicing: {resources: [{" + text + "}]}}" }
+	rule := func(text string) string {
+		return "tandem: {devices: [{match: {index: 0}, sharing: {" + text + "}}]}"
+	}
+	for content, want := range map[string]string{
+		"sharing: {timeSlicing: {renameByDefault: true}}":                                                               "sharing.timeSlicing.resources: no resources specified",
+		resource("replicas: 2"):                                                                                         "sharing.timeSlicing.resources[0].name: no resource name specified",
+		resource("name: nvidia.com/gpu"):                                                                                "sharing.timeSlicing.resources[0].replicas: no replicas specified",
+		resource("name: nvidia.com/gpu, replicas: 1"):                                                                   "sharing.timeSlicing.resources[0].replicas: number of replicas must be >= 2",
+		resource("name: nvidia.com/gpu, replicas: -1"):                                                                  "number of replicas must be >= 2",
+		resource("name: nvidia.com/gpu, replicas: two"):                                                                 "replicas",
+		resource("name: nvidia.com/hostdev, replicas: 2"):                                                               "name: nvidia.com/hostdev is not a resource of GPUs",
+		resource("name: gpu, replicas: 2, rename: vgpu"):                                                                `rename: "vgpu" is not supported`,
+		resource("name: gpu, replicas: 2, devices: some"):                                                               "devices set as 'some' but the only valid string input is 'all'",
+		resource("name: gpu, replicas: 2, devices: 0"):                                                                  "devices set as '0' but a count of devices must be > 0",
+		resource("name: gpu, replicas: 2, devices: {a: b}"):                                                             "devices: unrecognized type for devices spec",
+		resource("name: gpu, replicas: 2, devices: []"):                                                                 "devices: unrecognized type for devices spec: []",
+		resource("name: gpu, replicas: 2}, {name: gpu, replicas: 4, devices: [0]"):                                      "sharing.timeSlicing.resources[0] and sharing.timeSlicing.resources[1] both say how nvidia.com/gpu is shared",
+		resource(`name: gpu, replicas: 2, devices: [0, "0:1"]`):                                                         `devices[1]: "0:1" is neither the index of a GPU nor its UUID`,
+		resource("name: gpu, replicas: 2, shares: 3"):                                                                   `unknown field "sharing.timeSlicing.resources[0].shares"`,
+		"sharing: {mps: {renameByDefault: true}}":                                                                       "sharing.mps.resources: no resources specified",
+		"sharing: {mps: {resources: [{name: gpu, replicas: 49}]}}":                                                      "sharing.mps.resources[0].replicas: maximum allowed replicas is 48 with MPS",
+		"sharing: {mps: {resources: [{name: mig-1g.6gb, replicas: 2}]}}":                                                "sharing.mps.resources[0].name: sharing using MPS is not supported for MIG devices",
+		"sharing: {mps: {failRequestsGreaterThanOne: false, resources: [{name: gpu, replicas: 2}]}}":                    "sharing.mps.failRequestsGreaterThanOne: false is not supported",
+		"sharing: {mps: {resources: [{name: gpu, replicas: 2}]}, timeSlicing: {resources: [{name: gpu, replicas: 2}]}}": "sharing.mps: sharing.timeSlicing says how GPUs are shared already",
+		rule("strategy: Fair, replicas: 2"):                                                                             `tandem.devices[0].sharing.strategy: "Fair" is not one of TimeSlicing, MPS, None`,
+		rule("strategy: MPS"):                                                                                           "tandem.devices[0].sharing: shares with nobody",
+		rule("strategy: MPS, replicas: 49"):                                                                             "tandem.devices[0].sharing.replicas: maximum allowed replicas is 48 with MPS",
+		rule("strategy: MPS, replicas: 2, interval: Short"):                                                             "tandem.devices[0].sharing.interval: belongs to strategy TimeSlicing",
+		rule("replicas: 2"):                                                                                             `tandem.devices[0].sharing.strategy: "" is not one of`,
+		rule("strategy: TimeSlicing"):                                                                                   "tandem.devices[0].sharing: shares with nobody",
+		rule("strategy: TimeSlicing, replicas: 1"):                                                                      "tandem.devices[0].sharing.replicas: number of replicas must be >= 2",
+		rule("strategy: TimeSlicing, replicas: 2, interval: Slow"):                                                      `tandem.devices[0].sharing.interval: "Slow" is not one of Default, Short, Medium, Long`,
+		rule("strategy: None, replicas: 2"):                                                                             "tandem.devices[0].sharing: says how to share",
+		"tandem: {devices: [{match: {index: 2}, mig: dynamic, sharing: {strategy: TimeSlicing, memoryShares: true}}]}":  "tandem.devices[0].sharing: does not go with mig: dynamic",
+	} {
+		if _, err := loadFile(t, content); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s:\ngot  %v\nwant %s", content, err, want)
+		}
+	}
+}
+
+// What only the node's GPUs can tell.
+func TestSharingContradictions(t *testing.T) {
+	shared := "sharing: {strategy: TimeSlicing, memoryShares: true}"
+	for content, want := range map[string]string{
+		"tandem: {devices: [{match: {index: 0}, " + shared + "}, {match: {model: NVIDIA L4}, sharing: {strategy: None}}]}": "want different sharing of GPU GPU-a",
+		"tandem: {devices: [{match: {index: 2}, mig: dynamic}, {match: {model: NVIDIA A30}, " + shared + "}]}":             "GPU GPU-c (index 2) cannot be shared and have MIG partitions on demand",
+	} {
+		c, err := loadFile(t, content)
+		if err != nil {
+			t.Fatal(err)
+		}
+		err = c.CheckContradictions(device.Inventory{GPUs: sharedGPUs})
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s:\ngot  %v\nwant %s", content, err, want)
+		}
+		if c.SharingOf(sharedGPUs[0]).Shared() {
+			t.Errorf("%s: GPU 0 is shared", content)
+		}
+	}
+}
+
+func TestUntouched(t *testing.T) {
+	for _, mode := range []string{"Dual", "ClaimsOnly", "LimitsOnly", "Split"} {
+		c, err := loadFile(t, "{sharing: {mps: {resources: [{name: gpu, replicas: 2}]}}, tandem: {mode: "+mode+", devices: [{match: {index: 0}, use: none}, {match: {index: 1}, use: limits}]}}")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if c.OfferedToClaims(sharedGPUs[0]) || c.OfferedToLimits(sharedGPUs[0]) {
+			t.Errorf("%s: an untouched GPU is offered", mode)
+		}
+		if c.SharingOf(sharedGPUs[0]).Shared() || !c.SharingOf(sharedGPUs[1]).Shared() {
+			t.Errorf("%s: an untouched GPU is shared, or another is not", mode)
+		}
+		if !c.OfferedToClaims(sharedGPUs[1]) && !c.OfferedToLimits(sharedGPUs[1]) {
+			t.Errorf("%s: another GPU is not offered", mode)
+		}
+	}
+	if _, err := loadFile(t, "tandem: {mode: Split, devices: [{match: {index: 0}, use: none}]}"); err == nil {
+		t.Error("Split without a GPU for anybody is accepted")
+	}
+}

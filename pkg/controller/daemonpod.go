@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"maps"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+	kjson "sigs.k8s.io/json"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/mps"
+)
+
+// DaemonPods say how the pods of MPS daemons are made.
+type DaemonPods struct {
+	// Template is what the administrator decides: image, resources, privileges, labels, in its one container. Nil where no daemons are run.
+	Template *corev1.PodTemplateSpec
+	// Namespace of the pods.
+	Namespace string
+	// RunDir, KubeletDir and CDIDir are the agents' and kubelet's directories on the nodes, and that of CDI specs.
+	RunDir, KubeletDir, CDIDir string
+	// SharedMemory is the most memory that a daemon's server and clients share; nil leaves it to kubelet.
+	SharedMemory *resource.Quantity
+}
+
+// DaemonTemplate reads the template of the daemons' pods. It is strict: what it does not understand is an error. It is a pure function.
+func DaemonTemplate(text string) (*corev1.PodTemplateSpec, error) {
+	var template corev1.PodTemplateSpec
+	unknown, err := kjson.UnmarshalStrict([]byte(text), &template)
+	if err := errors.Join(append(unknown, err)...); err != nil {
+		return nil, fmt.Errorf("read the template of the pods of MPS daemons: %w", err)
+	}
+	if len(template.Spec.Containers) != 1 {
+		return nil, fmt.Errorf("read the template of the pods of MPS daemons: it has %d containers, not one", len(template.Spec.Containers))
+	}
+	return &template, nil
+}
+
+const (
+	// daemonLabel marks our pods, and has the daemon's name.
+	daemonLabel = "tandem-gpu.dev/mps-daemon"
+	// settingsAnnotation has the hash of the settings that the pod was made with.
+	settingsAnnotation = "tandem-gpu.dev/mps-settings"
+	// autoscalerAnnotation has the cluster autoscaler treat a pod as one of a DaemonSet's: it goes with its node, and keeps none
+	// (cluster-autoscaler FAQ).
+	autoscalerAnnotation = "cluster-autoscaler.kubernetes.io/daemonset-pod"
+)
+
+// podName is one name for one daemon of a node, so that two controllers make one pod. It is a pure function.
+func podName(node, daemon string) string {
+	sum := fnv.New32a()
+	sum.Write([]byte(node))
+	return fmt.Sprintf("tandem-mps-%s-%08x", daemon, sum.Sum32())
+}
+
+// settingsOf is what the supervisor gets of a daemon. It is a pure function.
+func settingsOf(d v1alpha1.MPSDaemon) mps.Settings {
+	return mps.Settings{
+		Devices: d.Devices, ActiveThreadPercentage: d.ActiveThreadPercentage, PinnedMemoryMiB: d.PinnedMemoryMiB,
+		MultiUser: d.MultiUser, DriverRoot: d.DriverRoot,
+	}
+}
+
+// check refuses a daemon that no pod is made for. The agent wrote it, which has fewer rights than the pod: no program may come from where
+// the agent can write. It is a pure function.
+func (p DaemonPods) check(d v1alpha1.MPSDaemon) error {
+	if p.Template == nil {
+		return errors.New("this installation of Tandem runs no MPS daemons (mps.enabled of the chart)")
+	}
+	if err := settingsOf(d).Validate(); err != nil {
+		return err
+	}
+	root := oneName(d.DriverRoot)
+	for _, dir := range append([]string{p.RunDir, p.KubeletDir, p.CDIDir}, noDriverRoots...) {
+		if dir := oneName(dir); dir != "" && (root == dir || strings.HasPrefix(root, dir+"/")) {
+			return fmt.Errorf("driver root %s is below %s, where no driver is", d.DriverRoot, dir)
+		}
+	}
+	return nil
+}
+
+// noDriverRoots are other names of everything, and what anybody may write. The chart's admission policy has the same.
+var noDriverRoots = []string{"/proc", "/sys", "/dev", "/tmp", "/var/tmp", "/run/lock", "/var/lock"}
+
+// oneName is the path without the link that /var/run is on every node (FHS 3.0, 5.13).
+func oneName(path string) string {
+	if strings.HasPrefix(path, "/var/run/") {
+		return strings.TrimPrefix(path, "/var")
+	}
+	return path
+}
+
+// Pod is what runs a daemon of a node. It is a pure function.
+func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.Pod, error) {
+	settings := settingsOf(d)
+	text, err := json.Marshal(settings)
+	if err != nil {
+		return nil, fmt.Errorf("encode settings of MPS daemon %s: %w", d.Name, err)
+	}
+	template := p.Template.DeepCopy()
+	pod := &corev1.Pod{ObjectMeta: template.ObjectMeta, Spec: template.Spec}
+	pod.Name, pod.Namespace = podName(node.Name, d.Name), p.Namespace
+	pod.Labels = with(pod.Labels, daemonLabel, d.Name)
+	pod.Annotations = with(with(pod.Annotations, settingsAnnotation, settings.Hash()), autoscalerAnnotation, "true")
+	// What is made for a node that is gone, or made anew, the garbage collector deletes.
+	pod.OwnerReferences = []metav1.OwnerReference{{
+		APIVersion: v1alpha1.GroupVersion.String(), Kind: "GPUNode", Name: node.Name, UID: node.UID, Controller: ptr.To(true),
+	}}
+	spec := &pod.Spec
+	spec.RestartPolicy = corev1.RestartPolicyAlways
+	// Clients are told apart by their processes, which are in other pods.
+	spec.HostPID = true
+	spec.AutomountServiceAccountToken, spec.EnableServiceLinks = ptr.To(false), ptr.To(false)
+	spec.TerminationGracePeriodSeconds = ptr.To(int64(mps.MostGrace.Seconds()) + 5)
+	// As a DaemonSet's pods: where the GPUs are, whatever the node is said to be unfit for.
+	spec.Affinity = pinnedTo(node.Name)
+	spec.Tolerations = []corev1.Toleration{{Operator: corev1.TolerationOpExists}}
+
+	dir := mps.Dir(p.RunDir, d.Name)
+	spec.Volumes = append(spec.Volumes,
+		hostDirectory("daemon", dir), hostDirectory("pipe", dir+"/"+mps.PipeDir), hostDirectory("log", dir+"/"+mps.LogDir),
+		hostDirectory("driver-root", d.DriverRoot),
+		corev1.Volume{Name: "tmp", VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{Medium: corev1.StorageMediumMemory}}},
+		corev1.Volume{Name: mps.ShmVolume, VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{
+			Medium: corev1.StorageMediumMemory, SizeLimit: p.SharedMemory,
+		}}},
+	)
+	c := &spec.Containers[0]
+	c.Command = []string{"/usr/bin/mps-daemon", "run"}
+	c.Env = append(c.Env,
+		corev1.EnvVar{Name: mps.SettingsEnv, Value: string(text)},
+		corev1.EnvVar{Name: mps.KubeletDirEnv, Value: p.KubeletDir},
+		corev1.EnvVar{Name: mps.PodUIDEnv, ValueFrom: &corev1.EnvVarSource{FieldRef: &corev1.ObjectFieldSelector{FieldPath: "metadata.uid"}}},
+	)
+	// The host's own root is not to be written. Another may lack the directories below that are mounted over (GKE's), which the container
+	// runtime has to make then.
+	c.VolumeMounts = append(c.VolumeMounts,
+		corev1.VolumeMount{Name: "daemon", MountPath: mps.PodDir},
+		corev1.VolumeMount{Name: "driver-root", MountPath: mps.PodRoot, ReadOnly: d.DriverRoot == "/"})
+	// The driver's program sees them at the same paths whether the driver root is its root or not; in the host's own they hide what is
+	// there and leave nothing.
+	for _, root := range []string{"", mps.PodRoot} {
+		c.VolumeMounts = append(c.VolumeMounts,
+			corev1.VolumeMount{Name: "tmp", MountPath: root + "/tmp"},
+			corev1.VolumeMount{Name: "pipe", MountPath: root + mps.ClientPipeDir},
+			corev1.VolumeMount{Name: "log", MountPath: root + mps.ClientLogDir},
+			corev1.VolumeMount{Name: mps.ShmVolume, MountPath: root + "/dev/shm"})
+	}
+	c.ReadinessProbe = probe("ready", 5, 5, 1)
+	// A daemon that is slow to answer serves the clients that it has: only one that has not answered for two minutes is better dead.
+	c.LivenessProbe = probe("live", 30, 15, 4)
+	c.TerminationMessagePolicy = corev1.TerminationMessageFallbackToLogsOnError
+	return pod, nil
+}
+
+func with(values map[string]string, key, value string) map[string]string {
+	values = maps.Clone(values)
+	if values == nil {
+		values = map[string]string{}
+	}
+	values[key] = value
+	return values
+}
+
+func pinnedTo(name string) *corev1.Affinity {
+	return &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{
+		NodeSelectorTerms: []corev1.NodeSelectorTerm{{MatchFields: []corev1.NodeSelectorRequirement{{
+			Key: metav1.ObjectNameField, Operator: corev1.NodeSelectorOpIn, Values: []string{name},
+		}}}},
+	}}}
+}
+
+// hostDirectory is one that is there: the agent makes the daemon's, and where there is no driver root there is no driver.
+func hostDirectory(name, path string) corev1.Volume {
+	return corev1.Volume{Name: name, VolumeSource: corev1.VolumeSource{
+		HostPath: &corev1.HostPathVolumeSource{Path: path, Type: ptr.To(corev1.HostPathDirectory)},
+	}}
+}
+
+func probe(what string, period, timeout, failures int32) *corev1.Probe {
+	return &corev1.Probe{
+		ProbeHandler:  corev1.ProbeHandler{Exec: &corev1.ExecAction{Command: []string{"/usr/bin/mps-daemon", what}}},
+		PeriodSeconds: period, TimeoutSeconds: timeout, FailureThreshold: failures,
+	}
+}

@@ -1,0 +1,330 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/selection"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// DaemonPlan is what is to be done about the daemons of a node.
+type DaemonPlan struct {
+	Create []v1alpha1.MPSDaemon
+	Delete []*corev1.Pod
+	// Waiting are the daemons that do not run and are not about to.
+	Waiting []v1alpha1.WaitingDaemon
+	// Again is when to look once more though nothing changes; zero for not at all.
+	Again time.Duration
+}
+
+const (
+	// startsIn is how long a daemon's pod may take to be ready before somebody is told.
+	startsIn = 15 * time.Second
+	// failsFor is how old a pod is at least that has failed and is replaced: one that kubelet turns away is not to be made over and over.
+	failsFor = 10 * time.Second
+)
+
+// PlanDaemons says which pods a node's daemons need, given those that it has. It is a pure function.
+func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, now time.Time) DaemonPlan {
+	var plan DaemonPlan
+	wait := func(d v1alpha1.MPSDaemon, format string, args ...any) {
+		plan.Waiting = append(plan.Waiting, v1alpha1.WaitingDaemon{Name: d.Name, Message: oneLine(fmt.Sprintf(format, args...))})
+	}
+	again := func(in time.Duration) {
+		if plan.Again == 0 || in < plan.Again {
+			plan.Again = in
+		}
+	}
+	wanted := map[string]bool{}
+	for _, d := range node.Status.Daemons {
+		name := podName(node.Name, d.Name)
+		i := slices.IndexFunc(pods, func(p *corev1.Pod) bool { return p.Name == name })
+		if i < 0 {
+			// One that an older controller has made is left to its clients.
+			if err := config.check(d); err != nil {
+				wait(d, "no pod is made for it: %v", err)
+				continue
+			}
+			wanted[name] = true
+			plan.Create = append(plan.Create, d)
+			continue
+		}
+		pod := pods[i]
+		age := now.Sub(pod.CreationTimestamp.Time)
+		switch {
+		case pod.DeletionTimestamp != nil:
+			// The next is made when it is gone.
+		case !madeFor(pod, node), pod.Annotations[settingsAnnotation] != settingsOf(d).Hash():
+			continue
+		case terminal(pod) && age >= failsFor:
+			wait(d, "pod %s has failed and is made anew: %s", pod.Name, because(pod))
+			continue
+		case terminal(pod):
+			wait(d, "pod %s has failed: %s", pod.Name, because(pod))
+			again(failsFor - age)
+		case isReady(pod):
+		case because(pod) != "":
+			wait(d, "pod %s does not run: %s", pod.Name, because(pod))
+		case age >= startsIn:
+			wait(d, "pod %s is not ready %s after it was made: its events say why", pod.Name, startsIn)
+		default:
+			again(startsIn - age)
+		}
+		wanted[name] = true
+	}
+	for _, pod := range pods {
+		if pod.DeletionTimestamp == nil && !wanted[pod.Name] {
+			plan.Delete = append(plan.Delete, pod)
+		}
+	}
+	slices.SortFunc(plan.Waiting, func(a, b v1alpha1.WaitingDaemon) int { return cmp.Compare(a.Name, b.Name) })
+	return plan
+}
+
+// madeFor reports whether a pod was made for this very object.
+func madeFor(pod *corev1.Pod, node *v1alpha1.GPUNode) bool {
+	owner := metav1.GetControllerOf(pod)
+	return owner != nil && owner.UID == node.UID
+}
+
+func isReady(pod *corev1.Pod) bool {
+	return slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+	})
+}
+
+// because says why a pod does not run, as far as its status does.
+func because(pod *corev1.Pod) string {
+	if terminal(pod) {
+		return strings.Trim(pod.Status.Reason+": "+pod.Status.Message, ": ")
+	}
+	for _, c := range pod.Status.Conditions {
+		if c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse {
+			return c.Reason + ": " + c.Message
+		}
+	}
+	for _, c := range pod.Status.ContainerStatuses {
+		if ended := c.LastTerminationState.Terminated; ended != nil {
+			return strings.Trim(fmt.Sprintf("its container ended with code %d: %s", ended.ExitCode, lastLine(ended.Message)), ": ")
+		}
+		if w := c.State.Waiting; w != nil && w.Reason != "" && w.Reason != "ContainerCreating" && w.Reason != "PodInitializing" {
+			return strings.Trim(w.Reason+": "+w.Message, ": ")
+		}
+	}
+	return ""
+}
+
+func lastLine(text string) string {
+	text = strings.TrimSpace(text)
+	return text[strings.LastIndex(text, "\n")+1:]
+}
+
+// oneLine is a message of the length that fits beside others.
+func oneLine(text string) string {
+	const most = 500
+	text = strings.Join(strings.Fields(text), " ")
+	if len(text) > most {
+		text = strings.ToValidUTF8(text[:most], "") + "…"
+	}
+	return text
+}
+
+// daemons runs the pods of the MPS daemons that GPUNodes ask for.
+type daemons struct {
+	client client.Client
+	// pods reads the daemons' pods: those that run as well, which nobody else needs. Nil where no daemons are run.
+	pods    client.Reader
+	config  DaemonPods
+	metrics *metrics
+	now     func() time.Time
+
+	mu      sync.Mutex
+	waiting map[string]int
+}
+
+// daemonCache holds the daemons' pods and no other. It is filled whether or not this process leads.
+func daemonCache(m manager.Manager, namespace string) (cache.Cache, error) {
+	ours, err := labels.NewRequirement(daemonLabel, selection.Exists, nil)
+	if err != nil {
+		return nil, fmt.Errorf("select the pods of MPS daemons: %w", err)
+	}
+	pods, err := cache.New(m.GetConfig(), cache.Options{
+		HTTPClient: m.GetHTTPClient(), Scheme: m.GetScheme(), Mapper: m.GetRESTMapper(),
+		DefaultTransform: cache.TransformStripManagedFields(),
+		ByObject: map[client.Object]cache.ByObject{&corev1.Pod{}: {
+			Namespaces: map[string]cache.Config{namespace: {}},
+			Label:      labels.NewSelector().Add(*ours),
+		}},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("make cache of the pods of MPS daemons: %w", err)
+	}
+	if err := m.Add(pods); err != nil {
+		return nil, fmt.Errorf("add cache of the pods of MPS daemons: %w", err)
+	}
+	return pods, nil
+}
+
+func (d *daemons) register(m manager.Manager) error {
+	b := builder.ControllerManagedBy(m).Named("daemons").
+		For(&v1alpha1.GPUNode{}, builder.WithPredicates(daemonsChanged)).
+		WithOptions(options(4))
+	// Where no daemons are run there is no right to see pods either.
+	if d.config.Template != nil {
+		pods, err := daemonCache(m, d.config.Namespace)
+		if err != nil {
+			return err
+		}
+		d.pods = pods
+		b = b.WatchesRawSource(source.Kind(pods, &corev1.Pod{}, handler.TypedEnqueueRequestForOwner[*corev1.Pod](
+			m.GetScheme(), m.GetRESTMapper(), &v1alpha1.GPUNode{}, handler.OnlyControllerOwner())))
+	}
+	if err := b.Complete(d); err != nil {
+		return fmt.Errorf("register daemons: %w", err)
+	}
+	return nil
+}
+
+// daemonsChanged lets through what matters of a GPUNode, whose status is written once a second.
+var daemonsChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+	before, isNode := e.ObjectOld.(*v1alpha1.GPUNode)
+	after, areNodes := e.ObjectNew.(*v1alpha1.GPUNode)
+	return !isNode || !areNodes || before.UID != after.UID ||
+		!apiequality.Semantic.DeepEqual(before.Status.Daemons, after.Status.Daemons) ||
+		!apiequality.Semantic.DeepEqual(before.Spec.Daemons, after.Spec.Daemons)
+}}
+
+// Reconcile implements reconcile.Reconciler for one node. It is idempotent. Pods of a GPUNode that is gone are the garbage collector's.
+func (d *daemons) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	node := &v1alpha1.GPUNode{}
+	if err := d.client.Get(ctx, request.NamespacedName, node); err != nil {
+		d.count(request.Name, 0)
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	pods, err := d.podsOf(ctx, node.Name)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	plan := PlanDaemons(node, pods, d.config, d.now())
+	var errs []error
+	for _, pod := range plan.Delete {
+		errs = append(errs, d.delete(ctx, pod))
+	}
+	for _, daemon := range plan.Create {
+		if err := d.create(ctx, node, daemon); err != nil {
+			errs = append(errs, err)
+			plan.Waiting = append(plan.Waiting, v1alpha1.WaitingDaemon{Name: daemon.Name, Message: oneLine(err.Error())})
+		}
+	}
+	d.count(node.Name, len(plan.Waiting))
+	errs = append(errs, d.tell(ctx, node, plan.Waiting))
+	return reconcile.Result{RequeueAfter: plan.Again}, errors.Join(errs...)
+}
+
+func (d *daemons) podsOf(ctx context.Context, node string) ([]*corev1.Pod, error) {
+	if d.pods == nil {
+		return nil, nil
+	}
+	var list corev1.PodList
+	if err := d.pods.List(ctx, &list, client.InNamespace(d.config.Namespace), client.HasLabels{daemonLabel}); err != nil {
+		return nil, fmt.Errorf("list pods of the MPS daemons of node %s: %w", node, err)
+	}
+	var pods []*corev1.Pod
+	for i := range list.Items {
+		if owner := metav1.GetControllerOf(&list.Items[i]); owner != nil && owner.Kind == "GPUNode" && owner.Name == node {
+			pods = append(pods, &list.Items[i])
+		}
+	}
+	return pods, nil
+}
+
+// create makes a daemon's pod. One that is there already is one that the cache does not have yet.
+func (d *daemons) create(ctx context.Context, node *v1alpha1.GPUNode, daemon v1alpha1.MPSDaemon) error {
+	pod, err := d.config.Pod(node, daemon)
+	if err != nil {
+		return err
+	}
+	switch err := d.client.Create(ctx, pod); {
+	case apierrors.IsAlreadyExists(err):
+		return nil
+	case err != nil:
+		return fmt.Errorf("make pod %s of MPS daemon %s: %w", pod.Name, daemon.Name, err)
+	}
+	d.metrics.daemonPods.WithLabelValues("created").Inc()
+	klog.FromContext(ctx).Info("Made the pod of an MPS daemon", "node", node.Name, "daemon", daemon.Name, "pod", klog.KObj(pod))
+	return nil
+}
+
+func (d *daemons) delete(ctx context.Context, pod *corev1.Pod) error {
+	err := d.client.Delete(ctx, pod, client.Preconditions{UID: &pod.UID})
+	switch {
+	case apierrors.IsNotFound(err), apierrors.IsConflict(err): // another one has its name by now
+		return nil
+	case err != nil:
+		return fmt.Errorf("delete pod %s of an MPS daemon: %w", pod.Name, err)
+	}
+	d.metrics.daemonPods.WithLabelValues("deleted").Inc()
+	klog.FromContext(ctx).Info("Deleted the pod of an MPS daemon", "pod", klog.KObj(pod))
+	return nil
+}
+
+// tell writes into the spec which daemons do not run, for the agent to pass on.
+func (d *daemons) tell(ctx context.Context, node *v1alpha1.GPUNode, waiting []v1alpha1.WaitingDaemon) error {
+	if apiequality.Semantic.DeepEqual(node.Spec.Daemons, waiting) {
+		return nil
+	}
+	if waiting == nil {
+		waiting = []v1alpha1.WaitingDaemon{}
+	}
+	patch, err := specPatch(node.UID, "daemons", waiting)
+	if err != nil {
+		return err
+	}
+	if err := d.client.Patch(ctx, node, client.RawPatch(types.MergePatchType, patch)); err != nil {
+		return client.IgnoreNotFound(fmt.Errorf("write daemons of GPUNode %s: %w", node.Name, err))
+	}
+	return nil
+}
+
+// count adds up over the nodes how many daemons do not run.
+func (d *daemons) count(node string, waiting int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.waiting == nil {
+		d.waiting = map[string]int{}
+	}
+	if d.waiting[node] = waiting; waiting == 0 {
+		delete(d.waiting, node)
+	}
+	total := 0
+	for _, n := range d.waiting {
+		total += n
+	}
+	d.metrics.daemonsWaiting.Set(float64(total))
+}

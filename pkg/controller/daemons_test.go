@@ -1,0 +1,524 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/mps"
+)
+
+func daemonPods() DaemonPods {
+	return DaemonPods{
+		Template: &corev1.PodTemplateSpec{
+			ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{"app.kubernetes.io/component": "mps-daemon"}},
+			Spec: corev1.PodSpec{
+				PriorityClassName: "system-node-critical",
+				Containers:        []corev1.Container{{Name: "mps-daemon", Image: "image", Env: []corev1.EnvVar{{Name: "OWN", Value: "1"}}}},
+			},
+		},
+		Namespace: "tandem", RunDir: "/run/tandem", KubeletDir: "/var/lib/kubelet", CDIDir: "/var/run/cdi",
+		SharedMemory: ptr.To(resource.MustParse("1Gi")),
+	}
+}
+
+func mpsDaemon(name string) v1alpha1.MPSDaemon {
+	return v1alpha1.MPSDaemon{
+		Name: name, Devices: []string{"GPU-1"}, ActiveThreadPercentage: ptr.To(int32(50)), PinnedMemoryMiB: []int64{1024}, DriverRoot: "/run/nvidia/driver",
+	}
+}
+
+func wanting(names ...string) func(*v1alpha1.GPUNodeStatus) {
+	return func(s *v1alpha1.GPUNodeStatus) {
+		s.Daemons = nil
+		for _, name := range names {
+			s.Daemons = append(s.Daemons, mpsDaemon(name))
+		}
+	}
+}
+
+// daemonWorld is a world whose clock agrees with the ages of pods.
+func daemonWorld(t *testing.T, funcs interceptor.Funcs, objects ...client.Object) (*world, *daemons) {
+	t.Helper()
+	var w *world
+	if funcs.Create == nil {
+		funcs.Create = func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.CreateOption) error {
+			o.SetCreationTimestamp(metav1.NewTime(w.clock))
+			return c.Create(ctx, o, opts...)
+		}
+	}
+	w = newWorld(t, funcs, objects...)
+	return w, &daemons{client: w.client, pods: w.client, config: daemonPods(), metrics: w.metrics, now: w.now}
+}
+
+func (w *world) daemonPod(name string) *corev1.Pod {
+	w.t.Helper()
+	pod := &corev1.Pod{}
+	w.get("tandem", podName("node-1", name), pod)
+	return pod
+}
+
+func (w *world) names() []string {
+	w.t.Helper()
+	var list corev1.PodList
+	if err := w.client.List(w.t.Context(), &list, client.InNamespace("tandem")); err != nil {
+		w.t.Fatal(err)
+	}
+	var names []string
+	for _, pod := range list.Items {
+		names = append(names, pod.Labels[daemonLabel])
+	}
+	slices.Sort(names)
+	return names
+}
+
+func (w *world) setPod(name string, change func(*corev1.PodStatus)) {
+	w.t.Helper()
+	pod := w.daemonPod(name)
+	change(&pod.Status)
+	if err := w.client.Status().Update(w.t.Context(), pod); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+func readyPod(s *corev1.PodStatus) {
+	*s = corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}}}
+}
+
+// measured is what a counter or a gauge has.
+func measured(t *testing.T, of prometheus.Metric) float64 {
+	t.Helper()
+	var m dto.Metric
+	if err := of.Write(&m); err != nil {
+		t.Fatal(err)
+	}
+	return m.GetCounter().GetValue() + m.GetGauge().GetValue()
+}
+
+func TestDaemonsGetOnePodEach(t *testing.T) {
+	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a", "b")))
+	w.twice(d, "node-1")
+	w.want(map[string]int{"create Pod": 2})
+	if diff := cmp.Diff([]string{"a", "b"}, w.names()); diff != "" {
+		t.Error(diff)
+	}
+	w.setPod("a", readyPod)
+	w.setPod("b", readyPod)
+	if result := w.twice(d, "node-1"); result.RequeueAfter != 0 {
+		t.Errorf("looks again in %s for nothing", result.RequeueAfter)
+	}
+	w.set(wanting("b"))
+	w.twice(d, "node-1")
+	if diff := cmp.Diff([]string{"b"}, w.names()); diff != "" {
+		t.Error(diff)
+	}
+	w.want(map[string]int{"create Pod": 2})
+	if created, deleted := measured(t, w.metrics.daemonPods.WithLabelValues("created")),
+		measured(t, w.metrics.daemonPods.WithLabelValues("deleted")); created != 2 || deleted != 1 {
+		t.Errorf("created %v, deleted %v", created, deleted)
+	}
+}
+
+func TestTwoLeadersMakeOnePod(t *testing.T) {
+	w, first := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+	second := &daemons{client: w.client, pods: nothing{w.client}, config: daemonPods(), metrics: w.metrics, now: w.now}
+	w.once(first, types.NamespacedName{Name: "node-1"})
+	w.once(second, types.NamespacedName{Name: "node-1"})
+	if diff := cmp.Diff([]string{"a"}, w.names()); diff != "" {
+		t.Error(diff)
+	}
+	w.want(map[string]int{"create Pod": 2}) // of which one was refused
+}
+
+// nothing is a cache that has not heard of any pod.
+type nothing struct{ client.Reader }
+
+func (nothing) List(context.Context, client.ObjectList, ...client.ListOption) error { return nil }
+
+func TestAPodOfOtherSettingsIsReplaced(t *testing.T) {
+	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+	w.twice(d, "node-1")
+	before := w.daemonPod("a").Annotations[settingsAnnotation]
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Daemons[0].MultiUser = true })
+	w.twice(d, "node-1")
+	w.want(map[string]int{"create Pod": 2})
+	if after := w.daemonPod("a").Annotations[settingsAnnotation]; after == before {
+		t.Error("the pod is as before")
+	}
+}
+
+// A pod of a GPUNode that was made anew is not the new one's: the garbage collector is about to delete it.
+func TestAPodOfAnotherGPUNodeIsReplaced(t *testing.T) {
+	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+	w.twice(d, "node-1")
+	if err := w.client.Delete(t.Context(), w.gpuNode()); err != nil {
+		t.Fatal(err)
+	}
+	w.twice(d, "node-1")
+	if diff := cmp.Diff([]string{"a"}, w.names()); diff != "" {
+		t.Errorf("what belongs to a node that is gone is the garbage collector's: %s", diff)
+	}
+	again := gpuNode(wanting("a"))
+	again.UID = "uid-again"
+	if err := w.client.Create(t.Context(), again); err != nil {
+		t.Fatal(err)
+	}
+	w.twice(d, "node-1")
+	if owner := metav1.GetControllerOf(w.daemonPod("a")); owner == nil || owner.UID != "uid-again" {
+		t.Errorf("owner %+v", owner)
+	}
+}
+
+func TestOtherNodesPodsAreLeftAlone(t *testing.T) {
+	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+	other := gpuNode(wanting("x"))
+	other.Name, other.UID = "node-2", "uid-2"
+	if err := w.client.Create(t.Context(), other); err != nil {
+		t.Fatal(err)
+	}
+	w.twice(d, "node-2")
+	w.twice(d, "node-1")
+	if diff := cmp.Diff([]string{"a", "x"}, w.names()); diff != "" {
+		t.Error(diff)
+	}
+}
+
+func TestWhatDoesNotRunIsTold(t *testing.T) {
+	crashed := func(s *corev1.PodStatus) {
+		*s = corev1.PodStatus{Phase: corev1.PodRunning, ContainerStatuses: []corev1.ContainerStatus{{
+			State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "CrashLoopBackOff", Message: "back-off 10s"}},
+			LastTerminationState: corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{
+				ExitCode: 1, Message: "I0101 starting\nmps-daemon: find nvidia-cuda-mps-control\n",
+			}},
+		}}}
+	}
+	for name, c := range map[string]struct {
+		status func(*corev1.PodStatus)
+		age    time.Duration
+		want   string
+	}{
+		"unscheduled": {status: func(s *corev1.PodStatus) {
+			s.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: "Unschedulable", Message: "too many pods"}}
+		}, want: "does not run: Unschedulable: too many pods"},
+		"no image": {status: func(s *corev1.PodStatus) {
+			s.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ErrImagePull", Message: "no such\nimage"}}}}
+		}, want: "does not run: ErrImagePull: no such image"},
+		"crashed":   {status: crashed, want: "does not run: its container ended with code 1: mps-daemon: find nvidia-cuda-mps-control"},
+		"just made": {status: func(*corev1.PodStatus) {}},
+		"long made": {status: func(*corev1.PodStatus) {}, age: startsIn, want: "is not ready 15s after it was made"},
+		"turned away": {status: func(s *corev1.PodStatus) {
+			s.Phase, s.Reason, s.Message = corev1.PodFailed, "OutOfpods", "Node is full"
+		}, want: "has failed: OutOfpods: Node is full"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+			w.twice(d, "node-1")
+			w.setPod("a", c.status)
+			w.clock = w.daemonPod("a").CreationTimestamp.Add(c.age)
+			result := w.twice(d, "node-1")
+			told := w.gpuNode().Spec.Daemons
+			if c.want == "" {
+				if len(told) > 0 || result.RequeueAfter != startsIn {
+					t.Errorf("told %+v, again in %s", told, result.RequeueAfter)
+				}
+				w.want(map[string]int{"create Pod": 1})
+				return
+			}
+			if len(told) != 1 || told[0].Name != "a" || !strings.Contains(told[0].Message, c.want) {
+				t.Errorf("told %+v", told)
+			}
+			w.want(map[string]int{"create Pod": 1, "patch GPUNode": 1})
+			if n := measured(t, w.metrics.daemonsWaiting); n != 1 {
+				t.Errorf("%v daemons do not run", n)
+			}
+			w.setPod("a", readyPod)
+			w.twice(d, "node-1")
+			if told := w.gpuNode().Spec.Daemons; len(told) > 0 {
+				t.Errorf("told still: %+v", told)
+			}
+			if n := measured(t, w.metrics.daemonsWaiting); n != 0 {
+				t.Errorf("%v daemons do not run", n)
+			}
+		})
+	}
+}
+
+func TestAPodThatHasFailedIsReplacedInAWhile(t *testing.T) {
+	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+	w.twice(d, "node-1")
+	w.setPod("a", func(s *corev1.PodStatus) { s.Phase = corev1.PodFailed })
+	made := w.daemonPod("a").CreationTimestamp
+	w.clock = made.Add(4 * time.Second)
+	if result := w.twice(d, "node-1"); result.RequeueAfter != 6*time.Second {
+		t.Errorf("looks again in %s", result.RequeueAfter)
+	}
+	w.want(map[string]int{"create Pod": 1, "patch GPUNode": 1})
+	w.clock = made.Add(failsFor)
+	w.twice(d, "node-1")
+	if phase := w.daemonPod("a").Status.Phase; phase == corev1.PodFailed {
+		t.Error("the failed pod is still there")
+	}
+}
+
+// A pod that is ending has the name: the next one is made when it is gone.
+func TestAPodThatEndsIsAwaited(t *testing.T) {
+	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+	w.twice(d, "node-1")
+	pod := w.daemonPod("a")
+	pod.Finalizers = []string{"example.com/finalizer"}
+	if err := errors.Join(w.client.Update(t.Context(), pod), w.client.Delete(t.Context(), pod)); err != nil {
+		t.Fatal(err)
+	}
+	w.twice(d, "node-1")
+	w.want(map[string]int{"create Pod": 1, "update Pod": 1})
+}
+
+func TestARefusedPodIsTold(t *testing.T) {
+	refused := errors.New("exceeded quota")
+	w, d := daemonWorld(t, interceptor.Funcs{Create: func(ctx context.Context, c client.WithWatch, o client.Object, opts ...client.CreateOption) error {
+		if _, isPod := o.(*corev1.Pod); isPod {
+			return refused
+		}
+		return c.Create(ctx, o, opts...)
+	}}, gpuNode(wanting("a")))
+	_, err := d.Reconcile(t.Context(), reconcile.Request{NamespacedName: types.NamespacedName{Name: "node-1"}})
+	if !errors.Is(err, refused) {
+		t.Errorf("reconcile: %v", err)
+	}
+	if told := w.gpuNode().Spec.Daemons; len(told) != 1 || !strings.Contains(told[0].Message, "exceeded quota") {
+		t.Errorf("told %+v", told)
+	}
+}
+
+func TestWhatNoPodIsMadeFor(t *testing.T) {
+	for name, c := range map[string]struct {
+		daemon func(*v1alpha1.MPSDaemon)
+		config func(*DaemonPods)
+		want   string
+	}{
+		"no devices":               {daemon: func(d *v1alpha1.MPSDaemon) { d.Devices = nil }, want: "no devices"},
+		"a program of the agent's": {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/run/tandem/mine" }, want: "is below /run/tandem, where no driver is"},
+		"a pod's directory":        {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/var/lib/kubelet/pods/x" }, want: "is below /var/lib/kubelet"},
+		"under another name":       {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/var/run/tandem/x" }, want: "is below /run/tandem"},
+		"the agent's CDI specs":    {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/var/run/cdi" }, want: "is below /run/cdi"},
+		"CDI specs, renamed":       {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/run/cdi/x" }, want: "is below /run/cdi"},
+		"by a process":             {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/proc/1/root/run/tandem/x" }, want: "is below /proc"},
+		"shared memory":            {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/dev/shm" }, want: "is below /dev"},
+		"by a device":              {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/sys/fs" }, want: "is below /sys"},
+		"anybody's":                {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/tmp" }, want: "is below /tmp"},
+		"a way around":             {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/opt/../run/tandem" }, want: "not a clean absolute path"},
+		"none are run":             {config: func(p *DaemonPods) { p.Template = nil }, want: "mps.enabled"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+			if c.daemon != nil {
+				w.set(func(s *v1alpha1.GPUNodeStatus) { c.daemon(&s.Daemons[0]) })
+			}
+			if c.config != nil {
+				c.config(&d.config)
+			}
+			w.twice(d, "node-1")
+			w.want(map[string]int{"patch GPUNode": 1})
+			if told := w.gpuNode().Spec.Daemons; len(told) != 1 || !strings.Contains(told[0].Message, c.want) {
+				t.Errorf("told %+v", told)
+			}
+		})
+	}
+}
+
+func TestWhereADriverIs(t *testing.T) {
+	for _, root := range []string{"/", "/run/nvidia/driver", "/var/run/nvidia/driver", "/home/kubernetes/bin/nvidia", "/opt/nvidia", "/run/tandem-driver"} {
+		d := mpsDaemon("a")
+		d.DriverRoot = root
+		if err := daemonPods().check(d); err != nil {
+			t.Errorf("%s: %v", root, err)
+		}
+	}
+}
+
+func TestTheHostsRootIsMountedReadOnly(t *testing.T) {
+	for root, want := range map[string]bool{"/": true, "/home/kubernetes/bin/nvidia": false} {
+		d := mpsDaemon("a")
+		d.DriverRoot = root
+		pod, err := daemonPods().Pod(gpuNode(), d)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range pod.Spec.Containers[0].VolumeMounts {
+			if m.ReadOnly != (want && m.Name == "driver-root") {
+				t.Errorf("driver root %s: mount %+v", root, m)
+			}
+		}
+	}
+}
+
+// What is refused now may have been made before: to end it ends its clients. When it ends by itself none is made in its place.
+func TestAPodOfARefusedDaemonIsLeft(t *testing.T) {
+	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+	w.twice(d, "node-1")
+	w.setPod("a", readyPod)
+	d.config.RunDir = "/run/nvidia"
+	w.twice(d, "node-1")
+	w.want(map[string]int{"create Pod": 1})
+	if told := w.gpuNode().Spec.Daemons; len(told) > 0 {
+		t.Errorf("told %+v of one that runs", told)
+	}
+	w.setPod("a", func(s *corev1.PodStatus) { s.Phase = corev1.PodFailed })
+	w.clock = w.daemonPod("a").CreationTimestamp.Add(failsFor)
+	w.twice(d, "node-1")
+	if names := w.names(); len(names) > 0 {
+		t.Errorf("pods %v", names)
+	}
+	if told := w.gpuNode().Spec.Daemons; len(told) != 1 || !strings.Contains(told[0].Message, "is below /run/nvidia") {
+		t.Errorf("told %+v", told)
+	}
+}
+
+// The two writers of the spec leave each other's list alone.
+func TestDaemonsAndClaimsAreWrittenApart(t *testing.T) {
+	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")), newClaim("c", "gpu-0"))
+	d.config.Template = nil
+	r := &relay{client: w.client, claims: claimReader{client: w.client, driver: testDriver}}
+	w.twice(r, "node-1")
+	w.twice(d, "node-1")
+	w.twice(r, "node-1")
+	if spec := w.gpuNode().Spec; len(spec.Claims) != 1 || len(spec.Daemons) != 1 {
+		t.Errorf("spec %+v", spec)
+	}
+	w.want(map[string]int{"patch GPUNode": 2})
+}
+
+func TestDaemonPod(t *testing.T) {
+	config := daemonPods()
+	pod, err := config.Pod(gpuNode(), mpsDaemon("a"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if pod.Spec.Containers[0].Env[0].Name != "OWN" || config.Template.Spec.Containers[0].Command != nil {
+		t.Error("the template's own is lost, or it was changed")
+	}
+	volumes := map[string]corev1.Volume{}
+	for _, v := range pod.Spec.Volumes {
+		volumes[v.Name] = v
+		if v.HostPath != nil && *v.HostPath.Type != corev1.HostPathDirectory {
+			t.Errorf("%s may be made by the container runtime", v.HostPath.Path)
+		}
+	}
+	for name, path := range map[string]string{
+		"daemon": "/run/tandem/mps/a", "pipe": "/run/tandem/mps/a/pipe", "log": "/run/tandem/mps/a/log", "driver-root": "/run/nvidia/driver",
+	} {
+		if volumes[name].HostPath == nil || volumes[name].HostPath.Path != path {
+			t.Errorf("volume %s: %+v", name, volumes[name])
+		}
+	}
+	if shm := volumes[mps.ShmVolume].EmptyDir; shm == nil || shm.Medium != corev1.StorageMediumMemory || shm.SizeLimit.String() != "1Gi" {
+		t.Errorf("shared memory: %+v", shm)
+	}
+	c := pod.Spec.Containers[0]
+	paths := map[string]string{}
+	for _, m := range c.VolumeMounts {
+		if _, ok := volumes[m.Name]; !ok {
+			t.Errorf("%s is no volume", m.Name)
+		}
+		if paths[m.MountPath] != "" {
+			t.Errorf("two volumes at %s", m.MountPath)
+		}
+		paths[m.MountPath] = m.Name
+	}
+	for path, name := range map[string]string{
+		"/daemon": "daemon", "/driver-root": "driver-root", "/tmp/nvidia-mps": "pipe", "/driver-root/tmp/nvidia-mps": "pipe",
+		"/dev/shm": "shm", "/driver-root/dev/shm": "shm",
+	} {
+		if paths[path] != name {
+			t.Errorf("at %s is %q", path, paths[path])
+		}
+	}
+	// What the supervisor makes of its environment is what the agent waits for.
+	env := map[string]string{}
+	for _, e := range c.Env {
+		env[e.Name] = e.Value
+		if e.ValueFrom != nil {
+			env[e.Name] = "uid-pod"
+		}
+	}
+	d, err := mps.FromEnvironment(func(name string) (string, bool) { value, ok := env[name]; return value, ok })
+	if err != nil {
+		t.Fatal(err)
+	}
+	if hash := settingsOf(mpsDaemon("a")).Hash(); d.Settings.Hash() != hash || pod.Annotations[settingsAnnotation] != hash {
+		t.Errorf("hash %s, annotation %s, want %s", d.Settings.Hash(), pod.Annotations[settingsAnnotation], hash)
+	}
+	if !strings.HasPrefix(d.Shm, "/var/lib/kubelet/pods/uid-pod/") {
+		t.Errorf("shared memory at %s", d.Shm)
+	}
+	if *pod.Spec.AutomountServiceAccountToken || !pod.Spec.HostPID || *pod.Spec.TerminationGracePeriodSeconds <= int64(mps.MostGrace.Seconds()) {
+		t.Errorf("pod %+v", pod.Spec)
+	}
+	field := pod.Spec.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms[0].MatchFields[0]
+	if field.Key != "metadata.name" || field.Values[0] != "node-1" {
+		t.Errorf("affinity %+v", field)
+	}
+	if podName("node-1", "a") == podName("node-2", "a") {
+		t.Error("two nodes' daemons of one name have one pod")
+	}
+}
+
+func TestDaemonsAreReconciledWhenTheyChange(t *testing.T) {
+	before := gpuNode(wanting("a"))
+	for name, c := range map[string]struct {
+		change func(*v1alpha1.GPUNode)
+		want   bool
+	}{
+		"a holder":  {func(n *v1alpha1.GPUNode) { n.Status.Holders = "x" }, false},
+		"a claim":   {func(n *v1alpha1.GPUNode) { n.Spec.Claims = []v1alpha1.AllocatedClaim{{}} }, false},
+		"a daemon":  {func(n *v1alpha1.GPUNode) { n.Status.Daemons = nil }, true},
+		"a message": {func(n *v1alpha1.GPUNode) { n.Spec.Daemons = []v1alpha1.WaitingDaemon{{}} }, true},
+		"all of it": {func(n *v1alpha1.GPUNode) { n.UID = "new" }, true},
+	} {
+		after := before.DeepCopy()
+		c.change(after)
+		if got := daemonsChanged.Update(event.UpdateEvent{ObjectOld: before, ObjectNew: after}); got != c.want {
+			t.Errorf("%s: %t", name, got)
+		}
+	}
+}
+
+func TestSettingsTravelAsJSON(t *testing.T) {
+	text, err := json.Marshal(settingsOf(v1alpha1.MPSDaemon{Name: "a", Devices: []string{"GPU-1"}, DriverRoot: "/"}))
+	if want := `{"devices":["GPU-1"],"driverRoot":"/"}`; err != nil || string(text) != want {
+		t.Errorf("%s, %v", text, err)
+	}
+}
+
+func TestDaemonTemplate(t *testing.T) {
+	for text, want := range map[string]string{
+		`{"spec":{"containers":[{"name":"a","image":"i"}]}}`:             "",
+		`{"spec":{"containers":[{"name":"a","image":"i","imaeg":"i"}]}}`: `unknown field "spec.containers[0].imaeg"`,
+		`{"spec":{"containers":[]}}`:                                     "it has 0 containers, not one",
+		`{"spec":`:                                                       "unexpected end",
+	} {
+		if _, err := DaemonTemplate(text); (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+}

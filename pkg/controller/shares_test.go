@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+const gib = int64(1) << 30
+
+// sharedNode has two GPUs of 24 GiB with four replicas each.
+func sharedNode(holders ...v1alpha1.DeviceHolder) v1alpha1.GPUNode {
+	node := v1alpha1.GPUNode{}
+	node.Name = "node-1"
+	node.Status = v1alpha1.GPUNodeStatus{LimitsResource: testResource}
+	for _, name := range []string{"gpu-0", "gpu-1"} {
+		node.Status.Devices = append(node.Status.Devices, v1alpha1.DeviceStatus{
+			Name: name, LimitsResource: testResource, Limits: v1alpha1.LimitsAllocatable,
+			Sharing: &v1alpha1.DeviceSharing{
+				Strategy: "TimeSlicing", MemoryShares: true, Memory: 24 * gib, Replicas: 4, ReplicaMemory: 6 * gib, Allocatable: 4,
+			},
+		})
+	}
+	node.Status.Devices[0].Holders = holders
+	return node
+}
+
+func limitShare(state v1alpha1.HoldState) v1alpha1.DeviceHolder {
+	return v1alpha1.DeviceHolder{Kind: v1alpha1.HolderLimit, State: state, Memory: 6 * gib}
+}
+
+func claimShare(uid types.UID, memory int64) v1alpha1.DeviceHolder {
+	return v1alpha1.DeviceHolder{Kind: v1alpha1.HolderClaim, UID: uid, State: v1alpha1.HoldHeld, Memory: memory}
+}
+
+// allocatedShare is a claim for so much of gpu-0; for all of it with zero.
+func allocatedShare(uid types.UID, memory int64) v1alpha1.AllocatedClaim {
+	claim := v1alpha1.AllocatedClaim{UID: uid, Namespace: "ns", Name: string(uid), Devices: []string{"gpu-0"}}
+	if memory > 0 {
+		claim.Shares = []v1alpha1.AllocatedShare{{Device: "gpu-0", Memory: memory}}
+	}
+	return claim
+}
+
+// Replicas count as long as there is memory for them.
+func TestAllocatableReplicas(t *testing.T) {
+	for name, c := range map[string]struct {
+		holders []v1alpha1.DeviceHolder
+		claims  []v1alpha1.AllocatedClaim
+		lists   int32
+		losers  []v1alpha1.LosingClaim
+		want    int64
+	}{
+		"nobody has any":                      {lists: 4, want: 8},
+		"a limit has one":                     {holders: []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldHeld)}, lists: 4, want: 8},
+		"a claim has 10 GiB":                  {holders: []v1alpha1.DeviceHolder{claimShare("a", 10*gib)}, claims: []v1alpha1.AllocatedClaim{allocatedShare("a", 10*gib)}, lists: 2, want: 6},
+		"allocated, kubelet lists them still": {claims: []v1alpha1.AllocatedClaim{allocatedShare("a", 10*gib)}, lists: 4, want: 6},
+		"two claims":                          {claims: []v1alpha1.AllocatedClaim{allocatedShare("a", 10*gib), allocatedShare("b", 10*gib)}, lists: 4, want: 4},
+		"a claim beside a limit":              {holders: []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldHeld)}, claims: []v1alpha1.AllocatedClaim{allocatedShare("a", 10*gib)}, lists: 4, want: 6},
+		"all of it":                           {claims: []v1alpha1.AllocatedClaim{allocatedShare("a", 0)}, lists: 4, want: 4},
+		"a limit drains":                      {holders: []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldDraining)}, lists: 4, want: 7},
+		"a claim waits for what limits have": {
+			holders: []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldHeld)}, claims: []v1alpha1.AllocatedClaim{allocatedShare("a", 0)},
+			losers: []v1alpha1.LosingClaim{{UID: "a"}}, lists: 4, want: 1 + 4,
+		},
+		"kubelet has taken some back": {lists: 1, want: 5},
+	} {
+		t.Run(name, func(t *testing.T) {
+			node := sharedNode(c.holders...)
+			node.Status.Devices[0].Sharing.Allocatable = c.lists
+			node.Status.Losers = c.losers
+			if got, known := Allocatable(node.Status, c.claims, testResource); got != c.want || !known {
+				t.Errorf("%d, known %v; want %d", got, known, c.want)
+			}
+			if got := listed(node.Status, testResource); got != int64(c.lists)+4 {
+				t.Errorf("%d are listed", got)
+			}
+		})
+	}
+}
+
+func TestRelayShares(t *testing.T) {
+	result := func(name string, gi int64) resourceapi.DeviceRequestAllocationResult {
+		return resourceapi.DeviceRequestAllocationResult{
+			Request: "parts/some", Driver: testDriver, Pool: "node-1", Device: name, ShareID: ptr.To(types.UID("share")),
+			ConsumedCapacity: map[resourceapi.QualifiedName]resource.Quantity{"memory": *resource.NewQuantity(gi*gib, resource.BinarySI)},
+		}
+	}
+	claim := newClaim("a", "gpu-7")
+	claim.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "parts", FirstAvailable: []resourceapi.DeviceSubRequest{{
+		Name: "some", Capacity: &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{"memory": {}}},
+	}}}}
+	claim.Status.Allocation.Devices.Results = append(claim.Status.Allocation.Devices.Results, result("gpu-5", 2), result("gpu-4", 1), result("gpu-5", 3))
+	want := []v1alpha1.AllocatedClaim{{
+		UID: "uid-a", Namespace: "ns", Name: "a", Devices: []string{"gpu-4", "gpu-5", "gpu-7"}, Pools: []string{"node-1"},
+		Shares: []v1alpha1.AllocatedShare{{Device: "gpu-4", Memory: gib}, {Device: "gpu-5", Memory: 5 * gib}},
+	}}
+	if diff := cmp.Diff(want, Relay([]resourceapi.ResourceClaim{*claim}, testDriver, "node-1")); diff != "" {
+		t.Error(diff)
+	}
+	// Whoever asks for no amount has all of it, whatever that comes to.
+	whole := result("gpu-6", 24)
+	whole.Request = "parts"
+	claim.Status.Allocation.Devices.Results = append(claim.Status.Allocation.Devices.Results, whole)
+	want[0].Devices = []string{"gpu-4", "gpu-5", "gpu-6", "gpu-7"}
+	trimClaim(claim, testDriver)
+	if diff := cmp.Diff(want, Relay([]resourceapi.ResourceClaim{*claim}, testDriver, "node-1")); diff != "" {
+		t.Error("from the cache: ", diff)
+	}
+}
+
+// A claim is nudged if its share fits beside those of others, and not for what it does not get.
+func TestNudgesOfShares(t *testing.T) {
+	for name, c := range map[string]struct {
+		holders []v1alpha1.DeviceHolder
+		memory  int64
+		want    int
+	}{
+		"beside another share":         {holders: []v1alpha1.DeviceHolder{claimShare("b", 10*gib)}, memory: 14 * gib, want: 1},
+		"a share too many":             {holders: []v1alpha1.DeviceHolder{claimShare("b", 10*gib)}, memory: 15 * gib, want: 0},
+		"all of it beside a share":     {holders: []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldHeld)}, want: 0},
+		"a share beside all of it":     {holders: []v1alpha1.DeviceHolder{claimShare("b", 0)}, memory: gib, want: 0},
+		"all of it, which nobody has":  {want: 1},
+		"its own, for want of waiters": {holders: []v1alpha1.DeviceHolder{claimShare("a", 10*gib)}, memory: 10 * gib, want: 0},
+	} {
+		node := sharedNode(c.holders...)
+		if got := Nudges(node.Status, []v1alpha1.AllocatedClaim{allocatedShare("a", c.memory)}, nil); len(got) != c.want {
+			t.Errorf("%s: %d nudges, want %d", name, len(got), c.want)
+		}
+	}
+}
+
+func TestExplainShares(t *testing.T) {
+	full := sharedNode(claimShare("a", 10*gib), claimShare("b", 10*gib))
+	full.Status.Devices[1].Holders = []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldHeld), claimShare("c", 10*gib)}
+	whole := sharedNode(claimShare("a", 0))
+	whole.Name, whole.Status.Devices = "node-2", whole.Status.Devices[:1]
+	plain := v1alpha1.GPUNode{Status: v1alpha1.GPUNodeStatus{Devices: []v1alpha1.DeviceStatus{{Name: "gpu-0"}}}}
+	for _, c := range []struct {
+		nodes []v1alpha1.GPUNode
+		asked Ask
+		want  string
+	}{
+		{[]v1alpha1.GPUNode{full, whole}, Ask{Devices: 1, Memory: 10 * gib}, "no node has 10240 MiB left on 1 GPU: node-1 has 8192 MiB at most, node-2 has 0 MiB at most"},
+		{[]v1alpha1.GPUNode{full, whole}, Ask{Devices: 1, Memory: 8 * gib}, ""},
+		{[]v1alpha1.GPUNode{full}, Ask{Devices: 2, Memory: 8 * gib}, "no node has 8192 MiB left on 2 GPUs: node-1 has 8192 MiB at most"},
+		{[]v1alpha1.GPUNode{full, plain}, Ask{Devices: 1, Memory: 10 * gib}, ""},
+		{nil, Ask{Devices: 1, Memory: gib}, "no node shares out the memory of its GPUs, of which 1024 MiB are asked for"},
+	} {
+		if got := Explain(c.nodes, c.asked); got != c.want {
+			t.Errorf("%+v: %q, want %q", c.asked, got, c.want)
+		}
+	}
+}

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package device
+
+import (
+	"fmt"
+	"slices"
+)
+
+// SharingStrategy is how the holders of one device take turns.
+type SharingStrategy string
+
+const (
+	// TimeSlicing lets the GPU switch between processes by time.
+	TimeSlicing SharingStrategy = "TimeSlicing"
+	// MPS lets the processes of all who have a part of a GPU run at once, as clients of one daemon (CUDA's Multi-Process Service).
+	// Partitions are not shared in this way.
+	MPS SharingStrategy = "MPS"
+)
+
+// MPSClients is how many processes may share a GPU by MPS at a time (CUDA's MPS documentation: Volta and later).
+const MPSClients = 48
+
+// Intervals of time-slicing from the driver's 0 up (nvidia-smi compute-policy --set-timeslice).
+var Intervals = []string{"Default", "Short", "Medium", "Long"}
+
+// Sharing is how a GPU, and the partitions on it that last, may have several holders at once: the policy of the node. The zero
+// Sharing is not at all.
+type Sharing struct {
+	Strategy SharingStrategy
+	// Interval is one of Intervals, or empty for what the GPU has. It belongs to TimeSlicing.
+	Interval string
+	// Replicas are what limits get in place of whole devices, by the resource that these would have; the key "" is any other.
+	Replicas map[string]Replicas
+	// MemoryShares lets claims ask for a part of the memory.
+	MemoryShares bool
+}
+
+// Replicas are the equal shares of each device of a resource.
+type Replicas struct {
+	// Count is 2 or more; fewer are none.
+	Count int
+	// Renamed gives them a resource of their own: ".shared" behind the name (k8s-device-plugin, renameByDefault).
+	Renamed bool
+}
+
+// SharedSuffix is what NVIDIA's device plugin puts behind the name of a resource whose devices are shared.
+const SharedSuffix = ".shared"
+
+// Shared reports whether any holder may have a part of a device.
+func (s Sharing) Shared() bool { return s.MemoryShares || len(s.Replicas) > 0 }
+
+// ReplicaCount is as how many devices limits see a whole GPU that is shared by MPS: 1 where they do not see it. Its replicas have one
+// resource.
+func (s Sharing) ReplicaCount() int { return max(1, s.Replicas[""].Count) }
+
+// replicas are those of the devices of a resource.
+func (s Sharing) replicas(resource string) Replicas {
+	if r, named := s.Replicas[resource]; named {
+		return r
+	}
+	return s.Replicas[""]
+}
+
+// ReplicaID is by what kubelet knows a replica: "<uuid>::<n>", as with NVIDIA's device plugin (k8s-device-plugin,
+// internal/rm/devices.go, AnnotatedID). HardwareUUID undoes it.
+func ReplicaID(uuid string, n int) string { return fmt.Sprintf("%s::%d", uuid, n) }
+
+// MemoryBytes is the memory of the device; zero where it is not known.
+func (d Device) MemoryBytes() uint64 {
+	if d.Whole() {
+		return d.GPU.MemoryBytes
+	}
+	return d.Partition.Capacity.MemoryBytes
+}
+
+// Sharing of the device. A partition that was made for a claim is that claim's, and one without a UUID is nobody's.
+func (d Device) Sharing() Sharing {
+	if d.GPU.Dynamic || !d.Whole() && (d.Partition.Made || d.Partition.UUID == "") {
+		return Sharing{}
+	}
+	if d.GPU.Sharing.Strategy == MPS && (d.GPU.MIGEnabled || !d.Whole()) {
+		return Sharing{}
+	}
+	return d.GPU.Sharing
+}
+
+// shared are the offers of a device to limits: itself, or its replicas. There are none, for that reason, of a device that only
+// claims share.
+func (r Resources) shared(resource string, d Device) (offers []Offer, leftOut string) {
+	sharing := d.Sharing()
+	replicas := sharing.replicas(resource)
+	share := Replica(d.MemoryBytes(), replicas.Count)
+	switch {
+	case replicas.Count >= 2:
+	case sharing.Strategy == MPS:
+		return nil, leftOutForClaims
+	default:
+		return []Offer{{Resource: resource, Device: d}}, ""
+	}
+	if replicas.Renamed {
+		resource += SharedSuffix
+	}
+	offers = make([]Offer, replicas.Count)
+	for i := range offers {
+		offers[i] = Offer{Resource: resource, Device: d, Share: share, replica: i}
+	}
+	return offers, ""
+}
+
+// ID is by what kubelet knows the offer.
+func (o Offer) ID() string {
+	if o.Share.Whole() {
+		return o.Device.UUID()
+	}
+	return ReplicaID(o.Device.UUID(), o.replica)
+}
+
+// ShareOf is what a limit has of a device by an ID, ours or that of NVIDIA's plugin: the whole of it, where policy knows no such
+// replica.
+func (r Resources) ShareOf(inv Inventory, id string) Share {
+	offers, _ := r.Offers(inv.GPUs)
+	if i := slices.IndexFunc(offers, func(o Offer) bool { return o.ID() == id }); i >= 0 {
+		return offers[i].Share
+	}
+	return Share{}
+}

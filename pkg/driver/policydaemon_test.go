@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
+)
+
+// fakePolicy lets claims join the daemons of the GPUs that it has.
+type fakePolicy struct {
+	mu      sync.Mutex
+	daemons map[string]bool
+	// late has calls end with their context.
+	late  bool
+	err   error
+	calls []string
+}
+
+func (f *fakePolicy) ByDaemon(gpu device.GPU) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.daemons[gpu.UUID]
+}
+
+func (f *fakePolicy) Join(ctx context.Context, claim sharing.Claim, d device.Device, share device.Share) ([]string, error) {
+	f.mu.Lock()
+	f.calls = append(f.calls, fmt.Sprintf("%s/%s joins %s with %s", claim.Namespace, claim.Name, d.Name(), share))
+	late, err, daemon := f.late, f.err, f.daemons[d.GPU.UUID]
+	f.mu.Unlock()
+	switch {
+	case late:
+		<-ctx.Done()
+		return nil, fmt.Errorf("join: %w", &sharing.NotReadyError{Daemon: "gpu-0-0"})
+	case err != nil || !daemon:
+		return nil, err
+	}
+	return []string{"k8s.gpu.nvidia.com/sharing=" + d.Name()}, nil
+}
+
+func (f *fakePolicy) set(change func()) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	change()
+}
+
+func (f *fakePolicy) said() []string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return append([]string(nil), f.calls...)
+}
+
+// newPolicyRig is a node whose first GPUs are shared by MPS, and the others by time.
+func newPolicyRig(t *testing.T, byMPS, others int) (*rig, *fakeSharing, *fakePolicy) {
+	inv := sharedMachine(byMPS + others)
+	policy := &fakePolicy{daemons: map[string]bool{}}
+	for i := range byMPS {
+		inv.GPUs[i].Sharing.Strategy = device.MPS
+		policy.daemons[inv.GPUs[i].UUID] = true
+	}
+	r, shared := newSharingRig(t, inv, func(c *Config) { c.Policy = policy })
+	return r, shared, policy
+}
+
+// partsClaim has so much of each device, each by a request of its own unless requests says otherwise.
+func (r *rig) partsClaim(name, memory string, devices, requests []string) *resourceapi.ResourceClaim {
+	c := newClaim(name, devices...)
+	amount := map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse(memory)}
+	asked := map[string]bool{}
+	for i := range c.Status.Allocation.Devices.Results {
+		result := &c.Status.Allocation.Devices.Results[i]
+		result.Request, result.ShareID, result.ConsumedCapacity = requests[i], ptr.To(types.UID(fmt.Sprint("share-", i))), amount
+		if !asked[result.Request] {
+			c.Spec.Devices.Requests = append(c.Spec.Devices.Requests, resourceapi.DeviceRequest{
+				Name: result.Request, Exactly: &resourceapi.ExactDeviceRequest{Capacity: &resourceapi.CapacityRequirements{Requests: amount}},
+			})
+		}
+		asked[result.Request] = true
+	}
+	r.api.put("resourceclaims", c)
+	return c
+}
+
+// A claim that has a part of a GPU is a client of that GPU's daemon, and its status says who limits it; one that has all of it has it
+// without the daemon.
+func TestPrepareByPolicy(t *testing.T) {
+	r, shared, policy := newPolicyRig(t, 1, 1)
+	k := r.ready()
+	for name, test := range map[string]struct {
+		claim *resourceapi.ResourceClaim
+		cdi   []string
+		joins []string
+		calls []string
+		said  []string
+	}{
+		"a part by MPS": {
+			claim: r.partsClaim("a", "10Gi", []string{"gpu-0"}, []string{"one"}), cdi: []string{"gpu-0"}, joins: []string{"team-a/a joins gpu-0 with 10240Mi of 24576Mi"},
+			said: []string{
+				"gpu-0/share-0 SharingApplied=True(MPS): processes are clients of the GPU's MPS daemon, beside those of others",
+				"gpu-0/share-0 MemoryLimit=True(Client): each process keeps itself to 10240 MiB, by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: one that is started without has no limit",
+			},
+		},
+		"two parts of one GPU": {
+			claim: r.partsClaim("a", "2Gi", []string{"gpu-0", "gpu-0"}, []string{"one", "two"}), cdi: []string{"gpu-0", "gpu-0"}, joins: []string{"team-a/a joins gpu-0 with 4096Mi of 24576Mi"},
+			said: []string{
+				"gpu-0/share-0 SharingApplied=True(MPS): processes are clients of the GPU's MPS daemon, beside those of others",
+				"gpu-0/share-0 MemoryLimit=True(Client): each process keeps itself to 4096 MiB, by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: one that is started without has no limit",
+				"gpu-0/share-1 SharingApplied=True(MPS): processes are clients of the GPU's MPS daemon, beside those of others",
+				"gpu-0/share-1 MemoryLimit=True(Client): each process keeps itself to 4096 MiB, by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: one that is started without has no limit",
+			},
+		},
+		"a part by time": {
+			claim: r.partsClaim("a", "10Gi", []string{"gpu-1"}, []string{"one"}), cdi: []string{""}, joins: []string{"team-a/a joins gpu-1 with 10240Mi of 24576Mi"},
+			said: []string{
+				"gpu-1/share-0 SharingApplied=True(TimeSlicing): processes take turns, time slice of the device",
+				"gpu-1/share-0 MemoryLimit=False(Advisory): nobody keeps the claim's processes to their 10240 MiB, or those of others to theirs",
+			},
+		},
+		"all of a GPU that is shared by MPS": {
+			claim: r.claim("a", "gpu-0"), cdi: []string{""}, calls: []string{"uid-a: Exclusive " + uuidOf(0)}, said: []string{},
+		},
+		"all of a GPU that is shared by time": {claim: r.claim("a", "gpu-1"), cdi: []string{""}, said: []string{}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r.api.put("resourceclaims", test.claim)
+			shared.set(func() { shared.calls = nil })
+			policy.set(func() { policy.calls = nil })
+			got, errs, err := k.prepare("v1", test.claim)
+			if err != nil || len(errs) > 0 {
+				t.Fatal(err, errs)
+			}
+			if diff := cmp.Diff(test.cdi, additional(got["uid-a"])); diff != "" {
+				t.Error(diff)
+			}
+			if diff := cmp.Diff(append([]string(nil), test.joins...), policy.said()); diff != "" {
+				t.Error(diff)
+			}
+			if diff := cmp.Diff(append([]string(nil), test.calls...), shared.said()); diff != "" {
+				t.Error(diff)
+			}
+			r.awaitSaid(t, "a", test.said)
+			if errs, err := k.unprepare("v1", test.claim); err != nil || len(errs) > 0 {
+				t.Fatal(err, errs)
+			}
+			r.awaitFree(t)
+			shared.set(func() { clear(shared.applied) })
+		})
+	}
+}
+
+// A container can be the client of one daemon.
+func TestPartsOfTwoGPUsByMPS(t *testing.T) {
+	r, _, _ := newPolicyRig(t, 2, 1)
+	k := r.ready()
+	for name, test := range map[string]struct {
+		devices, requests []string
+		refused           bool
+	}{
+		"by one request":               {[]string{"gpu-0", "gpu-1"}, []string{"both", "both"}, true},
+		"by a request each":            {[]string{"gpu-0", "gpu-1"}, []string{"one", "two"}, false},
+		"of which one is not by MPS":   {[]string{"gpu-0", "gpu-2"}, []string{"both", "both"}, false},
+		"twice of the same":            {[]string{"gpu-0", "gpu-0"}, []string{"both", "both"}, false},
+		"neither of which is by MPS":   {[]string{"gpu-2", "gpu-2"}, []string{"both", "both"}, false},
+		"by one request among several": {[]string{"gpu-2", "gpu-0", "gpu-1"}, []string{"one", "both", "both"}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := r.partsClaim("a", "1Gi", test.devices, test.requests)
+			_, errs, err := k.prepare("v1", c)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := errs["uid-a"]; (got != nil) != test.refused || got != nil && !strings.Contains(got.Error(), "request both got parts of device gpu-0 and device gpu-1") {
+				t.Errorf("got %v", got)
+			}
+			if test.refused && r.holders() != "" {
+				t.Errorf("held %s", r.holders())
+			}
+			if _, err := k.unprepare("v1", c); err != nil {
+				t.Fatal(err)
+			}
+			r.awaitFree(t)
+		})
+	}
+}
+
+// unprepares has the claim unprepared while it joins.
+type unprepares struct {
+	*fakePolicy
+	unprepare func()
+}
+
+func (u *unprepares) Join(ctx context.Context, claim sharing.Claim, d device.Device, share device.Share) ([]string, error) {
+	u.unprepare()
+	return u.fakePolicy.Join(ctx, claim, d, share)
+}
+
+func TestUnpreparedWhileJoining(t *testing.T) {
+	inv := sharedMachine(1)
+	inv.GPUs[0].Sharing.Strategy = device.MPS
+	policy := &unprepares{fakePolicy: &fakePolicy{daemons: map[string]bool{inv.GPUs[0].UUID: true}}}
+	r, _ := newSharingRig(t, inv, func(c *Config) { c.Policy = policy })
+	k := r.ready()
+	c := r.partsClaim("a", "1Gi", []string{"gpu-0"}, []string{"one"})
+	policy.unprepare = func() {
+		if errs, err := k.unprepare("v1", c); err != nil || len(errs) > 0 {
+			t.Error(err, errs)
+		}
+	}
+	if _, errs, err := k.prepare("v1", c); err != nil || errs["uid-a"] == nil {
+		t.Errorf("answered to have what nobody holds: %v, held %q", err, r.holders())
+	}
+}
+
+// What cannot be joined in time is given back: nothing that was begun needs it.
+func TestPolicyDaemonNotReady(t *testing.T) {
+	r, _, policy := newPolicyRig(t, 1, 0)
+	k := r.ready()
+	for reason, change := range map[string]func(){
+		reasonDaemonNotReady: func() { policy.late, policy.err = true, nil },
+		reasonNotShared:      func() { policy.late, policy.err = false, errors.New("how it is shared is being changed") },
+	} {
+		policy.set(change)
+		c := r.partsClaim("late", "1Gi", []string{"gpu-0"}, []string{"one"})
+		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+		_, errs, err := k.prepareWith(ctx, "v1", c)
+		cancel()
+		if err != nil || errs["uid-late"] == nil {
+			t.Fatal(err, errs)
+		}
+		if held := r.holders(); held != "" {
+			t.Errorf("%s: held %s", reason, held)
+		}
+		if events := r.events.all(); !strings.Contains(events, "team-a/late "+reason) {
+			t.Errorf("%s: events %s", reason, events)
+		}
+	}
+}

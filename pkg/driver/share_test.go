@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/dynamic-resource-allocation/cel"
+	"k8s.io/dynamic-resource-allocation/structured"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+const gib = uint64(1) << 30
+
+// sharedMachine has L4s, one with an odd number of bytes, that limits and claims share.
+func sharedMachine(n int) device.Inventory {
+	return machine(n, func(g *device.GPU) {
+		g.MIGCapable, g.MemoryBytes = false, 24*gib+uint64(g.Minor)*12345
+		g.Sharing = device.Sharing{
+			Strategy: device.TimeSlicing, MemoryShares: true, Replicas: map[string]device.Replicas{"": {Count: 4}},
+		}
+	})
+}
+
+// market is a node whose GPUs are shared, as scheduler and ledger see it.
+type market struct {
+	*testing.T
+	inv    device.Inventory
+	ledger *ledger.Ledger
+	// allocated are the scheduler's results, by claim.
+	allocated map[string]resourceapi.DeviceRequestAllocationResult
+	// claim is the last one.
+	claim  *resourceapi.ResourceClaim
+	cache  *cel.Cache
+	serial int
+}
+
+func newMarket(t *testing.T, gpus int) *market {
+	l, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: &fakeEvidence{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() })
+	return &market{
+		T: t, inv: sharedMachine(gpus), ledger: l, allocated: map[string]resourceapi.DeviceRequestAllocationResult{},
+		cache: cel.NewCache(100, cel.Features{}),
+	}
+}
+
+// schedule asks the scheduler's allocator for a claim, of so much memory or of all.
+func (m *market) schedule(memory *resource.Quantity) (resourceapi.DeviceRequestAllocationResult, bool) {
+	m.Helper()
+	pools, _ := (&Offer{NodeName: testNode}).Pools(Facts{
+		Inventory: m.inv, Holds: m.ledger.Holds(), Kept: Capabilities{Taints: true, Shares: true}, Now: time.Now(),
+	})
+	built := pools[testNode].Slices
+	slice := &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: "slice"}, Spec: resourceapi.ResourceSliceSpec{
+		Driver: "gpu.nvidia.com", NodeName: ptr.To(testNode), Devices: built[0].Devices,
+		Pool: resourceapi.ResourcePool{Name: testNode, Generation: 1, ResourceSliceCount: 1},
+	}}
+	state := structured.AllocatedState{
+		AllocatedDevices: sets.New[structured.DeviceID](), AllocatedSharedDeviceIDs: sets.New[structured.SharedDeviceID](),
+		AggregatedCapacity: structured.NewConsumedCapacityCollection(),
+	}
+	for _, r := range m.allocated {
+		id := structured.MakeDeviceID(r.Driver, r.Pool, r.Device)
+		if r.ShareID == nil {
+			state.AllocatedDevices.Insert(id)
+			continue
+		}
+		state.AllocatedSharedDeviceIDs.Insert(structured.MakeSharedDeviceID(id, r.ShareID))
+		state.AggregatedCapacity.Insert(structured.NewDeviceConsumedCapacity(id, r.ConsumedCapacity))
+	}
+	features := structured.Features{DeviceTaints: true, PrioritizedList: true, ConsumableCapacity: true}
+	allocator, err := structured.NewAllocator(m.Context(), features, state, nvidiaClasses, []*resourceapi.ResourceSlice{slice}, m.cache)
+	if err != nil {
+		m.Fatal(err)
+	}
+	m.serial++
+	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: "c", Namespace: "team-a", UID: types.UID(fmt.Sprintf("claim-%d", m.serial))}}
+	request := &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu.nvidia.com", AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1}
+	if memory != nil {
+		request.Capacity = &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{"memory": *memory}}
+	}
+	claim.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "gpu", Exactly: request}}
+	m.claim = claim
+	results, err := allocator.Allocate(m.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: testNode}}, []*resourceapi.ResourceClaim{claim})
+	if err != nil {
+		m.Fatal(err)
+	}
+	if len(results) == 0 {
+		return resourceapi.DeviceRequestAllocationResult{}, false
+	}
+	result := results[0].Devices.Results[0]
+	m.allocated[string(claim.UID)] = result
+	return result, true
+}
+
+// prepare reserves what the last claim was allocated.
+func (m *market) prepare(result resourceapi.DeviceRequestAllocationResult) error {
+	found, ok := m.inv.ByName(result.Device)
+	if !ok {
+		m.Fatalf("no device %s", result.Device)
+	}
+	_, err := m.ledger.ReserveClaim(m.Context(), ledger.ClaimRequest{
+		UID: fmt.Sprintf("claim-%d", m.serial), Devices: []device.Ref{found.Ref()}, Shares: map[device.Ref]device.Share{found.Ref(): shareOf(m.claim, result, found)},
+	})
+	return err
+}
+
+// fits says by the ledger whether some GPU has room.
+func (m *market) fits(memory uint64) bool {
+	for _, g := range m.inv.GPUs {
+		used := uint64(0)
+		for _, h := range m.ledger.Holds() {
+			switch {
+			case h.Device != g.Ref():
+			case h.Share.Whole():
+				used = g.MemoryBytes
+			default:
+				used += h.Share.Bytes
+			}
+		}
+		if memory == 0 && used == 0 || memory > 0 && used+memory <= g.MemoryBytes && g.MemoryBytes-used >= 2*device.ShareUnit {
+			return true
+		}
+	}
+	return false
+}
+
+// The scheduler gives out what the ledger then gives, neither more nor less, whatever limits have of the same GPUs meanwhile.
+func TestSchedulerAndLedgerAgreeOnShares(t *testing.T) {
+	for seed := range uint64(6) {
+		random := rand.New(rand.NewPCG(seed, 11))
+		m := newMarket(t, 2)
+		offers, _ := (device.Resources{GPU: "nvidia.com/gpu"}).Offers(m.inv.GPUs)
+		placed, refused := 0, 0
+		for range 250 {
+			switch operation := random.IntN(10); {
+			case operation < 5:
+				var memory *resource.Quantity
+				bytes := uint64(0)
+				if random.IntN(4) > 0 {
+					memory = resource.NewQuantity(1+random.Int64N(14)*int64(gib)+random.Int64N(3), resource.BinarySI)
+					bytes = (uint64(memory.Value()) + device.ShareUnit - 1) / device.ShareUnit * device.ShareUnit
+				}
+				fits := m.fits(bytes)
+				result, ok := m.schedule(memory)
+				if ok != fits {
+					t.Fatalf("seed %d: the scheduler places a claim of %v: %v; the ledger has room: %v\n%v", seed, memory, ok, fits, m.ledger.Holds())
+				}
+				if !ok {
+					refused++
+					continue
+				}
+				placed++
+				if err := m.prepare(result); err != nil {
+					t.Fatalf("seed %d: %v", seed, err)
+				}
+			case operation < 8:
+				o := offers[random.IntN(len(offers))]
+				err := m.ledger.ReserveLimits([]ledger.LimitRequest{{ID: o.ID(), Resource: o.Resource, Device: o.Device.Ref(), Share: o.Share}})
+				if err != nil && !strings.Contains(err.Error(), "held by") {
+					t.Fatal(err)
+				}
+			default:
+				holds := m.ledger.Holds()
+				if len(holds) == 0 {
+					continue
+				}
+				h := holds[random.IntN(len(holds))]
+				if err := m.ledger.Release(h); err != nil {
+					t.Fatal(err)
+				}
+				delete(m.allocated, h.Holder.ID)
+			}
+		}
+		if placed < 20 || refused < 20 {
+			t.Errorf("seed %d: %d placed, %d refused", seed, placed, refused)
+		}
+	}
+}
+
+// Whoever asks for no memory gets a GPU that nobody has a part of, and nobody gets a part of it afterwards.
+func TestExclusiveAmongShares(t *testing.T) {
+	m := newMarket(t, 3)
+	part := resource.MustParse("10Gi")
+	names := func(memory *resource.Quantity, n int) (got []string) {
+		for range n {
+			result, ok := m.schedule(memory)
+			if !ok {
+				got = append(got, "-")
+				continue
+			}
+			if err := m.prepare(result); err != nil {
+				t.Fatal(err)
+			}
+			got = append(got, result.Device)
+		}
+		return got
+	}
+	if got, want := names(&part, 1), []string{"gpu-0"}; !slices.Equal(got, want) {
+		t.Errorf("a share is on %v, want %v", got, want)
+	}
+	if got, want := names(nil, 1), []string{"gpu-1"}; !slices.Equal(got, want) {
+		t.Errorf("a whole GPU is %v, want %v", got, want)
+	}
+	if got, want := names(&part, 4), []string{"gpu-0", "gpu-2", "gpu-2", "-"}; !slices.Equal(got, want) {
+		t.Errorf("shares are on %v, want %v", got, want)
+	}
+	if got, want := names(nil, 1), []string{"-"}; !slices.Equal(got, want) {
+		t.Errorf("a whole GPU is %v, want %v", got, want)
+	}
+}
+
+// What is left of a GPU is one number of its slice; what does not amount to a share is withdrawn.
+func TestPublishedShares(t *testing.T) {
+	inv := sharedMachine(1)
+	gpu := device.Device{GPU: inv.GPUs[0]}
+	limit := func(n int, bytes uint64) obstacle {
+		return by(ledger.Hold{
+			Holder: ledger.Holder{Kind: ledger.KindLimit, ID: device.ReplicaID(gpu.UUID(), n)}, Device: gpu.Ref(),
+			Share: device.ShareOf(bytes, gpu.MemoryBytes()),
+		}, TaintHeldByLimit)
+	}
+	for name, c := range map[string]struct {
+		obstacles []obstacle
+		kept      Capabilities
+		// want is the memory that is published, or the taints.
+		want string
+	}{
+		"nobody has any":           {kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared"},
+		"limits have some":         {obstacles: []obstacle{limit(0, 6*gib), limit(2, 6*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "12Gi of 24Gi shared"},
+		"limits have nearly all":   {obstacles: []obstacle{limit(0, 24*gib-device.ShareUnit)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi held-by-limit"},
+		"faulty":                   {obstacles: []obstacle{limit(0, 6*gib), {key: TaintUnhealthy, value: "Lost"}}, kept: Capabilities{Taints: true, Shares: true}, want: "18Gi of 24Gi shared unhealthy"},
+		"a limit has it whole":     {obstacles: []obstacle{limit(0, 24*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared held-by-limit"},
+		"a server that drops them": {obstacles: []obstacle{limit(0, 6*gib), limit(1, 6*gib)}, kept: Capabilities{Taints: true}, want: "24Gi held-by-limit"},
+		"one that drops taints":    {obstacles: []obstacle{limit(0, 6*gib)}, want: ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			built, _ := nodeSlices([]device.Device{gpu}, map[device.Ref][]obstacle{gpu.Ref(): c.obstacles}, nil, c.kept)
+			got := ""
+			for _, d := range built[0].Devices {
+				memory := d.Capacity["memory"]
+				got = memory.Value.String()
+				if ptr.Deref(d.AllowMultipleAllocations, false) {
+					got += " of " + memory.RequestPolicy.Default.String() + " shared"
+				}
+				for _, taint := range d.Taints {
+					got += " " + strings.TrimPrefix(taint.Key, "tandem-gpu.dev/")
+				}
+			}
+			if got != c.want {
+				t.Errorf("published as %q, want %q", got, c.want)
+			}
+		})
+	}
+}
+
+// What drains is subtracted unless the scheduler counts it: the claim is still allocated it, since kubelet unprepared what another
+// of its pods uses, or is allocated it again.
+func TestDrainingShares(t *testing.T) {
+	inv := sharedMachine(2)
+	gpu := device.Device{GPU: inv.GPUs[0]}
+	drains := func(kind ledger.Kind, uid string, memory uint64) ledger.Hold {
+		return ledger.Hold{
+			Holder: ledger.Holder{Kind: kind, ID: uid}, Device: gpu.Ref(), State: ledger.StateDraining,
+			Share: device.ShareOf(memory, gpu.MemoryBytes()), Since: time.Now().Add(-time.Minute),
+		}
+	}
+	allocated := func(uid types.UID, name string, memory uint64) []v1alpha1.AllocatedClaim {
+		shares := []v1alpha1.AllocatedShare{{Device: name, Memory: int64(memory)}}
+		return []v1alpha1.AllocatedClaim{{UID: uid, Devices: []string{name}, Pools: []string{testNode}, Shares: shares}}
+	}
+	of10 := []ledger.Hold{drains(ledger.KindClaim, "a", 10*gib)}
+	for name, c := range map[string]struct {
+		holds  []ledger.Hold
+		claims []v1alpha1.AllocatedClaim
+		want   string
+	}{
+		"allocated to nobody":         {holds: of10, want: "14Gi"},
+		"still allocated":             {holds: of10, claims: allocated("a", "gpu-0", 10*gib), want: "24Gi"},
+		"less of it is allocated":     {holds: of10, claims: allocated("a", "gpu-0", 4*gib), want: "18Gi"},
+		"more of it is allocated":     {holds: of10, claims: allocated("a", "gpu-0", 12*gib), want: "24Gi"},
+		"another GPU is allocated":    {holds: of10, claims: allocated("a", "gpu-1", 10*gib), want: "14Gi"},
+		"allocated to another claim":  {holds: of10, claims: allocated("b", "gpu-0", 10*gib), want: "14Gi"},
+		"beside what nobody is given": {holds: append(of10, drains(ledger.KindClaim, "b", 2*gib)), claims: allocated("a", "gpu-0", 10*gib), want: "22Gi"},
+		"a limit of a claim's name":   {holds: []ledger.Hold{drains(ledger.KindLimit, "a", 6*gib)}, claims: allocated("a", "gpu-0", 6*gib), want: "18Gi"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pools, _ := (&Offer{NodeName: testNode}).Pools(Facts{
+				Inventory: inv, Holds: c.holds, Claims: c.claims, Kept: Capabilities{Taints: true, Shares: true}, Now: time.Now(),
+			})
+			memory := pools[testNode].Slices[0].Devices[0].Capacity["memory"]
+			if got := memory.Value.String(); got != c.want {
+				t.Errorf("published are %s, want %s", got, c.want)
+			}
+		})
+	}
+}
+
+// A driver that reports more memory after a reboot makes no part of what a claim has as a whole.
+func TestExclusiveWithMoreMemory(t *testing.T) {
+	m := newMarket(t, 1)
+	result, ok := m.schedule(nil)
+	if !ok {
+		t.Fatal("a free GPU is not given out")
+	}
+	m.inv.GPUs[0].MemoryBytes += 6 * device.ShareUnit
+	if err := m.prepare(result); err != nil {
+		t.Fatal(err)
+	}
+	if holds := m.ledger.Holds(); len(holds) != 1 || !holds[0].Share.Whole() {
+		t.Errorf("held: %v", holds)
+	}
+	little := resource.MustParse("4Mi")
+	if second, ok := m.schedule(&little); ok {
+		if err := m.prepare(second); err == nil {
+			t.Error("somebody else got a part of it")
+		}
+	}
+}
+
+// The scheduler does not count the parts that claims have of a GPU which is not shared any more.
+func TestSharedNoMore(t *testing.T) {
+	m := newMarket(t, 2)
+	part := resource.MustParse("10Gi")
+	first, ok := m.schedule(&part)
+	if !ok || m.prepare(first) != nil {
+		t.Fatal("a share is not to be had")
+	}
+	for i := range m.inv.GPUs {
+		m.inv.GPUs[i].Sharing = device.Sharing{}
+	}
+	for _, memory := range []*resource.Quantity{&part, nil} {
+		next, ok := m.schedule(memory)
+		if ok && next.Device == first.Device {
+			t.Errorf("a claim for %v is given %s, of which somebody has a part", memory, next.Device)
+		}
+		if ok {
+			if err := m.prepare(next); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}

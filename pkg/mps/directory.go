@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mps
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Dir is the directory of the daemon of this name, on a node whose agent has the run directory.
+func Dir(runDir, name string) string { return filepath.Join(runDir, "mps", name) }
+
+// What lies in a daemon's directory.
+const (
+	// PipeDir is the pipe directory, which clients have at ClientPipeDir.
+	PipeDir = "pipe"
+	// LogDir has control.log and server.log.
+	LogDir = "log"
+	// ShmLink is a symbolic link to the memory volume of the daemon's pod on the host, which clients have as /dev/shm.
+	ShmLink = "shm"
+
+	lockFile  = "lock"
+	readyFile = "ready"
+	// wantedFile is there while the daemon may run. The directory alone says nothing: where it was removed and kubelet starts the
+	// supervisor anew, containerd makes it for the mount.
+	wantedFile = "wanted"
+)
+
+// ClientPipeDir is where daemon and clients see the pipe directory: the place where CUDA looks when nobody says otherwise.
+const ClientPipeDir = "/tmp/nvidia-mps"
+
+// Ready is what the supervisor says of a daemon that answers and has its settings.
+type Ready struct {
+	// Pod is the UID of the daemon's pod.
+	Pod string `json:"pod"`
+	// Hash of the daemon's settings.
+	Hash    string    `json:"hash"`
+	Started time.Time `json:"started"`
+}
+
+// Make makes a daemon's directory, before the daemon is asked for: its pod does not start without. Idempotent. The agent
+// calls it.
+func Make(dir string) error {
+	for _, d := range []string{dir, filepath.Join(dir, PipeDir), filepath.Join(dir, LogDir)} {
+		if err := os.MkdirAll(d, 0o755); err != nil {
+			return fmt.Errorf("make directory of MPS daemon %s: %w", filepath.Base(dir), err)
+		}
+	}
+	file, err := os.OpenFile(filepath.Join(dir, wantedFile), os.O_CREATE|os.O_WRONLY, 0o644)
+	if err == nil {
+		err = file.Close()
+	}
+	if err != nil {
+		return fmt.Errorf("let MPS daemon %s start: %w", filepath.Base(dir), err)
+	}
+	return nil
+}
+
+// Alive reads what the supervisor says of its daemon, and reports whether that is true now: the record is locked by who wrote it,
+// and the kernel lets go when that process ends, however it ends. The agent and the pod's probes call it.
+func Alive(dir string) (Ready, bool, error) {
+	fail := func(err error) (Ready, bool, error) {
+		return Ready{}, false, fmt.Errorf("read state of MPS daemon %s: %w", filepath.Base(dir), err)
+	}
+	file, err := os.Open(filepath.Join(dir, readyFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return Ready{}, false, nil
+	}
+	if err != nil {
+		return fail(err)
+	}
+	defer file.Close()
+	switch held, err := locked(file, unix.LOCK_SH); {
+	case err != nil:
+		return fail(err)
+	case !held:
+		return Ready{}, false, nil
+	}
+	var ready Ready
+	if err := json.NewDecoder(file).Decode(&ready); err != nil {
+		return fail(err)
+	}
+	return ready, true, nil
+}
+
+// locked reports whether another process has a lock on the file. If nobody has, we do, until it is closed.
+func locked(file *os.File, how int) (bool, error) {
+	for {
+		switch err := unix.Flock(int(file.Fd()), how|unix.LOCK_NB); err {
+		case nil:
+			return false, nil
+		case unix.EWOULDBLOCK:
+			return true, nil
+		case unix.EINTR:
+		default:
+			return false, &os.PathError{Op: "flock", Path: file.Name(), Err: err}
+		}
+	}
+}

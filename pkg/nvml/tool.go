@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/tandem-gpu/tandem/internal/driverroot"
+)
+
+// SetTimeSlice says how long a process has the GPU before the next one: 0 is the driver's default, 1 short, 2 medium, 3 long. NVML
+// has no call for it, so the driver's own nvidia-smi does it. The driver forgets it when it is unloaded. The error is an
+// ErrUnsupported where the GPU has no time slices, or the driver no such tool. The keeper of sharing settings calls it. Idempotent
+// and safe for concurrent use; it waits for other operations on the GPU.
+func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) error {
+	if interval < 0 || interval > 3 {
+		return fmt.Errorf("set time slice of GPU %s to %d: not from 0 to 3", uuid, interval)
+	}
+	_, err := operate(ctx, n, uuid, func(op *operation) (struct{}, error) {
+		return struct{}{}, n.options.setTimeSlice(op.layout, uuid, interval)
+	}, func(*operation, struct{}) {}) // whoever gave up sets it again
+	if err != nil {
+		return fmt.Errorf("set time slice of GPU %s to %d: %w", uuid, interval, err)
+	}
+	return nil
+}
+
+// notAvailable is what nvidia-smi exits with when the GPU has no such operation (nvidia-smi(1), return value).
+const notAvailable = 3
+
+func (o Options) setTimeSlice(l layout, uuid string, interval int) error {
+	root := o.onHost(l.driverRoot)
+	smi, err := driverroot.Find(root, "nvidia-smi")
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrUnsupported, err)
+	}
+	err = o.execute(l, filepath.Join(root, smi), "compute-policy", "-i", uuid, "--set-timeslice="+strconv.Itoa(interval))
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && exit.ExitCode() == notAvailable || errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("%w: %w", ErrUnsupported, err)
+	}
+	return err
+}
+
+// toolPatience is how often patience a tool may take: it initialises every GPU of the node before it looks at one.
+const toolPatience = 3
+
+// execute runs a program of the driver where its libraries are not the system's: it is given the one that it loads by name. A tool that
+// takes too long is killed with all that it has started.
+func (o Options) execute(l layout, path string, args ...string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), toolPatience*o.patience)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, path, args...)
+	// Its own libraries load nothing else by the environment, and no language changes what it says.
+	cmd.Env = []string{"LD_PRELOAD=" + l.library, "PATH=/usr/bin:/bin", "LC_ALL=C"}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
+	// What it has started and cannot be killed keeps its output open.
+	cmd.WaitDelay = time.Second
+	output, err := cmd.CombinedOutput()
+	switch {
+	case ctx.Err() != nil:
+		return fmt.Errorf("run %s: no end after %s%s", commandLine(path, args), toolPatience*o.patience, said(output))
+	case errors.Is(err, os.ErrNotExist):
+		return fmt.Errorf("run %s: %w (or what it needs of the C library is not in the agent's image)", commandLine(path, args), err)
+	case err != nil:
+		return fmt.Errorf("run %s: %w%s", commandLine(path, args), err, said(output))
+	}
+	return nil
+}
+
+func commandLine(path string, args []string) string {
+	return strings.Join(append([]string{filepath.Base(path)}, args...), " ")
+}
+
+// said is what a program has printed, in one line that fits into an event.
+func said(output []byte) string {
+	text := strings.Join(strings.Fields(string(bytes.ToValidUTF8(output, []byte("?")))), " ")
+	if text == "" {
+		return ""
+	}
+	const most = 500
+	if len(text) > most {
+		text = text[:most] + "…"
+	}
+	return ": " + text
+}

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sharing
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+
+	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// incapable GPUs have no time slices, and no compute modes either where it says so.
+type incapable struct {
+	*world
+	modes bool
+	tries int
+}
+
+func (i *incapable) SetTimeSlice(context.Context, string, int) error {
+	i.tries++
+	return fmt.Errorf("set time slice: %w", device.ErrUnsupported)
+}
+
+func (i *incapable) ComputeMode(ctx context.Context, gpu string) (device.ComputeMode, error) {
+	if !i.modes {
+		return "", fmt.Errorf("read mode: %w", device.ErrUnsupported)
+	}
+	return i.world.ComputeMode(ctx, gpu)
+}
+
+func (i *incapable) SetComputeMode(ctx context.Context, gpu string, mode device.ComputeMode) (device.ComputeMode, error) {
+	if !i.modes {
+		return "", fmt.Errorf("set mode: %w", device.ErrUnsupported)
+	}
+	return i.world.SetComputeMode(ctx, gpu, mode)
+}
+
+// What a GPU does not support is an error that says so, and nothing of it is left that could not be undone.
+func TestUnsupported(t *testing.T) {
+	for _, modes := range []bool{true, false} {
+		w := newWorld(t)
+		k := w.process()
+		h := &incapable{world: w, modes: modes}
+		k.Hardware = h
+		// The driver's default is what such a GPU has.
+		_, err := k.Apply(t.Context(), group("uid-a", sliced(parametersv1beta1.IntervalDefault), gpuNamed("GPU-0")), always)
+		check(t, err)
+		k.undoAll(t)
+		_, err = k.Apply(t.Context(), group("uid-a", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-0")), always)
+		if !errors.Is(err, device.ErrUnsupported) {
+			t.Errorf("modes %t: got %v", modes, err)
+		}
+		tried := h.tries
+		// The next process reads it from the record.
+		k = w.process()
+		k.Hardware = h
+		k.undoAll(t)
+		if w.state() != "" || h.tries != tried {
+			t.Errorf("modes %t: left %s, %d more tries to set what was not set", modes, w.state(), h.tries-tried)
+		}
+		if !modes {
+			_, err = k.Apply(t.Context(), group("uid-b", withMPS(), gpuNamed("GPU-0")), always)
+			if !errors.Is(err, device.ErrUnsupported) {
+				t.Errorf("MPS without its mode: %v", err)
+			}
+			k.undoAll(t)
+		}
+		if w.state() != "" {
+			t.Errorf("modes %t: left %s", modes, w.state())
+		}
+	}
+}
+
+// A record that cannot be read, or was written before this was noted, is undone on such a GPU as well.
+func TestUnsupportedWithRecordOfBefore(t *testing.T) {
+	for name, text := range map[string]string{
+		"unreadable": "{", "of before": `{"bootID":"boot","strategy":"TimeSlicing","interval":"Short","before":"Default"}`,
+	} {
+		w := newWorld(t)
+		dir := filepath.Join(w.dir, "sharing")
+		check(t, os.MkdirAll(dir, 0o700))
+		check(t, os.WriteFile(filepath.Join(dir, "uid-a~GPU-0"), []byte(text), 0o600))
+		r := NewRecords(dir, "boot")
+		if _, err := r.Load(); err != nil || len(r.All()) != 1 {
+			t.Fatal(name, err)
+		}
+		k := NewKeeper(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: &incapable{world: w}, Specs: w})
+		k.undoAll(t)
+		if w.state() != "" {
+			t.Errorf("%s: left %s", name, w.state())
+		}
+		// Where it may be set, it is put back.
+		w.slices["GPU-0"] = 1
+		check(t, os.WriteFile(filepath.Join(dir, "uid-a~GPU-0"), []byte(text), 0o600))
+		if _, err := r.Load(); err != nil {
+			t.Fatal(name, err)
+		}
+		k.Hardware = w
+		k.undoAll(t)
+		if w.state() != "" {
+			t.Errorf("%s: left %s", name, w.state())
+		}
+	}
+}
+
+// Policy that a GPU does not support is tried once, and is in no claim's way.
+func TestPolicyUnsupported(t *testing.T) {
+	w := newWorld(t)
+	k := w.process()
+	h := &incapable{world: w, modes: true}
+	k.Hardware = h
+	p := NewPolicy(k, node{"GPU-0": "Short"}, &book{}, &book{})
+	for range 3 {
+		check(t, settleAll(t, p))
+	}
+	if h.tries != 1 || w.state() != "" {
+		t.Errorf("tried %d times, left %s", h.tries, w.state())
+	}
+	w.supervise(t.Context(), k)
+	_, err := k.Apply(t.Context(), group("uid-b", withMPS(), gpuNamed("GPU-0")), always)
+	check(t, err)
+	k.undoAll(t)
+}

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+// sharing makes each node a machine of four L4s, shared as the example says, until the story ends.
+func (s *story) sharing(values ...string) {
+	s.Helper()
+	s.undo(func() error {
+		return install.Tandem(context.WithoutCancel(s.ctx), theCluster, install.Options{Values: installValues})
+	})
+	err := install.Tandem(s.ctx, theCluster, install.Options{
+		Profile: "l4x4", Detached: true, Values: append(values, installValues...),
+		ValuesFiles: []string{filepath.Join("..", "..", "examples", "sharing.values.yaml")},
+	})
+	if err != nil {
+		s.Fatal(err)
+	}
+	s.kubectl("rollout", "status", "daemonset/"+install.Release, "-n", install.Namespace, "--timeout=2m")
+}
+
+// sharesKept reports whether the API server keeps what shares are published by.
+func (s *story) sharesKept() bool {
+	list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	if err != nil {
+		s.Fatal(err)
+	}
+	for _, slice := range list.Items {
+		for _, d := range slice.Spec.Devices {
+			if d.AllowMultipleAllocations != nil && *d.AllowMultipleAllocations {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// perGPU counts the pods of an app that run, by node and GPU.
+func (s *story) perGPU(app string) map[string]int {
+	s.Helper()
+	count := map[string]int{}
+	for _, pod := range s.pods() {
+		if pod.Labels["app"] != app || pod.Status.Phase != corev1.PodRunning || pod.DeletionTimestamp != nil {
+			continue
+		}
+		for _, minor := range s.gpus(pod.Name, "") {
+			count[fmt.Sprintf("%s/gpu-%d", pod.Spec.NodeName, minor)]++
+		}
+	}
+	return count
+}
+
+func (s *story) wantPerGPU(app string, want map[string]int) {
+	s.Helper()
+	if got := s.perGPU(app); !maps.Equal(got, want) {
+		s.Errorf("pods of %s are on %v, want %v", app, got, want)
+	}
+}
+
+// TestMemoryShares: replicas of a Deployment fill one GPU by what they ask of its memory, then the next one, then wait and are told
+// why; GPUs of another node are taken when there are some.
+func TestMemoryShares(t *testing.T) {
+	s := begin(t)
+	s.sharing()
+	// Four replicas of one GPU, and two GPUs as a whole.
+	s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToLimits(6) })
+	if !s.sharesKept() {
+		t.Skip("this API server drops consumable capacity (Kubernetes 1.36)")
+	}
+	s.example("memory-shares.yaml")
+	s.running(soon, 4, 2)
+	first := map[string]int{gpuNode + "/gpu-0": 2, gpuNode + "/gpu-1": 2}
+	s.wantPerGPU("memory-shares", first)
+	s.manifest(singleTemplate)
+	s.manifest(one("claim", "exclusive"))
+	s.running(soon, 5, 2)
+	if got := s.gpus("exclusive", ""); !slices.Equal(got, []int{2}) {
+		t.Errorf("the exclusive claim has GPUs %v beside shares on %v", got, first)
+	}
+	for _, pod := range s.pods() {
+		if pod.Status.Phase == corev1.PodPending {
+			s.event("Pod", pod.Name, "GPUsHeld", "10240 MiB left on 1 GPU")
+		}
+	}
+	// What claims leave of the GPU that has replicas, 23034 - 2 x 10240 MiB, is not enough for one.
+	s.await(soon, "nothing on offer for limits", func() error { return s.offeredToLimits(0) })
+
+	s.kubectl("taint", "nodes", numaNode, numaKey+":NoSchedule-")
+	s.undo(func() error {
+		_, err := theCluster.Kubectl(context.WithoutCancel(s.ctx), "taint", "nodes", numaNode, numaKey+"=true:NoSchedule", "--overwrite")
+		return err
+	})
+	s.running(soon, 7, 0)
+	first[numaNode+"/gpu-0"] = 2
+	s.wantPerGPU("memory-shares", first)
+
+	// One that ends takes nothing from the one beside it.
+	containers := s.containers()
+	s.kubectl("scale", "-n", s.namespace, "deployment/memory-shares", "--replicas=5")
+	s.running(soon, 6, 0)
+	for name, container := range s.containers() {
+		if containers[name] != container {
+			t.Errorf("the container of %s was %s and is %s", name, containers[name], container)
+		}
+	}
+}
+
+// shareOfFirst is a pod with so much of the first GPU's memory.
+func shareOfFirst(name, memory string) string {
+	return fmt.Sprintf(`
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {name: %[1]s}
+spec:
+  devices:
+    requests:
+      - name: gpu
+        exactly:
+          deviceClassName: gpu.nvidia.com
+          selectors: [{cel: {expression: "device.attributes['gpu.nvidia.com'].index == 0"}}]
+          capacity: {requests: {memory: %[2]s}}
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: %[1]s}
+spec:
+  terminationGracePeriodSeconds: 1
+  resourceClaims: [{name: gpu, resourceClaimName: %[1]s}]
+  containers:
+    - {name: main, image: "docker.io/local/busybox:1", command: [sleep, infinity], resources: {claims: [{name: gpu}]}}
+`, name, memory)
+}
+
+// TestOneBudget: replicas for limits, memory shares and exclusive claims on the same GPUs, never more than there is, also after the
+// agent and kubelet have come back.
+func TestOneBudget(t *testing.T) {
+	s := begin(t)
+	s.sharing()
+	s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToLimits(6) })
+	if !s.sharesKept() {
+		t.Skip("this API server drops consumable capacity (Kubernetes 1.36)")
+	}
+	s.manifest(shareOfFirst("share", "10Gi"))
+	s.running(soon, 1, 0)
+	// 10 of 22.5 GiB leave room for two of four replicas.
+	s.await(soon, "what is left for limits", func() error { return s.offeredToLimits(2 + 1 + 1) })
+	s.example("limits-shared.yaml")
+	s.kubectl("scale", "-n", s.namespace, "deployment/limits-shared", "--replicas=6")
+	s.running(soon, 1+4, 2)
+	mixed := map[string]int{gpuNode + "/gpu-0": 2, gpuNode + "/gpu-1": 1, gpuNode + "/gpu-2": 1}
+	s.wantPerGPU("limits-shared", mixed)
+	s.manifest(singleTemplate)
+	s.manifest(one("claim", "exclusive"))
+	s.manifest(shareOfFirst("another", "10Gi"))
+	s.await(soon, "whoever finds no room to wait", func() error {
+		waiting := 0
+		for _, pod := range s.pods() {
+			if pod.Status.Phase == corev1.PodPending && unschedulablePod(&pod) {
+				waiting++
+			}
+		}
+		if waiting != 4 {
+			return fmt.Errorf("%d pods wait", waiting)
+		}
+		return nil
+	})
+	s.withinBudget(5)
+
+	containers := s.containers()
+	s.killAgent()
+	s.readyz(200)
+	s.withinBudget(5)
+	if err := node().Component(cluster.Kubelet).Restart(s.ctx); err != nil {
+		t.Fatal(err)
+	}
+	s.readyz(200)
+	s.withinBudget(5)
+	if now := s.containers(); !maps.Equal(containers, now) {
+		t.Errorf("containers were %v, are %v", containers, now)
+	}
+
+	s.kubectl("scale", "-n", s.namespace, "deployment/limits-shared", "--replicas=0")
+	s.running(soon, 3, 0)
+	if a, b := s.gpus("share", ""), s.gpus("another", ""); !slices.Equal(a, b) || !slices.Equal(a, []int{0}) {
+		t.Errorf("two shares of the first GPU see %v and %v", a, b)
+	}
+	if got := s.gpus("exclusive", ""); slices.Contains(got, 0) || len(got) != 1 {
+		t.Errorf("the exclusive claim has GPUs %v", got)
+	}
+	s.withinBudget(3)
+}
+
+// withinBudget waits until the GPUNode tells of so many holders, and checks that those of each device fit into it.
+func (s *story) withinBudget(holders int) {
+	s.Helper()
+	object := s.shows(fmt.Sprint(holders, " holders"), func(o gpunode.GPUNode) bool {
+		n := 0
+		for _, d := range o.Status.Devices {
+			n += len(d.Holders)
+		}
+		return n == holders
+	})
+	for _, d := range object.Status.Devices {
+		used, whole := int64(0), 0
+		for _, h := range d.Holders {
+			used += h.Memory
+			if h.Memory == 0 {
+				whole++
+			}
+		}
+		if whole > 0 && len(d.Holders) > 1 || d.Sharing != nil && used > d.Sharing.Memory {
+			s.Errorf("%s has holders %+v", d.Name, d.Holders)
+		}
+	}
+}
+
+func unschedulablePod(pod *corev1.Pod) bool {
+	return slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse
+	})
+}

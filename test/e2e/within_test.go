@@ -1,0 +1,406 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/yaml"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/pkg/driver"
+	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/programs"
+)
+
+// What is in this file is shared by the containers of one claim, as the claim says.
+
+const daemonLabel = "tandem-gpu.dev/mps-daemon"
+
+// Compute modes, as NVML numbers them.
+const (
+	modeDefault    = 0
+	modeProhibited = 2
+	modeExclusive  = 3
+)
+
+// setting is what the driver was told of a GPU.
+type setting struct{ mode, slice int }
+
+func (t setting) String() string {
+	return fmt.Sprintf("compute mode %d, time slice %d", t.mode, t.slice)
+}
+
+// toldOfGPUs is what the driver was told of each GPU of the node, by index.
+func (s *story) toldOfGPUs() (all []setting) {
+	s.Helper()
+	data, err := os.ReadFile(filepath.Join(s.machine(), simulated.MIGDir, simulated.MIGStateFile))
+	var state simulated.MIGState
+	if err == nil {
+		err = yaml.Unmarshal(data, &state)
+	}
+	for _, uuid := range s.uuidsInOrder() {
+		slice, sliceErr := simulated.TimeSlice(s.machine(), uuid)
+		err = errors.Join(err, sliceErr)
+		all = append(all, setting{int(state.ComputeModes[uuid]), slice})
+	}
+	if err != nil {
+		s.Fatal(err)
+	}
+	return all
+}
+
+// uuidsInOrder are the UUIDs of the node's GPUs, by index.
+func (s *story) uuidsInOrder() (uuids []string) {
+	s.Helper()
+	profile, err := simulated.Load(filepath.Join(s.machine(), simulated.ProfileFile))
+	if err != nil {
+		s.Fatal(err)
+	}
+	for _, gpu := range profile.GPUs {
+		uuids = append(uuids, gpu.UUID)
+	}
+	return uuids
+}
+
+// administeredMode is a compute mode of all GPUs that nobody but an administrator sets. The story's end puts the default back.
+func (s *story) administeredMode(mode int) {
+	s.Helper()
+	s.undo(func() error {
+		_, err := s.smi("-c", strconv.Itoa(modeDefault))
+		return err
+	})
+	s.administer("-c", strconv.Itoa(mode))
+}
+
+// gpusAre waits until the driver was told this of some GPUs, and the usual of all others.
+func (s *story) gpusAre(usual setting, others map[int]setting) {
+	s.Helper()
+	s.await(soon, fmt.Sprintf("GPUs with %v, others with %s", others, usual), func() error {
+		for i, is := range s.toldOfGPUs() {
+			want, ok := others[i]
+			if !ok {
+				want = usual
+			}
+			if is != want {
+				return fmt.Errorf("GPU %d has %s, not %s", i, is, want)
+			}
+		}
+		return nil
+	})
+}
+
+// daemons are the pods of MPS daemons.
+func (s *story) daemons() []corev1.Pod {
+	s.Helper()
+	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: daemonLabel})
+	if err != nil {
+		s.Fatal(err)
+	}
+	return list.Items
+}
+
+// daemonOf is the pod of the one MPS daemon of a claim. It is where the claim is, and goes with the node's GPUNode.
+func (s *story) daemonOf(claim *resourceapi.ResourceClaim) (daemon corev1.Pod) {
+	s.Helper()
+	s.await(soon, "one MPS daemon of claim "+claim.Name, func() error {
+		var names []string
+		for _, pod := range s.daemons() {
+			if strings.HasPrefix(pod.Labels[daemonLabel], string(claim.UID)) {
+				daemon, names = pod, append(names, pod.Name)
+			}
+		}
+		if len(names) != 1 || !isReady(&daemon) {
+			return fmt.Errorf("there are %v, phase %s, ready: %t", names, daemon.Status.Phase, isReady(&daemon))
+		}
+		return nil
+	})
+	owner := metav1.GetControllerOf(&daemon)
+	if daemon.Spec.NodeName != gpuNode || owner == nil || owner.Kind != "GPUNode" || owner.Name != gpuNode {
+		s.Errorf("MPS daemon %s is on %q and belongs to %v", daemon.Name, daemon.Spec.NodeName, owner)
+	}
+	return daemon
+}
+
+// claimOf is the claim that a pod got from its template.
+func (s *story) claimOf(pod string) *resourceapi.ResourceClaim {
+	s.Helper()
+	return s.claim(*s.pod(pod).Status.ResourceClaimStatuses[0].ResourceClaimName)
+}
+
+func (s *story) claim(name string) *resourceapi.ResourceClaim {
+	s.Helper()
+	claim, err := theClient.ResourceV1().ResourceClaims(s.namespace).Get(s.ctx, name, metav1.GetOptions{})
+	if err != nil {
+		s.Fatal(err)
+	}
+	return claim
+}
+
+// says waits until the claim's status tells how each of its devices is shared, by request: "MPS, limit Daemon".
+func (s *story) says(claim string, want map[string]string) {
+	s.Helper()
+	s.await(soon, fmt.Sprintf("claim %s to say %v", claim, want), func() error {
+		c := s.claim(claim)
+		got := map[string]string{}
+		for _, result := range c.Status.Allocation.Devices.Results {
+			for _, d := range c.Status.Devices {
+				if d.Device != result.Device || d.Pool != result.Pool {
+					continue
+				}
+				reasons := map[string]string{}
+				for _, condition := range d.Conditions {
+					reasons[condition.Type] = condition.Reason
+				}
+				got[result.Request] = reasons[driver.ConditionSharing] + ", limit " + reasons[driver.ConditionMemoryLimit]
+			}
+		}
+		if !maps.Equal(got, want) {
+			return fmt.Errorf("it says %v", got)
+		}
+		return nil
+	})
+}
+
+// program is the MPS program of the simulated driver, which a container with a GPU finds, and which has a mode for clients.
+const program = programs.MPSControl
+
+// client has a container use CUDA for a moment, and returns what came of that.
+func (s *story) client(pod, container string) string {
+	s.Helper()
+	out, err := s.tryClient(pod, container)
+	if err != nil {
+		s.Fatalf("%s of %s is not a client of MPS: %v", container, pod, err)
+	}
+	return out
+}
+
+func (s *story) tryClient(pod, container string) (string, error) {
+	args := []string{"exec", "-n", s.namespace, pod}
+	if container != "" {
+		args = append(args, "-c", container)
+	}
+	return theCluster.Kubectl(s.ctx, append(args, "--", program, "client")...)
+}
+
+// halfOfThreads and limited are what a client says that it gets.
+const halfOfThreads = "Active threads: 50.0 %"
+
+func limited(uuid string, mebibytes int) string {
+	return fmt.Sprintf("%s: limited to %d MiB by the daemon", uuid, mebibytes)
+}
+
+// clients checks that containers are clients of the same server, and get this.
+func (s *story) clients(pods, containers []string, want ...string) {
+	s.Helper()
+	servers := map[string]bool{}
+	for _, pod := range pods {
+		for _, container := range containers {
+			// The server ends with its last client or goes on: it stays here, as the real one does.
+			server, rest, _ := strings.Cut(strings.TrimSpace(s.client(pod, container)), "\n")
+			servers[server] = true
+			if got := strings.Split(rest, "\n"); !slices.Equal(got, want) {
+				s.Errorf("%s of %s gets %q, want %q", container, pod, got, want)
+			}
+		}
+	}
+	if len(servers) != 1 {
+		s.Errorf("containers of %v are clients of %v", pods, slices.Sorted(maps.Keys(servers)))
+	}
+}
+
+// nothingShared holds once nothing is left of what was shared: on the node no process of MPS, no directory, no record, no CDI
+// device, and in the cluster no pod of a daemon.
+func (s *story) nothingShared() error {
+	left := strings.Fields(s.on(node(), "sh", "-c", `
+		for d in /run/tandem/mps /run/tandem/sharing; do [ ! -d $d ] || find $d -mindepth 1; done
+		find /var/run/cdi -name '*-sharing-*'
+		pgrep -l nvidia-cuda-mps; pgrep -lx mps-daemon; true`))
+	for _, pod := range s.daemons() {
+		left = append(left, "pod "+pod.Name)
+	}
+	if len(left) > 0 {
+		return fmt.Errorf("left of sharing: %v", left)
+	}
+	return nil
+}
+
+// TestSharedWithinClaims: the shapes of parameters that NVIDIA's driver documents for whole GPUs, all at once. What the driver
+// was told before comes back with the end of the last pod, and nothing is left.
+func TestSharedWithinClaims(t *testing.T) {
+	s := begin(t)
+	s.undo(func() error {
+		_, err := theCluster.Kubectl(s.ctx, "delete", "deviceclass", "mps.gpu.example.com", "--ignore-not-found")
+		return err
+	})
+	// Neither of the modes that sharing takes.
+	usual := setting{mode: modeProhibited}
+	s.administeredMode(usual.mode)
+	// A story that fails has nothing shared any more when the mode is put back.
+	t.Cleanup(func() {
+		s.deleteAll()
+		s.await(soon, "nothing to be left", s.nothingShared)
+	})
+	for _, name := range []string{"time-slicing", "mps", "sharing-by-request", "sharing-class"} {
+		s.example(name + ".yaml")
+	}
+	s.took("the pods to run", func() { s.running(patient, 5, 0) })
+	uuids := s.uuidsInOrder()
+	slice, exclusive := setting{mode: modeDefault, slice: 3}, setting{mode: modeExclusive}
+	where := map[int]setting{}
+	sees := func(n int, want setting, who ...[2]string) (gpus []int) {
+		t.Helper()
+		for _, w := range who {
+			got := s.gpus(w[0], w[1])
+			if gpus == nil {
+				gpus = got
+			}
+			if len(got) != n || !slices.Equal(got, gpus) {
+				t.Errorf("%v sees GPUs %v, not %d, or %v as the others", w, got, n, gpus)
+			}
+		}
+		for _, gpu := range gpus {
+			if _, taken := where[gpu]; taken {
+				t.Errorf("GPU %d of %v is another's", gpu, who)
+			}
+			where[gpu] = want
+		}
+		return gpus
+	}
+
+	sees(1, slice, [2]string{"time-slicing", "first"}, [2]string{"time-slicing", "second"})
+	s.says(s.claimOf("time-slicing").Name, map[string]string{"gpu": "TimeSlicing, limit Advisory"})
+
+	gpu := sees(1, exclusive, [2]string{"mps-a", "main"}, [2]string{"mps-b", "main"})[0]
+	s.clients([]string{"mps-a", "mps-b"}, []string{"main"}, halfOfThreads, limited(uuids[gpu], 5120))
+	s.says("mps", map[string]string{"gpu": "MPS, limit Daemon"})
+	s.daemonOf(s.claim("mps"))
+
+	sees(1, slice, [2]string{"sharing-by-request", "ts-ctr0"}, [2]string{"sharing-by-request", "ts-ctr1"})
+	gpu = sees(1, exclusive, [2]string{"sharing-by-request", "mps-ctr0"}, [2]string{"sharing-by-request", "mps-ctr1"})[0]
+	s.clients([]string{"sharing-by-request"}, []string{"mps-ctr0", "mps-ctr1"},
+		halfOfThreads, limited(uuids[gpu], 10240))
+	if out, err := s.tryClient("sharing-by-request", "ts-ctr0"); err == nil {
+		t.Errorf("a container that has no part in MPS is its client: %s", out)
+	}
+	both := s.claimOf("sharing-by-request")
+	s.says(both.Name, map[string]string{"ts-gpu": "TimeSlicing, limit Advisory", "mps-gpu": "MPS, limit Daemon"})
+	s.daemonOf(both)
+
+	pair := sees(2, exclusive, [2]string{"sharing-class", "first"}, [2]string{"sharing-class", "second"})
+	sorted := []string{uuids[pair[0]], uuids[pair[1]]}
+	slices.Sort(sorted)
+	s.clients([]string{"sharing-class"}, []string{"first", "second"},
+		halfOfThreads, limited(sorted[0], 10240), limited(sorted[1], 5120))
+	s.says(s.claimOf("sharing-class").Name, map[string]string{"gpus": "MPS, limit Daemon"})
+	s.daemonOf(s.claimOf("sharing-class"))
+
+	s.gpusAre(usual, where)
+	s.wantHolds(6, 0)
+	s.noDoubleOwners()
+
+	// The first pod of two to go takes nothing from the other; the claim outlives both, and its daemon does not.
+	s.kubectl("delete", "pod", "-n", s.namespace, "mps-a", "time-slicing", "sharing-by-request", "sharing-class")
+	maps.DeleteFunc(where, func(_ int, was setting) bool { return was == slice })
+	gpu = s.gpus("mps-b", "")[0]
+	s.gpusAre(usual, map[int]setting{gpu: exclusive})
+	s.clients([]string{"mps-b"}, []string{"main"}, halfOfThreads, limited(uuids[gpu], 5120))
+	if restarts := s.pod("mps-b").Status.ContainerStatuses[0].RestartCount; restarts > 0 {
+		t.Errorf("mps-b restarted %d times", restarts)
+	}
+	s.wantHolds(1, 0)
+	s.kubectl("delete", "pod", "-n", s.namespace, "mps-b")
+	s.gpusAre(usual, nil)
+	s.await(soon, "nothing to be left", s.nothingShared)
+	if c := s.claim("mps"); len(c.Status.ReservedFor) > 0 {
+		t.Errorf("the claim is still reserved for %v", c.Status.ReservedFor)
+	}
+}
+
+// TestSharedPartitions: alternatives of a claim are shared in the way of the one that it got, partitions as GPUs are.
+func TestSharedPartitions(t *testing.T) {
+	const last = "7"
+	s := begin(t)
+	t.Cleanup(func() { s.uncut(gpusANode - 1) })
+	// A story that fails leaves no pod on what the administrator removes.
+	t.Cleanup(func() { s.deleteAll() })
+	s.administer("-i", last, "-mig", "1")
+	s.administer("mig", "-i", last, "-cgi", "1g.10gb,3g.40gb", "-C")
+	s.published("1g.10gb", "3g.40gb")
+	s.example("mig-shared.yaml")
+	s.running(patient, 1, 0)
+
+	used := map[string]string{}
+	for _, container := range s.picture().Containers {
+		if container.Namespace != s.namespace || container.Name == "" {
+			continue
+		}
+		if len(container.Devices) != 1 || container.Devices[0].Whole() {
+			t.Errorf("%s can use %+v", container.Title(), container.Devices)
+			continue
+		}
+		used[container.Name] = container.Devices[0].Partition.UUID
+	}
+	half, small := used["best-ctr0"], used["small-ctr0"]
+	if half == "" || small == "" || half == small || half != used["best-ctr1"] || small != used["small-ctr1"] {
+		t.Errorf("the containers can use %v", used)
+	}
+	s.clients([]string{"mig-shared"}, []string{"best-ctr0", "best-ctr1"}, halfOfThreads, limited(half, 10240))
+	if out, err := s.tryClient("mig-shared", "small-ctr0"); err == nil {
+		t.Errorf("a container that has no part in MPS is its client: %s", out)
+	}
+	claim := s.claimOf("mig-shared")
+	s.says(claim.Name, map[string]string{"best/half": "MPS, limit Daemon", "small": "TimeSlicing, limit Advisory"})
+	s.daemonOf(claim)
+	// A partition has no compute mode and no time slice of its own; that of its GPU is none of its business.
+	s.gpusAre(setting{}, nil)
+	s.explained()
+	s.noDoubleOwners()
+
+	s.deleteAll()
+	s.await(soon, "nothing to be left", func() error { return errors.Join(s.nothingShared(), s.empty()) })
+	if found := s.migInstances(); len(found) != 2 {
+		t.Errorf("instances: %v", found)
+	}
+}
+
+// TestParametersOfOtherClients: Python's puts spaces into what it sends, and others send fields in an order of their own. How the
+// device is shared is told all the same.
+func TestParametersOfOtherClients(t *testing.T) {
+	s := begin(t)
+	body := fmt.Sprintf(`{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "odd"}, "spec": {"devices": {`+
+		`"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}], "config": [{"opaque": {"driver": %q, "parameters": `+
+		`{"kind": "GpuConfig", "apiVersion": "resource.nvidia.com/v1beta1", "sharing": {"strategy": "TimeSlicing"}}}}]}}}`, install.DriverName)
+	err := theClient.ResourceV1().RESTClient().Post().AbsPath("/apis/resource.k8s.io/v1/namespaces", s.namespace, "resourceclaims").
+		SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.ctx).Error()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.manifest(`
+apiVersion: v1
+kind: Pod
+metadata: {name: odd}
+spec:
+  terminationGracePeriodSeconds: 1
+  resourceClaims: [{name: gpu, resourceClaimName: odd}]
+  containers:
+  - name: main
+    image: docker.io/local/busybox:1
+    imagePullPolicy: Never
+    command: [sleep, infinity]
+    resources: {claims: [{name: gpu}]}
+`)
+	s.running(patient, 1, 0)
+	s.says("odd", map[string]string{"gpu": "TimeSlicing, limit Advisory"})
+}

@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulation
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// memory of each GPU in MiB, in worlds that share them.
+const memory = 80 << 10
+
+// replicasOf and sharesOf are how the GPUs of such a world are shared, by their minors: as how many limits see each, and whether
+// claims can have a part of the memory. Further GPUs are as these.
+var (
+	replicasOf = []int{4, 0, 3, 0}
+	sharesOf   = []bool{true, true, false, false}
+)
+
+// firstShares is the version of Kubernetes that first shares GPUs out to claims.
+const firstShares = 36
+
+// shareGPUs sets the policy of a world.
+func (s *simulation) shareGPUs() {
+	for i := range s.inventory.GPUs {
+		gpu := &s.inventory.GPUs[i]
+		gpu.MemoryBytes = memory << 20
+		replicas, shares := replicasOf[i%len(replicasOf)], sharesOf[i%len(sharesOf)]
+		if replicas == 0 && !shares {
+			continue
+		}
+		gpu.Sharing = device.Sharing{Strategy: device.TimeSlicing, MemoryShares: shares}
+		if replicas > 0 {
+			gpu.Sharing.Replicas = map[string]device.Replicas{"": {Count: replicas}}
+		}
+	}
+}
+
+// What a pod has is a GPU by its name, or a part of it: "gpu-0=20480" is so many MiB of it.
+
+func part(gpu string, mib int) string {
+	if mib == 0 {
+		return gpu
+	}
+	return fmt.Sprintf("%s=%d", gpu, mib)
+}
+
+func gpuOf(part string) string {
+	gpu, _, _ := strings.Cut(part, "=")
+	return gpu
+}
+
+// mibOf is zero for all of it.
+func mibOf(part string) int {
+	_, amount, _ := strings.Cut(part, "=")
+	mib, _ := strconv.Atoi(amount) //nolint:errcheck // zero where there is none
+	return mib
+}
+
+// gpusOf are the names of GPUs, each once.
+func gpusOf(parts []string) []string {
+	var gpus []string
+	for _, p := range parts {
+		gpus = append(gpus, gpuOf(p))
+	}
+	slices.Sort(gpus)
+	return slices.Compact(gpus)
+}
+
+func minorOf(gpu string) int {
+	minor, _ := strconv.Atoi(strings.TrimPrefix(gpu, "gpu-")) //nolint:errcheck // the names are ours
+	return minor
+}
+
+// replicas is as how many limits see a GPU; zero where they see it as it is.
+func (s *simulation) replicas(gpu string) int {
+	if !s.theme.sharing {
+		return 0
+	}
+	return replicasOf[minorOf(gpu)%len(replicasOf)]
+}
+
+// shared reports whether claims have parts of a GPU.
+func (s *simulation) shared(gpu string) bool {
+	return s.theme.sharing && s.version >= firstShares && sharesOf[minorOf(gpu)%len(sharesOf)]
+}
+
+// slots is how many devices limits see when nothing is given out.
+func (s *simulation) slots() (n int) {
+	for i := range s.host.gpus {
+		n += max(1, s.replicas(fmt.Sprintf("gpu-%d", i)))
+	}
+	return n
+}
+
+// consumes is what the scheduler counts of a GPU for a claim, in MiB: zero where GPUs are not shared out, all where the claim
+// does not say how much.
+func (s *simulation) consumes(k *claim, gpu string) int {
+	switch {
+	case !s.shared(gpu):
+		return 0
+	case k.memory == 0:
+		return memory
+	default:
+		return k.memory
+	}
+}
+
+// partsOf is what a claim has of GPUs; the claim may be gone.
+func (s *simulation) partsOf(uid string, gpus []string) []string {
+	var parts []string
+	for _, gpu := range gpus {
+		mib := 0
+		if s.shared(gpu) {
+			mib = s.wanted[uid]
+		}
+		parts = append(parts, part(gpu, mib))
+	}
+	return parts
+}
+
+// newClaim asks for all of a GPU, or in a world that shares them, often for a part.
+func (s *simulation) newClaim(k claim) *claim {
+	if s.theme.sharing && !s.chance(4) {
+		k.memory = []int{10, 20, 30, 40}[s.rand.IntN(4)] << 10
+		s.wanted[k.uid] = k.memory
+	}
+	return &k
+}
+
+// given are what a pod has by IDs of kubelet's device manager, the replicas of a GPU together.
+func (s *simulation) given(ids []string) []string {
+	mib := map[string]int{}
+	for _, id := range ids {
+		uuid, _, replica := strings.Cut(id, "::")
+		gpu := "gpu-" + uuid[len("GPU-"):]
+		if replica {
+			mib[gpu] += memory / s.replicas(gpu)
+		} else {
+			mib[gpu] = 0
+		}
+	}
+	var parts []string
+	for _, gpu := range sorted(mib) {
+		parts = append(parts, part(gpu, mib[gpu]))
+	}
+	return parts
+}
+
+// having is who has what of GPUs, in MiB; zero is all of one.
+type having map[string]map[string]int
+
+func (h having) give(owner string, parts []string) {
+	for _, p := range parts {
+		gpu, mib := gpuOf(p), mibOf(p)
+		if h[gpu] == nil {
+			h[gpu] = map[string]int{}
+		}
+		if before, known := h[gpu][owner]; known && (before == 0 || mib == 0) {
+			mib = 0
+		} else {
+			mib = max(mib, before)
+		}
+		h[gpu][owner] = mib
+	}
+}
+
+// left is what nobody but one has.
+func (h having) left(gpu, except string) int {
+	left := memory
+	for owner, mib := range h[gpu] {
+		switch {
+		case owner == except:
+		case mib == 0:
+			return 0
+		default:
+			left -= mib
+		}
+	}
+	return max(0, left)
+}
+
+// others reports whether anybody but one has some of a GPU.
+func (h having) others(gpu, except string) bool {
+	_, mine := h[gpu][except]
+	return len(h[gpu]) > 1 || len(h[gpu]) == 1 && !mine
+}
+
+// hasRoom reports whether nobody is in the way of parts that are one's own.
+func (h having) hasRoom(owner string, parts []string) bool {
+	return !slices.ContainsFunc(parts, func(p string) bool {
+		mib := mibOf(p)
+		return mib == 0 && h.others(gpuOf(p), owner) || h.left(gpuOf(p), owner) < mib
+	})
+}
+
+// takenNow is what pods on the machine have, and what drains; promised is that and what claims are allocated.
+func (s *simulation) takenNow() (taken, promised having) {
+	taken, promised = having{}, having{}
+	for _, uid := range sorted(s.host.pods) {
+		taken.give(s.host.pods[uid].owner, s.host.pods[uid].gpus)
+		promised.give(s.host.pods[uid].owner, s.host.pods[uid].gpus)
+	}
+	for _, k := range all[*claim](s.api.objects) {
+		promised.give(k.uid, s.partsOf(k.uid, k.devices))
+	}
+	return taken, promised
+}
+
+// fitsLimits and fitsClaim report whether somebody could have what he asks for beside others.
+func (s *simulation) fitsLimits(beside having, count int) bool {
+	units := 0
+	for i := range s.host.gpus {
+		gpu := fmt.Sprintf("gpu-%d", i)
+		switch replicas := s.replicas(gpu); {
+		case replicas > 0:
+			units += beside.left(gpu, "") / (memory / replicas)
+		case !beside.others(gpu, ""):
+			units++
+		}
+	}
+	return units >= count
+}
+
+func (s *simulation) fitsClaim(beside having, k *claim) bool {
+	units := 0
+	for i := range s.host.gpus {
+		gpu := fmt.Sprintf("gpu-%d", i)
+		if beside.hasRoom("", s.partsOf(k.uid, []string{gpu})) {
+			units++
+		}
+	}
+	return units >= k.count
+}

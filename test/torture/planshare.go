@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"slices"
+	"time"
+
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+// sizes in GiB that claims ask for. The GPUs have a little less than 80 GiB, so that no replica is as large as one of these.
+var sizes = []int{5, 10, 20, 35, 60}
+
+// WithSharing is a mix for GPUs that several may have at once.
+func (m Mix) WithSharing() Mix {
+	m.Sharing = true
+	return m
+}
+
+// createShares is create for parts of GPUs: memory for claims, replicas for limits.
+func (p *planner) createShares(name string) Op {
+	w := Workload{Name: name, API: oracle.Claim, GPUs: 1, Replicas: 1}
+	switch p.weighted(40, 30, 12, 18) {
+	case 0:
+		w.Shape = Bare
+	case 1:
+		w.Shape, w.Replicas = Deployment, p.between(1, 5)
+	case 2:
+		w.Shape, w.Replicas, w.Work = Job, p.between(1, 4), time.Duration(p.between(1, 8))*time.Second
+	case 3:
+		w.Shape, w.Replicas = Shared, p.between(2, 4)
+	}
+	switch {
+	case w.Shape == Shared || p.chance(60):
+		w.Memory = sizes[p.weighted(15, 30, 30, 15, 10)]
+	default:
+		w.API, w.Renamed = oracle.Limits, p.chance(40)
+	}
+	if p.chance(20) && !w.Renamed {
+		// For a claim shares of two GPUs, for limits two replicas, of one GPU or not, but none of the renamed, which are by MPS: a
+		// container can be the client of one daemon.
+		w.GPUs, w.Replicas = 2, min(w.Replicas, 3)
+	}
+	return p.add(Create, p.decorate(w))
+}
+
+// burstOfShares asks for parts of GPUs by both APIs at once, more than there are.
+func (p *planner) burstOfShares(name string) Op {
+	shape := Deployment
+	if p.chance(50) {
+		shape = Bare
+	}
+	claims := Workload{
+		Name: name + "-claims", Shape: shape, API: oracle.Claim, GPUs: 1, Replicas: 8, Memory: sizes[p.weighted(0, 20, 50, 30, 0)],
+	}
+	limits := Workload{Name: name + "-limits", Shape: shape, API: oracle.Limits, GPUs: 1, Replicas: 8}
+	if p.chance(50) {
+		// More of the GPUs are full with them, and those that claims are given first are among them.
+		limits.GPUs, limits.Replicas = 2, 7
+	}
+	both := []Workload{p.decorate(claims), p.decorate(limits)}
+	for i := range both {
+		both[i].Crash = false
+	}
+	if p.chance(50) {
+		slices.Reverse(both)
+	}
+	return p.add(Burst, both...)
+}
