@@ -66,7 +66,7 @@ func podName(node, daemon string) string {
 func settingsOf(d v1alpha1.MPSDaemon) mps.Settings {
 	return mps.Settings{
 		Devices: d.Devices, ActiveThreadPercentage: d.ActiveThreadPercentage, PinnedMemoryMiB: d.PinnedMemoryMiB,
-		MultiUser: d.MultiUser, DriverRoot: d.DriverRoot,
+		MultiUser: d.MultiUser, DriverRoot: d.DriverRoot, Generation: d.Generation,
 	}
 }
 

@@ -156,14 +156,21 @@ type nothing struct{ client.Reader }
 func (nothing) List(context.Context, client.ObjectList, ...client.ListOption) error { return nil }
 
 func TestAPodOfOtherSettingsIsReplaced(t *testing.T) {
-	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
-	w.twice(d, "node-1")
-	before := w.daemonPod("a").Annotations[settingsAnnotation]
-	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Daemons[0].MultiUser = true })
-	w.twice(d, "node-1")
-	w.want(map[string]int{"create Pod": 2})
-	if after := w.daemonPod("a").Annotations[settingsAnnotation]; after == before {
-		t.Error("the pod is as before")
+	for name, change := range map[string]func(d *v1alpha1.MPSDaemon){
+		"settings":             func(d *v1alpha1.MPSDaemon) { d.MultiUser = true },
+		"the next of its name": func(d *v1alpha1.MPSDaemon) { d.Generation++ },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+			w.twice(d, "node-1")
+			before := w.daemonPod("a").Annotations[settingsAnnotation]
+			w.set(func(s *v1alpha1.GPUNodeStatus) { change(&s.Daemons[0]) })
+			w.twice(d, "node-1")
+			w.want(map[string]int{"create Pod": 2})
+			if after := w.daemonPod("a").Annotations[settingsAnnotation]; after == before {
+				t.Error("the pod is as before")
+			}
+		})
 	}
 }
 

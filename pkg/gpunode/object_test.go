@@ -282,9 +282,11 @@ func TestDaemons(t *testing.T) {
 	percentage := int32(50)
 	f.daemons.set([]sharing.Daemon{{Name: "uid-1-abc", Settings: mps.Settings{
 		Devices: []string{"GPU-0"}, ActiveThreadPercentage: &percentage, PinnedMemoryMiB: []int64{1024}, MultiUser: true, DriverRoot: "/",
+		Generation: 7,
 	}}})
 	want := []v1alpha1.MPSDaemon{{
 		Name: "uid-1-abc", Devices: []string{"GPU-0"}, ActiveThreadPercentage: &percentage, PinnedMemoryMiB: []int64{1024}, MultiUser: true, DriverRoot: "/",
+		Generation: 7,
 	}}
 	f.awaitStatus("the daemon", func(s v1alpha1.GPUNodeStatus) bool { return apiequality.Semantic.DeepEqual(s.Daemons, want) })
 	if trouble := object.DaemonTrouble("uid-1-abc"); trouble != "" {

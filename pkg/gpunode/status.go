@@ -94,6 +94,7 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 		status.Daemons = append(status.Daemons, v1alpha1.MPSDaemon{
 			Name: d.Name, Devices: d.Settings.Devices, ActiveThreadPercentage: d.Settings.ActiveThreadPercentage,
 			PinnedMemoryMiB: d.Settings.PinnedMemoryMiB, MultiUser: d.Settings.MultiUser, DriverRoot: d.Settings.DriverRoot,
+			Generation: d.Settings.Generation,
 		})
 	}
 	return status

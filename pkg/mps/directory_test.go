@@ -73,6 +73,34 @@ func TestReadyIsTrueUntilItIsTakenBack(t *testing.T) {
 	}
 }
 
+// Somebody has removed the directory and made it anew, and the next supervisor is quicker.
+func TestRetractLeavesWhatAnotherSays(t *testing.T) {
+	dir := directory(t)
+	before := hold(t, dir)
+	if err := before.Publish(Ready{Pod: "before"}); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(os.RemoveAll(dir), Make(dir)); err != nil {
+		t.Fatal(err)
+	}
+	next := hold(t, dir)
+	if err := next.Publish(Ready{Pod: "next"}); err != nil {
+		t.Fatal(err)
+	}
+	if err := before.Release(); err != nil {
+		t.Error(err)
+	}
+	if ready, is := alive(t, dir); !is || ready.Pod != "next" {
+		t.Errorf("alive: %t %+v", is, ready)
+	}
+	if err := next.Release(); err != nil {
+		t.Error(err)
+	}
+	if _, err := os.Stat(filepath.Join(dir, readyFile)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the next one's record: %v", err)
+	}
+}
+
 // TestARecordOfTheDeadIsVoid kills a process that said it was ready: the record stays, also under the lock of the next one.
 func TestARecordOfTheDeadIsVoid(t *testing.T) {
 	dir := directory(t)
@@ -335,6 +363,7 @@ func TestHashTellsSettingsApart(t *testing.T) {
 		{Devices: one.Devices, DriverRoot: "/", ActiveThreadPercentage: &percent},
 		{Devices: one.Devices, DriverRoot: "/", PinnedMemoryMiB: []int64{0, 512}},
 		{Devices: one.Devices, DriverRoot: "/", PinnedMemoryMiB: []int64{512}},
+		{Devices: one.Devices, DriverRoot: "/", Generation: 1},
 	} {
 		if err := s.Validate(); err != nil {
 			t.Errorf("%d: %v", i, err)

@@ -146,13 +146,26 @@ func (h *Holder) Retract() error {
 	if h.ready == nil {
 		return nil
 	}
-	err := os.Remove(filepath.Join(h.dir, readyFile))
+	err := h.removeReady()
 	if errors.Is(err, fs.ErrNotExist) {
 		err = nil
 	}
 	err = errors.Join(err, h.ready.Close())
 	h.ready = nil
 	return err
+}
+
+// removeReady leaves what another says in a directory that was made anew.
+func (h *Holder) removeReady() error {
+	own, err := h.ready.Stat()
+	if err != nil {
+		return err
+	}
+	path := filepath.Join(h.dir, readyFile)
+	if now, err := os.Stat(path); err != nil || !os.SameFile(own, now) {
+		return err
+	}
+	return os.Remove(path)
 }
 
 // Lock is the file that is locked while the daemon lives: a process that inherits it has the lock, too.

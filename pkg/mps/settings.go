@@ -26,6 +26,9 @@ type Settings struct {
 	MultiUser bool `json:"multiUser,omitempty"`
 	// DriverRoot is the directory on the host in which the driver is installed.
 	DriverRoot string `json:"driverRoot"`
+	// Generation tells a daemon from those of the same name before it: the pod of one that was ended, which is still being deleted, is
+	// not taken for that of the next. A later one has a greater number; 0 is that of a version that had none.
+	Generation int64 `json:"generation,omitempty"`
 }
 
 // Hash tells daemons of different settings apart: in the pod's annotation, and in Ready.

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
@@ -162,6 +163,7 @@ func (k *Keeper) bringGroup(ctx context.Context, g Group, wanted map[device.Ref]
 	if err := k.clear(ctx, g, wanted); err != nil {
 		return "", err
 	}
+	k.number(g, wanted)
 	for _, d := range g.Devices {
 		recorded, err := k.record(ctx, Key{g.Claim.UID, d.Ref()}, wanted[d.Ref()])
 		news = news || recorded
@@ -224,6 +226,23 @@ func (k *Keeper) wanted(g Group) (map[device.Ref]*setting, error) {
 		all[d.Ref()] = &own
 	}
 	return all, nil
+}
+
+// number gives a daemon the generation that it is recorded with, or that of one which is yet to begin. Under the claim's turn.
+func (k *Keeper) number(g Group, wanted map[device.Ref]*setting) {
+	for _, d := range g.Devices {
+		next := wanted[d.Ref()]
+		if next == nil || next.Settings == nil {
+			continue
+		}
+		// The devices of a group have the same Settings.
+		next.Settings.Generation = time.Now().UnixMicro()
+		known, ok := k.Records.store.Get(Key{g.Claim.UID, d.Ref()})
+		if ok && known.Settings != nil && known.Daemon == next.Daemon && !known.Undoing {
+			next.Settings.Generation = known.Settings.Generation
+			return
+		}
+	}
 }
 
 // awaitOthers waits until nothing is set on the devices for another claim. That had them before: what a process which died has

@@ -40,11 +40,15 @@ type world struct {
 	calls  int
 	execs  int
 	step   func() error
+
+	// pods by the names of daemons, which the controller of the moment has; unfollow ends that.
+	pods     map[string]pod
+	unfollow func()
 }
 
 func newWorld(t *testing.T) *world {
 	return &world{
-		t: t, dir: t.TempDir(), slices: map[string]int{}, cdi: map[string]specs.ContainerEdits{}, step: func() error { return nil },
+		t: t, dir: t.TempDir(), pods: map[string]pod{}, slices: map[string]int{}, cdi: map[string]specs.ContainerEdits{}, step: func() error { return nil },
 		modes: map[string]device.ComputeMode{"GPU-0": device.ComputeModeDefault, "GPU-1": device.ComputeModeDefault},
 	}
 }
@@ -164,28 +168,47 @@ func (w *world) process() *Keeper {
 	return NewKeeper(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: w, Specs: w})
 }
 
-// supervise plays the controller and the daemons' pods until the test ends: each daemon that is wanted gets a supervisor, which
-// ends when it is told to, or when ctx does.
-func (w *world) supervise(ctx context.Context, k *Keeper) {
+// pod is that of a daemon, for as long as its context.
+type pod struct {
+	hash  string
+	lives context.Context
+	end   context.CancelFunc
+}
+
+// supervise plays the controller and the daemons' pods until ctx is done, the test ends, or stop is called: each daemon that is wanted
+// has a pod, and one of other settings another. Where another agent takes the place of this one, the pods stay.
+func (w *world) supervise(ctx context.Context, k *Keeper) (stop func()) {
+	if w.unfollow != nil {
+		w.unfollow()
+	}
 	ctx, cancel := context.WithCancel(ctx)
-	var all sync.WaitGroup
-	w.t.Cleanup(func() { cancel(); all.Wait() })
-	all.Go(func() {
-		running := map[string]bool{}
-		for ctx.Err() == nil {
+	following, unfollow := context.WithCancel(ctx)
+	var controller, pods sync.WaitGroup
+	w.unfollow = func() { unfollow(); controller.Wait() }
+	stop = func() { cancel(); controller.Wait(); pods.Wait() }
+	w.t.Cleanup(stop)
+	controller.Go(func() {
+		for following.Err() == nil {
 			changed := k.Changed()
 			for _, d := range k.Daemons() {
-				if !running[d.Name] {
-					running[d.Name] = true
-					all.Go(func() { w.serve(ctx, d) })
+				hash := d.Settings.Hash()
+				if before, there := w.pods[d.Name]; there {
+					if before.hash == hash && before.lives.Err() == nil {
+						continue
+					}
+					before.end()
 				}
+				lives, end := context.WithCancel(ctx)
+				w.pods[d.Name] = pod{hash, lives, end}
+				pods.Go(func() { w.serve(lives, d) })
 			}
 			select {
 			case <-changed:
-			case <-ctx.Done():
+			case <-following.Done():
 			}
 		}
 	})
+	return stop
 }
 
 // serve is one supervisor's life, and the next one's.
@@ -358,16 +381,14 @@ func TestMPS(t *testing.T) {
 func TestMPSOfPartition(t *testing.T) {
 	w := newWorld(t)
 	k := w.process()
-	w.supervise(t.Context(), k)
+	boot := w.supervise(t.Context(), k)
 	before, err := k.Apply(t.Context(), group("uid-a", withMPS(), partitionOf("GPU-0", "MIG-1", 2)), always)
 	check(t, err)
 	if got := k.Daemons()[0].Settings.Devices; !slices.Equal(got, []string{"MIG-1"}) || w.modes["GPU-0"] != device.ComputeModeDefault {
 		t.Errorf("the daemon has %v, the GPU is in mode %s", got, w.modes["GPU-0"])
 	}
-	// The next boot.
-	for os.RemoveAll(w.dir) != nil { // its supervisor makes the lock anew
-		runtime.Gosched()
-	}
+	boot()
+	check(t, os.RemoveAll(w.dir))
 	check(t, os.MkdirAll(w.dir, 0o755))
 	next := w.process()
 	w.supervise(t.Context(), next)
@@ -724,6 +745,46 @@ func TestCycles(t *testing.T) {
 
 // The next process takes up what was applied, also where the driver or somebody else has forgotten it, and removes what is
 // nobody's.
+// TestGenerations: a daemon that has begun is told from the next one of its name, whoever asks for it and however often.
+func TestGenerations(t *testing.T) {
+	w := newWorld(t)
+	k := w.process()
+	w.supervise(t.Context(), k)
+	g := group("uid-a", withMPS(), gpuNamed("GPU-0"), gpuNamed("GPU-1"))
+	generation := func() int64 {
+		t.Helper()
+		_, err := k.Apply(t.Context(), g, always)
+		check(t, err)
+		daemons := k.Daemons()
+		if len(daemons) != 1 {
+			t.Fatalf("daemons %+v", daemons)
+		}
+		return daemons[0].Settings.Generation
+	}
+	first := generation()
+	var all sync.WaitGroup
+	for range 4 {
+		all.Go(func() {
+			if _, err := k.Apply(t.Context(), g, always); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	all.Wait()
+	k = w.process()
+	if found := k.Daemons(); len(found) != 1 || found[0].Settings.Generation != first {
+		t.Errorf("the next process finds %+v, not generation %d", found, first)
+	}
+	w.supervise(t.Context(), k)
+	if again := generation(); again != first || first <= 0 {
+		t.Errorf("generation %d was %d", again, first)
+	}
+	k.undoAll(t)
+	if next := generation(); next <= first {
+		t.Errorf("generation %d after %d", next, first)
+	}
+}
+
 func TestTakenUpAgain(t *testing.T) {
 	w := newWorld(t)
 	k := w.process()

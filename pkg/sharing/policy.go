@@ -538,6 +538,7 @@ func (k *Keeper) applyPolicy(ctx context.Context, g Group, again bool, alone fun
 		return err
 	}
 	return k.turn(ctx, g.Claim.UID, func() error {
+		k.number(g, wanted)
 		key := policyKey(g.Devices[0].GPU.UUID)
 		before, _ := k.Records.store.Get(key)
 		next := wanted[key.Device]

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
 	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
@@ -167,7 +168,7 @@ func TestPolicyClients(t *testing.T) {
 			if len(daemons) != 1 {
 				t.Fatalf("daemons %+v", daemons)
 			}
-			if diff := cmp.Diff(test.settings, daemons[0].Settings); diff != "" {
+			if diff := cmp.Diff(test.settings, daemons[0].Settings, cmpopts.IgnoreFields(mps.Settings{}, "Generation")); diff != "" {
 				t.Error(diff)
 			}
 			dir := mps.Dir(w.dir, daemons[0].Name)
@@ -610,6 +611,15 @@ func TestPolicyForgetsReadiness(t *testing.T) {
 	if c, err := w.policy.Client(w.device(), shareOf(4)); err == nil {
 		t.Errorf("a daemon that does not run has client %v", c)
 	}
+	// The pod of before is still being deleted, and its supervisor was started once more.
+	h, err = mps.Hold(t.Context(), mps.Dir(w.dir, w.keeper.Daemons()[0].Name))
+	check(t, err)
+	check(t, h.Publish(mps.Ready{Pod: "pod", Hash: d.Settings.Hash()}))
+	w.policy.look()
+	if c, err := w.policy.Client(w.device(), shareOf(4)); err == nil {
+		t.Errorf("the daemon of before, which is about to be killed, has client %v", c)
+	}
+	check(t, h.Release())
 }
 
 // A claim that waits is at no moment in the way of the daemon that it waits for: nobody would look again soon.

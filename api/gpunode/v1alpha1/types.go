@@ -175,6 +175,11 @@ type MPSDaemon struct {
 	MultiUser bool `json:"multiUser,omitempty"`
 	// DriverRoot is the directory on the host in which the driver is installed.
 	DriverRoot string `json:"driverRoot"`
+	// Generation tells this daemon from those of the same name before it, which have ended: theirs are smaller.
+	//
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	Generation int64 `json:"generation,omitempty"`
 }
 
 // DeviceCounts are numbers of GPUs, or of partitions.
