@@ -37,8 +37,8 @@ unit: ## unit and contract tests with the race detector
 	hack/unit.sh
 
 .PHONY: e2e
-e2e: ## users' stories on a real cluster (KUBERNETES=v1.36.3 for another version, RUN=regexp for some of them)
-	go test -count=1 -timeout 80m -v $(if $(RUN),-run '$(RUN)') ./test/e2e/...
+e2e: ## users' stories on two real clusters (KUBERNETES=v1.36.3 for another version, RUN=regexp for some of them)
+	$(call run,e2e) $(if $(RUN),-run '$(RUN)')
 
 # What a run of make torture takes from the command line.
 torture_flags = $(if $(OPS),-ops $(OPS)) $(if $(SEED),-seed $(SEED)) $(if $(MIG),-mig) $(if $(SHARING),-sharing) \

@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -35,6 +36,9 @@ const (
 // stays. For whoever writes stories.
 const keepVariable = "E2E_CLUSTER"
 
+// logsVariable names the directory for what a failed run has to tell.
+const logsVariable = "E2E_LOGS"
+
 var (
 	theCluster *cluster.Cluster
 	theClient  kubernetes.Interface
@@ -44,6 +48,9 @@ var (
 
 func TestMain(m *testing.M) {
 	flag.Parse()
+	if flag.Lookup("test.list").Value.String() != "" {
+		os.Exit(m.Run())
+	}
 	code, err := run(m)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "e2e:", err)
@@ -151,7 +158,7 @@ var installValues = []string{"extraTolerations[0].key=" + numaKey, "extraTolerat
 
 // collectLogs leaves what a failed run has to tell where its reader finds it.
 func collectLogs() error {
-	dir := filepath.Join(os.TempDir(), "tandem-e2e-logs")
+	dir := cmp.Or(os.Getenv(logsVariable), filepath.Join(os.TempDir(), "tandem-e2e-logs"))
 	if err := os.RemoveAll(dir); err != nil {
 		return err
 	}

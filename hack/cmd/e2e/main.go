@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command e2e plays the users' stories of test/e2e on several clusters at once: they wait more than they compute. Each cluster
+// has its share of the stories and runs them one after the other; its lines begin with its letter.
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+)
+
+const (
+	stories = "./test/e2e"
+	program = "bin/hack/e2e.test"
+	// keepVariable and logsVariable are those of the stories: one cluster is kept for the next run, and where logs of a failure go.
+	keepVariable = "E2E_CLUSTER"
+	logsVariable = "E2E_LOGS"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	err := run(ctx, os.Args[1:])
+	stop()
+	if err != nil {
+		if !errors.Is(err, flag.ErrHelp) {
+			fmt.Fprintln(os.Stderr, "e2e:", err)
+		}
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string) error {
+	flags := flag.NewFlagSet("e2e", flag.ContinueOnError)
+	only := flags.String("run", "", "stories to play (`regexp`; one of a sub-story, with a slash, is played on one cluster)")
+	clusters := flags.Int("clusters", 2, "clusters at once")
+	timeout := flags.Duration("timeout", 80*time.Minute, "most time for all")
+	if err := flags.Parse(args); err != nil {
+		return err
+	}
+	if flags.NArg() > 0 || *clusters < 1 {
+		return fmt.Errorf("want -clusters of 1 or more and no arguments, not %d and %q", *clusters, flags.Args())
+	}
+	start := time.Now()
+	if err := command(ctx, os.Stdout, "go", "test", "-c", "-o", program, stories).Run(); err != nil {
+		return fmt.Errorf("compile the stories: %w", err)
+	}
+	binary, err := filepath.Abs(program)
+	if err != nil {
+		return err
+	}
+	var hands []string
+	count := 0
+	if _, kept := os.LookupEnv(keepVariable); kept || strings.Contains(*only, "/") {
+		hands = []string{*only}
+	} else {
+		names, err := list(ctx, binary, *only)
+		if err != nil {
+			return err
+		}
+		count = len(names)
+		for _, hand := range deal(names, *clusters) {
+			hands = append(hands, "^("+strings.Join(hand, "|")+")$")
+		}
+	}
+	printer := &printer{out: os.Stdout}
+	if count > 0 {
+		fmt.Printf("e2e: %d stories on %d clusters\n", count, len(hands))
+	}
+	var group errgroup.Group // one that fails leaves the others to their stories
+	for i, hand := range hands {
+		letter := string(rune('a' + i))
+		group.Go(func() error {
+			out := printer.labelled(letter)
+			defer out.flush()
+			cmd := command(ctx, out, binary, "-test.v", "-test.count=1", "-test.timeout="+timeout.String(), "-test.run="+hand)
+			cmd.Dir = stories
+			cmd.Env = append(os.Environ(), logsVariable+"="+filepath.Join(os.TempDir(), "tandem-e2e-logs-"+letter))
+			if err := cmd.Run(); err != nil {
+				return fmt.Errorf("cluster %s: %w", letter, err)
+			}
+			return nil
+		})
+	}
+	err = group.Wait()
+	fmt.Printf("e2e: %d stories passed, %d failed, %d skipped in %s\n", printer.passed, len(printer.failed), printer.skipped, time.Since(start).Round(time.Second))
+	for _, name := range printer.failed {
+		fmt.Println("e2e: failed:", name)
+	}
+	return err
+}
+
+// endPatience is how long the stories may take to remove their cluster when they are interrupted.
+const endPatience = 3 * time.Minute
+
+// command is told to end by SIGTERM when ctx is done.
+func command(ctx context.Context, out io.Writer, name string, args ...string) *exec.Cmd {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Stdout, cmd.Stderr = out, out
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+	cmd.WaitDelay = endPatience
+	return cmd
+}
+
+// list are the stories whose names match, in the order of the source.
+func list(ctx context.Context, binary, only string) ([]string, error) {
+	var out bytes.Buffer
+	cmd := command(ctx, &out, binary, "-test.list="+only)
+	cmd.Dir = stories
+	if err := cmd.Run(); err != nil {
+		return nil, fmt.Errorf("list the stories: %w: %s", err, &out)
+	}
+	names := strings.Fields(out.String())
+	if len(names) == 0 {
+		return nil, fmt.Errorf("no story is called %q", only)
+	}
+	return names, nil
+}
+
+// deal gives each of n hands its share, in turn: long stories stand beside each other in the source.
+func deal(names []string, n int) [][]string {
+	hands := make([][]string, min(n, len(names)))
+	for i, name := range names {
+		hands[i%len(hands)] = append(hands[i%len(hands)], name)
+	}
+	return hands
+}
