@@ -6,6 +6,7 @@ package main
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -117,7 +118,7 @@ func command(ctx context.Context, out io.Writer, name string, args ...string) *e
 // list are the stories whose names match, in the order of the source.
 func list(ctx context.Context, binary, only string) ([]string, error) {
 	var out bytes.Buffer
-	cmd := command(ctx, &out, binary, "-test.list="+only)
+	cmd := command(ctx, &out, binary, "-test.list="+cmp.Or(only, "."))
 	cmd.Dir = stories
 	if err := cmd.Run(); err != nil {
 		return nil, fmt.Errorf("list the stories: %w: %s", err, &out)
