@@ -5,13 +5,11 @@
 package main
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"errors"
 	"flag"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -20,7 +18,7 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sync/errgroup"
+	"github.com/tandem-gpu/tandem/hack/sidebyside"
 )
 
 const (
@@ -46,7 +44,7 @@ func main() {
 func run(ctx context.Context, args []string) error {
 	flags := flag.NewFlagSet("e2e", flag.ContinueOnError)
 	only := flags.String("run", "", "stories to play (`regexp`; one of a sub-story, with a slash, is played on one cluster)")
-	clusters := flags.Int("clusters", 2, "clusters at once")
+	clusters := flags.Int("clusters", 3, "clusters at once")
 	timeout := flags.Duration("timeout", 80*time.Minute, "most time for all")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -55,7 +53,9 @@ func run(ctx context.Context, args []string) error {
 		return fmt.Errorf("want -clusters of 1 or more and no arguments, not %d and %q", *clusters, flags.Args())
 	}
 	start := time.Now()
-	if err := command(ctx, os.Stdout, "go", "test", "-c", "-o", program, stories).Run(); err != nil {
+	compile := exec.CommandContext(ctx, "go", "test", "-c", "-o", program, stories)
+	compile.Stdout, compile.Stderr = os.Stdout, os.Stderr
+	if err := compile.Run(); err != nil {
 		return fmt.Errorf("compile the stories: %w", err)
 	}
 	binary, err := filepath.Abs(program)
@@ -76,54 +76,60 @@ func run(ctx context.Context, args []string) error {
 			hands = append(hands, "^("+strings.Join(hand, "|")+")$")
 		}
 	}
-	printer := &printer{out: os.Stdout}
 	if count > 0 {
 		fmt.Printf("e2e: %d stories on %d clusters\n", count, len(hands))
 	}
-	var group errgroup.Group // one that fails leaves the others to their stories
+	var programs []sidebyside.Program
 	for i, hand := range hands {
 		letter := string(rune('a' + i))
-		group.Go(func() error {
-			out := printer.labelled(letter)
-			defer out.flush()
-			cmd := command(ctx, out, binary, "-test.v", "-test.count=1", "-test.timeout="+timeout.String(), "-test.run="+hand)
-			cmd.Dir = stories
-			cmd.Env = append(os.Environ(), logsVariable+"="+filepath.Join(os.TempDir(), "tandem-e2e-logs-"+letter))
-			if err := cmd.Run(); err != nil {
-				return fmt.Errorf("cluster %s: %w", letter, err)
-			}
-			return nil
+		programs = append(programs, sidebyside.Program{
+			Label: letter, Path: binary, Dir: stories,
+			Args: []string{"-test.v", "-test.count=1", "-test.timeout=" + timeout.String(), "-test.run=" + hand},
+			Env:  append(os.Environ(), logsVariable+"="+filepath.Join(os.TempDir(), "tandem-e2e-logs-"+letter)),
 		})
 	}
-	err = group.Wait()
-	fmt.Printf("e2e: %d stories passed, %d failed, %d skipped in %s\n", printer.passed, len(printer.failed), printer.skipped, time.Since(start).Round(time.Second))
-	for _, name := range printer.failed {
+	var ended tally
+	err = sidebyside.Run(ctx, os.Stdout, ended.see, programs...)
+	fmt.Printf("e2e: %d stories passed, %d failed, %d skipped in %s\n", ended.passed, len(ended.failed), ended.skipped, time.Since(start).Round(time.Second))
+	for _, name := range ended.failed {
 		fmt.Println("e2e: failed:", name)
 	}
 	return err
 }
 
-// endPatience is how long the stories may take to remove their cluster when they are interrupted.
-const endPatience = 3 * time.Minute
+// tally counts how stories end.
+type tally struct {
+	passed, skipped int
+	failed          []string
+}
 
-// command is told to end by SIGTERM when ctx is done.
-func command(ctx context.Context, out io.Writer, name string, args ...string) *exec.Cmd {
-	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.Stdout, cmd.Stderr = out, out
-	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
-	cmd.WaitDelay = endPatience
-	return cmd
+// see takes a line of go test -v.
+func (t *tally) see(line string) {
+	end, ok := strings.CutPrefix(line, "--- ")
+	if !ok {
+		return
+	}
+	result, rest, _ := strings.Cut(end, ": ")
+	name, _, _ := strings.Cut(rest, " ")
+	switch result {
+	case "PASS":
+		t.passed++
+	case "SKIP":
+		t.skipped++
+	case "FAIL":
+		t.failed = append(t.failed, name)
+	}
 }
 
 // list are the stories whose names match, in the order of the source.
 func list(ctx context.Context, binary, only string) ([]string, error) {
-	var out bytes.Buffer
-	cmd := command(ctx, &out, binary, "-test.list="+cmp.Or(only, "."))
+	cmd := exec.CommandContext(ctx, binary, "-test.list="+cmp.Or(only, "."))
 	cmd.Dir = stories
-	if err := cmd.Run(); err != nil {
-		return nil, fmt.Errorf("list the stories: %w: %s", err, &out)
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		return nil, fmt.Errorf("list the stories: %w: %s", err, out)
 	}
-	names := strings.Fields(out.String())
+	names := strings.Fields(string(out))
 	if len(names) == 0 {
 		return nil, fmt.Errorf("no story is called %q", only)
 	}

@@ -21,38 +21,18 @@ func TestDeal(t *testing.T) {
 	}
 }
 
-func TestPrinter(t *testing.T) {
-	var out strings.Builder
-	p := &printer{out: &out}
-	a, b := p.labelled("a"), p.labelled("b")
-	for _, part := range []struct {
-		to   *labelled
-		text string
-	}{
-		{a, "=== RUN   TestOne\n--- PA"},
-		{b, "--- SKIP: TestTwo (0.00s)\n"},
-		{a, "SS: TestOne (1.00s)\n--- FAIL: TestThree (2.00s)\n    --- FAIL: TestThree/part (1.00s)\nFAI"},
-		{b, "PASS\n"},
-		{a, "L"},
-	} {
-		if n, err := part.to.Write([]byte(part.text)); err != nil || n != len(part.text) {
-			t.Errorf("wrote %d of %d: %v", n, len(part.text), err)
-		}
+func TestTally(t *testing.T) {
+	var ended tally
+	for line := range strings.Lines(`=== RUN   TestOne
+--- PASS: TestOne (1.00s)
+--- SKIP: TestTwo (0.00s)
+--- FAIL: TestThree (2.00s)
+    --- FAIL: TestThree/part (1.00s)
+FAIL
+`) {
+		ended.see(strings.TrimSuffix(line, "\n"))
 	}
-	a.flush()
-	b.flush()
-	want := `a | === RUN   TestOne
-b | --- SKIP: TestTwo (0.00s)
-a | --- PASS: TestOne (1.00s)
-a | --- FAIL: TestThree (2.00s)
-a |     --- FAIL: TestThree/part (1.00s)
-b | PASS
-a | FAIL
-`
-	if out.String() != want {
-		t.Errorf("printed\n%swant\n%s", out.String(), want)
-	}
-	if p.passed != 1 || p.skipped != 1 || !slices.Equal(p.failed, []string{"TestThree"}) {
-		t.Errorf("passed %d, skipped %d, failed %v", p.passed, p.skipped, p.failed)
+	if ended.passed != 1 || ended.skipped != 1 || !slices.Equal(ended.failed, []string{"TestThree"}) {
+		t.Errorf("passed %d, skipped %d, failed %v", ended.passed, ended.skipped, ended.failed)
 	}
 }

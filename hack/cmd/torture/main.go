@@ -14,17 +14,20 @@ import (
 	"os/signal"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"syscall"
 	"time"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/sidebyside"
 	"github.com/tandem-gpu/tandem/test/torture"
 )
 
 const usage = `usage: torture [-ops N] [-seed S] [-mig | -sharing] [-kubernetes V] [-budget 15m] [flags]    needs root
        torture -resume [-budget 15m] [-dir DIR]       go on where a run was interrupted
        torture -plan [-ops N] [-seed S]               print what a seed does, and do nothing
+       torture ci [-budget 4m] [-kubernetes V]        two at once, one of them with -sharing, each on a cluster of its own
        torture selftest [-only NAME] [flags]          with Tandem sabotaged, faults must be found
        torture down [-dir DIR]                        remove the cluster of an interrupted run
 `
@@ -55,7 +58,7 @@ type settings struct {
 
 func run(ctx context.Context, args []string) error {
 	verb := ""
-	if len(args) > 0 && (args[0] == "selftest" || args[0] == "down") {
+	if len(args) > 0 && (args[0] == "selftest" || args[0] == "down" || args[0] == "ci") {
 		verb, args = args[0], args[1:]
 	}
 	s, err := parse(args)
@@ -68,6 +71,9 @@ func run(ctx context.Context, args []string) error {
 	if os.Geteuid() != 0 {
 		return errors.New("needs root, for namespaces, mounts and device nodes: run it as root or with sudo")
 	}
+	if verb == "ci" {
+		return attackTwice(ctx, s)
+	}
 	unlock, err := torture.Lock(s.dir)
 	if err != nil {
 		return err
@@ -75,11 +81,46 @@ func run(ctx context.Context, args []string) error {
 	defer unlock()
 	switch verb {
 	case "down":
-		return torture.Remove(ctx, s.dir)
+		return errors.Join(torture.Remove(ctx, s.dir), removeSharing(ctx, s.dir))
 	case "selftest":
 		return selftest(ctx, s)
 	}
 	return attack(ctx, s)
+}
+
+// sharingSuffix tells the directory of the second torture of two.
+const sharingSuffix = "-sharing"
+
+// attackTwice runs this program twice, as usual and with shared GPUs: each waits more than it computes.
+func attackTwice(ctx context.Context, s settings) error {
+	self, err := os.Executable()
+	if err != nil {
+		return fmt.Errorf("find this program: %w", err)
+	}
+	args := func(dir string, more ...string) []string {
+		return append(more, "-dir", dir, "-budget", s.budget.String(), "-kubernetes", s.state.Kubernetes, "-ops", strconv.Itoa(s.state.Ops))
+	}
+	err = sidebyside.Run(ctx, os.Stdout, nil,
+		sidebyside.Program{Label: "whole ", Path: self, Args: args(s.dir)},
+		sidebyside.Program{Label: "shared", Path: self, Args: args(s.dir+sharingSuffix, "-sharing")})
+	if err != nil {
+		fmt.Println("torture: failed:", err)
+		return errSaid
+	}
+	return nil
+}
+
+func removeSharing(ctx context.Context, dir string) error {
+	dir += sharingSuffix
+	if _, err := os.Stat(dir); errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	unlock, err := torture.Lock(dir)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	return torture.Remove(ctx, dir)
 }
 
 func parse(args []string) (settings, error) {

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package sidebyside runs programs at the same time that wait more than they compute, and tells their lines apart. It knows nothing
+// of what they do.
+package sidebyside
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"os/exec"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+)
+
+// Program is one to run.
+type Program struct {
+	// Label begins its lines.
+	Label string
+	Path  string
+	Args  []string
+	// Dir to run in; empty is that of the caller. Env is the caller's where nil.
+	Dir string
+	Env []string
+}
+
+// endPatience is how long a program may take to clean up when it is interrupted.
+const endPatience = 3 * time.Minute
+
+// Run runs them until the last has ended; one that fails leaves the others alone, and its failure is returned. When ctx is done they are
+// told by SIGTERM. Lines of output and errors go to out whole; see, if it is not nil, is called with each of them, one at a time.
+// The programs of hack/cmd call it.
+func Run(ctx context.Context, out io.Writer, see func(line string), programs ...Program) error {
+	p := &printer{out: out, see: see}
+	var group errgroup.Group
+	for _, program := range programs {
+		group.Go(func() error {
+			to := &lines{printer: p, label: program.Label}
+			defer to.flush()
+			cmd := exec.CommandContext(ctx, program.Path, program.Args...)
+			cmd.Stdout, cmd.Stderr = to, to
+			cmd.Dir, cmd.Env = program.Dir, program.Env
+			cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+			cmd.WaitDelay = endPatience
+			if err := cmd.Run(); err != nil {
+				return fmt.Errorf("%s: %w", program.Label, err)
+			}
+			return nil
+		})
+	}
+	return group.Wait()
+}

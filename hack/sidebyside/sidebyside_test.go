@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sidebyside
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func TestLinesStayWhole(t *testing.T) {
+	var out strings.Builder
+	var seen []string
+	p := &printer{out: &out, see: func(line string) { seen = append(seen, line) }}
+	a, b := &lines{printer: p, label: "a"}, &lines{printer: p, label: "b"}
+	for _, part := range []struct {
+		to   *lines
+		text string
+	}{{a, "one\ntw"}, {b, "three\n"}, {a, "o\n\nfo"}, {b, "five\nsix\n"}, {a, "ur"}} {
+		if n, err := part.to.Write([]byte(part.text)); err != nil || n != len(part.text) {
+			t.Errorf("wrote %d of %d: %v", n, len(part.text), err)
+		}
+	}
+	a.flush()
+	b.flush()
+	if want := "a | one\nb | three\na | two\na | \nb | five\nb | six\na | four\n"; out.String() != want {
+		t.Errorf("printed\n%swant\n%s", out.String(), want)
+	}
+	if want := []string{"one", "three", "two", "", "five", "six", "four"}; !slices.Equal(seen, want) {
+		t.Errorf("seen %q, want %q", seen, want)
+	}
+}
+
+// One that fails does not end the other: what that waits for comes after the failure.
+func TestAFailureLeavesTheOthersAlone(t *testing.T) {
+	fifo := t.TempDir() + "/fifo"
+	var out strings.Builder
+	err := Run(t.Context(), &out, nil,
+		Program{Label: "bad", Path: "sh", Args: []string{"-c", `mkfifo "$0.new" && mv "$0.new" "$0"; echo no >&2; : > "$0"; exit 3`, fifo}},
+		Program{Label: "good", Path: "sh", Args: []string{"-c", `until [ -p "$0" ]; do :; done; cat "$0"; pwd; echo "$WORD"`, fifo}, Dir: "/", Env: []string{"WORD=yes"}},
+	)
+	if err == nil || err.Error() != "bad: exit status 3" {
+		t.Errorf("got %v", err)
+	}
+	for _, want := range []string{"bad | no\n", "good | /\n", "good | yes\n"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("printed\n%swithout %q", out.String(), want)
+		}
+	}
+}
+
+func TestInterrupted(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var out strings.Builder
+	began := func(line string) {
+		if line == "began" {
+			cancel()
+		}
+	}
+	err := Run(ctx, &out, began, Program{
+		Label: "a", Path: "sh", Args: []string{"-c", `trap 'echo cleaned; exit 0' TERM; echo began; while :; do read -r _ < /dev/null || :; done`},
+	})
+	if err == nil || out.String() != "a | began\na | cleaned\n" {
+		t.Errorf("ended with %v, printed %q", err, out.String())
+	}
+}
