@@ -16,8 +16,7 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"github.com/tandem-gpu/tandem/hack/filelock"
 	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/progress"
 )
@@ -164,29 +163,9 @@ func complete(dir string, c component) bool {
 
 // lock waits for the component's lock file, so that two runs never build the same thing twice.
 func (b builder) lock(ctx context.Context, path string, c component) (unlock func(), err error) {
-	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR|unix.O_CLOEXEC, 0o644)
-	if err != nil {
-		return nil, fmt.Errorf("open lock of %s: %w", c.name, err)
-	}
 	stop := b.progress.Beat(func() string { return fmt.Sprintf("waiting for another run that builds %s %s", c.name, c.version) })
 	defer stop()
-	// flock cannot be told to give up with a context, so ask again instead.
-	for {
-		err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			return func() { file.Close() }, nil
-		}
-		if err != unix.EWOULDBLOCK && err != unix.EINTR {
-			file.Close()
-			return nil, fmt.Errorf("lock %s: %w", path, err)
-		}
-		select {
-		case <-ctx.Done():
-			file.Close()
-			return nil, fmt.Errorf("wait for lock %s: %w", path, ctx.Err())
-		case <-time.After(200 * time.Millisecond):
-		}
-	}
+	return filelock.Wait(ctx, path)
 }
 
 // build makes the directory out, in work, which also takes the go command's temporary files.

@@ -18,6 +18,8 @@ import (
 	"strings"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+
+	"github.com/tandem-gpu/tandem/hack/filelock"
 )
 
 // DefaultRef is the name under which the tarball is imported when Options.Ref is empty. It names no registry that
@@ -51,11 +53,16 @@ type Options struct {
 
 // Build makes the image for one architecture and returns the path of its tarball and the digest of its manifest. The
 // tarball is an OCI layout that `ctr images import` and `docker load` take. Nothing is rebuilt or rewritten when the
-// inputs are those of the tarball already there.
+// inputs are those of the tarball already there. Builds in one directory take turns, also those of other processes.
 func Build(ctx context.Context, o Options) (tarball, digest string, err error) {
 	if err := o.complete(ctx); err != nil {
 		return "", "", err
 	}
+	unlock, err := filelock.Wait(ctx, filepath.Join(o.Out, ".lock"))
+	if err != nil {
+		return "", "", fmt.Errorf("wait for another build in %s: %w", o.Out, err)
+	}
+	defer unlock()
 	c, err := collect(ctx, o)
 	if err != nil {
 		return "", "", err
