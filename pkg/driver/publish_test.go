@@ -66,7 +66,7 @@ func TestPublishWithdrawAndReturn(t *testing.T) {
 // While a control plane is upgraded, some of its servers keep taints and some do not. Once all do, taints are used again.
 func TestTaintsAreTriedAgain(t *testing.T) {
 	r := newRig(t, machine(4))
-	r.driver.probeAgain = 10 * time.Millisecond
+	r.driver.probeAgain = time.Second
 	r.api.dropTaints, r.api.keepProbeTaints = true, true
 	r.run().ready()
 	r.takeByLimit(1, nil)

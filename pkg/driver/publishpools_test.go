@@ -107,7 +107,8 @@ func TestServersThatDropCounters(t *testing.T) {
 	})
 	t.Run("later, and no more", func(t *testing.T) {
 		r := newRig(t, threeGPUs())
-		r.driver.probeAgain = 10 * time.Millisecond
+		// Long enough to publish in between what this server keeps.
+		r.driver.probeAgain = time.Second
 		r.api.dropTaints, r.api.keepProbeTaints = true, true
 		r.run().ready()
 		r.awaitPools(onlyWhole)

@@ -217,9 +217,9 @@ func (g *callGate) leave() {
 	g.calls.Done()
 }
 
-// onItsWay is how long an answer may take from its handler to the socket, of which nobody tells; the helper's Stop drops what is
+// onItsWay is how long an answer may take from its handler to the socket on a busy node, of which nobody tells; the helper's Stop drops what is
 // in between.
-const onItsWay = 50 * time.Millisecond
+const onItsWay = 250 * time.Millisecond
 
 // close refuses further calls and waits for those in flight, so that their answers still go out.
 func (g *callGate) close() {
