@@ -3,20 +3,43 @@
 package main
 
 import (
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 )
 
 func TestDeal(t *testing.T) {
-	names := []string{"A", "B", "C", "D", "E"}
-	for n, want := range map[int]string{1: "A B C D E", 2: "A C E,B D", 7: "A,B,C,D,E"} {
+	const long = "TestPartitionsOnDemand"
+	names := []string{"A", "B", "C", long, "D"}
+	for n, want := range map[int]string{1: "A B C " + long + " D", 2: long + ",A B C D", 3: long + ",A C,B D", 7: long + ",A,B,C,D"} {
 		var hands []string
-		for _, hand := range deal(slices.Clone(names), n) {
+		for _, hand := range deal(names, n) {
 			hands = append(hands, strings.Join(hand, " "))
 		}
 		if got := strings.Join(hands, ","); got != want {
 			t.Errorf("%d hands: %s, want %s", n, got, want)
+		}
+	}
+}
+
+func TestSlowStoriesExist(t *testing.T) {
+	files, err := filepath.Glob(filepath.Join("..", "..", "..", stories, "*_test.go"))
+	if err != nil || len(files) == 0 {
+		t.Fatal(files, err)
+	}
+	var source strings.Builder
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		source.Write(text)
+	}
+	for name := range slow {
+		if !strings.Contains(source.String(), "\nfunc "+name+"(") {
+			t.Errorf("%s takes time and is not there", name)
 		}
 	}
 }
