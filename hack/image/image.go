@@ -16,10 +16,12 @@ import (
 	"path/filepath"
 	"runtime"
 	"strings"
+	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
 	"github.com/tandem-gpu/tandem/hack/filelock"
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 // DefaultRef is the name under which the tarball is imported when Options.Ref is empty. It names no registry that
@@ -58,9 +60,9 @@ func Build(ctx context.Context, o Options) (tarball, digest string, err error) {
 	if err := o.complete(ctx); err != nil {
 		return "", "", err
 	}
-	unlock, err := filelock.Wait(ctx, filepath.Join(o.Out, ".lock"))
+	unlock, err := lock(ctx, o)
 	if err != nil {
-		return "", "", fmt.Errorf("wait for another build in %s: %w", o.Out, err)
+		return "", "", err
 	}
 	defer unlock()
 	c, err := collect(ctx, o)
@@ -68,6 +70,19 @@ func Build(ctx context.Context, o Options) (tarball, digest string, err error) {
 		return "", "", err
 	}
 	return c.save()
+}
+
+// lock waits for the turn to build in a directory.
+func lock(ctx context.Context, o Options) (unlock func(), err error) {
+	start := time.Now()
+	stop := progress.Every(progress.Heartbeat, func() {
+		fmt.Fprintf(o.Progress, "waiting for another build in %s for %s\n", o.Out, time.Since(start).Round(time.Second))
+	})
+	defer stop()
+	if unlock, err = filelock.Wait(ctx, filepath.Join(o.Out, ".lock")); err != nil {
+		return nil, fmt.Errorf("wait for another build in %s: %w", o.Out, err)
+	}
+	return unlock, nil
 }
 
 // contents is what goes into the image of one architecture, layer by layer: what changes least comes first, so that a

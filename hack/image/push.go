@@ -28,6 +28,11 @@ func BuildIndex(ctx context.Context, o Options) (dir, digest string, err error) 
 	if err := o.complete(ctx); err != nil {
 		return "", "", err
 	}
+	unlock, err := lock(ctx, o)
+	if err != nil {
+		return "", "", err
+	}
+	defer unlock()
 	index, err := buildIndex(ctx, o)
 	if err != nil {
 		return "", "", err
@@ -56,6 +61,11 @@ func Push(ctx context.Context, o Options, ref string) (string, error) {
 	if err := o.complete(ctx); err != nil {
 		return "", err
 	}
+	unlock, err := lock(ctx, o)
+	if err != nil {
+		return "", err
+	}
+	defer unlock()
 	index, err := buildIndex(ctx, o)
 	if err != nil {
 		return "", err

@@ -15,6 +15,8 @@ type printer struct {
 	mu  sync.Mutex
 	out io.Writer
 	see func(line string)
+	// width of the labels.
+	width int
 }
 
 func (p *printer) print(label, lines string) error {
@@ -24,7 +26,7 @@ func (p *printer) print(label, lines string) error {
 		if p.see != nil {
 			p.see(strings.TrimSuffix(line, "\n"))
 		}
-		if _, err := fmt.Fprintf(p.out, "%s | %s", label, line); err != nil {
+		if _, err := fmt.Fprintf(p.out, "%-*s | %s", p.width, label, line); err != nil {
 			return err
 		}
 	}

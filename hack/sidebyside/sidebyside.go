@@ -6,13 +6,13 @@ package sidebyside
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os/exec"
+	"sync"
 	"syscall"
 	"time"
-
-	"golang.org/x/sync/errgroup"
 )
 
 // Program is one to run.
@@ -26,29 +26,36 @@ type Program struct {
 	Env []string
 }
 
-// endPatience is how long a program may take to clean up when it is interrupted.
-const endPatience = 3 * time.Minute
+// endPatience is how long a program may take to clean up when it is interrupted: one that is killed leaves a cluster behind.
+const endPatience = 10 * time.Minute
 
-// Run runs them until the last has ended; one that fails leaves the others alone, and its failure is returned. When ctx is done they are
-// told by SIGTERM. Lines of output and errors go to out whole; see, if it is not nil, is called with each of them, one at a time.
+// Run runs them until the last has ended; one that fails leaves the others alone, and all failures are returned. When ctx is done they
+// are told by SIGTERM. Lines of output and errors go to out whole; see, if it is not nil, is called with each of them, one at a time.
 // The programs of hack/cmd call it.
 func Run(ctx context.Context, out io.Writer, see func(line string), programs ...Program) error {
 	p := &printer{out: out, see: see}
-	var group errgroup.Group
 	for _, program := range programs {
-		group.Go(func() error {
-			to := &lines{printer: p, label: program.Label}
-			defer to.flush()
-			cmd := exec.CommandContext(ctx, program.Path, program.Args...)
-			cmd.Stdout, cmd.Stderr = to, to
-			cmd.Dir, cmd.Env = program.Dir, program.Env
-			cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
-			cmd.WaitDelay = endPatience
-			if err := cmd.Run(); err != nil {
-				return fmt.Errorf("%s: %w", program.Label, err)
-			}
-			return nil
-		})
+		p.width = max(p.width, len(program.Label))
 	}
-	return group.Wait()
+	errs := make([]error, len(programs))
+	var all sync.WaitGroup
+	for i, program := range programs {
+		all.Go(func() { errs[i] = program.run(ctx, p) })
+	}
+	all.Wait()
+	return errors.Join(errs...)
+}
+
+func (r Program) run(ctx context.Context, p *printer) error {
+	to := &lines{printer: p, label: r.Label}
+	defer to.flush()
+	cmd := exec.CommandContext(ctx, r.Path, r.Args...)
+	cmd.Stdout, cmd.Stderr = to, to
+	cmd.Dir, cmd.Env = r.Dir, r.Env
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+	cmd.WaitDelay = endPatience
+	if err := cmd.Run(); err != nil {
+		return fmt.Errorf("%s: %w", r.Label, err)
+	}
+	return nil
 }

@@ -4,9 +4,14 @@ package sidebyside
 
 import (
 	"context"
+	"os"
+	"runtime"
 	"slices"
+	"strconv"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 )
 
 func TestLinesStayWhole(t *testing.T) {
@@ -32,18 +37,36 @@ func TestLinesStayWhole(t *testing.T) {
 	}
 }
 
-// One that fails does not end the other: what that waits for comes after the failure.
+// One that fails does not end the other, which begins to work when that is gone.
 func TestAFailureLeavesTheOthersAlone(t *testing.T) {
-	fifo := t.TempDir() + "/fifo"
+	dir := t.TempDir()
 	var out strings.Builder
+	gone := make(chan struct{})
+	go func() {
+		defer close(gone)
+		for {
+			text, err := os.ReadFile(dir + "/pid")
+			if pid, parseErr := strconv.Atoi(strings.TrimSpace(string(text))); err == nil && parseErr == nil && syscall.Kill(pid, 0) != nil {
+				break
+			}
+			runtime.Gosched()
+		}
+		// What would be done about the failure is done by now.
+		time.Sleep(50 * time.Millisecond)
+		if err := os.WriteFile(dir+"/go", nil, 0o600); err != nil {
+			t.Error(err)
+		}
+	}()
 	err := Run(t.Context(), &out, nil,
-		Program{Label: "bad", Path: "sh", Args: []string{"-c", `mkfifo "$0.new" && mv "$0.new" "$0"; echo no >&2; : > "$0"; exit 3`, fifo}},
-		Program{Label: "good", Path: "sh", Args: []string{"-c", `until [ -p "$0" ]; do :; done; cat "$0"; pwd; echo "$WORD"`, fifo}, Dir: "/", Env: []string{"WORD=yes"}},
+		Program{Label: "bad", Path: "sh", Args: []string{"-c", `echo $$ > "$0/pid"; echo no >&2; exit 3`, dir}},
+		Program{Label: "good", Path: "sh", Args: []string{"-c", `until [ -e "$0/go" ]; do :; done; pwd; echo "$WORD"`, dir}, Dir: "/", Env: []string{"WORD=yes"}},
+		Program{Label: "worse", Path: "sh", Args: []string{"-c", `kill -KILL $$`}},
 	)
-	if err == nil || err.Error() != "bad: exit status 3" {
+	<-gone
+	if err == nil || err.Error() != "bad: exit status 3\nworse: signal: killed" {
 		t.Errorf("got %v", err)
 	}
-	for _, want := range []string{"bad | no\n", "good | /\n", "good | yes\n"} {
+	for _, want := range []string{"bad   | no\n", "good  | /\n", "good  | yes\n"} {
 		if !strings.Contains(out.String(), want) {
 			t.Errorf("printed\n%swithout %q", out.String(), want)
 		}

@@ -174,6 +174,22 @@ func TestAPodOfOtherSettingsIsReplaced(t *testing.T) {
 	}
 }
 
+// The agent cannot read what one of its daemons is to be: clients of that one go on, and nothing is made for it.
+func TestAPodOfADoubtfulDaemonIsLeft(t *testing.T) {
+	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+	w.twice(d, "node-1")
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Daemons, s.DoubtfulDaemons = nil, []string{"a", "b"} })
+	w.twice(d, "node-1")
+	if diff := cmp.Diff([]string{"a"}, w.names()); diff != "" {
+		t.Error(diff)
+	}
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.DoubtfulDaemons = nil })
+	w.twice(d, "node-1")
+	if left := w.names(); len(left) > 0 {
+		t.Errorf("left %v", left)
+	}
+}
+
 // A pod of a GPUNode that was made anew is not the new one's: the garbage collector is about to delete it.
 func TestAPodOfAnotherGPUNodeIsReplaced(t *testing.T) {
 	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
@@ -496,11 +512,12 @@ func TestDaemonsAreReconciledWhenTheyChange(t *testing.T) {
 		change func(*v1alpha1.GPUNode)
 		want   bool
 	}{
-		"a holder":  {func(n *v1alpha1.GPUNode) { n.Status.Holders = "x" }, false},
-		"a claim":   {func(n *v1alpha1.GPUNode) { n.Spec.Claims = []v1alpha1.AllocatedClaim{{}} }, false},
-		"a daemon":  {func(n *v1alpha1.GPUNode) { n.Status.Daemons = nil }, true},
-		"a message": {func(n *v1alpha1.GPUNode) { n.Spec.Daemons = []v1alpha1.WaitingDaemon{{}} }, true},
-		"all of it": {func(n *v1alpha1.GPUNode) { n.UID = "new" }, true},
+		"a holder":       {func(n *v1alpha1.GPUNode) { n.Status.Holders = "x" }, false},
+		"a claim":        {func(n *v1alpha1.GPUNode) { n.Spec.Claims = []v1alpha1.AllocatedClaim{{}} }, false},
+		"a daemon":       {func(n *v1alpha1.GPUNode) { n.Status.Daemons = nil }, true},
+		"a doubtful one": {func(n *v1alpha1.GPUNode) { n.Status.DoubtfulDaemons = []string{"b"} }, true},
+		"a message":      {func(n *v1alpha1.GPUNode) { n.Spec.Daemons = []v1alpha1.WaitingDaemon{{}} }, true},
+		"all of it":      {func(n *v1alpha1.GPUNode) { n.UID = "new" }, true},
 	} {
 		after := before.DeepCopy()
 		c.change(after)

@@ -195,8 +195,9 @@ type callGate struct {
 	mu     sync.Mutex
 	closed bool
 	calls  sync.WaitGroup
-	// inFlight is how many they are.
+	// inFlight is how many they are, and left is when one of them last was done.
 	inFlight int
+	left     time.Time
 }
 
 func (g *callGate) enter() bool {
@@ -213,6 +214,7 @@ func (g *callGate) enter() bool {
 func (g *callGate) leave() {
 	g.mu.Lock()
 	g.inFlight--
+	g.left = time.Now()
 	g.mu.Unlock()
 	g.calls.Done()
 }
@@ -225,12 +227,12 @@ const onItsWay = 250 * time.Millisecond
 func (g *callGate) close() {
 	g.mu.Lock()
 	g.closed = true
-	waits := g.inFlight > 0
 	g.mu.Unlock()
 	g.wait()
-	if waits {
-		time.Sleep(onItsWay)
-	}
+	g.mu.Lock()
+	left := g.left
+	g.mu.Unlock()
+	time.Sleep(time.Until(left.Add(onItsWay)))
 }
 
 func (g *callGate) wait() { g.calls.Wait() }

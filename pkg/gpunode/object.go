@@ -50,6 +50,8 @@ type Inventory interface {
 // Sharing knows which MPS daemons are to run. *sharing.Keeper implements it.
 type Sharing interface {
 	Daemons() []sharing.Daemon
+	// Doubtful are the names of those that may run besides.
+	Doubtful() []string
 	// Changed returns a channel that is closed at the next change; take it before reading.
 	Changed() <-chan struct{}
 }

@@ -107,7 +107,21 @@ type fixture struct {
 
 type fakeSharing struct{ *broadcast[[]sharing.Daemon] }
 
-func (f fakeSharing) Daemons() []sharing.Daemon { return f.get() }
+func (f fakeSharing) Daemons() []sharing.Daemon {
+	return slices.DeleteFunc(slices.Clone(f.get()), unknown)
+}
+
+// Doubtful are those of which there is nothing but a name.
+func (f fakeSharing) Doubtful() (names []string) {
+	for _, d := range f.get() {
+		if unknown(d) {
+			names = append(names, d.Name)
+		}
+	}
+	return names
+}
+
+func unknown(d sharing.Daemon) bool { return d.Settings.DriverRoot == "" }
 
 func newFixture(t *testing.T) *fixture {
 	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: running{}})
@@ -283,12 +297,14 @@ func TestDaemons(t *testing.T) {
 	f.daemons.set([]sharing.Daemon{{Name: "uid-1-abc", Settings: mps.Settings{
 		Devices: []string{"GPU-0"}, ActiveThreadPercentage: &percentage, PinnedMemoryMiB: []int64{1024}, MultiUser: true, DriverRoot: "/",
 		Generation: 7,
-	}}})
+	}}, {Name: "uid-2-def"}})
 	want := []v1alpha1.MPSDaemon{{
 		Name: "uid-1-abc", Devices: []string{"GPU-0"}, ActiveThreadPercentage: &percentage, PinnedMemoryMiB: []int64{1024}, MultiUser: true, DriverRoot: "/",
 		Generation: 7,
 	}}
-	f.awaitStatus("the daemon", func(s v1alpha1.GPUNodeStatus) bool { return apiequality.Semantic.DeepEqual(s.Daemons, want) })
+	f.awaitStatus("the daemon", func(s v1alpha1.GPUNodeStatus) bool {
+		return apiequality.Semantic.DeepEqual(s.Daemons, want) && slices.Equal(s.DoubtfulDaemons, []string{"uid-2-def"})
+	})
 	if trouble := object.DaemonTrouble("uid-1-abc"); trouble != "" {
 		t.Errorf("trouble of which nobody has told: %s", trouble)
 	}

@@ -36,8 +36,9 @@ type Facts struct {
 	// Allocatable are the device IDs that kubelet itself calls allocatable, by resource; of one that is absent kubelet has not
 	// said.
 	Allocatable map[string][]string
-	// Daemons that are to run, by name.
-	Daemons []sharing.Daemon
+	// Daemons that are to run, by name, and those that may run besides.
+	Daemons         []sharing.Daemon
+	DoubtfulDaemons []string
 }
 
 // Status is what the node's GPUNode should say. It is a pure function, for the agent and for simulations: equal facts give
@@ -97,6 +98,7 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 			Generation: d.Settings.Generation,
 		})
 	}
+	status.DoubtfulDaemons = f.DoubtfulDaemons
 	return status
 }
 

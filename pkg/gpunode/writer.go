@@ -172,7 +172,7 @@ func (o *Object) facts() Facts {
 		Allocatable: o.view.kubelet(),
 	}
 	if o.config.Sharing != nil {
-		facts.Daemons = o.config.Sharing.Daemons()
+		facts.Daemons, facts.DoubtfulDaemons = o.config.Sharing.Daemons(), o.config.Sharing.Doubtful()
 	}
 	return facts
 }

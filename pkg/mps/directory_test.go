@@ -4,6 +4,8 @@ package mps
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"os"
@@ -380,6 +382,15 @@ func TestHashTellsSettingsApart(t *testing.T) {
 		if err := json.Unmarshal(text, &back); err != nil || back.Hash() != s.Hash() {
 			t.Errorf("%d does not survive the journey: %v", i, err)
 		}
+	}
+}
+
+// Daemons go on over an upgrade from a version that had no generations, which must not change the hash where there is none.
+func TestHashOfAVersionWithoutGenerations(t *testing.T) {
+	s := Settings{Devices: []string{"GPU-1"}, DriverRoot: "/"}
+	sum := sha256.Sum256([]byte(`{"devices":["GPU-1"],"driverRoot":"/"}`))
+	if got, want := s.Hash(), hex.EncodeToString(sum[:8]); got != want {
+		t.Errorf("hash %s, want %s", got, want)
 	}
 }
 

@@ -27,7 +27,7 @@ type Settings struct {
 	// DriverRoot is the directory on the host in which the driver is installed.
 	DriverRoot string `json:"driverRoot"`
 	// Generation tells a daemon from those of the same name before it: the pod of one that was ended, which is still being deleted, is
-	// not taken for that of the next. A later one has a greater number; 0 is that of a version that had none.
+	// not taken for that of the next. Nothing is said of their order; 0 is that of a version that had none.
 	Generation int64 `json:"generation,omitempty"`
 }
 

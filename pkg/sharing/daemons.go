@@ -24,6 +24,8 @@ type NotReadyError struct {
 	Daemon string
 	// Begun is set where the daemon's pod runs.
 	Begun bool
+	// Other is set where a daemon is ready that is not the one which is wanted.
+	Other bool
 	// Log is where the daemon says on the host what it does.
 	Log string
 	err error
@@ -31,6 +33,10 @@ type NotReadyError struct {
 
 // Error says what to look at.
 func (e *NotReadyError) Error() string {
+	if e.Other {
+		return fmt.Sprintf("MPS daemon %s has other settings than were asked for: its pod is about to be replaced, or the controller or the "+
+			"GPUNode's definition (CRD) is not of the agent's version: %v", e.Daemon, e.err)
+	}
 	if e.Begun {
 		return fmt.Sprintf("MPS daemon %s has started and is not ready (its log is %s on the node): %v", e.Daemon, e.Log, e.err)
 	}
@@ -105,8 +111,10 @@ func (k *Keeper) connect(ctx context.Context, name string, l limit) (string, err
 			return "", errUnheld
 		}
 		begun, heldErr := mps.Held(k.dir(name))
+		other, alive, aliveErr := mps.Alive(k.dir(name))
 		return "", &NotReadyError{
-			Daemon: name, Begun: begun, Log: filepath.Join(k.dir(name), mps.LogDir, "control.log"), err: errors.Join(err, heldErr),
+			Daemon: name, Begun: begun, Other: alive && other.Hash != hash, Log: filepath.Join(k.dir(name), mps.LogDir, "control.log"),
+			err: errors.Join(err, heldErr, aliveErr),
 		}
 	}
 	k.mu.Lock()
@@ -217,6 +225,16 @@ func (k *Keeper) describeClients(name string, needed func() (clients map[string]
 	return errors.Join(errs...)
 }
 
+// Doubtful are daemons that may run, sorted, and whose settings nobody can read: of claims whose record is torn, or was written by a
+// later version. Their clients run, and they end with their claim.
+func (k *Keeper) Doubtful() []string {
+	if len(k.Records.where(func(_ Key, s setting) bool { return s.Unknown })) == 0 {
+		return nil
+	}
+	_, doubtful := k.strays()
+	return doubtful
+}
+
 func (k *Keeper) dir(daemon string) string { return mps.Dir(k.RunDir, daemon) }
 
 // endPatience is how long a daemon may take to end before somebody is told that it does not. Its pod is deleted meanwhile, which
@@ -258,8 +276,7 @@ func (k *Keeper) unnamed() []string {
 	return names
 }
 
-// strays are the directories of daemons that are nobody's, and doubtful are those that may be: of claims that have a record which
-// cannot be read, or which a later version wrote. Their clients run, and they end with their claim.
+// strays are the directories of daemons that are nobody's, and doubtful are those that Doubtful tells of.
 func (k *Keeper) strays() (strays, doubtful []string) {
 	for _, name := range k.unnamed() {
 		if len(k.Records.where(func(key Key, s setting) bool { return s.Unknown && key.Claim == claimOf(name) })) > 0 {

@@ -230,13 +230,14 @@ func (k *Keeper) wanted(g Group) (map[device.Ref]*setting, error) {
 
 // number gives a daemon the generation that it is recorded with, or that of one which is yet to begin. Under the claim's turn.
 func (k *Keeper) number(g Group, wanted map[device.Ref]*setting) {
+	fresh := time.Now().UnixMicro()
 	for _, d := range g.Devices {
 		next := wanted[d.Ref()]
 		if next == nil || next.Settings == nil {
 			continue
 		}
 		// The devices of a group have the same Settings.
-		next.Settings.Generation = time.Now().UnixMicro()
+		next.Settings.Generation = fresh
 		known, ok := k.Records.store.Get(Key{g.Claim.UID, d.Ref()})
 		if ok && known.Settings != nil && known.Daemon == next.Daemon && !known.Undoing {
 			next.Settings.Generation = known.Settings.Generation

@@ -137,12 +137,17 @@ type GPUNodeStatus struct {
 	// +listType=map
 	// +listMapKey=uid
 	Losers []LosingClaim `json:"losers,omitempty"`
-	// Daemons that are to run on the node. The controller runs a pod for each of them and for no other.
+	// Daemons that are to run on the node. The controller runs a pod for each of them, and for no other it makes one.
 	//
 	// +optional
 	// +listType=map
 	// +listMapKey=name
 	Daemons []MPSDaemon `json:"daemons,omitempty"`
+	// DoubtfulDaemons may run, and the agent cannot read what their settings are. The pods that they have are left as they are.
+	//
+	// +optional
+	// +listType=set
+	DoubtfulDaemons []string `json:"doubtfulDaemons,omitempty"`
 }
 
 // MPSDaemon is an MPS control daemon. One with other settings is another daemon, in another pod.
@@ -175,7 +180,7 @@ type MPSDaemon struct {
 	MultiUser bool `json:"multiUser,omitempty"`
 	// DriverRoot is the directory on the host in which the driver is installed.
 	DriverRoot string `json:"driverRoot"`
-	// Generation tells this daemon from those of the same name before it, which have ended: theirs are smaller.
+	// Generation tells this daemon from those of the same name before it, which have ended.
 	//
 	// +optional
 	// +kubebuilder:validation:Minimum=0

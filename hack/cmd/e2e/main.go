@@ -19,6 +19,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/sidebyside"
 )
 
@@ -54,10 +55,8 @@ func run(ctx context.Context, args []string) error {
 		return fmt.Errorf("want -clusters of 1 or more and no arguments, not %d and %q", *clusters, flags.Args())
 	}
 	start := time.Now()
-	compile := exec.CommandContext(ctx, "go", "test", "-c", "-o", program, stories)
-	compile.Stdout, compile.Stderr = os.Stdout, os.Stderr
-	if err := compile.Run(); err != nil {
-		return fmt.Errorf("compile the stories: %w", err)
+	if err := compile(ctx); err != nil {
+		return err
 	}
 	binary, err := filepath.Abs(program)
 	if err != nil {
@@ -95,7 +94,24 @@ func run(ctx context.Context, args []string) error {
 	for _, name := range ended.failed {
 		fmt.Println("e2e: failed:", name)
 	}
+	if played := ended.passed + ended.skipped + len(ended.failed); played < count {
+		err = errors.Join(err, fmt.Errorf("%d of %d stories did not end", count-played, count))
+	}
 	return err
+}
+
+func compile(ctx context.Context) error {
+	tmp, err := os.MkdirTemp("", "tandem-e2e-build-")
+	if err != nil {
+		return fmt.Errorf("make build directory: %w", err)
+	}
+	defer os.RemoveAll(tmp)
+	cmd := gotool.Command(ctx, tmp, nil, "test", "-c", "-o", program, stories)
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	if err := cmd.Run(); err != nil {
+		return fmt.Errorf("compile the stories: %w", err)
+	}
+	return nil
 }
 
 // tally counts how stories end.

@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 	"time"
 
@@ -54,6 +55,8 @@ type settings struct {
 	budget             time.Duration
 	resume, keep, plan bool
 	only               string
+	// unused are the flags given that two tortures at once do not take.
+	unused []string
 }
 
 func run(ctx context.Context, args []string) error {
@@ -72,6 +75,9 @@ func run(ctx context.Context, args []string) error {
 		return errors.New("needs root, for namespaces, mounts and device nodes: run it as root or with sudo")
 	}
 	if verb == "ci" {
+		if len(s.unused) > 0 {
+			return fmt.Errorf("ci takes no %s: its two tortures are as usual, but for -ops, -budget, -kubernetes and -dir", strings.Join(s.unused, ", "))
+		}
 		return attackTwice(ctx, s)
 	}
 	unlock, err := torture.Lock(s.dir)
@@ -100,14 +106,9 @@ func attackTwice(ctx context.Context, s settings) error {
 	args := func(dir string, more ...string) []string {
 		return append(more, "-dir", dir, "-budget", s.budget.String(), "-kubernetes", s.state.Kubernetes, "-ops", strconv.Itoa(s.state.Ops))
 	}
-	err = sidebyside.Run(ctx, os.Stdout, nil,
-		sidebyside.Program{Label: "whole ", Path: self, Args: args(s.dir)},
+	return sidebyside.Run(ctx, os.Stdout, nil,
+		sidebyside.Program{Label: "whole", Path: self, Args: args(s.dir)},
 		sidebyside.Program{Label: "shared", Path: self, Args: args(s.dir+sharingSuffix, "-sharing")})
-	if err != nil {
-		fmt.Println("torture: failed:", err)
-		return errSaid
-	}
-	return nil
 }
 
 func removeSharing(ctx context.Context, dir string) error {
@@ -143,6 +144,11 @@ func parse(args []string) (settings, error) {
 	if err := flags.Parse(args); err != nil {
 		return s, err
 	}
+	flags.Visit(func(f *flag.Flag) {
+		if !slices.Contains([]string{"ops", "budget", "kubernetes", "dir"}, f.Name) {
+			s.unused = append(s.unused, "-"+f.Name)
+		}
+	})
 	if flags.NArg() > 0 {
 		return s, fmt.Errorf("unexpected argument %q", flags.Arg(0))
 	}
@@ -213,7 +219,7 @@ func attack(ctx context.Context, s settings) error {
 	over := !failed || errors.Is(verdict, torture.ErrFaults) || errors.Is(verdict, torture.ErrNothingTested)
 	switch {
 	case !over:
-		fmt.Println("torture: cut short; the cluster was left as it is: make torture RESUME=1 goes on, make torture-down removes it")
+		fmt.Printf("torture: cut short; the cluster was left as it is: make torture RESUME=1 DIR=%s goes on, make torture-down DIR=%s removes it\n", s.dir, s.dir)
 	case !s.keep:
 		verdict = errors.Join(verdict, torture.Remove(clean, s.dir))
 	}
