@@ -77,7 +77,9 @@ type registrar struct {
 
 // account decides how patient to be with the next registration.
 func (r *registrar) account(c cause, lived time.Duration) {
-	r.cause = c
+	if c != causeRefused { // that one never stood: what made it necessary still does
+		r.cause = c
+	}
 	switch {
 	case c == causeKubeletRestarted || c == causeForeign:
 		r.failures = 0

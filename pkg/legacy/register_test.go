@@ -121,7 +121,7 @@ func TestKeepsEveryID(t *testing.T) {
 }
 
 func TestRegistersAgain(t *testing.T) {
-	removeOwn := func(f *fixture) {
+	removeOwn := func(f *fixture, _ *Plugin) {
 		for _, path := range f.mySockets() {
 			if err := os.Remove(path); err != nil {
 				f.Error(err)
@@ -129,18 +129,18 @@ func TestRegistersAgain(t *testing.T) {
 		}
 	}
 	for name, test := range map[string]struct {
-		disturb func(*fixture)
+		disturb func(*fixture, *Plugin)
 		reason  string
 	}{
-		"kubelet restarts":  {func(f *fixture) { f.kubelet.Stop(); f.startKubelet() }, ""},
-		"kubelet is killed": {func(f *fixture) { f.kubelet.Kill(); f.startKubelet() }, ""},
-		"kubelet is away for long": {func(f *fixture) {
+		"kubelet restarts":  {func(f *fixture, _ *Plugin) { f.kubelet.Stop(); f.startKubelet() }, ""},
+		"kubelet is killed": {func(f *fixture, _ *Plugin) { f.kubelet.Kill(); f.startKubelet() }, ""},
+		"kubelet is away for long": {func(f *fixture, p *Plugin) {
 			f.kubelet.Stop()
-			time.Sleep(300 * time.Millisecond) // long enough for attempts to fail
+			f.awaitReady(p, "wait for kubelet")
 			f.startKubelet()
 		}, "kubelet_restarted"},
 		"socket is removed": {removeOwn, "socket_removed"},
-		"stream ends":       {func(f *fixture) { f.kubelet.DropStreams() }, "stream_ended"},
+		"stream ends":       {func(f *fixture, _ *Plugin) { f.kubelet.DropStreams() }, "stream_ended"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			eachRelease(t, func(t *testing.T, release fakekubelet.Release) {
@@ -150,7 +150,7 @@ func TestRegistersAgain(t *testing.T) {
 				for round := range 3 {
 					state := f.await("registration", registrations(round+1))
 					f.awaitReady(p, "")
-					test.disturb(f)
+					test.disturb(f, p)
 					f.await("another", registrations(len(state.Endpoints)+1))
 				}
 				f.await("the list", healthyCount(8))
