@@ -190,14 +190,13 @@ func (s *session) WatchHealthStatus(context.Context, chan<- kubeletplugin.Device
 	return kubeletplugin.ErrHealthNotSupported
 }
 
-// callGate counts the calls in flight: the helper's Stop does not wait for handlers.
+// callGate knows the calls in flight: the helper's Stop does not wait for handlers.
 type callGate struct {
 	mu     sync.Mutex
 	closed bool
 	calls  sync.WaitGroup
-	// inFlight is how many they are, and left is when one of them last was done.
-	inFlight int
-	left     time.Time
+	// left is when one of them last was done.
+	left time.Time
 }
 
 func (g *callGate) enter() bool {
@@ -207,13 +206,11 @@ func (g *callGate) enter() bool {
 		return false
 	}
 	g.calls.Add(1)
-	g.inFlight++
 	return true
 }
 
 func (g *callGate) leave() {
 	g.mu.Lock()
-	g.inFlight--
 	g.left = time.Now()
 	g.mu.Unlock()
 	g.calls.Done()
