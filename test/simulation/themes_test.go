@@ -127,7 +127,7 @@ var themes = []theme{
 		{life: "agent", before: "is asked to prepare ", oneIn: 2, name: "its pod is deleted", do: deleteItsPod},
 	}, hearsay...)},
 	{name: "shared claims", deeds: []string{sharedOwners}},
-	{name: "shared claims, pods deleted", deeds: []string{sharedOwners, deletesWaiting}, slow: true},
+	{name: "shared claims, pods deleted", deeds: []string{sharedOwners, deletesWaiting}, slow: true, strikes: overtaking},
 	{name: "shared claims, owners go", deeds: []string{sharedOwners, ownerGoes}, slow: true},
 	{name: "shared claims, regrets", deeds: []string{shares}, slow: true, versions: []int{34, 36}, strikes: []strike{
 		{life: "kubelet", before: "admits ", oneIn: 1, name: "it is deleted if it is one more", do: func(s *simulation, uid string) {
@@ -237,6 +237,11 @@ func (t tally) total(r row) (n int) {
 		n += of.rows[r]
 	}
 	return n
+}
+
+// met says whether every row was met so many times.
+func (t tally) met(least int) bool {
+	return !slices.ContainsFunc(allRows, func(r row) bool { return t.total(r) < least })
 }
 
 // next is the seed of the world after one. Once each theme has had its turn, four worlds of five are of the theme that has shown
