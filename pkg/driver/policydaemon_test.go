@@ -162,20 +162,22 @@ func TestPrepareByPolicy(t *testing.T) {
 	}
 }
 
-// A container can be the client of one daemon.
-func TestPartsOfTwoGPUsByMPS(t *testing.T) {
-	r, _, _ := newPolicyRig(t, 2, 1)
+// A client of a daemon sees that daemon's GPU only.
+func TestPartsOfSeveralGPUsByMPS(t *testing.T) {
+	r, _, _ := newPolicyRig(t, 2, 2)
 	k := r.ready()
 	for name, test := range map[string]struct {
 		devices, requests []string
-		refused           bool
+		// refused is what the error says; empty for none.
+		refused string
 	}{
-		"by one request":               {[]string{"gpu-0", "gpu-1"}, []string{"both", "both"}, true},
-		"by a request each":            {[]string{"gpu-0", "gpu-1"}, []string{"one", "two"}, false},
-		"of which one is not by MPS":   {[]string{"gpu-0", "gpu-2"}, []string{"both", "both"}, false},
-		"twice of the same":            {[]string{"gpu-0", "gpu-0"}, []string{"both", "both"}, false},
-		"neither of which is by MPS":   {[]string{"gpu-2", "gpu-2"}, []string{"both", "both"}, false},
-		"by one request among several": {[]string{"gpu-2", "gpu-0", "gpu-1"}, []string{"one", "both", "both"}, true},
+		"by one request":                 {[]string{"gpu-0", "gpu-1"}, []string{"both", "both"}, "a part of device gpu-0, which is shared by MPS, and device gpu-1"},
+		"by a request each":              {[]string{"gpu-0", "gpu-1"}, []string{"one", "two"}, ""},
+		"of which one is not by MPS":     {[]string{"gpu-2", "gpu-0"}, []string{"both", "both"}, "a part of device gpu-0, which is shared by MPS, and device gpu-2"},
+		"one not by MPS, a request each": {[]string{"gpu-2", "gpu-0"}, []string{"one", "two"}, ""},
+		"twice of the same":              {[]string{"gpu-0", "gpu-0"}, []string{"both", "both"}, ""},
+		"none of which is by MPS":        {[]string{"gpu-2", "gpu-3"}, []string{"both", "both"}, ""},
+		"by one request among several":   {[]string{"gpu-2", "gpu-0", "gpu-1"}, []string{"one", "both", "both"}, "a part of device gpu-0, which is shared by MPS, and device gpu-1"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := r.partsClaim("a", "1Gi", test.devices, test.requests)
@@ -183,10 +185,10 @@ func TestPartsOfTwoGPUsByMPS(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if got := errs["uid-a"]; (got != nil) != test.refused || got != nil && !strings.Contains(got.Error(), "request both got parts of device gpu-0 and device gpu-1") {
+			if got := errs["uid-a"]; (got != nil) != (test.refused != "") || got != nil && !strings.Contains(got.Error(), "request both got "+test.refused) {
 				t.Errorf("got %v", got)
 			}
-			if test.refused && r.holders() != "" {
+			if test.refused != "" && r.holders() != "" {
 				t.Errorf("held %s", r.holders())
 			}
 			if _, err := k.unprepare("v1", c); err != nil {

@@ -54,20 +54,20 @@ func (p *preparation) stand(request string, d device.Device) {
 	p.groups[i].answers = append(p.groups[i].answers, len(p.answer)-1)
 }
 
-// checkDaemons refuses parts of several GPUs for whoever refers to a request, which each have an MPS daemon of their own.
+// checkDaemons refuses a part of a GPU that has an MPS daemon together with another device for whoever refers to the same request.
 func (p *preparation) checkDaemons() error {
-	of := map[string]device.Device{}
 	for _, g := range p.groups {
 		if !g.beside || g.sharing.Strategy != parametersv1beta1.MPSStrategy {
 			continue
 		}
 		for _, i := range g.answers {
-			request, d := p.answer[i].Requests[0], g.devices[0]
-			if other, known := of[request]; known && other.Ref() != d.Ref() {
-				return refuse(reasonNotShared, "request %s got parts of device %s and device %s, which are shared by MPS, and a container can be the client of one MPS daemon: "+
-					"ask for one device in each request, and refer each container to one of them", request, other.Name(), d.Name())
+			part := p.answer[i]
+			for _, other := range p.answer {
+				if other.Requests[0] == part.Requests[0] && other.DeviceName != part.DeviceName {
+					return refuse(reasonNotShared, "request %s got a part of device %s, which is shared by MPS, and device %s, and a client of an MPS daemon sees that daemon's GPU only: "+
+						"ask for one device in each request, and refer each container to one of them", part.Requests[0], part.DeviceName, other.DeviceName)
+				}
 			}
-			of[request] = d
 		}
 	}
 	return nil

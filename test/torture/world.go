@@ -104,9 +104,13 @@ func claimSpec(w Workload) resourceapi.ResourceClaimSpec {
 		}}}
 	}
 	if w.Memory > 0 {
-		wanted.Capacity = &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{
+		wanted.Count, wanted.Capacity = 1, &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{
 			memoryCapacity: *resource.NewQuantity(int64(w.Memory)*mibAGib*mibibytes, resource.BinarySI),
 		}}
+		// A request that gets a part of a GPU by MPS and of another is refused.
+		for i := 1; i < w.GPUs; i++ {
+			spec.Devices.Requests = append(spec.Devices.Requests, resourceapi.DeviceRequest{Name: fmt.Sprint("gpus-", i), Exactly: wanted})
+		}
 	}
 	if w.Together {
 		parent := resourceapi.FullyQualifiedName(install.DriverName + "/parentUUID")
