@@ -144,15 +144,7 @@ func (w tenants) exclusiveClaim() {
 	if out, err := w.limits.sh("whole", "env | grep MPS || ls /tmp/nvidia-mps"); err == nil {
 		w.Errorf("the exclusive claim's container is told of MPS: %s", out)
 	}
-	// Kubelet may start the supervisor of a pod once more that is being deleted: it would run the daemon that comes back, for a moment.
-	w.await(soon, "the daemon's pod to be gone", func() error {
-		for _, pod := range w.daemons() {
-			if strings.HasPrefix(pod.Labels[daemonLabel], strings.ToLower(w.uuids[replicasGPU])) {
-				return fmt.Errorf("pod %s is there", pod.Name)
-			}
-		}
-		return nil
-	})
+	// The pod of the daemon that has ended may still be there: it is not that of the one which comes back.
 	w.kubectl("delete", "pod,resourceclaim", "-n", w.limits.namespace, "whole")
 	w.daemonsOn(mixedGPU, replicasGPU)
 	w.scale(w.limits, "mps-limits", 5)
@@ -189,7 +181,9 @@ func (w tenants) kills() {
 		})
 	}
 	w.took("a client that is root quits the daemon", func() {
-		if out, err := w.sh(w.find(w.story, "mps-shares", mixedGPU), "echo quit | "+program); err != nil {
+		// The container of who says so ends with the daemon, and what runs in it may be killed before it has ended.
+		out, err := w.sh(w.find(w.story, "mps-shares", mixedGPU), "echo quit | "+program)
+		if err != nil && !strings.Contains(err.Error(), "exit code 137") {
 			w.Errorf("%v: %s", err, out)
 		}
 		anew(mixedGPU)
