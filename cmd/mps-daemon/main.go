@@ -48,17 +48,9 @@ func run(ctx context.Context, args []string, stdout io.Writer) error {
 		defer stop()
 		return d.Run(ctx)
 	case "ready":
-		return ready(d)
+		return d.Ready()
 	case "live":
 		return d.Answers(ctx)
 	}
 	return errUsage
-}
-
-func ready(d mps.Daemon) error {
-	_, alive, err := mps.Alive(d.Dir)
-	if err == nil && !alive {
-		err = errors.New("the daemon is not ready")
-	}
-	return err
 }

@@ -284,10 +284,25 @@ func kill(group int, signal syscall.Signal) error {
 	return nil
 }
 
+// Ready fails unless this pod has the daemon and has called it ready: another pod may have come to the same directory. The pod's
+// readiness probe calls it.
+func (d Daemon) Ready() error {
+	ready, err := d.isReady()
+	if err == nil && !ready {
+		err = errors.New("the daemon is not ready")
+	}
+	return err
+}
+
+func (d Daemon) isReady() (bool, error) {
+	ready, alive, err := Alive(d.Dir)
+	return alive && ready.Pod == d.Pod, err
+}
+
 // Answers asks the daemon whether it takes clients. One that is not called ready, as while it starts or is to stop, is nobody's concern. The
 // liveness probe of the pod calls it.
 func (d Daemon) Answers(ctx context.Context) error {
-	if _, alive, err := Alive(d.Dir); err != nil || !alive {
+	if ready, err := d.isReady(); err != nil || !ready {
 		return err
 	}
 	p, err := d.withDefaults().findProgram()

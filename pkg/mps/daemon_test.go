@@ -131,8 +131,13 @@ func TestADaemonIsReadyWithItsSettings(t *testing.T) {
 	if target, err := os.Readlink(filepath.Join(r.daemon.Dir, ShmLink)); err != nil || target != "/pods/uid/shm" {
 		t.Errorf("shm: %s, %v", target, err)
 	}
-	if err := r.daemon.Answers(t.Context()); err != nil {
-		t.Errorf("answers: %v", err)
+	if err := errors.Join(r.daemon.Ready(), r.daemon.Answers(t.Context())); err != nil {
+		t.Errorf("probes: %v", err)
+	}
+	before := r.daemon
+	before.Pod = "that of before"
+	if err := before.Ready(); err == nil {
+		t.Error("a pod that ends is ready by the daemon of the next")
 	}
 	server := r.tell(t, "get_server_list")
 	if err := stop(); err != nil {
