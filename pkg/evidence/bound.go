@@ -4,10 +4,12 @@ package evidence
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	resourcehelper "k8s.io/component-helpers/resource"
 
@@ -188,5 +190,30 @@ func (p *Pods) Unclaimed(counts func(resource string) bool, holds []ledger.Hold)
 			return false, nil
 		}
 	}
+	for uid, pod := range p.deleted {
+		if pod.mayStart() && has.less(uid, pod.Pod, counts) {
+			return false, nil
+		}
+	}
 	return !p.synced.IsZero(), nil
+}
+
+// UnclaimedNow is what Unclaimed says of the pods, from a list that the API server makes now: kubelet's watch may be well ahead of ours.
+// Called before a limit is given up on the word of Unclaimed.
+func (p *Pods) UnclaimedNow(ctx context.Context, counts func(resource string) bool, holds []ledger.Hold) (bool, error) {
+	list, err := p.client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: ofNode(p.node)})
+	if err != nil {
+		return false, fmt.Errorf("list the pods of node %s: %w", p.node, err)
+	}
+	has := named(holds)
+	for i := range list.Items {
+		trimmed, err := trim(&list.Items[i])
+		if err != nil {
+			return false, err
+		}
+		if pod, ok := trimmed.(*corev1.Pod); ok && !isTerminal(pod) && has.less(runningUID(pod), pod, counts) {
+			return false, nil
+		}
+	}
+	return true, nil
 }

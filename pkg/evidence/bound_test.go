@@ -4,6 +4,7 @@ package evidence
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"strings"
 	"testing"
@@ -13,6 +14,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
@@ -177,6 +181,62 @@ func TestUnclaimed(t *testing.T) {
 	}
 	if got, err := known(t, newTree(t)).Unclaimed(ours, nil); err == nil || got {
 		t.Errorf("without cgroups to be seen: %v, %v", got, err)
+	}
+}
+
+// A pod that was removed before kubelet had started it may be in the middle of its admission.
+func TestUnclaimedWhileAPodMayStart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newTree(t)
+		f.v2("kubepods/burstable", false)
+		p := known(t, f)
+		unclaimed := func() bool {
+			got, err := p.Unclaimed(ours, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return got
+		}
+		removed := pod(podA, "a", pending, asks("1"))
+		p.add(t, removed)
+		p.forget(removed)
+		if unclaimed() {
+			t.Error("nobody asks, where somebody was removed a moment ago")
+		}
+		time.Sleep(unseen)
+		if !unclaimed() {
+			t.Error("after a minute it may start still")
+		}
+	})
+}
+
+// The API server's list is newer than our watch.
+func TestUnclaimedNow(t *testing.T) {
+	for name, test := range map[string]struct {
+		pod   *corev1.Pod
+		holds []ledger.Hold
+		want  bool
+	}{
+		"nobody asks":           {pod(podA, "a"), nil, true},
+		"somebody asks":         {pod(podA, "a", pending, asks("1")), nil, false},
+		"somebody was rejected": {pod(podA, "a", asks("1"), phase(corev1.PodFailed)), nil, true},
+		"somebody has its own":  {pod(podA, "a", asks("1")), []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
+		"a static pod has its own": {pod("mirror", "a", asks("1"), func(p *corev1.Pod) {
+			p.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: podA}
+		}), []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
+	} {
+		client := fake.NewClientset(test.pod)
+		p, err := NewPods(client, "node-1", NewCgroups(t.TempDir()), t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := p.UnclaimedNow(t.Context(), ours, test.holds); err != nil || got != test.want {
+			t.Errorf("%s: %v, %v", name, got, err)
+		}
+		client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) { return true, nil, errors.New("away") })
+		if got, err := p.UnclaimedNow(t.Context(), ours, test.holds); err == nil || got {
+			t.Errorf("%s, without the API server: %v, %v", name, got, err)
+		}
 	}
 }
 

@@ -26,6 +26,8 @@ import (
 // Pods judges holds by the pods of this node: what the API server says of them, and whether their cgroups live. It is the
 // ledger's Evidence. Until its first list of pods has arrived, everything is Running. It is safe for concurrent use.
 type Pods struct {
+	client  kubernetes.Interface
+	node    string
 	cgroups *Cgroups
 	// kubeletDir is kubelet's root directory.
 	kubeletDir string
@@ -68,11 +70,11 @@ var _ ledger.Evidence = (*Pods)(nil)
 func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubeletDir string) (*Pods, error) {
 	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
 		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
-			o.FieldSelector = fields.OneTermEqualSelector("spec.nodeName", node).String()
+			o.FieldSelector = ofNode(node)
 		}),
 		informers.WithTransform(trim))
 	p := &Pods{
-		cgroups: cgroups, kubeletDir: kubeletDir, factory: factory, changed: make(chan struct{}),
+		client: client, node: node, cgroups: cgroups, kubeletDir: kubeletDir, factory: factory, changed: make(chan struct{}),
 		pods: map[types.UID]seenPod{}, deleted: map[types.UID]seenPod{}, attached: map[string]map[types.UID]bool{},
 		starting: map[string]starting{},
 	}
@@ -93,6 +95,8 @@ func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubelet
 	p.handler = handler
 	return p, nil
 }
+
+func ofNode(node string) string { return fields.OneTermEqualSelector("spec.nodeName", node).String() }
 
 // Run watches until ctx is done.
 func (p *Pods) Run(ctx context.Context) error {
@@ -614,7 +618,12 @@ func (p *Pods) mayStart(uid types.UID, admitted time.Time) bool {
 		return isNews(admitted)
 	}
 	pod, deleted := p.deleted[uid]
-	return deleted && !pod.arrived && len(pod.Status.ContainerStatuses) == 0 &&
+	return deleted && pod.mayStart()
+}
+
+// mayStart is that of a pod that was deleted.
+func (pod seenPod) mayStart() bool {
+	return !pod.arrived && len(pod.Status.ContainerStatuses) == 0 &&
 		(pod.Status.Phase == corev1.PodPending || pod.Status.Phase == "") && time.Since(pod.ended) < unseen
 }
 

@@ -239,7 +239,8 @@ func podsOf(claim *resourceapi.ResourceClaim) []string {
 }
 
 // lookIntoLimit ends the hold of an Allocate whose pod was never admitted or never seen: kubelet, asked twice, does not
-// list the device, and nothing is left of the pod that its checkpoint names, if any.
+// list the device, and nothing is left of the pod that its checkpoint names, if any. A pod that kubelet is just admitting is not
+// listed either.
 func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt) error {
 	used, err := r.usedByLimit(ctx, h)
 	if err != nil || used {
@@ -248,6 +249,12 @@ func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt)
 	}
 	if d.clean++; d.clean < 2 {
 		return nil
+	}
+	if time.Since(d.since) < r.times.doubtAfter {
+		// So soon only because no pod is left that it could be for.
+		if nobodys, err := r.Pods.UnclaimedNow(ctx, r.mayBe(h), r.Ledger.Holds()); err != nil || !nobodys {
+			return err
+		}
 	}
 	klog.FromContext(ctx).Info("Releasing a device that was allocated to no pod", "device", h.Device.String(), "resource", h.Resource)
 	return r.Ledger.Release(h)

@@ -5,11 +5,14 @@ package reconcile
 import (
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/runtime"
+	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/evidence"
@@ -121,6 +124,29 @@ func TestKubeletHasTheLastWordOnNobodysLimit(t *testing.T) {
 	g.stays("GPU-1: limit GPU-1 held []")
 	g.change(func() { g.away = false })
 	g.stays("GPU-1: limit GPU-1 held []") // it is asked again after a while
+}
+
+// Kubelet has heard of a pod that our watch has not brought yet, and is a while in admitting it: until then it does not list its devices.
+func TestNobodysLimitMayBeOfAPodToCome(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.noGroup("anchor")
+	must(t, os.MkdirAll(filepath.Join(g.groups, "kubepods"), 0o755))
+	g.nobodysSoon()
+	g.run()
+	var there atomic.Bool
+	there.Store(true)
+	g.client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
+		list := &corev1.PodList{}
+		if there.Load() {
+			list.Items = append(list.Items, *g.asking("p1", "1"))
+		}
+		return true, list, nil
+	})
+	g.allocate("GPU-1")
+	g.stays("GPU-1: limit GPU-1 held []")
+	there.Store(false)
+	g.await()
 }
 
 // A claim's pod is force-deleted, its claim deallocated and deleted, and its containers live on.
