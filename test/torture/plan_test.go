@@ -25,6 +25,33 @@ func TestAPlanDependsOnTheSeedOnly(t *testing.T) {
 	}
 }
 
+// A seed that was drawn strikes early, whatever was drawn before it.
+func TestDrawSeed(t *testing.T) {
+	for name, mix := range map[string]Mix{"whole": Usual(), "shared": Usual().WithSharing(), "partitions": Usual().WithMIG()} {
+		next, drawn := uint64(0), 0
+		for range 50 {
+			seed := DrawSeed(func() uint64 { next++; drawn++; return next }, mix)
+			kills, renamed := 0, 0
+			for _, op := range PlanRound(seed, 0, early, mix).Ops {
+				if op.Kind == Kill {
+					kills++
+				}
+				for _, w := range op.Workloads {
+					if w.Renamed {
+						renamed++
+					}
+				}
+			}
+			if kills == 0 || mix.Sharing && renamed == 0 {
+				t.Errorf("%s, seed %d: %d kills, %d renamed", name, seed, kills, renamed)
+			}
+		}
+		if drawn == 50 || drawn > 400 {
+			t.Errorf("%s: %d draws for 50 seeds", name, drawn)
+		}
+	}
+}
+
 // TestAPlanIsSound: what is changed was created before and not deleted since, names are used once, and numbers are in bounds.
 func TestAPlanIsSound(t *testing.T) {
 	kinds := map[Kind]int{}

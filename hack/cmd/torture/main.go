@@ -161,8 +161,8 @@ func parse(args []string) (settings, error) {
 	if s.state.Sharing && !torture.Shares(s.state.Kubernetes) {
 		return s, fmt.Errorf("-sharing: Kubernetes %s shares no GPU out to claims, 1.36 is the first that does", s.state.Kubernetes)
 	}
-	for s.state.Seed == 0 {
-		s.state.Seed = rand.Uint64N(1_000_000_000)
+	if s.state.Seed == 0 {
+		s.state.Seed = torture.DrawSeed(func() uint64 { return 1 + rand.Uint64N(1_000_000_000) }, mixOf(s.state))
 	}
 	return s, nil
 }
