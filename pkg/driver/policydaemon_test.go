@@ -237,7 +237,7 @@ func TestPolicyDaemonNotReady(t *testing.T) {
 	} {
 		policy.set(change)
 		c := r.partsClaim("late", "1Gi", []string{"gpu-0"}, []string{"one"})
-		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 		_, errs, err := k.prepareWith(ctx, "v1", c)
 		cancel()
 		if err != nil || errs["uid-late"] == nil {

@@ -346,7 +346,7 @@ func TestSlowDaemon(t *testing.T) {
 	f.set(func() { f.wait = goOn })
 	slow := r.sharedClaim("slow", []string{"gpu-0"}, parameters(claimSource, fmt.Sprintf(gpuMPS, "{}")))
 	beside := r.sharedClaim("beside", []string{"gpu-2"})
-	ctx, cancel := context.WithTimeout(t.Context(), 400*time.Millisecond)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 	defer cancel()
 	_, errs, err := k.prepareWith(ctx, "v1", slow, beside)
 	if err != nil {
@@ -407,7 +407,7 @@ func TestSlowDaemonBesideAFailure(t *testing.T) {
 		if first == "gpu-1" {
 			slices.Reverse(devices)
 		}
-		ctx, cancel := context.WithTimeout(t.Context(), 400*time.Millisecond)
+		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
 		defer cancel()
 		_, errs, err := k.prepareWith(ctx, "v1", r.sharedClaim("a", devices, sliced, daemon))
 		if err != nil || errs["uid-a"] == nil {

@@ -291,11 +291,11 @@ func TestADaemonThatDoesNotStart(t *testing.T) {
 	for word, want := range map[string]string{
 		simdriver.Fail + " cannot open /dev/nvidiactl": "ended by itself: exit status 1: cannot open /dev/nvidiactl",
 		simdriver.Hang: "Cannot find MPS control daemon process",
-		simdriver.Mute: `tell the MPS daemon "get_default_active_thread_percentage": no answer after 300ms`,
+		simdriver.Mute: `tell the MPS daemon "get_default_active_thread_percentage": no answer after 1s`,
 	} {
 		t.Run(strings.Fields(word)[0], func(t *testing.T) {
 			r := newRig(t)
-			r.daemon.Grace = 300 * time.Millisecond
+			r.daemon.Grace = time.Second
 			r.fault(t, word)
 			ended, _ := r.run(t)
 			if err := <-ended; err == nil || !strings.Contains(err.Error(), want) {
@@ -325,7 +325,7 @@ func TestADaemonThatWillNotEndIsKilled(t *testing.T) {
 	for _, word := range []string{simdriver.Stubborn, simdriver.Mute} {
 		t.Run(word, func(t *testing.T) {
 			r := newRig(t)
-			r.daemon.Grace = 300 * time.Millisecond
+			r.daemon.Grace = time.Second
 			_, stop := r.run(t)
 			r.await(t)
 			held := r.client("hold")

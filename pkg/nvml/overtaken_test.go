@@ -127,7 +127,7 @@ func TestOperationThatHangs(t *testing.T) {
 		}
 	}
 	hang(0)
-	options.patience = 50 * time.Millisecond
+	options.patience = 500 * time.Millisecond
 	options.open = func(layout) (gonvml.Interface, error) { return simulated.New(profile, simulated.WithDir(dir)), nil }
 	node, err := Open(t.Context(), options)
 	if err != nil {

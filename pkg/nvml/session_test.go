@@ -107,7 +107,7 @@ func TestGPUThatDoesNotAnswer(t *testing.T) {
 		}
 	}
 	hang(0)
-	options.patience = 50 * time.Millisecond
+	options.patience = 500 * time.Millisecond
 	options.open = func(layout) (gonvml.Interface, error) {
 		return simulated.New(profile, simulated.WithDir(faults)), nil
 	}
@@ -163,7 +163,7 @@ func TestGPUThatDoesNotAnswerForItsEdits(t *testing.T) {
 		}
 	}
 	hang(0)
-	options.patience = 50 * time.Millisecond
+	options.patience = 500 * time.Millisecond
 	options.open = func(layout) (gonvml.Interface, error) {
 		return simulated.New(profile, simulated.WithDir(faults)), nil
 	}
@@ -215,7 +215,7 @@ func TestDriverThatDoesNotAnswer(t *testing.T) {
 	}
 	profile.GPUs = profile.GPUs[:2]
 	faults := t.TempDir()
-	options.patience = 50 * time.Millisecond
+	options.patience = 500 * time.Millisecond
 	options.open = func(layout) (gonvml.Interface, error) {
 		return simulated.New(profile, simulated.WithDir(faults)), nil
 	}

@@ -359,7 +359,7 @@ func (g *rig) want(want ...string) {
 // await waits until the ledger has exactly these holds.
 func (g *rig) await(want ...string) {
 	g.t.Helper()
-	deadline := time.After(time.Minute)
+	deadline := time.After(2 * time.Minute) // a minute is what some holds wait for
 	for {
 		changed := g.book.Changed()
 		if slices.Equal(g.holds(), want) {
