@@ -198,22 +198,44 @@ func (p *Pods) Unclaimed(counts func(resource string) bool, holds []ledger.Hold)
 	return !p.synced.IsZero(), nil
 }
 
-// UnclaimedNow is what Unclaimed says of the pods, from a list that the API server makes now: kubelet's watch may be well ahead of ours.
-// Called before a limit is given up on the word of Unclaimed.
-func (p *Pods) UnclaimedNow(ctx context.Context, counts func(resource string) bool, holds []ledger.Hold) (bool, error) {
+// ListNow is what the API server has of the node's pods now: kubelet's watch may be well ahead of ours. Called before a limit is
+// given up on the word of Unclaimed, for Lacks.
+func (p *Pods) ListNow(ctx context.Context) ([]*corev1.Pod, error) {
 	list, err := p.client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: ofNode(p.node)})
 	if err != nil {
-		return false, fmt.Errorf("list the pods of node %s: %w", p.node, err)
+		return nil, fmt.Errorf("list the pods of node %s: %w", p.node, err)
 	}
-	has := named(holds)
+	pods := make([]*corev1.Pod, 0, len(list.Items))
 	for i := range list.Items {
-		trimmed, err := trim(&list.Items[i])
-		if err != nil {
-			return false, err
-		}
-		if pod, ok := trimmed.(*corev1.Pod); ok && !isTerminal(pod) && has.less(runningUID(pod), pod, counts) {
-			return false, nil
+		pods = append(pods, trimmed(&list.Items[i]))
+	}
+	return pods, nil
+}
+
+// Lacks reports whether one of these pods that has not ended asks for more devices of the resources that count than holds name it.
+func Lacks(pods []*corev1.Pod, counts func(resource string) bool, holds []ledger.Hold) bool {
+	return named(holds).lacks(pods, counts)
+}
+
+// LacksOfKubelet is Lacks by what kubelet says that pods have. It may have forgotten what holds name, and admit a pod of before anew.
+func LacksOfKubelet(pods []*corev1.Pod, counts func(resource string) bool, used []UsedDevice) bool {
+	uids := map[types.NamespacedName]types.UID{}
+	for _, pod := range pods {
+		uids[types.NamespacedName{Namespace: pod.Namespace, Name: pod.Name}] = runningUID(pod)
+	}
+	has, seen := accounts{}, map[UsedDevice]bool{}
+	for _, device := range used {
+		device.Container = "" // those after an init container have the same
+		if !seen[device] {
+			seen[device] = true
+			has[account{uids[types.NamespacedName{Namespace: device.Namespace, Name: device.Pod}], device.Resource}]++
 		}
 	}
-	return true, nil
+	return has.lacks(pods, counts)
+}
+
+func (has accounts) lacks(pods []*corev1.Pod, counts func(resource string) bool) bool {
+	return slices.ContainsFunc(pods, func(pod *corev1.Pod) bool {
+		return !isTerminal(pod) && has.less(runningUID(pod), pod, counts)
+	})
 }

@@ -210,32 +210,49 @@ func TestUnclaimedWhileAPodMayStart(t *testing.T) {
 	})
 }
 
-// The API server's list is newer than our watch.
-func TestUnclaimedNow(t *testing.T) {
+// The API server's list is newer than our watch, and kubelet may have forgotten what a hold is named for.
+func TestLacks(t *testing.T) {
+	limitOf := []ledger.Hold{limit(ledger.StateHeld, 0, podA)}
+	usedBy := func(ids ...string) (used []UsedDevice) {
+		for _, id := range ids {
+			for _, container := range []string{"init", "main"} {
+				used = append(used, UsedDevice{Namespace: "apps", Pod: "a", Container: container, Resource: "nvidia.com/gpu", ID: id})
+			}
+		}
+		return used
+	}
+	mirror := func(p *corev1.Pod) { p.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: podA} }
 	for name, test := range map[string]struct {
-		pod   *corev1.Pod
-		holds []ledger.Hold
-		want  bool
+		pod            *corev1.Pod
+		holds          []ledger.Hold
+		used           []UsedDevice
+		lacks, kubelet bool
 	}{
-		"nobody asks":           {pod(podA, "a"), nil, true},
-		"somebody asks":         {pod(podA, "a", pending, asks("1")), nil, false},
-		"somebody was rejected": {pod(podA, "a", asks("1"), phase(corev1.PodFailed)), nil, true},
-		"somebody has its own":  {pod(podA, "a", asks("1")), []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
-		"a static pod has its own": {pod("mirror", "a", asks("1"), func(p *corev1.Pod) {
-			p.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: podA}
-		}), []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
+		"nobody asks":                            {pod(podA, "a"), nil, nil, false, false},
+		"somebody asks":                          {pod(podA, "a", pending, asks("1")), nil, nil, true, true},
+		"somebody was rejected":                  {pod(podA, "a", asks("1"), phase(corev1.PodFailed)), nil, nil, false, false},
+		"somebody has its own":                   {pod(podA, "a", asks("1")), limitOf, usedBy("GPU-1"), false, false},
+		"a static pod has its own":               {pod(podB, "a", asks("1"), mirror), limitOf, usedBy("GPU-1"), false, false},
+		"kubelet has forgotten":                  {pod(podA, "a", asks("1")), limitOf, nil, false, true},
+		"two containers have one of two":         {pod(podA, "a", asks("2")), limitOf, usedBy("GPU-1"), true, true},
+		"kubelet means one of that name before":  {pod(podA, "a", asks("1")), nil, usedBy("GPU-1"), true, false},
+		"kubelet says that it has more than one": {pod(podA, "a", asks("2")), limitOf, usedBy("GPU-1", "GPU-2"), true, false},
 	} {
 		client := fake.NewClientset(test.pod)
 		p, err := NewPods(client, "node-1", NewCgroups(t.TempDir()), t.TempDir())
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, err := p.UnclaimedNow(t.Context(), ours, test.holds); err != nil || got != test.want {
-			t.Errorf("%s: %v, %v", name, got, err)
+		pods, err := p.ListNow(t.Context())
+		if err != nil || len(pods) != 1 {
+			t.Fatalf("%s: %v, %v", name, pods, err)
+		}
+		if got, ofKubelet := Lacks(pods, ours, test.holds), LacksOfKubelet(pods, ours, test.used); got != test.lacks || ofKubelet != test.kubelet {
+			t.Errorf("%s: %t, of kubelet %t", name, got, ofKubelet)
 		}
 		client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) { return true, nil, errors.New("away") })
-		if got, err := p.UnclaimedNow(t.Context(), ours, test.holds); err == nil || got {
-			t.Errorf("%s, without the API server: %v, %v", name, got, err)
+		if _, err := p.ListNow(t.Context()); err == nil || !strings.Contains(err.Error(), "node-1: away") {
+			t.Errorf("without the API server: %v", err)
 		}
 	}
 }

@@ -15,10 +15,7 @@ func (p *Pods) Observe(before, after *corev1.Pod) {
 		p.forget(before)
 	}
 	if after != nil {
-		kept, err := trim(after)
-		if err == nil {
-			p.store(kept)
-		}
+		p.store(trimmed(after))
 	}
 }
 

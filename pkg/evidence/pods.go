@@ -729,10 +729,13 @@ func (p *Pods) sweepAttached(holds []ledger.Hold) {
 // trim keeps of a pod what is asked about it here: every agent keeps all pods of its node in memory. Of its containers'
 // statuses that is one, without content, if any container was ever started.
 func trim(o any) (any, error) {
-	pod, ok := o.(*corev1.Pod)
-	if !ok {
-		return o, nil
+	if pod, ok := o.(*corev1.Pod); ok {
+		return trimmed(pod), nil
 	}
+	return o, nil
+}
+
+func trimmed(pod *corev1.Pod) *corev1.Pod {
 	kept := &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{
 			Name: pod.Name, Namespace: pod.Namespace, UID: pod.UID, ResourceVersion: pod.ResourceVersion,
@@ -750,7 +753,7 @@ func trim(o any) (any, error) {
 	if static, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]; mirror {
 		kept.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: static}
 	}
-	return kept, nil
+	return kept
 }
 
 func wasStarted(s corev1.ContainerStatus) bool { return s.ContainerID != "" }

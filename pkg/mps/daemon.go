@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"slices"
 	"strconv"
@@ -289,7 +290,7 @@ func kill(group int, signal syscall.Signal) error {
 func (d Daemon) Ready() error {
 	ready, err := d.isReady()
 	if err == nil && !ready {
-		err = errors.New("the daemon is not ready")
+		err = fmt.Errorf("MPS daemon %s of pod %s is not ready", filepath.Base(d.Dir), d.Pod)
 	}
 	return err
 }

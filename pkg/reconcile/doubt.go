@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -23,6 +24,8 @@ type doubt struct {
 	since, checked time.Time
 	// clean counts successive looks in which kubelet knew nothing of the limit.
 	clean int
+	// contested is set once there was a pod, of which our watch did not know, that the limit may be for.
+	contested bool
 	// allocated is set once the API server has said that the device is the claim's.
 	allocated bool
 }
@@ -76,7 +79,7 @@ func (r *Reconciler) doubt(ctx context.Context) (time.Duration, error) {
 			*d = doubt{since: now, allocated: d.allocated}
 			continue
 		}
-		nobodys, err := r.isNobodys(h, holds)
+		nobodys, err := r.isNobodys(h, d, holds)
 		errs = append(errs, err)
 		if unnamed(h) {
 			wait = min(wait, r.times.nobodys) // its pod may be rejected, of which the ledger does not tell
@@ -86,7 +89,7 @@ func (r *Reconciler) doubt(ctx context.Context) (time.Duration, error) {
 			continue
 		}
 		d.checked = now
-		errs = append(errs, r.look(ctx, h, d))
+		errs = append(errs, r.look(ctx, h, d, nobodys))
 		wait = min(wait, r.due(d, nobodys).Sub(now))
 	}
 	r.doubts = current
@@ -110,8 +113,8 @@ func (r *Reconciler) due(d *doubt, nobodys bool) time.Time {
 }
 
 // isNobodys reports whether a limit was given out for a pod that kubelet then did not admit, as far as the pods tell.
-func (r *Reconciler) isNobodys(h ledger.Hold, holds []ledger.Hold) (bool, error) {
-	if !unnamed(h) {
+func (r *Reconciler) isNobodys(h ledger.Hold, d *doubt, holds []ledger.Hold) (bool, error) {
+	if !unnamed(h) || d.contested {
 		return false, nil
 	}
 	return r.Pods.Unclaimed(r.mayBe(h), holds)
@@ -144,13 +147,13 @@ func (r *Reconciler) confirmed(h ledger.Hold, d *doubt, claims []evidence.Kubele
 	return slices.ContainsFunc(claims, func(c evidence.KubeletClaim) bool { return c.UID == h.Holder.ID })
 }
 
-func (r *Reconciler) look(ctx context.Context, h ledger.Hold, d *doubt) error {
+func (r *Reconciler) look(ctx context.Context, h ledger.Hold, d *doubt, nobodys bool) error {
 	ctx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
 	var err error
 	switch {
 	case h.Holder.Kind == ledger.KindLimit:
-		err = r.lookIntoLimit(ctx, h, d)
+		err = r.lookIntoLimit(ctx, h, d, nobodys)
 	case h.Holder.Kind != ledger.KindClaim:
 		return nil // of a newer version
 	case h.Name == "":
@@ -240,9 +243,22 @@ func podsOf(claim *resourceapi.ResourceClaim) []string {
 
 // lookIntoLimit ends the hold of an Allocate whose pod was never admitted or never seen: kubelet, asked twice, does not
 // list the device, and nothing is left of the pod that its checkpoint names, if any. A pod that kubelet is just admitting is not
-// listed either.
-func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt) error {
-	used, err := r.usedByLimit(ctx, h)
+// listed either: where that passes for nobody's so soon, the API server is asked for the node's pods as well.
+func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt, nobodys bool) error {
+	var pods []*corev1.Pod
+	if last := d.clean > 0; last && nobodys {
+		// Kubelet is not asked while there is a pod that it may be admitting: it would forget what it is about to give it.
+		var err error
+		if pods, err = r.Pods.ListNow(ctx); err != nil {
+			d.clean = 0
+			return err
+		}
+		if evidence.Lacks(pods, r.mayBe(h), r.Ledger.Holds()) {
+			d.clean, d.contested = 0, true
+			return nil
+		}
+	}
+	devices, used, err := r.usedByLimit(ctx, h)
 	if err != nil || used {
 		d.clean = 0
 		return err
@@ -250,9 +266,10 @@ func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt)
 	if d.clean++; d.clean < 2 {
 		return nil
 	}
-	if time.Since(d.since) < r.times.doubtAfter {
-		// So soon only because no pod is left that it could be for.
-		if nobodys, err := r.Pods.UnclaimedNow(ctx, r.mayBe(h), r.Ledger.Holds()); err != nil || !nobodys {
+	if nobodys {
+		still, err := r.isNobodys(h, d, r.Ledger.Holds())
+		if err != nil || !still || evidence.LacksOfKubelet(pods, r.mayBe(h), devices) {
+			d.clean, d.contested = 0, true
 			return err
 		}
 	}
@@ -260,24 +277,24 @@ func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt)
 	return r.Ledger.Release(h)
 }
 
-func (r *Reconciler) usedByLimit(ctx context.Context, h ledger.Hold) (bool, error) {
+// usedByLimit reports whether anybody may have the device of a limit, and where nobody has, what kubelet says that pods have.
+func (r *Reconciler) usedByLimit(ctx context.Context, h ledger.Hold) (devices []evidence.UsedDevice, used bool, err error) {
 	for _, pod := range h.Pods {
 		if cgroup, err := r.Cgroups.Pod(pod.UID); err != nil || cgroup != evidence.CgroupAbsent {
-			return true, err
+			return nil, true, err
 		}
 	}
 	// Kubelet may have lost its account before anybody read in it whose the device is.
 	if len(h.Pods) == 0 && r.Pods.Unexplained(r.mayBe(h), r.Ledger.Holds()) {
-		return true, nil
+		return nil, true, nil
 	}
 	if h.Unreadable {
 		if strangers, err := r.Pods.Strangers(); err != nil || len(strangers) > 0 {
-			return true, err
+			return nil, true, err
 		}
 	}
-	devices, _, err := r.Resources.List(ctx, r.mayBe(h), r.DriverName)
-	if err != nil {
-		return true, err
+	if devices, _, err = r.Resources.List(ctx, r.mayBe(h), r.DriverName); err != nil {
+		return nil, true, err
 	}
-	return slices.ContainsFunc(devices, func(u evidence.UsedDevice) bool { return u.ID == h.Holder.ID }), nil
+	return devices, slices.ContainsFunc(devices, func(u evidence.UsedDevice) bool { return u.ID == h.Holder.ID }), nil
 }

@@ -3,9 +3,9 @@
 package reconcile
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -96,6 +96,9 @@ func TestFailedAdmissionAfterAllocate(t *testing.T) {
 				g.checkpoint("p1", "GPU-1", "p2", "GPU-2")
 				g.await("GPU-1: limit GPU-1 held [p1]", "GPU-2: limit GPU-2 held [p2]")
 			} else {
+				g.change(func() {
+					g.used = []evidence.UsedDevice{{Namespace: "apps", Pod: other.Name, Resource: resource, ID: "GPU-2"}}
+				})
 				g.checkpoint("p2", "GPU-2")
 				g.await("GPU-1: limit GPU-1 held []", "GPU-2: limit GPU-2 held [p2]")
 				g.stays("GPU-1: limit GPU-1 held []", "GPU-2: limit GPU-2 held [p2]") // it may be p1's
@@ -126,27 +129,52 @@ func TestKubeletHasTheLastWordOnNobodysLimit(t *testing.T) {
 	g.stays("GPU-1: limit GPU-1 held []") // it is asked again after a while
 }
 
-// Kubelet has heard of a pod that our watch has not brought yet, and is a while in admitting it: until then it does not list its devices.
-func TestNobodysLimitMayBeOfAPodToCome(t *testing.T) {
-	t.Parallel()
-	g := newRig(t, "GPU-1")
-	g.noGroup("anchor")
-	must(t, os.MkdirAll(filepath.Join(g.groups, "kubepods"), 0o755))
-	g.nobodysSoon()
-	g.run()
-	var there atomic.Bool
-	there.Store(true)
-	g.client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
-		list := &corev1.PodList{}
-		if there.Load() {
-			list.Items = append(list.Items, *g.asking("p1", "1"))
-		}
-		return true, list, nil
-	})
-	g.allocate("GPU-1")
-	g.stays("GPU-1: limit GPU-1 held []")
-	there.Store(false)
-	g.await()
+// Kubelet admits a pod, and does not list its devices yet, of which our watch has brought nothing, or which had others before.
+func TestNobodysLimitMayBeOfAPodInAdmission(t *testing.T) {
+	for name, test := range map[string]struct {
+		// watched has our watch bring it, with a hold that names it and that kubelet has lost from its account.
+		watched bool
+		// then is what the API server answers after that.
+		then func() (*corev1.PodList, error)
+	}{
+		"the pod is there":                         {},
+		"it was had before":                        {watched: true},
+		"the API server goes away":                 {then: func() (*corev1.PodList, error) { return nil, errors.New("away") }},
+		"the pod goes again, kubelet may not know": {then: func() (*corev1.PodList, error) { return &corev1.PodList{}, nil }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			g := newRig(t, "GPU-1", "GPU-2")
+			g.noGroup("anchor")
+			must(t, os.MkdirAll(filepath.Join(g.groups, "kubepods"), 0o755))
+			g.nobodysSoon()
+			p := g.asking("p1", "1")
+			if test.watched {
+				g.addPod(p)
+			}
+			g.run()
+			held := []string{"GPU-1: limit GPU-1 held []"}
+			if test.watched {
+				g.allocate("GPU-2")
+				g.checkpoint("p1", "GPU-2")
+				g.await("GPU-2: limit GPU-2 held [p1]")
+				held = append(held, "GPU-2: limit GPU-2 held [p1]")
+			} else {
+				g.client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
+					return true, &corev1.PodList{Items: []corev1.Pod{*p}}, nil
+				})
+			}
+			g.allocate("GPU-1")
+			g.stays(held...)
+			if test.then != nil {
+				g.client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
+					list, err := test.then()
+					return true, list, err
+				})
+				g.stays(held...)
+			}
+		})
+	}
 }
 
 // A claim's pod is force-deleted, its claim deallocated and deleted, and its containers live on.

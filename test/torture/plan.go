@@ -319,8 +319,8 @@ func PlanRound(seed uint64, number, size int, mix Mix) Round {
 // early is how many operations a slow machine plays within the shortest budget.
 const early = 50
 
-// DrawSeed draws seeds until one's plan has early what the verdict of a run asks for. One plan in sixteen kills nobody in a hundred
-// operations.
+// DrawSeed draws seeds until one's plan has early what the verdict of a run asks for, in runs and rounds of at least as many
+// operations. One plan in sixteen kills nobody in a hundred.
 func DrawSeed(draw func() uint64, mix Mix) uint64 {
 	for {
 		if seed := draw(); PlanRound(seed, 0, early, mix).proves(mix) {
