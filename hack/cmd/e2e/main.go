@@ -43,7 +43,7 @@ func main() {
 	}
 }
 
-func run(ctx context.Context, args []string) error {
+func run(ctx context.Context, args []string) (err error) {
 	flags := flag.NewFlagSet("e2e", flag.ContinueOnError)
 	only := flags.String("run", "", "stories to play (`regexp`; one of a sub-story, with a slash, is played on one cluster)")
 	clusters := flags.Int("clusters", 3, "clusters at once")
@@ -57,6 +57,15 @@ func run(ctx context.Context, args []string) error {
 	if os.Geteuid() != 0 {
 		fmt.Println("e2e: skipped: clusters of one's own need root")
 		return nil
+	}
+	if *clusters > 1 {
+		restore, cannot := raise(instancesFile, instancesOfAll)
+		if cannot != nil {
+			fmt.Println("e2e: one cluster at once, which takes longer: several have more inotify instances than they may:", cannot)
+			*clusters = 1
+		} else {
+			defer func() { err = errors.Join(err, restore()) }()
+		}
 	}
 	start := time.Now()
 	if err := compile(ctx); err != nil {

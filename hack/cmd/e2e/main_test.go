@@ -59,3 +59,40 @@ FAIL
 		t.Errorf("passed %d, skipped %d, failed %v", ended.passed, ended.skipped, ended.failed)
 	}
 }
+
+// A limit that is too low is higher for a while; another is left alone.
+func TestRaise(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "limit")
+	is := func(want string) {
+		t.Helper()
+		if got, err := os.ReadFile(path); err != nil || strings.TrimSpace(string(got)) != want {
+			t.Errorf("the limit is %q (%v), want %s", got, err, want)
+		}
+	}
+	for before, meanwhile := range map[string]string{"128": "1024", "8192": "8192"} {
+		if err := os.WriteFile(path, []byte(before+"\n"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		restore, err := raise(path, 1024)
+		if err != nil {
+			t.Fatal(err)
+		}
+		is(meanwhile)
+		if err := restore(); err != nil {
+			t.Error(err)
+		}
+		is(before)
+	}
+	for _, bad := range []string{"many", ""} {
+		if err := os.WriteFile(path, []byte(bad), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := raise(path, 1024); err == nil {
+			t.Errorf("a limit of %q was raised", bad)
+		}
+		is(bad)
+	}
+	if _, err := raise(filepath.Join(path, "none"), 1024); err == nil {
+		t.Error("a limit that is not there was raised")
+	}
+}

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+)
+
+const (
+	// instancesFile bounds the inotify instances of all processes of a user, 128 where nobody has said otherwise (inotify(7)). It belongs
+	// to the machine as a whole, namespaces or not.
+	instancesFile = "/proc/sys/fs/inotify/max_user_instances"
+	// instancesOfAll is enough for several clusters: each has some 40, of kubelets, containerds, API server and agents.
+	instancesOfAll = 1024
+)
+
+// raise makes the number in a file as large as this if it is smaller, until restore is called.
+func raise(path string, least int) (restore func() error, err error) {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("read limit: %w", err)
+	}
+	before := strings.TrimSpace(string(text))
+	number, err := strconv.Atoi(before)
+	if err != nil {
+		return nil, fmt.Errorf("read limit %s: %w", path, err)
+	}
+	if number >= least {
+		return func() error { return nil }, nil
+	}
+	set := func(value string) error {
+		if err := os.WriteFile(path, []byte(value+"\n"), 0o644); err != nil {
+			return fmt.Errorf("set limit %s to %s: %w", path, value, err)
+		}
+		return nil
+	}
+	if err := set(strconv.Itoa(least)); err != nil {
+		return nil, err
+	}
+	fmt.Printf("e2e: %s is %d meanwhile (%s before)\n", path, least, before)
+	return func() error { return set(before) }, nil
+}
