@@ -8,6 +8,9 @@ import (
 	"path/filepath"
 	"testing"
 	"time"
+
+	"github.com/fsnotify/fsnotify"
+	"golang.org/x/sys/unix"
 )
 
 // TestWatchAConfigMap replaces a file as kubelet does: a new directory, and one link that is swapped.
@@ -41,7 +44,10 @@ func TestWatchAConfigMap(t *testing.T) {
 			if err != nil {
 				t.Error(err)
 			}
-			seen <- string(data)
+			select {
+			case seen <- string(data):
+			case <-ctx.Done():
+			}
 		})
 	}()
 	await := func(want string) {
@@ -64,7 +70,19 @@ func TestWatchAConfigMap(t *testing.T) {
 	if err := <-done; err != nil {
 		t.Error(err)
 	}
-	if err := Watch(t.Context(), filepath.Join(dir, "absent", "config.yaml"), func() {}); err == nil {
+}
+
+func TestWatchOfADirectoryThatIsNotThere(t *testing.T) {
+	if err := Watch(t.Context(), filepath.Join(t.TempDir(), "absent", "config.yaml"), func() {}); err == nil {
 		t.Error("watches a directory that is not there")
 	}
+}
+
+// Where inotify has run out, as on nodes with many watchers.
+func TestWatchWithoutNotifications(t *testing.T) {
+	newWatcher = func() (*fsnotify.Watcher, error) { return nil, unix.EMFILE }
+	interval := lookAgain
+	lookAgain = 10 * time.Millisecond
+	t.Cleanup(func() { newWatcher, lookAgain = fsnotify.NewWatcher, interval })
+	t.Run("a ConfigMap", TestWatchAConfigMap)
 }

@@ -10,8 +10,10 @@ import (
 	"path/filepath"
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/fsnotify/fsnotify"
+	"k8s.io/klog/v2"
 )
 
 // errDirectoryGone ends Run: a mount of a directory that was removed never shows its successor, so only a new container
@@ -21,25 +23,41 @@ var errDirectoryGone = errors.New("kubelet's device-plugins directory was remove
 // directory tells that something happened in kubelet's device-plugins directory. What it was is for the reader to find
 // out from the files: events get lost, files do not.
 type directory struct {
-	path    string
+	path string
+	// watcher is nil while the kernel has no inotify instance left, of which all processes of a user share a few.
 	watcher *fsnotify.Watcher
 
 	mu   sync.Mutex
 	next chan struct{}
 }
 
-func openDirectory(path string) (*directory, error) {
+func openDirectory(ctx context.Context, path string) (*directory, error) {
 	if _, err := os.Stat(path); err != nil {
 		return nil, fmt.Errorf("open kubelet's device-plugins directory: %w", err)
 	}
-	watcher, err := fsnotify.NewWatcher()
+	d := &directory{path: path, next: make(chan struct{})}
+	if err := d.watch(); err != nil {
+		klog.FromContext(ctx).Error(err, "Looking at intervals only until that is possible", "interval", lookAgain)
+	}
+	return d, nil
+}
+
+// newWatcher is replaced by a test.
+var newWatcher = fsnotify.NewWatcher
+
+// lookAgain is how often somebody looks while nothing tells of changes.
+const lookAgain = time.Second
+
+func (d *directory) watch() error {
+	watcher, err := newWatcher()
 	if err != nil {
-		return nil, fmt.Errorf("watch kubelet's device-plugins directory: %w", err)
+		return fmt.Errorf("watch kubelet's device-plugins directory: %w", err)
 	}
-	if err := watcher.Add(path); err != nil {
-		return nil, errors.Join(fmt.Errorf("watch kubelet's device-plugins directory %s: %w", path, err), watcher.Close())
+	if err := watcher.Add(d.path); err != nil {
+		return errors.Join(fmt.Errorf("watch kubelet's device-plugins directory %s: %w", d.path, err), watcher.Close())
 	}
-	return &directory{path: path, watcher: watcher, next: make(chan struct{})}, nil
+	d.watcher = watcher
+	return nil
 }
 
 // changed returns a channel that is closed at the next event; take it before looking.
@@ -58,21 +76,46 @@ func (d *directory) announce() {
 
 // run passes events on until ctx is done.
 func (d *directory) run(ctx context.Context) (err error) {
-	defer func() { err = errors.Join(err, d.watcher.Close()) }()
+	defer func() {
+		if d.watcher != nil {
+			err = errors.Join(err, d.watcher.Close())
+		}
+	}()
 	for {
+		var events <-chan fsnotify.Event
+		var problems <-chan error
+		var tick <-chan time.Time
+		if d.watcher == nil {
+			tick = time.After(lookAgain)
+		} else {
+			events, problems = d.watcher.Events, d.watcher.Errors
+		}
 		select {
 		case <-ctx.Done():
 			return nil
-		case event := <-d.watcher.Events:
+		case <-tick:
+			if d.gone() {
+				return fmt.Errorf("%s: %w", d.path, errDirectoryGone)
+			}
+			_ = d.watch() // that it is not possible has been said
+			d.announce()
+		case event := <-events:
 			if filepath.Clean(event.Name) == filepath.Clean(d.path) && event.Has(fsnotify.Remove|fsnotify.Rename) {
 				return fmt.Errorf("%s: %w", d.path, errDirectoryGone)
 			}
 			d.announce()
-		case <-d.watcher.Errors:
+		case <-problems:
 			// The queue overflowed, which is a reason to look too.
 			d.announce()
 		}
 	}
+}
+
+// gone is true also of a mounted directory that was removed, which can be looked at still.
+func (d *directory) gone() bool {
+	var stat syscall.Stat_t
+	err := syscall.Stat(d.path, &stat)
+	return err != nil || stat.Nlink == 0
 }
 
 // kubeletSocket is where kubelet's device manager takes registrations.

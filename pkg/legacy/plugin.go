@@ -104,7 +104,7 @@ func (p *Plugin) Run(ctx context.Context) (err error) {
 		return fmt.Errorf("serve limits: register metrics: %w", err)
 	}
 	defer unregister()
-	dir, err := openDirectory(p.config.Directory)
+	dir, err := openDirectory(ctx, p.config.Directory)
 	if err != nil {
 		return fmt.Errorf("serve limits: %w", err)
 	}

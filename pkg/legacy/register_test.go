@@ -11,9 +11,12 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/fsnotify/fsnotify"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
@@ -479,4 +482,37 @@ func TestForeignWhileNoGPUIsKnown(t *testing.T) {
 	f.awaitReady(p, "nvidia-gpu.sock")
 	stopOther()
 	f.awaitReady(p, "")
+}
+
+// Where inotify has run out, as on nodes with many watchers.
+func TestWithoutNotifications(t *testing.T) {
+	t.Cleanup(func() { newWatcher = fsnotify.NewWatcher })
+	newWatcher = func() (*fsnotify.Watcher, error) { return nil, unix.EMFILE }
+	t.Run("again", TestRegistersAgain)
+	t.Run("late", TestKubeletTurnsUpLate)
+	t.Run("directory", TestDirectory)
+
+	var asked atomic.Int32
+	newWatcher = func() (*fsnotify.Watcher, error) {
+		if asked.Add(1) < 3 {
+			return nil, unix.EMFILE
+		}
+		return fsnotify.NewWatcher()
+	}
+	t.Run("for a while only", func(t *testing.T) {
+		dir, err := openDirectory(t.Context(), t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- dir.run(ctx) }()
+		for asked.Load() < 3 && t.Context().Err() == nil {
+			<-dir.changed()
+		}
+		cancel()
+		if err := <-ended; err != nil || dir.watcher == nil {
+			t.Errorf("end: %v, watcher %v after %d attempts", err, dir.watcher, asked.Load())
+		}
+	})
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"path/filepath"
+	"sync"
 
 	"github.com/fsnotify/fsnotify"
 	"k8s.io/klog/v2"
@@ -16,16 +17,30 @@ import (
 // kubeletFiles notices when kubelet writes its device checkpoint or its record of claims, also after its directories were
 // removed and made again.
 type kubeletFiles struct {
-	*fsnotify.Watcher
 	dir string
 	// changed gets a value after a change that matters.
 	changed chan struct{}
+	// watcher is nil while the kernel has no inotify instance left, of which all processes of a user share a few.
+	watcher *fsnotify.Watcher
+	running sync.WaitGroup
 }
 
-// watch makes sure that what is there is watched. Cheap when it is. An error means that something cannot be for now.
-func (f *kubeletFiles) watch() error {
+// newWatcher is replaced by a test.
+var newWatcher = fsnotify.NewWatcher
+
+// watch makes sure that what is there is watched, until ctx is done. Cheap when it is. An error means that something cannot be for now.
+// It is not safe for concurrent use.
+func (f *kubeletFiles) watch(ctx context.Context) error {
+	if f.watcher == nil {
+		watcher, err := newWatcher()
+		if err != nil {
+			return fmt.Errorf("watch kubelet's state: %w", err)
+		}
+		f.watcher = watcher
+		f.running.Go(func() { f.run(ctx) })
+	}
 	for _, dir := range []string{f.dir, filepath.Dir(evidence.DeviceCheckpointPath(f.dir))} {
-		if err := f.Add(dir); err != nil {
+		if err := f.watcher.Add(dir); err != nil {
 			return fmt.Errorf("watch kubelet's state in %s: %w", dir, err)
 		}
 	}
@@ -44,19 +59,27 @@ func (f *kubeletFiles) matters(event fsnotify.Event) bool {
 	return false
 }
 
+// close ends the watch once its ctx is done.
+func (f *kubeletFiles) close() {
+	f.running.Wait()
+	if f.watcher != nil {
+		_ = f.watcher.Close() // it only releases memory and a descriptor
+	}
+}
+
 func (f *kubeletFiles) run(ctx context.Context) {
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case event, ok := <-f.Events:
+		case event, ok := <-f.watcher.Events:
 			if !ok {
 				return
 			}
 			if !f.matters(event) {
 				continue
 			}
-		case err, ok := <-f.Errors:
+		case err, ok := <-f.watcher.Errors:
 			if !ok {
 				return
 			}

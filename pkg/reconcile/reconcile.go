@@ -11,7 +11,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/fsnotify/fsnotify"
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 	resourceapi "k8s.io/api/resource/v1"
@@ -160,15 +159,8 @@ func New(c Config) (*Reconciler, error) {
 
 // Run follows the world until ctx is done, after Restore. Call it once.
 func (r *Reconciler) Run(ctx context.Context) error {
-	watcher, err := fsnotify.NewWatcher()
-	if err != nil {
-		return fmt.Errorf("watch kubelet's state: %w", err)
-	}
-	defer watcher.Close()
-	files := &kubeletFiles{Watcher: watcher, dir: r.KubeletDir, changed: make(chan struct{}, 1)}
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { files.run(ctx); return nil })
-	group.Go(func() error { r.follow(ctx, files); return nil })
+	group.Go(func() error { r.follow(ctx); return nil })
 	group.Go(func() error { r.doubtAll(ctx); return nil })
 	group.Go(func() error { r.restoreLate(ctx); return nil })
 	group.Go(func() error { return r.clearAll(ctx) })
@@ -187,13 +179,15 @@ func (r *Reconciler) Doubt(ctx context.Context) (time.Duration, error) {
 	return min(forHolds, forLosers), errors.Join(err, losersErr)
 }
 
-func (r *Reconciler) follow(ctx context.Context, files *kubeletFiles) {
+func (r *Reconciler) follow(ctx context.Context) {
+	files := &kubeletFiles{dir: r.KubeletDir, changed: make(chan struct{}, 1)}
+	defer files.close()
 	complaint := &complaint{message: "Reconciling holds"}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for ctx.Err() == nil {
 		podsChanged, ledgerChanged := r.Pods.Changed(), r.Ledger.Changed()
-		err := files.watch()
+		err := files.watch(ctx)
 		wait, passErr := r.pass()
 		if err = errors.Join(err, passErr); err != nil {
 			wait = min(wait, r.times.retry)

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/fsnotify/fsnotify"
+	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -427,4 +428,13 @@ func TestNewRequiresEverything(t *testing.T) {
 	if _, err := New(Config{}); err == nil {
 		t.Error("nothing is required")
 	}
+}
+
+// Where inotify has run out, as on nodes with many watchers.
+func TestWithoutNotifications(t *testing.T) {
+	t.Cleanup(func() { newWatcher = fsnotify.NewWatcher })
+	newWatcher = func() (*fsnotify.Watcher, error) { return nil, unix.EMFILE }
+	t.Run("a limit", TestLimitFromAllocateToEnd)
+	t.Run("a checkpoint that goes", TestDeviceCheckpointDeleted)
+	t.Run("a claim", TestDrainingClaim)
 }
