@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"time"
 
@@ -24,16 +25,20 @@ const gather = 100 * time.Millisecond
 
 // Watch calls changed whenever the configuration file may have changed, until ctx is done. It watches the file's directory: a
 // ConfigMap's files are links through a link that is replaced, and editors replace files, too. Call it before reading. Where the kernel
-// has no inotify instance left, of which all processes of a user share a few, changed is called every now and then.
+// has no inotify instance or watch left, of which all processes of a user share a few, changed is called every now and then.
 func Watch(ctx context.Context, file string, changed func()) error {
-	watcher, err := newWatcher()
-	if err != nil {
-		klog.FromContext(ctx).Error(err, "Cannot watch the node configuration, looking at intervals only", "interval", lookAgain)
-		return look(ctx, changed)
-	}
-	defer watcher.Close()
-	if err := watcher.Add(filepath.Dir(file)); err != nil {
+	dir := filepath.Dir(file)
+	if _, err := os.Stat(dir); err != nil {
 		return fmt.Errorf("watch node configuration: %w", err)
+	}
+	watcher, err := newWatcher()
+	if err == nil {
+		defer watcher.Close()
+		err = watcher.Add(dir)
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Cannot watch the node configuration, looking at intervals only", "directory", dir, "interval", lookAgain)
+		return look(ctx, changed)
 	}
 	changed()
 	var due <-chan time.Time

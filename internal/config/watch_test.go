@@ -85,4 +85,13 @@ func TestWatchWithoutNotifications(t *testing.T) {
 	lookAgain = 10 * time.Millisecond
 	t.Cleanup(func() { newWatcher, lookAgain = fsnotify.NewWatcher, interval })
 	t.Run("a ConfigMap", TestWatchAConfigMap)
+	t.Run("a directory that is not there", TestWatchOfADirectoryThatIsNotThere)
+	newWatcher = func() (*fsnotify.Watcher, error) {
+		closed, err := fsnotify.NewWatcher()
+		if err == nil {
+			err = closed.Close() // which cannot add anything, as one without watches left
+		}
+		return closed, err
+	}
+	t.Run("without watches", TestWatchAConfigMap)
 }

@@ -225,7 +225,7 @@ func LacksOfKubelet(pods []*corev1.Pod, counts func(resource string) bool, used 
 	}
 	has, seen := accounts{}, map[UsedDevice]bool{}
 	for _, device := range used {
-		device.Container = "" // those after an init container have the same
+		device.Container = "" // kubelet names a device once for each of its NUMA nodes, and for containers that share it
 		if !seen[device] {
 			seen[device] = true
 			has[account{uids[types.NamespacedName{Namespace: device.Namespace, Name: device.Pod}], device.Resource}]++

@@ -215,7 +215,7 @@ func TestLacks(t *testing.T) {
 	limitOf := []ledger.Hold{limit(ledger.StateHeld, 0, podA)}
 	usedBy := func(ids ...string) (used []UsedDevice) {
 		for _, id := range ids {
-			for _, container := range []string{"init", "main"} {
+			for _, container := range []string{"sidecar", "main"} {
 				used = append(used, UsedDevice{Namespace: "apps", Pod: "a", Container: container, Resource: "nvidia.com/gpu", ID: id})
 			}
 		}

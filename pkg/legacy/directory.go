@@ -51,7 +51,7 @@ const lookAgain = time.Second
 func (d *directory) watch() error {
 	watcher, err := newWatcher()
 	if err != nil {
-		return fmt.Errorf("watch kubelet's device-plugins directory: %w", err)
+		return fmt.Errorf("watch kubelet's device-plugins directory %s: %w", d.path, err)
 	}
 	if err := watcher.Add(d.path); err != nil {
 		return errors.Join(fmt.Errorf("watch kubelet's device-plugins directory %s: %w", d.path, err), watcher.Close())
@@ -94,10 +94,10 @@ func (d *directory) run(ctx context.Context) (err error) {
 		case <-ctx.Done():
 			return nil
 		case <-tick:
-			if d.gone() {
+			_ = d.watch() // that it is not possible has been said
+			if gone(d.path) {
 				return fmt.Errorf("%s: %w", d.path, errDirectoryGone)
 			}
-			_ = d.watch() // that it is not possible has been said
 			d.announce()
 		case event := <-events:
 			if filepath.Clean(event.Name) == filepath.Clean(d.path) && event.Has(fsnotify.Remove|fsnotify.Rename) {
@@ -112,9 +112,9 @@ func (d *directory) run(ctx context.Context) (err error) {
 }
 
 // gone is true also of a mounted directory that was removed, which can be looked at still.
-func (d *directory) gone() bool {
+func gone(path string) bool {
 	var stat syscall.Stat_t
-	err := syscall.Stat(d.path, &stat)
+	err := syscall.Stat(path, &stat)
 	return err != nil || stat.Nlink == 0
 }
 

@@ -5,6 +5,7 @@ package legacy
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"path/filepath"
@@ -484,6 +485,26 @@ func TestForeignWhileNoGPUIsKnown(t *testing.T) {
 	f.awaitReady(p, "")
 }
 
+// A mounted directory that was removed is there for whoever has it, as is one that is open.
+func TestADirectoryThatIsGone(t *testing.T) {
+	path := t.TempDir()
+	open, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer open.Close()
+	held := fmt.Sprintf("/proc/self/fd/%d", open.Fd())
+	if gone(path) || gone(held) {
+		t.Error("gone before it was removed")
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(held); err != nil || !gone(path) || !gone(held) {
+		t.Errorf("there after it was removed (%v)", err)
+	}
+}
+
 // Where inotify has run out, as on nodes with many watchers.
 func TestWithoutNotifications(t *testing.T) {
 	t.Cleanup(func() { newWatcher = fsnotify.NewWatcher })
@@ -507,8 +528,8 @@ func TestWithoutNotifications(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		ended := make(chan error, 1)
 		go func() { ended <- dir.run(ctx) }()
-		for asked.Load() < 3 && t.Context().Err() == nil {
-			<-dir.changed()
+		for changed := dir.changed(); asked.Load() < 3; changed = dir.changed() {
+			<-changed
 		}
 		cancel()
 		if err := <-ended; err != nil || dir.watcher == nil {

@@ -24,7 +24,7 @@ type doubt struct {
 	since, checked time.Time
 	// clean counts successive looks in which kubelet knew nothing of the limit.
 	clean int
-	// contested is set once there was a pod, of which our watch did not know, that the limit may be for.
+	// contested is set once a limit that passed for nobody's may be some pod's after all.
 	contested bool
 	// allocated is set once the API server has said that the device is the claim's.
 	allocated bool
@@ -106,10 +106,18 @@ func (r *Reconciler) due(d *doubt, nobodys bool) time.Time {
 	case d.checked.IsZero():
 		return d.since.Add(first)
 	case d.clean > 0:
-		return d.checked.Add(next)
+		// It may have been nobody's at the first look only.
+		return later(d.since.Add(first), d.checked.Add(next))
 	default:
 		return d.checked.Add(r.times.doubt)
 	}
+}
+
+func later(a, b time.Time) time.Time {
+	if a.After(b) {
+		return a
+	}
+	return b
 }
 
 // isNobodys reports whether a limit was given out for a pod that kubelet then did not admit, as far as the pods tell.
@@ -247,10 +255,9 @@ func podsOf(claim *resourceapi.ResourceClaim) []string {
 func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt, nobodys bool) error {
 	var pods []*corev1.Pod
 	if last := d.clean > 0; last && nobodys {
-		// Kubelet is not asked while there is a pod that it may be admitting: it would forget what it is about to give it.
+		// Kubelet is not asked again while there is a pod that it may be admitting: it would forget what it is about to give it.
 		var err error
 		if pods, err = r.Pods.ListNow(ctx); err != nil {
-			d.clean = 0
 			return err
 		}
 		if evidence.Lacks(pods, r.mayBe(h), r.Ledger.Holds()) {

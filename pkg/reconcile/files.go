@@ -28,13 +28,13 @@ type kubeletFiles struct {
 // newWatcher is replaced by a test.
 var newWatcher = fsnotify.NewWatcher
 
-// watch makes sure that what is there is watched, until ctx is done. Cheap when it is. An error means that something cannot be for now.
+// watch makes sure that what is there is watched, until ctx is done or close. Cheap when it is. An error means that something cannot be for now.
 // It is not safe for concurrent use.
 func (f *kubeletFiles) watch(ctx context.Context) error {
 	if f.watcher == nil {
 		watcher, err := newWatcher()
 		if err != nil {
-			return fmt.Errorf("watch kubelet's state: %w", err)
+			return fmt.Errorf("watch kubelet's state in %s: %w", f.dir, err)
 		}
 		f.watcher = watcher
 		f.running.Go(func() { f.run(ctx) })
@@ -59,12 +59,12 @@ func (f *kubeletFiles) matters(event fsnotify.Event) bool {
 	return false
 }
 
-// close ends the watch once its ctx is done.
+// close ends the watch.
 func (f *kubeletFiles) close() {
-	f.running.Wait()
 	if f.watcher != nil {
 		_ = f.watcher.Close() // it only releases memory and a descriptor
 	}
+	f.running.Wait()
 }
 
 func (f *kubeletFiles) run(ctx context.Context) {

@@ -438,3 +438,31 @@ func TestWithoutNotifications(t *testing.T) {
 	t.Run("a checkpoint that goes", TestDeviceCheckpointDeleted)
 	t.Run("a claim", TestDrainingClaim)
 }
+
+// A limit that only passed for nobody's when it was first looked into stays for a minute all the same.
+func TestTheMinuteOfALimit(t *testing.T) {
+	r := &Reconciler{times: defaultTimes()}
+	since := time.Now()
+	at := func(d doubt, nobodys bool) time.Duration {
+		d.since = since
+		return r.due(&d, nobodys).Sub(since)
+	}
+	seen := since.Add(2 * time.Second)
+	for _, test := range []struct {
+		what    string
+		d       doubt
+		nobodys bool
+		want    time.Duration
+	}{
+		{"at first", doubt{}, false, time.Minute},
+		{"nobody's at first", doubt{}, true, 2 * time.Second},
+		{"nobody's still", doubt{checked: seen, clean: 1}, true, 4 * time.Second},
+		{"nobody's no more", doubt{checked: seen, clean: 1}, false, time.Minute},
+		{"seen once after a minute", doubt{checked: since.Add(time.Minute), clean: 1}, false, 90 * time.Second},
+		{"contested", doubt{checked: seen, contested: true}, false, 62 * time.Second},
+	} {
+		if got := at(test.d, test.nobodys); got != test.want {
+			t.Errorf("%s: after %s, want %s", test.what, got, test.want)
+		}
+	}
+}

@@ -134,13 +134,19 @@ func TestNobodysLimitMayBeOfAPodInAdmission(t *testing.T) {
 	for name, test := range map[string]struct {
 		// watched has our watch bring it, with a hold that names it and that kubelet has lost from its account.
 		watched bool
-		// then is what the API server answers after that.
-		then func() (*corev1.PodList, error)
+		// namesake is a device that kubelet lists for a pod of its name.
+		namesake string
+		// answers are those of the API server, one after the other; the last of them again and again.
+		answers []error
+		// ends is set where the minute and a half that such a limit stays is short.
+		ends bool
 	}{
-		"the pod is there":                         {},
-		"it was had before":                        {watched: true},
-		"the API server goes away":                 {then: func() (*corev1.PodList, error) { return nil, errors.New("away") }},
-		"the pod goes again, kubelet may not know": {then: func() (*corev1.PodList, error) { return &corev1.PodList{}, nil }},
+		"the pod is there":                         {answers: []error{nil}},
+		"it had another before":                    {watched: true},
+		"another of its name has one":              {answers: []error{nil}, namesake: "GPU-9"},
+		"the API server is away":                   {answers: []error{errAway}},
+		"the pod goes again, kubelet may not know": {answers: []error{nil, errNoPod}},
+		"it goes in the end":                       {answers: []error{nil}, ends: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -148,6 +154,13 @@ func TestNobodysLimitMayBeOfAPodInAdmission(t *testing.T) {
 			g.noGroup("anchor")
 			must(t, os.MkdirAll(filepath.Join(g.groups, "kubepods"), 0o755))
 			g.nobodysSoon()
+			g.r.times.doubt = 10 * time.Millisecond
+			if test.ends {
+				g.doubtSoon()
+			}
+			if test.namesake != "" {
+				g.used = []evidence.UsedDevice{{Namespace: "apps", Pod: "p1", Resource: resource, ID: test.namesake}}
+			}
 			p := g.asking("p1", "1")
 			if test.watched {
 				g.addPod(p)
@@ -160,21 +173,35 @@ func TestNobodysLimitMayBeOfAPodInAdmission(t *testing.T) {
 				g.await("GPU-2: limit GPU-2 held [p1]")
 				held = append(held, "GPU-2: limit GPU-2 held [p1]")
 			} else {
-				g.client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
-					return true, &corev1.PodList{Items: []corev1.Pod{*p}}, nil
-				})
+				g.listPods(p, test.answers)
 			}
 			g.allocate("GPU-1")
-			g.stays(held...)
-			if test.then != nil {
-				g.client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
-					list, err := test.then()
-					return true, list, err
-				})
+			if test.ends {
+				g.await()
+			} else {
 				g.stays(held...)
 			}
 		})
 	}
+}
+
+// errNoPod is the answer that there is none.
+var errNoPod = errors.New("no pod")
+
+// listPods has the API server list a pod that our watch does not bring, unless one of these answers is an error.
+func (g *rig) listPods(p *corev1.Pod, answers []error) {
+	asked := 0
+	g.client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
+		answer := answers[min(asked, len(answers)-1)]
+		asked++
+		switch answer {
+		case nil:
+			return true, &corev1.PodList{Items: []corev1.Pod{*p}}, nil
+		case errNoPod:
+			return true, &corev1.PodList{}, nil
+		}
+		return true, nil, answer
+	})
 }
 
 // A claim's pod is force-deleted, its claim deallocated and deleted, and its containers live on.

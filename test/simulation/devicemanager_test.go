@@ -238,6 +238,9 @@ func (k *kubelet) list() ([]evidence.UsedDevice, []evidence.UsedClaim, error) {
 			continue
 		}
 		for _, container := range sorted(k.devices[p.uid]) {
+			if container == "init" {
+				continue // it lists none that ends before the others start
+			}
 			for _, id := range k.devices[p.uid][container] {
 				devices = append(devices, evidence.UsedDevice{Namespace: namespace, Pod: p.name, Container: container, Resource: resourceName, ID: id})
 			}

@@ -58,15 +58,6 @@ func run(ctx context.Context, args []string) (err error) {
 		fmt.Println("e2e: skipped: clusters of one's own need root")
 		return nil
 	}
-	if *clusters > 1 {
-		restore, cannot := raise(instancesFile, instancesOfAll)
-		if cannot != nil {
-			fmt.Println("e2e: one cluster at once, which takes longer: several have more inotify instances than they may:", cannot)
-			*clusters = 1
-		} else {
-			defer func() { err = errors.Join(err, restore()) }()
-		}
-	}
 	start := time.Now()
 	if err := compile(ctx); err != nil {
 		return err
@@ -75,6 +66,8 @@ func run(ctx context.Context, args []string) (err error) {
 	if err != nil {
 		return err
 	}
+	restore := func() error { return nil }
+	defer func() { err = errors.Join(err, restore()) }()
 	var hands []string
 	count := 0
 	if _, kept := os.LookupEnv(keepVariable); kept || strings.Contains(*only, "/") {
@@ -85,6 +78,12 @@ func run(ctx context.Context, args []string) (err error) {
 			return err
 		}
 		count = len(names)
+		if *clusters > 1 {
+			if restore, err = raise(instancesFile, instancesOfAll); err != nil {
+				fmt.Println("e2e: one cluster at once, which takes longer: several have more inotify instances than they may:", err)
+				*clusters = 1
+			}
+		}
 		for _, hand := range deal(names, *clusters) {
 			hands = append(hands, "^("+strings.Join(hand, "|")+")$")
 		}
