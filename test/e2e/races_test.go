@@ -428,11 +428,18 @@ func TestAgentsOverlap(t *testing.T) {
 	s.kubectl("delete", "pod", "-n", pod.Namespace, pod.Name, "--force", "--grace-period=0")
 	s.event("Node", gpuNode, "LedgerLocked", "another")
 	s.manifest(one("claim", "claim-overlap") + one("limit", "limit-overlap"))
-	s.running(soon, 6, 0)
+	s.await(soon, "limits to be served by the first", func() error {
+		if pod := s.pod("limit-overlap"); pod.Status.Phase != corev1.PodRunning {
+			return errors.New(string(pod.Status.Phase))
+		}
+		return nil
+	})
+	// Within ten seconds the API server knows the first no more, whose pod is deleted: claims are then the second's to prepare.
 	s.noDoubleOwners()
 	s.same(before)
 	thaw()
 	s.ready()
+	s.running(patient, 6, 0)
 	s.kubectl("delete", "pod", "-n", s.namespace, "claim-overlap", "limit-overlap")
 	s.wantHolds(2, 2)
 	s.undisturbed(before)
