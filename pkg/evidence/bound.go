@@ -185,8 +185,8 @@ func (p *Pods) Unclaimed(counts func(resource string) bool, holds []ledger.Hold)
 	has := named(holds)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for uid, pod := range p.pods {
-		if !isTerminal(pod.Pod) && has.less(uid, pod.Pod, counts) {
+	for _, pod := range p.pods {
+		if has.lacks(pod.Pod, counts) {
 			return false, nil
 		}
 	}
@@ -214,7 +214,7 @@ func (p *Pods) ListNow(ctx context.Context) ([]*corev1.Pod, error) {
 
 // Lacks reports whether one of these pods that has not ended asks for more devices of the resources that count than holds name it.
 func Lacks(pods []*corev1.Pod, counts func(resource string) bool, holds []ledger.Hold) bool {
-	return named(holds).lacks(pods, counts)
+	return named(holds).anyLacks(pods, counts)
 }
 
 // LacksOfKubelet is Lacks by what kubelet says that pods have. It may have forgotten what holds name, and admit a pod of before anew.
@@ -231,11 +231,14 @@ func LacksOfKubelet(pods []*corev1.Pod, counts func(resource string) bool, used 
 			has[account{uids[types.NamespacedName{Namespace: device.Namespace, Name: device.Pod}], device.Resource}]++
 		}
 	}
-	return has.lacks(pods, counts)
+	return has.anyLacks(pods, counts)
 }
 
-func (has accounts) lacks(pods []*corev1.Pod, counts func(resource string) bool) bool {
-	return slices.ContainsFunc(pods, func(pod *corev1.Pod) bool {
-		return !isTerminal(pod) && has.less(runningUID(pod), pod, counts)
-	})
+func (has accounts) anyLacks(pods []*corev1.Pod, counts func(resource string) bool) bool {
+	return slices.ContainsFunc(pods, func(pod *corev1.Pod) bool { return has.lacks(pod, counts) })
+}
+
+// lacks is less for a pod that has not ended.
+func (has accounts) lacks(pod *corev1.Pod, counts func(resource string) bool) bool {
+	return !isTerminal(pod) && has.less(runningUID(pod), pod, counts)
 }

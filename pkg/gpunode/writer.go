@@ -4,6 +4,7 @@ package gpunode
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
@@ -260,12 +261,4 @@ func (o *Object) refresh(ctx context.Context) error {
 	return nil
 }
 
-func latest(moments ...time.Time) time.Time {
-	last := moments[0]
-	for _, m := range moments[1:] {
-		if m.After(last) {
-			last = m
-		}
-	}
-	return last
-}
+func latest(moments ...time.Time) time.Time { return slices.MaxFunc(moments, time.Time.Compare) }

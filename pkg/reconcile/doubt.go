@@ -107,17 +107,10 @@ func (r *Reconciler) due(d *doubt, nobodys bool) time.Time {
 		return d.since.Add(first)
 	case d.clean > 0:
 		// It may have been nobody's at the first look only.
-		return later(d.since.Add(first), d.checked.Add(next))
+		return slices.MaxFunc([]time.Time{d.since.Add(first), d.checked.Add(next)}, time.Time.Compare)
 	default:
 		return d.checked.Add(r.times.doubt)
 	}
-}
-
-func later(a, b time.Time) time.Time {
-	if a.After(b) {
-		return a
-	}
-	return b
 }
 
 // isNobodys reports whether a limit was given out for a pod that kubelet then did not admit, as far as the pods tell.
