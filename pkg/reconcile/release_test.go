@@ -146,6 +146,7 @@ func TestNobodysLimitMayBeOfAPodInAdmission(t *testing.T) {
 		"another of its name has one":              {answers: []error{nil}, namesake: "GPU-9"},
 		"the API server is away":                   {answers: []error{errAway}},
 		"the pod goes again, kubelet may not know": {answers: []error{nil, errNoPod}},
+		"our watch brings it meanwhile":            {answers: []error{errWatched}},
 		"it goes in the end":                       {answers: []error{nil}, ends: true},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -185,8 +186,11 @@ func TestNobodysLimitMayBeOfAPodInAdmission(t *testing.T) {
 	}
 }
 
-// errNoPod is the answer that there is none.
-var errNoPod = errors.New("no pod")
+var (
+	// errNoPod is the answer that there is none, errWatched that with our watch bringing one meanwhile.
+	errNoPod   = errors.New("no pod")
+	errWatched = errors.New("no pod, but in our watch")
+)
 
 // listPods has the API server list a pod that our watch does not bring, unless one of these answers is an error.
 func (g *rig) listPods(p *corev1.Pod, answers []error) {
@@ -197,6 +201,9 @@ func (g *rig) listPods(p *corev1.Pod, answers []error) {
 		switch answer {
 		case nil:
 			return true, &corev1.PodList{Items: []corev1.Pod{*p}}, nil
+		case errWatched:
+			g.pods.Observe(nil, p)
+			fallthrough
 		case errNoPod:
 			return true, &corev1.PodList{}, nil
 		}

@@ -15,6 +15,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
+// atOnce is how soon what an administrator does is published, on a loaded machine: agents scan every 4 s.
+const atOnce = 15 * time.Second
+
 // TestStaticPartitions are made and removed by an administrator while the agent runs, given out by both APIs, and never touched
 // by the agent, before or after it has restarted.
 func TestStaticPartitions(t *testing.T) {
@@ -171,7 +174,7 @@ func (s *story) deleteAll() {
 func (s *story) published(profiles ...string) {
 	s.Helper()
 	began := time.Now()
-	s.await(soon, fmt.Sprintf("partitions %v to be published", profiles), func() error {
+	s.await(atOnce, fmt.Sprintf("partitions %v to be published", profiles), func() error {
 		list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
 		if err != nil {
 			return err
