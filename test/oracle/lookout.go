@@ -17,13 +17,13 @@ import (
 )
 
 // Lookout looks at one node again and again at little cost: it walks the pods' control groups instead of all processes, and
-// reads the device nodes of a container once, when the container has its own file system, since they never change
+// reads the device nodes of a container once, when all its processes are in its own file system, since they never change
 // afterwards. It is for one goroutine.
 type Lookout struct {
 	node *cluster.Node
 	// shared are the GPUs that several may have at once, by minor, with as how many devices limits see each.
 	shared map[int]int
-	// known are the devices of containers that are in their own file systems, by container ID.
+	// known are the devices of containers whose processes are in their own file systems, by container ID.
 	known map[string][]Device
 }
 
@@ -86,36 +86,58 @@ func (l *Lookout) lookInto(own viewpoint, c group) (*sighting, error) {
 	if err != nil {
 		return nil, err
 	}
+	if !known {
+		return l.lookFirst(own, c, pids)
+	}
 	for _, pid := range pids {
-		var seen *sighting
-		if known {
-			started, err := startTime(filepath.Join("/proc", strconv.Itoa(pid)))
-			if err != nil {
-				continue
-			}
-			seen = &sighting{pid: pid, started: started, pod: c.pod, container: c.id, devices: devices}
-		} else {
-			seen, err = own.look(pid)
-			if gone(err) || err == nil && seen == nil {
-				continue
-			}
-			if err != nil {
-				return nil, err
-			}
-			// A process may be seen on its way from one group to another.
-			if seen.container != c.id {
-				continue
-			}
-			l.known[c.id] = l.named(own, seen.devices)
-			seen.devices = l.known[c.id]
+		started, err := startTime(filepath.Join("/proc", strconv.Itoa(pid)))
+		if err != nil {
+			continue
 		}
-		if len(seen.devices) == 0 {
-			return nil, nil
-		}
-		seen.node = l.node.Name()
-		return seen, nil
+		return &sighting{node: l.node.Name(), pid: pid, started: started, pod: c.pod, container: c.id, devices: devices}, nil
 	}
 	return nil, nil
+}
+
+// lookFirst looks into a container whose devices are not known, and remembers them where it can.
+func (l *Lookout) lookFirst(own viewpoint, c group, pids []int) (*sighting, error) {
+	seen, made, err := firstSight(c.id, pids, own.look)
+	if err != nil || seen == nil {
+		return nil, err
+	}
+	seen.devices = l.named(own, seen.devices)
+	if made {
+		l.known[c.id] = seen.devices
+	}
+	if len(seen.devices) == 0 {
+		return nil, nil
+	}
+	seen.node = l.node.Name()
+	return seen, nil
+}
+
+// firstSight looks at the processes of a container and answers one that sees a GPU, or else any, or nil; and whether the container
+// is made: that no process is on its way into it. Until then nothing that is missing is told by what is seen. A hook of the runtime
+// runs among the container's processes and may enter its file system before the container itself does (nvidia-cdi-hook
+// update-ldcache), in a mount namespace of its own; when the hook ends, the kernel takes that apart a moment before it says that
+// the process has ended, and /dev is empty (do_exit: exit_task_namespaces comes before exit_notify).
+func firstSight(container string, pids []int, look func(pid int) (*sighting, error)) (best *sighting, made bool, err error) {
+	made = true
+	for _, pid := range pids {
+		seen, err := look(pid)
+		switch {
+		case gone(err):
+		case err != nil:
+			return nil, false, err
+		case seen == nil:
+			made = false
+		case seen.container != container:
+			// On its way from one group to another.
+		case best == nil || len(best.devices) == 0:
+			best = seen
+		}
+	}
+	return best, made, nil
 }
 
 // named fills in the GPUs; what the machine does not tell stays as it is.
