@@ -238,7 +238,7 @@ func (has accounts) anyLacks(pods []*corev1.Pod, counts func(resource string) bo
 	return slices.ContainsFunc(pods, func(pod *corev1.Pod) bool { return has.lacks(pod, counts) })
 }
 
-// lacks is less for a pod that has not ended.
+// lacks reports whether a pod that has not ended has less than it asks for.
 func (has accounts) lacks(pod *corev1.Pod, counts func(resource string) bool) bool {
 	return !isTerminal(pod) && has.less(runningUID(pod), pod, counts)
 }

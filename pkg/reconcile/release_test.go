@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -168,20 +169,26 @@ func TestNobodysLimitMayBeOfAPodInAdmission(t *testing.T) {
 			}
 			g.run()
 			held := []string{"GPU-1: limit GPU-1 held []"}
+			asked := func() bool { return true }
 			if test.watched {
 				g.allocate("GPU-2")
 				g.checkpoint("p1", "GPU-2")
 				g.await("GPU-2: limit GPU-2 held [p1]")
 				held = append(held, "GPU-2: limit GPU-2 held [p1]")
 			} else {
-				g.listPods(p, test.answers)
+				asked = g.listPods(p, test.answers)
 			}
 			g.allocate("GPU-1")
 			if test.ends {
 				g.await()
-			} else {
-				g.stays(held...)
+				return
 			}
+			for deadline := time.Now().Add(time.Minute); !asked() && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+			}
+			if !asked() {
+				t.Error("the API server was not asked")
+			}
+			g.stays(held...)
 		})
 	}
 }
@@ -192,12 +199,12 @@ var (
 	errWatched = errors.New("no pod, but in our watch")
 )
 
-// listPods has the API server list a pod that our watch does not bring, unless one of these answers is an error.
-func (g *rig) listPods(p *corev1.Pod, answers []error) {
-	asked := 0
+// listPods has the API server list a pod that our watch does not bring, unless one of these answers is an error. Asked reports whether it
+// was asked.
+func (g *rig) listPods(p *corev1.Pod, answers []error) (asked func() bool) {
+	var times atomic.Int32
 	g.client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
-		answer := answers[min(asked, len(answers)-1)]
-		asked++
+		answer := answers[min(int(times.Add(1)), len(answers))-1]
 		switch answer {
 		case nil:
 			return true, &corev1.PodList{Items: []corev1.Pod{*p}}, nil
@@ -209,6 +216,7 @@ func (g *rig) listPods(p *corev1.Pod, answers []error) {
 		}
 		return true, nil, answer
 	})
+	return func() bool { return times.Load() > 0 }
 }
 
 // A claim's pod is force-deleted, its claim deallocated and deleted, and its containers live on.

@@ -17,8 +17,8 @@ import (
 )
 
 // Lookout looks at one node again and again at little cost: it walks the pods' control groups instead of all processes, and
-// reads the device nodes of a container once, when all its processes are in its own file system, since they never change
-// afterwards. It is for one goroutine.
+// reads the device nodes of a container until all its processes are in its own file system, since they never change afterwards. It
+// is for one goroutine.
 type Lookout struct {
 	node *cluster.Node
 	// shared are the GPUs that several may have at once, by minor, with as how many devices limits see each.
@@ -44,26 +44,31 @@ func (l *Lookout) Look() (Glimpse, error) {
 	if err != nil {
 		return Glimpse{}, nil //nolint:nilerr // nothing runs on a machine without a first process
 	}
-	own, err := newViewpoint(filepath.Dir(root))
+	glimpse, err := l.lookBelow(root)
 	if gone(unlessEnded(filepath.Dir(root), err)) {
 		return Glimpse{}, nil
 	}
 	if err != nil {
 		return Glimpse{}, fmt.Errorf("look at %s: %w", l.node.Name(), err)
 	}
-	found, err := containersBelow(root)
-	if gone(err) {
-		return Glimpse{}, nil
-	}
+	return glimpse, nil
+}
+
+func (l *Lookout) lookBelow(root string) (Glimpse, error) {
+	own, err := newViewpoint(filepath.Dir(root))
 	if err != nil {
-		return Glimpse{}, fmt.Errorf("look at %s: %w", l.node.Name(), err)
+		return Glimpse{}, err
+	}
+	found, err := containersBelow(root)
+	if err != nil {
+		return Glimpse{}, err
 	}
 	var glimpse Glimpse
 	fresh := make(map[string][]Device, len(found))
 	for _, c := range found {
 		seen, err := l.lookInto(own, c)
 		if err != nil {
-			return Glimpse{}, fmt.Errorf("look at %s: %w", l.node.Name(), err)
+			return Glimpse{}, err
 		}
 		if devices, ok := l.known[c.id]; ok {
 			fresh[c.id] = devices
@@ -87,7 +92,7 @@ func (l *Lookout) lookInto(own viewpoint, c group) (*sighting, error) {
 		return nil, err
 	}
 	if !known {
-		return l.lookFirst(own, c, pids)
+		return l.lookFirst(own.path, c, pids, own.look)
 	}
 	for _, pid := range pids {
 		started, err := startTime(filepath.Join("/proc", strconv.Itoa(pid)))
@@ -99,62 +104,59 @@ func (l *Lookout) lookInto(own viewpoint, c group) (*sighting, error) {
 	return nil, nil
 }
 
-// lookFirst looks into a container whose devices are not known, and remembers them where it can.
-func (l *Lookout) lookFirst(own viewpoint, c group, pids []int) (*sighting, error) {
-	seen, made, err := firstSight(c.id, pids, own.look)
-	if err != nil || seen == nil {
-		return nil, err
-	}
-	seen.devices = l.named(own, seen.devices)
-	if made {
-		l.known[c.id] = seen.devices
-	}
-	if len(seen.devices) == 0 {
-		return nil, nil
-	}
-	seen.node = l.node.Name()
-	return seen, nil
-}
-
-// firstSight looks at the processes of a container and answers one that sees a GPU, or else any, or nil; and whether the container
-// is made: that no process is on its way into it. Until then nothing that is missing is told by what is seen. A hook of the runtime
-// runs among the container's processes and may enter its file system before the container itself does (nvidia-cdi-hook
-// update-ldcache), in a mount namespace of its own; when the hook ends, the kernel takes that apart a moment before it says that
-// the process has ended, and /dev is empty (do_exit: exit_task_namespaces comes before exit_notify).
-func firstSight(container string, pids []int, look func(pid int) (*sighting, error)) (best *sighting, made bool, err error) {
-	made = true
+// lookFirst looks into a container whose devices are not known, and remembers them once all its processes were looked at in its own
+// file system.
+//
+// Until then an empty view proves nothing. A hook of the runtime runs among the container's processes and may enter its file system
+// before the container itself does (nvidia-cdi-hook update-ldcache), in a mount namespace of its own, which the kernel takes apart a
+// moment before it says that the process has ended (do_exit: exit_task_namespaces, exit_notify): its /dev is empty in between.
+func (l *Lookout) lookFirst(root string, c group, pids []int, look func(pid int) (*sighting, error)) (*sighting, error) {
+	var first *sighting
+	all := true
 	for _, pid := range pids {
 		seen, err := look(pid)
 		switch {
 		case gone(err):
+			all = false
 		case err != nil:
-			return nil, false, err
-		case seen == nil:
-			made = false
-		case seen.container != container:
-			// On its way from one group to another.
-		case best == nil || len(best.devices) == 0:
-			best = seen
+			return nil, err
+		case seen == nil || seen.container != c.id:
+			all = false // on its way into the container, or from one group to another
+		case first == nil || len(first.devices) == 0:
+			first = seen
 		}
 	}
-	return best, made, nil
+	if first == nil {
+		return nil, nil
+	}
+	named := l.name(root, first.devices)
+	if all && named {
+		l.known[c.id] = first.devices
+	}
+	if len(first.devices) == 0 {
+		return nil, nil
+	}
+	first.node = l.node.Name()
+	return first, nil
 }
 
-// named fills in the GPUs; what the machine does not tell stays as it is.
-func (l *Lookout) named(own viewpoint, devices []Device) []Device {
+// name fills in the GPUs and reports whether the files below the node's root directory told them all.
+func (l *Lookout) name(root string, devices []Device) (all bool) {
 	if len(devices) == 0 {
-		return devices
+		return true
 	}
-	known, err := readGPUs(own.path)
+	known, err := readGPUs(root)
+	all = err == nil
 	for i := range devices {
 		if err == nil {
 			devices[i].GPU = known.find(devices[i].gpu())
+			all = all && devices[i].GPU.UUID != ""
 		}
 		if devices[i].Whole() {
 			devices[i].GPU.Replicas = l.shared[devices[i].Minor()]
 		}
 	}
-	return devices
+	return all
 }
 
 // Suspicion is hardware that containers of different pods could see at one moment: a device, or a partition and its GPU. Whether

@@ -5,68 +5,75 @@ package oracle
 import (
 	"errors"
 	"io/fs"
+	"os"
+	"path/filepath"
 	"testing"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
 )
 
-// TestFirstSight: what a container sees is told by its own processes, and never that it sees nothing while the runtime still makes
-// it, whose hooks enter its file system before it does.
-func TestFirstSight(t *testing.T) {
-	const hook, process, other = 12, 11, 13
-	var (
-		sees     = &sighting{container: id("c"), devices: []Device{{Number: Number{nvidiaMajor, 6}}}}
-		nothing  = &sighting{container: id("c")}
-		stranger = &sighting{container: id("d"), devices: sees.devices}
-		failure  = errors.New("refused")
-	)
+// TestLookFirst: what a container sees is told by its own processes, and that it sees nothing is not remembered while the runtime
+// still makes it, whose hooks enter its file system before it does.
+func TestLookFirst(t *testing.T) {
+	root := t.TempDir()
+	machine := filepath.Join(root, simulatedMachine)
+	mknod(t, filepath.Join(machine, "driver/dev/nvidia6"), nvidiaMajor, 6)
+	if err := os.WriteFile(filepath.Join(machine, "profile.yaml"), []byte("gpus:\n- {minor: 6, uuid: GPU-g, pci: g}\n"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	const process, other, hook = 11, 12, 13
+	in := func(container string, minors ...uint32) *sighting {
+		seen := &sighting{container: id(container)}
+		for _, minor := range minors {
+			seen.devices = append(seen.devices, Device{Number: Number{nvidiaMajor, minor}})
+		}
+		return seen
+	}
 	type answer struct {
 		seen *sighting
 		err  error
 	}
-	outside, ended := answer{}, answer{err: fs.ErrNotExist}
+	nothing, outside, ended := answer{seen: in("c")}, answer{}, answer{err: fs.ErrNotExist}
+	gpu := func() answer { return answer{seen: in("c", 6)} }
+	failure := errors.New("refused")
 	for name, test := range map[string]struct {
 		pids  []int
 		looks map[int]answer
-		want  *sighting
-		made  bool
-		err   error
+		// sees is how many devices are seen.
+		sees       int
+		remembered bool
+		err        error
 	}{
-		"its own process": {
-			pids: []int{process}, looks: map[int]answer{process: {seen: sees}}, want: sees, made: true,
-		},
-		"a container without GPUs": {
-			pids: []int{process, other}, looks: map[int]answer{process: {seen: nothing}, other: {seen: nothing}}, want: nothing, made: true,
-		},
-		"on its way": {
-			pids: []int{process}, looks: map[int]answer{process: outside},
-		},
-		"a hook's mounts are taken apart": {
-			pids: []int{process, hook}, looks: map[int]answer{process: outside, hook: {seen: nothing}}, want: nothing,
-		},
-		"a hook's mounts are taken apart, and the container's own process enters meanwhile": {
-			pids: []int{hook, process}, looks: map[int]answer{hook: {seen: nothing}, process: {seen: sees}}, want: sees, made: true,
-		},
-		"a hook sees the GPU": {
-			pids: []int{process, hook}, looks: map[int]answer{process: outside, hook: {seen: sees}}, want: sees,
-		},
-		"a process without GPUs comes later": {
-			pids: []int{process, other}, looks: map[int]answer{process: {seen: sees}, other: {seen: nothing}}, want: sees, made: true,
-		},
-		"a process has ended": {
-			pids: []int{other, process}, looks: map[int]answer{other: ended, process: {seen: sees}}, want: sees, made: true,
-		},
-		"a process of another container": {
-			pids: []int{other, process}, looks: map[int]answer{other: {seen: stranger}, process: {seen: nothing}}, want: nothing, made: true,
-		},
-		"a look that fails": {
-			pids: []int{process}, looks: map[int]answer{process: {err: failure}}, err: failure,
-		},
+		"its own process":                {[]int{process}, map[int]answer{process: gpu()}, 1, true, nil},
+		"a container without GPUs":       {[]int{process, other}, map[int]answer{process: nothing, other: nothing}, 0, true, nil},
+		"on its way":                     {[]int{process}, map[int]answer{process: outside}, 0, false, nil},
+		"nobody":                         {nil, nil, 0, false, nil},
+		"a hook that ends":               {[]int{process, hook}, map[int]answer{process: outside, hook: nothing}, 0, false, nil},
+		"the hook first, then in itself": {[]int{hook, process}, map[int]answer{hook: nothing, process: gpu()}, 1, true, nil},
+		"a hook sees the GPU":            {[]int{process, hook}, map[int]answer{process: outside, hook: gpu()}, 1, false, nil},
+		"another comes, without GPUs":    {[]int{process, other}, map[int]answer{process: gpu(), other: nothing}, 1, true, nil},
+		"one has ended":                  {[]int{other, process}, map[int]answer{other: ended, process: gpu()}, 1, false, nil},
+		"one of another container":       {[]int{other, process}, map[int]answer{other: {seen: in("d", 6)}, process: nothing}, 0, false, nil},
+		"a GPU that nothing tells of":    {[]int{process}, map[int]answer{process: {seen: in("c", 7)}}, 1, false, nil},
+		"a look that fails":              {[]int{process}, map[int]answer{process: {err: failure}}, 0, false, failure},
 	} {
 		t.Run(name, func(t *testing.T) {
-			seen, made, err := firstSight(id("c"), test.pids, func(pid int) (*sighting, error) {
+			l := NewLookout(&cluster.Node{}, map[int]int{6: 4})
+			seen, err := l.lookFirst(root, group{id: id("c")}, test.pids, func(pid int) (*sighting, error) {
 				return test.looks[pid].seen, test.looks[pid].err
 			})
-			if seen != test.want || made != test.made || !errors.Is(err, test.err) {
-				t.Errorf("saw %+v, made: %t, %v; want %+v, %t, %v", seen, made, err, test.want, test.made, test.err)
+			if !errors.Is(err, test.err) {
+				t.Fatalf("error %v, want %v", err, test.err)
+			}
+			if got := seen != nil; got != (test.sees > 0) || got && len(seen.devices) != test.sees {
+				t.Errorf("sees %+v", seen)
+			}
+			devices, remembered := l.known[id("c")]
+			if remembered != test.remembered || remembered && len(devices) != test.sees {
+				t.Errorf("remembered: %t, %+v", remembered, devices)
+			}
+			if remembered && test.sees > 0 && (devices[0].GPU.UUID != "GPU-g" || devices[0].GPU.Replicas != 4) {
+				t.Errorf("remembered without its GPU: %+v", devices[0])
 			}
 		})
 	}

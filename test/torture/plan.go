@@ -320,7 +320,7 @@ func PlanRound(seed uint64, number, size int, mix Mix) Round {
 const early = 50
 
 // DrawSeed draws seeds until one's plan has early what the verdict of a run asks for, in runs and rounds of at least as many
-// operations. One plan in sixteen kills nobody in a hundred.
+// operations. Of 300 plans 25 have no burst by then, and 26 kill nobody but what may not run at that moment.
 func DrawSeed(draw func() uint64, mix Mix) uint64 {
 	for {
 		if seed := draw(); PlanRound(seed, 0, early, mix).proves(mix) {
@@ -329,11 +329,13 @@ func DrawSeed(draw func() uint64, mix Mix) uint64 {
 	}
 }
 
-// proves reports whether a round kills somebody, and where GPUs are shared asks for replicas that other GPUs have not.
+// proves reports whether in a round claims and limits race for all GPUs, somebody is killed who always runs, as a pod may not, and
+// where GPUs are shared somebody asks for replicas that other GPUs have not.
 func (r Round) proves(mix Mix) bool {
 	has := func(is func(Op) bool) bool { return slices.ContainsFunc(r.Ops, is) }
 	renamed := func(w Workload) bool { return w.Renamed }
-	return has(func(o Op) bool { return o.Kind == Kill }) &&
+	return has(func(o Op) bool { return o.Kind == Burst }) &&
+		has(func(o Op) bool { return o.Kind == Kill && o.Component != agentName && o.Component != controllerName }) &&
 		(!mix.Sharing || has(func(o Op) bool { return slices.ContainsFunc(o.Workloads, renamed) }))
 }
 

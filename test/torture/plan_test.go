@@ -8,6 +8,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
 )
 
 func TestAPlanDependsOnTheSeedOnly(t *testing.T) {
@@ -31,9 +33,12 @@ func TestDrawSeed(t *testing.T) {
 		next, drawn := uint64(0), 0
 		for range 50 {
 			seed := DrawSeed(func() uint64 { next++; drawn++; return next }, mix)
-			kills, renamed := 0, 0
+			kills, bursts, renamed := 0, 0, 0
 			for _, op := range PlanRound(seed, 0, early, mix).Ops {
-				if op.Kind == Kill {
+				switch {
+				case op.Kind == Burst:
+					bursts++
+				case op.Kind == Kill && slices.Contains([]string{cluster.Kubelet, cluster.Containerd, cluster.APIServer}, op.Component):
 					kills++
 				}
 				for _, w := range op.Workloads {
@@ -42,8 +47,8 @@ func TestDrawSeed(t *testing.T) {
 					}
 				}
 			}
-			if kills == 0 || mix.Sharing && renamed == 0 {
-				t.Errorf("%s, seed %d: %d kills, %d renamed", name, seed, kills, renamed)
+			if kills == 0 || bursts == 0 || mix.Sharing && renamed == 0 {
+				t.Errorf("%s, seed %d: %d kills, %d bursts, %d renamed", name, seed, kills, bursts, renamed)
 			}
 		}
 		if drawn == 50 || drawn > 400 {

@@ -22,8 +22,8 @@ import (
 
 const (
 	// settlePatience is how long pods may take to come to rest once pressure has ended, and everything to be free again once all
-	// is deleted: kubelet's own retry of a Prepare comes after 60 to 90 s.
-	settlePatience = 150 * time.Second
+	// is deleted: kubelet's own retry of a Prepare comes after 60 to 90 s, and may come twice.
+	settlePatience = 4 * time.Minute
 	lookAgain      = 500 * time.Millisecond
 	heartbeat      = 10 * time.Second
 	// quietReserve is kept of a budget for the last quiet point.

@@ -135,7 +135,7 @@ func parse(args []string) (settings, error) {
 	flags.StringVar(&s.state.Kubernetes, "kubernetes", binaries.DefaultKubernetes, "Kubernetes version")
 	flags.BoolVar(&s.state.MIG, "mig", false, "on a machine with partitions")
 	flags.BoolVar(&s.state.Sharing, "sharing", false, "with GPUs that several may have at once")
-	flags.DurationVar(&s.budget, "budget", 0, "end well, at a quiet point, after this time at most; 0 is no limit")
+	flags.DurationVar(&s.budget, "budget", 0, "end well, at a quiet point, after this time at most, from when the cluster is up; 0 is no limit")
 	flags.StringVar(&s.dir, "dir", filepath.Join(os.TempDir(), "tandem-torture"), "directory of cluster, state, trace and evidence")
 	flags.BoolVar(&s.resume, "resume", false, "go on with the interrupted run in the directory")
 	flags.BoolVar(&s.keep, "keep", false, "leave the cluster running at the end")
@@ -191,9 +191,6 @@ func mixOf(state torture.State) torture.Mix {
 // attack runs, or goes on with, one run. Interrupted, it leaves the cluster for another that resumes.
 func attack(ctx context.Context, s settings) error {
 	options := torture.Options{Dir: s.dir, State: s.state, Newer: torture.Newer, Out: os.Stdout}
-	if s.budget > 0 {
-		options.Deadline = time.Now().Add(s.budget)
-	}
 	if s.resume {
 		state, err := torture.ReadState(s.dir)
 		if err != nil {
@@ -207,6 +204,9 @@ func attack(ctx context.Context, s settings) error {
 	c, err := start(ctx, s, state)
 	if err != nil {
 		return fmt.Errorf("start the cluster (`make torture-down` removes it): %w", err)
+	}
+	if s.budget > 0 {
+		options.Deadline = time.Now().Add(s.budget)
 	}
 	counters, verdict := torture.Run(ctx, c, options)
 	clean := context.WithoutCancel(ctx)
