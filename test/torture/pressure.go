@@ -65,6 +65,9 @@ func (r *run) play(ctx context.Context, u user, op Op) error {
 		r.heals.meddle(op.Target)
 		err = u.do(ctx, op)
 	}
+	if err == nil && op.Kind == Burst {
+		r.awaitContention(ctx, u, op)
+	}
 	if err != nil && ctx.Err() == nil {
 		return fmt.Errorf("operation %s: %w", op, err)
 	}
@@ -72,6 +75,23 @@ func (r *run) play(ctx context.Context, u user, op Op) error {
 	r.tally.add(func(c *Counters) { c.Ops++ })
 	rest(ctx, op.Dwell)
 	return nil
+}
+
+// burstPatience bounds how long a burst stays in flight.
+const burstPatience = 30 * time.Second
+
+// awaitContention waits until one of a burst's pods waits for what the other API has: what comes next in the plan would delete
+// pods that have not raced yet, on a machine that is slow to start them.
+func (r *run) awaitContention(ctx context.Context, u user, burst Op) {
+	contended := func(l *life) bool { return l.contended }
+	for deadline := time.Now().Add(burstPatience); time.Now().Before(deadline) && ctx.Err() == nil; rest(ctx, lookAgain) {
+		for _, w := range burst.Workloads {
+			if r.watch.count(u.namespace, w.Name, contended) > 0 {
+				return
+			}
+		}
+	}
+	r.trace.note("burst %05d was not contended", burst.Index)
 }
 
 func (r *run) strike(ctx context.Context, op Op) error {
