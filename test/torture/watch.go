@@ -21,9 +21,11 @@ import (
 )
 
 const (
-	// fastest is the shortest time between two looks; dutyCycle is how many times longer than a look it rests at least.
+	// fastest is the shortest time between two looks; dutyCycle is how many times longer than a look it rests at least, but for no
+	// longer than slowest: a look that takes long has mostly waited for a processor.
 	fastest   = 20 * time.Millisecond
 	dutyCycle = 12
+	slowest   = 250 * time.Millisecond
 	// confirmPause is how long a suspicion waits for the API server's objects to be read; so often it is tried.
 	confirmPause, confirmTries = 500 * time.Millisecond, 240
 )
@@ -130,7 +132,7 @@ func (w *watch) lookAround(ctx context.Context, group *errgroup.Group) error {
 				group.Go(func() error { return w.confirm(ctx, suspicion) })
 			}
 		}
-		rest(ctx, max(fastest, dutyCycle*time.Since(started)))
+		rest(ctx, min(max(fastest, dutyCycle*time.Since(started)), slowest))
 	}
 	return nil
 }
