@@ -49,7 +49,7 @@ torture: ## random operations and faults on a real cluster (OPS=5000 SEED=7 MIG=
 	$(call run,torture) $(torture_flags)
 
 .PHONY: torture-ci
-torture-ci: ## two at once, one of them with shared GPUs, for 5 minutes at most, with fresh seeds that are printed
+torture-ci: ## two at once, one of them with shared GPUs, for about 5 minutes at most, with fresh seeds that are printed
 	$(call run,torture) ci -budget 5m -ops 5000
 
 .PHONY: torture-selftest

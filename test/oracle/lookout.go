@@ -150,7 +150,7 @@ func (l *Lookout) name(root string, devices []Device) (all bool) {
 	for i := range devices {
 		if err == nil {
 			devices[i].GPU = known.find(devices[i].gpu())
-			all = all && devices[i].GPU.UUID != ""
+			all = all && devices[i].GPU.UUID != "" && (devices[i].Whole() || devices[i].Partition.UUID != "")
 		}
 		if devices[i].Whole() {
 			devices[i].GPU.Replicas = l.shared[devices[i].Minor()]

@@ -35,6 +35,10 @@ func TestLookFirst(t *testing.T) {
 	}
 	nothing, outside, ended := answer{seen: in("c")}, answer{}, answer{err: fs.ErrNotExist}
 	gpu := func() answer { return answer{seen: in("c", 6)} }
+	partition := func(uuid string) answer {
+		right := Device{Number: Number{236, 66}, Partition: Partition{Instance: "gi7/ci0", GPU: Number{nvidiaMajor, 6}, UUID: uuid}}
+		return answer{seen: &sighting{container: id("c"), devices: []Device{right}}}
+	}
 	failure := errors.New("refused")
 	for name, test := range map[string]struct {
 		pids  []int
@@ -54,6 +58,8 @@ func TestLookFirst(t *testing.T) {
 		"another comes, without GPUs":    {[]int{process, other}, map[int]answer{process: gpu(), other: nothing}, 1, true, nil},
 		"one has ended":                  {[]int{other, process}, map[int]answer{other: ended, process: gpu()}, 1, false, nil},
 		"one of another container":       {[]int{other, process}, map[int]answer{other: {seen: in("d", 6)}, process: nothing}, 0, false, nil},
+		"a partition":                    {[]int{process}, map[int]answer{process: partition("MIG-p")}, 1, true, nil},
+		"a partition that is not known":  {[]int{process}, map[int]answer{process: partition("")}, 1, false, nil},
 		"a GPU that nothing tells of":    {[]int{process}, map[int]answer{process: {seen: in("c", 7)}}, 1, false, nil},
 		"a look that fails":              {[]int{process}, map[int]answer{process: {err: failure}}, 0, false, failure},
 	} {
@@ -72,7 +78,7 @@ func TestLookFirst(t *testing.T) {
 			if remembered != test.remembered || remembered && len(devices) != test.sees {
 				t.Errorf("remembered: %t, %+v", remembered, devices)
 			}
-			if remembered && test.sees > 0 && (devices[0].GPU.UUID != "GPU-g" || devices[0].GPU.Replicas != 4) {
+			if remembered && test.sees > 0 && (devices[0].GPU.UUID != "GPU-g" || devices[0].Whole() && devices[0].GPU.Replicas != 4) {
 				t.Errorf("remembered without its GPU: %+v", devices[0])
 			}
 		})

@@ -329,7 +329,7 @@ func DrawSeed(draw func() uint64, mix Mix) uint64 {
 	}
 }
 
-// proves reports whether in a round claims and limits race for all GPUs, somebody is killed who always runs, as a pod may not, and
+// proves reports whether in a round claims and limits race for all GPUs, something is killed that always runs, as a pod may not, and
 // where GPUs are shared somebody asks for replicas that other GPUs have not.
 func (r Round) proves(mix Mix) bool {
 	has := func(is func(Op) bool) bool { return slices.ContainsFunc(r.Ops, is) }

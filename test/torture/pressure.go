@@ -84,7 +84,11 @@ const burstPatience = 30 * time.Second
 // pods that have not raced yet, on a machine that is slow to start them.
 func (r *run) awaitContention(ctx context.Context, u user, burst Op) {
 	contended := func(l *life) bool { return l.contended }
-	for deadline := time.Now().Add(burstPatience); time.Now().Before(deadline) && ctx.Err() == nil; rest(ctx, lookAgain) {
+	over := func() bool { return ctx.Err() != nil || r.UntilFault && r.tally.now().faults() > 0 }
+	for deadline := time.Now().Add(burstPatience); time.Now().Before(deadline); rest(ctx, lookAgain) {
+		if over() {
+			return
+		}
 		for _, w := range burst.Workloads {
 			if r.watch.count(u.namespace, w.Name, contended) > 0 {
 				return

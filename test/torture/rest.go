@@ -144,7 +144,7 @@ func (r *run) snapshot(ctx context.Context, u user) (snapshot, error) {
 
 // awaitFree waits until nothing is left of what was deleted, and answers what is when patience ends.
 func (r *run) awaitFree(ctx context.Context) (lines []string, missing int, err error) {
-	deadline := time.Now().Add(settlePatience)
+	deadline := time.Now().Add(freePatience)
 	for {
 		call, cancel := context.WithTimeout(ctx, 2*callPatience)
 		lines, missing, err = r.auditor.leaks(call)

@@ -21,9 +21,10 @@ import (
 )
 
 const (
-	// settlePatience is how long pods may take to come to rest once pressure has ended, and everything to be free again once all
-	// is deleted: kubelet's own retry of a Prepare comes after 60 to 90 s, and may come twice.
+	// settlePatience is how long pods may take to come to rest once pressure has ended: kubelet's own retry of a Prepare comes after
+	// 60 to 90 s, and may come twice. freePatience is how long everything may take to be free again once all is deleted.
 	settlePatience = 4 * time.Minute
+	freePatience   = 150 * time.Second
 	lookAgain      = 500 * time.Millisecond
 	heartbeat      = 10 * time.Second
 	// quietReserve is kept of a budget for the last quiet point.
@@ -285,10 +286,7 @@ func (r *run) round(ctx context.Context, round Round) error {
 		return err
 	}
 	r.forget(u)
-	if r.UntilFault {
-		return nil
-	}
-	if !r.controller {
+	if r.UntilFault || !r.controller || r.tally.now().faults() > 0 {
 		return nil
 	}
 	return r.race(ctx, user{r.client, u.namespace + "-race"})

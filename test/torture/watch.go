@@ -21,8 +21,8 @@ import (
 )
 
 const (
-	// fastest is the shortest time between two looks; dutyCycle is how many times longer than a look it rests at least, but for no
-	// longer than slowest: a look that takes long has mostly waited for a processor.
+	// fastest is the shortest time between two looks; dutyCycle is how many times longer than a look it rests, and slowest the longest
+	// rest: a look that takes long has mostly waited for a processor.
 	fastest   = 20 * time.Millisecond
 	dutyCycle = 12
 	slowest   = 250 * time.Millisecond

@@ -28,7 +28,7 @@ import (
 const usage = `usage: torture [-ops N] [-seed S] [-mig | -sharing] [-kubernetes V] [-budget 15m] [flags]    needs root
        torture -resume [-budget 15m] [-dir DIR]       go on where a run was interrupted
        torture -plan [-ops N] [-seed S]               print what a seed does, and do nothing
-       torture ci [-budget 4m] [-kubernetes V]        two at once, one of them with -sharing, each on a cluster of its own
+       torture ci [-budget 5m] [-kubernetes V]        two at once, one of them with -sharing, each on a cluster of its own
        torture selftest [-only NAME] [flags]          with Tandem sabotaged, faults must be found
        torture down [-dir DIR]                        remove the cluster of an interrupted run
 `
