@@ -26,10 +26,10 @@ import (
 	"github.com/tandem-gpu/tandem/internal/status"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/partition"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
@@ -113,12 +113,12 @@ var errNotStarted = errors.New("not started")
 // serve brings up the node in the order that keeps it safe: the ledger's lock, the GPUs, the holds that are known from
 // before, the CDI specs, and only then the two APIs.
 func (a *agent) serve(ctx context.Context) error {
-	cgroups := evidence.NewCgroups(a.config.CgroupRoot)
-	pods, err := evidence.NewPods(a.client, a.config.NodeName, cgroups, a.config.KubeletDir)
+	cgroups := podstate.NewCgroups(a.config.CgroupRoot)
+	pods, err := podstate.NewPods(a.client, a.config.NodeName, cgroups, a.config.KubeletDir)
 	if err != nil {
 		return err
 	}
-	resources, err := evidence.NewPodResources(a.config.KubeletDir)
+	resources, err := podstate.NewPodResources(a.config.KubeletDir)
 	if err != nil {
 		return err
 	}
@@ -174,8 +174,8 @@ func unlessStopped(ctx context.Context, err error) error {
 	return err
 }
 
-func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger,
-	made records, resources *evidence.PodResources,
+func (a *agent) serveNode(ctx context.Context, cgroups *podstate.Cgroups, pods *podstate.Pods, book *ledger.Ledger,
+	made records, resources *podstate.PodResources,
 ) error {
 	group, ctx := errgroup.WithContext(ctx)
 	watchPods := sync.OnceFunc(func() { group.Go(func() error { return pods.Run(ctx) }) })
@@ -193,7 +193,7 @@ func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *
 		}
 		stop()
 		watchPods()
-		self := evidence.NewNode(a.client, a.config.NodeName)
+		self := podstate.NewNode(a.client, a.config.NodeName)
 		group.Go(func() error { return self.Run(ctx) })
 		devices := partition.NewMaker(made.partitions, node, partition.Policy{Dynamic: a.config.Dynamic, Sharing: a.config.SharingOf})
 		return a.serveGPUs(ctx, cgroups, pods, book, node, devices, made.settings, self, resources)
@@ -201,8 +201,8 @@ func (a *agent) serveNode(ctx context.Context, cgroups *evidence.Cgroups, pods *
 	return group.Wait()
 }
 
-func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, node *nvml.Node,
-	devices *partition.Maker, settings *sharing.Records, self *evidence.Node, resources *evidence.PodResources,
+func (a *agent) serveGPUs(ctx context.Context, cgroups *podstate.Cgroups, pods *podstate.Pods, book *ledger.Ledger, node *nvml.Node,
+	devices *partition.Maker, settings *sharing.Records, self *podstate.Node, resources *podstate.PodResources,
 ) error {
 	specs, err := a.newSpecs(node)
 	if err != nil {
@@ -246,8 +246,8 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *evidence.Cgroups, pods *
 }
 
 // reconcilerConfig lacks the inventory, and where metrics go.
-func (a *agent) reconcilerConfig(cgroups *evidence.Cgroups, pods *evidence.Pods, book *ledger.Ledger, devices *partition.Maker, shared *sharing.Keeper,
-	resources *evidence.PodResources,
+func (a *agent) reconcilerConfig(cgroups *podstate.Cgroups, pods *podstate.Pods, book *ledger.Ledger, devices *partition.Maker, shared *sharing.Keeper,
+	resources *podstate.PodResources,
 ) reconcile.Config {
 	return reconcile.Config{
 		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources, Partitions: devices, Settings: shared, Recorder: a.recorder,

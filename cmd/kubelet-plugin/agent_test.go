@@ -22,7 +22,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // asAgent makes the test binary the agent.
@@ -213,7 +213,7 @@ func TestNodeWithoutAGPUIsReady(t *testing.T) {
 
 func TestWaitsForLock(t *testing.T) {
 	c := nodeConfig(t)
-	other, err := ledger.Open(t.Context(), ledger.Options{Dir: c.RunDir, BootID: "boot", Evidence: anything{}})
+	other, err := ledger.Open(t.Context(), ledger.Options{Dir: c.RunDir, BootID: "boot", PodStates: anything{}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -225,7 +225,7 @@ func TestWaitsForLock(t *testing.T) {
 	}
 	a.await("driver: no NVIDIA driver")
 	a.stop()
-	if other, err = ledger.Open(t.Context(), ledger.Options{Dir: c.RunDir, BootID: "boot", Evidence: anything{}}); err != nil {
+	if other, err = ledger.Open(t.Context(), ledger.Options{Dir: c.RunDir, BootID: "boot", PodStates: anything{}}); err != nil {
 		t.Fatalf("the lock was kept: %v", err)
 	}
 	a = start(t, c)
@@ -239,7 +239,7 @@ func TestWaitsForLock(t *testing.T) {
 type anything struct{}
 
 func (anything) Started(ledger.Hold, []ledger.Hold) bool { return false }
-func (anything) Verdict(ledger.Hold) ledger.Verdict      { return ledger.Running }
+func (anything) PodState(ledger.Hold) ledger.PodState    { return ledger.Running }
 
 // A driver without GPUs: nothing is registered until there is one.
 func TestWaitsForGPU(t *testing.T) {

@@ -13,26 +13,26 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/driver"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/partition"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // frontEnds is what both APIs are served from.
 type frontEnds struct {
-	pods      *evidence.Pods
+	pods      *podstate.Pods
 	book      *ledger.Ledger
 	node      *nvml.Node
 	devices   *partition.Maker
 	shared    *sharing.Keeper
 	policy    *sharing.Policy
 	specs     *cdi.Specs
-	resources *evidence.PodResources
-	self      *evidence.Node
+	resources *podstate.PodResources
+	self      *podstate.Node
 }
 
 var errNoPods = errors.New("the API server has not listed this node's pods yet")
@@ -76,7 +76,7 @@ func (a *agent) serveAPIs(ctx context.Context, f frontEnds) error {
 // retire runs the device plugin of a node that serves limits no more as long as a limit of before has a device.
 func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) error) error {
 	left := func() bool {
-		return slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindLimit })
+		return slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindPod })
 	}
 	if !left() {
 		return nil
@@ -106,10 +106,10 @@ func (a *agent) objectConfig(f frontEnds) gpunode.Config {
 	c := gpunode.Config{
 		REST: a.api, DriverName: a.config.DriverName, NodeName: a.config.NodeName, Mode: string(a.config.Mode),
 		Claims: func(namespace string) gpunode.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		Node:   f.self, Ledger: f.book, Inventory: f.devices, Registerer: a.metrics, Sharing: f.shared, Untouched: a.config.Untouched,
+		Node:   f.self, Ledger: f.book, Inventory: f.devices, Registerer: a.metrics, Sharing: f.shared, Excluded: a.config.Excluded,
 	}
 	if a.config.Mode.Limits() {
-		c.Limits, c.OfferedToLimits = a.config.Resources(), a.config.OfferedToLimits
+		c.Limits, c.OfferedToPods = a.config.Resources(), a.config.OfferedToPods
 	}
 	return c
 }
@@ -120,7 +120,7 @@ func (a *agent) claimsConfig(f frontEnds, object *gpunode.Object) driver.Config 
 		Node: f.self, Ledger: f.book, Inventory: f.devices, Partitions: f.devices, Specs: f.specs, Pods: f.pods,
 		Sharing: f.shared, Policy: f.policy, DaemonTrouble: object.DaemonTrouble,
 		Recorder: a.recorder, Registerer: a.metrics,
-		OfferedToClaims: a.config.OfferedToClaims, OfferedToLimits: a.config.OfferedToLimits, Limits: a.config.Resources(),
+		OfferedToClaims: a.config.OfferedToClaims, OfferedToPods: a.config.OfferedToPods, Limits: a.config.Resources(),
 		PublishNothing: !a.config.Mode.Claims(),
 		Allocations:    object, Strict: a.config.Strict && a.config.Mode == config.ModeDual,
 	}
@@ -133,7 +133,7 @@ func (a *agent) limitsConfig(f frontEnds, object *gpunode.Object) legacy.Config 
 		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
 		PassDeviceSpecs: a.config.PassDeviceSpecs, AllocationPolicy: legacy.AllocationPolicy(a.config.AllocationPolicy),
 		FailRequestsGreaterThanOne: a.config.FailRequestsGreaterThanOne,
-		Inventory:                  f.devices, Offered: a.config.OfferedToLimits, Retiring: !a.config.Mode.Limits(),
+		Inventory:                  f.devices, Offered: a.config.OfferedToPods, Retiring: !a.config.Mode.Limits(),
 		Ledger: f.book, Specs: f.specs, Kubelet: f.resources, Sharing: f.policy,
 		Allocations: object, Acknowledge: object.Acknowledge,
 		Recorder: a.recorder, Registerer: a.metrics,

@@ -14,9 +14,9 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/driver"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/partition"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
@@ -25,11 +25,11 @@ import (
 // replaces the driver waits for the pods on it to end.
 type caretaker struct {
 	*agent
-	cgroups   *evidence.Cgroups
-	pods      *evidence.Pods
+	cgroups   *podstate.Cgroups
+	pods      *podstate.Pods
 	book      *ledger.Ledger
 	made      records
-	resources *evidence.PodResources
+	resources *podstate.PodResources
 	// watchPods makes pods known.
 	watchPods func()
 }
@@ -50,7 +50,7 @@ func (c caretaker) prepare(ctx context.Context) (start, stop func()) {
 
 // run serves until ctx is done. On a node where nothing is held, it does nothing.
 func (c caretaker) run(ctx context.Context) error {
-	claims, err := evidence.ReadClaimState(c.config.KubeletDir, c.config.DriverName)
+	claims, err := podstate.ReadClaimState(c.config.KubeletDir, c.config.DriverName)
 	if err == nil && len(claims) == 0 && len(c.book.Holds()) == 0 {
 		return nil
 	}

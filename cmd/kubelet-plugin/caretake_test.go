@@ -20,8 +20,8 @@ import (
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // Whoever replaces a driver waits for the pods with its GPUs to end, and kubelet ends none whose claim nobody unprepares.
@@ -36,12 +36,12 @@ func TestClaimsEndWithoutADriver(t *testing.T) {
 		Results: []resourceapi.DeviceRequestAllocationResult{{Request: "gpu", Driver: c.DriverName, Pool: c.NodeName, Device: "gpu-0"}},
 	}}
 	a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}}, claim)
-	cgroups := evidence.NewCgroups(c.CgroupRoot)
-	pods, err := evidence.NewPods(a.client, c.NodeName, cgroups, c.KubeletDir)
+	cgroups := podstate.NewCgroups(c.CgroupRoot)
+	pods, err := podstate.NewPods(a.client, c.NodeName, cgroups, c.KubeletDir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	resources, err := evidence.NewPodResources(c.KubeletDir)
+	resources, err := podstate.NewPodResources(c.KubeletDir)
 	if err != nil {
 		t.Fatal(err)
 	}

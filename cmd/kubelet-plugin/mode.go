@@ -13,7 +13,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // errReconfigured ends an agent whose configuration has changed: main starts it anew, in the same process, and no pod notices.
@@ -22,7 +22,7 @@ var errReconfigured = errors.New("the node's configuration has changed")
 // settings follow the configuration of one node: its file and its label.
 type settings struct {
 	*agent
-	self *evidence.Node
+	self *podstate.Node
 	// inventory of the moment.
 	inventory func() device.Inventory
 	// edited is signalled when the file may have changed.
@@ -31,7 +31,7 @@ type settings struct {
 	rejected string
 }
 
-func (a *agent) newSettings(self *evidence.Node, inventory func() device.Inventory) *settings {
+func (a *agent) newSettings(self *podstate.Node, inventory func() device.Inventory) *settings {
 	return &settings{agent: a, self: self, inventory: inventory, edited: make(chan struct{}, 1)}
 }
 

@@ -20,8 +20,8 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // configured is an agent that follows its settings and serves nothing.
@@ -60,7 +60,7 @@ func follow(t *testing.T, file string, labels map[string]string) *configured {
 	a.recorder, a.reload = c.events, reload
 	a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1", UID: "uid", Labels: labels}})
 	ctx, cancel := context.WithCancel(context.Background())
-	self := evidence.NewNode(a.client, "node-1")
+	self := podstate.NewNode(a.client, "node-1")
 	inventory := func() device.Inventory {
 		return device.Inventory{GPUs: []device.GPU{{UUID: "GPU-a", Index: 0}, {UUID: "GPU-b", Index: 1}}}
 	}
@@ -178,11 +178,11 @@ func TestModeChanges(t *testing.T) {
 		c.rejects("want different uses of GPU GPU-a")
 		c.edit("tandem: {moed: Split}")
 		c.rejects("moed")
-		c.edit("tandem: {mode: LimitsOnly}")
+		c.edit("tandem: {mode: DevicePluginOnly}")
 		c.startsAnew()
 	})
 	t.Run("the label wins over the file", func(t *testing.T) {
-		c := follow(t, "tandem: {mode: LimitsOnly}", map[string]string{config.ModeLabel: "ClaimsOnly"})
+		c := follow(t, "tandem: {mode: DevicePluginOnly}", map[string]string{config.ModeLabel: "ClaimsOnly"})
 		c.serves(config.ModeClaimsOnly)
 		// Nothing changes for this node; the wrong file after it is the first that is noticed.
 		c.edit("tandem: {mode: Dual}")
@@ -196,7 +196,7 @@ func TestModeChanges(t *testing.T) {
 		c := follow(t, "version: v1\n", map[string]string{config.ModeLabel: "Split"})
 		// Who has a GPU is served, and nobody else.
 		gpu := device.GPU{UUID: "GPU-a"}
-		if got := <-c.served; got.Mode.Claims() || got.Mode.Limits() || got.OfferedToClaims(gpu) || got.OfferedToLimits(gpu) {
+		if got := <-c.served; got.Mode.Claims() || got.Mode.Limits() || got.OfferedToClaims(gpu) || got.OfferedToPods(gpu) {
 			t.Errorf("serves %+v", got)
 		}
 		c.rejects("tandem.devices: is required")
@@ -224,7 +224,7 @@ func TestModeChanges(t *testing.T) {
 
 // TestRetire: the plugin of a node that serves limits no more runs as long as a limit of before has a device, and no longer.
 func TestRetire(t *testing.T) {
-	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: anything{}})
+	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: anything{}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -238,7 +238,7 @@ func TestRetire(t *testing.T) {
 	if err := retire(t.Context(), book, run); err != nil || len(started) > 0 {
 		t.Errorf("without limits: %v, ran %d times", err, len(started))
 	}
-	if err := book.ReserveLimits([]ledger.LimitRequest{{ID: "GPU-a", Resource: "nvidia.com/gpu", Device: device.Ref{GPU: "GPU-a"}}}); err != nil {
+	if err := book.ReservePod([]ledger.PodRequest{{ID: "GPU-a", Resource: "nvidia.com/gpu", Device: device.Ref{GPU: "GPU-a"}}}); err != nil {
 		t.Fatal(err)
 	}
 	go func() { done <- retire(t.Context(), book, run) }()

@@ -10,7 +10,7 @@ import (
 	"os"
 	"strings"
 
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // simulate makes the machine that --nvml=simulated:<profile> pretends to be: driver root, device nodes, sysfs.

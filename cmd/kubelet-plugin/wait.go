@@ -22,9 +22,9 @@ import (
 const lockInterval = time.Second
 
 // openLedger waits while another agent process owns the node: a force-deleted predecessor may still run.
-func (a *agent) openLedger(ctx context.Context, e ledger.Evidence, q ledger.Queue) (*ledger.Ledger, error) {
+func (a *agent) openLedger(ctx context.Context, e ledger.PodStates, q ledger.Queue) (*ledger.Ledger, error) {
 	for said := false; ; said = true {
-		book, err := ledger.Open(ctx, ledger.Options{Dir: a.config.RunDir, BootID: a.bootID, Evidence: e, Queue: q})
+		book, err := ledger.Open(ctx, ledger.Options{Dir: a.config.RunDir, BootID: a.bootID, PodStates: e, Queue: q})
 		if !errors.Is(err, ledger.ErrLocked) {
 			a.status.Waiting("ledger", err)
 			return book, err

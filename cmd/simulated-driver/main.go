@@ -6,7 +6,7 @@ package main
 import (
 	"os"
 
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/programs"
+	"github.com/tandem-gpu/tandem/simulated/programs"
 )
 
 func main() { os.Exit(programs.Run(os.Args)) }

@@ -29,7 +29,7 @@ func TestParametersPolicy(t *testing.T) {
 		allowed   = ""
 		nodeFinds = "the node finds it"
 	)
-	verdict := parametersPolicy(t)
+	podState := parametersPolicy(t)
 	for text, want := range map[string]string{
 		gpu(""):                                   allowed,
 		gpu("sharing: null"):                      allowed,
@@ -97,11 +97,11 @@ func TestParametersPolicy(t *testing.T) {
 			"class":    `{"config":[{"opaque":%s}]}`,
 		} {
 			opaque := fmt.Sprintf(`{"driver":"gpu.nvidia.com","parameters":%s}`, raw)
-			if got := verdict("CREATE", fmt.Sprintf(spec, opaque), "null"); (want == "") != (got == "") || !strings.Contains(got, want) {
+			if got := podState("CREATE", fmt.Sprintf(spec, opaque), "null"); (want == "") != (got == "") || !strings.Contains(got, want) {
 				t.Errorf("%s in a %s: %q, want %q", text, place, got, want)
 			}
 			others := strings.Replace(opaque, "gpu.nvidia.com", "gpu.example.com", 1)
-			if got := verdict("CREATE", fmt.Sprintf(spec, others), "null"); got != "" {
+			if got := podState("CREATE", fmt.Sprintf(spec, others), "null"); got != "" {
 				t.Errorf("%s of another driver in a %s: %q", text, place, got)
 			}
 		}
@@ -111,7 +111,7 @@ func TestParametersPolicy(t *testing.T) {
 // What has nothing to say passes, and so does what was there before the policy.
 func TestParametersPolicyLeavesAlone(t *testing.T) {
 	const wrong = `{"config":[{"opaque":{"driver":"gpu.nvidia.com","parameters":{}}}]}`
-	verdict := parametersPolicy(t)
+	podState := parametersPolicy(t)
 	for _, c := range []struct{ operation, spec, before, want string }{
 		{"CREATE", `{}`, "null", ""},
 		{"CREATE", `{"devices":{}}`, "null", ""},
@@ -121,7 +121,7 @@ func TestParametersPolicyLeavesAlone(t *testing.T) {
 		{"UPDATE", wrong, wrong, "-"},
 		{"UPDATE", wrong, `{"config":[]}`, "apiVersion"},
 	} {
-		if got := verdict(c.operation, c.spec, c.before); (c.want == "") != (got == "") || !strings.Contains(got, c.want) {
+		if got := podState(c.operation, c.spec, c.before); (c.want == "") != (got == "") || !strings.Contains(got, c.want) {
 			t.Errorf("%s %s: %q, want %q", c.operation, c.spec, got, c.want)
 		}
 	}

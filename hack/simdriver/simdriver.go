@@ -12,7 +12,7 @@ import (
 	"testing"
 
 	"github.com/tandem-gpu/tandem/hack/gotool"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/programs"
+	"github.com/tandem-gpu/tandem/simulated/programs"
 )
 
 const pkg = "github.com/tandem-gpu/tandem/cmd/simulated-driver"

@@ -152,7 +152,7 @@ func TestFileErrors(t *testing.T) {
 		{"resources of MIG", "resources: {mig: [{pattern: 1g.10gb, name: small}]}", "resources: "},
 		{"strategy", "flags: {plugin: {deviceListStrategy: [cdi]}}", "invalid strategy: cdi"},
 		{"ID strategy", "flags: {plugin: {deviceIDStrategy: serial}}", `--device-id-strategy: "serial"`},
-		{"mode", "tandem: {mode: Both}", `tandem.mode: "Both" is not one of Dual, ClaimsOnly, LimitsOnly, Split`},
+		{"mode", "tandem: {mode: Both}", `tandem.mode: "Both" is not one of Dual, ClaimsOnly, DevicePluginOnly, Split`},
 		{"Split without devices", "tandem: {mode: Split}", "tandem.devices: is required"},
 		{"unknown key of a rule", "tandem: {devices: [{match: {index: 0, uid: x}, use: claims}]}", `"tandem.devices[0].match.uid"`},
 		{"no key", "tandem: {devices: [{match: {index: 0}, use: claims}, {match: {}, use: limits}]}", "tandem.devices[1].match: want exactly one"},

@@ -23,8 +23,8 @@ const (
 	ModeDual Mode = "Dual"
 	// ModeClaimsOnly serves claims and registers no device plugin.
 	ModeClaimsOnly Mode = "ClaimsOnly"
-	// ModeLimitsOnly serves limits and publishes no ResourceSlices.
-	ModeLimitsOnly Mode = "LimitsOnly"
+	// ModeDevicePluginOnly serves limits and publishes no ResourceSlices.
+	ModeDevicePluginOnly Mode = "DevicePluginOnly"
 	// ModeSplit serves limits from the GPUs that the configuration names for them, and claims from the others.
 	ModeSplit Mode = "Split"
 	// modeNone gives no GPU to anybody who has none. Nobody can ask for it.
@@ -32,10 +32,10 @@ const (
 )
 
 // Modes are all that there are.
-var Modes = []Mode{ModeDual, ModeClaimsOnly, ModeLimitsOnly, ModeSplit}
+var Modes = []Mode{ModeDual, ModeClaimsOnly, ModeDevicePluginOnly, ModeSplit}
 
 // Claims reports whether the node makes its GPUs, or some of them, available to new claims.
-func (m Mode) Claims() bool { return m != ModeLimitsOnly && m != modeNone }
+func (m Mode) Claims() bool { return m != ModeDevicePluginOnly && m != modeNone }
 
 // Limits reports whether the node makes its GPUs, or some of them, available to new limits.
 func (m Mode) Limits() bool { return m != ModeClaimsOnly && m != modeNone }
@@ -178,18 +178,18 @@ func (c Config) ForNobody() Config {
 // Equal reports whether an agent would do the same with both.
 func (c Config) Equal(other Config) bool { return reflect.DeepEqual(c, other) }
 
-// OfferedToClaims reports whether a GPU is for claims. It and OfferedToLimits are pure.
+// OfferedToClaims reports whether a GPU is for claims. It and OfferedToPods are pure.
 func (c Config) OfferedToClaims(gpu device.GPU) bool {
-	return c.Mode.Claims() && !c.Untouched(gpu) && (c.Mode != ModeSplit || c.uses(gpu, UseClaims))
+	return c.Mode.Claims() && !c.Excluded(gpu) && (c.Mode != ModeSplit || c.uses(gpu, UseClaims))
 }
 
-// OfferedToLimits reports whether a GPU is for limits.
-func (c Config) OfferedToLimits(gpu device.GPU) bool {
-	return c.Mode.Limits() && !c.Untouched(gpu) && (c.Mode != ModeSplit || c.uses(gpu, UseLimits))
+// OfferedToPods reports whether a GPU is for limits.
+func (c Config) OfferedToPods(gpu device.GPU) bool {
+	return c.Mode.Limits() && !c.Excluded(gpu) && (c.Mode != ModeSplit || c.uses(gpu, UseLimits))
 }
 
-// Untouched reports whether a rule keeps the GPU from everybody.
-func (c Config) Untouched(gpu device.GPU) bool {
+// Excluded reports whether a rule keeps the GPU from everybody.
+func (c Config) Excluded(gpu device.GPU) bool {
 	return slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.Use == UseNone && r.Match.matches(gpu) })
 }
 

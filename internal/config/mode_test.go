@@ -31,7 +31,7 @@ func TestOffered(t *testing.T) {
 		{"", "abcd", "abcd"},
 		{"mode: Dual, " + rules, "abcd", "abcd"},
 		{"mode: ClaimsOnly", "abcd", ""},
-		{"mode: LimitsOnly, " + rules, "", "abcd"},
+		{"mode: DevicePluginOnly, " + rules, "", "abcd"},
 		{"mode: Split, " + rules, "cd", "ab"},
 		{"mode: Split, devices: [{match: {index: 3}, use: limits}]", "abc", "d"},
 		{"mode: Split, devices: [{match: {index: 3}, use: limits}, {match: {model: NVIDIA L4}, mig: dynamic}]", "abc", "d"},
@@ -44,7 +44,7 @@ func TestOffered(t *testing.T) {
 			if c.OfferedToClaims(gpu) {
 				claims += strings.TrimPrefix(gpu.UUID, "GPU-")
 			}
-			if c.OfferedToLimits(gpu) {
+			if c.OfferedToPods(gpu) {
 				limits += strings.TrimPrefix(gpu.UUID, "GPU-")
 			}
 		}
@@ -103,10 +103,10 @@ func TestModePrecedence(t *testing.T) {
 	if got := loaded(nil).Mode; got != ModeClaimsOnly {
 		t.Errorf("file: %s", got)
 	}
-	if got := loaded(environment{"MODE": "LimitsOnly"}).Mode; got != ModeLimitsOnly {
+	if got := loaded(environment{"MODE": "DevicePluginOnly"}).Mode; got != ModeDevicePluginOnly {
 		t.Errorf("environment: %s", got)
 	}
-	c := loaded(environment{"MODE": "LimitsOnly"}, "--mode=Dual")
+	c := loaded(environment{"MODE": "DevicePluginOnly"}, "--mode=Dual")
 	if c.Mode != ModeDual {
 		t.Errorf("flag: %s", c.Mode)
 	}
@@ -152,7 +152,7 @@ func TestDynamic(t *testing.T) {
 	for tandem, want := range map[string]string{
 		"": "",
 		"devices: [{match: {model: NVIDIA L40S}, mig: dynamic}]":                                                             "cd",
-		"mode: LimitsOnly, devices: [{match: {index: 0}, mig: dynamic, use: limits}]":                                        "a",
+		"mode: DevicePluginOnly, devices: [{match: {index: 0}, mig: dynamic, use: limits}]":                                  "a",
 		"devices: [{match: {uuid: GPU-a}, mig: static}, {match: {uuid: GPU-c}, mig: dynamic}]":                               "c",
 		"devices: [{match: {model: NVIDIA L4}, mig: dynamic}, {match: {index: 1}, mig: static}]":                             "a",
 		"devices: [{match: {index: 0}, mig: dynamic}, {match: {index: 0}, mig: dynamic}, {match: {index: 9}, mig: dynamic}]": "a",

@@ -240,7 +240,7 @@ func (s SharedResource) has(gpu device.GPU) bool {
 // SharingOf is the policy for a GPU. It is pure, and the same in every mode. A GPU about which rules disagree is not shared, and
 // nothing is set on one that is nobody's.
 func (c Config) SharingOf(gpu device.GPU) device.Sharing {
-	if c.Untouched(gpu) {
+	if c.Excluded(gpu) {
 		return device.Sharing{}
 	}
 	var found *SharingRule

@@ -43,19 +43,19 @@ import (
 func Allocatable(
 	status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, resource corev1.ResourceName,
 ) (value int64, known bool) {
-	if status.LimitsResource == "" {
+	if status.ExtendedResource == "" {
 		return 0, false
 	}
 	waits := map[types.UID]bool{}
-	for _, loser := range status.Losers {
-		waits[loser.UID] = !loser.Condemned
+	for _, conflict := range status.Conflicts {
+		waits[conflict.UID] = !conflict.PendingEviction
 	}
 	for _, device := range status.Devices {
 		if resourceOf(status, device) != resource {
 			continue
 		}
-		known = known || device.Limits != ""
-		if device.Limits != v1alpha1.LimitsAllocatable {
+		known = known || device.ExtendedResourceState != ""
+		if device.ExtendedResourceState != v1alpha1.ExtendedResourceAllocatable {
 			continue
 		}
 		if device.Sharing != nil && device.Sharing.Replicas > 0 {
@@ -69,7 +69,7 @@ func Allocatable(
 				asking = asking || !waits[claim.UID]
 			}
 		}
-		if !allocated || !asking && heldByLimit(device) {
+		if !allocated || !asking && heldByPod(device) {
 			value++
 		}
 	}
@@ -82,7 +82,7 @@ func replicas(device v1alpha1.DeviceStatus, claims []v1alpha1.AllocatedClaim) in
 	sharing := device.Sharing
 	used, limited := int64(0), int64(0)
 	for _, h := range device.Holders {
-		if h.Kind != v1alpha1.HolderLimit {
+		if h.Kind != v1alpha1.HolderPod {
 			continue
 		}
 		used += h.Memory
@@ -115,17 +115,17 @@ func takes(claim v1alpha1.AllocatedClaim, device v1alpha1.DeviceStatus) int64 {
 // resourceOf is the resource by which limits ask for a device. Agents that serve whole GPUs only have not always said it; and an
 // API server that knows their status drops what later agents say of partitions but for the UUID.
 func resourceOf(status v1alpha1.GPUNodeStatus, device v1alpha1.DeviceStatus) corev1.ResourceName {
-	said := func(d v1alpha1.DeviceStatus) bool { return d.LimitsResource != "" }
+	said := func(d v1alpha1.DeviceStatus) bool { return d.ExtendedResource != "" }
 	partition := device.Parent != "" || strings.HasPrefix(device.UUID, "MIG-")
 	if said(device) || partition || slices.ContainsFunc(status.Devices, said) {
-		return corev1.ResourceName(device.LimitsResource)
+		return corev1.ResourceName(device.ExtendedResource)
 	}
-	return corev1.ResourceName(status.LimitsResource)
+	return corev1.ResourceName(status.ExtendedResource)
 }
 
 // served reports whether limits ask for any device of a node by a resource, whatever kubelet has said.
 func served(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) bool {
-	return status.LimitsResource != "" && resourcesOf(status)[resource]
+	return status.ExtendedResource != "" && resourcesOf(status)[resource]
 }
 
 // resourcesOf are those of all devices of a node.
@@ -144,14 +144,14 @@ func overlap(a, b string) bool {
 	return a == b || device.GPUName(a) == b || device.GPUName(b) == a
 }
 
-func heldByLimit(device v1alpha1.DeviceStatus) bool {
-	return slices.ContainsFunc(device.Holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == v1alpha1.HolderLimit })
+func heldByPod(device v1alpha1.DeviceStatus) bool {
+	return slices.ContainsFunc(device.Holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == v1alpha1.HolderPod })
 }
 
 // listed is how many devices of a resource kubelet's device manager lists.
 func listed(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) (n int64) {
 	for _, device := range status.Devices {
-		if device.Limits == v1alpha1.LimitsAllocatable && resourceOf(status, device) == resource {
+		if device.ExtendedResourceState == v1alpha1.ExtendedResourceAllocatable && resourceOf(status, device) == resource {
 			n++
 			if device.Sharing != nil && device.Sharing.Replicas > 0 {
 				n += int64(device.Sharing.Allocatable) - 1
@@ -340,7 +340,7 @@ func (r *allocatable) decide(node *nodeRecord, resource corev1.ResourceName, gpu
 	if record.retired(gpus.Status, resource) && current.Value() > 0 {
 		return 0, true, 0
 	}
-	if !known || !offered || !r.limits.Has(gpus.Status.LimitsResource) {
+	if !known || !offered || !r.limits.Has(gpus.Status.ExtendedResource) {
 		// An agent that has just started: what kubelet lists next is news, however much it listed before.
 		record.observed = observed{value: current.Value(), since: r.now()}
 		return 0, false, 0
@@ -385,7 +385,7 @@ func (r *resourceRecord) retired(status v1alpha1.GPUNodeStatus, resource corev1.
 		r.serves = true
 		return false
 	}
-	return r.serves && status.Mode != "" && (status.LimitsResource == "" || len(status.Devices) > 0)
+	return r.serves && status.Mode != "" && (status.ExtendedResource == "" || len(status.Devices) > 0)
 }
 
 func (r *allocatable) patch(ctx context.Context, node *corev1.Node, record *nodeRecord, changes []change) (reconcile.Result, error) {

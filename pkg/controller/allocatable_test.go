@@ -19,8 +19,8 @@ import (
 )
 
 func TestAllocatable(t *testing.T) {
-	limit, claim := v1alpha1.DeviceHolder{Kind: v1alpha1.HolderLimit}, v1alpha1.DeviceHolder{Kind: v1alpha1.HolderClaim, UID: "u"}
-	withdraw := func(s *v1alpha1.GPUNodeStatus, n int) { s.Devices[n].Limits = v1alpha1.LimitsWithdrawn }
+	limit, claim := v1alpha1.DeviceHolder{Kind: v1alpha1.HolderPod}, v1alpha1.DeviceHolder{Kind: v1alpha1.HolderClaim, UID: "u"}
+	withdraw := func(s *v1alpha1.GPUNodeStatus, n int) { s.Devices[n].ExtendedResourceState = v1alpha1.ExtendedResourceWithdrawn }
 	for name, c := range map[string]struct {
 		change  func(*v1alpha1.GPUNodeStatus)
 		claims  []string // devices that claims are allocated to
@@ -35,12 +35,12 @@ func TestAllocatable(t *testing.T) {
 		"a limit holds it":         {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{limit} }, want: 8},
 		"a claim is about to lose": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{limit} }, claims: []string{"gpu-0"}, want: 7},
 		"a claim is condemned": {change: func(s *v1alpha1.GPUNodeStatus) {
-			s.Devices[0].Holders, s.Losers = []v1alpha1.DeviceHolder{limit}, []v1alpha1.LosingClaim{condemned("gpu-0", "gpu-0")}
+			s.Devices[0].Holders, s.Conflicts = []v1alpha1.DeviceHolder{limit}, []v1alpha1.ConflictingClaim{pendingEviction("gpu-0", "gpu-0")}
 		}, claims: []string{"gpu-0"}, want: 7},
 		"a claim waits for a limit": {change: func(s *v1alpha1.GPUNodeStatus) {
-			s.Devices[0].Holders, s.Losers = []v1alpha1.DeviceHolder{limit}, []v1alpha1.LosingClaim{waiting("gpu-0", "gpu-0")}
+			s.Devices[0].Holders, s.Conflicts = []v1alpha1.DeviceHolder{limit}, []v1alpha1.ConflictingClaim{waiting("gpu-0", "gpu-0")}
 		}, claims: []string{"gpu-0"}, want: 8},
-		"it has ended":                   {change: func(s *v1alpha1.GPUNodeStatus) { s.Losers = []v1alpha1.LosingClaim{waiting("gpu-0", "gpu-0")} }, claims: []string{"gpu-0"}, want: 7},
+		"it has ended":                   {change: func(s *v1alpha1.GPUNodeStatus) { s.Conflicts = []v1alpha1.ConflictingClaim{waiting("gpu-0", "gpu-0")} }, claims: []string{"gpu-0"}, want: 7},
 		"prepared, kubelet not yet told": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{claim} }, claims: []string{"gpu-0"}, want: 7},
 		"deallocated, kubelet not yet":   {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 0) }, want: 7},
 		"a device that is not there":     {claims: []string{"gpu-99"}, want: 8},
@@ -52,12 +52,12 @@ func TestAllocatable(t *testing.T) {
 		}, want: 0},
 		"kubelet has said nothing": {change: func(s *v1alpha1.GPUNodeStatus) {
 			for i := range s.Devices {
-				s.Devices[i].Limits = ""
+				s.Devices[i].ExtendedResourceState = ""
 			}
 		}, unknown: true},
-		"no limits are served":            {change: func(s *v1alpha1.GPUNodeStatus) { s.LimitsResource = "" }, unknown: true},
+		"no limits are served":            {change: func(s *v1alpha1.GPUNodeStatus) { s.ExtendedResource = "" }, unknown: true},
 		"no devices":                      {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices = nil }, unknown: true},
-		"split, one GPU is not for limit": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[7].Limits = "" }, want: 7},
+		"split, one GPU is not for limit": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[7].ExtendedResourceState = "" }, want: 7},
 	} {
 		t.Run(name, func(t *testing.T) {
 			node := gpuNode()
@@ -179,12 +179,12 @@ func TestAllocatableOfAnAgentThatIsGone(t *testing.T) {
 	if got := w.offers(); got != "0" {
 		t.Fatalf("allocatable %s without a device plugin", got)
 	}
-	says := func(limits v1alpha1.LimitsState) {
+	says := func(limits v1alpha1.ExtendedResourceState) {
 		t.Helper()
 		gpus := &v1alpha1.GPUNode{}
 		w.get("", "node-1", gpus)
 		for i := range gpus.Status.Devices {
-			gpus.Status.Devices[i].Limits = limits
+			gpus.Status.Devices[i].ExtendedResourceState = limits
 		}
 		if err := w.client.Status().Update(t.Context(), gpus); err != nil {
 			t.Fatal(err)
@@ -195,7 +195,7 @@ func TestAllocatableOfAnAgentThatIsGone(t *testing.T) {
 	if got := w.offers(); got != "0" {
 		t.Errorf("allocatable %s before kubelet has listed anything", got)
 	}
-	says(v1alpha1.LimitsAllocatable)
+	says(v1alpha1.ExtendedResourceAllocatable)
 	if got := w.offers(); got != "8" {
 		t.Errorf("allocatable %s once kubelet lists them", got)
 	}
@@ -205,8 +205,8 @@ func TestAllocatableLeavesOthersAlone(t *testing.T) {
 	without := coreNode("8", "8")
 	delete(without.Status.Allocatable, testResource)
 	for name, objects := range map[string][]client.Object{
-		"no limits":        {gpuNode(func(s *v1alpha1.GPUNodeStatus) { s.LimitsResource = "" }), coreNode("8", "8")},
-		"another resource": {gpuNode(func(s *v1alpha1.GPUNodeStatus) { s.LimitsResource = "example.com/gpu" }), coreNode("8", "8")},
+		"no limits":        {gpuNode(func(s *v1alpha1.GPUNodeStatus) { s.ExtendedResource = "" }), coreNode("8", "8")},
+		"another resource": {gpuNode(func(s *v1alpha1.GPUNodeStatus) { s.ExtendedResource = "example.com/gpu" }), coreNode("8", "8")},
 		"not offered":      {gpuNode(), without},
 		"no GPUNode":       {coreNode("8", "8")},
 		"no node":          {gpuNode()},
@@ -224,7 +224,7 @@ func TestAllocatableOfAnAgentThatRetires(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"))
 	r := w.allocatable()
 	w.twice(r, "node-1")
-	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Mode, s.LimitsResource = "ClaimsOnly", "" })
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Mode, s.ExtendedResource = "ClaimsOnly", "" })
 	w.twice(r, "node-1")
 	if got := w.offers(); got != "0" {
 		t.Errorf("allocatable %s", got)
@@ -247,20 +247,20 @@ func TestAllocatableOfAnAgentThatIsReplaced(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"))
 	r := w.allocatable()
 	w.twice(r, "node-1")
-	says := func(resource string, limits v1alpha1.LimitsState) {
+	says := func(resource string, limits v1alpha1.ExtendedResourceState) {
 		w.set(func(s *v1alpha1.GPUNodeStatus) {
-			s.LimitsResource = resource
+			s.ExtendedResource = resource
 			for i := range s.Devices {
-				s.Devices[i].Limits = limits
+				s.Devices[i].ExtendedResourceState = limits
 			}
 		})
 		w.twice(r, "node-1")
 	}
 	for _, step := range []struct {
 		resource string
-		limits   v1alpha1.LimitsState
+		limits   v1alpha1.ExtendedResourceState
 		want     string
-	}{{"", "", "0"}, {testResource, "", "0"}, {testResource, v1alpha1.LimitsAllocatable, "8"}} {
+	}{{"", "", "0"}, {testResource, "", "0"}, {testResource, v1alpha1.ExtendedResourceAllocatable, "8"}} {
 		says(step.resource, step.limits)
 		if got := w.offers(); got != step.want {
 			t.Errorf("allocatable %s while the agent serves %q and kubelet has it %q, want %s", got, step.resource, step.limits, step.want)
@@ -356,14 +356,14 @@ func TestAllocatableWaitsForItsOwnPatch(t *testing.T) {
 // partitioned is a node by strategy mixed, of whose GPUs the last two have two partitions each.
 func partitioned(s *v1alpha1.GPUNodeStatus) {
 	for i := range s.Devices[:6] {
-		s.Devices[i].LimitsResource = testResource
+		s.Devices[i].ExtendedResource = testResource
 	}
 	for i := 6; i < 8; i++ {
-		s.Devices[i].Limits = ""
+		s.Devices[i].ExtendedResourceState = ""
 		for n := range 2 {
 			s.Devices = append(s.Devices, v1alpha1.DeviceStatus{
 				Name: fmt.Sprintf("gpu-%d-mig-1g10gb-19-%d", i, n), UUID: fmt.Sprintf("MIG-%d-%d", i, n), Parent: fmt.Sprintf("gpu-%d", i),
-				Profile: "1g.10gb", LimitsResource: partResource, Limits: v1alpha1.LimitsAllocatable,
+				Profile: "1g.10gb", ExtendedResource: partResource, ExtendedResourceState: v1alpha1.ExtendedResourceAllocatable,
 			})
 		}
 	}
@@ -411,9 +411,9 @@ func TestAllocatableOfPartitions(t *testing.T) {
 	}
 	w.want(map[string]int{"patch Node": 1})
 	w.set(func(s *v1alpha1.GPUNodeStatus) {
-		s.LimitsResource = ""
+		s.ExtendedResource = ""
 		for i := range s.Devices {
-			s.Devices[i].LimitsResource, s.Devices[i].Limits = "", ""
+			s.Devices[i].ExtendedResource, s.Devices[i].ExtendedResourceState = "", ""
 		}
 	})
 	w.twice(r, "node-1")
@@ -440,7 +440,7 @@ func TestAllocatableOfWhatIsGone(t *testing.T) {
 		{"0", partitioned, "6 4"},
 		{"", func(s *v1alpha1.GPUNodeStatus) { // All GPUs are partitioned.
 			for i := range s.Devices[:6] {
-				s.Devices[i].LimitsResource, s.Devices[i].Limits = "", ""
+				s.Devices[i].ExtendedResource, s.Devices[i].ExtendedResourceState = "", ""
 			}
 		}, "0 4"},
 	} {
@@ -468,7 +468,7 @@ func TestAllocatablePruned(t *testing.T) {
 	node := gpuNode(partitioned)
 	for i := range node.Status.Devices {
 		d := &node.Status.Devices[i]
-		d.Parent, d.Profile, d.LimitsResource = "", "", ""
+		d.Parent, d.Profile, d.ExtendedResource = "", "", ""
 	}
 	claims := []v1alpha1.AllocatedClaim{{UID: "u", Devices: []string{"gpu-0", "gpu-1", "gpu-2"}}}
 	if got, known := Allocatable(node.Status, claims, testResource); got != 3 || !known {

@@ -95,20 +95,20 @@ func TestBreaker(t *testing.T) {
 			for i := range s.Devices {
 				s.Devices[i].Holders = nil
 				if i < n {
-					s.Devices[i].Holders = []v1alpha1.DeviceHolder{{Kind: v1alpha1.HolderLimit}}
+					s.Devices[i].Holders = []v1alpha1.DeviceHolder{{Kind: v1alpha1.HolderPod}}
 				}
 			}
 		}
 	}
-	kubeletLists := func(limits v1alpha1.LimitsState) change {
+	kubeletLists := func(limits v1alpha1.ExtendedResourceState) change {
 		return func(s *v1alpha1.GPUNodeStatus) {
 			for i := range s.Devices {
-				s.Devices[i].Limits = limits
+				s.Devices[i].ExtendedResourceState = limits
 			}
 		}
 	}
-	others := func(s *v1alpha1.GPUNodeStatus) { s.Mode, s.LimitsResource = "ClaimsOnly", "" }
-	dual := func(s *v1alpha1.GPUNodeStatus) { s.Mode, s.LimitsResource = "Dual", testResource }
+	others := func(s *v1alpha1.GPUNodeStatus) { s.Mode, s.ExtendedResource = "ClaimsOnly", "" }
+	dual := func(s *v1alpha1.GPUNodeStatus) { s.Mode, s.ExtendedResource = "Dual", testResource }
 	opened := step{pods: 3, want: "0"}
 	for name, c := range map[string]struct {
 		steps []step
@@ -121,7 +121,7 @@ func TestBreaker(t *testing.T) {
 		"the agent frees a GPU":    {steps: []step{opened, {ms: 500, agent: holds(0), want: "0"}, {ms: 2000, want: "8"}}, opens: 1},
 		"and then there is a race": {steps: []step{opened, {ms: 300, pods: 3, want: "0"}, {ms: 500, agent: holds(0), want: "0"}, {ms: 2000, want: "8"}, {ms: 2100, pods: 2, want: "8"}}, opens: 1},
 		"the agent is back, and nothing has changed": {steps: []step{opened, {ms: 500, agent: kubeletLists(""), want: "0"},
-			{ms: 900, agent: kubeletLists(v1alpha1.LimitsAllocatable), want: "8"}, {ms: 5000, kubelet: "8", want: "8"}}, opens: 1},
+			{ms: 900, agent: kubeletLists(v1alpha1.ExtendedResourceAllocatable), want: "8"}, {ms: 5000, kubelet: "8", want: "8"}}, opens: 1},
 		"that is not seen":                  {steps: []step{opened, {ms: 9000, kubelet: "8", want: "8"}}, opens: 1},
 		"kubelet has devices":               {steps: []step{opened, {ms: 9000, kubelet: "7", want: "7"}, {ms: 11_000, want: "8"}}, opens: 1},
 		"kubelet has none":                  {steps: []step{opened, {ms: 9000, kubelet: "0", want: "0"}, {ms: 60_000, want: "0"}}, opens: 1},

@@ -150,7 +150,7 @@ func (c *Controller) register(config Config) error {
 		&allocatable{client: writer, claims: claims, limits: config.limits(), breaker: breaker, metrics: measured, now: time.Now},
 		&healer{client: writer, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, follower: followed, now: time.Now},
 		followed,
-		&nudger{client: writer, live: live, claims: claims, metrics: measured, now: time.Now},
+		&retrier{client: writer, live: live, claims: claims, metrics: measured, now: time.Now},
 		&daemons{client: writer, config: config.Daemons, metrics: measured, now: time.Now},
 		&explainer{client: writer, driver: config.DriverName, limits: config.limits(), recorder: recorder, now: time.Now},
 	} {

@@ -98,7 +98,7 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 		}
 		wanted[name] = true
 	}
-	for _, name := range node.Status.DoubtfulDaemons {
+	for _, name := range node.Status.UnknownDaemons {
 		wanted[podName(node.Name, name)] = true
 	}
 	for _, pod := range pods {
@@ -220,7 +220,7 @@ var daemonsChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool 
 	after, areNodes := e.ObjectNew.(*v1alpha1.GPUNode)
 	return !isNode || !areNodes || before.UID != after.UID ||
 		!apiequality.Semantic.DeepEqual(before.Status.Daemons, after.Status.Daemons) ||
-		!apiequality.Semantic.DeepEqual(before.Status.DoubtfulDaemons, after.Status.DoubtfulDaemons) ||
+		!apiequality.Semantic.DeepEqual(before.Status.UnknownDaemons, after.Status.UnknownDaemons) ||
 		!apiequality.Semantic.DeepEqual(before.Spec.Daemons, after.Spec.Daemons)
 }}
 

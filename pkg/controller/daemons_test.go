@@ -178,12 +178,12 @@ func TestAPodOfOtherSettingsIsReplaced(t *testing.T) {
 func TestAPodOfADoubtfulDaemonIsLeft(t *testing.T) {
 	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
 	w.twice(d, "node-1")
-	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Daemons, s.DoubtfulDaemons = nil, []string{"a", "b"} })
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Daemons, s.UnknownDaemons = nil, []string{"a", "b"} })
 	w.twice(d, "node-1")
 	if diff := cmp.Diff([]string{"a"}, w.names()); diff != "" {
 		t.Error(diff)
 	}
-	w.set(func(s *v1alpha1.GPUNodeStatus) { s.DoubtfulDaemons = nil })
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.UnknownDaemons = nil })
 	w.twice(d, "node-1")
 	if left := w.names(); len(left) > 0 {
 		t.Errorf("left %v", left)
@@ -515,7 +515,7 @@ func TestDaemonsAreReconciledWhenTheyChange(t *testing.T) {
 		"a holder":       {func(n *v1alpha1.GPUNode) { n.Status.Holders = "x" }, false},
 		"a claim":        {func(n *v1alpha1.GPUNode) { n.Spec.Claims = []v1alpha1.AllocatedClaim{{}} }, false},
 		"a daemon":       {func(n *v1alpha1.GPUNode) { n.Status.Daemons = nil }, true},
-		"a doubtful one": {func(n *v1alpha1.GPUNode) { n.Status.DoubtfulDaemons = []string{"b"} }, true},
+		"a doubtful one": {func(n *v1alpha1.GPUNode) { n.Status.UnknownDaemons = []string{"b"} }, true},
 		"a message":      {func(n *v1alpha1.GPUNode) { n.Spec.Daemons = []v1alpha1.WaitingDaemon{{}} }, true},
 		"all of it":      {func(n *v1alpha1.GPUNode) { n.UID = "new" }, true},
 	} {

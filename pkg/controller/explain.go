@@ -85,9 +85,9 @@ func Explain(nodes []v1alpha1.GPUNode, asked Ask) string {
 	slices.SortFunc(with, func(a, b counted) int {
 		return cmp.Or(cmp.Compare(b.Free, a.Free), cmp.Compare(a.name, b.name))
 	})
-	faulty := slices.ContainsFunc(with, func(n counted) bool { return n.Faulty > 0 })
+	unhealthy := slices.ContainsFunc(with, func(n counted) bool { return n.Unhealthy > 0 })
 	held := "held"
-	if faulty {
+	if unhealthy {
 		held = "held or faulty"
 	}
 	switch {
@@ -115,8 +115,8 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Ask) string {
 	for _, node := range nodes {
 		fitting, most, shared := int64(0), int64(0), false
 		for _, d := range node.Status.Devices {
-			if d.Sharing == nil || !d.Sharing.MemoryShares || d.Fault != "" || d.Untouched {
-				if !d.Untouched && d.Parent == "" && d.Fault == "" && len(d.Holders) == 0 {
+			if d.Sharing == nil || !d.Sharing.MemoryShares || d.UnhealthyReason != "" || d.Excluded {
+				if !d.Excluded && d.Parent == "" && d.UnhealthyReason == "" && len(d.Holders) == 0 {
 					fitting++
 				}
 				continue
@@ -171,7 +171,7 @@ type Ask struct {
 
 // mixes reports whether not all GPUs of a node, or not only GPUs, are to be had by the limits that ask for GPUs.
 func (a Ask) mixes(status v1alpha1.GPUNodeStatus) bool {
-	return a.Limits != "" && a.Limits == status.LimitsResource && status.Partitions != nil
+	return a.Limits != "" && a.Limits == status.ExtendedResource && status.Partitions != nil
 }
 
 // counts of what is asked for on a node.
@@ -185,7 +185,7 @@ func (a Ask) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
 	}
 	var counts v1alpha1.DeviceCounts
 	for _, d := range status.Devices {
-		if resourceOf(status, d) != corev1.ResourceName(resource) || d.Untouched {
+		if resourceOf(status, d) != corev1.ResourceName(resource) || d.Excluded {
 			continue
 		}
 		var holders []v1alpha1.DeviceHolder
@@ -199,12 +199,12 @@ func (a Ask) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
 		}
 		counts.Total++
 		switch {
-		case d.Fault != "":
-			counts.Faulty++
+		case d.UnhealthyReason != "":
+			counts.Unhealthy++
 		case by(v1alpha1.HolderClaim):
 			counts.Claims++
-		case by(v1alpha1.HolderLimit):
-			counts.Limits++
+		case by(v1alpha1.HolderPod):
+			counts.Pods++
 		default:
 			counts.Free++
 		}
@@ -241,7 +241,7 @@ func holders(counts v1alpha1.DeviceCounts) string {
 	for _, part := range []struct {
 		n    int32
 		what string
-	}{{counts.Limits, "by limits"}, {counts.Claims, "by claims"}, {counts.Faulty, "faulty"}} {
+	}{{counts.Pods, "by limits"}, {counts.Claims, "by claims"}, {counts.Unhealthy, "faulty"}} {
 		if part.n > 0 {
 			parts = append(parts, fmt.Sprintf("%d %s", part.n, part.what))
 		}

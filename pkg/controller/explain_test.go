@@ -23,9 +23,9 @@ import (
 )
 
 func TestExplain(t *testing.T) {
-	node := func(name string, limits, claims, faulty, free int32) v1alpha1.GPUNode {
+	node := func(name string, limits, claims, unhealthy, free int32) v1alpha1.GPUNode {
 		n := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: name}}
-		n.Status.Counts = v1alpha1.DeviceCounts{Total: limits + claims + faulty + free, Limits: limits, Claims: claims, Faulty: faulty, Free: free}
+		n.Status.Counts = v1alpha1.DeviceCounts{Total: limits + claims + unhealthy + free, Limits: limits, Claims: claims, Unhealthy: unhealthy, Free: free}
 		return n
 	}
 	var many []v1alpha1.GPUNode
@@ -152,7 +152,7 @@ func TestAsked(t *testing.T) {
 func TestExplainPartitions(t *testing.T) {
 	const small = "nvidia.com/mig-1g.10gb"
 	part := func(gpu, n int, holders ...v1alpha1.HolderKind) v1alpha1.DeviceStatus {
-		d := v1alpha1.DeviceStatus{Name: fmt.Sprintf("gpu-%d-mig-1g10gb-19-%d", gpu, n), Parent: fmt.Sprintf("gpu-%d", gpu), LimitsResource: small}
+		d := v1alpha1.DeviceStatus{Name: fmt.Sprintf("gpu-%d-mig-1g10gb-19-%d", gpu, n), Parent: fmt.Sprintf("gpu-%d", gpu), ExtendedResource: small}
 		for _, kind := range holders {
 			d.Holders = append(d.Holders, v1alpha1.DeviceHolder{Kind: kind})
 		}
@@ -162,7 +162,7 @@ func TestExplainPartitions(t *testing.T) {
 		Counts: v1alpha1.DeviceCounts{Total: 3, Free: 1},
 		Devices: []v1alpha1.DeviceStatus{
 			{Name: "gpu-0"}, {Name: "gpu-1"}, {Name: "gpu-2", Holders: []v1alpha1.DeviceHolder{{Kind: v1alpha1.HolderClaim}}},
-			part(1, 0, v1alpha1.HolderLimit), part(1, 1), part(2, 0),
+			part(1, 0, v1alpha1.HolderPod), part(1, 1), part(2, 0),
 		},
 	}}
 	for resource, want := range map[string]string{
@@ -192,7 +192,7 @@ func TestExplainByStrategy(t *testing.T) {
 			Ref: device.Ref{GPU: "GPU-0", Placement: device.Placement{Start: i, Size: 1}},
 		})
 	}
-	held := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "a"}, Device: gpu.Partitions[0].Ref, State: ledger.StateHeld}
+	held := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "a"}, Device: gpu.Partitions[0].Ref, State: ledger.StateHeld}
 	whole := device.GPU{UUID: "GPU-1", Minor: 1}
 	taken := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "b"}, Device: whole.Ref(), State: ledger.StateHeld}
 	node := func(strategy device.MIGStrategy, gpus ...device.GPU) v1alpha1.GPUNode {

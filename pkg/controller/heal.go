@@ -41,8 +41,8 @@ type Judgement struct {
 //
 // Only pods whose owner makes another one are moved: a bare pod would be gone for good, and waits instead. A pod of which a
 // container has ever started may use the GPU, whatever the node believes.
-func JudgeEviction(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim, pods []*corev1.Pod) Judgement {
-	if claim == nil || claim.UID != loser.UID || claim.Status.Allocation == nil || !loser.Condemned {
+func JudgeEviction(conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, pods []*corev1.Pod) Judgement {
+	if claim == nil || claim.UID != conflict.UID || claim.Status.Allocation == nil || !conflict.PendingEviction {
 		return Judgement{}
 	}
 	var evict []*corev1.Pod
@@ -56,7 +56,7 @@ func JudgeEviction(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim,
 			// Gone, going, or about to be dropped from the claim.
 		case hasStarted(pod):
 			return Judgement{Refused: fmt.Sprintf("a container of pod %s has started", pod.Name)}
-		case !slices.Contains(loser.Pods, pod.UID):
+		case !slices.Contains(conflict.Pods, pod.UID):
 			// The claim may have been freed and allocated anew since the node wrote this, and be prepared at this moment.
 			return Judgement{Refused: fmt.Sprintf("pod %s has come since the node wrote of it", pod.Name)}
 		case metav1.GetControllerOf(pod) == nil:
@@ -68,20 +68,20 @@ func JudgeEviction(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim,
 	return Judgement{Evict: evict}
 }
 
-// StillCondemned is what a node's status says of a claim that it condemns. It is a pure function.
-func StillCondemned(status v1alpha1.GPUNodeStatus, claim types.UID) (loser v1alpha1.LosingClaim, condemned bool) {
-	i := slices.IndexFunc(status.Losers, func(l v1alpha1.LosingClaim) bool { return l.UID == claim && l.Condemned })
+// StillPendingEviction is what a node's status says of a claim that it condemns. It is a pure function.
+func StillPendingEviction(status v1alpha1.GPUNodeStatus, claim types.UID) (conflict v1alpha1.ConflictingClaim, pendingEviction bool) {
+	i := slices.IndexFunc(status.Conflicts, func(l v1alpha1.ConflictingClaim) bool { return l.UID == claim && l.PendingEviction })
 	if i < 0 {
-		return v1alpha1.LosingClaim{}, false
+		return v1alpha1.ConflictingClaim{}, false
 	}
-	return status.Losers[i], true
+	return status.Conflicts[i], true
 }
 
 // StillLost reports whether a claim is still allocated one of the devices that it lost on a node, or a part of one. One that
 // several pods share is allocated anew under the same UID, while the node's status is up to a second old. It is a pure function.
-func StillLost(loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim, driver, node string) bool {
+func StillLost(conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, driver, node string) bool {
 	for _, allocated := range Relay([]resourceapi.ResourceClaim{*claim}, driver, node) {
-		for _, lost := range loser.Devices {
+		for _, lost := range conflict.Devices {
 			if slices.ContainsFunc(allocated.Devices, func(name string) bool { return overlap(name, lost) }) {
 				return true
 			}
@@ -164,11 +164,11 @@ func (h *healer) Reconcile(ctx context.Context, request reconcile.Request) (reco
 	var again time.Duration
 	var errs []error
 	refused := 0
-	for _, loser := range node.Status.Losers {
-		if !loser.Condemned {
+	for _, conflict := range node.Status.Conflicts {
+		if !conflict.PendingEviction {
 			continue
 		}
-		wait, movable, err := h.heal(ctx, node.Name, loser)
+		wait, movable, err := h.heal(ctx, node.Name, conflict)
 		if again == 0 || wait < again {
 			again = wait
 		}
@@ -197,7 +197,7 @@ func (h *healer) count(node string, refused int) {
 	h.metrics.notMovable.Set(float64(total))
 }
 
-func (h *healer) heal(ctx context.Context, node string, heard v1alpha1.LosingClaim) (again time.Duration, movable bool, err error) {
+func (h *healer) heal(ctx context.Context, node string, heard v1alpha1.ConflictingClaim) (again time.Duration, movable bool, err error) {
 	claim := &resourceapi.ResourceClaim{}
 	key := types.NamespacedName{Namespace: heard.Namespace, Name: heard.Name}
 	if err := h.live.Get(ctx, key, claim); err != nil {
@@ -215,11 +215,11 @@ func (h *healer) heal(ctx context.Context, node string, heard v1alpha1.LosingCla
 	if err := h.live.Get(ctx, types.NamespacedName{Name: node}, now); err != nil {
 		return lookAgain, true, client.IgnoreNotFound(err)
 	}
-	loser, condemned := StillCondemned(now.Status, heard.UID)
-	if !condemned || !StillLost(loser, claim, h.driver, node) {
+	conflict, pendingEviction := StillPendingEviction(now.Status, heard.UID)
+	if !pendingEviction || !StillLost(conflict, claim, h.driver, node) {
 		return lookAgain, true, nil
 	}
-	judgement := JudgeEviction(loser, claim, pods)
+	judgement := JudgeEviction(conflict, claim, pods)
 	if slices.ContainsFunc(judgement.Evict, ofJob) {
 		h.jobs.Lock()
 		defer h.jobs.Unlock()
@@ -234,7 +234,7 @@ func (h *healer) heal(ctx context.Context, node string, heard v1alpha1.LosingCla
 	}
 	again = lookAgain
 	for _, pod := range judgement.Evict {
-		changed, err := h.evict(ctx, loser, claim, pod)
+		changed, err := h.evict(ctx, conflict, claim, pod)
 		if err != nil {
 			return lookAgain, true, err
 		}
@@ -296,7 +296,7 @@ func (h *healer) podsOf(ctx context.Context, claim *resourceapi.ResourceClaim) (
 
 // evict asks the API server to end a pod if it is still what was judged, and reports whether it has changed.
 func (h *healer) evict(
-	ctx context.Context, loser v1alpha1.LosingClaim, claim *resourceapi.ResourceClaim, pod *corev1.Pod,
+	ctx context.Context, conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, pod *corev1.Pod,
 ) (changed bool, err error) {
 	eviction := &policyv1.Eviction{
 		ObjectMeta: metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
@@ -305,7 +305,7 @@ func (h *healer) evict(
 		},
 	}
 	// Before, since the next pod may run before the answer is here.
-	forget := h.follower.expect(metav1.GetControllerOf(pod).UID, pod.UID, loser.Since.Time, h.now())
+	forget := h.follower.expect(metav1.GetControllerOf(pod).UID, pod.UID, conflict.Since.Time, h.now())
 	err = h.client.SubResource("eviction").Create(ctx, pod, eviction)
 	if err != nil {
 		forget()
@@ -322,8 +322,8 @@ func (h *healer) evict(
 		return false, fmt.Errorf("evict pod %s/%s of condemned claim %s: %w", pod.Namespace, pod.Name, claim.Name, err)
 	}
 	h.metrics.evictions.WithLabelValues("evicted").Inc()
-	klog.FromContext(ctx).Info("Evicted pod of condemned claim", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "devices", loser.Devices)
-	story := note(fmt.Sprintf("Pod %s was evicted so that its owner makes another one, which gets another GPU: %s", pod.Name, loser.Message))
+	klog.FromContext(ctx).Info("Evicted pod of condemned claim", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "devices", conflict.Devices)
+	story := note(fmt.Sprintf("Pod %s was evicted so that its owner makes another one, which gets another GPU: %s", pod.Name, conflict.Message))
 	for regarding, related := range map[client.Object]client.Object{pod: claim, claim: pod} {
 		h.recorder.Eventf(regarding, related, corev1.EventTypeNormal, "EvictedAfterConflict", "Evict", "%s", story)
 	}

@@ -21,9 +21,9 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
-func condemned(name string, devices ...string) v1alpha1.LosingClaim {
-	return v1alpha1.LosingClaim{
-		UID: types.UID("uid-" + name), Namespace: "ns", Name: name, Devices: devices, Condemned: true,
+func pendingEviction(name string, devices ...string) v1alpha1.ConflictingClaim {
+	return v1alpha1.ConflictingClaim{
+		UID: types.UID("uid-" + name), Namespace: "ns", Name: name, Devices: devices, PendingEviction: true,
 		Pods: []types.UID{types.UID("uid-pod-" + name), "uid-pod-b"}, Message: "GPU " + strings.Join(devices, ", ") + " is held by a limits pod",
 		Since: metav1.NewMicroTime(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)),
 	}
@@ -62,11 +62,11 @@ func TestJudgeEviction(t *testing.T) {
 		}
 	}
 	for name, c := range map[string]struct {
-		claim   func(*resourceapi.ResourceClaim)
-		loser   func(*v1alpha1.LosingClaim)
-		pods    []*corev1.Pod
-		evict   string
-		refused string
+		claim    func(*resourceapi.ResourceClaim)
+		conflict func(*v1alpha1.ConflictingClaim)
+		pods     []*corev1.Pod
+		evict    string
+		refused  string
 	}{
 		"waiting":                         {pods: []*corev1.Pod{newPod("a")}, evict: "pod-a"},
 		"creating":                        {pods: []*corev1.Pod{newPod("a", creating)}, evict: "pod-a"},
@@ -81,7 +81,7 @@ func TestJudgeEviction(t *testing.T) {
 		"another of that name":            {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.UID = "new" })}},
 		"another claim":                   {claim: func(c *resourceapi.ResourceClaim) { c.UID = "new" }, pods: []*corev1.Pod{newPod("a")}},
 		"deallocated":                     {claim: func(c *resourceapi.ResourceClaim) { c.Status.Allocation = nil }, pods: []*corev1.Pod{newPod("a")}},
-		"not condemned":                   {loser: func(l *v1alpha1.LosingClaim) { l.Condemned = false }, pods: []*corev1.Pod{newPod("a")}},
+		"not condemned":                   {conflict: func(l *v1alpha1.ConflictingClaim) { l.PendingEviction = false }, pods: []*corev1.Pod{newPod("a")}},
 		"reserved by no pod":              {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor[0].Resource = "things" }, pods: []*corev1.Pod{newPod("a")}, refused: "is no pod"},
 		"reserved by nobody":              {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor = nil }, pods: []*corev1.Pod{newPod("a")}},
 		"a pod that only names it":        {pods: []*corev1.Pod{newPod("a"), newPod("x")}, evict: "pod-a"},
@@ -92,14 +92,14 @@ func TestJudgeEviction(t *testing.T) {
 		"shared, one is going":            {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", deleting)}, evict: "pod-a"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			claim, loser := newClaim("a", "gpu-0"), condemned("a", "gpu-0")
+			claim, conflict := newClaim("a", "gpu-0"), pendingEviction("a", "gpu-0")
 			if c.claim != nil {
 				c.claim(claim)
 			}
-			if c.loser != nil {
-				c.loser(&loser)
+			if c.conflict != nil {
+				c.conflict(&conflict)
 			}
-			got := JudgeEviction(loser, claim, c.pods)
+			got := JudgeEviction(conflict, claim, c.pods)
 			var names []string
 			for _, pod := range got.Evict {
 				names = append(names, pod.Name)
@@ -109,7 +109,7 @@ func TestJudgeEviction(t *testing.T) {
 			}
 		})
 	}
-	if got := JudgeEviction(condemned("a"), nil, nil); got.Evict != nil || got.Refused != "" {
+	if got := JudgeEviction(pendingEviction("a"), nil, nil); got.Evict != nil || got.Refused != "" {
 		t.Errorf("without a claim: %+v", got)
 	}
 }
@@ -121,12 +121,12 @@ func (w *world) healer() *healer {
 	}
 }
 
-func losing(losers ...v1alpha1.LosingClaim) func(*v1alpha1.GPUNodeStatus) {
-	return func(s *v1alpha1.GPUNodeStatus) { s.Losers = losers }
+func losing(conflicts ...v1alpha1.ConflictingClaim) func(*v1alpha1.GPUNodeStatus) {
+	return func(s *v1alpha1.GPUNodeStatus) { s.Conflicts = conflicts }
 }
 
 func TestHealEvictsAndMeasures(t *testing.T) {
-	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(pendingEviction("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
 	h := w.healer()
 	if result := w.twice(h, "node-1"); result.RequeueAfter != lookAgain {
 		t.Errorf("again after %v", result.RequeueAfter)
@@ -167,17 +167,17 @@ func (w *world) healed() (n uint64, sum float64) {
 }
 
 func TestHealLeavesOthersAlone(t *testing.T) {
-	waiting := condemned("a", "gpu-0")
-	waiting.Condemned = false
+	waiting := pendingEviction("a", "gpu-0")
+	waiting.PendingEviction = false
 	elsewhere := newClaim("a", "gpu-0")
 	elsewhere.Status.Allocation.Devices.Results[0].Pool = "node-2"
 	for name, objects := range map[string][]client.Object{
-		"allocated anew":      {gpuNode(losing(condemned("a", "gpu-1"))), newClaim("a", "gpu-0"), newPod("a")},
-		"allocated elsewhere": {gpuNode(losing(condemned("a", "gpu-0"))), elsewhere, newPod("a")},
+		"allocated anew":      {gpuNode(losing(pendingEviction("a", "gpu-1"))), newClaim("a", "gpu-0"), newPod("a")},
+		"allocated elsewhere": {gpuNode(losing(pendingEviction("a", "gpu-0"))), elsewhere, newPod("a")},
 		"a loser that waits":  {gpuNode(losing(waiting)), newClaim("a", "gpu-0"), newPod("a")},
 		"no loser":            {gpuNode(), newClaim("a", "gpu-0"), newPod("a")},
-		"running":             {gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", running)},
-		"claim gone":          {gpuNode(losing(condemned("a", "gpu-0"))), newPod("a")},
+		"running":             {gpuNode(losing(pendingEviction("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", running)},
+		"claim gone":          {gpuNode(losing(pendingEviction("a", "gpu-0"))), newPod("a")},
 		"no GPUNode":          {newClaim("a", "gpu-0"), newPod("a")},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -193,11 +193,11 @@ func TestHealLeavesOthersAlone(t *testing.T) {
 
 // An agent that was restarted has forgotten its losers, and the controller may hear of that last of all.
 func TestHealLooksAtTheNodeAgain(t *testing.T) {
-	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(pendingEviction("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
 	h := w.healer()
 	h.client = hasHeard(w, w.gpuNode())
-	waits := condemned("a", "gpu-0")
-	waits.Condemned = false
+	waits := pendingEviction("a", "gpu-0")
+	waits.PendingEviction = false
 	for name, now := range map[string]func(*v1alpha1.GPUNodeStatus){"forgotten": losing(), "lapsed": losing(waits)} {
 		w.set(now)
 		w.twice(h, "node-1")
@@ -205,13 +205,13 @@ func TestHealLooksAtTheNodeAgain(t *testing.T) {
 			t.Fatal(name)
 		}
 	}
-	w.set(losing(condemned("a", "gpu-0")))
+	w.set(losing(pendingEviction("a", "gpu-0")))
 	w.twice(h, "node-1")
 	w.want(map[string]int{"eviction pod-a": 1})
 }
 
 func TestHealCountsWhatCannotBeMoved(t *testing.T) {
-	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"), condemned("b", "gpu-1"))),
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(pendingEviction("a", "gpu-0"), pendingEviction("b", "gpu-1"))),
 		newClaim("a", "gpu-0"), newPod("a", running), newClaim("b", "gpu-1"), newPod("b"))
 	h := w.healer()
 	gauge := func() float64 {
@@ -226,7 +226,7 @@ func TestHealCountsWhatCannotBeMoved(t *testing.T) {
 	if gauge() != 1 {
 		t.Errorf("%v not movable", gauge())
 	}
-	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Losers = nil })
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Conflicts = nil })
 	w.twice(h, "node-1")
 	if gauge() != 0 {
 		t.Errorf("%v not movable in the end", gauge())
@@ -251,7 +251,7 @@ func TestHealAndTheAPIServer(t *testing.T) {
 				SubResourceCreate: func(context.Context, client.Client, string, client.Object, client.Object, ...client.SubResourceCreateOption) error {
 					return c.answer
 				},
-			}, gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
+			}, gpuNode(losing(pendingEviction("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
 			h := w.healer()
 			for range 2 {
 				result, err := h.Reconcile(t.Context(), requestFor("node-1"))
@@ -277,7 +277,7 @@ func TestEvictionNamesThePod(t *testing.T) {
 			sent = sub.(*policyv1.Eviction)
 			return nil
 		},
-	}, gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
+	}, gpuNode(losing(pendingEviction("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
 	w.twice(w.healer(), "node-1")
 	pod := &corev1.Pod{}
 	w.get("ns", "pod-a", pod)
@@ -290,7 +290,7 @@ func TestEvictionNamesThePod(t *testing.T) {
 func TestHealClaimsOfExtendedResources(t *testing.T) {
 	claim := newClaim("a", "gpu-0")
 	claim.Annotations = map[string]string{resourceapi.ExtendedResourceClaimAnnotation: "true"}
-	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"))), claim, newPod("a"))
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(pendingEviction("a", "gpu-0"))), claim, newPod("a"))
 	w.twice(w.healer(), "node-1")
 	w.want(map[string]int{"eviction pod-a": 1})
 }
@@ -330,7 +330,7 @@ func TestStillLost(t *testing.T) {
 		"a partition beside it":    {"gpu-0-mig-1g10gb-19-1", "gpu-0-mig-1g10gb-19-0", false},
 		"a partition of another":   {"gpu-0", "gpu-00-mig-1g10gb-19-0", false},
 	} {
-		if got := StillLost(condemned("a", c.lost), newClaim("a", c.allocated), testDriver, "node-1"); got != c.want {
+		if got := StillLost(pendingEviction("a", c.lost), newClaim("a", c.allocated), testDriver, "node-1"); got != c.want {
 			t.Errorf("%s: %t", name, got)
 		}
 	}

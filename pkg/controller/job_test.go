@@ -92,7 +92,7 @@ func TestHealSparesJobs(t *testing.T) {
 		"it is another one": {newJob(func(j *batchv1.Job) { j.UID = "new" }), map[string]int{}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", madeByJob), c.job)
+			w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(pendingEviction("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", madeByJob), c.job)
 			w.twice(w.healer(), "node-1")
 			w.want(c.want)
 		})
@@ -101,7 +101,7 @@ func TestHealSparesJobs(t *testing.T) {
 
 // Claims of one Job that lose together are looked at one after the other, before the Job has counted the first pod.
 func TestHealCountsWhatAJobDoesNotKnowYet(t *testing.T) {
-	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(condemned("a", "gpu-0"), condemned("b", "gpu-1"))),
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(pendingEviction("a", "gpu-0"), pendingEviction("b", "gpu-1"))),
 		newClaim("a", "gpu-0"), newPod("a", madeByJob), newClaim("b", "gpu-1"), newPod("b", madeByJob), newJob(limited(1)))
 	w.twice(w.healer(), "node-1")
 	w.want(map[string]int{"eviction pod-a": 1})

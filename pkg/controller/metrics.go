@@ -12,7 +12,7 @@ type metrics struct {
 	evictions  *prometheus.CounterVec
 	heal       prometheus.Histogram
 	notMovable prometheus.Gauge
-	nudges     prometheus.Counter
+	retries    prometheus.Counter
 	patches    *prometheus.CounterVec
 	openings   prometheus.Counter
 
@@ -33,11 +33,11 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			Buckets: []float64{.001, .01, .05, .1, .25, .5, .75, 1, 1.5, 2, 3, 4, 5, 7.5, 10, 15, 30, 60, 120, 300},
 		}),
 		notMovable: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "tandem_controller_condemned_claims_not_movable",
+			Name: "tandem_controller_pending_evictions_not_movable",
 			Help: "Condemned claims whose pods may not be evicted: one of them runs, or belongs to nobody who would make another.",
 		}),
-		nudges: prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "tandem_controller_nudges_total",
+		retries: prometheus.NewCounter(prometheus.CounterOpts{
+			Name: "tandem_controller_retries_total",
 			Help: "Pods annotated so that kubelet tries at once to prepare their claims again.",
 		}),
 		patches: prometheus.NewCounterVec(prometheus.CounterOpts{
@@ -65,7 +65,7 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			counter.WithLabelValues(result)
 		}
 	}
-	for _, c := range []prometheus.Collector{m.evictions, m.heal, m.notMovable, m.nudges, m.patches, m.openings, m.daemonPods, m.daemonsWaiting} {
+	for _, c := range []prometheus.Collector{m.evictions, m.heal, m.notMovable, m.retries, m.patches, m.openings, m.daemonPods, m.daemonsWaiting} {
 		if err := registerer.Register(c); err != nil {
 			return nil, fmt.Errorf("register metrics: %w", err)
 		}

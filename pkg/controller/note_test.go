@@ -24,9 +24,9 @@ func TestNote(t *testing.T) {
 
 // A claim for a whole node that lost every GPU of it has the longest story.
 func TestHealTellsLongStories(t *testing.T) {
-	loser := condemned("a", "gpu-0")
-	loser.Message = strings.Repeat("device gpu-0 is held by a pod in another namespace by its resource limits; ", 20)
-	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(loser)), newClaim("a", "gpu-0"), newPod("a"))
+	conflict := pendingEviction("a", "gpu-0")
+	conflict.Message = strings.Repeat("device gpu-0 is held by a pod in another namespace by its resource limits; ", 20)
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(conflict)), newClaim("a", "gpu-0"), newPod("a"))
 	w.twice(w.healer(), "node-1")
 	for range 2 {
 		e, kept := strings.CutPrefix(w.event(), "Normal EvictedAfterConflict ")

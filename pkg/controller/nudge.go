@@ -33,16 +33,16 @@ import (
 // to 90 s. Its value is a time and means nothing. An admission policy keeps the controller from writing anything else.
 const RetryAnnotation = "tandem-gpu.dev/retry"
 
-// Nudge is a claim that could be prepared now.
-type Nudge struct {
+// Retry is a claim that could be prepared now.
+type Retry struct {
 	UID             types.UID
 	Namespace, Name string
 	// Pod is the only one that is meant, of a claim that is prepared already: others of it may run. Empty for all of them.
 	Pod types.UID
 	// Unsure is set where a device is a partition still to be made: whether there is room for it is not known here.
 	Unsure bool
-	// Patience is how long kubelet may take by itself before it is told.
-	Patience time.Duration
+	// WaitBudget is how long kubelet may take by itself before it is told.
+	WaitBudget time.Duration
 }
 
 // Where kubelet is likely to be at it, it is left alone for a while.
@@ -52,13 +52,13 @@ const (
 	preparedPatience   = 5 * time.Second
 )
 
-// Nudges are the claims of a node that kubelet could prepare now and is not known to be about to: losers that wait and whose
+// Retries are the claims of a node that kubelet could prepare now and is not known to be about to: losers that wait and whose
 // devices have become free; claims of before a reboot whose GPUs are kept for them; claims that are allocated here and that
 // nobody has prepared, as when kubelet asked while the agent was away; and claims that are prepared, one by one for their pods
 // in waiting, those that are Pending on the node by the UID of the claim. Such a pod was refused while its claim was condemned,
 // or the agent died before it had answered. A condemned claim is never among them. It is a pure function.
-func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, waiting map[types.UID][]types.UID) []Nudge {
-	var nudges []Nudge
+func Retries(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, waiting map[types.UID][]types.UID) []Retry {
+	var retries []Retry
 	devices := map[string]v1alpha1.DeviceStatus{}
 	for _, device := range status.Devices {
 		devices[device.Name] = device
@@ -68,11 +68,11 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 		allocated[claim.UID] = claim
 	}
 	lost := map[types.UID]bool{}
-	for _, loser := range status.Losers {
-		lost[loser.UID] = true
-		if !loser.Condemned && !slices.ContainsFunc(loser.Devices, func(name string) bool { return taken(devices, allocated, name, loser.UID) }) {
-			nudges = append(nudges, Nudge{
-				UID: loser.UID, Namespace: loser.Namespace, Name: loser.Name, Unsure: unsure(devices, loser.Devices),
+	for _, conflict := range status.Conflicts {
+		lost[conflict.UID] = true
+		if !conflict.PendingEviction && !slices.ContainsFunc(conflict.Devices, func(name string) bool { return taken(devices, allocated, name, conflict.UID) }) {
+			retries = append(retries, Retry{
+				UID: conflict.UID, Namespace: conflict.Namespace, Name: conflict.Name, Unsure: unsure(devices, conflict.Devices),
 			})
 		}
 	}
@@ -83,24 +83,24 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 		if lost[claim.UID] || slices.ContainsFunc(claim.Devices, func(name string) bool { return taken(devices, allocated, name, claim.UID) }) {
 			continue
 		}
-		nudge := Nudge{
+		retry := Retry{
 			UID: claim.UID, Namespace: claim.Namespace, Name: claim.Name,
-			Unsure: unsure(devices, claim.Devices), Patience: unpreparedPatience,
+			Unsure: unsure(devices, claim.Devices), WaitBudget: unpreparedPatience,
 		}
 		switch state, some := stateOf(devices, claim); {
 		case !some:
-			nudges = append(nudges, nudge)
-		case state == v1alpha1.HoldExpected:
-			nudge.Patience = expectedPatience
-			nudges = append(nudges, nudge)
+			retries = append(retries, retry)
+		case state == v1alpha1.HoldRestored:
+			retry.WaitBudget = expectedPatience
+			retries = append(retries, retry)
 		default:
 			for _, pod := range waiting[claim.UID] {
-				nudge.Pod, nudge.Patience = pod, preparedPatience
-				nudges = append(nudges, nudge)
+				retry.Pod, retry.WaitBudget = pod, preparedPatience
+				retries = append(retries, retry)
 			}
 		}
 	}
-	return nudges
+	return retries
 }
 
 // taken reports whether a device cannot be prepared for the claim: unknown, faulty, or somebody else's, be it in part. A GPU is
@@ -108,7 +108,7 @@ func Nudges(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wai
 // device that is shared, the claim's share has to fit beside those of others.
 func taken(devices map[string]v1alpha1.DeviceStatus, allocated map[types.UID]v1alpha1.AllocatedClaim, name string, claim types.UID) bool {
 	device, known := known(devices, name)
-	if !known || device.Fault != "" {
+	if !known || device.UnhealthyReason != "" {
 		return true
 	}
 	share, used := shareOf(allocated[claim], name), int64(0)
@@ -158,23 +158,23 @@ func unsure(devices map[string]v1alpha1.DeviceStatus, names []string) bool {
 
 // stateOf is the state of a claim's holds: expected only if all are; none where one is missing.
 func stateOf(devices map[string]v1alpha1.DeviceStatus, claim v1alpha1.AllocatedClaim) (state v1alpha1.HoldState, some bool) {
-	state = v1alpha1.HoldExpected
+	state = v1alpha1.HoldRestored
 	for _, name := range claim.Devices {
 		device, _ := known(devices, name)
 		at := slices.IndexFunc(device.Holders, func(h v1alpha1.DeviceHolder) bool { return h.UID == claim.UID })
 		if at < 0 {
 			return "", false
 		}
-		if own := device.Holders[at].State; own != v1alpha1.HoldExpected {
+		if own := device.Holders[at].State; own != v1alpha1.HoldRestored {
 			state = own
 		}
 	}
 	return state, true
 }
 
-// Nudgeable reports whether a pod is one that kubelet could start on the node if its claims were prepared: bound to it, living,
+// Retryable reports whether a pod is one that kubelet could start on the node if its claims were prepared: bound to it, living,
 // and with no container running. After a reboot its phase may still be Running. It is a pure function.
-func Nudgeable(pod *corev1.Pod, node string) bool {
+func Retryable(pod *corev1.Pod, node string) bool {
 	if pod.Spec.NodeName != node || pod.DeletionTimestamp != nil || terminal(pod) {
 		return false
 	}
@@ -206,8 +206,8 @@ func Hopeless(claim *resourceapi.ResourceClaim, driver string) bool {
 	return false
 }
 
-// nudger annotates pods that kubelet could start now.
-type nudger struct {
+// retrier annotates pods that kubelet could start now.
+type retrier struct {
 	client client.Client
 	// live reads pods from the API server: those that are not Pending are not watched, and of the others not everything is kept.
 	live    client.Reader
@@ -223,27 +223,27 @@ type nudger struct {
 type patience struct {
 	next     time.Time
 	interval time.Duration
-	nudges   int
+	retries  int
 }
 
 const (
 	// Between two nudges of one claim. What fails again and again is soon left to kubelet's own rhythm.
-	nudgeInterval    = 5 * time.Second
-	nudgeIntervalMax = 80 * time.Second
-	// nudgesMax is how often a pod is nudged whose claim is prepared, or may not be prepared yet for all that is known here. By
+	retryInterval    = 5 * time.Second
+	retryIntervalMax = 80 * time.Second
+	// retriesMax is how often a pod is nudged whose claim is prepared, or may not be prepared yet for all that is known here. By
 	// the last one, after 80 s, kubelet has tried by itself: whatever keeps the pod then is not ours.
-	nudgesMax = 5
+	retriesMax = 5
 )
 
 // key is what a patience is for.
-func (n Nudge) key() types.UID {
+func (n Retry) key() types.UID {
 	if n.Pod != "" {
 		return n.Pod
 	}
 	return n.UID
 }
 
-func (n *nudger) register(m manager.Manager) error {
+func (n *retrier) register(m manager.Manager) error {
 	err := builder.ControllerManagedBy(m).Named("nudge").
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(n.claims.driver)).
@@ -280,7 +280,7 @@ func nodeOfPod(_ context.Context, o client.Object) []reconcile.Request {
 }
 
 // Reconcile implements reconcile.Reconciler for one node.
-func (n *nudger) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+func (n *retrier) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	node := &v1alpha1.GPUNode{}
 	if err := n.client.Get(ctx, request.NamespacedName, node); err != nil {
 		if apierrors.IsNotFound(err) {
@@ -297,17 +297,17 @@ func (n *nudger) Reconcile(ctx context.Context, request reconcile.Request) (reco
 	if err != nil {
 		return reconcile.Result{}, err
 	}
-	due, wait := n.due(request.Name, Nudges(node.Status, claims, waiting))
+	due, wait := n.due(request.Name, Retries(node.Status, claims, waiting))
 	var errs []error
-	for _, nudge := range due {
-		errs = append(errs, n.nudge(ctx, request.Name, nudge))
+	for _, retry := range due {
+		errs = append(errs, n.retry(ctx, request.Name, retry))
 	}
 	return reconcile.Result{RequeueAfter: wait}, errors.Join(errs...)
 }
 
 // waiting are the Pending pods of a node that have one of the claims reserved, by the claim's UID. Nothing is read that is not
 // in the cache.
-func (n *nudger) waiting(ctx context.Context, node string, claims []v1alpha1.AllocatedClaim) (map[types.UID][]types.UID, error) {
+func (n *retrier) waiting(ctx context.Context, node string, claims []v1alpha1.AllocatedClaim) (map[types.UID][]types.UID, error) {
 	waiting := map[types.UID][]types.UID{}
 	for _, c := range claims {
 		claim := &resourceapi.ResourceClaim{}
@@ -321,7 +321,7 @@ func (n *nudger) waiting(ctx context.Context, node string, claims []v1alpha1.All
 			if err := n.client.Get(ctx, key, pod); client.IgnoreNotFound(err) != nil {
 				return nil, fmt.Errorf("get pod %s: %w", key, err)
 			}
-			if pod.UID == consumer.UID && pod.Status.Phase == corev1.PodPending && Nudgeable(pod, node) {
+			if pod.UID == consumer.UID && pod.Status.Phase == corev1.PodPending && Retryable(pod, node) {
 				waiting[claim.UID] = append(waiting[claim.UID], pod.UID)
 			}
 		}
@@ -330,25 +330,25 @@ func (n *nudger) waiting(ctx context.Context, node string, claims []v1alpha1.All
 }
 
 // due picks those whose time has come, and says when the next one's will.
-func (n *nudger) due(node string, nudges []Nudge) (due []Nudge, wait time.Duration) {
+func (n *retrier) due(node string, retries []Retry) (due []Retry, wait time.Duration) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.nodes == nil {
 		n.nodes = map[string]map[types.UID]*patience{}
 	}
 	now, before, after := n.now(), n.nodes[node], map[types.UID]*patience{}
-	for _, nudge := range nudges {
-		p := before[nudge.key()]
+	for _, retry := range retries {
+		p := before[retry.key()]
 		if p == nil {
-			p = &patience{next: now.Add(nudge.Patience), interval: nudgeInterval}
+			p = &patience{next: now.Add(retry.WaitBudget), interval: retryInterval}
 		}
-		after[nudge.key()] = p
-		if (nudge.Pod != "" || nudge.Unsure) && p.nudges >= nudgesMax {
+		after[retry.key()] = p
+		if (retry.Pod != "" || retry.Unsure) && p.retries >= retriesMax {
 			continue
 		}
 		if !now.Before(p.next) {
-			due = append(due, nudge)
-			p.next, p.interval, p.nudges = now.Add(p.interval), min(2*p.interval, nudgeIntervalMax), p.nudges+1
+			due = append(due, retry)
+			p.next, p.interval, p.retries = now.Add(p.interval), min(2*p.interval, retryIntervalMax), p.retries+1
 		}
 		if left := p.next.Sub(now); wait == 0 || left < wait {
 			wait = left
@@ -360,27 +360,27 @@ func (n *nudger) due(node string, nudges []Nudge) (due []Nudge, wait time.Durati
 	return due, wait
 }
 
-// nudge annotates the claim's pods on the node, but those that would be refused for a claim's parameters.
-func (n *nudger) nudge(ctx context.Context, node string, nudge Nudge) error {
+// retry annotates the claim's pods on the node, but those that would be refused for a claim's parameters.
+func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
 	claim := &resourceapi.ResourceClaim{}
-	if err := n.client.Get(ctx, types.NamespacedName{Namespace: nudge.Namespace, Name: nudge.Name}, claim); err != nil {
+	if err := n.client.Get(ctx, types.NamespacedName{Namespace: retry.Namespace, Name: retry.Name}, claim); err != nil {
 		return client.IgnoreNotFound(err)
 	}
-	if claim.UID != nudge.UID {
+	if claim.UID != retry.UID {
 		return nil
 	}
 	for _, consumer := range claim.Status.ReservedFor {
-		if nudge.Pod != "" && nudge.Pod != consumer.UID {
+		if retry.Pod != "" && retry.Pod != consumer.UID {
 			continue
 		}
 		pod := &corev1.Pod{}
-		key := types.NamespacedName{Namespace: nudge.Namespace, Name: consumer.Name}
+		key := types.NamespacedName{Namespace: retry.Namespace, Name: consumer.Name}
 		switch err := n.live.Get(ctx, key, pod); {
 		case apierrors.IsNotFound(err):
 			continue
 		case err != nil:
 			return fmt.Errorf("get pod %s: %w", key, err)
-		case pod.UID != consumer.UID, !Nudgeable(pod, node), nudge.Pod != "" && !Unstarted(pod):
+		case pod.UID != consumer.UID, !Retryable(pod, node), retry.Pod != "" && !Unstarted(pod):
 			continue
 		}
 		hopeless, err := n.hopeless(ctx, pod)
@@ -398,7 +398,7 @@ func (n *nudger) nudge(ctx context.Context, node string, nudge Nudge) error {
 }
 
 // hopeless reports whether one of a pod's claims is: kubelet has all of them prepared at once, or none.
-func (n *nudger) hopeless(ctx context.Context, pod *corev1.Pod) (bool, error) {
+func (n *retrier) hopeless(ctx context.Context, pod *corev1.Pod) (bool, error) {
 	for name := range resourceclaim.PodClaims(pod) {
 		claim := &resourceapi.ResourceClaim{}
 		key := types.NamespacedName{Namespace: pod.Namespace, Name: name}
@@ -412,7 +412,7 @@ func (n *nudger) hopeless(ctx context.Context, pod *corev1.Pod) (bool, error) {
 	return false, nil
 }
 
-func (n *nudger) annotate(ctx context.Context, pod *corev1.Pod) error {
+func (n *retrier) annotate(ctx context.Context, pod *corev1.Pod) error {
 	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{
 		"uid":         pod.UID,
 		"annotations": map[string]string{RetryAnnotation: n.now().UTC().Format(time.RFC3339Nano)},
@@ -422,7 +422,7 @@ func (n *nudger) annotate(ctx context.Context, pod *corev1.Pod) error {
 	}
 	err = n.client.Patch(ctx, pod, client.RawPatch(types.MergePatchType, patch))
 	if err == nil {
-		n.metrics.nudges.Inc()
+		n.metrics.retries.Inc()
 		return nil
 	}
 	// A pod of the same name that came after it is none of this claim's.

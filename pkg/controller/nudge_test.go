@@ -32,15 +32,15 @@ func claimHolds(name string, state v1alpha1.HoldState, devices ...int) func(*v1a
 	}
 }
 
-func limitHolds(n int) func(*v1alpha1.GPUNodeStatus) {
+func podHolds(n int) func(*v1alpha1.GPUNodeStatus) {
 	return func(s *v1alpha1.GPUNodeStatus) {
-		s.Devices[n].Holders = append(s.Devices[n].Holders, v1alpha1.DeviceHolder{Kind: v1alpha1.HolderLimit, State: v1alpha1.HoldHeld})
+		s.Devices[n].Holders = append(s.Devices[n].Holders, v1alpha1.DeviceHolder{Kind: v1alpha1.HolderPod, State: v1alpha1.HoldHeld})
 	}
 }
 
-func waiting(name string, devices ...string) v1alpha1.LosingClaim {
-	l := condemned(name, devices...)
-	l.Condemned = false
+func waiting(name string, devices ...string) v1alpha1.ConflictingClaim {
+	l := pendingEviction(name, devices...)
+	l.PendingEviction = false
 	return l
 }
 
@@ -56,38 +56,38 @@ func TestNudges(t *testing.T) {
 		"nothing":                          {},
 		"a loser, device free":             {status: []change{losing(waiting("a", "gpu-0"))}, want: "a"},
 		"a loser, device its own":          {status: []change{losing(waiting("a", "gpu-0")), claimHolds("a", v1alpha1.HoldHeld, 0)}, want: "a"},
-		"a loser, device taken":            {status: []change{losing(waiting("a", "gpu-0")), limitHolds(0)}},
-		"a loser, one of two taken":        {status: []change{losing(waiting("a", "gpu-0", "gpu-1")), limitHolds(1)}},
+		"a loser, device taken":            {status: []change{losing(waiting("a", "gpu-0")), podHolds(0)}},
+		"a loser, one of two taken":        {status: []change{losing(waiting("a", "gpu-0", "gpu-1")), podHolds(1)}},
 		"a loser, device draining":         {status: []change{losing(waiting("a", "gpu-0")), claimHolds("b", v1alpha1.HoldDraining, 0)}},
 		"a loser, device faulty":           {status: []change{losing(waiting("a", "gpu-0")), func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Fault = "lost" }}},
 		"a loser, device unknown":          {status: []change{losing(waiting("a", "gpu-99"))}},
-		"condemned, device free":           {status: []change{losing(condemned("a", "gpu-0"))}, claims: []string{"a"}},
-		"expected after a reboot":          {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0, 1)}, claims: []string{"a"}, want: "a", patient: expectedPatience},
-		"half of it prepared":              {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0), claimHolds("a", v1alpha1.HoldHeld, 1)}, claims: []string{"a"}},
+		"condemned, device free":           {status: []change{losing(pendingEviction("a", "gpu-0"))}, claims: []string{"a"}},
+		"expected after a reboot":          {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0, 1)}, claims: []string{"a"}, want: "a", patient: expectedPatience},
+		"half of it prepared":              {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0), claimHolds("a", v1alpha1.HoldHeld, 1)}, claims: []string{"a"}},
 		"prepared":                         {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}},
 		"draining":                         {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}},
 		"prepared, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedPatience},
 		"draining, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedPatience},
-		"condemned, a pod waits":           {status: []change{losing(condemned("a", "gpu-0")), claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}},
+		"condemned, a pod waits":           {status: []change{losing(pendingEviction("a", "gpu-0")), claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}},
 		"allocated, nobody asked":          {claims: []string{"a"}, want: "a", patient: unpreparedPatience},
-		"allocated, one of two held by it": {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0)}, claims: []string{"a"}, want: "a", patient: unpreparedPatience},
-		"allocated, taken":                 {status: []change{limitHolds(1)}, claims: []string{"a"}},
+		"allocated, one of two held by it": {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0)}, claims: []string{"a"}, want: "a", patient: unpreparedPatience},
+		"allocated, taken":                 {status: []change{podHolds(1)}, claims: []string{"a"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			claims := []v1alpha1.AllocatedClaim{{UID: "uid-admin", Namespace: "ns", Name: "admin"}}
 			for _, claim := range c.claims {
 				claims = append(claims, v1alpha1.AllocatedClaim{UID: types.UID("uid-" + claim), Namespace: "ns", Name: claim, Devices: []string{"gpu-0", "gpu-1"}})
 			}
-			var want []Nudge
+			var want []Retry
 			if c.want != "" {
-				want = []Nudge{{UID: types.UID("uid-" + c.want), Namespace: "ns", Name: c.want, Patience: c.patient}}
+				want = []Retry{{UID: types.UID("uid-" + c.want), Namespace: "ns", Name: c.want, WaitBudget: c.patient}}
 			}
 			for _, pod := range c.waiting {
 				for i := range want {
 					want[i].Pod = pod
 				}
 			}
-			if diff := cmp.Diff(want, Nudges(gpuNode(c.status...).Status, claims, map[types.UID][]types.UID{"uid-a": c.waiting})); diff != "" {
+			if diff := cmp.Diff(want, Retries(gpuNode(c.status...).Status, claims, map[types.UID][]types.UID{"uid-a": c.waiting})); diff != "" {
 				t.Error(diff)
 			}
 		})
@@ -107,31 +107,31 @@ func TestNudgesOfPartitions(t *testing.T) {
 		own     bool // The claim holds it, and has not lost it.
 	}{
 		"made, free":                    {device: made, want: true, patient: unpreparedPatience},
-		"made, expected":                {status: []change{claimHolds("a", v1alpha1.HoldExpected, 8)}, device: made, want: true, patient: expectedPatience, own: true},
-		"made, its GPU taken":           {status: []change{limitHolds(6)}, device: made},
-		"made, the one beside taken":    {status: []change{limitHolds(9)}, device: made, want: true, patient: unpreparedPatience},
-		"made, taken":                   {status: []change{limitHolds(8)}, device: made},
-		"a GPU, a part of it taken":     {status: []change{limitHolds(8)}, device: "gpu-6"},
+		"made, expected":                {status: []change{claimHolds("a", v1alpha1.HoldRestored, 8)}, device: made, want: true, patient: expectedPatience, own: true},
+		"made, its GPU taken":           {status: []change{podHolds(6)}, device: made},
+		"made, the one beside taken":    {status: []change{podHolds(9)}, device: made, want: true, patient: unpreparedPatience},
+		"made, taken":                   {status: []change{podHolds(8)}, device: made},
+		"a GPU, a part of it taken":     {status: []change{podHolds(8)}, device: "gpu-6"},
 		"a GPU, a part of it draining":  {status: []change{claimHolds("b", v1alpha1.HoldDraining, 9)}, device: "gpu-6"},
 		"to be made, nobody asked":      {device: unmade, want: true, patient: unpreparedPatience},
 		"to be made, being made":        {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0)}, device: unmade, own: true},
-		"to be made, expected":          {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0)}, device: unmade, want: true, patient: expectedPatience, own: true},
-		"to be made beside another":     {status: []change{claimHolds("a", v1alpha1.HoldExpected, 0), claimHolds("beside", v1alpha1.HoldExpected, 0)}, device: unmade, want: true, patient: expectedPatience, own: true},
+		"to be made, expected":          {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0)}, device: unmade, want: true, patient: expectedPatience, own: true},
+		"to be made beside another":     {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0), claimHolds("beside", v1alpha1.HoldRestored, 0)}, device: unmade, want: true, patient: expectedPatience, own: true},
 		"to be made beside one made":    {status: []change{claimHolds("beside", v1alpha1.HoldHeld, 0)}, device: unmade, want: true, patient: unpreparedPatience},
 		"to be made, the GPU a claim's": {status: []change{claimHolds("whole", v1alpha1.HoldHeld, 0)}, device: unmade},
 		"to be made, a claim moved on":  {status: []change{claimHolds("moved", v1alpha1.HoldDraining, 0)}, device: unmade},
 		"a GPU, its claim moved on":     {status: []change{claimHolds("moved", v1alpha1.HoldDraining, 0)}, device: "gpu-0"},
 		"made, its claim moved beside":  {status: []change{claimHolds("shifted", v1alpha1.HoldDraining, 8)}, device: made},
 		"to be made, a claim unknown":   {status: []change{claimHolds("b", v1alpha1.HoldHeld, 0)}, device: unmade},
-		"to be made, its GPU taken":     {status: []change{limitHolds(0)}, device: unmade},
+		"to be made, its GPU taken":     {status: []change{podHolds(0)}, device: unmade},
 		"to be made, its GPU faulty":    {status: []change{fault(0)}, device: unmade},
 		"to be made, its GPU unknown":   {device: "gpu-99-mig-1g10gb-19-0"},
 	} {
 		status := gpuNode(append([]change{partitioned}, c.status...)...).Status
-		nudge := Nudge{UID: "uid-a", Namespace: "ns", Name: "a", Patience: c.patient, Unsure: c.device == unmade}
-		var want []Nudge
+		retry := Retry{UID: "uid-a", Namespace: "ns", Name: "a", WaitBudget: c.patient, Unsure: c.device == unmade}
+		var want []Retry
 		if c.want {
-			want = []Nudge{nudge}
+			want = []Retry{retry}
 		}
 		others := []v1alpha1.AllocatedClaim{
 			{UID: "uid-beside", Namespace: "ns", Name: "beside", Devices: []string{"gpu-0-mig-1g10gb-19-1"}},
@@ -139,21 +139,21 @@ func TestNudgesOfPartitions(t *testing.T) {
 			{UID: "uid-moved", Namespace: "ns", Name: "moved", Devices: []string{"gpu-1"}},
 			{UID: "uid-shifted", Namespace: "ns", Name: "shifted", Devices: []string{"gpu-6-mig-1g10gb-19-1"}},
 		}
-		nudges := func(claims ...v1alpha1.AllocatedClaim) []Nudge {
-			return slices.DeleteFunc(Nudges(status, append(claims, others...), nil), func(n Nudge) bool { return n.UID != "uid-a" })
+		retries := func(claims ...v1alpha1.AllocatedClaim) []Retry {
+			return slices.DeleteFunc(Retries(status, append(claims, others...), nil), func(n Retry) bool { return n.UID != "uid-a" })
 		}
 		claims := v1alpha1.AllocatedClaim{UID: "uid-a", Namespace: "ns", Name: "a", Devices: []string{c.device}}
-		if diff := cmp.Diff(want, nudges(claims), cmpopts.EquateEmpty()); diff != "" {
+		if diff := cmp.Diff(want, retries(claims), cmpopts.EquateEmpty()); diff != "" {
 			t.Errorf("%s, allocated: %s", name, diff)
 		}
 		if c.own {
 			continue
 		}
 		for i := range want {
-			want[i].Patience = 0
+			want[i].WaitBudget = 0
 		}
 		losing(waiting("a", c.device))(&status)
-		if diff := cmp.Diff(want, nudges(), cmpopts.EquateEmpty()); diff != "" {
+		if diff := cmp.Diff(want, retries(), cmpopts.EquateEmpty()); diff != "" {
 			t.Errorf("%s, a loser: %s", name, diff)
 		}
 	}
@@ -162,16 +162,16 @@ func TestNudgesOfPartitions(t *testing.T) {
 // TestNudgesInVain: whether there is room for a partition is not known, and kubelet is not told for ever.
 func TestNudgesInVain(t *testing.T) {
 	clock := time.Unix(0, 0)
-	n := &nudger{now: func() time.Time { return clock }}
-	for unsure, want := range map[bool]int{true: nudgesMax, false: 15} {
-		nudges := 0
+	n := &retrier{now: func() time.Time { return clock }}
+	for unsure, want := range map[bool]int{true: retriesMax, false: 15} {
+		retries := 0
 		for range 20 * 60 {
-			due, _ := n.due("node-1", []Nudge{{UID: "a", Unsure: unsure}})
-			nudges += len(due)
+			due, _ := n.due("node-1", []Retry{{UID: "a", Unsure: unsure}})
+			retries += len(due)
 			clock = clock.Add(time.Second)
 		}
-		if nudges < want || unsure && nudges > want {
-			t.Errorf("unsure %t: %d nudges in 20 minutes, want %d", unsure, nudges, want)
+		if retries < want || unsure && retries > want {
+			t.Errorf("unsure %t: %d nudges in 20 minutes, want %d", unsure, retries, want)
 		}
 		n.due("node-1", nil)
 	}
@@ -195,7 +195,7 @@ func TestNudgeable(t *testing.T) {
 		}, false},
 		"Running in name only": {func(p *corev1.Pod) { started(p); p.Status.Phase = corev1.PodRunning }, true},
 	} {
-		if got := Nudgeable(newPod("a", c.change), "node-1"); got != c.want {
+		if got := Retryable(newPod("a", c.change), "node-1"); got != c.want {
 			t.Errorf("%s: %t", name, got)
 		}
 	}
@@ -225,8 +225,8 @@ func TestUnstarted(t *testing.T) {
 	}
 }
 
-func (w *world) nudger() *nudger {
-	return &nudger{client: w.client, live: w.client, claims: claimReader{client: w.client, driver: testDriver}, metrics: w.metrics, now: w.now}
+func (w *world) retrier() *retrier {
+	return &retrier{client: w.client, live: w.client, claims: claimReader{client: w.client, driver: testDriver}, metrics: w.metrics, now: w.now}
 }
 
 func (w *world) retry(name string) string {
@@ -238,8 +238,8 @@ func (w *world) retry(name string) string {
 
 func TestNudgeAnnotatesOnceInAWhile(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(waiting("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", creating))
-	n := w.nudger()
-	if result := w.twice(n, "node-1"); result.RequeueAfter != nudgeInterval {
+	n := w.retrier()
+	if result := w.twice(n, "node-1"); result.RequeueAfter != retryInterval {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
 	w.want(map[string]int{"patch Pod": 1})
@@ -261,7 +261,7 @@ func TestNudgeAnnotatesOnceInAWhile(t *testing.T) {
 	if err := w.client.Status().Patch(t.Context(), pod, client.MergeFrom(newPod("a"))); err != nil {
 		t.Fatal(err)
 	}
-	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Losers = nil; claimHolds("a", v1alpha1.HoldHeld, 0)(s) })
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Conflicts = nil; claimHolds("a", v1alpha1.HoldHeld, 0)(s) })
 	if result := w.twice(n, "node-1"); result.RequeueAfter != 0 || len(n.nodes) != 0 {
 		t.Errorf("again after %v, remembers %v", result.RequeueAfter, n.nodes)
 	}
@@ -321,7 +321,7 @@ func TestHopeless(t *testing.T) {
 func TestNudgeSparesTheHopeless(t *testing.T) {
 	for name, c := range map[string]struct {
 		own, beside string
-		nudged      bool
+		retried     bool
 	}{
 		"right":        {rightGPU, rightGPU, true},
 		"wrong":        {misspelt, rightGPU, false},
@@ -337,10 +337,10 @@ func TestNudgeSparesTheHopeless(t *testing.T) {
 				p.Status.ResourceClaimStatuses = []corev1.PodResourceClaimStatus{{Name: "y", ResourceClaimName: ptr.To("made-for-a")}}
 			})
 			w := newWorld(t, interceptor.Funcs{}, gpuNode(), own, beside, pod)
-			for n := w.nudger(); w.clock.Before(time.Date(2026, 1, 1, 0, 5, 0, 0, time.UTC)); w.clock = w.clock.Add(5 * time.Second) {
+			for n := w.retrier(); w.clock.Before(time.Date(2026, 1, 1, 0, 5, 0, 0, time.UTC)); w.clock = w.clock.Add(5 * time.Second) {
 				w.twice(n, "node-1")
 			}
-			if got := w.writes["patch Pod"]; (got > 0) != c.nudged {
+			if got := w.writes["patch Pod"]; (got > 0) != c.retried {
 				t.Errorf("%d nudges in 5 minutes", got)
 			}
 		})
@@ -348,8 +348,8 @@ func TestNudgeSparesTheHopeless(t *testing.T) {
 }
 
 func TestNudgeHasPatience(t *testing.T) {
-	w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldExpected, 0)), newClaim("a", "gpu-0"), newPod("a", started))
-	n := w.nudger()
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldRestored, 0)), newClaim("a", "gpu-0"), newPod("a", started))
+	n := w.retrier()
 	if result := w.twice(n, "node-1"); result.RequeueAfter != expectedPatience {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
@@ -364,7 +364,7 @@ func TestNudgeOnePodOfAPreparedClaim(t *testing.T) {
 	shared := newClaim("a", "gpu-0")
 	shared.Status.ReservedFor = append(shared.Status.ReservedFor, resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: "pod-b", UID: "uid-pod-b"})
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldHeld, 0)), shared, newPod("a", running), newPod("b", creating))
-	n := w.nudger()
+	n := w.retrier()
 	if result := w.twice(n, "node-1"); result.RequeueAfter != preparedPatience {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
@@ -381,7 +381,7 @@ func TestNudgeOnePodOfAPreparedClaim(t *testing.T) {
 		result = w.twice(n, "node-1")
 	}
 	// After 5, 10, 20, 40 and 80 seconds, and then no more.
-	w.want(map[string]int{"patch Pod": nudgesMax})
+	w.want(map[string]int{"patch Pod": retriesMax})
 	if result.RequeueAfter != 0 {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
@@ -396,7 +396,7 @@ func TestNudgeOfAPreparedClaimSparesWhoGoesOn(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldHeld, 0)), newClaim("a", "gpu-0"), newPod("a", creating, change))
-			n := w.nudger()
+			n := w.retrier()
 			w.twice(n, "node-1")
 			w.clock = w.clock.Add(preparedPatience)
 			w.twice(n, "node-1")
@@ -434,7 +434,7 @@ func TestNudgeLeavesOthersAlone(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, interceptor.Funcs{}, append(objects, gpuNode(losing(waiting("a", "gpu-0"))))...)
-			w.twice(w.nudger(), "node-1")
+			w.twice(w.retrier(), "node-1")
 			w.want(map[string]int{})
 		})
 	}
@@ -456,7 +456,7 @@ func TestNudgeAndTheAPIServer(t *testing.T) {
 					return c.answer
 				},
 			}, gpuNode(losing(waiting("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", creating))
-			if _, err := w.nudger().Reconcile(t.Context(), requestFor("node-1")); (err != nil) != c.failed {
+			if _, err := w.retrier().Reconcile(t.Context(), requestFor("node-1")); (err != nil) != c.failed {
 				t.Error(err)
 			}
 		})

@@ -20,10 +20,10 @@ const gib = int64(1) << 30
 func sharedNode(holders ...v1alpha1.DeviceHolder) v1alpha1.GPUNode {
 	node := v1alpha1.GPUNode{}
 	node.Name = "node-1"
-	node.Status = v1alpha1.GPUNodeStatus{LimitsResource: testResource}
+	node.Status = v1alpha1.GPUNodeStatus{ExtendedResource: testResource}
 	for _, name := range []string{"gpu-0", "gpu-1"} {
 		node.Status.Devices = append(node.Status.Devices, v1alpha1.DeviceStatus{
-			Name: name, LimitsResource: testResource, Limits: v1alpha1.LimitsAllocatable,
+			Name: name, ExtendedResource: testResource, Limits: v1alpha1.ExtendedResourceAllocatable,
 			Sharing: &v1alpha1.DeviceSharing{
 				Strategy: "TimeSlicing", MemoryShares: true, Memory: 24 * gib, Replicas: 4, ReplicaMemory: 6 * gib, Allocatable: 4,
 			},
@@ -34,7 +34,7 @@ func sharedNode(holders ...v1alpha1.DeviceHolder) v1alpha1.GPUNode {
 }
 
 func limitShare(state v1alpha1.HoldState) v1alpha1.DeviceHolder {
-	return v1alpha1.DeviceHolder{Kind: v1alpha1.HolderLimit, State: state, Memory: 6 * gib}
+	return v1alpha1.DeviceHolder{Kind: v1alpha1.HolderPod, State: state, Memory: 6 * gib}
 }
 
 func claimShare(uid types.UID, memory int64) v1alpha1.DeviceHolder {
@@ -53,11 +53,11 @@ func allocatedShare(uid types.UID, memory int64) v1alpha1.AllocatedClaim {
 // Replicas count as long as there is memory for them.
 func TestAllocatableReplicas(t *testing.T) {
 	for name, c := range map[string]struct {
-		holders []v1alpha1.DeviceHolder
-		claims  []v1alpha1.AllocatedClaim
-		lists   int32
-		losers  []v1alpha1.LosingClaim
-		want    int64
+		holders   []v1alpha1.DeviceHolder
+		claims    []v1alpha1.AllocatedClaim
+		lists     int32
+		conflicts []v1alpha1.ConflictingClaim
+		want      int64
 	}{
 		"nobody has any":                      {lists: 4, want: 8},
 		"a limit has one":                     {holders: []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldHeld)}, lists: 4, want: 8},
@@ -69,14 +69,14 @@ func TestAllocatableReplicas(t *testing.T) {
 		"a limit drains":                      {holders: []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldDraining)}, lists: 4, want: 7},
 		"a claim waits for what limits have": {
 			holders: []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldHeld)}, claims: []v1alpha1.AllocatedClaim{allocatedShare("a", 0)},
-			losers: []v1alpha1.LosingClaim{{UID: "a"}}, lists: 4, want: 1 + 4,
+			conflicts: []v1alpha1.ConflictingClaim{{UID: "a"}}, lists: 4, want: 1 + 4,
 		},
 		"kubelet has taken some back": {lists: 1, want: 5},
 	} {
 		t.Run(name, func(t *testing.T) {
 			node := sharedNode(c.holders...)
 			node.Status.Devices[0].Sharing.Allocatable = c.lists
-			node.Status.Losers = c.losers
+			node.Status.Conflicts = c.conflicts
 			if got, known := Allocatable(node.Status, c.claims, testResource); got != c.want || !known {
 				t.Errorf("%d, known %v; want %d", got, known, c.want)
 			}
@@ -132,7 +132,7 @@ func TestNudgesOfShares(t *testing.T) {
 		"its own, for want of waiters": {holders: []v1alpha1.DeviceHolder{claimShare("a", 10*gib)}, memory: 10 * gib, want: 0},
 	} {
 		node := sharedNode(c.holders...)
-		if got := Nudges(node.Status, []v1alpha1.AllocatedClaim{allocatedShare("a", c.memory)}, nil); len(got) != c.want {
+		if got := Retries(node.Status, []v1alpha1.AllocatedClaim{allocatedShare("a", c.memory)}, nil); len(got) != c.want {
 			t.Errorf("%s: %d nudges, want %d", name, len(got), c.want)
 		}
 	}

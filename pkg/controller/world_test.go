@@ -217,10 +217,10 @@ func newPod(name string, change ...func(*corev1.Pod)) *corev1.Pod {
 // gpuNode is node-1 with eight free GPUs that kubelet lists.
 func gpuNode(change ...func(*v1alpha1.GPUNodeStatus)) *v1alpha1.GPUNode {
 	node := &v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: "node-1", UID: "uid-node"}}
-	node.Status = v1alpha1.GPUNodeStatus{Mode: "Dual", LimitsResource: testResource, Counts: v1alpha1.DeviceCounts{Total: 8, Free: 8}}
+	node.Status = v1alpha1.GPUNodeStatus{Mode: "Dual", ExtendedResource: testResource, Counts: v1alpha1.DeviceCounts{Total: 8, Free: 8}}
 	for i := range 8 {
 		node.Status.Devices = append(node.Status.Devices, v1alpha1.DeviceStatus{
-			Name: fmt.Sprintf("gpu-%d", i), UUID: fmt.Sprintf("GPU-%d", i), Limits: v1alpha1.LimitsAllocatable,
+			Name: fmt.Sprintf("gpu-%d", i), UUID: fmt.Sprintf("GPU-%d", i), Limits: v1alpha1.ExtendedResourceAllocatable,
 		})
 	}
 	for _, c := range change {

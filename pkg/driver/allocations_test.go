@@ -363,7 +363,7 @@ func (w *world) deallocate() {
 
 // release frees what drains, or what a limit has.
 func (w *world) release() {
-	i := slices.IndexFunc(w.holds, func(h ledger.Hold) bool { return h.State == ledger.StateDraining || h.Holder.Kind == ledger.KindLimit })
+	i := slices.IndexFunc(w.holds, func(h ledger.Hold) bool { return h.State == ledger.StateDraining || h.Holder.Kind == ledger.KindPod })
 	if i < 0 {
 		return
 	}
@@ -390,7 +390,7 @@ func (w *world) limit() {
 		return
 	}
 	ref := free[w.r.IntN(len(free))]
-	w.holds = append(w.holds, ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: ref.String()}, Device: ref, State: ledger.StateHeld})
+	w.holds = append(w.holds, ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: ref.String()}, Device: ref, State: ledger.StateHeld})
 	w.say("a limit takes %s", ref)
 }
 

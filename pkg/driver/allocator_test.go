@@ -73,7 +73,7 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 	}
 	tolerant := exactly(1)
 	tolerant.Exactly.Tolerations = []resourceapi.DeviceToleration{{Operator: resourceapi.DeviceTolerationOpExists}}
-	firstTwo := map[device.Ref][]obstacle{refOf(0): {{key: TaintHeldByLimit, value: "true"}}, refOf(1): {{key: TaintUnhealthy, value: "Lost"}}}
+	firstTwo := map[device.Ref][]obstacle{refOf(0): {{key: TaintHeldByPod, value: "true"}}, refOf(1): {{key: TaintUnhealthy, value: "Lost"}}}
 	tests := map[string]struct {
 		inv         device.Inventory
 		obstacles   map[device.Ref][]obstacle

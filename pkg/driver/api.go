@@ -17,7 +17,7 @@ import (
 
 // ErrNoAPI is why claims are not served where the API server does not know them. Ready returns it.
 var ErrNoAPI = errors.New("the API server does not serve resource.k8s.io/v1: enable it (Kubernetes 1.34 or newer, and nothing in " +
-	"kube-apiserver's --runtime-config against it), or set mode LimitsOnly")
+	"kube-apiserver's --runtime-config against it), or set mode DevicePluginOnly")
 
 const (
 	apiTimeout    = 5 * time.Second

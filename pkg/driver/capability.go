@@ -51,7 +51,7 @@ func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.Device
 				ConsumesCounters: consumption,
 
 				AllowMultipleAllocations: ptr.To(true),
-				Taints:                   []resourceapi.DeviceTaint{{Key: TaintHeldByLimit, Value: "true", Effect: resourceapi.DeviceTaintEffectNoSchedule}},
+				Taints:                   []resourceapi.DeviceTaint{{Key: TaintHeldByPod, Value: "true", Effect: resourceapi.DeviceTaintEffectNoSchedule}},
 			})},
 		},
 	}

@@ -245,7 +245,7 @@ func TestPrepareConflict(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, machine(8)).run()
 			k := r.ready()
-			r.takeByLimit(1, test.pod)
+			r.takeByPod(1, test.pod)
 			c := r.claim("a", "gpu-0", "gpu-1")
 			devices, errs, err := k.prepare("v1", c)
 			if err != nil || len(devices) > 0 {
@@ -290,7 +290,7 @@ func TestDescribeHolderOfClaims(t *testing.T) {
 func TestPrepareAllClaimsOfACallOrNone(t *testing.T) {
 	r := newRig(t, machine(8)).run()
 	k := r.ready()
-	r.takeByLimit(5, nil)
+	r.takeByPod(5, nil)
 	shared, fresh, blocked, last := r.claim("shared", "gpu-0"), r.claim("fresh", "gpu-1"), r.claim("blocked", "gpu-5"), r.claim("last", "gpu-2")
 	if _, errs, err := k.prepare("v1", shared); err != nil || len(errs) > 0 {
 		t.Fatal(err, errs)
@@ -318,7 +318,7 @@ func TestPrepareAllClaimsOfACallOrNone(t *testing.T) {
 	if _, errs, err = k.prepare("v1", fresh, wrong); err != nil || len(errs) != 2 || r.holders() != before {
 		t.Error(err, errs, r.holders())
 	}
-	r.releaseLimit(5)
+	r.releasePodHold(5)
 	if devices, errs, err = k.prepare("v1", shared, fresh, blocked, last); err != nil || len(errs) > 0 || len(devices) != 4 {
 		t.Error(err, errs, devices)
 	}
@@ -328,8 +328,8 @@ func TestPrepareAllClaimsOfACallOrNone(t *testing.T) {
 func TestAFailedCallLeavesASharedClaimToTheOtherPod(t *testing.T) {
 	r := newRig(t, machine(8)).run()
 	k := r.ready()
-	r.takeByLimit(5, nil)
-	r.evidence.set(uuidOf(5), ledger.Terminating)
+	r.takeByPod(5, nil)
+	r.podstate.set(uuidOf(5), ledger.Terminating)
 	shared, blocked := r.claim("shared", "gpu-0"), r.claim("blocked", "gpu-5")
 	ctx, cancel := context.WithCancel(t.Context())
 	failed := make(chan error)
@@ -379,7 +379,7 @@ func TestPrepareGivesBackWithoutSpecs(t *testing.T) {
 func TestPrepareWaitsForAHolderThatGoes(t *testing.T) {
 	r := newRig(t, machine(8)).run()
 	k := r.ready()
-	r.evidence.set("uid-old", ledger.Running)
+	r.podstate.set("uid-old", ledger.Running)
 	old, next := r.claim("old", "gpu-0"), r.claim("next", "gpu-0")
 	if _, errs, err := k.prepare("v1", old); err != nil || len(errs) > 0 {
 		t.Fatal(err, errs)
@@ -409,7 +409,7 @@ func TestPrepareWaitsForAHolderThatGoes(t *testing.T) {
 		t.Fatal("answered while the other one drains:", errs)
 	default:
 	}
-	r.releaseLimit(0)
+	r.releasePodHold(0)
 	if errs := <-answered; len(errs) > 0 {
 		t.Error(errs)
 	}
@@ -422,8 +422,8 @@ func TestPrepareWaitsForAHolderThatGoes(t *testing.T) {
 func TestPrepareAnswersBeforeTheDeadline(t *testing.T) {
 	r := newRig(t, machine(8)).run()
 	k := r.ready()
-	r.takeByLimit(0, nil)
-	r.evidence.set(uuidOf(0), ledger.Terminating)
+	r.takeByPod(0, nil)
+	r.podstate.set(uuidOf(0), ledger.Terminating)
 	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
 	_, errs, err := k.prepareWith(ctx, "v1", r.claim("a", "gpu-0"))
@@ -435,8 +435,8 @@ func TestPrepareAnswersBeforeTheDeadline(t *testing.T) {
 func TestUnprepareAbortsAWaitingPrepare(t *testing.T) {
 	r := newRig(t, machine(8)).run()
 	k := r.ready()
-	r.takeByLimit(0, nil)
-	r.evidence.set(uuidOf(0), ledger.Terminating)
+	r.takeByPod(0, nil)
+	r.podstate.set(uuidOf(0), ledger.Terminating)
 	c := r.claim("a", "gpu-0")
 	answered := make(chan string, 1)
 	go func() {
@@ -540,8 +540,8 @@ func TestMalformedRequests(t *testing.T) {
 func TestStopFinishesWaitingCallsAndLeavesNothing(t *testing.T) {
 	r := newRig(t, machine(2)).run()
 	k := r.ready()
-	r.takeByLimit(0, nil)
-	r.evidence.set(uuidOf(0), ledger.Terminating)
+	r.takeByPod(0, nil)
+	r.podstate.set(uuidOf(0), ledger.Terminating)
 	c := r.claim("a", "gpu-0")
 	answered := make(chan string, 1)
 	go func() {
@@ -552,7 +552,7 @@ func TestStopFinishesWaitingCallsAndLeavesNothing(t *testing.T) {
 		if n := r.metric("tandem_prepare_duration_seconds"); n != 0 {
 			return errors.New("already answered")
 		}
-		if r.evidence.questions() == 0 {
+		if r.podstate.questions() == 0 {
 			return errors.New("not there yet")
 		}
 		return nil

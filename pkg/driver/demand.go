@@ -27,7 +27,7 @@ func (d *Driver) meetDemands(ctx context.Context, p *preparation) error {
 		if foreign, ok := errors.AsType[*partition.ForeignError](err); ok {
 			// Who still holds a device has not lost it.
 			d.giveBack(ctx, p)
-			return d.lose(ctx, p, toForeign, reasonForeignPartition, foreign.Error(), []device.Ref{demand.device.Ref()})
+			return d.recordConflict(ctx, p, toForeign, reasonForeignPartition, foreign.Error(), []device.Ref{demand.device.Ref()})
 		}
 		return refuse(reasonNotMade, "device %s cannot be had, trying again: %v", name, err)
 	}

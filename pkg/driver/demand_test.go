@@ -162,8 +162,8 @@ func TestForeignPartitionInTheWay(t *testing.T) {
 	if err != nil || errs["uid-a"] == nil || !strings.Contains(errs["uid-a"].Error(), "MIG-theirs") {
 		t.Fatal(err, errs)
 	}
-	if losers := r.ledger.Losers(); len(losers) != 1 || !losers[0].Condemned || len(r.ledger.Holds()) != 0 {
-		t.Errorf("losers %+v, held: %s", losers, r.holders())
+	if conflicts := r.ledger.Conflicts(); len(conflicts) != 1 || !conflicts[0].PendingEviction || len(r.ledger.Holds()) != 0 {
+		t.Errorf("losers %+v, held: %s", conflicts, r.holders())
 	}
 }
 

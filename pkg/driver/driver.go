@@ -31,7 +31,7 @@ type Ledger interface {
 	ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (ledger.Taken, error)
 	GiveBack(uid string, taken ledger.Taken) error
 	DrainClaim(ctx context.Context, uid string) error
-	Lose(lost ledger.Loser)
+	RecordConflict(lost ledger.Conflict)
 	Holds() []ledger.Hold
 	Changed() <-chan struct{}
 }
@@ -118,8 +118,8 @@ type Config struct {
 	// OfferedToClaims tells the GPUs that are for claims, which alone are published; nil means all. A claim of before that has
 	// another is prepared all the same.
 	OfferedToClaims func(device.GPU) bool
-	// OfferedToLimits tells the GPUs that limits pods can get, which claims let go first; nil means all.
-	OfferedToLimits func(device.GPU) bool
+	// OfferedToPods tells the GPUs that limits pods can get, which claims let go first; nil means all.
+	OfferedToPods func(device.GPU) bool
 	// Limits are the resources by which those pods ask. Default "nvidia.com/gpu" for whole GPUs alone.
 	Limits device.Resources
 	// PublishNothing removes the slices that are there, and serves the claims that have devices already.

@@ -50,7 +50,7 @@ func newGPUPool(g device.GPU, shape *gpuShape, held given, obstacles map[device.
 		if ref.GPU == g.UUID && !(drains && p.isAllocated(ref)) {
 			p.withdrawn = append(p.withdrawn, ref)
 		}
-		if ref.GPU == g.UUID && slices.ContainsFunc(found, func(o obstacle) bool { return o.key == TaintHeldByLimit }) {
+		if ref.GPU == g.UUID && slices.ContainsFunc(found, func(o obstacle) bool { return o.key == TaintHeldByPod }) {
 			p.limited = append(p.limited, ref)
 		}
 	}

@@ -99,7 +99,7 @@ func poolsOf(t *testing.T, f Facts) map[string]resourceslice.Pool {
 
 func TestGoldenPools(t *testing.T) {
 	limit := func(ref device.Ref) ledger.Hold {
-		return ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: ref.String()}, Device: ref, State: ledger.StateHeld}
+		return ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: ref.String()}, Device: ref, State: ledger.StateHeld}
 	}
 	a100, all := a100s(), mixed()
 	few := machine(1, dynamic, func(g *device.GPU) {
@@ -311,7 +311,7 @@ func TestCountersFollowHolds(t *testing.T) {
 	hold := func(kind ledger.Kind, state ledger.State, age time.Duration, ref device.Ref) ledger.Hold {
 		return ledger.Hold{Holder: ledger.Holder{Kind: kind, ID: "c"}, Device: ref, State: state, Since: now.Add(-age)}
 	}
-	unreadable := hold(ledger.KindClaim, ledger.StateExpected, 0, at(0, 4))
+	unreadable := hold(ledger.KindClaim, ledger.StateRestored, 0, at(0, 4))
 	unreadable.Unreadable = true
 	claim := func(names ...string) []v1alpha1.AllocatedClaim {
 		return []v1alpha1.AllocatedClaim{{UID: "c", Devices: names}}
@@ -333,20 +333,20 @@ func TestCountersFollowHolds(t *testing.T) {
 	}{
 		"nothing":                           {inv: onDemand, slices: "11111111"},
 		"a claim's":                         {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, time.Hour, at(0, 4))}, slices: "11111111"},
-		"a claim's, expected":               {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateExpected, time.Hour, at(0, 4))}, slices: "11111111"},
+		"a claim's, expected":               {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateRestored, time.Hour, at(0, 4))}, slices: "11111111"},
 		"a claim's, which begins to drain":  {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Second, at(0, 4))}, slices: "11111111"},
 		"a claim's, which drains for long":  {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Minute, at(0, 4))}, slices: "00001111"},
 		"drains, and is allocated again":    {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Minute, at(0, 4))}, claims: claim("gpu-0-mig-3g40gb-9-0"), slices: "11111111"},
 		"unreadable":                        {inv: onDemand, holds: []ledger.Hold{unreadable}, slices: "00001111"},
-		"a limit on the GPU":                {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
-		"a limit that won against a claim":  {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, refOf(0))}, claims: claim("gpu-0-mig-1g10gb-19-2"), slices: "00000000"},
+		"a limit on the GPU":                {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
+		"a limit that won against a claim":  {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, refOf(0))}, claims: claim("gpu-0-mig-1g10gb-19-2"), slices: "00000000"},
 		"a lost GPU":                        {inv: lost, slices: "00000000"},
 		"a lost GPU of a claim":             {inv: lost, claims: claim("gpu-0"), slices: "11111111"},
 		"a standing partition":              {inv: cutGPU, slices: "11110000", own: 1},
-		"a limit on a standing partition":   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, stands.Ref)}, slices: "11110000"},
+		"a limit on a standing partition":   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, stands.Ref)}, slices: "11110000"},
 		"a claim on a standing partition":   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, stands.Ref)}, slices: "11110000", own: 1},
-		"both, in a race":                   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, stands.Ref)}, claims: claim(stands.Name()), slices: "11110000"},
-		"a limit on all, standing included": {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindLimit, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
+		"both, in a race":                   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, stands.Ref)}, claims: claim(stands.Name()), slices: "11110000"},
+		"a limit on all, standing included": {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
 		// The claim was deleted by force, and the scheduler was faster than kubelet.
 		"two got parts of a claim's GPU":   {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, refOf(0))}, claims: claim("gpu-0-mig-3g40gb-9-0", "gpu-0-mig-3g40gb-9-4"), slices: "11111111"},
 		"one got a part of a claim's part": {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, at(0, 4))}, claims: claim("gpu-0-mig-1g10gb-19-2"), slices: "11111111"},
@@ -389,7 +389,7 @@ func TestWithdrawalFromCountersChangesOneSmallSlice(t *testing.T) {
 	inv := machine(8, dynamic)
 	before := poolsOf(t, Facts{Inventory: inv, Kept: everything})
 	after := poolsOf(t, Facts{Inventory: inv, Kept: everything, Holds: []ledger.Hold{{
-		Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "x"}, Device: refOf(3), State: ledger.StateHeld,
+		Holder: ledger.Holder{Kind: ledger.KindPod, ID: "x"}, Device: refOf(3), State: ledger.StateHeld,
 	}}})
 	size := func(slice resourceslice.Slice) int {
 		data, err := json.Marshal(resourceapi.ResourceSliceSpec{Devices: slice.Devices, SharedCounters: slice.SharedCounters})

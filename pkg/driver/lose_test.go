@@ -32,21 +32,21 @@ func TestWhatBecomesOfALoser(t *testing.T) {
 	tests := []struct {
 		name    string
 		movable bool
-		holder  ledger.Verdict
+		holder  ledger.PodState
 		outcome string
 		says    string
 	}{
-		{"somebody makes another pod", true, ledger.Running, outcomeCondemned, "the pod is evicted"},
+		{"somebody makes another pod", true, ledger.Running, outcomePendingEviction, "the pod is evicted"},
 		{"nobody does", false, ledger.Running, outcomeWaiting, "the claim waits"},
 		{"the holder does not go in time", false, ledger.Terminating, outcomeDeadline, "the claim waits"},
-		{"the holder does not go, and somebody makes another pod", true, ledger.Terminating, outcomeCondemned, "the pod is evicted"},
+		{"the holder does not go, and somebody makes another pod", true, ledger.Terminating, outcomePendingEviction, "the pod is evicted"},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
 			r := newRig(t, machine(8))
 			r.pods.movable.Store(test.movable)
-			r.takeByLimit(1, secret)
-			r.evidence.set(uuidOf(1), test.holder)
+			r.takeByPod(1, secret)
+			r.podstate.set(uuidOf(1), test.holder)
 			c := newClaim("a", "gpu-0", "gpu-1")
 			ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 			defer cancel()
@@ -54,12 +54,12 @@ func TestWhatBecomesOfALoser(t *testing.T) {
 			if err == nil || !strings.Contains(err.Error(), "gpu-1 ("+uuidOf(1)+") is held by a pod in another namespace") || !strings.Contains(err.Error(), test.says) {
 				t.Errorf("error %v", err)
 			}
-			losers := r.ledger.Losers()
-			if len(losers) != 1 {
-				t.Fatalf("losers: %+v", losers)
+			conflicts := r.ledger.Conflicts()
+			if len(conflicts) != 1 {
+				t.Fatalf("losers: %+v", conflicts)
 			}
-			l := losers[0]
-			if l.UID != "uid-a" || l.Namespace != "team-a" || l.Name != "a" || l.Condemned != (test.outcome == outcomeCondemned) ||
+			l := conflicts[0]
+			if l.UID != "uid-a" || l.Namespace != "team-a" || l.Name != "a" || l.PendingEviction != (test.outcome == outcomePendingEviction) ||
 				!slices.Equal(l.Devices, []device.Ref{{GPU: uuidOf(1)}}) || !slices.Equal(l.Names, []string{"gpu-1"}) || len(l.Pods) != 1 || l.Pods[0].UID != "pod-uid-a" {
 				t.Errorf("loser: %+v", l)
 			}
@@ -68,7 +68,7 @@ func TestWhatBecomesOfALoser(t *testing.T) {
 					t.Errorf("%s tells too much: %s", what, text)
 				}
 			}
-			if n := r.metric("tandem_prepare_conflicts_total", "limit", test.outcome); n != 1 {
+			if n := r.metric("tandem_prepare_conflicts_total", "pod", test.outcome); n != 1 {
 				t.Errorf("%v conflicts counted", n)
 			}
 		})
@@ -79,39 +79,39 @@ func TestWhatBecomesOfALoser(t *testing.T) {
 func TestAnInterruptedClaimHasNotLost(t *testing.T) {
 	r := newRig(t, machine(8))
 	r.pods.movable.Store(true)
-	r.takeByLimit(0, &ledger.Pod{UID: "p"})
-	r.evidence.set(uuidOf(0), ledger.Terminating)
+	r.takeByPod(0, &ledger.Pod{UID: "p"})
+	r.podstate.set(uuidOf(0), ledger.Terminating)
 	interrupted := errors.New("a socket is gone")
 	ctx, cancel := context.WithCancelCause(t.Context())
 	time.AfterFunc(50*time.Millisecond, func() { cancel(interrupted) })
 	if err := r.ask(ctx, newClaim("a", "gpu-0")); !errors.Is(err, interrupted) {
 		t.Errorf("error %v", err)
 	}
-	if losers := r.ledger.Losers(); len(losers) > 0 {
-		t.Errorf("losers: %+v", losers)
+	if conflicts := r.ledger.Conflicts(); len(conflicts) > 0 {
+		t.Errorf("losers: %+v", conflicts)
 	}
 }
 
 func TestACondemnedClaimIsToldWhy(t *testing.T) {
 	r := newRig(t, machine(8))
 	r.pods.movable.Store(true)
-	r.takeByLimit(0, nil)
+	r.takeByPod(0, nil)
 	c := newClaim("a", "gpu-0")
 	if err := r.ask(t.Context(), c); err == nil {
 		t.Fatal("prepared")
 	}
-	r.releaseLimit(0)
+	r.releasePodHold(0)
 	err := r.ask(t.Context(), c)
 	if err == nil || !strings.Contains(err.Error(), "controller is evicting the pod") || !strings.Contains(err.Error(), "gpu-0") {
 		t.Error(err)
 	}
-	if events := r.events.all(); !strings.Contains(events, "team-a/a DeviceHeld: ") || !strings.Contains(events, "team-a/a ClaimCondemned: ") {
+	if events := r.events.all(); !strings.Contains(events, "team-a/a DeviceHeld: ") || !strings.Contains(events, "team-a/a ClaimPendingEviction: ") {
 		t.Error("events:", events)
 	}
 	if n := r.metric("tandem_prepare_conflicts_total"); n != 1 {
 		t.Error("one conflict was counted as", n)
 	}
-	r.ledger.Forgive("uid-a")
+	r.ledger.ClearConflict("uid-a")
 	if err := r.ask(t.Context(), c); err != nil {
 		t.Error(err)
 	}
@@ -122,19 +122,19 @@ type bound chan struct{}
 
 func (b bound) Changed() <-chan struct{} { return b }
 
-func (b bound) Bound() []ledger.Bound {
+func (b bound) PendingPods() []ledger.PendingPods {
 	select {
 	case <-b:
 		return nil
 	default:
-		return []ledger.Bound{{PodUID: "p", Resource: "nvidia.com/gpu", Devices: 8}}
+		return []ledger.PendingPods{{PodUID: "p", Resource: "nvidia.com/gpu", Devices: 8}}
 	}
 }
 
 func TestPrepareLetsLimitsGoFirst(t *testing.T) {
 	waiting := make(bound)
 	r := newRig(t, machine(8))
-	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: r.evidence, Queue: waiting})
+	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: r.podstate, Queue: waiting})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -154,7 +154,7 @@ func TestPrepareLetsLimitsGoFirst(t *testing.T) {
 	if err := r.ask(t.Context(), newClaim("b", "gpu-1")); err != nil {
 		t.Fatal(err)
 	}
-	if n := r.metric("tandem_prepare_yield_duration_seconds"); n != 1 {
+	if n := r.metric("tandem_prepare_pods_first_wait_seconds"); n != 1 {
 		t.Errorf("%v calls were counted as waiting, want 1", n)
 	}
 }
@@ -204,8 +204,8 @@ func TestLimitDevices(t *testing.T) {
 		device.MIGStrategyMixed:  "map[nvidia.com/gpu:[{GPU-0 all}] nvidia.com/mig-1g.10gb:[{GPU-2@0+1 all}]]",
 		device.MIGStrategySingle: "map[nvidia.com/gpu:[{GPU-0 all}]]",
 	} {
-		d := &Driver{Config: Config{Limits: device.Resources{GPU: "nvidia.com/gpu", Strategy: strategy}, OfferedToLimits: notTheLast}}
-		got := fmt.Sprint(d.limitSlots(inv))
+		d := &Driver{Config: Config{Limits: device.Resources{GPU: "nvidia.com/gpu", Strategy: strategy}, OfferedToPods: notTheLast}}
+		got := fmt.Sprint(d.podSlots(inv))
 		for i := range 5 {
 			got = strings.ReplaceAll(got, uuidOf(i), fmt.Sprintf("GPU-%d", i))
 		}

@@ -12,8 +12,8 @@ import (
 // callBuckets are seconds, from 0.5 ms to kubelet's patience and beyond; kubelet's own start at 100 ms.
 var callBuckets = []float64{.0005, .001, .002, .004, .008, .016, .032, .064, .125, .25, .5, 1, 2, 4, 8, 15, 30, 45, 60}
 
-// yieldBuckets go up to yieldPatience.
-var yieldBuckets = []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2}
+// podsFirstBuckets go up to podsFirstBudget.
+var podsFirstBuckets = []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2}
 
 type metrics struct {
 	prepare, unprepare *prometheus.HistogramVec
@@ -43,9 +43,9 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			Help: "Claims refused because somebody else holds one of their devices, by the kind of holder (claim, limit) and by what becomes of the claim: condemned (its pods are moved), waiting, deadline (waiting for a holder that has not gone in time).",
 		}, []string{"kind", "outcome"}),
 		yield: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name:    "tandem_prepare_yield_duration_seconds",
+			Name:    "tandem_prepare_pods_first_wait_seconds",
 			Help:    "Time that calls of NodePrepareResources waited for limits pods to be admitted first; calls that did not wait are not counted.",
-			Buckets: yieldBuckets,
+			Buckets: podsFirstBuckets,
 		}),
 		withdrawals: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_claim_withdrawals_total",
@@ -84,8 +84,8 @@ func (m *metrics) countDevices(c deviceCounts) {
 	m.withdrawals.Add(float64(c.withdrawals))
 }
 
-// countYield counts a call that has waited for limits pods.
-func (m *metrics) countYield(waited time.Duration) {
+// countPodsFirst counts a call that has waited for limits pods.
+func (m *metrics) countPodsFirst(waited time.Duration) {
 	if waited > 0 {
 		m.yield.Observe(waited.Seconds())
 	}

@@ -20,13 +20,13 @@ func TestOnlyOfferedGPUsArePublished(t *testing.T) {
 	forClaims := func(gpu device.GPU) bool { return gpu.Minor >= 2 }
 	r := newRig(t, machine(4), func(c *Config) {
 		c.OfferedToClaims = forClaims
-		c.OfferedToLimits = func(gpu device.GPU) bool { return !forClaims(gpu) }
+		c.OfferedToPods = func(gpu device.GPU) bool { return !forClaims(gpu) }
 	}).run()
 	r.ready()
 	r.awaitPublished("gpu-2 gpu-3")
-	r.takeByLimit(0, nil)
-	r.takeByLimit(3, nil)
-	r.awaitPublished("gpu-2 gpu-3!held-by-limit")
+	r.takeByPod(0, nil)
+	r.takeByPod(3, nil)
+	r.awaitPublished("gpu-2 gpu-3!held-by-pod")
 	if n := r.metric("tandem_claim_withdrawals_total"); n != 1 {
 		t.Error("withdrawals:", n)
 	}
@@ -34,7 +34,7 @@ func TestOnlyOfferedGPUsArePublished(t *testing.T) {
 	if results := r.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
 		t.Error(results[c.UID].Err)
 	}
-	if got, want := r.driver.limitSlots(machine(4))["nvidia.com/gpu"], []ledger.Slot{{Device: refOf(0)}, {Device: refOf(1)}}; !slices.Equal(got, want) {
+	if got, want := r.driver.podSlots(machine(4))["nvidia.com/gpu"], []ledger.Slot{{Device: refOf(0)}, {Device: refOf(1)}}; !slices.Equal(got, want) {
 		t.Errorf("limits may use %v, want %v", got, want)
 	}
 }

@@ -53,8 +53,8 @@ func findObstacles(inv device.Inventory, holds []ledger.Hold, now time.Time) (ma
 	}
 	for _, h := range holds {
 		switch {
-		case h.Holder.Kind == ledger.KindLimit:
-			add(h.Device, by(h, TaintHeldByLimit))
+		case h.Holder.Kind == ledger.KindPod:
+			add(h.Device, by(h, TaintHeldByPod))
 		case h.Unreadable:
 			add(h.Device, by(h, TaintDraining))
 		case h.State == ledger.StateDraining:

@@ -17,8 +17,8 @@ import (
 // Keys of the taints by which a device is withdrawn from the scheduler, effect NoSchedule. They are part of the API: people
 // write tolerations and dashboards for them.
 const (
-	// TaintHeldByLimit marks a device that a pod has through an extended resource limit; the value is "true".
-	TaintHeldByLimit = "tandem-gpu.dev/held-by-limit"
+	// TaintHeldByPod marks a device that a pod has through an extended resource limit; the value is "true".
+	TaintHeldByPod = "tandem-gpu.dev/held-by-pod"
 	// TaintHeldByClaim marks a device of which a claim has a part, or which is a part of what a claim has; the value is "true".
 	// The devices of a GPU exclude each other by counters where it is partitioned on demand, so this is rare: policy has
 	// changed while claims had it. It also marks what a claim has from another pool, where the scheduler does not see it, and what

@@ -22,19 +22,19 @@ func TestFindObstacles(t *testing.T) {
 	}
 	got, next := findObstacles(inv, []ledger.Hold{
 		hold(0, ledger.KindClaim, ledger.StateHeld, time.Hour, false),
-		hold(1, ledger.KindClaim, ledger.StateExpected, time.Hour, false),
+		hold(1, ledger.KindClaim, ledger.StateRestored, time.Hour, false),
 		hold(2, ledger.KindClaim, ledger.StateDraining, drainGrace-time.Second, false),
 		hold(3, ledger.KindClaim, ledger.StateDraining, drainGrace, false),
 		hold(4, ledger.KindClaim, ledger.StateHeld, 0, true),
-		hold(5, ledger.KindLimit, ledger.StateExpected, 0, false),
-		hold(6, ledger.KindLimit, ledger.StateHeld, 0, false),
-		hold(6, ledger.KindLimit, ledger.StateDraining, 0, false),
+		hold(5, ledger.KindPod, ledger.StateRestored, 0, false),
+		hold(6, ledger.KindPod, ledger.StateHeld, 0, false),
+		hold(6, ledger.KindPod, ledger.StateDraining, 0, false),
 	}, now)
 	want := map[device.Ref][]obstacle{
 		refOf(3): {{key: TaintDraining, value: "true"}},
 		refOf(4): {{key: TaintDraining, value: "true"}},
-		refOf(5): {{key: TaintHeldByLimit, value: "true"}},
-		refOf(6): {{key: TaintHeldByLimit, value: "true"}, {key: TaintUnhealthy, value: "Lost"}},
+		refOf(5): {{key: TaintHeldByPod, value: "true"}},
+		refOf(6): {{key: TaintHeldByPod, value: "true"}, {key: TaintUnhealthy, value: "Lost"}},
 		refOf(7): {{key: TaintUnhealthy, value: "NoDeviceNode"}},
 	}
 	if diff := cmp.Diff(want, got, cmp.AllowUnexported(obstacle{})); diff != "" {
@@ -47,7 +47,7 @@ func TestFindObstacles(t *testing.T) {
 
 func TestOffersWithdrawAtOnceAndReturnLate(t *testing.T) {
 	start := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
-	held := map[device.Ref][]obstacle{refOf(0): {{key: TaintHeldByLimit, value: "true"}}}
+	held := map[device.Ref][]obstacle{refOf(0): {{key: TaintHeldByPod, value: "true"}}}
 	lost := map[device.Ref][]obstacle{refOf(0): {{key: TaintUnhealthy, value: "Lost"}}}
 	o := offers{returnDelay: 200 * time.Millisecond}
 	steps := []struct {

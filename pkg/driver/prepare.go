@@ -27,8 +27,8 @@ const (
 	kubeletPatience = 45 * time.Second
 	// answerMargin is what is left of the deadline for the answer to arrive: kubelet must learn why, not that time ran out.
 	answerMargin = 3 * time.Second
-	// yieldPatience is how long a call lets limits pods go first.
-	yieldPatience = 2 * time.Second
+	// podsFirstBudget is how long a call lets limits pods go first.
+	podsFirstBudget = 2 * time.Second
 )
 
 // preparation is one claim of a call on its way.
@@ -65,16 +65,16 @@ func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.Resour
 	inv := d.Inventory.Inventory()
 	preparations := make([]*preparation, len(claims))
 	ok := true
-	yield := &ledger.Yield{Slots: d.limitSlots(inv), Patience: yieldPatience}
+	yield := &ledger.PodsFirst{Slots: d.podSlots(inv), WaitBudget: podsFirstBudget}
 	for i, claim := range claims {
 		preparations[i] = d.plan(ctx, claim, inv)
-		preparations[i].request.Yield = yield
+		preparations[i].request.PodsFirst = yield
 		ok = ok && preparations[i].err == nil
 	}
 	if ok {
-		d.meet(ctx, preparations)
+		d.waitForPods(ctx, preparations)
 		ok = d.reserve(ctx, preparations)
-		d.metrics.countYield(yieldPatience - yield.Patience)
+		d.metrics.countPodsFirst(podsFirstBudget - yield.WaitBudget)
 	}
 	if !ok {
 		d.undo(ctx, preparations)
@@ -82,23 +82,23 @@ func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.Resour
 	return d.results(ctx, preparations, ok)
 }
 
-// meet makes sure that the limits pods that go first are known: kubelet may have heard of them, and of this call's pod, before
+// waitForPods makes sure that the limits pods that go first are known: kubelet may have heard of them, and of this call's pod, before
 // us.
-func (d *Driver) meet(ctx context.Context, preparations []*preparation) {
-	ctx, cancel := context.WithTimeout(ctx, yieldPatience)
+func (d *Driver) waitForPods(ctx context.Context, preparations []*preparation) {
+	ctx, cancel := context.WithTimeout(ctx, podsFirstBudget)
 	defer cancel()
 	for _, p := range preparations {
 		if len(p.request.Devices) > 0 {
-			d.Pods.Meet(ctx, p.request)
+			d.Pods.WaitForPods(ctx, p.request)
 		}
 	}
 }
 
-// limitSlots are the devices, and shares of devices, that limits may use, by resource.
-func (d *Driver) limitSlots(inv device.Inventory) map[string][]ledger.Slot {
+// podSlots are the devices, and shares of devices, that limits may use, by resource.
+func (d *Driver) podSlots(inv device.Inventory) map[string][]ledger.Slot {
 	gpus := inv.GPUs
-	if d.OfferedToLimits != nil {
-		gpus = slices.DeleteFunc(slices.Clone(gpus), func(g device.GPU) bool { return !d.OfferedToLimits(g) })
+	if d.OfferedToPods != nil {
+		gpus = slices.DeleteFunc(slices.Clone(gpus), func(g device.GPU) bool { return !d.OfferedToPods(g) })
 	}
 	offers, _ := d.Limits.Offers(gpus)
 	slots := map[string][]ledger.Slot{}

@@ -36,7 +36,7 @@ func TestPublishWithdrawAndReturn(t *testing.T) {
 		setup func(*fakeAPI)
 		mark  string
 	}{
-		"taints":                         {func(*fakeAPI) {}, "held-by-limit"},
+		"taints":                         {func(*fakeAPI) {}, "held-by-pod"},
 		"a server without taints":        {func(f *fakeAPI) { f.dropTaints = true }, "-"},
 		"a server that drops them later": {func(f *fakeAPI) { f.dropTaints, f.keepProbeTaints = true, true }, "-"},
 	} {
@@ -45,19 +45,19 @@ func TestPublishWithdrawAndReturn(t *testing.T) {
 			test.setup(r.api)
 			r.run().ready()
 			r.awaitPublished(names(4, nil))
-			r.takeByLimit(1, nil)
+			r.takeByPod(1, nil)
 			r.awaitPublished(names(4, map[int]string{1: test.mark}))
 			if n := r.metric("tandem_published_devices", "withdrawn"); n != 1 {
 				t.Error("withdrawn:", n)
 			}
-			r.releaseLimit(1)
+			r.releasePodHold(1)
 			r.awaitPublished(names(4, nil))
 			// Claims are the scheduler's own doing.
 			c := r.claim("a", "gpu-0")
 			if results := r.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
 				t.Fatal(results[c.UID].Err)
 			}
-			r.takeByLimit(2, nil)
+			r.takeByPod(2, nil)
 			r.awaitPublished(names(4, map[int]string{2: test.mark}))
 		})
 	}
@@ -69,25 +69,25 @@ func TestTaintsAreTriedAgain(t *testing.T) {
 	r.driver.probeAgain = time.Second
 	r.api.dropTaints, r.api.keepProbeTaints = true, true
 	r.run().ready()
-	r.takeByLimit(1, nil)
+	r.takeByPod(1, nil)
 	r.awaitPublished(names(4, map[int]string{1: "-"}))
 	r.api.upgrade()
-	r.awaitPublished(names(4, map[int]string{1: "held-by-limit"}))
+	r.awaitPublished(names(4, map[int]string{1: "held-by-pod"}))
 }
 
 // A GPU that goes from one limits pod to the next is one withdrawal: every write makes the scheduler retry all waiting pods.
 func TestAGPUThatChangesHandsCostsNoWrite(t *testing.T) {
 	r := newRig(t, machine(4), func(c *Config) { c.ReturnDelay = time.Hour }).run()
 	r.ready()
-	r.takeByLimit(1, nil)
-	r.awaitPublished(names(4, map[int]string{1: "held-by-limit"}))
+	r.takeByPod(1, nil)
+	r.awaitPublished(names(4, map[int]string{1: "held-by-pod"}))
 	before := r.api.writeCount()
 	for range 20 {
-		r.releaseLimit(1)
-		r.takeByLimit(1, nil)
+		r.releasePodHold(1)
+		r.takeByPod(1, nil)
 	}
-	r.takeByLimit(2, nil)
-	r.awaitPublished(names(4, map[int]string{1: "held-by-limit", 2: "held-by-limit"}))
+	r.takeByPod(2, nil)
+	r.awaitPublished(names(4, map[int]string{1: "held-by-pod", 2: "held-by-pod"}))
 	if n := r.api.writeCount() - before; n != 1 {
 		t.Errorf("%d writes", n)
 	}

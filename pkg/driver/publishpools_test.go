@@ -54,7 +54,7 @@ func TestPublishPools(t *testing.T) {
 		t.Errorf("%v devices", n)
 	}
 	before := r.api.writeCount()
-	r.takeByLimit(2, nil)
+	r.takeByPod(2, nil)
 	r.awaitPools(all(8, 0))
 	if n := r.api.writeCount() - before; n != 1 {
 		t.Errorf("%d writes for a withdrawal", n)
@@ -62,7 +62,7 @@ func TestPublishPools(t *testing.T) {
 	if n := r.metric("tandem_published_devices", "withdrawn"); n != 1 {
 		t.Errorf("%v devices withdrawn", n)
 	}
-	r.releaseLimit(2)
+	r.releasePodHold(2)
 	r.awaitPools(all(8, 8))
 	if n := r.api.writeCount() - before; n != 2 {
 		t.Errorf("%d writes for a withdrawal and the return", n)
@@ -99,7 +99,7 @@ func TestServersThatDropCounters(t *testing.T) {
 			return nil
 		}
 		eventually(t, "an event", said)
-		r.takeByLimit(1, nil)
+		r.takeByPod(1, nil)
 		r.awaitPools(map[string]string{"": "gpu-0 gpu-2"})
 		if err := said(); err != nil {
 			t.Error(err)

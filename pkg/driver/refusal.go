@@ -14,7 +14,7 @@ import (
 // Reasons of events on claims.
 const (
 	reasonDeviceHeld        = "DeviceHeld"
-	reasonClaimCondemned    = "ClaimCondemned"
+	reasonPendingEviction   = "ClaimPendingEviction"
 	reasonDeviceUnhealthy   = "DeviceUnhealthy"
 	reasonUnknownDevice     = "UnknownDevice"
 	reasonInvalidParameters = "InvalidParameters"

@@ -24,8 +24,8 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 const testNode = "node1"
@@ -36,11 +36,11 @@ type rig struct {
 	dir       string
 	api       *fakeAPI
 	ledger    *ledger.Ledger
-	evidence  *fakeEvidence
+	podstate  *fakePodStates
 	inventory *fakeInventory
 	specs     *fakeSpecs
 	pods      *fakePods
-	node      *evidence.Node
+	node      *podstate.Node
 	events    *fakeRecorder
 	registry  *prometheus.Registry
 	driver    *Driver
@@ -56,10 +56,10 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	r := &rig{
-		t: t, dir: dir, api: newFakeAPI(t), evidence: &fakeEvidence{verdicts: map[string]ledger.Verdict{}},
+		t: t, dir: dir, api: newFakeAPI(t), podstate: &fakePodStates{podStates: map[string]ledger.PodState{}},
 		inventory: newFakeInventory(inv), specs: &fakeSpecs{}, pods: &fakePods{}, events: &fakeRecorder{}, registry: prometheus.NewRegistry(),
 	}
-	r.ledger, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: r.evidence})
+	r.ledger, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: r.podstate})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -73,7 +73,7 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	for _, a := range adapt {
 		a(&config)
 	}
-	r.node = evidence.NewNode(r.api.client(t), config.NodeName)
+	r.node = podstate.NewNode(r.api.client(t), config.NodeName)
 	config.Node = r.node
 	r.driver, err = New(config)
 	if err != nil {
@@ -174,11 +174,11 @@ func (r *rig) holders() string {
 	return strings.Join(parts, ", ")
 }
 
-// takeByLimit is what the other front-end does.
-func (r *rig) takeByLimit(minor int, pod *ledger.Pod) {
+// takeByPod is what the other front-end does.
+func (r *rig) takeByPod(minor int, pod *ledger.Pod) {
 	r.t.Helper()
 	uuid := uuidOf(minor)
-	if err := r.ledger.ReserveLimits([]ledger.LimitRequest{{ID: uuid, Resource: "nvidia.com/gpu", Device: device.Ref{GPU: uuid}}}); err != nil {
+	if err := r.ledger.ReservePod([]ledger.PodRequest{{ID: uuid, Resource: "nvidia.com/gpu", Device: device.Ref{GPU: uuid}}}); err != nil {
 		r.t.Fatal(err)
 	}
 	if pod == nil {
@@ -193,7 +193,7 @@ func (r *rig) takeByLimit(minor int, pod *ledger.Pod) {
 	}
 }
 
-func (r *rig) releaseLimit(minor int) {
+func (r *rig) releasePodHold(minor int) {
 	r.t.Helper()
 	for _, h := range r.ledger.Holds() {
 		if h.Device.GPU == uuidOf(minor) {
@@ -229,20 +229,20 @@ func (r *rig) awaitPublished(want string) {
 	})
 }
 
-// fakeEvidence answers by holder; without an answer a draining hold is gone, and any other is running.
-type fakeEvidence struct {
-	mu       sync.Mutex
-	verdicts map[string]ledger.Verdict
-	asked    int
+// fakePodStates answers by holder; without an answer a draining hold is gone, and any other is running.
+type fakePodStates struct {
+	mu        sync.Mutex
+	podStates map[string]ledger.PodState
+	asked     int
 }
 
-func (e *fakeEvidence) Started(ledger.Hold, []ledger.Hold) bool { return false }
+func (e *fakePodStates) Started(ledger.Hold, []ledger.Hold) bool { return false }
 
-func (e *fakeEvidence) Verdict(h ledger.Hold) ledger.Verdict {
+func (e *fakePodStates) PodState(h ledger.Hold) ledger.PodState {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.asked++
-	if v, ok := e.verdicts[h.Holder.ID]; ok {
+	if v, ok := e.podStates[h.Holder.ID]; ok {
 		return v
 	}
 	if h.State == ledger.StateDraining {
@@ -252,16 +252,16 @@ func (e *fakeEvidence) Verdict(h ledger.Hold) ledger.Verdict {
 }
 
 // questions counts how often anybody asked.
-func (e *fakeEvidence) questions() int {
+func (e *fakePodStates) questions() int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	return e.asked
 }
 
-func (e *fakeEvidence) set(id string, v ledger.Verdict) {
+func (e *fakePodStates) set(id string, v ledger.PodState) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.verdicts[id] = v
+	e.podStates[id] = v
 }
 
 type fakeInventory struct {
@@ -321,7 +321,7 @@ type fakePods struct {
 	met     chan struct{}
 }
 
-func (f *fakePods) Meet(ctx context.Context, _ ledger.ClaimRequest) {
+func (f *fakePods) WaitForPods(ctx context.Context, _ ledger.ClaimRequest) {
 	if f.met == nil {
 		return
 	}

@@ -51,7 +51,7 @@ type market struct {
 }
 
 func newMarket(t *testing.T, gpus int) *market {
-	l, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: &fakeEvidence{}})
+	l, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: &fakePodStates{}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -174,7 +174,7 @@ func TestSchedulerAndLedgerAgreeOnShares(t *testing.T) {
 				}
 			case operation < 8:
 				o := offers[random.IntN(len(offers))]
-				err := m.ledger.ReserveLimits([]ledger.LimitRequest{{ID: o.ID(), Resource: o.Resource, Device: o.Device.Ref(), Share: o.Share}})
+				err := m.ledger.ReservePod([]ledger.PodRequest{{ID: o.ID(), Resource: o.Resource, Device: o.Device.Ref(), Share: o.Share}})
 				if err != nil && !strings.Contains(err.Error(), "held by") {
 					t.Fatal(err)
 				}
@@ -234,9 +234,9 @@ func TestPublishedShares(t *testing.T) {
 	gpu := device.Device{GPU: inv.GPUs[0]}
 	limit := func(n int, bytes uint64) obstacle {
 		return by(ledger.Hold{
-			Holder: ledger.Holder{Kind: ledger.KindLimit, ID: device.ReplicaID(gpu.UUID(), n)}, Device: gpu.Ref(),
+			Holder: ledger.Holder{Kind: ledger.KindPod, ID: device.ReplicaID(gpu.UUID(), n)}, Device: gpu.Ref(),
 			Share: device.ShareOf(bytes, gpu.MemoryBytes()),
-		}, TaintHeldByLimit)
+		}, TaintHeldByPod)
 	}
 	for name, c := range map[string]struct {
 		obstacles []obstacle
@@ -246,10 +246,10 @@ func TestPublishedShares(t *testing.T) {
 	}{
 		"nobody has any":           {kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared"},
 		"limits have some":         {obstacles: []obstacle{limit(0, 6*gib), limit(2, 6*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "12Gi of 24Gi shared"},
-		"limits have nearly all":   {obstacles: []obstacle{limit(0, 24*gib-device.ShareUnit)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi held-by-limit"},
+		"limits have nearly all":   {obstacles: []obstacle{limit(0, 24*gib-device.ShareUnit)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi held-by-pod"},
 		"faulty":                   {obstacles: []obstacle{limit(0, 6*gib), {key: TaintUnhealthy, value: "Lost"}}, kept: Capabilities{Taints: true, Shares: true}, want: "18Gi of 24Gi shared unhealthy"},
-		"a limit has it whole":     {obstacles: []obstacle{limit(0, 24*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared held-by-limit"},
-		"a server that drops them": {obstacles: []obstacle{limit(0, 6*gib), limit(1, 6*gib)}, kept: Capabilities{Taints: true}, want: "24Gi held-by-limit"},
+		"a limit has it whole":     {obstacles: []obstacle{limit(0, 24*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared held-by-pod"},
+		"a server that drops them": {obstacles: []obstacle{limit(0, 6*gib), limit(1, 6*gib)}, kept: Capabilities{Taints: true}, want: "24Gi held-by-pod"},
 		"one that drops taints":    {obstacles: []obstacle{limit(0, 6*gib)}, want: ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -300,7 +300,7 @@ func TestDrainingShares(t *testing.T) {
 		"another GPU is allocated":    {holds: of10, claims: allocated("a", "gpu-1", 10*gib), want: "14Gi"},
 		"allocated to another claim":  {holds: of10, claims: allocated("b", "gpu-0", 10*gib), want: "14Gi"},
 		"beside what nobody is given": {holds: append(of10, drains(ledger.KindClaim, "b", 2*gib)), claims: allocated("a", "gpu-0", 10*gib), want: "22Gi"},
-		"a limit of a claim's name":   {holds: []ledger.Hold{drains(ledger.KindLimit, "a", 6*gib)}, claims: allocated("a", "gpu-0", 6*gib), want: "18Gi"},
+		"a limit of a claim's name":   {holds: []ledger.Hold{drains(ledger.KindPod, "a", 6*gib)}, claims: allocated("a", "gpu-0", 6*gib), want: "18Gi"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			pools, _ := (&Offer{NodeName: testNode}).Pools(Facts{

@@ -21,7 +21,7 @@ import (
 var update = flag.Bool("update", false, "rewrite the golden files")
 
 func TestGoldenSlices(t *testing.T) {
-	held := map[device.Ref][]obstacle{refOf(1): {{key: TaintHeldByLimit, value: "true"}}, refOf(3): {{key: TaintHeldByLimit, value: "true"}, {key: TaintUnhealthy, value: "Lost"}}}
+	held := map[device.Ref][]obstacle{refOf(1): {{key: TaintHeldByPod, value: "true"}}, refOf(3): {{key: TaintHeldByPod, value: "true"}, {key: TaintUnhealthy, value: "Lost"}}}
 	lost := map[device.Ref][]obstacle{refOf(1): {{key: TaintUnhealthy, value: "Lost"}}}
 	tests := []struct {
 		name      string
@@ -117,7 +117,7 @@ func buildSlices(inv device.Inventory, obstacles map[device.Ref][]obstacle, tain
 func TestWithdrawalChangesOneSlice(t *testing.T) {
 	for _, taints := range []bool{true, false} {
 		before, _, _ := buildSlices(machine(256), nil, taints)
-		after, counts, _ := buildSlices(machine(256), map[device.Ref][]obstacle{refOf(70): {{key: TaintHeldByLimit, value: "true"}}}, taints)
+		after, counts, _ := buildSlices(machine(256), map[device.Ref][]obstacle{refOf(70): {{key: TaintHeldByPod, value: "true"}}}, taints)
 		changed := 0
 		for i := range before {
 			if !cmp.Equal(before[i], after[i]) {

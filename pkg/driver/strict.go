@@ -115,14 +115,14 @@ func (c *confirmations) follow(ctx context.Context, group *errgroup.Group, claim
 func (c *confirmations) confirm(agent, allocation context.Context, allocated v1alpha1.AllocatedClaim) {
 	logger := klog.FromContext(agent).WithValues("claim", klog.KRef(allocated.Namespace, allocated.Name), "claimUID", allocated.UID)
 	var taken ledger.Taken
-	var verdict *metav1.Condition
+	var podState *metav1.Condition
 	insist(allocation, logger, "Cannot reserve the devices of a claim whose pod is not bound yet", func() (err error) {
-		taken, verdict, err = c.decide(allocation, allocated)
+		taken, podState, err = c.decide(allocation, allocated)
 		return err
 	})
-	if verdict != nil {
+	if podState != nil {
 		insist(allocation, logger, "Cannot tell the scheduler whether a claim has its devices", func() error {
-			return c.answer(allocation, allocated, *verdict)
+			return c.answer(allocation, allocated, *podState)
 		})
 	}
 	<-allocation.Done()
@@ -158,7 +158,7 @@ func (c *confirmations) decide(ctx context.Context, allocated v1alpha1.Allocated
 	granted := &metav1.Condition{Type: ConditionReserved, Status: metav1.ConditionTrue, Reason: "Reserved", Message: "the node keeps the device for this claim"}
 	inv := c.Inventory.Inventory()
 	p := c.plan(ctx, claim, inv)
-	p.request.Yield = &ledger.Yield{Slots: c.limitSlots(inv), Patience: yieldPatience}
+	p.request.PodsFirst = &ledger.PodsFirst{Slots: c.podSlots(inv), WaitBudget: podsFirstBudget}
 	refused, _ := errors.AsType[*refusal](p.err)
 	switch {
 	case p.err != nil && refused == nil:
@@ -197,16 +197,16 @@ func (c *confirmations) waiting(ctx context.Context, allocated v1alpha1.Allocate
 }
 
 // answer writes the verdict for every device of the claim that has none.
-func (c *confirmations) answer(ctx context.Context, allocated v1alpha1.AllocatedClaim, verdict metav1.Condition) error {
+func (c *confirmations) answer(ctx context.Context, allocated v1alpha1.AllocatedClaim, podState metav1.Condition) error {
 	claim, err := c.waiting(ctx, allocated)
 	if claim == nil || err != nil {
 		return err
 	}
 	for _, result := range c.unanswered(claim) {
-		setCondition(claim, result, verdict)
+		setCondition(claim, result, podState)
 	}
 	if _, err := c.KubeClient.ResourceV1().ResourceClaims(claim.Namespace).UpdateStatus(ctx, claim, metav1.UpdateOptions{}); err != nil {
-		return fmt.Errorf("write condition %s of claim %s/%s: %w", verdict.Type, claim.Namespace, claim.Name, err)
+		return fmt.Errorf("write condition %s of claim %s/%s: %w", podState.Type, claim.Namespace, claim.Name, err)
 	}
 	return nil
 }

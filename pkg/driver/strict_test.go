@@ -99,8 +99,8 @@ func unbound(name string, devices ...string) *resourceapi.ResourceClaim {
 	return c
 }
 
-// verdicts of a claim's devices, such as "gpu-0=reserved".
-func verdicts(t *testing.T, client *fake.Clientset, name string) []string {
+// podStates of a claim's devices, such as "gpu-0=reserved".
+func podStates(t *testing.T, client *fake.Clientset, name string) []string {
 	t.Helper()
 	c, err := client.ResourceV1().ResourceClaims("team-a").Get(t.Context(), name, metav1.GetOptions{})
 	if err != nil {
@@ -115,10 +115,10 @@ func verdicts(t *testing.T, client *fake.Clientset, name string) []string {
 	return all
 }
 
-func awaitVerdicts(t *testing.T, client *fake.Clientset, name string, want ...string) {
+func awaitStates(t *testing.T, client *fake.Clientset, name string, want ...string) {
 	t.Helper()
 	eventually(t, "verdicts", func() error {
-		if got := verdicts(t, client, name); !slices.Equal(got, want) {
+		if got := podStates(t, client, name); !slices.Equal(got, want) {
 			return fmt.Errorf("%v, want %v", got, want)
 		}
 		return nil
@@ -139,7 +139,7 @@ func TestStrictReservesBeforeThePodIsBound(t *testing.T) {
 	a := unbound("a", "gpu-0", "gpu-1")
 	r, allocations, client := strictRig(t, a)
 	allocations.set(a)
-	awaitVerdicts(t, client, "a", "gpu-0=reserved", "gpu-1=reserved")
+	awaitStates(t, client, "a", "gpu-0=reserved", "gpu-1=reserved")
 	r.awaitHolders("gpu-0: claim uid-a held, gpu-1: claim uid-a held")
 }
 
@@ -149,7 +149,7 @@ func TestStrictAnswersAdminAccess(t *testing.T) {
 	a.Status.Allocation.Devices.Results[0].AdminAccess = ptr.To(true)
 	r, allocations, client := strictRig(t, a)
 	allocations.set(a)
-	awaitVerdicts(t, client, "a", "gpu-0=reserved")
+	awaitStates(t, client, "a", "gpu-0=reserved")
 	r.awaitHolders("")
 }
 
@@ -157,7 +157,7 @@ func TestStrictGivesBackWhatNoPodCameFor(t *testing.T) {
 	a := unbound("a", "gpu-0")
 	r, allocations, client := strictRig(t, a)
 	allocations.set(a)
-	awaitVerdicts(t, client, "a", "gpu-0=reserved")
+	awaitStates(t, client, "a", "gpu-0=reserved")
 	allocations.set()
 	r.awaitHolders("")
 }
@@ -166,8 +166,8 @@ func TestStrictLeavesWhatWasPreparedMeanwhile(t *testing.T) {
 	a, b := unbound("a", "gpu-0"), unbound("b", "gpu-1")
 	r, allocations, client := strictRig(t, a, b)
 	allocations.set(a, b)
-	awaitVerdicts(t, client, "a", "gpu-0=reserved")
-	awaitVerdicts(t, client, "b", "gpu-1=reserved")
+	awaitStates(t, client, "a", "gpu-0=reserved")
+	awaitStates(t, client, "b", "gpu-1=reserved")
 	if _, err := r.ledger.ReserveClaim(t.Context(), ledger.ClaimRequest{UID: "uid-a", Namespace: "team-a", Name: "a", Devices: []device.Ref{{GPU: uuidOf(0)}}}); err != nil {
 		t.Fatal(err)
 	}
@@ -178,9 +178,9 @@ func TestStrictLeavesWhatWasPreparedMeanwhile(t *testing.T) {
 func TestStrictRefusesWhatALimitHolds(t *testing.T) {
 	a := unbound("a", "gpu-0")
 	r, allocations, client := strictRig(t, a)
-	r.takeByLimit(0, &ledger.Pod{UID: "p", Namespace: "team-b", Name: "secret"})
+	r.takeByPod(0, &ledger.Pod{UID: "p", Namespace: "team-b", Name: "secret"})
 	allocations.set(a)
-	awaitVerdicts(t, client, "a", "gpu-0=refused")
+	awaitStates(t, client, "a", "gpu-0=refused")
 	c, err := client.ResourceV1().ResourceClaims("team-a").Get(t.Context(), "a", metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)
@@ -195,12 +195,12 @@ func TestStrictRefusesWhatALimitHolds(t *testing.T) {
 
 // Prepare would refuse for as long as the pod lives what another node can give.
 func TestStrictRefusesWhatTheNodeCannotGive(t *testing.T) {
-	faulty, missing := unbound("faulty", "gpu-0"), unbound("missing", "gpu-7")
-	r, allocations, client := strictRig(t, faulty, missing)
+	unhealthy, missing := unbound("faulty", "gpu-0"), unbound("missing", "gpu-7")
+	r, allocations, client := strictRig(t, unhealthy, missing)
 	r.inventory.set(machine(2, func(g *device.GPU) { g.Health = device.Health{Reason: device.ReasonLost} }))
-	allocations.set(faulty, missing)
-	awaitVerdicts(t, client, "faulty", "gpu-0=refused")
-	awaitVerdicts(t, client, "missing", "gpu-7=refused")
+	allocations.set(unhealthy, missing)
+	awaitStates(t, client, "faulty", "gpu-0=refused")
+	awaitStates(t, client, "missing", "gpu-7=refused")
 	r.awaitHolders("")
 }
 
@@ -213,12 +213,12 @@ func TestStrictReservesPartitions(t *testing.T) {
 	r, allocations, client := strictRig(t, a, b)
 	r.inventory.set(machine(2, dynamic))
 	allocations.set(a)
-	awaitVerdicts(t, client, "a", "gpu-1-mig-3g40gb-9-4=reserved")
+	awaitStates(t, client, "a", "gpu-1-mig-3g40gb-9-4=reserved")
 	if holds := r.ledger.Holds(); len(holds) != 1 || holds[0].Device.Placement != (device.Placement{Start: 4, Size: 4}) {
 		t.Errorf("held: %v", holds)
 	}
 	allocations.set(a, b)
-	awaitVerdicts(t, client, "b", "gpu-1-mig-1g10gb-19-6=refused")
+	awaitStates(t, client, "b", "gpu-1-mig-1g10gb-19-6=refused")
 	allocations.set()
 	r.awaitHolders("")
 }
@@ -230,17 +230,17 @@ func TestStrictWaitsForOneAndAnswersTheOther(t *testing.T) {
 	if _, err := r.ledger.ReserveClaim(t.Context(), ledger.ClaimRequest{UID: "uid-old", Devices: []device.Ref{{GPU: uuidOf(0)}}}); err != nil {
 		t.Fatal(err)
 	}
-	r.evidence.set("uid-old", ledger.Terminating)
+	r.podstate.set("uid-old", ledger.Terminating)
 	allocations.set(a, b)
-	awaitVerdicts(t, client, "b", "gpu-1=reserved")
-	if got := verdicts(t, client, "a"); len(got) != 0 {
+	awaitStates(t, client, "b", "gpu-1=reserved")
+	if got := podStates(t, client, "a"); len(got) != 0 {
 		t.Errorf("%v while the device drains", got)
 	}
-	r.evidence.set("uid-old", ledger.Gone)
+	r.podstate.set("uid-old", ledger.Gone)
 	if err := r.ledger.DrainClaim(t.Context(), "uid-old"); err != nil {
 		t.Fatal(err)
 	}
-	awaitVerdicts(t, client, "a", "gpu-0=reserved")
+	awaitStates(t, client, "a", "gpu-0=reserved")
 }
 
 func TestStrictTriesAFailedAnswerAgain(t *testing.T) {
@@ -252,7 +252,7 @@ func TestStrictTriesAFailedAnswerAgain(t *testing.T) {
 		return failures >= 0, nil, errors.New("not now")
 	})
 	allocations.set(a)
-	awaitVerdicts(t, client, "a", "gpu-0=reserved")
+	awaitStates(t, client, "a", "gpu-0=reserved")
 	allocations.set()
 	r.awaitHolders("")
 }
@@ -264,9 +264,9 @@ func TestStrictLeavesOthersToPrepare(t *testing.T) {
 	setCondition(answered, answered.Status.Allocation.Devices.Results[0], metav1.Condition{Type: ConditionReserved, Status: metav1.ConditionTrue})
 	r, allocations, client := strictRig(t, before, answered, bad, sentinel)
 	allocations.set(before, answered, bad, sentinel)
-	awaitVerdicts(t, client, "sentinel", "gpu-1=reserved")
-	awaitVerdicts(t, client, "bad", "gpu-0=reserved") // Prepare says what is wrong
-	if got := verdicts(t, client, "before"); len(got) != 0 {
+	awaitStates(t, client, "sentinel", "gpu-1=reserved")
+	awaitStates(t, client, "bad", "gpu-0=reserved") // Prepare says what is wrong
+	if got := podStates(t, client, "before"); len(got) != 0 {
 		t.Errorf("verdicts %v", got)
 	}
 	r.awaitHolders("gpu-1: claim uid-sentinel held")

@@ -35,7 +35,7 @@ type Node interface {
 // Ledger knows who holds which device, and which claims lost theirs.
 type Ledger interface {
 	Holds() []ledger.Hold
-	Losers() []ledger.Loser
+	Conflicts() []ledger.Conflict
 	// Changed returns a channel that is closed at the next change of either; take it before reading.
 	Changed() <-chan struct{}
 }
@@ -50,8 +50,8 @@ type Inventory interface {
 // Sharing knows which MPS daemons are to run. *sharing.Keeper implements it.
 type Sharing interface {
 	Daemons() []sharing.Daemon
-	// Doubtful are the names of those that may run besides.
-	Doubtful() []string
+	// UnknownDaemons are the names of those that may run besides.
+	UnknownDaemons() []string
 	// Changed returns a channel that is closed at the next change; take it before reading.
 	Changed() <-chan struct{}
 }
@@ -68,10 +68,10 @@ type Config struct {
 	Mode string
 	// Limits are the extended resources that are served, zero for none.
 	Limits device.Resources
-	// OfferedToLimits tells the GPUs that limits can ask for; nil means all. It must be pure.
-	OfferedToLimits func(device.GPU) bool
-	// Untouched tells the GPUs that are nobody's; nil means none. It must be pure.
-	Untouched func(device.GPU) bool
+	// OfferedToPods tells the GPUs that limits can ask for; nil means all. It must be pure.
+	OfferedToPods func(device.GPU) bool
+	// Excluded tells the GPUs that are nobody's; nil means none. It must be pure.
+	Excluded func(device.GPU) bool
 
 	Node       Node
 	Ledger     Ledger

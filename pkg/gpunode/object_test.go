@@ -88,7 +88,7 @@ func (f fakeClaims) Get(_ context.Context, name string, _ metav1.GetOptions) (*r
 // running is evidence by which every holder runs.
 type running struct{}
 
-func (running) Verdict(ledger.Hold) ledger.Verdict      { return ledger.Running }
+func (running) PodState(ledger.Hold) ledger.PodState    { return ledger.Running }
 func (running) Started(ledger.Hold, []ledger.Hold) bool { return true }
 
 // fixture is a node with two GPUs, an agent's ledger, and an API server.
@@ -111,8 +111,8 @@ func (f fakeSharing) Daemons() []sharing.Daemon {
 	return slices.DeleteFunc(slices.Clone(f.get()), unknown)
 }
 
-// Doubtful are those of which there is nothing but a name.
-func (f fakeSharing) Doubtful() (names []string) {
+// UnknownDaemons are those of which there is nothing but a name.
+func (f fakeSharing) UnknownDaemons() (names []string) {
 	for _, d := range f.get() {
 		if unknown(d) {
 			names = append(names, d.Name)
@@ -124,7 +124,7 @@ func (f fakeSharing) Doubtful() (names []string) {
 func unknown(d sharing.Daemon) bool { return d.Settings.DriverRoot == "" }
 
 func newFixture(t *testing.T) *fixture {
-	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: running{}})
+	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: running{}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -268,17 +268,17 @@ func TestCreatesAndReports(t *testing.T) {
 	for range 2 {
 		object.Acknowledge("nvidia.com/gpu", []string{"GPU-1"}, true)
 		f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool {
-			return s.Devices[0].Limits == v1alpha1.LimitsWithdrawn && s.Devices[1].Limits == v1alpha1.LimitsAllocatable
+			return s.Devices[0].ExtendedResourceState == v1alpha1.ExtendedResourceWithdrawn && s.Devices[1].ExtendedResourceState == v1alpha1.ExtendedResourceAllocatable
 		})
 	}
 	object.Acknowledge("nvidia.com/gpu", nil, false)
-	f.awaitStatus("that kubelet says nothing", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].Limits == "" })
-	f.ledger.Lose(ledger.Loser{UID: "c2", Namespace: "apps", Name: "c2", Devices: []device.Ref{{GPU: "GPU-0"}}, Condemned: true})
-	f.awaitStatus("the loser", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Losers) == 1 && s.Losers[0].Condemned })
-	f.ledger.Forgive("c2")
-	f.awaitStatus("no loser", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Losers) == 0 })
-	f.inventory.set(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), faulty(gpu(1, "GPU-1"), device.ReasonLost, "")}})
-	f.awaitStatus("the fault", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Faulty == 1 })
+	f.awaitStatus("that kubelet says nothing", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].ExtendedResourceState == "" })
+	f.ledger.RecordConflict(ledger.Conflict{UID: "c2", Namespace: "apps", Name: "c2", Devices: []device.Ref{{GPU: "GPU-0"}}, PendingEviction: true})
+	f.awaitStatus("the loser", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Conflicts) == 1 && s.Conflicts[0].PendingEviction })
+	f.ledger.ClearConflict("c2")
+	f.awaitStatus("no loser", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Conflicts) == 0 })
+	f.inventory.set(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), unhealthy(gpu(1, "GPU-1"), device.ReasonLost, "")}})
+	f.awaitStatus("the fault", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Unhealthy == 1 })
 	f.release("c1")
 	f.awaitStatus("no holder", func(s v1alpha1.GPUNodeStatus) bool { return s.Holders == "" })
 	f.quiet()
@@ -303,7 +303,7 @@ func TestDaemons(t *testing.T) {
 		Generation: 7,
 	}}
 	f.awaitStatus("the daemon", func(s v1alpha1.GPUNodeStatus) bool {
-		return apiequality.Semantic.DeepEqual(s.Daemons, want) && slices.Equal(s.DoubtfulDaemons, []string{"uid-2-def"})
+		return apiequality.Semantic.DeepEqual(s.Daemons, want) && slices.Equal(s.UnknownDaemons, []string{"uid-2-def"})
 	})
 	if trouble := object.DaemonTrouble("uid-1-abc"); trouble != "" {
 		t.Errorf("trouble of which nobody has told: %s", trouble)
@@ -341,7 +341,7 @@ func TestPruned(t *testing.T) {
 	f := newFixture(t)
 	f.api.prune = func(s *v1alpha1.GPUNodeStatus) {
 		for i := range s.Devices {
-			s.Devices[i].LimitsResource = ""
+			s.Devices[i].ExtendedResource = ""
 		}
 	}
 	o, _ := f.start()
@@ -359,7 +359,7 @@ func TestPruned(t *testing.T) {
 	// What another one has written may be kept better.
 	f.api.set(func() { f.api.prune = nil })
 	f.api.writeSpec("node-1", v1alpha1.AllocatedClaim{UID: "c2", Devices: []string{"gpu-1"}})
-	f.awaitStatus("all of it", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].LimitsResource != "" })
+	f.awaitStatus("all of it", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].ExtendedResource != "" })
 	if len(o.Allocated()) != 1 {
 		t.Error("the spec is not read")
 	}
@@ -387,15 +387,15 @@ func TestLeaves(t *testing.T) {
 			f.awaitStatus("a status", free(2))
 			f.hold("c1", "GPU-0")
 			o.Acknowledge("nvidia.com/gpu", []string{"GPU-1"}, true)
-			f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[1].Limits != "" && s.Counts.Free == 1 })
+			f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[1].ExtendedResourceState != "" && s.Counts.Free == 1 })
 			meanwhile(f)
 			stop()
 			left := f.api.object("node-1").Status
-			if left.LimitsResource != "" || left.Devices[1].Limits != "" || left.Holders != "gpu-0=apps/c1(claim)" || left.Mode != "Dual" {
+			if left.ExtendedResource != "" || left.Devices[1].ExtendedResourceState != "" || left.Holders != "gpu-0=apps/c1(claim)" || left.Mode != "Dual" {
 				t.Errorf("it left %+v", left)
 			}
 			f.start()
-			f.awaitStatus("that limits are served", func(s v1alpha1.GPUNodeStatus) bool { return s.LimitsResource != "" })
+			f.awaitStatus("that limits are served", func(s v1alpha1.GPUNodeStatus) bool { return s.ExtendedResource != "" })
 		})
 	}
 }
@@ -422,15 +422,17 @@ func TestUrgent(t *testing.T) {
 	o, _ := f.start(func(s *times) { s.interval = time.Hour })
 	f.awaitStatus("a status", free(2))
 	o.Acknowledge("nvidia.com/gpu", []string{"GPU-0", "GPU-1"}, true)
-	f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].Limits == v1alpha1.LimitsAllocatable })
+	f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool {
+		return s.Devices[0].ExtendedResourceState == v1alpha1.ExtendedResourceAllocatable
+	})
 	f.hold("early", "GPU-0")
 	f.awaitStatus("a holder", func(s v1alpha1.GPUNodeStatus) bool { return s.Holders == "gpu-0=apps/early(claim)" })
 	f.release("early")
 	f.hold("late", "GPU-0")
 	f.quiet()
-	f.inventory.set(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), faulty(gpu(1, "GPU-1"), device.ReasonLost, "")}})
+	f.inventory.set(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), unhealthy(gpu(1, "GPU-1"), device.ReasonLost, "")}})
 	f.awaitStatus("the fault", func(s v1alpha1.GPUNodeStatus) bool {
-		return s.Devices[1].Limits == v1alpha1.LimitsWithdrawn && s.Holders == "gpu-0=apps/late(claim)"
+		return s.Devices[1].ExtendedResourceState == v1alpha1.ExtendedResourceWithdrawn && s.Holders == "gpu-0=apps/late(claim)"
 	})
 }
 
@@ -710,14 +712,14 @@ func TestServerRestarts(t *testing.T) {
 // TestLapse: a condemnation ends by itself, and nobody announces it.
 func TestLapse(t *testing.T) {
 	w := writer{Object: &Object{config: Config{Ledger: newFixture(t).ledger}}}
-	if at := w.lapse(); !at.IsZero() {
+	if at := w.expire(); !at.IsZero() {
 		t.Errorf("looks again at %s though nobody has lost", at)
 	}
 	book := w.config.Ledger.(*ledger.Ledger)
-	book.Lose(ledger.Loser{UID: "waits", Devices: []device.Ref{{GPU: "GPU-0"}}})
-	book.Lose(ledger.Loser{UID: "condemned", Devices: []device.Ref{{GPU: "GPU-0"}}, Condemned: true})
-	if in := time.Until(w.lapse()); in <= ledger.CondemnedFor-time.Minute || in > ledger.CondemnedFor {
-		t.Errorf("looks again in %s, want %s", in, ledger.CondemnedFor)
+	book.RecordConflict(ledger.Conflict{UID: "waits", Devices: []device.Ref{{GPU: "GPU-0"}}})
+	book.RecordConflict(ledger.Conflict{UID: "condemned", Devices: []device.Ref{{GPU: "GPU-0"}}, PendingEviction: true})
+	if in := time.Until(w.expire()); in <= ledger.EvictionTimeout-time.Minute || in > ledger.EvictionTimeout {
+		t.Errorf("looks again in %s, want %s", in, ledger.EvictionTimeout)
 	}
 }
 

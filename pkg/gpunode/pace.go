@@ -41,7 +41,7 @@ func (p *Pace) Took(now time.Time) { p.paid = latest(p.paid, now).Add(p.Interval
 func Urgent(written, status v1alpha1.GPUNodeStatus) bool {
 	had := map[string]bool{}
 	for _, d := range written.Devices {
-		had[d.UUID] = d.Limits == v1alpha1.LimitsAllocatable
+		had[d.UUID] = d.ExtendedResourceState == v1alpha1.ExtendedResourceAllocatable
 	}
 	now := map[string]v1alpha1.DeviceStatus{}
 	for _, d := range status.Devices {
@@ -49,7 +49,7 @@ func Urgent(written, status v1alpha1.GPUNodeStatus) bool {
 	}
 	for uuid, had := range had {
 		d, there := now[uuid]
-		if had && (!there || d.Limits == v1alpha1.LimitsWithdrawn && !claimed(status, d)) {
+		if had && (!there || d.ExtendedResourceState == v1alpha1.ExtendedResourceWithdrawn && !claimed(status, d)) {
 			return true
 		}
 	}

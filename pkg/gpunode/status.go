@@ -24,21 +24,21 @@ type Facts struct {
 	Mode string
 	// Limits are the resources by which limits ask; zero where none are served.
 	Limits device.Resources
-	// OfferedToLimits tells the GPUs that limits can ask for, or for partitions of; nil means all.
-	OfferedToLimits func(device.GPU) bool
-	// Untouched tells the GPUs that are nobody's; nil means none.
-	Untouched func(device.GPU) bool
+	// OfferedToPods tells the GPUs that limits can ask for, or for partitions of; nil means all.
+	OfferedToPods func(device.GPU) bool
+	// Excluded tells the GPUs that are nobody's; nil means none.
+	Excluded func(device.GPU) bool
 	// Generation of the spec that the agent acts on.
 	Generation int64
 	Inventory  device.Inventory
 	Holds      []ledger.Hold
-	Losers     []ledger.Loser
+	Conflicts  []ledger.Conflict
 	// Allocatable are the device IDs that kubelet itself calls allocatable, by resource; of one that is absent kubelet has not
 	// said.
 	Allocatable map[string][]string
 	// Daemons that are to run, by name, and those that may run besides.
-	Daemons         []sharing.Daemon
-	DoubtfulDaemons []string
+	Daemons        []sharing.Daemon
+	UnknownDaemons []string
 }
 
 // Status is what the node's GPUNode should say. It is a pure function, for the agent and for simulations: equal facts give
@@ -49,14 +49,14 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 	offers := f.offers()
 	resources := f.resources(offers)
 	status := v1alpha1.GPUNodeStatus{
-		Mode: f.Mode, ObservedGeneration: f.Generation, LimitsResource: f.Limits.GPU, Losers: losers(f.Losers, names),
+		Mode: f.Mode, ObservedGeneration: f.Generation, ExtendedResource: f.Limits.GPU, Conflicts: conflicts(f.Conflicts, names),
 	}
 	var line []string
 	add := func(d v1alpha1.DeviceStatus, of device.Device) {
-		d.Untouched = f.untouched(of.GPU)
-		d.LimitsResource = resources[d.UUID]
+		d.Excluded = f.excluded(of.GPU)
+		d.ExtendedResource = resources[d.UUID]
 		d.Sharing = f.sharing(d, of, offers)
-		d.Limits = f.limits(d)
+		d.ExtendedResourceState = f.limits(d)
 		for _, h := range d.Holders {
 			line = append(line, d.Name+"="+describe(h))
 		}
@@ -64,30 +64,30 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 	}
 	for _, gpu := range f.Inventory.GPUs {
 		whole := v1alpha1.DeviceStatus{
-			Name: names[gpu.Ref()], UUID: gpu.UUID, Model: gpu.ProductName, Fault: fault(gpu.Health), Holders: holders[gpu.Ref()],
+			Name: names[gpu.Ref()], UUID: gpu.UUID, Model: gpu.ProductName, UnhealthyReason: fault(gpu.Health), Holders: holders[gpu.Ref()],
 		}
 		add(whole, device.Device{GPU: gpu})
 		all := slices.Clone(whole.Holders)
 		for _, p := range gpu.Partitions {
 			part := v1alpha1.DeviceStatus{
 				Name: names[p.Ref], UUID: p.UUID, Parent: whole.Name, Profile: p.Profile, Model: gpu.ProductName,
-				Fault: fault(device.Device{GPU: gpu, Partition: p}.Health()), Holders: holders[p.Ref],
+				UnhealthyReason: fault(device.Device{GPU: gpu, Partition: p}.Health()), Holders: holders[p.Ref],
 			}
 			if part.UUID == "" {
-				part.Fault = cmp.Or(part.Fault, noComputeInstance)
+				part.UnhealthyReason = cmp.Or(part.UnhealthyReason, noComputeInstance)
 			}
 			add(part, device.Device{GPU: gpu, Partition: p})
-			if f.untouched(gpu) {
+			if f.excluded(gpu) {
 				continue
 			}
 			if status.Partitions == nil {
 				status.Partitions = &v1alpha1.DeviceCounts{}
 			}
 			all = append(all, part.Holders...)
-			count(status.Partitions, part.Fault, append(slices.Clone(part.Holders), whole.Holders...))
+			count(status.Partitions, part.UnhealthyReason, append(slices.Clone(part.Holders), whole.Holders...))
 		}
-		if !f.untouched(gpu) {
-			count(&status.Counts, whole.Fault, all)
+		if !f.excluded(gpu) {
+			count(&status.Counts, whole.UnhealthyReason, all)
 		}
 	}
 	status.Holders = strings.Join(line, " ")
@@ -98,25 +98,25 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 			Generation: d.Settings.Generation,
 		})
 	}
-	status.DoubtfulDaemons = f.DoubtfulDaemons
+	status.UnknownDaemons = f.UnknownDaemons
 	return status
 }
 
 // noComputeInstance is the fault of a partition that is not complete.
 const noComputeInstance = "its GPU instance has no compute instance"
 
-func (f Facts) untouched(g device.GPU) bool { return f.Untouched != nil && f.Untouched(g) }
+func (f Facts) excluded(g device.GPU) bool { return f.Excluded != nil && f.Excluded(g) }
 
-// limitGPUs are those that limits may have something of.
-func (f Facts) limitGPUs() []device.GPU {
+// podGPUs are those that limits may have something of.
+func (f Facts) podGPUs() []device.GPU {
 	return slices.DeleteFunc(slices.Clone(f.Inventory.GPUs), func(g device.GPU) bool {
-		return f.Limits.GPU == "" || f.OfferedToLimits != nil && !f.OfferedToLimits(g)
+		return f.Limits.GPU == "" || f.OfferedToPods != nil && !f.OfferedToPods(g)
 	})
 }
 
 // offers are what limits can ask for.
 func (f Facts) offers() []device.Offer {
-	offers, _ := f.Limits.Offers(f.limitGPUs())
+	offers, _ := f.Limits.Offers(f.podGPUs())
 	return offers
 }
 
@@ -129,7 +129,7 @@ func (f Facts) resources(offers []device.Offer) map[string]string {
 	for _, offer := range offers {
 		of[offer.Device.UUID()] = offer.Resource
 	}
-	for _, gpu := range f.limitGPUs() {
+	for _, gpu := range f.podGPUs() {
 		if gpu.Dynamic && of[gpu.UUID] == "" {
 			of[gpu.UUID] = f.Limits.GPU // once it is not partitioned any more
 		}
@@ -167,19 +167,19 @@ func deviceNames(inv device.Inventory) map[device.Ref]string {
 
 // limits is what kubelet says, unless less is known already to be true: a GPU with a fault, or whose last holder is gone and runs
 // on, is taken back in the same moment, and the scheduler should hear that without waiting for kubelet to have heard it.
-func (f Facts) limits(d v1alpha1.DeviceStatus) v1alpha1.LimitsState {
+func (f Facts) limits(d v1alpha1.DeviceStatus) v1alpha1.ExtendedResourceState {
 	draining := func(h v1alpha1.DeviceHolder) bool { return h.State == v1alpha1.HoldDraining }
-	allocatable, acknowledged := f.Allocatable[d.LimitsResource]
+	allocatable, acknowledged := f.Allocatable[d.ExtendedResource]
 	switch {
-	case d.LimitsResource == "" || !acknowledged:
+	case d.ExtendedResource == "" || !acknowledged:
 		return ""
-	case d.Sharing != nil && d.Sharing.Allocatable > 0 && d.Fault == "":
+	case d.Sharing != nil && d.Sharing.Allocatable > 0 && d.UnhealthyReason == "":
 		// The scheduler is told how many; one that drains is among the holders.
-		return v1alpha1.LimitsAllocatable
-	case slices.Contains(allocatable, d.UUID) && d.Fault == "" && !slices.ContainsFunc(d.Holders, draining):
-		return v1alpha1.LimitsAllocatable
+		return v1alpha1.ExtendedResourceAllocatable
+	case slices.Contains(allocatable, d.UUID) && d.UnhealthyReason == "" && !slices.ContainsFunc(d.Holders, draining):
+		return v1alpha1.ExtendedResourceAllocatable
 	default:
-		return v1alpha1.LimitsWithdrawn
+		return v1alpha1.ExtendedResourceWithdrawn
 	}
 }
 
@@ -194,14 +194,14 @@ func (f Facts) sharing(d v1alpha1.DeviceStatus, of device.Device, offers []devic
 			replica(offer.Share)
 		}
 	}
-	listed := slices.DeleteFunc(slices.Clone(f.Allocatable[d.LimitsResource]), func(id string) bool {
+	listed := slices.DeleteFunc(slices.Clone(f.Allocatable[d.ExtendedResource]), func(id string) bool {
 		return id == d.UUID || device.HardwareUUID(id) != d.UUID
 	})
 	s.Allocatable = int32(len(listed))
 	if s.Replicas == 0 && len(listed) > 0 {
 		s.Replicas = s.Allocatable
 		for _, h := range f.Holds {
-			if h.Device == of.Ref() && h.Holder.Kind == ledger.KindLimit && !h.Share.Whole() {
+			if h.Device == of.Ref() && h.Holder.Kind == ledger.KindPod && !h.Share.Whole() {
 				replica(h.Share)
 			}
 		}
@@ -227,11 +227,11 @@ func count(counts *v1alpha1.DeviceCounts, fault string, holders []v1alpha1.Devic
 	counts.Total++
 	switch {
 	case fault != "":
-		counts.Faulty++
+		counts.Unhealthy++
 	case anyOf(holders, v1alpha1.HolderClaim):
 		counts.Claims++
-	case anyOf(holders, v1alpha1.HolderLimit):
-		counts.Limits++
+	case anyOf(holders, v1alpha1.HolderPod):
+		counts.Pods++
 	default:
 		counts.Free++
 	}
@@ -273,7 +273,7 @@ func holdersByDevice(inv device.Inventory, holds []ledger.Hold) map[device.Ref][
 }
 
 func holder(h ledger.Hold) v1alpha1.DeviceHolder {
-	shown := v1alpha1.DeviceHolder{Kind: v1alpha1.HolderLimit, State: state(h.State), Memory: int64(h.Share.Bytes), Namespace: h.Namespace, Name: h.Name}
+	shown := v1alpha1.DeviceHolder{Kind: v1alpha1.HolderPod, State: state(h.State), Memory: int64(h.Share.Bytes), Namespace: h.Namespace, Name: h.Name}
 	if h.Holder.Kind == ledger.KindClaim {
 		shown.Kind, shown.UID = v1alpha1.HolderClaim, types.UID(h.Holder.ID)
 	}
@@ -286,8 +286,8 @@ func holder(h ledger.Hold) v1alpha1.DeviceHolder {
 
 func state(s ledger.State) v1alpha1.HoldState {
 	switch s {
-	case ledger.StateExpected:
-		return v1alpha1.HoldExpected
+	case ledger.StateRestored:
+		return v1alpha1.HoldRestored
 	case ledger.StateDraining:
 		return v1alpha1.HoldDraining
 	default:
@@ -304,7 +304,7 @@ func describe(h v1alpha1.DeviceHolder) string {
 	case h.Kind == v1alpha1.HolderClaim:
 		name = string(h.UID)
 	default:
-		kind = "limit"
+		kind = "pod"
 		if len(h.Pods) > 0 && h.Pods[0].Name != "" {
 			name = h.Pods[0].Namespace + "/" + h.Pods[0].Name
 		} else if len(h.Pods) > 0 {
@@ -314,8 +314,8 @@ func describe(h v1alpha1.DeviceHolder) string {
 	return fmt.Sprintf("%s(%s)", name, kind)
 }
 
-func losers(lost []ledger.Loser, names map[device.Ref]string) []v1alpha1.LosingClaim {
-	var claims []v1alpha1.LosingClaim
+func conflicts(lost []ledger.Conflict, names map[device.Ref]string) []v1alpha1.ConflictingClaim {
+	var claims []v1alpha1.ConflictingClaim
 	for _, l := range lost {
 		devices := map[string]bool{}
 		for i, ref := range l.Devices {
@@ -329,13 +329,13 @@ func losers(lost []ledger.Loser, names map[device.Ref]string) []v1alpha1.LosingC
 		for _, pod := range l.Pods {
 			pods[types.UID(pod.UID)] = true
 		}
-		claims = append(claims, v1alpha1.LosingClaim{
+		claims = append(claims, v1alpha1.ConflictingClaim{
 			UID: types.UID(l.UID), Namespace: l.Namespace, Name: l.Name,
 			Devices: slices.Sorted(maps.Keys(devices)), Pods: slices.Sorted(maps.Keys(pods)),
 			// No finer than the API keeps it, or what is stored would never be what it should be.
-			Since: metav1.NewMicroTime(l.Since.Truncate(time.Microsecond)), Condemned: l.Condemned, Message: l.Message,
+			Since: metav1.NewMicroTime(l.Since.Truncate(time.Microsecond)), PendingEviction: l.PendingEviction, Message: l.Message,
 		})
 	}
-	slices.SortFunc(claims, func(a, b v1alpha1.LosingClaim) int { return cmp.Compare(a.UID, b.UID) })
+	slices.SortFunc(claims, func(a, b v1alpha1.ConflictingClaim) int { return cmp.Compare(a.UID, b.UID) })
 	return claims
 }

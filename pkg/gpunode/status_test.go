@@ -26,7 +26,7 @@ func gpu(minor int, uuid string) device.GPU {
 	return device.GPU{UUID: uuid, Minor: minor, ProductName: "NVIDIA H100 80GB HBM3"}
 }
 
-func faulty(g device.GPU, reason, message string) device.GPU {
+func unhealthy(g device.GPU, reason, message string) device.GPU {
 	g.Health = device.Health{Reason: reason, Message: message}
 	return g
 }
@@ -41,7 +41,7 @@ func claim(uid, name, gpu string, state ledger.State, pods ...ledger.Pod) ledger
 
 func limit(gpu string, state ledger.State, pods ...ledger.Pod) ledger.Hold {
 	return ledger.Hold{
-		Holder: ledger.Holder{Kind: ledger.KindLimit, ID: gpu}, Device: device.Ref{GPU: gpu}, State: state,
+		Holder: ledger.Holder{Kind: ledger.KindPod, ID: gpu}, Device: device.Ref{GPU: gpu}, State: state,
 		Resource: "nvidia.com/gpu", Pods: pods,
 	}
 }
@@ -61,22 +61,22 @@ func facts() Facts {
 	return Facts{
 		Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"}, Generation: 3,
 		Inventory: device.Inventory{GPUs: []device.GPU{
-			gpu(0, "GPU-0"), gpu(1, "GPU-1"), gpu(2, "GPU-2"), faulty(gpu(3, "GPU-3"), device.ReasonLost, "fell off the bus"),
+			gpu(0, "GPU-0"), gpu(1, "GPU-1"), gpu(2, "GPU-2"), unhealthy(gpu(3, "GPU-3"), device.ReasonLost, "fell off the bus"),
 			gpu(4, "GPU-4"), gpu(5, "GPU-5"), gpu(6, "GPU-6"),
-			faulty(gpu(7, "GPU-7-before"), device.ReasonMissing, ""), gpu(7, "GPU-7"),
+			unhealthy(gpu(7, "GPU-7-before"), device.ReasonMissing, ""), gpu(7, "GPU-7"),
 		}},
 		Holds: []ledger.Hold{
 			claim("c1", "train", "GPU-0", ledger.StateHeld, pod("p2", "train-b"), pod("p1", "train-a")),
-			claim("c2", "", "GPU-1", ledger.StateExpected),
+			claim("c2", "", "GPU-1", ledger.StateRestored),
 			limit("GPU-2", ledger.StateHeld, pod("p3", "infer")),
 			claim("c3", "lost", "GPU-3", ledger.StateDraining),
 			limit("GPU-4", ledger.StateHeld),
 			limit("GPU-5", ledger.StateDraining, pod("p4", "")),
 			another, partition,
 		},
-		Losers: []ledger.Loser{
+		Conflicts: []ledger.Conflict{
 			{UID: "c9", Namespace: "apps", Name: "late", Devices: []device.Ref{{GPU: "GPU-4"}, {GPU: "GPU-2"}, {GPU: "GPU-4"}},
-				Since: time.Date(2026, 11, 21, 10, 0, 0, 123456789, time.UTC), Condemned: true, Message: "device gpu-2 is held by a limits pod"},
+				Since: time.Date(2026, 11, 21, 10, 0, 0, 123456789, time.UTC), PendingEviction: true, Message: "device gpu-2 is held by a limits pod"},
 			{UID: "c8", Namespace: "apps", Name: "bare", Devices: []device.Ref{{GPU: "GPU-gone"}},
 				Since: time.Date(2026, 11, 21, 10, 0, 1, 0, time.UTC), Message: "device GPU-gone is held by a limits pod"},
 		},
@@ -107,7 +107,7 @@ func partitioned() Facts {
 	dynamic.Dynamic = true
 	of := func(h ledger.Hold, ref device.Ref, id, resource string) ledger.Hold {
 		h.Device, h.Resource = ref, resource
-		if h.Holder.Kind == ledger.KindLimit {
+		if h.Holder.Kind == ledger.KindPod {
 			h.Holder.ID = id
 		}
 		return h
@@ -127,7 +127,7 @@ func partitioned() Facts {
 			of(claim("c3", "being-made", "GPU-3", ledger.StateHeld), device.Ref{GPU: "GPU-3", Placement: device.Placement{Start: 4, Size: 4}}, "", ""),
 			claim("c4", "whole", "GPU-4", ledger.StateHeld),
 		},
-		Losers: []ledger.Loser{
+		Conflicts: []ledger.Conflict{
 			{UID: "c9", Namespace: "apps", Name: "late", Devices: []device.Ref{first.Ref}, Since: time.Unix(0, 0).UTC()},
 			{
 				UID: "d0", Namespace: "apps", Name: "never-made", Since: time.Unix(0, 0).UTC(),
@@ -146,7 +146,7 @@ func TestStatus(t *testing.T) {
 		"no-limits":       func(f *Facts) { f.Mode, f.Limits = "ClaimsOnly", device.Resources{} },
 		"no-gpus-at-all":  func(f *Facts) { *f = Facts{Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"}} },
 		"partitions":      func(f *Facts) { *f = partitioned() },
-		"nothing-is-held": func(f *Facts) { f.Holds, f.Losers = nil, nil },
+		"nothing-is-held": func(f *Facts) { f.Holds, f.Conflicts = nil, nil },
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := facts()
@@ -176,14 +176,14 @@ func TestStatus(t *testing.T) {
 func TestLimitsState(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(*Facts)
-		want   v1alpha1.LimitsState
+		want   v1alpha1.ExtendedResourceState
 	}{
-		"free":                {func(*Facts) {}, v1alpha1.LimitsAllocatable},
-		"a limit has it":      {func(f *Facts) { f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateHeld)} }, v1alpha1.LimitsAllocatable},
-		"its limit runs on":   {func(f *Facts) { f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateDraining)} }, v1alpha1.LimitsWithdrawn},
-		"a claim drains":      {func(f *Facts) { f.Holds = []ledger.Hold{claim("c", "c", "GPU-0", ledger.StateDraining)} }, v1alpha1.LimitsWithdrawn},
-		"a fault":             {func(f *Facts) { f.Inventory.GPUs[0] = faulty(gpu(0, "GPU-0"), device.ReasonLost, "") }, v1alpha1.LimitsWithdrawn},
-		"kubelet has less":    {func(f *Facts) { f.Allocatable["nvidia.com/gpu"] = nil }, v1alpha1.LimitsWithdrawn},
+		"free":                {func(*Facts) {}, v1alpha1.ExtendedResourceAllocatable},
+		"a limit has it":      {func(f *Facts) { f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateHeld)} }, v1alpha1.ExtendedResourceAllocatable},
+		"its limit runs on":   {func(f *Facts) { f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateDraining)} }, v1alpha1.ExtendedResourceWithdrawn},
+		"a claim drains":      {func(f *Facts) { f.Holds = []ledger.Hold{claim("c", "c", "GPU-0", ledger.StateDraining)} }, v1alpha1.ExtendedResourceWithdrawn},
+		"a fault":             {func(f *Facts) { f.Inventory.GPUs[0] = unhealthy(gpu(0, "GPU-0"), device.ReasonLost, "") }, v1alpha1.ExtendedResourceWithdrawn},
+		"kubelet has less":    {func(f *Facts) { f.Allocatable["nvidia.com/gpu"] = nil }, v1alpha1.ExtendedResourceWithdrawn},
 		"kubelet has no word": {func(f *Facts) { f.Allocatable = nil }, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -194,10 +194,10 @@ func TestLimitsState(t *testing.T) {
 			before := Status(f)
 			c.change(&f)
 			after := Status(f)
-			if got := after.Devices[0].Limits; got != c.want {
+			if got := after.Devices[0].ExtendedResourceState; got != c.want {
 				t.Errorf("%q", got)
 			}
-			if got, want := Urgent(before, after), c.want == v1alpha1.LimitsWithdrawn && name != "a claim drains"; got != want {
+			if got, want := Urgent(before, after), c.want == v1alpha1.ExtendedResourceWithdrawn && name != "a claim drains"; got != want {
 				t.Errorf("urgent: %t", got)
 			}
 			if Urgent(after, before) || Urgent(after, after) {
@@ -210,8 +210,8 @@ func TestLimitsState(t *testing.T) {
 // TestSplit: what a partition is to limits is decided by the GPUs that are for limits.
 func TestSplit(t *testing.T) {
 	f := Facts{
-		Limits:          device.Resources{GPU: "nvidia.com/gpu", Strategy: device.MIGStrategySingle},
-		OfferedToLimits: func(g device.GPU) bool { return g.Minor == 3 },
+		Limits:        device.Resources{GPU: "nvidia.com/gpu", Strategy: device.MIGStrategySingle},
+		OfferedToPods: func(g device.GPU) bool { return g.Minor == 3 },
 	}
 	for minor, profile := range []string{"3g.40gb", "3g.40gb", "3g.40gb", "1g.10gb"} {
 		g := gpu(minor, fmt.Sprintf("GPU-%d", minor))
@@ -222,8 +222,8 @@ func TestSplit(t *testing.T) {
 		f.Inventory.GPUs = append(f.Inventory.GPUs, g)
 	}
 	for _, d := range Status(f).Devices {
-		if got, want := d.LimitsResource != "", d.Parent == "gpu-3"; got != want {
-			t.Errorf("%s is asked for by %q", d.Name, d.LimitsResource)
+		if got, want := d.ExtendedResource != "", d.Parent == "gpu-3"; got != want {
+			t.Errorf("%s is asked for by %q", d.Name, d.ExtendedResource)
 		}
 	}
 }
@@ -273,7 +273,7 @@ func TestStatusIsStable(t *testing.T) {
 	for range 20 {
 		f := facts()
 		shuffle(f.Holds)
-		shuffle(f.Losers)
+		shuffle(f.Conflicts)
 		shuffle(f.Allocatable["nvidia.com/gpu"])
 		for _, h := range f.Holds {
 			shuffle(h.Pods)
@@ -309,26 +309,26 @@ func TestStatusOfSharedDevices(t *testing.T) {
 	inv.GPUs[0].Sharing = device.Sharing{
 		Strategy: device.TimeSlicing, MemoryShares: true, Replicas: map[string]device.Replicas{"": {Count: 4, Renamed: true}},
 	}
-	limit := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-0::1"}, Device: device.Ref{GPU: "GPU-0"}, Share: device.Replica(24*gib, 4), State: ledger.StateHeld}
+	limit := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-0::1"}, Device: device.Ref{GPU: "GPU-0"}, Share: device.Replica(24*gib, 4), State: ledger.StateHeld}
 	draining := limit
 	draining.Holder.ID, draining.State = "GPU-0::2", ledger.StateDraining
 	status := Status(Facts{
 		Mode: "Dual", Inventory: inv, Limits: device.Resources{GPU: "nvidia.com/gpu"}, Holds: []ledger.Hold{limit, draining},
 		Allocatable: map[string][]string{"nvidia.com/gpu": {"GPU-1"}, "nvidia.com/gpu.shared": {"GPU-0::0", "GPU-0::1", "GPU-0::3"}},
-		Untouched:   func(g device.GPU) bool { return g.Minor == 2 },
+		Excluded:    func(g device.GPU) bool { return g.Minor == 2 },
 	})
 	first := status.Devices[0]
 	want := v1alpha1.DeviceSharing{Strategy: "TimeSlicing", MemoryShares: true, Memory: 24 << 30, Replicas: 4, ReplicaMemory: 6 << 30, Allocatable: 3}
-	if first.Sharing == nil || *first.Sharing != want || first.Limits != v1alpha1.LimitsAllocatable || first.LimitsResource != "nvidia.com/gpu.shared" {
+	if first.Sharing == nil || *first.Sharing != want || first.ExtendedResourceState != v1alpha1.ExtendedResourceAllocatable || first.ExtendedResource != "nvidia.com/gpu.shared" {
 		t.Errorf("gpu-0 is told as %+v, sharing %+v", first, first.Sharing)
 	}
 	if len(first.Holders) != 2 || first.Holders[0].Memory != 6<<30 {
 		t.Errorf("holders %+v", first.Holders)
 	}
-	if second := status.Devices[1]; second.Sharing != nil || second.LimitsResource != "nvidia.com/gpu" || second.Untouched {
+	if second := status.Devices[1]; second.Sharing != nil || second.ExtendedResource != "nvidia.com/gpu" || second.Excluded {
 		t.Errorf("gpu-1 is told as %+v", second)
 	}
-	if !status.Devices[2].Untouched || status.Counts.Total != 2 || status.Counts.Free != 1 {
+	if !status.Devices[2].Excluded || status.Counts.Total != 2 || status.Counts.Free != 1 {
 		t.Errorf("gpu-2 is told as %+v, counts %+v", status.Devices[2], status.Counts)
 	}
 }
@@ -338,7 +338,7 @@ func TestStatusOfReplicasOfBefore(t *testing.T) {
 	const gib = uint64(1) << 30
 	replica := func(n int, resource string) ledger.Hold {
 		return ledger.Hold{
-			Holder: ledger.Holder{Kind: ledger.KindLimit, ID: device.ReplicaID("GPU-0", n)}, Device: device.Ref{GPU: "GPU-0"},
+			Holder: ledger.Holder{Kind: ledger.KindPod, ID: device.ReplicaID("GPU-0", n)}, Device: device.Ref{GPU: "GPU-0"},
 			Share: device.Replica(24*gib, 4), State: ledger.StateHeld, Resource: resource,
 		}
 	}
@@ -370,8 +370,8 @@ func TestStatusOfReplicasOfBefore(t *testing.T) {
 		first := Status(Facts{
 			Mode: "Dual", Inventory: inv, Limits: device.Resources{GPU: "nvidia.com/gpu"}, Holds: c.holds, Allocatable: c.allocatable,
 		}).Devices[0]
-		if first.Sharing == nil || *first.Sharing != c.want || first.Limits != v1alpha1.LimitsAllocatable || first.LimitsResource != "nvidia.com/gpu" {
-			t.Errorf("%s: %s, %s, sharing %+v, want %+v", name, first.LimitsResource, first.Limits, first.Sharing, c.want)
+		if first.Sharing == nil || *first.Sharing != c.want || first.ExtendedResourceState != v1alpha1.ExtendedResourceAllocatable || first.ExtendedResource != "nvidia.com/gpu" {
+			t.Errorf("%s: %s, %s, sharing %+v, want %+v", name, first.ExtendedResource, first.ExtendedResourceState, first.Sharing, c.want)
 		}
 	}
 }

@@ -71,7 +71,7 @@ func (w *writer) look(ctx context.Context, now time.Time) time.Time {
 	next, urgent := w.next()
 	if next == nil {
 		w.dirty, w.failures = time.Time{}, 0
-		return w.lapse()
+		return w.expire()
 	}
 	if w.dirty.IsZero() {
 		w.dirty = now
@@ -146,10 +146,10 @@ func (w *writer) next() (next step, urgent bool) {
 	}, Urgent(object.Status, status)
 }
 
-// lapse is when time alone will change what the ledger says; zero for never.
-func (w *writer) lapse() time.Time {
+// expire is when time alone will change what the ledger says; zero for never.
+func (w *writer) expire() time.Time {
 	var first time.Time
-	for _, l := range w.config.Ledger.Losers() {
+	for _, l := range w.config.Ledger.Conflicts() {
 		if until := l.Until(); !until.IsZero() && (first.IsZero() || until.Before(first)) {
 			first = until
 		}
@@ -168,12 +168,12 @@ func (o *Object) status() v1alpha1.GPUNodeStatus {
 
 func (o *Object) facts() Facts {
 	facts := Facts{
-		Mode: o.config.Mode, Limits: o.config.Limits, OfferedToLimits: o.config.OfferedToLimits, Untouched: o.config.Untouched, Generation: o.view.acting().Generation,
-		Inventory: o.config.Inventory.Inventory(), Holds: o.config.Ledger.Holds(), Losers: o.config.Ledger.Losers(),
+		Mode: o.config.Mode, Limits: o.config.Limits, OfferedToPods: o.config.OfferedToPods, Excluded: o.config.Excluded, Generation: o.view.acting().Generation,
+		Inventory: o.config.Inventory.Inventory(), Holds: o.config.Ledger.Holds(), Conflicts: o.config.Ledger.Conflicts(),
 		Allocatable: o.view.kubelet(),
 	}
 	if o.config.Sharing != nil {
-		facts.Daemons, facts.DoubtfulDaemons = o.config.Sharing.Daemons(), o.config.Sharing.Doubtful()
+		facts.Daemons, facts.UnknownDaemons = o.config.Sharing.Daemons(), o.config.Sharing.UnknownDaemons()
 	}
 	return facts
 }
@@ -189,7 +189,7 @@ func (o *Object) leave(ctx context.Context) {
 	status := Status(facts)
 	for range 2 {
 		object, _ := o.view.current()
-		if object == nil || object.DeletionTimestamp != nil || object.Status.LimitsResource == "" {
+		if object == nil || object.DeletionTimestamp != nil || object.Status.ExtendedResource == "" {
 			return
 		}
 		_, err := o.updateStatus(ctx, object, status)

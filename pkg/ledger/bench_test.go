@@ -16,7 +16,7 @@ func BenchmarkLedger(b *testing.B) {
 			dir = b.TempDir()
 		}
 		b.Cleanup(func() { _ = os.RemoveAll(dir) })
-		l, err := Open(b.Context(), Options{Dir: dir, BootID: "boot", Evidence: judge(func(Hold) Verdict { return Gone })})
+		l, err := Open(b.Context(), Options{Dir: dir, BootID: "boot", PodStates: judge(func(Hold) PodState { return Gone })})
 		if err != nil {
 			b.Fatal(err)
 		}
@@ -29,7 +29,7 @@ func BenchmarkLedger(b *testing.B) {
 		check(b, l.Provision(max(held/2, 1)+1))
 		for i := range held / 2 {
 			check(b, second(l.ReserveClaim(b.Context(), claimOf(fmt.Sprint("held-", i), whole(fmt.Sprint("claimed-", i))))))
-			check(b, l.ReserveLimits(limitsOf(fmt.Sprint("limited-", i))))
+			check(b, l.ReservePod(limitsOf(fmt.Sprint("limited-", i))))
 		}
 		b.Run(fmt.Sprintf("reserve and drain claim/held=%d", held), func(b *testing.B) {
 			for b.Loop() {
@@ -47,9 +47,9 @@ func BenchmarkLedger(b *testing.B) {
 		b.Run(fmt.Sprintf("reserve and release limit/held=%d", held), func(b *testing.B) {
 			requests := limitsOf("a")
 			for b.Loop() {
-				check(b, l.ReserveLimits(requests))
+				check(b, l.ReservePod(requests))
 				l.mu.Lock()
-				h := *l.holds[key{Holder{KindLimit, "a"}, whole("a")}]
+				h := *l.holds[key{Holder{KindPod, "a"}, whole("a")}]
 				l.mu.Unlock()
 				check(b, l.Release(h))
 			}

@@ -16,7 +16,7 @@ import (
 // ReserveClaim gives the claim all its devices or none. Idempotent: what the claim holds already (also expected or
 // draining) is confirmed as held; what it holds beyond r.Devices drains. While every holder in the way is draining or on
 // its way out by the evidence, it waits until ctx is done; otherwise, and when ctx ends, a *ConflictError says who is in
-// the way. A claim that is condemned (Lose) gets a *CondemnedError at once. It waits with what it would take anew while
+// the way. A claim that is condemned (Lose) gets a *PendingEvictionError at once. It waits with what it would take anew while
 // r.Yield says so. ErrCancelled means that DrainClaim for the same UID came meanwhile. Any other error is worth another
 // try. A caller whose next step fails gives back what this call took by GiveBack; that is nothing with an error. Calls for
 // one UID run one at a time.
@@ -27,8 +27,8 @@ func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (taken Taken,
 		taken, err = l.reserveClaim(ctx, r)
 	}
 	_, conflict := errors.AsType[*ConflictError](err)
-	_, condemned := errors.AsType[*CondemnedError](err)
-	if err != nil && !conflict && !condemned {
+	_, pendingEviction := errors.AsType[*PendingEvictionError](err)
+	if err != nil && !conflict && !pendingEviction {
 		err = fmt.Errorf("reserve devices of claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
 	return taken, err
@@ -58,7 +58,7 @@ func (l *Ledger) GiveBack(uid string, taken Taken) error {
 		// No pod was told that it has them.
 		drained := h
 		drained.State, drained.Pods = StateDraining, nil
-		if l.verdict(drained) == Gone {
+		if l.podState(drained) == Gone {
 			errs = append(errs, l.Release(h))
 			continue
 		}
@@ -81,7 +81,7 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Taken, error
 		changed, queueChanged := l.Changed(), l.queueChanged()
 		conflicts, taken, err := l.tryClaim(ctx, r)
 		if errors.Is(err, errYields) {
-			awaitLimits(ctx, r.Yield, changed, queueChanged)
+			awaitPods(ctx, r.PodsFirst, changed, queueChanged)
 			continue
 		}
 		if err != nil || len(conflicts) == 0 {
@@ -111,7 +111,7 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Taken, error
 // worthWaiting reports whether the claim gets its devices once those holders are gone that are on their way out.
 func (l *Ledger) worthWaiting(r ClaimRequest, holds []Hold) bool {
 	staying := slices.DeleteFunc(slices.Clone(holds), func(h Hold) bool {
-		return h.State == StateDraining || l.verdict(h) != Running
+		return h.State == StateDraining || l.podState(h) != Running
 	})
 	return !slices.ContainsFunc(r.Devices, func(ref device.Ref) bool {
 		return len(inTheWay(Holder{KindClaim, r.UID}, ref, r.Shares[ref], slices.Values(staying))) > 0
@@ -133,7 +133,7 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 		return nil, Taken{}, err
 	}
 	for _, ref := range r.Devices {
-		conflicts = append(conflicts, l.conflicts(holder, ref, r.Shares[ref])...)
+		conflicts = append(conflicts, l.blockers(holder, ref, r.Shares[ref])...)
 	}
 	if len(conflicts) > 0 {
 		return conflicts, Taken{}, nil
@@ -153,7 +153,7 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 			Namespace: r.Namespace, Name: r.Name, Pods: slices.Clone(r.Pods), Generation: l.serial,
 		})
 	}
-	if l.yields(r.Yield, taken) {
+	if l.yields(r.PodsFirst, taken) {
 		return nil, Taken{}, errYields
 	}
 	if len(taken) > 0 {
@@ -167,7 +167,7 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 			return nil, Taken{}, errors.Join(err, l.undo(taken))
 		}
 	}
-	l.forgive(r.UID)
+	l.clearConflict(r.UID)
 	return nil, got, nil
 }
 
@@ -222,13 +222,13 @@ func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 	var errs []error
 	for _, h := range holds {
 		h.State = StateDraining
-		if l.verdict(h) == Gone {
+		if l.podState(h) == Gone {
 			errs = append(errs, l.Release(h))
 		}
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.forgive(uid)
+	l.clearConflict(uid)
 	if err := errors.Join(append(errs, l.drainExcept(holder, nil))...); err != nil {
 		return fmt.Errorf("release devices of claim %s: %w", uid, err)
 	}

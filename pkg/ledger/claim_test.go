@@ -16,9 +16,9 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-func openWith(t *testing.T, verdict func(Hold) Verdict) *Ledger {
+func openWith(t *testing.T, podState func(Hold) PodState) *Ledger {
 	t.Helper()
-	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(verdict)})
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: judge(podState)})
 	must(t, err)
 	t.Cleanup(func() { _ = l.Close() })
 	return l
@@ -55,7 +55,7 @@ func TestGiveBack(t *testing.T) {
 	tests := []struct {
 		name                  string
 		held, taken, repeated []device.Ref
-		verdict               Verdict
+		podState              PodState
 		want                  map[string]State
 	}{
 		{"nobody else asked", nil, []device.Ref{whole("a"), whole("b")}, nil, Gone, nil},
@@ -66,7 +66,7 @@ func TestGiveBack(t *testing.T) {
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			l := openWith(t, func(Hold) Verdict { return test.verdict })
+			l := openWith(t, func(Hold) PodState { return test.podState })
 			if test.held != nil {
 				must(t, second(l.ReserveClaim(t.Context(), claimOf("c", test.held...))))
 			}
@@ -104,7 +104,7 @@ func TestDrainingSince(t *testing.T) {
 
 func TestUnprepareCancelsPreparesThatQueue(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		l := openWith(t, func(Hold) Verdict { return Terminating })
+		l := openWith(t, func(Hold) PodState { return Terminating })
 		must(t, second(l.ReserveClaim(t.Context(), claimOf("holder", whole("a")))))
 		start := time.Now()
 		answers := make(chan error)
@@ -187,7 +187,7 @@ func TestAClaimOfManyPods(t *testing.T) {
 // Two claims that were allocated anew get what the other had; neither waits for the other for ever.
 func TestClaimsSwapDevices(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		l := openWith(t, func(h Hold) Verdict {
+		l := openWith(t, func(h Hold) PodState {
 			if h.State == StateDraining {
 				return Gone
 			}
@@ -206,7 +206,7 @@ func TestClaimsSwapDevices(t *testing.T) {
 
 func TestOneAllocateCannotTakeHardwareTwice(t *testing.T) {
 	l := openWith(t, neverRunningOut)
-	err := l.ReserveLimits([]LimitRequest{{ID: "a", Device: whole("a")}, {ID: "a-0", Device: part("a", 0, 4)}})
+	err := l.ReservePod([]PodRequest{{ID: "a", Device: whole("a")}, {ID: "a-0", Device: part("a", 0, 4)}})
 	if err == nil || len(l.Holds()) > 0 {
 		t.Errorf("%v, holds %v", err, l.Holds())
 	}
@@ -214,8 +214,8 @@ func TestOneAllocateCannotTakeHardwareTwice(t *testing.T) {
 
 // What goes wrong with the record of one pod is told to another.
 func TestErrorsNameNoOtherPod(t *testing.T) {
-	l := openWith(t, func(Hold) Verdict { return Gone })
-	must(t, l.ReserveLimits([]LimitRequest{{ID: "a", Resource: "r", Device: whole("a")}}))
+	l := openWith(t, func(Hold) PodState { return Gone })
+	must(t, l.ReservePod([]PodRequest{{ID: "a", Resource: "r", Device: whole("a")}}))
 	must(t, l.Identify(find(l, "a"), Pod{UID: "p", Namespace: "secret", Name: "plan"}))
 	must(t, l.Close())
 	_, err := l.ReserveClaim(t.Context(), claimOf("c", whole("a")))
@@ -227,13 +227,13 @@ func TestErrorsNameNoOtherPod(t *testing.T) {
 func TestAClosedLedgerChangesNothing(t *testing.T) {
 	dir := t.TempDir()
 	l := reopen(t, dir)
-	must(t, l.ReserveLimits(limitsOf("a")))
+	must(t, l.ReservePod(limitsOf("a")))
 	must(t, l.Close())
 	next := reopen(t, dir)
 	for what, err := range map[string]error{
 		"claim":     second(l.ReserveClaim(t.Context(), claimOf("c", whole("b")))),
-		"limit":     l.ReserveLimits(limitsOf("b")),
-		"reuse":     l.ReserveLimits(limitsOf("a")),
+		"limit":     l.ReservePod(limitsOf("b")),
+		"reuse":     l.ReservePod(limitsOf("a")),
 		"state":     l.SetState(find(l, "a"), StateDraining),
 		"release":   l.Release(find(l, "a")),
 		"provision": l.Provision(7),

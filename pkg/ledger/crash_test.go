@@ -33,14 +33,14 @@ func TestMain(m *testing.M) {
 }
 
 // judge answers by holder.
-type judge func(Hold) Verdict
+type judge func(Hold) PodState
 
-func (j judge) Verdict(h Hold) Verdict  { return j(h) }
-func (judge) Started(Hold, []Hold) bool { return false }
+func (j judge) PodState(h Hold) PodState { return j(h) }
+func (judge) Started(Hold, []Hold) bool  { return false }
 
-func neverGone(Hold) Verdict { return Orphaned }
+func neverGone(Hold) PodState { return Orphaned }
 
-func onlyDrainingGone(h Hold) Verdict {
+func onlyDrainingGone(h Hold) PodState {
 	if h.Holder.ID == "quick" {
 		return Gone
 	}
@@ -51,10 +51,10 @@ func claimOf(uid string, refs ...device.Ref) ClaimRequest {
 	return ClaimRequest{UID: uid, Namespace: "ns", Name: uid, Pods: []Pod{{UID: "pod-of-" + uid}}, Devices: refs}
 }
 
-func limitsOf(gpus ...string) []LimitRequest {
-	var requests []LimitRequest
+func limitsOf(gpus ...string) []PodRequest {
+	var requests []PodRequest
 	for _, gpu := range gpus {
-		requests = append(requests, LimitRequest{ID: gpu, Resource: "nvidia.com/gpu", Device: device.Ref{GPU: gpu}})
+		requests = append(requests, PodRequest{ID: gpu, Resource: "nvidia.com/gpu", Device: device.Ref{GPU: gpu}})
 	}
 	return requests
 }
@@ -71,12 +71,12 @@ var script = []func(context.Context, *Ledger) error{
 	func(ctx context.Context, l *Ledger) error {
 		return second(l.ReserveClaim(ctx, claimOf("c1", whole("a"), whole("b"))))
 	},
-	func(_ context.Context, l *Ledger) error { return l.ReserveLimits(limitsOf("c", "d")) },
+	func(_ context.Context, l *Ledger) error { return l.ReservePod(limitsOf("c", "d")) },
 	func(_ context.Context, l *Ledger) error {
 		return l.Identify(find(l, "c"), Pod{UID: "p1", Name: "p1", Namespace: "ns"})
 	},
 	func(_ context.Context, l *Ledger) error { return l.SetState(find(l, "d"), StateDraining) },
-	func(_ context.Context, l *Ledger) error { return l.ReserveLimits(limitsOf("c")) },
+	func(_ context.Context, l *Ledger) error { return l.ReservePod(limitsOf("c")) },
 	func(_ context.Context, l *Ledger) error {
 		return l.Expect(Hold{Holder: Holder{KindClaim, "c2"}, Device: whole("e")})
 	},
@@ -94,7 +94,7 @@ var script = []func(context.Context, *Ledger) error{
 	func(ctx context.Context, l *Ledger) error { return l.DrainClaim(ctx, "quick") },
 	func(_ context.Context, l *Ledger) error { return l.Release(find(l, "c")) },
 	func(_ context.Context, l *Ledger) error { return l.Provision(5) },
-	func(_ context.Context, l *Ledger) error { return l.ReserveLimits(limitsOf("c", "h", "i")) },
+	func(_ context.Context, l *Ledger) error { return l.ReservePod(limitsOf("c", "h", "i")) },
 	func(_ context.Context, l *Ledger) error { return l.Provision(4) },
 	func(_ context.Context, l *Ledger) error { return l.Release(find(l, "d")) },
 }
@@ -128,7 +128,7 @@ func crashChild(dir string) int {
 		return 2
 	}
 	steps := 0
-	l, err := Open(context.Background(), Options{Dir: dir, BootID: "boot", Evidence: judge(onlyDrainingGone), Step: func(string) {
+	l, err := Open(context.Background(), Options{Dir: dir, BootID: "boot", PodStates: judge(onlyDrainingGone), Step: func(string) {
 		if steps++; steps == last {
 			_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 			select {}
@@ -161,7 +161,7 @@ func stateOf(l *Ledger) map[string]string {
 // operation that was under way, any part.
 func TestDeathAtEveryStep(t *testing.T) {
 	states := []map[string]string{{}}
-	model, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(onlyDrainingGone)})
+	model, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: judge(onlyDrainingGone)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -216,7 +216,7 @@ func checkSurvivor(t *testing.T, dir string, step, answered int, states []map[st
 	t.Helper()
 	before, after := states[answered], states[min(answered+1, len(states)-1)]
 	spares := len(list(t, filepath.Join(dir, "spare")))
-	l, err := Open(t.Context(), Options{Dir: dir, BootID: "boot", Evidence: judge(neverGone)})
+	l, err := Open(t.Context(), Options{Dir: dir, BootID: "boot", PodStates: judge(neverGone)})
 	if err != nil {
 		t.Fatalf("step %d: %v", step, err)
 	}
@@ -236,7 +236,7 @@ func checkSurvivor(t *testing.T, dir string, step, answered int, states []map[st
 	}
 	limits := 0
 	for _, h := range l.Holds() {
-		if h.Holder.Kind == KindLimit {
+		if h.Holder.Kind == KindPod {
 			limits++
 		}
 	}
@@ -308,7 +308,7 @@ func TestDeathAnywhere(t *testing.T) {
 			t.Fatal(err)
 		}
 		_ = child.Wait()
-		l, err := Open(t.Context(), Options{Dir: dir, BootID: "boot", Evidence: judge(neverGone)})
+		l, err := Open(t.Context(), Options{Dir: dir, BootID: "boot", PodStates: judge(neverGone)})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -105,12 +105,12 @@ func (d *directory) load() (holds []Hold, newer map[key]bool, problems []problem
 			continue
 		case err != nil:
 			problems = append(problems, problem{name, err})
-			h = Hold{Holder: holder, Device: ref, State: StateExpected, Since: d.now(), Unreadable: true}
+			h = Hold{Holder: holder, Device: ref, State: StateRestored, Since: d.now(), Unreadable: true}
 		}
 		if fromNewer {
 			newer[keyOf(h)] = true
 		}
-		if holder.Kind == KindLimit {
+		if holder.Kind == KindPod {
 			d.limits++
 		}
 		holds = append(holds, h)
@@ -204,10 +204,10 @@ func (d *directory) provision(n int) error {
 
 // create records a hold that has no record yet. Only a limit may take a spare for good.
 func (d *directory) create(h Hold) error {
-	if err := d.record(h, h.Holder.Kind == KindLimit, false); err != nil {
+	if err := d.record(h, h.Holder.Kind == KindPod, false); err != nil {
 		return err
 	}
-	if h.Holder.Kind == KindLimit && d.owed() > 0 {
+	if h.Holder.Kind == KindPod && d.owed() > 0 {
 		// More limits than were provisioned for. Where the disk is full, the next removal makes up for it.
 		_ = d.provision(d.wanted)
 	}
@@ -287,7 +287,7 @@ func (d *directory) install(source string, h Hold, likely bool) error {
 		d.at("rename")
 		err := unix.Renameat2(unix.AT_FDCWD, source, unix.AT_FDCWD, target, unix.RENAME_NOREPLACE)
 		if err == nil {
-			if h.Holder.Kind == KindLimit {
+			if h.Holder.Kind == KindPod {
 				d.limits++
 			}
 			return nil
@@ -309,7 +309,7 @@ func (d *directory) remove(h Hold) error {
 		return nil
 	}
 	limits := d.limits
-	if h.Holder.Kind == KindLimit {
+	if h.Holder.Kind == KindPod {
 		d.limits--
 	}
 	if err := d.recycle(path); err != nil {

@@ -96,8 +96,8 @@ func (d *smallDisk) stat() unix.Statfs_t {
 // TestFullDisk keeps the disk full all the time: whatever is freed is gone at once.
 func TestFullDisk(t *testing.T) {
 	disk := newSmallDisk(t)
-	verdict := Running
-	options := Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", Evidence: judge(func(Hold) Verdict { return verdict })}
+	podState := Running
+	options := Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", PodStates: judge(func(Hold) PodState { return podState })}
 	l, err := Open(t.Context(), options)
 	must(t, err)
 	must(t, l.Provision(4))
@@ -117,16 +117,16 @@ func TestFullDisk(t *testing.T) {
 	gpus := []string{"a", "b", "c", "d"}
 	for range 5 {
 		for _, gpu := range gpus {
-			do("reserve", l.ReserveLimits(limitsOf(gpu)))
+			do("reserve", l.ReservePod(limitsOf(gpu)))
 		}
 		refused(t, l, claimOf("new", whole("x"), whole("y")))
 		for _, gpu := range gpus {
 			do("identify", l.Identify(find(l, gpu), Pod{UID: "pod-" + gpu}))
 			do("drain", l.SetState(find(l, gpu), StateDraining))
 			do("hold again", l.SetState(find(l, gpu), StateHeld))
-			do("reuse", l.ReserveLimits(limitsOf(gpu)))
+			do("reuse", l.ReservePod(limitsOf(gpu)))
 		}
-		do("reuse all", l.ReserveLimits(limitsOf(gpus...)))
+		do("reuse all", l.ReservePod(limitsOf(gpus...)))
 		_, err := l.ReserveClaim(t.Context(), ClaimRequest{UID: "c1", Namespace: "ns", Name: "c1", Pods: []Pod{{UID: "p"}}, Devices: claimOf("", whole("c1")).Devices})
 		do("prepare again with another pod", err)
 		do("unprepare", l.DrainClaim(t.Context(), "c1"))
@@ -142,14 +142,14 @@ func TestFullDisk(t *testing.T) {
 		l, err = Open(t.Context(), options)
 		must(t, err)
 		sameState(t, before, stateOf(l))
-		do("reserve before provision", l.ReserveLimits(limitsOf("a")))
+		do("reserve before provision", l.ReservePod(limitsOf("a")))
 		do("release before provision", l.Release(find(l, "a")))
 		do("provision again", l.Provision(4))
 	}
 	if err := l.Provision(5); !errors.Is(err, unix.ENOSPC) {
 		t.Errorf("provision more than there is: %v", err)
 	}
-	verdict = Gone
+	podState = Gone
 	do("unprepare c1", l.DrainClaim(t.Context(), "c1"))
 	if n := len(l.Holds()); n != 1 {
 		t.Errorf("%d holds, want c2's", n)
@@ -175,7 +175,7 @@ func refused(t *testing.T, l *Ledger, r ClaimRequest) {
 // TestClaimThatFillsTheDisk has room for one of two devices.
 func TestClaimThatFillsTheDisk(t *testing.T) {
 	disk := newSmallDisk(t)
-	l, err := Open(t.Context(), Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", Evidence: judge(neverGone)})
+	l, err := Open(t.Context(), Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", PodStates: judge(neverGone)})
 	must(t, err)
 	defer l.Close()
 	disk.fill()
@@ -191,7 +191,7 @@ func TestClaimThatFillsTheDisk(t *testing.T) {
 // What could not be recorded at a start is held all the same, and recorded when there is room.
 func TestRecordWhatTheDiskHadNoRoomFor(t *testing.T) {
 	disk := newSmallDisk(t)
-	options := Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", Evidence: judge(neverGone)}
+	options := Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", PodStates: judge(neverGone)}
 	l, err := Open(t.Context(), options)
 	must(t, err)
 	disk.fill()
@@ -204,7 +204,7 @@ func TestRecordWhatTheDiskHadNoRoomFor(t *testing.T) {
 		t.Errorf("record on a full disk: %v", err)
 	}
 	must(t, l.Release(find(l, "c2")))
-	if _, conflict := errors.AsType[*ConflictError](l.ReserveLimits(limitsOf("c1"))); !conflict {
+	if _, conflict := errors.AsType[*ConflictError](l.ReservePod(limitsOf("c1"))); !conflict {
 		t.Error("a hold without a record does not hold")
 	}
 	disk.empty()

@@ -18,7 +18,7 @@ type Kind string
 
 const (
 	KindClaim Kind = "claim"
-	KindLimit Kind = "limit"
+	KindPod   Kind = "pod"
 )
 
 // Holder identifies who holds a device. It is comparable.
@@ -32,8 +32,8 @@ type Holder struct {
 type State string
 
 const (
-	// StateExpected is known from before (a restart, a reboot) and not yet confirmed. It blocks others as Held does.
-	StateExpected State = "expected"
+	// StateRestored is known from before (a restart, a reboot) and not yet confirmed. It blocks others as Held does.
+	StateRestored State = "restored"
 	// StateHeld was answered to kubelet.
 	StateHeld State = "held"
 	// StateDraining was asked to go, but containers may still live. It blocks others, who may wait for it.
@@ -78,7 +78,7 @@ func (h Hold) String() string {
 		return fmt.Sprintf("an unreadable record of %s %s", h.Holder.Kind, h.Holder.ID)
 	case h.Holder.Kind == KindClaim && h.Name != "":
 		return fmt.Sprintf("claim %s/%s (%s, %s)", h.Namespace, h.Name, h.Holder.ID, h.State)
-	case h.Holder.Kind == KindLimit && len(h.Pods) == 1 && h.Pods[0].Name != "":
+	case h.Holder.Kind == KindPod && len(h.Pods) == 1 && h.Pods[0].Name != "":
 		return fmt.Sprintf("pod %s/%s by its %s limit (%s)", h.Pods[0].Namespace, h.Pods[0].Name, h.Resource, h.State)
 	default:
 		return fmt.Sprintf("%s %s (%s)", h.Holder.Kind, h.Holder.ID, h.State)
@@ -95,12 +95,12 @@ type ClaimRequest struct {
 	Devices []device.Ref
 	// Shares of those of Devices of which the claim has a part. It has the others whole.
 	Shares map[device.Ref]device.Share
-	// Yield, where set, lets limits pods go first.
-	Yield *Yield
+	// PodsFirst, where set, lets limits pods go first.
+	PodsFirst *PodsFirst
 }
 
-// LimitRequest asks for what stands behind one device ID of kubelet's device manager.
-type LimitRequest struct {
+// PodRequest asks for what stands behind one device ID of kubelet's device manager.
+type PodRequest struct {
 	// ID as it was sent in ListAndWatch.
 	ID       string
 	Resource string
@@ -108,12 +108,12 @@ type LimitRequest struct {
 	Share    device.Share
 }
 
-// Verdict is what evidence says about the pods of a hold.
-type Verdict int
+// PodState is what evidence says about the pods of a hold.
+type PodState int
 
 const (
 	// Running: a pod that uses the hold may have containers, or nothing is known.
-	Running Verdict = iota
+	Running PodState = iota
 	// Terminating: still running, but its pods are being deleted. Worth waiting for.
 	Terminating
 	// Orphaned: the API server has no live pod for it any more, yet containers may still run.
@@ -122,10 +122,10 @@ const (
 	Gone
 )
 
-// Evidence says whether a hold is still in use. The answer decides within a call from kubelet, so it must come from memory
+// PodStates says whether a hold is still in use. The answer decides within a call from kubelet, so it must come from memory
 // and the kernel, never from the network. Uncertainty is Running.
-type Evidence interface {
-	Verdict(Hold) Verdict
+type PodStates interface {
+	PodState(Hold) PodState
 	// Started reports whether a process of the pods of a limit's hold lives, or may. Kubelet asks for all that a pod gets before
 	// it starts anything of it (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, Allocate as an admission handler). One whose
 	// checkpoint was lost asks again when a container of a running pod starts anew (GetDeviceRunContainerOptions).

@@ -12,14 +12,14 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-type verdicts map[string]ledger.Verdict
+type podStates map[string]ledger.PodState
 
-func (v verdicts) Verdict(h ledger.Hold) ledger.Verdict  { return v[h.Holder.ID] }
-func (verdicts) Started(ledger.Hold, []ledger.Hold) bool { return false }
+func (v podStates) PodState(h ledger.Hold) ledger.PodState { return v[h.Holder.ID] }
+func (podStates) Started(ledger.Hold, []ledger.Hold) bool  { return false }
 
-func open(t *testing.T, dir string, e ledger.Evidence) *ledger.Ledger {
+func open(t *testing.T, dir string, e ledger.PodStates) *ledger.Ledger {
 	t.Helper()
-	l, err := ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "boot", Evidence: e})
+	l, err := ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "boot", PodStates: e})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -35,20 +35,20 @@ func claim(uid string, gpus ...string) ledger.ClaimRequest {
 	return r
 }
 
-func limit(gpu string) []ledger.LimitRequest {
-	return []ledger.LimitRequest{{ID: gpu, Resource: "nvidia.com/gpu", Device: device.Ref{GPU: gpu}}}
+func limit(gpu string) []ledger.PodRequest {
+	return []ledger.PodRequest{{ID: gpu, Resource: "nvidia.com/gpu", Device: device.Ref{GPU: gpu}}}
 }
 
 func TestEitherAPIExcludesTheOther(t *testing.T) {
-	l := open(t, t.TempDir(), verdicts{})
+	l := open(t, t.TempDir(), podStates{})
 	if _, err := l.ReserveClaim(t.Context(), claim("c1", "a", "b")); err != nil {
 		t.Fatal(err)
 	}
 	var conflict *ledger.ConflictError
-	if err := l.ReserveLimits(limit("a")); !errors.As(err, &conflict) || conflict.Holds[0].Name != "c1" {
+	if err := l.ReservePod(limit("a")); !errors.As(err, &conflict) || conflict.Holds[0].Name != "c1" {
 		t.Errorf("limit on a claimed GPU: %v", err)
 	}
-	if err := l.ReserveLimits(limit("c")); err != nil {
+	if err := l.ReservePod(limit("c")); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := l.ReserveClaim(t.Context(), claim("c2", "d", "c")); !errors.As(err, &conflict) {
@@ -61,7 +61,7 @@ func TestEitherAPIExcludesTheOther(t *testing.T) {
 
 func TestClaimWaitsForADrainingHolder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		l := open(t, t.TempDir(), verdicts{"c1": ledger.Orphaned})
+		l := open(t, t.TempDir(), podStates{"c1": ledger.Orphaned})
 		if _, err := l.ReserveClaim(t.Context(), claim("c1", "a")); err != nil {
 			t.Fatal(err)
 		}
@@ -91,7 +91,7 @@ func TestClaimWaitsForADrainingHolder(t *testing.T) {
 }
 
 func TestUnprepareCancelsAWaitingPrepare(t *testing.T) {
-	l := open(t, t.TempDir(), verdicts{"c1": ledger.Terminating})
+	l := open(t, t.TempDir(), podStates{"c1": ledger.Terminating})
 	if _, err := l.ReserveClaim(t.Context(), claim("c1", "a")); err != nil {
 		t.Fatal(err)
 	}
@@ -117,22 +117,22 @@ func TestUnprepareCancelsAWaitingPrepare(t *testing.T) {
 
 func TestHoldsSurviveTheProcess(t *testing.T) {
 	dir := t.TempDir()
-	l := open(t, dir, verdicts{})
+	l := open(t, dir, podStates{})
 	if err := l.Provision(2); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := l.ReserveClaim(t.Context(), claim("c1", "a")); err != nil {
 		t.Fatal(err)
 	}
-	if err := l.ReserveLimits(limit("b")); err != nil {
+	if err := l.ReservePod(limit("b")); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "boot", Evidence: verdicts{}}); !errors.Is(err, ledger.ErrLocked) {
+	if _, err := ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "boot", PodStates: podStates{}}); !errors.Is(err, ledger.ErrLocked) {
 		t.Fatalf("second owner: %v", err)
 	}
 	before := l.Holds()
 	l.Close()
-	l = open(t, dir, verdicts{})
+	l = open(t, dir, podStates{})
 	after := l.Holds()
 	if len(after) != len(before) {
 		t.Fatalf("%v became %v", before, after)
@@ -143,7 +143,7 @@ func TestHoldsSurviveTheProcess(t *testing.T) {
 		}
 	}
 	l.Close()
-	next, err := ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "next", Evidence: verdicts{}})
+	next, err := ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "next", PodStates: podStates{}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -154,13 +154,13 @@ func TestHoldsSurviveTheProcess(t *testing.T) {
 }
 
 func TestAReusedLimitOutlivesAnOldRelease(t *testing.T) {
-	v := verdicts{}
+	v := podStates{}
 	l := open(t, t.TempDir(), v)
-	if err := l.ReserveLimits(limit("a")); err != nil {
+	if err := l.ReservePod(limit("a")); err != nil {
 		t.Fatal(err)
 	}
 	old := l.Holds()[0]
-	if err := l.ReserveLimits(limit("a")); err != nil {
+	if err := l.ReservePod(limit("a")); err != nil {
 		t.Fatalf("reuse: %v", err)
 	}
 	if err := l.Release(old); err != nil {
@@ -171,13 +171,13 @@ func TestAReusedLimitOutlivesAnOldRelease(t *testing.T) {
 	}
 	v["a"] = ledger.Orphaned
 	var conflict *ledger.ConflictError
-	if err := l.ReserveLimits(limit("a")); !errors.As(err, &conflict) {
+	if err := l.ReservePod(limit("a")); !errors.As(err, &conflict) {
 		t.Errorf("reuse of the GPU of an orphaned pod: %v", err)
 	}
 }
 
 // started says of every pod that it runs.
-type started struct{ verdicts }
+type started struct{ podStates }
 
 func (started) Started(ledger.Hold, []ledger.Hold) bool { return true }
 
@@ -185,11 +185,11 @@ func (started) Started(ledger.Hold, []ledger.Hold) bool { return true }
 // of it so far.
 func TestARunningPodAsksForNothing(t *testing.T) {
 	l := open(t, t.TempDir(), started{})
-	if err := l.ReserveLimits(limit("a")); err != nil {
+	if err := l.ReservePod(limit("a")); err != nil {
 		t.Fatal(err)
 	}
 	var conflict *ledger.ConflictError
-	if err := l.ReserveLimits(limit("a")); !errors.As(err, &conflict) {
+	if err := l.ReservePod(limit("a")); !errors.As(err, &conflict) {
 		t.Errorf("a second pod got the GPU of one that runs: %v", err)
 	}
 }

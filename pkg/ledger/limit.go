@@ -8,16 +8,16 @@ import (
 	"slices"
 )
 
-// ReserveLimits gives all devices or none, and never waits. An ID that a limit holds already is accepted as reuse inside
+// ReservePod gives all devices or none, and never waits. An ID that a limit holds already is accepted as reuse inside
 // one pod (init containers), unless its pod runs, or is gone from the API server and may still run, or has it by another
 // resource, of which kubelet keeps another account. Otherwise a *ConflictError says who is in the way. Called for Allocate,
 // which carries no pod: the pod is learnt later (Identify).
-func (l *Ledger) ReserveLimits(requests []LimitRequest) error {
+func (l *Ledger) ReservePod(requests []PodRequest) error {
 	if err := checkApart(requests); err != nil {
 		return err
 	}
 	for {
-		conflicts, err := l.tryLimits(requests)
+		conflicts, err := l.tryReservePod(requests)
 		if err != nil || len(conflicts) == 0 {
 			return err
 		}
@@ -31,15 +31,15 @@ func (l *Ledger) ReserveLimits(requests []LimitRequest) error {
 	}
 }
 
-// tryLimits reserves, or returns what is in the way. A reuse is in the way too until evidence has been heard about it.
-func (l *Ledger) tryLimits(requests []LimitRequest) ([]Hold, error) {
+// tryReservePod reserves, or returns what is in the way. A reuse is in the way too until evidence has been heard about it.
+func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 	refused, err := l.confirmReuse(requests)
 	if err != nil || len(refused) > 0 {
 		return refused, err
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if conflicts := l.limitConflicts(requests); len(conflicts) > 0 {
+	if conflicts := l.podConflicts(requests); len(conflicts) > 0 {
 		return conflicts, nil
 	}
 	// What is new comes first: it is more likely to fail, and easy to undo.
@@ -47,7 +47,7 @@ func (l *Ledger) tryLimits(requests []LimitRequest) ([]Hold, error) {
 	for _, r := range requests {
 		l.serial++
 		h := Hold{
-			Holder: Holder{KindLimit, r.ID}, Device: r.Device, Share: r.Share, State: StateHeld, Since: l.now(),
+			Holder: Holder{KindPod, r.ID}, Device: r.Device, Share: r.Share, State: StateHeld, Since: l.now(),
 			Resource: r.Resource, Generation: l.serial,
 		}
 		if _, reuse := l.holds[keyOf(h)]; reuse {
@@ -67,12 +67,12 @@ func (l *Ledger) tryLimits(requests []LimitRequest) ([]Hold, error) {
 	return nil, nil
 }
 
-// limitConflicts are what is in the way of requests, each beside those before it. Under l.mu.
-func (l *Ledger) limitConflicts(requests []LimitRequest) []Hold {
+// podConflicts are what is in the way of requests, each beside those before it. Under l.mu.
+func (l *Ledger) podConflicts(requests []PodRequest) []Hold {
 	var conflicts, before []Hold
 	for _, r := range requests {
-		h := Hold{Holder: Holder{KindLimit, r.ID}, Device: r.Device, Share: r.Share}
-		found := l.conflicts(h.Holder, h.Device, h.Share, before...)
+		h := Hold{Holder: Holder{KindPod, r.ID}, Device: r.Device, Share: r.Share}
+		found := l.blockers(h.Holder, h.Device, h.Share, before...)
 		for _, other := range found {
 			if !slices.ContainsFunc(conflicts, func(c Hold) bool { return keyOf(c) == keyOf(other) }) {
 				conflicts = append(conflicts, other)
@@ -86,7 +86,7 @@ func (l *Ledger) limitConflicts(requests []LimitRequest) []Hold {
 }
 
 // checkApart refuses requests of one call that would use the same hardware twice.
-func checkApart(requests []LimitRequest) error {
+func checkApart(requests []PodRequest) error {
 	for i, a := range requests {
 		for _, b := range requests[:i] {
 			if a.Device.Overlaps(b.Device) && !a.beside(b) {
@@ -98,7 +98,7 @@ func checkApart(requests []LimitRequest) error {
 }
 
 // beside reports whether the two are different shares of one device.
-func (r LimitRequest) beside(other LimitRequest) bool {
+func (r PodRequest) beside(other PodRequest) bool {
 	return r.ID != other.ID && r.Device == other.Device && !r.Share.Whole() && r.Share.Of == other.Share.Of
 }
 
@@ -119,12 +119,12 @@ func (l *Ledger) take(holds []Hold) error {
 // confirmReuse returns those holds of the same IDs that must not be reused: the pod they belong to is not known, or no
 // longer the business of the API server, or runs already, so whoever asks now may be another one. Draining stays so until the
 // evidence is back that made it so.
-func (l *Ledger) confirmReuse(requests []LimitRequest) ([]Hold, error) {
+func (l *Ledger) confirmReuse(requests []PodRequest) ([]Hold, error) {
 	l.mu.Lock()
 	var same []Hold
 	other := map[string]bool{}
 	for _, r := range requests {
-		for _, h := range l.holdsOf(Holder{KindLimit, r.ID}) {
+		for _, h := range l.holdsOf(Holder{KindPod, r.ID}) {
 			same = append(same, h)
 			other[r.ID] = other[r.ID] || h.Resource != r.Resource && !h.Unreadable
 		}
@@ -132,12 +132,12 @@ func (l *Ledger) confirmReuse(requests []LimitRequest) ([]Hold, error) {
 	l.mu.Unlock()
 	var refused []Hold
 	for _, h := range same {
-		switch verdict := l.verdict(h); {
-		case verdict == Gone:
+		switch podState := l.podState(h); {
+		case podState == Gone:
 			if err := l.Release(h); err != nil {
 				return nil, err
 			}
-		case verdict == Orphaned, h.State == StateDraining, h.Unreadable, other[h.Holder.ID], l.evidence.Started(h, l.Holds()):
+		case podState == Orphaned, h.State == StateDraining, h.Unreadable, other[h.Holder.ID], l.podstate.Started(h, l.Holds()):
 			refused = append(refused, h)
 		}
 	}
@@ -153,20 +153,20 @@ func (l *Ledger) undo(taken []Hold) error {
 	return errors.Join(errs...)
 }
 
-// verdict of the evidence. Nobody can judge the pods of a hold whose record could not be read: that they are not known
+// podState of the evidence. Nobody can judge the pods of a hold whose record could not be read: that they are not known
 // must not pass for there being none.
-func (l *Ledger) verdict(h Hold) Verdict {
+func (l *Ledger) podState(h Hold) PodState {
 	if h.Unreadable {
 		return Running
 	}
-	return l.evidence.Verdict(h)
+	return l.podstate.PodState(h)
 }
 
 // settle asks evidence about holds that are in the way, releases those that have ended, and returns the others.
 func (l *Ledger) settle(holds []Hold) ([]Hold, error) {
 	var remaining []Hold
 	for _, h := range holds {
-		if l.verdict(h) != Gone {
+		if l.podState(h) != Gone {
 			remaining = append(remaining, h)
 			continue
 		}

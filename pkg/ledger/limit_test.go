@@ -13,7 +13,7 @@ import (
 func TestTheSameIDByAnotherResource(t *testing.T) {
 	l := openWithQueue(t, nil)
 	ask := func(id, resource string, ref device.Ref) error {
-		return l.ReserveLimits([]LimitRequest{{ID: id, Resource: resource, Device: ref}})
+		return l.ReservePod([]PodRequest{{ID: id, Resource: resource, Device: ref}})
 	}
 	for range 2 {
 		must(t, ask("MIG-1", "nvidia.com/mig-1g.10gb", part("a", 0, 1)))

@@ -13,10 +13,10 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Loser is a claim that was refused because somebody else holds a device of it and stays. Losers are kept in memory only: what
+// Conflict is a claim that was refused because somebody else holds a device of it and stays. Losers are kept in memory only: what
 // they keep from happening, that a claim is prepared while its pod is being moved, costs that pod a restart elsewhere and
 // nobody a device.
-type Loser struct {
+type Conflict struct {
 	UID, Namespace, Name string
 	// Devices that are in other hands.
 	Devices []device.Ref
@@ -26,32 +26,32 @@ type Loser struct {
 	Pods []Pod
 	// Since is when the claim lost for the first time. Lose sets it.
 	Since time.Time
-	// Condemned claims are not prepared, whatever becomes free: their pods are being moved. Others wait. A condemnation lapses
-	// by itself (CondemnedFor), and its claim then waits.
-	Condemned bool
+	// PendingEviction claims are not prepared, whatever becomes free: their pods are being moved. Others wait. A condemnation lapses
+	// by itself (EvictionTimeout), and its claim then waits.
+	PendingEviction bool
 	// Message says what happened, to the claim's owner: without names of other namespaces.
 	Message string
 
-	// condemned is when it was condemned last.
-	condemned time.Time
+	// pendingEviction is when it was condemned last.
+	pendingEviction time.Time
 }
 
-// CondemnedFor is how long a condemnation lasts unless something ends it before. Kubelet's own next try comes 60 to 90 seconds
+// EvictionTimeout is how long a condemnation lasts unless something ends it before. Kubelet's own next try comes 60 to 90 seconds
 // after a failed Prepare: a claim that nobody has moved by then must find itself merely waiting.
-const CondemnedFor = 30 * time.Second
+const EvictionTimeout = 30 * time.Second
 
-// CondemnedError says that a claim is not prepared because its pod is being moved.
-type CondemnedError struct{ Loser Loser }
+// PendingEvictionError says that a claim is not prepared because its pod is being moved.
+type PendingEvictionError struct{ Conflict Conflict }
 
 // Error says so to the operator.
-func (e *CondemnedError) Error() string {
-	return fmt.Sprintf("claim %s/%s (%s) is condemned, its pods are being moved: %s", e.Loser.Namespace, e.Loser.Name, e.Loser.UID, e.Loser.Message)
+func (e *PendingEvictionError) Error() string {
+	return fmt.Sprintf("claim %s/%s (%s) is condemned, its pods are being moved: %s", e.Conflict.Namespace, e.Conflict.Name, e.Conflict.UID, e.Conflict.Message)
 }
 
-// Lose records that a claim has lost. Called by the DRA front-end after a *ConflictError that waiting does not cure; a claim
+// RecordConflict records that a claim has lost. Called by the DRA front-end after a *ConflictError that waiting does not cure; a claim
 // that loses again keeps its Since. It does nothing for a claim that holds what it is said to have lost: another call for it
 // was faster. What has been recorded ends with a ReserveClaim that succeeds, with DrainClaim, and with Forgive.
-func (l *Ledger) Lose(lost Loser) {
+func (l *Ledger) RecordConflict(lost Conflict) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	holder := Holder{KindClaim, lost.UID}
@@ -63,61 +63,61 @@ func (l *Ledger) Lose(lost Loser) {
 		return
 	}
 	lost.Since = l.now()
-	if lost.Condemned {
-		lost.condemned = lost.Since
+	if lost.PendingEviction {
+		lost.pendingEviction = lost.Since
 	}
-	known, again := l.losers[lost.UID]
+	known, again := l.conflicts[lost.UID]
 	if again {
 		lost.Since = known.Since
 	}
 	lost.Devices, lost.Names = slices.Clone(lost.Devices), slices.Clone(lost.Names)
 	lost.Pods = mergePods(known.Pods, lost.Pods)
-	l.losers[lost.UID] = lost
+	l.conflicts[lost.UID] = lost
 	l.announce()
 }
 
-// Losers returns a copy of every claim that has lost and neither got its devices nor gone since, oldest first.
-func (l *Ledger) Losers() []Loser {
+// Conflicts returns a copy of every claim that has lost and neither got its devices nor gone since, oldest first.
+func (l *Ledger) Conflicts() []Conflict {
 	l.mu.Lock()
-	for uid := range l.losers {
-		l.lapse(uid)
+	for uid := range l.conflicts {
+		l.expire(uid)
 	}
-	losers := slices.Collect(maps.Values(l.losers))
+	conflicts := slices.Collect(maps.Values(l.conflicts))
 	l.mu.Unlock()
-	slices.SortFunc(losers, func(a, b Loser) int { return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.UID, b.UID)) })
-	return losers
+	slices.SortFunc(conflicts, func(a, b Conflict) int { return cmp.Or(a.Since.Compare(b.Since), cmp.Compare(a.UID, b.UID)) })
+	return conflicts
 }
 
-// Forgive ends what Lose began. Called when the claim's pods are gone, or the claim is no longer allocated here. Idempotent.
-func (l *Ledger) Forgive(uid string) {
+// ClearConflict ends what Lose began. Called when the claim's pods are gone, or the claim is no longer allocated here. Idempotent.
+func (l *Ledger) ClearConflict(uid string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.forgive(uid)
+	l.clearConflict(uid)
 }
 
-func (l *Ledger) forgive(uid string) {
-	if _, ok := l.losers[uid]; ok {
-		delete(l.losers, uid)
+func (l *Ledger) clearConflict(uid string) {
+	if _, ok := l.conflicts[uid]; ok {
+		delete(l.conflicts, uid)
 		l.announce()
 	}
 }
 
 // Until is when the condemnation lapses; zero for a claim that waits.
-func (l Loser) Until() time.Time {
-	if !l.Condemned {
+func (l Conflict) Until() time.Time {
+	if !l.PendingEviction {
 		return time.Time{}
 	}
-	return l.condemned.Add(CondemnedFor)
+	return l.pendingEviction.Add(EvictionTimeout)
 }
 
-// lapse ends a condemnation whose time is over. A clock that was set back must not make it long.
-func (l *Ledger) lapse(uid string) {
-	lost := l.losers[uid]
-	if age := l.now().Sub(lost.condemned); !lost.Condemned || age >= 0 && age < CondemnedFor {
+// expire ends a condemnation whose time is over. A clock that was set back must not make it long.
+func (l *Ledger) expire(uid string) {
+	lost := l.conflicts[uid]
+	if age := l.now().Sub(lost.pendingEviction); !lost.PendingEviction || age >= 0 && age < EvictionTimeout {
 		return
 	}
-	lost.Condemned = false
-	l.losers[uid] = lost
+	lost.PendingEviction = false
+	l.conflicts[uid] = lost
 	l.announce()
 }
 
@@ -127,18 +127,18 @@ func (l *Ledger) admit(ctx context.Context, r ClaimRequest) error {
 	if err := context.Cause(ctx); err != nil {
 		return err
 	}
-	if _, ok := l.losers[r.UID]; !ok {
+	if _, ok := l.conflicts[r.UID]; !ok {
 		return nil
 	}
-	l.lapse(r.UID)
-	lost := l.losers[r.UID]
-	if !lost.Condemned {
+	l.expire(r.UID)
+	lost := l.conflicts[r.UID]
+	if !lost.PendingEviction {
 		return nil
 	}
 	if pods := mergePods(lost.Pods, r.Pods); !slices.Equal(pods, lost.Pods) {
 		lost.Pods = pods
-		l.losers[r.UID] = lost
+		l.conflicts[r.UID] = lost
 		l.announce()
 	}
-	return &CondemnedError{lost}
+	return &PendingEvictionError{lost}
 }

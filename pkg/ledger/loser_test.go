@@ -12,40 +12,40 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-func openInBubble(t *testing.T, verdict func(Hold) Verdict) *Ledger {
+func openInBubble(t *testing.T, podState func(Hold) PodState) *Ledger {
 	t.Helper()
-	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(verdict), Now: time.Now})
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: judge(podState), Now: time.Now})
 	must(t, err)
 	t.Cleanup(func() { _ = l.Close() })
 	return l
 }
 
-func loser(uid string, condemned bool, devices ...device.Ref) Loser {
-	return Loser{UID: uid, Namespace: "ns", Name: uid, Devices: devices, Condemned: condemned, Message: "lost"}
+func conflict(uid string, pendingEviction bool, devices ...device.Ref) Conflict {
+	return Conflict{UID: uid, Namespace: "ns", Name: uid, Devices: devices, PendingEviction: pendingEviction, Message: "lost"}
 }
 
-func isCondemned(err error) bool {
-	_, condemned := errors.AsType[*CondemnedError](err)
-	return condemned
+func isPendingEviction(err error) bool {
+	_, pendingEviction := errors.AsType[*PendingEvictionError](err)
+	return pendingEviction
 }
 
 func TestACondemnedClaimIsRefusedUntilItLapses(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := openInBubble(t, neverRunningOut)
-		l.Lose(loser("c", true, whole("a")))
-		if err := second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))); !isCondemned(err) {
+		l.RecordConflict(conflict("c", true, whole("a")))
+		if err := second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))); !isPendingEviction(err) {
 			t.Fatalf("the device is free, and the claim condemned: %v", err)
 		}
 		must(t, second(l.ReserveClaim(t.Context(), claimOf("other", whole("b")))))
-		if got := l.Losers(); len(got) != 1 || !got[0].Condemned || got[0].Until().Sub(got[0].Since) != CondemnedFor {
+		if got := l.Conflicts(); len(got) != 1 || !got[0].PendingEviction || got[0].Until().Sub(got[0].Since) != EvictionTimeout {
 			t.Errorf("losers: %+v", got)
 		}
-		time.Sleep(CondemnedFor)
-		if got := l.Losers(); len(got) != 1 || got[0].Condemned || !got[0].Until().IsZero() {
+		time.Sleep(EvictionTimeout)
+		if got := l.Conflicts(); len(got) != 1 || got[0].PendingEviction || !got[0].Until().IsZero() {
 			t.Errorf("losers after it has lapsed: %+v", got)
 		}
 		must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
-		if got := l.Losers(); len(got) != 0 {
+		if got := l.Conflicts(); len(got) != 0 {
 			t.Errorf("losers after all is well: %+v", got)
 		}
 	})
@@ -54,28 +54,28 @@ func TestACondemnedClaimIsRefusedUntilItLapses(t *testing.T) {
 func TestALapsedCondemnationNeedsNobodyWhoLooks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := openInBubble(t, neverRunningOut)
-		l.Lose(loser("c", true, whole("a")))
-		time.Sleep(CondemnedFor)
+		l.RecordConflict(conflict("c", true, whole("a")))
+		time.Sleep(EvictionTimeout)
 		must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
 	})
 }
 
 func TestAClockSetBackCondemnsNobodyForLong(t *testing.T) {
 	clock := time.Now()
-	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(neverRunningOut), Now: func() time.Time { return clock }})
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: judge(neverRunningOut), Now: func() time.Time { return clock }})
 	must(t, err)
 	defer l.Close()
-	l.Lose(loser("c", true, whole("a")))
+	l.RecordConflict(conflict("c", true, whole("a")))
 	clock = clock.Add(-time.Hour)
 	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
 }
 
 func TestWhatEndsALoser(t *testing.T) {
 	tests := map[string]func(t *testing.T, l *Ledger) error{
-		"its pods are gone": func(_ *testing.T, l *Ledger) error { l.Forgive("c"); return nil },
+		"its pods are gone": func(_ *testing.T, l *Ledger) error { l.ClearConflict("c"); return nil },
 		"unprepare":         func(t *testing.T, l *Ledger) error { return l.DrainClaim(t.Context(), "c") },
 		"it gets its devices": func(t *testing.T, l *Ledger) error {
-			l.Lose(loser("c", false, whole("a")))
+			l.RecordConflict(conflict("c", false, whole("a")))
 			return second(l.ReserveClaim(t.Context(), claimOf("c", whole("a"))))
 		},
 	}
@@ -83,11 +83,11 @@ func TestWhatEndsALoser(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				l := openInBubble(t, neverRunningOut)
-				l.Lose(loser("c", true, whole("a")))
+				l.RecordConflict(conflict("c", true, whole("a")))
 				time.Sleep(announceDelay)
 				changed := l.Changed()
 				must(t, end(t, l))
-				if got := l.Losers(); len(got) != 0 {
+				if got := l.Conflicts(); len(got) != 0 {
 					t.Errorf("losers: %+v", got)
 				}
 				<-changed
@@ -100,12 +100,12 @@ func TestWhatEndsALoser(t *testing.T) {
 func TestAClaimThatHoldsItsDevicesHasNotLost(t *testing.T) {
 	l := openWith(t, neverRunningOut)
 	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
-	l.Lose(loser("c", true, whole("a")))
-	if got := l.Losers(); len(got) != 0 {
+	l.RecordConflict(conflict("c", true, whole("a")))
+	if got := l.Conflicts(); len(got) != 0 {
 		t.Errorf("losers: %+v", got)
 	}
-	l.Lose(loser("c", true, whole("a"), whole("b")))
-	if got := l.Losers(); len(got) != 1 {
+	l.RecordConflict(conflict("c", true, whole("a"), whole("b")))
+	if got := l.Conflicts(); len(got) != 1 {
 		t.Errorf("half of it is lost: %+v", got)
 	}
 }
@@ -113,12 +113,12 @@ func TestAClaimThatHoldsItsDevicesHasNotLost(t *testing.T) {
 func TestALoserThatLosesAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := openInBubble(t, neverRunningOut)
-		l.Lose(loser("waits", false, whole("a")))
+		l.RecordConflict(conflict("waits", false, whole("a")))
 		first := time.Now()
 		time.Sleep(time.Minute)
-		l.Lose(loser("waits", true, whole("a")))
-		got := l.Losers()
-		if len(got) != 1 || !got[0].Since.Equal(first) || !got[0].Condemned || got[0].Until().Sub(first) != time.Minute+CondemnedFor {
+		l.RecordConflict(conflict("waits", true, whole("a")))
+		got := l.Conflicts()
+		if len(got) != 1 || !got[0].Since.Equal(first) || !got[0].PendingEviction || got[0].Until().Sub(first) != time.Minute+EvictionTimeout {
 			t.Errorf("losers: %+v", got)
 		}
 	})
@@ -126,15 +126,15 @@ func TestALoserThatLosesAgain(t *testing.T) {
 
 func TestCondemningEndsAWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		l := openInBubble(t, func(Hold) Verdict { return Terminating })
+		l := openInBubble(t, func(Hold) PodState { return Terminating })
 		must(t, second(l.ReserveClaim(t.Context(), claimOf("holder", whole("a")))))
 		answer := make(chan error)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		go func() { answer <- second(l.ReserveClaim(ctx, claimOf("c", whole("a")))) }()
 		synctest.Wait()
-		l.Lose(loser("c", true, whole("a")))
-		if err := <-answer; !isCondemned(err) {
+		l.RecordConflict(conflict("c", true, whole("a")))
+		if err := <-answer; !isPendingEviction(err) {
 			t.Error(err)
 		}
 	})

@@ -146,14 +146,14 @@ func (r record) hold(holder Holder, ref device.Ref) (Hold, error) {
 	if r.Kind != holder.Kind || r.Holder != holder.ID || r.Device != ref.String() {
 		return Hold{}, fmt.Errorf("contents are of %s %s on %s", r.Kind, r.Holder, r.Device)
 	}
-	if r.Kind != KindClaim && r.Kind != KindLimit {
+	if r.Kind != KindClaim && r.Kind != KindPod {
 		return Hold{}, fmt.Errorf("unknown kind %q", r.Kind)
 	}
 	if r.ShareBytes > r.ShareOf {
 		return Hold{}, fmt.Errorf("a share of %d of %d bytes", r.ShareBytes, r.ShareOf)
 	}
 	switch r.State {
-	case StateExpected, StateHeld, StateDraining:
+	case StateRestored, StateHeld, StateDraining:
 	default:
 		return Hold{}, fmt.Errorf("unknown state %q", r.State)
 	}

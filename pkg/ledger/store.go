@@ -27,8 +27,8 @@ type Options struct {
 	Dir string
 	// BootID is the kernel's boot ID; records of another boot are dropped.
 	BootID string
-	// Evidence is asked about holds that stand in somebody's way.
-	Evidence Evidence
+	// PodStates is asked about holds that stand in somebody's way.
+	PodStates PodStates
 
 	// Queue, where set, is asked before a claim takes devices that limits may use.
 	Queue Queue
@@ -45,7 +45,7 @@ type Options struct {
 // Ledger is the one truth about who holds what. All methods are safe for concurrent use. What a method has answered
 // survives the death of the process.
 type Ledger struct {
-	evidence Evidence
+	podstate PodStates
 	queue    Queue
 	now      func() time.Time
 	turn     func(context.Context)
@@ -65,8 +65,8 @@ type Ledger struct {
 	changed    chan struct{}
 	// announcing is set from a change until changed is closed for it.
 	announcing bool
-	// losers are claims that were refused, by UID.
-	losers map[string]Loser
+	// conflicts are claims that were refused, by UID.
+	conflicts map[string]Conflict
 	// serial is the last generation given out.
 	serial uint64
 
@@ -83,7 +83,7 @@ func keyOf(h Hold) key { return key{h.Holder, h.Device} }
 // Open takes the lock on the run directory and loads what is recorded there. It returns an error that wraps ErrLocked when
 // another process holds the lock. Records that cannot be read are logged, and hold.
 func Open(ctx context.Context, o Options) (*Ledger, error) {
-	if o.Dir == "" || o.BootID == "" || o.Evidence == nil {
+	if o.Dir == "" || o.BootID == "" || o.PodStates == nil {
 		return nil, errors.New("open ledger: Dir, BootID and Evidence are required")
 	}
 	if o.Now == nil {
@@ -100,16 +100,16 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 		return nil, fmt.Errorf("open ledger in %s: %w", o.Dir, err)
 	}
 	l := &Ledger{
-		evidence: o.Evidence,
-		queue:    o.Queue,
-		now:      o.Now,
-		turn:     o.Turn,
-		lock:     lock,
-		disk:     directory{root: o.Dir, bootID: o.BootID, now: o.Now, step: o.Step},
-		holds:    map[key]*Hold{},
-		byGPU:    map[string]map[key]*Hold{},
-		byHolder: map[Holder]map[key]*Hold{},
-		losers:   map[string]Loser{},
+		podstate:  o.PodStates,
+		queue:     o.Queue,
+		now:       o.Now,
+		turn:      o.Turn,
+		lock:      lock,
+		disk:      directory{root: o.Dir, bootID: o.BootID, now: o.Now, step: o.Step},
+		holds:     map[key]*Hold{},
+		byGPU:     map[string]map[key]*Hold{},
+		byHolder:  map[Holder]map[key]*Hold{},
+		conflicts: map[string]Conflict{},
 
 		unrecorded: map[key]bool{},
 		changed:    make(chan struct{}),
@@ -203,10 +203,10 @@ func (l *Ledger) Expect(h Hold) error {
 	if known, ok := l.holds[keyOf(h)]; ok {
 		return l.complete(known, h)
 	}
-	conflicts := l.conflicts(h.Holder, h.Device, h.Share)
+	conflicts := l.blockers(h.Holder, h.Device, h.Share)
 	l.serial++
 	h.Generation = l.serial
-	h.State = StateExpected
+	h.State = StateRestored
 	h.Since = l.now()
 	h.Pods = slices.Clone(h.Pods)
 	h.Unreadable = false
@@ -244,7 +244,7 @@ func (l *Ledger) complete(known *Hold, h Hold) error {
 	updated.Name = cmp.Or(updated.Name, h.Name)
 	updated.Resource = cmp.Or(updated.Resource, h.Resource)
 	updated.Pods = mergePods(updated.Pods, h.Pods)
-	if updated.State == StateExpected && updated.Share.Whole() {
+	if updated.State == StateRestored && updated.Share.Whole() {
 		updated.Share = h.Share
 	}
 	if updated.equal(*known) {
@@ -402,9 +402,9 @@ func (l *Ledger) announce() {
 	})
 }
 
-// conflicts are the holds of others, and of those that are about to be, that keep the holder from having the device, or that share
+// blockers are the holds of others, and of those that are about to be, that keep the holder from having the device, or that share
 // of it.
-func (l *Ledger) conflicts(holder Holder, ref device.Ref, share device.Share, also ...Hold) []Hold {
+func (l *Ledger) blockers(holder Holder, ref device.Ref, share device.Share, also ...Hold) []Hold {
 	found := inTheWay(holder, ref, share, func(yield func(Hold) bool) {
 		for _, h := range l.byGPU[ref.GPU] {
 			if !yield(*h) {

@@ -20,13 +20,13 @@ import (
 
 // twin is the ledger as one would write it without disk, concurrency or cost.
 type twin struct {
-	holds    map[key]State
-	shares   map[key]device.Share
-	pods     map[key]string
-	verdicts map[string]Verdict
+	holds     map[key]State
+	shares    map[key]device.Share
+	pods      map[key]string
+	podStates map[string]PodState
 }
 
-func (w *twin) verdict(h Hold) Verdict { return w.verdicts[h.Holder.ID] }
+func (w *twin) podState(h Hold) PodState { return w.podStates[h.Holder.ID] }
 
 func (w *twin) drop(k key) { delete(w.holds, k); delete(w.shares, k); delete(w.pods, k) }
 
@@ -61,14 +61,14 @@ func (w *twin) inTheWay(holder Holder, want map[device.Ref]device.Share, counts 
 
 // clear drops ended holders from the way, and reports whether any other is in it.
 func (w *twin) clear(holder Holder, want map[device.Ref]device.Share) (blocked, waits bool) {
-	ended := func(k key) bool { return w.verdicts[k.holder.ID] == Gone }
+	ended := func(k key) bool { return w.podStates[k.holder.ID] == Gone }
 	for _, k := range w.inTheWay(holder, want, func(key) bool { return true }) {
 		if ended(k) {
 			w.drop(k)
 		}
 	}
 	blocked = len(w.inTheWay(holder, want, func(key) bool { return true })) > 0
-	stays := func(k key) bool { return w.holds[k] != StateDraining && w.verdicts[k.holder.ID] == Running }
+	stays := func(k key) bool { return w.holds[k] != StateDraining && w.podStates[k.holder.ID] == Running }
 	return blocked, blocked && len(w.inTheWay(holder, want, stays)) == 0
 }
 
@@ -92,19 +92,19 @@ func (w *twin) reserveClaim(uid string, want map[device.Ref]device.Share) (ok bo
 
 func (w *twin) drainClaim(uid string) {
 	for _, k := range w.of(Holder{KindClaim, uid}) {
-		if w.holds[k] = StateDraining; w.verdicts[uid] == Gone {
+		if w.holds[k] = StateDraining; w.podStates[uid] == Gone {
 			w.drop(k)
 		}
 	}
 }
 
-func (w *twin) reserveLimit(id string, ref device.Ref, share device.Share) bool {
-	holder := Holder{KindLimit, id}
+func (w *twin) reservePodDevice(id string, ref device.Ref, share device.Share) bool {
+	holder := Holder{KindPod, id}
 	for _, k := range w.of(holder) {
 		switch {
-		case w.verdicts[id] == Gone:
+		case w.podStates[id] == Gone:
 			w.drop(k)
-		case w.verdicts[id] == Orphaned, w.holds[k] == StateDraining:
+		case w.podStates[id] == Orphaned, w.holds[k] == StateDraining:
 			return false
 		}
 	}
@@ -131,7 +131,7 @@ func TestLikeItsTwin(t *testing.T) {
 }
 
 func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
-	w := &twin{holds: map[key]State{}, shares: map[key]device.Share{}, pods: map[key]string{}, verdicts: map[string]Verdict{}}
+	w := &twin{holds: map[key]State{}, shares: map[key]device.Share{}, pods: map[key]string{}, podStates: map[string]PodState{}}
 	// A quarter, a half, three quarters; in some runs nothing is shared, and in some nearly everything.
 	shared := []int{0, 2, 10}[seed%3]
 	share := func() device.Share {
@@ -140,7 +140,7 @@ func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
 		}
 		return device.Share{Bytes: uint64(1+random.IntN(3)) << 30, Of: 4 << 30}
 	}
-	options := Options{Dir: t.TempDir(), BootID: "boot", Evidence: judge(w.verdict)}
+	options := Options{Dir: t.TempDir(), BootID: "boot", PodStates: judge(w.podState)}
 	l, err := Open(t.Context(), options)
 	must(t, err)
 	defer func() { _ = l.Close() }()
@@ -182,8 +182,8 @@ func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
 				id = fmt.Sprintf("%s::%d", id, random.IntN(4))
 			}
 			what = fmt.Sprintf("reserve limit %s: %s", id, share)
-			err := l.ReserveLimits([]LimitRequest{{ID: id, Device: ref, Share: share}})
-			checkAnswer(t, what, err, w.reserveLimit(id, ref, share))
+			err := l.ReservePod([]PodRequest{{ID: id, Device: ref, Share: share}})
+			checkAnswer(t, what, err, w.reservePodDevice(id, ref, share))
 		case 6:
 			share := share()
 			what = fmt.Sprintf("expect %s of %s for %s", share, ref, uid)
@@ -191,8 +191,8 @@ func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
 			k := key{Holder{KindClaim, uid}, ref}
 			_, known := w.holds[k]
 			if !known {
-				w.holds[k], w.shares[k] = StateExpected, share
-			} else if w.holds[k] == StateExpected && w.shares[k].Whole() {
+				w.holds[k], w.shares[k] = StateRestored, share
+			} else if w.holds[k] == StateRestored && w.shares[k].Whole() {
 				w.shares[k] = share
 			}
 			w.pods[k] = "pod-of-" + uid
@@ -202,8 +202,8 @@ func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
 		case 7:
 			ids := append([]string{ref.String(), fmt.Sprintf("%s::%d", ref, random.IntN(4))}, twinClaims...)
 			id := ids[random.IntN(len(ids))]
-			w.verdicts[id] = Verdict(random.IntN(4))
-			what = fmt.Sprintf("verdict %d on %s", w.verdicts[id], id)
+			w.podStates[id] = PodState(random.IntN(4))
+			what = fmt.Sprintf("verdict %d on %s", w.podStates[id], id)
 		case 8:
 			if holds := l.Holds(); len(holds) > 0 {
 				h := holds[random.IntN(len(holds))]
@@ -273,7 +273,7 @@ type node struct {
 
 func (n *node) Started(Hold, []Hold) bool { return false }
 
-func (n *node) Verdict(h Hold) Verdict {
+func (n *node) PodState(h Hold) PodState {
 	if _, running := n.running.Load(h.Holder); running {
 		return Terminating
 	}
@@ -304,7 +304,7 @@ func (n *node) use(t *testing.T, name string, refs []device.Ref) {
 // a moment ago.
 func TestNobodyOwnsWhatAnotherUses(t *testing.T) {
 	n := &node{slices: map[string]*[8]atomic.Pointer[string]{"a": {}, "b": {}, "c": {}}}
-	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", Evidence: n})
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: n})
 	must(t, err)
 	defer l.Close()
 	must(t, l.Provision(9))
@@ -344,10 +344,10 @@ func TestNobodyOwnsWhatAnotherUses(t *testing.T) {
 	}
 	for i, ref := range twinRefs {
 		workers.Go(func() {
-			holder := Holder{KindLimit, ref.String()}
+			holder := Holder{KindPod, ref.String()}
 			for range 300 {
 				n.running.Store(holder, true)
-				if err := l.ReserveLimits([]LimitRequest{{ID: holder.ID, Device: ref}}); err != nil {
+				if err := l.ReservePod([]PodRequest{{ID: holder.ID, Device: ref}}); err != nil {
 					refused.Add(1)
 				} else {
 					limits.Add(1)
@@ -362,7 +362,7 @@ func TestNobodyOwnsWhatAnotherUses(t *testing.T) {
 			for ctx.Err() == nil {
 				changed := l.Changed()
 				for _, h := range l.Holds() {
-					if n.Verdict(h) != Gone {
+					if n.PodState(h) != Gone {
 						continue
 					}
 					if err := l.Release(h); err != nil {

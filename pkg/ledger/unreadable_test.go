@@ -22,13 +22,13 @@ import (
 func reopen(t *testing.T, dir string) *Ledger {
 	t.Helper()
 	ctx := klog.NewContext(t.Context(), klog.New(nil))
-	l, err := Open(ctx, Options{Dir: dir, BootID: "boot", Evidence: judge(neverRunningOut)})
+	l, err := Open(ctx, Options{Dir: dir, BootID: "boot", PodStates: judge(neverRunningOut)})
 	must(t, err)
 	t.Cleanup(func() { _ = l.Close() })
 	return l
 }
 
-func neverRunningOut(Hold) Verdict { return Running }
+func neverRunningOut(Hold) PodState { return Running }
 
 // written returns a directory with one record, the hold, and where the record is.
 func written(t *testing.T, h Hold) (dir, path string) {
@@ -45,7 +45,7 @@ func written(t *testing.T, h Hold) (dir, path string) {
 
 var samples = map[string]Hold{
 	"claim": {Holder: Holder{KindClaim, "0e7c5a0e"}, Device: part("GPU-1", 0, 4), Namespace: "ns", Name: "train", Pods: []Pod{{UID: "p1", Namespace: "ns", Name: "train-0"}}},
-	"limit": {Holder: Holder{KindLimit, "GPU-1"}, Device: whole("GPU-1"), Resource: "nvidia.com/gpu", Pods: []Pod{{UID: "p1"}}},
+	"limit": {Holder: Holder{KindPod, "GPU-1"}, Device: whole("GPU-1"), Resource: "nvidia.com/gpu", Pods: []Pod{{UID: "p1"}}},
 }
 
 // checkHeld expects that the damaged record holds its device and nothing else, and that it can be completed and released.
@@ -63,7 +63,7 @@ func checkHeld(t *testing.T, what, dir string, original Hold, mayBeReadable bool
 	if !conflict {
 		t.Fatalf("%s: does not hold", what)
 	}
-	must(t, l.ReserveLimits(limitsOf("GPU-2")))
+	must(t, l.ReservePod(limitsOf("GPU-2")))
 	must(t, l.Release(find(l, "GPU-2")))
 	must(t, l.SetState(h, StateDraining))
 	must(t, l.Close())
@@ -142,7 +142,7 @@ func TestOtherThingsInPlaceOfARecordHold(t *testing.T) {
 		},
 		"an unknown state": func(path string) error {
 			h := samples["claim"]
-			if strings.Contains(filepath.Base(path), "limit") {
+			if strings.Contains(filepath.Base(path), "pod") {
 				h = samples["limit"]
 			}
 			h.State = "shared"
@@ -163,13 +163,13 @@ func TestOtherThingsInPlaceOfARecordHold(t *testing.T) {
 				must(t, os.Remove(path))
 				must(t, make(path))
 				l := reopen(t, dir)
-				if h.Holder.Kind == KindLimit {
+				if h.Holder.Kind == KindPod {
 					// Whose it is, is not known until other evidence tells.
-					if _, conflict := errors.AsType[*ConflictError](l.ReserveLimits(limitsOf(h.Holder.ID))); !conflict {
+					if _, conflict := errors.AsType[*ConflictError](l.ReservePod(limitsOf(h.Holder.ID))); !conflict {
 						t.Error("a pod got the device of an unknown one")
 					}
 					must(t, l.Expect(h))
-					must(t, l.ReserveLimits(limitsOf(h.Holder.ID)))
+					must(t, l.ReservePod(limitsOf(h.Holder.ID)))
 				} else {
 					must(t, second(l.ReserveClaim(t.Context(), claimOf(h.Holder.ID, h.Device))))
 				}
@@ -187,13 +187,13 @@ func TestNoVerdictEndsAnUnknownHolder(t *testing.T) {
 	for kind, h := range samples {
 		dir, path := written(t, h)
 		must(t, os.Truncate(path, 10))
-		l, err := Open(klog.NewContext(t.Context(), klog.New(nil)), Options{Dir: dir, BootID: "boot", Evidence: judge(func(Hold) Verdict { return Gone })})
+		l, err := Open(klog.NewContext(t.Context(), klog.New(nil)), Options{Dir: dir, BootID: "boot", PodStates: judge(func(Hold) PodState { return Gone })})
 		must(t, err)
 		if _, conflict := errors.AsType[*ConflictError](second(l.ReserveClaim(t.Context(), claimOf("other", whole("GPU-1"))))); !conflict {
 			t.Errorf("%s: another claim got the device", kind)
 		}
 		must(t, l.DrainClaim(t.Context(), h.Holder.ID))
-		if err := l.ReserveLimits([]LimitRequest{{ID: "other", Device: whole("GPU-1")}}); err == nil {
+		if err := l.ReservePod([]PodRequest{{ID: "other", Device: whole("GPU-1")}}); err == nil {
 			t.Errorf("%s: a limit got the device", kind)
 		}
 		if got := find(l, h.Holder.ID); got.Holder != h.Holder {
@@ -218,7 +218,7 @@ func TestStrangeNamesBlockNothing(t *testing.T) {
 	if n := len(l.Holds()); n != 1 {
 		t.Errorf("%d holds: %v", n, l.Holds())
 	}
-	must(t, l.ReserveLimits(limitsOf("GPU-2")))
+	must(t, l.ReservePod(limitsOf("GPU-2")))
 	if got := list(t, filepath.Join(dir, "holds")); len(got) != len(names)+2 {
 		t.Errorf("somebody else's files were touched: %q", got)
 	}
@@ -238,7 +238,7 @@ func TestNamesThatCouldNotBeReadBackAreRefused(t *testing.T) {
 		t.Errorf("held: %v", holds)
 	}
 	for i, id := range []string{"a/b", "a~b", "..", "%", "a\x00b", "GPU-1@0+1", "ü"} {
-		must(t, l.ReserveLimits([]LimitRequest{{ID: id, Device: whole(fmt.Sprint("/~%", i))}}))
+		must(t, l.ReservePod([]PodRequest{{ID: id, Device: whole(fmt.Sprint("/~%", i))}}))
 	}
 }
 
@@ -303,7 +303,7 @@ func TestRecordsOfANewerVersionStayAsTheyAre(t *testing.T) {
 		must(t, os.MkdirAll(filepath.Join(dir, "holds"), 0o700))
 		must(t, os.WriteFile(filepath.Join(dir, "holds", "lease~l1~GPU-1"), file(usual, body(Hold{Holder: Holder{"lease", "l1"}, Device: whole("GPU-1"), State: StateHeld}, "")), 0o600))
 		l := reopen(t, dir)
-		if err := l.ReserveLimits(limitsOf("GPU-1")); err == nil {
+		if err := l.ReservePod(limitsOf("GPU-1")); err == nil {
 			t.Error("does not hold")
 		}
 	})

@@ -103,7 +103,7 @@ func (d *directory) makeAnew() error {
 func (d *directory) restore(h Hold) (written bool, err error) {
 	switch _, err := os.Lstat(d.path(h)); {
 	case err == nil:
-		if h.Holder.Kind == KindLimit {
+		if h.Holder.Kind == KindPod {
 			d.limits++
 		}
 		return false, nil
@@ -116,7 +116,7 @@ func (d *directory) restore(h Hold) (written bool, err error) {
 	if err := d.write(d.path(h), unix.O_CREAT|unix.O_EXCL, nil); err != nil {
 		return false, err
 	}
-	if h.Holder.Kind == KindLimit {
+	if h.Holder.Kind == KindPod {
 		d.limits++
 	}
 	return true, nil

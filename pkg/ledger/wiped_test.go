@@ -27,7 +27,7 @@ func TestWipedDirectory(t *testing.T) {
 		"spares":  func(t *testing.T, dir string) { must(t, os.RemoveAll(filepath.Join(dir, "spare"))) },
 	} {
 		for next, do := range map[string]func(l *Ledger) error{
-			"reserve a limit": func(l *Ledger) error { return l.ReserveLimits(limitsOf("GPU-3")) },
+			"reserve a limit": func(l *Ledger) error { return l.ReservePod(limitsOf("GPU-3")) },
 			"reserve a claim": func(l *Ledger) error {
 				_, err := l.ReserveClaim(t.Context(), ClaimRequest{UID: "new", Devices: []device.Ref{whole("GPU-3")}})
 				return err
@@ -42,7 +42,7 @@ func TestWipedDirectory(t *testing.T) {
 				must(t, l.Provision(3))
 				_, err := l.ReserveClaim(t.Context(), ClaimRequest{UID: "old", Devices: []device.Ref{whole("GPU-1")}})
 				must(t, err)
-				must(t, l.ReserveLimits(limitsOf("GPU-2")))
+				must(t, l.ReservePod(limitsOf("GPU-2")))
 				wipe(t, dir)
 				must(t, do(l))
 				want := names(l)
@@ -52,7 +52,7 @@ func TestWipedDirectory(t *testing.T) {
 				if spares := len(list(t, filepath.Join(dir, "spare"))); spares != l.disk.wanted-l.disk.limits+1 {
 					t.Errorf("%d spares for %d limits of %d", spares, l.disk.limits, l.disk.wanted)
 				}
-				if _, err := Open(t.Context(), Options{Dir: dir, BootID: "boot", Evidence: judge(neverRunningOut)}); !errors.Is(err, ErrLocked) {
+				if _, err := Open(t.Context(), Options{Dir: dir, BootID: "boot", PodStates: judge(neverRunningOut)}); !errors.Is(err, ErrLocked) {
 					t.Errorf("another process opens the ledger: %v", err)
 				}
 				must(t, l.Close())
@@ -79,7 +79,7 @@ func TestWipedDirectoryInOtherHands(t *testing.T) {
 	must(t, os.RemoveAll(dir))
 	reopen(t, dir)
 	must(t, os.RemoveAll(filepath.Join(dir, "holds")))
-	if err := l.ReserveLimits(limitsOf("GPU-1")); !errors.Is(err, ErrLocked) {
+	if err := l.ReservePod(limitsOf("GPU-1")); !errors.Is(err, ErrLocked) {
 		t.Errorf("reserving beside another process: %v", err)
 	}
 }

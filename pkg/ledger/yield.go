@@ -11,8 +11,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Bound is what a pod asks for by its limits that the scheduler has bound to this node, and that kubelet has not admitted yet.
-type Bound struct {
+// PendingPods is what a pod asks for by its limits that the scheduler has bound to this node, and that kubelet has not admitted yet.
+type PendingPods struct {
 	PodUID string
 	// Resource is one of the extended resources that it asks for, Devices how many of it.
 	Resource string
@@ -21,8 +21,8 @@ type Bound struct {
 
 // Queue knows the limits pods that are bound to this node. It is asked with the ledger locked, and must not ask the ledger.
 type Queue interface {
-	// Bound has an entry for each pod and resource.
-	Bound() []Bound
+	// PendingPods has an entry for each pod and resource.
+	PendingPods() []PendingPods
 	// Changed returns a channel that is closed when Bound next changes. It is taken before Bound is asked.
 	Changed() <-chan struct{}
 }
@@ -33,13 +33,13 @@ type Slot struct {
 	Share  device.Share
 }
 
-// Yield lets a claim step back for limits pods that kubelet is about to admit: without a device they fail for good, and a claim
+// PodsFirst lets a claim step back for limits pods that kubelet is about to admit: without a device they fail for good, and a claim
 // does not. One value serves all claims of one call of kubelet.
-type Yield struct {
+type PodsFirst struct {
 	// Slots that limits may use, by the resource that asks for them: offered to them, and healthy.
 	Slots map[string][]Slot
-	// Patience is how long to wait at most. ReserveClaim takes off what it has waited.
-	Patience time.Duration
+	// WaitBudget is how long to wait at most. ReserveClaim takes off what it has waited.
+	WaitBudget time.Duration
 }
 
 // queueChanged never closes without a queue.
@@ -50,29 +50,29 @@ func (l *Ledger) queueChanged() <-chan struct{} {
 	return l.queue.Changed()
 }
 
-// Lacking is how many devices of each resource limits pods still ask for that are bound to this node, and a channel that is
+// Outstanding is how many devices of each resource limits pods still ask for that are bound to this node, and a channel that is
 // closed when that may have changed by something else than a hold. The front-end of limits asks: what it takes back from kubelet
 // now, those pods would be refused. It is safe for concurrent use.
-func (l *Ledger) Lacking() (devices map[string]int, changed <-chan struct{}) {
+func (l *Ledger) Outstanding() (devices map[string]int, changed <-chan struct{}) {
 	changed = l.queueChanged()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.queue == nil {
 		return nil, changed
 	}
-	return l.missing(l.queue.Bound()), changed
+	return l.missing(l.queue.PendingPods()), changed
 }
 
 // yields reports whether a claim that is about to take these devices leaves less of a resource than what bound limits pods ask
 // for. Under l.mu.
-func (l *Ledger) yields(y *Yield, taken []Hold) bool {
-	if y == nil || y.Patience <= 0 || len(taken) == 0 || l.queue == nil {
+func (l *Ledger) yields(y *PodsFirst, taken []Hold) bool {
+	if y == nil || y.WaitBudget <= 0 || len(taken) == 0 || l.queue == nil {
 		return false
 	}
 	takes := func(s Slot) bool {
 		return slices.ContainsFunc(taken, func(h Hold) bool { return h.Device.Overlaps(s.Device) })
 	}
-	for resource, missing := range l.missing(l.queue.Bound()) {
+	for resource, missing := range l.missing(l.queue.PendingPods()) {
 		if slots := y.Slots[resource]; slices.ContainsFunc(slots, takes) && l.free(slots, taken) < missing {
 			return true
 		}
@@ -84,9 +84,9 @@ func (l *Ledger) yields(y *Yield, taken []Hold) bool {
 func (l *Ledger) free(slots []Slot, taken []Hold) int {
 	free, also := 0, slices.Clone(taken)
 	for _, s := range slots {
-		if len(l.conflicts(Holder{}, s.Device, s.Share, also...)) == 0 {
+		if len(l.blockers(Holder{}, s.Device, s.Share, also...)) == 0 {
 			free++
-			also = append(also, Hold{Holder: Holder{KindLimit, fmt.Sprint(free)}, Device: s.Device, Share: s.Share})
+			also = append(also, Hold{Holder: Holder{KindPod, fmt.Sprint(free)}, Device: s.Device, Share: s.Share})
 		}
 	}
 	return free
@@ -94,7 +94,7 @@ func (l *Ledger) free(slots []Slot, taken []Hold) int {
 
 // missing is how many devices of each resource bound pods ask for and do not have yet. A limit whose pod is not known yet is
 // taken for one of theirs: kubelet writes down whose it is right after the Allocate. Under l.mu.
-func (l *Ledger) missing(bound []Bound) map[string]int {
+func (l *Ledger) missing(bound []PendingPods) map[string]int {
 	if len(bound) == 0 {
 		return nil
 	}
@@ -103,7 +103,7 @@ func (l *Ledger) missing(bound []Bound) map[string]int {
 	has := map[account]int{}
 	for k, h := range l.holds {
 		switch {
-		case k.holder.Kind != KindLimit:
+		case k.holder.Kind != KindPod:
 		case len(h.Pods) > 0:
 			has[account{h.Pods[0].UID, h.Resource}]++
 		case h.State == StateHeld:
@@ -120,18 +120,18 @@ func (l *Ledger) missing(bound []Bound) map[string]int {
 	return missing
 }
 
-// awaitLimits waits until one of the channels is closed, ctx is done, or the patience is at its end, and takes off what it
+// awaitPods waits until one of the channels is closed, ctx is done, or the patience is at its end, and takes off what it
 // waited.
-func awaitLimits(ctx context.Context, y *Yield, changed, queueChanged <-chan struct{}) {
+func awaitPods(ctx context.Context, y *PodsFirst, changed, queueChanged <-chan struct{}) {
 	started := time.Now()
-	timer := time.NewTimer(y.Patience)
+	timer := time.NewTimer(y.WaitBudget)
 	defer timer.Stop()
 	select {
 	case <-changed:
 	case <-queueChanged:
 	case <-ctx.Done():
 	case <-timer.C:
-		y.Patience = 0
+		y.WaitBudget = 0
 	}
-	y.Patience = max(0, y.Patience-time.Since(started))
+	y.WaitBudget = max(0, y.WaitBudget-time.Since(started))
 }

@@ -117,11 +117,11 @@ func (p *Plugin) lookup(resource string, ids []string, seen map[string]bool) ([]
 	return items, nil
 }
 
-func limitRequests(resource string, containers [][]item) []ledger.LimitRequest {
-	var requests []ledger.LimitRequest
+func podRequests(resource string, containers [][]item) []ledger.PodRequest {
+	var requests []ledger.PodRequest
 	for _, items := range containers {
 		for _, i := range items {
-			requests = append(requests, ledger.LimitRequest{ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share})
+			requests = append(requests, ledger.PodRequest{ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share})
 		}
 	}
 	return requests

@@ -47,13 +47,13 @@ func TestAllocatedIsWithdrawn(t *testing.T) {
 	claims.put(3)
 	f.withdrawn(3)
 	f.ledger.release("c")
-	f.ledger.Lose(ledger.Loser{UID: "late", Devices: []device.Ref{{GPU: uuid(4)}}})
+	f.ledger.RecordConflict(ledger.Conflict{UID: "late", Devices: []device.Ref{{GPU: uuid(4)}}})
 	f.withdrawn(3, 4)
 	claims.put()
 	f.withdrawn(4)
-	f.ledger.Forgive("late")
+	f.ledger.ClearConflict("late")
 	f.withdrawn()
-	if got := f.metric("tandem_limit_withdrawals_total"); got != 3 {
+	if got := f.metric("tandem_device_plugin_withdrawals_total"); got != 3 {
 		t.Errorf("%v withdrawals are counted, want GPUs 5, 3 and 4 once each", got)
 	}
 }

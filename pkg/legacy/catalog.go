@@ -335,7 +335,7 @@ func (c *catalog) assess(o owners) []state {
 			}
 		}
 	}
-	// Bound limits first: a pod that kubelet is about to admit fails for good if it finds no device, and the claim does not.
+	// PendingPods limits first: a pod that kubelet is about to admit fails for good if it finds no device, and the claim does not.
 	for _, at := range descending(promised) {
 		if free >= o.lacking[c.resource] {
 			break
@@ -379,8 +379,8 @@ func ownersOf(led Ledger, allocations Allocations) owners {
 			o.promised[promise{h.Holder, h.Device, h.Share}] = false
 		}
 	}
-	o.lacking, _ = led.Lacking()
-	for _, lost := range led.Losers() {
+	o.lacking, _ = led.Outstanding()
+	for _, lost := range led.Conflicts() {
 		for _, ref := range lost.Devices {
 			o.wait(promise{claim: ledger.Holder{Kind: ledger.KindClaim, ID: lost.UID}, device: ref})
 		}
@@ -388,7 +388,7 @@ func ownersOf(led Ledger, allocations Allocations) owners {
 	for _, h := range led.Holds() {
 		o.holds[h.Device.GPU] = append(o.holds[h.Device.GPU], h)
 		maps.DeleteFunc(o.promised, func(p promise, _ bool) bool { return p.keptBy(h) })
-		if h.Holder.Kind == ledger.KindLimit {
+		if h.Holder.Kind == ledger.KindPod {
 			o.limits[listed{h.Resource, h.Holder.ID}] = h
 		}
 	}
@@ -460,7 +460,7 @@ func (o owners) hold(resource string, i item) (taken, mine bool) {
 	for _, h := range o.holds[ref.GPU] {
 		switch {
 		case !h.Device.Overlaps(ref):
-		case h.Holder == ledger.Holder{Kind: ledger.KindLimit, ID: i.id} && h.Resource == resource && h.Device == ref &&
+		case h.Holder == ledger.Holder{Kind: ledger.KindPod, ID: i.id} && h.Resource == resource && h.Device == ref &&
 			h.State != ledger.StateDraining && !h.Unreadable:
 			mine = true
 		case h.Device == ref && !i.share.Whole() && h.Share.Of == i.share.Of && h.Holder.ID != i.id:

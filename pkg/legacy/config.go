@@ -28,14 +28,14 @@ type Inventory interface {
 
 // Ledger decides who holds which device. Every method answers without waiting for anybody.
 type Ledger interface {
-	// ReserveLimits gives all devices or none; *ledger.ConflictError when they are in other hands.
-	ReserveLimits(requests []ledger.LimitRequest) error
+	// ReservePod gives all devices or none; *ledger.ConflictError when they are in other hands.
+	ReservePod(requests []ledger.PodRequest) error
 	Holds() []ledger.Hold
-	// Losers are claims that were refused a device because somebody else holds it.
-	Losers() []ledger.Loser
-	// Lacking is how many devices of each resource limits pods still ask for that are bound to this node and that kubelet is
+	// Conflicts are claims that were refused a device because somebody else holds it.
+	Conflicts() []ledger.Conflict
+	// Outstanding is how many devices of each resource limits pods still ask for that are bound to this node and that kubelet is
 	// about to admit, and a channel that is closed when that may have changed by something else than a hold.
-	Lacking() (devices map[string]int, changed <-chan struct{})
+	Outstanding() (devices map[string]int, changed <-chan struct{})
 	// Changed returns a channel that is closed at the next change of any hold or loser; take it before reading.
 	Changed() <-chan struct{}
 }

@@ -245,7 +245,7 @@ func TestConflicts(t *testing.T) {
 	if got := f.metric("tandem_allocate_conflicts_total"); got != 2 {
 		t.Errorf("counted %v conflicts", got)
 	}
-	if got := f.metric("tandem_limit_devices", "resource=nvidia.com/gpu", "state=withdrawn"); got != 2 {
+	if got := f.metric("tandem_device_plugin_devices", "resource=nvidia.com/gpu", "state=withdrawn"); got != 2 {
 		t.Errorf("%v devices withdrawn", got)
 	}
 }

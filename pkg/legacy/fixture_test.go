@@ -79,7 +79,7 @@ type book struct {
 
 func (b *book) Started(ledger.Hold, []ledger.Hold) bool { return false }
 
-func (b *book) Verdict(h ledger.Hold) ledger.Verdict {
+func (b *book) PodState(h ledger.Hold) ledger.PodState {
 	if h.State == ledger.StateDraining {
 		return ledger.Orphaned
 	}
@@ -90,7 +90,7 @@ func openBook(tb testing.TB) *book {
 	tb.Helper()
 	b := &book{tb: tb}
 	var err error
-	if b.Ledger, err = ledger.Open(context.Background(), ledger.Options{Dir: tb.TempDir(), BootID: "boot", Evidence: b}); err != nil {
+	if b.Ledger, err = ledger.Open(context.Background(), ledger.Options{Dir: tb.TempDir(), BootID: "boot", PodStates: b}); err != nil {
 		tb.Fatal(err)
 	}
 	tb.Cleanup(func() {

@@ -41,15 +41,15 @@ type probes struct {
 	asking singleflight.Group
 
 	mu    sync.Mutex
-	known map[string]verdict
+	known map[string]podState
 }
 
-type verdict struct {
+type podState struct {
 	file    fileID
 	devices []string
 }
 
-func newProbes() *probes { return &probes{known: make(map[string]verdict)} }
+func newProbes() *probes { return &probes{known: make(map[string]podState)} }
 
 // CheckForeign looks for another process that serves our GPUs to kubelet and returns a *ForeignError when it finds one,
 // nil otherwise; any other error means that it could not look. Run calls it before each registration and when a socket
@@ -117,7 +117,7 @@ func (p *probes) ask(ctx context.Context, path string, file fileID, limit time.D
 	if len(devices) > 0 { // a plugin that has none yet may get some
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		p.known[path] = verdict{file: file, devices: devices}
+		p.known[path] = podState{file: file, devices: devices}
 	}
 	return devices, err
 }

@@ -37,22 +37,22 @@ func newMetrics() *metrics {
 			Help: "Allocate calls refused because another holder has the device.",
 		}),
 		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "tandem_limit_devices",
+			Name: "tandem_device_plugin_devices",
 			Help: "Devices in the list sent to kubelet: healthy ones, faulty ones (unhealthy), and those withdrawn because a claim has " +
 				"them, is allocated them or waits for them, or a pod that is ending holds them, or they are not shared yet as the node's " +
 				"policy says.",
 		}, []string{"resource", "state"}),
 		leftOut: prometheus.NewGauge(prometheus.GaugeOpts{
-			Name: "tandem_limit_devices_left_out",
+			Name: "tandem_device_plugin_devices_excluded",
 			Help: "Devices that limits have no resource for, such as a partition of another profile where all must be alike, or a GPU " +
 				"that only claims share by MPS.",
 		}),
 		withdrawals: prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "tandem_limit_withdrawals_total",
+			Name: "tandem_device_plugin_withdrawals_total",
 			Help: "Healthy devices that were withdrawn from kubelet's device manager.",
 		}),
 		registrations: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "tandem_limit_registrations_total",
+			Name: "tandem_device_plugin_registrations_total",
 			Help: "Successful registrations with kubelet's device manager, by what made them necessary.",
 		}, []string{"reason"}),
 	}

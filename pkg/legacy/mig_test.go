@@ -128,7 +128,7 @@ func TestStrategies(t *testing.T) {
 			if event := f.event(); !strings.Contains(event, "LimitDevicesLeftOut") || !strings.Contains(event, tt.leftOut) || !strings.Contains(event, "MIG-2-0") {
 				t.Errorf("recorded %q", event)
 			}
-			if n := f.metric("tandem_limit_devices_left_out"); n != 5 {
+			if n := f.metric("tandem_device_plugin_devices_excluded"); n != 5 {
 				t.Errorf("%v devices are left out by the metric", n)
 			}
 		})
@@ -151,7 +151,7 @@ func TestBadPartitionIsLeftOut(t *testing.T) {
 	// It is put right, without a restart.
 	f.inventory.cut(1, false, part(1, 0, "1g.10gb"), part(1, 1, "1g.10gb"))
 	f.lists("gpu=0-0,0-1,1-0,1-1,2-0,2-1,3-0,3-1")
-	for f.metric("tandem_limit_devices_left_out") != 0 {
+	for f.metric("tandem_device_plugin_devices_excluded") != 0 {
 		time.Sleep(time.Millisecond)
 	}
 }
@@ -247,7 +247,7 @@ func TestPartitionsComeAndGo(t *testing.T) {
 			t.Errorf("%d IDs are listed: %v", ids, state.Of)
 		}
 		for _, resource := range []string{oneSlice, half} {
-			if n := f.metric("tandem_limit_devices", "resource="+resource, "state=unhealthy"); n != 0 {
+			if n := f.metric("tandem_device_plugin_devices", "resource="+resource, "state=unhealthy"); n != 0 {
 				t.Errorf("%v partitions of %s that were removed count as faulty", n, resource)
 			}
 		}
@@ -367,7 +367,7 @@ func TestChangeOfStrategy(t *testing.T) {
 		for gpu := range 4 {
 			f.inventory.cut(gpu, false, part(gpu, 0, "1g.10gb"))
 		}
-		if err := f.ledger.ReserveLimits([]ledger.LimitRequest{{ID: "MIG-1-0", Resource: oneSlice, Device: part(1, 0, "1g.10gb").Ref}}); err != nil {
+		if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: "MIG-1-0", Resource: oneSlice, Device: part(1, 0, "1g.10gb").Ref}}); err != nil {
 			f.Fatal(err)
 		}
 	})
@@ -418,7 +418,7 @@ func TestPartitionsWithoutACDIEntry(t *testing.T) {
 		f := partitioned(t, device.MIGStrategyMixed, func(f *fixture) {
 			f.config.Strategies = []Strategy{strategy}
 			f.specs.lack(uuid(0), "MIG-2-0", "MIG-3-0")
-			if err := f.ledger.ReserveLimits([]ledger.LimitRequest{{ID: "MIG-3-0", Resource: oneSlice, Device: part(3, 0, "1g.10gb").Ref}}); err != nil {
+			if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: "MIG-3-0", Resource: oneSlice, Device: part(3, 0, "1g.10gb").Ref}}); err != nil {
 				t.Fatal(err)
 			}
 		})

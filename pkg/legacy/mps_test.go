@@ -104,8 +104,8 @@ func TestUnreadyIsNotOffered(t *testing.T) {
 				if test.held == ref.GPU {
 					share = device.Share{}
 				}
-				request := ledger.LimitRequest{ID: test.held, Resource: "nvidia.com/gpu", Device: ref, Share: share}
-				if err := f.ledger.ReserveLimits([]ledger.LimitRequest{request}); err != nil {
+				request := ledger.PodRequest{ID: test.held, Resource: "nvidia.com/gpu", Device: ref, Share: share}
+				if err := f.ledger.ReservePod([]ledger.PodRequest{request}); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -145,7 +145,7 @@ func TestListFollowsDaemons(t *testing.T) {
 	daemons.unready(0)
 	f.await("the replicas of a GPU to go", healthyCount(5))
 	for state, want := range map[string]float64{"withdrawn": 4, "unhealthy": 0} {
-		if n := f.metric("tandem_limit_devices", "resource=nvidia.com/gpu", "state="+state); n != want {
+		if n := f.metric("tandem_device_plugin_devices", "resource=nvidia.com/gpu", "state="+state); n != want {
 			t.Errorf("%v are %s, want %v", n, state, want)
 		}
 	}
@@ -291,13 +291,13 @@ type aroundReserving struct {
 	before, after func()
 }
 
-func (a *aroundReserving) ReserveLimits(requests []ledger.LimitRequest) error {
+func (a *aroundReserving) ReservePod(requests []ledger.PodRequest) error {
 	before, after := a.before, a.after
 	a.before, a.after = nil, nil
 	if before != nil {
 		before()
 	}
-	err := a.book.ReserveLimits(requests)
+	err := a.book.ReservePod(requests)
 	if after != nil {
 		after()
 	}

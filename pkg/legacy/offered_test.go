@@ -17,7 +17,7 @@ import (
 func TestOffered(t *testing.T) {
 	inv := device.Inventory{GPUs: []device.GPU{{UUID: "GPU-a", Minor: 0}, {UUID: "GPU-b", Minor: 1}, {UUID: "GPU-c", Minor: 2}}}
 	before := fixedLedger{holds: []ledger.Hold{
-		{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}, Resource: whole.GPU},
+		{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}, Resource: whole.GPU},
 	}}
 	f := offering{resources: whole, offered: func(gpu device.GPU) bool { return gpu.UUID == "GPU-a" }}
 	var all *catalogs
@@ -59,9 +59,9 @@ func TestPreferredAvoidsWhatALimitHas(t *testing.T) {
 	c := catalogOf(gpus...)
 	o := ownersOf(fixedLedger{
 		holds: []ledger.Hold{
-			{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}, Resource: whole.GPU},
+			{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}, Resource: whole.GPU},
 		},
-		losers: []ledger.Loser{{Devices: []device.Ref{{GPU: "GPU-b"}}}},
+		conflicts: []ledger.Conflict{{Devices: []device.Ref{{GPU: "GPU-b"}}}},
 	}, nil)
 	for size, want := range map[int32][]string{1: {"GPU-a"}, 2: {"GPU-a", "GPU-c"}, 3: {"GPU-a", "GPU-c", "GPU-b"}} {
 		request := &pluginapi.ContainerPreferredAllocationRequest{AvailableDeviceIDs: []string{"GPU-a", "GPU-b", "GPU-c"}, AllocationSize: size}

@@ -32,7 +32,7 @@ func (p *Plugin) Preferred(resource string, request *pluginapi.PreferredAllocati
 // not know who has the device.
 func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest, o owners) []string {
 	size := int(request.GetAllocationSize())
-	required, strangers := c.places(request.GetMustIncludeDeviceIDs())
+	required, unknownPods := c.places(request.GetMustIncludeDeviceIDs())
 	available, others := c.places(request.GetAvailableDeviceIDs())
 	unpromised := o.room(o.promised)
 	var lingering, promised, single []int
@@ -57,7 +57,7 @@ func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest,
 		return false
 	})
 	// What must be included is kubelet's to know, even where it makes no sense here.
-	ids := strangers[:max(0, min(len(strangers), size))]
+	ids := unknownPods[:max(0, min(len(unknownPods), size))]
 	chosen := c.choose(required, available, size-len(ids), o)
 	for _, at := range chosen {
 		ids = append(ids, c.items[at].id)
@@ -123,7 +123,7 @@ func (c *catalog) choose(required, available []int, size int, o owners) []int {
 }
 
 // places returns where the devices of the IDs are in the catalog, each once, and the IDs that are not there, highest first.
-func (c *catalog) places(ids []string) (places []int, strangers []string) {
+func (c *catalog) places(ids []string) (places []int, unknownPods []string) {
 	seen := make(map[string]bool, len(ids))
 	for _, id := range ids {
 		i, known := c.index[id]
@@ -132,11 +132,11 @@ func (c *catalog) places(ids []string) (places []int, strangers []string) {
 		case known:
 			places = append(places, i)
 		default:
-			strangers = append(strangers, id)
+			unknownPods = append(unknownPods, id)
 		}
 		seen[id] = true
 	}
-	slices.Sort(strangers)
-	slices.Reverse(strangers)
-	return places, strangers
+	slices.Sort(unknownPods)
+	slices.Reverse(unknownPods)
+	return places, unknownPods
 }

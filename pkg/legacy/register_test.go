@@ -67,7 +67,7 @@ func TestRegisters(t *testing.T) {
 			t.Errorf("NUMA nodes %v", numa)
 		}
 		f.checkFresh()
-		if f.metric("tandem_limit_registrations_total", "reason=start") != 1 || f.metric("tandem_limit_devices", "resource=nvidia.com/gpu", "state=healthy") != 8 {
+		if f.metric("tandem_device_plugin_registrations_total", "reason=start") != 1 || f.metric("tandem_device_plugin_devices", "resource=nvidia.com/gpu", "state=healthy") != 8 {
 			t.Error("metrics do not tell of it")
 		}
 		stop()
@@ -95,7 +95,7 @@ func TestSendsOnlyChanges(t *testing.T) {
 	// A claim that drains, a limit that holds, and an inventory that is the same are no news.
 	f.ledger.drain("a")
 	f.inventory.setHealth("GPU-nobody", device.Health{})
-	if err := f.ledger.ReserveLimits([]ledger.LimitRequest{{ID: uuid(5), Resource: "nvidia.com/gpu", Device: device.Ref{GPU: uuid(5)}}}); err != nil {
+	if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: uuid(5), Resource: "nvidia.com/gpu", Device: device.Ref{GPU: uuid(5)}}}); err != nil {
 		t.Fatal(err)
 	}
 	f.ledger.release("a")
@@ -160,7 +160,7 @@ func TestRegistersAgain(t *testing.T) {
 				f.await("the list", healthyCount(8))
 				f.awaitReady(p, "")
 				f.checkFresh()
-				if test.reason != "" && f.metric("tandem_limit_registrations_total", "reason="+test.reason) == 0 {
+				if test.reason != "" && f.metric("tandem_device_plugin_registrations_total", "reason="+test.reason) == 0 {
 					t.Errorf("no registration was counted for %s", test.reason)
 				}
 				if _, err := f.kubelet.Plugin(); err != nil {
@@ -202,7 +202,7 @@ func TestKubeletNeverListens(t *testing.T) {
 	f.kubelet.Set(fakekubelet.Faults{})
 	f.await("the list", healthyCount(8))
 	f.awaitReady(p, "")
-	if f.metric("tandem_limit_registrations_total", "reason=no_stream") == 0 {
+	if f.metric("tandem_device_plugin_registrations_total", "reason=no_stream") == 0 {
 		t.Error("not counted")
 	}
 	f.checkFresh()
@@ -219,7 +219,7 @@ func TestKubeletDeaf(t *testing.T) {
 	f.ledger.claim("c", 1)
 	f.await("the list", healthyCount(7))
 	f.awaitReady(p, "")
-	if f.metric("tandem_limit_registrations_total", "reason=unconfirmed") == 0 {
+	if f.metric("tandem_device_plugin_registrations_total", "reason=unconfirmed") == 0 {
 		t.Error("not counted")
 	}
 	f.checkFresh()
@@ -425,7 +425,7 @@ func TestForeignPluginTurnsUpLater(t *testing.T) {
 	f.await("the list", healthyCount(8))
 	f.awaitReady(p, "")
 	stopHarmless()
-	if f.metric("tandem_limit_registrations_total", "reason=foreign") != 1 {
+	if f.metric("tandem_device_plugin_registrations_total", "reason=foreign") != 1 {
 		t.Error("not counted")
 	}
 }

@@ -16,7 +16,7 @@ func (p *Plugin) reserve(ctx context.Context, resource string, containers [][]it
 	if _, err := p.clients(containers); err != nil {
 		return nil, unready(resource, err)
 	}
-	if err := p.config.Ledger.ReserveLimits(limitRequests(resource, containers)); err != nil {
+	if err := p.config.Ledger.ReservePod(podRequests(resource, containers)); err != nil {
 		return nil, p.refuse(ctx, resource, err)
 	}
 	// Asked anew: whoever changes how a GPU is shared says so before asking the ledger who has any of it, so that one of the two

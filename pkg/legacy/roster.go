@@ -255,7 +255,7 @@ func (r *roster) run(ctx context.Context) {
 	sharingChanged := shared()
 	ledgerChanged := r.ledger.Changed()
 	allocatedChanged := allocated()
-	_, lackingChanged := r.ledger.Lacking()
+	_, lackingChanged := r.ledger.Outstanding()
 	again := r.refresh(time.Now())
 	for {
 		var due <-chan time.Time
@@ -282,7 +282,7 @@ func (r *roster) run(ctx context.Context) {
 			allocatedChanged = allocated()
 			again = r.publish(time.Now())
 		case <-lackingChanged:
-			_, lackingChanged = r.ledger.Lacking()
+			_, lackingChanged = r.ledger.Outstanding()
 			again = r.publish(time.Now())
 		case now := <-due:
 			if retires := r.retires(); !retires.IsZero() && !now.Before(retires) {

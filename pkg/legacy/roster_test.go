@@ -51,7 +51,7 @@ func TestAssess(t *testing.T) {
 	hold := func(kind ledger.Kind, state ledger.State, ref device.Ref) []ledger.Hold {
 		return []ledger.Hold{{Holder: ledger.Holder{Kind: kind, ID: "GPU-a"}, State: state, Device: ref, Resource: whole.GPU}}
 	}
-	replica, byAnother := hold(ledger.KindLimit, ledger.StateExpected, healthy.Ref()), hold(ledger.KindLimit, ledger.StateHeld, healthy.Ref())
+	replica, byAnother := hold(ledger.KindPod, ledger.StateRestored, healthy.Ref()), hold(ledger.KindPod, ledger.StateHeld, healthy.Ref())
 	replica[0].Holder.ID, byAnother[0].Resource = "GPU-a::2", "nvidia.com/mig-1g.10gb"
 	partition := device.Ref{GPU: "GPU-a", Placement: device.Placement{Start: 2, Size: 1}}
 	for name, test := range map[string]struct {
@@ -61,14 +61,14 @@ func TestAssess(t *testing.T) {
 	}{
 		"free":                        {healthy, nil, stateHealthy, stateWithdrawn},
 		"another is held":             {healthy, hold(ledger.KindClaim, ledger.StateHeld, device.Ref{GPU: "GPU-b"}), stateHealthy, stateWithdrawn},
-		"claim expected":              {healthy, hold(ledger.KindClaim, ledger.StateExpected, healthy.Ref()), stateWithdrawn, stateWithdrawn},
+		"claim expected":              {healthy, hold(ledger.KindClaim, ledger.StateRestored, healthy.Ref()), stateWithdrawn, stateWithdrawn},
 		"claim held":                  {healthy, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateWithdrawn, stateWithdrawn},
 		"claim draining":              {healthy, hold(ledger.KindClaim, ledger.StateDraining, healthy.Ref()), stateWithdrawn, stateWithdrawn},
 		"claim holds a partition":     {healthy, hold(ledger.KindClaim, ledger.StateHeld, partition), stateWithdrawn, stateWithdrawn},
-		"limit expected":              {healthy, hold(ledger.KindLimit, ledger.StateExpected, healthy.Ref()), stateHealthy, stateHealthy},
-		"limit held":                  {healthy, hold(ledger.KindLimit, ledger.StateHeld, healthy.Ref()), stateHealthy, stateHealthy},
-		"limit draining":              {healthy, hold(ledger.KindLimit, ledger.StateDraining, healthy.Ref()), stateWithdrawn, stateWithdrawn},
-		"limit holds a partition":     {healthy, hold(ledger.KindLimit, ledger.StateHeld, partition), stateWithdrawn, stateWithdrawn},
+		"limit expected":              {healthy, hold(ledger.KindPod, ledger.StateRestored, healthy.Ref()), stateHealthy, stateHealthy},
+		"limit held":                  {healthy, hold(ledger.KindPod, ledger.StateHeld, healthy.Ref()), stateHealthy, stateHealthy},
+		"limit draining":              {healthy, hold(ledger.KindPod, ledger.StateDraining, healthy.Ref()), stateWithdrawn, stateWithdrawn},
+		"limit holds a partition":     {healthy, hold(ledger.KindPod, ledger.StateHeld, partition), stateWithdrawn, stateWithdrawn},
 		"limit of another plugin":     {healthy, replica, stateWithdrawn, stateWithdrawn},
 		"limit by another resource":   {healthy, byAnother, stateWithdrawn, stateWithdrawn},
 		"lost":                        {lost, nil, stateUnhealthy, stateUnhealthy},
@@ -77,7 +77,7 @@ func TestAssess(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c := catalogOf(test.gpu)
 			promise := func(gpu string) Allocations { return allocations{newBroadcast([]device.Ref{{GPU: gpu}})} }
-			loser := []ledger.Loser{{Devices: []device.Ref{healthy.Ref()}}}
+			conflict := []ledger.Conflict{{Devices: []device.Ref{healthy.Ref()}}}
 			for why, about := range map[string]struct {
 				owners owners
 				want   state
@@ -85,7 +85,7 @@ func TestAssess(t *testing.T) {
 				"nobody knows of claims": {ownersOf(fixedLedger{holds: test.holds}, nil), test.want},
 				"allocated to a claim":   {ownersOf(fixedLedger{holds: test.holds}, promise("GPU-a")), test.allocated},
 				"another is allocated":   {ownersOf(fixedLedger{holds: test.holds}, promise("GPU-b")), test.want},
-				"a claim waits for it":   {ownersOf(fixedLedger{holds: test.holds, losers: loser}, nil), test.allocated},
+				"a claim waits for it":   {ownersOf(fixedLedger{holds: test.holds, conflicts: conflict}, nil), test.allocated},
 			} {
 				if got := c.assess(about.owners); got[0] != about.want {
 					t.Errorf("%s: got %s, want %s", why, got[0], about.want)
@@ -98,16 +98,16 @@ func TestAssess(t *testing.T) {
 // fixedLedger is a ledger that says what a test wants.
 type fixedLedger struct {
 	Ledger
-	holds  []ledger.Hold
-	losers []ledger.Loser
+	holds     []ledger.Hold
+	conflicts []ledger.Conflict
 	// lacking is how many devices bound limits pods ask for.
 	lacking int
 }
 
-func (s fixedLedger) Holds() []ledger.Hold   { return s.holds }
-func (s fixedLedger) Losers() []ledger.Loser { return s.losers }
+func (s fixedLedger) Holds() []ledger.Hold         { return s.holds }
+func (s fixedLedger) Conflicts() []ledger.Conflict { return s.conflicts }
 
-func (s fixedLedger) Lacking() (devices map[string]int, changed <-chan struct{}) {
+func (s fixedLedger) Outstanding() (devices map[string]int, changed <-chan struct{}) {
 	return map[string]int{whole.GPU: s.lacking, "nvidia.com/mig-1g.10gb": 9}, nil
 }
 
@@ -126,7 +126,7 @@ func TestAssessLeavesBoundPodsTheirDevices(t *testing.T) {
 	c := catalogOf(gpus...)
 	promised := allocations{newBroadcast([]device.Ref{gpus[0].Ref(), gpus[1].Ref(), gpus[3].Ref()})}
 	taken := []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "x"}, State: ledger.StateHeld, Device: gpus[1].Ref()}}
-	limit := []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: "GPU-2"}, State: ledger.StateHeld, Device: gpus[2].Ref(), Resource: whole.GPU}}
+	limit := []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-2"}, State: ledger.StateHeld, Device: gpus[2].Ref(), Resource: whole.GPU}}
 	const ok, away, bad = stateHealthy, stateWithdrawn, stateUnhealthy
 	for name, test := range map[string]struct {
 		ledger fixedLedger
@@ -224,7 +224,7 @@ func TestPromisesRipen(t *testing.T) {
 	promised.put(0)
 	step(500, 0, away, ok)
 	promised.put(0, 1)
-	book.losers = []ledger.Loser{{Devices: []device.Ref{gpus[1].Ref()}}}
+	book.conflicts = []ledger.Conflict{{Devices: []device.Ref{gpus[1].Ref()}}}
 	step(600, 0, away, away)
 }
 
@@ -235,7 +235,7 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 	f.inventory.cut(2, false, part(2, 0, "1g.10gb"))
 	take := func(id, resource string, ref device.Ref) {
 		t.Helper()
-		if err := f.ledger.ReserveLimits([]ledger.LimitRequest{{ID: id, Resource: resource, Device: ref}}); err != nil {
+		if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: id, Resource: resource, Device: ref}}); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -106,7 +106,7 @@ func TestWhatIsOfferedOfSharedDevicesCanBeHad(t *testing.T) {
 			if id == uuid {
 				share = device.Share{}
 			}
-			return f.ledger.ReserveLimits([]ledger.LimitRequest{{ID: id, Resource: "nvidia.com/gpu", Device: gpu.Ref(), Share: share}})
+			return f.ledger.ReservePod([]ledger.PodRequest{{ID: id, Resource: "nvidia.com/gpu", Device: gpu.Ref(), Share: share}})
 		}
 		lists, _ := p.Look(time.Now())
 		offered := health(lists["nvidia.com/gpu"])
@@ -166,7 +166,7 @@ func TestPromisedShares(t *testing.T) {
 	if n := healthy(time.Second); n != 2 {
 		t.Errorf("%d replicas are offered beside 10 of 24 GiB", n)
 	}
-	if err := f.ledger.ReserveLimits([]ledger.LimitRequest{{
+	if err := f.ledger.ReservePod([]ledger.PodRequest{{
 		ID: device.ReplicaID(gpu.UUID, 0), Resource: "nvidia.com/gpu", Device: gpu.Ref(), Share: device.Replica(24*gib, 4),
 	}}); err != nil {
 		t.Fatal(err)
@@ -231,7 +231,7 @@ func TestPreferredReplicas(t *testing.T) {
 	} {
 		f, p := sharingNode(t, shared(2, 2, device.Replicas{Count: 4}))
 		p.roster.packed = policy == PolicyPacked
-		if err := f.ledger.ReserveLimits([]ledger.LimitRequest{{
+		if err := f.ledger.ReservePod([]ledger.PodRequest{{
 			ID: uuid(0) + "::0", Resource: "nvidia.com/gpu", Device: device.Ref{GPU: uuid(0)}, Share: device.Replica(24*gib, 4),
 		}}); err != nil {
 			t.Fatal(err)
@@ -270,12 +270,12 @@ func TestWaitedForAsAWhole(t *testing.T) {
 	f, p := sharingNode(t, shared(1, 1, device.Replicas{Count: 4}))
 	gpu := f.inventory.get().GPUs[0]
 	p.roster.allocations = promisedShares{newBroadcast([]ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "a"}, Device: gpu.Ref()}})}
-	if err := f.ledger.ReserveLimits([]ledger.LimitRequest{{
+	if err := f.ledger.ReservePod([]ledger.PodRequest{{
 		ID: device.ReplicaID(gpu.UUID, 0), Resource: "nvidia.com/gpu", Device: gpu.Ref(), Share: device.Replica(24*gib, 4),
 	}}); err != nil {
 		t.Fatal(err)
 	}
-	f.ledger.Lose(ledger.Loser{UID: "a", Namespace: "ns", Name: "a", Devices: []device.Ref{gpu.Ref()}})
+	f.ledger.RecordConflict(ledger.Conflict{UID: "a", Namespace: "ns", Name: "a", Devices: []device.Ref{gpu.Ref()}})
 	lists, _ := p.Look(time.Now())
 	for id, health := range health(lists["nvidia.com/gpu"]) {
 		if want := map[bool]string{true: pluginapi.Healthy, false: pluginapi.Unhealthy}[id == device.ReplicaID(gpu.UUID, 0)]; health != want {

@@ -17,7 +17,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // place is where a profile of a GPU goes that starts at a slice.
@@ -211,8 +211,8 @@ func TestDriverThatDoesNotSayWhatIsThere(t *testing.T) {
 	node := m.open(t)
 	uuid := node.Inventory().GPUs[0].UUID
 	now := func() device.GPU { return node.Inventory().GPUs[0] }
-	// faulty does something with faults from one more call of each name on, until all calls that it needs itself are spared.
-	faulty := func(do func() error, calls ...string) {
+	// unhealthy does something with faults from one more call of each name on, until all calls that it needs itself are spared.
+	unhealthy := func(do func() error, calls ...string) {
 		t.Helper()
 		for skip := 0; ; skip++ {
 			faults := map[string]simulated.CallFault{}
@@ -226,7 +226,7 @@ func TestDriverThatDoesNotSayWhatIsThere(t *testing.T) {
 			m.fault(t)
 		}
 	}
-	faulty(func() error { return node.EnableMIG(t.Context(), uuid) }, "GetMigMode")
+	unhealthy(func() error { return node.EnableMIG(t.Context(), uuid) }, "GetMigMode")
 	if !now().MIGEnabled {
 		t.Error("the inventory does not know that MIG is on")
 	}
@@ -235,7 +235,7 @@ func TestDriverThatDoesNotSayWhatIsThere(t *testing.T) {
 
 	ref, profile := place(t, now(), "3g.40gb", 4)
 	var made device.Partition
-	faulty(func() (err error) {
+	unhealthy(func() (err error) {
 		made, err = node.Create(t.Context(), ref, profile)
 		return err
 	}, "GetMaxMigDeviceCount")
@@ -247,7 +247,7 @@ func TestDriverThatDoesNotSayWhatIsThere(t *testing.T) {
 	for _, calls := range [][]string{
 		{"GetMaxMigDeviceCount"}, {"GetGpuInstances"}, {"GetMigMode"}, {"GetMaxMigDeviceCount", "GetGpuInstances"},
 	} {
-		faulty(func() error { return node.Destroy(t.Context(), ref) }, calls...)
+		unhealthy(func() error { return node.Destroy(t.Context(), ref) }, calls...)
 		for _, known := range []device.Inventory{node.Inventory(), scan(t, node)} {
 			if got := known.GPUs[0].Partitions; len(got) > 0 {
 				t.Errorf("without %v: the inventory has %v, which is destroyed", calls, describe(got))

@@ -13,7 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/smi"
+	"github.com/tandem-gpu/tandem/simulated/smi"
 )
 
 // Everybody at once: partitions made and destroyed on two GPUs, an administrator at a third, scans, container edits, and

@@ -18,7 +18,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/mig"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 func scan(t *testing.T, node *nvml.Node) device.Inventory {

@@ -10,7 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // haltingLibrary waits at the last GPU, once, when told to.

@@ -18,7 +18,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/mig"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // administrator is NVML in another process of the machine.

@@ -11,7 +11,7 @@ import (
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // counted knows how many sessions are open.

@@ -14,8 +14,8 @@ import (
 	"github.com/tandem-gpu/tandem/hack/simdriver"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/programs"
+	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/programs"
 )
 
 func TestComputeMode(t *testing.T) {

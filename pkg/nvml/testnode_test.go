@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"github.com/tandem-gpu/tandem/pkg/nvml"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // machine is a simulated machine on a host of its own.

@@ -15,8 +15,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // doubt is a hold that nobody confirms.
@@ -60,7 +60,7 @@ func (r *Reconciler) doubt(ctx context.Context) (time.Duration, error) {
 		r.doubts = map[holdKey]*doubt{}
 		return never, nil
 	}
-	claims, err := evidence.ReadClaimState(r.KubeletDir, r.DriverName)
+	claims, err := podstate.ReadClaimState(r.KubeletDir, r.DriverName)
 	errs := []error{err}
 	now := time.Now()
 	// Kubelet's state may change while no hold does.
@@ -97,7 +97,7 @@ func (r *Reconciler) doubt(ctx context.Context) (time.Duration, error) {
 }
 
 func (r *Reconciler) due(d *doubt, nobodys bool) time.Time {
-	first, next := r.times.doubtAfter, r.times.limitDoubt
+	first, next := r.times.doubtAfter, r.times.podHoldCheck
 	if nobodys {
 		// Kubelet is asked sooner, and as often.
 		first, next = r.times.nobodys, r.times.nobodys
@@ -131,21 +131,21 @@ func (r *Reconciler) mayBe(h ledger.Hold) func(resource string) bool {
 
 // unnamed is a limit whose pod is not known yet.
 func unnamed(h ledger.Hold) bool {
-	return h.Holder.Kind == ledger.KindLimit && h.State == ledger.StateHeld && len(h.Pods) == 0
+	return h.Holder.Kind == ledger.KindPod && h.State == ledger.StateHeld && len(h.Pods) == 0
 }
 
-func (r *Reconciler) confirmed(h ledger.Hold, d *doubt, claims []evidence.KubeletClaim) bool {
+func (r *Reconciler) confirmed(h ledger.Hold, d *doubt, claims []podstate.KubeletClaim) bool {
 	switch {
 	case h.Unreadable:
 		return false
-	case h.Holder.Kind == ledger.KindLimit:
+	case h.Holder.Kind == ledger.KindPod:
 		return slices.ContainsFunc(h.Pods, func(p ledger.Pod) bool { return r.Pods.Known(p.UID) })
 	case h.State == ledger.StateDraining || h.Name == "":
 		return false
-	case h.State == ledger.StateExpected && !d.allocated:
+	case h.State == ledger.StateRestored && !d.allocated:
 		return false // kubelet's state does not tell admin access from holding
 	}
-	return slices.ContainsFunc(claims, func(c evidence.KubeletClaim) bool { return c.UID == h.Holder.ID })
+	return slices.ContainsFunc(claims, func(c podstate.KubeletClaim) bool { return c.UID == h.Holder.ID })
 }
 
 func (r *Reconciler) look(ctx context.Context, h ledger.Hold, d *doubt, nobodys bool) error {
@@ -153,8 +153,8 @@ func (r *Reconciler) look(ctx context.Context, h ledger.Hold, d *doubt, nobodys 
 	defer cancel()
 	var err error
 	switch {
-	case h.Holder.Kind == ledger.KindLimit:
-		err = r.lookIntoLimit(ctx, h, d, nobodys)
+	case h.Holder.Kind == ledger.KindPod:
+		err = r.checkPodHold(ctx, h, d, nobodys)
 	case h.Holder.Kind != ledger.KindClaim:
 		return nil // of a newer version
 	case h.Name == "":
@@ -171,12 +171,12 @@ func (r *Reconciler) look(ctx context.Context, h ledger.Hold, d *doubt, nobodys 
 // lookIntoClaim ends the hold of a claim that is gone, or no longer allocated here, once no pod of it has a process.
 func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt) error {
 	claim, err := r.Claims(h.Namespace).Get(ctx, h.Name, metav1.GetOptions{})
-	verdict := ledger.Running
+	podState := ledger.Running
 	switch {
 	case err != nil && !apierrors.IsNotFound(err):
 		return fmt.Errorf("get claim: %w", err)
 	case err != nil, string(claim.UID) != h.Holder.ID:
-		verdict = r.Pods.VerdictWithoutClaim(h)
+		podState = r.Pods.StateWithoutClaim(h)
 	default:
 		uses := r.usesOf(claim)
 		held := r.refs(uses.held)
@@ -194,9 +194,9 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt)
 		// Judged as after an Unprepare, which will not come any more.
 		drained := h
 		drained.State = ledger.StateDraining
-		verdict = r.Pods.Verdict(drained)
+		podState = r.Pods.PodState(drained)
 	}
-	if verdict != ledger.Gone {
+	if podState != ledger.Gone {
 		return nil
 	}
 	klog.FromContext(ctx).Info("Releasing a device whose claim is gone", "claim", klog.KRef(h.Namespace, h.Name),
@@ -207,8 +207,8 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt)
 // lookIntoNameless completes or ends the hold of a claim of which only the UID is known. It is one of those that pods of
 // this node name, or nobody's as long as there is no process of an unknown pod.
 func (r *Reconciler) lookIntoNameless(ctx context.Context, h ledger.Hold) error {
-	strangers, err := r.Pods.Strangers()
-	if err != nil || len(strangers) > 0 {
+	unknownPods, err := r.Pods.UnknownPods()
+	if err != nil || len(unknownPods) > 0 {
 		return err
 	}
 	for _, name := range r.Pods.ClaimNames() {
@@ -225,7 +225,7 @@ func (r *Reconciler) lookIntoNameless(ctx context.Context, h ledger.Hold) error 
 			return r.expect(ctx, h)
 		}
 	}
-	if r.Pods.VerdictWithoutClaim(h) != ledger.Gone {
+	if r.Pods.StateWithoutClaim(h) != ledger.Gone {
 		return nil
 	}
 	klog.FromContext(ctx).Info("Releasing a device whose claim no pod of this node names", "claimUID", h.Holder.ID, "device", h.Device.String())
@@ -242,10 +242,10 @@ func podsOf(claim *resourceapi.ResourceClaim) []string {
 	return uids
 }
 
-// lookIntoLimit ends the hold of an Allocate whose pod was never admitted or never seen: kubelet, asked twice, does not
+// checkPodHold ends the hold of an Allocate whose pod was never admitted or never seen: kubelet, asked twice, does not
 // list the device, and nothing is left of the pod that its checkpoint names, if any. A pod that kubelet is just admitting is not
 // listed either: where that passes for nobody's so soon, the API server is asked for the node's pods as well.
-func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt, nobodys bool) error {
+func (r *Reconciler) checkPodHold(ctx context.Context, h ledger.Hold, d *doubt, nobodys bool) error {
 	var pods []*corev1.Pod
 	if last := d.clean > 0; last && nobodys {
 		// Kubelet is not asked again while there is a pod that it may be admitting: it would forget what it is about to give it.
@@ -253,12 +253,12 @@ func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt,
 		if pods, err = r.Pods.ListNow(ctx); err != nil {
 			return err
 		}
-		if evidence.Lacks(pods, r.mayBe(h), r.Ledger.Holds()) {
+		if podstate.Lacks(pods, r.mayBe(h), r.Ledger.Holds()) {
 			d.clean, d.contested = 0, true
 			return nil
 		}
 	}
-	devices, used, err := r.usedByLimit(ctx, h)
+	devices, used, err := r.usedByPod(ctx, h)
 	if err != nil || used {
 		d.clean = 0
 		return err
@@ -268,7 +268,7 @@ func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt,
 	}
 	if nobodys {
 		still, err := r.isNobodys(h, d, r.Ledger.Holds())
-		if err != nil || !still || evidence.LacksOfKubelet(pods, r.mayBe(h), devices) {
+		if err != nil || !still || podstate.LacksOfKubelet(pods, r.mayBe(h), devices) {
 			d.clean, d.contested = 0, true
 			return err
 		}
@@ -277,10 +277,10 @@ func (r *Reconciler) lookIntoLimit(ctx context.Context, h ledger.Hold, d *doubt,
 	return r.Ledger.Release(h)
 }
 
-// usedByLimit reports whether anybody may have the device of a limit, and where nobody has, what kubelet says that pods have.
-func (r *Reconciler) usedByLimit(ctx context.Context, h ledger.Hold) (devices []evidence.UsedDevice, used bool, err error) {
+// usedByPod reports whether anybody may have the device of a limit, and where nobody has, what kubelet says that pods have.
+func (r *Reconciler) usedByPod(ctx context.Context, h ledger.Hold) (devices []podstate.UsedDevice, used bool, err error) {
 	for _, pod := range h.Pods {
-		if cgroup, err := r.Cgroups.Pod(pod.UID); err != nil || cgroup != evidence.CgroupAbsent {
+		if cgroup, err := r.Cgroups.Pod(pod.UID); err != nil || cgroup != podstate.CgroupAbsent {
 			return nil, true, err
 		}
 	}
@@ -289,12 +289,12 @@ func (r *Reconciler) usedByLimit(ctx context.Context, h ledger.Hold) (devices []
 		return nil, true, nil
 	}
 	if h.Unreadable {
-		if strangers, err := r.Pods.Strangers(); err != nil || len(strangers) > 0 {
+		if unknownPods, err := r.Pods.UnknownPods(); err != nil || len(unknownPods) > 0 {
 			return nil, true, err
 		}
 	}
 	if devices, _, err = r.Resources.List(ctx, r.mayBe(h), r.DriverName); err != nil {
 		return nil, true, err
 	}
-	return devices, slices.ContainsFunc(devices, func(u evidence.UsedDevice) bool { return u.ID == h.Holder.ID }), nil
+	return devices, slices.ContainsFunc(devices, func(u podstate.UsedDevice) bool { return u.ID == h.Holder.ID }), nil
 }

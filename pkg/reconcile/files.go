@@ -11,7 +11,7 @@ import (
 	"github.com/fsnotify/fsnotify"
 	"k8s.io/klog/v2"
 
-	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // kubeletFiles notices when kubelet writes its device checkpoint or its record of claims, also after its directories were
@@ -39,7 +39,7 @@ func (f *kubeletFiles) watch(ctx context.Context) error {
 		f.watcher = watcher
 		f.running.Go(func() { f.run(ctx) })
 	}
-	for _, dir := range []string{f.dir, filepath.Dir(evidence.DeviceCheckpointPath(f.dir))} {
+	for _, dir := range []string{f.dir, filepath.Dir(podstate.DeviceCheckpointPath(f.dir))} {
 		if err := f.watcher.Add(dir); err != nil {
 			return fmt.Errorf("watch kubelet's state in %s: %w", dir, err)
 		}
@@ -49,9 +49,9 @@ func (f *kubeletFiles) watch(ctx context.Context) error {
 
 // matters leaves out most of what happens in kubelet's directory.
 func (f *kubeletFiles) matters(event fsnotify.Event) bool {
-	checkpoint := evidence.DeviceCheckpointPath(f.dir)
+	checkpoint := podstate.DeviceCheckpointPath(f.dir)
 	switch event.Name {
-	case checkpoint, evidence.ClaimStatePath(f.dir):
+	case checkpoint, podstate.ClaimStatePath(f.dir):
 		return event.Op != fsnotify.Chmod
 	case filepath.Dir(checkpoint), f.dir:
 		return event.Has(fsnotify.Create) || event.Has(fsnotify.Remove) || event.Has(fsnotify.Rename)

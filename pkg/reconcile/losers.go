@@ -16,16 +16,16 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// forgive ends the losers that nobody is left to want anything for, and says when to look again if nothing changes before.
-func (r *Reconciler) forgive() time.Duration {
+// clearConflict ends the losers that nobody is left to want anything for, and says when to look again if nothing changes before.
+func (r *Reconciler) clearConflict() time.Duration {
 	wait := never
-	for _, lost := range r.Ledger.Losers() {
+	for _, lost := range r.Ledger.Conflicts() {
 		if r.Pods.Ended(lost) {
-			r.Ledger.Forgive(lost.UID)
+			r.Ledger.ClearConflict(lost.UID)
 			continue
 		}
 		wait = min(wait, r.times.doubt)
-		if lost.Condemned {
+		if lost.PendingEviction {
 			// Asking for the losers is what makes it lapse.
 			wait = min(wait, max(r.times.retry, time.Until(lost.Until())))
 		}
@@ -33,20 +33,20 @@ func (r *Reconciler) forgive() time.Duration {
 	return wait
 }
 
-// doubtLosers asks the API server, once a minute a loser, whether the claim still is what has lost: a pod that waits for a claim
+// checkConflicts asks the API server, once a minute a loser, whether the claim still is what has lost: a pod that waits for a claim
 // that was replaced waits for another.
-func (r *Reconciler) doubtLosers(ctx context.Context) (time.Duration, error) {
+func (r *Reconciler) checkConflicts(ctx context.Context) (time.Duration, error) {
 	now, wait := time.Now(), never
 	asked := map[string]time.Time{}
 	var errs []error
-	for _, lost := range r.Ledger.Losers() {
+	for _, lost := range r.Ledger.Conflicts() {
 		last, ok := r.asked[lost.UID]
 		if !ok {
 			last = now
 		}
 		if due := last.Add(r.times.doubt); !now.Before(due) {
 			last = now
-			errs = append(errs, r.lookIntoLoser(ctx, lost))
+			errs = append(errs, r.checkConflict(ctx, lost))
 		}
 		asked[lost.UID] = last
 		wait = min(wait, last.Add(r.times.doubt).Sub(now))
@@ -55,7 +55,7 @@ func (r *Reconciler) doubtLosers(ctx context.Context) (time.Duration, error) {
 	return wait, errors.Join(errs...)
 }
 
-func (r *Reconciler) lookIntoLoser(ctx context.Context, lost ledger.Loser) error {
+func (r *Reconciler) checkConflict(ctx context.Context, lost ledger.Conflict) error {
 	ctx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
 	claim, err := r.Claims(lost.Namespace).Get(ctx, lost.Name, metav1.GetOptions{})
@@ -68,6 +68,6 @@ func (r *Reconciler) lookIntoLoser(ctx context.Context, lost ledger.Loser) error
 			return nil
 		}
 	}
-	r.Ledger.Forgive(lost.UID)
+	r.Ledger.ClearConflict(lost.UID)
 	return nil
 }

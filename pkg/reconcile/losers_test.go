@@ -13,22 +13,22 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-func (g *rig) lose(uid, name string, condemned bool, pods ...string) {
-	lost := ledger.Loser{UID: uid, Namespace: "apps", Name: name, Devices: []device.Ref{{GPU: "GPU-1"}}, Condemned: condemned}
+func (g *rig) recordConflict(uid, name string, pendingEviction bool, pods ...string) {
+	lost := ledger.Conflict{UID: uid, Namespace: "apps", Name: name, Devices: []device.Ref{{GPU: "GPU-1"}}, PendingEviction: pendingEviction}
 	for _, uid := range pods {
 		lost.Pods = append(lost.Pods, ledger.Pod{UID: uid, Namespace: "apps", Name: uid})
 	}
-	g.book.Lose(lost)
+	g.book.RecordConflict(lost)
 }
 
-// awaitLosers waits until exactly these claims are losers.
-func (g *rig) awaitLosers(uids ...string) {
+// awaitConflicts waits until exactly these claims are losers.
+func (g *rig) awaitConflicts(uids ...string) {
 	g.t.Helper()
 	deadline := time.After(time.Minute)
 	for {
 		changed := g.book.Changed()
 		var got []string
-		for _, lost := range g.book.Losers() {
+		for _, lost := range g.book.Conflicts() {
 			got = append(got, lost.UID)
 		}
 		if fmt.Sprint(got) == fmt.Sprint(uids) {
@@ -55,19 +55,19 @@ func TestLosersEndWithTheirPods(t *testing.T) {
 		g.addPod(p)
 	}
 	g.run()
-	g.lose("c1", "one", true, "evicted")
-	g.lose("c2", "two", false, "waiting")
-	g.lose("c3", "three", false, "over")
-	g.awaitLosers("c1", "c2", "c3")
-	if condemned, waiting := g.metric("tandem_losing_claims", "condemned"), g.metric("tandem_losing_claims", "waiting"); condemned != 1 || waiting != 2 {
-		t.Errorf("counted %v condemned and %v waiting", condemned, waiting)
+	g.recordConflict("c1", "one", true, "evicted")
+	g.recordConflict("c2", "two", false, "waiting")
+	g.recordConflict("c3", "three", false, "over")
+	g.awaitConflicts("c1", "c2", "c3")
+	if pendingEviction, waiting := g.metric("tandem_conflicting_claims", "pending_eviction"), g.metric("tandem_conflicting_claims", "waiting"); pendingEviction != 1 || waiting != 2 {
+		t.Errorf("counted %v condemned and %v waiting", pendingEviction, waiting)
 	}
 	g.deletePod("evicted")
-	g.awaitLosers("c2", "c3")
+	g.awaitConflicts("c2", "c3")
 	over = over.DeepCopy()
 	over.Status.Phase = corev1.PodFailed
 	must(t, g.client.Tracker().Update(corev1.SchemeGroupVersion.WithResource("pods"), over, "apps"))
-	g.awaitLosers("c2")
+	g.awaitConflicts("c2")
 }
 
 // A claim with a name of its own is shared by the next pod of its owner, which must not find it forgiven half-way.
@@ -77,12 +77,12 @@ func TestALoserStaysWhileAnotherPodWantsItsClaim(t *testing.T) {
 	g.addPod(g.pod("first", "one"))
 	g.addPod(g.pod("next", "one"))
 	g.run()
-	g.lose("c1", "one", true, "first")
-	g.lose("c2", "two", true, "first")
+	g.recordConflict("c1", "one", true, "first")
+	g.recordConflict("c2", "two", true, "first")
 	g.deletePod("first")
-	g.awaitLosers("c1")
+	g.awaitConflicts("c1")
 	g.deletePod("next")
-	g.awaitLosers()
+	g.awaitConflicts()
 }
 
 // A bare pod may wait for a claim that somebody replaces under its name.
@@ -100,14 +100,14 @@ func TestALoserWhoseClaimIsAnother(t *testing.T) {
 	g.claim("elsewhere", "c-elsewhere", "gpu-2")
 	g.change(func() { delete(g.claims, "apps/gone") })
 	for _, uid := range []string{"replaced", "elsewhere", "gone", "waits"} {
-		g.lose("c-"+uid, uid, false, uid)
+		g.recordConflict("c-"+uid, uid, false, uid)
 	}
 	asked := g.calls()
 	for deadline := time.Now().Add(time.Minute); g.calls() < asked+8 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 	}
-	if n := len(g.book.Losers()); n != 4 {
+	if n := len(g.book.Conflicts()); n != 4 {
 		t.Errorf("%d losers while the API server is away", n)
 	}
 	g.change(func() { g.away = false })
-	g.awaitLosers("c-waits")
+	g.awaitConflicts("c-waits")
 }

@@ -10,8 +10,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // freeBuckets are seconds, from a millisecond to what a stuck process may take.
@@ -24,7 +24,7 @@ var (
 	oldestDescription = prometheus.NewDesc("tandem_oldest_hold_age_seconds",
 		"Age of the oldest hold that is not settled: expected since a restart, or draining since it was asked to go (a limit: since it was given out).",
 		[]string{"kind", "state"}, nil)
-	losersDescription = prometheus.NewDesc("tandem_losing_claims",
+	conflictsDescription = prometheus.NewDesc("tandem_conflicting_claims",
 		"Claims that are not prepared because somebody else holds their device: condemned (their pods are moved) or waiting.",
 		[]string{"state"}, nil)
 )
@@ -35,7 +35,7 @@ type book struct{ Ledger }
 func (b book) Describe(descriptions chan<- *prometheus.Desc) {
 	descriptions <- holdsDescription
 	descriptions <- oldestDescription
-	descriptions <- losersDescription
+	descriptions <- conflictsDescription
 }
 
 func (b book) Collect(metrics chan<- prometheus.Metric) {
@@ -52,8 +52,8 @@ func (b book) Collect(metrics chan<- prometheus.Metric) {
 	gauge := func(description *prometheus.Desc, value float64, labels ...string) {
 		metrics <- prometheus.MustNewConstMetric(description, prometheus.GaugeValue, value, labels...)
 	}
-	for _, kind := range []ledger.Kind{ledger.KindClaim, ledger.KindLimit} {
-		for _, state := range []ledger.State{ledger.StateExpected, ledger.StateHeld, ledger.StateDraining} {
+	for _, kind := range []ledger.Kind{ledger.KindClaim, ledger.KindPod} {
+		for _, state := range []ledger.State{ledger.StateRestored, ledger.StateHeld, ledger.StateDraining} {
 			g := group{kind, state}
 			gauge(holdsDescription, float64(count[g]), string(kind), string(state))
 			if state != ledger.StateHeld {
@@ -61,21 +61,21 @@ func (b book) Collect(metrics chan<- prometheus.Metric) {
 			}
 		}
 	}
-	condemned, waiting := 0, 0
-	for _, lost := range b.Losers() {
-		if lost.Condemned {
-			condemned++
+	pendingEviction, waiting := 0, 0
+	for _, lost := range b.Conflicts() {
+		if lost.PendingEviction {
+			pendingEviction++
 		} else {
 			waiting++
 		}
 	}
-	gauge(losersDescription, float64(condemned), "condemned")
-	gauge(losersDescription, float64(waiting), "waiting")
+	gauge(conflictsDescription, float64(pendingEviction), "pending_eviction")
+	gauge(conflictsDescription, float64(waiting), "waiting")
 }
 
 // freed measures how long devices stay held after evidence could first say that their holder has ended.
 type freed struct {
-	pods  *evidence.Pods
+	pods  *podstate.Pods
 	times *prometheus.HistogramVec
 	// mu guards seen: holds end in several loops.
 	mu sync.Mutex

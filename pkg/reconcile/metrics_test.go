@@ -25,7 +25,7 @@ func TestMetrics(t *testing.T) {
 	g.prepare("c2", "two", "GPU-3", "p3")
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
 	g.stays("GPU-1: limit GPU-1 held [p1]", "GPU-2: claim c1 draining [p2]", "GPU-3: claim c2 held [p3]")
-	for labels, want := range map[[2]string]float64{{"limit", "held"}: 1, {"claim", "draining"}: 1, {"claim", "held"}: 1, {"limit", "expected"}: 0} {
+	for labels, want := range map[[2]string]float64{{"pod", "held"}: 1, {"claim", "draining"}: 1, {"claim", "held"}: 1, {"pod", "restored"}: 0} {
 		if got := g.metric("tandem_holds", labels[0], labels[1]); got != want {
 			t.Errorf("%v holds are %v, want %v", got, labels, want)
 		}
@@ -52,7 +52,7 @@ func TestMetrics(t *testing.T) {
 	stop()
 	_, err := g.r.pass()
 	must(t, err)
-	if claims, limits := g.metric("tandem_time_to_free_seconds", "claim"), g.metric("tandem_time_to_free_seconds", "limit"); claims != 2 || limits != 1 {
+	if claims, limits := g.metric("tandem_time_to_free_seconds", "claim"), g.metric("tandem_time_to_free_seconds", "pod"); claims != 2 || limits != 1 {
 		t.Errorf("freed %v claims and %v limits, want 2 and 1", claims, limits)
 	}
 }

@@ -59,21 +59,21 @@ type Settings interface {
 
 // Guard makes evidence say that a hold is not gone while it is bound to something that must go first, whatever has become of its
 // pods: a partition that was made for it, or what was set on its GPU. The device could not be given to anybody else.
-func Guard(e ledger.Evidence, bound func(ledger.Hold) bool) ledger.Evidence {
+func Guard(e ledger.PodStates, bound func(ledger.Hold) bool) ledger.PodStates {
 	return guarded{e, bound}
 }
 
 type guarded struct {
-	ledger.Evidence
+	ledger.PodStates
 	bound func(ledger.Hold) bool
 }
 
-func (g guarded) Verdict(h ledger.Hold) ledger.Verdict {
-	verdict := g.Evidence.Verdict(h)
-	if verdict == ledger.Gone && g.bound(h) {
+func (g guarded) PodState(h ledger.Hold) ledger.PodState {
+	podState := g.PodStates.PodState(h)
+	if podState == ledger.Gone && g.bound(h) {
 		return ledger.Orphaned
 	}
-	return verdict
+	return podState
 }
 
 // subject is what is to be cleared: a partition, with the Ref of a whole GPU its mode, and with a claim what was set for that.
@@ -274,7 +274,7 @@ func (c *clearing) restingTasks() []task {
 
 // ended reports whether a hold waits for nothing but what it is bound to.
 func (r *Reconciler) ended(h ledger.Hold) bool {
-	return h.State == ledger.StateDraining && !h.Unreadable && r.Pods.Verdict(h) == ledger.Gone
+	return h.State == ledger.StateDraining && !h.Unreadable && r.Pods.PodState(h) == ledger.Gone
 }
 
 func (r *Reconciler) held(ref device.Ref) bool {

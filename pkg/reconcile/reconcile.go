@@ -18,8 +18,8 @@ import (
 	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // Claims gets a ResourceClaim from the API server; client-go's ResourceV1().ResourceClaims(namespace) is one.
@@ -29,7 +29,7 @@ type Claims interface {
 
 // KubeletResources is kubelet's pod resources endpoint.
 type KubeletResources interface {
-	List(ctx context.Context, counts func(resource string) bool, driver string) ([]evidence.UsedDevice, []evidence.UsedClaim, error)
+	List(ctx context.Context, counts func(resource string) bool, driver string) ([]podstate.UsedDevice, []podstate.UsedClaim, error)
 }
 
 // Inventory resolves the names of published devices. Changed is taken before Inventory is read.
@@ -48,16 +48,16 @@ type Ledger interface {
 	SetPods(h ledger.Hold, pods []ledger.Pod) error
 	Release(h ledger.Hold) error
 	Record() error
-	Losers() []ledger.Loser
-	Forgive(uid string)
+	Conflicts() []ledger.Conflict
+	ClearConflict(uid string)
 }
 
 // Config of a Reconciler. Everything is required that is not said to be optional.
 type Config struct {
 	Ledger Ledger
 	// Pods runs elsewhere; until its first list has arrived nothing is ended.
-	Pods      *evidence.Pods
-	Cgroups   *evidence.Cgroups
+	Pods      *podstate.Pods
+	Cgroups   *podstate.Cgroups
 	Resources KubeletResources
 	// Claims of a namespace.
 	Claims     func(namespace string) Claims
@@ -91,9 +91,9 @@ type Reconciler struct {
 	asked map[string]time.Time
 	// unused is signalled when a partition, or what was set for a claim, has lost its last user.
 	unused chan struct{}
-	// late are claims with devices that were not in the inventory when they were restored, and lateLimits such limits.
-	late       []evidence.KubeletClaim
-	lateLimits []evidence.PodDevice
+	// late are claims with devices that were not in the inventory when they were restored, and latePodHolds such limits.
+	late         []podstate.KubeletClaim
+	latePodHolds []podstate.PodDevice
 }
 
 // holdKey tells a hold from the next one of the same holder on the same device.
@@ -113,9 +113,9 @@ type times struct {
 	// doubtAfter and doubt: a hold that kubelet does not confirm is looked into after a minute, then at most once a minute
 	// (design: at most one claim GET a minute a stale hold). Kubelet's own reconcile loop runs every 60 s.
 	doubtAfter, doubt time.Duration
-	// limitDoubt is the time between two looks at a limit that no pod was ever found for; nobodys is that time, and the age of
+	// podHoldCheck is the time between two looks at a limit that no pod was ever found for; nobodys is that time, and the age of
 	// such a limit, where no pod is left that it could be for.
-	limitDoubt, nobodys time.Duration
+	podHoldCheck, nobodys time.Duration
 	// call bounds one call to kubelet or the API server, restore all such calls at start together.
 	call, restore time.Duration
 	// retry follows an error; what fails again and again is tried ever more rarely, in the end after retryMost.
@@ -128,19 +128,19 @@ type times struct {
 
 func defaultTimes() times {
 	return times{
-		leaving:     100 * time.Millisecond,
-		leavingLast: 2 * time.Second,
-		doubtAfter:  time.Minute,
-		doubt:       time.Minute,
-		limitDoubt:  30 * time.Second,
-		nobodys:     2 * time.Second,
-		call:        5 * time.Second,
-		restore:     10 * time.Second,
-		retry:       time.Second,
-		retryMost:   15 * time.Second,
-		rest:        5 * time.Second,
-		gather:      10 * time.Millisecond,
-		doubtGather: time.Second,
+		leaving:      100 * time.Millisecond,
+		leavingLast:  2 * time.Second,
+		doubtAfter:   time.Minute,
+		doubt:        time.Minute,
+		podHoldCheck: 30 * time.Second,
+		nobodys:      2 * time.Second,
+		call:         5 * time.Second,
+		restore:      10 * time.Second,
+		retry:        time.Second,
+		retryMost:    15 * time.Second,
+		rest:         5 * time.Second,
+		gather:       10 * time.Millisecond,
+		doubtGather:  time.Second,
 	}
 }
 
@@ -175,8 +175,8 @@ func (r *Reconciler) Settle() (time.Duration, error) { return r.pass() }
 // Doubt looks into holds that nobody confirms, and losers, and returns when to look again if nothing changes before.
 func (r *Reconciler) Doubt(ctx context.Context) (time.Duration, error) {
 	forHolds, err := r.doubt(ctx)
-	forLosers, losersErr := r.doubtLosers(ctx)
-	return min(forHolds, forLosers), errors.Join(err, losersErr)
+	forConflicts, conflictsErr := r.checkConflicts(ctx)
+	return min(forHolds, forConflicts), errors.Join(err, conflictsErr)
 }
 
 func (r *Reconciler) follow(ctx context.Context) {
@@ -223,7 +223,7 @@ const never = time.Duration(1<<63 - 1)
 func (r *Reconciler) pass() (time.Duration, error) {
 	holds := r.Ledger.Holds()
 	r.freed.look(holds)
-	wait := r.forgive()
+	wait := r.clearConflict()
 	r.Pods.Sweep(holds)
 	errs := []error{r.Ledger.Record()}
 	if r.Partitions != nil {
@@ -235,14 +235,14 @@ func (r *Reconciler) pass() (time.Duration, error) {
 	if len(holds) == 0 || !r.Pods.Synced() {
 		return wait, errors.Join(errs...)
 	}
-	checkpoint, err := evidence.ReadDeviceCheckpoint(r.KubeletDir)
+	checkpoint, err := podstate.ReadDeviceCheckpoint(r.KubeletDir)
 	if err != nil {
 		errs = append(errs, err)
 	}
 	now := time.Now()
 	leaving := map[holdKey]time.Time{}
 	for _, h := range holds {
-		if h.Holder.Kind == ledger.KindLimit && err != nil {
+		if h.Holder.Kind == ledger.KindPod && err != nil {
 			continue // it may have been given to another pod since it was last read
 		}
 		again, err := r.settle(h, holds, checkpoint)
@@ -265,7 +265,7 @@ func (r *Reconciler) pass() (time.Duration, error) {
 const untilLeft = time.Duration(-1)
 
 // settle moves one hold as far as evidence goes, and says when to look again.
-func (r *Reconciler) settle(h ledger.Hold, holds []ledger.Hold, checkpoint evidence.DeviceCheckpoint) (time.Duration, error) {
+func (r *Reconciler) settle(h ledger.Hold, holds []ledger.Hold, checkpoint podstate.DeviceCheckpoint) (time.Duration, error) {
 	if h.Holder.Kind == ledger.KindClaim {
 		return r.settleClaim(h)
 	}
@@ -279,21 +279,21 @@ func (r *Reconciler) settle(h ledger.Hold, holds []ledger.Hold, checkpoint evide
 	if len(h.Pods) == 1 && h.Pods[0].Name == "" && r.Pods.Known(h.Pods[0].UID) {
 		return never, r.Ledger.Identify(h, r.Pods.Name(h.Pods[0].UID))
 	}
-	verdict := r.Pods.Verdict(h)
+	podState := r.Pods.PodState(h)
 	switch {
-	case verdict == ledger.Gone:
+	case podState == ledger.Gone:
 		return never, r.release(h)
-	case verdict == ledger.Orphaned:
+	case podState == ledger.Orphaned:
 		return untilLeft, errors.Join(r.Ledger.SetState(h, ledger.StateDraining), r.unreadable(h))
 	case r.isReplaced(h, holds):
 		return never, r.Ledger.SetState(h, ledger.StateDraining)
-	case verdict == ledger.Running && h.State == ledger.StateExpected && len(h.Pods) > 0:
+	case podState == ledger.Running && h.State == ledger.StateRestored && len(h.Pods) > 0:
 		return never, r.Ledger.SetState(h, ledger.StateHeld)
 	case h.State == ledger.StateDraining:
 		// Its pod is back, or has left nothing behind and the hold must only settle: neither keeps the next pod away.
 		return never, r.Ledger.SetState(h, ledger.StateHeld)
 	}
-	if young := evidence.Unsettled(h); len(h.Pods) > 0 && young > 0 {
+	if young := podstate.Unsettled(h); len(h.Pods) > 0 && young > 0 {
 		return young, nil
 	}
 	return never, nil
@@ -316,8 +316,8 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	case h.State != ledger.StateDraining:
 		return never, nil
 	}
-	verdict := r.Pods.Verdict(h)
-	if verdict == ledger.Gone {
+	podState := r.Pods.PodState(h)
+	if podState == ledger.Gone {
 		if r.made(h.Device) || r.applied(h) {
 			signal(r.unused)
 			return never, nil
@@ -327,7 +327,7 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	if more := r.Pods.Attached(h); len(more) > 0 {
 		return never, r.Ledger.SetPods(h, append(slices.Clone(h.Pods), more...))
 	}
-	if verdict == ledger.Orphaned {
+	if podState == ledger.Orphaned {
 		return untilLeft, r.unreadable(h)
 	}
 	return never, nil
@@ -363,8 +363,8 @@ func (r *Reconciler) unreadable(h ledger.Hold) error {
 // identify finds the pod of a limit in kubelet's checkpoint, if it is news. The checkpoint still names the pod before until
 // kubelet has written the new one, which is after the Allocate was answered: an older file says nothing, and neither does
 // a pod that had ended before.
-func (r *Reconciler) identify(h ledger.Hold, checkpoint evidence.DeviceCheckpoint) (podUID string, ok bool) {
-	i := slices.IndexFunc(checkpoint.Devices, func(d evidence.PodDevice) bool {
+func (r *Reconciler) identify(h ledger.Hold, checkpoint podstate.DeviceCheckpoint) (podUID string, ok bool) {
+	i := slices.IndexFunc(checkpoint.Devices, func(d podstate.PodDevice) bool {
 		return d.Resource == h.Resource && d.ID == h.Holder.ID
 	})
 	if i < 0 || predates(checkpoint, h) {
@@ -379,7 +379,7 @@ func (r *Reconciler) identify(h ledger.Hold, checkpoint evidence.DeviceCheckpoin
 
 // predates reports whether a hold was given out after the checkpoint was written. Both times come from the clock that
 // stamps files.
-func predates(checkpoint evidence.DeviceCheckpoint, h ledger.Hold) bool {
+func predates(checkpoint podstate.DeviceCheckpoint, h ledger.Hold) bool {
 	return h.State == ledger.StateHeld && checkpoint.Written.Before(h.Since)
 }
 
@@ -392,7 +392,7 @@ func (r *Reconciler) isReplaced(h ledger.Hold, holds []ledger.Hold) bool {
 	}
 	uid, later := h.Pods[0].UID, 0
 	for _, o := range holds {
-		if o.Holder.Kind == ledger.KindLimit && o.Resource == h.Resource && namesPod(o, uid) && o.Since.After(h.Since) && evidence.Unsettled(o) == 0 {
+		if o.Holder.Kind == ledger.KindPod && o.Resource == h.Resource && namesPod(o, uid) && o.Since.After(h.Since) && podstate.Unsettled(o) == 0 {
 			later++
 		}
 	}

@@ -16,8 +16,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 var long = time.Now().Add(-time.Hour)
@@ -30,7 +30,7 @@ func TestLimitFromAllocateToEnd(t *testing.T) {
 	g.addPod(g.pod("p1"))
 	// A file of before names another pod.
 	g.checkpoint("before", "GPU-1")
-	must(t, os.Chtimes(evidence.DeviceCheckpointPath(g.dir), long, long))
+	must(t, os.Chtimes(podstate.DeviceCheckpointPath(g.dir), long, long))
 	g.run()
 	g.allocate("GPU-1")
 	g.stays("GPU-1: limit GPU-1 held []")
@@ -56,7 +56,7 @@ func TestUnreadableCgroup(t *testing.T) {
 	must(t, os.Remove(events))
 	g.run()
 	g.await("GPU-1: limit GPU-1 draining [p1]")
-	if err := g.book.ReserveLimits([]ledger.LimitRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}}); err == nil {
+	if err := g.book.ReservePod([]ledger.PodRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}}); err == nil {
 		t.Error("given on")
 	}
 	g.stays("GPU-1: limit GPU-1 draining [p1]")
@@ -111,7 +111,7 @@ func TestForceDeletedRightAfterAllocate(t *testing.T) {
 	g.deletePod("p1")
 	// The next pod is kept away before it is refused.
 	g.await("GPU-1: limit GPU-1 draining [p1]")
-	err := g.book.ReserveLimits([]ledger.LimitRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}})
+	err := g.book.ReservePod([]ledger.PodRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}})
 	if _, conflict := errors.AsType[*ledger.ConflictError](err); !conflict {
 		t.Errorf("a second owner: %v", err)
 	}
@@ -131,7 +131,7 @@ func TestReuseBetweenVerdictAndRelease(t *testing.T) {
 	g.allocate("GPU-1")
 	must(t, g.book.Release(judged))
 	g.want("GPU-1: limit GPU-1 held []")
-	if _, err := g.r.settle(judged, nil, evidence.DeviceCheckpoint{Written: time.Now().Add(time.Hour), Devices: []evidence.PodDevice{{PodUID: "p1", Resource: resource, ID: "GPU-1"}}}); err != nil {
+	if _, err := g.r.settle(judged, nil, podstate.DeviceCheckpoint{Written: time.Now().Add(time.Hour), Devices: []podstate.PodDevice{{PodUID: "p1", Resource: resource, ID: "GPU-1"}}}); err != nil {
 		t.Error(err)
 	}
 	g.want("GPU-1: limit GPU-1 held []")
@@ -269,8 +269,8 @@ func TestLimitWithoutPod(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
 	g.doubtSoon()
-	g.used = []evidence.UsedDevice{{ID: "GPU-1", Resource: resource}}
-	g.used = append(g.used, evidence.UsedDevice{ID: "GPU-3", Resource: resource})
+	g.used = []podstate.UsedDevice{{ID: "GPU-1", Resource: resource}}
+	g.used = append(g.used, podstate.UsedDevice{ID: "GPU-3", Resource: resource})
 	// A pod that nobody has ever seen, whose cgroup is there.
 	g.group("unseen", true)
 	g.run()
@@ -316,7 +316,7 @@ func TestUnreadableRecords(t *testing.T) {
 		must(t, os.WriteFile(filepath.Join(dir, "holds", name), []byte("?"), 0o600))
 	}
 	var err error
-	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "boot", Evidence: g.pods})
+	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "boot", PodStates: g.pods})
 	must(t, err)
 	g.r.Ledger = g.book
 	must(t, g.r.Restore(t.Context()))
@@ -364,7 +364,7 @@ func TestDamagedCheckpoint(t *testing.T) {
 	g.addPod(p2)
 	g.group("p2", true)
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
-	g.replace(evidence.DeviceCheckpointPath(g.dir), []byte("{"))
+	g.replace(podstate.DeviceCheckpointPath(g.dir), []byte("{"))
 	g.run()
 	g.stays("GPU-1: limit GPU-1 expected [p1]", "GPU-2: claim c1 draining [p2]")
 	g.group("p2", false)
@@ -407,7 +407,7 @@ func TestErrorsDoNotSpin(t *testing.T) {
 		t.Fatal("no pods")
 	}
 	g.allocate("GPU-1")
-	g.replace(evidence.DeviceCheckpointPath(g.dir), []byte("{"))
+	g.replace(podstate.DeviceCheckpointPath(g.dir), []byte("{"))
 	wait, err := g.r.pass()
 	if err == nil || wait != never {
 		t.Errorf("got %v, %v", wait, err)

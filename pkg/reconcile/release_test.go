@@ -16,8 +16,8 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // asking is a pod that is bound to the node for its limit.
@@ -98,7 +98,7 @@ func TestFailedAdmissionAfterAllocate(t *testing.T) {
 				g.await("GPU-1: limit GPU-1 held [p1]", "GPU-2: limit GPU-2 held [p2]")
 			} else {
 				g.change(func() {
-					g.used = []evidence.UsedDevice{{Namespace: "apps", Pod: other.Name, Resource: resource, ID: "GPU-2"}}
+					g.used = []podstate.UsedDevice{{Namespace: "apps", Pod: other.Name, Resource: resource, ID: "GPU-2"}}
 				})
 				g.checkpoint("p2", "GPU-2")
 				g.await("GPU-1: limit GPU-1 held []", "GPU-2: limit GPU-2 held [p2]")
@@ -115,7 +115,7 @@ func TestKubeletHasTheLastWordOnNobodysLimit(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
 	g.nobodysSoon()
-	g.used = []evidence.UsedDevice{{ID: "GPU-1", Resource: resource}}
+	g.used = []podstate.UsedDevice{{ID: "GPU-1", Resource: resource}}
 	g.run()
 	g.allocate("GPU-1")
 	for deadline := time.Now().Add(time.Minute); g.calls() == 0 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
@@ -161,7 +161,7 @@ func TestNobodysLimitMayBeOfAPodInAdmission(t *testing.T) {
 				g.doubtSoon()
 			}
 			if test.namesake != "" {
-				g.used = []evidence.UsedDevice{{Namespace: "apps", Pod: "p1", Resource: resource, ID: test.namesake}}
+				g.used = []podstate.UsedDevice{{Namespace: "apps", Pod: "p1", Resource: resource, ID: test.namesake}}
 			}
 			p := g.asking("p1", "1")
 			if test.watched {
@@ -234,7 +234,7 @@ func TestForceDeletedClaimPod(t *testing.T) {
 	g.stays("GPU-1: claim c1 held [p1]")
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
 	g.stays("GPU-1: claim c1 draining [p1]")
-	if err := g.book.ReserveLimits([]ledger.LimitRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}}); err == nil {
+	if err := g.book.ReservePod([]ledger.PodRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}}); err == nil {
 		t.Error("a limit got what a container still uses")
 	}
 	g.group("p1", false)
@@ -273,7 +273,7 @@ func TestDeviceCheckpointDeleted(t *testing.T) {
 	g.allocate("GPU-1")
 	g.checkpoint("p1", "GPU-1")
 	g.await("GPU-1: limit GPU-1 held [p1]")
-	must(t, os.Remove(evidence.DeviceCheckpointPath(g.dir)))
+	must(t, os.Remove(podstate.DeviceCheckpointPath(g.dir)))
 	g.stays("GPU-1: limit GPU-1 held [p1]")
 	g.updatePod(p, corev1.PodSucceeded)
 	g.noGroup("p1")
@@ -315,11 +315,11 @@ func TestDevicesReplaced(t *testing.T) {
 			former := give(c.before)
 			g.await(former...)
 			time.Sleep(20 * time.Millisecond) // the clock of files ticks
-			must(t, os.Remove(evidence.DeviceCheckpointPath(g.dir)))
+			must(t, os.Remove(podstate.DeviceCheckpointPath(g.dir)))
 			latter := give(c.after)
 			if !c.drains {
 				g.await(append(former, latter...)...)
-				time.Sleep(evidence.Settling)
+				time.Sleep(podstate.Settling)
 				g.stays(append(former, latter...)...)
 				return
 			}

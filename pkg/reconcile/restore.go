@@ -18,8 +18,8 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // Restore adds to the ledger what its own records may not know: limits whose pods have a cgroup, by kubelet's device
@@ -28,11 +28,11 @@ import (
 // the ledger's own records remain. An error means that the ledger is not ours any more.
 func (r *Reconciler) Restore(ctx context.Context) error {
 	logger := klog.FromContext(ctx)
-	checkpoint, err := evidence.ReadDeviceCheckpoint(r.KubeletDir)
+	checkpoint, err := podstate.ReadDeviceCheckpoint(r.KubeletDir)
 	if err != nil {
 		logger.Error(err, "Restoring holds without kubelet's device checkpoint")
 	}
-	claims, err := evidence.ReadClaimState(r.KubeletDir, r.DriverName)
+	claims, err := podstate.ReadClaimState(r.KubeletDir, r.DriverName)
 	if err != nil {
 		logger.Error(err, "Restoring holds without kubelet's claim state")
 	}
@@ -45,13 +45,13 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 	defer cancel()
 	holds := r.holders()
 	for _, d := range checkpoint.Devices {
-		done, err := r.restoreLimit(ctx, checkpoint, holds, d)
+		done, err := r.restorePodHold(ctx, checkpoint, holds, d)
 		if err != nil {
 			return err
 		}
 		if !done {
 			klog.FromContext(ctx).Info("The partition of a limit is not there yet", "device", d.ID, "podUID", d.PodUID)
-			r.lateLimits = append(r.lateLimits, d)
+			r.latePodHolds = append(r.latePodHolds, d)
 		}
 	}
 	for _, claim := range claims {
@@ -92,11 +92,11 @@ func (r *Reconciler) restoreLate(ctx context.Context) {
 	}
 }
 
-func (r *Reconciler) isLate() bool { return len(r.late)+len(r.lateLimits) > 0 }
+func (r *Reconciler) isLate() bool { return len(r.late)+len(r.latePodHolds) > 0 }
 
 // RestoreLate tries once to restore what Restore could not, and reports whether anything of it is left. Run does so by itself.
 func (r *Reconciler) RestoreLate(ctx context.Context) (left bool, err error) {
-	err = errors.Join(r.tryLateClaims(ctx), r.tryLateLimits(ctx))
+	err = errors.Join(r.tryLateClaims(ctx), r.tryLatePodHolds(ctx))
 	return r.isLate(), err
 }
 
@@ -105,13 +105,13 @@ func (r *Reconciler) tryLateClaims(ctx context.Context) error {
 	if len(r.late) == 0 {
 		return nil
 	}
-	claims, err := evidence.ReadClaimState(r.KubeletDir, r.DriverName)
+	claims, err := podstate.ReadClaimState(r.KubeletDir, r.DriverName)
 	if err != nil {
 		return err
 	}
 	var errs []error
-	r.late = slices.DeleteFunc(r.late, func(claim evidence.KubeletClaim) bool {
-		if !slices.ContainsFunc(claims, func(c evidence.KubeletClaim) bool { return c.UID == claim.UID }) {
+	r.late = slices.DeleteFunc(r.late, func(claim podstate.KubeletClaim) bool {
+		if !slices.ContainsFunc(claims, func(c podstate.KubeletClaim) bool { return c.UID == claim.UID }) {
 			return true
 		}
 		callCtx, cancel := context.WithTimeout(ctx, r.times.call)
@@ -123,29 +123,29 @@ func (r *Reconciler) tryLateClaims(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// tryLateLimits forgets those that have their partition, those whose pod is gone, and those whose partition kubelet has given to
+// tryLatePodHolds forgets those that have their partition, those whose pod is gone, and those whose partition kubelet has given to
 // another pod since.
-func (r *Reconciler) tryLateLimits(ctx context.Context) error {
-	if len(r.lateLimits) == 0 {
+func (r *Reconciler) tryLatePodHolds(ctx context.Context) error {
+	if len(r.latePodHolds) == 0 {
 		return nil
 	}
-	checkpoint, err := evidence.ReadDeviceCheckpoint(r.KubeletDir)
+	checkpoint, err := podstate.ReadDeviceCheckpoint(r.KubeletDir)
 	if err != nil {
 		return err
 	}
 	holds := r.holders()
 	var errs []error
-	r.lateLimits = slices.DeleteFunc(r.lateLimits, func(d evidence.PodDevice) bool {
+	r.latePodHolds = slices.DeleteFunc(r.latePodHolds, func(d podstate.PodDevice) bool {
 		if !slices.Contains(checkpoint.Devices, d) {
-			if _, held := holds[ledger.Holder{Kind: ledger.KindLimit, ID: d.ID}]; held {
+			if _, held := holds[ledger.Holder{Kind: ledger.KindPod, ID: d.ID}]; held {
 				return true
 			}
-			sameDevice := func(other evidence.PodDevice) bool { return other.Resource == d.Resource && other.ID == d.ID }
+			sameDevice := func(other podstate.PodDevice) bool { return other.Resource == d.Resource && other.ID == d.ID }
 			if i := slices.IndexFunc(checkpoint.Devices, sameDevice); i >= 0 {
 				d = checkpoint.Devices[i]
 			}
 		}
-		done, err := r.restoreLimit(ctx, checkpoint, holds, d)
+		done, err := r.restorePodHold(ctx, checkpoint, holds, d)
 		errs = append(errs, err)
 		return err == nil && done
 	})
@@ -160,15 +160,15 @@ func (r *Reconciler) holders() map[ledger.Holder]ledger.Hold {
 	return holders
 }
 
-// restoreLimit restores what kubelet says of a limit, by its checkpoint or without a pod by its pod resources. It reports false
+// restorePodHold restores what kubelet says of a limit, by its checkpoint or without a pod by its pod resources. It reports false
 // while the inventory does not have the limit's partition.
-func (r *Reconciler) restoreLimit(ctx context.Context, checkpoint evidence.DeviceCheckpoint, holds map[ledger.Holder]ledger.Hold,
-	d evidence.PodDevice,
+func (r *Reconciler) restorePodHold(ctx context.Context, checkpoint podstate.DeviceCheckpoint, holds map[ledger.Holder]ledger.Hold,
+	d podstate.PodDevice,
 ) (done bool, err error) {
 	if !r.Limits.Has(d.Resource) {
 		return true, nil
 	}
-	restored := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindLimit, ID: d.ID}, Resource: d.Resource}
+	restored := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: d.ID}, Resource: d.Resource}
 	h, known := holds[restored.Holder]
 	if known && !h.Unreadable && predates(checkpoint, h) {
 		return true, nil // it names the pod before
@@ -177,7 +177,7 @@ func (r *Reconciler) restoreLimit(ctx context.Context, checkpoint evidence.Devic
 		cgroup, err := r.Cgroups.Pod(d.PodUID)
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "Restoring a limit without knowing whether its pod lives", "podUID", d.PodUID, "device", d.ID)
-		} else if cgroup == evidence.CgroupAbsent {
+		} else if cgroup == podstate.CgroupAbsent {
 			return true, nil
 		}
 		restored.Pods = []ledger.Pod{r.Pods.Name(d.PodUID)}
@@ -211,7 +211,7 @@ func (r *Reconciler) refOf(id string) (ref device.Ref, ok bool) {
 var errUnasked = errors.New("the API server has not said how much of its devices the claim has")
 
 // restoreClaim reports whether a device of the claim is missing in the inventory, or what the claim has of it, with errUnasked.
-func (r *Reconciler) restoreClaim(ctx context.Context, claim evidence.KubeletClaim) (missing bool, err error) {
+func (r *Reconciler) restoreClaim(ctx context.Context, claim podstate.KubeletClaim) (missing bool, err error) {
 	devices, consumed, asked := r.devicesOf(ctx, claim)
 	found := r.resolve(devices)
 	unknown := false
@@ -242,8 +242,8 @@ func (r *Reconciler) restoreClaim(ctx context.Context, claim evidence.KubeletCla
 // kubelet's list counts as it is: no Prepare can come before it is back. What is no longer allocated to the claim is still
 // held while a pod of it has a cgroup. Of devices that it shares it also tells how much of the memory the claim has, if the API
 // server could be asked.
-func (r *Reconciler) devicesOf(ctx context.Context, claim evidence.KubeletClaim,
-) (devices []evidence.PoolDevice, consumed map[evidence.PoolDevice]int64, asked bool) {
+func (r *Reconciler) devicesOf(ctx context.Context, claim podstate.KubeletClaim,
+) (devices []podstate.PoolDevice, consumed map[podstate.PoolDevice]int64, asked bool) {
 	if len(claim.Devices) == 0 {
 		return nil, nil, true
 	}
@@ -257,20 +257,20 @@ func (r *Reconciler) devicesOf(ctx context.Context, claim evidence.KubeletClaim,
 		now = r.usesOf(current)
 	}
 	lives := r.mayLive(ctx, claim)
-	return slices.DeleteFunc(slices.Clone(claim.Devices), func(d evidence.PoolDevice) bool {
+	return slices.DeleteFunc(slices.Clone(claim.Devices), func(d podstate.PoolDevice) bool {
 		return slices.Contains(now.admin, d) || !lives && !slices.Contains(now.held, d)
 	}), now.consumed, true
 }
 
 // mayLive reports whether a pod of the claim has a cgroup, or nobody knows.
-func (r *Reconciler) mayLive(ctx context.Context, claim evidence.KubeletClaim) bool {
+func (r *Reconciler) mayLive(ctx context.Context, claim podstate.KubeletClaim) bool {
 	for _, uid := range claim.PodUIDs {
 		cgroup, err := r.Cgroups.Pod(uid)
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "Restoring a claim without knowing whether its pod lives",
 				"podUID", uid, "claim", klog.KRef(claim.Namespace, claim.Name))
 		}
-		if err != nil || cgroup != evidence.CgroupAbsent {
+		if err != nil || cgroup != podstate.CgroupAbsent {
 			return true
 		}
 	}
@@ -279,18 +279,18 @@ func (r *Reconciler) mayLive(ctx context.Context, claim evidence.KubeletClaim) b
 
 // uses are the devices that a claim's allocation names: to hold, or for admin access.
 type uses struct {
-	held, admin []evidence.PoolDevice
+	held, admin []podstate.PoolDevice
 	// consumed is how much of its memory the claim has of a device that it shares.
-	consumed map[evidence.PoolDevice]int64
+	consumed map[podstate.PoolDevice]int64
 }
 
 func (r *Reconciler) usesOf(claim *resourceapi.ResourceClaim) uses {
-	u := uses{consumed: map[evidence.PoolDevice]int64{}}
+	u := uses{consumed: map[podstate.PoolDevice]int64{}}
 	if claim.Status.Allocation == nil {
 		return u
 	}
 	for _, result := range claim.Status.Allocation.Devices.Results {
-		d := evidence.PoolDevice{Pool: result.Pool, Device: result.Device}
+		d := podstate.PoolDevice{Pool: result.Pool, Device: result.Device}
 		switch {
 		case result.Driver != r.DriverName:
 		case result.AdminAccess != nil && *result.AdminAccess:
@@ -306,9 +306,9 @@ func (r *Reconciler) usesOf(claim *resourceapi.ResourceClaim) uses {
 }
 
 // resolve finds the devices in the inventory. One that is not there is left out.
-func (r *Reconciler) resolve(devices []evidence.PoolDevice) map[evidence.PoolDevice]device.Device {
+func (r *Reconciler) resolve(devices []podstate.PoolDevice) map[podstate.PoolDevice]device.Device {
 	inventory := r.Inventory.Inventory()
-	all := map[evidence.PoolDevice]device.Device{}
+	all := map[podstate.PoolDevice]device.Device{}
 	for _, d := range r.ofNode(devices) {
 		if found, ok := inventory.ByName(d.Device); ok {
 			all[d] = found
@@ -318,7 +318,7 @@ func (r *Reconciler) resolve(devices []evidence.PoolDevice) map[evidence.PoolDev
 }
 
 // refs are those of resolve.
-func (r *Reconciler) refs(devices []evidence.PoolDevice) []device.Ref {
+func (r *Reconciler) refs(devices []podstate.PoolDevice) []device.Ref {
 	var refs []device.Ref
 	for _, d := range r.resolve(devices) {
 		refs = append(refs, d.Ref())
@@ -327,8 +327,8 @@ func (r *Reconciler) refs(devices []evidence.PoolDevice) []device.Ref {
 }
 
 // ofNode are the devices of this node, each once: a claim may have several shares of one.
-func (r *Reconciler) ofNode(devices []evidence.PoolDevice) []evidence.PoolDevice {
-	var here []evidence.PoolDevice
+func (r *Reconciler) ofNode(devices []podstate.PoolDevice) []podstate.PoolDevice {
+	var here []podstate.PoolDevice
 	for _, d := range devices {
 		if device.NodeOfPool(d.Pool) == r.NodeName && !slices.Contains(here, d) {
 			here = append(here, d)
@@ -338,7 +338,7 @@ func (r *Reconciler) ofNode(devices []evidence.PoolDevice) []evidence.PoolDevice
 }
 
 // restoreUsed adds what kubelet reports in use and the two checkpoints do not name.
-func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint evidence.DeviceCheckpoint, known []evidence.KubeletClaim) error {
+func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.DeviceCheckpoint, known []podstate.KubeletClaim) error {
 	callCtx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
 	devices, claims, err := r.Resources.List(callCtx, r.Limits.Has, r.DriverName)
@@ -347,22 +347,22 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint evidence.Device
 		return nil
 	}
 	for _, d := range devices {
-		named := func(c evidence.PodDevice) bool { return c.ID == d.ID && c.Resource == d.Resource }
+		named := func(c podstate.PodDevice) bool { return c.ID == d.ID && c.Resource == d.Resource }
 		if slices.ContainsFunc(checkpoint.Devices, named) {
 			continue
 		}
-		done, err := r.restoreLimit(ctx, evidence.DeviceCheckpoint{}, nil, evidence.PodDevice{Resource: d.Resource, ID: d.ID})
+		done, err := r.restorePodHold(ctx, podstate.DeviceCheckpoint{}, nil, podstate.PodDevice{Resource: d.Resource, ID: d.ID})
 		if err != nil {
 			return err
 		}
 		if !done {
 			klog.FromContext(ctx).Info("A partition that kubelet reports in use is not there yet",
 				"device", d.ID, "pod", klog.KRef(d.Namespace, d.Pod))
-			r.lateLimits = append(r.lateLimits, evidence.PodDevice{Resource: d.Resource, ID: d.ID})
+			r.latePodHolds = append(r.latePodHolds, podstate.PodDevice{Resource: d.Resource, ID: d.ID})
 		}
 	}
 	for _, used := range claims {
-		named := func(c evidence.KubeletClaim) bool { return c.Namespace == used.Namespace && c.Name == used.Claim }
+		named := func(c podstate.KubeletClaim) bool { return c.Namespace == used.Namespace && c.Name == used.Claim }
 		if slices.ContainsFunc(known, named) {
 			continue
 		}
@@ -372,7 +372,7 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint evidence.Device
 				"claim", klog.KRef(used.Namespace, used.Claim))
 			continue
 		}
-		found := evidence.KubeletClaim{
+		found := podstate.KubeletClaim{
 			UID: string(claim.UID), Namespace: used.Namespace, Name: used.Claim, PodUIDs: podsOf(claim), Devices: used.Devices,
 		}
 		if _, err := r.restoreClaim(callCtx, found); err != nil && !errors.Is(err, errUnasked) {

@@ -12,8 +12,8 @@ import (
 	"testing"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 func TestRestore(t *testing.T) {
@@ -41,7 +41,7 @@ func TestRestore(t *testing.T) {
 			g.claim("one", "c1", "gpu-4-mig-1g10gb-19-2")
 			g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-4-mig-1g10gb-19-2"}})
 			g.checkpoint("p1", "MIG-a", "ended", "MIG-b")
-			g.used = []evidence.UsedDevice{{ID: "MIG-a", Resource: migResource}, {ID: "MIG-gone", Resource: migResource}}
+			g.used = []podstate.UsedDevice{{ID: "MIG-a", Resource: migResource}, {ID: "MIG-gone", Resource: migResource}}
 		}, []string{"GPU-4@0+1: limit MIG-a expected [p1]", "GPU-4@2+1: claim c1 expected [p2]"}},
 		{"no cgroups to be seen", func(g *rig) {
 			must(g.t, os.RemoveAll(filepath.Join(g.groups, "kubepods")))
@@ -49,10 +49,10 @@ func TestRestore(t *testing.T) {
 		}, []string{"GPU-1: limit GPU-1 expected [p1]"}},
 		{"pod resources", func(g *rig) {
 			g.checkpoint("ended", "GPU-2")
-			g.used = []evidence.UsedDevice{{ID: "GPU-1", Resource: resource}, {ID: "GPU-2", Resource: resource}}
-			g.usedBy = []evidence.UsedClaim{
-				{Namespace: "apps", Claim: "one", Devices: []evidence.PoolDevice{{Pool: node, Device: "gpu-0"}}},
-				{Namespace: "apps", Claim: "deleted", Devices: []evidence.PoolDevice{{Pool: node, Device: "gpu-3"}}},
+			g.used = []podstate.UsedDevice{{ID: "GPU-1", Resource: resource}, {ID: "GPU-2", Resource: resource}}
+			g.usedBy = []podstate.UsedClaim{
+				{Namespace: "apps", Claim: "one", Devices: []podstate.PoolDevice{{Pool: node, Device: "gpu-0"}}},
+				{Namespace: "apps", Claim: "deleted", Devices: []podstate.PoolDevice{{Pool: node, Device: "gpu-3"}}},
 			}
 			g.claim("one", "c1", "gpu-0")
 		}, []string{"GPU-0: claim c1 expected []", "GPU-1: limit GPU-1 expected []"}},
@@ -106,11 +106,11 @@ func TestRestore(t *testing.T) {
 		{"a checkpoint that is older than the own record", func(g *rig) {
 			g.group("before", false)
 			g.checkpoint("before", "GPU-1")
-			must(g.t, os.Chtimes(evidence.DeviceCheckpointPath(g.dir), long, long))
+			must(g.t, os.Chtimes(podstate.DeviceCheckpointPath(g.dir), long, long))
 			g.allocate("GPU-1")
 		}, []string{"GPU-1: limit GPU-1 held []"}},
 		{"files that cannot be read", func(g *rig) {
-			g.replace(evidence.DeviceCheckpointPath(g.dir), []byte("{"))
+			g.replace(podstate.DeviceCheckpointPath(g.dir), []byte("{"))
 			g.replace(filepath.Join(g.dir, "dra_manager_state"), []byte("{"))
 			g.prepare("c1", "one", "GPU-2", "p2")
 		}, []string{"GPU-2: claim c1 held [p2]"}},
@@ -226,8 +226,8 @@ func TestRestoreOfLatePartition(t *testing.T) {
 	g.await("GPU-0@0+1: limit MIG-a held [p1]", "GPU-0@2+1: limit MIG-c held [p3]")
 }
 
-// lateLimits is a node of two limits whose partitions come late.
-func lateLimits(t *testing.T) *rig {
+// latePodHolds is a node of two limits whose partitions come late.
+func latePodHolds(t *testing.T) *rig {
 	t.Helper()
 	g := newRig(t, "GPU-0")
 	for _, uid := range []string{"p1", "p2"} {
@@ -240,12 +240,12 @@ func lateLimits(t *testing.T) *rig {
 
 // What cannot be read when a partition comes is read again.
 func TestRestoreOfLatePartitionIsTriedAgain(t *testing.T) {
-	g := lateLimits(t)
+	g := latePodHolds(t)
 	g.claim("one", "c1", "gpu-1")
 	g.claimState(kubeletClaim{"c1", "one", []string{"p3"}, []string{"gpu-1"}})
 	must(t, g.r.Restore(t.Context()))
-	g.replace(evidence.ClaimStatePath(g.dir), []byte("{"))
-	g.replace(evidence.DeviceCheckpointPath(g.dir), []byte("{"))
+	g.replace(podstate.ClaimStatePath(g.dir), []byte("{"))
+	g.replace(podstate.DeviceCheckpointPath(g.dir), []byte("{"))
 	g.run()
 	g.setGPUs("GPU-0:MIG-a,MIG-b", "GPU-1")
 	g.stays()
@@ -259,7 +259,7 @@ func TestRestoreOfLatePartitionIsTriedAgain(t *testing.T) {
 
 // A hold that cannot be recorded is not forgotten, and neither are those after it.
 func TestRestoreOfLatePartitionFails(t *testing.T) {
-	g := lateLimits(t)
+	g := latePodHolds(t)
 	must(t, g.r.Restore(t.Context()))
 	disk := &brokenDisk{Ledger: g.book, fail: 3}
 	g.r.Ledger = disk
@@ -283,10 +283,10 @@ func (b *brokenDisk) Expect(h ledger.Hold) error {
 
 // A partition that only kubelet's pod resources name is held once it comes; for the pod that the checkpoint names by then.
 func TestRestoreOfUsedLatePartition(t *testing.T) {
-	g := lateLimits(t)
+	g := latePodHolds(t)
 	g.checkpoint()
 	for pod, id := range map[string]string{"p1": "MIG-a", "p2": "MIG-b"} {
-		g.used = append(g.used, evidence.UsedDevice{Namespace: "apps", Pod: pod, Resource: migResource, ID: id})
+		g.used = append(g.used, podstate.UsedDevice{Namespace: "apps", Pod: pod, Resource: migResource, ID: id})
 	}
 	must(t, g.r.Restore(t.Context()))
 	g.checkpoint("p2", "MIG-b")
@@ -302,7 +302,7 @@ func TestIdentifyByResource(t *testing.T) {
 		g.group(uid, true)
 		g.addPod(g.pod(uid))
 	}
-	must(t, g.book.ReserveLimits([]ledger.LimitRequest{{ID: "MIG-a", Resource: resource, Device: device.Ref{GPU: "GPU-0", Placement: device.Placement{Size: 1}}}}))
+	must(t, g.book.ReservePod([]ledger.PodRequest{{ID: "MIG-a", Resource: resource, Device: device.Ref{GPU: "GPU-0", Placement: device.Placement{Size: 1}}}}))
 	g.allocate("MIG-b")
 	g.checkpoint("p1", "MIG-a", "p2", "MIG-b")
 	g.run()

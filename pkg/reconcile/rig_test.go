@@ -28,8 +28,8 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 const (
@@ -47,7 +47,7 @@ type rig struct {
 	r      *Reconciler
 	client *fake.Clientset
 	counts *prometheus.Registry
-	pods   *evidence.Pods
+	pods   *podstate.Pods
 	dir    string // kubelet's
 	groups string
 
@@ -56,8 +56,8 @@ type rig struct {
 	changed chan struct{}
 	claims  map[string]*resourceapi.ResourceClaim
 	away    bool // API server and kubelet
-	used    []evidence.UsedDevice
-	usedBy  []evidence.UsedClaim
+	used    []podstate.UsedDevice
+	usedBy  []podstate.UsedClaim
 	gets    int
 	lists   int
 }
@@ -70,11 +70,11 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	g.group("anchor", true)
 	g.client = fake.NewClientset(g.pod("anchor"))
 	g.counts = prometheus.NewRegistry()
-	cgroups := evidence.NewCgroups(g.groups)
+	cgroups := podstate.NewCgroups(g.groups)
 	var err error
-	g.pods, err = evidence.NewPods(g.client, node, cgroups, g.dir)
+	g.pods, err = podstate.NewPods(g.client, node, cgroups, g.dir)
 	must(t, err)
-	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: g.pods})
+	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: g.pods})
 	must(t, err)
 	t.Cleanup(func() { must(t, g.book.Close()) })
 	g.r, err = New(Config{
@@ -85,7 +85,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	must(t, err)
 	ms := time.Millisecond
 	g.r.times = times{
-		leaving: ms, leavingLast: 5 * ms, doubtAfter: time.Hour, doubt: time.Hour, nobodys: time.Hour, limitDoubt: time.Hour, call: time.Minute, restore: time.Minute,
+		leaving: ms, leavingLast: 5 * ms, doubtAfter: time.Hour, doubt: time.Hour, nobodys: time.Hour, podHoldCheck: time.Hour, call: time.Minute, restore: time.Minute,
 		retry: 10 * ms, retryMost: 20 * ms, rest: ms, gather: ms, doubtGather: ms,
 	}
 	return g
@@ -94,7 +94,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 // doubtSoon makes what takes minutes take milliseconds.
 func (g *rig) doubtSoon() {
 	const ms = time.Millisecond
-	g.r.times.doubtAfter, g.r.times.doubt, g.r.times.limitDoubt = 20*ms, 20*ms, 10*ms
+	g.r.times.doubtAfter, g.r.times.doubt, g.r.times.podHoldCheck = 20*ms, 20*ms, 10*ms
 }
 
 // run runs pods and reconciler until the returned function is called, or the test ends.
@@ -195,7 +195,7 @@ func (c claimsIn) Get(_ context.Context, name string, _ metav1.GetOptions) (*res
 	return nil, apierrors.NewNotFound(schema.GroupResource{Resource: "resourceclaims"}, name)
 }
 
-func (g *rig) List(context.Context, func(string) bool, string) ([]evidence.UsedDevice, []evidence.UsedClaim, error) {
+func (g *rig) List(context.Context, func(string) bool, string) ([]podstate.UsedDevice, []podstate.UsedClaim, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.lists++
@@ -293,7 +293,7 @@ func (g *rig) checkpoint(podsAndDevices ...string) {
 	}
 	data, err := json.Marshal(map[string]any{"Data": map[string]any{"PodDeviceEntries": entries, "RegisteredDevices": nil}, "Checksum": 1})
 	must(g.t, err)
-	g.replace(evidence.DeviceCheckpointPath(g.dir), data)
+	g.replace(podstate.DeviceCheckpointPath(g.dir), data)
 }
 
 func (g *rig) replace(path string, data []byte) {
@@ -396,13 +396,13 @@ func (g *rig) stays(want ...string) {
 func (g *rig) allocate(ids ...string) {
 	g.t.Helper()
 	for _, id := range ids {
-		request := ledger.LimitRequest{ID: id, Resource: resource, Device: device.Ref{GPU: id}}
+		request := ledger.PodRequest{ID: id, Resource: resource, Device: device.Ref{GPU: id}}
 		for _, d := range g.Inventory().Devices() {
 			if d.UUID() == id && !d.Whole() {
 				request.Resource, request.Device = migResource, d.Ref()
 			}
 		}
-		must(g.t, g.book.ReserveLimits([]ledger.LimitRequest{request}))
+		must(g.t, g.book.ReservePod([]ledger.PodRequest{request}))
 	}
 }
 

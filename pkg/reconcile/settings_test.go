@@ -109,7 +109,7 @@ func newSettingsRig(t *testing.T, f *fakeSettings, made ...device.Ref) (*rig, *f
 	g, partitions, events := newPartitionRig(t, made...)
 	must(t, g.book.Close())
 	var err error
-	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", Evidence: Guard(g.pods, func(h ledger.Hold) bool {
+	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: Guard(g.pods, func(h ledger.Hold) bool {
 		return partitions.Made(h.Device) || f.Applied(h.Holder.ID, h.Device)
 	})})
 	must(t, err)

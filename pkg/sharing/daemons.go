@@ -225,14 +225,14 @@ func (k *Keeper) describeClients(name string, needed func() (clients map[string]
 	return errors.Join(errs...)
 }
 
-// Doubtful are daemons that may run, sorted, and whose settings nobody can read: of claims whose record is torn, or was written by a
+// UnknownDaemons are daemons that may run, sorted, and whose settings nobody can read: of claims whose record is torn, or was written by a
 // later version. Their clients run, and they end with their claim.
-func (k *Keeper) Doubtful() []string {
+func (k *Keeper) UnknownDaemons() []string {
 	if len(k.Records.where(func(_ Key, s setting) bool { return s.Unknown })) == 0 {
 		return nil
 	}
-	_, doubtful := k.strays()
-	return doubtful
+	_, unknownDaemons := k.strays()
+	return unknownDaemons
 }
 
 func (k *Keeper) dir(daemon string) string { return mps.Dir(k.RunDir, daemon) }
@@ -277,13 +277,13 @@ func (k *Keeper) unnamed() []string {
 }
 
 // strays are the directories of daemons that are nobody's, and doubtful are those that Doubtful tells of.
-func (k *Keeper) strays() (strays, doubtful []string) {
+func (k *Keeper) strays() (strays, unknownDaemons []string) {
 	for _, name := range k.unnamed() {
 		if len(k.Records.where(func(key Key, s setting) bool { return s.Unknown && key.Claim == claimOf(name) })) > 0 {
-			doubtful = append(doubtful, name)
+			unknownDaemons = append(unknownDaemons, name)
 		} else {
 			strays = append(strays, name)
 		}
 	}
-	return strays, doubtful
+	return strays, unknownDaemons
 }

@@ -191,7 +191,7 @@ func (w *world) supervise(ctx context.Context, k *Keeper) (stop func()) {
 	w.t.Cleanup(stop)
 	look := func() {
 		wanted := map[string]bool{}
-		for _, name := range k.Doubtful() {
+		for _, name := range k.UnknownDaemons() {
 			wanted[name] = true
 		}
 		for _, d := range k.Daemons() {
@@ -1037,8 +1037,8 @@ func TestUnreadableRecordOfARunningClaim(t *testing.T) {
 				t.Errorf("alive %t, %v; there is %s, want %s", alive, err, w.state(), before)
 			}
 			next.undoAll(t)
-			if doubtful := next.Doubtful(); w.state() != "" || len(doubtful) > 0 {
-				t.Errorf("left %s, doubtful %v", w.state(), doubtful)
+			if unknownDaemons := next.UnknownDaemons(); w.state() != "" || len(unknownDaemons) > 0 {
+				t.Errorf("left %s, doubtful %v", w.state(), unknownDaemons)
 			}
 		})
 	}

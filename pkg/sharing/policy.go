@@ -33,8 +33,8 @@ type Ledger interface {
 	Changed() <-chan struct{}
 }
 
-// Evidence tells whether a pod of a hold has a process, or may have. *evidence.Pods implements it.
-type Evidence interface {
+// PodStates tells whether a pod of a hold has a process, or may have. *evidence.Pods implements it.
+type PodStates interface {
 	Busy(h ledger.Hold) bool
 }
 
@@ -48,7 +48,7 @@ type Policy struct {
 	keeper    *Keeper
 	inventory Inventory
 	ledger    Ledger
-	evidence  Evidence
+	podstate  PodStates
 
 	mu sync.Mutex
 	// doubted are the GPUs that were not well: whatever brings one back may make it forget.
@@ -70,9 +70,9 @@ type refused struct {
 }
 
 // NewPolicy does nothing visible.
-func NewPolicy(k *Keeper, inventory Inventory, book Ledger, evidence Evidence) *Policy {
+func NewPolicy(k *Keeper, inventory Inventory, book Ledger, podstate PodStates) *Policy {
 	return &Policy{
-		keeper: k, inventory: inventory, ledger: book, evidence: evidence, doubted: map[string]bool{},
+		keeper: k, inventory: inventory, ledger: book, podstate: podstate, doubted: map[string]bool{},
 		refused: map[string]refused{}, changing: map[string]bool{}, joining: map[Key]int{}, ready: map[string]bool{},
 	}
 }
@@ -320,7 +320,7 @@ func (p *Policy) describeClients(ref device.Ref) error {
 		for _, h := range p.ledger.Holds() {
 			switch {
 			case h.Device != ref || h.Holder.Kind != ledger.KindClaim:
-			case h.Unreadable || h.State == ledger.StateExpected:
+			case h.Unreadable || h.State == ledger.StateRestored:
 				all = false
 			default:
 				l := p.keeper.policyLimit(ref.GPU, h.Share)
@@ -368,7 +368,7 @@ func (p *Policy) inUse(gpu device.Ref) error {
 		p.mu.Lock()
 		joining := p.joining[Key{h.Holder.ID, h.Device}] > 0
 		p.mu.Unlock()
-		if h.Unreadable || !joining && h.State != ledger.StateExpected || p.evidence.Busy(h) {
+		if h.Unreadable || !joining && h.State != ledger.StateRestored || p.podstate.Busy(h) {
 			return fmt.Errorf("device %s goes on as it is while somebody has it: %w by %s", gpu, errInUse, h)
 		}
 	}
@@ -506,7 +506,7 @@ func (p *Policy) awaitShared(ctx context.Context, claim Claim, d device.Device) 
 func (p *Policy) runs(key Key) bool {
 	for _, h := range p.ledger.Holds() {
 		if h.Device == key.Device && h.Holder == (ledger.Holder{Kind: ledger.KindClaim, ID: key.Claim}) {
-			return p.evidence.Busy(h)
+			return p.podstate.Busy(h)
 		}
 	}
 	return false

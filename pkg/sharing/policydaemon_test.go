@@ -253,7 +253,7 @@ func TestPolicyJoin(t *testing.T) {
 // reboot.
 func TestPolicyBeginsAlone(t *testing.T) {
 	w := newTown(t, byMPS(2, true))
-	w.book.set(holdOf(ledger.KindLimit, "GPU-0::0", shareOf(8), ledger.StateDraining))
+	w.book.set(holdOf(ledger.KindPod, "GPU-0::0", shareOf(8), ledger.StateDraining))
 	w.agent()
 	joined := make(chan error, 1)
 	go func() {
@@ -266,7 +266,7 @@ func TestPolicyBeginsAlone(t *testing.T) {
 		return len(w.policy.joining) == 1
 	})
 	waits := holdOf(ledger.KindClaim, "uid-a", shareOf(4), ledger.StateHeld)
-	w.book.set(holdOf(ledger.KindLimit, "GPU-0::0", shareOf(8), ledger.StateHeld), waits)
+	w.book.set(holdOf(ledger.KindPod, "GPU-0::0", shareOf(8), ledger.StateHeld), waits)
 	if err := w.look(); !errors.Is(err, errInUse) || !strings.Contains(err.Error(), "GPU-0::0") {
 		t.Errorf("got %v", err)
 	}
@@ -278,7 +278,7 @@ func TestPolicyBeginsAlone(t *testing.T) {
 		t.Fatalf("joined what is not there: %v", err)
 	default:
 	}
-	w.book.set(holdOf(ledger.KindLimit, "GPU-0::1", shareOf(8), ledger.StateExpected), waits)
+	w.book.set(holdOf(ledger.KindPod, "GPU-0::1", shareOf(8), ledger.StateRestored), waits)
 	check(t, <-joined)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -378,9 +378,9 @@ func TestPolicyAndALaterPod(t *testing.T) {
 
 // What is known of a holder only by its record, or not even by that, keeps the daemon where it may have a process.
 func TestPolicyAndDoubtfulHolders(t *testing.T) {
-	unreadable := holdOf(ledger.KindLimit, "GPU-0::0", device.Share{}, ledger.StateExpected)
+	unreadable := holdOf(ledger.KindPod, "GPU-0::0", device.Share{}, ledger.StateRestored)
 	unreadable.Unreadable = true
-	running := holdOf(ledger.KindClaim, "uid-a", shareOf(4), ledger.StateExpected)
+	running := holdOf(ledger.KindClaim, "uid-a", shareOf(4), ledger.StateRestored)
 	for _, h := range []ledger.Hold{unreadable, running} {
 		w := newTown(t, byMPS(4, false))
 		w.agent()
@@ -530,7 +530,7 @@ func TestPolicyDescribesOnce(t *testing.T) {
 	}{
 		{holds: []ledger.Hold{first}},
 		{holds: []ledger.Hold{first}, free: true},
-		{holds: []ledger.Hold{first, holdOf(ledger.KindLimit, "GPU-0::0", shareOf(8), ledger.StateHeld)}, free: true},
+		{holds: []ledger.Hold{first, holdOf(ledger.KindPod, "GPU-0::0", shareOf(8), ledger.StateHeld)}, free: true},
 		{holds: []ledger.Hold{first, holdOf(ledger.KindClaim, "uid-b", shareOf(2), ledger.StateHeld)}, free: true},
 		{holds: []ledger.Hold{first, holdOf(ledger.KindClaim, "uid-b", shareOf(4), ledger.StateHeld)}},
 		{holds: []ledger.Hold{first}},
@@ -701,7 +701,7 @@ func TestPolicyThatCannotEndADaemon(t *testing.T) {
 	w.world.mu.Unlock()
 	w.shared(device.Sharing{})
 	w.eventually("an attempt", func() bool { return calls() > before })
-	elsewhere := holdOf(ledger.KindLimit, "GPU-1", device.Share{}, ledger.StateHeld)
+	elsewhere := holdOf(ledger.KindPod, "GPU-1", device.Share{}, ledger.StateHeld)
 	elsewhere.Device.GPU = "GPU-1"
 	for end := time.After(200 * time.Millisecond); ; {
 		select {

@@ -74,7 +74,7 @@ func (n *node) limits() (count int, newest time.Time, err error) {
 	}
 	for _, entry := range entries {
 		info, err := entry.Info()
-		if err != nil || !strings.HasPrefix(entry.Name(), "limit") {
+		if err != nil || !strings.HasPrefix(entry.Name(), "pod") {
 			continue // it has gone, or is a claim's
 		}
 		count++

@@ -25,7 +25,7 @@ func (r *run) measureModes(ctx context.Context) error {
 		return err
 	}
 	prepares, allocates := map[config.Mode]*samples{}, map[config.Mode]*samples{}
-	modes := []config.Mode{config.ModeDual, config.ModeClaimsOnly, config.ModeLimitsOnly}
+	modes := []config.Mode{config.ModeDual, config.ModeClaimsOnly, config.ModeDevicePluginOnly}
 	for _, mode := range modes {
 		prepares[mode], allocates[mode] = &samples{}, &samples{}
 	}
@@ -57,7 +57,7 @@ func (r *run) measureModes(ctx context.Context) error {
 	}
 	return r.add(append(
 		besides("prepare", *prepares[config.ModeDual], *prepares[config.ModeClaimsOnly]),
-		besides("allocate", *allocates[config.ModeDual], *allocates[config.ModeLimitsOnly])...), nil)
+		besides("allocate", *allocates[config.ModeDual], *allocates[config.ModeDevicePluginOnly])...), nil)
 }
 
 // besides compares a call where the other API is served as well with the same call where it is not.

@@ -16,7 +16,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 const (

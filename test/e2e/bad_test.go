@@ -203,7 +203,7 @@ func TestRunDirectoryFull(t *testing.T) {
 		t.Errorf("the limits pod was refused: %s %s", pod.Status.Reason, pod.Status.Message)
 	}
 	stop()
-	s.nudge("claim-full")
+	s.retry("claim-full")
 	s.running(patient, 6, 0)
 	s.same(before)
 	s.wantHolds(3, 3)
@@ -237,8 +237,8 @@ func (s *story) fill(file string) (stop func()) {
 	return stop
 }
 
-// nudge makes kubelet look at a pod, or "--all", now; left alone it tries a claim again after 60 to 90 seconds.
-func (s *story) nudge(pod string) {
+// retry makes kubelet look at a pod, or "--all", now; left alone it tries a claim again after 60 to 90 seconds.
+func (s *story) retry(pod string) {
 	s.Helper()
 	_, err := theCluster.Kubectl(s.ctx, "annotate", "pod", "-n", s.namespace, pod, "--overwrite", "nudged="+strconv.FormatInt(time.Now().UnixNano(), 10))
 	// One that has gone meanwhile waits for nothing.

@@ -7,7 +7,7 @@ import (
 	"strconv"
 	"testing"
 
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // TestPodsEndWithoutADriver: a driver that is being replaced waits for the pods on it to end, and kubelet ends none whose claim

@@ -75,7 +75,7 @@ func TestSharedClaim(t *testing.T) {
 	s.noDoubleOwners()
 	// The first to go takes nothing from the other, and the claim stays when both are gone.
 	s.kubectl("delete", "pod", "-n", s.namespace, "shared-claim-a", "shared-claim")
-	s.await(soon, "the claim of the containers to be free", func() error { return s.offeredToLimits(gpusANode - 1) })
+	s.await(soon, "the claim of the containers to be free", func() error { return s.offeredToPods(gpusANode - 1) })
 	if now := s.gpus("shared-claim-b", ""); !slices.Equal(now, b) {
 		t.Errorf("the remaining pod saw GPUs %v, now %v", b, now)
 	}
@@ -143,7 +143,7 @@ func TestDeployments(t *testing.T) {
 	s := begin(t)
 	s.example("deployment-claims.yaml")
 	s.running(soon, 3, 0)
-	s.await(soon, "the GPUs to leave the limits", func() error { return s.offeredToLimits(gpusANode - 3) })
+	s.await(soon, "the GPUs to leave the limits", func() error { return s.offeredToPods(gpusANode - 3) })
 	s.example("deployment-limits.yaml")
 	s.running(soon, 6, 0)
 	s.wantHolds(3, 3)
@@ -169,7 +169,7 @@ func TestMorePodsThanGPUs(t *testing.T) {
 		}
 		return nil
 	})
-	s.nudge("--all")
+	s.retry("--all")
 	s.running(patient, 5, 0)
 	s.wantHolds(claims, limits)
 	s.noDoubleOwners()

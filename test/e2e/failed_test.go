@@ -43,7 +43,7 @@ func TestForceDeletedOnAFullNode(t *testing.T) {
 				t.Fatal(err)
 			}
 			began := time.Now()
-			s.await(soon, "one GPU less to be offered", func() error { return s.offeredToLimits(int64(gpusANode - 1 - i)) })
+			s.await(soon, "one GPU less to be offered", func() error { return s.offeredToPods(int64(gpusANode - 1 - i)) })
 			t.Logf("the scheduler is told after %d ms", time.Since(began).Milliseconds())
 			s.running(soon, gpusANode-1-i, waiting+1+i)
 			counts = append(counts, len(s.failed())-before)

@@ -92,7 +92,7 @@ func TestForeignDevicePlugin(t *testing.T) {
 	}
 	s.readyz(http.StatusOK)
 	s.ready()
-	s.await(soon, "the node to offer what is free", func() error { return s.offeredToLimits(gpusANode - 2) })
+	s.await(soon, "the node to offer what is free", func() error { return s.offeredToPods(gpusANode - 2) })
 	s.undisturbed(before)
 }
 
@@ -135,7 +135,7 @@ func TestFromNVIDIAsDevicePlugin(t *testing.T) {
 		}
 	})
 	nvidia, _ := s.devicePlugin("nvidia-gpu.sock", minors)
-	s.await(soon, "kubelet to offer the other plugin's GPUs", func() error { return s.offeredToLimits(gpusANode) })
+	s.await(soon, "kubelet to offer the other plugin's GPUs", func() error { return s.offeredToPods(gpusANode) })
 	for i := range 2 {
 		s.manifest(one("limit", fmt.Sprintf("old-%d", i)))
 	}

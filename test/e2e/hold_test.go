@@ -184,21 +184,21 @@ func (s *story) gpuNodeObject() (gpunode.GPUNode, error) {
 	return object, err
 }
 
-// loser waits until the node says that a claim has lost, condemned or not.
-func (s *story) loser(patience time.Duration, condemned bool) (lost gpunode.LosingClaim) {
+// conflict waits until the node says that a claim has lost, condemned or not.
+func (s *story) conflict(patience time.Duration, pendingEviction bool) (lost gpunode.ConflictingClaim) {
 	s.Helper()
-	s.await(patience, fmt.Sprintf("a claim that has lost (condemned: %t)", condemned), func() error {
+	s.await(patience, fmt.Sprintf("a claim that has lost (condemned: %t)", pendingEviction), func() error {
 		object, err := s.gpuNodeObject()
 		if err != nil {
 			return err
 		}
-		for _, l := range object.Status.Losers {
-			if l.Namespace == s.namespace && l.Condemned == condemned {
+		for _, l := range object.Status.Conflicts {
+			if l.Namespace == s.namespace && l.PendingEviction == pendingEviction {
 				lost = l
 				return nil
 			}
 		}
-		return fmt.Errorf("losers: %v", object.Status.Losers)
+		return fmt.Errorf("losers: %v", object.Status.Conflicts)
 	})
 	return lost
 }

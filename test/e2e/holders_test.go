@@ -35,7 +35,7 @@ func TestWhoHasWhichGPU(t *testing.T) {
 	told := func(n gpunode.GPUNode) bool {
 		withdrawn := 0
 		for _, d := range n.Status.Devices {
-			if d.Limits == gpunode.LimitsWithdrawn {
+			if d.ExtendedResourceState == gpunode.ExtendedResourceWithdrawn {
 				withdrawn++
 			}
 		}

@@ -13,7 +13,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // simulatedMachine is where the chart makes the simulated machine of a node.
@@ -28,7 +28,7 @@ func TestLostGPU(t *testing.T) {
 		t.Fatal(err)
 	}
 	machine := filepath.Join(root, simulatedMachine)
-	lose := func(gpus ...int) {
+	recordConflict := func(gpus ...int) {
 		var faults simulated.Faults
 		for _, gpu := range gpus {
 			faults.GPUs = append(faults.GPUs, simulated.GPUFaults{GPU: strconv.Itoa(gpu), Lost: true})
@@ -37,8 +37,8 @@ func TestLostGPU(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	t.Cleanup(func() { lose() })
-	s.broken(lose)
+	t.Cleanup(func() { recordConflict() })
+	s.broken(recordConflict)
 }
 
 // TestMissingDeviceNode: the same for a GPU whose device node somebody removed.
@@ -77,13 +77,13 @@ func (s *story) broken(breaks func(gpus ...int)) {
 	}
 	inUse := before["claim-0"][0]
 	s.await(soon, "the node to offer what is free", func() error {
-		return errors.Join(s.offeredToLimits(gpusANode-2), s.offeredToClaims(gpusANode-2))
+		return errors.Join(s.offeredToPods(gpusANode-2), s.offeredToClaims(gpusANode-2))
 	})
 
 	breaks(free, inUse)
 	s.await(soon, "the broken GPUs to be withdrawn, and no other", func() error {
 		// Limits did not have the one that a claim holds.
-		return errors.Join(s.offeredToLimits(gpusANode-3), s.withdrawn(append(before["limit-0"], before["limit-1"][0], free, inUse)...))
+		return errors.Join(s.offeredToPods(gpusANode-3), s.withdrawn(append(before["limit-0"], before["limit-1"][0], free, inUse)...))
 	})
 	if now := s.seen(); !maps.EqualFunc(before, now, slices.Equal) {
 		s.Errorf("the pods saw GPUs %v, now %v", before, now)
@@ -100,7 +100,7 @@ func (s *story) broken(breaks func(gpus ...int)) {
 
 	breaks()
 	s.await(soon, "the GPU to be offered again", func() error {
-		return errors.Join(s.offeredToLimits(gpusANode-3), s.offeredToClaims(gpusANode-3))
+		return errors.Join(s.offeredToPods(gpusANode-3), s.offeredToClaims(gpusANode-3))
 	})
 	s.manifest(one("claim", "claim-last"))
 	s.running(soon, 7, 0)

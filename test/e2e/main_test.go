@@ -19,7 +19,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // The cluster of all stories: gpuNode for most of them; numaNode, where kubelet aligns CPUs and GPUs and which only pods

@@ -21,8 +21,8 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/hack/install"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/smi"
+	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/smi"
 )
 
 // onesAGPU is how many 1g.10gb an H100 has room for.
@@ -75,12 +75,12 @@ func (s *story) migInstances() []string {
 func (s *story) dynamic() {
 	s.Helper()
 	s.installed("mig-dynamic.values.yaml")
-	s.nudgeAgent()
+	s.retryAgent()
 	s.await(patient, "a pool for each GPU", func() error {
 		if pools := s.poolsOfGPUs(); len(pools) != gpusANode {
 			return fmt.Errorf("%v", pools)
 		}
-		return s.offeredToLimits(gpusANode)
+		return s.offeredToPods(gpusANode)
 	})
 }
 
@@ -90,8 +90,8 @@ func (s *story) countersKept() bool {
 	return s.extendedResources()
 }
 
-// nudgeAgent has kubelet bring a changed configuration now, not within a minute or two.
-func (s *story) nudgeAgent() {
+// retryAgent has kubelet bring a changed configuration now, not within a minute or two.
+func (s *story) retryAgent() {
 	s.Helper()
 	s.kubectl("annotate", "pod", "-n", install.Namespace, s.agentPod(gpuNode).Name, "--overwrite", fmt.Sprintf("look=%d", time.Now().UnixNano()))
 }
@@ -196,7 +196,7 @@ func TestPartitionsOnDemand(t *testing.T) {
 	s := begin(t)
 	if !s.countersKept() {
 		s.installed("mig-dynamic.values.yaml")
-		s.nudgeAgent()
+		s.retryAgent()
 		s.event("Node", gpuNode, "NoPartitionsOnDemand", "shared counters", "1.36")
 		s.served("Dual", gpusANode, gpusANode)
 		return
@@ -240,12 +240,12 @@ func policyEnds(t *testing.T) {
 	s.running(soon, 1, 0)
 	agents, before := s.agentRestarts(), s.partitions()
 	s.kubectl("patch", "configmap", "-n", install.Namespace, install.Release, "--type=merge", `--patch={"data": {"config.yaml": "{version: v1}"}}`)
-	s.nudgeAgent()
+	s.retryAgent()
 	s.await(patient, "seven GPUs to be offered whole", func() error {
 		if pools := s.poolsOfGPUs(); len(pools) != 1 {
 			return fmt.Errorf("pools of GPUs: %v", pools)
 		}
-		return s.offeredToLimits(gpusANode - 1)
+		return s.offeredToPods(gpusANode - 1)
 	})
 	s.manifest(partitioned("late", "ones"))
 	s.unschedulable(1)
@@ -524,7 +524,7 @@ func wholeOrParts(s *story) {
 		s.Errorf("the pod can use %v", s.partitions()["one"])
 	}
 	s.noDoubleOwners()
-	s.await(soon, "its GPU to leave the limits", func() error { return s.offeredToLimits(gpusANode - 1) })
+	s.await(soon, "its GPU to leave the limits", func() error { return s.offeredToPods(gpusANode - 1) })
 	s.kubectl("scale", "deployment", "-n", s.namespace, "limits", fmt.Sprintf("--replicas=%d", gpusANode))
 	s.unschedulable(1)
 	s.kubectl("delete", "pod", "-n", s.namespace, "one")

@@ -27,14 +27,14 @@ func TestStaticPartitions(t *testing.T) {
 	t.Cleanup(func() { s.uncut(gpusANode - 1) })
 	// A story that fails leaves no pod on what the administrator removes.
 	t.Cleanup(func() { s.deleteAll() })
-	s.nudgeAgent()
+	s.retryAgent()
 	agents := s.agentRestarts()
 
 	s.administer("-i", last, "-mig", "1")
 	s.administer("mig", "-i", last, "-cgi", "1g.10gb,1g.10gb,3g.40gb", "-C")
 	s.published("1g.10gb", "1g.10gb", "3g.40gb")
 	s.await(patient, "limits to see them", func() error {
-		return errors.Join(s.allocatable("nvidia.com/mig-1g.10gb", 2), s.allocatable("nvidia.com/mig-3g.40gb", 1), s.offeredToLimits(gpusANode-1))
+		return errors.Join(s.allocatable("nvidia.com/mig-1g.10gb", 2), s.allocatable("nvidia.com/mig-3g.40gb", 1), s.offeredToPods(gpusANode-1))
 	})
 	if now := s.agentRestarts(); now != agents {
 		t.Errorf("the agent restarted %d times", now-agents)
@@ -113,14 +113,14 @@ func TestSingleStrategy(t *testing.T) {
 	all := []int{0, 1, 2, 3, 4, 5, 6, 7}
 	t.Cleanup(func() { s.uncut(all...) })
 	t.Cleanup(func() { s.deleteAll() })
-	s.nudgeAgent()
+	s.retryAgent()
 	for _, gpu := range all {
 		s.administer("-i", fmt.Sprint(gpu), "-mig", "1")
 		s.administer("mig", "-i", fmt.Sprint(gpu), "-cgi", "3g.40gb,3g.40gb", "-C")
 	}
 	const halves = 2 * gpusANode
 	s.await(patient, "halves to be offered in place of GPUs", func() error {
-		return errors.Join(s.offeredToLimits(halves), s.offeredToClaims(halves))
+		return errors.Join(s.offeredToPods(halves), s.offeredToClaims(halves))
 	})
 	s.manifest(profileTemplate("half", "3g.40gb") + partitioned("by-claim", "half") + one("limit", "by-limit"))
 	s.running(soon, 2, 0)
@@ -140,7 +140,7 @@ func TestSingleStrategy(t *testing.T) {
 	s.administer("mig", "-i", last, "-dgi")
 	s.administer("mig", "-i", last, "-cgi", "1g.10gb", "-C")
 	s.await(patient, "the odd one to be left out of limits", func() error {
-		return errors.Join(s.offeredToLimits(halves-2), s.offeredToClaims(halves-1))
+		return errors.Join(s.offeredToPods(halves-2), s.offeredToClaims(halves-1))
 	})
 	s.manifest(one("limit", "still-served"))
 	s.running(soon, 1, 0)

@@ -58,7 +58,7 @@ func (s *story) served(mode string, limits int64, claims int) {
 		if err == nil && object.Status.Mode != mode {
 			err = fmt.Errorf("GPUNode says %q", object.Status.Mode)
 		}
-		return errors.Join(err, s.offeredToLimits(limits), s.offeredToClaims(claims))
+		return errors.Join(err, s.offeredToPods(limits), s.offeredToClaims(claims))
 	})
 	s.readyz(200)
 	s.Logf("served in mode %s after %v", mode, time.Since(began).Round(time.Millisecond))
@@ -107,7 +107,7 @@ func TestModeChangesOnALiveNode(t *testing.T) {
 		limits int64
 		claims int
 	}{
-		{"LimitsOnly", 6, 0}, {"ClaimsOnly", 0, 6}, {"Split", 2, 4}, {"Dual", 6, 6}, {"ClaimsOnly", 0, 6},
+		{"DevicePluginOnly", 6, 0}, {"ClaimsOnly", 0, 6}, {"Split", 2, 4}, {"Dual", 6, 6}, {"ClaimsOnly", 0, 6},
 	} {
 		s.labelled(step.mode)
 		s.served(step.mode, step.limits, step.claims)
@@ -129,10 +129,10 @@ func TestModeChangesOnALiveNode(t *testing.T) {
 	// Pods of an API that is not served end as usual, and their GPUs are for the other.
 	s.kubectl("delete", "pod", "-n", s.namespace, "limit-0")
 	s.served("ClaimsOnly", 0, 7)
-	s.labelled("LimitsOnly")
-	s.served("LimitsOnly", 6, 0)
+	s.labelled("DevicePluginOnly")
+	s.served("DevicePluginOnly", 6, 0)
 	s.kubectl("delete", "pod", "-n", s.namespace, "claim-0")
-	s.served("LimitsOnly", 7, 0)
+	s.served("DevicePluginOnly", 7, 0)
 	s.wantHolds(1, 1)
 	s.manifest(one("limit", "limit-after"))
 	s.running(soon, 3, 0)
@@ -185,7 +185,7 @@ func TestWrongModesAreRefused(t *testing.T) {
 	gpus := s.occupy()
 	containers := s.containers()
 	s.labelled("Splitt")
-	s.event("Node", gpuNode, "ConfigRejected", "Splitt", "Dual, ClaimsOnly, LimitsOnly, Split")
+	s.event("Node", gpuNode, "ConfigRejected", "Splitt", "Dual, ClaimsOnly, DevicePluginOnly, Split")
 	s.labelled("Split")
 	s.event("Node", gpuNode, "ConfigRejected", "tandem.devices: is required")
 	s.served("Dual", 6, 6)
@@ -218,7 +218,7 @@ func TestLimitsByClaims(t *testing.T) {
 	s.untouched(containers, gpus)
 	s.manifest(singleTemplate + one("claim", "claim-0") + one("claim", "claim-1"))
 	s.running(soon, 7, 0)
-	s.await(soon, "nothing to be allocatable", func() error { return s.offeredToLimits(0) })
+	s.await(soon, "nothing to be allocatable", func() error { return s.offeredToPods(0) })
 
 	// Two limits pods wait, on one side or the other, also over a restart of the agent; then one GPU after the other is free.
 	s.manifest(one("limit", "limit-0") + one("limit", "limit-1"))

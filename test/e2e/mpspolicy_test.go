@@ -46,7 +46,7 @@ func TestMPSByPolicy(t *testing.T) {
 	s.installed("mps-sharing.values.yaml")
 	w := tenants{story: s, limits: s.beside("limits"), uuids: s.uuidsInOrder()}
 	s.took("the daemons to be ready", func() {
-		s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToLimits(wholeGPUs + 2*replicas) })
+		s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToPods(wholeGPUs + 2*replicas) })
 	})
 	w.daemonsOn(mixedGPU, replicasGPU)
 	// Limits get replicas: somebody has the whole GPUs.
@@ -223,7 +223,7 @@ func (w tenants) policyChanges() {
 	}
 	w.scale(w.limits, "mps-limits", 0)
 	// One is what claims leave of the other GPU.
-	w.await(soon, "replicas by the new policy", func() error { return w.offeredToLimits(more + 1) })
+	w.await(soon, "replicas by the new policy", func() error { return w.offeredToPods(more + 1) })
 	w.scale(w.limits, "mps-limits", 1)
 	less := map[int]string{replicasGPU: gets("daemon", w.uuids[replicasGPU], 100/more, gpuMiB/more)}
 	if now := w.served(3, 1, less); now[mixedGPU] != servers[mixedGPU] {

@@ -20,7 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
-// TestWithoutTheClaimsAPI has a cluster of its own, whose API server does not serve claims: LimitsOnly works, and in Dual the
+// TestWithoutTheClaimsAPI has a cluster of its own, whose API server does not serve claims: DevicePluginOnly works, and in Dual the
 // node says what to do.
 func TestWithoutTheClaimsAPI(t *testing.T) {
 	if !strings.HasPrefix(theCluster.Config().KubernetesVersion, "v1.34.") {
@@ -71,7 +71,7 @@ func TestWithoutTheClaimsAPI(t *testing.T) {
 		return err
 	}
 
-	installed("LimitsOnly")
+	installed("DevicePluginOnly")
 	s.await(patient, "the GPUs to be offered to limits", offered)
 	s.await(patient, "agent and controller to be ready", ready)
 	kubectl("apply", "-f", filepath.Join("..", "..", "examples", "limits.yaml"))
@@ -86,7 +86,7 @@ func TestWithoutTheClaimsAPI(t *testing.T) {
 
 	kubectl("label", "node", gpuNode, modeLabel+"=Dual")
 	s.await(patient, "the node to say what to do", func() error {
-		if out := kubectl("get", "events", "--field-selector=reason=NoClaimsAPI"); !hasAll(out, []string{"LimitsOnly", "--runtime-config"}) {
+		if out := kubectl("get", "events", "--field-selector=reason=NoClaimsAPI"); !hasAll(out, []string{"DevicePluginOnly", "--runtime-config"}) {
 			return errors.New(out)
 		}
 		return nil

@@ -44,9 +44,9 @@ spec:
 `, name, uuid)
 }
 
-// loseToLimit lets a limit take a GPU, keeps that from the scheduler until it has allocated the GPU to the claim of a pod, and
+// loseToPod lets a limit take a GPU, keeps that from the scheduler until it has allocated the GPU to the claim of a pod, and
 // lets the slices tell before kubelet asks to prepare. The claim's template is "preferring"; start makes its pod.
-func (s *story) loseToLimit(start func()) {
+func (s *story) loseToPod(start func()) {
 	s.Helper()
 	before := len(s.pods())
 	allow := s.holdSlices()
@@ -81,8 +81,8 @@ func TestClaimLosesToLimit(t *testing.T) {
 	s := begin(t)
 	var healed []time.Duration
 	for range repetitions {
-		s.loseToLimit(func() { s.manifest(claimDeployment("loser", "preferring", 1)) })
-		lost := s.loser(soon, true)
+		s.loseToPod(func() { s.manifest(claimDeployment("loser", "preferring", 1)) })
+		lost := s.conflict(soon, true)
 		s.await(soon, "the owner's next pod to run", func() error {
 			for _, pod := range s.pods() {
 				if strings.HasPrefix(pod.Name, "loser") && pod.Status.Phase == corev1.PodRunning {
@@ -127,8 +127,8 @@ func repetitions(t *testing.T, otherwise int) int {
 // TestBareClaimWaitsForLimit: the same for a pod that nobody would make again. It waits, and runs soon after the GPU is free.
 func TestBareClaimWaitsForLimit(t *testing.T) {
 	s := begin(t)
-	s.loseToLimit(func() { s.manifest(withTemplate(one("claim", "bare"), "preferring")) })
-	if lost := s.loser(soon, false); !slices.Equal(lost.Devices, []string{gpuName(s.gpus("winner", "")[0])}) {
+	s.loseToPod(func() { s.manifest(withTemplate(one("claim", "bare"), "preferring")) })
+	if lost := s.conflict(soon, false); !slices.Equal(lost.Devices, []string{gpuName(s.gpus("winner", "")[0])}) {
 		t.Errorf("it lost %v", lost.Devices)
 	}
 	uid := s.pod("bare").UID
@@ -152,14 +152,14 @@ func withTemplate(pod, template string) string {
 func TestLoserWithoutController(t *testing.T) {
 	s := begin(t)
 	thaw := s.freezeController()
-	s.loseToLimit(func() { s.manifest(claimDeployment("loser", "preferring", 1)) })
-	s.loser(soon, true)
+	s.loseToPod(func() { s.manifest(claimDeployment("loser", "preferring", 1)) })
+	s.conflict(soon, true)
 	s.kubectl("delete", "pod", "-n", s.namespace, "winner")
 	s.wantHolds(0, 0)
-	s.nudge("--all")
-	s.took("the condemnation to lapse", func() { s.loser(soon, false) })
+	s.retry("--all")
+	s.took("the condemnation to lapse", func() { s.conflict(soon, false) })
 	s.wantHolds(0, 0)
-	s.nudge("--all")
+	s.retry("--all")
 	s.running(soon, 1, 0)
 	s.wantHolds(1, 0)
 	thaw()
@@ -174,7 +174,7 @@ func TestLimitLosesToClaim(t *testing.T) {
 	allow := s.holdNodeStatus()
 	s.manifest(singleTemplate + one("claim", "claim"))
 	s.await(soon, "the claim to be allocated", s.allocated(1))
-	s.await(soon, "allocatable to tell", func() error { return s.offeredToLimits(gpusANode - 1) })
+	s.await(soon, "allocatable to tell", func() error { return s.offeredToPods(gpusANode - 1) })
 	s.manifest(deployment("limits", gpusANode))
 	s.running(soon, gpusANode, 1)
 	s.noDoubleOwners()
@@ -245,7 +245,7 @@ func TestBoundLimitsFirst(t *testing.T) {
 	}
 	s.wantHolds(0, gpusANode)
 	s.noDoubleOwners()
-	s.loser(soon, false)
+	s.conflict(soon, false)
 	s.kubectl("delete", "pod", "-n", s.namespace, "limit-0")
 	s.running(soon, gpusANode-1, -1)
 }
@@ -354,7 +354,7 @@ func TestKilledBetweenRecordAndAnswer(t *testing.T) {
 	s.took("the claim's pod to run", func() { s.running(40*time.Second, 1, 0) })
 	s.wantHolds(1, 0)
 
-	s.killAtRecord("limit", func() { s.manifest(deployment("limits", 1)) })
+	s.killAtRecord("pod", func() { s.manifest(deployment("limits", 1)) })
 	s.ready()
 	s.running(patient, 2, 0)
 	t.Logf("%d pods failed", len(s.failed()))
@@ -390,9 +390,9 @@ func TestKubeletFrozenWhileRegistering(t *testing.T) {
 	}
 	thaw()
 	s.ready()
-	s.await(soon, "the node to offer what is free", func() error { return s.offeredToLimits(gpusANode - 2) })
+	s.await(soon, "the node to offer what is free", func() error { return s.offeredToPods(gpusANode - 2) })
 	s.undisturbed(before)
-	s.await(soon, "kubelet to believe what it is told", func() error { return s.offeredToLimits(gpusANode - 3) })
+	s.await(soon, "kubelet to believe what it is told", func() error { return s.offeredToPods(gpusANode - 3) })
 }
 
 // TestKubeletFrozenWhileAgentStarts: the agent dies, and kubelet is frozen as soon as it has started the next.

@@ -16,7 +16,7 @@ func TestClaimInAPodSpec(t *testing.T) {
 	if gpus := s.gpus(pod.Name, ""); !slices.Equal(gpus, []int{0}) {
 		t.Errorf("the container sees GPUs %v; the first claim gets the first GPU", gpus)
 	}
-	s.await(soon, "the GPU to leave the limits", func() error { return s.offeredToLimits(gpusANode - 1) })
+	s.await(soon, "the GPU to leave the limits", func() error { return s.offeredToPods(gpusANode - 1) })
 	s.noDoubleOwners()
 }
 
@@ -91,7 +91,7 @@ func TestBothUntilFull(t *testing.T) {
 		t.Errorf("%d GPUs are used, not %d", len(seen), gpusANode)
 	}
 	s.noDoubleOwners()
-	s.await(soon, "the scheduler to see a full node", func() error { return s.offeredToLimits(gpusANode / 2) })
+	s.await(soon, "the scheduler to see a full node", func() error { return s.offeredToPods(gpusANode / 2) })
 	s.manifest(one("claim", "claim-late"))
 	s.manifest(one("limit", "limit-late"))
 	s.await(soon, "the scheduler to refuse both", func() error {

@@ -78,7 +78,7 @@ func TestMemoryShares(t *testing.T) {
 	s := begin(t)
 	s.sharing()
 	// Four replicas of one GPU, and two GPUs as a whole.
-	s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToLimits(6) })
+	s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToPods(6) })
 	if !s.sharesKept() {
 		t.Skip("this API server drops consumable capacity (Kubernetes 1.36)")
 	}
@@ -98,7 +98,7 @@ func TestMemoryShares(t *testing.T) {
 		}
 	}
 	// What claims leave of the GPU that has replicas, 23034 - 2 x 10240 MiB, is not enough for one.
-	s.await(soon, "nothing on offer for limits", func() error { return s.offeredToLimits(0) })
+	s.await(soon, "nothing on offer for limits", func() error { return s.offeredToPods(0) })
 
 	s.kubectl("taint", "nodes", numaNode, numaKey+":NoSchedule-")
 	s.undo(func() error {
@@ -151,14 +151,14 @@ spec:
 func TestOneBudget(t *testing.T) {
 	s := begin(t)
 	s.sharing()
-	s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToLimits(6) })
+	s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToPods(6) })
 	if !s.sharesKept() {
 		t.Skip("this API server drops consumable capacity (Kubernetes 1.36)")
 	}
 	s.manifest(shareOfFirst("share", "10Gi"))
 	s.running(soon, 1, 0)
 	// 10 of 22.5 GiB leave room for two of four replicas.
-	s.await(soon, "what is left for limits", func() error { return s.offeredToLimits(2 + 1 + 1) })
+	s.await(soon, "what is left for limits", func() error { return s.offeredToPods(2 + 1 + 1) })
 	s.example("limits-shared.yaml")
 	s.kubectl("scale", "-n", s.namespace, "deployment/limits-shared", "--replicas=6")
 	s.running(soon, 1+4, 2)

@@ -262,7 +262,7 @@ func (s *story) noDoubleOwners() {
 func (s *story) allFree() {
 	s.Helper()
 	s.await(patient, "all GPUs to be free", func() error {
-		return errors.Join(s.offeredToLimits(gpusANode), s.offeredToClaims(s.offered), s.empty(), s.nothingShared())
+		return errors.Join(s.offeredToPods(gpusANode), s.offeredToClaims(s.offered), s.empty(), s.nothingShared())
 	})
 }
 
@@ -273,7 +273,7 @@ func (s *story) empty() error {
 	return nil
 }
 
-func (s *story) offeredToLimits(want int64) error {
+func (s *story) offeredToPods(want int64) error {
 	n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
 	if err != nil {
 		return err

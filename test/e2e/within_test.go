@@ -20,8 +20,8 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/pkg/driver"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/programs"
+	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/programs"
 )
 
 // What is in this file is shared by the containers of one claim, as the claim says.

@@ -14,8 +14,8 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/programs"
+	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/programs"
 )
 
 // mpsClaim is a claim for the GPU of this index, whose containers are clients of MPS.
@@ -133,7 +133,7 @@ func (s *story) interrupted(row interrupted) {
 	answer()
 
 	s.readyz(200)
-	s.nudge("coming")
+	s.retry("coming")
 	s.running(patient, 3, 0)
 	used := func() map[string]string {
 		now := s.containers()

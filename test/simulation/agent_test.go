@@ -28,10 +28,10 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/driver"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
 )
 
@@ -40,7 +40,7 @@ type agent struct {
 	*simulation
 	life       *life
 	book       *ledger.Ledger
-	pods       *evidence.Pods
+	pods       *podstate.Pods
 	reconciler *reconcile.Reconciler
 	driver     *driver.Driver
 	limits     *legacy.Plugin
@@ -100,11 +100,11 @@ func (a *agent) open() (err error) {
 	if a.faults.noRestore {
 		a.host.check(os.RemoveAll(a.host.run()))
 	}
-	cgroups := evidence.NewCgroups(a.host.cgroups())
-	if a.pods, err = evidence.NewPods(podClient{agent: a}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
+	cgroups := podstate.NewCgroups(a.host.cgroups())
+	if a.pods, err = podstate.NewPods(podClient{agent: a}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
 		return err
 	}
-	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), Evidence: parkedEvidence{a.pods, a.simulation}, Now: stamp}
+	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), PodStates: parkedState{a.pods, a.simulation}, Now: stamp}
 	options.Queue = a.pods.Queue(limits.Has)
 	options.Step = func(string) { a.diskStep() }
 	options.Turn = func(ctx context.Context) { turn(ctx, "tries to reserve") }
@@ -183,7 +183,7 @@ func (a *agent) serve() {
 		return never
 	})
 	a.loop("lists devices for limits", 0, func() []<-chan struct{} {
-		_, lacking := a.book.Lacking()
+		_, lacking := a.book.Outstanding()
 		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking}
 	}, func(c *call) time.Duration {
 		return a.look()
@@ -224,7 +224,7 @@ const never = time.Duration(1<<63 - 1)
 // sawCheckpoint counts looks at a checkpoint that names the pod before.
 func (a *agent) sawCheckpoint() {
 	for _, h := range a.book.Holds() {
-		if h.Holder.Kind != ledger.KindLimit || h.State != ledger.StateHeld || !a.host.stamped.Before(h.Since) {
+		if h.Holder.Kind != ledger.KindPod || h.State != ledger.StateHeld || !a.host.stamped.Before(h.Since) {
 			continue
 		}
 		if slices.Contains(a.host.named, h.Holder.ID) {
@@ -239,8 +239,8 @@ func (a *agent) look() time.Duration {
 	list := lists[resourceName]
 	if list != a.list {
 		for _, h := range a.book.Holds() {
-			if a.list == nil && h.Holder.Kind == ledger.KindClaim && h.State == ledger.StateExpected {
-				a.hit(expectedBlocksLimit)
+			if a.list == nil && h.Holder.Kind == ledger.KindClaim && h.State == ledger.StateRestored {
+				a.hit(restoredBlocksPod)
 			}
 		}
 		a.list = list
@@ -329,19 +329,19 @@ func (a *agent) Allocated() []ledger.Hold {
 
 // report writes the status of the GPUNode, at the product's pace and only what is new.
 func (a *agent) report() time.Duration {
-	facts := gpunode.Facts{Mode: "Dual", Limits: limits, Inventory: a.inventory, Holds: a.book.Holds(), Losers: a.book.Losers()}
+	facts := gpunode.Facts{Mode: "Dual", Limits: limits, Inventory: a.inventory, Holds: a.book.Holds(), Conflicts: a.book.Conflicts()}
 	if a.acknowledged != nil {
 		facts.Allocatable = map[string][]string{resourceName: a.acknowledged}
 	}
 	status := gpunode.Status(facts)
-	lapse := never
-	for _, l := range a.book.Losers() {
+	expire := never
+	for _, l := range a.book.Conflicts() {
 		if until := l.Until(); !until.IsZero() {
-			lapse = min(lapse, max(time.Until(until), time.Millisecond))
+			expire = min(expire, max(time.Until(until), time.Millisecond))
 		}
 	}
 	if a.reporting || reflect.DeepEqual(status, a.reported) {
-		return lapse
+		return expire
 	}
 	if wait := time.Until(a.pace.Due(gpunode.Urgent(a.reported, status))); wait > 0 {
 		return wait
@@ -357,7 +357,7 @@ func (a *agent) report() time.Duration {
 			a.reported = v1alpha1.GPUNodeStatus{}
 		}
 	})
-	return lapse
+	return expire
 }
 
 // confirm asks kubelet what it calls allocatable until that is what was sent.
@@ -501,7 +501,7 @@ func (a *agent) Ensure(ctx context.Context, _ ...string) error {
 }
 
 // List is kubelet's.
-func (a *agent) List(ctx context.Context, _ func(string) bool, _ string) ([]evidence.UsedDevice, []evidence.UsedClaim, error) {
+func (a *agent) List(ctx context.Context, _ func(string) bool, _ string) ([]podstate.UsedDevice, []podstate.UsedClaim, error) {
 	turn(ctx, "asks for pod resources")
 	return a.kubelet.list()
 }
@@ -552,28 +552,28 @@ func (c podClient) List(ctx context.Context, _ metav1.ListOptions) (*corev1.PodL
 	return list, nil
 }
 
-// parkedEvidence lets something else happen before evidence is heard.
-type parkedEvidence struct {
-	ledger.Evidence
+// parkedState lets something else happen before evidence is heard.
+type parkedState struct {
+	ledger.PodStates
 	s *simulation
 }
 
-func (e parkedEvidence) Verdict(h ledger.Hold) ledger.Verdict {
+func (e parkedState) PodState(h ledger.Hold) ledger.PodState {
 	e.s.pause("asks for evidence of " + h.Holder.ID)
-	if e.s.faults.noEvidence {
+	if e.s.faults.noPodStates {
 		return ledger.Gone
 	}
-	return e.Evidence.Verdict(h)
+	return e.PodStates.PodState(h)
 }
 
-func (e parkedEvidence) Started(h ledger.Hold, all []ledger.Hold) bool {
-	return !e.s.faults.noEvidence && e.Evidence.Started(h, all)
+func (e parkedState) Started(h ledger.Hold, all []ledger.Hold) bool {
+	return !e.s.faults.noPodStates && e.PodStates.Started(h, all)
 }
 
 // parkedPods waits for pods that nobody has heard of in the schedule's time.
-type parkedPods struct{ *evidence.Pods }
+type parkedPods struct{ *podstate.Pods }
 
-func (p parkedPods) Meet(ctx context.Context, claim ledger.ClaimRequest) {
+func (p parkedPods) WaitForPods(ctx context.Context, claim ledger.ClaimRequest) {
 	c, _ := ctx.Value(callKey{}).(*call)
 	known := func(pod ledger.Pod) bool { return p.Known(pod.UID) }
 	for began := time.Now(); time.Since(began) < 2*time.Second && len(claim.Pods) > 0 && !slices.ContainsFunc(claim.Pods, known); {
@@ -603,7 +603,7 @@ func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (
 		return ledger.Taken{}, err // the ledger might try once more, as it comes
 	}
 	if l.s.faults.noCrossCheck {
-		r = strangers(r)
+		r = unknownPods(r)
 	}
 	if l.s.faults.noSum {
 		r.Shares = maps.Clone(r.Shares)
@@ -612,8 +612,8 @@ func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (
 		}
 	}
 	var patience time.Duration
-	if r.Yield != nil {
-		patience = r.Yield.Patience
+	if r.PodsFirst != nil {
+		patience = r.PodsFirst.WaitBudget
 	}
 	if l.has(r.UID, ledger.StateDraining) {
 		l.s.hit(prepareAgain)
@@ -622,7 +622,7 @@ func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (
 	taken, err := l.Ledger.ReserveClaim(ctx, r)
 	turn(ctx, "has reserved")
 	switch {
-	case r.Yield != nil && r.Yield.Patience < patience:
+	case r.PodsFirst != nil && r.PodsFirst.WaitBudget < patience:
 		l.s.hit(claimYields)
 	case errors.Is(err, ledger.ErrCancelled):
 		l.s.hit(prepareCancelled)
@@ -646,8 +646,8 @@ func (s *simulation) mayDie(err error) {
 	}
 }
 
-// strangers makes the claim ask for other hardware than limits do, so that the two never meet.
-func strangers(r ledger.ClaimRequest) ledger.ClaimRequest {
+// unknownPods makes the claim ask for other hardware than limits do, so that the two never meet.
+func unknownPods(r ledger.ClaimRequest) ledger.ClaimRequest {
 	r.Devices = slices.Clone(r.Devices)
 	for i := range r.Devices {
 		r.Devices[i].GPU += "-claims"
@@ -678,7 +678,7 @@ func (l parkedLedger) DrainClaim(ctx context.Context, uid string) error {
 	return err
 }
 
-func (l parkedLedger) ReserveLimits(requests []ledger.LimitRequest) error {
+func (l parkedLedger) ReservePod(requests []ledger.PodRequest) error {
 	l.s.pause("reserves")
 	if l.s.faults.noSum {
 		requests = slices.Clone(requests)
@@ -686,7 +686,7 @@ func (l parkedLedger) ReserveLimits(requests []ledger.LimitRequest) error {
 			requests[i].Share = crumb(requests[i].Share)
 		}
 	}
-	err := l.Ledger.ReserveLimits(requests)
+	err := l.Ledger.ReservePod(requests)
 	l.s.pause("has reserved")
 	l.s.mayDie(err)
 	return err
@@ -694,7 +694,7 @@ func (l parkedLedger) ReserveLimits(requests []ledger.LimitRequest) error {
 
 func (l parkedLedger) Release(h ledger.Hold) error {
 	l.s.pause("releases")
-	if len(h.Pods) == 1 && h.Holder.Kind == ledger.KindLimit && l.s.host.pods[h.Pods[0].UID] != nil {
+	if len(h.Pods) == 1 && h.Holder.Kind == ledger.KindPod && l.s.host.pods[h.Pods[0].UID] != nil {
 		l.s.hit(emptyCgroupEnds)
 	}
 	return l.Ledger.Release(h)

@@ -29,17 +29,17 @@ type director struct {
 	// value is what it last saw allocatable, how many kubelet listed then, and since when.
 	value, listed int
 	since         time.Time
-	nudged        map[types.UID]*patience
+	retried       map[types.UID]*patience
 }
 
 type patience struct {
 	next     time.Time
 	interval time.Duration
-	nudges   int
+	retries  int
 }
 
 func (s *simulation) startController() {
-	d := &director{simulation: s, life: newLife("controller"), busy: map[string]bool{}, nudged: map[types.UID]*patience{}}
+	d := &director{simulation: s, life: newLife("controller"), busy: map[string]bool{}, retried: map[types.UID]*patience{}}
 	s.controller = d
 	d.seen = s.api.watch(d.life, "claim/ node/ gpunode/ pod/", func(string, any, any) { d.lookSoon(0) }, func() { d.lookSoon(0) })
 }
@@ -88,7 +88,7 @@ func (d *director) lookSoon(delay time.Duration) {
 		claims := d.relay(object)
 		d.allocatable(object, claims)
 		d.heal(object)
-		d.nudge(object, claims)
+		d.retry(object, claims)
 	})
 }
 
@@ -119,7 +119,7 @@ func (d *director) allocatable(object *gpuNode, claims []v1alpha1.AllocatedClaim
 	}
 	want, current, listed := min(int(value), node.capacity), node.allocatable, 0
 	for _, device := range object.status.Devices {
-		if device.Limits == v1alpha1.LimitsAllocatable {
+		if device.ExtendedResourceState == v1alpha1.ExtendedResourceAllocatable {
 			listed++
 			if device.Sharing != nil && device.Sharing.Replicas > 0 {
 				listed += int(device.Sharing.Allocatable) - 1
@@ -149,12 +149,12 @@ func (d *director) allocatable(object *gpuNode, claims []v1alpha1.AllocatedClaim
 }
 
 func (d *director) heal(object *gpuNode) {
-	for _, loser := range object.status.Losers {
-		if !loser.Condemned {
+	for _, conflict := range object.status.Conflicts {
+		if !conflict.PendingEviction {
 			continue
 		}
 		d.lookSoon(2 * time.Second)
-		d.once("judges "+loser.Name, func() { d.judge(loser.UID) })
+		d.once("judges "+conflict.Name, func() { d.judge(conflict.UID) })
 	}
 }
 
@@ -164,13 +164,13 @@ func (d *director) judge(uid types.UID) {
 	if !ok {
 		return
 	}
-	loser, condemned := controller.StillCondemned(object.status, uid)
-	if !condemned {
+	conflict, pendingEviction := controller.StillPendingEviction(object.status, uid)
+	if !pendingEviction {
 		return
 	}
 	agent := d.agentLife()
-	k, ok := get[*claim](d.api, claimKey(loser.Name))
-	if !ok || !controller.StillLost(loser, resourceClaim(k), driverName, nodeName) {
+	k, ok := get[*claim](d.api, claimKey(conflict.Name))
+	if !ok || !controller.StillLost(conflict, resourceClaim(k), driverName, nodeName) {
 		return
 	}
 	judged := map[types.UID]*pod{}
@@ -183,14 +183,14 @@ func (d *director) judge(uid types.UID) {
 			}
 		}
 	}
-	for _, evicted := range controller.JudgeEviction(loser, resourceClaim(k), pods).Evict {
+	for _, evicted := range controller.JudgeEviction(conflict, resourceClaim(k), pods).Evict {
 		was := judged[evicted.UID]
 		d.once("evicts "+was.uid, func() {
 			if now, ok := get[*pod](d.api, podKey(was.uid)); !ok || now != was {
 				d.hit(evictionOvertaken)
 				return
 			}
-			d.hit(condemnedEvicted)
+			d.hit(pendingEvicted)
 			// An agent that was restarted in between has forgotten the condemnation.
 			if was.owner == "" || d.host.busy(was.uid) && agent == d.agentLife() {
 				d.fail("pod %s of claim %s is evicted, owner %q, running %v", was.uid, k.name, was.owner, d.host.busy(was.uid))
@@ -200,28 +200,28 @@ func (d *director) judge(uid types.UID) {
 	}
 }
 
-// nudge changes an annotation of pods that kubelet could start now.
-func (d *director) nudge(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
-	now, before := time.Now(), d.nudged
-	d.nudged = map[types.UID]*patience{}
-	for _, n := range controller.Nudges(object.status, claims, d.waiting()) {
+// retry changes an annotation of pods that kubelet could start now.
+func (d *director) retry(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
+	now, before := time.Now(), d.retried
+	d.retried = map[types.UID]*patience{}
+	for _, n := range controller.Retries(object.status, claims, d.waiting()) {
 		key := n.UID
 		if n.Pod != "" {
 			key = n.Pod
 		}
 		p := before[key]
 		if p == nil {
-			p = &patience{next: now.Add(n.Patience), interval: 5 * time.Second}
+			p = &patience{next: now.Add(n.WaitBudget), interval: 5 * time.Second}
 		}
-		d.nudged[key] = p
-		if n.Pod != "" && p.nudges >= 5 {
+		d.retried[key] = p
+		if n.Pod != "" && p.retries >= 5 {
 			continue
 		}
 		if now.Before(p.next) {
 			d.lookSoon(p.next.Sub(now))
 			continue
 		}
-		p.next, p.interval, p.nudges = now.Add(p.interval), min(2*p.interval, 80*time.Second), p.nudges+1
+		p.next, p.interval, p.retries = now.Add(p.interval), min(2*p.interval, 80*time.Second), p.retries+1
 		d.lookSoon(p.next.Sub(now))
 		k, ok := d.seen.cache[claimKey(n.Name)].(*claim)
 		if !ok || k.uid != string(n.UID) {
@@ -233,10 +233,10 @@ func (d *director) nudge(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
 			}
 			d.once("nudges "+uid, func() {
 				p, ok := get[*pod](d.api, podKey(uid))
-				if ok && p.bound && controller.Nudgeable(podObject(p), nodeName) && (n.Pod == "" || controller.Unstarted(podObject(p))) {
-					d.hit(nudged)
+				if ok && p.bound && controller.Retryable(podObject(p), nodeName) && (n.Pod == "" || controller.Unstarted(podObject(p))) {
+					d.hit(retried)
 					if n.Pod != "" {
-						d.hit(latecomerNudged)
+						d.hit(latecomerRetried)
 					}
 					d.api.updatePod(uid, func(p *pod) { p.retry = time.Now().Format(time.RFC3339Nano) })
 				}

@@ -10,7 +10,7 @@ import (
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
-	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // stream is one registration of the agent's device plugin, under a socket name of its own.
@@ -223,15 +223,15 @@ func (k *kubelet) take(w *worker, e *stream, ids []string, container string) {
 }
 
 // list is podresources List: it also recounts what is allocated.
-func (k *kubelet) list() ([]evidence.UsedDevice, []evidence.UsedClaim, error) {
+func (k *kubelet) list() ([]podstate.UsedDevice, []podstate.UsedClaim, error) {
 	if k.life.over {
 		return nil, nil, errors.New("kubelet is down")
 	}
 	if k.inFlight {
 		k.hit(listForgetsInFlight)
 	}
-	var devices []evidence.UsedDevice
-	var claims []evidence.UsedClaim
+	var devices []podstate.UsedDevice
+	var claims []podstate.UsedClaim
 	k.updateAllocated()
 	for _, p := range all[*pod](k.known.cache) {
 		if !k.active(p.uid) {
@@ -242,13 +242,13 @@ func (k *kubelet) list() ([]evidence.UsedDevice, []evidence.UsedClaim, error) {
 				continue // it lists none that ends before the others start
 			}
 			for _, id := range k.devices[p.uid][container] {
-				devices = append(devices, evidence.UsedDevice{Namespace: namespace, Pod: p.name, Container: container, Resource: resourceName, ID: id})
+				devices = append(devices, podstate.UsedDevice{Namespace: namespace, Pod: p.name, Container: container, Resource: resourceName, ID: id})
 			}
 		}
 		if info := k.claims[p.claim]; info != nil && info.pods[p.uid] && len(info.devices) > 0 {
-			used := evidence.UsedClaim{Namespace: namespace, Pod: p.name, Claim: info.name}
+			used := podstate.UsedClaim{Namespace: namespace, Pod: p.name, Claim: info.name}
 			for _, d := range info.devices {
-				used.Devices = append(used.Devices, evidence.PoolDevice{Pool: nodeName, Device: d})
+				used.Devices = append(used.Devices, podstate.PoolDevice{Pool: nodeName, Device: d})
 			}
 			claims = append(claims, used)
 		}

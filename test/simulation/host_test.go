@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 const (
@@ -193,7 +193,7 @@ func (h *host) writeCheckpoint(devices podDevices, registered []string) {
 		"Data": map[string]any{"PodDeviceEntries": entries, "RegisteredDevices": map[string]any{resourceName: registered}}, "Checksum": 1,
 	})
 	h.check(err)
-	h.writeFile(evidence.DeviceCheckpointPath(h.kubeletDir()), data)
+	h.writeFile(podstate.DeviceCheckpointPath(h.kubeletDir()), data)
 	h.stamped, h.named = stamp(), nil
 	for _, uid := range sorted(devices) {
 		for _, container := range sorted(devices[uid]) {
@@ -211,7 +211,7 @@ func (h *host) wrote() {
 
 func (h *host) readCheckpoint() podDevices {
 	devices := podDevices{}
-	checkpoint, err := evidence.ReadDeviceCheckpoint(h.kubeletDir())
+	checkpoint, err := podstate.ReadDeviceCheckpoint(h.kubeletDir())
 	h.check(err)
 	for _, d := range checkpoint.Devices {
 		if devices[d.PodUID] == nil {
@@ -259,7 +259,7 @@ func (h *host) writeState(claims map[string]*claimInfo) {
 
 func (h *host) readState() map[string]*claimInfo {
 	claims := map[string]*claimInfo{}
-	known, err := evidence.ReadClaimState(h.kubeletDir(), driverName)
+	known, err := podstate.ReadClaimState(h.kubeletDir(), driverName)
 	h.check(err)
 	for _, k := range known {
 		c := &claimInfo{uid: k.UID, name: k.Name, pods: map[string]bool{}}

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/tandem-gpu/tandem/pkg/evidence"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // deed is something that users or misfortune do, as often as its weight says.
@@ -170,7 +170,7 @@ func (s *simulation) deeds() []deed {
 		{1, "kubelet's device checkpoint is deleted", func() {
 			s.killKubelet()
 			s.hit(checkpointDeleted)
-			_ = os.Remove(evidence.DeviceCheckpointPath(s.host.kubeletDir()))
+			_ = os.Remove(podstate.DeviceCheckpointPath(s.host.kubeletDir()))
 		}},
 	}
 }

@@ -6,9 +6,9 @@ package simulation
 type row string
 
 const (
-	claimLosesToLimit        row = "claim-loses-to-limit"
-	limitLosesToClaim        row = "limit-loses-to-claim"
-	limitFindsOrphan         row = "limit-finds-force-deleted-holder"
+	claimLosesToPod          row = "claim-loses-to-limit"
+	podLosesToClaim          row = "limit-loses-to-claim"
+	podFindsOrphan           row = "limit-finds-force-deleted-holder"
 	reuseInPod               row = "reuse-by-init-container"
 	containerRestarts        row = "container-restarts"
 	unprepareInUse           row = "unprepare-of-a-claim-in-use"
@@ -19,7 +19,7 @@ const (
 	prepareRetried           row = "prepare-retried-by-kubelet"
 	rebootReclaims           row = "reboot-claim-gets-its-gpu-back"
 	rebootLimitsFail         row = "reboot-limits-pods-fail"
-	expectedBlocksLimit      row = "expected-claim-kept-from-limits"
+	restoredBlocksPod        row = "expected-claim-kept-from-limits"
 	agentDiesBeforeAnswer    row = "agent-dies-between-record-and-answer"
 	agentDiesOnDisk          row = "agent-dies-in-the-middle-of-a-record"
 	agentRestarts            row = "agent-restarts-with-holds"
@@ -41,11 +41,11 @@ const (
 	emptyCgroupEnds          row = "finished-pod-with-empty-cgroup"
 	unprepareByReconcileLoop row = "unprepare-by-kubelets-reconcile-loop"
 	allocatableLowered       row = "allocatable-lowered-before-kubelet"
-	condemnedEvicted         row = "condemned-claims-pod-evicted"
+	pendingEvicted           row = "pending-eviction-pod-evicted"
 	evictionOvertaken        row = "eviction-overtaken-by-a-change-of-the-pod"
-	nudged                   row = "kubelet-nudged-to-prepare"
-	latecomerNudged          row = "pod-of-a-prepared-claim-nudged"
-	condemnedRefused         row = "condemned-claim-refused"
+	retried                  row = "kubelet-nudged-to-prepare"
+	latecomerRetried         row = "pod-of-a-prepared-claim-nudged"
+	pendingRefused           row = "pending-eviction-refused"
 	keptByNewAllocation      row = "device-kept-by-a-claim-allocated-anew"
 	keptByReadmission        row = "device-kept-by-a-pod-admitted-anew"
 	claimYields              row = "claim-lets-bound-limits-go-first"
@@ -56,11 +56,11 @@ const (
 
 // allRows are those that a full run must meet.
 var allRows = []row{
-	claimLosesToLimit, limitLosesToClaim, limitFindsOrphan, reuseInPod, containerRestarts, unprepareInUse, attachDuringUnprepare,
-	prepareAgain, prepareWaits, prepareCancelled, prepareRetried, rebootReclaims, rebootLimitsFail, expectedBlocksLimit,
+	claimLosesToPod, podLosesToClaim, podFindsOrphan, reuseInPod, containerRestarts, unprepareInUse, attachDuringUnprepare,
+	prepareAgain, prepareWaits, prepareCancelled, prepareRetried, rebootReclaims, rebootLimitsFail, restoredBlocksPod,
 	agentDiesBeforeAnswer, agentDiesOnDisk, agentRestarts, kubeletRestarts, kubeletDiesInCall, allocateUnknownPod, oldStreamEndsNew,
 	listForgetsInFlight, staleAllocatable, staleSlice, forceDeletedRuns, forceDeletedUnseen, stateDeleted, checkpointDeleted,
 	checkpointIsOld, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
-	allocatableLowered, condemnedEvicted, evictionOvertaken, nudged, latecomerNudged, condemnedRefused, claimYields,
+	allocatableLowered, pendingEvicted, evictionOvertaken, retried, latecomerRetried, pendingRefused, claimYields,
 	shareBesideShare, shareBesideReplica, replicaBesideReplica,
 }

@@ -118,7 +118,7 @@ func (c *scheduler) placeClaim(p *pod) bool {
 			return
 		}
 		c.api.updateClaim(wanted.name, wanted.uid, func(changed *claim) {
-			if len(changed.devices) == 0 && c.limitHolds(devices) {
+			if len(changed.devices) == 0 && c.podHolds(devices) {
 				c.hit(staleSlice)
 			}
 			changed.devices, changed.consumed = devices, nil

@@ -28,7 +28,7 @@ var (
 )
 
 // faults are what a self-test switches off.
-type faults struct{ noCrossCheck, noRestore, noEvidence, noRelease, noSum bool }
+type faults struct{ noCrossCheck, noRestore, noPodStates, noRelease, noSum bool }
 
 // simulation is one world: a node with its kubelet and agent, and a cluster around it.
 type simulation struct {
@@ -268,7 +268,7 @@ func (s *simulation) stuck() map[string]string {
 	}
 	// A pod that kubelet had admitted before it lost its checkpoint, and then anew, keeps what it had first while it lives.
 	for _, h := range s.agent.book.Holds() {
-		if h.Holder.Kind == ledger.KindLimit && h.State == ledger.StateDraining && s.livesOf(h) {
+		if h.Holder.Kind == ledger.KindPod && h.State == ledger.StateDraining && s.livesOf(h) {
 			s.hit(keptByReadmission)
 			gpu := "gpu-" + h.Device.GPU[len("GPU-"):]
 			used[gpu] = h.Pods[0].UID
@@ -336,8 +336,8 @@ func (s *simulation) describe() {
 	for _, h := range s.agent.book.Holds() {
 		s.note(fmt.Sprintf("    hold: %s %s since %.3fs, pods %v", h.Device, h, h.Since.Sub(epoch).Seconds(), h.Pods))
 	}
-	for _, lost := range s.agent.book.Losers() {
-		s.note(fmt.Sprintf("    loser: %s %s condemned %v", lost.UID, lost.Name, lost.Condemned))
+	for _, lost := range s.agent.book.Conflicts() {
+		s.note(fmt.Sprintf("    loser: %s %s condemned %v", lost.UID, lost.Name, lost.PendingEviction))
 	}
 	for _, uid := range sorted(s.host.pods) {
 		s.note(fmt.Sprintf("    runs: %s of %s with %v busy %v", uid, s.host.pods[uid].owner, s.host.pods[uid].gpus, s.host.pods[uid].busy))
@@ -482,9 +482,9 @@ func (s *simulation) bootAgent(delay time.Duration) {
 func (a *agent) sawPrepare(c *claim, err error) {
 	switch {
 	case err != nil && strings.Contains(err.Error(), "evicting the pod"):
-		a.hit(condemnedRefused)
+		a.hit(pendingRefused)
 	case err != nil && strings.Contains(err.Error(), "limit"):
-		a.hit(claimLosesToLimit)
+		a.hit(claimLosesToPod)
 	case err == nil && a.before[c.uid] != nil:
 		a.hit(rebootReclaims)
 		if !slices.Equal(a.before[c.uid], c.devices) {
@@ -503,18 +503,18 @@ func (k *kubelet) sawAllocate(err error) {
 	case strings.Contains(text, "a limits pod (held)"):
 		k.hit(forceDeletedUnseen)
 	case strings.Contains(text, "held by claim"):
-		k.hit(limitLosesToClaim)
+		k.hit(podLosesToClaim)
 	case strings.Contains(text, "containers may still run"):
-		k.hit(limitFindsOrphan)
+		k.hit(podFindsOrphan)
 	}
 }
 
-func (c *scheduler) limitHolds(devices []string) bool {
+func (c *scheduler) podHolds(devices []string) bool {
 	if c.agent == nil || c.agent.life.over {
 		return false
 	}
 	for _, h := range c.agent.book.Holds() {
-		if h.Holder.Kind == ledger.KindLimit && slices.Contains(devices, "gpu-"+h.Device.GPU[len("GPU-"):]) {
+		if h.Holder.Kind == ledger.KindPod && slices.Contains(devices, "gpu-"+h.Device.GPU[len("GPU-"):]) {
 			return true
 		}
 	}
@@ -596,7 +596,7 @@ func TestSelfTest(t *testing.T) {
 	}{
 		"the check of one API against the other": {faults{noCrossCheck: true}, []string{"has two owners"}},
 		"the restoring of holds at start":        {faults{noRestore: true}, []string{"has two owners"}},
-		"the evidence that a pod has ended":      {faults{noEvidence: true}, []string{"has two owners"}},
+		"the evidence that a pod has ended":      {faults{noPodStates: true}, []string{"has two owners"}},
 		"the release of what has ended":          {faults{noRelease: true}, []string{"stuck: ", "leaked: "}},
 		"the sum of what is given out of a GPU":  {faults{noSum: true}, []string{"is too much for"}},
 	} {

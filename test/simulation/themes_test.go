@@ -63,7 +63,7 @@ const (
 	claimPods       = "a finite claim pod comes"
 	endlessClaims   = "an owner of endless claim pods comes"
 	endlessLimits   = "an owner of endless limits pods comes"
-	limitOwners     = "an owner of limits pods comes"
+	podOwners       = "an owner of limits pods comes"
 	orphans         = "a running limits pod is force-deleted and another one comes"
 	orphanClaims    = "a running claim pod is force-deleted and another one comes"
 	forceDeletes    = "a pod is force-deleted"
@@ -84,7 +84,7 @@ const (
 // themes take turns by the seeds of the worlds. Each makes common what is rare by itself.
 var themes = []theme{
 	{name: "anything"},
-	{name: "reboots", deeds: []string{reboots, claimOwners, limitOwners}, misfortune: 20 * time.Second, calm: true},
+	{name: "reboots", deeds: []string{reboots, claimOwners, podOwners}, misfortune: 20 * time.Second, calm: true},
 	{name: "reboots with claims", deeds: []string{reboots, endlessClaims}, misfortune: time.Minute, pace: 2 * time.Second, gpus: 8},
 	{name: "reboots with limits", deeds: []string{reboots, endlessLimits}, misfortune: 15 * time.Second, calm: true, gpus: 8},
 	{name: "reboots in a rush", deeds: []string{reboots, everybody}, misfortune: 20 * time.Second},
@@ -99,9 +99,9 @@ var themes = []theme{
 			}},
 		}},
 	{name: "orphans", deeds: []string{orphans}, pace: 300 * time.Millisecond},
-	{name: "orphans of owners", deeds: []string{orphans, limitOwners}, pace: 500 * time.Millisecond},
+	{name: "orphans of owners", deeds: []string{orphans, podOwners}, pace: 500 * time.Millisecond},
 	{name: "slow orphans", deeds: []string{orphans}, slow: true},
-	{name: "force-deleted", deeds: []string{forceDeletes, limitOwners, claimOwners}, pace: 300 * time.Millisecond},
+	{name: "force-deleted", deeds: []string{forceDeletes, podOwners, claimOwners}, pace: 300 * time.Millisecond},
 	{name: "rush", deeds: []string{everybody}, pace: 300 * time.Millisecond, strikes: hearsay},
 	{name: "slow rush", deeds: []string{everybody}, slow: true},
 	{name: "annotated rush", deeds: []string{everybody, claimOwners, annotates}, slow: true},
@@ -154,14 +154,14 @@ var themes = []theme{
 	{name: "shared claims, no API", deeds: []string{sharedOwners, deletesWaiting, apiGoes},
 		misfortune: 3 * time.Second, strikes: overtaking},
 	{name: "few share, slowly", deeds: []string{shares, deletes}, slow: true},
-	{name: "agent and limits", deeds: []string{agentDies, limitOwners},
+	{name: "agent and limits", deeds: []string{agentDies, podOwners},
 		misfortune: 3 * time.Second, versions: []int{34, 36}, strikes: []strike{
 			{life: "kubelet", before: "loses a device plugin", oneIn: 1, name: "later", late: 5 * time.Second},
 		}},
 	{name: "agent", deeds: []string{agentDies}, slow: true, misfortune: time.Second},
-	{name: "kubelet", deeds: []string{kubeletDies, checkpointGoes, limitOwners}},
-	{name: "kubelet forgets", deeds: []string{checkpointGoes, limitOwners, endlessLimits}, misfortune: 8 * time.Second},
-	{name: "kubelet in calls", deeds: []string{claimOwners, limitOwners}, strikes: []strike{
+	{name: "kubelet", deeds: []string{kubeletDies, checkpointGoes, podOwners}},
+	{name: "kubelet forgets", deeds: []string{checkpointGoes, podOwners, endlessLimits}, misfortune: 8 * time.Second},
+	{name: "kubelet in calls", deeds: []string{claimOwners, podOwners}, strikes: []strike{
 		{life: "kubelet", before: "hears the answer to ", oneIn: 6, name: "kubelet dies",
 			do: func(s *simulation, _ string) { s.killKubelet() }},
 	}},
@@ -172,7 +172,7 @@ var themes = []theme{
 	{name: "parts of GPUs", sharing: true, gpus: 3},
 	{name: "parts of GPUs in a rush", sharing: true, gpus: 4, deeds: []string{everybody},
 		pace: 300 * time.Millisecond, strikes: hearsay},
-	{name: "parts of GPUs and the agent", sharing: true, gpus: 3, deeds: []string{agentDies, claimOwners, limitOwners},
+	{name: "parts of GPUs and the agent", sharing: true, gpus: 3, deeds: []string{agentDies, claimOwners, podOwners},
 		misfortune: 3 * time.Second},
 	{name: "parts of GPUs and reboots", sharing: true, gpus: 3, deeds: []string{reboots, endlessClaims, endlessLimits},
 		misfortune: 20 * time.Second},

@@ -15,8 +15,8 @@ import (
 	"sync"
 	"time"
 
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated"
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/smi"
+	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/smi"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 

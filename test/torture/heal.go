@@ -65,16 +65,16 @@ func (h *heals) run(ctx context.Context, client dynamic.Interface) error {
 	return nil
 }
 
-// loser is an entry of GPUNode.status.losers.
-type loser struct {
+// conflict is an entry of GPUNode.status.losers.
+type conflict struct {
 	uid, namespace, name string
 	since                time.Time
-	condemned            bool
+	pendingEviction      bool
 }
 
-func losersOf(node *unstructured.Unstructured) []loser {
-	entries, _, _ := unstructured.NestedSlice(node.Object, "status", "losers")
-	var found []loser
+func conflictsOf(node *unstructured.Unstructured) []conflict {
+	entries, _, _ := unstructured.NestedSlice(node.Object, "status", "conflicts")
+	var found []conflict
 	for _, entry := range entries {
 		fields, ok := entry.(map[string]any)
 		if !ok {
@@ -85,8 +85,8 @@ func losersOf(node *unstructured.Unstructured) []loser {
 		if err != nil {
 			continue
 		}
-		condemned, _ := fields["condemned"].(bool)
-		found = append(found, loser{text("uid"), text("namespace"), text("name"), since, condemned})
+		pendingEviction, _ := fields["pendingEviction"].(bool)
+		found = append(found, conflict{text("uid"), text("namespace"), text("name"), since, pendingEviction})
 	}
 	return found
 }
@@ -96,24 +96,24 @@ func (h *heals) seen(object any) {
 	if !ok {
 		return
 	}
-	for _, l := range losersOf(node) {
-		if !l.condemned {
+	for _, l := range conflictsOf(node) {
+		if !l.pendingEviction {
 			continue
 		}
-		if loser := h.userOf(l.namespace, l.name); loser != nil && loser.owner != "" {
-			h.lost(l, loser)
+		if conflict := h.userOf(l.namespace, l.name); conflict != nil && conflict.owner != "" {
+			h.lost(l, conflict)
 		}
 	}
 }
 
-func (h *heals) lost(l loser, pod *life) {
+func (h *heals) lost(l conflict, pod *life) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.known[l.uid] {
 		return
 	}
 	h.known[l.uid] = true
-	h.tally.add(func(c *Counters) { c.Condemned++ })
+	h.tally.add(func(c *Counters) { c.PendingEviction++ })
 	// A pod that came in the place of one that lost, and loses too, heals nothing yet: that loss goes on.
 	if h.healedBy(pod) < 0 {
 		h.open = append(h.open, &loss{owner: pod.owner, workload: pod.pod.Labels[workloadLabel], since: l.since})

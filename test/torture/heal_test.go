@@ -44,14 +44,14 @@ func (h *healing) pod(claim, owner string, made time.Duration) *life {
 	return l
 }
 
-func (h *healing) lose(at time.Duration, condemned bool, claims ...string) {
+func (h *healing) recordConflict(at time.Duration, pendingEviction bool, claims ...string) {
 	var entries []any
 	for _, claim := range claims {
 		entries = append(entries, map[string]any{
-			"uid": claim, "namespace": "n", "name": claim, "since": h.after(at).Format(time.RFC3339Nano), "condemned": condemned,
+			"uid": claim, "namespace": "n", "name": claim, "since": h.after(at).Format(time.RFC3339Nano), "pendingEviction": pendingEviction,
 		})
 	}
-	h.seen(&unstructured.Unstructured{Object: map[string]any{"status": map[string]any{"losers": entries}}})
+	h.seen(&unstructured.Unstructured{Object: map[string]any{"status": map[string]any{"conflicts": entries}}})
 }
 
 func (h *healing) want(t *testing.T, healed int, times ...time.Duration) {
@@ -71,11 +71,11 @@ func TestALossIsHealedByTheOwnersNextPod(t *testing.T) {
 	first := h.pod("lost", "owner", 0)
 	h.pod("bare", "", 0)
 	h.pod("waits", "owner", 0)
-	h.lose(time.Second, true, "lost", "bare", "unknown")
-	h.lose(time.Second, false, "waits")
-	h.lose(time.Second, true, "lost")
-	if c := h.tally.now(); c.Condemned != 1 {
-		t.Fatalf("%d condemned", c.Condemned)
+	h.recordConflict(time.Second, true, "lost", "bare", "unknown")
+	h.recordConflict(time.Second, false, "waits")
+	h.recordConflict(time.Second, true, "lost")
+	if c := h.tally.now(); c.PendingEviction != 1 {
+		t.Fatalf("%d condemned", c.PendingEviction)
 	}
 	h.placed(first, h.after(2*time.Second))
 	h.placed(h.pod("", "other", 1500*time.Millisecond), h.after(2*time.Second))
@@ -93,9 +93,9 @@ func TestALossIsHealedByTheOwnersNextPod(t *testing.T) {
 func TestALossGoesOnWithTheNextPodThatLoses(t *testing.T) {
 	h := newHealing(t)
 	h.pod("first", "owner", 0)
-	h.lose(time.Second, true, "first")
+	h.recordConflict(time.Second, true, "first")
 	h.pod("second", "owner", 2*time.Second)
-	h.lose(3*time.Second, true, "second")
+	h.recordConflict(3*time.Second, true, "second")
 	h.placed(h.pod("third", "owner", 4*time.Second), h.after(5*time.Second))
 	h.want(t, 1, 4*time.Second)
 	h.placed(h.pod("scaled", "owner", 30*time.Second), h.after(31*time.Second))
@@ -108,7 +108,7 @@ func TestWhatDelaysAHealAndIsNotOurs(t *testing.T) {
 	h.pod("a", "a", 0)
 	h.pod("b", "b", 0)
 	h.pod("c", "c", 0)
-	h.lose(time.Second, true, "a", "b", "c")
+	h.recordConflict(time.Second, true, "a", "b", "c")
 	h.meddle("of-a")
 	h.meddle("")
 	h.placed(h.pod("", "a", 2*time.Second), h.after(3*time.Second))

@@ -48,7 +48,7 @@ type auditor struct {
 // leaks answers what is not as it was before anything was given out, one line each; how many GPUs are not free is the number.
 func (a auditor) leaks(ctx context.Context) (lines []string, missing int, err error) {
 	for _, look := range []func(context.Context) ([]string, int, error){
-		a.objects, a.offeredToLimits, a.offeredToClaims, a.gpuNode, a.onNode, a.containers, a.partitions,
+		a.objects, a.offeredToPods, a.offeredToClaims, a.gpuNode, a.onNode, a.containers, a.partitions,
 	} {
 		found, gone, err := look(ctx)
 		if err != nil {
@@ -97,8 +97,8 @@ func (a auditor) gpuNode(ctx context.Context) ([]string, int, error) {
 		holders, _, _ := unstructured.NestedString(node.Object, "status", "holders")
 		lines = append(lines, fmt.Sprintf("GPUNode: %d of %d free: %s", free, a.offered.free, holders))
 	}
-	if losers := losersOf(node); len(losers) > 0 {
-		lines = append(lines, fmt.Sprintf("GPUNode: losers are left: %v", losers))
+	if conflicts := conflictsOf(node); len(conflicts) > 0 {
+		lines = append(lines, fmt.Sprintf("GPUNode: losers are left: %v", conflicts))
 	}
 	if claims, _, _ := unstructured.NestedSlice(node.Object, "spec", "claims"); len(claims) > 0 {
 		lines = append(lines, fmt.Sprintf("GPUNode: allocated claims are left: %v", claims))

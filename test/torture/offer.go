@@ -29,7 +29,7 @@ type offer struct {
 func (r *run) awaitOffer(ctx context.Context) (offer, error) {
 	var before offer
 	for deadline := time.Now().Add(settlePatience); ; rest(ctx, 2*time.Second) {
-		lines, _, err := r.auditor.offeredToLimits(ctx)
+		lines, _, err := r.auditor.offeredToPods(ctx)
 		var now offer
 		if err == nil {
 			now, err = r.auditor.offer(ctx)
@@ -114,7 +114,7 @@ func (a auditor) resources() map[corev1.ResourceName]int {
 	return all
 }
 
-func (a auditor) offeredToLimits(ctx context.Context) ([]string, int, error) {
+func (a auditor) offeredToPods(ctx context.Context) ([]string, int, error) {
 	node, err := a.client.CoreV1().Nodes().Get(ctx, a.node.Name(), metav1.GetOptions{})
 	if err != nil {
 		return nil, 0, fmt.Errorf("get node: %w", err)

@@ -54,7 +54,7 @@ func (r *run) race(ctx context.Context, u user) error {
 		return err
 	}
 	after := r.tally.now()
-	r.trace.say("race: %d claims of %d lost, and healed within %s", after.Condemned-before.Condemned, claims.Replicas,
+	r.trace.say("race: %d claims of %d lost, and healed within %s", after.PendingEviction-before.PendingEviction, claims.Replicas,
 		after.HealTimes[len(before.HealTimes):].percentile(100))
 	if err := u.clear(ctx, PodsOwn); err != nil {
 		return err

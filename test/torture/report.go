@@ -17,7 +17,7 @@ import (
 type Counters struct {
 	Ops          int `json:"ops"`
 	PlacedClaims int `json:"placedClaims"`
-	PlacedLimits int `json:"placedLimits"`
+	PlacedPods   int `json:"placedLimits"`
 	// Contended counts pods that waited while the GPUs that were free were too few for them and the other API had some.
 	Contended int `json:"contended"`
 	// Kills counts processes ended with SIGKILL, a reboot as one; Faults all faults, frozen processes included.
@@ -30,9 +30,9 @@ type Counters struct {
 	Stuck  int `json:"stuck"`
 	Leaked int `json:"leaked"`
 	// Conflicts is how often the ledger refused a device, by the agent's own metrics.
-	Conflicts int `json:"conflicts"`
-	Condemned int `json:"condemned"`
-	Healed    int `json:"healed"`
+	Conflicts       int `json:"conflicts"`
+	PendingEviction int `json:"pendingEviction"`
+	Healed          int `json:"healed"`
 	// HealTimes are those of heals that a free GPU and no fault met, MadeTimes how much of each had passed when the next pod was
 	// made: the rest is Kubernetes' time to start a pod. StruckTimes are those of heals that a fault met.
 	HealTimes   Times `json:"healTimes,omitempty"`
@@ -58,7 +58,7 @@ type Counters struct {
 // Line is a run's last line.
 func (c Counters) Line(seed uint64) string {
 	line := fmt.Sprintf("torture: seed=%d ops=%d placed_claims=%d placed_limits=%d contended=%d kills=%d doubly_owned=%d stuck=%d leaked=%d "+
-		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s failed_admissions=%d", seed, c.Ops, c.PlacedClaims, c.PlacedLimits, c.Contended,
+		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s failed_admissions=%d", seed, c.Ops, c.PlacedClaims, c.PlacedPods, c.Contended,
 		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.HealTimes.percentile(50), c.HealTimes.percentile(99), c.FailedAdmissions)
 	if c.MIG {
 		line += fmt.Sprintf(" partitions_made=%d partitions_destroyed=%d foreign_touched=%d", c.PartitionsMade, c.PartitionsDestroyed, c.ForeignTouched)
@@ -98,8 +98,8 @@ var ErrFaults = errors.New("faults were found")
 // ErrNothingTested means that a run proves nothing, since something that it should have met never came.
 var ErrNothingTested = errors.New("the run proves nothing")
 
-// Verdict is nil for a run that met everything and found no fault.
-func (c Counters) Verdict() error {
+// PodState is nil for a run that met everything and found no fault.
+func (c Counters) PodState() error {
 	if c.faults() > 0 {
 		return fmt.Errorf("%w: doubly_owned=%d stuck=%d leaked=%d foreign_touched=%d", ErrFaults, c.DoublyOwned, c.Stuck, c.Leaked, c.ForeignTouched)
 	}
@@ -107,7 +107,7 @@ func (c Counters) Verdict() error {
 	for _, must := range []struct {
 		name  string
 		count int
-	}{{"placed_claims", c.PlacedClaims}, {"placed_limits", c.PlacedLimits}, {"contended", c.Contended}, {"kills", c.Kills}} {
+	}{{"placed_claims", c.PlacedClaims}, {"placed_limits", c.PlacedPods}, {"contended", c.Contended}, {"kills", c.Kills}} {
 		if must.count == 0 {
 			missing = append(missing, must.name+"=0")
 		}
@@ -159,7 +159,7 @@ func (t *tally) placed(api oracle.API) {
 		if api == oracle.Claim {
 			c.PlacedClaims++
 		} else {
-			c.PlacedLimits++
+			c.PlacedPods++
 		}
 	})
 }

@@ -15,7 +15,7 @@ import (
 
 func TestTheLastLine(t *testing.T) {
 	c := Counters{
-		Ops: 5000, PlacedClaims: 1, PlacedLimits: 2, Contended: 3, Kills: 4, Conflicts: 5, Healed: 6, FailedAdmissions: 7,
+		Ops: 5000, PlacedClaims: 1, PlacedPods: 2, Contended: 3, Kills: 4, Conflicts: 5, Healed: 6, FailedAdmissions: 7,
 		HealTimes: []time.Duration{3 * time.Second, 300 * time.Millisecond, 400 * time.Millisecond},
 	}
 	want := "torture: seed=9 ops=5000 placed_claims=1 placed_limits=2 contended=3 kills=4 doubly_owned=0 stuck=0 leaked=0 " +
@@ -34,8 +34,8 @@ func TestTheLastLine(t *testing.T) {
 }
 
 func TestTheVerdict(t *testing.T) {
-	good := Counters{PlacedClaims: 1, PlacedLimits: 1, Contended: 1, Kills: 1}
-	if err := good.Verdict(); err != nil {
+	good := Counters{PlacedClaims: 1, PlacedPods: 1, Contended: 1, Kills: 1}
+	if err := good.PodState(); err != nil {
 		t.Error(err)
 	}
 	for _, spoil := range []func(*Counters){
@@ -44,18 +44,18 @@ func TestTheVerdict(t *testing.T) {
 	} {
 		bad := good
 		spoil(&bad)
-		if err := bad.Verdict(); !errors.Is(err, ErrFaults) {
+		if err := bad.PodState(); !errors.Is(err, ErrFaults) {
 			t.Errorf("%+v: %v", bad, err)
 		}
 	}
 	for _, spoil := range []func(*Counters){
-		func(c *Counters) { c.PlacedClaims = 0 }, func(c *Counters) { c.PlacedLimits = 0 },
+		func(c *Counters) { c.PlacedClaims = 0 }, func(c *Counters) { c.PlacedPods = 0 },
 		func(c *Counters) { c.Contended = 0 }, func(c *Counters) { c.Kills = 0 }, func(c *Counters) { c.MIG = true },
 		func(c *Counters) { c.Sharing, c.PlacedShares = true, 1 }, func(c *Counters) { c.Sharing, c.PlacedReplicas = true, 1 },
 	} {
 		empty := good
 		spoil(&empty)
-		if err := empty.Verdict(); !errors.Is(err, ErrNothingTested) {
+		if err := empty.PodState(); !errors.Is(err, ErrNothingTested) {
 			t.Errorf("%+v: %v", empty, err)
 		}
 	}

@@ -104,7 +104,7 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) (Counters, error) {
 		return r.tally.now(), err
 	}
 	counters := r.tally.now()
-	return counters, counters.Verdict()
+	return counters, counters.PodState()
 }
 
 func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
@@ -161,7 +161,7 @@ func (r *run) rounds(ctx context.Context) error {
 			return err
 		}
 		if r.State.Counters.faults() > 0 {
-			r.trace.say("ending: %s", r.State.Counters.Verdict())
+			r.trace.say("ending: %s", r.State.Counters.PodState())
 			return nil
 		}
 	}

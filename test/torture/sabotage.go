@@ -78,7 +78,7 @@ func Sabotages() []Sabotage {
 		},
 		{
 			Name: "release", What: "a pod counts as gone while its control group is still there", Mix: trusting,
-			changes: []change{{"pkg/evidence", "Cgroups", "Pod", `
+			changes: []change{{"pkg/podstate", "Cgroups", "Pod", `
 	return CgroupAbsent, nil
 `}},
 		},

@@ -17,9 +17,9 @@ import (
 // +kubebuilder:printcolumn:name="Mode",type=string,JSONPath=`.status.mode`
 // +kubebuilder:printcolumn:name="GPUs",type=integer,JSONPath=`.status.counts.total`
 // +kubebuilder:printcolumn:name="Claims",type=integer,JSONPath=`.status.counts.claims`
-// +kubebuilder:printcolumn:name="Limits",type=integer,JSONPath=`.status.counts.limits`
+// +kubebuilder:printcolumn:name="Pods",type=integer,JSONPath=`.status.counts.pods`
 // +kubebuilder:printcolumn:name="Free",type=integer,JSONPath=`.status.counts.free`
-// +kubebuilder:printcolumn:name="Faulty",type=integer,JSONPath=`.status.counts.faulty`
+// +kubebuilder:printcolumn:name="Unhealthy",type=integer,JSONPath=`.status.counts.unhealthy`
 // +kubebuilder:printcolumn:name="Partitions",type=integer,priority=1,JSONPath=`.status.partitions.total`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Holders",type=string,priority=1,JSONPath=`.status.holders`
@@ -98,7 +98,7 @@ type AllocatedShare struct {
 
 // GPUNodeStatus is what the node's agent knows. It is written no more than once a second in the mean.
 type GPUNodeStatus struct {
-	// Mode in which the node serves its GPUs: Dual, ClaimsOnly, LimitsOnly or Split.
+	// Mode in which the node serves its GPUs: Dual, ClaimsOnly, DevicePluginOnly or Split.
 	//
 	// +optional
 	Mode string `json:"mode,omitempty"`
@@ -119,35 +119,35 @@ type GPUNodeStatus struct {
 	//
 	// +optional
 	Holders string `json:"holders,omitempty"`
-	// LimitsResource is the extended resource by which limits ask for GPUs, and for partitions in place of GPUs where the node is
+	// ExtendedResource is the extended resource by which limits ask for GPUs, and for partitions in place of GPUs where the node is
 	// partitioned alike (migStrategy single); empty where no limits are served, as while no agent runs. What a device is asked for
 	// by is said there.
 	//
 	// +optional
-	LimitsResource string `json:"limitsResource,omitempty"`
+	ExtendedResource string `json:"extendedResource,omitempty"`
 	// Devices of the node, by name.
 	//
 	// +optional
 	// +listType=map
 	// +listMapKey=name
 	Devices []DeviceStatus `json:"devices,omitempty"`
-	// Losers are claims whose Prepare was refused because somebody else holds their device.
+	// Conflicts are claims whose Prepare was refused because somebody else holds their device.
 	//
 	// +optional
 	// +listType=map
 	// +listMapKey=uid
-	Losers []LosingClaim `json:"losers,omitempty"`
+	Conflicts []ConflictingClaim `json:"conflicts,omitempty"`
 	// Daemons that are to run on the node. The controller runs a pod for each of them, and for no other it makes one.
 	//
 	// +optional
 	// +listType=map
 	// +listMapKey=name
 	Daemons []MPSDaemon `json:"daemons,omitempty"`
-	// DoubtfulDaemons may run, and the agent cannot read what their settings are. The pods that they have are left as they are.
+	// UnknownDaemons may run, and the agent cannot read what their settings are. The pods that they have are left as they are.
 	//
 	// +optional
 	// +listType=set
-	DoubtfulDaemons []string `json:"doubtfulDaemons,omitempty"`
+	UnknownDaemons []string `json:"unknownDaemons,omitempty"`
 }
 
 // MPSDaemon is an MPS control daemon. One with other settings is another daemon, in another pod.
@@ -189,11 +189,11 @@ type MPSDaemon struct {
 
 // DeviceCounts are numbers of GPUs, or of partitions.
 type DeviceCounts struct {
-	Total  int32 `json:"total"`
-	Claims int32 `json:"claims"`
-	Limits int32 `json:"limits"`
-	Free   int32 `json:"free"`
-	Faulty int32 `json:"faulty"`
+	Total     int32 `json:"total"`
+	Claims    int32 `json:"claims"`
+	Pods      int32 `json:"pods"`
+	Free      int32 `json:"free"`
+	Unhealthy int32 `json:"unhealthy"`
 }
 
 // DeviceStatus is one GPU, or a partition of one that exists.
@@ -216,25 +216,25 @@ type DeviceStatus struct {
 	// Fault says in one line why the device is not healthy; empty when it is.
 	//
 	// +optional
-	Fault string `json:"fault,omitempty"`
+	UnhealthyReason string `json:"unhealthyReason,omitempty"`
 	// Holders of the device: none where it is free. Who has partitions of a GPU is told there.
 	//
 	// +optional
 	// +listType=atomic
 	Holders []DeviceHolder `json:"holders,omitempty"`
-	// LimitsResource is the extended resource by which limits ask for the device; empty where none does.
+	// ExtendedResource is the extended resource by which limits ask for the device; empty where none does.
 	//
 	// +optional
-	LimitsResource string `json:"limitsResource,omitempty"`
+	ExtendedResource string `json:"extendedResource,omitempty"`
 	// Limits says what kubelet's device manager thinks of the device, but is withdrawn as soon as that is about to change. It is
 	// empty where limits do not ask for the device, and while kubelet has not said.
 	//
 	// +optional
-	Limits LimitsState `json:"limits,omitempty"`
-	// Untouched tells that the node's configuration gives the device to nobody. It is in no count.
+	ExtendedResourceState ExtendedResourceState `json:"extendedResourceState,omitempty"`
+	// Excluded tells that the node's configuration gives the device to nobody. It is in no count.
 	//
 	// +optional
-	Untouched bool `json:"untouched,omitempty"`
+	Excluded bool `json:"excluded,omitempty"`
 	// Sharing says how several holders can have the device at once; absent where they cannot.
 	//
 	// +optional
@@ -265,37 +265,37 @@ type DeviceSharing struct {
 	Allocatable int32 `json:"allocatable,omitempty"`
 }
 
-// LimitsState is whether kubelet's device manager gives a device to limits, by its own account (GetAllocatableResources): having
+// ExtendedResourceState is whether kubelet's device manager gives a device to limits, by its own account (GetAllocatableResources): having
 // sent it is no proof that kubelet has acted on it. Only less is believed before kubelet says so.
 //
 // +kubebuilder:validation:Enum=Allocatable;Withdrawn
-type LimitsState string
+type ExtendedResourceState string
 
 const (
-	// LimitsAllocatable devices are in kubelet's allocatable: free for limits, or held by one.
-	LimitsAllocatable LimitsState = "Allocatable"
-	// LimitsWithdrawn devices are not: held by a claim, allocated to one, faulty, or of a limit that is gone and runs on.
-	LimitsWithdrawn LimitsState = "Withdrawn"
+	// ExtendedResourceAllocatable devices are in kubelet's allocatable: free for limits, or held by one.
+	ExtendedResourceAllocatable ExtendedResourceState = "Allocatable"
+	// ExtendedResourceWithdrawn devices are not: held by a claim, allocated to one, faulty, or of a limit that is gone and runs on.
+	ExtendedResourceWithdrawn ExtendedResourceState = "Withdrawn"
 )
 
 // HolderKind is the API through which a holder came.
 //
-// +kubebuilder:validation:Enum=Claim;Limit
+// +kubebuilder:validation:Enum=Claim;Pod
 type HolderKind string
 
 const (
 	HolderClaim HolderKind = "Claim"
-	HolderLimit HolderKind = "Limit"
+	HolderPod   HolderKind = "Pod"
 )
 
 // HoldState is how firm a hold is.
 //
-// +kubebuilder:validation:Enum=Expected;Held;Draining
+// +kubebuilder:validation:Enum=Restored;Held;Draining
 type HoldState string
 
 const (
-	// HoldExpected is known from before a restart and not yet confirmed.
-	HoldExpected HoldState = "Expected"
+	// HoldRestored is known from before a restart and not yet confirmed.
+	HoldRestored HoldState = "Restored"
 	// HoldHeld was answered to kubelet.
 	HoldHeld HoldState = "Held"
 	// HoldDraining was asked to go; containers may still live.
@@ -338,8 +338,8 @@ type PodReference struct {
 	Name string `json:"name,omitempty"`
 }
 
-// LosingClaim is a claim whose Prepare was refused for good: the holder in its way stays.
-type LosingClaim struct {
+// ConflictingClaim is a claim whose Prepare was refused for good: the holder in its way stays.
+type ConflictingClaim struct {
 	UID       types.UID `json:"uid"`
 	Namespace string    `json:"namespace"`
 	Name      string    `json:"name"`
@@ -354,9 +354,9 @@ type LosingClaim struct {
 	Pods []types.UID `json:"pods,omitempty"`
 	// Since is when the conflict became final.
 	Since metav1.MicroTime `json:"since"`
-	// Condemned claims are not prepared, whatever becomes free, until this entry is gone: the controller evicts their pods. Others
+	// PendingEviction claims are not prepared, whatever becomes free, until this entry is gone: the controller evicts their pods. Others
 	// wait: their pod belongs to nobody who would make another, and is prepared when the GPU is free.
-	Condemned bool `json:"condemned"`
+	PendingEviction bool `json:"pendingEviction"`
 	// Message says what happened and who holds the device, without names of other namespaces.
 	Message string `json:"message"`
 }

@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"os"
 
-	"github.com/tandem-gpu/tandem/pkg/nvml/simulated/smi"
+	"github.com/tandem-gpu/tandem/simulated/smi"
 )
 
 func main() {

@@ -208,28 +208,28 @@ func attack(ctx context.Context, s settings) error {
 	if s.budget > 0 {
 		options.Deadline = time.Now().Add(s.budget)
 	}
-	counters, verdict := torture.Run(ctx, c, options)
+	counters, podState := torture.Run(ctx, c, options)
 	clean := context.WithoutCancel(ctx)
-	failed := verdict != nil
+	failed := podState != nil
 	if failed && ctx.Err() == nil {
 		to, err := torture.CollectLogs(clean, c, s.dir)
 		fmt.Println("torture: logs were copied to", to)
-		verdict = errors.Join(verdict, err)
+		podState = errors.Join(podState, err)
 	}
-	over := !failed || errors.Is(verdict, torture.ErrFaults) || errors.Is(verdict, torture.ErrNothingTested)
+	over := !failed || errors.Is(podState, torture.ErrFaults) || errors.Is(podState, torture.ErrNothingTested)
 	switch {
 	case !over:
 		fmt.Printf("torture: cut short; the cluster was left as it is: make torture RESUME=1 DIR=%s goes on, make torture-down DIR=%s removes it\n", s.dir, s.dir)
 	case !s.keep:
-		verdict = errors.Join(verdict, torture.Remove(clean, s.dir))
+		podState = errors.Join(podState, torture.Remove(clean, s.dir))
 	}
-	if verdict != nil {
-		fmt.Println("torture: failed:", verdict)
-		verdict = errSaid
+	if podState != nil {
+		fmt.Println("torture: failed:", podState)
+		podState = errSaid
 	}
 	fmt.Println("torture:", counters.HealLine())
 	fmt.Println(counters.Line(state.Seed))
-	return verdict
+	return podState
 }
 
 // start makes or finds the cluster, and writes down what is to be done on it: whatever interrupts, another run goes on.

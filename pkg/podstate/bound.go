@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package podstate
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	resourcehelper "k8s.io/component-helpers/resource"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// Queue is the ledger's view of the limits pods that are bound to this node for some resources. It is safe for concurrent use.
+func (p *Pods) Queue(counts func(resource string) bool) ledger.Queue {
+	return queue{Pods: p, counts: counts}
+}
+
+type queue struct {
+	*Pods
+	counts func(resource string) bool
+}
+
+// WaitForPods waits until our watch has brought a pod that a claim is for, at most until ctx is done. It brings pods in the order in
+// which they were bound: those that were bound before are then in Bound as well, however late our watch is against kubelet's.
+// Called by the DRA front-end before it takes devices. It is safe for concurrent use.
+func (p *Pods) WaitForPods(ctx context.Context, claim ledger.ClaimRequest) {
+	known := func(pod ledger.Pod) bool { return p.Known(pod.UID) }
+	for len(claim.Pods) > 0 {
+		changed := p.Changed()
+		if slices.ContainsFunc(claim.Pods, known) {
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// PendingPods returns the pods that kubelet has yet to admit: it writes the start time of a pod with the first status after that
+// (k8s.io/kubernetes pkg/kubelet, generateAPIPodStatus), and the phase Failed of one that it rejects.
+func (q queue) PendingPods() []ledger.PendingPods {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	var bound []ledger.PendingPods
+	for uid, pod := range q.pods {
+		if pod.Status.StartTime != nil || isTerminal(pod.Pod) || pod.DeletionTimestamp != nil {
+			continue
+		}
+		for resource, devices := range asked(pod.Pod, q.counts) {
+			bound = append(bound, ledger.PendingPods{PodUID: string(uid), Resource: resource, Devices: devices})
+		}
+	}
+	return bound
+}
+
+// Unexplained reports whether a pod that kubelet has admitted, and of which there is a cgroup, asks for more devices of some
+// resources than holds name it: one of those that name nobody may be its. Called before such a hold is given up.
+func (p *Pods) Unexplained(counts func(resource string) bool, holds []ledger.Hold) bool {
+	admitted := func(pod seenPod) bool { return pod.Status.StartTime != nil }
+	return slices.ContainsFunc(p.wanting(counts, holds, admitted), func(uid string) bool {
+		cgroup, err := p.cgroups.Pod(uid)
+		return err != nil || cgroup != CgroupAbsent
+	})
+}
+
+// wanting returns those pods, of which the API server knows or knew, that ask for more devices of a resource than holds name
+// them.
+func (p *Pods) wanting(counts func(resource string) bool, holds []ledger.Hold, of func(seenPod) bool) []string {
+	has := named(holds)
+	var uids []string
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
+		for uid, pod := range known {
+			if of(pod) && has.less(uid, pod.Pod, counts) {
+				uids = append(uids, string(uid))
+			}
+		}
+	}
+	return uids
+}
+
+// account is what a pod has by a resource.
+type account struct {
+	pod      types.UID
+	resource string
+}
+
+type accounts map[account]int
+
+// named counts the limits that name a pod, by pod and resource. One whose record does not say the resource counts for none.
+func named(holds []ledger.Hold) accounts {
+	has := accounts{}
+	for _, h := range holds {
+		if h.Holder.Kind == ledger.KindPod && len(h.Pods) > 0 {
+			has[account{types.UID(h.Pods[0].UID), h.Resource}]++
+		}
+	}
+	return has
+}
+
+// less reports whether a pod has less than it asks for.
+func (has accounts) less(uid types.UID, pod *corev1.Pod, counts func(resource string) bool) bool {
+	for resource, devices := range asked(pod, counts) {
+		if devices > has[account{uid, resource}] {
+			return true
+		}
+	}
+	return false
+}
+
+// asked is how many devices of each resource that counts kubelet will allocate to a trimmed pod.
+func asked(pod *corev1.Pod, counts func(resource string) bool) map[string]int {
+	var devices map[string]int
+	for _, container := range pod.Spec.Containers {
+		for name, quantity := range container.Resources.Requests {
+			resource := string(name)
+			if quantity.Value() <= 0 || !counts(resource) || byClaim(pod, resource) {
+				continue
+			}
+			if devices == nil {
+				devices = map[string]int{}
+			}
+			devices[resource] += int(quantity.Value())
+		}
+	}
+	return devices
+}
+
+// byClaim reports whether the scheduler has made a claim for the pod's limit (KEP-5004).
+func byClaim(pod *corev1.Pod, resource string) bool {
+	extended := pod.Status.ExtendedResourceClaimStatus
+	return extended != nil && slices.ContainsFunc(extended.RequestMappings, func(m corev1.ContainerExtendedResourceRequest) bool {
+		return m.ResourceName == resource
+	})
+}
+
+// limitsOf keeps of a pod's containers what it asks of device plugins, in one container without a name.
+func limitsOf(pod *corev1.Pod) []corev1.Container {
+	requests := resourcehelper.PodRequests(pod, resourcehelper.PodResourcesOptions{})
+	for name, quantity := range requests {
+		if !isExtended(name) || quantity.IsZero() {
+			delete(requests, name)
+		}
+	}
+	if len(requests) == 0 {
+		return nil
+	}
+	return []corev1.Container{{Resources: corev1.ResourceRequirements{Requests: requests}}}
+}
+
+// isExtended tells extended resources from those that Kubernetes itself defines (k8s.io/component-helpers has no such
+// function; k8s.io/kubernetes/pkg/apis/core/helper is internal).
+func isExtended(name corev1.ResourceName) bool {
+	domain, _, qualified := strings.Cut(string(name), "/")
+	return qualified && domain != "kubernetes.io" && !strings.HasSuffix(domain, ".kubernetes.io")
+}
+
+// Asks is how many devices of a resource a pod asks for; zero for one that the API server does not have.
+func (p *Pods) Asks(uid, resource string) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, known := p.pods[types.UID(uid)]
+	if !known {
+		return 0
+	}
+	return asked(pod.Pod, func(name string) bool { return name == resource })[resource]
+}
+
+// Unclaimed reports whether a limit that names no pod can only be nobody's: every pod that asks for the resources that count and
+// may have containers has as many devices as it asks for, by the holds that name it.
+func (p *Pods) Unclaimed(counts func(resource string) bool, holds []ledger.Hold) (bool, error) {
+	unknownPods, err := p.UnknownPods()
+	if err != nil || len(unknownPods) > 0 {
+		return false, err
+	}
+	has := named(holds)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, pod := range p.pods {
+		if has.lacks(pod.Pod, counts) {
+			return false, nil
+		}
+	}
+	for uid, pod := range p.deleted {
+		if pod.mayStart() && has.less(uid, pod.Pod, counts) {
+			return false, nil
+		}
+	}
+	return !p.synced.IsZero(), nil
+}
+
+// ListNow is what the API server has of the node's pods now: kubelet's watch may be well ahead of ours. Called before a limit is
+// given up on the word of Unclaimed, for Lacks.
+func (p *Pods) ListNow(ctx context.Context) ([]*corev1.Pod, error) {
+	list, err := p.client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: ofNode(p.node)})
+	if err != nil {
+		return nil, fmt.Errorf("list the pods of node %s: %w", p.node, err)
+	}
+	pods := make([]*corev1.Pod, 0, len(list.Items))
+	for i := range list.Items {
+		pods = append(pods, trimmed(&list.Items[i]))
+	}
+	return pods, nil
+}
+
+// Lacks reports whether one of these pods that has not ended asks for more devices of the resources that count than holds name it.
+func Lacks(pods []*corev1.Pod, counts func(resource string) bool, holds []ledger.Hold) bool {
+	return named(holds).anyLacks(pods, counts)
+}
+
+// LacksOfKubelet is Lacks by what kubelet says that pods have. It may have forgotten what holds name, and admit a pod of before anew.
+func LacksOfKubelet(pods []*corev1.Pod, counts func(resource string) bool, used []UsedDevice) bool {
+	uids := map[types.NamespacedName]types.UID{}
+	for _, pod := range pods {
+		uids[types.NamespacedName{Namespace: pod.Namespace, Name: pod.Name}] = runningUID(pod)
+	}
+	has, seen := accounts{}, map[UsedDevice]bool{}
+	for _, device := range used {
+		device.Container = "" // kubelet names a device once for each of its NUMA nodes, and for containers that share it
+		if !seen[device] {
+			seen[device] = true
+			has[account{uids[types.NamespacedName{Namespace: device.Namespace, Name: device.Pod}], device.Resource}]++
+		}
+	}
+	return has.anyLacks(pods, counts)
+}
+
+func (has accounts) anyLacks(pods []*corev1.Pod, counts func(resource string) bool) bool {
+	return slices.ContainsFunc(pods, func(pod *corev1.Pod) bool { return has.lacks(pod, counts) })
+}
+
+// lacks reports whether a pod that has not ended has less than it asks for.
+func (has accounts) lacks(pod *corev1.Pod, counts func(resource string) bool) bool {
+	return !isTerminal(pod) && has.less(runningUID(pod), pod, counts)
+}

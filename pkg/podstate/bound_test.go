@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package podstate
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+func pending(p *corev1.Pod) { p.Status.Phase = corev1.PodPending }
+
+func container(gpus string) corev1.Container {
+	requests := corev1.ResourceList{"cpu": resource.MustParse("1"), "example.com/nic": resource.MustParse("3")}
+	if gpus != "" {
+		requests["nvidia.com/gpu"] = resource.MustParse(gpus)
+	}
+	return corev1.Container{Resources: corev1.ResourceRequirements{Requests: requests, Limits: requests}}
+}
+
+func asks(gpus ...string) option {
+	return func(p *corev1.Pod) {
+		for _, n := range gpus {
+			p.Spec.Containers = append(p.Spec.Containers, container(n))
+		}
+	}
+}
+
+// asksFirst is an init container, which leaves its devices to what comes after it.
+func asksFirst(gpus string) option {
+	return func(p *corev1.Pod) { p.Spec.InitContainers = append(p.Spec.InitContainers, container(gpus)) }
+}
+
+// asksBeside is a sidecar, which keeps them.
+func asksBeside(gpus string) option {
+	return func(p *corev1.Pod) {
+		always := corev1.ContainerRestartPolicyAlways
+		sidecar := container(gpus)
+		sidecar.RestartPolicy = &always
+		p.Spec.InitContainers = append(p.Spec.InitContainers, sidecar)
+	}
+}
+
+// ours are the resources that count.
+func ours(resource string) bool { return strings.HasPrefix(resource, "nvidia.com/") }
+
+// asksPart is a container that asks for a partition.
+func asksPart(p *corev1.Pod) {
+	part := corev1.ResourceList{"nvidia.com/mig-1g.10gb": resource.MustParse("1")}
+	p.Spec.Containers = append(p.Spec.Containers, corev1.Container{Resources: corev1.ResourceRequirements{Requests: part, Limits: part}})
+}
+
+func admitted(p *corev1.Pod) { now := metav1.Now(); p.Status.StartTime = &now }
+
+func specialClaim(resource string) option {
+	return func(p *corev1.Pod) {
+		p.Status.ExtendedResourceClaimStatus = &corev1.PodExtendedResourceClaimStatus{
+			ResourceClaimName: "special", RequestMappings: []corev1.ContainerExtendedResourceRequest{{ResourceName: resource}},
+		}
+	}
+}
+
+func TestBound(t *testing.T) {
+	tests := []struct {
+		name string
+		pod  *corev1.Pod
+		want int
+	}{
+		{"asks for one", pod(podA, "a", pending, asks("1")), 1},
+		{"several containers", pod(podA, "a", pending, asks("1", "", "2")), 3},
+		{"an init container that needs more", pod(podA, "a", pending, asks("1"), asksFirst("2")), 2},
+		{"a sidecar", pod(podA, "a", pending, asksBeside("1"), asks("1")), 2},
+		{"asks for none", pod(podA, "a", pending, asks("", "0")), 0},
+		{"has no containers that ask", pod(podA, "a", pending), 0},
+		{"admitted", pod(podA, "a", pending, asks("1"), admitted), 0},
+		{"rejected", pod(podA, "a", asks("1"), phase(corev1.PodFailed)), 0},
+		{"being deleted", pod(podA, "a", pending, asks("1"), beingDeleted), 0},
+		{"served by a claim of the scheduler's", pod(podA, "a", pending, asks("1"), specialClaim("nvidia.com/gpu")), 0},
+		{"another resource is served by a claim", pod(podA, "a", pending, asks("1"), specialClaim("example.com/nic")), 1},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			var want []ledger.PendingPods
+			if test.want > 0 {
+				want = []ledger.PendingPods{{PodUID: podA, Resource: "nvidia.com/gpu", Devices: test.want}}
+			}
+			if got := known(t, newTree(t), test.pod).Queue(ours).PendingPods(); !slices.Equal(got, want) {
+				t.Errorf("got %v, want %v", got, want)
+			}
+		})
+	}
+}
+
+func TestBoundByResource(t *testing.T) {
+	got := known(t, newTree(t), pod(podA, "a", pending, asks("2"), asksPart, asksPart)).Queue(ours).PendingPods()
+	slices.SortFunc(got, func(a, b ledger.PendingPods) int { return strings.Compare(a.Resource, b.Resource) })
+	want := []ledger.PendingPods{{PodUID: podA, Resource: "nvidia.com/gpu", Devices: 2}, {PodUID: podA, Resource: "nvidia.com/mig-1g.10gb", Devices: 2}}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+}
+
+// Pods come in the order in which they were bound: who has met the claim's has met those before it.
+func TestMeet(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := known(t, newTree(t))
+		met := make(chan int)
+		go func() {
+			p.WaitForPods(t.Context(), requestFor(podA))
+			met <- len(p.Queue(ours).PendingPods())
+		}()
+		synctest.Wait()
+		p.add(t, pod(podB, "b", pending, asks("1")))
+		synctest.Wait()
+		select {
+		case <-met:
+			t.Fatal("met a pod that nobody has seen")
+		default:
+		}
+		p.add(t, pod(podA, "a", pending))
+		if bound := <-met; bound != 1 {
+			t.Errorf("%d pods are bound", bound)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		start := time.Now()
+		p.WaitForPods(ctx, requestFor("nobody"))
+		if waited := time.Since(start); waited != time.Second {
+			t.Errorf("gave up after %s", waited)
+		}
+		p.WaitForPods(ctx, ledger.ClaimRequest{})
+	})
+}
+
+func TestUnclaimed(t *testing.T) {
+	named := limit(ledger.StateHeld, 0, podA)
+	tests := []struct {
+		name  string
+		pod   *corev1.Pod
+		holds []ledger.Hold
+		group int
+		want  bool
+	}{
+		{"nobody asks", nil, nil, noGroup, true},
+		{"somebody is to be admitted", pod(podA, "a", pending, asks("1")), nil, noGroup, false},
+		{"somebody was admitted, and has not been named yet", pod(podA, "a", asks("1"), admitted), nil, noGroup, false},
+		{"somebody is being deleted", pod(podA, "a", asks("1"), admitted, beingDeleted), nil, noGroup, false},
+		{"somebody was rejected", pod(podA, "a", asks("1"), phase(corev1.PodFailed)), nil, noGroup, true},
+		{"somebody has its own", pod(podA, "a", asks("1"), admitted), []ledger.Hold{named}, busyGroup, true},
+		{"somebody has one of two", pod(podA, "a", asks("2"), admitted), []ledger.Hold{named}, busyGroup, false},
+		{"somebody has it by another resource", pod(podA, "a", asksPart, admitted), []ledger.Hold{named}, busyGroup, false},
+		{"somebody is served by a claim", pod(podA, "a", asks("1"), specialClaim("nvidia.com/gpu")), nil, busyGroup, true},
+		{"a pod that the API server does not know", nil, nil, busyGroup, false},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			f := newTree(t)
+			f.v2("kubepods/burstable", false)
+			f.group(podA, test.group)
+			p := known(t, f)
+			if test.pod != nil {
+				p.add(t, test.pod)
+			}
+			if got, err := p.Unclaimed(ours, test.holds); err != nil || got != test.want {
+				t.Errorf("got %v, %v, want %v", got, err, test.want)
+			}
+		})
+	}
+	if got, err := known(t, newTree(t)).Unclaimed(ours, nil); err == nil || got {
+		t.Errorf("without cgroups to be seen: %v, %v", got, err)
+	}
+}
+
+// A pod that was removed before kubelet had started it may be in the middle of its admission.
+func TestUnclaimedWhileAPodMayStart(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newTree(t)
+		f.v2("kubepods/burstable", false)
+		p := known(t, f)
+		unclaimed := func() bool {
+			got, err := p.Unclaimed(ours, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return got
+		}
+		removed := pod(podA, "a", pending, asks("1"))
+		p.add(t, removed)
+		p.forget(removed)
+		if unclaimed() {
+			t.Error("nobody asks, where somebody was removed a moment ago")
+		}
+		time.Sleep(unseen)
+		if !unclaimed() {
+			t.Error("after a minute it may start still")
+		}
+	})
+}
+
+// The API server's list is newer than our watch, and kubelet may have forgotten what a hold is named for.
+func TestLacks(t *testing.T) {
+	limitOf := []ledger.Hold{limit(ledger.StateHeld, 0, podA)}
+	usedBy := func(ids ...string) (used []UsedDevice) {
+		for _, id := range ids {
+			for _, container := range []string{"sidecar", "main"} {
+				used = append(used, UsedDevice{Namespace: "apps", Pod: "a", Container: container, Resource: "nvidia.com/gpu", ID: id})
+			}
+		}
+		return used
+	}
+	mirror := func(p *corev1.Pod) { p.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: podA} }
+	for name, test := range map[string]struct {
+		pod            *corev1.Pod
+		holds          []ledger.Hold
+		used           []UsedDevice
+		lacks, kubelet bool
+	}{
+		"nobody asks":                            {pod(podA, "a"), nil, nil, false, false},
+		"somebody asks":                          {pod(podA, "a", pending, asks("1")), nil, nil, true, true},
+		"somebody was rejected":                  {pod(podA, "a", asks("1"), phase(corev1.PodFailed)), nil, nil, false, false},
+		"somebody has its own":                   {pod(podA, "a", asks("1")), limitOf, usedBy("GPU-1"), false, false},
+		"a static pod has its own":               {pod(podB, "a", asks("1"), mirror), limitOf, usedBy("GPU-1"), false, false},
+		"kubelet has forgotten":                  {pod(podA, "a", asks("1")), limitOf, nil, false, true},
+		"two containers have one of two":         {pod(podA, "a", asks("2")), limitOf, usedBy("GPU-1"), true, true},
+		"kubelet means one of that name before":  {pod(podA, "a", asks("1")), nil, usedBy("GPU-1"), true, false},
+		"kubelet says that it has more than one": {pod(podA, "a", asks("2")), limitOf, usedBy("GPU-1", "GPU-2"), true, false},
+	} {
+		client := fake.NewClientset(test.pod)
+		p, err := NewPods(client, "node-1", NewCgroups(t.TempDir()), t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		pods, err := p.ListNow(t.Context())
+		if err != nil || len(pods) != 1 {
+			t.Fatalf("%s: %v, %v", name, pods, err)
+		}
+		if got, ofKubelet := Lacks(pods, ours, test.holds), LacksOfKubelet(pods, ours, test.used); got != test.lacks || ofKubelet != test.kubelet {
+			t.Errorf("%s: %t, of kubelet %t", name, got, ofKubelet)
+		}
+		client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) { return true, nil, errors.New("away") })
+		if _, err := p.ListNow(t.Context()); err == nil || !strings.Contains(err.Error(), "node-1: away") {
+			t.Errorf("without the API server: %v", err)
+		}
+	}
+}
+
+func TestUnexplained(t *testing.T) {
+	for name, test := range map[string]struct {
+		pod   *corev1.Pod
+		group int
+		holds []ledger.Hold
+		want  bool
+	}{
+		"it runs, and nothing names it":      {pod(podA, "a", asks("1"), admitted), busyGroup, nil, true},
+		"it has what it asks for":            {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, false},
+		"it has less":                        {pod(podA, "a", asks("2"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
+		"it has it by another resource":      {pod(podA, "a", asksPart, admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
+		"it has not been admitted":           {pod(podA, "a", asks("1")), busyGroup, nil, false},
+		"it has left nothing":                {pod(podA, "a", asks("1"), admitted), noGroup, nil, false},
+		"it asks for nothing":                {pod(podA, "a", admitted), busyGroup, nil, false},
+		"the scheduler has made it a claim":  {pod(podA, "a", asks("1"), admitted, specialClaim("nvidia.com/gpu")), busyGroup, nil, false},
+		"its hold belongs to somebody else":  {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podB)}, true},
+		"what names it is a claim, no limit": {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{claim(ledger.StateHeld, podA)}, true},
+	} {
+		f := newTree(t)
+		f.v2("kubepods/burstable/podanchor", true)
+		f.group(podA, test.group)
+		if got := known(t, f, test.pod).Unexplained(ours, test.holds); got != test.want {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+}

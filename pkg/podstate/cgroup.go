@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package evidence reads what the kernel, kubelet and the API server know about who still runs on the node: pod cgroups,
+// kubelet's two checkpoints, its pod resources endpoint, and the node's pods. It judges single holds and changes nothing.
+package podstate
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// Cgroups finds the cgroups that kubelet makes for pods, below the root of the host's cgroup file system, in any hierarchy
+// of version 1 or 2, with the cgroupfs driver (".../kubepods/burstable/pod<UID>") and the systemd driver
+// (".../kubepods-burstable-pod<UID with underscores>.slice"). It is safe for concurrent use.
+type Cgroups struct {
+	root string
+	// trust is how long a search for the kubepods directories is good for.
+	trust time.Duration
+
+	mu       sync.Mutex
+	roots    []string // kubepods directories that the last search found
+	searched time.Time
+}
+
+// NewCgroups looks below root, usually /sys/fs/cgroup of the host.
+func NewCgroups(root string) *Cgroups {
+	return &Cgroups{root: filepath.Clean(root), trust: time.Second}
+}
+
+// PodCgroup is what the kernel says of a pod.
+type PodCgroup int
+
+const (
+	CgroupAbsent PodCgroup = iota // no cgroup of the pod is left
+	CgroupEmpty                   // there is one, without a process
+	CgroupBusy                    // a process of the pod lives
+)
+
+// searchDepth covers <hierarchy>/<kubelet's cgroupRoot, two levels>/<parent slice>/kubepods.
+const searchDepth = 5
+
+// Pod reports on the pod of that UID. An error means that nothing is known.
+func (c *Cgroups) Pod(uid string) (PodCgroup, error) {
+	if uid == "" {
+		return CgroupBusy, errors.New("look for a pod's cgroup: no UID")
+	}
+	// A process that is found settles it, wherever else there may be pods by now.
+	roots := c.lastRoots()
+	state, err := podState(roots, uid)
+	if len(roots) > 0 && (err != nil || state == CgroupBusy) {
+		return CgroupBusy, err
+	}
+	fresh, err := c.podRoots()
+	if err != nil {
+		return CgroupBusy, err
+	}
+	if slices.Equal(fresh, roots) {
+		return state, nil
+	}
+	return podState(fresh, uid)
+}
+
+// UIDs are those of all pods that have a cgroup, sorted.
+func (c *Cgroups) UIDs() ([]string, error) {
+	roots, err := c.podRoots()
+	if err != nil {
+		return nil, err
+	}
+	var uids []string
+	for _, root := range roots {
+		err := eachPod(root, func(_, uid string) { uids = append(uids, uid) })
+		if err != nil {
+			return nil, fmt.Errorf("list cgroups of pods: %w", err)
+		}
+	}
+	slices.Sort(uids)
+	return slices.Compact(uids), nil
+}
+
+func podState(roots []string, uid string) (PodCgroup, error) {
+	state, mute := CgroupAbsent, false
+	for _, root := range roots {
+		var found []string
+		err := eachPod(root, func(path, pod string) {
+			if pod == uid {
+				found = append(found, path)
+			}
+		})
+		if err != nil {
+			return CgroupBusy, fmt.Errorf("look for cgroup of pod %s: %w", uid, err)
+		}
+		for _, dir := range found {
+			busy, err := hasProcess(dir)
+			if err != nil {
+				return CgroupBusy, fmt.Errorf("read cgroup of pod %s: %w", uid, err)
+			}
+			if busy {
+				return CgroupBusy, nil
+			}
+			state = CgroupEmpty
+			mute = mute || missing(filepath.Join(dir, "cgroup.events"))
+		}
+	}
+	if mute && !slices.ContainsFunc(roots, counts) {
+		return CgroupBusy, nil
+	}
+	return state, nil
+}
+
+// counts reports whether a kubepods directory is the pids controller's of version 1. It alone can say there that a group has no
+// process: the other files list only what the reader's PID namespace has, and that is the agent's own (Linux,
+// kernel/cgroup/cgroup-v1.c, pidlist_array_load).
+func counts(root string) bool { return !missing(filepath.Join(root, "pids.current")) }
+
+// lastRoots are the kubepods directories of the last search, which may lack some that are new.
+func (c *Cgroups) lastRoots() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.roots
+}
+
+// podRoots are the kubepods directories. A search is repeated after a moment, and at once when one of them has vanished:
+// kubelet may come back with another cgroup driver or root, and a pod must not count as gone because it is found
+// elsewhere.
+func (c *Cgroups) podRoots() ([]string, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.roots) > 0 && time.Since(c.searched) < c.trust && !slices.ContainsFunc(c.roots, missing) {
+		return c.roots, nil
+	}
+	started := time.Now()
+	roots, err := search(c.root)
+	if err != nil {
+		return nil, fmt.Errorf("look for kubelet's pod cgroups: %w", err)
+	}
+	if len(roots) == 0 {
+		return nil, fmt.Errorf("no kubepods cgroup below %s: is the host's cgroup file system mounted there?", c.root)
+	}
+	c.roots, c.searched = roots, started
+	return roots, nil
+}
+
+func search(top string) ([]string, error) {
+	var roots []string
+	err := filepath.WalkDir(top, func(path string, entry fs.DirEntry, err error) error {
+		switch {
+		case errors.Is(err, fs.ErrNotExist) && path != top, isGone(err):
+			return nil
+		case err != nil:
+			return err
+		case !entry.IsDir():
+			return nil
+		case isPodRoot(entry.Name()):
+			roots = append(roots, path)
+			return fs.SkipDir
+		case strings.Count(strings.TrimPrefix(path, top), "/") >= searchDepth:
+			return fs.SkipDir
+		}
+		return nil
+	})
+	return roots, err
+}
+
+func missing(path string) bool {
+	_, err := os.Stat(path)
+	return err != nil
+}
+
+func isPodRoot(name string) bool {
+	return name == "kubepods" || name == "kubepods.slice" || strings.HasSuffix(name, "-kubepods.slice")
+}
+
+// eachPod visits the cgroups of pods below a kubepods directory: guaranteed ones in it, others one level down.
+func eachPod(root string, visit func(path, uid string)) error {
+	names, err := directories(root)
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		path := filepath.Join(root, name)
+		if uid, ok := podOf(name); ok {
+			visit(path, uid)
+			continue
+		}
+		if !isClass(name) {
+			continue
+		}
+		below, err := directories(path)
+		if err != nil {
+			return err
+		}
+		for _, name := range below {
+			if uid, ok := podOf(name); ok {
+				visit(filepath.Join(path, name), uid)
+			}
+		}
+	}
+	return nil
+}
+
+// isClass recognises the directory of a QoS class.
+func isClass(name string) bool {
+	return name == "burstable" || name == "besteffort" ||
+		strings.HasSuffix(name, "-burstable.slice") || strings.HasSuffix(name, "-besteffort.slice")
+}
+
+// podOf takes the UID out of the name of a pod's cgroup. The systemd driver writes an underscore for each dash, and no UID
+// has underscores of its own (k8s.io/kubernetes pkg/kubelet/cm, NewCgroupName).
+func podOf(name string) (uid string, ok bool) {
+	if slice, systemd := strings.CutSuffix(name, ".slice"); systemd {
+		i := strings.LastIndex(slice, "-pod")
+		if i < 0 {
+			return "", false
+		}
+		return strings.ReplaceAll(slice[i+len("-pod"):], "_", "-"), true
+	}
+	return strings.CutPrefix(name, "pod")
+}
+
+func directories(path string) ([]string, error) {
+	entries, err := os.ReadDir(path)
+	if errors.Is(err, fs.ErrNotExist) || isGone(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	for _, entry := range entries {
+		if entry.IsDir() {
+			names = append(names, entry.Name())
+		}
+	}
+	return names, nil
+}
+
+// hasProcess looks for a process in a cgroup and those below it. One that vanishes meanwhile has none.
+func hasProcess(dir string) (bool, error) {
+	// Version 2 answers for the whole tree, and until the last thread has closed its files (cgroups(7)).
+	if events, err := read(dir, "cgroup.events"); err != nil || events != nil {
+		return bytes.Contains(events, []byte("populated 1")), err
+	}
+	busy := false
+	err := filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
+		switch {
+		case errors.Is(err, fs.ErrNotExist), isGone(err):
+			return nil
+		case err != nil:
+			return err
+		case !entry.IsDir():
+			return nil
+		}
+		// In the pids controller's this counts all threads, those below included, whoever reads it.
+		current, err := read(path, "pids.current")
+		if err != nil {
+			return err
+		}
+		if count := string(bytes.TrimSpace(current)); count != "" && count != "0" {
+			busy = true
+			return fs.SkipAll
+		}
+		// Threads, since cgroup.procs is silent about a process whose leader has ended before the others.
+		tasks, err := read(path, "tasks")
+		if err != nil {
+			return err
+		}
+		if tasks == nil && !missing(path) {
+			return fmt.Errorf("%s is no cgroup", path)
+		}
+		if len(tasks) > 0 {
+			busy = true
+			return fs.SkipAll
+		}
+		return nil
+	})
+	return busy, err
+}
+
+// read returns nil for a file that is not there.
+func read(dir, name string) ([]byte, error) {
+	data, err := os.ReadFile(filepath.Join(dir, name))
+	switch {
+	case errors.Is(err, fs.ErrNotExist), isGone(err):
+		return nil, nil
+	case err != nil:
+		return nil, err
+	case data == nil:
+		return []byte{}, nil
+	}
+	return data, nil
+}
+
+// isGone recognises a read from a cgroup that is being removed (cgroups(7): ENODEV).
+func isGone(err error) bool { return errors.Is(err, syscall.ENODEV) }

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package podstate
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/crc32"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+)
+
+// PodDevice is one device in kubelet's device manager checkpoint: an identity, not a proof of life, since kubelet does not
+// rewrite the checkpoint when a pod ends (k8s.io/kubernetes pkg/kubelet/cm/devicemanager).
+type PodDevice struct {
+	PodUID, Container string
+	Resource, ID      string
+}
+
+// DeviceCheckpoint is kubelet's device manager checkpoint at one moment.
+type DeviceCheckpoint struct {
+	// Written is the modification time of the file; zero when there is none.
+	Written time.Time
+	Devices []PodDevice
+	// Registered are the device IDs kubelet knows of each resource.
+	Registered map[string][]string
+}
+
+// deviceCheckpointFile is the name below the device plugin directory (kubelet_internal_checkpoint since Kubernetes 1.8).
+const deviceCheckpointFile = "kubelet_internal_checkpoint"
+
+// DeviceCheckpointPath is where the checkpoint is below kubelet's root directory. Kubelet puts a new file in its place for
+// each change.
+func DeviceCheckpointPath(kubeletDir string) string {
+	return filepath.Join(kubeletDir, "device-plugins", deviceCheckpointFile)
+}
+
+// ReadDeviceCheckpoint reads the checkpoint below kubelet's root directory. No file is no error: kubelet has handed out
+// nothing yet, or its state was removed. Fields that this version does not know are ignored, since the file is kubelet's;
+// its checksum is over a Go structure of kubelet's and cannot be verified from outside.
+func ReadDeviceCheckpoint(kubeletDir string) (DeviceCheckpoint, error) {
+	path := DeviceCheckpointPath(kubeletDir)
+	data, info, err := readWithInfo(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return DeviceCheckpoint{}, nil
+	}
+	if err != nil {
+		return DeviceCheckpoint{}, fmt.Errorf("read kubelet's device checkpoint: %w", err)
+	}
+	var file struct {
+		Data struct {
+			PodDeviceEntries []struct {
+				PodUID, ContainerName, ResourceName string
+				DeviceIDs                           map[string][]string
+			}
+			RegisteredDevices map[string][]string
+		}
+	}
+	if err := json.Unmarshal(data, &file); err != nil {
+		return DeviceCheckpoint{}, fmt.Errorf("read kubelet's device checkpoint %s: %w", path, err)
+	}
+	checkpoint := DeviceCheckpoint{Written: info.ModTime(), Registered: file.Data.RegisteredDevices}
+	for _, entry := range file.Data.PodDeviceEntries {
+		for _, ids := range entry.DeviceIDs {
+			for _, id := range ids {
+				checkpoint.Devices = append(checkpoint.Devices, PodDevice{
+					PodUID: entry.PodUID, Container: entry.ContainerName, Resource: entry.ResourceName, ID: id,
+				})
+			}
+		}
+	}
+	return checkpoint, nil
+}
+
+// KubeletClaim is a claim that kubelet has prepared, or started to, with the devices of one driver.
+type KubeletClaim struct {
+	UID, Namespace, Name string
+	PodUIDs              []string
+	Devices              []PoolDevice
+	// CDIDevices are the names that kubelet was answered for them, and hands to the runtime.
+	CDIDevices []string
+}
+
+// PoolDevice names a device as ResourceSlices do.
+type PoolDevice struct{ Pool, Device string }
+
+// ClaimStatePath is where kubelet's record of claims is below its root directory. Kubelet puts a new file in its place for each
+// change.
+func ClaimStatePath(kubeletDir string) string { return filepath.Join(kubeletDir, "dra_manager_state") }
+
+// ReadClaimState reads kubelet's record of claims, dra_manager_state, below its root directory, for one driver. It survives
+// reboots. No file is no error. The checksum is verified: CRC-32 (IEEE) over the inner JSON
+// (k8s.io/kubernetes pkg/kubelet/cm/dra/state).
+func ReadClaimState(kubeletDir, driver string) ([]KubeletClaim, error) {
+	entries, err := readClaimState(kubeletDir)
+	if err != nil {
+		return nil, err
+	}
+	var claims []KubeletClaim
+	for _, entry := range entries {
+		ours, ok := entry.DriverState[driver]
+		if !ok {
+			continue
+		}
+		claim := KubeletClaim{UID: entry.ClaimUID, Namespace: entry.Namespace, Name: entry.ClaimName}
+		for uid := range entry.PodUIDs {
+			claim.PodUIDs = append(claim.PodUIDs, uid)
+		}
+		slices.Sort(claim.PodUIDs)
+		for _, d := range ours.Devices {
+			claim.Devices = append(claim.Devices, PoolDevice{Pool: d.PoolName, Device: d.DeviceName})
+			claim.CDIDevices = append(claim.CDIDevices, d.CDIDeviceIDs...)
+		}
+		claims = append(claims, claim)
+	}
+	return claims, nil
+}
+
+// claimDevices reports whether kubelet's state has devices of any driver for a claim, and names the pods that it starts, or has
+// started, with them.
+func claimDevices(kubeletDir, claimUID string) (has bool, podUIDs []string, err error) {
+	entries, err := readClaimState(kubeletDir)
+	if err != nil {
+		return false, nil, err
+	}
+	for _, entry := range entries {
+		for _, state := range entry.DriverState {
+			if entry.ClaimUID == claimUID && len(state.Devices) > 0 {
+				return true, slices.Sorted(maps.Keys(entry.PodUIDs)), nil
+			}
+		}
+	}
+	return false, nil, nil
+}
+
+// claimEntry is a claim as kubelet writes it down.
+type claimEntry struct {
+	ClaimUID, ClaimName, Namespace string
+	PodUIDs                        map[string]struct{}
+	DriverState                    map[string]struct {
+		Devices []struct {
+			PoolName, DeviceName string
+			CDIDeviceIDs         []string
+		}
+	}
+}
+
+func readClaimState(kubeletDir string) ([]claimEntry, error) {
+	path := ClaimStatePath(kubeletDir)
+	data, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read kubelet's claim state: %w", err)
+	}
+	var file struct {
+		Data     string
+		Checksum uint32
+	}
+	if err := json.Unmarshal(data, &file); err != nil {
+		return nil, fmt.Errorf("read kubelet's claim state %s: %w", path, err)
+	}
+	if sum := crc32.ChecksumIEEE([]byte(file.Data)); sum != file.Checksum {
+		return nil, fmt.Errorf("read kubelet's claim state %s: checksum is %d, not %d", path, sum, file.Checksum)
+	}
+	var state struct{ ClaimInfoStateList []claimEntry }
+	if err := json.Unmarshal([]byte(file.Data), &state); err != nil {
+		return nil, fmt.Errorf("read kubelet's claim state %s: data: %w", path, err)
+	}
+	return state.ClaimInfoStateList, nil
+}
+
+func readWithInfo(path string) ([]byte, fs.FileInfo, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, nil, err
+	}
+	defer file.Close()
+	info, err := file.Stat()
+	if err != nil {
+		return nil, nil, err
+	}
+	data := make([]byte, info.Size())
+	n, err := file.ReadAt(data, 0)
+	if int64(n) < info.Size() && err != nil {
+		return nil, nil, err
+	}
+	return data, info, nil
+}

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package podstate
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// acquaintance is how long a pod that kubelet knows may take to arrive in our watch before it counts as unknown.
+const acquaintance = time.Second
+
+// Movable reports whether every pod that a claim is for has an owner who would make another, and none has ever started a
+// container: such pods may be evicted for the claim's sake. Pods that are on their way out do not count; a claim without any
+// other is not movable. It waits a moment for pods that kubelet has heard of before us, at most until ctx is done.
+func (p *Pods) Movable(ctx context.Context, claim ledger.ClaimRequest) bool {
+	ctx, cancel := context.WithTimeout(ctx, acquaintance)
+	defer cancel()
+	for {
+		changed := p.Changed()
+		movable, unknown := p.movable(claim)
+		if !unknown {
+			return movable
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return false
+		}
+	}
+}
+
+func (p *Pods) movable(claim ledger.ClaimRequest) (movable, unknown bool) {
+	uids := p.podsOf(holdOf(claim))
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for uid := range uids {
+		pod, ok := p.pods[uid]
+		_, deleted := p.deleted[uid]
+		switch {
+		case !ok && !deleted:
+			unknown = true
+		case !ok, isTerminal(pod.Pod), pod.DeletionTimestamp != nil:
+		case wasMade(pod.Pod) && len(pod.Status.ContainerStatuses) == 0:
+			movable = true
+		default:
+			return false, false
+		}
+	}
+	return movable, unknown
+}
+
+// unseen is how long after a loss a pod that nobody has seen may still arrive; pods that were deleted are remembered for longer.
+const unseen = time.Minute
+
+// Ended reports whether no pod is left that could still want the claim of a loser.
+func (p *Pods) Ended(lost ledger.Conflict) bool {
+	claim := ledger.ClaimRequest{UID: lost.UID, Namespace: lost.Namespace, Name: lost.Name, Pods: lost.Pods}
+	uids := p.podsOf(holdOf(claim))
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.synced.IsZero() {
+		return false
+	}
+	for uid := range uids {
+		pod, ok := p.pods[uid]
+		_, deleted := p.deleted[uid]
+		if ok && !isTerminal(pod.Pod) || !ok && !deleted && time.Since(lost.Since) < unseen {
+			return false
+		}
+	}
+	return true
+}
+
+func holdOf(claim ledger.ClaimRequest) ledger.Hold {
+	return ledger.Hold{
+		Holder:    ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID},
+		Namespace: claim.Namespace, Name: claim.Name, Pods: claim.Pods,
+	}
+}
+
+// wasMade reports whether somebody would make another pod in the place of this one. Kubelet would, for a static pod, and the
+// same.
+func wasMade(pod *corev1.Pod) bool {
+	_, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]
+	return !mirror && metav1.GetControllerOfNoCopy(pod) != nil
+}
+
+// controllerOf keeps of a pod's owners that there is one who would make another.
+func controllerOf(pod *corev1.Pod) []metav1.OwnerReference {
+	i := slices.IndexFunc(pod.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Controller != nil && *o.Controller })
+	if i < 0 {
+		return nil
+	}
+	controller := true
+	return []metav1.OwnerReference{{UID: types.UID("controller"), Controller: &controller}}
+}

@@ -1,0 +1,759 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package podstate
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// Pods judges holds by the pods of this node: what the API server says of them, and whether their cgroups live. It is the
+// ledger's Evidence. Until its first list of pods has arrived, everything is Running. It is safe for concurrent use.
+type Pods struct {
+	client  kubernetes.Interface
+	node    string
+	cgroups *Cgroups
+	// kubeletDir is kubelet's root directory.
+	kubeletDir string
+	factory    informers.SharedInformerFactory
+	handler    cache.ResourceEventHandlerRegistration
+
+	mu      sync.Mutex
+	changed chan struct{}
+	// synced is when the first list was asked for, once all of it is in pods.
+	synced time.Time
+	pods   map[types.UID]seenPod
+	// deleted are pods that were seen and are gone from the API server; kept until their cgroups are gone too.
+	deleted map[types.UID]seenPod
+	// attached are the pods that kubelet's state has named for a claim when it drained, by the claim's UID; kept until their
+	// cgroups are gone.
+	attached map[string]map[types.UID]bool
+	// starting are the pods that kubelet may be starting with a claim without asking, by the claim's UID.
+	starting map[string]starting
+}
+
+// starting are the pods that had a cgroup when kubelet's state first had no devices of a claim any more.
+type starting struct {
+	// drained is when the claim was to be let go of.
+	drained time.Time
+	pods    []string
+}
+
+// seenPod is a pod as the API server had it last.
+type seenPod struct {
+	*corev1.Pod
+	// ended is when it was first seen to be terminal or deleted; zero before.
+	ended time.Time
+	// arrived is set once its cgroup was seen.
+	arrived bool
+}
+
+var _ ledger.PodStates = (*Pods)(nil)
+
+// NewPods prepares an informer on the pods of one node, whose kubelet has its root directory there. Nothing is asked before Run.
+func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubeletDir string) (*Pods, error) {
+	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
+		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
+			o.FieldSelector = ofNode(node)
+		}),
+		informers.WithTransform(trim))
+	p := &Pods{
+		client: client, node: node, cgroups: cgroups, kubeletDir: kubeletDir, factory: factory, changed: make(chan struct{}),
+		pods: map[types.UID]seenPod{}, deleted: map[types.UID]seenPod{}, attached: map[string]map[types.UID]bool{},
+		starting: map[string]starting{},
+	}
+	handler, err := factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: func(o any) { p.store(o) },
+		UpdateFunc: func(before, o any) {
+			// A pod that was replaced by one of the same name while the watch was interrupted.
+			if uidOf(before) != uidOf(o) {
+				p.forget(before)
+			}
+			p.store(o)
+		},
+		DeleteFunc: func(o any) { p.forget(o) },
+	})
+	if err != nil {
+		return nil, fmt.Errorf("watch the node's pods: %w", err)
+	}
+	p.handler = handler
+	return p, nil
+}
+
+func ofNode(node string) string { return fields.OneTermEqualSelector("spec.nodeName", node).String() }
+
+// Run watches until ctx is done.
+func (p *Pods) Run(ctx context.Context) error {
+	started := time.Now()
+	p.factory.StartWithContext(ctx)
+	defer p.factory.Shutdown()
+	// The informer itself has synced before it has handed everything on.
+	if cache.WaitForCacheSync(ctx.Done(), p.handler.HasSynced) {
+		p.mu.Lock()
+		p.synced = started
+		p.announce()
+		p.mu.Unlock()
+	}
+	<-ctx.Done()
+	return nil
+}
+
+// AwaitSync waits for the first list of pods, while Run runs elsewhere. It reports whether it has arrived; otherwise ctx is
+// done.
+func (p *Pods) AwaitSync(ctx context.Context) bool {
+	for {
+		changed := p.Changed()
+		if p.Synced() {
+			return true
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-changed:
+		}
+	}
+}
+
+// Changed returns a channel that is closed when the node's pods next change.
+func (p *Pods) Changed() <-chan struct{} {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.changed
+}
+
+func (p *Pods) announce() {
+	close(p.changed)
+	p.changed = make(chan struct{})
+}
+
+// runningUID is the UID by which kubelet knows a pod: that of the manifest where the pod is the mirror of a static one.
+func runningUID(pod *corev1.Pod) types.UID {
+	if static, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]; mirror {
+		return types.UID(static)
+	}
+	return pod.UID
+}
+
+func uidOf(o any) types.UID {
+	if pod, ok := o.(*corev1.Pod); ok {
+		return pod.UID
+	}
+	return ""
+}
+
+func (p *Pods) store(o any) {
+	pod, ok := o.(*corev1.Pod)
+	if !ok {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	uid := runningUID(pod)
+	before, known := p.pods[uid]
+	seen := seenPod{Pod: pod, ended: before.ended, arrived: before.arrived}
+	switch {
+	case !isTerminal(pod):
+		seen.ended = time.Time{}
+	case seen.ended.IsZero():
+		seen.ended = time.Now()
+	}
+	p.pods[uid] = seen
+	delete(p.deleted, uid)
+	if !known || !sameState(before.Pod, pod) {
+		p.announce()
+	}
+}
+
+// sameState compares what is left after trim: most updates of a pod say nothing new here.
+func sameState(a, b *corev1.Pod) bool {
+	a, b = a.DeepCopy(), b.DeepCopy()
+	a.ResourceVersion, b.ResourceVersion = "", ""
+	return equality.Semantic.DeepEqual(a, b)
+}
+
+func isTerminal(pod *corev1.Pod) bool {
+	return pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed
+}
+
+func (p *Pods) forget(o any) {
+	if unknown, ok := o.(cache.DeletedFinalStateUnknown); ok {
+		o = unknown.Obj
+	}
+	pod, ok := o.(*corev1.Pod)
+	if !ok {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	uid := runningUID(pod)
+	// A re-created mirror pod has the same running UID, and its addition may have been seen already.
+	if current, ok := p.pods[uid]; ok && current.UID == pod.UID {
+		delete(p.pods, uid)
+		if current.ended.IsZero() {
+			current.ended = time.Now()
+		}
+		p.deleted[uid] = current
+	}
+	p.announce()
+}
+
+// Name completes a pod known by UID; it is returned as it is when the API server does not know it.
+func (p *Pods) Name(uid string) ledger.Pod {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
+		if pod, ok := known[types.UID(uid)]; ok {
+			return ledger.Pod{UID: uid, Namespace: pod.Namespace, Name: pod.Name}
+		}
+	}
+	return ledger.Pod{UID: uid}
+}
+
+// Known reports whether the API server has, or had while somebody looked, a pod with that UID.
+func (p *Pods) Known(uid string) bool { return p.Name(uid).Name != "" }
+
+// EndedBefore reports whether a pod is known to have been terminal or deleted already at a moment.
+func (p *Pods) EndedBefore(uid string, moment time.Time) bool {
+	ended := p.EndedAt(uid)
+	return !ended.IsZero() && ended.Before(moment)
+}
+
+// EndedAt is when a pod was first seen to be terminal or deleted; zero while it lives, and for one that nobody has seen.
+func (p *Pods) EndedAt(uid string) time.Time {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, _ := p.seen(types.UID(uid))
+	return pod.ended
+}
+
+// seen is a pod that the API server has, or had. Under p.mu.
+func (p *Pods) seen(uid types.UID) (pod seenPod, known bool) {
+	if pod, known = p.pods[uid]; !known {
+		pod, known = p.deleted[uid]
+	}
+	return pod, known
+}
+
+// isNews reports whether a moment is so short a time ago that kubelet, or our watch, may still be about to hear of it.
+func isNews(moment time.Time) bool {
+	age := time.Since(moment)
+	return age >= 0 && age < unseen
+}
+
+// UnknownPods are the UIDs of pods that have a cgroup and that the API server does not know: whatever they hold, no list of
+// pods tells.
+func (p *Pods) UnknownPods() ([]string, error) {
+	uids, err := p.cgroups.UIDs()
+	if err != nil {
+		return nil, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.DeleteFunc(uids, func(uid string) bool {
+		_, ok := p.pods[types.UID(uid)]
+		return ok
+	}), nil
+}
+
+// ClaimNames are the claims that the node's pods name.
+func (p *Pods) ClaimNames() []types.NamespacedName {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	names := map[types.NamespacedName]bool{}
+	for _, pod := range p.pods {
+		for claim := range claimsOf(pod.Pod) {
+			names[types.NamespacedName{Namespace: pod.Namespace, Name: claim}] = true
+		}
+	}
+	return slices.SortedFunc(maps.Keys(names), func(a, b types.NamespacedName) int { return strings.Compare(a.String(), b.String()) })
+}
+
+// Synced reports whether the first list of pods has arrived.
+func (p *Pods) Synced() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return !p.synced.IsZero()
+}
+
+// standing is what the API server says of a pod.
+type standing int
+
+const (
+	live     standing = iota
+	deleting          // deletionTimestamp is set
+	terminal          // Succeeded or Failed
+	absent
+)
+
+// standing judges by UID. A pod that was never seen is absent only if it should have been in the first list: one that
+// kubelet has just admitted may reach kubelet before us.
+func (p *Pods) standing(uid string, since time.Time) standing {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, ok := p.pods[types.UID(uid)]
+	_, deleted := p.deleted[types.UID(uid)]
+	switch {
+	case p.synced.IsZero():
+		return live
+	case ok && isTerminal(pod.Pod):
+		return terminal
+	case ok && pod.DeletionTimestamp != nil:
+		return deleting
+	case ok:
+		return live
+	case deleted || since.Before(p.synced):
+		return absent
+	default:
+		return live
+	}
+}
+
+// Settling is how long after an Allocate a limit is not judged to have ended. Kubelet's checkpoint may name the pod before
+// for a moment even in a file written later: it takes what it writes from memory first, and two such writes may overtake
+// each other (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, writeCheckpoint).
+const Settling = 2 * time.Second
+
+// PodState implements ledger.Evidence.
+func (p *Pods) PodState(h ledger.Hold) ledger.PodState {
+	if !p.Synced() {
+		return ledger.Running
+	}
+	if h.Holder.Kind == ledger.KindClaim {
+		return p.claimState(h, p.podsOf(h))
+	}
+	if len(h.Pods) == 0 {
+		return ledger.Running
+	}
+	since := h.Since
+	if h.State == ledger.StateRestored {
+		since = time.Time{} // it is older than the restart in which it was found
+	}
+	podState := ledger.Gone
+	for _, pod := range h.Pods {
+		podState = min(podState, p.podState(pod.UID, since))
+	}
+	// An orphan is said to be one: whoever asks for its device now would be a second owner.
+	if podState == ledger.Gone && Unsettled(h) > 0 {
+		return ledger.Terminating
+	}
+	return podState
+}
+
+// Started implements ledger.Evidence. Where the kernel does not tell, the pod may have started. Who holds a limit that nobody
+// has identified yet is in kubelet's checkpoint: an agent that was frozen is asked for the next pod before it has looked.
+func (p *Pods) Started(h ledger.Hold, all []ledger.Hold) bool {
+	uids := make([]string, 0, 1)
+	for _, pod := range h.Pods {
+		uids = append(uids, pod.UID)
+	}
+	if len(uids) == 0 {
+		checkpoint, err := ReadDeviceCheckpoint(p.kubeletDir)
+		if err != nil {
+			return true
+		}
+		for _, d := range checkpoint.Devices {
+			if d.ID == h.Holder.ID && d.Resource == h.Resource && !checkpoint.Written.Before(h.Since) {
+				uids = append(uids, d.PodUID)
+			}
+		}
+	}
+	if len(uids) == 0 {
+		// Kubelet may have admitted a pod that our watch knew to be gone, and has struck it off its checkpoint since.
+		uids = p.wanting(func(resource string) bool { return resource == h.Resource }, all, func(seenPod) bool { return true })
+		if !p.watchedSince(h.Since) {
+			// Or one that was gone before our watch began: all that is left of it is a cgroup.
+			unknownPods, err := p.UnknownPods()
+			if err != nil {
+				return true
+			}
+			uids = append(uids, unknownPods...)
+		}
+	}
+	return slices.ContainsFunc(uids, func(uid string) bool {
+		cgroup, err := p.cgroups.Pod(uid)
+		return err != nil || cgroup == CgroupBusy
+	})
+}
+
+// Busy reports whether a pod of a hold has a process, or may have: the kernel does not tell, or nobody knows whose it is. Called by
+// whoever would take away what a running container needs.
+func (p *Pods) Busy(h ledger.Hold) bool {
+	uids := p.podsOf(h)
+	for uid := range uids {
+		if cgroup, err := p.cgroups.Pod(string(uid)); err != nil || cgroup == CgroupBusy {
+			return true
+		}
+	}
+	return len(uids) == 0
+}
+
+// watchedSince reports whether every pod that was there at a time, or came later, has been seen.
+func (p *Pods) watchedSince(at time.Time) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return !p.synced.IsZero() && !at.Before(p.synced)
+}
+
+// Unsettled is how long the hold of a limit is still within Settling.
+func Unsettled(h ledger.Hold) time.Duration {
+	age := time.Since(h.Since)
+	if h.State == ledger.StateRestored || age < 0 {
+		return 0 // a clock that was set back must not make this long
+	}
+	return max(0, Settling-age)
+}
+
+// podState judges one pod. Kubelet never starts another container of a pod whose phase is terminal,
+// so an empty cgroup ends it; one that was removed from the API server in any other way must have lost its cgroup. Where the
+// kernel does not tell, containers may still run.
+func (p *Pods) podState(uid string, since time.Time) ledger.PodState {
+	standing := p.standing(uid, since)
+	switch standing {
+	case live:
+		return ledger.Running
+	case deleting:
+		return ledger.Terminating
+	}
+	cgroup, err := p.cgroups.Pod(uid)
+	if err == nil && cgroup != CgroupAbsent {
+		p.arrive(types.UID(uid))
+	}
+	switch {
+	case err != nil:
+		return ledger.Orphaned
+	case cgroup == CgroupAbsent && p.mayStart(types.UID(uid), since):
+		return ledger.Orphaned
+	case cgroup == CgroupAbsent, cgroup == CgroupEmpty && standing == terminal:
+		return ledger.Gone
+	default:
+		return ledger.Orphaned
+	}
+}
+
+// claimState: a claim ends by Unprepare, not by the end of its pods; but Unprepare alone proves nothing, since kubelets
+// before 1.37 call it for claims that running pods share (docs/design/0002-ledger.md). Such a pod has no process at all
+// between two starts of a container where the runtime keeps no pause process (CRI-O), and kubelet prepares nothing before
+// the second: it keeps the claim as long as it lives. One that never started a container does so too where it was prepared:
+// the same kubelets unprepare between the answer and the first start. One that was not does not; before the first, kubelet asks.
+// But to them a claim is prepared until they have heard the answer to Unprepare: a pod that comes meanwhile is started with its
+// devices, and nobody is asked. It is in their state by then, for as long as that takes, and has a cgroup, before our watch may have
+// heard of it.
+func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodState {
+	if h.State != ledger.StateDraining {
+		for uid := range uids {
+			if p.standing(string(uid), h.Since) == live {
+				return ledger.Running
+			}
+		}
+		if len(uids) == 0 {
+			return ledger.Running
+		}
+		return ledger.Terminating
+	}
+	remembered := p.remembered(h)
+	attached := p.attachedTo(h)
+	for uid := range attached {
+		uids[uid] = true
+	}
+	podState := ledger.Gone
+	for uid := range uids {
+		prepared := attached[uid] || slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) })
+		if p.liveAndStarted(uid, prepared) {
+			return ledger.Running
+		}
+		if prepared && p.mayArrive(uid, h.Since) {
+			podState = ledger.Orphaned
+		}
+		cgroup, err := p.cgroups.Pod(string(uid))
+		if err != nil || cgroup == CgroupBusy || attached[uid] && cgroup == CgroupEmpty && !p.Known(string(uid)) {
+			podState = ledger.Orphaned
+		}
+	}
+	if remembered || p.startsUnasked(h) {
+		podState = min(podState, ledger.Orphaned)
+	}
+	return podState
+}
+
+// startsUnasked reports whether kubelet may be starting a pod with a claim that it has forgotten: it has the pod in its state for a
+// shorter time than passes between two looks at that, if it hears the answer to Unprepare right afterwards. The pod had a cgroup
+// by then, and has a process within a minute.
+func (p *Pods) startsUnasked(h ledger.Hold) bool {
+	if !isNews(h.Since) || len(h.Pods) == 0 {
+		return false // kubelet was never told that it has the claim, or long ago that it has not
+	}
+	p.mu.Lock()
+	s, again := p.starting[h.Holder.ID]
+	p.mu.Unlock()
+	if !again || !s.drained.Equal(h.Since) {
+		uids, err := p.cgroups.UIDs()
+		if err != nil {
+			return true
+		}
+		s = starting{h.Since, uids}
+		p.mu.Lock()
+		p.starting[h.Holder.ID] = s
+		p.mu.Unlock()
+	}
+	return slices.ContainsFunc(s.pods, func(uid string) bool {
+		recorded := slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == uid })
+		if recorded || !p.mayHaveBegun(types.UID(uid), h) {
+			return false
+		}
+		cgroup, err := p.cgroups.Pod(uid)
+		return err != nil || cgroup != CgroupAbsent
+	})
+}
+
+// mayHaveBegun reports whether a pod that has a cgroup may be one that a claim is for, and has started nothing yet.
+func (p *Pods) mayHaveBegun(uid types.UID, h ledger.Hold) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, known := p.seen(uid)
+	return !known || pod.Namespace == h.Namespace && claimsOf(pod.Pod)[h.Name] && !isTerminal(pod.Pod) && len(pod.Status.ContainerStatuses) == 0
+}
+
+// remembered reports whether kubelet still has devices of the claim in its state, or nobody knows. It forgets them when it has
+// heard the answer to Unprepare. One that has not, because the agent died meanwhile, hands them to the next pod of the claim
+// without asking (1.34 to 1.36, k8s.io/kubernetes pkg/kubelet/cm/dra, prepareResources), and unprepares again later.
+func (p *Pods) remembered(h ledger.Hold) bool {
+	has, pods, err := claimDevices(p.kubeletDir, h.Holder.ID)
+	if len(pods) > 0 {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if p.attached[h.Holder.ID] == nil {
+			p.attached[h.Holder.ID] = map[types.UID]bool{}
+		}
+		for _, uid := range pods {
+			p.attached[h.Holder.ID][types.UID(uid)] = true
+		}
+	}
+	return has || err != nil
+}
+
+func (p *Pods) attachedTo(h ledger.Hold) map[types.UID]bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return maps.Clone(p.attached[h.Holder.ID])
+}
+
+// Attached are the pods that kubelet's state has named for a claim since it was unprepared, and that are not recorded with the
+// hold. Called to record them, after a Verdict. It is safe for concurrent use.
+func (p *Pods) Attached(h ledger.Hold) []ledger.Pod {
+	var pods []ledger.Pod
+	for uid := range p.attachedTo(h) {
+		if !slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) }) {
+			pods = append(pods, p.Name(string(uid)))
+		}
+	}
+	slices.SortFunc(pods, func(a, b ledger.Pod) int { return strings.Compare(a.UID, b.UID) })
+	return pods
+}
+
+// Users are those pods recorded with the hold of a claim that may still use it.
+func (p *Pods) Users(h ledger.Hold) []ledger.Pod {
+	return slices.DeleteFunc(slices.Clone(h.Pods), func(pod ledger.Pod) bool {
+		return p.podState(pod.UID, h.Since) == ledger.Gone
+	})
+}
+
+// StateWithoutClaim judges a claim that the API server no longer has under that UID. Pods that name it and live mean its
+// successor, unless they are recorded with the hold.
+func (p *Pods) StateWithoutClaim(h ledger.Hold) ledger.PodState {
+	if !p.Synced() {
+		return ledger.Running
+	}
+	h.State = ledger.StateDraining
+	uids := p.podsOf(h)
+	p.mu.Lock()
+	for uid := range uids {
+		_, known := p.pods[uid]
+		if known && !slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) }) {
+			delete(uids, uid)
+		}
+	}
+	p.mu.Unlock()
+	return p.claimState(h, uids)
+}
+
+// liveAndStarted also counts a live pod that has not started anything where that is as good.
+func (p *Pods) liveAndStarted(uid types.UID, asGood bool) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, ok := p.pods[uid]
+	return ok && pod.DeletionTimestamp == nil && !isTerminal(pod.Pod) && (asGood || len(pod.Status.ContainerStatuses) > 0)
+}
+
+// mayArrive reports whether a pod may still arrive in our watch that kubelet knew at a moment.
+func (p *Pods) mayArrive(uid types.UID, at time.Time) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	_, known := p.seen(uid)
+	return !known && !at.Before(p.synced) && isNews(at)
+}
+
+// mayStart reports whether kubelet may still start a pod that was force-deleted before it had started anything: a kubelet that
+// is frozen or busy between the admission and the pod's cgroup hears of the deletion afterwards. Of one that was deleted before
+// our watch began, only the time of the admission tells.
+func (p *Pods) mayStart(uid types.UID, admitted time.Time) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if _, known := p.seen(uid); !known {
+		return isNews(admitted)
+	}
+	pod, deleted := p.deleted[uid]
+	return deleted && pod.mayStart()
+}
+
+// mayStart is that of a pod that was deleted.
+func (pod seenPod) mayStart() bool {
+	return !pod.arrived && len(pod.Status.ContainerStatuses) == 0 &&
+		(pod.Status.Phase == corev1.PodPending || pod.Status.Phase == "") && time.Since(pod.ended) < unseen
+}
+
+// arrive notes that kubelet has made a pod's cgroup: once that is gone, kubelet is done with the pod.
+func (p *Pods) arrive(uid types.UID) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
+		if pod, ok := known[uid]; ok {
+			pod.arrived = true
+			known[uid] = pod
+		}
+	}
+}
+
+// podsOf are the pods recorded with the hold, and those of this node that name its claim or did until they were deleted.
+func (p *Pods) podsOf(h ledger.Hold) map[types.UID]bool {
+	uids := map[types.UID]bool{}
+	for _, pod := range h.Pods {
+		uids[types.UID(pod.UID)] = true
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
+		for uid, pod := range known {
+			if pod.Namespace == h.Namespace && claimsOf(pod.Pod)[h.Name] {
+				uids[uid] = true
+			}
+		}
+	}
+	return uids
+}
+
+// claimsOf are the names of the claims that a pod uses: by its spec, made for it from a template, or made for its extended
+// resources.
+func claimsOf(pod *corev1.Pod) map[string]bool {
+	names := map[string]bool{}
+	for _, reference := range pod.Spec.ResourceClaims {
+		if reference.ResourceClaimName != nil {
+			names[*reference.ResourceClaimName] = true
+		}
+	}
+	for _, status := range pod.Status.ResourceClaimStatuses {
+		if status.ResourceClaimName != nil {
+			names[*status.ResourceClaimName] = true
+		}
+	}
+	if extended := pod.Status.ExtendedResourceClaimStatus; extended != nil {
+		names[extended.ResourceClaimName] = true
+	}
+	delete(names, "")
+	return names
+}
+
+// Sweep forgets pods that were deleted a while ago, have no cgroup any more, and that no hold names. It forgets none while there
+// is a limit whose pod is not known yet: forgotten, that pod would pass for one that has not been seen so far, and live for ever.
+func (p *Pods) Sweep(holds []ledger.Hold) {
+	p.sweepAttached(holds)
+	named := map[types.UID]bool{}
+	for _, h := range holds {
+		if h.Holder.Kind == ledger.KindPod && len(h.Pods) == 0 {
+			return
+		}
+		for _, pod := range h.Pods {
+			named[types.UID(pod.UID)] = true
+		}
+	}
+	p.mu.Lock()
+	candidates := make([]types.UID, 0, len(p.deleted))
+	for uid, pod := range p.deleted {
+		if !named[uid] && time.Since(pod.ended) > unseen {
+			candidates = append(candidates, uid)
+		}
+	}
+	p.mu.Unlock()
+	for _, uid := range candidates {
+		if cgroup, err := p.cgroups.Pod(string(uid)); err == nil && cgroup == CgroupAbsent {
+			p.mu.Lock()
+			delete(p.deleted, uid)
+			p.mu.Unlock()
+		}
+	}
+}
+
+func (p *Pods) sweepAttached(holds []ledger.Hold) {
+	held := func(claim string) bool {
+		return slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindClaim && h.Holder.ID == claim })
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for claim, pods := range p.attached {
+		maps.DeleteFunc(pods, func(uid types.UID, _ bool) bool {
+			cgroup, err := p.cgroups.Pod(string(uid))
+			return err == nil && cgroup == CgroupAbsent
+		})
+		if len(pods) == 0 || !held(claim) {
+			delete(p.attached, claim)
+		}
+	}
+	maps.DeleteFunc(p.starting, func(claim string, _ starting) bool { return !held(claim) })
+}
+
+// trim keeps of a pod what is asked about it here: every agent keeps all pods of its node in memory. Of its containers'
+// statuses that is one, without content, if any container was ever started.
+func trim(o any) (any, error) {
+	if pod, ok := o.(*corev1.Pod); ok {
+		return trimmed(pod), nil
+	}
+	return o, nil
+}
+
+func trimmed(pod *corev1.Pod) *corev1.Pod {
+	kept := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: pod.Name, Namespace: pod.Namespace, UID: pod.UID, ResourceVersion: pod.ResourceVersion,
+			DeletionTimestamp: pod.DeletionTimestamp, OwnerReferences: controllerOf(pod),
+		},
+		Spec: corev1.PodSpec{ResourceClaims: pod.Spec.ResourceClaims, Containers: limitsOf(pod)},
+		Status: corev1.PodStatus{
+			Phase: pod.Status.Phase, StartTime: pod.Status.StartTime, ResourceClaimStatuses: pod.Status.ResourceClaimStatuses,
+			ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus,
+		},
+	}
+	if slices.ContainsFunc(slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses), wasStarted) {
+		kept.Status.ContainerStatuses = []corev1.ContainerStatus{{ContainerID: "started"}}
+	}
+	if static, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]; mirror {
+		kept.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: static}
+	}
+	return kept
+}
+
+func wasStarted(s corev1.ContainerStatus) bool { return s.ContainerID != "" }
