@@ -21,7 +21,7 @@ const module = "github.com/tandem-gpu/tandem"
 // layers are the product's packages from the bottom up. A package may import those of lower layers only, so nothing points
 // up, and the two front-ends are strangers to each other.
 var layers = [][]string{
-	{"pkg/device", "internal/version", "internal/records", "internal/driverroot", "internal/capacity", "api"},
+	{"pkg/device", "internal/version", "internal/records", "internal/driverroot", "internal/capacity", "internal/broadcast", "internal/keylock", "internal/filewatch", "api"},
 	{"pkg/mig", "pkg/mps", "internal/config", "internal/status"},
 	{"pkg/ledger", "pkg/cdi", "pkg/partition"},
 	{"pkg/podstate", "pkg/webhook", "pkg/sharing"},

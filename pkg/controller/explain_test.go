@@ -25,7 +25,7 @@ import (
 func TestExplain(t *testing.T) {
 	node := func(name string, limits, claims, unhealthy, free int32) v1alpha1.GPUNode {
 		n := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: name}}
-		n.Status.Counts = v1alpha1.DeviceCounts{Total: limits + claims + unhealthy + free, Limits: limits, Claims: claims, Unhealthy: unhealthy, Free: free}
+		n.Status.Counts = v1alpha1.DeviceCounts{Total: limits + claims + unhealthy + free, Pods: limits, Claims: claims, Unhealthy: unhealthy, Free: free}
 		return n
 	}
 	var many []v1alpha1.GPUNode
@@ -176,7 +176,7 @@ func TestExplainPartitions(t *testing.T) {
 	if got := Explain([]v1alpha1.GPUNode{node}, Ask{Devices: 1, Resource: small}); got != "" {
 		t.Errorf("one is free: %s", got)
 	}
-	node.Status.Devices[4].Fault = "Lost"
+	node.Status.Devices[4].UnhealthyReason = "Lost"
 	want := "all 3 nvidia.com/mig-1g.10gb of node-1 are held or faulty: 1 by limits, 1 by claims, 1 faulty"
 	if got := Explain([]v1alpha1.GPUNode{node}, Ask{Devices: 1, Resource: small}); got != want {
 		t.Errorf("%s, want %s", got, want)
@@ -236,7 +236,7 @@ func unscheduled(pod *corev1.Pod) {
 }
 
 func full(s *v1alpha1.GPUNodeStatus) {
-	s.Counts = v1alpha1.DeviceCounts{Total: 8, Limits: 5, Claims: 3}
+	s.Counts = v1alpha1.DeviceCounts{Total: 8, Pods: 5, Claims: 3}
 }
 
 func TestExplainTellsOnce(t *testing.T) {
@@ -264,7 +264,7 @@ func TestExplainTellsOnce(t *testing.T) {
 	look("Normal GPUsHeld all 8 GPUs of node-1 are held: 5 by limits, 3 by claims", tellEvery)
 	look("", tellEvery)
 	w.clock = w.clock.Add(10 * time.Second)
-	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Counts = v1alpha1.DeviceCounts{Total: 8, Limits: 6, Claims: 2} })
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Counts = v1alpha1.DeviceCounts{Total: 8, Pods: 6, Claims: 2} })
 	look("", 50*time.Second)
 	w.clock = w.clock.Add(time.Minute)
 	look("6 by limits, 2 by claims", tellEvery)

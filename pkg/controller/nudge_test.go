@@ -59,7 +59,7 @@ func TestNudges(t *testing.T) {
 		"a loser, device taken":            {status: []change{losing(waiting("a", "gpu-0")), podHolds(0)}},
 		"a loser, one of two taken":        {status: []change{losing(waiting("a", "gpu-0", "gpu-1")), podHolds(1)}},
 		"a loser, device draining":         {status: []change{losing(waiting("a", "gpu-0")), claimHolds("b", v1alpha1.HoldDraining, 0)}},
-		"a loser, device faulty":           {status: []change{losing(waiting("a", "gpu-0")), func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Fault = "lost" }}},
+		"a loser, device faulty":           {status: []change{losing(waiting("a", "gpu-0")), func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].UnhealthyReason = "lost" }}},
 		"a loser, device unknown":          {status: []change{losing(waiting("a", "gpu-99"))}},
 		"condemned, device free":           {status: []change{losing(pendingEviction("a", "gpu-0"))}, claims: []string{"a"}},
 		"expected after a reboot":          {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0, 1)}, claims: []string{"a"}, want: "a", patient: expectedPatience},
@@ -98,7 +98,7 @@ func TestNudges(t *testing.T) {
 func TestNudgesOfPartitions(t *testing.T) {
 	const made, unmade = "gpu-6-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-0"
 	type change = func(*v1alpha1.GPUNodeStatus)
-	fault := func(n int) change { return func(s *v1alpha1.GPUNodeStatus) { s.Devices[n].Fault = "lost" } }
+	fault := func(n int) change { return func(s *v1alpha1.GPUNodeStatus) { s.Devices[n].UnhealthyReason = "lost" } }
 	for name, c := range map[string]struct {
 		status  []change
 		device  string

@@ -23,7 +23,7 @@ func sharedNode(holders ...v1alpha1.DeviceHolder) v1alpha1.GPUNode {
 	node.Status = v1alpha1.GPUNodeStatus{ExtendedResource: testResource}
 	for _, name := range []string{"gpu-0", "gpu-1"} {
 		node.Status.Devices = append(node.Status.Devices, v1alpha1.DeviceStatus{
-			Name: name, ExtendedResource: testResource, Limits: v1alpha1.ExtendedResourceAllocatable,
+			Name: name, ExtendedResource: testResource, ExtendedResourceState: v1alpha1.ExtendedResourceAllocatable,
 			Sharing: &v1alpha1.DeviceSharing{
 				Strategy: "TimeSlicing", MemoryShares: true, Memory: 24 * gib, Replicas: 4, ReplicaMemory: 6 * gib, Allocatable: 4,
 			},

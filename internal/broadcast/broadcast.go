@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package broadcast tells any number of waiters that a value has changed, without telling them how.
+package broadcast
+
+import "sync"
+
+// Signal notifies everyone who waits for a change. The zero value is ready to use. All methods are safe for concurrent use.
+//
+// A waiter takes the channel of Changed first, reads the value next, and waits last, so that it misses no change:
+//
+//	for {
+//		changed := signal.Changed()
+//		use(value())
+//		<-changed
+//	}
+type Signal struct {
+	mu      sync.Mutex
+	changed chan struct{}
+}
+
+// Changed returns a channel that the next Notify closes.
+func (s *Signal) Changed() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.changed == nil {
+		s.changed = make(chan struct{})
+	}
+	return s.changed
+}
+
+// Notify wakes all waiters. It never blocks.
+func (s *Signal) Notify() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.changed != nil {
+		close(s.changed)
+		s.changed = nil
+	}
+}
