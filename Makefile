@@ -53,7 +53,7 @@ torture-ci: ## two at once, one of them with shared GPUs, for about 5 minutes at
 	$(call run,torture) ci -budget 5m -ops 5000
 
 .PHONY: torture-selftest
-torture-selftest: ## with Tandem sabotaged, the torture's oracle must find faults
+torture-selftest: ## with Tandem mutated, the torture's oracle must find faults
 	$(call run,torture) selftest $(torture_flags) $(if $(ONLY),-only $(ONLY))
 
 .PHONY: torture-down

@@ -20,7 +20,9 @@ import (
 
 func TestAllocatable(t *testing.T) {
 	limit, claim := v1alpha1.DeviceHolder{Kind: v1alpha1.HolderPod}, v1alpha1.DeviceHolder{Kind: v1alpha1.HolderClaim, UID: "u"}
-	withdraw := func(s *v1alpha1.GPUNodeStatus, n int) { s.Devices[n].ExtendedResourceState = v1alpha1.ExtendedResourceWithdrawn }
+	withdraw := func(s *v1alpha1.GPUNodeStatus, n int) {
+		s.Devices[n].ExtendedResourceState = v1alpha1.ExtendedResourceWithdrawn
+	}
 	for name, c := range map[string]struct {
 		change  func(*v1alpha1.GPUNodeStatus)
 		claims  []string // devices that claims are allocated to

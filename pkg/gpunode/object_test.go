@@ -387,7 +387,9 @@ func TestLeaves(t *testing.T) {
 			f.awaitStatus("a status", free(2))
 			f.hold("c1", "GPU-0")
 			o.Acknowledge("nvidia.com/gpu", []string{"GPU-1"}, true)
-			f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[1].ExtendedResourceState != "" && s.Counts.Free == 1 })
+			f.awaitStatus("what kubelet says", func(s v1alpha1.GPUNodeStatus) bool {
+				return s.Devices[1].ExtendedResourceState != "" && s.Counts.Free == 1
+			})
 			meanwhile(f)
 			stop()
 			left := f.api.object("node-1").Status

@@ -38,7 +38,7 @@ import (
 // agent is one life of the product's node agent: its parts are real, its loops and its transport are the simulation's.
 type agent struct {
 	*simulation
-	life       *life
+	process    *process
 	book       *ledger.Ledger
 	pods       *podstate.Pods
 	reconciler *reconcile.Reconciler
@@ -63,7 +63,7 @@ type agent struct {
 
 // startAgent follows cmd/kubelet-plugin: the lock, what is known from before, the pods, and only then the two APIs.
 func (s *simulation) startAgent() {
-	a := &agent{simulation: s, life: newLife("agent"), specChanged: make(chan struct{}), pace: gpunode.Pace{Interval: time.Second}}
+	a := &agent{simulation: s, process: newProcess("agent"), specChanged: make(chan struct{}), pace: gpunode.Pace{Interval: time.Second}}
 	s.agent = a
 	if err := a.open(); err != nil {
 		s.fail("the agent does not start: %v", err)
@@ -72,19 +72,19 @@ func (s *simulation) startAgent() {
 	if len(a.book.Holds()) > 0 {
 		s.hit(agentRestarts)
 	}
-	s.api.watch(a.life, "pod/", a.podChanged, func() {
+	s.api.watch(a.process, "pod/", a.podChanged, func() {
 		if !a.synced {
 			a.synced = true
 			a.pods.Listed(time.Now())
 			a.serve()
 		}
 	})
-	s.after(a.life, 0, "restores holds", func() { s.spawn(a.life, "restore", a.restore) })
+	s.after(a.process, 0, "restores holds", func() { s.spawn(a.process, "restore", a.restore) })
 }
 
 func (a *agent) restore(c *call) {
 	if !a.faults.noRestore {
-		if err := a.reconciler.Restore(c.context(a.life.ctx)); err != nil {
+		if err := a.reconciler.Restore(c.context(a.process.ctx)); err != nil {
 			a.fail("restore: %v", err)
 		}
 	}
@@ -108,7 +108,7 @@ func (a *agent) open() (err error) {
 	options.Queue = a.pods.Queue(limits.Has)
 	options.Step = func(string) { a.diskStep() }
 	options.Turn = func(ctx context.Context) { turn(ctx, "tries to reserve") }
-	if a.book, err = ledger.Open(a.life.ctx, options); err != nil {
+	if a.book, err = ledger.Open(a.process.ctx, options); err != nil {
 		return err
 	}
 	book := parkedLedger{a.book, a.simulation}
@@ -167,7 +167,7 @@ func (a *agent) serve() {
 		if a.faults.noRelease {
 			return never
 		}
-		wait, err := a.reconciler.Doubt(c.context(a.life.ctx))
+		wait, err := a.reconciler.Doubt(c.context(a.process.ctx))
 		if err != nil {
 			return min(wait, time.Minute)
 		}
@@ -177,7 +177,7 @@ func (a *agent) serve() {
 		if a.faults.noRestore {
 			return never
 		}
-		if left, err := a.reconciler.RestoreLate(c.context(a.life.ctx)); left || err != nil {
+		if left, err := a.reconciler.RestoreLate(c.context(a.process.ctx)); left || err != nil {
 			return time.Second
 		}
 		return never
@@ -194,14 +194,14 @@ func (a *agent) serve() {
 	a.loop("reports", 50*time.Millisecond, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed(), a.specChanged} }, func(c *call) time.Duration {
 		return a.report()
 	})
-	a.api.watch(a.life, "gpunode/", func(_ string, _, after any) {
+	a.api.watch(a.process, "gpunode/", func(_ string, _, after any) {
 		if object, ok := after.(*gpuNode); ok && !reflect.DeepEqual(object.spec, a.spec) {
 			a.spec = object.spec
 			a.specHasChanged()
 		}
 	}, func() {
 		if _, ok := get[*gpuNode](a.api, "gpunode/"); !ok {
-			a.api.request(a.life, "makes its GPUNode", func() {
+			a.api.request(a.process, "makes its GPUNode", func() {
 				if _, ok := get[*gpuNode](a.api, "gpunode/"); !ok {
 					a.api.put("gpunode/", &gpuNode{})
 				}
@@ -209,9 +209,9 @@ func (a *agent) serve() {
 		}
 	})
 	// The library's slice controller repairs what somebody else changes, and looks at all of it when it has listed the slices.
-	a.api.watch(a.life, "slice/", func(_ string, _, after any) {
+	a.api.watch(a.process, "slice/", func(_ string, _, after any) {
 		if now, _ := after.(*slice); a.published != nil && (now == nil || !slices.Equal(now.offered, a.published.offered)) {
-			a.after(a.life, 100*time.Millisecond, "repairs its slice", a.writeSlice)
+			a.after(a.process, 100*time.Millisecond, "repairs its slice", a.writeSlice)
 		}
 	}, a.refresh)
 	a.look()
@@ -289,7 +289,7 @@ func (a *agent) publish() time.Duration {
 }
 
 func (a *agent) writeSlice() {
-	a.api.request(a.life, "writes its slice", func() {
+	a.api.request(a.process, "writes its slice", func() {
 		if old, ok := get[*slice](a.api, "slice/"); !ok || !slices.Equal(old.offered, a.published.offered) {
 			a.api.put("slice/", a.published)
 		}
@@ -348,7 +348,7 @@ func (a *agent) report() time.Duration {
 	}
 	a.pace.Took(time.Now())
 	a.reported, a.reporting = status, true
-	a.api.request(a.life, "reports in its GPUNode", func() {
+	a.api.request(a.process, "reports in its GPUNode", func() {
 		a.reporting = false
 		a.specHasChanged()
 		if now, ok := get[*gpuNode](a.api, "gpunode/"); ok {
@@ -366,12 +366,12 @@ func (a *agent) confirm(delay time.Duration) {
 		return
 	}
 	a.confirming = true
-	a.after(a.life, delay, "asks what is allocatable", func() {
+	a.after(a.process, delay, "asks what is allocatable", func() {
 		a.confirming = false
 		if a.stream == nil {
 			return
 		}
-		if a.kubelet.life.over {
+		if a.kubelet.process.over {
 			a.confirm(time.Second)
 			return
 		}
@@ -396,8 +396,8 @@ func (a *agent) confirm(delay time.Duration) {
 // register serves limits under a fresh name, as soon as there is a kubelet.
 func (a *agent) register(delay time.Duration) {
 	a.registering = true
-	a.after(a.life, delay+a.latency(), "registers for limits", func() {
-		if a.kubelet.life.over {
+	a.after(a.process, delay+a.latency(), "registers for limits", func() {
+		if a.kubelet.process.over {
 			return // the next kubelet makes its socket anew
 		}
 		a.registering = false
@@ -445,17 +445,17 @@ func (a *agent) loop(name string, gather time.Duration, channels func() []<-chan
 func (l *loop) soon(delay time.Duration) {
 	l.scheduled = true
 	l.turns++
-	l.after(l.life, delay, l.name, func() {
+	l.after(l.process, delay, l.name, func() {
 		l.scheduled, l.busy = false, true
 		l.waiting = l.channels()
-		l.spawn(l.life, l.name, func(c *call) {
+		l.spawn(l.process, l.name, func(c *call) {
 			wait := l.body(c)
 			l.busy = false
 			if wait == never {
 				return
 			}
 			turns := l.turns
-			l.after(l.life, max(wait, 0), l.name+" (timer)", func() {
+			l.after(l.process, max(wait, 0), l.name+" (timer)", func() {
 				if l.turns == turns && !l.busy && !l.scheduled {
 					l.soon(0)
 				}
@@ -466,7 +466,7 @@ func (l *loop) soon(delay time.Duration) {
 
 // poll is called after each step.
 func (l *loop) poll() {
-	if l.busy || l.scheduled || l.life.over {
+	if l.busy || l.scheduled || l.process.over {
 		return
 	}
 	for _, c := range l.waiting {
@@ -623,7 +623,7 @@ func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (
 	turn(ctx, "has reserved")
 	switch {
 	case r.PodsFirst != nil && r.PodsFirst.WaitBudget < patience:
-		l.s.hit(claimYields)
+		l.s.hit(claimWaitsForPods)
 	case errors.Is(err, ledger.ErrCancelled):
 		l.s.hit(prepareCancelled)
 	case time.Since(began) > 0 && err == nil:

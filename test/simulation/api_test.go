@@ -64,7 +64,7 @@ type nodeObject struct{ allocatable, capacity int }
 // api is the API server with everything in it. Requests are answered at once: how long they take is up to who asks.
 type api struct {
 	*schedule
-	life    *life
+	process *process
 	down    bool
 	objects map[string]any
 	watches []*watch
@@ -76,7 +76,7 @@ type api struct {
 var errAway = errors.New("the API server is away")
 
 func newAPI(s *schedule) *api {
-	return &api{schedule: s, life: newLife("api"), objects: map[string]any{}, changed: func() {}}
+	return &api{schedule: s, process: newProcess("api"), objects: map[string]any{}, changed: func() {}}
 }
 
 // uid makes the next name.
@@ -113,7 +113,7 @@ func (a *api) put(key string, object any) {
 	}
 	a.changed()
 	for _, w := range a.watches {
-		if !w.life.over && !w.broken && w.wants(key) {
+		if !w.process.over && !w.broken && w.wants(key) {
 			w.queue = append(w.queue, key)
 			w.versions = append(w.versions, object)
 			w.deliverSoon()
@@ -148,7 +148,7 @@ func (a *api) updateClaim(name, uid string, change func(*claim)) bool {
 // watch hands changes on, late and in order.
 type watch struct {
 	*api
-	life *life
+	process *process
 	// prefixes of the keys, separated by blanks.
 	prefixes string
 	handle   func(key string, before, after any)
@@ -162,9 +162,9 @@ type watch struct {
 }
 
 // watch lists what begins with one of the prefixes and then hands on every change of it.
-func (a *api) watch(l *life, prefixes string, handle func(key string, before, after any), listed func()) *watch {
-	w := &watch{api: a, life: l, prefixes: prefixes, handle: handle, listed: listed, cache: map[string]any{}, broken: true}
-	a.watches = slices.DeleteFunc(a.watches, func(w *watch) bool { return w.life.over })
+func (a *api) watch(l *process, prefixes string, handle func(key string, before, after any), listed func()) *watch {
+	w := &watch{api: a, process: l, prefixes: prefixes, handle: handle, listed: listed, cache: map[string]any{}, broken: true}
+	a.watches = slices.DeleteFunc(a.watches, func(w *watch) bool { return w.process.over })
 	a.watches = append(a.watches, w)
 	w.list()
 	return w
@@ -180,9 +180,9 @@ func (w *watch) wants(key string) bool {
 }
 
 func (w *watch) list() {
-	w.after(w.life, w.latency(), "lists "+w.prefixes, func() {
+	w.after(w.process, w.latency(), "lists "+w.prefixes, func() {
 		if w.down {
-			w.after(w.life, time.Second, "lists again", w.list)
+			w.after(w.process, time.Second, "lists again", w.list)
 			return
 		}
 		w.broken, w.queue, w.versions = false, nil, nil
@@ -221,7 +221,7 @@ func (w *watch) deliverSoon() {
 		return
 	}
 	w.delivering = true
-	w.after(w.life, w.latency(), "hears of "+w.queue[0], func() {
+	w.after(w.process, w.latency(), "hears of "+w.queue[0], func() {
 		w.delivering = false
 		if w.broken || len(w.queue) == 0 {
 			return
@@ -244,10 +244,10 @@ func (a *api) stop(length time.Duration) {
 	for _, w := range a.watches {
 		w.broken, w.queue, w.versions = true, nil, nil
 	}
-	a.after(a.life, length, "returns", func() {
+	a.after(a.process, length, "returns", func() {
 		a.down = false
 		for _, w := range a.watches {
-			if !w.life.over {
+			if !w.process.over {
 				w.list()
 			}
 		}
@@ -255,7 +255,7 @@ func (a *api) stop(length time.Duration) {
 }
 
 // request runs in a life after the time that a request takes, and again while the API server is away, until it is done.
-func (a *api) request(l *life, name string, do func()) {
+func (a *api) request(l *process, name string, do func()) {
 	a.after(l, a.latency(), name, func() {
 		if a.down {
 			a.after(l, a.between(500*time.Millisecond, 2*time.Second), name+" (away)", func() { a.request(l, name, do) })

@@ -20,12 +20,12 @@ type gpuNode struct {
 	status v1alpha1.GPUNodeStatus
 }
 
-// director is one life of the controller: it decides by the product's functions, on what it has heard.
-type director struct {
+// controllerModel is one life of the controller: it decides by the product's functions, on what it has heard.
+type controllerModel struct {
 	*simulation
-	life *life
-	seen *watch
-	busy map[string]bool
+	process *process
+	seen    *watch
+	busy    map[string]bool
 	// value is what it last saw allocatable, how many kubelet listed then, and since when.
 	value, listed int
 	since         time.Time
@@ -39,38 +39,38 @@ type patience struct {
 }
 
 func (s *simulation) startController() {
-	d := &director{simulation: s, life: newLife("controller"), busy: map[string]bool{}, retried: map[types.UID]*patience{}}
+	d := &controllerModel{simulation: s, process: newProcess("controller"), busy: map[string]bool{}, retried: map[types.UID]*patience{}}
 	s.controller = d
-	d.seen = s.api.watch(d.life, "claim/ node/ gpunode/ pod/", func(string, any, any) { d.lookSoon(0) }, func() { d.lookSoon(0) })
+	d.seen = s.api.watch(d.process, "claim/ node/ gpunode/ pod/", func(string, any, any) { d.lookSoon(0) }, func() { d.lookSoon(0) })
 }
 
 func (s *simulation) killController() {
-	if s.controller == nil || s.controller.life.over {
+	if s.controller == nil || s.controller.process.over {
 		return
 	}
-	s.kill(s.controller.life)
+	s.kill(s.controller.process)
 	// Another replica leads when the lease has run out.
 	s.after(s.host.alive, s.between(time.Second, 15*time.Second), "starts the controller", func() {
-		if s.controller.life.over {
+		if s.controller.process.over {
 			s.startController()
 		}
 	})
 }
 
 // once has one request of a kind under way at a time.
-func (d *director) once(what string, do func()) {
+func (d *controllerModel) once(what string, do func()) {
 	if d.busy[what] {
 		return
 	}
 	d.busy[what] = true
-	d.api.request(d.life, what, func() {
+	d.api.request(d.process, what, func() {
 		delete(d.busy, what)
 		do()
 		d.lookSoon(0)
 	})
 }
 
-func (d *director) lookSoon(delay time.Duration) {
+func (d *controllerModel) lookSoon(delay time.Duration) {
 	what := "look"
 	if delay > 0 {
 		what = "look again"
@@ -79,7 +79,7 @@ func (d *director) lookSoon(delay time.Duration) {
 		return
 	}
 	d.busy[what] = true
-	d.after(d.life, delay+d.between(0, 12*time.Millisecond), "decides", func() {
+	d.after(d.process, delay+d.between(0, 12*time.Millisecond), "decides", func() {
 		delete(d.busy, what)
 		object, ok := d.seen.cache["gpunode/"].(*gpuNode)
 		if !ok {
@@ -92,7 +92,7 @@ func (d *director) lookSoon(delay time.Duration) {
 	})
 }
 
-func (d *director) relay(object *gpuNode) []v1alpha1.AllocatedClaim {
+func (d *controllerModel) relay(object *gpuNode) []v1alpha1.AllocatedClaim {
 	var claims []resourceapi.ResourceClaim
 	for _, k := range all[*claim](d.seen.cache) {
 		claims = append(claims, *resourceClaim(k))
@@ -111,7 +111,7 @@ func (d *director) relay(object *gpuNode) []v1alpha1.AllocatedClaim {
 // settle is the controller's: how long a greater number has to hold good unless kubelet lists more itself.
 const settle = 2 * time.Second
 
-func (d *director) allocatable(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
+func (d *controllerModel) allocatable(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
 	node, ok := d.seen.cache["node/"].(*nodeObject)
 	value, known := controller.Allocatable(object.status, claims, resourceName)
 	if !ok || !known {
@@ -148,7 +148,7 @@ func (d *director) allocatable(object *gpuNode, claims []v1alpha1.AllocatedClaim
 	}
 }
 
-func (d *director) heal(object *gpuNode) {
+func (d *controllerModel) heal(object *gpuNode) {
 	for _, conflict := range object.status.Conflicts {
 		if !conflict.PendingEviction {
 			continue
@@ -159,7 +159,7 @@ func (d *director) heal(object *gpuNode) {
 }
 
 // judge evicts the pods of a claim that is still condemned, if they are still what they were when it was judged.
-func (d *director) judge(uid types.UID) {
+func (d *controllerModel) judge(uid types.UID) {
 	object, ok := get[*gpuNode](d.api, "gpunode/")
 	if !ok {
 		return
@@ -168,7 +168,7 @@ func (d *director) judge(uid types.UID) {
 	if !pendingEviction {
 		return
 	}
-	agent := d.agentLife()
+	agent := d.agentProcess()
 	k, ok := get[*claim](d.api, claimKey(conflict.Name))
 	if !ok || !controller.StillLost(conflict, resourceClaim(k), driverName, nodeName) {
 		return
@@ -192,7 +192,7 @@ func (d *director) judge(uid types.UID) {
 			}
 			d.hit(pendingEvicted)
 			// An agent that was restarted in between has forgotten the condemnation.
-			if was.owner == "" || d.host.busy(was.uid) && agent == d.agentLife() {
+			if was.owner == "" || d.host.busy(was.uid) && agent == d.agentProcess() {
 				d.fail("pod %s of claim %s is evicted, owner %q, running %v", was.uid, k.name, was.owner, d.host.busy(was.uid))
 			}
 			d.cluster.remove(was.uid)
@@ -201,7 +201,7 @@ func (d *director) judge(uid types.UID) {
 }
 
 // retry changes an annotation of pods that kubelet could start now.
-func (d *director) retry(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
+func (d *controllerModel) retry(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
 	now, before := time.Now(), d.retried
 	d.retried = map[types.UID]*patience{}
 	for _, n := range controller.Retries(object.status, claims, d.waiting()) {
@@ -246,7 +246,7 @@ func (d *director) retry(object *gpuNode, claims []v1alpha1.AllocatedClaim) {
 }
 
 // waiting are the Pending pods that it has heard of, by the UIDs of the claims that they have reserved.
-func (d *director) waiting() map[types.UID][]types.UID {
+func (d *controllerModel) waiting() map[types.UID][]types.UID {
 	waiting := map[types.UID][]types.UID{}
 	for _, k := range all[*claim](d.seen.cache) {
 		for _, uid := range k.reservedFor {

@@ -38,7 +38,7 @@ func (k *kubelet) deliver(e *stream) {
 	if k.chance(4) {
 		delay = k.between(0, 3*time.Second)
 	}
-	k.after(k.life, delay, "gets a device list", func() {
+	k.after(k.process, delay, "gets a device list", func() {
 		e.delivering = false
 		if e.dropped || k.endpoint != e || len(e.lists) == 0 {
 			return
@@ -61,7 +61,7 @@ func (k *kubelet) deliver(e *stream) {
 
 // hangUp: the agent's side of a stream is gone. Kubelets up to 1.36 then disconnect whichever plugin is registered.
 func (k *kubelet) hangUp(e *stream) {
-	k.after(k.life, k.latency(), "loses a device plugin", func() {
+	k.after(k.process, k.latency(), "loses a device plugin", func() {
 		e.dropped = true
 		switch {
 		case k.endpoint == e:
@@ -69,7 +69,7 @@ func (k *kubelet) hangUp(e *stream) {
 			k.hit(oldStreamEndsNew)
 			newer := k.endpoint
 			newer.dropped = true
-			k.after(newer.agent.life, k.latency(), "loses its stream to kubelet", func() { newer.agent.streamEnded(newer) })
+			k.after(newer.agent.process, k.latency(), "loses its stream to kubelet", func() { newer.agent.streamEnded(newer) })
 		default:
 			return
 		}
@@ -102,7 +102,7 @@ func (k *kubelet) devicesOfUUID(uid string) []string {
 }
 
 // devicesOf are the names of the GPUs, or parts of GPUs, that a pod was given.
-func (k *kubelet) devicesOf(uid string) []string { return k.given(k.devicesOfUUID(uid)) }
+func (k *kubelet) devicesOf(uid string) []string { return k.allocatedTo(k.devicesOfUUID(uid)) }
 
 var (
 	errNotRegistered = errors.New("cannot allocate unregistered device")
@@ -133,7 +133,7 @@ func (k *kubelet) allocate(w *worker) {
 func (k *kubelet) reject(w *worker, err error) {
 	if k.host.boot > 1 && !k.rebootedPods[w.uid] && w.pod.admitted {
 		k.rebootedPods[w.uid] = true
-		k.hit(rebootLimitsFail)
+		k.hit(rebootPodsFail)
 	}
 	k.admitted(w, err)
 }
@@ -151,7 +151,7 @@ func (k *kubelet) choose(w *worker) {
 		k.hit(staleAllocatable)
 		k.admitted(w, errTooFew)
 		return
-	case e == nil || e.agent.life.over:
+	case e == nil || e.agent.process.over:
 		k.admitted(w, errNotRegistered)
 		return
 	case len(available) == w.pod.gpus:
@@ -189,7 +189,7 @@ func (k *kubelet) take(w *worker, e *stream, ids []string, container string) {
 	}
 	k.inFlight = true
 	if k.chance(6) {
-		k.after(k.life, k.between(0, time.Millisecond), "is asked for its pod resources", func() { _, _, _ = k.list() })
+		k.after(k.process, k.between(0, time.Millisecond), "is asked for its pod resources", func() { _, _, _ = k.list() })
 	}
 	k.call(e.agent, "allocate "+container+" of "+w.uid, 0, func(ctx context.Context) error {
 		_, err := e.agent.limits.Allocate(ctx, resourceName, &pluginapi.AllocateRequest{
@@ -224,7 +224,7 @@ func (k *kubelet) take(w *worker, e *stream, ids []string, container string) {
 
 // list is podresources List: it also recounts what is allocated.
 func (k *kubelet) list() ([]podstate.UsedDevice, []podstate.UsedClaim, error) {
-	if k.life.over {
+	if k.process.over {
 		return nil, nil, errors.New("kubelet is down")
 	}
 	if k.inFlight {

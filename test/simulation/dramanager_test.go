@@ -16,24 +16,24 @@ import (
 
 // lookForPlugin finds the driver's registration socket.
 func (k *kubelet) lookForPlugin() {
-	k.after(k.life, k.between(0, 300*time.Millisecond), "looks for plugins", func() {
+	k.after(k.process, k.between(0, 300*time.Millisecond), "looks for plugins", func() {
 		a := k.agent
-		if a == nil || !a.serving || a.life.over || k.plugin == a {
+		if a == nil || !a.serving || a.process.over || k.plugin == a {
 			return
 		}
 		k.plugin = a
-		k.after(a.life, k.latency(), "is registered by kubelet", a.refresh)
+		k.after(a.process, k.latency(), "is registered by kubelet", a.refresh)
 	})
 }
 
-// losePlugin notices that nobody answers on the driver's socket any more. Slices of a driver that stays away are removed.
-func (k *kubelet) losePlugin() {
-	k.after(k.life, k.latency(), "loses the driver", func() {
-		if k.plugin == nil || !k.plugin.life.over {
+// loseDevicePlugin notices that nobody answers on the driver's socket any more. Slices of a driver that stays away are removed.
+func (k *kubelet) loseDevicePlugin() {
+	k.after(k.process, k.latency(), "loses the driver", func() {
+		if k.plugin == nil || !k.plugin.process.over {
 			return
 		}
 		k.plugin = nil
-		k.after(k.life, 30*time.Second, "wipes the slices of a driver that stays away", func() {
+		k.after(k.process, 30*time.Second, "wipes the slices of a driver that stays away", func() {
 			if k.plugin == nil && !k.api.down {
 				k.api.put("slice/", nil)
 			}
@@ -64,7 +64,7 @@ func (k *kubelet) prepare(w *worker) {
 	case !ok || !slices.Contains(wanted.reservedFor, w.uid):
 		k.prepareRetry(w, errors.New("the claim is not reserved for the pod"))
 		return
-	case k.plugin == nil || k.plugin.life.over:
+	case k.plugin == nil || k.plugin.process.over:
 		k.prepareRetry(w, errors.New("the driver is not registered"))
 		return
 	case info != nil && info.uid != wanted.uid:
@@ -130,7 +130,7 @@ func (k *kubelet) unprepare(podUID string, names []string, done func(error)) {
 		k.host.writeState(k.claims)
 		done(nil)
 		return
-	case k.plugin == nil || k.plugin.life.over:
+	case k.plugin == nil || k.plugin.process.over:
 		done(errors.New("the driver is not registered"))
 		return
 	}
@@ -156,7 +156,7 @@ func (k *kubelet) unprepare(podUID string, names []string, done func(error)) {
 
 // reconcile unprepares once a minute what pods have that are not active any more.
 func (k *kubelet) reconcile() {
-	k.after(k.life, 60*time.Second, "reconciles claims", k.reconcile)
+	k.after(k.process, 60*time.Second, "reconciles claims", k.reconcile)
 	if !k.sourcesReady {
 		return
 	}

@@ -35,7 +35,7 @@ type host struct {
 	boot int
 	pods map[string]*podGroup
 	// alive is the life of what runs on the machine.
-	alive *life
+	alive *process
 	// written is closed when kubelet writes its device checkpoint or its claim state.
 	written chan struct{}
 	// stamped is when, named are the IDs in it.
@@ -51,7 +51,7 @@ type podGroup struct {
 }
 
 func newHost(s *schedule, dir string, gpus int) (*host, error) {
-	h := &host{schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newLife("host"), written: make(chan struct{})}
+	h := &host{schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newProcess("host"), written: make(chan struct{})}
 	for _, sub := range []string{h.kubeletDir() + "/device-plugins", h.cgroups() + "/kubepods/burstable", h.run()} {
 		if err := os.MkdirAll(sub, 0o700); err != nil {
 			return nil, err
@@ -158,7 +158,7 @@ func (h *host) check(err error) {
 func (h *host) reboot() {
 	h.boot++
 	h.kill(h.alive)
-	h.alive = newLife("host")
+	h.alive = newProcess("host")
 	for _, uid := range sorted(h.pods) {
 		h.removeGroup(uid)
 	}

@@ -13,7 +13,7 @@ import (
 // kubelet is one life of kubelet: its pod workers here, its device manager and its DRA manager in files of their own.
 type kubelet struct {
 	*simulation
-	life *life
+	process *process
 	// known are the pods of the node by the API server: kubelet's pod manager.
 	known        *watch
 	sourcesReady bool
@@ -58,17 +58,17 @@ const (
 
 func (s *simulation) startKubelet() {
 	k := &kubelet{
-		simulation: s, life: newLife("kubelet"), workers: map[string]*worker{},
+		simulation: s, process: newProcess("kubelet"), workers: map[string]*worker{},
 		devices: s.host.readCheckpoint(), allocated: map[string]bool{}, healthy: map[string]bool{}, claims: s.host.readState(),
 	}
 	s.kubelet = k
 	// Every kubelet that starts removes the slices of its node; drivers publish them again when it registers them.
-	s.api.request(k.life, "wipes the slices", func() { s.api.put("slice/", nil) })
-	k.known = s.api.watch(k.life, "pod/", k.podChanged, k.listed)
-	k.after(k.life, k.between(0, 10*time.Second), "reports its status", k.report)
-	k.after(k.life, k.between(0, time.Minute), "reconciles claims", k.reconcile)
+	s.api.request(k.process, "wipes the slices", func() { s.api.put("slice/", nil) })
+	k.known = s.api.watch(k.process, "pod/", k.podChanged, k.listed)
+	k.after(k.process, k.between(0, 10*time.Second), "reports its status", k.report)
+	k.after(k.process, k.between(0, time.Minute), "reconciles claims", k.reconcile)
 	k.lookForPlugin()
-	if a := s.agent; a != nil && !a.life.over && a.registering {
+	if a := s.agent; a != nil && !a.process.over && a.registering {
 		a.register(0)
 	}
 }
@@ -150,7 +150,7 @@ func (k *kubelet) admitSoon() {
 		return
 	}
 	k.admitting = true
-	k.after(k.life, k.between(0, 2*time.Millisecond), "admits "+k.admissions[0], func() {
+	k.after(k.process, k.between(0, 2*time.Millisecond), "admits "+k.admissions[0], func() {
 		uid := k.admissions[0]
 		k.admissions = k.admissions[1:]
 		w := k.workers[uid]
@@ -190,7 +190,7 @@ func (k *kubelet) admitted(w *worker, err error) {
 		default:
 			k.syncSoon(w, k.latency())
 		}
-		k.api.request(k.life, "says that "+w.uid+" is admitted", func() {
+		k.api.request(k.process, "says that "+w.uid+" is admitted", func() {
 			k.api.updatePod(w.uid, func(p *pod) { p.admitted = true })
 		})
 	}
@@ -203,12 +203,12 @@ func (k *kubelet) fails(w *worker, err error) {
 	w.ended = failed
 	w.phase = terminated
 	if k.host.pods[w.uid] != nil {
-		k.after(k.life, k.between(0, 2*time.Second), "cleans up after "+w.uid, func() {
+		k.after(k.process, k.between(0, 2*time.Second), "cleans up after "+w.uid, func() {
 			k.host.removeGroup(w.uid)
 			k.finish(w)
 		})
 	}
-	k.api.request(k.life, "says that "+w.uid+" failed", func() {
+	k.api.request(k.process, "says that "+w.uid+" failed", func() {
 		k.api.updatePod(w.uid, func(p *pod) {
 			if !p.terminal() {
 				p.phase, p.admitted = failed, true
@@ -221,7 +221,7 @@ func (k *kubelet) fails(w *worker, err error) {
 func (k *kubelet) syncSoon(w *worker, delay time.Duration) {
 	w.tries++
 	try := w.tries
-	k.after(k.life, delay, "starts "+w.uid, func() {
+	k.after(k.process, delay, "starts "+w.uid, func() {
 		if w.phase != starting || w.tries != try || w.preparing {
 			return
 		}
@@ -245,7 +245,7 @@ func (k *kubelet) run(w *worker, owner string, gpus []string) {
 		return
 	}
 	k.host.makeGroup(w.uid, "")
-	k.after(k.life, k.between(0, 500*time.Millisecond)/10*(1+10*time.Duration(k.rand.IntN(2))), "runs "+w.uid, func() { k.runNow(w, owner, gpus) })
+	k.after(k.process, k.between(0, 500*time.Millisecond)/10*(1+10*time.Duration(k.rand.IntN(2))), "runs "+w.uid, func() { k.runNow(w, owner, gpus) })
 }
 
 func (k *kubelet) runNow(w *worker, owner string, gpus []string) {
@@ -267,7 +267,7 @@ func (k *kubelet) runNow(w *worker, owner string, gpus []string) {
 }
 
 func (k *kubelet) sayRuns(w *worker) {
-	k.api.request(k.life, "says that "+w.uid+" runs", func() {
+	k.api.request(k.process, "says that "+w.uid+" runs", func() {
 		k.api.updatePod(w.uid, func(p *pod) {
 			if !p.terminal() {
 				p.phase, p.started = running, true
@@ -282,11 +282,11 @@ func (s *simulation) exit(uid string) {
 		return
 	}
 	s.host.end(uid)
-	if s.kubelet.life.over {
+	if s.kubelet.process.over {
 		return
 	}
 	k := s.kubelet
-	k.after(k.life, k.latency(), "sees that "+uid+" has ended", func() {
+	k.after(k.process, k.latency(), "sees that "+uid+" has ended", func() {
 		if w := k.workers[uid]; w != nil && w.phase == live && !k.host.busy(uid) {
 			w.ended = succeeded
 			k.terminate(uid)
@@ -299,7 +299,7 @@ func (s *simulation) restart(uid string) {
 	group := s.host.pods[uid]
 	k := s.kubelet
 	w := k.workers[uid]
-	if group == nil || !group.busy || k.life.over || w == nil || w.phase != live {
+	if group == nil || !group.busy || k.process.over || w == nil || w.phase != live {
 		return
 	}
 	if !s.noPause {
@@ -308,7 +308,7 @@ func (s *simulation) restart(uid string) {
 	}
 	owner, gpus := group.owner, group.gpus
 	s.host.end(uid)
-	k.after(k.life, k.between(0, 3*time.Second), "restarts the container of "+uid, func() {
+	k.after(k.process, k.between(0, 3*time.Second), "restarts the container of "+uid, func() {
 		if w.phase == live && s.host.pods[uid] != nil && !s.host.busy(uid) {
 			k.hit(containerRestarts)
 			s.host.start(uid, owner, gpus)
@@ -327,7 +327,7 @@ func (k *kubelet) terminate(uid string) {
 	if _, ok := k.known.cache[podKey(uid)]; k.chance(4) || !ok {
 		grace = k.between(0, 10*time.Second)
 	}
-	k.after(k.life, grace, "kills "+uid, func() {
+	k.after(k.process, grace, "kills "+uid, func() {
 		if p, ok := k.known.cache[podKey(uid)].(*pod); k.host.busy(uid) && (!ok || p == nil) {
 			k.hit(forceDeletedRuns)
 		}
@@ -340,11 +340,11 @@ func (k *kubelet) terminate(uid string) {
 func (k *kubelet) stopped(w *worker) {
 	k.unprepare(w.uid, k.claimNames(w), func(err error) {
 		if err != nil {
-			k.after(k.life, k.between(2*time.Second, 10*time.Second), "unprepares for "+w.uid+" again", func() { k.stopped(w) })
+			k.after(k.process, k.between(2*time.Second, 10*time.Second), "unprepares for "+w.uid+" again", func() { k.stopped(w) })
 			return
 		}
 		w.phase = terminated
-		k.api.request(k.life, "says that "+w.uid+" has ended", func() {
+		k.api.request(k.process, "says that "+w.uid+" has ended", func() {
 			k.api.updatePod(w.uid, func(p *pod) {
 				if !p.terminal() {
 					p.phase = failed
@@ -354,7 +354,7 @@ func (k *kubelet) stopped(w *worker) {
 				}
 			})
 		})
-		k.after(k.life, k.between(0, time.Second), "removes the cgroup of "+w.uid, func() {
+		k.after(k.process, k.between(0, time.Second), "removes the cgroup of "+w.uid, func() {
 			k.host.removeGroup(w.uid)
 			k.finish(w)
 		})
@@ -367,7 +367,7 @@ func (k *kubelet) finish(w *worker) {
 	if !ok || !p.deleting || k.host.pods[w.uid] != nil {
 		return
 	}
-	k.api.request(k.life, "lets go of "+w.uid, func() { k.api.put(podKey(w.uid), nil) })
+	k.api.request(k.process, "lets go of "+w.uid, func() { k.api.put(podKey(w.uid), nil) })
 }
 
 func (k *kubelet) claimNames(w *worker) []string {
@@ -382,14 +382,14 @@ func (k *kubelet) report() {
 	if !k.api.down {
 		k.api.put("node/", &nodeObject{allocatable: len(k.healthy), capacity: k.capacity})
 	}
-	k.after(k.life, k.between(9*time.Second, 11*time.Second), "reports its status", k.report)
+	k.after(k.process, k.between(9*time.Second, 11*time.Second), "reports its status", k.report)
 }
 
 // call asks the agent; done hears of the answer in kubelet's life. Where the agent dies, or time runs out, done gets an error.
 func (k *kubelet) call(a *agent, name string, timeout time.Duration, serve func(context.Context) error, done func(error)) {
-	ctx, cancel := context.WithCancel(a.life.ctx)
+	ctx, cancel := context.WithCancel(a.process.ctx)
 	if timeout > 0 {
-		ctx, cancel = context.WithTimeout(a.life.ctx, timeout)
+		ctx, cancel = context.WithTimeout(a.process.ctx, timeout)
 	}
 	answered := false
 	answer := func(err error) {
@@ -399,24 +399,24 @@ func (k *kubelet) call(a *agent, name string, timeout time.Duration, serve func(
 			done(err)
 		}
 	}
-	k.after(a.life, k.latency()/2, "is asked to "+name, func() {
-		k.spawn(a.life, name, func(c *call) {
+	k.after(a.process, k.latency()/2, "is asked to "+name, func() {
+		k.spawn(a.process, name, func(c *call) {
 			err := serve(c.context(ctx))
 			c.park("answers")
-			k.after(k.life, k.latency()/2, "hears the answer to "+name, func() { answer(err) })
+			k.after(k.process, k.latency()/2, "hears the answer to "+name, func() { answer(err) })
 		})
 	})
-	k.pending = append(k.pending, pendingCall{agent: a.life, kubelet: k.life, name: name, answered: &answered, hangUp: cancel, fail: func() {
-		k.after(k.life, 0, name+" breaks off", func() { answer(fmt.Errorf("%s: connection lost", name)) })
+	k.pending = append(k.pending, pendingCall{agent: a.process, kubelet: k.process, name: name, answered: &answered, hangUp: cancel, fail: func() {
+		k.after(k.process, 0, name+" breaks off", func() { answer(fmt.Errorf("%s: connection lost", name)) })
 	}})
 	if timeout > 0 {
-		k.after(k.life, timeout, name+" takes too long", func() { answer(context.DeadlineExceeded) })
+		k.after(k.process, timeout, name+" takes too long", func() { answer(context.DeadlineExceeded) })
 	}
 }
 
 // pendingCall is a call that breaks off with the agent.
 type pendingCall struct {
-	agent, kubelet *life
+	agent, kubelet *process
 	name           string
 	answered       *bool
 	// hangUp is what the agent notices when kubelet dies, fail what kubelet notices when the agent does.

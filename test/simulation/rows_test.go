@@ -18,7 +18,7 @@ const (
 	prepareCancelled         row = "prepare-cancelled-by-unprepare"
 	prepareRetried           row = "prepare-retried-by-kubelet"
 	rebootReclaims           row = "reboot-claim-gets-its-gpu-back"
-	rebootLimitsFail         row = "reboot-limits-pods-fail"
+	rebootPodsFail           row = "reboot-limits-pods-fail"
 	restoredBlocksPod        row = "expected-claim-kept-from-limits"
 	agentDiesBeforeAnswer    row = "agent-dies-between-record-and-answer"
 	agentDiesOnDisk          row = "agent-dies-in-the-middle-of-a-record"
@@ -48,7 +48,7 @@ const (
 	pendingRefused           row = "pending-eviction-refused"
 	keptByNewAllocation      row = "device-kept-by-a-claim-allocated-anew"
 	keptByReadmission        row = "device-kept-by-a-pod-admitted-anew"
-	claimYields              row = "claim-lets-bound-limits-go-first"
+	claimWaitsForPods        row = "claim-lets-bound-limits-go-first"
 	shareBesideShare         row = "claims-have-parts-of-one-gpu"
 	shareBesideReplica       row = "claim-and-limit-have-parts-of-one-gpu"
 	replicaBesideReplica     row = "limits-have-parts-of-one-gpu"
@@ -57,10 +57,10 @@ const (
 // allRows are those that a full run must meet.
 var allRows = []row{
 	claimLosesToPod, podLosesToClaim, podFindsOrphan, reuseInPod, containerRestarts, unprepareInUse, attachDuringUnprepare,
-	prepareAgain, prepareWaits, prepareCancelled, prepareRetried, rebootReclaims, rebootLimitsFail, restoredBlocksPod,
+	prepareAgain, prepareWaits, prepareCancelled, prepareRetried, rebootReclaims, rebootPodsFail, restoredBlocksPod,
 	agentDiesBeforeAnswer, agentDiesOnDisk, agentRestarts, kubeletRestarts, kubeletDiesInCall, allocateUnknownPod, oldStreamEndsNew,
 	listForgetsInFlight, staleAllocatable, staleSlice, forceDeletedRuns, forceDeletedUnseen, stateDeleted, checkpointDeleted,
 	checkpointIsOld, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
-	allocatableLowered, pendingEvicted, evictionOvertaken, retried, latecomerRetried, pendingRefused, claimYields,
+	allocatableLowered, pendingEvicted, evictionOvertaken, retried, latecomerRetried, pendingRefused, claimWaitsForPods,
 	shareBesideShare, shareBesideReplica, replicaBesideReplica,
 }

@@ -28,8 +28,8 @@ type schedule struct {
 	current *call
 	// slowness is how many times as long as usual messages take.
 	slowness time.Duration
-	// struck is told of each event just before it happens, and may put it off; nil for nobody.
-	struck func(*event) time.Duration
+	// faultsArmed is told of each event just before it happens, and may put it off; nil for nobody.
+	faultsArmed func(*event) time.Duration
 	// fault is what ends the run.
 	fault string
 
@@ -38,8 +38,8 @@ type schedule struct {
 	wake  chan struct{}
 }
 
-// life is one process from its start to its death. Its events die with it.
-type life struct {
+// process is one process from its start to its death. Its events die with it.
+type process struct {
 	name   string
 	over   bool
 	frozen time.Time
@@ -49,10 +49,10 @@ type life struct {
 }
 
 type event struct {
-	at   time.Time
-	life *life
-	name string
-	run  func()
+	at      time.Time
+	process *process
+	name    string
+	run     func()
 	// late has been put off once.
 	late bool
 }
@@ -66,14 +66,14 @@ func newSchedule(seed uint64) *schedule {
 	}
 }
 
-func newLife(name string) *life {
+func newProcess(name string) *process {
 	ctx, end := context.WithCancel(context.Background())
-	return &life{name: name, calls: map[*call]bool{}, ctx: ctx, end: end}
+	return &process{name: name, calls: map[*call]bool{}, ctx: ctx, end: end}
 }
 
 // after has something happen in a life, not before a delay.
-func (s *schedule) after(l *life, delay time.Duration, name string, run func()) {
-	s.events = append(s.events, &event{at: time.Now().Add(delay), life: l, name: name, run: run})
+func (s *schedule) after(l *process, delay time.Duration, name string, run func()) {
+	s.events = append(s.events, &event{at: time.Now().Add(delay), process: l, name: name, run: run})
 }
 
 // between draws a duration.
@@ -136,13 +136,13 @@ func (s *schedule) trace() string {
 func (s *schedule) step(limit time.Time) bool {
 	for {
 		now := time.Now()
-		s.events = slices.DeleteFunc(s.events, func(e *event) bool { return e.life.over })
+		s.events = slices.DeleteFunc(s.events, func(e *event) bool { return e.process.over })
 		due := make([]int, 0, 16)
 		next := limit
 		for i, e := range s.events {
 			at := e.at
-			if e.life.frozen.After(at) {
-				at = e.life.frozen
+			if e.process.frozen.After(at) {
+				at = e.process.frozen
 			}
 			if !at.After(now) {
 				due = append(due, i)
@@ -155,15 +155,15 @@ func (s *schedule) step(limit time.Time) bool {
 			e := s.events[i]
 			s.events = slices.Delete(s.events, i, i+1)
 			s.steps++
-			s.note(fmt.Sprintf("%8d %12.4fs %-10s %s", s.steps, time.Since(epoch).Seconds(), e.life.name, e.name))
-			if s.struck != nil && !e.late {
-				if late := s.struck(e); late > 0 {
+			s.note(fmt.Sprintf("%8d %12.4fs %-10s %s", s.steps, time.Since(epoch).Seconds(), e.process.name, e.name))
+			if s.faultsArmed != nil && !e.late {
+				if late := s.faultsArmed(e); late > 0 {
 					e.at, e.late = time.Now().Add(late), true
 					s.events = append(s.events, e)
 					return true
 				}
 			}
-			if !e.life.over {
+			if !e.process.over {
 				e.run()
 			}
 			s.settle()
@@ -199,7 +199,7 @@ func (s *schedule) settle() {
 	s.mu.Unlock()
 	slices.SortFunc(parks, func(a, b *call) int { return int(a.id) - int(b.id) })
 	for _, c := range parks {
-		s.after(c.life, c.delay, c.name+": "+c.where, func() {
+		s.after(c.process, c.delay, c.name+": "+c.where, func() {
 			s.current = c
 			c.resume <- struct{}{}
 		})
@@ -208,21 +208,21 @@ func (s *schedule) settle() {
 
 // call is a goroutine in the product, which the schedule lets run from one park to the next.
 type call struct {
-	id     uint64
-	s      *schedule
-	life   *life
-	name   string
-	where  string
-	resume chan struct{}
+	id      uint64
+	s       *schedule
+	process *process
+	name    string
+	where   string
+	resume  chan struct{}
 	// delay is how long it wants to be parked at least.
 	delay        time.Duration
 	parked, done bool
 }
 
 // spawn starts a call. It is the last thing that an event does.
-func (s *schedule) spawn(l *life, name string, body func(*call)) *call {
+func (s *schedule) spawn(l *process, name string, body func(*call)) *call {
 	s.serial++
-	c := &call{id: s.serial, s: s, life: l, name: name, resume: make(chan struct{})}
+	c := &call{id: s.serial, s: s, process: l, name: name, resume: make(chan struct{})}
 	l.calls[c] = true
 	s.current = c
 	go func() {
@@ -235,7 +235,7 @@ func (s *schedule) spawn(l *life, name string, body func(*call)) *call {
 
 // park gives the turn back and waits for the next. A call whose process has died ends here.
 func (c *call) park(where string) {
-	if c.life.over {
+	if c.process.over {
 		runtime.Goexit()
 	}
 	c.where, c.parked = where, true
@@ -248,7 +248,7 @@ func (c *call) park(where string) {
 	}
 	<-c.resume
 	c.parked = false
-	if c.life.over {
+	if c.process.over {
 		runtime.Goexit()
 	}
 }
@@ -281,7 +281,7 @@ func (s *schedule) pause(where string) {
 }
 
 // kill ends a process: nothing of it happens any more.
-func (s *schedule) kill(l *life) {
+func (s *schedule) kill(l *process) {
 	if l.over {
 		return
 	}

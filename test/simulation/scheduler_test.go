@@ -11,8 +11,8 @@ import (
 // scheduler places pods by what it has heard: limits pods by the node's allocatable, claims first-fit by the slices.
 type scheduler struct {
 	*simulation
-	life *life
-	seen *watch
+	process *process
+	seen    *watch
 	// assumed are its own decisions that it has not heard of yet.
 	assumedPods   map[string]bool
 	assumedClaims map[string][]string
@@ -20,9 +20,9 @@ type scheduler struct {
 }
 
 func (s *simulation) startScheduler() {
-	sched := &scheduler{simulation: s, life: newLife("scheduler"), assumedPods: map[string]bool{}, assumedClaims: map[string][]string{}}
+	sched := &scheduler{simulation: s, process: newProcess("scheduler"), assumedPods: map[string]bool{}, assumedClaims: map[string][]string{}}
 	s.scheduler = sched
-	sched.seen = s.api.watch(sched.life, "pod/ claim/ node/ slice/", sched.changed, func() { sched.trySoon(s.latency()) })
+	sched.seen = s.api.watch(sched.process, "pod/ claim/ node/ slice/", sched.changed, func() { sched.trySoon(s.latency()) })
 }
 
 func (c *scheduler) changed(key string, _, after any) {
@@ -45,7 +45,7 @@ func (c *scheduler) trySoon(delay time.Duration) {
 		return
 	}
 	c.trying = true
-	c.after(c.life, delay, "looks for pods to place", func() {
+	c.after(c.process, delay, "looks for pods to place", func() {
 		c.trying = false
 		for _, p := range all[*pod](c.seen.cache) {
 			if p.bound || p.deleting || p.terminal() || c.assumedPods[p.uid] {
@@ -107,7 +107,7 @@ func (c *scheduler) placeClaim(p *pod) bool {
 	}
 	c.assumedPods[p.uid] = true
 	c.assumedClaims[claimKey(p.claim)] = devices
-	c.api.request(c.life, "allocates "+wanted.name, func() {
+	c.api.request(c.process, "allocates "+wanted.name, func() {
 		forget := func() {
 			delete(c.assumedPods, p.uid)
 			delete(c.assumedClaims, claimKey(p.claim))
@@ -176,7 +176,7 @@ func (c *scheduler) firstFit(wanted *claim) []string {
 }
 
 func (c *scheduler) bind(p *pod) {
-	c.api.request(c.life, "binds "+p.uid, func() {
+	c.api.request(c.process, "binds "+p.uid, func() {
 		c.api.updatePod(p.uid, func(changed *pod) { changed.bound = true })
 	})
 }

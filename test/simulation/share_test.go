@@ -78,7 +78,7 @@ func minorOf(gpu string) int {
 
 // replicas is as how many limits see a GPU; zero where they see it as it is.
 func (s *simulation) replicas(gpu string) int {
-	if !s.theme.sharing {
+	if !s.profile.sharing {
 		return 0
 	}
 	return replicasOf[minorOf(gpu)%len(replicasOf)]
@@ -86,7 +86,7 @@ func (s *simulation) replicas(gpu string) int {
 
 // shared reports whether claims have parts of a GPU.
 func (s *simulation) shared(gpu string) bool {
-	return s.theme.sharing && s.version >= firstShares && sharesOf[minorOf(gpu)%len(sharesOf)]
+	return s.profile.sharing && s.version >= firstShares && sharesOf[minorOf(gpu)%len(sharesOf)]
 }
 
 // slots is how many devices limits see when nothing is given out.
@@ -125,15 +125,15 @@ func (s *simulation) partsOf(uid string, gpus []string) []string {
 
 // newClaim asks for all of a GPU, or in a world that shares them, often for a part.
 func (s *simulation) newClaim(k claim) *claim {
-	if s.theme.sharing && !s.chance(4) {
+	if s.profile.sharing && !s.chance(4) {
 		k.memory = []int{10, 20, 30, 40}[s.rand.IntN(4)] << 10
 		s.wanted[k.uid] = k.memory
 	}
 	return &k
 }
 
-// given are what a pod has by IDs of kubelet's device manager, the replicas of a GPU together.
-func (s *simulation) given(ids []string) []string {
+// allocatedTo are what a pod has by IDs of kubelet's device manager, the replicas of a GPU together.
+func (s *simulation) allocatedTo(ids []string) []string {
 	mib := map[string]int{}
 	for _, id := range ids {
 		uuid, _, replica := strings.Cut(id, "::")
@@ -211,8 +211,8 @@ func (s *simulation) takenNow() (taken, promised having) {
 	return taken, promised
 }
 
-// fitsLimits and fitsClaim report whether somebody could have what he asks for beside others.
-func (s *simulation) fitsLimits(beside having, count int) bool {
+// fitsPods and fitsClaim report whether somebody could have what he asks for beside others.
+func (s *simulation) fitsPods(beside having, count int) bool {
 	units := 0
 	for i := range s.host.gpus {
 		gpu := fmt.Sprintf("gpu-%d", i)

@@ -20,11 +20,11 @@ import (
 )
 
 var (
-	stepsFlag = flag.Int("steps", 60_000, "how many steps to take")
-	seedFlag  = flag.Uint64("seed", 1, "seed of the first world; 0 for one from the clock")
-	leastFlag = flag.Int("least", 0, "go on until every row of the table of races was met so many times; fail after four times the steps")
-	themeFlag = flag.String("theme", "", "play worlds of this theme only")
-	traceFlag = flag.Bool("trace", false, "print every step")
+	stepsFlag   = flag.Int("steps", 60_000, "how many steps to take")
+	seedFlag    = flag.Uint64("seed", 1, "seed of the first world; 0 for one from the clock")
+	leastFlag   = flag.Int("least", 0, "go on until every row of the table of races was met so many times; fail after four times the steps")
+	profileFlag = flag.String("profile", "", "play worlds of this workload profile only")
+	traceFlag   = flag.Bool("trace", false, "print every step")
 )
 
 // faults are what a self-test switches off.
@@ -34,7 +34,7 @@ type faults struct{ noCrossCheck, noRestore, noPodStates, noRelease, noSum bool 
 type simulation struct {
 	*schedule
 	faults  faults
-	theme   theme
+	profile profile
 	version int
 	// noPause is set where the runtime keeps no process of its own in a pod, as CRI-O: between two starts of a container its
 	// cgroup is empty.
@@ -48,8 +48,8 @@ type simulation struct {
 	kubelet   *kubelet
 	agent     *agent
 	// controller is nil in worlds without one.
-	controller *director
-	users      *life
+	controller *controllerModel
+	users      *process
 
 	pending  []pendingCall
 	inFlight bool
@@ -85,20 +85,20 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 	defer os.RemoveAll(dir)
 	synctest.Test(t, func(t *testing.T) {
 		s := &simulation{schedule: newSchedule(seed), faults: off, rebootedPods: map[string]bool{}, wanted: map[string]int{}}
-		s.theme = themeOf(seed)
-		versions := s.theme.versions
+		s.profile = profileOf(seed)
+		versions := s.profile.versions
 		if versions == nil {
 			versions = []int{34, 36, 37}
 		}
 		s.version = versions[s.rand.IntN(len(versions))]
 		gpus := 2 + s.rand.IntN(3)
-		if s.theme.gpus > 0 {
-			gpus = s.theme.gpus
+		if s.profile.gpus > 0 {
+			gpus = s.profile.gpus
 		}
 		for i := range gpus {
 			s.inventory.GPUs = append(s.inventory.GPUs, device.GPU{UUID: gpuUUID(i), Minor: i, Index: i, NUMANode: device.UnknownNUMANode})
 		}
-		if s.theme.sharing {
+		if s.profile.sharing {
 			s.shareGPUs()
 		}
 		if s.host, err = newHost(s.schedule, dir, gpus); err != nil {
@@ -106,9 +106,9 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		}
 		s.noPause = s.chance(4)
 		s.slowness = []time.Duration{1, 1, 10, 40}[s.rand.IntN(4)]
-		s.note(fmt.Sprintf("seed %d: %s, kubelet 1.%d, %d GPUs, %d times as slow as usual", seed, s.theme.name, s.version, gpus, s.slowness))
+		s.note(fmt.Sprintf("seed %d: %s, kubelet 1.%d, %d GPUs, %d times as slow as usual", seed, s.profile.name, s.version, gpus, s.slowness))
 		s.api = newAPI(s.schedule)
-		s.users = newLife("user")
+		s.users = newProcess("user")
 		s.startScheduler()
 		s.startCluster()
 		s.startKubelet()
@@ -119,9 +119,9 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		s.pressure(steps)
 		s.quiet()
 		if s.controller != nil {
-			s.kill(s.controller.life)
+			s.kill(s.controller.process)
 		}
-		for _, l := range []*life{s.users, s.agent.life, s.kubelet.life, s.host.alive, s.scheduler.life, s.cluster.life, s.api.life} {
+		for _, l := range []*process{s.users, s.agent.process, s.kubelet.process, s.host.alive, s.scheduler.process, s.cluster.process, s.api.process} {
 			s.kill(l)
 		}
 		_ = s.agent.book.Close()
@@ -167,8 +167,8 @@ func (a *agent) loopsOf() []*loop {
 // pressure lets users and misfortune act.
 func (s *simulation) pressure(steps int) {
 	far := time.Now().Add(1000 * time.Hour)
-	s.mood()
-	s.struck = s.strikeBefore
+	s.startActions()
+	s.faultsArmed = s.injectBefore
 	for s.steps < steps && s.advance(far) {
 	}
 }
@@ -180,7 +180,7 @@ func (s *simulation) quiet() {
 		return
 	}
 	s.kill(s.users)
-	s.users = newLife("user")
+	s.users = newProcess("user")
 	s.slowness, s.dieBeforeAnswer, s.ended = 1, false, true
 	for _, model := range s.cluster.owners {
 		if model != nil {
@@ -188,17 +188,17 @@ func (s *simulation) quiet() {
 		}
 	}
 	s.note("quiet")
-	for _, l := range []*life{s.agentLife(), s.kubelet.life, s.scheduler.life} {
+	for _, l := range []*process{s.agentProcess(), s.kubelet.process, s.scheduler.process} {
 		l.frozen = time.Time{}
 	}
 	// An agent that has died is on its way: right after a reboot, one that was started now would be there before kubelet.
 	if s.agent == nil {
 		s.startAgent()
 	}
-	if s.kubelet.life.over {
+	if s.kubelet.process.over {
 		s.startKubelet()
 	}
-	if s.controller != nil && s.controller.life.over {
+	if s.controller != nil && s.controller.process.over {
 		s.startController()
 	}
 	s.crashIn = 0
@@ -232,11 +232,11 @@ func (s *simulation) quiet() {
 	s.checkLeaks()
 }
 
-func (s *simulation) agentLife() *life {
+func (s *simulation) agentProcess() *process {
 	if s.agent == nil {
-		return newLife("nobody")
+		return newProcess("nobody")
 	}
-	return s.agent.life
+	return s.agent.process
 }
 
 func (s *simulation) idle(length time.Duration) {
@@ -268,12 +268,12 @@ func (s *simulation) stuck() map[string]string {
 	}
 	// A pod that kubelet had admitted before it lost its checkpoint, and then anew, keeps what it had first while it lives.
 	for _, h := range s.agent.book.Holds() {
-		if h.Holder.Kind == ledger.KindPod && h.State == ledger.StateDraining && s.livesOf(h) {
+		if h.Holder.Kind == ledger.KindPod && h.State == ledger.StateDraining && s.podRuns(h) {
 			s.hit(keptByReadmission)
 			gpu := "gpu-" + h.Device.GPU[len("GPU-"):]
 			used[gpu] = h.Pods[0].UID
-			taken.give(h.Holder.ID, s.given([]string{h.Holder.ID}))
-			promised.give(h.Holder.ID, s.given([]string{h.Holder.ID}))
+			taken.give(h.Holder.ID, s.allocatedTo([]string{h.Holder.ID}))
+			promised.give(h.Holder.ID, s.allocatedTo([]string{h.Holder.ID}))
 		}
 	}
 	free := s.host.gpus - len(used)
@@ -282,7 +282,7 @@ func (s *simulation) stuck() map[string]string {
 			continue
 		}
 		k, _ := get[*claim](s.api, claimKey(p.claim))
-		if s.theme.sharing {
+		if s.profile.sharing {
 			if problem := s.stuckBeside(p, k, taken, promised); problem != "" {
 				found[p.uid] = problem
 			}
@@ -300,8 +300,8 @@ func (s *simulation) stuck() map[string]string {
 	return found
 }
 
-// livesOf reports whether the pod of a limit runs.
-func (s *simulation) livesOf(h ledger.Hold) bool {
+// podRuns reports whether the pod of a limit runs.
+func (s *simulation) podRuns(h ledger.Hold) bool {
 	if len(h.Pods) != 1 {
 		return false
 	}
@@ -312,7 +312,7 @@ func (s *simulation) livesOf(h ledger.Hold) bool {
 // stuckBeside is what is wrong with a pending pod in a world that shares GPUs; empty where nothing is.
 func (s *simulation) stuckBeside(p *pod, k *claim, taken, promised having) string {
 	switch {
-	case p.limits() && (p.bound || s.fitsLimits(promised, p.gpus)):
+	case p.limits() && (p.bound || s.fitsPods(promised, p.gpus)):
 		return fmt.Sprintf("%s with a limit of %d is still pending (bound: %v) beside %v", p.uid, p.gpus, p.bound, promised)
 	case k != nil && len(k.devices) > 0 && taken.hasRoom(k.uid, s.partsOf(k.uid, k.devices)):
 		return fmt.Sprintf("%s does not run, nobody has %v of its claim %s (bound: %v)", p.uid, s.partsOf(k.uid, k.devices), k.uid, p.bound)
@@ -400,22 +400,22 @@ func (s *simulation) checkLeaks() {
 }
 
 func (s *simulation) killAgent() {
-	if s.agent == nil || s.agent.life.over {
+	if s.agent == nil || s.agent.process.over {
 		return
 	}
 	a := s.agent
 	// Closed first: a dead process writes nothing.
 	s.host.check(a.book.Close())
-	s.kill(a.life)
+	s.kill(a.process)
 	s.breakOff()
-	if !s.kubelet.life.over {
-		s.kubelet.losePlugin()
+	if !s.kubelet.process.over {
+		s.kubelet.loseDevicePlugin()
 		if a.stream != nil {
 			s.kubelet.hangUp(a.stream)
 		}
 	}
 	s.after(s.host.alive, s.between(50*time.Millisecond, 3*time.Second), "starts the agent", func() {
-		if s.agent.life.over {
+		if s.agent.process.over {
 			s.startAgent()
 		}
 	})
@@ -423,23 +423,23 @@ func (s *simulation) killAgent() {
 
 func (s *simulation) killKubelet() {
 	k := s.kubelet
-	if k.life.over {
+	if k.process.over {
 		return
 	}
 	for _, p := range s.pending {
-		if p.kubelet == k.life && !*p.answered && !p.agent.over {
+		if p.kubelet == k.process && !*p.answered && !p.agent.over {
 			s.hit(kubeletDiesInCall)
 			s.after(p.agent, s.latency(), "loses the caller of "+p.name, p.hangUp)
 		}
 	}
-	s.kill(k.life)
+	s.kill(k.process)
 	s.inFlight = false
-	if a := s.agent; a != nil && a.stream != nil && !a.life.over {
+	if a := s.agent; a != nil && a.stream != nil && !a.process.over {
 		e := a.stream
-		s.after(a.life, s.latency(), "loses its stream to kubelet", func() { a.streamEnded(e) })
+		s.after(a.process, s.latency(), "loses its stream to kubelet", func() { a.streamEnded(e) })
 	}
 	s.after(s.host.alive, s.between(100*time.Millisecond, 5*time.Second), "starts kubelet", func() {
-		if s.kubelet.life.over {
+		if s.kubelet.process.over {
 			s.startKubelet()
 		}
 	})
@@ -457,7 +457,7 @@ func (s *simulation) reboot() {
 	s.killKubelet()
 	s.host.reboot()
 	s.after(s.host.alive, s.between(time.Second, 5*time.Second), "starts kubelet", func() {
-		if s.kubelet.life.over {
+		if s.kubelet.process.over {
 			s.startKubelet()
 		}
 	})
@@ -469,8 +469,8 @@ func (s *simulation) reboot() {
 func (s *simulation) bootAgent(delay time.Duration) {
 	s.after(s.host.alive, delay, "starts the agent", func() {
 		switch {
-		case !s.agent.life.over:
-		case s.kubelet.life.over || !s.kubelet.sourcesReady || s.kubelet.admitting:
+		case !s.agent.process.over:
+		case s.kubelet.process.over || !s.kubelet.sourcesReady || s.kubelet.admitting:
 			s.bootAgent(time.Second)
 		default:
 			s.startAgent()
@@ -510,7 +510,7 @@ func (k *kubelet) sawAllocate(err error) {
 }
 
 func (c *scheduler) podHolds(devices []string) bool {
-	if c.agent == nil || c.agent.life.over {
+	if c.agent == nil || c.agent.process.over {
 		return false
 	}
 	for _, h := range c.agent.book.Holds() {
@@ -548,11 +548,11 @@ func TestSimulation(t *testing.T) {
 	if seed == 0 {
 		seed = uint64(time.Now().UnixNano())%1_000_000*1000 + 1
 	}
-	if *themeFlag != "" && !slices.ContainsFunc(themes, func(th theme) bool { return th.name == *themeFlag }) {
-		t.Fatalf("there is no theme %q", *themeFlag)
+	if *profileFlag != "" && !slices.ContainsFunc(profiles, func(mix profile) bool { return mix.name == *profileFlag }) {
+		t.Fatalf("there is no workload profile %q", *profileFlag)
 	}
 	t.Logf("seed %d", seed)
-	seen := newTally()
+	seen := newCounts()
 	steps, hash, worlds, began := 0, uint64(0), 0, time.Now()
 	for world := seed; steps < *stepsFlag || steps < 4**stepsFlag && !seen.met(*leastFlag); world = seen.next(world, worlds) {
 		planned := stepsOfAWorld
@@ -581,8 +581,8 @@ func TestSimulation(t *testing.T) {
 
 // replay is the command that plays a world again.
 func replay(world uint64, steps int) string {
-	if *themeFlag != "" {
-		return fmt.Sprintf("go test ./test/simulation -run 'TestSimulation$' -seed %d -steps %d -theme %q", world, steps, *themeFlag)
+	if *profileFlag != "" {
+		return fmt.Sprintf("go test ./test/simulation -run 'TestSimulation$' -seed %d -steps %d -profile %q", world, steps, *profileFlag)
 	}
 	return fmt.Sprintf("make simulation SEED=%d STEPS=%d", world, steps)
 }

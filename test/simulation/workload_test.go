@@ -10,14 +10,14 @@ import (
 // cluster is what else acts: owners that make pods, the claims' controller, and users.
 type cluster struct {
 	*simulation
-	life *life
+	process *process
 	// owners by name, with what their pods are like; nil once deleted.
 	owners map[string]*pod
 	busy   map[string]bool
 }
 
 func (s *simulation) startCluster() {
-	c := &cluster{simulation: s, life: newLife("cluster"), owners: map[string]*pod{}, busy: map[string]bool{}}
+	c := &cluster{simulation: s, process: newProcess("cluster"), owners: map[string]*pod{}, busy: map[string]bool{}}
 	s.cluster = c
 	s.api.changed = c.lookSoon
 }
@@ -28,7 +28,7 @@ func (c *cluster) once(what string, do func()) {
 		return
 	}
 	c.busy[what] = true
-	c.api.request(c.life, what, func() {
+	c.api.request(c.process, what, func() {
 		delete(c.busy, what)
 		do()
 		c.lookSoon()
@@ -40,7 +40,7 @@ func (c *cluster) lookSoon() {
 		return
 	}
 	c.busy["look"] = true
-	c.after(c.life, c.between(0, 60*time.Millisecond), "looks at pods and claims", func() {
+	c.after(c.process, c.between(0, 60*time.Millisecond), "looks at pods and claims", func() {
 		delete(c.busy, "look")
 		c.lookAtOwners()
 		c.lookAtClaims()

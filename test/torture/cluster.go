@@ -109,7 +109,7 @@ func Reopen(ctx context.Context, dir string, state State, out io.Writer) (*clust
 
 // revive makes everything run again that was stopped or frozen.
 func revive(ctx context.Context, c *cluster.Cluster) error {
-	if err := (&saboteur{cluster: c, node: c.Nodes()[0]}).mend(ctx); err != nil {
+	if err := (&injector{cluster: c, node: c.Nodes()[0]}).mend(ctx); err != nil {
 		return err
 	}
 	// With the image that is there: an interruption is no upgrade.

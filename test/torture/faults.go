@@ -31,8 +31,8 @@ const (
 // cdiDir is where the agent keeps its specs on the node.
 const cdiDir = "/var/run/cdi"
 
-// saboteur carries out faults, several at once, but one at a time for each component, and a reboot alone.
-type saboteur struct {
+// injector carries out faults, several at once, but one at a time for each component, and a reboot alone.
+type injector struct {
 	cluster *cluster.Cluster
 	node    *cluster.Node
 	client  kubernetes.Interface
@@ -57,7 +57,7 @@ type done struct {
 	skipped string
 }
 
-func (s *saboteur) strike(ctx context.Context, op Op) (done, error) {
+func (s *injector) inject(ctx context.Context, op Op) (done, error) {
 	if op.Kind == Reboot {
 		s.whole.Lock()
 		defer s.whole.Unlock()
@@ -78,13 +78,13 @@ func (s *saboteur) strike(ctx context.Context, op Op) (done, error) {
 		return done{}, s.rollOut(ctx, op.Kind == Upgrade, strconv.Itoa(op.Index))
 	}
 	if component := s.component(op.Component); component != nil {
-		return s.strikeComponent(ctx, component, op)
+		return s.injectComponent(ctx, component, op)
 	}
-	return s.strikePod(ctx, op)
+	return s.injectPod(ctx, op)
 }
 
 // alone waits until no other fault is at work on the component.
-func (s *saboteur) alone(component string) (release func()) {
+func (s *injector) alone(component string) (release func()) {
 	s.mu.Lock()
 	if s.busy == nil {
 		s.busy = map[string]*sync.Mutex{}
@@ -98,14 +98,14 @@ func (s *saboteur) alone(component string) (release func()) {
 	return lock.Unlock
 }
 
-func (s *saboteur) component(name string) *cluster.Component {
+func (s *injector) component(name string) *cluster.Component {
 	if c := s.cluster.Component(name); c != nil {
 		return c
 	}
 	return s.node.Component(name)
 }
 
-func (s *saboteur) strikeComponent(ctx context.Context, c *cluster.Component, op Op) (done, error) {
+func (s *injector) injectComponent(ctx context.Context, c *cluster.Component, op Op) (done, error) {
 	switch op.Kind {
 	case Kill:
 		if err := c.Kill(ctx); err != nil {
@@ -135,8 +135,8 @@ func restart(ctx context.Context, start func(context.Context) error) (err error)
 	return err
 }
 
-// strikePod strikes what runs in a pod of Tandem's: kubelet starts it again.
-func (s *saboteur) strikePod(ctx context.Context, op Op) (done, error) {
+// injectPod strikes what runs in a pod of Tandem's: kubelet starts it again.
+func (s *injector) injectPod(ctx context.Context, op Op) (done, error) {
 	program := map[string]string{agentName: agentProgram, controllerName: controllerProgram}[op.Component]
 	switch op.Kind {
 	case Kill:
@@ -164,7 +164,7 @@ func (s *saboteur) strikePod(ctx context.Context, op Op) (done, error) {
 var errAway = errors.New("it does not run")
 
 // stop freezes a program until thaw.
-func (s *saboteur) stop(ctx context.Context, program string) (thaw func() error, err error) {
+func (s *injector) stop(ctx context.Context, program string) (thaw func() error, err error) {
 	struck, err := s.catch(ctx, "STOP", program)
 	if err == nil && !struck {
 		err = fmt.Errorf("freeze %s: %w", program, errAway)
@@ -179,7 +179,7 @@ func (s *saboteur) stop(ctx context.Context, program string) (thaw func() error,
 const returnPatience = 10 * time.Second
 
 // catch is signal for a program that may be starting again.
-func (s *saboteur) catch(ctx context.Context, signal, program string) (struck bool, err error) {
+func (s *injector) catch(ctx context.Context, signal, program string) (struck bool, err error) {
 	for deadline := time.Now().Add(returnPatience); time.Now().Before(deadline); rest(ctx, retryPause) {
 		if struck, err = s.signal(ctx, signal, program); struck || err != nil {
 			return struck, err
@@ -189,7 +189,7 @@ func (s *saboteur) catch(ctx context.Context, signal, program string) (struck bo
 }
 
 // signal reports whether there was such a program on the node.
-func (s *saboteur) signal(ctx context.Context, signal, program string) (struck bool, err error) {
+func (s *injector) signal(ctx context.Context, signal, program string) (struck bool, err error) {
 	err = s.onNode(ctx, "pkill", "-"+signal, "-x", program)
 	if exit, ok := errors.AsType[*exec.ExitError](err); ok && exit.ExitCode() == 1 {
 		return false, nil
@@ -197,7 +197,7 @@ func (s *saboteur) signal(ctx context.Context, signal, program string) (struck b
 	return err == nil, err
 }
 
-func (s *saboteur) onNode(ctx context.Context, name string, args ...string) error {
+func (s *injector) onNode(ctx context.Context, name string, args ...string) error {
 	cmd, err := s.node.Command(ctx, name, args...)
 	if err != nil {
 		return err
@@ -208,7 +208,7 @@ func (s *saboteur) onNode(ctx context.Context, name string, args ...string) erro
 	return nil
 }
 
-func (s *saboteur) reboot(ctx context.Context, op Op) (done, error) {
+func (s *injector) reboot(ctx context.Context, op Op) (done, error) {
 	s.before(ctx)
 	if err := s.node.Halt(ctx); err != nil {
 		return done{}, err
@@ -223,7 +223,7 @@ func (s *saboteur) reboot(ctx context.Context, op Op) (done, error) {
 
 // rollOut replaces the agent's pod by one of today's agent or of the newer one, as another version of the chart would. The mark
 // makes it another pod even where the agent is the same.
-func (s *saboteur) rollOut(ctx context.Context, newer bool, mark string) error {
+func (s *injector) rollOut(ctx context.Context, newer bool, mark string) error {
 	wanted := image.DefaultRef
 	if newer && s.newer != "" {
 		wanted = s.newer
@@ -248,7 +248,7 @@ func (s *saboteur) rollOut(ctx context.Context, newer bool, mark string) error {
 }
 
 // provide returns when the agent that a round begins with is there.
-func (s *saboteur) provide(ctx context.Context, newer bool, mark string) error {
+func (s *injector) provide(ctx context.Context, newer bool, mark string) error {
 	if s.newer == "" {
 		return nil
 	}
@@ -259,7 +259,7 @@ func (s *saboteur) provide(ctx context.Context, newer bool, mark string) error {
 }
 
 // mend makes everything run again that a fault may have left down or frozen, for a run that was cut short. Idempotent.
-func (s *saboteur) mend(ctx context.Context) error {
+func (s *injector) mend(ctx context.Context) error {
 	if err := thaw(s.cluster); err != nil {
 		return err
 	}

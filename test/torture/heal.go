@@ -28,7 +28,7 @@ type heals struct {
 	tally *tally
 	trace *trace
 	// userOf answers a pod that uses a claim; nil while unknown.
-	userOf func(namespace, claim string) *life
+	userOf func(namespace, claim string) *podHistory
 
 	mu   sync.Mutex
 	open []*loss
@@ -42,8 +42,8 @@ type heals struct {
 type loss struct {
 	owner, workload string
 	since           time.Time
-	// meddled: a user has scaled or deleted something of the workload since.
-	meddled bool
+	// changedByUser: a user has scaled or deleted something of the workload since.
+	changedByUser bool
 }
 
 // run watches GPUNodes until ctx is done; it returns at once where there are none.
@@ -106,7 +106,7 @@ func (h *heals) seen(object any) {
 	}
 }
 
-func (h *heals) lost(l conflict, pod *life) {
+func (h *heals) lost(l conflict, pod *podHistory) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.known[l.uid] {
@@ -121,16 +121,16 @@ func (h *heals) lost(l conflict, pod *life) {
 }
 
 // healedBy is the loss that a pod makes good if it runs: the first of its owner that is older than the pod. Under mu.
-func (h *heals) healedBy(pod *life) int {
+func (h *heals) healedBy(pod *podHistory) int {
 	return slices.IndexFunc(h.open, func(o *loss) bool { return o.owner == pod.owner && o.since.Before(pod.since) })
 }
 
-// meddle notes that a user changes a workload.
-func (h *heals) meddle(workload string) {
+// noteUserChange notes that a user changes a workload.
+func (h *heals) noteUserChange(workload string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, o := range h.open {
-		o.meddled = o.meddled || o.workload == workload
+		o.changedByUser = o.changedByUser || o.workload == workload
 	}
 }
 
@@ -141,7 +141,7 @@ func (h *heals) room(roomy bool) {
 }
 
 // placed is told of each pod that has got its GPUs; the first of an owner that was made after a loss heals it.
-func (h *heals) placed(l *life, now time.Time) {
+func (h *heals) placed(l *podHistory, now time.Time) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	at := h.healedBy(l)
@@ -152,7 +152,7 @@ func (h *heals) placed(l *life, now time.Time) {
 	h.open = slices.Delete(h.open, at, at+1)
 	h.trace.note("healed: %s after %s, by a pod made after %s", healed.workload, now.Sub(healed.since).Round(time.Millisecond),
 		l.since.Sub(healed.since).Round(time.Millisecond))
-	h.tally.healed(healed.since, l.since, now, l.replaced && !healed.meddled && (h.roomy || !l.unschedulable))
+	h.tally.healed(healed.since, l.since, now, l.replaced && !healed.changedByUser && (h.roomy || !l.unschedulable))
 }
 
 // forget drops the losses of owners that are gone.

@@ -17,7 +17,7 @@ import (
 type healing struct {
 	*heals
 	tally *tally
-	pods  map[string]*life
+	pods  map[string]*podHistory
 	began time.Time
 }
 
@@ -27,16 +27,16 @@ func newHealing(t *testing.T) *healing {
 		t.Fatal(err)
 	}
 	t.Cleanup(trace.close)
-	h := &healing{tally: &tally{}, pods: map[string]*life{}, began: time.Now().Add(-time.Minute)}
-	h.heals = &heals{tally: h.tally, trace: trace, known: map[string]bool{}, userOf: func(_, claim string) *life { return h.pods[claim] }}
+	h := &healing{tally: &tally{}, pods: map[string]*podHistory{}, began: time.Now().Add(-time.Minute)}
+	h.heals = &heals{tally: h.tally, trace: trace, known: map[string]bool{}, userOf: func(_, claim string) *podHistory { return h.pods[claim] }}
 	return h
 }
 
 func (h *healing) after(d time.Duration) time.Time { return h.began.Add(d) }
 
 // pod is one of a Deployment's, with a claim of its own name.
-func (h *healing) pod(claim, owner string, made time.Duration) *life {
-	l := &life{
+func (h *healing) pod(claim, owner string, made time.Duration) *podHistory {
+	l := &podHistory{
 		pod:   &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: claim, Labels: map[string]string{workloadLabel: "of-" + owner}}},
 		owner: owner, replaced: true, since: h.after(made),
 	}
@@ -109,8 +109,8 @@ func TestWhatDelaysAHealAndIsNotOurs(t *testing.T) {
 	h.pod("b", "b", 0)
 	h.pod("c", "c", 0)
 	h.recordConflict(time.Second, true, "a", "b", "c")
-	h.meddle("of-a")
-	h.meddle("")
+	h.noteUserChange("of-a")
+	h.noteUserChange("")
 	h.placed(h.pod("", "a", 2*time.Second), h.after(3*time.Second))
 	waited := h.pod("", "b", 2*time.Second)
 	waited.unschedulable = true

@@ -359,10 +359,10 @@ func (p *planner) next(name string) Op {
 	switch {
 	case p.fault <= 0:
 		p.fault = p.among(p.mix.FaultEvery)
-		return p.strike(p.mix.Faults)
+		return p.inject(p.mix.Faults)
 	case p.freeze <= 0 || p.burst == 0 && p.chance(p.mix.Ambush):
 		p.freeze = p.among(p.mix.FreezeEvery)
-		return p.strike(p.mix.Frozen)
+		return p.inject(p.mix.Frozen)
 	case p.mix.MIG && p.hardware <= 0:
 		p.hardware = p.among(p.mix.HardwareEvery)
 		return p.onHardware()
@@ -486,7 +486,7 @@ func (p *planner) grace() int64 {
 	return []int64{PodsOwn, PodsOwn, short, long}[p.rng.IntN(4)]
 }
 
-func (p *planner) strike(among []Fault) Op {
+func (p *planner) inject(among []Fault) Op {
 	weights := make([]int, len(among))
 	for i, f := range among {
 		weights[i] = f.Weight

@@ -60,9 +60,9 @@ func (r *run) play(ctx context.Context, u user, op Op) error {
 	r.trace.note("begin %s", op)
 	var err error
 	if op.IsFault() {
-		err = r.strike(ctx, op)
+		err = r.inject(ctx, op)
 	} else {
-		r.heals.meddle(op.Target)
+		r.heals.noteUserChange(op.Target)
 		err = u.do(ctx, op)
 	}
 	if err == nil && op.Kind == Burst {
@@ -83,7 +83,7 @@ const burstPatience = 30 * time.Second
 // awaitContention waits until one of a burst's pods waits for what the other API has: what comes next in the plan would delete
 // pods that have not raced yet, on a machine that is slow to start them.
 func (r *run) awaitContention(ctx context.Context, u user, burst Op) {
-	contended := func(l *life) bool { return l.contended }
+	contended := func(l *podHistory) bool { return l.contended }
 	over := func() bool { return ctx.Err() != nil || r.UntilFault && r.tally.now().faults() > 0 }
 	for deadline := time.Now().Add(burstPatience); time.Now().Before(deadline); rest(ctx, lookAgain) {
 		if over() {
@@ -98,12 +98,12 @@ func (r *run) awaitContention(ctx context.Context, u user, burst Op) {
 	r.trace.note("burst %05d was not contended", burst.Index)
 }
 
-func (r *run) strike(ctx context.Context, op Op) error {
+func (r *run) inject(ctx context.Context, op Op) error {
 	r.trace.say("fault: %s", op)
 	ended := r.tally.striking(op.recovery())
 	defer ended()
 	// A fault that has begun is ended, whoever interrupts: a frozen process must not stay so.
-	did, err := r.faults.strike(context.WithoutCancel(ctx), op)
+	did, err := r.faults.inject(context.WithoutCancel(ctx), op)
 	if did.skipped != "" {
 		r.trace.note("fault %05d came to nothing: %s", op.Index, did.skipped)
 	}

@@ -72,10 +72,10 @@ func (r *run) lineUp(ctx context.Context, u user, claims, limits Workload) error
 	thaw, err := r.faults.stop(ctx, controllerProgram)
 	for _, side := range []struct {
 		w      Workload
-		placed func(*life) bool
+		placed func(*podHistory) bool
 	}{
-		{claims, func(l *life) bool { return l.pod.Spec.NodeName != "" }},
-		{limits, func(l *life) bool { return l.placed }},
+		{claims, func(l *podHistory) bool { return l.pod.Spec.NodeName != "" }},
+		{limits, func(l *podHistory) bool { return l.placed }},
 	} {
 		if err == nil {
 			err = u.create(ctx, side.w)

@@ -133,12 +133,12 @@ func (c Counters) faults() int { return c.DoublyOwned + c.Stuck + c.Leaked + c.F
 type tally struct {
 	mu       sync.Mutex
 	counters Counters
-	// strikes are the times of the faults so far.
-	strikes []*strike
+	// faultTimes are the times of the faults so far.
+	faultTimes []*inject
 }
 
-// strike is a fault's time, until its effects are over.
-type strike struct{ from, to time.Time }
+// inject is a fault's time, until its effects are over.
+type inject struct{ from, to time.Time }
 
 func (t *tally) add(change func(*Counters)) {
 	t.mu.Lock()
@@ -168,8 +168,8 @@ func (t *tally) placed(api oracle.API) {
 func (t *tally) striking(recovery time.Duration) (ended func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	s := &strike{from: time.Now()}
-	t.strikes = append(t.strikes, s)
+	s := &inject{from: time.Now()}
+	t.faultTimes = append(t.faultTimes, s)
 	t.counters.Faults++
 	return func() {
 		t.mu.Lock()
@@ -187,7 +187,7 @@ func (t *tally) healed(from, made, to time.Time, fair bool) {
 		return
 	}
 	took := max(0, to.Sub(from))
-	if slices.ContainsFunc(t.strikes, func(s *strike) bool { return s.from.Before(to) && (s.to.IsZero() || s.to.After(from)) }) {
+	if slices.ContainsFunc(t.faultTimes, func(s *inject) bool { return s.from.Before(to) && (s.to.IsZero() || s.to.After(from)) }) {
 		t.counters.StruckTimes = append(t.counters.StruckTimes, took)
 		return
 	}

@@ -112,12 +112,12 @@ func TestReadingMetrics(t *testing.T) {
 func TestContended(t *testing.T) {
 	var counted tally
 	two := room{enabled: map[int]bool{2: true, 3: true, 4: true, 5: true, 6: true, 7: true}}
-	w := &watch{room: func() room { return two }, tally: &counted, lives: map[string]*life{}, seen: map[string][]oracle.Device{}}
+	w := &watch{room: func() room { return two }, tally: &counted, podHistories: map[string]*podHistory{}, seen: map[string][]oracle.Device{}}
 	waiting := &corev1.Pod{Status: corev1.PodStatus{Phase: corev1.PodPending}}
-	w.lives["claim"] = &life{pod: waiting, ask: ask{api: oracle.Claim, gpus: 1}}
-	w.lives["limits"] = &life{pod: waiting, ask: ask{api: oracle.Limits, gpus: 2}}
+	w.podHistories["claim"] = &podHistory{pod: waiting, ask: ask{api: oracle.Claim, gpus: 1}}
+	w.podHistories["limits"] = &podHistory{pod: waiting, ask: ask{api: oracle.Limits, gpus: 2}}
 	holder := func(api oracle.API, gpus ...uint32) {
-		w.lives["holder"] = &life{pod: &corev1.Pod{}, ask: ask{api: api, gpus: len(gpus)}, placed: true}
+		w.podHistories["holder"] = &podHistory{pod: &corev1.Pod{}, ask: ask{api: api, gpus: len(gpus)}, placed: true}
 		w.seen = map[string][]oracle.Device{}
 		for _, g := range gpus {
 			w.seen["holder"] = append(w.seen["holder"], gpu(g))

@@ -42,7 +42,7 @@ func (r *run) settle(ctx context.Context, u user) error {
 	}
 	r.tally.add(func(c *Counters) { c.Stuck, c.Leaked = c.Stuck+len(lines)-leaked, c.Leaked+leaked })
 	r.trace.say("STUCK: %s", strings.Join(lines, "; "))
-	r.keepEvidence(ctx, "stuck", lines)
+	r.keepLogs(ctx, "stuck", lines)
 	return nil
 }
 

@@ -56,7 +56,7 @@ type run struct {
 	tally   *tally
 	watch   *watch
 	heals   *heals
-	faults  *saboteur
+	faults  *injector
 	auditor auditor
 	scraper *scraper
 	// hardware and administrator are nil without MIG.
@@ -140,7 +140,7 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	r.watch.trace, r.watch.found = r.trace, r.doubleFound
 	r.heals.userOf = r.watch.userOf
 	r.scraper = newScraper(client, c, r.tally)
-	r.faults = &saboteur{cluster: c, node: node, client: client, before: r.scraper.scrape, newer: o.Newer,
+	r.faults = &injector{cluster: c, node: node, client: client, before: r.scraper.scrape, newer: o.Newer,
 		administrator: r.administrator}
 	r.auditor = auditor{cluster: c, node: node, client: client, dynamic: objects, hardware: r.hardware, sharing: o.State.Sharing}
 	return r, nil
@@ -298,7 +298,7 @@ func (r *run) freed(ctx context.Context) error {
 	if err == nil && missing > 0 {
 		r.tally.add(func(c *Counters) { c.Leaked += missing })
 		r.trace.say("LEAKED: %s", strings.Join(lines, "; "))
-		r.keepEvidence(ctx, "leaked", lines)
+		r.keepLogs(ctx, "leaked", lines)
 	}
 	return err
 }
@@ -319,7 +319,7 @@ func (r *run) used(ctx context.Context) ([]place, error) {
 }
 
 func (r *run) foreignTouched(ctx context.Context, what string) {
-	r.keepEvidence(ctx, "foreign-touched", []string{what})
+	r.keepLogs(ctx, "foreign-touched", []string{what})
 }
 
 func (r *run) forget(u user) {
@@ -329,7 +329,7 @@ func (r *run) forget(u user) {
 
 // doubleFound writes the fault down at once: an interruption must not lose it.
 func (r *run) doubleFound(ctx context.Context, double oracle.Double) {
-	r.keepEvidence(ctx, "doubly-owned", []string{double.String()})
+	r.keepLogs(ctx, "doubly-owned", []string{double.String()})
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	state := r.State

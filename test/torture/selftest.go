@@ -18,13 +18,13 @@ import (
 // ErrBlind means that the oracle did not see a fault that was there.
 var ErrBlind = errors.New("the oracle found nothing")
 
-// SelftestOps is how many operations a sabotage may go unseen.
+// SelftestOps is how many operations a mutation may go unseen.
 const SelftestOps = 300
 
-// Selftest builds Tandem with each sabotage and plays against it until the oracle finds a fault. ErrBlind names the first that
+// Selftest builds Tandem with each mutation and plays against it until the oracle finds a fault. ErrBlind names the first that
 // it did not find.
-func Selftest(ctx context.Context, dir string, state State, sabotages []Sabotage, out io.Writer) error {
-	for _, s := range sabotages {
+func Selftest(ctx context.Context, dir string, state State, mutations []Mutation, out io.Writer) error {
+	for _, s := range mutations {
 		started := time.Now()
 		fmt.Fprintf(out, "selftest: %s: %s\n", s.Name, s.What)
 		counters, err := s.play(ctx, filepath.Join(dir, s.Name), state, out)
@@ -38,7 +38,7 @@ func Selftest(ctx context.Context, dir string, state State, sabotages []Sabotage
 }
 
 // play removes its cluster at the end.
-func (s Sabotage) play(ctx context.Context, dir string, state State, out io.Writer) (counters Counters, err error) {
+func (s Mutation) play(ctx context.Context, dir string, state State, out io.Writer) (counters Counters, err error) {
 	unlock, err := Lock(dir)
 	if err != nil {
 		return Counters{}, err
@@ -69,8 +69,8 @@ func (s Sabotage) play(ctx context.Context, dir string, state State, out io.Writ
 	return counters, err
 }
 
-// build compiles the sabotaged image into dir and answers its tarball.
-func (s Sabotage) build(ctx context.Context, dir string, out io.Writer) (string, error) {
+// build compiles the mutated image into dir and answers its tarball.
+func (s Mutation) build(ctx context.Context, dir string, out io.Writer) (string, error) {
 	root, err := install.ModuleRoot(ctx)
 	if err != nil {
 		return "", err
@@ -83,7 +83,7 @@ func (s Sabotage) build(ctx context.Context, dir string, out io.Writer) (string,
 		return "", err
 	}
 	tarball, _, err := image.Build(ctx, image.Options{
-		Root: root, Out: filepath.Join(dir, "image"), Version: "sabotaged-" + s.Name, Overlay: overlay, Progress: out,
+		Root: root, Out: filepath.Join(dir, "image"), Version: "mutated-" + s.Name, Overlay: overlay, Progress: out,
 	})
 	return tarball, err
 }

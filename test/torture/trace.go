@@ -65,11 +65,11 @@ func (t *trace) waiting(what string, problems any) {
 	}
 }
 
-// evidencePatience bounds what is collected while the cluster may be half down.
-const evidencePatience = 30 * time.Second
+// stateTimeout bounds what is collected while the cluster may be half down.
+const stateTimeout = 30 * time.Second
 
-// keepEvidence writes down what a reader asks first: what was found, what lies in the ledger, objects, events and logs.
-func (r *run) keepEvidence(ctx context.Context, what string, lines []string) {
+// keepLogs writes down what a reader asks first: what was found, what lies in the ledger, objects, events and logs.
+func (r *run) keepLogs(ctx context.Context, what string, lines []string) {
 	dir := filepath.Join(r.Dir, "evidence", fmt.Sprintf("%s-%s", time.Now().Format("150405.000"), what))
 	if err := r.collect(ctx, dir, lines); err != nil {
 		r.trace.say("evidence in %s is incomplete: %v", dir, err)
@@ -79,7 +79,7 @@ func (r *run) keepEvidence(ctx context.Context, what string, lines []string) {
 }
 
 func (r *run) collect(ctx context.Context, dir string, lines []string) error {
-	ctx, cancel := context.WithTimeout(ctx, evidencePatience)
+	ctx, cancel := context.WithTimeout(ctx, stateTimeout)
 	defer cancel()
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err

@@ -30,8 +30,8 @@ const (
 	confirmPause, confirmTries = 500 * time.Millisecond, 240
 )
 
-// life is what is known of one of our pods, from its first sight on. It stays when the object is gone.
-type life struct {
+// podHistory is what is known of one of our pods, from its first sight on. It stays when the object is gone.
+type podHistory struct {
 	pod   *corev1.Pod
 	ask   ask
 	since time.Time
@@ -49,7 +49,7 @@ type life struct {
 }
 
 // waits reports whether the pod has not got its GPUs yet and is still to get them.
-func (l *life) waits() bool {
+func (l *podHistory) waits() bool {
 	return !l.deleted && !l.placed && !l.failed && l.pod.DeletionTimestamp == nil && l.pod.Status.Phase == corev1.PodPending
 }
 
@@ -66,8 +66,8 @@ type watch struct {
 	found func(ctx context.Context, double oracle.Double)
 	trace *trace
 
-	mu    sync.Mutex
-	lives map[string]*life
+	mu           sync.Mutex
+	podHistories map[string]*podHistory
 	// seen are the devices in the containers of each pod, at the last look.
 	seen map[string][]oracle.Device
 	// suspected are suspicions that were judged or are about to be.
@@ -79,7 +79,7 @@ type watch struct {
 func newWatch(client kubernetes.Interface, node *cluster.Node, shared map[int]int, room func() room, t *tally, h *heals) *watch {
 	return &watch{
 		client: client, lookout: oracle.NewLookout(node, shared), memory: oracle.NewMemory(), room: room, tally: t, heals: h,
-		lives: map[string]*life{}, seen: map[string][]oracle.Device{}, suspected: map[string]bool{},
+		podHistories: map[string]*podHistory{}, seen: map[string][]oracle.Device{}, suspected: map[string]bool{},
 	}
 }
 
@@ -188,7 +188,7 @@ func (w *watch) keep(glimpse oracle.Glimpse) {
 // countShares counts the pods that have a GPU beside others, or might have. Under mu.
 func (w *watch) countShares() {
 	for uid, devices := range w.seen {
-		l := w.lives[uid]
+		l := w.podHistories[uid]
 		if l == nil || l.shared {
 			continue
 		}
@@ -213,7 +213,7 @@ func (w *watch) compare(room room) {
 	shares := parts{}
 	for uid, devices := range w.seen {
 		all = append(all, placesOf(devices)...)
-		l := w.lives[uid]
+		l := w.podHistories[uid]
 		if l != nil && len(devices) > 0 {
 			taken[l.ask.api] = true
 		}
@@ -227,7 +227,7 @@ func (w *watch) compare(room room) {
 		}
 		return room.fits(a, all)
 	}
-	for _, l := range w.lives {
+	for _, l := range w.podHistories {
 		other := oracle.Claim
 		if l.ask.api == oracle.Claim {
 			other = oracle.Limits
@@ -247,13 +247,13 @@ func (w *watch) podSeen(pod *corev1.Pod) {
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	l := w.lives[string(pod.UID)]
+	l := w.podHistories[string(pod.UID)]
 	if l == nil {
-		l = &life{ask: asked, since: time.Now()}
+		l = &podHistory{ask: asked, since: time.Now()}
 		if owner := controllerOf(pod); owner != nil {
 			l.owner, l.replaced = string(owner.UID), owner.Kind == "ReplicaSet"
 		}
-		w.lives[string(pod.UID)] = l
+		w.podHistories[string(pod.UID)] = l
 	}
 	l.pod = pod
 	for _, condition := range pod.Status.Conditions {
@@ -282,7 +282,7 @@ func (w *watch) podGone(pod *corev1.Pod) {
 	w.podSeen(pod)
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if l := w.lives[string(pod.UID)]; l != nil {
+	if l := w.podHistories[string(pod.UID)]; l != nil {
 		l.deleted = true
 	}
 }
@@ -298,12 +298,12 @@ func hasStarted(pod *corev1.Pod) bool {
 }
 
 // userOf answers a pod that uses a claim; nil where none is known yet.
-func (w *watch) userOf(namespace, claim string) *life {
+func (w *watch) userOf(namespace, claim string) *podHistory {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for _, l := range w.lives {
+	for _, l := range w.podHistories {
 		if l.pod.Namespace == namespace && claimOf(l.pod) == claim {
-			return &life{pod: l.pod, since: l.since, owner: l.owner}
+			return &podHistory{pod: l.pod, since: l.since, owner: l.owner}
 		}
 	}
 	return nil
@@ -320,7 +320,7 @@ func (w *watch) sights() map[string][]oracle.Device {
 func (w *watch) counts() (running, waiting, looks int) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for _, l := range w.lives {
+	for _, l := range w.podHistories {
 		switch {
 		case l.deleted:
 		case l.pod.Status.Phase == corev1.PodRunning:
@@ -333,11 +333,11 @@ func (w *watch) counts() (running, waiting, looks int) {
 }
 
 // count answers how many pods of a workload are as is says.
-func (w *watch) count(namespace, workload string, is func(*life) bool) int {
+func (w *watch) count(namespace, workload string, is func(*podHistory) bool) int {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	n := 0
-	for _, l := range w.lives {
+	for _, l := range w.podHistories {
 		if l.pod.Namespace == namespace && l.pod.Labels[workloadLabel] == workload && is(l) {
 			n++
 		}
@@ -350,6 +350,6 @@ func (w *watch) forget(namespace string) {
 	w.memory.Forget(namespace)
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	maps.DeleteFunc(w.lives, func(_ string, l *life) bool { return l.pod.Namespace == namespace && l.deleted })
+	maps.DeleteFunc(w.podHistories, func(_ string, l *podHistory) bool { return l.pod.Namespace == namespace && l.deleted })
 	clear(w.suspected)
 }

@@ -29,7 +29,7 @@ const usage = `usage: torture [-ops N] [-seed S] [-mig | -sharing] [-kubernetes 
        torture -resume [-budget 15m] [-dir DIR]       go on where a run was interrupted
        torture -plan [-ops N] [-seed S]               print what a seed does, and do nothing
        torture ci [-budget 5m] [-kubernetes V]        two at once, one of them with -sharing, each on a cluster of its own
-       torture selftest [-only NAME] [flags]          with Tandem sabotaged, faults must be found
+       torture selftest [-only NAME] [flags]          with Tandem mutated, faults must be found
        torture down [-dir DIR]                        remove the cluster of an interrupted run
 `
 
@@ -140,7 +140,7 @@ func parse(args []string) (settings, error) {
 	flags.BoolVar(&s.resume, "resume", false, "go on with the interrupted run in the directory")
 	flags.BoolVar(&s.keep, "keep", false, "leave the cluster running at the end")
 	flags.BoolVar(&s.plan, "plan", false, "print the operations and end")
-	flags.StringVar(&s.only, "only", "", "selftest: the sabotage to play")
+	flags.StringVar(&s.only, "only", "", "selftest: the mutation to play")
 	if err := flags.Parse(args); err != nil {
 		return s, err
 	}
@@ -245,10 +245,10 @@ func start(ctx context.Context, s settings, state torture.State) (*cluster.Clust
 }
 
 func selftest(ctx context.Context, s settings) error {
-	sabotages := torture.Sabotages()
+	mutations := torture.Mutations()
 	if s.only != "" {
-		sabotages = slices.DeleteFunc(sabotages, func(sabotage torture.Sabotage) bool { return sabotage.Name != s.only })
+		mutations = slices.DeleteFunc(mutations, func(mutation torture.Mutation) bool { return mutation.Name != s.only })
 	}
 	fmt.Printf("selftest: seed=%d kubernetes=%s in %s\n", s.state.Seed, s.state.Kubernetes, s.dir)
-	return torture.Selftest(ctx, s.dir, s.state, sabotages, os.Stdout)
+	return torture.Selftest(ctx, s.dir, s.state, mutations, os.Stdout)
 }

@@ -8,13 +8,13 @@ import (
 	"testing"
 )
 
-// TestSabotagesCompile: what they replace is still there, and the product compiles without it.
-func TestSabotagesCompile(t *testing.T) {
+// TestMutationsCompile: what they replace is still there, and the product compiles without it.
+func TestMutationsCompile(t *testing.T) {
 	root, err := filepath.Abs("../..")
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, s := range Sabotages() {
+	for _, s := range Mutations() {
 		overlay, err := s.overlay(root, t.TempDir())
 		if err != nil {
 			t.Error(err)
@@ -33,7 +33,7 @@ func TestSabotagesCompile(t *testing.T) {
 }
 
 func TestAMethodThatIsGoneIsNoticed(t *testing.T) {
-	s := Sabotage{Name: "none", changes: []change{{dir: "pkg/ledger", receiver: "Ledger", method: "NoSuchMethod"}}}
+	s := Mutation{Name: "none", changes: []change{{dir: "pkg/ledger", receiver: "Ledger", method: "NoSuchMethod"}}}
 	if _, err := s.overlay("../..", t.TempDir()); err == nil {
 		t.Error("nothing was replaced and nobody said so")
 	}

@@ -11,55 +11,55 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// deed is something that users or misfortune do, as often as its weight says.
-type deed struct {
+// action is something that users or misfortune do, as often as its weight says.
+type action struct {
 	weight int
 	name   string
 	do     func()
 }
 
-// mood draws what this world is like, and has users and misfortune act from then on.
-func (s *simulation) mood() {
-	deeds := s.deeds()
-	for i := range deeds {
+// startActions draws what this world is like, and has users and misfortune act from then on.
+func (s *simulation) startActions() {
+	actions := s.actions()
+	for i := range actions {
 		// Some worlds know hardly anything but reboots, others no misfortune at all.
-		deeds[i].weight *= []int{0, 1, 1, 2, 6}[s.rand.IntN(5)]
-		if i < certain {
-			deeds[i].weight = max(deeds[i].weight, 2)
+		actions[i].weight *= []int{0, 1, 1, 2, 6}[s.rand.IntN(5)]
+		if i < userActions {
+			actions[i].weight = max(actions[i].weight, 2)
 		}
 	}
-	th := s.theme
-	for _, name := range th.deeds {
-		deeds[slices.IndexFunc(deeds, func(d deed) bool { return d.name == name })].weight = 300
+	mix := s.profile
+	for _, name := range mix.actions {
+		actions[slices.IndexFunc(actions, func(d action) bool { return d.name == name })].weight = 300
 	}
-	for i := range deeds {
+	for i := range actions {
 		// A pod that kubelet does not know of and that has no process at the moment cannot be told from none
 		// (docs/design/0002-ledger.md).
-		if s.noPause && strings.Contains(deeds[i].name, "force-deleted") || s.noPause && strings.Contains(deeds[i].name, "checkpoint") {
-			deeds[i].weight = 0
+		if s.noPause && strings.Contains(actions[i].name, "force-deleted") || s.noPause && strings.Contains(actions[i].name, "checkpoint") {
+			actions[i].weight = 0
 		}
 	}
-	pace, misfortune := s.between(50*time.Millisecond, 2*time.Second), s.between(500*time.Millisecond, 15*time.Second)
-	if th.misfortune > 0 {
-		misfortune = th.misfortune
+	pace, faultInterval := s.between(50*time.Millisecond, 2*time.Second), s.between(500*time.Millisecond, 15*time.Second)
+	if mix.faultInterval > 0 {
+		faultInterval = mix.faultInterval
 	}
-	if th.pace > 0 {
-		pace = th.pace
+	if mix.pace > 0 {
+		pace = mix.pace
 	}
-	if th.calm {
+	if mix.calm {
 		pace = s.between(3*time.Second, 15*time.Second)
 	}
-	if th.slow {
+	if mix.slow {
 		s.slowness = []time.Duration{10, 40}[s.rand.IntN(2)]
 	}
-	s.act("acts", deeds[:certain], pace)
-	s.act("meets misfortune", deeds[certain:], misfortune)
+	s.act("acts", actions[:userActions], pace)
+	s.act("meets misfortune", actions[userActions:], faultInterval)
 }
 
 // act does one of the deeds every now and then.
-func (s *simulation) act(name string, deeds []deed, pace time.Duration) {
+func (s *simulation) act(name string, actions []action, pace time.Duration) {
 	total := 0
-	for _, d := range deeds {
+	for _, d := range actions {
 		total += d.weight
 	}
 	if total == 0 {
@@ -68,7 +68,7 @@ func (s *simulation) act(name string, deeds []deed, pace time.Duration) {
 	var again func()
 	again = func() {
 		n := s.rand.IntN(total)
-		for _, d := range deeds {
+		for _, d := range actions {
 			if n -= d.weight; n < 0 {
 				s.note("    " + d.name)
 				d.do()
@@ -80,13 +80,13 @@ func (s *simulation) act(name string, deeds []deed, pace time.Duration) {
 	s.after(s.users, 3*time.Second, name, again)
 }
 
-// certain is how many of the deeds no world lacks: those of users.
-const certain = 19
+// userActions is how many of the deeds no world lacks: those of users.
+const userActions = 19
 
-func (s *simulation) deeds() []deed {
+func (s *simulation) actions() []action {
 	c := s.cluster
 	size := func() int { return max(1, s.rand.IntN(6)-3) }
-	return []deed{
+	return []action{
 		{8, "an owner of claim pods comes", func() { s.own(pod{gpus: size(), claim: "own", finite: !s.chance(3)}) }},
 		{8, "an owner of limits pods comes", func() { s.own(pod{gpus: size(), init: s.chance(3), finite: !s.chance(3)}) }},
 		{1, "an owner of endless claim pods comes", func() { s.own(pod{gpus: 1, claim: "own"}) }},
@@ -99,8 +99,8 @@ func (s *simulation) deeds() []deed {
 				c.create(pod{gpus: size(), finite: s.chance(2)})
 			})
 		}},
-		{4, "everybody comes at once", s.rush},
-		{12, "an owner goes", s.disown},
+		{4, "everybody comes at once", s.createMany},
+		{12, "an owner goes", s.deleteOwner},
 		{10, "a pod is deleted", func() { s.some(func(p *pod) { c.remove(p.uid) }) }},
 		{6, "pods share a claim", s.share},
 		{2, "owners of pods that share a claim come", func() {
@@ -155,13 +155,13 @@ func (s *simulation) deeds() []deed {
 		{2, "the node reboots", s.reboot},
 		{3, "the API server goes away", s.apiGoes},
 		{3, "the API server goes away while pods come", func() {
-			s.rush()
+			s.createMany()
 			s.after(s.users, s.between(0, time.Second), "cuts the API server off", s.apiGoes)
 		}},
-		{3, "the agent is frozen", func() { s.freeze(s.agentLife()) }},
+		{3, "the agent is frozen", func() { s.freeze(s.agentProcess()) }},
 		{3, "the controller dies", s.killController},
-		{2, "the scheduler is frozen", func() { s.freeze(s.scheduler.life) }},
-		{2, "kubelet is frozen", func() { s.freeze(s.kubelet.life) }},
+		{2, "the scheduler is frozen", func() { s.freeze(s.scheduler.process) }},
+		{2, "kubelet is frozen", func() { s.freeze(s.kubelet.process) }},
 		{1, "kubelet's claim state is deleted", func() {
 			s.killKubelet()
 			s.hit(stateDeleted)
@@ -180,7 +180,7 @@ func (s *simulation) apiGoes() {
 	s.api.stop(s.between(200*time.Millisecond, 10*time.Second))
 }
 
-func (s *simulation) freeze(l *life) {
+func (s *simulation) freeze(l *process) {
 	l.frozen = time.Now().Add(s.between(100*time.Millisecond, 8*time.Second))
 }
 
@@ -189,8 +189,8 @@ func (s *simulation) annotate(p *pod) {
 	s.api.updatePod(p.uid, func(p *pod) { p.retry = time.Now().Format(time.RFC3339Nano) })
 }
 
-// rush makes as many pods of each kind as there are GPUs, at one moment.
-func (s *simulation) rush() {
+// createMany makes as many pods of each kind as there are GPUs, at one moment.
+func (s *simulation) createMany() {
 	s.room(func() {
 		for range s.host.gpus {
 			s.cluster.create(pod{gpus: 1, claim: "own", finite: true})
@@ -220,7 +220,7 @@ func (s *simulation) own(model pod) {
 	})
 }
 
-func (s *simulation) disown() {
+func (s *simulation) deleteOwner() {
 	var alive []string
 	for _, name := range sorted(s.cluster.owners) {
 		if s.cluster.owners[name] != nil {

@@ -15,9 +15,9 @@ import (
 	"github.com/tandem-gpu/tandem/hack/cluster"
 )
 
-// Sabotage is a way to break the product while it is compiled: what the product is protected by is switched off in a copy of
+// Mutation is a way to break the product while it is compiled: what the product is protected by is switched off in a copy of
 // its sources, so that the product itself needs no switch.
-type Sabotage struct {
+type Mutation struct {
 	Name string
 	// What is switched off, in words.
 	What string
@@ -33,8 +33,8 @@ type change struct {
 	body string
 }
 
-// Sabotages are those that the oracle must find.
-func Sabotages() []Sabotage {
+// Mutations are those that the oracle must find.
+func Mutations() []Mutation {
 	crossing := Usual()
 	crossing.BurstEvery, crossing.Ambush, crossing.Demand = [2]int{3, 6}, 80, [2]int{1, 3}
 	crossing.FaultEvery, crossing.Faults = [2]int{8, 14}, []Fault{{Kill, controllerName, 1}}
@@ -46,7 +46,7 @@ func Sabotages() []Sabotage {
 	trusting.Force, trusting.Linger = 80, 90
 	partitioned := crossing.WithMIG()
 	shared := crossing.WithSharing()
-	return []Sabotage{
+	return []Mutation{
 		{
 			Name: "cross-api", What: "the ledger does not compare claims with limits", Mix: crossing,
 			changes: []change{{"pkg/ledger", "Ledger", "conflicts", `
@@ -113,22 +113,22 @@ func Sabotages() []Sabotage {
 }
 
 // overlay writes the changed sources below dir and answers the file for go build -overlay.
-func (s Sabotage) overlay(root, dir string) (string, error) {
+func (s Mutation) overlay(root, dir string) (string, error) {
 	replace := map[string]string{}
 	for i, c := range s.changes {
 		path, text, err := c.apply(root)
 		if err != nil {
-			return "", fmt.Errorf("sabotage %s: %w", s.Name, err)
+			return "", fmt.Errorf("mutation %s: %w", s.Name, err)
 		}
 		changed := filepath.Join(dir, fmt.Sprintf("%s-%d.go", s.Name, i))
 		if err := os.WriteFile(changed, []byte(text), 0o644); err != nil {
-			return "", fmt.Errorf("sabotage %s: %w", s.Name, err)
+			return "", fmt.Errorf("mutation %s: %w", s.Name, err)
 		}
 		replace[path] = changed
 	}
 	data, err := json.Marshal(map[string]any{"Replace": replace})
 	if err != nil {
-		return "", fmt.Errorf("sabotage %s: %w", s.Name, err)
+		return "", fmt.Errorf("mutation %s: %w", s.Name, err)
 	}
 	file := filepath.Join(dir, s.Name+".json")
 	return file, os.WriteFile(file, data, 0o644)

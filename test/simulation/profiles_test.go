@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulation
+
+import (
+	"slices"
+	"strings"
+	"time"
+)
+
+// profile is what a world is about: deeds that are done most of the time, and misfortune that strikes where it hurts.
+type profile struct {
+	name       string
+	actions    []string
+	injections []inject
+	// slow messages take ten or forty times as long as usual.
+	slow bool
+	// faultInterval is how long it stays away on average; pace is that of users. 0 for whatever is drawn.
+	faultInterval, pace time.Duration
+	// calm users come seldom.
+	calm bool
+	// gpus are as many as the node has, versions the kubelets that it may have: all that there are where nothing is said.
+	gpus     int
+	versions []int
+	// sharing worlds let several pods have a GPU.
+	sharing bool
+}
+
+// inject is what happens just before some of the events of a life whose names begin so. It gets the rest of the name.
+type inject struct {
+	process, before string
+	oneIn           int
+	name            string
+	do              func(s *simulation, rest string)
+	// late is how much later the event itself happens then, at most.
+	late time.Duration
+	// harmless ones go on when the pressure has ended.
+	harmless bool
+}
+
+// injectBefore is called with each event that is about to happen, and says how long it has to wait.
+func (s *simulation) injectBefore(e *event) (late time.Duration) {
+	for _, k := range s.profile.injections {
+		rest, ok := strings.CutPrefix(e.name, k.before)
+		if !ok || k.process != e.process.name || s.ended && !k.harmless || !s.chance(k.oneIn) {
+			continue
+		}
+		s.note("    " + k.name)
+		if k.do != nil {
+			k.do(s, rest)
+		}
+		if k.late > 0 {
+			late = max(late, s.between(0, k.late))
+		}
+	}
+	return late
+}
+
+// The deeds that themes are about, by their names.
+const (
+	reboots         = "the node reboots"
+	claimOwners     = "an owner of claim pods comes"
+	claimPods       = "a finite claim pod comes"
+	endlessClaims   = "an owner of endless claim pods comes"
+	endlessPods     = "an owner of endless limits pods comes"
+	podOwners       = "an owner of limits pods comes"
+	orphans         = "a running limits pod is force-deleted and another one comes"
+	orphanClaims    = "a running claim pod is force-deleted and another one comes"
+	forceDeletes    = "a pod is force-deleted"
+	everybody       = "everybody comes at once"
+	sharedOwners    = "owners of pods that share a claim come"
+	shares          = "pods share a claim"
+	deletes         = "a pod is deleted"
+	deletesWaiting  = "a pod that waits is deleted"
+	annotates       = "somebody annotates a pod that waits"
+	ownerGoes       = "an owner goes"
+	agentDies       = "the agent dies"
+	kubeletDies     = "kubelet dies"
+	checkpointGoes  = "kubelet's device checkpoint is deleted"
+	apiGoes         = "the API server goes away"
+	apiGoesWithPods = "the API server goes away while pods come"
+)
+
+// profiles take turns by the seeds of the worlds. Each makes common what is rare by itself.
+var profiles = []profile{
+	{name: "anything"},
+	{name: "reboots", actions: []string{reboots, claimOwners, podOwners}, faultInterval: 20 * time.Second, calm: true},
+	{name: "reboots with claims", actions: []string{reboots, endlessClaims}, faultInterval: time.Minute, pace: 2 * time.Second, gpus: 8},
+	{name: "reboots with limits", actions: []string{reboots, endlessPods}, faultInterval: 15 * time.Second, calm: true, gpus: 8},
+	{name: "reboots in a rush", actions: []string{reboots, everybody}, faultInterval: 20 * time.Second},
+	{name: "pods gone after a reboot", actions: []string{reboots, endlessClaims},
+		faultInterval: 20 * time.Second, gpus: 8, injections: []inject{
+			{process: "host", before: "starts kubelet", oneIn: 1, name: "its pods are gone", do: func(s *simulation, _ string) {
+				for _, p := range all[*pod](s.api.objects) {
+					if p.bound && !p.limits() && !s.api.down && !s.chance(3) {
+						s.forceDelete(p)
+					}
+				}
+			}},
+		}},
+	{name: "orphans", actions: []string{orphans}, pace: 300 * time.Millisecond},
+	{name: "orphans of owners", actions: []string{orphans, podOwners}, pace: 500 * time.Millisecond},
+	{name: "slow orphans", actions: []string{orphans}, slow: true},
+	{name: "force-deleted", actions: []string{forceDeletes, podOwners, claimOwners}, pace: 300 * time.Millisecond},
+	{name: "rush", actions: []string{everybody}, pace: 300 * time.Millisecond, injections: watchView},
+	{name: "slow rush", actions: []string{everybody}, slow: true},
+	{name: "annotated rush", actions: []string{everybody, claimOwners, annotates}, slow: true},
+	{name: "limits pods while a claim is prepared", actions: []string{claimPods}, pace: time.Second, faultInterval: time.Minute, gpus: 2,
+		injections: []inject{
+			{process: "agent", before: "is asked to prepare ", oneIn: 1, name: "limits pods come, and kubelet is frozen",
+				do: func(s *simulation, _ string) {
+					for range s.host.gpus {
+						s.room(func() { s.cluster.create(pod{gpus: 1, finite: true}) })
+					}
+					s.kubelet.process.frozen = time.Now().Add(s.between(time.Second, 3*time.Second))
+				}, late: time.Second},
+		}},
+	{name: "late device lists", actions: []string{everybody, claimOwners}, pace: 500 * time.Millisecond, injections: []inject{
+		{process: "kubelet", before: "gets a device list", oneIn: 1, name: "later", late: 5 * time.Second},
+		{process: "scheduler", before: "hears of node/", oneIn: 2, name: "later", late: 2 * time.Second},
+	}},
+	{name: "claims after claims", actions: []string{orphanClaims}, pace: 300 * time.Millisecond},
+	{name: "claims after claims, regrets", actions: []string{orphanClaims}, pace: 500 * time.Millisecond, injections: []inject{
+		{process: "agent", before: "is asked to prepare ", oneIn: 2, name: "its pod is deleted", do: deleteItsPod},
+	}},
+	{name: "rush with regrets", actions: []string{everybody, deletesWaiting}, faultInterval: time.Minute, injections: append([]inject{
+		{process: "agent", before: "is asked to prepare ", oneIn: 2, name: "its pod is deleted", do: deleteItsPod},
+	}, watchView...)},
+	{name: "shared claims", actions: []string{sharedOwners}},
+	{name: "shared claims, pods deleted", actions: []string{sharedOwners, deletesWaiting}, slow: true, injections: overtaking},
+	{name: "shared claims, owners go", actions: []string{sharedOwners, ownerGoes}, slow: true},
+	{name: "shared claims, regrets", actions: []string{shares}, slow: true, versions: []int{34, 36}, injections: []inject{
+		{process: "kubelet", before: "admits ", oneIn: 1, name: "it is deleted if it is one more", do: func(s *simulation, uid string) {
+			p, _ := get[*pod](s.api, podKey(uid))
+			for _, other := range all[*pod](s.api.objects) {
+				if p != nil && other.uid != uid && other.claim == p.claim && s.host.busy(other.uid) {
+					deleteItsPod(s, uid)
+				}
+			}
+		}},
+	}},
+	{name: "shared claims, one more pod", actions: []string{shares, deletes}, injections: []inject{
+		{process: "agent", before: "is asked to unprepare shared", oneIn: 1, name: "the agent is frozen, and more pods come",
+			do: func(s *simulation, rest string) {
+				name, _, _ := strings.Cut("shared"+rest, " ")
+				s.freeze(s.agentProcess())
+				for range 3 {
+					s.room(func() { s.cluster.create(pod{claim: name, shared: true, finite: true}) })
+				}
+			}},
+	}},
+	{name: "shared claims, agent dies", actions: []string{sharedOwners, deletesWaiting, agentDies},
+		faultInterval: 3 * time.Second, injections: overtaking},
+	{name: "shared claims, no API", actions: []string{sharedOwners, deletesWaiting, apiGoes},
+		faultInterval: 3 * time.Second, injections: overtaking},
+	{name: "few share, slowly", actions: []string{shares, deletes}, slow: true},
+	{name: "agent and limits", actions: []string{agentDies, podOwners},
+		faultInterval: 3 * time.Second, versions: []int{34, 36}, injections: []inject{
+			{process: "kubelet", before: "loses a device plugin", oneIn: 1, name: "later", late: 5 * time.Second},
+		}},
+	{name: "agent", actions: []string{agentDies}, slow: true, faultInterval: time.Second},
+	{name: "kubelet", actions: []string{kubeletDies, checkpointGoes, podOwners}},
+	{name: "kubelet forgets", actions: []string{checkpointGoes, podOwners, endlessPods}, faultInterval: 8 * time.Second},
+	{name: "kubelet in calls", actions: []string{claimOwners, podOwners}, injections: []inject{
+		{process: "kubelet", before: "hears the answer to ", oneIn: 6, name: "kubelet dies",
+			do: func(s *simulation, _ string) { s.killKubelet() }},
+	}},
+	{name: "no API", actions: []string{apiGoesWithPods}, faultInterval: 5 * time.Second, injections: []inject{
+		{process: "kubelet", before: "starts ", oneIn: 8, name: "the API server goes away",
+			do: func(s *simulation, _ string) { s.apiGoes() }},
+	}},
+	{name: "parts of GPUs", sharing: true, gpus: 3},
+	{name: "parts of GPUs in a rush", sharing: true, gpus: 4, actions: []string{everybody},
+		pace: 300 * time.Millisecond, injections: watchView},
+	{name: "parts of GPUs and the agent", sharing: true, gpus: 3, actions: []string{agentDies, claimOwners, podOwners},
+		faultInterval: 3 * time.Second},
+	{name: "parts of GPUs and reboots", sharing: true, gpus: 3, actions: []string{reboots, endlessClaims, endlessPods},
+		faultInterval: 20 * time.Second},
+	{name: "parts of GPUs force-deleted", sharing: true, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},
+		pace: 300 * time.Millisecond},
+}
+
+// watchView makes the scheduler decide by what was.
+var watchView = []inject{
+	{process: "scheduler", before: "hears of slice/", oneIn: 2, name: "later", late: 5 * time.Second},
+	{process: "scheduler", before: "hears of node/", oneIn: 2, name: "later", late: 5 * time.Second},
+}
+
+// overtaking changes pods that are about to be evicted.
+var overtaking = []inject{{
+	process: "controller", before: "evicts ", oneIn: 2, name: "somebody annotates it", harmless: true,
+	do: func(s *simulation, rest string) {
+		if p, ok := get[*pod](s.api, podKey(rest)); ok {
+			s.annotate(p)
+		}
+	}}}
+
+// deleteItsPod deletes the pod whose UID ends the name of an event.
+func deleteItsPod(s *simulation, rest string) {
+	if !s.api.down {
+		s.cluster.remove(rest[strings.LastIndex(rest, " ")+1:])
+	}
+}
+
+// profileOf is what the world of a seed is about.
+func profileOf(seed uint64) profile {
+	if named := slices.IndexFunc(profiles, func(mix profile) bool { return mix.name == *profileFlag }); named >= 0 {
+		return profiles[named]
+	}
+	return profiles[seed%uint64(len(profiles))]
+}
+
+// counts is what worlds have shown so far, by their themes.
+type counts []struct {
+	steps int
+	rows  map[row]int
+}
+
+func newCounts() counts {
+	t := make(counts, len(profiles))
+	for i := range t {
+		t[i].rows = map[row]int{}
+	}
+	return t
+}
+
+func (t counts) add(seed uint64, o outcome) {
+	of := &t[seed%uint64(len(profiles))]
+	of.steps += o.steps
+	for r, n := range o.rows {
+		of.rows[r] += n
+	}
+}
+
+func (t counts) total(r row) (n int) {
+	for _, of := range t {
+		n += of.rows[r]
+	}
+	return n
+}
+
+// met says whether every row was met so many times.
+func (t counts) met(least int) bool {
+	return !slices.ContainsFunc(allRows, func(r row) bool { return t.total(r) < least })
+}
+
+// next is the seed of the world after one. Once each theme has had its turn, four worlds of five are of the theme that has shown
+// most of the row that is rarest.
+func (t counts) next(seed uint64, worlds int) uint64 {
+	seed++
+	if worlds < len(profiles) || worlds%5 == 0 {
+		return seed
+	}
+	rarest := slices.MinFunc(allRows, func(a, b row) int { return t.total(a) - t.total(b) })
+	best, most := 0, 0.0
+	for i, of := range t {
+		// One more than it was, so that none is given up after a world or two.
+		if often := float64(of.rows[rarest]+1) / float64(of.steps); often > most {
+			best, most = i, often
+		}
+	}
+	for seed%uint64(len(profiles)) != uint64(best) {
+		seed++
+	}
+	return seed
+}
