@@ -212,7 +212,7 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *podstate.Cgroups, pods *
 		Records: settings, RunDir: a.config.RunDir, DriverRoot: node.DriverRoot(), Hardware: node, Specs: specs,
 	})
 	holds := a.reconcilerConfig(cgroups, pods, book, devices, shared, resources)
-	holds.Inventory, holds.Registerer, holds.Void = devices, a.metrics, specs.Void
+	holds.Inventory, holds.Registerer, holds.AddPlaceholders = devices, a.metrics, specs.AddPlaceholders
 	reconciler, err := reconcile.New(holds)
 	if err != nil {
 		return err

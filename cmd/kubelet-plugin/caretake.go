@@ -103,14 +103,14 @@ func (nothing) Ensure(context.Context, ...string) error { return errNoDriver }
 
 func (nothing) Add(context.Context, device.Partition) error { return errNoDriver }
 
-// Describe and Forget leave what containers need beside devices as it is: whoever serves with a driver removes what is nobody's.
-func (nothing) Describe(string, specs.ContainerEdits) (string, error) { return "", nil }
+// The methods for client devices leave what containers need beside devices as it is: whoever serves with a driver removes what is nobody's.
+func (nothing) WriteClientDevice(string, specs.ContainerEdits) (string, error) { return "", nil }
 
-func (nothing) Forget(string) error { return nil }
+func (nothing) RemoveClientDevices(string) error { return nil }
 
-func (nothing) Variants(string) ([]string, error) { return nil, nil }
+func (nothing) ClientDevices(string) ([]string, error) { return nil, nil }
 
-func (nothing) Retain([]string) error { return nil }
+func (nothing) RetainClientDevices([]string) error { return nil }
 
 func (nothing) ComputeMode(context.Context, string) (device.ComputeMode, error) {
 	return "", errNoDriver

@@ -29,7 +29,7 @@ type extra struct {
 // Describe makes sure that a device which gives a container these edits and nothing else is on disk, in a file of its own, and
 // returns its qualified name. It stays there, whoever removes it, until Forget. Idempotent; two stats when all is well. Called by
 // the keeper of what containers share.
-func (s *Specs) Describe(name string, edits specs.ContainerEdits) (qualified string, err error) {
+func (s *Specs) WriteClientDevice(name string, edits specs.ContainerEdits) (qualified string, err error) {
 	if err := parser.ValidateDeviceName(name); err != nil {
 		return "", fmt.Errorf("describe CDI device: %w", err)
 	}
@@ -53,7 +53,7 @@ func (s *Specs) Describe(name string, edits specs.ContainerEdits) (qualified str
 
 // Forget removes a device that Describe has made, and its variants: those whose names go on behind a dot. Idempotent, also after a
 // restart.
-func (s *Specs) Forget(name string) error {
+func (s *Specs) RemoveClientDevices(name string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	variants, err := filepath.Glob(s.extraPath(name + ".*"))
@@ -71,7 +71,7 @@ func (s *Specs) Forget(name string) error {
 }
 
 // Variants are the devices that Forget would remove beside one, as they are on disk, whoever made them.
-func (s *Specs) Variants(name string) ([]string, error) {
+func (s *Specs) ClientDevices(name string) ([]string, error) {
 	all := s.extraPath(name + ".*")
 	paths, err := filepath.Glob(all)
 	if err != nil {
@@ -91,7 +91,7 @@ func variantOf(name string) string {
 }
 
 // Retain removes what Describe has made in an earlier process, apart from the named devices and their variants.
-func (s *Specs) Retain(names []string) error {
+func (s *Specs) RetainClientDevices(names []string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	keep := map[string]bool{}

@@ -28,7 +28,7 @@ func TestDescribe(t *testing.T) {
 	check(t, s.Ensure(t.Context()))
 	describe := func(s *cdi.Specs, name string, edits specs.ContainerEdits) string {
 		t.Helper()
-		qualified, err := s.Describe(name, edits)
+		qualified, err := s.WriteClientDevice(name, edits)
 		check(t, err)
 		return qualified
 	}
@@ -75,7 +75,7 @@ func TestDescribe(t *testing.T) {
 	check(t, os.WriteFile(foreign, []byte("theirs"), 0o600))
 	next := newSpecs(t, dir, from, nil)
 	third := describe(next, "uid-3-abc", pipe("/run/3"))
-	check(t, next.Retain([]string{"uid-1-abc"}))
+	check(t, next.RetainClientDevices([]string{"uid-1-abc"}))
 	left, err := os.ReadDir(dir)
 	check(t, err)
 	if len(left) != 4 {
@@ -84,11 +84,11 @@ func TestDescribe(t *testing.T) {
 	check(t, os.Remove(foreign))
 	same("after a restart", names[0], names[1], third)
 	for range 2 {
-		check(t, next.Forget("uid-1-abc"))
-		check(t, next.Forget("uid-3-abc"))
+		check(t, next.RemoveClientDevices("uid-1-abc"))
+		check(t, next.RemoveClientDevices("uid-3-abc"))
 	}
 	same("in the end", names[0])
-	if _, err := s.Describe("no/name", pipe("/run/1")); err == nil {
+	if _, err := s.WriteClientDevice("no/name", pipe("/run/1")); err == nil {
 		t.Error("a name that is none is taken")
 	}
 }
@@ -100,7 +100,7 @@ func TestVariants(t *testing.T) {
 	s := newSpecs(t, dir, from, nil)
 	describe := func(s *cdi.Specs, name string) {
 		t.Helper()
-		_, err := s.Describe(name, pipe("/run/"+name))
+		_, err := s.WriteClientDevice(name, pipe("/run/"+name))
 		check(t, err)
 	}
 	same := func(when string, want ...string) {
@@ -117,20 +117,20 @@ func TestVariants(t *testing.T) {
 	}
 	next := newSpecs(t, dir, from, nil)
 	describe(next, "gpu-2-a.5m")
-	check(t, next.Retain([]string{"gpu-0-a", "gpu-0-a2"}))
+	check(t, next.RetainClientDevices([]string{"gpu-0-a", "gpu-0-a2"}))
 	same("that are retained", "gpu-0-a", "gpu-0-a.1024m", "gpu-0-a.2048m", "gpu-0-a2", "gpu-2-a.5m")
-	variants, err := next.Variants("gpu-0-a")
+	variants, err := next.ClientDevices("gpu-0-a")
 	check(t, err)
 	if diff := cmp.Diff([]string{"gpu-0-a.1024m", "gpu-0-a.2048m"}, variants); diff != "" {
 		t.Error(diff)
 	}
-	check(t, next.Forget("gpu-0-a.2048m"))
+	check(t, next.RemoveClientDevices("gpu-0-a.2048m"))
 	same("without one variant", "gpu-0-a", "gpu-0-a.1024m", "gpu-0-a2", "gpu-2-a.5m")
 	for range 2 {
-		check(t, next.Forget("gpu-0-a"))
+		check(t, next.RemoveClientDevices("gpu-0-a"))
 	}
 	same("without one and its variants", "gpu-0-a2", "gpu-2-a.5m")
-	check(t, next.Forget("gpu-2-a"))
+	check(t, next.RemoveClientDevices("gpu-2-a"))
 	stop := run(t, next)
 	stop()
 	same("that nobody puts back", "gpu-0-a2")
@@ -140,7 +140,7 @@ func TestVariants(t *testing.T) {
 func TestVoidPassesOverExtras(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	s := newSpecs(t, dir, newSource(entry("GPU-a", "/dev/nvidia0", 0)), nil)
-	s.Void([]string{"k8s.gpu.nvidia.com/sharing=MIG-1"})
+	s.AddPlaceholders([]string{"k8s.gpu.nvidia.com/sharing=MIG-1"})
 	check(t, s.Ensure(t.Context()))
 	if diff := cmp.Diff([]string{s.QualifiedName("GPU-a")}, resolves(t, dir)); diff != "" {
 		t.Errorf("devices (-want +got):\n%s", diff)

@@ -22,7 +22,7 @@ const voidEnv = "NVIDIA_VISIBLE_DEVICES=void"
 // Names are as in QualifiedName; others are passed over, and one that is a device, or becomes one, is that device. It is called at
 // start, before the first Ensure. It counts where this boot has no spec yet: a device that is lost later is missed by whoever had
 // it, and a spec that is there says which were lost before.
-func (s *Specs) Void(names []string) {
+func (s *Specs) AddPlaceholders(names []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, name := range names {

@@ -20,7 +20,7 @@ func TestVoid(t *testing.T) {
 	from := newSource(entry("GPU-a", "/dev/nvidia0", 0))
 	s := newSpecs(t, dir, from, nil)
 	name := s.QualifiedName
-	s.Void([]string{name("MIG-old"), name("MIG-1"), name("GPU-a"), name("MIG-old"), "k8s.gpu.nvidia.com/claim=x", "nonsense"})
+	s.AddPlaceholders([]string{name("MIG-old"), name("MIG-1"), name("GPU-a"), name("MIG-old"), "k8s.gpu.nvidia.com/claim=x", "nonsense"})
 	check(t, s.Ensure(t.Context(), "GPU-a"))
 	wants := func(nodes map[string]int) {
 		t.Helper()
@@ -55,10 +55,10 @@ func TestVoid(t *testing.T) {
 	from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0)), nil)
 	dir = filepath.Join(t.TempDir(), "cdi")
 	first := newSpecs(t, dir, from, nil)
-	first.Void([]string{name("MIG-old"), name("GPU-gone")})
+	first.AddPlaceholders([]string{name("MIG-old"), name("GPU-gone")})
 	check(t, first.Ensure(t.Context()))
 	next := newSpecs(t, dir, from, nil)
-	next.Void([]string{name("MIG-old"), name("MIG-lost")})
+	next.AddPlaceholders([]string{name("MIG-old"), name("MIG-lost")})
 	check(t, next.Ensure(t.Context()))
 	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 0})
 	check(t, next.Add(t.Context(), device.Partition{UUID: "MIG-old"}))
@@ -70,7 +70,7 @@ func TestVoidThatCannotBeTakenBack(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	from := newSource(entry("GPU-a", "/dev/nvidia0", 0))
 	s := newSpecs(t, dir, from, nil)
-	s.Void([]string{s.QualifiedName("MIG-1")})
+	s.AddPlaceholders([]string{s.QualifiedName("MIG-1")})
 	check(t, s.Ensure(t.Context()))
 	away := dir + ".away"
 	from.during(func() {

@@ -31,11 +31,13 @@ func (obeying) SetComputeMode(context.Context, string, device.ComputeMode) (devi
 	return device.ComputeModeDefault, nil
 }
 
-func (obeying) SetTimeSlice(context.Context, string, int) error              { return nil }
-func (obeying) Describe(name string, _ specs.ContainerEdits) (string, error) { return name, nil }
-func (obeying) Forget(string) error                                          { return nil }
-func (obeying) Variants(string) ([]string, error)                            { return nil, nil }
-func (obeying) Retain([]string) error                                        { return nil }
+func (obeying) SetTimeSlice(context.Context, string, int) error { return nil }
+func (obeying) WriteClientDevice(name string, _ specs.ContainerEdits) (string, error) {
+	return name, nil
+}
+func (obeying) RemoveClientDevices(string) error       { return nil }
+func (obeying) ClientDevices(string) ([]string, error) { return nil, nil }
+func (obeying) RetainClientDevices([]string) error     { return nil }
 
 // supervise is a daemon's supervisor until the test ends, the function returned is called, or it is not wanted any more.
 func supervise(t *testing.T, runDir string, d sharing.Daemon) (kill func()) {

@@ -72,8 +72,8 @@ type Config struct {
 	Settings   Settings
 	// Recorder receives events on claims.
 	Recorder record.EventRecorder
-	// Void is told the CDI names that kubelet remembers of claims, before either API is served (cdi.Specs.Void). Optional.
-	Void func(names []string)
+	// AddPlaceholders receives the CDI names that kubelet remembers of claims, before either API is served (cdi.Specs.AddPlaceholders). Optional.
+	AddPlaceholders func(names []string)
 	// Registerer receives the metrics. Optional.
 	Registerer prometheus.Registerer
 }

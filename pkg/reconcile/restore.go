@@ -36,9 +36,9 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 	if err != nil {
 		logger.Error(err, "Restoring holds without kubelet's claim state")
 	}
-	if r.Void != nil {
+	if r.AddPlaceholders != nil {
 		for _, claim := range claims {
-			r.Void(claim.CDIDevices)
+			r.AddPlaceholders(claim.CDIDevices)
 		}
 	}
 	callCtx, cancel := context.WithTimeout(ctx, r.times.restore)

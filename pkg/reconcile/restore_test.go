@@ -314,7 +314,7 @@ func TestRestoreTellsRememberedNames(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-0")
 	var told []string
-	g.r.Void = func(names []string) { told = append(told, names...) }
+	g.r.AddPlaceholders = func(names []string) { told = append(told, names...) }
 	g.claimState(kubeletClaim{"c1", "one", nil, []string{"gpu-0", "gpu-0-mig-1g10gb-19-2"}}, kubeletClaim{"c2", "two", nil, nil})
 	must(t, g.r.Restore(t.Context()))
 	if want := []string{"vendor/class=gpu-0", "vendor/class=gpu-0-mig-1g10gb-19-2"}; !slices.Equal(told, want) {

@@ -178,7 +178,7 @@ func (k *Keeper) describe(daemon string, l limit) (qualified string, err error) 
 			HostPath: c.Mounts[path], ContainerPath: path, Type: "bind", Options: []string{"rw", "nosuid", "nodev", "bind"},
 		})
 	}
-	qualified, err = k.Specs.Describe(deviceOf(daemon, l), edits)
+	qualified, err = k.Specs.WriteClientDevice(deviceOf(daemon, l), edits)
 	if described := k.daemons[daemon].described; err == nil && described != nil {
 		described[deviceOf(daemon, l)] = &l
 	}
@@ -195,7 +195,7 @@ func (k *Keeper) describeClients(name string, needed func() (clients map[string]
 		return nil
 	}
 	if d.described == nil {
-		there, err := k.Specs.Variants(name)
+		there, err := k.Specs.ClientDevices(name)
 		if err != nil {
 			return err
 		}
@@ -216,7 +216,7 @@ func (k *Keeper) describeClients(name string, needed func() (clients map[string]
 		if _, need := clients[client]; need || !all {
 			continue
 		}
-		err := k.Specs.Forget(client)
+		err := k.Specs.RemoveClientDevices(client)
 		if err == nil {
 			delete(d.described, client)
 		}
@@ -252,7 +252,7 @@ func (k *Keeper) end(ctx context.Context, name string) error {
 	if err := mps.Stop(ctx, k.dir(name)); err != nil {
 		return err
 	}
-	return k.Specs.Forget(name)
+	return k.Specs.RemoveClientDevices(name)
 }
 
 // unnamed are the directories of daemons that no record names.

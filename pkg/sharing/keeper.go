@@ -29,14 +29,14 @@ type Hardware interface {
 
 // Specs has the CDI devices that are not GPUs but what their clients need. *cdi.Specs implements it.
 type Specs interface {
-	// Describe makes sure that such a device is on disk, and returns its qualified name. Idempotent, cheap when it is.
-	Describe(name string, edits specs.ContainerEdits) (qualified string, err error)
-	// Forget removes one, and those whose names go on behind its own and a dot. Idempotent.
-	Forget(name string) error
-	// Variants are those that Forget would remove beside it.
-	Variants(name string) ([]string, error)
-	// Retain removes those of an earlier process that Forget would not remove with one of the named.
-	Retain(names []string) error
+	// WriteClientDevice writes a client device and returns its qualified name. Idempotent and cheap.
+	WriteClientDevice(name string, edits specs.ContainerEdits) (qualified string, err error)
+	// RemoveClientDevices removes the client device name, and all named name.<suffix>. Idempotent.
+	RemoveClientDevices(name string) error
+	// ClientDevices lists the client devices named name.<suffix>.
+	ClientDevices(name string) ([]string, error)
+	// RetainClientDevices removes client devices that an earlier process wrote, except the named ones and their name.<suffix>.
+	RetainClientDevices(names []string) error
 }
 
 // Options of a Keeper. All are required.

@@ -87,7 +87,7 @@ func (w *world) SetTimeSlice(_ context.Context, gpu string, slice int) error {
 	return w.at()
 }
 
-func (w *world) Describe(name string, edits specs.ContainerEdits) (string, error) {
+func (w *world) WriteClientDevice(name string, edits specs.ContainerEdits) (string, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if err := w.at(); err != nil {
@@ -97,7 +97,7 @@ func (w *world) Describe(name string, edits specs.ContainerEdits) (string, error
 	return "cdi=" + name, w.at()
 }
 
-func (w *world) Forget(name string) error {
+func (w *world) RemoveClientDevices(name string) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if err := w.at(); err != nil {
@@ -109,7 +109,7 @@ func (w *world) Forget(name string) error {
 	return w.at()
 }
 
-func (w *world) Variants(name string) (variants []string, err error) {
+func (w *world) ClientDevices(name string) (variants []string, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for other := range w.cdi {
@@ -120,7 +120,7 @@ func (w *world) Variants(name string) (variants []string, err error) {
 	return variants, nil
 }
 
-func (w *world) Retain(names []string) error {
+func (w *world) RetainClientDevices(names []string) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for name := range w.cdi {

@@ -415,7 +415,7 @@ func TestPolicyChangesBesideClients(t *testing.T) {
 		w := newTown(t, byMPS(0, true))
 		name := w.clientOfBefore()
 		w.shared(next)
-		check(t, w.Forget(name))
+		check(t, w.RemoveClientDevices(name))
 		w.agent()
 		w.eventually("the CDI device of a client", func() bool { _, there := w.described(name); return there })
 		w.book.set()
@@ -439,19 +439,19 @@ func (e *eventful) happen(once *func()) {
 	}
 }
 
-func (e *eventful) Describe(name string, edits specs.ContainerEdits) (string, error) {
+func (e *eventful) WriteClientDevice(name string, edits specs.ContainerEdits) (string, error) {
 	e.happen(&e.describe)
-	return e.world.Describe(name, edits)
+	return e.world.WriteClientDevice(name, edits)
 }
 
-func (e *eventful) Forget(name string) error {
+func (e *eventful) RemoveClientDevices(name string) error {
 	e.happen(&e.forget)
-	return e.world.Forget(name)
+	return e.world.RemoveClientDevices(name)
 }
 
-func (e *eventful) Variants(name string) ([]string, error) {
+func (e *eventful) ClientDevices(name string) ([]string, error) {
 	e.asked++
-	return e.world.Variants(name)
+	return e.world.ClientDevices(name)
 }
 
 // restarted is the town after an agent that ended, in the hands of a test.

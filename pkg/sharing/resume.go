@@ -96,7 +96,7 @@ func (k *Keeper) resume(ctx context.Context, keys []Key) error {
 	for _, d := range k.Daemons() {
 		wanted = append(wanted, d.Name)
 	}
-	return errors.Join(append(errs, k.Specs.Retain(wanted))...)
+	return errors.Join(append(errs, k.Specs.RetainClientDevices(wanted))...)
 }
 
 // endStrays removes directories of daemons that are nobody's, once nobody has a daemon of them.
