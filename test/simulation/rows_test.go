@@ -2,13 +2,13 @@
 
 package simulation
 
-// row is a line of the table of races: a thing that has to happen often before the run proves anything.
+// row is a line of the table of races (docs/design/0007-coexistence.md). A run proves something only if it meets each row often.
 type row string
 
 const (
-	claimLosesToPod          row = "claim-loses-to-limit"
-	podLosesToClaim          row = "limit-loses-to-claim"
-	podFindsOrphan           row = "limit-finds-force-deleted-holder"
+	claimLosesToPod          row = "claim-conflicts-with-pod"
+	podLosesToClaim          row = "pod-refused-for-claim"
+	podFindsOrphan           row = "pod-refused-for-force-deleted-holder"
 	reuseInPod               row = "reuse-by-init-container"
 	containerRestarts        row = "container-restarts"
 	unprepareInUse           row = "unprepare-of-a-claim-in-use"
@@ -18,8 +18,8 @@ const (
 	prepareCancelled         row = "prepare-cancelled-by-unprepare"
 	prepareRetried           row = "prepare-retried-by-kubelet"
 	rebootReclaims           row = "reboot-claim-gets-its-gpu-back"
-	rebootPodsFail           row = "reboot-limits-pods-fail"
-	restoredBlocksPod        row = "expected-claim-kept-from-limits"
+	rebootPodsFail           row = "reboot-pods-fail-admission"
+	restoredBlocksPod        row = "restored-claim-kept-from-pods"
 	agentDiesBeforeAnswer    row = "agent-dies-between-record-and-answer"
 	agentDiesOnDisk          row = "agent-dies-in-the-middle-of-a-record"
 	agentRestarts            row = "agent-restarts-with-holds"
@@ -28,13 +28,13 @@ const (
 	allocateUnknownPod       row = "admission-fails-after-allocate"
 	oldStreamEndsNew         row = "old-stream-ends-new-client"
 	listForgetsInFlight      row = "list-forgets-ids-in-flight"
-	staleAllocatable         row = "limits-pod-bound-by-stale-allocatable"
+	staleAllocatable         row = "pod-bound-by-stale-allocatable"
 	staleSlice               row = "claim-allocated-by-stale-slice"
 	forceDeletedRuns         row = "force-deleted-pod-still-runs"
-	forceDeletedUnseen       row = "limit-finds-holder-that-still-runs"
+	forceDeletedUnseen       row = "pod-refused-for-running-holder"
 	stateDeleted             row = "kubelets-claim-state-deleted"
 	checkpointDeleted        row = "kubelets-device-checkpoint-deleted"
-	checkpointIsOld          row = "checkpoint-names-the-pod-before"
+	checkpointIsOld          row = "checkpoint-names-previous-pod"
 	apiAway                  row = "api-server-away"
 	prepareWithoutAPI        row = "prepare-while-api-server-is-away"
 	sharedClaimOutlives      row = "shared-claim-outlives-a-pod"
@@ -43,18 +43,18 @@ const (
 	allocatableLowered       row = "allocatable-lowered-before-kubelet"
 	pendingEvicted           row = "pending-eviction-pod-evicted"
 	evictionOvertaken        row = "eviction-overtaken-by-a-change-of-the-pod"
-	retried                  row = "kubelet-nudged-to-prepare"
-	latecomerRetried         row = "pod-of-a-prepared-claim-nudged"
+	retried                  row = "retry-makes-kubelet-prepare"
+	latecomerRetried         row = "retry-for-pod-of-prepared-claim"
 	pendingRefused           row = "pending-eviction-refused"
-	keptByNewAllocation      row = "device-kept-by-a-claim-allocated-anew"
-	keptByReadmission        row = "device-kept-by-a-pod-admitted-anew"
-	claimWaitsForPods        row = "claim-lets-bound-limits-go-first"
-	shareBesideShare         row = "claims-have-parts-of-one-gpu"
-	shareBesideReplica       row = "claim-and-limit-have-parts-of-one-gpu"
-	replicaBesideReplica     row = "limits-have-parts-of-one-gpu"
+	keptByNewAllocation      row = "reallocated-claim-keeps-device"
+	keptByReadmission        row = "readmitted-pod-keeps-device"
+	claimWaitsForPods        row = "claim-waits-for-bound-pods"
+	shareBesideShare         row = "claims-share-one-gpu"
+	shareBesideReplica       row = "claim-and-pod-share-one-gpu"
+	replicaBesideReplica     row = "pods-share-one-gpu"
 )
 
-// allRows are those that a full run must meet.
+// allRows must all be met by a full run.
 var allRows = []row{
 	claimLosesToPod, podLosesToClaim, podFindsOrphan, reuseInPod, containerRestarts, unprepareInUse, attachDuringUnprepare,
 	prepareAgain, prepareWaits, prepareCancelled, prepareRetried, rebootReclaims, rebootPodsFail, restoredBlocksPod,
