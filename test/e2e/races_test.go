@@ -75,8 +75,8 @@ func gpuName[N ~int | ~uint32 | ~int64 | ~uint64](minor N) string {
 	return fmt.Sprintf("gpu-%d", minor)
 }
 
-// TestClaimLosesToLimit: a replica whose claim was allocated on a GPU that a limit has is moved to another GPU, by nobody's hand.
-func TestClaimLosesToLimit(t *testing.T) {
+// TestClaimConflictsWithPod: a replica whose claim was allocated on a GPU that a limit has is moved to another GPU, by nobody's hand.
+func TestClaimConflictsWithPod(t *testing.T) {
 	repetitions := repetitions(t, 1)
 	s := begin(t)
 	var healed []time.Duration
@@ -124,8 +124,8 @@ func repetitions(t *testing.T, otherwise int) int {
 	return n
 }
 
-// TestBareClaimWaitsForLimit: the same for a pod that nobody would make again. It waits, and runs soon after the GPU is free.
-func TestBareClaimWaitsForLimit(t *testing.T) {
+// TestBareClaimWaitsForPod: the same for a pod that nobody would make again. It waits, and runs soon after the GPU is free.
+func TestBareClaimWaitsForPod(t *testing.T) {
 	s := begin(t)
 	s.loseToPod(func() { s.manifest(withTemplate(one("claim", "bare"), "preferring")) })
 	if lost := s.conflict(soon, false); !slices.Equal(lost.Devices, []string{gpuName(s.gpus("winner", "")[0])}) {
@@ -147,9 +147,9 @@ func withTemplate(pod, template string) string {
 	return strings.ReplaceAll(pod, "resourceClaimTemplateName: single", "resourceClaimTemplateName: "+template)
 }
 
-// TestLoserWithoutController: while the controller does not run, a loser is not prepared and nobody is evicted; after half a
+// TestConflictWithoutController: while the controller does not run, a loser is not prepared and nobody is evicted; after half a
 // minute it merely waits, and has the GPU when it is free.
-func TestLoserWithoutController(t *testing.T) {
+func TestConflictWithoutController(t *testing.T) {
 	s := begin(t)
 	thaw := s.freezeController()
 	s.loseToPod(func() { s.manifest(claimDeployment("loser", "preferring", 1)) })
@@ -167,9 +167,9 @@ func TestLoserWithoutController(t *testing.T) {
 	s.noDoubleOwners()
 }
 
-// TestLimitLosesToClaim: kubelet's node status still offers a GPU that a claim has. The controller's own word keeps pods from
+// TestPodRefusedForClaim: kubelet's node status still offers a GPU that a claim has. The controller's own word keeps pods from
 // being sent there.
-func TestLimitLosesToClaim(t *testing.T) {
+func TestPodRefusedForClaim(t *testing.T) {
 	s := begin(t)
 	allow := s.holdNodeStatus()
 	s.manifest(singleTemplate + one("claim", "claim"))
@@ -200,9 +200,9 @@ func (s *story) allocated(n int) func() error {
 	}
 }
 
-// TestLimitLosesToClaimWithoutController: the same while nobody corrects what kubelet says. Pods fail, are counted, and are
+// TestPodRefusedForClaimWithoutController: the same while nobody corrects what kubelet says. Pods fail, are counted, and are
 // replaced until kubelet's word has arrived; no GPU has two owners meanwhile.
-func TestLimitLosesToClaimWithoutController(t *testing.T) {
+func TestPodRefusedForClaimWithoutController(t *testing.T) {
 	s := begin(t)
 	thaw := s.freezeController()
 	allow := s.holdNodeStatus()
@@ -224,9 +224,9 @@ func TestLimitLosesToClaimWithoutController(t *testing.T) {
 	s.noDoubleOwners()
 }
 
-// TestBoundLimitsFirst: eight limits pods are bound to the node, then a claim is allocated there, and kubelet hears of all at
+// TestBoundPodsFirst: eight limits pods are bound to the node, then a claim is allocated there, and kubelet hears of all at
 // once, of the claim's pod first. No limits pod fails: the claim has waited for them, and lost.
-func TestBoundLimitsFirst(t *testing.T) {
+func TestBoundPodsFirst(t *testing.T) {
 	s := begin(t)
 	s.manifest(singleTemplate)
 	// Kubelet admits pods in the order in which they were made.

@@ -158,7 +158,7 @@ type world struct {
 	refused                        int
 }
 
-func TestLives(t *testing.T) {
+func TestRestarts(t *testing.T) {
 	if *seed == 0 {
 		*seed = rand.Uint64N(1 << 31)
 	}
