@@ -3,6 +3,7 @@
 package cdi
 
 import (
+	"bytes"
 	"fmt"
 	"io/fs"
 	"os"
@@ -11,8 +12,8 @@ import (
 	"syscall"
 )
 
-// ownedFile is a file that must stay as we wrote it. Whether it did is one stat: a file that was replaced, truncated or
-// edited in place has another inode, size, mtime or ctime (ctime cannot be set back).
+// ownedFile is a file whose content only this process may change. Checking it takes one stat: a file that another process
+// replaced, truncated or edited in place has another inode, size, mtime or ctime (ctime cannot be set back).
 type ownedFile struct {
 	path string
 	seen atomic.Pointer[stamp]
@@ -37,7 +38,7 @@ func stampOf(path string) (stamp, error) {
 	return s, nil
 }
 
-// intact reports whether the file is the one that was last written or accepted. Safe for concurrent use.
+// intact reports whether the file on disk is the one that put wrote or found. Safe for concurrent use.
 func (f *ownedFile) intact() bool {
 	want := f.seen.Load()
 	if want == nil {
@@ -47,7 +48,24 @@ func (f *ownedFile) intact() bool {
 	return err == nil && got == *want
 }
 
-// accept takes the file as it is on disk for the one that should be there.
+// put writes data unless the file has exactly that content and mode already. check, if not nil, gets the path of the complete
+// new file before the rename; its error leaves the old file in place.
+func (f *ownedFile) put(data []byte, mode fs.FileMode, check func(path string) error) error {
+	if f.contains(data, mode) {
+		return f.accept()
+	}
+	return f.replace(data, mode, check)
+}
+
+func (f *ownedFile) contains(want []byte, mode fs.FileMode) bool {
+	info, err := os.Lstat(f.path)
+	if err != nil || info.Mode() != mode || info.Size() != int64(len(want)) {
+		return false
+	}
+	got, err := os.ReadFile(f.path)
+	return err == nil && bytes.Equal(got, want)
+}
+
 func (f *ownedFile) accept() error {
 	s, err := stampOf(f.path)
 	if err != nil {
@@ -57,8 +75,6 @@ func (f *ownedFile) accept() error {
 	return nil
 }
 
-// replace puts data in the file's place, all or nothing. Before the rename check is given the path of the complete new
-// file; its error leaves the old file as it is.
 func (f *ownedFile) replace(data []byte, mode fs.FileMode, check func(path string) error) (err error) {
 	dir := filepath.Dir(f.path)
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -76,20 +92,22 @@ func (f *ownedFile) replace(data []byte, mode fs.FileMode, check func(path strin
 	if err := fill(tmp, data, mode); err != nil {
 		return fmt.Errorf("write %s: %w", tmp.Name(), err)
 	}
-	if err := check(tmp.Name()); err != nil {
-		return err
+	if check != nil {
+		if err := check(tmp.Name()); err != nil {
+			return err
+		}
 	}
 	if err := os.Rename(tmp.Name(), f.path); err != nil {
-		return fmt.Errorf("put %s in place: %w", f.path, err)
+		return fmt.Errorf("rename %s to %s: %w", tmp.Name(), f.path, err)
 	}
 	if err := f.accept(); err != nil {
-		// Somebody was quick to remove it: it is as gone as a moment later.
+		// Another process removed the file after the rename. The next check writes it again.
 		f.seen.Store(nil)
 	}
 	return nil
 }
 
-// fill writes, syncs and closes: a crash right after the rename must not leave an empty file under the final name.
+// fill syncs the file, because a crash right after the rename must not leave an empty file under the final name.
 func fill(tmp *os.File, data []byte, mode fs.FileMode) error {
 	_, err := tmp.Write(data)
 	if err == nil {
@@ -104,20 +122,45 @@ func fill(tmp *os.File, data []byte, mode fs.FileMode) error {
 	return err
 }
 
-// tempPattern starts with a dot and does not end in .json or .yaml, so that no reader of the directory takes an unfinished
-// file for a spec.
+// tempPattern starts with a dot and does not end in .json or .yaml, so that container runtimes do not read unfinished files.
 func (f *ownedFile) tempPattern() string { return "." + filepath.Base(f.path) + ".*.tmp" }
 
 // removeTemporaries deletes what a crash between create and rename left behind.
 func (f *ownedFile) removeTemporaries() error {
 	leftovers, err := filepath.Glob(filepath.Join(filepath.Dir(f.path), f.tempPattern()))
 	if err != nil {
-		return fmt.Errorf("look for leftovers of %s: %w", f.path, err)
+		return fmt.Errorf("list temporary files of %s: %w", f.path, err)
 	}
 	for _, path := range leftovers {
 		if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
-			return fmt.Errorf("remove leftover: %w", err)
+			return fmt.Errorf("remove temporary file: %w", err)
 		}
 	}
 	return nil
+}
+
+// specFile is a CDI spec file with the content that belongs in it.
+type specFile struct {
+	ownedFile
+	want []byte
+}
+
+// write puts data in the file, and remembers it only if that succeeded: until then repair restores the content before it.
+func (f *specFile) write(data []byte) error {
+	if bytes.Equal(f.want, data) && f.intact() {
+		return nil
+	}
+	if err := f.put(data, 0o644, validate); err != nil {
+		return err
+	}
+	f.want = data
+	return nil
+}
+
+// repair restores a file that another process removed or changed.
+func (f *specFile) repair() error {
+	if f.intact() {
+		return nil
+	}
+	return f.write(f.want)
 }

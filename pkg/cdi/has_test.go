@@ -8,13 +8,13 @@ import (
 	"testing"
 )
 
-// Has tells of an entry once it is on disk, and Changed of that.
+// Has reports an entry once it is on disk, and Changed signals that.
 func TestHas(t *testing.T) {
 	from := newSource(entry("GPU-0", "/dev/nvidia0", 0))
 	s := newSpecs(t, t.TempDir(), from, nil)
 	changed := s.Changed()
 	if s.Has("GPU-0") {
-		t.Error("has an entry before the source was asked")
+		t.Error("has an entry before the first refresh")
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
@@ -27,10 +27,10 @@ func TestHas(t *testing.T) {
 	}()
 	<-changed
 	if changed = s.Changed(); !s.Has("GPU-0") {
-		t.Error("lacks the entry of a GPU")
+		t.Error("lacks the entry of a GPU after the signal")
 	}
 	edits := editsOf(entry("GPU-0", "/dev/nvidia0", 0), entry("MIG-1", "/dev/nvidia0", 0))
-	edits.Failed = map[string]error{"MIG-2": errors.New("its device node is not there")}
+	edits.Failed = map[string]error{"MIG-2": errors.New("no device node")}
 	from.set(edits, nil)
 	<-changed
 	if !s.Has("GPU-0") || !s.Has("MIG-1") || s.Has("MIG-2") {

@@ -20,13 +20,13 @@ func binary(t *testing.T, content string) string {
 func TestHook(t *testing.T) {
 	target := filepath.Join(t.TempDir(), "plugins/gpu.nvidia.com/nvidia-cdi-hook")
 	damage := map[string]func(t *testing.T){
-		"not there":      func(*testing.T) {},
+		"missing":      func(*testing.T) {},
 		"removed":        func(t *testing.T) { check(t, os.Remove(target)) },
 		"older version":  func(t *testing.T) { check(t, os.WriteFile(target, []byte("old"), 0o755)) },
 		"not executable": func(t *testing.T) { check(t, os.Chmod(target, 0o644)) },
-		"half written":   func(t *testing.T) { check(t, os.Truncate(target, 2)) },
+		"truncated":   func(t *testing.T) { check(t, os.Truncate(target, 2)) },
 	}
-	for _, name := range []string{"not there", "removed", "older version", "not executable", "half written"} {
+	for _, name := range []string{"missing", "removed", "older version", "not executable", "truncated"} {
 		damage[name](t)
 		hook := cdi.NewHook(binary(t, "the hook"), target)
 		check(t, hook.Ensure())
@@ -53,7 +53,7 @@ func TestHookIsNotReplacedBySame(t *testing.T) {
 	after, err := os.Stat(target)
 	check(t, err)
 	if !os.SameFile(before, after) {
-		t.Error("the same binary was put in place of itself: a new inode")
+		t.Error("the same binary was installed again: a new inode")
 	}
 }
 

@@ -13,22 +13,22 @@ import (
 	specs "tags.cncf.io/container-device-interface/specs-go"
 )
 
-// Edits is what the node's GPUs need in a container.
+// Edits are the container edits of a node's devices.
 type Edits struct {
-	// Common belongs to every container that gets any of the devices: driver files, control nodes, hooks.
+	// Common applies to every container with a device: driver files, control nodes, hooks.
 	Common specs.ContainerEdits
-	// Devices has one entry a GPU, named by UUID. All paths are the host's.
+	// Devices has one entry for each device, named by UUID. All paths are paths of the host.
 	Devices []specs.Device
-	// Failed says, by UUID, why a known GPU has no entry.
+	// Failed explains, by UUID, why a known device has no entry.
 	Failed map[string]error
 }
 
-// errNoDevices is returned while no GPU of the node has container edits: a CDI spec without devices is invalid.
+// errNoDevices is returned while no GPU has container edits: a CDI spec without devices is invalid.
 var errNoDevices = errors.New("no GPU has container edits")
 
-// withLost adds entries of earlier GPUs that are not in devices, because kubelet caches what we answered and a container
-// that restarts must still resolve it. An earlier entry whose device nodes belong to another GPU by now is dropped: it
-// would hand that GPU to a second owner.
+// withLost adds earlier entries that are not in devices: kubelet caches our answers, and a container that restarts must still
+// resolve them. An earlier entry whose device nodes belong to another device now is dropped; it would give that device to a
+// second holder.
 func withLost(devices, earlier []specs.Device) []specs.Device {
 	all := slices.Clone(devices)
 	for _, old := range earlier {
@@ -61,7 +61,7 @@ func hostPath(n *specs.DeviceNode) string {
 	return n.Path
 }
 
-// encode writes the spec in the oldest CDI version that can express it, so that old runtimes read it too.
+// encode uses the oldest CDI version that can express the spec, so that old runtimes can read it.
 func encode(kind string, common specs.ContainerEdits, devices []specs.Device) ([]byte, error) {
 	if len(devices) == 0 {
 		return nil, errNoDevices
@@ -79,7 +79,7 @@ func encode(kind string, common specs.ContainerEdits, devices []specs.Device) ([
 	return append(data, '\n'), nil
 }
 
-// validate reads a file as a container runtime does: strictly, with the CDI library's own checks.
+// validate reads a file as strictly as a container runtime does.
 func validate(path string) error {
 	if _, err := cdilib.ReadSpec(path, 0); err != nil {
 		return fmt.Errorf("validate CDI spec: %w", err)
@@ -87,7 +87,7 @@ func validate(path string) error {
 	return nil
 }
 
-// readDevices returns the entries of an earlier spec of this kind, none if the file cannot be used.
+// readDevices returns the entries of an earlier spec of this kind, none if the file is unreadable.
 func readDevices(path, kind string) []specs.Device {
 	spec, err := cdilib.ReadSpec(path, 0)
 	if err != nil || spec.Kind != kind {

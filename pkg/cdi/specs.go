@@ -1,31 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Package cdi writes the CDI spec files that describe the node's devices to the container runtime, and installs the hook binary
+// that they name. It restores files that another process removes or changes, and touches no file of others. What the files
+// contain comes from a Source.
 package cdi
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
-	"os"
 	"path/filepath"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/pkg/parser"
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Source says what belongs in the spec.
+// Source provides the content of the spec files.
 type Source interface {
-	// ContainerEdits is called when the inventory changed, never while a pod waits. An error leaves the spec as it is.
+	// ContainerEdits is called when the inventory changed, never while a pod waits. After an error the spec stays unchanged.
 	ContainerEdits(ctx context.Context) (Edits, error)
-	// PartitionEdits is the entry of a partition that has just been made, named by its UUID. It is called while a pod waits.
+	// PartitionEdits returns the entry of a new partition, named by its UUID. It is called while a pod waits.
 	PartitionEdits(ctx context.Context, p device.Partition) (specs.Device, error)
 	// Changed returns a channel that is closed when ContainerEdits may answer differently. It is taken before the call.
 	Changed() <-chan struct{}
@@ -38,41 +41,41 @@ type Options struct {
 	// Vendor and Class make up the kind, "<vendor>/<class>".
 	Vendor, Class string
 	Source        Source
-	// Hook is installed together with the spec that names it. Optional.
+	// Hook is installed before the spec that names it. Optional.
 	Hook *Hook
-	// Interval is how often Run looks whether the files are still as they should be. Default: 2 s.
+	// Interval is how often Run checks the files. Default: 2 s.
 	Interval time.Duration
 }
 
-// Specs keeps the spec file, and one beside it for each partition that was made on demand: those come and go while a pod waits,
-// and the file of all devices is not written anew for each. So does what containers need beside devices (Describe). All methods are
+// Specs maintains one spec file for the devices of the Source, one file for each partition that Prepare made (Add), and one for each
+// client device (WriteClientDevice). Partitions have their own files because a pod waits while they are written. All methods are
 // safe for concurrent use.
 type Specs struct {
 	options Options
 	kind    string
-	file    ownedFile
 
-	// refreshing admits one caller of the Source at a time; a channel, so that a waiting Prepare can give up.
+	// refreshing admits one caller of the Source at a time. It is a channel so that a waiting Prepare can give up.
 	refreshing chan struct{}
 
-	mu      sync.Mutex
-	want    []byte
+	mu sync.Mutex
+	// main is the file of the devices that the Source reports. Its intact method needs no lock.
+	main    specFile
 	common  specs.ContainerEdits
 	devices []specs.Device
-	known   map[string]bool
-	failed  map[string]error
+	known   map[string]bool  // names of devices
+	failed  map[string]error // by UUID
 	loaded  bool
-	// voided are names of devices that are no more, for which there are entries all the same.
-	voided map[string]bool
-	// added are the partitions with a file of their own, by UUID.
-	added map[string]*addition
-	// extras are what Describe has made, by name.
-	extras map[string]*extra
+	// placeholders are names that get a placeholder device while no device has them.
+	placeholders map[string]bool
+	partitions   map[string]*partitionFile // by UUID
+	clients      map[string]*specFile      // by name
 
-	entries entries
+	// names are the entries on disk, for readers that must not wait while a file is written.
+	names   atomic.Pointer[map[string]bool]
+	changed broadcast.Signal
 }
 
-// New prepares a Specs and touches nothing.
+// New validates the options and touches no file.
 func New(options Options) (*Specs, error) {
 	if err := parser.ValidateVendorName(options.Vendor); err != nil {
 		return nil, fmt.Errorf("CDI vendor: %w", err)
@@ -80,8 +83,8 @@ func New(options Options) (*Specs, error) {
 	if err := parser.ValidateClassName(options.Class); err != nil {
 		return nil, fmt.Errorf("CDI class: %w", err)
 	}
-	if options.Class == extraClass {
-		return nil, fmt.Errorf("CDI class %q: it is for what is no device", options.Class)
+	if options.Class == clientClass {
+		return nil, fmt.Errorf("CDI class %q: reserved for client devices", options.Class)
 	}
 	if !filepath.IsAbs(options.Dir) {
 		return nil, fmt.Errorf("CDI directory %q: not an absolute path", options.Dir)
@@ -93,29 +96,36 @@ func New(options Options) (*Specs, error) {
 		options.Interval = 2 * time.Second
 	}
 	s := &Specs{
-		options:    options,
-		kind:       options.Vendor + "/" + options.Class,
-		refreshing: make(chan struct{}, 1),
-		voided:     map[string]bool{},
-		added:      map[string]*addition{},
-		extras:     map[string]*extra{},
-		entries:    entries{changed: make(chan struct{})},
+		options:      options,
+		kind:         options.Vendor + "/" + options.Class,
+		refreshing:   make(chan struct{}, 1),
+		placeholders: map[string]bool{},
+		partitions:   map[string]*partitionFile{},
+		clients:      map[string]*specFile{},
 	}
-	s.file.path = filepath.Join(options.Dir, "tandem-"+options.Vendor+"-"+options.Class+".json")
+	s.main.path = filepath.Join(options.Dir, "tandem-"+options.Vendor+"-"+options.Class+jsonSuffix)
+	s.names.Store(&map[string]bool{})
 	return s, nil
 }
 
-// QualifiedName is what a container runtime is told: "<vendor>/<class>=<uuid>".
+// QualifiedName is the name that a container runtime gets: "<vendor>/<class>=<uuid>".
 func (s *Specs) QualifiedName(uuid string) string {
 	return parser.QualifiedName(s.options.Vendor, s.options.Class, uuid)
 }
 
-// Path is the spec file.
-func (s *Specs) Path() string { return s.file.path }
+// Path is the spec file of the devices that the Source reports.
+func (s *Specs) Path() string { return s.main.path }
 
-// Ensure returns when the spec and the hook are on disk as they should be; it is an error if one of the given devices has
-// no entry. That costs two stats when all is well, a write when somebody removed or changed the files, and one call of the
-// Source only while there has not been a spec yet. Idempotent; front-ends call it before they answer with a qualified name.
+// Has reports, from memory, whether the files had an entry for a device when they were last updated from the Source: Ensure finds one,
+// unless the device has gone since. The device plugin calls it before it offers a new partition.
+func (s *Specs) Has(uuid string) bool { return (*s.names.Load())[uuid] }
+
+// Changed returns a channel that is closed when Has may answer differently; take it before asking.
+func (s *Specs) Changed() <-chan struct{} { return s.changed.Changed() }
+
+// Ensure returns once the spec and the hook are on disk. It fails if one of the devices has no entry. It costs two stats if nothing
+// changed, a write if another process removed or changed the files, and a call of the Source only until the first spec is written.
+// Idempotent. Both front-ends call it before they answer with a qualified name.
 func (s *Specs) Ensure(ctx context.Context, uuids ...string) error {
 	written, err := s.repair()
 	if !written && err == nil {
@@ -124,17 +134,13 @@ func (s *Specs) Ensure(ctx context.Context, uuids ...string) error {
 	if err != nil {
 		return err
 	}
-	return s.check(uuids)
-}
-
-func (s *Specs) check(uuids []string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var errs []error
 	for _, uuid := range uuids {
 		switch {
-		case s.added[uuid] != nil:
-			errs = append(errs, s.added[uuid].repair())
+		case s.partitions[uuid] != nil:
+			errs = append(errs, s.partitions[uuid].repair())
 		case s.known[uuid]:
 		case s.failed[uuid] != nil:
 			errs = append(errs, fmt.Errorf("make container edits of device %s: %w", uuid, s.failed[uuid]))
@@ -145,29 +151,49 @@ func (s *Specs) check(uuids []string) error {
 	return errors.Join(errs...)
 }
 
-// repair puts back what is known to belong on disk. It returns false while nothing is.
+// repair restores hook and main spec. It returns false while there is no spec to restore.
 func (s *Specs) repair() (written bool, err error) {
-	if s.file.intact() && s.options.Hook.intact() {
+	if s.main.intact() && s.options.Hook.intact() {
 		return true, nil
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.want == nil {
+	if s.main.want == nil {
 		return false, nil
 	}
-	return true, s.put(s.want)
+	return true, s.put(s.main.want)
 }
 
-// Run follows the Source and repairs the files until ctx is done. It logs what goes wrong and tries again: a node whose
-// CDI directory cannot be written now may be well in a minute.
+func (s *Specs) put(data []byte) error {
+	if err := s.options.Hook.Ensure(); err != nil {
+		return err
+	}
+	return s.main.write(data)
+}
+
+// repairOthers restores the files of partitions and client devices.
+func (s *Specs) repairOthers() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var errs []error
+	for _, f := range s.partitions {
+		errs = append(errs, f.repair())
+	}
+	for _, f := range s.clients {
+		errs = append(errs, f.repair())
+	}
+	return errors.Join(errs...)
+}
+
+// Run follows the Source and repairs the files until ctx is done. It logs errors and retries at the next interval.
 func (s *Specs) Run(ctx context.Context) error {
 	ticker := time.NewTicker(s.options.Interval)
 	defer ticker.Stop()
-	said := ""
+	logged := ""
 	for {
 		changed := s.options.Source.Changed()
 		err := s.refresh(ctx)
-		said = s.log(ctx, said, err)
+		logged = s.log(ctx, logged, err)
 		for wait := true; wait; {
 			select {
 			case <-ctx.Done():
@@ -176,26 +202,25 @@ func (s *Specs) Run(ctx context.Context) error {
 				wait = false
 			case <-ticker.C:
 				_, repairErr := s.repair()
-				said = s.log(ctx, said, errors.Join(err, repairErr, s.repairAdded(), s.repairExtras()))
-				// A Source that failed is asked again; what it said before is kept on disk meanwhile.
-				wait = err == nil
+				logged = s.log(ctx, logged, errors.Join(err, repairErr, s.repairOthers()))
+				wait = err == nil // otherwise ask the Source again
 			}
 		}
 	}
 }
 
-// log reports an error when it is another than the last.
-func (s *Specs) log(ctx context.Context, said string, err error) string {
+// log logs an error that differs from the last one.
+func (s *Specs) log(ctx context.Context, last string, err error) string {
 	if err == nil || ctx.Err() != nil {
 		return ""
 	}
-	if err.Error() != said {
-		klog.FromContext(ctx).Error(err, "Keeping the CDI spec", "path", s.file.path)
+	if err.Error() != last {
+		klog.FromContext(ctx).Error(err, "Cannot update the CDI specs", "path", s.main.path)
 	}
 	return err.Error()
 }
 
-// refresh asks the Source and writes what it says. A caller that finds somebody else at it waits for the result.
+// refresh asks the Source and writes its answer. A second caller waits for the first.
 func (s *Specs) refresh(ctx context.Context) error {
 	select {
 	case s.refreshing <- struct{}{}:
@@ -205,7 +230,7 @@ func (s *Specs) refresh(ctx context.Context) error {
 	}
 	s.mu.Lock()
 	err := s.load()
-	before := slices.Collect(maps.Keys(s.added))
+	before := slices.Collect(maps.Keys(s.partitions))
 	s.mu.Unlock()
 	if err != nil {
 		return err
@@ -216,13 +241,12 @@ func (s *Specs) refresh(ctx context.Context) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	// One that was added meanwhile may be unknown to these edits.
+	// Only partitions from before the call can be gone: the answer may lack those that Add wrote meanwhile.
 	if err := s.removeGone(before, edits); err != nil {
 		return err
 	}
-	devices := withLost(s.notAdded(edits.Devices), s.notAdded(s.devices))
+	devices := withLost(s.withoutPartitionFiles(edits.Devices), s.withoutPartitionFiles(s.devices))
 	s.failed = maps.Clone(edits.Failed)
-	// Only what could be written and read is remembered: the spec before it stays the one to repair from.
 	if err := s.write(edits.Common, devices); err != nil {
 		return err
 	}
@@ -231,56 +255,48 @@ func (s *Specs) refresh(ctx context.Context) error {
 		s.known[d.Name] = true
 	}
 	s.announce()
-	return s.describeAdded()
+	var errs []error
+	for _, f := range s.partitions {
+		errs = append(errs, f.update(s.kind, s.common))
+	}
+	return errors.Join(errs...)
 }
 
-// write brings the files to say this, beside what gives nothing. Under s.mu.
+// write writes devices and placeholders to the main spec. Under s.mu.
 func (s *Specs) write(common specs.ContainerEdits, devices []specs.Device) error {
-	want, err := encode(s.kind, common, s.withVoid(devices))
+	data, err := encode(s.kind, common, s.withPlaceholders(devices))
 	if err != nil {
 		return err
 	}
-	if err := s.put(want); err != nil {
-		return err
-	}
-	s.want = want
-	return nil
+	return s.put(data)
 }
 
-// load takes over, once, what an earlier run of the agent left.
+// load adopts, once, the files of an earlier process. Under s.mu.
 func (s *Specs) load() error {
 	if s.loaded {
 		return nil
 	}
-	if err := s.file.removeTemporaries(); err != nil {
+	if err := s.main.removeTemporaries(); err != nil {
 		return err
 	}
-	if found := readDevices(s.file.path, s.kind); len(found) > 0 {
-		s.devices, s.voided = split(found)
+	if found := readDevices(s.main.path, s.kind); len(found) > 0 {
+		s.devices, s.placeholders = splitPlaceholders(found)
 	}
-	if err := s.loadAdded(); err != nil {
+	if err := s.loadPartitions(); err != nil {
 		return err
 	}
 	s.loaded = true
 	return nil
 }
 
-// put brings the files on disk to what is wanted.
-func (s *Specs) put(want []byte) error {
-	if err := s.options.Hook.Ensure(); err != nil {
-		return err
+// announce updates what Has answers. Under s.mu.
+func (s *Specs) announce() {
+	names := maps.Clone(s.known)
+	for uuid := range s.partitions {
+		names[uuid] = true
 	}
-	if s.sameOnDisk(want) {
-		return s.file.accept()
+	if !maps.Equal(names, *s.names.Load()) {
+		s.names.Store(&names)
+		s.changed.Notify()
 	}
-	return s.file.replace(want, 0o644, validate)
-}
-
-func (s *Specs) sameOnDisk(want []byte) bool {
-	info, err := os.Lstat(s.file.path)
-	if err != nil || !info.Mode().IsRegular() || info.Mode().Perm() != 0o644 {
-		return false
-	}
-	data, err := os.ReadFile(s.file.path)
-	return err == nil && bytes.Equal(data, want)
 }

@@ -21,18 +21,18 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// source answers with what it was set to.
+// source is a Source for tests.
 type source struct {
 	mu      sync.Mutex
 	edits   cdi.Edits
 	err     error
 	calls   int
 	changed chan struct{}
-	// asked is called, once, while somebody asks.
+	// asked runs during the next call, once.
 	asked func()
 }
 
-// during has something happen while the source is asked the next time.
+// during runs do during the next call.
 func (s *source) during(do func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -185,7 +185,7 @@ func TestEnsureRepairs(t *testing.T) {
 			check(t, os.Symlink(path+".other", path))
 		},
 	}
-	for name, break_ := range damage {
+	for name, harm := range damage {
 		t.Run(name, func(t *testing.T) {
 			dir := filepath.Join(t.TempDir(), "cdi")
 			from := newSource(entry("GPU-a", "/dev/nvidia0", 0))
@@ -193,7 +193,7 @@ func TestEnsureRepairs(t *testing.T) {
 			ensure(t, s)
 			want, err := os.ReadFile(s.Path())
 			check(t, err)
-			break_(t, s.Path())
+			harm(t, s.Path())
 			ensure(t, s)
 			info, err := os.Lstat(s.Path())
 			check(t, err)
@@ -206,7 +206,7 @@ func TestEnsureRepairs(t *testing.T) {
 				t.Errorf("(-before +after):\n%s", diff)
 			}
 			if from.count() != 1 {
-				t.Errorf("the source was asked %d times: repairing needs no driver", from.count())
+				t.Errorf("the source was asked %d times, but a repair must not need the driver", from.count())
 			}
 		})
 	}
@@ -229,7 +229,7 @@ func TestLostGPUsStayResolvable(t *testing.T) {
 	}{
 		{"both", editsOf(a, b), []string{"GPU-a", "GPU-b"}},
 		{"b is lost", editsOf(a), []string{"GPU-a", "GPU-b"}},
-		{"b is replaced by c, in its place", editsOf(a, c), []string{"GPU-a", "GPU-c"}},
+		{"c replaces b at the same device node", editsOf(a, c), []string{"GPU-a", "GPU-c"}},
 	}
 	for _, test := range tests {
 		// Each in a new Specs, as after a restart of the agent.
@@ -245,7 +245,7 @@ func TestLostGPUsStayResolvable(t *testing.T) {
 	}
 }
 
-func TestDamagedEarlierSpecIsNoObstacle(t *testing.T) {
+func TestUnreadableSpecIsReplaced(t *testing.T) {
 	dir := t.TempDir()
 	s := newSpecs(t, dir, newSource(entry("GPU-a", "/dev/nvidia0", 0)), nil)
 	check(t, os.WriteFile(s.Path(), []byte("{half a sp"), 0o644))
@@ -271,7 +271,7 @@ func TestOtherFilesAreLeftAlone(t *testing.T) {
 		}
 	}
 	if _, err := os.Stat(stale); !os.IsNotExist(err) {
-		t.Errorf("our own leftover is still there (%v)", err)
+		t.Errorf("our own temporary file still exists (%v)", err)
 	}
 }
 
@@ -298,7 +298,7 @@ func await(t *testing.T, condition func() bool) {
 	t.Helper()
 	for !condition() {
 		if t.Context().Err() != nil {
-			t.Fatal("never came true")
+			t.Fatal("condition not met")
 		}
 		time.Sleep(time.Millisecond)
 	}
@@ -360,7 +360,7 @@ func TestCheck(t *testing.T) {
 		t.Errorf("GPU-b: %v, want the reason", err)
 	}
 	if err := s.Ensure(t.Context(), "GPU-c"); err == nil {
-		t.Error("GPU-c: no error for a GPU that nobody knows")
+		t.Error("GPU-c: no error for an unknown GPU")
 	}
 }
 
@@ -413,17 +413,17 @@ func TestEnsureGivesUpWithItsContext(t *testing.T) {
 	}
 }
 
-// blocked is a Source on a driver that hangs.
+// blocked is a Source whose driver hangs.
 type blocked struct{ entered, release chan struct{} }
 
 func (b *blocked) ContainerEdits(context.Context) (cdi.Edits, error) {
 	close(b.entered)
 	<-b.release
-	return cdi.Edits{}, errors.New("at last")
+	return cdi.Edits{}, errors.New("released")
 }
 
 func (b *blocked) PartitionEdits(context.Context, device.Partition) (specs.Device, error) {
-	return specs.Device{}, errors.New("not asked for")
+	return specs.Device{}, errors.New("not called")
 }
 
 func (b *blocked) Changed() <-chan struct{} { return nil }

@@ -30,24 +30,24 @@ func TestAdd(t *testing.T) {
 		t.Errorf("devices (-want +got):\n%s", diff)
 	}
 	if from.count() != 1 {
-		t.Errorf("all devices were described %d times for one partition", from.count())
+		t.Errorf("the source was asked %d times for one partition", from.count())
 	}
 	path := strings.TrimSuffix(s.Path(), ".json") + "-MIG-1.json"
 	data, err := os.ReadFile(path)
 	check(t, err)
 	if !strings.Contains(string(data), "NVIDIA_VISIBLE_DEVICES=void") {
-		t.Errorf("a container with nothing else lacks what all need: %s", data)
+		t.Errorf("the file lacks the common edits: %s", data)
 	}
 
-	// A file that somebody removes is put back before it is needed.
+	// Ensure restores a removed file.
 	check(t, os.Remove(path))
 	check(t, s.Ensure(t.Context(), "MIG-1"))
 	if _, err := os.Stat(path); err != nil {
 		t.Error(err)
 	}
 
-	// The next process takes them over, with what a crash has left, and drops what is gone. What the driver knows as well stays
-	// where it is: a name that is defined twice is nobody's.
+	// The next process adopts the files, removes temporary files of a crash, and removes partitions that are gone. A partition
+	// that the driver reports as well keeps its own file: a runtime rejects a name that two files define.
 	leftover := filepath.Join(dir, "."+filepath.Base(path)+".1.tmp")
 	check(t, os.WriteFile(leftover, nil, 0o600))
 	garbage := strings.TrimSuffix(s.Path(), ".json") + "-MIG-9.json"
@@ -64,12 +64,12 @@ func TestAdd(t *testing.T) {
 		}
 	}
 	if _, err := os.Stat(path); err != nil {
-		t.Error("what was added has moved:", err)
+		t.Error("the file of the partition is gone:", err)
 	}
 }
 
-// An entry of a partition that was found, and is no more, goes: its GPU's device node has another owner.
-func TestFoundPartitionsGo(t *testing.T) {
+// The entry of a partition that the source no longer reports is removed: the device node belongs to its GPU.
+func TestReportedPartitionsAreRemoved(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	gpu := entry("GPU-a", "/dev/nvidia0", 0)
 	from := newSource(gpu, entry("MIG-1", "/dev/nvidia0", 0))
@@ -85,7 +85,7 @@ func TestFoundPartitionsGo(t *testing.T) {
 	stop()
 }
 
-// A partition that is made while the driver is asked about all devices is not taken for one that is gone.
+// A partition that is added during a refresh does not count as gone.
 func TestAddWhileRefreshing(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	from := newSource(entry("GPU-a", "/dev/nvidia0", 0))
@@ -104,9 +104,8 @@ func TestAddWhileRefreshing(t *testing.T) {
 	}
 }
 
-// A partition that all devices are described with while its own file is about to be written has none: a name that two files
-// define is nobody's.
-func TestAddIsOvertaken(t *testing.T) {
+// A partition that a refresh finds during Add gets no file of its own: a runtime rejects a name that two files define.
+func TestRefreshDuringAdd(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	gpu := entry("GPU-a", "/dev/nvidia0", 0)
 	from := newSource(gpu)
@@ -125,8 +124,8 @@ func TestAddIsOvertaken(t *testing.T) {
 	}
 }
 
-// Another driver, or another place of the hook, reaches the files of partitions too.
-func TestAddedFollowWhatIsCommon(t *testing.T) {
+// The files of partitions get new common edits too, such as those of another driver.
+func TestPartitionFilesFollowCommonEdits(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	gpu, part := entry("GPU-a", "/dev/nvidia0", 0), entry("MIG-1", "/dev/nvidia0", 0)
 	check(t, newSpecs(t, dir, newSource(gpu), nil).Add(t.Context(), device.Partition{UUID: "MIG-1"}))
@@ -141,11 +140,11 @@ func TestAddedFollowWhatIsCommon(t *testing.T) {
 	data, err := os.ReadFile(files[0])
 	check(t, err)
 	if !strings.Contains(string(data), "DRIVER=next") {
-		t.Errorf("it still says %s", data)
+		t.Errorf("the file has the old edits: %s", data)
 	}
 }
 
-// run starts it, and returns what ends it.
+// run runs s until stop is called.
 func run(t *testing.T, s *cdi.Specs) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -158,7 +157,7 @@ func run(t *testing.T, s *cdi.Specs) (stop func()) {
 	}
 }
 
-// runOnce lets it look at its source at least once.
+// runOnce runs s until it has written the spec.
 func runOnce(t *testing.T, s *cdi.Specs) {
 	t.Helper()
 	stop := run(t, s)

@@ -21,12 +21,12 @@ func pipe(from string) specs.ContainerEdits {
 	}
 }
 
-func TestDescribe(t *testing.T) {
+func TestClientDevices(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	from := newSource(entry("GPU-a", "/dev/nvidia0", 0))
 	s := newSpecs(t, dir, from, nil)
 	check(t, s.Ensure(t.Context()))
-	describe := func(s *cdi.Specs, name string, edits specs.ContainerEdits) string {
+	write := func(s *cdi.Specs, name string, edits specs.ContainerEdits) string {
 		t.Helper()
 		qualified, err := s.WriteClientDevice(name, edits)
 		check(t, err)
@@ -34,7 +34,7 @@ func TestDescribe(t *testing.T) {
 	}
 	var names []string
 	for range 2 {
-		names = []string{s.QualifiedName("GPU-a"), describe(s, "uid-1-abc", pipe("/run/1")), describe(s, "uid-2-abc", pipe("/run/2"))}
+		names = []string{s.QualifiedName("GPU-a"), write(s, "uid-1-abc", pipe("/run/1")), write(s, "uid-2-abc", pipe("/run/2"))}
 	}
 	if want := "k8s.gpu.nvidia.com/sharing=uid-1-abc"; names[1] != want {
 		t.Errorf("named %s, want %s", names[1], want)
@@ -49,56 +49,56 @@ func TestDescribe(t *testing.T) {
 	path := filepath.Join(dir, "tandem-k8s.gpu.nvidia.com-sharing-uid-1-abc.json")
 	before, err := os.Stat(path)
 	check(t, err)
-	describe(s, "uid-1-abc", pipe("/run/1"))
+	write(s, "uid-1-abc", pipe("/run/1"))
 	if after, err := os.Stat(path); err != nil || !os.SameFile(before, after) {
-		t.Error("written once more for nothing", err)
+		t.Error("rewritten without a change", err)
 	}
 
-	// Somebody removes one: whoever needs it finds it, and so does the next look.
+	// A removed file is restored by the next write, and by Run.
 	check(t, os.Remove(path))
-	describe(s, "uid-1-abc", pipe("/run/1"))
-	same("when one was removed", names...)
+	write(s, "uid-1-abc", pipe("/run/1"))
+	same("after a removal", names...)
 	check(t, os.Remove(path))
 	stop := run(t, s)
 	await(t, func() bool { _, err := os.Stat(path); return err == nil })
 	stop()
 
-	// Other edits are written.
-	describe(s, "uid-1-abc", pipe("/run/other"))
+	// New edits replace the old.
+	write(s, "uid-1-abc", pipe("/run/other"))
 	if data, err := os.ReadFile(path); err != nil || !strings.Contains(string(data), "/run/other") {
 		t.Errorf("%s, %v", data, err)
 	}
 
-	// The next process leaves what it is told of, and what it has described itself.
+	// The next process keeps the named devices, and those it has written itself.
 	check(t, os.WriteFile(filepath.Join(dir, ".tandem-k8s.gpu.nvidia.com-sharing-x.json.1.tmp"), nil, 0o600))
-	foreign := filepath.Join(dir, "k8s.gpu.nvidia.com-claim_uid-1.json")
-	check(t, os.WriteFile(foreign, []byte("theirs"), 0o600))
+	other := filepath.Join(dir, "k8s.gpu.nvidia.com-claim_uid-1.json")
+	check(t, os.WriteFile(other, []byte("theirs"), 0o600))
 	next := newSpecs(t, dir, from, nil)
-	third := describe(next, "uid-3-abc", pipe("/run/3"))
+	third := write(next, "uid-3-abc", pipe("/run/3"))
 	check(t, next.RetainClientDevices([]string{"uid-1-abc"}))
 	left, err := os.ReadDir(dir)
 	check(t, err)
 	if len(left) != 4 {
 		t.Errorf("left are %v", left)
 	}
-	check(t, os.Remove(foreign))
+	check(t, os.Remove(other))
 	same("after a restart", names[0], names[1], third)
 	for range 2 {
 		check(t, next.RemoveClientDevices("uid-1-abc"))
 		check(t, next.RemoveClientDevices("uid-3-abc"))
 	}
-	same("in the end", names[0])
+	same("after removal", names[0])
 	if _, err := s.WriteClientDevice("no/name", pipe("/run/1")); err == nil {
-		t.Error("a name that is none is taken")
+		t.Error("an invalid name was accepted")
 	}
 }
 
-// Variants of a device stay and go with it, also those of an earlier process.
-func TestVariants(t *testing.T) {
+// Devices named name.<suffix> are retained and removed with name, also those of an earlier process.
+func TestClientDeviceSuffixes(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	from := newSource()
 	s := newSpecs(t, dir, from, nil)
-	describe := func(s *cdi.Specs, name string) {
+	write := func(s *cdi.Specs, name string) {
 		t.Helper()
 		_, err := s.WriteClientDevice(name, pipe("/run/"+name))
 		check(t, err)
@@ -113,31 +113,31 @@ func TestVariants(t *testing.T) {
 		}
 	}
 	for _, name := range []string{"gpu-0-a", "gpu-0-a.1024m", "gpu-0-a.2048m", "gpu-0-a2", "gpu-1-a.1024m"} {
-		describe(s, name)
+		write(s, name)
 	}
 	next := newSpecs(t, dir, from, nil)
-	describe(next, "gpu-2-a.5m")
+	write(next, "gpu-2-a.5m")
 	check(t, next.RetainClientDevices([]string{"gpu-0-a", "gpu-0-a2"}))
 	same("that are retained", "gpu-0-a", "gpu-0-a.1024m", "gpu-0-a.2048m", "gpu-0-a2", "gpu-2-a.5m")
-	variants, err := next.ClientDevices("gpu-0-a")
+	suffixed, err := next.ClientDevices("gpu-0-a")
 	check(t, err)
-	if diff := cmp.Diff([]string{"gpu-0-a.1024m", "gpu-0-a.2048m"}, variants); diff != "" {
+	if diff := cmp.Diff([]string{"gpu-0-a.1024m", "gpu-0-a.2048m"}, suffixed); diff != "" {
 		t.Error(diff)
 	}
 	check(t, next.RemoveClientDevices("gpu-0-a.2048m"))
-	same("without one variant", "gpu-0-a", "gpu-0-a.1024m", "gpu-0-a2", "gpu-2-a.5m")
+	same("without one suffix", "gpu-0-a", "gpu-0-a.1024m", "gpu-0-a2", "gpu-2-a.5m")
 	for range 2 {
 		check(t, next.RemoveClientDevices("gpu-0-a"))
 	}
-	same("without one and its variants", "gpu-0-a2", "gpu-2-a.5m")
+	same("without one device and its suffixes", "gpu-0-a2", "gpu-2-a.5m")
 	check(t, next.RemoveClientDevices("gpu-2-a"))
 	stop := run(t, next)
 	stop()
-	same("that nobody puts back", "gpu-0-a2")
+	same("after Run, which does not restore removed devices", "gpu-0-a2")
 }
 
-// What is no device is void of nothing: kubelet asks for it by the same name after a reboot.
-func TestVoidPassesOverExtras(t *testing.T) {
+// Client devices get no placeholder: they have the same name after a reboot.
+func TestNoPlaceholdersForClientDevices(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	s := newSpecs(t, dir, newSource(entry("GPU-a", "/dev/nvidia0", 0)), nil)
 	s.AddPlaceholders([]string{"k8s.gpu.nvidia.com/sharing=MIG-1"})

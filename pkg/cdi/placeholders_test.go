@@ -13,9 +13,9 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// After a reboot kubelet asks for the partitions of before as well, which are no more: they are found, and give nothing. One
-// that is made again under its name is that partition.
-func TestVoid(t *testing.T) {
+// After a reboot kubelet also passes the names of partitions that no longer exist. They resolve to placeholders without device
+// nodes, until a partition has that name again.
+func TestPlaceholders(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	from := newSource(entry("GPU-a", "/dev/nvidia0", 0))
 	s := newSpecs(t, dir, from, nil)
@@ -39,19 +39,19 @@ func TestVoid(t *testing.T) {
 	}
 	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 0, name("MIG-1"): 0})
 	if s.Has("MIG-old") || s.Ensure(t.Context(), "MIG-old") == nil {
-		t.Error("a device that is no more is taken for one")
+		t.Error("a placeholder counts as a device")
 	}
 	check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
 	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 0, name("MIG-1"): 1})
 
-	// An administrator makes one of them again, and the driver is asked about all.
+	// An administrator creates one of them again.
 	from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0), entry("MIG-old", "/dev/nvidia0", 0), entry("MIG-1", "/dev/nvidia0", 0)), nil)
 	stop := run(t, s)
 	await(t, func() bool { return s.Has("MIG-old") })
 	stop()
 	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 1, name("MIG-1"): 1})
 
-	// The next process takes them over from the spec, and adds none: what is lost in this boot is missed.
+	// The next process reads them from the spec and adds none: a device that is lost in this boot must fail its containers.
 	from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0)), nil)
 	dir = filepath.Join(t.TempDir(), "cdi")
 	first := newSpecs(t, dir, from, nil)
@@ -65,8 +65,8 @@ func TestVoid(t *testing.T) {
 	wants(map[string]int{name("GPU-a"): 1, name("MIG-old"): 1})
 }
 
-// A name that could not be taken from the entries that give nothing is not defined a second time.
-func TestVoidThatCannotBeTakenBack(t *testing.T) {
+// A placeholder that could not be removed keeps the partition of that name from being defined a second time.
+func TestPlaceholderThatCannotBeRemoved(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	from := newSource(entry("GPU-a", "/dev/nvidia0", 0))
 	s := newSpecs(t, dir, from, nil)
@@ -78,7 +78,7 @@ func TestVoidThatCannotBeTakenBack(t *testing.T) {
 		check(t, os.WriteFile(dir, nil, 0o600))
 	})
 	if s.Add(t.Context(), device.Partition{UUID: "MIG-1"}) == nil {
-		t.Fatal("added where nothing can be written")
+		t.Fatal("added to a directory that is not writable")
 	}
 	check(t, os.Remove(dir))
 	check(t, os.Rename(away, dir))

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cdi
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"tags.cncf.io/container-device-interface/pkg/parser"
+	specs "tags.cncf.io/container-device-interface/specs-go"
+)
+
+// clientClass is the CDI class of client devices. It differs from "claim", the class of NVIDIA's DRA driver, whose files may
+// still be in the directory, and from Options.Class, whose names are UUIDs.
+const clientClass = "sharing"
+
+// WriteClientDevice writes a CDI device with exactly these edits to a file of its own and returns its qualified name. Run
+// restores the file until RemoveClientDevices. Idempotent; two stats if nothing changed. pkg/sharing calls it.
+func (s *Specs) WriteClientDevice(name string, edits specs.ContainerEdits) (qualified string, err error) {
+	if err := parser.ValidateDeviceName(name); err != nil {
+		return "", fmt.Errorf("write client device: %w", err)
+	}
+	want, err := encode(s.options.Vendor+"/"+clientClass, specs.ContainerEdits{}, []specs.Device{{Name: name, ContainerEdits: edits}})
+	if err != nil {
+		return "", err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	file := s.clients[name]
+	if file == nil {
+		file = &specFile{ownedFile: ownedFile{path: s.clientPath(name)}}
+	}
+	if err := file.write(want); err != nil {
+		return "", err
+	}
+	s.clients[name] = file
+	return parser.QualifiedName(s.options.Vendor, clientClass, name), nil
+}
+
+// RemoveClientDevices removes the client device name, and all named name.<suffix>, also those of an earlier process. Idempotent.
+func (s *Specs) RemoveClientDevices(name string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	paths, err := filepath.Glob(s.clientPath(name + ".*"))
+	errs := []error{err}
+	for _, path := range append(paths, s.clientPath(name)) {
+		if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
+			errs = append(errs, fmt.Errorf("remove client device: %w", err))
+		}
+	}
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	maps.DeleteFunc(s.clients, func(other string, _ *specFile) bool { return other == name || withoutSuffix(other) == name })
+	return nil
+}
+
+// ClientDevices lists the client devices on disk that are named name.<suffix>, also those of an earlier process.
+func (s *Specs) ClientDevices(name string) ([]string, error) {
+	paths, err := filepath.Glob(s.clientPath(name + ".*"))
+	if err != nil {
+		return nil, fmt.Errorf("list client devices of %s: %w", name, err)
+	}
+	for i, path := range paths {
+		paths[i] = s.clientName(path)
+	}
+	return paths, nil
+}
+
+// RetainClientDevices removes the client devices that an earlier process wrote, except the named ones and their name.<suffix>.
+func (s *Specs) RetainClientDevices(names []string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	keep := map[string]bool{}
+	for _, name := range slices.Concat(names, slices.Collect(maps.Keys(s.clients))) {
+		keep[withoutSuffix(name)] = true
+	}
+	all := ownedFile{path: s.clientPath("*")}
+	errs := []error{all.removeTemporaries()}
+	paths, err := filepath.Glob(all.path)
+	for _, path := range paths {
+		if keep[withoutSuffix(s.clientName(path))] {
+			continue
+		}
+		if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
+			errs = append(errs, fmt.Errorf("remove client device of an earlier process: %w", err))
+		}
+	}
+	return errors.Join(append(errs, err)...)
+}
+
+func withoutSuffix(name string) string {
+	base, _, _ := strings.Cut(name, ".")
+	return base
+}
+
+func (s *Specs) clientPrefix() string {
+	return strings.TrimSuffix(s.main.path, s.options.Class+jsonSuffix) + clientClass + "-"
+}
+
+func (s *Specs) clientPath(name string) string { return s.clientPrefix() + name + jsonSuffix }
+
+func (s *Specs) clientName(path string) string {
+	return strings.TrimSuffix(strings.TrimPrefix(path, s.clientPrefix()), jsonSuffix)
+}
