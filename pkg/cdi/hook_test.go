@@ -20,11 +20,11 @@ func binary(t *testing.T, content string) string {
 func TestHook(t *testing.T) {
 	target := filepath.Join(t.TempDir(), "plugins/gpu.nvidia.com/nvidia-cdi-hook")
 	damage := map[string]func(t *testing.T){
-		"missing":      func(*testing.T) {},
+		"missing":        func(*testing.T) {},
 		"removed":        func(t *testing.T) { check(t, os.Remove(target)) },
 		"older version":  func(t *testing.T) { check(t, os.WriteFile(target, []byte("old"), 0o755)) },
 		"not executable": func(t *testing.T) { check(t, os.Chmod(target, 0o644)) },
-		"truncated":   func(t *testing.T) { check(t, os.Truncate(target, 2)) },
+		"truncated":      func(t *testing.T) { check(t, os.Truncate(target, 2)) },
 	}
 	for _, name := range []string{"missing", "removed", "older version", "not executable", "truncated"} {
 		damage[name](t)

@@ -17,20 +17,20 @@ func TestJudgeRuntime(t *testing.T) {
 		want        RuntimeSupport
 		wantMention string
 	}{
-		"containerd 2":                 {reported: "containerd://2.1.4", want: RuntimeSupports},
-		"containerd 2, development":  {reported: "containerd://v2.4.2-3-gabcdef", want: RuntimeSupports},
-		"containerd 2, disabled":   {reported: "containerd://2.1.4", path: packages, text: "  enable_cdi = false\n", want: RuntimeLacks, wantMention: "remove enable_cdi = false"},
-		"containerd 1.6":               {reported: "containerd://1.6.38", want: RuntimeLacks, wantMention: "1.6.38"},
-		"containerd 1.7, on":           {reported: "containerd://1.7.27", path: packages, text: "[plugins.\"io.containerd.grpc.v1.cri\"]\n  enable_cdi = true # GPUs\n", want: RuntimeSupports},
-		"containerd 1.7, off":          {reported: "containerd://1.7.27", path: packages, text: "  enable_cdi = false\n", want: RuntimeLacks, wantMention: "/" + packages},
-		"containerd 1.7, commented out":     {reported: "containerd://1.7.27", path: packages, text: "version = 2\n#  enable_cdi = true\n", want: RuntimeLacks, wantMention: "enable_cdi = true"},
-		"containerd 1.7 of K3s":        {reported: "containerd://1.7.27-k3s1", path: k3s, text: "enable_cdi=true", want: RuntimeSupports},
+		"containerd 2":                     {reported: "containerd://2.1.4", want: RuntimeSupports},
+		"containerd 2, development":        {reported: "containerd://v2.4.2-3-gabcdef", want: RuntimeSupports},
+		"containerd 2, disabled":           {reported: "containerd://2.1.4", path: packages, text: "  enable_cdi = false\n", want: RuntimeLacks, wantMention: "remove enable_cdi = false"},
+		"containerd 1.6":                   {reported: "containerd://1.6.38", want: RuntimeLacks, wantMention: "1.6.38"},
+		"containerd 1.7, on":               {reported: "containerd://1.7.27", path: packages, text: "[plugins.\"io.containerd.grpc.v1.cri\"]\n  enable_cdi = true # GPUs\n", want: RuntimeSupports},
+		"containerd 1.7, off":              {reported: "containerd://1.7.27", path: packages, text: "  enable_cdi = false\n", want: RuntimeLacks, wantMention: "/" + packages},
+		"containerd 1.7, commented out":    {reported: "containerd://1.7.27", path: packages, text: "version = 2\n#  enable_cdi = true\n", want: RuntimeLacks, wantMention: "enable_cdi = true"},
+		"containerd 1.7 of K3s":            {reported: "containerd://1.7.27-k3s1", path: k3s, text: "enable_cdi=true", want: RuntimeSupports},
 		"containerd 1.7, no configuration": {reported: "containerd://1.7.27", want: RuntimeNeedsSetting, wantMention: "cannot be read"},
-		"CRI-O":                        {reported: "cri-o://1.34.0", want: RuntimeSupports},
-		"old CRI-O":                    {reported: "cri-o://1.27.3", want: RuntimeLacks, wantMention: "1.27.3"},
-		"Docker":                       {reported: "docker://28.0.1", want: RuntimeNeedsSetting, wantMention: "cri-dockerd"},
-		"unknown runtime":               {reported: "frakti://1.0.0", want: RuntimeUnknown},
-		"no version":                   {reported: "containerd://", want: RuntimeUnknown},
+		"CRI-O":                            {reported: "cri-o://1.34.0", want: RuntimeSupports},
+		"old CRI-O":                        {reported: "cri-o://1.27.3", want: RuntimeLacks, wantMention: "1.27.3"},
+		"Docker":                           {reported: "docker://28.0.1", want: RuntimeNeedsSetting, wantMention: "cri-dockerd"},
+		"unknown runtime":                  {reported: "frakti://1.0.0", want: RuntimeUnknown},
+		"no version":                       {reported: "containerd://", want: RuntimeUnknown},
 		"not reported yet":                 {reported: "", want: RuntimeUnknown},
 	} {
 		t.Run(name, func(t *testing.T) {
