@@ -22,7 +22,7 @@ const module = "github.com/tandem-gpu/tandem"
 // up, and the two front-ends are strangers to each other.
 var layers = [][]string{
 	{"pkg/device", "internal/version", "internal/records", "internal/driverroot", "internal/capacity", "internal/broadcast", "internal/keylock", "internal/filewatch", "api"},
-	{"pkg/mig", "pkg/mps", "internal/config", "internal/status"},
+	{"pkg/availability", "pkg/mig", "pkg/mps", "internal/config", "internal/status"},
 	{"pkg/ledger", "pkg/cdi", "pkg/partition"},
 	{"pkg/podstate", "pkg/webhook", "pkg/sharing"},
 	{"pkg/reconcile", "pkg/driver", "pkg/legacy", "pkg/gpunode", "pkg/controller"},

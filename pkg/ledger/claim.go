@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -114,7 +115,8 @@ func (l *Ledger) worthWaiting(r ClaimRequest, holds []Hold) bool {
 		return h.State == StateDraining || l.podState(h) != Running
 	})
 	return !slices.ContainsFunc(r.Devices, func(ref device.Ref) bool {
-		return len(inTheWay(Holder{KindClaim, r.UID}, ref, r.Shares[ref], slices.Values(staying))) > 0
+		request := availability.Use[device.Ref]{Holder: availability.Holder{Kind: KindClaim, ID: r.UID}, Device: ref, Share: r.Shares[ref]}
+		return len(availability.Conflicts(request, slices.Values(staying))) > 0
 	})
 }
 

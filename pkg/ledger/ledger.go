@@ -10,21 +10,22 @@ import (
 	"strings"
 	"time"
 
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Kind is the API through which a holder came.
-type Kind string
+// Kind is the API through which a holder asked for its device.
+type Kind = availability.Kind
 
 const (
-	KindClaim Kind = "claim"
-	KindPod   Kind = "pod"
+	KindClaim = availability.Claim
+	KindPod   = availability.Pod
 )
 
 // Holder identifies who holds a device. It is comparable.
 type Holder struct {
 	Kind Kind
-	// ID is the UID of a claim, or for a limit the device ID by which kubelet's device manager knows what it handed out.
+	// ID is the UID of a claim, or the device ID that kubelet's device manager allocated to a pod.
 	ID string
 }
 
@@ -69,6 +70,18 @@ type Hold struct {
 	Generation uint64
 	// Unreadable marks a hold known only from the name of its record, whose contents could not be read.
 	Unreadable bool
+}
+
+// Use returns what the hold makes unavailable to other holders, and why.
+func (h Hold) Use() availability.Use[device.Ref] {
+	use := availability.Use[device.Ref]{Holder: availability.Holder(h.Holder), Device: h.Device, Share: h.Share, Reason: availability.HeldByClaim}
+	switch {
+	case h.Holder.Kind == KindPod:
+		use.Reason = availability.HeldByPod
+	case h.Unreadable, h.State == StateDraining:
+		use.Reason = availability.Draining
+	}
+	return use
 }
 
 // String describes the holder for a message that only the operator sees (log, error to kubelet).

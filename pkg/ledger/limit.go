@@ -6,6 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+
+	"github.com/tandem-gpu/tandem/pkg/availability"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // ReservePod gives all devices or none, and never waits. An ID that a limit holds already is accepted as reuse inside
@@ -89,7 +92,7 @@ func (l *Ledger) podConflicts(requests []PodRequest) []Hold {
 func checkApart(requests []PodRequest) error {
 	for i, a := range requests {
 		for _, b := range requests[:i] {
-			if a.Device.Overlaps(b.Device) && !a.beside(b) {
+			if a.use().Excludes(b.use()) || a.ID == b.ID && a.Device.Overlaps(b.Device) {
 				return fmt.Errorf("reserve limits: %s and %s stand for the same hardware (%s, %s)", b.ID, a.ID, b.Device, a.Device)
 			}
 		}
@@ -97,9 +100,9 @@ func checkApart(requests []PodRequest) error {
 	return nil
 }
 
-// beside reports whether the two are different shares of one device.
-func (r PodRequest) beside(other PodRequest) bool {
-	return r.ID != other.ID && r.Device == other.Device && !r.Share.Whole() && r.Share.Of == other.Share.Of
+// use returns what the request asks for.
+func (r PodRequest) use() availability.Use[device.Ref] {
+	return availability.Use[device.Ref]{Holder: availability.Holder{Kind: KindPod, ID: r.ID}, Device: r.Device, Share: r.Share}
 }
 
 // take records new holds, all or none. Under l.mu.

@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"iter"
 	"maps"
 	"os"
 	"path/filepath"
@@ -18,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -405,7 +405,8 @@ func (l *Ledger) announce() {
 // blockers are the holds of others, and of those that are about to be, that keep the holder from having the device, or that share
 // of it.
 func (l *Ledger) blockers(holder Holder, ref device.Ref, share device.Share, also ...Hold) []Hold {
-	found := inTheWay(holder, ref, share, func(yield func(Hold) bool) {
+	request := availability.Use[device.Ref]{Holder: availability.Holder(holder), Device: ref, Share: share}
+	found := availability.Conflicts(request, func(yield func(Hold) bool) {
 		for _, h := range l.byGPU[ref.GPU] {
 			if !yield(*h) {
 				return
@@ -418,27 +419,6 @@ func (l *Ledger) blockers(holder Holder, ref device.Ref, share device.Share, als
 		}
 	})
 	slices.SortFunc(found, compareHolds)
-	return found
-}
-
-// inTheWay are the holds of others that cannot stand beside a hold of the device, or of that share of it: what overlaps, unless it
-// is another share of the same device and there is memory for all.
-func inTheWay(holder Holder, ref device.Ref, share device.Share, holds iter.Seq[Hold]) []Hold {
-	var found, sharers []Hold
-	used := share.Bytes
-	for h := range holds {
-		switch {
-		case h.Holder == holder || !h.Device.Overlaps(ref):
-		case h.Device == ref && !share.Whole() && h.Share.Of == share.Of:
-			sharers = append(sharers, h)
-			used += h.Share.Bytes
-		default:
-			found = append(found, h)
-		}
-	}
-	if used > share.Of {
-		return append(found, sharers...)
-	}
 	return found
 }
 

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package availability
+
+import (
+	"cmp"
+	"math"
+	"slices"
+	"strconv"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Name identifies a device by its published name. It stands in for device.Ref where only API objects are known: those do not say
+// where partitions lie, so two partitions of a GPU do not overlap by name.
+type Name struct {
+	GPU string
+	// Partition is empty for the whole GPU.
+	Partition string
+}
+
+// NameOf returns the Name of a device in a slice or in an allocation, such as gpu-0 or gpu-0-mig-1g10gb-19-0.
+func NameOf(published string) Name {
+	name := Name{GPU: device.GPUName(published)}
+	if published != name.GPU {
+		name.Partition = published
+	}
+	return name
+}
+
+// Overlaps reports whether both are the same device, or one is a partition of the other.
+func (n Name) Overlaps(other Name) bool {
+	return n.GPU == other.GPU && (n.Partition == "" || other.Partition == "" || n.Partition == other.Partition)
+}
+
+// StatusName returns the Name of a device in a GPUNode status.
+func StatusName(d v1alpha1.DeviceStatus) Name {
+	if d.Parent != "" {
+		return Name{GPU: d.Parent, Partition: d.Name}
+	}
+	return NameOf(d.Name)
+}
+
+// Node is a node as the API objects describe it.
+type Node struct {
+	// Devices by published name. A partition that does not exist yet is missing.
+	Devices map[string]v1alpha1.DeviceStatus
+	// Held are the uses that the agent reports in GPUNode.status.
+	Held []Use[Name]
+	// Allocated are the uses that the scheduler allocated to claims.
+	Allocated []Use[Name]
+}
+
+// NewNode builds a Node from a GPUNode's status and from the claims that are allocated to the node. The agent reports the holder of
+// a partition that does not exist yet with the GPU; the claim's allocation names the partition.
+func NewNode(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) Node {
+	n := Node{Devices: make(map[string]v1alpha1.DeviceStatus, len(status.Devices))}
+	for _, d := range status.Devices {
+		n.Devices[d.Name] = d
+	}
+	allocated := map[Holder][]Name{}
+	for _, claim := range claims {
+		holder := Holder{Claim, string(claim.UID)}
+		shares := map[string]int64{}
+		for _, share := range claim.Shares {
+			shares[share.Device] = share.Memory
+		}
+		for _, published := range claim.Devices {
+			name := NameOf(published)
+			n.Allocated = append(n.Allocated, Use[Name]{Holder: holder, Device: name, Share: n.Share(published, shares[published]), Reason: Allocated})
+			allocated[holder] = append(allocated[holder], name)
+		}
+	}
+	for _, d := range status.Devices {
+		for i, h := range d.Holders {
+			use := Use[Name]{Holder: Holder{Claim, string(h.UID)}, Device: StatusName(d), Share: n.Share(d.Name, h.Memory), Reason: HeldByClaim}
+			switch {
+			case h.Kind == v1alpha1.HolderPod:
+				// The status does not contain the device ID that identifies a pod in the ledger.
+				use.Holder, use.Reason = Holder{Pod, d.Name + "/" + strconv.Itoa(i)}, HeldByPod
+			case h.State == v1alpha1.HoldDraining:
+				use.Reason = Draining
+			}
+			n.Held = append(n.Held, onPartitions(use, allocated[use.Holder])...)
+		}
+	}
+	return n
+}
+
+// onPartitions replaces the use of a whole GPU by the partitions of it that the same holder was allocated.
+func onPartitions(use Use[Name], allocated []Name) []Use[Name] {
+	if use.Device.Partition != "" || slices.Contains(allocated, use.Device) {
+		return []Use[Name]{use}
+	}
+	var uses []Use[Name]
+	for _, name := range allocated {
+		if name.GPU == use.Device.GPU {
+			uses = append(uses, Use[Name]{Holder: use.Holder, Device: name, Reason: use.Reason})
+		}
+	}
+	if len(uses) == 0 {
+		return []Use[Name]{use}
+	}
+	return uses
+}
+
+// Status returns the status of a device, or of its GPU where the device is a partition that does not exist yet.
+func (n Node) Status(published string) (status v1alpha1.DeviceStatus, known bool) {
+	if status, known = n.Devices[published]; known {
+		return status, true
+	}
+	status, known = n.Devices[device.GPUName(published)]
+	return status, known
+}
+
+// Share returns the share of a device that has so many bytes; the whole device for zero. A device that does not report its memory
+// has room for every share.
+func (n Node) Share(published string, bytes int64) device.Share {
+	if bytes <= 0 {
+		return device.Share{}
+	}
+	of := int64(0)
+	if d := n.Devices[published]; d.Sharing != nil {
+		of = d.Sharing.Memory
+	}
+	return device.Share{Bytes: uint64(bytes), Of: cmp.Or(uint64(max(of, 0)), math.MaxUint64)}
+}
