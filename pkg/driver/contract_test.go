@@ -259,7 +259,7 @@ func TestPrepareConflict(t *testing.T) {
 			if !strings.Contains(r.events.all(), "team-a/a DeviceHeld: ") {
 				t.Error("no DeviceHeld event:", r.events.all())
 			}
-			if held := r.holders(); held != "gpu-1: limit "+uuidOf(1)+" held" {
+			if held := r.holders(); held != "gpu-1: pod "+uuidOf(1)+" held" {
 				t.Error("held:", held)
 			}
 			if n := r.metric("tandem_prepare_conflicts_total"); n != 1 {

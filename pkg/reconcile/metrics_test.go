@@ -20,11 +20,11 @@ func TestMetrics(t *testing.T) {
 	g.checkpoint("p1", "GPU-1")
 	must(t, g.r.Restore(t.Context()))
 	stop := g.run()
-	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.await("GPU-1: pod GPU-1 held [p1]")
 	g.prepare("c1", "one", "GPU-2", "p2")
 	g.prepare("c2", "two", "GPU-3", "p3")
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
-	g.stays("GPU-1: limit GPU-1 held [p1]", "GPU-2: claim c1 draining [p2]", "GPU-3: claim c2 held [p3]")
+	g.stays("GPU-1: pod GPU-1 held [p1]", "GPU-2: claim c1 draining [p2]", "GPU-3: claim c2 held [p3]")
 	for labels, want := range map[[2]string]float64{{"pod", "held"}: 1, {"claim", "draining"}: 1, {"claim", "held"}: 1, {"pod", "restored"}: 0} {
 		if got := g.metric("tandem_holds", labels[0], labels[1]); got != want {
 			t.Errorf("%v holds are %v, want %v", got, labels, want)
@@ -39,11 +39,11 @@ func TestMetrics(t *testing.T) {
 	// One is released here, one by its Unprepare, one by whoever comes next.
 	g.deletePod("p2")
 	g.group("p2", false)
-	g.await("GPU-1: limit GPU-1 held [p1]", "GPU-3: claim c2 held [p3]")
+	g.await("GPU-1: pod GPU-1 held [p1]", "GPU-3: claim c2 held [p3]")
 	g.deletePod("p3")
 	g.group("p3", false)
 	must(t, g.book.DrainClaim(t.Context(), "c2"))
-	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.await("GPU-1: pod GPU-1 held [p1]")
 	g.group("p1", false)
 	finished = finished.DeepCopy()
 	finished.Status.Phase = corev1.PodSucceeded

@@ -278,7 +278,7 @@ func TestPartitionInTwoHands(t *testing.T) {
 	}
 	g.run()
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
-	g.await("GPU-1@0+4: claim c2 expected []")
+	g.await("GPU-1@0+4: claim c2 restored []")
 	if !f.Made(mine) {
 		t.Error("destroyed although somebody has it")
 	}

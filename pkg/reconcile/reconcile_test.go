@@ -33,14 +33,14 @@ func TestLimitFromAllocateToEnd(t *testing.T) {
 	must(t, os.Chtimes(podstate.DeviceCheckpointPath(g.dir), long, long))
 	g.run()
 	g.allocate("GPU-1")
-	g.stays("GPU-1: limit GPU-1 held []")
+	g.stays("GPU-1: pod GPU-1 held []")
 	g.checkpoint("p1", "GPU-1")
-	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.await("GPU-1: pod GPU-1 held [p1]")
 	// Force-deleted while it runs, and while its cgroup is merely empty.
 	g.deletePod("p1")
-	g.await("GPU-1: limit GPU-1 draining [p1]")
+	g.await("GPU-1: pod GPU-1 draining [p1]")
 	g.group("p1", false)
-	g.stays("GPU-1: limit GPU-1 draining [p1]")
+	g.stays("GPU-1: pod GPU-1 draining [p1]")
 	g.noGroup("p1")
 	g.await()
 }
@@ -55,11 +55,11 @@ func TestUnreadableCgroup(t *testing.T) {
 	events := filepath.Join(g.groups, "kubepods", "podp1", "cgroup.events")
 	must(t, os.Remove(events))
 	g.run()
-	g.await("GPU-1: limit GPU-1 draining [p1]")
+	g.await("GPU-1: pod GPU-1 draining [p1]")
 	if err := g.book.ReservePod([]ledger.PodRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}}); err == nil {
 		t.Error("given on")
 	}
-	g.stays("GPU-1: limit GPU-1 draining [p1]")
+	g.stays("GPU-1: pod GPU-1 draining [p1]")
 	g.noGroup("p1")
 	g.await()
 }
@@ -75,11 +75,11 @@ func TestOrphanComesBack(t *testing.T) {
 	g.checkpoint("static", "GPU-1")
 	must(t, g.r.Restore(t.Context()))
 	g.run()
-	g.await("GPU-1: limit GPU-1 held [static]")
+	g.await("GPU-1: pod GPU-1 held [static]")
 	g.deletePod("mirror")
-	g.await("GPU-1: limit GPU-1 draining [static]")
+	g.await("GPU-1: pod GPU-1 draining [static]")
 	g.addPod(mirror)
-	g.await("GPU-1: limit GPU-1 held [static]")
+	g.await("GPU-1: pod GPU-1 held [static]")
 }
 
 // A pod that ended before the Allocate cannot have got it, whatever a file says that kubelet wrote afterwards.
@@ -93,9 +93,9 @@ func TestCheckpointOfAPodThatHadEnded(t *testing.T) {
 	g.run()
 	g.allocate("GPU-1")
 	g.checkpoint("ended", "GPU-1")
-	g.stays("GPU-1: limit GPU-1 held []")
+	g.stays("GPU-1: pod GPU-1 held []")
 	g.checkpoint("p2", "GPU-1")
-	g.await("GPU-1: limit GPU-1 held [p2]")
+	g.await("GPU-1: pod GPU-1 held [p2]")
 }
 
 // A pod that is force-deleted as soon as it has its device keeps it while it runs, and the next pod is refused.
@@ -107,17 +107,17 @@ func TestForceDeletedRightAfterAllocate(t *testing.T) {
 	g.run()
 	g.allocate("GPU-1")
 	g.checkpoint("p1", "GPU-1")
-	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.await("GPU-1: pod GPU-1 held [p1]")
 	g.deletePod("p1")
 	// The next pod is kept away before it is refused.
-	g.await("GPU-1: limit GPU-1 draining [p1]")
+	g.await("GPU-1: pod GPU-1 draining [p1]")
 	err := g.book.ReservePod([]ledger.PodRequest{{ID: "GPU-1", Resource: resource, Device: device.Ref{GPU: "GPU-1"}}})
 	if _, conflict := errors.AsType[*ledger.ConflictError](err); !conflict {
 		t.Errorf("a second owner: %v", err)
 	}
 	g.noGroup("p1")
 	// What must only settle keeps nobody away.
-	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.await("GPU-1: pod GPU-1 held [p1]")
 	g.await()
 }
 
@@ -130,11 +130,11 @@ func TestReuseBetweenVerdictAndRelease(t *testing.T) {
 	judged := g.book.Holds()[0]
 	g.allocate("GPU-1")
 	must(t, g.book.Release(judged))
-	g.want("GPU-1: limit GPU-1 held []")
+	g.want("GPU-1: pod GPU-1 held []")
 	if _, err := g.r.settle(judged, nil, podstate.DeviceCheckpoint{Written: time.Now().Add(time.Hour), Devices: []podstate.PodDevice{{PodUID: "p1", Resource: resource, ID: "GPU-1"}}}); err != nil {
 		t.Error(err)
 	}
-	g.want("GPU-1: limit GPU-1 held []")
+	g.want("GPU-1: pod GPU-1 held []")
 }
 
 func TestDrainingClaim(t *testing.T) {
@@ -188,7 +188,7 @@ func TestNothingIsReleasedWhileServersAreAway(t *testing.T) {
 	g.change(func() { g.away = true })
 	g.allocate("GPU-1")
 	g.prepare("c1", "one", "GPU-2")
-	g.stays("GPU-1: limit GPU-1 held []", "GPU-2: claim c1 held []")
+	g.stays("GPU-1: pod GPU-1 held []", "GPU-2: claim c1 held []")
 	g.change(func() { g.away = false })
 	g.await()
 }
@@ -205,7 +205,7 @@ func TestNothingHappensBeforeThePodsAreKnown(t *testing.T) {
 	must(t, g.r.Restore(ctx))
 	g.prepare("c1", "one", "GPU-2")
 	calls := g.calls()
-	g.stays("GPU-1: limit GPU-1 expected [ended]", "GPU-2: claim c1 held []")
+	g.stays("GPU-1: pod GPU-1 restored [ended]", "GPU-2: claim c1 held []")
 	if g.calls() != calls {
 		t.Error("somebody was asked")
 	}
@@ -258,11 +258,11 @@ func TestAdminAccessIsFoundOut(t *testing.T) {
 	must(t, g.r.Restore(t.Context()))
 	g.addPod(g.pod("p1", "monitor"))
 	g.run()
-	g.stays("GPU-1: claim c1 expected [p1]", "GPU-2: claim c2 expected []")
+	g.stays("GPU-1: claim c1 restored [p1]", "GPU-2: claim c2 restored []")
 	g.claim("monitor", "c1", "admin:gpu-1")
 	g.claim("two", "c2", "gpu-2")
 	g.change(func() { g.away = false })
-	g.await("GPU-2: claim c2 expected []")
+	g.await("GPU-2: claim c2 restored []")
 }
 
 func TestLimitWithoutPod(t *testing.T) {
@@ -276,10 +276,10 @@ func TestLimitWithoutPod(t *testing.T) {
 	g.run()
 	g.allocate("GPU-1", "GPU-2", "GPU-3")
 	g.checkpoint("unseen", "GPU-3")
-	g.await("GPU-1: limit GPU-1 held []", "GPU-3: limit GPU-3 held [unseen]")
+	g.await("GPU-1: pod GPU-1 held []", "GPU-3: pod GPU-3 held [unseen]")
 	g.change(func() { g.used = nil })
-	g.await("GPU-3: limit GPU-3 held [unseen]")
-	g.stays("GPU-3: limit GPU-3 held [unseen]")
+	g.await("GPU-3: pod GPU-3 held [unseen]")
+	g.stays("GPU-3: pod GPU-3 held [unseen]")
 	g.noGroup("unseen")
 	g.await()
 }
@@ -295,10 +295,10 @@ func TestNobodyIsAskedWhileAllIsConfirmed(t *testing.T) {
 	g.allocate("GPU-1")
 	g.checkpoint("p1", "GPU-1")
 	g.prepare("c1", "one", "GPU-2", "p2")
-	g.await("GPU-1: limit GPU-1 held [p1]", "GPU-2: claim c1 held [p2]")
+	g.await("GPU-1: pod GPU-1 held [p1]", "GPU-2: claim c1 held [p2]")
 	g.change(func() { g.gets, g.lists = 0, 0 })
 	g.client.ClearActions()
-	g.stays("GPU-1: limit GPU-1 held [p1]", "GPU-2: claim c1 held [p2]")
+	g.stays("GPU-1: pod GPU-1 held [p1]", "GPU-2: claim c1 held [p2]")
 	if calls, actions := g.calls(), len(g.client.Actions()); calls > 0 || actions > 0 {
 		t.Errorf("%d questions, %d calls to the API server", calls, actions)
 	}
@@ -312,7 +312,7 @@ func TestUnreadableRecords(t *testing.T) {
 	must(t, g.book.Close())
 	dir := t.TempDir()
 	must(t, os.MkdirAll(filepath.Join(dir, "holds"), 0o700))
-	for _, name := range []string{"claim~c1~GPU-1", "claim~c2~GPU-2", "limit~GPU-3~GPU-3"} {
+	for _, name := range []string{"claim~c1~GPU-1", "claim~c2~GPU-2", "pod~GPU-3~GPU-3"} {
 		must(t, os.WriteFile(filepath.Join(dir, "holds", name), []byte("?"), 0o600))
 	}
 	var err error
@@ -324,10 +324,10 @@ func TestUnreadableRecords(t *testing.T) {
 	g.addPod(g.pod("p1", "one"))
 	g.group("stranger", true)
 	g.run()
-	unreadable := []string{"GPU-1: claim c1 expected [] unreadable", "GPU-2: claim c2 expected [] unreadable", "GPU-3: limit GPU-3 expected [] unreadable"}
+	unreadable := []string{"GPU-1: claim c1 restored [] unreadable", "GPU-2: claim c2 restored [] unreadable", "GPU-3: pod GPU-3 restored [] unreadable"}
 	g.stays(unreadable...) // the stranger may be anybody's
 	g.noGroup("stranger")
-	g.await("GPU-1: claim c1 expected []")
+	g.await("GPU-1: claim c1 restored []")
 }
 
 func TestKubeletReset(t *testing.T) {
@@ -338,14 +338,14 @@ func TestKubeletReset(t *testing.T) {
 	g.run()
 	g.allocate("GPU-1")
 	g.checkpoint("p1", "GPU-1")
-	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.await("GPU-1: pod GPU-1 held [p1]")
 	plugins := filepath.Join(g.dir, "device-plugins")
 	must(t, os.RemoveAll(plugins))
-	g.stays("GPU-1: limit GPU-1 held [p1]")
+	g.stays("GPU-1: pod GPU-1 held [p1]")
 	must(t, os.Mkdir(plugins, 0o755))
 	g.allocate("GPU-2")
 	g.checkpoint("p1", "GPU-1", "p2", "GPU-2")
-	g.await("GPU-1: limit GPU-1 held [p1]", "GPU-2: limit GPU-2 held [p2]")
+	g.await("GPU-1: pod GPU-1 held [p1]", "GPU-2: pod GPU-2 held [p2]")
 }
 
 // While the checkpoint cannot be read no limit ends, since it may have another pod by now; claims go on.
@@ -366,9 +366,9 @@ func TestDamagedCheckpoint(t *testing.T) {
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
 	g.replace(podstate.DeviceCheckpointPath(g.dir), []byte("{"))
 	g.run()
-	g.stays("GPU-1: limit GPU-1 expected [p1]", "GPU-2: claim c1 draining [p2]")
+	g.stays("GPU-1: pod GPU-1 restored [p1]", "GPU-2: claim c1 draining [p2]")
 	g.group("p2", false)
-	g.await("GPU-1: limit GPU-1 expected [p1]")
+	g.await("GPU-1: pod GPU-1 restored [p1]")
 	g.checkpoint("p1", "GPU-1")
 	g.await()
 }

@@ -48,10 +48,10 @@ func TestPodThatFinishes(t *testing.T) {
 	g.run()
 	g.allocate("GPU-1")
 	g.checkpoint("p1", "GPU-1")
-	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.await("GPU-1: pod GPU-1 held [p1]")
 	// Its status may come before its last process ends.
 	g.updatePod(p, corev1.PodSucceeded)
-	g.await("GPU-1: limit GPU-1 draining [p1]")
+	g.await("GPU-1: pod GPU-1 draining [p1]")
 	g.group("p1", false)
 	g.await()
 }
@@ -66,17 +66,17 @@ func TestInitContainersAndRestarts(t *testing.T) {
 	g.run()
 	g.allocate("GPU-1")
 	g.checkpoint("p1", "GPU-1")
-	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.await("GPU-1: pod GPU-1 held [p1]")
 	g.allocate("GPU-1")
 	g.checkpoint("p1", "GPU-1", "p1", "GPU-1")
-	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.await("GPU-1: pod GPU-1 held [p1]")
 	g.group("p1", true)
 	g.updatePod(p, corev1.PodRunning)
 	// Between two starts of its container there is no process.
 	g.group("p1", false)
-	g.stays("GPU-1: limit GPU-1 held [p1]")
+	g.stays("GPU-1: pod GPU-1 held [p1]")
 	g.group("p1", true)
-	g.stays("GPU-1: limit GPU-1 held [p1]")
+	g.stays("GPU-1: pod GPU-1 held [p1]")
 }
 
 // An Allocate that kubelet throws away, since another device or container of the pod could not be had.
@@ -95,17 +95,17 @@ func TestFailedAdmissionAfterAllocate(t *testing.T) {
 			g.allocate("GPU-1", "GPU-2")
 			if written {
 				g.checkpoint("p1", "GPU-1", "p2", "GPU-2")
-				g.await("GPU-1: limit GPU-1 held [p1]", "GPU-2: limit GPU-2 held [p2]")
+				g.await("GPU-1: pod GPU-1 held [p1]", "GPU-2: pod GPU-2 held [p2]")
 			} else {
 				g.change(func() {
 					g.used = []podstate.UsedDevice{{Namespace: "apps", Pod: other.Name, Resource: resource, ID: "GPU-2"}}
 				})
 				g.checkpoint("p2", "GPU-2")
-				g.await("GPU-1: limit GPU-1 held []", "GPU-2: limit GPU-2 held [p2]")
-				g.stays("GPU-1: limit GPU-1 held []", "GPU-2: limit GPU-2 held [p2]") // it may be p1's
+				g.await("GPU-1: pod GPU-1 held []", "GPU-2: pod GPU-2 held [p2]")
+				g.stays("GPU-1: pod GPU-1 held []", "GPU-2: pod GPU-2 held [p2]") // it may be p1's
 			}
 			g.updatePod(p, corev1.PodFailed)
-			g.await("GPU-2: limit GPU-2 held [p2]")
+			g.await("GPU-2: pod GPU-2 held [p2]")
 		})
 	}
 }
@@ -123,11 +123,11 @@ func TestKubeletHasTheLastWordOnNobodysLimit(t *testing.T) {
 	if g.calls() == 0 {
 		t.Error("kubelet was not asked")
 	}
-	g.stays("GPU-1: limit GPU-1 held []")
+	g.stays("GPU-1: pod GPU-1 held []")
 	g.change(func() { g.away, g.used = true, nil })
-	g.stays("GPU-1: limit GPU-1 held []")
+	g.stays("GPU-1: pod GPU-1 held []")
 	g.change(func() { g.away = false })
-	g.stays("GPU-1: limit GPU-1 held []") // it is asked again after a while
+	g.stays("GPU-1: pod GPU-1 held []") // it is asked again after a while
 }
 
 // Kubelet admits a pod, and does not list its devices yet, of which our watch has brought nothing, or which had others before.
@@ -168,13 +168,13 @@ func TestNobodysLimitMayBeOfAPodInAdmission(t *testing.T) {
 				g.addPod(p)
 			}
 			g.run()
-			held := []string{"GPU-1: limit GPU-1 held []"}
+			held := []string{"GPU-1: pod GPU-1 held []"}
 			asked := func() bool { return true }
 			if test.watched {
 				g.allocate("GPU-2")
 				g.checkpoint("p1", "GPU-2")
-				g.await("GPU-2: limit GPU-2 held [p1]")
-				held = append(held, "GPU-2: limit GPU-2 held [p1]")
+				g.await("GPU-2: pod GPU-2 held [p1]")
+				held = append(held, "GPU-2: pod GPU-2 held [p1]")
 			} else {
 				asked = g.listPods(p, test.answers)
 			}
@@ -272,9 +272,9 @@ func TestDeviceCheckpointDeleted(t *testing.T) {
 	g.run()
 	g.allocate("GPU-1")
 	g.checkpoint("p1", "GPU-1")
-	g.await("GPU-1: limit GPU-1 held [p1]")
+	g.await("GPU-1: pod GPU-1 held [p1]")
 	must(t, os.Remove(podstate.DeviceCheckpointPath(g.dir)))
-	g.stays("GPU-1: limit GPU-1 held [p1]")
+	g.stays("GPU-1: pod GPU-1 held [p1]")
 	g.updatePod(p, corev1.PodSucceeded)
 	g.noGroup("p1")
 	g.await()
@@ -306,7 +306,7 @@ func TestDevicesReplaced(t *testing.T) {
 				var named []string
 				for _, id := range ids {
 					named = append(named, "p1", id)
-					held = append(held, id+": limit "+id+" held [p1]")
+					held = append(held, id+": pod "+id+" held [p1]")
 				}
 				g.allocate(ids...)
 				g.checkpoint(named...)
@@ -325,7 +325,7 @@ func TestDevicesReplaced(t *testing.T) {
 			}
 			var draining []string
 			for _, id := range c.before {
-				draining = append(draining, id+": limit "+id+" draining [p1]")
+				draining = append(draining, id+": pod "+id+" draining [p1]")
 			}
 			g.await(append(draining, latter...)...)
 			g.stays(append(draining, latter...)...)
@@ -357,7 +357,7 @@ func TestWhileTheAgentWasDown(t *testing.T) {
 	g.group("p3", true)
 	must(t, g.r.Restore(t.Context()))
 	g.run()
-	g.await("GPU-3: limit GPU-3 draining [p3]", "GPU-4: claim c4 held [p4]", "GPU-5: claim c5 draining [p5]")
+	g.await("GPU-3: pod GPU-3 draining [p3]", "GPU-4: claim c4 held [p4]", "GPU-5: claim c5 draining [p5]")
 	g.noGroup("p3")
 	g.await()
 }
@@ -376,15 +376,15 @@ func TestWhileKubeletWasDown(t *testing.T) {
 	g.allocate("GPU-1")
 	g.checkpoint("p1", "GPU-1")
 	g.prepare("c2", "two", "GPU-2", "p2")
-	g.await("GPU-1: limit GPU-1 held [p1]", "GPU-2: claim c2 held [p2]")
+	g.await("GPU-1: pod GPU-1 held [p1]", "GPU-2: claim c2 held [p2]")
 	g.change(func() { g.away = true })
 	g.deletePod("p1")
 	g.deletePod("p2")
 	g.change(func() { delete(g.claims, "apps/two") })
-	g.await("GPU-1: limit GPU-1 draining [p1]", "GPU-2: claim c2 held [p2]")
+	g.await("GPU-1: pod GPU-1 draining [p1]", "GPU-2: claim c2 held [p2]")
 	g.group("p1", false) // they end, and nobody removes what they leave
 	g.group("p2", false)
-	g.stays("GPU-1: limit GPU-1 draining [p1]", "GPU-2: claim c2 held [p2]")
+	g.stays("GPU-1: pod GPU-1 draining [p1]", "GPU-2: claim c2 held [p2]")
 	g.change(func() { g.away = false })
 	g.noGroup("p1")
 	must(t, g.book.DrainClaim(t.Context(), "c2"))

@@ -27,26 +27,26 @@ func TestRestore(t *testing.T) {
 			g.group("p1", true)
 			g.group("p2", false)
 			g.checkpoint("p1", "GPU-1", "p2", "GPU-2", "ended", "GPU-3")
-		}, []string{"GPU-1: limit GPU-1 expected [p1]", "GPU-2: limit GPU-2 expected [p2]"}},
+		}, []string{"GPU-1: pod GPU-1 restored [p1]", "GPU-2: pod GPU-2 restored [p2]"}},
 		{"replicas of another plugin", func(g *rig) {
 			g.group("p1", true)
 			g.checkpoint("p1", "GPU-1::3")
-		}, []string{"GPU-1: limit GPU-1::3 expected [p1]"}},
+		}, []string{"GPU-1: pod GPU-1::3 restored [p1]"}},
 		{"partitions of another plugin's naming", func(g *rig) {
 			g.group("p1", true)
 			g.checkpoint("p1", "MIG-GPU-1/7/0", "p1", "MIG-b::0")
-		}, []string{"GPU-1: limit MIG-GPU-1/7/0 expected [p1]", "GPU-4@1+1: limit MIG-b::0 expected [p1]"}},
+		}, []string{"GPU-1: pod MIG-GPU-1/7/0 restored [p1]", "GPU-4@1+1: pod MIG-b::0 restored [p1]"}},
 		{"partitions", func(g *rig) {
 			g.group("p1", true)
 			g.claim("one", "c1", "gpu-4-mig-1g10gb-19-2")
 			g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-4-mig-1g10gb-19-2"}})
 			g.checkpoint("p1", "MIG-a", "ended", "MIG-b")
 			g.used = []podstate.UsedDevice{{ID: "MIG-a", Resource: migResource}, {ID: "MIG-gone", Resource: migResource}}
-		}, []string{"GPU-4@0+1: limit MIG-a expected [p1]", "GPU-4@2+1: claim c1 expected [p2]"}},
+		}, []string{"GPU-4@0+1: pod MIG-a restored [p1]", "GPU-4@2+1: claim c1 restored [p2]"}},
 		{"no cgroups to be seen", func(g *rig) {
 			must(g.t, os.RemoveAll(filepath.Join(g.groups, "kubepods")))
 			g.checkpoint("p1", "GPU-1")
-		}, []string{"GPU-1: limit GPU-1 expected [p1]"}},
+		}, []string{"GPU-1: pod GPU-1 restored [p1]"}},
 		{"pod resources", func(g *rig) {
 			g.checkpoint("ended", "GPU-2")
 			g.used = []podstate.UsedDevice{{ID: "GPU-1", Resource: resource}, {ID: "GPU-2", Resource: resource}}
@@ -55,12 +55,12 @@ func TestRestore(t *testing.T) {
 				{Namespace: "apps", Claim: "deleted", Devices: []podstate.PoolDevice{{Pool: node, Device: "gpu-3"}}},
 			}
 			g.claim("one", "c1", "gpu-0")
-		}, []string{"GPU-0: claim c1 expected []", "GPU-1: limit GPU-1 expected []"}},
+		}, []string{"GPU-0: claim c1 restored []", "GPU-1: pod GPU-1 restored []"}},
 		{"claims after a reboot, one of them for admin access", func(g *rig) {
 			g.claim("one", "c1", "gpu-1", "gpu-2")
 			g.claim("monitor", "c2", "admin:gpu-0", "admin:gpu-1", "admin:gpu-2")
 			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1", "gpu-2"}}, kubeletClaim{"c2", "monitor", []string{"p2"}, []string{"gpu-0", "gpu-1", "gpu-2"}})
-		}, []string{"GPU-1: claim c1 expected [p1]", "GPU-2: claim c1 expected [p1]"}},
+		}, []string{"GPU-1: claim c1 restored [p1]", "GPU-2: claim c1 restored [p1]"}},
 		{"a claim that kubelet has begun to prepare and was not given", func(g *rig) {
 			g.claim("one", "c1", "gpu-1")
 			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, nil})
@@ -69,11 +69,11 @@ func TestRestore(t *testing.T) {
 			g.claim("one", "c1", "gpu-2")
 			g.group("p1", true)
 			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1"}})
-		}, []string{"GPU-1: claim c1 expected [p1]"}},
+		}, []string{"GPU-1: claim c1 restored [p1]"}},
 		{"claims with the API server away", func(g *rig) {
 			g.away = true
 			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1"}})
-		}, []string{"GPU-1: claim c1 expected [p1]"}},
+		}, []string{"GPU-1: claim c1 restored [p1]"}},
 		{"claims that are gone, deallocated or others now, without processes", func(g *rig) {
 			g.claim("deallocated", "c2")
 			g.claim("again", "c4", "gpu-1")
@@ -86,29 +86,29 @@ func TestRestore(t *testing.T) {
 				g.group(uid, true)
 			}
 			g.claimState(kubeletClaim{"c1", "gone", []string{"p1"}, []string{"gpu-1"}}, kubeletClaim{"c2", "deallocated", []string{"p2"}, []string{"gpu-2"}}, kubeletClaim{"c3", "again", []string{"p3"}, []string{"gpu-3"}})
-		}, []string{"GPU-1: claim c1 expected [p1]", "GPU-2: claim c2 expected [p2]", "GPU-3: claim c3 expected [p3]"}},
+		}, []string{"GPU-1: claim c1 restored [p1]", "GPU-2: claim c2 restored [p2]", "GPU-3: claim c3 restored [p3]"}},
 		{"a GPU in two hands", func(g *rig) {
 			g.group("p1", true)
 			g.checkpoint("p1", "GPU-1")
 			g.claim("one", "c1", "gpu-1")
 			g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-1"}})
-		}, []string{"GPU-1: claim c1 expected [p2]", "GPU-1: limit GPU-1 expected [p1]"}},
+		}, []string{"GPU-1: claim c1 restored [p2]", "GPU-1: pod GPU-1 restored [p1]"}},
 		{"a device that is not there", func(g *rig) {
 			g.claim("one", "c1", "gpu-1", "gpu-9")
 			g.claimState(kubeletClaim{"c1", "one", nil, []string{"gpu-1", "gpu-9"}})
-		}, []string{"GPU-1: claim c1 expected []"}},
+		}, []string{"GPU-1: claim c1 restored []"}},
 		{"own records", func(g *rig) {
 			g.allocate("GPU-1")
 			g.prepare("c1", "one", "GPU-2", "p2")
 			g.claim("one", "c1", "gpu-2")
 			g.claimState(kubeletClaim{"c1", "one", []string{"p2", "p3"}, []string{"gpu-2"}})
-		}, []string{"GPU-1: limit GPU-1 held []", "GPU-2: claim c1 held [p2 p3]"}},
+		}, []string{"GPU-1: pod GPU-1 held []", "GPU-2: claim c1 held [p2 p3]"}},
 		{"a checkpoint that is older than the own record", func(g *rig) {
 			g.group("before", false)
 			g.checkpoint("before", "GPU-1")
 			must(g.t, os.Chtimes(podstate.DeviceCheckpointPath(g.dir), long, long))
 			g.allocate("GPU-1")
-		}, []string{"GPU-1: limit GPU-1 held []"}},
+		}, []string{"GPU-1: pod GPU-1 held []"}},
 		{"files that cannot be read", func(g *rig) {
 			g.replace(podstate.DeviceCheckpointPath(g.dir), []byte("{"))
 			g.replace(filepath.Join(g.dir, "dra_manager_state"), []byte("{"))
@@ -134,13 +134,13 @@ func TestRestoreOfLateGPU(t *testing.T) {
 	g.claimState(state...)
 	must(t, g.r.Restore(t.Context()))
 	g.run()
-	g.await("GPU-0: claim c1 expected [p1]")
+	g.await("GPU-0: claim c1 restored [p1]")
 	// kubelet has unprepared the other one meanwhile.
 	g.claimState(state[0])
 	g.setGPUs("GPU-0", "GPU-1")
-	g.await("GPU-0: claim c1 expected [p1]", "GPU-1: claim c1 expected [p1]")
+	g.await("GPU-0: claim c1 restored [p1]", "GPU-1: claim c1 restored [p1]")
 	g.setGPUs("GPU-0", "GPU-1", "GPU-2")
-	g.stays("GPU-0: claim c1 expected [p1]", "GPU-1: claim c1 expected [p1]")
+	g.stays("GPU-0: claim c1 restored [p1]", "GPU-1: claim c1 restored [p1]")
 }
 
 // fullDisk has no room for the first record.
@@ -177,11 +177,11 @@ func TestRestoreOfParts(t *testing.T) {
 		kubeletClaim{"c3", "all", []string{"p3"}, []string{"gpu-0"}},
 	)
 	must(t, g.r.Restore(t.Context()))
-	g.want("GPU-0: claim c3 expected [p3]", "GPU-1: claim c1 expected [p1]", "GPU-1: claim c2 expected [p2]")
+	g.want("GPU-0: claim c3 restored [p3]", "GPU-1: claim c1 restored [p1]", "GPU-1: claim c2 restored [p2]")
 	g.run()
-	g.stays("GPU-0: claim c3 expected [p3]", "GPU-1: claim c1 expected [p1]", "GPU-1: claim c2 expected [p2]")
+	g.stays("GPU-0: claim c3 restored [p3]", "GPU-1: claim c1 restored [p1]", "GPU-1: claim c2 restored [p2]")
 	g.change(func() { g.away = false })
-	g.await("GPU-0: claim c3 expected [p3]", "GPU-1: claim c1 expected [p1] has 4096Mi of 24576Mi", "GPU-1: claim c2 expected [p2] has 8192Mi of 24576Mi")
+	g.await("GPU-0: claim c3 restored [p3]", "GPU-1: claim c1 restored [p1] has 4096Mi of 24576Mi", "GPU-1: claim c2 restored [p2] has 8192Mi of 24576Mi")
 }
 
 // One hold that cannot be recorded must not keep the agent from holding the others, and is tried again.
@@ -194,7 +194,7 @@ func TestRestoreOnAFullDisk(t *testing.T) {
 	disk := &fullDisk{Ledger: g.book, err: fmt.Errorf("write record: %w", syscall.ENOSPC)}
 	g.r.Ledger = disk
 	must(t, g.r.Restore(t.Context()))
-	g.want("GPU-1: limit GPU-1 expected [p1]", "GPU-2: limit GPU-2 expected [p2]")
+	g.want("GPU-1: pod GPU-1 restored [p1]", "GPU-2: pod GPU-2 restored [p2]")
 	_, err := g.r.pass()
 	must(t, err)
 	if disk.recorded != 1 {
@@ -218,12 +218,12 @@ func TestRestoreOfLatePartition(t *testing.T) {
 	g.want()
 	g.run()
 	g.setGPUs("GPU-0:MIG-a")
-	g.await("GPU-0@0+1: limit MIG-a held [p1]")
+	g.await("GPU-0@0+1: pod MIG-a held [p1]")
 	// The second pod has ended meanwhile, and its partition is made again under another name.
 	g.noGroup("p2")
 	g.checkpoint("p1", "MIG-a", "p3", "MIG-c")
 	g.setGPUs("GPU-0:MIG-a,MIG-b,MIG-c")
-	g.await("GPU-0@0+1: limit MIG-a held [p1]", "GPU-0@2+1: limit MIG-c held [p3]")
+	g.await("GPU-0@0+1: pod MIG-a held [p1]", "GPU-0@2+1: pod MIG-c held [p3]")
 }
 
 // latePodHolds is a node of two limits whose partitions come late.
@@ -251,10 +251,10 @@ func TestRestoreOfLatePartitionIsTriedAgain(t *testing.T) {
 	g.stays()
 	// The limits do not wait for the claim.
 	g.checkpoint("p1", "MIG-a", "p2", "MIG-b")
-	limits := []string{"GPU-0@0+1: limit MIG-a held [p1]", "GPU-0@1+1: limit MIG-b held [p2]"}
+	limits := []string{"GPU-0@0+1: pod MIG-a held [p1]", "GPU-0@1+1: pod MIG-b held [p2]"}
 	g.await(limits...)
 	g.claimState(kubeletClaim{"c1", "one", []string{"p3"}, []string{"gpu-1"}})
-	g.await(append(limits, "GPU-1: claim c1 expected [p3]")...)
+	g.await(append(limits, "GPU-1: claim c1 restored [p3]")...)
 }
 
 // A hold that cannot be recorded is not forgotten, and neither are those after it.
@@ -265,7 +265,7 @@ func TestRestoreOfLatePartitionFails(t *testing.T) {
 	g.r.Ledger = disk
 	g.run()
 	g.setGPUs("GPU-0:MIG-a,MIG-b")
-	g.await("GPU-0@0+1: limit MIG-a held [p1]", "GPU-0@1+1: limit MIG-b held [p2]")
+	g.await("GPU-0@0+1: pod MIG-a held [p1]", "GPU-0@1+1: pod MIG-b held [p2]")
 }
 
 // brokenDisk records nothing at first.
@@ -292,7 +292,7 @@ func TestRestoreOfUsedLatePartition(t *testing.T) {
 	g.checkpoint("p2", "MIG-b")
 	g.run()
 	g.setGPUs("GPU-0:MIG-a,MIG-b")
-	g.await("GPU-0@0+1: limit MIG-a expected []", "GPU-0@1+1: limit MIG-b held [p2]")
+	g.await("GPU-0@0+1: pod MIG-a restored []", "GPU-0@1+1: pod MIG-b held [p2]")
 }
 
 // A limit of a partition is identified by what kubelet says of its own resource.
@@ -306,7 +306,7 @@ func TestIdentifyByResource(t *testing.T) {
 	g.allocate("MIG-b")
 	g.checkpoint("p1", "MIG-a", "p2", "MIG-b")
 	g.run()
-	g.await("GPU-0@0+1: limit MIG-a held []", "GPU-0@1+1: limit MIG-b held [p2]")
+	g.await("GPU-0@0+1: pod MIG-a held []", "GPU-0@1+1: pod MIG-b held [p2]")
 }
 
 // What kubelet remembers to hand to the runtime is told before either API is served.

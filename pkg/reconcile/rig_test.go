@@ -329,7 +329,7 @@ func (g *rig) claimState(claims ...kubeletClaim) {
 	g.replace(filepath.Join(g.dir, "dra_manager_state"), data)
 }
 
-// holds describes every hold: "GPU-1: claim c1 expected [p1]", and who has a part: "... has 4096Mi of 24576Mi".
+// holds describes every hold: "GPU-1: claim c1 restored [p1]", and who has a part: "... has 4096Mi of 24576Mi".
 func (g *rig) holds() []string {
 	described := []string{}
 	for _, h := range g.book.Holds() {
