@@ -25,18 +25,36 @@ const (
 	probeRetryMost  = time.Minute
 )
 
-// probe asks the API server, by a slice that is never stored, which fields it keeps. A server of 1.34 that keeps counters wants
-// them otherwise than we have them, all in one slice, and refuses the question.
-func (d *Driver) probe(ctx context.Context) (Capabilities, error) {
-	kept, err := d.probeWith(ctx, []resourceapi.DeviceCounterConsumption{{
+// probe records which fields the API server keeps, and returns false if it does not answer. Until it does, devices are withdrawn by
+// omission, which every version understands. A server of 1.34 with the feature DRAPartitionableDevices refuses counters in a slice
+// of their own, so that probe is invalid.
+func (p *publisher) probe(ctx context.Context) bool {
+	kept, err := p.probeWith(ctx, []resourceapi.DeviceCounterConsumption{{
 		CounterSet: "probe", Counters: map[string]resourceapi.Counter{"probe": {Value: *resource.NewQuantity(1, resource.BinarySI)}},
 	}})
 	if apierrors.IsInvalid(err) {
-		kept, err = d.probeWith(ctx, nil)
+		kept, err = p.probeWith(ctx, nil)
 	}
-	return kept, err
+	if err != nil {
+		if ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "Withdrawing devices by omitting them for now")
+		}
+		return false
+	}
+	if !kept.Taints {
+		klog.FromContext(ctx).Info("The API server drops device taints, withdrawing devices by omitting them")
+	}
+	if p.Strict && !kept.BindingConditions {
+		klog.FromContext(ctx).Info("The API server drops binding conditions, strict has no effect (it needs Kubernetes 1.36)")
+	}
+	p.mu.Lock()
+	p.capabilities, p.dropsFields = &kept, false
+	p.mu.Unlock()
+	p.capabilitiesChanged.Notify()
+	return true
 }
 
+// probeWith creates a slice in a dry run, which the API server returns without the fields that it drops.
 func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.DeviceCounterConsumption) (Capabilities, error) {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
@@ -57,7 +75,7 @@ func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.Device
 	}
 	stored, err := d.KubeClient.ResourceV1().ResourceSlices().Create(ctx, probe, metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
 	if err != nil {
-		return Capabilities{}, fmt.Errorf("ask the API server which fields of devices it keeps: %w", err)
+		return Capabilities{}, fmt.Errorf("probe which device fields the API server keeps: %w", err)
 	}
 	if len(stored.Spec.Devices) != 1 {
 		return Capabilities{}, nil
@@ -69,38 +87,14 @@ func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.Device
 	}, nil
 }
 
-// learnCapabilities asks until there is an answer, and hands it to learnt. Until then GPUs are withdrawn by leaving them out,
-// which every version understands.
-func (d *Driver) learnCapabilities(ctx context.Context, learnt func(Capabilities)) {
-	for wait := probeRetryFirst; ; wait = min(2*wait, probeRetryMost) {
-		kept, err := d.probe(ctx)
-		switch {
-		case err == nil:
-			if !kept.Taints {
-				klog.FromContext(ctx).Info("The API server drops device taints, GPUs are withdrawn by leaving them out of their slice")
-			}
-			if d.Strict && !kept.BindingConditions {
-				klog.FromContext(ctx).Info("The API server drops binding conditions, Strict has no effect (it needs Kubernetes 1.36)")
-			}
-			learnt(kept)
-			return
-		case ctx.Err() == nil:
-			klog.FromContext(ctx).Error(err, "Withdrawing GPUs by leaving them out of their slice for now")
-		}
-		if !pause(ctx, wait) {
-			return
-		}
-	}
-}
+// missingCounters reports once that the API server drops the counters of dynamic GPUs.
+type missingCounters struct{ reported bool }
 
-// missingCounters tells, once, that GPUs which should be partitioned on demand cannot be.
-type missingCounters struct{ said bool }
-
-func (m *missingCounters) say(ctx context.Context, d *Driver, gpus []string, kept Capabilities) {
-	if m.said || len(gpus) == 0 || kept.Counters || d.PublishNothing {
+func (m *missingCounters) report(ctx context.Context, d *Driver, gpus []string, kept Capabilities) {
+	if m.reported || len(gpus) == 0 || kept.Counters || d.PublishNothing {
 		return
 	}
-	m.said = true
+	m.reported = true
 	klog.FromContext(ctx).Info("The API server drops shared counters, GPUs are not partitioned on demand", "devices", gpus)
 	d.Recorder.Eventf(d.nodeRef, corev1.EventTypeWarning, "NoPartitionsOnDemand",
 		"%s should be partitioned on demand, for which the API server must keep shared counters (Kubernetes 1.36 or newer, feature gate DRAPartitionableDevices): "+

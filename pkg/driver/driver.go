@@ -21,6 +21,7 @@ import (
 	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
@@ -159,8 +160,8 @@ type Driver struct {
 	metrics    *metrics
 	conditions *conditions
 	nodeRef    *corev1.ObjectReference
-	// refresh asks the publisher to publish again even if nothing changed.
-	refresh chan struct{}
+	// kubeletRegistered makes the publisher compare with the API server again.
+	kubeletRegistered broadcast.Signal
 	// probeAgain is how long after it has dropped something the API server is asked again what it keeps.
 	probeAgain time.Duration
 
@@ -194,7 +195,6 @@ func New(c Config) (*Driver, error) {
 		metrics: m, conditions: newConditions(c),
 		// The UID of events on nodes is the node's name, by kubelet's convention: that is what `kubectl describe` selects.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: nodeEventUID(c.NodeName)},
-		refresh: make(chan struct{}, 1),
 
 		probeAgain: defaultProbeAgain,
 	}, nil

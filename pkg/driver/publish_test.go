@@ -234,3 +234,41 @@ func TestRestartWritesNothing(t *testing.T) {
 		t.Errorf("%d writes", n)
 	}
 }
+
+// On a new node the scheduler sees the GPUs before the library's slice controller has started, which takes a second. The controller
+// finds the slices as it would have written them, and an update of them is its own.
+func TestPublishedSoonAfterStart(t *testing.T) {
+	r := newRig(t, threeGPUs())
+	start := time.Now()
+	r.run()
+	r.awaitPools(map[string]string{"": "gpu-0", "/gpu-01": "8 slices 26 devices", "/gpu-02": "8 slices 26 devices"})
+	if took := time.Since(start); took > 700*time.Millisecond {
+		t.Errorf("published %v after the start", took)
+	} else {
+		t.Logf("published %v after the start", took)
+	}
+	startKubelet(t, r.dir, "gpu.nvidia.com")
+	eventually(t, "Ready", r.driver.Ready)
+	if writes, stored := r.api.writeCount(), len(r.api.slices()); writes != stored {
+		t.Errorf("%d writes for %d slices", writes, stored)
+	}
+	r.takeByPod(0, nil)
+	r.awaitPools(map[string]string{"": "gpu-0!held-by-pod", "/gpu-01": "8 slices 26 devices", "/gpu-02": "8 slices 26 devices"})
+}
+
+// A pool that could not be created before the slice controller started is created by it.
+func TestControllerCreatesWhatFailedAtStart(t *testing.T) {
+	r := newRig(t, machine(2))
+	r.api.failWrites = apierrors.NewServiceUnavailable("not now")
+	r.run()
+	startKubelet(t, r.dir, "gpu.nvidia.com")
+	eventually(t, "an error", func() error {
+		if r.metric("tandem_publish_errors_total") == 0 {
+			return errors.New("no error counted")
+		}
+		return nil
+	})
+	r.api.set(func() { r.api.failWrites = nil })
+	r.awaitPublished(names(2, nil))
+	eventually(t, "Ready", r.driver.Ready)
+}

@@ -6,11 +6,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
@@ -18,208 +20,166 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/workqueue"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 
-	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
-// claimsPatience is how long GPUs wait after a start to go to another pool, if nobody says which claims have devices from the one
-// they are in.
-const claimsPatience = 30 * time.Second
+// allocationsTimeout is how long after a start a GPU stays in its pool if the controller does not report which claims are
+// allocated from it (TestPoolsStayUntilClaimsAreKnown).
+const allocationsTimeout = 30 * time.Second
 
-// publisher keeps the node's ResourceSlices as inventory and ledger want them. It drives the library's slice controller
-// itself, not through the helper, whose controller waits 30 s before it repairs what kubelet wiped and never notices that the
-// node object was replaced.
+// publisher keeps the node's ResourceSlices equal to what inventory, ledger and allocations require: run builds the pools (Offer),
+// compares them with those it wrote last, and hands changes to the slice controller of k8s.io/dynamic-resource-allocation, which
+// compares with the API server, writes, and repairs what another process changes.
+//
+// It starts that controller itself, not through kubeletplugin.Helper.PublishResources: the helper's controller waits 30 s before
+// it repairs slices that kubelet removed (TestRepublishAfterKubeletRestart), and does not notice that the node object was replaced
+// (TestSlicesFollowTheNodeObject).
 type publisher struct {
 	*Driver
-	// wake is signalled when something below changed.
-	wake chan struct{}
 
-	mu      sync.Mutex
-	nodeUID types.UID
-	// kept is what the API server is known to keep; nil until it has answered.
-	kept *Capabilities
-	// dropped is set once it was seen to drop one, until it was asked again.
-	dropped bool
-	// dropping is signalled when it is.
-	dropping chan struct{}
+	mu sync.Mutex
+	// capabilities of the API server; nil until it answered the first probe.
+	capabilities *Capabilities
+	// dropsFields is set once the API server dropped a field that it should keep, until the next probe.
+	dropsFields         bool
+	capabilitiesChanged broadcast.Signal
+	fieldsDropped       broadcast.Signal
 }
 
-func newPublisher(d *Driver) *publisher {
-	return &publisher{Driver: d, wake: make(chan struct{}, 1), dropping: make(chan struct{}, 1)}
-}
+func newPublisher(d *Driver) *publisher { return &publisher{Driver: d} }
 
-// run publishes until ctx is done. Failures are retried and show in Ready.
+// run publishes until ctx is done. Failures are retried; Ready reports them.
 func (p *publisher) run(ctx context.Context) error {
+	existing, ok := p.listSlices(ctx)
+	if !ok {
+		return nil
+	}
+	probed := p.PublishNothing || p.probe(ctx)
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
-		p.followNode(ctx)
+		p.followCapabilities(ctx, probed)
 		return nil
 	})
 	group.Go(func() error {
-		if !p.PublishNothing {
-			p.followCapabilities(ctx)
-		}
-		return nil
-	})
-	group.Go(func() error {
-		p.publish(ctx)
+		p.publish(ctx, existing)
 		return nil
 	})
 	return group.Wait()
 }
 
-// followCapabilities asks what the API server keeps, and again, slowly, after it has dropped it: while a control plane is
-// upgraded, its servers are of two versions.
-func (p *publisher) followCapabilities(ctx context.Context) {
+// publish builds, compares and writes after each change, until ctx is done.
+func (p *publisher) publish(ctx context.Context, existing []resourceapi.ResourceSlice) {
+	offer := Offer{NodeName: p.NodeName, ReturnDelay: p.ReturnDelay, Offered: p.OfferedToClaims, Strict: p.Strict}
+	offer.Found(existing)
+	writer := sliceWriter{publisher: p, existing: existing}
+	defer writer.stop()
+	var (
+		excludedBefore []excluded
+		missing        missingCounters
+		allocationsDue = time.Now().Add(allocationsTimeout)
+		node           types.UID
+	)
 	for {
-		p.learnCapabilities(ctx, func(kept Capabilities) { p.set(func() { p.kept, p.dropped = &kept, false }) })
-		select {
-		case <-ctx.Done():
-			return
-		case <-p.dropping:
+		changed := p.changes()
+		node = p.nodeUID(ctx, node)
+		kept, known := p.keptFields()
+		facts := Facts{Inventory: p.Inventory.Inventory(), Holds: p.Ledger.Holds(), Kept: kept, Now: time.Now()}
+		if p.Allocations != nil {
+			facts.Claims = p.Allocations.Claims()
+			facts.ClaimsLate = !p.Allocations.Synced() && facts.Now.Before(allocationsDue)
 		}
-		if !pause(ctx, p.probeAgain) {
+		dynamic := dynamicGPUs(facts.Inventory)
+		var next time.Time
+		// Without the answer a dynamic GPU would go to the node pool, and back a moment later.
+		if known || len(dynamic) == 0 || p.PublishNothing {
+			built := offer.look(facts)
+			if !slices.Equal(excludedBefore, built.left) {
+				excludedBefore = built.left
+				for _, e := range built.left {
+					klog.FromContext(ctx).Info("A device is not published", "device", e.device, "reason", e.reason)
+				}
+			}
+			p.metrics.countDevices(built.counts)
+			writer.write(ctx, node, built.pools)
+			missing.report(ctx, p.Driver, dynamic, kept)
+			next = built.next
+			if facts.ClaimsLate {
+				next = earlier(next, allocationsDue)
+			}
+		}
+		if again, ok := changed.wait(ctx, next); !ok {
 			return
+		} else if again {
+			writer.written = nil
 		}
 	}
 }
 
-// set changes what publish depends on.
-func (p *publisher) set(change func()) {
-	p.mu.Lock()
-	change()
-	p.mu.Unlock()
-	signal(p.wake)
+// changes are closed when something changes that publish depends on. They are taken before it is read.
+type changes struct {
+	node, inventory, ledger, allocations, capabilities, registration <-chan struct{}
 }
 
-// signal wakes whoever waits for the channel, now or next.
-func signal(channel chan struct{}) {
+func (p *publisher) changes() changes {
+	c := changes{
+		inventory: p.Inventory.Changed(), ledger: p.Ledger.Changed(),
+		capabilities: p.capabilitiesChanged.Changed(), registration: p.kubeletRegistered.Changed(),
+	}
+	if p.Node != nil {
+		c.node = p.Node.Changed()
+	}
+	if p.Allocations != nil {
+		c.allocations = p.Allocations.Changed()
+	}
+	return c
+}
+
+// wait returns at the next change or at the given time (zero: never); ok is false when ctx is done. again is true after a
+// registration: a kubelet that starts removes all slices of its node before it registers drivers.
+func (c changes) wait(ctx context.Context, next time.Time) (again, ok bool) {
+	var due <-chan time.Time
+	if !next.IsZero() {
+		timer := time.NewTimer(time.Until(next))
+		defer timer.Stop()
+		due = timer.C
+	}
 	select {
-	case channel <- struct{}{}:
-	default: // one is waiting already
+	case <-ctx.Done():
+	case <-c.node:
+	case <-c.inventory:
+	case <-c.ledger:
+	case <-c.allocations:
+	case <-c.capabilities:
+	case <-due:
+	case <-c.registration:
+		again = true
 	}
+	return again, ctx.Err() == nil
 }
 
-// followNode keeps up with the UID of the node's object until ctx is done. A node that is deleted and registered again is
-// another owner: what belonged to the old one is garbage-collected.
-func (p *publisher) followNode(ctx context.Context) {
-	for p.Node != nil && ctx.Err() == nil {
-		changed := p.Node.Changed()
-		p.nodeChanged(ctx, p.Node.UID())
-		select {
-		case <-ctx.Done():
-		case <-changed:
-		}
+// nodeUID returns the UID of the node object, which owns the slices; empty while there is none. A node object that is deleted and
+// created again is another owner: the garbage collector removes the slices of the first one.
+func (p *publisher) nodeUID(ctx context.Context, before types.UID) types.UID {
+	if p.Node == nil {
+		return ""
 	}
-}
-
-func (p *publisher) nodeChanged(ctx context.Context, uid types.UID) {
-	p.mu.Lock()
-	before := p.nodeUID
-	p.mu.Unlock()
-	if uid == before {
-		return
-	}
-	if before != "" {
+	uid := p.Node.UID()
+	if before != "" && uid != before {
 		klog.FromContext(ctx).Info("The node object was replaced, its slices get a new owner", "node", p.NodeName, "nodeUID", uid)
 	}
 	p.Driver.mu.Lock()
 	p.nodeKnown = uid != ""
 	p.Driver.mu.Unlock()
-	p.set(func() { p.nodeUID = uid })
+	return uid
 }
 
-// publish is the loop: look at everything, tell the controller, wait for a change.
-func (p *publisher) publish(ctx context.Context) {
-	var (
-		running sliceController
-		left    []excluded
-		missing missingCounters
-	)
-	patience := time.Now().Add(claimsPatience)
-	offer := Offer{NodeName: p.NodeName, ReturnDelay: p.ReturnDelay, Offered: p.OfferedToClaims, Strict: p.Strict}
-	if !p.findPublished(ctx, &offer) {
-		return
-	}
-	defer func() { running.stop() }()
-	for {
-		inventoryChanged, ledgerChanged, claimsChanged := p.Inventory.Changed(), p.Ledger.Changed(), p.claimsChanged()
-		uid, kept, known := p.conditions()
-
-		facts := Facts{Inventory: p.Inventory.Inventory(), Holds: p.Ledger.Holds(), Claims: p.claims(), Kept: kept, Now: time.Now()}
-		facts.ClaimsLate = p.Allocations != nil && !p.Allocations.Synced() && facts.Now.Before(patience)
-		dynamic := dynamicGPUs(facts.Inventory)
-		var next time.Time
-		// A GPU that is partitioned on demand must not go from one pool to the other and back for want of an answer. Who
-		// publishes nothing does not ask.
-		if known || len(dynamic) == 0 || p.PublishNothing {
-			look := offer.look(facts)
-			if !slices.Equal(left, look.left) {
-				left = look.left
-				logExcluded(ctx, left)
-			}
-			p.metrics.countDevices(look.counts)
-			running.update(ctx, p, uid, look.pools)
-			missing.say(ctx, p.Driver, dynamic, kept)
-			next = look.next
-			if facts.ClaimsLate {
-				next = earlier(next, patience)
-			}
-		}
-
-		timer := newTimer(next)
-		select {
-		case <-ctx.Done():
-		case <-inventoryChanged:
-		case <-ledgerChanged:
-		case <-claimsChanged:
-		case <-p.wake:
-		case <-p.refresh:
-			running.again()
-		case <-timer.C:
-		}
-		timer.Stop()
-		if ctx.Err() != nil {
-			return
-		}
-	}
-}
-
-// conditions are what publish depends on besides inventory and ledger. known is false until the API server has said what it
-// keeps.
-func (p *publisher) conditions() (node types.UID, kept Capabilities, known bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	known = p.kept != nil
-	if known {
-		kept = *p.kept
-	}
-	if p.dropped {
-		kept.Taints, kept.Counters = false, false
-	}
-	return p.nodeUID, kept, known
-}
-
-func (p *publisher) claims() []v1alpha1.AllocatedClaim {
-	if p.Allocations == nil {
-		return nil
-	}
-	return p.Allocations.Claims()
-}
-
-func (p *publisher) claimsChanged() <-chan struct{} {
-	if p.Allocations == nil {
-		return nil
-	}
-	return p.Allocations.Changed()
-}
-
-// findPublished tells offer what earlier agents have published. Without an API server there is nothing to do anyway. It returns
-// false when ctx is done.
-func (p *publisher) findPublished(ctx context.Context, offer *Offer) bool {
+// listSlices returns the slices that earlier agents published. It retries until ctx is done, and returns false then.
+func (p *publisher) listSlices(ctx context.Context) ([]resourceapi.ResourceSlice, bool) {
 	for wait := probeRetryFirst; ; wait = min(2*wait, probeRetryMost) {
 		limited, cancel := context.WithTimeout(ctx, probeTimeout)
 		found, err := p.KubeClient.ResourceV1().ResourceSlices().List(limited, metav1.ListOptions{FieldSelector: fields.Set{
@@ -227,107 +187,158 @@ func (p *publisher) findPublished(ctx context.Context, offer *Offer) bool {
 		}.String()})
 		cancel()
 		if err == nil {
-			offer.Found(found.Items)
-			return true
+			return found.Items, true
 		}
-		p.publishFailed(ctx, err, "list the slices that are there")
+		p.publishFailed(ctx, err, "list the node's slices")
 		if !pause(ctx, wait) {
-			return false
+			return nil, false
 		}
 	}
 }
 
-func logExcluded(ctx context.Context, left []excluded) {
-	for _, e := range left {
-		klog.FromContext(ctx).Info("A device is not published", "device", e.device, "reason", e.reason)
+// keptFields returns which fields the API server keeps; known is false until it answered the first probe.
+func (p *publisher) keptFields() (kept Capabilities, known bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.capabilities != nil {
+		kept, known = *p.capabilities, true
+	}
+	if p.dropsFields {
+		kept.Taints, kept.Counters = false, false
+	}
+	return kept, known
+}
+
+// followCapabilities probes until the API server answers, and again some time after it dropped a field: while a control plane is
+// upgraded, its servers have different versions (TestTaintsAreTriedAgain).
+func (p *publisher) followCapabilities(ctx context.Context, probed bool) {
+	for {
+		dropped := p.fieldsDropped.Changed()
+		for wait := probeRetryFirst; !probed; wait = min(2*wait, probeRetryMost) {
+			if !pause(ctx, wait) {
+				return
+			}
+			probed = p.probe(ctx)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-dropped:
+		}
+		if !pause(ctx, p.probeAgain) {
+			return
+		}
+		probed = p.probe(ctx)
 	}
 }
 
-// newTimer fires at a moment, and for zero never in practice.
-func newTimer(at time.Time) *time.Timer {
-	if at.IsZero() {
-		return time.NewTimer(24 * time.Hour)
-	}
-	return time.NewTimer(time.Until(at))
-}
-
-// sliceController is the library's controller for one owner.
-type sliceController struct {
+// sliceWriter writes the pools of one owner. After the start it uses the library's slice controller.
+type sliceWriter struct {
+	*publisher
+	// existing are the slices that earlier agents published. Only the first write uses them.
+	existing   []resourceapi.ResourceSlice
+	started    bool
 	controller *resourceslice.Controller
 	owner      types.UID
-	desired    map[string]resourceslice.Pool
+	// written is what the controller was given last; nil makes the next write compare with the API server again.
+	written map[string]resourceslice.Pool
 }
 
-// update makes desired the wish of a controller for this owner. Without an owner (no node object) nothing is published:
-// the garbage collector would take it away again at once.
-func (c *sliceController) update(ctx context.Context, p *publisher, owner types.UID, desired map[string]resourceslice.Pool) {
-	if owner != c.owner {
-		c.stop()
+// write makes pools the content of the API server. Without an owner it publishes nothing: the garbage collector would remove it.
+func (w *sliceWriter) write(ctx context.Context, owner types.UID, pools map[string]resourceslice.Pool) {
+	if owner != w.owner {
+		w.stop()
+	}
+	if w.PublishNothing {
+		pools = map[string]resourceslice.Pool{} // the controller removes the existing slices
 	}
 	switch {
 	case owner == "":
-		return
-	case c.controller == nil:
-		c.owner, c.desired = owner, desired
-		c.controller = p.startController(ctx, owner, p.resources(desired))
-	case !apiequality.Semantic.DeepEqual(c.desired, desired):
-		c.desired = desired
-		c.controller.Update(ptr.To(p.resources(desired)))
+	case w.controller == nil:
+		if !w.started {
+			w.started = true
+			w.createMissing(ctx, owner, pools)
+		}
+		w.owner, w.written = owner, pools
+		w.controller = w.startController(ctx, owner, pools)
+	case w.written == nil || !apiequality.Semantic.DeepEqual(w.written, pools):
+		w.written = pools
+		w.controller.Update(&resourceslice.DriverResources{Pools: pools})
 	}
 }
 
-// again makes the controller compare with the API server even though nothing changed here.
-func (c *sliceController) again() { c.desired = nil }
-
-func (c *sliceController) stop() {
-	c.controller.Stop()
-	*c = sliceController{}
+func (w *sliceWriter) stop() {
+	w.controller.Stop()
+	w.controller, w.owner, w.written = nil, "", nil
 }
 
-func (p *publisher) resources(desired map[string]resourceslice.Pool) resourceslice.DriverResources {
-	if p.PublishNothing {
-		return resourceslice.DriverResources{} // the controller removes what is there
+// createMissing creates the pools of which no slice exists, before the slice controller starts. StartController first waits for
+// its informer in a loop of one second (initInformer), and has no option for that: the scheduler would see the GPUs of a new node
+// 1.1 s after the agent's start (TestPublishedSoonAfterStart). Slices get the names and numbers that the controller gives them
+// (resourceslice.Pool.Slices), so it finds them unchanged. It retries what fails here, and deletes the duplicates that it would
+// create if its informer were more than that second behind. Pools that exist are left to it: only it can update them atomically.
+func (w *sliceWriter) createMissing(ctx context.Context, owner types.UID, pools map[string]resourceslice.Pool) {
+	for _, name := range slices.Sorted(maps.Keys(pools)) {
+		if slices.ContainsFunc(w.existing, func(s resourceapi.ResourceSlice) bool { return s.Spec.Pool.Name == name }) {
+			continue
+		}
+		for i, slice := range pools[name].Slices {
+			object := &resourceapi.ResourceSlice{
+				ObjectMeta: metav1.ObjectMeta{
+					GenerateName:    fmt.Sprintf("%05x-%s-%s-", i, w.DriverName, w.NodeName),
+					OwnerReferences: []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: w.NodeName, UID: owner, Controller: ptr.To(true)}},
+				},
+				Spec: resourceapi.ResourceSliceSpec{
+					Driver: w.DriverName, NodeName: &w.NodeName, Devices: slice.Devices, SharedCounters: slice.SharedCounters,
+					Pool: resourceapi.ResourcePool{Name: name, Generation: 1, ResourceSliceCount: int64(len(pools[name].Slices))},
+				},
+			}
+			if _, err := w.KubeClient.ResourceV1().ResourceSlices().Create(ctx, object, metav1.CreateOptions{}); err != nil {
+				w.publishFailed(ctx, err, "create slices")
+				return
+			}
+		}
 	}
-	return resourceslice.DriverResources{Pools: desired}
 }
 
-// startController returns nil if ctx ends before the controller has seen the slices that exist. It takes at least a second,
-// which the library waits in one piece.
-func (p *publisher) startController(ctx context.Context, owner types.UID, resources resourceslice.DriverResources) *resourceslice.Controller {
+// startController returns nil if ctx ends before the controller listed the existing slices.
+func (w *sliceWriter) startController(ctx context.Context, owner types.UID, pools map[string]resourceslice.Pool) *resourceslice.Controller {
 	ctx = klog.NewContext(ctx, klog.LoggerWithName(klog.FromContext(ctx), "slices"))
 	controller, err := resourceslice.StartController(ctx, resourceslice.Options{
-		DriverName:   p.DriverName,
-		KubeClient:   p.KubeClient,
-		Owner:        &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: p.NodeName, UID: owner},
-		Resources:    &resources,
-		Queue:        newSyncQueue(p.synced),
+		DriverName:   w.DriverName,
+		KubeClient:   w.KubeClient,
+		Owner:        &resourceslice.Owner{APIVersion: "v1", Kind: "Node", Name: w.NodeName, UID: owner},
+		Resources:    &resourceslice.DriverResources{Pools: pools},
+		Queue:        newSyncQueue(w.setPublished),
 		SyncDelay:    ptr.To(repairDelay),
-		ErrorHandler: p.publishFailed,
+		ErrorHandler: w.publishFailed,
 	})
 	if err != nil {
 		if ctx.Err() == nil {
-			p.publishFailed(ctx, err, "start controller")
+			w.publishFailed(ctx, err, "start controller")
 		}
 		return nil
 	}
 	return controller
 }
 
-// synced is called when the API server has what it should have.
-func (p *publisher) synced() {
+// setPublished is called when the API server has all pools.
+func (p *publisher) setPublished() {
 	p.Driver.mu.Lock()
 	defer p.Driver.mu.Unlock()
 	p.published, p.publishError = true, nil
 }
 
-// publishFailed is called by the controller, which retries by itself.
+// publishFailed reports an error of a write, which is retried. The slice controller calls it.
 func (p *publisher) publishFailed(ctx context.Context, err error, msg string) {
-	var dropped *resourceslice.DroppedFieldsError
-	if errors.As(err, &dropped) {
-		// The controller has made its peace with the slice as stored, which offers GPUs that are held.
-		klog.FromContext(ctx).Info("The API server dropped fields, withdrawing GPUs by leaving them out of their slice", "features", dropped.DisabledFeatures())
-		p.set(func() { p.dropped = true })
-		signal(p.dropping)
+	if dropped, ok := errors.AsType[*resourceslice.DroppedFieldsError](err); ok {
+		// The controller accepts the slice as stored, which may offer devices that are held.
+		klog.FromContext(ctx).Info("The API server dropped fields, withdrawing devices by omitting them", "features", dropped.DisabledFeatures())
+		p.mu.Lock()
+		p.dropsFields = true
+		p.mu.Unlock()
+		p.capabilitiesChanged.Notify()
+		p.fieldsDropped.Notify()
 		return
 	}
 	p.metrics.publishErrors.Inc()
@@ -335,9 +346,89 @@ func (p *publisher) publishFailed(ctx context.Context, err error, msg string) {
 	p.publishError = fmt.Errorf("%s: %w", msg, err)
 	p.Driver.mu.Unlock()
 	if apierrors.IsInvalid(err) {
-		p.Recorder.Eventf(p.nodeRef, corev1.EventTypeWarning, "InvalidResourceSlice", "the API server refuses the node's ResourceSlices: %v", err)
+		p.Recorder.Eventf(p.nodeRef, corev1.EventTypeWarning, "InvalidResourceSlice",
+			"the API server refuses the ResourceSlices of node %s: %v", p.NodeName, err)
 	}
 	if ctx.Err() == nil {
 		klog.FromContext(ctx).Error(err, "Cannot publish ResourceSlices, trying again", "message", msg)
 	}
+}
+
+const (
+	// repairDelay is how long after the last event on a slice the controller compares a pool with the API server. The library's
+	// default is 30 s. A removal of several slices should be seen whole; a restart of kubelet should not be noticed
+	// (TestManyPoolsAreBackSoon).
+	repairDelay = 100 * time.Millisecond
+
+	// A process that keeps changing our slices (an agent with this node's name) gets at most repairBurst answers at once
+	// (TestRepairsOfOnePoolDoNotDelayOthers).
+	repairBurst       = 10
+	repairInterval    = 2 * time.Second
+	limitedRepairWait = 3 * time.Second
+
+	// A failed write is retried between these delays. The library's default grows to 1000 s, and a GPU that a pod took while the
+	// API server was away would be offered for so long after its return (TestRetriesStayFrequent).
+	firstRetry = 100 * time.Millisecond
+	lastRetry  = 20 * time.Second
+)
+
+func newRetries() workqueue.TypedRateLimiter[string] {
+	return workqueue.NewTypedItemExponentialFailureRateLimiter[string](firstRetry, lastRetry)
+}
+
+// syncQueue is the slice controller's queue of pools. It reports when all are written (TestReadyWhenAllPoolsArePublished), which the
+// controller does not, and limits repairs.
+type syncQueue struct {
+	workqueue.TypedRateLimitingInterface[string]
+	synced func()
+
+	mu sync.Mutex
+	// failed pools wait for a retry.
+	failed  map[string]bool
+	repairs map[string]*rate.Limiter
+}
+
+func newSyncQueue(synced func()) *syncQueue {
+	return &syncQueue{
+		TypedRateLimitingInterface: workqueue.NewTypedRateLimitingQueueWithConfig(
+			newRetries(), workqueue.TypedRateLimitingQueueConfig[string]{Name: "node_resource_slices"}),
+		synced: synced, failed: map[string]bool{}, repairs: map[string]*rate.Limiter{},
+	}
+}
+
+// Forget is called after a pool was written.
+func (q *syncQueue) Forget(pool string) {
+	q.TypedRateLimitingInterface.Forget(pool)
+	q.mu.Lock()
+	delete(q.failed, pool)
+	done := len(q.failed) == 0 && q.Len() == 0
+	q.mu.Unlock()
+	if done {
+		q.synced()
+	}
+}
+
+// AddRateLimited is called after a failure.
+func (q *syncQueue) AddRateLimited(pool string) {
+	q.mu.Lock()
+	q.failed[pool] = true
+	q.mu.Unlock()
+	q.TypedRateLimitingInterface.AddRateLimited(pool)
+}
+
+// AddAfter is called with repairDelay after each event on a slice, also after those of the controller's own writes.
+func (q *syncQueue) AddAfter(pool string, delay time.Duration) {
+	if delay == repairDelay && !q.repair(pool) {
+		delay = limitedRepairWait
+	}
+	q.TypedRateLimitingInterface.AddAfter(pool, delay)
+}
+
+func (q *syncQueue) repair(pool string) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.repairs[pool] == nil {
+		q.repairs[pool] = rate.NewLimiter(rate.Every(repairInterval), repairBurst)
+	}
+	return q.repairs[pool].Allow()
 }

@@ -4,8 +4,10 @@ package driver
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"net"
 	"strings"
 	"sync"
 	"time"
@@ -21,6 +23,8 @@ import (
 	drapbv1 "k8s.io/kubelet/pkg/apis/dra/v1"
 	drapbv1beta1 "k8s.io/kubelet/pkg/apis/dra/v1beta1"
 	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 // errSocketLost means that somebody removed one of our sockets; kubelet has dropped the driver or soon will.
@@ -40,7 +44,8 @@ type session struct {
 func (d *Driver) serve(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	s := &session{Driver: d, ctx: ctx, cancel: cancel, sockets: &sockets{}}
+	s := &session{Driver: d, ctx: ctx, cancel: cancel}
+	s.sockets = &sockets{calls: &s.calls}
 	d.resetRegistration()
 	// The helper stops as soon as its context ends, with calls in flight; stopping is ours.
 	helper, err := kubeletplugin.Start(context.WithoutCancel(ctx), s,
@@ -161,7 +166,7 @@ func (s *session) registrationChanged(ctx context.Context, status *registerapi.R
 	}
 	s.metrics.registrations.Inc()
 	klog.FromContext(ctx).Info("kubelet registered the driver", "driverName", s.DriverName)
-	signal(s.refresh)
+	s.kubeletRegistered.Notify()
 }
 
 // PrepareResourceClaims is called by the helper, see kubeletplugin.DRAPlugin, and by simulations. Idempotent; safe for
@@ -190,13 +195,15 @@ func (s *session) WatchHealthStatus(context.Context, chan<- kubeletplugin.Device
 	return kubeletplugin.ErrHealthNotSupported
 }
 
-// callGate knows the calls in flight: the helper's Stop does not wait for handlers.
+// callGate counts the calls in flight. The helper's Stop waits neither for handlers nor for answers that gRPC has not written to
+// the socket yet (TestStopFinishesWaitingCallsAndLeavesNothing, TestStopDoesNotSleep).
 type callGate struct {
-	mu     sync.Mutex
-	closed bool
-	calls  sync.WaitGroup
-	// left is when one of them last was done.
-	left time.Time
+	mu       sync.Mutex
+	closed   bool
+	handlers sync.WaitGroup
+	// streams counts kubelet's calls without a complete answer on the socket; answered is notified when it becomes zero.
+	streams  int
+	answered broadcast.Signal
 }
 
 func (g *callGate) enter() bool {
@@ -205,31 +212,144 @@ func (g *callGate) enter() bool {
 	if g.closed {
 		return false
 	}
-	g.calls.Add(1)
+	g.handlers.Add(1)
 	return true
 }
 
-func (g *callGate) leave() {
+func (g *callGate) leave() { g.handlers.Done() }
+
+func (g *callGate) countStreams(difference int) {
 	g.mu.Lock()
-	g.left = time.Now()
-	g.mu.Unlock()
-	g.calls.Done()
+	defer g.mu.Unlock()
+	if g.streams += difference; g.streams == 0 {
+		g.answered.Notify()
+	}
 }
 
-// onItsWay is how long an answer may take from its handler to the socket on a busy node, of which nobody tells; the helper's Stop drops what is
-// in between.
-const onItsWay = 250 * time.Millisecond
+// writeAnswerTimeout bounds the wait for a kubelet that does not read its answers.
+const writeAnswerTimeout = 250 * time.Millisecond
 
-// close refuses further calls and waits for those in flight, so that their answers still go out.
+// close refuses further calls and waits until those in flight are answered.
 func (g *callGate) close() {
 	g.mu.Lock()
 	g.closed = true
 	g.mu.Unlock()
 	g.wait()
-	g.mu.Lock()
-	left := g.left
-	g.mu.Unlock()
-	time.Sleep(time.Until(left.Add(onItsWay)))
+	timeout := time.NewTimer(writeAnswerTimeout)
+	defer timeout.Stop()
+	for {
+		answered := g.answered.Changed()
+		g.mu.Lock()
+		streams := g.streams
+		g.mu.Unlock()
+		if streams == 0 {
+			return
+		}
+		select {
+		case <-answered:
+		case <-timeout.C:
+			return
+		}
+	}
 }
 
-func (g *callGate) wait() { g.calls.Wait() }
+func (g *callGate) wait() { g.handlers.Wait() }
+
+// countedConn reports to a callGate which HTTP/2 streams kubelet opened and the server has not ended yet. gRPC has no other
+// report of an answer that reached the socket: its stats handlers run before the write.
+type countedConn struct {
+	net.Conn
+	gate *callGate
+
+	mu      sync.Mutex
+	in, out http2Frames
+	open    map[uint32]bool
+}
+
+func newCountedConn(conn net.Conn, gate *callGate) *countedConn {
+	return &countedConn{Conn: conn, gate: gate, in: http2Frames{skip: len(http2Preface)}, open: map[uint32]bool{}}
+}
+
+// Read implements net.Conn.
+func (c *countedConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	c.count(&c.in, b[:n], c.opened)
+	return n, err
+}
+
+func (c *countedConn) opened(kind, _ byte, stream uint32) {
+	switch kind {
+	case http2Headers:
+		c.open[stream] = true
+	case http2Reset:
+		delete(c.open, stream)
+	}
+}
+
+// Write implements net.Conn.
+func (c *countedConn) Write(b []byte) (int, error) {
+	n, err := c.Conn.Write(b)
+	c.count(&c.out, b[:n], c.ended)
+	return n, err
+}
+
+func (c *countedConn) ended(kind, flags byte, stream uint32) {
+	if kind == http2Reset || kind == http2Headers && flags&http2EndStream != 0 {
+		delete(c.open, stream)
+	}
+}
+
+// Close implements net.Conn.
+func (c *countedConn) Close() error {
+	c.count(nil, nil, nil)
+	return c.Conn.Close()
+}
+
+// count applies the frames that begin in b; without frames it forgets all streams.
+func (c *countedConn) count(frames *http2Frames, b []byte, apply func(kind, flags byte, stream uint32)) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	before := len(c.open)
+	if frames == nil {
+		clear(c.open)
+	} else {
+		frames.read(b, apply)
+	}
+	if difference := len(c.open) - before; difference != 0 {
+		c.gate.countStreams(difference)
+	}
+}
+
+// RFC 9113, sections 3.4, 4.1, 6.2 and 6.4.
+const (
+	http2Preface   = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+	http2Headers   = 0x1
+	http2Reset     = 0x3
+	http2EndStream = 0x1
+
+	http2HeaderSize = 9
+)
+
+// http2Frames finds the headers of frames in one direction of a connection.
+type http2Frames struct {
+	skip   int
+	header []byte
+}
+
+func (f *http2Frames) read(b []byte, apply func(kind, flags byte, stream uint32)) {
+	for len(b) > 0 {
+		if f.skip > 0 {
+			n := min(f.skip, len(b))
+			f.skip, b = f.skip-n, b[n:]
+			continue
+		}
+		n := min(http2HeaderSize-len(f.header), len(b))
+		f.header, b = append(f.header, b[:n]...), b[n:]
+		if len(f.header) == http2HeaderSize {
+			h := f.header
+			f.skip = int(h[0])<<16 | int(h[1])<<8 | int(h[2])
+			apply(h[3], h[4], binary.BigEndian.Uint32(h[5:])&0x7fffffff)
+			f.header = f.header[:0]
+		}
+	}
+}

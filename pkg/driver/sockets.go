@@ -49,14 +49,15 @@ func (d *Driver) prepareDirectories() error {
 // away the socket of whoever replaced ours.
 type ownSocket struct {
 	*net.UnixListener
-	path string
-	file fileID
+	path  string
+	file  fileID
+	calls *callGate
 }
 
 type fileID struct{ dev, inode uint64 }
 
 // listenOwn removes a stale socket and listens. Whether the socket is stale was settled by findForeign.
-func listenOwn(path string) (*ownSocket, error) {
+func listenOwn(path string, calls *callGate) (*ownSocket, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("remove stale socket: %w", err)
 	}
@@ -69,7 +70,16 @@ func listenOwn(path string) (*ownSocket, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("identify socket: %w", err), listener.Close())
 	}
-	return &ownSocket{UnixListener: listener, path: path, file: file}, nil
+	return &ownSocket{UnixListener: listener, path: path, file: file, calls: calls}, nil
+}
+
+// Accept implements net.Listener.
+func (s *ownSocket) Accept() (net.Conn, error) {
+	conn, err := s.UnixListener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return newCountedConn(conn, s.calls), nil
 }
 
 // Close stops listening and removes the socket if it is still ours.
@@ -105,12 +115,13 @@ func identify(path string) (fileID, error) {
 // sockets are the two of one session.
 type sockets struct {
 	registration, service *ownSocket
+	calls                 *callGate
 }
 
 // listen is what the helper calls for each of its two endpoints.
 func (s *sockets) listen(into **ownSocket) func(context.Context, string) (net.Listener, error) {
 	return func(_ context.Context, path string) (net.Listener, error) {
-		own, err := listenOwn(path)
+		own, err := listenOwn(path, s.calls)
 		if err != nil {
 			return nil, err
 		}
