@@ -215,7 +215,7 @@ func (w *world) available(whole bool, profile string) []device.Device {
 	free := func(ref device.Ref) bool { return !slices.ContainsFunc(obstructed, ref.Overlaps) }
 	var all []device.Device
 	for _, g := range w.inv.GPUs {
-		own := w.offer.own[g.Name()]
+		own := w.offer.inGPUPool[g.Name()]
 		stands := slices.ContainsFunc(g.Partitions, func(p device.Partition) bool { return !p.Made })
 		if whole {
 			if free(g.Ref()) && !stands && (!g.MIGEnabled || g.Dynamic && mig.Switchable(g)) {
@@ -281,7 +281,7 @@ func (w *world) allocate() {
 // unheard reports whether the node has not heard that the device is allocated by another name. Without counters the scheduler
 // cannot know that either, where an administrator has cut up a GPU in between.
 func (w *world) unheard(d device.Device) bool {
-	return !w.offer.own[d.GPU.Name()] && slices.ContainsFunc(w.taken, func(a allocation) bool {
+	return !w.offer.inGPUPool[d.GPU.Name()] && slices.ContainsFunc(w.taken, func(a allocation) bool {
 		other, known := w.device(a.device)
 		return known && w.unseen[a.claim] && other.Name() != d.Name() && other.Ref().Overlaps(d.Ref())
 	})

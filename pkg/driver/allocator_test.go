@@ -43,8 +43,8 @@ func classOf(kind string) *resourceapi.DeviceClass {
 	}
 }
 
-func asPublished(inv device.Inventory, obstacles map[device.Ref][]obstacle, taints bool) []*resourceapi.ResourceSlice {
-	built, _, _ := buildSlices(inv, obstacles, taints)
+func asPublished(inv device.Inventory, withdrawn []withdrawal, taints bool) []*resourceapi.ResourceSlice {
+	built, _, _ := buildSlices(inv, withdrawn, taints)
 	published := make([]*resourceapi.ResourceSlice, len(built))
 	for i, slice := range built {
 		published[i] = &resourceapi.ResourceSlice{
@@ -73,10 +73,10 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 	}
 	tolerant := exactly(1)
 	tolerant.Exactly.Tolerations = []resourceapi.DeviceToleration{{Operator: resourceapi.DeviceTolerationOpExists}}
-	firstTwo := map[device.Ref][]obstacle{refOf(0): {{key: TaintHeldByPod, value: "true"}}, refOf(1): {{key: TaintUnhealthy, value: "Lost"}}}
+	firstTwo := []withdrawal{heldByPod(0), lost(1)}
 	tests := map[string]struct {
 		inv         device.Inventory
-		obstacles   map[device.Ref][]obstacle
+		withdrawn   []withdrawal
 		leaveOut    bool
 		allocated   []string
 		request     resourceapi.DeviceRequest
@@ -96,11 +96,11 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 		"four on one NUMA node":            {inv: machine(8), allocated: []string{"gpu-1"}, request: exactly(4), constraints: matching("resource.kubernetes.io/numaNode"), want: []string{"gpu-4", "gpu-5", "gpu-6", "gpu-7"}},
 		"five on one NUMA node":            {inv: machine(8), request: exactly(5), constraints: matching("resource.kubernetes.io/numaNode")},
 		"pair below one PCIe root":         {inv: machine(8), allocated: []string{"gpu-0"}, request: exactly(2), constraints: matching("resource.kubernetes.io/pcieRoot"), want: []string{"gpu-2", "gpu-3"}},
-		"withdrawn by taint":               {inv: machine(8), obstacles: firstTwo, request: exactly(1), want: []string{"gpu-2"}},
-		"withdrawn by leaving out":         {inv: machine(8), obstacles: firstTwo, leaveOut: true, request: exactly(1), want: []string{"gpu-2"}},
-		"more than is left":                {inv: machine(8), obstacles: firstTwo, request: exactly(7)},
-		"a wildcard toleration ignores it": {inv: machine(8), obstacles: firstTwo, request: tolerant, want: []string{"gpu-0"}},
-		"odd GPUs do not stop the others":  {inv: oddMachine(), obstacles: map[device.Ref][]obstacle{refOf(1): {{key: TaintUnhealthy, value: "Lost"}}}, request: exactly(3), want: []string{"gpu-0", "gpu-6", "gpu-7"}},
+		"withdrawn by taint":               {inv: machine(8), withdrawn: firstTwo, request: exactly(1), want: []string{"gpu-2"}},
+		"withdrawn by leaving out":         {inv: machine(8), withdrawn: firstTwo, leaveOut: true, request: exactly(1), want: []string{"gpu-2"}},
+		"more than is left":                {inv: machine(8), withdrawn: firstTwo, request: exactly(7)},
+		"a wildcard toleration ignores it": {inv: machine(8), withdrawn: firstTwo, request: tolerant, want: []string{"gpu-0"}},
+		"odd GPUs do not stop the others":  {inv: oddMachine(), withdrawn: []withdrawal{lost(1)}, request: exactly(3), want: []string{"gpu-0", "gpu-6", "gpu-7"}},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
@@ -110,7 +110,7 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 			}
 			features := structured.Features{DeviceTaints: true, AdminAccess: true, PrioritizedList: true}
 			allocator, err := structured.NewAllocator(t.Context(), features, structured.AllocatedState{AllocatedDevices: taken}, nvidiaClasses,
-				asPublished(test.inv, test.obstacles, !test.leaveOut), cel.NewCache(100, cel.Features{}))
+				asPublished(test.inv, test.withdrawn, !test.leaveOut), cel.NewCache(100, cel.Features{}))
 			if err != nil {
 				t.Fatal(err)
 			}

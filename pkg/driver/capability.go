@@ -64,7 +64,7 @@ func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.Device
 			Driver:   d.DriverName,
 			NodeName: ptr.To(d.NodeName),
 			Pool:     resourceapi.ResourcePool{Name: d.NodeName, ResourceSliceCount: 1},
-			Devices: []resourceapi.Device{strictly(resourceapi.Device{
+			Devices: []resourceapi.Device{withBindingConditions(resourceapi.Device{
 				Name:             "probe",
 				ConsumesCounters: consumption,
 

@@ -291,7 +291,7 @@ func TestAGPUStaysWhereClaimsHaveGotIt(t *testing.T) {
 			for i, s := range steps {
 				if s.restarted {
 					offer = Offer{NodeName: testNode}
-					offer.Found(asFound(published))
+					offer.SetPublished(asFound(published))
 				}
 				published, _ = offer.Pools(Facts{Inventory: s.inv, Holds: s.holds, Kept: s.kept, Now: time.Unix(int64(i), 0)})
 				if diff := cmp.Diff(s.want, summary(published)); diff != "" {
@@ -415,8 +415,8 @@ func TestWithdrawalFromCountersChangesOneSmallSlice(t *testing.T) {
 	}
 }
 
-// BenchmarkLook is what each change in the ledger costs on a node with eight GPUs that are partitioned on demand.
-func BenchmarkLook(b *testing.B) {
+// BenchmarkOffer is what each change in the ledger costs on a node with eight GPUs that are partitioned on demand.
+func BenchmarkOffer(b *testing.B) {
 	inv := machine(8, dynamic)
 	offer := Offer{NodeName: testNode}
 	before, _ := offer.Pools(Facts{Inventory: inv, Kept: everything})

@@ -75,7 +75,7 @@ func (p *publisher) run(ctx context.Context) error {
 // publish builds, compares and writes after each change, until ctx is done.
 func (p *publisher) publish(ctx context.Context, existing []resourceapi.ResourceSlice) {
 	offer := Offer{NodeName: p.NodeName, ReturnDelay: p.ReturnDelay, Offered: p.OfferedToClaims, Strict: p.Strict}
-	offer.Found(existing)
+	offer.SetPublished(existing)
 	writer := sliceWriter{publisher: p, existing: existing}
 	defer writer.stop()
 	var (
@@ -97,10 +97,10 @@ func (p *publisher) publish(ctx context.Context, existing []resourceapi.Resource
 		var next time.Time
 		// Without the answer a dynamic GPU would go to the node pool, and back a moment later.
 		if known || len(dynamic) == 0 || p.PublishNothing {
-			built := offer.look(facts)
-			if !slices.Equal(excludedBefore, built.left) {
-				excludedBefore = built.left
-				for _, e := range built.left {
+			built := offer.build(facts)
+			if !slices.Equal(excludedBefore, built.excluded) {
+				excludedBefore = built.excluded
+				for _, e := range built.excluded {
 					klog.FromContext(ctx).Info("A device is not published", "device", e.device, "reason", e.reason)
 				}
 			}
@@ -278,6 +278,7 @@ func (w *sliceWriter) stop() {
 // (resourceslice.Pool.Slices), so it finds them unchanged. It retries what fails here, and deletes the duplicates that it would
 // create if its informer were more than that second behind. Pools that exist are left to it: only it can update them atomically.
 func (w *sliceWriter) createMissing(ctx context.Context, owner types.UID, pools map[string]resourceslice.Pool) {
+	missing := 0
 	for _, name := range slices.Sorted(maps.Keys(pools)) {
 		if slices.ContainsFunc(w.existing, func(s resourceapi.ResourceSlice) bool { return s.Spec.Pool.Name == name }) {
 			continue
@@ -298,6 +299,10 @@ func (w *sliceWriter) createMissing(ctx context.Context, owner types.UID, pools 
 				return
 			}
 		}
+		missing++
+	}
+	if missing > 0 && missing == len(pools) {
+		w.setPublished()
 	}
 }
 
@@ -322,7 +327,7 @@ func (w *sliceWriter) startController(ctx context.Context, owner types.UID, pool
 	return controller
 }
 
-// setPublished is called when the API server has all pools.
+// setPublished makes Ready report that the API server has all pools.
 func (p *publisher) setPublished() {
 	p.Driver.mu.Lock()
 	defer p.Driver.mu.Unlock()

@@ -232,28 +232,29 @@ func TestExclusiveAmongShares(t *testing.T) {
 func TestPublishedShares(t *testing.T) {
 	inv := sharedMachine(1)
 	gpu := device.Device{GPU: inv.GPUs[0]}
-	limit := func(n int, bytes uint64) obstacle {
-		return by(ledger.Hold{
+	replica := func(n int, bytes uint64) withdrawal {
+		held := ledger.Hold{
 			Holder: ledger.Holder{Kind: ledger.KindPod, ID: device.ReplicaID(gpu.UUID(), n)}, Device: gpu.Ref(),
 			Share: device.ShareOf(bytes, gpu.MemoryBytes()),
-		}, TaintHeldByPod)
+		}
+		return withdrawal{use: held.Use()}
 	}
 	for name, c := range map[string]struct {
-		obstacles []obstacle
+		withdrawn []withdrawal
 		kept      Capabilities
 		// want is the memory that is published, or the taints.
 		want string
 	}{
 		"nobody has any":           {kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared"},
-		"limits have some":         {obstacles: []obstacle{limit(0, 6*gib), limit(2, 6*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "12Gi of 24Gi shared"},
-		"limits have nearly all":   {obstacles: []obstacle{limit(0, 24*gib-device.ShareUnit)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi held-by-pod"},
-		"faulty":                   {obstacles: []obstacle{limit(0, 6*gib), {key: TaintUnhealthy, value: "Lost"}}, kept: Capabilities{Taints: true, Shares: true}, want: "18Gi of 24Gi shared unhealthy"},
-		"a limit has it whole":     {obstacles: []obstacle{limit(0, 24*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared held-by-pod"},
-		"a server that drops them": {obstacles: []obstacle{limit(0, 6*gib), limit(1, 6*gib)}, kept: Capabilities{Taints: true}, want: "24Gi held-by-pod"},
-		"one that drops taints":    {obstacles: []obstacle{limit(0, 6*gib)}, want: ""},
+		"limits have some":         {withdrawn: []withdrawal{replica(0, 6*gib), replica(2, 6*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "12Gi of 24Gi shared"},
+		"limits have nearly all":   {withdrawn: []withdrawal{replica(0, 24*gib-device.ShareUnit)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi held-by-pod"},
+		"faulty":                   {withdrawn: []withdrawal{replica(0, 6*gib), lost(0)}, kept: Capabilities{Taints: true, Shares: true}, want: "18Gi of 24Gi shared unhealthy"},
+		"a limit has it whole":     {withdrawn: []withdrawal{replica(0, 24*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared held-by-pod"},
+		"a server that drops them": {withdrawn: []withdrawal{replica(0, 6*gib), replica(1, 6*gib)}, kept: Capabilities{Taints: true}, want: "24Gi held-by-pod"},
+		"one that drops taints":    {withdrawn: []withdrawal{replica(0, 6*gib)}, want: ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			built, _ := nodeSlices([]device.Device{gpu}, map[device.Ref][]obstacle{gpu.Ref(): c.obstacles}, nil, c.kept)
+			built, _ := nodeSlices([]device.Device{gpu}, c.withdrawn, nil, c.kept)
 			got := ""
 			for _, d := range built[0].Devices {
 				memory := d.Capacity["memory"]

@@ -41,7 +41,7 @@ type Allocations interface {
 }
 
 // strictly adds to a device what makes the scheduler wait for the ledger.
-func strictly(device resourceapi.Device) resourceapi.Device {
+func withBindingConditions(device resourceapi.Device) resourceapi.Device {
 	device.BindsToNode = ptr.To(true)
 	device.BindingConditions = []string{ConditionReserved}
 	device.BindingFailureConditions = []string{ConditionRefused}

@@ -21,12 +21,12 @@ import (
 var update = flag.Bool("update", false, "rewrite the golden files")
 
 func TestGoldenSlices(t *testing.T) {
-	held := map[device.Ref][]obstacle{refOf(1): {{key: TaintHeldByPod, value: "true"}}, refOf(3): {{key: TaintHeldByPod, value: "true"}, {key: TaintUnhealthy, value: "Lost"}}}
-	lost := map[device.Ref][]obstacle{refOf(1): {{key: TaintUnhealthy, value: "Lost"}}}
+	held := []withdrawal{heldByPod(1), heldByPod(3), lost(3)}
+	lost := []withdrawal{lost(1)}
 	tests := []struct {
 		name      string
 		inv       device.Inventory
-		obstacles map[device.Ref][]obstacle
+		withdrawn []withdrawal
 		taints    bool
 	}{
 		{"h100x8", machine(8), nil, true},
@@ -38,7 +38,7 @@ func TestGoldenSlices(t *testing.T) {
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
-			built, _, _ := buildSlices(test.inv, test.obstacles, test.taints)
+			built, _, _ := buildSlices(test.inv, test.withdrawn, test.taints)
 			got, err := yaml.Marshal(built)
 			if err != nil {
 				t.Fatal(err)
@@ -101,14 +101,14 @@ func TestSlicesOfManyGPUs(t *testing.T) {
 }
 
 // buildSlices lays out the node's pool of a machine on which nobody makes partitions.
-func buildSlices(inv device.Inventory, obstacles map[device.Ref][]obstacle, taints bool) ([]resourceslice.Slice, deviceCounts, []excluded) {
+func buildSlices(inv device.Inventory, withdrawn []withdrawal, taints bool) ([]resourceslice.Slice, deviceCounts, []excluded) {
 	gpus, left := publishable(inv)
 	var devices []device.Device
 	for _, g := range gpus {
-		found, odd := whole(g)
-		devices, left = append(devices, found...), append(left, odd...)
+		found, unusable := nodePoolDevices(g)
+		devices, left = append(devices, found...), append(left, unusable...)
 	}
-	built, counts := nodeSlices(devices, obstacles, nil, Capabilities{Taints: taints})
+	built, counts := nodeSlices(devices, withdrawn, nil, Capabilities{Taints: taints})
 	counts.excluded = len(left)
 	return built, counts, left
 }
@@ -117,7 +117,7 @@ func buildSlices(inv device.Inventory, obstacles map[device.Ref][]obstacle, tain
 func TestWithdrawalChangesOneSlice(t *testing.T) {
 	for _, taints := range []bool{true, false} {
 		before, _, _ := buildSlices(machine(256), nil, taints)
-		after, counts, _ := buildSlices(machine(256), map[device.Ref][]obstacle{refOf(70): {{key: TaintHeldByPod, value: "true"}}}, taints)
+		after, counts, _ := buildSlices(machine(256), []withdrawal{heldByPod(70)}, taints)
 		changed := 0
 		for i := range before {
 			if !cmp.Equal(before[i], after[i]) {
@@ -149,7 +149,7 @@ func TestOddGPUsAreLeftOutWithAReason(t *testing.T) {
 		"its minor number is not known",
 		"another GPU has the same minor number 0",
 		"GPU with index 2 reports no UUID",
-		"it is in MIG mode, so it cannot be given out as a whole",
+		"it is in MIG mode, so it cannot be allocated as a whole",
 	}
 	if diff := cmp.Diff(want, reasons); diff != "" {
 		t.Error(diff)

@@ -31,22 +31,22 @@ func asFound(published ...map[string]resourceslice.Pool) []resourceapi.ResourceS
 	return found
 }
 
-// placeStep is a look at a machine with one GPU.
-type placeStep struct {
+// buildStep is a look at a machine with one GPU.
+type buildStep struct {
 	Facts
 	want map[string]string
 	// restarted has another agent look from here on.
 	restarted bool
 }
 
-func lookInSteps(t *testing.T, steps []placeStep) {
+func buildInSteps(t *testing.T, steps []buildStep) {
 	t.Helper()
 	offer := Offer{NodeName: testNode}
 	var published map[string]resourceslice.Pool
 	for i, s := range steps {
 		if s.restarted {
 			offer = Offer{NodeName: testNode}
-			offer.Found(asFound(published))
+			offer.SetPublished(asFound(published))
 		}
 		s.Now = time.Unix(int64(i), 0)
 		published, _ = offer.Pools(s.Facts)
@@ -65,7 +65,7 @@ func allocatedFrom(uid, pool string, devices ...string) v1alpha1.AllocatedClaim 
 }
 
 // What could not be read for a moment moves nothing, above all not what is allocated and that nobody has prepared yet.
-func TestAGPUWhoseProfilesCannotBeRead(t *testing.T) {
+func TestGPUWithUnreadableProfiles(t *testing.T) {
 	onDemand, unread, fewer := machine(1, dynamic), machine(1, dynamic), machine(1, dynamic)
 	unread.GPUs[0].Profiles = nil
 	fewer.GPUs[0].Profiles = fewer.GPUs[0].Profiles[:1]
@@ -75,7 +75,7 @@ func TestAGPUWhoseProfilesCannotBeRead(t *testing.T) {
 		return Facts{Inventory: inv, Claims: claims, Kept: everything}
 	}
 	t.Run("for a while", func(t *testing.T) {
-		lookInSteps(t, []placeStep{
+		buildInSteps(t, []buildStep{
 			{Facts: look(onDemand, claims), want: free},
 			{Facts: look(unread, claims), want: free},
 			{Facts: look(fewer, claims), want: free},
@@ -87,7 +87,7 @@ func TestAGPUWhoseProfilesCannotBeRead(t *testing.T) {
 	t.Run("when an agent starts", func(t *testing.T) {
 		late := look(unread, nil)
 		late.ClaimsLate = true
-		lookInSteps(t, []placeStep{
+		buildInSteps(t, []buildStep{
 			{Facts: look(onDemand, claims), want: free},
 			{Facts: late, want: map[string]string{"": ""}, restarted: true},
 			{Facts: look(unread, claims), want: map[string]string{"": ""}},
@@ -97,7 +97,7 @@ func TestAGPUWhoseProfilesCannotBeRead(t *testing.T) {
 }
 
 // The scheduler does not see in one pool what it has given out from the other.
-func TestWhatClaimsHaveFromAnotherPool(t *testing.T) {
+func TestAllocatedFromAnotherPool(t *testing.T) {
 	plain, onDemand := machine(1, dynamic, func(g *device.GPU) { g.Dynamic = false }), machine(1, dynamic)
 	made := machine(1, dynamic)
 	part := cut(&made.GPUs[0], "3g.40gb", 4)
@@ -120,7 +120,7 @@ func TestWhatClaimsHaveFromAnotherPool(t *testing.T) {
 		f.Kept.Counters = false
 		return f
 	}
-	for name, steps := range map[string][]placeStep{
+	for name, steps := range map[string][]buildStep{
 		"it goes back where a claim has it from": {
 			{Facts: look(plain), want: fixed},
 			{Facts: look(onDemand), want: free},
@@ -167,12 +167,12 @@ func TestWhatClaimsHaveFromAnotherPool(t *testing.T) {
 			{Facts: look(onDemand), want: free},
 		},
 	} {
-		t.Run(name, func(t *testing.T) { lookInSteps(t, steps) })
+		t.Run(name, func(t *testing.T) { buildInSteps(t, steps) })
 	}
 }
 
 // An agent that ended while a GPU went from one pool to the other leaves it in both.
-func TestAGPUThatIsFoundInBothPools(t *testing.T) {
+func TestGPUPublishedInBothPools(t *testing.T) {
 	plain, onDemand := machine(1, dynamic, func(g *device.GPU) { g.Dynamic = false }), machine(1, dynamic)
 	free, fixed := map[string]string{"": "", "/gpu-00": "8 slices 26 devices"}, map[string]string{"": "gpu-0"}
 	both := asFound(poolsOf(t, Facts{Inventory: plain, Kept: everything}), poolsOf(t, Facts{Inventory: onDemand, Kept: everything}))
@@ -189,7 +189,7 @@ func TestAGPUThatIsFoundInBothPools(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			offer := Offer{NodeName: testNode}
-			offer.Found(both)
+			offer.SetPublished(both)
 			for range 2 {
 				pools, _ := offer.Pools(Facts{Inventory: test.inv, Claims: test.claims, Kept: everything})
 				if diff := cmp.Diff(test.want, summary(pools)); diff != "" {

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"fmt"
+	"slices"
+
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/pkg/availability"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/mig"
+)
+
+// deviceCounts are the values of tandem_published_devices.
+type deviceCounts struct {
+	offered, withdrawn, unhealthy, excluded int
+	// withdrawals is how many devices were withdrawn since the last count.
+	withdrawals int
+}
+
+func (c *deviceCounts) count(health device.Health, withdrawn bool) {
+	switch {
+	case !health.Healthy():
+		c.unhealthy++
+	case withdrawn:
+		c.withdrawn++
+	default:
+		c.offered++
+	}
+}
+
+func (c *deviceCounts) add(other deviceCounts) {
+	c.offered += other.offered
+	c.withdrawn += other.withdrawn
+	c.unhealthy += other.unhealthy
+}
+
+// excluded is a device that is not published at all, and why.
+type excluded struct {
+	device, reason string
+}
+
+// nodeSlices lays out devices as the slices of the node pool, in the given order: the scheduler takes the first that fits. With
+// taints, a withdrawn device is published tainted; without, it is omitted. Which slice a device is in does not depend on
+// withdrawals, so a withdrawal changes one slice (TestWithdrawalChangesOneSlice).
+func nodeSlices(
+	devices []device.Device, withdrawn []withdrawal, allocations map[string]allocated, kept Capabilities,
+) ([]resourceslice.Slice, deviceCounts) {
+	var counts deviceCounts
+	perSlice := resourceapi.ResourceSliceMaxDevices
+	if kept.Taints {
+		perSlice = resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures
+	}
+	var built []resourceslice.Slice
+	for chunk := range slices.Chunk(devices, perSlice) {
+		slice := resourceslice.Slice{Devices: make([]resourceapi.Device, 0, len(chunk))}
+		for _, d := range chunk {
+			published, taints := nodeDevice(d, withdrawn, allocations[d.GPU.UUID], kept)
+			counts.count(d.Health(), len(taints) > 0)
+			if len(taints) == 0 || kept.Taints {
+				published.Taints = taints
+				slice.Devices = append(slice.Devices, published)
+			}
+		}
+		built = append(built, slice)
+	}
+	if len(built) == 0 {
+		// An empty slice reports a node without GPUs; no slice would report a node without a driver.
+		built = append(built, resourceslice.Slice{Devices: []resourceapi.Device{}})
+	}
+	return built, counts
+}
+
+// nodeDevice describes a device of the node pool and returns the taints that withdraw it. A device of which claims may have a part
+// is published with the memory that is left.
+func nodeDevice(d device.Device, withdrawn []withdrawal, a allocated, kept Capabilities) (resourceapi.Device, []resourceapi.DeviceTaint) {
+	published, request := publishedDevice(d), use{Device: d.Ref()}
+	if kept.Shares && d.Sharing().MemoryShares && shareOut(published, d.MemoryBytes(), memoryTaken(d.Ref(), withdrawn, a)) {
+		published.AllowMultipleAllocations = ptr.To(true)
+		request.Share.Of = d.MemoryBytes()
+	}
+	var reasons []withdrawal
+	for _, w := range withdrawn {
+		if request.Excludes(w.use) {
+			reasons = append(reasons, w)
+		}
+	}
+	// The scheduler does not count the parts that claims still have of a device that is no longer shared.
+	unshared := published.AllowMultipleAllocations == nil && a.shared[d.Ref()]
+	if a.blocks(d.Ref()) || unshared {
+		reasons = append(reasons, withdrawal{use: use{Reason: availability.HeldByClaim}})
+	}
+	slices.SortFunc(reasons, withdrawal.compareReason)
+	// A device has each taint key once.
+	reasons = slices.CompactFunc(reasons, func(x, y withdrawal) bool { return x.Reason == y.Reason })
+	var taints []resourceapi.DeviceTaint
+	for _, w := range reasons {
+		taints = append(taints, w.taint())
+	}
+	return published, taints
+}
+
+// memoryTaken returns how much memory of the device holders have beyond what the scheduler counts. A draining claim is still
+// allocated, or is allocated again, where kubelet unprepares a claim that another pod uses (TestDrainingShares).
+func memoryTaken(ref device.Ref, withdrawn []withdrawal, a allocated) (taken uint64) {
+	for _, w := range withdrawn {
+		if w.Device == ref {
+			taken += w.Share.Bytes - min(w.Share.Bytes, a.counted[holding{ref, w.Holder}])
+		}
+	}
+	return taken
+}
+
+// publishable returns the GPUs that can be published, ascending by minor number. The API server refuses a whole pool for one
+// duplicate name, so an unusable GPU is excluded.
+func publishable(inv device.Inventory) ([]device.GPU, []excluded) {
+	var gpus []device.GPU
+	var left []excluded
+	exclude := func(g device.GPU, format string, args ...any) {
+		left = append(left, excluded{device: g.UUID, reason: fmt.Sprintf(format, args...)})
+	}
+	sorted := slices.Clone(inv.GPUs)
+	slices.SortStableFunc(sorted, func(a, b device.GPU) int { return a.Minor - b.Minor })
+	names, uuids := map[string]bool{}, map[string]bool{}
+	for _, g := range sorted {
+		switch {
+		case g.UUID == "":
+			exclude(g, "GPU with index %d reports no UUID", g.Index)
+		case g.Minor < 0:
+			exclude(g, "its minor number is not known")
+		case names[g.Name()]:
+			exclude(g, "another GPU has the same minor number %d", g.Minor)
+		case uuids[g.UUID]:
+			exclude(g, "another GPU has the same UUID")
+		default:
+			names[g.Name()], uuids[g.UUID] = true, true
+			gpus = append(gpus, g)
+		}
+	}
+	return gpus, left
+}
+
+// nodePoolDevices returns what a GPU offers in the node pool, which has no counters: the GPU, or its unmanaged partitions.
+func nodePoolDevices(g device.GPU) ([]device.Device, []excluded) {
+	partitions, left := unmanagedPartitions(g)
+	switch {
+	case len(partitions)+len(left) > 0:
+		var devices []device.Device
+		for _, p := range partitions {
+			devices = append(devices, device.Device{GPU: g, Partition: p})
+		}
+		return devices, left
+	case g.MIGEnabled && !(g.Dynamic && mig.Switchable(g)):
+		return nil, []excluded{{g.UUID, "it is in MIG mode, so it cannot be allocated as a whole"}}
+	}
+	return []device.Device{{GPU: g}}, nil
+}
+
+// unmanagedPartitions returns the usable partitions that Tandem did not create, by placement.
+func unmanagedPartitions(g device.GPU) ([]device.Partition, []excluded) {
+	var partitions []device.Partition
+	var left []excluded
+	names := map[string]bool{}
+	for _, p := range g.Partitions {
+		name := p.Name()
+		switch {
+		case p.Made:
+		case p.UUID == "":
+			left = append(left, excluded{name, "its GPU instance has no compute instance"})
+		case p.Ref.GPU != g.UUID || p.Ref.Whole() || names[name]:
+			left = append(left, excluded{name, "its placement on the GPU is not known"})
+		default:
+			names[name] = true
+			partitions = append(partitions, p)
+		}
+	}
+	return partitions, left
+}
