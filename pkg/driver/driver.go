@@ -140,17 +140,17 @@ type Config struct {
 	// ReturnDelay is how long a GPU must have been free before it is offered again. Withdrawals are never delayed.
 	// Default 200 ms.
 	ReturnDelay time.Duration
-	// ForeignInterval is how often to look whether another process serves the driver name. Default 10 s.
-	ForeignInterval time.Duration
+	// CheckInterval is how often to look whether another process serves the driver name. Default 10 s.
+	CheckInterval time.Duration
 }
 
 const (
-	defaultDriverName      = "gpu.nvidia.com"
-	defaultLimitsResource  = "nvidia.com/gpu"
-	defaultKubeletDir      = "/var/lib/kubelet"
-	defaultReturnDelay     = 200 * time.Millisecond
-	defaultForeignInterval = 10 * time.Second
-	defaultProbeAgain      = 10 * time.Minute
+	defaultDriverName     = "gpu.nvidia.com"
+	defaultLimitsResource = "nvidia.com/gpu"
+	defaultKubeletDir     = "/var/lib/kubelet"
+	defaultReturnDelay    = 200 * time.Millisecond
+	defaultCheckInterval  = 10 * time.Second
+	defaultProbeAgain     = 10 * time.Minute
 )
 
 // Driver serves claims for the GPUs of one node. Only one may run at a time on a node: the caller owns the ledger's lock.
@@ -166,8 +166,8 @@ type Driver struct {
 	probeAgain time.Duration
 
 	mu sync.Mutex
-	// foreign is set while another process serves our driver name.
-	foreign *ForeignError
+	// conflicting is set while another process serves our driver name.
+	conflicting *ConflictingDriverError
 	// noAPI is set while the API server does not serve the DRA API.
 	noAPI bool
 	// registered is what kubelet said last.
@@ -194,7 +194,7 @@ func New(c Config) (*Driver, error) {
 		Config:  c,
 		metrics: m, conditions: newConditions(c),
 		// The UID of events on nodes is the node's name, by kubelet's convention: that is what `kubectl describe` selects.
-		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: nodeEventUID(c.NodeName)},
+		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},
 
 		probeAgain: defaultProbeAgain,
 	}, nil
@@ -213,8 +213,8 @@ func (c *Config) setDefaults() {
 	if c.ReturnDelay == 0 {
 		c.ReturnDelay = defaultReturnDelay
 	}
-	if c.ForeignInterval == 0 {
-		c.ForeignInterval = defaultForeignInterval
+	if c.CheckInterval == 0 {
+		c.CheckInterval = defaultCheckInterval
 	}
 }
 
@@ -242,8 +242,8 @@ func (c *Config) validate() error {
 	if c.ReturnDelay < 0 {
 		errs = append(errs, fmt.Errorf("return delay %v: must not be negative", c.ReturnDelay))
 	}
-	if c.ForeignInterval < 0 {
-		errs = append(errs, fmt.Errorf("interval of looking for another driver %v: must not be negative", c.ForeignInterval))
+	if c.CheckInterval < 0 {
+		errs = append(errs, fmt.Errorf("interval of checks for another driver %v: must not be negative", c.CheckInterval))
 	}
 	if c.Strict && c.Allocations == nil {
 		errs = append(errs, errors.New("strict needs the allocations"))
@@ -267,20 +267,20 @@ func (d *Driver) Run(ctx context.Context) error {
 	if err := d.prepareDirectories(); err != nil {
 		return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
 	}
-	if !d.awaitAPI(ctx) {
+	if !d.waitForAPI(ctx) {
 		return nil
 	}
 	for {
-		if !d.awaitAlone(ctx) {
+		if !d.waitUntilAlone(ctx) {
 			return nil
 		}
 		started := time.Now()
 		err := d.serve(ctx)
-		var foreign *ForeignError
+		_, conflicting := errors.AsType[*ConflictingDriverError](err)
 		switch {
 		case ctx.Err() != nil:
 			return nil
-		case errors.As(err, &foreign), errors.Is(err, errSocketLost):
+		case conflicting, errors.Is(err, errSocketLost):
 			klog.FromContext(ctx).Info("Starting to serve claims anew", "reason", err.Error())
 		default:
 			return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
@@ -303,8 +303,8 @@ func (d *Driver) Ready() error {
 	switch {
 	case d.noAPI:
 		return ErrNoAPI
-	case d.foreign != nil:
-		return d.foreign
+	case d.conflicting != nil:
+		return d.conflicting
 	case !d.nodeKnown:
 		return fmt.Errorf("node %s is not known to the API server (is the node name right?)", d.NodeName)
 	case !d.published && d.publishError != nil:

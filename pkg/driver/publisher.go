@@ -26,6 +26,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // allocationsTimeout is how long after a start a GPU stays in its pool if the controller does not report which claims are
@@ -79,23 +80,31 @@ func (p *publisher) publish(ctx context.Context, existing []resourceapi.Resource
 	writer := sliceWriter{publisher: p, existing: existing}
 	defer writer.stop()
 	var (
-		excludedBefore []excluded
-		missing        missingCounters
-		allocationsDue = time.Now().Add(allocationsTimeout)
-		node           types.UID
+		excludedBefore  []excluded
+		countersMissing bool
+		allocationsDue  = time.Now().Add(allocationsTimeout)
+		node            types.UID
+		nodeChanged     <-chan struct{}
+		claimsChanged   <-chan struct{}
 	)
 	for {
-		changed := p.changes()
-		node = p.nodeUID(ctx, node)
+		// Changes are awaited from before anything is read.
+		inventoryChanged, ledgerChanged := p.Inventory.Changed(), p.Ledger.Changed()
+		capabilitiesChanged, registered := p.capabilitiesChanged.Changed(), p.kubeletRegistered.Changed()
+		if p.Node != nil {
+			nodeChanged = p.Node.Changed()
+			node = p.nodeUID(ctx, node)
+		}
 		kept, known := p.keptFields()
 		facts := Facts{Inventory: p.Inventory.Inventory(), Holds: p.Ledger.Holds(), Kept: kept, Now: time.Now()}
 		if p.Allocations != nil {
+			claimsChanged = p.Allocations.Changed()
 			facts.Claims = p.Allocations.Claims()
 			facts.ClaimsLate = !p.Allocations.Synced() && facts.Now.Before(allocationsDue)
 		}
 		dynamic := dynamicGPUs(facts.Inventory)
 		var next time.Time
-		// Without the answer a dynamic GPU would go to the node pool, and back a moment later.
+		// Without the API server's answer a dynamic GPU would go to the node pool, and back a moment later.
 		if known || len(dynamic) == 0 || p.PublishNothing {
 			built := offer.build(facts)
 			if !slices.Equal(excludedBefore, built.excluded) {
@@ -106,68 +115,58 @@ func (p *publisher) publish(ctx context.Context, existing []resourceapi.Resource
 			}
 			p.metrics.countDevices(built.counts)
 			writer.write(ctx, node, built.pools)
-			missing.report(ctx, p.Driver, dynamic, kept)
+			if len(dynamic) > 0 && !kept.Counters && !p.PublishNothing && !countersMissing {
+				countersMissing = true
+				p.reportMissingCounters(ctx, dynamic)
+			}
 			next = built.next
 			if facts.ClaimsLate {
 				next = earlier(next, allocationsDue)
 			}
 		}
-		if again, ok := changed.wait(ctx, next); !ok {
-			return
-		} else if again {
+
+		timer := newTimer(next)
+		select {
+		case <-ctx.Done():
+		case <-nodeChanged:
+		case <-inventoryChanged:
+		case <-ledgerChanged:
+		case <-claimsChanged:
+		case <-capabilitiesChanged:
+		case <-timer.C:
+		case <-registered:
+			// A kubelet that starts removes all slices of its node before it registers drivers.
 			writer.written = nil
+		}
+		timer.Stop()
+		if ctx.Err() != nil {
+			return
 		}
 	}
 }
 
-// changes are closed when something changes that publish depends on. They are taken before it is read.
-type changes struct {
-	node, inventory, ledger, allocations, capabilities, registration <-chan struct{}
+// newTimer fires at the given time, and practically never for zero.
+func newTimer(at time.Time) *time.Timer {
+	if at.IsZero() {
+		return time.NewTimer(24 * time.Hour)
+	}
+	return time.NewTimer(time.Until(at))
 }
 
-func (p *publisher) changes() changes {
-	c := changes{
-		inventory: p.Inventory.Changed(), ledger: p.Ledger.Changed(),
-		capabilities: p.capabilitiesChanged.Changed(), registration: p.kubeletRegistered.Changed(),
+// dynamicGPUs returns the names of the GPUs that Tandem can partition.
+func dynamicGPUs(inv device.Inventory) []string {
+	var names []string
+	for _, g := range inv.GPUs {
+		if g.Dynamic && len(g.Profiles) > 0 {
+			names = append(names, g.Name())
+		}
 	}
-	if p.Node != nil {
-		c.node = p.Node.Changed()
-	}
-	if p.Allocations != nil {
-		c.allocations = p.Allocations.Changed()
-	}
-	return c
-}
-
-// wait returns at the next change or at the given time (zero: never); ok is false when ctx is done. again is true after a
-// registration: a kubelet that starts removes all slices of its node before it registers drivers.
-func (c changes) wait(ctx context.Context, next time.Time) (again, ok bool) {
-	var due <-chan time.Time
-	if !next.IsZero() {
-		timer := time.NewTimer(time.Until(next))
-		defer timer.Stop()
-		due = timer.C
-	}
-	select {
-	case <-ctx.Done():
-	case <-c.node:
-	case <-c.inventory:
-	case <-c.ledger:
-	case <-c.allocations:
-	case <-c.capabilities:
-	case <-due:
-	case <-c.registration:
-		again = true
-	}
-	return again, ctx.Err() == nil
+	return names
 }
 
 // nodeUID returns the UID of the node object, which owns the slices; empty while there is none. A node object that is deleted and
 // created again is another owner: the garbage collector removes the slices of the first one.
 func (p *publisher) nodeUID(ctx context.Context, before types.UID) types.UID {
-	if p.Node == nil {
-		return ""
-	}
 	uid := p.Node.UID()
 	if before != "" && uid != before {
 		klog.FromContext(ctx).Info("The node object was replaced, its slices get a new owner", "node", p.NodeName, "nodeUID", uid)

@@ -4,10 +4,8 @@ package driver
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"net"
 	"strings"
 	"sync"
 	"time"
@@ -27,27 +25,27 @@ import (
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
-// errSocketLost means that somebody removed one of our sockets; kubelet has dropped the driver or soon will.
+// errSocketLost ends a session of which another process removed a socket: kubelet drops the driver then
+// (TestRemovedSocketsComeBack).
 var errSocketLost = errors.New("a socket of the driver was removed")
 
-// session is one life of the two gRPC servers.
+// session is one run of the two gRPC servers.
 type session struct {
 	*Driver
-	// cancel ends the session, with the cause.
-	cancel  context.CancelCauseFunc
 	ctx     context.Context
+	cancel  context.CancelCauseFunc
 	sockets *sockets
 	calls   callGate
 }
 
-// serve runs the servers and the publisher until ctx is done or one of them cannot go on.
+// serve runs the servers and the publisher until ctx is done or one of them fails.
 func (d *Driver) serve(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	s := &session{Driver: d, ctx: ctx, cancel: cancel}
 	s.sockets = &sockets{calls: &s.calls}
 	d.resetRegistration()
-	// The helper stops as soon as its context ends, with calls in flight; stopping is ours.
+	// The helper stops at once when its context ends. Calls in flight should be answered first.
 	helper, err := kubeletplugin.Start(context.WithoutCancel(ctx), s,
 		kubeletplugin.DriverName(d.DriverName),
 		kubeletplugin.KubeClient(d.KubeClient),
@@ -56,7 +54,7 @@ func (d *Driver) serve(ctx context.Context) error {
 		kubeletplugin.PluginDataDirectoryPath(d.pluginDir()),
 		kubeletplugin.RegistrarListener(s.sockets.listen(&s.sockets.registration)),
 		kubeletplugin.PluginListener(s.sockets.listen(&s.sockets.service)),
-		// Safe because the ledger is locked by this process and orders calls for one claim itself.
+		// This process owns the ledger, which orders the calls for one claim.
 		kubeletplugin.Serialize(false),
 		kubeletplugin.HealthService(false),
 		kubeletplugin.GRPCInterceptor(s.intercept),
@@ -77,7 +75,7 @@ func (d *Driver) serve(ctx context.Context) error {
 		group.Go(func() error { return newConfirmations(d).run(ctx) })
 	}
 	err = group.Wait()
-	// Calls that wait for a device give up now, the others are short.
+	// Calls that wait for a device fail now.
 	cancel(err)
 	if cause := context.Cause(s.ctx); err == nil && cause != nil {
 		err = cause
@@ -95,27 +93,27 @@ func (d *Driver) resetRegistration() {
 func (s *session) guardSockets(ctx context.Context) error {
 	watch := s.watchSockets(ctx)
 	defer watch.close()
-	look := lookout{Driver: s.Driver, ours: s.sockets}
+	check := conflictCheck{Driver: s.Driver, ours: s.sockets}
 	for {
-		if foreign := look.findForeign(ctx); foreign != nil && ctx.Err() == nil {
-			return foreign
+		if conflicting := check.find(ctx); conflicting != nil && ctx.Err() == nil {
+			return conflicting
 		}
 		if !s.sockets.inPlace() {
 			return errSocketLost
 		}
-		if !watch.await(ctx, s.ForeignInterval) {
+		if !watch.wait(ctx, s.CheckInterval) {
 			return nil
 		}
 	}
 }
 
-// intercept sees every call of kubelet, of both servers.
+// intercept handles every call of kubelet to both servers.
 func (s *session) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	if !s.calls.enter() {
 		return nil, status.Error(codes.Unavailable, "the driver is stopping")
 	}
 	defer s.calls.leave()
-	// Calls end with the session; the helper's servers only know the client's context.
+	// A call ends with the session, too.
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	defer context.AfterFunc(s.ctx, func() { cancel(context.Cause(s.ctx)) })()
@@ -135,7 +133,7 @@ func (s *session) intercept(ctx context.Context, req any, info *grpc.UnaryServer
 	return resp, err
 }
 
-// prepareSucceeded looks for errors of single claims, in an answer of either version.
+// prepareSucceeded reports whether an answer of either version has no claim with an error.
 func prepareSucceeded(resp any) bool {
 	switch answer := resp.(type) {
 	case *drapbv1.NodePrepareResourcesResponse:
@@ -155,7 +153,7 @@ func noErrors[T interface{ GetError() string }](claims map[string]T) bool {
 	return true
 }
 
-// registrationChanged publishes again: a kubelet that starts removes all slices of its node before it registers drivers.
+// registrationChanged records kubelet's answer for Ready and makes the publisher compare with the API server.
 func (s *session) registrationChanged(ctx context.Context, status *registerapi.RegistrationStatus) {
 	s.mu.Lock()
 	s.registered, s.registerError = status.PluginRegistered, status.Error
@@ -181,10 +179,10 @@ func (d *Driver) UnprepareResourceClaims(ctx context.Context, claims []kubeletpl
 	return d.unprepareClaims(ctx, claims), nil
 }
 
-// HandleError is called by the helper when a server ends by itself, which nothing here can mend.
+// HandleError is called by the helper when a server failed. That ends the session.
 func (s *session) HandleError(ctx context.Context, err error, msg string) {
 	if errors.Is(err, kubeletplugin.ErrRecoverable) {
-		klog.FromContext(ctx).Error(err, "Helper of the driver", "message", msg)
+		klog.FromContext(ctx).Error(err, "The plugin helper reports a recoverable error", "message", msg)
 		return
 	}
 	s.cancel(fmt.Errorf("%s: %w", msg, err))
@@ -254,102 +252,3 @@ func (g *callGate) close() {
 }
 
 func (g *callGate) wait() { g.handlers.Wait() }
-
-// countedConn reports to a callGate which HTTP/2 streams kubelet opened and the server has not ended yet. gRPC has no other
-// report of an answer that reached the socket: its stats handlers run before the write.
-type countedConn struct {
-	net.Conn
-	gate *callGate
-
-	mu      sync.Mutex
-	in, out http2Frames
-	open    map[uint32]bool
-}
-
-func newCountedConn(conn net.Conn, gate *callGate) *countedConn {
-	return &countedConn{Conn: conn, gate: gate, in: http2Frames{skip: len(http2Preface)}, open: map[uint32]bool{}}
-}
-
-// Read implements net.Conn.
-func (c *countedConn) Read(b []byte) (int, error) {
-	n, err := c.Conn.Read(b)
-	c.count(&c.in, b[:n], c.opened)
-	return n, err
-}
-
-func (c *countedConn) opened(kind, _ byte, stream uint32) {
-	switch kind {
-	case http2Headers:
-		c.open[stream] = true
-	case http2Reset:
-		delete(c.open, stream)
-	}
-}
-
-// Write implements net.Conn.
-func (c *countedConn) Write(b []byte) (int, error) {
-	n, err := c.Conn.Write(b)
-	c.count(&c.out, b[:n], c.ended)
-	return n, err
-}
-
-func (c *countedConn) ended(kind, flags byte, stream uint32) {
-	if kind == http2Reset || kind == http2Headers && flags&http2EndStream != 0 {
-		delete(c.open, stream)
-	}
-}
-
-// Close implements net.Conn.
-func (c *countedConn) Close() error {
-	c.count(nil, nil, nil)
-	return c.Conn.Close()
-}
-
-// count applies the frames that begin in b; without frames it forgets all streams.
-func (c *countedConn) count(frames *http2Frames, b []byte, apply func(kind, flags byte, stream uint32)) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	before := len(c.open)
-	if frames == nil {
-		clear(c.open)
-	} else {
-		frames.read(b, apply)
-	}
-	if difference := len(c.open) - before; difference != 0 {
-		c.gate.countStreams(difference)
-	}
-}
-
-// RFC 9113, sections 3.4, 4.1, 6.2 and 6.4.
-const (
-	http2Preface   = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-	http2Headers   = 0x1
-	http2Reset     = 0x3
-	http2EndStream = 0x1
-
-	http2HeaderSize = 9
-)
-
-// http2Frames finds the headers of frames in one direction of a connection.
-type http2Frames struct {
-	skip   int
-	header []byte
-}
-
-func (f *http2Frames) read(b []byte, apply func(kind, flags byte, stream uint32)) {
-	for len(b) > 0 {
-		if f.skip > 0 {
-			n := min(f.skip, len(b))
-			f.skip, b = f.skip-n, b[n:]
-			continue
-		}
-		n := min(http2HeaderSize-len(f.header), len(b))
-		f.header, b = append(f.header, b[:n]...), b[n:]
-		if len(f.header) == http2HeaderSize {
-			h := f.header
-			f.skip = int(h[0])<<16 | int(h[1])<<8 | int(h[2])
-			apply(h[3], h[4], binary.BigEndian.Uint32(h[5:])&0x7fffffff)
-			f.header = f.header[:0]
-		}
-	}
-}

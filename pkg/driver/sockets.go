@@ -4,49 +4,55 @@ package driver
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io/fs"
 	"net"
 	"os"
 	"path/filepath"
+	"sync"
 	"syscall"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+	"k8s.io/klog/v2"
 )
 
-// maxSocketPath is the longest path of a Unix socket on Linux (sun_path less its terminating zero).
+// maxSocketPath is the longest path of a Unix socket in bytes (unix(7), sun_path).
 const maxSocketPath = 107
 
-// registryDir is where kubelet's plugin watcher looks for registration sockets.
+// registryDir is watched by kubelet for registration sockets.
 func (c *Config) registryDir() string { return filepath.Join(c.KubeletDir, "plugins_registry") }
 
-// pluginDir is where the driver's own socket lies.
+// pluginDir has the socket that serves claims.
 func (c *Config) pluginDir() string { return filepath.Join(c.KubeletDir, "plugins", c.DriverName) }
 
-// registrationSocket is named as the helper library names it by default.
+// registrationSocket has the helper library's default name.
 func (c *Config) registrationSocket() string {
 	return filepath.Join(c.registryDir(), c.DriverName+"-reg.sock")
 }
 
-// prepareDirectories makes what kubelet may not have made yet, below a directory that must exist: a misspelt kubelet
-// directory must not be created, because no kubelet would ever look there.
+// prepareDirectories creates the directories that kubelet may not have created yet. KubeletDir itself must exist: no kubelet watches
+// a misspelt one.
 func (d *Driver) prepareDirectories() error {
 	info, err := os.Stat(d.KubeletDir)
 	if err != nil {
-		return fmt.Errorf("look for kubelet directory (is it another one on this node?): %w", err)
+		return fmt.Errorf("find kubelet directory (has this node another one?): %w", err)
 	}
 	if !info.IsDir() {
-		return fmt.Errorf("look for kubelet directory: %s is not a directory", d.KubeletDir)
+		return fmt.Errorf("find kubelet directory: %s is not a directory", d.KubeletDir)
 	}
 	for _, dir := range []string{d.registryDir(), d.pluginDir()} {
 		if err := os.MkdirAll(dir, 0o750); err != nil {
-			return fmt.Errorf("make directory for sockets: %w", err)
+			return fmt.Errorf("create directory for sockets: %w", err)
 		}
 	}
 	return nil
 }
 
-// ownSocket is a listening Unix socket that knows its own file, and removes no other: the helper's listener would take
-// away the socket of whoever replaced ours.
+// ownSocket is a listening Unix socket. It removes only its own file; the helper's listener would remove a socket that replaced it
+// (TestConflictingDriverThatComesLater).
 type ownSocket struct {
 	*net.UnixListener
 	path  string
@@ -56,7 +62,7 @@ type ownSocket struct {
 
 type fileID struct{ dev, inode uint64 }
 
-// listenOwn removes a stale socket and listens. Whether the socket is stale was settled by findForeign.
+// listenOwn removes the socket of an earlier agent and listens. waitUntilAlone has found that no process listens there.
 func listenOwn(path string, calls *callGate) (*ownSocket, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("remove stale socket: %w", err)
@@ -94,7 +100,7 @@ func (s *ownSocket) Close() error {
 	return err
 }
 
-// inPlace reports whether the file at the socket's path is still this socket.
+// inPlace reports whether the path still leads to this socket.
 func (s *ownSocket) inPlace() bool {
 	file, err := identify(s.path)
 	return err == nil && file == s.file
@@ -112,13 +118,13 @@ func identify(path string) (fileID, error) {
 	return fileID{dev: stat.Dev, inode: stat.Ino}, nil
 }
 
-// sockets are the two of one session.
+// sockets are the two sockets of one session.
 type sockets struct {
 	registration, service *ownSocket
 	calls                 *callGate
 }
 
-// listen is what the helper calls for each of its two endpoints.
+// listen returns what the helper calls for one of its endpoints.
 func (s *sockets) listen(into **ownSocket) func(context.Context, string) (net.Listener, error) {
 	return func(_ context.Context, path string) (net.Listener, error) {
 		own, err := listenOwn(path, s.calls)
@@ -132,10 +138,150 @@ func (s *sockets) listen(into **ownSocket) func(context.Context, string) (net.Li
 
 func (s *sockets) inPlace() bool { return s.registration.inPlace() && s.service.inPlace() }
 
-// owns reports whether path is one of ours, as opposed to a socket that took its place.
+// owns reports whether path leads to one of the two sockets. Nil owns none.
 func (s *sockets) owns(path string) bool {
 	if s == nil {
 		return false
 	}
 	return (path == s.registration.path && s.registration.inPlace()) || (path == s.service.path && s.service.inPlace())
+}
+
+// countedConn reports to a callGate which HTTP/2 streams kubelet opened and the server has not ended yet. gRPC has no other
+// report of an answer that reached the socket: its stats handlers run before the write.
+type countedConn struct {
+	net.Conn
+	gate *callGate
+
+	mu      sync.Mutex
+	in, out http2Frames
+	open    map[uint32]bool
+}
+
+func newCountedConn(conn net.Conn, gate *callGate) *countedConn {
+	return &countedConn{Conn: conn, gate: gate, in: http2Frames{skip: len(http2Preface)}, open: map[uint32]bool{}}
+}
+
+// Read implements net.Conn.
+func (c *countedConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	c.count(&c.in, b[:n], c.opened)
+	return n, err
+}
+
+func (c *countedConn) opened(kind, _ byte, stream uint32) {
+	switch kind {
+	case http2Headers:
+		c.open[stream] = true
+	case http2Reset:
+		delete(c.open, stream)
+	}
+}
+
+// Write implements net.Conn.
+func (c *countedConn) Write(b []byte) (int, error) {
+	n, err := c.Conn.Write(b)
+	c.count(&c.out, b[:n], c.ended)
+	return n, err
+}
+
+func (c *countedConn) ended(kind, flags byte, stream uint32) {
+	if kind == http2Reset || kind == http2Headers && flags&http2EndStream != 0 {
+		delete(c.open, stream)
+	}
+}
+
+// Close implements net.Conn.
+func (c *countedConn) Close() error {
+	c.count(nil, nil, nil)
+	return c.Conn.Close()
+}
+
+// count applies the frames that begin in b; without frames it forgets all streams.
+func (c *countedConn) count(frames *http2Frames, b []byte, apply func(kind, flags byte, stream uint32)) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	before := len(c.open)
+	if frames == nil {
+		clear(c.open)
+	} else {
+		frames.read(b, apply)
+	}
+	if difference := len(c.open) - before; difference != 0 {
+		c.gate.countStreams(difference)
+	}
+}
+
+// RFC 9113, sections 3.4, 4.1, 6.2 and 6.4.
+const (
+	http2Preface   = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+	http2Headers   = 0x1
+	http2Reset     = 0x3
+	http2EndStream = 0x1
+
+	http2HeaderSize = 9
+)
+
+// http2Frames finds the headers of frames in one direction of a connection.
+type http2Frames struct {
+	skip   int
+	header []byte
+}
+
+func (f *http2Frames) read(b []byte, apply func(kind, flags byte, stream uint32)) {
+	for len(b) > 0 {
+		if f.skip > 0 {
+			n := min(f.skip, len(b))
+			f.skip, b = f.skip-n, b[n:]
+			continue
+		}
+		n := min(http2HeaderSize-len(f.header), len(b))
+		f.header, b = append(f.header, b[:n]...), b[n:]
+		if len(f.header) == http2HeaderSize {
+			h := f.header
+			f.skip = int(h[0])<<16 | int(h[1])<<8 | int(h[2])
+			apply(h[3], h[4], binary.BigEndian.Uint32(h[5:])&0x7fffffff)
+			f.header = f.header[:0]
+		}
+	}
+}
+
+// socketWatch reports changes in the two directories with sockets. Events may be lost, so wait has an interval.
+type socketWatch struct {
+	watcher *fsnotify.Watcher
+	events  <-chan fsnotify.Event
+	errors  <-chan error
+}
+
+func (d *Driver) watchSockets(ctx context.Context) socketWatch {
+	watcher, err := fsnotify.NewWatcher()
+	if err != nil {
+		klog.FromContext(ctx).Info("Cannot watch socket directories, checking them at intervals", "interval", d.CheckInterval, "err", err)
+		return socketWatch{}
+	}
+	for _, dir := range []string{d.registryDir(), d.pluginDir()} {
+		if err := watcher.Add(dir); err != nil {
+			klog.FromContext(ctx).Info("Cannot watch socket directory, checking it at intervals", "directory", dir, "interval", d.CheckInterval, "err", err)
+		}
+	}
+	return socketWatch{watcher: watcher, events: watcher.Events, errors: watcher.Errors}
+}
+
+func (w socketWatch) close() {
+	if w.watcher != nil {
+		_ = w.watcher.Close() // releases memory and a descriptor only
+	}
+}
+
+// wait returns true after a change of a file or the interval, and false when ctx is done.
+func (w socketWatch) wait(ctx context.Context, interval time.Duration) bool {
+	timer := time.NewTimer(interval)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+	case <-w.events:
+	case <-w.errors:
+	}
+	return true
 }

@@ -96,8 +96,8 @@ func TestForeignDevicePlugin(t *testing.T) {
 	s.undisturbed(before)
 }
 
-// TestForeignDriver: the same for another DRA driver of our name.
-func TestForeignDriver(t *testing.T) {
+// TestConflictingDriver: the same for another DRA driver of our name.
+func TestConflictingDriver(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
 	endpoint := filepath.Join(pluginsDir, "toy", "dra.sock")
@@ -105,7 +105,7 @@ func TestForeignDriver(t *testing.T) {
 	registration := s.toy(filepath.Join(registryDir, "toy-reg.sock"), func(server *grpc.Server) {
 		registerapi.RegisterRegistrationServer(server, draRegistration{endpoint: endpoint})
 	})
-	s.event("Node", gpuNode, "ForeignDriver", registryDir+"/toy-reg.sock", install.DriverName)
+	s.event("Node", gpuNode, "ConflictingDriver", registryDir+"/toy-reg.sock", install.DriverName)
 	s.readyz(http.StatusServiceUnavailable, "claims", registryDir+"/toy-reg.sock")
 	s.manifest(one("limit", "limit-beside"))
 	s.running(soon, 5, 0)

@@ -70,7 +70,7 @@ func listenSilently(t *testing.T, path string) (stop func()) {
 	return func() { listener.Close() }
 }
 
-func TestForeignDriverIsAwaited(t *testing.T) {
+func TestConflictingDriverIsAwaited(t *testing.T) {
 	for name, start := range map[string]func(t *testing.T, dir string) (socket string, stop func()){
 		"registration under our file name": func(t *testing.T, dir string) (string, func()) {
 			return kubeletSocket(dir), serveOther(t, kubeletSocket(dir), registerapi.DRAPlugin, "gpu.nvidia.com")
@@ -96,18 +96,18 @@ func TestForeignDriverIsAwaited(t *testing.T) {
 			r := newRig(t, machine(2))
 			socket, stop := start(t, r.dir)
 			r.run()
-			var foreign *ForeignError
+			var conflicting *ConflictingDriverError
 			eventually(t, "Ready to name the other process", func() error {
-				if err := r.driver.Ready(); !errors.As(err, &foreign) {
+				if err := r.driver.Ready(); !errors.As(err, &conflicting) {
 					return fmt.Errorf("Ready: %v", err)
 				}
 				return nil
 			})
-			if foreign.Socket != socket || !strings.Contains(foreign.Error(), "uninstall it") {
-				t.Error(foreign)
+			if conflicting.Socket != socket || !strings.Contains(conflicting.Error(), "uninstall it") {
+				t.Error(conflicting)
 			}
 			eventually(t, "an event on the node", func() error {
-				if !strings.Contains(r.events.all(), "Node/node1 ForeignDriver: another process serves DRA driver gpu.nvidia.com on this node at "+socket) {
+				if !strings.Contains(r.events.all(), "Node/node1 ConflictingDriver: another process serves DRA driver gpu.nvidia.com on this node at "+socket) {
 					return errors.New(r.events.all())
 				}
 				return nil
@@ -122,7 +122,7 @@ func TestForeignDriverIsAwaited(t *testing.T) {
 	}
 }
 
-func TestLeftoversAndOthersAreNoObstacle(t *testing.T) {
+func TestOldSocketsAndOtherDriversDoNotConflict(t *testing.T) {
 	r := newRig(t, machine(2))
 	for _, path := range []string{kubeletSocket(r.dir), filepath.Join(r.dir, "plugins", "gpu.nvidia.com", "dra.sock")} {
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -146,19 +146,19 @@ func TestLeftoversAndOthersAreNoObstacle(t *testing.T) {
 	if err := r.stop(); err != nil {
 		t.Fatal(err)
 	}
-	if strings.Contains(r.events.all(), "ForeignDriver") {
+	if strings.Contains(r.events.all(), "ConflictingDriver") {
 		t.Error(r.events.all())
 	}
 }
 
 // NVIDIA's driver, installed later, removes our registration socket and listens in its place.
-func TestForeignDriverThatComesLater(t *testing.T) {
+func TestConflictingDriverThatComesLater(t *testing.T) {
 	r := newRig(t, machine(2)).run()
 	r.ready()
 	stop := serveOther(t, kubeletSocket(r.dir), registerapi.DRAPlugin, "gpu.nvidia.com")
 	eventually(t, "Ready to name the other process", func() error {
-		var foreign *ForeignError
-		if err := r.driver.Ready(); !errors.As(err, &foreign) {
+		var conflicting *ConflictingDriverError
+		if err := r.driver.Ready(); !errors.As(err, &conflicting) {
 			return fmt.Errorf("Ready: %v", err)
 		}
 		return nil
@@ -218,7 +218,7 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		"event recorder is not set":         func(c *Config) { c.Recorder = nil },
 		"metrics registerer is not set":     func(c *Config) { c.Registerer = nil },
 		"return delay -1ns: must not be":    func(c *Config) { c.ReturnDelay = -1 },
-		"another driver -1ns: must not be ": func(c *Config) { c.ForeignInterval = -1 },
+		"another driver -1ns: must not be ": func(c *Config) { c.CheckInterval = -1 },
 	} {
 		t.Run(want, func(t *testing.T) {
 			r := newRig(t, machine(1))

@@ -4,6 +4,7 @@ package driver
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"time"
@@ -13,21 +14,60 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
-
-	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
+// ErrNoAPI is returned by Ready while the API server does not serve claims.
+var ErrNoAPI = errors.New("the API server does not serve resource.k8s.io/v1: enable it (Kubernetes 1.34 or newer, not disabled by " +
+	"kube-apiserver's --runtime-config), or set mode DevicePluginOnly")
+
+// Requests time out after probeTimeout and are retried with a growing delay.
 const (
 	probeTimeout    = 5 * time.Second
 	probeRetryFirst = time.Second
 	probeRetryMost  = time.Minute
 )
 
+// waitForAPI waits until the API server serves the DRA API, which an administrator may enable later
+// (TestServerWithoutClaims). It returns false when ctx is done.
+func (d *Driver) waitForAPI(ctx context.Context) bool {
+	reported := false
+	for wait := 2 * probeRetryFirst; ; wait = min(2*wait, probeRetryMost) {
+		served := d.apiServed(ctx)
+		d.mu.Lock()
+		d.noAPI = !served
+		d.mu.Unlock()
+		if served {
+			return ctx.Err() == nil
+		}
+		if !reported {
+			reported = true
+			klog.FromContext(ctx).Info("Serving no claims", "reason", ErrNoAPI.Error())
+			if !d.PublishNothing {
+				d.Recorder.Eventf(d.nodeRef, corev1.EventTypeWarning, "NoClaimsAPI", "claims are not served: %v", ErrNoAPI)
+			}
+		}
+		if !pause(ctx, wait) {
+			return false
+		}
+	}
+}
+
+// apiServed returns true also for an API server that does not answer: the publisher retries.
+func (d *Driver) apiServed(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+	defer cancel()
+	_, err := d.KubeClient.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{
+		FieldSelector: fields.OneTermEqualSelector(resourceapi.ResourceSliceSelectorNodeName, d.NodeName).String(), Limit: 1,
+	})
+	return !apierrors.IsNotFound(err)
+}
+
 // probe records which fields the API server keeps, and returns false if it does not answer. Until it does, devices are withdrawn by
-// omission, which every version understands. A server of 1.34 with the feature DRAPartitionableDevices refuses counters in a slice
-// of their own, so that probe is invalid.
+// omission, which every version supports. A server of 1.34 with the feature DRAPartitionableDevices refuses counters in a slice of
+// their own, so that probe is invalid.
 func (p *publisher) probe(ctx context.Context) bool {
 	kept, err := p.probeWith(ctx, []resourceapi.DeviceCounterConsumption{{
 		CounterSet: "probe", Counters: map[string]resourceapi.Counter{"probe": {Value: *resource.NewQuantity(1, resource.BinarySI)}},
@@ -54,7 +94,7 @@ func (p *publisher) probe(ctx context.Context) bool {
 	return true
 }
 
-// probeWith creates a slice in a dry run, which the API server returns without the fields that it drops.
+// probeWith creates a slice in a dry run. The API server returns it without the fields that it drops.
 func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.DeviceCounterConsumption) (Capabilities, error) {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
@@ -65,9 +105,8 @@ func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.Device
 			NodeName: ptr.To(d.NodeName),
 			Pool:     resourceapi.ResourcePool{Name: d.NodeName, ResourceSliceCount: 1},
 			Devices: []resourceapi.Device{withBindingConditions(resourceapi.Device{
-				Name:             "probe",
-				ConsumesCounters: consumption,
-
+				Name:                     "probe",
+				ConsumesCounters:         consumption,
 				AllowMultipleAllocations: ptr.To(true),
 				Taints:                   []resourceapi.DeviceTaint{{Key: TaintHeldByPod, Value: "true", Effect: resourceapi.DeviceTaintEffectNoSchedule}},
 			})},
@@ -87,27 +126,10 @@ func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.Device
 	}, nil
 }
 
-// missingCounters reports once that the API server drops the counters of dynamic GPUs.
-type missingCounters struct{ reported bool }
-
-func (m *missingCounters) report(ctx context.Context, d *Driver, gpus []string, kept Capabilities) {
-	if m.reported || len(gpus) == 0 || kept.Counters || d.PublishNothing {
-		return
-	}
-	m.reported = true
+// reportMissingCounters reports that the API server drops the counters that dynamic GPUs need.
+func (d *Driver) reportMissingCounters(ctx context.Context, gpus []string) {
 	klog.FromContext(ctx).Info("The API server drops shared counters, GPUs are not partitioned on demand", "devices", gpus)
 	d.Recorder.Eventf(d.nodeRef, corev1.EventTypeWarning, "NoPartitionsOnDemand",
 		"%s should be partitioned on demand, for which the API server must keep shared counters (Kubernetes 1.36 or newer, feature gate DRAPartitionableDevices): "+
 			"whole GPUs and partitions that exist are offered instead", strings.Join(gpus, ", "))
-}
-
-// dynamicGPUs are the names of those that are partitioned on demand.
-func dynamicGPUs(inv device.Inventory) []string {
-	var names []string
-	for _, g := range inv.GPUs {
-		if g.Dynamic && len(g.Profiles) > 0 {
-			names = append(names, g.Name())
-		}
-	}
-	return names
 }
