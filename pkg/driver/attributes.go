@@ -17,7 +17,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Names that NVIDIA's DRA driver publishes (deviceinfo.go there), in the driver's own domain.
+// Names that NVIDIA's DRA driver publishes (cmd/gpu-kubelet-plugin/deviceinfo.go), in the driver's domain.
 const (
 	attributeType                  = "type"
 	attributeUUID                  = "uuid"
@@ -40,7 +40,7 @@ const (
 	capacityMemorySlice            = "memorySlice" // and the number of the slice
 )
 
-// Names that it lacks.
+// Names that NVIDIA's DRA driver does not publish.
 const (
 	attributeIndex        = "index"
 	attributeMinor        = "minor"
@@ -54,8 +54,8 @@ const (
 	typeMIG = "mig"
 )
 
-// publishedDevice describes a device as the API takes it. What is unknown, or what the API would refuse, is left out: one odd
-// value must not keep the whole slice from being published.
+// publishedDevice describes a device in the API's terms. It omits unknown values and those that the API would refuse: the API
+// refuses a whole slice for one value (TestUnusableGPUsAreExcluded).
 func publishedDevice(d device.Device) resourceapi.Device {
 	if d.Whole() {
 		return resourceapi.Device{Name: d.Name(), Attributes: gpuAttributes(d.GPU), Capacity: gpuCapacity(d.GPU)}
@@ -73,8 +73,7 @@ func gpuAttributes(g device.GPU) attributes {
 	return a
 }
 
-// partitionAttributes have a UUID only where it lasts: what is made for a claim has another one each time. Partitions have no
-// NVLink.
+// partitionAttributes omit the UUID of a partition that is created for a claim, which is different each time. Partitions have no NVLink.
 func partitionAttributes(d device.Device) attributes {
 	a := commonAttributes(d.GPU)
 	a.text(attributeType, typeMIG)
@@ -86,7 +85,7 @@ func partitionAttributes(d device.Device) attributes {
 	return a
 }
 
-// commonAttributes are those that a partition has from its GPU.
+// commonAttributes are those that a partition shares with its GPU.
 func commonAttributes(g device.GPU) attributes {
 	a := attributes{}
 	a.text(attributeProductName, g.ProductName)
@@ -106,7 +105,7 @@ func commonAttributes(g device.GPU) attributes {
 
 type capacities map[resourceapi.QualifiedName]resourceapi.DeviceCapacity
 
-// gpuCapacity is memory only, as in NVIDIA's driver: NVML does not report the engines of a whole GPU.
+// gpuCapacity has the memory only, as in NVIDIA's driver: NVML does not report the engines of a GPU.
 func gpuCapacity(g device.GPU) capacities {
 	if int64(g.MemoryBytes) <= 0 {
 		return nil
@@ -125,7 +124,7 @@ func partitionCapacity(p device.Partition) capacities {
 	c.amount(capacityEncoders, int64(p.Capacity.Encoders))
 	c.amount(capacityJPEGEngines, int64(p.Capacity.JPEGEngines))
 	c.amount(capacityOFAEngines, int64(p.Capacity.OFAEngines))
-	// One that shares its GPU instance with others has no memory slice to itself.
+	// A partition that shares its GPU instance has no memory slice of its own.
 	if p.UUID != "" && !p.Made && p.Ref.Compute.Size == 0 && p.Ref.Placement.Size <= mostMemorySlices {
 		for i := range p.Ref.Placement.Size {
 			c.amount(resourceapi.QualifiedName(fmt.Sprintf("%s%d", capacityMemorySlice, p.Ref.Placement.Start+i)), 1)
@@ -134,10 +133,10 @@ func partitionCapacity(p device.Partition) capacities {
 	return c
 }
 
-// mostMemorySlices is what fits beside everything else into the attributes and capacities that a device may have.
+// mostMemorySlices fit into the attributes and capacities that a device may have, beside all others.
 const mostMemorySlices = 8
 
-// amount leaves out what is negative.
+// amount omits negative values.
 func (c capacities) amount(name resourceapi.QualifiedName, n int64) {
 	if n >= 0 {
 		c[name] = resourceapi.DeviceCapacity{Value: *resource.NewQuantity(n, resource.BinarySI)}
@@ -146,7 +145,7 @@ func (c capacities) amount(name resourceapi.QualifiedName, n int64) {
 
 type attributes map[resourceapi.QualifiedName]resourceapi.DeviceAttribute
 
-// text leaves out what is empty or longer than the API takes: a value cut short would select something else.
+// text omits values that are empty or too long for the API. A truncated value would match wrong selectors.
 func (a attributes) text(name resourceapi.QualifiedName, value string) {
 	if value == "" || len(value) > resourceapi.DeviceAttributeMaxValueLength || !utf8.ValidString(value) {
 		return
@@ -162,7 +161,7 @@ func (a attributes) version(name resourceapi.QualifiedName, value string) {
 	a[name] = resourceapi.DeviceAttribute{VersionValue: &semantic}
 }
 
-// number leaves out negative values, which mean "unknown" everywhere here.
+// number omits negative values, which mean "unknown" in pkg/device.
 func (a attributes) number(name resourceapi.QualifiedName, value int) {
 	if value < 0 {
 		return
@@ -179,8 +178,8 @@ func (a attributes) flag(name resourceapi.QualifiedName, value *bool) {
 
 var dottedNumbers = regexp.MustCompile(`^[0-9]+(\.[0-9]+){0,2}$`)
 
-// semanticVersion turns NVIDIA's version numbers into what the API calls a version (semver 2.0.0): three numbers without
-// leading zeros, so "535.54.03" is "535.54.3" and "9.0" is "9.0.0", as in NVIDIA's DRA driver.
+// semanticVersion converts NVIDIA's version numbers to semver 2.0.0, as NVIDIA's DRA driver does: "535.54.03" is "535.54.3", and
+// "9.0" is "9.0.0".
 func semanticVersion(text string) (string, bool) {
 	if !dottedNumbers.MatchString(text) {
 		return "", false

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package driver is the DRA front-end: it publishes the node's GPUs as ResourceSlices and answers kubelet's
-// NodePrepareResources and NodeUnprepareResources. It only translates: who may have a device is the ledger's decision,
-// what a device is comes from the inventory, and container edits are written elsewhere, before they are needed here.
+// Package driver is the DRA front-end: it publishes the node's GPUs as ResourceSlices (publisher.go) and answers kubelet's
+// NodePrepareResources and NodeUnprepareResources (prepare.go). It only translates: the ledger decides who holds a device.
 package driver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -37,26 +37,26 @@ type Ledger interface {
 	Changed() <-chan struct{}
 }
 
-// Node is this node's own object. UID is empty while there is none.
+// Node is the node's object. UID is empty while there is none. Changed returns a channel that is closed at the next change; it is
+// taken before UID is called.
 type Node interface {
 	UID() types.UID
 	Changed() <-chan struct{}
 }
 
-// Inventory is the source of the node's GPUs. Changed returns a channel that is closed at the next change; it is taken
-// before Inventory is read.
+// Inventory is the source of the node's GPUs. Changed is as in Node.
 type Inventory interface {
 	Inventory() device.Inventory
 	Changed() <-chan struct{}
 }
 
-// Specs knows the CDI specs that name the node's devices.
+// Specs are the CDI specs of the node's devices.
 type Specs interface {
-	// Ensure makes sure that the specs are on disk and have entries for the devices; cheap when they do.
+	// Ensure writes the specs if they are missing on disk or lack one of the devices. Cheap otherwise.
 	Ensure(ctx context.Context, uuids ...string) error
-	// Add makes an entry for a partition that has just been made. Idempotent.
+	// Add writes an entry for a new partition. Idempotent.
 	Add(ctx context.Context, p device.Partition) error
-	// QualifiedName is the CDI name under which a device is found in them.
+	// QualifiedName returns the CDI name of a device.
 	QualifiedName(uuid string) string
 }
 
@@ -90,46 +90,45 @@ type Policy interface {
 	Join(ctx context.Context, claim sharing.Claim, d device.Device, share device.Share) (cdiDevices []string, err error)
 }
 
-// Config is what New needs. Every field without a default is required.
+// Config is what New needs. Fields are required unless they have a default or are optional.
 type Config struct {
 	// DriverName is the name of the DRA driver, and the domain of its attributes. Default "gpu.nvidia.com".
 	DriverName string
-	// NodeName is the name of this node's Node object, and of the pool.
+	// NodeName is the name of this node's Node object, and of the node pool.
 	NodeName string
-	// KubeClient must not throttle: every prepare costs one GET. It speaks protobuf, which alone keeps parameters of claims byte by byte.
+	// KubeClient must not throttle: every prepare costs one GET. It speaks protobuf, which alone keeps parameters of claims unchanged.
 	KubeClient kubernetes.Interface
 	// KubeletDir is kubelet's data directory. Default "/var/lib/kubelet".
 	KubeletDir string
 
-	// Node has the UID of the node's object, which owns the slices. Nil publishes nothing, for simulations.
+	// Node's UID owns the slices. Nil publishes nothing, for simulations.
 	Node      Node
 	Ledger    Ledger
 	Inventory Inventory
 	Specs     Specs
 	Pods      Pods
-	// Partitions is needed where the inventory has dynamic GPUs.
+	// Partitions is required if the inventory has dynamic GPUs.
 	Partitions Partitions
-	// Sharing is needed where containers are to share devices.
+	// Sharing is required if claims have sharing settings.
 	Sharing Sharing
-	// Policy is needed where the node shares GPUs by MPS.
+	// Policy is required if the node shares GPUs by MPS.
 	Policy Policy
-	// DaemonTrouble says why the pod of an MPS daemon does not run, as far as anybody knows. Optional.
+	// DaemonTrouble returns why the pod of an MPS daemon does not run; empty if it is not known. Optional.
 	DaemonTrouble func(daemon string) string
 
-	// OfferedToClaims tells the GPUs that are for claims, which alone are published; nil means all. A claim of before that has
-	// another is prepared all the same.
+	// OfferedToClaims selects the GPUs that are published; nil means all. A claim that already has another GPU is prepared.
 	OfferedToClaims func(device.GPU) bool
-	// OfferedToPods tells the GPUs that limits pods can get, which claims let go first; nil means all.
+	// OfferedToPods selects the GPUs that serve pods; nil means all.
 	OfferedToPods func(device.GPU) bool
-	// Limits are the resources by which those pods ask. Default "nvidia.com/gpu" for whole GPUs alone.
+	// Limits are the extended resources that pods request. Default "nvidia.com/gpu" for whole GPUs.
 	Limits device.Resources
-	// PublishNothing removes the slices that are there, and serves the claims that have devices already.
+	// PublishNothing removes the existing slices and serves claims that are already allocated.
 	PublishNothing bool
-	// Allocations tells what the scheduler has given to claims before kubelet asks to prepare them. Nil leaves it at what the
-	// ledger knows.
+	// Allocations are the scheduler's allocations, as the controller relays them. Optional: the ledger records a claim once kubelet
+	// prepares it.
 	Allocations Allocations
-	// Strict makes the scheduler wait until the ledger has reserved what it allocated, before it binds the pod. It needs
-	// Allocations and binding conditions (Kubernetes 1.36) and costs each pod up to 5 s, the period of the scheduler's look.
+	// Strict makes the scheduler bind a pod only after the ledger reserved the devices of its claim. It requires Allocations and
+	// Kubernetes 1.36 (binding conditions), and delays each pod by up to 5 s, the scheduler's poll interval.
 	Strict bool
 
 	// Recorder receives events on claims and on the node.
@@ -137,10 +136,9 @@ type Config struct {
 	// Registerer receives the metrics.
 	Registerer prometheus.Registerer
 
-	// ReturnDelay is how long a GPU must have been free before it is offered again. Withdrawals are never delayed.
-	// Default 200 ms.
+	// ReturnDelay is how long a device must be available before it is offered again. Withdrawals are not delayed. Default 200 ms.
 	ReturnDelay time.Duration
-	// CheckInterval is how often to look whether another process serves the driver name. Default 10 s.
+	// CheckInterval is how often the sockets are checked, for another process that serves the driver name. Default 10 s.
 	CheckInterval time.Duration
 }
 
@@ -159,10 +157,11 @@ type Driver struct {
 
 	metrics    *metrics
 	conditions *conditions
-	nodeRef    *corev1.ObjectReference
+	// nodeRef is the object of events on the node.
+	nodeRef *corev1.ObjectReference
 	// kubeletRegistered makes the publisher compare with the API server again.
 	kubeletRegistered broadcast.Signal
-	// probeAgain is how long after it has dropped something the API server is asked again what it keeps.
+	// probeAgain is the delay of the next probe after the API server dropped a field.
 	probeAgain time.Duration
 
 	mu sync.Mutex
@@ -170,13 +169,13 @@ type Driver struct {
 	conflicting *ConflictingDriverError
 	// noAPI is set while the API server does not serve the DRA API.
 	noAPI bool
-	// registered is what kubelet said last.
+	// registered and registerError are kubelet's last answer.
 	registered    bool
 	registerError string
-	// published is set once the API server has what we want it to have; publishError is the last failure since then.
+	// published is set once the API server has all pools; publishError is the last failure since then.
 	published    bool
 	publishError error
-	// nodeKnown is set once our Node object was seen.
+	// nodeKnown is set while the Node object exists.
 	nodeKnown bool
 }
 
@@ -191,31 +190,18 @@ func New(c Config) (*Driver, error) {
 		return nil, fmt.Errorf("configure DRA driver: %w", err)
 	}
 	return &Driver{
-		Config:  c,
-		metrics: m, conditions: newConditions(c),
-		// The UID of events on nodes is the node's name, by kubelet's convention: that is what `kubectl describe` selects.
+		Config: c, metrics: m, conditions: newConditions(c), probeAgain: defaultProbeAgain,
+		// The UID of events on nodes is the node's name, by kubelet's convention: `kubectl describe` selects that.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},
-
-		probeAgain: defaultProbeAgain,
 	}, nil
 }
 
 func (c *Config) setDefaults() {
-	if c.DriverName == "" {
-		c.DriverName = defaultDriverName
-	}
-	if c.Limits.GPU == "" {
-		c.Limits.GPU = defaultLimitsResource
-	}
-	if c.KubeletDir == "" {
-		c.KubeletDir = defaultKubeletDir
-	}
-	if c.ReturnDelay == 0 {
-		c.ReturnDelay = defaultReturnDelay
-	}
-	if c.CheckInterval == 0 {
-		c.CheckInterval = defaultCheckInterval
-	}
+	c.DriverName = cmp.Or(c.DriverName, defaultDriverName)
+	c.Limits.GPU = cmp.Or(c.Limits.GPU, defaultLimitsResource)
+	c.KubeletDir = cmp.Or(c.KubeletDir, defaultKubeletDir)
+	c.ReturnDelay = cmp.Or(c.ReturnDelay, defaultReturnDelay)
+	c.CheckInterval = cmp.Or(c.CheckInterval, defaultCheckInterval)
 }
 
 func (c *Config) validate() error {
@@ -259,10 +245,10 @@ func (c *Config) validate() error {
 	return errors.Join(errs...)
 }
 
-// Run serves until ctx is done, then finishes the calls in flight and returns nil. It leaves no goroutine and no socket
-// behind; the ResourceSlices stay, so that a restart disturbs nobody (kubelet removes them when the driver stays away).
-// While the API server does not serve the DRA API it waits for that, and while another process serves the same driver name for
-// its end. An error means that it cannot serve at all.
+// Run serves until ctx is done, then answers the calls in flight and returns nil. Called once. It leaves no goroutine and no socket
+// behind. The ResourceSlices stay, so that a restart is not noticed; kubelet removes them if the driver stays away. Run waits while
+// the API server does not serve the DRA API, and while another process serves the driver name. An error means that the driver
+// cannot serve.
 func (d *Driver) Run(ctx context.Context) error {
 	if err := d.prepareDirectories(); err != nil {
 		return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
@@ -281,11 +267,11 @@ func (d *Driver) Run(ctx context.Context) error {
 		case ctx.Err() != nil:
 			return nil
 		case conflicting, errors.Is(err, errSocketLost):
-			klog.FromContext(ctx).Info("Starting to serve claims anew", "reason", err.Error())
+			klog.FromContext(ctx).Info("Restarting the servers for kubelet", "reason", err.Error())
 		default:
 			return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
 		}
-		// Whoever removes the sockets again and again must not make this a busy loop.
+		// Sockets that are removed repeatedly must not cause a busy loop.
 		if time.Since(started) < shortestSession && !pause(ctx, shortestSession) {
 			return nil
 		}
@@ -295,7 +281,7 @@ func (d *Driver) Run(ctx context.Context) error {
 // shortestSession is the least time between two starts of the servers.
 const shortestSession = time.Second
 
-// Ready says why claims are not served yet, and nil when they are. A *ForeignError names the process in the way. Safe for
+// Ready returns nil while claims are served, and otherwise why not: ErrNoAPI, a *ConflictingDriverError, or what is missing. Safe for
 // concurrent use.
 func (d *Driver) Ready() error {
 	d.mu.Lock()
@@ -319,7 +305,7 @@ func (d *Driver) Ready() error {
 	return nil
 }
 
-// pause waits and reports whether ctx was still alive at the end.
+// pause waits and returns false if ctx ended first.
 func pause(ctx context.Context, length time.Duration) bool {
 	timer := time.NewTimer(length)
 	defer timer.Stop()

@@ -165,7 +165,7 @@ func listing(pools map[string]resourceslice.Pool) string {
 
 // What the API takes, whatever the machine looks like.
 func TestPoolsAreWithinLimits(t *testing.T) {
-	machines := map[string]device.Inventory{"a100s": a100s(), "mixed": mixed(), "odd": oddMachine()}
+	machines := map[string]device.Inventory{"a100s": a100s(), "mixed": mixed(), "odd": unusableMachine()}
 	for _, model := range mig.Models() {
 		machines[model.Name] = machine(16, func(g *device.GPU) { g.Profiles, g.Dynamic = model.Offered(), true })
 		machines[model.Name+" cut"] = machine(2, func(g *device.GPU) {

@@ -9,7 +9,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// callBuckets are seconds, from 0.5 ms to kubelet's patience and beyond; kubelet's own start at 100 ms.
+// callBuckets are seconds, from 0.5 ms to kubelet's timeout of 45 s and beyond; kubelet's own start at 100 ms.
 var callBuckets = []float64{.0005, .001, .002, .004, .008, .016, .032, .064, .125, .25, .5, 1, 2, 4, 8, 15, 30, 45, 60}
 
 // podsFirstBuckets go up to podsFirstBudget.
@@ -18,7 +18,7 @@ var podsFirstBuckets = []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1,
 type metrics struct {
 	prepare, unprepare *prometheus.HistogramVec
 	conflicts          *prometheus.CounterVec
-	yield              prometheus.Histogram
+	podsFirst          prometheus.Histogram
 	withdrawals        prometheus.Counter
 	devices            *prometheus.GaugeVec
 	publishErrors      prometheus.Counter
@@ -40,20 +40,20 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 		}, []string{"result"}),
 		conflicts: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_prepare_conflicts_total",
-			Help: "Claims refused because somebody else holds one of their devices, by the kind of holder (claim, limit) and by what becomes of the claim: condemned (its pods are moved), waiting, deadline (waiting for a holder that has not gone in time).",
+			Help: "Claims refused because another holder has one of their devices, by the kind of holder (claim, pod, partition) and by outcome: pending_eviction (its pods are evicted), waiting (for the device), deadline (the holder was ending, but not in time).",
 		}, []string{"kind", "outcome"}),
-		yield: prometheus.NewHistogram(prometheus.HistogramOpts{
+		podsFirst: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name:    "tandem_prepare_pods_first_wait_seconds",
-			Help:    "Time that calls of NodePrepareResources waited for limits pods to be admitted first; calls that did not wait are not counted.",
+			Help:    "Time that calls of NodePrepareResources waited for pods with an extended resource to be admitted first; calls that did not wait are not counted.",
 			Buckets: podsFirstBuckets,
 		}),
 		withdrawals: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_claim_withdrawals_total",
-			Help: "Times that a device was withdrawn from the scheduler because of who holds it.",
+			Help: "Times that a device was withdrawn from the scheduler because of its holder.",
 		}),
 		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_published_devices",
-			Help: "Devices of the node as last published to the scheduler, of a GPU that is partitioned on demand one: offered, withdrawn (held through a limit, or draining), unhealthy, excluded (cannot be published).",
+			Help: "Devices of the node as last published to the scheduler, by state: offered, withdrawn (held by a pod, or draining), unhealthy, excluded (cannot be published). A dynamic GPU counts as one device.",
 		}, []string{"state"}),
 		publishErrors: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_publish_errors_total",
@@ -65,10 +65,10 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 		}),
 		strictRefusals: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_strict_refusals_total",
-			Help: "Allocations refused before their pods were bound, because somebody else holds a device.",
+			Help: "Allocations refused before their pods were bound, because another holder has a device.",
 		}),
 	}
-	for _, c := range []prometheus.Collector{m.prepare, m.unprepare, m.conflicts, m.yield, m.withdrawals, m.devices, m.publishErrors, m.registrations, m.strictRefusals} {
+	for _, c := range []prometheus.Collector{m.prepare, m.unprepare, m.conflicts, m.podsFirst, m.withdrawals, m.devices, m.publishErrors, m.registrations, m.strictRefusals} {
 		if err := registerer.Register(c); err != nil {
 			return nil, fmt.Errorf("register metrics: %w", err)
 		}
@@ -77,21 +77,19 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 }
 
 func (m *metrics) countDevices(c deviceCounts) {
-	m.devices.WithLabelValues("offered").Set(float64(c.offered))
-	m.devices.WithLabelValues("withdrawn").Set(float64(c.withdrawn))
-	m.devices.WithLabelValues("unhealthy").Set(float64(c.unhealthy))
-	m.devices.WithLabelValues("excluded").Set(float64(c.excluded))
+	for state, n := range map[string]int{"offered": c.offered, "withdrawn": c.withdrawn, "unhealthy": c.unhealthy, "excluded": c.excluded} {
+		m.devices.WithLabelValues(state).Set(float64(n))
+	}
 	m.withdrawals.Add(float64(c.withdrawals))
 }
 
-// countPodsFirst counts a call that has waited for limits pods.
+// countPodsFirst counts a call that waited for pods.
 func (m *metrics) countPodsFirst(waited time.Duration) {
 	if waited > 0 {
-		m.yield.Observe(waited.Seconds())
+		m.podsFirst.Observe(waited.Seconds())
 	}
 }
 
-// observe records a call that began at start.
 func observe(h *prometheus.HistogramVec, start time.Time, ok bool) {
 	result := "ok"
 	if !ok {

@@ -33,7 +33,7 @@ func TestGoldenSlices(t *testing.T) {
 		{"h100x8-held-taints", machine(8), held, true},
 		{"h100x8-held-left-out", machine(8), held, false},
 		{"l4x4", l4x4(), nil, true},
-		{"odd", oddMachine(), lost, true},
+		{"odd", unusableMachine(), lost, true},
 		{"empty", device.Inventory{}, nil, true},
 	}
 	for _, test := range tests {
@@ -133,8 +133,8 @@ func TestWithdrawalChangesOneSlice(t *testing.T) {
 	}
 }
 
-func TestOddGPUsAreLeftOutWithAReason(t *testing.T) {
-	built, counts, left := buildSlices(oddMachine(), nil, true)
+func TestUnusableGPUsAreExcluded(t *testing.T) {
+	built, counts, left := buildSlices(unusableMachine(), nil, true)
 	if len(built) != 1 || len(built[0].Devices) != 4 {
 		t.Errorf("%d devices", len(built[0].Devices))
 	}

@@ -396,8 +396,8 @@ func l4x4() device.Inventory {
 	})
 }
 
-// oddMachine has one GPU of each kind of trouble between good ones.
-func oddMachine() device.Inventory {
+// unusableMachine has one GPU of each kind of trouble between good ones.
+func unusableMachine() device.Inventory {
 	return machine(8, func(g *device.GPU) {
 		switch g.Minor {
 		case 1:

@@ -22,25 +22,24 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// Conditions on a claim's devices by which Strict holds a pod back until the ledger has reserved them (KEP-5007: the scheduler
-// binds when every binding condition is true, and takes the allocation back when a failure condition is).
+// Conditions in a claim's status by which strict delays the binding of a pod until the ledger reserved its devices. The scheduler
+// binds the pod once every binding condition is true, and allocates again once a failure condition is (KEP-5007).
 const (
-	// ConditionReserved is true once the device is the claim's.
 	ConditionReserved = "tandem-gpu.dev/reserved"
-	// ConditionRefused is true when somebody else has the device.
+	// ConditionRefused means that another holder has the device.
 	ConditionRefused = "tandem-gpu.dev/refused"
 )
 
-// Allocations are the claims that the scheduler has given GPUs of this node, also those whose pods are not bound yet.
+// Allocations are the claims that the scheduler allocated GPUs of this node, also for pods that are not bound yet.
 type Allocations interface {
 	Claims() []v1alpha1.AllocatedClaim
-	// Synced reports whether Claims knows what was allocated before this agent started. It may never come.
+	// Synced reports whether Claims includes the allocations from before this agent's start. It stays false without a controller.
 	Synced() bool
-	// Changed returns a channel that is closed at the next change; take it before reading.
+	// Changed returns a channel that is closed at the next change. It is taken before Claims is called.
 	Changed() <-chan struct{}
 }
 
-// strictly adds to a device what makes the scheduler wait for the ledger.
+// withBindingConditions makes the scheduler wait for the ledger before it binds a pod with the device.
 func withBindingConditions(device resourceapi.Device) resourceapi.Device {
 	device.BindsToNode = ptr.To(true)
 	device.BindingConditions = []string{ConditionReserved}
@@ -48,20 +47,20 @@ func withBindingConditions(device resourceapi.Device) resourceapi.Device {
 	return device
 }
 
-// strictRetry is how soon what failed is tried again at first, strictRetryMost in the end. The scheduler looks every 5 s.
+// Failed requests are retried between strictRetry and strictRetryMost. The scheduler polls every 5 s.
 const (
 	strictRetry     = time.Second
 	strictRetryMost = 30 * time.Second
 )
 
-// confirmations reserve devices for claims while their pods wait to be bound, and say so in the claims' status. One goroutine
-// a claim: one that waits for a device to drain must not delay the others.
+// confirmations reserve the devices of claims whose pods wait to be bound, and write the result to the claims' status. Each claim has
+// a goroutine: a claim that waits for a draining device must not delay other claims (TestStrictWaitsForOneAndAnswersTheOther).
 type confirmations struct {
 	*Driver
 	running map[types.UID]confirmation
 }
 
-// confirmation is the work for one allocation. The same claim may come again with other devices.
+// confirmation is the work for one allocation. A claim may be allocated again with other devices.
 type confirmation struct {
 	devices []string
 	cancel  context.CancelFunc
@@ -71,7 +70,7 @@ func newConfirmations(d *Driver) *confirmations {
 	return &confirmations{Driver: d, running: map[types.UID]confirmation{}}
 }
 
-// run confirms until ctx is done. What is reserved then stays: the pods of these claims are on their way.
+// run confirms until ctx is done. Reservations stay: the pods of these claims are being bound.
 func (c *confirmations) run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	for ctx.Err() == nil {
@@ -85,7 +84,7 @@ func (c *confirmations) run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// follow starts what is new and ends what is no longer allocated.
+// follow starts confirmations of new allocations and ends those of allocations that ended.
 func (c *confirmations) follow(ctx context.Context, group *errgroup.Group, claims []v1alpha1.AllocatedClaim) {
 	allocated := make(map[types.UID]v1alpha1.AllocatedClaim, len(claims))
 	for _, claim := range claims {
@@ -110,19 +109,19 @@ func (c *confirmations) follow(ctx context.Context, group *errgroup.Group, claim
 	}
 }
 
-// confirm reserves, answers the scheduler, and waits for the allocation to end: what was reserved for a pod that never came is
-// given back. The context allocation ends with the agent's, and when the claim is no longer allocated as it was.
+// confirm reserves, answers the scheduler, and waits until the allocation ends. It then cancels the reservation, unless kubelet has
+// prepared the claim. The context allocation ends when the claim is no longer allocated these devices, and with the agent's context.
 func (c *confirmations) confirm(agent, allocation context.Context, allocated v1alpha1.AllocatedClaim) {
 	logger := klog.FromContext(agent).WithValues("claim", klog.KRef(allocated.Namespace, allocated.Name), "claimUID", allocated.UID)
 	var taken ledger.Taken
-	var podState *metav1.Condition
-	insist(allocation, logger, "Cannot reserve the devices of a claim whose pod is not bound yet", func() (err error) {
-		taken, podState, err = c.decide(allocation, allocated)
+	var condition *metav1.Condition
+	retry(allocation, logger, "Cannot reserve the devices of a claim whose pod is not bound yet", func() (err error) {
+		taken, condition, err = c.decide(allocation, allocated)
 		return err
 	})
-	if podState != nil {
-		insist(allocation, logger, "Cannot tell the scheduler whether a claim has its devices", func() error {
-			return c.answer(allocation, allocated, *podState)
+	if condition != nil {
+		retry(allocation, logger, "Cannot write the condition of a claim whose pod is not bound yet", func() error {
+			return c.answer(allocation, allocated, *condition)
 		})
 	}
 	<-allocation.Done()
@@ -130,13 +129,13 @@ func (c *confirmations) confirm(agent, allocation context.Context, allocated v1a
 		return
 	}
 	if err := c.Ledger.GiveBack(string(allocated.UID), taken); err != nil {
-		// The reconciler finds a claim that is not allocated here.
-		logger.Error(err, "Cannot give back the devices of a claim whose pod did not come")
+		// The reconciler releases a claim that is not allocated to this node.
+		logger.Error(err, "Cannot cancel the reservation of a claim that is no longer allocated")
 	}
 }
 
-// insist tries, ever more rarely, until it succeeds or ctx is done.
-func insist(ctx context.Context, logger klog.Logger, message string, try func() error) {
+// retry calls try with growing delays until it succeeds or ctx is done.
+func retry(ctx context.Context, logger klog.Logger, message string, try func() error) {
 	for wait := strictRetry; ; wait = min(2*wait, strictRetryMost) {
 		err := try()
 		if err == nil || ctx.Err() != nil {
@@ -149,13 +148,15 @@ func insist(ctx context.Context, logger klog.Logger, message string, try func() 
 	}
 }
 
-// decide reserves the devices of a claim that waits for it. No verdict means that nobody waits for one.
+// decide reserves the devices of a claim and returns the condition to write; nil if the scheduler does not wait for one.
 func (c *confirmations) decide(ctx context.Context, allocated v1alpha1.AllocatedClaim) (ledger.Taken, *metav1.Condition, error) {
 	claim, err := c.waiting(ctx, allocated)
 	if claim == nil || err != nil {
 		return ledger.Taken{}, nil, err
 	}
-	granted := &metav1.Condition{Type: ConditionReserved, Status: metav1.ConditionTrue, Reason: "Reserved", Message: "the node keeps the device for this claim"}
+	granted := &metav1.Condition{
+		Type: ConditionReserved, Status: metav1.ConditionTrue, Reason: "Reserved", Message: "the node reserved the device for this claim",
+	}
 	inv := c.Inventory.Inventory()
 	p := c.plan(ctx, claim, inv)
 	p.request.PodsFirst = &ledger.PodsFirst{Slots: c.podSlots(inv), WaitBudget: podsFirstBudget}
@@ -166,7 +167,7 @@ func (c *confirmations) decide(ctx context.Context, allocated v1alpha1.Allocated
 	case refused != nil && refused.reason != reasonInvalidParameters:
 		return ledger.Taken{}, c.refusal(refused.reason, refused.message), nil
 	case p.err != nil, len(p.request.Devices) == 0:
-		// What is wrong with the claim itself another node would refuse too, and Prepare explains it.
+		// Another node would refuse wrong parameters, too. Prepare reports them.
 		return ledger.Taken{}, granted, nil
 	}
 	taken, err := c.Ledger.ReserveClaim(ctx, p.request)
@@ -176,13 +177,13 @@ func (c *confirmations) decide(ctx context.Context, allocated v1alpha1.Allocated
 	return taken, granted, err
 }
 
-// refusal makes the scheduler allocate anew.
+// refusal returns the condition that makes the scheduler allocate again.
 func (c *confirmations) refusal(reason, message string) *metav1.Condition {
 	c.metrics.strictRefusals.Inc()
 	return &metav1.Condition{Type: ConditionRefused, Status: metav1.ConditionTrue, Reason: reason, Message: message}
 }
 
-// waiting returns the claim if the scheduler waits for an answer to it, otherwise nil.
+// waiting returns the claim if the scheduler waits for its conditions, otherwise nil.
 func (c *confirmations) waiting(ctx context.Context, allocated v1alpha1.AllocatedClaim) (*resourceapi.ResourceClaim, error) {
 	claim, err := c.KubeClient.ResourceV1().ResourceClaims(allocated.Namespace).Get(ctx, allocated.Name, metav1.GetOptions{})
 	switch {
@@ -196,22 +197,22 @@ func (c *confirmations) waiting(ctx context.Context, allocated v1alpha1.Allocate
 	return claim, nil
 }
 
-// answer writes the verdict for every device of the claim that has none.
-func (c *confirmations) answer(ctx context.Context, allocated v1alpha1.AllocatedClaim, podState metav1.Condition) error {
+// answer writes the condition for every device of the claim that has none.
+func (c *confirmations) answer(ctx context.Context, allocated v1alpha1.AllocatedClaim, condition metav1.Condition) error {
 	claim, err := c.waiting(ctx, allocated)
 	if claim == nil || err != nil {
 		return err
 	}
 	for _, result := range c.unanswered(claim) {
-		setCondition(claim, result, podState)
+		setCondition(claim, result, condition)
 	}
 	if _, err := c.KubeClient.ResourceV1().ResourceClaims(claim.Namespace).UpdateStatus(ctx, claim, metav1.UpdateOptions{}); err != nil {
-		return fmt.Errorf("write condition %s of claim %s/%s: %w", podState.Type, claim.Namespace, claim.Name, err)
+		return fmt.Errorf("write condition %s of claim %s/%s: %w", condition.Type, claim.Namespace, claim.Name, err)
 	}
 	return nil
 }
 
-// unanswered are the results that the scheduler waits for.
+// unanswered returns the results whose conditions the scheduler waits for.
 func (c *confirmations) unanswered(claim *resourceapi.ResourceClaim) []resourceapi.DeviceRequestAllocationResult {
 	if claim.Status.Allocation == nil {
 		return nil
@@ -240,7 +241,7 @@ func setCondition(claim *resourceapi.ResourceClaim, result resourceapi.DeviceReq
 	meta.SetStatusCondition(&known.Conditions, condition)
 }
 
-// statusOf finds the entry of a device; nil if there is none yet.
+// statusOf returns the status entry of a device, or nil.
 func statusOf(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult) *resourceapi.AllocatedDeviceStatus {
 	i := slices.IndexFunc(claim.Status.Devices, func(s resourceapi.AllocatedDeviceStatus) bool {
 		return s.Driver == result.Driver && s.Pool == result.Pool && s.Device == result.Device &&

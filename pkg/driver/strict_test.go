@@ -153,7 +153,7 @@ func TestStrictAnswersAdminAccess(t *testing.T) {
 	r.awaitHolders("")
 }
 
-func TestStrictGivesBackWhatNoPodCameFor(t *testing.T) {
+func TestStrictCancelsWhenNoPodIsBound(t *testing.T) {
 	a := unbound("a", "gpu-0")
 	r, allocations, client := strictRig(t, a)
 	allocations.set(a)
@@ -162,7 +162,7 @@ func TestStrictGivesBackWhatNoPodCameFor(t *testing.T) {
 	r.awaitHolders("")
 }
 
-func TestStrictLeavesWhatWasPreparedMeanwhile(t *testing.T) {
+func TestStrictKeepsPreparedClaims(t *testing.T) {
 	a, b := unbound("a", "gpu-0"), unbound("b", "gpu-1")
 	r, allocations, client := strictRig(t, a, b)
 	allocations.set(a, b)
@@ -175,7 +175,7 @@ func TestStrictLeavesWhatWasPreparedMeanwhile(t *testing.T) {
 	r.awaitHolders("gpu-0: claim uid-a held")
 }
 
-func TestStrictRefusesWhatALimitHolds(t *testing.T) {
+func TestStrictRefusesDevicesOfPods(t *testing.T) {
 	a := unbound("a", "gpu-0")
 	r, allocations, client := strictRig(t, a)
 	r.takeByPod(0, &ledger.Pod{UID: "p", Namespace: "team-b", Name: "secret"})
@@ -194,7 +194,7 @@ func TestStrictRefusesWhatALimitHolds(t *testing.T) {
 }
 
 // Prepare would refuse for as long as the pod lives what another node can give.
-func TestStrictRefusesWhatTheNodeCannotGive(t *testing.T) {
+func TestStrictRefusesUnhealthyDevices(t *testing.T) {
 	unhealthy, missing := unbound("faulty", "gpu-0"), unbound("missing", "gpu-7")
 	r, allocations, client := strictRig(t, unhealthy, missing)
 	r.inventory.set(machine(2, func(g *device.GPU) { g.Health = device.Health{Reason: device.ReasonLost} }))
@@ -243,7 +243,7 @@ func TestStrictWaitsForOneAndAnswersTheOther(t *testing.T) {
 	awaitStates(t, client, "a", "gpu-0=reserved")
 }
 
-func TestStrictTriesAFailedAnswerAgain(t *testing.T) {
+func TestStrictRetriesFailedWrites(t *testing.T) {
 	a := unbound("a", "gpu-0")
 	failures := 2
 	r, allocations, client := strictRig(t, a)
