@@ -49,9 +49,9 @@ func Mutations() []Mutation {
 	return []Mutation{
 		{
 			Name: "cross-api", What: "the ledger does not compare claims with limits", Mix: crossing,
-			changes: []change{{"pkg/ledger", "Ledger", "conflicts", `
+			changes: []change{{"pkg/ledger", "Ledger", "blockers", `
 	var same []Hold
-	for _, h := range l.Honestconflicts(holder, ref, share, also...) {
+	for _, h := range l.Honestblockers(holder, ref, share, also...) {
 		if h.Holder.Kind == holder.Kind {
 			same = append(same, h)
 		}
@@ -90,9 +90,9 @@ func Mutations() []Mutation {
 		},
 		{
 			Name: "shares", What: "the ledger does not count how much of a GPU's memory is given out", Mix: shared,
-			changes: []change{{"pkg/ledger", "Ledger", "conflicts", `
+			changes: []change{{"pkg/ledger", "Ledger", "blockers", `
 	var whole []Hold
-	for _, h := range l.Honestconflicts(holder, ref, share, also...) {
+	for _, h := range l.Honestblockers(holder, ref, share, also...) {
 		if share.Whole() || h.Share.Whole() {
 			whole = append(whole, h)
 		}
