@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command controller is the cluster's side of Tandem: claims relayed to the nodes that they are allocated on, allocatable
-// GPUs kept true between kubelet's reports, losers of a race moved, said why a pod waits, and parameters judged when they are
-// applied. This package only wires.
+// Command controller runs Tandem's reconcilers (pkg/controller) and the webhook for claim parameters (pkg/webhook). This package only
+// wires.
 package main
 
 import (
@@ -61,7 +60,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	return serve(ctx, c)
 }
 
-// serve runs until ctx is done or something fails for good.
+// serve blocks until ctx is done or a component fails.
 func serve(ctx context.Context, c config.Controller) error {
 	api, err := newAPI(c.Kubeconfig)
 	if err != nil {
@@ -71,7 +70,7 @@ func serve(ctx context.Context, c config.Controller) error {
 	if err != nil {
 		return err
 	}
-	// controller-runtime's own registry has what it measures of queues and requests, and the process.
+	// controller-runtime's registry already has the metrics of queues, requests and the process.
 	metrics := ctrlmetrics.Registry
 	if err := metrics.Register(newBuildInfo()); err != nil {
 		return fmt.Errorf("register metrics: %w", err)
@@ -92,7 +91,7 @@ func serve(ctx context.Context, c config.Controller) error {
 	return group.Wait()
 }
 
-// daemonPods says how the pods of MPS daemons are made.
+// daemonPods returns the description of MPS daemon pods.
 func daemonPods(c config.Controller) (controller.DaemonPods, error) {
 	pods := controller.DaemonPods{RunDir: c.RunDir, KubeletDir: c.KubeletDir, CDIDir: c.CDIDir}
 	var err error
@@ -105,8 +104,7 @@ func daemonPods(c config.Controller) (controller.DaemonPods, error) {
 	return pods, err
 }
 
-// Requests to the API server are bounded, but a burst of claims on many nodes is not to wait for its turn: a node whose GPUs
-// are not withdrawn in time costs pods.
+// The limits allow a burst of claims on many nodes without delay: pods fail on a node whose GPUs are withdrawn too late.
 const (
 	requestsPerSecond = 100
 	requestBurst      = 400

@@ -27,19 +27,19 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Allocatable is how many devices of a resource on a node the scheduler may count on for limits: those that kubelet's device
-// manager lists itself, less those of them that a claim is allocated to, or has allocated a part of. Unknown is what the agent
-// has not yet heard from kubelet, what the node has no devices of, and a node that serves no limits. It is a pure function.
+// Allocatable returns how many devices of a resource the scheduler may give to pods: the devices that kubelet's device manager
+// lists, without those that are allocated to claims in whole or in part. known is false if kubelet has not answered the agent yet, if
+// the node has no such devices and if it does not serve the device plugin API. It is a pure function.
 //
-// Kubelet reports the number every ten seconds only. In between, the scheduler would send limits pods after GPUs that are
-// gone, and kubelet fails each of them for good.
+// kubelet itself reports the number only every ten seconds. Until then the scheduler would send pods to GPUs that claims have, and
+// kubelet fails such pods permanently.
 //
-// A GPU that a claim has lost to a limit counts only if the claim waits for it: the limit's pod is counted by the scheduler as
-// well, maybe for hours. Otherwise the claim is about to be moved, or about to ask; and that a limit holds its GPU is what the
-// status said up to a second ago. Once that limit ends, the GPU is the claim's.
+// A GPU that a pod holds while a claim is allocated to it counts only if the claim waits for it: the scheduler counts the pod too,
+// perhaps for hours. Otherwise the claim is about to be evicted or prepared, and will get the GPU when that pod ends.
 func Allocatable(
 	status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, resource corev1.ResourceName,
 ) (value int64, known bool) {
@@ -50,8 +50,9 @@ func Allocatable(
 	for _, conflict := range status.Conflicts {
 		waits[conflict.UID] = !conflict.PendingEviction
 	}
+	node := availability.NewNode(status, claims)
 	for _, device := range status.Devices {
-		if resourceOf(status, device) != resource {
+		if device.ExtendedResource != string(resource) {
 			continue
 		}
 		known = known || device.ExtendedResourceState != ""
@@ -59,7 +60,7 @@ func Allocatable(
 			continue
 		}
 		if device.Sharing != nil && device.Sharing.Replicas > 0 {
-			value += replicas(device, claims)
+			value += replicas(device, node)
 			continue
 		}
 		allocated, asking := false, false
@@ -76,82 +77,52 @@ func Allocatable(
 	return value, known
 }
 
-// replicas is how many of a device's replicas the scheduler may count on: those that limits have, and of the others as many as
-// find room beside what claims have, or wait for.
-func replicas(device v1alpha1.DeviceStatus, claims []v1alpha1.AllocatedClaim) int64 {
-	sharing := device.Sharing
-	used, limited := int64(0), int64(0)
+// replicas returns how many of a device's replicas the scheduler may count: those that pods have, and as many more as fit beside
+// the memory that is allocated to claims.
+func replicas(device v1alpha1.DeviceStatus, node availability.Node) int64 {
+	sharing, held := device.Sharing, int64(0)
 	for _, h := range device.Holders {
-		if h.Kind != v1alpha1.HolderPod {
-			continue
-		}
-		used += h.Memory
-		if h.State != v1alpha1.HoldDraining {
-			limited++
+		if h.Kind == v1alpha1.HolderPod && h.State != v1alpha1.HoldDraining {
+			held++
 		}
 	}
-	for _, claim := range claims {
-		used += takes(claim, device)
-	}
-	room := max(0, sharing.Memory-used) / max(1, sharing.ReplicaMemory)
-	return min(int64(sharing.Allocatable), limited+room)
-}
-
-// takes is how much of a device's memory a claim has.
-func takes(claim v1alpha1.AllocatedClaim, device v1alpha1.DeviceStatus) int64 {
-	for _, name := range claim.Devices {
-		share := shareOf(claim, name)
-		switch {
-		case !overlap(name, device.Name):
-		case share > 0 && name == device.Name:
-			return share
-		default:
-			return device.Sharing.Memory
+	uses := slices.Clone(node.Allocated)
+	for _, use := range node.Held {
+		if use.Holder.Kind == availability.Pod {
+			uses = append(uses, use)
 		}
 	}
-	return 0
+	room := availability.MemoryLeft(availability.StatusName(device), uint64(max(0, sharing.Memory)), slices.Values(uses))
+	return min(int64(sharing.Allocatable), held+int64(room)/max(1, sharing.ReplicaMemory))
 }
 
-// resourceOf is the resource by which limits ask for a device. Agents that serve whole GPUs only have not always said it; and an
-// API server that knows their status drops what later agents say of partitions but for the UUID.
-func resourceOf(status v1alpha1.GPUNodeStatus, device v1alpha1.DeviceStatus) corev1.ResourceName {
-	said := func(d v1alpha1.DeviceStatus) bool { return d.ExtendedResource != "" }
-	partition := device.Parent != "" || strings.HasPrefix(device.UUID, "MIG-")
-	if said(device) || partition || slices.ContainsFunc(status.Devices, said) {
-		return corev1.ResourceName(device.ExtendedResource)
-	}
-	return corev1.ResourceName(status.ExtendedResource)
-}
-
-// served reports whether limits ask for any device of a node by a resource, whatever kubelet has said.
+// served reports whether the agent serves a resource through the device plugin API, whatever kubelet reports.
 func served(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) bool {
 	return status.ExtendedResource != "" && resourcesOf(status)[resource]
 }
 
-// resourcesOf are those of all devices of a node.
+// resourcesOf returns the extended resources of all devices of a node.
 func resourcesOf(status v1alpha1.GPUNodeStatus) map[corev1.ResourceName]bool {
 	resources := map[corev1.ResourceName]bool{}
 	for _, device := range status.Devices {
-		if resource := resourceOf(status, device); resource != "" {
-			resources[resource] = true
+		if device.ExtendedResource != "" {
+			resources[corev1.ResourceName(device.ExtendedResource)] = true
 		}
 	}
 	return resources
 }
 
-// overlap reports whether two devices of a node are the same, or one is a partition of the other, by their published names.
-func overlap(a, b string) bool {
-	return a == b || device.GPUName(a) == b || device.GPUName(b) == a
-}
+// overlap reports whether two published names mean the same device, or one a partition of the other.
+func overlap(a, b string) bool { return availability.NameOf(a).Overlaps(availability.NameOf(b)) }
 
 func heldByPod(device v1alpha1.DeviceStatus) bool {
 	return slices.ContainsFunc(device.Holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == v1alpha1.HolderPod })
 }
 
-// listed is how many devices of a resource kubelet's device manager lists.
+// listed returns how many devices of a resource kubelet's device manager lists.
 func listed(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) (n int64) {
 	for _, device := range status.Devices {
-		if device.ExtendedResourceState == v1alpha1.ExtendedResourceAllocatable && resourceOf(status, device) == resource {
+		if device.ExtendedResourceState == v1alpha1.ExtendedResourceAllocatable && device.ExtendedResource == string(resource) {
 			n++
 			if device.Sharing != nil && device.Sharing.Replicas > 0 {
 				n += int64(device.Sharing.Allocatable) - 1
@@ -161,21 +132,21 @@ func listed(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) (n int6
 	return n
 }
 
-// settle is how long a greater number has to hold good unless kubelet itself lists more devices than before: an agent's
-// status is up to a second old, and may not yet know what kubelet has just taken back.
+// settle is how long an increase has to be stable before it is written, unless kubelet lists more devices than before. An agent's
+// status is up to a second old and may lack what kubelet has just allocated. TestAllocatableUpIsSlower fails without it.
 const settle = 2 * time.Second
 
-// observed is what a node's allocatable number was last, how many devices kubelet listed then, and since when it is so.
+// observed records a node's allocatable number, how many devices kubelet listed at that time, and when the number appeared.
 type observed struct {
 	value, listed int64
 	since         time.Time
-	// ours is a number that was written here.
+	// ours is set if this controller wrote the number.
 	ours bool
 }
 
-// judge says whether to write want in place of current, or how long to wait first. Less is always written at once. Kubelet's own
-// zero is what it says of a device plugin that is gone, whose last status may still say otherwise: more than that needs a list
-// that is longer than it was.
+// judge returns whether to write want in place of current, or how long to wait first. It writes a decrease at once. kubelet writes
+// zero when the device plugin is gone, while the agent's last status may still list devices. judge replaces that zero only when
+// kubelet lists more devices than before.
 func (o *observed) judge(now time.Time, current, want, listed int64) (write bool, wait time.Duration) {
 	if o.since.IsZero() || o.value != current {
 		*o = observed{value: current, listed: listed, since: now}
@@ -196,7 +167,7 @@ func (o *observed) judge(now time.Time, current, want, listed int64) (write bool
 	return false, settle - now.Sub(o.since)
 }
 
-// allocatable writes the allocatable numbers of our resources in nodes' status.
+// allocatable writes the allocatable numbers of Tandem's resources to the status of nodes.
 type allocatable struct {
 	client  client.Client
 	claims  claimReader
@@ -209,24 +180,24 @@ type allocatable struct {
 	nodes map[string]*nodeRecord
 }
 
-// nodeRecord remembers of a node what its objects do not say.
+// nodeRecord is the state of a node that its API objects do not contain.
 type nodeRecord struct {
-	// patched is the version that the last patch replaced: a cache that has it still has not seen the outcome.
+	// patched is the resourceVersion that the last patch replaced. A cache with this version has not received the result yet.
 	patched   string
 	resources map[corev1.ResourceName]*resourceRecord
 }
 
-// resourceRecord is what is remembered of a resource of a node.
+// resourceRecord is the state of one resource of a node.
 type resourceRecord struct {
 	observed
-	// overruled counts how often kubelet has put back another number than was written for one version of the GPUNode.
+	// overruled counts how often kubelet replaced the written number while the GPUNode had this version.
 	overruled int
 	version   string
-	// serves is set while our agent serves it.
+	// serves is set while Tandem's agent serves the resource.
 	serves bool
 }
 
-// of is the record of a resource.
+// of returns the record of a resource.
 func (n *nodeRecord) of(resource corev1.ResourceName) *resourceRecord {
 	if n.resources[resource] == nil {
 		n.resources[resource] = &resourceRecord{}
@@ -260,7 +231,7 @@ func sameGPUs(a, b corev1.NodeStatus, limits device.Resources) bool {
 		maps.EqualFunc(only(a.Capacity, limits), only(b.Capacity, limits), same)
 }
 
-// only keeps our resources of a list; nil where there are none.
+// only returns the entries of Tandem's resources; nil if there are none.
 func only(list corev1.ResourceList, limits device.Resources) corev1.ResourceList {
 	var kept corev1.ResourceList
 	for name, quantity := range list {
@@ -274,12 +245,12 @@ func only(list corev1.ResourceList, limits device.Resources) corev1.ResourceList
 	return kept
 }
 
-// change is a number to be written.
+// change is a number to write.
 type change struct {
 	resource corev1.ResourceName
 	old      resource.Quantity
 	want     int64
-	// last is what is written when the resource is served no more.
+	// last marks the zero of a resource that is no longer served.
 	last bool
 }
 
@@ -330,7 +301,7 @@ func (r *allocatable) Reconcile(ctx context.Context, request reconcile.Request) 
 	return result, err
 }
 
-// decide says what to write of a resource, or how long to wait first.
+// decide returns the number to write for a resource, or how long to wait first.
 func (r *allocatable) decide(node *nodeRecord, resource corev1.ResourceName, gpus *v1alpha1.GPUNode, object *corev1.Node,
 	claims []v1alpha1.AllocatedClaim,
 ) (want int64, write bool, wait time.Duration) {
@@ -341,7 +312,7 @@ func (r *allocatable) decide(node *nodeRecord, resource corev1.ResourceName, gpu
 		return 0, true, 0
 	}
 	if !known || !offered || !r.limits.Has(gpus.Status.ExtendedResource) {
-		// An agent that has just started: what kubelet lists next is news, however much it listed before.
+		// The agent has just started: the next list that kubelet reports counts as longer.
 		record.observed = observed{value: current.Value(), since: r.now()}
 		return 0, false, 0
 	}
@@ -362,11 +333,11 @@ func (r *allocatable) decide(node *nodeRecord, resource corev1.ResourceName, gpu
 	return want, write, wait
 }
 
-// overrules is how often kubelet may put another number back, every ten seconds, before it is believed.
+// overrules is how often kubelet may replace the number, every ten seconds, before its number is accepted.
 const overrules = 6
 
-// givesUp reports that kubelet means what it says and the GPUNode does not: an agent that is gone leaves its status behind, and
-// somebody else may serve the resource by now. It is heard again when it writes.
+// givesUp reports whether to accept kubelet's number until the GPUNode changes. A removed agent leaves its status behind, and
+// another device plugin may serve the resource.
 func (r *resourceRecord) givesUp(version string, current, want int64) bool {
 	if r.version != version {
 		r.version, r.overruled = version, 0
@@ -377,9 +348,9 @@ func (r *resourceRecord) givesUp(version string, current, want int64) bool {
 	return r.overruled >= overrules
 }
 
-// retired reports whether an agent that served the resource before does so no more: because of another mode, or because the last
-// partition of a profile is gone. The zero is written that kubelet comes to within ten seconds: every limits pod that is sent to
-// the node until then fails. That is done once, since who serves the resource after that is somebody else.
+// retired reports whether the agent stopped serving a resource, because of another mode or because the last partition of a profile
+// is gone. The controller then writes zero, as kubelet will within ten seconds: pods that the scheduler sends until then fail. It
+// writes zero only once, because another device plugin may serve the resource next.
 func (r *resourceRecord) retired(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) bool {
 	if served(status, resource) {
 		r.serves = true
@@ -402,7 +373,7 @@ func (r *allocatable) patch(ctx context.Context, node *corev1.Node, record *node
 	}
 	switch {
 	case apierrors.IsInvalid(err), apierrors.IsConflict(err):
-		// Kubelet has written another number meanwhile: it is in the cache in a moment.
+		// kubelet changed the number meanwhile. The cache receives it soon.
 		r.metrics.patches.WithLabelValues("refused").Inc()
 		return reconcile.Result{RequeueAfter: time.Second}, nil
 	case err != nil:
@@ -424,7 +395,7 @@ func (r *allocatable) patch(ctx context.Context, node *corev1.Node, record *node
 	return reconcile.Result{}, nil
 }
 
-// allocatablePatch replaces a node's numbers if they all are still the old ones, and nothing else.
+// allocatablePatch replaces a node's numbers if all of them still have their old values.
 func allocatablePatch(changes []change) ([]byte, error) {
 	var operations []map[string]string
 	for _, c := range changes {
@@ -440,7 +411,7 @@ func allocatablePatch(changes []change) ([]byte, error) {
 	return patch, nil
 }
 
-// record is only used by the worker that has the node, so that its contents need no lock.
+// record returns the state of a node. Only the worker that reconciles the node uses it, so it needs no lock.
 func (r *allocatable) record(node string) *nodeRecord {
 	r.mu.Lock()
 	defer r.mu.Unlock()

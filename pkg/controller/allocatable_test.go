@@ -357,11 +357,8 @@ func TestAllocatableWaitsForItsOwnPatch(t *testing.T) {
 
 // partitioned is a node by strategy mixed, of whose GPUs the last two have two partitions each.
 func partitioned(s *v1alpha1.GPUNodeStatus) {
-	for i := range s.Devices[:6] {
-		s.Devices[i].ExtendedResource = testResource
-	}
 	for i := 6; i < 8; i++ {
-		s.Devices[i].ExtendedResourceState = ""
+		s.Devices[i].ExtendedResource, s.Devices[i].ExtendedResourceState = "", ""
 		for n := range 2 {
 			s.Devices = append(s.Devices, v1alpha1.DeviceStatus{
 				Name: fmt.Sprintf("gpu-%d-mig-1g10gb-19-%d", i, n), UUID: fmt.Sprintf("MIG-%d-%d", i, n), Parent: fmt.Sprintf("gpu-%d", i),
@@ -424,8 +421,7 @@ func TestAllocatableOfPartitions(t *testing.T) {
 	}
 }
 
-// When the last device of a resource is gone, nobody is sent after it until kubelet has heard; what is offered after that is
-// left alone.
+// When the last device of a resource is gone, the controller writes zero once, and then leaves the number to kubelet.
 func TestAllocatableOfWhatIsGone(t *testing.T) {
 	core := coreNode("6", "6")
 	core.Status.Allocatable[partResource], core.Status.Capacity[partResource] = resource.MustParse("4"), resource.MustParse("4")
@@ -462,18 +458,5 @@ func TestAllocatableOfWhatIsGone(t *testing.T) {
 		if got := whole.String() + " " + parts.String(); got != step.want {
 			t.Errorf("allocatable %s, want %s", got, step.want)
 		}
-	}
-}
-
-// An API server with an older definition of GPUNodes drops what is said of partitions only: they pass for no GPUs.
-func TestAllocatablePruned(t *testing.T) {
-	node := gpuNode(partitioned)
-	for i := range node.Status.Devices {
-		d := &node.Status.Devices[i]
-		d.Parent, d.Profile, d.ExtendedResource = "", "", ""
-	}
-	claims := []v1alpha1.AllocatedClaim{{UID: "u", Devices: []string{"gpu-0", "gpu-1", "gpu-2"}}}
-	if got, known := Allocatable(node.Status, claims, testResource); got != 3 || !known {
-		t.Errorf("%d GPUs (%t), want 3", got, known)
 	}
 }

@@ -41,7 +41,7 @@ func unhealthy(resource string) func(*corev1.Pod) {
 	return failing("UnexpectedAdmissionError", "Pod was rejected: Allocate failed due to no healthy devices present; cannot allocate unhealthy devices "+resource+", which is unexpected")
 }
 
-func TestTurnedAway(t *testing.T) {
+func TestRejected(t *testing.T) {
 	const small = corev1.ResourceName("nvidia.com/mig-1g.10gb")
 	limits := device.Resources{GPU: testResource, Strategy: device.MIGStrategyMixed}
 	gpu := []corev1.ResourceName{testResource}
@@ -66,7 +66,7 @@ func TestTurnedAway(t *testing.T) {
 		"in an init container first": {pod: []func(*corev1.Pod){asking(testResource), unhealthy(testResource), func(p *corev1.Pod) { p.Spec.InitContainers, p.Spec.Containers = p.Spec.Containers, nil }}, want: gpu},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := TurnedAway(newPod("a", c.pod...), limits); !slices.Equal(got, c.want) {
+			if got := Rejected(newPod("a", c.pod...), limits); !slices.Equal(got, c.want) {
 				t.Errorf("%v, want %v", got, c.want)
 			}
 		})

@@ -42,19 +42,18 @@ func scheme() (*runtime.Scheme, error) {
 	return s, nil
 }
 
-// mapper knows what the reconcilers use, so that nothing has to be asked for: neither at start, when the API server may be away,
-// nor when the definition of GPUNode comes later than this process.
+// mapper maps the kinds that the reconcilers use. Discovery would fail while the API server is unavailable, and until the
+// CustomResourceDefinition of GPUNode exists.
 func mapper() meta.RESTMapper {
 	m := meta.NewDefaultRESTMapper(nil)
 	for kind, scope := range map[schema.GroupVersionKind]meta.RESTScope{
 		v1alpha1.GroupVersion.WithKind("GPUNode"):                                             meta.RESTScopeRoot,
 		corev1.SchemeGroupVersion.WithKind("Node"):                                            meta.RESTScopeRoot,
 		corev1.SchemeGroupVersion.WithKind("Pod"):                                             meta.RESTScopeNamespace,
-		corev1.SchemeGroupVersion.WithKind("PodList"):                                         meta.RESTScopeNamespace, // asked for by a cache of one namespace
+		corev1.SchemeGroupVersion.WithKind("PodList"):                                         meta.RESTScopeNamespace, // a cache of one namespace requests it
 		corev1.SchemeGroupVersion.WithKind("Secret"):                                          meta.RESTScopeNamespace,
 		admissionregistrationv1.SchemeGroupVersion.WithKind("ValidatingWebhookConfiguration"): meta.RESTScopeRoot,
 		batchv1.SchemeGroupVersion.WithKind("Job"):                                            meta.RESTScopeNamespace,
-		resourceapi.SchemeGroupVersion.WithKind("DeviceClass"):                                meta.RESTScopeRoot,
 		resourceapi.SchemeGroupVersion.WithKind("ResourceClaim"):                              meta.RESTScopeNamespace,
 	} {
 		m.Add(kind, scope)
@@ -62,18 +61,17 @@ func mapper() meta.RESTMapper {
 	return m
 }
 
-// cacheOptions keep of the cluster what the reconcilers read and nothing else: a large one has more claims, nodes and pods
-// than GPUs.
+// cacheOptions limits the caches to the fields that the reconcilers read. A large cluster has many more claims, nodes and pods than
+// GPUs.
 func cacheOptions(driver string, limits device.Resources) cache.Options {
 	return cache.Options{
-		// What is not listed here is a mistake: it would be watched and kept whole.
+		// Reading another kind is a mistake: it would be cached completely.
 		ReaderFailOnMissingInformer: true,
 		DefaultTransform:            cache.TransformStripManagedFields(),
 		ByObject: map[client.Object]cache.ByObject{
 			&v1alpha1.GPUNode{}:          {},
 			&resourceapi.ResourceClaim{}: {Transform: trim(func(c *resourceapi.ResourceClaim) { trimClaim(c, driver) })},
 			&corev1.Node{}:               {Transform: trim(func(n *corev1.Node) { trimNode(n, limits) })},
-			&resourceapi.DeviceClass{}:   {Transform: trim(trimClass)},
 			&corev1.Pod{}: {
 				Field:     fields.OneTermEqualSelector("status.phase", string(corev1.PodPending)),
 				Transform: trim(trimPod),
@@ -82,8 +80,8 @@ func cacheOptions(driver string, limits device.Resources) cache.Options {
 	}
 }
 
-// leftPending are the events of pods that are not Pending any more: only Pending ones are watched, and the others leave the watch as
-// if they were deleted.
+// leftPending selects the events of pods that are no longer Pending. The watch selects Pending pods, so the API server reports the
+// other pods as deleted.
 func leftPending(of func(client.Object) bool) predicate.Funcs {
 	return predicate.Funcs{
 		CreateFunc:  func(event.CreateEvent) bool { return false },
@@ -93,7 +91,7 @@ func leftPending(of func(client.Object) bool) predicate.Funcs {
 	}
 }
 
-// trim is a transform for one type; tombstones pass as they are.
+// trim returns a transform for one type. It leaves tombstones unchanged.
 func trim[T client.Object](of func(T)) toolscache.TransformFunc {
 	return func(o any) (any, error) {
 		if object, ok := o.(T); ok {
@@ -103,7 +101,7 @@ func trim[T client.Object](of func(T)) toolscache.TransformFunc {
 	}
 }
 
-// trimMeta keeps what tells one object from another, and who made it.
+// trimMeta keeps identity and owners.
 func trimMeta(m *metav1.ObjectMeta) {
 	*m = metav1.ObjectMeta{
 		Name: m.Name, Namespace: m.Namespace, UID: m.UID, ResourceVersion: m.ResourceVersion,
@@ -111,7 +109,7 @@ func trimMeta(m *metav1.ObjectMeta) {
 	}
 }
 
-// trimClaim keeps the classes that are asked for, and what is allocated of our driver, with its parameters.
+// trimClaim keeps the requested capacity, the allocation of Tandem's devices with their parameters, and the pods that have the claim reserved.
 func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 	trimMeta(&claim.ObjectMeta)
 	requests := claim.Spec.Devices.Requests
@@ -119,15 +117,10 @@ func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 	for _, r := range requests {
 		kept := resourceapi.DeviceRequest{Name: r.Name}
 		if r.Exactly != nil {
-			kept.Exactly = &resourceapi.ExactDeviceRequest{
-				DeviceClassName: r.Exactly.DeviceClassName, AllocationMode: r.Exactly.AllocationMode, Count: r.Exactly.Count,
-				Capacity: r.Exactly.Capacity,
-			}
+			kept.Exactly = &resourceapi.ExactDeviceRequest{Capacity: r.Exactly.Capacity}
 		}
 		for _, f := range r.FirstAvailable {
-			kept.FirstAvailable = append(kept.FirstAvailable, resourceapi.DeviceSubRequest{
-				Name: f.Name, DeviceClassName: f.DeviceClassName, AllocationMode: f.AllocationMode, Count: f.Count, Capacity: f.Capacity,
-			})
+			kept.FirstAvailable = append(kept.FirstAvailable, resourceapi.DeviceSubRequest{Name: f.Name, Capacity: f.Capacity})
 		}
 		claim.Spec.Devices.Requests = append(claim.Spec.Devices.Requests, kept)
 	}
@@ -152,64 +145,39 @@ func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 	}
 }
 
-// trimClass keeps which driver's devices the class selects, and the resource that stands for it.
-func trimClass(class *resourceapi.DeviceClass) {
-	trimMeta(&class.ObjectMeta)
-	class.Spec = resourceapi.DeviceClassSpec{Selectors: class.Spec.Selectors, ExtendedResourceName: class.Spec.ExtendedResourceName}
-}
-
-// trimNode keeps how many GPUs there are for limits, and which pods may come.
+// trimNode keeps the numbers of Tandem's resources.
 func trimNode(node *corev1.Node, limits device.Resources) {
-	labels := node.Labels
 	trimMeta(&node.ObjectMeta)
-	node.Labels = labels
-	node.Spec = corev1.NodeSpec{Taints: node.Spec.Taints}
+	node.Spec = corev1.NodeSpec{}
 	node.Status = corev1.NodeStatus{Allocatable: only(node.Status.Allocatable, limits), Capacity: only(node.Status.Capacity, limits)}
 }
 
-// trimPod keeps what the pod asks for, where it may run and is bound to, and whether the scheduler has given up on it.
+// trimPod keeps the node, the claims and the limits of a pod.
 func trimPod(pod *corev1.Pod) {
 	trimMeta(&pod.ObjectMeta)
 	containers := func(of []corev1.Container) []corev1.Container {
 		var kept []corev1.Container
 		for _, c := range of {
-			kept = append(kept, corev1.Container{Name: c.Name, RestartPolicy: c.RestartPolicy,
-				Resources: corev1.ResourceRequirements{Limits: c.Resources.Limits}})
+			kept = append(kept, corev1.Container{Name: c.Name, Resources: corev1.ResourceRequirements{Limits: c.Resources.Limits}})
 		}
 		return kept
 	}
 	pod.Spec = corev1.PodSpec{
 		NodeName: pod.Spec.NodeName, ResourceClaims: pod.Spec.ResourceClaims,
-		NodeSelector: pod.Spec.NodeSelector, Affinity: requiredNodes(pod.Spec.Affinity), Tolerations: pod.Spec.Tolerations,
 		InitContainers: containers(pod.Spec.InitContainers), Containers: containers(pod.Spec.Containers),
 	}
-	status := corev1.PodStatus{
+	pod.Status = corev1.PodStatus{
 		Phase: pod.Status.Phase, ResourceClaimStatuses: pod.Status.ResourceClaimStatuses,
 		ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus,
 	}
-	for _, c := range pod.Status.Conditions {
-		if c.Type == corev1.PodScheduled {
-			status.Conditions = []corev1.PodCondition{c}
-		}
-	}
-	pod.Status = status
 }
 
-func requiredNodes(affinity *corev1.Affinity) *corev1.Affinity {
-	if affinity == nil || affinity.NodeAffinity == nil || affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution == nil {
-		return nil
-	}
-	return &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{
-		RequiredDuringSchedulingIgnoredDuringExecution: affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution,
-	}}
-}
-
-// claimReader reads claims from the cache, by the nodes that they have devices of.
+// claimReader reads claims from the cache by the node of their devices.
 type claimReader struct {
 	client client.Reader
 	driver string
-	// index makes that possible. It is done once, when the first reconciler starts that wants it: a cache that is indexed
-	// before would have to be filled before the manager runs.
+	// index adds the index once, when the first reconciler that needs it starts. Adding it earlier would wait for the cache before
+	// the manager runs.
 	index func() error
 }
 
@@ -228,12 +196,12 @@ func newClaimReader(reader client.Reader, indexer client.FieldIndexer, driver st
 	})}
 }
 
-// source is one without events, which makes a reconciler's workers start after the claims are indexed.
+// source returns a source without events. It starts a reconciler's workers after the claims are indexed.
 func (r claimReader) source() source.Source {
 	return source.Func(func(context.Context, workqueue.TypedRateLimitingInterface[reconcile.Request]) error { return r.index() })
 }
 
-// on are the claims with devices of a node, for Relay.
+// on returns the claims with devices of a node.
 func (r claimReader) on(ctx context.Context, node string) ([]v1alpha1.AllocatedClaim, error) {
 	var list resourceapi.ResourceClaimList
 	if err := r.client.List(ctx, &list, client.MatchingFields{nodeIndex: node}); err != nil {

@@ -26,30 +26,21 @@ func TestTrimmingChangesNoDecision(t *testing.T) {
 	saying(testDriver, misspelt)(claim)
 	whole := claim.DeepCopy()
 	trimClaim(claim, testDriver)
-	if !Hopeless(whole, testDriver) || !Hopeless(claim, testDriver) {
+	if !Refused(whole, testDriver) || !Refused(claim, testDriver) {
 		t.Error("the parameters are gone")
 	}
 	if diff := cmp.Diff(Relay([]resourceapi.ResourceClaim{*whole}, testDriver, "node-1"), Relay([]resourceapi.ResourceClaim{*claim}, testDriver, "node-1")); diff != "" {
 		t.Error(diff)
 	}
-	classes := []resourceapi.DeviceClass{class("gpu.nvidia.com", `device.driver == 'gpu.nvidia.com'`)}
-	classes[0].Spec.ExtendedResourceName = ptr.To("example.com/gpu")
-	before := NewOurs(testDriver, device.Resources{GPU: testResource}, classes)
-	trimClass(&classes[0])
-	after := NewOurs(testDriver, device.Resources{GPU: testResource}, classes)
-	if diff := cmp.Diff(before, after); diff != "" {
-		t.Error(diff)
-	}
-	pending := newClaim("c")
-	trimClaim(pending, testDriver)
-	pod := newPod("a", unscheduled, func(p *corev1.Pod) {
+	pod := newPod("a", func(p *corev1.Pod) {
+		p.Spec.NodeName, p.Status.Phase = "node-1", corev1.PodPending
+		p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{testResource: resource.MustParse("1")}
 		p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "x", ResourceClaimTemplateName: ptr.To("t")}}
-		p.Status.ResourceClaimStatuses = []corev1.PodResourceClaimStatus{{Name: "x", ResourceClaimName: ptr.To("c")}}
-		p.Spec.InitContainers = []corev1.Container{{Resources: gpuLimits("3"), RestartPolicy: ptr.To(corev1.ContainerRestartPolicyAlways)}}
 	})
 	trimPod(pod)
-	if asked := after.Asked(pod, func(string) *resourceapi.ResourceClaim { return pending }); asked != (Ask{Devices: 5}) || !unschedulable(pod) {
-		t.Errorf("asks for %+v, unschedulable %t", asked, unschedulable(pod))
+	b := newBreaker(nil, nil, device.Resources{GPU: testResource}, nil, nil)
+	if !b.of(pod) || !Retryable(pod, "node-1") || len(nodeOfPod(t.Context(), pod)) != 1 {
+		t.Errorf("the trimmed pod is not handled: %+v", pod)
 	}
 	if metav1.GetControllerOf(pod) == nil {
 		t.Error("the owner is gone")
@@ -68,7 +59,6 @@ func TestTrimmedIsSmall(t *testing.T) {
 	pod.Spec.Containers[0].Command = []string{string(make([]byte, 4096))}
 	node := coreNode("8", "8")
 	meta(&node.ObjectMeta)
-	node.Labels = map[string]string{"pool": "a"} // which pods select
 	node.Status.Images = []corev1.ContainerImage{{Names: []string{string(make([]byte, 4096))}}}
 	claim := newClaim("a", "gpu-0")
 	meta(&claim.ObjectMeta)

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package controller is the cluster's side of Tandem, what no node can do alone: it tells each node which of its GPUs are
-// allocated to claims, keeps the scheduler from sending limits pods after GPUs that have just gone to claims, moves the pods
-// of claims that lost a race, and says why a pod waits. Nothing here decides who owns a GPU: that is each node's ledger, and
-// without a controller everything stays safe. One reconciler a file, each over pure functions that say what is to be done.
+// Package controller contains the duties that need the whole cluster. It copies allocations to each node's GPUNode, corrects nodes'
+// allocatable devices so that the scheduler sends no pods to GPUs of claims, evicts the pods of claims in conflict, makes kubelet
+// retry claims, and runs MPS daemons. It never decides who owns a GPU: each node's ledger does, and stays correct without a
+// controller. Each file has one reconciler around pure functions.
 package controller
 
 import (
@@ -32,30 +32,30 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/webhook"
 )
 
-// Leading survives an API server that restarts. It costs nothing that these times are long: a restarted container holds
-// the Lease still, and a pod that ends gives it up.
+// The Lease outlasts a restart of the API server. Long times do not delay a takeover: a restarted container still holds the Lease,
+// and a pod that ends releases it.
 const (
 	leaseDuration = 30 * time.Second
 	renewDeadline = 25 * time.Second
 	retryPeriod   = 2 * time.Second
 )
 
-// syncTimeout is for ever: an API server that is away is awaited, and readiness says so.
+// syncTimeout never expires: the controller waits for an API server that does not answer, and is not ready meanwhile.
 const syncTimeout = 365 * 24 * time.Hour
 
 // Config of a controller.
 type Config struct {
 	REST *rest.Config
-	// DriverName and ResourceName, that of whole GPUs, are the node agents'.
+	// DriverName and ResourceName, the extended resource of whole GPUs, are those of the agents.
 	DriverName   string
 	ResourceName string
-	// Namespace and LeaseName name the Lease by which one of several controllers leads, Identity who holds it. The same
-	// identity leads again at once, so no two processes that may live at the same time have the same.
+	// Namespace and LeaseName identify the Lease of the leader; Identity is its holder. A process with the same identity leads
+	// again at once, so processes that may run at the same time need different identities.
 	Namespace, LeaseName, Identity string
-	// Daemons say how the pods of MPS daemons are made, in Namespace.
+	// Daemons describes the pods of MPS daemons, which are created in Namespace.
 	Daemons DaemonPods
-	// WebhookName is that of the Service, the Secret and the configuration of the webhook that judges claim parameters, which
-	// listens on WebhookPort; empty for none.
+	// WebhookName is the name of the Service, the Secret and the configuration of the webhook that validates claim parameters. It
+	// listens on WebhookPort. Empty disables it.
 	WebhookName string
 	WebhookPort int
 	Registerer  prometheus.Registerer
@@ -67,7 +67,7 @@ func (c Config) webhook() webhook.Config {
 	}
 }
 
-// limits are the resources by which limits ask for our devices, on nodes of any strategy.
+// limits returns the extended resources of Tandem's devices, for every MIG strategy.
 func (c Config) limits() device.Resources { return device.Resources{GPU: c.ResourceName} }
 
 // Controller runs the reconcilers while it leads. Its methods are safe for concurrent use.
@@ -100,7 +100,7 @@ func New(c Config) (*Controller, error) {
 		Cache:          cached,
 		WebhookServer:  server,
 		Logger:         klog.Background(),
-		// main serves metrics and health, as the agent's does.
+		// main serves metrics and health.
 		Metrics:                             metricsserver.Options{BindAddress: "0"},
 		LeaderElection:                      true,
 		LeaderElectionID:                    c.LeaseName, // the name in leader_election_master_status
@@ -143,16 +143,13 @@ func (c *Controller) register(config Config) error {
 	recorder := c.manager.GetEventRecorder("tandem-controller")
 	claims := newClaimReader(writer, c.manager.GetFieldIndexer(), config.DriverName)
 	breaker := newBreaker(writer, live, config.limits(), measured, time.Now)
-	followed := &follower{live: live, metrics: measured, now: time.Now}
 	for _, r := range []interface{ register(manager.Manager) error }{
 		&relay{client: writer, claims: claims},
 		breaker,
 		&allocatable{client: writer, claims: claims, limits: config.limits(), breaker: breaker, metrics: measured, now: time.Now},
-		&healer{client: writer, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, follower: followed, now: time.Now},
-		followed,
+		&healer{client: writer, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, now: time.Now},
 		&retrier{client: writer, live: live, claims: claims, metrics: measured, now: time.Now},
 		&daemons{client: writer, config: config.Daemons, metrics: measured, now: time.Now},
-		&explainer{client: writer, driver: config.DriverName, limits: config.limits(), recorder: recorder, now: time.Now},
 	} {
 		if err := r.register(c.manager); err != nil {
 			return err
@@ -161,14 +158,13 @@ func (c *Controller) register(config Config) error {
 	return nil
 }
 
-// What fails is tried again soon: by default a request that has failed for a while, as while the API server was away, would
-// wait for a quarter of an hour.
+// The default backoff grows to a quarter of an hour, too long after the API server was unavailable.
 const (
 	firstRetry = 5 * time.Millisecond
 	lastRetry  = 5 * time.Second
 )
 
-// options of a reconciler with so many workers.
+// options returns the options of a reconciler.
 func options(workers int) ctrlcontroller.Options {
 	return ctrlcontroller.Options{
 		MaxConcurrentReconciles: workers,
@@ -176,9 +172,9 @@ func options(workers int) ctrlcontroller.Options {
 	}
 }
 
-// filler fills the caches, whether or not this process leads, so that it has them when it does. It tells when they are filled.
-// Those of the webhook are not among them: this has more important things to do.
-// Nothing may wait for that before the manager runs: it would not end while the API server is away.
+// filler starts the informers in every replica, so that a new leader has filled caches. It closes synced once they are filled. It is
+// a runnable of the manager because waiting before the manager runs would not end on SIGTERM. Readiness does not depend on the
+// webhook's informers.
 type filler struct{ *Controller }
 
 // NeedLeaderElection implements manager.LeaderElectionRunnable.
@@ -199,10 +195,9 @@ func (f filler) Start(ctx context.Context) error {
 	return nil
 }
 
-var errNotSynced = errors.New("the API server has not listed claims, device classes, GPUNodes, nodes and pods yet")
+var errNotSynced = errors.New("the API server has not listed claims, GPUNodes, nodes and pods yet")
 
-// Ready is nil once the caches are filled, and where there can be no claims; a controller that waits for the lead is ready to
-// take it.
+// Ready returns nil once the caches are filled, and while the API server serves no claims. A standby replica is ready too.
 func (c *Controller) Ready() error {
 	if c.idle.Load() {
 		return nil
@@ -215,7 +210,7 @@ func (c *Controller) Ready() error {
 	}
 }
 
-// Run works until ctx is done, which is no error and gives the lead up, or until the lead is lost.
+// Run blocks until ctx is done, and then returns nil and releases the Lease. It returns an error if it loses the Lease.
 func (c *Controller) Run(ctx context.Context) error {
 	if !c.awaitClaims(ctx) {
 		return nil

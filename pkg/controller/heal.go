@@ -28,61 +28,61 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
-// Judgement is what to do about a condemned claim.
-type Judgement struct {
-	// Evict are the pods to evict, all of them or none: a claim is freed when nobody has it reserved any more.
+// EvictionPlan is what to do about a claim that is pending eviction.
+type EvictionPlan struct {
+	// Evict contains all pods of the claim or none: the claim becomes free only when no pod has it reserved.
 	Evict []*corev1.Pod
-	// Refused says why nothing may be evicted; empty also where nothing is left to do.
+	// Refused is why no pod may be evicted. It is empty if there is nothing to evict.
 	Refused string
 }
 
-// JudgeEviction says which pods of a condemned claim to evict. The claim and its pods are as the API server has them now,
-// the pods those of status.reservedFor that exist. It is a pure function.
+// PlanEviction returns which pods of a claim to evict. The claim and its pods have to be read live; pods are those of
+// status.reservedFor that exist. It is a pure function.
 //
-// Only pods whose owner makes another one are moved: a bare pod would be gone for good, and waits instead. A pod of which a
-// container has ever started may use the GPU, whatever the node believes.
-func JudgeEviction(conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, pods []*corev1.Pod) Judgement {
+// It evicts only pods with a controlling owner, which creates a replacement. A pod without an owner waits instead. A pod with a
+// container that has ever started may use the GPU, whatever the node reports.
+func PlanEviction(conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, pods []*corev1.Pod) EvictionPlan {
 	if claim == nil || claim.UID != conflict.UID || claim.Status.Allocation == nil || !conflict.PendingEviction {
-		return Judgement{}
+		return EvictionPlan{}
 	}
 	var evict []*corev1.Pod
 	for _, consumer := range claim.Status.ReservedFor {
 		if consumer.APIGroup != "" || consumer.Resource != "pods" {
-			return Judgement{Refused: fmt.Sprintf("it is reserved for %s %s, which is no pod", consumer.Resource, consumer.Name)}
+			return EvictionPlan{Refused: fmt.Sprintf("the claim is reserved for %s %s, which is not a pod", consumer.Resource, consumer.Name)}
 		}
 		pod := podOf(pods, consumer)
 		switch {
 		case pod == nil, pod.DeletionTimestamp != nil, terminal(pod):
-			// Gone, going, or about to be dropped from the claim.
+			// It is gone or ends, and the claim controller drops it from the claim.
 		case hasStarted(pod):
-			return Judgement{Refused: fmt.Sprintf("a container of pod %s has started", pod.Name)}
+			return EvictionPlan{Refused: fmt.Sprintf("a container of pod %s has started", pod.Name)}
 		case !slices.Contains(conflict.Pods, pod.UID):
-			// The claim may have been freed and allocated anew since the node wrote this, and be prepared at this moment.
-			return Judgement{Refused: fmt.Sprintf("pod %s has come since the node wrote of it", pod.Name)}
+			// The claim may have been freed and allocated again since the node reported it, and Prepare may be running now.
+			return EvictionPlan{Refused: fmt.Sprintf("pod %s reserved the claim after the node had reported the conflict", pod.Name)}
 		case metav1.GetControllerOf(pod) == nil:
-			return Judgement{Refused: fmt.Sprintf("pod %s belongs to nobody who would make another", pod.Name)}
+			return EvictionPlan{Refused: fmt.Sprintf("pod %s has no owner that would replace it", pod.Name)}
 		default:
 			evict = append(evict, pod)
 		}
 	}
-	return Judgement{Evict: evict}
+	return EvictionPlan{Evict: evict}
 }
 
-// StillPendingEviction is what a node's status says of a claim that it condemns. It is a pure function.
+// StillPendingEviction returns the entry of a claim that is pending eviction in a node's status. It is a pure function.
 func StillPendingEviction(status v1alpha1.GPUNodeStatus, claim types.UID) (conflict v1alpha1.ConflictingClaim, pendingEviction bool) {
-	i := slices.IndexFunc(status.Conflicts, func(l v1alpha1.ConflictingClaim) bool { return l.UID == claim && l.PendingEviction })
+	i := slices.IndexFunc(status.Conflicts, func(c v1alpha1.ConflictingClaim) bool { return c.UID == claim && c.PendingEviction })
 	if i < 0 {
 		return v1alpha1.ConflictingClaim{}, false
 	}
 	return status.Conflicts[i], true
 }
 
-// StillLost reports whether a claim is still allocated one of the devices that it lost on a node, or a part of one. One that
-// several pods share is allocated anew under the same UID, while the node's status is up to a second old. It is a pure function.
-func StillLost(conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, driver, node string) bool {
+// StillConflicting reports whether a claim is still allocated a device of its conflict, or a partition of one. A claim that several
+// pods share is allocated again under the same UID, while the node's status is up to a second old. It is a pure function.
+func StillConflicting(conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, driver, node string) bool {
 	for _, allocated := range Relay([]resourceapi.ResourceClaim{*claim}, driver, node) {
-		for _, lost := range conflict.Devices {
-			if slices.ContainsFunc(allocated.Devices, func(name string) bool { return overlap(name, lost) }) {
+		for _, device := range conflict.Devices {
+			if slices.ContainsFunc(allocated.Devices, func(name string) bool { return overlap(name, device) }) {
 				return true
 			}
 		}
@@ -103,7 +103,7 @@ func terminal(pod *corev1.Pod) bool {
 	return pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed
 }
 
-// hasStarted reports whether a container of the pod has ever run: kubelet starts none before all claims of the pod are prepared.
+// hasStarted reports whether a container of the pod has ever run. kubelet starts none before all claims of the pod are prepared.
 func hasStarted(pod *corev1.Pod) bool {
 	for _, statuses := range [][]corev1.ContainerStatus{
 		pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses, pod.Status.EphemeralContainerStatuses,
@@ -118,18 +118,18 @@ func hasStarted(pod *corev1.Pod) bool {
 	return pod.Status.Phase == corev1.PodRunning
 }
 
-// healer evicts the pods of claims that lost their GPU to another holder, so that their owners make others.
+// healer evicts the pods of claims in conflict, so that their owners create pods that get other GPUs. TestClaimConflictsWithPod
+// fails without it.
 type healer struct {
 	client client.Client
 	driver string
-	// live reads from the API server: what is evicted is judged as it is now.
+	// live reads from the API server: an eviction needs the current state.
 	live     client.Reader
 	recorder events.EventRecorder
 	metrics  *metrics
-	follower *follower
 	now      func() time.Time
 
-	// jobs is held from a look at a Job until its pod is evicted: of each, the next look knows.
+	// jobs is held from reading a Job until its pod is evicted, so that the next reading counts that pod.
 	jobs sync.Mutex
 
 	mu         sync.Mutex
@@ -148,10 +148,10 @@ func (h *healer) register(m manager.Manager) error {
 }
 
 const (
-	// lookAgain is how soon a claim is looked at again that stays condemned: its pods are ending, or cannot be moved now.
-	lookAgain = 2 * time.Second
-	// changedAgain is how soon a pod that changed under our hands is.
-	changedAgain = 100 * time.Millisecond
+	// healInterval is when a claim that stays pending eviction is checked again: its pods are ending, or cannot be evicted now.
+	healInterval = 2 * time.Second
+	// changedInterval is the same for a pod that changed between reading and eviction.
+	changedInterval = 100 * time.Millisecond
 )
 
 // Reconcile implements reconcile.Reconciler for one node. It is idempotent.
@@ -197,79 +197,79 @@ func (h *healer) count(node string, refused int) {
 	h.metrics.notMovable.Set(float64(total))
 }
 
-func (h *healer) heal(ctx context.Context, node string, heard v1alpha1.ConflictingClaim) (again time.Duration, movable bool, err error) {
+func (h *healer) heal(ctx context.Context, node string, reported v1alpha1.ConflictingClaim) (again time.Duration, movable bool, err error) {
 	claim := &resourceapi.ResourceClaim{}
-	key := types.NamespacedName{Namespace: heard.Namespace, Name: heard.Name}
+	key := types.NamespacedName{Namespace: reported.Namespace, Name: reported.Name}
 	if err := h.live.Get(ctx, key, claim); err != nil {
 		if apierrors.IsNotFound(err) {
-			return lookAgain, true, nil
+			return healInterval, true, nil
 		}
-		return lookAgain, true, fmt.Errorf("get condemned claim %s: %w", key, err)
+		return healInterval, true, fmt.Errorf("get claim %s, which is pending eviction: %w", key, err)
 	}
 	pods, err := h.podsOf(ctx, claim)
 	if err != nil {
-		return lookAgain, true, err
+		return healInterval, true, err
 	}
-	// Last: a claim is prepared as soon as the node says nothing of it any more, and what was heard of the node may be old.
+	// The node is read last: the agent prepares the claim as soon as its status no longer lists the conflict.
 	now := &v1alpha1.GPUNode{}
 	if err := h.live.Get(ctx, types.NamespacedName{Name: node}, now); err != nil {
-		return lookAgain, true, client.IgnoreNotFound(err)
+		return healInterval, true, client.IgnoreNotFound(err)
 	}
-	conflict, pendingEviction := StillPendingEviction(now.Status, heard.UID)
-	if !pendingEviction || !StillLost(conflict, claim, h.driver, node) {
-		return lookAgain, true, nil
+	conflict, pendingEviction := StillPendingEviction(now.Status, reported.UID)
+	if !pendingEviction || !StillConflicting(conflict, claim, h.driver, node) {
+		return healInterval, true, nil
 	}
-	judgement := JudgeEviction(conflict, claim, pods)
-	if slices.ContainsFunc(judgement.Evict, ofJob) {
+	plan := PlanEviction(conflict, claim, pods)
+	if slices.ContainsFunc(plan.Evict, ofJob) {
 		h.jobs.Lock()
 		defer h.jobs.Unlock()
 	}
-	judgement, err = h.spareJobs(ctx, judgement)
+	plan, err = h.spareJobs(ctx, plan)
 	if err != nil {
-		return lookAgain, true, err
+		return healInterval, true, err
 	}
-	if judgement.Refused != "" {
-		klog.FromContext(ctx).V(2).Info("Not evicting", "claim", key, "reason", judgement.Refused)
-		return lookAgain, false, nil
+	if plan.Refused != "" {
+		klog.FromContext(ctx).V(2).Info("Not evicting", "claim", key, "reason", plan.Refused)
+		return healInterval, false, nil
 	}
-	again = lookAgain
-	for _, pod := range judgement.Evict {
+	again = healInterval
+	for _, pod := range plan.Evict {
 		changed, err := h.evict(ctx, conflict, claim, pod)
 		if err != nil {
-			return lookAgain, true, err
+			return healInterval, true, err
 		}
 		if changed {
-			again = changedAgain
+			again = changedInterval
 		}
 	}
 	return again, true, nil
 }
 
-// spareJobs refuses an eviction that would be one failure too many for a Job: its pod waits, as a bare one does.
-func (h *healer) spareJobs(ctx context.Context, judgement Judgement) (Judgement, error) {
+// spareJobs refuses an eviction that would make a Job fail. Its pod waits, like a pod without an owner.
+func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan, error) {
 	failures := map[types.UID]int32{}
-	for _, pod := range judgement.Evict {
+	for _, pod := range plan.Evict {
 		if !ofJob(pod) {
 			continue
 		}
 		owner := metav1.GetControllerOf(pod)
-		// Before the Job: a pod that is counted in between counts twice, not never.
+		// Pods are read before the Job, so that a pod that the Job counts meanwhile counts twice and not zero times.
 		var pods corev1.PodList
 		mine := client.MatchingLabels{batchv1.ControllerUidLabel: string(owner.UID)}
 		if err := h.live.List(ctx, &pods, client.InNamespace(pod.Namespace), mine); err != nil {
-			return Judgement{}, fmt.Errorf("list pods of job %s/%s: %w", pod.Namespace, owner.Name, err)
+			return EvictionPlan{}, fmt.Errorf("list pods of job %s/%s: %w", pod.Namespace, owner.Name, err)
 		}
 		job := &batchv1.Job{}
 		key := types.NamespacedName{Namespace: pod.Namespace, Name: owner.Name}
 		if err := h.live.Get(ctx, key, job); client.IgnoreNotFound(err) != nil {
-			return Judgement{}, fmt.Errorf("get job %s: %w", key, err)
+			return EvictionPlan{}, fmt.Errorf("get job %s: %w", key, err)
 		}
 		failures[owner.UID]++
 		if job.UID != owner.UID || !Survives(job, pod, failures[owner.UID]+uncounted(job, pods.Items)) {
-			return Judgement{Refused: fmt.Sprintf("job %s would not make another pod in place of %s", owner.Name, pod.Name)}, nil
+			return EvictionPlan{Refused: fmt.Sprintf("job %s would not replace pod %s", owner.Name, pod.Name)}, nil
 		}
 	}
-	return judgement, nil
+	return plan, nil
 }
 
 func ofJob(pod *corev1.Pod) bool {
@@ -277,7 +277,7 @@ func ofJob(pod *corev1.Pod) bool {
 	return owner != nil && owner.Kind == "Job" && owner.APIVersion == batchv1.SchemeGroupVersion.String()
 }
 
-// podsOf are the pods that have a claim reserved and exist.
+// podsOf returns the existing pods that have the claim reserved.
 func (h *healer) podsOf(ctx context.Context, claim *resourceapi.ResourceClaim) ([]*corev1.Pod, error) {
 	var pods []*corev1.Pod
 	for _, consumer := range claim.Status.ReservedFor {
@@ -294,7 +294,7 @@ func (h *healer) podsOf(ctx context.Context, claim *resourceapi.ResourceClaim) (
 	return pods, nil
 }
 
-// evict asks the API server to end a pod if it is still what was judged, and reports whether it has changed.
+// evict evicts a pod unless it has changed since it was read, which it reports.
 func (h *healer) evict(
 	ctx context.Context, conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, pod *corev1.Pod,
 ) (changed bool, err error) {
@@ -304,12 +304,7 @@ func (h *healer) evict(
 			Preconditions: &metav1.Preconditions{UID: ptr.To(pod.UID), ResourceVersion: ptr.To(pod.ResourceVersion)},
 		},
 	}
-	// Before, since the next pod may run before the answer is here.
-	forget := h.follower.expect(metav1.GetControllerOf(pod).UID, pod.UID, conflict.Since.Time, h.now())
 	err = h.client.SubResource("eviction").Create(ctx, pod, eviction)
-	if err != nil {
-		forget()
-	}
 	switch {
 	case apierrors.IsNotFound(err):
 		return false, nil
@@ -319,13 +314,14 @@ func (h *healer) evict(
 		h.metrics.evictions.WithLabelValues("refused").Inc()
 		return false, nil
 	case err != nil:
-		return false, fmt.Errorf("evict pod %s/%s of condemned claim %s: %w", pod.Namespace, pod.Name, claim.Name, err)
+		return false, fmt.Errorf("evict pod %s/%s of claim %s: %w", pod.Namespace, pod.Name, claim.Name, err)
 	}
 	h.metrics.evictions.WithLabelValues("evicted").Inc()
-	klog.FromContext(ctx).Info("Evicted pod of condemned claim", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "devices", conflict.Devices)
-	story := note(fmt.Sprintf("Pod %s was evicted so that its owner makes another one, which gets another GPU: %s", pod.Name, conflict.Message))
+	klog.FromContext(ctx).Info("Evicted pod of claim in conflict", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "devices", conflict.Devices)
+	text := note(fmt.Sprintf("Pod %s was evicted because the GPU of its claim %s has another holder; its owner creates a pod that gets another GPU: %s",
+		pod.Name, claim.Name, conflict.Message))
 	for regarding, related := range map[client.Object]client.Object{pod: claim, claim: pod} {
-		h.recorder.Eventf(regarding, related, corev1.EventTypeNormal, "EvictedAfterConflict", "Evict", "%s", story)
+		h.recorder.Eventf(regarding, related, corev1.EventTypeNormal, "EvictedAfterConflict", "Evict", "%s", text)
 	}
 	return false, nil
 }

@@ -55,7 +55,7 @@ func creating(pod *corev1.Pod) {
 	pod.Status.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ContainerCreating"}}}}
 }
 
-func TestJudgeEviction(t *testing.T) {
+func TestPlanEviction(t *testing.T) {
 	also := func(name string) func(*resourceapi.ResourceClaim) {
 		return func(c *resourceapi.ResourceClaim) {
 			c.Status.ReservedFor = append(c.Status.ReservedFor, resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: "pod-" + name, UID: types.UID("uid-pod-" + name)})
@@ -73,22 +73,22 @@ func TestJudgeEviction(t *testing.T) {
 		"running":                         {pods: []*corev1.Pod{newPod("a", running)}, refused: "has started"},
 		"between two starts":              {pods: []*corev1.Pod{newPod("a", started)}, refused: "has started"},
 		"init container done":             {pods: []*corev1.Pod{newPod("a", initialised)}, refused: "has started"},
-		"bare":                            {pods: []*corev1.Pod{newPod("a", bare)}, refused: "belongs to nobody"},
-		"owned, not by its controller":    {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.OwnerReferences[0].Controller = nil })}, refused: "belongs to nobody"},
+		"bare":                            {pods: []*corev1.Pod{newPod("a", bare)}, refused: "has no owner"},
+		"owned, not by its controller":    {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.OwnerReferences[0].Controller = nil })}, refused: "has no owner"},
 		"going":                           {pods: []*corev1.Pod{newPod("a", deleting)}},
 		"ended":                           {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.Status.Phase = corev1.PodFailed })}},
 		"gone":                            {},
 		"another of that name":            {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.UID = "new" })}},
 		"another claim":                   {claim: func(c *resourceapi.ResourceClaim) { c.UID = "new" }, pods: []*corev1.Pod{newPod("a")}},
 		"deallocated":                     {claim: func(c *resourceapi.ResourceClaim) { c.Status.Allocation = nil }, pods: []*corev1.Pod{newPod("a")}},
-		"not condemned":                   {conflict: func(l *v1alpha1.ConflictingClaim) { l.PendingEviction = false }, pods: []*corev1.Pod{newPod("a")}},
-		"reserved by no pod":              {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor[0].Resource = "things" }, pods: []*corev1.Pod{newPod("a")}, refused: "is no pod"},
-		"reserved by nobody":              {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor = nil }, pods: []*corev1.Pod{newPod("a")}},
+		"not pending eviction":                   {conflict: func(l *v1alpha1.ConflictingClaim) { l.PendingEviction = false }, pods: []*corev1.Pod{newPod("a")}},
+		"reserved by no pod":              {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor[0].Resource = "things" }, pods: []*corev1.Pod{newPod("a")}, refused: "is not a pod"},
+		"not reserved":              {claim: func(c *resourceapi.ResourceClaim) { c.Status.ReservedFor = nil }, pods: []*corev1.Pod{newPod("a")}},
 		"a pod that only names it":        {pods: []*corev1.Pod{newPod("a"), newPod("x")}, evict: "pod-a"},
 		"shared":                          {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b")}, evict: "pod-a pod-b"},
 		"shared with one that runs":       {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", running)}, refused: "pod pod-b has started"},
-		"shared with a bare one":          {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", bare)}, refused: "pod pod-b belongs to nobody"},
-		"shared with one that came since": {claim: also("c"), pods: []*corev1.Pod{newPod("a"), newPod("c")}, refused: "pod pod-c has come since"},
+		"shared with a bare one":          {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", bare)}, refused: "pod pod-b has no owner"},
+		"shared with a later pod": {claim: also("c"), pods: []*corev1.Pod{newPod("a"), newPod("c")}, refused: "pod pod-c reserved the claim after"},
 		"shared, one is going":            {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", deleting)}, evict: "pod-a"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -99,7 +99,7 @@ func TestJudgeEviction(t *testing.T) {
 			if c.conflict != nil {
 				c.conflict(&conflict)
 			}
-			got := JudgeEviction(conflict, claim, c.pods)
+			got := PlanEviction(conflict, claim, c.pods)
 			var names []string
 			for _, pod := range got.Evict {
 				names = append(names, pod.Name)
@@ -109,7 +109,7 @@ func TestJudgeEviction(t *testing.T) {
 			}
 		})
 	}
-	if got := JudgeEviction(pendingEviction("a"), nil, nil); got.Evict != nil || got.Refused != "" {
+	if got := PlanEviction(pendingEviction("a"), nil, nil); got.Evict != nil || got.Refused != "" {
 		t.Errorf("without a claim: %+v", got)
 	}
 }
@@ -117,7 +117,6 @@ func TestJudgeEviction(t *testing.T) {
 func (w *world) healer() *healer {
 	return &healer{
 		client: w.client, driver: testDriver, live: w.client, recorder: w.recorder, metrics: w.metrics, now: w.now,
-		follower: &follower{live: w.client, metrics: w.metrics, now: w.now},
 	}
 }
 
@@ -125,10 +124,10 @@ func losing(conflicts ...v1alpha1.ConflictingClaim) func(*v1alpha1.GPUNodeStatus
 	return func(s *v1alpha1.GPUNodeStatus) { s.Conflicts = conflicts }
 }
 
-func TestHealEvictsAndMeasures(t *testing.T) {
+func TestHealEvicts(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(pendingEviction("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
 	h := w.healer()
-	if result := w.twice(h, "node-1"); result.RequeueAfter != lookAgain {
+	if result := w.twice(h, "node-1"); result.RequeueAfter != healInterval {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
 	w.want(map[string]int{"eviction pod-a": 1})
@@ -137,33 +136,6 @@ func TestHealEvictsAndMeasures(t *testing.T) {
 			t.Errorf("event %q", e)
 		}
 	}
-	// The owner makes another, which runs 1.5 s after the conflict was final.
-	w.clock = w.clock.Add(1500 * time.Millisecond)
-	next := newPod("b", running, func(p *corev1.Pod) { p.CreationTimestamp = metav1.NewTime(w.clock.Truncate(time.Second)) })
-	if err := w.client.Create(t.Context(), next); err != nil {
-		t.Fatal(err)
-	}
-	if !h.follower.of(next) {
-		t.Fatal("the owner's next pod is not followed")
-	}
-	for range 2 {
-		w.once(h.follower, client.ObjectKeyFromObject(next))
-	}
-	if h.follower.of(next) {
-		t.Error("followed for ever")
-	}
-	if n, sum := w.healed(); n != 1 || sum != 1.5 {
-		t.Errorf("%d healed in %v s", n, sum)
-	}
-}
-
-func (w *world) healed() (n uint64, sum float64) {
-	w.t.Helper()
-	var m dto.Metric
-	if err := w.metrics.heal.Write(&m); err != nil {
-		w.t.Fatal(err)
-	}
-	return m.GetHistogram().GetSampleCount(), m.GetHistogram().GetSampleSum()
 }
 
 func TestHealLeavesOthersAlone(t *testing.T) {
@@ -241,10 +213,10 @@ func TestHealAndTheAPIServer(t *testing.T) {
 		again  time.Duration
 		failed bool
 	}{
-		"a budget":              {apierrors.NewTooManyRequests("no disruption allowed", 10), lookAgain, false},
-		"the pod has changed":   {apierrors.NewConflict(pods, "pod-a", nil), changedAgain, false},
-		"the pod is gone":       {apierrors.NewNotFound(pods, "pod-a"), lookAgain, false},
-		"the API server is ill": {apierrors.NewInternalError(context.DeadlineExceeded), lookAgain, true},
+		"a budget":              {apierrors.NewTooManyRequests("no disruption allowed", 10), healInterval, false},
+		"the pod has changed":   {apierrors.NewConflict(pods, "pod-a", nil), changedInterval, false},
+		"the pod is gone":       {apierrors.NewNotFound(pods, "pod-a"), healInterval, false},
+		"the API server is ill": {apierrors.NewInternalError(context.DeadlineExceeded), healInterval, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, interceptor.Funcs{
@@ -261,9 +233,6 @@ func TestHealAndTheAPIServer(t *testing.T) {
 			}
 			if w.event() != "" {
 				t.Error("an event about nothing")
-			}
-			if len(h.follower.awaits) > 0 {
-				t.Error("a pod is awaited that nobody will make")
 			}
 		})
 	}
@@ -295,30 +264,7 @@ func TestHealClaimsOfExtendedResources(t *testing.T) {
 	w.want(map[string]int{"eviction pod-a": 1})
 }
 
-func TestFollower(t *testing.T) {
-	w := newWorld(t, interceptor.Funcs{})
-	f := w.healer().follower
-	pod := func(name string, created time.Time) *corev1.Pod {
-		return newPod(name, func(p *corev1.Pod) { p.CreationTimestamp = metav1.NewTime(created) })
-	}
-	before, after := pod("before", w.clock.Add(-time.Minute)), pod("after", w.clock)
-	evicted := pod("evicted", w.clock)
-	f.expect("uid-rs", evicted.UID, w.clock, w.clock)
-	f.expect("uid-rs", evicted.UID, w.clock, w.clock)
-	if f.of(before) || f.of(evicted) || !f.of(after) || f.of(newPod("bare", bare)) {
-		t.Error("followed the wrong ones")
-	}
-	if len(f.awaits["uid-rs"]) != 1 {
-		t.Error("one eviction counts twice")
-	}
-	// What takes for ever is no healing.
-	f.expect("uid-other", "x", w.clock, w.clock.Add(followFor+time.Second))
-	if len(f.awaits) != 1 || f.of(after) {
-		t.Error("remembered for ever")
-	}
-}
-
-func TestStillLost(t *testing.T) {
+func TestStillConflicting(t *testing.T) {
 	for name, c := range map[string]struct {
 		lost, allocated string
 		want            bool
@@ -330,7 +276,7 @@ func TestStillLost(t *testing.T) {
 		"a partition beside it":    {"gpu-0-mig-1g10gb-19-1", "gpu-0-mig-1g10gb-19-0", false},
 		"a partition of another":   {"gpu-0", "gpu-00-mig-1g10gb-19-0", false},
 	} {
-		if got := StillLost(pendingEviction("a", c.lost), newClaim("a", c.allocated), testDriver, "node-1"); got != c.want {
+		if got := StillConflicting(pendingEviction("a", c.lost), newClaim("a", c.allocated), testDriver, "node-1"); got != c.want {
 			t.Errorf("%s: %t", name, got)
 		}
 	}

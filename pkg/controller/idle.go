@@ -12,17 +12,17 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// idleInterval is how often to look whether the API server serves claims by now, which takes a restart of it.
+// idleInterval is how often to check whether the API server serves claims, which requires its restart.
 const idleInterval = time.Minute
 
-// awaitClaims returns true as soon as there may be claims. Where the API server does not know them nothing here has anything to
-// do and every watch would fail again and again. An API server that is away is awaited by whoever asks next.
+// awaitClaims blocks while the API server does not serve claims, since every watch of claims would fail. It returns true once claims
+// may exist, also if the API server does not answer, and false once ctx is done.
 func (c *Controller) awaitClaims(ctx context.Context) bool {
 	for {
 		err := c.manager.GetAPIReader().List(ctx, &resourceapi.ResourceClaimList{}, client.Limit(1))
 		idle := apierrors.IsNotFound(err)
 		if before := c.idle.Swap(idle); idle && !before {
-			klog.FromContext(ctx).Info("Nothing to do: the API server does not serve resource.k8s.io/v1")
+			klog.FromContext(ctx).Info("Waiting until the API server serves resource.k8s.io/v1")
 		}
 		if !idle {
 			return ctx.Err() == nil

@@ -11,12 +11,12 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// backoffLimit is what the API server sets where a Job says nothing.
+// backoffLimit is the API server's default.
 const backoffLimit = 6
 
-// Survives reports whether a Job makes another pod when one of its pods is evicted. To a Job that is a failure, of which it
-// takes only so many (k8s.io/kubernetes pkg/controller/job, isPodFailed); failures counts those that it does not know of yet,
-// with this one. It is a pure function.
+// Survives reports whether a Job replaces a pod that is evicted. A Job counts the eviction as a failure (k8s.io/kubernetes
+// pkg/controller/job, isPodFailed). failures counts the failures that are not in its status yet, including this one. It is a pure
+// function.
 func Survives(job *batchv1.Job, pod *corev1.Pod, failures int32) bool {
 	switch onDisruption(job.Spec.PodFailurePolicy) {
 	case batchv1.PodFailurePolicyActionIgnore:
@@ -37,13 +37,13 @@ func Survives(job *batchv1.Job, pod *corev1.Pod, failures int32) bool {
 	return before+failures <= ptr.Deref(job.Spec.BackoffLimit, backoffLimit)
 }
 
-// uncounted is how many pods of a Job have failed, or are ending, and are not in its status yet. It is a pure function.
+// uncounted returns how many pods of a Job have failed or are ending and are not in its status yet. It is a pure function.
 func uncounted(job *batchv1.Job, pods []corev1.Pod) (n int32) {
 	for i := range pods {
 		pod := &pods[i]
 		ended := pod.Status.Phase == corev1.PodFailed || pod.DeletionTimestamp != nil && pod.Status.Phase != corev1.PodSucceeded
 		known := job.Status.UncountedTerminatedPods != nil && slices.Contains(job.Status.UncountedTerminatedPods.Failed, pod.UID)
-		// The Job takes its finalizer away once it has counted the pod.
+		// The Job controller removes its finalizer once it has counted the pod.
 		if ended && !known && slices.Contains(pod.Finalizers, batchv1.JobTrackingFinalizer) {
 			n++
 		}
@@ -51,8 +51,7 @@ func uncounted(job *batchv1.Job, pods []corev1.Pod) (n int32) {
 	return n
 }
 
-// onDisruption is what a policy does with a pod that was evicted before it started: the first rule that matches counts, and
-// there are no exit codes to match.
+// onDisruption returns the action of the first rule that matches a pod that was evicted before it started.
 func onDisruption(policy *batchv1.PodFailurePolicy) batchv1.PodFailurePolicyAction {
 	if policy != nil {
 		for _, rule := range policy.Rules {

@@ -4,12 +4,11 @@ package controller
 
 import "strings"
 
-// noteLimit is what the API server takes of an event's note in bytes (k8s.io/kubernetes pkg/apis/core/validation); it refuses an
-// event with a longer one.
+// noteLimit is the longest note in bytes that the API server accepts in an event (k8s.io/kubernetes pkg/apis/core/validation).
 const noteLimit = 1024
 
-// note shortens the note of an event to what is taken of it: a claim may have lost eight GPUs to holders with long names. It is a
-// pure function.
+// note shortens the note of an event to noteLimit. A claim may conflict on eight GPUs with holders that have long names. It is a pure
+// function.
 func note(text string) string {
 	const more = " …"
 	if len(text) <= noteLimit {

@@ -62,7 +62,7 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 	return relayed
 }
 
-// withShare adds what a result gives of a device that is shared. A claim may have several shares of one device.
+// withShare adds the share of a result. A claim may have several shares of one device.
 func withShare(shares []v1alpha1.AllocatedShare, claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult,
 ) []v1alpha1.AllocatedShare {
 	bytes, shared := capacity.Share(claim, result)
@@ -77,7 +77,7 @@ func withShare(shares []v1alpha1.AllocatedShare, claim *resourceapi.ResourceClai
 	return shares
 }
 
-// allocated are the devices of our driver that a claim has.
+// allocated iterates over the claim's devices of the driver.
 func allocated(claim *resourceapi.ResourceClaim, driver string) func(yield func(resourceapi.DeviceRequestAllocationResult) bool) {
 	return func(yield func(resourceapi.DeviceRequestAllocationResult) bool) {
 		if claim.Status.Allocation == nil {
@@ -91,7 +91,7 @@ func allocated(claim *resourceapi.ResourceClaim, driver string) func(yield func(
 	}
 }
 
-// nodesOf are the nodes that a claim has devices of: one, as every pool is one node's.
+// nodesOf returns the nodes of a claim's devices.
 func nodesOf(claim *resourceapi.ResourceClaim, driver string) []string {
 	var nodes []string
 	for result := range allocated(claim, driver) {
@@ -101,7 +101,7 @@ func nodesOf(claim *resourceapi.ResourceClaim, driver string) []string {
 	return slices.Compact(nodes)
 }
 
-// relay writes GPUNode.spec. Only objects that exist: a node's agent makes its own.
+// relay writes GPUNode.spec. It creates no GPUNode: each agent creates its own. TestPodRefusedForClaim fails without it.
 type relay struct {
 	client client.Client
 	claims claimReader
@@ -109,7 +109,7 @@ type relay struct {
 
 func (r *relay) register(m manager.Manager) error {
 	err := builder.ControllerManagedBy(m).Named("relay").
-		// Also what somebody else wrote into the spec, and objects made anew.
+		// The generation also changes when a user edits the spec.
 		For(&v1alpha1.GPUNode{}, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver)).
 		WatchesRawSource(r.claims.source()).
@@ -121,8 +121,8 @@ func (r *relay) register(m manager.Manager) error {
 	return nil
 }
 
-// Reconcile implements reconcile.Reconciler for one node. It is idempotent. Claims that change while it runs are relayed
-// together by the next run.
+// Reconcile implements reconcile.Reconciler for one node. It is idempotent. One run covers all claims that changed during the
+// previous run.
 func (r *relay) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	node := &v1alpha1.GPUNode{}
 	if err := r.client.Get(ctx, request.NamespacedName, node); err != nil {
@@ -145,8 +145,8 @@ func (r *relay) Reconcile(ctx context.Context, request reconcile.Request) (recon
 	return reconcile.Result{}, nil
 }
 
-// specPatch replaces one list of the spec, whatever the agent has written to the status and another reconciler to the other list meanwhile.
-// With the UID the API server refuses to write it to an object that was made anew under the same name.
+// specPatch replaces one list of the spec and leaves concurrent writes to the status and to the other list alone. With the UID the API
+// server rejects the patch for a recreated object of the same name.
 func specPatch(uid types.UID, list string, value any) ([]byte, error) {
 	patch, err := json.Marshal(map[string]any{
 		"metadata": map[string]any{"uid": uid},
@@ -158,7 +158,7 @@ func specPatch(uid types.UID, list string, value any) ([]byte, error) {
 	return patch, nil
 }
 
-// claimHandler asks for the nodes that a claim has or had devices of, each as soon as one of its claims changes.
+// claimHandler enqueues the nodes of a claim's devices, before and after a change of its allocation.
 func claimHandler(driver string) handler.EventHandler {
 	type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 	enqueue := func(q queue, objects ...client.Object) {
@@ -176,7 +176,6 @@ func claimHandler(driver string) handler.EventHandler {
 		CreateFunc: func(_ context.Context, e event.CreateEvent, q queue) { enqueue(q, e.Object) },
 		DeleteFunc: func(_ context.Context, e event.DeleteEvent, q queue) { enqueue(q, e.Object) },
 		UpdateFunc: func(_ context.Context, e event.UpdateEvent, q queue) {
-			// Pods come and go with the allocation as it is.
 			if !apiequality.Semantic.DeepEqual(allocation(e.ObjectOld), allocation(e.ObjectNew)) {
 				enqueue(q, e.ObjectOld, e.ObjectNew)
 			}

@@ -118,7 +118,7 @@ func TestRelayShares(t *testing.T) {
 }
 
 // A claim is nudged if its share fits beside those of others, and not for what it does not get.
-func TestNudgesOfShares(t *testing.T) {
+func TestRetrysOfShares(t *testing.T) {
 	for name, c := range map[string]struct {
 		holders []v1alpha1.DeviceHolder
 		memory  int64
@@ -134,29 +134,6 @@ func TestNudgesOfShares(t *testing.T) {
 		node := sharedNode(c.holders...)
 		if got := Retries(node.Status, []v1alpha1.AllocatedClaim{allocatedShare("a", c.memory)}, nil); len(got) != c.want {
 			t.Errorf("%s: %d nudges, want %d", name, len(got), c.want)
-		}
-	}
-}
-
-func TestExplainShares(t *testing.T) {
-	full := sharedNode(claimShare("a", 10*gib), claimShare("b", 10*gib))
-	full.Status.Devices[1].Holders = []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldHeld), claimShare("c", 10*gib)}
-	whole := sharedNode(claimShare("a", 0))
-	whole.Name, whole.Status.Devices = "node-2", whole.Status.Devices[:1]
-	plain := v1alpha1.GPUNode{Status: v1alpha1.GPUNodeStatus{Devices: []v1alpha1.DeviceStatus{{Name: "gpu-0"}}}}
-	for _, c := range []struct {
-		nodes []v1alpha1.GPUNode
-		asked Ask
-		want  string
-	}{
-		{[]v1alpha1.GPUNode{full, whole}, Ask{Devices: 1, Memory: 10 * gib}, "no node has 10240 MiB left on 1 GPU: node-1 has 8192 MiB at most, node-2 has 0 MiB at most"},
-		{[]v1alpha1.GPUNode{full, whole}, Ask{Devices: 1, Memory: 8 * gib}, ""},
-		{[]v1alpha1.GPUNode{full}, Ask{Devices: 2, Memory: 8 * gib}, "no node has 8192 MiB left on 2 GPUs: node-1 has 8192 MiB at most"},
-		{[]v1alpha1.GPUNode{full, plain}, Ask{Devices: 1, Memory: 10 * gib}, ""},
-		{nil, Ask{Devices: 1, Memory: gib}, "no node shares out the memory of its GPUs, of which 1024 MiB are asked for"},
-	} {
-		if got := Explain(c.nodes, c.asked); got != c.want {
-			t.Errorf("%+v: %q, want %q", c.asked, got, c.want)
 		}
 	}
 }

@@ -220,7 +220,8 @@ func gpuNode(change ...func(*v1alpha1.GPUNodeStatus)) *v1alpha1.GPUNode {
 	node.Status = v1alpha1.GPUNodeStatus{Mode: "Dual", ExtendedResource: testResource, Counts: v1alpha1.DeviceCounts{Total: 8, Free: 8}}
 	for i := range 8 {
 		node.Status.Devices = append(node.Status.Devices, v1alpha1.DeviceStatus{
-			Name: fmt.Sprintf("gpu-%d", i), UUID: fmt.Sprintf("GPU-%d", i), ExtendedResourceState: v1alpha1.ExtendedResourceAllocatable,
+			Name: fmt.Sprintf("gpu-%d", i), UUID: fmt.Sprintf("GPU-%d", i), ExtendedResource: testResource,
+			ExtendedResourceState: v1alpha1.ExtendedResourceAllocatable,
 		})
 	}
 	for _, c := range change {

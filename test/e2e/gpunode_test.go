@@ -4,7 +4,6 @@ package e2e
 
 import (
 	"fmt"
-	"regexp"
 	"strings"
 	"testing"
 
@@ -142,32 +141,6 @@ func (s *story) makeSecret(client kubernetes.Interface, name string, kind corev1
 		ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{corev1.ServiceAccountNameKey: "tandem"}}, Type: kind,
 	}, metav1.CreateOptions{DryRun: dryRun})
 	return err
-}
-
-// TestWaitingPodsAreTold: a pod that finds no GPU is told who has them, on the nodes that it may run on, and not again and again.
-func TestWaitingPodsAreTold(t *testing.T) {
-	s := begin(t)
-	s.example("more-than-gpus.yaml")
-	s.running(soon, gpusANode, 2)
-	told := regexp.MustCompile(`^all 8 GPUs of ` + gpuNode + ` are held: [0-9] by limits, [0-9] by claims$`)
-	s.await(soon, "the pods that wait to be told why", func() error {
-		list, err := theClient.CoreV1().Events(s.namespace).List(s.ctx, metav1.ListOptions{FieldSelector: "reason=GPUsHeld"})
-		if err != nil {
-			return err
-		}
-		events := map[string]int{}
-		for _, event := range list.Items {
-			if told.MatchString(event.Message) {
-				events[event.InvolvedObject.Name]++
-			}
-		}
-		for _, pod := range s.pods() {
-			if n := events[pod.Name]; n > 1 || pod.Status.Phase == corev1.PodPending && n == 0 {
-				return fmt.Errorf("pod %s has %d events", pod.Name, n)
-			}
-		}
-		return nil
-	})
 }
 
 // controllerPod is the one that leads, or waits to.

@@ -85,7 +85,7 @@ func (w tenants) clientsOfBoth() {
 	} {
 		for _, pod := range s.pods() {
 			if pod.Status.Phase == corev1.PodPending {
-				s.event("Pod", pod.Name, "GPUsHeld", why)
+				s.explains(pod, why)
 			}
 		}
 	}

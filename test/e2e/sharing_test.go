@@ -94,7 +94,7 @@ func TestMemoryShares(t *testing.T) {
 	}
 	for _, pod := range s.pods() {
 		if pod.Status.Phase == corev1.PodPending {
-			s.event("Pod", pod.Name, "GPUsHeld", "10240 MiB left on 1 GPU")
+			s.explains(pod, "10240 MiB left on 1 GPU")
 		}
 	}
 	// What claims leave of the GPU that has replicas, 23034 - 2 x 10240 MiB, is not enough for one.

@@ -3,6 +3,7 @@
 package controller
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -26,6 +27,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -45,57 +47,60 @@ type Retry struct {
 	WaitBudget time.Duration
 }
 
-// Where kubelet is likely to be at it, it is left alone for a while.
+// How long the controller waits for kubelet's own attempt.
 const (
-	expectedPatience   = 3 * time.Second
-	unpreparedPatience = 5 * time.Second
-	preparedPatience   = 5 * time.Second
+	restoredWait   = 3 * time.Second
+	unpreparedWait = 5 * time.Second
+	preparedWait   = 5 * time.Second
 )
 
-// Retries are the claims of a node that kubelet could prepare now and is not known to be about to: losers that wait and whose
-// devices have become free; claims of before a reboot whose GPUs are kept for them; claims that are allocated here and that
-// nobody has prepared, as when kubelet asked while the agent was away; and claims that are prepared, one by one for their pods
-// in waiting, those that are Pending on the node by the UID of the claim. Such a pod was refused while its claim was condemned,
-// or the agent died before it had answered. A condemned claim is never among them. It is a pure function.
+// Retries returns the claims of a node that kubelet could prepare now:
+//   - claims in conflict whose devices have become available;
+//   - claims from before a reboot whose devices the ledger keeps;
+//   - allocated claims that are not prepared, as when kubelet called while the agent was restarting;
+//   - prepared claims, once for each Pending pod in waiting (by the claim's UID): Prepare refused that pod while its claim was
+//     pending eviction, or the agent died before it answered.
+//
+// A claim that is pending eviction is never among them. It is a pure function.
 func Retries(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, waiting map[types.UID][]types.UID) []Retry {
 	var retries []Retry
-	devices := map[string]v1alpha1.DeviceStatus{}
-	for _, device := range status.Devices {
-		devices[device.Name] = device
-	}
+	node := availability.NewNode(status, claims)
 	allocated := map[types.UID]v1alpha1.AllocatedClaim{}
 	for _, claim := range claims {
 		allocated[claim.UID] = claim
 	}
-	lost := map[types.UID]bool{}
+	available := func(claim types.UID, devices []string) bool {
+		return !slices.ContainsFunc(devices, func(name string) bool { return !isAvailable(node, allocated[claim], claim, name) })
+	}
+	inConflict := map[types.UID]bool{}
 	for _, conflict := range status.Conflicts {
-		lost[conflict.UID] = true
-		if !conflict.PendingEviction && !slices.ContainsFunc(conflict.Devices, func(name string) bool { return taken(devices, allocated, name, conflict.UID) }) {
+		inConflict[conflict.UID] = true
+		if !conflict.PendingEviction && available(conflict.UID, conflict.Devices) {
 			retries = append(retries, Retry{
-				UID: conflict.UID, Namespace: conflict.Namespace, Name: conflict.Name, Unsure: unsure(devices, conflict.Devices),
+				UID: conflict.UID, Namespace: conflict.Namespace, Name: conflict.Name, Unsure: unsure(node, conflict.Devices),
 			})
 		}
 	}
 	for _, claim := range claims {
 		if len(claim.Devices) == 0 {
-			continue // Prepared or not, it holds nothing by which to tell.
+			continue // Without a device the status does not show whether it is prepared.
 		}
-		if lost[claim.UID] || slices.ContainsFunc(claim.Devices, func(name string) bool { return taken(devices, allocated, name, claim.UID) }) {
+		if inConflict[claim.UID] || !available(claim.UID, claim.Devices) {
 			continue
 		}
 		retry := Retry{
 			UID: claim.UID, Namespace: claim.Namespace, Name: claim.Name,
-			Unsure: unsure(devices, claim.Devices), WaitBudget: unpreparedPatience,
+			Unsure: unsure(node, claim.Devices), WaitBudget: unpreparedWait,
 		}
-		switch state, some := stateOf(devices, claim); {
+		switch state, some := stateOf(node, claim); {
 		case !some:
 			retries = append(retries, retry)
 		case state == v1alpha1.HoldRestored:
-			retry.WaitBudget = expectedPatience
+			retry.WaitBudget = restoredWait
 			retries = append(retries, retry)
 		default:
 			for _, pod := range waiting[claim.UID] {
-				retry.Pod, retry.WaitBudget = pod, preparedPatience
+				retry.Pod, retry.WaitBudget = pod, preparedWait
 				retries = append(retries, retry)
 			}
 		}
@@ -103,64 +108,36 @@ func Retries(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wa
 	return retries
 }
 
-// taken reports whether a device cannot be prepared for the claim: unknown, faulty, or somebody else's, be it in part. A GPU is
-// said to be held by each claim for a partition of it that is still to be made; what claims are allocated tells those apart. Of a
-// device that is shared, the claim's share has to fit beside those of others.
-func taken(devices map[string]v1alpha1.DeviceStatus, allocated map[types.UID]v1alpha1.AllocatedClaim, name string, claim types.UID) bool {
-	device, known := known(devices, name)
-	if !known || device.UnhealthyReason != "" {
-		return true
+// isAvailable reports whether a claim could be prepared with a device.
+func isAvailable(node availability.Node, claim v1alpha1.AllocatedClaim, uid types.UID, name string) bool {
+	device, known := node.Status(name)
+	request := availability.Use[availability.Name]{
+		Holder: availability.Holder{Kind: availability.Claim, ID: string(uid)}, Device: availability.NameOf(name),
+		Share: node.Share(name, shareOf(claim, name)),
 	}
-	share, used := shareOf(allocated[claim], name), int64(0)
-	for _, d := range devices {
-		for _, h := range d.Holders {
-			own := h.Kind == v1alpha1.HolderClaim && h.UID == claim
-			switch {
-			case own || !overlap(d.Name, name) || beside(d.Name, allocated[h.UID].Devices, name):
-			case share > 0 && h.Memory > 0 && d.Name == name:
-				used += h.Memory
-			default:
-				return true
-			}
+	return known && availability.Check(device.UnhealthyReason == "", request, slices.Values(node.Held)) == availability.Available
+}
+
+// shareOf returns how many bytes of a device a claim was allocated; zero for the whole device.
+func shareOf(claim v1alpha1.AllocatedClaim, name string) int64 {
+	for _, share := range claim.Shares {
+		if share.Device == name {
+			return share.Memory
 		}
 	}
-	return share > 0 && device.Sharing != nil && share+used > device.Sharing.Memory
+	return 0
 }
 
-// shareOf is how much of a device's memory a claim is allocated; zero where it has all of it, or nothing.
-func shareOf(claim v1alpha1.AllocatedClaim, name string) int64 {
-	at := slices.IndexFunc(claim.Shares, func(s v1alpha1.AllocatedShare) bool { return s.Device == name })
-	if at < 0 {
-		return 0
-	}
-	return claim.Shares[at].Memory
+// unsure reports whether one of the devices is a partition that does not exist yet.
+func unsure(node availability.Node, names []string) bool {
+	return slices.ContainsFunc(names, func(name string) bool { return node.Devices[name].Name == "" })
 }
 
-// beside reports whether a holder of a GPU has parts of it only, as far as it is known what it is allocated, and not the one by
-// name.
-func beside(gpu string, allocated []string, name string) bool {
-	parts := slices.DeleteFunc(slices.Clone(allocated), func(other string) bool { return device.GPUName(other) != gpu })
-	return len(parts) > 0 && !slices.ContainsFunc(parts, func(other string) bool { return overlap(other, name) })
-}
-
-// known is what the status says of a device. Of a partition that is still to be made it says all with the GPU.
-func known(devices map[string]v1alpha1.DeviceStatus, name string) (status v1alpha1.DeviceStatus, known bool) {
-	if status, known = devices[name]; !known {
-		status, known = devices[device.GPUName(name)]
-	}
-	return status, known
-}
-
-// unsure reports whether one of some devices is known by its GPU only.
-func unsure(devices map[string]v1alpha1.DeviceStatus, names []string) bool {
-	return slices.ContainsFunc(names, func(name string) bool { return devices[name].Name == "" })
-}
-
-// stateOf is the state of a claim's holds: expected only if all are; none where one is missing.
-func stateOf(devices map[string]v1alpha1.DeviceStatus, claim v1alpha1.AllocatedClaim) (state v1alpha1.HoldState, some bool) {
+// stateOf returns the state of a claim's holds: Restored only if all are. complete is false if one is missing.
+func stateOf(node availability.Node, claim v1alpha1.AllocatedClaim) (state v1alpha1.HoldState, complete bool) {
 	state = v1alpha1.HoldRestored
 	for _, name := range claim.Devices {
-		device, _ := known(devices, name)
+		device, _ := node.Status(name)
 		at := slices.IndexFunc(device.Holders, func(h v1alpha1.DeviceHolder) bool { return h.UID == claim.UID })
 		if at < 0 {
 			return "", false
@@ -172,8 +149,8 @@ func stateOf(devices map[string]v1alpha1.DeviceStatus, claim v1alpha1.AllocatedC
 	return state, true
 }
 
-// Retryable reports whether a pod is one that kubelet could start on the node if its claims were prepared: bound to it, living,
-// and with no container running. After a reboot its phase may still be Running. It is a pure function.
+// Retryable reports whether kubelet could start the pod on the node once its claims are prepared: it is bound to the node, has not
+// ended and has no running container. After a reboot its phase may still be Running. It is a pure function.
 func Retryable(pod *corev1.Pod, node string) bool {
 	if pod.Spec.NodeName != node || pod.DeletionTimestamp != nil || terminal(pod) {
 		return false
@@ -186,17 +163,17 @@ func Retryable(pod *corev1.Pod, node string) bool {
 	return true
 }
 
-// Unstarted reports whether kubelet has made no sandbox for a pod: a container of it, or the image for one, comes after that.
-// Kubelets before 1.36 say so late, when the image is there. It is a pure function.
+// Unstarted reports whether kubelet has created no sandbox for a pod. Containers and image pulls come after the sandbox. kubelet
+// before 1.36 reports the sandbox only after the pull. It is a pure function.
 func Unstarted(pod *corev1.Pod) bool {
 	return !hasStarted(pod) && !slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
 		return c.Type == corev1.PodReadyToStartContainers && c.Status == corev1.ConditionTrue
 	})
 }
 
-// Hopeless reports whether the node refuses a claim's parameters whenever kubelet asks: they are the author's to correct, in another
-// claim. Of those that only the devices tell to be wrong nothing is known here. It is a pure function.
-func Hopeless(claim *resourceapi.ResourceClaim, driver string) bool {
+// Refused reports whether the node refuses the claim's parameters on every attempt. Only a new claim can correct them. It cannot
+// detect mistakes that only the allocated devices show. It is a pure function.
+func Refused(claim *resourceapi.ResourceClaim, driver string) bool {
 	for result := range allocated(claim, driver) {
 		whole := device.GPUName(result.Device) == result.Device
 		if _, err := parametersv1beta1.Allocated(claim, driver, result, whole); err != nil {
@@ -206,59 +183,55 @@ func Hopeless(claim *resourceapi.ResourceClaim, driver string) bool {
 	return false
 }
 
-// retrier annotates pods that kubelet could start now.
+// retrier annotates pods that kubelet could start now. The e2e stories TestBareClaimWaitsForPod and TestReboot exceed their time
+// limits without it.
 type retrier struct {
 	client client.Client
-	// live reads pods from the API server: those that are not Pending are not watched, and of the others not everything is kept.
+	// live reads pods from the API server: the cache has Pending pods only, and not all of their fields.
 	live    client.Reader
 	claims  claimReader
 	metrics *metrics
 	now     func() time.Time
 
 	mu    sync.Mutex
-	nodes map[string]map[types.UID]*patience
+	nodes map[string]map[types.UID]*backoff
 }
 
-// patience is when it is time for the next nudge of a claim, how long after it for the one that follows, and how many there were.
-type patience struct {
+// backoff is the schedule of a claim's retries, or of a pod's.
+type backoff struct {
 	next     time.Time
 	interval time.Duration
 	retries  int
 }
 
 const (
-	// Between two nudges of one claim. What fails again and again is soon left to kubelet's own rhythm.
+	// The interval between two retries of one claim doubles up to kubelet's own interval.
 	retryInterval    = 5 * time.Second
 	retryIntervalMax = 80 * time.Second
-	// retriesMax is how often a pod is nudged whose claim is prepared, or may not be prepared yet for all that is known here. By
-	// the last one, after 80 s, kubelet has tried by itself: whatever keeps the pod then is not ours.
+	// retriesMax bounds the retries of a pod whose claim is prepared, and of a claim that is Unsure. By the last one, after 80 s,
+	// kubelet has tried by itself.
 	retriesMax = 5
 )
 
-// key is what a patience is for.
-func (n Retry) key() types.UID {
-	if n.Pod != "" {
-		return n.Pod
-	}
-	return n.UID
-}
+// key identifies the backoff of a retry.
+func (n Retry) key() types.UID { return cmp.Or(n.Pod, n.UID) }
 
 func (n *retrier) register(m manager.Manager) error {
-	err := builder.ControllerManagedBy(m).Named("nudge").
+	err := builder.ControllerManagedBy(m).Named("retry").
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(n.claims.driver)).
-		// One more pod for a claim that is allocated changes neither.
+		// Another pod of an allocated claim changes neither GPUNode nor claim.
 		Watches(&corev1.Pod{}, handler.EnqueueRequestsFromMapFunc(nodeOfPod), builder.WithPredicates(bound)).
 		WatchesRawSource(n.claims.source()).
 		WithOptions(options(1)).
 		Complete(n)
 	if err != nil {
-		return fmt.Errorf("register nudge: %w", err)
+		return fmt.Errorf("register retry: %w", err)
 	}
 	return nil
 }
 
-// bound are events of pods that are, or have just been, bound to a node. Only Pending pods are watched.
+// bound selects the events of pods that are bound to a node. The cache has Pending pods only.
 var bound = predicate.Funcs{
 	CreateFunc:  func(e event.CreateEvent) bool { return onNode(e.Object) },
 	UpdateFunc:  func(e event.UpdateEvent) bool { return onNode(e.ObjectNew) && !onNode(e.ObjectOld) },
@@ -305,8 +278,7 @@ func (n *retrier) Reconcile(ctx context.Context, request reconcile.Request) (rec
 	return reconcile.Result{RequeueAfter: wait}, errors.Join(errs...)
 }
 
-// waiting are the Pending pods of a node that have one of the claims reserved, by the claim's UID. Nothing is read that is not
-// in the cache.
+// waiting returns the Pending pods of a node that have one of the claims reserved, by the claim's UID. It reads the cache only.
 func (n *retrier) waiting(ctx context.Context, node string, claims []v1alpha1.AllocatedClaim) (map[types.UID][]types.UID, error) {
 	waiting := map[types.UID][]types.UID{}
 	for _, c := range claims {
@@ -329,18 +301,18 @@ func (n *retrier) waiting(ctx context.Context, node string, claims []v1alpha1.Al
 	return waiting, nil
 }
 
-// due picks those whose time has come, and says when the next one's will.
+// due returns the retries whose time has come, and the time until the next one.
 func (n *retrier) due(node string, retries []Retry) (due []Retry, wait time.Duration) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	if n.nodes == nil {
-		n.nodes = map[string]map[types.UID]*patience{}
+		n.nodes = map[string]map[types.UID]*backoff{}
 	}
-	now, before, after := n.now(), n.nodes[node], map[types.UID]*patience{}
+	now, before, after := n.now(), n.nodes[node], map[types.UID]*backoff{}
 	for _, retry := range retries {
 		p := before[retry.key()]
 		if p == nil {
-			p = &patience{next: now.Add(retry.WaitBudget), interval: retryInterval}
+			p = &backoff{next: now.Add(retry.WaitBudget), interval: retryInterval}
 		}
 		after[retry.key()] = p
 		if (retry.Pod != "" || retry.Unsure) && p.retries >= retriesMax {
@@ -360,7 +332,7 @@ func (n *retrier) due(node string, retries []Retry) (due []Retry, wait time.Dura
 	return due, wait
 }
 
-// retry annotates the claim's pods on the node, but those that would be refused for a claim's parameters.
+// retry annotates the claim's pods on the node, except pods with a claim whose parameters the node refuses.
 func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
 	claim := &resourceapi.ResourceClaim{}
 	if err := n.client.Get(ctx, types.NamespacedName{Namespace: retry.Namespace, Name: retry.Name}, claim); err != nil {
@@ -383,11 +355,11 @@ func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
 		case pod.UID != consumer.UID, !Retryable(pod, node), retry.Pod != "" && !Unstarted(pod):
 			continue
 		}
-		hopeless, err := n.hopeless(ctx, pod)
+		refused, err := n.refused(ctx, pod)
 		if err != nil {
 			return err
 		}
-		if hopeless {
+		if refused {
 			continue
 		}
 		if err := n.annotate(ctx, pod); err != nil {
@@ -397,15 +369,15 @@ func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
 	return nil
 }
 
-// hopeless reports whether one of a pod's claims is: kubelet has all of them prepared at once, or none.
-func (n *retrier) hopeless(ctx context.Context, pod *corev1.Pod) (bool, error) {
+// refused reports whether the node refuses one of the pod's claims: kubelet prepares all claims of a pod or none.
+func (n *retrier) refused(ctx context.Context, pod *corev1.Pod) (bool, error) {
 	for name := range resourceclaim.PodClaims(pod) {
 		claim := &resourceapi.ResourceClaim{}
 		key := types.NamespacedName{Namespace: pod.Namespace, Name: name}
 		if err := n.client.Get(ctx, key, claim); client.IgnoreNotFound(err) != nil {
 			return false, fmt.Errorf("get claim %s: %w", key, err)
 		}
-		if Hopeless(claim, n.claims.driver) {
+		if Refused(claim, n.claims.driver) {
 			return true, nil
 		}
 	}
@@ -425,7 +397,7 @@ func (n *retrier) annotate(ctx context.Context, pod *corev1.Pod) error {
 		n.metrics.retries.Inc()
 		return nil
 	}
-	// A pod of the same name that came after it is none of this claim's.
+	// The pod is gone, or is a later pod of the same name.
 	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
 		return nil
 	}

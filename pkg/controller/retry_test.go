@@ -44,7 +44,7 @@ func waiting(name string, devices ...string) v1alpha1.ConflictingClaim {
 	return l
 }
 
-func TestNudges(t *testing.T) {
+func TestRetrys(t *testing.T) {
 	type change = func(*v1alpha1.GPUNodeStatus)
 	for name, c := range map[string]struct {
 		status  []change
@@ -62,15 +62,15 @@ func TestNudges(t *testing.T) {
 		"a loser, device faulty":           {status: []change{losing(waiting("a", "gpu-0")), func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].UnhealthyReason = "lost" }}},
 		"a loser, device unknown":          {status: []change{losing(waiting("a", "gpu-99"))}},
 		"condemned, device free":           {status: []change{losing(pendingEviction("a", "gpu-0"))}, claims: []string{"a"}},
-		"expected after a reboot":          {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0, 1)}, claims: []string{"a"}, want: "a", patient: expectedPatience},
+		"expected after a reboot":          {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0, 1)}, claims: []string{"a"}, want: "a", patient: restoredWait},
 		"half of it prepared":              {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0), claimHolds("a", v1alpha1.HoldHeld, 1)}, claims: []string{"a"}},
 		"prepared":                         {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}},
 		"draining":                         {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}},
-		"prepared, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedPatience},
-		"draining, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedPatience},
+		"prepared, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedWait},
+		"draining, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedWait},
 		"condemned, a pod waits":           {status: []change{losing(pendingEviction("a", "gpu-0")), claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}},
-		"allocated, nobody asked":          {claims: []string{"a"}, want: "a", patient: unpreparedPatience},
-		"allocated, one of two held by it": {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0)}, claims: []string{"a"}, want: "a", patient: unpreparedPatience},
+		"allocated, nobody asked":          {claims: []string{"a"}, want: "a", patient: unpreparedWait},
+		"allocated, one of two held by it": {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0)}, claims: []string{"a"}, want: "a", patient: unpreparedWait},
 		"allocated, taken":                 {status: []change{podHolds(1)}, claims: []string{"a"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -94,8 +94,8 @@ func TestNudges(t *testing.T) {
 	}
 }
 
-// TestNudgesOfPartitions: what overlaps a device is in its way, and a partition that is still to be made is judged by its GPU.
-func TestNudgesOfPartitions(t *testing.T) {
+// TestRetrysOfPartitions: what overlaps a device is in its way, and a partition that is still to be made is judged by its GPU.
+func TestRetrysOfPartitions(t *testing.T) {
 	const made, unmade = "gpu-6-mig-1g10gb-19-0", "gpu-0-mig-1g10gb-19-0"
 	type change = func(*v1alpha1.GPUNodeStatus)
 	fault := func(n int) change { return func(s *v1alpha1.GPUNodeStatus) { s.Devices[n].UnhealthyReason = "lost" } }
@@ -106,18 +106,18 @@ func TestNudgesOfPartitions(t *testing.T) {
 		patient time.Duration
 		own     bool // The claim holds it, and has not lost it.
 	}{
-		"made, free":                    {device: made, want: true, patient: unpreparedPatience},
-		"made, expected":                {status: []change{claimHolds("a", v1alpha1.HoldRestored, 8)}, device: made, want: true, patient: expectedPatience, own: true},
+		"made, free":                    {device: made, want: true, patient: unpreparedWait},
+		"made, expected":                {status: []change{claimHolds("a", v1alpha1.HoldRestored, 8)}, device: made, want: true, patient: restoredWait, own: true},
 		"made, its GPU taken":           {status: []change{podHolds(6)}, device: made},
-		"made, the one beside taken":    {status: []change{podHolds(9)}, device: made, want: true, patient: unpreparedPatience},
+		"made, the one beside taken":    {status: []change{podHolds(9)}, device: made, want: true, patient: unpreparedWait},
 		"made, taken":                   {status: []change{podHolds(8)}, device: made},
 		"a GPU, a part of it taken":     {status: []change{podHolds(8)}, device: "gpu-6"},
 		"a GPU, a part of it draining":  {status: []change{claimHolds("b", v1alpha1.HoldDraining, 9)}, device: "gpu-6"},
-		"to be made, nobody asked":      {device: unmade, want: true, patient: unpreparedPatience},
+		"to be made, nobody asked":      {device: unmade, want: true, patient: unpreparedWait},
 		"to be made, being made":        {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0)}, device: unmade, own: true},
-		"to be made, expected":          {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0)}, device: unmade, want: true, patient: expectedPatience, own: true},
-		"to be made beside another":     {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0), claimHolds("beside", v1alpha1.HoldRestored, 0)}, device: unmade, want: true, patient: expectedPatience, own: true},
-		"to be made beside one made":    {status: []change{claimHolds("beside", v1alpha1.HoldHeld, 0)}, device: unmade, want: true, patient: unpreparedPatience},
+		"to be made, expected":          {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0)}, device: unmade, want: true, patient: restoredWait, own: true},
+		"to be made beside another":     {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0), claimHolds("beside", v1alpha1.HoldRestored, 0)}, device: unmade, want: true, patient: restoredWait, own: true},
+		"to be made beside one made":    {status: []change{claimHolds("beside", v1alpha1.HoldHeld, 0)}, device: unmade, want: true, patient: unpreparedWait},
 		"to be made, the GPU a claim's": {status: []change{claimHolds("whole", v1alpha1.HoldHeld, 0)}, device: unmade},
 		"to be made, a claim moved on":  {status: []change{claimHolds("moved", v1alpha1.HoldDraining, 0)}, device: unmade},
 		"a GPU, its claim moved on":     {status: []change{claimHolds("moved", v1alpha1.HoldDraining, 0)}, device: "gpu-0"},
@@ -159,8 +159,8 @@ func TestNudgesOfPartitions(t *testing.T) {
 	}
 }
 
-// TestNudgesInVain: whether there is room for a partition is not known, and kubelet is not told for ever.
-func TestNudgesInVain(t *testing.T) {
+// TestRetrysInVain: whether there is room for a partition is not known, and kubelet is not told for ever.
+func TestRetrysInVain(t *testing.T) {
 	clock := time.Unix(0, 0)
 	n := &retrier{now: func() time.Time { return clock }}
 	for unsure, want := range map[bool]int{true: retriesMax, false: 15} {
@@ -177,7 +177,7 @@ func TestNudgesInVain(t *testing.T) {
 	}
 }
 
-func TestNudgeable(t *testing.T) {
+func TestRetryable(t *testing.T) {
 	for name, c := range map[string]struct {
 		change func(*corev1.Pod)
 		want   bool
@@ -236,7 +236,7 @@ func (w *world) retry(name string) string {
 	return pod.Annotations[RetryAnnotation]
 }
 
-func TestNudgeAnnotatesOnceInAWhile(t *testing.T) {
+func TestRetryAnnotatesOnceInAWhile(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(waiting("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", creating))
 	n := w.retrier()
 	if result := w.twice(n, "node-1"); result.RequeueAfter != retryInterval {
@@ -285,7 +285,7 @@ const (
 	misspelt = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","shearing":{}}`
 )
 
-func TestHopeless(t *testing.T) {
+func TestRefused(t *testing.T) {
 	type change = func(*resourceapi.ResourceClaim)
 	for name, c := range map[string]struct {
 		device string
@@ -311,14 +311,14 @@ func TestHopeless(t *testing.T) {
 		for _, change := range c.change {
 			change(claim)
 		}
-		if got := Hopeless(claim, testDriver); got != c.want {
+		if got := Refused(claim, testDriver); got != c.want {
 			t.Errorf("%s: %t", name, got)
 		}
 	}
 }
 
-// TestNudgeSparesTheHopeless: what a node refuses for its parameters it refuses again, and with it all that the pod has.
-func TestNudgeSparesTheHopeless(t *testing.T) {
+// TestRetrySparesRefusedClaims: what a node refuses for its parameters it refuses again, and with it all that the pod has.
+func TestRetrySparesRefusedClaims(t *testing.T) {
 	for name, c := range map[string]struct {
 		own, beside string
 		retried     bool
@@ -347,29 +347,29 @@ func TestNudgeSparesTheHopeless(t *testing.T) {
 	}
 }
 
-func TestNudgeHasPatience(t *testing.T) {
+func TestRetryHasPatience(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldRestored, 0)), newClaim("a", "gpu-0"), newPod("a", started))
 	n := w.retrier()
-	if result := w.twice(n, "node-1"); result.RequeueAfter != expectedPatience {
+	if result := w.twice(n, "node-1"); result.RequeueAfter != restoredWait {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
 	w.want(map[string]int{})
-	w.clock = w.clock.Add(expectedPatience)
+	w.clock = w.clock.Add(restoredWait)
 	w.twice(n, "node-1")
 	w.want(map[string]int{"patch Pod": 1})
 }
 
-// TestNudgeOnePodOfAPreparedClaim: the claim runs in one pod and another one waits, which was refused or never answered.
-func TestNudgeOnePodOfAPreparedClaim(t *testing.T) {
+// TestRetryOnePodOfAPreparedClaim: the claim runs in one pod and another one waits, which was refused or never answered.
+func TestRetryOnePodOfAPreparedClaim(t *testing.T) {
 	shared := newClaim("a", "gpu-0")
 	shared.Status.ReservedFor = append(shared.Status.ReservedFor, resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: "pod-b", UID: "uid-pod-b"})
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldHeld, 0)), shared, newPod("a", running), newPod("b", creating))
 	n := w.retrier()
-	if result := w.twice(n, "node-1"); result.RequeueAfter != preparedPatience {
+	if result := w.twice(n, "node-1"); result.RequeueAfter != preparedWait {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
 	w.want(map[string]int{})
-	w.clock = w.clock.Add(preparedPatience)
+	w.clock = w.clock.Add(preparedWait)
 	w.twice(n, "node-1")
 	w.want(map[string]int{"patch Pod": 1})
 	if w.retry("pod-a") != "" || w.retry("pod-b") == "" {
@@ -387,7 +387,7 @@ func TestNudgeOnePodOfAPreparedClaim(t *testing.T) {
 	}
 }
 
-func TestNudgeOfAPreparedClaimSparesWhoGoesOn(t *testing.T) {
+func TestRetryOfAPreparedClaimSparesWhoGoesOn(t *testing.T) {
 	for name, change := range map[string]func(*corev1.Pod){
 		"its image is pulled": sandbox(corev1.ConditionTrue),
 		"going":               deleting,
@@ -398,14 +398,14 @@ func TestNudgeOfAPreparedClaimSparesWhoGoesOn(t *testing.T) {
 			w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldHeld, 0)), newClaim("a", "gpu-0"), newPod("a", creating, change))
 			n := w.retrier()
 			w.twice(n, "node-1")
-			w.clock = w.clock.Add(preparedPatience)
+			w.clock = w.clock.Add(preparedWait)
 			w.twice(n, "node-1")
 			w.want(map[string]int{})
 		})
 	}
 }
 
-func TestNudgeHearsOfPods(t *testing.T) {
+func TestRetryHearsOfPods(t *testing.T) {
 	withClaim := func(p *corev1.Pod) { p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu"}} }
 	unbound := func(p *corev1.Pod) { p.Spec.NodeName = "" }
 	if got := nodeOfPod(t.Context(), newPod("a")); len(got) != 0 {
@@ -422,7 +422,7 @@ func TestNudgeHearsOfPods(t *testing.T) {
 	}
 }
 
-func TestNudgeLeavesOthersAlone(t *testing.T) {
+func TestRetryLeavesOthersAlone(t *testing.T) {
 	another := newClaim("a", "gpu-0")
 	another.UID = "new"
 	for name, objects := range map[string][]client.Object{
@@ -440,7 +440,7 @@ func TestNudgeLeavesOthersAlone(t *testing.T) {
 	}
 }
 
-func TestNudgeAndTheAPIServer(t *testing.T) {
+func TestRetryAndTheAPIServer(t *testing.T) {
 	pods := corev1.Resource("pods")
 	for name, c := range map[string]struct {
 		answer error

@@ -1,0 +1,377 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package explain answers why a pending pod waits for a GPU, from API objects alone. Every function is pure. Answers name nodes
+// but not the pods that hold devices, because those may belong to other users.
+package explain
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	schedulinghelper "k8s.io/component-helpers/scheduling/corev1"
+	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/capacity"
+	"github.com/tandem-gpu/tandem/pkg/availability"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// namedNodes bounds the nodes that an answer names.
+const namedNodes = 5
+
+// MayRun returns a function that reports whether the pod may run on a node, judged by node selector, node affinity and taints.
+func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
+	affinity := nodeaffinity.GetRequiredNodeAffinity(pod)
+	repels := func(taint *corev1.Taint) bool {
+		return taint.Effect == corev1.TaintEffectNoSchedule || taint.Effect == corev1.TaintEffectNoExecute
+	}
+	return func(node *corev1.Node) bool {
+		if match, err := affinity.Match(node); err != nil || !match {
+			return false
+		}
+		_, untolerated := schedulinghelper.FindMatchingUntoleratedTaint(
+			klog.Background(), node.Spec.Taints, pod.Spec.Tolerations, repels, false)
+		return !untolerated
+	}
+}
+
+// Explain returns why none of the nodes that a pod may run on can satisfy its request. It returns the empty string if a node can,
+// so that the pod waits for another reason, and if no node has such devices.
+func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
+	if asked.Memory > 0 {
+		return explainShare(nodes, asked)
+	}
+	if !slices.ContainsFunc(nodes, func(n v1alpha1.GPUNode) bool { return asked.mixes(n.Status) }) {
+		asked.Limits = ""
+	}
+	type counted struct {
+		name string
+		v1alpha1.DeviceCounts
+	}
+	var with []counted
+	var total, free int64
+	for _, node := range nodes {
+		counts := asked.counts(node.Status)
+		if counts.Total == 0 {
+			continue
+		}
+		if int64(counts.Free) >= asked.Devices {
+			return ""
+		}
+		with = append(with, counted{node.Name, counts})
+		total, free = total+int64(counts.Total), free+int64(counts.Free)
+	}
+	if len(with) == 0 {
+		return ""
+	}
+	slices.SortFunc(with, func(a, b counted) int {
+		return cmp.Or(cmp.Compare(b.Free, a.Free), cmp.Compare(a.name, b.name))
+	})
+	unhealthy := slices.ContainsFunc(with, func(n counted) bool { return n.Unhealthy > 0 })
+	held := "held"
+	if unhealthy {
+		held = "held or unhealthy"
+	}
+	switch {
+	case free > 0:
+		return fmt.Sprintf("no node has %s free: %s", asked.noun(asked.Devices), list(with, func(n counted) string {
+			return fmt.Sprintf("%s has %d of %d (%s)", n.name, n.Free, n.Total, holders(n.DeviceCounts))
+		}))
+	case len(with) == 1:
+		return fmt.Sprintf("%s of %s are %s: %s", asked.all(total), with[0].name, held, holders(with[0].DeviceCounts))
+	}
+	return fmt.Sprintf("%s of %d nodes are %s: %s", asked.all(total), len(with), held, list(with, func(n counted) string {
+		return fmt.Sprintf("%s (%s)", n.name, holders(n.DeviceCounts))
+	}))
+}
+
+// explainShare is Explain for a request of GPU memory. A free GPU that is not shared satisfies such a request as a whole.
+func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
+	type counted struct {
+		name string
+		// left is the largest amount of free memory on one device.
+		left int64
+	}
+	var with []counted
+	for _, node := range nodes {
+		fitting, most, shared := int64(0), int64(0), false
+		uses := availability.NewNode(node.Status, nil).Held
+		for _, d := range node.Status.Devices {
+			switch {
+			case d.Excluded || d.UnhealthyReason != "":
+			case d.Sharing != nil && d.Sharing.MemoryShares:
+				shared = true
+				left := int64(availability.MemoryLeft(availability.StatusName(d), uint64(max(0, d.Sharing.Memory)), slices.Values(uses)))
+				most = max(most, left)
+				if left >= asked.Memory {
+					fitting++
+				}
+			case d.Parent == "" && len(d.Holders) == 0:
+				fitting++
+			}
+		}
+		if fitting >= asked.Devices {
+			return ""
+		}
+		if shared {
+			with = append(with, counted{node.Name, most})
+		}
+	}
+	if len(with) == 0 {
+		return fmt.Sprintf("no node shares the memory of its GPUs; the pod requests %s of one", mebibytes(asked.Memory))
+	}
+	slices.SortFunc(with, func(a, b counted) int { return cmp.Or(cmp.Compare(b.left, a.left), cmp.Compare(a.name, b.name)) })
+	return fmt.Sprintf("no node has %s left on %s: %s", mebibytes(asked.Memory), asked.noun(asked.Devices), list(with, func(n counted) string {
+		return fmt.Sprintf("%s has %s at most", n.name, mebibytes(n.left))
+	}))
+}
+
+func mebibytes(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
+
+// Request is what a pod waits for.
+type Request struct {
+	Devices int64
+	// Memory is the number of bytes requested of each device; zero requests all.
+	Memory int64
+	// Resource is the extended resource of partitions; empty for GPUs.
+	Resource string
+	// Limits is the extended resource of GPUs if the pod requests GPUs by it alone. On a partitioned node it may name partitions.
+	Limits string
+}
+
+// mixes reports whether the resource of GPUs covers partitions on a node, or does not cover all of its GPUs.
+func (a Request) mixes(status v1alpha1.GPUNodeStatus) bool {
+	return a.Limits != "" && a.Limits == status.ExtendedResource && status.Partitions != nil
+}
+
+// counts returns the counts of the requested devices on a node.
+func (a Request) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
+	resource := a.Resource
+	if a.mixes(status) {
+		resource = a.Limits
+	}
+	if resource == "" {
+		return status.Counts
+	}
+	var counts v1alpha1.DeviceCounts
+	node := availability.NewNode(status, nil)
+	for _, d := range status.Devices {
+		if d.ExtendedResource != resource || d.Excluded {
+			continue
+		}
+		counts.Total++
+		request := availability.Use[availability.Name]{Device: availability.StatusName(d)}
+		switch availability.Check(d.UnhealthyReason == "", request, slices.Values(node.Held)) {
+		case availability.Unhealthy:
+			counts.Unhealthy++
+		case availability.HeldByClaim, availability.Draining:
+			counts.Claims++
+		case availability.HeldByPod:
+			counts.Pods++
+		default:
+			counts.Free++
+		}
+	}
+	return counts
+}
+
+// resource is the extended resource that names the devices; empty for GPUs.
+func (a Request) resource() string { return cmp.Or(a.Resource, a.Limits) }
+
+func (a Request) noun(n int64) string {
+	switch {
+	case a.resource() != "":
+		return fmt.Sprintf("%d %s", n, a.resource())
+	case n == 1:
+		return "1 GPU"
+	}
+	return fmt.Sprintf("%d GPUs", n)
+}
+
+func (a Request) all(n int64) string {
+	switch {
+	case n == 1 && a.resource() != "":
+		return "all " + a.resource()
+	case n == 1:
+		return "all GPUs"
+	}
+	return "all " + a.noun(n)
+}
+
+// holders returns text such as "5 by pods, 3 by claims".
+func holders(counts v1alpha1.DeviceCounts) string {
+	var parts []string
+	for _, part := range []struct {
+		n    int32
+		what string
+	}{{counts.Pods, "by pods"}, {counts.Claims, "by claims"}, {counts.Unhealthy, "unhealthy"}} {
+		if part.n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", part.n, part.what))
+		}
+	}
+	return strings.Join(parts, ", ")
+}
+
+func list[T any](nodes []T, describe func(T) string) string {
+	var parts []string
+	for _, node := range nodes[:min(namedNodes, len(nodes))] {
+		parts = append(parts, describe(node))
+	}
+	if more := len(nodes) - namedNodes; more > 0 {
+		parts = append(parts, fmt.Sprintf("and %d more", more))
+	}
+	return strings.Join(parts, ", ")
+}
+
+// Names are the names by which pods request Tandem's GPUs.
+type Names struct {
+	// Resources are the extended resources of whole GPUs.
+	Resources map[corev1.ResourceName]bool
+	// Classes are the DeviceClasses of whole GPUs.
+	Classes map[string]bool
+	// Limits are the extended resources of the device plugin API, including those of partitions.
+	Limits device.Resources
+}
+
+// NewNames finds the DeviceClasses whose selectors name the driver. It excludes classes of partitions: API objects do not say how
+// many more partitions a GPU has room for.
+func NewNames(driver string, limits device.Resources, classes []resourceapi.DeviceClass) Names {
+	o := Names{
+		Resources: map[corev1.ResourceName]bool{corev1.ResourceName(limits.GPU): true}, Classes: map[string]bool{}, Limits: limits,
+	}
+	for _, class := range classes {
+		if !names(class, driver) || names(class, "mig") {
+			continue
+		}
+		o.Classes[class.Name] = true
+		o.Resources[corev1.ResourceName(resourceapi.ResourceDeviceClassPrefix+class.Name)] = true
+		if class.Spec.ExtendedResourceName != nil {
+			o.Resources[corev1.ResourceName(*class.Spec.ExtendedResourceName)] = true
+		}
+	}
+	return o
+}
+
+// names reports whether a CEL selector of a class contains a quoted string.
+func names(class resourceapi.DeviceClass, text string) bool {
+	return slices.ContainsFunc(class.Spec.Selectors, func(s resourceapi.DeviceSelector) bool {
+		return s.CEL != nil && (strings.Contains(s.CEL.Expression, `"`+text+`"`) || strings.Contains(s.CEL.Expression, `'`+text+`'`))
+	})
+}
+
+// Request returns the GPUs that a pod requests by limits and by claims without an allocation. If it requests none, Request returns
+// the partitions that it requests by limits. claim returns the claim of that name in the pod's namespace, or nil.
+func (o Names) Request(pod *corev1.Pod, claim func(name string) *resourceapi.ResourceClaim) Request {
+	asked, memory := total(pod, o.whole), int64(0)
+	for _, reference := range pod.Spec.ResourceClaims {
+		name := ClaimName(pod, reference)
+		if name == "" {
+			continue
+		}
+		if c := claim(name); c != nil && c.Status.Allocation == nil {
+			n, each := o.requests(c)
+			asked, memory = asked+n, max(memory, each)
+		}
+	}
+	byLimits := total(pod, func(name corev1.ResourceName) bool { return string(name) == o.Limits.GPU })
+	switch {
+	case asked > 0 && asked == byLimits:
+		return Request{Devices: asked, Limits: o.Limits.GPU}
+	case asked > 0:
+		return Request{Devices: asked, Memory: memory}
+	}
+	for _, resource := range o.partitions(pod) {
+		if n := total(pod, func(name corev1.ResourceName) bool { return name == resource }); n > 0 {
+			return Request{Devices: n, Resource: string(resource)}
+		}
+	}
+	return Request{}
+}
+
+// whole reports whether a resource names whole GPUs.
+func (o Names) whole(name corev1.ResourceName) bool { return o.Resources[name] }
+
+// partitions returns the resources of partitions that a pod requests, sorted.
+func (o Names) partitions(pod *corev1.Pod) []corev1.ResourceName {
+	return RequestedResources(pod, func(name corev1.ResourceName) bool { return o.Limits.Has(string(name)) && !o.whole(name) })
+}
+
+// RequestedResources returns the resources in a pod's limits for which counts is true, sorted.
+func RequestedResources(pod *corev1.Pod, counts func(corev1.ResourceName) bool) []corev1.ResourceName {
+	var names []corev1.ResourceName
+	for _, c := range slices.Concat(pod.Spec.InitContainers, pod.Spec.Containers) {
+		for name, quantity := range c.Resources.Limits {
+			if !quantity.IsZero() && counts(name) {
+				names = append(names, name)
+			}
+		}
+	}
+	slices.Sort(names)
+	return slices.Compact(names)
+}
+
+// total returns how many devices of some resources the pod needs at the same time.
+func total(pod *corev1.Pod, counts func(corev1.ResourceName) bool) int64 {
+	limits := func(c corev1.Container) (n int64) {
+		for name, quantity := range c.Resources.Limits {
+			if counts(name) {
+				n += quantity.Value()
+			}
+		}
+		return n
+	}
+	var asked, atFirst int64
+	for _, c := range pod.Spec.Containers {
+		asked += limits(c)
+	}
+	for _, c := range pod.Spec.InitContainers {
+		if c.RestartPolicy != nil && *c.RestartPolicy == corev1.ContainerRestartPolicyAlways {
+			asked += limits(c)
+		} else {
+			atFirst = max(atFirst, limits(c))
+		}
+	}
+	return max(asked, atFirst)
+}
+
+// requests returns how many GPUs a claim requests, and the largest amount of memory that it requests of one.
+func (o Names) requests(claim *resourceapi.ResourceClaim) (n, each int64) {
+	most := func(of *resourceapi.CapacityRequirements) int64 {
+		if of == nil {
+			return 0
+		}
+		amount := of.Requests[capacity.Memory]
+		return amount.Value()
+	}
+	for _, r := range claim.Spec.Devices.Requests {
+		if r.Exactly != nil && o.Classes[r.Exactly.DeviceClassName] {
+			n, each = n+max(1, r.Exactly.Count), max(each, most(r.Exactly.Capacity))
+		}
+		for _, s := range r.FirstAvailable {
+			if o.Classes[s.DeviceClassName] {
+				n, each = n+max(1, s.Count), max(each, most(s.Capacity))
+				break
+			}
+		}
+	}
+	return n, each
+}
+
+// ClaimName returns the name of the claim that a pod refers to; empty while the claim of a template does not exist yet.
+func ClaimName(pod *corev1.Pod, reference corev1.PodResourceClaim) string {
+	if reference.ResourceClaimName != nil {
+		return *reference.ResourceClaimName
+	}
+	for _, status := range pod.Status.ResourceClaimStatuses {
+		if status.Name == reference.Name && status.ResourceClaimName != nil {
+			return *status.ResourceClaimName
+		}
+	}
+	return ""
+}

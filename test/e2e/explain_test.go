@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"encoding/json"
+	"fmt"
+	"regexp"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/explain"
+)
+
+// TestExplain: API objects suffice to say why a pod waits for a GPU.
+func TestExplain(t *testing.T) {
+	s := begin(t)
+	s.example("more-than-gpus.yaml")
+	s.running(soon, gpusANode, 2)
+	for _, pod := range s.pods() {
+		if pod.Status.Phase == corev1.PodPending {
+			s.explains(pod, `^all 8 GPUs of `+gpuNode+` are held: [0-9] by pods, [0-9] by claims$`)
+		}
+	}
+}
+
+// explains waits until pkg/explain gives a reason for a pending pod that matches the pattern.
+func (s *story) explains(pod corev1.Pod, pattern string) {
+	s.Helper()
+	s.await(soon, "a reason why pod "+pod.Name+" waits", func() error {
+		reason, err := s.explanation(&pod)
+		if err == nil && !regexp.MustCompile(pattern).MatchString(reason) {
+			err = fmt.Errorf("the reason is %q, want %s", reason, pattern)
+		}
+		return err
+	})
+}
+
+// explanation reads what pkg/explain needs from the API server.
+func (s *story) explanation(pod *corev1.Pod) (string, error) {
+	classes, err := theClient.ResourceV1().DeviceClasses().List(s.ctx, metav1.ListOptions{})
+	if err != nil {
+		return "", err
+	}
+	claims := map[string]*resourceapi.ResourceClaim{}
+	for _, reference := range pod.Spec.ResourceClaims {
+		name := explain.ClaimName(pod, reference)
+		if claims[name], err = theClient.ResourceV1().ResourceClaims(pod.Namespace).Get(s.ctx, name, metav1.GetOptions{}); err != nil {
+			return "", err
+		}
+	}
+	list, err := theClient.CoreV1().Nodes().List(s.ctx, metav1.ListOptions{})
+	if err != nil {
+		return "", err
+	}
+	mayRun := explain.MayRun(pod)
+	var nodes []v1alpha1.GPUNode
+	for i := range list.Items {
+		if !mayRun(&list.Items[i]) {
+			continue
+		}
+		body, err := theClient.CoreV1().RESTClient().Get().AbsPath(gpuNodesPath, list.Items[i].Name).DoRaw(s.ctx)
+		if err != nil {
+			return "", err
+		}
+		var node v1alpha1.GPUNode
+		if err := json.Unmarshal(body, &node); err != nil {
+			return "", err
+		}
+		nodes = append(nodes, node)
+	}
+	names := explain.NewNames("gpu.nvidia.com", device.Resources{GPU: "nvidia.com/gpu"}, classes.Items)
+	return explain.Explain(nodes, names.Request(pod, func(name string) *resourceapi.ResourceClaim { return claims[name] })), nil
+}
