@@ -170,7 +170,7 @@ func (d *controllerModel) judge(uid types.UID) {
 	}
 	agent := d.agentProcess()
 	k, ok := get[*claim](d.api, claimKey(conflict.Name))
-	if !ok || !controller.StillLost(conflict, resourceClaim(k), driverName, nodeName) {
+	if !ok || !controller.StillConflicting(conflict, resourceClaim(k), driverName, nodeName) {
 		return
 	}
 	judged := map[types.UID]*pod{}
@@ -183,7 +183,7 @@ func (d *controllerModel) judge(uid types.UID) {
 			}
 		}
 	}
-	for _, evicted := range controller.JudgeEviction(conflict, resourceClaim(k), pods).Evict {
+	for _, evicted := range controller.PlanEviction(conflict, resourceClaim(k), pods).Evict {
 		was := judged[evicted.UID]
 		d.once("evicts "+was.uid, func() {
 			if now, ok := get[*pod](d.api, podKey(was.uid)); !ok || now != was {
