@@ -21,15 +21,16 @@ import (
 )
 
 const (
-	// BusyboxImage is on every node from the start; use it with imagePullPolicy Never. Its stop signal is SIGKILL, so that pods
-	// of it end at once: give a container a preStop hook or lifecycle.stopSignal where its ending shall take time.
-	BusyboxImage = "docker.io/local/busybox:1"
+	// BusyboxImage is imported into every node when the cluster starts, under the name of the public image, so that manifests
+	// run here and elsewhere unchanged. Nothing pulls it. Its stop signal is SIGKILL, unlike the public image's: pods end at
+	// once. A test that needs a slow end sets a preStop hook or lifecycle.stopSignal.
+	BusyboxImage = "docker.io/library/busybox:1.37"
 
 	pauseImage  = "docker.io/local/pause:1"
 	busyboxPath = "/usr/bin/busybox"
 )
 
-// makeImages writes the images every node needs and answers their paths.
+// makeImages writes the images that every node needs and returns their paths.
 func (c *Cluster) makeImages(ctx context.Context, pauseProgram string) ([]string, error) {
 	dir := filepath.Join(c.config.Dir, "images")
 	if err := os.MkdirAll(dir, 0o755); err != nil {
@@ -50,7 +51,7 @@ func (c *Cluster) makeImages(ctx context.Context, pauseProgram string) ([]string
 		v1.Config{Cmd: []string{"sh"}, Env: []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}, StopSignal: "SIGKILL"})
 }
 
-// writeImage writes an image of one layer: files of the host by their name in the image, and links to /bin/busybox.
+// writeImage writes an image of one layer. files maps a path in the image to a file of the host; links point to /bin/busybox.
 func writeImage(path, reference string, files map[string]string, links []string, config v1.Config) error {
 	data, err := layerContent(files, links)
 	if err != nil {
@@ -69,7 +70,7 @@ func writeImage(path, reference string, files map[string]string, links []string,
 		return fmt.Errorf("make image %s: %w", reference, err)
 	}
 	described = described.DeepCopy()
-	// containerd hides an image that does not say what it runs on.
+	// containerd hides an image without OS and architecture.
 	described.OS, described.Architecture, described.Config = "linux", runtime.GOARCH, config
 	if image, err = mutate.ConfigFile(image, described); err != nil {
 		return fmt.Errorf("make image %s: %w", reference, err)

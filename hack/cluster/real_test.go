@@ -116,7 +116,7 @@ spec:
   restartPolicy: Always
   containers:
   - name: c
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sh, -c, "cat /proc/sys/kernel/random/boot_id; mkdir -p /www; hostname > /www/index.html; exec httpd -f -p 80 -h /www"]
     ports: [{containerPort: 80, hostPort: 8088}]
@@ -131,7 +131,7 @@ spec:
     spec:
       containers:
       - name: c
-        image: docker.io/local/busybox:1
+        image: docker.io/library/busybox:1.37
         imagePullPolicy: Never
         command: [sh, -c, "mkdir -p /www; hostname > /www/index.html; exec httpd -f -p 80 -h /www"]
 ---

@@ -83,7 +83,7 @@ spec:
   resourceClaims: [{name: gpu, resourceClaimName: stale}]
   containers:
   - name: work
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sleep, infinity]
     resources: {claims: [{name: gpu}]}
@@ -171,7 +171,7 @@ spec:
   resourceClaims: [{name: gpu, resourceClaimName: %[1]s}]
   containers:
   - name: work
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sleep, infinity]
     resources: {claims: [{name: gpu}]}

@@ -141,7 +141,7 @@ spec:
       resourceClaims: [{name: gpu, resourceClaimTemplateName: %[3]s}]
       containers:
       - name: work
-        image: docker.io/local/busybox:1
+        image: docker.io/library/busybox:1.37
         imagePullPolicy: Never
         command: [sleep, infinity]
         resources: {claims: [{name: gpu}]}

@@ -263,7 +263,7 @@ spec:
       terminationGracePeriodSeconds: 1
       containers:
       - name: work
-        image: docker.io/local/busybox:1
+        image: docker.io/library/busybox:1.37
         imagePullPolicy: Never
         command: [sleep, infinity]
         resources: {limits: {nvidia.com/gpu: 1}}

@@ -380,7 +380,7 @@ spec:
   resourceClaims: [{name: gpu, resourceClaimName: %[2]s}]
   containers:
   - name: work
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sleep, infinity]
     resources: {claims: [{name: gpu}]}

@@ -42,13 +42,13 @@ const (
 	initContainer = `
   initContainers:
   - name: first
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sh, -c, "ls /dev/nvidia[0-9]*"]
     resources: {limits: {nvidia.com/gpu: 1}}
   containers:
   - name: work
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sleep, infinity]
     resources: {limits: {nvidia.com/gpu: 1}}
@@ -56,7 +56,7 @@ const (
 	crashing = `
   containers:
   - name: work
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sh, -c, "ls /dev/nvidia[0-9]* && exit 3"]
     resources: {limits: {nvidia.com/gpu: 1}}
@@ -65,7 +65,7 @@ const (
   restartPolicy: Never
   containers:
   - name: work
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [ls, /dev]
     resources: {limits: {nvidia.com/gpu: 1}}
@@ -141,12 +141,12 @@ func TestAdmissionFailsAfterAllocate(t *testing.T) {
 	s.manifest(shaped("rejected", `
   containers:
   - name: first
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sleep, infinity]
     resources: {limits: {nvidia.com/gpu: 3}}
   - name: second
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sleep, infinity]
     resources: {limits: {example.com/refused: 1}}

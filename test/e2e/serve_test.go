@@ -48,7 +48,7 @@ spec:
   terminationGracePeriodSeconds: 1
   containers:
   - name: work
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sleep, infinity]
     resources: {%s}%s

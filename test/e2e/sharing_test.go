@@ -142,7 +142,7 @@ spec:
   terminationGracePeriodSeconds: 1
   resourceClaims: [{name: gpu, resourceClaimName: %[1]s}]
   containers:
-    - {name: main, image: "docker.io/local/busybox:1", command: [sleep, infinity], resources: {claims: [{name: gpu}]}}
+    - {name: main, image: "docker.io/library/busybox:1.37", command: [sleep, infinity], resources: {claims: [{name: gpu}]}}
 `, name, memory)
 }
 

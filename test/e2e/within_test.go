@@ -396,7 +396,7 @@ spec:
   resourceClaims: [{name: gpu, resourceClaimName: odd}]
   containers:
   - name: main
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sleep, infinity]
     resources: {claims: [{name: gpu}]}

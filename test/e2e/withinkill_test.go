@@ -54,7 +54,7 @@ spec:
   resourceClaims: [{name: gpu, resourceClaimName: %s}]
   containers:
   - name: work
-    image: docker.io/local/busybox:1
+    image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [%s, client, hold]
     resources: {claims: [{name: gpu}]}
