@@ -16,7 +16,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// asFound is what the API server has once the pools are published.
+// asFound returns the slices of published pools.
 func asFound(published ...map[string]resourceslice.Pool) []resourceapi.ResourceSlice {
 	var found []resourceapi.ResourceSlice
 	for _, pools := range published {
@@ -31,11 +31,11 @@ func asFound(published ...map[string]resourceslice.Pool) []resourceapi.ResourceS
 	return found
 }
 
-// buildStep is a look at a machine with one GPU.
+// buildStep is one build for a machine with one GPU.
 type buildStep struct {
 	Facts
 	want map[string]string
-	// restarted has another agent look from here on.
+	// restarted starts a new agent before the step.
 	restarted bool
 }
 
@@ -64,39 +64,39 @@ func allocatedFrom(uid, pool string, devices ...string) v1alpha1.AllocatedClaim 
 	return c
 }
 
-// What could not be read for a moment moves nothing, above all not what is allocated and that nobody has prepared yet.
+// A failed read of the profiles changes no pool, above all not one with devices that are allocated and not prepared yet.
 func TestGPUWithUnreadableProfiles(t *testing.T) {
 	onDemand, unread, fewer := machine(1, dynamic), machine(1, dynamic), machine(1, dynamic)
 	unread.GPUs[0].Profiles = nil
 	fewer.GPUs[0].Profiles = fewer.GPUs[0].Profiles[:1]
 	free := map[string]string{"": "", "/gpu-00": "8 slices 26 devices"}
 	claims := []v1alpha1.AllocatedClaim{allocatedFrom("a", "", "gpu-0-mig-3g40gb-9-4")}
-	look := func(inv device.Inventory, claims []v1alpha1.AllocatedClaim) Facts {
+	facts := func(inv device.Inventory, claims []v1alpha1.AllocatedClaim) Facts {
 		return Facts{Inventory: inv, Claims: claims, Kept: everything}
 	}
-	t.Run("for a while", func(t *testing.T) {
+	t.Run("while the agent runs", func(t *testing.T) {
 		buildInSteps(t, []buildStep{
-			{Facts: look(onDemand, claims), want: free},
-			{Facts: look(unread, claims), want: free},
-			{Facts: look(fewer, claims), want: free},
-			{Facts: look(onDemand, claims), want: free},
-			{Facts: look(unread, nil), want: free},
-			{Facts: look(fewer, nil), want: map[string]string{"": "", "/gpu-00": "7 slices 8 devices"}},
+			{Facts: facts(onDemand, claims), want: free},
+			{Facts: facts(unread, claims), want: free},
+			{Facts: facts(fewer, claims), want: free},
+			{Facts: facts(onDemand, claims), want: free},
+			{Facts: facts(unread, nil), want: free},
+			{Facts: facts(fewer, nil), want: map[string]string{"": "", "/gpu-00": "7 slices 8 devices"}},
 		})
 	})
-	t.Run("when an agent starts", func(t *testing.T) {
-		late := look(unread, nil)
+	t.Run("when the agent starts", func(t *testing.T) {
+		late := facts(unread, nil)
 		late.ClaimsLate = true
 		buildInSteps(t, []buildStep{
-			{Facts: look(onDemand, claims), want: free},
+			{Facts: facts(onDemand, claims), want: free},
 			{Facts: late, want: map[string]string{"": ""}, restarted: true},
-			{Facts: look(unread, claims), want: map[string]string{"": ""}},
-			{Facts: look(onDemand, claims), want: free},
+			{Facts: facts(unread, claims), want: map[string]string{"": ""}},
+			{Facts: facts(onDemand, claims), want: free},
 		})
 	})
 }
 
-// The scheduler does not see in one pool what it has given out from the other.
+// The scheduler does not count in one pool what it allocated from the other.
 func TestAllocatedFromAnotherPool(t *testing.T) {
 	plain, onDemand := machine(1, dynamic, func(g *device.GPU) { g.Dynamic = false }), machine(1, dynamic)
 	made := machine(1, dynamic)
@@ -105,7 +105,7 @@ func TestAllocatedFromAnotherPool(t *testing.T) {
 	ownPool := testNode + "/gpu-00"
 	free, fixed := map[string]string{"": "", "/gpu-00": "8 slices 26 devices"}, map[string]string{"": "gpu-0"}
 	taken := map[string]string{"": "gpu-0!held-by-claim"}
-	look := func(inv device.Inventory, claims ...v1alpha1.AllocatedClaim) Facts {
+	facts := func(inv device.Inventory, claims ...v1alpha1.AllocatedClaim) Facts {
 		return Facts{Inventory: inv, Claims: claims, Kept: everything}
 	}
 	holds := func(f Facts, ref device.Ref) Facts {
@@ -116,62 +116,62 @@ func TestAllocatedFromAnotherPool(t *testing.T) {
 		f.ClaimsLate = true
 		return f
 	}
-	blind := func(f Facts) Facts {
+	withoutCounters := func(f Facts) Facts {
 		f.Kept.Counters = false
 		return f
 	}
 	for name, steps := range map[string][]buildStep{
-		"it goes back where a claim has it from": {
-			{Facts: look(plain), want: fixed},
-			{Facts: look(onDemand), want: free},
-			{Facts: look(onDemand, allocatedFrom("a", testNode, "gpu-0")), want: fixed},
-			{Facts: holds(look(onDemand, allocatedFrom("a", testNode, "gpu-0")), refOf(0)), want: fixed},
-			{Facts: look(onDemand), want: free},
+		"it returns to the pool from which it is allocated": {
+			{Facts: facts(plain), want: fixed},
+			{Facts: facts(onDemand), want: free},
+			{Facts: facts(onDemand, allocatedFrom("a", testNode, "gpu-0")), want: fixed},
+			{Facts: holds(facts(onDemand, allocatedFrom("a", testNode, "gpu-0")), refOf(0)), want: fixed},
+			{Facts: facts(onDemand), want: free},
 		},
-		"and the other way round": {
-			{Facts: look(onDemand), want: free},
-			{Facts: look(plain), want: fixed},
-			{Facts: look(plain, allocatedFrom("a", ownPool, "gpu-0-mig-3g40gb-9-4")), want: map[string]string{"": "", "/gpu-00": "4 slices 26 devices"}},
-			{Facts: look(plain), want: fixed},
+		"the same for the GPU pool": {
+			{Facts: facts(onDemand), want: free},
+			{Facts: facts(plain), want: fixed},
+			{Facts: facts(plain, allocatedFrom("a", ownPool, "gpu-0-mig-3g40gb-9-4")), want: map[string]string{"": "", "/gpu-00": "4 slices 26 devices"}},
+			{Facts: facts(plain), want: fixed},
 		},
-		"a partition was made, so it is from the GPU's own pool": {
-			{Facts: look(plain), want: fixed},
-			{Facts: holds(look(made), part.Ref), want: free},
+		"a created partition is from the GPU pool": {
+			{Facts: facts(plain), want: fixed},
+			{Facts: holds(facts(made), part.Ref), want: free},
 		},
-		"a claim has something that is not there any more": {
-			{Facts: look(onDemand), want: free},
-			{Facts: look(plain, allocatedFrom("a", ownPool, "gpu-0-mig-1c3g40gb-9-4-0-1")), want: map[string]string{"": "", "/gpu-00": "0 slices 26 devices"}},
+		"an allocated device no longer exists": {
+			{Facts: facts(onDemand), want: free},
+			{Facts: facts(plain, allocatedFrom("a", ownPool, "gpu-0-mig-1c3g40gb-9-4-0-1")), want: map[string]string{"": "", "/gpu-00": "0 slices 26 devices"}},
 		},
-		// Whoever comes second is refused by the ledger, and nobody comes third.
-		"claims have it from both, in a race": {
-			{Facts: look(plain), want: fixed},
-			{Facts: look(onDemand), want: free},
-			{Facts: look(onDemand, allocatedFrom("a", testNode, "gpu-0"), allocatedFrom("b", ownPool, "gpu-0-mig-3g40gb-9-4")),
+		// The ledger refuses the second claim, and the scheduler allocates to no third one.
+		"allocated from both pools": {
+			{Facts: facts(plain), want: fixed},
+			{Facts: facts(onDemand), want: free},
+			{Facts: facts(onDemand, allocatedFrom("a", testNode, "gpu-0"), allocatedFrom("b", ownPool, "gpu-0-mig-3g40gb-9-4")),
 				want: map[string]string{"": "", "/gpu-00": "4 slices 26 devices"}},
-			{Facts: look(onDemand, allocatedFrom("a", testNode, "gpu-0"), allocatedFrom("b", ownPool, "gpu-0")), want: free},
+			{Facts: facts(onDemand, allocatedFrom("a", testNode, "gpu-0"), allocatedFrom("b", ownPool, "gpu-0")), want: free},
 		},
-		"in the node's pool": {
-			{Facts: look(plain), want: fixed},
-			{Facts: look(plain, allocatedFrom("a", testNode, "gpu-0"), allocatedFrom("b", ownPool, "gpu-0-mig-3g40gb-9-4")), want: taken},
+		"allocated from both, published in the node pool": {
+			{Facts: facts(plain), want: fixed},
+			{Facts: facts(plain, allocatedFrom("a", testNode, "gpu-0"), allocatedFrom("b", ownPool, "gpu-0-mig-3g40gb-9-4")), want: taken},
 		},
-		"there are no counters": {
-			{Facts: look(onDemand), want: free},
-			{Facts: blind(look(onDemand)), want: fixed},
-			{Facts: blind(look(onDemand, allocatedFrom("a", ownPool, "gpu-0"))), want: map[string]string{"": ""}},
+		"the API server drops counters": {
+			{Facts: facts(onDemand), want: free},
+			{Facts: withoutCounters(facts(onDemand)), want: fixed},
+			{Facts: withoutCounters(facts(onDemand, allocatedFrom("a", ownPool, "gpu-0"))), want: map[string]string{"": ""}},
 		},
-		"the claims are not known yet": {
-			{Facts: look(onDemand), want: free},
-			{Facts: late(look(plain)), want: map[string]string{"": "", "/gpu-00": "0 slices 26 devices"}, restarted: true},
-			{Facts: look(plain), want: fixed},
-			{Facts: late(look(onDemand)), want: fixed, restarted: true},
-			{Facts: look(onDemand), want: free},
+		"the allocations are not known yet": {
+			{Facts: facts(onDemand), want: free},
+			{Facts: late(facts(plain)), want: map[string]string{"": "", "/gpu-00": "0 slices 26 devices"}, restarted: true},
+			{Facts: facts(plain), want: fixed},
+			{Facts: late(facts(onDemand)), want: fixed, restarted: true},
+			{Facts: facts(onDemand), want: free},
 		},
 	} {
 		t.Run(name, func(t *testing.T) { buildInSteps(t, steps) })
 	}
 }
 
-// An agent that ended while a GPU went from one pool to the other leaves it in both.
+// An agent that ended while a GPU changed its pool leaves it in both.
 func TestGPUPublishedInBothPools(t *testing.T) {
 	plain, onDemand := machine(1, dynamic, func(g *device.GPU) { g.Dynamic = false }), machine(1, dynamic)
 	free, fixed := map[string]string{"": "", "/gpu-00": "8 slices 26 devices"}, map[string]string{"": "gpu-0"}
@@ -181,11 +181,11 @@ func TestGPUPublishedInBothPools(t *testing.T) {
 		claims []v1alpha1.AllocatedClaim
 		want   map[string]string
 	}{
-		"policy":                        {inv: onDemand, want: free},
-		"the other policy":              {inv: plain, want: fixed},
-		"a claim from the node's pool":  {inv: onDemand, claims: []v1alpha1.AllocatedClaim{allocatedFrom("a", testNode, "gpu-0")}, want: fixed},
-		"a claim from the GPU's":        {inv: plain, claims: []v1alpha1.AllocatedClaim{allocatedFrom("a", testNode+"/gpu-00", "gpu-0")}, want: free},
-		"a claim, and who knows whence": {inv: plain, claims: []v1alpha1.AllocatedClaim{allocatedFrom("a", "", "gpu-0")}, want: fixed},
+		"dynamic":                      {inv: onDemand, want: free},
+		"static":                       {inv: plain, want: fixed},
+		"a claim from the node pool":   {inv: onDemand, claims: []v1alpha1.AllocatedClaim{allocatedFrom("a", testNode, "gpu-0")}, want: fixed},
+		"a claim from the GPU pool":    {inv: plain, claims: []v1alpha1.AllocatedClaim{allocatedFrom("a", testNode+"/gpu-00", "gpu-0")}, want: free},
+		"a claim from an unknown pool": {inv: plain, claims: []v1alpha1.AllocatedClaim{allocatedFrom("a", "", "gpu-0")}, want: fixed},
 	} {
 		t.Run(name, func(t *testing.T) {
 			offer := Offer{NodeName: testNode}

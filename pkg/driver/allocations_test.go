@@ -28,7 +28,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/mig"
 )
 
-// asStored gives pools the names, and the order, that the API server has them by.
+// asStored returns slices with the names and the order of the API server.
 func asStored(pools map[string]resourceslice.Pool) []*resourceapi.ResourceSlice {
 	var stored []*resourceapi.ResourceSlice
 	for name, pool := range pools {
@@ -45,10 +45,10 @@ func asStored(pools map[string]resourceslice.Pool) []*resourceapi.ResourceSlice 
 	return stored
 }
 
-// allocation is a device that the scheduler has given to a claim.
+// allocation is a device that the scheduler allocated to a claim.
 type allocation struct{ claim, pool, device string }
 
-// allocate asks the scheduler's own allocator. Nil means that there is nothing.
+// allocate calls the scheduler's allocator. Nil means that no device is free.
 func allocate(t testing.TB, stored []*resourceapi.ResourceSlice, taken []allocation, cache *cel.Cache, claim *resourceapi.ResourceClaim) []allocation {
 	t.Helper()
 	ids := sets.New[structured.DeviceID]()
@@ -73,7 +73,7 @@ func allocate(t testing.TB, stored []*resourceapi.ResourceSlice, taken []allocat
 	return got
 }
 
-// asking is a claim for some devices of a class, all of one profile where one is given, all on one GPU if together.
+// asking returns a claim for devices of a class, optionally all of one profile, and all on one GPU if together.
 func asking(name, class, profile string, count int64, together bool) *resourceapi.ResourceClaim {
 	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "team-a", UID: types.UID(name)}}
 	request := resourceapi.ExactDeviceRequest{DeviceClassName: class, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: count}
@@ -89,7 +89,7 @@ func asking(name, class, profile string, count int64, together bool) *resourceap
 	return claim
 }
 
-// world is a node of which everything is known: what the hardware has, who holds what, what the scheduler has allocated.
+// world is the complete state of a node: hardware, holds and the scheduler's allocations.
 type world struct {
 	t     *testing.T
 	r     *rand.Rand
@@ -98,13 +98,13 @@ type world struct {
 	now   time.Time
 	holds []ledger.Hold
 	taken []allocation
-	// unseen are the claims that the node has not heard of.
+	// unseen are the allocations that the node has not received.
 	unseen map[string]bool
 	cache  *cel.Cache
 	serial int
 	log    []string
 
-	given, nothing int
+	allocated, nothing int
 }
 
 func (w *world) say(format string, args ...any) { w.log = append(w.log, fmt.Sprintf(format, args...)) }
@@ -114,7 +114,7 @@ func (w *world) fail(format string, args ...any) {
 	w.t.Fatalf("%s\nafter\n%s", fmt.Sprintf(format, args...), strings.Join(w.log, "\n"))
 }
 
-// step does one thing that may happen to a node.
+// step plays one random event.
 func (w *world) step() {
 	w.now = w.now.Add(time.Duration(w.r.IntN(1500)) * time.Millisecond)
 	switch w.r.IntN(12) {
@@ -129,7 +129,7 @@ func (w *world) step() {
 	case 8:
 		w.release()
 	case 9:
-		w.limit()
+		w.pod()
 	case 10:
 		w.administer()
 	case 11:
@@ -155,7 +155,7 @@ func (w *world) facts() Facts {
 	return f
 }
 
-// device is what the name means; a claim may have one that is not there any more.
+// device returns the device of a name. A claim may have one that no longer exists.
 func (w *world) device(name string) (device.Device, bool) {
 	inv := w.inv
 	inv.GPUs = slices.Clone(inv.GPUs)
@@ -165,7 +165,7 @@ func (w *world) device(name string) (device.Device, bool) {
 	return inv.ByName(name)
 }
 
-// obstructed are the devices that nobody may be given now, by what the node knows.
+// obstructed returns the devices that must not be allocated, as far as the node knows.
 func (w *world) obstructed() []device.Ref {
 	var refs []device.Ref
 	for _, h := range w.holds {
@@ -187,7 +187,7 @@ func (w *world) obstructed() []device.Ref {
 	return refs
 }
 
-// instances are the GPU instances on a GPU that exist, or that claims may have made at any moment.
+// instances returns the GPU instances that exist, or that a claim may create at any moment.
 func (w *world) instances(g device.GPU) []mig.Instance {
 	var held []mig.Instance
 	add := func(p device.Partition) {
@@ -209,16 +209,16 @@ func (w *world) instances(g device.GPU) []mig.Instance {
 	return held
 }
 
-// available are the devices that a claim could have now.
+// available returns the devices that a claim could get now.
 func (w *world) available(whole bool, profile string) []device.Device {
 	obstructed := w.obstructed()
 	free := func(ref device.Ref) bool { return !slices.ContainsFunc(obstructed, ref.Overlaps) }
 	var all []device.Device
 	for _, g := range w.inv.GPUs {
 		own := w.offer.inGPUPool[g.Name()]
-		stands := slices.ContainsFunc(g.Partitions, func(p device.Partition) bool { return !p.Made })
+		partitioned := slices.ContainsFunc(g.Partitions, func(p device.Partition) bool { return !p.Made })
 		if whole {
-			if free(g.Ref()) && !stands && (!g.MIGEnabled || g.Dynamic && mig.Switchable(g)) {
+			if free(g.Ref()) && !partitioned && (!g.MIGEnabled || g.Dynamic && mig.Switchable(g)) {
 				all = append(all, device.Device{GPU: g})
 			}
 			continue
@@ -241,7 +241,7 @@ func (w *world) available(whole bool, profile string) []device.Device {
 	return all
 }
 
-// allocate lets the scheduler look for one kind of device and holds it against the truth.
+// allocate lets the scheduler allocate one kind of device and compares the result with the state of the world.
 func (w *world) allocate() {
 	profiles := []string{"1g.10gb", "1g.10gb", "1g.10gb+me", "1g.20gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb", "1g.5gb", "2g.10gb", "3g.20gb", "1c.3g.40gb"}
 	w.serial++
@@ -260,7 +260,7 @@ func (w *world) allocate() {
 		}
 		return
 	}
-	w.given++
+	w.allocated++
 	for _, a := range got {
 		free := w.available(profile == "", profile)
 		d, known := w.device(a.device)
@@ -278,8 +278,8 @@ func (w *world) allocate() {
 	}
 }
 
-// unheard reports whether the node has not heard that the device is allocated by another name. Without counters the scheduler
-// cannot know that either, where an administrator has cut up a GPU in between.
+// unheard reports whether the node has not received the allocation of overlapping hardware. Without counters the scheduler does not
+// know it either if an administrator partitioned the GPU in between.
 func (w *world) unheard(d device.Device) bool {
 	return !w.offer.inGPUPool[d.GPU.Name()] && slices.ContainsFunc(w.taken, func(a allocation) bool {
 		other, known := w.device(a.device)
@@ -287,7 +287,7 @@ func (w *world) unheard(d device.Device) bool {
 	})
 }
 
-// contested reports whether a claim lost something on that GPU after it was allocated. Until the claim has ended, both count.
+// contested reports whether an allocated claim is in conflict on that GPU. Until the claim ends, both holders count.
 func (w *world) contested(d device.Device) bool {
 	return slices.ContainsFunc(w.taken, func(a allocation) bool {
 		lost, known := w.device(a.device)
@@ -299,10 +299,10 @@ func (w *world) contested(d device.Device) bool {
 	})
 }
 
-// hear tells the node what the scheduler has done.
+// hear makes the node receive all allocations.
 func (w *world) hear() { clear(w.unseen) }
 
-// prepare lets a claim have what it was allocated, unless somebody is in the way.
+// prepare reserves what a claim was allocated, unless another holder has it.
 func (w *world) prepare() {
 	for _, a := range w.taken {
 		d, known := w.device(a.device)
@@ -324,7 +324,7 @@ func (w *world) prepare() {
 	}
 }
 
-// there are the GPU instances that exist.
+// there returns the GPU instances that exist.
 func (w *world) there(g device.GPU) []mig.Instance {
 	var there []mig.Instance
 	for _, p := range g.Partitions {
@@ -345,7 +345,7 @@ func (w *world) change(uuid string, change func(*device.GPU)) {
 	}
 }
 
-// deallocate ends a claim. What was prepared drains.
+// deallocate ends a claim. Its holds drain.
 func (w *world) deallocate() {
 	if len(w.taken) == 0 {
 		return
@@ -361,7 +361,7 @@ func (w *world) deallocate() {
 	w.say("%s ends", ended)
 }
 
-// release frees what drains, or what a limit has.
+// release ends a draining hold, or the hold of a pod.
 func (w *world) release() {
 	i := slices.IndexFunc(w.holds, func(h ledger.Hold) bool { return h.State == ledger.StateDraining || h.Holder.Kind == ledger.KindPod })
 	if i < 0 {
@@ -371,13 +371,13 @@ func (w *world) release() {
 	w.holds = slices.Delete(slices.Clone(w.holds), i, i+1)
 	w.change(h.Device.GPU, func(g *device.GPU) {
 		g.Partitions = slices.DeleteFunc(g.Partitions, func(p device.Partition) bool { return p.Made && p.Ref == h.Device })
-		// Mode is switched off lazily, or not at all.
+		// MIG mode may stay enabled on an idle GPU.
 	})
 	w.say("%s releases %s", h.Holder.ID, h.Device)
 }
 
-// limit takes what no hold overlaps, whatever the scheduler has in mind.
-func (w *world) limit() {
+// pod takes a device that no hold overlaps, whatever the scheduler allocated.
+func (w *world) pod() {
 	var free []device.Ref
 	for _, d := range w.inv.Devices() {
 		if d.Partition.Made || d.Whole() && len(d.GPU.Partitions) > 0 ||
@@ -391,10 +391,10 @@ func (w *world) limit() {
 	}
 	ref := free[w.r.IntN(len(free))]
 	w.holds = append(w.holds, ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: ref.String()}, Device: ref, State: ledger.StateHeld})
-	w.say("a limit takes %s", ref)
+	w.say("a pod takes %s", ref)
 }
 
-// administer makes or removes a partition by hand, where nothing runs.
+// administer creates or removes a partition on unused hardware.
 func (w *world) administer() {
 	g := w.inv.GPUs[w.r.IntN(len(w.inv.GPUs))]
 	if slices.ContainsFunc(w.holds, func(h ledger.Hold) bool { return h.Device == g.Ref() }) {
@@ -427,7 +427,7 @@ func (w *world) administer() {
 	w.say("an administrator makes %s", p.Name())
 }
 
-// health loses a GPU, or brings it back.
+// health makes a GPU unhealthy or healthy.
 func (w *world) health() {
 	g := w.inv.GPUs[w.r.IntN(len(w.inv.GPUs))]
 	w.change(g.UUID, func(g *device.GPU) {
@@ -440,7 +440,7 @@ func (w *world) health() {
 	w.say("%s is %+v", g.Name(), g.Health)
 }
 
-// The scheduler's own allocator never gives out what somebody has or what the hardware refuses, and finds what is free.
+// The scheduler's allocator allocates no device that is held or impossible, and finds every free one.
 func TestTheSchedulerAllocatesWhatIsFree(t *testing.T) {
 	sequences := 60
 	if testing.Short() {
@@ -450,7 +450,7 @@ func TestTheSchedulerAllocatesWhatIsFree(t *testing.T) {
 		sequences = s
 	}
 	cache := cel.NewCache(100, cel.Features{})
-	given, nothing := 0, 0
+	allocated, nothing := 0, 0
 	for seed := range sequences {
 		w := &world{
 			t: t, r: rand.New(rand.NewPCG(uint64(seed), 1)), now: time.Unix(1000, 0), offer: Offer{NodeName: testNode},
@@ -463,10 +463,10 @@ func TestTheSchedulerAllocatesWhatIsFree(t *testing.T) {
 		for range 40 {
 			w.step()
 		}
-		given, nothing = given+w.given, nothing+w.nothing
+		allocated, nothing = allocated+w.allocated, nothing+w.nothing
 	}
-	t.Logf("%d allocations, %d times nothing", given, nothing)
-	if given == 0 || nothing == 0 {
+	t.Logf("%d allocations, %d times nothing", allocated, nothing)
+	if allocated == 0 || nothing == 0 {
 		t.Error("one of the two was never seen")
 	}
 }

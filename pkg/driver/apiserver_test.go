@@ -31,8 +31,8 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// fakeAPI is as much of a kube-apiserver as the driver talks to, over HTTP: nodes, claims and slices with get, list, watch
-// (streaming lists too), create with dry-run, update, delete and resource versions.
+// fakeAPI is the part of a kube-apiserver that the driver uses, over HTTP: nodes, claims and slices with get, list, watch (also
+// streaming lists), create with dry-run, update, delete and resource versions.
 type fakeAPI struct {
 	url string
 
@@ -42,21 +42,21 @@ type fakeAPI struct {
 	watchers map[chan fakeEvent]string        // → resource
 	// dropTaints makes it a server before 1.36, which drops counters, too.
 	dropTaints bool
-	// keepProbeTaints lets dry-runs keep what real writes drop, as differing servers behind one address do.
+	// keepProbeTaints makes dry runs keep what writes drop, like servers of different versions behind one address.
 	keepProbeTaints bool
 	// failWrites refuses every write of slices with an error.
 	failWrites error
-	// failPool refuses those of one pool.
+	// failPool refuses writes of one pool.
 	failPool string
 	// writes counts stored creates, updates and deletes of slices by the driver.
 	writes int
-	// applied counts what was applied to the status of claims.
+	// applied counts applies of the status of claims.
 	applied int
-	// failApply refuses that.
+	// failApply refuses applies.
 	failApply error
 	// updated counts updates of the status of claims.
 	updated int
-	// beforeUpdate is called before each.
+	// beforeUpdate is called before each update.
 	beforeUpdate func()
 }
 
@@ -83,7 +83,7 @@ func newFakeAPI(t testing.TB) *fakeAPI {
 
 func (f *fakeAPI) client(t testing.TB) kubernetes.Interface {
 	t.Helper()
-	// As the agent's.
+	// Like the agent's client.
 	content := rest.ContentConfig{ContentType: runtime.ContentTypeProtobuf, AcceptContentTypes: runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON}
 	client, err := kubernetes.NewForConfig(&rest.Config{Host: f.url, QPS: -1, ContentConfig: content})
 	if err != nil {
@@ -92,7 +92,7 @@ func (f *fakeAPI) client(t testing.TB) kubernetes.Interface {
 	return client
 }
 
-// put stores an object as somebody else would.
+// put stores an object as another client would.
 func (f *fakeAPI) put(resource string, object fakeObject) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -117,7 +117,7 @@ func (f *fakeAPI) store(resource string, object fakeObject) {
 	f.tell(resource, fakeEvent{event, object})
 }
 
-// serve switches a resource on, empty, or off.
+// serve enables a resource, empty, or disables it.
 func (f *fakeAPI) serve(resource string, on bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -134,7 +134,7 @@ func (f *fakeAPI) upgrade() {
 	f.dropTaints = false
 }
 
-// remove deletes an object as somebody else would.
+// remove deletes an object as another client would.
 func (f *fakeAPI) remove(resource, key string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -153,7 +153,7 @@ func (f *fakeAPI) drop(resource, key string) {
 	f.tell(resource, fakeEvent{"DELETED", gone})
 }
 
-// wipeSlices is what kubelet does when it starts.
+// wipeSlices removes all slices, as a starting kubelet does.
 func (f *fakeAPI) wipeSlices() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -170,7 +170,7 @@ func (f *fakeAPI) tell(resource string, event fakeEvent) {
 	}
 }
 
-// slices returns what is stored, by name, which is the order in which the scheduler tries them.
+// slices returns the stored slices by name, the order in which the scheduler tries them.
 func (f *fakeAPI) slices() []*resourceapi.ResourceSlice {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -375,7 +375,7 @@ func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, resource, name s
 	f.answer(w, slice)
 }
 
-// bodyOf is what a request carries, in any encoding.
+// bodyOf decodes the object of a request, in any encoding.
 func bodyOf(r *http.Request) (runtime.Object, error) {
 	data, err := io.ReadAll(r.Body)
 	if err != nil {
@@ -384,7 +384,7 @@ func bodyOf(r *http.Request) (runtime.Object, error) {
 	return runtime.Decode(scheme.Codecs.UniversalDeserializer(), data)
 }
 
-// sliceOf is a slice of any version, all of which look alike.
+// sliceOf decodes a slice of any API version.
 func sliceOf(r *http.Request) (*resourceapi.ResourceSlice, error) {
 	object, err := bodyOf(r)
 	if err != nil {
@@ -470,7 +470,7 @@ func (f *fakeAPI) storeStatus(w http.ResponseWriter, known, next *resourceapi.Re
 	f.answer(w, next)
 }
 
-// claimStatus is what the claim's status says of devices: "gpu-0 SharingApplied=True(MPS): message".
+// claimStatus returns the conditions of a claim's devices: "gpu-0 SharingApplied=True(MPS): message".
 func (f *fakeAPI) claimStatus(name string) []string {
 	f.mu.Lock()
 	defer f.mu.Unlock()

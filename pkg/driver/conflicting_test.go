@@ -18,7 +18,7 @@ import (
 	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 )
 
-// otherPlugin is somebody's registration socket.
+// otherPlugin is the registration server of another process.
 type otherPlugin struct {
 	registerapi.UnimplementedRegistrationServer
 	info *registerapi.PluginInfo
@@ -33,7 +33,7 @@ func serveOther(t *testing.T, path, kind, name string) (stop func()) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	// Whatever is there is replaced in one step: between two, its owner may put it back.
+	// The rename replaces the socket in one step: our agent must not notice a missing socket first.
 	elsewhere := filepath.Join(t.TempDir(), "s")
 	listener, err := net.Listen("unix", elsewhere)
 	if err != nil {

@@ -25,7 +25,7 @@ import (
 
 var everything = Capabilities{Taints: true, BindingConditions: true, Counters: true}
 
-// dynamic makes a GPU one that is partitioned on demand.
+// dynamic makes a GPU dynamic.
 func dynamic(g *device.GPU) {
 	model, _ := mig.ModelNamed("H100-80GB")
 	g.Profiles, g.Dynamic = model.Offered(), true
@@ -38,7 +38,7 @@ func ampere(g *device.GPU) {
 	g.ProductName, g.Architecture, g.ComputeCapability, g.MemoryBytes = model.Product, "Ampere", "8.0", model.Total.MemoryBytes
 }
 
-// cut puts a partition on a GPU, as an administrator would.
+// cut creates a partition on a GPU, as an administrator would.
 func cut(g *device.GPU, profile string, start int) device.Partition {
 	i := slices.IndexFunc(g.Profiles, func(p device.Profile) bool { return p.Name == profile })
 	p := g.Profiles[i]
@@ -63,7 +63,7 @@ func share(g *device.GPU, into int) {
 	}
 }
 
-// a100s have mixed partitions that somebody made; the last GPU is not partitioned.
+// a100s have unmanaged partitions of several profiles; the last GPU has none.
 func a100s() device.Inventory {
 	inv := machine(4, ampere)
 	cut(&inv.GPUs[0], "3g.20gb", 0)
@@ -76,7 +76,7 @@ func a100s() device.Inventory {
 	return inv
 }
 
-// mixed has everything beside each other.
+// mixed has static and dynamic GPUs, with and without unmanaged partitions.
 func mixed() device.Inventory {
 	inv := machine(4)
 	cutAndDynamic := &inv.GPUs[1]
@@ -98,7 +98,7 @@ func poolsOf(t *testing.T, f Facts) map[string]resourceslice.Pool {
 }
 
 func TestGoldenPools(t *testing.T) {
-	limit := func(ref device.Ref) ledger.Hold {
+	pod := func(ref device.Ref) ledger.Hold {
 		return ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: ref.String()}, Device: ref, State: ledger.StateHeld}
 	}
 	a100, all := a100s(), mixed()
@@ -109,9 +109,9 @@ func TestGoldenPools(t *testing.T) {
 		"mig-h100x8.txt":           {Inventory: machine(8, dynamic), Kept: everything},
 		"mig-h100.yaml":            {Inventory: few, Kept: everything},
 		"mig-a100x4.yaml":          {Inventory: a100, Kept: everything},
-		"mig-a100x4-held.txt":      {Inventory: a100, Kept: everything, Holds: []ledger.Hold{limit(a100.GPUs[0].Partitions[0].Ref), limit(a100.GPUs[1].Partitions[1].Ref)}},
+		"mig-a100x4-held.txt":      {Inventory: a100, Kept: everything, Holds: []ledger.Hold{pod(a100.GPUs[0].Partitions[0].Ref), pod(a100.GPUs[1].Partitions[1].Ref)}},
 		"mig-mixed.txt":            {Inventory: all, Kept: everything},
-		"mig-mixed-held.txt":       {Inventory: all, Kept: everything, Holds: []ledger.Hold{limit(all.GPUs[1].Partitions[0].Ref), limit(refOf(2)), limit(all.GPUs[3].Partitions[0].Ref)}},
+		"mig-mixed-held.txt":       {Inventory: all, Kept: everything, Holds: []ledger.Hold{pod(all.GPUs[1].Partitions[0].Ref), pod(refOf(2)), pod(all.GPUs[3].Partitions[0].Ref)}},
 		"mig-mixed-nocounters.txt": {Inventory: all},
 	}
 	for name, facts := range tests {
@@ -130,7 +130,7 @@ func TestGoldenPools(t *testing.T) {
 	}
 }
 
-// listing has a line for each counter set and device, without attributes and capacities.
+// listing returns a line for each counter set and device, without attributes and capacities.
 func listing(pools map[string]resourceslice.Pool) string {
 	var text strings.Builder
 	counters := func(counters map[string]resourceapi.Counter) {
@@ -163,9 +163,9 @@ func listing(pools map[string]resourceslice.Pool) string {
 	return text.String()
 }
 
-// What the API takes, whatever the machine looks like.
+// The API server accepts the slices of every machine.
 func TestPoolsAreWithinLimits(t *testing.T) {
-	machines := map[string]device.Inventory{"a100s": a100s(), "mixed": mixed(), "odd": unusableMachine()}
+	machines := map[string]device.Inventory{"a100s": a100s(), "mixed": mixed(), "unusable": unusableMachine()}
 	for _, model := range mig.Models() {
 		machines[model.Name] = machine(16, func(g *device.GPU) { g.Profiles, g.Dynamic = model.Offered(), true })
 		machines[model.Name+" cut"] = machine(2, func(g *device.GPU) {
@@ -216,9 +216,9 @@ func TestPoolsAreWithinLimits(t *testing.T) {
 	}
 }
 
-// summary has each pool's devices, and the counters at zero.
+// summary returns the devices of each pool; of a GPU pool, the free memory slices and the number of devices.
 func summary(pools map[string]resourceslice.Pool) map[string]string {
-	said := map[string]string{}
+	text := map[string]string{}
 	for name, pool := range pools {
 		var parts []string
 		for _, slice := range pool.Slices {
@@ -243,12 +243,12 @@ func summary(pools map[string]resourceslice.Pool) map[string]string {
 				parts = append(parts, d.Name+taint)
 			}
 		}
-		said[strings.TrimPrefix(name, testNode)] = strings.Join(parts, " ")
+		text[strings.TrimPrefix(name, testNode)] = strings.Join(parts, " ")
 	}
-	return said
+	return text
 }
 
-// A GPU stays in the pool from which claims have it, whatever policy and API server do meanwhile, and whoever publishes.
+// A GPU stays in the pool from which its devices are allocated, over changes of the configuration, the API server and the agent.
 func TestAGPUStaysWhereClaimsHaveGotIt(t *testing.T) {
 	plain, onDemand := machine(1, dynamic, func(g *device.GPU) { g.Dynamic = false }), machine(1, dynamic)
 	whole := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "c"}, Device: refOf(0), State: ledger.StateHeld}
@@ -260,7 +260,7 @@ func TestAGPUStaysWhereClaimsHaveGotIt(t *testing.T) {
 		holds []ledger.Hold
 		kept  Capabilities
 		want  map[string]string
-		// restarted has another agent publish from here on.
+		// restarted starts a new agent before the step.
 		restarted bool
 	}
 	blind := Capabilities{Taints: true}
@@ -302,7 +302,7 @@ func TestAGPUStaysWhereClaimsHaveGotIt(t *testing.T) {
 	}
 }
 
-// What stands in the way of a GPU that is partitioned on demand, and what does not.
+// The counters of a GPU pool exclude what the scheduler cannot count, and nothing else.
 func TestCountersFollowHolds(t *testing.T) {
 	now := time.Unix(1000, 0)
 	at := func(start, size int) device.Ref {
@@ -320,7 +320,7 @@ func TestCountersFollowHolds(t *testing.T) {
 	lost := machine(1, dynamic)
 	lost.GPUs[0].Health = device.Health{Reason: device.ReasonLost}
 	cutGPU := machine(1, dynamic)
-	stands := cut(&cutGPU.GPUs[0], "3g.40gb", 4)
+	unmanaged := cut(&cutGPU.GPUs[0], "3g.40gb", 4)
 	orphan := machine(1, dynamic)
 	cut(&orphan.GPUs[0], "3g.40gb", 4)
 	orphan.GPUs[0].Partitions[0].Made = true
@@ -331,31 +331,31 @@ func TestCountersFollowHolds(t *testing.T) {
 		slices string
 		own    int64
 	}{
-		"nothing":                           {inv: onDemand, slices: "11111111"},
-		"a claim's":                         {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, time.Hour, at(0, 4))}, slices: "11111111"},
-		"a claim's, expected":               {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateRestored, time.Hour, at(0, 4))}, slices: "11111111"},
-		"a claim's, which begins to drain":  {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Second, at(0, 4))}, slices: "11111111"},
-		"a claim's, which drains for long":  {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Minute, at(0, 4))}, slices: "00001111"},
-		"drains, and is allocated again":    {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Minute, at(0, 4))}, claims: claim("gpu-0-mig-3g40gb-9-0"), slices: "11111111"},
-		"unreadable":                        {inv: onDemand, holds: []ledger.Hold{unreadable}, slices: "00001111"},
-		"a limit on the GPU":                {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
-		"a limit that won against a claim":  {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, refOf(0))}, claims: claim("gpu-0-mig-1g10gb-19-2"), slices: "00000000"},
-		"a lost GPU":                        {inv: lost, slices: "00000000"},
-		"a lost GPU of a claim":             {inv: lost, claims: claim("gpu-0"), slices: "11111111"},
-		"a standing partition":              {inv: cutGPU, slices: "11110000", own: 1},
-		"a limit on a standing partition":   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, stands.Ref)}, slices: "11110000"},
-		"a claim on a standing partition":   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, stands.Ref)}, slices: "11110000", own: 1},
-		"both, in a race":                   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, stands.Ref)}, claims: claim(stands.Name()), slices: "11110000"},
-		"a limit on all, standing included": {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
-		// The claim was deleted by force, and the scheduler was faster than kubelet.
-		"two got parts of a claim's GPU":   {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, refOf(0))}, claims: claim("gpu-0-mig-3g40gb-9-0", "gpu-0-mig-3g40gb-9-4"), slices: "11111111"},
-		"one got a part of a claim's part": {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, at(0, 4))}, claims: claim("gpu-0-mig-1g10gb-19-2"), slices: "11111111"},
-		// An administrator was faster than kubelet.
-		"the whole GPU is a claim's, and then cut": {inv: cutGPU, claims: claim("gpu-0"), slices: "11111111"},
-		"a claim's partition was replaced":         {inv: cutGPU, claims: claim("gpu-0-mig-4g40gb-5-0", "gpu-0-mig-1g10gb-19-5"), slices: "11110100"},
-		"a claim's compute instance was removed":   {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, device.Ref{GPU: uuidOf(0), Placement: device.Placement{Size: 4}, Compute: device.Placement{Size: 1}})}, slices: "00001111"},
-		"made for nobody":                          {inv: orphan, slices: "11110000"},
-		"made for a claim":                         {inv: orphan, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, at(4, 4))}, slices: "11111111"},
+		"free":                            {inv: onDemand, slices: "11111111"},
+		"held by a claim":                 {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, time.Hour, at(0, 4))}, slices: "11111111"},
+		"restored claim":                  {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateRestored, time.Hour, at(0, 4))}, slices: "11111111"},
+		"draining, for a short time":      {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Second, at(0, 4))}, slices: "11111111"},
+		"draining, for a long time":       {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Minute, at(0, 4))}, slices: "00001111"},
+		"draining, allocated again":       {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateDraining, time.Minute, at(0, 4))}, claims: claim("gpu-0-mig-3g40gb-9-0"), slices: "11111111"},
+		"unreadable record":               {inv: onDemand, holds: []ledger.Hold{unreadable}, slices: "00001111"},
+		"a pod holds the GPU":             {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
+		"a pod, in conflict with a claim": {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, refOf(0))}, claims: claim("gpu-0-mig-1g10gb-19-2"), slices: "00000000"},
+		"a lost GPU":                      {inv: lost, slices: "00000000"},
+		"a lost GPU of a claim":           {inv: lost, claims: claim("gpu-0"), slices: "11111111"},
+		"unmanaged partition":             {inv: cutGPU, slices: "11110000", own: 1},
+		"a pod holds it":                  {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, unmanaged.Ref)}, slices: "11110000"},
+		"a claim holds it":                {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, unmanaged.Ref)}, slices: "11110000", own: 1},
+		"a pod and a claim in conflict":   {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, unmanaged.Ref)}, claims: claim(unmanaged.Name()), slices: "11110000"},
+		"a pod holds the GPU and it":      {inv: cutGPU, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
+		// The scheduler allocated parts of a force-deleted claim before kubelet unprepared it.
+		"two parts of a claim's GPU":    {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, refOf(0))}, claims: claim("gpu-0-mig-3g40gb-9-0", "gpu-0-mig-3g40gb-9-4"), slices: "11111111"},
+		"a part of a claim's partition": {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, at(0, 4))}, claims: claim("gpu-0-mig-1g10gb-19-2"), slices: "11111111"},
+		// An administrator changed partitions before kubelet prepared the claim.
+		"an allocated GPU was partitioned":       {inv: cutGPU, claims: claim("gpu-0"), slices: "11111111"},
+		"a claim's partition was replaced":       {inv: cutGPU, claims: claim("gpu-0-mig-4g40gb-5-0", "gpu-0-mig-1g10gb-19-5"), slices: "11110100"},
+		"a claim's compute instance was removed": {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, device.Ref{GPU: uuidOf(0), Placement: device.Placement{Size: 4}, Compute: device.Placement{Size: 1}})}, slices: "00001111"},
+		"created and without a hold":             {inv: orphan, slices: "11110000"},
+		"created for a claim":                    {inv: orphan, holds: []ledger.Hold{hold(ledger.KindClaim, ledger.StateHeld, 0, at(4, 4))}, slices: "11111111"},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
@@ -376,15 +376,14 @@ func TestCountersFollowHolds(t *testing.T) {
 					t.Errorf("%s: %v of %d", name, c.Value.Value(), there)
 				}
 			}
-			if own, stands := counters[stands.Name()]; own.Value.Value() != test.own || stands != (len(test.inv.GPUs[0].Partitions) > 0 && !test.inv.GPUs[0].Partitions[0].Made) {
-				t.Errorf("the standing partition has %v, %v", own.Value.Value(), stands)
+			if own, exists := counters[unmanaged.Name()]; own.Value.Value() != test.own || exists != (len(test.inv.GPUs[0].Partitions) > 0 && !test.inv.GPUs[0].Partitions[0].Made) {
+				t.Errorf("the counter of the unmanaged partition is %v, %v", own.Value.Value(), exists)
 			}
 		})
 	}
 }
 
-// What a limit on one of eight GPUs costs, in bytes that are sent: one slice with the counters of that GPU, and nothing for its
-// devices.
+// A pod on one of eight GPUs costs one write: the slice with the counters of that GPU.
 func TestWithdrawalFromCountersChangesOneSmallSlice(t *testing.T) {
 	inv := machine(8, dynamic)
 	before := poolsOf(t, Facts{Inventory: inv, Kept: everything})
@@ -415,7 +414,7 @@ func TestWithdrawalFromCountersChangesOneSmallSlice(t *testing.T) {
 	}
 }
 
-// BenchmarkOffer is what each change in the ledger costs on a node with eight GPUs that are partitioned on demand.
+// BenchmarkOffer measures a build after a change of the ledger, on a node with eight dynamic GPUs.
 func BenchmarkOffer(b *testing.B) {
 	inv := machine(8, dynamic)
 	offer := Offer{NodeName: testNode}

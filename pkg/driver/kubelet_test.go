@@ -20,17 +20,17 @@ import (
 	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 )
 
-// fakeKubelet is kubelet's side of DRA on real sockets: it finds the registration socket, registers, and calls the service
-// it was given, in the newest or the older API version.
+// fakeKubelet is kubelet's side of DRA on real sockets: it finds the registration socket, registers, and calls the announced
+// service, in either API version.
 type fakeKubelet struct {
 	t    testing.TB
 	dir  string
 	conn *grpc.ClientConn
-	// services as the driver announced them.
+	// services that the driver announced.
 	services []string
 }
 
-// startKubelet registers the driver as a kubelet that just started would.
+// startKubelet registers the driver, as a starting kubelet does.
 func startKubelet(t testing.TB, dir, driverName string) *fakeKubelet {
 	t.Helper()
 	k := &fakeKubelet{t: t, dir: dir}
@@ -85,7 +85,7 @@ func (k *fakeKubelet) registerAt(path, driverName string) error {
 	return err
 }
 
-// prepared is what kubelet hands to the container runtime for one device.
+// prepared is what kubelet passes to the container runtime for one device.
 type prepared struct {
 	Requests          []string
 	Pool, Device, CDI string
@@ -198,7 +198,7 @@ func (k *fakeKubelet) unprepare(version string, claims ...*resourceapi.ResourceC
 	return errs, nil
 }
 
-// eventually waits for a condition that something else brings about.
+// eventually waits until a condition holds.
 func eventually(t testing.TB, what string, check func() error) {
 	t.Helper()
 	deadline := time.Now().Add(10 * time.Second)

@@ -15,7 +15,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// TestOnlyOfferedGPUsArePublished: a wall between the APIs. A claim of before keeps what is on the other side of it.
+// Only GPUs for claims are published. A claim that has another GPU from before is still prepared.
 func TestOnlyOfferedGPUsArePublished(t *testing.T) {
 	forClaims := func(gpu device.GPU) bool { return gpu.Minor >= 2 }
 	r := newRig(t, machine(4), func(c *Config) {
@@ -35,11 +35,11 @@ func TestOnlyOfferedGPUsArePublished(t *testing.T) {
 		t.Error(results[c.UID].Err)
 	}
 	if got, want := r.driver.podSlots(machine(4))["nvidia.com/gpu"], []ledger.Slot{{Device: refOf(0)}, {Device: refOf(1)}}; !slices.Equal(got, want) {
-		t.Errorf("limits may use %v, want %v", got, want)
+		t.Errorf("pods may use %v, want %v", got, want)
 	}
 }
 
-// TestPublishNothing removes the slices of before, and serves the claims that were allocated from them.
+// PublishNothing removes existing slices and serves claims that were allocated from them.
 func TestPublishNothing(t *testing.T) {
 	for name, gpus := range map[string]func() device.Inventory{
 		"whole GPUs": func() device.Inventory { return machine(3) },
@@ -69,7 +69,7 @@ func TestPublishNothing(t *testing.T) {
 	}
 }
 
-// TestServerWithoutClaims is said once, and is no reason to give up.
+// An API server without claims is reported once, and waited for.
 func TestServerWithoutClaims(t *testing.T) {
 	r := newRig(t, machine(4))
 	r.api.serve("resourceslices", false)
@@ -82,7 +82,7 @@ func TestServerWithoutClaims(t *testing.T) {
 	})
 	r.api.serve("resourceslices", true)
 	r.ready()
-	if said := strings.Count(r.events.all(), "NoClaimsAPI"); said != 1 {
-		t.Errorf("said %d times: %s", said, r.events.all())
+	if reported := strings.Count(r.events.all(), "NoClaimsAPI"); reported != 1 {
+		t.Errorf("reported %d times: %s", reported, r.events.all())
 	}
 }

@@ -100,7 +100,7 @@ func TestSlicesOfManyGPUs(t *testing.T) {
 	}
 }
 
-// buildSlices lays out the node's pool of a machine on which nobody makes partitions.
+// buildSlices returns the node pool of a machine without dynamic GPUs.
 func buildSlices(inv device.Inventory, withdrawn []withdrawal, taints bool) ([]resourceslice.Slice, deviceCounts, []excluded) {
 	gpus, left := publishable(inv)
 	var devices []device.Device
@@ -113,7 +113,7 @@ func buildSlices(inv device.Inventory, withdrawn []withdrawal, taints bool) ([]r
 	return built, counts, left
 }
 
-// One withdrawn GPU must cost one update, whatever the size of the node.
+// One withdrawn GPU costs one update, whatever the size of the node.
 func TestWithdrawalChangesOneSlice(t *testing.T) {
 	for _, taints := range []bool{true, false} {
 		before, _, _ := buildSlices(machine(256), nil, taints)
@@ -168,7 +168,7 @@ func TestSemanticVersion(t *testing.T) {
 	}
 }
 
-// Nothing that discovery may report makes a device the API would refuse.
+// The API server accepts every value that discovery may report.
 func FuzzPublishedDevice(f *testing.F) {
 	f.Add("GPU-1", "H100", "580.1.2", "0000:01:00.0", 1, 0, uint64(1))
 	f.Add("\xff", strings.Repeat("y", 100), "1.01.001", "", -1, -5, ^uint64(0))

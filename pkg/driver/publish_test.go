@@ -52,7 +52,7 @@ func TestPublishWithdrawAndReturn(t *testing.T) {
 			}
 			r.releasePodHold(1)
 			r.awaitPublished(names(4, nil))
-			// Claims are the scheduler's own doing.
+			// A claim's device stays offered: the scheduler allocated it.
 			c := r.claim("a", "gpu-0")
 			if results := r.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
 				t.Fatal(results[c.UID].Err)
@@ -63,7 +63,7 @@ func TestPublishWithdrawAndReturn(t *testing.T) {
 	}
 }
 
-// While a control plane is upgraded, some of its servers keep taints and some do not. Once all do, taints are used again.
+// During an upgrade of the control plane only some servers keep taints. Once all do, the publisher uses taints again.
 func TestTaintsAreTriedAgain(t *testing.T) {
 	r := newRig(t, machine(4))
 	r.driver.probeAgain = time.Second
@@ -75,7 +75,7 @@ func TestTaintsAreTriedAgain(t *testing.T) {
 	r.awaitPublished(names(4, map[int]string{1: "held-by-pod"}))
 }
 
-// A GPU that goes from one limits pod to the next is one withdrawal: every write makes the scheduler retry all waiting pods.
+// A GPU that goes from one pod to the next is withdrawn once: each write makes the scheduler retry all waiting pods.
 func TestAGPUThatChangesHandsCostsNoWrite(t *testing.T) {
 	r := newRig(t, machine(4), func(c *Config) { c.ReturnDelay = time.Hour }).run()
 	r.ready()
@@ -166,14 +166,14 @@ func TestSlicesFollowTheNodeObject(t *testing.T) {
 		}
 		return nil
 	})
-	// The garbage collector follows.
+	// As the garbage collector does.
 	r.api.wipeSlices()
 	r.api.put("nodes", newNode("node-uid-2"))
 	eventually(t, "slices of the second node", owner("node-uid-2"))
 	eventually(t, "Ready", r.driver.Ready)
 }
 
-func TestPublishErrorsAreSaidAndRetried(t *testing.T) {
+func TestPublishErrorsAreReportedAndRetried(t *testing.T) {
 	r := newRig(t, machine(2))
 	r.api.failWrites = apierrors.NewInvalid(schema.GroupKind{Group: "resource.k8s.io", Kind: "ResourceSlice"}, "x", nil)
 	r.run()
@@ -198,7 +198,7 @@ func TestPublishErrorsAreSaidAndRetried(t *testing.T) {
 	eventually(t, "Ready", r.driver.Ready)
 }
 
-// An API server that was away for long is not avoided for long.
+// After a long outage of the API server, failed writes are still retried often.
 func TestRetriesStayFrequent(t *testing.T) {
 	retries := newRetries()
 	for range 100 {
@@ -220,7 +220,7 @@ func TestNodeThatDoesNotExist(t *testing.T) {
 	}
 }
 
-// A restarted agent finds its slices as they should be and writes nothing.
+// A restarted agent finds its slices unchanged and writes nothing.
 func TestRestartWritesNothing(t *testing.T) {
 	r := newRig(t, machine(8)).run()
 	r.ready()
@@ -235,8 +235,8 @@ func TestRestartWritesNothing(t *testing.T) {
 	}
 }
 
-// On a new node the scheduler sees the GPUs before the library's slice controller has started, which takes a second. The controller
-// finds the slices as it would have written them, and an update of them is its own.
+// On a new node the GPUs are published before the library's slice controller has started, which takes a second. The controller finds
+// the slices as it would write them, and writes later changes.
 func TestPublishedSoonAfterStart(t *testing.T) {
 	r := newRig(t, threeGPUs())
 	start := time.Now()
@@ -256,7 +256,7 @@ func TestPublishedSoonAfterStart(t *testing.T) {
 	r.awaitPools(map[string]string{"": "gpu-0!held-by-pod", "/gpu-01": "8 slices 26 devices", "/gpu-02": "8 slices 26 devices"})
 }
 
-// A pool that could not be created before the slice controller started is created by it.
+// The slice controller creates a pool whose first write failed.
 func TestControllerCreatesWhatFailedAtStart(t *testing.T) {
 	r := newRig(t, machine(2))
 	r.api.failWrites = apierrors.NewServiceUnavailable("not now")

@@ -16,7 +16,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// awaitPools waits for what is published, as summary says it.
+// awaitPools waits until the published pools have that summary.
 func (r *rig) awaitPools(want map[string]string) {
 	r.t.Helper()
 	eventually(r.t, "pools", func() error {
@@ -33,7 +33,7 @@ func (r *rig) awaitPools(want map[string]string) {
 	})
 }
 
-// Two GPUs that are partitioned on demand beside one that is not.
+// threeGPUs are two dynamic GPUs and one other.
 func threeGPUs() device.Inventory {
 	inv := machine(3)
 	dynamic(&inv.GPUs[1])
@@ -69,7 +69,7 @@ func TestPublishPools(t *testing.T) {
 	}
 }
 
-// What the scheduler has given away is never taken from under it, wherever the news of that comes from.
+// Allocated devices stay published, whether the ledger or the controller reports them.
 func TestAllocatedDevicesStayPublished(t *testing.T) {
 	allocations := &fakeAllocations{changed: make(chan struct{})}
 	inv := threeGPUs()
@@ -84,7 +84,7 @@ func TestAllocatedDevicesStayPublished(t *testing.T) {
 	r.awaitPools(map[string]string{"": "gpu-0", "/gpu-01": "8 slices 26 devices", "/gpu-02": "0 slices 26 devices"})
 }
 
-// Without counters partitions would look independent of each other: there are none then, and somebody is told.
+// Without counters the scheduler could not tell that partitions exclude each other: none are published, and an event reports that.
 func TestServersThatDropCounters(t *testing.T) {
 	onlyWhole := map[string]string{"": "gpu-0 gpu-1 gpu-2"}
 	t.Run("from the beginning", func(t *testing.T) {
@@ -92,22 +92,22 @@ func TestServersThatDropCounters(t *testing.T) {
 		r.api.dropTaints = true
 		r.run().ready()
 		r.awaitPools(onlyWhole)
-		said := func() error {
+		reported := func() error {
 			if n := strings.Count(r.events.all(), "Node/node1 NoPartitionsOnDemand: gpu-1, gpu-2 should be partitioned on demand"); n != 1 {
-				return fmt.Errorf("said %d times: %s", n, r.events.all())
+				return fmt.Errorf("reported %d times: %s", n, r.events.all())
 			}
 			return nil
 		}
-		eventually(t, "an event", said)
+		eventually(t, "an event", reported)
 		r.takeByPod(1, nil)
 		r.awaitPools(map[string]string{"": "gpu-0 gpu-2"})
-		if err := said(); err != nil {
+		if err := reported(); err != nil {
 			t.Error(err)
 		}
 	})
 	t.Run("later, and no more", func(t *testing.T) {
 		r := newRig(t, threeGPUs())
-		// Long enough to publish in between what this server keeps.
+		// Long enough to publish in between for a server that drops fields.
 		r.driver.probeAgain = time.Second
 		r.api.dropTaints, r.api.keepProbeTaints = true, true
 		r.run().ready()
@@ -117,7 +117,7 @@ func TestServersThatDropCounters(t *testing.T) {
 	})
 }
 
-// Partitions that an administrator makes and removes are followed.
+// The slices follow partitions that an administrator creates and removes.
 func TestPublishFollowsPartitions(t *testing.T) {
 	inv := machine(1, ampere)
 	r := newRig(t, inv)
@@ -141,7 +141,7 @@ func TestPublishFollowsPartitions(t *testing.T) {
 	r.awaitPools(map[string]string{"": "gpu-0"})
 }
 
-// kubelet removes all slices of its node when it starts, however many there are.
+// A starting kubelet removes all slices of its node; all of them are written again at once.
 func TestManyPoolsAreBackSoon(t *testing.T) {
 	r := newRig(t, machine(8, dynamic)).run()
 	r.ready()
@@ -156,7 +156,7 @@ func TestManyPoolsAreBackSoon(t *testing.T) {
 	t.Logf("published again after %v", time.Since(wiped))
 }
 
-// Whoever changes the slices of one pool again and again does not delay the repair of the others.
+// A process that keeps changing the slices of one pool does not delay repairs of other pools.
 func TestRepairsOfOnePoolDoNotDelayOthers(t *testing.T) {
 	q := newSyncQueue(func() {})
 	defer q.ShutDown()
@@ -170,7 +170,7 @@ func TestRepairsOfOnePoolDoNotDelayOthers(t *testing.T) {
 	}
 }
 
-// Published is what is published in full.
+// Ready reports a node as published once all of its pools are.
 func TestReadyWhenAllPoolsArePublished(t *testing.T) {
 	r := newRig(t, threeGPUs())
 	r.api.failPool = testNode + "/gpu-01"
@@ -187,7 +187,7 @@ func TestReadyWhenAllPoolsArePublished(t *testing.T) {
 	eventually(t, "Ready", r.driver.Ready)
 }
 
-// An agent that starts again finds where it has published, and writes nothing.
+// A restarted agent keeps GPUs in the pools in which it finds them, and writes nothing.
 func TestPoolsOutliveAnAgent(t *testing.T) {
 	r := newRig(t, threeGPUs())
 	r.run().ready()
@@ -200,7 +200,7 @@ func TestPoolsOutliveAnAgent(t *testing.T) {
 		t.Fatal(err)
 	}
 	before := r.api.writeCount()
-	// Meanwhile nothing is to be partitioned any more. The claim has its GPU from a pool of its own.
+	// The GPU becomes static while a claim has it from its GPU pool.
 	plain := threeGPUs()
 	plain.GPUs[2].Dynamic = false
 	r.inventory.set(plain)
@@ -211,7 +211,7 @@ func TestPoolsOutliveAnAgent(t *testing.T) {
 	}
 }
 
-// Until it is known which claims have devices, a GPU stays in the pool where an earlier agent has published it.
+// A GPU stays in the pool in which an earlier agent published it until the allocations are known.
 func TestPoolsStayUntilClaimsAreKnown(t *testing.T) {
 	allocations := &fakeAllocations{changed: make(chan struct{})}
 	r := newRig(t, threeGPUs(), func(c *Config) { c.Allocations = allocations })

@@ -30,7 +30,7 @@ import (
 
 const testNode = "node1"
 
-// rig is a driver with its surroundings: a ledger on disk, sockets in a directory, an API server over HTTP.
+// rig is a driver with a ledger on disk, sockets in a directory, and an API server over HTTP.
 type rig struct {
 	t         testing.TB
 	dir       string
@@ -49,7 +49,7 @@ type rig struct {
 
 func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	t.Helper()
-	// Socket paths are short, t.TempDir's are not.
+	// t.TempDir is too long for a socket path.
 	dir, err := os.MkdirTemp("", "kl")
 	if err != nil {
 		t.Fatal(err)
@@ -82,7 +82,7 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	return r
 }
 
-// run starts the driver; it is stopped at the latest at the end of the test, which then fails on an error.
+// run starts the driver and stops it at the end of the test, which fails on an error.
 func (r *rig) run() *rig {
 	r.t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -164,7 +164,7 @@ func (r *rig) metric(name string, labels ...string) float64 {
 	return sum
 }
 
-// holders says who holds each GPU, by minor: "claim uid-a held".
+// holders returns the holder of each GPU by minor: "gpu-0: claim uid-a held".
 func (r *rig) holders() string {
 	var parts []string
 	for _, h := range r.ledger.Holds() {
@@ -174,7 +174,7 @@ func (r *rig) holders() string {
 	return strings.Join(parts, ", ")
 }
 
-// takeByPod is what the other front-end does.
+// takeByPod reserves a GPU for a pod, as the device plugin does.
 func (r *rig) takeByPod(minor int, pod *ledger.Pod) {
 	r.t.Helper()
 	uuid := uuidOf(minor)
@@ -251,7 +251,7 @@ func (e *fakePodStates) PodState(h ledger.Hold) ledger.PodState {
 	return ledger.Running
 }
 
-// questions counts how often anybody asked.
+// questions returns the number of calls.
 func (e *fakePodStates) questions() int {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -370,7 +370,7 @@ func uuidOf(minor int) string { return fmt.Sprintf("GPU-%08d-0000-0000-0000-0000
 
 func refOf(minor int) device.Ref { return device.Ref{GPU: uuidOf(minor)} }
 
-// machine builds an inventory of n like GPUs, half on each NUMA node, every four on one NVLink domain.
+// machine returns an inventory of n equal GPUs, half on each NUMA node, four in each NVLink domain.
 func machine(n int, adapt ...func(*device.GPU)) device.Inventory {
 	inv := device.Inventory{DriverVersion: "580.95.05"}
 	for i := range n {
@@ -396,7 +396,7 @@ func l4x4() device.Inventory {
 	})
 }
 
-// unusableMachine has one GPU of each kind of trouble between good ones.
+// unusableMachine has one GPU of each kind that cannot be published, between usable ones.
 func unusableMachine() device.Inventory {
 	return machine(8, func(g *device.GPU) {
 		switch g.Minor {

@@ -27,7 +27,7 @@ import (
 
 const gib = uint64(1) << 30
 
-// sharedMachine has L4s, one with an odd number of bytes, that limits and claims share.
+// sharedMachine has L4 GPUs that pods and claims share. The memory of one is not a multiple of a MiB.
 func sharedMachine(n int) device.Inventory {
 	return machine(n, func(g *device.GPU) {
 		g.MIGCapable, g.MemoryBytes = false, 24*gib+uint64(g.Minor)*12345
@@ -37,14 +37,14 @@ func sharedMachine(n int) device.Inventory {
 	})
 }
 
-// market is a node whose GPUs are shared, as scheduler and ledger see it.
+// market is a node with shared GPUs, its scheduler and its ledger.
 type market struct {
 	*testing.T
 	inv    device.Inventory
 	ledger *ledger.Ledger
-	// allocated are the scheduler's results, by claim.
+	// allocated are the scheduler's results by claim.
 	allocated map[string]resourceapi.DeviceRequestAllocationResult
-	// claim is the last one.
+	// claim is the number of the last claim.
 	claim  *resourceapi.ResourceClaim
 	cache  *cel.Cache
 	serial int
@@ -62,7 +62,7 @@ func newMarket(t *testing.T, gpus int) *market {
 	}
 }
 
-// schedule asks the scheduler's allocator for a claim, of so much memory or of all.
+// schedule allocates a claim for some memory, or for all of a GPU.
 func (m *market) schedule(memory *resource.Quantity) (resourceapi.DeviceRequestAllocationResult, bool) {
 	m.Helper()
 	pools, _ := (&Offer{NodeName: testNode}).Pools(Facts{
@@ -111,7 +111,7 @@ func (m *market) schedule(memory *resource.Quantity) (resourceapi.DeviceRequestA
 	return result, true
 }
 
-// prepare reserves what the last claim was allocated.
+// prepare reserves the devices of the last claim.
 func (m *market) prepare(result resourceapi.DeviceRequestAllocationResult) error {
 	found, ok := m.inv.ByName(result.Device)
 	if !ok {
@@ -123,7 +123,7 @@ func (m *market) prepare(result resourceapi.DeviceRequestAllocationResult) error
 	return err
 }
 
-// fits says by the ledger whether some GPU has room.
+// fits reports whether some GPU has room, by the ledger.
 func (m *market) fits(memory uint64) bool {
 	for _, g := range m.inv.GPUs {
 		used := uint64(0)
@@ -143,7 +143,7 @@ func (m *market) fits(memory uint64) bool {
 	return false
 }
 
-// The scheduler gives out what the ledger then gives, neither more nor less, whatever limits have of the same GPUs meanwhile.
+// The scheduler allocates exactly what the ledger then grants, while pods take replicas of the same GPUs.
 func TestSchedulerAndLedgerAgreeOnShares(t *testing.T) {
 	for seed := range uint64(6) {
 		random := rand.New(rand.NewPCG(seed, 11))
@@ -196,7 +196,7 @@ func TestSchedulerAndLedgerAgreeOnShares(t *testing.T) {
 	}
 }
 
-// Whoever asks for no memory gets a GPU that nobody has a part of, and nobody gets a part of it afterwards.
+// A claim that requests no memory gets an unused GPU, of which no other claim gets a part.
 func TestExclusiveAmongShares(t *testing.T) {
 	m := newMarket(t, 3)
 	part := resource.MustParse("10Gi")
@@ -228,7 +228,7 @@ func TestExclusiveAmongShares(t *testing.T) {
 	}
 }
 
-// What is left of a GPU is one number of its slice; what does not amount to a share is withdrawn.
+// The slice has the memory that is left; a GPU with less than a share left is withdrawn.
 func TestPublishedShares(t *testing.T) {
 	inv := sharedMachine(1)
 	gpu := device.Device{GPU: inv.GPUs[0]}
@@ -242,16 +242,16 @@ func TestPublishedShares(t *testing.T) {
 	for name, c := range map[string]struct {
 		withdrawn []withdrawal
 		kept      Capabilities
-		// want is the memory that is published, or the taints.
+		// want is the published memory, and the taints.
 		want string
 	}{
-		"nobody has any":           {kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared"},
-		"limits have some":         {withdrawn: []withdrawal{replica(0, 6*gib), replica(2, 6*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "12Gi of 24Gi shared"},
-		"limits have nearly all":   {withdrawn: []withdrawal{replica(0, 24*gib-device.ShareUnit)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi held-by-pod"},
-		"faulty":                   {withdrawn: []withdrawal{replica(0, 6*gib), lost(0)}, kept: Capabilities{Taints: true, Shares: true}, want: "18Gi of 24Gi shared unhealthy"},
-		"a limit has it whole":     {withdrawn: []withdrawal{replica(0, 24*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared held-by-pod"},
-		"a server that drops them": {withdrawn: []withdrawal{replica(0, 6*gib), replica(1, 6*gib)}, kept: Capabilities{Taints: true}, want: "24Gi held-by-pod"},
-		"one that drops taints":    {withdrawn: []withdrawal{replica(0, 6*gib)}, want: ""},
+		"free":                       {kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared"},
+		"pods have some":             {withdrawn: []withdrawal{replica(0, 6*gib), replica(2, 6*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "12Gi of 24Gi shared"},
+		"pods have nearly all":       {withdrawn: []withdrawal{replica(0, 24*gib-device.ShareUnit)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi held-by-pod"},
+		"unhealthy":                  {withdrawn: []withdrawal{replica(0, 6*gib), lost(0)}, kept: Capabilities{Taints: true, Shares: true}, want: "18Gi of 24Gi shared unhealthy"},
+		"a pod has all of it":        {withdrawn: []withdrawal{replica(0, 24*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared held-by-pod"},
+		"a server that drops shares": {withdrawn: []withdrawal{replica(0, 6*gib), replica(1, 6*gib)}, kept: Capabilities{Taints: true}, want: "24Gi held-by-pod"},
+		"a server that drops taints": {withdrawn: []withdrawal{replica(0, 6*gib)}, want: ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			built, _ := nodeSlices([]device.Device{gpu}, c.withdrawn, nil, c.kept)
@@ -273,8 +273,8 @@ func TestPublishedShares(t *testing.T) {
 	}
 }
 
-// What drains is subtracted unless the scheduler counts it: the claim is still allocated it, since kubelet unprepared what another
-// of its pods uses, or is allocated it again.
+// A draining share is subtracted unless the scheduler counts it: the claim is still allocated, because kubelet unprepared what
+// another pod of it uses, or is allocated again.
 func TestDrainingShares(t *testing.T) {
 	inv := sharedMachine(2)
 	gpu := device.Device{GPU: inv.GPUs[0]}
@@ -294,14 +294,14 @@ func TestDrainingShares(t *testing.T) {
 		claims []v1alpha1.AllocatedClaim
 		want   string
 	}{
-		"allocated to nobody":         {holds: of10, want: "14Gi"},
-		"still allocated":             {holds: of10, claims: allocated("a", "gpu-0", 10*gib), want: "24Gi"},
-		"less of it is allocated":     {holds: of10, claims: allocated("a", "gpu-0", 4*gib), want: "18Gi"},
-		"more of it is allocated":     {holds: of10, claims: allocated("a", "gpu-0", 12*gib), want: "24Gi"},
-		"another GPU is allocated":    {holds: of10, claims: allocated("a", "gpu-1", 10*gib), want: "14Gi"},
-		"allocated to another claim":  {holds: of10, claims: allocated("b", "gpu-0", 10*gib), want: "14Gi"},
-		"beside what nobody is given": {holds: append(of10, drains(ledger.KindClaim, "b", 2*gib)), claims: allocated("a", "gpu-0", 10*gib), want: "22Gi"},
-		"a limit of a claim's name":   {holds: []ledger.Hold{drains(ledger.KindPod, "a", 6*gib)}, claims: allocated("a", "gpu-0", 6*gib), want: "18Gi"},
+		"not allocated":                    {holds: of10, want: "14Gi"},
+		"still allocated":                  {holds: of10, claims: allocated("a", "gpu-0", 10*gib), want: "24Gi"},
+		"less of it is allocated":          {holds: of10, claims: allocated("a", "gpu-0", 4*gib), want: "18Gi"},
+		"more of it is allocated":          {holds: of10, claims: allocated("a", "gpu-0", 12*gib), want: "24Gi"},
+		"another GPU is allocated":         {holds: of10, claims: allocated("a", "gpu-1", 10*gib), want: "14Gi"},
+		"allocated to another claim":       {holds: of10, claims: allocated("b", "gpu-0", 10*gib), want: "14Gi"},
+		"beside one that is not allocated": {holds: append(of10, drains(ledger.KindClaim, "b", 2*gib)), claims: allocated("a", "gpu-0", 10*gib), want: "22Gi"},
+		"a pod with the ID of a claim":     {holds: []ledger.Hold{drains(ledger.KindPod, "a", 6*gib)}, claims: allocated("a", "gpu-0", 6*gib), want: "18Gi"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			pools, _ := (&Offer{NodeName: testNode}).Pools(Facts{
@@ -315,12 +315,12 @@ func TestDrainingShares(t *testing.T) {
 	}
 }
 
-// A driver that reports more memory after a reboot makes no part of what a claim has as a whole.
+// A claim for all of a GPU keeps all of it when the driver reports more memory after a reboot.
 func TestExclusiveWithMoreMemory(t *testing.T) {
 	m := newMarket(t, 1)
 	result, ok := m.schedule(nil)
 	if !ok {
-		t.Fatal("a free GPU is not given out")
+		t.Fatal("no claim gets a free GPU")
 	}
 	m.inv.GPUs[0].MemoryBytes += 6 * device.ShareUnit
 	if err := m.prepare(result); err != nil {
@@ -332,12 +332,12 @@ func TestExclusiveWithMoreMemory(t *testing.T) {
 	little := resource.MustParse("4Mi")
 	if second, ok := m.schedule(&little); ok {
 		if err := m.prepare(second); err == nil {
-			t.Error("somebody else got a part of it")
+			t.Error("another claim got a part of it")
 		}
 	}
 }
 
-// The scheduler does not count the parts that claims have of a GPU which is not shared any more.
+// The scheduler does not count the parts that claims have of a GPU that is no longer shared.
 func TestSharedNoMore(t *testing.T) {
 	m := newMarket(t, 2)
 	part := resource.MustParse("10Gi")
@@ -351,7 +351,7 @@ func TestSharedNoMore(t *testing.T) {
 	for _, memory := range []*resource.Quantity{&part, nil} {
 		next, ok := m.schedule(memory)
 		if ok && next.Device == first.Device {
-			t.Errorf("a claim for %v is given %s, of which somebody has a part", memory, next.Device)
+			t.Errorf("a claim for %v got %s, of which another has a part", memory, next.Device)
 		}
 		if ok {
 			if err := m.prepare(next); err != nil {

@@ -24,7 +24,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// fakeAllocations are claims that the scheduler has allocated.
+// fakeAllocations are claims that the scheduler allocated.
 type fakeAllocations struct {
 	mu      sync.Mutex
 	claims  []v1alpha1.AllocatedClaim
@@ -67,7 +67,7 @@ func (f *fakeAllocations) set(claims ...*resourceapi.ResourceClaim) {
 	f.changed = make(chan struct{})
 }
 
-// strictRig runs the confirmations alone, over claims whose pods wait to be bound.
+// strictRig runs only the confirmations, with claims whose pods wait to be bound.
 func strictRig(t *testing.T, claims ...*resourceapi.ResourceClaim) (*rig, *fakeAllocations, *fake.Clientset) {
 	t.Helper()
 	var objects []runtime.Object
@@ -88,7 +88,7 @@ func strictRig(t *testing.T, claims ...*resourceapi.ResourceClaim) (*rig, *fakeA
 	return r, allocations, client
 }
 
-// unbound is a claim whose pod the scheduler does not bind before it hears of its devices.
+// unbound stores a claim whose pod the scheduler binds after the conditions are written.
 func unbound(name string, devices ...string) *resourceapi.ResourceClaim {
 	c := newClaim(name, devices...)
 	c.Status.ReservedFor = nil
@@ -99,8 +99,8 @@ func unbound(name string, devices ...string) *resourceapi.ResourceClaim {
 	return c
 }
 
-// podStates of a claim's devices, such as "gpu-0=reserved".
-func podStates(t *testing.T, client *fake.Clientset, name string) []string {
+// strictConditions returns the conditions of a claim's devices, such as "gpu-0=reserved".
+func strictConditions(t *testing.T, client *fake.Clientset, name string) []string {
 	t.Helper()
 	c, err := client.ResourceV1().ResourceClaims("team-a").Get(t.Context(), name, metav1.GetOptions{})
 	if err != nil {
@@ -117,8 +117,8 @@ func podStates(t *testing.T, client *fake.Clientset, name string) []string {
 
 func awaitStates(t *testing.T, client *fake.Clientset, name string, want ...string) {
 	t.Helper()
-	eventually(t, "verdicts", func() error {
-		if got := podStates(t, client, name); !slices.Equal(got, want) {
+	eventually(t, "conditions", func() error {
+		if got := strictConditions(t, client, name); !slices.Equal(got, want) {
 			return fmt.Errorf("%v, want %v", got, want)
 		}
 		return nil
@@ -143,7 +143,7 @@ func TestStrictReservesBeforeThePodIsBound(t *testing.T) {
 	r.awaitHolders("gpu-0: claim uid-a held, gpu-1: claim uid-a held")
 }
 
-// Admin access holds nothing, and its pod waits like any other.
+// Admin access holds no device, but its pod waits for the conditions, too.
 func TestStrictAnswersAdminAccess(t *testing.T) {
 	a := unbound("a", "gpu-0")
 	a.Status.Allocation.Devices.Results[0].AdminAccess = ptr.To(true)
@@ -193,7 +193,7 @@ func TestStrictRefusesDevicesOfPods(t *testing.T) {
 	}
 }
 
-// Prepare would refuse for as long as the pod lives what another node can give.
+// The scheduler tries another node instead of a device that Prepare would refuse.
 func TestStrictRefusesUnhealthyDevices(t *testing.T) {
 	unhealthy, missing := unbound("faulty", "gpu-0"), unbound("missing", "gpu-7")
 	r, allocations, client := strictRig(t, unhealthy, missing)
@@ -204,7 +204,7 @@ func TestStrictRefusesUnhealthyDevices(t *testing.T) {
 	r.awaitHolders("")
 }
 
-// Partitions that are made on demand are reserved as other devices are, and made when the pod comes.
+// Partitions of dynamic GPUs are reserved before the pod is bound, and created by Prepare.
 func TestStrictReservesPartitions(t *testing.T) {
 	a, b := unbound("a", "gpu-1-mig-3g40gb-9-4"), unbound("b", "gpu-1-mig-1g10gb-19-6")
 	for _, c := range []*resourceapi.ResourceClaim{a, b} {
@@ -223,7 +223,7 @@ func TestStrictReservesPartitions(t *testing.T) {
 	r.awaitHolders("")
 }
 
-// A device that drains is waited for, and a claim that waits delays no other.
+// A claim waits for a draining device, and delays no other claim.
 func TestStrictWaitsForOneAndAnswersTheOther(t *testing.T) {
 	a, b := unbound("a", "gpu-0"), unbound("b", "gpu-1")
 	r, allocations, client := strictRig(t, a, b)
@@ -233,7 +233,7 @@ func TestStrictWaitsForOneAndAnswersTheOther(t *testing.T) {
 	r.podstate.set("uid-old", ledger.Terminating)
 	allocations.set(a, b)
 	awaitStates(t, client, "b", "gpu-1=reserved")
-	if got := podStates(t, client, "a"); len(got) != 0 {
+	if got := strictConditions(t, client, "a"); len(got) != 0 {
 		t.Errorf("%v while the device drains", got)
 	}
 	r.podstate.set("uid-old", ledger.Gone)
@@ -257,7 +257,7 @@ func TestStrictRetriesFailedWrites(t *testing.T) {
 	r.awaitHolders("")
 }
 
-// Claims that wait for nobody get no conditions: those allocated before Strict, and those answered before a restart.
+// Claims for which the scheduler does not wait get no conditions: those allocated before strict, and those answered before a restart.
 func TestStrictLeavesOthersToPrepare(t *testing.T) {
 	before, answered, bad, sentinel := newClaim("before", "gpu-0"), unbound("answered", "gpu-0"), unbound("bad", "gpu-0"), unbound("sentinel", "gpu-1")
 	bad.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{parameters(resourceapi.AllocationConfigSourceClaim, `{"nonsense":true}`)}
@@ -266,8 +266,8 @@ func TestStrictLeavesOthersToPrepare(t *testing.T) {
 	allocations.set(before, answered, bad, sentinel)
 	awaitStates(t, client, "sentinel", "gpu-1=reserved")
 	awaitStates(t, client, "bad", "gpu-0=reserved") // Prepare says what is wrong
-	if got := podStates(t, client, "before"); len(got) != 0 {
-		t.Errorf("verdicts %v", got)
+	if got := strictConditions(t, client, "before"); len(got) != 0 {
+		t.Errorf("conditions %v", got)
 	}
 	r.awaitHolders("gpu-1: claim uid-sentinel held")
 }
