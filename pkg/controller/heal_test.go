@@ -24,7 +24,7 @@ import (
 func pendingEviction(name string, devices ...string) v1alpha1.ConflictingClaim {
 	return v1alpha1.ConflictingClaim{
 		UID: types.UID("uid-" + name), Namespace: "ns", Name: name, Devices: devices, PendingEviction: true,
-		Pods: []types.UID{types.UID("uid-pod-" + name), "uid-pod-b"}, Message: "GPU " + strings.Join(devices, ", ") + " is held by a limits pod",
+		Pods: []types.UID{types.UID("uid-pod-" + name), "uid-pod-b"}, Message: "GPU " + strings.Join(devices, ", ") + " is held by a pod",
 		Since: metav1.NewMicroTime(time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)),
 	}
 }
@@ -132,7 +132,7 @@ func TestHealEvicts(t *testing.T) {
 	}
 	w.want(map[string]int{"eviction pod-a": 1})
 	for range 2 {
-		if e := w.event(); !strings.HasPrefix(e, "Normal EvictedAfterConflict Pod pod-a was evicted") || !strings.Contains(e, "held by a limits pod") {
+		if e := w.event(); !strings.HasPrefix(e, "Normal EvictedAfterConflict Pod pod-a was evicted") || !strings.Contains(e, "held by a pod") {
 			t.Errorf("event %q", e)
 		}
 	}

@@ -76,9 +76,9 @@ func facts() Facts {
 		},
 		Conflicts: []ledger.Conflict{
 			{UID: "c9", Namespace: "apps", Name: "late", Devices: []device.Ref{{GPU: "GPU-4"}, {GPU: "GPU-2"}, {GPU: "GPU-4"}},
-				Since: time.Date(2026, 11, 21, 10, 0, 0, 123456789, time.UTC), PendingEviction: true, Message: "device gpu-2 is held by a limits pod"},
+				Since: time.Date(2026, 11, 21, 10, 0, 0, 123456789, time.UTC), PendingEviction: true, Message: "device gpu-2 is held by a pod"},
 			{UID: "c8", Namespace: "apps", Name: "bare", Devices: []device.Ref{{GPU: "GPU-gone"}},
-				Since: time.Date(2026, 11, 21, 10, 0, 1, 0, time.UTC), Message: "device GPU-gone is held by a limits pod"},
+				Since: time.Date(2026, 11, 21, 10, 0, 1, 0, time.UTC), Message: "device GPU-gone is held by a pod"},
 		},
 		Allocatable: map[string][]string{"nvidia.com/gpu": {"GPU-2", "GPU-4", "GPU-7"}},
 	}

@@ -165,9 +165,9 @@ func anonymous(h ledger.Hold) string {
 	case h.Holder.Kind == ledger.KindClaim:
 		return fmt.Sprintf("claim %s (%s)", h.Holder.ID, h.State)
 	case h.State == ledger.StateDraining:
-		return "a limits pod that is gone but whose containers may still run"
+		return "a pod that is gone but whose containers may still run"
 	default:
-		return fmt.Sprintf("a limits pod (%s)", h.State)
+		return fmt.Sprintf("a pod (%s)", h.State)
 	}
 }
 

@@ -228,7 +228,7 @@ func TestConflicts(t *testing.T) {
 	f.await("both withdrawn", healthyCount(6))
 	for id, holder := range map[string]string{
 		uuid(3): "(gpu-3) is held by claim claim-uid-3 (held)",
-		uuid(4): "(gpu-4) is held by a limits pod that is gone but whose containers may still run",
+		uuid(4): "(gpu-4) is held by a pod that is gone but whose containers may still run",
 	} {
 		_, err := client.Allocate(context.Background(), allocation([]string{uuid(1), id}))
 		if status.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "device "+id+" "+holder) {

@@ -116,7 +116,7 @@ func (s *subject) playDaemon(ctx context.Context) error {
 			return err
 		}
 		if len(records) == 0 && !pause(ctx, 5*time.Millisecond) {
-			return nil // whoever was to ask has failed
+			return nil // the requester has failed
 		}
 	}
 	var wanted struct {

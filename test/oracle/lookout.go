@@ -28,7 +28,7 @@ type Lookout struct {
 }
 
 // NewLookout looks at nothing yet. The GPUs that the node's configuration shares are told by their minors, with as how many
-// devices limits see each: nobody could read that from outside.
+// devices each is offered to pods; that cannot be read from outside.
 func NewLookout(node *cluster.Node, shared map[int]int) *Lookout {
 	return &Lookout{node: node, shared: shared, known: map[string][]Device{}}
 }

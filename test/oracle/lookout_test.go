@@ -51,7 +51,7 @@ func TestLookFirst(t *testing.T) {
 		"its own process":                {[]int{process}, map[int]answer{process: gpu()}, 1, true, nil},
 		"a container without GPUs":       {[]int{process, other}, map[int]answer{process: nothing, other: nothing}, 0, true, nil},
 		"on its way":                     {[]int{process}, map[int]answer{process: outside}, 0, false, nil},
-		"nobody":                         {nil, nil, 0, false, nil},
+		"no pod":                         {nil, nil, 0, false, nil},
 		"a hook that ends":               {[]int{process, hook}, map[int]answer{process: outside, hook: nothing}, 0, false, nil},
 		"the hook first, then in itself": {[]int{hook, process}, map[int]answer{hook: nothing, process: gpu()}, 1, true, nil},
 		"a hook sees the GPU":            {[]int{process, hook}, map[int]answer{process: outside, hook: gpu()}, 1, false, nil},

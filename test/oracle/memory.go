@@ -89,7 +89,7 @@ func (m *Memory) Judge(s Suspicion) (Double, bool) {
 			double.GPU = device.GPU
 			share := device.Share
 			if s.Number != s.other {
-				// Nobody has a part of what somebody else has another part of.
+				// Two partitions of a GPU do not overlap.
 				share = 0
 			}
 			double.add(container, device, share)

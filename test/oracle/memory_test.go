@@ -79,8 +79,8 @@ func TestMemoryOutlivesObjects(t *testing.T) {
 	if _, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "l": 1}))); !guilty {
 		t.Error("a claim and limits are two owners")
 	}
-	if _, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "stranger": 1}))); !guilty {
-		t.Error("a pod that nobody knows is an owner of its own")
+	if _, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "unknown": 1}))); !guilty {
+		t.Error("an unknown pod is an owner of its own")
 	}
 	m.Forget("ns")
 	if _, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "b": 1}))); !guilty {

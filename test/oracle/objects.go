@@ -19,7 +19,7 @@ import (
 const (
 	driverName   = "gpu.nvidia.com"
 	resourceName = "nvidia.com/gpu"
-	// sharedSuffix may stand behind the name by which limits ask for replicas.
+	// sharedSuffix may follow the resource name of replicas.
 	sharedSuffix = ".shared"
 	// memoryCapacity is what of a device claims can be given a part of.
 	memoryCapacity = "memory"
@@ -126,7 +126,7 @@ func (o objects) attribute(device Device, seen sighting, pod corev1.Pod) Device 
 				device.API, device.Holder, device.Share = Claim, "claim/"+string(claim.UID), share
 				device.ClaimUID, device.ClaimName = string(claim.UID), claim.Name
 			}
-			// Which of several allocations was prepared, nobody outside can tell: the one that gives least accuses nobody wrongly.
+			// It is unknown from outside which of several allocations was prepared. The smallest one causes no false accusation.
 			if device.ClaimUID == string(claim.UID) && share > 0 && (device.Share == 0 || share < device.Share) {
 				device.Share = share
 			}
@@ -135,7 +135,7 @@ func (o objects) attribute(device Device, seen sighting, pod corev1.Pod) Device 
 	switch {
 	case device.API == Claim:
 	case asks.limits > 0:
-		// With admin access beside it nobody outside can tell by which of the two: taken for the one that holds.
+		// With admin access beside it, it is unknown which one gave the device: assume the one that holds it.
 		device.API = Limits
 	case admin:
 		device.API, device.Holder = Admin, ""

@@ -3,7 +3,7 @@
 // Package oracle looks at a cluster of hack/cluster from outside and says which container can see which GPU, and whether
 // any GPU is seen by containers of different holders. It reads processes, cgroups and device nodes of the host's kernel and
 // objects of the API server. It never asks the driver, reads nothing that the driver keeps, and shares no code with it: its
-// verdict stands against the ledger's.
+// verdict contradicts the ledger's.
 package oracle
 
 import (
@@ -194,7 +194,7 @@ func (d *Double) add(container Container, device Device, share int64) {
 }
 
 // guilty reports whether the holders may not have the device at once: there are several, and one of them has it whole, or there
-// is not enough memory for all. Of a GPU whose memory is not known nobody can tell the latter.
+// is not enough memory for all. The latter is not decidable for a GPU of unknown memory.
 func (d Double) guilty() bool {
 	sum := int64(0)
 	for _, share := range d.shares {

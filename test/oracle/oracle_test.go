@@ -131,8 +131,8 @@ func TestVerdicts(t *testing.T) {
 		"nothing runs": {world: new(world)},
 		"one pod by each API": {world: new(world).pod("a", limits(1)).pod("b", claim("c")).claim("c", false, "gpu-1").
 			sees("a", 0).sees("b", 1)},
-		"two limits pods on one GPU":         {world: new(world).pod("a", limits(1)).pod("b", limits(1)).sees("a", 0).sees("b", 0), doubles: []string{"195:0 a b"}},
-		"a claim and a limits pod on one":    {world: new(world).pod("a", limits(1)).pod("b", fromTemplate("c")).claim("c", false, "gpu-0").sees("a", 0).sees("b", 0), doubles: []string{"195:0 a b"}},
+		"two pods on one GPU":                {world: new(world).pod("a", limits(1)).pod("b", limits(1)).sees("a", 0).sees("b", 0), doubles: []string{"195:0 a b"}},
+		"a claim and a pod on one GPU":       {world: new(world).pod("a", limits(1)).pod("b", fromTemplate("c")).claim("c", false, "gpu-0").sees("a", 0).sees("b", 0), doubles: []string{"195:0 a b"}},
 		"two claims on one":                  {world: new(world).pod("a", claim("c")).pod("b", claim("d")).claim("c", false, "gpu-3").claim("d", false, "gpu-3").sees("a", 3).sees("b", 3), doubles: []string{"195:3 a b"}},
 		"one claim in two pods":              {world: new(world).pod("a", shared).pod("b", shared).claim("c", false, "gpu-2").sees("a", 2).sees("b", 2)},
 		"one claim in two pods, other GPU":   {world: new(world).pod("a", shared).pod("b", shared).claim("c", false, "gpu-2").sees("a", 4).sees("b", 4), doubles: []string{"195:4 a b"}, unexplained: []string{"a", "b"}},

@@ -26,7 +26,7 @@ func TestOverlaps(t *testing.T) {
 		"what was there before what is there now":  {first, part(1, 30, "gi3/ci0", 2, 2), true},
 		"the same slices of another GPU":           {first, part(2, 40, "gi1/ci0", 0, 4), false},
 		"a part that the machine does not know":    {first, part(1, 50, "gi5/ci0", 0, 0), false},
-		"a part that nobody knows, and the GPU":    {gpu(1), part(1, 50, "gi5/ci0", 0, 0), true},
+		"an unknown partition, and its GPU":        {gpu(1), part(1, 50, "gi5/ci0", 0, 0), true},
 		"the same right, though the place differs": {first, part(1, 10, "gi1/ci0", 4, 4), true},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -82,13 +82,13 @@ func TestOneBudgetOfMemory(t *testing.T) {
 		"five replicas": {world: new(world).pod("a", limits(1)).pod("b", limits(1)).pod("c", renamed(1)).pod("d", limits(1)).pod("e", limits(1)).
 			sees("a", 0).sees("b", 0).sees("c", 0).sees("d", 0).sees("e", 0), guilty: true},
 		"several replicas of one pod": {world: new(world).pod("a", limits(3)).pod("b", renamed(2)).sees("a", 0).sees("b", 0), guilty: true},
-		"several replicas of one pod on two GPUs, nobody knows how many of which": {world: new(world).pod("a", limits(4)).pod("b", limits(2)).
+		"several replicas of one pod on two GPUs, in unknown numbers": {world: new(world).pod("a", limits(4)).pod("b", limits(2)).
 			sees("a", 0, 1).sees("b", 0)},
 		"replicas and shares that fit": {world: new(world).pod("a", limits(2)).pod("b", claim("b")).shares("b", "gpu-0", 40).sees("a", 0).sees("b", 0)},
 		"replicas and a share that do not": {world: new(world).pod("a", limits(2)).pod("b", claim("b")).
 			shares("b", "gpu-0", 41).sees("a", 0).sees("b", 0), guilty: true},
 		"a replica beside all":         {world: new(world).pod("a", limits(1)).pod("b", claim("b")).claim("b", false, "gpu-0").sees("a", 0).sees("b", 0), guilty: true},
-		"a pod that nobody knows":      {world: new(world).pod("a", limits(1)).sees("a", 0).sees("ghost", 0), guilty: true},
+		"an unknown pod":               {world: new(world).pod("a", limits(1)).sees("a", 0).sees("ghost", 0), guilty: true},
 		"admin access beside replicas": {world: new(world).pod("a", limits(4)).pod("m", claim("all")).claim("all", true, "gpu-0").sees("a", 0).sees("m", 0)},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -118,7 +118,7 @@ func TestACrowdIsOfLivingProcesses(t *testing.T) {
 	}
 }
 
-// TestTheLeastIsBelieved: which of two allocations was prepared, nobody can tell.
+// The oracle cannot know which of two allocations was prepared, and assumes the smaller one.
 func TestTheLeastIsBelieved(t *testing.T) {
 	w := new(world).pod("a", claim("a")).pod("b", claim("b")).shares("a", "gpu-0", 30, 30).shares("b", "gpu-0", 50).sees("a", 0).sees("b", 0)
 	m := w.remembered()

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package packing measures how many requests for partitions find a place, by who chooses it: the scheduler, which takes the first
-// that fits in the order in which a driver publishes them; somebody who looks at the GPU; somebody who knows the future.
+// that fits in the order in which a driver publishes them; an allocator that sees the GPU; an allocator that knows all future requests.
 // Requests come and go, and a partition is never moved.
 package packing
 

@@ -152,7 +152,7 @@ type world struct {
 	admin   *nvml.Node
 	foreign map[device.Ref]string
 	process *process
-	// held are the names of the partitions that somebody holds.
+	// held are the names of the partitions with a holder.
 	held                           map[string]device.Ref
 	made, destroyed, faults, kills int
 	refused                        int
@@ -217,7 +217,7 @@ func (w *world) step() {
 	}
 }
 
-// place picks one that nobody holds: the ledger sees to that. What an administrator has made it does not know.
+// place picks a placement without a holder, as the ledger ensures. It does not know unmanaged partitions.
 func (w *world) place() (device.Partition, device.GPU, bool) {
 	gpu := w.admin.Inventory().GPUs[w.random.IntN(2)]
 	possible := gpu.Possible()
@@ -243,7 +243,7 @@ func (w *world) make() {
 			w.made++
 			return
 		case strings.Contains(answer, "in the way") || strings.Contains(answer, "nsufficient"):
-			// Refused for good: one of an administrator's is there, or takes the engines.
+			// Permanently refused: an unmanaged partition is there or uses the engines.
 			w.refused++
 			w.destroy(p.Name())
 			return
@@ -306,7 +306,7 @@ func (w *world) fault(calls map[string]simulated.CallFault) {
 	check(w.T, simulated.WriteFaults(machineDir(w.host), faults))
 }
 
-// administer makes a partition without asking anybody, or destroys one of those.
+// administer creates an unmanaged partition, or destroys one.
 func (w *world) administer() {
 	for ref := range w.foreign {
 		if w.random.IntN(2) == 0 {

@@ -208,7 +208,7 @@ func (a *agent) serve() {
 			})
 		}
 	})
-	// The library's slice controller repairs what somebody else changes, and looks at all of it when it has listed the slices.
+	// The library's slice controller reverts foreign changes, and checks all slices after it has listed them.
 	a.api.watch(a.process, "slice/", func(_ string, _, after any) {
 		if now, _ := after.(*slice); a.published != nil && (now == nil || !slices.Equal(now.offered, a.published.offered)) {
 			a.after(a.process, 100*time.Millisecond, "repairs its slice", a.writeSlice)
@@ -570,7 +570,7 @@ func (e parkedState) Started(h ledger.Hold, all []ledger.Hold) bool {
 	return !e.s.faults.noPodStates && e.PodStates.Started(h, all)
 }
 
-// parkedPods waits for pods that nobody has heard of in the schedule's time.
+// parkedPods waits for pods that no component has received yet.
 type parkedPods struct{ *podstate.Pods }
 
 func (p parkedPods) WaitForPods(ctx context.Context, claim ledger.ClaimRequest) {

@@ -158,7 +158,7 @@ func (d *controllerModel) heal(object *gpuNode) {
 	}
 }
 
-// judge evicts the pods of a claim that is still condemned, if they are still what they were when it was judged.
+// judge evicts the pods of a claim that is still pending eviction, unless they changed since they were read.
 func (d *controllerModel) judge(uid types.UID) {
 	object, ok := get[*gpuNode](d.api, "gpunode/")
 	if !ok {
@@ -231,7 +231,7 @@ func (d *controllerModel) retry(object *gpuNode, claims []v1alpha1.AllocatedClai
 			if n.Pod != "" && n.Pod != types.UID(uid) {
 				continue
 			}
-			d.once("nudges "+uid, func() {
+			d.once("retries "+uid, func() {
 				p, ok := get[*pod](d.api, podKey(uid))
 				if ok && p.bound && controller.Retryable(podObject(p), nodeName) && (n.Pod == "" || controller.Unstarted(podObject(p))) {
 					d.hit(retried)

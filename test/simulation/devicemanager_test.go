@@ -110,7 +110,7 @@ var (
 	errTooFew        = errors.New("requested number of devices unavailable")
 )
 
-// allocate admits a limits pod: its devices are asked for, container by container, while nothing else is admitted.
+// allocate admits a pod: it requests its devices container by container, while kubelet admits no other pod.
 func (k *kubelet) allocate(w *worker) {
 	k.updateAllocated()
 	had := k.devicesOfUUID(w.uid)
@@ -124,7 +124,7 @@ func (k *kubelet) allocate(w *worker) {
 	case len(had) > 0:
 		k.admitted(w, nil)
 	case k.host.pods[w.uid] != nil && k.host.pods[w.uid].owner != "":
-		k.admitted(w, errors.New("nobody knows any more what it had"))
+		k.admitted(w, errors.New("its devices are no longer known"))
 	default:
 		k.choose(w)
 	}
@@ -239,7 +239,7 @@ func (k *kubelet) list() ([]podstate.UsedDevice, []podstate.UsedClaim, error) {
 		}
 		for _, container := range sorted(k.devices[p.uid]) {
 			if container == "init" {
-				continue // it lists none that ends before the others start
+				continue // it lists none that ends before other containers start
 			}
 			for _, id := range k.devices[p.uid][container] {
 				devices = append(devices, podstate.UsedDevice{Namespace: namespace, Pod: p.name, Container: container, Resource: resourceName, ID: id})

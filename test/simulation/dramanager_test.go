@@ -26,7 +26,7 @@ func (k *kubelet) lookForPlugin() {
 	})
 }
 
-// loseDevicePlugin notices that nobody answers on the driver's socket any more. Slices of a driver that stays away are removed.
+// loseDevicePlugin notices that the driver's socket no longer answers. kubelet removes the slices of a driver that stays away.
 func (k *kubelet) loseDevicePlugin() {
 	k.after(k.process, k.latency(), "loses the driver", func() {
 		if k.plugin == nil || !k.plugin.process.over {

@@ -88,10 +88,10 @@ func (s *simulation) actions() []action {
 	size := func() int { return max(1, s.rand.IntN(6)-3) }
 	return []action{
 		{8, "an owner of claim pods comes", func() { s.own(pod{gpus: size(), claim: "own", finite: !s.chance(3)}) }},
-		{8, "an owner of limits pods comes", func() { s.own(pod{gpus: size(), init: s.chance(3), finite: !s.chance(3)}) }},
+		{8, "an owner of pods comes", func() { s.own(pod{gpus: size(), init: s.chance(3), finite: !s.chance(3)}) }},
 		{1, "an owner of endless claim pods comes", func() { s.own(pod{gpus: 1, claim: "own"}) }},
-		{1, "an owner of endless limits pods comes", func() { s.own(pod{gpus: 1}) }},
-		{6, "a finite limits pod comes", func() { s.room(func() { c.create(pod{gpus: size(), finite: true, init: s.chance(3)}) }) }},
+		{1, "an owner of endless pods comes", func() { s.own(pod{gpus: 1}) }},
+		{6, "a finite pod comes", func() { s.room(func() { c.create(pod{gpus: size(), finite: true, init: s.chance(3)}) }) }},
 		{6, "a finite claim pod comes", func() { s.room(func() { c.create(pod{gpus: size(), claim: "own", finite: true}) }) }},
 		{4, "bare pods come", func() {
 			s.room(func() {
@@ -99,7 +99,7 @@ func (s *simulation) actions() []action {
 				c.create(pod{gpus: size(), finite: s.chance(2)})
 			})
 		}},
-		{4, "everybody comes at once", s.createMany},
+		{4, "all workloads come at once", s.createMany},
 		{12, "an owner goes", s.deleteOwner},
 		{10, "a pod is deleted", func() { s.some(func(p *pod) { c.remove(p.uid) }) }},
 		{6, "pods share a claim", s.share},
@@ -119,15 +119,15 @@ func (s *simulation) actions() []action {
 		}},
 		{8, "a pod is force-deleted", func() { s.some(s.forceDelete) }},
 		{6, "a container restarts", func() { s.someRunning(s.restart) }},
-		{4, "somebody annotates a pod", func() { s.some(s.annotate) }},
-		{2, "somebody annotates a pod that waits", func() {
+		{4, "a pod is annotated", func() { s.some(s.annotate) }},
+		{2, "a waiting pod is annotated", func() {
 			for _, p := range all[*pod](s.api.objects) {
 				if p.bound && p.phase == pending && !p.limits() && !s.api.down && s.chance(2) {
 					s.annotate(p)
 				}
 			}
 		}},
-		{4, "a running limits pod is force-deleted and another one comes", func() {
+		{4, "a running pod is force-deleted and another one comes", func() {
 			for _, p := range all[*pod](s.api.objects) {
 				if p.phase == running && p.limits() && !s.api.down && s.chance(2) {
 					s.forceDelete(p)

@@ -78,7 +78,7 @@ func (k *kubelet) listed() {
 		return
 	}
 	k.sourcesReady = true
-	// What runs and is nobody's any more is cleaned up.
+	// kubelet removes containers of pods that no longer exist.
 	for _, uid := range sorted(k.host.pods) {
 		if p, ok := k.known.cache[podKey(uid)].(*pod); !ok || p.terminal() {
 			k.workerOf(uid, p)
@@ -166,7 +166,7 @@ func (k *kubelet) admitSoon() {
 	})
 }
 
-// admitted ends the admission of a pod; with an error it fails for good.
+// admitted ends the admission of a pod. With an error the pod fails permanently.
 func (k *kubelet) admitted(w *worker, err error) {
 	k.admitting = false
 	switch {
@@ -229,7 +229,7 @@ func (k *kubelet) syncSoon(w *worker, delay time.Duration) {
 			if len(k.devicesOfUUID(w.uid)) == w.pod.gpus {
 				k.run(w, w.uid, k.devicesOf(w.uid))
 			} else {
-				k.fails(w, errors.New("nobody knows any more what it was given"))
+				k.fails(w, errors.New("its devices are no longer known"))
 			}
 			return
 		}

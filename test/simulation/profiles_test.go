@@ -34,7 +34,7 @@ type inject struct {
 	do              func(s *simulation, rest string)
 	// late is how much later the event itself happens then, at most.
 	late time.Duration
-	// harmless ones go on when the pressure has ended.
+	// harmless ones continue after the pressure has ended.
 	harmless bool
 }
 
@@ -62,17 +62,17 @@ const (
 	claimOwners     = "an owner of claim pods comes"
 	claimPods       = "a finite claim pod comes"
 	endlessClaims   = "an owner of endless claim pods comes"
-	endlessPods     = "an owner of endless limits pods comes"
-	podOwners       = "an owner of limits pods comes"
-	orphans         = "a running limits pod is force-deleted and another one comes"
+	endlessPods     = "an owner of endless pods comes"
+	podOwners       = "an owner of pods comes"
+	orphans         = "a running pod is force-deleted and another one comes"
 	orphanClaims    = "a running claim pod is force-deleted and another one comes"
 	forceDeletes    = "a pod is force-deleted"
-	everybody       = "everybody comes at once"
+	burst           = "all workloads come at once"
 	sharedOwners    = "owners of pods that share a claim come"
 	shares          = "pods share a claim"
 	deletes         = "a pod is deleted"
 	deletesWaiting  = "a pod that waits is deleted"
-	annotates       = "somebody annotates a pod that waits"
+	annotates       = "a waiting pod is annotated"
 	ownerGoes       = "an owner goes"
 	agentDies       = "the agent dies"
 	kubeletDies     = "kubelet dies"
@@ -87,7 +87,7 @@ var profiles = []profile{
 	{name: "reboots", actions: []string{reboots, claimOwners, podOwners}, faultInterval: 20 * time.Second, calm: true},
 	{name: "reboots with claims", actions: []string{reboots, endlessClaims}, faultInterval: time.Minute, pace: 2 * time.Second, gpus: 8},
 	{name: "reboots with limits", actions: []string{reboots, endlessPods}, faultInterval: 15 * time.Second, calm: true, gpus: 8},
-	{name: "reboots in a rush", actions: []string{reboots, everybody}, faultInterval: 20 * time.Second},
+	{name: "reboots in a rush", actions: []string{reboots, burst}, faultInterval: 20 * time.Second},
 	{name: "pods gone after a reboot", actions: []string{reboots, endlessClaims},
 		faultInterval: 20 * time.Second, gpus: 8, injections: []inject{
 			{process: "host", before: "starts kubelet", oneIn: 1, name: "its pods are gone", do: func(s *simulation, _ string) {
@@ -102,12 +102,12 @@ var profiles = []profile{
 	{name: "orphans of owners", actions: []string{orphans, podOwners}, pace: 500 * time.Millisecond},
 	{name: "slow orphans", actions: []string{orphans}, slow: true},
 	{name: "force-deleted", actions: []string{forceDeletes, podOwners, claimOwners}, pace: 300 * time.Millisecond},
-	{name: "rush", actions: []string{everybody}, pace: 300 * time.Millisecond, injections: watchView},
-	{name: "slow rush", actions: []string{everybody}, slow: true},
-	{name: "annotated rush", actions: []string{everybody, claimOwners, annotates}, slow: true},
-	{name: "limits pods while a claim is prepared", actions: []string{claimPods}, pace: time.Second, faultInterval: time.Minute, gpus: 2,
+	{name: "rush", actions: []string{burst}, pace: 300 * time.Millisecond, injections: watchView},
+	{name: "slow rush", actions: []string{burst}, slow: true},
+	{name: "annotated rush", actions: []string{burst, claimOwners, annotates}, slow: true},
+	{name: "pods while a claim is prepared", actions: []string{claimPods}, pace: time.Second, faultInterval: time.Minute, gpus: 2,
 		injections: []inject{
-			{process: "agent", before: "is asked to prepare ", oneIn: 1, name: "limits pods come, and kubelet is frozen",
+			{process: "agent", before: "is asked to prepare ", oneIn: 1, name: "pods come, and kubelet is frozen",
 				do: func(s *simulation, _ string) {
 					for range s.host.gpus {
 						s.room(func() { s.cluster.create(pod{gpus: 1, finite: true}) })
@@ -115,7 +115,7 @@ var profiles = []profile{
 					s.kubelet.process.frozen = time.Now().Add(s.between(time.Second, 3*time.Second))
 				}, late: time.Second},
 		}},
-	{name: "late device lists", actions: []string{everybody, claimOwners}, pace: 500 * time.Millisecond, injections: []inject{
+	{name: "late device lists", actions: []string{burst, claimOwners}, pace: 500 * time.Millisecond, injections: []inject{
 		{process: "kubelet", before: "gets a device list", oneIn: 1, name: "later", late: 5 * time.Second},
 		{process: "scheduler", before: "hears of node/", oneIn: 2, name: "later", late: 2 * time.Second},
 	}},
@@ -123,7 +123,7 @@ var profiles = []profile{
 	{name: "claims after claims, regrets", actions: []string{orphanClaims}, pace: 500 * time.Millisecond, injections: []inject{
 		{process: "agent", before: "is asked to prepare ", oneIn: 2, name: "its pod is deleted", do: deleteItsPod},
 	}},
-	{name: "rush with regrets", actions: []string{everybody, deletesWaiting}, faultInterval: time.Minute, injections: append([]inject{
+	{name: "rush with regrets", actions: []string{burst, deletesWaiting}, faultInterval: time.Minute, injections: append([]inject{
 		{process: "agent", before: "is asked to prepare ", oneIn: 2, name: "its pod is deleted", do: deleteItsPod},
 	}, watchView...)},
 	{name: "shared claims", actions: []string{sharedOwners}},
@@ -170,7 +170,7 @@ var profiles = []profile{
 			do: func(s *simulation, _ string) { s.apiGoes() }},
 	}},
 	{name: "parts of GPUs", sharing: true, gpus: 3},
-	{name: "parts of GPUs in a rush", sharing: true, gpus: 4, actions: []string{everybody},
+	{name: "parts of GPUs in a rush", sharing: true, gpus: 4, actions: []string{burst},
 		pace: 300 * time.Millisecond, injections: watchView},
 	{name: "parts of GPUs and the agent", sharing: true, gpus: 3, actions: []string{agentDies, claimOwners, podOwners},
 		faultInterval: 3 * time.Second},
@@ -188,7 +188,7 @@ var watchView = []inject{
 
 // overtaking changes pods that are about to be evicted.
 var overtaking = []inject{{
-	process: "controller", before: "evicts ", oneIn: 2, name: "somebody annotates it", harmless: true,
+	process: "controller", before: "evicts ", oneIn: 2, name: "it is annotated", harmless: true,
 	do: func(s *simulation, rest string) {
 		if p, ok := get[*pod](s.api, podKey(rest)); ok {
 			s.annotate(p)

@@ -28,7 +28,7 @@ type schedule struct {
 	current *call
 	// slowness is how many times as long as usual messages take.
 	slowness time.Duration
-	// faultsArmed is told of each event just before it happens, and may put it off; nil for nobody.
+	// faultsArmed is called with each event just before it happens, and may delay it; nil for none.
 	faultsArmed func(*event) time.Duration
 	// fault is what ends the run.
 	fault string

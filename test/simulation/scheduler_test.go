@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// scheduler places pods by what it has heard: limits pods by the node's allocatable, claims first-fit by the slices.
+// scheduler places pods by its caches: pods with limits by the node's allocatable, claims first-fit by the slices.
 type scheduler struct {
 	*simulation
 	process *process

@@ -169,7 +169,7 @@ func (h having) give(owner string, parts []string) {
 	}
 }
 
-// left is what nobody but one has.
+// left returns the memory that no other holder has.
 func (h having) left(gpu, except string) int {
 	left := memory
 	for owner, mib := range h[gpu] {
@@ -184,13 +184,13 @@ func (h having) left(gpu, except string) int {
 	return max(0, left)
 }
 
-// others reports whether anybody but one has some of a GPU.
+// others reports whether another holder has a part of a GPU.
 func (h having) others(gpu, except string) bool {
 	_, mine := h[gpu][except]
 	return len(h[gpu]) > 1 || len(h[gpu]) == 1 && !mine
 }
 
-// hasRoom reports whether nobody is in the way of parts that are one's own.
+// hasRoom reports whether no other holder prevents a holder from using its parts.
 func (h having) hasRoom(owner string, parts []string) bool {
 	return !slices.ContainsFunc(parts, func(p string) bool {
 		mib := mibOf(p)
@@ -211,7 +211,7 @@ func (s *simulation) takenNow() (taken, promised having) {
 	return taken, promised
 }
 
-// fitsPods and fitsClaim report whether somebody could have what he asks for beside others.
+// fitsPods and fitsClaim report whether a request fits beside the other holders.
 func (s *simulation) fitsPods(beside having, count int) bool {
 	units := 0
 	for i := range s.host.gpus {

@@ -22,7 +22,7 @@ import (
 var (
 	stepsFlag   = flag.Int("steps", 60_000, "how many steps to take")
 	seedFlag    = flag.Uint64("seed", 1, "seed of the first world; 0 for one from the clock")
-	leastFlag   = flag.Int("least", 0, "go on until every row of the table of races was met so many times; fail after four times the steps")
+	leastFlag   = flag.Int("least", 0, "continue until every row of the table of races was met so many times; fail after four times the steps")
 	profileFlag = flag.String("profile", "", "play worlds of this workload profile only")
 	traceFlag   = flag.Bool("trace", false, "print every step")
 )
@@ -211,7 +211,7 @@ func (s *simulation) quiet() {
 	before := s.stuck()
 	s.idle(40 * time.Second)
 	s.describe()
-	// What has become free a moment ago is nobody's fault.
+	// A device that has just become free is no failure.
 	now := s.stuck()
 	for _, uid := range sorted(now) {
 		if before[uid] != "" {
@@ -234,7 +234,7 @@ func (s *simulation) quiet() {
 
 func (s *simulation) agentProcess() *process {
 	if s.agent == nil {
-		return newProcess("nobody")
+		return newProcess("no process")
 	}
 	return s.agent.process
 }
@@ -255,7 +255,7 @@ func (s *simulation) stuck() map[string]string {
 		}
 	}
 	taken, promised := s.takenNow()
-	// A shared claim that was allocated anew keeps what it had while a pod of it lives: nobody can tell what that pod was
+	// A shared claim that was allocated again keeps what it had while a pod of it lives: it is unknown what that pod was
 	// given (docs/design/0002-ledger.md). It is counted, and no fault.
 	for _, h := range s.agent.book.Holds() {
 		if k := s.claimOf(h.Holder.ID); k != nil && h.State == ledger.StateDraining && !slices.Contains(k.devices, "gpu-"+h.Device.GPU[len("GPU-"):]) {
@@ -292,7 +292,7 @@ func (s *simulation) stuck() map[string]string {
 		case p.limits() && !p.bound && p.gpus <= free && !s.promised(free-p.gpus), p.limits() && p.bound:
 			found[p.uid] = fmt.Sprintf("%s with a limit of %d is still pending (bound: %v), %d GPUs are free", p.uid, p.gpus, p.bound, free)
 		case k != nil && len(k.devices) > 0 && !slices.ContainsFunc(k.devices, func(d string) bool { return used[d] != "" && used[d] != k.uid }):
-			found[p.uid] = fmt.Sprintf("%s does not run, nobody has %v of its claim %s (bound: %v)", p.uid, k.devices, k.uid, p.bound)
+			found[p.uid] = fmt.Sprintf("%s does not run, and %v of its claim %s have no holder (bound: %v)", p.uid, k.devices, k.uid, p.bound)
 		case k != nil && len(k.devices) == 0 && k.count <= free && !s.promised(free-k.count):
 			found[p.uid] = fmt.Sprintf("claim %s of %s is not allocated, %d GPUs are free", k.uid, p.uid, free)
 		}
@@ -315,7 +315,7 @@ func (s *simulation) stuckBeside(p *pod, k *claim, taken, promised having) strin
 	case p.limits() && (p.bound || s.fitsPods(promised, p.gpus)):
 		return fmt.Sprintf("%s with a limit of %d is still pending (bound: %v) beside %v", p.uid, p.gpus, p.bound, promised)
 	case k != nil && len(k.devices) > 0 && taken.hasRoom(k.uid, s.partsOf(k.uid, k.devices)):
-		return fmt.Sprintf("%s does not run, nobody has %v of its claim %s (bound: %v)", p.uid, s.partsOf(k.uid, k.devices), k.uid, p.bound)
+		return fmt.Sprintf("%s does not run, and %v of its claim %s have no holder (bound: %v)", p.uid, s.partsOf(k.uid, k.devices), k.uid, p.bound)
 	case k != nil && len(k.devices) == 0 && s.fitsClaim(promised, k):
 		return fmt.Sprintf("claim %s of %s for %d MiB is not allocated beside %v", k.uid, p.uid, k.memory, promised)
 	}
@@ -337,7 +337,7 @@ func (s *simulation) describe() {
 		s.note(fmt.Sprintf("    hold: %s %s since %.3fs, pods %v", h.Device, h, h.Since.Sub(epoch).Seconds(), h.Pods))
 	}
 	for _, lost := range s.agent.book.Conflicts() {
-		s.note(fmt.Sprintf("    loser: %s %s condemned %v", lost.UID, lost.Name, lost.PendingEviction))
+		s.note(fmt.Sprintf("    conflict: %s %s pending eviction %v", lost.UID, lost.Name, lost.PendingEviction))
 	}
 	for _, uid := range sorted(s.host.pods) {
 		s.note(fmt.Sprintf("    runs: %s of %s with %v busy %v", uid, s.host.pods[uid].owner, s.host.pods[uid].gpus, s.host.pods[uid].busy))
@@ -353,7 +353,7 @@ func (s *simulation) describe() {
 	s.note(fmt.Sprintf("    kubelet: healthy %v, allocated %v, claims %v", sorted(s.kubelet.healthy), sorted(s.kubelet.allocated), sorted(s.kubelet.claims)))
 }
 
-// promised reports whether GPUs that nobody uses belong to claims that wait for others, so that fewer than it seems are free.
+// promised reports whether unused GPUs belong to claims that wait for other devices, so that fewer than it seems are free.
 func (s *simulation) promised(spare int) bool {
 	used := map[string]bool{}
 	for _, group := range s.host.pods {
@@ -500,7 +500,7 @@ func (k *kubelet) sawAllocate(err error) {
 		return
 	}
 	switch text := err.Error(); {
-	case strings.Contains(text, "a limits pod (held)"):
+	case strings.Contains(text, "a pod (held)"):
 		k.hit(forceDeletedUnseen)
 	case strings.Contains(text, "held by claim"):
 		k.hit(podLosesToClaim)

@@ -61,7 +61,7 @@ func (a *administrator) operate(ctx context.Context, op Op) (skipped string, err
 	return "", err
 }
 
-// clientPID is a process of which nobody knows anything.
+// clientPID is a process that belongs to no pod.
 const clientPID = 4242
 
 // set puts a GPU's faults in the place of those before; nil is none.
@@ -136,7 +136,7 @@ func (a *administrator) make(gpu int, wanted string) (skipped string, err error)
 	return "", fmt.Errorf("make a %s on GPU %d: it is not there: %s", wanted, gpu, out)
 }
 
-// remove removes a partition of his on the GPU that nobody uses and that limits cannot be given at this moment.
+// remove destroys an unmanaged partition of the GPU that no container uses and that kubelet cannot allocate at this moment.
 func (a *administrator) remove(ctx context.Context, op Op) (skipped string, err error) {
 	used, err := a.used(ctx)
 	if err != nil {
@@ -155,7 +155,7 @@ func (a *administrator) remove(ctx context.Context, op Op) (skipped string, err 
 		}
 	}
 	if len(candidates) == 0 {
-		return "none that nobody uses", nil
+		return "none that is unused", nil
 	}
 	slices.SortFunc(candidates, func(x, y oracle.Instance) int { return x.Start - y.Start })
 	return "", a.destroy(candidates[op.Pick%len(candidates)])
@@ -172,7 +172,7 @@ func (a *administrator) destroy(i oracle.Instance) error {
 	return nil
 }
 
-// tidy puts things back as a boot has them, as far as they are the administrator's. It waits until nobody uses any of it.
+// tidy restores what the administrator changed to the state after a boot. It waits until no container uses any of it.
 func (a *administrator) tidy(ctx context.Context) error {
 	for deadline := time.Now().Add(settlePatience); ; rest(ctx, lookAgain) {
 		used, err := a.used(ctx)

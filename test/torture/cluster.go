@@ -103,7 +103,7 @@ func Reopen(ctx context.Context, dir string, state State, out io.Writer) (*clust
 	if err == nil || ctx.Err() != nil {
 		return c, err
 	}
-	fmt.Fprintf(out, "torture: a fresh cluster goes on with the run: %v\n", err)
+	fmt.Fprintf(out, "torture: the run continues on a fresh cluster: %v\n", err)
 	return Fresh(ctx, dir, state, "", out)
 }
 

@@ -36,7 +36,7 @@ type injector struct {
 	cluster *cluster.Cluster
 	node    *cluster.Node
 	client  kubernetes.Interface
-	// before is called when somebody is about to be killed and still answers.
+	// before is called for a process that is about to be killed and still answers.
 	before func(context.Context)
 	// newer is the image of the agent from the future, on the node already; empty where an upgrade brings the same again.
 	newer string

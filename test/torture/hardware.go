@@ -23,7 +23,7 @@ type hardware struct {
 	root  func() (string, error)
 	tally *tally
 	trace *trace
-	// touched is called with each partition of an administrator's that somebody else has removed.
+	// touched is called with each unmanaged partition that another component removed.
 	touched func(ctx context.Context, what string)
 
 	// mu is held by the administrator while he is at work.
@@ -31,7 +31,7 @@ type hardware struct {
 	now oracle.Machine
 	// first are the places and profiles of what a boot begins with.
 	first []oracle.Instance
-	// his are the administrator's by UUID, others those of nobody else.
+	// his are the administrator's partitions by UUID, others all other partitions.
 	his, others map[string]oracle.Instance
 }
 
@@ -86,7 +86,7 @@ func (h *hardware) look(ctx context.Context) error {
 func (h *hardware) read() (oracle.Machine, error) {
 	root, err := h.root()
 	if err != nil {
-		return oracle.Machine{}, nil //nolint:nilerr // nobody reads a machine that is off
+		return oracle.Machine{}, nil //nolint:nilerr // a machine that is off cannot be read
 	}
 	return oracle.ReadMachine(root)
 }
@@ -173,7 +173,7 @@ func (h *hardware) ownerless(claimed []place) map[string]string {
 	defer h.mu.Unlock()
 	for _, i := range h.now.Instances {
 		if _, his := h.his[i.UUID]; !his && !slices.Contains(claimed, place{i.GPU, i.Start, i.Size}) {
-			problems[partitionPrefix+i.String()] = "is nobody's"
+			problems[partitionPrefix+i.String()] = "has no owner"
 		}
 	}
 	return problems
@@ -182,7 +182,7 @@ func (h *hardware) ownerless(claimed []place) map[string]string {
 // partitionPrefix begins the names of partitions among problems.
 const partitionPrefix = "partition "
 
-// isPartition tells a partition that is nobody's from a pod that is not at rest.
+// isPartition reports whether a problem concerns a partition without an owner and not a pod.
 func isPartition(problem string) bool { return strings.HasPrefix(problem, partitionPrefix) }
 
 // unlike answers how the machine differs from what it was to begin with, one line each.

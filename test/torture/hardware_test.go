@@ -48,7 +48,7 @@ func TestWhoseItIs(t *testing.T) {
 		{"one", []oracle.Instance{instance(4, 0, "his"), instance(0, 3, "again")}, 0, "2 1", "there is"},
 		{"two", []oracle.Instance{instance(4, 0, "his"), instance(4, 1, "also"), instance(0, 3, "early")}, 0, "3 1", "there is gpu-0"},
 		{"two", []oracle.Instance{instance(4, 0, "his"), instance(4, 1, "another")}, 1, "4 2", ""},
-		// A GPU instance without a compute instance is somebody's work in progress.
+		// A GPU instance without a compute instance is being created.
 		{"two", []oracle.Instance{instance(4, 0, "his"), instance(4, 1, "another"), instance(0, 2, "")}, 0, "4 2", "there is gpu-0"},
 	} {
 		touched := h.compare(oracle.Machine{Boot: step.boot, Enabled: first.Enabled, Instances: step.there})

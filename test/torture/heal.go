@@ -18,10 +18,10 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// gpuNodes are read as anybody with kubectl would, without the product's own types.
+// gpuNodes are read without the product's own types, like by kubectl.
 var gpuNodes = schema.GroupVersionResource{Group: "tandem-gpu.dev", Version: "v1alpha1", Resource: "gpunodes"}
 
-// heals measures from outside how long a claim that lost a race for good takes until its owner's next pod runs. A heal that had
+// heals measures from outside the time from a permanent conflict of a claim until its owner's next pod runs. A heal that had
 // to wait for a GPU or for an owner that makes no other pod at once, or with which a user meddled, is counted and not timed: it
 // measures something else.
 type heals struct {
@@ -34,11 +34,11 @@ type heals struct {
 	open []*loss
 	// known are the claims whose loss was seen.
 	known map[string]bool
-	// roomy: whoever loses now finds a free GPU, so that none is excused for having waited for one.
+	// roomy is set while GPUs are free, so that waiting for one is no excuse for a slow heal.
 	roomy bool
 }
 
-// loss is a condemned claim of an owner that has no pod in its place yet.
+// loss is a claim pending eviction whose owner has not replaced its pod yet.
 type loss struct {
 	owner, workload string
 	since           time.Time
@@ -65,7 +65,7 @@ func (h *heals) run(ctx context.Context, client dynamic.Interface) error {
 	return nil
 }
 
-// conflict is an entry of GPUNode.status.losers.
+// conflict is an entry of GPUNode.status.conflicts.
 type conflict struct {
 	uid, namespace, name string
 	since                time.Time
@@ -114,7 +114,7 @@ func (h *heals) lost(l conflict, pod *podHistory) {
 	}
 	h.known[l.uid] = true
 	h.tally.add(func(c *Counters) { c.PendingEviction++ })
-	// A pod that came in the place of one that lost, and loses too, heals nothing yet: that loss goes on.
+	// A replacement pod that is in conflict too heals nothing yet: the loss continues.
 	if h.healedBy(pod) < 0 {
 		h.open = append(h.open, &loss{owner: pod.owner, workload: pod.pod.Labels[workloadLabel], since: l.since})
 	}

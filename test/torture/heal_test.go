@@ -13,7 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 )
 
-// healing is what is known of losers, some seconds after the race.
+// healing describes the conflicts some seconds after the race.
 type healing struct {
 	*heals
 	tally *tally
@@ -75,7 +75,7 @@ func TestALossIsHealedByTheOwnersNextPod(t *testing.T) {
 	h.recordConflict(time.Second, false, "waits")
 	h.recordConflict(time.Second, true, "lost")
 	if c := h.tally.now(); c.PendingEviction != 1 {
-		t.Fatalf("%d condemned", c.PendingEviction)
+		t.Fatalf("%d pending evictions", c.PendingEviction)
 	}
 	h.placed(first, h.after(2*time.Second))
 	h.placed(h.pod("", "other", 1500*time.Millisecond), h.after(2*time.Second))

@@ -98,7 +98,7 @@ func (a auditor) gpuNode(ctx context.Context) ([]string, int, error) {
 		lines = append(lines, fmt.Sprintf("GPUNode: %d of %d free: %s", free, a.offered.free, holders))
 	}
 	if conflicts := conflictsOf(node); len(conflicts) > 0 {
-		lines = append(lines, fmt.Sprintf("GPUNode: losers are left: %v", conflicts))
+		lines = append(lines, fmt.Sprintf("GPUNode: conflicts remain: %v", conflicts))
 	}
 	if claims, _, _ := unstructured.NestedSlice(node.Object, "spec", "claims"); len(claims) > 0 {
 		lines = append(lines, fmt.Sprintf("GPUNode: allocated claims are left: %v", claims))
@@ -117,7 +117,7 @@ func (a auditor) partitions(context.Context) ([]string, int, error) {
 	return lines, missing, err
 }
 
-// onNode looks at the files of ledger and CDI, and at control groups of pods that nobody knows.
+// onNode checks the files of ledger and CDI, and the control groups of unknown pods.
 func (a auditor) onNode(ctx context.Context) ([]string, int, error) {
 	var lines []string
 	holds, err := a.list(holdsDir)

@@ -34,7 +34,7 @@ const (
 )
 
 // scraper adds up counters over the restarts of those who count: what a process counted between its last scrape and its end is
-// lost, so whoever is about to kill one has it scraped before.
+// lost, so a fault scrapes a process before it kills it.
 type scraper struct {
 	client kubernetes.Interface
 	http   http.Client

@@ -17,7 +17,7 @@ import (
 type Shape string
 
 const (
-	// Bare are Replicas pods that belong to nobody.
+	// Bare are Replicas pods without an owner.
 	Bare Shape = "pod"
 	// Deployment has Replicas pods, each with GPUs of its own.
 	Deployment Shape = "deployment"
@@ -237,7 +237,7 @@ func (o Op) String() string {
 }
 
 // Round is what happens between two quiet points. It depends on the seed, its number and the mix only, and begins with an empty
-// cluster: so a run goes on from any quiet point.
+// cluster: so a run can continue from any quiet point.
 type Round struct {
 	Number int
 	// Newer is whether the agent is the one from the future to begin with.
@@ -320,7 +320,7 @@ func PlanRound(seed uint64, number, size int, mix Mix) Round {
 const early = 50
 
 // DrawSeed draws seeds until one's plan has early what the verdict of a run asks for, in runs and rounds of at least as many
-// operations. Of 300 plans 25 have no burst by then, and 26 kill nobody but what may not run at that moment.
+// operations. Of 300 plans 25 have no burst by then, and 26 kill only processes that may not run at that moment.
 func DrawSeed(draw func() uint64, mix Mix) uint64 {
 	for {
 		if seed := draw(); PlanRound(seed, 0, early, mix).proves(mix) {
@@ -330,7 +330,7 @@ func DrawSeed(draw func() uint64, mix Mix) uint64 {
 }
 
 // proves reports whether in a round claims and limits race for all GPUs, something is killed that always runs, as a pod may not, and
-// where GPUs are shared somebody asks for replicas that other GPUs have not.
+// where GPUs are shared a workload requests replicas that other GPUs do not have.
 func (r Round) proves(mix Mix) bool {
 	has := func(is func(Op) bool) bool { return slices.ContainsFunc(r.Ops, is) }
 	renamed := func(w Workload) bool { return w.Renamed }

@@ -22,7 +22,7 @@ const (
 var hardwareKinds = []Kind{MakePartition, RemovePartition, FailCall, SlowCall, UsePartition}
 
 var (
-	// limitsProfiles are those that limits ask for, and that the administrator leaves alone: kubelet goes on giving out a
+	// limitsProfiles are those that limits request, and that the administrator leaves alone: kubelet keeps allocating a
 	// partition for seconds after it is gone.
 	limitsProfiles = []string{"1g.10gb", "2g.20gb", "3g.40gb"}
 	// migCalls are those of the driver by which partitions are made and destroyed.

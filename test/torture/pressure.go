@@ -102,7 +102,7 @@ func (r *run) inject(ctx context.Context, op Op) error {
 	r.trace.say("fault: %s", op)
 	ended := r.tally.striking(op.recovery())
 	defer ended()
-	// A fault that has begun is ended, whoever interrupts: a frozen process must not stay so.
+	// A started fault always ends, even when the run is interrupted: no process may stay frozen.
 	did, err := r.faults.inject(context.WithoutCancel(ctx), op)
 	if did.skipped != "" {
 		r.trace.note("fault %05d came to nothing: %s", op.Index, did.skipped)

@@ -97,7 +97,7 @@ func (s snapshot) wronglyWaits(pod corev1.Pod, asked ask, taken []place) string 
 	allocated := s.allocatedTo(pod)
 	switch {
 	case len(allocated) > 0 && !s.inOtherHands(pod, allocated):
-		return fmt.Sprintf("waits although its claim has %v, which nobody else uses: %s", allocated, describe(pod))
+		return fmt.Sprintf("waits although its claim has %v, which no other holder uses: %s", allocated, describe(pod))
 	case len(allocated) > 0 && controllerOf(&pod) != nil:
 		return fmt.Sprintf("waits for %v, which others use, and its owner would replace it: %s", allocated, describe(pod))
 	case len(allocated) > 0:

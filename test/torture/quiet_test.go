@@ -85,18 +85,18 @@ func TestTheJudge(t *testing.T) {
 		"claim waits while enough is free": {set: func(s *scene) {
 			s.pod("a", oracle.Claim, 1, corev1.PodPending)
 		}, want: "3 are free"},
-		"a loser that nobody would replace waits for its GPU": {set: func(s *scene) {
+		"a claim in conflict without an owner waits for its GPU": {set: func(s *scene) {
 			s.pod("a", oracle.Claim, 1, corev1.PodPending)
 			s.allocated("a", 7)
 		}},
-		"a loser that its owner would replace may not": {set: func(s *scene) {
+		"a claim in conflict with an owner may not wait": {set: func(s *scene) {
 			owned(s.pod("a", oracle.Claim, 1, corev1.PodPending))
 			s.allocated("a", 7)
 		}, want: "its owner would replace it"},
 		"a claim's GPU is free and its pod waits": {set: func(s *scene) {
 			s.pod("a", oracle.Claim, 1, corev1.PodPending)
 			s.allocated("a", 0)
-		}, want: "nobody else uses"},
+		}, want: "no other holder uses"},
 		"what a waiting claim has is not free for others": {set: func(s *scene) {
 			s.pod("a", oracle.Claim, 1, corev1.PodPending)
 			s.allocated("a", 7, 0)
@@ -129,7 +129,7 @@ func TestPodsOfOneClaimAreFriends(t *testing.T) {
 	b := s.pod("b", oracle.Claim, 1, corev1.PodPending)
 	name := "claim-of-a"
 	b.Spec.ResourceClaims[0].ResourceClaimName = &name
-	if problems := s.restless(); !strings.Contains(problems["b"], "nobody else uses") || len(problems) != 1 {
+	if problems := s.restless(); !strings.Contains(problems["b"], "no other holder uses") || len(problems) != 1 {
 		t.Errorf("problems: %v", problems)
 	}
 }

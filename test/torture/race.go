@@ -16,13 +16,13 @@ import (
 const (
 	// racers is how many replicas each side of a race has: both together leave GPUs for those who lose.
 	racers = 3
-	// racePatience is how long a side may take to its place; the race goes on without it then.
+	// racePatience is how long a side may take to its place. After that the race continues without it.
 	racePatience = 30 * time.Second
 )
 
 // race measures how long healing takes in peace: on an empty node the claims of a Deployment lose their GPUs to limits while
 // others are free. The controller is frozen until the limits have the GPUs that claims of bound pods are allocated to, which
-// nobody can tell the agent meanwhile; those pods wait for a ConfigMap, before which kubelet prepares nothing. When the
+// the agent cannot learn of it meanwhile; those pods wait for a ConfigMap, before which kubelet prepares nothing. When the
 // controller runs again and has had its time, the ConfigMap comes, and with it the conflict.
 func (r *run) race(ctx context.Context, u user) error {
 	if err := u.settle(ctx); err != nil {

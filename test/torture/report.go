@@ -39,11 +39,11 @@ type Counters struct {
 	MadeTimes   Times `json:"madeTimes,omitempty"`
 	StruckTimes Times `json:"struckTimes,omitempty"`
 	// FailedAdmissions counts pods that failed without ever having run; Ended those that failed after they had, as kubelet makes
-	// the limits pods of the old boot fail.
+	// the pods of the old boot that use the device plugin fail.
 	FailedAdmissions int `json:"failedAdmissions"`
 	Ended            int `json:"ended"`
 	// MIG is whether the machine had partitions: PartitionsMade and PartitionsDestroyed count those that were not an
-	// administrator's, ForeignTouched those of his that somebody else has removed.
+	// administrator's, ForeignTouched those of his that another component removed.
 	MIG                 bool `json:"mig,omitempty"`
 	PartitionsMade      int  `json:"partitionsMade,omitempty"`
 	PartitionsDestroyed int  `json:"partitionsDestroyed,omitempty"`
@@ -178,7 +178,7 @@ func (t *tally) striking(recovery time.Duration) (ended func()) {
 	}
 }
 
-// healed counts a heal, and times it where it is fair to: those that a fault met apart from the others.
+// healed counts a heal. It records the time of heals that a fault delayed separately.
 func (t *tally) healed(from, made, to time.Time, fair bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

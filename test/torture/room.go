@@ -55,7 +55,7 @@ type room struct {
 	memory map[int]int
 }
 
-// fits reports whether somebody could get what he asks for beside what is taken.
+// fits reports whether a request fits beside what is allocated.
 func (r room) fits(a ask, taken []place) bool {
 	if a.profile == "" {
 		return a.gpus <= r.free(taken)
@@ -71,7 +71,7 @@ func (r room) fits(a ask, taken []place) bool {
 	return !a.together && total >= a.gpus
 }
 
-// free is how many whole GPUs nobody has any part of.
+// free returns the number of GPUs of which no part is allocated.
 func (r room) free(taken []place) int {
 	free := 0
 	for gpu := range gpusANode {

@@ -36,7 +36,7 @@ func TestRoom(t *testing.T) {
 	}{
 		"all whole GPUs":                        {limits(wholeGPUs, ""), nil, true},
 		"one more":                              {limits(wholeGPUs+1, ""), nil, false},
-		"a GPU of which somebody has a part":    {limits(wholeGPUs, ""), []place{{0, 6, 1}}, false},
+		"a GPU of which a holder has a part":    {limits(wholeGPUs, ""), []place{{0, 6, 1}}, false},
 		"claims: made and standing":             {claim(3*7+4+2, "1g.10gb"), nil, true},
 		"claims: one more":                      {claim(3*7+4+2+1, "1g.10gb"), nil, false},
 		"claims: standing only":                 {claim(4, "3g.40gb"), wholes, true},

@@ -74,7 +74,7 @@ type run struct {
 }
 
 // Run plays the rounds that are left, and returns what they came to. ErrFaults and ErrNothingTested are verdicts on a run that
-// ended; any other error cut it short, and what State says in Dir is where another Run goes on.
+// ended; any other error cut it short, and another Run continues from the State in Dir.
 func Run(ctx context.Context, c *cluster.Cluster, o Options) (Counters, error) {
 	r, err := newRun(ctx, c, o)
 	if err != nil {

@@ -109,7 +109,7 @@ func (p parts) add(others parts) {
 	}
 }
 
-// left is what nobody has of a GPU with so much memory.
+// left returns the memory of a GPU that is not allocated.
 func (p parts) left(gpu, memory int) int {
 	for _, mib := range p[gpu] {
 		if mib == 0 {
@@ -193,7 +193,7 @@ func (r room) sharedUnits(gpu int, asked ask, taken parts) int {
 	case asked.api == oracle.Limits || asked.mib == 0:
 		return whole
 	case p.memory:
-		// Schedulers from 1.37 on give a request a device once (allocateOne goes on behind the last one).
+		// Schedulers from 1.37 on give a request a device once (allocateOne continues after the last one).
 		return min(1, left/asked.mib)
 	case asked.mib > r.memory[gpu]:
 		return 0

@@ -33,7 +33,7 @@ func TestRoomBesideOthers(t *testing.T) {
 	all := func(gpus ...int) parts {
 		p := parts{}
 		for _, gpu := range gpus {
-			p.give(gpu, "somebody", 0)
+			p.give(gpu, "other", 0)
 		}
 		return p
 	}
@@ -47,8 +47,8 @@ func TestRoomBesideOthers(t *testing.T) {
 		want  bool
 	}{
 		"every GPU is a claim's":                        {claim(8, 0), nil, true},
-		"but not one of which somebody has a part":      {claim(8, 0), with(parts{}, 0, "x", 1), false},
-		"shares of three GPUs and the others":           {claim(3+5, 20), nil, true},
+		"but not one with an allocated part":            {claim(8, 0), with(parts{}, 0, "x", 1), false},
+		"shares of three GPUs and the rest":             {claim(3+5, 20), nil, true},
 		"and no more":                                   {claim(3+5+1, 20), nil, false},
 		"what is left beside replicas":                  {claim(1, 20), with(all(1, 2, 3, 4, 5, 6, 7), 0, "x", 2*20389), true},
 		"what is left beside more of them":              {claim(1, 20), with(all(1, 2, 3, 4, 5, 6, 7), 0, "x", 4*20389), false},
@@ -56,7 +56,7 @@ func TestRoomBesideOthers(t *testing.T) {
 		"replicas of all, and whole ones":               {limits(4+0+1+2+3, false), nil, true},
 		"one more":                                      {limits(4+0+1+2+3+1, false), nil, false},
 		"renamed ones":                                  {limits(4, true), all(0, 1, 2, 4, 5, 6, 7), true},
-		"are not for the others":                        {limits(1, false), all(0, 1, 2, 4, 5, 6, 7), false},
+		"are not for other GPUs":                        {limits(1, false), all(0, 1, 2, 4, 5, 6, 7), false},
 		"replicas beside shares":                        {limits(2, false), with(all(1, 2, 4, 5, 6, 7), 0, "x", 35*mibAGib), true},
 		"beside more of them":                           {limits(2, false), with(with(all(1, 2, 4, 5, 6, 7), 0, "x", 35*mibAGib), 0, "y", 5*mibAGib+400), false},
 		"a GPU with shares only is whole for limits":    {limits(1, false), with(all(0, 1, 3, 4, 5, 6, 7), 2, "x", 1), false},
@@ -170,16 +170,16 @@ func TestTheJudgeOfShares(t *testing.T) {
 			s.share("a", 0, 30*mibAGib)
 			s.pod("b", oracle.Limits, 3, corev1.PodPending)
 		}},
-		"a loser waits for its share": {set: func(s *scene) {
+		"a claim in conflict waits for its share": {set: func(s *scene) {
 			s.pod("a", oracle.Limits, 3, corev1.PodRunning, 0)
 			ofMemory(30)(s.pod("b", oracle.Claim, 1, corev1.PodPending))
 			s.share("b", 0, 30*mibAGib)
 		}},
-		"nobody has what its claim was given": {set: func(s *scene) {
+		"no holder has what its claim was allocated": {set: func(s *scene) {
 			s.pod("a", oracle.Limits, 2, corev1.PodRunning, 0)
 			ofMemory(30)(s.pod("b", oracle.Claim, 1, corev1.PodPending))
 			s.share("b", 0, 30*mibAGib)
-		}, want: "nobody else uses"},
+		}, want: "no other holder uses"},
 		"a whole GPU waits for a share": {set: func(s *scene) {
 			ofMemory(5)(s.pod("a", oracle.Claim, 1, corev1.PodRunning, 0))
 			s.share("a", 0, 5*mibAGib)

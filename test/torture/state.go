@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// State is what an interrupted run needs to go on from its last quiet point.
+// State is what an interrupted run needs to continue from its last quiet point.
 type State struct {
 	Seed uint64 `json:"seed"`
 	// Ops is how many are to be done, Round how many between two quiet points.
@@ -32,7 +32,7 @@ type State struct {
 
 const stateFile = "state.json"
 
-// ErrNoState means that there is nothing to go on with.
+// ErrNoState means that there is no state to continue from.
 var ErrNoState = errors.New("no interrupted run here")
 
 // ReadState answers what the run in a directory has come to, or ErrNoState.

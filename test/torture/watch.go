@@ -159,7 +159,7 @@ func (w *watch) confirm(ctx context.Context, s oracle.Suspicion) error {
 		}
 		rest(ctx, confirmPause)
 		if ctx.Err() != nil {
-			return nil //nolint:nilerr // nobody waits for the answer any more
+			return nil //nolint:nilerr // the run has ended
 		}
 	}
 	if err != nil {

@@ -38,7 +38,7 @@ const (
 	// lastName is the ResourceClaimTemplate for one GPU of those that limits are given first.
 	lastName = "last"
 	lateName = "late"
-	// manyFailures lets a Job go on however many of its pods are refused.
+	// manyFailures lets a Job continue however many of its pods are refused.
 	manyFailures = 1000
 )
 
@@ -54,7 +54,7 @@ func templates() []*resourceapi.ResourceClaimTemplate {
 	return all
 }
 
-// template is the ResourceClaimTemplate for what each pod of such a workload asks for.
+// template returns the ResourceClaimTemplate of a workload's pods.
 func template(w Workload) *resourceapi.ResourceClaimTemplate {
 	return &resourceapi.ResourceClaimTemplate{
 		ObjectMeta: metav1.ObjectMeta{Name: templateName(w)},
