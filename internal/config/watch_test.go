@@ -11,10 +11,12 @@ import (
 
 	"github.com/fsnotify/fsnotify"
 	"golang.org/x/sys/unix"
+
+	"github.com/tandem-gpu/tandem/internal/filewatch"
 )
 
-// TestWatchAConfigMap replaces a file as kubelet does: a new directory, and one link that is swapped.
-func TestWatchAConfigMap(t *testing.T) {
+// TestWatchConfigMap replaces a file as kubelet does: it writes a new directory, then replaces the symbolic link to it.
+func TestWatchConfigMap(t *testing.T) {
 	dir := t.TempDir()
 	publish := func(name, content string) {
 		t.Helper()
@@ -59,7 +61,7 @@ func TestWatchAConfigMap(t *testing.T) {
 					return
 				}
 			case <-time.After(time.Minute):
-				t.Fatalf("%q was never seen", want)
+				t.Fatalf("the content %q was not reported", want)
 			}
 		}
 	}
@@ -72,26 +74,25 @@ func TestWatchAConfigMap(t *testing.T) {
 	}
 }
 
-func TestWatchOfADirectoryThatIsNotThere(t *testing.T) {
+func TestWatchMissingDirectory(t *testing.T) {
 	if err := Watch(t.Context(), filepath.Join(t.TempDir(), "absent", "config.yaml"), func() {}); err == nil {
-		t.Error("watches a directory that is not there")
+		t.Error("watches a directory that does not exist")
 	}
 }
 
-// Where inotify has run out, as on nodes with many watchers.
-func TestWatchWithoutNotifications(t *testing.T) {
-	newWatcher = func() (*fsnotify.Watcher, error) { return nil, unix.EMFILE }
-	interval := lookAgain
-	lookAgain = 10 * time.Millisecond
-	t.Cleanup(func() { newWatcher, lookAgain = fsnotify.NewWatcher, interval })
-	t.Run("a ConfigMap", TestWatchAConfigMap)
-	t.Run("a directory that is not there", TestWatchOfADirectoryThatIsNotThere)
-	newWatcher = func() (*fsnotify.Watcher, error) {
+func TestWatchWithoutInotify(t *testing.T) {
+	interval := watchInterval
+	watchInterval = 10 * time.Millisecond
+	t.Cleanup(func() { filewatch.NewWatcher, watchInterval = fsnotify.NewWatcher, interval })
+	filewatch.NewWatcher = func() (*fsnotify.Watcher, error) { return nil, unix.EMFILE }
+	t.Run("ConfigMap", TestWatchConfigMap)
+	t.Run("missing directory", TestWatchMissingDirectory)
+	filewatch.NewWatcher = func() (*fsnotify.Watcher, error) {
 		closed, err := fsnotify.NewWatcher()
 		if err == nil {
-			err = closed.Close() // which cannot add anything, as one without watches left
+			err = closed.Close() // a closed watcher cannot add watches
 		}
 		return closed, err
 	}
-	t.Run("without watches", TestWatchAConfigMap)
+	t.Run("no watches", TestWatchConfigMap)
 }
