@@ -105,6 +105,21 @@ func onPartitions(use Use[Name], allocated []Name) []Use[Name] {
 	return uses
 }
 
+// Count adds a device to the counts: once, as unhealthy, held by claims, held by pods or free, the first that applies.
+func (n Node) Count(counts *v1alpha1.DeviceCounts, d v1alpha1.DeviceStatus) {
+	counts.Total++
+	switch Check(d.UnhealthyReason == "", Use[Name]{Device: StatusName(d)}, slices.Values(n.Held)) {
+	case Unhealthy:
+		counts.Unhealthy++
+	case HeldByClaim, Draining:
+		counts.Claims++
+	case HeldByPod:
+		counts.Pods++
+	default:
+		counts.Free++
+	}
+}
+
 // Status returns the status of a device, or of its GPU where the device is a partition that does not exist yet.
 func (n Node) Status(published string) (status v1alpha1.DeviceStatus, known bool) {
 	if status, known = n.Devices[published]; known {

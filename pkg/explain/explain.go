@@ -165,18 +165,7 @@ func (a Request) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
 		if d.ExtendedResource != resource || d.Excluded {
 			continue
 		}
-		counts.Total++
-		request := availability.Use[availability.Name]{Device: availability.StatusName(d)}
-		switch availability.Check(d.UnhealthyReason == "", request, slices.Values(node.Held)) {
-		case availability.Unhealthy:
-			counts.Unhealthy++
-		case availability.HeldByClaim, availability.Draining:
-			counts.Claims++
-		case availability.HeldByPod:
-			counts.Pods++
-		default:
-			counts.Free++
-		}
+		node.Count(&counts, d)
 	}
 	return counts
 }

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 )
 
 // Every write of the status pays for one interval. So many may be paid for later: a node that was quiet says at once what
@@ -56,10 +57,9 @@ func Urgent(written, status v1alpha1.GPUNodeStatus) bool {
 	return false
 }
 
-// claimed reports whether a claim has any of a device: the device, the GPU that it is of, or a partition of it.
+// claimed reports whether a claim holds the device, or hardware that overlaps it.
 func claimed(status v1alpha1.GPUNodeStatus, d v1alpha1.DeviceStatus) bool {
-	return slices.ContainsFunc(status.Devices, func(other v1alpha1.DeviceStatus) bool {
-		overlap := other.Name == d.Name || other.Name == d.Parent || other.Parent == d.Name
-		return overlap && anyOf(other.Holders, v1alpha1.HolderClaim)
-	})
+	request := availability.Use[availability.Name]{Device: availability.StatusName(d)}
+	reason := availability.Check(true, request, slices.Values(availability.NewNode(status, nil).Held))
+	return reason == availability.HeldByClaim || reason == availability.Draining
 }

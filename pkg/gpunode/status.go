@@ -14,6 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
@@ -67,7 +68,6 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 			Name: names[gpu.Ref()], UUID: gpu.UUID, Model: gpu.ProductName, UnhealthyReason: fault(gpu.Health), Holders: holders[gpu.Ref()],
 		}
 		add(whole, device.Device{GPU: gpu})
-		all := slices.Clone(whole.Holders)
 		for _, p := range gpu.Partitions {
 			part := v1alpha1.DeviceStatus{
 				Name: names[p.Ref], UUID: p.UUID, Parent: whole.Name, Profile: p.Profile, Model: gpu.ProductName,
@@ -77,17 +77,17 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 				part.UnhealthyReason = cmp.Or(part.UnhealthyReason, noComputeInstance)
 			}
 			add(part, device.Device{GPU: gpu, Partition: p})
-			if f.excluded(gpu) {
-				continue
-			}
-			if status.Partitions == nil {
-				status.Partitions = &v1alpha1.DeviceCounts{}
-			}
-			all = append(all, part.Holders...)
-			count(status.Partitions, part.UnhealthyReason, append(slices.Clone(part.Holders), whole.Holders...))
 		}
-		if !f.excluded(gpu) {
-			count(&status.Counts, whole.UnhealthyReason, all)
+	}
+	node := availability.NewNode(status, nil)
+	for _, d := range status.Devices {
+		counts := &status.Counts
+		if d.Parent != "" && !d.Excluded {
+			status.Partitions = cmp.Or(status.Partitions, &v1alpha1.DeviceCounts{})
+			counts = status.Partitions
+		}
+		if !d.Excluded {
+			node.Count(counts, d)
 		}
 	}
 	status.Holders = strings.Join(line, " ")
@@ -221,24 +221,6 @@ func fault(h device.Health) string {
 	default:
 		return h.Reason + ": " + h.Message
 	}
-}
-
-func count(counts *v1alpha1.DeviceCounts, fault string, holders []v1alpha1.DeviceHolder) {
-	counts.Total++
-	switch {
-	case fault != "":
-		counts.Unhealthy++
-	case anyOf(holders, v1alpha1.HolderClaim):
-		counts.Claims++
-	case anyOf(holders, v1alpha1.HolderPod):
-		counts.Pods++
-	default:
-		counts.Free++
-	}
-}
-
-func anyOf(holders []v1alpha1.DeviceHolder, kind v1alpha1.HolderKind) bool {
-	return slices.ContainsFunc(holders, func(h v1alpha1.DeviceHolder) bool { return h.Kind == kind })
 }
 
 // holdersByDevice has each holder of a device once. Who has a partition that is not there, or not yet, is told with its GPU.
