@@ -5,7 +5,7 @@ export PATH := $(PATH):/usr/local/go/bin
 # Targets of one run share a machine, and test names them in order.
 .NOTPARALLEL:
 
-# Not go run, which dies of a signal without telling the program that it runs.
+# Not go run: it does not forward signals to the program that it runs.
 run = @hack/go.sh && go build -o bin/hack/ ./hack/cmd/$(1) && exec bin/hack/$(1)
 
 .PHONY: help

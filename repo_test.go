@@ -40,11 +40,11 @@ var doors = []struct {
 }{
 	{"github.com/NVIDIA/", []string{"pkg/nvml", "simulated"}, "pkg/nvml is the one door to the NVIDIA driver", false},
 	{module + "/pkg/nvml", []string{"pkg/nvml", "cmd", "hack", "test"}, "front-ends declare the small interface they need", false},
-	{module + "/simulated", []string{"simulated", "pkg/nvml", "cmd", "hack", "test"}, "the simulated hardware is met by nvml, tools and tests only", false},
+	{module + "/simulated", []string{"simulated", "pkg/nvml", "cmd", "hack", "test"}, "only commands, tools and tests use the simulated hardware", true},
 	{"k8s.io/", []string{"api", "pkg/driver", "pkg/legacy", "pkg/podstate", "pkg/reconcile", "pkg/gpunode", "pkg/controller", "pkg/explain", "pkg/webhook", "pkg/nvml", "simulated", "pkg/cdi", "pkg/ledger", "pkg/mps", "pkg/sharing", "internal", "cmd", "hack", "test", "deployments"},
 		"pkg/device and pkg/mig are values over the standard library", false},
-	{module + "/hack", []string{"hack", "test"}, "the product does not depend on its tools", true},
-	{module + "/test", []string{"test", "hack"}, "the product does not depend on its tests", true},
+	{module + "/hack", []string{"hack", "test"}, "hack is a module of its own: the product's go.mod lists what the product needs", false},
+	{module + "/test", []string{"test", "hack"}, "test is a module of its own: the product's go.mod lists what the product needs", false},
 }
 
 func TestImportsOnlyGoDown(t *testing.T) {
@@ -54,7 +54,7 @@ func TestImportsOnlyGoDown(t *testing.T) {
 		}
 		for _, imported := range f.imports() {
 			path, ours := strings.CutPrefix(imported, module+"/")
-			if !ours || path == f.pkg || strings.HasPrefix(path, f.pkg+"/") || strings.HasPrefix(f.pkg, path+"/") {
+			if !ours || entryOf(path) != "" && entryOf(path) == entryOf(f.pkg) {
 				continue
 			}
 			if layer := layerOf(path); layer < 0 {
@@ -154,6 +154,22 @@ func TestAgentCallsNoMethodsByName(t *testing.T) {
 	}
 }
 
+// TestModulesAgree: the product is built from the same versions in the workspace as alone. `go work sync` repairs it.
+func TestModulesAgree(t *testing.T) {
+	list := func(env string) string {
+		cmd := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{.Path}} {{.Version}}{{end}}", "./cmd/...")
+		cmd.Env = append(os.Environ(), env)
+		out, err := cmd.Output()
+		if err != nil {
+			t.Fatal(env, err)
+		}
+		return string(out)
+	}
+	if alone, together := list("GOWORK=off"), list("GOWORK="); alone != together {
+		t.Errorf("go.work selects other versions than go.mod for the product:\n%s\n%s", alone, together)
+	}
+}
+
 func callee(call *ast.CallExpr) string {
 	switch f := call.Fun.(type) {
 	case *ast.Ident:
@@ -192,9 +208,20 @@ func (s source) imports() []string {
 }
 
 func layerOf(pkg string) int {
-	return slices.IndexFunc(layers, func(layer []string) bool {
-		return slices.ContainsFunc(layer, func(p string) bool { return pkg == p || strings.HasPrefix(pkg, p+"/") })
-	})
+	entry := entryOf(pkg)
+	return slices.IndexFunc(layers, func(layer []string) bool { return entry != "" && slices.Contains(layer, entry) })
+}
+
+// entryOf returns the entry of layers that pkg belongs to, or "" for a package in no layer.
+func entryOf(pkg string) string {
+	for _, layer := range layers {
+		for _, entry := range layer {
+			if pkg == entry || strings.HasPrefix(pkg, entry+"/") {
+				return entry
+			}
+		}
+	}
+	return ""
 }
 
 func sources(t *testing.T) []source {

@@ -3,7 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 git ls-files -co --exclude-standard '*.go' | xargs gofmt -w
-go mod tidy
-go -C hack/tools mod tidy
-go generate ./api/... ./pkg/...
+for module in . hack test hack/tools; do go -C "$module" mod tidy; done
+go generate ./api/... ./pkg/... ./simulated/...
 go test -count=1 ./deployments/helm ./pkg/driver ./pkg/nvml -update

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every check and says at the end which ones failed; `make update` mends what can be mended.
+# Runs every check and lists the failed ones at the end. `make update` repairs formatting, generated files and modules.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -22,7 +22,19 @@ formatting() {
 	[ -z "$files" ] || { echo "not formatted: $files"; return 1; }
 }
 
-tidy() { go mod tidy -diff && go -C hack/tools mod tidy -diff; }
+# The product, the tools and the tests are three modules; hack/tools pins the programs that verify runs.
+modules=(. hack test)
+packages=(./... ./hack/... ./test/...)
+
+tidy() {
+	local module
+	for module in "${modules[@]}" hack/tools; do
+		go -C "$module" mod tidy -diff || return 1
+	done
+}
+
+# The versions of the programs are independent of the product's: GOWORK=off.
+tools() { GOWORK=off go -C hack/tools build -o ../../bin/tools/ tool; }
 
 # generated files must be what their generators make of the sources now.
 generated() {
@@ -37,8 +49,9 @@ scripts() { git ls-files -co --exclude-standard '*.sh' .ci/run | xargs shellchec
 
 check formatting formatting
 check tidy tidy
-check vet go vet ./...
-check staticcheck go tool -modfile=hack/tools/go.mod staticcheck ./...
+check vet go vet "${packages[@]}"
+check tools tools
+check staticcheck bin/tools/staticcheck "${packages[@]}"
 check generated generated
 check scripts scripts
 check chart go test -count=1 ./deployments/...

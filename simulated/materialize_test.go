@@ -21,7 +21,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/deviceattribute"
 	"tags.cncf.io/container-device-interface/specs-go"
 
-	"github.com/tandem-gpu/tandem/hack/simdriver"
+	"github.com/tandem-gpu/tandem/simulated/simdriver"
 )
 
 // requireMknod skips where device nodes cannot be made, as in a user namespace.

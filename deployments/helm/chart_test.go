@@ -6,7 +6,6 @@ package helm_test
 import (
 	"bufio"
 	"bytes"
-	"context"
 	"flag"
 	"fmt"
 	"io"
@@ -29,7 +28,6 @@ import (
 	"k8s.io/apimachinery/pkg/util/yaml"
 	"k8s.io/client-go/kubernetes/scheme"
 
-	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/internal/config"
 )
 
@@ -39,11 +37,15 @@ var helm string
 
 func TestMain(m *testing.M) {
 	flag.Parse()
-	var err error
-	if helm, err = binaries.Helm().Ensure(context.Background(), os.Stderr); err != nil {
-		fmt.Fprintln(os.Stderr, err)
+	// The tools are a module of their own, which the product does not import.
+	command := exec.Command("go", "-C", "../../hack", "run", "./cmd/helm")
+	command.Stderr = os.Stderr
+	path, err := command.Output()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "find Helm:", err)
 		os.Exit(1)
 	}
+	helm = strings.TrimSpace(string(path))
 	os.Exit(m.Run())
 }
 

@@ -1,18 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gotool runs the go command so that an interrupted run leaves nothing behind. It decides nothing about builds.
+// Package gotool runs the go command so that an interrupted run leaves nothing behind.
 package gotool
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"os/exec"
+	"strings"
 	"syscall"
 )
 
-// Command is `go args...` with env (KEY=value) above this process's environment. When ctx ends the go command is killed with
-// the compilers and linkers that it runs, which it does not end itself. Its temporary files are below tmp, for the caller to
-// remove: killed or interrupted it does not do that either (go 1.26).
+// productModule is the module at the root of the checkout. hack and test are modules of their own.
+const productModule = "github.com/tandem-gpu/tandem"
+
+// Root returns the root directory of this checkout. The working directory must be inside it.
+func Root(ctx context.Context) (string, error) {
+	out, err := exec.CommandContext(ctx, "go", "list", "-m", "-f", "{{.Dir}}", productModule).Output()
+	if err != nil {
+		return "", fmt.Errorf("find the root of the checkout: %w", err)
+	}
+	return strings.TrimSpace(string(out)), nil
+}
+
+// Command is `go args...` with env (KEY=value) added to this process's environment. When ctx ends, it kills the go command
+// together with the compilers and linkers that it started: the go command does not end them (go 1.26). It also leaves its
+// temporary files behind, which is why they are below tmp, for the caller to remove.
 func Command(ctx context.Context, tmp string, env []string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, "go", args...)
 	cmd.Env = append(append(os.Environ(), "GOTMPDIR="+tmp), env...)

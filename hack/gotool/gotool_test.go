@@ -51,3 +51,13 @@ func TestCancelEndsWhatTheGoCommandRuns(t *testing.T) {
 		t.Fatal("the compiler lives on")
 	}
 }
+
+func TestRootHasTheChart(t *testing.T) {
+	root, err := Root(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(filepath.Join(root, "deployments", "helm", "tandem", "Chart.yaml")); err != nil {
+		t.Error(err)
+	}
+}

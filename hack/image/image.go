@@ -8,7 +8,6 @@ package image
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -21,6 +20,7 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 
 	"github.com/tandem-gpu/tandem/hack/filelock"
+	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
@@ -167,7 +167,7 @@ func (o *Options) complete(ctx context.Context) error {
 		return err
 	}
 	if o.Root == "" {
-		root, err := moduleRoot(ctx)
+		root, err := gotool.Root(ctx)
 		if err != nil {
 			return err
 		}
@@ -200,18 +200,6 @@ func (o *Options) complete(ctx context.Context) error {
 		return fmt.Errorf("make output directory: %w", err)
 	}
 	return nil
-}
-
-func moduleRoot(ctx context.Context) (string, error) {
-	out, err := exec.CommandContext(ctx, "go", "env", "GOMOD").Output()
-	if err != nil {
-		return "", fmt.Errorf("find the module: %w", err)
-	}
-	mod := strings.TrimSpace(string(out))
-	if mod == "" || mod == os.DevNull {
-		return "", errors.New("find the module: the working directory is in none")
-	}
-	return filepath.Dir(mod), nil
 }
 
 // gitCommit is empty outside a git checkout: a source archive builds too.

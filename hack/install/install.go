@@ -8,10 +8,8 @@ package install
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"io"
-	"os/exec"
 	"path/filepath"
 	"strings"
 
@@ -19,6 +17,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/image"
 	"github.com/tandem-gpu/tandem/hack/progress"
 )
@@ -84,7 +83,7 @@ func apply(ctx context.Context, c *cluster.Cluster, o Options, verb ...string) e
 	if o.Profile == "" {
 		o.Profile = DefaultProfile
 	}
-	root, err := ModuleRoot(ctx)
+	root, err := gotool.Root(ctx)
 	if err != nil {
 		return fmt.Errorf("install Tandem: %w", err)
 	}
@@ -182,16 +181,4 @@ func helm(ctx context.Context, c *cluster.Cluster, args ...string) error {
 		return fmt.Errorf("helm %s: %w: %s", args[0], err, strings.TrimSpace(output.String()))
 	}
 	return nil
-}
-
-// ModuleRoot is the directory of this checkout: the chart and the examples lie below it. The working directory must be in it.
-func ModuleRoot(ctx context.Context) (string, error) {
-	out, err := exec.CommandContext(ctx, "go", "list", "-m", "-f", "{{.Dir}}").Output()
-	if err != nil {
-		return "", fmt.Errorf("find the module: %w", err)
-	}
-	if dir := strings.TrimSpace(string(out)); dir != "" {
-		return dir, nil
-	}
-	return "", errors.New("find the module: the working directory is in none")
 }

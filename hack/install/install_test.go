@@ -6,8 +6,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"os"
-	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -21,16 +19,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/progress"
 )
-
-func TestModuleRootHasTheChart(t *testing.T) {
-	root, err := ModuleRoot(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := os.Stat(filepath.Join(root, "deployments", "helm", "tandem", "Chart.yaml")); err != nil {
-		t.Error(err)
-	}
-}
 
 func TestValueArgs(t *testing.T) {
 	args := valueArgs(Options{Profile: "l4x4", Values: []string{"logVerbosity=6"}, ValuesFiles: []string{"a.yaml"}}, "sha256:abc")

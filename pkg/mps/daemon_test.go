@@ -19,7 +19,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/tandem-gpu/tandem/hack/simdriver"
+	"github.com/tandem-gpu/tandem/simulated/simdriver"
 )
 
 // rig is a driver root with the simulated programs, and a daemon's directory.

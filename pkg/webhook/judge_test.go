@@ -18,7 +18,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/webhook/admission"
 	"sigs.k8s.io/yaml"
 
-	"github.com/tandem-gpu/tandem/test/badparameters"
+	"github.com/tandem-gpu/tandem/internal/badparameters"
 )
 
 const testDriver = "gpu.nvidia.com"

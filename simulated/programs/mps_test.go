@@ -12,8 +12,8 @@ import (
 	"syscall"
 	"testing"
 
-	"github.com/tandem-gpu/tandem/hack/simdriver"
 	"github.com/tandem-gpu/tandem/simulated/programs"
+	"github.com/tandem-gpu/tandem/simulated/simdriver"
 )
 
 // rig is a driver root with the programs, and the directories of one daemon.

@@ -27,7 +27,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/hack/install"
-	"github.com/tandem-gpu/tandem/test/badparameters"
+	"github.com/tandem-gpu/tandem/internal/badparameters"
 )
 
 const (

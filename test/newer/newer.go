@@ -13,8 +13,8 @@ import (
 	"path/filepath"
 	"strings"
 
+	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/image"
-	"github.com/tandem-gpu/tandem/hack/install"
 )
 
 // ahead is what differs in pkg/ledger/record.go.
@@ -28,7 +28,7 @@ var ahead = [][2]string{
 // Image builds into dir and answers the tarball of an image that is imported under the name ref (image.DefaultRef where empty).
 // Progress gets a line a step. Nothing is rebuilt where the sources are those of the tarball already there.
 func Image(ctx context.Context, dir, ref string, progress io.Writer) (tarball string, err error) {
-	root, err := install.ModuleRoot(ctx)
+	root, err := gotool.Root(ctx)
 	if err != nil {
 		return "", err
 	}

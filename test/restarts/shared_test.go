@@ -15,13 +15,13 @@ import (
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 
 	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
-	"github.com/tandem-gpu/tandem/hack/simdriver"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/mps"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/simdriver"
 )
 
 // sharedNode is a simulated machine with the driver's programs, and an agent's keeper on it.

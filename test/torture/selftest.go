@@ -11,8 +11,8 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/image"
-	"github.com/tandem-gpu/tandem/hack/install"
 )
 
 // ErrBlind means that the oracle did not see a fault that was there.
@@ -71,7 +71,7 @@ func (s Mutation) play(ctx context.Context, dir string, state State, out io.Writ
 
 // build compiles the mutated image into dir and answers its tarball.
 func (s Mutation) build(ctx context.Context, dir string, out io.Writer) (string, error) {
-	root, err := install.ModuleRoot(ctx)
+	root, err := gotool.Root(ctx)
 	if err != nil {
 		return "", err
 	}

@@ -13,7 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-//go:generate go tool -modfile=../../../hack/tools/go.mod controller-gen object crd paths=. output:crd:dir=../../../deployments/helm/tandem/files
+//go:generate env GOWORK=off go tool -modfile=../../../hack/tools/go.mod controller-gen object crd paths=. output:crd:dir=../../../deployments/helm/tandem/files
 
 var (
 	// GroupVersion of everything in this package.

@@ -20,6 +20,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/image"
 	"github.com/tandem-gpu/tandem/hack/install"
 )
@@ -144,7 +145,7 @@ func prepare(ctx context.Context, steps *steps, dir, version string) (*cluster.C
 		return c, err
 	}
 	steps.next("Tandem: helm install with eight simulated H100s")
-	root, err := install.ModuleRoot(ctx)
+	root, err := gotool.Root(ctx)
 	if err != nil {
 		return c, err
 	}

@@ -17,6 +17,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
@@ -60,7 +61,7 @@ type demo struct {
 }
 
 func newDemo(ctx context.Context, c *cluster.Cluster, steps *steps) (*demo, error) {
-	root, err := install.ModuleRoot(ctx)
+	root, err := gotool.Root(ctx)
 	if err != nil {
 		return nil, err
 	}
