@@ -11,11 +11,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/tandem-gpu/tandem/simulated/simdriver"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/programs"
+	"github.com/tandem-gpu/tandem/simulated/simdriver"
 )
 
 func TestComputeMode(t *testing.T) {
