@@ -175,7 +175,9 @@ func (p gpuPool) counts() deviceCounts {
 // same: a GPU has dozens of devices, and the ledger changes with every pod (BenchmarkOffer).
 type gpuShape struct {
 	// gpu is without fields that do not affect the shape.
-	gpu      device.GPU
+	gpu device.GPU
+	// strict adds binding conditions to the devices.
+	strict   bool
 	geometry mig.Geometry
 	// all is what the whole GPU consumes.
 	all mig.Counters
@@ -189,22 +191,16 @@ type gpuShape struct {
 	possible map[string]device.Partition
 }
 
-// shapes keeps the shapes by GPU name.
-type shapes struct {
-	strict bool
-	built  map[string]*gpuShape
-}
-
-// of returns the GPU's shape, which is not modified any more.
-func (s *shapes) of(g device.GPU, strict bool) *gpuShape {
-	if s.built == nil || s.strict != strict {
-		s.built, s.strict = map[string]*gpuShape{}, strict
-	}
+// shape returns the GPU's shape. It is not modified any more.
+func (o *Offer) shape(g device.GPU, strict bool) *gpuShape {
 	g = withoutUse(g)
-	known := s.built[g.Name()]
-	if known == nil || !reflect.DeepEqual(known.gpu, g) {
+	known := o.shapes[g.Name()]
+	if known == nil || known.strict != strict || !reflect.DeepEqual(known.gpu, g) {
+		if o.shapes == nil {
+			o.shapes = map[string]*gpuShape{}
+		}
 		known = newGPUShape(g, strict)
-		s.built[g.Name()] = known
+		o.shapes[g.Name()] = known
 	}
 	return known
 }
@@ -224,7 +220,7 @@ func withoutUse(g device.GPU) device.GPU {
 }
 
 func newGPUShape(g device.GPU, strict bool) *gpuShape {
-	s := &gpuShape{gpu: g, geometry: mig.NewGeometry(g.Profiles), possible: map[string]device.Partition{}}
+	s := &gpuShape{gpu: g, strict: strict, geometry: mig.NewGeometry(g.Profiles), possible: map[string]device.Partition{}}
 	s.all = s.geometry.Total()
 	s.unmanaged, _ = unmanagedPartitions(g)
 	var occupied []mig.Instance

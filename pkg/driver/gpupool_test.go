@@ -371,7 +371,7 @@ func TestCountersFollowHolds(t *testing.T) {
 			if got != test.slices {
 				t.Errorf("slices %s, want %s", got, test.slices)
 			}
-			for name, there := range (gpuPool{gpuShape: offer.shapes.of(test.inv.GPUs[0], false)}).all {
+			for name, there := range offer.shape(test.inv.GPUs[0], false).all {
 				if c := counters[name]; c.Value.Value() > there {
 					t.Errorf("%s: %v of %d", name, c.Value.Value(), there)
 				}

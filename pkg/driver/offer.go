@@ -49,7 +49,8 @@ type Offer struct {
 	orphanSince map[device.Ref]time.Time
 	// inGPUPool records by GPU name whether the GPU was published in its GPU pool last.
 	inGPUPool map[string]bool
-	shapes    shapes
+	// shapes are those of the last build by GPU name.
+	shapes map[string]*gpuShape
 	// profiles are the last known ones by GPU UUID.
 	profiles map[string][]device.Profile
 }
@@ -109,7 +110,7 @@ func (o *Offer) build(f Facts) layout {
 		g = o.withKnownProfiles(g, inUse)
 		var shape *gpuShape
 		if len(g.Profiles) > 0 && (g.Dynamic || o.inGPUPool[g.Name()] || from.gpu) {
-			shape = o.shapes.of(g, strict)
+			shape = o.shape(g, strict)
 		}
 		a := o.allocated(g, shape, holds, f.Claims)
 		canPartition := f.Kept.Counters && shape != nil && len(shape.possible) > 0

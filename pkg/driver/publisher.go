@@ -11,7 +11,6 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sync/errgroup"
 	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -61,16 +60,11 @@ func (p *publisher) run(ctx context.Context) error {
 		return nil
 	}
 	probed := p.PublishNothing || p.probe(ctx)
-	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error {
-		p.followCapabilities(ctx, probed)
-		return nil
-	})
-	group.Go(func() error {
-		p.publish(ctx, existing)
-		return nil
-	})
-	return group.Wait()
+	var running sync.WaitGroup
+	running.Go(func() { p.followCapabilities(ctx, probed) })
+	p.publish(ctx, existing)
+	running.Wait()
+	return nil
 }
 
 // publish builds, compares and writes after each change, until ctx is done.
@@ -257,6 +251,7 @@ func (w *sliceWriter) write(ctx context.Context, owner types.UID, pools map[stri
 		if !w.started {
 			w.started = true
 			w.createMissing(ctx, owner, pools)
+			w.existing = nil
 		}
 		w.owner, w.written = owner, pools
 		w.controller = w.startController(ctx, owner, pools)
@@ -277,7 +272,7 @@ func (w *sliceWriter) stop() {
 // (resourceslice.Pool.Slices), so it finds them unchanged. It retries what fails here, and deletes the duplicates that it would
 // create if its informer were more than that second behind. Pools that exist are left to it: only it can update them atomically.
 func (w *sliceWriter) createMissing(ctx context.Context, owner types.UID, pools map[string]resourceslice.Pool) {
-	missing := 0
+	created := 0
 	for _, name := range slices.Sorted(maps.Keys(pools)) {
 		if slices.ContainsFunc(w.existing, func(s resourceapi.ResourceSlice) bool { return s.Spec.Pool.Name == name }) {
 			continue
@@ -298,9 +293,9 @@ func (w *sliceWriter) createMissing(ctx context.Context, owner types.UID, pools 
 				return
 			}
 		}
-		missing++
+		created++
 	}
-	if missing > 0 && missing == len(pools) {
+	if created > 0 && created == len(pools) {
 		w.setPublished()
 	}
 }
