@@ -38,7 +38,7 @@ const socketTimeout = time.Second
 // waitUntilAlone returns true once no other process serves our driver name, and false when ctx is done.
 func (d *Driver) waitUntilAlone(ctx context.Context) bool {
 	watch := d.watchSockets(ctx)
-	defer watch.close()
+	defer watch.Close()
 	check := conflictCheck{Driver: d}
 	for {
 		conflicting := check.find(ctx)
@@ -49,7 +49,7 @@ func (d *Driver) waitUntilAlone(ctx context.Context) bool {
 		if conflicting == nil {
 			return true
 		}
-		if !watch.wait(ctx, d.CheckInterval) {
+		if !d.waitForSockets(ctx, watch) {
 			return false
 		}
 	}

@@ -92,7 +92,7 @@ func (d *Driver) resetRegistration() {
 // guardSockets ends the session when its sockets are gone or another driver with our name appears.
 func (s *session) guardSockets(ctx context.Context) error {
 	watch := s.watchSockets(ctx)
-	defer watch.close()
+	defer watch.Close()
 	check := conflictCheck{Driver: s.Driver, ours: s.sockets}
 	for {
 		if conflicting := check.find(ctx); conflicting != nil && ctx.Err() == nil {
@@ -101,7 +101,7 @@ func (s *session) guardSockets(ctx context.Context) error {
 		if !s.sockets.inPlace() {
 			return errSocketLost
 		}
-		if !watch.wait(ctx, s.CheckInterval) {
+		if !s.waitForSockets(ctx, watch) {
 			return nil
 		}
 	}

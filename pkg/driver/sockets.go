@@ -15,8 +15,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/fsnotify/fsnotify"
-	"k8s.io/klog/v2"
+	"github.com/tandem-gpu/tandem/internal/filewatch"
 )
 
 // maxSocketPath is the longest path of a Unix socket in bytes (unix(7), sun_path).
@@ -245,43 +244,20 @@ func (f *http2Frames) read(b []byte, apply func(kind, flags byte, stream uint32)
 	}
 }
 
-// socketWatch reports changes in the two directories with sockets. Events may be lost, so wait has an interval.
-type socketWatch struct {
-	watcher *fsnotify.Watcher
-	events  <-chan fsnotify.Event
-	errors  <-chan error
+// watchSockets reports changes in the two directories with sockets.
+func (d *Driver) watchSockets(ctx context.Context) *filewatch.Watcher {
+	return filewatch.New(ctx, filewatch.Options{Dirs: []string{d.registryDir(), d.pluginDir()}, Interval: d.CheckInterval})
 }
 
-func (d *Driver) watchSockets(ctx context.Context) socketWatch {
-	watcher, err := fsnotify.NewWatcher()
-	if err != nil {
-		klog.FromContext(ctx).Info("Cannot watch socket directories, checking them at intervals", "interval", d.CheckInterval, "err", err)
-		return socketWatch{}
-	}
-	for _, dir := range []string{d.registryDir(), d.pluginDir()} {
-		if err := watcher.Add(dir); err != nil {
-			klog.FromContext(ctx).Info("Cannot watch socket directory, checking it at intervals", "directory", dir, "interval", d.CheckInterval, "err", err)
-		}
-	}
-	return socketWatch{watcher: watcher, events: watcher.Events, errors: watcher.Errors}
-}
-
-func (w socketWatch) close() {
-	if w.watcher != nil {
-		_ = w.watcher.Close() // releases memory and a descriptor only
-	}
-}
-
-// wait returns true after a change of a file or the interval, and false when ctx is done.
-func (w socketWatch) wait(ctx context.Context, interval time.Duration) bool {
-	timer := time.NewTimer(interval)
+// waitForSockets returns true after a change or the CheckInterval, and false when ctx is done.
+func (d *Driver) waitForSockets(ctx context.Context, watch *filewatch.Watcher) bool {
+	timer := time.NewTimer(d.CheckInterval)
 	defer timer.Stop()
 	select {
 	case <-ctx.Done():
 		return false
 	case <-timer.C:
-	case <-w.events:
-	case <-w.errors:
+	case <-watch.C:
 	}
 	return true
 }
