@@ -77,7 +77,7 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 	tests := map[string]struct {
 		inv         device.Inventory
 		withdrawn   []withdrawal
-		leaveOut    bool
+		omit        bool
 		allocated   []string
 		request     resourceapi.DeviceRequest
 		constraints []resourceapi.DeviceConstraint
@@ -97,7 +97,7 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 		"five on one NUMA node":                {inv: machine(8), request: exactly(5), constraints: matching("resource.kubernetes.io/numaNode")},
 		"pair below one PCIe root":             {inv: machine(8), allocated: []string{"gpu-0"}, request: exactly(2), constraints: matching("resource.kubernetes.io/pcieRoot"), want: []string{"gpu-2", "gpu-3"}},
 		"withdrawn by taint":                   {inv: machine(8), withdrawn: firstTwo, request: exactly(1), want: []string{"gpu-2"}},
-		"withdrawn by leaving out":             {inv: machine(8), withdrawn: firstTwo, leaveOut: true, request: exactly(1), want: []string{"gpu-2"}},
+		"withdrawn by omission":                {inv: machine(8), withdrawn: firstTwo, omit: true, request: exactly(1), want: []string{"gpu-2"}},
 		"more than is left":                    {inv: machine(8), withdrawn: firstTwo, request: exactly(7)},
 		"a wildcard toleration ignores it":     {inv: machine(8), withdrawn: firstTwo, request: tolerant, want: []string{"gpu-0"}},
 		"unusable GPUs do not stop other GPUs": {inv: unusableMachine(), withdrawn: []withdrawal{lost(1)}, request: exactly(3), want: []string{"gpu-0", "gpu-6", "gpu-7"}},
@@ -110,7 +110,7 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 			}
 			features := structured.Features{DeviceTaints: true, AdminAccess: true, PrioritizedList: true}
 			allocator, err := structured.NewAllocator(t.Context(), features, structured.AllocatedState{AllocatedDevices: taken}, nvidiaClasses,
-				asPublished(test.inv, test.withdrawn, !test.leaveOut), cel.NewCache(100, cel.Features{}))
+				asPublished(test.inv, test.withdrawn, !test.omit), cel.NewCache(100, cel.Features{}))
 			if err != nil {
 				t.Fatal(err)
 			}
