@@ -27,7 +27,7 @@ type Options struct {
 	Dirs []string
 	// Interval is how often C reports a possible change while an existing directory cannot be watched. Required.
 	Interval time.Duration
-	// Settle delays a report until no relevant change has happened for this long. The zero value delays nothing.
+	// Settle delays a report after the first change, so that it covers the changes that follow. Zero delays nothing.
 	Settle time.Duration
 	// Relevant filters changes; nil accepts all. It is called from the watcher's goroutine, and not for changes that inotify lost.
 	Relevant func(fsnotify.Event) bool
@@ -157,7 +157,9 @@ func (w *Watcher) run(ctx context.Context) {
 		}
 		switch {
 		case changed && w.options.Settle > 0:
-			settled = time.After(w.options.Settle)
+			if settled == nil {
+				settled = time.After(w.options.Settle)
+			}
 		case changed:
 			w.report()
 		}
