@@ -104,6 +104,7 @@ func (a *agent) run(ctx context.Context) error {
 	defer a.events.Shutdown()
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return a.status.Run(ctx) })
+	group.Go(func() error { return a.returnMemory(ctx) })
 	group.Go(func() error { return a.serve(ctx) })
 	return group.Wait()
 }
@@ -232,7 +233,7 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *podstate.Cgroups, pods *
 	a.status.Waiting("limits", errNoPods)
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
-		reconciler.Run, specs.Run, shared.Run, policy.Run, a.checkRuntime, a.returnMemory,
+		reconciler.Run, specs.Run, shared.Run, policy.Run, a.checkRuntime,
 		func(ctx context.Context) error { return a.provision(ctx, book, devices) },
 		func(ctx context.Context) error {
 			return a.newSettings(self, devices.Inventory).run(ctx, func(ctx context.Context, c config.Config) error {

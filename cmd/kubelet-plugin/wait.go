@@ -17,19 +17,18 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 )
 
-// lockInterval is how often a lock in other hands is tried again: flock tells nobody when it is free without blocking for
-// good.
+// lockInterval is how often the agent tries to lock the ledger. A blocking flock could not be cancelled.
 const lockInterval = time.Second
 
-// openLedger waits while another agent process owns the node: a force-deleted predecessor may still run.
+// openLedger waits while another agent process has the ledger locked: a force-deleted predecessor may still run.
 func (a *agent) openLedger(ctx context.Context, e ledger.PodStates, q ledger.Queue) (*ledger.Ledger, error) {
-	for said := false; ; said = true {
+	for reported := false; ; reported = true {
 		book, err := ledger.Open(ctx, ledger.Options{Dir: a.config.RunDir, BootID: a.bootID, PodStates: e, Queue: q})
 		if !errors.Is(err, ledger.ErrLocked) {
 			a.status.Waiting("ledger", err)
 			return book, err
 		}
-		if !said {
+		if !reported {
 			a.wait(ctx, "ledger", "LedgerLocked", err)
 		}
 		select {
@@ -40,12 +39,12 @@ func (a *agent) openLedger(ctx context.Context, e ledger.PodStates, q ledger.Que
 	}
 }
 
-// openNode waits for a driver, and calls missing while there is none.
+// openNode waits for a driver, and calls missing if there is none.
 func (a *agent) openNode(ctx context.Context, missing func()) (*nvml.Node, error) {
 	node, err := nvml.Await(ctx, a.nodeOptions(), func(reason error) {
 		missing()
 		if missing, ok := errors.AsType[*nvml.NoDriverError](reason); ok && missing.NoHardware {
-			// Nothing is missing on a node without GPUs, and its agent must not hold up the installation.
+			// The agent of a node without GPUs is ready, so that it does not delay an installation.
 			klog.FromContext(ctx).Info("Serving nothing on a node without an NVIDIA GPU", "reason", reason.Error())
 			for _, check := range []string{"driver", "claims", "limits"} {
 				a.status.Waiting(check, nil)
@@ -61,10 +60,9 @@ func (a *agent) openNode(ctx context.Context, missing func()) (*nvml.Node, error
 	return node, nil
 }
 
-// awaitGPU waits for a first GPU, and calls missing while there is none: a node may have a driver and nothing (yet) to drive. It
-// returns false when ctx is done.
+// awaitGPU waits until the driver finds a GPU, and calls missing while it finds none. It returns false when ctx is done.
 func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node, missing func()) bool {
-	said := ""
+	reported := ""
 	for {
 		changed := node.Changed()
 		inventory := node.Inventory()
@@ -75,11 +73,11 @@ func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node, missing func()) b
 		missing()
 		reason := fmt.Errorf("driver %s finds no GPU", inventory.DriverVersion)
 		if unidentified := node.Unidentified(); unidentified > 0 {
-			reason = fmt.Errorf("driver %s finds %d GPUs that do not tell who they are", inventory.DriverVersion, unidentified)
+			reason = fmt.Errorf("driver %s finds %d GPUs that do not report their UUID", inventory.DriverVersion, unidentified)
 		}
-		if reason.Error() != said {
+		if reason.Error() != reported {
 			a.wait(ctx, "gpus", "NoGPU", reason)
-			said = reason.Error()
+			reported = reason.Error()
 		}
 		select {
 		case <-ctx.Done():
@@ -89,35 +87,39 @@ func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node, missing func()) b
 	}
 }
 
-// wait says why the agent is not ready: in its status, its log, and an event on the node.
+// wait reports why the agent is not ready in its status, its log and an event on the node.
 func (a *agent) wait(ctx context.Context, check, reason string, err error) {
 	klog.FromContext(ctx).Info("Waiting", "for", check, "reason", err.Error())
 	a.status.Waiting(check, err)
 	a.recorder.Event(nodeReference(a.config.NodeName), corev1.EventTypeWarning, reason, err.Error())
 }
 
-// nodeReference has the node's name for a UID, as kubelet's own events on nodes have, so that kubectl describe finds them.
+// nodeReference uses the node's name as UID, like kubelet's events on nodes, so that kubectl describe finds them.
 func nodeReference(name string) *corev1.ObjectReference {
 	return &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: name, UID: types.UID(name)}
 }
 
-// returnInterval is how often to look whether the start is over.
 const returnInterval = time.Second
 
-// returnMemory gives back, once, what only the start needed: about half of the agent's memory, which the Go runtime would
-// keep for minutes.
+// returnMemory returns memory that only startup needed to the kernel: about half of the agent's, which the Go runtime would keep for
+// minutes. It does so after each change of what the agent waits for, and ends once the agent is ready. The bench figure rss_idle
+// exceeds 45 MiB without it.
 func (a *agent) returnMemory(ctx context.Context) error {
 	ticker := time.NewTicker(returnInterval)
 	defer ticker.Stop()
-	for {
+	for previous := ""; ; {
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-ticker.C:
-			if a.status.Ready() == nil {
-				debug.FreeOSMemory()
-				return nil
-			}
+		}
+		waiting := a.status.Ready()
+		if reason := fmt.Sprint(waiting); reason != previous {
+			previous = reason
+			debug.FreeOSMemory()
+		}
+		if waiting == nil {
+			return nil
 		}
 	}
 }

@@ -58,8 +58,8 @@ func (o *Object) watch(ctx context.Context) error {
 		defer close(done)
 		informer.RunWithContext(ctx)
 	}()
-	// The informer itself has synced before it has handed everything on.
-	if cache.WaitForCacheSync(ctx.Done(), handler.HasSynced) {
+	// The informer syncs before its handler has received everything.
+	if cache.WaitFor(ctx, "", handler.HasSyncedChecker()) {
 		klog.FromContext(ctx).V(1).Info("GPUNodes are served")
 		o.metrics.served.Set(1)
 		o.view.sync()

@@ -103,8 +103,8 @@ func (p *Pods) Run(ctx context.Context) error {
 	started := time.Now()
 	p.factory.StartWithContext(ctx)
 	defer p.factory.Shutdown()
-	// The informer itself has synced before it has handed everything on.
-	if cache.WaitForCacheSync(ctx.Done(), p.handler.HasSynced) {
+	// The informer syncs before its handler has received everything.
+	if cache.WaitFor(ctx, "", p.handler.HasSyncedChecker()) {
 		p.mu.Lock()
 		p.synced = started
 		p.announce()
