@@ -45,8 +45,8 @@ type session struct {
 	dra     drapb.DRAPluginClient
 	plugin  pluginapi.DevicePluginClient
 	devices []*pluginapi.Device
-	// registered is when the device plugin's Register arrived.
-	registered time.Time
+	// registered is when the device plugin's Register arrived, identified when the DRA plugin answered GetInfo.
+	registered, identified time.Time
 	conns      []*grpc.ClientConn
 }
 
@@ -155,6 +155,9 @@ func (k *kubelet) registerPlugin(ctx context.Context, socket string) error {
 	if err != nil {
 		return fmt.Errorf("get info of plugin %s: %w", socket, err)
 	}
+	k.mu.Lock()
+	k.current.identified = time.Now()
+	k.mu.Unlock()
 	service, err := k.dial(info.GetEndpoint())
 	if err != nil {
 		return err

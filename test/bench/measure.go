@@ -178,27 +178,36 @@ func (s *subject) heldClaims(ctx context.Context) ([]Figure, error) {
 	return []Figure{Figure{Name: "prepare_held200_ratio", Value: ratio, Unit: "ratio", N: len(last)}.within(1.2)}, nil
 }
 
-// allocations gives out every GPU to limits of a pod and lets the pod go, until n were given.
+// allocations measures Allocate of one GPU, and of all GPUs of the machine in one call.
 func (s *subject) allocations(ctx context.Context, n int) ([]Figure, error) {
-	floor, allocates, err := s.allocate(ctx, "limits", n)
+	floor, one, err := s.allocate(ctx, "one", 1, n)
 	if err != nil {
 		return nil, err
 	}
-	empty := floor.figure("empty_call_p50", 50)
-	return []Figure{empty, allocates.figure("allocate_p50", 50).over(empty, goal{factor: 1.3})}, nil
+	_, all, err := s.allocate(ctx, "all", len(s.ids), n/len(s.ids))
+	if err != nil {
+		return nil, err
+	}
+	p50, p99, single := floor.figure("empty_call_p50", 50), floor.figure("empty_call_p99", 99), one.figure("allocate_p50", 50)
+	return []Figure{
+		p50, p99, single.over(p50, goal{factor: 1.3}), one.figure("allocate_p99", 99).over(p99, goal{factor: 3}),
+		all.figure(fmt.Sprintf("allocate_%d_p50", len(s.ids)), 50).over(single, goal{factor: 2}),
+	}, nil
 }
 
-// allocate is allocations in turns with calls that do nothing, for pods with names that begin so.
-func (s *subject) allocate(ctx context.Context, prefix string, n int) (floor, allocates samples, err error) {
+// allocate measures n calls of Allocate for this many GPUs each, in turns with calls that do nothing. The names of its pods start
+// with prefix.
+func (s *subject) allocate(ctx context.Context, prefix string, gpus, n int) (floor, allocates samples, err error) {
 	for cycle := 0; len(allocates) < n; cycle++ {
 		pod, err := createPod(ctx, s.client, fmt.Sprintf("%s-%d", prefix, cycle))
 		if err != nil {
 			return nil, nil, err
 		}
-		err = inTurns(ctx, len(s.ids),
+		err = inTurns(ctx, len(s.ids)/gpus,
 			func(int) error { return timed(&floor, func() error { return s.empty(ctx) }) },
 			func(i int) error {
-				request := &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: s.ids[i : i+1]}}}
+				ids := s.ids[i*gpus : (i+1)*gpus]
+				request := &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}}}
 				return timed(&allocates, func() error { _, err := s.session.plugin.Allocate(ctx, request); return err })
 			})
 		if err != nil {

@@ -17,6 +17,11 @@ import (
 // rounds of measureModes: what the machine does beside it changes from minute to minute.
 const rounds = 8
 
+// idleFigures name the idle memory of the modes; that of Dual is rss_idle.
+var idleFigures = map[config.Mode]string{
+	config.ModeClaimsOnly: "rss_idle_claims_only", config.ModeDevicePluginOnly: "rss_idle_device_plugin_only",
+}
+
 // measureModes compares what a claim and a limit cost where both APIs are served with what they cost where theirs is the only
 // one.
 func (r *run) measureModes(ctx context.Context) error {
@@ -34,6 +39,14 @@ func (r *run) measureModes(ctx context.Context) error {
 			mode := modes[(round+i)%len(modes)]
 			r.say("mode %s, round %d of %d", mode, round+1, rounds)
 			err := r.on(ctx, small, mode, claims, func(ctx context.Context, s *subject) error {
+				if figure := idleFigures[mode]; figure != "" && round == 0 {
+					if !pause(ctx, r.Idle) {
+						return context.Cause(ctx)
+					}
+					if err := r.addMemory(s, figure, 45); err != nil {
+						return err
+					}
+				}
 				if mode.Claims() {
 					_, took, _, err := s.prepareOneByOne(ctx, r.Calls/rounds)
 					if err != nil {
@@ -42,7 +55,7 @@ func (r *run) measureModes(ctx context.Context) error {
 					*prepares[mode] = append(*prepares[mode], took...)
 				}
 				if mode.Limits() {
-					_, took, err := s.allocate(ctx, fmt.Sprintf("%s-%d", strings.ToLower(string(mode)), round), r.Calls/rounds)
+					_, took, err := s.allocate(ctx, fmt.Sprintf("%s-%d", strings.ToLower(string(mode)), round), 1, r.Calls/rounds)
 					if err != nil {
 						return err
 					}
