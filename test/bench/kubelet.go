@@ -47,7 +47,7 @@ type session struct {
 	devices []*pluginapi.Device
 	// registered is when the device plugin's Register arrived, identified when the DRA plugin answered GetInfo.
 	registered, identified time.Time
-	conns      []*grpc.ClientConn
+	conns                  []*grpc.ClientConn
 }
 
 // startKubelet makes kubelet's directory and listens in it until stop.
