@@ -58,7 +58,7 @@ func (c contents) assemble() (v1.Image, error) {
 			return nil, fmt.Errorf("append layer: %w", err)
 		}
 	}
-	return configure(img, c.options)
+	return configure(img, c.options, c.libc)
 }
 
 func summary(files []file) string {
@@ -69,7 +69,7 @@ func summary(files []file) string {
 }
 
 // configure sets what runtimes read; without OS and architecture containerd hides the image.
-func configure(img v1.Image, o Options) (v1.Image, error) {
+func configure(img v1.Image, o Options, libc string) (v1.Image, error) {
 	cfg, err := img.ConfigFile()
 	if err != nil {
 		return nil, fmt.Errorf("read image configuration: %w", err)
@@ -85,11 +85,12 @@ func configure(img v1.Image, o Options) (v1.Image, error) {
 		Entrypoint: []string{"/usr/bin/kubelet-plugin"},
 		Labels: map[string]string{
 			"org.opencontainers.image.title":       "tandem",
-			"org.opencontainers.image.description": "Node driver for NVIDIA GPUs: DRA claims and nvidia.com/gpu limits",
+			"org.opencontainers.image.description": "Kubernetes driver for NVIDIA GPUs: DRA claims and nvidia.com/gpu limits",
 			"org.opencontainers.image.licenses":    "Apache-2.0",
 			"org.opencontainers.image.source":      "https://github.com/tandem-gpu/tandem",
 			"org.opencontainers.image.version":     o.Version,
 			"org.opencontainers.image.revision":    o.Commit,
+			libcLabel:                              libc,
 		},
 	}
 	img, err = mutate.ConfigFile(img, cfg)

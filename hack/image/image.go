@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package image builds Tandem's container image without a container engine: node agent, controller, nvidia-cdi-hook, and
-// what a cgo program that dlopens the vendor's library needs at run time, taken from the Debian system it runs on. The
-// result can be imported (containerd, Docker) or pushed. Equal inputs give the same digest. It needs a Go toolchain, a
-// C compiler for each architecture, and no privileges unless it has to install that compiler.
+// Package image builds Tandem's container image without a container engine. It is the only way to build it. The image has
+// the programs, nvidia-cdi-hook, and the C library that the agent is linked against: the agent loads the driver's
+// libnvidia-ml.so.1 with dlopen, so it cannot be static. That library comes from the Debian system that builds the image, and
+// the label libcLabel names its release. The image has no base image, so no other C library is ever involved.
+// The result can be imported (containerd, Docker) or pushed. Equal inputs give the same digest. A build needs a Go toolchain
+// and a C compiler for each architecture, and root only to install that compiler.
 package image
 
 import (
@@ -89,7 +91,9 @@ func lock(ctx context.Context, o Options) (unlock func(), err error) {
 // new agent moves one layer only.
 type contents struct {
 	options Options
-	layers  [][]file
+	// libc is the release of the C library among the files, as the library itself reports it.
+	libc   string
+	layers [][]file
 }
 
 // collect compiles and gathers; it compresses nothing yet.
@@ -102,11 +106,15 @@ func collect(ctx context.Context, o Options) (contents, error) {
 	if err != nil {
 		return contents{}, err
 	}
+	libc, err := libcRelease(base)
+	if err != nil {
+		return contents{}, err
+	}
 	licences, err := licenceFiles(ctx, o, programs.Agent, programs.Controller, programs.Daemon, programs.Simulated, programs.Hook)
 	if err != nil {
 		return contents{}, err
 	}
-	return contents{options: o, layers: [][]file{
+	return contents{options: o, libc: libc, layers: [][]file{
 		base,
 		{{path: "usr/bin/nvidia-cdi-hook", source: programs.Hook, mode: 0o755}},
 		{

@@ -4,10 +4,18 @@ package image
 
 import (
 	"debug/elf"
+	"errors"
 	"fmt"
 	"path/filepath"
+	"regexp"
 	"slices"
 )
+
+// libcLabel is the label of the image with the release of the C library that it carries.
+const libcLabel = "dev.tandem-gpu.image.libc"
+
+// libcBanner is what glibc prints when it is run, such as "GNU C Library (Debian GLIBC 2.36-9+deb12u10) stable release".
+var libcBanner = regexp.MustCompile(`GNU C Library \(([^)]+)\)`)
 
 const certificates = "/etc/ssl/certs/ca-certificates.crt"
 
@@ -104,4 +112,22 @@ func importsOf(path string) ([]string, error) {
 		return nil, fmt.Errorf("read what %s links against: %w", path, err)
 	}
 	return needed, nil
+}
+
+// libcRelease returns the release of the C library among files.
+func libcRelease(files []file) (string, error) {
+	for _, f := range files {
+		if filepath.Base(f.path) != "libc.so.6" {
+			continue
+		}
+		data, err := f.read()
+		if err != nil {
+			return "", err
+		}
+		if banner := libcBanner.FindSubmatch(data); banner != nil {
+			return string(banner[1]), nil
+		}
+		return "", fmt.Errorf("read release of %s: no version in it", f.source)
+	}
+	return "", errors.New("find libc.so.6 among the files of the image: not there")
 }

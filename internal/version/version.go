@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package version says which build this is. The image builder and the Dockerfile set it at link time; it decides
+// Package version says which build this is. hack/image sets it at link time; it decides
 // nothing.
 package version
 
