@@ -70,7 +70,7 @@ bench: ## what Prepare, Allocate and start-up cost, against a real API server
 	$(call run,bench)
 
 .PHONY: verify
-verify: ## formatting, vet, staticcheck, generated files, tidy modules, chart, shell scripts
+verify: ## formatting, linters, generated files, tidy modules, chart, shell scripts, commit subjects
 	hack/verify.sh
 
 .PHONY: update
@@ -88,3 +88,7 @@ image-push: ## build for amd64 and arm64 and push (IMAGE=registry/repository:tag
 .PHONY: clean
 clean: ## remove what was built in the checkout
 	rm -rf bin
+
+.PHONY: vulnerabilities
+vulnerabilities: ## known vulnerabilities in the dependencies, by govulncheck (needs network)
+	go run golang.org/x/vuln/cmd/govulncheck@v1.9.0 ./... ./hack/... ./test/...

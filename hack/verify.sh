@@ -47,7 +47,16 @@ generated() {
 
 scripts() { git ls-files -co --exclude-standard '*.sh' .ci/run | xargs shellcheck; }
 
+# Commits before this one have longer subjects.
+subjects() {
+	git cat-file -e 0c70f3d 2>/dev/null || { echo "no history here: nothing to check"; return 0; }
+	local long
+	long=$(git log --format='%h %s' 0c70f3d..HEAD | awk 'length($0) - length($1) - 1 > 72')
+	[ -z "$long" ] || { echo "longer than 72 characters:"; echo "$long"; return 1; }
+}
+
 check formatting formatting
+check subjects subjects
 check tidy tidy
 check vet go vet "${packages[@]}"
 check tools tools
