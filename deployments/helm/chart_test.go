@@ -384,12 +384,12 @@ func TestRejects(t *testing.T) {
 		"class without access":  {[]string{"--set", "access=none", "--set", "runtimeClassName=nvidia"}, "set access to runtimeClass"},
 		"tag in repository":     {[]string{"--set", "image.repository=localhost:5000/gpu/tandem:1.0"}, "at '/image/repository'"},
 		"quota for nothing":     {[]string{"--set", "criticalPodsQuota.create=true", "--set", "priorityClassName="}, "needs priorityClassName"},
-		"nobody's controller":   {[]string{"--set", "controller.serviceAccount.create=false"}, "controller.serviceAccount.name is not set"},
+		"controller's account":  {[]string{"--set", "controller.serviceAccount.create=false"}, "controller.serviceAccount.name is not set"},
 		"webhook's port":        {[]string{"--set", "webhook.port=0"}, "at '/webhook/port'"},
 		"unknown of controller": {[]string{"--set", "controller.replica=2"}, "at '/controller': additional properties 'replica'"},
-		"nobody's daemons":      {[]string{"--set", "mps.serviceAccount.create=false"}, "mps.serviceAccount.name is not set"},
+		"daemons' account":      {[]string{"--set", "mps.serviceAccount.create=false"}, "mps.serviceAccount.name is not set"},
 		"much shared memory":    {[]string{"--set", "mps.sharedMemory=much"}, "at '/mps/sharedMemory'"},
-		"nobody's account":      {[]string{"--set", "serviceAccount.create=false"}, "serviceAccount.name is not set"},
+		"agent's account":       {[]string{"--set", "serviceAccount.create=false"}, "serviceAccount.name is not set"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			out, err := run(append([]string{"template", "tandem", "tandem", "-f", valuesFile("default")}, c.args...)...)

@@ -526,7 +526,7 @@ func TestDaemonsPolicy(t *testing.T) {
 
 				"any node":     {func(p *corev1.Pod) { p.Spec.Affinity = nil }, "runs on that node only"},
 				"another node": {func(p *corev1.Pod) { p.OwnerReferences[0].Name = "node-2" }, "runs on that node only"},
-				"nobody's":     {func(p *corev1.Pod) { p.OwnerReferences = nil }, "belongs to a GPUNode"},
+				"no owner":     {func(p *corev1.Pod) { p.OwnerReferences = nil }, "belongs to a GPUNode"},
 				"no label":     {func(p *corev1.Pod) { p.Labels = nil }, "no pods but those of MPS daemons"},
 			} {
 				pod := made.DeepCopy()
