@@ -116,7 +116,7 @@ func (b builder) ensure(ctx context.Context, c component, step string) (string, 
 	if complete(dir, c) {
 		return dir, nil
 	}
-	// What a run that was killed has left; nobody else builds this now.
+	// Left by a run that was killed: the lock is held, so no other process builds here.
 	unfinished := "." + c.version + ".building-"
 	if err := removeAll(parent, unfinished+"*"); err != nil {
 		return "", err

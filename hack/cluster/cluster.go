@@ -29,7 +29,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/binaries"
 )
 
-// Cluster is a cluster on this machine, running or not. Its processes are nobody's children for long: they outlive the
+// Cluster is a cluster on this machine, running or not. Its processes are reparented to init: they outlive the
 // program that started them, and any program can Open the cluster by its directory. It is safe for concurrent use, except
 // Start and Stop beside anything else.
 type Cluster struct {
@@ -190,7 +190,7 @@ func (c *Cluster) Start(ctx context.Context) error {
 		return err
 	}
 	defer unlock()
-	// First of all, so that whatever comes can be undone by whoever opens the directory.
+	// First, so that a later process that opens the directory can undo everything that follows.
 	if err := c.claimDir(); err != nil {
 		return fmt.Errorf("start cluster: %w", err)
 	}

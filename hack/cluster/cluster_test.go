@@ -177,7 +177,7 @@ func TestProcessIsNotItsSuccessor(t *testing.T) {
 	for name, other := range map[string]process{
 		"started earlier": {Pid: real.Pid, Started: real.Started - 1, Boot: real.Boot},
 		"before a reboot": {Pid: real.Pid, Started: real.Started, Boot: "another"},
-		"nobody":          {},
+		"no process":      {},
 	} {
 		if err := other.signal(syscall.SIGKILL); !errors.Is(err, errGone) {
 			t.Errorf("%s: signalled: %v", name, err)

@@ -100,7 +100,7 @@ func (c *Component) start(ctx context.Context) error {
 	if err := startIn(holder, cmd); err != nil {
 		return fmt.Errorf("start %s on %s: %w", c.name, c.machine.name, err)
 	}
-	// Collects it whenever it ends; how it ended is nobody's question, its log tells.
+	// Reaps the process. Its log has the reason for its end.
 	go func() { _ = cmd.Wait() }()
 	started, err := identify(cmd.Process.Pid)
 	if err != nil {
@@ -188,7 +188,7 @@ func (c *Component) Restart(ctx context.Context) error {
 	return c.start(ctx)
 }
 
-// Freeze stops the component from running (SIGSTOP) without ending it: its sockets stay open and nobody answers.
+// Freeze stops the component from running (SIGSTOP) without ending it: its sockets stay open but do not answer.
 func (c *Component) Freeze() error { return c.signal(syscall.SIGSTOP) }
 
 // Thaw lets a frozen component run again.

@@ -31,7 +31,7 @@ type Config struct {
 	KubernetesVersion string `json:"kubernetesVersion,omitempty"`
 	// Nodes; empty means one node named "node-1", unless APIServerOnly is set.
 	Nodes []NodeConfig `json:"nodes,omitempty"`
-	// APIServerOnly leaves out everything but etcd and kube-apiserver: no nodes, and nobody who acts on objects.
+	// APIServerOnly leaves out everything but etcd and kube-apiserver: no nodes, controllers or scheduler.
 	APIServerOnly bool `json:"apiServerOnly,omitempty"`
 	// FeatureGates are set on every component.
 	FeatureGates map[string]bool `json:"featureGates,omitempty"`

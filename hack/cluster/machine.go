@@ -27,7 +27,7 @@ var setupScript string
 var setupCgroupScript string
 
 // joinGroup, run by a shell in a machine, moves it from the starter's cgroups to the machine's, enters the machine's cgroup
-// namespace, and becomes the command. In this order: from inside the namespace, cgroup v2 lets nobody in.
+// namespace, and becomes the command. In this order, because a process inside the namespace cannot join a cgroup of v2.
 const joinGroup = `for procs in /sys/fs/cgroup/system/cgroup.procs /sys/fs/cgroup/*/system/cgroup.procs; do ` +
 	`[ ! -e "$procs" ] || echo 0 > "$procs" || exit 126; done; exec nsenter --cgroup=/proc/1/ns/cgroup -- "$@"`
 

@@ -253,9 +253,9 @@ func (n *Node) kubeletConfig() ([]byte, error) {
 		"authorization":            map[string]any{"mode": "Webhook"},
 		"cgroupDriver":             "cgroupfs",
 		"containerRuntimeEndpoint": "unix://" + containerdSocket,
-		// The disk is the developer's, and how full it is nobody's concern here.
+		// The disk is the developer's: its fill level must not cause evictions.
 		"evictionHard": map[string]any{"memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%", "imagefs.available": "0%"},
-		// Nobody serves DNS there, so lookups fail at once; without an address kubelet warns about every pod.
+		// No DNS server runs there, so lookups fail at once. Without an address kubelet warns about every pod.
 		"clusterDNS":                  []string{dnsIP},
 		"clusterDomain":               "cluster.local",
 		"failCgroupV1":                false,

@@ -16,7 +16,7 @@ import (
 // again is how often a lock is asked for: flock cannot be told to give up with a context.
 const again = 200 * time.Millisecond
 
-// Wait waits until nobody else has the lock, also another caller in this process. The file is made, and stays; the lock ends with
+// Wait waits until the lock is free, also of other callers in this process. The file is made, and stays; the lock ends with
 // unlock or with the process.
 func Wait(ctx context.Context, path string) (unlock func(), err error) {
 	file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR|unix.O_CLOEXEC, 0o644)

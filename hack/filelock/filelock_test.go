@@ -18,7 +18,7 @@ func TestWait(t *testing.T) {
 	over, cancel := context.WithCancel(t.Context())
 	cancel()
 	if _, err := Wait(over, path); !errors.Is(err, context.Canceled) {
-		t.Errorf("a lock that somebody has: %v", err)
+		t.Errorf("a held lock: %v", err)
 	}
 	got := make(chan error)
 	go func() {

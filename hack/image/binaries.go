@@ -7,8 +7,7 @@ import "context"
 // Programs are the paths of what the image runs.
 type Programs struct{ Agent, Controller, Daemon, Simulated, Hook string }
 
-// Binaries compiles the programs of the image as the image has them, without the image around them, for whoever runs them
-// on this machine.
+// Binaries compiles the programs of the image without the image, for tests that run them on this machine.
 func Binaries(ctx context.Context, o Options) (Programs, error) {
 	if err := o.complete(ctx); err != nil {
 		return Programs{}, err

@@ -392,7 +392,7 @@ func TestRefusals(t *testing.T) {
 			_, err := Push(t.Context(), standin(t, ""), "registry.example.com/gpu/tandem")
 			return err
 		}, `image "registry.example.com/gpu/tandem"`},
-		"nobody there": {func() error {
+		"unreachable": {func() error {
 			_, err := Push(t.Context(), standin(t, ""), "127.0.0.1:1/gpu/tandem:1")
 			return err
 		}, "push 127.0.0.1:1/gpu/tandem:1"},

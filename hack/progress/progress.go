@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package progress tells whoever waits what a long run is doing and for how long. It measures nothing else.
+// Package progress reports the steps of a long run with the time since its start.
 package progress
 
 import (

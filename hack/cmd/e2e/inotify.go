@@ -10,7 +10,7 @@ import (
 )
 
 const (
-	// instancesFile bounds the inotify instances of all processes of a user, 128 where nobody has said otherwise (inotify(7)). It belongs
+	// instancesFile bounds the inotify instances of all processes of a user, 128 by default (inotify(7)). It belongs
 	// to the machine as a whole, namespaces or not.
 	instancesFile = "/proc/sys/fs/inotify/max_user_instances"
 	// instancesOfAll is enough for several clusters: each has some 40, of kubelets, containerds, API server and agents.
@@ -45,7 +45,7 @@ func raise(path string, least int) (restore func() error, err error) {
 	fmt.Printf("e2e: %s is %d meanwhile (%s before)\n", path, least, before)
 	return func() error {
 		if now, err := os.ReadFile(path); err == nil && strings.TrimSpace(string(now)) != strconv.Itoa(least) {
-			return nil // somebody has said otherwise meanwhile
+			return nil // another process has changed it meanwhile
 		}
 		return set(before)
 	}, nil

@@ -100,7 +100,7 @@ func run(ctx context.Context, args []string) (err error) {
 			Env:  append(os.Environ(), logsVariable+"="+filepath.Join(os.TempDir(), "tandem-e2e-logs-"+letter)),
 		})
 	}
-	var ended tally
+	var ended results
 	err = sidebyside.Run(ctx, os.Stdout, ended.see, programs...)
 	fmt.Printf("e2e: %d stories passed, %d failed, %d skipped in %s\n", ended.passed, len(ended.failed), ended.skipped, time.Since(start).Round(time.Second))
 	for _, name := range ended.failed {
@@ -126,14 +126,14 @@ func compile(ctx context.Context) error {
 	return nil
 }
 
-// tally counts how stories end.
-type tally struct {
+// results counts how stories end.
+type results struct {
 	passed, skipped int
 	failed          []string
 }
 
-// see takes a line of go test -v.
-func (t *tally) see(line string) {
+// see counts the result in a line of go test -v, if it has one.
+func (t *results) see(line string) {
 	end, ok := strings.CutPrefix(line, "--- ")
 	if !ok {
 		return

@@ -45,7 +45,7 @@ func TestSlowStoriesExist(t *testing.T) {
 }
 
 func TestTally(t *testing.T) {
-	var ended tally
+	var ended results
 	for line := range strings.Lines(`=== RUN   TestOne
 --- PASS: TestOne (1.00s)
 --- SKIP: TestTwo (0.00s)
