@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package tandem has no code of its own: its test guards the rules that hold for the whole repository.
+// Package tandem has no code: its tests check the rules that hold for the whole repository.
 package tandem
 
 import (
@@ -18,8 +18,8 @@ import (
 
 const module = "github.com/tandem-gpu/tandem"
 
-// layers are the product's packages from the bottom up. A package may import those of lower layers only, so nothing points
-// up, and the two front-ends are strangers to each other.
+// layers are the product's packages from the bottom up. A package imports only packages of lower layers. The two front-ends
+// share a layer, so they do not import each other.
 var layers = [][]string{
 	{"pkg/device", "internal/version", "internal/records", "internal/driverroot", "internal/capacity", "internal/broadcast", "internal/keylock", "internal/filewatch", "api"},
 	{"pkg/availability", "pkg/mig", "pkg/mps", "internal/config", "internal/status"},
@@ -110,8 +110,8 @@ func TestEveryFileNamesItsLicence(t *testing.T) {
 	}
 }
 
-// TestNobodyBelowMainExits: only main may end the process, and nothing panics on purpose.
-func TestNobodyBelowMainExits(t *testing.T) {
+// TestOnlyMainExits: only main ends the process, and nothing panics on purpose.
+func TestOnlyMainExits(t *testing.T) {
 	for _, f := range sources(t) {
 		if f.test || f.file.Name.Name == "main" || f.layer() < 0 {
 			continue
@@ -186,7 +186,7 @@ func TestNoGrabBags(t *testing.T) {
 	banned := []string{"common", "util", "utils", "helper", "helpers", "types", "manager", "consts", "base"}
 	for _, f := range sources(t) {
 		if slices.Contains(banned, filepath.Base(f.pkg)) {
-			t.Errorf("package %s says nothing by its name", f.pkg)
+			t.Errorf("the name of package %s does not say what it does", f.pkg)
 		}
 	}
 }

@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package tandem
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"unicode/utf8"
+)
+
+// retired maps each word that must not be used to the glossary's word.
+var retired = map[string]string{
+	"nobody": "name the component, or: no holder", "somebody": "name the component", "whoever": "name the component",
+	"stranger": "unknown pod", "strangers": "unknown pods", "obstacle": "unavailability", "obstacles": "unavailability",
+	"nudge": "retry", "nudges": "retries", "nudged": "retried", "condemned": "pending eviction", "lapse": "expire", "lapsed": "expired",
+	"loser": "conflict", "losers": "conflicts", "verdict": "pod state", "verdicts": "pod states",
+	"faulty": "unhealthy", "untouched": "excluded", "roster": "device list", "tally": "in-flight", "caretaker": "driverless mode",
+	"ripen": "debounce", "restless": "needs refresh", "unwant": "cancel", "limitsonly": "DevicePluginOnly",
+	"misfortune": "fault", "misfortunes": "faults", "sabotage": "mutation", "deeds": "actions", "strikes": "faults",
+}
+
+// retiredStill lists where retired words are still used. Remove entries, never add one.
+var retiredStill = map[string][]string{
+	"api/gpunode":         {"faulty", "nobody", "somebody"},
+	"api/parameters":      {"somebody", "whoever"},
+	"cmd/kubelet-plugin":  {"caretaker", "nobody", "whoever"},
+	"cmd/mps-daemon":      {"nobody"},
+	"deployments/helm":    {"condemned", "faulty", "losers", "nobody", "somebody"},
+	"docs/design":         {"condemned", "nobody", "nudge", "roster", "somebody", "strikes", "untouched"},
+	"docs/dev":            {"condemned", "losers", "misfortune", "nobody", "somebody", "strikes"},
+	"docs/user":           {"condemned", "faulty", "losers", "nobody", "somebody", "whoever"},
+	"hack/cmd":            {"tally"},
+	"internal/config":     {"nobody", "untouched"},
+	"internal/driverroot": {"somebody"},
+	"internal/filewatch":  {"nobody"},
+	"internal/records":    {"nobody", "somebody", "whoever"},
+	"pkg/controller":      {"condemned", "faulty", "lapsed", "loser", "losers", "nobody", "nudged", "nudges", "somebody", "whoever"},
+	"pkg/device":          {"nobody"},
+	"pkg/driver":          {"faulty", "loser", "losers", "nobody", "somebody", "verdicts", "whoever"},
+	"pkg/explain":         {"faulty"},
+	"pkg/gpunode":         {"condemned", "lapse", "loser", "nobody", "somebody", "whoever"},
+	"pkg/ledger":          {"condemned", "lapsed", "loser", "losers", "nobody", "somebody", "verdict", "whoever"},
+	"pkg/legacy":          {"faulty", "loser", "nobody", "restless", "ripen", "roster", "somebody", "strangers", "tally", "whoever"},
+	"pkg/mig":             {"nobody", "somebody"},
+	"pkg/mps":             {"nobody", "somebody", "whoever"},
+	"pkg/nvml":            {"nobody", "somebody", "whoever"},
+	"pkg/partition":       {"nobody", "somebody", "whoever"},
+	"pkg/podstate":        {"loser", "nobody", "somebody", "stranger", "strangers", "verdict", "whoever"},
+	"pkg/reconcile":       {"condemned", "lapse", "loser", "losers", "nobody", "somebody", "stranger", "verdict", "whoever"},
+	"pkg/sharing":         {"nobody", "somebody", "untouched", "unwant", "whoever"},
+	"pkg/webhook":         {"nobody", "somebody", "verdict", "whoever"},
+	"simulated":           {"faulty", "nobody", "somebody", "stranger", "strikes", "whoever"},
+	"simulated/profiles":  {"nobody"},
+	"simulated/programs":  {"nobody", "whoever"},
+	"test/bench":          {"whoever"},
+	"test/e2e":            {"condemned", "lapse", "loser", "losers", "nobody", "nudged", "nudges", "somebody", "tally", "untouched", "whoever"},
+	"test/oracle":         {"nobody", "somebody", "stranger", "verdict", "verdicts"},
+	"test/packing":        {"somebody"},
+	"test/restarts":       {"nobody", "somebody"},
+	"test/simulation":     {"condemned", "deeds", "loser", "misfortune", "nobody", "nudges", "somebody", "strikes"},
+	"test/torture":        {"condemned", "loser", "losers", "nobody", "restless", "somebody", "strikes", "tally", "verdict", "verdicts", "whoever"},
+}
+
+// word is a word of a text, or a part of an identifier in camel case.
+var word = regexp.MustCompile(`[A-Z]*[a-z]+`)
+
+func TestRetiredWordsStayOut(t *testing.T) {
+	for _, path := range texts(t) {
+		if path == "words_test.go" {
+			continue
+		}
+		data, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		dir := area(path)
+		for number, line := range strings.Split(path+"\n"+string(data), "\n") {
+			// The account nobody of /etc/passwd keeps its name.
+			if strings.Contains(line, "65534") {
+				continue
+			}
+			words := word.FindAllString(line, -1)
+			for i := range words {
+				words[i] = strings.ToLower(words[i])
+				if i > 0 && words[i-1] == "limits" && words[i] == "only" && strings.Contains(strings.ToLower(line), "limitsonly") {
+					words[i] = "limitsonly"
+				}
+			}
+			for _, w := range words {
+				if better, found := retired[w]; found && !slices.Contains(retiredStill[dir], w) {
+					t.Errorf("%s:%d: %q is retired, use the glossary's words: %s (allowed in %s: %q)", path, number, w, better, dir, retiredStill[dir])
+				}
+			}
+		}
+	}
+}
+
+// area is the directory of a file, at most two levels deep.
+func area(path string) string {
+	parts := strings.Split(filepath.ToSlash(filepath.Dir(path)), "/")
+	return strings.Join(parts[:min(2, len(parts))], "/")
+}
+
+func TestMarkdownLinesAreShort(t *testing.T) {
+	for _, path := range texts(t) {
+		if filepath.Ext(path) != ".md" || slices.Contains(longMarkdownStill, path) {
+			continue
+		}
+		data, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i, line := range strings.Split(string(data), "\n") {
+			if utf8.RuneCountInString(line) > 120 && !strings.HasPrefix(line, "|") && !strings.Contains(line, "://") {
+				t.Errorf("%s:%d: more than 120 characters", path, i+1)
+			}
+		}
+	}
+}
+
+// longMarkdownStill are pages that are not wrapped yet. Remove entries, never add one.
+var longMarkdownStill = []string{
+	"docs/design/0004-driver-and-cdi.md",
+	"docs/design/0009-modes.md",
+	"docs/design/0011-mig.md",
+	"docs/design/0012-parameters.md",
+	"docs/design/0013-sharing.md",
+	"docs/dev/torture.md",
+	"docs/user/mig.md",
+	"docs/user/modes.md",
+}
+
+// TestPathsExist: docs/design/0014-paths.md names files and functions that exist, in tables `| step | file | function |`.
+func TestPathsExist(t *testing.T) {
+	const page = "docs/design/0014-paths.md"
+	data, err := os.ReadFile(page)
+	if os.IsNotExist(err) {
+		t.Skip(page + " is not written yet")
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	rows := 0
+	for line := range strings.Lines(string(data)) {
+		cells := strings.Split(strings.Trim(strings.TrimSpace(line), "|"), "|")
+		if !strings.HasPrefix(line, "|") || len(cells) != 3 {
+			continue
+		}
+		file, functions := strings.Trim(cells[1], " `"), strings.Split(cells[2], ",")
+		if !strings.HasSuffix(file, ".go") {
+			continue
+		}
+		rows++
+		declared, err := functionsOf(file)
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		for _, function := range functions {
+			if function = strings.Trim(function, " `()"); !slices.Contains(declared, function) {
+				t.Errorf("%s names %s in %s, which is not there", page, function, file)
+			}
+		}
+	}
+	if rows == 0 {
+		t.Errorf("%s has no table of files and functions", page)
+	}
+}
+
+// functionsOf lists the functions (Func) and methods (Type.Method) of a file.
+func functionsOf(path string) ([]string, error) {
+	parsed, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.SkipObjectResolution)
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	for _, declaration := range parsed.Decls {
+		f, ok := declaration.(*ast.FuncDecl)
+		if !ok {
+			continue
+		}
+		name := f.Name.Name
+		if f.Recv != nil {
+			receiver := f.Recv.List[0].Type
+			if star, ok := receiver.(*ast.StarExpr); ok {
+				receiver = star.X
+			}
+			if generic, ok := receiver.(*ast.IndexExpr); ok {
+				receiver = generic.X
+			}
+			if id, ok := receiver.(*ast.Ident); ok {
+				name = id.Name + "." + name
+			}
+		}
+		names = append(names, name)
+	}
+	return names, nil
+}
+
+var (
+	metricName = regexp.MustCompile(`tandem_[a-z]+_[a-z_]+`)
+	eventName  = regexp.MustCompile("events? ((?:`[A-Z][A-Za-z]+`(?:, | and | or )?)+)")
+	quotedName = regexp.MustCompile("`([A-Za-z]+)`")
+)
+
+// TestPagesNameWhatExists: metrics and events that pages for users name are in the code.
+func TestPagesNameWhatExists(t *testing.T) {
+	var code strings.Builder
+	for _, f := range sources(t) {
+		if !f.test && (strings.HasPrefix(f.pkg, "pkg/") || strings.HasPrefix(f.pkg, "cmd/") || strings.HasPrefix(f.pkg, "internal/")) {
+			code.WriteString(f.text)
+		}
+	}
+	pages, err := filepath.Glob("docs/user/*.md")
+	if err != nil || len(pages) == 0 {
+		t.Fatal(pages, err)
+	}
+	for _, page := range append(pages, "README.md", "deployments/helm/tandem/README.md", "deployments/helm/tandem/templates/prometheusrule.yaml") {
+		data, err := os.ReadFile(page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		names := metricName.FindAllString(string(data), -1)
+		for _, events := range eventName.FindAllStringSubmatch(string(data), -1) {
+			for _, event := range quotedName.FindAllStringSubmatch(events[1], -1) {
+				names = append(names, event[1])
+			}
+		}
+		for _, name := range names {
+			if !strings.Contains(code.String(), `"`+name+`"`) {
+				t.Errorf("%s names %s, which is not in the code", page, name)
+			}
+		}
+	}
+}
+
+// texts are the paths of all text files of the repository that people write.
+func texts(t *testing.T) []string {
+	t.Helper()
+	var found []string
+	err := filepath.WalkDir(".", func(path string, entry fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if entry.IsDir() {
+			if name := entry.Name(); path != "." && (name == ".git" || name == "bin" || name == ".cache") {
+				return fs.SkipDir
+			}
+			return nil
+		}
+		if slices.Contains([]string{".go", ".md", ".yaml", ".tpl", ".sh", ".txt"}, filepath.Ext(path)) || entry.Name() == "Makefile" {
+			found = append(found, path)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return found
+}
