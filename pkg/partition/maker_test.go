@@ -20,16 +20,16 @@ import (
 
 const gpuUUID = "GPU-0"
 
-// hardware is one H100 in memory, whose calls can fail, or be the last thing that the process does.
+// hardware is a fake H100. Its calls can fail, or end the process.
 type hardware struct {
 	mu      sync.Mutex
 	gpu     device.GPU
 	serial  int
 	calls   int
 	changed chan struct{}
-	// step is told of every call before and after it did something. An error makes the call fail there.
+	// step is called before and after each effect of a call. Its error makes the call fail there.
 	step func(name string) error
-	// held is a GPU instance that a client uses.
+	// held are the GPU instances that a process uses.
 	held map[device.Placement]bool
 }
 
@@ -143,7 +143,7 @@ func (h *hardware) Partitions(context.Context, string) ([]device.Partition, erro
 	return slices.Clone(h.gpu.Partitions), h.at("list")
 }
 
-// put is what an administrator makes.
+// put creates a partition as an administrator.
 func (h *hardware) put(ref device.Ref, profile string, id int) device.Partition {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -164,7 +164,7 @@ func (h *hardware) uuids() []string {
 	return uuids
 }
 
-// process is a Maker as a process has it after its start.
+// process returns a Maker as in a process that has just started.
 func process(t *testing.T, dir string, h *hardware) *Maker {
 	t.Helper()
 	records := NewRecords(dir, "boot")
@@ -183,72 +183,116 @@ func wanted(profile string, id, start, size int) device.Partition {
 
 func always() bool { return true }
 
+var errUnreserved = errors.New("not reserved any more")
+
+// create calls the Maker as the DRA driver does.
+func create(ctx context.Context, m *Maker, want device.Partition, reserved func() bool) (device.Partition, error) {
+	unlock, err := m.Lock(ctx, want.Ref.GPU)
+	if err != nil {
+		return device.Partition{}, err
+	}
+	defer unlock()
+	if err := m.Record(ctx, want); err != nil {
+		return device.Partition{}, err
+	}
+	if !reserved() {
+		return device.Partition{}, errUnreserved
+	}
+	return m.Create(ctx, want)
+}
+
+// destroy calls the Maker as the reconciler does.
+func destroy(ctx context.Context, m *Maker, ref device.Ref, unused func() bool) error {
+	unlock, err := m.Lock(ctx, ref.GPU)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if !unused() {
+		return nil
+	}
+	return m.Destroy(ctx, ref)
+}
+
+// endIdle calls the Maker as the reconciler does.
+func endIdle(ctx context.Context, m *Maker, gpu device.GPU, free func() bool) error {
+	unlock, err := m.Lock(ctx, gpu.UUID)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if !free() {
+		return nil
+	}
+	return m.EndIdleMIGMode(ctx, gpu)
+}
+
 func TestMakeAndDestroy(t *testing.T) {
 	h := newHardware()
 	m := process(t, t.TempDir(), h)
 	want := wanted("3g.40gb", 9, 4, 4)
-	first, err := m.Make(t.Context(), want, always)
+	first, err := create(t.Context(), m, want, always)
 	if err != nil {
 		t.Fatal(err)
 	}
-	again, err := m.Make(t.Context(), want, always)
+	again, err := create(t.Context(), m, want, always)
 	if err != nil || again.UUID != first.UUID || !again.Made {
 		t.Fatalf("made again: %+v, %v; want the one that is there, %s", again, err, first.UUID)
 	}
 	if found, ok := m.Inventory().ByName(first.Name()); !ok || !found.Partition.Made {
 		t.Errorf("the inventory has %+v, want it marked as made", found.Partition)
 	}
-	if err := m.Destroy(t.Context(), want.Ref, func() bool { return false }); err != nil || len(h.uuids()) != 1 {
+	if err := destroy(t.Context(), m, want.Ref, func() bool { return false }); err != nil || len(h.uuids()) != 1 {
 		t.Fatalf("destroyed although it is in use: %v, %v left", err, h.uuids())
 	}
 	for range 2 {
-		if err := m.Destroy(t.Context(), want.Ref, always); err != nil {
+		if err := destroy(t.Context(), m, want.Ref, always); err != nil {
 			t.Fatal(err)
 		}
 	}
 	if left := h.uuids(); len(left) > 0 || m.records.Made(want.Ref) {
 		t.Errorf("left %v, recorded %v", left, m.records.Made(want.Ref))
 	}
-	resting := m.Resting()
-	if len(resting) != 1 {
-		t.Fatalf("resting are %v", resting)
+	idle := m.IdleMIGMode()
+	if len(idle) != 1 {
+		t.Fatalf("GPUs in idle MIG mode: %v", idle)
 	}
-	if err := m.Rest(t.Context(), resting[0], func() bool { return false }); err != nil || !h.Inventory().GPUs[0].MIGEnabled {
-		t.Errorf("a GPU that somebody holds is switched: %v", err)
+	if err := endIdle(t.Context(), m, idle[0], func() bool { return false }); err != nil || !h.Inventory().GPUs[0].MIGEnabled {
+		t.Errorf("MIG mode of a held GPU was switched off: %v", err)
 	}
-	if err := m.Rest(t.Context(), resting[0], always); err != nil || h.Inventory().GPUs[0].MIGEnabled || len(m.Resting()) > 0 {
+	if err := endIdle(t.Context(), m, idle[0], always); err != nil || h.Inventory().GPUs[0].MIGEnabled || len(m.IdleMIGMode()) > 0 {
 		t.Errorf("a free GPU stays in MIG mode: %v", err)
 	}
 }
 
-// What somebody else has made is in the way, and is never touched.
-func TestForeignPartition(t *testing.T) {
+// An unmanaged partition makes others unavailable, and is never changed.
+func TestUnmanagedPartition(t *testing.T) {
 	h := newHardware()
 	dir := t.TempDir()
 	m := process(t, dir, h)
 	theirs := h.put(device.Ref{GPU: gpuUUID, Placement: device.Placement{Start: 5, Size: 1}}, "1g.10gb", 19)
-	_, err := m.Make(t.Context(), wanted("3g.40gb", 9, 4, 4), always)
-	if foreign, ok := errors.AsType[*ForeignError](err); !ok || foreign.Foreign.UUID != theirs.UUID {
-		t.Fatalf("got %v, want a ForeignError about %s", err, theirs.UUID)
+	_, err := create(t.Context(), m, wanted("3g.40gb", 9, 4, 4), always)
+	if unmanaged, ok := errors.AsType[*UnmanagedError](err); !ok || unmanaged.Unmanaged.UUID != theirs.UUID {
+		t.Fatalf("got %v, want a UnmanagedError about %s", err, theirs.UUID)
 	}
-	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 5, 1), always); err == nil {
+	if _, err := create(t.Context(), m, wanted("1g.10gb", 19, 5, 1), always); err == nil {
 		t.Fatal("adopted a partition that an administrator made")
 	}
-	if err := m.Destroy(t.Context(), theirs.Ref, always); err != nil || !slices.Equal(h.uuids(), []string{theirs.UUID}) {
+	if err := destroy(t.Context(), m, theirs.Ref, always); err != nil || !slices.Equal(h.uuids(), []string{theirs.UUID}) {
 		t.Fatalf("%v; left %v, want %s", err, h.uuids(), theirs.UUID)
 	}
-	if foreign, ok := errors.AsType[*ForeignError](m.Whole(t.Context(), gpuUUID)); !ok || foreign.Foreign.UUID != theirs.UUID {
-		t.Error("a GPU with a partition passes for whole")
+	if unmanaged, ok := errors.AsType[*UnmanagedError](m.EnsureWhole(t.Context(), gpuUUID)); !ok || unmanaged.Unmanaged.UUID != theirs.UUID {
+		t.Error("a GPU with an unmanaged partition was made whole")
 	}
-	if resting := m.Resting(); len(resting) > 0 {
-		t.Errorf("a GPU with a partition passes for resting")
+	if idle := m.IdleMIGMode(); len(idle) > 0 {
+		t.Errorf("a GPU with a partition counts as in idle MIG mode")
 	}
-	if err := m.Rest(t.Context(), h.Inventory().GPUs[0], always); err == nil || !h.Inventory().GPUs[0].MIGEnabled {
+	if err := endIdle(t.Context(), m, h.Inventory().GPUs[0], always); err == nil || !h.Inventory().GPUs[0].MIGEnabled {
 		t.Error("MIG mode was switched off under a partition", err)
 	}
 
 	// An administrator destroys ours and makes one in its place.
-	ours, err := m.Make(t.Context(), wanted("1g.10gb", 19, 0, 1), always)
+	ours, err := create(t.Context(), m, wanted("1g.10gb", 19, 0, 1), always)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -256,21 +300,20 @@ func TestForeignPartition(t *testing.T) {
 		t.Fatal(err)
 	}
 	next := h.put(ours.Ref, "1g.10gb", 19)
-	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 0, 1), always); err == nil {
-		t.Error("took another's partition for its own")
+	if _, err := create(t.Context(), m, wanted("1g.10gb", 19, 0, 1), always); err == nil {
+		t.Error("adopted a partition of another UUID")
 	}
-	if err := process(t, dir, h).Destroy(t.Context(), ours.Ref, always); err != nil || !slices.Contains(h.uuids(), next.UUID) {
+	if err := destroy(t.Context(), process(t, dir, h), ours.Ref, always); err != nil || !slices.Contains(h.uuids(), next.UUID) {
 		t.Errorf("%v; left %v, want %s among them", err, h.uuids(), next.UUID)
 	}
 }
 
-// A partition that a client keeps busy stays recorded until it could be destroyed.
-// A GPU that is not dynamic any more is whole again with the last partition that was made of it, unless somebody else has one.
+// MIG mode of a GPU that is no longer dynamic ends with the last partition that Tandem created, unless it has an unmanaged one.
 func TestLastPartitionOfAStaticGPU(t *testing.T) {
-	for name, test := range map[string]struct{ dynamic, foreign, want bool }{
-		"still dynamic":              {dynamic: true, want: true},
-		"static by now":              {},
-		"static, and not ours alone": {foreign: true, want: true},
+	for name, test := range map[string]struct{ dynamic, unmanaged, want bool }{
+		"still dynamic":                            {dynamic: true, want: true},
+		"no longer dynamic":                        {},
+		"no longer dynamic, with an unmanaged one": {unmanaged: true, want: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			h := newHardware()
@@ -279,11 +322,11 @@ func TestLastPartitionOfAStaticGPU(t *testing.T) {
 			m.policy.Dynamic = func(device.GPU) bool { return dynamic }
 			first, second := wanted("1g.10gb", 19, 0, 1), wanted("1g.10gb", 19, 1, 1)
 			for _, want := range []device.Partition{first, second} {
-				if _, err := m.Make(t.Context(), want, always); err != nil {
+				if _, err := create(t.Context(), m, want, always); err != nil {
 					t.Fatal(err)
 				}
 			}
-			if test.foreign {
+			if test.unmanaged {
 				h.put(device.Ref{GPU: gpuUUID, Placement: device.Placement{Start: 4, Size: 4}}, "3g.40gb", 9)
 			}
 			dynamic = test.dynamic
@@ -291,7 +334,7 @@ func TestLastPartitionOfAStaticGPU(t *testing.T) {
 				if !h.gpu.MIGEnabled {
 					t.Fatalf("MIG mode is off before %s is gone", want.Name())
 				}
-				if err := m.Destroy(t.Context(), want.Ref, always); err != nil {
+				if err := destroy(t.Context(), m, want.Ref, always); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -302,29 +345,29 @@ func TestLastPartitionOfAStaticGPU(t *testing.T) {
 	}
 }
 
+// A partition that a process keeps busy stays recorded until it is destroyed.
 func TestBusyPartition(t *testing.T) {
 	h := newHardware()
 	dir := t.TempDir()
 	m := process(t, dir, h)
 	want := wanted("1g.10gb", 19, 2, 1)
-	if _, err := m.Make(t.Context(), want, always); err != nil {
+	if _, err := create(t.Context(), m, want, always); err != nil {
 		t.Fatal(err)
 	}
 	h.held[want.Ref.Placement] = true
-	if err := m.Destroy(t.Context(), want.Ref, always); err == nil || !m.records.Made(want.Ref) {
+	if err := destroy(t.Context(), m, want.Ref, always); err == nil || !m.records.Made(want.Ref) {
 		t.Fatalf("got %v, recorded %v", err, m.records.Made(want.Ref))
 	}
-	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 3, 1), always); err != nil {
-		t.Errorf("a busy partition is in the way of another: %v", err)
+	if _, err := create(t.Context(), m, wanted("1g.10gb", 19, 3, 1), always); err != nil {
+		t.Errorf("a busy partition blocks another placement: %v", err)
 	}
 	delete(h.held, want.Ref.Placement)
-	if err := process(t, dir, h).Destroy(t.Context(), want.Ref, always); err != nil || len(h.uuids()) != 1 {
+	if err := destroy(t.Context(), process(t, dir, h), want.Ref, always); err != nil || len(h.uuids()) != 1 {
 		t.Errorf("%v; left %v", err, h.uuids())
 	}
 }
 
-// A process that dies at any step, or a driver that fails at any, leaves what the next attempt finishes, or Destroy undoes, and
-// nothing else.
+// A process that dies at any step, or a driver that fails at any step, leaves only what the next attempt completes or Destroy removes.
 func TestFaultAtEveryStep(t *testing.T) {
 	for _, dies := range []bool{true, false} {
 		for _, finishes := range []bool{true, false} {
@@ -345,21 +388,21 @@ func TestFaultAtEveryStep(t *testing.T) {
 				m := process(t, dir, h)
 				want := wanted("3g.40gb", 9, 0, 4)
 				alone(func() {
-					if _, err := m.Make(t.Context(), want, always); err == nil {
-						_ = m.Destroy(t.Context(), want.Ref, always)
+					if _, err := create(t.Context(), m, want, always); err == nil {
+						_ = destroy(t.Context(), m, want.Ref, always)
 					}
 				})
 				reached := h.calls >= step
 				h.step = func(string) error { return nil }
 				m = process(t, dir, h)
 				if finishes {
-					p, err := m.Make(t.Context(), want, always)
+					p, err := create(t.Context(), m, want, always)
 					if err != nil || p.UUID == "" || !slices.Equal(h.uuids(), []string{theirs.UUID, p.UUID}) {
 						t.Fatalf("dies %v at step %d: made %q, %v; there is %q", dies, step, p.UUID, err, h.uuids())
 					}
 				}
 				for _, ref := range m.records.All() {
-					if err := m.Destroy(t.Context(), ref, always); err != nil {
+					if err := destroy(t.Context(), m, ref, always); err != nil {
 						t.Fatal(err)
 					}
 				}
@@ -374,7 +417,7 @@ func TestFaultAtEveryStep(t *testing.T) {
 	}
 }
 
-// alone runs what may end its goroutine, as a process that dies does.
+// alone runs do in a goroutine that do may end, as a dying process would.
 func alone(do func()) {
 	done := make(chan struct{})
 	go func() {
@@ -399,8 +442,8 @@ func TestCycles(t *testing.T) {
 		want := wants[random.IntN(len(wants))]
 		for _, ref := range m.records.All() {
 			if ref.Overlaps(want.Ref) && ref != want.Ref {
-				// The ledger reserves a place only once what was there is gone.
-				if err := m.Destroy(t.Context(), ref, always); err != nil {
+				// The ledger reserves a placement only after the partition there is gone.
+				if err := destroy(t.Context(), m, ref, always); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -417,9 +460,9 @@ func TestCycles(t *testing.T) {
 			return errors.New("fault")
 		}
 		alone(func() {
-			if _, err := m.Make(t.Context(), want, always); err == nil {
+			if _, err := create(t.Context(), m, want, always); err == nil {
 				finished++
-				_ = m.Destroy(t.Context(), want.Ref, func() bool { return random.IntN(3) > 0 })
+				_ = destroy(t.Context(), m, want.Ref, func() bool { return random.IntN(3) > 0 })
 			}
 		})
 		h.step = func(string) error { return nil }
@@ -427,11 +470,11 @@ func TestCycles(t *testing.T) {
 			m = process(t, dir, h)
 		}
 		if !slices.Contains(h.uuids(), theirs.UUID) {
-			t.Fatal("a foreign partition is gone")
+			t.Fatal("the unmanaged partition is gone")
 		}
 	}
 	for _, ref := range m.records.All() {
-		if err := m.Destroy(t.Context(), ref, always); err != nil {
+		if err := destroy(t.Context(), m, ref, always); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -462,10 +505,7 @@ func TestRecords(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	names := func(r *Records, p device.Partition) bool {
-		m, ok := r.get(p.Ref)
-		return ok && m.names(p)
-	}
+	names := (*Records).created
 	p := device.Partition{Ref: ref, ProfileID: 14}
 	must(r.put(p))
 	p.UUID = "MIG-1"
@@ -501,36 +541,36 @@ func TestRecords(t *testing.T) {
 	must(r.drop(ref))
 }
 
-// A claim that is unprepared before its partition is recorded has let go of the place: nothing may be made in it.
-func TestUnpreparedBeforeMade(t *testing.T) {
+// A claim that was unprepared before its partition was recorded has released the placement: nothing may be created there.
+func TestUnpreparedBeforeCreate(t *testing.T) {
 	h := newHardware()
 	m := process(t, t.TempDir(), h)
 	want := wanted("3g.40gb", 9, 0, 4)
-	asked := false
-	_, err := m.Make(t.Context(), want, func() bool {
-		asked = true
+	checked := false
+	_, err := create(t.Context(), m, want, func() bool {
+		checked = true
 		if !m.Made(want.Ref) {
-			t.Error("asked before anybody could see that the place is about to be used")
+			t.Error("the reservation was checked before the partition was recorded")
 		}
 		return false
 	})
-	if err == nil || !asked || len(h.uuids()) > 0 {
+	if err == nil || !checked || len(h.uuids()) > 0 {
 		t.Errorf("got %v, there is %v", err, h.uuids())
 	}
 }
 
-// A partition of ours that is about to go is nobody else's: whoever wants its place tries again.
-func TestOwnPartitionInTheWay(t *testing.T) {
+// Tandem's own partition that overlaps is about to be destroyed: the error is worth a retry.
+func TestOwnPartitionOverlaps(t *testing.T) {
 	h := newHardware()
 	m := process(t, t.TempDir(), h)
-	if _, err := m.Make(t.Context(), wanted("1g.10gb", 19, 1, 1), always); err != nil {
+	if _, err := create(t.Context(), m, wanted("1g.10gb", 19, 1, 1), always); err != nil {
 		t.Fatal(err)
 	}
-	_, err := m.Make(t.Context(), wanted("3g.40gb", 9, 0, 4), always)
-	if _, foreign := errors.AsType[*ForeignError](err); err == nil || foreign {
+	_, err := create(t.Context(), m, wanted("3g.40gb", 9, 0, 4), always)
+	if _, unmanaged := errors.AsType[*UnmanagedError](err); err == nil || unmanaged {
 		t.Errorf("got %v, want another try", err)
 	}
-	if _, foreign := errors.AsType[*ForeignError](m.Whole(t.Context(), gpuUUID)); foreign {
-		t.Error("a partition of ours keeps the whole GPU for good")
+	if _, unmanaged := errors.AsType[*UnmanagedError](m.EnsureWhole(t.Context(), gpuUUID)); unmanaged {
+		t.Error("Tandem's own partition counts as unmanaged")
 	}
 }

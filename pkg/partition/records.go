@@ -11,31 +11,25 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Records remember through crashes which partitions were made for claims, or are about to be: one file each, in a directory that
-// ends with the boot. What is not recorded is somebody else's. All methods are safe for concurrent use.
+// Records are the partitions that were created for claims, or are about to be: one file each, in a directory that ends with
+// the boot. A partition without a record is unmanaged. All methods are safe for concurrent use.
 type Records struct {
 	store  *records.Store[device.Ref, made]
 	bootID string
 }
 
-// made is what is known of a partition that was made. The name of the file carries its place, so that one that cannot be read
-// still says what is ours.
+// made is the content of a record. The name of the file is the partition's ref, so that an unreadable file still says which
+// partition Tandem created.
 type made struct {
 	BootID    string `json:"bootID"`
 	ProfileID int    `json:"profileID"`
 	// UUID is empty until the partition is complete.
 	UUID string `json:"uuid,omitempty"`
-	// Unknown is set where nothing but the place is known.
+	// Unknown means that the file was unreadable: only the ref is known.
 	Unknown bool `json:"unknown,omitempty"`
 }
 
-// names reports whether a partition in the recorded place is the recorded one. One whose UUID is not recorded was about to be
-// made when the process ended.
-func (m made) names(p device.Partition) bool {
-	return m.Unknown || m.ProfileID == p.ProfileID && (m.UUID == "" || p.UUID == "" || m.UUID == p.UUID)
-}
-
-// NewRecords does nothing visible: there are none before Load.
+// NewRecords has no visible effect. Call Load before any other method.
 func NewRecords(dir, bootID string) *Records {
 	return &Records{bootID: bootID, store: records.New(dir, bootID, records.Format[device.Ref, made]{
 		What: "partition", Name: fileName, Parse: parseName,
@@ -44,50 +38,55 @@ func NewRecords(dir, bootID string) *Records {
 	})}
 }
 
-// Load reads what an earlier process has left. Called once, before anything is made, by whoever makes sure that no other process
-// uses the directory. Records of an earlier boot are removed: the partitions went with it. Problems are files that are not as
-// they should be; they are kept, and what they are named after counts as made.
+// Load reads the records of an earlier process. main calls it once, while no other process uses the directory. It removes
+// records of an earlier boot: the partitions ended with it. Problems are unreadable files. They are kept, and the partitions
+// that they are named after count as created.
 func (r *Records) Load() (problems []error, err error) { return r.store.Load() }
 
 func parseName(name string) (device.Ref, error) {
 	text, err := url.PathUnescape(name)
-	if err != nil {
-		return device.Ref{}, fmt.Errorf("its name is no place: %w", err)
+	var ref device.Ref
+	if err == nil {
+		ref, err = device.ParseRef(text)
 	}
-	ref, err := device.ParseRef(text)
-	if err != nil {
-		return device.Ref{}, fmt.Errorf("its name is no place: %w", err)
+	if err == nil && ref.Whole() {
+		err = errors.New("it is a whole GPU")
 	}
-	if ref.Whole() {
-		return device.Ref{}, errors.New("its name is that of a whole GPU")
+	if err != nil {
+		return device.Ref{}, fmt.Errorf("parse partition from the name of its record: %w", err)
 	}
 	return ref, nil
 }
 
 func fileName(ref device.Ref) string { return url.PathEscape(ref.String()) }
 
-// Made reports whether the partition was made for a claim, or is about to be.
+// Made reports whether the partition was created for a claim, or is about to be.
 func (r *Records) Made(ref device.Ref) bool {
-	_, ok := r.get(ref)
+	_, ok := r.store.Get(ref)
 	return ok
 }
 
-// All returns every recorded place, in no order.
+// created reports whether p is the recorded partition at its placement. A record without a UUID matches any UUID: the process
+// ended while it created the partition.
+func (r *Records) created(p device.Partition) bool {
+	m, ok := r.store.Get(p.Ref)
+	return ok && (m.Unknown || m.ProfileID == p.ProfileID && (m.UUID == "" || p.UUID == "" || m.UUID == p.UUID))
+}
+
+// All returns every recorded ref, in no order.
 func (r *Records) All() []device.Ref { return r.store.Keys() }
 
-func (r *Records) get(ref device.Ref) (made, bool) { return r.store.Get(ref) }
-
-// put records that the partition is about to be made, or with a UUID that it is. It is on disk when put returns nil.
+// put records that the partition is about to be created, or with a UUID that it exists. It is on disk when put returns nil.
 func (r *Records) put(p device.Partition) error {
 	m := made{BootID: r.bootID, ProfileID: p.ProfileID, UUID: p.UUID}
-	if known, ok := r.get(p.Ref); ok && known == m {
+	if known, ok := r.store.Get(p.Ref); ok && known == m {
 		return nil
 	}
 	return r.store.Put(p.Ref, m)
 }
 
-// drop forgets a partition that is gone.
+// drop removes the record of a partition that is gone.
 func (r *Records) drop(ref device.Ref) error { return r.store.Drop(ref) }
 
-// Repair writes anew what was removed from the directory by somebody else. It costs one look at each record.
+// Repair writes records again that another process removed. It costs one stat for each record.
 func (r *Records) Repair() error { return r.store.Repair() }

@@ -71,9 +71,9 @@ func live(ctx context.Context, host string, orders io.Reader, answers io.Writer)
 		case !ok:
 			return fmt.Errorf("no device %s", name)
 		case order == "make":
-			_, err = maker.Make(ctx, found.Partition, func() bool { return true })
+			err = create(ctx, maker, found.Partition)
 		case order == "destroy":
-			err = maker.Destroy(ctx, found.Ref(), func() bool { return true })
+			err = destroy(ctx, maker, found.Ref())
 		default:
 			return fmt.Errorf("unknown order %q", order)
 		}
@@ -84,6 +84,28 @@ func live(ctx context.Context, host string, orders io.Reader, answers io.Writer)
 		}
 	}
 	return nil
+}
+
+func create(ctx context.Context, maker *partition.Maker, want device.Partition) error {
+	unlock, err := maker.Lock(ctx, want.Ref.GPU)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if err := maker.Record(ctx, want); err != nil {
+		return err
+	}
+	_, err = maker.Create(ctx, want)
+	return err
+}
+
+func destroy(ctx context.Context, maker *partition.Maker, ref device.Ref) error {
+	unlock, err := maker.Lock(ctx, ref.GPU)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	return maker.Destroy(ctx, ref)
 }
 
 // process is one life, as seen from outside.
@@ -242,7 +264,7 @@ func (w *world) make() {
 		case answer == "ok":
 			w.made++
 			return
-		case strings.Contains(answer, "in the way") || strings.Contains(answer, "nsufficient"):
+		case strings.Contains(answer, "overlaps it") || strings.Contains(answer, "nsufficient"):
 			// Permanently refused: an unmanaged partition is there or uses the engines.
 			w.refused++
 			w.destroy(p.Name())
