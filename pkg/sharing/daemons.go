@@ -18,138 +18,152 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/mps"
 )
 
-// NotReadyError says that everything is set and asked for, and that the daemon has not answered in time. Whoever tries again
-// finds it ready, or waits on.
+// NotReadyError reports that the requested daemon was not ready in time. A retry waits for the same daemon.
 type NotReadyError struct {
 	Daemon string
-	// Begun is set where the daemon's pod runs.
-	Begun bool
-	// Other is set where a daemon is ready that is not the one which is wanted.
-	Other bool
-	// Log is where the daemon says on the host what it does.
+	// Started means that the daemon's pod runs.
+	Started bool
+	// OtherSettings means that a daemon is ready which has other settings than the requested one.
+	OtherSettings bool
+	// Log is the path of the daemon's log on the host.
 	Log string
 	err error
 }
 
 // Error says what to look at.
 func (e *NotReadyError) Error() string {
-	if e.Other {
-		return fmt.Sprintf("MPS daemon %s has other settings than were asked for: its pod is about to be replaced, or the controller or the "+
-			"GPUNode's definition (CRD) is not of the agent's version: %v", e.Daemon, e.err)
-	}
-	if e.Begun {
+	switch {
+	case e.OtherSettings:
+		return fmt.Sprintf("MPS daemon %s has other settings than were requested: its pod is about to be replaced, or the controller or "+
+			"the GPUNode CRD does not have the agent's version: %v", e.Daemon, e.err)
+	case e.Started:
 		return fmt.Sprintf("MPS daemon %s has started and is not ready (its log is %s on the node): %v", e.Daemon, e.Log, e.err)
 	}
 	return fmt.Sprintf("MPS daemon %s has not been started: %v", e.Daemon, e.err)
 }
 
-// Unwrap is what ended the waiting.
+// Unwrap returns what ended the wait.
 func (e *NotReadyError) Unwrap() error { return e.err }
 
-// daemon is one that is to run.
+// daemon is a requested daemon.
 type daemon struct {
 	settings mps.Settings
-	// undone ends when the daemon is not wanted any more.
-	undone context.Context
-	undo   context.CancelFunc
-	// described are the CDI devices of its clients by name, with the limit that they give: nil of those that this process has only
-	// found. The map is nil before describeClients has looked for them.
-	described map[string]*limit
+	// cancelled is done once the request is cancelled.
+	cancelled context.Context
+	cancel    context.CancelFunc
+	// clients are the client devices by name, with their limit: nil if an earlier process wrote the device. The map is nil before
+	// clientDevices has read them.
+	clients map[string]*limit
 }
 
-// Daemons that are to run, by name.
-func (k *Keeper) Daemons() []Daemon {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	all := make([]Daemon, 0, len(k.daemons))
-	for _, name := range slices.Sorted(maps.Keys(k.daemons)) {
-		all = append(all, Daemon{name, k.daemons[name].settings})
+// Daemons returns the requested daemons, sorted by name.
+func (m *Manager) Daemons() []Daemon {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	all := make([]Daemon, 0, len(m.daemons))
+	for _, name := range slices.Sorted(maps.Keys(m.daemons)) {
+		all = append(all, Daemon{name, m.daemons[name].settings})
 	}
 	return all
 }
 
-// want has the daemon run. Under k.mu, or before anybody else has the Keeper.
-func (k *Keeper) want(name string, settings mps.Settings) (news bool) {
-	if d, ok := k.daemons[name]; ok {
-		news = d.settings.Hash() != settings.Hash()
+// request requests a daemon. Needs m.mu, except in NewManager.
+func (m *Manager) request(name string, settings mps.Settings) {
+	if d, ok := m.daemons[name]; ok {
+		if d.settings.Hash() == settings.Hash() {
+			return
+		}
 		d.settings = settings
-		return news
+	} else {
+		cancelled, cancel := context.WithCancel(context.Background())
+		m.daemons[name] = &daemon{settings: settings, cancelled: cancelled, cancel: cancel}
 	}
-	undone, undo := context.WithCancel(context.Background())
-	k.daemons[name] = &daemon{settings: settings, undone: undone, undo: undo}
-	return true
+	m.changed.Notify()
 }
 
-// unwant ends the waiting for a daemon, and tells its pod's owner.
-func (k *Keeper) unwant(name string) {
-	k.mu.Lock()
-	d, ok := k.daemons[name]
-	delete(k.daemons, name)
-	k.mu.Unlock()
-	if ok {
-		d.undo()
-		k.announce()
+// cancelRequest also ends all waits for the daemon.
+func (m *Manager) cancelRequest(name string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if d, ok := m.daemons[name]; ok {
+		delete(m.daemons, name)
+		d.cancel()
+		m.changed.Notify()
 	}
 }
 
-// connect waits for a daemon, and returns the CDI device of its clients with that limit.
-func (k *Keeper) connect(ctx context.Context, name string, l limit) (string, error) {
-	k.mu.Lock()
-	d, ok := k.daemons[name]
+// errCancelled means that the claim was unprepared while a caller waited for its daemon.
+var errCancelled = errors.New("its claim was unprepared meanwhile")
+
+// Connect waits for the daemon of a plan, and returns the client devices of the claim's containers. The caller holds no lock.
+// A *NotReadyError says that ctx ended before the daemon was ready.
+func (m *Manager) Connect(ctx context.Context, plan Plan) (clientDevices []string, err error) {
+	if plan.Daemon == "" {
+		return nil, nil
+	}
+	client, err := m.connect(ctx, plan.Daemon, limit{})
+	if err != nil {
+		return nil, wrapGroup(err, plan.Group)
+	}
+	return []string{client}, nil
+}
+
+func (m *Manager) connect(ctx context.Context, name string, l limit) (clientDevice string, err error) {
+	m.mu.Lock()
+	d, ok := m.daemons[name]
 	if !ok {
-		k.mu.Unlock()
-		return "", errUnheld
+		m.mu.Unlock()
+		return "", errCancelled
 	}
 	hash := d.settings.Hash()
-	k.mu.Unlock()
+	m.mu.Unlock()
 	waiting, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	stop := context.AfterFunc(d.undone, func() { cancel(errUnheld) })
+	stop := context.AfterFunc(d.cancelled, func() { cancel(errCancelled) })
 	defer stop()
-	if _, err := mps.Await(waiting, k.dir(name), hash); err != nil {
-		if d.undone.Err() != nil {
-			return "", errUnheld
+	if _, err := mps.Await(waiting, m.dir(name), hash); err != nil {
+		if d.cancelled.Err() != nil {
+			return "", errCancelled
 		}
-		begun, heldErr := mps.Held(k.dir(name))
-		other, alive, aliveErr := mps.Alive(k.dir(name))
+		started, heldErr := mps.Held(m.dir(name))
+		other, alive, aliveErr := mps.Alive(m.dir(name))
 		return "", &NotReadyError{
-			Daemon: name, Begun: begun, Other: alive && other.Hash != hash, Log: filepath.Join(k.dir(name), mps.LogDir, "control.log"),
-			err: errors.Join(err, heldErr, aliveErr),
+			Daemon: name, Started: started, OtherSettings: alive && other.Hash != hash,
+			Log: filepath.Join(m.dir(name), mps.LogDir, "control.log"), err: errors.Join(err, heldErr, aliveErr),
 		}
 	}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if k.daemons[name] != d {
-		return "", errUnheld
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.daemons[name] != d {
+		return "", errCancelled
 	}
-	return k.describe(name, l)
+	return m.writeClientDevice(name, l)
 }
 
 // Client is what a container needs beside a GPU to share it by MPS.
 type Client struct {
 	// Env by the names of variables.
 	Env map[string]string
-	// Mounts are directories of the host by their places in the container, to be written.
+	// Mounts are directories of the host by their writable paths in the container.
 	Mounts map[string]string
 }
 
-// limit is what a client is kept to by its own variables; what is zero has none.
+// limit is what a client's environment limits it to; zero is no limit.
 type limit struct {
 	mib     uint64
 	threads int
 }
 
-// client of a daemon. The memory volume is that of the daemon's pod of the moment.
-func (k *Keeper) client(daemon string, l limit) Client {
+func (m *Manager) client(daemon string, l limit) Client {
 	c := Client{
 		Env: map[string]string{"CUDA_MPS_PIPE_DIRECTORY": mps.ClientPipeDir},
 		Mounts: map[string]string{
-			mps.ClientPipeDir: filepath.Join(k.dir(daemon), mps.PipeDir),
-			"/dev/shm":        filepath.Join(k.dir(daemon), mps.ShmLink),
+			mps.ClientPipeDir: filepath.Join(m.dir(daemon), mps.PipeDir),
+			"/dev/shm":        filepath.Join(m.dir(daemon), mps.ShmLink),
 		},
 	}
 	if l.mib > 0 {
-		// Its first GPU, of those that the daemon has.
+		// Device 0 is the daemon's first GPU.
 		c.Env["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = fmt.Sprintf("0=%dM", l.mib)
 	}
 	if l.threads > 0 {
@@ -158,17 +172,18 @@ func (k *Keeper) client(daemon string, l limit) Client {
 	return c
 }
 
-// deviceOf is the CDI device of a daemon's clients with that limit, which ends with the daemon.
-func deviceOf(daemon string, l limit) string {
+// clientDeviceName is the name of the client device for that limit.
+func clientDeviceName(daemon string, l limit) string {
 	if l.mib == 0 {
 		return daemon
 	}
 	return fmt.Sprintf("%s.%dm", daemon, l.mib)
 }
 
-// describe makes that device. Under k.mu, and of a daemon that is to run: what ends it removes the devices afterwards.
-func (k *Keeper) describe(daemon string, l limit) (qualified string, err error) {
-	c := k.client(daemon, l)
+// writeClientDevice writes a client device of a requested daemon. Needs m.mu, so that end removes it afterwards
+// (TestPolicyDescribesNothingThatEnds).
+func (m *Manager) writeClientDevice(daemon string, l limit) (qualified string, err error) {
+	c := m.client(daemon, l)
 	var edits specs.ContainerEdits
 	for _, variable := range slices.Sorted(maps.Keys(c.Env)) {
 		edits.Env = append(edits.Env, variable+"="+c.Env[variable])
@@ -178,112 +193,151 @@ func (k *Keeper) describe(daemon string, l limit) (qualified string, err error) 
 			HostPath: c.Mounts[path], ContainerPath: path, Type: "bind", Options: []string{"rw", "nosuid", "nodev", "bind"},
 		})
 	}
-	qualified, err = k.Specs.WriteClientDevice(deviceOf(daemon, l), edits)
-	if described := k.daemons[daemon].described; err == nil && described != nil {
-		described[deviceOf(daemon, l)] = &l
+	name := clientDeviceName(daemon, l)
+	qualified, err = m.Specs.WriteClientDevice(name, edits)
+	if clients := m.daemons[daemon].clients; err == nil && clients != nil {
+		clients[name] = &l
 	}
 	return qualified, err
 }
 
-// describeClients makes the CDI devices that clients of a daemon need, and removes the others, unless these are not all that may be
-// needed. needed is asked while nobody can become a client: who comes later finds what is left, and makes what is not.
-func (k *Keeper) describeClients(name string, needed func() (clients map[string]limit, all bool)) error {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	d, ok := k.daemons[name]
+// clientDevices returns a copy of the daemon's client devices, also of those that an earlier process wrote.
+func (m *Manager) clientDevices(name string) (map[string]*limit, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	d, ok := m.daemons[name]
+	if !ok {
+		return nil, nil
+	}
+	if d.clients == nil {
+		found, err := m.Specs.ClientDevices(name)
+		if err != nil {
+			return nil, err
+		}
+		d.clients = map[string]*limit{}
+		for _, client := range found {
+			d.clients[client] = nil
+		}
+	}
+	return maps.Clone(d.clients), nil
+}
+
+// setClientDevices writes the needed client devices that are missing, and removes those of before that are not needed. The
+// caller called clientDevices, then read the ledger: a device that was written since belongs to a later holder and stays
+// (TestPolicyPrunesNothingNew).
+func (m *Manager) setClientDevices(name string, before, needed map[string]*limit) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	d, ok := m.daemons[name]
 	if !ok {
 		return nil
 	}
-	if d.described == nil {
-		there, err := k.Specs.ClientDevices(name)
-		if err != nil {
-			return err
-		}
-		d.described = map[string]*limit{}
-		for _, variant := range there {
-			d.described[variant] = nil
-		}
-	}
-	clients, all := needed()
 	var errs []error
-	for client, l := range clients {
-		if d.described[client] == nil {
-			_, err := k.describe(name, l)
+	for client, l := range needed {
+		if l != nil && d.clients[client] == nil {
+			_, err := m.writeClientDevice(name, *l)
 			errs = append(errs, err)
 		}
 	}
-	for client := range d.described {
-		if _, need := clients[client]; need || !all {
+	for client, l := range before {
+		if _, need := needed[client]; need || d.clients[client] != l {
 			continue
 		}
-		err := k.Specs.RemoveClientDevices(client)
+		err := m.Specs.RemoveClientDevices(client)
 		if err == nil {
-			delete(d.described, client)
+			delete(d.clients, client)
 		}
 		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
 }
 
-// UnknownDaemons are daemons that may run, sorted, and whose settings nobody can read: of claims whose record is torn, or was written by a
-// later version. Their clients run, and they end with their claim.
-func (k *Keeper) UnknownDaemons() []string {
-	if len(k.Records.where(func(_ Key, s setting) bool { return s.Unknown })) == 0 {
-		return nil
-	}
-	_, unknownDaemons := k.strays()
-	return unknownDaemons
-}
+func (m *Manager) dir(daemon string) string { return mps.Dir(m.RunDir, daemon) }
 
-func (k *Keeper) dir(daemon string) string { return mps.Dir(k.RunDir, daemon) }
-
-// endPatience is how long a daemon may take to end before somebody is told that it does not. Its pod is deleted meanwhile, which
-// kubelet does with a grace period.
-const endPatience = time.Minute
+// endTimeout is how long a daemon may take to end before the caller reports an error and retries. The controller deletes its
+// pod meanwhile, with a grace period.
+const endTimeout = time.Minute
 
 // removeDir is replaced by a test.
 var removeDir = mps.Remove
 
-// end ends a daemon, and its clients' CDI device. Its directory is left.
-func (k *Keeper) end(ctx context.Context, name string) error {
-	k.unwant(name)
-	ctx, cancel := context.WithTimeout(ctx, endPatience)
+// end ends a daemon and removes its client devices. The directory stays.
+func (m *Manager) end(ctx context.Context, name string) error {
+	m.cancelRequest(name)
+	ctx, cancel := context.WithTimeout(ctx, endTimeout)
 	defer cancel()
-	if err := mps.Stop(ctx, k.dir(name)); err != nil {
+	if err := mps.Stop(ctx, m.dir(name)); err != nil {
 		return err
 	}
-	return k.Specs.RemoveClientDevices(name)
+	return m.Specs.RemoveClientDevices(name)
 }
 
-// unnamed are the directories of daemons that no record names.
-func (k *Keeper) unnamed() []string {
-	entries, err := os.ReadDir(k.dir(""))
+// unrecordedDaemons are the daemons with a directory that no record names.
+func (m *Manager) unrecordedDaemons() []string {
+	entries, err := os.ReadDir(m.dir(""))
 	if err != nil {
-		return nil // none was ever made
+		return nil // no daemon was ever requested
 	}
-	named := map[string]bool{}
-	for _, key := range k.Records.All() {
-		if s, ok := k.Records.store.Get(key); ok {
-			named[s.Daemon] = true
+	recorded := map[string]bool{}
+	for _, key := range m.Records.All() {
+		if s, ok := m.Records.store.Get(key); ok {
+			recorded[s.Daemon] = true
 		}
 	}
 	var names []string
 	for _, entry := range entries {
-		if name := entry.Name(); !named[name] {
+		if name := entry.Name(); !recorded[name] {
 			names = append(names, name)
 		}
 	}
 	return names
 }
 
-// strays are the directories of daemons that are nobody's, and doubtful are those that Doubtful tells of.
-func (k *Keeper) strays() (strays, unknownDaemons []string) {
-	for _, name := range k.unnamed() {
-		if len(k.Records.where(func(key Key, s setting) bool { return s.Unknown && key.Claim == claimOf(name) })) > 0 {
-			unknownDaemons = append(unknownDaemons, name)
+// UnknownDaemons returns the daemons, sorted, whose settings are unknown because their claim's record is unreadable. They may
+// have clients, and end with their claim.
+func (m *Manager) UnknownDaemons() []string {
+	_, unknown := m.staleDaemons()
+	return unknown
+}
+
+// staleDaemons returns the daemons of no claim, and the unknown ones.
+func (m *Manager) staleDaemons() (stale, unknown []string) {
+	unreadable := map[string]bool{}
+	for _, key := range m.Records.where(func(_ Key, s setting) bool { return s.Unknown }) {
+		unreadable[key.Claim] = true
+	}
+	for _, name := range m.unrecordedDaemons() {
+		if unreadable[claimOf(name)] {
+			unknown = append(unknown, name)
 		} else {
-			strays = append(strays, name)
+			stale = append(stale, name)
 		}
 	}
-	return strays, unknownDaemons
+	return stale, unknown
+}
+
+// endStaleDaemons ends stale daemons and removes their directories.
+func (m *Manager) endStaleDaemons(ctx context.Context) error {
+	var errs []error
+	stale, _ := m.staleDaemons()
+	for _, name := range stale {
+		errs = append(errs, m.endStaleDaemon(ctx, name))
+	}
+	return errors.Join(errs...)
+}
+
+func (m *Manager) endStaleDaemon(ctx context.Context, name string) error {
+	unlock, err := m.Lock(ctx, claimOf(name))
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	// Its claim may have been prepared before this got the lock.
+	if stale, _ := m.staleDaemons(); !slices.Contains(stale, name) {
+		return nil
+	}
+	if err := m.end(ctx, name); err != nil {
+		return err
+	}
+	return removeDir(m.dir(name))
 }

@@ -63,13 +63,13 @@ func TestPolicy(t *testing.T) {
 	settle(node{"GPU-0": "Long"}, "GPU-0 slice 3")
 
 	claim := group("uid-a", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-0"))
-	if _, err := k.Apply(t.Context(), claim, always); err != nil {
+	if _, err := apply(t.Context(), k, claim, always); err != nil {
 		t.Fatal(err)
 	}
 	if err := settleAll(t, NewPolicy(k, node{"GPU-0": "Long"}, &book{}, &book{})); err != nil || w.slices["GPU-0"] != 1 {
 		t.Fatalf("a claim has time slice %d, not its own: %v", w.slices["GPU-0"], err)
 	}
-	k.undoAll(t)
+	k.revertAll(t)
 	settle(node{"GPU-0": "Long"}, "GPU-0 slice 3")
 	settle(node{}, "")
 	if got := w.state(); got != "" {
@@ -96,19 +96,19 @@ func TestSliceOfAGPUThatWasLost(t *testing.T) {
 	p := NewPolicy(k, n, &book{}, &book{})
 	check(t, settleAll(t, p))
 	claim := group("uid-a", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-1"))
-	_, err := k.Apply(t.Context(), claim, always)
+	_, err := apply(t.Context(), k, claim, always)
 	check(t, err)
 	p.inventory = lost{n}
 	check(t, settleAll(t, p))
 	clear(w.slices)
 	p.inventory = n
 	check(t, settleAll(t, p))
-	_, err = k.Apply(t.Context(), claim, always)
+	_, err = apply(t.Context(), k, claim, always)
 	check(t, err)
 	if w.slices["GPU-0"] != 3 || w.slices["GPU-1"] != 1 {
 		t.Errorf("time slices %v", w.slices)
 	}
-	k.undoAll(t)
+	k.revertAll(t)
 }
 
 // What fails is tried again, not all the time, and keeps no other GPU from its policy.
@@ -153,7 +153,7 @@ func TestPolicyBesideAClaim(t *testing.T) {
 			m := &meddler{world: w}
 			k.Hardware = m
 			apply := func() {
-				if _, err := k.Apply(t.Context(), claim, always); err != nil {
+				if _, err := apply(t.Context(), k, claim, always); err != nil {
 					t.Error(err)
 				}
 			}
@@ -172,7 +172,7 @@ func TestPolicyBesideAClaim(t *testing.T) {
 			if w.slices["GPU-0"] != 1 || len(k.Records.All()) != 1 {
 				t.Errorf("the claim has time slice %d; records %v", w.slices["GPU-0"], k.Records.All())
 			}
-			k.undoAll(t)
+			k.revertAll(t)
 			settle()
 			if w.slices["GPU-0"] != 3 {
 				t.Errorf("without the claim, the time slice is %d", w.slices["GPU-0"])
@@ -184,16 +184,16 @@ func TestPolicyBesideAClaim(t *testing.T) {
 // A claim that comes while a daemon begins leaves the GPU in the compute mode of before both.
 func TestModeBeforeAClaimAndADaemon(t *testing.T) {
 	w := newTown(t, byMPS(4, false))
-	w.keeper = w.process()
+	w.manager = w.process()
 	m := &meddler{world: w.world}
-	w.keeper.Hardware = m
+	w.manager.Hardware = m
 	m.meanwhile = func() { check(t, w.look()) }
-	_, err := w.keeper.Apply(t.Context(), Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: parametersv1beta1.Sharing{Strategy: Exclusive}}, always)
+	_, err := apply(t.Context(), w.manager, Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: parametersv1beta1.Sharing{Strategy: Exclusive}}, always)
 	check(t, err)
 	if want := "sharing uid-a~GPU-0"; w.state() != want {
 		t.Errorf("the claim finds %s, want %s", w.state(), want)
 	}
-	w.keeper.undoAll(t)
+	w.manager.revertAll(t)
 	if w.state() != "" {
 		t.Errorf("left: %s", w.state())
 	}
@@ -220,7 +220,7 @@ func (b *book) Busy(h ledger.Hold) bool {
 func settleAll(t *testing.T, p *Policy) error {
 	var errs []error
 	for _, gpu := range p.inventory.Inventory().GPUs {
-		errs = append(errs, p.settle(t.Context(), gpu.UUID))
+		errs = append(errs, p.apply(t.Context(), gpu.UUID))
 	}
 	return errors.Join(errs...)
 }

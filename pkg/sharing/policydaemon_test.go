@@ -26,7 +26,7 @@ import (
 type town struct {
 	*world
 	book   *book
-	keeper *Keeper
+	manager *Manager
 	policy *Policy
 
 	mu      sync.Mutex
@@ -67,18 +67,18 @@ func (w *town) device() device.Device { return device.Device{GPU: w.Inventory().
 
 // agent is a new process, until the returned function is called or the test ends.
 func (w *town) agent() (stop func()) {
-	w.keeper = w.process()
-	w.policy = NewPolicy(w.keeper, w, w.book, w.book)
+	w.manager = w.process()
+	w.policy = NewPolicy(w.manager, w, w.book, w.book)
 	ctx, cancel := context.WithCancel(w.t.Context())
 	var all sync.WaitGroup
-	for _, run := range []func(context.Context) error{w.keeper.Run, w.policy.Run} {
+	for _, run := range []func(context.Context) error{w.manager.Run, w.policy.Run} {
 		all.Go(func() {
 			if err := run(ctx); err != nil {
 				w.t.Error(err)
 			}
 		})
 	}
-	w.supervise(w.t.Context(), w.keeper) // daemons outlive the agent
+	w.supervise(w.t.Context(), w.manager) // daemons outlive the agent
 	stop = sync.OnceFunc(func() { cancel(); all.Wait() })
 	w.t.Cleanup(stop)
 	return stop
@@ -98,7 +98,7 @@ func (w *town) mode() device.ComputeMode {
 }
 
 // look has a policy of its own look once, beside the agent's.
-func (w *town) look() error { return settleAll(w.t, NewPolicy(w.keeper, w, w.book, w.book)) }
+func (w *town) look() error { return settleAll(w.t, NewPolicy(w.manager, w, w.book, w.book)) }
 
 // eventually waits until what somebody does comes true.
 func (w *town) eventually(what string, done func() bool) {
@@ -164,7 +164,7 @@ func TestPolicyClients(t *testing.T) {
 			w := newTown(t, test.policy)
 			w.agent()
 			c := w.awaitClient(test.share)
-			daemons := w.keeper.Daemons()
+			daemons := w.manager.Daemons()
 			if len(daemons) != 1 {
 				t.Fatalf("daemons %+v", daemons)
 			}
@@ -208,7 +208,7 @@ func TestPolicyJoin(t *testing.T) {
 		return strings.TrimPrefix(devices[0], "cdi=")
 	}
 	name := join()
-	daemon := w.keeper.Daemons()[0].Name
+	daemon := w.manager.Daemons()[0].Name
 	if name != daemon+".10240m" {
 		t.Errorf("CDI device %s of daemon %s", name, daemon)
 	}
@@ -240,7 +240,7 @@ func TestPolicyJoin(t *testing.T) {
 	w.shared(device.Sharing{})
 	w.eventually("new clients to be kept away", func() bool {
 		_, err := w.policy.Client(w.device(), device.Share{})
-		return err != nil && strings.Contains(err.Error(), "changes when nobody has any of it")
+		return err != nil && strings.Contains(err.Error(), "changes after its last holder has ended")
 	})
 	if held, err := mps.Held(dir); err != nil || !held {
 		t.Fatalf("the daemon of a client has ended: %v", err)
@@ -326,7 +326,7 @@ func TestPolicyAndAnExclusiveClaim(t *testing.T) {
 		t.Error("nobody tells of the daemon")
 	}
 	for range 2 {
-		_, err := w.keeper.Apply(t.Context(), Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: parametersv1beta1.Sharing{Strategy: Exclusive}}, always)
+		_, err := apply(t.Context(), w.manager, Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: parametersv1beta1.Sharing{Strategy: Exclusive}}, always)
 		check(t, err)
 		if want := "sharing uid-a~GPU-0"; w.state() != want {
 			t.Fatalf("an exclusive claim finds %s, want %s", w.state(), want)
@@ -336,7 +336,7 @@ func TestPolicyAndAnExclusiveClaim(t *testing.T) {
 	if _, err := w.policy.Client(w.device(), shareOf(4)); err == nil {
 		t.Error("somebody could become a client of nobody")
 	}
-	check(t, w.keeper.Undo(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
+	check(t, revert(t.Context(), w.manager, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
 	w.book.set()
 	w.awaitClient(shareOf(4))
 	if w.state() != daemon {
@@ -456,10 +456,10 @@ func (e *eventful) ClientDevices(name string) ([]string, error) {
 
 // restarted is the town after an agent that ended, in the hands of a test.
 func (w *town) restarted() *eventful {
-	w.keeper = w.process()
-	w.policy = NewPolicy(w.keeper, w, w.book, w.book)
+	w.manager = w.process()
+	w.policy = NewPolicy(w.manager, w, w.book, w.book)
 	e := &eventful{world: w.world}
-	w.keeper.Specs = e
+	w.manager.Specs = e
 	return e
 }
 
@@ -469,8 +469,8 @@ func (w *town) meanwhile(do func() error) (begin, done func()) {
 	done = sync.OnceFunc(func() { check(w.t, <-ended) })
 	begin = func() {
 		go func() { ended <- do() }()
-		if w.keeper.mu.TryLock() {
-			w.keeper.mu.Unlock()
+		if w.manager.mu.TryLock() {
+			w.manager.mu.Unlock()
 			done()
 		}
 	}
@@ -505,7 +505,7 @@ func TestPolicyDescribesNothingThatEnds(t *testing.T) {
 	e := w.restarted()
 	begin, done := w.meanwhile(func() error {
 		exclusive := parametersv1beta1.Sharing{Strategy: Exclusive}
-		_, err := w.keeper.Apply(t.Context(), Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: exclusive}, always)
+		_, err := apply(t.Context(), w.manager, Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: exclusive}, always)
 		return err
 	})
 	e.describe = begin
@@ -549,7 +549,7 @@ func TestPolicyDescribesOnce(t *testing.T) {
 	w.mu.Lock()
 	clear(w.cdi)
 	w.mu.Unlock()
-	if check(t, w.keeper.Repair()); w.state() != want {
+	if check(t, w.manager.Repair()); w.state() != want {
 		t.Errorf("there is %s, want %s", w.state(), want)
 	}
 }
@@ -577,45 +577,45 @@ func (n two) Inventory() device.Inventory {
 
 func TestPolicyBesideAStuckGPU(t *testing.T) {
 	w := newTown(t, byMPS(4, false))
-	w.keeper = w.process()
-	w.keeper.Hardware = stuckGPU{w.world}
-	w.policy = NewPolicy(w.keeper, two{w}, w.book, w.book)
+	w.manager = w.process()
+	w.manager.Hardware = stuckGPU{w.world}
+	w.policy = NewPolicy(w.manager, two{w}, w.book, w.book)
 	ctx, cancel := context.WithCancel(t.Context())
 	var all sync.WaitGroup
 	defer all.Wait()
 	defer cancel()
 	all.Go(func() { _ = w.policy.Run(ctx) })
-	w.supervise(ctx, w.keeper)
+	w.supervise(ctx, w.manager)
 	w.awaitClient(shareOf(4))
 }
 
 // A daemon that was ended for a claim is not ready before it is so again.
 func TestPolicyForgetsReadiness(t *testing.T) {
 	w := newTown(t, byMPS(4, false))
-	w.keeper = w.process()
-	w.policy = NewPolicy(w.keeper, w, w.book, w.book)
+	w.manager = w.process()
+	w.policy = NewPolicy(w.manager, w, w.book, w.book)
 	check(t, settleAll(t, w.policy))
-	d := w.keeper.Daemons()[0]
+	d := w.manager.Daemons()[0]
 	h, err := mps.Hold(t.Context(), mps.Dir(w.dir, d.Name))
 	check(t, err)
 	check(t, h.Publish(mps.Ready{Pod: "pod", Hash: d.Settings.Hash()}))
-	w.policy.look()
+	w.policy.checkDaemons()
 	w.awaitClient(shareOf(4))
 	ended := make(chan struct{})
 	go func() { defer close(ended); _ = h.Await(t.Context()); _ = h.Release() }()
-	_, err = w.keeper.Apply(t.Context(), Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: parametersv1beta1.Sharing{Strategy: Exclusive}}, always)
+	_, err = apply(t.Context(), w.manager, Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: parametersv1beta1.Sharing{Strategy: Exclusive}}, always)
 	check(t, err)
 	<-ended
-	check(t, w.keeper.Undo(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
+	check(t, revert(t.Context(), w.manager, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
 	check(t, settleAll(t, w.policy))
 	if c, err := w.policy.Client(w.device(), shareOf(4)); err == nil {
 		t.Errorf("a daemon that does not run has client %v", c)
 	}
 	// The pod of before is still being deleted, and its supervisor was started once more.
-	h, err = mps.Hold(t.Context(), mps.Dir(w.dir, w.keeper.Daemons()[0].Name))
+	h, err = mps.Hold(t.Context(), mps.Dir(w.dir, w.manager.Daemons()[0].Name))
 	check(t, err)
 	check(t, h.Publish(mps.Ready{Pod: "pod", Hash: d.Settings.Hash()}))
-	w.policy.look()
+	w.policy.checkDaemons()
 	if c, err := w.policy.Client(w.device(), shareOf(4)); err == nil {
 		t.Errorf("the daemon of before, which is about to be killed, has client %v", c)
 	}
@@ -625,9 +625,9 @@ func TestPolicyForgetsReadiness(t *testing.T) {
 // A claim that waits is at no moment in the way of the daemon that it waits for: nobody would look again soon.
 func TestPolicyIsNotKeptByWhoWaits(t *testing.T) {
 	w := newTown(t, byMPS(0, true))
-	w.keeper = w.process()
-	w.policy = NewPolicy(w.keeper, w, w.book, w.book)
-	w.supervise(t.Context(), w.keeper)
+	w.manager = w.process()
+	w.policy = NewPolicy(w.manager, w, w.book, w.book)
+	w.supervise(t.Context(), w.manager)
 	w.book.set(holdOf(ledger.KindClaim, "uid-a", shareOf(4), ledger.StateHeld))
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
@@ -635,7 +635,7 @@ func TestPolicyIsNotKeptByWhoWaits(t *testing.T) {
 	w.book.asked = func() {
 		// The claim looks for itself a second time once it has said that it waits.
 		if asked++; asked == 2 {
-			if err := w.policy.settle(ctx, "GPU-0"); err != nil {
+			if err := w.policy.apply(ctx, "GPU-0"); err != nil {
 				t.Errorf("a claim that waits is in the way: %v", err)
 				cancel()
 			}
@@ -648,7 +648,7 @@ func TestPolicyIsNotKeptByWhoWaits(t *testing.T) {
 	// It waits no more.
 	w.book.asked = nil
 	w.shared(device.Sharing{})
-	if err := w.policy.settle(ctx, "GPU-0"); !errors.Is(err, errInUse) {
+	if err := w.policy.apply(ctx, "GPU-0"); !errors.Is(err, errInUse) {
 		t.Errorf("a daemon ends under a client: %v", err)
 	}
 }
@@ -657,8 +657,8 @@ func TestPolicyIsNotKeptByWhoWaits(t *testing.T) {
 func TestPolicyTellsWhoWaits(t *testing.T) {
 	w := newTown(t, byMPS(4, false))
 	w.gpu.ComputeCapability = "6.1"
-	w.keeper = w.process()
-	w.policy = NewPolicy(w.keeper, w, w.book, w.book)
+	w.manager = w.process()
+	w.policy = NewPolicy(w.manager, w, w.book, w.book)
 	w.book.set(holdOf(ledger.KindClaim, "uid-a", shareOf(4), ledger.StateHeld))
 	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 	defer cancel()
@@ -672,8 +672,8 @@ func TestPolicyTellsWhoWaits(t *testing.T) {
 		defer w.policy.mu.Unlock()
 		return len(w.policy.joining) == 1
 	})
-	changed := w.keeper.Changed()
-	check(t, w.policy.settle(t.Context(), "GPU-0"))
+	changed := w.manager.Changed()
+	check(t, w.policy.apply(t.Context(), "GPU-0"))
 	select {
 	case <-changed:
 	default:
@@ -733,15 +733,15 @@ func TestPolicyOfAnOldGPU(t *testing.T) {
 // A daemon that dies is told of, and its successor.
 func TestPolicyDaemonDies(t *testing.T) {
 	w := newTown(t, byMPS(4, false))
-	w.keeper = w.process()
-	w.policy = NewPolicy(w.keeper, w, w.book, w.book)
+	w.manager = w.process()
+	w.policy = NewPolicy(w.manager, w, w.book, w.book)
 	ctx, cancel := context.WithCancel(t.Context())
 	var all sync.WaitGroup
 	defer all.Wait()
 	defer cancel()
 	all.Go(func() { _ = w.policy.Run(ctx) })
-	w.eventually("a daemon to be asked for", func() bool { return len(w.keeper.Daemons()) == 1 })
-	d := w.keeper.Daemons()[0]
+	w.eventually("a daemon to be asked for", func() bool { return len(w.manager.Daemons()) == 1 })
+	d := w.manager.Daemons()[0]
 	for range 2 {
 		h, err := mps.Hold(ctx, mps.Dir(w.dir, d.Name))
 		check(t, err)

@@ -3,7 +3,6 @@
 package sharing
 
 import (
-	"errors"
 	"fmt"
 	"net/url"
 	"slices"
@@ -15,14 +14,14 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/mps"
 )
 
-// Records remember through crashes what was set for claims, or is about to be: one file for each device of a claim, in a
-// directory that ends with the boot, as the settings do. All methods are safe for concurrent use.
+// Records are the sharing settings that were applied, or are about to be: one file for each device of a claim, in a directory
+// that ends with the boot, as the settings do. All methods are safe for concurrent use.
 type Records struct {
 	store  *records.Store[Key, setting]
 	bootID string
 }
 
-// setting is what one device was brought to, and from what.
+// setting is what was set on one device, and what has to be restored.
 type setting struct {
 	BootID string `json:"bootID"`
 	// Namespace and Name of the claim, for messages.
@@ -31,20 +30,25 @@ type setting struct {
 	Strategy  parametersv1beta1.Strategy `json:"strategy,omitempty"`
 	// Interval is set with TimeSlicing.
 	Interval parametersv1beta1.Interval `json:"interval,omitempty"`
-	// Untouched is set while the time slice cannot have been set yet. A record of before this was noted counts as one that may.
-	Untouched bool `json:"untouched,omitempty"`
-	// Before is the compute mode to go back to; empty for partitions, which have none.
+	// SliceUnset is true while the time slice cannot have been set yet. Records of older versions lack it.
+	SliceUnset bool `json:"untouched,omitempty"`
+	// Before is the compute mode to restore; empty for partitions, which have none.
 	Before device.ComputeMode `json:"before,omitempty"`
-	// Daemon is the name of the MPS daemon, and Settings are those of it, which are the same for all devices of the daemon.
+	// Daemon is the name of the MPS daemon. All devices of a daemon have the same Settings.
 	Daemon   string        `json:"daemon,omitempty"`
 	Settings *mps.Settings `json:"settings,omitempty"`
-	// Undoing is set once the daemon was told to end.
-	Undoing bool `json:"undoing,omitempty"`
-	// Unknown is set where nothing but the claim and the device is known.
+	// Reverting is true once the daemon was told to end.
+	Reverting bool `json:"undoing,omitempty"`
+	// Unknown means that the file was unreadable: only the claim and the device are known.
 	Unknown bool `json:"unknown,omitempty"`
 }
 
-// NewRecords does nothing visible: there are none before Load.
+// sameAs reports whether next needs no revert of s before it is applied.
+func (s setting) sameAs(next *setting) bool {
+	return next != nil && !s.Unknown && !s.Reverting && next.Strategy == s.Strategy && next.Interval == s.Interval && next.Daemon == s.Daemon
+}
+
+// NewRecords has no visible effect. Call Load before any other method.
 func NewRecords(dir, bootID string) *Records {
 	return &Records{bootID: bootID, store: records.New(dir, bootID, records.Format[Key, setting]{
 		What: "sharing setting", Name: fileName, Parse: parseName,
@@ -53,21 +57,21 @@ func NewRecords(dir, bootID string) *Records {
 	})}
 }
 
-// Load reads what an earlier process has left. Called once, before anything is set, by whoever makes sure that no other process
-// uses the directory. Records of an earlier boot are removed: the settings went with it. Problems are files that are not as they
-// should be; they are kept, and the devices that they are named after count as set.
+// Load reads the records of an earlier process. main calls it once, while no other process uses the directory. It removes
+// records of an earlier boot: the settings ended with it. Problems are unreadable files. They are kept, and the devices that
+// they are named after count as set.
 func (r *Records) Load() (problems []error, err error) { return r.store.Load() }
 
-// Applied reports whether something was set on the device for that claim, or is about to be.
+// Applied reports whether settings of that claim were applied to the device, or are about to be.
 func (r *Records) Applied(claim string, ref device.Ref) bool {
 	_, ok := r.store.Get(Key{claim, ref})
 	return ok
 }
 
-// All are the devices and claims of which Applied is true, in no order.
+// All returns all devices of claims for which Applied is true, in no order.
 func (r *Records) All() []Key { return r.store.Keys() }
 
-// where are the records that match, by device.
+// where returns the keys of matching records, sorted.
 func (r *Records) where(match func(Key, setting) bool) []Key {
 	found := slices.DeleteFunc(r.All(), func(k Key) bool {
 		s, ok := r.store.Get(k)
@@ -77,7 +81,7 @@ func (r *Records) where(match func(Key, setting) bool) []Key {
 	return found
 }
 
-// separator is in no UID and in no Ref.
+// separator occurs in no UID and in no Ref.
 const separator = "~"
 
 func fileName(k Key) string {
@@ -85,17 +89,17 @@ func fileName(k Key) string {
 }
 
 func parseName(name string) (Key, error) {
-	claim, place, ok := strings.Cut(name, separator)
-	if !ok {
-		return Key{}, errors.New("its name is not a claim and a device")
-	}
+	claim, ref, _ := strings.Cut(name, separator)
 	claim, err := url.PathUnescape(claim)
 	if err == nil {
-		place, err = url.PathUnescape(place)
+		ref, err = url.PathUnescape(ref)
+	}
+	var parsed device.Ref
+	if err == nil {
+		parsed, err = device.ParseRef(ref)
 	}
 	if err != nil {
-		return Key{}, fmt.Errorf("its name is not a claim and a device: %w", err)
+		return Key{}, fmt.Errorf("parse claim and device from the name of the record: %w", err)
 	}
-	ref, err := device.ParseRef(place)
-	return Key{claim, ref}, err
+	return Key{claim, parsed}, nil
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sharing brings GPUs to what the holders need who share them, and back: time slices, compute modes, and the daemons of
-// CUDA's Multi-Process Service. What is about to be set is recorded before anything is touched, and the record goes when
-// everything is as it was before. Between the two, a process that died leaves nothing that the next cannot take up again or undo.
-// Who may have a device is the ledger's decision, and has been made before.
+// Package sharing applies and reverts sharing settings of devices: time slices, compute modes, and the daemons of CUDA's
+// Multi-Process Service. It records on disk what it is about to set, and removes the record once everything is restored. So
+// after a crash the next process applies or reverts what the last one began. The ledger decides who may have a device, before
+// this package is called.
 package sharing
 
 import (
@@ -24,19 +24,19 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/mps"
 )
 
-// Claim is who has the devices.
+// Claim is the holder of the devices.
 type Claim struct{ UID, Namespace, Name string }
 
-// Exclusive is the strategy of whole GPUs that are nobody else's though the node shares them by MPS: no daemon has them meanwhile. No
-// parameters can say it.
+// Exclusive is the strategy of a claim that has a GPU as a whole though the node shares it by MPS: its daemon ends meanwhile.
+// Parameters cannot request it.
 const Exclusive parametersv1beta1.Strategy = "Exclusive"
 
-// Group is what a claim has by one entry of its parameters: its containers share these devices in one way.
+// Group is the devices of a claim that one entry of its parameters is about.
 type Group struct {
 	Claim Claim
 	// Devices have UUIDs, and are all whole GPUs or all partitions.
 	Devices []device.Device
-	// Sharing without a strategy means that the devices are shared no more.
+	// Sharing without a strategy means that the devices are no longer shared.
 	Sharing parametersv1beta1.Sharing
 }
 
@@ -44,24 +44,24 @@ func (g Group) overlaps(ref device.Ref) bool {
 	return slices.ContainsFunc(g.Devices, func(d device.Device) bool { return d.Ref().Overlaps(ref) })
 }
 
-// Key is one device in the hands of one claim.
+// Key is one device of one claim.
 type Key struct {
 	// Claim by UID.
 	Claim  string
 	Device device.Ref
 }
 
-// Daemon is an MPS daemon that is to run.
+// Daemon is a requested MPS daemon.
 type Daemon struct {
-	// Name is that of its directory.
+	// Name is also the name of its directory.
 	Name     string
 	Settings mps.Settings
 }
 
 const mib = 1 << 20
 
-// Check finds what of the parameters cannot be had with these devices, with the path of the field. Devices that are not made yet
-// have no UUID. It is pure; Apply is not called with anything that it objects to.
+// Check returns the parameters that these devices do not support, with the path of the field. A partition that does not exist
+// yet has no UUID. Pure. Callers plan only what passes Check.
 func Check(devices []device.Device, s parametersv1beta1.Sharing, path *field.Path) field.ErrorList {
 	if s.MPS == nil {
 		return nil
@@ -80,27 +80,27 @@ func Check(devices []device.Device, s parametersv1beta1.Sharing, path *field.Pat
 	for _, key := range slices.Sorted(maps.Keys(s.MPS.PerDevicePinnedMemoryLimit)) {
 		if i, err := strconv.Atoi(key); err == nil {
 			if i >= len(devices) {
-				why := fmt.Sprintf("there is no such device: this is about %d, counted from 0", len(devices))
+				why := fmt.Sprintf("there is no such device: the claim has %d devices, counted from 0", len(devices))
 				all = append(all, field.Invalid(limits.Key(key), key, why))
 			}
 			continue
 		}
 		if !slices.ContainsFunc(devices, func(d device.Device) bool { return d.UUID() == key }) {
 			all = append(all, field.Invalid(limits.Key(key), key,
-				"this is not about a device with this UUID: count the devices instead, or take defaultPinnedDeviceMemoryLimit"))
+				"the claim has no device with this UUID: use the device's index, or defaultPinnedDeviceMemoryLimit"))
 		}
 	}
 	return all
 }
 
-// multiUser is what a GPU must be able to do for clients of several users (CUDA's MPS documentation: Volta and later).
+// multiUser reports whether a GPU supports clients of several users (CUDA's MPS documentation: Volta and later).
 func multiUser(computeCapability string) bool {
 	major, _, _ := strings.Cut(computeCapability, ".")
 	n, err := strconv.Atoi(major)
 	return err == nil && n >= 7
 }
 
-// Settings of the daemon for such a group. The devices are counted by their sorted UUIDs, as in NVIDIA's DRA driver.
+// Settings returns the settings of a group's daemon. Devices are numbered by sorted UUID, as in NVIDIA's DRA driver.
 func Settings(devices []device.Device, s parametersv1beta1.MPS, driverRoot string) mps.Settings {
 	settings := mps.Settings{MultiUser: s.MultiUser, DriverRoot: driverRoot}
 	for _, d := range devices {
@@ -129,11 +129,11 @@ func Settings(devices []device.Device, s parametersv1beta1.MPS, driverRoot strin
 	return settings
 }
 
-// nameable are the UIDs that the API server makes, and whatever else may be part of a pod's name and a path.
+// nameable matches UIDs that can be part of a pod's name and of a path, such as those of the API server.
 var nameable = regexp.MustCompile(`^[a-z0-9][-a-z0-9]{0,42}$`)
 
-// daemonName is the same for the same group after a reboot, when its partitions have other UUIDs: kubelet may remember the CDI
-// device of that name. Another group of the claim has another name, and so has one that is to be shared otherwise.
+// daemonName depends on the claim, the refs and the parameters. It does not depend on UUIDs of partitions, which change with a
+// reboot while kubelet remembers the CDI device of that name (TestMPSOfPartition).
 func daemonName(g Group) (string, error) {
 	if !nameable.MatchString(g.Claim.UID) {
 		return "", fmt.Errorf("claim UID %q cannot be part of a daemon's name", g.Claim.UID)
@@ -151,7 +151,7 @@ func daemonName(g Group) (string, error) {
 	return g.Claim.UID + "-" + hex.EncodeToString(sum[:4]), nil
 }
 
-// claimOf is the UID in a daemon's name.
+// claimOf returns the UID in a daemon's name.
 func claimOf(name string) string {
 	if i := strings.LastIndexByte(name, '-'); i > 0 {
 		return name[:i]
@@ -159,7 +159,7 @@ func claimOf(name string) string {
 	return name
 }
 
-// timeSlice is what the driver's tool takes for an interval (nvidia-smi compute-policy --set-timeslice).
+// timeSlice returns the interval's number for nvidia-smi compute-policy --set-timeslice.
 func timeSlice(i parametersv1beta1.Interval) int {
 	return max(0, slices.Index(device.Intervals, string(i)))
 }

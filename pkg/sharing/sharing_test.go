@@ -41,12 +41,12 @@ func TestCheck(t *testing.T) {
 		"several users of an old GPU":  {devices: []device.Device{gpus[0], old}, mps: &parametersv1beta1.MPS{MultiUser: true}, want: []string{`at.mpsConfig.multiUser: Invalid value: true: needs compute capability 7.0, and device gpu-2 (Tesla P40) has "6.1"`}},
 		"several users of who knows":   {devices: []device.Device{unsaid}, mps: &parametersv1beta1.MPS{MultiUser: true}, want: []string{`has ""`}},
 		"by index and UUID":            {devices: gpus, mps: ptr.To(perDevice("0", "1Gi", "GPU-1", "2Gi"))},
-		"index too high":               {devices: gpus, mps: ptr.To(perDevice("2", "1Gi")), want: []string{`at.mpsConfig.defaultPerDevicePinnedMemoryLimit[2]: Invalid value: "2": there is no such device: this is about 2, counted from 0`}},
-		"another's UUID":               {devices: gpus, mps: ptr.To(perDevice("GPU-7", "1Gi")), want: []string{`at.mpsConfig.defaultPerDevicePinnedMemoryLimit[GPU-7]: Invalid value: "GPU-7": this is not about a device with this UUID`}},
+		"index too high":               {devices: gpus, mps: ptr.To(perDevice("2", "1Gi")), want: []string{`at.mpsConfig.defaultPerDevicePinnedMemoryLimit[2]: Invalid value: "2": there is no such device: the claim has 2 devices, counted from 0`}},
+		"another's UUID":               {devices: gpus, mps: ptr.To(perDevice("GPU-7", "1Gi")), want: []string{`at.mpsConfig.defaultPerDevicePinnedMemoryLimit[GPU-7]: Invalid value: "GPU-7": the claim has no device with this UUID`}},
 		"two mistakes, in order":       {devices: gpus, mps: ptr.To(perDevice("GPU-7", "1Gi", "3", "1Gi")), want: []string{"Limit[3]", "Limit[GPU-7]"}},
 		"partition of a UUID":          {devices: []device.Device{partitionOf("GPU-0", "MIG-1", 0)}, mps: ptr.To(perDevice("MIG-1", "1Gi"))},
 		"partition that is not made":   {devices: []device.Device{partitionOf("GPU-0", "", 0)}, mps: ptr.To(perDevice("0", "1Gi"))},
-		"who would know the UUID then": {devices: []device.Device{partitionOf("GPU-0", "", 0)}, mps: ptr.To(perDevice("MIG-1", "1Gi")), want: []string{"count the devices instead"}},
+		"who would know the UUID then": {devices: []device.Device{partitionOf("GPU-0", "", 0)}, mps: ptr.To(perDevice("MIG-1", "1Gi")), want: []string{"use the device's index"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := Check(c.devices, parametersv1beta1.Sharing{MPS: c.mps}, field.NewPath("at"))

@@ -48,10 +48,10 @@ func TestUnsupported(t *testing.T) {
 		h := &incapable{world: w, modes: modes}
 		k.Hardware = h
 		// The driver's default is what such a GPU has.
-		_, err := k.Apply(t.Context(), group("uid-a", sliced(parametersv1beta1.IntervalDefault), gpuNamed("GPU-0")), always)
+		_, err := apply(t.Context(), k, group("uid-a", sliced(parametersv1beta1.IntervalDefault), gpuNamed("GPU-0")), always)
 		check(t, err)
-		k.undoAll(t)
-		_, err = k.Apply(t.Context(), group("uid-a", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-0")), always)
+		k.revertAll(t)
+		_, err = apply(t.Context(), k, group("uid-a", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-0")), always)
 		if !errors.Is(err, device.ErrUnsupported) {
 			t.Errorf("modes %t: got %v", modes, err)
 		}
@@ -59,16 +59,16 @@ func TestUnsupported(t *testing.T) {
 		// The next process reads it from the record.
 		k = w.process()
 		k.Hardware = h
-		k.undoAll(t)
+		k.revertAll(t)
 		if w.state() != "" || h.tries != tried {
 			t.Errorf("modes %t: left %s, %d more tries to set what was not set", modes, w.state(), h.tries-tried)
 		}
 		if !modes {
-			_, err = k.Apply(t.Context(), group("uid-b", withMPS(), gpuNamed("GPU-0")), always)
+			_, err = apply(t.Context(), k, group("uid-b", withMPS(), gpuNamed("GPU-0")), always)
 			if !errors.Is(err, device.ErrUnsupported) {
 				t.Errorf("MPS without its mode: %v", err)
 			}
-			k.undoAll(t)
+			k.revertAll(t)
 		}
 		if w.state() != "" {
 			t.Errorf("modes %t: left %s", modes, w.state())
@@ -89,8 +89,8 @@ func TestUnsupportedWithRecordOfBefore(t *testing.T) {
 		if _, err := r.Load(); err != nil || len(r.All()) != 1 {
 			t.Fatal(name, err)
 		}
-		k := NewKeeper(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: &incapable{world: w}, Specs: w})
-		k.undoAll(t)
+		k := NewManager(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: &incapable{world: w}, Specs: w})
+		k.revertAll(t)
 		if w.state() != "" {
 			t.Errorf("%s: left %s", name, w.state())
 		}
@@ -101,7 +101,7 @@ func TestUnsupportedWithRecordOfBefore(t *testing.T) {
 			t.Fatal(name, err)
 		}
 		k.Hardware = w
-		k.undoAll(t)
+		k.revertAll(t)
 		if w.state() != "" {
 			t.Errorf("%s: left %s", name, w.state())
 		}
@@ -122,7 +122,7 @@ func TestPolicyUnsupported(t *testing.T) {
 		t.Errorf("tried %d times, left %s", h.tries, w.state())
 	}
 	w.supervise(t.Context(), k)
-	_, err := k.Apply(t.Context(), group("uid-b", withMPS(), gpuNamed("GPU-0")), always)
+	_, err := apply(t.Context(), k, group("uid-b", withMPS(), gpuNamed("GPU-0")), always)
 	check(t, err)
-	k.undoAll(t)
+	k.revertAll(t)
 }

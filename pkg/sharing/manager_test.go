@@ -159,14 +159,14 @@ func (w *world) state() string {
 	return strings.Join(parts, ", ")
 }
 
-// process is a Keeper as a process has it after its start.
-func (w *world) process() *Keeper {
+// process is a Manager as a process has it after its start.
+func (w *world) process() *Manager {
 	w.t.Helper()
 	r := NewRecords(filepath.Join(w.dir, "sharing"), "boot")
 	if problems, err := r.Load(); err != nil || len(problems) > 0 {
 		w.t.Fatal(err, problems)
 	}
-	return NewKeeper(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: w, Specs: w})
+	return NewManager(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: w, Specs: w})
 }
 
 // pod is that of a daemon, for as long as its context. end waits for its supervisor to be gone.
@@ -179,7 +179,7 @@ type pod struct {
 // supervise plays the controller and the daemons' pods until ctx is done, the test ends, or stop is called: each daemon that is wanted
 // has a pod, one of other settings another, and one that is not wanted none, unless it is doubtful. It has looked once when it
 // returns. Where another agent takes the place of this one, the pods stay.
-func (w *world) supervise(ctx context.Context, k *Keeper) (stop func()) {
+func (w *world) supervise(ctx context.Context, k *Manager) (stop func()) {
 	if w.unfollow != nil {
 		w.unfollow()
 	}
@@ -281,6 +281,47 @@ func always() bool { return true }
 
 func never() bool { return false }
 
+// apply calls the Manager as the DRA driver does.
+func apply(ctx context.Context, m *Manager, g Group, held func() bool) ([]string, error) {
+	if err := m.Await(ctx, g); err != nil {
+		return nil, err
+	}
+	plan, err := applyLocked(ctx, m, g, held)
+	if err != nil {
+		return nil, err
+	}
+	return m.Connect(ctx, plan)
+}
+
+func applyLocked(ctx context.Context, m *Manager, g Group, held func() bool) (Plan, error) {
+	unlock, err := m.Lock(ctx, g.Claim.UID)
+	if err != nil {
+		return Plan{}, err
+	}
+	defer unlock()
+	plan, err := m.Plan(ctx, g)
+	if err != nil {
+		return Plan{}, err
+	}
+	if !held() {
+		return Plan{}, errCancelled
+	}
+	return plan, m.Apply(ctx, plan)
+}
+
+// revert calls the Manager as the reconciler does.
+func revert(ctx context.Context, m *Manager, key Key, unused func() bool) error {
+	unlock, err := m.Lock(ctx, key.Claim)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if !unused() {
+		return nil
+	}
+	return m.Revert(ctx, key)
+}
+
 func check(t *testing.T, err error) {
 	t.Helper()
 	if err != nil {
@@ -288,10 +329,10 @@ func check(t *testing.T, err error) {
 	}
 }
 
-func (k *Keeper) undoAll(t *testing.T) {
+func (k *Manager) revertAll(t *testing.T) {
 	t.Helper()
 	for _, key := range k.All() {
-		if err := k.Undo(t.Context(), key, always); !errors.Is(err, ErrStillShared) {
+		if err := revert(t.Context(), k, key, always); !errors.Is(err, ErrStillShared) {
 			check(t, err)
 		}
 	}
@@ -306,7 +347,7 @@ func TestTimeSlicing(t *testing.T) {
 	k := w.process()
 	g := group("uid-a", sliced(parametersv1beta1.IntervalLong), gpuNamed("GPU-0"), gpuNamed("GPU-1"))
 	for range 2 {
-		devices, err := k.Apply(t.Context(), g, always)
+		devices, err := apply(t.Context(), k, g, always)
 		if err != nil || len(devices) > 0 {
 			t.Fatal(devices, err)
 		}
@@ -318,24 +359,24 @@ func TestTimeSlicing(t *testing.T) {
 		t.Errorf("set %s, want %s", w.state(), want)
 	}
 	first := Key{"uid-a", device.Ref{GPU: "GPU-0"}}
-	check(t, k.Undo(t.Context(), first, never))
+	check(t, revert(t.Context(), k, first, never))
 	if !k.Applied(first.Claim, first.Device) {
 		t.Error("undone while it is used")
 	}
 	// One device needs not the other.
-	check(t, k.Undo(t.Context(), first, always))
+	check(t, revert(t.Context(), k, first, always))
 	if want := "GPU-1 slice 3, sharing uid-a~GPU-1"; w.state() != want {
 		t.Errorf("set %s, want %s", w.state(), want)
 	}
-	k.undoAll(t)
+	k.revertAll(t)
 	if want := "GPU-1 Prohibited"; w.state() != want {
 		t.Errorf("left %s, want %s", w.state(), want)
 	}
-	check(t, k.Undo(t.Context(), first, always))
+	check(t, revert(t.Context(), k, first, always))
 
 	// Partitions take turns anyway.
 	part := group("uid-a", sliced(""), partitionOf("GPU-0", "MIG-1", 0))
-	if devices, err := k.Apply(t.Context(), part, always); err != nil || len(devices)+len(k.All()) > 0 {
+	if devices, err := apply(t.Context(), k, part, always); err != nil || len(devices)+len(k.All()) > 0 {
 		t.Error(devices, err, k.All())
 	}
 }
@@ -347,7 +388,7 @@ func TestMPS(t *testing.T) {
 	g := group("uid-a", withMPS(), gpuNamed("GPU-1"), gpuNamed("GPU-0"))
 	var name string
 	for range 2 {
-		devices, err := k.Apply(t.Context(), g, always)
+		devices, err := apply(t.Context(), k, g, always)
 		check(t, err)
 		daemons := k.Daemons()
 		if len(daemons) != 1 || !slices.Equal(daemons[0].Settings.Devices, []string{"GPU-0", "GPU-1"}) {
@@ -375,22 +416,22 @@ func TestMPS(t *testing.T) {
 	}
 
 	// The daemon is for both GPUs, and stays until both are left.
-	if err := k.Undo(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always); !errors.Is(err, ErrStillShared) {
+	if err := revert(t.Context(), k, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always); !errors.Is(err, ErrStillShared) {
 		t.Errorf("got %v", err)
 	}
 	if w.state() != all {
 		t.Errorf("set %s, want %s", w.state(), all)
 	}
 	// Somebody came back.
-	_, err := k.Apply(t.Context(), g, always)
+	_, err := apply(t.Context(), k, g, always)
 	check(t, err)
-	if err := k.Undo(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-1"}}, always); !errors.Is(err, ErrStillShared) {
+	if err := revert(t.Context(), k, Key{"uid-a", device.Ref{GPU: "GPU-1"}}, always); !errors.Is(err, ErrStillShared) {
 		t.Errorf("got %v", err)
 	}
 	if w.state() != all {
 		t.Errorf("set %s, want %s", w.state(), all)
 	}
-	k.undoAll(t)
+	k.revertAll(t)
 	if w.state() != "" || len(k.Daemons()) > 0 {
 		t.Errorf("left %s, daemons %v", w.state(), k.Daemons())
 	}
@@ -402,7 +443,7 @@ func TestMPSOfPartition(t *testing.T) {
 	w := newWorld(t)
 	k := w.process()
 	boot := w.supervise(t.Context(), k)
-	before, err := k.Apply(t.Context(), group("uid-a", withMPS(), partitionOf("GPU-0", "MIG-1", 2)), always)
+	before, err := apply(t.Context(), k, group("uid-a", withMPS(), partitionOf("GPU-0", "MIG-1", 2)), always)
 	check(t, err)
 	if got := k.Daemons()[0].Settings.Devices; !slices.Equal(got, []string{"MIG-1"}) || w.modes["GPU-0"] != device.ComputeModeDefault {
 		t.Errorf("the daemon has %v, the GPU is in mode %s", got, w.modes["GPU-0"])
@@ -412,7 +453,7 @@ func TestMPSOfPartition(t *testing.T) {
 	check(t, os.MkdirAll(w.dir, 0o755))
 	next := w.process()
 	w.supervise(t.Context(), next)
-	after, err := next.Apply(t.Context(), group("uid-a", withMPS(), partitionOf("GPU-0", "MIG-2", 2)), always)
+	after, err := apply(t.Context(), next, group("uid-a", withMPS(), partitionOf("GPU-0", "MIG-2", 2)), always)
 	if err != nil || !slices.Equal(before, after) {
 		t.Errorf("%v, before %v, after %v", err, before, after)
 	}
@@ -423,13 +464,13 @@ func TestTwoGroups(t *testing.T) {
 	w := newWorld(t)
 	k := w.process()
 	w.supervise(t.Context(), k)
-	one, err := k.Apply(t.Context(), group("uid-a", withMPS(), gpuNamed("GPU-0")), always)
+	one, err := apply(t.Context(), k, group("uid-a", withMPS(), gpuNamed("GPU-0")), always)
 	check(t, err)
-	two, err := k.Apply(t.Context(), group("uid-a", withMPS(), gpuNamed("GPU-1")), always)
+	two, err := apply(t.Context(), k, group("uid-a", withMPS(), gpuNamed("GPU-1")), always)
 	if err != nil || one[0] == two[0] || len(k.Daemons()) != 2 {
 		t.Errorf("%v, %v, %v, %v", err, one, two, k.Daemons())
 	}
-	check(t, k.Undo(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
+	check(t, revert(t.Context(), k, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
 	if len(k.Daemons()) != 1 || w.modes["GPU-0"] != device.ComputeModeDefault || w.modes["GPU-1"] != device.ComputeModeExclusiveProcess {
 		t.Errorf("left %s", w.state())
 	}
@@ -442,60 +483,21 @@ func TestSharedOtherwise(t *testing.T) {
 	w.supervise(t.Context(), k)
 	both := []device.Device{gpuNamed("GPU-0"), gpuNamed("GPU-1")}
 	percentage := 50
-	first, err := k.Apply(t.Context(), group("uid-a", withMPS(), both...), always)
+	first, err := apply(t.Context(), k, group("uid-a", withMPS(), both...), always)
 	check(t, err)
-	second, err := k.Apply(t.Context(), group("uid-a", withMPS(func(m *parametersv1beta1.MPS) { m.ActiveThreadPercentage = &percentage }), gpuNamed("GPU-0")), always)
+	second, err := apply(t.Context(), k, group("uid-a", withMPS(func(m *parametersv1beta1.MPS) { m.ActiveThreadPercentage = &percentage }), gpuNamed("GPU-0")), always)
 	check(t, err)
 	if daemons := k.Daemons(); len(daemons) != 1 || "cdi="+daemons[0].Name != second[0] || first[0] == second[0] || w.modes["GPU-1"] != device.ComputeModeDefault {
 		t.Errorf("daemons %v, state %s", daemons, w.state())
 	}
-	_, err = k.Apply(t.Context(), group("uid-a", sliced(parametersv1beta1.IntervalShort), both...), always)
+	_, err = apply(t.Context(), k, group("uid-a", sliced(parametersv1beta1.IntervalShort), both...), always)
 	check(t, err)
 	if want := "GPU-0 slice 1, GPU-1 slice 1, sharing uid-a~GPU-0, sharing uid-a~GPU-1"; w.state() != want {
 		t.Errorf("set %s, want %s", w.state(), want)
 	}
-	_, err = k.Apply(t.Context(), group("uid-a", parametersv1beta1.Sharing{}, both...), always)
+	_, err = apply(t.Context(), k, group("uid-a", parametersv1beta1.Sharing{}, both...), always)
 	if err != nil || w.state() != "" {
 		t.Errorf("%v, left %s", err, w.state())
-	}
-}
-
-// Claims that have come and gone are forgotten.
-func TestTurnsAreForgotten(t *testing.T) {
-	w := newWorld(t)
-	k := w.process()
-	leave, err := k.enter(t.Context(), "uid-a")
-	check(t, err)
-	short, cancel := context.WithTimeout(t.Context(), time.Millisecond)
-	defer cancel()
-	if _, err := k.enter(short, "uid-a"); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("two have the turn: %v", err)
-	}
-	var all sync.WaitGroup
-	var busy, entered int
-	for range 50 {
-		all.Go(func() {
-			err := k.turn(t.Context(), "uid-a", func() error {
-				if busy++; busy != 1 {
-					t.Error("two have the turn")
-				}
-				entered++
-				runtime.Gosched()
-				busy--
-				return nil
-			})
-			if err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	leave()
-	all.Wait()
-	_, err = k.Apply(t.Context(), group("uid-b", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-0")), always)
-	check(t, err)
-	k.undoAll(t)
-	if entered != 50 || len(k.turns) > 0 {
-		t.Errorf("%d of 50 had their turn, %d turns are left", entered, len(k.turns))
 	}
 }
 
@@ -503,38 +505,38 @@ func TestTurnsAreForgotten(t *testing.T) {
 func TestAnotherClaimsSetting(t *testing.T) {
 	w := newWorld(t)
 	k := w.process()
-	_, err := k.Apply(t.Context(), group("uid-a", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-0")), always)
+	_, err := apply(t.Context(), k, group("uid-a", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-0")), always)
 	check(t, err)
 	next := group("uid-b", sliced(parametersv1beta1.IntervalLong), gpuNamed("GPU-0"))
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Millisecond)
 	defer cancel()
-	_, err = k.Apply(ctx, next, always)
-	if err == nil || !strings.Contains(err.Error(), "wait until what was set on GPU-0 for claim team-a/claim-uid-a is undone") || w.slices["GPU-0"] != 1 {
+	_, err = apply(ctx, k, next, always)
+	if err == nil || !strings.Contains(err.Error(), "wait until the settings of claim team-a/claim-uid-a on GPU-0 are reverted") || w.slices["GPU-0"] != 1 {
 		t.Errorf("%v, %s", err, w.state())
 	}
 	done := make(chan error, 1)
-	go func() { _, err := k.Apply(t.Context(), next, always); done <- err }()
-	check(t, k.Undo(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
+	go func() { _, err := apply(t.Context(), k, next, always); done <- err }()
+	check(t, revert(t.Context(), k, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
 	if err := <-done; err != nil || w.slices["GPU-0"] != 3 {
 		t.Errorf("%v, %s", err, w.state())
 	}
 }
 
 // A claim that is unprepared before its setting is recorded has let go of the GPU: nothing may be set on it.
-func TestUnheld(t *testing.T) {
+func TestUnpreparedBeforeApply(t *testing.T) {
 	w := newWorld(t)
 	k := w.process()
 	g := group("uid-a", withMPS(), gpuNamed("GPU-0"))
-	_, err := k.Apply(t.Context(), g, func() bool {
+	_, err := apply(t.Context(), k, g, func() bool {
 		if !k.Applied("uid-a", device.Ref{GPU: "GPU-0"}) {
-			t.Error("asked before anybody could see that something is about to be set")
+			t.Error("the reservation was checked before the settings were recorded")
 		}
 		return false
 	})
-	if !errors.Is(err, errUnheld) || w.modes["GPU-0"] != device.ComputeModeDefault || len(k.Daemons()) > 0 {
+	if !errors.Is(err, errCancelled) || w.modes["GPU-0"] != device.ComputeModeDefault || len(k.Daemons()) > 0 {
 		t.Errorf("%v, %s", err, w.state())
 	}
-	k.undoAll(t)
+	k.revertAll(t)
 	if w.state() != "" {
 		t.Errorf("left %s", w.state())
 	}
@@ -547,9 +549,9 @@ func TestSlowDaemon(t *testing.T) {
 	g := group("uid-a", withMPS(), gpuNamed("GPU-0"))
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	_, err := k.Apply(ctx, g, always)
+	_, err := apply(ctx, k, g, always)
 	late, ok := errors.AsType[*NotReadyError](err)
-	if !ok || late.Begun || late.Daemon != k.Daemons()[0].Name || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "has not been started") {
+	if !ok || late.Started || late.Daemon != k.Daemons()[0].Name || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "has not been started") {
 		t.Fatalf("got %v", err)
 	}
 	if w.modes["GPU-0"] != device.ComputeModeExclusiveProcess {
@@ -558,24 +560,24 @@ func TestSlowDaemon(t *testing.T) {
 
 	// Somebody waits for it while others come and go, also for the same claim.
 	waiting := make(chan error, 1)
-	go func() { _, err := k.Apply(t.Context(), g, always); waiting <- err }()
+	go func() { _, err := apply(t.Context(), k, g, always); waiting <- err }()
 	other := group("uid-b", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-1"))
-	_, err = k.Apply(t.Context(), other, always)
+	_, err = apply(t.Context(), k, other, always)
 	check(t, err)
-	check(t, k.Undo(t.Context(), Key{"uid-b", device.Ref{GPU: "GPU-1"}}, always))
+	check(t, revert(t.Context(), k, Key{"uid-b", device.Ref{GPU: "GPU-1"}}, always))
 
 	// A supervisor that has not got its daemon up.
 	h, err := mps.Hold(t.Context(), mps.Dir(w.dir, late.Daemon))
 	check(t, err)
 	soon, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	if _, err := k.Apply(soon, g, always); !strings.Contains(fmt.Sprint(err), "has started and is not ready (its log is "+w.dir) {
+	if _, err := apply(soon, k, g, always); !strings.Contains(fmt.Sprint(err), "has started and is not ready (its log is "+w.dir) {
 		t.Errorf("got %v", err)
 	}
 	check(t, h.Publish(mps.Ready{Hash: "another"}))
 	soon, cancel = context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	if _, err := k.Apply(soon, g, always); !strings.Contains(fmt.Sprint(err), "has other settings than were asked for") {
+	if _, err := apply(soon, k, g, always); !strings.Contains(fmt.Sprint(err), "has other settings than were requested") {
 		t.Errorf("got %v", err)
 	}
 	check(t, h.Retract())
@@ -586,12 +588,12 @@ func TestSlowDaemon(t *testing.T) {
 	// It was killed: whoever asks now waits for the next, unless the claim goes.
 	begun := make(chan struct{})
 	go func() {
-		_, err := k.Apply(t.Context(), g, func() bool { close(begun); return true })
+		_, err := apply(t.Context(), k, g, func() bool { close(begun); return true })
 		waiting <- err
 	}()
 	<-begun
-	check(t, k.Undo(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
-	if err := <-waiting; !errors.Is(err, errUnheld) || w.state() != "" {
+	check(t, revert(t.Context(), k, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
+	if err := <-waiting; !errors.Is(err, errCancelled) || w.state() != "" {
 		t.Errorf("%v, left %s", err, w.state())
 	}
 }
@@ -602,7 +604,7 @@ func TestDaemonThatDoesNotEnd(t *testing.T) {
 	k := w.process()
 	g := group("uid-a", withMPS(), gpuNamed("GPU-0"))
 	done := make(chan error, 1)
-	go func() { _, err := k.Apply(t.Context(), g, always); done <- err }()
+	go func() { _, err := apply(t.Context(), k, g, always); done <- err }()
 	var daemons []Daemon
 	for daemons = k.Daemons(); len(daemons) == 0; daemons = k.Daemons() {
 		runtime.Gosched()
@@ -614,7 +616,7 @@ func TestDaemonThatDoesNotEnd(t *testing.T) {
 	key := Key{"uid-a", device.Ref{GPU: "GPU-0"}}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	if err := k.Undo(ctx, key, always); err == nil || !k.Applied(key.Claim, key.Device) || w.modes["GPU-0"] != device.ComputeModeExclusiveProcess {
+	if err := revert(ctx, k, key, always); err == nil || !k.Applied(key.Claim, key.Device) || w.modes["GPU-0"] != device.ComputeModeExclusiveProcess {
 		t.Errorf("%v, %s", err, w.state())
 	}
 	if len(k.Daemons()) > 0 {
@@ -627,14 +629,14 @@ func TestDaemonThatDoesNotEnd(t *testing.T) {
 	}
 	again, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	if _, err := next.Apply(again, g, always); err == nil {
+	if _, err := apply(again, next, g, always); err == nil {
 		t.Error("a daemon that ends was given to clients")
 	}
 	check(t, h.Release())
 	w.supervise(t.Context(), next)
-	_, err = next.Apply(t.Context(), g, always)
+	_, err = apply(t.Context(), next, g, always)
 	check(t, err)
-	next.undoAll(t)
+	next.revertAll(t)
 	if w.state() != "" {
 		t.Errorf("left %s", w.state())
 	}
@@ -680,11 +682,11 @@ func faultAt(t *testing.T, g Group, step int, dies, finishes bool) bool {
 	k := w.process()
 	w.supervise(ctx, k)
 	alone(func() {
-		if _, err := k.Apply(ctx, g, always); err != nil {
+		if _, err := apply(ctx, k, g, always); err != nil {
 			return
 		}
 		for _, key := range k.All() {
-			_ = k.Undo(ctx, key, always)
+			_ = revert(ctx, k, key, always)
 		}
 	})
 	w.mu.Lock()
@@ -694,14 +696,14 @@ func faultAt(t *testing.T, g Group, step int, dies, finishes bool) bool {
 	k = w.process()
 	w.supervise(ctx, k)
 	if finishes {
-		if _, err := k.Apply(ctx, g, always); err != nil {
+		if _, err := apply(ctx, k, g, always); err != nil {
 			t.Fatalf("step %d: %v", step, err)
 		}
 		if mode := w.modes["GPU-1"]; mode == device.ComputeModeProhibited || len(k.All()) != 2 {
 			t.Fatalf("step %d: applied %v, GPU 1 is in mode %s", step, k.All(), mode)
 		}
 	}
-	k.undoAll(t)
+	k.revertAll(t)
 	if got := w.state(); got != "GPU-1 Prohibited" || len(k.Daemons()) > 0 {
 		t.Fatalf("step %d: left %s, daemons %v", step, got, k.Daemons())
 	}
@@ -747,12 +749,12 @@ func TestCycles(t *testing.T) {
 		k := w.process()
 		w.supervise(ctx, k)
 		alone(func() {
-			if _, err := k.Apply(ctx, g, always); err != nil {
+			if _, err := apply(ctx, k, g, always); err != nil {
 				return
 			}
 			finished++
 			for _, key := range k.All() {
-				_ = k.Undo(ctx, key, func() bool { return random.IntN(3) > 0 })
+				_ = revert(ctx, k, key, func() bool { return random.IntN(3) > 0 })
 			}
 		})
 		cancel()
@@ -761,7 +763,7 @@ func TestCycles(t *testing.T) {
 	w.step = func() error { return nil }
 	w.mu.Unlock()
 	k := w.process()
-	k.undoAll(t)
+	k.revertAll(t)
 	if w.state() != "" {
 		t.Errorf("left %s", w.state())
 	}
@@ -778,7 +780,7 @@ func TestGenerations(t *testing.T) {
 	g := group("uid-a", withMPS(), gpuNamed("GPU-0"), gpuNamed("GPU-1"))
 	generation := func() int64 {
 		t.Helper()
-		_, err := k.Apply(t.Context(), g, always)
+		_, err := apply(t.Context(), k, g, always)
 		check(t, err)
 		daemons := k.Daemons()
 		if len(daemons) != 1 {
@@ -790,7 +792,7 @@ func TestGenerations(t *testing.T) {
 	var all sync.WaitGroup
 	for range 4 {
 		all.Go(func() {
-			if _, err := k.Apply(t.Context(), g, always); err != nil {
+			if _, err := apply(t.Context(), k, g, always); err != nil {
 				t.Error(err)
 			}
 		})
@@ -804,7 +806,7 @@ func TestGenerations(t *testing.T) {
 	if again := generation(); again != first || first <= 0 {
 		t.Errorf("generation %d was %d", again, first)
 	}
-	k.undoAll(t)
+	k.revertAll(t)
 	if next := generation(); next == first {
 		t.Errorf("generation %d once more", next)
 	}
@@ -816,7 +818,7 @@ func TestDaemonWithoutAGeneration(t *testing.T) {
 	k := w.process()
 	w.supervise(t.Context(), k)
 	g := group("uid-a", withMPS(), gpuNamed("GPU-0"), gpuNamed("GPU-1"))
-	_, err := k.Apply(t.Context(), g, always)
+	_, err := apply(t.Context(), k, g, always)
 	check(t, err)
 	dir := filepath.Join(w.dir, "sharing")
 	text, err := os.ReadFile(filepath.Join(dir, "uid-a~GPU-1"))
@@ -830,7 +832,7 @@ func TestDaemonWithoutAGeneration(t *testing.T) {
 	k = w.process()
 	w.supervise(t.Context(), k)
 	before := w.pods[k.Daemons()[0].Name]
-	_, err = k.Apply(t.Context(), g, always)
+	_, err = apply(t.Context(), k, g, always)
 	check(t, err)
 	if daemons := k.Daemons(); len(daemons) != 1 || daemons[0].Settings.Generation != 0 || before.lives.Err() != nil {
 		t.Errorf("daemons %+v, its pod: %v", daemons, before.lives.Err())
@@ -843,9 +845,9 @@ func TestTakenUpAgain(t *testing.T) {
 	w := newWorld(t)
 	k := w.process()
 	w.supervise(t.Context(), k)
-	_, err := k.Apply(t.Context(), group("uid-a", withMPS(), gpuNamed("GPU-0")), always)
+	_, err := apply(t.Context(), k, group("uid-a", withMPS(), gpuNamed("GPU-0")), always)
 	check(t, err)
-	_, err = k.Apply(t.Context(), group("uid-b", sliced(parametersv1beta1.IntervalMedium), gpuNamed("GPU-1")), always)
+	_, err = apply(t.Context(), k, group("uid-b", sliced(parametersv1beta1.IntervalMedium), gpuNamed("GPU-1")), always)
 	check(t, err)
 	want, name := w.state(), k.Daemons()[0].Name
 	for os.RemoveAll(filepath.Join(w.dir, "mps")) != nil { // its supervisor makes the lock anew
@@ -881,7 +883,7 @@ func TestTakenUpAgain(t *testing.T) {
 	if w.state() != want {
 		t.Errorf("there is %s, want %s", w.state(), want)
 	}
-	next.undoAll(t)
+	next.revertAll(t)
 	if w.state() != "" {
 		t.Errorf("left %s", w.state())
 	}
@@ -896,7 +898,7 @@ func TestAppliedAgain(t *testing.T) {
 		group("uid-a", withMPS(), gpuNamed("GPU-0")), group("uid-b", sliced(parametersv1beta1.IntervalMedium), gpuNamed("GPU-1")),
 	} {
 		changed := k.Changed()
-		_, err := k.Apply(t.Context(), g, always)
+		_, err := apply(t.Context(), k, g, always)
 		check(t, err)
 		select {
 		case <-changed:
@@ -904,7 +906,7 @@ func TestAppliedAgain(t *testing.T) {
 			t.Errorf("nobody is told of %s", g.Claim.UID)
 		}
 		changed = k.Changed()
-		_, err = k.Apply(t.Context(), g, always)
+		_, err = apply(t.Context(), k, g, always)
 		check(t, err)
 		select {
 		case <-changed:
@@ -912,7 +914,7 @@ func TestAppliedAgain(t *testing.T) {
 		default:
 		}
 	}
-	k.undoAll(t)
+	k.revertAll(t)
 }
 
 // A directory that somebody makes for a daemon that is nobody's goes while the process runs, and no supervisor has a daemon of
@@ -927,12 +929,12 @@ func TestStrayDirectory(t *testing.T) {
 		synctest.Wait()
 		dir := mps.Dir(w.dir, "uid-a-01234567")
 		check(t, os.MkdirAll(filepath.Join(dir, mps.PipeDir), 0o755))
-		short, stop := context.WithTimeout(t.Context(), strayAgain/2)
+		short, stop := context.WithTimeout(t.Context(), staleInterval/2)
 		defer stop()
 		if _, err := mps.Hold(short, dir); !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("a supervisor holds a directory that the agent has not made: %v", err)
 		}
-		time.Sleep(2 * strayAgain)
+		time.Sleep(2 * staleInterval)
 		synctest.Wait()
 		if w.state() != "" {
 			t.Errorf("left %s", w.state())
@@ -950,22 +952,22 @@ func TestDirectoryThatCannotBeRemoved(t *testing.T) {
 	stuck := errors.New("stuck")
 	removeDir = func(string) error { return stuck }
 	defer func() { removeDir = mps.Remove }()
-	_, err := k.Apply(t.Context(), group("uid-a", withMPS(), gpuNamed("GPU-0")), always)
+	_, err := apply(t.Context(), k, group("uid-a", withMPS(), gpuNamed("GPU-0")), always)
 	check(t, err)
 	name := k.Daemons()[0].Name
-	k.undoAll(t)
+	k.revertAll(t)
 	if want := "mps " + name; w.state() != want {
 		t.Errorf("left %s, want %s", w.state(), want)
 	}
-	if err := k.endStrays(t.Context()); !errors.Is(err, stuck) {
+	if err := k.endStaleDaemons(t.Context()); !errors.Is(err, stuck) {
 		t.Errorf("nobody hears of it: %v", err)
 	}
 	// The same claim may come again.
-	_, err = k.Apply(t.Context(), group("uid-a", withMPS(), gpuNamed("GPU-0")), always)
+	_, err = apply(t.Context(), k, group("uid-a", withMPS(), gpuNamed("GPU-0")), always)
 	check(t, err)
-	k.undoAll(t)
+	k.revertAll(t)
 	removeDir = mps.Remove
-	check(t, k.endStrays(t.Context()))
+	check(t, k.endStaleDaemons(t.Context()))
 	if w.state() != "" {
 		t.Errorf("left %s", w.state())
 	}
@@ -983,7 +985,7 @@ func (away) SetComputeMode(context.Context, string, device.ComputeMode) (device.
 func TestStrayDirectoryWhileTheDriverIsAway(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t)
-		_, err := w.process().Apply(t.Context(), group("uid-b", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-1")), always)
+		_, err := apply(t.Context(), w.process(), group("uid-b", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-1")), always)
 		check(t, err)
 		k := w.process()
 		k.Hardware = away{w}
@@ -996,7 +998,7 @@ func TestStrayDirectoryWhileTheDriverIsAway(t *testing.T) {
 		check(t, mps.Stop(t.Context(), dir))
 		check(t, mps.Remove(dir))
 		check(t, os.MkdirAll(filepath.Join(dir, mps.PipeDir), 0o755))
-		time.Sleep(2 * resumeAgain)
+		time.Sleep(2 * resumeInterval)
 		synctest.Wait()
 		if _, err := os.Stat(dir); !os.IsNotExist(err) {
 			t.Errorf("it is still there: %v", err)
@@ -1017,7 +1019,7 @@ func TestUnreadableRecordOfARunningClaim(t *testing.T) {
 			w := newWorld(t)
 			k := w.process()
 			w.supervise(t.Context(), k)
-			_, err := k.Apply(t.Context(), group("uid-a", withMPS(), gpuNamed("GPU-0")), always)
+			_, err := apply(t.Context(), k, group("uid-a", withMPS(), gpuNamed("GPU-0")), always)
 			check(t, err)
 			daemon, before := k.Daemons()[0].Name, w.state()
 			path := filepath.Join(w.dir, "sharing", "uid-a~GPU-0")
@@ -1030,13 +1032,13 @@ func TestUnreadableRecordOfARunningClaim(t *testing.T) {
 			if problems, err := r.Load(); err != nil || len(problems) != 1 {
 				t.Fatal(problems, err)
 			}
-			next := NewKeeper(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: w, Specs: w})
+			next := NewManager(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: w, Specs: w})
 			check(t, next.resume(t.Context(), r.All()))
 			w.supervise(t.Context(), next)
 			if _, alive, err := mps.Alive(mps.Dir(w.dir, daemon)); err != nil || !alive || w.state() != before {
 				t.Errorf("alive %t, %v; there is %s, want %s", alive, err, w.state(), before)
 			}
-			next.undoAll(t)
+			next.revertAll(t)
 			if unknownDaemons := next.UnknownDaemons(); w.state() != "" || len(unknownDaemons) > 0 {
 				t.Errorf("left %s, doubtful %v", w.state(), unknownDaemons)
 			}
@@ -1049,7 +1051,7 @@ func TestUnreadableRecord(t *testing.T) {
 	w := newWorld(t)
 	k := w.process()
 	w.supervise(t.Context(), k)
-	_, err := k.Apply(t.Context(), group("uid-a", withMPS(), gpuNamed("GPU-0"), gpuNamed("GPU-1")), always)
+	_, err := apply(t.Context(), k, group("uid-a", withMPS(), gpuNamed("GPU-0"), gpuNamed("GPU-1")), always)
 	check(t, err)
 	dir := filepath.Join(w.dir, "sharing")
 	for _, name := range []string{"uid-a~GPU-0", "uid-a~GPU-1"} {
@@ -1062,8 +1064,8 @@ func TestUnreadableRecord(t *testing.T) {
 	if err != nil || len(problems) != 3 {
 		t.Fatal(err, problems)
 	}
-	next := NewKeeper(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: w, Specs: w})
-	next.undoAll(t)
+	next := NewManager(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: w, Specs: w})
+	next.revertAll(t)
 	if w.state() != "sharing nonsense" {
 		t.Errorf("left %s", w.state())
 	}

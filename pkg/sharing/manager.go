@@ -1,0 +1,553 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sharing
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+	specs "tags.cncf.io/container-device-interface/specs-go"
+
+	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/keylock"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/mps"
+)
+
+// Hardware is the NVIDIA driver. All methods concern one GPU, are idempotent, and end with ctx. *nvml.Node implements it.
+type Hardware interface {
+	ComputeMode(ctx context.Context, gpu string) (device.ComputeMode, error)
+	SetComputeMode(ctx context.Context, gpu string, mode device.ComputeMode) (before device.ComputeMode, err error)
+	// SetTimeSlice takes 0 (the driver's default) to 3 (long).
+	SetTimeSlice(ctx context.Context, gpu string, slice int) error
+}
+
+// Specs writes the client devices. *cdi.Specs implements it.
+type Specs interface {
+	// WriteClientDevice writes a client device and returns its qualified name. Idempotent and cheap.
+	WriteClientDevice(name string, edits specs.ContainerEdits) (qualified string, err error)
+	// RemoveClientDevices removes the client device name, and all named name.<suffix>. Idempotent.
+	RemoveClientDevices(name string) error
+	// ClientDevices lists the client devices named name.<suffix>.
+	ClientDevices(name string) ([]string, error)
+	// RetainClientDevices removes client devices that an earlier process wrote, except the named ones and their name.<suffix>.
+	RetainClientDevices(names []string) error
+}
+
+// Options of a Manager. All are required.
+type Options struct {
+	// Records are loaded.
+	Records *Records
+	// RunDir is the agent's run directory, at the same path on the host. The daemons' directories are in it.
+	RunDir string
+	// DriverRoot is the directory on the host in which the driver is installed.
+	DriverRoot string
+	Hardware   Hardware
+	Specs      Specs
+}
+
+// Manager applies and reverts sharing settings. All methods are safe for concurrent use. Slow work for one claim delays no
+// other claim.
+//
+// To apply settings a caller calls Await, Lock, and Plan, checks in the ledger that its reservation is valid, and calls Apply
+// and Connect. To revert them it calls Lock, checks that the hold has ended, and calls Revert.
+type Manager struct {
+	Options
+	changed broadcast.Signal
+	locks   keylock.Locks[string]
+
+	mu sync.Mutex
+	// daemons are those that are requested, by name.
+	daemons map[string]*daemon
+	// unused are devices that Revert was called for while other devices of their daemon are in use.
+	unused map[Key]bool
+	// slices are the time slices that this process has set. nvidia-smi is too slow to set them at each Prepare.
+	slices map[Key]parametersv1beta1.Interval
+}
+
+// NewManager has no visible effect. Recorded settings count as applied; Run applies them again.
+func NewManager(o Options) *Manager {
+	m := &Manager{Options: o, daemons: map[string]*daemon{}, unused: map[Key]bool{}, slices: map[Key]parametersv1beta1.Interval{}}
+	for _, key := range o.Records.All() {
+		if s, ok := o.Records.store.Get(key); ok && s.Settings != nil && !s.Reverting {
+			m.request(s.Daemon, *s.Settings)
+		}
+	}
+	return m
+}
+
+// Changed returns a channel that is closed when Daemons or All change; take it before you call them.
+func (m *Manager) Changed() <-chan struct{} { return m.changed.Changed() }
+
+// Applied reports whether settings of that claim are applied to the device, or are about to be.
+func (m *Manager) Applied(claim string, ref device.Ref) bool { return m.Records.Applied(claim, ref) }
+
+// All returns the devices of claims for which Applied is true, in no order.
+func (m *Manager) All() []Key { return slices.DeleteFunc(m.Records.All(), Key.byPolicy) }
+
+// Await waits until all settings of earlier claims on these devices are reverted, and reverts those of the sharing policy. An
+// earlier process may have left settings without a hold. The caller has reserved the devices.
+func (m *Manager) Await(ctx context.Context, g Group) error {
+	for {
+		changed := m.Changed()
+		if err := m.revertPolicy(ctx, g); err != nil {
+			return wrapGroup(err, g)
+		}
+		others := m.others(g)
+		if len(others) == 0 {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			of, _ := m.Records.store.Get(others[0])
+			return wrapGroup(fmt.Errorf("wait until the settings of claim %s/%s on %s are reverted: %w",
+				of.Namespace, of.Name, others[0].Device, context.Cause(ctx)), g)
+		}
+	}
+}
+
+// Lock waits until no other caller changes settings of the claim, or until ctx is done. The caller calls unlock exactly once.
+func (m *Manager) Lock(ctx context.Context, claim string) (unlock func(), err error) {
+	unlock, err = m.locks.Lock(ctx, claim)
+	if err != nil {
+		return nil, fmt.Errorf("wait for an earlier change of the settings of claim %s: %w", claim, err)
+	}
+	return unlock, nil
+}
+
+// Plan is what Apply will set. The zero Daemon means that the group needs no MPS daemon.
+type Plan struct {
+	Group    Group
+	Daemon   string
+	settings map[device.Ref]*setting
+}
+
+// Plan records what is about to be set, and reverts other settings that the claim had on the devices. From then on the
+// ledger's hold ends only after Revert. Needs the claim's lock. Idempotent. TestUnpreparedBeforeApply fails if it does not
+// come before the check of the reservation.
+func (m *Manager) Plan(ctx context.Context, g Group) (Plan, error) {
+	plan, err := m.plan(ctx, g)
+	return plan, wrapGroup(err, g)
+}
+
+func (m *Manager) plan(ctx context.Context, g Group) (Plan, error) {
+	next, err := m.settingsOf(g)
+	if err != nil {
+		return Plan{}, err
+	}
+	own := m.Records.where(func(key Key, _ setting) bool { return key.Claim == g.Claim.UID && g.overlaps(key.Device) })
+	for _, key := range own {
+		// Gone if it was reverted with another device of its daemon.
+		if before, ok := m.Records.store.Get(key); ok && !before.sameAs(next[key.Device]) {
+			if err := m.revert(ctx, m.sameDaemon(key)); err != nil {
+				return Plan{}, err
+			}
+		}
+	}
+	plan := Plan{Group: g, settings: next}
+	for _, d := range g.Devices {
+		s := next[d.Ref()]
+		if s == nil {
+			continue
+		}
+		plan.Daemon = s.Daemon
+		if err := m.record(ctx, Key{g.Claim.UID, d.Ref()}, s); err != nil {
+			return Plan{}, err
+		}
+	}
+	return plan, nil
+}
+
+// settingsOf returns the settings of the group by device, without Before; nil where nothing is to be set. Needs the lock.
+func (m *Manager) settingsOf(g Group) (map[device.Ref]*setting, error) {
+	s := setting{BootID: m.Records.bootID, Namespace: g.Claim.Namespace, Name: g.Claim.Name, Strategy: g.Sharing.Strategy}
+	switch {
+	case len(g.Devices) == 0, g.Sharing.Strategy == "":
+		return nil, nil
+	case g.Sharing.Strategy == Exclusive:
+		s.SliceUnset = true
+	case g.Sharing.Strategy == parametersv1beta1.TimeSlicing && !g.Devices[0].Whole():
+		return nil, nil // the driver has no time slice for a partition
+	case g.Sharing.Strategy == parametersv1beta1.TimeSlicing:
+		s.Interval, s.SliceUnset = g.Sharing.Interval, true
+	case g.Sharing.MPS == nil:
+		return nil, fmt.Errorf("unknown strategy %q", g.Sharing.Strategy)
+	default:
+		name, err := daemonName(g)
+		if err != nil {
+			return nil, err
+		}
+		settings := Settings(g.Devices, *g.Sharing.MPS, m.DriverRoot)
+		if err := settings.Validate(); err != nil {
+			return nil, fmt.Errorf("settings of its MPS daemon: %w", err)
+		}
+		settings.Generation = m.generation(g, name)
+		s.Daemon, s.Settings = name, &settings
+	}
+	all := map[device.Ref]*setting{}
+	for _, d := range g.Devices {
+		own := s
+		all[d.Ref()] = &own
+	}
+	return all, nil
+}
+
+// generation of the group's daemon: the recorded one, or a new one.
+func (m *Manager) generation(g Group, daemon string) int64 {
+	for _, d := range g.Devices {
+		known, ok := m.Records.store.Get(Key{g.Claim.UID, d.Ref()})
+		if ok && known.Settings != nil && known.Daemon == daemon && !known.Reverting {
+			return known.Settings.Generation
+		}
+	}
+	return time.Now().UnixMicro()
+}
+
+// record records s with what has to be restored later.
+func (m *Manager) record(ctx context.Context, key Key, s *setting) error {
+	if known, ok := m.Records.store.Get(key); ok {
+		s.Before, s.SliceUnset = known.Before, known.SliceUnset
+		if known.Settings == nil || s.Settings == nil || known.Settings.Hash() == s.Settings.Hash() {
+			return nil
+		}
+	} else if key.Device.Whole() {
+		before, err := m.Hardware.ComputeMode(ctx, key.Device.GPU)
+		if supported(err) != nil {
+			return err
+		}
+		// The policy, which is reverted before this is set, may have changed the mode: its record has the mode before that.
+		policy, _ := m.Records.store.Get(policyKey(key.Device.GPU))
+		s.Before = cmp.Or(policy.Before, before, device.ComputeModeDefault)
+	}
+	defer m.changed.Notify()
+	return m.Records.store.Put(key, *s)
+}
+
+// Apply sets what was planned and requests the daemon. It does not wait for the daemon. Needs the claim's lock and a valid
+// reservation. Idempotent. The next attempt completes what a failed one left behind, or Revert reverts it.
+func (m *Manager) Apply(ctx context.Context, plan Plan) error {
+	return wrapGroup(m.apply(ctx, plan), plan.Group)
+}
+
+func (m *Manager) apply(ctx context.Context, plan Plan) error {
+	g := plan.Group
+	// Settings of the policy may have come back since Await. Both sides record before they check, so that one finds the other.
+	if err := m.revertPolicy(ctx, g); err != nil {
+		return err
+	}
+	m.mu.Lock()
+	for _, d := range g.Devices {
+		delete(m.unused, Key{g.Claim.UID, d.Ref()})
+	}
+	m.mu.Unlock()
+	for _, d := range g.Devices {
+		if s := plan.settings[d.Ref()]; s != nil {
+			if err := m.set(ctx, Key{g.Claim.UID, d.Ref()}, *s); err != nil {
+				return err
+			}
+		}
+	}
+	if plan.Daemon == "" {
+		return nil
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if err := mps.Make(m.dir(plan.Daemon)); err != nil {
+		return err
+	}
+	m.request(plan.Daemon, *plan.settings[g.Devices[0].Ref()].Settings)
+	return nil
+}
+
+// set sets what is recorded. Needs the claim's lock.
+func (m *Manager) set(ctx context.Context, key Key, s setting) error {
+	if !key.Device.Whole() {
+		return nil
+	}
+	if s.Settings != nil {
+		_, err := m.Hardware.SetComputeMode(ctx, key.Device.GPU, device.ComputeModeExclusiveProcess)
+		return err
+	}
+	// A GPU that does not support compute modes is always in the default mode.
+	_, err := m.Hardware.SetComputeMode(ctx, key.Device.GPU, device.ComputeModeDefault)
+	if err = supported(err); err != nil || s.Strategy != parametersv1beta1.TimeSlicing || m.hasSlice(key, s.Interval) {
+		return err
+	}
+	if err := m.setSlice(ctx, key, s); err != nil {
+		return err
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.slices[key] = s.Interval
+	return nil
+}
+
+// setSlice sets the time slice. It records that before, so that a slice is restored only where one may have been set: a GPU
+// that supports none could never be restored (TestUnsupported).
+func (m *Manager) setSlice(ctx context.Context, key Key, s setting) error {
+	record := func(unset bool) error {
+		if s.SliceUnset == unset {
+			return nil
+		}
+		s.SliceUnset = unset
+		return m.Records.store.Put(key, s)
+	}
+	if err := record(false); err != nil {
+		return err
+	}
+	err := m.Hardware.SetTimeSlice(ctx, key.Device.GPU, timeSlice(s.Interval))
+	if !errors.Is(err, device.ErrUnsupported) {
+		return err
+	}
+	if recordErr := record(true); recordErr != nil || timeSlice(s.Interval) == 0 {
+		return recordErr // such a GPU always has the driver's default
+	}
+	return err
+}
+
+func (m *Manager) hasSlice(key Key, interval parametersv1beta1.Interval) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.slices[key] == interval
+}
+
+// forgetSlices makes the next Apply set the GPU's time slice again.
+func (m *Manager) forgetSlices(gpu string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	maps.DeleteFunc(m.slices, func(key Key, _ parametersv1beta1.Interval) bool { return key.Device.GPU == gpu })
+}
+
+// supported returns nil where the GPU does not support what was to be set.
+func supported(err error) error {
+	if errors.Is(err, device.ErrUnsupported) {
+		return nil
+	}
+	return err
+}
+
+// ErrStillShared reports that the device is reverted later: other devices of its claim, which have the same daemon, are in use.
+var ErrStillShared = errors.New("its claim uses other devices with the same MPS daemon")
+
+// Revert restores what the device had before the claim, and removes the record. Needs the claim's lock, and the caller has
+// checked that the claim's hold has ended. A daemon of several devices ends with the last of them: until then Applied stays
+// true for all, and the error is an ErrStillShared (TestMPS). Idempotent; after an error Applied stays true.
+func (m *Manager) Revert(ctx context.Context, key Key) error {
+	if !m.Records.Applied(key.Claim, key.Device) {
+		return nil
+	}
+	group := m.sameDaemon(key)
+	m.mu.Lock()
+	m.unused[key] = true
+	used := slices.ContainsFunc(group, func(member Key) bool { return !m.unused[member] })
+	m.mu.Unlock()
+	err := error(ErrStillShared)
+	if !used {
+		err = m.revert(ctx, group)
+	}
+	if err != nil {
+		return fmt.Errorf("revert sharing settings of %s: %w", key.Device, err)
+	}
+	return nil
+}
+
+// sameDaemon returns the devices of the claim with the same daemon. An unreadable record may belong to any daemon.
+func (m *Manager) sameDaemon(key Key) []Key {
+	of, _ := m.Records.store.Get(key)
+	return m.Records.where(func(other Key, s setting) bool {
+		return other == key || other.Claim == key.Claim && (of.Unknown || s.Unknown || of.Daemon != "" && s.Daemon == of.Daemon)
+	})
+}
+
+// revert ends the daemons of the devices, then restores the GPUs. Needs the claim's lock.
+func (m *Manager) revert(ctx context.Context, group []Key) error {
+	defer m.changed.Notify()
+	daemons, unknown := map[string]bool{}, false
+	for _, key := range group {
+		s, ok := m.Records.store.Get(key)
+		unknown = unknown || s.Unknown
+		if !ok || s.Daemon == "" {
+			continue
+		}
+		daemons[s.Daemon] = true
+		if !s.Reverting {
+			s.Reverting = true
+			if err := m.Records.store.Put(key, s); err != nil {
+				return err
+			}
+		}
+	}
+	if unknown {
+		for _, name := range m.unrecordedDaemons() {
+			if claimOf(name) == group[0].Claim {
+				daemons[name] = true
+			}
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(daemons)) {
+		if err := m.end(ctx, name); err != nil {
+			return err
+		}
+		// What clients wrote there must not keep the GPUs: endStaleDaemons retries, and reports the error.
+		_ = removeDir(m.dir(name))
+	}
+	var errs []error
+	for _, key := range group {
+		errs = append(errs, m.restore(ctx, key))
+	}
+	return errors.Join(errs...)
+}
+
+// restore restores a GPU and removes the record.
+func (m *Manager) restore(ctx context.Context, key Key) error {
+	s, ok := m.Records.store.Get(key)
+	if !ok {
+		return nil
+	}
+	if key.Device.Whole() {
+		before := s.Before
+		if s.Unknown {
+			before = device.ComputeModeDefault
+		}
+		if s.Unknown || !s.SliceUnset && timeSlice(s.Interval) != 0 {
+			err := m.Hardware.SetTimeSlice(ctx, key.Device.GPU, timeSlice(parametersv1beta1.IntervalDefault))
+			if supported(err) != nil {
+				return err
+			}
+		}
+		if _, err := m.Hardware.SetComputeMode(ctx, key.Device.GPU, before); supported(err) != nil {
+			return err
+		}
+		m.forgetSlices(key.Device.GPU)
+	}
+	m.mu.Lock()
+	delete(m.unused, key)
+	m.mu.Unlock()
+	return m.Records.store.Drop(key)
+}
+
+// revertPolicy reverts what the sharing policy set on the devices of a claim that has them as a whole.
+func (m *Manager) revertPolicy(ctx context.Context, g Group) error {
+	for _, key := range m.others(g) {
+		if !key.byPolicy() {
+			continue
+		}
+		unlock, err := m.Lock(ctx, key.Claim)
+		if err == nil {
+			err = m.revert(ctx, m.sameDaemon(key))
+			unlock()
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// others returns the settings of other claims on the devices of a group.
+func (m *Manager) others(g Group) []Key {
+	return m.Records.where(func(key Key, _ setting) bool { return key.Claim != g.Claim.UID && g.overlaps(key.Device) })
+}
+
+func wrapGroup(err error, g Group) error {
+	if err == nil {
+		return nil
+	}
+	var names []string
+	for _, d := range g.Devices {
+		names = append(names, d.Name())
+	}
+	return fmt.Errorf("share %s among the containers of claim %s/%s: %w", strings.Join(names, ", "), g.Claim.Namespace, g.Claim.Name, err)
+}
+
+// Repair writes records, directories of daemons and client devices again that another process removed. It is cheap and is
+// called often.
+func (m *Manager) Repair() error {
+	errs := []error{m.Records.store.Repair()}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for name, d := range m.daemons {
+		_, err := m.writeClientDevice(name, limit{})
+		errs = append(errs, mps.Make(m.dir(name)), err)
+		for client, l := range d.clients {
+			if l != nil && client != name {
+				_, err := m.writeClientDevice(name, *l)
+				errs = append(errs, err)
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+const (
+	// resumeInterval is the pause between attempts to apply recorded settings.
+	resumeInterval = 10 * time.Second
+	// staleInterval is the pause between checks for stale daemons. A check reads one directory.
+	staleInterval = 5 * time.Second
+)
+
+// Run applies what an earlier process recorded, because a driver that was reloaded has lost it. Then it ends stale daemons,
+// until ctx is done: containerd creates a daemon's directory again where kubelet restarts the supervisor before its pod is
+// deleted.
+func (m *Manager) Run(ctx context.Context) error {
+	keys, resumed, reported := m.Records.All(), false, ""
+	for {
+		var err error
+		wait := staleInterval
+		if resumed {
+			err = m.endStaleDaemons(ctx)
+		} else if err = m.resume(ctx, keys); err == nil {
+			resumed = true
+		} else {
+			wait = resumeInterval
+		}
+		switch {
+		case err == nil:
+			reported = ""
+		case reported != err.Error() && ctx.Err() == nil:
+			reported = err.Error()
+			klog.FromContext(ctx).Error(err, "Cannot restore sharing settings or remove stale MPS daemons, retrying")
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(wait):
+		}
+	}
+}
+
+// resume applies recorded settings again, and removes what no record names.
+func (m *Manager) resume(ctx context.Context, keys []Key) error {
+	var errs []error
+	for _, key := range keys {
+		errs = append(errs, m.resumeOne(ctx, key))
+	}
+	errs = append(errs, m.endStaleDaemons(ctx))
+	_, retain := m.staleDaemons()
+	for _, d := range m.Daemons() {
+		retain = append(retain, d.Name)
+	}
+	return errors.Join(append(errs, m.Specs.RetainClientDevices(retain))...)
+}
+
+func (m *Manager) resumeOne(ctx context.Context, key Key) error {
+	unlock, err := m.Lock(ctx, key.Claim)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if s, ok := m.Records.store.Get(key); ok && !s.Unknown && !s.Reverting {
+		return m.set(ctx, key, s)
+	}
+	return nil
+}
