@@ -209,7 +209,7 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *podstate.Cgroups, pods *
 	if err != nil {
 		return err
 	}
-	shared := sharing.NewKeeper(sharing.Options{
+	shared := sharing.NewManager(sharing.Options{
 		Records: settings, RunDir: a.config.RunDir, DriverRoot: node.DriverRoot(), Hardware: node, Specs: specs,
 	})
 	holds := a.reconcilerConfig(cgroups, pods, book, devices, shared, resources)
@@ -247,7 +247,7 @@ func (a *agent) serveGPUs(ctx context.Context, cgroups *podstate.Cgroups, pods *
 }
 
 // reconcilerConfig lacks the inventory, and where metrics go.
-func (a *agent) reconcilerConfig(cgroups *podstate.Cgroups, pods *podstate.Pods, book *ledger.Ledger, devices *partition.Maker, shared *sharing.Keeper,
+func (a *agent) reconcilerConfig(cgroups *podstate.Cgroups, pods *podstate.Pods, book *ledger.Ledger, devices *partition.Maker, shared *sharing.Manager,
 	resources *podstate.PodResources,
 ) reconcile.Config {
 	return reconcile.Config{

@@ -28,7 +28,7 @@ type frontEnds struct {
 	book      *ledger.Ledger
 	node      *nvml.Node
 	devices   *partition.Maker
-	shared    *sharing.Keeper
+	shared    *sharing.Manager
 	policy    *sharing.Policy
 	specs     *cdi.Specs
 	resources *podstate.PodResources

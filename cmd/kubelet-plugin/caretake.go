@@ -57,7 +57,7 @@ func (c caretaker) run(ctx context.Context) error {
 	klog.FromContext(ctx).Info("Without a driver, claims can only end")
 	// What registers metrics here would be in the way of what serves later.
 	apart := prometheus.NewRegistry()
-	shared := sharing.NewKeeper(sharing.Options{
+	shared := sharing.NewManager(sharing.Options{
 		Records: c.made.settings, RunDir: c.config.RunDir, DriverRoot: "/", Hardware: nothing{}, Specs: nothing{},
 	})
 	holds := c.reconcilerConfig(c.cgroups, c.pods, c.book, partition.NewMaker(c.made.partitions, nothing{}, partition.Policy{}), shared, c.resources)

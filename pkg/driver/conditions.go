@@ -23,31 +23,32 @@ import (
 	"k8s.io/utils/ptr"
 
 	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// Conditions on a claim's devices that its containers share (status.devices[].conditions).
+// Conditions on shared devices of a claim (status.devices[].conditions).
 const (
-	// ConditionSharing is true once the device is shared as asked; the reason is the strategy.
+	// ConditionSharing is true once the sharing settings are applied; the reason is the strategy.
 	ConditionSharing = "SharingApplied"
-	// ConditionMemoryLimit says by its reason who imposes a limit of memory, and is true where somebody does.
+	// ConditionMemoryLimit is true if a memory limit is enforced; the reason says by which component.
 	ConditionMemoryLimit = "MemoryLimit"
 )
 
 // Reasons of ConditionMemoryLimit.
 const (
-	// LimitedByDaemon is a limit that the claim's own MPS daemon imposes.
+	// LimitedByDaemon: the claim's own MPS daemon enforces the limit.
 	LimitedByDaemon = "Daemon"
-	// LimitedByClient is a limit that each process imposes on itself: CUDA's library does as its environment says.
+	// LimitedByClient: CUDA's library in each process enforces the limit in its environment.
 	LimitedByClient = "Client"
-	// LimitAdvisory is no limit: nobody imposes one under time-slicing.
+	// LimitAdvisory: time-slicing enforces no limit.
 	LimitAdvisory = "Advisory"
-	// LimitNone is no limit, since none was asked for.
+	// LimitNone: no limit was requested.
 	LimitNone = "None"
 )
 
-// fieldManager of what is said in the status of claims.
+// fieldManager owns the conditions that the agent writes.
 const fieldManager = "tandem-agent"
 
 const (
@@ -56,31 +57,30 @@ const (
 	conditionsTimeout   = 10 * time.Second
 )
 
-// conditions are what is to be said in the status of claims whose devices are shared. It is written after kubelet was answered:
-// no pod waits for it, and a claim that is gone by then is none of its business.
+// conditions writes conditions into the status of claims with shared devices, after kubelet was answered: no pod waits for them.
 type conditions struct {
 	client kubernetes.Interface
 	driver string
 
 	mu      sync.Mutex
-	pending map[types.UID]statement
-	more    chan struct{}
+	pending map[types.UID]claimConditions
+	added   broadcast.Signal
 }
 
-// statement is about one claim.
-type statement struct {
+// claimConditions are the conditions of one claim.
+type claimConditions struct {
 	claim   types.NamespacedName
 	devices []resourceapi.AllocatedDeviceStatus
 }
 
 func newConditions(c Config) *conditions {
-	return &conditions{client: c.KubeClient, driver: c.DriverName, pending: map[types.UID]statement{}, more: make(chan struct{}, 1)}
+	return &conditions{client: c.KubeClient, driver: c.DriverName, pending: map[types.UID]claimConditions{}}
 }
 
-// say has it written what a claim has got, unless the claim says so already. Nothing is written for claims that share nothing.
-func (c *conditions) say(p *preparation) {
-	s := statement{claim: types.NamespacedName{Namespace: p.claim.Namespace, Name: p.claim.Name}}
-	news := false
+// add queues the conditions of a prepared claim, unless its status has them or it shares no device.
+func (c *conditions) add(p *preparation) {
+	s := claimConditions{claim: types.NamespacedName{Namespace: p.claim.Namespace, Name: p.claim.Name}}
+	changed := false
 	for _, g := range p.groups {
 		if g.sharing.Strategy == "" || g.sharing.Strategy == sharing.Exclusive {
 			continue
@@ -95,24 +95,21 @@ func (c *conditions) say(p *preparation) {
 					status.Conditions = conditionsOf(g, member, p.request.Shares[member.Ref()])
 				}
 			}
-			news = news || !stated(p.claim, status)
+			changed = changed || !hasConditions(p.claim, status)
 			s.devices = append(s.devices, status)
 		}
 	}
-	if !news {
+	if !changed {
 		return
 	}
 	c.mu.Lock()
 	c.pending[p.claim.UID] = s
 	c.mu.Unlock()
-	select {
-	case c.more <- struct{}{}:
-	default: // one is waiting already
-	}
+	c.added.Notify()
 }
 
-// stated reports whether the claim's status has all of it.
-func stated(claim *resourceapi.ResourceClaim, want resourceapi.AllocatedDeviceStatus) bool {
+// hasConditions reports whether the claim's status has these conditions.
+func hasConditions(claim *resourceapi.ResourceClaim, want resourceapi.AllocatedDeviceStatus) bool {
 	i := slices.IndexFunc(claim.Status.Devices, func(s resourceapi.AllocatedDeviceStatus) bool {
 		return s.Driver == want.Driver && s.Pool == want.Pool && s.Device == want.Device && ptr.Equal(s.ShareID, want.ShareID)
 	})
@@ -122,7 +119,7 @@ func stated(claim *resourceapi.ResourceClaim, want resourceapi.AllocatedDeviceSt
 	})
 }
 
-// conditionsOf a device that is shared, of which the claim has a share.
+// conditionsOf returns the conditions of a shared device, of which the claim has a share.
 func conditionsOf(g *sharedGroup, d device.Device, share device.Share) []metav1.Condition {
 	now := metav1.Now()
 	applied := metav1.Condition{
@@ -131,18 +128,18 @@ func conditionsOf(g *sharedGroup, d device.Device, share device.Share) []metav1.
 	limit := metav1.Condition{Type: ConditionMemoryLimit, Status: metav1.ConditionFalse, LastTransitionTime: now}
 	if g.sharing.Strategy == parametersv1beta1.TimeSlicing {
 		applied.Message = fmt.Sprintf("processes take turns, time slice %s", cmp.Or(string(g.sharing.Interval), "of the device"))
-		limit.Reason, limit.Message = LimitAdvisory, "processes that take turns share the memory, and nobody imposes a limit"
+		limit.Reason, limit.Message = LimitAdvisory, "processes that take turns share the memory without a limit"
 		if !share.Whole() {
-			limit.Message = fmt.Sprintf("nobody keeps the claim's processes to their %d MiB, or those of others to theirs", share.Bytes/device.ShareUnit)
+			limit.Message = fmt.Sprintf("time-slicing does not enforce the claim's %d MiB, nor the shares of other holders", share.Bytes/device.ShareUnit)
 		}
 		return []metav1.Condition{applied, limit}
 	}
-	if g.beside {
-		applied.Message = "processes are clients of the GPU's MPS daemon, beside those of others"
+	if g.share {
+		applied.Message = "processes are clients of the GPU's MPS daemon, together with those of other holders"
 		limit.Reason, limit.Message = LimitNone, "the claim has all of the memory"
 		if !share.Whole() {
 			limit.Status, limit.Reason = metav1.ConditionTrue, LimitedByClient
-			const most = "each process keeps itself to %d MiB, by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: one that is started without has no limit"
+			const most = "CUDA limits each process to %d MiB by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: a process without that variable has no limit"
 			limit.Message = fmt.Sprintf(most, share.Bytes/device.ShareUnit)
 		}
 		return []metav1.Condition{applied, limit}
@@ -151,20 +148,21 @@ func conditionsOf(g *sharedGroup, d device.Device, share device.Share) []metav1.
 	settings := sharing.Settings(g.devices, *g.sharing.MPS, "")
 	at := slices.Index(settings.Devices, d.UUID())
 	if at < 0 || at >= len(settings.PinnedMemoryMiB) || settings.PinnedMemoryMiB[at] == 0 {
-		limit.Reason, limit.Message = LimitNone, "no limit was asked for"
+		limit.Reason, limit.Message = LimitNone, "no limit was requested"
 		return []metav1.Condition{applied, limit}
 	}
 	limit.Status, limit.Reason = metav1.ConditionTrue, LimitedByDaemon
-	// The daemon takes commands through the pipe directory, which its clients have.
-	const most = "the claim's own MPS daemon gives each client %d MiB at most, " +
+	// The daemon takes commands through the pipe directory, which is mounted into its clients.
+	const most = "the claim's own MPS daemon limits each client to %d MiB, " +
 		"which clients that run as root in their container can change"
 	limit.Message = fmt.Sprintf(most, settings.PinnedMemoryMiB[at])
 	return []metav1.Condition{applied, limit}
 }
 
-// run writes until ctx is done. What is not written by then is said again with the next Prepare.
+// run writes queued conditions until ctx is done. The next Prepare queues those that are missing then.
 func (c *conditions) run(ctx context.Context) error {
 	for wait := conditionsRetry; ; {
+		added := c.added.Changed()
 		left := c.writeAll(ctx)
 		var retry <-chan time.Time
 		if left {
@@ -176,17 +174,17 @@ func (c *conditions) run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-c.more:
+		case <-added:
 		case <-retry:
 		}
 	}
 }
 
-// writeAll reports whether something is left for another try.
+// writeAll reports whether some conditions have to be retried.
 func (c *conditions) writeAll(ctx context.Context) (left bool) {
 	c.mu.Lock()
 	pending := c.pending
-	c.pending = map[types.UID]statement{}
+	c.pending = map[types.UID]claimConditions{}
 	c.mu.Unlock()
 	for uid, s := range pending {
 		err := c.write(ctx, uid, s)
@@ -196,9 +194,9 @@ func (c *conditions) writeAll(ctx context.Context) (left bool) {
 		logger := klog.FromContext(ctx).WithValues("claim", klog.KRef(s.claim.Namespace, s.claim.Name), "claimUID", uid)
 		switch {
 		case apierrors.IsNotFound(err), apierrors.IsConflict(err), apierrors.IsInvalid(err):
-			logger.V(2).Info("A claim is not any more what it was when its devices were shared", "reason", err.Error())
+			logger.V(2).Info("Not writing conditions of a claim that has changed since it was prepared", "reason", err.Error())
 		case apierrors.IsForbidden(err):
-			logger.Error(err, "Cannot say in the claim's status how its devices are shared")
+			logger.Error(err, "Cannot write conditions of a claim's shared devices")
 		default:
 			left = true
 			c.mu.Lock()
@@ -211,7 +209,7 @@ func (c *conditions) writeAll(ctx context.Context) (left bool) {
 	return left
 }
 
-func (c *conditions) write(ctx context.Context, uid types.UID, s statement) error {
+func (c *conditions) write(ctx context.Context, uid types.UID, s claimConditions) error {
 	ctx, cancel := context.WithTimeout(ctx, conditionsTimeout)
 	defer cancel()
 	status := applyresource.ResourceClaimStatus()
@@ -236,10 +234,10 @@ func (c *conditions) write(ctx context.Context, uid types.UID, s statement) erro
 	return nil
 }
 
-// update is for claims that server-side apply is refused for: it decodes and encodes anew the parameters of the allocation, and the
-// data of other drivers, and where that gives other bytes (the order of fields, spaces, escapes) they pass for changed. Patches and JSON
-// lose some of these as well. In protobuf, which the client speaks, they go back as they came.
-func (c *conditions) update(ctx context.Context, uid types.UID, s statement) error {
+// update writes the conditions of claims for which the API server refuses server-side apply: apply encodes the allocation's
+// opaque parameters again, and other bytes (order of fields, spaces, escapes) count as a change. So do patches and JSON. In
+// protobuf, which the client uses, the bytes stay the same.
+func (c *conditions) update(ctx context.Context, uid types.UID, s claimConditions) error {
 	claims := c.client.ResourceV1().ResourceClaims(s.claim.Namespace)
 	claim, err := claims.Get(ctx, s.claim.Name, metav1.GetOptions{})
 	if err != nil {
@@ -256,13 +254,12 @@ func (c *conditions) update(ctx context.Context, uid types.UID, s statement) err
 	}
 	switch _, err := claims.UpdateStatus(ctx, claim, metav1.UpdateOptions{FieldManager: fieldManager}); {
 	case apierrors.IsConflict(err):
-		return fmt.Errorf("update conditions of the devices of claim %s: %w", s.claim, errOvertaken)
+		return fmt.Errorf("update conditions of the devices of claim %s: %w", s.claim, errChanged)
 	case err != nil:
 		return fmt.Errorf("update conditions of the devices of claim %s: %w", s.claim, err)
 	}
 	return nil
 }
 
-// errOvertaken means that somebody has written a claim between reading and writing it. It is tried again, unlike the conflict of
-// a claim that has another UID by now.
-var errOvertaken = errors.New("somebody else has just changed it")
+// errChanged means that another process wrote the claim between our GET and PUT. It is retried, unlike a claim with another UID.
+var errChanged = errors.New("another process has just changed it")

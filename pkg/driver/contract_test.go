@@ -275,10 +275,10 @@ func TestDescribeHolderOfClaims(t *testing.T) {
 		return ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "u"}, Namespace: namespace, Name: "c", State: state}
 	}
 	for want, h := range map[string]ledger.Hold{
-		"claim team-a/c":                                    hold("team-a", ledger.StateHeld),
-		"claim team-a/c, which is going away":               hold("team-a", ledger.StateDraining),
-		"a claim in another namespace":                      hold("team-b", ledger.StateHeld),
-		"a claim in another namespace, which is going away": hold("team-b", ledger.StateDraining),
+		"claim team-a/c":                                  hold("team-a", ledger.StateHeld),
+		"claim team-a/c, which is draining":               hold("team-a", ledger.StateDraining),
+		"a claim in another namespace":                    hold("team-b", ledger.StateHeld),
+		"a claim in another namespace, which is draining": hold("team-b", ledger.StateDraining),
 		"a claim": hold("", ledger.StateHeld),
 	} {
 		if got := describeHolder(h, "team-a"); got != want {

@@ -60,34 +60,36 @@ type Specs interface {
 	QualifiedName(uuid string) string
 }
 
-// Partitions makes what claims get of dynamic GPUs. *partition.Maker implements it. What an attempt leaves behind goes when the
-// ledger's hold ends.
+// Partitions creates the partitions of claims. *partition.Maker implements it. A caller locks the GPU, records the partition,
+// checks its reservation, and creates the partition. All methods are idempotent. The reconciler destroys partitions.
 type Partitions interface {
-	// Make returns the partition in the place of want, made before if it was not there and reserved says that it still may be.
-	// Idempotent.
-	Make(ctx context.Context, want device.Partition, reserved func() bool) (device.Partition, error)
-	// Whole makes a GPU usable that is not partitioned. Idempotent.
-	Whole(ctx context.Context, gpu string) error
+	Lock(ctx context.Context, gpu string) (unlock func(), err error)
+	Record(ctx context.Context, want device.Partition) error
+	Create(ctx context.Context, want device.Partition) (device.Partition, error)
+	// EnsureWhole switches off MIG mode of a dynamic GPU. The caller has reserved the GPU and holds no lock.
+	EnsureWhole(ctx context.Context, gpu string) error
 }
 
-// Sharing brings devices to what the containers of one claim need to share them, and back when the ledger's holds end.
-// *sharing.Keeper implements it.
+// Sharing applies the sharing settings of claims. *sharing.Manager implements it and documents the methods, which a caller
+// calls in this order. It checks its reservation between Plan and Apply, and unlocks before Connect. The reconciler reverts.
 type Sharing interface {
-	// Apply returns the CDI devices that the containers need in addition. held is asked whether the claim still has the devices once
-	// nobody can let go of them any more. Idempotent. After a *sharing.NotReadyError the next call finds what this one has begun.
-	Apply(ctx context.Context, g sharing.Group, held func() bool) (cdiDevices []string, err error)
-	// Applied reports whether the claim has had the device shared, and that was not undone.
+	Await(ctx context.Context, g sharing.Group) error
+	Lock(ctx context.Context, claim string) (unlock func(), err error)
+	Plan(ctx context.Context, g sharing.Group) (sharing.Plan, error)
+	Apply(ctx context.Context, plan sharing.Plan) error
+	Connect(ctx context.Context, plan sharing.Plan) (clientDevices []string, err error)
+	// Applied reports whether settings of the claim are applied to the device.
 	Applied(claim string, ref device.Ref) bool
 }
 
-// Policy is how the node shares GPUs between holders. *sharing.Policy implements it. Both methods are called for what the ledger
-// has reserved.
+// Policy is how the node shares GPUs between holders. *sharing.Policy implements it. Call both methods after the ledger has
+// reserved the device.
 type Policy interface {
 	// ByDaemon reports whether an MPS daemon has the GPU, or is about to.
 	ByDaemon(gpu device.GPU) bool
-	// Join returns the CDI devices that the containers of a claim need which has a part of a GPU. Idempotent. It waits for the daemon;
-	// a *sharing.NotReadyError says that ctx ended before that was ready.
-	Join(ctx context.Context, claim sharing.Claim, d device.Device, share device.Share) (cdiDevices []string, err error)
+	// Join returns the client devices of a claim with a share of a GPU. Idempotent. It waits for the daemon; a
+	// *sharing.NotReadyError says that ctx ended before the daemon was ready.
+	Join(ctx context.Context, claim sharing.Claim, d device.Device, share device.Share) (clientDevices []string, err error)
 }
 
 // Config is what New needs. Fields are required unless they have a default or are optional.

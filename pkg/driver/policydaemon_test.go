@@ -110,24 +110,24 @@ func TestPrepareByPolicy(t *testing.T) {
 		"a part by MPS": {
 			claim: r.partsClaim("a", "10Gi", []string{"gpu-0"}, []string{"one"}), cdi: []string{"gpu-0"}, joins: []string{"team-a/a joins gpu-0 with 10240Mi of 24576Mi"},
 			said: []string{
-				"gpu-0/share-0 SharingApplied=True(MPS): processes are clients of the GPU's MPS daemon, beside those of others",
-				"gpu-0/share-0 MemoryLimit=True(Client): each process keeps itself to 10240 MiB, by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: one that is started without has no limit",
+				"gpu-0/share-0 SharingApplied=True(MPS): processes are clients of the GPU's MPS daemon, together with those of other holders",
+				"gpu-0/share-0 MemoryLimit=True(Client): CUDA limits each process to 10240 MiB by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: a process without that variable has no limit",
 			},
 		},
 		"two parts of one GPU": {
 			claim: r.partsClaim("a", "2Gi", []string{"gpu-0", "gpu-0"}, []string{"one", "two"}), cdi: []string{"gpu-0", "gpu-0"}, joins: []string{"team-a/a joins gpu-0 with 4096Mi of 24576Mi"},
 			said: []string{
-				"gpu-0/share-0 SharingApplied=True(MPS): processes are clients of the GPU's MPS daemon, beside those of others",
-				"gpu-0/share-0 MemoryLimit=True(Client): each process keeps itself to 4096 MiB, by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: one that is started without has no limit",
-				"gpu-0/share-1 SharingApplied=True(MPS): processes are clients of the GPU's MPS daemon, beside those of others",
-				"gpu-0/share-1 MemoryLimit=True(Client): each process keeps itself to 4096 MiB, by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: one that is started without has no limit",
+				"gpu-0/share-0 SharingApplied=True(MPS): processes are clients of the GPU's MPS daemon, together with those of other holders",
+				"gpu-0/share-0 MemoryLimit=True(Client): CUDA limits each process to 4096 MiB by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: a process without that variable has no limit",
+				"gpu-0/share-1 SharingApplied=True(MPS): processes are clients of the GPU's MPS daemon, together with those of other holders",
+				"gpu-0/share-1 MemoryLimit=True(Client): CUDA limits each process to 4096 MiB by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: a process without that variable has no limit",
 			},
 		},
 		"a part by time": {
 			claim: r.partsClaim("a", "10Gi", []string{"gpu-1"}, []string{"one"}), cdi: []string{""}, joins: []string{"team-a/a joins gpu-1 with 10240Mi of 24576Mi"},
 			said: []string{
 				"gpu-1/share-0 SharingApplied=True(TimeSlicing): processes take turns, time slice of the device",
-				"gpu-1/share-0 MemoryLimit=False(Advisory): nobody keeps the claim's processes to their 10240 MiB, or those of others to theirs",
+				"gpu-1/share-0 MemoryLimit=False(Advisory): time-slicing does not enforce the claim's 10240 MiB, nor the shares of other holders",
 			},
 		},
 		"all of a GPU that is shared by MPS": {
@@ -171,13 +171,13 @@ func TestPartsOfSeveralGPUsByMPS(t *testing.T) {
 		// refused is what the error says; empty for none.
 		refused string
 	}{
-		"by one request":                 {[]string{"gpu-0", "gpu-1"}, []string{"both", "both"}, "a part of device gpu-0, which is shared by MPS, and device gpu-1"},
+		"by one request":                 {[]string{"gpu-0", "gpu-1"}, []string{"both", "both"}, "a share of device gpu-0, which is shared by MPS, and device gpu-1"},
 		"by a request each":              {[]string{"gpu-0", "gpu-1"}, []string{"one", "two"}, ""},
-		"of which one is not by MPS":     {[]string{"gpu-2", "gpu-0"}, []string{"both", "both"}, "a part of device gpu-0, which is shared by MPS, and device gpu-2"},
+		"of which one is not by MPS":     {[]string{"gpu-2", "gpu-0"}, []string{"both", "both"}, "a share of device gpu-0, which is shared by MPS, and device gpu-2"},
 		"one not by MPS, a request each": {[]string{"gpu-2", "gpu-0"}, []string{"one", "two"}, ""},
 		"twice of the same":              {[]string{"gpu-0", "gpu-0"}, []string{"both", "both"}, ""},
 		"none of which is by MPS":        {[]string{"gpu-2", "gpu-3"}, []string{"both", "both"}, ""},
-		"by one request among several":   {[]string{"gpu-2", "gpu-0", "gpu-1"}, []string{"one", "both", "both"}, "a part of device gpu-0, which is shared by MPS, and device gpu-1"},
+		"by one request among several":   {[]string{"gpu-2", "gpu-0", "gpu-1"}, []string{"one", "both", "both"}, "a share of device gpu-0, which is shared by MPS, and device gpu-1"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := r.partsClaim("a", "1Gi", test.devices, test.requests)
@@ -223,7 +223,7 @@ func TestUnpreparedWhileJoining(t *testing.T) {
 		}
 	}
 	if _, errs, err := k.prepare("v1", c); err != nil || errs["uid-a"] == nil {
-		t.Errorf("answered to have what nobody holds: %v, held %q", err, r.holders())
+		t.Errorf("prepared without a hold: %v, held %q", err, r.holders())
 	}
 }
 
@@ -233,7 +233,7 @@ func TestPolicyDaemonNotReady(t *testing.T) {
 	k := r.ready()
 	for reason, change := range map[string]func(){
 		reasonDaemonNotReady: func() { policy.late, policy.err = true, nil },
-		reasonNotShared:      func() { policy.late, policy.err = false, errors.New("how it is shared is being changed") },
+		reasonNotShared:      func() { policy.late, policy.err = false, errors.New("its sharing policy is being changed") },
 	} {
 		policy.set(change)
 		c := r.partsClaim("late", "1Gi", []string{"gpu-0"}, []string{"one"})

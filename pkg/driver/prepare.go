@@ -8,82 +8,93 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
-	"k8s.io/utils/ptr"
 
 	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/partition"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 const (
-	// kubeletPatience is kubelet's deadline for NodePrepareResources (pkg/kubelet/cm/dra/plugin).
-	kubeletPatience = 45 * time.Second
-	// answerMargin is what is left of the deadline for the answer to arrive: kubelet must learn why, not that time ran out.
+	// kubeletTimeout is kubelet's deadline for NodePrepareResources (pkg/kubelet/cm/dra/plugin).
+	kubeletTimeout = 45 * time.Second
+	// answerMargin is the part of the deadline that remains for the answer: kubelet must get the reason, not a timeout.
 	answerMargin = 3 * time.Second
-	// podsFirstBudget is how long a call lets limits pods go first.
+	// podsFirstBudget is how long a call waits for pods.
 	podsFirstBudget = 2 * time.Second
 )
 
-// preparation is one claim of a call on its way.
-type preparation struct {
-	claim   *resourceapi.ResourceClaim
-	request ledger.ClaimRequest
-	answer  []kubeletplugin.Device
-	// demands are what has to be made once it is reserved.
-	demands []demand
-	// names maps the devices in request to the names under which they are published.
-	names map[device.Ref]string
-	// taken is what the ledger gave this call.
-	taken ledger.Taken
-	err   error
-	// visible are the UUIDs of the devices that the answer names and that are there.
-	visible []string
-	// groups are the devices that the claim's containers share, by how they do.
-	groups []*sharedGroup
-	// begun is set where what was begun for the claim goes on, and so it keeps what it has taken.
-	begun bool
-}
-
-// demand is a partition, or a dynamic GPU as a whole, for one entry of the answer.
-type demand struct {
-	entry  int
-	device device.Device
-}
-
-// prepareClaims answers one NodePrepareResources call, all claims of one pod: every device of it or none. The pod cannot
-// start with less, and half of it would keep others waiting.
+// prepareClaims answers one NodePrepareResources call: all claims of one pod. It prepares all of them or none, because the
+// pod cannot start with less, and holds of a part would block other holders.
+//
+// Undo: planning has no effect. cancel cancels the reservations. Partitions and sharing settings are recorded before they
+// exist; the reconciler destroys and reverts them after their hold has ended (pkg/reconcile/partitions.go).
 func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.ResourceClaim) map[types.UID]kubeletplugin.PrepareResult {
 	ctx, cancel := callContext(ctx)
 	defer cancel()
 	inv := d.Inventory.Inventory()
-	preparations := make([]*preparation, len(claims))
-	ok := true
-	yield := &ledger.PodsFirst{Slots: d.podSlots(inv), WaitBudget: podsFirstBudget}
-	for i, claim := range claims {
-		preparations[i] = d.plan(ctx, claim, inv)
-		preparations[i].request.PodsFirst = yield
-		ok = ok && preparations[i].err == nil
-	}
-	if ok {
-		d.waitForPods(ctx, preparations)
-		ok = d.reserve(ctx, preparations)
-		d.metrics.countPodsFirst(podsFirstBudget - yield.WaitBudget)
-	}
+	podsFirst := &ledger.PodsFirst{Slots: d.podSlots(inv), WaitBudget: podsFirstBudget}
+	preparations, ok := d.planAll(ctx, claims, inv, podsFirst)
+	ok = ok && d.reserve(ctx, preparations) && d.createPartitions(ctx, preparations) &&
+		d.applySharing(ctx, preparations) && d.ensureSpecs(ctx, preparations)
 	if !ok {
-		d.undo(ctx, preparations)
+		d.cancel(ctx, preparations)
 	}
-	return d.results(ctx, preparations, ok)
+	d.metrics.countPodsFirst(podsFirstBudget - podsFirst.WaitBudget)
+	return d.results(preparations, ok)
 }
 
-// waitForPods makes sure that the limits pods that go first are known: kubelet may have heard of them, and of this call's pod, before
-// us.
+// callContext ends early enough for the answer to reach kubelet.
+func callContext(ctx context.Context) (context.Context, context.CancelFunc) {
+	deadline, ok := ctx.Deadline()
+	if !ok {
+		return context.WithTimeout(ctx, kubeletTimeout-answerMargin)
+	}
+	margin := min(answerMargin, time.Until(deadline)/2)
+	return context.WithDeadline(ctx, deadline.Add(-margin))
+}
+
+// Step 1: look up the allocated devices and plan the answer (plan.go).
+func (d *Driver) planAll(
+	ctx context.Context, claims []*resourceapi.ResourceClaim, inv device.Inventory, podsFirst *ledger.PodsFirst,
+) (preparations []*preparation, ok bool) {
+	ok = true
+	for _, claim := range claims {
+		p := d.plan(ctx, claim, inv)
+		p.request.PodsFirst = podsFirst
+		preparations = append(preparations, p)
+		ok = ok && p.err == nil
+	}
+	return preparations, ok
+}
+
+// Step 2: reserve the devices in the ledger.
+func (d *Driver) reserve(ctx context.Context, preparations []*preparation) bool {
+	d.waitForPods(ctx, preparations)
+	for _, p := range preparations {
+		if len(p.request.Devices) == 0 {
+			continue
+		}
+		var err error
+		if p.reservation, err = d.Ledger.ReserveClaim(ctx, p.request); err != nil {
+			p.err = d.explain(ctx, p, err)
+			return false
+		}
+	}
+	return true
+}
+
+// waitForPods waits until the pod watch has reported the pods that come first: kubelet may know them before the agent does.
 func (d *Driver) waitForPods(ctx context.Context, preparations []*preparation) {
 	ctx, cancel := context.WithTimeout(ctx, podsFirstBudget)
 	defer cancel()
@@ -94,203 +105,230 @@ func (d *Driver) waitForPods(ctx context.Context, preparations []*preparation) {
 	}
 }
 
-// podSlots are the devices, and shares of devices, that limits may use, by resource.
-func (d *Driver) podSlots(inv device.Inventory) map[string][]ledger.Slot {
-	gpus := inv.GPUs
-	if d.OfferedToPods != nil {
-		gpus = slices.DeleteFunc(slices.Clone(gpus), func(g device.GPU) bool { return !d.OfferedToPods(g) })
-	}
-	offers, _ := d.Limits.Offers(gpus)
-	slots := map[string][]ledger.Slot{}
-	for _, o := range offers {
-		if o.Device.Health().Healthy() {
-			slots[o.Resource] = append(slots[o.Resource], ledger.Slot{Device: o.Device.Ref(), Share: o.Share})
-		}
-	}
-	return slots
-}
-
-// callContext ends early enough for the answer to reach kubelet.
-func callContext(ctx context.Context) (context.Context, context.CancelFunc) {
-	deadline, ok := ctx.Deadline()
-	if !ok {
-		return context.WithTimeout(ctx, kubeletPatience-answerMargin)
-	}
-	margin := min(answerMargin, time.Until(deadline)/2)
-	return context.WithDeadline(ctx, deadline.Add(-margin))
-}
-
-// plan translates the allocation without touching anything.
-func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv device.Inventory) *preparation {
-	p := &preparation{
-		claim: claim,
-		names: map[device.Ref]string{},
-		request: ledger.ClaimRequest{
-			UID: string(claim.UID), Namespace: claim.Namespace, Name: claim.Name, Pods: podsOf(claim),
-		},
-	}
-	for _, result := range claim.Status.Allocation.Devices.Results {
-		if result.Driver != d.DriverName {
-			continue
-		}
-		if p.err = d.planResult(ctx, p, result, inv); p.err != nil {
-			return p
-		}
-	}
-	p.err = cmp.Or(p.checkGroups(), p.checkDaemons())
-	return p
-}
-
-func (d *Driver) planResult(ctx context.Context, p *preparation, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) error {
-	found, onDemand, err := d.resolve(result, inv)
-	if err != nil {
-		return err
-	}
-	parameters, err := parametersv1beta1.Allocated(p.claim, d.DriverName, result, found.Whole())
-	if err != nil {
-		return refuseParameters(result.Request, err)
-	}
-	admin := ptr.Deref(result.AdminAccess, false)
-	prepared := kubeletplugin.Device{
-		Requests: []string{result.Request}, PoolName: result.Pool, DeviceName: result.Device, ShareID: result.ShareID,
-	}
-	ref, health := found.Ref(), found.Health()
-	switch {
-	case !health.Healthy() && admin:
-		// A monitor of all GPUs must not go blind on the good ones because of a bad one, which cannot be injected.
-		d.Recorder.Eventf(p.claim, corev1.EventTypeWarning, reasonDeviceUnhealthy, "device %s (%s) is not visible to the claim: it is unhealthy (%s: %s)", result.Device, ref, health.Reason, health.Message)
-		klog.FromContext(ctx).Info("Leaving an unhealthy device out of a claim with admin access", "claim", klog.KObj(p.claim), "device", ref.String(), "reason", health.Reason)
-	case !health.Healthy():
-		return refuse(reasonDeviceUnhealthy, "device %s (%s) for request %s is unhealthy (%s: %s): delete the pod to have it placed on another device", result.Device, ref, result.Request, health.Reason, health.Message)
-	case found.Whole() && found.GPU.MIGEnabled && !found.GPU.Dynamic && !admin:
-		return refuse(reasonUnknownDevice, "device %s (%s) for request %s is in MIG mode by now and cannot be given out as a whole: delete the pod and its claim to have it allocated anew", result.Device, ref, result.Request)
-	case onDemand && !admin:
-		p.demands = append(p.demands, demand{len(p.answer), found})
-	case found.UUID() == "":
-		// Admin access looks at what others have, and nobody has this partition.
-	default:
-		d.show(p, &prepared, found.UUID())
-	}
-	p.answer = append(p.answer, prepared)
-	// Admin access looks at devices that others hold, and holds nothing itself.
-	if admin {
-		return nil
-	}
-	share := shareOf(p.claim, result, found)
-	p.ask(ref, result.Device, share)
-	switch {
-	case parameters.Sharing != nil:
-		return p.group(parameters, result.Request, found, share)
-	case !share.Whole():
-		p.stand(result.Request, found)
-	}
-	return nil
-}
-
-// ask adds a device, or some more of it, to what is to be reserved.
-func (p *preparation) ask(ref device.Ref, name string, share device.Share) {
-	if slices.Contains(p.request.Devices, ref) {
-		share = plus(p.request.Shares[ref], share)
-	} else {
-		p.request.Devices = append(p.request.Devices, ref)
-		p.names[ref] = name
-	}
-	if !share.Whole() && p.request.Shares == nil {
-		p.request.Shares = map[device.Ref]device.Share{}
-	}
-	if p.request.Shares != nil {
-		p.request.Shares[ref] = share
-	}
-}
-
-// show puts a device into the container.
-func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, uuid string) {
-	prepared.CDIDeviceIDs = []string{d.Specs.QualifiedName(uuid)}
-	p.visible = append(p.visible, uuid)
-}
-
-// resolve finds the device that a result names, and refuses what this node cannot give as asked. A dynamic GPU as a whole, and
-// what is in a pool of its GPU's own, is had on demand, unless it is a partition that exists without us.
-func (d *Driver) resolve(result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) (found device.Device, onDemand bool, err error) {
-	if device.NodeOfPool(result.Pool) != d.NodeName {
-		return device.Device{}, false, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated anew", result.Request, result.Device, result.Pool, d.NodeName)
-	}
-	found, ok := inv.ByName(result.Device)
-	onDemand = found.Whole() && found.GPU.Dynamic ||
-		result.Pool != d.NodeName && (found.UUID() == "" || found.Whole() || found.Partition.Made)
-	if !ok && len(inv.GPUs) == 0 {
-		return device.Device{}, false, fmt.Errorf("device %s of pool %s for request %s is not there: the node has no NVIDIA driver at the moment, or it finds no GPU", result.Device, result.Pool, result.Request)
-	}
-	if !ok || found.UUID() == "" && !onDemand {
-		return device.Device{}, false, refuse(reasonUnknownDevice, "device %s of pool %s for request %s does not exist on this node (removed, or renumbered by a reboot): delete the pod and its claim to have it allocated anew", result.Device, result.Pool, result.Request)
-	}
-	return found, onDemand, nil
-}
-
-// podsOf says which pods the claim is reserved for.
-func podsOf(claim *resourceapi.ResourceClaim) []ledger.Pod {
-	var pods []ledger.Pod
-	for _, consumer := range claim.Status.ReservedFor {
-		if consumer.APIGroup == "" && consumer.Resource == "pods" {
-			pods = append(pods, ledger.Pod{UID: string(consumer.UID), Namespace: claim.Namespace, Name: consumer.Name})
-		}
-	}
-	return pods
-}
-
-// reserve takes the devices of every claim and makes sure that what will be answered exists. It stops at the first failure.
-func (d *Driver) reserve(ctx context.Context, preparations []*preparation) bool {
+// cancel cancels the reservations of this call. Holds from earlier calls stay, and so do those that a concurrent call for
+// another pod of the claim has answered with.
+func (d *Driver) cancel(ctx context.Context, preparations []*preparation) {
 	for _, p := range preparations {
-		if len(p.request.Devices) == 0 {
-			continue
+		if !p.keepOnError {
+			d.cancelReservation(ctx, p)
 		}
-		taken, err := d.Ledger.ReserveClaim(ctx, p.request)
-		p.taken = taken
-		if err != nil {
-			p.err = d.explain(ctx, p, err)
+	}
+}
+
+func (d *Driver) cancelReservation(ctx context.Context, p *preparation) {
+	if err := d.Ledger.GiveBack(p.request.UID, p.reservation); err != nil {
+		// kubelet retries or unprepares; both settle the hold.
+		klog.FromContext(ctx).Error(err, "Cannot cancel the reservation of a claim that was not prepared", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID)
+	}
+}
+
+// Step 3: create the partitions, and make dynamic GPUs whole. Only the GPU is locked meanwhile.
+func (d *Driver) createPartitions(ctx context.Context, preparations []*preparation) bool {
+	for _, p := range preparations {
+		for _, o := range p.onDemand {
+			err := d.createPartition(ctx, p, o)
+			if err == nil {
+				continue
+			}
+			if unmanaged, ok := errors.AsType[*partition.UnmanagedError](err); ok {
+				// A claim in conflict holds nothing.
+				d.cancelReservation(ctx, p)
+				p.err = d.recordConflict(ctx, p, conflictPartition, reasonUnmanagedPartition, unmanaged.Error(), []device.Ref{o.device.Ref()})
+			} else {
+				p.err = refuse(reasonPartitionNotMade, "device %s cannot be created, retrying: %v", p.answer[o.entry].DeviceName, err)
+			}
 			return false
 		}
-	}
-	var visible []string
-	for _, p := range preparations {
-		if p.err = d.meetDemands(ctx, p); p.err != nil {
-			return false
-		}
-		visible = append(visible, p.visible...)
-	}
-	if !d.share(ctx, preparations) {
-		return false
-	}
-	if err := d.Specs.Ensure(ctx, visible...); err != nil {
-		for _, p := range preparations {
-			p.err = fmt.Errorf("make CDI specs available: %w", err)
-		}
-		return false
 	}
 	return true
 }
 
-// undo gives back what this call took. What a claim held before stays, and so does what a call for another pod with the same
-// claim has been told meanwhile that it has.
-func (d *Driver) undo(ctx context.Context, preparations []*preparation) {
+func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand) error {
+	entry := &p.answer[o.entry]
+	switch {
+	case d.Partitions == nil && (!o.device.Whole() || o.device.GPU.MIGEnabled):
+		return errors.New("this node serves no partitions")
+	case d.Partitions == nil:
+		d.show(p, entry, o.device.GPU.UUID)
+		return nil
+	case o.device.Whole():
+		if err := d.Partitions.EnsureWhole(ctx, o.device.GPU.UUID); err != nil {
+			return err
+		}
+		d.show(p, entry, o.device.GPU.UUID)
+		return nil
+	}
+	unlock, err := d.Partitions.Lock(ctx, o.device.GPU.UUID)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	// The record keeps the hold from ending before the partition is destroyed. So it comes before the check.
+	if err := d.Partitions.Record(ctx, o.device.Partition); err != nil {
+		return err
+	}
+	if !d.isReserved(p) {
+		return errUnprepared
+	}
+	created, err := d.Partitions.Create(ctx, o.device.Partition)
+	if err != nil {
+		return err
+	}
+	if err := d.Specs.Add(ctx, created); err != nil {
+		return fmt.Errorf("write its CDI device: %w", err)
+	}
+	d.show(p, entry, created.UUID)
+	p.setPartition(created)
+	return nil
+}
+
+// errUnprepared means that kubelet unprepared the claim during this call.
+var errUnprepared = errors.New("its claim was unprepared meanwhile")
+
+// isReserved reports whether the claim still has what this call reserved.
+func (d *Driver) isReserved(p *preparation) bool {
+	held := map[device.Ref]bool{}
+	for _, h := range d.Ledger.Holds() {
+		if h.Holder == (ledger.Holder{Kind: ledger.KindClaim, ID: p.request.UID}) && h.State == ledger.StateHeld {
+			held[h.Device] = true
+		}
+	}
+	return !slices.ContainsFunc(p.request.Devices, func(ref device.Ref) bool { return !held[ref] })
+}
+
+// Step 4: apply the sharing settings of all claims, in parallel. No lock is held while a daemon starts.
+func (d *Driver) applySharing(ctx context.Context, preparations []*preparation) bool {
+	var all sync.WaitGroup
 	for _, p := range preparations {
-		d.giveBack(ctx, p)
+		d.addImplicitGroups(p)
+		for _, g := range p.groups {
+			all.Go(func() {
+				if g.share {
+					g.clientDevices, g.err = d.joinPolicy(ctx, p, g)
+				} else {
+					g.clientDevices, g.err = d.applyGroup(ctx, p, g)
+				}
+			})
+		}
 	}
+	all.Wait()
+	ok := true
+	for _, p := range preparations {
+		// Report errors of all groups: each may set keepOnError.
+		for _, g := range p.groups {
+			if g.err != nil {
+				err := d.explainSharing(p, g)
+				p.err, ok = cmp.Or(p.err, err), false
+				continue
+			}
+			for _, i := range g.answers {
+				p.answer[i].CDIDeviceIDs = append(p.answer[i].CDIDeviceIDs, g.clientDevices...)
+			}
+		}
+	}
+	return ok
 }
 
-func (d *Driver) giveBack(ctx context.Context, p *preparation) {
-	if p.begun {
-		return
+// applyGroup applies the settings that the claim's parameters request.
+func (d *Driver) applyGroup(ctx context.Context, p *preparation, g *sharedGroup) (clientDevices []string, err error) {
+	if d.Sharing == nil {
+		return nil, errors.New("this node serves no shared devices")
 	}
-	if err := d.Ledger.GiveBack(p.request.UID, p.taken); err != nil {
-		// kubelet retries or unprepares: either settles the hold.
-		klog.FromContext(ctx).Error(err, "Cannot give back the devices of a claim that was not prepared", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID)
+	group := sharing.Group{Claim: p.sharingClaim(), Devices: g.devices, Sharing: g.sharing}
+	if err := d.Sharing.Await(ctx, group); err != nil {
+		return nil, err
 	}
+	plan, err := d.planAndApply(ctx, p, group)
+	if err != nil {
+		return nil, err
+	}
+	return d.Sharing.Connect(ctx, plan)
 }
 
-// results has an entry for each claim. After a failure every claim of the call gets an error: kubelet must not take one for
-// prepared that was given back.
-func (d *Driver) results(ctx context.Context, preparations []*preparation, ok bool) map[types.UID]kubeletplugin.PrepareResult {
+func (d *Driver) planAndApply(ctx context.Context, p *preparation, group sharing.Group) (sharing.Plan, error) {
+	unlock, err := d.Sharing.Lock(ctx, group.Claim.UID)
+	if err != nil {
+		return sharing.Plan{}, err
+	}
+	defer unlock()
+	// The plan's records keep the holds from ending before the settings are reverted. So they come before the check.
+	plan, err := d.Sharing.Plan(ctx, group)
+	if err != nil {
+		return sharing.Plan{}, err
+	}
+	if !d.isReserved(p) {
+		return sharing.Plan{}, errUnprepared
+	}
+	return plan, d.Sharing.Apply(ctx, plan)
+}
+
+// joinPolicy makes a claim with a share of a GPU a client of the GPU's daemon, if the node's policy is MPS.
+func (d *Driver) joinPolicy(ctx context.Context, p *preparation, g *sharedGroup) (clientDevices []string, err error) {
+	if d.Policy == nil {
+		return nil, nil
+	}
+	ref := g.devices[0].Ref()
+	clientDevices, err = d.Policy.Join(ctx, p.sharingClaim(), g.devices[0], p.request.Shares[ref])
+	switch {
+	case err != nil:
+		return nil, err
+	case !d.isReserved(p):
+		return nil, errUnprepared
+	}
+	// The policy may have changed since the plan.
+	if byDaemon := len(clientDevices) > 0; byDaemon != (g.sharing.Strategy == parametersv1beta1.MPSStrategy) {
+		g.sharing = parametersv1beta1.Sharing{Strategy: parametersv1beta1.TimeSlicing}
+		if byDaemon {
+			g.sharing.Strategy = parametersv1beta1.MPSStrategy
+		}
+	}
+	return clientDevices, nil
+}
+
+// explainSharing returns the refusal for a group's error. A claim whose own daemon is starting keeps its reservation, so that
+// the next attempt finds the daemon ready.
+func (d *Driver) explainSharing(p *preparation, g *sharedGroup) error {
+	late, isLate := errors.AsType[*sharing.NotReadyError](g.err)
+	switch {
+	case isLate:
+	case errors.Is(g.err, device.ErrUnsupported) && g.path != nil:
+		path, value := g.path.Child("sharing", "strategy"), string(g.sharing.Strategy)
+		if g.sharing.Strategy == parametersv1beta1.TimeSlicing {
+			path, value = g.path.Child("sharing", "timeSlicingConfig", "interval"), string(g.sharing.Interval)
+		}
+		return refuseParameters(g.request, field.Invalid(path, value, g.err.Error()))
+	default:
+		return refuse(reasonNotShared, "retrying: %v", g.err)
+	}
+	// A daemon of the policy runs without the claim.
+	p.keepOnError = p.keepOnError || !g.share
+	trouble := ""
+	if d.DaemonTrouble != nil {
+		trouble = d.DaemonTrouble(late.Daemon)
+	}
+	if trouble != "" {
+		return refuse(reasonDaemonNotReady, "retrying: %v: its pod does not run: %s", g.err, trouble)
+	}
+	return refuse(reasonDaemonNotReady, "retrying: %v", g.err)
+}
+
+// Step 5: make sure that the answered CDI devices are on disk.
+func (d *Driver) ensureSpecs(ctx context.Context, preparations []*preparation) bool {
+	var visible []string
+	for _, p := range preparations {
+		visible = append(visible, p.visible...)
+	}
+	err := d.Specs.Ensure(ctx, visible...)
+	if err != nil {
+		for _, p := range preparations {
+			p.err = fmt.Errorf("write CDI specs: %w", err)
+		}
+	}
+	return err == nil
+}
+
+// Step 6: answer. After a failure every claim of the call gets an error, because the reservations of all were cancelled.
+func (d *Driver) results(preparations []*preparation, ok bool) map[types.UID]kubeletplugin.PrepareResult {
 	results := make(map[types.UID]kubeletplugin.PrepareResult, len(preparations))
 	failed := ""
 	for _, p := range preparations {
@@ -302,12 +340,11 @@ func (d *Driver) results(ctx context.Context, preparations []*preparation, ok bo
 		switch {
 		case ok:
 			results[p.claim.UID] = kubeletplugin.PrepareResult{Devices: p.answer}
-			d.conditions.say(p)
+			d.conditions.add(p)
 		case p.err == nil:
 			results[p.claim.UID] = kubeletplugin.PrepareResult{Err: fmt.Errorf("prepare claim %s: not prepared because claim %s of the same pod was not", klog.KObj(p.claim), failed)}
 		default:
-			var refused *refusal
-			if errors.As(p.err, &refused) {
+			if refused, ok := errors.AsType[*refusal](p.err); ok {
 				d.Recorder.Event(p.claim, corev1.EventTypeWarning, refused.reason, refused.message)
 			}
 			results[p.claim.UID] = kubeletplugin.PrepareResult{Err: fmt.Errorf("prepare claim %s: %w", klog.KObj(p.claim), p.err)}
@@ -316,16 +353,16 @@ func (d *Driver) results(ctx context.Context, preparations []*preparation, ok bo
 	return results
 }
 
-// unprepareClaims answers one NodeUnprepareResources call. The ledger lets go as soon as no container can use the devices;
-// kubelet is answered at once.
+// unprepareClaims answers one NodeUnprepareResources call at once. Each hold drains: the ledger and the reconciler end it as
+// soon as no container can use its device.
 func (d *Driver) unprepareClaims(ctx context.Context, claims []kubeletplugin.NamespacedObject) map[types.UID]error {
 	results := make(map[types.UID]error, len(claims))
 	for _, claim := range claims {
-		if err := d.Ledger.DrainClaim(ctx, string(claim.UID)); err != nil {
-			results[claim.UID] = fmt.Errorf("unprepare claim %s: %w", claim.NamespacedName, err)
-			continue
+		err := d.Ledger.DrainClaim(ctx, string(claim.UID))
+		if err != nil {
+			err = fmt.Errorf("unprepare claim %s: %w", claim.NamespacedName, err)
 		}
-		results[claim.UID] = nil
+		results[claim.UID] = err
 	}
 	return results
 }

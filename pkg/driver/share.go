@@ -11,11 +11,11 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// shareOut turns a device's capacities into what claims can have parts of (KEP-5075): memory, of which taken is left out. It
-// reports whether there is anything to share. A claim that does not say how much gets all of the memory, also of a device of which
-// less is left, and so no such device. Of other capacities a claim consumes what it asks for, and nothing where it does not ask.
+// shareOut makes a device's capacities consumable (KEP-5075): its memory without what is taken. It reports whether enough is
+// left. A claim that requests no memory needs all of it, and so a device without other holders. Of other capacities a claim
+// consumes what it requests.
 func shareOut(d resourceapi.Device, memory, taken uint64) bool {
-	// The API takes no range of less than two steps.
+	// The API requires a range of at least two steps.
 	if int64(memory) <= 0 || memory < taken+2*device.ShareUnit {
 		return false
 	}
@@ -33,7 +33,7 @@ func shareOut(d resourceapi.Device, memory, taken uint64) bool {
 	return true
 }
 
-// shareOf is what a result gives its claim of a device.
+// shareOf returns the share that a result allocates.
 func shareOf(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, d device.Device) device.Share {
 	bytes, shared := capacity.Share(claim, result)
 	if !shared {
@@ -42,8 +42,8 @@ func shareOf(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestA
 	return device.ShareOf(uint64(bytes), d.MemoryBytes())
 }
 
-// plus is what a claim has that has both of a device.
-func plus(a, b device.Share) device.Share {
+// addShares returns the share of a claim that has both.
+func addShares(a, b device.Share) device.Share {
 	if a.Whole() || b.Whole() {
 		return device.Share{}
 	}

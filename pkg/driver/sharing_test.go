@@ -35,30 +35,45 @@ type fakeSharing struct {
 	applied map[sharing.Key]bool
 }
 
-func (f *fakeSharing) Apply(ctx context.Context, g sharing.Group, held func() bool) ([]string, error) {
-	if !held() {
-		return nil, errors.New("not held")
-	}
+func (f *fakeSharing) Await(context.Context, sharing.Group) error { return nil }
+
+func (f *fakeSharing) Lock(context.Context, string) (unlock func(), err error) { return func() {}, nil }
+
+func (f *fakeSharing) Plan(_ context.Context, g sharing.Group) (sharing.Plan, error) {
+	return sharing.Plan{Group: g}, nil
+}
+
+func (f *fakeSharing) Apply(_ context.Context, plan sharing.Plan) error {
 	f.mu.Lock()
+	defer f.mu.Unlock()
+	g := plan.Group
 	name := string(g.Sharing.Strategy)
 	for _, d := range g.Devices {
 		name += " " + d.UUID()
 		f.applied[sharing.Key{Claim: g.Claim.UID, Device: d.Ref()}] = g.Sharing.Strategy != ""
 	}
 	f.calls = append(f.calls, g.Claim.UID+": "+name)
+	if g.Sharing.MPS == nil {
+		return f.err
+	}
+	return nil
+}
+
+func (f *fakeSharing) Connect(ctx context.Context, plan sharing.Plan) ([]string, error) {
+	if plan.Group.Sharing.MPS == nil {
+		return nil, nil
+	}
+	f.mu.Lock()
 	err, wait := f.err, f.wait
 	f.mu.Unlock()
-	if g.Sharing.MPS == nil {
-		return nil, err
-	}
 	if wait != nil {
 		select {
 		case <-wait:
 		case <-ctx.Done():
-			return nil, fmt.Errorf("share: %w", &sharing.NotReadyError{Daemon: g.Claim.UID + "-0"})
+			return nil, fmt.Errorf("share: %w", &sharing.NotReadyError{Daemon: plan.Group.Claim.UID + "-0"})
 		}
 	}
-	return []string{"k8s.gpu.nvidia.com/sharing=" + g.Claim.UID}, err
+	return []string{"k8s.gpu.nvidia.com/sharing=" + plan.Group.Claim.UID}, err
 }
 
 func (f *fakeSharing) Applied(claim string, ref device.Ref) bool {
@@ -163,22 +178,22 @@ func TestPrepareSharedDevices(t *testing.T) {
 		"time-slicing": {
 			devices: []string{"gpu-0"}, entries: list(parameters(claimSource, gpuSliced)),
 			calls: []string{"uid-a: TimeSlicing " + uuidOf(0)}, cdi: []string{""},
-			said: []string{"gpu-0 SharingApplied=True(TimeSlicing): processes take turns, time slice Long", "gpu-0 MemoryLimit=False(Advisory): processes that take turns share the memory, and nobody imposes a limit"},
+			said: []string{"gpu-0 SharingApplied=True(TimeSlicing): processes take turns, time slice Long", "gpu-0 MemoryLimit=False(Advisory): processes that take turns share the memory without a limit"},
 		},
 		"MPS with limits": {
 			devices: []string{"gpu-1", "gpu-0"}, entries: list(parameters(claimSource, fmt.Sprintf(gpuMPS, limited))),
 			calls: []string{"uid-a: MPS " + uuidOf(1) + " " + uuidOf(0)}, cdi: []string{"uid-a", "uid-a"},
 			said: []string{
-				"gpu-1 SharingApplied=True(MPS): processes are clients of the claim's own MPS daemon", "gpu-1 MemoryLimit=True(Daemon): the claim's own MPS daemon gives each client 2048 MiB at most, which clients that run as root in their container can change",
-				"gpu-0 SharingApplied=True(MPS): processes are clients of the claim's own MPS daemon", "gpu-0 MemoryLimit=True(Daemon): the claim's own MPS daemon gives each client 10240 MiB at most, which clients that run as root in their container can change",
+				"gpu-1 SharingApplied=True(MPS): processes are clients of the claim's own MPS daemon", "gpu-1 MemoryLimit=True(Daemon): the claim's own MPS daemon limits each client to 2048 MiB, which clients that run as root in their container can change",
+				"gpu-0 SharingApplied=True(MPS): processes are clients of the claim's own MPS daemon", "gpu-0 MemoryLimit=True(Daemon): the claim's own MPS daemon limits each client to 10240 MiB, which clients that run as root in their container can change",
 			},
 		},
 		"several entries": {
 			devices: []string{"gpu-0", "gpu-1", "gpu-2"}, entries: list(parameters(claimSource, fmt.Sprintf(gpuMPS, "{}"), "for-gpu-0"), parameters(claimSource, gpuSliced, "for-gpu-2")),
 			calls: []string{"uid-a: MPS " + uuidOf(0), "uid-a: TimeSlicing " + uuidOf(2)}, cdi: []string{"uid-a", "", ""},
 			said: []string{
-				"gpu-0 SharingApplied=True(MPS): processes are clients of the claim's own MPS daemon", "gpu-0 MemoryLimit=False(None): no limit was asked for",
-				"gpu-2 SharingApplied=True(TimeSlicing): processes take turns, time slice Long", "gpu-2 MemoryLimit=False(Advisory): processes that take turns share the memory, and nobody imposes a limit",
+				"gpu-0 SharingApplied=True(MPS): processes are clients of the claim's own MPS daemon", "gpu-0 MemoryLimit=False(None): no limit was requested",
+				"gpu-2 SharingApplied=True(TimeSlicing): processes take turns, time slice Long", "gpu-2 MemoryLimit=False(Advisory): processes that take turns share the memory without a limit",
 			},
 		},
 		"who only looks sets nothing": {
@@ -195,13 +210,13 @@ func TestPrepareSharedDevices(t *testing.T) {
 			calls: []string{"uid-a: TimeSlicing " + uuidOf(0)}, cdi: []string{""},
 			said: []string{
 				"gpu-0/share SharingApplied=True(TimeSlicing): processes take turns, time slice Long",
-				"gpu-0/share MemoryLimit=False(Advisory): processes that take turns share the memory, and nobody imposes a limit",
+				"gpu-0/share MemoryLimit=False(Advisory): processes that take turns share the memory without a limit",
 			},
 		},
 		"a partition made for it": {
 			devices: []string{"gpu-0-mig-1g10gb-19-1"}, entries: list(parameters(claimSource, fmt.Sprintf(migMPS, `{"defaultPerDevicePinnedMemoryLimit":{"0":"1Gi"}}`))),
 			calls: []string{"uid-a: MPS MIG-1+1"}, cdi: []string{"uid-a"},
-			said: []string{"gpu-0-mig-1g10gb-19-1 SharingApplied=True(MPS): processes are clients of the claim's own MPS daemon", "gpu-0-mig-1g10gb-19-1 MemoryLimit=True(Daemon): the claim's own MPS daemon gives each client 1024 MiB at most, which clients that run as root in their container can change"},
+			said: []string{"gpu-0-mig-1g10gb-19-1 SharingApplied=True(MPS): processes are clients of the claim's own MPS daemon", "gpu-0-mig-1g10gb-19-1 MemoryLimit=True(Daemon): the claim's own MPS daemon limits each client to 1024 MiB, which clients that run as root in their container can change"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -255,7 +270,7 @@ func TestSharingRefusals(t *testing.T) {
 		"too old a GPU":  {settings: `{"multiUser":true}`, want: `spec.devices.config[0].opaque.parameters.sharing.mpsConfig.multiUser: Invalid value: true: needs compute capability 7.0`},
 		"no such index":  {settings: `{"defaultPerDevicePinnedMemoryLimit":{"1":"1Gi"}}`, want: `mpsConfig.defaultPerDevicePinnedMemoryLimit[1]: Invalid value`},
 		"another's UUID": {settings: `{"defaultPerDevicePinnedMemoryLimit":{"` + uuidOf(1) + `":"1Gi"}}`, want: `mpsConfig.defaultPerDevicePinnedMemoryLimit[` + uuidOf(1) + `]: Invalid value`},
-		"only a part of the GPU": {settings: `{}`, want: `parameters.sharing: the claim has a part of device gpu-0 (1024Mi of 81920Mi), beside others`, adapt: func(r *resourceapi.DeviceRequestAllocationResult) {
+		"only a part of the GPU": {settings: `{}`, want: `parameters.sharing: the claim has a share of device gpu-0 (1024Mi of 81920Mi), which other holders share`, adapt: func(r *resourceapi.DeviceRequestAllocationResult) {
 			r.ShareID = ptr.To(types.UID("share"))
 			r.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse("1Gi")}
 		}},
@@ -293,7 +308,7 @@ func TestSharingFails(t *testing.T) {
 	f.set(func() { f.err = errors.New("nvidia-smi is not there") })
 	for range 2 {
 		_, errs, err := k.prepare("v1", c)
-		if err != nil || !strings.Contains(fmt.Sprint(errs["uid-a"]), "trying again: nvidia-smi is not there") || r.holders() != "" {
+		if err != nil || !strings.Contains(fmt.Sprint(errs["uid-a"]), "retrying: nvidia-smi is not there") || r.holders() != "" {
 			t.Fatal(err, errs, r.holders())
 		}
 	}
@@ -331,7 +346,7 @@ func TestSharingUnsupported(t *testing.T) {
 			}
 		}
 		events := r.events.all()
-		if strings.Contains(got, "trying again") || r.holders() != "" || !strings.Contains(events, "team-a/a "+reasonInvalidParameters) {
+		if strings.Contains(got, "retrying") || r.holders() != "" || !strings.Contains(events, "team-a/a "+reasonInvalidParameters) {
 			t.Errorf("%s, held %s, events %s", got, r.holders(), events)
 		}
 	}
@@ -352,7 +367,7 @@ func TestSlowDaemon(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"trying again", "MPS daemon uid-slow-0 has not been started", "image of uid-slow-0 cannot be pulled"} {
+	for _, want := range []string{"retrying", "MPS daemon uid-slow-0 has not been started", "image of uid-slow-0 cannot be pulled"} {
 		if !strings.Contains(fmt.Sprint(errs["uid-slow"]), want) {
 			t.Errorf("%v lacks %q", errs["uid-slow"], want)
 		}
@@ -496,7 +511,7 @@ func TestClaimStatusBesideOddParameters(t *testing.T) {
 				want := []string{
 					"gpu-0 tandem-gpu.dev/reserved=True(Reserved): ",
 					"gpu-0 SharingApplied=True(TimeSlicing): processes take turns, time slice Default",
-					"gpu-0 MemoryLimit=False(Advisory): processes that take turns share the memory, and nobody imposes a limit",
+					"gpu-0 MemoryLimit=False(Advisory): processes that take turns share the memory without a limit",
 					"nic-0 Up=True(Up): ",
 				}
 				if diff := cmp.Diff(want, r.api.claimStatus("a")); diff != "" {
@@ -518,7 +533,7 @@ func TestClaimStatusBesideOddParameters(t *testing.T) {
 func TestClaimStatusOfAnotherClaim(t *testing.T) {
 	r := newRig(t, machine(1))
 	c := r.sharedClaim("a", []string{"gpu-0"}, parameters(claimSource, gpuSliced))
-	s := statement{claim: types.NamespacedName{Namespace: c.Namespace, Name: c.Name}, devices: []resourceapi.AllocatedDeviceStatus{{
+	s := claimConditions{claim: types.NamespacedName{Namespace: c.Namespace, Name: c.Name}, devices: []resourceapi.AllocatedDeviceStatus{{
 		Driver: "gpu.nvidia.com", Pool: testNode, Device: "gpu-0", Conditions: []metav1.Condition{{Type: ConditionSharing, Status: metav1.ConditionTrue}},
 	}}}
 	if err := r.driver.conditions.update(t.Context(), "uid-before", s); err != nil || len(r.api.claimStatus("a")) > 0 {

@@ -47,7 +47,7 @@ type Inventory interface {
 	Changed() <-chan struct{}
 }
 
-// Sharing knows which MPS daemons are to run. *sharing.Keeper implements it.
+// Sharing knows which MPS daemons are to run. *sharing.Manager implements it.
 type Sharing interface {
 	Daemons() []sharing.Daemon
 	// UnknownDaemons are the names of those that may run besides.

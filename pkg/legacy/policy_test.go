@@ -84,7 +84,7 @@ func TestWithThePolicy(t *testing.T) {
 	if _, err := records.Load(); err != nil {
 		t.Fatal(err)
 	}
-	keeper := sharing.NewKeeper(sharing.Options{Records: records, RunDir: runDir, DriverRoot: "/", Hardware: obeying{}, Specs: obeying{}})
+	keeper := sharing.NewManager(sharing.Options{Records: records, RunDir: runDir, DriverRoot: "/", Hardware: obeying{}, Specs: obeying{}})
 	policy := sharing.NewPolicy(keeper, f.inventory, f.ledger, idle{})
 	f.config.Sharing = policy
 	f.startKubelet()

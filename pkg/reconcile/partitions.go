@@ -23,42 +23,47 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// Partitions were made for claims. *partition.Maker implements it. A hold on one ends when the partition is destroyed.
+// Partitions are those that were created for claims. *partition.Maker implements it. A hold on one ends when the partition is
+// destroyed.
 type Partitions interface {
-	// Made reports whether a partition was made for a claim, or is about to be; All are those that were.
+	// Made reports whether the partition was created for a claim, or is about to be; All returns all of them.
 	Made(ref device.Ref) bool
 	All() []device.Ref
-	// Destroy removes one, if unused still says so when its turn has come. Idempotent.
-	Destroy(ctx context.Context, ref device.Ref, unused func() bool) error
-	// Resting are GPUs that could be given out as a whole if they were not in MIG mode, which Rest ends.
-	Resting() []device.GPU
-	Rest(ctx context.Context, gpu device.GPU, free func() bool) error
-	// Repair writes records anew that somebody has removed.
+	// Lock waits until no other caller works on the GPU. Destroy and EndIdleMIGMode need it, and a check that the device is unused
+	// between Lock and the call. Both are idempotent.
+	Lock(ctx context.Context, gpu string) (unlock func(), err error)
+	Destroy(ctx context.Context, ref device.Ref) error
+	// IdleMIGMode returns the GPUs in idle MIG mode, which EndIdleMIGMode switches off.
+	IdleMIGMode() []device.GPU
+	EndIdleMIGMode(ctx context.Context, gpu device.GPU) error
+	// Repair writes records again that another process removed.
 	Repair() error
 }
 
-// inUse is an error of Destroy that knows which processes keep a partition busy.
+// inUse is an error of Destroy that names the processes which use the partition.
 type inUse interface {
 	error
 	PIDs() []int
 }
 
-// Settings were made of devices for claims. *sharing.Keeper implements it. A hold on such a device ends when they are undone.
+// Settings are the sharing settings of claims. *sharing.Manager implements it. A hold on such a device ends when they are reverted.
 type Settings interface {
-	// Applied reports whether something was set on the device for that claim, or is about to be; All are those where it was.
+	// Applied reports whether settings of the claim are applied to the device, or are about to be; All returns all of them.
 	Applied(claim string, ref device.Ref) bool
 	All() []sharing.Key
 	// Changed returns a channel that is closed when they next change.
 	Changed() <-chan struct{}
-	// Undo undoes it, if unused still says so when its turn has come. Where other devices of the claim are set together with this
-	// one it does so for the last of them, and Applied stays true until then: the error is a sharing.ErrStillShared. Idempotent.
-	Undo(ctx context.Context, key sharing.Key, unused func() bool) error
-	// Repair writes anew what somebody has removed.
+	// Lock waits until no other caller changes settings of the claim. Revert needs it, and a check that the hold has ended between
+	// Lock and Revert. Revert is idempotent. Devices with one daemon are reverted with the last of them: until then the error is a
+	// sharing.ErrStillShared, and Applied stays true.
+	Lock(ctx context.Context, claim string) (unlock func(), err error)
+	Revert(ctx context.Context, key sharing.Key) error
+	// Repair writes records, directories and client devices again that another process removed.
 	Repair() error
 }
 
-// Guard makes evidence say that a hold is not gone while it is bound to something that must go first, whatever has become of its
-// pods: a partition that was made for it, or what was set on its GPU. The device could not be given to anybody else.
+// Guard turns the pod state Gone into Orphaned while a hold is bound: a partition or sharing settings of its claim still
+// exist, and the device cannot be given to another holder. The reconciler, which uses the unguarded pod states, releases it.
 func Guard(e ledger.PodStates, bound func(ledger.Hold) bool) ledger.PodStates {
 	return guarded{e, bound}
 }
@@ -76,46 +81,45 @@ func (g guarded) PodState(h ledger.Hold) ledger.PodState {
 	return podState
 }
 
-// subject is what is to be cleared: a partition, with the Ref of a whole GPU its mode, and with a claim what was set for that.
+// subject is what a task clears: a partition, the MIG mode of a whole GPU, or with a claim that claim's settings.
 type subject struct {
 	ref   device.Ref
 	claim string
 }
 
-// failure is what was tried in vain with a subject.
+// failure is the last failure of a subject.
 type failure struct {
-	next time.Time
-	wait time.Duration
-	// said is the last that was said about it.
-	said string
-	// waits is set where nothing is wrong: others of the claim are still in use. What has changed is a reason to look at once.
+	next     time.Time
+	wait     time.Duration
+	reported string
+	// waits means that other devices of the claim are in use: a change, not time, is the reason to retry.
 	waits bool
 }
 
-// clearing destroys partitions that nobody uses any more, and undoes what was set for claims. A GPU that takes its time, or whose
-// partition is busy, or a daemon that does not end, keeps nobody else waiting: each GPU has a goroutine of its own while there is
-// something to do, and so has each claim for which something was set.
+// clearing destroys partitions that no holder uses any more, and reverts sharing settings of claims. Each GPU, and each claim
+// with settings, is a lane with its own goroutine while it has work, so that a slow GPU, a busy partition or a daemon that does
+// not end delays no other (TestNextClaimWaitsForThePlacement).
 type clearing struct {
 	*Reconciler
 	failures map[subject]failure
-	// resting is since when GPUs have been in MIG mode for nothing.
-	resting map[string]time.Time
-	busy    map[string]bool
-	done    chan cleared
+	// idleSince is when GPUs were first seen in idle MIG mode.
+	idleSince map[string]time.Time
+	busy      map[string]bool
+	done      chan cleared
 }
 
-// cleared is what came of the work on one GPU, or for one claim.
+// cleared is the result of a lane's tasks.
 type cleared struct {
 	lane   string
 	errors map[subject]error
 }
 
-// clearAll works until ctx is done, and waits for what has begun.
+// clearAll works until ctx is done, and waits for running tasks.
 func (r *Reconciler) clearAll(ctx context.Context) error {
 	if r.Partitions == nil && r.Settings == nil || !r.Pods.AwaitSync(ctx) {
 		return nil
 	}
-	c := &clearing{Reconciler: r, failures: map[subject]failure{}, resting: map[string]time.Time{}, busy: map[string]bool{}, done: make(chan cleared)}
+	c := &clearing{Reconciler: r, failures: map[subject]failure{}, idleSince: map[string]time.Time{}, busy: map[string]bool{}, done: make(chan cleared)}
 	group, ctx := errgroup.WithContext(ctx)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -131,27 +135,27 @@ func (r *Reconciler) clearAll(ctx context.Context) error {
 			return group.Wait()
 		case result := <-c.done:
 			delete(c.busy, result.lane)
-			c.note(ctx, result)
+			c.record(ctx, result)
 		case <-r.unused:
-			c.waitNoLonger()
+			c.retryWaiting()
 		case <-inventoryChanged:
 		case <-settingsChanged:
-			c.waitNoLonger()
+			c.retryWaiting()
 		case <-timer.C:
 		}
 	}
 }
 
-// task is something to do about a subject. Those of one lane are done one after the other.
+// task clears a subject. Tasks of one lane run one after the other.
 type task struct {
 	subject
 	lane string
-	// due is when to begin with it; zero is at once.
+	// due is when to start; zero is at once.
 	due time.Time
 	do  func(context.Context) error
 }
 
-// begin starts what is due in lanes where nothing is under way, and says when to look again.
+// begin starts due tasks of idle lanes, and returns when to check again.
 func (c *clearing) begin(ctx context.Context, group *errgroup.Group) time.Duration {
 	wait, now := c.times.doubt, time.Now()
 	due := map[string][]task{}
@@ -167,11 +171,7 @@ func (c *clearing) begin(ctx context.Context, group *errgroup.Group) time.Durati
 		}
 		due[t.lane] = append(due[t.lane], t)
 	}
-	for about := range c.failures {
-		if !known[about] {
-			delete(c.failures, about)
-		}
-	}
+	maps.DeleteFunc(c.failures, func(s subject, _ failure) bool { return !known[s] })
 	for lane, tasks := range due {
 		if c.busy[lane] {
 			continue
@@ -192,8 +192,8 @@ func (c *clearing) begin(ctx context.Context, group *errgroup.Group) time.Durati
 	return wait
 }
 
-// tasks are what was set or made for holders that have ended, or that nobody holds (a process died before it could), and the GPUs
-// that are in MIG mode for nothing. What was set goes first: a daemon keeps its partition busy.
+// tasks returns what remains of ended holders, what has a record but no hold because a process died, and the GPUs in idle MIG
+// mode. Settings come first: a daemon keeps its partition busy.
 func (c *clearing) tasks() []task {
 	var tasks []task
 	holds := c.Ledger.Holds()
@@ -201,7 +201,7 @@ func (c *clearing) tasks() []task {
 		tasks = c.settingTasks(holds)
 	}
 	if c.Partitions != nil {
-		tasks = slices.Concat(tasks, c.partitionTasks(holds), c.restingTasks())
+		tasks = slices.Concat(tasks, c.partitionTasks(holds), c.idleTasks())
 	}
 	return tasks
 }
@@ -214,65 +214,72 @@ func (c *clearing) partitionTasks(holds []ledger.Hold) []task {
 		}
 	}
 	for _, ref := range c.Partitions.All() {
-		// Whoever holds a place that overlaps cannot have anything there yet.
+		// A holder of an overlapping placement cannot have created its partition yet.
 		at := func(h ledger.Hold) bool { return h.Device == ref }
-		if !slices.ContainsFunc(holds, at) && !c.set(ref) {
+		settings := c.Settings != nil && slices.ContainsFunc(c.Settings.All(), func(key sharing.Key) bool { return key.Device == ref })
+		if !slices.ContainsFunc(holds, at) && !settings {
 			tasks = append(tasks, task{subject: subject{ref: ref}, lane: ref.GPU, do: func(ctx context.Context) error {
-				return c.Partitions.Destroy(ctx, ref, func() bool { return !slices.ContainsFunc(c.Ledger.Holds(), at) })
+				return c.destroy(ctx, ref, func() bool { return !slices.ContainsFunc(c.Ledger.Holds(), at) })
 			}})
 		}
 	}
 	return tasks
 }
 
-// set reports whether something is set on the device, for whomever.
-func (c *clearing) set(ref device.Ref) bool {
-	return c.Settings != nil && slices.ContainsFunc(c.Settings.All(), func(key sharing.Key) bool { return key.Device == ref })
-}
-
 func (c *clearing) settingTasks(holds []ledger.Hold) []task {
 	var tasks []task
-	add := func(key sharing.Key, do func(context.Context) error) {
-		tasks = append(tasks, task{subject: subject{key.Device, key.Claim}, lane: "claim " + key.Claim, do: do})
-	}
 	for _, key := range c.Settings.All() {
 		of := func(h ledger.Hold) bool {
 			return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: key.Claim} && h.Device == key.Device
 		}
+		t := task{subject: subject{key.Device, key.Claim}, lane: "claim " + key.Claim}
 		switch i := slices.IndexFunc(holds, of); {
 		case i < 0:
-			add(key, func(ctx context.Context) error {
-				return c.Settings.Undo(ctx, key, func() bool { return !slices.ContainsFunc(c.Ledger.Holds(), of) })
-			})
+			t.do = func(ctx context.Context) error {
+				return c.revert(ctx, key, func() bool { return !slices.ContainsFunc(c.Ledger.Holds(), of) })
+			}
 		case c.ended(holds[i]):
-			add(key, func(ctx context.Context) error { return c.end(ctx, holds[i]) })
+			t.do = func(ctx context.Context) error { return c.end(ctx, holds[i]) }
+		default:
+			continue
 		}
+		tasks = append(tasks, t)
 	}
 	return tasks
 }
 
-// restingTasks wait for a while: the next claim would switch the mode on again, which takes a GPU seconds.
-func (c *clearing) restingTasks() []task {
+// idleTasks are due after a delay: the next claim would switch MIG mode on again, which takes a GPU seconds.
+func (c *clearing) idleTasks() []task {
 	var tasks []task
-	resting := map[string]time.Time{}
-	for _, gpu := range c.Partitions.Resting() {
+	idleSince := map[string]time.Time{}
+	for _, gpu := range c.Partitions.IdleMIGMode() {
 		if c.held(gpu.Ref()) {
 			continue
 		}
-		since, known := c.resting[gpu.UUID]
+		since, known := c.idleSince[gpu.UUID]
 		if !known {
 			since = time.Now()
 		}
-		resting[gpu.UUID] = since
-		tasks = append(tasks, task{subject{ref: gpu.Ref()}, gpu.UUID, since.Add(c.times.rest), func(ctx context.Context) error {
-			return c.Partitions.Rest(ctx, gpu, func() bool { return !c.held(gpu.Ref()) })
-		}})
+		idleSince[gpu.UUID] = since
+		tasks = append(tasks, task{subject{ref: gpu.Ref()}, gpu.UUID, since.Add(c.times.rest), func(ctx context.Context) error { return c.endIdle(ctx, gpu) }})
 	}
-	c.resting = resting
+	c.idleSince = idleSince
 	return tasks
 }
 
-// ended reports whether a hold waits for nothing but what it is bound to.
+func (c *clearing) endIdle(ctx context.Context, gpu device.GPU) error {
+	unlock, err := c.Partitions.Lock(ctx, gpu.UUID)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if c.held(gpu.Ref()) {
+		return nil
+	}
+	return c.Partitions.EndIdleMIGMode(ctx, gpu)
+}
+
+// ended reports whether only a partition or settings keep the hold.
 func (r *Reconciler) ended(h ledger.Hold) bool {
 	return h.State == ledger.StateDraining && !h.Unreadable && r.Pods.PodState(h) == ledger.Gone
 }
@@ -281,56 +288,79 @@ func (r *Reconciler) held(ref device.Ref) bool {
 	return slices.ContainsFunc(r.Ledger.Holds(), func(h ledger.Hold) bool { return h.Device.Overlaps(ref) })
 }
 
-// end ends a hold of which nobody is left: with what was set for it, and with the partition that was made for it. It must not be
-// called where kubelet waits. A hold whose device was set together with others ends after all of them are left.
+// end ends a hold without pods: it reverts the claim's settings, destroys its partition, and releases the hold. It may be slow:
+// call it only where kubelet does not wait.
 func (r *Reconciler) end(ctx context.Context, h ledger.Hold) error {
 	if r.applied(h) {
 		key := sharing.Key{Claim: h.Holder.ID, Device: h.Device}
-		if err := r.Settings.Undo(ctx, key, func() bool { return r.isSame(h) }); err != nil {
+		if err := r.revert(ctx, key, func() bool { return r.isSame(h) }); err != nil {
 			return fmt.Errorf("end the hold of %s: %w", h, err)
 		}
 		if r.applied(h) {
-			return nil // it is in use again
+			return nil // the claim was prepared again
 		}
 	}
 	if r.made(h.Device) {
-		if err := r.Partitions.Destroy(ctx, h.Device, func() bool { return r.isLast(h) }); err != nil {
+		if err := r.destroy(ctx, h.Device, func() bool { return r.isLast(h) }); err != nil {
 			return fmt.Errorf("end the hold of %s: %w", h, err)
 		}
 	}
 	return r.release(h)
 }
 
-// isLast reports whether a hold is what it was, and nobody else has its device: given out again it has another generation, and
-// evidence of before a restart may have found a device in two hands.
-func (r *Reconciler) isLast(h ledger.Hold) bool {
-	var same, other bool
-	for _, now := range r.Ledger.Holds() {
-		same = same || keyOf(now) == keyOf(h)
-		other = other || now.Holder != h.Holder && now.Device.Overlaps(h.Device)
+// revert reverts settings, if they are still unused once the lock is held.
+func (r *Reconciler) revert(ctx context.Context, key sharing.Key, unused func() bool) error {
+	unlock, err := r.Settings.Lock(ctx, key.Claim)
+	if err != nil {
+		return err
 	}
-	return same && !other
+	defer unlock()
+	if !unused() {
+		return nil
+	}
+	return r.Settings.Revert(ctx, key)
 }
 
-// isSame reports whether a hold is what it was: given out again it has another generation.
+// destroy destroys a partition, if it is still unused once the lock is held.
+func (r *Reconciler) destroy(ctx context.Context, ref device.Ref, unused func() bool) error {
+	unlock, err := r.Partitions.Lock(ctx, ref.GPU)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if !unused() {
+		return nil
+	}
+	return r.Partitions.Destroy(ctx, ref)
+}
+
+// isLast reports whether the hold is unchanged and its device has no other holder: what was restored after a restart may have
+// two holders for a device (TestPartitionOfTwoHolders).
+func (r *Reconciler) isLast(h ledger.Hold) bool {
+	other := slices.ContainsFunc(r.Ledger.Holds(), func(now ledger.Hold) bool {
+		return now.Holder != h.Holder && now.Device.Overlaps(h.Device)
+	})
+	return !other && r.isSame(h)
+}
+
+// isSame reports whether the hold is unchanged: one that was taken again has another generation.
 func (r *Reconciler) isSame(h ledger.Hold) bool {
 	return slices.ContainsFunc(r.Ledger.Holds(), func(now ledger.Hold) bool { return keyOf(now) == keyOf(h) })
 }
 
 func (r *Reconciler) made(ref device.Ref) bool { return r.Partitions != nil && r.Partitions.Made(ref) }
 
-// applied reports whether something is set for the hold.
 func (r *Reconciler) applied(h ledger.Hold) bool {
 	return r.Settings != nil && h.Holder.Kind == ledger.KindClaim && r.Settings.Applied(h.Holder.ID, h.Device)
 }
 
-// waitNoLonger has what waits for others of its claim be looked at.
-func (c *clearing) waitNoLonger() {
+// retryWaiting retries the subjects that wait for other devices of their claim.
+func (c *clearing) retryWaiting() {
 	maps.DeleteFunc(c.failures, func(_ subject, f failure) bool { return f.waits })
 }
 
-// note remembers what to try again and when, and says what is new about it.
-func (c *clearing) note(ctx context.Context, result cleared) {
+// record records failures for a retry, and reports new ones.
+func (c *clearing) record(ctx context.Context, result cleared) {
 	for about, err := range result.errors {
 		if err == nil || ctx.Err() != nil {
 			delete(c.failures, about)
@@ -340,17 +370,17 @@ func (c *clearing) note(ctx context.Context, result cleared) {
 		f.wait = min(max(c.times.retry, 2*f.wait), c.times.retryMost)
 		f.next = time.Now().Add(f.wait)
 		f.waits = errors.Is(err, sharing.ErrStillShared)
-		if !f.waits && f.said != err.Error() {
-			f.said = err.Error()
-			klog.FromContext(ctx).Error(err, "A device cannot be freed yet, trying again", "device", about.ref.String())
-			c.tell(about, err)
+		if !f.waits && f.reported != err.Error() {
+			f.reported = err.Error()
+			klog.FromContext(ctx).Error(err, "Cannot free a device yet, retrying", "device", about.ref.String())
+			c.report(about, err)
 		}
 		c.failures[about] = f
 	}
 }
 
-// tell whoever had the device that it cannot be freed.
-func (c *clearing) tell(about subject, err error) {
+// report writes an event on the claim that had the device.
+func (c *clearing) report(about subject, err error) {
 	holds := c.Ledger.Holds()
 	i := slices.IndexFunc(holds, func(h ledger.Hold) bool {
 		return h.Device == about.ref && h.Name != "" && (about.claim == "" || h.Holder.ID == about.claim)
@@ -364,17 +394,17 @@ func (c *clearing) tell(about subject, err error) {
 	}
 	name := c.nameOf(about.ref)
 	if about.claim != "" {
-		c.Recorder.Eventf(claim, corev1.EventTypeWarning, "SharingNotEnded", "%s cannot be given to anybody else yet, trying again: %v", name, err)
+		c.Recorder.Eventf(claim, corev1.EventTypeWarning, "SharingNotEnded", "%s cannot be given to another holder yet, retrying: %v", name, err)
 		return
 	}
 	if busy, ok := errors.AsType[inUse](err); ok && len(busy.PIDs()) > 0 {
 		c.Recorder.Eventf(claim, corev1.EventTypeWarning, "PartitionInUse", "%s is still in use by %s%s: it is destroyed when that ends", name, processes(busy.PIDs()), lastUsed(h))
 		return
 	}
-	c.Recorder.Eventf(claim, corev1.EventTypeWarning, "PartitionNotDestroyed", "%s cannot be destroyed, trying again: %v", name, err)
+	c.Recorder.Eventf(claim, corev1.EventTypeWarning, "PartitionNotDestroyed", "%s cannot be destroyed, retrying: %v", name, err)
 }
 
-// nameOf is "partition 3g.40gb of gpu-2", or "gpu-2".
+// nameOf returns "partition 3g.40gb of gpu-2", or "gpu-2".
 func (c *clearing) nameOf(ref device.Ref) string {
 	switch d, known := c.Inventory.Inventory().ByRef(ref); {
 	case !known:
@@ -397,7 +427,7 @@ func processes(pids []int) string {
 	return "processes " + strings.Join(texts, ", ")
 }
 
-// lastUsed names the pod that had it, which is of the claim's namespace.
+// lastUsed names the last pod of the hold. It is in the claim's namespace.
 func lastUsed(h ledger.Hold) string {
 	if len(h.Pods) == 0 || h.Pods[len(h.Pods)-1].Name == "" {
 		return ""

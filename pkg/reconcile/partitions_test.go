@@ -21,12 +21,13 @@ import (
 // fakePartitions exist until they are destroyed.
 type fakePartitions struct {
 	mu sync.Mutex
-	// made has what keeps a partition from being destroyed: nothing, an error, or the time until it is told to go on.
+	// made are the partitions with the error of Destroy.
 	made map[device.Ref]error
-	// slow GPUs answer when it is closed.
-	slow    map[string]chan struct{}
-	resting []device.GPU
-	rested  []string
+	// slow GPUs are locked until their channel is closed.
+	slow map[string]chan struct{}
+	// idle are GPUs in idle MIG mode, switched those where it was ended.
+	idle     []device.GPU
+	switched []string
 }
 
 func newPartitions(refs ...device.Ref) *fakePartitions {
@@ -50,16 +51,17 @@ func (f *fakePartitions) All() []device.Ref {
 	return slices.Collect(maps.Keys(f.made))
 }
 
-func (f *fakePartitions) Destroy(_ context.Context, ref device.Ref, unused func() bool) error {
+func (f *fakePartitions) Lock(_ context.Context, gpu string) (unlock func(), err error) {
 	f.mu.Lock()
-	slow := f.slow[ref.GPU]
+	slow := f.slow[gpu]
 	f.mu.Unlock()
 	if slow != nil {
 		<-slow
 	}
-	if !unused() {
-		return nil
-	}
+	return func() {}, nil
+}
+
+func (f *fakePartitions) Destroy(_ context.Context, ref device.Ref) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if err := f.made[ref]; err != nil {
@@ -69,19 +71,16 @@ func (f *fakePartitions) Destroy(_ context.Context, ref device.Ref, unused func(
 	return nil
 }
 
-func (f *fakePartitions) Resting() []device.GPU {
+func (f *fakePartitions) IdleMIGMode() []device.GPU {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return slices.Clone(f.resting)
+	return slices.Clone(f.idle)
 }
 
-func (f *fakePartitions) Rest(_ context.Context, gpu device.GPU, free func() bool) error {
-	if !free() {
-		return nil
-	}
+func (f *fakePartitions) EndIdleMIGMode(_ context.Context, gpu device.GPU) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.rested, f.resting = append(f.rested, gpu.UUID), nil
+	f.switched, f.idle = append(f.switched, gpu.UUID), nil
 	return nil
 }
 
@@ -155,17 +154,17 @@ func TestPartitionEndsWithItsClaim(t *testing.T) {
 	}
 	g.stays("GPU-1@0+4: claim c1 draining [p1]")
 	if len(events.Events) > 0 {
-		t.Errorf("said again: %s", <-events.Events)
+		t.Errorf("reported again: %s", <-events.Events)
 	}
 	f.set(mine, nil)
 	g.await()
 	if f.Made(mine) {
-		t.Error("the hold ended and the partition is there")
+		t.Error("the hold ended and the partition still exists")
 	}
 }
 
-// Who wants the place waits until it is there, and a partition of before goes although no pod was ever there.
-func TestNextClaimWaitsForThePlace(t *testing.T) {
+// A claim waits for its placement until the earlier partition is destroyed, also one that no pod ever used.
+func TestNextClaimWaitsForThePlacement(t *testing.T) {
 	t.Parallel()
 	mine := place("GPU-1", 0, 4)
 	g, f, _ := newPartitionRig(t, mine)
@@ -187,7 +186,7 @@ func TestNextClaimWaitsForThePlace(t *testing.T) {
 	g.await("GPU-1@0+4: claim c1 draining []")
 	select {
 	case err := <-taken:
-		t.Fatalf("got the place of a partition that exists: %v", err)
+		t.Fatalf("got the placement of a partition that exists: %v", err)
 	default:
 	}
 	close(goOn)
@@ -215,38 +214,38 @@ func TestPartitionOfARevivedClaim(t *testing.T) {
 }
 
 // A process that died after it had recorded a partition and before anybody held it leaves it to the next.
-func TestPartitionOfNobody(t *testing.T) {
+func TestPartitionWithoutAHold(t *testing.T) {
 	t.Parallel()
 	g, f, _ := newPartitionRig(t, place("GPU-1", 0, 4), place("GPU-2", 1, 1))
 	g.reserve("c1", []device.Ref{place("GPU-2", 1, 1)})
-	// It waits for the place, and cannot have anything there.
+	// It waits for the placement, and has no partition there yet.
 	g.reserve("c2", []device.Ref{place("GPU-1", 2, 2)})
 	g.run()
-	awaitTrue(t, "the partition of nobody is destroyed", func() bool { return !f.Made(place("GPU-1", 0, 4)) })
+	awaitTrue(t, "the partition without a hold is destroyed", func() bool { return !f.Made(place("GPU-1", 0, 4)) })
 	if !f.Made(place("GPU-2", 1, 1)) {
 		t.Error("a partition that is held was destroyed")
 	}
 }
 
-func TestRestingGPU(t *testing.T) {
+func TestIdleMIGMode(t *testing.T) {
 	t.Parallel()
 	g, f, _ := newPartitionRig(t)
-	f.resting = []device.GPU{{UUID: "GPU-1"}}
+	f.idle = []device.GPU{{UUID: "GPU-1"}}
 	g.reserve("c1", []device.Ref{{GPU: "GPU-1"}})
 	g.run()
 	g.stays("GPU-1: claim c1 held []")
 	f.mu.Lock()
-	if len(f.rested) > 0 {
-		t.Error("the mode of a GPU was switched that somebody holds")
+	if len(f.switched) > 0 {
+		t.Error("MIG mode of a held GPU was switched off")
 	}
 	f.mu.Unlock()
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
 	g.await()
 	g.setGPUs("GPU-1")
-	awaitTrue(t, "the free GPU is put to rest", func() bool {
+	awaitTrue(t, "idle MIG mode of the free GPU ends", func() bool {
 		f.mu.Lock()
 		defer f.mu.Unlock()
-		return slices.Equal(f.rested, []string{"GPU-1"})
+		return slices.Equal(f.switched, []string{"GPU-1"})
 	})
 }
 
@@ -266,8 +265,8 @@ func TestDestroyFails(t *testing.T) {
 	g.await()
 }
 
-// A partition that evidence of before found in two hands stays for the other.
-func TestPartitionInTwoHands(t *testing.T) {
+// A partition that was restored with two holders stays for the second.
+func TestPartitionOfTwoHolders(t *testing.T) {
 	t.Parallel()
 	mine := place("GPU-1", 0, 4)
 	g, f, _ := newPartitionRig(t, mine)
@@ -280,6 +279,6 @@ func TestPartitionInTwoHands(t *testing.T) {
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
 	g.await("GPU-1@0+4: claim c2 restored []")
 	if !f.Made(mine) {
-		t.Error("destroyed although somebody has it")
+		t.Error("destroyed although it has a holder")
 	}
 }

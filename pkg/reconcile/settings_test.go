@@ -20,20 +20,20 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// fakeSettings are there until they are undone; all of one claim are one daemon's.
+// fakeSettings exist until they are reverted. All devices of a claim have the same daemon.
 type fakeSettings struct {
 	mu      sync.Mutex
 	applied map[sharing.Key]error
-	left    map[sharing.Key]bool
-	// slow claims are undone when it is closed.
+	unused  map[sharing.Key]bool
+	// slow claims are locked until their channel is closed.
 	slow    map[string]chan struct{}
 	changed chan struct{}
-	// undos are the calls of Undo.
-	undos int
+	// locks counts the calls of Lock.
+	locks int
 }
 
 func newSettings(keys ...sharing.Key) *fakeSettings {
-	f := &fakeSettings{applied: map[sharing.Key]error{}, left: map[sharing.Key]bool{}, slow: map[string]chan struct{}{}, changed: make(chan struct{})}
+	f := &fakeSettings{applied: map[sharing.Key]error{}, unused: map[sharing.Key]bool{}, slow: map[string]chan struct{}{}, changed: make(chan struct{})}
 	for _, key := range keys {
 		f.applied[key] = nil
 	}
@@ -61,27 +61,28 @@ func (f *fakeSettings) Changed() <-chan struct{} {
 
 func (f *fakeSettings) Repair() error { return nil }
 
-func (f *fakeSettings) Undo(_ context.Context, key sharing.Key, unused func() bool) error {
+func (f *fakeSettings) Lock(_ context.Context, claim string) (unlock func(), err error) {
 	f.mu.Lock()
-	f.undos++
-	slow := f.slow[key.Claim]
+	f.locks++
+	slow := f.slow[claim]
 	f.mu.Unlock()
 	if slow != nil {
 		<-slow
 	}
-	if !unused() {
-		return nil
-	}
+	return func() {}, nil
+}
+
+func (f *fakeSettings) Revert(_ context.Context, key sharing.Key) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.left[key] = true
+	f.unused[key] = true
 	for other, err := range f.applied {
 		switch {
 		case other.Claim != key.Claim:
 		case err != nil:
 			return err
-		case !f.left[other]:
-			return fmt.Errorf("end sharing: %w", sharing.ErrStillShared)
+		case !f.unused[other]:
+			return fmt.Errorf("revert: %w", sharing.ErrStillShared)
 		}
 	}
 	maps.DeleteFunc(f.applied, func(other sharing.Key, _ error) bool { return other.Claim == key.Claim })
@@ -159,7 +160,7 @@ func TestSettingWaitsForTheRestOfItsGroup(t *testing.T) {
 	g.run()
 	time.Sleep(500 * time.Millisecond)
 	f.mu.Lock()
-	undos := f.undos
+	undos := f.locks
 	// As a Prepare of the claim does.
 	f.tell()
 	f.mu.Unlock()
@@ -173,7 +174,7 @@ func TestSettingWaitsForTheRestOfItsGroup(t *testing.T) {
 	g.noGroup("p1")
 	g.deletePod("p1")
 	g.await()
-	awaitTrue(t, "all is undone", func() bool { return len(f.All()) == 0 })
+	awaitTrue(t, "all settings are reverted", func() bool { return len(f.All()) == 0 })
 }
 
 // A daemon that does not end keeps nobody else waiting, not even for a partition of the same GPU, and the claim hears of it.
@@ -217,16 +218,16 @@ func TestSettingOfNobody(t *testing.T) {
 	// It has the same GPU, and nothing is set for it.
 	g.reserve("c3", []device.Ref{{GPU: "GPU-1"}})
 	g.run()
-	awaitTrue(t, "the setting of nobody is undone", func() bool { return !f.Applied("c1", device.Ref{GPU: "GPU-1"}) })
+	awaitTrue(t, "the settings without a hold are reverted", func() bool { return !f.Applied("c1", device.Ref{GPU: "GPU-1"}) })
 	f.set(onGPU("c4", "GPU-1"), nil)
-	awaitTrue(t, "the next is undone, too", func() bool { return !f.Applied("c4", device.Ref{GPU: "GPU-1"}) })
+	awaitTrue(t, "the next is reverted, too", func() bool { return !f.Applied("c4", device.Ref{GPU: "GPU-1"}) })
 	if !f.Applied("c2", device.Ref{GPU: "GPU-2"}) {
 		t.Error("a setting that is in use was undone")
 	}
 	g.want("GPU-1: claim c3 held []", "GPU-2: claim c2 held []")
 }
 
-// A claim that comes back before it is undone keeps what it has.
+// A claim that is prepared again before its settings are reverted keeps them.
 func TestSettingIsWantedAgain(t *testing.T) {
 	t.Parallel()
 	f := newSettings(onGPU("c1", "GPU-1"))

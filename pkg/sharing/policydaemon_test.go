@@ -25,9 +25,9 @@ import (
 // town is a node of one GPU with 16 GiB, whose policy may change, and whose agents come and go.
 type town struct {
 	*world
-	book   *book
+	book    *book
 	manager *Manager
-	policy *Policy
+	policy  *Policy
 
 	mu      sync.Mutex
 	gpu     device.GPU

@@ -560,7 +560,7 @@ func partitionFaults(s *story) {
 	s.manifest(partitioned("refused", "ones"))
 	s.await(soon, "the claim's owner to be told", func() error {
 		events := s.kubectl("get", "events", "-n", s.namespace, "--field-selector=reason=PartitionNotMade")
-		if !strings.Contains(events, "cannot be had") {
+		if !strings.Contains(events, "cannot be created") {
 			return fmt.Errorf("events: %s", events)
 		}
 		return nil

@@ -29,7 +29,7 @@ type sharedNode struct {
 	*testing.T
 	host, run, cdiDir string
 	node              *nvml.Node
-	keeper            *sharing.Keeper
+	manager           *sharing.Manager
 	specs             *cdi.Specs
 }
 
@@ -63,7 +63,7 @@ func (s *sharedNode) restart() {
 	}
 	s.specs, err = cdi.New(cdi.Options{Dir: s.cdiDir, Vendor: "k8s.gpu.nvidia.com", Class: "gpu", Source: s.node})
 	check(s.T, err)
-	s.keeper = sharing.NewKeeper(sharing.Options{Records: records, RunDir: s.run, DriverRoot: s.node.DriverRoot(), Hardware: s.node, Specs: s.specs})
+	s.manager = sharing.NewManager(sharing.Options{Records: records, RunDir: s.run, DriverRoot: s.node.DriverRoot(), Hardware: s.node, Specs: s.specs})
 }
 
 // serve is the pod of the daemon that is wanted, until stop is called.
@@ -71,7 +71,7 @@ func (s *sharedNode) serve() (stop func()) {
 	s.Helper()
 	ctx, cancel := context.WithCancel(s.Context())
 	var running sync.WaitGroup
-	keeper := s.keeper
+	keeper := s.manager
 	running.Go(func() {
 		for ctx.Err() == nil {
 			changed := keeper.Changed()
@@ -116,29 +116,62 @@ func (s *sharedNode) group(uid string, how parametersv1beta1.Sharing, gpus ...in
 	return g
 }
 
-func (s *sharedNode) undoAll() {
+func (s *sharedNode) revertAll() {
 	s.Helper()
-	for _, key := range s.keeper.All() {
-		if err := s.keeper.Undo(s.Context(), key, always); !errors.Is(err, sharing.ErrStillShared) {
+	for _, key := range s.manager.All() {
+		if err := s.revert(key); !errors.Is(err, sharing.ErrStillShared) {
 			check(s.T, err)
 		}
 	}
 }
 
-func always() bool { return true }
+// apply calls the Manager as the DRA driver does.
+func (s *sharedNode) apply(g sharing.Group) ([]string, error) {
+	if err := s.manager.Await(s.Context(), g); err != nil {
+		return nil, err
+	}
+	plan, err := s.planAndApply(g)
+	if err != nil {
+		return nil, err
+	}
+	return s.manager.Connect(s.Context(), plan)
+}
 
-// The keeper, the driver's own programs, the supervisor of a daemon and a container runtime's reader agree.
+func (s *sharedNode) planAndApply(g sharing.Group) (sharing.Plan, error) {
+	unlock, err := s.manager.Lock(s.Context(), g.Claim.UID)
+	if err != nil {
+		return sharing.Plan{}, err
+	}
+	defer unlock()
+	plan, err := s.manager.Plan(s.Context(), g)
+	if err != nil {
+		return sharing.Plan{}, err
+	}
+	return plan, s.manager.Apply(s.Context(), plan)
+}
+
+// revert calls the Manager as the reconciler does.
+func (s *sharedNode) revert(key sharing.Key) error {
+	unlock, err := s.manager.Lock(s.Context(), key.Claim)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	return s.manager.Revert(s.Context(), key)
+}
+
+// The manager, the driver's own programs, the supervisor of a daemon and a container runtime's reader agree.
 func TestShared(t *testing.T) {
 	s := newSharedNode(t)
 	stop := s.serve()
 	check(t, s.specs.Ensure(t.Context()))
 	slicing := parametersv1beta1.Sharing{Strategy: parametersv1beta1.TimeSlicing, Interval: parametersv1beta1.IntervalLong}
-	_, err := s.keeper.Apply(t.Context(), s.group("uid-a", slicing, 0), always)
+	_, err := s.apply(s.group("uid-a", slicing, 0))
 	check(t, err)
 	percentage := 40
 	clients := parametersv1beta1.Sharing{Strategy: parametersv1beta1.MPSStrategy, MPS: &parametersv1beta1.MPS{ActiveThreadPercentage: &percentage}}
 	g := s.group("uid-b", clients, 2, 1)
-	devices, err := s.keeper.Apply(t.Context(), g, always)
+	devices, err := s.apply(g)
 	check(t, err)
 	look := func() {
 		t.Helper()
@@ -157,12 +190,12 @@ func TestShared(t *testing.T) {
 	stop()
 	s.restart()
 	s.serve()
-	again, err := s.keeper.Apply(t.Context(), g, always)
+	again, err := s.apply(g)
 	if err != nil || !slices.Equal(again, devices) {
 		t.Errorf("after a restart: %v, %v", again, err)
 	}
 	look()
-	s.undoAll()
+	s.revertAll()
 	for gpu := range 3 {
 		s.want(gpu, device.ComputeModeDefault, 0)
 	}

@@ -26,26 +26,29 @@ type fakePartitions struct {
 	known map[device.Ref]device.Partition
 }
 
-func (f *fakePartitions) Make(_ context.Context, want device.Partition, reserved func() bool) (device.Partition, error) {
-	if !reserved() {
-		return device.Partition{}, errors.New("not reserved")
-	}
+func (f *fakePartitions) Lock(context.Context, string) (unlock func(), err error) {
+	return func() {}, nil
+}
+
+func (f *fakePartitions) Record(context.Context, device.Partition) error { return nil }
+
+func (f *fakePartitions) Create(_ context.Context, want device.Partition) (device.Partition, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.calls = append(f.calls, "make "+want.Name())
+	f.calls = append(f.calls, "create "+want.Name())
 	if f.err != nil {
 		return device.Partition{}, f.err
 	}
-	made, ok := f.known[want.Ref]
+	created, ok := f.known[want.Ref]
 	if !ok {
-		made = want
-		made.UUID, made.Made = "MIG-"+want.Ref.Placement.String(), true
-		f.known[want.Ref] = made
+		created = want
+		created.UUID, created.Made = "MIG-"+want.Ref.Placement.String(), true
+		f.known[want.Ref] = created
 	}
-	return made, nil
+	return created, nil
 }
 
-func (f *fakePartitions) Whole(_ context.Context, gpu string) error {
+func (f *fakePartitions) EnsureWhole(_ context.Context, gpu string) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.calls = append(f.calls, "whole "+gpu)
@@ -101,14 +104,14 @@ func TestPrepareMakesPartitions(t *testing.T) {
 	}
 	// The whole GPU, and a place that overlaps, are in other hands; the place beside them is not.
 	for device, want := range map[string]string{
-		"gpu-0": "of which gpu-0 takes a part, is held by claim team-a/a", "gpu-0-mig-3g40gb-9-0": "is held by claim team-a/a", "gpu-0-mig-1g10gb-19-0": "",
+		"gpu-0": "which overlaps gpu-0, is held by claim team-a/a", "gpu-0-mig-3g40gb-9-0": "is held by claim team-a/a", "gpu-0-mig-1g10gb-19-0": "",
 	} {
 		_, errs, err := k.prepare("v1", r.demanding("b", device))
 		if err != nil || (want == "") != (errs["uid-b"] == nil) || want != "" && !strings.Contains(errs["uid-b"].Error(), want) {
 			t.Errorf("%s: %v %v, want %q", device, err, errs, want)
 		}
 	}
-	if got := strings.Join(made.calls[len(made.calls)-1:], ""); got != "make gpu-0-mig-1g10gb-19-0" {
+	if got := strings.Join(made.calls[len(made.calls)-1:], ""); got != "create gpu-0-mig-1g10gb-19-0" {
 		t.Errorf("the last call is %q", got)
 	}
 }
@@ -143,7 +146,7 @@ func TestPartitionCannotBeMade(t *testing.T) {
 			t.Error("held:", got)
 		}
 	}
-	if events := r.events.all(); !strings.Contains(events, reasonNotMade+": device gpu-0-mig-1g10gb-19-1") {
+	if events := r.events.all(); !strings.Contains(events, reasonPartitionNotMade+": device gpu-0-mig-1g10gb-19-1") {
 		t.Error("events:", events)
 	}
 	made.err = nil
@@ -153,11 +156,11 @@ func TestPartitionCannotBeMade(t *testing.T) {
 }
 
 // Whoever finds an administrator's partition in its place has lost it like to any other holder, and is moved.
-func TestForeignPartitionInTheWay(t *testing.T) {
+func TestUnmanagedPartition(t *testing.T) {
 	r, made := newDynamicRig(t)
 	k := r.ready()
 	r.pods.movable.Store(true)
-	made.err = &partition.ForeignError{Wanted: "gpu-0-mig-3g40gb-9-0", Foreign: device.Partition{UUID: "MIG-theirs", Profile: "1g.10gb", ProfileID: 19}}
+	made.err = &partition.UnmanagedError{Device: "gpu-0-mig-3g40gb-9-0", Unmanaged: device.Partition{UUID: "MIG-theirs", Profile: "1g.10gb", ProfileID: 19}}
 	_, errs, err := k.prepare("v1", r.demanding("a", "gpu-0-mig-3g40gb-9-0"))
 	if err != nil || errs["uid-a"] == nil || !strings.Contains(errs["uid-a"].Error(), "MIG-theirs") {
 		t.Fatal(err, errs)

@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
+
+	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
+)
+
+// preparation is the state of one claim during a Prepare call.
+type preparation struct {
+	claim   *resourceapi.ResourceClaim
+	request ledger.ClaimRequest
+	answer  []kubeletplugin.Device
+	// onDemand are the devices that have to be created after they were reserved.
+	onDemand []onDemand
+	// names are the published names of the devices in request.
+	names       map[device.Ref]string
+	reservation ledger.Taken
+	err         error
+	// visible are the UUIDs of the devices in the answer.
+	visible []string
+	groups  []*sharedGroup
+	// keepOnError keeps the reservation after an error: the claim's MPS daemon is still starting, and kubelet's retry finds it.
+	keepOnError bool
+}
+
+// onDemand is a partition, or a dynamic GPU as a whole, for one entry of the answer.
+type onDemand struct {
+	entry  int
+	device device.Device
+}
+
+// sharedGroup is the devices of a claim that one entry of its parameters is about, or one device of which the claim has a share.
+type sharedGroup struct {
+	// entry is the index of the parameters, or noEntry.
+	entry   int
+	path    *field.Path
+	request string
+	sharing parametersv1beta1.Sharing
+	// devices have no UUID before they are created.
+	devices []device.Device
+	// answers are the indexes of the devices in the claim's answer.
+	answers []int
+	// share is true if the claim has a share of the device: the node's policy says how its holders share it.
+	share         bool
+	clientDevices []string
+	err           error
+}
+
+const noEntry = -1
+
+func (g *sharedGroup) has(ref device.Ref) bool {
+	return slices.ContainsFunc(g.devices, func(d device.Device) bool { return d.Ref() == ref })
+}
+
+func (p *preparation) sharingClaim() sharing.Claim {
+	return sharing.Claim{UID: p.request.UID, Namespace: p.request.Namespace, Name: p.request.Name}
+}
+
+// plan translates the claim's allocation. It has no effect.
+func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv device.Inventory) *preparation {
+	p := &preparation{
+		claim: claim,
+		names: map[device.Ref]string{},
+		request: ledger.ClaimRequest{
+			UID: string(claim.UID), Namespace: claim.Namespace, Name: claim.Name, Pods: podsOf(claim),
+		},
+	}
+	for _, result := range claim.Status.Allocation.Devices.Results {
+		if result.Driver != d.DriverName {
+			continue
+		}
+		if p.err = d.planResult(ctx, p, result, inv); p.err != nil {
+			return p
+		}
+	}
+	p.err = cmp.Or(p.checkGroups(), p.checkDaemons())
+	return p
+}
+
+func (d *Driver) planResult(ctx context.Context, p *preparation, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) error {
+	found, demanded, err := d.resolve(result, inv)
+	if err != nil {
+		return err
+	}
+	parameters, err := parametersv1beta1.Allocated(p.claim, d.DriverName, result, found.Whole())
+	if err != nil {
+		return refuseParameters(result.Request, err)
+	}
+	admin := ptr.Deref(result.AdminAccess, false)
+	prepared := kubeletplugin.Device{
+		Requests: []string{result.Request}, PoolName: result.Pool, DeviceName: result.Device, ShareID: result.ShareID,
+	}
+	ref, health := found.Ref(), found.Health()
+	switch {
+	case !health.Healthy() && admin:
+		// One unhealthy GPU, which cannot be injected, must not keep a monitor from seeing the healthy ones.
+		d.Recorder.Eventf(p.claim, corev1.EventTypeWarning, reasonDeviceUnhealthy, "device %s (%s) is not visible to the claim: it is unhealthy (%s: %s)", result.Device, ref, health.Reason, health.Message)
+		klog.FromContext(ctx).Info("Excluding an unhealthy device from a claim with admin access", "claim", klog.KObj(p.claim), "device", ref.String(), "reason", health.Reason)
+	case !health.Healthy():
+		return refuse(reasonDeviceUnhealthy, "device %s (%s) for request %s is unhealthy (%s: %s): delete the pod to have it placed on another device", result.Device, ref, result.Request, health.Reason, health.Message)
+	case found.Whole() && found.GPU.MIGEnabled && !found.GPU.Dynamic && !admin:
+		return refuse(reasonUnknownDevice, "device %s (%s) for request %s is in MIG mode now and cannot be used as a whole: delete the pod and its claim to have it allocated again", result.Device, ref, result.Request)
+	case demanded && !admin:
+		p.onDemand = append(p.onDemand, onDemand{len(p.answer), found})
+	case found.UUID() == "":
+		// Admin access to a partition that does not exist.
+	default:
+		d.show(p, &prepared, found.UUID())
+	}
+	p.answer = append(p.answer, prepared)
+	if admin {
+		return nil // it shows devices and reserves nothing
+	}
+	share := shareOf(p.claim, result, found)
+	p.addDevice(ref, result.Device, share)
+	switch {
+	case parameters.Sharing != nil:
+		return p.addToGroup(parameters, result.Request, found, share)
+	case !share.Whole():
+		p.addToPolicyGroup(result.Request, found)
+	}
+	return nil
+}
+
+// resolve returns the device of a result, or refuses a result that this node cannot serve. A dynamic GPU as a whole, and a
+// partition in a GPU pool, is created on demand, unless it is an unmanaged partition.
+func (d *Driver) resolve(result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) (found device.Device, demanded bool, err error) {
+	if device.NodeOfPool(result.Pool) != d.NodeName {
+		return device.Device{}, false, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated again", result.Request, result.Device, result.Pool, d.NodeName)
+	}
+	found, ok := inv.ByName(result.Device)
+	demanded = found.Whole() && found.GPU.Dynamic ||
+		result.Pool != d.NodeName && (found.UUID() == "" || found.Whole() || found.Partition.Made)
+	if !ok && len(inv.GPUs) == 0 {
+		return device.Device{}, false, fmt.Errorf("look up device %s of pool %s for request %s: the node has no NVIDIA driver now, or the driver finds no GPU", result.Device, result.Pool, result.Request)
+	}
+	if !ok || found.UUID() == "" && !demanded {
+		return device.Device{}, false, refuse(reasonUnknownDevice, "device %s of pool %s for request %s does not exist on this node (removed, or renumbered by a reboot): delete the pod and its claim to have it allocated again", result.Device, result.Pool, result.Request)
+	}
+	return found, demanded, nil
+}
+
+// addDevice adds a device, or a further share of it, to the request.
+func (p *preparation) addDevice(ref device.Ref, name string, share device.Share) {
+	if slices.Contains(p.request.Devices, ref) {
+		share = addShares(p.request.Shares[ref], share)
+	} else {
+		p.request.Devices = append(p.request.Devices, ref)
+		p.names[ref] = name
+	}
+	if !share.Whole() && p.request.Shares == nil {
+		p.request.Shares = map[device.Ref]device.Share{}
+	}
+	if p.request.Shares != nil {
+		p.request.Shares[ref] = share
+	}
+}
+
+// show adds the device to the container.
+func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, uuid string) {
+	prepared.CDIDeviceIDs = []string{d.Specs.QualifiedName(uuid)}
+	p.visible = append(p.visible, uuid)
+}
+
+// setPartition sets the UUID of a created partition in the groups.
+func (p *preparation) setPartition(created device.Partition) {
+	for _, g := range p.groups {
+		for i, d := range g.devices {
+			if d.Ref() == created.Ref {
+				g.devices[i].Partition = created
+			}
+		}
+	}
+}
+
+// addToGroup adds the last device of the answer to the group of its parameters.
+func (p *preparation) addToGroup(parameters parametersv1beta1.Said, request string, d device.Device, share device.Share) error {
+	if !share.Whole() {
+		return refuseParameters(request, fmt.Errorf("%s: the claim has a share of device %s (%s), which other holders share by the node's policy",
+			parameters.Path.Child("sharing"), d.Name(), share))
+	}
+	i := slices.IndexFunc(p.groups, func(g *sharedGroup) bool { return g.entry == parameters.Entry })
+	if i < 0 {
+		i = len(p.groups)
+		p.groups = append(p.groups, &sharedGroup{
+			entry: parameters.Entry, path: parameters.Path, request: request, sharing: *parameters.Sharing,
+		})
+	}
+	g := p.groups[i]
+	if !g.has(d.Ref()) {
+		g.devices = append(g.devices, d)
+	}
+	g.answers = append(g.answers, len(p.answer)-1)
+	return nil
+}
+
+// addToPolicyGroup adds the last device of the answer, of which the claim has a share.
+func (p *preparation) addToPolicyGroup(request string, d device.Device) {
+	i := slices.IndexFunc(p.groups, func(g *sharedGroup) bool { return g.share && g.has(d.Ref()) })
+	if i < 0 {
+		i = len(p.groups)
+		policy := d.Sharing()
+		p.groups = append(p.groups, &sharedGroup{
+			entry: noEntry, request: request, share: true, devices: []device.Device{d},
+			sharing: parametersv1beta1.Sharing{
+				Strategy: parametersv1beta1.Strategy(policy.Strategy), Interval: parametersv1beta1.Interval(policy.Interval),
+			},
+		})
+	}
+	p.groups[i].answers = append(p.groups[i].answers, len(p.answer)-1)
+}
+
+// addImplicitGroups adds the devices that no parameters are about: those with settings of an earlier Prepare, which are
+// reverted, and whole GPUs that the node shares by MPS, whose daemon ends.
+func (d *Driver) addImplicitGroups(p *preparation) {
+	if d.Sharing == nil {
+		return
+	}
+	for _, ref := range p.request.Devices {
+		if slices.ContainsFunc(p.groups, func(g *sharedGroup) bool { return g.has(ref) }) {
+			continue
+		}
+		found, ok := d.Inventory.Inventory().ByRef(ref)
+		g := &sharedGroup{entry: noEntry, devices: []device.Device{found}}
+		switch {
+		case !ok:
+			continue
+		case d.Policy != nil && found.Whole() && d.Policy.ByDaemon(found.GPU):
+			g.sharing.Strategy = sharing.Exclusive
+		case !d.Sharing.Applied(p.request.UID, ref):
+			continue
+		}
+		p.groups = append(p.groups, g)
+	}
+}
+
+// checkGroups refuses settings that the devices do not support.
+func (p *preparation) checkGroups() error {
+	for _, g := range p.groups {
+		if wrong := sharing.Check(g.devices, g.sharing, g.path.Child("sharing")); len(wrong) > 0 {
+			return refuseParameters(g.request, wrong.ToAggregate())
+		}
+	}
+	return nil
+}
+
+// checkDaemons refuses a request with a share of a GPU with an MPS daemon and another device: a client sees its daemon's GPU only.
+func (p *preparation) checkDaemons() error {
+	for _, g := range p.groups {
+		if !g.share || g.sharing.Strategy != parametersv1beta1.MPSStrategy {
+			continue
+		}
+		for _, i := range g.answers {
+			shared := p.answer[i]
+			for _, other := range p.answer {
+				if other.Requests[0] == shared.Requests[0] && other.DeviceName != shared.DeviceName {
+					return refuse(reasonNotShared, "request %s got a share of device %s, which is shared by MPS, and device %s, but a client of an MPS daemon sees only that daemon's GPU: "+
+						"request one device in each request, and refer each container to one of them", shared.Requests[0], shared.DeviceName, other.DeviceName)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// podsOf returns the pods that the claim is reserved for.
+func podsOf(claim *resourceapi.ResourceClaim) []ledger.Pod {
+	var pods []ledger.Pod
+	for _, consumer := range claim.Status.ReservedFor {
+		if consumer.APIGroup == "" && consumer.Resource == "pods" {
+			pods = append(pods, ledger.Pod{UID: string(consumer.UID), Namespace: claim.Namespace, Name: consumer.Name})
+		}
+	}
+	return pods
+}
+
+// podSlots returns the devices and shares that pods can get, by resource.
+func (d *Driver) podSlots(inv device.Inventory) map[string][]ledger.Slot {
+	gpus := inv.GPUs
+	if d.OfferedToPods != nil {
+		gpus = slices.DeleteFunc(slices.Clone(gpus), func(g device.GPU) bool { return !d.OfferedToPods(g) })
+	}
+	offers, _ := d.Limits.Offers(gpus)
+	slots := map[string][]ledger.Slot{}
+	for _, o := range offers {
+		if o.Device.Health().Healthy() {
+			slots[o.Resource] = append(slots[o.Resource], ledger.Slot{Device: o.Device.Ref(), Share: o.Share})
+		}
+	}
+	return slots
+}
