@@ -24,7 +24,7 @@ import (
 	"github.com/tandem-gpu/tandem/simulated/simdriver"
 )
 
-// sharedNode is a simulated machine with the driver's programs, and an agent's keeper on it.
+// sharedNode is a simulated machine with the driver's programs, and an agent's sharing manager on it.
 type sharedNode struct {
 	*testing.T
 	host, run, cdiDir string
@@ -71,11 +71,11 @@ func (s *sharedNode) serve() (stop func()) {
 	s.Helper()
 	ctx, cancel := context.WithCancel(s.Context())
 	var running sync.WaitGroup
-	keeper := s.manager
+	manager := s.manager
 	running.Go(func() {
 		for ctx.Err() == nil {
-			changed := keeper.Changed()
-			if daemons := keeper.Daemons(); len(daemons) > 0 {
+			changed := manager.Changed()
+			if daemons := manager.Daemons(); len(daemons) > 0 {
 				d := mps.Daemon{
 					Settings: daemons[0].Settings, Dir: mps.Dir(s.run, daemons[0].Name), Root: s.driver(), PipeDir: mps.ClientPipeDir, LogDir: mps.ClientLogDir,
 					Shm: "/pods/uid/shm", Pod: "uid", Grace: time.Second,
