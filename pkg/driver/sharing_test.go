@@ -346,7 +346,7 @@ func TestSharingUnsupported(t *testing.T) {
 			}
 		}
 		events := r.events.all()
-		if strings.Contains(got, "retrying") || r.holders() != "" || !strings.Contains(events, "team-a/a "+reasonInvalidParameters) {
+		if strings.Contains(got, "retrying:") || r.holders() != "" || !strings.Contains(events, "team-a/a "+reasonInvalidParameters) {
 			t.Errorf("%s, held %s, events %s", got, r.holders(), events)
 		}
 	}
