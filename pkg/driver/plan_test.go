@@ -22,6 +22,8 @@ type fakePartitions struct {
 	mu    sync.Mutex
 	err   error
 	calls []string
+	// onRecord is called by Record. Optional.
+	onRecord func()
 	// known is what a second call for the same place returns.
 	known map[device.Ref]device.Partition
 }
@@ -30,7 +32,12 @@ func (f *fakePartitions) Lock(context.Context, string) (unlock func(), err error
 	return func() {}, nil
 }
 
-func (f *fakePartitions) Record(context.Context, device.Partition) error { return nil }
+func (f *fakePartitions) Record(context.Context, device.Partition) error {
+	if f.onRecord != nil {
+		f.onRecord()
+	}
+	return nil
+}
 
 func (f *fakePartitions) Create(_ context.Context, want device.Partition) (device.Partition, error) {
 	f.mu.Lock()
@@ -217,5 +224,21 @@ func TestWholeGPUInMIGMode(t *testing.T) {
 		if got := errs[string(claim.UID)]; err != nil || (got == nil) != (want == "") || got != nil && !strings.Contains(got.Error(), want) {
 			t.Errorf("claim %s: %v, %v, want %q", claim.Name, err, got, want)
 		}
+	}
+}
+
+// A claim that is unprepared after its partition was recorded gets no partition.
+func TestUnpreparedBeforeCreate(t *testing.T) {
+	r, made := newDynamicRig(t)
+	k := r.ready()
+	c := r.demanding("a", "gpu-0-mig-1g10gb-19-1")
+	made.onRecord = func() {
+		if errs, err := k.unprepare("v1", c); err != nil || len(errs) > 0 {
+			t.Error(err, errs)
+		}
+	}
+	_, errs, err := k.prepare("v1", c)
+	if err != nil || errs["uid-a"] == nil || !strings.Contains(errs["uid-a"].Error(), errUnprepared.Error()) || len(made.calls) > 0 {
+		t.Errorf("got %v, %v; calls %q", err, errs, made.calls)
 	}
 }

@@ -33,6 +33,8 @@ type fakeSharing struct {
 	wait    chan struct{}
 	calls   []string
 	applied map[sharing.Key]bool
+	// onPlan is called by Plan. Optional.
+	onPlan func()
 }
 
 func (f *fakeSharing) Await(context.Context, sharing.Group) error { return nil }
@@ -40,6 +42,9 @@ func (f *fakeSharing) Await(context.Context, sharing.Group) error { return nil }
 func (f *fakeSharing) Lock(context.Context, string) (unlock func(), err error) { return func() {}, nil }
 
 func (f *fakeSharing) Plan(_ context.Context, g sharing.Group) (sharing.Plan, error) {
+	if f.onPlan != nil {
+		f.onPlan()
+	}
 	return sharing.Plan{Group: g}, nil
 }
 
@@ -538,5 +543,21 @@ func TestClaimStatusOfAnotherClaim(t *testing.T) {
 	}}}
 	if err := r.driver.conditions.update(t.Context(), "uid-before", s); err != nil || len(r.api.claimStatus("a")) > 0 {
 		t.Errorf("%v, %q", err, r.api.claimStatus("a"))
+	}
+}
+
+// A claim that is unprepared after its settings were planned gets no settings.
+func TestUnpreparedBeforeApply(t *testing.T) {
+	r, f := newSharingRig(t, machine(1))
+	k := r.ready()
+	c := r.sharedClaim("a", []string{"gpu-0"}, parameters(claimSource, gpuSliced))
+	f.onPlan = func() {
+		if errs, err := k.unprepare("v1", c); err != nil || len(errs) > 0 {
+			t.Error(err, errs)
+		}
+	}
+	_, errs, err := k.prepare("v1", c)
+	if err != nil || errs["uid-a"] == nil || !strings.Contains(errs["uid-a"].Error(), errUnprepared.Error()) || len(f.said()) > 0 {
+		t.Errorf("got %v, %v; calls %q", err, errs, f.said())
 	}
 }
