@@ -67,20 +67,19 @@ func (s *served) openEndpoint(ctx context.Context, path string) (*endpoint, erro
 	return e, nil
 }
 
-// close lets calls in progress finish, ends the streams, gives kubelet a moment to disconnect, and leaves nothing behind.
-// kubelet up to 1.36 disconnects whichever plugin is current when an old stream ends, so its disconnecting of this
-// endpoint must be over before the next one registers; kubelet closes its connection in the course of it.
-func (e *endpoint) close(drain time.Duration) {
-	deadline := time.After(drain)
-	await := func(done <-chan struct{}) {
+// close waits for calls in progress, ends the streams, waits for kubelet to disconnect, and removes the socket. Calls get at
+// most callDrain. kubelet up to 1.36 disconnects the current plugin when an old stream ends, so it must have disconnected
+// from this endpoint before the next one registers; disconnectDrain bounds that wait.
+func (e *endpoint) close(callDrain, disconnectDrain time.Duration) {
+	await := func(done <-chan struct{}, limit time.Duration) {
 		select {
 		case <-done:
-		case <-deadline:
+		case <-time.After(limit):
 		}
 	}
-	await(e.calls.empty())
+	await(e.calls.empty(), callDrain)
 	close(e.stopping)
-	await(e.connections.empty())
+	await(e.connections.empty(), disconnectDrain)
 	e.server.Stop()
 	<-e.served
 }

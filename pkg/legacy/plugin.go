@@ -48,7 +48,8 @@ type times struct {
 	lastRetry    time.Duration
 	streamWait   time.Duration // from Register's answer to the ListAndWatch stream
 	steady       time.Duration // a registration that lived this long clears the back-off
-	drain        time.Duration // for kubelet to let go of an old socket
+	drain        time.Duration // for kubelet to disconnect from an old socket before the next registration
+	stopDrain    time.Duration // the same when the plugin stops and registers no successor
 	foreignProbe time.Duration // for another plugin's first device list
 	foreignEvery time.Duration // between looks at another plugin that stands in the way
 	confirmFirst time.Duration // from a list to the first question whether kubelet has it, doubled up to confirmPoll
@@ -65,6 +66,7 @@ func defaultTimes() times {
 		streamWait:   5 * time.Second,
 		steady:       10 * time.Second,
 		drain:        500 * time.Millisecond,
+		stopDrain:    30 * time.Millisecond,
 		foreignProbe: time.Second,
 		foreignEvery: 10 * time.Second,
 		confirmFirst: 20 * time.Millisecond,

@@ -177,7 +177,13 @@ func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
 	if err != nil {
 		return endedBy(causeRefused, "%w", err)
 	}
-	defer e.close(r.times.drain)
+	defer func() {
+		disconnectDrain := r.times.drain
+		if ctx.Err() != nil {
+			disconnectDrain = r.times.stopDrain
+		}
+		e.close(r.times.drain, disconnectDrain)
+	}()
 	// Kubelet takes every device of an endpoint that is gone for unhealthy, and soon says so itself.
 	defer r.config.Acknowledge(r.resource, nil, false)
 	r.setNotReady(errors.New("register with kubelet: no answer yet"))
