@@ -12,7 +12,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 )
 
 func withAllocations(t *testing.T) (*fixture, allocations, pluginapi.DevicePluginClient) {
@@ -25,7 +24,7 @@ func withAllocations(t *testing.T) (*fixture, allocations, pluginapi.DevicePlugi
 // withdrawn waits until kubelet has exactly these GPUs for unhealthy.
 func (f *fixture) withdrawn(gpus ...int) {
 	f.Helper()
-	f.await("what is withdrawn", func(s fakekubelet.State) bool {
+	f.await("what is withdrawn", func(s kubeletState) bool {
 		if len(s.Healthy()) != 8-len(gpus) {
 			return false
 		}
@@ -121,7 +120,7 @@ func TestAcknowledge(t *testing.T) {
 		ids   int
 		known bool
 	}
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	heard := newBroadcast(answer{})
 	f.config.Acknowledge = func(_ string, ids []string, known bool) {
 		heard.set(func(answer) answer { return answer{len(ids), known} })

@@ -9,13 +9,11 @@ import (
 	"time"
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
-
-	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 )
 
 // BenchmarkCalls sets each call beside the emptiest one on the same socket.
 func BenchmarkCalls(b *testing.B) {
-	f := newFixture(b, fakekubelet.Release137)
+	f := newFixture(b, release137)
 	f.startKubelet()
 	f.start()
 	f.await("the list", healthyCount(8))

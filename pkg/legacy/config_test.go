@@ -6,8 +6,6 @@ import (
 	"os"
 	"strings"
 	"testing"
-
-	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 )
 
 func TestNew(t *testing.T) {
@@ -32,7 +30,7 @@ func TestNew(t *testing.T) {
 		"directory with a long path": {func(c *Config) { c.Directory = "/" + strings.Repeat("x", 90) }, []string{"exceed the 107 bytes"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := newFixture(t, fakekubelet.Release137)
+			f := newFixture(t, release137)
 			test.change(&f.config)
 			p, err := New(f.config)
 			if (err == nil) != (len(test.want) == 0) {

@@ -18,12 +18,11 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 )
 
 // serving starts kubelet and plugin and returns the client that kubelet uses.
 func serving(t *testing.T, change func(*Config)) (*fixture, pluginapi.DevicePluginClient) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	if change != nil {
 		change(&f.config)
 	}

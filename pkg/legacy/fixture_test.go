@@ -20,7 +20,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 )
 
 // broadcast is a value with a channel that is closed when it changes.
@@ -152,7 +151,7 @@ func (f fakeSpecs) lack(uuids ...string) {
 type fixture struct {
 	testing.TB
 	dir       string
-	kubelet   *fakekubelet.Kubelet
+	kubelet   *fakeKubelet
 	inventory fakeInventory
 	ledger    *book
 	specs     fakeSpecs
@@ -161,7 +160,7 @@ type fixture struct {
 	config    Config
 }
 
-func newFixture(t testing.TB, release fakekubelet.Release) *fixture {
+func newFixture(t testing.TB, release kubeletRelease) *fixture {
 	t.Helper()
 	// Not t.TempDir, whose names leave no room for a socket's.
 	dir, err := os.MkdirTemp("", "tdm")
@@ -172,7 +171,7 @@ func newFixture(t testing.TB, release fakekubelet.Release) *fixture {
 	f := &fixture{
 		TB:        t,
 		dir:       dir,
-		kubelet:   fakekubelet.New(dir, release),
+		kubelet:   newFakeKubelet(dir, release),
 		inventory: fakeInventory{newBroadcast(islands(8, 4, 0))},
 		ledger:    openBook(t),
 		specs:     fakeSpecs{newBroadcast(specState{})},
@@ -226,7 +225,7 @@ func (f *fixture) start(shorten ...func(*times)) (p *Plugin, stop func()) {
 const patience = 20 * time.Second
 
 // await waits for a state of kubelet.
-func (f *fixture) await(what string, condition func(fakekubelet.State) bool) fakekubelet.State {
+func (f *fixture) await(what string, condition func(kubeletState) bool) kubeletState {
 	f.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
@@ -250,12 +249,12 @@ func (f *fixture) awaitReady(p *Plugin, want string) {
 	f.Fatalf("Ready is %v, want %q", err, want)
 }
 
-func healthyCount(n int) func(fakekubelet.State) bool {
-	return func(s fakekubelet.State) bool { return len(s.Healthy()) == n && len(s.Connected) == 1 }
+func healthyCount(n int) func(kubeletState) bool {
+	return func(s kubeletState) bool { return len(s.Healthy()) == n && len(s.Connected) == 1 }
 }
 
-func registrations(n int) func(fakekubelet.State) bool {
-	return func(s fakekubelet.State) bool {
+func registrations(n int) func(kubeletState) bool {
+	return func(s kubeletState) bool {
 		return len(s.Endpoints) >= n && len(s.Connected) == 1 && len(s.Healthy()) > 0
 	}
 }

@@ -20,7 +20,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 )
 
 const (
@@ -54,7 +53,7 @@ func (f fakeInventory) cut(gpu int, dynamic bool, parts ...device.Partition) {
 // partitioned is a node of 4 GPUs of which 2 and 3 have partitions.
 func partitioned(t *testing.T, strategy device.MIGStrategy, change func(*fixture)) *fixture {
 	t.Helper()
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	f.inventory.set(func(device.Inventory) device.Inventory { return islands(4, 2, 0) })
 	f.inventory.cut(2, false, part(2, 0, "1g.10gb"), part(2, 1, "1g.10gb"), part(2, 4, "3g.40gb"))
 	f.inventory.cut(3, false, part(3, 0, "1g.10gb"), part(3, 6, "1g.10gb"))
@@ -67,9 +66,9 @@ func partitioned(t *testing.T, strategy device.MIGStrategy, change func(*fixture
 }
 
 // lists waits until kubelet has exactly these resources with these healthy devices: "gpu=GPU-0,GPU-1".
-func (f *fixture) lists(want ...string) fakekubelet.State {
+func (f *fixture) lists(want ...string) kubeletState {
 	f.Helper()
-	described := func(s fakekubelet.State) []string {
+	described := func(s kubeletState) []string {
 		var lists []string
 		for resource := range s.Of {
 			ids := strings.Join(s.HealthyOf(resource), ",")
@@ -83,7 +82,7 @@ func (f *fixture) lists(want ...string) fakekubelet.State {
 	var last []string
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	state, err := f.kubelet.Await(ctx, func(s fakekubelet.State) bool { last = described(s); return slices.Equal(last, want) })
+	state, err := f.kubelet.Await(ctx, func(s kubeletState) bool { last = described(s); return slices.Equal(last, want) })
 	if err != nil {
 		f.Fatalf("kubelet has %q, want %q", last, want)
 	}
@@ -216,7 +215,7 @@ func TestAllocatePartitions(t *testing.T) {
 			}
 			// An ID is known to its own resource alone.
 			for range 2 {
-				for resource, id := range map[string]string{half: "MIG-3-0", fakekubelet.GPU: "MIG-3-0", oneSlice: uuid(0)} {
+				for resource, id := range map[string]string{half: "MIG-3-0", kubeletGPU: "MIG-3-0", oneSlice: uuid(0)} {
 					if _, err := f.plugin(resource).Allocate(context.Background(), allocation([]string{id})); status.Code(err) != codes.NotFound {
 						t.Errorf("%s of %s: %v", id, resource, err)
 					}
@@ -228,7 +227,7 @@ func TestAllocatePartitions(t *testing.T) {
 
 // Partitions come and go while the agent runs, and with them resources.
 func TestPartitionsComeAndGo(t *testing.T) {
-	eachRelease(t, func(t *testing.T, release fakekubelet.Release) {
+	eachRelease(t, func(t *testing.T, release kubeletRelease) {
 		f := newFixture(t, release)
 		f.inventory.set(func(device.Inventory) device.Inventory { return islands(4, 2, 0) })
 		f.config.Resources.Strategy = device.MIGStrategyMixed
@@ -243,7 +242,7 @@ func TestPartitionsComeAndGo(t *testing.T) {
 		// Kubelet looks up what pods have without checking that it is there.
 		f.inventory.cut(3, false, part(3, 5, "1g.10gb"), part(3, 6, "1g.10gb"))
 		state := f.lists("gpu=0,1,2", "mig-1g.10gb=3-5,3-6", "mig-3g.40gb=")
-		if ids := len(state.Of[oneSlice]) + len(state.Of[half]) + len(state.Of[fakekubelet.GPU]); ids != 3+1+4 {
+		if ids := len(state.Of[oneSlice]) + len(state.Of[half]) + len(state.Of[kubeletGPU]); ids != 3+1+4 {
 			t.Errorf("%d IDs are listed: %v", ids, state.Of)
 		}
 		for _, resource := range []string{oneSlice, half} {
@@ -270,16 +269,16 @@ func TestRetirement(t *testing.T) {
 		t.Fatal(err)
 	}
 	f.inventory.cut(2, false)
-	state := f.await("only what a limit has left of the GPU", func(s fakekubelet.State) bool {
-		return len(s.Of[oneSlice]) == 3 && len(s.Of[fakekubelet.GPU]) == 3 && len(s.Connected) == 2
+	state := f.await("only what a limit has left of the GPU", func(s kubeletState) bool {
+		return len(s.Of[oneSlice]) == 3 && len(s.Of[kubeletGPU]) == 3 && len(s.Connected) == 2
 	})
 	if i := slices.IndexFunc(state.Of[oneSlice], func(d *pluginapi.Device) bool { return d.GetID() == "MIG-2-0" }); i < 0 || state.Of[oneSlice][i].GetHealth() == pluginapi.Healthy {
 		t.Errorf("lists %v", state.Of[oneSlice])
 	}
 	f.ledger.release("MIG-2-0")
-	f.await("nothing left of the GPU", func(s fakekubelet.State) bool { return len(s.Of[oneSlice]) == 2 })
+	f.await("nothing left of the GPU", func(s kubeletState) bool { return len(s.Of[oneSlice]) == 2 })
 	f.inventory.cut(2, false, part(2, 4, "3g.40gb"))
-	f.await("the resource to return", func(s fakekubelet.State) bool { return len(s.HealthyOf(half)) == 1 && len(s.Connected) == 3 })
+	f.await("the resource to return", func(s kubeletState) bool { return len(s.HealthyOf(half)) == 1 && len(s.Connected) == 3 })
 	stop()
 	if left := sockets(f.dir); len(left) != 1 {
 		t.Errorf("left %v", left)
@@ -296,11 +295,11 @@ func TestOverlap(t *testing.T) {
 		f.claimRef("c", part(2, 1, "1g.10gb").Ref)
 		f.lists("gpu=0,1,3")
 		for range 2 {
-			if _, err := f.plugin(fakekubelet.GPU).Allocate(context.Background(), allocation([]string{uuid(2)})); status.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "gpu-2-mig-1g10gb") {
+			if _, err := f.plugin(kubeletGPU).Allocate(context.Background(), allocation([]string{uuid(2)})); status.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "gpu-2-mig-1g10gb") {
 				t.Errorf("got %v", err)
 			}
 		}
-		if _, err := f.plugin(fakekubelet.GPU).Allocate(context.Background(), allocation([]string{uuid(3)})); err != nil {
+		if _, err := f.plugin(kubeletGPU).Allocate(context.Background(), allocation([]string{uuid(3)})); err != nil {
 			t.Fatal(err)
 		}
 		if _, err := f.ledger.ReserveClaim(canceled(), ledger.ClaimRequest{UID: "late", Devices: []device.Ref{part(3, 0, "1g.10gb").Ref}}); err == nil {
@@ -338,11 +337,11 @@ func TestOverlap(t *testing.T) {
 		f.claimRef("c", made.Ref)
 		f.lists("gpu=0,1,2")
 		f.inventory.cut(3, true, made)
-		for len(p.roster.catalog(fakekubelet.GPU).items[3].GPU.Partitions) == 0 {
+		for len(p.roster.catalog(kubeletGPU).items[3].GPU.Partitions) == 0 {
 			time.Sleep(time.Millisecond)
 		}
 		f.ledger.release("c")
-		if _, err := f.plugin(fakekubelet.GPU).Allocate(context.Background(), allocation([]string{uuid(3)})); status.Code(err) != codes.FailedPrecondition {
+		if _, err := f.plugin(kubeletGPU).Allocate(context.Background(), allocation([]string{uuid(3)})); status.Code(err) != codes.FailedPrecondition {
 			t.Errorf("a GPU in MIG mode was allocated: %v", err)
 		}
 		state := f.lists("gpu=0,1,2")
@@ -374,7 +373,7 @@ func TestChangeOfStrategy(t *testing.T) {
 	f.start()
 	f.lists("gpu=0-0,2-0,3-0", "mig-1g.10gb=1-0")
 	for range 2 {
-		if _, err := f.plugin(fakekubelet.GPU).Allocate(context.Background(), allocation([]string{"MIG-1-0"})); status.Code(err) != codes.FailedPrecondition {
+		if _, err := f.plugin(kubeletGPU).Allocate(context.Background(), allocation([]string{"MIG-1-0"})); status.Code(err) != codes.FailedPrecondition {
 			t.Errorf("got %v", err)
 		}
 	}

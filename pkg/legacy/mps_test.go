@@ -19,7 +19,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
@@ -86,7 +85,7 @@ func TestUnreadyIsNotOffered(t *testing.T) {
 		"a limit has a GPU":      {[]int{1, 2}, uuid(2), []string{replicaOf(1, 0), replicaOf(1, 1)}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := newFixture(t, fakekubelet.Release137)
+			f := newFixture(t, release137)
 			f.inventory.set(func(device.Inventory) device.Inventory { return byMPS(3, 2, 2) })
 			daemons := newFakeSharing()
 			daemons.unready(test.unready...)
@@ -155,7 +154,7 @@ func TestListFollowsDaemons(t *testing.T) {
 
 // A look at the list costs one question a device, however many replicas it has, and is made anew only if the answers differ.
 func TestDaemonsAreAskedForOnce(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	f.inventory.set(func(device.Inventory) device.Inventory { return byMPS(8, 8, 48) })
 	daemons := newFakeSharing()
 	f.config.Sharing = daemons
@@ -326,7 +325,7 @@ func TestDaemonEndsWhileAllocating(t *testing.T) {
 
 // GPUs that only claims share by MPS are not for limits, whatever the MIG strategy, and the event says so.
 func TestGPUsThatClaimsShareByMPS(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	f.inventory.set(func(device.Inventory) device.Inventory {
 		inv := byMPS(2, 1, 4)
 		inv.GPUs[0].Sharing.Replicas = nil

@@ -15,7 +15,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 	"github.com/tandem-gpu/tandem/pkg/mps"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
@@ -69,7 +68,7 @@ func (idle) Busy(ledger.Hold) bool { return false }
 
 // The list and Allocate with the policy itself: a daemon comes, dies, comes again, and ends once nobody has any of its GPU.
 func TestWithThePolicy(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	node := func(strategy device.SharingStrategy) {
 		f.inventory.set(func(device.Inventory) device.Inventory {
 			inv := byMPS(2, 1, 4)

@@ -23,13 +23,12 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 )
 
 // eachRelease runs a test against the behaviour of each kubelet.
-func eachRelease(t *testing.T, test func(*testing.T, fakekubelet.Release)) {
-	t.Run("1.37", func(t *testing.T) { test(t, fakekubelet.Release137) })
-	t.Run("1.36", func(t *testing.T) { test(t, fakekubelet.Release136) })
+func eachRelease(t *testing.T, test func(*testing.T, kubeletRelease)) {
+	t.Run("1.37", func(t *testing.T) { test(t, release137) })
+	t.Run("1.36", func(t *testing.T) { test(t, release136) })
 }
 
 // checkFresh says whether every registration used a name of its own, and only the current socket is left.
@@ -50,7 +49,7 @@ func (f *fixture) checkFresh() {
 }
 
 func TestRegisters(t *testing.T) {
-	eachRelease(t, func(t *testing.T, release fakekubelet.Release) {
+	eachRelease(t, func(t *testing.T, release kubeletRelease) {
 		f := newFixture(t, release)
 		f.startKubelet()
 		p, stop := f.start()
@@ -71,7 +70,7 @@ func TestRegisters(t *testing.T) {
 			t.Error("metrics do not tell of it")
 		}
 		stop()
-		f.await("disconnection", func(s fakekubelet.State) bool { return len(s.Connected) == 0 && len(s.Healthy()) == 0 })
+		f.await("disconnection", func(s kubeletState) bool { return len(s.Connected) == 0 && len(s.Healthy()) == 0 })
 		if mine := f.mySockets(); len(mine) != 0 {
 			t.Errorf("left %v behind", mine)
 		}
@@ -85,13 +84,13 @@ func TestRegisters(t *testing.T) {
 }
 
 func TestSendsOnlyChanges(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	f.startKubelet()
 	f.start()
 	f.await("the list", healthyCount(8))
 	before := f.kubelet.State().Lists
 	f.ledger.claim("a", 2)
-	f.await("withdrawal", func(s fakekubelet.State) bool { return !slices.Contains(s.Healthy(), uuid(2)) && len(s.Devices) == 8 })
+	f.await("withdrawal", func(s kubeletState) bool { return !slices.Contains(s.Healthy(), uuid(2)) && len(s.Devices) == 8 })
 	// A claim that drains, a limit that holds, and an inventory that is the same are no news.
 	f.ledger.drain("a")
 	f.inventory.setHealth("GPU-nobody", device.Health{})
@@ -106,7 +105,7 @@ func TestSendsOnlyChanges(t *testing.T) {
 }
 
 func TestKeepsEveryID(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	f.startKubelet()
 	f.start()
 	f.await("the list", healthyCount(8))
@@ -147,7 +146,7 @@ func TestRegistersAgain(t *testing.T) {
 		"stream ends":       {func(f *fixture, _ *Plugin) { f.kubelet.DropStreams() }, "stream_ended"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			eachRelease(t, func(t *testing.T, release fakekubelet.Release) {
+			eachRelease(t, func(t *testing.T, release kubeletRelease) {
 				f := newFixture(t, release)
 				f.startKubelet()
 				p, _ := f.start()
@@ -172,7 +171,7 @@ func TestRegistersAgain(t *testing.T) {
 }
 
 func TestKubeletTurnsUpLate(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	p, _ := f.start()
 	f.awaitReady(p, "wait for kubelet: lstat "+filepath.Join(f.dir, "kubelet.sock"))
 	f.startKubelet()
@@ -181,25 +180,25 @@ func TestKubeletTurnsUpLate(t *testing.T) {
 }
 
 func TestKubeletRefuses(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
-	f.kubelet.Set(fakekubelet.Faults{RefuseRegister: true})
+	f := newFixture(t, release137)
+	f.kubelet.Set(kubeletFaults{RefuseRegister: true})
 	f.startKubelet()
 	p, _ := f.start(func(t *times) { t.firstRetry, t.lastRetry = time.Millisecond, 5*time.Millisecond })
-	f.await("attempts", func(s fakekubelet.State) bool { return len(s.Endpoints) >= 4 })
+	f.await("attempts", func(s kubeletState) bool { return len(s.Endpoints) >= 4 })
 	f.awaitReady(p, "registration is refused")
-	f.kubelet.Set(fakekubelet.Faults{})
+	f.kubelet.Set(kubeletFaults{})
 	f.await("the list", healthyCount(8))
 	f.awaitReady(p, "")
 	f.checkFresh()
 }
 
 func TestKubeletNeverListens(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
-	f.kubelet.Set(fakekubelet.Faults{NoStream: true})
+	f := newFixture(t, release137)
+	f.kubelet.Set(kubeletFaults{NoStream: true})
 	f.startKubelet()
 	p, _ := f.start(func(t *times) { t.streamWait = 50 * time.Millisecond })
 	f.awaitReady(p, "did not list devices")
-	f.kubelet.Set(fakekubelet.Faults{})
+	f.kubelet.Set(kubeletFaults{})
 	f.await("the list", healthyCount(8))
 	f.awaitReady(p, "")
 	if f.metric("tandem_device_plugin_registrations_total", "reason=no_stream") == 0 {
@@ -210,12 +209,12 @@ func TestKubeletNeverListens(t *testing.T) {
 
 // TestKubeletDeaf is kubelet 1.37 after a path registered twice: the stream stands and nothing that is sent is believed.
 func TestKubeletDeaf(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
-	f.kubelet.Set(fakekubelet.Faults{Deaf: true})
+	f := newFixture(t, release137)
+	f.kubelet.Set(kubeletFaults{Deaf: true})
 	f.startKubelet()
 	p, _ := f.start(func(t *times) { t.confirmPoll, t.confirmLimit = 5*time.Millisecond, 30*time.Millisecond })
-	f.await("a second attempt", func(s fakekubelet.State) bool { return len(s.Endpoints) >= 2 })
-	f.kubelet.Set(fakekubelet.Faults{})
+	f.await("a second attempt", func(s kubeletState) bool { return len(s.Endpoints) >= 2 })
+	f.kubelet.Set(kubeletFaults{})
 	f.ledger.claim("c", 1)
 	f.await("the list", healthyCount(7))
 	f.awaitReady(p, "")
@@ -227,7 +226,7 @@ func TestKubeletDeaf(t *testing.T) {
 
 // TestIdleIsSilent counts what kubelet is asked once it has confirmed the list.
 func TestIdleIsSilent(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	view := &countingView{KubeletView: f.kubelet, asked: newBroadcast(0)}
 	f.config.Kubelet = view
 	f.startKubelet()
@@ -256,7 +255,7 @@ func (v *countingView) Allocatable(ctx context.Context) (map[string][]string, er
 // TestKubeletFrozen restarts the agent while kubelet sleeps (R A4): it wakes up to an ended stream and a new Register at
 // once, and must come to know the new agent.
 func TestKubeletFrozen(t *testing.T) {
-	eachRelease(t, func(t *testing.T, release fakekubelet.Release) {
+	eachRelease(t, func(t *testing.T, release kubeletRelease) {
 		f := newFixture(t, release)
 		f.startKubelet()
 		_, stop := f.start()
@@ -280,7 +279,7 @@ func TestKubeletFrozen(t *testing.T) {
 
 func TestDirectory(t *testing.T) {
 	t.Run("missing", func(t *testing.T) {
-		f := newFixture(t, fakekubelet.Release137)
+		f := newFixture(t, release137)
 		f.config.Directory = filepath.Join(f.dir, "no")
 		p, err := New(f.config)
 		if err != nil {
@@ -291,7 +290,7 @@ func TestDirectory(t *testing.T) {
 		}
 	})
 	t.Run("removed", func(t *testing.T) {
-		f := newFixture(t, fakekubelet.Release137)
+		f := newFixture(t, release137)
 		p, err := New(f.config)
 		if err != nil {
 			t.Fatal(err)
@@ -307,7 +306,7 @@ func TestDirectory(t *testing.T) {
 		}
 	})
 	t.Run("stale sockets", func(t *testing.T) {
-		f := newFixture(t, fakekubelet.Release137)
+		f := newFixture(t, release137)
 		stale, others := []string{"tandem-gpu-ABCDEFGHIJKL.sock", "tandem-mig-1g.10gb-ABCDEFGHIJKL.sock"}, []string{"nvidia-gpu.sock", "tandem-ABCDEFGHIJKL.sock", "tandem-gpu-x.sock"}
 		for _, name := range slices.Concat(others, stale) {
 			listener, err := net.Listen("unix", filepath.Join(f.dir, name))
@@ -381,7 +380,7 @@ func TestForeignPlugin(t *testing.T) {
 		"none":                {nil, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := newFixture(t, fakekubelet.Release137)
+			f := newFixture(t, release137)
 			f.startKubelet()
 			asked, stopOther := f.startOther("nvidia-gpu.sock", test.ids...)
 			p, _ := f.start(func(t *times) { t.foreignProbe, t.foreignEvery = patience, 5*time.Millisecond })
@@ -412,7 +411,7 @@ func TestForeignPlugin(t *testing.T) {
 }
 
 func TestForeignPluginTurnsUpLater(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	f.startKubelet()
 	p, _ := f.start()
 	f.await("the list", healthyCount(8))
@@ -420,7 +419,7 @@ func TestForeignPluginTurnsUpLater(t *testing.T) {
 	_, stopHarmless := f.startOther("example.sock", "nic-0")
 	_, stopOther := f.startOther("nvidia-gpu.sock", uuid(0))
 	f.awaitReady(p, "nvidia-gpu.sock")
-	f.await("disconnection", func(s fakekubelet.State) bool { return len(s.Connected) == 0 && len(s.Healthy()) == 0 })
+	f.await("disconnection", func(s kubeletState) bool { return len(s.Connected) == 0 && len(s.Healthy()) == 0 })
 	stopOther()
 	f.await("the list", healthyCount(8))
 	f.awaitReady(p, "")
@@ -432,7 +431,7 @@ func TestForeignPluginTurnsUpLater(t *testing.T) {
 
 // TestForeignPluginAnswersLate has one that is alive but says nothing when it is first asked.
 func TestForeignPluginAnswersLate(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	f.startKubelet()
 	path := filepath.Join(f.dir, "nvidia-gpu.sock")
 	listener, err := net.Listen("unix", path)
@@ -453,7 +452,7 @@ func TestForeignPluginAnswersLate(t *testing.T) {
 
 // However many resources are served, another plugin is asked once.
 func TestForeignPluginIsAskedOnce(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	asked, _ := f.startOther("nvidia-gpu.sock", "nic-0")
 	p, err := New(f.config)
 	if err != nil {
@@ -475,7 +474,7 @@ func TestForeignPluginIsAskedOnce(t *testing.T) {
 }
 
 func TestForeignWhileNoGPUIsKnown(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	f.inventory.set(func(device.Inventory) device.Inventory { return device.Inventory{} })
 	f.startKubelet()
 	_, stopOther := f.startOther("nvidia-gpu.sock", "GPU-x")
@@ -534,6 +533,25 @@ func TestWithoutNotifications(t *testing.T) {
 		cancel()
 		if err := <-ended; err != nil || dir.watcher == nil {
 			t.Errorf("end: %v, watcher %v after %d attempts", err, dir.watcher, asked.Load())
+		}
+	})
+}
+
+// TestStopDoesNotWaitForKubelet: no registration follows a stop, so a kubelet that keeps its connection must not delay it.
+func TestStopDoesNotWaitForKubelet(t *testing.T) {
+	eachRelease(t, func(t *testing.T, release kubeletRelease) {
+		f := newFixture(t, release)
+		f.startKubelet()
+		_, stop := f.start()
+		f.await("the list", healthyCount(8))
+		f.kubelet.Freeze()
+		defer f.kubelet.Thaw()
+		began := time.Now()
+		stop()
+		took := time.Since(began)
+		t.Logf("stopped after %s", took)
+		if took > 250*time.Millisecond {
+			t.Errorf("stop took %s", took)
 		}
 	})
 }

@@ -12,7 +12,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 )
 
 func TestHysteresis(t *testing.T) {
@@ -230,7 +229,7 @@ func TestPromisesRipen(t *testing.T) {
 
 // What a limit has stays listed though the inventory does not have it, also when it was never listed by this process.
 func TestWhatALimitHasIsListed(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	f.config.Resources.Strategy = device.MIGStrategyMixed
 	f.inventory.cut(2, false, part(2, 0, "1g.10gb"))
 	take := func(id, resource string, ref device.Ref) {
@@ -280,7 +279,7 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 
 // Partitions that are on their way out do not keep whole GPUs from being chosen by their links.
 func TestPlannerBesideWhatLeaves(t *testing.T) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	f.config.Resources.Strategy = device.MIGStrategySingle
 	f.inventory.set(func(device.Inventory) device.Inventory { return islands(4, 2, 6) })
 	for gpu := range 3 {

@@ -15,7 +15,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy/internal/fakekubelet"
 )
 
 const gib = uint64(1) << 30
@@ -35,7 +34,7 @@ func shared(gpus, first int, replicas device.Replicas) device.Inventory {
 }
 
 func sharingNode(t *testing.T, inv device.Inventory) (*fixture, *Plugin) {
-	f := newFixture(t, fakekubelet.Release137)
+	f := newFixture(t, release137)
 	f.inventory.set(func(device.Inventory) device.Inventory { return inv })
 	p, err := New(f.config)
 	if err != nil {

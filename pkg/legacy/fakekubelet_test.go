@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package fakekubelet behaves towards device plugins as kubelet's device manager does, over real sockets, with what tells
-// kubelet 1.37 from its predecessors and with faults. It admits no pods and keeps no account of devices.
-package fakekubelet
+package legacy
 
 import (
 	"context"
@@ -21,21 +19,22 @@ import (
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
-// Release selects the behaviour (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, plugin/v1beta1/handler.go).
-type Release int
+// kubeletRelease selects the behaviour (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, plugin/v1beta1/handler.go).
+type kubeletRelease int
 
 const (
-	// Release137 keeps several plugins of a resource apart by socket, and never lets go of a path that registered twice.
-	Release137 Release = iota
-	// Release136 knows one plugin a resource, and disconnects whichever is current when any stream ends.
-	Release136
+	// release137 keeps several plugins of a resource apart by socket, and never lets go of a path that registered twice.
+	release137 kubeletRelease = iota
+	// release136 knows one plugin a resource, and disconnects whichever is current when any stream ends.
+	release136
 )
 
-// Kubelet is a fake kubelet, down until Start.
-type Kubelet struct {
+// fakeKubelet behaves towards device plugins as the device manager of kubelet does, over real sockets. It admits no pods.
+// It is down until Start.
+type fakeKubelet struct {
 	pluginapi.UnimplementedRegistrationServer
 	directory string
-	release   Release
+	release   kubeletRelease
 	gate      *gate
 
 	mu      sync.Mutex
@@ -43,17 +42,17 @@ type Kubelet struct {
 	server  *grpc.Server
 	served  chan struct{}
 	running sync.WaitGroup
-	clients []*client          // connected or connecting, oldest first; what a stream's end is looked up in
-	current map[string]*client // whom Allocate of a resource would go to
+	clients []*pluginClient          // connected or connecting, oldest first; what a stream's end is looked up in
+	current map[string]*pluginClient // whom Allocate of a resource would go to
 	devices map[string][]*pluginapi.Device
-	reading []*client          // whose stream is read
+	reading []*pluginClient    // whose stream is read
 	conns   []*grpc.ClientConn // every one ever made, for Kill
-	faults  Faults
-	state   State
+	faults  kubeletFaults
+	state   kubeletState
 }
 
-// Faults change how kubelet answers from now on.
-type Faults struct {
+// kubeletFaults change how kubelet answers from now on.
+type kubeletFaults struct {
 	// RefuseRegister answers every Register with an error.
 	RefuseRegister bool
 	// NoStream accepts registrations without ever listing devices.
@@ -62,16 +61,16 @@ type Faults struct {
 	Deaf bool
 }
 
-// GPU is the resource that most tests use.
-const GPU = "nvidia.com/gpu"
+// kubeletGPU is the resource that most tests use.
+const kubeletGPU = "nvidia.com/gpu"
 
-// State is what kubelet knows.
-type State struct {
+// kubeletState is what kubelet knows.
+type kubeletState struct {
 	// Endpoints are the socket names of all Register calls, in order.
 	Endpoints []string
 	// Connected are the socket paths whose stream kubelet reads.
 	Connected []string
-	// Devices is the last list of GPU; all are unhealthy after the plugin disconnected.
+	// Devices is the last list of kubeletGPU; all are unhealthy after the plugin disconnected.
 	Devices []*pluginapi.Device
 	// Of are the last lists by resource.
 	Of map[string][]*pluginapi.Device
@@ -81,13 +80,13 @@ type State struct {
 	Options *pluginapi.DevicePluginOptions
 }
 
-// Healthy returns the IDs of GPU's healthy devices, sorted.
-func (s State) Healthy() []string { return healthy(s.Devices) }
+// Healthy returns the IDs of kubeletGPU's healthy devices, sorted.
+func (s kubeletState) Healthy() []string { return healthyIDs(s.Devices) }
 
 // HealthyOf returns the IDs of a resource's healthy devices, sorted.
-func (s State) HealthyOf(resource string) []string { return healthy(s.Of[resource]) }
+func (s kubeletState) HealthyOf(resource string) []string { return healthyIDs(s.Of[resource]) }
 
-func healthy(devices []*pluginapi.Device) []string {
+func healthyIDs(devices []*pluginapi.Device) []string {
 	var ids []string
 	for _, d := range devices {
 		if d.GetHealth() == pluginapi.Healthy {
@@ -98,7 +97,7 @@ func healthy(devices []*pluginapi.Device) []string {
 	return ids
 }
 
-type client struct {
+type pluginClient struct {
 	resource, path string
 	conn           *grpc.ClientConn
 	api            pluginapi.DevicePluginClient
@@ -106,16 +105,16 @@ type client struct {
 	stopped        bool
 }
 
-// New makes a kubelet for a device-plugins directory.
-func New(directory string, release Release) *Kubelet {
-	return &Kubelet{
+// newFakeKubelet makes a kubelet for a device-plugins directory.
+func newFakeKubelet(directory string, release kubeletRelease) *fakeKubelet {
+	return &fakeKubelet{
 		directory: directory, release: release, gate: newGate(), changed: make(chan struct{}),
-		current: map[string]*client{}, devices: map[string][]*pluginapi.Device{},
+		current: map[string]*pluginClient{}, devices: map[string][]*pluginapi.Device{},
 	}
 }
 
 // Start wipes the directory's sockets as kubelet does, forgets everything, and takes registrations.
-func (k *Kubelet) Start() error {
+func (k *fakeKubelet) Start() error {
 	names, err := filepath.Glob(filepath.Join(k.directory, "*"))
 	if err != nil {
 		return fmt.Errorf("start kubelet: %w", err)
@@ -138,7 +137,7 @@ func (k *Kubelet) Start() error {
 	served := make(chan struct{})
 	k.update(func() {
 		k.server, k.served = server, served
-		k.state, k.devices = State{Endpoints: k.state.Endpoints}, map[string][]*pluginapi.Device{}
+		k.state, k.devices = kubeletState{Endpoints: k.state.Endpoints}, map[string][]*pluginapi.Device{}
 	})
 	go func() {
 		defer close(served)
@@ -148,11 +147,11 @@ func (k *Kubelet) Start() error {
 }
 
 // Kill drops every connection and leaves the socket file.
-func (k *Kubelet) Kill() {
+func (k *fakeKubelet) Kill() {
 	k.gate.thaw()
 	k.mu.Lock()
 	server, served, conns := k.server, k.served, k.conns
-	k.server, k.clients, k.conns, k.current = nil, nil, nil, map[string]*client{}
+	k.server, k.clients, k.conns, k.current = nil, nil, nil, map[string]*pluginClient{}
 	k.mu.Unlock()
 	if server == nil {
 		return
@@ -166,22 +165,22 @@ func (k *Kubelet) Kill() {
 }
 
 // Stop is Kill and the removal of the socket, as when kubelet ends in order.
-func (k *Kubelet) Stop() {
+func (k *fakeKubelet) Stop() {
 	k.Kill()
 	_ = os.Remove(filepath.Join(k.directory, "kubelet.sock"))
 }
 
 // Freeze makes kubelet deaf and mute, as SIGSTOP does, until Thaw.
-func (k *Kubelet) Freeze() { k.gate.freeze() }
+func (k *fakeKubelet) Freeze() { k.gate.freeze() }
 
 // Thaw undoes Freeze.
-func (k *Kubelet) Thaw() { k.gate.thaw() }
+func (k *fakeKubelet) Thaw() { k.gate.thaw() }
 
 // Set changes the faults.
-func (k *Kubelet) Set(f Faults) { k.update(func() { k.faults = f }) }
+func (k *fakeKubelet) Set(f kubeletFaults) { k.update(func() { k.faults = f }) }
 
 // DropStreams closes the connections to every plugin, as a kubelet that gave up on them.
-func (k *Kubelet) DropStreams() {
+func (k *fakeKubelet) DropStreams() {
 	k.mu.Lock()
 	conns := slices.Clone(k.conns)
 	k.mu.Unlock()
@@ -191,7 +190,7 @@ func (k *Kubelet) DropStreams() {
 }
 
 // Await waits until the state meets a condition and returns that state.
-func (k *Kubelet) Await(ctx context.Context, condition func(State) bool) (State, error) {
+func (k *fakeKubelet) Await(ctx context.Context, condition func(kubeletState) bool) (kubeletState, error) {
 	for {
 		k.mu.Lock()
 		state, changed := k.snapshot(), k.changed
@@ -207,29 +206,29 @@ func (k *Kubelet) Await(ctx context.Context, condition func(State) bool) (State,
 	}
 }
 
-// State returns what kubelet knows now.
-func (k *Kubelet) State() State {
+// kubeletState returns what kubelet knows now.
+func (k *fakeKubelet) State() kubeletState {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.snapshot()
 }
 
-func (k *Kubelet) snapshot() State {
+func (k *fakeKubelet) snapshot() kubeletState {
 	s := k.state
 	s.Endpoints = slices.Clone(s.Endpoints)
 	s.Connected = nil
-	s.Devices, s.Of = k.devices[GPU], maps.Clone(k.devices)
+	s.Devices, s.Of = k.devices[kubeletGPU], maps.Clone(k.devices)
 	for _, c := range k.reading {
 		s.Connected = append(s.Connected, c.path)
 	}
 	return s
 }
 
-// Plugin returns the current plugin of GPU to make calls to, as kubelet's endpoint would.
-func (k *Kubelet) Plugin() (pluginapi.DevicePluginClient, error) { return k.PluginOf(GPU) }
+// Plugin returns the current plugin of kubeletGPU to make calls to, as kubelet's endpoint would.
+func (k *fakeKubelet) Plugin() (pluginapi.DevicePluginClient, error) { return k.PluginOf(kubeletGPU) }
 
 // PluginOf returns that of a resource.
-func (k *Kubelet) PluginOf(resource string) (pluginapi.DevicePluginClient, error) {
+func (k *fakeKubelet) PluginOf(resource string) (pluginapi.DevicePluginClient, error) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if c := k.current[resource]; c != nil && !c.stopped {
@@ -239,7 +238,7 @@ func (k *Kubelet) PluginOf(resource string) (pluginapi.DevicePluginClient, error
 }
 
 // Allocatable answers as podresources' GetAllocatableResources does.
-func (k *Kubelet) Allocatable(ctx context.Context) (map[string][]string, error) {
+func (k *fakeKubelet) Allocatable(ctx context.Context) (map[string][]string, error) {
 	if err := k.gate.pass(ctx); err != nil {
 		return nil, err
 	}
@@ -250,7 +249,7 @@ func (k *Kubelet) Allocatable(ctx context.Context) (map[string][]string, error) 
 	}
 	allocatable := map[string][]string{}
 	for resource, devices := range k.devices {
-		if ids := healthy(devices); len(ids) > 0 {
+		if ids := healthyIDs(devices); len(ids) > 0 {
 			allocatable[resource] = ids
 		}
 	}
@@ -258,16 +257,16 @@ func (k *Kubelet) Allocatable(ctx context.Context) (map[string][]string, error) 
 }
 
 // Register is the call that plugins make.
-func (k *Kubelet) Register(ctx context.Context, r *pluginapi.RegisterRequest) (*pluginapi.Empty, error) {
-	c := &client{resource: r.GetResourceName(), path: filepath.Join(k.directory, r.GetEndpoint())}
+func (k *fakeKubelet) Register(ctx context.Context, r *pluginapi.RegisterRequest) (*pluginapi.Empty, error) {
+	c := &pluginClient{resource: r.GetResourceName(), path: filepath.Join(k.directory, r.GetEndpoint())}
 	var refuse bool
 	k.update(func() {
 		k.state.Endpoints = append(k.state.Endpoints, r.GetEndpoint())
 		refuse = k.faults.RefuseRegister
 		if !refuse {
-			if k.release == Release136 {
+			if k.release == release136 {
 				// The map entry is overwritten, the connection lives on.
-				k.clients = slices.DeleteFunc(k.clients, func(other *client) bool { return other.resource == c.resource })
+				k.clients = slices.DeleteFunc(k.clients, func(other *pluginClient) bool { return other.resource == c.resource })
 			}
 			k.clients = append(k.clients, c)
 		}
@@ -283,7 +282,7 @@ func (k *Kubelet) Register(ctx context.Context, r *pluginapi.RegisterRequest) (*
 	return &pluginapi.Empty{}, nil
 }
 
-func (k *Kubelet) connect(ctx context.Context, c *client) error {
+func (k *fakeKubelet) connect(ctx context.Context, c *pluginClient) error {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
 	conn, err := grpc.NewClient("passthrough:///plugin", grpc.WithTransportCredentials(insecure.NewCredentials()),
@@ -304,7 +303,7 @@ func (k *Kubelet) connect(ctx context.Context, c *client) error {
 		return errors.Join(fmt.Errorf("get device plugin options: %w", err), conn.Close())
 	}
 	k.update(func() {
-		if k.release == Release137 && slices.ContainsFunc(k.clients, func(other *client) bool { return other != c && other.path == c.path && other.connected }) {
+		if k.release == release137 && slices.ContainsFunc(k.clients, func(other *pluginClient) bool { return other != c && other.path == c.path && other.connected }) {
 			err = fmt.Errorf("device plugin already connected: %s", c.path)
 			return
 		}
@@ -319,33 +318,33 @@ func (k *Kubelet) connect(ctx context.Context, c *client) error {
 }
 
 // forget drops a plugin that could not be connected: 1.37 drops every one with that path, its predecessors the current.
-func (k *Kubelet) forget(c *client) {
+func (k *fakeKubelet) forget(c *pluginClient) {
 	k.update(func() {
-		k.clients = slices.DeleteFunc(k.clients, func(other *client) bool {
+		k.clients = slices.DeleteFunc(k.clients, func(other *pluginClient) bool {
 			return k.finds(c, other)
 		})
 	})
 }
 
 // finds reports whether kubelet means other where it looks for c: by its path, before 1.37 by its resource.
-func (k *Kubelet) finds(c, other *client) bool {
-	if k.release == Release136 {
+func (k *fakeKubelet) finds(c, other *pluginClient) bool {
+	if k.release == release136 {
 		return other.resource == c.resource
 	}
 	return other.path == c.path
 }
 
-// read follows the device list. When it ends, kubelet looks for a client to disconnect, which need not be this one.
-func (k *Kubelet) read(c *client) {
+// read follows the device list. When it ends, kubelet looks for a pluginClient to disconnect, which need not be this one.
+func (k *fakeKubelet) read(c *pluginClient) {
 	k.follow(c)
-	var victim *client
+	var victim *pluginClient
 	k.update(func() {
 		for _, other := range k.clients {
 			if k.finds(c, other) {
 				victim = other
 			}
 		}
-		k.clients = slices.DeleteFunc(k.clients, func(other *client) bool { return other == victim })
+		k.clients = slices.DeleteFunc(k.clients, func(other *pluginClient) bool { return other == victim })
 	})
 	if victim == nil {
 		return
@@ -355,17 +354,17 @@ func (k *Kubelet) read(c *client) {
 	}
 	k.update(func() {
 		victim.stopped = true
-		if current := k.current[c.resource]; k.release == Release136 && current != nil {
+		if current := k.current[c.resource]; k.release == release136 && current != nil {
 			current.stopped = true
 		}
-		others := slices.ContainsFunc(k.clients, func(other *client) bool { return other.resource == c.resource })
-		if k.release == Release136 || !others {
-			k.devices[c.resource] = unhealthy(k.devices[c.resource])
+		others := slices.ContainsFunc(k.clients, func(other *pluginClient) bool { return other.resource == c.resource })
+		if k.release == release136 || !others {
+			k.devices[c.resource] = markedUnhealthy(k.devices[c.resource])
 		}
 	})
 }
 
-func (k *Kubelet) follow(c *client) {
+func (k *fakeKubelet) follow(c *pluginClient) {
 	if k.withFaults().NoStream {
 		return
 	}
@@ -375,7 +374,7 @@ func (k *Kubelet) follow(c *client) {
 	}
 	k.update(func() { k.reading = append(k.reading, c) })
 	defer k.update(func() {
-		k.reading = slices.DeleteFunc(k.reading, func(other *client) bool { return other == c })
+		k.reading = slices.DeleteFunc(k.reading, func(other *pluginClient) bool { return other == c })
 	})
 	for {
 		list, err := stream.Recv()
@@ -391,13 +390,13 @@ func (k *Kubelet) follow(c *client) {
 	}
 }
 
-func (k *Kubelet) withFaults() Faults {
+func (k *fakeKubelet) withFaults() kubeletFaults {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	return k.faults
 }
 
-func (k *Kubelet) update(change func()) {
+func (k *fakeKubelet) update(change func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	change()
@@ -405,7 +404,7 @@ func (k *Kubelet) update(change func()) {
 	k.changed = make(chan struct{})
 }
 
-func unhealthy(devices []*pluginapi.Device) []*pluginapi.Device {
+func markedUnhealthy(devices []*pluginapi.Device) []*pluginapi.Device {
 	var all []*pluginapi.Device
 	for _, d := range devices {
 		all = append(all, &pluginapi.Device{ID: d.GetID(), Health: pluginapi.Unhealthy, Topology: d.GetTopology()})
