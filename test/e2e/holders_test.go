@@ -30,7 +30,7 @@ func TestWhoHasWhichGPU(t *testing.T) {
 	s.manifest(singleTemplate + one("claim", "train") + one("limit", "infer"))
 	s.running(soon, 2, 0)
 	claim := *s.pod("train").Status.ResourceClaimStatuses[0].ResourceClaimName
-	holders := fmt.Sprintf("%s=%s/%s(claim) %s=%s/infer(limit)",
+	holders := fmt.Sprintf("%s=%s/%s(claim) %s=%s/infer(pod)",
 		gpuName(s.gpus("train", "")[0]), s.namespace, claim, gpuName(s.gpus("infer", "")[0]), s.namespace)
 	told := func(n gpunode.GPUNode) bool {
 		withdrawn := 0

@@ -78,8 +78,14 @@ func (s *story) killAgent() {
 	s.Helper()
 	restarts := s.agentRestarts()
 	s.on(node(), "pkill", "-KILL", "-x", "kubelet-plugin")
+	s.restarted(restarts)
+}
+
+// restarted waits until kubelet has restarted the agent once more.
+func (s *story) restarted(before int32) {
+	s.Helper()
 	s.await(soon, "kubelet to restart the agent", func() error {
-		if got := s.agentRestarts(); got <= restarts {
+		if got := s.agentRestarts(); got <= before {
 			return fmt.Errorf("%d restarts", got)
 		}
 		return nil

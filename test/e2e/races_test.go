@@ -306,6 +306,7 @@ func (s *story) killAtRecord(kind string, ask func()) {
 	if err := watcher.Add(s.nodePath("/run/tandem/holds")); err != nil {
 		s.Fatal(err)
 	}
+	restarts := s.agentRestarts()
 	pid := s.agentProcess(node())
 	kill, err := node().Command(s.ctx, "sh", "-c", "read go; kill -KILL "+pid)
 	if err != nil {
@@ -340,6 +341,7 @@ func (s *story) killAtRecord(kind string, ask func()) {
 	if _, err := os.Stat(s.nodePath("/var/run/cdi/tandem-k8s.gpu.nvidia.com-gpu.json")); err == nil {
 		s.Log("the agent had got further than the record")
 	}
+	s.restarted(restarts)
 }
 
 // TestKilledBetweenRecordAndAnswer: kubelet gets no answer for what is on record. A claim gets the same GPU when kubelet asks

@@ -115,7 +115,7 @@ type GPUNodeStatus struct {
 	//
 	// +optional
 	Partitions *DeviceCounts `json:"partitions,omitempty"`
-	// Holders in one line, for kubectl get -o wide: "gpu-0=default/train(claim) gpu-7=default/infer(limit)".
+	// Holders in one line, for kubectl get -o wide: "gpu-0=default/train(claim) gpu-7=default/infer(pod)".
 	//
 	// +optional
 	Holders string `json:"holders,omitempty"`
