@@ -217,13 +217,13 @@ func (p *Policy) checkDaemons() <-chan time.Time {
 			wait = startInterval
 		}
 	}
-	same := maps.Equal(ready, p.ready)
+	same, none := maps.Equal(ready, p.ready), len(ready) == 0
 	p.ready = ready
 	p.mu.Unlock()
 	if !same {
 		p.manager.changed.Notify()
 	}
-	if len(ready) == 0 {
+	if none {
 		return nil
 	}
 	return time.After(wait)
