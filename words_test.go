@@ -126,7 +126,6 @@ func TestMarkdownLinesAreShort(t *testing.T) {
 	}
 }
 
-
 // TestPathsExist: docs/design/0014-paths.md names files and functions that exist, in tables `| step | file | function |`.
 func TestPathsExist(t *testing.T) {
 	const page = "docs/design/0014-paths.md"
