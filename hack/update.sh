@@ -3,6 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 git ls-files -co --exclude-standard '*.go' | xargs gofmt -w
-for module in . hack test hack/tools; do go -C "$module" mod tidy; done
+for module in . hack test hack/tools hack/tools/golangci; do go -C "$module" mod tidy; done
 go generate ./api/... ./pkg/... ./simulated/...
 go test -count=1 ./deployments/helm ./pkg/driver ./pkg/nvml -update

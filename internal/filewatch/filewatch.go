@@ -129,7 +129,7 @@ func (w *Watcher) run(ctx context.Context) {
 		if !w.complete() {
 			tick = retry.C
 		}
-		changed := true
+		var changed bool
 		select {
 		case <-ctx.Done():
 			return

@@ -30,7 +30,6 @@ type reader struct {
 // readAll fills in everything there is to know about a GPU over what was known before: what cannot be read now keeps its
 // value. It returns false where something that the GPU has could not be read, and should be tried again.
 func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
-	complete = true
 	dev, err := r.lib.NewDevice(d)
 	if err != nil {
 		return false

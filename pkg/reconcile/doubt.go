@@ -171,7 +171,7 @@ func (r *Reconciler) look(ctx context.Context, h ledger.Hold, d *doubt, nobodys 
 // lookIntoClaim ends the hold of a claim that is gone, or no longer allocated here, once no pod of it has a process.
 func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt) error {
 	claim, err := r.Claims(h.Namespace).Get(ctx, h.Name, metav1.GetOptions{})
-	podState := ledger.Running
+	var podState ledger.PodState
 	switch {
 	case err != nil && !apierrors.IsNotFound(err):
 		return fmt.Errorf("get claim: %w", err)
