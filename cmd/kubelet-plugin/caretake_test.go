@@ -79,7 +79,7 @@ func TestClaimsEndWithoutADriver(t *testing.T) {
 	defer giveUp()
 	claims := []*drapb.Claim{{Namespace: "apps", Uid: "c1", Name: "one"}}
 	prepared, err := kubelet.NodePrepareResources(callCtx, &drapb.NodePrepareResourcesRequest{Claims: claims}, grpc.WaitForReady(true))
-	if err != nil || !strings.Contains(fmt.Sprint(prepared.GetClaims()["c1"].GetError()), "no NVIDIA driver at the moment") {
+	if err != nil || !strings.Contains(fmt.Sprint(prepared.GetClaims()["c1"].GetError()), "no NVIDIA driver now") {
 		t.Errorf("prepare: %v, %v", prepared, err)
 	}
 	unprepared, err := kubelet.NodeUnprepareResources(callCtx, &drapb.NodeUnprepareResourcesRequest{Claims: claims})
