@@ -103,9 +103,6 @@ func Mutations() []Mutation {
 		{
 			Name: "destroy", What: "a partition counts as destroyed while it is still there", Mix: Usual().WithMIG(),
 			changes: []change{{"pkg/partition", "Maker", "Destroy", `
-	if !unused() {
-		return nil
-	}
 	return m.records.drop(ref)
 `}},
 		},
