@@ -29,8 +29,9 @@ import (
 
 // Ledger decides who holds which device. *ledger.Ledger implements it.
 type Ledger interface {
-	ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (ledger.Taken, error)
-	GiveBack(uid string, taken ledger.Taken) error
+	ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (ledger.Reservation, error)
+	Valid(r ledger.Reservation) bool
+	CancelReservation(r ledger.Reservation) error
 	DrainClaim(ctx context.Context, uid string) error
 	RecordConflict(lost ledger.Conflict)
 	Holds() []ledger.Hold

@@ -30,7 +30,7 @@ type preparation struct {
 	onDemand []onDemand
 	// names are the published names of the devices in request.
 	names       map[device.Ref]string
-	reservation ledger.Taken
+	reservation ledger.Reservation
 	err         error
 	// visible are the UUIDs of the devices in the answer.
 	visible []string

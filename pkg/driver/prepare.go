@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 
@@ -116,7 +115,7 @@ func (d *Driver) cancel(ctx context.Context, preparations []*preparation) {
 }
 
 func (d *Driver) cancelReservation(ctx context.Context, p *preparation) {
-	if err := d.Ledger.GiveBack(p.request.UID, p.reservation); err != nil {
+	if err := d.Ledger.CancelReservation(p.reservation); err != nil {
 		// kubelet retries or unprepares; both settle the hold.
 		klog.FromContext(ctx).Error(err, "Cannot cancel the reservation of a claim that was not prepared", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID)
 	}
@@ -167,7 +166,7 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 	if err := d.Partitions.Record(ctx, o.device.Partition); err != nil {
 		return err
 	}
-	if !d.isReserved(p) {
+	if !d.Ledger.Valid(p.reservation) {
 		return errUnprepared
 	}
 	created, err := d.Partitions.Create(ctx, o.device.Partition)
@@ -184,17 +183,6 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 
 // errUnprepared means that kubelet unprepared the claim during this call.
 var errUnprepared = errors.New("its claim was unprepared meanwhile")
-
-// isReserved reports whether the claim still has what this call reserved.
-func (d *Driver) isReserved(p *preparation) bool {
-	held := map[device.Ref]bool{}
-	for _, h := range d.Ledger.Holds() {
-		if h.Holder == (ledger.Holder{Kind: ledger.KindClaim, ID: p.request.UID}) && h.State == ledger.StateHeld {
-			held[h.Device] = true
-		}
-	}
-	return !slices.ContainsFunc(p.request.Devices, func(ref device.Ref) bool { return !held[ref] })
-}
 
 // Step 4: apply the sharing settings of all claims, in parallel. No lock is held while a daemon starts.
 func (d *Driver) applySharing(ctx context.Context, preparations []*preparation) bool {
@@ -256,7 +244,7 @@ func (d *Driver) planAndApply(ctx context.Context, p *preparation, group sharing
 	if err != nil {
 		return sharing.Plan{}, err
 	}
-	if !d.isReserved(p) {
+	if !d.Ledger.Valid(p.reservation) {
 		return sharing.Plan{}, errUnprepared
 	}
 	return plan, d.Sharing.Apply(ctx, plan)
@@ -272,7 +260,7 @@ func (d *Driver) joinPolicy(ctx context.Context, p *preparation, g *sharedGroup)
 	switch {
 	case err != nil:
 		return nil, err
-	case !d.isReserved(p):
+	case !d.Ledger.Valid(p.reservation):
 		return nil, errUnprepared
 	}
 	// The policy may have changed since the plan.

@@ -113,10 +113,10 @@ func (c *confirmations) follow(ctx context.Context, group *errgroup.Group, claim
 // prepared the claim. The context allocation ends when the claim is no longer allocated these devices, and with the agent's context.
 func (c *confirmations) confirm(agent, allocation context.Context, allocated v1alpha1.AllocatedClaim) {
 	logger := klog.FromContext(agent).WithValues("claim", klog.KRef(allocated.Namespace, allocated.Name), "claimUID", allocated.UID)
-	var taken ledger.Taken
+	var reservation ledger.Reservation
 	var condition *metav1.Condition
 	retry(allocation, logger, "Cannot reserve the devices of a claim whose pod is not bound yet", func() (err error) {
-		taken, condition, err = c.decide(allocation, allocated)
+		reservation, condition, err = c.decide(allocation, allocated)
 		return err
 	})
 	if condition != nil {
@@ -128,7 +128,7 @@ func (c *confirmations) confirm(agent, allocation context.Context, allocated v1a
 	if agent.Err() != nil {
 		return
 	}
-	if err := c.Ledger.GiveBack(string(allocated.UID), taken); err != nil {
+	if err := c.Ledger.CancelReservation(reservation); err != nil {
 		// The reconciler releases a claim that is not allocated to this node.
 		logger.Error(err, "Cannot cancel the reservation of a claim that is no longer allocated")
 	}
@@ -149,10 +149,10 @@ func retry(ctx context.Context, logger klog.Logger, message string, try func() e
 }
 
 // decide reserves the devices of a claim and returns the condition to write; nil if the scheduler does not wait for one.
-func (c *confirmations) decide(ctx context.Context, allocated v1alpha1.AllocatedClaim) (ledger.Taken, *metav1.Condition, error) {
+func (c *confirmations) decide(ctx context.Context, allocated v1alpha1.AllocatedClaim) (ledger.Reservation, *metav1.Condition, error) {
 	claim, err := c.waiting(ctx, allocated)
 	if claim == nil || err != nil {
-		return ledger.Taken{}, nil, err
+		return ledger.Reservation{}, nil, err
 	}
 	granted := &metav1.Condition{
 		Type: ConditionReserved, Status: metav1.ConditionTrue, Reason: "Reserved", Message: "the node reserved the device for this claim",
@@ -163,18 +163,18 @@ func (c *confirmations) decide(ctx context.Context, allocated v1alpha1.Allocated
 	refused, _ := errors.AsType[*refusal](p.err)
 	switch {
 	case p.err != nil && refused == nil:
-		return ledger.Taken{}, nil, p.err
+		return ledger.Reservation{}, nil, p.err
 	case refused != nil && refused.reason != reasonInvalidParameters:
-		return ledger.Taken{}, c.refusal(refused.reason, refused.message), nil
+		return ledger.Reservation{}, c.refusal(refused.reason, refused.message), nil
 	case p.err != nil, len(p.request.Devices) == 0:
 		// Another node would refuse wrong parameters, too. Prepare reports them.
-		return ledger.Taken{}, granted, nil
+		return ledger.Reservation{}, granted, nil
 	}
-	taken, err := c.Ledger.ReserveClaim(ctx, p.request)
+	reservation, err := c.Ledger.ReserveClaim(ctx, p.request)
 	if conflict, lost := errors.AsType[*ledger.ConflictError](err); lost {
-		return taken, c.refusal(reasonDeviceHeld, describeConflict(conflict, p)), nil
+		return reservation, c.refusal(reasonDeviceHeld, describeConflict(conflict, p)), nil
 	}
-	return taken, granted, err
+	return reservation, granted, err
 }
 
 // refusal returns the condition that makes the scheduler allocate again.

@@ -14,49 +14,62 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// ReserveClaim gives the claim all its devices or none. Idempotent: what the claim holds already (also expected or
-// draining) is confirmed as held; what it holds beyond r.Devices drains. While every holder in the way is draining or on
-// its way out by the evidence, it waits until ctx is done; otherwise, and when ctx ends, a *ConflictError says who is in
-// the way. A claim that is condemned (Lose) gets a *PendingEvictionError at once. It waits with what it would take anew while
-// r.Yield says so. ErrCancelled means that DrainClaim for the same UID came meanwhile. Any other error is worth another
-// try. A caller whose next step fails gives back what this call took by GiveBack; that is nothing with an error. Calls for
-// one UID run one at a time.
-func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (taken Taken, err error) {
+// ReserveClaim reserves all devices of the request for the claim, or none. Prepare calls it. It is idempotent: devices that the claim
+// holds already, also restored or draining ones, become held; its other holds drain. Calls for one UID run one at a time.
+//
+// It waits until ctx is done while all conflicting holds are draining or their pods have ended, and while r.PodsFirst lets pods go
+// first. Errors: *ConflictError names the conflicting holds; *PendingEvictionError means that the claim is pending eviction;
+// ErrCancelled means that DrainClaim was called for the claim meanwhile; the caller may retry after any other error. A caller whose
+// next step fails calls CancelReservation.
+func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (reservation Reservation, err error) {
 	ctx, finish, err := l.claims.reserve(ctx, r.UID)
 	if err == nil {
 		defer finish()
-		taken, err = l.reserveClaim(ctx, r)
+		reservation, err = l.reserveClaim(ctx, r)
 	}
 	_, conflict := errors.AsType[*ConflictError](err)
 	_, pendingEviction := errors.AsType[*PendingEvictionError](err)
 	if err != nil && !conflict && !pendingEviction {
 		err = fmt.Errorf("reserve devices of claim %s/%s: %w", r.Namespace, r.Name, err)
 	}
-	return taken, err
+	return reservation, err
 }
 
-// Taken is what one ReserveClaim took that its claim did not hold before. The zero value is nothing.
-type Taken struct {
-	// first and last are generations.
+// Reservation is the result of one ReserveClaim. The zero value reserves nothing.
+type Reservation struct {
+	uid     string
+	devices []device.Ref
+	// first and last are the generations of the holds that the call took; zero if the claim had all of them before.
 	first, last uint64
 }
 
-func (t Taken) has(h Hold) bool {
-	return t.last > 0 && t.first <= h.Generation && h.Generation <= t.last
+func (r Reservation) took(h Hold) bool {
+	return r.last > 0 && r.first <= h.Generation && h.Generation <= r.last
 }
 
-// GiveBack lets go of what a ReserveClaim for that UID took, as DrainClaim does. What another ReserveClaim for the UID has
-// confirmed since stays: another pod with the same claim was told that it has it. It waits for nobody and is idempotent.
-func (l *Ledger) GiveBack(uid string, taken Taken) error {
+// Valid reports whether the claim still holds all devices of the reservation. They drain when kubelet unprepares the claim. A caller
+// that acts under a lock of its own calls Valid after it has recorded its intent and before it acts.
+func (l *Ledger) Valid(r Reservation) bool {
 	l.mu.Lock()
-	holds := l.holdsOf(Holder{KindClaim, uid})
+	defer l.mu.Unlock()
+	return !slices.ContainsFunc(r.devices, func(ref device.Ref) bool {
+		h := l.holds[key{Holder{KindClaim, r.uid}, ref}]
+		return h == nil || h.State != StateHeld
+	})
+}
+
+// CancelReservation releases the holds that the reservation took, like DrainClaim. Holds that another ReserveClaim of the claim has
+// confirmed since stay: kubelet has an answer with them for another pod. It does not wait, and is idempotent.
+func (l *Ledger) CancelReservation(r Reservation) error {
+	l.mu.Lock()
+	holds := l.holdsOf(Holder{KindClaim, r.uid})
 	l.mu.Unlock()
 	var errs []error
 	for _, h := range holds {
-		if !taken.has(h) {
+		if !r.took(h) {
 			continue
 		}
-		// No pod was told that it has them.
+		// kubelet has no answer with them for any pod.
 		drained := h
 		drained.State, drained.Pods = StateDraining, nil
 		if l.podState(drained) == Gone {
@@ -69,47 +82,47 @@ func (l *Ledger) GiveBack(uid string, taken Taken) error {
 		}))
 	}
 	if err := errors.Join(errs...); err != nil {
-		return fmt.Errorf("give back devices of claim %s: %w", uid, err)
+		return fmt.Errorf("cancel reservation of claim %s: %w", r.uid, err)
 	}
 	return nil
 }
 
 func (h *Hold) drain(at time.Time) { h.State, h.Since = StateDraining, at }
 
-func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Taken, error) {
+func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Reservation, error) {
 	for {
 		l.turn(ctx)
 		changed, queueChanged := l.Changed(), l.queueChanged()
-		conflicts, taken, err := l.tryClaim(ctx, r)
-		if errors.Is(err, errYields) {
+		conflicts, reservation, err := l.tryClaim(ctx, r)
+		if errors.Is(err, errPodsFirst) {
 			awaitPods(ctx, r.PodsFirst, changed, queueChanged)
 			continue
 		}
 		if err != nil || len(conflicts) == 0 {
-			return taken, err
+			return reservation, err
 		}
 		remaining, err := l.settle(conflicts)
 		if err != nil {
-			return Taken{}, err
+			return Reservation{}, err
 		}
 		if len(remaining) < len(conflicts) {
 			continue
 		}
 		if !l.worthWaiting(r, remaining) {
-			return Taken{}, &ConflictError{Holds: remaining}
+			return Reservation{}, &ConflictError{Holds: remaining}
 		}
 		select {
 		case <-changed:
 		case <-ctx.Done():
 			if cause := context.Cause(ctx); errors.Is(cause, ErrCancelled) {
-				return Taken{}, cause
+				return Reservation{}, cause
 			}
-			return Taken{}, &ConflictError{Holds: remaining}
+			return Reservation{}, &ConflictError{Holds: remaining}
 		}
 	}
 }
 
-// worthWaiting reports whether the claim gets its devices once those holders are gone that are on their way out.
+// worthWaiting reports whether the devices are free once draining holds and holds of ended pods are released.
 func (l *Ledger) worthWaiting(r ClaimRequest, holds []Hold) bool {
 	staying := slices.DeleteFunc(slices.Clone(holds), func(h Hold) bool {
 		return h.State == StateDraining || l.podState(h) != Running
@@ -120,27 +133,27 @@ func (l *Ledger) worthWaiting(r ClaimRequest, holds []Hold) bool {
 	})
 }
 
-// errYields means that bound limits pods come first.
-var errYields = errors.New("limits pods come first")
+// errPodsFirst means that pods which are bound to the node come first.
+var errPodsFirst = errors.New("pods come first")
 
-func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold, got Taken, err error) {
+func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold, reservation Reservation, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if err := l.admit(ctx, r); err != nil {
-		return nil, Taken{}, err
+		return nil, Reservation{}, err
 	}
 	holder := Holder{KindClaim, r.UID}
-	// First, since two claims may wait for what the other had under an earlier allocation.
+	// Drain first: two claims may each wait for a device that the other had under an earlier allocation.
 	if err := l.drainExcept(holder, r.Devices); err != nil {
-		return nil, Taken{}, err
+		return nil, Reservation{}, err
 	}
 	for _, ref := range r.Devices {
 		conflicts = append(conflicts, l.blockers(holder, ref, r.Shares[ref])...)
 	}
 	if len(conflicts) > 0 {
-		return conflicts, Taken{}, nil
+		return conflicts, Reservation{}, nil
 	}
-	// What is new comes first: it is more likely to fail, and easy to undo.
+	// New holds come first: writing them fails more often, and is easy to undo.
 	var taken []Hold
 	var known []*Hold
 	before := l.serial
@@ -156,24 +169,25 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 		})
 	}
 	if l.yields(r.PodsFirst, taken) {
-		return nil, Taken{}, errYields
+		return nil, Reservation{}, errPodsFirst
 	}
+	reservation = Reservation{uid: r.UID, devices: slices.Clone(r.Devices)}
 	if len(taken) > 0 {
-		got = Taken{before + 1, l.serial}
+		reservation.first, reservation.last = before+1, l.serial
 	}
 	if err := l.take(taken); err != nil {
-		return nil, Taken{}, err
+		return nil, Reservation{}, err
 	}
 	for _, h := range known {
 		if err := l.confirm(h, r); err != nil {
-			return nil, Taken{}, errors.Join(err, l.undo(taken))
+			return nil, Reservation{}, errors.Join(err, l.undo(taken))
 		}
 	}
 	l.clearConflict(r.UID)
-	return nil, got, nil
+	return nil, reservation, nil
 }
 
-// confirm makes a known hold of the claim held, whatever it was. It is given out anew, even if nothing has to be written.
+// confirm makes an existing hold of the claim held, with a new generation.
 func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 	updated := *known
 	updated.Namespace, updated.Name = r.Namespace, r.Name
@@ -192,7 +206,7 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 	return l.rewrite(known, updated)
 }
 
-// drainExcept lets go of devices that the holder does not keep. Under l.mu.
+// drainExcept drains the holder's other devices. Under l.mu.
 func (l *Ledger) drainExcept(holder Holder, keep []device.Ref) error {
 	var errs []error
 	now := l.now()
@@ -207,9 +221,8 @@ func (l *Ledger) drainExcept(holder Holder, keep []device.Ref) error {
 	return errors.Join(errs...)
 }
 
-// DrainClaim takes an Unprepare: it cancels every ReserveClaim of that claim that still waits, and lets its holds go: at once
-// where evidence says that no pod of it runs, otherwise as soon as it does. A claim that had lost is forgiven. Idempotent; an
-// unknown UID is no error.
+// DrainClaim ends the holds of a claim; Unprepare calls it. It cancels waiting ReserveClaim calls of the claim and clears its conflict.
+// Holds whose pods are gone end at once, the other holds drain. It is idempotent; an unknown UID is no error.
 func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 	finish, err := l.claims.drain(ctx, uid)
 	if err != nil {
@@ -237,7 +250,7 @@ func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 	return nil
 }
 
-// claimCalls lets one call at a time work on a claim, in the order in which they came.
+// claimCalls serializes the calls for each claim in the order of their arrival.
 type claimCalls struct {
 	mu sync.Mutex
 	// byUID holds the calls for each claim. The first has its turn.
@@ -246,11 +259,11 @@ type claimCalls struct {
 
 type claimCall struct {
 	turn chan struct{}
-	// cancel is nil for a call that nobody interrupts.
+	// cancel is nil for DrainClaim, which cannot be interrupted.
 	cancel context.CancelCauseFunc
 }
 
-// reserve waits for its turn. The returned context ends with ctx, and by drain.
+// reserve waits for its turn. drain cancels the returned context.
 func (c *claimCalls) reserve(ctx context.Context, uid string) (context.Context, func(), error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	finish, err := c.begin(ctx, uid, &claimCall{turn: make(chan struct{}), cancel: cancel})
@@ -261,7 +274,7 @@ func (c *claimCalls) reserve(ctx context.Context, uid string) (context.Context, 
 	return ctx, func() { finish(); cancel(nil) }, nil
 }
 
-// drain interrupts the reservations before it and waits for its turn.
+// drain cancels earlier reservations and waits for its turn.
 func (c *claimCalls) drain(ctx context.Context, uid string) (func(), error) {
 	return c.begin(ctx, uid, &claimCall{turn: make(chan struct{})})
 }

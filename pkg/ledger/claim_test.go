@@ -51,16 +51,16 @@ func TestARepeatedPrepareOutlivesAnOldRelease(t *testing.T) {
 }
 
 // A call that failed for another claim of its pod gives back what it took, and nothing that others count on.
-func TestGiveBack(t *testing.T) {
+func TestCancelReservation(t *testing.T) {
 	tests := []struct {
 		name                  string
 		held, taken, repeated []device.Ref
 		podState              PodState
 		want                  map[string]State
 	}{
-		{"nobody else asked", nil, []device.Ref{whole("a"), whole("b")}, nil, Gone, nil},
-		{"somebody may use it", nil, []device.Ref{whole("a")}, nil, Running, map[string]State{"a": StateDraining}},
-		{"another pod was told that it has it", nil, []device.Ref{whole("a")}, []device.Ref{whole("a")}, Gone, map[string]State{"a": StateHeld}},
+		{"no other call", nil, []device.Ref{whole("a"), whole("b")}, nil, Gone, nil},
+		{"a container may use it", nil, []device.Ref{whole("a")}, nil, Running, map[string]State{"a": StateDraining}},
+		{"confirmed for another pod", nil, []device.Ref{whole("a")}, []device.Ref{whole("a")}, Gone, map[string]State{"a": StateHeld}},
 		{"held before", []device.Ref{whole("a")}, []device.Ref{whole("a")}, nil, Gone, map[string]State{"a": StateHeld}},
 		{"half of it held before", []device.Ref{whole("a")}, []device.Ref{whole("a"), whole("b")}, nil, Gone, map[string]State{"a": StateHeld}},
 	}
@@ -70,13 +70,13 @@ func TestGiveBack(t *testing.T) {
 			if test.held != nil {
 				must(t, second(l.ReserveClaim(t.Context(), claimOf("c", test.held...))))
 			}
-			taken, err := l.ReserveClaim(t.Context(), claimOf("c", test.taken...))
+			reservation, err := l.ReserveClaim(t.Context(), claimOf("c", test.taken...))
 			must(t, err)
 			if test.repeated != nil {
 				must(t, second(l.ReserveClaim(t.Context(), claimOf("c", test.repeated...))))
 			}
 			for range 2 {
-				must(t, l.GiveBack("c", taken))
+				must(t, l.CancelReservation(reservation))
 			}
 			got := map[string]State{}
 			for _, h := range l.Holds() {
@@ -245,4 +245,26 @@ func TestAClosedLedgerChangesNothing(t *testing.T) {
 	before := stateOf(next)
 	must(t, next.Close())
 	sameState(t, before, stateOf(reopen(t, dir)))
+}
+
+// A reservation is valid until a device of it drains, also if another call confirms the holds.
+func TestValid(t *testing.T) {
+	l := openWith(t, func(Hold) PodState { return Running })
+	r, err := l.ReserveClaim(t.Context(), claimOf("c", whole("a"), whole("b")))
+	must(t, err)
+	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a"), whole("b")))))
+	if !l.Valid(r) {
+		t.Error("invalid after another call confirmed it")
+	}
+	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
+	if l.Valid(r) {
+		t.Error("valid although the claim gave up a device")
+	}
+	if !l.Valid(Reservation{}) {
+		t.Error("a reservation of nothing is invalid")
+	}
+	must(t, l.DrainClaim(t.Context(), "c"))
+	if l.Valid(r) {
+		t.Error("valid although the claim was unprepared")
+	}
 }

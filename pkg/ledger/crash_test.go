@@ -112,7 +112,7 @@ func provisioned(n int) int {
 	return 0
 }
 
-func second(_ Taken, err error) error { return err }
+func second(_ Reservation, err error) error { return err }
 
 func find(l *Ledger, holder string) Hold {
 	holds := l.Holds()

@@ -165,9 +165,9 @@ func TestFullDisk(t *testing.T) {
 func refused(t *testing.T, l *Ledger, r ClaimRequest) {
 	t.Helper()
 	before := stateOf(l)
-	taken, err := l.ReserveClaim(t.Context(), r)
-	if !errors.Is(err, unix.ENOSPC) || taken != (Taken{}) {
-		t.Errorf("claim on a full disk: taken %v, %v", taken, err)
+	reservation, err := l.ReserveClaim(t.Context(), r)
+	if !errors.Is(err, unix.ENOSPC) || reservation.last != 0 {
+		t.Errorf("claim on a full disk: reserved %v, %v", reservation, err)
 	}
 	sameState(t, before, stateOf(l))
 }

@@ -598,9 +598,9 @@ type parkedLedger struct {
 	s *simulation
 }
 
-func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (ledger.Taken, error) {
+func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (ledger.Reservation, error) {
 	if err := ctx.Err(); err != nil {
-		return ledger.Taken{}, err // the ledger might try once more, as it comes
+		return ledger.Reservation{}, err // the ledger might try once more, as it comes
 	}
 	if l.s.faults.noCrossCheck {
 		r = unknownPods(r)
@@ -663,9 +663,9 @@ func crumb(share device.Share) device.Share {
 	return device.Share{Bytes: 1, Of: share.Of}
 }
 
-func (l parkedLedger) GiveBack(uid string, taken ledger.Taken) error {
-	l.s.pause("gives back")
-	return l.Ledger.GiveBack(uid, taken)
+func (l parkedLedger) CancelReservation(r ledger.Reservation) error {
+	l.s.pause("cancels its reservation")
+	return l.Ledger.CancelReservation(r)
 }
 
 func (l parkedLedger) DrainClaim(ctx context.Context, uid string) error {
