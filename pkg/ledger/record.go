@@ -101,6 +101,18 @@ func encodeRecord(h Hold, bootID string) ([]byte, error) {
 	return data, nil
 }
 
+func (r record) encode() ([]byte, error) {
+	body, err := json.Marshal(r)
+	if err != nil {
+		return nil, err
+	}
+	version := wholeVersion
+	if r.ShareOf > 0 {
+		version = recordVersion
+	}
+	return append(fmt.Appendf(nil, recordHeader, version, crc32.Checksum(body, castagnoli), len(body)), body...), nil
+}
+
 func nameless(pods []Pod) []Pod {
 	bare := make([]Pod, len(pods))
 	for i, pod := range pods {
