@@ -21,7 +21,7 @@ import (
 type Format[K comparable, V any] struct {
 	// What is recorded, for messages: "partition".
 	What string
-	// Name of the file, which Parse understands, and nobody else's names.
+	// Name returns the file name of a key. Parse is its inverse and accepts no other names.
 	Name  func(K) string
 	Parse func(name string) (K, error)
 	// Boot of a record that was read. Those of an earlier one are void.
@@ -47,9 +47,9 @@ func New[K comparable, V any](dir, bootID string, format Format[K, V]) *Store[K,
 	return &Store[K, V]{dir: dir, bootID: bootID, format: format, known: map[K]V{}}
 }
 
-// Load reads what an earlier process has left. Called once, before anything is recorded, by whoever makes sure that no other
-// process uses the directory. Records of an earlier boot are removed. Problems are files that are not as they should be; they are
-// kept, and what they are named after counts as recorded.
+// Load reads the records of an earlier process. Call it once, before any other method, while no other process uses the directory.
+// It removes records of an earlier boot. It returns files that it cannot read as problems and keeps them; the keys in their names
+// count as recorded.
 func (s *Store[K, V]) Load() (problems []error, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -153,7 +153,7 @@ func (s *Store[K, V]) Drop(key K) error {
 	return nil
 }
 
-// Repair writes anew what was removed from the directory by somebody else. It costs one look at each record.
+// Repair restores records that another process removed from the directory. It checks each file.
 func (s *Store[K, V]) Repair() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -72,7 +72,7 @@ func (o *Object) remove(ctx context.Context, object *v1alpha1.GPUNode) error {
 	return err
 }
 
-// stripped leaves out what nobody reads; without it in an update the API server keeps its own.
+// stripped removes managed fields. An update without them keeps those of the API server.
 func stripped(object *v1alpha1.GPUNode) *v1alpha1.GPUNode {
 	object.ManagedFields = nil
 	return object

@@ -183,7 +183,7 @@ func (f Facts) limits(d v1alpha1.DeviceStatus) v1alpha1.ExtendedResourceState {
 	}
 }
 
-// sharing is nil for a device that is not shared, and of which nobody has a replica of before.
+// sharing returns nil for a device that is not shared and has no holder of a replica.
 func (f Facts) sharing(d v1alpha1.DeviceStatus, of device.Device, offers []device.Offer) *v1alpha1.DeviceSharing {
 	policy := of.Sharing()
 	s := &v1alpha1.DeviceSharing{Strategy: string(policy.Strategy), MemoryShares: policy.MemoryShares, Memory: int64(of.MemoryBytes())}

@@ -120,7 +120,7 @@ func (v *view) acknowledge(resource string, ids []string, known bool) {
 	v.change(func() { v.allocatable = next })
 }
 
-// kubelet is what it calls allocatable, by resource; nobody changes it.
+// kubelet returns the devices that kubelet reports as allocatable, by resource. Callers must not change them.
 func (v *view) kubelet() (allocatable map[string][]string) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

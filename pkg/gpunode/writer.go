@@ -62,11 +62,10 @@ func (o *Object) write(ctx context.Context) {
 	}
 }
 
-// step is what is to be done next.
+// step is one request to the API server.
 type step func(ctx context.Context) error
 
-// look does what is to be done now, at most one thing, and returns when to look again if nothing changes until then; zero for
-// never.
+// look does at most one step that is due, and returns when to check again if nothing changes; zero for never.
 func (w *writer) look(ctx context.Context, now time.Time) time.Time {
 	next, urgent := w.next()
 	if next == nil {
@@ -178,9 +177,9 @@ func (o *Object) facts() Facts {
 	return facts
 }
 
-// leave writes that no limits are served from now on. Kubelet reports up to ten seconds later that the device plugin is gone, and
-// fails every limits pod that the scheduler sends until then. Whoever comes next writes otherwise. An API server that is away is
-// not waited for.
+// leave writes that the device plugin is no longer served. kubelet reports up to ten seconds later that the plugin is gone, and
+// fails every pod that the scheduler sends until then. The next agent overwrites it. leave does not wait for an API server that
+// does not answer.
 func (o *Object) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, leaveTimeout)
 	defer cancel()
@@ -216,8 +215,7 @@ func pause(ctx context.Context, length time.Duration) {
 	}
 }
 
-// failed decides when to try again. Where somebody else was faster it looks at what there is and tries at once, the first
-// time.
+// failed returns when to retry. After a conflict with another writer it reads the object and retries at once, the first time.
 func (w *writer) failed(ctx context.Context, err error) time.Time {
 	if ctx.Err() != nil {
 		return time.Time{}

@@ -13,9 +13,9 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Conflict is a claim that was refused because somebody else holds a device of it and stays. Losers are kept in memory only: what
-// they keep from happening, that a claim is prepared while its pod is being moved, costs that pod a restart elsewhere and
-// nobody a device.
+// Conflict is a claim whose Prepare was refused because another holder keeps one of its devices. Conflicts are kept in memory
+// only: after a restart a claim may be prepared while its pod is being evicted, which restarts the pod elsewhere and never gives
+// a device two owners.
 type Conflict struct {
 	UID, Namespace, Name string
 	// Devices that are in other hands.
@@ -32,12 +32,12 @@ type Conflict struct {
 	// Message says what happened, to the claim's owner: without names of other namespaces.
 	Message string
 
-	// pendingEviction is when it was condemned last.
+	// pendingEviction is when the eviction became pending.
 	pendingEviction time.Time
 }
 
-// EvictionTimeout is how long a condemnation lasts unless something ends it before. Kubelet's own next try comes 60 to 90 seconds
-// after a failed Prepare: a claim that nobody has moved by then must find itself merely waiting.
+// EvictionTimeout is how long an eviction stays pending. kubelet retries a failed Prepare after 60 to 90 seconds; by then a claim
+// whose pods were not evicted must wait normally.
 const EvictionTimeout = 30 * time.Second
 
 // PendingEvictionError says that a claim is not prepared because its pod is being moved.
@@ -121,7 +121,7 @@ func (l *Ledger) expire(uid string) {
 	l.announce()
 }
 
-// admit refuses a call that has been cancelled, or whose claim is condemned; the pods that it is for are condemned with it.
+// admit refuses a cancelled call and a call for a claim that is pending eviction. It adds the call's pods to those to evict.
 // Under l.mu.
 func (l *Ledger) admit(ctx context.Context, r ClaimRequest) error {
 	if err := context.Cause(ctx); err != nil {

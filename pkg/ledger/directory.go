@@ -202,7 +202,7 @@ func (d *directory) provision(n int) error {
 	return nil
 }
 
-// create records a hold that has no record yet. Only a limit may take a spare for good.
+// create writes the record of a hold without one. Only the hold of a pod may use up a spare file.
 func (d *directory) create(h Hold) error {
 	if err := d.record(h, h.Holder.Kind == KindPod, false); err != nil {
 		return err
@@ -253,7 +253,7 @@ func pad(data []byte) []byte {
 	return append(data, make([]byte, spareSize-len(data))...)
 }
 
-// fillSpare writes to a spare, and forgets those that somebody has damaged. It returns "" when none is left.
+// fillSpare writes to a spare file, and drops spare files that another process damaged. It returns "" when none is left.
 func (d *directory) fillSpare(data []byte) string {
 	for len(d.spares) > 0 {
 		last := len(d.spares) - 1

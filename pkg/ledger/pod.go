@@ -119,9 +119,8 @@ func (l *Ledger) take(holds []Hold) error {
 	return nil
 }
 
-// confirmReuse returns those holds of the same IDs that must not be reused: the pod they belong to is not known, or no
-// longer the business of the API server, or runs already, so whoever asks now may be another one. Draining stays so until the
-// evidence is back that made it so.
+// confirmReuse returns the holds of the same IDs that a new pod must not reuse: their pod is unknown, ended or started, so the
+// request may come from another pod. A draining hold stays so until its pod state changes back.
 func (l *Ledger) confirmReuse(requests []PodRequest) ([]Hold, error) {
 	l.mu.Lock()
 	var same []Hold
@@ -156,8 +155,8 @@ func (l *Ledger) undo(taken []Hold) error {
 	return errors.Join(errs...)
 }
 
-// podState of the evidence. Nobody can judge the pods of a hold whose record could not be read: that they are not known
-// must not pass for there being none.
+// podState returns the state of a hold's pods. A hold with an unreadable record counts as running, because its pods are not
+// known.
 func (l *Ledger) podState(h Hold) PodState {
 	if h.Unreadable {
 		return Running

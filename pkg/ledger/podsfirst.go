@@ -33,8 +33,8 @@ type Slot struct {
 	Share  device.Share
 }
 
-// PodsFirst lets a claim step back for limits pods that kubelet is about to admit: without a device they fail for good, and a claim
-// does not. One value serves all claims of one call of kubelet.
+// PodsFirst lets a claim wait for pods that kubelet is about to admit. Without a device such a pod fails permanently, and a claim
+// does not. All claims of one call share a value.
 type PodsFirst struct {
 	// Slots that limits may use, by the resource that asks for them: offered to them, and healthy.
 	Slots map[string][]Slot

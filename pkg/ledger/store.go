@@ -27,7 +27,7 @@ type Options struct {
 	Dir string
 	// BootID is the kernel's boot ID; records of another boot are dropped.
 	BootID string
-	// PodStates is asked about holds that stand in somebody's way.
+	// PodStates returns the pod state of a conflicting hold.
 	PodStates PodStates
 
 	// Queue, where set, is asked before a claim takes devices that limits may use.
@@ -50,7 +50,7 @@ type Ledger struct {
 	now      func() time.Time
 	turn     func(context.Context)
 	lock     *os.File
-	// locked is the file behind lock, which nobody else can have the number of while it is open.
+	// locked identifies the locked file. No other file has its inode number while it is open.
 	locked unix.Stat_t
 
 	mu       sync.Mutex
@@ -185,18 +185,17 @@ func compareHolds(a, b Hold) int {
 		cmp.Compare(a.Holder.ID, b.Holder.ID))
 }
 
-// Changed returns a channel that is closed at the next change of any hold or loser. Take it before calling Holds or Losers.
+// Changed returns a channel that is closed at the next change of a hold or conflict. Take it before calling Holds or Conflicts.
 func (l *Ledger) Changed() <-chan struct{} {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.changed
 }
 
-// Expect restores a hold that other evidence knows of (kubelet's state, pod resources): the start-up's way in. A holder
-// that has the device already keeps its state, and is completed with what h knows and it does not. Devices of h that
-// somebody else holds are held by both from then on, as they are in the real world; the conflict is for the caller to
-// report, and Expect returns it as a *ConflictError after the fact. After any other error the device is held too, but a
-// restart would forget it until Record has succeeded.
+// Expect restores a hold that kubelet's state or pod resources contain. Startup calls it. A holder that has the device already
+// keeps its state, and gets the fields that only h contains. If another holder has the device, both hold it from then on, as they
+// do on the node, and Expect returns a *ConflictError for the caller to report. After any other error the device is held too, but
+// a restart forgets it until Record succeeds.
 func (l *Ledger) Expect(h Hold) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -223,8 +222,8 @@ func (l *Ledger) Expect(h Hold) error {
 	return nil
 }
 
-// Record writes what Expect could not. Called by whoever called Expect, until it returns nil; cheap when there is nothing to
-// write.
+// Record writes the records that Expect could not write. The caller of Expect repeats it until it returns nil. It is cheap when
+// there is nothing to write.
 func (l *Ledger) Record() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -306,8 +305,8 @@ func (l *Ledger) amend(h Hold, amend func(*Hold)) error {
 	return l.change(current, updated)
 }
 
-// change gives a hold a new state or new knowledge, on disk first. Records of a newer version, and those that nobody has
-// read yet, stay as they are: rewritten, they would lose what they say.
+// change updates a hold, on disk first. It does not rewrite unreadable records and those of a newer version, which would lose
+// fields.
 func (l *Ledger) change(current *Hold, updated Hold) error {
 	if updated.Unreadable || l.newer[keyOf(updated)] {
 		l.replace(current, updated)
@@ -326,8 +325,8 @@ func (l *Ledger) rewrite(current *Hold, updated Hold) error {
 	return nil
 }
 
-// replace makes what somebody found out about other pods than those that use the hold now void: a verdict is only worth
-// something for the generation that it was asked about.
+// replace updates a hold in memory. Its pods may change, so it gets a new generation, which invalidates pod states determined for
+// the old one.
 func (l *Ledger) replace(current *Hold, updated Hold) {
 	if updated.Generation == current.Generation && (updated.Unreadable != current.Unreadable || !slices.Equal(updated.Pods, current.Pods)) {
 		l.serial++

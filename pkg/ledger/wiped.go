@@ -61,7 +61,7 @@ func (l *Ledger) restore() error {
 	return l.disk.provision(l.disk.wanted)
 }
 
-// retakeLock takes the lock on the file that others would take it on. It wraps ErrLocked when somebody was faster.
+// retakeLock locks the lock file that other processes would open. It returns ErrLocked if another process was faster.
 func (l *Ledger) retakeLock() error {
 	if err := os.MkdirAll(l.disk.root, 0o700); err != nil {
 		return err
@@ -99,7 +99,8 @@ func (d *directory) makeAnew() error {
 	return nil
 }
 
-// restore writes the record of a hold if there is none, and counts it. What nobody could read stays so: the name holds.
+// restore writes the record of a hold if it is missing, and counts it. A record that was unreadable stays empty: its name
+// suffices.
 func (d *directory) restore(h Hold) (written bool, err error) {
 	switch _, err := os.Lstat(d.path(h)); {
 	case err == nil:

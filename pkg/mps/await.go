@@ -30,7 +30,7 @@ func Await(ctx context.Context, dir, hash string) (Ready, error) {
 	return ready, nil
 }
 
-// lookAgain is how often a lock is looked at: the kernel tells nobody that one was let go.
+// lookAgain is how often a lock is checked: the kernel does not report its release.
 const lookAgain = 50 * time.Millisecond
 
 // Stop has the supervisor end its daemon, and not start another before Make is called, and waits until no daemon of the directory

@@ -49,8 +49,9 @@ func (d Daemon) withDefaults() Daemon {
 	return d
 }
 
-// Run runs the daemon until ctx is done or its directory is gone, which is no error. While the agent wants it to stop it waits. A daemon that
-// ends by itself, or does not become ready, is an error: whoever has started this process starts it anew. Nothing is left running.
+// Run runs the daemon until ctx is done or its directory is gone, and returns nil then. It waits while the agent does not request
+// the daemon. It returns an error if the daemon ends by itself or does not become ready; kubelet then restarts the container. It
+// leaves no process behind.
 func (d Daemon) Run(ctx context.Context) error {
 	if err := d.Settings.Validate(); err != nil {
 		return fmt.Errorf("check the settings of MPS daemon: %w", err)
@@ -300,8 +301,8 @@ func (d Daemon) isReady() (bool, error) {
 	return alive && ready.Pod == d.Pod, err
 }
 
-// Answers asks the daemon whether it takes clients. One that is not called ready, as while it starts or is to stop, is nobody's concern. The
-// liveness probe of the pod calls it.
+// Answers returns an error if a ready daemon does not accept clients. It returns nil for a daemon that is not ready, as during
+// start and stop. The pod's liveness probe calls it.
 func (d Daemon) Answers(ctx context.Context) error {
 	if ready, err := d.isReady(); err != nil || !ready {
 		return err

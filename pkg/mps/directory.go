@@ -33,7 +33,7 @@ const (
 	wantedFile = "wanted"
 )
 
-// ClientPipeDir is where daemon and clients see the pipe directory: the place where CUDA looks when nobody says otherwise.
+// ClientPipeDir is the pipe directory in the containers of daemon and clients: CUDA's default.
 const ClientPipeDir = "/tmp/nvidia-mps"
 
 // Ready is what the supervisor says of a daemon that answers and has its settings.
@@ -90,7 +90,7 @@ func Alive(dir string) (Ready, bool, error) {
 	return ready, true, nil
 }
 
-// locked reports whether another process has a lock on the file. If nobody has, we do, until it is closed.
+// locked reports whether another process has locked the file. Otherwise it locks the file until it is closed.
 func locked(file *os.File, how int) (bool, error) {
 	for {
 		switch err := unix.Flock(int(file.Fd()), how|unix.LOCK_NB); err {

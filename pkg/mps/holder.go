@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrGone says that the daemon's directory is not there any more: nobody wants the daemon.
+// ErrGone means that the daemon's directory is gone: no claim needs the daemon.
 var ErrGone = errors.New("the daemon's directory is gone")
 
 // Holder is the supervisor's side of a directory: the right to run its daemon. It is not safe for concurrent use.

@@ -26,7 +26,7 @@ func Remove(dir string) error {
 }
 
 const (
-	// removalPatience is far more than what a daemon and well-behaved clients leave takes. Whoever tries again finds less.
+	// removalPatience is far longer than the removal of what a daemon and its clients leave. A retry continues where it stopped.
 	removalPatience = 5 * time.Second
 	// removals are how often it is tried: a supervisor that waits for its turn makes the lock's file anew, every now and then.
 	removals = 10

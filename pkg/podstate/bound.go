@@ -61,8 +61,8 @@ func (q queue) PendingPods() []ledger.PendingPods {
 	return bound
 }
 
-// Unexplained reports whether a pod that kubelet has admitted, and of which there is a cgroup, asks for more devices of some
-// resources than holds name it: one of those that name nobody may be its. Called before such a hold is given up.
+// Unexplained reports whether an admitted pod with a cgroup requests more devices than holds name it: a hold that names no pod
+// may belong to it. The reconciler calls it before it releases such a hold.
 func (p *Pods) Unexplained(counts func(resource string) bool, holds []ledger.Hold) bool {
 	admitted := func(pod seenPod) bool { return pod.Status.StartTime != nil }
 	return slices.ContainsFunc(p.wanting(counts, holds, admitted), func(uid string) bool {
@@ -175,8 +175,8 @@ func (p *Pods) Asks(uid, resource string) int {
 	return asked(pod.Pod, func(name string) bool { return name == resource })[resource]
 }
 
-// Unclaimed reports whether a limit that names no pod can only be nobody's: every pod that asks for the resources that count and
-// may have containers has as many devices as it asks for, by the holds that name it.
+// Unclaimed reports whether a hold that names no pod is stale: every pod that requests the resources and may have containers has
+// all its devices by holds that name it.
 func (p *Pods) Unclaimed(counts func(resource string) bool, holds []ledger.Hold) (bool, error) {
 	unknownPods, err := p.UnknownPods()
 	if err != nil || len(unknownPods) > 0 {

@@ -259,7 +259,7 @@ func hasProcess(dir string) (bool, error) {
 		case !entry.IsDir():
 			return nil
 		}
-		// In the pids controller's this counts all threads, those below included, whoever reads it.
+		// In the pids controller's hierarchy pids.current counts all threads, including those of child cgroups and of all users.
 		current, err := read(path, "pids.current")
 		if err != nil {
 			return err

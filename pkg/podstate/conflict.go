@@ -57,10 +57,10 @@ func (p *Pods) movable(claim ledger.ClaimRequest) (movable, unknown bool) {
 	return movable, unknown
 }
 
-// unseen is how long after a loss a pod that nobody has seen may still arrive; pods that were deleted are remembered for longer.
+// unseen is how long after a conflict an unknown pod may still be reported. Deleted pods are kept longer.
 const unseen = time.Minute
 
-// Ended reports whether no pod is left that could still want the claim of a loser.
+// Ended reports whether no pod is left that could use the claim of a conflict.
 func (p *Pods) Ended(lost ledger.Conflict) bool {
 	claim := ledger.ClaimRequest{UID: lost.UID, Namespace: lost.Namespace, Name: lost.Name, Pods: lost.Pods}
 	uids := p.podsOf(holdOf(claim))
@@ -86,8 +86,7 @@ func holdOf(claim ledger.ClaimRequest) ledger.Hold {
 	}
 }
 
-// wasMade reports whether somebody would make another pod in the place of this one. Kubelet would, for a static pod, and the
-// same.
+// wasMade reports whether a controller would replace the pod. kubelet would replace a static pod with the same one.
 func wasMade(pod *corev1.Pod) bool {
 	_, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]
 	return !mirror && metav1.GetControllerOfNoCopy(pod) != nil

@@ -225,7 +225,7 @@ func (p *Pods) Name(uid string) ledger.Pod {
 	return ledger.Pod{UID: uid}
 }
 
-// Known reports whether the API server has, or had while somebody looked, a pod with that UID.
+// Known reports whether the watch has reported a pod with that UID.
 func (p *Pods) Known(uid string) bool { return p.Name(uid).Name != "" }
 
 // EndedBefore reports whether a pod is known to have been terminal or deleted already at a moment.
@@ -234,7 +234,7 @@ func (p *Pods) EndedBefore(uid string, moment time.Time) bool {
 	return !ended.IsZero() && ended.Before(moment)
 }
 
-// EndedAt is when a pod was first seen to be terminal or deleted; zero while it lives, and for one that nobody has seen.
+// EndedAt returns when the watch first reported the pod as terminal or deleted; zero for a living or unknown pod.
 func (p *Pods) EndedAt(uid string) time.Time {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -348,15 +348,15 @@ func (p *Pods) PodState(h ledger.Hold) ledger.PodState {
 	for _, pod := range h.Pods {
 		podState = min(podState, p.podState(pod.UID, since))
 	}
-	// An orphan is said to be one: whoever asks for its device now would be a second owner.
+	// Unsettled pods of an ended claim are orphans: another holder of the device would be a second owner.
 	if podState == ledger.Gone && Unsettled(h) > 0 {
 		return ledger.Terminating
 	}
 	return podState
 }
 
-// Started implements ledger.Evidence. Where the kernel does not tell, the pod may have started. Who holds a limit that nobody
-// has identified yet is in kubelet's checkpoint: an agent that was frozen is asked for the next pod before it has looked.
+// Started implements ledger.PodStates. If the kernel gives no answer, the pod may have started. The holder of a hold without a
+// pod is in kubelet's checkpoint: an agent that was frozen may get the next request before it has read it.
 func (p *Pods) Started(h ledger.Hold, all []ledger.Hold) bool {
 	uids := make([]string, 0, 1)
 	for _, pod := range h.Pods {
@@ -391,8 +391,8 @@ func (p *Pods) Started(h ledger.Hold, all []ledger.Hold) bool {
 	})
 }
 
-// Busy reports whether a pod of a hold has a process, or may have: the kernel does not tell, or nobody knows whose it is. Called by
-// whoever would take away what a running container needs.
+// Busy reports whether a pod of a hold has a process, or may have one because the kernel gives no answer or the pod is unknown.
+// The reconciler calls it before it takes away what a running container needs.
 func (p *Pods) Busy(h ledger.Hold) bool {
 	uids := p.podsOf(h)
 	for uid := range uids {
@@ -446,14 +446,14 @@ func (p *Pods) podState(uid string, since time.Time) ledger.PodState {
 	}
 }
 
-// claimState: a claim ends by Unprepare, not by the end of its pods; but Unprepare alone proves nothing, since kubelets
-// before 1.37 call it for claims that running pods share (docs/design/0002-ledger.md). Such a pod has no process at all
-// between two starts of a container where the runtime keeps no pause process (CRI-O), and kubelet prepares nothing before
-// the second: it keeps the claim as long as it lives. One that never started a container does so too where it was prepared:
-// the same kubelets unprepare between the answer and the first start. One that was not does not; before the first, kubelet asks.
-// But to them a claim is prepared until they have heard the answer to Unprepare: a pod that comes meanwhile is started with its
-// devices, and nobody is asked. It is in their state by then, for as long as that takes, and has a cgroup, before our watch may have
-// heard of it.
+// claimState returns the state of a claim's pods. A claim ends with Unprepare and not with its pods. Unprepare alone proves
+// nothing: kubelet before 1.37 calls it for claims that running pods share (docs/design/0002-ledger.md). Where the runtime keeps
+// no pause process (CRI-O), such a pod has no process between two starts of a container, and kubelet does not prepare before the
+// second start, so the pod keeps the claim while it lives. A pod that was prepared and never started a container keeps it too:
+// kubelet before 1.37 may unprepare between the answer and the first start. A pod that was not prepared does not keep it, because
+// kubelet prepares before the first start. Until it receives the Unprepare response, kubelet before 1.37 starts further pods of
+// the claim without a Prepare call. Such a pod is in kubelet's state meanwhile, and may have a cgroup before the watch reports
+// it.
 func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodState {
 	if h.State != ledger.StateDraining {
 		for uid := range uids {
@@ -529,9 +529,9 @@ func (p *Pods) mayHaveBegun(uid types.UID, h ledger.Hold) bool {
 	return !known || pod.Namespace == h.Namespace && claimsOf(pod.Pod)[h.Name] && !isTerminal(pod.Pod) && len(pod.Status.ContainerStatuses) == 0
 }
 
-// remembered reports whether kubelet still has devices of the claim in its state, or nobody knows. It forgets them when it has
-// heard the answer to Unprepare. One that has not, because the agent died meanwhile, hands them to the next pod of the claim
-// without asking (1.34 to 1.36, k8s.io/kubernetes pkg/kubelet/cm/dra, prepareResources), and unprepares again later.
+// remembered reports whether kubelet's state contains devices of the claim, or cannot be read. kubelet removes them when it
+// receives the Unprepare response. If the agent died before that, kubelet gives them to the claim's next pod without a Prepare
+// call (1.34 to 1.36, k8s.io/kubernetes pkg/kubelet/cm/dra, prepareResources) and unprepares again later.
 func (p *Pods) remembered(h ledger.Hold) bool {
 	has, pods, err := claimDevices(p.kubeletDir, h.Holder.ID)
 	if len(pods) > 0 {
@@ -553,8 +553,8 @@ func (p *Pods) attachedTo(h ledger.Hold) map[types.UID]bool {
 	return maps.Clone(p.attached[h.Holder.ID])
 }
 
-// Attached are the pods that kubelet's state has named for a claim since it was unprepared, and that are not recorded with the
-// hold. Called to record them, after a Verdict. It is safe for concurrent use.
+// Attached returns the pods that kubelet's state has named for a claim since it was unprepared and that are not in the hold's
+// record. The reconciler records them after it has determined the pod state. It is safe for concurrent use.
 func (p *Pods) Attached(h ledger.Hold) []ledger.Pod {
 	var pods []ledger.Pod
 	for uid := range p.attachedTo(h) {

@@ -16,7 +16,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// clearConflict ends the losers that nobody is left to want anything for, and says when to look again if nothing changes before.
+// clearConflict clears the conflicts whose claim no pod waits for, and returns when to check again.
 func (r *Reconciler) clearConflict() time.Duration {
 	wait := never
 	for _, lost := range r.Ledger.Conflicts() {
@@ -24,17 +24,17 @@ func (r *Reconciler) clearConflict() time.Duration {
 			r.Ledger.ClearConflict(lost.UID)
 			continue
 		}
-		wait = min(wait, r.times.doubt)
+		wait = min(wait, r.times.verify)
 		if lost.PendingEviction {
-			// Asking for the losers is what makes it lapse.
+			// Conflicts() expires pending evictions.
 			wait = min(wait, max(r.times.retry, time.Until(lost.Until())))
 		}
 	}
 	return wait
 }
 
-// checkConflicts asks the API server, once a minute a loser, whether the claim still is what has lost: a pod that waits for a claim
-// that was replaced waits for another.
+// checkConflicts asks the API server once a minute for each conflict whether the claim still exists unchanged: a pod may wait for
+// a claim that was replaced.
 func (r *Reconciler) checkConflicts(ctx context.Context) (time.Duration, error) {
 	now, wait := time.Now(), never
 	asked := map[string]time.Time{}
@@ -44,12 +44,12 @@ func (r *Reconciler) checkConflicts(ctx context.Context) (time.Duration, error) 
 		if !ok {
 			last = now
 		}
-		if due := last.Add(r.times.doubt); !now.Before(due) {
+		if due := last.Add(r.times.verify); !now.Before(due) {
 			last = now
 			errs = append(errs, r.checkConflict(ctx, lost))
 		}
 		asked[lost.UID] = last
-		wait = min(wait, last.Add(r.times.doubt).Sub(now))
+		wait = min(wait, last.Add(r.times.verify).Sub(now))
 	}
 	r.asked = asked
 	return wait, errors.Join(errs...)

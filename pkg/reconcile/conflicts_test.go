@@ -89,7 +89,7 @@ func TestALoserStaysWhileAnotherPodWantsItsClaim(t *testing.T) {
 func TestALoserWhoseClaimIsAnother(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2")
-	g.doubtSoon()
+	g.verifySoon()
 	for _, uid := range []string{"replaced", "elsewhere", "gone", "waits"} {
 		g.addPod(g.pod(uid, uid))
 		g.claim(uid, "c-"+uid, "gpu-1")

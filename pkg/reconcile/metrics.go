@@ -19,17 +19,17 @@ var freeBuckets = []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5
 
 var (
 	holdsDescription = prometheus.NewDesc("tandem_holds",
-		"Devices in somebody's hands, by the kind of holder (claim, limit) and by state (expected, held, draining).",
+		"Devices with a holder, by the kind of holder (claim, pod) and by state (restored, held, draining).",
 		[]string{"kind", "state"}, nil)
 	oldestDescription = prometheus.NewDesc("tandem_oldest_hold_age_seconds",
 		"Age of the oldest hold that is not settled: expected since a restart, or draining since it was asked to go (a limit: since it was given out).",
 		[]string{"kind", "state"}, nil)
 	conflictsDescription = prometheus.NewDesc("tandem_conflicting_claims",
-		"Claims that are not prepared because somebody else holds their device: condemned (their pods are moved) or waiting.",
+		"Claims that are not prepared because another holder has their device: pending eviction, or waiting.",
 		[]string{"state"}, nil)
 )
 
-// book counts what the ledger says whenever somebody asks.
+// book counts the ledger's holds when metrics are collected.
 type book struct{ Ledger }
 
 func (b book) Describe(descriptions chan<- *prometheus.Desc) {
@@ -110,7 +110,7 @@ func newMetrics(c Config) (*freed, error) {
 	return f, nil
 }
 
-// look finds the holds that others have released since the last look: for whoever was next, or on an Unprepare.
+// look finds the holds that were released since the last call, by a later Allocate or by Unprepare.
 func (f *freed) look(holds []ledger.Hold) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -139,7 +139,7 @@ func (f *freed) count(h ledger.Hold) {
 	}
 }
 
-// endOf is when the holder ended; not ok where nobody saw it.
+// endOf returns when the holder ended; not ok if the watch did not report it.
 func (f *freed) endOf(h ledger.Hold) (ended time.Time, ok bool) {
 	if h.Holder.Kind == ledger.KindClaim {
 		if h.State == ledger.StateDraining {

@@ -85,9 +85,9 @@ type Reconciler struct {
 	freed *freed
 	// leaving remembers since when a hold has been waiting for processes to end.
 	leaving map[holdKey]time.Time
-	// doubts remembers holds that nobody confirms, since when, and when they were last looked into.
-	doubts map[holdKey]*doubt
-	// asked is when the API server was last asked about a loser, by UID.
+	// unconfirmed records holds that kubelet or the API server has not confirmed, since when, and when they were last checked.
+	unconfirmed map[holdKey]*unconfirmed
+	// asked is when the API server was last asked about a conflict, by the claim's UID.
 	asked map[string]time.Time
 	// unused is signalled when a partition, or what was set for a claim, has lost its last user.
 	unused chan struct{}
@@ -110,37 +110,37 @@ type times struct {
 	// leaving is how often the kernel is asked at first while a hold waits for processes to end, leavingLast in the end:
 	// cgroup files of version 1 do not notify.
 	leaving, leavingLast time.Duration
-	// doubtAfter and doubt: a hold that kubelet does not confirm is looked into after a minute, then at most once a minute
+	// verifyAfter and doubt: a hold that kubelet does not confirm is looked into after a minute, then at most once a minute
 	// (design: at most one claim GET a minute a stale hold). Kubelet's own reconcile loop runs every 60 s.
-	doubtAfter, doubt time.Duration
-	// podHoldCheck is the time between two looks at a limit that no pod was ever found for; nobodys is that time, and the age of
-	// such a limit, where no pod is left that it could be for.
-	podHoldCheck, nobodys time.Duration
+	verifyAfter, verify time.Duration
+	// podHoldCheck is the interval of checks of a hold without a pod. staleAfter is that interval, and the age of such a hold,
+	// when no pod is left that it could belong to.
+	podHoldCheck, staleAfter time.Duration
 	// call bounds one call to kubelet or the API server, restore all such calls at start together.
 	call, restore time.Duration
 	// retry follows an error; what fails again and again is tried ever more rarely, in the end after retryMost.
 	retry, retryMost time.Duration
 	// rest is how long a GPU stays in MIG mode without a partition.
 	rest time.Duration
-	// gather bounds the looks to a hundred a second under load, doubtGather those that doubt to one a second.
-	gather, doubtGather time.Duration
+	// gather bounds the looks to a hundred a second under load, verifyGather those that doubt to one a second.
+	gather, verifyGather time.Duration
 }
 
 func defaultTimes() times {
 	return times{
 		leaving:      100 * time.Millisecond,
 		leavingLast:  2 * time.Second,
-		doubtAfter:   time.Minute,
-		doubt:        time.Minute,
+		verifyAfter:  time.Minute,
+		verify:       time.Minute,
 		podHoldCheck: 30 * time.Second,
-		nobodys:      2 * time.Second,
+		staleAfter:   2 * time.Second,
 		call:         5 * time.Second,
 		restore:      10 * time.Second,
 		retry:        time.Second,
 		retryMost:    15 * time.Second,
 		rest:         5 * time.Second,
 		gather:       10 * time.Millisecond,
-		doubtGather:  time.Second,
+		verifyGather: time.Second,
 	}
 }
 
@@ -154,14 +154,14 @@ func New(c Config) (*Reconciler, error) {
 	if err != nil {
 		return nil, fmt.Errorf("create reconciler: %w", err)
 	}
-	return &Reconciler{Config: c, times: defaultTimes(), freed: freed, leaving: map[holdKey]time.Time{}, doubts: map[holdKey]*doubt{}, unused: make(chan struct{}, 1)}, nil
+	return &Reconciler{Config: c, times: defaultTimes(), freed: freed, leaving: map[holdKey]time.Time{}, unconfirmed: map[holdKey]*unconfirmed{}, unused: make(chan struct{}, 1)}, nil
 }
 
 // Run follows the world until ctx is done, after Restore. Call it once.
 func (r *Reconciler) Run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { r.follow(ctx); return nil })
-	group.Go(func() error { r.doubtAll(ctx); return nil })
+	group.Go(func() error { r.verifyAll(ctx); return nil })
 	group.Go(func() error { r.restoreLate(ctx); return nil })
 	group.Go(func() error { return r.clearAll(ctx) })
 	return group.Wait()
@@ -172,9 +172,9 @@ func (r *Reconciler) Run(ctx context.Context) error {
 // time.
 func (r *Reconciler) Settle() (time.Duration, error) { return r.pass() }
 
-// Doubt looks into holds that nobody confirms, and losers, and returns when to look again if nothing changes before.
-func (r *Reconciler) Doubt(ctx context.Context) (time.Duration, error) {
-	forHolds, err := r.doubt(ctx)
+// Verify checks unconfirmed holds and conflicts, and returns when to check again if nothing changes.
+func (r *Reconciler) Verify(ctx context.Context) (time.Duration, error) {
+	forHolds, err := r.verify(ctx)
 	forConflicts, conflictsErr := r.checkConflicts(ctx)
 	return min(forHolds, forConflicts), errors.Join(err, conflictsErr)
 }
@@ -261,7 +261,7 @@ func (r *Reconciler) pass() (time.Duration, error) {
 	return wait, errors.Join(errs...)
 }
 
-// untilLeft is a wait for processes to end, of which nobody tells.
+// untilLeft means waiting for processes to end, which the kernel does not report.
 const untilLeft = time.Duration(-1)
 
 // settle moves one hold as far as evidence goes, and says when to look again.
@@ -270,7 +270,7 @@ func (r *Reconciler) settle(h ledger.Hold, holds []ledger.Hold, checkpoint podst
 		return r.settleClaim(h)
 	}
 	if h.Unreadable {
-		return never, nil // nobody knows since when it is; doubt ends it
+		return never, nil // unknown since when; verify ends it
 	}
 	if uid, ok := r.identify(h, checkpoint); ok {
 		// The change of the ledger brings the next look.
@@ -333,7 +333,7 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	return never, nil
 }
 
-// signal wakes whoever waits for the channel, now or next.
+// signal wakes the receiver of the channel, now or at its next receive.
 func signal(channel chan struct{}) {
 	select {
 	case channel <- struct{}{}:
@@ -349,8 +349,8 @@ func (r *Reconciler) release(h ledger.Hold) error {
 	return err
 }
 
-// unreadable is why the kernel does not tell about the pods of a hold. A verdict cannot say it, and nobody would know why
-// the hold does not end.
+// unreadable returns why the kernel gives no answer about the pods of a hold. The pod state does not contain that reason, and an
+// operator needs it to see why the hold does not end.
 func (r *Reconciler) unreadable(h ledger.Hold) error {
 	for _, pod := range h.Pods {
 		if _, err := r.Cgroups.Pod(pod.UID); err != nil {

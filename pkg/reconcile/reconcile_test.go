@@ -182,7 +182,7 @@ func TestPodsOfALongSharedClaim(t *testing.T) {
 func TestNothingIsReleasedWhileServersAreAway(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
-	g.doubtSoon()
+	g.verifySoon()
 	g.nobodysSoon()
 	g.run()
 	g.change(func() { g.away = true })
@@ -196,7 +196,7 @@ func TestNothingIsReleasedWhileServersAreAway(t *testing.T) {
 func TestNothingHappensBeforeThePodsAreKnown(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2")
-	g.doubtSoon()
+	g.verifySoon()
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- g.r.Run(ctx) }()
@@ -216,7 +216,7 @@ func TestNothingHappensBeforeThePodsAreKnown(t *testing.T) {
 func TestUnconfirmedClaim(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
-	g.doubtSoon()
+	g.verifySoon()
 	g.group("p2", true)
 	g.addPod(g.pod("p2"))
 	g.claim("one", "c1", "gpu-1")
@@ -237,7 +237,7 @@ func TestUnconfirmedClaim(t *testing.T) {
 func TestClaimOfAGPUThatIsNotThere(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
-	g.doubtSoon()
+	g.verifySoon()
 	g.claim("one", "c1", "gpu-1")
 	g.prepare("c1", "one", "GPU-1")
 	g.setGPUs()
@@ -251,7 +251,7 @@ func TestClaimOfAGPUThatIsNotThere(t *testing.T) {
 func TestAdminAccessIsFoundOut(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2")
-	g.doubtSoon()
+	g.verifySoon()
 	g.away = true
 	g.group("p1", true)
 	g.claimState(kubeletClaim{"c1", "monitor", []string{"p1"}, []string{"gpu-1"}}, kubeletClaim{"c2", "two", nil, []string{"gpu-2"}})
@@ -268,7 +268,7 @@ func TestAdminAccessIsFoundOut(t *testing.T) {
 func TestLimitWithoutPod(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
-	g.doubtSoon()
+	g.verifySoon()
 	g.used = []podstate.UsedDevice{{ID: "GPU-1", Resource: resource}}
 	g.used = append(g.used, podstate.UsedDevice{ID: "GPU-3", Resource: resource})
 	// A pod that nobody has ever seen, whose cgroup is there.
@@ -287,7 +287,7 @@ func TestLimitWithoutPod(t *testing.T) {
 func TestNobodyIsAskedWhileAllIsConfirmed(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2")
-	g.doubtSoon()
+	g.verifySoon()
 	g.addPod(g.pod("p1"))
 	g.addPod(g.pod("p2", "one"))
 	g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-2"}})
@@ -308,7 +308,7 @@ func TestNobodyIsAskedWhileAllIsConfirmed(t *testing.T) {
 func TestUnreadableRecords(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
-	g.doubtSoon()
+	g.verifySoon()
 	must(t, g.book.Close())
 	dir := t.TempDir()
 	must(t, os.MkdirAll(filepath.Join(dir, "holds"), 0o700))
@@ -413,10 +413,10 @@ func TestErrorsDoNotSpin(t *testing.T) {
 		t.Errorf("got %v, %v", wait, err)
 	}
 	g.away = true
-	d := &doubt{since: long}
-	g.r.doubts = map[holdKey]*doubt{keyOf(g.book.Holds()[0]): d}
+	d := &unconfirmed{since: long}
+	g.r.unconfirmed = map[holdKey]*unconfirmed{keyOf(g.book.Holds()[0]): d}
 	before := time.Now()
-	wait, err = g.r.doubt(ctx)
+	wait, err = g.r.verify(ctx)
 	if err == nil || wait <= 0 || !g.r.due(d, false).After(before) {
 		t.Errorf("next look in %v, due %v, error %v", wait, g.r.due(d, false), err)
 	}
@@ -443,25 +443,25 @@ func TestWithoutNotifications(t *testing.T) {
 func TestTheMinuteOfALimit(t *testing.T) {
 	r := &Reconciler{times: defaultTimes()}
 	since := time.Now()
-	at := func(d doubt, nobodys bool) time.Duration {
+	at := func(d unconfirmed, stale bool) time.Duration {
 		d.since = since
-		return r.due(&d, nobodys).Sub(since)
+		return r.due(&d, stale).Sub(since)
 	}
 	seen := since.Add(2 * time.Second)
 	for _, test := range []struct {
-		what    string
-		d       doubt
-		nobodys bool
-		want    time.Duration
+		what  string
+		d     unconfirmed
+		stale bool
+		want  time.Duration
 	}{
-		{"at first", doubt{}, false, time.Minute},
-		{"nobody's at first", doubt{}, true, 2 * time.Second},
-		{"nobody's still", doubt{checked: seen, clean: 1}, true, 4 * time.Second},
-		{"nobody's no more", doubt{checked: seen, clean: 1}, false, time.Minute},
-		{"seen once after a minute", doubt{checked: since.Add(time.Minute), clean: 1}, false, 90 * time.Second},
-		{"contested", doubt{checked: seen, contested: true}, false, 62 * time.Second},
+		{"at first", unconfirmed{}, false, time.Minute},
+		{"stale at first", unconfirmed{}, true, 2 * time.Second},
+		{"still stale", unconfirmed{checked: seen, clean: 1}, true, 4 * time.Second},
+		{"no longer stale", unconfirmed{checked: seen, clean: 1}, false, time.Minute},
+		{"seen once after a minute", unconfirmed{checked: since.Add(time.Minute), clean: 1}, false, 90 * time.Second},
+		{"contested", unconfirmed{checked: seen, contested: true}, false, 62 * time.Second},
 	} {
-		if got := at(test.d, test.nobodys); got != test.want {
+		if got := at(test.d, test.stale); got != test.want {
 			t.Errorf("%s: after %s, want %s", test.what, got, test.want)
 		}
 	}

@@ -37,7 +37,7 @@ func (g *rig) updatePod(p *corev1.Pod, phase corev1.PodPhase) {
 }
 
 // nobodysSoon makes what takes seconds take milliseconds.
-func (g *rig) nobodysSoon() { g.r.times.nobodys = 10 * time.Millisecond }
+func (g *rig) nobodysSoon() { g.r.times.staleAfter = 10 * time.Millisecond }
 
 func TestPodThatFinishes(t *testing.T) {
 	t.Parallel()
@@ -156,9 +156,9 @@ func TestNobodysLimitMayBeOfAPodInAdmission(t *testing.T) {
 			g.noGroup("anchor")
 			must(t, os.MkdirAll(filepath.Join(g.groups, "kubepods"), 0o755))
 			g.nobodysSoon()
-			g.r.times.doubt = 10 * time.Millisecond
+			g.r.times.verify = 10 * time.Millisecond
 			if test.ends {
-				g.doubtSoon()
+				g.verifySoon()
 			}
 			if test.namesake != "" {
 				g.used = []podstate.UsedDevice{{Namespace: "apps", Pod: "p1", Resource: resource, ID: test.namesake}}
@@ -223,7 +223,7 @@ func (g *rig) listPods(p *corev1.Pod, answers []error) (asked func() bool) {
 func TestForceDeletedClaimPod(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
-	g.doubtSoon()
+	g.verifySoon()
 	g.group("p1", true)
 	g.addPod(g.pod("p1", "one"))
 	g.claim("one", "c1", "gpu-1")
@@ -245,7 +245,7 @@ func TestForceDeletedClaimPod(t *testing.T) {
 func TestClaimStateDeleted(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
-	g.doubtSoon()
+	g.verifySoon()
 	g.group("p1", true)
 	p := g.pod("p1", "one")
 	g.addPod(p)
@@ -340,7 +340,7 @@ func TestDevicesReplaced(t *testing.T) {
 func TestWhileTheAgentWasDown(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3", "GPU-4", "GPU-5")
-	g.doubtSoon()
+	g.verifySoon()
 	g.allocate("GPU-1", "GPU-2", "GPU-3")
 	for _, h := range g.book.Holds() {
 		must(t, g.book.Identify(h, ledger.Pod{UID: "p" + h.Holder.ID[len("GPU-"):], Namespace: "apps", Name: "p"}))
@@ -366,7 +366,7 @@ func TestWhileTheAgentWasDown(t *testing.T) {
 func TestWhileKubeletWasDown(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2")
-	g.doubtSoon()
+	g.verifySoon()
 	g.group("p1", true)
 	g.group("p2", true)
 	g.addPod(g.asking("p1", "1"))

@@ -60,7 +60,7 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 			return err
 		}
 		if missing {
-			logger.Info("A claim's device is not there yet, or nobody knows how much of it the claim has", "claim", klog.KRef(claim.Namespace, claim.Name), "claimUID", claim.UID)
+			logger.Info("A device of the claim does not exist yet, or the size of its share is unknown", "claim", klog.KRef(claim.Namespace, claim.Name), "claimUID", claim.UID)
 			r.late = append(r.late, claim)
 		}
 	}
@@ -262,7 +262,7 @@ func (r *Reconciler) devicesOf(ctx context.Context, claim podstate.KubeletClaim,
 	}), now.consumed, true
 }
 
-// mayLive reports whether a pod of the claim has a cgroup, or nobody knows.
+// mayLive reports whether a pod of the claim has a cgroup, also if that cannot be determined.
 func (r *Reconciler) mayLive(ctx context.Context, claim podstate.KubeletClaim) bool {
 	for _, uid := range claim.PodUIDs {
 		cgroup, err := r.Cgroups.Pod(uid)
@@ -382,8 +382,8 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.Device
 	return nil
 }
 
-// expect reports a device that already has two holders, which is nobody's doing here, and a hold that a full disk has no room
-// for, which the next passes record; and goes on.
+// expect restores a hold. It reports a device that has two holders already, and a hold that a full disk has no room for, which
+// later passes record.
 func (r *Reconciler) expect(ctx context.Context, h ledger.Hold) error {
 	err := r.Ledger.Expect(h)
 	var conflict *ledger.ConflictError

@@ -251,7 +251,7 @@ func TestSettingOfAClaimThatIsGone(t *testing.T) {
 	t.Parallel()
 	f := newSettings(onGPU("c1", "GPU-1"), onGPU("c1", "GPU-2"))
 	g, _, _ := newSettingsRig(t, f)
-	g.doubtSoon()
+	g.verifySoon()
 	g.reserve("c1", []device.Ref{{GPU: "GPU-1"}, {GPU: "GPU-2"}})
 	g.run()
 	g.await()

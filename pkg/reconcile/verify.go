@@ -19,26 +19,25 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// doubt is a hold that nobody confirms.
-type doubt struct {
+// unconfirmed is a hold that kubelet or the API server has not confirmed.
+type unconfirmed struct {
 	since, checked time.Time
 	// clean counts successive looks in which kubelet knew nothing of the limit.
 	clean int
-	// contested is set once a limit that passed for nobody's may be some pod's after all.
+	// contested is set once a hold that seemed stale may belong to a pod.
 	contested bool
 	// allocated is set once the API server has said that the device is the claim's.
 	allocated bool
 }
 
-// doubtAll looks into holds that nobody confirms until ctx is done. It is a loop of its own, since what it asks may take
-// its time to answer.
-func (r *Reconciler) doubtAll(ctx context.Context) {
-	complaint := &complaint{message: "Looking into holds that nobody confirms"}
+// verifyAll checks unconfirmed holds until ctx is done. It is a separate loop because kubelet and the API server may answer late.
+func (r *Reconciler) verifyAll(ctx context.Context) {
+	complaint := &complaint{message: "Cannot check unconfirmed holds"}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for r.Pods.AwaitSync(ctx) && ctx.Err() == nil {
 		changed := r.Ledger.Changed()
-		wait, err := r.Doubt(ctx)
+		wait, err := r.Verify(ctx)
 		if ctx.Err() == nil {
 			complaint.say(ctx, err)
 		}
@@ -48,73 +47,73 @@ func (r *Reconciler) doubtAll(ctx context.Context) {
 		case <-changed:
 		case <-timer.C:
 		}
-		pause(ctx, r.times.doubtGather)
+		pause(ctx, r.times.verifyGather)
 	}
 }
 
-// doubt looks into claims that kubelet's state does not name or the API server has not confirmed after a restart, and into
-// limits without a pod that the API server knows. Nobody is asked while every hold is confirmed.
-func (r *Reconciler) doubt(ctx context.Context) (time.Duration, error) {
+// verify checks claims that kubelet's state does not name or that the API server has not confirmed after a restart, and holds
+// without a pod that the API server has reported. It sends no request while every hold is confirmed.
+func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 	holds := r.Ledger.Holds()
 	if len(holds) == 0 {
-		r.doubts = map[holdKey]*doubt{}
+		r.unconfirmed = map[holdKey]*unconfirmed{}
 		return never, nil
 	}
 	claims, err := podstate.ReadClaimState(r.KubeletDir, r.DriverName)
 	errs := []error{err}
 	now := time.Now()
 	// Kubelet's state may change while no hold does.
-	wait := r.times.doubt
-	current := map[holdKey]*doubt{}
+	wait := r.times.verify
+	current := map[holdKey]*unconfirmed{}
 	for _, h := range holds {
-		d := r.doubts[keyOf(h)]
+		d := r.unconfirmed[keyOf(h)]
 		if d == nil {
-			d = &doubt{since: now}
+			d = &unconfirmed{since: now}
 		}
 		current[keyOf(h)] = d
 		if h.Holder.Kind == ledger.KindClaim && err != nil {
 			continue
 		}
 		if r.confirmed(h, d, claims) {
-			*d = doubt{since: now, allocated: d.allocated}
+			*d = unconfirmed{since: now, allocated: d.allocated}
 			continue
 		}
-		nobodys, err := r.isNobodys(h, d, holds)
+		stale, err := r.isStale(h, d, holds)
 		errs = append(errs, err)
 		if unnamed(h) {
-			wait = min(wait, r.times.nobodys) // its pod may be rejected, of which the ledger does not tell
+			wait = min(wait, r.times.staleAfter) // its pod may be rejected, of which the ledger does not tell
 		}
-		if due := r.due(d, nobodys); now.Before(due) {
+		if due := r.due(d, stale); now.Before(due) {
 			wait = min(wait, due.Sub(now))
 			continue
 		}
 		d.checked = now
-		errs = append(errs, r.look(ctx, h, d, nobodys))
-		wait = min(wait, r.due(d, nobodys).Sub(now))
+		errs = append(errs, r.look(ctx, h, d, stale))
+		wait = min(wait, r.due(d, stale).Sub(now))
 	}
-	r.doubts = current
+	r.unconfirmed = current
 	return wait, errors.Join(errs...)
 }
 
-func (r *Reconciler) due(d *doubt, nobodys bool) time.Time {
-	first, next := r.times.doubtAfter, r.times.podHoldCheck
-	if nobodys {
+func (r *Reconciler) due(d *unconfirmed, stale bool) time.Time {
+	first, next := r.times.verifyAfter, r.times.podHoldCheck
+	if stale {
 		// Kubelet is asked sooner, and as often.
-		first, next = r.times.nobodys, r.times.nobodys
+		first, next = r.times.staleAfter, r.times.staleAfter
 	}
 	switch {
 	case d.checked.IsZero():
 		return d.since.Add(first)
 	case d.clean > 0:
-		// It may have been nobody's at the first look only.
+		// It may have been stale at the first check only.
 		return slices.MaxFunc([]time.Time{d.since.Add(first), d.checked.Add(next)}, time.Time.Compare)
 	default:
-		return d.checked.Add(r.times.doubt)
+		return d.checked.Add(r.times.verify)
 	}
 }
 
-// isNobodys reports whether a limit was given out for a pod that kubelet then did not admit, as far as the pods tell.
-func (r *Reconciler) isNobodys(h ledger.Hold, d *doubt, holds []ledger.Hold) (bool, error) {
+// isStale reports whether a hold is of a pod that kubelet did not admit, as far as the pods show.
+func (r *Reconciler) isStale(h ledger.Hold, d *unconfirmed, holds []ledger.Hold) (bool, error) {
 	if !unnamed(h) || d.contested {
 		return false, nil
 	}
@@ -134,7 +133,7 @@ func unnamed(h ledger.Hold) bool {
 	return h.Holder.Kind == ledger.KindPod && h.State == ledger.StateHeld && len(h.Pods) == 0
 }
 
-func (r *Reconciler) confirmed(h ledger.Hold, d *doubt, claims []podstate.KubeletClaim) bool {
+func (r *Reconciler) confirmed(h ledger.Hold, d *unconfirmed, claims []podstate.KubeletClaim) bool {
 	switch {
 	case h.Unreadable:
 		return false
@@ -148,13 +147,13 @@ func (r *Reconciler) confirmed(h ledger.Hold, d *doubt, claims []podstate.Kubele
 	return slices.ContainsFunc(claims, func(c podstate.KubeletClaim) bool { return c.UID == h.Holder.ID })
 }
 
-func (r *Reconciler) look(ctx context.Context, h ledger.Hold, d *doubt, nobodys bool) error {
+func (r *Reconciler) look(ctx context.Context, h ledger.Hold, d *unconfirmed, stale bool) error {
 	ctx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
 	var err error
 	switch {
 	case h.Holder.Kind == ledger.KindPod:
-		err = r.checkPodHold(ctx, h, d, nobodys)
+		err = r.checkPodHold(ctx, h, d, stale)
 	case h.Holder.Kind != ledger.KindClaim:
 		return nil // of a newer version
 	case h.Name == "":
@@ -169,7 +168,7 @@ func (r *Reconciler) look(ctx context.Context, h ledger.Hold, d *doubt, nobodys 
 }
 
 // lookIntoClaim ends the hold of a claim that is gone, or no longer allocated here, once no pod of it has a process.
-func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt) error {
+func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *unconfirmed) error {
 	claim, err := r.Claims(h.Namespace).Get(ctx, h.Name, metav1.GetOptions{})
 	var podState ledger.PodState
 	switch {
@@ -204,8 +203,8 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *doubt)
 	return r.end(ctx, h)
 }
 
-// lookIntoNameless completes or ends the hold of a claim of which only the UID is known. It is one of those that pods of
-// this node name, or nobody's as long as there is no process of an unknown pod.
+// lookIntoNameless completes or ends the hold of a claim of which only the UID is known. Either a pod of this node names the
+// claim, or the hold is stale once no unknown pod has a process.
 func (r *Reconciler) lookIntoNameless(ctx context.Context, h ledger.Hold) error {
 	unknownPods, err := r.Pods.UnknownPods()
 	if err != nil || len(unknownPods) > 0 {
@@ -242,12 +241,12 @@ func podsOf(claim *resourceapi.ResourceClaim) []string {
 	return uids
 }
 
-// checkPodHold ends the hold of an Allocate whose pod was never admitted or never seen: kubelet, asked twice, does not
-// list the device, and nothing is left of the pod that its checkpoint names, if any. A pod that kubelet is just admitting is not
-// listed either: where that passes for nobody's so soon, the API server is asked for the node's pods as well.
-func (r *Reconciler) checkPodHold(ctx context.Context, h ledger.Hold, d *doubt, nobodys bool) error {
+// checkPodHold ends the hold of an Allocate whose pod was never admitted or never reported: kubelet, asked twice, does not list
+// the device, and nothing is left of the pod that its checkpoint names. kubelet does not list a pod that it is admitting either,
+// so an early check also asks the API server for the node's pods.
+func (r *Reconciler) checkPodHold(ctx context.Context, h ledger.Hold, d *unconfirmed, stale bool) error {
 	var pods []*corev1.Pod
-	if last := d.clean > 0; last && nobodys {
+	if last := d.clean > 0; last && stale {
 		// Kubelet is not asked again while there is a pod that it may be admitting: it would forget what it is about to give it.
 		var err error
 		if pods, err = r.Pods.ListNow(ctx); err != nil {
@@ -266,8 +265,8 @@ func (r *Reconciler) checkPodHold(ctx context.Context, h ledger.Hold, d *doubt, 
 	if d.clean++; d.clean < 2 {
 		return nil
 	}
-	if nobodys {
-		still, err := r.isNobodys(h, d, r.Ledger.Holds())
+	if stale {
+		still, err := r.isStale(h, d, r.Ledger.Holds())
 		if err != nil || !still || podstate.LacksOfKubelet(pods, r.mayBe(h), devices) {
 			d.clean, d.contested = 0, true
 			return err
@@ -277,7 +276,8 @@ func (r *Reconciler) checkPodHold(ctx context.Context, h ledger.Hold, d *doubt, 
 	return r.Ledger.Release(h)
 }
 
-// usedByPod reports whether anybody may have the device of a limit, and where nobody has, what kubelet says that pods have.
+// usedByPod reports whether a pod may have the device of a hold. If none has, it returns the devices that kubelet reports for
+// pods.
 func (r *Reconciler) usedByPod(ctx context.Context, h ledger.Hold) (devices []podstate.UsedDevice, used bool, err error) {
 	for _, pod := range h.Pods {
 		if cgroup, err := r.Cgroups.Pod(pod.UID); err != nil || cgroup != podstate.CgroupAbsent {

@@ -167,7 +167,7 @@ func (a *agent) serve() {
 		if a.faults.noRelease {
 			return never
 		}
-		wait, err := a.reconciler.Doubt(c.context(a.process.ctx))
+		wait, err := a.reconciler.Verify(c.context(a.process.ctx))
 		if err != nil {
 			return min(wait, time.Minute)
 		}
