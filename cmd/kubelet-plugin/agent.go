@@ -97,8 +97,8 @@ func newAPI(kubeconfig string) (*rest.Config, error) {
 	return restConfig, nil
 }
 
-// run serves until ctx is done or something fails for good, and leaves nothing behind but the ledger's records and the
-// CDI specs, which running pods depend on. Being stopped is no error, whatever it interrupts.
+// run blocks until ctx is done, and returns nil then, or until a component fails. It leaves only the ledger's records and the CDI
+// specs behind, which running pods need.
 func (a *agent) run(ctx context.Context) error {
 	a.events.StartRecordingToSink(&typedcorev1.EventSinkImpl{Interface: a.client.CoreV1().Events("")})
 	defer a.events.Shutdown()

@@ -21,8 +21,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// caretaker does what must go on without an NVIDIA driver: kubelet cannot end a pod whose claims nobody unprepares, and whoever
-// replaces the driver waits for the pods on it to end.
+// caretaker serves Unprepare without an NVIDIA driver. kubelet cannot end a pod whose claims are not unprepared, and a driver
+// upgrade waits until all GPU pods have ended. TestPodsEndWithoutADriver fails without it.
 type caretaker struct {
 	*agent
 	cgroups   *podstate.Cgroups
@@ -103,7 +103,7 @@ func (nothing) Ensure(context.Context, ...string) error { return errNoDriver }
 
 func (nothing) Add(context.Context, device.Partition) error { return errNoDriver }
 
-// The methods for client devices leave what containers need beside devices as it is: whoever serves with a driver removes what is nobody's.
+// The methods for client devices change nothing. The agent removes stale client devices once it has a driver.
 func (nothing) WriteClientDevice(string, specs.ContainerEdits) (string, error) { return "", nil }
 
 func (nothing) RemoveClientDevices(string) error { return nil }

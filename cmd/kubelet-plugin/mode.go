@@ -51,8 +51,8 @@ func (s *settings) run(ctx context.Context, serve func(context.Context, config.C
 		if err != nil {
 			s.status.Waiting("mode", err)
 			group.Go(func() error { return s.follow(ctx, nil) })
-			// Kubelet cannot end a pod whose claims nobody unprepares.
-			return serve(ctx, s.config.ForNobody())
+			// kubelet cannot end a pod whose claims are not unprepared.
+			return serve(ctx, s.config.ServingNothing())
 		}
 		s.begin(ctx, current)
 		group.Go(func() error { return s.follow(ctx, &current) })
@@ -115,7 +115,7 @@ func (s *settings) awaitNode(ctx context.Context) bool {
 func (s *settings) follow(ctx context.Context, current *config.Config) error {
 	for {
 		changed := s.self.Changed()
-		// While the node object is away, so is its label, and nobody has asked for another mode.
+		// A deleted node object has no label, which is no request for another mode.
 		if s.self.UID() != "" {
 			next, err := s.next(current)
 			s.judge(ctx, current != nil, err)

@@ -16,9 +16,9 @@ import (
 // runtimeInterval is how long to wait for an API server that is away, or a node that has not said what it runs.
 const runtimeInterval = 10 * time.Second
 
-// checkRuntime says on the node that its container runtime does not inject CDI devices, or may not: containers would start
-// without their GPU, and nobody would say a word. It looks once: a runtime of another version comes with another boot or
-// another kubelet, and nothing depends on the answer.
+// checkRuntime writes an event on the node if its container runtime does not inject CDI devices, or may not: containers would
+// start without their GPU and without an error. It checks once: another runtime version comes with a reboot or a restart of
+// kubelet.
 func (a *agent) checkRuntime(ctx context.Context) error {
 	for {
 		node, err := a.client.CoreV1().Nodes().Get(ctx, a.config.NodeName, metav1.GetOptions{})

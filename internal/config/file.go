@@ -134,7 +134,7 @@ func (c *Config) setStrategies(raw json.RawMessage) error {
 	return nil
 }
 
-// setText leaves out what is empty: NVIDIA's tools write keys that nobody has set.
+// setText ignores empty values: NVIDIA's tools write keys without a value.
 func setText(target, value *string) {
 	if value != nil && *value != "" {
 		*target = *value

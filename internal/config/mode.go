@@ -27,7 +27,7 @@ const (
 	ModeDevicePluginOnly Mode = "DevicePluginOnly"
 	// ModeSplit serves limits from the GPUs that the configuration names for them, and claims from the others.
 	ModeSplit Mode = "Split"
-	// modeNone gives no GPU to anybody who has none. Nobody can ask for it.
+	// modeNone allocates no GPU. The node configuration cannot set it.
 	modeNone Mode = ""
 )
 
@@ -46,7 +46,7 @@ type Use string
 const (
 	UseClaims Use = "claims"
 	UseLimits Use = "limits"
-	// UseNone is untouched: the GPU is for nobody, in every mode.
+	// UseNone excludes the GPU in every mode.
 	UseNone Use = "none"
 )
 
@@ -169,8 +169,9 @@ func (c Config) ForNode(label string, labelled bool) (Config, error) {
 	return c, nil
 }
 
-// ForNobody is the configuration of a node whose mode nobody knows: it offers nothing, and who has a GPU can go on and end.
-func (c Config) ForNobody() Config {
+// ServingNothing is the configuration of a node with an unknown mode: the agent offers no device and serves the holders that it
+// has.
+func (c Config) ServingNothing() Config {
 	c.Mode = modeNone
 	return c
 }
@@ -193,7 +194,7 @@ func (c Config) Excluded(gpu device.GPU) bool {
 	return slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.Use == UseNone && r.Match.matches(gpu) })
 }
 
-// uses reports whether all rules that match a GPU agree on the use. One that rules disagree about is for nobody.
+// uses reports whether all rules that match a GPU agree on the use. A GPU with contradicting rules is excluded.
 func (c Config) uses(gpu device.GPU, use Use) bool {
 	matched := false
 	for _, rule := range c.Devices {

@@ -15,7 +15,7 @@ import (
 
 // SharingRule says how the GPUs of a DeviceRule are shared.
 type SharingRule struct {
-	// Strategy is TimeSlicing or MPS, or None for GPUs that are nobody's but their holder's whatever the node says.
+	// Strategy is TimeSlicing or MPS, or None for GPUs that are never shared.
 	Strategy device.SharingStrategy `json:"strategy"`
 	// Interval belongs to TimeSlicing: Default, Short, Medium or Long.
 	Interval string `json:"interval,omitempty"`
@@ -36,12 +36,12 @@ func (r SharingRule) problems(path string) []error {
 	none := r.Strategy == notShared
 	switch {
 	case none && (r.Interval != "" || r.Replicas != 0 || r.MemoryShares):
-		complain("", "says how to share what strategy None shares with nobody")
+		complain("", "strategy None shares nothing: remove interval, replicas and memoryShares")
 	case none:
 	case r.Strategy != device.TimeSlicing && r.Strategy != device.MPS:
 		complain(".strategy", "%q is not one of %s, %s, %s", r.Strategy, device.TimeSlicing, device.MPS, notShared)
 	case r.Replicas == 0 && !r.MemoryShares:
-		complain("", "shares with nobody: want replicas (for limits), memoryShares (for claims) or both")
+		complain("", "shares nothing: want replicas (for limits), memoryShares (for claims) or both")
 	}
 	switch {
 	case r.Interval == "":
@@ -237,8 +237,8 @@ func (s SharedResource) has(gpu device.GPU) bool {
 	}
 }
 
-// SharingOf is the policy for a GPU. It is pure, and the same in every mode. A GPU about which rules disagree is not shared, and
-// nothing is set on one that is nobody's.
+// SharingOf returns the sharing policy of a GPU. It is pure, and does not depend on the mode. It returns no sharing for a GPU
+// with contradicting rules and for an excluded GPU.
 func (c Config) SharingOf(gpu device.GPU) device.Sharing {
 	if c.Excluded(gpu) {
 		return device.Sharing{}

@@ -102,14 +102,14 @@ func TestSharingErrors(t *testing.T) {
 		"sharing: {mps: {failRequestsGreaterThanOne: false, resources: [{name: gpu, replicas: 2}]}}":                    "sharing.mps.failRequestsGreaterThanOne: false is not supported",
 		"sharing: {mps: {resources: [{name: gpu, replicas: 2}]}, timeSlicing: {resources: [{name: gpu, replicas: 2}]}}": "sharing.mps: sharing.timeSlicing says how GPUs are shared already",
 		rule("strategy: Fair, replicas: 2"):                                                                             `tandem.devices[0].sharing.strategy: "Fair" is not one of TimeSlicing, MPS, None`,
-		rule("strategy: MPS"):                                                                                           "tandem.devices[0].sharing: shares with nobody",
+		rule("strategy: MPS"):                                                                                           "tandem.devices[0].sharing: shares nothing",
 		rule("strategy: MPS, replicas: 49"):                                                                             "tandem.devices[0].sharing.replicas: maximum allowed replicas is 48 with MPS",
 		rule("strategy: MPS, replicas: 2, interval: Short"):                                                             "tandem.devices[0].sharing.interval: belongs to strategy TimeSlicing",
 		rule("replicas: 2"):                                                                                             `tandem.devices[0].sharing.strategy: "" is not one of`,
-		rule("strategy: TimeSlicing"):                                                                                   "tandem.devices[0].sharing: shares with nobody",
+		rule("strategy: TimeSlicing"):                                                                                   "tandem.devices[0].sharing: shares nothing",
 		rule("strategy: TimeSlicing, replicas: 1"):                                                                      "tandem.devices[0].sharing.replicas: number of replicas must be >= 2",
 		rule("strategy: TimeSlicing, replicas: 2, interval: Slow"):                                                      `tandem.devices[0].sharing.interval: "Slow" is not one of Default, Short, Medium, Long`,
-		rule("strategy: None, replicas: 2"):                                                                             "tandem.devices[0].sharing: says how to share",
+		rule("strategy: None, replicas: 2"):                                                                             "tandem.devices[0].sharing: strategy None shares nothing",
 		"tandem: {devices: [{match: {index: 2}, mig: dynamic, sharing: {strategy: TimeSlicing, memoryShares: true}}]}":  "tandem.devices[0].sharing: does not go with mig: dynamic",
 	} {
 		if _, err := loadFile(t, content); err == nil || !strings.Contains(err.Error(), want) {

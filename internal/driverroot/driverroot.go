@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package driverroot knows directories below which a driver is installed: where its libraries and programs are, and what a path means to
-// somebody whose root directory it is.
+// Package driverroot finds libraries and programs of a driver below its root directory, and translates paths between root
+// directories.
 package driverroot
 
 import (

@@ -33,7 +33,7 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
-// DaemonPlan is what is to be done about the daemons of a node.
+// DaemonPlan contains the changes to the daemons' pods of a node.
 type DaemonPlan struct {
 	Create []v1alpha1.MPSDaemon
 	Delete []*corev1.Pod
@@ -44,7 +44,7 @@ type DaemonPlan struct {
 }
 
 const (
-	// startsIn is how long a daemon's pod may take to be ready before somebody is told.
+	// startsIn is how long a daemon's pod may take to become ready before GPUNode reports why it is not.
 	startsIn = 15 * time.Second
 	// failsFor is how old a pod is at least that has failed and is replaced: one that kubelet turns away is not to be made over and over.
 	failsFor = 10 * time.Second
@@ -161,7 +161,7 @@ func oneLine(text string) string {
 // daemons runs the pods of the MPS daemons that GPUNodes ask for.
 type daemons struct {
 	client client.Client
-	// pods reads the daemons' pods: those that run as well, which nobody else needs. Nil where no daemons are run.
+	// pods reads the pods of daemons, including running ones. It is nil if the controller runs no daemons.
 	pods    client.Reader
 	config  DaemonPods
 	metrics *metrics

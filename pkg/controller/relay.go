@@ -29,10 +29,9 @@ import (
 // nodeIndex finds claims by the nodes that they have devices of.
 const nodeIndex = "tandem.node"
 
-// Relay is what GPUNode.spec says of a node: the claims that are allocated devices of it, each with the names of its devices and
-// of their pools. The order is one for equal claims. A device for admin access is shared with whoever holds it, and is not among
-// them; a claim that has no other is there all the same, since with Strict its pod waits for the node's answer. It is a pure
-// function.
+// Relay returns the claims that are allocated devices of a node, for GPUNode.spec: each with the names of its devices and their
+// pools, in a stable order. Devices with admin access do not count. A claim that has no other devices is included, because with
+// Strict its pod waits for the node's answer. It is a pure function.
 func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.AllocatedClaim {
 	var relayed []v1alpha1.AllocatedClaim
 	for i := range claims {

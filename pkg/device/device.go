@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package device says what a GPU is: identity, attributes, capacity, health and the links to its neighbours.
-// Plain values over the standard library; it discovers nothing and talks to nobody.
+// Package device contains the values that describe GPUs: identity, attributes, capacity, health and links. It does no I/O.
 package device
 
 import (
@@ -53,8 +52,8 @@ type GPU struct {
 	Dynamic bool
 	// Sharing is set by policy.
 	Sharing Sharing
-	// Partitions exist on it now, by place. A GPU instance without a compute instance is one without a UUID: nobody can use it,
-	// and it is in the way of others.
+	// Partitions exist on the GPU now, sorted by placement. A GPU instance without a compute instance has no UUID: it cannot be
+	// used, but occupies its placement.
 	Partitions []Partition
 
 	// NVLinkDomain names the set of GPUs of this node that reach each other over NVLink; equal in all its members,
@@ -112,8 +111,7 @@ type Pair struct {
 	NVLinks int
 }
 
-// Inventory is every GPU of the node at one moment, sorted by minor. It is a value: nobody changes one that was handed
-// out.
+// Inventory contains every GPU of the node at one moment, sorted by minor number. It is immutable.
 type Inventory struct {
 	DriverVersion string
 	GPUs          []GPU

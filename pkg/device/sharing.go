@@ -74,7 +74,7 @@ func (d Device) MemoryBytes() uint64 {
 	return d.Partition.Capacity.MemoryBytes
 }
 
-// Sharing of the device. A partition that was made for a claim is that claim's, and one without a UUID is nobody's.
+// Sharing returns how the device is shared. A partition that was created for a claim, and one without a UUID, are not shared.
 func (d Device) Sharing() Sharing {
 	if d.GPU.Dynamic || !d.Whole() && (d.Partition.Made || d.Partition.UUID == "") {
 		return Sharing{}

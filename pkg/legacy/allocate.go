@@ -19,9 +19,9 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// Allocate takes the devices of all containers of the request, or none. It never waits for another holder: kubelet calls
-// from its one loop, without a deadline, and an error fails the pod for good. Called for kubelet and by simulations; the same
-// IDs again are reuse inside one pod. Safe for concurrent use.
+// Allocate reserves the devices of all containers of the request, or none. It never waits for another holder: kubelet calls it
+// from its only sync loop, without a deadline, and an error fails the pod permanently. kubelet and simulations call it. The same
+// IDs again are reuse within one pod. It is safe for concurrent use.
 func (p *Plugin) Allocate(ctx context.Context, resource string, request *pluginapi.AllocateRequest,
 ) (*pluginapi.AllocateResponse, error) {
 	containers, err := p.requested(resource, request)
@@ -29,7 +29,7 @@ func (p *Plugin) Allocate(ctx context.Context, resource string, request *plugina
 		return nil, status.Errorf(status.Code(err), "invalid allocation request for %q: invalid request: %s", resource, reason(err))
 	}
 	if err := ctx.Err(); err != nil {
-		// Nobody would get the answer, and a hold that kubelet does not know of is left to the reconciler.
+		// kubelet no longer waits. It would not know of a hold, which the reconciler would have to end.
 		return nil, status.FromContextError(err).Err()
 	}
 	if p.config.uses(Strategy.cdi) {
@@ -76,7 +76,7 @@ func (p *Plugin) requested(resource string, request *pluginapi.AllocateRequest) 
 				continue
 			}
 			// Kubelet does not know it yet, or a limit of before has it and is the one that asks.
-			if _, mine := p.roster.owners().hold(resource, i); !mine {
+			if _, mine := p.lists.owners().hold(resource, i); !mine {
 				return nil, status.Errorf(codes.FailedPrecondition, "device that limits do not get any more: %s", i.id)
 			}
 		}
@@ -99,7 +99,7 @@ func (p *Plugin) lookup(resource string, ids []string, seen map[string]bool) ([]
 	if len(ids) == 0 {
 		return nil, invalid("no device IDs")
 	}
-	known := p.roster.catalog(resource)
+	known := p.lists.catalog(resource)
 	items := make([]item, 0, len(ids))
 	for _, id := range ids {
 		at, ok := known.index[id]

@@ -32,7 +32,7 @@ type item struct {
 	offered bool
 	// nameless is a partition that cannot be told to the runtime, not yet or because its CDI entry could not be made.
 	nameless bool
-	// unready is a device that nobody can have any of at the moment, because it is not yet shared as the node's policy says.
+	// unready marks a device that is not available now because it is not yet shared as the node's policy requires.
 	unready bool
 	// idle is since when it is not offered and no limit has it; zero while either is so.
 	idle time.Time
@@ -72,10 +72,10 @@ type catalogs struct {
 	of map[string]*catalog
 	// ours are the UUIDs of all hardware that limits may get or have, under whatever strategy.
 	ours map[string]bool
-	// unready is true for devices of which nobody can have any at the moment, and false for others that are offered.
+	// unready is true for devices that are not available now, and false for other offered devices.
 	unready map[device.Ref]bool
-	// leftOut has no resource.
-	leftOut []device.LeftOut
+	// excluded has no resource.
+	excluded []device.LeftOut
 }
 
 // offering is what limits are offered.
@@ -107,7 +107,7 @@ func newOffering(c Config) offering {
 // over makes the catalogs of an inventory, with what limits have that is not offered, and what was listed before.
 func (f offering) over(inv device.Inventory, o owners, before *catalogs, now time.Time) *catalogs {
 	gpus := slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return f.offered != nil && !f.offered(g) })
-	offers, leftOut := f.resources.Offers(gpus)
+	offers, excluded := f.resources.Offers(gpus)
 	found := map[listed]item{}
 	for _, offer := range offers {
 		found[listed{offer.Resource, offer.ID()}] = item{Device: offer.Device, id: offer.ID(), share: offer.Share, offered: true}
@@ -134,7 +134,7 @@ func (f offering) over(inv device.Inventory, o owners, before *catalogs, now tim
 		}
 		found[at] = item{Device: d, id: at.id, share: h.Share}
 	}
-	next := &catalogs{of: map[string]*catalog{}, ours: map[string]bool{}, unready: f.unready(found), leftOut: leftOut}
+	next := &catalogs{of: map[string]*catalog{}, ours: map[string]bool{}, unready: f.unready(found), excluded: excluded}
 	for at, i := range found {
 		if i.rest(now, o.limited(at)); !i.idle.IsZero() && f.retireAfter > 0 && now.Sub(i.idle) >= f.retireAfter {
 			continue
@@ -163,8 +163,7 @@ func (f offering) over(inv device.Inventory, o owners, before *catalogs, now tim
 	return next
 }
 
-// unready tells of the devices that are offered whether nobody can have any of them at the moment. Each is asked about once,
-// however many replicas it has.
+// unready returns for each offered device whether it is unavailable now. It asks once per device, however many replicas it has.
 func (f offering) unready(items map[listed]item) map[device.Ref]bool {
 	unready := map[device.Ref]bool{}
 	if f.sharing == nil {
@@ -252,7 +251,7 @@ func (i item) needed(held bool) bool {
 	return i.offered || held || i.id == i.GPU.UUID && (i.GPU.Health.Reason == device.ReasonMissing || forClaims(i.GPU))
 }
 
-// rest notes since when nobody needs the item.
+// rest records since when the item has had no holder.
 func (i *item) rest(now time.Time, held bool) {
 	switch {
 	case i.needed(held):
@@ -291,8 +290,8 @@ func (c *catalogs) idle() (first time.Time) {
 	return first
 }
 
-// restless reports whether something is listed that nobody needs since the catalogs were made.
-func (c *catalogs) restless(o owners) bool {
+// needsRefresh reports whether an item is listed that has had no holder since the catalogs were built.
+func (c *catalogs) needsRefresh(o owners) bool {
 	for at, i := range c.items() {
 		if i.idle.IsZero() && !i.needed(o.limited(at)) {
 			return true
@@ -335,7 +334,7 @@ func (c *catalog) assess(o owners) []state {
 			}
 		}
 	}
-	// PendingPods limits first: a pod that kubelet is about to admit fails for good if it finds no device, and the claim does not.
+	// Pods come first: a pod that kubelet is about to admit fails permanently without a device, and the claim does not.
 	for _, at := range descending(promised) {
 		if free >= o.lacking[c.resource] {
 			break
@@ -366,8 +365,8 @@ type promise struct {
 	share  device.Share
 }
 
-// keptBy reports whether the hold makes the promise idle: it is the claim's own, or the whole device is in somebody's hands. A claim
-// that waits for a device of which others have replicas would never get it if these were given out anew.
+// keptBy reports whether the hold makes the promise obsolete: it is the claim's own, or it covers the whole device. Otherwise a
+// claim that waits for a device with allocated replicas would never get it, if these were offered again.
 func (p promise) keptBy(h ledger.Hold) bool {
 	return h.Device == p.device && (h.Holder == p.claim || p.share.Whole() && h.Share.Whole())
 }
@@ -408,7 +407,7 @@ func (o owners) wait(lost promise) {
 	}
 }
 
-// room is how much memory of devices is left for replicas, of those that somebody has a share of.
+// room is the free memory of shared devices that have holders.
 type room map[device.Ref]uint64
 
 // room beside all holds, and beside those promises.
@@ -451,9 +450,9 @@ func (o owners) limited(at listed) bool {
 	return limited
 }
 
-// hold reports whether a new limit cannot get the hardware of a device, and whether a limit has it under this very name. What
-// such a limit has stays offered: kubelet keeps that account itself, and would fail the holder's own restart otherwise. A
-// draining limit is off kubelet's account already, and of one whose record cannot be read nobody knows.
+// hold reports whether a new pod cannot get the hardware of a device, and whether a pod holds it under this ID. Such a device
+// stays offered: kubelet accounts for it itself, and otherwise fails the restart of the holder's containers. kubelet has dropped
+// a draining pod already, and for an unreadable record that is unknown.
 func (o owners) hold(resource string, i item) (taken, mine bool) {
 	ref := i.Ref()
 	used := i.share.Bytes

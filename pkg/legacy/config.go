@@ -31,12 +31,12 @@ type Ledger interface {
 	// ReservePod gives all devices or none; *ledger.ConflictError when they are in other hands.
 	ReservePod(requests []ledger.PodRequest) error
 	Holds() []ledger.Hold
-	// Conflicts are claims that were refused a device because somebody else holds it.
+	// Conflicts returns the claims whose device another holder has.
 	Conflicts() []ledger.Conflict
 	// Outstanding is how many devices of each resource limits pods still ask for that are bound to this node and that kubelet is
 	// about to admit, and a channel that is closed when that may have changed by something else than a hold.
 	Outstanding() (devices map[string]int, changed <-chan struct{})
-	// Changed returns a channel that is closed at the next change of any hold or loser; take it before reading.
+	// Changed returns a channel that is closed at the next change of a hold or conflict. Take it before reading.
 	Changed() <-chan struct{}
 }
 
@@ -56,8 +56,8 @@ type Specs interface {
 	Ensure(ctx context.Context, uuids ...string) error
 	// QualifiedName is the CDI name of a GPU or of a partition.
 	QualifiedName(uuid string) string
-	// Has reports, from memory, whether Ensure would find an entry. A new partition is offered once it has one: the pod that got
-	// it before would fail for good.
+	// Has reports from memory whether Ensure would find an entry. A new partition is offered only then: otherwise a pod that gets
+	// it fails permanently.
 	Has(uuid string) bool
 	// Changed returns a channel that is closed when Has may answer differently; take it before asking.
 	Changed() <-chan struct{}
@@ -65,8 +65,8 @@ type Specs interface {
 
 // Sharing tells how containers share a GPU by MPS. *sharing.Policy implements it. Both methods answer at once.
 type Sharing interface {
-	// Client is what a container needs that has that share of the device, or nil where that is nothing; it is that only for a GPU
-	// whose policy is MPS. An error says why nobody can have any of the device at the moment, whatever the share.
+	// Client returns what a container with that share of the device needs; nil if it needs nothing, as without MPS. An error says
+	// why the device is not available now.
 	Client(d device.Device, share device.Share) (*sharing.Client, error)
 	// Changed returns a channel that is closed when Client may answer differently; take it before asking.
 	Changed() <-chan struct{}
@@ -130,8 +130,8 @@ type Config struct {
 	IDStrategy IDStrategy
 	// AllocationPolicy defaults to PolicyDistributed.
 	AllocationPolicy AllocationPolicy
-	// FailRequestsGreaterThanOne refuses to give a container more than one replica, which is no more of anything
-	// (k8s-device-plugin, sharing.timeSlicing.failRequestsGreaterThanOne). By MPS nobody gets more than one, whatever it says.
+	// FailRequestsGreaterThanOne refuses more than one replica for a container, because further replicas add nothing
+	// (k8s-device-plugin, sharing.timeSlicing.failRequestsGreaterThanOne). Under MPS a container never gets more than one.
 	FailRequestsGreaterThanOne bool
 	// AnnotationPrefix of StrategyCDIAnnotations defaults to "cdi.k8s.io/".
 	AnnotationPrefix string

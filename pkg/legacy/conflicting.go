@@ -83,7 +83,7 @@ func (p *Plugin) checkForeign(ctx context.Context) (settled bool, err error) {
 // ours returns those of another plugin's devices that are GPUs of this inventory or partitions of them, or while that is empty
 // (the driver is late) all that look so.
 func (p *Plugin) ours(devices []string) []string {
-	known := p.roster.catalogs().ours
+	known := p.lists.catalogs().ours
 	var ours []string
 	for _, id := range devices {
 		uuid := device.HardwareUUID(id)

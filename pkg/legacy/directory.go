@@ -45,7 +45,7 @@ func openDirectory(ctx context.Context, path string) (*directory, error) {
 // newWatcher is replaced by a test.
 var newWatcher = fsnotify.NewWatcher
 
-// lookAgain is how often somebody looks while nothing tells of changes.
+// lookAgain is how often the directory is checked while it cannot be watched.
 const lookAgain = time.Second
 
 func (d *directory) watch() error {

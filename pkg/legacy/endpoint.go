@@ -29,7 +29,7 @@ type endpoint struct {
 	// stopping is closed to end the streams.
 	stopping chan struct{}
 	// connections and calls in progress.
-	connections, calls tally
+	connections, calls inFlight
 
 	mu       sync.Mutex
 	streams  int
@@ -55,7 +55,7 @@ func (s *served) openEndpoint(ctx context.Context, path string) (*endpoint, erro
 		allDown:  make(chan struct{}),
 		sentMore: make(chan struct{}),
 	}
-	// Where the file is gone already, it is noticed as soon as somebody looks for it.
+	// A missing file is noticed by the next check.
 	e.file, _ = identify(path)
 	pluginapi.RegisterDevicePluginServer(e.server, &service{served: s, endpoint: e})
 	go func() {
@@ -125,7 +125,7 @@ func closeOnce(c chan struct{}) {
 // countingListener counts open connections. gRPC closes a connection when it finds that the peer has.
 type countingListener struct {
 	net.Listener
-	connections *tally
+	connections *inFlight
 }
 
 func (l *countingListener) Accept() (net.Conn, error) {
@@ -189,7 +189,7 @@ func removeStale(directory string) error {
 	return nil
 }
 
-// alive reports whether somebody listens on the socket.
+// alive reports whether a process listens on the socket.
 func alive(path string) bool {
 	conn, err := net.DialTimeout("unix", path, time.Second)
 	if err != nil {

@@ -17,15 +17,15 @@ import (
 // namedDevices is how many devices an event names.
 const namedDevices = 4
 
-// reportLeftOut tells of devices that no resource of limits has, whenever they are others than before, until ctx is
+// reportExcluded tells of devices that no resource of limits has, whenever they are others than before, until ctx is
 // done.
-func (p *Plugin) reportLeftOut(ctx context.Context) {
+func (p *Plugin) reportExcluded(ctx context.Context) {
 	var told []string
 	for {
-		leftOut, changed := p.roster.left()
-		if !slices.Equal(told, leftOut) {
-			told = leftOut
-			for _, sentence := range leftOut {
+		excluded, changed := p.lists.left()
+		if !slices.Equal(told, excluded) {
+			told = excluded
+			for _, sentence := range excluded {
 				klog.FromContext(ctx).Info("Leaving devices out of what limits can get",
 					"migStrategy", p.config.Resources.Strategy, "devices", sentence)
 				p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "LimitDevicesLeftOut", "No limit can get %s", sentence)
@@ -40,10 +40,10 @@ func (p *Plugin) reportLeftOut(ctx context.Context) {
 }
 
 // leftOutByReason is a sentence for each reason: "gpu-1 and 2 more: <reason>".
-func leftOutByReason(leftOut []device.LeftOut) []string {
+func leftOutByReason(excluded []device.LeftOut) []string {
 	var reasons []string
 	names := map[string][]string{}
-	for _, l := range leftOut {
+	for _, l := range excluded {
 		if names[l.Reason] == nil {
 			reasons = append(reasons, l.Reason)
 		}

@@ -4,22 +4,22 @@ package legacy
 
 import "sync"
 
-// tally counts things that are going on, and lets others wait until none is. The zero value counts none.
-type tally struct {
+// inFlight counts calls or connections, and lets callers wait until there is none. The zero value is ready to use.
+type inFlight struct {
 	mu    sync.Mutex
 	count int
 	none  chan struct{}
 }
 
 // enter counts one more until the returned function is called, which may be more than once.
-func (t *tally) enter() (leave func()) {
+func (t *inFlight) enter() (leave func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.count++
 	return sync.OnceFunc(t.leave)
 }
 
-func (t *tally) leave() {
+func (t *inFlight) leave() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.count--
@@ -30,7 +30,7 @@ func (t *tally) leave() {
 }
 
 // empty returns a channel that is closed once nothing is going on.
-func (t *tally) empty() <-chan struct{} {
+func (t *inFlight) empty() <-chan struct{} {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.count == 0 {

@@ -14,7 +14,7 @@ type metrics struct {
 	preferred prometheus.Histogram
 	conflicts prometheus.Counter
 	devices   *prometheus.GaugeVec
-	leftOut   prometheus.Gauge
+	excluded  prometheus.Gauge
 	// resources are those that devices has; only setDevices uses it, one call at a time.
 	resources     []string
 	withdrawals   prometheus.Counter
@@ -38,11 +38,11 @@ func newMetrics() *metrics {
 		}),
 		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_device_plugin_devices",
-			Help: "Devices in the list sent to kubelet: healthy ones, faulty ones (unhealthy), and those withdrawn because a claim has " +
+			Help: "Devices in the list sent to kubelet: healthy ones, unhealthy ones, and those withdrawn because a claim has " +
 				"them, is allocated them or waits for them, or a pod that is ending holds them, or they are not shared yet as the node's " +
 				"policy says.",
 		}, []string{"resource", "state"}),
-		leftOut: prometheus.NewGauge(prometheus.GaugeOpts{
+		excluded: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "tandem_device_plugin_devices_excluded",
 			Help: "Devices that limits have no resource for, such as a partition of another profile where all must be alike, or a GPU " +
 				"that only claims share by MPS.",
@@ -66,7 +66,7 @@ func (m *metrics) register(registerer prometheus.Registerer) (unregister func(),
 		}
 	}
 	for _, c := range []prometheus.Collector{
-		m.allocate, m.preferred, m.conflicts, m.devices, m.leftOut, m.withdrawals, m.registrations,
+		m.allocate, m.preferred, m.conflicts, m.devices, m.excluded, m.withdrawals, m.registrations,
 	} {
 		if err := registerer.Register(c); err != nil {
 			unregister()
@@ -77,7 +77,7 @@ func (m *metrics) register(registerer prometheus.Registerer) (unregister func(),
 	return unregister, nil
 }
 
-func (m *metrics) setDevices(states map[string][]state, leftOut int) {
+func (m *metrics) setDevices(states map[string][]state, excluded int) {
 	for _, resource := range m.resources {
 		if _, still := states[resource]; !still {
 			m.devices.DeletePartialMatch(prometheus.Labels{"resource": resource})
@@ -93,5 +93,5 @@ func (m *metrics) setDevices(states map[string][]state, leftOut int) {
 			m.devices.WithLabelValues(resource, string(s)).Set(float64(n))
 		}
 	}
-	m.leftOut.Set(float64(leftOut))
+	m.excluded.Set(float64(excluded))
 }

@@ -110,7 +110,7 @@ func TestStrategies(t *testing.T) {
 	for _, tt := range []struct {
 		strategy device.MIGStrategy
 		want     []string
-		leftOut  string
+		excluded string
 	}{
 		{device.MIGStrategyNone, []string{"gpu=0,1,2,3"}, ""},
 		{device.MIGStrategyMixed, []string{"gpu=0,1", "mig-1g.10gb=2-0,2-1,3-0,3-6", "mig-3g.40gb=2-4"}, ""},
@@ -121,10 +121,10 @@ func TestStrategies(t *testing.T) {
 			p, _ := f.start()
 			f.lists(tt.want...)
 			f.awaitReady(p, "")
-			if tt.leftOut == "" {
+			if tt.excluded == "" {
 				return
 			}
-			if event := f.event(); !strings.Contains(event, "LimitDevicesLeftOut") || !strings.Contains(event, tt.leftOut) || !strings.Contains(event, "MIG-2-0") {
+			if event := f.event(); !strings.Contains(event, "LimitDevicesLeftOut") || !strings.Contains(event, tt.excluded) || !strings.Contains(event, "MIG-2-0") {
 				t.Errorf("recorded %q", event)
 			}
 			if n := f.metric("tandem_device_plugin_devices_excluded"); n != 5 {
@@ -337,7 +337,7 @@ func TestOverlap(t *testing.T) {
 		f.claimRef("c", made.Ref)
 		f.lists("gpu=0,1,2")
 		f.inventory.cut(3, true, made)
-		for len(p.roster.catalog(kubeletGPU).items[3].GPU.Partitions) == 0 {
+		for len(p.lists.catalog(kubeletGPU).items[3].GPU.Partitions) == 0 {
 			time.Sleep(time.Millisecond)
 		}
 		f.ledger.release("c")

@@ -165,12 +165,12 @@ func TestDaemonsAreAskedForOnce(t *testing.T) {
 	if p.Look(time.Now()); daemons.asked.Load() != 8 {
 		t.Errorf("asked %d times about 8 GPUs", daemons.asked.Load())
 	}
-	before := p.roster.catalogs()
-	if p.roster.reshare(time.Now()); p.roster.catalogs() != before || daemons.asked.Load() != 16 {
+	before := p.lists.catalogs()
+	if p.lists.reshare(time.Now()); p.lists.catalogs() != before || daemons.asked.Load() != 16 {
 		t.Errorf("what changes nothing costs a list, and %d questions", daemons.asked.Load()-8)
 	}
 	daemons.unready(7)
-	if p.roster.reshare(time.Now()); p.roster.catalogs() == before {
+	if p.lists.reshare(time.Now()); p.lists.catalogs() == before {
 		t.Error("a daemon that ends changes nothing")
 	}
 }

@@ -29,7 +29,7 @@ type Plugin struct {
 	times   times
 	node    *corev1.ObjectReference
 	metrics *metrics
-	roster  *roster
+	lists   *lists
 	probes  *probes
 	running atomic.Bool
 
@@ -91,7 +91,7 @@ func New(config Config) (*Plugin, error) {
 		notReady: errNotStarted,
 		served:   map[string]*served{},
 	}
-	p.roster = newRoster(config, p.metrics)
+	p.lists = newLists(config, p.metrics)
 	return p, nil
 }
 
@@ -112,17 +112,17 @@ func (p *Plugin) Run(ctx context.Context) (err error) {
 	}
 	defer p.setNotReady(errors.New("stopped"))
 	if err := removeStale(p.config.Directory); err != nil {
-		// They are in nobody's way but the reader's of the directory.
+		// Stale sockets do no harm.
 		klog.FromContext(ctx).Error(err, "Stale sockets stay")
 	}
 
-	p.roster.returnDelay, p.roster.retireAfter = p.times.returnDelay, p.times.retireAfter
-	p.roster.refresh(time.Now())
+	p.lists.returnDelay, p.lists.retireAfter = p.times.returnDelay, p.times.retireAfter
+	p.lists.refresh(time.Now())
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return dir.run(ctx) })
-	group.Go(func() error { p.roster.run(ctx); return nil })
+	group.Go(func() error { p.lists.run(ctx); return nil })
 	group.Go(func() error { p.serve(ctx, dir); return nil })
-	group.Go(func() error { p.reportLeftOut(ctx); return nil })
+	group.Go(func() error { p.reportExcluded(ctx); return nil })
 	if err := group.Wait(); err != nil {
 		return fmt.Errorf("serve limits: %w", err)
 	}
@@ -132,12 +132,12 @@ func (p *Plugin) Run(ctx context.Context) (err error) {
 // Look reads inventory and ledger anew, and returns the device lists for kubelet by resource and, where a device is held back,
 // after how long to look again. Run does so by itself: this is for simulations, which call it instead of Run, one at a time.
 func (p *Plugin) Look(now time.Time) (lists map[string]*pluginapi.ListAndWatchResponse, again time.Duration) {
-	p.roster.returnDelay, p.roster.retireAfter = p.times.returnDelay, p.times.retireAfter
-	again = p.roster.refresh(now)
+	p.lists.returnDelay, p.lists.retireAfter = p.times.returnDelay, p.times.retireAfter
+	again = p.lists.refresh(now)
 	lists = map[string]*pluginapi.ListAndWatchResponse{}
-	names, _ := p.roster.resources()
+	names, _ := p.lists.resources()
 	for _, name := range names {
-		published, _ := p.roster.current(name)
+		published, _ := p.lists.current(name)
 		lists[name] = published.response
 	}
 	return lists, again

@@ -16,8 +16,8 @@ import (
 func (p *Plugin) Preferred(resource string, request *pluginapi.PreferredAllocationRequest) *pluginapi.PreferredAllocationResponse {
 	response := &pluginapi.PreferredAllocationResponse{}
 	// kubelet's list of available devices is as old as the last ListAndWatch message; the ledger is not.
-	owners := p.roster.owners()
-	known := p.roster.catalog(resource)
+	owners := p.lists.owners()
+	known := p.lists.catalog(resource)
 	for _, container := range request.GetContainerRequests() {
 		response.ContainerResponses = append(response.ContainerResponses, &pluginapi.ContainerPreferredAllocationResponse{
 			DeviceIDs: known.prefer(container, owners),
@@ -26,10 +26,9 @@ func (p *Plugin) Preferred(resource string, request *pluginapi.PreferredAllocati
 	return response
 }
 
-// prefer returns IDs without duplicates, as many as were asked for where that many are left. What a claim is about to ask for
-// comes last: kubelet would fill up with it anyway, or with a device that is held, and the ledger gives it to whoever is first.
-// Before it comes what a limit still has: either that pod has ended a moment ago, or kubelet's checkpoint was lost and it does
-// not know who has the device.
+// prefer returns IDs without duplicates, as many as requested if available. Devices that are promised to claims come last:
+// kubelet would use them anyway when nothing else is left, and the ledger gives them to the first caller. Devices that a pod
+// still holds come before these: that pod has just ended, or kubelet lost its checkpoint and does not know the holder.
 func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest, o owners) []string {
 	size := int(request.GetAllocationSize())
 	required, unknownPods := c.places(request.GetMustIncludeDeviceIDs())

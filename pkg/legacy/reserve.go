@@ -19,9 +19,8 @@ func (p *Plugin) reserve(ctx context.Context, resource string, containers [][]it
 	if err := p.config.Ledger.ReservePod(podRequests(resource, containers)); err != nil {
 		return nil, p.refuse(ctx, resource, err)
 	}
-	// Asked anew: whoever changes how a GPU is shared says so before asking the ledger who has any of it, so that one of the two
-	// finds the other. What is reserved by then is left to the reconciler, which ends what kubelet does not know of: part of it may
-	// be an earlier container's.
+	// The policy marks a GPU before it reads the ledger, so one of both sides sees the other. The reconciler ends what is
+	// reserved by then and unknown to kubelet: part of it may belong to an earlier container of the pod.
 	clients, err := p.clients(containers)
 	if err != nil {
 		return nil, unready(resource, err)

@@ -54,7 +54,7 @@ func (p *Plugin) serve(ctx context.Context, dir *directory) {
 	defer running.Wait()
 	stops := map[string]func(){}
 	for {
-		names, changed := p.roster.resources()
+		names, changed := p.lists.resources()
 		for name, stop := range stops {
 			if !slices.Contains(names, name) {
 				klog.FromContext(ctx).Info("Serving a resource no more that has no devices left", "resource", name)

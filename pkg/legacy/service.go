@@ -36,7 +36,7 @@ func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingSe
 	defer ended()
 	var sent *listing
 	for {
-		list, changed := s.served.roster.current(s.served.resource)
+		list, changed := s.served.lists.current(s.served.resource)
 		if list != sent && list != nil {
 			if err := stream.Send(list.response); err != nil {
 				return err

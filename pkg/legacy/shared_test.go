@@ -143,7 +143,7 @@ func TestPromisedShares(t *testing.T) {
 	f, p := sharingNode(t, shared(1, 1, device.Replicas{Count: 4}))
 	gpu := f.inventory.get().GPUs[0]
 	promised := promisedShares{newBroadcast[[]ledger.Hold](nil)}
-	p.roster.allocations = promised
+	p.lists.allocations = promised
 	healthy := func(after time.Duration) (n int) {
 		lists, _ := p.Look(time.Now().Add(after))
 		for _, health := range health(lists["nvidia.com/gpu"]) {
@@ -229,7 +229,7 @@ func TestPreferredReplicas(t *testing.T) {
 		PolicyPacked:      "0::3 0::2",
 	} {
 		f, p := sharingNode(t, shared(2, 2, device.Replicas{Count: 4}))
-		p.roster.packed = policy == PolicyPacked
+		p.lists.packed = policy == PolicyPacked
 		if err := f.ledger.ReservePod([]ledger.PodRequest{{
 			ID: uuid(0) + "::0", Resource: "nvidia.com/gpu", Device: device.Ref{GPU: uuid(0)}, Share: device.Replica(24*gib, 4),
 		}}); err != nil {
@@ -268,7 +268,7 @@ func TestPreferredAmongMPS(t *testing.T) {
 func TestWaitedForAsAWhole(t *testing.T) {
 	f, p := sharingNode(t, shared(1, 1, device.Replicas{Count: 4}))
 	gpu := f.inventory.get().GPUs[0]
-	p.roster.allocations = promisedShares{newBroadcast([]ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "a"}, Device: gpu.Ref()}})}
+	p.lists.allocations = promisedShares{newBroadcast([]ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "a"}, Device: gpu.Ref()}})}
 	if err := f.ledger.ReservePod([]ledger.PodRequest{{
 		ID: device.ReplicaID(gpu.UUID, 0), Resource: "nvidia.com/gpu", Device: gpu.Ref(), Share: device.Replica(24*gib, 4),
 	}}); err != nil {
@@ -287,7 +287,7 @@ func TestWaitedForAsAWhole(t *testing.T) {
 func TestPreferredReplicasFit(t *testing.T) {
 	for _, packed := range []bool{true, false} {
 		f, p := sharingNode(t, shared(2, 2, device.Replicas{Count: 4}))
-		p.roster.packed = packed
+		p.lists.packed = packed
 		lists, _ := p.Look(time.Now())
 		available := slices.Collect(maps.Keys(health(lists["nvidia.com/gpu"])))
 		gpu := f.inventory.get().GPUs[0]

@@ -19,8 +19,8 @@ type Instance struct {
 	// ProfileID is as in device.Profile.ID.
 	ProfileID int
 	Placement device.Placement
-	// Capacity says what it takes where its profile is none that the GPU offers (somebody else made it, with a driver that
-	// knows more profiles than NVML's bindings do). Otherwise it is not read.
+	// Capacity is used if the GPU does not offer the profile, because another tool created the partition with a newer driver.
+	// Otherwise it is ignored.
 	Capacity device.Capacity
 }
 

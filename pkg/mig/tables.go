@@ -2,20 +2,14 @@
 
 package mig
 
-// What each model offers, as nvidia-smi prints it:
-//
-//   - nvidia-smi mig -lgip: name, profile ID, instances, memory, multiprocessors, engines. It prints GiB with two digits; the
-//     driver's figures are multiples of 64 MiB, so "19.62" is 20096 MiB.
-//   - nvidia-smi mig -lgipp: placements, in memory slices.
-//
-// The figures were read from such output where somebody published it, otherwise from the tables of NVIDIA's MIG User Guide
-// ("Supported MIG Profiles"), which gives fractions, engines and instances but neither IDs nor placements, otherwise worked out;
-// each table says which. Memory differs a little between driver versions and boards (A100-80GB: 1g.10gb was 9.75 GiB and is
-// 9.50), so nothing may depend on the last digit.
-//
-// The mock tables of go-nvml (pkg/nvml/mock/gpus) have other figures for Hopper and Blackwell: IDs that are the enum, a 3g of
-// three slices, a 7g of seven, 16 multiprocessors for 1g.20gb. The published output contradicts them: placements are in memory
-// slices, so a 3g takes four of eight.
+// table describes what a model offers, as nvidia-smi prints it: `nvidia-smi mig -lgip` prints name, profile ID, instances,
+// memory, multiprocessors and engines; GiB have two digits, and the driver's figures are multiples of 64 MiB, so "19.62" is 20096
+// MiB. `nvidia-smi mig -lgipp` prints placements in memory slices. Sources: published output of these commands; otherwise the
+// tables of NVIDIA's MIG User Guide ("Supported MIG Profiles"), which lack IDs and placements; otherwise inference. Each table
+// names its source. Memory differs slightly between driver versions and boards (1g.10gb of A100-80GB was 9.75 GiB and is 9.50),
+// so no code may depend on the last digit. The mock tables of go-nvml (pkg/nvml/mock/gpus) have other figures for Hopper and
+// Blackwell, which published output contradicts: IDs equal to the enum, a 3g of three slices, a 7g of seven, 16 multiprocessors
+// for 1g.20gb. Placements are in memory slices, so a 3g takes four of eight.
 type table struct {
 	name, product string
 	// mib is the whole GPU's memory in MiB, as nvidia-smi prints it: what NVML answers, rounded.

@@ -50,7 +50,7 @@ func (n *Node) ended(about string) bool {
 	}
 }
 
-// collect looks for calls that have returned after they were given up, so that somebody asks again.
+// collect removes calls that returned after their timeout, so that the next scan calls again.
 func (n *Node) collect() {
 	for about := range n.late {
 		if n.ended(about) {

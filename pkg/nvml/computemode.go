@@ -24,7 +24,7 @@ var computeModes = map[gpu.ComputeMode]gonvml.ComputeMode{
 func (n *Node) SetComputeMode(ctx context.Context, uuid string, mode gpu.ComputeMode) (before gpu.ComputeMode, err error) {
 	before, err = operate(ctx, n, uuid, func(op *operation) (gpu.ComputeMode, error) {
 		return op.setComputeMode(mode)
-	}, func(*operation, gpu.ComputeMode) {}) // whoever gave up sets it again
+	}, func(*operation, gpu.ComputeMode) {}) // the caller sets it again
 	if err != nil {
 		return "", fmt.Errorf("set compute mode of GPU %s to %s: %w", uuid, mode, err)
 	}

@@ -12,15 +12,15 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Create makes a partition of one of the GPU's profiles in one of its places: a GPU instance, and a compute instance that takes
-// all of it. MIG must be on. On an error it has taken back what it had made, or says in the error what is left, which Destroy
-// removes. When ctx ends it returns at once: what was begun ends by itself and is taken back then, and whoever comes next to
-// that GPU waits for it. The maker of partitions calls it. Not idempotent: what is in the place is in its way. Safe for
-// concurrent use; changes of one GPU come one after the other, and the inventory has the partition when it returns.
+// Create creates a partition: a GPU instance with one compute instance that covers it. MIG mode must be on. On an error it has
+// removed what it created, or the error names what is left, which Destroy removes. When ctx ends it returns at once; the started
+// operation ends by itself and is reverted, and the next change of that GPU waits for it. pkg/partition calls it. It is not
+// idempotent: an existing instance at the placement is an error. It is safe for concurrent use; changes of one GPU run one after
+// the other, and the inventory contains the partition when it returns.
 func (n *Node) Create(ctx context.Context, ref gpu.Ref, profile gpu.Profile) (gpu.Partition, error) {
 	create := func(op *operation) (gpu.Partition, error) { return op.create(ref.Placement, profile) }
 	takeBack := func(op *operation, _ gpu.Partition) {
-		// Nobody is left to be told of an error. What stays is in the inventory, as after a process that died.
+		// The caller has gone. What remains is in the inventory, as after a crash.
 		_ = op.destroy(ref.Placement)
 	}
 	p, err := change(ctx, n, ref.GPU, create, takeBack)

@@ -44,9 +44,9 @@ func byProcesses(processes []int) string {
 	return " by process " + strings.Join(list, ", ")
 }
 
-// Partitions lists the GPU instances of a GPU as they are now, by place, each with its compute instances; one that has none yet
-// is there without a UUID. It fails when anything cannot be read: whoever asks is about to make or destroy something. Safe for
-// concurrent use; it waits for a change of the same GPU that is under way.
+// Partitions returns the GPU instances of a GPU sorted by placement, each with its compute instance; without one the UUID is
+// empty. It fails if anything cannot be read, because the caller is about to create or destroy. It is safe for concurrent use,
+// and waits for a running change of the same GPU.
 func (n *Node) Partitions(ctx context.Context, uuid string) ([]gpu.Partition, error) {
 	partitions, err := operate(ctx, n, uuid, (*operation).partitions, func(*operation, []gpu.Partition) {})
 	if err != nil {

@@ -10,14 +10,14 @@ import (
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// EnableMIG switches MIG mode on. It fails where that takes more than asking: another client uses the GPU, or it has to be reset
-// (Ampere); the mode is not left pending then, to come as a surprise with somebody's reset. The maker of partitions calls it.
-// Idempotent and safe for concurrent use; the inventory knows when it returns.
+// EnableMIG switches MIG mode on. It fails if the GPU has another client or needs a reset (Ampere), and then clears the pending
+// mode, which would otherwise take effect at the next reset. pkg/partition calls it. It is idempotent and safe for concurrent
+// use; the inventory is updated when it returns.
 func (n *Node) EnableMIG(ctx context.Context, uuid string) error {
 	return n.switchMIG(ctx, uuid, gonvml.DEVICE_MIG_ENABLE, "on")
 }
 
-// DisableMIG is EnableMIG for the other mode. It fails while there is any GPU instance, whoever has made it.
+// DisableMIG switches MIG mode off. It fails while any GPU instance exists, unmanaged ones included.
 func (n *Node) DisableMIG(ctx context.Context, uuid string) error {
 	return n.switchMIG(ctx, uuid, gonvml.DEVICE_MIG_DISABLE, "off")
 }

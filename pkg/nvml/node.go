@@ -27,7 +27,7 @@ type Node struct {
 	layout   layout
 	caps     capabilities
 	traces   traces
-	// renewed is set when the layout was found anew, or a GPU answers again, and nobody has been told.
+	// renewed is set if the layout was found again or a GPU answers again, and the change has not been announced.
 	renewed bool
 	session *session
 	known   map[string]*knownGPU

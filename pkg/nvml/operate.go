@@ -39,8 +39,8 @@ type outcome[T any] struct {
 	err   error
 }
 
-// change is operate for what changes something: the inventory knows of it when it returns. Where nobody waits for the end,
-// abandon, which may be nil, takes back what was made.
+// change runs an operation that changes the GPU: the inventory is updated when it returns. If the caller has gone, abandon
+// reverts the change; it may be nil.
 func change[T any](
 	ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T),
 ) (T, error) {
@@ -88,7 +88,7 @@ func operate[T any](
 	}
 }
 
-// answered gives the answer to whoever still waits for it.
+// answered delivers the answer if the caller still waits for it.
 func answered[T any](answer chan<- outcome[T], o outcome[T], abandoned <-chan struct{}) bool {
 	select {
 	case answer <- o:
@@ -98,7 +98,7 @@ func answered[T any](answer chan<- outcome[T], o outcome[T], abandoned <-chan st
 	}
 }
 
-// enter waits until nobody else is at the GPU. Scans leave it alone until leave is called, or until it has taken too long.
+// enter waits for exclusive use of the GPU. Scans skip the GPU until leave is called or the operation times out.
 func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error) {
 	n.mu.Lock()
 	turn, ok := n.turns[uuid]

@@ -18,9 +18,9 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// PartitionEdits says what a container needs for a partition that is made, beside the common edits: what ContainerEdits has for
-// it once the inventory has it. It asks the driver nothing and waits for nobody, except for a partition with graphics: that one
-// takes ContainerEdits, and with it the wait for a scan that is under way. Safe for concurrent use; paths are the host's.
+// PartitionEdits returns the CDI edits of a new partition, besides the common edits: the same as ContainerEdits once the
+// inventory contains it. It calls the driver only for a partition with graphics, and then waits for a running scan. It is safe
+// for concurrent use; paths are the host's.
 func (n *Node) PartitionEdits(ctx context.Context, p gpu.Partition) (specs.Device, error) {
 	device, err := n.oneEdits(ctx, p)
 	if err != nil {

@@ -8,7 +8,7 @@ import (
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// session opens NVML for as long as somebody uses it, or while held (see the package documentation).
+// session keeps NVML initialised while it is used or held (see the package documentation).
 type session struct {
 	library gonvml.Interface
 
@@ -54,7 +54,7 @@ func (s *session) hold(hold bool) {
 	s.holding = hold
 }
 
-// release ends a held session that nobody uses.
+// release ends a held session without users.
 func (s *session) release() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -143,7 +143,7 @@ func (s *sweep) look(ctx context.Context, index int) {
 // leave leaves a GPU alone that is being operated on: a call that looks at it may wait until that ends. It is what it was.
 func (s *sweep) leave(index int) bool {
 	if s.count != len(s.before) {
-		// Somebody is new or gone, so the index may be another's.
+		// A GPU appeared or vanished, so the index may be another GPU's.
 		return false
 	}
 	for uuid, known := range s.before {

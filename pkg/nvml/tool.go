@@ -28,7 +28,7 @@ func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) erro
 	}
 	_, err := operate(ctx, n, uuid, func(op *operation) (struct{}, error) {
 		return struct{}{}, n.options.setTimeSlice(op.layout, uuid, interval)
-	}, func(*operation, struct{}) {}) // whoever gave up sets it again
+	}, func(*operation, struct{}) {}) // the caller sets it again
 	if err != nil {
 		return fmt.Errorf("set time slice of GPU %s to %d: %w", uuid, interval, err)
 	}

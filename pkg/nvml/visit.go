@@ -20,7 +20,7 @@ type visit struct {
 	device gonvml.Device
 	// odd says what of the GPU's MIG cannot be read.
 	odd []string
-	// deinitialises is a GPU that the driver shuts down when nobody has it open.
+	// deinitialises marks a GPU that the driver shuts down when no process has it open.
 	deinitialises bool
 }
 

@@ -69,7 +69,7 @@ func (k *keeper) register(m manager.Manager) error {
 func (k *keeper) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	configuration := &admissionregistrationv1.ValidatingWebhookConfiguration{}
 	if err := k.client.Get(ctx, types.NamespacedName{Name: request.Name}, configuration); err != nil {
-		// Without one nobody asks, and the Secret goes with it.
+		// Without a configuration the API server does not call the webhook, and garbage collection removes the Secret.
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	bundle, err := k.keep(ctx, request.NamespacedName, configuration)
@@ -77,8 +77,8 @@ func (k *keeper) Reconcile(ctx context.Context, request reconcile.Request) (reco
 		err = k.trust(ctx, configuration, bundle)
 	}
 	if apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) {
-		// Somebody was faster, who may have led before. What he wrote is about to arrive, and brings us back here.
-		klog.FromContext(ctx).V(2).Info("Somebody else has written first", "err", err)
+		// An earlier leader wrote first. The watch reports its change, which triggers the next reconciliation.
+		klog.FromContext(ctx).V(2).Info("Another replica has written first", "err", err)
 		return reconcile.Result{}, nil
 	}
 	if err != nil {
@@ -180,7 +180,7 @@ func (k *keeper) tell(ctx context.Context, secret *corev1.Secret, story string, 
 	k.recorder.Eventf(secret, nil, corev1.EventTypeWarning, "CertificateReplaced", "Replace", "what was there could not be used: %.512s", unusable.Error())
 }
 
-// trust tells the API server whom to trust, where somebody has removed it too.
+// trust sets the caBundle of the configuration, also if another client removed it.
 func (k *keeper) trust(ctx context.Context, configuration *admissionregistrationv1.ValidatingWebhookConfiguration, bundle []byte) error {
 	if trusts(configuration, bundle) {
 		return nil
@@ -189,7 +189,7 @@ func (k *keeper) trust(ctx context.Context, configuration *admissionregistration
 	for i := range configuration.Webhooks {
 		configuration.Webhooks[i].ClientConfig.CABundle = bundle
 	}
-	// The patch has the whole list, so not over somebody's change of it.
+	// The patch replaces the whole list, so it must not overwrite a concurrent change.
 	patch := client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})
 	if err := k.client.Patch(ctx, configuration, patch); err != nil {
 		return fmt.Errorf("patch CA bundle of %s: %w", configuration.Name, err)

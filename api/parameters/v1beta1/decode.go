@@ -79,7 +79,7 @@ func few(path *field.Path, all field.ErrorList) field.ErrorList {
 	return append(all[:mistakesMax:mistakesMax], field.Invalid(path, field.OmitValueType{}, more))
 }
 
-// echo is what somebody wrote, as far as it belongs into a sentence.
+// echo shortens input for an error text.
 func echo(text string) string {
 	if len(text) > echoMax {
 		text = text[:echoMax] + "…"

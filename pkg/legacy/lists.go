@@ -16,7 +16,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// listing is one device list as sent to kubelet. Nobody changes one that was published.
+// listing is one device list as sent to kubelet. It is immutable.
 type listing struct {
 	response *pluginapi.ListAndWatchResponse
 	// healthy are the IDs that kubelet must come to call allocatable, sorted.
@@ -40,8 +40,8 @@ func newListing(items []item, states []state) *listing {
 	return l
 }
 
-// roster keeps the catalogs and the published lists in step with inventory and ledger.
-type roster struct {
+// lists keeps the device lists up to date with inventory and ledger.
+type lists struct {
 	offering
 	inventory   Inventory
 	ledger      Ledger
@@ -62,13 +62,13 @@ type roster struct {
 
 	mu        sync.Mutex
 	published map[string]*listing
-	// leftOut says what has no resource, by reason.
-	leftOut []string
-	changed chan struct{}
+	// excluded says what has no resource, by reason.
+	excluded []string
+	changed  chan struct{}
 }
 
-func newRoster(c Config, m *metrics) *roster {
-	r := &roster{
+func newLists(c Config, m *metrics) *lists {
+	r := &lists{
 		offering: newOffering(c), inventory: c.Inventory, ledger: c.Ledger, allocations: c.Allocations, specs: c.Specs,
 		metrics: m, hold: newHysteresis(), promised: map[promise]time.Time{}, changed: make(chan struct{}),
 	}
@@ -77,10 +77,10 @@ func newRoster(c Config, m *metrics) *roster {
 }
 
 // catalogs of the moment; callers must not change them.
-func (r *roster) catalogs() *catalogs { return r.known.Load() }
+func (r *lists) catalogs() *catalogs { return r.known.Load() }
 
 // catalog of a resource at the moment; one that is not served has no devices.
-func (r *roster) catalog(resource string) *catalog {
+func (r *lists) catalog(resource string) *catalog {
 	if c := r.catalogs().of[resource]; c != nil {
 		return c
 	}
@@ -88,50 +88,50 @@ func (r *roster) catalog(resource string) *catalog {
 }
 
 // owners of the moment.
-func (r *roster) owners() owners { return ownersOf(r.ledger, r.allocations) }
+func (r *lists) owners() owners { return ownersOf(r.ledger, r.allocations) }
 
 // current returns the published list of a resource, nil for none, and a channel that is closed when any list changes.
-func (r *roster) current(resource string) (*listing, <-chan struct{}) {
+func (r *lists) current(resource string) (*listing, <-chan struct{}) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.published[resource], r.changed
 }
 
 // resources returns the names of those that have a list, and a channel that is closed when any list changes.
-func (r *roster) resources() ([]string, <-chan struct{}) {
+func (r *lists) resources() ([]string, <-chan struct{}) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return slices.Sorted(maps.Keys(r.published)), r.changed
 }
 
 // left returns what is left out, and a channel that is closed when that changes, or any list.
-func (r *roster) left() ([]string, <-chan struct{}) {
+func (r *lists) left() ([]string, <-chan struct{}) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.leftOut, r.changed
+	return r.excluded, r.changed
 }
 
 // refresh reads inventory and ledger anew. Only one goroutine may call it at a time.
-func (r *roster) refresh(now time.Time) (again time.Duration) {
+func (r *lists) refresh(now time.Time) (again time.Duration) {
 	r.known.Store(r.over(r.inventory.Inventory(), r.owners(), r.catalogs(), now))
 	return r.publish(now)
 }
 
 // reshare is a refresh where something has become ready, or is so no more: most of what is set for claims changes neither.
-func (r *roster) reshare(now time.Time) (again time.Duration) {
+func (r *lists) reshare(now time.Time) (again time.Duration) {
 	if c := r.catalogs(); !maps.Equal(c.unready, r.unready(c.items())) {
 		return r.refresh(now)
 	}
 	return r.publish(now)
 }
 
-func (r *roster) publish(now time.Time) (again time.Duration) {
+func (r *lists) publish(now time.Time) (again time.Duration) {
 	c, o := r.catalogs(), r.owners()
-	if c.restless(o) || len(r.unlisted(o, c.items())) > 0 {
+	if c.needsRefresh(o) || len(r.unlisted(o, c.items())) > 0 {
 		c = r.over(r.inventory.Inventory(), o, c, now)
 		r.known.Store(c)
 	}
-	again = r.ripen(now, &o)
+	again = r.debounce(now, &o)
 	if retires := r.retires(); !retires.IsZero() {
 		again = sooner(again, max(retires.Sub(now), time.Millisecond))
 	}
@@ -147,13 +147,13 @@ func (r *roster) publish(now time.Time) (again time.Duration) {
 	}
 	r.metrics.withdrawals.Add(float64(r.newlyWithdrawn(c, states)))
 	r.assessed, r.states = c, states
-	r.metrics.setDevices(states, len(c.leftOut))
+	r.metrics.setDevices(states, len(c.excluded))
 	r.announce(c, states)
 	return again
 }
 
 // retires is when the next item is no longer listed; zero for never.
-func (r *roster) retires() time.Time {
+func (r *lists) retires() time.Time {
 	if idle := r.catalogs().idle(); !idle.IsZero() && r.retireAfter > 0 {
 		return idle.Add(r.retireAfter)
 	}
@@ -161,7 +161,7 @@ func (r *roster) retires() time.Time {
 }
 
 // announce publishes those lists that differ from before.
-func (r *roster) announce(c *catalogs, states map[string][]state) {
+func (r *lists) announce(c *catalogs, states map[string][]state) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	next := make(map[string]*listing, len(c.of))
@@ -171,9 +171,9 @@ func (r *roster) announce(c *catalogs, states map[string][]state) {
 			next[resource] = before
 		}
 	}
-	leftOut := leftOutByReason(c.leftOut)
-	if !maps.Equal(r.published, next) || !slices.Equal(r.leftOut, leftOut) {
-		r.published, r.leftOut = next, leftOut
+	excluded := leftOutByReason(c.excluded)
+	if !maps.Equal(r.published, next) || !slices.Equal(r.excluded, excluded) {
+		r.published, r.excluded = next, excluded
 		close(r.changed)
 		r.changed = make(chan struct{})
 	}
@@ -187,13 +187,13 @@ func sooner(a, b time.Duration) time.Duration {
 	return a
 }
 
-// promiseDelay is how long a device stays on offer that is promised to a claim and that no claim waits for. Limits pods that were
-// bound before the scheduler made the promise come by another watch, and may come later: without a device they fail for good,
-// and the claim does not.
+// promiseDelay is how long a device that is promised to a claim stays offered while no claim waits for it. Pods that were bound
+// before that allocation come by another watch and may come later. Without a device they fail permanently, and the claim does
+// not.
 const promiseDelay = 300 * time.Millisecond
 
-// ripen drops the promises that are younger, except from the first list, and answers how long until the next one is ripe.
-func (r *roster) ripen(now time.Time, o *owners) (again time.Duration) {
+// debounce drops promises younger than promiseDelay, except from the first list, and returns how long until the next one counts.
+func (r *lists) debounce(now time.Time, o *owners) (again time.Duration) {
 	maps.DeleteFunc(r.promised, func(p promise, _ time.Time) bool { _, still := o.promised[p]; return !still })
 	for p, lost := range o.promised {
 		since, known := r.promised[p]
@@ -215,7 +215,7 @@ func (r *roster) ripen(now time.Time, o *owners) (again time.Duration) {
 }
 
 // newlyWithdrawn counts the devices that were healthy in the lists before.
-func (r *roster) newlyWithdrawn(c *catalogs, states map[string][]state) int {
+func (r *lists) newlyWithdrawn(c *catalogs, states map[string][]state) int {
 	count := 0
 	if r.assessed == nil {
 		return 0
@@ -235,7 +235,7 @@ func (r *roster) newlyWithdrawn(c *catalogs, states map[string][]state) int {
 }
 
 // run follows inventory, specs, sharing, ledger and allocations until ctx is done.
-func (r *roster) run(ctx context.Context) {
+func (r *lists) run(ctx context.Context) {
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
 	allocated := func() <-chan struct{} {

@@ -204,7 +204,7 @@ func TestPromisesRipen(t *testing.T) {
 	gpus := []device.GPU{{UUID: uuid(0)}, {UUID: uuid(1)}}
 	promised := allocations{newBroadcast[[]device.Ref](nil)}
 	book := &fixedLedger{}
-	r := &roster{ledger: book, allocations: promised, metrics: newMetrics(), hold: newHysteresis(), promised: map[promise]time.Time{}, changed: make(chan struct{})}
+	r := &lists{ledger: book, allocations: promised, metrics: newMetrics(), hold: newHysteresis(), promised: map[promise]time.Time{}, changed: make(chan struct{})}
 	r.known.Store(offering{resources: whole}.over(device.Inventory{GPUs: gpus}, owners{}, nil, time.Now()))
 	began := time.Now()
 	const ok, away = stateHealthy, stateWithdrawn
@@ -260,8 +260,8 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 	look(0, half, map[string]string{"MIG-9-4": "Unhealthy"})
 	// One that is restored while the agent runs is told of without a change of the inventory.
 	take("GPU-7::1", whole.GPU, device.Ref{GPU: "GPU-7"})
-	p.roster.publish(began.Add(time.Second))
-	if list, _ := p.roster.current(whole.GPU); !slices.ContainsFunc(list.response.Devices, func(d *pluginapi.Device) bool {
+	p.lists.publish(began.Add(time.Second))
+	if list, _ := p.lists.current(whole.GPU); !slices.ContainsFunc(list.response.Devices, func(d *pluginapi.Device) bool {
 		return d.ID == "GPU-7::1" && d.Health == "Unhealthy"
 	}) {
 		t.Errorf("lists %v", list.response.Devices)
@@ -272,7 +272,7 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 	look(2*time.Second, oneSlice, map[string]string{"MIG-2-0": "Healthy", "MIG-2-5": "Unhealthy"})
 	look(time.Hour, oneSlice, map[string]string{"MIG-2-0": "Healthy"})
 	look(time.Hour, half, map[string]string{})
-	if _, listed := p.roster.catalog(whole.GPU).index["GPU-7::1"]; listed {
+	if _, listed := p.lists.catalog(whole.GPU).index["GPU-7::1"]; listed {
 		t.Error("an ID stays that nobody has and that is no GPU")
 	}
 }
@@ -290,12 +290,12 @@ func TestPlannerBesideWhatLeaves(t *testing.T) {
 		t.Fatal(err)
 	}
 	p.Look(time.Now())
-	if p.roster.catalog(whole.GPU).planner != nil {
+	if p.lists.catalog(whole.GPU).planner != nil {
 		t.Error("partitions are chosen by the links of their GPUs")
 	}
 	f.inventory.set(func(device.Inventory) device.Inventory { return islands(4, 2, 6) })
 	p.Look(time.Now())
-	if items := len(p.roster.catalog(whole.GPU).items); items != 4+3 {
+	if items := len(p.lists.catalog(whole.GPU).items); items != 4+3 {
 		t.Errorf("%d items are listed", items)
 	}
 	answer := p.Preferred(whole.GPU, &pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{
