@@ -9,7 +9,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -43,8 +42,10 @@ const (
 // agent is the wiring of one node.
 type agent struct {
 	config config.Config
-	api    *rest.Config
-	client kubernetes.Interface
+	// isDriverless is set in driverless mode.
+	isDriverless bool
+	api          *rest.Config
+	client       kubernetes.Interface
 	// reload reads the configuration anew, apart from the node's label.
 	reload   func() (config.Config, error)
 	metrics  metrics
@@ -111,53 +112,67 @@ func (a *agent) run(ctx context.Context) error {
 
 var errNotStarted = errors.New("not started")
 
-// serve brings up the node in the order that keeps it safe: the ledger's lock, the GPUs, the holds that are known from
+// serve starts the node's components in the order that keeps it safe: the ledger's lock, the records, the driver, the holds of
 // before, the CDI specs, and only then the two APIs.
 func (a *agent) serve(ctx context.Context) error {
-	cgroups := podstate.NewCgroups(a.config.CgroupRoot)
-	pods, err := podstate.NewPods(a.client, a.config.NodeName, cgroups, a.config.KubeletDir)
+	c, err := a.newComponents()
 	if err != nil {
 		return err
 	}
-	resources, err := podstate.NewPodResources(a.config.KubeletDir)
-	if err != nil {
-		return err
-	}
-	made := newRecords(a.config.RunDir, a.bootID)
-	book, err := a.openLedger(ctx, reconcile.Guard(pods, made.bind), pods.Queue(a.config.Resources().Has))
+	c.book, err = a.openLedger(ctx, reconcile.Guard(c.pods, c.recorded), c.pods.Queue(a.config.Resources().Has))
 	if err == nil {
-		err = made.load(ctx)
-		if err == nil {
-			err = a.serveNode(ctx, cgroups, pods, book, made, resources)
-		}
-		err = errors.Join(err, book.Close())
+		err = errors.Join(a.serveNode(ctx, c), c.book.Close())
 	}
-	return errors.Join(unlessStopped(ctx, err), resources.Close())
+	return errors.Join(unlessStopped(ctx, err), c.resources.Close())
 }
 
-// records are what was made and set for claims, which goes before their holds end.
-type records struct {
+// components are what the node's APIs are served from.
+type components struct {
+	cgroups    *podstate.Cgroups
+	pods       *podstate.Pods
+	self       *podstate.Node
+	resources  *podstate.PodResources
+	node       *nvml.Node
 	partitions *partition.Records
 	settings   *sharing.Records
+	book       *ledger.Ledger
+	// The others need the ledger's lock, under which the records are loaded.
+	devices *partition.Maker
+	specs   *cdi.Specs
+	shared  *sharing.Manager
+	policy  *sharing.Policy
 }
 
-func newRecords(runDir, bootID string) records {
-	return records{
-		partitions: partition.NewRecords(filepath.Join(runDir, "partitions"), bootID),
-		settings:   sharing.NewRecords(filepath.Join(runDir, "sharing"), bootID),
+// newComponents makes the components that need no lock. It has no visible effect.
+func (a *agent) newComponents() (components, error) {
+	c := components{
+		cgroups:    podstate.NewCgroups(a.config.CgroupRoot),
+		self:       podstate.NewNode(a.client, a.config.NodeName),
+		partitions: partition.NewRecords(filepath.Join(a.config.RunDir, "partitions"), a.bootID),
+		settings:   sharing.NewRecords(filepath.Join(a.config.RunDir, "sharing"), a.bootID),
 	}
+	var err error
+	if c.pods, err = podstate.NewPods(a.client, a.config.NodeName, c.cgroups, a.config.KubeletDir); err != nil {
+		return components{}, err
+	}
+	if c.node, err = nvml.New(a.nodeOptions()); err != nil {
+		return components{}, err
+	}
+	c.resources, err = podstate.NewPodResources(a.config.KubeletDir)
+	return c, err
 }
 
-func (r records) bind(h ledger.Hold) bool {
-	return r.partitions.Made(h.Device) || h.Holder.Kind == ledger.KindClaim && r.settings.Applied(h.Holder.ID, h.Device)
+// recorded reports whether a partition or sharing settings of a hold are recorded. They are removed before the hold ends.
+func (c components) recorded(h ledger.Hold) bool {
+	return c.partitions.Made(h.Device) || h.Holder.Kind == ledger.KindClaim && c.settings.Applied(h.Holder.ID, h.Device)
 }
 
-// load is called under the ledger's lock.
-func (r records) load(ctx context.Context) error {
-	for _, of := range []interface{ Load() ([]error, error) }{r.partitions, r.settings} {
-		problems, err := of.Load()
+// loadRecords needs the ledger's lock.
+func (c components) loadRecords(ctx context.Context) error {
+	for _, records := range []interface{ Load() ([]error, error) }{c.partitions, c.settings} {
+		problems, err := records.Load()
 		for _, problem := range problems {
-			klog.FromContext(ctx).Error(problem, "A record is not as it should be")
+			klog.FromContext(ctx).Error(problem, "Cannot read a record")
 		}
 		if err != nil {
 			return err
@@ -166,95 +181,92 @@ func (r records) load(ctx context.Context) error {
 	return nil
 }
 
-// unlessStopped drops the errors of what was interrupted, and of what would be started anew.
+// unlessStopped drops the errors of interrupted calls, and those that ask for a new start.
 func unlessStopped(ctx context.Context, err error) error {
-	anew := errors.Is(err, nvml.ErrDriverReplaced) || errors.Is(err, errReconfigured)
-	if ctx.Err() != nil && (errors.Is(err, context.Canceled) || anew) {
+	if ctx.Err() != nil && (errors.Is(err, context.Canceled) || restarts(err)) {
 		return nil
 	}
 	return err
 }
 
-func (a *agent) serveNode(ctx context.Context, cgroups *podstate.Cgroups, pods *podstate.Pods, book *ledger.Ledger,
-	made records, resources *podstate.PodResources,
-) error {
+// serveNode serves the node once the driver reports a GPU, and in driverless mode until then.
+func (a *agent) serveNode(ctx context.Context, c components) error {
+	if err := c.loadRecords(ctx); err != nil {
+		return err
+	}
+	if err := c.node.Scan(ctx); err != nil && !errors.Is(err, nvml.ErrNoDriver) {
+		return err
+	}
 	group, ctx := errgroup.WithContext(ctx)
-	watchPods := sync.OnceFunc(func() { group.Go(func() error { return pods.Run(ctx) }) })
+	group.Go(func() error { return c.node.Run(ctx) })
 	group.Go(func() error {
-		care := caretaker{agent: a, cgroups: cgroups, pods: pods, book: book, made: made, resources: resources, watchPods: watchPods}
-		takeCare, stop := care.prepare(ctx)
-		defer stop()
-		node, err := a.openNode(ctx, takeCare)
-		if err != nil {
-			return err
-		}
-		group.Go(func() error { return node.Run(ctx) })
-		if !a.awaitGPU(ctx, node, takeCare) {
+		serving := a
+		if c.node.Missing() != nil && a.holdsAny(c.book) {
+			serving = a.driverless()
+			group.Go(func() error {
+				if !a.awaitGPU(ctx, c.node) {
+					return nil
+				}
+				return errDriverArrived
+			})
+		} else if !a.awaitGPU(ctx, c.node) {
 			return nil
 		}
-		stop()
-		watchPods()
-		self := podstate.NewNode(a.client, a.config.NodeName)
-		group.Go(func() error { return self.Run(ctx) })
-		devices := partition.NewMaker(made.partitions, node, partition.Policy{Dynamic: a.config.Dynamic, Sharing: a.config.SharingOf})
-		return a.serveGPUs(ctx, cgroups, pods, book, node, devices, made.settings, self, resources)
+		group.Go(func() error { return c.pods.Run(ctx) })
+		group.Go(func() error { return c.self.Run(ctx) })
+		return serving.serveDevices(ctx, c)
 	})
 	return group.Wait()
 }
 
-func (a *agent) serveGPUs(ctx context.Context, cgroups *podstate.Cgroups, pods *podstate.Pods, book *ledger.Ledger, node *nvml.Node,
-	devices *partition.Maker, settings *sharing.Records, self *podstate.Node, resources *podstate.PodResources,
-) error {
-	specs, err := a.newSpecs(node)
-	if err != nil {
+func (a *agent) serveDevices(ctx context.Context, c components) error {
+	c.devices = partition.NewMaker(c.partitions, c.node, partition.Policy{Dynamic: a.config.Dynamic, Sharing: a.config.SharingOf})
+	var err error
+	if c.specs, err = a.newSpecs(c.node); err != nil {
 		return err
 	}
-	shared := sharing.NewManager(sharing.Options{
-		Records: settings, RunDir: a.config.RunDir, DriverRoot: node.DriverRoot(), Hardware: node, Specs: specs,
+	c.shared = sharing.NewManager(sharing.Options{
+		Records: c.settings, RunDir: a.config.RunDir, DriverRoot: c.node.DriverRoot(), Hardware: c.node, Specs: c.specs,
 	})
-	holds := a.reconcilerConfig(cgroups, pods, book, devices, shared, resources)
-	holds.Inventory, holds.Registerer, holds.AddPlaceholders = devices, a.metrics, specs.AddPlaceholders
-	reconciler, err := reconcile.New(holds)
+	c.policy = sharing.NewPolicy(c.shared, c.devices, c.book, c.pods)
+	reconciler, err := reconcile.New(reconcile.Config{
+		Ledger: c.book, Pods: c.pods, Cgroups: c.cgroups, Resources: c.resources, Inventory: c.devices,
+		Partitions: c.devices, Settings: c.shared, AddPlaceholders: c.specs.AddPlaceholders,
+		Claims:     func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
+		KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Limits: a.config.Resources(),
+		Recorder: a.recorder, Registerer: a.metrics,
+	})
 	if err != nil {
 		return err
 	}
 	if err := reconciler.Restore(ctx); err != nil {
 		return err
 	}
-	if err := specs.Ensure(ctx); err != nil {
+	if err := c.specs.Ensure(ctx); err != nil {
 		// The specs' own loop tries again, and every Prepare and Allocate does.
-		klog.FromContext(ctx).Error(err, "Writing CDI specs")
-	}
-	policy := sharing.NewPolicy(shared, devices, book, pods)
-	front := frontEnds{
-		pods: pods, book: book, node: node, devices: devices, shared: shared, policy: policy, specs: specs, resources: resources, self: self,
+		klog.FromContext(ctx).Error(err, "Cannot write the CDI specs, retrying")
 	}
 	a.status.Waiting("claims", errNoPods)
 	a.status.Waiting("limits", errNoPods)
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
-		reconciler.Run, specs.Run, shared.Run, policy.Run, a.checkRuntime,
-		func(ctx context.Context) error { return a.provision(ctx, book, devices) },
-		func(ctx context.Context) error {
-			return a.newSettings(self, devices.Inventory).run(ctx, func(ctx context.Context, c config.Config) error {
-				return a.with(c).serveAPIs(ctx, front)
-			})
-		},
+		reconciler.Run, c.specs.Run, c.shared.Run, c.policy.Run, a.checkRuntime,
+		func(ctx context.Context) error { return a.provision(ctx, c) },
+		func(ctx context.Context) error { return a.serveConfigured(ctx, c) },
 	} {
 		group.Go(func() error { return run(ctx) })
 	}
 	return group.Wait()
 }
 
-// reconcilerConfig lacks the inventory, and where metrics go.
-func (a *agent) reconcilerConfig(cgroups *podstate.Cgroups, pods *podstate.Pods, book *ledger.Ledger, devices *partition.Maker, shared *sharing.Manager,
-	resources *podstate.PodResources,
-) reconcile.Config {
-	return reconcile.Config{
-		Ledger: book, Pods: pods, Cgroups: cgroups, Resources: resources, Partitions: devices, Settings: shared, Recorder: a.recorder,
-		Claims:     func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Limits: a.config.Resources(),
+// serveConfigured serves the APIs as the node's configuration says. Driverless mode has one configuration.
+func (a *agent) serveConfigured(ctx context.Context, c components) error {
+	if a.isDriverless {
+		return a.serveAPIs(ctx, c)
 	}
+	return a.newSettings(c.self, c.devices.Inventory).run(ctx, func(ctx context.Context, config config.Config) error {
+		return a.with(config).serveAPIs(ctx, c)
+	})
 }
 
 // with is the agent with another configuration.
@@ -296,15 +308,15 @@ func (a *agent) newSpecs(node *nvml.Node) (*cdi.Specs, error) {
 // provisionRetry is how soon space that was not to be had is asked for again.
 const provisionRetry = 10 * time.Second
 
-// provision keeps space on disk for the record of every device, and every replica, that a limit may get.
-func (a *agent) provision(ctx context.Context, book *ledger.Ledger, devices *partition.Maker) error {
+// provision keeps space on disk for the record of every device, and every replica, that a pod may get.
+func (a *agent) provision(ctx context.Context, c components) error {
 	for {
-		changed := devices.Changed()
+		changed := c.devices.Changed()
 		var retry <-chan time.Time
-		inv := devices.Inventory()
+		inv := c.devices.Inventory()
 		offers, _ := a.config.Resources().Offers(inv.GPUs)
-		if err := book.Provision(max(len(inv.Devices()), len(offers))); err != nil {
-			klog.FromContext(ctx).Error(err, "Reserving space for the ledger")
+		if err := c.book.Provision(max(len(inv.Devices()), len(offers))); err != nil {
+			klog.FromContext(ctx).Error(err, "Cannot reserve space for the ledger, retrying")
 			retry = time.After(provisionRetry)
 		}
 		select {

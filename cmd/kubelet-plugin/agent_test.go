@@ -13,14 +13,17 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/simulated"
 )
@@ -90,12 +93,22 @@ type testAgent struct {
 
 func start(t *testing.T, c config.Config) *testAgent {
 	t.Helper()
+	return startWith(t, c, nil)
+}
+
+// startWith starts an agent of which a claim already has a GPU, where client is not nil.
+func startWith(t *testing.T, c config.Config, client kubernetes.Interface) *testAgent {
+	t.Helper()
 	a, err := newAgent(c)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if a.status.Ready() == nil {
 		t.Error("ready before it runs")
+	}
+	if client != nil {
+		a.client = client
+		hold(t, c, a.bootID, ledger.ClaimRequest{UID: "c1", Namespace: "apps", Name: "one", Devices: []device.Ref{{GPU: "GPU-0"}}})
 	}
 	events := record.NewFakeRecorder(100)
 	a.recorder = events
@@ -241,9 +254,9 @@ type anything struct{}
 func (anything) Started(ledger.Hold, []ledger.Hold) bool { return false }
 func (anything) PodState(ledger.Hold) ledger.PodState    { return ledger.Running }
 
-// A driver without GPUs: nothing is registered until there is one.
-func TestWaitsForGPU(t *testing.T) {
-	c := nodeConfig(t)
+// simulatedMachine gives the node of c four simulated GPUs, and returns the directory of the machine.
+func simulatedMachine(t *testing.T, c *config.Config) string {
+	t.Helper()
 	profile, err := simulated.Load("l4x4")
 	if err != nil {
 		t.Fatal(err)
@@ -256,11 +269,26 @@ func TestWaitsForGPU(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.NVML, c.DriverRoot, c.SysfsRoot = "simulated:l4x4", "/machine/driver", filepath.Join(machine, "sys")
-	faults := filepath.Join(machine, simulated.FaultsFile)
-	absent := "gpus: [{gpu: \"0\", absent: true}, {gpu: \"1\", absent: true}, {gpu: \"2\", absent: true}, {gpu: \"3\", absent: true}]\n"
-	if err := os.WriteFile(faults, []byte(absent), 0o600); err != nil {
+	return machine
+}
+
+// setAbsent removes the first GPUs of a machine, and gives it all others.
+func setAbsent(t *testing.T, machine string, gpus int) {
+	t.Helper()
+	var faults simulated.Faults
+	for gpu := range gpus {
+		faults.GPUs = append(faults.GPUs, simulated.GPUFaults{GPU: strconv.Itoa(gpu), Absent: true})
+	}
+	if err := simulated.WriteFaults(machine, faults); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// A driver without GPUs: nothing is registered until there is one.
+func TestWaitsForGPU(t *testing.T) {
+	c := nodeConfig(t)
+	machine := simulatedMachine(t, &c)
+	setAbsent(t, machine, 4)
 	a := start(t, c)
 	a.await("finds no GPU")
 	a.wantEvent("NoGPU")
@@ -269,9 +297,7 @@ func TestWaitsForGPU(t *testing.T) {
 			t.Errorf("%s has %v, %v", dir, entries, err)
 		}
 	}
-	if err := os.WriteFile(faults, nil, 0o600); err != nil {
-		t.Fatal(err)
-	}
+	setAbsent(t, machine, 0)
 	// Then only the API server is missing.
 	a.await("claims: the API server has not listed this node's pods yet\nlimits: the API server")
 	if entries, err := os.ReadDir(c.CDIDir); err != nil || len(entries) == 0 {

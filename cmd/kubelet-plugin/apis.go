@@ -11,50 +11,32 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/tandem-gpu/tandem/internal/config"
-	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
-	"github.com/tandem-gpu/tandem/pkg/nvml"
-	"github.com/tandem-gpu/tandem/pkg/partition"
-	"github.com/tandem-gpu/tandem/pkg/podstate"
-	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
-
-// frontEnds is what both APIs are served from.
-type frontEnds struct {
-	pods      *podstate.Pods
-	book      *ledger.Ledger
-	node      *nvml.Node
-	devices   *partition.Maker
-	shared    *sharing.Manager
-	policy    *sharing.Policy
-	specs     *cdi.Specs
-	resources *podstate.PodResources
-	self      *podstate.Node
-}
 
 var errNoPods = errors.New("the API server has not listed this node's pods yet")
 
-// serveAPIs serves those that the mode says, once the node's pods are known: without them a device whose pod was removed while
-// its containers live would pass for reused by that pod, and one that is free for taken.
-func (a *agent) serveAPIs(ctx context.Context, f frontEnds) error {
-	object, err := gpunode.New(a.objectConfig(f))
+// serveAPIs serves the APIs of the node's mode, once the node's pods are known. Before that, the GPU of a removed pod whose
+// containers still run would look as if the pod reused it, and a free GPU would look taken.
+func (a *agent) serveAPIs(ctx context.Context, c components) error {
+	object, err := gpunode.New(a.objectConfig(c))
 	if err != nil {
 		return err
 	}
-	claims, err := driver.New(a.claimsConfig(f, object))
+	claims, err := driver.New(a.claimsConfig(c, object))
 	if err != nil {
 		return err
 	}
-	limits, err := legacy.New(a.limitsConfig(f, object))
+	plugin, err := legacy.New(a.pluginConfig(c, object))
 	if err != nil {
 		return err
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return object.Run(ctx) })
-	if !f.pods.AwaitSync(ctx) {
+	if !c.pods.AwaitSync(ctx) {
 		return group.Wait()
 	}
 	// Claims are served in every mode: those that have devices may still have to be prepared, and must be unprepared.
@@ -63,17 +45,18 @@ func (a *agent) serveAPIs(ctx context.Context, f frontEnds) error {
 	if a.config.Mode.Claims() {
 		a.status.Check("claims", claims.Ready)
 	}
-	if a.config.Mode.Limits() {
-		group.Go(func() error { return limits.Run(ctx) })
-		a.status.Check("limits", limits.Ready)
-	} else {
-		group.Go(func() error { return retire(ctx, f.book, limits.Run) })
-		a.status.Waiting("limits", nil)
+	a.status.Waiting("limits", nil)
+	switch {
+	case a.config.Mode.Limits():
+		group.Go(func() error { return plugin.Run(ctx) })
+		a.status.Check("limits", plugin.Ready)
+	case !a.isDriverless: // without a driver the plugin would list no device
+		group.Go(func() error { return retire(ctx, c.book, plugin.Run) })
 	}
 	return group.Wait()
 }
 
-// retire runs the device plugin of a node that serves limits no more as long as a limit of before has a device.
+// retire runs the device plugin of a node whose mode no longer has it, while a pod of before has a device.
 func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) error) error {
 	left := func() bool {
 		return slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindPod })
@@ -102,23 +85,23 @@ func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) 
 	return group.Wait()
 }
 
-func (a *agent) objectConfig(f frontEnds) gpunode.Config {
-	c := gpunode.Config{
+func (a *agent) objectConfig(c components) gpunode.Config {
+	config := gpunode.Config{
 		REST: a.api, DriverName: a.config.DriverName, NodeName: a.config.NodeName, Mode: string(a.config.Mode),
 		Claims: func(namespace string) gpunode.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		Node:   f.self, Ledger: f.book, Inventory: f.devices, Registerer: a.metrics, Sharing: f.shared, Excluded: a.config.Excluded,
+		Node:   c.self, Ledger: c.book, Inventory: c.devices, Registerer: a.metrics, Sharing: c.shared, Excluded: a.config.Excluded,
 	}
 	if a.config.Mode.Limits() {
-		c.Limits, c.OfferedToPods = a.config.Resources(), a.config.OfferedToPods
+		config.Limits, config.OfferedToPods = a.config.Resources(), a.config.OfferedToPods
 	}
-	return c
+	return config
 }
 
-func (a *agent) claimsConfig(f frontEnds, object *gpunode.Object) driver.Config {
+func (a *agent) claimsConfig(c components, object *gpunode.Object) driver.Config {
 	return driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
-		Node: f.self, Ledger: f.book, Inventory: f.devices, Partitions: f.devices, Specs: f.specs, Pods: f.pods,
-		Sharing: f.shared, Policy: f.policy, DaemonTrouble: object.DaemonTrouble,
+		Node: c.self, Ledger: c.book, Inventory: c.devices, Partitions: c.devices, Specs: c.specs, Pods: c.pods,
+		Sharing: c.shared, Policy: c.policy, DaemonTrouble: object.DaemonTrouble,
 		Recorder: a.recorder, Registerer: a.metrics,
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToPods: a.config.OfferedToPods, Limits: a.config.Resources(),
 		PublishNothing: !a.config.Mode.Claims(),
@@ -126,21 +109,21 @@ func (a *agent) claimsConfig(f frontEnds, object *gpunode.Object) driver.Config 
 	}
 }
 
-func (a *agent) limitsConfig(f frontEnds, object *gpunode.Object) legacy.Config {
-	c := legacy.Config{
+func (a *agent) pluginConfig(c components, object *gpunode.Object) legacy.Config {
+	config := legacy.Config{
 		Resources: a.config.Resources(), NodeName: a.config.NodeName,
 		Directory:  filepath.Join(a.config.KubeletDir, "device-plugins"),
 		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
 		PassDeviceSpecs: a.config.PassDeviceSpecs, AllocationPolicy: legacy.AllocationPolicy(a.config.AllocationPolicy),
 		FailRequestsGreaterThanOne: a.config.FailRequestsGreaterThanOne,
-		Inventory:                  f.devices, Offered: a.config.OfferedToPods, Retiring: !a.config.Mode.Limits(),
-		Ledger: f.book, Specs: f.specs, Kubelet: f.resources, Sharing: f.policy,
+		Inventory:                  c.devices, Offered: a.config.OfferedToPods, Retiring: !a.config.Mode.Limits(),
+		Ledger: c.book, Specs: c.specs, Kubelet: c.resources, Sharing: c.policy,
 		Allocations: object, Acknowledge: object.Acknowledge,
 		Recorder: a.recorder, Registerer: a.metrics,
 	}
-	c.DevRoot, c.DevRootInAgent = f.node.DevRoot()
+	config.DevRoot, config.DevRootInAgent = c.node.DevRoot()
 	for _, s := range a.config.DeviceListStrategies {
-		c.Strategies = append(c.Strategies, legacy.Strategy(s))
+		config.Strategies = append(config.Strategies, legacy.Strategy(s))
 	}
-	return c
+	return config
 }

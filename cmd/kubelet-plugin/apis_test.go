@@ -12,15 +12,15 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 )
 
-// What is configured for limits reaches the device plugin.
-func TestLimitsConfig(t *testing.T) {
+// The configuration reaches the device plugin.
+func TestPluginConfig(t *testing.T) {
 	c := config.Config{
 		NodeName: "node-1", KubeletDir: "/kubelet", Mode: config.ModeDual,
 		ResourceName: "nvidia.com/gpu", MIGStrategy: device.MIGStrategyMixed, AllocationPolicy: "packed",
 		DeviceListStrategies: []string{"envvar", "volume-mounts"}, DeviceIDStrategy: "index",
 		CDIAnnotationPrefix: "cdi.example.com/", PassDeviceSpecs: true,
 	}
-	got := (&agent{config: c}).limitsConfig(frontEnds{node: &nvml.Node{}}, nil)
+	got := (&agent{config: c}).pluginConfig(components{node: &nvml.Node{}}, nil)
 	for what, passed := range map[string]bool{
 		"NodeName":         got.NodeName == "node-1",
 		"Directory":        got.Directory == "/kubelet/device-plugins",

@@ -27,10 +27,8 @@ func main() {
 	klog.Flush()
 	switch {
 	case errors.Is(err, flag.ErrHelp):
-	case errors.Is(err, nvml.ErrDriverReplaced), errors.Is(err, errReconfigured):
-		// Everything is closed. Only a new process can bind a new library (package nvml), and what starts with the new
-		// configuration needs no care for what was.
-		err = startAnew()
+	case restarts(err):
+		err = restart()
 		fallthrough
 	case err != nil:
 		fmt.Fprintf(os.Stderr, "kubelet-plugin: %v\n", err)
@@ -38,13 +36,19 @@ func main() {
 	}
 }
 
-// startAnew returns an error, or not at all. The program's path keeps the process its name, which /proc/self/exe would change.
-func startAnew() error {
+// restarts reports whether the agent ended to be started again. Everything is closed then. Only a new process can load a new
+// library (package nvml), and a new start with a changed configuration or driver has no state to convert.
+func restarts(err error) bool {
+	return errors.Is(err, nvml.ErrDriverReplaced) || errors.Is(err, errReconfigured) || errors.Is(err, errDriverArrived)
+}
+
+// restart replaces this process by a new one. It returns only on an error. /proc/self/exe would change the name of the process.
+func restart() error {
 	program, err := os.Executable()
 	if err != nil {
-		return fmt.Errorf("find the program to start anew: %w", err)
+		return fmt.Errorf("find the program to restart: %w", err)
 	}
-	return fmt.Errorf("start %s anew: %w", program, syscall.Exec(program, os.Args, os.Environ()))
+	return fmt.Errorf("restart %s: %w", program, syscall.Exec(program, os.Args, os.Environ()))
 }
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // lockInterval is how often the agent tries to lock the ledger. A blocking flock could not be cancelled.
@@ -39,51 +40,63 @@ func (a *agent) openLedger(ctx context.Context, e ledger.PodStates, q ledger.Que
 	}
 }
 
-// openNode waits for a driver, and calls missing if there is none.
-func (a *agent) openNode(ctx context.Context, missing func()) (*nvml.Node, error) {
-	node, err := nvml.Await(ctx, a.nodeOptions(), func(reason error) {
-		missing()
-		if missing, ok := errors.AsType[*nvml.NoDriverError](reason); ok && missing.NoHardware {
-			// The agent of a node without GPUs is ready, so that it does not delay an installation.
-			klog.FromContext(ctx).Info("Serving nothing on a node without an NVIDIA GPU", "reason", reason.Error())
-			for _, check := range []string{"driver", "claims", "limits"} {
-				a.status.Waiting(check, nil)
-			}
-			return
-		}
-		a.wait(ctx, "driver", "NoDriver", reason)
-	})
-	if err != nil {
-		return nil, err
-	}
-	a.status.Waiting("driver", nil)
-	return node, nil
+// errDriverArrived ends an agent in driverless mode: main starts it again, now with the driver.
+var errDriverArrived = errors.New("the NVIDIA driver reports GPUs now")
+
+// driverless is the agent in driverless mode. It is wired like any other, over an empty inventory: claims are unprepared, holds are
+// kept, and nothing is published. kubelet cannot end a pod whose claims are not unprepared, and a driver upgrade waits until all GPU
+// pods have ended (TestPodsEndWithoutADriver).
+func (a *agent) driverless() *agent {
+	next := a.with(a.config.ServingNothing())
+	next.isDriverless = true
+	return next
 }
 
-// awaitGPU waits until the driver finds a GPU, and calls missing while it finds none. It returns false when ctx is done.
-func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node, missing func()) bool {
+// holdsAny reports whether a claim or pod may have a device, by the ledger or by kubelet. A node without one needs no driverless
+// mode.
+func (a *agent) holdsAny(book *ledger.Ledger) bool {
+	claims, err := podstate.ReadClaimState(a.config.KubeletDir, a.config.DriverName)
+	return err != nil || len(claims) > 0 || len(book.Holds()) > 0
+}
+
+// awaitGPU waits until the driver reports a GPU. It returns false when ctx is done.
+func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node) bool {
 	reported := ""
 	for {
 		changed := node.Changed()
-		inventory := node.Inventory()
-		if len(inventory.GPUs) > 0 {
+		missing := node.Missing()
+		if missing == nil {
+			a.status.Waiting("driver", nil)
 			a.status.Waiting("gpus", nil)
 			return true
 		}
-		missing()
-		reason := fmt.Errorf("driver %s finds no GPU", inventory.DriverVersion)
-		if unidentified := node.Unidentified(); unidentified > 0 {
-			reason = fmt.Errorf("driver %s finds %d GPUs that do not report their UUID", inventory.DriverVersion, unidentified)
-		}
-		if reason.Error() != reported {
-			a.wait(ctx, "gpus", "NoGPU", reason)
-			reported = reason.Error()
+		if missing.Error() != reported {
+			reported = missing.Error()
+			a.reportMissing(ctx, missing)
 		}
 		select {
 		case <-ctx.Done():
 			return false
 		case <-changed:
 		}
+	}
+}
+
+// reportMissing reports why there is no GPU. The agent of a node without NVIDIA hardware is ready, so that it does not delay an
+// installation.
+func (a *agent) reportMissing(ctx context.Context, missing error) {
+	noDriver, ok := errors.AsType[*nvml.NoDriverError](missing)
+	switch {
+	case ok && noDriver.NoHardware:
+		klog.FromContext(ctx).Info("Serving nothing on a node without an NVIDIA GPU", "reason", missing.Error())
+		for _, check := range []string{"driver", "claims", "limits"} {
+			a.status.Waiting(check, nil)
+		}
+	case ok:
+		a.wait(ctx, "driver", "NoDriver", missing)
+	default:
+		a.status.Waiting("driver", nil)
+		a.wait(ctx, "gpus", "NoGPU", missing)
 	}
 }
 

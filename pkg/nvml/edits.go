@@ -30,6 +30,9 @@ const controlNode = "/dev/nvidiactl"
 func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
+	if n.session == nil {
+		return cdi.Edits{}, n.Missing()
+	}
 	if err := n.silent(); err != nil {
 		return cdi.Edits{}, err
 	}

@@ -10,7 +10,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// ErrNoDriver says that the node has no working NVIDIA driver now. It may come later: Await waits for it.
+// ErrNoDriver says that the node has no working NVIDIA driver now. It may come later: Run waits for it.
 var ErrNoDriver = errors.New("no NVIDIA driver")
 
 // ErrDriverReplaced says that the driver's library on disk is no longer the one that this process has bound. Only a new

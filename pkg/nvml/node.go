@@ -42,7 +42,10 @@ type Node struct {
 	attached     attachment
 	inventory    gpu.Inventory
 	unidentified int
-	changed      chan struct{}
+	// failure is the error of the last scan, and missing the text of what Missing last returned.
+	failure error
+	missing string
+	changed chan struct{}
 	// turns has, by UUID, whose turn it is to operate on a GPU, and since when it is; changes counts what operations have
 	// changed; profiled says of which GPUs the inventory has all profiles.
 	turns    map[string]chan struct{}
@@ -62,73 +65,35 @@ type knownGPU struct {
 	changes uint64
 }
 
-// Open finds the driver and reads the inventory. A node without a working driver is an ErrNoDriver. An invalid option is
-// another error. One GPU that fails is no error: it is in the inventory with its health, or counted as unidentified.
+// Open is New followed by a Scan that has to succeed. Tools and tests call it.
 func Open(ctx context.Context, options Options) (*Node, error) {
-	n, err := newNode(options)
+	n, err := New(options)
 	if err != nil {
 		return nil, err
 	}
-	if err := n.open(ctx); err != nil {
+	if err := n.Scan(ctx); err != nil {
 		return nil, err
 	}
 	return n, nil
 }
 
-// Await is Open that waits for a driver. Report is told why there is none, again each time that the reason changes; it may
-// be nil. Other errors than ErrNoDriver end the wait.
-func Await(ctx context.Context, options Options, report func(error)) (*Node, error) {
-	n, err := newNode(options)
-	if err != nil {
-		return nil, err
-	}
-	said := ""
-	for {
-		err := n.open(ctx)
-		if err == nil {
-			return n, nil
-		}
-		if !errors.Is(err, ErrNoDriver) {
-			return nil, err
-		}
-		if text := err.Error(); text != said && report != nil {
-			report(err)
-			said = text
-		}
-		select {
-		case <-ctx.Done():
-			return nil, errors.Join(ctx.Err(), err)
-		case <-time.After(awaitInterval):
-		}
-	}
-}
-
-func newNode(options Options) (*Node, error) {
+// New checks the options and touches nothing. The inventory is empty, and operations fail, until a Scan has found the driver.
+func New(options Options) (*Node, error) {
 	options, err := options.withDefaults()
 	if err != nil {
 		return nil, fmt.Errorf("open NVML: %w", err)
 	}
 	return &Node{
-		options: options,
-		known:   map[string]*knownGPU{}, stuck: map[int]<-chan visit{}, late: map[string]<-chan struct{}{},
+		options: options, failure: errNotScanned,
+		known: map[string]*knownGPU{}, stuck: map[int]<-chan visit{}, late: map[string]<-chan struct{}{},
 		changed: make(chan struct{}),
 		turns:   map[string]chan struct{}{}, since: map[string]time.Time{}, changes: map[string]uint64{},
 		profiled: map[string]bool{},
 	}, nil
 }
 
-// open tries once; it can be tried again.
-func (n *Node) open(ctx context.Context) error {
-	n.scanning.Lock()
-	defer n.scanning.Unlock()
-	if err := n.silent(); err != nil {
-		return err
-	}
-	if err := n.attach(); err != nil {
-		return err
-	}
-	return n.scan(ctx)
-}
+// errNotScanned is the failure before the first scan.
+var errNotScanned error = &NoDriverError{Cause: errors.New("not looked for yet")}
 
 // awaitInterval is the time between two looks for a driver that is not there: some dozens of stat calls.
 const awaitInterval = time.Second
@@ -148,18 +113,41 @@ func (n *Node) Unidentified() int {
 	return n.unidentified
 }
 
-// Changed returns a channel that is closed when the inventory, or what ContainerEdits answers, may have changed. Take it
-// before reading.
+// Missing returns why the inventory is empty: an ErrNoDriver, or a driver that finds no GPU. It returns nil while there is a GPU.
+func (n *Node) Missing() error {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.whyMissing()
+}
+
+// whyMissing is Missing. Under n.mu.
+func (n *Node) whyMissing() error {
+	switch {
+	case len(n.inventory.GPUs) > 0:
+		return nil
+	case n.failure != nil:
+		return n.failure
+	case n.unidentified > 0:
+		return fmt.Errorf("driver %s finds %d GPUs that do not report their UUID", n.inventory.DriverVersion, n.unidentified)
+	}
+	return fmt.Errorf("driver %s finds no GPU", n.inventory.DriverVersion)
+}
+
+// Changed returns a channel that is closed when the inventory, or what ContainerEdits or Missing answers, may have changed. Take
+// it before reading.
 func (n *Node) Changed() <-chan struct{} {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.changed
 }
 
-// Run scans until ctx is done: at each interval, and at once when device nodes or driver files come or go. It returns nil
-// then, and ErrDriverReplaced when only a new process can go on.
+// Run waits for the driver, then scans until ctx is done: at each interval, and at once when device nodes or driver files come or
+// go. It returns nil then, and ErrDriverReplaced when only a new process can use the driver.
 func (n *Node) Run(ctx context.Context) error {
 	defer n.release()
+	if err := n.awaitDriver(ctx); err != nil || ctx.Err() != nil {
+		return err
+	}
 	kicks, stop := n.watch(ctx)
 	defer stop()
 	ticker := time.NewTicker(n.options.Interval)
@@ -177,17 +165,37 @@ func (n *Node) Run(ctx context.Context) error {
 	}
 }
 
+// awaitDriver scans until the first scan succeeds, or ctx is done. It returns errors other than ErrNoDriver at once.
+func (n *Node) awaitDriver(ctx context.Context) error {
+	for {
+		n.mu.Lock()
+		failure := n.failure
+		n.mu.Unlock()
+		if failure == nil {
+			return nil
+		}
+		if err := n.Scan(ctx); err != nil && !errors.Is(err, ErrNoDriver) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(awaitInterval):
+		}
+	}
+}
+
 // release lets go of the driver, unless that would wait for it.
 func (n *Node) release() {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
-	if n.silent() == nil {
+	if n.session != nil && n.silent() == nil {
 		n.session.release()
 	}
 }
 
-// Scan looks at the driver and the GPUs once. Run calls it; a caller that knows of a change may too. An ErrNoDriver has
-// been turned into health of all GPUs already.
+// Scan looks for the driver if there was none, and at the driver and the GPUs otherwise, once. Run calls it; a caller that knows
+// of a change may too. An ErrNoDriver has been turned into health of all GPUs already.
 func (n *Node) Scan(ctx context.Context) error {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
@@ -201,7 +209,23 @@ func (n *Node) Scan(ctx context.Context) error {
 	if err != nil && !errors.Is(err, ErrDriverReplaced) {
 		n.unreachable(ctx, err)
 	}
+	n.setFailure(err)
 	return err
+}
+
+// setFailure records the outcome of a scan, and announces it where Missing answers something else now.
+func (n *Node) setFailure(err error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.failure = err
+	missing := ""
+	if reason := n.whyMissing(); reason != nil {
+		missing = reason.Error()
+	}
+	if missing != n.missing {
+		n.missing = missing
+		n.tell(n.inventory)
+	}
 }
 
 // attach finds the driver and opens its library.
@@ -231,12 +255,14 @@ func (n *Node) attach() error {
 	return nil
 }
 
-// follow attaches anew when the driver is not what it was.
+// follow attaches where nothing is attached, and anew when the driver is not what it was.
 func (n *Node) follow() error {
-	if n.options.traces(n.layout) == n.traces {
-		return nil
+	if n.session != nil {
+		if n.options.traces(n.layout) == n.traces {
+			return nil
+		}
+		n.session.release()
 	}
-	n.session.release()
 	return n.attach()
 }
 

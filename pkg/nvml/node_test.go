@@ -339,31 +339,56 @@ func TestLateDriver(t *testing.T) {
 	if err := os.RemoveAll(filepath.Join(m.dir, "driver")); err != nil {
 		t.Fatal(err)
 	}
-	reports := 0
-	node, err := nvml.Await(t.Context(), m.options, func(err error) {
-		reports++
-		if !errors.Is(err, nvml.ErrNoDriver) {
-			t.Errorf("report %v, want ErrNoDriver", err)
-		}
-		m.materialize(t)
-	})
+	node, err := nvml.New(m.options)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if reports != 1 || len(node.Inventory().GPUs) != 8 {
-		t.Errorf("%d reports, %d GPUs; want 1 and 8", reports, len(node.Inventory().GPUs))
+	if err := node.Missing(); !errors.Is(err, nvml.ErrNoDriver) {
+		t.Errorf("before the first scan: %v, want ErrNoDriver", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	looked := node.Changed()
+	go func() { done <- node.Run(ctx) }()
+	<-looked
+	if err := node.Missing(); !errors.Is(err, nvml.ErrNoDriver) || !strings.Contains(err.Error(), "looked at") {
+		t.Errorf("without a driver: %v, want where it was looked for", err)
+	}
+	const gpu = "GPU-0"
+	if _, err := node.ComputeMode(ctx, gpu); err == nil {
+		t.Error("a GPU without a driver has a compute mode")
+	}
+	if _, err := node.ContainerEdits(ctx); !errors.Is(err, nvml.ErrNoDriver) {
+		t.Errorf("container edits without a driver: %v, want ErrNoDriver", err)
+	}
+	if host, agent := node.DevRoot(); host != "" || agent != m.options.HostRoot || node.DriverRoot() != "" {
+		t.Errorf("roots without a driver: %q, %q, %q", host, agent, node.DriverRoot())
+	}
+	arrived := node.Changed()
+	m.materialize(t)
+	<-arrived
+	if err := node.Missing(); err != nil || len(node.Inventory().GPUs) != 8 {
+		t.Errorf("missing: %v, with %d GPUs, want 8", err, len(node.Inventory().GPUs))
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Errorf("Run: %v", err)
 	}
 }
 
-func TestAwaitEnds(t *testing.T) {
+func TestRunEndsWithoutADriver(t *testing.T) {
 	m := newMachine(t, "h100x8")
 	if err := os.RemoveAll(filepath.Join(m.dir, "driver")); err != nil {
 		t.Fatal(err)
 	}
+	node, err := nvml.New(m.options)
+	if err != nil {
+		t.Fatal(err)
+	}
 	ctx, cancel := context.WithCancel(t.Context())
-	_, err := nvml.Await(ctx, m.options, func(error) { cancel() })
-	if !errors.Is(err, context.Canceled) || !errors.Is(err, nvml.ErrNoDriver) {
-		t.Errorf("error %v, want both the cancellation and the reason for the wait", err)
+	cancel()
+	if err := node.Run(ctx); err != nil {
+		t.Errorf("Run: %v", err)
 	}
 }
 
