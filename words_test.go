@@ -51,7 +51,6 @@ var retiredStill = map[string][]string{
 	"pkg/podstate":       {"nobody", "somebody", "stranger", "strangers", "verdict"},
 	"pkg/reconcile":      {"condemned", "losers", "nobody", "somebody", "stranger", "verdict", "whoever"},
 	"pkg/sharing":        {"nobody", "somebody", "untouched", "whoever"},
-	"pkg/webhook":        {"nobody", "somebody", "verdict", "whoever"},
 	"simulated":          {"faulty", "nobody", "somebody", "stranger", "strikes", "whoever"},
 	"simulated/profiles": {"nobody"},
 	"simulated/programs": {"nobody", "whoever"},

@@ -61,12 +61,6 @@ type Config struct {
 	Registerer  prometheus.Registerer
 }
 
-func (c Config) webhook() webhook.Config {
-	return webhook.Config{
-		Namespace: c.Namespace, Name: c.WebhookName, DriverName: c.DriverName, Registerer: c.Registerer, Now: time.Now,
-	}
-}
-
 // limits returns the extended resources of Tandem's devices, for every MIG strategy.
 func (c Config) limits() device.Resources { return device.Resources{GPU: c.ResourceName} }
 
@@ -90,15 +84,17 @@ func New(c Config) (*Controller, error) {
 		return nil, fmt.Errorf("make lease %s/%s: %w", c.Namespace, c.LeaseName, err)
 	}
 	cached := cacheOptions(c.DriverName, c.limits())
-	server, served := webhook.NewServer(c.WebhookPort)
+	hook := webhook.New(webhook.Config{
+		Namespace: c.Namespace, Name: c.WebhookName, Port: c.WebhookPort, DriverName: c.DriverName, Registerer: c.Registerer,
+	})
 	if c.WebhookName != "" {
-		maps.Copy(cached.ByObject, c.webhook().Watched())
+		maps.Copy(cached.ByObject, hook.Watched())
 	}
 	m, err := manager.New(c.REST, manager.Options{
 		Scheme:         types,
 		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return mapper(), nil },
 		Cache:          cached,
-		WebhookServer:  server,
+		WebhookServer:  hook.Server,
 		Logger:         klog.Background(),
 		// main serves metrics and health.
 		Metrics:                             metricsserver.Options{BindAddress: "0"},
@@ -122,7 +118,7 @@ func New(c Config) (*Controller, error) {
 		return nil, err
 	}
 	if c.WebhookName != "" {
-		if err := webhook.Register(m, c.webhook(), served); err != nil {
+		if err := hook.Register(m, options(1)); err != nil {
 			return nil, err
 		}
 	}

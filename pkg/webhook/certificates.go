@@ -3,179 +3,201 @@
 package webhook
 
 import (
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
+	"bytes"
+	"context"
 	"crypto/tls"
 	"crypto/x509"
-	"crypto/x509/pkix"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"slices"
 	"time"
 
+	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/util/cert"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 )
 
 const (
-	// lifetime of a certificate, and of the authority that has signed it and nothing else: its key is never stored.
+	// lifetime of a certificate and its authority. It starts an hour before they are made, for clocks that are late.
 	lifetime = 365 * 24 * time.Hour
-	// backdate is for clocks that are behind.
 	backdate = time.Hour
-	// settle is how long every API server may take to trust a new authority, and keep what it has of the old one, before a
-	// certificate of it is served.
-	settle = 10 * time.Minute
+	// settle is how long every API server may take to trust a new authority. Only then is its certificate served.
+	settle        = 24 * time.Hour
+	checkInterval = 10 * time.Minute
 )
 
-// What the Secret has besides the usual keys: the certificate that is served once its authority is trusted.
+// Keys of the Secret.
 const (
+	caCert   = corev1.ServiceAccountRootCAKey
+	tlsCert  = corev1.TLSCertKey
+	tlsKey   = corev1.TLSPrivateKeyKey
 	nextCert = "next.crt"
 	nextKey  = "next.key"
 )
 
-// pair is a certificate and its key, in PEM.
-type pair struct {
-	cert, key []byte
-	tls       tls.Certificate
-}
+// contents are the Secret's: the authorities to trust, the certificate to serve, and at times the next one.
+type contents map[string][]byte
 
-func (p *pair) leaf() *x509.Certificate { return p.tls.Leaf }
-
-// aged reports whether two thirds of its life are over.
-func (p *pair) aged(now time.Time) bool {
-	life := p.leaf().NotAfter.Sub(p.leaf().NotBefore)
-	return now.After(p.leaf().NotBefore.Add(life / 3 * 2))
-}
-
-// store is what the Secret holds.
-type store struct {
-	// authorities are those to be trusted: of the certificate that is served, of the next, and of those served before that have
-	// not expired, since a replica that lags may still serve one.
-	authorities []*x509.Certificate
-	// serving is nil where nothing usable is there, next most of the time.
-	serving, next *pair
-}
-
-// open reads the contents of a Secret. With the error comes what of it can be used all the same.
-func open(data map[string][]byte, names []string, now time.Time) (store, error) {
-	var s store
-	var err error
-	if s.authorities, err = cert.ParseCertsPEM(data[corev1.ServiceAccountRootCAKey]); err != nil {
-		return store{}, fmt.Errorf("%s: %w", corev1.ServiceAccountRootCAKey, err)
+// authorities returns the authorities that have not expired.
+func (c contents) authorities(now time.Time) ([]*x509.Certificate, error) {
+	all, err := cert.ParseCertsPEM(c[caCert])
+	if err == nil && slices.ContainsFunc(all, func(c *x509.Certificate) bool { return !c.IsCA }) {
+		err = errors.New("a certificate is not a certificate authority")
 	}
-	if i := slices.IndexFunc(s.authorities, func(c *x509.Certificate) bool { return !c.IsCA }); i >= 0 {
-		return store{}, fmt.Errorf("%s: certificate %d is no authority's", corev1.ServiceAccountRootCAKey, i)
-	}
-	if s.serving, err = s.pair(data[corev1.TLSCertKey], data[corev1.TLSPrivateKeyKey], names, now); err != nil {
-		err = fmt.Errorf("%s: %w", corev1.TLSCertKey, err)
-	}
-	if len(data[nextCert])+len(data[nextKey]) > 0 {
-		var wrong error
-		if s.next, wrong = s.pair(data[nextCert], data[nextKey], names, now); wrong != nil {
-			err = errors.Join(err, fmt.Errorf("%s: %w", nextCert, wrong))
-		}
-	}
-	return s, err
-}
-
-// pair is nil unless it can be served under all the names to those who trust the authorities.
-func (s store) pair(certificate, key []byte, names []string, now time.Time) (*pair, error) {
-	parsed, err := tls.X509KeyPair(certificate, key)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("%s: %w", caCert, err)
+	}
+	return slices.DeleteFunc(all, func(c *x509.Certificate) bool { return now.After(c.NotAfter) }), nil
+}
+
+// pair returns a certificate if it is valid for the name and signed by one of the authorities.
+func (c contents) pair(at, key string, trusted []*x509.Certificate, name string, now time.Time) (*tls.Certificate, error) {
+	pair, err := tls.X509KeyPair(c[at], c[key])
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", at, err)
 	}
 	roots := x509.NewCertPool()
-	for _, authority := range s.authorities {
+	for _, authority := range trusted {
 		roots.AddCert(authority)
 	}
-	for _, name := range names {
-		if _, err := parsed.Leaf.Verify(x509.VerifyOptions{DNSName: name, Roots: roots, CurrentTime: now}); err != nil {
-			return nil, err
-		}
+	if _, err := pair.Leaf.Verify(x509.VerifyOptions{DNSName: name, Roots: roots, CurrentTime: now}); err != nil {
+		return nil, fmt.Errorf("%s: %w", at, err)
 	}
-	return &pair{certificate, key, parsed}, nil
+	return &pair, nil
 }
 
-// bundle of the authorities, as the API server wants it.
-func (s store) bundle() ([]byte, error) { return cert.EncodeCertificates(s.authorities...) }
-
-// data are the contents of a Secret that open reads.
-func (s store) data() (map[string][]byte, error) {
-	bundle, err := s.bundle()
-	if err != nil {
-		return nil, fmt.Errorf("encode authorities: %w", err)
-	}
-	data := map[string][]byte{
-		corev1.ServiceAccountRootCAKey: bundle, corev1.TLSCertKey: s.serving.cert, corev1.TLSPrivateKeyKey: s.serving.key,
-	}
-	if s.next != nil {
-		data[nextCert], data[nextKey] = s.next.cert, s.next.key
-	}
-	return data, nil
-}
-
-// advance is the next step of the rotation, with its story, or the same store and none. A certificate is followed by another of
-// another authority: first everybody is told to trust that, and when they do, the certificate is served. Trusted says that they
-// have trusted all authorities of the store for a while. Where nothing usable is served there is nothing to wait for.
-func (s store) advance(names []string, trusted bool, now time.Time) (then store, story string, err error) {
-	then = store{serving: s.serving, next: s.next}
-	for _, authority := range s.authorities {
-		if !now.After(authority.NotAfter) {
-			then.authorities = append(then.authorities, authority)
-		}
+// rotate returns the certificate to serve, nil if there is none, and takes one step of the rotation. The next certificate, which has
+// another authority, is made at two thirds of the life of the current one. It replaces that one a day later, if the configuration
+// trusts all authorities then. Without that delay an API server that is late would trust only the earlier authority. unusable is why
+// contents are replaced.
+func (c contents) rotate(config Config, trusts bool, now time.Time) (serving *tls.Certificate, unusable, err error) {
+	trusted, invalid := c.authorities(now)
+	var invalidServing, invalidNext error
+	serving, invalidServing = c.pair(tlsCert, tlsKey, trusted, config.serverName(), now)
+	var next *tls.Certificate
+	if len(c[nextCert])+len(c[nextKey]) > 0 {
+		next, invalidNext = c.pair(nextCert, nextKey, trusted, config.serverName(), now)
 	}
 	switch {
-	case then.next != nil && (trusted || then.serving == nil):
-		then.serving, then.next = then.next, nil
-		story = "the next certificate is served"
-	case then.serving == nil:
-		story = "a certificate was made"
-		then.serving, err = then.issue(names, now)
-	case then.next == nil && then.serving.aged(now):
-		story = "the next certificate was made, and is served once its authority is trusted"
-		then.next, err = then.issue(names, now)
-	case len(then.authorities) < len(s.authorities):
-		story = "an authority has expired"
+	case next != nil && (serving == nil || trusts && now.Sub(next.Leaf.NotBefore) >= backdate+settle):
+		next = nil
+		c[tlsCert], c[tlsKey] = c[nextCert], c[nextKey]
+	case serving == nil:
+		_, trusted, err = c.issue(tlsCert, tlsKey, trusted, config)
+	case next == nil && now.After(serving.Leaf.NotBefore.Add(lifetime/3*2)):
+		next, trusted, err = c.issue(nextCert, nextKey, trusted, config)
 	}
-	return then, story, err
+	if err != nil {
+		return nil, nil, fmt.Errorf("make certificate for %s: %w", config.serverName(), err)
+	}
+	if next == nil {
+		delete(c, nextCert)
+		delete(c, nextKey)
+	}
+	c[caCert], err = cert.EncodeCertificates(trusted...)
+	return serving, errors.Join(invalid, invalidServing, invalidNext), err
 }
 
-// issue makes a pair and adds its authority.
-func (s *store) issue(names []string, now time.Time) (*pair, error) {
-	authority := &x509.Certificate{
-		Subject:   pkix.Name{CommonName: "tandem-webhook-ca@" + now.UTC().Format(time.RFC3339)},
-		NotBefore: now.Add(-backdate), NotAfter: now.Add(lifetime),
-		KeyUsage: x509.KeyUsageCertSign, BasicConstraintsValid: true, IsCA: true, MaxPathLenZero: true,
-	}
-	authorityKey, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+// issue makes a certificate with an authority, whose key is discarded.
+func (c contents) issue(at, key string, trusted []*x509.Certificate, config Config) (*tls.Certificate, []*x509.Certificate, error) {
+	var err error
+	c[at], c[key], err = cert.GenerateSelfSignedCertKeyWithOptions(cert.SelfSignedCertKeyOptions{
+		Host: config.serverName(), AlternateDNS: []string{config.Name, config.Name + "." + config.Namespace}, MaxAge: lifetime,
+	})
 	if err != nil {
-		return nil, fmt.Errorf("make key: %w", err)
+		return nil, nil, err
 	}
-	signed, err := x509.CreateCertificate(rand.Reader, authority, authority, authorityKey.Public(), authorityKey)
+	pair, err := tls.X509KeyPair(c[at], c[key])
 	if err != nil {
-		return nil, fmt.Errorf("make authority: %w", err)
+		return nil, nil, err
 	}
-	if authority, err = x509.ParseCertificate(signed); err != nil {
-		return nil, fmt.Errorf("read authority: %w", err)
+	// The authority follows the certificate.
+	authority, err := x509.ParseCertificate(pair.Certificate[1])
+	return &pair, append(trusted, authority), err
+}
+
+// Reconcile implements reconcile.Reconciler. It serves the certificate of the Secret, rotates it, and writes its authorities to the
+// configuration. It is idempotent, has one worker and runs in every replica: the API server rejects the later of two writes.
+func (w *Webhook) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	configuration := &admissionregistrationv1.ValidatingWebhookConfiguration{}
+	if err := w.client.Get(ctx, types.NamespacedName{Name: request.Name}, configuration); err != nil {
+		// Without a configuration the API server does not call the webhook, and garbage collection removes the Secret.
+		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	bundle, err := w.renew(ctx, configuration)
+	if err == nil {
+		err = w.trust(ctx, configuration, bundle)
+	}
+	if apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) {
+		// The watch reports the other replica's change, which triggers the next reconciliation.
+		klog.FromContext(ctx).V(2).Info("Another replica wrote first", "err", err)
+		return reconcile.Result{}, nil
+	}
+	return reconcile.Result{RequeueAfter: checkInterval}, err
+}
+
+// renew serves the certificate of the Secret, takes one step of the rotation and returns the authorities to trust. The watch reports
+// what it wrote, which triggers the next reconciliation.
+func (w *Webhook) renew(ctx context.Context, configuration *admissionregistrationv1.ValidatingWebhookConfiguration) ([]byte, error) {
+	secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: w.config.Namespace, Name: w.config.Name}}
+	var unusable error
+	done, err := controllerutil.CreateOrUpdate(ctx, w.client, secret, func() error {
+		if secret.Data == nil {
+			secret.Data = contents{}
+		}
+		serving, invalid, err := contents(secret.Data).rotate(w.config, trusts(configuration, secret.Data[caCert]), time.Now())
+		if serving != nil {
+			w.serving.Store(serving)
+		}
+		if err != nil || secret.ResourceVersion != "" {
+			unusable = invalid
+			return err
+		}
+		secret.Type = corev1.SecretTypeTLS
+		secret.Labels = map[string]string{"app.kubernetes.io/part-of": "tandem", "app.kubernetes.io/managed-by": "tandem-controller"}
+		return controllerutil.SetOwnerReference(configuration, secret, w.client.Scheme())
+	})
 	if err != nil {
-		return nil, fmt.Errorf("make key: %w", err)
+		return nil, fmt.Errorf("create or update secret %s/%s: %w", w.config.Namespace, w.config.Name, err)
 	}
-	signed, err = x509.CreateCertificate(rand.Reader, &x509.Certificate{
-		DNSNames: names, NotBefore: authority.NotBefore, NotAfter: authority.NotAfter,
-		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}, BasicConstraintsValid: true,
-	}, authority, key.Public(), authorityKey)
-	if err != nil {
-		return nil, fmt.Errorf("make certificate: %w", err)
+	if done != controllerutil.OperationResultNone {
+		kind, reason, note := corev1.EventTypeNormal, "CertificateRotated", "The webhook's certificates were renewed"
+		if unusable != nil {
+			kind, reason = corev1.EventTypeWarning, "CertificateReplaced"
+			note = fmt.Sprintf("The certificates in the Secret could not be used and were replaced: %.512s", unusable)
+		}
+		klog.FromContext(ctx).Info(note, "secret", klog.KObj(secret), "result", done)
+		w.recorder.Eventf(secret, nil, kind, reason, "Renew", "%s", note)
 	}
-	encoded, err := x509.MarshalPKCS8PrivateKey(key)
-	if err != nil {
-		return nil, fmt.Errorf("encode key: %w", err)
+	return secret.Data[caCert], nil
+}
+
+func trusts(configuration *admissionregistrationv1.ValidatingWebhookConfiguration, bundle []byte) bool {
+	return !slices.ContainsFunc(configuration.Webhooks, func(h admissionregistrationv1.ValidatingWebhook) bool {
+		return !bytes.Equal(h.ClientConfig.CABundle, bundle)
+	})
+}
+
+// trust sets the caBundle of the configuration, also if another client removed it.
+func (w *Webhook) trust(ctx context.Context, configuration *admissionregistrationv1.ValidatingWebhookConfiguration, bundle []byte) error {
+	if trusts(configuration, bundle) {
+		return nil
 	}
-	s.authorities = append(s.authorities, authority)
-	return s.pair(pem.EncodeToMemory(&pem.Block{Type: cert.CertificateBlockType, Bytes: signed}),
-		pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: encoded}), names, now)
+	// The patch replaces the whole list, so it must not overwrite a concurrent change.
+	patch := client.MergeFromWithOptions(configuration.DeepCopy(), client.MergeFromWithOptimisticLock{})
+	for i := range configuration.Webhooks {
+		configuration.Webhooks[i].ClientConfig.CABundle = bundle
+	}
+	if err := w.client.Patch(ctx, configuration, patch); err != nil {
+		return fmt.Errorf("patch CA bundle of %s: %w", configuration.Name, err)
+	}
+	klog.FromContext(ctx).Info("Wrote the webhook's authorities to its configuration", "configuration", configuration.Name)
+	return nil
 }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package webhook tells the author of a claim, a template or a DeviceClass what is wrong with its parameters when it is applied, in
-// the words of the node's own decoder. It serves the API server over HTTPS from every replica of the controller, with
-// certificates that the leader makes and rotates. Nothing depends on it: what slips through is refused by the node.
+// Package webhook reports mistakes in the parameters of a claim, a template or a DeviceClass when it is applied. It uses the node's
+// decoder. Every replica of the controller serves it over HTTPS with one certificate, which the replicas renew. Nothing depends on
+// it: the node refuses a claim that the webhook missed.
 package webhook
 
 import (
+	"context"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -16,102 +17,118 @@ import (
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
 	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	ctrlcontroller "sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	ctrlwebhook "sigs.k8s.io/controller-runtime/pkg/webhook"
 	"sigs.k8s.io/controller-runtime/pkg/webhook/admission"
 )
 
-// Path is where parameters are judged; the chart's ValidatingWebhookConfiguration names it.
+// Path is the path of the webhook. The chart's ValidatingWebhookConfiguration names it.
 const Path = "/parameters"
 
 // Config of the webhook.
 type Config struct {
-	// Name is that of the Service, of the Secret and of the ValidatingWebhookConfiguration, Namespace that of the first two.
+	// Name is the name of the Service, the Secret and the ValidatingWebhookConfiguration. The first two are in Namespace.
 	Namespace, Name string
-	// DriverName is whose parameters are judged.
+	Port            int
+	// DriverName selects the parameters to validate.
 	DriverName string
 	Registerer prometheus.Registerer
-	Now        func() time.Time
 }
 
-// names are those by which the Service is called: the API server says the last.
-func (c Config) names() []string {
-	return []string{c.Name, c.Name + "." + c.Namespace, c.Name + "." + c.Namespace + ".svc"}
+// serverName returns the name by which the API server calls the Service.
+func (c Config) serverName() string { return c.Name + "." + c.Namespace + ".svc" }
+
+// Webhook serves the webhook and reconciles its certificate. Make it with New.
+type Webhook struct {
+	// Server is the server for the manager's options. It listens once the manager runs, and refuses connections while it has no
+	// certificate. The API server treats such a webhook as unavailable.
+	Server ctrlwebhook.Server
+
+	config   Config
+	requests *prometheus.CounterVec
+	client   client.Client
+	recorder events.EventRecorder
+	// serving is the certificate in use.
+	serving atomic.Pointer[tls.Certificate]
 }
 
-// Watched is what has to be in the manager's cache: one Secret and one configuration, which is what the roles allow. A pure function.
-func (c Config) Watched() map[client.Object]cache.ByObject {
-	byName := fields.OneTermEqualSelector("metadata.name", c.Name)
+// New is called once by the controller. It starts nothing.
+func New(c Config) *Webhook {
+	w := &Webhook{config: c, requests: newRequests()}
+	w.Server = ctrlwebhook.NewServer(ctrlwebhook.Options{
+		Port:    c.Port,
+		TLSOpts: []func(*tls.Config){func(t *tls.Config) { t.GetCertificate = w.certificate }},
+	})
+	w.Server.Register(Path, &admission.Webhook{
+		Handler: &validator{driver: c.DriverName, requests: w.requests},
+		// After a panic the connection breaks, which the API server ignores. An error status would deny the request.
+		RecoverPanic: ptr.To(false),
+	})
+	return w
+}
+
+// Watched returns the objects for the manager's cache: one Secret and one configuration. The roles allow no others.
+func (w *Webhook) Watched() map[client.Object]cache.ByObject {
+	byName := fields.OneTermEqualSelector("metadata.name", w.config.Name)
 	return map[client.Object]cache.ByObject{
-		&corev1.Secret{}: {Namespaces: map[string]cache.Config{c.Namespace: {FieldSelector: byName}}},
+		&corev1.Secret{}: {Namespaces: map[string]cache.Config{w.config.Namespace: {FieldSelector: byName}}},
 		&admissionregistrationv1.ValidatingWebhookConfiguration{}: {Field: byName},
 	}
 }
 
-// NewServer makes the server that the manager is to have, and what Register needs of it. It listens once the manager runs, and
-// refuses connections as long as there is no certificate, which the API server takes for a webhook that is away.
-func NewServer(port int) (ctrlwebhook.Server, *Served) {
-	served := &Served{}
-	return ctrlwebhook.NewServer(ctrlwebhook.Options{
-		Port:    port,
-		TLSOpts: []func(*tls.Config){func(c *tls.Config) { c.GetCertificate = served.get }},
-	}), served
-}
-
-// Served is the certificate in use. It is safe for concurrent use.
-type Served struct {
-	certificate atomic.Pointer[tls.Certificate]
+// Register is called once, for the manager that has Server and caches Watched. It starts nothing.
+func (w *Webhook) Register(m manager.Manager, options ctrlcontroller.Options) error {
+	expiry := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "tandem_controller_webhook_certificate_expires_in_seconds",
+		Help: "Time until the certificate that this replica's webhook serves expires; 0 while it has none.",
+	}, func() float64 { return w.left().Seconds() })
+	for _, collector := range []prometheus.Collector{w.requests, expiry} {
+		if err := w.config.Registerer.Register(collector); err != nil {
+			return fmt.Errorf("register metrics: %w", err)
+		}
+	}
+	w.client, w.recorder = m.GetClient(), m.GetEventRecorder("tandem-controller")
+	one := reconcile.Request{NamespacedName: types.NamespacedName{Namespace: w.config.Namespace, Name: w.config.Name}}
+	toOne := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request { return []reconcile.Request{one} })
+	options.NeedLeaderElection = ptr.To(false)
+	err := builder.ControllerManagedBy(m).Named("webhook").
+		Watches(&corev1.Secret{}, toOne).
+		Watches(&admissionregistrationv1.ValidatingWebhookConfiguration{}, toOne).
+		WithOptions(options).
+		Complete(w)
+	if err != nil {
+		return fmt.Errorf("register webhook: %w", err)
+	}
+	return nil
 }
 
 var errNoCertificate = errors.New("the webhook has no certificate yet")
 
-func (s *Served) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
-	if c := s.certificate.Load(); c != nil {
+func (w *Webhook) certificate(*tls.ClientHelloInfo) (*tls.Certificate, error) {
+	if c := w.serving.Load(); c != nil {
 		return c, nil
 	}
 	return nil, errNoCertificate
 }
 
-// left is how long the certificate is still good for.
-func (s *Served) left(now time.Time) time.Duration {
-	c := s.certificate.Load()
-	if c == nil {
-		return 0
+// left returns the time until the certificate expires; zero without one.
+func (w *Webhook) left() time.Duration {
+	if c := w.serving.Load(); c != nil {
+		return time.Until(c.Leaf.NotAfter)
 	}
-	return c.Leaf.NotAfter.Sub(now)
+	return 0
 }
 
-// Register is called once for a manager that has the server of NewServer and watches what Watched says. It starts nothing.
-func Register(m manager.Manager, c Config, served *Served) error {
-	requests := newRequests()
-	expiry := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: "tandem_controller_webhook_certificate_expires_in_seconds",
-		Help: "Time until the certificate that this replica's webhook serves expires; 0 while it has none.",
-	}, func() float64 { return served.left(c.Now()).Seconds() })
-	for _, collector := range []prometheus.Collector{requests, expiry} {
-		if err := c.Registerer.Register(collector); err != nil {
-			return fmt.Errorf("register metrics: %w", err)
-		}
-	}
-	m.GetWebhookServer().Register(Path, newHook(c.DriverName, requests))
-	if err := (&loader{client: m.GetClient(), config: c, served: served}).register(m); err != nil {
-		return err
-	}
-	return (&keeper{client: m.GetClient(), config: c, recorder: m.GetEventRecorder("tandem-controller")}).register(m)
-}
-
-func newHook(driver string, requests *prometheus.CounterVec) *admission.Webhook {
-	return &admission.Webhook{
-		Handler: &judge{driver: driver, requests: requests},
-		// An answer that says that something failed would be a denial. A broken connection is not.
-		RecoverPanic: ptr.To(false),
-	}
-}
-
-// What became of a request.
+// Results of a request, for the metric.
 const (
 	allowed    = "allowed"
 	denied     = "denied"
@@ -121,7 +138,7 @@ const (
 func newRequests() *prometheus.CounterVec {
 	requests := prometheus.NewCounterVec(prometheus.CounterOpts{
 		Name: "tandem_controller_webhook_requests_total",
-		Help: "Claims, templates and classes judged at admission: allowed, denied, or allowed because they were unreadable.",
+		Help: "Claims, templates and classes validated at admission: allowed, denied, or allowed because they were unreadable.",
 	}, []string{"result"})
 	for _, result := range []string{allowed, denied, unreadable} {
 		requests.WithLabelValues(result)

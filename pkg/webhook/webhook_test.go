@@ -10,12 +10,14 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"log"
 	"net"
 	"net/http"
 	"os"
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	admissionv1 "k8s.io/api/admission/v1"
@@ -23,6 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/klog/v2"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+	ctrlwebhook "sigs.k8s.io/controller-runtime/pkg/webhook"
 )
 
 func TestMain(m *testing.M) {
@@ -30,13 +33,11 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// replica is a process of the controller, as far as the webhook goes, on a port of its own.
-type replica struct {
-	*loader
-	address string
-}
+// dialer connects to a replica's server.
+type dialer func(ctx context.Context, network, address string) (net.Conn, error)
 
-func (w *world) replica() replica {
+// listen runs the server of a replica on a port, as the manager does.
+func (w *world) listen() (*Webhook, dialer) {
 	w.t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -46,19 +47,21 @@ func (w *world) replica() replica {
 	if err := listener.Close(); err != nil {
 		w.t.Fatal(err)
 	}
-	server, served := NewServer(address.Port)
-	server.Register(Path, newHook(testDriver, newRequests()))
+	config := w.config()
+	config.Port = address.Port
+	r := New(config)
+	r.client, r.recorder = w.client, w.recorder
 	ctx, cancel := context.WithCancel(w.t.Context())
 	ended := make(chan error, 1)
-	go func() { ended <- server.Start(ctx) }()
+	go func() { ended <- r.Server.Start(ctx) }()
 	w.t.Cleanup(func() {
 		cancel()
 		if err := <-ended; err != nil {
 			w.t.Error(err)
 		}
 	})
-	for started := server.StartedChecker(); ; {
-		// Without a certificate it listens and shakes no hands.
+	for started := r.Server.StartedChecker(); ; {
+		// Without a certificate it listens and refuses handshakes.
 		if err := started(nil); err == nil || strings.Contains(err.Error(), "internal error") {
 			break
 		}
@@ -68,27 +71,58 @@ func (w *world) replica() replica {
 		case <-time.After(time.Millisecond):
 		}
 	}
-	l := w.loader()
-	l.served = served
-	return replica{l, address.String()}
+	return r, func(ctx context.Context, network, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, network, address.String())
+	}
 }
 
-// apiServer asks as one does that trusts a bundle: by the Service's name, in a new connection.
-func (w *world) apiServer(bundle []byte) *http.Client {
+// pipes is a listener for connections in memory, for tests with a clock of their own.
+type pipes chan net.Conn
+
+func (p pipes) Accept() (net.Conn, error) {
+	if c, open := <-p; open {
+		return c, nil
+	}
+	return nil, net.ErrClosed
+}
+
+func (p pipes) Close() error   { return nil }
+func (p pipes) Addr() net.Addr { return &net.UnixAddr{} }
+
+// listenInMemory runs the handler of a replica with the server's TLS settings.
+func (w *world) listenInMemory() (*Webhook, dialer) {
 	w.t.Helper()
+	r := w.replica()
+	server := r.Server.(*ctrlwebhook.DefaultServer)
+	settings := &tls.Config{}
+	for _, set := range server.Options.TLSOpts {
+		set(settings)
+	}
+	connections := make(pipes)
+	go func() {
+		_ = (&http.Server{Handler: server.WebhookMux(), ErrorLog: log.New(io.Discard, "", 0)}).Serve(tls.NewListener(connections, settings))
+	}()
+	w.t.Cleanup(func() {
+		close(connections)
+		time.Sleep(time.Minute) // both sides of a pipe wait to say that they close
+	})
+	return r, func(context.Context, string, string) (net.Conn, error) {
+		theirs, ours := net.Pipe()
+		connections <- theirs
+		return ours, nil
+	}
+}
+
+// ask posts a body as an API server does that trusts a bundle: by the Service's name, in a new connection.
+func (w *world) ask(bundle []byte, dial dialer, body []byte) ([]byte, error) {
 	roots := x509.NewCertPool()
 	roots.AppendCertsFromPEM(bundle)
-	transport := &http.Transport{
-		TLSClientConfig:   &tls.Config{RootCAs: roots, ServerName: testServerName, Time: func() time.Time { return w.clock }},
-		ForceAttemptHTTP2: true, DisableKeepAlives: true,
-	}
-	w.t.Cleanup(transport.CloseIdleConnections)
-	return &http.Client{Transport: transport}
-}
-
-// ask posts a body and answers the response's.
-func (w *world) ask(from *http.Client, to replica, body []byte) ([]byte, error) {
-	request, err := http.NewRequestWithContext(w.t.Context(), http.MethodPost, "https://"+to.address+Path+"?timeout=3s", bytes.NewReader(body))
+	from := &http.Client{Transport: &http.Transport{
+		TLSClientConfig: &tls.Config{RootCAs: roots, ServerName: testServerName},
+		DialContext:     dial, ForceAttemptHTTP2: true, DisableKeepAlives: true,
+	}}
+	defer from.CloseIdleConnections()
+	request, err := http.NewRequestWithContext(w.t.Context(), http.MethodPost, "https://webhook"+Path+"?timeout=3s", bytes.NewReader(body))
 	if err != nil {
 		return nil, err
 	}
@@ -120,19 +154,19 @@ func reviewOf(t *testing.T, kind string, object []byte) []byte {
 }
 
 // TestContract is what the API server holds a webhook to (k8s.io/apiserver, admission/plugin/webhook/request): the same version and
-// UID come back, a denial is a status, and what is no review gets no verdict.
+// UID come back, a denial is a status, and what is no review is not allowed.
 func TestContract(t *testing.T) {
 	w := newWorld(t)
-	r := w.replica()
-	w.reconcile(w.keeper())
-	if _, err := w.ask(w.apiServer(w.bundle()), r, reviewOf(t, kindClaim, placed(t, kindClaim, testDriver, good))); err == nil {
+	r, dial := w.listen()
+	w.reconcile(w.replica())
+	if _, err := w.ask(w.bundle(), dial, reviewOf(t, kindClaim, placed(t, kindClaim, testDriver, good))); err == nil {
 		t.Error("answered without a certificate")
 	}
 	w.reconcile(r)
-	from := w.apiServer(w.bundle())
+	bundle := w.bundle()
 	for kind, place := range places {
 		for parameters, want := range map[string]string{good: "", bad: place.path + ".sharing.strategy"} {
-			body, err := w.ask(from, r, reviewOf(t, kind, placed(t, kind, testDriver, parameters)))
+			body, err := w.ask(bundle, dial, reviewOf(t, kind, placed(t, kind, testDriver, parameters)))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -154,7 +188,7 @@ func TestContract(t *testing.T) {
 		}
 	}
 	for _, rubbish := range []string{"", "{", "[]", `{"apiVersion":"v1","kind":"Pod"}`, `{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview"}`} {
-		body, err := w.ask(from, r, []byte(rubbish))
+		body, err := w.ask(bundle, dial, []byte(rubbish))
 		if err != nil {
 			continue
 		}
@@ -164,22 +198,26 @@ func TestContract(t *testing.T) {
 			t.Errorf("%q: %v: %s", rubbish, err, body)
 		}
 	}
-	if _, err := w.ask(w.apiServer(nil), r, reviewOf(t, kindClaim, []byte("{}"))); err == nil {
-		t.Error("somebody who trusts nobody was answered")
+	if _, err := w.ask(nil, dial, reviewOf(t, kindClaim, []byte("{}"))); err == nil {
+		t.Error("a client that trusts no authority was answered")
 	}
 }
 
-// TestTwoReplicas serve the same, the one that does not lead as well, and a new certificate without a restart.
-func TestTwoReplicas(t *testing.T) {
+// TestTwoReplicas: both serve the same, and a new certificate without a restart.
+func TestTwoReplicas(t *testing.T) { synctest.Test(t, twoReplicas) }
+
+func twoReplicas(t *testing.T) {
 	w := newWorld(t)
-	k, leader, standby := w.keeper(), w.replica(), w.replica()
+	k := w.replica()
+	one, toOne := w.listenInMemory()
+	other, toOther := w.listenInMemory()
 	w.reconcile(k)
 	body := reviewOf(t, kindClaim, placed(t, kindClaim, testDriver, good))
 	var old []byte
 	for round := range 3 {
-		for _, r := range []replica{leader, standby} {
+		for r, dial := range map[*Webhook]dialer{one: toOne, other: toOther} {
 			w.reconcile(r)
-			if _, err := w.ask(w.apiServer(w.bundle()), r, body); err != nil {
+			if _, err := w.ask(w.bundle(), dial, body); err != nil {
 				t.Errorf("round %d: %v", round, err)
 			}
 		}
@@ -188,14 +226,13 @@ func TestTwoReplicas(t *testing.T) {
 		} else {
 			old = serving
 		}
-		w.clock = w.clock.Add(lifetime/3*2 + time.Hour)
+		time.Sleep(lifetime/3*2 + time.Hour)
 		w.reconcile(k)
+		time.Sleep(settle)
 		w.reconcile(k)
-		w.clock = w.clock.Add(settle)
-		w.reconcile(k)
-		// Neither has heard of it.
-		for _, r := range []replica{leader, standby} {
-			if _, err := w.ask(w.apiServer(w.bundle()), r, body); err != nil {
+		// The watch has not reported it to either.
+		for _, dial := range []dialer{toOne, toOther} {
+			if _, err := w.ask(w.bundle(), dial, body); err != nil {
 				t.Errorf("round %d, before the replica knows: %v", round, err)
 			}
 		}

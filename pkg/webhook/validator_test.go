@@ -61,7 +61,7 @@ func valueOf(t testing.TB, m prometheus.Metric) float64 {
 	return written.GetCounter().GetValue() + written.GetGauge().GetValue()
 }
 
-func newJudge() *judge { return &judge{driver: testDriver, requests: newRequests()} }
+func newValidator() *validator { return &validator{driver: testDriver, requests: newRequests()} }
 
 func review(kind string, object, before []byte) admission.Request {
 	request := admission.Request{AdmissionRequest: admissionv1.AdmissionRequest{
@@ -94,7 +94,7 @@ func TestMistakesAreTold(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	j := newJudge()
+	j := newValidator()
 	for kind, place := range places {
 		for _, c := range cases {
 			raw, err := json.Marshal(c.Parameters)
@@ -152,7 +152,7 @@ func TestUpdates(t *testing.T) {
 			if c.before == "7" {
 				before = []byte("7")
 			}
-			if response := newJudge().Handle(t.Context(), review(kind, placed(t, kind, testDriver, c.after), before)); response.Allowed != c.allowed {
+			if response := newValidator().Handle(t.Context(), review(kind, placed(t, kind, testDriver, c.after), before)); response.Allowed != c.allowed {
 				t.Errorf("%s, %s: %+v", kind, name, response)
 			}
 		}
@@ -162,7 +162,7 @@ func TestUpdates(t *testing.T) {
 			selector, config, testDriver, bad))
 	}
 	const other = "{opaque: {driver: nic.example.com, parameters: {}}}, "
-	if response := newJudge().Handle(t.Context(), review(kindClass, class("false", other), class("true", ""))); !response.Allowed {
+	if response := newValidator().Handle(t.Context(), review(kindClass, class("false", other), class("true", ""))); !response.Allowed {
 		t.Errorf("a class that says the same to us as before: %+v", response.Result)
 	}
 }
@@ -202,7 +202,7 @@ func TestLimitsBeyondTheDevices(t *testing.T) {
 			for _, id := range c.want {
 				want = append(want, "spec.devices.config[0].opaque.parameters.sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit["+id+"]")
 			}
-			response := newJudge().Handle(t.Context(), review(kindClaim, toJSON(t, object), nil))
+			response := newValidator().Handle(t.Context(), review(kindClaim, toJSON(t, object), nil))
 			if diff := cmp.Diff(want, causes(response)); diff != "" {
 				t.Errorf("(-want +got):\n%s", diff)
 			}
@@ -215,7 +215,7 @@ func TestNothingToSay(t *testing.T) {
 		"{}": allowed, "null": allowed, "{spec: {}}": allowed, "{spec: {config: []}}": allowed, "{spec: {config: [{}, null]}}": allowed,
 		"7": unreadable, "{spec: []}": unreadable, "{spec: {config: {}}}": unreadable,
 	} {
-		j := newJudge()
+		j := newValidator()
 		if response := j.Handle(t.Context(), review(kindClass, toJSON(t, text), nil)); !response.Allowed {
 			t.Errorf("%s: %+v", text, response.Result)
 		}
@@ -223,7 +223,7 @@ func TestNothingToSay(t *testing.T) {
 			t.Errorf("%s is not counted as %s", text, want)
 		}
 	}
-	j := newJudge()
+	j := newValidator()
 	if response := j.Handle(t.Context(), review("Pod", []byte("{}"), nil)); !response.Allowed || valueOf(t, j.requests.WithLabelValues(unreadable)) != 1 {
 		t.Errorf("a pod: %+v", response)
 	}
@@ -240,14 +240,14 @@ func TestManyMistakes(t *testing.T) {
 		entries = append(entries, "{opaque: {driver: "+testDriver+", parameters: {apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, "+strings.Join(unknown, ", ")+"}}}")
 	}
 	object := toJSON(t, "{metadata: {generateName: o-}, spec: {devices: {config: ["+strings.Join(entries, ", ")+"]}}}")
-	response := newJudge().Handle(t.Context(), review(kindClaim, object, nil))
+	response := newValidator().Handle(t.Context(), review(kindClaim, object, nil))
 	got := causes(response)
 	if len(got) != mistakesMax+1 || got[mistakesMax] != "spec.devices.config" || len(response.Result.Message) > 8000 || response.Result.Details.Name != "o-" {
 		t.Errorf("%d causes, %d bytes, %q", len(got), len(response.Result.Message), response.Result.Details.Name)
 	}
 }
 
-// Any bytes are answered, and whoever is denied is told where.
+// Any bytes are answered, and each mistake has a path.
 func FuzzMistakes(f *testing.F) {
 	for kind := range places {
 		for _, parameters := range []string{good, bad, sameBad, "null", "7", "{}", `{"sharing":`} {
@@ -268,6 +268,6 @@ func FuzzMistakes(f *testing.F) {
 				t.Errorf("a mistake without a place: %v", w)
 			}
 		}
-		newJudge().Handle(t.Context(), review(kind, object, before))
+		newValidator().Handle(t.Context(), review(kind, object, before))
 	})
 }

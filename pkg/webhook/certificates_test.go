@@ -15,6 +15,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -36,12 +37,16 @@ var testKey = types.NamespacedName{Namespace: "tandem-system", Name: "tandem-web
 
 const testServerName = "tandem-webhook.tandem-system.svc"
 
-// world is a cluster in memory with a clock of its own.
+// world is a cluster in memory.
 type world struct {
 	t        *testing.T
 	client   client.WithWatch
-	clock    time.Time
 	recorder *events.FakeRecorder
+}
+
+// timed runs a test with a clock of its own.
+func timed(test func(t *testing.T)) func(t *testing.T) {
+	return func(t *testing.T) { synctest.Test(t, test) }
 }
 
 func newWorld(t *testing.T) *world {
@@ -53,7 +58,7 @@ func newWorld(t *testing.T) *world {
 		}
 	}
 	return &world{
-		t: t, clock: time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC), recorder: events.NewFakeRecorder(1000),
+		t: t, recorder: events.NewFakeRecorder(1000),
 		client: fake.NewClientBuilder().WithScheme(types).WithObjects(newConfiguration()).Build(),
 	}
 }
@@ -66,21 +71,23 @@ func newConfiguration() *admissionregistrationv1.ValidatingWebhookConfiguration 
 }
 
 func (w *world) config() Config {
-	return Config{
-		Namespace: testKey.Namespace, Name: testKey.Name, DriverName: testDriver, Registerer: prometheus.NewRegistry(),
-		Now: func() time.Time { return w.clock },
-	}
+	return Config{Namespace: testKey.Namespace, Name: testKey.Name, DriverName: testDriver, Registerer: prometheus.NewRegistry()}
 }
 
-func (w *world) keeper() *keeper {
-	return &keeper{client: w.client, config: w.config(), recorder: w.recorder}
+func (w *world) replica() *Webhook {
+	r := New(w.config())
+	r.client, r.recorder = w.client, w.recorder
+	return r
 }
 
-func (w *world) loader() *loader {
-	return &loader{client: w.client, config: w.config(), served: &Served{}}
+// reconcile runs a replica, and once more for the watch that reports its writes.
+func (w *world) reconcile(r *Webhook) reconcile.Result {
+	w.t.Helper()
+	w.once(r)
+	return w.once(r)
 }
 
-func (w *world) reconcile(r reconcile.Reconciler) reconcile.Result {
+func (w *world) once(r *Webhook) reconcile.Result {
 	w.t.Helper()
 	result, err := r.Reconcile(w.t.Context(), reconcile.Request{NamespacedName: testKey})
 	if err != nil {
@@ -108,15 +115,15 @@ func (w *world) bundle() []byte {
 	return configuration.Webhooks[0].ClientConfig.CABundle
 }
 
-// trusts checks that somebody who trusts a bundle takes what a replica serves.
-func (w *world) trusts(bundle []byte, replica *loader) error {
-	served, err := replica.served.get(nil)
+// trusts checks that a client that trusts a bundle accepts what a replica serves.
+func (w *world) trusts(bundle []byte, replica *Webhook) error {
+	served, err := replica.certificate(nil)
 	if err != nil {
 		return err
 	}
 	roots := x509.NewCertPool()
 	roots.AppendCertsFromPEM(bundle)
-	_, err = served.Leaf.Verify(x509.VerifyOptions{DNSName: testServerName, Roots: roots, CurrentTime: w.clock})
+	_, err = served.Leaf.Verify(x509.VerifyOptions{DNSName: testServerName, Roots: roots})
 	return err
 }
 
@@ -129,18 +136,19 @@ func (w *world) event() string {
 	}
 }
 
-func TestFirstCertificate(t *testing.T) {
+func TestFirstCertificate(t *testing.T) { synctest.Test(t, firstCertificate) }
+
+func firstCertificate(t *testing.T) {
 	w := newWorld(t)
-	k, l := w.keeper(), w.loader()
-	w.reconcile(l)
-	if _, err := l.served.get(nil); !errors.Is(err, errNoCertificate) {
+	k, l := w.replica(), w.replica()
+	if _, err := l.certificate(nil); !errors.Is(err, errNoCertificate) {
 		t.Errorf("served before there is one: %v", err)
 	}
-	if left := l.served.left(w.clock); left != 0 {
+	if left := l.left(); left != 0 {
 		t.Errorf("good for %s without a certificate", left)
 	}
 	if result := w.reconcile(k); result.RequeueAfter <= 0 {
-		t.Error("nobody looks at its age")
+		t.Error("its age is not checked")
 	}
 	secret := w.secret()
 	if secret.Type != corev1.SecretTypeTLS || len(secret.OwnerReferences) != 1 || secret.OwnerReferences[0].UID != "uid-configuration" {
@@ -155,7 +163,7 @@ func TestFirstCertificate(t *testing.T) {
 	if err := w.trusts(w.bundle(), l); err != nil {
 		t.Error(err)
 	}
-	if left := l.served.left(w.clock); left != lifetime {
+	if left := l.left(); left != lifetime-backdate {
 		t.Errorf("good for %s", left)
 	}
 	if e := w.event(); !strings.Contains(e, "CertificateRotated") {
@@ -171,42 +179,43 @@ func TestFirstCertificate(t *testing.T) {
 
 // TestRotation: over four years, whatever a replica or an API server has not heard of yet, every request is answered: both may be
 // minutes behind.
-func TestRotation(t *testing.T) {
+func TestRotation(t *testing.T) { synctest.Test(t, rotation) }
+
+func rotation(t *testing.T) {
 	w := newWorld(t)
-	k := w.keeper()
-	current, lagging := w.loader(), w.loader()
+	k, current, lagging := w.replica(), w.replica(), w.replica()
 	w.reconcile(k)
 	w.reconcile(current)
 	w.reconcile(lagging)
 	serials, seen := map[string]bool{}, [][]byte{w.bundle()}
-	step := lookAgain
+	step := time.Hour
 	for day := time.Duration(0); day < 4*lifetime; day += step {
-		w.clock = w.clock.Add(step)
+		time.Sleep(step)
 		for range 3 { // something else has changed
 			w.reconcile(k)
 		}
 		for _, bundle := range [][]byte{w.bundle(), seen[len(seen)-1]} {
-			for name, replica := range map[string]*loader{"the one before": lagging, "the new one": current} {
+			for name, replica := range map[string]*Webhook{"the one before": lagging, "the new one": current} {
 				if name == "the new one" {
 					w.reconcile(replica)
 				}
 				if err := w.trusts(bundle, replica); err != nil {
-					t.Fatalf("on %s, with %s: %v", w.clock, name, err)
+					t.Fatalf("on %s, with %s: %v", time.Now(), name, err)
 				}
 			}
 		}
 		w.reconcile(lagging)
 		seen = append(seen, w.bundle())
 		// Most of the time nothing happens.
-		if step = 48 * time.Hour; w.secret().Data[nextCert] != nil {
-			step = lookAgain
+		if step = 96 * time.Hour; w.secret().Data[nextCert] != nil {
+			step = time.Hour
 		}
-		serials[current.served.certificate.Load().Leaf.SerialNumber.String()] = true
-		if left := current.served.left(w.clock); left < lifetime/4 {
-			t.Fatalf("on %s the certificate is good for %s only", w.clock, left)
+		serials[current.serving.Load().Leaf.SerialNumber.String()] = true
+		if left := current.left(); left < lifetime/4 {
+			t.Fatalf("on %s the certificate is good for %s only", time.Now(), left)
 		}
 		if n := bytes.Count(w.bundle(), []byte("BEGIN")); n > 3 {
-			t.Fatalf("on %s %d authorities are trusted", w.clock, n)
+			t.Fatalf("on %s %d authorities are trusted", time.Now(), n)
 		}
 	}
 	if len(serials) < 5 || len(serials) > 7 {
@@ -219,39 +228,35 @@ func TestRotation(t *testing.T) {
 	}
 }
 
-// An API server that is not told, since somebody has taken the bundle away, or for whom there is a new leader that does not know
-// since when, gets the time it needs.
-func TestNextWaitsUntilItIsTrusted(t *testing.T) {
+// The next certificate is served once its authority was trusted for a day, and not while the bundle is missing.
+func TestNextWaitsUntilItIsTrusted(t *testing.T) { synctest.Test(t, nextWaitsUntilItIsTrusted) }
+
+func nextWaitsUntilItIsTrusted(t *testing.T) {
 	w := newWorld(t)
-	k, l := w.keeper(), w.loader()
+	k, l := w.replica(), w.replica()
 	w.reconcile(k)
 	first := string(w.secret().Data[corev1.TLSCertKey])
-	w.clock = w.clock.Add(lifetime/3*2 + time.Hour)
-	w.reconcile(k) // makes the next
-	w.reconcile(k) // sees that it is trusted
+	time.Sleep(lifetime/3*2 + time.Hour)
+	w.reconcile(k)
 	if next := w.secret().Data[nextCert]; len(next) == 0 {
 		t.Fatal("no next certificate")
 	}
-	w.clock = w.clock.Add(settle - time.Second)
+	time.Sleep(settle - time.Second)
 	w.reconcile(k)
-	k = w.keeper()
-	w.clock = w.clock.Add(settle - time.Second)
-	w.reconcile(k)
-	w.clock = w.clock.Add(settle - time.Second)
-	w.reconcile(k)
+	w.reconcile(w.replica())
 	if string(w.secret().Data[corev1.TLSCertKey]) != first {
 		t.Error("served before it was trusted for long enough")
 	}
 	w.forget()
-	w.clock = w.clock.Add(time.Second)
-	w.reconcile(k) // gives it back
-	w.clock = w.clock.Add(settle - time.Second)
-	w.reconcile(k)
+	time.Sleep(time.Second)
+	w.once(k) // gives the bundle back
 	if string(w.secret().Data[corev1.TLSCertKey]) != first {
 		t.Error("served though it was not trusted in between")
 	}
-	w.clock = w.clock.Add(settle)
-	w.reconcile(k)
+	if err := w.trusts(w.bundle(), k); err != nil {
+		t.Error(err)
+	}
+	w.once(k)
 	if s := w.secret(); string(s.Data[corev1.TLSCertKey]) == first || s.Data[nextCert] != nil || s.Data[nextKey] != nil {
 		t.Error("the next one is not served")
 	}
@@ -276,7 +281,7 @@ func (w *world) forget() {
 
 func TestBundleIsGivenBack(t *testing.T) {
 	w := newWorld(t)
-	k := w.keeper()
+	k := w.replica()
 	w.reconcile(k)
 	before, secret := w.bundle(), w.secret()
 	w.forget()
@@ -289,10 +294,10 @@ func TestBundleIsGivenBack(t *testing.T) {
 	}
 }
 
-// What somebody changes in the configuration meanwhile stays.
+// A concurrent change of the configuration stays.
 func TestOthersChangeStays(t *testing.T) {
 	w := newWorld(t)
-	k, key := w.keeper(), types.NamespacedName{Name: testKey.Name}
+	k, key := w.replica(), types.NamespacedName{Name: testKey.Name}
 	configuration := &admissionregistrationv1.ValidatingWebhookConfiguration{}
 	change := sync.OnceFunc(func() {
 		if err := w.client.Get(t.Context(), key, configuration); err != nil {
@@ -309,9 +314,9 @@ func TestOthersChangeStays(t *testing.T) {
 			return c.Patch(ctx, o, patch, opts...)
 		},
 	})
-	w.reconcile(k)
+	w.once(k)
 	if len(w.bundle()) > 0 {
-		t.Error("patched over somebody's change")
+		t.Error("patched over a concurrent change")
 	}
 	w.reconcile(k)
 	if err := w.client.Get(t.Context(), key, configuration); err != nil {
@@ -322,23 +327,17 @@ func TestOthersChangeStays(t *testing.T) {
 	}
 }
 
-// What is in the Secret and cannot be used is replaced, whoever wrote it; replicas serve what they have until then.
+// Contents of the Secret that cannot be used are replaced. Replicas serve what they have until then.
 func TestUnusableSecret(t *testing.T) {
 	made := func() map[string][]byte {
 		w := newWorld(t)
-		w.reconcile(w.keeper())
+		w.reconcile(w.replica())
 		return w.secret().Data
 	}
 	others := made()
 	elsewhere := func() map[string][]byte {
-		var s store
-		pair, err := s.issue([]string{"elsewhere.svc"}, newWorld(t).clock)
-		if err != nil {
-			t.Fatal(err)
-		}
-		s.serving = pair
-		data, err := s.data()
-		if err != nil {
+		data := contents{}
+		if _, _, err := data.rotate(Config{Namespace: "other", Name: "webhook"}, false, time.Now()); err != nil {
 			t.Fatal(err)
 		}
 		return data
@@ -357,7 +356,7 @@ func TestUnusableSecret(t *testing.T) {
 		"cut off":                    {func(d map[string][]byte) { d[corev1.TLSCertKey] = d[corev1.TLSCertKey][:100] }, "tls.crt"},
 		"rubbish":                    {func(d map[string][]byte) { d[corev1.TLSCertKey] = []byte("x") }, "tls.crt"},
 		"rubbish for authorities":    {func(d map[string][]byte) { d[corev1.ServiceAccountRootCAKey] = []byte("x") }, "ca.crt"},
-		"no authority's certificate": {func(d map[string][]byte) { d[corev1.ServiceAccountRootCAKey] = d[corev1.TLSCertKey] }, "no authority's"},
+		"no authority's certificate": {func(d map[string][]byte) { d[corev1.ServiceAccountRootCAKey] = d[corev1.TLSCertKey] }, "not a certificate authority"},
 		"rubbish to come":            {func(d map[string][]byte) { d[nextKey] = []byte("x") }, "next.crt"},
 		"another's to come": {func(d map[string][]byte) {
 			d[nextCert], d[nextKey] = others[corev1.TLSCertKey], others[corev1.TLSPrivateKeyKey]
@@ -365,7 +364,7 @@ func TestUnusableSecret(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
-			k, l, fresh := w.keeper(), w.loader(), w.loader()
+			k, l, fresh := w.replica(), w.replica(), w.replica()
 			w.reconcile(k)
 			w.reconcile(l)
 			w.event()
@@ -374,8 +373,16 @@ func TestUnusableSecret(t *testing.T) {
 			if err := w.client.Update(t.Context(), secret); err != nil {
 				t.Fatal(err)
 			}
-			w.reconcile(l)
-			w.reconcile(fresh)
+			forbidden := interceptor.Funcs{Update: func(context.Context, client.WithWatch, client.Object, ...client.UpdateOption) error {
+				return errors.New("no")
+			}}
+			for _, replica := range []*Webhook{l, fresh} {
+				replica.client = interceptor.NewClient(w.client, forbidden)
+				if _, err := replica.Reconcile(t.Context(), reconcile.Request{NamespacedName: testKey}); err == nil {
+					t.Error("replaced nothing")
+				}
+				replica.client = w.client
+			}
 			if err := w.trusts(w.bundle(), l); err != nil {
 				t.Errorf("a replica with a good certificate: %v", err)
 			}
@@ -383,7 +390,7 @@ func TestUnusableSecret(t *testing.T) {
 			if e := w.event(); !strings.Contains(e, "Warning CertificateReplaced") || !strings.Contains(e, c.says) {
 				t.Errorf("event %q, want %q", e, c.says)
 			}
-			for _, replica := range []*loader{l, fresh} {
+			for _, replica := range []*Webhook{l, fresh} {
 				w.reconcile(replica)
 				if err := w.trusts(w.bundle(), replica); err != nil {
 					t.Error(err)
@@ -405,22 +412,22 @@ func pick(data map[string][]byte, keys ...string) map[string][]byte {
 	return picked
 }
 
-// After a year without a leader, with or without a next certificate, there is one at once.
+// After a year without a replica, with or without a next certificate, there is one at once.
 func TestExpired(t *testing.T) {
 	for name, staged := range map[string]bool{"nothing to come": false, "one to come": true} {
-		t.Run(name, func(t *testing.T) {
+		t.Run(name, timed(func(t *testing.T) {
 			w := newWorld(t)
-			k := w.keeper()
+			k := w.replica()
 			w.reconcile(k)
 			if staged {
-				w.clock = w.clock.Add(lifetime/3*2 + time.Hour)
+				time.Sleep(lifetime/3*2 + time.Hour)
 				w.reconcile(k)
-				w.clock = w.clock.Add(-lifetime / 3 * 2)
+				time.Sleep(lifetime / 3)
+			} else {
+				time.Sleep(lifetime + time.Second)
 			}
 			next := w.secret().Data[nextCert]
-			w.clock = w.clock.Add(lifetime + time.Second)
-			k, l := w.keeper(), w.loader()
-			w.reconcile(l)
+			k, l := w.replica(), w.replica()
 			w.reconcile(k)
 			w.reconcile(l)
 			if err := w.trusts(w.bundle(), l); err != nil {
@@ -432,18 +439,18 @@ func TestExpired(t *testing.T) {
 			if n := bytes.Count(w.bundle(), []byte("BEGIN")); n != 1 {
 				t.Errorf("%d authorities are trusted", n)
 			}
-		})
+		}))
 	}
 }
 
-func TestNobodyAsks(t *testing.T) {
+func TestNoConfiguration(t *testing.T) {
 	w := newWorld(t)
 	if err := w.client.Delete(t.Context(), newConfiguration()); err != nil {
 		t.Fatal(err)
 	}
-	w.reconcile(w.keeper())
+	w.reconcile(w.replica())
 	if err := w.client.Get(t.Context(), testKey, &corev1.Secret{}); !apierrors.IsNotFound(err) {
-		t.Errorf("a Secret for nobody: %v", err)
+		t.Errorf("a Secret without a configuration: %v", err)
 	}
 }
 
@@ -451,7 +458,7 @@ func TestNobodyAsks(t *testing.T) {
 func TestTwoLeaders(t *testing.T) {
 	w := newWorld(t)
 	stale := &staleReader{WithWatch: w.client}
-	one, two := w.keeper(), w.keeper()
+	one, two := w.replica(), w.replica()
 	two.client = stale
 	// Two has not seen what one has made.
 	stale.keep(t)
@@ -463,7 +470,7 @@ func TestTwoLeaders(t *testing.T) {
 	}
 	// Both at once, and again when what they wrote has arrived.
 	stale.fresh()
-	for range 20 {
+	for range 5 {
 		w.forget()
 		secret := w.secret()
 		clear(secret.Data)
@@ -471,7 +478,7 @@ func TestTwoLeaders(t *testing.T) {
 			t.Fatal(err)
 		}
 		var group sync.WaitGroup
-		for _, k := range []*keeper{one, two} {
+		for _, k := range []*Webhook{one, two} {
 			group.Go(func() {
 				if _, err := k.Reconcile(t.Context(), reconcile.Request{NamespacedName: testKey}); err != nil {
 					t.Error(err)
@@ -481,7 +488,7 @@ func TestTwoLeaders(t *testing.T) {
 		group.Wait()
 		w.reconcile(one)
 		w.reconcile(two)
-		l := w.loader()
+		l := w.replica()
 		w.reconcile(l)
 		if err := w.trusts(w.bundle(), l); err != nil {
 			t.Fatal(err)
@@ -527,24 +534,25 @@ func (s *staleReader) Get(ctx context.Context, key client.ObjectKey, into client
 
 // What the API server refuses is tried again and says what failed.
 func TestRefused(t *testing.T) {
-	refuse := func() error { return errors.New("no") }
 	for want, funcs := range map[string]interceptor.Funcs{
-		"create secret tandem-system/tandem-webhook: no": {
-			Create: func(context.Context, client.WithWatch, client.Object, ...client.CreateOption) error { return refuse() }},
+		"create or update secret tandem-system/tandem-webhook: not created": {
+			Create: func(context.Context, client.WithWatch, client.Object, ...client.CreateOption) error {
+				return errors.New("not created")
+			}},
 		"patch CA bundle of tandem-webhook: no": {
 			Patch: func(context.Context, client.WithWatch, client.Object, client.Patch, ...client.PatchOption) error {
-				return refuse()
+				return errors.New("no")
 			}},
-		"get secret tandem-system/tandem-webhook: no": {
+		"create or update secret tandem-system/tandem-webhook: not read": {
 			Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
 				if _, ok := o.(*corev1.Secret); ok {
-					return refuse()
+					return errors.New("not read")
 				}
 				return c.Get(ctx, key, o, opts...)
 			}},
 	} {
 		w := newWorld(t)
-		k := w.keeper()
+		k := w.replica()
 		k.client = interceptor.NewClient(w.client, funcs)
 		if _, err := k.Reconcile(t.Context(), reconcile.Request{NamespacedName: testKey}); err == nil || err.Error() != want {
 			t.Errorf("%v, want %s", err, want)
@@ -555,7 +563,7 @@ func TestRefused(t *testing.T) {
 // Every write of a certificate is one that a server can start with.
 func TestPairsServe(t *testing.T) {
 	w := newWorld(t)
-	w.reconcile(w.keeper())
+	w.reconcile(w.replica())
 	data := w.secret().Data
 	pair, err := tls.X509KeyPair(data[corev1.TLSCertKey], data[corev1.TLSPrivateKeyKey])
 	if err != nil {
