@@ -9,7 +9,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"time"
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
@@ -251,7 +250,6 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
 		reconciler.Run, c.specs.Run, c.shared.Run, c.policy.Run, a.checkRuntime,
-		func(ctx context.Context) error { return a.provision(ctx, c) },
 		func(ctx context.Context) error { return a.serveConfigured(ctx, c) },
 	} {
 		group.Go(func() error { return run(ctx) })
@@ -303,27 +301,4 @@ func (a *agent) newSpecs(node *nvml.Node) (*cdi.Specs, error) {
 		options.Hook = cdi.NewHook(a.config.CDIHookSource, a.hookPath())
 	}
 	return cdi.New(options)
-}
-
-// provisionRetry is how soon space that was not to be had is asked for again.
-const provisionRetry = 10 * time.Second
-
-// provision keeps space on disk for the record of every device, and every replica, that a pod may get.
-func (a *agent) provision(ctx context.Context, c components) error {
-	for {
-		changed := c.devices.Changed()
-		var retry <-chan time.Time
-		inv := c.devices.Inventory()
-		offers, _ := a.config.Resources().Offers(inv.GPUs)
-		if err := c.book.Provision(max(len(inv.Devices()), len(offers))); err != nil {
-			klog.FromContext(ctx).Error(err, "Cannot reserve space for the ledger, retrying")
-			retry = time.After(provisionRetry)
-		}
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-changed:
-		case <-retry:
-		}
-	}
 }

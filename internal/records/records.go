@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package records keeps small facts through crashes of the process, and not of the machine: one file each, in a directory on a
-// tmpfs, written whole or not at all before what it tells of is begun. The names carry what matters most, so that one that cannot
-// be read still says what is ours.
+// Package records keeps small facts through a crash of the process, but not of the machine: one file for each key, in a directory
+// on a tmpfs. The file's name is the key, so a file that is empty or cannot be read still counts as a record of its key.
 package records
 
 import (
@@ -10,179 +9,404 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
+	"hash/crc32"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
+
+	"golang.org/x/sys/unix"
 )
 
-// Format says how one kind of records is written.
-type Format[K comparable, V any] struct {
-	// What is recorded, for messages: "partition".
+// Options of a store of values V under keys K.
+type Options[K comparable, V any] struct {
+	// What one record is about, for messages: "partition".
 	What string
+	// Dir is made when it is missing.
+	Dir string
+	// BootID of the kernel. Load removes records of another boot.
+	BootID string
+	// Exclusive makes Load lock the directory, so that one process at a time has it open.
+	Exclusive bool
 	// Name returns the file name of a key. Parse is its inverse and accepts no other names.
 	Name  func(K) string
 	Parse func(name string) (K, error)
-	// Boot of a record that was read. Those of an earlier one are void.
-	Boot func(V) string
-	// Unreadable is what counts in place of a record that cannot be read.
+	// Check, where set, returns what is wrong with a value that was read.
+	Check func(K, V) error
+	// Unreadable returns what counts in place of a record that cannot be read.
 	Unreadable func(K) V
+	// Step, where set, is called before each change of the disk: tests end the process there (ledger.TestDeathAtEveryStep).
+	Step func(string)
 }
 
 // Store is the records of one kind. All methods are safe for concurrent use.
 type Store[K comparable, V any] struct {
-	dir, bootID string
-	format      Format[K, V]
+	options Options[K, V]
 
-	mu    sync.Mutex
-	known map[K]V
+	mu sync.Mutex
+	// dir is the open directory. Files are opened relative to it, so that nothing is written to a directory that another process
+	// removed.
+	dir     *os.File
+	entries map[K]entry[V]
 }
 
-// Temporary begins the names of files that are not complete.
-const Temporary = ".tmp-"
-
-// New does nothing visible: there are no records before Load.
-func New[K comparable, V any](dir, bootID string, format Format[K, V]) *Store[K, V] {
-	return &Store[K, V]{dir: dir, bootID: bootID, format: format, known: map[K]V{}}
+type entry[V any] struct {
+	value V
+	// unreadable is a record whose contents on disk are unknown to this process. They stay until Put replaces them.
+	unreadable bool
+	// nameOnly is a record for whose contents the disk had no room. Repair writes them.
+	nameOnly bool
 }
 
-// Load reads the records of an earlier process. Call it once, before any other method, while no other process uses the directory.
-// It removes records of an earlier boot. It returns files that it cannot read as problems and keeps them; the keys in their names
-// count as recorded.
+// ErrLocked means that another process has the directory open.
+var ErrLocked = errors.New("another process has the records open")
+
+// ErrClosed means that the store was closed.
+var ErrClosed = errors.New("the records are closed")
+
+// New has no visible effect. Load comes first.
+func New[K comparable, V any](o Options[K, V]) *Store[K, V] {
+	if o.Step == nil {
+		o.Step = func(string) {}
+	}
+	return &Store[K, V]{options: o, entries: map[K]entry[V]{}}
+}
+
+// Load opens the directory and reads the records of an earlier process. Call it once, before any other method. It removes records of
+// an earlier boot. It returns files that it cannot read as problems and keeps them; the keys in their names count as recorded. Errors:
+// ErrLocked, if the store is Exclusive.
 func (s *Store[K, V]) Load() (problems []error, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := os.MkdirAll(s.dir, 0o700); err != nil {
-		return nil, fmt.Errorf("load records of %ss: %w", s.format.What, err)
+	if err := s.open(); err != nil {
+		return nil, fmt.Errorf("load records of %ss: %w", s.options.What, err)
 	}
-	entries, err := os.ReadDir(s.dir)
+	files, err := os.ReadDir(s.options.Dir)
 	if err != nil {
-		return nil, fmt.Errorf("load records of %ss: %w", s.format.What, err)
+		return nil, fmt.Errorf("load records of %ss: %w", s.options.What, err)
 	}
-	for _, entry := range entries {
-		path := filepath.Join(s.dir, entry.Name())
-		if strings.HasPrefix(entry.Name(), Temporary) {
-			if err := os.Remove(path); err != nil {
-				return nil, fmt.Errorf("remove unfinished record of a %s: %w", s.format.What, err)
-			}
-			continue
-		}
-		key, err := s.parse(entry.Name())
+	for _, file := range files {
+		key, err := s.parse(file.Name())
 		if err != nil {
 			problems = append(problems, err)
 			continue
 		}
-		value, err := read[V](path)
+		value, err := s.read(key, file.Name())
 		switch {
-		case err != nil:
-			problems = append(problems, fmt.Errorf("read record of %s %s: %w", s.format.What, entry.Name(), err))
-			value = s.format.Unreadable(key)
-		case s.format.Boot(value) != s.bootID:
-			if err := os.Remove(path); err != nil {
-				return nil, fmt.Errorf("remove record of %s %s of an earlier boot: %w", s.format.What, entry.Name(), err)
+		case errors.Is(err, errEarlierBoot):
+			if err := s.remove(file.Name()); err != nil {
+				return nil, fmt.Errorf("remove record of %s %s of an earlier boot: %w", s.options.What, file.Name(), err)
 			}
 			continue
+		case err != nil:
+			problems = append(problems, fmt.Errorf("read record of %s %s: %w", s.options.What, file.Name(), err))
+			s.entries[key] = entry[V]{value: s.options.Unreadable(key), unreadable: true}
+			continue
 		}
-		s.known[key] = value
+		s.entries[key] = entry[V]{value: value}
 	}
 	return problems, nil
 }
 
 func (s *Store[K, V]) parse(name string) (K, error) {
-	key, err := s.format.Parse(name)
-	if err == nil && s.format.Name(key) != name {
-		err = errors.New("its name is not as this version writes it")
+	key, err := s.options.Parse(name)
+	if err == nil && s.options.Name(key) != name {
+		err = errors.New("this version writes another name")
 	}
 	if err != nil {
-		return key, fmt.Errorf("record of a %s %q: %w", s.format.What, name, err)
+		return key, fmt.Errorf("parse name of %s record %q: %w", s.options.What, name, err)
 	}
 	return key, nil
 }
 
-func read[V any](path string) (V, error) {
-	var value V
-	data, err := os.ReadFile(path)
-	if err != nil {
-		return value, err
+// Close unlocks the directory. Every later change fails, because another process may have the directory open.
+func (s *Store[K, V]) Close() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.dir == nil {
+		return nil
 	}
-	decoder := json.NewDecoder(bytes.NewReader(data))
-	decoder.DisallowUnknownFields()
-	err = decoder.Decode(&value)
-	return value, err
+	err := s.dir.Close()
+	s.dir = nil
+	return err
 }
 
 // Get returns a record.
 func (s *Store[K, V]) Get(key K) (V, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	value, ok := s.known[key]
-	return value, ok
+	e, ok := s.entries[key]
+	return e.value, ok
 }
 
-// Keys are what there are records of, in no order.
+// Keys returns the recorded keys, in no order.
 func (s *Store[K, V]) Keys() []K {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	keys := make([]K, 0, len(s.known))
-	for key := range s.known {
+	keys := make([]K, 0, len(s.entries))
+	for key := range s.entries {
 		keys = append(keys, key)
 	}
 	return keys
 }
 
-// Put writes a record, in place of the one before. It is on disk when Put returns nil; after an error what was is still known.
+// Put writes a record and replaces the one before. It is on disk when Put returns nil. After an error the record before counts, on disk
+// as well.
 func (s *Store[K, V]) Put(key K, value V) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := s.write(key, value); err != nil {
-		return fmt.Errorf("record %s %s: %w", s.format.What, s.format.Name(key), err)
+	return s.put(key, value, false)
+}
+
+// PutName is Put, and a new record succeeds without room on the disk as well: then only the key survives the process, until Repair
+// finds room (ledger.TestFullDisk).
+func (s *Store[K, V]) PutName(key K, value V) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.put(key, value, true)
+}
+
+func (s *Store[K, V]) put(key K, value V, nameSuffices bool) error {
+	before, known := s.entries[key]
+	if err := s.alive(); err != nil {
+		return fmt.Errorf("write record of %s %s: %w", s.options.What, s.options.Name(key), err)
 	}
-	s.known[key] = value
+	err := s.write(key, value)
+	hadContents := known && !before.nameOnly && !before.unreadable
+	nameOnly := nameSuffices && !hadContents && errors.Is(err, unix.ENOSPC) && s.exists(key)
+	if err != nil && !nameOnly {
+		if !known {
+			err = errors.Join(err, s.remove(s.options.Name(key)))
+		}
+		return fmt.Errorf("write record of %s %s: %w", s.options.What, s.options.Name(key), err)
+	}
+	s.entries[key] = entry[V]{value: value, nameOnly: nameOnly}
 	return nil
 }
 
-// Drop forgets a record. Idempotent.
+// Drop removes a record. It is idempotent.
 func (s *Store[K, V]) Drop(key K) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := os.Remove(s.path(key)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove record of %s %s: %w", s.format.What, s.format.Name(key), err)
+	err := s.alive()
+	if err == nil {
+		err = s.remove(s.options.Name(key))
 	}
-	delete(s.known, key)
+	if err != nil {
+		return fmt.Errorf("remove record of %s %s: %w", s.options.What, s.options.Name(key), err)
+	}
+	delete(s.entries, key)
 	return nil
 }
 
-// Repair restores records that another process removed from the directory. It checks each file.
+// Repair writes records that the disk had no room for or that another process removed. It costs one stat for each record.
 func (s *Store[K, V]) Repair() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if err := s.alive(); err != nil {
+		return fmt.Errorf("repair records of %ss: %w", s.options.What, err)
+	}
+	return s.repair()
+}
+
+func (s *Store[K, V]) repair() error {
 	var errs []error
-	for key, value := range s.known {
-		if _, err := os.Lstat(s.path(key)); err == nil {
+	for key, e := range s.entries {
+		if !e.nameOnly && s.exists(key) {
 			continue
 		}
-		if err := s.write(key, value); err != nil {
-			errs = append(errs, fmt.Errorf("record %s %s again: %w", s.format.What, s.format.Name(key), err))
+		if err := s.rewrite(key, e); err != nil {
+			errs = append(errs, fmt.Errorf("write record of %s %s again: %w", s.options.What, s.options.Name(key), err))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-func (s *Store[K, V]) path(key K) string { return filepath.Join(s.dir, s.format.Name(key)) }
+// rewrite writes a missing record. Of an unreadable one the name suffices.
+func (s *Store[K, V]) rewrite(key K, e entry[V]) error {
+	if e.unreadable {
+		fd, err := s.create(s.options.Name(key))
+		if err != nil {
+			return err
+		}
+		return unix.Close(fd)
+	}
+	err := s.write(key, e.value)
+	if e.nameOnly = errors.Is(err, unix.ENOSPC) && s.exists(key); err == nil || e.nameOnly {
+		s.entries[key] = e
+	}
+	return err
+}
 
-func (s *Store[K, V]) write(key K, value V) error {
-	if err := os.MkdirAll(s.dir, 0o700); err != nil {
+// open opens the directory.
+func (s *Store[K, V]) open() error {
+	if err := os.MkdirAll(s.options.Dir, 0o700); err != nil {
 		return err
 	}
-	data, err := json.Marshal(value)
+	dir, err := os.Open(s.options.Dir)
 	if err != nil {
 		return err
 	}
-	// No fsync: neither the directory nor what is recorded survives the boot.
-	path := filepath.Join(s.dir, Temporary+s.format.Name(key))
-	if err := os.WriteFile(path, data, 0o600); err != nil {
-		return errors.Join(err, os.Remove(path))
+	if s.options.Exclusive {
+		if err := unix.Flock(int(dir.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+			if errors.Is(err, unix.EWOULDBLOCK) {
+				err = ErrLocked
+			}
+			return errors.Join(fmt.Errorf("lock %s: %w", s.options.Dir, err), dir.Close())
+		}
 	}
-	return os.Rename(path, s.path(key))
+	s.dir = dir
+	return nil
+}
+
+// alive makes the directory and its records again after another process removed it (TestWipedDirectory). Errors: ErrLocked, if another
+// process was faster.
+func (s *Store[K, V]) alive() error {
+	if s.dir == nil {
+		return ErrClosed
+	}
+	var stat unix.Stat_t
+	if err := unix.Fstat(int(s.dir.Fd()), &stat); err != nil || stat.Nlink > 0 {
+		return err
+	}
+	old := s.dir
+	if err := s.open(); err != nil {
+		return fmt.Errorf("make removed directory again: %w", err)
+	}
+	return errors.Join(s.repair(), old.Close())
+}
+
+func (s *Store[K, V]) exists(key K) bool {
+	var stat unix.Stat_t
+	return unix.Fstatat(int(s.dir.Fd()), s.options.Name(key), &stat, unix.AT_SYMLINK_NOFOLLOW) == nil
+}
+
+// page is the unit in which a tmpfs allocates. One write within a page is done or not done when the process ends.
+const page = 4096
+
+// write puts the contents into the file of the key. It overwrites an existing file in place, which needs no room on the disk. There is
+// no fsync: the directory ends with the boot.
+func (s *Store[K, V]) write(key K, value V) error {
+	name := s.options.Name(key)
+	data, err := s.encode(name, value)
+	if err != nil {
+		return err
+	}
+	fd, err := s.openFile(key, name)
+	if err != nil {
+		return err
+	}
+	if len(data) > page {
+		// Without it, a full disk could leave a part of the new contents in place of the old ones.
+		if err := unix.Fallocate(fd, 0, 0, int64(len(data))); err != nil && !errors.Is(err, unix.EOPNOTSUPP) {
+			return errors.Join(err, unix.Close(fd))
+		}
+	}
+	s.options.Step("write")
+	n, err := unix.Pwrite(fd, data, 0)
+	if err == nil && n < len(data) {
+		err = unix.ENOSPC
+	}
+	return errors.Join(err, unix.Close(fd))
+}
+
+// openFile opens the file of a key, and creates it if it is missing. Anything but a file in its place is removed.
+func (s *Store[K, V]) openFile(key K, name string) (int, error) {
+	if _, known := s.entries[key]; !known {
+		if fd, err := s.create(name); !errors.Is(err, unix.EEXIST) {
+			return fd, err
+		}
+	}
+	fd, err := unix.Openat(int(s.dir.Fd()), name, unix.O_WRONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	switch {
+	case err == nil:
+		return fd, nil
+	case !errors.Is(err, unix.ENOENT):
+		if err := s.remove(name); err != nil {
+			return -1, err
+		}
+	}
+	return s.create(name)
+}
+
+func (s *Store[K, V]) create(name string) (int, error) {
+	s.options.Step("create")
+	return unix.Openat(int(s.dir.Fd()), name, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_CLOEXEC, 0o600)
+}
+
+// remove removes a file. It is no error if there is none.
+func (s *Store[K, V]) remove(name string) error {
+	s.options.Step("remove")
+	err := unix.Unlinkat(int(s.dir.Fd()), name, 0)
+	switch {
+	case err == nil || errors.Is(err, unix.ENOENT):
+		return nil
+	case errors.Is(err, unix.EISDIR):
+		return os.RemoveAll(filepath.Join(s.options.Dir, name))
+	}
+	return err
+}
+
+// contents of a file. What follows them in the file is left from longer contents.
+type contents struct {
+	BootID string `json:"bootID"`
+	// Checksum of the boot ID, the file's name and the record.
+	Checksum uint32          `json:"checksum"`
+	Record   json.RawMessage `json:"record"`
+}
+
+var castagnoli = crc32.MakeTable(crc32.Castagnoli)
+
+func (c contents) sum(name string) uint32 {
+	sum := crc32.Checksum([]byte(c.BootID+"\n"+name+"\n"), castagnoli)
+	return crc32.Update(sum, castagnoli, c.Record)
+}
+
+var (
+	errEarlierBoot = errors.New("the record is of an earlier boot")
+	errEmpty       = errors.New("it is empty: the disk was full, or the process ended while it wrote the record")
+)
+
+func (s *Store[K, V]) encode(name string, value V) ([]byte, error) {
+	record, err := json.Marshal(value)
+	if err != nil {
+		return nil, err
+	}
+	c := contents{BootID: s.options.BootID, Record: record}
+	c.Checksum = c.sum(name)
+	data, err := json.Marshal(c)
+	return append(data, '\n'), err
+}
+
+func (s *Store[K, V]) read(key K, name string) (V, error) {
+	var value V
+	path := filepath.Join(s.options.Dir, name)
+	if info, err := os.Lstat(path); err != nil {
+		return value, err
+	} else if !info.Mode().IsRegular() {
+		return value, fmt.Errorf("it is no regular file: %s", info.Mode())
+	}
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return value, err
+	}
+	if len(data) == 0 {
+		return value, errEmpty
+	}
+	var c contents
+	if err := json.NewDecoder(bytes.NewReader(data)).Decode(&c); err != nil {
+		return value, err
+	}
+	if sum := c.sum(name); c.Checksum != sum {
+		return value, fmt.Errorf("its checksum is %d, its contents have %d", c.Checksum, sum)
+	}
+	if c.BootID != s.options.BootID {
+		return value, errEarlierBoot
+	}
+	if err := json.Unmarshal(c.Record, &value); err != nil {
+		return value, err
+	}
+	if s.options.Check != nil {
+		return value, s.options.Check(key, value)
+	}
+	return value, nil
 }

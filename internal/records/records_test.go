@@ -4,34 +4,46 @@ package records
 
 import (
 	"errors"
+	"fmt"
 	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 type fact struct {
-	Boot string `json:"boot"`
 	Text string `json:"text,omitempty"`
 }
 
-func open(t *testing.T, dir, boot string) (*Store[string, fact], []error) {
-	t.Helper()
-	s := New(dir, boot, Format[string, fact]{
-		What: "fact", Name: func(k string) string { return "f-" + k },
+func options(dir, boot string) Options[string, fact] {
+	return Options[string, fact]{
+		What: "fact", Dir: dir, BootID: boot, Name: func(k string) string { return "f-" + k },
 		Parse: func(name string) (string, error) {
 			if key, ok := strings.CutPrefix(strings.ToLower(name), "f-"); ok {
 				return key, nil
 			}
 			return "", errors.New("no fact")
 		},
-		Boot:       func(f fact) string { return f.Boot },
-		Unreadable: func(string) fact { return fact{Boot: boot, Text: "unknown"} },
-	})
+		Check: func(key string, f fact) error {
+			if f.Text == "bad" {
+				return errors.New("bad text")
+			}
+			return nil
+		},
+		Unreadable: func(string) fact { return fact{"unknown"} },
+	}
+}
+
+func open(t *testing.T, o Options[string, fact]) (*Store[string, fact], []error) {
+	t.Helper()
+	s := New(o)
 	problems, err := s.Load()
 	check(t, err)
+	t.Cleanup(func() { check(t, s.Close()) })
 	return s, problems
 }
 
@@ -53,53 +65,114 @@ func all(s *Store[string, fact]) map[string]string {
 
 func TestStore(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "below", "facts")
-	s, _ := open(t, dir, "one")
-	check(t, s.Put("a", fact{"one", "first"}))
-	check(t, s.Put("a", fact{"one", "second"}))
-	check(t, s.Put("b", fact{Boot: "one"}))
-	check(t, s.Put("c", fact{Boot: "one"}))
+	s, _ := open(t, options(dir, "one"))
+	check(t, s.Put("a", fact{"a longer text than the next"}))
+	check(t, s.Put("a", fact{"second"}))
+	check(t, s.Put("b", fact{}))
+	check(t, s.Put("bad", fact{"bad"}))
+	check(t, s.Put("c", fact{}))
 	for range 2 {
 		check(t, s.Drop("c"))
 	}
+	whole, err := os.ReadFile(filepath.Join(dir, "f-a"))
+	check(t, err)
+	old, _ := open(t, options(t.TempDir(), "zero"))
+	check(t, old.Put("old", fact{"of another boot"}))
+	earlier, err := os.ReadFile(filepath.Join(old.options.Dir, "f-old"))
+	check(t, err)
 	for name, text := range map[string]string{
-		"f-torn": `{"boot":"one","te`, "f-newer": `{"boot":"one","more":1}`, "f-old": `{"boot":"zero"}`, "F-b": `{"boot":"one"}`, "other": "", Temporary + "x": "",
+		"f-torn": string(whole[:30]), "f-copy": string(whole), "f-empty": "", "f-old": string(earlier), "F-b": string(whole), "other": "",
 	} {
 		check(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600))
 	}
-	again, problems := open(t, dir, "one")
-	if want := map[string]string{"a": "second", "b": "", "torn": "unknown", "newer": "unknown"}; !maps.Equal(all(again), want) {
+	again, problems := open(t, options(dir, "one"))
+	want := map[string]string{"a": "second", "b": "", "bad": "unknown", "torn": "unknown", "copy": "unknown", "empty": "unknown"}
+	if !maps.Equal(all(again), want) {
 		t.Errorf("found %v, want %v", all(again), want)
 	}
-	if len(problems) != 4 {
+	if len(problems) != 6 {
 		t.Errorf("problems %v", problems)
 	}
-	for _, gone := range []string{"f-old", Temporary + "x"} {
-		if _, err := os.Stat(filepath.Join(dir, gone)); !os.IsNotExist(err) {
-			t.Errorf("%s is still there", gone)
-		}
+	if _, err := os.Stat(filepath.Join(dir, "f-old")); !os.IsNotExist(err) {
+		t.Errorf("the record of an earlier boot is still there: %v", err)
 	}
 
-	// What is wiped is written anew; what is there is left alone.
+	// Repair writes what another process removed, and leaves the rest alone.
 	check(t, os.RemoveAll(dir))
 	check(t, again.Repair())
-	wiped, problems := open(t, dir, "one")
-	if !maps.Equal(all(wiped), all(again)) || len(problems) > 0 {
-		t.Errorf("repaired are %v, %v", all(wiped), problems)
+	repaired, problems := open(t, options(dir, "one"))
+	if !maps.Equal(all(repaired), all(again)) || len(problems) != 4 {
+		t.Errorf("repaired are %v, %v", all(repaired), problems)
 	}
-	if next, _ := open(t, dir, "two"); len(next.Keys()) > 0 {
-		t.Errorf("a record outlived its boot: %v", next.Keys())
+	check(t, again.Put("torn", fact{"mended"}))
+	if mended, _ := open(t, options(dir, "one")); all(mended)["torn"] != "mended" {
+		t.Errorf("mended are %v", all(mended))
 	}
 
-	// A disk that takes nothing: what was before is still known.
+	// A path that cannot be a directory: what was recorded is still known.
 	check(t, os.RemoveAll(dir))
 	check(t, os.WriteFile(dir, nil, 0o600))
-	if err := again.Put("a", fact{"one", "third"}); err == nil || !strings.Contains(err.Error(), "record fact f-a") {
+	if err := again.Put("a", fact{"third"}); err == nil || !strings.Contains(err.Error(), "write record of fact f-a") {
 		t.Errorf("written into nothing: %v", err)
 	}
 	if f, ok := again.Get("a"); !ok || f.Text != "second" || again.Repair() == nil {
 		t.Errorf("known is %v", f)
 	}
-	if !slices.Contains(again.Keys(), "torn") {
-		t.Error("forgotten")
+}
+
+func TestExclusive(t *testing.T) {
+	o := options(filepath.Join(t.TempDir(), "facts"), "one")
+	o.Exclusive = true
+	first, _ := open(t, o)
+	if _, err := New(o).Load(); !errors.Is(err, ErrLocked) {
+		t.Errorf("second store: %v", err)
+	}
+	check(t, first.Close())
+	if err := first.Put("a", fact{}); !errors.Is(err, ErrClosed) {
+		t.Errorf("after Close: %v", err)
+	}
+	open(t, o)
+}
+
+// TestFullDisk: on a disk without a free block, Put keeps what was recorded, and PutName keeps at least the name of a new record.
+func TestFullDisk(t *testing.T) {
+	dir := t.TempDir()
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=64k"); err != nil {
+		t.Skipf("a full disk needs the right to mount a tmpfs: %v", err)
+	}
+	t.Cleanup(func() { check(t, unix.Unmount(dir, unix.MNT_DETACH)) })
+	s, _ := open(t, options(filepath.Join(dir, "facts"), "one"))
+	long := fact{strings.Repeat("x", 5000)}
+	check(t, s.Put("a", fact{"first"}))
+	var err error
+	for n := 0; err == nil; n++ {
+		err = os.WriteFile(filepath.Join(dir, fmt.Sprint("filler-", n)), make([]byte, page), 0o600)
+	}
+	check(t, s.Put("a", fact{"second"}))
+	for _, err := range []error{s.Put("a", long), s.PutName("a", long), s.Put("b", fact{})} {
+		if !errors.Is(err, unix.ENOSPC) {
+			t.Errorf("without room: %v", err)
+		}
+	}
+	check(t, s.PutName("c", fact{"third"}))
+	check(t, s.PutName("c", fact{"fourth"}))
+	if err := s.Repair(); !errors.Is(err, unix.ENOSPC) {
+		t.Errorf("repair without room: %v", err)
+	}
+	now, _ := open(t, options(s.options.Dir, "one"))
+	if want := map[string]string{"a": "second", "c": "unknown"}; !maps.Equal(all(now), want) {
+		t.Errorf("on disk are %v, want %v", all(now), want)
+	}
+	if files, err := os.ReadDir(s.options.Dir); err != nil || len(files) != 2 {
+		t.Errorf("files %v, %v", files, err)
+	}
+	check(t, os.Remove(filepath.Join(dir, "filler-0")))
+	check(t, s.Repair())
+	now, _ = open(t, options(s.options.Dir, "one"))
+	if want := map[string]string{"a": "second", "c": "fourth"}; !maps.Equal(all(now), want) {
+		t.Errorf("on disk are %v, want %v", all(now), want)
+	}
+	if !slices.Contains(s.Keys(), "c") {
+		t.Error("c is forgotten")
 	}
 }

@@ -26,7 +26,6 @@ func BenchmarkLedger(b *testing.B) {
 				b.Fatal(err)
 			}
 		}
-		check(b, l.Provision(max(held/2, 1)+1))
 		for i := range held / 2 {
 			check(b, second(l.ReserveClaim(b.Context(), claimOf(fmt.Sprint("held-", i), whole(fmt.Sprint("claimed-", i))))))
 			check(b, l.ReservePod(limitsOf(fmt.Sprint("limited-", i))))

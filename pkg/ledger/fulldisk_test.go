@@ -7,12 +7,14 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
 )
 
-// smallDisk is a tmpfs that others fill up.
+// smallDisk is a tmpfs that other processes fill.
 type smallDisk struct {
 	t    *testing.T
 	path string
@@ -22,7 +24,7 @@ type smallDisk struct {
 func newSmallDisk(t *testing.T) *smallDisk {
 	t.Helper()
 	path := t.TempDir()
-	if err := unix.Mount("tmpfs", path, "tmpfs", 0, "size=256k,nr_inodes=64"); err != nil {
+	if err := unix.Mount("tmpfs", path, "tmpfs", 0, "size=256k,nr_inodes=256"); err != nil {
 		t.Skipf("a full disk needs the right to mount a tmpfs: %v", err)
 	}
 	t.Cleanup(func() {
@@ -33,41 +35,33 @@ func newSmallDisk(t *testing.T) *smallDisk {
 	return &smallDisk{t: t, path: path}
 }
 
-// fill leaves neither a block nor an inode.
+// fill leaves no block.
 func (d *smallDisk) fill() {
 	d.t.Helper()
-	page := make([]byte, spareSize)
 	for {
 		d.n++
-		err := os.WriteFile(filepath.Join(d.path, fmt.Sprintf("filler-%d", d.n)), page, 0o600)
-		if errors.Is(err, unix.ENOSPC) && d.stat().Bfree == 0 && d.stat().Ffree == 0 {
+		err := os.WriteFile(filepath.Join(d.path, fmt.Sprintf("filler-%d", d.n)), make([]byte, os.Getpagesize()), 0o600)
+		if errors.Is(err, unix.ENOSPC) {
 			return
 		}
-		if err != nil && !errors.Is(err, unix.ENOSPC) {
+		if err != nil {
 			d.t.Fatal(err)
-		}
-		if d.stat().Bfree == 0 {
-			page = nil
-		}
-		if d.stat().Ffree == 0 {
-			d.grow()
 		}
 	}
 }
 
-// grow takes the last blocks where inodes ended first.
-func (d *smallDisk) grow() {
+// fillWithInodes leaves no inode.
+func (d *smallDisk) fillWithInodes() {
 	d.t.Helper()
-	file, err := os.OpenFile(filepath.Join(d.path, "filler-1"), os.O_WRONLY|os.O_APPEND, 0)
-	if err != nil {
-		d.t.Fatal(err)
-	}
-	defer file.Close()
-	for err == nil {
-		_, err = file.Write(make([]byte, spareSize))
-	}
-	if !errors.Is(err, unix.ENOSPC) {
-		d.t.Fatal(err)
+	for {
+		d.n++
+		err := os.WriteFile(filepath.Join(d.path, fmt.Sprintf("filler-%d", d.n)), nil, 0o600)
+		if errors.Is(err, unix.ENOSPC) {
+			return
+		}
+		if err != nil {
+			d.t.Fatal(err)
+		}
 	}
 }
 
@@ -84,27 +78,20 @@ func (d *smallDisk) empty() {
 	}
 }
 
-func (d *smallDisk) stat() unix.Statfs_t {
-	d.t.Helper()
-	var stat unix.Statfs_t
-	if err := unix.Statfs(d.path, &stat); err != nil {
-		d.t.Fatal(err)
-	}
-	return stat
-}
-
-// TestFullDisk keeps the disk full all the time: whatever is freed is gone at once.
+// TestFullDisk keeps all blocks of the disk in use. No operation fails, and no hold is lost over a restart: a new record has at least
+// its name.
 func TestFullDisk(t *testing.T) {
 	disk := newSmallDisk(t)
 	podState := Running
 	options := Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", PodStates: judge(func(Hold) PodState { return podState })}
-	l, err := Open(t.Context(), options)
-	must(t, err)
-	must(t, l.Provision(4))
-	for _, uid := range []string{"c1", "c2"} {
-		_, err = l.ReserveClaim(t.Context(), claimOf(uid, whole(uid)))
+	open := func() *Ledger {
+		l, err := Open(klog.NewContext(t.Context(), klog.New(nil)), options)
 		must(t, err)
+		return l
 	}
+	l := open()
+	must(t, second(l.ReserveClaim(t.Context(), claimOf("c1", whole("c1")))))
+	must(t, l.ReservePod(limitsOf("a")))
 	// do runs one operation on a disk that is full before and after.
 	do := func(what string, err error) {
 		t.Helper()
@@ -116,100 +103,72 @@ func TestFullDisk(t *testing.T) {
 	disk.fill()
 	gpus := []string{"a", "b", "c", "d"}
 	for range 5 {
-		for _, gpu := range gpus {
-			do("reserve", l.ReservePod(limitsOf(gpu)))
-		}
-		refused(t, l, claimOf("new", whole("x"), whole("y")))
+		do("reserve", l.ReservePod(limitsOf(gpus...)))
+		do("reserve a new claim", second(l.ReserveClaim(t.Context(), claimOf("new", whole("x"), whole("y")))))
 		for _, gpu := range gpus {
 			do("identify", l.Identify(find(l, gpu), Pod{UID: "pod-" + gpu}))
 			do("drain", l.SetState(find(l, gpu), StateDraining))
 			do("hold again", l.SetState(find(l, gpu), StateHeld))
 			do("reuse", l.ReservePod(limitsOf(gpu)))
 		}
-		do("reuse all", l.ReservePod(limitsOf(gpus...)))
-		_, err := l.ReserveClaim(t.Context(), ClaimRequest{UID: "c1", Namespace: "ns", Name: "c1", Pods: []Pod{{UID: "p"}}, Devices: claimOf("", whole("c1")).Devices})
-		do("prepare again with another pod", err)
+		two := claimOf("c1", whole("c1"))
+		two.Pods = []Pod{{UID: "p"}}
+		do("prepare again with another pod", second(l.ReserveClaim(t.Context(), two)))
 		do("unprepare", l.DrainClaim(t.Context(), "c1"))
-		_, err = l.ReserveClaim(t.Context(), claimOf("c1", whole("c1")))
-		do("revive", err)
-		for _, gpu := range gpus {
+		do("prepare while it drains", second(l.ReserveClaim(t.Context(), claimOf("c1", whole("c1")))))
+		before := names(l)
+		must(t, l.Close())
+		l = open()
+		if after := names(l); !slices.Equal(after, before) {
+			t.Errorf("held after a restart: %v, want %v", after, before)
+		}
+		if h := find(l, "c1"); h.Unreadable || h.Name != "c1" || len(h.Pods) != 2 {
+			t.Errorf("a record from before the disk was full: %+v", h)
+		}
+		if _, conflict := errors.AsType[*ConflictError](l.ReservePod([]PodRequest{{ID: "other", Device: whole("x")}})); !conflict {
+			t.Error("a record without contents does not hold its device")
+		}
+		for _, gpu := range gpus[1:] {
 			do("release", l.Release(find(l, gpu)))
 		}
-		refused(t, l, claimOf("new", whole("x")))
-		before := stateOf(l)
-		must(t, l.Close())
-		disk.fill()
-		l, err = Open(t.Context(), options)
-		must(t, err)
-		sameState(t, before, stateOf(l))
-		do("reserve before provision", l.ReservePod(limitsOf("a")))
-		do("release before provision", l.Release(find(l, "a")))
-		do("provision again", l.Provision(4))
+		do("release", l.Release(find(l, "new")))
 	}
-	if err := l.Provision(5); !errors.Is(err, unix.ENOSPC) {
-		t.Errorf("provision more than there is: %v", err)
-	}
-	podState = Gone
-	do("unprepare c1", l.DrainClaim(t.Context(), "c1"))
-	if n := len(l.Holds()); n != 1 {
-		t.Errorf("%d holds, want c2's", n)
-	}
-	do("provision with what c1 left", l.Provision(5))
-	do("unprepare c2", l.DrainClaim(t.Context(), "c2"))
 	disk.empty()
-	_, err = l.ReserveClaim(t.Context(), claimOf("new", whole("x"), whole("y")))
-	must(t, err)
+	must(t, l.ReservePod(limitsOf("b")))
+	must(t, l.Repair())
+	podState = Gone
+	must(t, l.DrainClaim(t.Context(), "c1"))
+	must(t, l.Close())
+	l = open()
+	if h := find(l, "b"); h.Unreadable || h.Resource != "nvidia.com/gpu" {
+		t.Errorf("a record after the disk had room again: %+v", h)
+	}
 	must(t, l.Close())
 }
 
-func refused(t *testing.T, l *Ledger, r ClaimRequest) {
-	t.Helper()
-	before := stateOf(l)
-	reservation, err := l.ReserveClaim(t.Context(), r)
-	if !errors.Is(err, unix.ENOSPC) || reservation.last != 0 {
-		t.Errorf("claim on a full disk: reserved %v, %v", reservation, err)
-	}
-	sameState(t, before, stateOf(l))
-}
-
-// TestClaimThatFillsTheDisk has room for one of two devices.
-func TestClaimThatFillsTheDisk(t *testing.T) {
-	disk := newSmallDisk(t)
-	l, err := Open(t.Context(), Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", PodStates: judge(neverGone)})
-	must(t, err)
-	defer l.Close()
-	disk.fill()
-	must(t, os.Remove(filepath.Join(disk.path, "filler-2")))
-	refused(t, l, claimOf("c", whole("x"), whole("y")))
-	if left := list(t, l.disk.holds()); len(left) > 0 {
-		t.Errorf("left behind: %q", left)
-	}
-	_, err = l.ReserveClaim(t.Context(), claimOf("c", whole("x")))
-	must(t, err)
-}
-
-// What could not be recorded at a start is held all the same, and recorded when there is room.
-func TestRecordWhatTheDiskHadNoRoomFor(t *testing.T) {
+// TestRepairOnAFullDisk: a hold for which the disk had no room is recorded as soon as there is some.
+func TestRepairOnAFullDisk(t *testing.T) {
 	disk := newSmallDisk(t)
 	options := Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", PodStates: judge(neverGone)}
 	l, err := Open(t.Context(), options)
 	must(t, err)
-	disk.fill()
+	disk.fillWithInodes()
 	for _, uid := range []string{"c1", "c2"} {
 		if err := l.Expect(Hold{Holder: Holder{KindClaim, uid}, Device: whole(uid)}); !errors.Is(err, unix.ENOSPC) {
-			t.Fatalf("expect on a full disk: %v", err)
+			t.Fatalf("expect on a disk without inodes: %v", err)
 		}
 	}
-	if err := l.Record(); !errors.Is(err, unix.ENOSPC) {
-		t.Errorf("record on a full disk: %v", err)
+	if err := l.Repair(); !errors.Is(err, unix.ENOSPC) {
+		t.Errorf("repair on a disk without inodes: %v", err)
 	}
 	must(t, l.Release(find(l, "c2")))
 	if _, conflict := errors.AsType[*ConflictError](l.ReservePod(limitsOf("c1"))); !conflict {
-		t.Error("a hold without a record does not hold")
+		t.Error("a hold without a record does not hold its device")
 	}
 	disk.empty()
-	must(t, l.Record())
-	must(t, l.Record())
+	for range 2 {
+		must(t, l.Repair())
+	}
 	before := stateOf(l)
 	must(t, l.Close())
 	l, err = Open(t.Context(), options)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package ledger decides who holds which device of the node, for claims and limits alike, refuses double booking, and
-// keeps the decision through crashes. It is the only place where the two APIs meet; it knows neither.
+// Package ledger decides who holds which device of the node, for claims and pods alike. It never gives a device two owners, and its
+// decisions survive crashes. It is independent of both APIs.
 package ledger
 
 import (
@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/tandem-gpu/tandem/internal/records"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -33,11 +34,11 @@ type Holder struct {
 type State string
 
 const (
-	// StateRestored is known from before (a restart, a reboot) and not yet confirmed. It blocks others as Held does.
+	// StateRestored was read after a restart or reboot and is not confirmed yet. It blocks other holders as StateHeld does.
 	StateRestored State = "restored"
 	// StateHeld was answered to kubelet.
 	StateHeld State = "held"
-	// StateDraining was asked to go, but containers may still live. It blocks others, who may wait for it.
+	// StateDraining is to end once no container can use the device. It blocks other holders, which may wait for it.
 	StateDraining State = "draining"
 )
 
@@ -48,28 +49,28 @@ type Pod struct {
 	Name      string `json:"name,omitempty"`
 }
 
-// Hold is one device in the hands of one holder.
+// Hold is the record that a holder has a device. The JSON is the record on disk, whose name contains Holder and Device.
 type Hold struct {
-	Holder Holder
-	Device device.Ref
-	// Share is what the holder has of the device. Holds with a share of the same device stand beside each other as long as there is
-	// memory for all.
-	Share device.Share
-	State State
-	// Since is when the hold was given out, by the clock that stamps files, or when a claim was asked to let go of it. A Prepare
-	// repeated for a held claim does not count.
-	Since time.Time
-	// Resource is the extended resource a limit was asked for by; empty for claims.
-	Resource string
-	// Namespace and Name are the claim's; empty for limits, and for a claim of which only the UID is known.
-	Namespace, Name string
-	// Pods use the hold. For a limit: none until kubelet's checkpoint tells, then one.
-	Pods []Pod
-	// Generation changes whenever the hold is given out again or its pods change; Release, SetState, SetPods and Identify of an
-	// older generation do nothing. It means nothing to another process.
-	Generation uint64
-	// Unreadable marks a hold known only from the name of its record, whose contents could not be read.
-	Unreadable bool
+	Holder Holder     `json:"-"`
+	Device device.Ref `json:"-"`
+	// Share is the holder's share of the device. The device can have other holders while there is memory for all shares.
+	Share device.Share `json:"share,omitzero"`
+	State State        `json:"state"`
+	// Since is when the hold was taken, by the clock that stamps files, or when it began to drain. A Prepare repeated for a held claim
+	// does not change it.
+	Since time.Time `json:"since"`
+	// Resource is the extended resource that a pod requested; empty for claims.
+	Resource string `json:"resource,omitempty"`
+	// Namespace and Name are the claim's; empty for pods, and for a claim of which only the UID is known.
+	Namespace string `json:"namespace,omitempty"`
+	Name      string `json:"name,omitempty"`
+	// Pods use the hold. A pod's hold has none until kubelet's checkpoint names the pod.
+	Pods []Pod `json:"pods,omitempty"`
+	// Generation changes when the hold is taken again or its pods change; Release, SetState, SetPods and Identify of an older
+	// generation do nothing. It has no meaning for another process.
+	Generation uint64 `json:"generation"`
+	// Unreadable marks a hold of which only the record's name is known.
+	Unreadable bool `json:"-"`
 }
 
 // Use returns what the hold makes unavailable to other holders, and why.
@@ -106,57 +107,55 @@ type ClaimRequest struct {
 	Pods []Pod
 	// Devices without duplicates and without those of admin access, which hold nothing.
 	Devices []device.Ref
-	// Shares of those of Devices of which the claim has a part. It has the others whole.
+	// Shares of those Devices that the claim shares. A device without an entry is the claim's alone.
 	Shares map[device.Ref]device.Share
-	// PodsFirst, where set, lets limits pods go first.
+	// PodsFirst, where set, makes the claim wait for pods that kubelet is about to admit.
 	PodsFirst *PodsFirst
 }
 
-// PodRequest asks for what stands behind one device ID of kubelet's device manager.
+// PodRequest asks for the device, or the share, of one device ID of kubelet's device manager.
 type PodRequest struct {
-	// ID as it was sent in ListAndWatch.
+	// ID as ListAndWatch sent it.
 	ID       string
 	Resource string
 	Device   device.Ref
 	Share    device.Share
 }
 
-// PodState is what evidence says about the pods of a hold.
+// PodState is the state of the pods of a hold.
 type PodState int
 
 const (
-	// Running: a pod that uses the hold may have containers, or nothing is known.
+	// Running pods may have containers. An unknown state counts as Running.
 	Running PodState = iota
-	// Terminating: still running, but its pods are being deleted. Worth waiting for.
+	// Terminating pods still run but are being deleted.
 	Terminating
-	// Orphaned: the API server has no live pod for it any more, yet containers may still run.
+	// Orphaned pods are gone from the API server, but containers may still run.
 	Orphaned
-	// Gone: no container that could use it is left.
+	// Gone pods have no container left that could use the device.
 	Gone
 )
 
-// PodStates says whether a hold is still in use. The answer decides within a call from kubelet, so it must come from memory
-// and the kernel, never from the network. Uncertainty is Running.
+// PodStates returns whether a hold is in use. A call from kubelet waits for the answer, so it must come from memory and the kernel,
+// never from the network.
 type PodStates interface {
 	PodState(Hold) PodState
-	// Started reports whether a process of the pods of a limit's hold lives, or may. Kubelet asks for all that a pod gets before
-	// it starts anything of it (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, Allocate as an admission handler). One whose
-	// checkpoint was lost asks again when a container of a running pod starts anew (GetDeviceRunContainerOptions).
-	// The other holds tell whose pod is accounted for, where this one names none.
+	// Started reports whether a process of the pod of a pod's hold runs, or may run. kubelet allocates all devices of a pod before it
+	// starts a container (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, Allocate as an admission handler). A kubelet that lost its
+	// checkpoint allocates again when a container of a running pod restarts (GetDeviceRunContainerOptions). all contains every hold;
+	// if h names no pod, those that name one exclude their pods.
 	Started(h Hold, all []Hold) bool
 }
 
-// ErrLocked is returned by Open when another process owns the run directory.
-var ErrLocked = errors.New("another process owns the ledger")
+// ErrLocked is returned by Open when another process has the ledger open.
+var ErrLocked = records.ErrLocked
 
-// ErrCancelled is returned by ReserveClaim when the same claim was drained (unprepared) while it waited.
+// ErrCancelled is returned by ReserveClaim when the claim was unprepared while the call waited.
 var ErrCancelled = errors.New("the claim was unprepared meanwhile")
 
-var errClosed = errors.New("the ledger is closed")
-
-// ConflictError says that devices are in other hands.
+// ConflictError means that other holders have requested devices.
 type ConflictError struct {
-	// Holds that stand in the way, at least one.
+	// Holds that conflict with the request, at least one.
 	Holds []Hold
 }
 

@@ -118,9 +118,6 @@ func TestUnprepareCancelsAWaitingPrepare(t *testing.T) {
 func TestHoldsSurviveTheProcess(t *testing.T) {
 	dir := t.TempDir()
 	l := open(t, dir, podStates{})
-	if err := l.Provision(2); err != nil {
-		t.Fatal(err)
-	}
 	if _, err := l.ReserveClaim(t.Context(), claim("c1", "a")); err != nil {
 		t.Fatal(err)
 	}

@@ -108,7 +108,7 @@ func (r PodRequest) use() availability.Use[device.Ref] {
 // take records new holds, all or none. Under l.mu.
 func (l *Ledger) take(holds []Hold) error {
 	for i, h := range holds {
-		if err := l.onDisk(func() error { return l.disk.create(h) }); err != nil {
+		if err := l.write(h); err != nil {
 			return errors.Join(err, l.undo(holds[:i]))
 		}
 		l.put(h)

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"os"
 	"path/filepath"
 	"slices"
 	"sync"
@@ -17,6 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/records"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -25,45 +26,38 @@ import (
 type Options struct {
 	// Dir is the run directory. It should lie on a tmpfs that ends with the boot.
 	Dir string
-	// BootID is the kernel's boot ID; records of another boot are dropped.
+	// BootID is the kernel's boot ID. Records of another boot are removed.
 	BootID string
 	// PodStates returns the pod state of a conflicting hold.
 	PodStates PodStates
 
-	// Queue, where set, is asked before a claim takes devices that limits may use.
+	// Queue, where set, returns the pods that come before claims.
 	Queue Queue
 
 	// Now is the clock that stamps the files of kubelet's directory. The default is the kernel's; a simulation has its own.
 	Now func() time.Time
-	// Step, where set, is told what is about to happen on disk, with the ledger locked: a simulation ends the process there.
+	// Step, where set, is called before each change of the disk, with the ledger locked: a simulation ends the process there.
 	Step func(string)
-	// Turn, where set, is called before each attempt of a ReserveClaim and of a DrainClaim, with its context: a simulation lets
-	// one at a time go on.
+	// Turn, where set, is called before each attempt of a ReserveClaim and of a DrainClaim, with its context: a simulation runs
+	// one at a time.
 	Turn func(context.Context)
 }
 
-// Ledger is the one truth about who holds what. All methods are safe for concurrent use. What a method has answered
-// survives the death of the process.
+// Ledger decides who holds which device. All methods are safe for concurrent use. What a method has answered survives the death of
+// the process.
 type Ledger struct {
 	podstate PodStates
 	queue    Queue
 	now      func() time.Time
 	turn     func(context.Context)
-	lock     *os.File
-	// locked identifies the locked file. No other file has its inode number while it is open.
-	locked unix.Stat_t
+	changed  broadcast.Signal
 
 	mu       sync.Mutex
-	disk     directory
+	records  *records.Store[key, Hold]
 	holds    map[key]*Hold
 	byGPU    map[string]map[key]*Hold
 	byHolder map[Holder]map[key]*Hold
-	// newer are records of a newer version, which stay on disk as they are until they are removed.
-	newer map[key]bool
-	// unrecorded are holds that a full disk has no record of.
-	unrecorded map[key]bool
-	changed    chan struct{}
-	// announcing is set from a change until changed is closed for it.
+	// announcing is set from a change until the watchers are notified.
 	announcing bool
 	// conflicts are claims that were refused, by UID.
 	conflicts map[string]Conflict
@@ -80,11 +74,11 @@ type key struct {
 
 func keyOf(h Hold) key { return key{h.Holder, h.Device} }
 
-// Open takes the lock on the run directory and loads what is recorded there. It returns an error that wraps ErrLocked when
-// another process holds the lock. Records that cannot be read are logged, and hold.
+// Open locks the records in the run directory and loads them. It returns an error that wraps ErrLocked when another process has them
+// open. It logs records that cannot be read; they hold their devices.
 func Open(ctx context.Context, o Options) (*Ledger, error) {
 	if o.Dir == "" || o.BootID == "" || o.PodStates == nil {
-		return nil, errors.New("open ledger: Dir, BootID and Evidence are required")
+		return nil, errors.New("open ledger: Dir, BootID and PodStates are required")
 	}
 	if o.Now == nil {
 		o.Now = now
@@ -92,77 +86,44 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 	if o.Turn == nil {
 		o.Turn = func(context.Context) {}
 	}
-	if err := os.MkdirAll(o.Dir, 0o700); err != nil {
-		return nil, fmt.Errorf("open ledger: %w", err)
-	}
-	lock, err := takeLock(filepath.Join(o.Dir, "lock"))
-	if err != nil {
-		return nil, fmt.Errorf("open ledger in %s: %w", o.Dir, err)
-	}
 	l := &Ledger{
 		podstate:  o.PodStates,
 		queue:     o.Queue,
 		now:       o.Now,
 		turn:      o.Turn,
-		lock:      lock,
-		disk:      directory{root: o.Dir, bootID: o.BootID, now: o.Now, step: o.Step},
+		records:   newRecords(filepath.Join(o.Dir, "holds"), o),
 		holds:     map[key]*Hold{},
 		byGPU:     map[string]map[key]*Hold{},
 		byHolder:  map[Holder]map[key]*Hold{},
 		conflicts: map[string]Conflict{},
-
-		unrecorded: map[key]bool{},
-		changed:    make(chan struct{}),
-		claims:     claimCalls{byUID: map[string][]*claimCall{}},
+		claims:    claimCalls{byUID: map[string][]*claimCall{}},
 	}
-	holds, newer, problems, err := l.disk.load()
-	if err == nil {
-		err = unix.Fstat(int(lock.Fd()), &l.locked)
-	}
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("open ledger in %s: %w", o.Dir, err), lock.Close())
-	}
-	l.newer = newer
-	for _, p := range problems {
-		klog.FromContext(ctx).Error(p.err, "Ledger file is not as it should be", "file", p.name)
-	}
-	for _, h := range holds {
-		l.serial = max(l.serial, h.Generation)
-		l.put(h)
+	if err := l.load(ctx); err != nil {
+		return nil, errors.Join(fmt.Errorf("open ledger: %w", err), l.records.Close())
 	}
 	return l, nil
 }
 
-func takeLock(path string) (*os.File, error) {
-	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
+// load reads the holds of an earlier process.
+func (l *Ledger) load(ctx context.Context) error {
+	problems, err := l.records.Load()
 	if err != nil {
-		return nil, err
+		return err
 	}
-	if err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			err = ErrLocked
-		}
-		return nil, errors.Join(err, file.Close())
+	for _, problem := range problems {
+		klog.FromContext(ctx).Error(problem, "Unreadable record of a hold; its device stays held")
 	}
-	return file, nil
+	for _, k := range l.records.Keys() {
+		h, _ := l.records.Get(k)
+		h.Holder, h.Device = k.holder, k.device
+		l.serial = max(l.serial, h.Generation)
+		l.put(h)
+	}
+	return nil
 }
 
-// Close gives up the lock. The records stay; whatever would change one fails from now on, as another process may own them.
-func (l *Ledger) Close() error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	l.disk.closed = true
-	return l.lock.Close()
-}
-
-// Provision reserves space for the records of n limits, so that no full disk can fail their Allocate. Called whenever the
-// number of device IDs offered changes, and again after an error; idempotent. IDs that are no longer offered but still
-// held count too.
-func (l *Ledger) Provision(n int) error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.onDisk(func() error { return l.disk.provision(n) })
-}
+// Close unlocks the records. Later calls that would change one fail, because another process may have them open.
+func (l *Ledger) Close() error { return l.records.Close() }
 
 // Holds returns a copy of every hold, sorted by device, then holder.
 func (l *Ledger) Holds() []Hold {
@@ -185,17 +146,13 @@ func compareHolds(a, b Hold) int {
 		cmp.Compare(a.Holder.ID, b.Holder.ID))
 }
 
-// Changed returns a channel that is closed at the next change of a hold or conflict. Take it before calling Holds or Conflicts.
-func (l *Ledger) Changed() <-chan struct{} {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.changed
-}
+// Changed returns a channel that is closed after the next change of a hold or conflict. Take it before calling Holds or Conflicts.
+func (l *Ledger) Changed() <-chan struct{} { return l.changed.Changed() }
 
 // Expect restores a hold that kubelet's state or pod resources contain. Startup calls it. A holder that has the device already
 // keeps its state, and gets the fields that only h contains. If another holder has the device, both hold it from then on, as they
 // do on the node, and Expect returns a *ConflictError for the caller to report. After any other error the device is held too, but
-// a restart forgets it until Record succeeds.
+// a restart forgets it until Repair succeeds.
 func (l *Ledger) Expect(h Hold) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -209,11 +166,10 @@ func (l *Ledger) Expect(h Hold) error {
 	h.Since = l.now()
 	h.Pods = slices.Clone(h.Pods)
 	h.Unreadable = false
-	err := l.onDisk(func() error { return l.disk.create(h) })
+	err := l.write(h)
 	l.put(h)
 	l.announce()
 	if err != nil {
-		l.unrecorded[keyOf(h)] = true
 		return fmt.Errorf("expect %s: %w", h.Device, err)
 	}
 	if len(conflicts) > 0 {
@@ -222,16 +178,25 @@ func (l *Ledger) Expect(h Hold) error {
 	return nil
 }
 
-// Record writes the records that Expect could not write. The caller of Expect repeats it until it returns nil. It is cheap when
-// there is nothing to write.
-func (l *Ledger) Record() error {
+// Repair writes records that the disk had no room for or that another process removed. The caller of Expect repeats it until it
+// returns nil.
+func (l *Ledger) Repair() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	var errs []error
-	for k := range l.unrecorded {
-		errs = append(errs, l.rewrite(l.holds[k], *l.holds[k]))
+	errs := []error{l.records.Repair()}
+	for k, h := range l.holds {
+		if _, recorded := l.records.Get(k); !recorded {
+			errs = append(errs, l.write(*h))
+		}
 	}
 	return errors.Join(errs...)
+}
+
+func (l *Ledger) write(h Hold) error {
+	if err := checkName(keyOf(h)); err != nil {
+		return err
+	}
+	return l.records.PutName(keyOf(h), h)
 }
 
 func (l *Ledger) complete(known *Hold, h Hold) error {
@@ -272,20 +237,18 @@ func mergePods(known, more []Pod) []Pod {
 	return merged
 }
 
-// Identify tells which pod kubelet gave a limit to. A hold that has been given out again since (another generation) is left
-// alone.
+// Identify records the pod of a pod's hold, as kubelet's checkpoint names it. It does nothing if the hold has another generation.
 func (l *Ledger) Identify(h Hold, pod Pod) error {
 	return l.amend(h, func(updated *Hold) { updated.Pods = []Pod{pod} })
 }
 
-// SetPods says which pods use a hold, where some of those that did are gone. A hold that has been given out again since is
-// left alone.
+// SetPods records which pods use a hold. It does nothing if the hold has another generation.
 func (l *Ledger) SetPods(h Hold, pods []Pod) error {
 	return l.amend(h, func(updated *Hold) { updated.Pods = slices.Clone(pods) })
 }
 
-// SetState moves a hold between held and draining as evidence about its pods comes and goes. A hold that has been given out
-// again since is left alone.
+// SetState moves a hold between held and draining as the state of its pods changes. It does nothing if the hold has another
+// generation.
 func (l *Ledger) SetState(h Hold, state State) error {
 	return l.amend(h, func(updated *Hold) { updated.State = state })
 }
@@ -305,10 +268,10 @@ func (l *Ledger) amend(h Hold, amend func(*Hold)) error {
 	return l.change(current, updated)
 }
 
-// change updates a hold, on disk first. It does not rewrite unreadable records and those of a newer version, which would lose
-// fields.
+// change updates a hold, on disk first. It does not rewrite unreadable records: what they contain may still be of use to an
+// administrator.
 func (l *Ledger) change(current *Hold, updated Hold) error {
-	if updated.Unreadable || l.newer[keyOf(updated)] {
+	if updated.Unreadable {
 		l.replace(current, updated)
 		return nil
 	}
@@ -316,11 +279,9 @@ func (l *Ledger) change(current *Hold, updated Hold) error {
 }
 
 func (l *Ledger) rewrite(current *Hold, updated Hold) error {
-	if err := l.onDisk(func() error { return l.disk.update(updated) }); err != nil {
+	if err := l.records.PutName(keyOf(updated), updated); err != nil {
 		return err
 	}
-	delete(l.newer, keyOf(updated))
-	delete(l.unrecorded, keyOf(updated))
 	l.replace(current, updated)
 	return nil
 }
@@ -336,7 +297,7 @@ func (l *Ledger) replace(current *Hold, updated Hold) {
 	l.announce()
 }
 
-// Release ends a hold whose end is proven. A hold that has been given out again since is left alone. Idempotent.
+// Release ends a hold whose pods are gone. It does nothing if the hold has another generation. It is idempotent.
 func (l *Ledger) Release(h Hold) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -349,12 +310,10 @@ func (l *Ledger) release(h Hold) error {
 	if !ok || current.Generation != h.Generation {
 		return nil
 	}
-	if err := l.onDisk(func() error { return l.disk.remove(*current) }); err != nil {
+	if err := l.records.Drop(k); err != nil {
 		return err
 	}
 	delete(l.holds, k)
-	delete(l.newer, k)
-	delete(l.unrecorded, k)
 	deleteFrom(l.byGPU, k.device.GPU, k)
 	deleteFrom(l.byHolder, k.holder, k)
 	l.announce()
@@ -382,11 +341,11 @@ func deleteFrom[I comparable](index map[I]map[key]*Hold, i I, k key) {
 	}
 }
 
-// announceDelay keeps those who watch the ledger from competing with the answer to kubelet that a change is part of. What
-// they do about it, an API write, takes many times as long.
+// announceDelay keeps the watchers of the ledger from competing with the answer to kubelet that a change is part of: they write to the
+// API server, which takes many times as long (figure allocate_p99 of make bench).
 const announceDelay = time.Millisecond
 
-// announce closes the channel of Changed in a moment, once for all changes until then. Under l.mu.
+// announce notifies the watchers once for all changes within announceDelay. Under l.mu.
 func (l *Ledger) announce() {
 	if l.announcing {
 		return
@@ -394,15 +353,13 @@ func (l *Ledger) announce() {
 	l.announcing = true
 	time.AfterFunc(announceDelay, func() {
 		l.mu.Lock()
-		defer l.mu.Unlock()
 		l.announcing = false
-		close(l.changed)
-		l.changed = make(chan struct{})
+		l.mu.Unlock()
+		l.changed.Notify()
 	})
 }
 
-// blockers are the holds of others, and of those that are about to be, that keep the holder from having the device, or that share
-// of it.
+// blockers returns the holds, and the holds in also, that keep the holder from getting the device or that share of it.
 func (l *Ledger) blockers(holder Holder, ref device.Ref, share device.Share, also ...Hold) []Hold {
 	request := availability.Use[device.Ref]{Holder: availability.Holder(holder), Device: ref, Share: share}
 	found := availability.Conflicts(request, func(yield func(Hold) bool) {
@@ -421,7 +378,7 @@ func (l *Ledger) blockers(holder Holder, ref device.Ref, share device.Share, als
 	return found
 }
 
-// holdsOf are the holds of one holder, sorted.
+// holdsOf returns the holds of one holder, sorted.
 func (l *Ledger) holdsOf(holder Holder) []Hold {
 	var found []Hold
 	for h := range maps.Values(l.byHolder[holder]) {
@@ -431,7 +388,7 @@ func (l *Ledger) holdsOf(holder Holder) []Hold {
 	return found
 }
 
-// now is the clock by which the kernel stamps files, so that a stamp of a later write is never earlier.
+// now reads the clock with which the kernel stamps files: a later write never has an earlier stamp.
 func now() time.Time {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &t); err != nil {

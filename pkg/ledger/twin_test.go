@@ -237,7 +237,6 @@ func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
 			old = nil
 			l, err = Open(t.Context(), options)
 			must(t, err)
-			must(t, l.Provision(random.IntN(6)))
 		}
 		done = append(done, what)
 		got, gotShares, gotPods := map[key]State{}, map[key]device.Share{}, map[key]string{}
@@ -307,7 +306,6 @@ func TestNobodyOwnsWhatAnotherUses(t *testing.T) {
 	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: n})
 	must(t, err)
 	defer l.Close()
-	must(t, l.Provision(9))
 	ctx, stop := context.WithCancel(t.Context())
 	var workers, reconcilers sync.WaitGroup
 	var claims, limits, refused atomic.Int64

@@ -24,7 +24,6 @@ func TestWipedDirectory(t *testing.T) {
 			}
 		},
 		"records": func(t *testing.T, dir string) { must(t, os.RemoveAll(filepath.Join(dir, "holds"))) },
-		"spares":  func(t *testing.T, dir string) { must(t, os.RemoveAll(filepath.Join(dir, "spare"))) },
 	} {
 		for next, do := range map[string]func(l *Ledger) error{
 			"reserve a limit": func(l *Ledger) error { return l.ReservePod(limitsOf("GPU-3")) },
@@ -32,14 +31,13 @@ func TestWipedDirectory(t *testing.T) {
 				_, err := l.ReserveClaim(t.Context(), ClaimRequest{UID: "new", Devices: []device.Ref{whole("GPU-3")}})
 				return err
 			},
-			"release":   func(l *Ledger) error { return l.Release(find(l, "GPU-2")) },
-			"provision": func(l *Ledger) error { return l.Provision(4) },
-			"identify":  func(l *Ledger) error { return l.Identify(find(l, "GPU-2"), Pod{UID: "p9"}) },
+			"release":  func(l *Ledger) error { return l.Release(find(l, "GPU-2")) },
+			"repair":   func(l *Ledger) error { return l.Repair() },
+			"identify": func(l *Ledger) error { return l.Identify(find(l, "GPU-2"), Pod{UID: "p9"}) },
 		} {
 			t.Run(name+", then "+next, func(t *testing.T) {
 				dir := filepath.Join(t.TempDir(), "tandem")
 				l := reopen(t, dir)
-				must(t, l.Provision(3))
 				_, err := l.ReserveClaim(t.Context(), ClaimRequest{UID: "old", Devices: []device.Ref{whole("GPU-1")}})
 				must(t, err)
 				must(t, l.ReservePod(limitsOf("GPU-2")))
@@ -48,9 +46,6 @@ func TestWipedDirectory(t *testing.T) {
 				want := names(l)
 				if got := list(t, filepath.Join(dir, "holds")); !slices.Equal(got, want) {
 					t.Errorf("records %v, holds %v", got, want)
-				}
-				if spares := len(list(t, filepath.Join(dir, "spare"))); spares != l.disk.wanted-l.disk.limits+1 {
-					t.Errorf("%d spares for %d limits of %d", spares, l.disk.limits, l.disk.wanted)
 				}
 				if _, err := Open(t.Context(), Options{Dir: dir, BootID: "boot", PodStates: judge(neverRunningOut)}); !errors.Is(err, ErrLocked) {
 					t.Errorf("another process opens the ledger: %v", err)
@@ -67,7 +62,7 @@ func TestWipedDirectory(t *testing.T) {
 func names(l *Ledger) []string {
 	found := map[string]bool{}
 	for _, h := range l.Holds() {
-		found[recordName(h.Holder, h.Device)] = true
+		found[recordName(keyOf(h))] = true
 	}
 	return slices.Sorted(maps.Keys(found))
 }
@@ -78,7 +73,6 @@ func TestWipedDirectoryInOtherHands(t *testing.T) {
 	l := reopen(t, dir)
 	must(t, os.RemoveAll(dir))
 	reopen(t, dir)
-	must(t, os.RemoveAll(filepath.Join(dir, "holds")))
 	if err := l.ReservePod(limitsOf("GPU-1")); !errors.Is(err, ErrLocked) {
 		t.Errorf("reserving beside another process: %v", err)
 	}

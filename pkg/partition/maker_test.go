@@ -14,7 +14,6 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/tandem-gpu/tandem/internal/records"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -510,7 +509,6 @@ func TestRecords(t *testing.T) {
 	must(r.put(p))
 	p.UUID = "MIG-1"
 	must(r.put(p))
-	must(os.WriteFile(filepath.Join(dir, records.Temporary+"x"), nil, 0o600))
 	again, problems := open("boot")
 	if len(problems) > 0 || !names(again, p) || names(again, device.Partition{Ref: ref, ProfileID: 14, UUID: "MIG-2"}) ||
 		names(again, device.Partition{Ref: ref, ProfileID: 19, UUID: "MIG-1"}) {

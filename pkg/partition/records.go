@@ -14,15 +14,13 @@ import (
 // Records are the partitions that were created for claims, or are about to be: one file each, in a directory that ends with
 // the boot. A partition without a record is unmanaged. All methods are safe for concurrent use.
 type Records struct {
-	store  *records.Store[device.Ref, made]
-	bootID string
+	store *records.Store[device.Ref, made]
 }
 
 // made is the content of a record. The name of the file is the partition's ref, so that an unreadable file still says which
 // partition Tandem created.
 type made struct {
-	BootID    string `json:"bootID"`
-	ProfileID int    `json:"profileID"`
+	ProfileID int `json:"profileID"`
 	// UUID is empty until the partition is complete.
 	UUID string `json:"uuid,omitempty"`
 	// Unknown means that the file was unreadable: only the ref is known.
@@ -31,10 +29,9 @@ type made struct {
 
 // NewRecords has no visible effect. Call Load before any other method.
 func NewRecords(dir, bootID string) *Records {
-	return &Records{bootID: bootID, store: records.New(dir, bootID, records.Format[device.Ref, made]{
-		What: "partition", Name: fileName, Parse: parseName,
-		Boot:       func(m made) string { return m.BootID },
-		Unreadable: func(device.Ref) made { return made{BootID: bootID, Unknown: true} },
+	return &Records{records.New(records.Options[device.Ref, made]{
+		What: "partition", Dir: dir, BootID: bootID, Name: fileName, Parse: parseName,
+		Unreadable: func(device.Ref) made { return made{Unknown: true} },
 	})}
 }
 
@@ -78,7 +75,7 @@ func (r *Records) All() []device.Ref { return r.store.Keys() }
 
 // put records that the partition is about to be created, or with a UUID that it exists. It is on disk when put returns nil.
 func (r *Records) put(p device.Partition) error {
-	m := made{BootID: r.bootID, ProfileID: p.ProfileID, UUID: p.UUID}
+	m := made{ProfileID: p.ProfileID, UUID: p.UUID}
 	if known, ok := r.store.Get(p.Ref); ok && known == m {
 		return nil
 	}

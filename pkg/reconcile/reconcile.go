@@ -47,7 +47,7 @@ type Ledger interface {
 	SetState(h ledger.Hold, state ledger.State) error
 	SetPods(h ledger.Hold, pods []ledger.Pod) error
 	Release(h ledger.Hold) error
-	Record() error
+	Repair() error
 	Conflicts() []ledger.Conflict
 	ClearConflict(uid string)
 }
@@ -225,7 +225,7 @@ func (r *Reconciler) pass() (time.Duration, error) {
 	r.freed.look(holds)
 	wait := r.clearConflict()
 	r.Pods.Sweep(holds)
-	errs := []error{r.Ledger.Record()}
+	errs := []error{r.Ledger.Repair()}
 	if r.Partitions != nil {
 		errs = append(errs, r.Partitions.Repair())
 	}

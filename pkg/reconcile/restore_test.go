@@ -147,7 +147,7 @@ func TestRestoreOfLateGPU(t *testing.T) {
 type fullDisk struct {
 	*ledger.Ledger
 	err      error
-	recorded int
+	repaired int
 }
 
 func (f *fullDisk) Expect(h ledger.Hold) error {
@@ -156,7 +156,7 @@ func (f *fullDisk) Expect(h ledger.Hold) error {
 	return err
 }
 
-func (f *fullDisk) Record() error { f.recorded++; return f.Ledger.Record() }
+func (f *fullDisk) Repair() error { f.repaired++; return f.Ledger.Repair() }
 
 // Who may have parts only is thought to have all until the API server can be asked, and then has what it says: two claims that
 // each keep the other away otherwise wait forever.
@@ -197,7 +197,7 @@ func TestRestoreOnAFullDisk(t *testing.T) {
 	g.want("GPU-1: pod GPU-1 restored [p1]", "GPU-2: pod GPU-2 restored [p2]")
 	_, err := g.r.pass()
 	must(t, err)
-	if disk.recorded != 1 {
+	if disk.repaired != 1 {
 		t.Error("was not tried again")
 	}
 	disk.err = ledger.ErrLocked

@@ -170,7 +170,7 @@ func (m *Manager) plan(ctx context.Context, g Group) (Plan, error) {
 
 // settingsOf returns the settings of the group by device, without Before; nil where nothing is to be set. Needs the lock.
 func (m *Manager) settingsOf(g Group) (map[device.Ref]*setting, error) {
-	s := setting{BootID: m.Records.bootID, Namespace: g.Claim.Namespace, Name: g.Claim.Name, Strategy: g.Sharing.Strategy}
+	s := setting{Namespace: g.Claim.Namespace, Name: g.Claim.Name, Strategy: g.Sharing.Strategy}
 	switch {
 	case len(g.Devices) == 0, g.Sharing.Strategy == "":
 		return nil, nil

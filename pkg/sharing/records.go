@@ -17,28 +17,26 @@ import (
 // Records are the sharing settings that were applied, or are about to be: one file for each device of a claim, in a directory
 // that ends with the boot, as the settings do. All methods are safe for concurrent use.
 type Records struct {
-	store  *records.Store[Key, setting]
-	bootID string
+	store *records.Store[Key, setting]
 }
 
 // setting is what was set on one device, and what has to be restored.
 type setting struct {
-	BootID string `json:"bootID"`
 	// Namespace and Name of the claim, for messages.
 	Namespace string                     `json:"namespace,omitempty"`
 	Name      string                     `json:"name,omitempty"`
 	Strategy  parametersv1beta1.Strategy `json:"strategy,omitempty"`
 	// Interval is set with TimeSlicing.
 	Interval parametersv1beta1.Interval `json:"interval,omitempty"`
-	// SliceUnset is true while the time slice cannot have been set yet. Records of older versions lack it.
-	SliceUnset bool `json:"untouched,omitempty"`
+	// SliceUnset is true while the time slice cannot have been set yet.
+	SliceUnset bool `json:"sliceUnset,omitempty"`
 	// Before is the compute mode to restore; empty for partitions, which have none.
 	Before device.ComputeMode `json:"before,omitempty"`
 	// Daemon is the name of the MPS daemon. All devices of a daemon have the same Settings.
 	Daemon   string        `json:"daemon,omitempty"`
 	Settings *mps.Settings `json:"settings,omitempty"`
 	// Reverting is true once the daemon was told to end.
-	Reverting bool `json:"undoing,omitempty"`
+	Reverting bool `json:"reverting,omitempty"`
 	// Unknown means that the file was unreadable: only the claim and the device are known.
 	Unknown bool `json:"unknown,omitempty"`
 }
@@ -50,10 +48,9 @@ func (s setting) sameAs(next *setting) bool {
 
 // NewRecords has no visible effect. Call Load before any other method.
 func NewRecords(dir, bootID string) *Records {
-	return &Records{bootID: bootID, store: records.New(dir, bootID, records.Format[Key, setting]{
-		What: "sharing setting", Name: fileName, Parse: parseName,
-		Boot:       func(s setting) string { return s.BootID },
-		Unreadable: func(Key) setting { return setting{BootID: bootID, Unknown: true} },
+	return &Records{records.New(records.Options[Key, setting]{
+		What: "sharing setting", Dir: dir, BootID: bootID, Name: fileName, Parse: parseName,
+		Unreadable: func(Key) setting { return setting{Unknown: true} },
 	})}
 }
 

@@ -242,7 +242,7 @@ func (s *story) holds(n *cluster.Node) []string {
 
 // records are the contents of the ledger's records on a node, for readers.
 func (s *story) records(n *cluster.Node) string {
-	return s.on(n, "sh", "-c", `cd /run/tandem/holds; for f in *; do [ ! -e "$f" ] || tr -d '\0' < "$f" | tail -n 1; echo; done`)
+	return s.on(n, "sh", "-c", `cd /run/tandem/holds; for f in *; do [ ! -e "$f" ] || head -n 1 "$f"; done`)
 }
 
 // noDoubleOwners asks the oracle, which looks at the containers and never at the ledger.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package newer builds an image of Tandem whose agent is one version ahead of the sources: its records have a higher version and
-// a field that today's agent does not know. Tests go to it and back, so that today's agent finds records from the future.
+// Package newer builds an image of Tandem whose agent is one version ahead of the sources: its records have a field that
+// today's agent does not know. Tests upgrade to it and downgrade, so that today's agent reads records of a later version.
 package newer
 
 import (
@@ -17,12 +17,9 @@ import (
 	"github.com/tandem-gpu/tandem/hack/image"
 )
 
-// ahead is what differs in pkg/ledger/record.go.
+// ahead is what differs in pkg/ledger/ledger.go.
 var ahead = [][2]string{
-	{"recordVersion = 2", "recordVersion = 3"},
-	// Also of whole devices, which are of the oldest version otherwise.
-	{"wholeVersion  = 1", "wholeVersion  = 3"},
-	{"type record struct {", "type record struct {\n\tNewer string `json:\"newer\"`"},
+	{"type Hold struct {", "type Hold struct {\n\tNewer string `json:\"newer\"`"},
 }
 
 // Image builds into dir and answers the tarball of an image that is imported under the name ref (image.DefaultRef where empty).
@@ -44,7 +41,7 @@ func Image(ctx context.Context, dir, ref string, progress io.Writer) (tarball st
 
 // overlay writes the changed source into dir, with the file that go build -overlay takes, and answers the latter.
 func overlay(root, dir string) (string, error) {
-	source := filepath.Join(root, "pkg", "ledger", "record.go")
+	source := filepath.Join(root, "pkg", "ledger", "ledger.go")
 	data, err := os.ReadFile(source)
 	if err != nil {
 		return "", fmt.Errorf("read what a newer agent has changed: %w", err)
@@ -59,7 +56,7 @@ func overlay(root, dir string) (string, error) {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return "", fmt.Errorf("make directory: %w", err)
 	}
-	changed, file := filepath.Join(dir, "record.go"), filepath.Join(dir, "overlay.json")
+	changed, file := filepath.Join(dir, "ledger.go"), filepath.Join(dir, "overlay.json")
 	if err := os.WriteFile(changed, []byte(text), 0o644); err != nil {
 		return "", fmt.Errorf("write the newer source: %w", err)
 	}

@@ -88,9 +88,6 @@ func (a *agent) restore(c *call) {
 			a.fail("restore: %v", err)
 		}
 	}
-	if err := a.book.Provision(a.slots()); err != nil {
-		a.fail("provision: %v", err)
-	}
 	c.park("has restored")
 	a.restored = true
 	a.serve()

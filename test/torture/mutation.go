@@ -62,14 +62,12 @@ func Mutations() []Mutation {
 		{
 			Name: "start-up", What: "the agent starts with an empty ledger", Mix: forgetful,
 			changes: []change{
-				{"pkg/ledger", "directory", "load", `
-	holds, newer, problems, err = d.Honestload()
-	for _, h := range holds {
-		if err := d.remove(h); err != nil {
-			return nil, nil, nil, err
-		}
+				{"pkg/ledger", "Ledger", "load", `
+	err := l.Honestload(ctx)
+	for _, h := range l.Holds() {
+		err = errors.Join(err, l.Release(h))
 	}
-	return nil, newer, problems, err
+	return err
 `},
 				{"pkg/reconcile", "Reconciler", "Restore", `
 	return nil
