@@ -22,23 +22,33 @@ func TestExplain(t *testing.T) {
 	s := begin(t)
 	s.example("more-than-gpus.yaml")
 	s.running(soon, gpusANode, 2)
-	for _, pod := range s.pods() {
-		if pod.Status.Phase == corev1.PodPending {
-			s.explains(pod, `^all 8 GPUs of `+gpuNode+` are held: [0-9] by pods, [0-9] by claims$`)
+	// A waiting pod may still be replaced: the controller evicts pods of claims that conflict with pods.
+	s.await(soon, "a reason why each pod waits", func() error {
+		for _, pod := range s.pods() {
+			if pod.Status.Phase != corev1.PodPending {
+				continue
+			}
+			if err := s.checkReason(&pod, `^all 8 GPUs of `+gpuNode+` are held: [0-9] by pods, [0-9] by claims$`); err != nil {
+				return err
+			}
 		}
-	}
+		return nil
+	})
 }
 
 // explains waits until pkg/explain gives a reason for a pending pod that matches the pattern.
 func (s *story) explains(pod corev1.Pod, pattern string) {
 	s.Helper()
-	s.await(soon, "a reason why pod "+pod.Name+" waits", func() error {
-		reason, err := s.explanation(&pod)
-		if err == nil && !regexp.MustCompile(pattern).MatchString(reason) {
-			err = fmt.Errorf("the reason is %q, want %s", reason, pattern)
-		}
-		return err
-	})
+	s.await(soon, "a reason why pod "+pod.Name+" waits", func() error { return s.checkReason(&pod, pattern) })
+}
+
+// checkReason returns an error if pkg/explain gives no reason for the pod that matches the pattern.
+func (s *story) checkReason(pod *corev1.Pod, pattern string) error {
+	reason, err := s.explanation(pod)
+	if err == nil && !regexp.MustCompile(pattern).MatchString(reason) {
+		err = fmt.Errorf("pod %s: the reason is %q, want %s", pod.Name, reason, pattern)
+	}
+	return err
 }
 
 // explanation reads what pkg/explain needs from the API server.
