@@ -372,9 +372,8 @@ func (s *Store[K, V]) encode(name string, value V) ([]byte, error) {
 		return nil, err
 	}
 	c := contents{BootID: s.options.BootID, Record: record}
-	c.Checksum = c.sum(name)
-	data, err := json.Marshal(c)
-	return append(data, '\n'), err
+	// Not json.Marshal of c, which would format the record a second time: each Allocate waits for this.
+	return fmt.Appendf(nil, `{"bootID":%q,"checksum":%d,"record":%s}`+"\n", c.BootID, c.sum(name), record), nil
 }
 
 func (s *Store[K, V]) read(key K, name string) (V, error) {

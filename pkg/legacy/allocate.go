@@ -17,6 +17,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // Allocate reserves the devices of all containers of the request, or none. It never waits for another holder: kubelet calls it
@@ -63,7 +64,7 @@ func (p *Plugin) requested(resource string, request *pluginapi.AllocateRequest) 
 		shared := countShared(items)
 		byMPS := slices.ContainsFunc(items, func(i item) bool { return i.Sharing().Strategy == device.MPS })
 		if byMPS {
-			shared = len(items) // it can be the client of one daemon, by which it sees no other GPU
+			shared = len(items) // a client of an MPS daemon sees no other GPU
 		}
 		if shared > 1 && (byMPS || p.config.FailRequestsGreaterThanOne) {
 			return nil, invalid("maximum request size for shared resources is 1; found %d", shared)
@@ -75,9 +76,9 @@ func (p *Plugin) requested(resource string, request *pluginapi.AllocateRequest) 
 			if i.offered {
 				continue
 			}
-			// Kubelet does not know it yet, or a limit of before has it and is the one that asks.
-			if _, mine := p.lists.owners().hold(resource, i); !mine {
-				return nil, status.Errorf(codes.FailedPrecondition, "device that limits do not get any more: %s", i.id)
+			// kubelet may not have the newest list yet, or a pod that holds the device requests it again.
+			if u := p.lists.usage(); !u.mine(resource, i) {
+				return nil, status.Errorf(codes.FailedPrecondition, "device is no longer offered to pods: %s", i.id)
 			}
 		}
 		containers = append(containers, items)
@@ -94,12 +95,13 @@ func countShared(items []item) (n int) {
 	return n
 }
 
-// lookup resolves device IDs, of which there must be at least one and each but once in a request (seen collects them).
+// lookup resolves the device IDs of one container. It returns an error for an empty list and for an ID that is in seen, to which it adds
+// the IDs.
 func (p *Plugin) lookup(resource string, ids []string, seen map[string]bool) ([]item, error) {
 	if len(ids) == 0 {
 		return nil, invalid("no device IDs")
 	}
-	known := p.lists.catalog(resource)
+	known := p.lists.devices(resource)
 	items := make([]item, 0, len(ids))
 	for _, id := range ids {
 		at, ok := known.index[id]
@@ -117,6 +119,48 @@ func (p *Plugin) lookup(resource string, ids []string, seen map[string]bool) ([]
 	return items, nil
 }
 
+// reserve reserves all devices or none, and returns the client settings of each container.
+func (p *Plugin) reserve(ctx context.Context, resource string, containers [][]item) ([]*sharing.Client, error) {
+	if _, err := p.clients(containers); err != nil {
+		return nil, unready(resource, err)
+	}
+	if err := p.config.Ledger.ReservePod(podRequests(resource, containers)); err != nil {
+		return nil, p.refuse(ctx, resource, err)
+	}
+	// The sharing policy marks a GPU before it reads the ledger, so one of both sides sees the other. The reconciler ends the new holds,
+	// which kubelet does not know: others of the call may belong to an earlier container of the pod.
+	clients, err := p.clients(containers)
+	if err != nil {
+		return nil, unready(resource, err)
+	}
+	return clients, nil
+}
+
+// clients returns the client settings of each container, nil for none. It returns an error if a device is not shared yet as the node's
+// policy requires.
+func (p *Plugin) clients(containers [][]item) ([]*sharing.Client, error) {
+	clients := make([]*sharing.Client, len(containers))
+	if p.config.Sharing == nil {
+		return clients, nil
+	}
+	for at, items := range containers {
+		for _, i := range items {
+			client, err := p.config.Sharing.Client(i.Device, i.share)
+			if err != nil {
+				return nil, err
+			}
+			if client != nil {
+				clients[at] = client // the container has no other device
+			}
+		}
+	}
+	return clients, nil
+}
+
+func unready(resource string, err error) error {
+	return status.Errorf(codes.Unavailable, "allocate %s: %v", resource, err)
+}
+
 func podRequests(resource string, containers [][]item) []ledger.PodRequest {
 	var requests []ledger.PodRequest
 	for _, items := range containers {
@@ -127,18 +171,18 @@ func podRequests(resource string, containers [][]item) []ledger.PodRequest {
 	return requests
 }
 
-// refuse turns the ledger's answer into the error for kubelet. That error ends up in the status of a pod whose owner may
-// have no business knowing other namespaces, and so does the event: both name the holder by kind and UID. The log of the
-// agent, which only operators read, has the names.
+// refuse turns the ledger's answer into the error for kubelet. kubelet writes the error into the status of the pod, whose owner may not
+// be allowed to read other namespaces. So the error and the event name the holder by kind and UID only; the agent's log has the names.
 func (p *Plugin) refuse(ctx context.Context, resource string, err error) error {
 	conflict, ok := errors.AsType[*ledger.ConflictError](err)
 	if !ok {
 		return status.Errorf(codes.Internal, "allocate %s: %v", resource, err)
 	}
 	p.metrics.conflicts.Inc()
-	klog.FromContext(ctx).Info("Refused a limit whose device is held", "resource", resource, "conflict", conflict.Error())
+	klog.FromContext(ctx).Info("Refused Allocate because another holder has the device", "resource", resource, "conflict", conflict.Error())
 	message := p.describe(conflict)
-	p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "LimitConflict", "Refused a pod's %s limit: %s", resource, message)
+	p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "PodConflict",
+		"Refused a pod that requests %s: %s. kubelet fails the pod; its owner creates another one", resource, message)
 	return status.Errorf(codes.FailedPrecondition, "allocate %s: %s", resource, message)
 }
 
@@ -171,7 +215,7 @@ func anonymous(h ledger.Hold) string {
 	}
 }
 
-// hardwareOf are the UUIDs of items, each once: replicas of one device are one device to the container.
+// hardwareOf returns the UUIDs of the items' devices, each once.
 func hardwareOf(items []item) []string {
 	var uuids []string
 	for _, i := range items {

@@ -15,7 +15,7 @@ import (
 )
 
 func withAllocations(t *testing.T) (*fixture, allocations, pluginapi.DevicePluginClient) {
-	claims := allocations{newBroadcast[[]device.Ref](nil)}
+	claims := allocations{newObservable[[]device.Ref](nil)}
 	f, client := serving(t, func(c *Config) { c.Allocations = claims })
 	f.await("all devices", healthyCount(8))
 	return f, claims, client
@@ -121,7 +121,7 @@ func TestAcknowledge(t *testing.T) {
 		known bool
 	}
 	f := newFixture(t, release137)
-	heard := newBroadcast(answer{})
+	heard := newObservable(answer{})
 	f.config.Acknowledge = func(_ string, ids []string, known bool) {
 		heard.set(func(answer) answer { return answer{len(ids), known} })
 	}

@@ -41,15 +41,15 @@ type probes struct {
 	asking singleflight.Group
 
 	mu    sync.Mutex
-	known map[string]podState
+	known map[string]probed
 }
 
-type podState struct {
+type probed struct {
 	file    fileID
 	devices []string
 }
 
-func newProbes() *probes { return &probes{known: make(map[string]podState)} }
+func newProbes() *probes { return &probes{known: make(map[string]probed)} }
 
 // CheckForeign looks for another process that serves our GPUs to kubelet and returns a *ForeignError when it finds one,
 // nil otherwise; any other error means that it could not look. Run calls it before each registration and when a socket
@@ -83,7 +83,7 @@ func (p *Plugin) checkForeign(ctx context.Context) (settled bool, err error) {
 // ours returns those of another plugin's devices that are GPUs of this inventory or partitions of them, or while that is empty
 // (the driver is late) all that look so.
 func (p *Plugin) ours(devices []string) []string {
-	known := p.lists.catalogs().ours
+	known := p.lists.table.Load().ours
 	var ours []string
 	for _, id := range devices {
 		uuid := device.HardwareUUID(id)
@@ -117,7 +117,7 @@ func (p *probes) ask(ctx context.Context, path string, file fileID, limit time.D
 	if len(devices) > 0 { // a plugin that has none yet may get some
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		p.known[path] = podState{file: file, devices: devices}
+		p.known[path] = probed{file: file, devices: devices}
 	}
 	return devices, err
 }

@@ -234,7 +234,7 @@ func TestConflicts(t *testing.T) {
 			t.Errorf("got %v", err)
 		}
 		event := f.event()
-		if !strings.HasPrefix(event, "Warning LimitConflict ") || !strings.Contains(event, id+" "+holder) {
+		if !strings.HasPrefix(event, "Warning PodConflict ") || !strings.Contains(event, id+" "+holder) {
 			t.Errorf("recorded %q", event)
 		}
 		if strings.Contains(event+err.Error(), "secret") {

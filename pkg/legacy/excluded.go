@@ -17,18 +17,18 @@ import (
 // namedDevices is how many devices an event names.
 const namedDevices = 4
 
-// reportExcluded tells of devices that no resource of limits has, whenever they are others than before, until ctx is
-// done.
+// reportExcluded reports devices that no extended resource offers, whenever they change, until ctx is done.
 func (p *Plugin) reportExcluded(ctx context.Context) {
-	var told []string
+	var reported []string
 	for {
-		excluded, changed := p.lists.left()
-		if !slices.Equal(told, excluded) {
-			told = excluded
+		changed := p.lists.changed.Changed()
+		excluded := p.lists.excludedDevices()
+		if !slices.Equal(reported, excluded) {
+			reported = excluded
 			for _, sentence := range excluded {
-				klog.FromContext(ctx).Info("Leaving devices out of what limits can get",
+				klog.FromContext(ctx).Info("No extended resource offers some devices",
 					"migStrategy", p.config.Resources.Strategy, "devices", sentence)
-				p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "LimitDevicesLeftOut", "No limit can get %s", sentence)
+				p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "DevicesExcluded", "No extended resource offers %s", sentence)
 			}
 		}
 		select {
@@ -39,8 +39,8 @@ func (p *Plugin) reportExcluded(ctx context.Context) {
 	}
 }
 
-// leftOutByReason is a sentence for each reason: "gpu-1 and 2 more: <reason>".
-func leftOutByReason(excluded []device.LeftOut) []string {
+// excludedByReason returns a sentence for each reason: "gpu-1 and 2 more: <reason>".
+func excludedByReason(excluded []device.LeftOut) []string {
 	var reasons []string
 	names := map[string][]string{}
 	for _, l := range excluded {

@@ -22,24 +22,24 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// broadcast is a value with a channel that is closed when it changes.
-type broadcast[T any] struct {
+// observable is a value with a channel that is closed when it changes.
+type observable[T any] struct {
 	mu      sync.Mutex
 	value   T
 	changed chan struct{}
 }
 
-func newBroadcast[T any](value T) *broadcast[T] {
-	return &broadcast[T]{value: value, changed: make(chan struct{})}
+func newObservable[T any](value T) *observable[T] {
+	return &observable[T]{value: value, changed: make(chan struct{})}
 }
 
-func (b *broadcast[T]) get() T {
+func (b *observable[T]) get() T {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.value
 }
 
-func (b *broadcast[T]) set(change func(T) T) {
+func (b *observable[T]) set(change func(T) T) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.value = change(b.value)
@@ -47,13 +47,13 @@ func (b *broadcast[T]) set(change func(T) T) {
 	b.changed = make(chan struct{})
 }
 
-func (b *broadcast[T]) Changed() <-chan struct{} {
+func (b *observable[T]) Changed() <-chan struct{} {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.changed
 }
 
-type fakeInventory struct{ *broadcast[device.Inventory] }
+type fakeInventory struct{ *observable[device.Inventory] }
 
 func (f fakeInventory) Inventory() device.Inventory { return f.get() }
 
@@ -137,7 +137,7 @@ type specState struct {
 	lack []string
 }
 
-type fakeSpecs struct{ *broadcast[specState] }
+type fakeSpecs struct{ *observable[specState] }
 
 func (f fakeSpecs) Ensure(context.Context, ...string) error { return f.get().err }
 func (fakeSpecs) QualifiedName(uuid string) string          { return "k8s.gpu.nvidia.com/gpu=" + uuid }
@@ -172,9 +172,9 @@ func newFixture(t testing.TB, release kubeletRelease) *fixture {
 		TB:        t,
 		dir:       dir,
 		kubelet:   newFakeKubelet(dir, release),
-		inventory: fakeInventory{newBroadcast(islands(8, 4, 0))},
+		inventory: fakeInventory{newObservable(islands(8, 4, 0))},
 		ledger:    openBook(t),
-		specs:     fakeSpecs{newBroadcast(specState{})},
+		specs:     fakeSpecs{newObservable(specState{})},
 		events:    record.NewFakeRecorder(1000),
 		registry:  prometheus.NewRegistry(),
 	}

@@ -35,7 +35,7 @@ func TestHysteresis(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			h, began := newHysteresis(), time.Now()
 			for _, s := range steps {
-				show, again := h.apply(began.Add(time.Duration(s.at)*time.Millisecond), 100*time.Millisecond, catalogOf(device.GPU{UUID: "GPU-a"}), []state{s.real})
+				show, again := h.apply(began.Add(time.Duration(s.at)*time.Millisecond), 100*time.Millisecond, devicesOf(device.GPU{UUID: "GPU-a"}), []state{s.real})
 				if show[0] != s.want || again != time.Duration(s.again)*time.Millisecond {
 					t.Errorf("at %d ms, really %s: shows %s, next in %s; want %s, %d ms", s.at, s.real, show[0], again, s.want, s.again)
 				}
@@ -74,19 +74,19 @@ func TestAssess(t *testing.T) {
 		"lost while a claim holds it": {lost, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateUnhealthy, stateUnhealthy},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := catalogOf(test.gpu)
-			promise := func(gpu string) Allocations { return allocations{newBroadcast([]device.Ref{{GPU: gpu}})} }
+			c := devicesOf(test.gpu)
+			promise := func(gpu string) Allocations { return allocations{newObservable([]device.Ref{{GPU: gpu}})} }
 			conflict := []ledger.Conflict{{Devices: []device.Ref{healthy.Ref()}}}
 			for why, about := range map[string]struct {
-				owners owners
-				want   state
+				usage usage
+				want  state
 			}{
-				"nobody knows of claims": {ownersOf(fixedLedger{holds: test.holds}, nil), test.want},
-				"allocated to a claim":   {ownersOf(fixedLedger{holds: test.holds}, promise("GPU-a")), test.allocated},
-				"another is allocated":   {ownersOf(fixedLedger{holds: test.holds}, promise("GPU-b")), test.want},
-				"a claim waits for it":   {ownersOf(fixedLedger{holds: test.holds, conflicts: conflict}, nil), test.allocated},
+				"nobody knows of claims": {usageOf(fixedLedger{holds: test.holds}, nil), test.want},
+				"allocated to a claim":   {usageOf(fixedLedger{holds: test.holds}, promise("GPU-a")), test.allocated},
+				"another is allocated":   {usageOf(fixedLedger{holds: test.holds}, promise("GPU-b")), test.want},
+				"a claim waits for it":   {usageOf(fixedLedger{holds: test.holds, conflicts: conflict}, nil), test.allocated},
 			} {
-				if got := c.assess(about.owners); got[0] != about.want {
+				if got := c.states(about.usage); got[0] != about.want {
 					t.Errorf("%s: got %s, want %s", why, got[0], about.want)
 				}
 			}
@@ -99,31 +99,31 @@ type fixedLedger struct {
 	Ledger
 	holds     []ledger.Hold
 	conflicts []ledger.Conflict
-	// lacking is how many devices bound limits pods ask for.
-	lacking int
+	// outstanding is how many devices bound limits pods ask for.
+	outstanding int
 }
 
 func (s fixedLedger) Holds() []ledger.Hold         { return s.holds }
 func (s fixedLedger) Conflicts() []ledger.Conflict { return s.conflicts }
 
 func (s fixedLedger) Outstanding() (devices map[string]int, changed <-chan struct{}) {
-	return map[string]int{whole.GPU: s.lacking, "nvidia.com/mig-1g.10gb": 9}, nil
+	return map[string]int{whole.GPU: s.outstanding, "nvidia.com/mig-1g.10gb": 9}, nil
 }
 
 // whole offers whole GPUs.
 var whole = device.Resources{GPU: "nvidia.com/gpu"}
 
-// catalogOf is that of whole GPUs.
-func catalogOf(gpus ...device.GPU) *catalog {
-	return offering{resources: whole}.over(device.Inventory{GPUs: gpus}, owners{}, nil, time.Now()).of[whole.GPU]
+// devicesOf is that of whole GPUs.
+func devicesOf(gpus ...device.GPU) *resourceDevices {
+	return selection{resources: whole}.table(device.Inventory{GPUs: gpus}, usage{}, nil, time.Now()).of[whole.GPU]
 }
 
-// Devices that are only promised to claims stay on offer for as many as limits pods ask for that kubelet is about to admit, those
+// Devices that are only allocated to claims stay on offer for as many as limits pods ask for that kubelet is about to admit, those
 // last that the scheduler gives away last; what a claim has does not.
 func TestAssessLeavesBoundPodsTheirDevices(t *testing.T) {
 	gpus := []device.GPU{{UUID: "GPU-0"}, {UUID: "GPU-1"}, {UUID: "GPU-2"}, {UUID: "GPU-3", Health: device.Health{Reason: device.ReasonLost}}}
-	c := catalogOf(gpus...)
-	promised := allocations{newBroadcast([]device.Ref{gpus[0].Ref(), gpus[1].Ref(), gpus[3].Ref()})}
+	c := devicesOf(gpus...)
+	allocated := allocations{newObservable([]device.Ref{gpus[0].Ref(), gpus[1].Ref(), gpus[3].Ref()})}
 	taken := []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "x"}, State: ledger.StateHeld, Device: gpus[1].Ref()}}
 	limit := []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-2"}, State: ledger.StateHeld, Device: gpus[2].Ref(), Resource: whole.GPU}}
 	const ok, away, bad = stateHealthy, stateWithdrawn, stateUnhealthy
@@ -132,20 +132,20 @@ func TestAssessLeavesBoundPodsTheirDevices(t *testing.T) {
 		want   []state
 	}{
 		"none is bound":               {fixedLedger{}, []state{away, away, ok, bad}},
-		"one, and one is free":        {fixedLedger{lacking: 1}, []state{away, away, ok, bad}},
-		"two, and one is free":        {fixedLedger{lacking: 2}, []state{away, ok, ok, bad}},
-		"one, and none is free":       {fixedLedger{lacking: 1, holds: limit}, []state{away, ok, ok, bad}},
-		"more than there are":         {fixedLedger{lacking: 9}, []state{ok, ok, ok, bad}},
-		"not what a claim has by now": {fixedLedger{lacking: 9, holds: taken}, []state{ok, away, ok, bad}},
+		"one, and one is free":        {fixedLedger{outstanding: 1}, []state{away, away, ok, bad}},
+		"two, and one is free":        {fixedLedger{outstanding: 2}, []state{away, ok, ok, bad}},
+		"one, and none is free":       {fixedLedger{outstanding: 1, holds: limit}, []state{away, ok, ok, bad}},
+		"more than there are":         {fixedLedger{outstanding: 9}, []state{ok, ok, ok, bad}},
+		"not what a claim has by now": {fixedLedger{outstanding: 9, holds: taken}, []state{ok, away, ok, bad}},
 	} {
-		if got := c.assess(ownersOf(test.ledger, promised)); !slices.Equal(got, test.want) {
+		if got := c.states(usageOf(test.ledger, allocated)); !slices.Equal(got, test.want) {
 			t.Errorf("%s: %v, want %v", name, got, test.want)
 		}
 	}
 }
 
 // allocations say what a test wants.
-type allocations struct{ *broadcast[[]device.Ref] }
+type allocations struct{ *observable[[]device.Ref] }
 
 func (a allocations) Allocated() []ledger.Hold {
 	var holds []ledger.Hold
@@ -166,7 +166,7 @@ func (a allocations) put(gpus ...int) {
 }
 
 func TestCatalogKeepsOrderAndIDs(t *testing.T) {
-	var all *catalogs
+	var all *deviceTable
 	gpu := func(id string, minor int) device.GPU { return device.GPU{UUID: id, Minor: minor} }
 	for _, step := range []struct {
 		gpus []device.GPU
@@ -178,7 +178,7 @@ func TestCatalogKeepsOrderAndIDs(t *testing.T) {
 		{nil, []string{"GPU-a Missing", "GPU-c Missing", "GPU-b Missing"}},
 		{[]device.GPU{gpu("GPU-a", 3)}, []string{"GPU-c Missing", "GPU-b Missing", "GPU-a"}},
 	} {
-		all = offering{resources: whole}.over(device.Inventory{GPUs: step.gpus}, owners{}, all, time.Now())
+		all = selection{resources: whole}.table(device.Inventory{GPUs: step.gpus}, usage{}, all, time.Now())
 		c := all.of[whole.GPU]
 		var got []string
 		for i, item := range c.items {
@@ -202,10 +202,10 @@ func TestCatalogKeepsOrderAndIDs(t *testing.T) {
 // the first list, and not where a claim waits for the device.
 func TestPromisesRipen(t *testing.T) {
 	gpus := []device.GPU{{UUID: uuid(0)}, {UUID: uuid(1)}}
-	promised := allocations{newBroadcast[[]device.Ref](nil)}
+	allocated := allocations{newObservable[[]device.Ref](nil)}
 	book := &fixedLedger{}
-	r := &lists{ledger: book, allocations: promised, metrics: newMetrics(), hold: newHysteresis(), promised: map[promise]time.Time{}, changed: make(chan struct{})}
-	r.known.Store(offering{resources: whole}.over(device.Inventory{GPUs: gpus}, owners{}, nil, time.Now()))
+	r := &lists{ledger: book, allocations: allocated, metrics: newMetrics(), hold: newHysteresis(), pendingSince: map[pendingClaim]time.Time{}}
+	r.table.Store(selection{resources: whole}.table(device.Inventory{GPUs: gpus}, usage{}, nil, time.Now()))
 	began := time.Now()
 	const ok, away = stateHealthy, stateWithdrawn
 	step := func(ms int, again time.Duration, want ...state) {
@@ -214,15 +214,15 @@ func TestPromisesRipen(t *testing.T) {
 			t.Errorf("at %d ms: %v, again in %v; want %v, %v", ms, r.states[whole.GPU], got, want, again)
 		}
 	}
-	promised.put(0)
+	allocated.put(0)
 	step(0, 0, away, ok) // the first
-	promised.put(0, 1)
-	step(100, promiseDelay, away, ok)
-	step(300, promiseDelay-200*time.Millisecond, away, ok)
+	allocated.put(0, 1)
+	step(100, pendingDelay, away, ok)
+	step(300, pendingDelay-200*time.Millisecond, away, ok)
 	step(400, 0, away, away)
-	promised.put(0)
+	allocated.put(0)
 	step(500, 0, away, ok)
-	promised.put(0, 1)
+	allocated.put(0, 1)
 	book.conflicts = []ledger.Conflict{{Devices: []device.Ref{gpus[1].Ref()}}}
 	step(600, 0, away, away)
 }
@@ -261,7 +261,7 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 	// One that is restored while the agent runs is told of without a change of the inventory.
 	take("GPU-7::1", whole.GPU, device.Ref{GPU: "GPU-7"})
 	p.lists.publish(began.Add(time.Second))
-	if list, _ := p.lists.current(whole.GPU); !slices.ContainsFunc(list.response.Devices, func(d *pluginapi.Device) bool {
+	if list := p.lists.current(whole.GPU); !slices.ContainsFunc(list.response.Devices, func(d *pluginapi.Device) bool {
 		return d.ID == "GPU-7::1" && d.Health == "Unhealthy"
 	}) {
 		t.Errorf("lists %v", list.response.Devices)
@@ -272,7 +272,7 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 	look(2*time.Second, oneSlice, map[string]string{"MIG-2-0": "Healthy", "MIG-2-5": "Unhealthy"})
 	look(time.Hour, oneSlice, map[string]string{"MIG-2-0": "Healthy"})
 	look(time.Hour, half, map[string]string{})
-	if _, listed := p.lists.catalog(whole.GPU).index["GPU-7::1"]; listed {
+	if _, listed := p.lists.devices(whole.GPU).index["GPU-7::1"]; listed {
 		t.Error("an ID stays that nobody has and that is no GPU")
 	}
 }
@@ -290,12 +290,12 @@ func TestPlannerBesideWhatLeaves(t *testing.T) {
 		t.Fatal(err)
 	}
 	p.Look(time.Now())
-	if p.lists.catalog(whole.GPU).planner != nil {
+	if p.lists.devices(whole.GPU).planner != nil {
 		t.Error("partitions are chosen by the links of their GPUs")
 	}
 	f.inventory.set(func(device.Inventory) device.Inventory { return islands(4, 2, 6) })
 	p.Look(time.Now())
-	if items := len(p.lists.catalog(whole.GPU).items); items != 4+3 {
+	if items := len(p.lists.devices(whole.GPU).items); items != 4+3 {
 		t.Errorf("%d items are listed", items)
 	}
 	answer := p.Preferred(whole.GPU, &pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{

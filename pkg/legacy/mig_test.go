@@ -124,7 +124,7 @@ func TestStrategies(t *testing.T) {
 			if tt.excluded == "" {
 				return
 			}
-			if event := f.event(); !strings.Contains(event, "LimitDevicesLeftOut") || !strings.Contains(event, tt.excluded) || !strings.Contains(event, "MIG-2-0") {
+			if event := f.event(); !strings.Contains(event, "DevicesExcluded") || !strings.Contains(event, tt.excluded) || !strings.Contains(event, "MIG-2-0") {
 				t.Errorf("recorded %q", event)
 			}
 			if n := f.metric("tandem_device_plugin_devices_excluded"); n != 5 {
@@ -309,7 +309,7 @@ func TestOverlap(t *testing.T) {
 		f.lists("gpu=0,1,2,3")
 	})
 	t.Run("claims of GPUs and partitions against limits of partitions", func(t *testing.T) {
-		claims := allocations{newBroadcast[[]device.Ref](nil)}
+		claims := allocations{newObservable[[]device.Ref](nil)}
 		f := partitioned(t, device.MIGStrategyMixed, func(f *fixture) { f.config.Allocations = claims })
 		f.start()
 		f.lists("gpu=0,1", "mig-1g.10gb=2-0,2-1,3-0,3-6", "mig-3g.40gb=2-4")
@@ -321,7 +321,7 @@ func TestOverlap(t *testing.T) {
 		}
 		f.ledger.release("c")
 		f.lists("gpu=0,1", "mig-1g.10gb=2-0,2-1,3-0", "mig-3g.40gb=2-4")
-		// What claims are only promised is withdrawn as well.
+		// What claims are only allocated is withdrawn as well.
 		claims.set(func([]device.Ref) []device.Ref { return []device.Ref{part(2, 4, "3g.40gb").Ref} })
 		f.lists("gpu=0,1", "mig-1g.10gb=2-0,2-1,3-0", "mig-3g.40gb=")
 	})
@@ -337,7 +337,7 @@ func TestOverlap(t *testing.T) {
 		f.claimRef("c", made.Ref)
 		f.lists("gpu=0,1,2")
 		f.inventory.cut(3, true, made)
-		for len(p.lists.catalog(kubeletGPU).items[3].GPU.Partitions) == 0 {
+		for len(p.lists.devices(kubeletGPU).items[3].GPU.Partitions) == 0 {
 			time.Sleep(time.Millisecond)
 		}
 		f.ledger.release("c")

@@ -24,12 +24,12 @@ import (
 
 // fakeSharing says of GPUs why nobody can have any of them. The others have a daemon each where that is the policy.
 type fakeSharing struct {
-	*broadcast[map[string]error]
+	*observable[map[string]error]
 	asked *atomic.Int64
 }
 
 func newFakeSharing() fakeSharing {
-	return fakeSharing{newBroadcast[map[string]error](nil), &atomic.Int64{}}
+	return fakeSharing{newObservable[map[string]error](nil), &atomic.Int64{}}
 }
 
 func (f fakeSharing) Client(d device.Device, share device.Share) (*sharing.Client, error) {
@@ -165,12 +165,12 @@ func TestDaemonsAreAskedForOnce(t *testing.T) {
 	if p.Look(time.Now()); daemons.asked.Load() != 8 {
 		t.Errorf("asked %d times about 8 GPUs", daemons.asked.Load())
 	}
-	before := p.lists.catalogs()
-	if p.lists.reshare(time.Now()); p.lists.catalogs() != before || daemons.asked.Load() != 16 {
+	before := p.lists.table.Load()
+	if p.lists.refreshSharing(time.Now()); p.lists.table.Load() != before || daemons.asked.Load() != 16 {
 		t.Errorf("what changes nothing costs a list, and %d questions", daemons.asked.Load()-8)
 	}
 	daemons.unready(7)
-	if p.lists.reshare(time.Now()); p.lists.catalogs() == before {
+	if p.lists.refreshSharing(time.Now()); p.lists.table.Load() == before {
 		t.Error("a daemon that ends changes nothing")
 	}
 }
@@ -335,7 +335,7 @@ func TestGPUsThatClaimsShareByMPS(t *testing.T) {
 	f.startKubelet()
 	f.start()
 	f.await("the other", healthyCount(1))
-	want := "Warning LimitDevicesLeftOut No limit can get gpu-0 (" + uuid(0) + "): it is shared by MPS among claims only: it has no replicas"
+	want := "Warning DevicesExcluded No extended resource offers gpu-0 (" + uuid(0) + "): it is shared by MPS among claims only: it has no replicas"
 	if event := f.event(); event != want {
 		t.Errorf("recorded %q, want %q", event, want)
 	}

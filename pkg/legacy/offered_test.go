@@ -19,9 +19,9 @@ func TestOffered(t *testing.T) {
 	before := fixedLedger{holds: []ledger.Hold{
 		{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}, Resource: whole.GPU},
 	}}
-	f := offering{resources: whole, offered: func(gpu device.GPU) bool { return gpu.UUID == "GPU-a" }}
-	var all *catalogs
-	var c *catalog
+	f := selection{resources: whole, offered: func(gpu device.GPU) bool { return gpu.UUID == "GPU-a" }}
+	var all *deviceTable
+	var c *resourceDevices
 	for _, step := range []struct {
 		ledger Ledger
 		want   []state
@@ -29,26 +29,26 @@ func TestOffered(t *testing.T) {
 		{before, []state{stateHealthy, stateHealthy}},
 		{fixedLedger{}, []state{stateHealthy, stateWithdrawn}},
 	} {
-		o := ownersOf(step.ledger, nil)
-		all = f.over(inv, o, all, time.Now())
+		o := usageOf(step.ledger, nil)
+		all = f.table(inv, o, all, time.Now())
 		c = all.of[whole.GPU]
-		if got := c.assess(o); len(c.items) != 2 || c.items[1].id != "GPU-c" || !slices.Equal(got, step.want) {
+		if got := c.states(o); len(c.items) != 2 || c.items[1].id != "GPU-c" || !slices.Equal(got, step.want) {
 			t.Errorf("lists %v as %v, want GPU-a and GPU-c as %v", c.items, got, step.want)
 		}
 	}
-	o := ownersOf(before, nil)
+	o := usageOf(before, nil)
 	f.offered, f.retiring = func(device.GPU) bool { return false }, true
-	retiring := f.over(inv, o, nil, time.Now()).of[whole.GPU]
-	if got := retiring.assess(o); len(retiring.items) != 1 || got[0] != stateWithdrawn {
+	retiring := f.table(inv, o, nil, time.Now()).of[whole.GPU]
+	if got := retiring.states(o); len(retiring.items) != 1 || got[0] != stateWithdrawn {
 		t.Errorf("a plugin that retires lists %v as %v", retiring.items, got)
 	}
 	// Kubelet may still think that it can give GPU-c away, and what must be included is the pod's already.
 	request := &pluginapi.ContainerPreferredAllocationRequest{AvailableDeviceIDs: []string{"GPU-a", "GPU-c"}, AllocationSize: 1}
-	if got := c.prefer(request, owners{}); !slices.Equal(got, []string{"GPU-a"}) {
+	if got := c.prefer(request, usage{}); !slices.Equal(got, []string{"GPU-a"}) {
 		t.Errorf("prefers %v", got)
 	}
 	request.MustIncludeDeviceIDs = []string{"GPU-c"}
-	if got := c.prefer(request, owners{}); !slices.Equal(got, []string{"GPU-c"}) {
+	if got := c.prefer(request, usage{}); !slices.Equal(got, []string{"GPU-c"}) {
 		t.Errorf("prefers %v where GPU-c must be included", got)
 	}
 }
@@ -56,8 +56,8 @@ func TestOffered(t *testing.T) {
 // TestPreferredAvoidsWhatALimitHas: kubelet offers such a device where its checkpoint was lost.
 func TestPreferredAvoidsWhatALimitHas(t *testing.T) {
 	gpus := []device.GPU{{UUID: "GPU-a", Minor: 0}, {UUID: "GPU-b", Minor: 1}, {UUID: "GPU-c", Minor: 2}}
-	c := catalogOf(gpus...)
-	o := ownersOf(fixedLedger{
+	c := devicesOf(gpus...)
+	o := usageOf(fixedLedger{
 		holds: []ledger.Hold{
 			{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}, Resource: whole.GPU},
 		},

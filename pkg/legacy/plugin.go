@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package legacy serves extended resource limits ("nvidia.com/gpu: 1") through kubelet's DevicePlugin v1beta1 API: it
-// registers, keeps registered, tells kubelet which devices exist, and answers Allocate. It decides no ownership (that is
-// the ledger's) and discovers nothing.
+// Package legacy serves extended resources ("nvidia.com/gpu: 1" in a container's limits) through kubelet's DevicePlugin v1beta1 API: it
+// registers with kubelet, sends device lists and answers Allocate. The ledger decides who gets a device, and the inventory comes from
+// pkg/nvml.
 package legacy
 
 import (
@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"os"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -95,8 +96,8 @@ func New(config Config) (*Plugin, error) {
 	return p, nil
 }
 
-// Run serves and keeps registered until ctx is done, then takes everything down and returns nil. It returns an error
-// only where it cannot go on: the metrics are registered already, or the directory is not there (any more). Call it once.
+// Run serves and keeps registered until ctx is done, then closes its sockets and returns nil. It returns an error if the metrics are
+// registered already or kubelet's directory is missing. Call it once.
 func (p *Plugin) Run(ctx context.Context) (err error) {
 	if p.running.Swap(true) {
 		return errors.New("serve limits: they are served already")
@@ -106,10 +107,10 @@ func (p *Plugin) Run(ctx context.Context) (err error) {
 		return fmt.Errorf("serve limits: register metrics: %w", err)
 	}
 	defer unregister()
-	dir, err := openDirectory(ctx, p.config.Directory)
-	if err != nil {
-		return fmt.Errorf("serve limits: %w", err)
+	if _, err := os.Stat(p.config.Directory); err != nil {
+		return fmt.Errorf("serve limits: open kubelet's device-plugins directory: %w", err)
 	}
+	dir := &directory{path: p.config.Directory}
 	defer p.setNotReady(errors.New("stopped"))
 	if err := removeStale(p.config.Directory); err != nil {
 		// Stale sockets do no harm.
@@ -129,16 +130,14 @@ func (p *Plugin) Run(ctx context.Context) (err error) {
 	return nil
 }
 
-// Look reads inventory and ledger anew, and returns the device lists for kubelet by resource and, where a device is held back,
-// after how long to look again. Run does so by itself: this is for simulations, which call it instead of Run, one at a time.
+// Look reads inventory and ledger again. It returns the device lists for kubelet by resource and, if it delays a device, after how long to
+// call it again. Simulations call it instead of Run, one call at a time.
 func (p *Plugin) Look(now time.Time) (lists map[string]*pluginapi.ListAndWatchResponse, again time.Duration) {
 	p.lists.returnDelay, p.lists.retireAfter = p.times.returnDelay, p.times.retireAfter
 	again = p.lists.refresh(now)
 	lists = map[string]*pluginapi.ListAndWatchResponse{}
-	names, _ := p.lists.resources()
-	for _, name := range names {
-		published, _ := p.lists.current(name)
-		lists[name] = published.response
+	for _, name := range p.lists.names() {
+		lists[name] = p.lists.current(name).response
 	}
 	return lists, again
 }

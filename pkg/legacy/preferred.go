@@ -16,37 +16,37 @@ import (
 func (p *Plugin) Preferred(resource string, request *pluginapi.PreferredAllocationRequest) *pluginapi.PreferredAllocationResponse {
 	response := &pluginapi.PreferredAllocationResponse{}
 	// kubelet's list of available devices is as old as the last ListAndWatch message; the ledger is not.
-	owners := p.lists.owners()
-	known := p.lists.catalog(resource)
+	u := p.lists.usage()
+	devices := p.lists.devices(resource)
 	for _, container := range request.GetContainerRequests() {
 		response.ContainerResponses = append(response.ContainerResponses, &pluginapi.ContainerPreferredAllocationResponse{
-			DeviceIDs: known.prefer(container, owners),
+			DeviceIDs: devices.prefer(container, u),
 		})
 	}
 	return response
 }
 
-// prefer returns IDs without duplicates, as many as requested if available. Devices that are promised to claims come last:
-// kubelet would use them anyway when nothing else is left, and the ledger gives them to the first caller. Devices that a pod
-// still holds come before these: that pod has just ended, or kubelet lost its checkpoint and does not know the holder.
-func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest, o owners) []string {
+// prefer returns IDs without duplicates, as many as requested if available. Devices of pending claims come last: kubelet would use them
+// anyway when nothing else is left, and the ledger gives them to the first caller. Devices that a pod still holds come before these: that
+// pod has just ended, or kubelet lost its checkpoint and does not know the holder.
+func (c *resourceDevices) prefer(request *pluginapi.ContainerPreferredAllocationRequest, u usage) []string {
 	size := int(request.GetAllocationSize())
-	required, unknownPods := c.places(request.GetMustIncludeDeviceIDs())
+	required, unknown := c.places(request.GetMustIncludeDeviceIDs())
 	available, others := c.places(request.GetAvailableDeviceIDs())
-	unpromised := o.room(o.promised)
-	var lingering, promised, single []int
+	held, all := u.held(), u.heldOrPending()
+	var lingering, pending, single []int
 	available = slices.DeleteFunc(available, func(at int) bool {
 		i := c.items[at]
-		taken, mine := o.hold(c.resource, i)
-		if taken || !i.offered || i.unready || !i.Health().Healthy() || slices.Contains(required, at) {
+		mine, conflict := u.availability(c.resource, i, held)
+		if conflict || !i.offered || i.unready || !i.Health().Healthy() || slices.Contains(required, at) {
 			return true
 		}
 		if mine {
 			lingering = append(lingering, at)
 			return true
 		}
-		if o.promises(i) || !unpromised.has(i) {
-			promised = append(promised, at)
+		if all.exclude(i.use()) {
+			pending = append(pending, at)
 			return true
 		}
 		if size > 1 && i.Sharing().Strategy == device.MPS {
@@ -55,16 +55,16 @@ func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest,
 		}
 		return false
 	})
-	// What must be included is kubelet's to know, even where it makes no sense here.
-	ids := unknownPods[:max(0, min(len(unknownPods), size))]
-	chosen := c.choose(required, available, size-len(ids), o)
+	// kubelet decides what must be included, also if the device list does not contain it.
+	ids := unknown[:max(0, min(len(unknown), size))]
+	chosen := c.choose(required, available, size-len(ids), u, all)
 	for _, at := range chosen {
 		ids = append(ids, c.items[at].id)
 	}
-	// Replicas that find no room beside those.
+	// Replicas for which the chosen ones leave no memory.
 	crowded := slices.DeleteFunc(available, func(at int) bool { return slices.Contains(chosen, at) })
-	// Allocate refuses those of MPS beside others, so that they come when there is nothing else.
-	for _, at := range slices.Concat(descending(lingering), descending(promised), descending(crowded), descending(single)) {
+	// Allocate refuses a device shared by MPS together with other devices, so these come only if nothing else is left.
+	for _, at := range slices.Concat(descending(lingering), descending(pending), descending(crowded), descending(single)) {
 		others = append(others, c.items[at].id)
 	}
 	for _, id := range others {
@@ -75,22 +75,21 @@ func (c *catalog) prefer(request *pluginapi.ContainerPreferredAllocationRequest,
 	return ids
 }
 
-// choose takes whole GPUs by their links, and partitions and replicas by what is held of their GPUs: among equals the one of which
-// this call has taken least, and then the one that claims get last. What finds no room beside the others is not chosen.
-func (c *catalog) choose(required, available []int, size int, o owners) []int {
+// choose takes whole GPUs by their links, and partitions and replicas by the holds of their GPUs: among equals the GPU of which this call
+// took least, and then the one that the scheduler allocates last. It does not choose a replica for which there is no memory.
+func (c *resourceDevices) choose(required, available []int, size int, u usage, all uses) []int {
 	if c.planner != nil {
 		return c.planner.choose(slices.Concat(required, available), required, size)
 	}
 	chosen := descending(slices.Clone(required))
 	chosen = chosen[:max(0, min(len(chosen), size))]
-	held, picked := map[string]int{}, map[string]int{}
-	for gpu, holds := range o.holds {
-		held[gpu] = len(holds)
+	holds, picked := map[string]int{}, map[string]int{}
+	for gpu, of := range u.holds {
+		holds[gpu] = len(of)
 	}
-	left := o.room(o.promised)
 	take := func(at int) {
-		left.take(c.items[at])
-		held[c.items[at].GPU.UUID]++
+		all.addShare(c.items[at].use())
+		holds[c.items[at].GPU.UUID]++
 		picked[c.items[at].GPU.UUID]++
 	}
 	for _, at := range chosen {
@@ -98,13 +97,13 @@ func (c *catalog) choose(required, available []int, size int, o owners) []int {
 	}
 	better := func(a, b string) bool {
 		if c.packed {
-			return held[a] > held[b]
+			return holds[a] > holds[b]
 		}
-		return cmp.Or(cmp.Compare(held[a], held[b]), cmp.Compare(picked[a], picked[b])) < 0
+		return cmp.Or(cmp.Compare(holds[a], holds[b]), cmp.Compare(picked[a], picked[b])) < 0
 	}
 	rest := descending(slices.Clone(available))
 	for len(chosen) < size {
-		rest = slices.DeleteFunc(rest, func(at int) bool { return !left.has(c.items[at]) })
+		rest = slices.DeleteFunc(rest, func(at int) bool { return all.exclude(c.items[at].use()) })
 		if len(rest) == 0 {
 			break
 		}
@@ -121,8 +120,8 @@ func (c *catalog) choose(required, available []int, size int, o owners) []int {
 	return chosen
 }
 
-// places returns where the devices of the IDs are in the catalog, each once, and the IDs that are not there, highest first.
-func (c *catalog) places(ids []string) (places []int, unknownPods []string) {
+// places returns where the devices of the IDs are among the devices, each once, and the IDs that are not there, highest first.
+func (c *resourceDevices) places(ids []string) (places []int, unknown []string) {
 	seen := make(map[string]bool, len(ids))
 	for _, id := range ids {
 		i, known := c.index[id]
@@ -131,11 +130,11 @@ func (c *catalog) places(ids []string) (places []int, unknownPods []string) {
 		case known:
 			places = append(places, i)
 		default:
-			unknownPods = append(unknownPods, id)
+			unknown = append(unknown, id)
 		}
 		seen[id] = true
 	}
-	slices.Sort(unknownPods)
-	slices.Reverse(unknownPods)
-	return places, unknownPods
+	slices.Sort(unknown)
+	slices.Reverse(unknown)
+	return places, unknown
 }

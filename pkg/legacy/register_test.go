@@ -12,7 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
+
 	"testing"
 	"time"
 
@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
+	"github.com/tandem-gpu/tandem/internal/filewatch"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
@@ -227,7 +228,7 @@ func TestKubeletDeaf(t *testing.T) {
 // TestIdleIsSilent counts what kubelet is asked once it has confirmed the list.
 func TestIdleIsSilent(t *testing.T) {
 	f := newFixture(t, release137)
-	view := &countingView{KubeletView: f.kubelet, asked: newBroadcast(0)}
+	view := &countingView{KubeletView: f.kubelet, asked: newObservable(0)}
 	f.config.Kubelet = view
 	f.startKubelet()
 	f.start(func(t *times) { t.confirmPoll = time.Millisecond })
@@ -244,7 +245,7 @@ func TestIdleIsSilent(t *testing.T) {
 
 type countingView struct {
 	KubeletView
-	asked *broadcast[int]
+	asked *observable[int]
 }
 
 func (v *countingView) Allocatable(ctx context.Context) (map[string][]string, error) {
@@ -336,7 +337,7 @@ func TestDirectory(t *testing.T) {
 type otherPlugin struct {
 	pluginapi.UnimplementedDevicePluginServer
 	ids   []string
-	asked *broadcast[int]
+	asked *observable[int]
 }
 
 func (o *otherPlugin) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingServer[pluginapi.ListAndWatchResponse]) error {
@@ -359,7 +360,7 @@ func (f *fixture) startOther(name string, ids ...string) (asked func() int, stop
 	if err != nil {
 		f.Fatal(err)
 	}
-	server, other := grpc.NewServer(), &otherPlugin{ids: ids, asked: newBroadcast(0)}
+	server, other := grpc.NewServer(), &otherPlugin{ids: ids, asked: newObservable(0)}
 	pluginapi.RegisterDevicePluginServer(server, other)
 	done := make(chan struct{})
 	go func() { defer close(done); _ = server.Serve(listener) }()
@@ -441,7 +442,7 @@ func TestForeignPluginAnswersLate(t *testing.T) {
 	p, _ := f.start(func(t *times) { t.foreignProbe = 300 * time.Millisecond })
 	f.awaitReady(p, "")
 	server := grpc.NewServer()
-	pluginapi.RegisterDevicePluginServer(server, &otherPlugin{ids: []string{uuid(0)}, asked: newBroadcast(0)})
+	pluginapi.RegisterDevicePluginServer(server, &otherPlugin{ids: []string{uuid(0)}, asked: newObservable(0)})
 	done := make(chan struct{})
 	go func() { defer close(done); _ = server.Serve(listener) }()
 	f.awaitReady(p, path)
@@ -506,35 +507,11 @@ func TestADirectoryThatIsGone(t *testing.T) {
 
 // Where inotify has run out, as on nodes with many watchers.
 func TestWithoutNotifications(t *testing.T) {
-	t.Cleanup(func() { newWatcher = fsnotify.NewWatcher })
-	newWatcher = func() (*fsnotify.Watcher, error) { return nil, unix.EMFILE }
+	t.Cleanup(func() { filewatch.NewWatcher = fsnotify.NewWatcher })
+	filewatch.NewWatcher = func() (*fsnotify.Watcher, error) { return nil, unix.EMFILE }
 	t.Run("again", TestRegistersAgain)
 	t.Run("late", TestKubeletTurnsUpLate)
 	t.Run("directory", TestDirectory)
-
-	var asked atomic.Int32
-	newWatcher = func() (*fsnotify.Watcher, error) {
-		if asked.Add(1) < 3 {
-			return nil, unix.EMFILE
-		}
-		return fsnotify.NewWatcher()
-	}
-	t.Run("for a while only", func(t *testing.T) {
-		dir, err := openDirectory(t.Context(), t.TempDir())
-		if err != nil {
-			t.Fatal(err)
-		}
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan error, 1)
-		go func() { ended <- dir.run(ctx) }()
-		for changed := dir.changed(); asked.Load() < 3; changed = dir.changed() {
-			<-changed
-		}
-		cancel()
-		if err := <-ended; err != nil || dir.watcher == nil {
-			t.Errorf("end: %v, watcher %v after %d attempts", err, dir.watcher, asked.Load())
-		}
-	})
 }
 
 // TestStopDoesNotWaitForKubelet: no registration follows a stop, so a kubelet that keeps its connection must not delay it.

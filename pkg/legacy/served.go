@@ -11,7 +11,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// served is one extended resource that kubelet is told of.
+// served is one extended resource that is registered with kubelet.
 type served struct {
 	*Plugin
 	resource string
@@ -48,16 +48,17 @@ func (s *served) setOwn(path string) {
 	s.own = path
 }
 
-// serve keeps registered what has a list, and lets go of what has none any more, until ctx is done.
+// serve keeps each resource that has a list registered, until ctx is done.
 func (p *Plugin) serve(ctx context.Context, dir *directory) {
 	var running sync.WaitGroup
 	defer running.Wait()
 	stops := map[string]func(){}
 	for {
-		names, changed := p.lists.resources()
+		changed := p.lists.changed.Changed()
+		names := p.lists.names()
 		for name, stop := range stops {
 			if !slices.Contains(names, name) {
-				klog.FromContext(ctx).Info("Serving a resource no more that has no devices left", "resource", name)
+				klog.FromContext(ctx).Info("Ending a resource that has no devices", "resource", name)
 				stop()
 				delete(stops, name)
 			}

@@ -6,7 +6,6 @@ import (
 	"context"
 	"time"
 
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"k8s.io/klog/v2"
@@ -30,30 +29,6 @@ func (s *service) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pl
 	return options(), nil
 }
 
-// ListAndWatch sends the list and then every change of it. A slow reader gets the newest list, not each one.
-func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingServer[pluginapi.ListAndWatchResponse]) error {
-	ended := s.endpoint.streamStarted()
-	defer ended()
-	var sent *listing
-	for {
-		list, changed := s.served.lists.current(s.served.resource)
-		if list != sent && list != nil {
-			if err := stream.Send(list.response); err != nil {
-				return err
-			}
-			sent = list
-			s.endpoint.noteSent(list)
-		}
-		select {
-		case <-changed:
-		case <-stream.Context().Done():
-			return status.FromContextError(stream.Context().Err()).Err()
-		case <-s.endpoint.stopping:
-			return nil
-		}
-	}
-}
-
 func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest,
 ) (*pluginapi.PreferredAllocationResponse, error) {
 	defer s.endpoint.calls.enter()()
@@ -67,7 +42,7 @@ func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateReque
 	return s.served.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.served.resource, request)
 }
 
-// PreStartContainer is not asked for by options; it has nothing to do but say whether the devices exist.
+// PreStartContainer reports whether the devices exist. kubelet does not call it, because options do not require it.
 func (s *service) PreStartContainer(_ context.Context, request *pluginapi.PreStartContainerRequest,
 ) (*pluginapi.PreStartContainerResponse, error) {
 	defer s.endpoint.calls.enter()()

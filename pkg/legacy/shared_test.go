@@ -82,7 +82,7 @@ func TestReplicas(t *testing.T) {
 
 var uuid2 = uuid(2)
 
-// Whatever claims have or are promised, limits can have all that is offered to them at once, and no more than that.
+// Whatever claims have or are allocated, limits can have all that is offered to them at once, and no more than that.
 func TestWhatIsOfferedOfSharedDevicesCanBeHad(t *testing.T) {
 	for seed := range uint64(40) {
 		random := rand.New(rand.NewPCG(seed, 5))
@@ -142,8 +142,8 @@ func TestWhatIsOfferedOfSharedDevicesCanBeHad(t *testing.T) {
 func TestPromisedShares(t *testing.T) {
 	f, p := sharingNode(t, shared(1, 1, device.Replicas{Count: 4}))
 	gpu := f.inventory.get().GPUs[0]
-	promised := promisedShares{newBroadcast[[]ledger.Hold](nil)}
-	p.lists.allocations = promised
+	allocated := allocatedShares{newObservable[[]ledger.Hold](nil)}
+	p.lists.allocations = allocated
 	healthy := func(after time.Duration) (n int) {
 		lists, _ := p.Look(time.Now().Add(after))
 		for _, health := range health(lists["nvidia.com/gpu"]) {
@@ -156,7 +156,7 @@ func TestPromisedShares(t *testing.T) {
 	if n := healthy(0); n != 4 {
 		t.Fatalf("%d replicas are offered", n)
 	}
-	promised.set(func([]ledger.Hold) []ledger.Hold {
+	allocated.set(func([]ledger.Hold) []ledger.Hold {
 		return []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "a"}, Device: gpu.Ref(), Share: device.ShareOf(10*gib, 24*gib)}}
 	})
 	if n := healthy(0); n != 4 {
@@ -183,9 +183,9 @@ func TestPromisedShares(t *testing.T) {
 	}
 }
 
-type promisedShares struct{ *broadcast[[]ledger.Hold] }
+type allocatedShares struct{ *observable[[]ledger.Hold] }
 
-func (p promisedShares) Allocated() []ledger.Hold { return p.get() }
+func (p allocatedShares) Allocated() []ledger.Hold { return p.get() }
 
 // Replicas of one GPU are one device to the container.
 func TestAllocateReplicas(t *testing.T) {
@@ -268,7 +268,7 @@ func TestPreferredAmongMPS(t *testing.T) {
 func TestWaitedForAsAWhole(t *testing.T) {
 	f, p := sharingNode(t, shared(1, 1, device.Replicas{Count: 4}))
 	gpu := f.inventory.get().GPUs[0]
-	p.lists.allocations = promisedShares{newBroadcast([]ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "a"}, Device: gpu.Ref()}})}
+	p.lists.allocations = allocatedShares{newObservable([]ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "a"}, Device: gpu.Ref()}})}
 	if err := f.ledger.ReservePod([]ledger.PodRequest{{
 		ID: device.ReplicaID(gpu.UUID, 0), Resource: "nvidia.com/gpu", Device: gpu.Ref(), Share: device.Replica(24*gib, 4),
 	}}); err != nil {

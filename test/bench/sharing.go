@@ -119,17 +119,26 @@ func (s *subject) playDaemon(ctx context.Context) error {
 			return nil // the requester has failed
 		}
 	}
-	var wanted struct {
-		Daemon   string       `json:"daemon"`
-		Settings mps.Settings `json:"settings"`
+	var contents struct {
+		Record struct {
+			Daemon   string       `json:"daemon"`
+			Settings mps.Settings `json:"settings"`
+		} `json:"record"`
 	}
-	text, err := os.ReadFile(records[0])
-	if err == nil {
-		err = json.Unmarshal(text, &wanted)
+	for wanted := &contents.Record; wanted.Daemon == ""; {
+		text, err := os.ReadFile(records[0])
+		// The file is empty until the agent has written it.
+		if err == nil && len(text) > 0 {
+			err = json.Unmarshal(text, &contents)
+		}
+		if err != nil {
+			return fmt.Errorf("read which daemon is requested: %w", err)
+		}
+		if wanted.Daemon == "" && !pause(ctx, 5*time.Millisecond) {
+			return nil
+		}
 	}
-	if err != nil {
-		return fmt.Errorf("read what daemon is wanted: %w", err)
-	}
+	wanted := contents.Record
 	dir := mps.Dir(s.node.runDir(), wanted.Daemon)
 	for {
 		if _, err := os.Stat(filepath.Join(dir, mps.LogDir)); err == nil {

@@ -1,0 +1,480 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/availability"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// state of a listed device. kubelet is sent only healthy or not.
+type state string
+
+const (
+	stateHealthy   state = "healthy"
+	stateUnhealthy state = "unhealthy"
+	stateWithdrawn state = "withdrawn"
+)
+
+// item is a device, or a replica of one, under the ID that kubelet gets.
+type item struct {
+	device.Device
+	// id is the UUID of the device, with a number for a replica.
+	id string
+	// share of the device that a replica is.
+	share device.Share
+	// offered is set while new pods may get it.
+	offered bool
+	// unnamed is a partition without a CDI entry, which the runtime cannot be given.
+	unnamed bool
+	// unready is a device that is not shared yet as the node's policy requires.
+	unready bool
+	// idle is since when it is neither offered nor held by a pod; zero while either is so.
+	idle time.Time
+}
+
+// compare orders items as claims are allocated, from the lowest up.
+func (i item) compare(other item) int {
+	a, b := i.Ref(), other.Ref()
+	return cmp.Or(cmp.Compare(i.GPU.Minor, other.GPU.Minor), cmp.Compare(a.GPU, b.GPU),
+		cmp.Compare(a.Placement.Start, b.Placement.Start), cmp.Compare(a.Compute.Start, b.Compute.Start),
+		cmp.Compare(len(i.id), len(other.id)), cmp.Compare(i.id, other.id)) // "::9" before "::10"
+}
+
+// hardware returns the UUID of the device.
+func (i item) hardware() string { return device.HardwareUUID(i.id) }
+
+// use returns what a pod that gets the item uses.
+func (i item) use() use {
+	return use{Holder: availability.Holder{Kind: availability.Pod, ID: i.id}, Device: i.Ref(), Share: i.share}
+}
+
+// removed reports whether the item is a partition that its administrator removed, which is no fault.
+func (i item) removed() bool {
+	return !i.offered && !i.Whole() && i.GPU.Health.Healthy() && i.Partition.Health == missing
+}
+
+// needed reports whether the item has to be listed. A missing GPU may come back; one with partitions of claims will.
+func (i item) needed(held bool) bool {
+	return i.offered || held || i.id == i.GPU.UUID && (i.GPU.Health.Reason == device.ReasonMissing || partitionedByClaims(i.GPU))
+}
+
+// setIdle records since when the item is not needed.
+func (i *item) setIdle(now time.Time, held bool) {
+	switch {
+	case i.needed(held):
+		i.idle = time.Time{}
+	case i.idle.IsZero():
+		i.idle = now
+	}
+}
+
+// partitionedByClaims reports whether a GPU has no partitions but those that claims asked for.
+func partitionedByClaims(g device.GPU) bool {
+	return g.Dynamic && g.MIGEnabled && !slices.ContainsFunc(g.Partitions, func(p device.Partition) bool { return !p.Made })
+}
+
+// listedID is a device ID in the list of a resource: kubelet keeps an account for each resource.
+type listedID struct{ resource, id string }
+
+// resourceDevices are the devices of one resource, in their order. kubelet looks up devices of running pods in the last list without
+// checking that they are there, so an ID that was listed stays listed as long as a pod may hold it.
+type resourceDevices struct {
+	resource string
+	items    []item
+	index    map[string]int
+	// planner is nil where partitions or replicas are offered.
+	planner *planner
+	// packed takes partitions and replicas from the fullest GPU first.
+	packed bool
+	// retiring makes devices that are not offered unhealthy.
+	retiring bool
+}
+
+func newResourceDevices(resource string) *resourceDevices {
+	c := &resourceDevices{resource: resource}
+	c.arrange(device.Inventory{})
+	return c
+}
+
+// arrange sorts the items and builds the index and the planner.
+func (c *resourceDevices) arrange(inv device.Inventory) {
+	slices.SortFunc(c.items, item.compare)
+	c.index = make(map[string]int, len(c.items))
+	gpus := make([]device.GPU, len(c.items))
+	whole := true
+	for at, i := range c.items {
+		c.index[i.id], gpus[at], whole = at, i.GPU, whole && (i.Whole() && i.share.Whole() || !i.offered)
+	}
+	if whole {
+		c.planner = newPlanner(gpus, inv)
+	}
+}
+
+// deviceTable is the devices of every resource, for one state of the inventory.
+type deviceTable struct {
+	of map[string]*resourceDevices
+	// ours are the UUIDs of all GPUs that are listed and of their partitions.
+	ours map[string]bool
+	// unready is true for offered devices that are not shared yet as the node's policy requires, and false for other offered devices.
+	unready map[device.Ref]bool
+	// excluded devices have no resource.
+	excluded []device.LeftOut
+}
+
+// items returns the items of all resources; none of a nil table.
+func (c *deviceTable) items() map[listedID]item {
+	items := map[listedID]item{}
+	if c == nil {
+		return items
+	}
+	for resource, devices := range c.of {
+		for _, i := range devices.items {
+			items[listedID{resource, i.id}] = i
+		}
+	}
+	return items
+}
+
+// firstIdle returns since when the item that became idle first is idle; zero for none.
+func (c *deviceTable) firstIdle() (first time.Time) {
+	for _, i := range c.items() {
+		if !i.idle.IsZero() && (first.IsZero() || i.idle.Before(first)) {
+			first = i.idle
+		}
+	}
+	return first
+}
+
+// needsRefresh reports whether an item became idle since the table was built.
+func (c *deviceTable) needsRefresh(u usage) bool {
+	for at, i := range c.items() {
+		if _, held := u.pods[at]; i.idle.IsZero() && !i.needed(held) {
+			return true
+		}
+	}
+	return false
+}
+
+// selection decides which devices pods are offered.
+type selection struct {
+	resources device.Resources
+	offered   func(device.GPU) bool
+	packed    bool
+	retiring  bool
+	// named reports whether a partition has a CDI entry; nil means that it needs none.
+	named func(uuid string) bool
+	// sharing may be nil.
+	sharing Sharing
+	// retireAfter is how long an idle device stays listed; zero means permanently. kubelet may be about to allocate a device that was
+	// healthy a moment ago, and looks it up in its list.
+	retireAfter time.Duration
+}
+
+func newSelection(c Config) selection {
+	s := selection{
+		resources: c.Resources, offered: c.Offered, packed: c.AllocationPolicy == PolicyPacked, retiring: c.Retiring,
+		sharing: c.Sharing,
+	}
+	if c.uses(Strategy.cdi) {
+		s.named = c.Specs.Has
+	}
+	return s
+}
+
+// table lists the devices of an inventory, those that pods hold and are not offered, and those that were listed before.
+func (s selection) table(inv device.Inventory, u usage, before *deviceTable, now time.Time) *deviceTable {
+	gpus := slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return s.offered != nil && !s.offered(g) })
+	offers, excluded := s.resources.Offers(gpus)
+	found := map[listedID]item{}
+	for _, offer := range offers {
+		found[listedID{offer.Resource, offer.ID()}] = item{Device: offer.Device, id: offer.ID(), share: offer.Share, offered: true}
+	}
+	for _, g := range gpus {
+		// It is offered again once claims have no partition of it.
+		if at := (listedID{s.resources.GPU, g.UUID}); !found[at].offered && partitionedByClaims(g) {
+			found[at] = item{Device: device.Device{GPU: g}, id: g.UUID}
+		}
+	}
+	byUUID := map[string]device.Device{}
+	for _, d := range inv.Devices() {
+		byUUID[d.UUID()] = d
+	}
+	for at, old := range before.items() {
+		if _, still := found[at]; !still {
+			found[at] = withdraw(old, byUUID)
+		}
+	}
+	for at, h := range s.unlisted(u, found) {
+		d, known := byUUID[device.HardwareUUID(at.id)]
+		if !known {
+			d = missingDevice(inv, at.id, h.Device)
+		}
+		found[at] = item{Device: d, id: at.id, share: h.Share}
+	}
+	next := &deviceTable{of: map[string]*resourceDevices{}, ours: map[string]bool{}, unready: s.unready(found), excluded: excluded}
+	for at, i := range found {
+		_, held := u.pods[at]
+		if i.setIdle(now, held); !i.idle.IsZero() && s.retireAfter > 0 && now.Sub(i.idle) >= s.retireAfter {
+			continue
+		}
+		i.unnamed = !i.Whole() && s.named != nil && !s.named(i.hardware())
+		i.unready = next.unready[i.Ref()]
+		c := next.of[at.resource]
+		if c == nil {
+			c = &resourceDevices{resource: at.resource, packed: s.packed, retiring: s.retiring}
+			next.of[at.resource] = c
+		}
+		c.items = append(c.items, i)
+		next.ours[i.GPU.UUID] = true
+		for _, p := range i.GPU.Partitions {
+			next.ours[p.UUID] = true
+		}
+	}
+	for _, c := range next.of {
+		c.arrange(inv)
+	}
+	if len(next.of) == 0 {
+		next.of[s.resources.GPU] = newResourceDevices(s.resources.GPU)
+	}
+	return next
+}
+
+// unready returns for each offered device whether it waits for the node's sharing policy. It asks once for each device, not for each
+// replica (TestDaemonsAreAskedForOnce).
+func (s selection) unready(items map[listedID]item) map[device.Ref]bool {
+	unready := map[device.Ref]bool{}
+	if s.sharing == nil {
+		return unready
+	}
+	for _, i := range items {
+		if _, asked := unready[i.Ref()]; i.offered && !asked {
+			_, err := s.sharing.Client(i.Device, i.share)
+			unready[i.Ref()] = err != nil
+		}
+	}
+	return unready
+}
+
+// unlisted returns the holds of pods whose device IDs are not among the items.
+func (s selection) unlisted(u usage, items map[listedID]item) map[listedID]ledger.Hold {
+	unlisted := map[listedID]ledger.Hold{}
+	for at, h := range u.pods {
+		if _, there := items[at]; !there && s.resources.Has(at.resource) {
+			unlisted[at] = h
+		}
+	}
+	return unlisted
+}
+
+var missing = device.Health{Reason: device.ReasonMissing, Message: "no longer in the inventory"}
+
+// withdraw returns an item that is not offered any more, with its device as the inventory has it now.
+func withdraw(old item, byUUID map[string]device.Device) item {
+	now, there := byUUID[old.hardware()]
+	switch {
+	case there:
+		old.Device = now
+	case !old.Health().Healthy():
+	case old.Whole():
+		old.GPU.Health = missing
+	default:
+		old.Partition.Health = missing
+	}
+	old.offered = false
+	return old
+}
+
+// missingDevice returns a device that a pod holds and the inventory lacks, such as a GPU that was lost before the agent started.
+func missingDevice(inv device.Inventory, id string, ref device.Ref) device.Device {
+	gpu, known := inv.ByUUID(ref.GPU)
+	if !known {
+		gpu = device.GPU{UUID: ref.GPU, NUMANode: device.UnknownNUMANode, Health: missing}
+	}
+	if ref.Whole() {
+		gpu.Health = missing
+		return device.Device{GPU: gpu}
+	}
+	return device.Device{GPU: gpu, Partition: device.Partition{UUID: device.HardwareUUID(id), Ref: ref, Parent: gpu.Minor, Health: missing}}
+}
+
+// states returns the state of each item.
+func (c *resourceDevices) states(u usage) []state {
+	states := make([]state, len(c.items))
+	free := 0
+	var pending []int
+	// Each replica by itself may fit where not all of them do: those that come first count.
+	held, all := u.held(), u.heldOrPending()
+	for at, i := range c.items {
+		mine, conflict := u.availability(c.resource, i, held)
+		switch {
+		case !i.Health().Healthy() && !i.removed():
+			states[at] = stateUnhealthy
+		case conflict || i.removed() || !i.offered && (c.retiring || !mine):
+			states[at] = stateWithdrawn
+		case !mine && i.unready:
+			states[at] = stateWithdrawn // the device is healthy
+		case !mine && i.unnamed:
+			states[at] = stateUnhealthy
+		case !mine && all.exclude(i.use()):
+			states[at] = stateWithdrawn
+			pending = append(pending, at)
+			held.addShare(i.use())
+		default:
+			states[at] = stateHealthy
+			if !mine {
+				free++
+				held.addShare(i.use())
+				all.addShare(i.use())
+			}
+		}
+	}
+	// Pods come first: a pod that kubelet is about to admit fails permanently without a device, and a claim does not.
+	for _, at := range descending(pending) {
+		if free >= u.outstanding[c.resource] {
+			break
+		}
+		states[at] = stateHealthy
+		free++
+	}
+	return states
+}
+
+// usage is what holders have, and what claims and pods are about to request.
+type usage struct {
+	// holds by the UUID of the GPU.
+	holds map[string][]ledger.Hold
+	// pods are the holds of pods.
+	pods map[listedID]ledger.Hold
+	// pending claims are true if they wait.
+	pending map[pendingClaim]bool
+	// outstanding is how many devices of each resource pods still request that kubelet is about to admit.
+	outstanding map[string]int
+}
+
+// pendingClaim is a claim that does not hold a device, or its share of one, yet: the scheduler has allocated it to the claim, or the
+// claim had a conflict and waits.
+type pendingClaim struct {
+	claim  ledger.Holder
+	device device.Ref
+	share  device.Share
+}
+
+// obsolete reports whether the hold ends the pending claim: it is the claim's own, or it covers the whole device. Otherwise a claim
+// that waits for a device with allocated replicas would never get it, if these were offered again.
+func (p pendingClaim) obsolete(h ledger.Hold) bool {
+	return h.Device == p.device && (h.Holder == p.claim || p.share.Whole() && h.Share.Whole())
+}
+
+func usageOf(led Ledger, allocations Allocations) usage {
+	u := usage{holds: map[string][]ledger.Hold{}, pods: map[listedID]ledger.Hold{}, pending: map[pendingClaim]bool{}}
+	if allocations != nil {
+		for _, h := range allocations.Allocated() {
+			u.pending[pendingClaim{h.Holder, h.Device, h.Share}] = false
+		}
+	}
+	u.outstanding, _ = led.Outstanding()
+	for _, conflict := range led.Conflicts() {
+		for _, ref := range conflict.Devices {
+			u.wait(pendingClaim{claim: ledger.Holder{Kind: ledger.KindClaim, ID: conflict.UID}, device: ref})
+		}
+	}
+	for _, h := range led.Holds() {
+		u.holds[h.Device.GPU] = append(u.holds[h.Device.GPU], h)
+		for p := range u.pending {
+			if p.obsolete(h) {
+				delete(u.pending, p)
+			}
+		}
+		if h.Holder.Kind == ledger.KindPod {
+			u.pods[listedID{h.Resource, h.Holder.ID}] = h
+		}
+	}
+	return u
+}
+
+// wait notes that a claim waits for a device, of which it may have been allocated a share.
+func (u usage) wait(waiting pendingClaim) {
+	known := false
+	for p := range u.pending {
+		if p.claim == waiting.claim && p.device == waiting.device {
+			u.pending[p], known = true, true
+		}
+	}
+	if !known {
+		u.pending[waiting] = true
+	}
+}
+
+// availability returns whether a pod holds the item under this ID, and whether a conflict keeps it from pods. An item that a pod holds
+// stays offered: kubelet accounts for it itself, and otherwise fails the restart of the pod's containers. An item does not stay offered
+// while its pod drains, because kubelet has dropped that pod, nor while the record of its pod is unreadable.
+func (u usage) availability(resource string, i item, others uses) (mine, conflict bool) {
+	mine, conflict = u.ownHold(resource, i)
+	request := i.use()
+	if mine {
+		request.Share.Bytes = 0 // its memory is counted in its hold
+	}
+	return mine, conflict || others.exclude(request)
+}
+
+// mine reports whether a pod holds the item under this ID.
+func (u usage) mine(resource string, i item) bool {
+	mine, conflict := u.ownHold(resource, i)
+	return mine && !conflict
+}
+
+func (u usage) ownHold(resource string, i item) (mine, conflict bool) {
+	for _, h := range u.holds[i.GPU.UUID] {
+		if h.Holder != (ledger.Holder{Kind: ledger.KindPod, ID: i.id}) || !h.Device.Overlaps(i.Ref()) {
+			continue
+		}
+		if h.Resource != resource || h.Device != i.Ref() || h.State == ledger.StateDraining || h.Unreadable {
+			return false, true
+		}
+		mine = true
+	}
+	return mine, false
+}
+
+type use = availability.Use[device.Ref]
+
+// uses of devices, by the UUID of the GPU.
+type uses map[string][]use
+
+func (u usage) held() uses {
+	held := uses{}
+	for gpu, holds := range u.holds {
+		for _, h := range holds {
+			held[gpu] = append(held[gpu], h.Use())
+		}
+	}
+	return held
+}
+
+func (u usage) heldOrPending() uses {
+	all := u.held()
+	for p := range u.pending {
+		all.add(use{Holder: availability.Holder(p.claim), Device: p.device, Share: p.share})
+	}
+	return all
+}
+
+func (s uses) add(u use) { s[u.Device.GPU] = append(s[u.Device.GPU], u) }
+
+// addShare adds a use of a replica, which counts for the other replicas of the device. The uses of whole devices do not add up.
+func (s uses) addShare(u use) {
+	if !u.Share.Whole() {
+		s.add(u)
+	}
+}
+
+// exclude reports whether the uses of other holders leave no room for the request.
+func (s uses) exclude(request use) bool {
+	return len(availability.Conflicts(request, slices.Values(s[request.Device.GPU]))) > 0
+}
