@@ -12,7 +12,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -92,60 +91,7 @@ func Defaults() Config {
 	}
 }
 
-// setting is one thing that flags and the environment can say.
-type setting struct {
-	flag string
-	// env names besides the flag's own in upper snake case.
-	env   []string
-	usage string
-	value flag.Value
-}
-
-type text struct{ target *string }
-
-func (t text) String() string {
-	if t.target == nil {
-		return ""
-	}
-	return *t.target
-}
-func (t text) Set(s string) error { *t.target = s; return nil }
-
-type truth struct{ target *bool }
-
-func (b truth) String() string {
-	if b.target == nil {
-		return ""
-	}
-	return strconv.FormatBool(*b.target)
-}
-func (b truth) IsBoolFlag() bool { return true }
-func (b truth) Set(s string) error {
-	value, err := strconv.ParseBool(s)
-	if err != nil {
-		return errors.New("want true or false")
-	}
-	*b.target = value
-	return nil
-}
-
-type number struct{ target *int }
-
-func (n number) String() string {
-	if n.target == nil {
-		return ""
-	}
-	return strconv.Itoa(*n.target)
-}
-func (n number) Set(s string) error {
-	value, err := strconv.Atoi(s)
-	if err != nil {
-		return errors.New("want a number")
-	}
-	*n.target = value
-	return nil
-}
-
+// list is a flag with several values, separated by commas.
 type list struct{ target *[]string }
 
 func (l list) String() string {
@@ -154,6 +100,7 @@ func (l list) String() string {
 	}
 	return strings.Join(*l.target, ",")
 }
+
 func (l list) Set(s string) error {
 	*l.target = nil
 	for item := range strings.SplitSeq(s, ",") {
@@ -162,42 +109,56 @@ func (l list) Set(s string) error {
 	return nil
 }
 
-func (c *Config) settings() []setting {
-	return []setting{
-		{"config", []string{"CONFIG_FILE"}, "node configuration `file` (version: v1)", text{&c.ConfigFile}},
-		{"node-name", nil, "`name` of this node", text{&c.NodeName}},
-		{"kubeconfig", nil, "kubeconfig `file`; empty inside a cluster", text{&c.Kubeconfig}},
-		{"mode", nil, "`mode` of the node: " + join(Modes) + "; the node's label " + ModeLabel + " overrides it", text{(*string)(&c.Mode)}},
-		{"strict", nil, "in mode Dual, let the scheduler wait until the node has reserved what it allocated (Kubernetes 1.36, up to 5 s a pod)", truth{&c.Strict}},
-		{"driver-name", nil, "DRA driver `name`", text{&c.DriverName}},
-		{"resource-name", nil, "extended resource `name` of whole GPUs", text{&c.ResourceName}},
-		{"mig-strategy", nil, "how limits get MIG partitions: `strategy` none, single or mixed", text{(*string)(&c.MIGStrategy)}},
-		{"kubelet-dir", nil, "kubelet's root `directory`", text{&c.KubeletDir}},
-		{"run-dir", nil, "`directory` of the ledger, on a tmpfs that ends with the boot", text{&c.RunDir}},
-		{"cdi-dir", nil, "`directory` for CDI specs", text{&c.CDIDir}},
-		{"cgroup-root", nil, "`directory` where the host's cgroup file systems are mounted", text{&c.CgroupRoot}},
-		{"sysfs-root", nil, "`directory` of sysfs", text{&c.SysfsRoot}},
-		{"host-root", nil, "`directory` where the host's root is seen", text{&c.HostRoot}},
-		{"driver-root", []string{"NVIDIA_DRIVER_ROOT"}, "`path` of the NVIDIA driver on the host, or auto", text{&c.DriverRoot}},
-		{"dev-root", []string{"NVIDIA_DEV_ROOT"}, "`path` on the host below which dev/nvidia* are, or auto", text{&c.DevRoot}},
-		{"nvml", nil, "auto, the `path` of a libnvidia-ml.so.1, or simulated:<profile>", text{&c.NVML}},
-		{"cdi-hook", []string{"NVIDIA_CDI_HOOK_PATH"}, "install, none, or the `path` of a nvidia-cdi-hook on the host", text{&c.CDIHook}},
-		{"cdi-hook-source", nil, "`path` of the nvidia-cdi-hook to install", text{&c.CDIHookSource}},
-		{"device-list-strategy", nil, "how limits get their GPUs: `list` of cdi-cri, cdi-annotations, envvar, volume-mounts", list{&c.DeviceListStrategies}},
-		{"pass-device-specs", nil, "also answer limits with device nodes, which survives CPU Manager's updates without CDI", truth{&c.PassDeviceSpecs}},
-		{"device-id-strategy", nil, "`kind` of ID in what limits see: uuid or index", text{&c.DeviceIDStrategy}},
-		{"cdi-annotation-prefix", nil, "annotation `prefix` for cdi-annotations", text{&c.CDIAnnotationPrefix}},
-		{"shared-devices-allocation-policy", nil, "`policy` by which limits get partitions: distributed over the GPUs, or packed", text{&c.AllocationPolicy}},
-		{"http-endpoint", nil, "`address` of /healthz, /readyz and /metrics; empty for none", text{&c.HTTPEndpoint}},
-		{"v", []string{"LOG_VERBOSITY"}, "log verbosity `level`", number{&c.Verbosity}},
-	}
+// define makes the flags of the agent, with the values of c as defaults.
+func (c *Config) define(flags *flag.FlagSet) {
+	text := func(target *string, name, usage string) { flags.StringVar(target, name, *target, usage) }
+	text(&c.ConfigFile, "config", "node configuration `file` (version: v1)")
+	text(&c.NodeName, "node-name", "`name` of this node")
+	text(&c.Kubeconfig, "kubeconfig", "kubeconfig `file`; empty inside a cluster")
+	text((*string)(&c.Mode), "mode", "`mode` of the node: "+join(Modes)+"; the node's label "+ModeLabel+" overrides it")
+	flags.BoolVar(&c.Strict, "strict", c.Strict,
+		"in mode Dual, let the scheduler wait until the node has reserved what it allocated (Kubernetes 1.36, up to 5 s a pod)")
+	text(&c.DriverName, "driver-name", "DRA driver `name`")
+	text(&c.ResourceName, "resource-name", "extended resource `name` of whole GPUs")
+	text((*string)(&c.MIGStrategy), "mig-strategy", "how limits get MIG partitions: `strategy` none, single or mixed")
+	text(&c.KubeletDir, "kubelet-dir", "kubelet's root `directory`")
+	text(&c.RunDir, "run-dir", "`directory` of the ledger, on a tmpfs that ends with the boot")
+	text(&c.CDIDir, "cdi-dir", "`directory` for CDI specs")
+	text(&c.CgroupRoot, "cgroup-root", "`directory` where the host's cgroup file systems are mounted")
+	text(&c.SysfsRoot, "sysfs-root", "`directory` of sysfs")
+	text(&c.HostRoot, "host-root", "`directory` where the host's root is seen")
+	text(&c.DriverRoot, "driver-root", "`path` of the NVIDIA driver on the host, or auto")
+	text(&c.DevRoot, "dev-root", "`path` on the host below which dev/nvidia* are, or auto")
+	text(&c.NVML, "nvml", "auto, the `path` of a libnvidia-ml.so.1, or simulated:<profile>")
+	text(&c.CDIHook, "cdi-hook", "install, none, or the `path` of a nvidia-cdi-hook on the host")
+	text(&c.CDIHookSource, "cdi-hook-source", "`path` of the nvidia-cdi-hook to install")
+	flags.Var(list{&c.DeviceListStrategies}, "device-list-strategy",
+		"how limits get their GPUs: `list` of cdi-cri, cdi-annotations, envvar, volume-mounts")
+	flags.BoolVar(&c.PassDeviceSpecs, "pass-device-specs", c.PassDeviceSpecs,
+		"also answer limits with device nodes, which survives CPU Manager's updates without CDI")
+	text(&c.DeviceIDStrategy, "device-id-strategy", "`kind` of ID in what limits see: uuid or index")
+	text(&c.CDIAnnotationPrefix, "cdi-annotation-prefix", "annotation `prefix` for cdi-annotations")
+	text(&c.AllocationPolicy, "shared-devices-allocation-policy",
+		"`policy` by which limits get partitions: distributed over the GPUs, or packed")
+	text(&c.HTTPEndpoint, "http-endpoint", "`address` of /healthz, /readyz and /metrics; empty for none")
+	flags.IntVar(&c.Verbosity, "v", c.Verbosity, "log verbosity `level`")
 }
 
-func (s setting) environment() []string {
-	if s.flag == "v" {
-		return s.env
+// moreVariables are environment variables besides that of the flag's own name in upper snake case, mostly those of NVIDIA.
+var moreVariables = map[string]string{
+	"config": "CONFIG_FILE", "driver-root": "NVIDIA_DRIVER_ROOT", "dev-root": "NVIDIA_DEV_ROOT", "cdi-hook": "NVIDIA_CDI_HOOK_PATH",
+}
+
+// variables are the environment variables of a flag, the one with the highest precedence first.
+func variables(flag string) []string {
+	if flag == "v" {
+		return []string{"LOG_VERBOSITY"}
 	}
-	return append([]string{strings.ToUpper(strings.ReplaceAll(s.flag, "-", "_"))}, s.env...)
+	names := []string{strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))}
+	if more := moreVariables[flag]; more != "" {
+		names = append(names, more)
+	}
+	return names
 }
 
 // Load reads all sources and validates the outcome. Usage goes to stderr when the flags are wrong or -h asks for it
@@ -205,16 +166,17 @@ func (s setting) environment() []string {
 func Load(args []string, lookupEnv func(string) (string, bool), stderr io.Writer) (Config, error) {
 	c := Defaults()
 	// The first round finds the file; the second puts environment and flags above it.
-	if err := c.apply(args, lookupEnv, stderr); err != nil {
+	if err := apply("kubelet-plugin", c.define, args, lookupEnv, stderr); err != nil {
 		return Config{}, err
 	}
 	if c.ConfigFile != "" {
-		file := c.ConfigFile
+		file, resource := c.ConfigFile, c.ResourceName
 		c = Defaults()
+		c.ResourceName = resource // the file names resources, and does not configure this one
 		if err := c.loadFile(file); err != nil {
 			return Config{}, err
 		}
-		if err := c.apply(args, lookupEnv, io.Discard); err != nil {
+		if err := apply("kubelet-plugin", c.define, args, lookupEnv, io.Discard); err != nil {
 			return Config{}, err
 		}
 	}
@@ -224,25 +186,25 @@ func Load(args []string, lookupEnv func(string) (string, bool), stderr io.Writer
 	return c, nil
 }
 
-func (c *Config) apply(args []string, lookupEnv func(string) (string, bool), stderr io.Writer) error {
-	return apply("kubelet-plugin", c.settings(), args, lookupEnv, stderr)
-}
-
-// apply sets what the environment and, above it, the flags of a program say.
-func apply(program string, settings []setting, args []string, lookupEnv func(string) (string, bool), stderr io.Writer) error {
+// apply sets what the environment and, above it, the arguments of a program say.
+func apply(program string, define func(*flag.FlagSet), args []string, lookupEnv func(string) (string, bool), stderr io.Writer) error {
 	flags := flag.NewFlagSet(program, flag.ContinueOnError)
 	flags.SetOutput(stderr)
-	for _, s := range settings {
-		flags.Var(s.value, s.flag, s.usage+" (environment: "+strings.Join(s.environment(), ", ")+")")
-		for _, name := range slices.Backward(s.environment()) {
-			value, ok := lookupEnv(name)
-			if !ok || value == "" {
-				continue
-			}
-			if err := s.value.Set(value); err != nil {
-				return fmt.Errorf("environment variable %s: %q: %w", name, value, err)
+	define(flags)
+	var errs []error
+	flags.VisitAll(func(f *flag.Flag) {
+		names := variables(f.Name)
+		f.Usage += " (environment: " + strings.Join(names, ", ") + ")"
+		for _, name := range slices.Backward(names) {
+			if value, ok := lookupEnv(name); ok && value != "" {
+				if err := f.Value.Set(value); err != nil {
+					errs = append(errs, fmt.Errorf("environment variable %s: %q: %w", name, value, err))
+				}
 			}
 		}
+	})
+	if err := errors.Join(errs...); err != nil {
+		return err
 	}
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -253,101 +215,103 @@ func apply(program string, settings []setting, args []string, lookupEnv func(str
 	return nil
 }
 
-var (
-	deviceListStrategies = []string{"cdi-cri", "cdi-annotations", "envvar", "volume-mounts"}
-	deviceIDStrategies   = []string{"uuid", "index"}
-	allocationPolicies   = []string{"distributed", "packed"}
-)
+var deviceListStrategies = []string{"cdi-cri", "cdi-annotations", "envvar", "volume-mounts"}
+
+// problems collects what is wrong, each with the flag or the key of the file where it is.
+type problems []error
+
+func (p *problems) add(at, format string, args ...any) {
+	*p = append(*p, fmt.Errorf(at+": "+format, args...))
+}
+
+// name adds what a validation function of k8s.io/apimachinery returned for a name.
+func (p *problems) name(at, what, name string, wrong []string) {
+	if len(wrong) > 0 {
+		p.add(at, "%q is no %s: %s", name, what, strings.Join(wrong, "; "))
+	}
+}
+
+// path requires an absolute path or one of some words.
+func (p *problems) path(at, path string, words ...string) {
+	if !filepath.IsAbs(path) && !slices.Contains(words, path) {
+		p.add(at, "%q is not %s", path, strings.Join(append([]string{"an absolute path"}, words...), " or "))
+	}
+}
+
+func oneOf[T ~string](p *problems, at string, value T, known ...T) {
+	if !slices.Contains(known, value) {
+		p.add(at, "%q is not one of %s", string(value), join(known))
+	}
+}
+
+// driverName requires a name that the API takes.
+func (p *problems) driverName(name string) {
+	wrong := validation.IsDNS1123Subdomain(name)
+	if len(name) > validation.DNS1123LabelMaxLength {
+		wrong = append(wrong, fmt.Sprintf("must be no more than %d characters", validation.DNS1123LabelMaxLength))
+	}
+	p.name("--driver-name", "driver name", name, wrong)
+}
+
+// resourceName requires a name that the API takes.
+func (p *problems) resourceName(name string) {
+	if len(validation.IsQualifiedName(name)) > 0 || !strings.Contains(name, "/") {
+		p.add("--resource-name", "%q is no extended resource name <domain>/<name>", name)
+	}
+}
 
 func (c *Config) validate() error {
-	var errs []error
-	complain := func(flag, format string, args ...any) {
-		errs = append(errs, fmt.Errorf("--%s: "+format, append([]any{flag}, args...)...))
-	}
+	var p problems
 	if c.NodeName == "" {
-		complain("node-name", "is required (the chart sets NODE_NAME)")
-	} else if problems := validation.IsDNS1123Subdomain(c.NodeName); len(problems) > 0 {
-		complain("node-name", "%q is no node name: %s", c.NodeName, strings.Join(problems, "; "))
+		p.add("--node-name", "is required (the chart sets NODE_NAME)")
+	} else {
+		p.name("--node-name", "node name", c.NodeName, validation.IsDNS1123Subdomain(c.NodeName))
 	}
-	if problem := driverNameProblem(c.DriverName); problem != "" {
-		complain("driver-name", "%s", problem)
-	}
-	if problem := resourceNameProblem(c.ResourceName); problem != "" {
-		complain("resource-name", "%s", problem)
-	}
-	errs = append(errs, c.modeProblems()...)
-	for _, p := range []struct{ flag, path string }{
-		{"kubelet-dir", c.KubeletDir}, {"run-dir", c.RunDir}, {"cdi-dir", c.CDIDir}, {"cgroup-root", c.CgroupRoot},
-		{"sysfs-root", c.SysfsRoot}, {"host-root", c.HostRoot},
-	} {
-		if !filepath.IsAbs(p.path) {
-			complain(p.flag, "%q is not an absolute path", p.path)
-		}
-	}
-	for _, p := range []struct{ flag, path string }{{"driver-root", c.DriverRoot}, {"dev-root", c.DevRoot}} {
-		if p.path != "auto" && !filepath.IsAbs(p.path) {
-			complain(p.flag, "%q is neither auto nor an absolute path", p.path)
-		}
-	}
-	if c.NVML != "auto" && !filepath.IsAbs(c.NVML) && !strings.HasPrefix(c.NVML, "simulated:") {
-		complain("nvml", "%q is neither auto, an absolute path nor simulated:<profile>", c.NVML)
-	}
-	if c.CDIHook != "install" && c.CDIHook != "none" && !filepath.IsAbs(c.CDIHook) {
-		complain("cdi-hook", "%q is neither install, none nor an absolute path", c.CDIHook)
+	p.driverName(c.DriverName)
+	p.resourceName(c.ResourceName)
+	c.checkMode(&p)
+	p.path("--kubelet-dir", c.KubeletDir)
+	p.path("--run-dir", c.RunDir)
+	p.path("--cdi-dir", c.CDIDir)
+	p.path("--cgroup-root", c.CgroupRoot)
+	p.path("--sysfs-root", c.SysfsRoot)
+	p.path("--host-root", c.HostRoot)
+	p.path("--driver-root", c.DriverRoot, "auto")
+	p.path("--dev-root", c.DevRoot, "auto")
+	p.path("--cdi-hook", c.CDIHook, "install", "none")
+	if !strings.HasPrefix(c.NVML, "simulated:") {
+		p.path("--nvml", c.NVML, "auto", "simulated:<profile>")
 	}
 	if len(c.DeviceListStrategies) == 0 {
-		complain("device-list-strategy", "is empty; choose from %s", strings.Join(deviceListStrategies, ", "))
+		p.add("--device-list-strategy", "is empty; choose from %s", strings.Join(deviceListStrategies, ", "))
 	}
 	for _, s := range c.DeviceListStrategies {
 		if !slices.Contains(deviceListStrategies, s) {
-			complain("device-list-strategy", "invalid strategy: %s (choose from %s)", s, strings.Join(deviceListStrategies, ", "))
+			p.add("--device-list-strategy", "invalid strategy: %s (choose from %s)", s, strings.Join(deviceListStrategies, ", "))
 		}
 	}
-	if !slices.Contains(deviceIDStrategies, c.DeviceIDStrategy) {
-		complain("device-id-strategy", "%q is not one of %s", c.DeviceIDStrategy, strings.Join(deviceIDStrategies, ", "))
-	}
 	if !slices.Contains(device.MIGStrategies, c.MIGStrategy) {
-		complain("mig-strategy", "unknown MIG strategy: %s (choose from %s)", c.MIGStrategy, join(device.MIGStrategies))
+		p.add("--mig-strategy", "unknown MIG strategy: %s (choose from %s)", c.MIGStrategy, join(device.MIGStrategies))
 	}
-	if !slices.Contains(allocationPolicies, c.AllocationPolicy) {
-		complain("shared-devices-allocation-policy", "%q is not one of %s", c.AllocationPolicy, strings.Join(allocationPolicies, ", "))
-	}
-	return errors.Join(errs...)
-}
-
-// driverNameProblem is empty for a name that the API takes.
-func driverNameProblem(name string) string {
-	problems := validation.IsDNS1123Subdomain(name)
-	if len(name) > 63 {
-		problems = append(problems, "must be no more than 63 characters")
-	}
-	if len(problems) == 0 {
-		return ""
-	}
-	return fmt.Sprintf("%q is no driver name: %s", name, strings.Join(problems, "; "))
-}
-
-// resourceNameProblem is empty for a name that the API takes.
-func resourceNameProblem(name string) string {
-	if len(validation.IsQualifiedName(name)) == 0 && strings.Contains(name, "/") {
-		return ""
-	}
-	return fmt.Sprintf("%q is no extended resource name <domain>/<name>", name)
+	oneOf(&p, "--device-id-strategy", c.DeviceIDStrategy, "uuid", "index")
+	oneOf(&p, "--shared-devices-allocation-policy", c.AllocationPolicy, "distributed", "packed")
+	return errors.Join(p...)
 }
 
 // CheckDirectories verifies that what the node must provide is there.
 func (c *Config) CheckDirectories() error {
-	var errs []error
-	for _, dir := range []struct{ flag, path string }{
-		{"kubelet-dir", c.KubeletDir}, {"host-root", c.HostRoot}, {"cgroup-root", c.CgroupRoot},
-	} {
-		info, err := os.Stat(dir.path)
+	var p problems
+	check := func(flag, dir string) {
+		info, err := os.Stat(dir)
 		switch {
 		case err != nil:
-			errs = append(errs, fmt.Errorf("--%s: %w (is it mounted into the agent's pod?)", dir.flag, err))
+			p.add(flag, "%w (is it mounted into the agent's pod?)", err)
 		case !info.IsDir():
-			errs = append(errs, fmt.Errorf("--%s: %s is not a directory", dir.flag, dir.path))
+			p.add(flag, "%s is not a directory", dir)
 		}
 	}
-	return errors.Join(errs...)
+	check("--kubelet-dir", c.KubeletDir)
+	check("--host-root", c.HostRoot)
+	check("--cgroup-root", c.CgroupRoot)
+	return errors.Join(p...)
 }

@@ -192,8 +192,9 @@ func TestErrors(t *testing.T) {
 		{"bad node name", nil, []string{"--node-name=Node_1"}, `--node-name: "Node_1" is no node name`},
 		{"unknown flag", nil, []string{"--node-names=n"}, "node-names"},
 		{"argument", nil, []string{"--node-name=n", "serve"}, `unexpected argument "serve"`},
-		{"bad number", nil, []string{"-v=much"}, "want a number"},
-		{"bad variable", environment{"PASS_DEVICE_SPECS": "perhaps"}, []string{"--node-name=n"}, `environment variable PASS_DEVICE_SPECS: "perhaps": want true or false`},
+		{"bad number", nil, []string{"-v=much"}, `invalid value "much" for flag -v`},
+		{"bad variable", environment{"PASS_DEVICE_SPECS": "perhaps"}, []string{"--node-name=n"}, `environment variable PASS_DEVICE_SPECS: "perhaps": `},
+		{"no boolean", nil, []string{"--node-name=n", "--strict=perhaps"}, `invalid boolean value "perhaps" for -strict`},
 		{"bad theirs", environment{"LOG_VERBOSITY": "x"}, []string{"--node-name=n"}, "environment variable LOG_VERBOSITY"},
 		{"driver name", nil, []string{"--node-name=n", "--driver-name=GPU"}, `--driver-name: "GPU" is no driver name`},
 		{"long driver name", nil, []string{"--node-name=n", "--driver-name=" + strings.Repeat("a", 64)}, "no more than 63"},
@@ -225,13 +226,15 @@ func TestHelp(t *testing.T) {
 	if _, err := Load([]string{"--help"}, environment{}.lookup, &usage); !errors.Is(err, flag.ErrHelp) {
 		t.Errorf("got %v", err)
 	}
-	for _, s := range new(Config).settings() {
-		for _, name := range append(s.environment(), "-"+s.flag) {
+	flags := flag.NewFlagSet("", flag.ContinueOnError)
+	new(Config).define(flags)
+	flags.VisitAll(func(f *flag.Flag) {
+		for _, name := range append(variables(f.Name), "-"+f.Name) {
 			if !strings.Contains(usage.String(), name) {
 				t.Errorf("%s is not explained", name)
 			}
 		}
-	}
+	})
 }
 
 func TestCheckDirectories(t *testing.T) {

@@ -4,10 +4,10 @@ package config
 
 import (
 	"errors"
-	"fmt"
+	"flag"
 	"io"
 	"path/filepath"
-	"strings"
+	"strconv"
 
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -48,32 +48,33 @@ func ControllerDefaults() Controller {
 	}
 }
 
-func (c *Controller) settings() []setting {
-	return []setting{
-		{"kubeconfig", nil, "kubeconfig `file`; empty inside a cluster", text{&c.Kubeconfig}},
-		{"driver-name", nil, "DRA driver `name` of the node agents", text{&c.DriverName}},
-		{"resource-name", nil, "extended resource `name` of whole GPUs", text{&c.ResourceName}},
-		{"namespace", nil, "`namespace` of the Lease by which one of several controllers leads", text{&c.Namespace}},
-		{"lease-name", nil, "`name` of that Lease", text{&c.LeaseName}},
-		{"pod-name", nil, "`name` under which this process holds the Lease: that of its pod, so that a restarted container leads at once",
-			text{&c.PodName}},
-		{"mps-pod", nil, "template of the pods of MPS daemons, as `JSON`, without what the controller adds; empty for no daemons", text{&c.DaemonPod}},
-		{"mps-shared-memory", nil, "most `memory` that an MPS daemon shares with its clients; empty for half of the node's", text{&c.DaemonMemory}},
-		{"run-dir", nil, "run `directory` of the node agents, on the nodes", text{&c.RunDir}},
-		{"kubelet-dir", nil, "kubelet's `directory` on the nodes", text{&c.KubeletDir}},
-		{"cdi-dir", nil, "`directory` of the CDI specs on the nodes", text{&c.CDIDir}},
-		{"webhook-name", nil, "`name` of the Service, the Secret and the ValidatingWebhookConfiguration of the webhook that judges claim " +
-			"parameters when they are applied; empty for none", text{&c.WebhookName}},
-		{"webhook-port", nil, "`port` of that webhook", number{&c.WebhookPort}},
-		{"http-endpoint", nil, "`address` of /healthz, /readyz and /metrics; empty for none", text{&c.HTTPEndpoint}},
-		{"v", []string{"LOG_VERBOSITY"}, "log verbosity `level`", number{&c.Verbosity}},
-	}
+func (c *Controller) define(flags *flag.FlagSet) {
+	text := func(target *string, name, usage string) { flags.StringVar(target, name, *target, usage) }
+	text(&c.Kubeconfig, "kubeconfig", "kubeconfig `file`; empty inside a cluster")
+	text(&c.DriverName, "driver-name", "DRA driver `name` of the node agents")
+	text(&c.ResourceName, "resource-name", "extended resource `name` of whole GPUs")
+	text(&c.Namespace, "namespace", "`namespace` of the Lease by which one of several controllers leads")
+	text(&c.LeaseName, "lease-name", "`name` of that Lease")
+	text(&c.PodName, "pod-name",
+		"`name` under which this process holds the Lease: that of its pod, so that a restarted container leads at once")
+	text(&c.DaemonPod, "mps-pod",
+		"template of the pods of MPS daemons, as `JSON`, without what the controller adds; empty for no daemons")
+	text(&c.DaemonMemory, "mps-shared-memory", "most `memory` that an MPS daemon shares with its clients; empty for half of the node's")
+	text(&c.RunDir, "run-dir", "run `directory` of the node agents, on the nodes")
+	text(&c.KubeletDir, "kubelet-dir", "kubelet's `directory` on the nodes")
+	text(&c.CDIDir, "cdi-dir", "`directory` of the CDI specs on the nodes")
+	text(&c.WebhookName, "webhook-name",
+		"`name` of the Service, the Secret and the ValidatingWebhookConfiguration of the webhook that judges claim "+
+			"parameters when they are applied; empty for none")
+	flags.IntVar(&c.WebhookPort, "webhook-port", c.WebhookPort, "`port` of that webhook")
+	text(&c.HTTPEndpoint, "http-endpoint", "`address` of /healthz, /readyz and /metrics; empty for none")
+	flags.IntVar(&c.Verbosity, "v", c.Verbosity, "log verbosity `level`")
 }
 
 // LoadController reads all sources and validates the outcome, as Load does for the node agent.
 func LoadController(args []string, lookupEnv func(string) (string, bool), stderr io.Writer) (Controller, error) {
 	c := ControllerDefaults()
-	if err := apply("controller", c.settings(), args, lookupEnv, stderr); err != nil {
+	if err := apply("controller", c.define, args, lookupEnv, stderr); err != nil {
 		return Controller{}, err
 	}
 	if err := c.validate(); err != nil {
@@ -83,45 +84,30 @@ func LoadController(args []string, lookupEnv func(string) (string, bool), stderr
 }
 
 func (c *Controller) validate() error {
-	var errs []error
-	complain := func(flag, problem string) {
-		if problem != "" {
-			errs = append(errs, fmt.Errorf("--%s: %s", flag, problem))
-		}
-	}
-	complain("driver-name", driverNameProblem(c.DriverName))
-	complain("resource-name", resourceNameProblem(c.ResourceName))
-	for _, name := range []struct {
-		flag, value string
-		check       func(string) []string
-	}{
-		{"namespace", c.Namespace, validation.IsDNS1123Label},
-		{"lease-name", c.LeaseName, validation.IsDNS1123Subdomain},
-		{"pod-name", c.PodName, validation.IsDNS1123Subdomain},
-	} {
-		if problems := name.check(name.value); len(problems) > 0 {
-			complain(name.flag, fmt.Sprintf("%q is no %s (the chart sets it): %s",
-				name.value, strings.ReplaceAll(name.flag, "-", " "), strings.Join(problems, "; ")))
-		}
-	}
-	for _, dir := range []struct{ flag, path string }{{"run-dir", c.RunDir}, {"kubelet-dir", c.KubeletDir}, {"cdi-dir", c.CDIDir}} {
-		if !filepath.IsAbs(dir.path) || filepath.Clean(dir.path) != dir.path {
-			complain(dir.flag, fmt.Sprintf("%q is not a clean absolute path", dir.path))
-		}
-	}
+	var p problems
+	p.driverName(c.DriverName)
+	p.resourceName(c.ResourceName)
+	const set = " (the chart sets it)"
+	p.name("--namespace", "namespace"+set, c.Namespace, validation.IsDNS1123Label(c.Namespace))
+	p.name("--lease-name", "lease name"+set, c.LeaseName, validation.IsDNS1123Subdomain(c.LeaseName))
+	p.name("--pod-name", "pod name"+set, c.PodName, validation.IsDNS1123Subdomain(c.PodName))
+	p.cleanPath("--run-dir", c.RunDir)
+	p.cleanPath("--kubelet-dir", c.KubeletDir)
+	p.cleanPath("--cdi-dir", c.CDIDir)
 	if _, err := c.SharedMemory(); err != nil {
-		complain("mps-shared-memory", fmt.Sprintf("%q is no quantity: %v", c.DaemonMemory, err))
+		p.add("--mps-shared-memory", "%q is no quantity: %v", c.DaemonMemory, err)
 	}
-	if c.WebhookName == "" {
-		return errors.Join(errs...)
+	if c.WebhookName != "" {
+		p.name("--webhook-name", "name of a Service", c.WebhookName, validation.IsDNS1035Label(c.WebhookName))
+		p.name("--webhook-port", "port", strconv.Itoa(c.WebhookPort), validation.IsValidPortNum(c.WebhookPort))
 	}
-	if problems := validation.IsDNS1035Label(c.WebhookName); len(problems) > 0 {
-		complain("webhook-name", fmt.Sprintf("%q is no name of a Service: %s", c.WebhookName, strings.Join(problems, "; ")))
+	return errors.Join(p...)
+}
+
+func (p *problems) cleanPath(at, path string) {
+	if !filepath.IsAbs(path) || filepath.Clean(path) != path {
+		p.add(at, "%q is not a clean absolute path", path)
 	}
-	if problems := validation.IsValidPortNum(c.WebhookPort); len(problems) > 0 {
-		complain("webhook-port", fmt.Sprintf("%d is no port: %s", c.WebhookPort, strings.Join(problems, "; ")))
-	}
-	return errors.Join(errs...)
 }
 
 // SharedMemory is DaemonMemory as a quantity; nil where it is empty.

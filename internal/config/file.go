@@ -7,7 +7,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
+	"slices"
 
 	kjson "sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
@@ -25,16 +27,16 @@ type file struct {
 }
 
 type fileFlags struct {
-	MIGStrategy             *string `json:"migStrategy"`
-	FailOnInitError         *bool   `json:"failOnInitError"`
-	MPSRoot                 *string `json:"mpsRoot"`
-	NVIDIADriverRoot        *string `json:"nvidiaDriverRoot"`
-	NVIDIADevRoot           *string `json:"nvidiaDevRoot"`
-	GDRCopyEnabled          *bool   `json:"gdrcopyEnabled"`
-	GDSEnabled              *bool   `json:"gdsEnabled"`
-	MOFEDEnabled            *bool   `json:"mofedEnabled"`
-	UseNodeFeatureAPI       *bool   `json:"useNodeFeatureAPI"`
-	DeviceDiscoveryStrategy *string `json:"deviceDiscoveryStrategy"`
+	MIGStrategy             *string         `json:"migStrategy"`
+	FailOnInitError         *bool           `json:"failOnInitError"`
+	MPSRoot                 *string         `json:"mpsRoot"`
+	NVIDIADriverRoot        *string         `json:"nvidiaDriverRoot"`
+	NVIDIADevRoot           *string         `json:"nvidiaDevRoot"`
+	GDRCopyEnabled          json.RawMessage `json:"gdrcopyEnabled"`
+	GDSEnabled              json.RawMessage `json:"gdsEnabled"`
+	MOFEDEnabled            json.RawMessage `json:"mofedEnabled"`
+	UseNodeFeatureAPI       *bool           `json:"useNodeFeatureAPI"`
+	DeviceDiscoveryStrategy *string         `json:"deviceDiscoveryStrategy"`
 	Plugin                  struct {
 		PassDeviceSpecs               *bool           `json:"passDeviceSpecs"`
 		DeviceListStrategy            json.RawMessage `json:"deviceListStrategy"`
@@ -147,35 +149,30 @@ func set[T any](target *T, value *T) {
 	}
 }
 
-// unsupported finds what is asked for and cannot be given. Keys that ask for what is the case anyway pass
-// (failOnInitError: a missing driver is awaited; nvidiaCTKPath, containerDriverRoot: --cdi-hook and --host-root say it).
+// unsupported finds keys that ask for what this version does not do. Keys that ask for what is done anyway pass (failOnInitError:
+// the agent waits for a driver), and so do nvidiaCTKPath and containerDriverRoot, which --cdi-hook and --host-root replace.
 func (f *file) unsupported() error {
 	var errs []error
-	refuse := func(key string, refused bool, what string) {
-		if refused {
-			errs = append(errs, fmt.Errorf("%s: %s", key, what))
+	if s := f.Flags.DeviceDiscoveryStrategy; s != nil && !slices.Contains([]string{"", "auto", "nvml"}, *s) {
+		errs = append(errs, errors.New("flags.deviceDiscoveryStrategy: only auto and nvml are known"))
+	}
+	if !blank(f.Resources) {
+		errs = append(errs, errors.New("resources: GPUs and MIG profiles have the resource names that migStrategy gives them; "+
+			"other names are not supported by this version of Tandem"))
+	}
+	for _, section := range []struct {
+		key   string
+		value json.RawMessage
+	}{
+		{"flags.gdrcopyEnabled", f.Flags.GDRCopyEnabled},
+		{"flags.gdsEnabled", f.Flags.GDSEnabled},
+		{"flags.mofedEnabled", f.Flags.MOFEDEnabled},
+		{"imex", f.IMEX},
+	} {
+		if !blank(section.value) {
+			errs = append(errs, fmt.Errorf("%s: not supported by this version of Tandem", section.key))
 		}
 	}
-	const notYet = "not supported by this version of Tandem"
-	is := func(value *string, accepted ...string) bool {
-		if value == nil {
-			return true
-		}
-		for _, a := range accepted {
-			if *value == a {
-				return true
-			}
-		}
-		return false
-	}
-	on := func(value *bool) bool { return value != nil && *value }
-	refuse("flags.deviceDiscoveryStrategy", !is(f.Flags.DeviceDiscoveryStrategy, "", "auto", "nvml"), "only auto and nvml are known")
-	refuse("flags.gdrcopyEnabled", on(f.Flags.GDRCopyEnabled), notYet)
-	refuse("flags.gdsEnabled", on(f.Flags.GDSEnabled), notYet)
-	refuse("flags.mofedEnabled", on(f.Flags.MOFEDEnabled), notYet)
-	refuse("resources", !blank(f.Resources),
-		"GPUs and MIG profiles have the resource names that migStrategy gives them; other names are "+notYet)
-	refuse("imex", !blank(f.IMEX), notYet)
 	return errors.Join(errs...)
 }
 
@@ -185,10 +182,7 @@ func blank(raw json.RawMessage) bool {
 		return true
 	}
 	var value any
-	if err := json.Unmarshal(raw, &value); err != nil {
-		return false
-	}
-	return blankValue(value)
+	return json.Unmarshal(raw, &value) == nil && blankValue(value)
 }
 
 func blankValue(value any) bool {
@@ -202,12 +196,7 @@ func blankValue(value any) bool {
 	case []any:
 		return len(v) == 0
 	case map[string]any:
-		for _, item := range v {
-			if !blankValue(item) {
-				return false
-			}
-		}
-		return true
+		return !slices.ContainsFunc(slices.Collect(maps.Values(v)), func(item any) bool { return !blankValue(item) })
 	}
 	return false
 }

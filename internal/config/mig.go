@@ -40,7 +40,7 @@ func (c Config) CheckDynamic(inv device.Inventory) error {
 		case len(gpus) > 0:
 			errs = append(errs, fmt.Errorf("tandem.devices[%d].mig: %s of this node has no MIG (%s)", i, rule.Match, gpus[0].ProductName))
 		case !c.mustMatch(rule):
-			errs = append(errs, fmt.Errorf("tandem.devices[%d].match: no GPU of this node has %s", i, rule.Match))
+			errs = append(errs, unmatched(i, rule))
 		}
 	}
 	return errors.Join(errs...)

@@ -92,61 +92,48 @@ func (m DeviceMatch) String() string {
 	return "nothing"
 }
 
-// problems are what is wrong with a rule whatever the node has.
-func (r DeviceRule) problems(path string) []error {
-	var errs []error
-	complain := func(field, format string, args ...any) {
-		errs = append(errs, fmt.Errorf(path+field+": "+format, args...))
+// check finds what is wrong with a rule whatever the node has.
+func (r DeviceRule) check(p *problems, at string) {
+	m := r.Match
+	keys := slices.DeleteFunc([]bool{m.UUID != nil, m.Index != nil, m.Model != nil}, func(set bool) bool { return !set })
+	if len(keys) != 1 {
+		p.add(at+".match", "want exactly one of uuid, index and model")
 	}
-	keys := 0
-	for _, set := range []bool{r.Match.UUID != nil, r.Match.Index != nil, r.Match.Model != nil} {
-		if set {
-			keys++
-		}
+	if m.UUID != nil && !strings.HasPrefix(*m.UUID, "GPU-") {
+		p.add(at+".match.uuid", "%q is no UUID of a GPU (nvidia-smi -L lists them)", *m.UUID)
 	}
-	if keys != 1 {
-		complain(".match", "want exactly one of uuid, index and model")
+	if m.Index != nil && *m.Index < 0 {
+		p.add(at+".match.index", "%d is less than 0", *m.Index)
 	}
-	if r.Match.UUID != nil && !strings.HasPrefix(*r.Match.UUID, "GPU-") {
-		complain(".match.uuid", "%q is no UUID of a GPU (nvidia-smi -L lists them)", *r.Match.UUID)
-	}
-	if r.Match.Index != nil && *r.Match.Index < 0 {
-		complain(".match.index", "%d is less than 0", *r.Match.Index)
-	}
-	if r.Match.Model != nil && *r.Match.Model == "" {
-		complain(".match.model", "is empty")
+	if m.Model != nil && *m.Model == "" {
+		p.add(at+".match.model", "is empty")
 	}
 	if r.Use == "" && r.MIG == "" && r.Sharing == nil {
-		complain("", "says nothing about its GPUs: want use, mig, sharing or several of them")
+		p.add(at, "says nothing about its GPUs: want use, mig, sharing or several of them")
 	}
-	if uses := []Use{UseClaims, UseLimits, UseNone}; r.Use != "" && !slices.Contains(uses, r.Use) {
-		complain(".use", "%q is not one of %s", string(r.Use), join(uses))
+	if r.Use != "" {
+		oneOf(p, at+".use", r.Use, UseClaims, UseLimits, UseNone)
 	}
 	if r.Sharing != nil {
-		errs = append(errs, r.Sharing.problems(path+".sharing")...)
+		r.Sharing.check(p, at+".sharing")
 		if r.MIG == MIGDynamic && r.Sharing.policy().Shared() {
-			complain(".sharing", "does not go with mig: dynamic: such a GPU is divided into partitions")
+			p.add(at+".sharing", "does not go with mig: dynamic: such a GPU is divided into partitions")
 		}
 	}
 	if r.MIG != "" && r.MIG != MIGStatic && r.MIG != MIGDynamic {
-		complain(".mig", "%q is neither %s nor %s", string(r.MIG), MIGStatic, MIGDynamic)
+		p.add(at+".mig", "%q is neither %s nor %s", string(r.MIG), MIGStatic, MIGDynamic)
 	}
-	return errs
 }
 
-// modeProblems judges mode and rules without knowing the node's GPUs. Rules without Split are for nodes whose label says Split.
-func (c *Config) modeProblems() []error {
-	var errs []error
-	if !slices.Contains(Modes, c.Mode) {
-		errs = append(errs, fmt.Errorf("tandem.mode: %q is not one of %s", string(c.Mode), join(Modes)))
-	}
+// checkMode checks mode and rules without the node's GPUs. Rules without Split are for nodes whose label says Split.
+func (c *Config) checkMode(p *problems) {
+	oneOf(p, "tandem.mode", c.Mode, Modes...)
 	for i, rule := range c.Devices {
-		errs = append(errs, rule.problems(fmt.Sprintf("tandem.devices[%d]", i))...)
+		rule.check(p, fmt.Sprintf("tandem.devices[%d]", i))
 	}
 	if c.Mode == ModeSplit && !slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.Use != "" && r.Use != UseNone }) {
-		errs = append(errs, errors.New("tandem.devices: is required by mode Split: say which GPUs are for limits"))
+		p.add("tandem.devices", "is required by mode Split: say which GPUs are for limits")
 	}
-	return errs
 }
 
 func join[T ~string](items []T) string {
@@ -163,7 +150,9 @@ func (c Config) ForNode(label string, labelled bool) (Config, error) {
 		return c, nil
 	}
 	c.Mode = Mode(label)
-	if err := errors.Join(c.modeProblems()...); err != nil {
+	var p problems
+	c.checkMode(&p)
+	if err := errors.Join(p...); err != nil {
 		return Config{}, fmt.Errorf("node label %s=%s: %w", ModeLabel, label, err)
 	}
 	return c, nil
@@ -208,31 +197,27 @@ func (c Config) uses(gpu device.GPU, use Use) bool {
 	return matched || use == UseClaims
 }
 
-// CheckDevices holds the rules against the GPUs of the node: a GPU about which two rules disagree is a mistake, and in Split a
-// rule that matches none. A rule about MIG alone may match none: one configuration may serve nodes of several models.
+// CheckDevices checks the rules against the GPUs of the node: two rules must not disagree about a GPU, and in Split each rule with a
+// use must match one. A rule about MIG alone may match none: one configuration may serve nodes of several models.
 func (c Config) CheckDevices(inv device.Inventory) error {
-	return errors.Join(append(c.contradictions(inv), c.unmatched(inv)...)...)
-}
-
-// CheckContradictions is CheckDevices without the rules that match nothing: their GPU may be lost for now.
-func (c Config) CheckContradictions(inv device.Inventory) error {
-	return errors.Join(c.contradictions(inv)...)
+	errs := []error{c.CheckContradictions(inv)}
+	for i, rule := range c.Devices {
+		if c.mustMatch(rule) && !slices.ContainsFunc(inv.GPUs, rule.Match.matches) {
+			errs = append(errs, unmatched(i, rule))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // mustMatch reports whether it is a mistake when a rule matches no GPU.
 func (c Config) mustMatch(rule DeviceRule) bool { return c.Mode == ModeSplit && rule.Use != "" }
 
-func (c Config) unmatched(inv device.Inventory) []error {
-	var errs []error
-	for i, rule := range c.Devices {
-		if c.mustMatch(rule) && !slices.ContainsFunc(inv.GPUs, rule.Match.matches) {
-			errs = append(errs, fmt.Errorf("tandem.devices[%d].match: no GPU of this node has %s", i, rule.Match))
-		}
-	}
-	return errs
+func unmatched(i int, rule DeviceRule) error {
+	return fmt.Errorf("tandem.devices[%d].match: no GPU of this node has %s", i, rule.Match)
 }
 
-func (c Config) contradictions(inv device.Inventory) []error {
+// CheckContradictions is CheckDevices without the rules that match nothing: their GPU may be lost for now.
+func (c Config) CheckContradictions(inv device.Inventory) error {
 	var errs []error
 	for _, gpu := range inv.GPUs {
 		if c.Mode == ModeSplit {
@@ -251,7 +236,7 @@ func (c Config) contradictions(inv device.Inventory) []error {
 			errs = append(errs, fmt.Errorf("tandem.devices: GPU %s (index %d) cannot be shared and have MIG partitions on demand", gpu.UUID, gpu.Index))
 		}
 	}
-	return errs
+	return errors.Join(errs...)
 }
 
 // disagreements are the rules that want something else of a GPU than the first that wants anything.

@@ -28,35 +28,29 @@ type SharingRule struct {
 // notShared is the strategy of a rule against sharing.
 const notShared device.SharingStrategy = "None"
 
-func (r SharingRule) problems(path string) []error {
-	var errs []error
-	complain := func(field, format string, args ...any) {
-		errs = append(errs, fmt.Errorf(path+field+": "+format, args...))
+func (r SharingRule) check(p *problems, at string) {
+	if r.Strategy == notShared {
+		if r != (SharingRule{Strategy: notShared}) {
+			p.add(at, "strategy None shares nothing: remove interval, replicas and memoryShares")
+		}
+		return
 	}
-	none := r.Strategy == notShared
-	switch {
-	case none && (r.Interval != "" || r.Replicas != 0 || r.MemoryShares):
-		complain("", "strategy None shares nothing: remove interval, replicas and memoryShares")
-	case none:
-	case r.Strategy != device.TimeSlicing && r.Strategy != device.MPS:
-		complain(".strategy", "%q is not one of %s, %s, %s", r.Strategy, device.TimeSlicing, device.MPS, notShared)
-	case r.Replicas == 0 && !r.MemoryShares:
-		complain("", "shares nothing: want replicas (for limits), memoryShares (for claims) or both")
+	oneOf(p, at+".strategy", r.Strategy, device.TimeSlicing, device.MPS, notShared)
+	if r.Replicas == 0 && !r.MemoryShares {
+		p.add(at, "shares nothing: want replicas (for limits), memoryShares (for claims) or both")
 	}
-	switch {
-	case r.Interval == "":
-	case !slices.Contains(device.Intervals, r.Interval):
-		complain(".interval", "%q is not one of %s", r.Interval, join(device.Intervals))
-	case r.Strategy == device.MPS:
-		complain(".interval", "belongs to strategy %s: by %s processes run at once", device.TimeSlicing, device.MPS)
+	if r.Interval != "" {
+		oneOf(p, at+".interval", r.Interval, device.Intervals...)
+		if r.Strategy == device.MPS {
+			p.add(at+".interval", "belongs to strategy %s: by %s processes run at once", device.TimeSlicing, device.MPS)
+		}
 	}
 	if r.Replicas != 0 && r.Replicas < 2 {
-		complain(".replicas", "%s", tooFew)
+		p.add(at+".replicas", tooFew)
 	}
 	if r.Strategy == device.MPS && r.Replicas > device.MPSClients {
-		complain(".replicas", "%s", tooManyClients)
+		p.add(at+".replicas", "%s", tooManyClients)
 	}
-	return errs
 }
 
 const tooFew = "number of replicas must be >= 2"
