@@ -250,21 +250,18 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
 		reconciler.Run, c.specs.Run, c.shared.Run, c.policy.Run, a.checkRuntime,
-		func(ctx context.Context) error { return a.serveConfigured(ctx, c) },
+		func(ctx context.Context) error {
+			if a.isDriverless {
+				return a.serveAPIs(ctx, c)
+			}
+			return a.serveConfigured(ctx, c.self, c.devices.Inventory, func(ctx context.Context, config config.Config) error {
+				return a.with(config).serveAPIs(ctx, c)
+			})
+		},
 	} {
 		group.Go(func() error { return run(ctx) })
 	}
 	return group.Wait()
-}
-
-// serveConfigured serves the APIs as the node's configuration says. Driverless mode has one configuration.
-func (a *agent) serveConfigured(ctx context.Context, c components) error {
-	if a.isDriverless {
-		return a.serveAPIs(ctx, c)
-	}
-	return a.newSettings(c.self, c.devices.Inventory).run(ctx, func(ctx context.Context, config config.Config) error {
-		return a.with(config).serveAPIs(ctx, c)
-	})
 }
 
 // with is the agent with another configuration.

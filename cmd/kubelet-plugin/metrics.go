@@ -12,8 +12,8 @@ import (
 // metrics are those of the wiring itself.
 type metrics struct {
 	*prometheus.Registry
-	modes   *prometheus.GaugeVec
-	refused prometheus.Gauge
+	modes    *prometheus.GaugeVec
+	rejected prometheus.Gauge
 }
 
 func newMetrics() metrics {
@@ -26,9 +26,9 @@ func newMetrics() metrics {
 	modes := prometheus.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "tandem_mode", Help: "Mode in which the node is served (Dual, ClaimsOnly, DevicePluginOnly, Split); 1 for the one it is.",
 	}, []string{"mode"})
-	refused := prometheus.NewGauge(prometheus.GaugeOpts{
+	rejected := prometheus.NewGauge(prometheus.GaugeOpts{
 		Name: "tandem_config_rejected", Help: "1 while the newest configuration of the node (file and label) is wrong and the one before is in use.",
 	})
-	registry.MustRegister(build, modes, refused)
-	return metrics{Registry: registry, modes: modes, refused: refused}
+	registry.MustRegister(build, modes, rejected)
+	return metrics{Registry: registry, modes: modes, rejected: rejected}
 }

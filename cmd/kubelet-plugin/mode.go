@@ -6,95 +6,90 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"path/filepath"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/filewatch"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// errReconfigured ends an agent whose configuration has changed: main starts it anew, in the same process, and no pod notices.
+// errReconfigured ends an agent whose configuration has changed: main starts it again in the same process, unnoticed by pods.
 var errReconfigured = errors.New("the node's configuration has changed")
 
 // settings follow the configuration of one node: its file and its label.
 type settings struct {
 	*agent
-	self *podstate.Node
-	// inventory of the moment.
+	self      *podstate.Node
 	inventory func() device.Inventory
-	// edited is signalled when the file may have changed.
-	edited chan struct{}
-	// rejected is what the newest configuration is refused for, to say it once.
+	// edited receives a value when the file may have changed; nil without a file.
+	edited <-chan struct{}
+	// rejected is why the newest configuration was rejected, so that each reason is reported once.
 	rejected string
 }
 
-func (a *agent) newSettings(self *podstate.Node, inventory func() device.Inventory) *settings {
-	return &settings{agent: a, self: self, inventory: inventory, edited: make(chan struct{}, 1)}
-}
+const (
+	// fileInterval is how often the file is read where inotify is exhausted.
+	fileInterval = 10 * time.Second
+	// fileSettle merges the steps in which kubelet replaces the files of a ConfigMap.
+	fileSettle = 100 * time.Millisecond
+)
 
-// run calls serve with the node's configuration, or where that is wrong with one that gives nothing to anybody new, and ends with
-// errReconfigured when there is another one.
-func (s *settings) run(ctx context.Context, serve func(context.Context, config.Config) error) error {
+// serveConfigured calls serve with the node's configuration, and ends with errReconfigured when a valid one differs from it. With an
+// invalid configuration the node offers no device to new claims and pods, but kubelet can end the pods that have one.
+func (a *agent) serveConfigured(
+	ctx context.Context, self *podstate.Node, inventory func() device.Inventory, serve func(context.Context, config.Config) error,
+) error {
+	s := &settings{agent: a, self: self, inventory: inventory}
+	if file := a.config.ConfigFile; file != "" {
+		// kubelet replaces the files of a ConfigMap through a symbolic link in their directory.
+		watcher := filewatch.New(ctx, filewatch.Options{Dirs: []string{filepath.Dir(file)}, Interval: fileInterval, Settle: fileSettle})
+		defer watcher.Close()
+		s.edited = watcher.C
+	}
+	if !s.awaitNode(ctx) {
+		return nil
+	}
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return s.watchFile(ctx) })
-	group.Go(func() error {
-		if !s.awaitNode(ctx) {
-			return nil
-		}
-		current, err := s.config.ForNode(s.self.Label(config.ModeLabel))
-		if err == nil {
-			err = current.CheckContradictions(s.inventory())
-		}
-		if err != nil {
-			s.status.Waiting("mode", err)
-			group.Go(func() error { return s.follow(ctx, nil) })
-			// kubelet cannot end a pod whose claims are not unprepared.
-			return serve(ctx, s.config.ServingNothing())
-		}
-		s.begin(ctx, current)
+	current, err := s.config.ForNode(s.self.Label(config.ModeLabel))
+	if err == nil {
+		err = current.CheckContradictions(s.inventory())
+	}
+	s.status.Waiting("mode", err)
+	if err == nil {
+		s.reportMode(ctx, current)
 		group.Go(func() error { return s.follow(ctx, &current) })
-		return serve(ctx, current)
-	})
+	} else {
+		current = s.config.ServingNothing()
+		group.Go(func() error { return s.follow(ctx, nil) })
+	}
+	group.Go(func() error { return serve(ctx, current) })
 	return group.Wait()
 }
 
-// begin says how the node is served.
-func (s *settings) begin(ctx context.Context, current config.Config) {
-	s.status.Waiting("mode", nil)
+// reportMode reports the mode, and rules without effect.
+func (s *settings) reportMode(ctx context.Context, current config.Config) {
 	s.metrics.modes.WithLabelValues(string(current.Mode)).Set(1)
-	from := "configuration"
-	if _, labelled := s.self.Label(config.ModeLabel); labelled {
-		from = "node label"
-	}
-	klog.FromContext(ctx).Info("Serving", "mode", current.Mode, "from", from)
-	// No reason to serve none of the GPUs that are there.
+	_, labelled := s.self.Label(config.ModeLabel)
+	klog.FromContext(ctx).Info("Serving", "mode", current.Mode, "byNodeLabel", labelled)
+	// The node serves its other GPUs.
 	for severity, err := range map[string]error{
 		corev1.EventTypeWarning: current.CheckDevices(s.inventory()),
 		corev1.EventTypeNormal:  current.CheckDynamic(s.inventory()),
 	} {
 		if err != nil {
 			klog.FromContext(ctx).Info("A rule about devices has no effect for now", "reason", err.Error())
-			s.recorder.Event(nodeReference(s.config.NodeName), severity, "ConfigMatchesNothing", err.Error())
+			s.event(severity, "ConfigMatchesNothing", err.Error())
 		}
 	}
 }
 
-func (s *settings) watchFile(ctx context.Context) error {
-	if s.config.ConfigFile == "" {
-		return nil
-	}
-	return config.Watch(ctx, s.config.ConfigFile, func() {
-		select {
-		case s.edited <- struct{}{}:
-		default: // one is waiting already
-		}
-	})
-}
-
-// awaitNode waits for the node's object: no API is served before the API server has listed the node's pods anyway.
+// awaitNode waits for the node's object. It returns false when ctx is done.
 func (s *settings) awaitNode(ctx context.Context) bool {
 	for {
 		changed := s.self.Changed()
@@ -110,15 +105,15 @@ func (s *settings) awaitNode(ctx context.Context) bool {
 	}
 }
 
-// follow returns errReconfigured as soon as the configuration is another one than current (nil: any) and right. A wrong one
-// changes nothing.
+// follow returns errReconfigured as soon as there is a valid configuration other than current (nil: any). It reports an invalid
+// one, which changes nothing.
 func (s *settings) follow(ctx context.Context, current *config.Config) error {
 	for {
 		changed := s.self.Changed()
 		// A deleted node object has no label, which is no request for another mode.
 		if s.self.UID() != "" {
 			next, err := s.next(current)
-			s.judge(ctx, current != nil, err)
+			s.report(ctx, current != nil, err)
 			if err == nil && (current == nil || !next.Equal(*current)) {
 				return errReconfigured
 			}
@@ -132,7 +127,7 @@ func (s *settings) follow(ctx context.Context, current *config.Config) error {
 	}
 }
 
-// next is the configuration as file and label are now.
+// next returns the configuration that file and label have now.
 func (s *settings) next(current *config.Config) (config.Config, error) {
 	next, err := s.reload()
 	if err != nil {
@@ -151,8 +146,8 @@ func (s *settings) next(current *config.Config) (config.Config, error) {
 	}
 }
 
-// judge says, once, that the newest configuration is not used, and why.
-func (s *settings) judge(ctx context.Context, serving bool, err error) {
+// report reports once that the newest configuration is rejected, and why, or that it is valid again.
+func (s *settings) report(ctx context.Context, serving bool, err error) {
 	reason := ""
 	if err != nil {
 		reason = err.Error()
@@ -162,15 +157,15 @@ func (s *settings) judge(ctx context.Context, serving bool, err error) {
 	}
 	s.rejected = reason
 	if err == nil {
-		s.metrics.refused.Set(0)
-		klog.FromContext(ctx).Info("The node's configuration is right again")
+		s.metrics.rejected.Set(0)
+		klog.FromContext(ctx).Info("The node's configuration is valid again")
 		return
 	}
-	s.metrics.refused.Set(1)
-	klog.FromContext(ctx).Info("Refusing the node's configuration", "reason", reason)
+	s.metrics.rejected.Set(1)
+	klog.FromContext(ctx).Info("Rejecting the node's configuration", "reason", reason)
 	consequence := "The node is served as before"
 	if !serving {
 		consequence = "No GPU of the node is given to new pods"
 	}
-	s.recorder.Eventf(nodeReference(s.config.NodeName), corev1.EventTypeWarning, "ConfigRejected", "%s, because its configuration is wrong: %v", consequence, err)
+	s.event(corev1.EventTypeWarning, "ConfigRejected", fmt.Sprintf("%s, because its configuration is wrong: %v", consequence, err))
 }

@@ -37,9 +37,7 @@ type configured struct {
 func follow(t *testing.T, file string, labels map[string]string) *configured {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "config.yaml")
-	if err := os.WriteFile(path, []byte(file), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	writeConfigMap(t, path, file)
 	base := nodeConfig(t)
 	reload := func() (config.Config, error) {
 		return config.Load([]string{"--node-name=node-1", "--config=" + path, "--kubeconfig=" + base.Kubeconfig, "--http-endpoint="},
@@ -67,7 +65,7 @@ func follow(t *testing.T, file string, labels map[string]string) *configured {
 	watched := make(chan error, 1)
 	go func() { watched <- self.Run(ctx) }()
 	go func() {
-		c.ended <- a.newSettings(self, inventory).run(ctx, func(ctx context.Context, current config.Config) error {
+		c.ended <- a.serveConfigured(ctx, self, inventory, func(ctx context.Context, current config.Config) error {
 			c.served <- current
 			<-ctx.Done()
 			return nil
@@ -91,11 +89,28 @@ func (c *configured) label(value string) {
 
 func (c *configured) edit(file string) {
 	c.t.Helper()
-	if err := os.WriteFile(c.file+".new", []byte(file), 0o600); err != nil {
-		c.t.Fatal(err)
+	writeConfigMap(c.t, c.file, file)
+}
+
+// writeConfigMap replaces a file as kubelet does: it writes a new directory, then replaces the symbolic link to it.
+func writeConfigMap(t *testing.T, path, content string) {
+	t.Helper()
+	dir, name := filepath.Split(path)
+	data, err := os.MkdirTemp(dir, "..data_")
+	if err != nil {
+		t.Fatal(err)
 	}
-	if err := os.Rename(c.file+".new", c.file); err != nil {
-		c.t.Fatal(err)
+	if err := os.WriteFile(filepath.Join(data, name), []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(filepath.Base(data), data+".link"); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(data+".link", filepath.Join(dir, "..data")); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(filepath.Join("..data", name), path); err != nil && !errors.Is(err, os.ErrExist) {
+		t.Fatal(err)
 	}
 }
 

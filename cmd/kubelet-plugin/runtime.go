@@ -52,7 +52,7 @@ func (a *agent) reportRuntime(ctx context.Context, version string) {
 		consequence += " and limits (deviceListStrategy envvar or volume-mounts is for runtimes without CDI)"
 	}
 	klog.FromContext(ctx).Info("Container runtime without CDI", "runtime", version, "reason", why)
-	a.recorder.Eventf(nodeReference(a.config.NodeName), corev1.EventTypeWarning, reason, "%s: %s", consequence, why)
+	a.event(corev1.EventTypeWarning, reason, consequence+": "+why)
 }
 
 // limitsNeedCDI reports whether every answer to a limit is by CDI.

@@ -104,12 +104,13 @@ func (a *agent) reportMissing(ctx context.Context, missing error) {
 func (a *agent) wait(ctx context.Context, check, reason string, err error) {
 	klog.FromContext(ctx).Info("Waiting", "for", check, "reason", err.Error())
 	a.status.Waiting(check, err)
-	a.recorder.Event(nodeReference(a.config.NodeName), corev1.EventTypeWarning, reason, err.Error())
+	a.event(corev1.EventTypeWarning, reason, err.Error())
 }
 
-// nodeReference uses the node's name as UID, like kubelet's events on nodes, so that kubectl describe finds them.
-func nodeReference(name string) *corev1.ObjectReference {
-	return &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: name, UID: types.UID(name)}
+// event writes an event on the node. Like kubelet's, it has the node's name as UID: kubectl describe selects that.
+func (a *agent) event(severity, reason, message string) {
+	node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: a.config.NodeName, UID: types.UID(a.config.NodeName)}
+	a.recorder.Event(node, severity, reason, message)
 }
 
 const returnInterval = time.Second

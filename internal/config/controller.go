@@ -7,7 +7,7 @@ import (
 	"flag"
 	"io"
 	"path/filepath"
-	"strconv"
+	"strings"
 
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -99,7 +99,9 @@ func (c *Controller) validate() error {
 	}
 	if c.WebhookName != "" {
 		p.name("--webhook-name", "name of a Service", c.WebhookName, validation.IsDNS1035Label(c.WebhookName))
-		p.name("--webhook-port", "port", strconv.Itoa(c.WebhookPort), validation.IsValidPortNum(c.WebhookPort))
+		if wrong := validation.IsValidPortNum(c.WebhookPort); len(wrong) > 0 {
+			p.add("--webhook-port", "%d is no port: %s", c.WebhookPort, strings.Join(wrong, "; "))
+		}
 	}
 	return errors.Join(p...)
 }

@@ -4,6 +4,7 @@ package config
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -13,6 +14,8 @@ import (
 
 	kjson "sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // file is the node configuration: the keys of NVIDIA's device plugin (version v1) and a section of our own. Keys of theirs
@@ -26,25 +29,26 @@ type file struct {
 	Tandem    fileTandem      `json:"tandem"`
 }
 
+// fileFlags have no pointers: NVIDIA's tools write keys without a value, and no default is true.
 type fileFlags struct {
-	MIGStrategy             *string         `json:"migStrategy"`
-	FailOnInitError         *bool           `json:"failOnInitError"`
-	MPSRoot                 *string         `json:"mpsRoot"`
-	NVIDIADriverRoot        *string         `json:"nvidiaDriverRoot"`
-	NVIDIADevRoot           *string         `json:"nvidiaDevRoot"`
-	GDRCopyEnabled          json.RawMessage `json:"gdrcopyEnabled"`
-	GDSEnabled              json.RawMessage `json:"gdsEnabled"`
-	MOFEDEnabled            json.RawMessage `json:"mofedEnabled"`
-	UseNodeFeatureAPI       *bool           `json:"useNodeFeatureAPI"`
-	DeviceDiscoveryStrategy *string         `json:"deviceDiscoveryStrategy"`
+	MIGStrategy             device.MIGStrategy `json:"migStrategy"`
+	FailOnInitError         bool               `json:"failOnInitError"`
+	MPSRoot                 string             `json:"mpsRoot"`
+	NVIDIADriverRoot        string             `json:"nvidiaDriverRoot"`
+	NVIDIADevRoot           string             `json:"nvidiaDevRoot"`
+	GDRCopyEnabled          json.RawMessage    `json:"gdrcopyEnabled"`
+	GDSEnabled              json.RawMessage    `json:"gdsEnabled"`
+	MOFEDEnabled            json.RawMessage    `json:"mofedEnabled"`
+	UseNodeFeatureAPI       bool               `json:"useNodeFeatureAPI"`
+	DeviceDiscoveryStrategy string             `json:"deviceDiscoveryStrategy"`
 	Plugin                  struct {
-		PassDeviceSpecs               *bool           `json:"passDeviceSpecs"`
+		PassDeviceSpecs               bool            `json:"passDeviceSpecs"`
 		DeviceListStrategy            json.RawMessage `json:"deviceListStrategy"`
-		DeviceIDStrategy              *string         `json:"deviceIDStrategy"`
-		CDIAnnotationPrefix           *string         `json:"cdiAnnotationPrefix"`
-		NVIDIACTKPath                 *string         `json:"nvidiaCTKPath"`
-		ContainerDriverRoot           *string         `json:"containerDriverRoot"`
-		SharedDevicesAllocationPolicy *string         `json:"sharedDevicesAllocationPolicy"`
+		DeviceIDStrategy              string          `json:"deviceIDStrategy"`
+		CDIAnnotationPrefix           string          `json:"cdiAnnotationPrefix"`
+		NVIDIACTKPath                 string          `json:"nvidiaCTKPath"`
+		ContainerDriverRoot           string          `json:"containerDriverRoot"`
+		SharedDevicesAllocationPolicy string          `json:"sharedDevicesAllocationPolicy"`
 	} `json:"plugin"`
 	// GFD configures another component, which may share the file.
 	GFD json.RawMessage `json:"gfd"`
@@ -53,7 +57,7 @@ type fileFlags struct {
 type fileTandem struct {
 	Mode    *Mode        `json:"mode"`
 	Devices []DeviceRule `json:"devices"`
-	Strict  *bool        `json:"strict"`
+	Strict  bool         `json:"strict"`
 }
 
 func (c *Config) loadFile(path string) error {
@@ -89,17 +93,19 @@ func (c *Config) parseFile(data []byte) error {
 	if err := f.unsupported(); err != nil {
 		return err
 	}
-	setText((*string)(&c.MIGStrategy), f.Flags.MIGStrategy)
-	setText(&c.DriverRoot, f.Flags.NVIDIADriverRoot)
-	setText(&c.DevRoot, f.Flags.NVIDIADevRoot)
-	set(&c.PassDeviceSpecs, f.Flags.Plugin.PassDeviceSpecs)
-	setText(&c.DeviceIDStrategy, f.Flags.Plugin.DeviceIDStrategy)
-	setText(&c.CDIAnnotationPrefix, f.Flags.Plugin.CDIAnnotationPrefix)
-	setText(&c.AllocationPolicy, f.Flags.Plugin.SharedDevicesAllocationPolicy)
-	set(&c.Mode, f.Tandem.Mode)
-	c.Devices = f.Tandem.Devices
-	set(&c.Strict, f.Tandem.Strict)
-	return errors.Join(c.setSharing(f.Sharing), c.setStrategies(f.Flags.Plugin.DeviceListStrategy))
+	flags, plugin := f.Flags, f.Flags.Plugin
+	c.MIGStrategy = cmp.Or(flags.MIGStrategy, c.MIGStrategy)
+	c.DriverRoot = cmp.Or(flags.NVIDIADriverRoot, c.DriverRoot)
+	c.DevRoot = cmp.Or(flags.NVIDIADevRoot, c.DevRoot)
+	c.PassDeviceSpecs = plugin.PassDeviceSpecs
+	c.DeviceIDStrategy = cmp.Or(plugin.DeviceIDStrategy, c.DeviceIDStrategy)
+	c.CDIAnnotationPrefix = cmp.Or(plugin.CDIAnnotationPrefix, c.CDIAnnotationPrefix)
+	c.AllocationPolicy = cmp.Or(plugin.SharedDevicesAllocationPolicy, c.AllocationPolicy)
+	if f.Tandem.Mode != nil {
+		c.Mode = *f.Tandem.Mode
+	}
+	c.Devices, c.Strict = f.Tandem.Devices, f.Tandem.Strict
+	return errors.Join(c.setSharing(f.Sharing), c.setStrategies(plugin.DeviceListStrategy))
 }
 
 // moreThanOne finds a second YAML document, of which the parser would say nothing.
@@ -136,24 +142,11 @@ func (c *Config) setStrategies(raw json.RawMessage) error {
 	return nil
 }
 
-// setText ignores empty values: NVIDIA's tools write keys without a value.
-func setText(target, value *string) {
-	if value != nil && *value != "" {
-		*target = *value
-	}
-}
-
-func set[T any](target *T, value *T) {
-	if value != nil {
-		*target = *value
-	}
-}
-
 // unsupported finds keys that ask for what this version does not do. Keys that ask for what is done anyway pass (failOnInitError:
 // the agent waits for a driver), and so do nvidiaCTKPath and containerDriverRoot, which --cdi-hook and --host-root replace.
 func (f *file) unsupported() error {
 	var errs []error
-	if s := f.Flags.DeviceDiscoveryStrategy; s != nil && !slices.Contains([]string{"", "auto", "nvml"}, *s) {
+	if !slices.Contains([]string{"", "auto", "nvml"}, f.Flags.DeviceDiscoveryStrategy) {
 		errs = append(errs, errors.New("flags.deviceDiscoveryStrategy: only auto and nvml are known"))
 	}
 	if !blank(f.Resources) {

@@ -10,6 +10,8 @@ import (
 	"strconv"
 	"strings"
 
+	"k8s.io/utils/ptr"
+
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -117,8 +119,8 @@ func (c *Config) setSharing(f fileSharing) error {
 		return nil
 	}
 	// It holds for the replicas of rules as well.
-	set(&c.FailRequestsGreaterThanOne, section.FailRequestsGreaterThanOne)
-	if strategy == device.MPS && section.FailRequestsGreaterThanOne != nil && !*section.FailRequestsGreaterThanOne {
+	c.FailRequestsGreaterThanOne = ptr.Deref(section.FailRequestsGreaterThanOne, false)
+	if strategy == device.MPS && !ptr.Deref(section.FailRequestsGreaterThanOne, true) {
 		return fmt.Errorf("%s.failRequestsGreaterThanOne: false is not supported: a container can be the client of one MPS daemon", path)
 	}
 	switch {
