@@ -12,18 +12,22 @@ type metrics struct {
 	served prometheus.Gauge
 }
 
-func newMetrics() *metrics {
-	return &metrics{
+func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
+	m := &metrics{
 		writes: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_gpunode_writes_total",
-			Help: "Requests to change this node's GPUNode (create, status, delete) by result: ok, conflict (somebody else was faster), error.",
+			Help: "Requests to change this node's GPUNode (create, status, delete) by result: ok, conflict (another client wrote first), error.",
 		}, []string{"operation", "result"}),
 		served: prometheus.NewGauge(prometheus.GaugeOpts{
 			Name: "tandem_gpunode_served",
 			Help: "1 while the API server serves GPUNodes to this agent, 0 while it does not: " +
-				"GPUs allocated to claims are then withdrawn from limits only once they are prepared.",
+				"GPUs allocated to claims are then withdrawn from pods only once they are prepared.",
 		}),
 	}
+	if err := registerer.Register(m.writes); err != nil {
+		return nil, err
+	}
+	return m, registerer.Register(m.served)
 }
 
 func (m *metrics) wrote(operation string, err error) {
@@ -35,21 +39,4 @@ func (m *metrics) wrote(operation string, err error) {
 		result = "error"
 	}
 	m.writes.WithLabelValues(operation, result).Inc()
-}
-
-func (m *metrics) register(registerer prometheus.Registerer) (unregister func(), err error) {
-	var done []prometheus.Collector
-	unregister = func() {
-		for _, c := range done {
-			registerer.Unregister(c)
-		}
-	}
-	for _, c := range []prometheus.Collector{m.writes, m.served} {
-		if err := registerer.Register(c); err != nil {
-			unregister()
-			return nil, err
-		}
-		done = append(done, c)
-	}
-	return unregister, nil
 }

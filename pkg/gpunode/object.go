@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gpunode is the agent's side of this node's GPUNode object: it makes the object and keeps it while the node lives,
-// writes into its status who has which GPU, and reads from its spec which GPUs the scheduler has given to claims. All of it
-// may be late or missing, and the agent serves both APIs without it: the ledger alone decides who owns a GPU.
+// Package gpunode is the agent's side of this node's GPUNode. It creates the object, writes the holders of each GPU into its status,
+// and reads from its spec which GPUs the scheduler has allocated to claims. The object may be late or missing. The agent serves both
+// APIs without it: the ledger alone decides who owns a GPU.
 package gpunode
 
 import (
@@ -10,11 +10,12 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 
@@ -24,154 +25,177 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
+// Change is closed at the next change of a source. Take it before reading the source.
+type Change = <-chan struct{}
+
 // Node is this node's own object.
 type Node interface {
 	// UID is empty while there is no node object.
 	UID() types.UID
-	// Changed returns a channel that is closed at the next change; take it before reading.
-	Changed() <-chan struct{}
+	Changed() Change
 }
 
-// Ledger knows who holds which device, and which claims lost theirs.
+// Ledger returns the holders of devices and the claims in conflict.
 type Ledger interface {
 	Holds() []ledger.Hold
 	Conflicts() []ledger.Conflict
-	// Changed returns a channel that is closed at the next change of either; take it before reading.
-	Changed() <-chan struct{}
+	Changed() Change
 }
 
-// Inventory tells which GPUs the node has.
+// Inventory returns the node's GPUs.
 type Inventory interface {
 	Inventory() device.Inventory
-	// Changed returns a channel that is closed at the next change; take it before reading.
-	Changed() <-chan struct{}
+	Changed() Change
 }
 
-// Sharing knows which MPS daemons are to run. *sharing.Manager implements it.
+// Sharing returns the MPS daemons to run. *sharing.Manager implements it.
 type Sharing interface {
 	Daemons() []sharing.Daemon
-	// UnknownDaemons are the names of those that may run besides.
+	// UnknownDaemons are the names of daemons that may run too.
 	UnknownDaemons() []string
-	// Changed returns a channel that is closed at the next change; take it before reading.
-	Changed() <-chan struct{}
+	Changed() Change
 }
 
-// Config of an Object. Fields without a stated default are required.
+// Config of an Object. All fields are required unless they say otherwise.
 type Config struct {
-	// REST says how the API server is reached. Its content type does not matter.
+	// REST is the configuration for the API server. Its content type is ignored.
 	REST *rest.Config
-	// Claims returns the reader of a namespace. Nil means that the spec is believed for ever.
+	// Claims returns the reader of a namespace.
 	Claims     func(namespace string) Claims
 	DriverName string
 	NodeName   string
-	// Mode of the node, as the status shows it.
+	// Mode of the node, for the status.
 	Mode string
-	// Limits are the extended resources that are served, zero for none.
+	// Limits are the extended resources that the agent serves; zero for none.
 	Limits device.Resources
-	// OfferedToPods tells the GPUs that limits can ask for; nil means all. It must be pure.
+	// OfferedToPods selects the GPUs for extended resources; nil selects all. It must be pure.
 	OfferedToPods func(device.GPU) bool
-	// Excluded tells the GPUs that are nobody's; nil means none. It must be pure.
+	// Excluded selects the GPUs that the configuration excludes from both APIs; nil selects none. It must be pure.
 	Excluded func(device.GPU) bool
 
 	Node       Node
 	Ledger     Ledger
 	Inventory  Inventory
+	Sharing    Sharing
 	Registerer prometheus.Registerer
-	// Sharing may be nil where no daemon is ever wanted.
-	Sharing Sharing
 }
 
-// times are the durations, shortened by tests.
+// times are the durations, which tests shorten.
 type times struct {
-	settle      time.Duration // from the first of several changes to the write of all of them
-	interval    time.Duration // between two writes of the status, in the mean
-	gather      time.Duration // from a change to the look at it
-	firstRetry  time.Duration // after a failed write, doubled up to the last
-	lastRetry   time.Duration // where the API server may be back at any moment
-	lastRefused time.Duration // where somebody has to change something first
-	doubt       time.Duration // between two looks at a claim that nothing confirms
+	settle      time.Duration // from the first of several changes to one write of all of them
+	interval    time.Duration // between two writes of the status, on average
+	firstRetry  time.Duration // after a failed write; it doubles up to the last
+	lastRetry   time.Duration // if the API server may be back at any moment
+	lastRefused time.Duration // if an administrator has to change something first
+	verify      time.Duration // between two checks of a claim that no hold confirms
 }
 
-func defaultTimes() times {
-	return times{
-		settle:      50 * time.Millisecond,
-		interval:    time.Second,
-		gather:      5 * time.Millisecond,
-		firstRetry:  500 * time.Millisecond,
-		lastRetry:   5 * time.Second,
-		lastRefused: 30 * time.Second,
-		doubt:       time.Minute,
-	}
-}
-
-// Object is this node's GPUNode. Make it with New, use it with Run; its other methods are safe for concurrent use.
+// Object is this node's GPUNode. Make it with New and use it with Run. Its other methods are safe for concurrent use, answer from
+// memory and do not block. While the API server is unavailable they answer what it said last.
 type Object struct {
 	config  Config
 	times   times
 	client  rest.Interface
 	metrics *metrics
-	view    *view
-	running atomic.Bool
-
-	allocated allocated
+	view    view
 }
 
 // New makes no request.
 func New(c Config) (*Object, error) {
-	if c.REST == nil || c.NodeName == "" || c.Node == nil || c.Ledger == nil || c.Inventory == nil || c.Registerer == nil {
-		return nil, errors.New("configure GPUNode: REST, NodeName, Node, Ledger, Inventory and Registerer are required")
+	if c.REST == nil || c.NodeName == "" || c.DriverName == "" || c.Registerer == nil {
+		return nil, errors.New("configure GPUNode: REST, NodeName, DriverName and Registerer are required")
 	}
-	if c.Claims != nil && c.DriverName == "" {
-		return nil, errors.New("configure GPUNode: DriverName is required to look at claims")
+	scheme := runtime.NewScheme()
+	if err := v1alpha1.AddToScheme(scheme); err != nil {
+		return nil, fmt.Errorf("configure GPUNode: %w", err)
 	}
-	client, err := newClient(c.REST)
+	config := rest.CopyConfig(c.REST)
+	config.APIPath, config.GroupVersion = "/apis", &v1alpha1.GroupVersion
+	// Custom resources have no other content type.
+	config.ContentType, config.AcceptContentTypes = runtime.ContentTypeJSON, runtime.ContentTypeJSON
+	config.NegotiatedSerializer = serializer.NewCodecFactory(scheme).WithoutConversion()
+	client, err := rest.RESTClientFor(config)
 	if err != nil {
 		return nil, fmt.Errorf("configure GPUNode: %w", err)
 	}
-	return &Object{config: c, times: defaultTimes(), client: client, metrics: newMetrics(), view: newView()}, nil
+	measured, err := newMetrics(c.Registerer)
+	if err != nil {
+		return nil, fmt.Errorf("register metrics of GPUNode: %w", err)
+	}
+	return &Object{config: c, client: client, metrics: measured, times: times{
+		settle: 50 * time.Millisecond, interval: time.Second,
+		firstRetry: 500 * time.Millisecond, lastRetry: 5 * time.Second, lastRefused: 30 * time.Second,
+		verify: time.Minute,
+	}}, nil
 }
 
-// Run keeps the object until ctx is done, and leaves it, with a last word that limits are served no more: it is gone with its
-// Node, and who reads it meanwhile wants to see what was last known. Call it once. An API server that is away, or does not serve
-// GPUNodes, or refuses them, is no error.
+// Run keeps the object up to date until ctx is done. It then writes that extended resources are no longer served, and leaves the rest
+// of the status. Call it once. An API server that is unavailable, serves no GPUNodes or refuses them is not an error.
 func (o *Object) Run(ctx context.Context) error {
-	if o.running.Swap(true) {
-		return errors.New("keep GPUNode: it is kept already")
-	}
-	unregister, err := o.metrics.register(o.config.Registerer)
-	if err != nil {
-		return fmt.Errorf("keep GPUNode: register metrics: %w", err)
-	}
-	defer unregister()
 	group, running := errgroup.WithContext(ctx)
 	group.Go(func() error { return o.watch(running) })
 	group.Go(func() error { o.write(running); return nil })
-	if o.config.Claims != nil {
-		group.Go(func() error { o.doubt(running); return nil })
-	}
-	err = group.Wait()
+	group.Go(func() error { o.verify(running); return nil })
+	err := group.Wait()
 	o.leave(context.WithoutCancel(ctx))
 	return err
 }
 
-// Claims returns the claims that are allocated devices of this node by the object's spec, also those whose pods are not bound
-// yet, without those that are known to have let go. It answers from memory, and while the API server is away what it said last.
+// Claims returns the claims that are allocated devices of this node by the object's spec, without those that have released them. Their
+// pods may not be bound yet.
 func (o *Object) Claims() []v1alpha1.AllocatedClaim {
-	return slices.DeleteFunc(slices.Clone(o.view.acting().Spec.Claims), func(c v1alpha1.AllocatedClaim) bool {
-		return o.view.disbelieved(c.UID)
-	})
+	return o.view.claims()
 }
 
-// Acknowledge takes what kubelet's device manager itself calls allocatable of a resource, by device ID; known is false while it
-// has not said, or what it said no longer counts. Called by the front-end for limits; idempotent, and it does not block.
+// Allocated returns the devices or shares of the claims, as holds that the claims will have.
+func (o *Object) Allocated() []ledger.Hold {
+	inventory := o.config.Inventory.Inventory()
+	var holds []ledger.Hold
+	for _, claim := range o.Claims() {
+		for _, name := range claim.Devices {
+			d, known := find(inventory, name)
+			if !known {
+				continue
+			}
+			h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: string(claim.UID)}, Device: d.Ref()}
+			for _, share := range claim.Shares {
+				if share.Device == name {
+					h.Share = device.ShareOf(uint64(max(share.Memory, 0)), d.MemoryBytes())
+				}
+			}
+			holds = append(holds, h)
+		}
+	}
+	return holds
+}
+
+// find returns a device by name. If two GPUs have the same name, the last one has it. It looks at the partitions of one GPU only: a
+// node that can be partitioned has hundreds of names.
+func find(inv device.Inventory, name string) (device.Device, bool) {
+	for _, gpu := range slices.Backward(inv.GPUs) {
+		if gpu.Name() != device.GPUName(name) {
+			continue
+		}
+		if d, known := (device.Inventory{GPUs: []device.GPU{gpu}}).ByName(name); known {
+			return d, true
+		}
+	}
+	return device.Device{}, false
+}
+
+// Acknowledge records the device IDs of a resource that kubelet's device manager reports as allocatable. known is false while kubelet
+// has not reported them, or once its report no longer counts. The device plugin calls it. It is idempotent.
 func (o *Object) Acknowledge(resource string, ids []string, known bool) {
 	o.view.acknowledge(resource, ids, known)
 }
 
-// DaemonTrouble is what the controller says about why the pod of an MPS daemon does not run; empty where it says nothing. It answers
-// from memory.
+// DaemonTrouble returns why the pod of an MPS daemon does not run, as the controller reports it; empty if it reports nothing.
 func (o *Object) DaemonTrouble(name string) string {
-	for _, d := range o.view.acting().Spec.Daemons {
+	object, _ := o.view.current()
+	if object == nil {
+		return ""
+	}
+	for _, d := range object.Spec.Daemons {
 		if d.Name == name {
 			return d.Message
 		}
@@ -179,12 +203,12 @@ func (o *Object) DaemonTrouble(name string) string {
 	return ""
 }
 
-// Synced reports whether the API server has said what the object's spec is, or that there is none. Where it does not serve
-// GPUNodes that never comes. Once true it stays so.
+// Synced reports whether the API server has returned the object, or that there is none. It stays false if the API server does not
+// serve GPUNodes, and once true it stays true.
 func (o *Object) Synced() bool {
 	_, synced := o.view.current()
 	return synced
 }
 
-// Changed returns a channel that is closed when the object next changes; take it before Allocated, Claims or Synced.
-func (o *Object) Changed() <-chan struct{} { return o.view.Changed() }
+// Changed returns a channel that is closed when the object next changes. Take it before Allocated, Claims or Synced.
+func (o *Object) Changed() Change { return o.view.Changed() }

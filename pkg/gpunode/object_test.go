@@ -23,53 +23,45 @@ import (
 	"k8s.io/klog/v2/ktesting"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/mps"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// broadcast is a value with a channel that is closed when it changes.
-type broadcast[T any] struct {
-	mu      sync.Mutex
-	value   T
-	changed chan struct{}
+// source is a value that notifies of changes.
+type source[T any] struct {
+	broadcast.Signal
+	mu    sync.Mutex
+	value T
 }
 
-func newBroadcast[T any](value T) *broadcast[T] {
-	return &broadcast[T]{value: value, changed: make(chan struct{})}
+func newSource[T any](value T) *source[T] { return &source[T]{value: value} }
+
+func (s *source[T]) get() T {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.value
 }
 
-func (b *broadcast[T]) get() T {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.value
+func (s *source[T]) set(value T) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.value = value
+	s.Notify()
 }
 
-func (b *broadcast[T]) set(value T) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.value = value
-	close(b.changed)
-	b.changed = make(chan struct{})
-}
-
-func (b *broadcast[T]) Changed() <-chan struct{} {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.changed
-}
-
-type fakeNode struct{ *broadcast[types.UID] }
+type fakeNode struct{ *source[types.UID] }
 
 func (f fakeNode) UID() types.UID { return f.get() }
 
-type fakeInventory struct{ *broadcast[device.Inventory] }
+type fakeInventory struct{ *source[device.Inventory] }
 
 func (f fakeInventory) Inventory() device.Inventory { return f.get() }
 
 type fakeClaims struct {
-	*broadcast[map[string]*resourceapi.ResourceClaim]
+	*source[map[string]*resourceapi.ResourceClaim]
 	namespace string
 }
 
@@ -100,12 +92,12 @@ type fixture struct {
 	inventory fakeInventory
 	registry  *prometheus.Registry
 	// claims by namespace/name.
-	claims  *broadcast[map[string]*resourceapi.ResourceClaim]
+	claims  *source[map[string]*resourceapi.ResourceClaim]
 	daemons fakeSharing
 	logger  klog.Logger
 }
 
-type fakeSharing struct{ *broadcast[[]sharing.Daemon] }
+type fakeSharing struct{ *source[[]sharing.Daemon] }
 
 func (f fakeSharing) Daemons() []sharing.Daemon {
 	return slices.DeleteFunc(slices.Clone(f.get()), unknown)
@@ -134,11 +126,10 @@ func newFixture(t *testing.T) *fixture {
 		}
 	})
 	return &fixture{
-		T: t, api: newFakeAPI(t), node: fakeNode{newBroadcast[types.UID]("node-uid")}, ledger: book,
-		inventory: fakeInventory{newBroadcast(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1")}})},
-		registry:  prometheus.NewRegistry(),
-		claims:    newBroadcast(map[string]*resourceapi.ResourceClaim{}),
-		daemons:   fakeSharing{newBroadcast[[]sharing.Daemon](nil)},
+		T: t, api: newFakeAPI(t), node: fakeNode{newSource[types.UID]("node-uid")}, ledger: book,
+		inventory: fakeInventory{newSource(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1")}})},
+		claims:    newSource(map[string]*resourceapi.ResourceClaim{}),
+		daemons:   fakeSharing{newSource[[]sharing.Daemon](nil)},
 		logger:    ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true))),
 	}
 }
@@ -146,6 +137,7 @@ func newFixture(t *testing.T) *fixture {
 // start runs an Object until the test ends or the returned function is called.
 func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
 	f.Helper()
+	f.registry = prometheus.NewRegistry()
 	o, err := New(Config{
 		REST: f.api.config(), DriverName: "gpu.nvidia.com", NodeName: "node-1",
 		Claims: func(namespace string) Claims { return fakeClaims{f.claims, namespace} }, Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"},
@@ -155,7 +147,7 @@ func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
 		f.Fatal(err)
 	}
 	o.times = times{settle: time.Millisecond, interval: 10 * time.Millisecond, firstRetry: 10 * time.Millisecond,
-		lastRetry: 20 * time.Millisecond, lastRefused: 50 * time.Millisecond, doubt: time.Hour}
+		lastRetry: 20 * time.Millisecond, lastRefused: 50 * time.Millisecond, verify: time.Hour}
 	for _, s := range shorten {
 		s(&o.times)
 	}
@@ -516,10 +508,10 @@ func TestSpec(t *testing.T) {
 	f.await("that nothing is allocated", func() bool { return len(o.Allocated()) == 0 })
 }
 
-// TestDoubt: with the controller away, claims of the spec that have let go are found out, and only those.
-func TestDoubt(t *testing.T) {
+// TestVerify: while the controller is down, claims of the spec that were released are found, and only those.
+func TestVerify(t *testing.T) {
 	f := newFixture(t)
-	o, _ := f.start(func(s *times) { s.doubt = 20 * time.Millisecond })
+	o, _ := f.start(func(s *times) { s.verify = 20 * time.Millisecond })
 	f.awaitStatus("a status", free(2))
 	allocated := func(uid, driver, pool, device string) *resourceapi.ResourceClaim {
 		c := &resourceapi.ResourceClaim{}
@@ -602,11 +594,11 @@ func TestDeletedByHand(t *testing.T) {
 
 // TestAnswerAfterDeletion: the watch says that the object is gone before the answer to our write arrives.
 func TestAnswerAfterDeletion(t *testing.T) {
-	v, object := newView(), &v1alpha1.GPUNode{}
+	v, object := &view{}, &v1alpha1.GPUNode{}
 	object.UID, object.ResourceVersion = "1", "5"
 	v.observe(object)
-	v.vanish(object)
-	v.adopt(object)
+	v.vanish(object.UID)
+	v.observe(object)
 	if latest, _ := v.current(); latest != nil {
 		t.Error("an object that is gone was adopted")
 	}
@@ -742,11 +734,10 @@ func TestAClaimThatIsAllocatedAgain(t *testing.T) {
 	}
 	elsewhere := spec("2", "gpu-0")
 	elsewhere.Spec.Claims[0].Pools = []string{"node-1/gpu-00"}
-	v := newView()
 	for _, test := range []struct {
-		name       string
-		then       []*v1alpha1.GPUNode
-		disbelieve bool
+		name     string
+		then     []*v1alpha1.GPUNode
+		released bool
 	}{
 		{"the status changes", []*v1alpha1.GPUNode{spec("2", "gpu-0")}, true},
 		{"it is gone", []*v1alpha1.GPUNode{spec("2")}, false},
@@ -754,13 +745,14 @@ func TestAClaimThatIsAllocatedAgain(t *testing.T) {
 		{"it has another device", []*v1alpha1.GPUNode{spec("2", "gpu-1")}, false},
 		{"it has the device from another pool", []*v1alpha1.GPUNode{elsewhere}, false},
 	} {
+		v := &view{}
 		v.observe(spec("1", "gpu-0"))
-		v.disbelieve(map[types.UID]bool{"claim": true})
+		v.release(map[types.UID]bool{"claim": true})
 		for _, object := range test.then {
 			v.observe(object)
 		}
-		if got := v.disbelieved("claim"); got != test.disbelieve {
-			t.Errorf("%s: disbelieved %v, want %v", test.name, got, test.disbelieve)
+		if got := v.released["claim"]; got != test.released {
+			t.Errorf("%s: released %v, want %v", test.name, got, test.released)
 		}
 	}
 }

@@ -20,44 +20,44 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// Facts are everything that the status says, as it was at one moment.
+// Facts are everything that the status contains, at one moment.
 type Facts struct {
 	Mode string
-	// Limits are the resources by which limits ask; zero where none are served.
+	// Limits are the extended resources that the node serves; zero for none.
 	Limits device.Resources
-	// OfferedToPods tells the GPUs that limits can ask for, or for partitions of; nil means all.
+	// OfferedToPods selects the GPUs that extended resources offer, whole or in partitions; nil selects all.
 	OfferedToPods func(device.GPU) bool
-	// Excluded tells the GPUs that are nobody's; nil means none.
+	// Excluded selects the GPUs that are excluded from both APIs; nil selects none.
 	Excluded func(device.GPU) bool
 	// Generation of the spec that the agent acts on.
 	Generation int64
 	Inventory  device.Inventory
 	Holds      []ledger.Hold
 	Conflicts  []ledger.Conflict
-	// Allocatable are the device IDs that kubelet itself calls allocatable, by resource; of one that is absent kubelet has not
-	// said.
+	// Allocatable are the device IDs that kubelet reports as allocatable, by resource. A resource is missing until kubelet reports it.
 	Allocatable map[string][]string
-	// Daemons that are to run, by name, and those that may run besides.
+	// Daemons are those to run, by name. UnknownDaemons may run too.
 	Daemons        []sharing.Daemon
 	UnknownDaemons []string
 }
 
-// Status is what the node's GPUNode should say. It is a pure function, for the agent and for simulations: equal facts give
-// equal statuses, whatever the order of holds.
+// Status returns the status of the node's GPUNode. It is a pure function, for the agent and for simulations. The order of holds does not
+// matter.
 func Status(f Facts) v1alpha1.GPUNodeStatus {
 	names := deviceNames(f.Inventory)
 	holders := holdersByDevice(f.Inventory, f.Holds)
-	offers := f.offers()
+	offers, _ := f.Limits.Offers(f.podGPUs())
 	resources := f.resources(offers)
 	status := v1alpha1.GPUNodeStatus{
 		Mode: f.Mode, ObservedGeneration: f.Generation, ExtendedResource: f.Limits.GPU, Conflicts: conflicts(f.Conflicts, names),
+		UnknownDaemons: f.UnknownDaemons,
 	}
 	var line []string
 	add := func(d v1alpha1.DeviceStatus, of device.Device) {
-		d.Excluded = f.excluded(of.GPU)
+		d.Excluded = f.Excluded != nil && f.Excluded(of.GPU)
 		d.ExtendedResource = resources[d.UUID]
 		d.Sharing = f.sharing(d, of, offers)
-		d.ExtendedResourceState = f.limits(d)
+		d.ExtendedResourceState = f.state(d)
 		for _, h := range d.Holders {
 			line = append(line, d.Name+"="+describe(h))
 		}
@@ -65,32 +65,32 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 	}
 	for _, gpu := range f.Inventory.GPUs {
 		whole := v1alpha1.DeviceStatus{
-			Name: names[gpu.Ref()], UUID: gpu.UUID, Model: gpu.ProductName, UnhealthyReason: fault(gpu.Health), Holders: holders[gpu.Ref()],
+			Name: names[gpu.Ref()], UUID: gpu.UUID, Model: gpu.ProductName, UnhealthyReason: reason(gpu.Health), Holders: holders[gpu.Ref()],
 		}
 		add(whole, device.Device{GPU: gpu})
 		for _, p := range gpu.Partitions {
 			part := v1alpha1.DeviceStatus{
 				Name: names[p.Ref], UUID: p.UUID, Parent: whole.Name, Profile: p.Profile, Model: gpu.ProductName,
-				UnhealthyReason: fault(device.Device{GPU: gpu, Partition: p}.Health()), Holders: holders[p.Ref],
+				UnhealthyReason: reason(device.Device{GPU: gpu, Partition: p}.Health()), Holders: holders[p.Ref],
 			}
 			if part.UUID == "" {
-				part.UnhealthyReason = cmp.Or(part.UnhealthyReason, noComputeInstance)
+				part.UnhealthyReason = cmp.Or(part.UnhealthyReason, "its GPU instance has no compute instance")
 			}
 			add(part, device.Device{GPU: gpu, Partition: p})
 		}
 	}
+	status.Holders = strings.Join(line, " ")
 	node := availability.NewNode(status, nil)
 	for _, d := range status.Devices {
-		counts := &status.Counts
-		if d.Parent != "" && !d.Excluded {
+		switch {
+		case d.Excluded:
+		case d.Parent == "":
+			node.Count(&status.Counts, d)
+		default:
 			status.Partitions = cmp.Or(status.Partitions, &v1alpha1.DeviceCounts{})
-			counts = status.Partitions
-		}
-		if !d.Excluded {
-			node.Count(counts, d)
+			node.Count(status.Partitions, d)
 		}
 	}
-	status.Holders = strings.Join(line, " ")
 	for _, d := range f.Daemons {
 		status.Daemons = append(status.Daemons, v1alpha1.MPSDaemon{
 			Name: d.Name, Devices: d.Settings.Devices, ActiveThreadPercentage: d.Settings.ActiveThreadPercentage,
@@ -98,46 +98,34 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 			Generation: d.Settings.Generation,
 		})
 	}
-	status.UnknownDaemons = f.UnknownDaemons
 	return status
 }
 
-// noComputeInstance is the fault of a partition that is not complete.
-const noComputeInstance = "its GPU instance has no compute instance"
-
-func (f Facts) excluded(g device.GPU) bool { return f.Excluded != nil && f.Excluded(g) }
-
-// podGPUs are those that limits may have something of.
+// podGPUs returns the GPUs that extended resources offer, whole or in partitions.
 func (f Facts) podGPUs() []device.GPU {
 	return slices.DeleteFunc(slices.Clone(f.Inventory.GPUs), func(g device.GPU) bool {
 		return f.Limits.GPU == "" || f.OfferedToPods != nil && !f.OfferedToPods(g)
 	})
 }
 
-// offers are what limits can ask for.
-func (f Facts) offers() []device.Offer {
-	offers, _ := f.Limits.Offers(f.podGPUs())
-	return offers
-}
-
-// resources by which limits ask for devices, by UUID. What kubelet lists, it lists under that name.
+// resources returns the extended resource of each device, by UUID.
 func (f Facts) resources(offers []device.Offer) map[string]string {
 	if f.Limits.GPU == "" {
 		return nil
 	}
 	of := map[string]string{}
+	for _, gpu := range f.podGPUs() {
+		if gpu.Dynamic {
+			of[gpu.UUID] = f.Limits.GPU // once it has no partitions
+		}
+	}
 	for _, offer := range offers {
 		of[offer.Device.UUID()] = offer.Resource
 	}
-	for _, gpu := range f.podGPUs() {
-		if gpu.Dynamic && of[gpu.UUID] == "" {
-			of[gpu.UUID] = f.Limits.GPU // once it is not partitioned any more
-		}
-	}
-	// In order, since kubelet may list a device by two resources while one of them goes.
+	// A device has the resource under which kubelet lists it. In order, since kubelet may list it under two while one of them ends.
 	for _, resource := range slices.Sorted(maps.Keys(f.Allocatable)) {
 		for _, id := range f.Allocatable[resource] {
-			// Replicas of before, under another name, are not what the device is asked for by now.
+			// Former replicas under another resource do not count.
 			if uuid := device.HardwareUUID(id); uuid == id || of[uuid] == "" {
 				of[uuid] = resource
 			}
@@ -146,8 +134,8 @@ func (f Facts) resources(offers []device.Offer) map[string]string {
 	return of
 }
 
-// deviceNames gives every device a name that no other has: the list in the API is keyed by it. Two GPUs can have one minor number
-// between them after a board was replaced, of which the one that is there keeps the name.
+// deviceNames returns a unique name for each device: the list in the API has it as its key. After a board was replaced two GPUs can
+// have the same minor number. The healthy one keeps the name.
 func deviceNames(inv device.Inventory) map[device.Ref]string {
 	byName := map[string]device.Device{}
 	for _, d := range inv.Devices() {
@@ -165,18 +153,18 @@ func deviceNames(inv device.Inventory) map[device.Ref]string {
 	return names
 }
 
-// limits is what kubelet says, unless less is known already to be true: a GPU with a fault, or whose last holder is gone and runs
-// on, is taken back in the same moment, and the scheduler should hear that without waiting for kubelet to have heard it.
-func (f Facts) limits(d v1alpha1.DeviceStatus) v1alpha1.ExtendedResourceState {
+// state returns what kubelet reports of a device. A device that is unhealthy or draining is withdrawn at once, before kubelet reports it.
+func (f Facts) state(d v1alpha1.DeviceStatus) v1alpha1.ExtendedResourceState {
 	draining := func(h v1alpha1.DeviceHolder) bool { return h.State == v1alpha1.HoldDraining }
-	allocatable, acknowledged := f.Allocatable[d.ExtendedResource]
+	allocatable, reported := f.Allocatable[d.ExtendedResource]
 	switch {
-	case d.ExtendedResource == "" || !acknowledged:
+	case d.ExtendedResource == "" || !reported:
 		return ""
-	case d.Sharing != nil && d.Sharing.Allocatable > 0 && d.UnhealthyReason == "":
-		// The scheduler is told how many; one that drains is among the holders.
+	case d.UnhealthyReason != "":
+		return v1alpha1.ExtendedResourceWithdrawn
+	case d.Sharing != nil && d.Sharing.Allocatable > 0: // a replica that is draining is one of the holders
 		return v1alpha1.ExtendedResourceAllocatable
-	case slices.Contains(allocatable, d.UUID) && d.UnhealthyReason == "" && !slices.ContainsFunc(d.Holders, draining):
+	case slices.Contains(allocatable, d.UUID) && !slices.ContainsFunc(d.Holders, draining):
 		return v1alpha1.ExtendedResourceAllocatable
 	default:
 		return v1alpha1.ExtendedResourceWithdrawn
@@ -212,18 +200,15 @@ func (f Facts) sharing(d v1alpha1.DeviceStatus, of device.Device, offers []devic
 	return s
 }
 
-func fault(h device.Health) string {
-	switch {
-	case h.Healthy():
-		return ""
-	case h.Message == "":
+// reason returns why a device is unhealthy; empty if it is healthy.
+func reason(h device.Health) string {
+	if h.Healthy() || h.Message == "" {
 		return h.Reason
-	default:
-		return h.Reason + ": " + h.Message
 	}
+	return h.Reason + ": " + h.Message
 }
 
-// holdersByDevice has each holder of a device once. Who has a partition that is not there, or not yet, is told with its GPU.
+// holdersByDevice returns each holder of a device once. The holder of a partition that does not exist is listed with its GPU.
 func holdersByDevice(inv device.Inventory, holds []ledger.Hold) map[device.Ref][]v1alpha1.DeviceHolder {
 	holds = slices.Clone(holds)
 	slices.SortFunc(holds, func(a, b ledger.Hold) int {
@@ -231,19 +216,19 @@ func holdersByDevice(inv device.Inventory, holds []ledger.Hold) map[device.Ref][
 			cmp.Compare(a.Holder.Kind, b.Holder.Kind), cmp.Compare(a.Holder.ID, b.Holder.ID),
 			cmp.Compare(a.Device.String(), b.Device.String()))
 	})
-	there := map[device.Ref]bool{}
+	exists := map[device.Ref]bool{}
 	for _, d := range inv.Devices() {
-		there[d.Ref()] = true
+		exists[d.Ref()] = true
 	}
-	type place struct {
+	type entry struct {
 		device device.Ref
 		holder ledger.Holder
 	}
-	seen := map[place]bool{}
+	seen := map[entry]bool{}
 	holders := map[device.Ref][]v1alpha1.DeviceHolder{}
 	for _, h := range holds {
-		at := place{h.Device, h.Holder}
-		if !there[h.Device] {
+		at := entry{h.Device, h.Holder}
+		if !exists[h.Device] {
 			at.device = device.Ref{GPU: h.Device.GPU}
 		}
 		if !seen[at] {
@@ -255,67 +240,60 @@ func holdersByDevice(inv device.Inventory, holds []ledger.Hold) map[device.Ref][
 }
 
 func holder(h ledger.Hold) v1alpha1.DeviceHolder {
-	shown := v1alpha1.DeviceHolder{Kind: v1alpha1.HolderPod, State: state(h.State), Memory: int64(h.Share.Bytes), Namespace: h.Namespace, Name: h.Name}
+	entry := v1alpha1.DeviceHolder{
+		Kind: v1alpha1.HolderPod, State: v1alpha1.HoldHeld, Memory: int64(h.Share.Bytes), Namespace: h.Namespace, Name: h.Name,
+	}
 	if h.Holder.Kind == ledger.KindClaim {
-		shown.Kind, shown.UID = v1alpha1.HolderClaim, types.UID(h.Holder.ID)
+		entry.Kind, entry.UID = v1alpha1.HolderClaim, types.UID(h.Holder.ID)
+	}
+	switch h.State {
+	case ledger.StateRestored:
+		entry.State = v1alpha1.HoldRestored
+	case ledger.StateDraining:
+		entry.State = v1alpha1.HoldDraining
 	}
 	for _, p := range h.Pods {
-		shown.Pods = append(shown.Pods, v1alpha1.PodReference{UID: types.UID(p.UID), Namespace: p.Namespace, Name: p.Name})
+		entry.Pods = append(entry.Pods, v1alpha1.PodReference{UID: types.UID(p.UID), Namespace: p.Namespace, Name: p.Name})
 	}
-	slices.SortFunc(shown.Pods, func(a, b v1alpha1.PodReference) int { return cmp.Compare(a.UID, b.UID) })
-	return shown
+	slices.SortFunc(entry.Pods, func(a, b v1alpha1.PodReference) int { return cmp.Compare(a.UID, b.UID) })
+	return entry
 }
 
-func state(s ledger.State) v1alpha1.HoldState {
-	switch s {
-	case ledger.StateRestored:
-		return v1alpha1.HoldRestored
-	case ledger.StateDraining:
-		return v1alpha1.HoldDraining
-	default:
-		return v1alpha1.HoldHeld
-	}
-}
-
-// describe names a holder in a word: the claim, or the pod of a limit.
+// describe returns the claim or pod of a holder, such as "default/train(claim)".
 func describe(h v1alpha1.DeviceHolder) string {
-	name, kind := "?", "claim"
-	switch {
-	case h.Kind == v1alpha1.HolderClaim && h.Name != "":
-		name = h.Namespace + "/" + h.Name
-	case h.Kind == v1alpha1.HolderClaim:
-		name = string(h.UID)
-	default:
-		kind = "pod"
-		if len(h.Pods) > 0 && h.Pods[0].Name != "" {
-			name = h.Pods[0].Namespace + "/" + h.Pods[0].Name
-		} else if len(h.Pods) > 0 {
-			name = string(h.Pods[0].UID)
+	kind, named := "claim", v1alpha1.PodReference{UID: h.UID, Namespace: h.Namespace, Name: h.Name}
+	if h.Kind == v1alpha1.HolderPod {
+		kind, named = "pod", v1alpha1.PodReference{}
+		if len(h.Pods) > 0 {
+			named = h.Pods[0]
 		}
 	}
-	return fmt.Sprintf("%s(%s)", name, kind)
+	if named.Name != "" {
+		return fmt.Sprintf("%s/%s(%s)", named.Namespace, named.Name, kind)
+	}
+	return fmt.Sprintf("%s(%s)", cmp.Or(string(named.UID), "?"), kind)
 }
 
-func conflicts(lost []ledger.Conflict, names map[device.Ref]string) []v1alpha1.ConflictingClaim {
+func conflicts(found []ledger.Conflict, names map[device.Ref]string) []v1alpha1.ConflictingClaim {
 	var claims []v1alpha1.ConflictingClaim
-	for _, l := range lost {
+	for _, c := range found {
 		devices := map[string]bool{}
-		for i, ref := range l.Devices {
+		for i, ref := range c.Devices {
 			var name string
-			if i < len(l.Names) {
-				name = l.Names[i]
+			if i < len(c.Names) {
+				name = c.Names[i]
 			}
 			devices[cmp.Or(name, names[ref], names[device.Ref{GPU: ref.GPU}], ref.GPU)] = true
 		}
 		pods := map[types.UID]bool{}
-		for _, pod := range l.Pods {
+		for _, pod := range c.Pods {
 			pods[types.UID(pod.UID)] = true
 		}
 		claims = append(claims, v1alpha1.ConflictingClaim{
-			UID: types.UID(l.UID), Namespace: l.Namespace, Name: l.Name,
+			UID: types.UID(c.UID), Namespace: c.Namespace, Name: c.Name,
 			Devices: slices.Sorted(maps.Keys(devices)), Pods: slices.Sorted(maps.Keys(pods)),
-			// No finer than the API keeps it, or what is stored would never be what it should be.
-			Since: metav1.NewMicroTime(l.Since.Truncate(time.Microsecond)), PendingEviction: l.PendingEviction, Message: l.Message,
+			// The API keeps microseconds. A finer time would differ from the stored one forever.
+			Since: metav1.NewMicroTime(c.Since.Truncate(time.Microsecond)), PendingEviction: c.PendingEviction, Message: c.Message,
 		})
 	}
 	slices.SortFunc(claims, func(a, b v1alpha1.ConflictingClaim) int { return cmp.Compare(a.UID, b.UID) })

@@ -4,12 +4,13 @@ package gpunode
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"sync"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
 
@@ -21,80 +22,62 @@ func (o *Object) watch(ctx context.Context) error {
 	list := cache.NewListWatchFromClient(o.client, resource, metav1.NamespaceAll,
 		fields.OneTermEqualSelector(metav1.ObjectNameField, o.config.NodeName))
 	informer := cache.NewSharedIndexInformerWithOptions(list, &v1alpha1.GPUNode{}, cache.SharedIndexInformerOptions{})
-	if err := informer.SetTransform(func(object any) (any, error) {
-		if known, ok := object.(*v1alpha1.GPUNode); ok {
-			return stripped(known), nil
-		}
-		return object, nil
-	}); err != nil {
+	if err := errors.Join(informer.SetTransform(stripped), informer.SetWatchErrorHandlerWithContext(o.watchFailed())); err != nil {
 		return fmt.Errorf("watch GPUNode: %w", err)
 	}
-	if err := informer.SetWatchErrorHandlerWithContext(o.watchFailed()); err != nil {
-		return fmt.Errorf("watch GPUNode: %w", err)
+	observe := func(object any) {
+		if known, ok := object.(*v1alpha1.GPUNode); ok {
+			o.metrics.served.Set(1)
+			o.view.observe(known)
+		}
 	}
 	handler, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc: func(object any) { o.observe(object) },
-		UpdateFunc: func(before, object any) {
-			// An object that was replaced by another while the watch was interrupted.
-			if was, ok := before.(*v1alpha1.GPUNode); ok && was.UID != uidOf(object) {
-				o.view.vanish(was)
-			}
-			o.observe(object)
-		},
+		AddFunc:    observe,
+		UpdateFunc: func(_, object any) { observe(object) },
 		DeleteFunc: func(object any) {
 			if tombstone, ok := object.(cache.DeletedFinalStateUnknown); ok {
 				object = tombstone.Obj
 			}
 			if known, ok := object.(*v1alpha1.GPUNode); ok {
-				o.view.vanish(known)
+				o.view.vanish(known.UID)
 			}
 		},
 	})
 	if err != nil {
 		return fmt.Errorf("watch GPUNode: %w", err)
 	}
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		informer.RunWithContext(ctx)
-	}()
+	var running sync.WaitGroup
+	defer running.Wait()
+	running.Go(func() { informer.RunWithContext(ctx) })
 	// The informer syncs before its handler has received everything.
 	if cache.WaitFor(ctx, "", handler.HasSyncedChecker()) {
-		klog.FromContext(ctx).V(1).Info("GPUNodes are served")
+		klog.FromContext(ctx).V(1).Info("The API server serves GPUNodes")
 		o.metrics.served.Set(1)
-		o.view.sync()
+		o.view.update(func() { o.view.synced = true })
 	}
-	<-done
 	return nil
 }
 
-func (o *Object) observe(object any) {
+// stripped drops the managed fields, which a status is larger with. The API server keeps its own.
+func stripped(object any) (any, error) {
 	if known, ok := object.(*v1alpha1.GPUNode); ok {
-		o.metrics.served.Set(1)
-		o.view.observe(known)
+		known.ManagedFields = nil
 	}
+	return object, nil
 }
 
-func uidOf(object any) types.UID {
-	if known, ok := object.(*v1alpha1.GPUNode); ok {
-		return known.UID
-	}
-	return ""
-}
-
-// watchFailed says once that the cluster has no GPUNodes, or none for us: it may stay so, and then the agent steers less well
-// and is as safe. The informer tries again, less and less often, up to once in half a minute.
+// watchFailed logs once that the cluster has no GPUNodes, or none for this agent, which may be permanent. The informer retries, up to
+// once in half a minute.
 func (o *Object) watchFailed() cache.WatchErrorHandlerWithContext {
-	said := false
+	var once sync.Once
 	return func(ctx context.Context, r *cache.Reflector, err error) {
 		if !apierrors.IsNotFound(err) && !apierrors.IsForbidden(err) {
 			cache.DefaultWatchErrorHandler(ctx, r, err)
 			return
 		}
 		o.metrics.served.Set(0)
-		if !said {
-			said = true
+		once.Do(func() {
 			klog.FromContext(ctx).Info("Going on without GPUNodes: the API server does not serve them to this agent", "reason", err.Error())
-		}
+		})
 	}
 }

@@ -5,45 +5,102 @@ package gpunode
 import (
 	"context"
 	"slices"
+	"sync"
 	"time"
 
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// writer makes the object and its status what they should be, one step at a time.
+const (
+	// requestTimeout bounds each request: a dead connection to an API server must not delay the next request.
+	requestTimeout = 10 * time.Second
+	// leaveTimeout bounds the last write, which is repeated once.
+	leaveTimeout = 2 * time.Second
+)
+
+var resource = v1alpha1.Resource.Resource
+
+// A status is written once an interval on average. A node that was quiet may write this many statuses at once. The last of them is for
+// bad news, since a pod fails for every 30 ms that the scheduler does not know it. More of them would delay good news: the controller
+// assumes that a status is at most two seconds old.
+const (
+	aheadOrdinary = 2
+	aheadUrgent   = 3
+)
+
+// Pace limits the writes of a status to one an interval on average. It is for the agent and for simulations, and not safe for concurrent
+// use.
+type Pace struct {
+	Interval time.Duration
+	paid     time.Time
+}
+
+// Due returns when the next write is allowed.
+func (p *Pace) Due(urgent bool) time.Time {
+	ahead := aheadOrdinary
+	if urgent {
+		ahead = aheadUrgent
+	}
+	return p.paid.Add(-time.Duration(ahead) * p.Interval)
+}
+
+// Took records a write.
+func (p *Pace) Took(now time.Time) { p.paid = latest(p.paid, now).Add(p.Interval) }
+
+// Urgent reports whether pods lose a device that they can use by the written status, for a reason other than a claim: the controller
+// already knows the claims. It is a pure function.
+func Urgent(written, status v1alpha1.GPUNodeStatus) bool {
+	return slices.ContainsFunc(written.Devices, func(before v1alpha1.DeviceStatus) bool {
+		if before.ExtendedResourceState != v1alpha1.ExtendedResourceAllocatable {
+			return false
+		}
+		i := slices.IndexFunc(status.Devices, func(d v1alpha1.DeviceStatus) bool { return d.UUID == before.UUID })
+		return i < 0 || status.Devices[i].ExtendedResourceState == v1alpha1.ExtendedResourceWithdrawn && !claimed(status, status.Devices[i])
+	})
+}
+
+// claimed reports whether a claim holds the device, or hardware that overlaps it.
+func claimed(status v1alpha1.GPUNodeStatus, d v1alpha1.DeviceStatus) bool {
+	request := availability.Use[availability.Name]{Device: availability.StatusName(d)}
+	reason := availability.Check(true, request, slices.Values(availability.NewNode(status, nil).Held))
+	return reason == availability.HeldByClaim || reason == availability.Draining
+}
+
+// writer creates the object and writes its status, one request at a time.
 type writer struct {
 	*Object
 	pace Pace
-	// dirty is since when something is to be written; zero for nothing.
+	// dirty is when the status first differed from the object; zero if it does not.
 	dirty time.Time
-	// failures in a row, the last of which allows no write before retry.
+	// failures since the last success. retry is when to try again; zero after a success. backoff is the delay after the next failure.
 	failures int
 	retry    time.Time
-	// said is set once the log has the failure, until a write succeeds.
-	said bool
-	// sent is the status that was written last, and answered the version of the object that came of it.
+	backoff  wait.Backoff
+	// sent is the last status that was written, and answered the object's version in the response.
 	sent     v1alpha1.GPUNodeStatus
 	answered string
-	// saidPruned is set once the log has that the API server does not keep all of it.
-	saidPruned bool
+	// pruned logs once that the API server dropped a part of the status.
+	pruned sync.Once
 }
 
 // write follows everything that the object depends on until ctx is done.
 func (o *Object) write(ctx context.Context) {
 	w := writer{Object: o, pace: Pace{Interval: o.times.interval}}
+	w.succeeded()
 	for ctx.Err() == nil {
-		node, book, inventory, view := o.config.Node.Changed(), o.config.Ledger.Changed(), o.config.Inventory.Changed(), o.view.Changed()
-		var daemons <-chan struct{}
-		if o.config.Sharing != nil {
-			daemons = o.config.Sharing.Changed()
-		}
+		node, book, inventory := o.config.Node.Changed(), o.config.Ledger.Changed(), o.config.Inventory.Changed()
+		daemons, view := o.config.Sharing.Changed(), o.view.Changed()
 		var due <-chan time.Time
 		if again := w.look(ctx, time.Now()); !again.IsZero() {
 			due = time.After(time.Until(again))
@@ -53,79 +110,56 @@ func (o *Object) write(ctx context.Context) {
 		case <-node:
 		case <-book:
 		case <-inventory:
-		case <-view:
 		case <-daemons:
+		case <-view:
 		case <-due:
 		}
-		// One thing that happens is several changes, and each look costs as much as the node has GPUs.
-		pause(ctx, o.times.gather)
 	}
 }
 
-// step is one request to the API server.
-type step func(ctx context.Context) error
-
-// look does at most one step that is due, and returns when to check again if nothing changes; zero for never.
+// look makes at most one request if one is due. It returns when to look again if nothing changes; zero for never.
 func (w *writer) look(ctx context.Context, now time.Time) time.Time {
-	next, urgent := w.next()
-	if next == nil {
-		w.dirty, w.failures = time.Time{}, 0
+	request, urgent := w.next()
+	if request == nil {
+		w.dirty = time.Time{}
+		w.succeeded()
 		return w.expire()
 	}
 	if w.dirty.IsZero() {
 		w.dirty = now
 	}
-	if due := w.due(urgent); due.After(now) {
+	due := latest(w.pace.Due(urgent), w.retry)
+	if !urgent {
+		due = latest(due, w.dirty.Add(w.times.settle))
+	}
+	if due.After(now) {
 		return due
 	}
-	if err := next(ctx); err != nil {
+	if err := request(ctx); err != nil {
 		return w.failed(ctx, err)
 	}
-	w.failures, w.said = 0, false
+	w.succeeded()
 	return time.Now()
 }
 
-// due is when what is dirty may be written.
-func (w *writer) due(urgent bool) time.Time {
-	if urgent {
-		return latest(w.pace.Due(urgent), w.retry)
-	}
-	return latest(w.dirty.Add(w.times.settle), w.pace.Due(urgent), w.retry)
-}
-
-// next compares what there is with what should be; nil means that nothing is to be done, or nothing can be. What is urgent is
-// better written now than together with what comes next.
-func (w *writer) next() (next step, urgent bool) {
+// next returns the next request; nil if none is needed or possible. An urgent one is not delayed for other changes.
+func (w *writer) next() (request func(context.Context) error, urgent bool) {
 	object, synced := w.view.current()
 	node := w.config.Node.UID()
 	switch {
-	case !synced || node == "":
+	case !synced || node == "" || object != nil && object.DeletionTimestamp != nil:
 		return nil, false
 	case object == nil:
-		return func(ctx context.Context) error {
-			created, err := w.create(ctx, node)
-			if err == nil {
-				w.view.adopt(created)
-			}
-			return err
-		}, false
-	case object.DeletionTimestamp != nil:
-		return nil, false
-	case !ownedBy(object, node):
-		return func(ctx context.Context) error {
-			klog.FromContext(ctx).Info("The node object was replaced, its GPUNode gets a new owner", "node", w.config.NodeName, "nodeUID", node)
-			if err := w.remove(ctx, object); err != nil {
-				return err
-			}
-			return w.refresh(ctx)
-		}, false
+		return func(ctx context.Context) error { return w.create(ctx, node) }, false
+	case len(object.OwnerReferences) != 1 || object.OwnerReferences[0].Kind != "Node" || object.OwnerReferences[0].UID != node:
+		return func(ctx context.Context) error { return w.replace(ctx, object) }, false
 	}
-	status := w.status()
-	switch {
-	case apiequality.Semantic.DeepEqual(object.Status, status):
+	status := Status(w.facts())
+	if apiequality.Semantic.DeepEqual(object.Status, status) {
 		return nil, false
-	case object.ResourceVersion == w.answered && apiequality.Semantic.DeepEqual(w.sent, status):
-		// All was said, and not all of it kept: once more would change nothing.
+	}
+	if object.ResourceVersion == w.answered && apiequality.Semantic.DeepEqual(w.sent, status) {
+		// The API server dropped a part of it and would do so again.
 		return nil, false
 	}
 	return func(ctx context.Context) error {
@@ -136,50 +170,40 @@ func (w *writer) next() (next step, urgent bool) {
 		w.pace.Took(time.Now())
 		w.dirty = time.Time{}
 		w.sent, w.answered = status, updated.ResourceVersion
-		w.view.adopt(updated)
-		if !w.saidPruned && !apiequality.Semantic.DeepEqual(updated.Status, status) {
-			w.saidPruned = true
-			klog.FromContext(ctx).Info("The API server does not keep all of the GPUNode's status: its CustomResourceDefinition is of another version")
+		if !apiequality.Semantic.DeepEqual(updated.Status, status) {
+			w.pruned.Do(func() {
+				klog.FromContext(ctx).Info("The API server does not keep all of the GPUNode's status: its CustomResourceDefinition has another version")
+			})
 		}
 		return nil
 	}, Urgent(object.Status, status)
 }
 
-// expire is when time alone will change what the ledger says; zero for never.
+// expire returns when the first conflict of the ledger expires; zero for never. No change announces that.
 func (w *writer) expire() time.Time {
 	var first time.Time
-	for _, l := range w.config.Ledger.Conflicts() {
-		if until := l.Until(); !until.IsZero() && (first.IsZero() || until.Before(first)) {
+	for _, conflict := range w.config.Ledger.Conflicts() {
+		if until := conflict.Until(); !until.IsZero() && (first.IsZero() || until.Before(first)) {
 			first = until
 		}
 	}
 	return first
 }
 
-func ownedBy(object *v1alpha1.GPUNode, node types.UID) bool {
-	owner := object.OwnerReferences
-	return len(owner) == 1 && owner[0].Kind == "Node" && owner[0].UID == node
-}
-
-func (o *Object) status() v1alpha1.GPUNodeStatus {
-	return Status(o.facts())
-}
-
 func (o *Object) facts() Facts {
 	facts := Facts{
-		Mode: o.config.Mode, Limits: o.config.Limits, OfferedToPods: o.config.OfferedToPods, Excluded: o.config.Excluded, Generation: o.view.acting().Generation,
+		Mode: o.config.Mode, Limits: o.config.Limits, OfferedToPods: o.config.OfferedToPods, Excluded: o.config.Excluded,
 		Inventory: o.config.Inventory.Inventory(), Holds: o.config.Ledger.Holds(), Conflicts: o.config.Ledger.Conflicts(),
-		Allocatable: o.view.kubelet(),
+		Allocatable: o.view.kubelet(), Daemons: o.config.Sharing.Daemons(), UnknownDaemons: o.config.Sharing.UnknownDaemons(),
 	}
-	if o.config.Sharing != nil {
-		facts.Daemons, facts.UnknownDaemons = o.config.Sharing.Daemons(), o.config.Sharing.UnknownDaemons()
+	if object, _ := o.view.current(); object != nil {
+		facts.Generation = object.Generation
 	}
 	return facts
 }
 
-// leave writes that the device plugin is no longer served. kubelet reports up to ten seconds later that the plugin is gone, and
-// fails every pod that the scheduler sends until then. The next agent overwrites it. leave does not wait for an API server that
-// does not answer.
+// leave writes that the device plugin is no longer served. kubelet reports that up to ten seconds later, and fails every pod that the
+// scheduler sends until then. The next agent overwrites it.
 func (o *Object) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, leaveTimeout)
 	defer cancel()
@@ -195,68 +219,99 @@ func (o *Object) leave(ctx context.Context) {
 		if err == nil {
 			return
 		}
-		// The last write of before may have been cut short, and stored.
-		if !overtaken(err) || o.refresh(ctx) != nil {
-			klog.FromContext(ctx).Info("Leaving a GPUNode that says that limits are served", "reason", err.Error())
+		// The previous write may have been interrupted and stored.
+		if !outdated(err) || o.refresh(ctx) != nil {
+			klog.FromContext(ctx).Info("Cannot write that the GPUNode's extended resources are no longer served", "reason", err.Error())
 			return
 		}
 	}
 }
 
-// leaveTimeout is for one write, perhaps a second.
-const leaveTimeout = 2 * time.Second
-
-func pause(ctx context.Context, length time.Duration) {
-	timer := time.NewTimer(length)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-	case <-timer.C:
-	}
+// create creates the object. The node owns it, so it is deleted with the node.
+func (o *Object) create(ctx context.Context, node types.UID) error {
+	_, err := o.request(ctx, "create", o.client.Post(), &v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{
+		Name:            o.config.NodeName,
+		OwnerReferences: []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: o.config.NodeName, UID: node}},
+	}})
+	return err
 }
 
-// failed returns when to retry. After a conflict with another writer it reads the object and retries at once, the first time.
+// replace deletes an object of another node of this name. The next request creates ours.
+func (o *Object) replace(ctx context.Context, object *v1alpha1.GPUNode) error {
+	klog.FromContext(ctx).Info("The node object was replaced, its GPUNode gets a new owner", "node", o.config.NodeName)
+	options := &metav1.DeleteOptions{Preconditions: &metav1.Preconditions{UID: ptr.To(object.UID)}}
+	err := o.client.Delete().Resource(resource).Name(object.Name).Timeout(requestTimeout).Body(options).Do(ctx).Error()
+	o.metrics.wrote("delete", err)
+	if err != nil {
+		return err
+	}
+	return o.refresh(ctx)
+}
+
+// updateStatus replaces the status of this version of the object.
+func (o *Object) updateStatus(ctx context.Context, object *v1alpha1.GPUNode, status v1alpha1.GPUNodeStatus) (*v1alpha1.GPUNode, error) {
+	next := *object
+	next.Status = status
+	return o.request(ctx, "status", o.client.Put().Name(object.Name).SubResource("status"), &next)
+}
+
+// request sends an object, records the result and returns the stored object.
+func (o *Object) request(ctx context.Context, operation string, r *rest.Request, object *v1alpha1.GPUNode) (*v1alpha1.GPUNode, error) {
+	stored := &v1alpha1.GPUNode{}
+	err := r.Resource(resource).Timeout(requestTimeout).Body(object).Do(ctx).Into(stored)
+	o.metrics.wrote(operation, err)
+	if err != nil {
+		return nil, err
+	}
+	stored.ManagedFields = nil
+	o.view.observe(stored)
+	return stored, nil
+}
+
+// refresh reads the object.
+func (o *Object) refresh(ctx context.Context) error {
+	object := &v1alpha1.GPUNode{}
+	err := o.client.Get().Resource(resource).Name(o.config.NodeName).Timeout(requestTimeout).Do(ctx).Into(object)
+	if apierrors.IsNotFound(err) {
+		o.view.update(func() { o.view.object = nil })
+		return nil
+	}
+	if err == nil {
+		object.ManagedFields = nil
+		o.view.observe(object)
+	}
+	return err
+}
+
+// failed returns when to retry. The first time that the object turns out to be outdated, it is read and the request repeated at once.
 func (w *writer) failed(ctx context.Context, err error) time.Time {
 	if ctx.Err() != nil {
 		return time.Time{}
 	}
 	w.failures++
-	if overtaken(err) && w.refresh(ctx) == nil && w.failures == 1 {
+	if outdated(err) && w.refresh(ctx) == nil && w.failures == 1 {
 		return time.Now()
 	}
-	if !w.said {
-		w.said = true
+	if w.retry.IsZero() {
 		klog.FromContext(ctx).Info("Cannot write the node's GPUNode, trying again", "reason", err.Error())
 	}
-	longest := w.times.lastRetry
-	if overtaken(err) || apierrors.IsForbidden(err) || apierrors.IsInvalid(err) {
-		longest = w.times.lastRefused
+	delay := w.backoff.Step()
+	if !outdated(err) && !apierrors.IsForbidden(err) && !apierrors.IsInvalid(err) {
+		delay = min(delay, w.times.lastRetry)
 	}
-	delay := longest
-	if doublings := w.failures - 1; doublings < 16 {
-		delay = min(longest, w.times.firstRetry<<doublings)
-	}
-	// All agents of the cluster lose one API server at once.
-	w.retry = time.Now().Add(wait.Jitter(delay, 0.2))
+	w.retry = time.Now().Add(delay)
 	return w.retry
 }
 
-// overtaken says that the object is not what it was taken for.
-func overtaken(err error) bool {
-	return apierrors.IsConflict(err) || apierrors.IsNotFound(err) || apierrors.IsAlreadyExists(err)
+// succeeded resets the delay. Its jitter separates the agents of a cluster, which all lose an API server at the same time.
+func (w *writer) succeeded() {
+	w.failures, w.retry = 0, time.Time{}
+	w.backoff = wait.Backoff{Duration: w.times.firstRetry, Factor: 2, Jitter: 0.2, Steps: 16, Cap: w.times.lastRefused}
 }
 
-func (o *Object) refresh(ctx context.Context) error {
-	object, err := o.get(ctx)
-	switch {
-	case apierrors.IsNotFound(err):
-		o.view.adopt(nil)
-	case err != nil:
-		return err
-	default:
-		o.view.adopt(object)
-	}
-	return nil
+// outdated reports whether the object is not what the request assumed.
+func outdated(err error) bool {
+	return apierrors.IsConflict(err) || apierrors.IsNotFound(err) || apierrors.IsAlreadyExists(err)
 }
 
 func latest(moments ...time.Time) time.Time { return slices.MaxFunc(moments, time.Time.Compare) }

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"testing"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -31,16 +33,16 @@ func divisible(gpus int) device.Inventory {
 
 // object is one that has read a spec, and is not run.
 func object(inv device.Inventory, devices ...string) *Object {
-	o := &Object{config: Config{Inventory: fakeInventory{newBroadcast(inv)}}, view: newView()}
+	o := &Object{config: Config{Inventory: fakeInventory{newSource(inv)}}}
 	o.spec(devices...)
 	return o
 }
 
 func (o *Object) spec(devices ...string) {
-	o.view.observe(&v1alpha1.GPUNode{Spec: v1alpha1.GPUNodeSpec{Claims: []v1alpha1.AllocatedClaim{{UID: "u", Devices: devices}}}})
+	o.view.observe(&v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{UID: "o"}, Spec: v1alpha1.GPUNodeSpec{Claims: []v1alpha1.AllocatedClaim{{UID: "u", Devices: devices}}}})
 }
 
-// TestAllocatedFollows: what was found is found anew when the spec or the inventory is another.
+// TestAllocatedFollows the spec and the inventory.
 func TestAllocatedFollows(t *testing.T) {
 	made, unmade := "gpu-0-mig-1g10gb-19-0", "gpu-1-mig-3g40gb-9-4"
 	o := object(divisible(2), "gpu-1", made, "gpu-7", "gpu-0-mig-7g80gb-0-0")
