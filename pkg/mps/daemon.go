@@ -13,31 +13,34 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
 	"k8s.io/klog/v2"
 )
 
-// ClientLogDir is where the daemon sees its log directory.
+// ClientLogDir is the log directory in the daemon's container.
 const ClientLogDir = "/tmp/nvidia-mps-log"
 
-// Daemon is one MPS control daemon and how it is run: what the supervisor in the daemon's pod knows. It is a value.
+// Daemon is one MPS control daemon, as the supervisor in its pod runs it. It is a value.
 type Daemon struct {
 	Settings Settings
 	// Dir is the daemon's directory, Root the driver's root, as this process sees them.
 	Dir, Root string
-	// PipeDir and LogDir are the directories of these names in Dir, as the daemon sees them; ClientPipeDir and ClientLogDir in a pod.
+	// PipeDir and LogDir are the directories of these names in Dir, at the paths that the daemon has them at: ClientPipeDir and
+	// ClientLogDir in a pod.
 	PipeDir, LogDir string
 	// Shm is the host path of the volume that the daemon has as /dev/shm.
 	Shm string
 	// Pod is the UID of the pod.
 	Pod string
-	// Grace is how long the daemon may take to answer, to start three times that, and to end that for each way of asking; 10 s when zero.
+	// Grace is how long the daemon may take to answer a command; three times that to start; and that for each way to end it. The
+	// default is 10 s.
 	Grace time.Duration
 }
 
-// MostGrace is how long it takes at most to end a daemon, with nothing said of Grace: what a pod has to leave it.
+// MostGrace is how long it takes at most to end a daemon with the default Grace: the pod's termination grace period.
 const MostGrace = 3 * defaultGrace
 
 const defaultGrace = 10 * time.Second
@@ -76,7 +79,7 @@ func (d Daemon) Run(ctx context.Context) error {
 	}
 }
 
-// hold runs the daemon once. It returns nil when ctx is done, and otherwise why the daemon ended.
+// hold runs the daemon once and ends it (shutdown.go). It returns nil when ctx is done, and otherwise why the daemon ended.
 func (d Daemon) hold(ctx context.Context, holder *Holder) error {
 	if err := d.linkShm(); err != nil {
 		return err
@@ -85,38 +88,35 @@ func (d Daemon) hold(ctx context.Context, holder *Holder) error {
 	if err != nil {
 		return err
 	}
-	// What ends the daemon: its directory, the agent, the pod, or itself.
-	running, cancel := context.WithCancelCause(ctx)
-	watched := make(chan struct{})
-	go func() {
-		defer close(watched)
-		cancel(holder.Await(running))
-	}()
-	defer func() {
-		cancel(nil)
-		<-watched
-	}()
 	process, err := d.start(program, holder)
 	if err != nil {
 		return err
 	}
-	go func() {
-		<-process.ended
-		cancel(process.died())
-	}()
-	if err := d.prepare(running, program, holder); err != nil && running.Err() == nil {
-		return errors.Join(err, d.end(ctx, program, process))
+	// running ends with the first of: the agent's request or the directory, the pod, the daemon itself. Its cause says which.
+	running, cancel := context.WithCancelCause(ctx)
+	var watchers sync.WaitGroup
+	watchers.Go(func() { cancel(holder.Await(running)) })
+	watchers.Go(func() {
+		select {
+		case <-process.ended:
+			cancel(process.died())
+		case <-running.Done():
+		}
+	})
+	err = d.prepare(running, program, holder)
+	if failed := err != nil && running.Err() == nil; failed {
+		cancel(err)
 	}
 	<-running.Done()
-	// Clients are not to be sent to a daemon that ends.
 	err = errors.Join(holder.Retract(), d.end(ctx, program, process))
-	if ctx.Err() != nil {
-		return err
+	if why := context.Cause(running); ctx.Err() == nil {
+		err = errors.Join(why, err)
 	}
-	return errors.Join(context.Cause(running), err)
+	watchers.Wait()
+	return err
 }
 
-// prepare waits until the daemon answers, gives it its settings, and only then calls it ready.
+// prepare waits until the daemon answers, sets its settings, and then publishes that it is ready.
 func (d Daemon) prepare(ctx context.Context, p program, holder *Holder) error {
 	if err := d.awaitAnswer(ctx, p); err != nil {
 		return err
@@ -137,7 +137,7 @@ const answerCommand = "get_default_active_thread_percentage"
 func (d Daemon) awaitAnswer(ctx context.Context, p program) error {
 	ctx, cancel := context.WithTimeout(ctx, 3*d.Grace)
 	defer cancel()
-	tick := time.NewTicker(lookAgain)
+	tick := time.NewTicker(lockInterval)
 	defer tick.Stop()
 	var why error
 	for {
@@ -145,7 +145,7 @@ func (d Daemon) awaitAnswer(ctx context.Context, p program) error {
 		if err == nil {
 			return nil
 		}
-		// That a question was cut short says less than what came of the one before.
+		// A command that was cut short says less than the error of the one before.
 		if ctx.Err() == nil || why == nil {
 			why = err
 		}
@@ -157,8 +157,8 @@ func (d Daemon) awaitAnswer(ctx context.Context, p program) error {
 	}
 }
 
-// set gives the daemon its settings, which hold for every server that it starts from now on. It has had them from its environment: what
-// it answers tells whether it has taken them, and who does not look there gets them here.
+// set sets the settings of each server that the daemon starts from now on. The daemon got them by its environment as well; its answers
+// show whether it uses them.
 func (d Daemon) set(ctx context.Context, p program) error {
 	for i, limit := range d.Settings.PinnedMemoryMiB {
 		if limit == 0 {
@@ -185,7 +185,7 @@ func (d Daemon) set(ctx context.Context, p program) error {
 		return err
 	}
 	if number, err := strconv.ParseFloat(got, 64); err == nil && number != float64(*wanted) {
-		return fmt.Errorf("set the active thread percentage to %d: the MPS daemon says that it is %s", *wanted, got)
+		return fmt.Errorf("set the active thread percentage to %d: the MPS daemon reports %s", *wanted, got)
 	}
 	return nil
 }
@@ -203,17 +203,17 @@ func (d Daemon) start(p program, holder *Holder) (*process, error) {
 	if d.Settings.MultiUser {
 		args = append(args, "-multiuser-server")
 	}
-	// It is ended by asking, not by the context.
+	// end ends it, not a context.
 	cmd := p.command(context.Background(), args...)
 	cmd.Env = slices.Concat(cmd.Env, d.Settings.environment())
 	r := &process{cmd: cmd, output: &last{to: os.Stderr}, ended: make(chan struct{})}
 	cmd.Stdout, cmd.Stderr = r.output, r.output
 	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
-	// So the directory is held as long as the daemon lives, and its servers, should this process be killed.
+	// The daemon inherits the lock, so the directory stays locked while it lives, also if this process is killed.
 	cmd.ExtraFiles = []*os.File{holder.Lock()}
 	started := make(chan error)
 	go func() {
-		// The signal comes when the thread ends that has started it.
+		// Pdeathsig is sent when the thread ends that started the process.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := cmd.Start()
@@ -229,65 +229,17 @@ func (d Daemon) start(p program, holder *Holder) (*process, error) {
 	return r, nil
 }
 
-// died says how the daemon ended, when it has.
+// died returns how the daemon ended, once it has.
 func (r *process) died() error {
 	if r.err == nil {
 		return errors.New("the MPS daemon has ended by itself")
 	}
-	// In one line: the last one of the log is what the pod's status shows.
+	// One line: kubelet shows the last line of the log in the pod's status.
 	return fmt.Errorf("the MPS daemon has ended by itself: %w: %s", r.err, strings.Join(strings.Fields(string(r.output.text)), " "))
 }
 
-// end ends the daemon, by its own command, and by ever stronger signals where that does not help. What it has started goes with it.
-func (d Daemon) end(ctx context.Context, p program, r *process) (err error) {
-	group := -r.cmd.Process.Pid
-	defer func() {
-		if killed := kill(group, syscall.SIGKILL); killed != nil {
-			err = errors.Join(err, fmt.Errorf("end the servers of the MPS daemon: %w", killed))
-		}
-	}()
-	logger := klog.FromContext(ctx)
-	// The context is done, mostly.
-	ctx = context.WithoutCancel(ctx)
-	for _, way := range []struct {
-		name string
-		do   func() error
-	}{
-		{"quit", func() error { _, err := p.tell(ctx, "quit"); return err }},
-		{"SIGTERM", func() error { return kill(group, syscall.SIGTERM) }},
-		{"SIGKILL", func() error { return kill(group, syscall.SIGKILL) }},
-	} {
-		select {
-		case <-r.ended:
-			return nil
-		default:
-		}
-		if err := way.do(); err != nil {
-			logger.Info("The MPS daemon cannot be asked to end", "by", way.name, "err", err)
-			continue
-		}
-		timer := time.NewTimer(d.Grace)
-		select {
-		case <-r.ended:
-			timer.Stop()
-			return nil
-		case <-timer.C:
-			logger.Info("The MPS daemon has not ended", "by", way.name, "after", d.Grace)
-		}
-	}
-	return fmt.Errorf("end the MPS daemon: process %d cannot be killed", -group)
-}
-
-// kill signals a process group, if there is one.
-func kill(group int, signal syscall.Signal) error {
-	if err := syscall.Kill(group, signal); err != nil && !errors.Is(err, syscall.ESRCH) {
-		return err
-	}
-	return nil
-}
-
-// Ready fails unless this pod has the daemon and has called it ready: another pod may have come to the same directory. The pod's
-// readiness probe calls it.
+// Ready returns an error unless this pod runs the daemon and published that it is ready: another pod may use the same directory. The
+// pod's readiness probe calls it.
 func (d Daemon) Ready() error {
 	ready, err := d.isReady()
 	if err == nil && !ready {

@@ -178,7 +178,7 @@ func (r rig) tell(t *testing.T, line string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.patience = 10 * time.Second
+	p.timeout = 10 * time.Second
 	text, err := p.tell(t.Context(), line)
 	if err != nil {
 		t.Fatal(err)
@@ -291,7 +291,7 @@ func TestADaemonThatDoesNotStart(t *testing.T) {
 	for word, want := range map[string]string{
 		simdriver.Fail + " cannot open /dev/nvidiactl": "ended by itself: exit status 1: cannot open /dev/nvidiactl",
 		simdriver.Hang: "Cannot find MPS control daemon process",
-		simdriver.Mute: `tell the MPS daemon "get_default_active_thread_percentage": no answer after 1s`,
+		simdriver.Mute: `send the MPS daemon "get_default_active_thread_percentage": no answer after 1s`,
 	} {
 		t.Run(strings.Fields(word)[0], func(t *testing.T) {
 			r := newRig(t)

@@ -14,10 +14,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Dir is the directory of the daemon of this name, on a node whose agent has the run directory.
+// Dir returns the directory of a daemon, in the agent's run directory.
 func Dir(runDir, name string) string { return filepath.Join(runDir, "mps", name) }
 
-// What lies in a daemon's directory.
+// The entries of a daemon's directory.
 const (
 	// PipeDir is the pipe directory, which clients have at ClientPipeDir.
 	PipeDir = "pipe"
@@ -28,15 +28,15 @@ const (
 
 	lockFile  = "lock"
 	readyFile = "ready"
-	// wantedFile is there while the daemon may run. The directory alone says nothing: where it was removed and kubelet starts the
-	// supervisor anew, containerd makes it for the mount.
-	wantedFile = "wanted"
+	// requestedFile exists while the daemon may run. The directory alone does not mean that: if it was removed and kubelet restarts the
+	// supervisor, containerd makes it for the mount.
+	requestedFile = "requested"
 )
 
 // ClientPipeDir is the pipe directory in the containers of daemon and clients: CUDA's default.
 const ClientPipeDir = "/tmp/nvidia-mps"
 
-// Ready is what the supervisor says of a daemon that answers and has its settings.
+// Ready is what the supervisor publishes of a daemon that answers and has its settings.
 type Ready struct {
 	// Pod is the UID of the daemon's pod.
 	Pod string `json:"pod"`
@@ -45,26 +45,25 @@ type Ready struct {
 	Started time.Time `json:"started"`
 }
 
-// Make makes a daemon's directory, before the daemon is asked for: its pod does not start without. Idempotent. The agent
-// calls it.
+// Make makes a daemon's directory before the daemon is requested: its pod does not start without. It is idempotent. The agent calls it.
 func Make(dir string) error {
 	for _, d := range []string{dir, filepath.Join(dir, PipeDir), filepath.Join(dir, LogDir)} {
 		if err := os.MkdirAll(d, 0o755); err != nil {
 			return fmt.Errorf("make directory of MPS daemon %s: %w", filepath.Base(dir), err)
 		}
 	}
-	file, err := os.OpenFile(filepath.Join(dir, wantedFile), os.O_CREATE|os.O_WRONLY, 0o644)
+	file, err := os.OpenFile(filepath.Join(dir, requestedFile), os.O_CREATE|os.O_WRONLY, 0o644)
 	if err == nil {
 		err = file.Close()
 	}
 	if err != nil {
-		return fmt.Errorf("let MPS daemon %s start: %w", filepath.Base(dir), err)
+		return fmt.Errorf("request MPS daemon %s: %w", filepath.Base(dir), err)
 	}
 	return nil
 }
 
-// Alive reads what the supervisor says of its daemon, and reports whether that is true now: the record is locked by who wrote it,
-// and the kernel lets go when that process ends, however it ends. The agent and the pod's probes call it.
+// Alive reads what the supervisor published of its daemon, and reports whether the supervisor lives: it keeps the file locked, and the
+// kernel unlocks the file when that process ends. The agent and the pod's probes call it.
 func Alive(dir string) (Ready, bool, error) {
 	fail := func(err error) (Ready, bool, error) {
 		return Ready{}, false, fmt.Errorf("read state of MPS daemon %s: %w", filepath.Base(dir), err)

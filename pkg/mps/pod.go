@@ -8,9 +8,9 @@ import (
 	"path/filepath"
 )
 
-// What the daemon's pod is made of, which the controller says and the supervisor finds.
+// Paths and names of the daemon's pod. The controller writes them, the supervisor reads them.
 const (
-	// PodDir is where the daemon's directory is mounted, PodRoot where the driver's root is.
+	// PodDir is the mount of the daemon's directory, PodRoot that of the driver's root.
 	PodDir  = "/daemon"
 	PodRoot = "/driver-root"
 	// ShmVolume is the name of the memory volume.
@@ -24,13 +24,13 @@ const (
 	KubeletDirEnv = "KUBELET_DIR" // on the host
 )
 
-// FromEnvironment is the daemon of the pod that this process is in.
+// FromEnvironment returns the daemon of this process's pod.
 func FromEnvironment(lookup func(string) (string, bool)) (Daemon, error) {
 	values := map[string]string{}
 	for _, name := range []string{SettingsEnv, PodUIDEnv, KubeletDirEnv} {
 		value, ok := lookup(name)
 		if !ok || value == "" {
-			return Daemon{}, fmt.Errorf("%s is not set: the controller makes the pods of MPS daemons, and sets it", name)
+			return Daemon{}, fmt.Errorf("%s is not set; the controller sets it in the pods of MPS daemons", name)
 		}
 		values[name] = value
 	}

@@ -19,26 +19,26 @@ import (
 	"github.com/tandem-gpu/tandem/internal/driverroot"
 )
 
-// controlProgram is both the daemon and what commands are given to it with.
+// controlProgram is the daemon, and the program that sends it commands.
 const controlProgram = "nvidia-cuda-mps-control"
 
-// program is the driver's own, as it is to be run.
+// program is the driver's control program and how to run it.
 type program struct {
-	// path is in the root where chroot is set, and as this process sees it otherwise.
+	// path is relative to chroot if that is set.
 	path, chroot string
 	env          []string
-	// patience is how long the daemon may take for a command.
-	patience time.Duration
+	// timeout is how long the daemon may take for a command.
+	timeout time.Duration
 }
 
-// findProgram finds nvidia-cuda-mps-control. It is run with the driver root as its root, where its C library is; a driver root without
-// one (GKE's cos-gpu-installer) leaves it to find the driver's libraries there and the C library here.
+// findProgram finds nvidia-cuda-mps-control. It runs with the driver root as its root, where its C library is. If the driver root has no C
+// library (GKE's cos-gpu-installer), it uses the C library of this container and the driver's libraries (TestWhereTheProgramRuns).
 func (d Daemon) findProgram() (program, error) {
 	path, err := driverroot.Find(d.Root, controlProgram)
 	if err != nil {
 		return program{}, err
 	}
-	p := program{path: path, chroot: d.Root, patience: d.Grace, env: []string{
+	p := program{path: path, chroot: d.Root, timeout: d.Grace, env: []string{
 		"CUDA_VISIBLE_DEVICES=" + strings.Join(d.Settings.Devices, ","),
 		"CUDA_MPS_PIPE_DIRECTORY=" + d.PipeDir,
 		"CUDA_MPS_LOG_DIRECTORY=" + d.LogDir,
@@ -57,26 +57,26 @@ func (d Daemon) findProgram() (program, error) {
 		}
 		p.env = append(p.env, "LD_LIBRARY_PATH="+strings.Join(dirs, ":"))
 	}
-	// The server is started by name.
+	// The daemon starts its servers by name.
 	p.env = append(p.env, "PATH="+filepath.Dir(p.path)+":/usr/sbin:/usr/bin:/sbin:/bin")
 	return p, nil
 }
 
-// interpreter is the loader that a program needs: empty for a static one, and for what is no ELF file.
+// interpreter returns the loader that a program needs: empty for a static program, and for a file that is not ELF.
 func interpreter(path string) (string, error) {
 	file, err := elf.Open(path)
 	if _, isFormat := err.(*elf.FormatError); isFormat || errors.Is(err, io.EOF) {
 		return "", nil
 	}
 	if err != nil {
-		return "", fmt.Errorf("look at the driver's program: %w", err)
+		return "", fmt.Errorf("read the driver's program: %w", err)
 	}
 	defer file.Close()
 	for _, header := range file.Progs {
 		if header.Type == elf.PT_INTERP {
 			text, err := io.ReadAll(header.Open())
 			if err != nil {
-				return "", fmt.Errorf("read what %s needs: %w", path, err)
+				return "", fmt.Errorf("read the interpreter of %s: %w", path, err)
 			}
 			return string(bytes.TrimRight(text, "\x00")), nil
 		}
@@ -89,7 +89,7 @@ func existsIn(root, path string) bool {
 	return err == nil
 }
 
-// command is the program with arguments, in a process group of its own that ends with ctx.
+// command returns the program with arguments, in a process group of its own that is killed when ctx is done.
 func (p program) command(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, p.path, args...)
 	cmd.Env, cmd.Dir = p.env, "/"
@@ -99,9 +99,9 @@ func (p program) command(ctx context.Context, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// tell gives the daemon a command, and returns what it says.
+// tell sends the daemon a command and returns its answer.
 func (p program) tell(ctx context.Context, line string) (string, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, p.patience, fmt.Errorf("no answer after %s", p.patience))
+	ctx, cancel := context.WithTimeoutCause(ctx, p.timeout, fmt.Errorf("no answer after %s", p.timeout))
 	defer cancel()
 	cmd := p.command(ctx)
 	cmd.Stdin = strings.NewReader(line + "\n")
@@ -111,15 +111,15 @@ func (p program) tell(ctx context.Context, line string) (string, error) {
 		err = context.Cause(ctx)
 	}
 	if err != nil && text != "" {
-		return "", fmt.Errorf("tell the MPS daemon %q: %w: %s", line, err, text)
+		return "", fmt.Errorf("send the MPS daemon %q: %w: %s", line, err, text)
 	}
 	if err != nil {
-		return "", fmt.Errorf("tell the MPS daemon %q: %w", line, err)
+		return "", fmt.Errorf("send the MPS daemon %q: %w", line, err)
 	}
 	return text, nil
 }
 
-// last keeps the end of what is written, and passes it on.
+// last keeps the end of what is written, and writes all of it to another writer.
 type last struct {
 	to   io.Writer
 	text []byte
@@ -132,7 +132,7 @@ func (l *last) Write(p []byte) (int, error) {
 	return l.to.Write(p)
 }
 
-// linkShm says where the daemon's shared memory is on the host.
+// linkShm links the daemon's shared memory on the host into its directory.
 func (d Daemon) linkShm() error {
 	beside := filepath.Join(d.Dir, "."+ShmLink+"-new")
 	if err := os.Remove(beside); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -142,7 +142,7 @@ func (d Daemon) linkShm() error {
 		return fmt.Errorf("link the shared memory of MPS daemon: %w", err)
 	}
 	link := filepath.Join(d.Dir, ShmLink)
-	// A container that was started without a daemon, as after a reboot, had its runtime make a directory, and may have written there.
+	// For a container that started without a daemon, as after a reboot, the runtime made a directory here.
 	if info, err := os.Lstat(link); err == nil && info.IsDir() {
 		if err := os.RemoveAll(link); err != nil {
 			return fmt.Errorf("link the shared memory of MPS daemon: %w", err)

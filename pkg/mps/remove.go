@@ -14,11 +14,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Remove removes a daemon's directory. The supervisor, if there is one, ends with it. Idempotent. The agent calls it after Stop.
-// Clients have written to it, however much and however deep: it takes a few file descriptors, and is an error when it takes too
-// long.
+// Remove removes a daemon's directory. The agent calls it after Stop. It is idempotent. Clients may have written any number of files and
+// levels of directories: Remove needs few file descriptors and returns an error when it takes too long (TestRemoveWhatClientsLeave).
 func Remove(dir string) error {
-	r := &removal{until: time.Now().Add(removalPatience)}
+	r := &removal{until: time.Now().Add(removalTimeout)}
 	if err := r.remove(dir); err != nil {
 		return fmt.Errorf("remove directory of MPS daemon %s: %w", filepath.Base(dir), err)
 	}
@@ -26,16 +25,16 @@ func Remove(dir string) error {
 }
 
 const (
-	// removalPatience is far longer than the removal of what a daemon and its clients leave. A retry continues where it stopped.
-	removalPatience = 5 * time.Second
-	// removals are how often it is tried: a supervisor that waits for its turn makes the lock's file anew, every now and then.
+	// removalTimeout is far longer than a removal usually takes. A retry continues where it stopped.
+	removalTimeout = 5 * time.Second
+	// removals is how many attempts there are: a supervisor that waits for the lock creates its file again.
 	removals = 10
 	// batch is how many names are read at a time.
 	batch = 1024
 )
 
-// removal moves what is deep into the directory that is removed itself, and so needs no descriptor for each level, as
-// os.RemoveAll does, and no long path.
+// removal moves deep directories up into the one that it removes. So it needs no descriptor for each level, as os.RemoveAll does, and no
+// long path.
 type removal struct {
 	top   *os.File
 	until time.Time
@@ -49,7 +48,7 @@ func (r *removal) remove(dir string) (err error) {
 	case errors.Is(err, unix.ENOENT):
 		return nil
 	case errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.ELOOP):
-		return os.Remove(dir) // whoever made that
+		return os.Remove(dir)
 	case err != nil:
 		return err
 	}
@@ -69,10 +68,10 @@ func (r *removal) remove(dir string) (err error) {
 	return err
 }
 
-// empty removes what is in a directory, and for a while what comes into it meanwhile.
+// empty removes the contents of a directory, also those that are created meanwhile.
 func (r *removal) empty(dir *os.File) error {
 	for {
-		// What changes while it is read may be left out.
+		// A directory that changes while it is read may not list everything.
 		if _, err := dir.Seek(0, io.SeekStart); err != nil {
 			return err
 		}
@@ -85,7 +84,7 @@ func (r *removal) empty(dir *os.File) error {
 		}
 		for _, name := range names {
 			if time.Now().After(r.until) {
-				return fmt.Errorf("there is so much in it that it takes more than %s", removalPatience)
+				return fmt.Errorf("it has more files than can be removed in %s", removalTimeout)
 			}
 			if err := r.unlink(dir, name); err != nil {
 				return &os.PathError{Op: "remove", Path: name, Err: err}
@@ -121,7 +120,7 @@ func (r *removal) unlink(dir *os.File, name string) error {
 	below := os.NewFile(uintptr(fd), name)
 	err = errors.Join(r.empty(below), below.Close())
 	if err == nil {
-		// What has come meanwhile is there when the directory is read again.
+		// What was created meanwhile is found when the directory is read again.
 		if err = unix.Unlinkat(at, name, unix.AT_REMOVEDIR); err == unix.ENOTEMPTY || err == unix.EEXIST || err == unix.ENOENT {
 			err = nil
 		}

@@ -12,38 +12,37 @@ import (
 	"strings"
 )
 
-// Settings are what a daemon is made of: one with other settings is another daemon. They travel as JSON.
+// Settings of a daemon. A daemon with other settings is another daemon. They are passed as JSON.
 type Settings struct {
 	// Devices are the UUIDs of GPUs and partitions, in the order of CUDA_VISIBLE_DEVICES, by which the daemon numbers them.
 	Devices []string `json:"devices"`
-	// ActiveThreadPercentage of the multiprocessors is what a client gets; nil leaves it to the daemon
+	// ActiveThreadPercentage is each client's percentage of the multiprocessors; nil is the daemon's default
 	// (set_default_active_thread_percentage).
 	ActiveThreadPercentage *int32 `json:"activeThreadPercentage,omitempty"`
-	// PinnedMemoryMiB is what a client gets of each device's memory, by the device's place in Devices; 0 is no limit, and so is what
-	// is not there (set_default_device_pinned_mem_limit).
+	// PinnedMemoryMiB limits each client's memory, by the device's index in Devices. Zero and a missing entry are no limit
+	// (set_default_device_pinned_mem_limit).
 	PinnedMemoryMiB []int64 `json:"pinnedMemoryMiB,omitempty"`
-	// MultiUser lets clients of several users in at a time (-multiuser-server).
+	// MultiUser allows clients of several users at a time (-multiuser-server).
 	MultiUser bool `json:"multiUser,omitempty"`
 	// DriverRoot is the directory on the host in which the driver is installed.
 	DriverRoot string `json:"driverRoot"`
-	// Generation tells a daemon from those of the same name before it: the pod of one that was ended, which is still being deleted, is
-	// not taken for that of the next. Nothing is said of their order; 0 is that of a version that had none.
-	Generation int64 `json:"generation,omitempty"`
+	// Generation distinguishes daemons of the same name: the pod of an earlier one may still be terminating. Generations have no order.
+	Generation int64 `json:"generation"`
 }
 
-// Hash tells daemons of different settings apart: in the pod's annotation, and in Ready.
+// Hash identifies the settings in the pod's annotation and in Ready.
 func (s Settings) Hash() string {
 	text, err := json.Marshal(s)
 	if err != nil {
-		return "" // strings, numbers and truths can always be encoded
+		return "" // cannot happen: all fields can be encoded
 	}
 	sum := sha256.Sum256(text)
 	return hex.EncodeToString(sum[:8])
 }
 
-// environment has the daemon begin with its settings (CUDA's MPS documentation, CUDA_MPS_PINNED_DEVICE_MEM_LIMIT: "at the MPS control
-// daemon level"). A daemon that is started anew has clients of before as soon as it listens: the server that they get limits all that
-// come after them, whatever the daemon is told meanwhile.
+// environment returns the settings as the daemon's environment (CUDA's MPS documentation, CUDA_MPS_PINNED_DEVICE_MEM_LIMIT: "at the MPS
+// control daemon level"). Clients of an earlier daemon may connect before the daemon gets a command, and their server's limits apply to
+// later clients too.
 func (s Settings) environment() (env []string) {
 	var limits []string
 	for i, limit := range s.PinnedMemoryMiB {
@@ -60,7 +59,7 @@ func (s Settings) environment() (env []string) {
 	return env
 }
 
-// Validate says what no daemon could be started with.
+// Validate returns an error for settings with which no daemon can start.
 func (s Settings) Validate() error {
 	var errs []error
 	complain := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
