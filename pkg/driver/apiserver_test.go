@@ -50,10 +50,8 @@ type fakeAPI struct {
 	failPool string
 	// writes counts stored creates, updates and deletes of slices by the driver.
 	writes int
-	// applied counts applies of the status of claims.
-	applied int
-	// failApply refuses applies.
-	failApply error
+	// failUpdate refuses updates.
+	failUpdate error
 	// updated counts updates of the status of claims.
 	updated int
 	// beforeUpdate is called before each update.
@@ -314,10 +312,6 @@ func (f *fakeAPI) watch(w http.ResponseWriter, r *http.Request, resource string,
 }
 
 func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, resource, name string) {
-	if resource == "resourceclaims" && r.Method == http.MethodPatch && strings.HasSuffix(r.URL.Path, "/status") {
-		f.apply(w, r)
-		return
-	}
 	if resource == "resourceclaims" && r.Method == http.MethodPut && strings.HasSuffix(r.URL.Path, "/status") {
 		f.updateClaim(w, r)
 		return
@@ -398,38 +392,6 @@ func sliceOf(r *http.Request) (*resourceapi.ResourceSlice, error) {
 	return slice, json.Unmarshal(data, slice)
 }
 
-// apply is a server-side apply of the devices in a claim's status. One manager is all there is. The claim goes through JSON without
-// types, which the API server takes for a change of the allocation where other bytes come out.
-func (f *fakeAPI) apply(w http.ResponseWriter, r *http.Request) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.applied++
-	said := &resourceapi.ResourceClaim{}
-	if err := json.NewDecoder(r.Body).Decode(said); err != nil || r.URL.Query().Get("fieldManager") == "" || r.URL.Query().Get("force") != "true" {
-		f.refuse(w, apierrors.NewBadRequest(fmt.Sprint(r.URL, err)))
-		return
-	}
-	resource, key := schema.GroupResource{Resource: "resourceclaims"}, path.Join(said.Namespace, said.Name)
-	known, found := f.objects["resourceclaims"][key]
-	switch {
-	case f.failApply != nil:
-		f.refuse(w, f.failApply)
-	case !found:
-		f.refuse(w, apierrors.NewNotFound(resource, said.Name))
-	case known.GetUID() != said.UID:
-		f.refuse(w, apierrors.NewConflict(resource, said.Name, fmt.Errorf("another UID")))
-	default:
-		next := known.DeepCopyObject().(*resourceapi.ResourceClaim)
-		next.Status.Devices = said.Status.Devices
-		for i := range next.Status.Allocation.Devices.Config {
-			parameters, untyped := &next.Status.Allocation.Devices.Config[i].Opaque.Parameters, any(nil)
-			_ = json.Unmarshal(parameters.Raw, &untyped)
-			parameters.Raw, _ = json.Marshal(untyped)
-		}
-		f.storeStatus(w, known.(*resourceapi.ResourceClaim), next)
-	}
-}
-
 // updateClaim replaces a claim's status.
 func (f *fakeAPI) updateClaim(w http.ResponseWriter, r *http.Request) {
 	f.mu.Lock()
@@ -449,6 +411,8 @@ func (f *fakeAPI) updateClaim(w http.ResponseWriter, r *http.Request) {
 	}
 	known, found := f.objects["resourceclaims"][path.Join(said.Namespace, said.Name)].(*resourceapi.ResourceClaim)
 	switch resource := (schema.GroupResource{Resource: "resourceclaims"}); {
+	case f.failUpdate != nil:
+		f.refuse(w, f.failUpdate)
 	case !found:
 		f.refuse(w, apierrors.NewNotFound(resource, said.Name))
 	case known.ResourceVersion != said.ResourceVersion:

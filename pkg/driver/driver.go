@@ -159,7 +159,7 @@ type Driver struct {
 	Config
 
 	metrics    *metrics
-	conditions *conditions
+	conditions conditions
 	// nodeRef is the object of events on the node.
 	nodeRef *corev1.ObjectReference
 	// kubeletRegistered makes the publisher compare with the API server again.
@@ -193,7 +193,7 @@ func New(c Config) (*Driver, error) {
 		return nil, fmt.Errorf("configure DRA driver: %w", err)
 	}
 	return &Driver{
-		Config: c, metrics: m, conditions: newConditions(c), probeAgain: defaultProbeAgain,
+		Config: c, metrics: m, conditions: conditions{pending: map[types.UID]claimConditions{}}, probeAgain: defaultProbeAgain,
 		// The UID of events on nodes is the node's name, by kubelet's convention: `kubectl describe` selects that.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},
 	}, nil

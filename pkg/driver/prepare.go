@@ -328,7 +328,7 @@ func (d *Driver) results(preparations []*preparation, ok bool) map[types.UID]kub
 		switch {
 		case ok:
 			results[p.claim.UID] = kubeletplugin.PrepareResult{Devices: p.answer}
-			d.conditions.add(p)
+			d.addConditions(p)
 		case p.err == nil:
 			results[p.claim.UID] = kubeletplugin.PrepareResult{Err: fmt.Errorf("prepare claim %s: not prepared because claim %s of the same pod was not", klog.KObj(p.claim), failed)}
 		default:

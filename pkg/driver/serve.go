@@ -70,7 +70,7 @@ func (d *Driver) serve(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return newPublisher(d).run(ctx) })
 	group.Go(func() error { return s.guardSockets(ctx) })
-	group.Go(func() error { return d.conditions.run(ctx) })
+	group.Go(func() error { return d.writeConditions(ctx) })
 	if d.Strict {
 		group.Go(func() error { return newConfirmations(d).run(ctx) })
 	}

@@ -5,13 +5,11 @@ package driver
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 	resourceapi "k8s.io/api/resource/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -185,70 +183,41 @@ func (c *confirmations) refusal(reason, message string) *metav1.Condition {
 
 // waiting returns the claim if the scheduler waits for its conditions, otherwise nil.
 func (c *confirmations) waiting(ctx context.Context, allocated v1alpha1.AllocatedClaim) (*resourceapi.ResourceClaim, error) {
-	claim, err := c.KubeClient.ResourceV1().ResourceClaims(allocated.Namespace).Get(ctx, allocated.Name, metav1.GetOptions{})
-	switch {
-	case apierrors.IsNotFound(err):
-		return nil, nil
-	case err != nil:
-		return nil, fmt.Errorf("get claim %s/%s: %w", allocated.Namespace, allocated.Name, err)
-	case claim.UID != allocated.UID || len(c.unanswered(claim)) == 0:
-		return nil, nil
+	claim, err := c.getClaim(ctx, nameOfClaim(allocated), allocated.UID)
+	if claim == nil || err != nil || len(c.unanswered(claim)) == 0 {
+		return nil, err
 	}
 	return claim, nil
 }
 
 // answer writes the condition for every device of the claim that has none.
 func (c *confirmations) answer(ctx context.Context, allocated v1alpha1.AllocatedClaim, condition metav1.Condition) error {
-	claim, err := c.waiting(ctx, allocated)
-	if claim == nil || err != nil {
-		return err
-	}
-	for _, result := range c.unanswered(claim) {
-		setCondition(claim, result, condition)
-	}
-	if _, err := c.KubeClient.ResourceV1().ResourceClaims(claim.Namespace).UpdateStatus(ctx, claim, metav1.UpdateOptions{}); err != nil {
-		return fmt.Errorf("write condition %s of claim %s/%s: %w", condition.Type, claim.Namespace, claim.Name, err)
-	}
-	return nil
+	return c.updateStatus(ctx, nameOfClaim(allocated), allocated.UID, func(claim *resourceapi.ResourceClaim) (changed bool) {
+		for _, d := range c.unanswered(claim) {
+			changed = setCondition(claim, d, condition) || changed
+		}
+		return changed
+	})
 }
 
-// unanswered returns the results whose conditions the scheduler waits for.
-func (c *confirmations) unanswered(claim *resourceapi.ResourceClaim) []resourceapi.DeviceRequestAllocationResult {
+func nameOfClaim(c v1alpha1.AllocatedClaim) types.NamespacedName {
+	return types.NamespacedName{Namespace: c.Namespace, Name: c.Name}
+}
+
+// unanswered returns the devices whose conditions the scheduler waits for.
+func (c *confirmations) unanswered(claim *resourceapi.ResourceClaim) (waiting []resourceapi.AllocatedDeviceStatus) {
 	if claim.Status.Allocation == nil {
 		return nil
 	}
-	var waiting []resourceapi.DeviceRequestAllocationResult
 	for _, result := range claim.Status.Allocation.Devices.Results {
 		if result.Driver != c.DriverName || !slices.Contains(result.BindingConditions, ConditionReserved) {
 			continue
 		}
-		known := statusOf(claim, result)
+		d := resourceapi.AllocatedDeviceStatus{Driver: result.Driver, Pool: result.Pool, Device: result.Device, ShareID: (*string)(result.ShareID)}
+		known := statusOf(claim, d)
 		if known == nil || !meta.IsStatusConditionTrue(known.Conditions, ConditionReserved) && !meta.IsStatusConditionTrue(known.Conditions, ConditionRefused) {
-			waiting = append(waiting, result)
+			waiting = append(waiting, d)
 		}
 	}
 	return waiting
-}
-
-func setCondition(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, condition metav1.Condition) {
-	known := statusOf(claim, result)
-	if known == nil {
-		claim.Status.Devices = append(claim.Status.Devices, resourceapi.AllocatedDeviceStatus{
-			Driver: result.Driver, Pool: result.Pool, Device: result.Device, ShareID: (*string)(result.ShareID),
-		})
-		known = &claim.Status.Devices[len(claim.Status.Devices)-1]
-	}
-	meta.SetStatusCondition(&known.Conditions, condition)
-}
-
-// statusOf returns the status entry of a device, or nil.
-func statusOf(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult) *resourceapi.AllocatedDeviceStatus {
-	i := slices.IndexFunc(claim.Status.Devices, func(s resourceapi.AllocatedDeviceStatus) bool {
-		return s.Driver == result.Driver && s.Pool == result.Pool && s.Device == result.Device &&
-			ptr.Equal(s.ShareID, (*string)(result.ShareID))
-	})
-	if i < 0 {
-		return nil
-	}
-	return &claim.Status.Devices[i]
 }

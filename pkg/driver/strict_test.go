@@ -261,7 +261,7 @@ func TestStrictRetriesFailedWrites(t *testing.T) {
 func TestStrictLeavesOthersToPrepare(t *testing.T) {
 	before, answered, bad, sentinel := newClaim("before", "gpu-0"), unbound("answered", "gpu-0"), unbound("bad", "gpu-0"), unbound("sentinel", "gpu-1")
 	bad.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{parameters(resourceapi.AllocationConfigSourceClaim, `{"nonsense":true}`)}
-	setCondition(answered, answered.Status.Allocation.Devices.Results[0], metav1.Condition{Type: ConditionReserved, Status: metav1.ConditionTrue})
+	setCondition(answered, resourceapi.AllocatedDeviceStatus{Driver: "gpu.nvidia.com", Pool: testNode, Device: "gpu-0"}, metav1.Condition{Type: ConditionReserved, Status: metav1.ConditionTrue})
 	r, allocations, client := strictRig(t, before, answered, bad, sentinel)
 	allocations.set(before, answered, bad, sentinel)
 	awaitStates(t, client, "sentinel", "gpu-1=reserved")
