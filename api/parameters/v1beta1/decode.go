@@ -19,10 +19,9 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// Decode reads the parameters that stand at path of some object, sets defaults, and finds what is wrong with them: all at once,
-// unless something of a wrong type, or of another API, hides the rest. It is strict: what is misspelt, or given twice, would
-// silently do nothing. The node decodes the allocated claim by it. It is a pure function, takes any bytes, and says little of
-// many mistakes.
+// Decode reads the parameters at path of an object, sets defaults, and returns all mistakes at once, unless a wrong type or another
+// API hides the rest. It is strict: a misspelt or repeated field would silently do nothing. The node decodes allocated claims with
+// it, and the webhook claims that are applied. It is a pure function and takes any bytes. The length of the errors is bounded.
 func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 	var meta metav1.TypeMeta
 	if err := kjson.UnmarshalCaseSensitivePreserveInts(raw, &meta); err != nil {
@@ -36,10 +35,8 @@ func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 		sharing(of *field.Path) (*Sharing, field.ErrorList)
 	}
 	switch p.Kind {
-	case GPU:
-		wire = &gpuConfig{}
-	case MIGDevice:
-		wire = &migDeviceConfig{}
+	case GPU, MIGDevice:
+		wire = &deviceConfig{}
 	case VFIODevice:
 		wire = &vfioDeviceConfig{}
 	default:
@@ -121,7 +118,7 @@ func inWords(t reflect.Type) string {
 	}
 }
 
-// misplaced is a field that is not known, or known already.
+// misplaced is an unknown or duplicate field.
 func misplaced(path *field.Path, err error) *field.Error {
 	var at kjson.FieldError
 	if !errors.As(err, &at) {
@@ -131,28 +128,18 @@ func misplaced(path *field.Path, err error) *field.Error {
 	return field.Invalid(path.Child(echo(at.FieldPath())), field.OmitValueType{}, what)
 }
 
-// What is on the wire. Quantities and the names of strategies are judged afterwards, when it is known where they stand.
+// The JSON objects. Quantities and the names of strategies are checked after decoding, when their path is known.
 type (
-	gpuConfig struct {
+	// deviceConfig is for both kinds of devices. A partition has no TimeSlicingConfig.
+	deviceConfig struct {
 		metav1.TypeMeta `json:",inline"`
-		Sharing         *gpuSharing `json:"sharing,omitempty"`
-	}
-	gpuSharing struct {
-		// Not those of a partition, embedded: a decoder would name that in paths.
-		Strategy          *Strategy    `json:"strategy,omitempty"`
-		MPSConfig         *mps         `json:"mpsConfig,omitempty"`
-		TimeSlicingConfig *timeSlicing `json:"timeSlicingConfig,omitempty"`
-	}
-	timeSlicing struct {
-		Interval *Interval `json:"interval,omitempty"`
-	}
-	migDeviceConfig struct {
-		metav1.TypeMeta `json:",inline"`
-		Sharing         *migSharing `json:"sharing,omitempty"`
-	}
-	migSharing struct {
-		Strategy  *Strategy `json:"strategy,omitempty"`
-		MPSConfig *mps      `json:"mpsConfig,omitempty"`
+		Sharing         *struct {
+			Strategy          *Strategy `json:"strategy,omitempty"`
+			MPSConfig         *mps      `json:"mpsConfig,omitempty"`
+			TimeSlicingConfig *struct {
+				Interval *Interval `json:"interval,omitempty"`
+			} `json:"timeSlicingConfig,omitempty"`
+		} `json:"sharing,omitempty"`
 	}
 	mps struct {
 		ActiveThreadPercentage     *int                `json:"defaultActiveThreadPercentage,omitempty"`
@@ -169,41 +156,51 @@ type (
 	}
 )
 
-func (c *gpuConfig) sharing(path *field.Path) (*Sharing, field.ErrorList) {
+const unknownField = "unknown field"
+
+// sharing is nil where none is requested.
+func (c *deviceConfig) sharing(path *field.Path) (*Sharing, field.ErrorList) {
 	if c.Sharing == nil {
 		return nil, nil
 	}
 	path = path.Child("sharing")
-	slicing, at := c.Sharing.TimeSlicingConfig, path.Child("timeSlicingConfig")
-	s, all := migSharing{c.Sharing.Strategy, c.Sharing.MPSConfig}.sharing(path, slicing != nil)
-	if slicing == nil {
-		if s != nil && s.Strategy == TimeSlicing {
-			s.Interval = IntervalDefault
-		}
-		return s, all
+	mpsPath, slicingPath := path.Child("mpsConfig"), path.Child("timeSlicingConfig")
+	strategy, settings, slicing := c.Sharing.Strategy, c.Sharing.MPSConfig, c.Sharing.TimeSlicingConfig
+	var all field.ErrorList
+	limits, interval := &MPS{}, IntervalDefault
+	if settings != nil {
+		limits, all = settings.limits(mpsPath)
 	}
-	interval := IntervalDefault
-	if slicing.Interval != nil {
+	if slicing != nil && slicing.Interval != nil {
 		interval = *slicing.Interval
 	}
 	if known := []Interval{IntervalDefault, IntervalShort, IntervalMedium, IntervalLong}; !slices.Contains(known, interval) {
-		all = append(all, notSupported(at.Child("interval"), interval, known))
+		all = append(all, notSupported(slicingPath.Child("interval"), interval, known))
 	}
-	switch {
-	case s == nil:
-	case s.Strategy == TimeSlicing:
-		s.Interval = interval
-	default:
-		all = append(all, field.Forbidden(at, "may be set with strategy TimeSlicing only"))
+	isGPU := Kind(c.Kind) == GPU
+	if !isGPU && slicing != nil {
+		all = append(all, field.Invalid(slicingPath, field.OmitValueType{}, unknownField))
 	}
-	return s, all
-}
-
-func (c *migDeviceConfig) sharing(path *field.Path) (*Sharing, field.ErrorList) {
-	if c.Sharing == nil {
+	switch known := []Strategy{TimeSlicing, MPSStrategy}; {
+	case strategy == nil && settings == nil && slicing == nil:
 		return nil, nil
+	case strategy == nil:
+		return nil, append(all, field.Required(path.Child("strategy"), "must be TimeSlicing or MPS where settings are given"))
+	case !slices.Contains(known, *strategy):
+		return nil, append(all, notSupported(path.Child("strategy"), *strategy, known))
+	case *strategy == MPSStrategy:
+		if isGPU && slicing != nil {
+			all = append(all, field.Forbidden(slicingPath, "may be set with strategy TimeSlicing only"))
+		}
+		return &Sharing{Strategy: MPSStrategy, MPS: limits}, all
 	}
-	return c.Sharing.sharing(path.Child("sharing"), false)
+	if settings != nil {
+		all = append(all, field.Forbidden(mpsPath, "may be set with strategy MPS only"))
+	}
+	if !isGPU {
+		interval = ""
+	}
+	return &Sharing{Strategy: TimeSlicing, Interval: interval}, all
 }
 
 func (c *vfioDeviceConfig) sharing(path *field.Path) (*Sharing, field.ErrorList) {
@@ -217,31 +214,7 @@ func (c *vfioDeviceConfig) sharing(path *field.Path) (*Sharing, field.ErrorList)
 	return nil, field.ErrorList{notSupported(path.Child("iommu", "backendPolicy"), *c.IOMMU.BackendPolicy, known)}
 }
 
-// sharing is nil where none is asked for, and where it is not known which. settings tells that there are some for a strategy
-// beside MPS.
-func (s migSharing) sharing(path *field.Path, settings bool) (*Sharing, field.ErrorList) {
-	var all field.ErrorList
-	var limits *MPS
-	if s.MPSConfig != nil {
-		limits, all = s.MPSConfig.settings(path.Child("mpsConfig"))
-	}
-	known := []Strategy{TimeSlicing, MPSStrategy}
-	switch {
-	case s.Strategy == nil && s.MPSConfig == nil && !settings:
-		return nil, nil
-	case s.Strategy == nil:
-		return nil, append(all, field.Required(path.Child("strategy"), "must be TimeSlicing or MPS where settings are given"))
-	case !slices.Contains(known, *s.Strategy):
-		return nil, append(all, notSupported(path.Child("strategy"), *s.Strategy, known))
-	case *s.Strategy == MPSStrategy && limits == nil:
-		limits = &MPS{}
-	case *s.Strategy != MPSStrategy && s.MPSConfig != nil:
-		all = append(all, field.Forbidden(path.Child("mpsConfig"), "may be set with strategy MPS only"))
-	}
-	return &Sharing{Strategy: *s.Strategy, MPS: limits}, all
-}
-
-func (m *mps) settings(path *field.Path) (*MPS, field.ErrorList) {
+func (m *mps) limits(path *field.Path) (*MPS, field.ErrorList) {
 	var all field.ErrorList
 	if percentage := m.ActiveThreadPercentage; percentage != nil && (*percentage < 0 || *percentage > 100) {
 		all = append(all, field.Invalid(path.Child("defaultActiveThreadPercentage"), *percentage, "must be between 0 and 100"))
