@@ -249,7 +249,8 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	a.status.Waiting("limits", errNoPods)
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
-		reconciler.Run, c.specs.Run, c.shared.Run, c.policy.Run, a.checkRuntime,
+		reconciler.Run, c.specs.Run, c.shared.Run, c.policy.Run,
+		func(ctx context.Context) error { return a.checkRuntime(ctx, c.self) },
 		func(ctx context.Context) error {
 			if a.isDriverless {
 				return a.serveAPIs(ctx, c)

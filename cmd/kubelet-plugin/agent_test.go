@@ -204,7 +204,7 @@ func TestWaitsForDriver(t *testing.T) {
 	}
 }
 
-// A node without a GPU lacks no driver: its agent is ready, so that it holds up no rollout, and complains to nobody.
+// The agent of a node without a GPU is ready and writes no event, so that it delays no rollout.
 func TestNodeWithoutAGPUIsReady(t *testing.T) {
 	c := nodeConfig(t)
 	if err := os.RemoveAll(filepath.Join(c.SysfsRoot, "bus/pci/devices")); err != nil {
@@ -337,7 +337,7 @@ func TestRunErrors(t *testing.T) {
 	}
 }
 
-// TestStatusAddressInUse: what fails for good ends the agent, and is what it reports.
+// TestStatusAddressInUse: a permanent failure ends the agent with that error.
 func TestStatusAddressInUse(t *testing.T) {
 	c := nodeConfig(t)
 	c.HTTPEndpoint = "256.0.0.1:0"

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"path/filepath"
 	"slices"
+	"sync"
 
 	"golang.org/x/sync/errgroup"
 
@@ -58,30 +59,22 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 
 // retire runs the device plugin of a node whose mode no longer has it, while a pod of before has a device.
 func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) error) error {
-	left := func() bool {
-		return slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindPod })
-	}
-	if !left() {
-		return nil
-	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return run(ctx) })
-	group.Go(func() error {
-		defer cancel()
-		for {
-			changed := book.Changed()
-			if !left() {
-				return nil
-			}
-			select {
-			case <-ctx.Done():
-				return nil
-			case <-changed:
-			}
+	start := sync.OnceFunc(func() { group.Go(func() error { return run(ctx) }) })
+	for ctx.Err() == nil {
+		changed := book.Changed()
+		if !slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindPod }) {
+			break
 		}
-	})
+		start()
+		select {
+		case <-ctx.Done():
+		case <-changed:
+		}
+	}
+	cancel()
 	return group.Wait()
 }
 

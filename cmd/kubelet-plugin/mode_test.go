@@ -170,7 +170,7 @@ func (c *configured) startsAnew() {
 			c.t.Errorf("ended: %v", err)
 		}
 	case <-time.After(time.Minute):
-		c.t.Fatal("goes on as before")
+		c.t.Fatal("the agent does not restart")
 	}
 }
 
@@ -209,7 +209,7 @@ func TestModeChanges(t *testing.T) {
 	})
 	t.Run("wrong from the start", func(t *testing.T) {
 		c := follow(t, "version: v1\n", map[string]string{config.ModeLabel: "Split"})
-		// Who has a GPU is served, and nobody else.
+		// Holders that have a GPU are served. New claims and pods get none.
 		gpu := device.GPU{UUID: "GPU-a"}
 		if got := <-c.served; got.Mode.Claims() || got.Mode.Limits() || got.OfferedToClaims(gpu) || got.OfferedToPods(gpu) {
 			t.Errorf("serves %+v", got)
@@ -221,7 +221,7 @@ func TestModeChanges(t *testing.T) {
 		c.edit(rules)
 		c.startsAnew()
 	})
-	t.Run("a lost GPU stops nobody", func(t *testing.T) {
+	t.Run("a lost GPU stops no other", func(t *testing.T) {
 		c := follow(t, "tandem: {mode: Split, devices: [{match: {index: 7}, use: limits}]}", nil)
 		c.serves(config.ModeSplit)
 		if event := <-c.events.Events; !strings.Contains(event, "Warning ConfigMatchesNothing") {

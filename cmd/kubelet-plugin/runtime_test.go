@@ -3,6 +3,7 @@
 package main
 
 import (
+	"context"
 	"strings"
 	"testing"
 
@@ -12,6 +13,7 @@ import (
 	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 func TestARuntimeWithoutCDIGetsAnEvent(t *testing.T) {
@@ -35,8 +37,16 @@ func TestARuntimeWithoutCDIGetsAnEvent(t *testing.T) {
 				client:   fake.NewClientset(node),
 				recorder: events,
 			}
-			if err := a.checkRuntime(t.Context()); err != nil {
+			ctx, cancel := context.WithCancel(t.Context())
+			self := podstate.NewNode(a.client, "node-1")
+			watched := make(chan error, 1)
+			go func() { watched <- self.Run(ctx) }()
+			if err := a.checkRuntime(ctx, self); err != nil {
 				t.Fatal(err)
+			}
+			cancel()
+			if err := <-watched; err != nil {
+				t.Error(err)
 			}
 			close(events.Events)
 			said := <-events.Events

@@ -38,7 +38,7 @@ func TestRun(t *testing.T) {
 	if err := run(t.Context(), []string{"live"}, io.Discard); err != nil {
 		t.Errorf("live: %v", err)
 	}
-	// Without the directory nobody wants the daemon.
+	// Without the directory no daemon is requested.
 	if err := run(t.Context(), []string{"run"}, io.Discard); err != nil {
 		t.Errorf("run: %v", err)
 	}

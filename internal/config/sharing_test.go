@@ -139,23 +139,23 @@ func TestSharingContradictions(t *testing.T) {
 	}
 }
 
-func TestUntouched(t *testing.T) {
+func TestExcluded(t *testing.T) {
 	for _, mode := range []string{"Dual", "ClaimsOnly", "DevicePluginOnly", "Split"} {
 		c, err := loadFile(t, "{sharing: {mps: {resources: [{name: gpu, replicas: 2}]}}, tandem: {mode: "+mode+", devices: [{match: {index: 0}, use: none}, {match: {index: 1}, use: limits}]}}")
 		if err != nil {
 			t.Fatal(err)
 		}
 		if c.OfferedToClaims(sharedGPUs[0]) || c.OfferedToPods(sharedGPUs[0]) {
-			t.Errorf("%s: an untouched GPU is offered", mode)
+			t.Errorf("%s: an excluded GPU is offered", mode)
 		}
 		if c.SharingOf(sharedGPUs[0]).Shared() || !c.SharingOf(sharedGPUs[1]).Shared() {
-			t.Errorf("%s: an untouched GPU is shared, or another is not", mode)
+			t.Errorf("%s: an excluded GPU is shared, or another is not", mode)
 		}
 		if !c.OfferedToClaims(sharedGPUs[1]) && !c.OfferedToPods(sharedGPUs[1]) {
 			t.Errorf("%s: another GPU is not offered", mode)
 		}
 	}
 	if _, err := loadFile(t, "tandem: {mode: Split, devices: [{match: {index: 0}, use: none}]}"); err == nil {
-		t.Error("Split without a GPU for anybody is accepted")
+		t.Error("Split without a use is accepted")
 	}
 }

@@ -85,7 +85,7 @@ func TestReportsChangesInEachDirectory(t *testing.T) {
 	expectReport(t, w, "a file was removed")
 }
 
-func TestMergesChangesThatNobodyRead(t *testing.T) {
+func TestMergesUnreadChanges(t *testing.T) {
 	dir := t.TempDir()
 	w := newWatcher(t, Options{Dirs: []string{dir}, Interval: never})
 	for range 3 {

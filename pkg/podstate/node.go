@@ -15,24 +15,25 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
-// Node is what the API server says of this node's object: its UID, which is another one after the object was deleted and
-// registered again (what belonged to the old one is garbage-collected), and its labels. It is safe for concurrent use.
+// Node is this node's object: its UID, which changes when the object is deleted and registered again (the garbage collector removes
+// what belonged to the old one), its labels and its container runtime. It is safe for concurrent use.
 type Node struct {
-	client kubernetes.Interface
-	name   string
+	client  kubernetes.Interface
+	name    string
+	changed broadcast.Signal
 
-	mu      sync.Mutex
-	synced  bool
-	uid     types.UID
-	labels  map[string]string
-	changed chan struct{}
+	mu sync.Mutex
+	// node is empty while there is no object.
+	node corev1.Node
 }
 
-// NewNode prepares to watch one node. Nothing is asked before Run.
+// NewNode prepares to watch one node. It makes no request before Run.
 func NewNode(client kubernetes.Interface, name string) *Node {
-	return &Node{client: client, name: name, changed: make(chan struct{})}
+	return &Node{client: client, name: name}
 }
 
 // Run watches until ctx is done. Call it once.
@@ -53,66 +54,56 @@ func (n *Node) Run(ctx context.Context) error {
 		Handler: cache.ResourceEventHandlerFuncs{
 			AddFunc:    n.store,
 			UpdateFunc: func(_, object any) { n.store(object) },
-			DeleteFunc: func(any) { n.set("", nil) },
+			DeleteFunc: func(any) { n.store(&corev1.Node{}) },
 		},
 	})
 	controller.RunWithContext(ctx)
 	return nil
 }
 
-// trimNode keeps what Node tells: a Node carries every image of the machine.
+// trimNode keeps what Node returns: the object names every image of the machine.
 func trimNode(object any) (any, error) {
 	node, ok := object.(*corev1.Node)
 	if !ok {
 		return object, nil
 	}
-	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{
+	trimmed := &corev1.Node{ObjectMeta: metav1.ObjectMeta{
 		Name: node.Name, UID: node.UID, ResourceVersion: node.ResourceVersion, Labels: node.Labels,
-	}}, nil
+	}}
+	trimmed.Status.NodeInfo.ContainerRuntimeVersion = node.Status.NodeInfo.ContainerRuntimeVersion
+	return trimmed, nil
 }
 
 func (n *Node) store(object any) {
-	if node, ok := object.(*corev1.Node); ok {
-		n.set(node.UID, node.Labels)
-	}
-}
-
-func (n *Node) set(uid types.UID, labels map[string]string) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.synced && n.uid == uid && maps.Equal(n.labels, labels) {
+	next, ok := object.(*corev1.Node)
+	if !ok {
 		return
 	}
-	n.synced, n.uid, n.labels = true, uid, labels
-	close(n.changed)
-	n.changed = make(chan struct{})
-}
-
-// UID of the node's object; empty while none has been seen, and once it is gone.
-func (n *Node) UID() types.UID {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return n.uid
+	if n.node.UID != next.UID || !maps.Equal(n.node.Labels, next.Labels) || n.node.Status.NodeInfo != next.Status.NodeInfo {
+		n.changed.Notify()
+	}
+	n.node = *next
 }
 
-// Label returns a label of the node's object and whether it is there. Synced says whether that means anything yet.
+func (n *Node) current() corev1.Node {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.node
+}
+
+// UID of the node's object; empty while there is none.
+func (n *Node) UID() types.UID { return n.current().UID }
+
+// Label returns a label of the node's object and whether it has that label.
 func (n *Node) Label(key string) (value string, ok bool) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	value, ok = n.labels[key]
+	value, ok = n.current().Labels[key]
 	return value, ok
 }
 
-// Synced reports whether the node's object has been seen.
-func (n *Node) Synced() bool {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.synced
-}
+// RuntimeVersion is the container runtime as kubelet reports it, "containerd://2.1.4"; empty while it is not known.
+func (n *Node) RuntimeVersion() string { return n.current().Status.NodeInfo.ContainerRuntimeVersion }
 
-// Changed returns a channel that is closed when UID or labels next change; take it before reading.
-func (n *Node) Changed() <-chan struct{} {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.changed
-}
+// Changed returns a channel that is closed when the UID, the labels or the runtime next change; take it before reading.
+func (n *Node) Changed() <-chan struct{} { return n.changed.Changed() }

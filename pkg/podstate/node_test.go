@@ -24,8 +24,8 @@ func TestNode(t *testing.T) {
 		done := make(chan error, 1)
 		go func() { done <- n.Run(ctx) }()
 		synctest.Wait()
-		if n.Synced() || n.UID() != "" {
-			t.Errorf("before the node is registered: synced %t, UID %q", n.Synced(), n.UID())
+		if n.UID() != "" {
+			t.Errorf("before the node is registered: UID %q", n.UID())
 		}
 		nodes := client.CoreV1().Nodes()
 		for _, step := range []struct {
@@ -37,11 +37,17 @@ func TestNode(t *testing.T) {
 			{"registered", func() error { _, err := nodes.Create(ctx, node("1", "a"), metav1.CreateOptions{}); return err }, "1", "a", true},
 			{"nothing new", func() error {
 				same := node("1", "a")
-				same.Status.Phase = corev1.NodeRunning
+				same.Status.Phase, same.ResourceVersion = corev1.NodeRunning, "7"
 				_, err := nodes.Update(ctx, same, metav1.UpdateOptions{})
 				return err
 			}, "1", "a", false},
 			{"labelled", func() error { _, err := nodes.Update(ctx, node("1", "b"), metav1.UpdateOptions{}); return err }, "1", "b", true},
+			{"its runtime is known", func() error {
+				known := node("1", "b")
+				known.Status.NodeInfo.ContainerRuntimeVersion = "containerd://2.1.4"
+				_, err := nodes.Update(ctx, known, metav1.UpdateOptions{})
+				return err
+			}, "1", "b", true},
 			{"deleted", func() error { return nodes.Delete(ctx, "node-1", metav1.DeleteOptions{}) }, "", "", true},
 			{"registered again", func() error { _, err := nodes.Create(ctx, node("2", "b"), metav1.CreateOptions{}); return err }, "2", "b", true},
 		} {

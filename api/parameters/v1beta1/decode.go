@@ -245,7 +245,7 @@ func isUUID(id string) bool {
 	return strings.HasPrefix(id, "GPU-") && len(id) > len("GPU-") || strings.HasPrefix(id, "MIG-") && len(id) > len("MIG-")
 }
 
-// quantity keeps what stands there. resource.Quantity would end the decoding without a word on where.
+// quantity keeps the text. The error of resource.Quantity would end the decoding and has no path.
 type quantity string
 
 // UnmarshalJSON implements json.Unmarshaler. As resource.Quantity it takes a number for a string.

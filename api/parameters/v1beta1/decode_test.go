@@ -154,7 +154,7 @@ func TestMistakesInJSON(t *testing.T) {
 	}
 }
 
-// Whoever may make a claim may make thousands of mistakes, in text that is repeated on every attempt.
+// A user who can create claims can make thousands of mistakes, and each attempt repeats the errors.
 func TestManyMistakes(t *testing.T) {
 	keys := func(n int) string {
 		var all strings.Builder
