@@ -4,12 +4,10 @@ package podstate
 
 import (
 	"context"
-	"fmt"
 	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	resourcehelper "k8s.io/component-helpers/resource"
 
@@ -173,72 +171,4 @@ func (p *Pods) Asks(uid, resource string) int {
 		return 0
 	}
 	return asked(pod.Pod, func(name string) bool { return name == resource })[resource]
-}
-
-// Unclaimed reports whether a hold that names no pod is stale: every pod that requests the resources and may have containers has
-// all its devices by holds that name it.
-func (p *Pods) Unclaimed(counts func(resource string) bool, holds []ledger.Hold) (bool, error) {
-	unknownPods, err := p.UnknownPods()
-	if err != nil || len(unknownPods) > 0 {
-		return false, err
-	}
-	has := named(holds)
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for _, pod := range p.pods {
-		if has.lacks(pod.Pod, counts) {
-			return false, nil
-		}
-	}
-	for uid, pod := range p.deleted {
-		if pod.mayStart() && has.less(uid, pod.Pod, counts) {
-			return false, nil
-		}
-	}
-	return !p.synced.IsZero(), nil
-}
-
-// ListNow is what the API server has of the node's pods now: kubelet's watch may be well ahead of ours. Called before a limit is
-// given up on the word of Unclaimed, for Lacks.
-func (p *Pods) ListNow(ctx context.Context) ([]*corev1.Pod, error) {
-	list, err := p.client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: ofNode(p.node)})
-	if err != nil {
-		return nil, fmt.Errorf("list the pods of node %s: %w", p.node, err)
-	}
-	pods := make([]*corev1.Pod, 0, len(list.Items))
-	for i := range list.Items {
-		pods = append(pods, trimmed(&list.Items[i]))
-	}
-	return pods, nil
-}
-
-// Lacks reports whether one of these pods that has not ended asks for more devices of the resources that count than holds name it.
-func Lacks(pods []*corev1.Pod, counts func(resource string) bool, holds []ledger.Hold) bool {
-	return named(holds).anyLacks(pods, counts)
-}
-
-// LacksOfKubelet is Lacks by what kubelet says that pods have. It may have forgotten what holds name, and admit a pod of before anew.
-func LacksOfKubelet(pods []*corev1.Pod, counts func(resource string) bool, used []UsedDevice) bool {
-	uids := map[types.NamespacedName]types.UID{}
-	for _, pod := range pods {
-		uids[types.NamespacedName{Namespace: pod.Namespace, Name: pod.Name}] = runningUID(pod)
-	}
-	has, seen := accounts{}, map[UsedDevice]bool{}
-	for _, device := range used {
-		device.Container = "" // kubelet names a device once for each of its NUMA nodes, and for containers that share it
-		if !seen[device] {
-			seen[device] = true
-			has[account{uids[types.NamespacedName{Namespace: device.Namespace, Name: device.Pod}], device.Resource}]++
-		}
-	}
-	return has.anyLacks(pods, counts)
-}
-
-func (has accounts) anyLacks(pods []*corev1.Pod, counts func(resource string) bool) bool {
-	return slices.ContainsFunc(pods, func(pod *corev1.Pod) bool { return has.lacks(pod, counts) })
-}
-
-// lacks reports whether a pod that has not ended has less than it asks for.
-func (has accounts) lacks(pod *corev1.Pod, counts func(resource string) bool) bool {
-	return !isTerminal(pod) && has.less(runningUID(pod), pod, counts)
 }

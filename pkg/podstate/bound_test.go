@@ -4,7 +4,6 @@ package podstate
 
 import (
 	"context"
-	"errors"
 	"slices"
 	"strings"
 	"testing"
@@ -14,9 +13,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/client-go/kubernetes/fake"
-	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
@@ -143,118 +139,6 @@ func TestMeet(t *testing.T) {
 		}
 		p.WaitForPods(ctx, ledger.ClaimRequest{})
 	})
-}
-
-func TestUnclaimed(t *testing.T) {
-	named := limit(ledger.StateHeld, 0, podA)
-	tests := []struct {
-		name  string
-		pod   *corev1.Pod
-		holds []ledger.Hold
-		group int
-		want  bool
-	}{
-		{"nobody asks", nil, nil, noGroup, true},
-		{"somebody is to be admitted", pod(podA, "a", pending, asks("1")), nil, noGroup, false},
-		{"somebody was admitted, and has not been named yet", pod(podA, "a", asks("1"), admitted), nil, noGroup, false},
-		{"somebody is being deleted", pod(podA, "a", asks("1"), admitted, beingDeleted), nil, noGroup, false},
-		{"somebody was rejected", pod(podA, "a", asks("1"), phase(corev1.PodFailed)), nil, noGroup, true},
-		{"somebody has its own", pod(podA, "a", asks("1"), admitted), []ledger.Hold{named}, busyGroup, true},
-		{"somebody has one of two", pod(podA, "a", asks("2"), admitted), []ledger.Hold{named}, busyGroup, false},
-		{"somebody has it by another resource", pod(podA, "a", asksPart, admitted), []ledger.Hold{named}, busyGroup, false},
-		{"somebody is served by a claim", pod(podA, "a", asks("1"), specialClaim("nvidia.com/gpu")), nil, busyGroup, true},
-		{"a pod that the API server does not know", nil, nil, busyGroup, false},
-	}
-	for _, test := range tests {
-		t.Run(test.name, func(t *testing.T) {
-			f := newTree(t)
-			f.v2("kubepods/burstable", false)
-			f.group(podA, test.group)
-			p := known(t, f)
-			if test.pod != nil {
-				p.add(t, test.pod)
-			}
-			if got, err := p.Unclaimed(ours, test.holds); err != nil || got != test.want {
-				t.Errorf("got %v, %v, want %v", got, err, test.want)
-			}
-		})
-	}
-	if got, err := known(t, newTree(t)).Unclaimed(ours, nil); err == nil || got {
-		t.Errorf("without cgroups to be seen: %v, %v", got, err)
-	}
-}
-
-// A pod that was removed before kubelet had started it may be in the middle of its admission.
-func TestUnclaimedWhileAPodMayStart(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		f := newTree(t)
-		f.v2("kubepods/burstable", false)
-		p := known(t, f)
-		unclaimed := func() bool {
-			got, err := p.Unclaimed(ours, nil)
-			if err != nil {
-				t.Fatal(err)
-			}
-			return got
-		}
-		removed := pod(podA, "a", pending, asks("1"))
-		p.add(t, removed)
-		p.forget(removed)
-		if unclaimed() {
-			t.Error("nobody asks, where somebody was removed a moment ago")
-		}
-		time.Sleep(unseen)
-		if !unclaimed() {
-			t.Error("after a minute it may start still")
-		}
-	})
-}
-
-// The API server's list is newer than our watch, and kubelet may have forgotten what a hold is named for.
-func TestLacks(t *testing.T) {
-	limitOf := []ledger.Hold{limit(ledger.StateHeld, 0, podA)}
-	usedBy := func(ids ...string) (used []UsedDevice) {
-		for _, id := range ids {
-			for _, container := range []string{"sidecar", "main"} {
-				used = append(used, UsedDevice{Namespace: "apps", Pod: "a", Container: container, Resource: "nvidia.com/gpu", ID: id})
-			}
-		}
-		return used
-	}
-	mirror := func(p *corev1.Pod) { p.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: podA} }
-	for name, test := range map[string]struct {
-		pod            *corev1.Pod
-		holds          []ledger.Hold
-		used           []UsedDevice
-		lacks, kubelet bool
-	}{
-		"nobody asks":                            {pod(podA, "a"), nil, nil, false, false},
-		"somebody asks":                          {pod(podA, "a", pending, asks("1")), nil, nil, true, true},
-		"somebody was rejected":                  {pod(podA, "a", asks("1"), phase(corev1.PodFailed)), nil, nil, false, false},
-		"somebody has its own":                   {pod(podA, "a", asks("1")), limitOf, usedBy("GPU-1"), false, false},
-		"a static pod has its own":               {pod(podB, "a", asks("1"), mirror), limitOf, usedBy("GPU-1"), false, false},
-		"kubelet has forgotten":                  {pod(podA, "a", asks("1")), limitOf, nil, false, true},
-		"two containers have one of two":         {pod(podA, "a", asks("2")), limitOf, usedBy("GPU-1"), true, true},
-		"kubelet means one of that name before":  {pod(podA, "a", asks("1")), nil, usedBy("GPU-1"), true, false},
-		"kubelet says that it has more than one": {pod(podA, "a", asks("2")), limitOf, usedBy("GPU-1", "GPU-2"), true, false},
-	} {
-		client := fake.NewClientset(test.pod)
-		p, err := NewPods(client, "node-1", NewCgroups(t.TempDir()), t.TempDir())
-		if err != nil {
-			t.Fatal(err)
-		}
-		pods, err := p.ListNow(t.Context())
-		if err != nil || len(pods) != 1 {
-			t.Fatalf("%s: %v, %v", name, pods, err)
-		}
-		if got, ofKubelet := Lacks(pods, ours, test.holds), LacksOfKubelet(pods, ours, test.used); got != test.lacks || ofKubelet != test.kubelet {
-			t.Errorf("%s: %t, of kubelet %t", name, got, ofKubelet)
-		}
-		client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) { return true, nil, errors.New("away") })
-		if _, err := p.ListNow(t.Context()); err == nil || !strings.Contains(err.Error(), "node-1: away") {
-			t.Errorf("without the API server: %v", err)
-		}
-	}
 }
 
 func TestUnexplained(t *testing.T) {

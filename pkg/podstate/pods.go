@@ -26,8 +26,6 @@ import (
 // Pods judges holds by the pods of this node: what the API server says of them, and whether their cgroups live. It is the
 // ledger's Evidence. Until its first list of pods has arrived, everything is Running. It is safe for concurrent use.
 type Pods struct {
-	client  kubernetes.Interface
-	node    string
 	cgroups *Cgroups
 	// kubeletDir is kubelet's root directory.
 	kubeletDir string
@@ -70,11 +68,11 @@ var _ ledger.PodStates = (*Pods)(nil)
 func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubeletDir string) (*Pods, error) {
 	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
 		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
-			o.FieldSelector = ofNode(node)
+			o.FieldSelector = fields.OneTermEqualSelector("spec.nodeName", node).String()
 		}),
 		informers.WithTransform(trim))
 	p := &Pods{
-		client: client, node: node, cgroups: cgroups, kubeletDir: kubeletDir, factory: factory, changed: make(chan struct{}),
+		cgroups: cgroups, kubeletDir: kubeletDir, factory: factory, changed: make(chan struct{}),
 		pods: map[types.UID]seenPod{}, deleted: map[types.UID]seenPod{}, attached: map[string]map[types.UID]bool{},
 		starting: map[string]starting{},
 	}
@@ -95,8 +93,6 @@ func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubelet
 	p.handler = handler
 	return p, nil
 }
-
-func ofNode(node string) string { return fields.OneTermEqualSelector("spec.nodeName", node).String() }
 
 // Run watches until ctx is done.
 func (p *Pods) Run(ctx context.Context) error {

@@ -110,12 +110,11 @@ type times struct {
 	// leaving is how often the kernel is asked at first while a hold waits for processes to end, leavingLast in the end:
 	// cgroup files of version 1 do not notify.
 	leaving, leavingLast time.Duration
-	// verifyAfter and doubt: a hold that kubelet does not confirm is looked into after a minute, then at most once a minute
-	// (design: at most one claim GET a minute a stale hold). Kubelet's own reconcile loop runs every 60 s.
+	// A hold that kubelet does not confirm is checked after verifyAfter, and then at intervals of verify: at most one GET of a claim
+	// a minute. kubelet's own reconcile loop runs every 60 s.
 	verifyAfter, verify time.Duration
-	// podHoldCheck is the interval of checks of a hold without a pod. staleAfter is that interval, and the age of such a hold,
-	// when no pod is left that it could belong to.
-	podHoldCheck, staleAfter time.Duration
+	// podHoldCheck is the time between the two checks after which a pod's hold that kubelet does not list is released.
+	podHoldCheck time.Duration
 	// call bounds one call to kubelet or the API server, restore all such calls at start together.
 	call, restore time.Duration
 	// retry follows an error; what fails again and again is tried ever more rarely, in the end after retryMost.
@@ -133,7 +132,6 @@ func defaultTimes() times {
 		verifyAfter:  time.Minute,
 		verify:       time.Minute,
 		podHoldCheck: 30 * time.Second,
-		staleAfter:   2 * time.Second,
 		call:         5 * time.Second,
 		restore:      10 * time.Second,
 		retry:        time.Second,

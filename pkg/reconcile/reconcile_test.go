@@ -183,7 +183,7 @@ func TestNothingIsReleasedWhileServersAreAway(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
 	g.verifySoon()
-	g.nobodysSoon()
+	g.verifySoon()
 	g.run()
 	g.change(func() { g.away = true })
 	g.allocate("GPU-1")
@@ -417,8 +417,8 @@ func TestErrorsDoNotSpin(t *testing.T) {
 	g.r.unconfirmed = map[holdKey]*unconfirmed{keyOf(g.book.Holds()[0]): d}
 	before := time.Now()
 	wait, err = g.r.verify(ctx)
-	if err == nil || wait <= 0 || !g.r.due(d, false).After(before) {
-		t.Errorf("next look in %v, due %v, error %v", wait, g.r.due(d, false), err)
+	if err == nil || wait <= 0 || !g.r.due(d).After(before) {
+		t.Errorf("next look in %v, due %v, error %v", wait, g.r.due(d), err)
 	}
 	cancel()
 	must(t, <-done)
@@ -439,29 +439,21 @@ func TestWithoutNotifications(t *testing.T) {
 	t.Run("a claim", TestDrainingClaim)
 }
 
-// A limit that only passed for nobody's when it was first looked into stays for a minute all the same.
+// kubelet has a minute to admit the pod of a hold without a pod, and half a minute between the two checks.
 func TestTheMinuteOfALimit(t *testing.T) {
 	r := &Reconciler{times: defaultTimes()}
 	since := time.Now()
-	at := func(d unconfirmed, stale bool) time.Duration {
-		d.since = since
-		return r.due(&d, stale).Sub(since)
-	}
-	seen := since.Add(2 * time.Second)
 	for _, test := range []struct {
-		what  string
-		d     unconfirmed
-		stale bool
-		want  time.Duration
+		what string
+		d    unconfirmed
+		want time.Duration
 	}{
-		{"at first", unconfirmed{}, false, time.Minute},
-		{"stale at first", unconfirmed{}, true, 2 * time.Second},
-		{"still stale", unconfirmed{checked: seen, clean: 1}, true, 4 * time.Second},
-		{"no longer stale", unconfirmed{checked: seen, clean: 1}, false, time.Minute},
-		{"seen once after a minute", unconfirmed{checked: since.Add(time.Minute), clean: 1}, false, 90 * time.Second},
-		{"contested", unconfirmed{checked: seen, contested: true}, false, 62 * time.Second},
+		{"at first", unconfirmed{}, time.Minute},
+		{"not listed once", unconfirmed{checked: since.Add(time.Minute), unlisted: 1}, 90 * time.Second},
+		{"listed", unconfirmed{checked: since.Add(time.Minute)}, 2 * time.Minute},
 	} {
-		if got := at(test.d, test.stale); got != test.want {
+		test.d.since = since
+		if got := r.due(&test.d).Sub(since); got != test.want {
 			t.Errorf("%s: after %s, want %s", test.what, got, test.want)
 		}
 	}

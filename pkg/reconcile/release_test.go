@@ -3,17 +3,13 @@
 package reconcile
 
 import (
-	"errors"
 	"os"
 	"path/filepath"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/apimachinery/pkg/api/resource"
-	"k8s.io/apimachinery/pkg/runtime"
-	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -36,9 +32,6 @@ func (g *rig) updatePod(p *corev1.Pod, phase corev1.PodPhase) {
 	must(g.t, g.client.Tracker().Update(corev1.SchemeGroupVersion.WithResource("pods"), p, "apps"))
 }
 
-// nobodysSoon makes what takes seconds take milliseconds.
-func (g *rig) nobodysSoon() { g.r.times.staleAfter = 10 * time.Millisecond }
-
 func TestPodThatFinishes(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
@@ -60,7 +53,7 @@ func TestPodThatFinishes(t *testing.T) {
 func TestInitContainersAndRestarts(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
-	g.nobodysSoon()
+	g.verifySoon()
 	p := g.asking("p1", "1")
 	g.addPod(p)
 	g.run()
@@ -87,7 +80,7 @@ func TestFailedAdmissionAfterAllocate(t *testing.T) {
 			g := newRig(t, "GPU-1", "GPU-2")
 			g.noGroup("anchor")
 			must(t, os.MkdirAll(filepath.Join(g.groups, "kubepods"), 0o755))
-			g.nobodysSoon()
+			g.verifySoon()
 			p, other := g.asking("p1", "1"), g.asking("p2", "1")
 			g.addPod(p)
 			g.addPod(other)
@@ -101,8 +94,6 @@ func TestFailedAdmissionAfterAllocate(t *testing.T) {
 					g.used = []podstate.UsedDevice{{Namespace: "apps", Pod: other.Name, Resource: resource, ID: "GPU-2"}}
 				})
 				g.checkpoint("p2", "GPU-2")
-				g.await("GPU-1: pod GPU-1 held []", "GPU-2: pod GPU-2 held [p2]")
-				g.stays("GPU-1: pod GPU-1 held []", "GPU-2: pod GPU-2 held [p2]") // it may be p1's
 			}
 			g.updatePod(p, corev1.PodFailed)
 			g.await("GPU-2: pod GPU-2 held [p2]")
@@ -110,11 +101,11 @@ func TestFailedAdmissionAfterAllocate(t *testing.T) {
 	}
 }
 
-// Whatever we have heard of pods, a device that kubelet lists, or a kubelet that does not answer, keeps it.
-func TestKubeletHasTheLastWordOnNobodysLimit(t *testing.T) {
+// A hold without a pod stays while kubelet lists its device, or does not answer.
+func TestHoldWithoutPodThatKubeletLists(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
-	g.nobodysSoon()
+	g.verifySoon()
 	g.used = []podstate.UsedDevice{{ID: "GPU-1", Resource: resource}}
 	g.run()
 	g.allocate("GPU-1")
@@ -127,96 +118,7 @@ func TestKubeletHasTheLastWordOnNobodysLimit(t *testing.T) {
 	g.change(func() { g.away, g.used = true, nil })
 	g.stays("GPU-1: pod GPU-1 held []")
 	g.change(func() { g.away = false })
-	g.stays("GPU-1: pod GPU-1 held []") // it is asked again after a while
-}
-
-// Kubelet admits a pod, and does not list its devices yet, of which our watch has brought nothing, or which had others before.
-func TestNobodysLimitMayBeOfAPodInAdmission(t *testing.T) {
-	for name, test := range map[string]struct {
-		// watched has our watch bring it, with a hold that names it and that kubelet has lost from its account.
-		watched bool
-		// namesake is a device that kubelet lists for a pod of its name.
-		namesake string
-		// answers are those of the API server, one after the other; the last of them again and again.
-		answers []error
-		// ends is set where the minute and a half that such a limit stays is short.
-		ends bool
-	}{
-		"the pod is there":                         {answers: []error{nil}},
-		"it had another before":                    {watched: true},
-		"another of its name has one":              {answers: []error{nil}, namesake: "GPU-9"},
-		"the API server is away":                   {answers: []error{errAway}},
-		"the pod goes again, kubelet may not know": {answers: []error{nil, errNoPod}},
-		"our watch brings it meanwhile":            {answers: []error{errWatched}},
-		"it goes in the end":                       {answers: []error{nil}, ends: true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			g := newRig(t, "GPU-1", "GPU-2")
-			g.noGroup("anchor")
-			must(t, os.MkdirAll(filepath.Join(g.groups, "kubepods"), 0o755))
-			g.nobodysSoon()
-			g.r.times.verify = 10 * time.Millisecond
-			if test.ends {
-				g.verifySoon()
-			}
-			if test.namesake != "" {
-				g.used = []podstate.UsedDevice{{Namespace: "apps", Pod: "p1", Resource: resource, ID: test.namesake}}
-			}
-			p := g.asking("p1", "1")
-			if test.watched {
-				g.addPod(p)
-			}
-			g.run()
-			held := []string{"GPU-1: pod GPU-1 held []"}
-			asked := func() bool { return true }
-			if test.watched {
-				g.allocate("GPU-2")
-				g.checkpoint("p1", "GPU-2")
-				g.await("GPU-2: pod GPU-2 held [p1]")
-				held = append(held, "GPU-2: pod GPU-2 held [p1]")
-			} else {
-				asked = g.listPods(p, test.answers)
-			}
-			g.allocate("GPU-1")
-			if test.ends {
-				g.await()
-				return
-			}
-			for deadline := time.Now().Add(time.Minute); !asked() && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
-			}
-			if !asked() {
-				t.Error("the API server was not asked")
-			}
-			g.stays(held...)
-		})
-	}
-}
-
-var (
-	// errNoPod is the answer that there is none, errWatched that with our watch bringing one meanwhile.
-	errNoPod   = errors.New("no pod")
-	errWatched = errors.New("no pod, but in our watch")
-)
-
-// listPods has the API server list a pod that our watch does not bring, unless one of these answers is an error. Asked reports whether it
-// was asked.
-func (g *rig) listPods(p *corev1.Pod, answers []error) (asked func() bool) {
-	var times atomic.Int32
-	g.client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
-		answer := answers[min(int(times.Add(1)), len(answers))-1]
-		switch answer {
-		case nil:
-			return true, &corev1.PodList{Items: []corev1.Pod{*p}}, nil
-		case errWatched:
-			g.pods.Observe(nil, p)
-			fallthrough
-		case errNoPod:
-			return true, &corev1.PodList{}, nil
-		}
-		return true, nil, answer
-	})
-	return func() bool { return times.Load() > 0 }
+	g.await()
 }
 
 // A claim's pod is force-deleted, its claim deallocated and deleted, and its containers live on.

@@ -85,7 +85,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	must(t, err)
 	ms := time.Millisecond
 	g.r.times = times{
-		leaving: ms, leavingLast: 5 * ms, verifyAfter: time.Hour, verify: time.Hour, staleAfter: time.Hour, podHoldCheck: time.Hour, call: time.Minute, restore: time.Minute,
+		leaving: ms, leavingLast: 5 * ms, verifyAfter: time.Hour, verify: time.Hour, podHoldCheck: time.Hour, call: time.Minute, restore: time.Minute,
 		retry: 10 * ms, retryMost: 20 * ms, rest: ms, gather: ms, verifyGather: ms,
 	}
 	return g

@@ -9,7 +9,6 @@ import (
 	"slices"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -22,10 +21,8 @@ import (
 // unconfirmed is a hold that kubelet or the API server has not confirmed.
 type unconfirmed struct {
 	since, checked time.Time
-	// clean counts successive looks in which kubelet knew nothing of the limit.
-	clean int
-	// contested is set once a hold that seemed stale may belong to a pod.
-	contested bool
+	// unlisted counts the last checks in which kubelet did not list the device of a pod's hold.
+	unlisted int
 	// allocated is set once the API server has said that the device is the claim's.
 	allocated bool
 }
@@ -78,59 +75,35 @@ func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 			*d = unconfirmed{since: now, allocated: d.allocated}
 			continue
 		}
-		stale, err := r.isStale(h, d, holds)
-		errs = append(errs, err)
-		if unnamed(h) {
-			wait = min(wait, r.times.staleAfter) // its pod may be rejected, of which the ledger does not tell
-		}
-		if due := r.due(d, stale); now.Before(due) {
+		if due := r.due(d); now.Before(due) {
 			wait = min(wait, due.Sub(now))
 			continue
 		}
 		d.checked = now
-		errs = append(errs, r.look(ctx, h, d, stale))
-		wait = min(wait, r.due(d, stale).Sub(now))
+		errs = append(errs, r.check(ctx, h, d))
+		wait = min(wait, r.due(d).Sub(now))
 	}
 	r.unconfirmed = current
 	return wait, errors.Join(errs...)
 }
 
-func (r *Reconciler) due(d *unconfirmed, stale bool) time.Time {
-	first, next := r.times.verifyAfter, r.times.podHoldCheck
-	if stale {
-		// Kubelet is asked sooner, and as often.
-		first, next = r.times.staleAfter, r.times.staleAfter
-	}
+func (r *Reconciler) due(d *unconfirmed) time.Time {
 	switch {
 	case d.checked.IsZero():
-		return d.since.Add(first)
-	case d.clean > 0:
-		// It may have been stale at the first check only.
-		return slices.MaxFunc([]time.Time{d.since.Add(first), d.checked.Add(next)}, time.Time.Compare)
+		return d.since.Add(r.times.verifyAfter)
+	case d.unlisted > 0:
+		return d.checked.Add(r.times.podHoldCheck)
 	default:
 		return d.checked.Add(r.times.verify)
 	}
 }
 
-// isStale reports whether a hold is of a pod that kubelet did not admit, as far as the pods show.
-func (r *Reconciler) isStale(h ledger.Hold, d *unconfirmed, holds []ledger.Hold) (bool, error) {
-	if !unnamed(h) || d.contested {
-		return false, nil
-	}
-	return r.Pods.Unclaimed(r.mayBe(h), holds)
-}
-
-// mayBe are the resources by which a limit may have been asked for: its own, or any where its record cannot be read.
-func (r *Reconciler) mayBe(h ledger.Hold) func(resource string) bool {
+// resourcesOf returns the resource by which a pod's hold was requested: its own, or any where its record cannot be read.
+func (r *Reconciler) resourcesOf(h ledger.Hold) func(resource string) bool {
 	if h.Resource == "" {
 		return r.Limits.Has
 	}
 	return func(resource string) bool { return resource == h.Resource }
-}
-
-// unnamed is a limit whose pod is not known yet.
-func unnamed(h ledger.Hold) bool {
-	return h.Holder.Kind == ledger.KindPod && h.State == ledger.StateHeld && len(h.Pods) == 0
 }
 
 func (r *Reconciler) confirmed(h ledger.Hold, d *unconfirmed, claims []podstate.KubeletClaim) bool {
@@ -147,13 +120,13 @@ func (r *Reconciler) confirmed(h ledger.Hold, d *unconfirmed, claims []podstate.
 	return slices.ContainsFunc(claims, func(c podstate.KubeletClaim) bool { return c.UID == h.Holder.ID })
 }
 
-func (r *Reconciler) look(ctx context.Context, h ledger.Hold, d *unconfirmed, stale bool) error {
+func (r *Reconciler) check(ctx context.Context, h ledger.Hold, d *unconfirmed) error {
 	ctx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
 	var err error
 	switch {
 	case h.Holder.Kind == ledger.KindPod:
-		err = r.checkPodHold(ctx, h, d, stale)
+		err = r.checkPodHold(ctx, h, d)
 	case h.Holder.Kind != ledger.KindClaim:
 		return nil // of a newer version
 	case h.Name == "":
@@ -241,60 +214,41 @@ func podsOf(claim *resourceapi.ResourceClaim) []string {
 	return uids
 }
 
-// checkPodHold ends the hold of an Allocate whose pod was never admitted or never reported: kubelet, asked twice, does not list
-// the device, and nothing is left of the pod that its checkpoint names. kubelet does not list a pod that it is admitting either,
-// so an early check also asks the API server for the node's pods.
-func (r *Reconciler) checkPodHold(ctx context.Context, h ledger.Hold, d *unconfirmed, stale bool) error {
-	var pods []*corev1.Pod
-	if last := d.clean > 0; last && stale {
-		// Kubelet is not asked again while there is a pod that it may be admitting: it would forget what it is about to give it.
-		var err error
-		if pods, err = r.Pods.ListNow(ctx); err != nil {
-			return err
-		}
-		if podstate.Lacks(pods, r.mayBe(h), r.Ledger.Holds()) {
-			d.clean, d.contested = 0, true
-			return nil
-		}
-	}
-	devices, used, err := r.usedByPod(ctx, h)
+// checkPodHold ends the hold of an Allocate whose pod was never admitted or never reported: in two successive checks kubelet does not
+// list the device, and the pod that its checkpoint names is gone. kubelet does not list a pod that it is admitting, hence the minute
+// before the first check (TestKilledBetweenRecordAndAnswer).
+func (r *Reconciler) checkPodHold(ctx context.Context, h ledger.Hold, d *unconfirmed) error {
+	used, err := r.usedByPod(ctx, h)
 	if err != nil || used {
-		d.clean = 0
+		d.unlisted = 0
 		return err
 	}
-	if d.clean++; d.clean < 2 {
+	if d.unlisted++; d.unlisted < 2 {
 		return nil
-	}
-	if stale {
-		still, err := r.isStale(h, d, r.Ledger.Holds())
-		if err != nil || !still || podstate.LacksOfKubelet(pods, r.mayBe(h), devices) {
-			d.clean, d.contested = 0, true
-			return err
-		}
 	}
 	klog.FromContext(ctx).Info("Releasing a device that was allocated to no pod", "device", h.Device.String(), "resource", h.Resource)
 	return r.Ledger.Release(h)
 }
 
-// usedByPod reports whether a pod may have the device of a hold. If none has, it returns the devices that kubelet reports for
-// pods.
-func (r *Reconciler) usedByPod(ctx context.Context, h ledger.Hold) (devices []podstate.UsedDevice, used bool, err error) {
+// usedByPod reports whether a pod may have the device of a hold.
+func (r *Reconciler) usedByPod(ctx context.Context, h ledger.Hold) (bool, error) {
 	for _, pod := range h.Pods {
 		if cgroup, err := r.Cgroups.Pod(pod.UID); err != nil || cgroup != podstate.CgroupAbsent {
-			return nil, true, err
+			return true, err
 		}
 	}
-	// Kubelet may have lost its account before anybody read in it whose the device is.
-	if len(h.Pods) == 0 && r.Pods.Unexplained(r.mayBe(h), r.Ledger.Holds()) {
-		return nil, true, nil
+	// kubelet may have lost its record before the agent read whose device it is.
+	if len(h.Pods) == 0 && r.Pods.Unexplained(r.resourcesOf(h), r.Ledger.Holds()) {
+		return true, nil
 	}
 	if h.Unreadable {
 		if unknownPods, err := r.Pods.UnknownPods(); err != nil || len(unknownPods) > 0 {
-			return nil, true, err
+			return true, err
 		}
 	}
-	if devices, _, err = r.Resources.List(ctx, r.mayBe(h), r.DriverName); err != nil {
-		return nil, true, err
+	devices, _, err := r.Resources.List(ctx, r.resourcesOf(h), r.DriverName)
+	if err != nil {
+		return true, err
 	}
-	return devices, slices.ContainsFunc(devices, func(u podstate.UsedDevice) bool { return u.ID == h.Holder.ID }), nil
+	return slices.ContainsFunc(devices, func(u podstate.UsedDevice) bool { return u.ID == h.Holder.ID }), nil
 }

@@ -21,7 +21,6 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
-	corev1client "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/tools/record"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
@@ -98,7 +97,7 @@ func (a *agent) open() (err error) {
 		a.host.check(os.RemoveAll(a.host.run()))
 	}
 	cgroups := podstate.NewCgroups(a.host.cgroups())
-	if a.pods, err = podstate.NewPods(podClient{agent: a}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
+	if a.pods, err = podstate.NewPods(noClient{}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
 		return err
 	}
 	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), PodStates: parkedState{a.pods, a.simulation}, Now: stamp}
@@ -522,32 +521,6 @@ type allocations struct{ *agent }
 func (a allocations) Changed() <-chan struct{} { return a.specChanged }
 
 type noClient struct{ kubernetes.Interface }
-
-// podClient is a client by which the agent can do nothing but list pods.
-type podClient struct {
-	noClient
-	corev1client.CoreV1Interface
-	corev1client.PodInterface
-	agent *agent
-}
-
-func (c podClient) CoreV1() corev1client.CoreV1Interface  { return c }
-func (c podClient) Pods(string) corev1client.PodInterface { return c }
-
-// List has all pods, since the simulation has one node.
-func (c podClient) List(ctx context.Context, _ metav1.ListOptions) (*corev1.PodList, error) {
-	turn(ctx, "lists the node's pods")
-	if c.agent.api.down {
-		return nil, errAway
-	}
-	list := &corev1.PodList{}
-	for _, p := range all[*pod](c.agent.api.objects) {
-		if object := podObject(p); object != nil {
-			list.Items = append(list.Items, *object)
-		}
-	}
-	return list, nil
-}
 
 // parkedState lets something else happen before evidence is heard.
 type parkedState struct {
