@@ -31,9 +31,6 @@ var retired = map[string]string{
 var retiredStill = map[string][]string{
 	"api/gpunode":        {"faulty", "nobody", "somebody"},
 	"deployments/helm":   {"faulty", "nobody", "somebody"},
-	"docs/design":        {"condemned", "nobody", "nudge", "roster", "somebody", "strikes", "untouched"},
-	"docs/user":          {"nobody"},
-	"hack/cmd":           {"tally"},
 	"pkg/controller":     {"condemned", "faulty", "lapsed", "loser", "losers", "nobody", "nudged", "nudges", "somebody", "whoever"},
 	"pkg/driver":         {"faulty", "loser", "losers", "nobody", "somebody", "whoever"},
 	"pkg/explain":        {"faulty"},
@@ -45,14 +42,10 @@ var retiredStill = map[string][]string{
 	"pkg/nvml":           {"nobody", "somebody", "whoever"},
 	"pkg/podstate":       {"nobody", "somebody", "stranger", "strangers", "verdict"},
 	"pkg/reconcile":      {"condemned", "losers", "nobody", "somebody", "stranger", "verdict", "whoever"},
-	"pkg/sharing":        {"nobody", "somebody", "untouched", "whoever"},
+	"pkg/sharing":        {"nobody", "somebody", "whoever"},
 	"simulated":          {"faulty", "nobody", "somebody", "stranger", "strikes", "whoever"},
 	"simulated/profiles": {"nobody"},
 	"simulated/programs": {"nobody", "whoever"},
-	"test/e2e":           {"condemned", "lapse", "loser", "losers", "nobody", "nudged", "nudges", "somebody", "tally", "untouched", "whoever"},
-	"test/oracle":        {"nobody", "somebody", "verdict", "verdicts"},
-	"test/simulation":    {"deeds", "misfortune", "nobody", "strikes"},
-	"test/torture":       {"nobody", "restless", "strikes", "tally", "verdict", "verdicts"},
 }
 
 // word is a word of a text, or a part of an identifier in camel case.

@@ -58,8 +58,8 @@ func hasAll(text string, words []string) bool {
 	return true
 }
 
-// TestClaimForADeviceThatIsNotThere: an allocation names a device that nobody has, as after a GPU was taken out. Claim and
-// pod say so.
+// TestClaimForADeviceThatIsNotThere: an allocation names a device that does not exist, as after a GPU was removed. Claim and pod
+// report it.
 func TestClaimForADeviceThatIsNotThere(t *testing.T) {
 	s := begin(t)
 	s.manifest(`
@@ -77,8 +77,8 @@ apiVersion: v1
 kind: Pod
 metadata: {name: stale}
 spec:
-  # Nobody schedules it, so the claim stays as it is.
-  schedulerName: nobody
+  # No scheduler takes it, so the claim stays as it is.
+  schedulerName: none
   terminationGracePeriodSeconds: 1
   resourceClaims: [{name: gpu, resourceClaimName: stale}]
   containers:
@@ -183,8 +183,8 @@ spec:
 	s.wantHolds(0, 0)
 }
 
-// TestRunDirectoryFull: a pod by limits is admitted all the same, since a refusal would be the end of it; a pod by claims
-// says what is missing and runs when there is space. Whoever runs keeps running.
+// TestRunDirectoryFull: a full run directory refuses no pod, and the ledger holds the GPUs of new pods and claims. They start when there
+// is space. Running pods keep running.
 func TestRunDirectoryFull(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
@@ -196,9 +196,8 @@ func TestRunDirectoryFull(t *testing.T) {
 		return nil
 	})
 	s.manifest(one("limit", "limit-full") + one("claim", "claim-full"))
-	s.event("Pod", "claim-full", "FailedPrepareDynamicResources", "no space left on device")
-	// The rest of the node wants space as well, so it does not start; but it was not refused.
-	s.wantHolds(2, 3)
+	// Their containers do not start, because the runtime needs space as well.
+	s.wantHolds(3, 3)
 	if pod := s.pod("limit-full"); pod.Status.Phase == corev1.PodFailed {
 		t.Errorf("the limits pod was refused: %s %s", pod.Status.Reason, pod.Status.Message)
 	}
@@ -240,7 +239,7 @@ func (s *story) fill(file string) (stop func()) {
 // retry makes kubelet look at a pod, or "--all", now; left alone it tries a claim again after 60 to 90 seconds.
 func (s *story) retry(pod string) {
 	s.Helper()
-	_, err := theCluster.Kubectl(s.ctx, "annotate", "pod", "-n", s.namespace, pod, "--overwrite", "nudged="+strconv.FormatInt(time.Now().UnixNano(), 10))
+	_, err := theCluster.Kubectl(s.ctx, "annotate", "pod", "-n", s.namespace, pod, "--overwrite", "retried="+strconv.FormatInt(time.Now().UnixNano(), 10))
 	// One that has gone meanwhile waits for nothing.
 	if err != nil && !strings.Contains(err.Error(), "not found") {
 		s.Fatal(err)

@@ -16,8 +16,8 @@ import (
 // repetitionsVariable says how often the stories that measure something play.
 const repetitionsVariable = "E2E_REPETITIONS"
 
-// freedWithin is how soon a GPU that somebody gave up is in a waiting pod's hands: 1 s on a quiet machine, 3 where other clusters are
-// beside this one.
+// freedWithin is how soon a released GPU is in use by a waiting pod: 1 s on a quiet machine, 3 s while other clusters run beside
+// this one.
 const freedWithin = 15 * time.Second
 
 // TestEightAndEight: eight pods by claims and eight by limits at once, on eight GPUs, as Deployments. Eight run, eight wait, none
@@ -26,7 +26,7 @@ func TestEightAndEight(t *testing.T) {
 	repetitions := repetitions(t, 2)
 	s := begin(t)
 	s.manifest(singleTemplate)
-	var sum tally
+	var sum outcome
 	for i := range repetitions {
 		s.manifest(deployment("limits", gpusANode) + claimDeployment("claims", "single", gpusANode))
 		r := s.burst()
@@ -42,15 +42,15 @@ func TestEightAndEight(t *testing.T) {
 	}
 }
 
-// tally of one repetition, or of all.
-type tally struct {
+// outcome of one repetition, or of all.
+type outcome struct {
 	running, pending int
 	failed           []string
 	// settled is how long it took until eight ran; freed, how long until a GPU that was given up was in use again.
 	settled, freed []time.Duration
 }
 
-func (a *tally) add(b tally) {
+func (a *outcome) add(b outcome) {
 	a.running += b.running
 	a.pending += b.pending
 	a.failed = append(a.failed, b.failed...)
@@ -58,7 +58,7 @@ func (a *tally) add(b tally) {
 	a.freed = append(a.freed, b.freed...)
 }
 
-func (a tally) String() string {
+func (a outcome) String() string {
 	return fmt.Sprintf("running=%d pending=%d failed=%d settled_p50=%s settled_p99=%s freed_p50=%s freed_p99=%s",
 		a.running, a.pending, len(a.failed), quantile(a.settled, 50), quantile(a.settled, 99),
 		quantile(a.freed, 50), quantile(a.freed, 99))
@@ -74,7 +74,7 @@ func quantile(durations []time.Duration, percent int) time.Duration {
 }
 
 // burst waits for the pods of both Deployments to settle, and then lets one of each kind go.
-func (s *story) burst() (r tally) {
+func (s *story) burst() (r outcome) {
 	s.Helper()
 	began := time.Now()
 	s.running(patient, gpusANode, -1)

@@ -21,7 +21,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
-// ourWrites lets kube-apiserver write down every request of ours that changes something, and nobody else's.
+// ourWrites makes kube-apiserver log the requests of our components that change something.
 const ourWrites = `
 apiVersion: audit.k8s.io/v1
 kind: Policy

@@ -10,8 +10,8 @@ import (
 	"github.com/tandem-gpu/tandem/simulated"
 )
 
-// TestPodsEndWithoutADriver: a driver that is being replaced waits for the pods on it to end, and kubelet ends none whose claim
-// nobody unprepares.
+// TestPodsEndWithoutADriver: the replacement of a driver waits for its pods to end, and kubelet ends no pod whose claim cannot be
+// unprepared.
 func TestPodsEndWithoutADriver(t *testing.T) {
 	s := begin(t)
 	root, err := node().Root()

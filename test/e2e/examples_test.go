@@ -175,7 +175,7 @@ func TestMorePodsThanGPUs(t *testing.T) {
 	s.noDoubleOwners()
 }
 
-// TestAdminAccess: a monitor sees all GPUs while others hold some, takes none, and nobody notices that it goes.
+// TestAdminAccess: a monitor sees all GPUs while other pods hold some. It takes none, and its end affects no other pod.
 func TestAdminAccess(t *testing.T) {
 	const namespace = "gpu-monitoring"
 	s := begin(t)
@@ -194,7 +194,7 @@ func TestAdminAccess(t *testing.T) {
 		}
 		return err
 	})
-	// API servers before 1.36 keep no taints: what limits hold is not published there, and nobody can ask for it.
+	// API servers before 1.36 drop taints: devices of pods are not published there, so no claim can be allocated them.
 	published := len(s.attribute("gpu.nvidia.com/uuid"))
 	if seen := s.picture().PodDevices(namespace, "admin-access"); len(seen) != published || published < gpusANode-2 {
 		t.Errorf("the monitor sees %d GPUs of %d: %v", len(seen), published, seen)

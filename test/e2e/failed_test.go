@@ -21,9 +21,9 @@ import (
 // helped: the scheduler binds it when it hears that its predecessor is gone, which is when everybody hears it.
 const failedForceDeleted = 6
 
-// TestForceDeletedOnAFullNode: on a node that is full of limits pods, with others waiting, two are force-deleted one after the
-// other, and nobody can end their containers. Their GPUs are nobody's until they are gone, and the scheduler stops sending pods
-// after them at once, though the agent has just told of the first.
+// TestForceDeletedOnAFullNode: on a node that is full of pods, with more pods waiting, two pods are force-deleted one after the
+// other while their containers cannot be ended. Their GPUs go to no other pod until the containers are gone. The scheduler sends
+// no pod for them, although the agent has just reported the first one.
 func TestForceDeletedOnAFullNode(t *testing.T) {
 	s := begin(t)
 	const waiting = 2
@@ -48,7 +48,7 @@ func TestForceDeletedOnAFullNode(t *testing.T) {
 			s.running(soon, gpusANode-1-i, waiting+1+i)
 			counts = append(counts, len(s.failed())-before)
 		}
-		// Nobody is sent after that, whatever kubelet reports in its turn; one may have been on its way.
+		// No pod is sent after that, whatever kubelet reports; one may have been on its way.
 		before := len(s.failed())
 		time.Sleep(kubeletReports)
 		if later := len(s.failed()) - before; later > 1 {
@@ -96,8 +96,8 @@ func (s *story) tooMany(what string, counts []int, bound int) {
 // failedAway is how many pods may fail when the agent goes: those that were bound before it said so.
 const failedAway = 2
 
-// failedKilled is how many it may be when nobody says so: the controller stops sending others after the third, which takes it a
-// moment.
+// failedKilled is how many pods may fail if no component reports the loss: the controller stops the scheduler after the third
+// pod, which takes a moment.
 const failedKilled = 10
 
 // TestAgentAwayOnAFullNode: the agent is away for a while, as in an upgrade, and a pod ends meanwhile for whose GPU others wait.
@@ -121,9 +121,8 @@ func TestAgentReplacedOnAFullNode(t *testing.T) {
 	})
 }
 
-// TestAgentKilledOnAFullNode: the agent dies without a word while a pod ends, and kubelet does not start it at once. Nobody but
-// kubelet knows, and kubelet says so when it reports next, in up to ten seconds; the controller sees the pods that fail until
-// then.
+// TestAgentKilledOnAFullNode: the agent is killed while a pod ends, and kubelet does not restart it at once. Only kubelet
+// notices, and reports it with its next status, in up to ten seconds. The controller sees the pods that fail until then.
 func TestAgentKilledOnAFullNode(t *testing.T) {
 	s := begin(t)
 	s.killAgent() // after which it is started at once: from then on kubelet takes its time

@@ -65,8 +65,8 @@ func (s *story) readyz(status int, words ...string) {
 	})
 }
 
-// TestForeignDevicePlugin: somebody installs NVIDIA's device plugin beside Tandem. Limits are not served by two, the node says
-// why, claims go on, pods keep running, and limits are served again when the other is gone.
+// TestForeignDevicePlugin: an administrator installs NVIDIA's device plugin beside Tandem. Tandem stops serving the resource, the
+// node reports why, claims and running pods are not affected, and Tandem serves the resource again when the other plugin is gone.
 func TestForeignDevicePlugin(t *testing.T) {
 	s := begin(t)
 	minors := s.uuids()
@@ -120,8 +120,8 @@ func TestConflictingDriver(t *testing.T) {
 	s.undisturbed(before)
 }
 
-// TestFromNVIDIAsDevicePlugin: a node moves to Tandem while pods run. They keep their GPUs, which nobody else gets, and the
-// other six are there for both APIs.
+// TestFromNVIDIAsDevicePlugin: a node moves to Tandem while pods run. They keep their GPUs, no other pod gets these, and both
+// APIs offer the other six.
 func TestFromNVIDIAsDevicePlugin(t *testing.T) {
 	s := begin(t)
 	minors := s.uuids()

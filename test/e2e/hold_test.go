@@ -25,7 +25,7 @@ import (
 
 // What is in this file makes one party of a race wait, so that the others decide before it.
 
-// freeze stops a component until thaw, or the story's end. Its sockets stay open and nobody answers.
+// freeze stops a component until thaw or the end of the story. Its sockets stay open and do not answer.
 func (s *story) freeze(c *cluster.Component) (thaw func()) {
 	s.Helper()
 	if err := c.Freeze(); err != nil {
@@ -79,7 +79,7 @@ func (s *story) freezeController() (thaw func()) {
 	return nil
 }
 
-// shimOf is the process between the runtime and a pod. While it is frozen, nobody can end the pod's containers.
+// shimOf returns the process between the runtime and a pod. While it is frozen, the pod's containers cannot be ended.
 func (s *story) shimOf(n *cluster.Node, uid types.UID) string {
 	s.Helper()
 	// cgroup v1 has the pod in several hierarchies, all with the same processes.
@@ -184,10 +184,10 @@ func (s *story) gpuNodeObject() (gpunode.GPUNode, error) {
 	return object, err
 }
 
-// conflict waits until the node says that a claim has lost, condemned or not.
+// conflict waits until the GPUNode has a conflict with or without a pending eviction.
 func (s *story) conflict(patience time.Duration, pendingEviction bool) (lost gpunode.ConflictingClaim) {
 	s.Helper()
-	s.await(patience, fmt.Sprintf("a claim that has lost (condemned: %t)", pendingEviction), func() error {
+	s.await(patience, fmt.Sprintf("a conflict (eviction pending: %t)", pendingEviction), func() error {
 		object, err := s.gpuNodeObject()
 		if err != nil {
 			return err
@@ -198,7 +198,7 @@ func (s *story) conflict(patience time.Duration, pendingEviction bool) (lost gpu
 				return nil
 			}
 		}
-		return fmt.Errorf("losers: %v", object.Status.Conflicts)
+		return fmt.Errorf("conflicts: %v", object.Status.Conflicts)
 	})
 	return lost
 }
@@ -222,7 +222,7 @@ func (s *story) bound(n int) {
 	})
 }
 
-// failed are the pods of the story that failed, without those that somebody has ended.
+// failed returns the story's failed pods, without those that the story ended.
 func (s *story) failed() (names []string) {
 	s.Helper()
 	for _, pod := range s.pods() {

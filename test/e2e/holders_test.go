@@ -65,7 +65,7 @@ func TestWhoHasWhichGPU(t *testing.T) {
 	}
 
 	s.kubectl("delete", "pods", "-n", s.namespace, "train", "infer")
-	s.await(soon, "GPUNode to show nobody", func() error {
+	s.await(soon, "GPUNode to show no holder", func() error {
 		n, err := s.gpuNodeObject()
 		if err == nil && (n.Status.Holders != "" || n.Status.Counts.Free != gpusANode || len(n.Spec.Claims) > 0) {
 			err = errors.New(n.Status.Holders)

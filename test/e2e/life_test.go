@@ -323,7 +323,7 @@ func TestSocketDeletedByHand(t *testing.T) {
 	s.running(soon, 1, 0)
 }
 
-// TestUninstallWithPodsRunning: pods keep their GPUs while the chart is away, and nobody else gets them afterwards.
+// TestUninstallWithPodsRunning: pods keep their GPUs while the chart is uninstalled, and no other pod gets these afterwards.
 func TestUninstallWithPodsRunning(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()

@@ -19,8 +19,8 @@ import (
 // simulatedMachine is where the chart makes the simulated machine of a node.
 const simulatedMachine = "/run/nvidia/simulated"
 
-// TestLostGPU: a GPU falls off the bus, first a free one, then one in use as well. The others are untouched, and it is back
-// when the fault is gone.
+// TestLostGPU: a GPU falls off the bus, first a free one, then one in use. The other GPUs do not change, and it is back when the
+// fault ends.
 func TestLostGPU(t *testing.T) {
 	s := begin(t)
 	root, err := node().Root()
@@ -41,7 +41,7 @@ func TestLostGPU(t *testing.T) {
 	s.broken(recordConflict)
 }
 
-// TestMissingDeviceNode: the same for a GPU whose device node somebody removed.
+// TestMissingDeviceNode: the same for a GPU whose device node was removed.
 func TestMissingDeviceNode(t *testing.T) {
 	s := begin(t)
 	missing := map[int]bool{}

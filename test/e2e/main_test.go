@@ -32,8 +32,8 @@ const (
 	staticPodDir = "/etc/kubernetes/manifests"
 )
 
-// keepVariable names a directory for a cluster that is used again by the next run: it is started where it does not run, and
-// stays. For whoever writes stories.
+// keepVariable names a directory for a cluster that the next run uses again. The run starts it if it does not run, and leaves it.
+// It is for authors of stories.
 const keepVariable = "E2E_CLUSTER"
 
 // logsVariable names the directory for what a failed run has to tell.
@@ -42,7 +42,7 @@ const logsVariable = "E2E_LOGS"
 var (
 	theCluster *cluster.Cluster
 	theClient  kubernetes.Interface
-	// theContext ends when somebody interrupts the run, so that the cluster is removed then, too.
+	// theContext ends when the run is interrupted, so that the cluster is removed then as well.
 	theContext context.Context
 )
 

@@ -189,9 +189,9 @@ func partitioned(name, template string) string {
 	return strings.Replace(one("claim", name), "resourceClaimTemplateName: single", "resourceClaimTemplateName: "+template, 1)
 }
 
-// TestPartitionsOnDemand tells stories of GPUs that are partitioned for claims. Each ends when the partitions are gone and the
-// counters are what they were, and both APIs offer all GPUs again. Where nobody counts, GPUs are offered whole and the node says
-// so.
+// TestPartitionsOnDemand plays stories of GPUs that are partitioned for claims. Each ends when the partitions are gone, the
+// counters have their first values, and both APIs offer all GPUs again. If the scheduler has no counters, GPUs are offered whole
+// and the node reports it.
 func TestPartitionsOnDemand(t *testing.T) {
 	s := begin(t)
 	if !s.countersKept() {
@@ -233,7 +233,8 @@ func TestPartitionsOnDemand(t *testing.T) {
 	t.Run("PolicyEnds", policyEnds)
 }
 
-// policyEnds while somebody has a partition, without a restart: it stays, no other is offered, and its GPU is whole when it ends.
+// policyEnds ends the policy while a claim has a partition, without a restart: the partition stays, no other one is offered, and
+// its GPU is whole when the claim ends.
 func policyEnds(t *testing.T) {
 	s := begin(t)
 	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("one", "ones"))
@@ -256,7 +257,7 @@ func policyEnds(t *testing.T) {
 	s.await(soon, "the partition to be gone", s.noPartitions)
 }
 
-// backTo waits until nobody has a partition and the counters are what they were.
+// backTo waits until no partition is left and the counters have their first values.
 func (s *story) backTo(counters map[string]int64) {
 	s.Helper()
 	s.await(patient, "partitions gone and counters back", func() error {
@@ -414,8 +415,8 @@ func mixOfPartitions(s *story) {
 	s.kubectl("scale", "deployment", "-n", s.namespace, "limits", "--replicas=1")
 	s.saturated(deploymentOf)
 	s.Logf("limits pods that came too late: %v", s.failed())
-	// Whoever loses to a limit in a race is refused, once: its next pod is placed elsewhere. What the hardware refuses nobody is
-	// given.
+	// A claim in conflict with a pod is refused once: its next pod is placed elsewhere. No claim gets a partition that the
+	// hardware refuses.
 	if refused := s.refusedPrepares() - refusals; refused > 2*each {
 		s.Errorf("%v Prepares were refused", refused)
 	}
@@ -459,7 +460,7 @@ func (s *story) saturated(deploymentOf map[string]string) {
 	s.Logf("full with %d pods and %d instances after %.1f s", running, len(s.migInstances()), time.Since(began).Seconds())
 }
 
-// room asks the hardware how many partitions of each profile it would make now, and takes a GPU that nobody has for an error.
+// room asks the hardware how many partitions of each profile fit now. A whole GPU without a holder is an error.
 func (s *story) room() (map[string]int, error) {
 	s.Helper()
 	listed, err := s.smi("mig", "-lgip")
@@ -606,8 +607,8 @@ func (s *story) instances(n int) func() error {
 	}
 }
 
-// busyPartition outlives its pod, because a process nobody knows of uses it. It is gone soon after that has ended, and keeps
-// nobody waiting but who asks for the same place.
+// busyPartition outlives its pod, because an unknown process uses it. It is destroyed soon after that process ended, and delays
+// only claims for the same placement.
 func busyPartition(s *story) {
 	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("busy", "ones"))
 	s.running(soon, 1, 0)

@@ -40,7 +40,7 @@ func TestStaticPartitions(t *testing.T) {
 		t.Errorf("the agent restarted %d times", now-agents)
 	}
 
-	// One of the small ones by each API, and nobody gets a third.
+	// Each API gets one of the small partitions, and a third request gets none.
 	s.example("mig-limits.yaml")
 	s.running(soon, 1, 0)
 	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("by-claim", "ones"))
@@ -66,7 +66,7 @@ func TestStaticPartitions(t *testing.T) {
 		t.Errorf("the pods could use %v, now %v", used, now)
 	}
 
-	// The large one is nobody's and goes; another comes in its place. One of the small ones has a limit.
+	// The large partition has no holder and is removed; another one is created there. A pod holds one of the small ones.
 	s.removeInstance(last, "3g.40gb")
 	s.published("1g.10gb")
 	s.administer("mig", "-i", last, "-cgi", "2g.20gb", "-C")
@@ -78,7 +78,7 @@ func TestStaticPartitions(t *testing.T) {
 	// Compute instances of one GPU instance are devices of their own: they share its memory, not their cores.
 	s.removeInstance(last, "2g.20gb")
 	s.administer("mig", "-i", last, "-cgi", "3g.40gb")
-	s.published("1g.10gb") // without a compute instance it is nobody's
+	s.published("1g.10gb") // without a compute instance it has no holder
 	s.administer("mig", "-i", last, "-cci", "1,0", "-gi", s.instanceIDs(last, "3g.40gb")[0])
 	s.published("1c.3g.40gb", "1g.10gb", "2c.3g.40gb")
 	s.await(patient, "limits to see them", func() error {
@@ -132,7 +132,7 @@ func TestSingleStrategy(t *testing.T) {
 	s.running(patient, halves, 1)
 	s.noDoubleOwners()
 
-	// Another cut on one GPU, once its halves are nobody's.
+	// Other partitions on one GPU, once its halves have no holder.
 	s.deleteAll()
 	s.await(soon, "the ledger to be empty", s.empty)
 	last := fmt.Sprint(gpusANode - 1)

@@ -78,8 +78,8 @@ func (s *story) containers() map[string]string {
 	return found
 }
 
-// untouched checks that these containers run as they did, on the GPUs they had.
-func (s *story) untouched(containers map[string]string, gpus map[string][]int) {
+// unchanged checks that these containers run as they did, on the GPUs they had.
+func (s *story) unchanged(containers map[string]string, gpus map[string][]int) {
 	s.Helper()
 	if now := s.containers(); !maps.Equal(containers, now) {
 		s.Errorf("containers were %v, are %v", containers, now)
@@ -90,8 +90,8 @@ func (s *story) untouched(containers map[string]string, gpus map[string][]int) {
 	s.noDoubleOwners()
 }
 
-// TestModeChangesOnALiveNode goes through all modes while pods of both kinds run, restarts kubelet where it may ask for
-// devices that nobody serves any more, and ends pods whose API has gone.
+// TestModeChangesOnALiveNode goes through all modes while pods of both kinds run, restarts kubelet when it may request devices
+// that no API serves any more, and ends pods whose API was turned off.
 func TestModeChangesOnALiveNode(t *testing.T) {
 	s := begin(t)
 	s.installed("split.values.yaml", "config.tandem.mode=Dual")
@@ -111,7 +111,7 @@ func TestModeChangesOnALiveNode(t *testing.T) {
 	} {
 		s.labelled(step.mode)
 		s.served(step.mode, step.limits, step.claims)
-		s.untouched(containers, gpus)
+		s.unchanged(containers, gpus)
 		s.wantHolds(2, 2)
 	}
 	if now := s.agentRestarts(); now != agents {
@@ -123,7 +123,7 @@ func TestModeChangesOnALiveNode(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.served("ClaimsOnly", 0, 6)
-	s.untouched(containers, gpus)
+	s.unchanged(containers, gpus)
 	s.wantHolds(2, 2)
 
 	// Pods of an API that is not served end as usual, and their GPUs are for the other.
@@ -172,7 +172,7 @@ func TestEditedConfiguration(t *testing.T) {
 	s.served("Dual", 6, 6)
 	edit("{match: {index: 0}, use: limits}, {match: {index: 1}, use: limits}")
 	s.served("Split", 2, 4)
-	s.untouched(containers, gpus)
+	s.unchanged(containers, gpus)
 	if now := s.agentPod(gpuNode); now.UID != agent.UID || now.Status.ContainerStatuses[0].RestartCount != agent.Status.ContainerStatuses[0].RestartCount {
 		t.Errorf("the agent's pod %s restarted or was replaced by %s", agent.Name, now.Name)
 	}
@@ -189,7 +189,7 @@ func TestWrongModesAreRefused(t *testing.T) {
 	s.labelled("Split")
 	s.event("Node", gpuNode, "ConfigRejected", "tandem.devices: is required")
 	s.served("Dual", 6, 6)
-	s.untouched(containers, gpus)
+	s.unchanged(containers, gpus)
 }
 
 // TestLimitsByClaims: in ClaimsOnly the manifests with limits work unchanged, and in Dual with a class that is mapped to the same
@@ -215,7 +215,7 @@ func TestLimitsByClaims(t *testing.T) {
 	// Dual, the class still mapped: six GPUs have claims, two are free for both.
 	s.labelled("Dual")
 	s.served("Dual", 2, gpusANode)
-	s.untouched(containers, gpus)
+	s.unchanged(containers, gpus)
 	s.manifest(singleTemplate + one("claim", "claim-0") + one("claim", "claim-1"))
 	s.running(soon, 7, 0)
 	s.await(soon, "nothing to be allocatable", func() error { return s.offeredToPods(0) })

@@ -49,7 +49,7 @@ func TestMPSByPolicy(t *testing.T) {
 		s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToPods(wholeGPUs + 2*replicas) })
 	})
 	w.daemonsOn(mixedGPU, replicasGPU)
-	// Limits get replicas: somebody has the whole GPUs.
+	// Pods get replicas: other holders have the whole GPUs.
 	w.limits.manifest(wholeClaim("rest", wholeGPUs, fmt.Sprintf("device.attributes['gpu.nvidia.com'].index > %d", replicasGPU)))
 	w.limits.running(soon, 1, 0)
 	if !s.sharesKept() {
@@ -157,7 +157,7 @@ func (w tenants) exclusiveClaim() {
 	}
 }
 
-// kills: whoever dies, clients go on, or start again where their daemon died.
+// kills: after the death of any component, clients keep running, or restart if their daemon died.
 func (w tenants) kills() {
 	servers := w.served(3, 5, w.asInstalled())
 	before := w.alive()
@@ -321,7 +321,7 @@ func (w tenants) scale(s *story, deployment string, n int) {
 	w.kubectl("scale", "-n", s.namespace, "deployment/"+deployment, fmt.Sprint("--replicas=", n))
 }
 
-// daemonsOn waits until these GPUs are set as a daemon's, and all others as nobody's.
+// daemonsOn waits until these GPUs have the settings of a daemon, and all others have none.
 func (w tenants) daemonsOn(gpus ...int) {
 	w.Helper()
 	modes := map[int]setting{}

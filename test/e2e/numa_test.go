@@ -115,7 +115,7 @@ func (s *story) aligned() {
 			return nil
 		})
 	})
-	// It runs on all CPUs that nobody has for himself.
+	// It runs on all CPUs that no pod has exclusively.
 	s.manifest(one("limit", "shared") + `
   nodeSelector: {` + numaKey + `: "true"}
   tolerations: [{key: ` + numaKey + `, operator: Exists}]

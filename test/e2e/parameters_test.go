@@ -121,8 +121,8 @@ func (s *story) judged() {
 	})
 }
 
-// TestMistakesAreToldWhenApplied: without the admission policy, which knows some of them, each mistake is told with its path,
-// wherever it stands, by each of two controllers; and so it stays when somebody takes away what the webhook needs.
+// TestMistakesAreToldWhenApplied: without the admission policy, which finds some mistakes itself, each of two controllers reports
+// each mistake with its path, wherever it is. The same holds after the webhook's certificates were damaged.
 func TestMistakesAreToldWhenApplied(t *testing.T) {
 	s := begin(t)
 	s.values("claimParameters.validate=false", "controller.replicas=2")
@@ -315,15 +315,15 @@ func (s *story) replaced(before *corev1.Secret) {
 	s.judged()
 }
 
-// prepareObserved is longer than kubelet takes to try again, and than the controller would take for five nudges.
+// prepareObserved is longer than kubelet's interval between retries, and longer than the controller would take for five retries.
 const prepareObserved = 100 * time.Second
 
 // preparesMax of a claim in that time: the first, kubelet's own after 60 to 90 seconds, and one for whatever else has it look at the pod. The
 // controller leaves the pod alone.
 const preparesMax = 3
 
-// TestMistakesThatSlipThrough: with nobody in the way at admission, the node refuses each of them, which ends in one event that names
-// the field, and nobody tries again and again. What is there already is in nobody's way when the webhook comes back.
+// TestMistakesThatSlipThrough: without a check at admission, the node refuses each mistake. This ends in one event that names the
+// field, and no component retries without end. Existing mistakes do not delay the webhook when it is back.
 func TestMistakesThatSlipThrough(t *testing.T) {
 	s := begin(t)
 	s.values("webhook.enabled=false", "claimParameters.validate=false")
@@ -356,7 +356,7 @@ func TestMistakesThatSlipThrough(t *testing.T) {
 	s.leftAlone(cases[0])
 }
 
-// allMistakes are a claim and a pod of each case, which nobody schedules.
+// allMistakes are a claim and a pod of each case, which no scheduler takes.
 func (s *story) allMistakes(cases []badparameters.Case) string {
 	s.Helper()
 	var text strings.Builder
@@ -375,7 +375,7 @@ apiVersion: v1
 kind: Pod
 metadata: {name: %[2]s}
 spec:
-  schedulerName: nobody
+  schedulerName: none
   terminationGracePeriodSeconds: 1
   resourceClaims: [{name: gpu, resourceClaimName: %[2]s}]
   containers:

@@ -21,7 +21,8 @@ import (
 	"github.com/tandem-gpu/tandem/hack/cluster"
 )
 
-// Each story here forces one row of the table of races (docs/design/0007-coexistence.md): somebody is held, others decide.
+// Each story here forces one row of the table of races (docs/design/0007-coexistence.md): it delays one component while others
+// decide.
 
 // preferring is a template for a claim of one GPU that will do with any other.
 func preferring(name, uuid string) string {
@@ -75,17 +76,18 @@ func gpuName[N ~int | ~uint32 | ~int64 | ~uint64](minor N) string {
 	return fmt.Sprintf("gpu-%d", minor)
 }
 
-// TestClaimConflictsWithPod: a replica whose claim was allocated on a GPU that a limit has is moved to another GPU, by nobody's hand.
+// TestClaimConflictsWithPod: a replica whose claim was allocated a GPU of a pod is moved to another GPU, without an
+// administrator.
 func TestClaimConflictsWithPod(t *testing.T) {
 	repetitions := repetitions(t, 1)
 	s := begin(t)
 	var healed []time.Duration
 	for range repetitions {
-		s.loseToPod(func() { s.manifest(claimDeployment("loser", "preferring", 1)) })
+		s.loseToPod(func() { s.manifest(claimDeployment("conflicting", "preferring", 1)) })
 		lost := s.conflict(soon, true)
 		s.await(soon, "the owner's next pod to run", func() error {
 			for _, pod := range s.pods() {
-				if strings.HasPrefix(pod.Name, "loser") && pod.Status.Phase == corev1.PodRunning {
+				if strings.HasPrefix(pod.Name, "conflicting") && pod.Status.Phase == corev1.PodRunning {
 					return nil
 				}
 			}
@@ -99,7 +101,7 @@ func TestClaimConflictsWithPod(t *testing.T) {
 		if failed := s.failed(); len(failed) > 0 {
 			t.Errorf("pods failed: %v", failed)
 		}
-		s.kubectl("delete", "deployment", "-n", s.namespace, "loser")
+		s.kubectl("delete", "deployment", "-n", s.namespace, "conflicting")
 		s.kubectl("delete", "pods", "-n", s.namespace, "--all")
 		s.noPods()
 		s.allFree()
@@ -124,7 +126,8 @@ func repetitions(t *testing.T, otherwise int) int {
 	return n
 }
 
-// TestBareClaimWaitsForPod: the same for a pod that nobody would make again. It waits, and runs soon after the GPU is free.
+// TestBareClaimWaitsForPod: the same for a pod without an owner that would replace it. It waits, and runs soon after the GPU is
+// free.
 func TestBareClaimWaitsForPod(t *testing.T) {
 	s := begin(t)
 	s.loseToPod(func() { s.manifest(withTemplate(one("claim", "bare"), "preferring")) })
@@ -147,17 +150,17 @@ func withTemplate(pod, template string) string {
 	return strings.ReplaceAll(pod, "resourceClaimTemplateName: single", "resourceClaimTemplateName: "+template)
 }
 
-// TestConflictWithoutController: while the controller does not run, a loser is not prepared and nobody is evicted; after half a
-// minute it merely waits, and has the GPU when it is free.
+// TestConflictWithoutController: while the controller does not run, the claim in conflict is not prepared and no pod is evicted.
+// After half a minute the claim waits, and gets the GPU when it is free.
 func TestConflictWithoutController(t *testing.T) {
 	s := begin(t)
 	thaw := s.freezeController()
-	s.loseToPod(func() { s.manifest(claimDeployment("loser", "preferring", 1)) })
+	s.loseToPod(func() { s.manifest(claimDeployment("conflicting", "preferring", 1)) })
 	s.conflict(soon, true)
 	s.kubectl("delete", "pod", "-n", s.namespace, "winner")
 	s.wantHolds(0, 0)
 	s.retry("--all")
-	s.took("the condemnation to lapse", func() { s.conflict(soon, false) })
+	s.took("the pending eviction to expire", func() { s.conflict(soon, false) })
 	s.wantHolds(0, 0)
 	s.retry("--all")
 	s.running(soon, 1, 0)
@@ -200,8 +203,8 @@ func (s *story) allocated(n int) func() error {
 	}
 }
 
-// TestPodRefusedForClaimWithoutController: the same while nobody corrects what kubelet says. Pods fail, are counted, and are
-// replaced until kubelet's word has arrived; no GPU has two owners meanwhile.
+// TestPodRefusedForClaimWithoutController: the same while no controller corrects kubelet's allocatable. Pods fail, are counted,
+// and are replaced until kubelet's own report has arrived. No GPU has two owners meanwhile.
 func TestPodRefusedForClaimWithoutController(t *testing.T) {
 	s := begin(t)
 	thaw := s.freezeController()
@@ -250,8 +253,8 @@ func TestBoundPodsFirst(t *testing.T) {
 	s.running(soon, gpusANode-1, -1)
 }
 
-// TestForceDeletedAndRunning: pods are gone from the API server while nobody can end their containers. Kubelet believes their
-// GPUs to be free; whoever asks for them, limit or claim, does not get them before the containers are gone.
+// TestForceDeletedAndRunning: pods are gone from the API server while their containers cannot be ended. kubelet counts their GPUs
+// as free. A pod or claim that requests them does not get them before the containers are gone.
 func TestForceDeletedAndRunning(t *testing.T) {
 	s := begin(t)
 	s.manifest(singleTemplate + one("claim", "claim") + one("limit", "limit"))
@@ -294,8 +297,8 @@ func (s *story) wantHoldsInAll(n int) {
 	})
 }
 
-// killAtRecord kills the agent when it has recorded a hold of that kind and before it has answered kubelet: what it makes sure of
-// in between, that the CDI spec and its hook are there, takes a while when somebody has removed them.
+// killAtRecord kills the agent after it recorded a hold of that kind and before it answered kubelet. In between it writes the CDI
+// spec and its hook, which takes a while because the story removed them.
 func (s *story) killAtRecord(kind string, ask func()) {
 	s.Helper()
 	watcher, err := fsnotify.NewWatcher()
@@ -344,15 +347,15 @@ func (s *story) killAtRecord(kind string, ask func()) {
 	s.restarted(restarts)
 }
 
-// TestKilledBetweenRecordAndAnswer: kubelet gets no answer for what is on record. A claim gets the same GPU when kubelet asks
-// again. A limits pod fails, its owner makes another, and the GPU that nobody was given is found out.
+// TestKilledBetweenRecordAndAnswer: kubelet gets no answer for a recorded hold. A claim gets the same GPU when kubelet retries. A
+// pod fails, its owner creates another one, and the agent finds the stale hold.
 func TestKilledBetweenRecordAndAnswer(t *testing.T) {
 	s := begin(t)
 	s.manifest(singleTemplate)
 	s.killAtRecord("claim", func() { s.manifest(one("claim", "claim")) })
 	s.ready()
-	// On record the claim has its GPU. Kubelet itself would try again after 60 to 90 s; the controller nudges it after 5 s, and
-	// once more where kubelet's connection was still the old agent's.
+	// The record says that the claim has its GPU. kubelet itself would retry after 60 to 90 s. The controller makes it retry
+	// after 5 s, and once more if kubelet's connection was still that of the previous agent.
 	s.took("the claim's pod to run", func() { s.running(40*time.Second, 1, 0) })
 	s.wantHolds(1, 0)
 
@@ -361,7 +364,7 @@ func TestKilledBetweenRecordAndAnswer(t *testing.T) {
 	s.running(patient, 2, 0)
 	t.Logf("%d pods failed", len(s.failed()))
 	s.noDoubleOwners()
-	s.took("the GPU that nobody was given to be found out", func() {
+	s.took("the stale hold to be found", func() {
 		s.await(3*time.Minute, "two holds", func() error {
 			if claims, limits := s.holdsByKind(); claims != 1 || limits != 1 {
 				return fmt.Errorf("%v", s.holds(node()))
@@ -447,7 +450,8 @@ func TestAgentsOverlap(t *testing.T) {
 	s.undisturbed(before)
 }
 
-// TestNodeCreatedAnew: somebody deletes the node object, and kubelet makes another. What is published belongs to the new one.
+// TestNodeCreatedAnew: an administrator deletes the node object, and kubelet creates another one. The published slices belong to
+// the new one.
 func TestNodeCreatedAnew(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
@@ -496,7 +500,7 @@ func (s *story) nodeUID() string {
 	return string(n.UID)
 }
 
-// TestAgentFrozen between any two of its steps: whoever asks meanwhile waits, and nobody gets what is not his.
+// TestAgentFrozen between any two of its steps: requests wait meanwhile, and no holder gets a device of another one.
 func TestAgentFrozen(t *testing.T) {
 	s := begin(t)
 	s.manifest(singleTemplate)

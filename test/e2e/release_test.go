@@ -260,7 +260,7 @@ func TestAskedForWhatAPodHas(t *testing.T) {
 	s.running(soon, 2, 0)
 	for _, pod := range []string{"claim", "limit"} {
 		if err := s.allocate(s.devices(pod)[0].GPU.UUID); err == nil {
-			t.Errorf("somebody else was given the GPU of %s", pod)
+			t.Errorf("another holder got the GPU of %s", pod)
 		} else {
 			t.Log(err)
 		}
@@ -286,7 +286,7 @@ func (s *story) unprepare(claim string) {
 	}
 }
 
-// TestUnpreparedInUse: a claim that two pods share is unprepared while they run, as kubelets below 1.37 do. Nobody else gets
+// TestUnpreparedInUse: a claim that two pods share is unprepared while they run, as kubelets below 1.37 do. No other holder gets
 // the GPU until both are gone, and a third pod of the claim may still come.
 func TestUnpreparedInUse(t *testing.T) {
 	s := begin(t)
@@ -400,7 +400,7 @@ func (s *story) endContainers(pods ...string) {
 	}
 }
 
-// TestKubeletForgetsRunningPods: what kubelet remembers is lost while pods run on. Nobody else gets their GPUs, and they are free
+// TestKubeletForgetsRunningPods: kubelet loses its checkpoint while pods run. No other holder gets their GPUs, and they are free
 // when the pods are gone.
 func TestKubeletForgetsRunningPods(t *testing.T) {
 	s := begin(t)

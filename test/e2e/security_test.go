@@ -71,8 +71,8 @@ func (s *story) sliceOf(nodeName string) *resourceapi.ResourceSlice {
 	return &list.Items[0]
 }
 
-// TestStolenToken: whoever has the token of a node's agent can write that node's slices, read what the agent reads, and
-// nothing else. Nothing of what is tried here is stored: where the API server would allow it, it is a dry run.
+// TestStolenToken: a process with the token of a node's agent can write that node's slices and read what the agent reads, and
+// nothing else. Nothing of what it tries here is stored: requests that the API server would allow are dry runs.
 func TestStolenToken(t *testing.T) {
 	s := begin(t)
 	pod := s.agentPod(gpuNode)

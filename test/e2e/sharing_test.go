@@ -167,7 +167,7 @@ func TestOneBudget(t *testing.T) {
 	s.manifest(singleTemplate)
 	s.manifest(one("claim", "exclusive"))
 	s.manifest(shareOfFirst("another", "10Gi"))
-	s.await(soon, "whoever finds no room to wait", func() error {
+	s.await(soon, "pods without room to wait", func() error {
 		waiting := 0
 		for _, pod := range s.pods() {
 			if pod.Status.Phase == corev1.PodPending && unschedulablePod(&pod) {

@@ -74,7 +74,7 @@ func (s *story) uuidsInOrder() (uuids []string) {
 	return uuids
 }
 
-// administeredMode is a compute mode of all GPUs that nobody but an administrator sets. The story's end puts the default back.
+// administeredMode is a compute mode of all GPUs that only an administrator sets. The end of the story restores the default.
 func (s *story) administeredMode(mode int) {
 	s.Helper()
 	s.undo(func() error {

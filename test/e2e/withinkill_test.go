@@ -91,8 +91,8 @@ var interruptions = []interrupted{
 	{name: "API server", strike: (*story).withoutAPIServer},
 }
 
-// TestInterruptedSharing along the lives of claims under MPS: whoever dies, pods that run keep running, or run again where their
-// daemon died; nothing is left, and the next claim has the GPU.
+// TestInterruptedSharing at each step of claims under MPS: after the death of any component, pods keep running, or restart if
+// their daemon died. Nothing is left, and the next claim gets the GPU.
 func TestInterruptedSharing(t *testing.T) {
 	s := begin(t)
 	for _, row := range interruptions {
@@ -209,7 +209,7 @@ func (s *story) inDaemons(claim, path string) func() error {
 	return s.inDaemonsOf(string(s.claim(claim).UID), path)
 }
 
-// inDaemonsOf is inDaemons for whoever has daemons whose names begin so.
+// inDaemonsOf is inDaemons for the daemons whose names have that prefix.
 func (s *story) inDaemonsOf(holder, path string) func() error {
 	return func() error {
 		pattern := fmt.Sprintf("/run/tandem/mps/%s-*/%s", holder, path)
@@ -282,7 +282,7 @@ func (s *story) killControllers() {
 	})
 }
 
-// withoutAPIServer stops the API server until one claim's daemon is gone and another's ready, for which nobody needs it.
+// withoutAPIServer stops the API server until one claim's daemon is gone and another's is ready, neither of which needs it.
 func (s *story) withoutAPIServer() {
 	s.Helper()
 	gone, ready := s.inDaemons("leaving", ""), s.inDaemons("coming", "ready")

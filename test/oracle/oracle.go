@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package oracle looks at a cluster of hack/cluster from outside and says which container can see which GPU, and whether
-// any GPU is seen by containers of different holders. It reads processes, cgroups and device nodes of the host's kernel and
-// objects of the API server. It never asks the driver, reads nothing that the driver keeps, and shares no code with it: its
-// verdict contradicts the ledger's.
+// Package oracle reads a cluster of hack/cluster from outside. It reports which container can see which GPU, and whether
+// containers of different holders see the same GPU. It reads processes, cgroups and device nodes of the host's kernel and objects
+// of the API server. It never asks the driver, reads none of its files and shares no code with it, so that its result is
+// independent of the ledger's.
 package oracle
 
 import (
@@ -206,10 +206,11 @@ func (d Double) guilty() bool {
 	return len(d.Holders) > 1 && d.GPU.Memory > 0 && sum > d.GPU.Memory
 }
 
-// DoublyOwned answers the devices found in containers of different holders who may not have them at once, in order of node and
-// number. A pod is one holder; pods that share a ResourceClaim for the very device are one; admin access holds nothing. Who has a
-// partition has a part of what somebody has who has the whole GPU. Claims that were given shares of a GPU may have it together as
-// long as there is memory for all; limits have it whole, since nobody has said how many replicas there are.
+// DoublyOwned returns the devices that containers of different holders see and may not see at once, in order of node and number.
+// A pod is one holder. Pods that share a ResourceClaim for the same device are one holder. Admin access holds nothing. A
+// partition belongs to its GPU: it conflicts with a holder of the whole GPU. Claims with shares of a GPU do not conflict while
+// there is memory for all of them. Pods with an extended resource hold the whole GPU, because the oracle is not told how many
+// replicas there are.
 func (p Picture) DoublyOwned() []Double {
 	type place struct {
 		node   string

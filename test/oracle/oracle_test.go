@@ -120,8 +120,8 @@ func (w *world) picture(t *testing.T) Picture {
 	return known.explain(w.seen)
 }
 
-// TestVerdicts wants, for each situation, the doubly owned devices and the containers that nothing explains.
-func TestVerdicts(t *testing.T) {
+// TestOwners wants, for each situation, the doubly owned devices and the containers that nothing explains.
+func TestOwners(t *testing.T) {
 	shared := func(p *corev1.Pod) { claim("c")(p) }
 	for name, test := range map[string]struct {
 		world       *world

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// pod is a pod as the API server stores it. Nobody changes one that was stored.
+// pod is a pod as the API server stores it. A stored pod is immutable.
 type pod struct {
 	uid, name string
 	// gpus are asked for by a limit, or by the claim of the pod's own; 0 with a shared claim.

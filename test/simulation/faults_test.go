@@ -11,18 +11,18 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// action is something that users or misfortune do, as often as its weight says.
+// action is an action of users or a fault. Its weight is how often it happens.
 type action struct {
 	weight int
 	name   string
 	do     func()
 }
 
-// startActions draws what this world is like, and has users and misfortune act from then on.
+// startActions draws the weights of this world and starts users and faults.
 func (s *simulation) startActions() {
 	actions := s.actions()
 	for i := range actions {
-		// Some worlds know hardly anything but reboots, others no misfortune at all.
+		// Some worlds have hardly any faults but reboots, others have no faults at all.
 		actions[i].weight *= []int{0, 1, 1, 2, 6}[s.rand.IntN(5)]
 		if i < userActions {
 			actions[i].weight = max(actions[i].weight, 2)
@@ -53,10 +53,10 @@ func (s *simulation) startActions() {
 		s.slowness = []time.Duration{10, 40}[s.rand.IntN(2)]
 	}
 	s.act("acts", actions[:userActions], pace)
-	s.act("meets misfortune", actions[userActions:], faultInterval)
+	s.act("has a fault", actions[userActions:], faultInterval)
 }
 
-// act does one of the deeds every now and then.
+// act runs an action or fault at intervals.
 func (s *simulation) act(name string, actions []action, pace time.Duration) {
 	total := 0
 	for _, d := range actions {
@@ -80,7 +80,7 @@ func (s *simulation) act(name string, actions []action, pace time.Duration) {
 	s.after(s.users, 3*time.Second, name, again)
 }
 
-// userActions is how many of the deeds no world lacks: those of users.
+// userActions is how many actions are users' own, which every world has.
 const userActions = 19
 
 func (s *simulation) actions() []action {

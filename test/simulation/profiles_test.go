@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// profile is what a world is about: deeds that are done most of the time, and misfortune that strikes where it hurts.
+// profile is the workload of a world: the actions that happen most of the time, and the faults that fit them.
 type profile struct {
 	name       string
 	actions    []string
@@ -56,7 +56,7 @@ func (s *simulation) injectBefore(e *event) (late time.Duration) {
 	return late
 }
 
-// The deeds that themes are about, by their names.
+// The actions that profiles are about, by their names.
 const (
 	reboots         = "the node reboots"
 	claimOwners     = "an owner of claim pods comes"

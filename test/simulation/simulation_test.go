@@ -164,7 +164,7 @@ func (a *agent) loopsOf() []*loop {
 	return a.loops
 }
 
-// pressure lets users and misfortune act.
+// pressure starts users' actions and faults.
 func (s *simulation) pressure(steps int) {
 	far := time.Now().Add(1000 * time.Hour)
 	s.startActions()
@@ -204,7 +204,7 @@ func (s *simulation) quiet() {
 	s.crashIn = 0
 	s.idle(slowest) // what is under way arrives
 	if s.controller == nil {
-		// Nobody tells kubelet to try again: it does so after up to 90 s.
+		// No component makes kubelet retry: it does so after up to 90 s.
 		s.idle(150 * time.Second)
 	}
 	s.idle(110 * time.Second)

@@ -26,7 +26,7 @@ func TestTheAdministratorsRound(t *testing.T) {
 		t.Fatal(err)
 	}
 	var used []place
-	h := &hardware{root: func() (string, error) { return root, nil }, tally: &tally{}, trace: discard(t)}
+	h := &hardware{root: func() (string, error) { return root, nil }, statistics: &statistics{}, trace: discard(t)}
 	a := &administrator{hardware: h, used: func(context.Context) ([]place, error) { return used, nil }}
 	if err := h.begin(); err != nil {
 		t.Fatal(err)
@@ -72,7 +72,7 @@ func TestTheAdministratorsRound(t *testing.T) {
 	if lines := h.unlike(); len(lines) > 0 || len(h.his) != 7 {
 		t.Errorf("unlike: %v; his: %v", lines, h.his)
 	}
-	if c := h.tally.now(); c.PartitionsMade+c.PartitionsDestroyed+c.ForeignTouched != 0 {
+	if c := h.statistics.now(); c.PartitionsMade+c.PartitionsDestroyed+c.ForeignTouched != 0 {
 		t.Errorf("counted %+v", c)
 	}
 	if faults, err := simulated.ReadFaults(filepath.Join(root, machineDir)); err != nil || len(faults.GPUs) > 0 {

@@ -93,7 +93,7 @@ func loadNewer(ctx context.Context, c *cluster.Cluster, dir string, out io.Write
 // interruption while it was being started or removed. Like Fresh it leaves no State.
 func Reopen(ctx context.Context, dir string, state State, out io.Writer) (*cluster.Cluster, error) {
 	if state.MIG {
-		// Nobody remembers which partitions were the administrator's.
+		// No record says which partitions were the administrator's.
 		return Fresh(ctx, dir, state, "", out)
 	}
 	c, err := cluster.Open(clusterDir(dir), out)

@@ -135,7 +135,7 @@ func restart(ctx context.Context, start func(context.Context) error) (err error)
 	return err
 }
 
-// injectPod strikes what runs in a pod of Tandem's: kubelet starts it again.
+// injectPod ends a container of one of Tandem's pods: kubelet restarts it.
 func (s *injector) injectPod(ctx context.Context, op Op) (done, error) {
 	program := map[string]string{agentName: agentProgram, controllerName: controllerProgram}[op.Component]
 	switch op.Kind {

@@ -20,9 +20,9 @@ const lookAtGPUs = 40 * time.Millisecond
 // that an administrator has made are left alone. It is safe for concurrent use.
 type hardware struct {
 	// root answers the node's root directory; an error means that the node is down.
-	root  func() (string, error)
-	tally *tally
-	trace *trace
+	root       func() (string, error)
+	statistics *statistics
+	trace      *trace
 	// touched is called with each unmanaged partition that another component removed.
 	touched func(ctx context.Context, what string)
 
@@ -75,7 +75,7 @@ func (h *hardware) look(ctx context.Context) error {
 	}
 	h.mu.Unlock()
 	for _, i := range touched {
-		h.tally.add(func(c *Counters) { c.ForeignTouched++ })
+		h.statistics.add(func(c *Counters) { c.ForeignTouched++ })
 		h.trace.say("FOREIGN TOUCHED: partition %s of the administrator's is gone", i)
 		h.touched(ctx, fmt.Sprintf("%s %s", i.UUID, i))
 	}
@@ -110,14 +110,14 @@ func (h *hardware) compare(now oracle.Machine) (touched []oracle.Instance) {
 		}
 		if _, known := h.others[i.UUID]; !known {
 			h.others[i.UUID] = i
-			h.tally.add(func(c *Counters) { c.PartitionsMade++ })
+			h.statistics.add(func(c *Counters) { c.PartitionsMade++ })
 			h.trace.note("made: %s", i)
 		}
 	}
 	for uuid, i := range h.others {
 		if !there[uuid] {
 			delete(h.others, uuid)
-			h.tally.add(func(c *Counters) { c.PartitionsDestroyed++ })
+			h.statistics.add(func(c *Counters) { c.PartitionsDestroyed++ })
 			h.trace.note("destroyed: %s", i)
 		}
 	}

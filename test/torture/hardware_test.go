@@ -28,11 +28,11 @@ func instance(gpu, start int, uuid string) oracle.Instance {
 
 // TestWhoseItIs: what is not the administrator's is counted, and what is his is missed; a boot takes everything away.
 func TestWhoseItIs(t *testing.T) {
-	h := hardware{tally: &tally{}, trace: discard(t)}
+	h := hardware{statistics: &statistics{}, trace: discard(t)}
 	first := oracle.Machine{Boot: "one", Enabled: map[int]bool{4: true}, Instances: []oracle.Instance{instance(4, 0, "his"), instance(4, 1, "also")}}
 	h.takeStock(first)
 	counts := func() string {
-		c := h.tally.now()
+		c := h.statistics.now()
 		return fmt.Sprint(c.PartitionsMade, c.PartitionsDestroyed)
 	}
 	for _, step := range []struct {

@@ -25,8 +25,8 @@ var gpuNodes = schema.GroupVersionResource{Group: "tandem-gpu.dev", Version: "v1
 // to wait for a GPU or for an owner that makes no other pod at once, or with which a user meddled, is counted and not timed: it
 // measures something else.
 type heals struct {
-	tally *tally
-	trace *trace
+	statistics *statistics
+	trace      *trace
 	// userOf answers a pod that uses a claim; nil while unknown.
 	userOf func(namespace, claim string) *podHistory
 
@@ -113,7 +113,7 @@ func (h *heals) lost(l conflict, pod *podHistory) {
 		return
 	}
 	h.known[l.uid] = true
-	h.tally.add(func(c *Counters) { c.PendingEviction++ })
+	h.statistics.add(func(c *Counters) { c.PendingEviction++ })
 	// A replacement pod that is in conflict too heals nothing yet: the loss continues.
 	if h.healedBy(pod) < 0 {
 		h.open = append(h.open, &loss{owner: pod.owner, workload: pod.pod.Labels[workloadLabel], since: l.since})
@@ -152,7 +152,7 @@ func (h *heals) placed(l *podHistory, now time.Time) {
 	h.open = slices.Delete(h.open, at, at+1)
 	h.trace.note("healed: %s after %s, by a pod made after %s", healed.workload, now.Sub(healed.since).Round(time.Millisecond),
 		l.since.Sub(healed.since).Round(time.Millisecond))
-	h.tally.healed(healed.since, l.since, now, l.replaced && !healed.changedByUser && (h.roomy || !l.unschedulable))
+	h.statistics.healed(healed.since, l.since, now, l.replaced && !healed.changedByUser && (h.roomy || !l.unschedulable))
 }
 
 // forget drops the losses of owners that are gone.

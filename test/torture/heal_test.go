@@ -16,9 +16,9 @@ import (
 // healing describes the conflicts some seconds after the race.
 type healing struct {
 	*heals
-	tally *tally
-	pods  map[string]*podHistory
-	began time.Time
+	statistics *statistics
+	pods       map[string]*podHistory
+	began      time.Time
 }
 
 func newHealing(t *testing.T) *healing {
@@ -27,8 +27,8 @@ func newHealing(t *testing.T) *healing {
 		t.Fatal(err)
 	}
 	t.Cleanup(trace.close)
-	h := &healing{tally: &tally{}, pods: map[string]*podHistory{}, began: time.Now().Add(-time.Minute)}
-	h.heals = &heals{tally: h.tally, trace: trace, known: map[string]bool{}, userOf: func(_, claim string) *podHistory { return h.pods[claim] }}
+	h := &healing{statistics: &statistics{}, pods: map[string]*podHistory{}, began: time.Now().Add(-time.Minute)}
+	h.heals = &heals{statistics: h.statistics, trace: trace, known: map[string]bool{}, userOf: func(_, claim string) *podHistory { return h.pods[claim] }}
 	return h
 }
 
@@ -56,7 +56,7 @@ func (h *healing) recordConflict(at time.Duration, pendingEviction bool, claims 
 
 func (h *healing) want(t *testing.T, healed int, times ...time.Duration) {
 	t.Helper()
-	c := h.tally.now()
+	c := h.statistics.now()
 	for i := range c.HealTimes {
 		c.HealTimes[i] = c.HealTimes[i].Round(time.Millisecond)
 	}
@@ -74,7 +74,7 @@ func TestALossIsHealedByTheOwnersNextPod(t *testing.T) {
 	h.recordConflict(time.Second, true, "lost", "bare", "unknown")
 	h.recordConflict(time.Second, false, "waits")
 	h.recordConflict(time.Second, true, "lost")
-	if c := h.tally.now(); c.PendingEviction != 1 {
+	if c := h.statistics.now(); c.PendingEviction != 1 {
 		t.Fatalf("%d pending evictions", c.PendingEviction)
 	}
 	h.placed(first, h.after(2*time.Second))
@@ -84,7 +84,7 @@ func TestALossIsHealedByTheOwnersNextPod(t *testing.T) {
 	h.placed(next, h.after(1800*time.Millisecond))
 	h.placed(next, h.after(1900*time.Millisecond))
 	h.want(t, 1, 800*time.Millisecond)
-	if made := h.tally.now().MadeTimes; len(made) != 1 || made[0].Round(time.Millisecond) != 500*time.Millisecond {
+	if made := h.statistics.now().MadeTimes; len(made) != 1 || made[0].Round(time.Millisecond) != 500*time.Millisecond {
 		t.Errorf("the next pod was made after %s", []time.Duration(made))
 	}
 }

@@ -23,10 +23,10 @@ import (
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
-// holdsDir is where the ledger keeps its records on the node: a file a hold. Nobody here reads what is in them.
+// holdsDir has one record for each hold of the ledger. The torture does not read their contents.
 const holdsDir = "/run/tandem/holds"
 
-// recordsDir is where the agent keeps a file for each partition that it makes. Nobody reads those either.
+// recordsDir has one file for each partition that the agent created. The torture does not read their contents.
 const recordsDir = "/run/tandem/partitions"
 
 // auditor looks for what is left over when everything was deleted.

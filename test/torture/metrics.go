@@ -36,9 +36,9 @@ const (
 // scraper adds up counters over the restarts of those who count: what a process counted between its last scrape and its end is
 // lost, so a fault scrapes a process before it kills it.
 type scraper struct {
-	client kubernetes.Interface
-	http   http.Client
-	tally  *tally
+	client     kubernetes.Interface
+	http       http.Client
+	statistics *statistics
 
 	mu sync.Mutex
 	// last is what each process said last, by address.
@@ -50,10 +50,10 @@ type reading struct {
 	started, conflicts float64
 }
 
-func newScraper(client kubernetes.Interface, c *cluster.Cluster, t *tally) *scraper {
+func newScraper(client kubernetes.Interface, c *cluster.Cluster, t *statistics) *scraper {
 	transport := &http.Transport{DialContext: c.DialContext, DisableKeepAlives: true}
 	return &scraper{
-		client: client, http: http.Client{Transport: transport, Timeout: scrapePatience}, tally: t, last: map[string]reading{},
+		client: client, http: http.Client{Transport: transport, Timeout: scrapePatience}, statistics: t, last: map[string]reading{},
 	}
 }
 
@@ -137,5 +137,5 @@ func (s *scraper) count(address string, now reading) {
 		before.conflicts = 0
 	}
 	s.last[address] = now
-	s.tally.add(func(c *Counters) { c.Conflicts += int(now.conflicts - before.conflicts) })
+	s.statistics.add(func(c *Counters) { c.Conflicts += int(now.conflicts - before.conflicts) })
 }

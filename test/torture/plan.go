@@ -156,7 +156,7 @@ type Op struct {
 	Pick int
 	// Grace of a deletion in seconds, or PodsOwn.
 	Grace int64
-	// Component that a fault strikes.
+	// Component that a fault hits.
 	Component string
 	// GPU is the minor of that which something happens to. Profile is that of a partition to make, or of those in use; Call is a
 	// method that answers Answer, or after Delay.
@@ -319,7 +319,7 @@ func PlanRound(seed uint64, number, size int, mix Mix) Round {
 // early is how many operations a slow machine plays within the shortest budget.
 const early = 50
 
-// DrawSeed draws seeds until one's plan has early what the verdict of a run asks for, in runs and rounds of at least as many
+// DrawSeed draws seeds until one's plan has early what the result of a run requires, in runs and rounds of at least as many
 // operations. Of 300 plans 25 have no burst by then, and 26 kill only processes that may not run at that moment.
 func DrawSeed(draw func() uint64, mix Mix) uint64 {
 	for {

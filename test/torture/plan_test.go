@@ -27,7 +27,7 @@ func TestAPlanDependsOnTheSeedOnly(t *testing.T) {
 	}
 }
 
-// A seed that was drawn strikes early, whatever was drawn before it.
+// A drawn seed has faults early, whatever was drawn before it.
 func TestDrawSeed(t *testing.T) {
 	for name, mix := range map[string]Mix{"whole": Usual(), "shared": Usual().WithSharing(), "partitions": Usual().WithMIG()} {
 		next, drawn := uint64(0), 0

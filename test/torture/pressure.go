@@ -28,7 +28,7 @@ func (r *run) pressure(ctx context.Context, u user, round Round) error {
 		case <-inFlight.Done():
 		case <-limited.Done():
 		}
-		if limited.Err() != nil || inFlight.Err() != nil || r.UntilFault && r.tally.now().faults() > 0 {
+		if limited.Err() != nil || inFlight.Err() != nil || r.UntilFault && r.statistics.now().faults() > 0 {
 			break
 		}
 		var before []<-chan struct{}
@@ -72,7 +72,7 @@ func (r *run) play(ctx context.Context, u user, op Op) error {
 		return fmt.Errorf("operation %s: %w", op, err)
 	}
 	r.trace.note("end   %05d after %s", op.Index, time.Since(started).Round(time.Millisecond))
-	r.tally.add(func(c *Counters) { c.Ops++ })
+	r.statistics.add(func(c *Counters) { c.Ops++ })
 	rest(ctx, op.Dwell)
 	return nil
 }
@@ -84,7 +84,7 @@ const burstPatience = 30 * time.Second
 // pods that have not raced yet, on a machine that is slow to start them.
 func (r *run) awaitContention(ctx context.Context, u user, burst Op) {
 	contended := func(l *podHistory) bool { return l.contended }
-	over := func() bool { return ctx.Err() != nil || r.UntilFault && r.tally.now().faults() > 0 }
+	over := func() bool { return ctx.Err() != nil || r.UntilFault && r.statistics.now().faults() > 0 }
 	for deadline := time.Now().Add(burstPatience); time.Now().Before(deadline); rest(ctx, lookAgain) {
 		if over() {
 			return
@@ -100,13 +100,13 @@ func (r *run) awaitContention(ctx context.Context, u user, burst Op) {
 
 func (r *run) inject(ctx context.Context, op Op) error {
 	r.trace.say("fault: %s", op)
-	ended := r.tally.striking(op.recovery())
+	ended := r.statistics.faultBegins(op.recovery())
 	defer ended()
 	// A started fault always ends, even when the run is interrupted: no process may stay frozen.
 	did, err := r.faults.inject(context.WithoutCancel(ctx), op)
 	if did.skipped != "" {
 		r.trace.note("fault %05d came to nothing: %s", op.Index, did.skipped)
 	}
-	r.tally.add(func(c *Counters) { c.Kills += did.kills })
+	r.statistics.add(func(c *Counters) { c.Kills += did.kills })
 	return err
 }

@@ -16,7 +16,7 @@ func (r *run) progress(ctx context.Context) error {
 			return nil
 		}
 		running, waiting, looks := r.watch.counts()
-		now := r.tally.now()
+		now := r.statistics.now()
 		eta := "?"
 		if done := now.Ops - before; done > 0 {
 			left := time.Duration(float64(time.Since(r.started)) / float64(done) * float64(r.State.Ops-now.Ops))

@@ -26,8 +26,8 @@ type snapshot struct {
 	room room
 }
 
-// restless answers for each pod that is neither at rest nor rightly waiting, by its name, what is wrong with it.
-func (s snapshot) restless() map[string]string {
+// unsettled returns for each pod that is neither at rest nor rightly waiting, by its name, what is wrong with it.
+func (s snapshot) unsettled() map[string]string {
 	problems := map[string]string{}
 	taken := s.taken()
 	for _, pod := range s.pods {

@@ -113,7 +113,7 @@ func TestTheJudge(t *testing.T) {
 			s := &scene{snapshot{seen: map[string][]oracle.Device{}}}
 			s.pod("others", oracle.Limits, 5, corev1.PodRunning, 3, 4, 5, 6, 7)
 			test.set(s)
-			problems := fmt.Sprint(s.restless())
+			problems := fmt.Sprint(s.unsettled())
 			if test.want == "" && problems != "map[]" || !strings.Contains(problems, test.want) {
 				t.Errorf("problems: %s, want %q", problems, test.want)
 			}
@@ -129,7 +129,7 @@ func TestPodsOfOneClaimAreFriends(t *testing.T) {
 	b := s.pod("b", oracle.Claim, 1, corev1.PodPending)
 	name := "claim-of-a"
 	b.Spec.ResourceClaims[0].ResourceClaimName = &name
-	if problems := s.restless(); !strings.Contains(problems["b"], "no other holder uses") || len(problems) != 1 {
+	if problems := s.unsettled(); !strings.Contains(problems["b"], "no other holder uses") || len(problems) != 1 {
 		t.Errorf("problems: %v", problems)
 	}
 }

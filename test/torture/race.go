@@ -43,7 +43,7 @@ func (r *run) race(ctx context.Context, u user) error {
 	if err != nil {
 		return err
 	}
-	before := r.tally.now()
+	before := r.statistics.now()
 	rest(ctx, Op{Kind: Freeze}.recovery())
 	r.heals.room(true)
 	defer r.heals.room(false)
@@ -53,7 +53,7 @@ func (r *run) race(ctx context.Context, u user) error {
 	if err := r.settle(ctx, u); err != nil {
 		return err
 	}
-	after := r.tally.now()
+	after := r.statistics.now()
 	r.trace.say("race: %d claims of %d lost, and healed within %s", after.PendingEviction-before.PendingEviction, claims.Replicas,
 		after.HealTimes[len(before.HealTimes):].percentile(100))
 	if err := u.clear(ctx, PodsOwn); err != nil {
@@ -68,7 +68,7 @@ func (r *run) race(ctx context.Context, u user) error {
 
 // lineUp returns when limits have GPUs that claims are allocated to, and nothing is frozen any more.
 func (r *run) lineUp(ctx context.Context, u user, claims, limits Workload) error {
-	defer r.tally.striking(Op{Kind: Freeze}.recovery())()
+	defer r.statistics.faultBegins(Op{Kind: Freeze}.recovery())()
 	thaw, err := r.faults.stop(ctx, controllerProgram)
 	for _, side := range []struct {
 		w      Workload

@@ -129,8 +129,8 @@ func (c Counters) PodState() error {
 
 func (c Counters) faults() int { return c.DoublyOwned + c.Stuck + c.Leaked + c.ForeignTouched }
 
-// tally is the counters of a run at work. It is safe for concurrent use.
-type tally struct {
+// statistics is the counters of a run at work. It is safe for concurrent use.
+type statistics struct {
 	mu       sync.Mutex
 	counters Counters
 	// faultTimes are the times of the faults so far.
@@ -140,13 +140,13 @@ type tally struct {
 // inject is a fault's time, until its effects are over.
 type inject struct{ from, to time.Time }
 
-func (t *tally) add(change func(*Counters)) {
+func (t *statistics) add(change func(*Counters)) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	change(&t.counters)
 }
 
-func (t *tally) now() Counters {
+func (t *statistics) now() Counters {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	now := t.counters
@@ -154,7 +154,7 @@ func (t *tally) now() Counters {
 	return now
 }
 
-func (t *tally) placed(api oracle.API) {
+func (t *statistics) placed(api oracle.API) {
 	t.add(func(c *Counters) {
 		if api == oracle.Claim {
 			c.PlacedClaims++
@@ -164,8 +164,8 @@ func (t *tally) placed(api oracle.API) {
 	})
 }
 
-// striking notes that a fault is at work until it is ended and its effects are over a while later.
-func (t *tally) striking(recovery time.Duration) (ended func()) {
+// faultBegins notes that a fault is at work until it is ended and its effects are over a while later.
+func (t *statistics) faultBegins(recovery time.Duration) (ended func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := &inject{from: time.Now()}
@@ -179,7 +179,7 @@ func (t *tally) striking(recovery time.Duration) (ended func()) {
 }
 
 // healed counts a heal. It records the time of heals that a fault delayed separately.
-func (t *tally) healed(from, made, to time.Time, fair bool) {
+func (t *statistics) healed(from, made, to time.Time, fair bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.counters.Healed++

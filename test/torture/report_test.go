@@ -33,7 +33,7 @@ func TestTheLastLine(t *testing.T) {
 	}
 }
 
-func TestTheVerdict(t *testing.T) {
+func TestResult(t *testing.T) {
 	good := Counters{PlacedClaims: 1, PlacedPods: 1, Contended: 1, Kills: 1}
 	if err := good.PodState(); err != nil {
 		t.Error(err)
@@ -63,11 +63,11 @@ func TestTheVerdict(t *testing.T) {
 
 // TestHealsAreTimedWhereTheyMayBe: apart with a fault at work, and not without a free GPU.
 func TestHealsAreTimedWhereTheyMayBe(t *testing.T) {
-	var counted tally
+	var counted statistics
 	now := time.Now()
 	counted.healed(now.Add(-time.Second), now, now, true)
 	counted.healed(now.Add(-time.Second), now, now, false)
-	ended := counted.striking(time.Minute)
+	ended := counted.faultBegins(time.Minute)
 	counted.healed(now.Add(-time.Second), now, time.Now().Add(time.Second), true)
 	ended()
 	counted.healed(time.Now().Add(time.Second), now, time.Now().Add(2*time.Second), true)
@@ -78,8 +78,8 @@ func TestHealsAreTimedWhereTheyMayBe(t *testing.T) {
 }
 
 func TestCountersOutliveTheProcessesThatCount(t *testing.T) {
-	counted := tally{counters: Counters{Conflicts: 10}}
-	s := scraper{tally: &counted, last: map[string]reading{}}
+	counted := statistics{counters: Counters{Conflicts: 10}}
+	s := scraper{statistics: &counted, last: map[string]reading{}}
 	for _, step := range []struct {
 		address string
 		now     reading
@@ -110,9 +110,9 @@ func TestReadingMetrics(t *testing.T) {
 
 // TestContended: a pod that waits while the other API has what it lacks counts once.
 func TestContended(t *testing.T) {
-	var counted tally
+	var counted statistics
 	two := room{enabled: map[int]bool{2: true, 3: true, 4: true, 5: true, 6: true, 7: true}}
-	w := &watch{room: func() room { return two }, tally: &counted, podHistories: map[string]*podHistory{}, seen: map[string][]oracle.Device{}}
+	w := &watch{room: func() room { return two }, statistics: &counted, podHistories: map[string]*podHistory{}, seen: map[string][]oracle.Device{}}
 	waiting := &corev1.Pod{Status: corev1.PodStatus{Phase: corev1.PodPending}}
 	w.podHistories["claim"] = &podHistory{pod: waiting, ask: ask{api: oracle.Claim, gpus: 1}}
 	w.podHistories["limits"] = &podHistory{pod: waiting, ask: ask{api: oracle.Limits, gpus: 2}}

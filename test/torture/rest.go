@@ -40,7 +40,7 @@ func (r *run) settle(ctx context.Context, u user) error {
 			leaked++
 		}
 	}
-	r.tally.add(func(c *Counters) { c.Stuck, c.Leaked = c.Stuck+len(lines)-leaked, c.Leaked+leaked })
+	r.statistics.add(func(c *Counters) { c.Stuck, c.Leaked = c.Stuck+len(lines)-leaked, c.Leaked+leaked })
 	r.trace.say("STUCK: %s", strings.Join(lines, "; "))
 	r.keepLogs(ctx, "stuck", lines)
 	return nil
@@ -67,14 +67,14 @@ func (r *run) handOver(ctx context.Context, u user) error {
 	})
 }
 
-// awaitRest wants two looks in a row at which nothing is restless.
+// awaitRest wants two looks in a row at which every pod is settled.
 func (r *run) awaitRest(ctx context.Context, u user) (problems map[string]string, err error) {
 	deadline := time.Now().Add(settlePatience)
 	calm := 0
 	for {
 		var now snapshot
 		if now, err = r.snapshot(ctx, u); err == nil {
-			problems = now.restless()
+			problems = now.unsettled()
 			maps.Copy(problems, r.hardware.ownerless(now.allocated()))
 			calm++
 			if len(problems) > 0 {

@@ -51,14 +51,14 @@ type Options struct {
 // run is one run at work.
 type run struct {
 	Options
-	cluster *cluster.Cluster
-	client  kubernetes.Interface
-	tally   *tally
-	watch   *watch
-	heals   *heals
-	faults  *injector
-	auditor auditor
-	scraper *scraper
+	cluster    *cluster.Cluster
+	client     kubernetes.Interface
+	statistics *statistics
+	watch      *watch
+	heals      *heals
+	faults     *injector
+	auditor    auditor
+	scraper    *scraper
 	// hardware and administrator are nil without MIG.
 	hardware      *hardware
 	administrator *administrator
@@ -73,8 +73,8 @@ type run struct {
 	mu sync.Mutex
 }
 
-// Run plays the rounds that are left, and returns what they came to. ErrFaults and ErrNothingTested are verdicts on a run that
-// ended; any other error cut it short, and another Run continues from the State in Dir.
+// Run plays the remaining rounds and returns their counters. ErrFaults and ErrNothingTested are results of a run that ended.
+// After any other error another Run continues from the State in Dir.
 func Run(ctx context.Context, c *cluster.Cluster, o Options) (Counters, error) {
 	r, err := newRun(ctx, c, o)
 	if err != nil {
@@ -101,9 +101,9 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) (Counters, error) {
 	err = group.Wait()
 	// An interruption makes other things fail.
 	if err = cmp.Or(context.Cause(ctx), err); err != nil {
-		return r.tally.now(), err
+		return r.statistics.now(), err
 	}
-	counters := r.tally.now()
+	counters := r.statistics.now()
 	return counters, counters.PodState()
 }
 
@@ -125,21 +125,21 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 		return nil, err
 	}
 	node := c.Nodes()[0]
-	r := &run{Options: o, cluster: c, client: client, tally: &tally{counters: o.State.Counters}, trace: trace, started: time.Now()}
-	r.heals = &heals{tally: r.tally, trace: trace, known: map[string]bool{}}
-	r.tally.counters.MIG, r.tally.counters.Sharing = o.State.MIG, o.State.Sharing
+	r := &run{Options: o, cluster: c, client: client, statistics: &statistics{counters: o.State.Counters}, trace: trace, started: time.Now()}
+	r.heals = &heals{statistics: r.statistics, trace: trace, known: map[string]bool{}}
+	r.statistics.counters.MIG, r.statistics.counters.Sharing = o.State.MIG, o.State.Sharing
 	if o.State.MIG {
-		r.hardware = &hardware{root: node.Root, tally: r.tally, trace: trace, touched: r.foreignTouched}
+		r.hardware = &hardware{root: node.Root, statistics: r.statistics, trace: trace, touched: r.foreignTouched}
 		r.administrator = &administrator{hardware: r.hardware, used: r.used}
 	}
 	var shared map[int]int
 	if o.State.Sharing {
 		shared = replicasOfGPUs()
 	}
-	r.watch = newWatch(client, node, shared, r.room, r.tally, r.heals)
+	r.watch = newWatch(client, node, shared, r.room, r.statistics, r.heals)
 	r.watch.trace, r.watch.found = r.trace, r.doubleFound
 	r.heals.userOf = r.watch.userOf
-	r.scraper = newScraper(client, c, r.tally)
+	r.scraper = newScraper(client, c, r.statistics)
 	r.faults = &injector{cluster: c, node: node, client: client, before: r.scraper.scrape, newer: o.Newer,
 		administrator: r.administrator}
 	r.auditor = auditor{cluster: c, node: node, client: client, dynamic: objects, hardware: r.hardware, sharing: o.State.Sharing}
@@ -156,7 +156,7 @@ func (r *run) rounds(ctx context.Context) error {
 			return err
 		}
 		r.State.Next++
-		r.State.Counters = r.tally.now()
+		r.State.Counters = r.statistics.now()
 		if err := r.State.Write(r.Dir); err != nil {
 			return err
 		}
@@ -262,7 +262,7 @@ func (r *run) round(ctx context.Context, round Round) error {
 	if err := r.pressure(ctx, u, round); err != nil {
 		return err
 	}
-	if r.UntilFault && r.tally.now().faults() > 0 {
+	if r.UntilFault && r.statistics.now().faults() > 0 {
 		return nil
 	}
 	if err := r.settle(ctx, u); err != nil {
@@ -286,7 +286,7 @@ func (r *run) round(ctx context.Context, round Round) error {
 		return err
 	}
 	r.forget(u)
-	if r.UntilFault || !r.controller || r.tally.now().faults() > 0 {
+	if r.UntilFault || !r.controller || r.statistics.now().faults() > 0 {
 		return nil
 	}
 	return r.race(ctx, user{r.client, u.namespace + "-race"})
@@ -296,7 +296,7 @@ func (r *run) round(ctx context.Context, round Round) error {
 func (r *run) freed(ctx context.Context) error {
 	lines, missing, err := r.awaitFree(ctx)
 	if err == nil && missing > 0 {
-		r.tally.add(func(c *Counters) { c.Leaked += missing })
+		r.statistics.add(func(c *Counters) { c.Leaked += missing })
 		r.trace.say("LEAKED: %s", strings.Join(lines, "; "))
 		r.keepLogs(ctx, "leaked", lines)
 	}
@@ -333,7 +333,7 @@ func (r *run) doubleFound(ctx context.Context, double oracle.Double) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	state := r.State
-	state.Counters.DoublyOwned = r.tally.now().DoublyOwned
+	state.Counters.DoublyOwned = r.statistics.now().DoublyOwned
 	if err := state.Write(r.Dir); err != nil {
 		r.trace.say("state: %v", err)
 	}

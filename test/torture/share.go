@@ -248,7 +248,8 @@ func partsOf(claim resourceapi.ResourceClaim) parts {
 // holderOf is who has what a pod sees: its claim, or itself.
 func holderOf(pod *corev1.Pod) string { return cmp.Or(claimOf(pod), string(pod.UID)) }
 
-// parts are what containers see, and claims have that are in use. Nobody knows what a pod may have that is gone: all of it.
+// parts are what containers see and what claims in use have. What a pod that is gone may still have is unknown: it counts as the
+// whole GPU.
 func (s snapshot) parts() parts {
 	taken := parts{}
 	exact := map[string]bool{}

@@ -192,7 +192,7 @@ func TestTheJudgeOfShares(t *testing.T) {
 			s.pod("others", oracle.Claim, 7, corev1.PodRunning, 1, 2, 3, 4, 5, 6, 7)
 			s.allocated("others", 1, 2, 3, 4, 5, 6, 7)
 			test.set(s)
-			problems := fmt.Sprint(s.restless())
+			problems := fmt.Sprint(s.unsettled())
 			if test.want == "" && problems != "map[]" || !strings.Contains(problems, test.want) {
 				t.Errorf("problems: %s, want %q", problems, test.want)
 			}

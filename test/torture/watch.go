@@ -59,9 +59,9 @@ type watch struct {
 	lookout *oracle.Lookout
 	memory  *oracle.Memory
 	// room answers what the node has.
-	room  func() room
-	tally *tally
-	heals *heals
+	room       func() room
+	statistics *statistics
+	heals      *heals
 	// found is called with each device that had two owners.
 	found func(ctx context.Context, double oracle.Double)
 	trace *trace
@@ -76,9 +76,9 @@ type watch struct {
 }
 
 // newWatch is told which GPUs are shared, with as how many devices limits see each.
-func newWatch(client kubernetes.Interface, node *cluster.Node, shared map[int]int, room func() room, t *tally, h *heals) *watch {
+func newWatch(client kubernetes.Interface, node *cluster.Node, shared map[int]int, room func() room, t *statistics, h *heals) *watch {
 	return &watch{
-		client: client, lookout: oracle.NewLookout(node, shared), memory: oracle.NewMemory(), room: room, tally: t, heals: h,
+		client: client, lookout: oracle.NewLookout(node, shared), memory: oracle.NewMemory(), room: room, statistics: t, heals: h,
 		podHistories: map[string]*podHistory{}, seen: map[string][]oracle.Device{}, suspected: map[string]bool{},
 	}
 }
@@ -166,7 +166,7 @@ func (w *watch) confirm(ctx context.Context, s oracle.Suspicion) error {
 		return fmt.Errorf("judge %s: %w", s, err)
 	}
 	if double, guilty := w.memory.Judge(s); guilty {
-		w.tally.add(func(c *Counters) { c.DoublyOwned++ })
+		w.statistics.add(func(c *Counters) { c.DoublyOwned++ })
 		w.trace.say("DOUBLY OWNED: %s; %s", double, s)
 		w.found(ctx, double)
 	}
@@ -197,10 +197,10 @@ func (w *watch) countShares() {
 			case l.shared:
 			case l.ask.api == oracle.Limits && p.replicas > 0:
 				l.shared = true
-				w.tally.add(func(c *Counters) { c.PlacedReplicas++ })
+				w.statistics.add(func(c *Counters) { c.PlacedReplicas++ })
 			case l.ask.api == oracle.Claim && l.ask.mib > 0 && p.memory:
 				l.shared = true
-				w.tally.add(func(c *Counters) { c.PlacedShares++ })
+				w.statistics.add(func(c *Counters) { c.PlacedShares++ })
 			}
 		}
 	}
@@ -234,7 +234,7 @@ func (w *watch) compare(room room) {
 		}
 		if !l.contended && l.waits() && taken[other] && !fits(l.ask) {
 			l.contended = true
-			w.tally.add(func(c *Counters) { c.Contended++ })
+			w.statistics.add(func(c *Counters) { c.Contended++ })
 		}
 	}
 }
@@ -263,16 +263,16 @@ func (w *watch) podSeen(pod *corev1.Pod) {
 	}
 	if !l.placed && hasStarted(pod) {
 		l.placed = true
-		w.tally.placed(l.ask.api)
+		w.statistics.placed(l.ask.api)
 		w.heals.placed(l, time.Now())
 	}
 	// Kubelet makes a pod that is being deleted fail at its end.
 	if !l.failed && pod.Status.Phase == corev1.PodFailed && pod.DeletionTimestamp == nil {
 		l.failed = true
 		if l.placed {
-			w.tally.add(func(c *Counters) { c.Ended++ })
+			w.statistics.add(func(c *Counters) { c.Ended++ })
 		} else {
-			w.tally.add(func(c *Counters) { c.FailedAdmissions++ })
+			w.statistics.add(func(c *Counters) { c.FailedAdmissions++ })
 			w.trace.note("failed admission: %s/%s: %s: %s", pod.Namespace, pod.Name, pod.Status.Reason, pod.Status.Message)
 		}
 	}

@@ -44,7 +44,7 @@ func TestSlowStoriesExist(t *testing.T) {
 	}
 }
 
-func TestTally(t *testing.T) {
+func TestSummary(t *testing.T) {
 	var ended results
 	for line := range strings.Lines(`=== RUN   TestOne
 --- PASS: TestOne (1.00s)
