@@ -17,6 +17,7 @@ import (
 	"syscall"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/klog/v2"
 )
 
@@ -35,22 +36,14 @@ type Daemon struct {
 	Shm string
 	// Pod is the UID of the pod.
 	Pod string
-	// Grace is how long the daemon may take to answer a command; three times that to start; and that for each way to end it. The
-	// default is 10 s.
+	// Grace is how long the daemon may take to answer a command; three times that to start; and that for each way to end it.
 	Grace time.Duration
 }
 
-// MostGrace is how long it takes at most to end a daemon with the default Grace: the pod's termination grace period.
-const MostGrace = 3 * defaultGrace
+// MostGrace is how long it takes at most to end a daemon in a pod: the pod's termination grace period.
+const MostGrace = 3 * grace
 
-const defaultGrace = 10 * time.Second
-
-func (d Daemon) withDefaults() Daemon {
-	if d.Grace == 0 {
-		d.Grace = defaultGrace
-	}
-	return d
-}
+const grace = 10 * time.Second
 
 // Run runs the daemon until ctx is done or its directory is gone, and returns nil then. It waits while the agent does not request
 // the daemon. It returns an error if the daemon ends by itself or does not become ready; kubelet then restarts the container. It
@@ -59,7 +52,6 @@ func (d Daemon) Run(ctx context.Context) error {
 	if err := d.Settings.Validate(); err != nil {
 		return fmt.Errorf("check the settings of MPS daemon: %w", err)
 	}
-	d = d.withDefaults()
 	for {
 		holder, err := Hold(ctx, d.Dir)
 		switch {
@@ -135,26 +127,19 @@ func (d Daemon) prepare(ctx context.Context, p program, holder *Holder) error {
 const answerCommand = "get_default_active_thread_percentage"
 
 func (d Daemon) awaitAnswer(ctx context.Context, p program) error {
-	ctx, cancel := context.WithTimeout(ctx, 3*d.Grace)
-	defer cancel()
-	tick := time.NewTicker(lockInterval)
-	defer tick.Stop()
 	var why error
-	for {
+	err := wait.PollUntilContextTimeout(ctx, lockInterval, 3*d.Grace, true, func(ctx context.Context) (bool, error) {
 		_, err := p.tell(ctx, answerCommand)
-		if err == nil {
-			return nil
-		}
 		// A command that was cut short says less than the error of the one before.
 		if ctx.Err() == nil || why == nil {
 			why = err
 		}
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("wait for the MPS daemon to answer, for %s: %w", 3*d.Grace, why)
-		case <-tick.C:
-		}
+		return err == nil, nil
+	})
+	if err != nil {
+		return fmt.Errorf("wait for the MPS daemon to answer, for %s: %w", 3*d.Grace, errors.Join(why, err))
 	}
+	return nil
 }
 
 // set sets the settings of each server that the daemon starts from now on. The daemon got them by its environment as well; its answers
@@ -259,7 +244,7 @@ func (d Daemon) Answers(ctx context.Context) error {
 	if ready, err := d.isReady(); err != nil || !ready {
 		return err
 	}
-	p, err := d.withDefaults().findProgram()
+	p, err := d.findProgram()
 	if err != nil {
 		return err
 	}

@@ -10,9 +10,9 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"time"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/util/wait"
 )
 
 // Holder is the supervisor's right to run the daemon of a directory. It is not safe for concurrent use, except Await.
@@ -23,20 +23,15 @@ type Holder struct {
 
 // Hold waits until no other supervisor has a daemon of the directory and the agent requests one. The supervisor calls it. Errors:
 // ErrGone, and the cause of ctx.
-func Hold(ctx context.Context, dir string) (*Holder, error) {
-	tick := time.NewTicker(lockInterval)
-	defer tick.Stop()
-	for {
-		h, err := tryHold(dir)
-		if h != nil || err != nil {
-			return h, err
-		}
-		select {
-		case <-ctx.Done():
-			return nil, fmt.Errorf("wait for the right to run MPS daemon %s: %w", filepath.Base(dir), context.Cause(ctx))
-		case <-tick.C:
-		}
+func Hold(ctx context.Context, dir string) (h *Holder, err error) {
+	err = wait.PollUntilContextCancel(ctx, lockInterval, true, func(context.Context) (bool, error) {
+		h, err = tryHold(dir)
+		return h != nil, err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("wait for the right to run MPS daemon %s: %w", filepath.Base(dir), err)
 	}
+	return h, nil
 }
 
 // tryHold returns nil without an error if another supervisor has the daemon or the agent does not request one.
@@ -63,35 +58,25 @@ func tryHold(dir string) (_ *Holder, err error) {
 
 // Publish publishes that the daemon is ready, until Retract or the end of this process.
 func (h *Holder) Publish(ready Ready) error {
-	file, err := h.write(ready)
+	file, err := os.CreateTemp(h.dir, "."+readyFile+"-*")
 	if err != nil {
 		return fmt.Errorf("publish that MPS daemon is ready: %w", err)
 	}
+	if err = json.NewEncoder(file).Encode(ready); err == nil {
+		err = file.Chmod(0o644)
+	}
+	if err == nil {
+		// The lock comes before the name: a file without a lock is from a supervisor that died.
+		_, err = locked(file, unix.LOCK_EX)
+	}
+	if err == nil {
+		err = os.Rename(file.Name(), filepath.Join(h.dir, readyFile))
+	}
+	if err != nil {
+		return fmt.Errorf("publish that MPS daemon is ready: %w", errors.Join(err, os.Remove(file.Name()), file.Close()))
+	}
 	h.ready = file
 	return nil
-}
-
-func (h *Holder) write(ready Ready) (_ *os.File, err error) {
-	file, err := os.CreateTemp(h.dir, "."+readyFile+"-*")
-	if err != nil {
-		return nil, err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, os.Remove(file.Name()), file.Close())
-		}
-	}()
-	if err := json.NewEncoder(file).Encode(ready); err != nil {
-		return nil, err
-	}
-	if err := file.Chmod(0o644); err != nil {
-		return nil, err
-	}
-	// The lock comes before the name: a file without a lock is from a supervisor that died.
-	if _, err := locked(file, unix.LOCK_EX); err != nil {
-		return nil, err
-	}
-	return file, os.Rename(file.Name(), filepath.Join(h.dir, readyFile))
 }
 
 // Lock returns the locked file. A process that inherits it has the lock as well.

@@ -39,7 +39,7 @@ func FromEnvironment(lookup func(string) (string, bool)) (Daemon, error) {
 		return Daemon{}, fmt.Errorf("read %s: %w", SettingsEnv, err)
 	}
 	return Daemon{
-		Settings: settings, Dir: PodDir, Root: PodRoot, PipeDir: ClientPipeDir, LogDir: ClientLogDir, Pod: values[PodUIDEnv],
+		Settings: settings, Dir: PodDir, Root: PodRoot, PipeDir: ClientPipeDir, LogDir: ClientLogDir, Pod: values[PodUIDEnv], Grace: grace,
 		// Where kubelet mounts it (pkg/volume/emptydir).
 		Shm: filepath.Join(values[KubeletDirEnv], "pods", values[PodUIDEnv], "volumes/kubernetes.io~empty-dir", ShmVolume),
 	}, nil

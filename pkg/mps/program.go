@@ -134,21 +134,19 @@ func (l *last) Write(p []byte) (int, error) {
 
 // linkShm links the daemon's shared memory on the host into its directory.
 func (d Daemon) linkShm() error {
-	beside := filepath.Join(d.Dir, "."+ShmLink+"-new")
-	if err := os.Remove(beside); err != nil && !errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("link the shared memory of MPS daemon: %w", err)
+	temporary, link := filepath.Join(d.Dir, "."+ShmLink+"-new"), filepath.Join(d.Dir, ShmLink)
+	err := os.RemoveAll(temporary)
+	if err == nil {
+		err = os.Symlink(d.Shm, temporary)
 	}
-	if err := os.Symlink(d.Shm, beside); err != nil {
-		return fmt.Errorf("link the shared memory of MPS daemon: %w", err)
+	// A container that starts without a daemon, as after a reboot, makes its runtime create a directory, and may write to it.
+	if info, statErr := os.Lstat(link); err == nil && statErr == nil && info.IsDir() {
+		err = os.RemoveAll(link)
 	}
-	link := filepath.Join(d.Dir, ShmLink)
-	// For a container that started without a daemon, as after a reboot, the runtime made a directory here.
-	if info, err := os.Lstat(link); err == nil && info.IsDir() {
-		if err := os.RemoveAll(link); err != nil {
-			return fmt.Errorf("link the shared memory of MPS daemon: %w", err)
-		}
+	if err == nil {
+		err = os.Rename(temporary, link)
 	}
-	if err := os.Rename(beside, link); err != nil {
+	if err != nil {
 		return fmt.Errorf("link the shared memory of MPS daemon: %w", err)
 	}
 	return nil

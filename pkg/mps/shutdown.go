@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/klog/v2"
 )
 
@@ -29,24 +30,17 @@ import (
 // Stop makes the supervisor end its daemon and start no other one before Make is called. It waits until the directory has no daemon,
 // whether its supervisor ended it or was killed. A missing directory has none. It is idempotent. The agent calls it.
 func Stop(ctx context.Context, dir string) error {
-	if err := os.Remove(filepath.Join(dir, requestedFile)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	err := os.Remove(filepath.Join(dir, requestedFile))
+	if err == nil || errors.Is(err, fs.ErrNotExist) {
+		err = wait.PollUntilContextCancel(ctx, lockInterval, true, func(context.Context) (bool, error) {
+			held, err := Held(dir)
+			return !held, err
+		})
+	}
+	if err != nil {
 		return fmt.Errorf("stop MPS daemon %s: %w", filepath.Base(dir), err)
 	}
-	tick := time.NewTicker(lockInterval)
-	defer tick.Stop()
-	for {
-		switch held, err := Held(dir); {
-		case err != nil:
-			return fmt.Errorf("stop MPS daemon %s: %w", filepath.Base(dir), err)
-		case !held:
-			return nil
-		}
-		select {
-		case <-ctx.Done():
-			return fmt.Errorf("wait for MPS daemon %s to end: %w", filepath.Base(dir), context.Cause(ctx))
-		case <-tick.C:
-		}
-	}
+	return nil
 }
 
 // Held reports whether a supervisor has a daemon of this directory, ready or not. The agent calls it.
@@ -109,31 +103,26 @@ func (h *Holder) ended() error {
 	}
 }
 
-// Retract ends what Publish published, so that the agent connects no new client. It is idempotent.
+// Retract ends what Publish published, so that the agent connects no new client. It is idempotent. It leaves the file of another
+// supervisor, in a directory that was made again.
 func (h *Holder) Retract() error {
 	if h.ready == nil {
 		return nil
 	}
-	err := h.removeReady()
+	path := filepath.Join(h.dir, readyFile)
+	own, err := h.ready.Stat()
+	if err == nil {
+		var now fs.FileInfo
+		if now, err = os.Stat(path); err == nil && os.SameFile(own, now) {
+			err = os.Remove(path)
+		}
+	}
 	if errors.Is(err, fs.ErrNotExist) {
 		err = nil
 	}
 	err = errors.Join(err, h.ready.Close())
 	h.ready = nil
 	return err
-}
-
-// removeReady leaves the file of another supervisor, in a directory that was made again.
-func (h *Holder) removeReady() error {
-	own, err := h.ready.Stat()
-	if err != nil {
-		return err
-	}
-	path := filepath.Join(h.dir, readyFile)
-	if now, err := os.Stat(path); err != nil || !os.SameFile(own, now) {
-		return err
-	}
-	return os.Remove(path)
 }
 
 // end ends the daemon by its own command, and by signals where that fails. Its servers end with it.
@@ -164,12 +153,10 @@ func (d Daemon) end(ctx context.Context, p program, r *process) (err error) {
 			logger.Info("Cannot ask the MPS daemon to end", "by", way.name, "err", err)
 			continue
 		}
-		timer := time.NewTimer(d.Grace)
 		select {
 		case <-r.ended:
-			timer.Stop()
 			return nil
-		case <-timer.C:
+		case <-time.After(d.Grace):
 			logger.Info("The MPS daemon has not ended", "by", way.name, "after", d.Grace)
 		}
 	}
