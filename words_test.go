@@ -34,7 +34,6 @@ var retiredStill = map[string][]string{
 	"pkg/controller":     {"condemned", "faulty", "lapsed", "loser", "losers", "nobody", "nudged", "nudges", "somebody", "whoever"},
 	"pkg/driver":         {"faulty", "loser", "losers", "nobody", "somebody", "whoever"},
 	"pkg/explain":        {"faulty"},
-	"pkg/gpunode":        {"condemned", "lapse", "loser", "nobody", "somebody"},
 	"pkg/ledger":         {"condemned", "lapsed", "losers", "nobody", "somebody", "verdict", "whoever"},
 	"pkg/legacy":         {"faulty", "nobody", "ripen", "somebody", "strangers", "whoever"},
 	"pkg/mig":            {"nobody", "somebody"},

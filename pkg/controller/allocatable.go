@@ -14,6 +14,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
@@ -176,8 +177,7 @@ type allocatable struct {
 	metrics *metrics
 	now     func() time.Time
 
-	mu    sync.Mutex
-	nodes map[string]*nodeRecord
+	nodes sync.Map // of *nodeRecord, by node
 }
 
 // nodeRecord is the state of a node that its API objects do not contain.
@@ -206,12 +206,13 @@ func (n *nodeRecord) of(resource corev1.ResourceName) *resourceRecord {
 }
 
 func (r *allocatable) register(m manager.Manager) error {
+	// The cache keeps the numbers of Tandem's resources only.
 	reported := predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 		before, ok1 := e.ObjectOld.(*corev1.Node)
 		after, ok2 := e.ObjectNew.(*corev1.Node)
-		return ok1 && ok2 && !sameGPUs(before.Status, after.Status, r.limits)
+		return ok1 && ok2 && !apiequality.Semantic.DeepEqual(before.Status, after.Status)
 	}}
-	err := builder.ControllerManagedBy(m).Named("allocatable").
+	return builder.ControllerManagedBy(m).Named("allocatable").
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver)).
 		WatchesRawSource(r.claims.source()).
@@ -219,16 +220,6 @@ func (r *allocatable) register(m manager.Manager) error {
 		Watches(&corev1.Node{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(reported)).
 		WithOptions(options(4)).
 		Complete(r)
-	if err != nil {
-		return fmt.Errorf("register allocatable: %w", err)
-	}
-	return nil
-}
-
-func sameGPUs(a, b corev1.NodeStatus, limits device.Resources) bool {
-	same := func(x, y resource.Quantity) bool { return x.Cmp(y) == 0 }
-	return maps.EqualFunc(only(a.Allocatable, limits), only(b.Allocatable, limits), same) &&
-		maps.EqualFunc(only(a.Capacity, limits), only(b.Capacity, limits), same)
 }
 
 // only returns the entries of Tandem's resources; nil if there are none.
@@ -411,22 +402,13 @@ func allocatablePatch(changes []change) ([]byte, error) {
 	return patch, nil
 }
 
-// record returns the state of a node. Only the worker that reconciles the node uses it, so it needs no lock.
+// record returns the state of a node. Only the worker that reconciles the node uses it.
 func (r *allocatable) record(node string) *nodeRecord {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.nodes == nil {
-		r.nodes = map[string]*nodeRecord{}
-	}
-	if r.nodes[node] == nil {
-		r.nodes[node] = &nodeRecord{resources: map[corev1.ResourceName]*resourceRecord{}}
-	}
-	return r.nodes[node]
+	record, _ := r.nodes.LoadOrStore(node, &nodeRecord{resources: map[corev1.ResourceName]*resourceRecord{}})
+	return record.(*nodeRecord)
 }
 
 func (r *allocatable) forget(node string) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	delete(r.nodes, node)
+	r.nodes.Delete(node)
 	r.breaker.forget(node)
 }

@@ -4,7 +4,6 @@ package controller
 
 import (
 	"context"
-	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -95,14 +94,10 @@ func newBreaker(cached, live client.Reader, limits device.Resources, measured *m
 }
 
 func (b *breaker) register(m manager.Manager) error {
-	err := builder.ControllerManagedBy(m).Named("breaker").
+	return builder.ControllerManagedBy(m).Named("breaker").
 		Watches(&corev1.Pod{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(leftPending(b.of))).
 		WithOptions(options(4)).
 		Complete(b)
-	if err != nil {
-		return fmt.Errorf("register breaker: %w", err)
-	}
-	return nil
 }
 
 // source returns the events of nodes to reconcile.

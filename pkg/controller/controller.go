@@ -148,7 +148,7 @@ func (c *Controller) register(config Config) error {
 		&daemons{client: writer, config: config.Daemons, metrics: measured, now: time.Now},
 	} {
 		if err := r.register(c.manager); err != nil {
-			return err
+			return fmt.Errorf("register %T: %w", r, err)
 		}
 	}
 	return nil

@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -18,7 +17,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/selection"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -166,9 +164,6 @@ type daemons struct {
 	config  DaemonPods
 	metrics *metrics
 	now     func() time.Time
-
-	mu      sync.Mutex
-	waiting map[string]int
 }
 
 // daemonCache holds the daemons' pods and no other. It is filled whether or not this process leads.
@@ -208,10 +203,7 @@ func (d *daemons) register(m manager.Manager) error {
 		b = b.WatchesRawSource(source.Kind(pods, &corev1.Pod{}, handler.TypedEnqueueRequestForOwner[*corev1.Pod](
 			m.GetScheme(), m.GetRESTMapper(), &v1alpha1.GPUNode{}, handler.OnlyControllerOwner())))
 	}
-	if err := b.Complete(d); err != nil {
-		return fmt.Errorf("register daemons: %w", err)
-	}
-	return nil
+	return b.Complete(d)
 }
 
 // daemonsChanged lets through what matters of a GPUNode, whose status is written once a second.
@@ -228,7 +220,7 @@ var daemonsChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool 
 func (d *daemons) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	node := &v1alpha1.GPUNode{}
 	if err := d.client.Get(ctx, request.NamespacedName, node); err != nil {
-		d.count(request.Name, 0)
+		d.metrics.daemonsWaiting.set(request.Name, 0)
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	pods, err := d.podsOf(ctx, node.Name)
@@ -246,8 +238,10 @@ func (d *daemons) Reconcile(ctx context.Context, request reconcile.Request) (rec
 			plan.Waiting = append(plan.Waiting, v1alpha1.WaitingDaemon{Name: daemon.Name, Message: oneLine(err.Error())})
 		}
 	}
-	d.count(node.Name, len(plan.Waiting))
-	errs = append(errs, d.tell(ctx, node, plan.Waiting))
+	d.metrics.daemonsWaiting.set(node.Name, len(plan.Waiting))
+	if !apiequality.Semantic.DeepEqual(node.Spec.Daemons, plan.Waiting) {
+		errs = append(errs, patchSpec(ctx, d.client, node, "daemons", plan.Waiting))
+	}
 	return reconcile.Result{RequeueAfter: plan.Again}, errors.Join(errs...)
 }
 
@@ -296,39 +290,4 @@ func (d *daemons) delete(ctx context.Context, pod *corev1.Pod) error {
 	d.metrics.daemonPods.WithLabelValues("deleted").Inc()
 	klog.FromContext(ctx).Info("Deleted the pod of an MPS daemon", "pod", klog.KObj(pod))
 	return nil
-}
-
-// tell writes into the spec which daemons do not run, for the agent to pass on.
-func (d *daemons) tell(ctx context.Context, node *v1alpha1.GPUNode, waiting []v1alpha1.WaitingDaemon) error {
-	if apiequality.Semantic.DeepEqual(node.Spec.Daemons, waiting) {
-		return nil
-	}
-	if waiting == nil {
-		waiting = []v1alpha1.WaitingDaemon{}
-	}
-	patch, err := specPatch(node.UID, "daemons", waiting)
-	if err != nil {
-		return err
-	}
-	if err := d.client.Patch(ctx, node, client.RawPatch(types.MergePatchType, patch)); err != nil {
-		return client.IgnoreNotFound(fmt.Errorf("write daemons of GPUNode %s: %w", node.Name, err))
-	}
-	return nil
-}
-
-// count adds up over the nodes how many daemons do not run.
-func (d *daemons) count(node string, waiting int) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if d.waiting == nil {
-		d.waiting = map[string]int{}
-	}
-	if d.waiting[node] = waiting; waiting == 0 {
-		delete(d.waiting, node)
-	}
-	total := 0
-	for _, n := range d.waiting {
-		total += n
-	}
-	d.metrics.daemonsWaiting.Set(float64(total))
 }

@@ -131,20 +131,13 @@ type healer struct {
 
 	// jobs is held from reading a Job until its pod is evicted, so that the next reading counts that pod.
 	jobs sync.Mutex
-
-	mu         sync.Mutex
-	notMovable map[string]int
 }
 
 func (h *healer) register(m manager.Manager) error {
-	err := builder.ControllerManagedBy(m).Named("heal").
+	return builder.ControllerManagedBy(m).Named("heal").
 		For(&v1alpha1.GPUNode{}).
 		WithOptions(options(4)).
 		Complete(h)
-	if err != nil {
-		return fmt.Errorf("register heal: %w", err)
-	}
-	return nil
 }
 
 const (
@@ -177,24 +170,8 @@ func (h *healer) Reconcile(ctx context.Context, request reconcile.Request) (reco
 		}
 		errs = append(errs, err)
 	}
-	h.count(request.Name, refused)
+	h.metrics.notMovable.set(request.Name, refused)
 	return reconcile.Result{RequeueAfter: again}, errors.Join(errs...)
-}
-
-func (h *healer) count(node string, refused int) {
-	h.mu.Lock()
-	defer h.mu.Unlock()
-	if h.notMovable == nil {
-		h.notMovable = map[string]int{}
-	}
-	if h.notMovable[node] = refused; refused == 0 {
-		delete(h.notMovable, node)
-	}
-	total := 0
-	for _, n := range h.notMovable {
-		total += n
-	}
-	h.metrics.notMovable.Set(float64(total))
 }
 
 func (h *healer) heal(ctx context.Context, node string, reported v1alpha1.ConflictingClaim) (again time.Duration, movable bool, err error) {

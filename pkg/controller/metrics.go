@@ -4,19 +4,41 @@ package controller
 
 import (
 	"fmt"
+	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
 )
 
+// nodeSum is a gauge of the sum of one number for each node. It is safe for concurrent use.
+type nodeSum struct {
+	prometheus.Gauge
+	mu    sync.Mutex
+	nodes map[string]int
+}
+
+func newNodeSum(options prometheus.GaugeOpts) *nodeSum {
+	return &nodeSum{Gauge: prometheus.NewGauge(options), nodes: map[string]int{}}
+}
+
+// set records the number of a node.
+func (s *nodeSum) set(node string, n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.Add(float64(n - s.nodes[node]))
+	if s.nodes[node] = n; n == 0 {
+		delete(s.nodes, node)
+	}
+}
+
 type metrics struct {
 	evictions  *prometheus.CounterVec
-	notMovable prometheus.Gauge
+	notMovable *nodeSum
 	retries    prometheus.Counter
 	patches    *prometheus.CounterVec
 	openings   prometheus.Counter
 
 	daemonPods     *prometheus.CounterVec
-	daemonsWaiting prometheus.Gauge
+	daemonsWaiting *nodeSum
 }
 
 func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
@@ -25,7 +47,7 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			Name: "tandem_controller_evictions_total",
 			Help: "Evictions of pods whose claim is in conflict: evicted, or refused by a disruption budget.",
 		}, []string{"result"}),
-		notMovable: prometheus.NewGauge(prometheus.GaugeOpts{
+		notMovable: newNodeSum(prometheus.GaugeOpts{
 			Name: "tandem_controller_pending_evictions_not_movable",
 			Help: "Claims pending eviction whose pods cannot be evicted because one of them has started or has no owner.",
 		}),
@@ -45,7 +67,7 @@ func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
 			Name: "tandem_controller_daemon_pods_total",
 			Help: "Pods of MPS daemons: created, or deleted because the node no longer requests them or requests other settings.",
 		}, []string{"action"}),
-		daemonsWaiting: prometheus.NewGauge(prometheus.GaugeOpts{
+		daemonsWaiting: newNodeSum(prometheus.GaugeOpts{
 			Name: "tandem_controller_daemons_not_running",
 			Help: "MPS daemons that a node requests and whose pod does not run; GPUNode.spec.daemons contains the reason.",
 		}),

@@ -107,17 +107,13 @@ type relay struct {
 }
 
 func (r *relay) register(m manager.Manager) error {
-	err := builder.ControllerManagedBy(m).Named("relay").
+	return builder.ControllerManagedBy(m).Named("relay").
 		// The generation also changes when a user edits the spec.
 		For(&v1alpha1.GPUNode{}, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver)).
 		WatchesRawSource(r.claims.source()).
 		WithOptions(options(4)).
 		Complete(r)
-	if err != nil {
-		return fmt.Errorf("register relay: %w", err)
-	}
-	return nil
 }
 
 // Reconcile implements reconcile.Reconciler for one node. It is idempotent. One run covers all claims that changed during the
@@ -131,30 +127,23 @@ func (r *relay) Reconcile(ctx context.Context, request reconcile.Request) (recon
 	if err != nil || apiequality.Semantic.DeepEqual(claims, node.Spec.Claims) {
 		return reconcile.Result{}, err
 	}
-	if claims == nil {
-		claims = []v1alpha1.AllocatedClaim{}
-	}
-	patch, err := specPatch(node.UID, "claims", claims)
-	if err != nil {
-		return reconcile.Result{}, err
-	}
-	if err := r.client.Patch(ctx, node, client.RawPatch(types.MergePatchType, patch)); err != nil {
-		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("write claims of GPUNode %s: %w", request.Name, err))
-	}
-	return reconcile.Result{}, nil
+	return reconcile.Result{}, patchSpec(ctx, r.client, node, "claims", claims)
 }
 
-// specPatch replaces one list of the spec and leaves concurrent writes to the status and to the other list alone. With the UID the API
+// patchSpec replaces one list of the spec and leaves concurrent writes to the status and to the other list alone. With the UID the API
 // server rejects the patch for a recreated object of the same name.
-func specPatch(uid types.UID, list string, value any) ([]byte, error) {
+func patchSpec[T any](ctx context.Context, c client.Client, node *v1alpha1.GPUNode, list string, value []T) error {
 	patch, err := json.Marshal(map[string]any{
-		"metadata": map[string]any{"uid": uid},
-		"spec":     map[string]any{list: value},
+		"metadata": map[string]any{"uid": node.UID},
+		"spec":     map[string]any{list: append([]T{}, value...)},
 	})
 	if err != nil {
-		return nil, fmt.Errorf("encode %s: %w", list, err)
+		return fmt.Errorf("encode %s: %w", list, err)
 	}
-	return patch, nil
+	if err := c.Patch(ctx, node, client.RawPatch(types.MergePatchType, patch)); err != nil {
+		return client.IgnoreNotFound(fmt.Errorf("write %s of GPUNode %s: %w", list, node.Name, err))
+	}
+	return nil
 }
 
 // claimHandler enqueues the nodes of a claim's devices, before and after a change of its allocation.

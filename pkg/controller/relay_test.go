@@ -111,9 +111,14 @@ func TestRelayReportsErrors(t *testing.T) {
 
 // With the UID in the patch, what was read of an object that is gone is not written to the one that came after it.
 func TestRelayNamesTheObject(t *testing.T) {
-	patch, err := specPatch("u", "claims", []v1alpha1.AllocatedClaim{})
-	if err != nil || string(patch) != `{"metadata":{"uid":"u"},"spec":{"claims":[]}}` {
-		t.Errorf("%s, %v", patch, err)
+	var patched []byte
+	w := newWorld(t, interceptor.Funcs{Patch: func(_ context.Context, _ client.WithWatch, o client.Object, patch client.Patch, _ ...client.PatchOption) (err error) {
+		patched, err = patch.Data(o)
+		return err
+	}})
+	err := patchSpec[v1alpha1.AllocatedClaim](t.Context(), w.client, gpuNode(), "claims", nil)
+	if err != nil || string(patched) != `{"metadata":{"uid":"uid-node"},"spec":{"claims":[]}}` {
+		t.Errorf("%s, %v", patched, err)
 	}
 }
 

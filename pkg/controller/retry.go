@@ -217,7 +217,7 @@ const (
 func (n Retry) key() types.UID { return cmp.Or(n.Pod, n.UID) }
 
 func (n *retrier) register(m manager.Manager) error {
-	err := builder.ControllerManagedBy(m).Named("retry").
+	return builder.ControllerManagedBy(m).Named("retry").
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(n.claims.driver)).
 		// Another pod of an allocated claim changes neither GPUNode nor claim.
@@ -225,10 +225,6 @@ func (n *retrier) register(m manager.Manager) error {
 		WatchesRawSource(n.claims.source()).
 		WithOptions(options(1)).
 		Complete(n)
-	if err != nil {
-		return fmt.Errorf("register retry: %w", err)
-	}
-	return nil
 }
 
 // bound selects the events of pods that are bound to a node. The cache has Pending pods only.

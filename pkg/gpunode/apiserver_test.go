@@ -95,7 +95,7 @@ func (f *fakeAPI) writeSpec(name string, claims ...v1alpha1.AllocatedClaim) {
 	})
 }
 
-// drop deletes an object as somebody else would.
+// drop deletes an object as another client would.
 func (f *fakeAPI) drop(name string) { f.set(func() { f.remove(name) }) }
 
 // store keeps and tells; under f.mu.

@@ -266,9 +266,9 @@ func TestCreatesAndReports(t *testing.T) {
 	object.Acknowledge("nvidia.com/gpu", nil, false)
 	f.awaitStatus("that kubelet says nothing", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].ExtendedResourceState == "" })
 	f.ledger.RecordConflict(ledger.Conflict{UID: "c2", Namespace: "apps", Name: "c2", Devices: []device.Ref{{GPU: "GPU-0"}}, PendingEviction: true})
-	f.awaitStatus("the loser", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Conflicts) == 1 && s.Conflicts[0].PendingEviction })
+	f.awaitStatus("the conflict", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Conflicts) == 1 && s.Conflicts[0].PendingEviction })
 	f.ledger.ClearConflict("c2")
-	f.awaitStatus("no loser", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Conflicts) == 0 })
+	f.awaitStatus("no conflict", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Conflicts) == 0 })
 	f.inventory.set(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), unhealthy(gpu(1, "GPU-1"), device.ReasonLost, "")}})
 	f.awaitStatus("the fault", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Unhealthy == 1 })
 	f.release("c1")
@@ -298,7 +298,7 @@ func TestDaemons(t *testing.T) {
 		return apiequality.Semantic.DeepEqual(s.Daemons, want) && slices.Equal(s.UnknownDaemons, []string{"uid-2-def"})
 	})
 	if trouble := object.DaemonTrouble("uid-1-abc"); trouble != "" {
-		t.Errorf("trouble of which nobody has told: %s", trouble)
+		t.Errorf("trouble before the controller reported it: %s", trouble)
 	}
 	f.api.set(func() {
 		o := f.api.objects["node-1"].DeepCopy()
@@ -365,7 +365,7 @@ func TestPruned(t *testing.T) {
 func TestLeaves(t *testing.T) {
 	for name, meanwhile := range map[string]func(*fixture){
 		"alone": func(*fixture) {},
-		"while somebody else writes": func(f *fixture) {
+		"while another client writes": func(f *fixture) {
 			f.api.set(func() {
 				o := f.api.objects["node-1"].DeepCopy()
 				o.ResourceVersion, f.api.version = "1000", 1000
@@ -394,7 +394,7 @@ func TestLeaves(t *testing.T) {
 	}
 }
 
-// TestLeavesWithoutAnObject: there is nothing to say where nobody asked.
+// TestLeavesWithoutAnObject: there is nothing to write without an object.
 func TestLeavesWithoutAnObject(t *testing.T) {
 	f := newFixture(t)
 	f.api.set(func() { f.api.absent = true })
@@ -486,7 +486,7 @@ func TestSpec(t *testing.T) {
 	o, _ := f.start()
 	f.awaitStatus("a status", free(2))
 	if got := o.Allocated(); len(got) != 0 {
-		t.Errorf("%v are allocated before anybody said so", got)
+		t.Errorf("%v are allocated before the spec lists them", got)
 	}
 	changed := o.Changed()
 	f.api.writeSpec("node-1",
@@ -558,7 +558,7 @@ func TestVerify(t *testing.T) {
 	})
 }
 
-// TestConflict: somebody else writes at the same time.
+// TestConflict: another client writes at the same time.
 func TestConflict(t *testing.T) {
 	f := newFixture(t)
 	f.start()
@@ -566,13 +566,13 @@ func TestConflict(t *testing.T) {
 	f.api.set(func() {
 		// The watch keeps silent about it.
 		o := f.api.objects["node-1"].DeepCopy()
-		o.ResourceVersion, o.Labels = "1000", map[string]string{"by": "somebody"}
+		o.ResourceVersion, o.Labels = "1000", map[string]string{"by": "other"}
 		f.api.version = 1000
 		f.api.objects["node-1"] = o
 	})
 	f.hold("c1", "GPU-0")
 	o := f.awaitStatus("the claim as holder", free(1))
-	if o.Labels["by"] != "somebody" {
+	if o.Labels["by"] != "other" {
 		t.Error("the other's change is lost")
 	}
 	if got := f.metric("tandem_gpunode_writes_total", "status", "conflict"); got != 1 {
@@ -662,7 +662,7 @@ func TestWithoutTheResource(t *testing.T) {
 			o, _ := f.start()
 			f.await("several requests", func() bool { f.api.mu.Lock(); defer f.api.mu.Unlock(); return f.api.requests > 2 })
 			if got := o.Allocated(); got != nil {
-				t.Errorf("%v are allocated though nobody can say so", got)
+				t.Errorf("%v are allocated though the spec cannot be read", got)
 			}
 			if got := f.metric("tandem_gpunode_served"); got != 0 {
 				t.Errorf("served is %v, want 0", got)
@@ -703,15 +703,15 @@ func TestServerRestarts(t *testing.T) {
 	}
 }
 
-// TestLapse: a condemnation ends by itself, and nobody announces it.
-func TestLapse(t *testing.T) {
+// TestExpire: a pending eviction expires by itself, and no change announces it.
+func TestExpire(t *testing.T) {
 	w := writer{Object: &Object{config: Config{Ledger: newFixture(t).ledger}}}
 	if at := w.expire(); !at.IsZero() {
-		t.Errorf("looks again at %s though nobody has lost", at)
+		t.Errorf("looks again at %s without a conflict", at)
 	}
 	book := w.config.Ledger.(*ledger.Ledger)
 	book.RecordConflict(ledger.Conflict{UID: "waits", Devices: []device.Ref{{GPU: "GPU-0"}}})
-	book.RecordConflict(ledger.Conflict{UID: "condemned", Devices: []device.Ref{{GPU: "GPU-0"}}, PendingEviction: true})
+	book.RecordConflict(ledger.Conflict{UID: "pending", Devices: []device.Ref{{GPU: "GPU-0"}}, PendingEviction: true})
 	if in := time.Until(w.expire()); in <= ledger.EvictionTimeout-time.Minute || in > ledger.EvictionTimeout {
 		t.Errorf("looks again in %s, want %s", in, ledger.EvictionTimeout)
 	}

@@ -299,7 +299,7 @@ func shuffle[T any](list []T) {
 	rand.Shuffle(len(list), func(i, j int) { list[i], list[j] = list[j], list[i] })
 }
 
-// What is shared is told with what it comes to; what is nobody's is in no count.
+// A shared device reports its shares; an excluded device is in no count.
 func TestStatusOfSharedDevices(t *testing.T) {
 	const gib = uint64(1) << 30
 	inv := device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1"), gpu(2, "GPU-2")}}
