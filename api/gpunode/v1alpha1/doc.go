@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package v1alpha1 is the API group tandem-gpu.dev/v1alpha1: GPUNode, one object a node.
+// Package v1alpha1 is the API group tandem-gpu.dev/v1alpha1 with its kind GPUNode.
 //
 // +kubebuilder:object:generate=true
 // +groupName=tandem-gpu.dev

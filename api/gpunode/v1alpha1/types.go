@@ -7,9 +7,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// GPUNode is what a node and the cluster tell each other about the node's GPUs, and the answer to "which pod has which
-// GPU?". It is cluster-scoped, has the name of its Node and is owned by it. The node's agent creates it and writes the status,
-// the controller writes the spec; an admission policy keeps each to its half.
+// GPUNode reports which pod has which GPU of a node, and which GPUs the scheduler has allocated. It has the name of its Node, which
+// owns it. The node's agent creates it and writes the status. The controller writes the spec. An admission policy allows each of them
+// only its part.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
@@ -40,17 +40,17 @@ type GPUNodeList struct {
 	Items           []GPUNode `json:"items"`
 }
 
-// GPUNodeSpec is what the controller tells the node: ResourceClaims cannot be watched by node, and thousands of agents must not
-// watch them all.
+// GPUNodeSpec is what the controller reports to the node. An agent cannot watch the ResourceClaims of one node, and thousands of agents
+// must not watch all of them.
 type GPUNodeSpec struct {
-	// Claims that the scheduler has allocated GPUs of this node to, by UID. Their GPUs are withdrawn from limits before kubelet
-	// asks to prepare them. They steer and never decide: that is the ledger's business, when kubelet asks.
+	// Claims that are allocated devices of this node. Their GPUs are withdrawn from the extended resource before kubelet prepares the
+	// claims. The node's ledger decides who gets a GPU, whatever this list contains.
 	//
 	// +optional
 	// +listType=map
 	// +listMapKey=uid
 	Claims []AllocatedClaim `json:"claims,omitempty"`
-	// Daemons of status.daemons whose pods do not run, and why.
+	// Daemons of status.daemons whose pods do not run, with the reason.
 	//
 	// +optional
 	// +listType=map
@@ -61,7 +61,7 @@ type GPUNodeSpec struct {
 // WaitingDaemon is a daemon whose pod does not run.
 type WaitingDaemon struct {
 	Name string `json:"name"`
-	// Message says in one line what its pod waits for.
+	// Message is the reason, in one line.
 	Message string `json:"message"`
 }
 
@@ -70,17 +70,17 @@ type AllocatedClaim struct {
 	UID       types.UID `json:"uid"`
 	Namespace string    `json:"namespace"`
 	Name      string    `json:"name"`
-	// Devices by their names in the pool, sorted, without those for admin access, which hold nothing.
+	// Devices by their names in the pool, sorted. Devices with admin access are not listed: their claim does not hold them.
 	//
 	// +listType=set
 	Devices []string `json:"devices"`
-	// Pools from which the devices are, sorted: the node's, or those of its GPUs that are partitioned on demand. A pool of a GPU
-	// has all devices of it that the claim has. Absent where the controller is of a version that does not say.
+	// Pools of the devices, sorted: the pool of the node, or those of its dynamic GPUs. A controller of an older version does not
+	// write them.
 	//
 	// +optional
 	// +listType=set
 	Pools []string `json:"pools,omitempty"`
-	// Shares of those devices of which the claim has a part. It has the others whole.
+	// Shares of the devices that the claim has in part. It has the other devices whole.
 	//
 	// +optional
 	// +listType=map
@@ -88,7 +88,7 @@ type AllocatedClaim struct {
 	Shares []AllocatedShare `json:"shares,omitempty"`
 }
 
-// AllocatedShare is what the scheduler has given of a device that is shared.
+// AllocatedShare is the part of a shared device that the scheduler allocated to a claim.
 type AllocatedShare struct {
 	// Device by its name in the pool.
 	Device string `json:"device"`
@@ -96,9 +96,9 @@ type AllocatedShare struct {
 	Memory int64 `json:"memory"`
 }
 
-// GPUNodeStatus is what the node's agent knows. It is written no more than once a second in the mean.
+// GPUNodeStatus is what the node's agent reports, at most once a second on average.
 type GPUNodeStatus struct {
-	// Mode in which the node serves its GPUs: Dual, ClaimsOnly, DevicePluginOnly or Split.
+	// Mode is which APIs the node serves: Dual, ClaimsOnly, DevicePluginOnly or Split.
 	//
 	// +optional
 	Mode string `json:"mode,omitempty"`
@@ -106,22 +106,21 @@ type GPUNodeStatus struct {
 	//
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
-	// Counts for those who want numbers. A GPU counts as the first that applies: faulty, claims, limits, free. It is free where
-	// nobody has any of it.
+	// Counts of GPUs. Each GPU counts once, as the first that applies of unhealthy, claims, pods and free. It is free if it has no
+	// holder, and no partition of it has one.
 	//
 	// +optional
 	Counts DeviceCounts `json:"counts,omitempty"`
-	// Partitions counts the MIG partitions that exist in the same way; absent where there are none.
+	// Partitions counts the existing MIG partitions in the same way. It is absent if there are none.
 	//
 	// +optional
 	Partitions *DeviceCounts `json:"partitions,omitempty"`
-	// Holders in one line, for kubectl get -o wide: "gpu-0=default/train(claim) gpu-7=default/infer(pod)".
+	// Holders of all devices in one line, for kubectl get -o wide: "gpu-0=default/train(claim) gpu-7=default/infer(pod)".
 	//
 	// +optional
 	Holders string `json:"holders,omitempty"`
-	// ExtendedResource is the extended resource by which limits ask for GPUs, and for partitions in place of GPUs where the node is
-	// partitioned alike (migStrategy single); empty where no limits are served, as while no agent runs. What a device is asked for
-	// by is said there.
+	// ExtendedResource is the extended resource of whole GPUs, and of partitions with migStrategy single. It is empty if the node does
+	// not serve the device plugin API, as while no agent runs. Each device has its own resource in devices.
 	//
 	// +optional
 	ExtendedResource string `json:"extendedResource,omitempty"`
@@ -131,63 +130,63 @@ type GPUNodeStatus struct {
 	// +listType=map
 	// +listMapKey=name
 	Devices []DeviceStatus `json:"devices,omitempty"`
-	// Conflicts are claims whose Prepare was refused because somebody else holds their device.
+	// Conflicts are claims that were allocated a device which another holder has.
 	//
 	// +optional
 	// +listType=map
 	// +listMapKey=uid
 	Conflicts []ConflictingClaim `json:"conflicts,omitempty"`
-	// Daemons that are to run on the node. The controller runs a pod for each of them, and for no other it makes one.
+	// Daemons that the node requests. The controller runs a pod for each of them.
 	//
 	// +optional
 	// +listType=map
 	// +listMapKey=name
 	Daemons []MPSDaemon `json:"daemons,omitempty"`
-	// UnknownDaemons may run, and the agent cannot read what their settings are. The pods that they have are left as they are.
+	// UnknownDaemons are daemons that may run and whose settings the agent cannot read. The controller does not change their pods.
 	//
 	// +optional
 	// +listType=set
 	UnknownDaemons []string `json:"unknownDaemons,omitempty"`
 }
 
-// MPSDaemon is an MPS control daemon. One with other settings is another daemon, in another pod.
+// MPSDaemon is an MPS control daemon. With other settings it is another daemon, in another pod.
 type MPSDaemon struct {
-	// Name on this node: that of the daemon's directory, and part of its pod's name.
+	// Name on this node. It is the name of the daemon's directory and a part of its pod's name.
 	//
 	// +kubebuilder:validation:MaxLength=52
 	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]*[a-z0-9])?$`
 	Name string `json:"name"`
-	// Devices by UUID, GPUs or partitions, in the order in which the daemon counts them.
+	// Devices are the UUIDs of GPUs or partitions, in the daemon's order.
 	//
 	// +kubebuilder:validation:MinItems=1
 	// +listType=atomic
 	Devices []string `json:"devices"`
-	// ActiveThreadPercentage of the multiprocessors is what a client gets; absent where that is left to the daemon.
+	// ActiveThreadPercentage is the share of the multiprocessors that a client gets. The default is the daemon's.
 	//
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=100
 	ActiveThreadPercentage *int32 `json:"activeThreadPercentage,omitempty"`
-	// PinnedMemoryMiB is what a client gets of the memory of each device, in MiB, in the order of devices; 0 is no limit. Absent
-	// where there is no limit at all.
+	// PinnedMemoryMiB limits a client's memory on each device, in MiB and in the order of devices. 0 is no limit. It is absent if no
+	// device has a limit.
 	//
 	// +optional
 	// +listType=atomic
 	PinnedMemoryMiB []int64 `json:"pinnedMemoryMiB,omitempty"`
-	// MultiUser lets clients of several users in at a time.
+	// MultiUser allows clients of several users at the same time.
 	//
 	// +optional
 	MultiUser bool `json:"multiUser,omitempty"`
-	// DriverRoot is the directory on the host in which the driver is installed.
+	// DriverRoot is the host's directory with the driver's files.
 	DriverRoot string `json:"driverRoot"`
-	// Generation tells this daemon from those of the same name before it, which have ended.
+	// Generation distinguishes this daemon from earlier daemons of the same name, which have ended.
 	//
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	Generation int64 `json:"generation,omitempty"`
 }
 
-// DeviceCounts are numbers of GPUs, or of partitions.
+// DeviceCounts are numbers of GPUs or of partitions.
 type DeviceCounts struct {
 	Total     int32 `json:"total"`
 	Claims    int32 `json:"claims"`
@@ -196,12 +195,12 @@ type DeviceCounts struct {
 	Unhealthy int32 `json:"unhealthy"`
 }
 
-// DeviceStatus is one GPU, or a partition of one that exists.
+// DeviceStatus is a GPU or an existing partition.
 type DeviceStatus struct {
 	// Name in the pool, such as gpu-0 or gpu-0-mig-1g10gb-19-0.
 	Name string `json:"name"`
 	UUID string `json:"uuid"`
-	// Parent is the name of the GPU that a partition is of; empty for a GPU.
+	// Parent is the name of a partition's GPU; empty for a GPU.
 	//
 	// +optional
 	Parent string `json:"parent,omitempty"`
@@ -213,72 +212,72 @@ type DeviceStatus struct {
 	//
 	// +optional
 	Model string `json:"model,omitempty"`
-	// Fault says in one line why the device is not healthy; empty when it is.
+	// UnhealthyReason is why the device is unhealthy, in one line; empty if it is healthy.
 	//
 	// +optional
 	UnhealthyReason string `json:"unhealthyReason,omitempty"`
-	// Holders of the device: none where it is free. Who has partitions of a GPU is told there.
+	// Holders of the device. The holders of a partition are listed with the partition.
 	//
 	// +optional
 	// +listType=atomic
 	Holders []DeviceHolder `json:"holders,omitempty"`
-	// ExtendedResource is the extended resource by which limits ask for the device; empty where none does.
+	// ExtendedResource is the extended resource of the device; empty if it has none.
 	//
 	// +optional
 	ExtendedResource string `json:"extendedResource,omitempty"`
-	// Limits says what kubelet's device manager thinks of the device, but is withdrawn as soon as that is about to change. It is
-	// empty where limits do not ask for the device, and while kubelet has not said.
+	// ExtendedResourceState is what kubelet's device manager reports of the device. The agent sets Withdrawn before kubelet reports
+	// it. It is empty if the device has no extended resource, and until kubelet reports it.
 	//
 	// +optional
 	ExtendedResourceState ExtendedResourceState `json:"extendedResourceState,omitempty"`
-	// Excluded tells that the node's configuration gives the device to nobody. It is in no count.
+	// Excluded is set if the node's configuration excludes the device from both APIs. It is in no count.
 	//
 	// +optional
 	Excluded bool `json:"excluded,omitempty"`
-	// Sharing says how several holders can have the device at once; absent where they cannot.
+	// Sharing is how several holders share the device; absent if they cannot.
 	//
 	// +optional
 	Sharing *DeviceSharing `json:"sharing,omitempty"`
 }
 
-// DeviceSharing is the policy by which a device is shared, and what that comes to.
+// DeviceSharing is the sharing policy of a device and its result.
 type DeviceSharing struct {
-	// Strategy is TimeSlicing or MPS; empty where limits still have shares of a device that is not shared any more.
+	// Strategy is TimeSlicing or MPS. It is empty if the device is no longer shared and pods still have shares of it.
 	Strategy string `json:"strategy"`
-	// MemoryShares tells that claims can ask for a part of the memory.
+	// MemoryShares is set if claims can request a part of the memory.
 	//
 	// +optional
 	MemoryShares bool `json:"memoryShares,omitempty"`
-	// Memory of the device in bytes: what all shares add up to at most.
+	// Memory of the device in bytes, which all shares together cannot exceed.
 	Memory int64 `json:"memory"`
-	// Replicas by which limits see the device; absent where they see one.
+	// Replicas that the extended resource offers of the device; absent if it offers the whole device.
 	//
 	// +optional
 	Replicas int32 `json:"replicas,omitempty"`
-	// ReplicaMemory is what each of them takes of the memory, in bytes.
+	// ReplicaMemory is the memory of each replica in bytes.
 	//
 	// +optional
 	ReplicaMemory int64 `json:"replicaMemory,omitempty"`
-	// Allocatable is how many of them kubelet's device manager gives to limits, by its own account.
+	// Allocatable is how many replicas kubelet's device manager reports as allocatable.
 	//
 	// +optional
 	Allocatable int32 `json:"allocatable,omitempty"`
 }
 
-// ExtendedResourceState is whether kubelet's device manager gives a device to limits, by its own account (GetAllocatableResources): having
-// sent it is no proof that kubelet has acted on it. Only less is believed before kubelet says so.
+// ExtendedResourceState is whether kubelet's device manager allocates a device to pods, as kubelet itself reports it
+// (GetAllocatableResources). A list that the agent has sent may not be in use yet.
 //
 // +kubebuilder:validation:Enum=Allocatable;Withdrawn
 type ExtendedResourceState string
 
 const (
-	// ExtendedResourceAllocatable devices are in kubelet's allocatable: free for limits, or held by one.
+	// ExtendedResourceAllocatable devices are free for pods, or held by a pod.
 	ExtendedResourceAllocatable ExtendedResourceState = "Allocatable"
-	// ExtendedResourceWithdrawn devices are not: held by a claim, allocated to one, faulty, or of a limit that is gone and runs on.
+	// ExtendedResourceWithdrawn devices are held by or allocated to a claim, unhealthy, or draining.
 	ExtendedResourceWithdrawn ExtendedResourceState = "Withdrawn"
 )
 
-// HolderKind is the API through which a holder came.
+// HolderKind is the API through which a holder got its device.
 //
 // +kubebuilder:validation:Enum=Claim;Pod
 type HolderKind string
@@ -288,39 +287,39 @@ const (
 	HolderPod   HolderKind = "Pod"
 )
 
-// HoldState is how firm a hold is.
+// HoldState is the state of a hold.
 //
 // +kubebuilder:validation:Enum=Restored;Held;Draining
 type HoldState string
 
 const (
-	// HoldRestored is known from before a restart and not yet confirmed.
+	// HoldRestored was read after a restart and is not confirmed yet.
 	HoldRestored HoldState = "Restored"
-	// HoldHeld was answered to kubelet.
+	// HoldHeld means that the device was handed to kubelet.
 	HoldHeld HoldState = "Held"
-	// HoldDraining was asked to go; containers may still live.
+	// HoldDraining ends once no container can use the device.
 	HoldDraining HoldState = "Draining"
 )
 
-// DeviceHolder has a device.
+// DeviceHolder is a claim or a pod that has a device.
 type DeviceHolder struct {
 	Kind  HolderKind `json:"kind"`
 	State HoldState  `json:"state"`
-	// Memory is the share that it has, in bytes; absent for the whole device.
+	// Memory of the holder's share in bytes; absent for the whole device.
 	//
 	// +optional
 	Memory int64 `json:"memory,omitempty"`
-	// UID of the claim; empty for a limit.
+	// UID of the claim; empty for a pod.
 	//
 	// +optional
 	UID types.UID `json:"uid,omitempty"`
-	// Namespace and Name of the claim; empty for a limit.
+	// Namespace and Name of the claim; empty for a pod.
 	//
 	// +optional
 	Namespace string `json:"namespace,omitempty"`
 	// +optional
 	Name string `json:"name,omitempty"`
-	// Pods that use the device, as far as they are known.
+	// Pods that use the device, as far as the agent has found them.
 	//
 	// +optional
 	// +listType=atomic
@@ -338,25 +337,25 @@ type PodReference struct {
 	Name string `json:"name,omitempty"`
 }
 
-// ConflictingClaim is a claim whose Prepare was refused for good: the holder in its way stays.
+// ConflictingClaim is a claim that was allocated a device which another holder has.
 type ConflictingClaim struct {
 	UID       types.UID `json:"uid"`
 	Namespace string    `json:"namespace"`
 	Name      string    `json:"name"`
-	// Devices that somebody else holds, by the names by which the claim was allocated them.
+	// Devices that another holder has, by the names in the claim's allocation.
 	//
 	// +listType=set
 	Devices []string `json:"devices"`
-	// Pods that had the claim reserved when kubelet was refused it, by UID. Those that have it since may be getting it now.
+	// Pods that had the claim reserved when its Prepare was refused, by UID. The claim may be in preparation for a later pod.
 	//
 	// +optional
 	// +listType=set
 	Pods []types.UID `json:"pods,omitempty"`
-	// Since is when the conflict became final.
+	// Since is when the conflict became permanent.
 	Since metav1.MicroTime `json:"since"`
-	// PendingEviction claims are not prepared, whatever becomes free, until this entry is gone: the controller evicts their pods. Others
-	// wait: their pod belongs to nobody who would make another, and is prepared when the GPU is free.
+	// PendingEviction is set if the controller evicts the claim's pods. The claim is not prepared before this entry is gone. Without it
+	// the claim waits until the device is free, because no owner would replace its pod.
 	PendingEviction bool `json:"pendingEviction"`
-	// Message says what happened and who holds the device, without names of other namespaces.
+	// Message is what happened and what holds the device, without names of other namespaces.
 	Message string `json:"message"`
 }
