@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package status answers /healthz, /readyz and /metrics over HTTP. It judges nothing: what is not ready is told to it.
+// Package status answers /healthz, /readyz and /metrics over HTTP. Its callers report what is not ready.
 package status
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/http"
 	"slices"
@@ -47,16 +48,10 @@ func (s *Server) Waiting(name string, reason error) {
 // Ready is nil, or names every check that fails.
 func (s *Server) Ready() error {
 	s.mu.Lock()
-	names := make([]string, 0, len(s.checks))
-	checks := make(map[string]func() error, len(s.checks))
-	for name, check := range s.checks {
-		names = append(names, name)
-		checks[name] = check
-	}
+	checks := maps.Clone(s.checks)
 	s.mu.Unlock()
-	slices.Sort(names)
 	var errs []error
-	for _, name := range names {
+	for _, name := range slices.Sorted(maps.Keys(checks)) {
 		if err := checks[name](); err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", name, err))
 		}
