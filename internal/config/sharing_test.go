@@ -159,3 +159,15 @@ func TestExcluded(t *testing.T) {
 		t.Error("Split without a use is accepted")
 	}
 }
+
+// The file names resources as the flag does.
+func TestSharingOfARenamedResource(t *testing.T) {
+	path := write(t, "sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2}]}}")
+	c, err := Load([]string{"--config", path, "--node-name=n", "--resource-name=example.com/gpu"}, environment{}.lookup, io.Discard)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := c.SharingOf(sharedGPUs[0]).Replicas["example.com/gpu"].Count; got != 2 {
+		t.Errorf("%d replicas, want 2", got)
+	}
+}

@@ -15,6 +15,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -45,7 +46,7 @@ type Node struct {
 	// failure is the error of the last scan, and missing the text of what Missing last returned.
 	failure error
 	missing string
-	changed chan struct{}
+	changed broadcast.Signal
 	// turns has, by UUID, whose turn it is to operate on a GPU, and since when it is; changes counts what operations have
 	// changed; profiled says of which GPUs the inventory has all profiles.
 	turns    map[string]chan struct{}
@@ -86,8 +87,7 @@ func New(options Options) (*Node, error) {
 	return &Node{
 		options: options, failure: errNotScanned,
 		known: map[string]*knownGPU{}, stuck: map[int]<-chan visit{}, late: map[string]<-chan struct{}{},
-		changed: make(chan struct{}),
-		turns:   map[string]chan struct{}{}, since: map[string]time.Time{}, changes: map[string]uint64{},
+		turns: map[string]chan struct{}{}, since: map[string]time.Time{}, changes: map[string]uint64{},
 		profiled: map[string]bool{},
 	}, nil
 }
@@ -135,11 +135,7 @@ func (n *Node) whyMissing() error {
 
 // Changed returns a channel that is closed when the inventory, or what ContainerEdits or Missing answers, may have changed. Take
 // it before reading.
-func (n *Node) Changed() <-chan struct{} {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.changed
-}
+func (n *Node) Changed() <-chan struct{} { return n.changed.Changed() }
 
 // Run waits for the driver, then scans until ctx is done: at each interval, and at once when device nodes or driver files come or
 // go. It returns nil then, and ErrDriverReplaced when only a new process can use the driver.
@@ -148,8 +144,8 @@ func (n *Node) Run(ctx context.Context) error {
 	if err := n.awaitDriver(ctx); err != nil || ctx.Err() != nil {
 		return err
 	}
-	kicks, stop := n.watch(ctx)
-	defer stop()
+	watcher := n.watch(ctx)
+	defer watcher.Close()
 	ticker := time.NewTicker(n.options.Interval)
 	defer ticker.Stop()
 	for {
@@ -157,7 +153,7 @@ func (n *Node) Run(ctx context.Context) error {
 		case <-ctx.Done():
 			return nil
 		case <-ticker.C:
-		case <-kicks:
+		case <-watcher.C:
 		}
 		if err := n.Scan(ctx); errors.Is(err, ErrDriverReplaced) {
 			return err
@@ -326,8 +322,7 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 // tell puts an inventory in the place of the last. Under n.mu.
 func (n *Node) tell(next gpu.Inventory) {
 	n.inventory = next
-	close(n.changed)
-	n.changed = make(chan struct{})
+	n.changed.Notify()
 }
 
 // withHealth gives the partitions of a GPU that is unhealthy its health.

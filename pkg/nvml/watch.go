@@ -12,7 +12,8 @@ import (
 	"time"
 
 	"github.com/fsnotify/fsnotify"
-	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/internal/filewatch"
 )
 
 // traces is what of the driver can be seen in the file system: when it differs, the driver was removed, upgraded or
@@ -44,67 +45,21 @@ func (o Options) traces(l layout) traces {
 	return t
 }
 
-// settle is how long after a change nothing more must happen: a driver installs many files.
+// settle merges changes: a driver installs many files.
 const settle = 200 * time.Millisecond
 
-// watch reports, beyond the regular scans, when something of the driver comes or goes. Where the kernel gives no watch, the
-// regular scans have to do.
-func (n *Node) watch(ctx context.Context) (kicks <-chan struct{}, stop func()) {
-	logger := klog.FromContext(ctx)
-	watcher, err := fsnotify.NewWatcher()
-	if err != nil {
-		logger.V(2).Info("No file notifications, only regular scans", "reason", err.Error())
-		return nil, func() {}
-	}
+// watch reports, beyond the regular scans, when files of the driver or device nodes come or go.
+func (n *Node) watch(ctx context.Context) *filewatch.Watcher {
 	n.scanning.Lock()
+	defer n.scanning.Unlock()
 	dev := filepath.Join(n.options.onHost(n.layout.devRoot), "dev")
-	// The last has nodes come and go with partitions.
-	dirs := []string{dev, filepath.Dir(n.layout.library), filepath.Join(dev, "nvidia-caps")}
-	n.scanning.Unlock()
-	for _, dir := range dirs {
-		if err := watcher.Add(dir); err != nil {
-			logger.V(2).Info("Directory cannot be watched, only scanned", "path", dir, "reason", err.Error())
-		}
-	}
-	out, done := make(chan struct{}), make(chan struct{})
-	go func() {
-		defer close(done)
-		pump(ctx, watcher, out)
-	}()
-	return out, func() {
-		_ = watcher.Close()
-		<-done
-	}
-}
-
-// pump passes on one kick for a burst of events that concern NVIDIA's files.
-func pump(ctx context.Context, watcher *fsnotify.Watcher, kicks chan<- struct{}) {
-	timer := time.NewTimer(settle)
-	timer.Stop()
-	defer timer.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case event, ok := <-watcher.Events:
-			if !ok {
-				return
-			}
+	return filewatch.New(ctx, filewatch.Options{
+		// The last has nodes come and go with partitions.
+		Dirs:     []string{dev, filepath.Dir(n.layout.library), filepath.Join(dev, "nvidia-caps")},
+		Interval: n.options.Interval, Settle: settle,
+		Relevant: func(event fsnotify.Event) bool {
 			name := filepath.Base(event.Name)
-			if strings.HasPrefix(name, "nvidia") || strings.HasPrefix(name, "libnvidia-ml.so") {
-				timer.Reset(settle)
-			}
-		case _, ok := <-watcher.Errors:
-			if !ok {
-				return
-			}
-			timer.Reset(settle)
-		case <-timer.C:
-			select {
-			case kicks <- struct{}{}:
-			case <-ctx.Done():
-				return
-			}
-		}
-	}
+			return strings.HasPrefix(name, "nvidia") || strings.HasPrefix(name, "libnvidia-ml.so")
+		},
+	})
 }
