@@ -94,7 +94,6 @@ func New(c Config) (*Controller, error) {
 		Scheme:         types,
 		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return mapper(), nil },
 		Cache:          cached,
-		WebhookServer:  hook.Server,
 		Logger:         klog.Background(),
 		// main serves metrics and health.
 		Metrics:                             metricsserver.Options{BindAddress: "0"},

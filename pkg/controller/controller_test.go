@@ -4,6 +4,7 @@ package controller
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -18,12 +19,12 @@ import (
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 )
 
-func newController(t *testing.T, host string) *Controller {
+func newController(t *testing.T, host string, webhookPort int) *Controller {
 	t.Helper()
 	ctrllog.SetLogger(klog.Background())
 	c, err := New(Config{
 		REST: &rest.Config{Host: host}, DriverName: testDriver, ResourceName: testResource,
-		Namespace: "ns", LeaseName: "l", Identity: "pod-1", WebhookName: "w", WebhookPort: freePort(t), Registerer: prometheus.NewRegistry(),
+		Namespace: "ns", LeaseName: "l", Identity: "pod-1", WebhookName: "w", WebhookPort: webhookPort, Registerer: prometheus.NewRegistry(),
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -49,7 +50,8 @@ func TestRunAwaitsTheAPIServer(t *testing.T) {
 		http.Error(w, "not now", http.StatusServiceUnavailable)
 	}))
 	defer server.Close()
-	c := newController(t, server.URL)
+	port := freePort(t)
+	c := newController(t, server.URL, port)
 	select {
 	case <-asked:
 		t.Error("New made a request")
@@ -61,6 +63,19 @@ func TestRunAwaitsTheAPIServer(t *testing.T) {
 	<-asked
 	if c.Ready() == nil {
 		t.Error("ready without an API server")
+	}
+	// The webhook listens: its certificate comes later.
+	for {
+		conn, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+		if err == nil {
+			conn.Close()
+			break
+		}
+		select {
+		case <-time.After(10 * time.Millisecond):
+		case err := <-done:
+			t.Fatalf("ended without a webhook: %v", err)
+		}
 	}
 	cancel()
 	select {

@@ -49,10 +49,9 @@ func (c Config) serverName() string { return c.Name + "." + c.Namespace + ".svc"
 
 // Webhook serves the webhook and reconciles its certificate. Make it with New.
 type Webhook struct {
-	// Server is the server for the manager's options. It listens once the manager runs, and refuses connections while it has no
-	// certificate. The API server treats such a webhook as unavailable.
-	Server ctrlwebhook.Server
-
+	// server listens once the manager runs. It completes no handshake while it has no certificate; the API server treats such a webhook
+	// as unavailable.
+	server   ctrlwebhook.Server
 	config   Config
 	requests *prometheus.CounterVec
 	client   client.Client
@@ -64,11 +63,11 @@ type Webhook struct {
 // New is called once by the controller. It starts nothing.
 func New(c Config) *Webhook {
 	w := &Webhook{config: c, requests: newRequests()}
-	w.Server = ctrlwebhook.NewServer(ctrlwebhook.Options{
+	w.server = ctrlwebhook.NewServer(ctrlwebhook.Options{
 		Port:    c.Port,
 		TLSOpts: []func(*tls.Config){func(t *tls.Config) { t.GetCertificate = w.certificate }},
 	})
-	w.Server.Register(Path, &admission.Webhook{
+	w.server.Register(Path, &admission.Webhook{
 		Handler: &validator{driver: c.DriverName, requests: w.requests},
 		// After a panic the connection breaks, which the API server ignores. An error status would deny the request.
 		RecoverPanic: ptr.To(false),
@@ -85,7 +84,7 @@ func (w *Webhook) Watched() map[client.Object]cache.ByObject {
 	}
 }
 
-// Register is called once, for the manager that has Server and caches Watched. It starts nothing.
+// Register is called once, for a manager that caches Watched. It starts nothing.
 func (w *Webhook) Register(m manager.Manager, options ctrlcontroller.Options) error {
 	expiry := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "tandem_controller_webhook_certificate_expires_in_seconds",
@@ -95,6 +94,9 @@ func (w *Webhook) Register(m manager.Manager, options ctrlcontroller.Options) er
 		if err := w.config.Registerer.Register(collector); err != nil {
 			return fmt.Errorf("register metrics: %w", err)
 		}
+	}
+	if err := m.Add(w.server); err != nil {
+		return fmt.Errorf("add webhook server: %w", err)
 	}
 	w.client, w.recorder = m.GetClient(), m.GetEventRecorder("tandem-controller")
 	one := reconcile.Request{NamespacedName: types.NamespacedName{Namespace: w.config.Namespace, Name: w.config.Name}}

@@ -53,14 +53,14 @@ func (w *world) listen() (*Webhook, dialer) {
 	r.client, r.recorder = w.client, w.recorder
 	ctx, cancel := context.WithCancel(w.t.Context())
 	ended := make(chan error, 1)
-	go func() { ended <- r.Server.Start(ctx) }()
+	go func() { ended <- r.server.Start(ctx) }()
 	w.t.Cleanup(func() {
 		cancel()
 		if err := <-ended; err != nil {
 			w.t.Error(err)
 		}
 	})
-	for started := r.Server.StartedChecker(); ; {
+	for started := r.server.StartedChecker(); ; {
 		// Without a certificate it listens and refuses handshakes.
 		if err := started(nil); err == nil || strings.Contains(err.Error(), "internal error") {
 			break
@@ -93,7 +93,7 @@ func (p pipes) Addr() net.Addr { return &net.UnixAddr{} }
 func (w *world) listenInMemory() (*Webhook, dialer) {
 	w.t.Helper()
 	r := w.replica()
-	server := r.Server.(*ctrlwebhook.DefaultServer)
+	server := r.server.(*ctrlwebhook.DefaultServer)
 	settings := &tls.Config{}
 	for _, set := range server.Options.TLSOpts {
 		set(settings)
