@@ -21,8 +21,6 @@ import (
 	drapbv1 "k8s.io/kubelet/pkg/apis/dra/v1"
 	drapbv1beta1 "k8s.io/kubelet/pkg/apis/dra/v1beta1"
 	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
-
-	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 // errSocketLost ends a session of which another process removed a socket: kubelet drops the driver then
@@ -34,7 +32,7 @@ type session struct {
 	*Driver
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
-	sockets *sockets
+	sockets sockets
 	calls   callGate
 }
 
@@ -43,7 +41,6 @@ func (d *Driver) serve(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	s := &session{Driver: d, ctx: ctx, cancel: cancel}
-	s.sockets = &sockets{calls: &s.calls}
 	d.resetRegistration()
 	// The helper stops at once when its context ends. Calls in flight should be answered first.
 	helper, err := kubeletplugin.Start(context.WithoutCancel(ctx), s,
@@ -52,8 +49,8 @@ func (d *Driver) serve(ctx context.Context) error {
 		kubeletplugin.NodeName(d.NodeName),
 		kubeletplugin.RegistrarDirectoryPath(d.registryDir()),
 		kubeletplugin.PluginDataDirectoryPath(d.pluginDir()),
-		kubeletplugin.RegistrarListener(s.sockets.listen(&s.sockets.registration)),
-		kubeletplugin.PluginListener(s.sockets.listen(&s.sockets.service)),
+		kubeletplugin.RegistrarListener(listenInto(&s.sockets.registration)),
+		kubeletplugin.PluginListener(listenInto(&s.sockets.service)),
 		// This process owns the ledger, which orders the calls for one claim.
 		kubeletplugin.Serialize(false),
 		kubeletplugin.HealthService(false),
@@ -63,7 +60,6 @@ func (d *Driver) serve(ctx context.Context) error {
 		return fmt.Errorf("start servers for kubelet: %w", err)
 	}
 	defer d.resetRegistration()
-	defer s.calls.wait()
 	defer helper.Stop()
 	defer s.calls.close()
 
@@ -93,7 +89,7 @@ func (d *Driver) resetRegistration() {
 func (s *session) guardSockets(ctx context.Context) error {
 	watch := s.watchSockets(ctx)
 	defer watch.Close()
-	check := conflictCheck{Driver: s.Driver, ours: s.sockets}
+	check := conflictCheck{Driver: s.Driver, ours: &s.sockets}
 	for {
 		if conflicting := check.find(ctx); conflicting != nil && ctx.Err() == nil {
 			return conflicting
@@ -193,15 +189,13 @@ func (s *session) WatchHealthStatus(context.Context, chan<- kubeletplugin.Device
 	return kubeletplugin.ErrHealthNotSupported
 }
 
-// callGate counts the calls in flight. The helper's Stop waits neither for handlers nor for answers that gRPC has not written to
-// the socket yet (TestStopFinishesWaitingCallsAndLeavesNothing, TestStopDoesNotSleep).
+// callGate counts the calls in flight: the helper's Stop waits for no handler (TestStopFinishesWaitingCallsAndLeavesNothing).
 type callGate struct {
 	mu       sync.Mutex
 	closed   bool
 	handlers sync.WaitGroup
-	// streams counts kubelet's calls without a complete answer on the socket; answered is notified when it becomes zero.
-	streams  int
-	answered broadcast.Signal
+	// answered is when the last handler returned.
+	answered time.Time
 }
 
 func (g *callGate) enter() bool {
@@ -214,41 +208,22 @@ func (g *callGate) enter() bool {
 	return true
 }
 
-func (g *callGate) leave() { g.handlers.Done() }
-
-func (g *callGate) countStreams(difference int) {
+func (g *callGate) leave() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.streams += difference; g.streams == 0 {
-		g.answered.Notify()
-	}
+	g.answered = time.Now()
+	g.handlers.Done()
 }
 
-// writeAnswerTimeout bounds the wait for a kubelet that does not read its answers.
-const writeAnswerTimeout = 250 * time.Millisecond
+// writeTime is how long gRPC may take to write an answer to the socket after its handler returned. Stop discards what is not
+// written by then, as a crash would, and kubelet repeats the call to the next agent.
+const writeTime = 20 * time.Millisecond
 
 // close refuses further calls and waits until those in flight are answered.
 func (g *callGate) close() {
 	g.mu.Lock()
 	g.closed = true
 	g.mu.Unlock()
-	g.wait()
-	timeout := time.NewTimer(writeAnswerTimeout)
-	defer timeout.Stop()
-	for {
-		answered := g.answered.Changed()
-		g.mu.Lock()
-		streams := g.streams
-		g.mu.Unlock()
-		if streams == 0 {
-			return
-		}
-		select {
-		case <-answered:
-		case <-timeout.C:
-			return
-		}
-	}
+	g.handlers.Wait()
+	time.Sleep(writeTime - time.Since(g.answered))
 }
-
-func (g *callGate) wait() { g.handlers.Wait() }

@@ -4,14 +4,12 @@ package driver
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io/fs"
 	"net"
 	"os"
 	"path/filepath"
-	"sync"
 	"syscall"
 	"time"
 
@@ -54,15 +52,14 @@ func (d *Driver) prepareDirectories() error {
 // (TestConflictingDriverThatComesLater).
 type ownSocket struct {
 	*net.UnixListener
-	path  string
-	file  fileID
-	calls *callGate
+	path string
+	file fileID
 }
 
 type fileID struct{ dev, inode uint64 }
 
 // listenOwn removes the socket of an earlier agent and listens. waitUntilAlone has found that no process listens there.
-func listenOwn(path string, calls *callGate) (*ownSocket, error) {
+func listenOwn(path string) (*ownSocket, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("remove stale socket: %w", err)
 	}
@@ -75,16 +72,7 @@ func listenOwn(path string, calls *callGate) (*ownSocket, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("identify socket: %w", err), listener.Close())
 	}
-	return &ownSocket{UnixListener: listener, path: path, file: file, calls: calls}, nil
-}
-
-// Accept implements net.Listener.
-func (s *ownSocket) Accept() (net.Conn, error) {
-	conn, err := s.UnixListener.Accept()
-	if err != nil {
-		return nil, err
-	}
-	return newCountedConn(conn, s.calls), nil
+	return &ownSocket{UnixListener: listener, path: path, file: file}, nil
 }
 
 // Close stops listening and removes the socket if it is still ours.
@@ -118,19 +106,16 @@ func identify(path string) (fileID, error) {
 }
 
 // sockets are the two sockets of one session.
-type sockets struct {
-	registration, service *ownSocket
-	calls                 *callGate
-}
+type sockets struct{ registration, service *ownSocket }
 
-// listen returns what the helper calls for one of its endpoints.
-func (s *sockets) listen(into **ownSocket) func(context.Context, string) (net.Listener, error) {
+// listenInto returns what the helper calls for one of its endpoints.
+func listenInto(socket **ownSocket) func(context.Context, string) (net.Listener, error) {
 	return func(_ context.Context, path string) (net.Listener, error) {
-		own, err := listenOwn(path, s.calls)
+		own, err := listenOwn(path)
 		if err != nil {
 			return nil, err
 		}
-		*into = own
+		*socket = own
 		return own, nil
 	}
 }
@@ -143,105 +128,6 @@ func (s *sockets) owns(path string) bool {
 		return false
 	}
 	return (path == s.registration.path && s.registration.inPlace()) || (path == s.service.path && s.service.inPlace())
-}
-
-// countedConn reports to a callGate which HTTP/2 streams kubelet opened and the server has not ended yet. gRPC has no other
-// report of an answer that reached the socket: its stats handlers run before the write.
-type countedConn struct {
-	net.Conn
-	gate *callGate
-
-	mu      sync.Mutex
-	in, out http2Frames
-	open    map[uint32]bool
-}
-
-func newCountedConn(conn net.Conn, gate *callGate) *countedConn {
-	return &countedConn{Conn: conn, gate: gate, in: http2Frames{skip: len(http2Preface)}, open: map[uint32]bool{}}
-}
-
-// Read implements net.Conn.
-func (c *countedConn) Read(b []byte) (int, error) {
-	n, err := c.Conn.Read(b)
-	c.count(&c.in, b[:n], c.opened)
-	return n, err
-}
-
-func (c *countedConn) opened(kind, _ byte, stream uint32) {
-	switch kind {
-	case http2Headers:
-		c.open[stream] = true
-	case http2Reset:
-		delete(c.open, stream)
-	}
-}
-
-// Write implements net.Conn.
-func (c *countedConn) Write(b []byte) (int, error) {
-	n, err := c.Conn.Write(b)
-	c.count(&c.out, b[:n], c.ended)
-	return n, err
-}
-
-func (c *countedConn) ended(kind, flags byte, stream uint32) {
-	if kind == http2Reset || kind == http2Headers && flags&http2EndStream != 0 {
-		delete(c.open, stream)
-	}
-}
-
-// Close implements net.Conn.
-func (c *countedConn) Close() error {
-	c.count(nil, nil, nil)
-	return c.Conn.Close()
-}
-
-// count applies the frames that begin in b; without frames it forgets all streams.
-func (c *countedConn) count(frames *http2Frames, b []byte, apply func(kind, flags byte, stream uint32)) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	before := len(c.open)
-	if frames == nil {
-		clear(c.open)
-	} else {
-		frames.read(b, apply)
-	}
-	if difference := len(c.open) - before; difference != 0 {
-		c.gate.countStreams(difference)
-	}
-}
-
-// RFC 9113, sections 3.4, 4.1, 6.2 and 6.4.
-const (
-	http2Preface   = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-	http2Headers   = 0x1
-	http2Reset     = 0x3
-	http2EndStream = 0x1
-
-	http2HeaderSize = 9
-)
-
-// http2Frames finds the headers of frames in one direction of a connection.
-type http2Frames struct {
-	skip   int
-	header []byte
-}
-
-func (f *http2Frames) read(b []byte, apply func(kind, flags byte, stream uint32)) {
-	for len(b) > 0 {
-		if f.skip > 0 {
-			n := min(f.skip, len(b))
-			f.skip, b = f.skip-n, b[n:]
-			continue
-		}
-		n := min(http2HeaderSize-len(f.header), len(b))
-		f.header, b = append(f.header, b[:n]...), b[n:]
-		if len(f.header) == http2HeaderSize {
-			h := f.header
-			f.skip = int(h[0])<<16 | int(h[1])<<8 | int(h[2])
-			apply(h[3], h[4], binary.BigEndian.Uint32(h[5:])&0x7fffffff)
-			f.header = f.header[:0]
-		}
-	}
 }
 
 // watchSockets reports changes in the two directories with sockets.
