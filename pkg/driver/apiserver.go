@@ -65,33 +65,29 @@ func (d *Driver) apiServed(ctx context.Context) bool {
 	return !apierrors.IsNotFound(err)
 }
 
-// probe records which fields the API server keeps, and returns false if it does not answer. Until it does, devices are withdrawn by
-// omission, which every version supports. A server of 1.34 with the feature DRAPartitionableDevices refuses counters in a slice of
-// their own, so that probe is invalid.
-func (p *publisher) probe(ctx context.Context) bool {
-	kept, err := p.probeWith(ctx, []resourceapi.DeviceCounterConsumption{{
+// probe returns which fields the API server keeps. Until it answers, devices are withdrawn by omission, which every version
+// supports. A server of 1.34 with the feature DRAPartitionableDevices refuses counters in a slice of their own, so that probe is
+// invalid.
+func (d *Driver) probe(ctx context.Context) (Capabilities, error) {
+	kept, err := d.probeWith(ctx, []resourceapi.DeviceCounterConsumption{{
 		CounterSet: "probe", Counters: map[string]resourceapi.Counter{"probe": {Value: *resource.NewQuantity(1, resource.BinarySI)}},
 	}})
 	if apierrors.IsInvalid(err) {
-		kept, err = p.probeWith(ctx, nil)
+		kept, err = d.probeWith(ctx, nil)
 	}
-	if err != nil {
+	switch {
+	case err != nil:
 		if ctx.Err() == nil {
 			klog.FromContext(ctx).Error(err, "Withdrawing devices by omitting them for now")
 		}
-		return false
-	}
-	if !kept.Taints {
+		return Capabilities{}, err
+	case !kept.Taints:
 		klog.FromContext(ctx).Info("The API server drops device taints, withdrawing devices by omitting them")
 	}
-	if p.Strict && !kept.BindingConditions {
+	if d.Strict && !kept.BindingConditions {
 		klog.FromContext(ctx).Info("The API server drops binding conditions, strict has no effect (it needs Kubernetes 1.36)")
 	}
-	p.mu.Lock()
-	p.capabilities, p.dropsFields = &kept, false
-	p.mu.Unlock()
-	p.capabilitiesChanged.Notify()
-	return true
+	return kept, nil
 }
 
 // probeWith creates a slice in a dry run. The API server returns it without the fields that it drops.

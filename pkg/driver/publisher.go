@@ -9,6 +9,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -42,28 +43,30 @@ const allocationsTimeout = 30 * time.Second
 type publisher struct {
 	*Driver
 
-	mu sync.Mutex
-	// capabilities of the API server; nil until it answered the first probe.
-	capabilities *Capabilities
-	// dropsFields is set once the API server dropped a field that it should keep, until the next probe.
-	dropsFields         bool
-	capabilitiesChanged broadcast.Signal
-	fieldsDropped       broadcast.Signal
+	// kept are the fields that the API server kept in the last probe, if known.
+	kept  Capabilities
+	known bool
+	// probeAt is when the next probe is due, after probeWait if it fails; zero if none is.
+	probeAt   time.Time
+	probeWait time.Duration
+	// dropsFields is set once the API server dropped a field that it kept in the probe. fieldsDropped reports it.
+	dropsFields   atomic.Bool
+	fieldsDropped broadcast.Signal
 }
 
-func newPublisher(d *Driver) *publisher { return &publisher{Driver: d} }
+func newPublisher(d *Driver) *publisher {
+	p := &publisher{Driver: d, probeWait: probeRetryFirst}
+	if !d.PublishNothing {
+		p.probeAt = time.Now()
+	}
+	return p
+}
 
 // run publishes until ctx is done. Failures are retried; Ready reports them.
 func (p *publisher) run(ctx context.Context) error {
-	existing, ok := p.listSlices(ctx)
-	if !ok {
-		return nil
+	if existing, ok := p.listSlices(ctx); ok {
+		p.publish(ctx, existing)
 	}
-	probed := p.PublishNothing || p.probe(ctx)
-	var running sync.WaitGroup
-	running.Go(func() { p.followCapabilities(ctx, probed) })
-	p.publish(ctx, existing)
-	running.Wait()
 	return nil
 }
 
@@ -84,12 +87,12 @@ func (p *publisher) publish(ctx context.Context, existing []resourceapi.Resource
 	for {
 		// Changes are awaited from before anything is read.
 		inventoryChanged, ledgerChanged := p.Inventory.Changed(), p.Ledger.Changed()
-		capabilitiesChanged, registered := p.capabilitiesChanged.Changed(), p.kubeletRegistered.Changed()
+		fieldsDropped, registered := p.fieldsDropped.Changed(), p.kubeletRegistered.Changed()
 		if p.Node != nil {
 			nodeChanged = p.Node.Changed()
 			node = p.nodeUID(ctx, node)
 		}
-		kept, known := p.keptFields()
+		kept := p.keptFields(ctx)
 		facts := Facts{Inventory: p.Inventory.Inventory(), Holds: p.Ledger.Holds(), Kept: kept, Now: time.Now()}
 		if p.Allocations != nil {
 			claimsChanged = p.Allocations.Changed()
@@ -97,9 +100,9 @@ func (p *publisher) publish(ctx context.Context, existing []resourceapi.Resource
 			facts.ClaimsLate = !p.Allocations.Synced() && facts.Now.Before(allocationsDue)
 		}
 		dynamic := dynamicGPUs(facts.Inventory)
-		var next time.Time
+		next := p.probeAt
 		// Without the API server's answer a dynamic GPU would go to the node pool, and back a moment later.
-		if known || len(dynamic) == 0 || p.PublishNothing {
+		if p.known || len(dynamic) == 0 || p.PublishNothing {
 			built := offer.build(facts)
 			if !slices.Equal(excludedBefore, built.excluded) {
 				excludedBefore = built.excluded
@@ -113,7 +116,7 @@ func (p *publisher) publish(ctx context.Context, existing []resourceapi.Resource
 				countersMissing = true
 				p.reportMissingCounters(ctx, dynamic)
 			}
-			next = built.next
+			next = earlier(next, built.next)
 			if facts.ClaimsLate {
 				next = earlier(next, allocationsDue)
 			}
@@ -126,7 +129,7 @@ func (p *publisher) publish(ctx context.Context, existing []resourceapi.Resource
 		case <-inventoryChanged:
 		case <-ledgerChanged:
 		case <-claimsChanged:
-		case <-capabilitiesChanged:
+		case <-fieldsDropped:
 		case <-timer.C:
 		case <-registered:
 			// A kubelet that starts removes all slices of its node before it registers drivers.
@@ -165,9 +168,9 @@ func (p *publisher) nodeUID(ctx context.Context, before types.UID) types.UID {
 	if before != "" && uid != before {
 		klog.FromContext(ctx).Info("The node object was replaced, its slices get a new owner", "node", p.NodeName, "nodeUID", uid)
 	}
-	p.Driver.mu.Lock()
+	p.mu.Lock()
 	p.nodeKnown = uid != ""
-	p.Driver.mu.Unlock()
+	p.mu.Unlock()
 	return uid
 }
 
@@ -189,40 +192,25 @@ func (p *publisher) listSlices(ctx context.Context) ([]resourceapi.ResourceSlice
 	}
 }
 
-// keptFields returns which fields the API server keeps; known is false until it answered the first probe.
-func (p *publisher) keptFields() (kept Capabilities, known bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.capabilities != nil {
-		kept, known = *p.capabilities, true
+// keptFields returns which fields the API server keeps. It probes until the API server answers, and again some time after it
+// dropped a field: while a control plane is upgraded, its servers have different versions (TestTaintsAreTriedAgain).
+func (p *publisher) keptFields(ctx context.Context) Capabilities {
+	if now := time.Now(); !p.probeAt.IsZero() && !now.Before(p.probeAt) {
+		if kept, err := p.probe(ctx); err == nil {
+			p.kept, p.known, p.probeAt, p.probeWait = kept, true, time.Time{}, probeRetryFirst
+			p.dropsFields.Store(false)
+		} else {
+			p.probeAt, p.probeWait = now.Add(p.probeWait), min(2*p.probeWait, probeRetryMost)
+		}
 	}
-	if p.dropsFields {
+	kept := p.kept
+	if p.dropsFields.Load() {
 		kept.Taints, kept.Counters = false, false
+		if p.probeAt.IsZero() {
+			p.probeAt = time.Now().Add(p.probeAgain)
+		}
 	}
-	return kept, known
-}
-
-// followCapabilities probes until the API server answers, and again some time after it dropped a field: while a control plane is
-// upgraded, its servers have different versions (TestTaintsAreTriedAgain).
-func (p *publisher) followCapabilities(ctx context.Context, probed bool) {
-	for {
-		dropped := p.fieldsDropped.Changed()
-		for wait := probeRetryFirst; !probed; wait = min(2*wait, probeRetryMost) {
-			if !pause(ctx, wait) {
-				return
-			}
-			probed = p.probe(ctx)
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-dropped:
-		}
-		if !pause(ctx, p.probeAgain) {
-			return
-		}
-		probed = p.probe(ctx)
-	}
+	return kept
 }
 
 // sliceWriter writes the pools of one owner. After the start it uses the library's slice controller.
@@ -323,8 +311,8 @@ func (w *sliceWriter) startController(ctx context.Context, owner types.UID, pool
 
 // setPublished makes Ready report that the API server has all pools.
 func (p *publisher) setPublished() {
-	p.Driver.mu.Lock()
-	defer p.Driver.mu.Unlock()
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.published, p.publishError = true, nil
 }
 
@@ -333,17 +321,14 @@ func (p *publisher) publishFailed(ctx context.Context, err error, msg string) {
 	if dropped, ok := errors.AsType[*resourceslice.DroppedFieldsError](err); ok {
 		// The controller accepts the slice as stored, which may offer devices that are held.
 		klog.FromContext(ctx).Info("The API server dropped fields, withdrawing devices by omitting them", "features", dropped.DisabledFeatures())
-		p.mu.Lock()
-		p.dropsFields = true
-		p.mu.Unlock()
-		p.capabilitiesChanged.Notify()
+		p.dropsFields.Store(true)
 		p.fieldsDropped.Notify()
 		return
 	}
 	p.metrics.publishErrors.Inc()
-	p.Driver.mu.Lock()
+	p.mu.Lock()
 	p.publishError = fmt.Errorf("%s: %w", msg, err)
-	p.Driver.mu.Unlock()
+	p.mu.Unlock()
 	if apierrors.IsInvalid(err) {
 		p.Recorder.Eventf(p.nodeRef, corev1.EventTypeWarning, "InvalidResourceSlice",
 			"the API server refuses the ResourceSlices of node %s: %v", p.NodeName, err)
