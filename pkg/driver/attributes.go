@@ -17,45 +17,11 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Names that NVIDIA's DRA driver publishes (cmd/gpu-kubelet-plugin/deviceinfo.go), in the driver's domain.
-const (
-	attributeType                  = "type"
-	attributeUUID                  = "uuid"
-	attributeProductName           = "productName"
-	attributeBrand                 = "brand"
-	attributeArchitecture          = "architecture"
-	attributeCUDAComputeCapability = "cudaComputeCapability"
-	attributeDriverVersion         = "driverVersion"
-	attributeCUDADriverVersion     = "cudaDriverVersion"
-	attributeAddressingMode        = "addressingMode"
-	attributeParentUUID            = "parentUUID"
-	attributeProfile               = "profile"
-	capacityMemory                 = "memory"
-	capacityMultiprocessors        = "multiprocessors"
-	capacityCopyEngines            = "copyEngines"
-	capacityDecoders               = "decoders"
-	capacityEncoders               = "encoders"
-	capacityJPEGEngines            = "jpegEngines"
-	capacityOFAEngines             = "ofaEngines"
-	capacityMemorySlice            = "memorySlice" // and the number of the slice
-)
-
-// Names that NVIDIA's DRA driver does not publish.
-const (
-	attributeIndex        = "index"
-	attributeMinor        = "minor"
-	attributeECCEnabled   = "eccEnabled"
-	attributeNVLinkDomain = "nvlinkDomain"
-	attributeFabricClique = "fabricClique"
-)
-
-const (
-	typeGPU = "gpu"
-	typeMIG = "mig"
-)
+const capacityMemory = "memory"
 
 // publishedDevice describes a device in the API's terms. It omits unknown values and those that the API would refuse: the API
-// refuses a whole slice for one value (TestUnusableGPUsAreExcluded).
+// refuses a whole slice for one value (TestUnusableGPUsAreExcluded). NVIDIA's DRA driver publishes the same names
+// (cmd/gpu-kubelet-plugin/deviceinfo.go), except index, minor, eccEnabled, nvlinkDomain and fabricClique.
 func publishedDevice(d device.Device) resourceapi.Device {
 	if d.Whole() {
 		return resourceapi.Device{Name: d.Name(), Attributes: gpuAttributes(d.GPU), Capacity: gpuCapacity(d.GPU)}
@@ -65,22 +31,22 @@ func publishedDevice(d device.Device) resourceapi.Device {
 
 func gpuAttributes(g device.GPU) attributes {
 	a := commonAttributes(g)
-	a.text(attributeType, typeGPU)
-	a.text(attributeUUID, g.UUID)
-	a.flag(attributeECCEnabled, g.ECCEnabled)
-	a.text(attributeNVLinkDomain, g.NVLinkDomain)
-	a.text(attributeFabricClique, g.FabricClique)
+	a.text("type", "gpu")
+	a.text("uuid", g.UUID)
+	a.flag("eccEnabled", g.ECCEnabled)
+	a.text("nvlinkDomain", g.NVLinkDomain)
+	a.text("fabricClique", g.FabricClique)
 	return a
 }
 
 // partitionAttributes omit the UUID of a partition that is created for a claim, which is different each time. Partitions have no NVLink.
 func partitionAttributes(d device.Device) attributes {
 	a := commonAttributes(d.GPU)
-	a.text(attributeType, typeMIG)
-	a.text(attributeParentUUID, d.GPU.UUID)
-	a.text(attributeProfile, d.Partition.Profile)
+	a.text("type", "mig")
+	a.text("parentUUID", d.GPU.UUID)
+	a.text("profile", d.Partition.Profile)
 	if !d.Partition.Made {
-		a.text(attributeUUID, d.Partition.UUID)
+		a.text("uuid", d.Partition.UUID)
 	}
 	return a
 }
@@ -88,15 +54,15 @@ func partitionAttributes(d device.Device) attributes {
 // commonAttributes are those that a partition shares with its GPU.
 func commonAttributes(g device.GPU) attributes {
 	a := attributes{}
-	a.text(attributeProductName, g.ProductName)
-	a.text(attributeBrand, g.Brand)
-	a.text(attributeArchitecture, g.Architecture)
-	a.version(attributeCUDAComputeCapability, g.ComputeCapability)
-	a.version(attributeDriverVersion, g.DriverVersion)
-	a.version(attributeCUDADriverVersion, g.CUDADriverVersion)
-	a.text(attributeAddressingMode, g.AddressingMode)
-	a.number(attributeIndex, g.Index)
-	a.number(attributeMinor, g.Minor)
+	a.text("productName", g.ProductName)
+	a.text("brand", g.Brand)
+	a.text("architecture", g.Architecture)
+	a.version("cudaComputeCapability", g.ComputeCapability)
+	a.version("driverVersion", g.DriverVersion)
+	a.version("cudaDriverVersion", g.CUDADriverVersion)
+	a.text("addressingMode", g.AddressingMode)
+	a.number("index", g.Index)
+	a.number("minor", g.Minor)
 	a.text(deviceattribute.StandardDeviceAttributePCIBusID, g.PCIBusID)
 	a.text(deviceattribute.StandardDeviceAttributePCIeRoot, g.PCIeRoot)
 	a.number(deviceattribute.StandardDeviceAttributeNUMANode, g.NUMANode)
@@ -118,16 +84,16 @@ func gpuCapacity(g device.GPU) capacities {
 func partitionCapacity(p device.Partition) capacities {
 	c := capacities{}
 	c.amount(capacityMemory, int64(p.Capacity.MemoryBytes))
-	c.amount(capacityMultiprocessors, int64(p.Capacity.Multiprocessors))
-	c.amount(capacityCopyEngines, int64(p.Capacity.CopyEngines))
-	c.amount(capacityDecoders, int64(p.Capacity.Decoders))
-	c.amount(capacityEncoders, int64(p.Capacity.Encoders))
-	c.amount(capacityJPEGEngines, int64(p.Capacity.JPEGEngines))
-	c.amount(capacityOFAEngines, int64(p.Capacity.OFAEngines))
+	c.amount("multiprocessors", int64(p.Capacity.Multiprocessors))
+	c.amount("copyEngines", int64(p.Capacity.CopyEngines))
+	c.amount("decoders", int64(p.Capacity.Decoders))
+	c.amount("encoders", int64(p.Capacity.Encoders))
+	c.amount("jpegEngines", int64(p.Capacity.JPEGEngines))
+	c.amount("ofaEngines", int64(p.Capacity.OFAEngines))
 	// A partition that shares its GPU instance has no memory slice of its own.
 	if p.UUID != "" && !p.Made && p.Ref.Compute.Size == 0 && p.Ref.Placement.Size <= mostMemorySlices {
 		for i := range p.Ref.Placement.Size {
-			c.amount(resourceapi.QualifiedName(fmt.Sprintf("%s%d", capacityMemorySlice, p.Ref.Placement.Start+i)), 1)
+			c.amount(resourceapi.QualifiedName(fmt.Sprintf("memorySlice%d", p.Ref.Placement.Start+i)), 1)
 		}
 	}
 	return c

@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/utils/ptr"
 
@@ -102,6 +103,28 @@ func nodeDevice(d device.Device, withdrawn []withdrawal, a allocated, kept Capab
 		taints = append(taints, w.taint())
 	}
 	return published, taints
+}
+
+// shareOut makes a device's capacities consumable (KEP-5075): its memory without what is taken. It reports whether enough is
+// left. A claim that requests no memory needs all of it, and so a device without other holders. Of other capacities a claim
+// consumes what it requests.
+func shareOut(d resourceapi.Device, memory, taken uint64) bool {
+	// The API requires a range of at least two steps.
+	if int64(memory) <= 0 || memory < taken+2*device.ShareUnit {
+		return false
+	}
+	unit := resource.NewQuantity(device.ShareUnit, resource.BinarySI)
+	for name, of := range d.Capacity {
+		policy := &resourceapi.CapacityRequestPolicy{Default: resource.NewQuantity(0, resource.BinarySI)}
+		if name == capacityMemory {
+			of.Value = *resource.NewQuantity(int64(memory-taken), resource.BinarySI)
+			policy.Default = resource.NewQuantity(int64(memory/device.ShareUnit*device.ShareUnit), resource.BinarySI)
+			policy.ValidRange = &resourceapi.CapacityRequestPolicyRange{Min: unit, Step: ptr.To(unit.DeepCopy())}
+		}
+		of.RequestPolicy = policy
+		d.Capacity[name] = of
+	}
+	return true
 }
 
 // memoryTaken returns how much memory of the device holders have beyond what the scheduler counts. A draining claim is still

@@ -16,6 +16,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
+	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
@@ -156,10 +157,23 @@ func (d *Driver) resolve(result resourceapi.DeviceRequestAllocationResult, inv d
 	return found, demanded, nil
 }
 
+// shareOf returns the share that a result allocates.
+func shareOf(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, d device.Device) device.Share {
+	bytes, shared := capacity.Share(claim, result)
+	if !shared {
+		return device.Share{}
+	}
+	return device.ShareOf(uint64(bytes), d.MemoryBytes())
+}
+
 // addDevice adds a device, or a further share of it, to the request.
 func (p *preparation) addDevice(ref device.Ref, name string, share device.Share) {
 	if slices.Contains(p.request.Devices, ref) {
-		share = addShares(p.request.Shares[ref], share)
+		if before := p.request.Shares[ref]; before.Whole() || share.Whole() {
+			share = device.Share{}
+		} else {
+			share = device.ShareOf(before.Bytes+share.Bytes, before.Of)
+		}
 	} else {
 		p.request.Devices = append(p.request.Devices, ref)
 		p.names[ref] = name
