@@ -41,7 +41,7 @@ func BenchmarkPrepare(b *testing.B) {
 			}
 		})
 		timed(&own, func() {
-			if results := r.driver.prepareClaims(b.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
+			if results, err := r.driver.PrepareResourceClaims(b.Context(), []*resourceapi.ResourceClaim{c}); err != nil || results[c.UID].Err != nil {
 				b.Fatal(results[c.UID].Err)
 			}
 		})

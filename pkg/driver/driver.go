@@ -188,12 +188,8 @@ func New(c Config) (*Driver, error) {
 	if err := c.validate(); err != nil {
 		return nil, fmt.Errorf("configure DRA driver: %w", err)
 	}
-	m, err := newMetrics(c.Registerer)
-	if err != nil {
-		return nil, fmt.Errorf("configure DRA driver: %w", err)
-	}
 	return &Driver{
-		Config: c, metrics: m, conditions: conditions{pending: map[types.UID]claimConditions{}}, probeAgain: defaultProbeAgain,
+		Config: c, metrics: newMetrics(c.Registerer), conditions: conditions{pending: map[types.UID]claimConditions{}}, probeAgain: defaultProbeAgain,
 		// The UID of events on nodes is the node's name, by kubelet's convention: `kubectl describe` selects that.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},
 	}, nil

@@ -3,10 +3,10 @@
 package driver
 
 import (
-	"fmt"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 )
 
 // callBuckets are seconds, from 0.5 ms to kubelet's timeout of 45 s and beyond; kubelet's own start at 100 ms.
@@ -26,54 +26,49 @@ type metrics struct {
 	strictRefusals     prometheus.Counter
 }
 
-func newMetrics(registerer prometheus.Registerer) (*metrics, error) {
-	m := &metrics{
-		prepare: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+func newMetrics(registerer prometheus.Registerer) *metrics {
+	factory := promauto.With(registerer)
+	return &metrics{
+		prepare: factory.NewHistogramVec(prometheus.HistogramOpts{
 			Name:    "tandem_prepare_duration_seconds",
 			Help:    "Time to answer kubelet's NodePrepareResources, claim lookup and waiting for devices included.",
 			Buckets: callBuckets,
 		}, []string{"result"}),
-		unprepare: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		unprepare: factory.NewHistogramVec(prometheus.HistogramOpts{
 			Name:    "tandem_unprepare_duration_seconds",
 			Help:    "Time to answer kubelet's NodeUnprepareResources.",
 			Buckets: callBuckets,
 		}, []string{"result"}),
-		conflicts: prometheus.NewCounterVec(prometheus.CounterOpts{
+		conflicts: factory.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_prepare_conflicts_total",
 			Help: "Claims refused because another holder has one of their devices, by the kind of holder (claim, pod, partition) and by outcome: pending_eviction (its pods are evicted), waiting (for the device), deadline (the holder was ending, but not in time).",
 		}, []string{"kind", "outcome"}),
-		podsFirst: prometheus.NewHistogram(prometheus.HistogramOpts{
+		podsFirst: factory.NewHistogram(prometheus.HistogramOpts{
 			Name:    "tandem_prepare_pods_first_wait_seconds",
 			Help:    "Time that calls of NodePrepareResources waited for pods with an extended resource to be admitted first; calls that did not wait are not counted.",
 			Buckets: podsFirstBuckets,
 		}),
-		withdrawals: prometheus.NewCounter(prometheus.CounterOpts{
+		withdrawals: factory.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_claim_withdrawals_total",
 			Help: "Times that a device was withdrawn from the scheduler because of its holder.",
 		}),
-		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		devices: factory.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_published_devices",
 			Help: "Devices of the node as last published to the scheduler, by state: offered, withdrawn (held by a pod, or draining), unhealthy, excluded (cannot be published). A dynamic GPU counts as one device.",
 		}, []string{"state"}),
-		publishErrors: prometheus.NewCounter(prometheus.CounterOpts{
+		publishErrors: factory.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_publish_errors_total",
 			Help: "Errors while writing ResourceSlices. They are retried.",
 		}),
-		registrations: prometheus.NewCounter(prometheus.CounterOpts{
+		registrations: factory.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_dra_registrations_total",
 			Help: "Times that kubelet registered the DRA driver.",
 		}),
-		strictRefusals: prometheus.NewCounter(prometheus.CounterOpts{
+		strictRefusals: factory.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_strict_refusals_total",
 			Help: "Allocations refused before their pods were bound, because another holder has a device.",
 		}),
 	}
-	for _, c := range []prometheus.Collector{m.prepare, m.unprepare, m.conflicts, m.podsFirst, m.withdrawals, m.devices, m.publishErrors, m.registrations, m.strictRefusals} {
-		if err := registerer.Register(c); err != nil {
-			return nil, fmt.Errorf("register metrics: %w", err)
-		}
-	}
-	return m, nil
 }
 
 func (m *metrics) countDevices(c deviceCounts) {

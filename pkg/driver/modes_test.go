@@ -31,7 +31,7 @@ func TestOnlyOfferedGPUsArePublished(t *testing.T) {
 		t.Error("withdrawals:", n)
 	}
 	c := r.claim("a", "gpu-1")
-	if results := r.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
+	if results, err := r.driver.PrepareResourceClaims(t.Context(), []*resourceapi.ResourceClaim{c}); err != nil || results[c.UID].Err != nil {
 		t.Error(results[c.UID].Err)
 	}
 	if got, want := r.driver.podSlots(machine(4))["nvidia.com/gpu"], []ledger.Slot{{Device: refOf(0)}, {Device: refOf(1)}}; !slices.Equal(got, want) {
@@ -62,7 +62,7 @@ func TestPublishNothing(t *testing.T) {
 			})
 			eventually(t, "Ready", next.driver.Ready)
 			c := next.claim("a", "gpu-1")
-			if results := next.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
+			if results, err := next.driver.PrepareResourceClaims(t.Context(), []*resourceapi.ResourceClaim{c}); err != nil || results[c.UID].Err != nil {
 				t.Error(results[c.UID].Err)
 			}
 		})

@@ -33,12 +33,13 @@ const (
 	podsFirstBudget = 2 * time.Second
 )
 
-// prepareClaims answers one NodePrepareResources call: all claims of one pod. It prepares all of them or none, because the
-// pod cannot start with less, and holds of a part would block other holders.
+// PrepareResourceClaims answers one NodePrepareResources call: all claims of one pod. It prepares all of them or none, because the
+// pod cannot start with less, and holds of a part would block other holders. The helper calls it (kubeletplugin.DRAPlugin), and so
+// do simulations. Idempotent; safe for concurrent use. The error is nil.
 //
 // Undo: planning has no effect. cancel cancels the reservations. Partitions and sharing settings are recorded before they
 // exist; the reconciler destroys and reverts them after their hold has ended (pkg/reconcile/partitions.go).
-func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.ResourceClaim) map[types.UID]kubeletplugin.PrepareResult {
+func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceapi.ResourceClaim) (map[types.UID]kubeletplugin.PrepareResult, error) {
 	ctx, cancel := callContext(ctx)
 	defer cancel()
 	inv := d.Inventory.Inventory()
@@ -50,7 +51,7 @@ func (d *Driver) prepareClaims(ctx context.Context, claims []*resourceapi.Resour
 		d.cancel(ctx, preparations)
 	}
 	d.metrics.countPodsFirst(podsFirstBudget - podsFirst.WaitBudget)
-	return d.results(preparations, ok)
+	return d.results(preparations, ok), nil
 }
 
 // callContext ends early enough for the answer to reach kubelet.
@@ -144,13 +145,7 @@ func (d *Driver) createPartitions(ctx context.Context, preparations []*preparati
 
 func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand) error {
 	entry := &p.answer[o.entry]
-	switch {
-	case d.Partitions == nil && (!o.device.Whole() || o.device.GPU.MIGEnabled):
-		return errors.New("this node serves no partitions")
-	case d.Partitions == nil:
-		d.show(p, entry, o.device.GPU.UUID)
-		return nil
-	case o.device.Whole():
+	if o.device.Whole() {
 		if err := d.Partitions.EnsureWhole(ctx, o.device.GPU.UUID); err != nil {
 			return err
 		}
@@ -341,9 +336,9 @@ func (d *Driver) results(preparations []*preparation, ok bool) map[types.UID]kub
 	return results
 }
 
-// unprepareClaims answers one NodeUnprepareResources call at once. Each hold drains: the ledger and the reconciler end it as
-// soon as no container can use its device.
-func (d *Driver) unprepareClaims(ctx context.Context, claims []kubeletplugin.NamespacedObject) map[types.UID]error {
+// UnprepareResourceClaims answers one NodeUnprepareResources call at once. Each hold drains: the ledger and the reconciler end it as
+// soon as no container can use its device. Callers, concurrency and error are those of PrepareResourceClaims.
+func (d *Driver) UnprepareResourceClaims(ctx context.Context, claims []kubeletplugin.NamespacedObject) (map[types.UID]error, error) {
 	results := make(map[types.UID]error, len(claims))
 	for _, claim := range claims {
 		err := d.Ledger.DrainClaim(ctx, string(claim.UID))
@@ -352,5 +347,5 @@ func (d *Driver) unprepareClaims(ctx context.Context, claims []kubeletplugin.Nam
 		}
 		results[claim.UID] = err
 	}
-	return results
+	return results, nil
 }

@@ -54,7 +54,7 @@ func TestPublishWithdrawAndReturn(t *testing.T) {
 			r.awaitPublished(names(4, nil))
 			// A claim's device stays offered: the scheduler allocated it.
 			c := r.claim("a", "gpu-0")
-			if results := r.driver.prepareClaims(t.Context(), []*resourceapi.ResourceClaim{c}); results[c.UID].Err != nil {
+			if results, err := r.driver.PrepareResourceClaims(t.Context(), []*resourceapi.ResourceClaim{c}); err != nil || results[c.UID].Err != nil {
 				t.Fatal(results[c.UID].Err)
 			}
 			r.takeByPod(2, nil)

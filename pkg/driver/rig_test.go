@@ -68,6 +68,7 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	config := Config{
 		NodeName: testNode, KubeClient: r.api.client(t), KubeletDir: dir,
 		Ledger: r.ledger, Inventory: r.inventory, Specs: r.specs, Pods: r.pods, Recorder: r.events, Registerer: r.registry,
+		Partitions:    &fakePartitions{known: map[device.Ref]device.Partition{}},
 		CheckInterval: 100 * time.Millisecond,
 	}
 	for _, a := range adapt {

@@ -14,8 +14,6 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	resourceapi "k8s.io/api/resource/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 	drapbv1 "k8s.io/kubelet/pkg/apis/dra/v1"
@@ -161,18 +159,6 @@ func (s *session) registrationChanged(ctx context.Context, status *registerapi.R
 	s.metrics.registrations.Inc()
 	klog.FromContext(ctx).Info("kubelet registered the driver", "driverName", s.DriverName)
 	s.kubeletRegistered.Notify()
-}
-
-// PrepareResourceClaims is called by the helper, see kubeletplugin.DRAPlugin, and by simulations. Idempotent; safe for
-// concurrent use.
-func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceapi.ResourceClaim) (map[types.UID]kubeletplugin.PrepareResult, error) {
-	return d.prepareClaims(ctx, claims), nil
-}
-
-// UnprepareResourceClaims is called by the helper, see kubeletplugin.DRAPlugin, and by simulations. Idempotent; safe for
-// concurrent use.
-func (d *Driver) UnprepareResourceClaims(ctx context.Context, claims []kubeletplugin.NamespacedObject) (map[types.UID]error, error) {
-	return d.unprepareClaims(ctx, claims), nil
 }
 
 // HandleError is called by the helper when a server failed. That ends the session.

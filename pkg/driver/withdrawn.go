@@ -101,8 +101,8 @@ func findWithdrawn(inv device.Inventory, holds []ledger.Hold, now time.Time) ([]
 }
 
 // findOrphans returns the partitions that were created for a claim and have no hold since drainGrace. They occupy their placement
-// until the reconciler destroys them. Inventory and holds are read one after the other, so a new partition may look like an orphan
-// for a moment.
+// until the reconciler destroys them (TestCountersFollowHolds). Inventory and holds are read one after the other, so a new
+// partition may look like an orphan for a moment.
 func (o *Offer) findOrphans(inv device.Inventory, holds []ledger.Hold, now time.Time) (orphans []withdrawal, next time.Time) {
 	since := map[device.Ref]time.Time{}
 	for _, g := range inv.GPUs {

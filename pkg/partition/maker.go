@@ -47,10 +47,10 @@ func (e *UnmanagedError) Error() string {
 		cmp.Or(e.Unmanaged.UUID, "without a compute instance"))
 }
 
-// Maker creates and destroys partitions. All methods are safe for concurrent use, except that the methods of which it is
+// Maker creates and destroys partitions, and records them. All methods are safe for concurrent use, except that the methods of which it is
 // documented need the GPU's lock.
 type Maker struct {
-	records  *Records
+	*Records
 	hardware Hardware
 	policy   Policy
 	locks    keylock.Locks[string]
@@ -72,7 +72,7 @@ func NewMaker(records *Records, hardware Hardware, policy Policy) *Maker {
 	if policy.Sharing == nil {
 		policy.Sharing = func(device.GPU) device.Sharing { return device.Sharing{} }
 	}
-	return &Maker{records: records, hardware: hardware, policy: policy}
+	return &Maker{Records: records, hardware: hardware, policy: policy}
 }
 
 // Changed returns a channel that is closed at the next change of the inventory. Take it before you read Inventory.
@@ -88,7 +88,7 @@ func (m *Maker) Inventory() device.Inventory {
 		gpu.Sharing = m.policy.Sharing(*gpu)
 		gpu.Partitions = slices.Clone(gpu.Partitions)
 		for j, p := range gpu.Partitions {
-			gpu.Partitions[j].Made = m.records.created(p)
+			gpu.Partitions[j].Made = m.created(p)
 		}
 	}
 	return inv
@@ -113,7 +113,7 @@ func (m *Maker) Record(ctx context.Context, want device.Partition) error {
 	if err == nil && !complete {
 		// The UUID of an earlier partition would not match the next one.
 		want.UUID = ""
-		err = m.records.put(want)
+		err = m.put(want)
 	}
 	return wrap(err, "create partition %s", want.Name())
 }
@@ -126,7 +126,7 @@ func (m *Maker) Create(ctx context.Context, want device.Partition) (device.Parti
 }
 
 func (m *Maker) create(ctx context.Context, want device.Partition) (device.Partition, error) {
-	if !m.records.Made(want.Ref) {
+	if !m.Made(want.Ref) {
 		return device.Partition{}, errors.New("it was not recorded")
 	}
 	found, complete, err := m.find(ctx, want)
@@ -135,7 +135,7 @@ func (m *Maker) create(ctx context.Context, want device.Partition) (device.Parti
 		return device.Partition{}, err
 	case complete:
 		found.Made = true
-		return *found, m.records.put(*found)
+		return *found, m.put(*found)
 	case found != nil:
 		if err := m.hardware.Destroy(ctx, want.Ref); err != nil {
 			return device.Partition{}, fmt.Errorf("destroy the incomplete partition at its placement: %w", err)
@@ -155,7 +155,7 @@ func (m *Maker) create(ctx context.Context, want device.Partition) (device.Parti
 		return device.Partition{}, err
 	}
 	p.Made = true
-	return p, m.records.put(p)
+	return p, m.put(p)
 }
 
 // find returns Tandem's own partition at want's placement, or nil, and whether it is complete and of the right profile. Any
@@ -171,7 +171,7 @@ func (m *Maker) find(ctx context.Context, want device.Partition) (found *device.
 	for i, p := range existing {
 		switch {
 		case !p.Ref.Overlaps(want.Ref):
-		case p.Ref != want.Ref || !m.records.created(p):
+		case p.Ref != want.Ref || !m.created(p):
 			return nil, false, m.overlap(want.Name(), p)
 		default:
 			found = &existing[i]
@@ -196,7 +196,7 @@ func (m *Maker) profileOf(want device.Partition) (device.GPU, device.Profile, er
 // overlap is the error that partition p causes for the requested device: Tandem destroys its own partitions, so that a retry
 // helps (TestOwnPartitionOverlaps).
 func (m *Maker) overlap(requested string, p device.Partition) error {
-	if m.records.created(p) {
+	if m.created(p) {
 		return fmt.Errorf("partition %s overlaps it and is not destroyed yet", p.Name())
 	}
 	return &UnmanagedError{Device: requested, Unmanaged: p}
@@ -209,7 +209,7 @@ func (m *Maker) Destroy(ctx context.Context, ref device.Ref) error {
 }
 
 func (m *Maker) destroy(ctx context.Context, ref device.Ref) error {
-	if !m.records.Made(ref) {
+	if !m.Made(ref) {
 		return nil
 	}
 	existing, err := m.hardware.Partitions(ctx, ref.GPU)
@@ -220,7 +220,7 @@ func (m *Maker) destroy(ctx context.Context, ref device.Ref) error {
 	for _, p := range existing {
 		others = others || p.Ref.Placement != ref.Placement
 		// With another UUID it is an administrator's, who destroyed Tandem's before.
-		if p.Ref.Placement == ref.Placement && m.records.created(p) {
+		if p.Ref.Placement == ref.Placement && m.created(p) {
 			if err := m.hardware.Destroy(ctx, ref); err != nil {
 				return err
 			}
@@ -229,7 +229,7 @@ func (m *Maker) destroy(ctx context.Context, ref device.Ref) error {
 	if err := m.disableStatic(ctx, ref, others); err != nil {
 		return err
 	}
-	return m.records.drop(ref)
+	return m.store.Drop(ref)
 }
 
 // disableStatic switches off MIG mode with the last partition of a GPU that is no longer dynamic: Tandem switched it on, and
@@ -239,7 +239,7 @@ func (m *Maker) disableStatic(ctx context.Context, ref device.Ref, others bool) 
 	if !ok || others || m.policy.Dynamic(gpu) || !gpu.MIGEnabled || !mig.Switchable(gpu) {
 		return nil
 	}
-	if slices.ContainsFunc(m.records.All(), func(r device.Ref) bool { return r.GPU == ref.GPU && r != ref }) {
+	if slices.ContainsFunc(m.All(), func(r device.Ref) bool { return r.GPU == ref.GPU && r != ref }) {
 		return nil
 	}
 	return m.hardware.DisableMIG(ctx, ref.GPU)
@@ -279,7 +279,7 @@ func (m *Maker) IdleMIGMode() []device.GPU {
 }
 
 func (m *Maker) recorded(gpu string) bool {
-	return slices.ContainsFunc(m.records.All(), func(ref device.Ref) bool { return ref.GPU == gpu })
+	return slices.ContainsFunc(m.All(), func(ref device.Ref) bool { return ref.GPU == gpu })
 }
 
 // EndIdleMIGMode switches off MIG mode of a GPU, so that pods can have it. Needs the GPU's lock, and the caller has checked
@@ -290,15 +290,6 @@ func (m *Maker) EndIdleMIGMode(ctx context.Context, gpu device.GPU) error {
 	}
 	return wrap(m.disableMIG(ctx, gpu), "switch off idle MIG mode of %s", gpu.Name())
 }
-
-// Made reports whether the partition was created for a claim, or is about to be.
-func (m *Maker) Made(ref device.Ref) bool { return m.records.Made(ref) }
-
-// All returns all refs for which Made is true, in no order.
-func (m *Maker) All() []device.Ref { return m.records.All() }
-
-// Repair writes records again that another process removed.
-func (m *Maker) Repair() error { return m.records.Repair() }
 
 // wrap names the operation that failed. An *UnmanagedError names its devices already.
 func wrap(err error, format string, args ...any) error {

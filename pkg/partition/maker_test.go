@@ -249,8 +249,8 @@ func TestMakeAndDestroy(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if left := h.uuids(); len(left) > 0 || m.records.Made(want.Ref) {
-		t.Errorf("left %v, recorded %v", left, m.records.Made(want.Ref))
+	if left := h.uuids(); len(left) > 0 || m.Made(want.Ref) {
+		t.Errorf("left %v, recorded %v", left, m.Made(want.Ref))
 	}
 	idle := m.IdleMIGMode()
 	if len(idle) != 1 {
@@ -354,8 +354,8 @@ func TestBusyPartition(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.held[want.Ref.Placement] = true
-	if err := destroy(t.Context(), m, want.Ref, always); err == nil || !m.records.Made(want.Ref) {
-		t.Fatalf("got %v, recorded %v", err, m.records.Made(want.Ref))
+	if err := destroy(t.Context(), m, want.Ref, always); err == nil || !m.Made(want.Ref) {
+		t.Fatalf("got %v, recorded %v", err, m.Made(want.Ref))
 	}
 	if _, err := create(t.Context(), m, wanted("1g.10gb", 19, 3, 1), always); err != nil {
 		t.Errorf("a busy partition blocks another placement: %v", err)
@@ -400,13 +400,13 @@ func TestFaultAtEveryStep(t *testing.T) {
 						t.Fatalf("dies %v at step %d: made %q, %v; there is %q", dies, step, p.UUID, err, h.uuids())
 					}
 				}
-				for _, ref := range m.records.All() {
+				for _, ref := range m.All() {
 					if err := destroy(t.Context(), m, ref, always); err != nil {
 						t.Fatal(err)
 					}
 				}
-				if left := h.uuids(); !slices.Equal(left, []string{theirs.UUID}) || len(m.records.All()) > 0 {
-					t.Fatalf("dies %v at step %d: left %q and records of %v, want only %s", dies, step, left, m.records.All(), theirs.UUID)
+				if left := h.uuids(); !slices.Equal(left, []string{theirs.UUID}) || len(m.All()) > 0 {
+					t.Fatalf("dies %v at step %d: left %q and records of %v, want only %s", dies, step, left, m.All(), theirs.UUID)
 				}
 				if !reached {
 					break
@@ -439,7 +439,7 @@ func TestCycles(t *testing.T) {
 	finished := 0
 	for range 1000 {
 		want := wants[random.IntN(len(wants))]
-		for _, ref := range m.records.All() {
+		for _, ref := range m.All() {
 			if ref.Overlaps(want.Ref) && ref != want.Ref {
 				// The ledger reserves a placement only after the partition there is gone.
 				if err := destroy(t.Context(), m, ref, always); err != nil {
@@ -472,7 +472,7 @@ func TestCycles(t *testing.T) {
 			t.Fatal("the unmanaged partition is gone")
 		}
 	}
-	for _, ref := range m.records.All() {
+	for _, ref := range m.All() {
 		if err := destroy(t.Context(), m, ref, always); err != nil {
 			t.Fatal(err)
 		}
@@ -535,8 +535,8 @@ func TestRecords(t *testing.T) {
 	if again, _ := open("next"); again.Made(ref) {
 		t.Error("a record outlived its boot")
 	}
-	must(r.drop(ref))
-	must(r.drop(ref))
+	must(r.store.Drop(ref))
+	must(r.store.Drop(ref))
 }
 
 // A claim that was unprepared before its partition was recorded has released the placement: nothing may be created there.

@@ -82,8 +82,5 @@ func (r *Records) put(p device.Partition) error {
 	return r.store.Put(p.Ref, m)
 }
 
-// drop removes the record of a partition that is gone.
-func (r *Records) drop(ref device.Ref) error { return r.store.Drop(ref) }
-
 // Repair writes records again that another process removed. It costs one stat for each record.
 func (r *Records) Repair() error { return r.store.Repair() }
