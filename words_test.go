@@ -31,7 +31,6 @@ var retired = map[string]string{
 var retiredStill = map[string][]string{
 	"deployments/helm":   {"nobody"},
 	"pkg/controller":     {"condemned", "faulty", "lapsed", "loser", "losers", "nobody", "nudged", "nudges", "somebody", "whoever"},
-	"pkg/driver":         {"faulty", "loser", "losers", "nobody", "somebody", "whoever"},
 	"pkg/explain":        {"faulty"},
 	"pkg/ledger":         {"condemned", "lapsed", "losers", "nobody", "somebody", "verdict", "whoever"},
 	"pkg/legacy":         {"faulty", "nobody", "ripen", "somebody", "strangers", "whoever"},

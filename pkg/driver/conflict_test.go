@@ -27,7 +27,7 @@ func (r *rig) ask(ctx context.Context, claims ...*resourceapi.ResourceClaim) err
 	return errors.Join(errs...)
 }
 
-func TestWhatBecomesOfALoser(t *testing.T) {
+func TestOutcomesOfAConflict(t *testing.T) {
 	secret := &ledger.Pod{UID: "p", Namespace: "team-b", Name: "secret"}
 	tests := []struct {
 		name    string
@@ -36,10 +36,10 @@ func TestWhatBecomesOfALoser(t *testing.T) {
 		outcome string
 		says    string
 	}{
-		{"somebody makes another pod", true, ledger.Running, outcomePendingEviction, "the pod is evicted"},
-		{"nobody does", false, ledger.Running, outcomeWaiting, "the claim waits"},
+		{"a controller creates another pod", true, ledger.Running, outcomePendingEviction, "the pod is evicted"},
+		{"no controller does", false, ledger.Running, outcomeWaiting, "the claim waits"},
 		{"the holder does not go in time", false, ledger.Terminating, outcomeDeadline, "the claim waits"},
-		{"the holder does not go, and somebody makes another pod", true, ledger.Terminating, outcomePendingEviction, "the pod is evicted"},
+		{"the holder does not go, and a controller creates another pod", true, ledger.Terminating, outcomePendingEviction, "the pod is evicted"},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
@@ -56,14 +56,14 @@ func TestWhatBecomesOfALoser(t *testing.T) {
 			}
 			conflicts := r.ledger.Conflicts()
 			if len(conflicts) != 1 {
-				t.Fatalf("losers: %+v", conflicts)
+				t.Fatalf("conflicts: %+v", conflicts)
 			}
 			l := conflicts[0]
 			if l.UID != "uid-a" || l.Namespace != "team-a" || l.Name != "a" || l.PendingEviction != (test.outcome == outcomePendingEviction) ||
 				!slices.Equal(l.Devices, []device.Ref{{GPU: uuidOf(1)}}) || !slices.Equal(l.Names, []string{"gpu-1"}) || len(l.Pods) != 1 || l.Pods[0].UID != "pod-uid-a" {
-				t.Errorf("loser: %+v", l)
+				t.Errorf("conflict: %+v", l)
 			}
-			for what, text := range map[string]string{"error": fmt.Sprint(err), "events": r.events.all(), "loser": l.Message} {
+			for what, text := range map[string]string{"error": fmt.Sprint(err), "events": r.events.all(), "conflict": l.Message} {
 				if strings.Contains(text, "secret") || strings.Contains(text, "team-b") {
 					t.Errorf("%s tells too much: %s", what, text)
 				}
@@ -88,11 +88,11 @@ func TestAnInterruptedClaimHasNotLost(t *testing.T) {
 		t.Errorf("error %v", err)
 	}
 	if conflicts := r.ledger.Conflicts(); len(conflicts) > 0 {
-		t.Errorf("losers: %+v", conflicts)
+		t.Errorf("conflicts: %+v", conflicts)
 	}
 }
 
-func TestACondemnedClaimIsToldWhy(t *testing.T) {
+func TestPendingEvictionIsExplained(t *testing.T) {
 	r := newRig(t, machine(8))
 	r.pods.movable.Store(true)
 	r.takeByPod(0, nil)
@@ -179,7 +179,7 @@ func TestPrepareWaitsForItsPod(t *testing.T) {
 	}
 }
 
-// What limits pods could get depends on the MIG strategy, and on nothing that is faulty.
+// What limits pods could get depends on the MIG strategy, and not on unhealthy devices.
 func TestLimitDevices(t *testing.T) {
 	part := func(g *device.GPU, start int, health device.Health) {
 		g.Partitions = append(g.Partitions, device.Partition{

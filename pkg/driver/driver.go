@@ -224,12 +224,6 @@ func (c *Config) validate() error {
 	if longest := c.registrationSocket(); len(longest) > maxSocketPath {
 		errs = append(errs, fmt.Errorf("kubelet directory %q: socket path %q is longer than the %d bytes the kernel takes", c.KubeletDir, longest, maxSocketPath))
 	}
-	if c.ReturnDelay < 0 {
-		errs = append(errs, fmt.Errorf("return delay %v: must not be negative", c.ReturnDelay))
-	}
-	if c.CheckInterval < 0 {
-		errs = append(errs, fmt.Errorf("interval of checks for another driver %v: must not be negative", c.CheckInterval))
-	}
 	if c.Strict && c.Allocations == nil {
 		errs = append(errs, errors.New("strict needs the allocations"))
 	}

@@ -162,7 +162,7 @@ func TestPartitionCannotBeMade(t *testing.T) {
 	}
 }
 
-// Whoever finds an administrator's partition in its place has lost it like to any other holder, and is moved.
+// A claim that finds an unmanaged partition in its place has a conflict, as with any other holder, and is moved.
 func TestUnmanagedPartition(t *testing.T) {
 	r, made := newDynamicRig(t)
 	k := r.ready()
@@ -173,7 +173,7 @@ func TestUnmanagedPartition(t *testing.T) {
 		t.Fatal(err, errs)
 	}
 	if conflicts := r.ledger.Conflicts(); len(conflicts) != 1 || !conflicts[0].PendingEviction || len(r.ledger.Holds()) != 0 {
-		t.Errorf("losers %+v, held: %s", conflicts, r.holders())
+		t.Errorf("conflicts %+v, held: %s", conflicts, r.holders())
 	}
 }
 

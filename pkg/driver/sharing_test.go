@@ -156,10 +156,10 @@ func (r *rig) awaitSaid(t *testing.T, claim string, want []string) {
 	})
 }
 
-// awaitFree waits until nobody holds anything.
+// awaitFree waits until no device has a holder.
 func (r *rig) awaitFree(t *testing.T) {
 	t.Helper()
-	eventually(t, "nobody to hold anything", func() error {
+	eventually(t, "all holds to end", func() error {
 		if held := r.holders(); held != "" {
 			return errors.New(held)
 		}
@@ -357,8 +357,7 @@ func TestSharingUnsupported(t *testing.T) {
 	}
 }
 
-// A daemon that takes long keeps nobody else waiting; whoever waited in vain keeps what it has, and finds the daemon ready the
-// next time.
+// A slow daemon delays no other claim. A claim whose wait ends too early keeps its device, and its next call finds the daemon ready.
 func TestSlowDaemon(t *testing.T) {
 	r, f := newSharingRig(t, machine(3))
 	k := r.ready()
@@ -482,7 +481,7 @@ func TestClaimStatusCannotBeWritten(t *testing.T) {
 	})
 }
 
-// Parameters as nobody's encoder would write them keep nothing from being said, and what others say of the claim meanwhile stays.
+// Conditions are written whatever the encoding of the claim's parameters, and entries of other drivers stay.
 func TestClaimStatusBesideOddParameters(t *testing.T) {
 	for name, raw := range map[string]string{
 		"order":   `{"kind":"GpuConfig","apiVersion":"resource.nvidia.com/v1beta1","sharing":{"strategy":"TimeSlicing"}}`,

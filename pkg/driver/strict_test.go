@@ -195,11 +195,11 @@ func TestStrictRefusesDevicesOfPods(t *testing.T) {
 
 // The scheduler tries another node instead of a device that Prepare would refuse.
 func TestStrictRefusesUnhealthyDevices(t *testing.T) {
-	unhealthy, missing := unbound("faulty", "gpu-0"), unbound("missing", "gpu-7")
+	unhealthy, missing := unbound("unhealthy", "gpu-0"), unbound("missing", "gpu-7")
 	r, allocations, client := strictRig(t, unhealthy, missing)
 	r.inventory.set(machine(2, func(g *device.GPU) { g.Health = device.Health{Reason: device.ReasonLost} }))
 	allocations.set(unhealthy, missing)
-	awaitStates(t, client, "faulty", "gpu-0=refused")
+	awaitStates(t, client, "unhealthy", "gpu-0=refused")
 	awaitStates(t, client, "missing", "gpu-7=refused")
 	r.awaitHolders("")
 }
