@@ -29,8 +29,8 @@ const (
 	lockFile  = "lock"
 	readyFile = "ready"
 	// requestedFile exists while the daemon may run. The directory alone does not mean that: if it was removed and kubelet restarts the
-	// supervisor, containerd makes it for the mount.
-	requestedFile = "requested"
+	// supervisor, containerd makes it for the mount. The name stays: supervisors of earlier versions look for it.
+	requestedFile = "wanted"
 )
 
 // ClientPipeDir is the pipe directory in the containers of daemon and clients: CUDA's default.

@@ -18,55 +18,61 @@ import (
 const (
 	// removalTimeout is far longer than a removal usually takes. A retry continues where it stopped.
 	removalTimeout = 5 * time.Second
-	// batch is how many names are read at a time.
-	batch = 1024
+	// batch is how many names are read at a time, so that the deadline is checked often.
+	batch = 128
 )
 
 // Remove removes a daemon's directory. The agent calls it after Stop. It is idempotent. Clients may have written any number of files and
 // levels of directories, so it moves subdirectories up into dir: os.RemoveAll needs a file descriptor for each level, and a path can be
 // too long (TestRemoveWhatClientsLeave). It returns an error when it takes too long.
 func Remove(dir string) error {
-	deadline := time.Now().Add(removalTimeout)
-	for {
-		// A supervisor that waits for the lock creates its file again, so the directory may have to be emptied more than once.
+	if err := remove(dir, removalTimeout); err != nil {
+		return fmt.Errorf("remove directory of MPS daemon %s: %w", filepath.Base(dir), err)
+	}
+	return nil
+}
+
+func remove(dir string, timeout time.Duration) error {
+	for deadline := time.Now().Add(timeout); ; {
 		err := os.Remove(dir)
-		if errors.Is(err, unix.ENOTEMPTY) {
-			if err = empty(dir, dir, deadline); err == nil {
-				continue
-			}
+		switch {
+		case err == nil, errors.Is(err, fs.ErrNotExist):
+			return nil
+		case !errors.Is(err, unix.ENOTEMPTY):
+			return err
+		case time.Now().After(deadline):
+			return fmt.Errorf("it has more files than can be removed in %s", timeout)
 		}
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("remove directory of MPS daemon %s: %w", filepath.Base(dir), err)
+		// A supervisor that waits for the lock may create its file again: this repeats until the directory is empty.
+		if err := empty(dir, dir); err != nil {
+			return err
 		}
-		return nil
 	}
 }
 
-// empty removes the entries of top, or of a directory in it. It moves directories of the latter up into top. It never opens a deeper
+// empty removes entries of top, or of a directory in it. It moves directories of the latter up into top. It never opens a deeper
 // one: a client could replace that by a link.
-func empty(top, dir string, deadline time.Time) error {
+func empty(top, dir string) error {
 	names, err := readNames(dir)
-	for ; err == nil && len(names) > 0; names, err = readNames(dir) {
-		for _, name := range names {
-			if time.Now().After(deadline) {
-				return fmt.Errorf("it has more files than can be removed in %s", removalTimeout)
-			}
-			path := filepath.Join(dir, name)
-			err := os.Remove(path)
-			switch {
-			case errors.Is(err, fs.ErrNotExist):
-				continue
-			case errors.Is(err, unix.ENOTEMPTY) && dir == top:
-				err = empty(top, path, deadline)
-			case errors.Is(err, unix.ENOTEMPTY):
-				err = raise(top, path)
-			}
-			if err != nil {
-				return err
-			}
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		path := filepath.Join(dir, name)
+		err := os.Remove(path)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			continue
+		case errors.Is(err, unix.ENOTEMPTY) && dir == top:
+			err = empty(top, path)
+		case errors.Is(err, unix.ENOTEMPTY):
+			err = raise(top, path)
+		}
+		if err != nil {
+			return err
 		}
 	}
-	return err
+	return nil
 }
 
 // readNames returns the first names in a directory. Names that are created meanwhile may be missing.

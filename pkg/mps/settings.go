@@ -27,7 +27,8 @@ type Settings struct {
 	// DriverRoot is the directory on the host in which the driver is installed.
 	DriverRoot string `json:"driverRoot"`
 	// Generation distinguishes daemons of the same name: the pod of an earlier one may still be terminating. Generations have no order.
-	Generation int64 `json:"generation"`
+	// A daemon of a version without generations has none, and keeps its hash (TestHashOfAVersionWithoutGenerations).
+	Generation int64 `json:"generation,omitempty"`
 }
 
 // Hash identifies the settings in the pod's annotation and in Ready.

@@ -19,7 +19,7 @@ import (
 
 // How a daemon is shut down, from top to bottom. Agent and supervisor meet in the daemon's directory only:
 //
-//	agent       Stop            removes the file "requested"
+//	agent       Stop            removes the file "wanted"
 //	supervisor  Holder.Await    returns ErrStopped (or ErrGone, or the end of its pod)
 //	            Holder.Retract  removes the file "ready", so that no new client connects
 //	            Daemon.end      ends the daemon: quit, then SIGTERM, then SIGKILL

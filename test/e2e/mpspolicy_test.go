@@ -133,7 +133,7 @@ func (w tenants) exclusiveClaim() {
 	w.limits.manifest(wholeClaim("whole", 1, fmt.Sprintf("device.attributes['gpu.nvidia.com'].index == %d", replicasGPU)))
 	w.limits.running(patient, 1+1, 0)
 	w.daemonsOn(mixedGPU)
-	for _, path := range []string{"requested", "ready", "pipe/nvidia-cuda-mps-control.pid"} {
+	for _, path := range []string{"wanted", "ready", "pipe/nvidia-cuda-mps-control.pid"} {
 		if w.daemonOfGPU(replicasGPU, path)() == nil {
 			w.Errorf("the GPU of an exclusive claim has a daemon: %s", path)
 		}

@@ -118,7 +118,7 @@ func (s *story) interrupted(row interrupted) {
 	answer := s.mute()
 	s.kubectl("delete", "pod", "-n", s.namespace, "leaving", "--wait=false")
 	s.await(soon, "the daemon of the claim that goes to be told", func() error {
-		if err := s.inDaemons("leaving", "requested")(); err == nil {
+		if err := s.inDaemons("leaving", "wanted")(); err == nil {
 			return errors.New("it is wanted")
 		}
 		return nil
