@@ -16,6 +16,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/keylock"
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -39,6 +40,9 @@ type Node struct {
 	late     map[string]<-chan struct{}
 	topology topology
 
+	// turns are for operations, by UUID.
+	turns keylock.Locks[string]
+
 	mu           sync.Mutex
 	attached     attachment
 	inventory    gpu.Inventory
@@ -47,9 +51,8 @@ type Node struct {
 	failure error
 	missing string
 	changed broadcast.Signal
-	// turns has, by UUID, whose turn it is to operate on a GPU, and since when it is; changes counts what operations have
-	// changed; profiled says of which GPUs the inventory has all profiles.
-	turns    map[string]chan struct{}
+	// since has, by UUID, when the operation on a GPU began that has its turn; changes counts the changes by operations; profiled
+	// has the GPUs of which the inventory has all profiles.
 	since    map[string]time.Time
 	changes  map[string]uint64
 	profiled map[string]bool
@@ -87,7 +90,7 @@ func New(options Options) (*Node, error) {
 	return &Node{
 		options: options, failure: errNotScanned,
 		known: map[string]*knownGPU{}, stuck: map[int]<-chan visit{}, late: map[string]<-chan struct{}{},
-		turns: map[string]chan struct{}{}, since: map[string]time.Time{}, changes: map[string]uint64{},
+		since: map[string]time.Time{}, changes: map[string]uint64{},
 		profiled: map[string]bool{},
 	}, nil
 }

@@ -100,25 +100,22 @@ func answered[T any](answer chan<- outcome[T], o outcome[T], abandoned <-chan st
 
 // enter waits for exclusive use of the GPU. Scans skip the GPU until leave is called or the operation times out.
 func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error) {
-	n.mu.Lock()
-	turn, ok := n.turns[uuid]
-	if !ok {
-		turn = make(chan struct{}, 1)
-		n.turns[uuid] = turn
-	}
-	n.mu.Unlock()
 	if ctx.Err() != nil {
 		return nil, fmt.Errorf("wait for GPU %s: %w", uuid, context.Cause(ctx))
 	}
-	select {
-	case turn <- struct{}{}:
-		n.mu.Lock()
-		defer n.mu.Unlock()
-		n.since[uuid] = time.Now()
-		return func() { <-turn }, nil
-	case <-ctx.Done():
-		return nil, fmt.Errorf("wait for an earlier change of GPU %s: %w", uuid, context.Cause(ctx))
+	unlock, err := n.turns.Lock(ctx, uuid)
+	if err != nil {
+		return nil, fmt.Errorf("wait for an earlier change of GPU %s: %w", uuid, err)
 	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.since[uuid] = time.Now()
+	return func() {
+		n.mu.Lock()
+		delete(n.since, uuid)
+		n.mu.Unlock()
+		unlock()
+	}, nil
 }
 
 // reach looks a GPU up in a use of the session; end ends it.
@@ -180,7 +177,8 @@ const tooLong = 6
 func (n *Node) operating(uuid string) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return len(n.turns[uuid]) > 0 && time.Since(n.since[uuid]) < tooLong*n.options.patience
+	since, operated := n.since[uuid]
+	return operated && time.Since(since) < tooLong*n.options.patience
 }
 
 // recall is what is known of the GPUs, with what operations have changed since they were visited.
@@ -199,8 +197,8 @@ func (n *Node) recall(before map[string]knownGPU) map[string]knownGPU {
 // n.mu.
 func (n *Node) catchUp(known *knownGPU) {
 	uuid := known.gpu.UUID
-	operated := len(n.turns[uuid]) > 0 || n.changes[uuid] != known.changes
-	if latest, ok := n.inventory.ByUUID(uuid); ok && operated {
+	_, operated := n.since[uuid]
+	if latest, ok := n.inventory.ByUUID(uuid); ok && (operated || n.changes[uuid] != known.changes) {
 		copyMIG(&known.gpu, latest)
 		known.profiled, known.changes = n.profiled[uuid], n.changes[uuid]
 	}
