@@ -20,19 +20,20 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/mps"
 )
 
-// DaemonPods say how the pods of MPS daemons are made.
+// DaemonPods describes the pods of MPS daemons.
 type DaemonPods struct {
-	// Template is what the administrator decides: image, resources, privileges, labels, in its one container. Nil where no daemons are run.
+	// Template has what the administrator configures: image, resources, privileges and labels, with one container. It is nil if the
+	// controller runs no daemons.
 	Template *corev1.PodTemplateSpec
 	// Namespace of the pods.
 	Namespace string
 	// RunDir, KubeletDir and CDIDir are the agents' and kubelet's directories on the nodes, and that of CDI specs.
 	RunDir, KubeletDir, CDIDir string
-	// SharedMemory is the most memory that a daemon's server and clients share; nil leaves it to kubelet.
+	// SharedMemory limits the memory that a daemon's server and clients share; nil for kubelet's default.
 	SharedMemory *resource.Quantity
 }
 
-// DaemonTemplate reads the template of the daemons' pods. It is strict: what it does not understand is an error. It is a pure function.
+// DaemonTemplate reads the template of the daemons' pods. An unknown field is an error. It is a pure function.
 func DaemonTemplate(text string) (*corev1.PodTemplateSpec, error) {
 	var template corev1.PodTemplateSpec
 	unknown, err := kjson.UnmarshalStrict([]byte(text), &template)
@@ -46,23 +47,23 @@ func DaemonTemplate(text string) (*corev1.PodTemplateSpec, error) {
 }
 
 const (
-	// daemonLabel marks our pods, and has the daemon's name.
+	// daemonLabel of a pod is the daemon's name.
 	daemonLabel = "tandem-gpu.dev/mps-daemon"
-	// settingsAnnotation has the hash of the settings that the pod was made with.
+	// settingsAnnotation is the hash of the settings in the pod.
 	settingsAnnotation = "tandem-gpu.dev/mps-settings"
-	// autoscalerAnnotation has the cluster autoscaler treat a pod as one of a DaemonSet's: it goes with its node, and keeps none
+	// autoscalerAnnotation makes the cluster autoscaler treat the pod like one of a DaemonSet: it does not keep a node
 	// (cluster-autoscaler FAQ).
 	autoscalerAnnotation = "cluster-autoscaler.kubernetes.io/daemonset-pod"
 )
 
-// podName is one name for one daemon of a node, so that two controllers make one pod. It is a pure function.
+// podName returns the only name of a daemon's pod, so that two controllers cannot create two pods. It is a pure function.
 func podName(node, daemon string) string {
 	sum := fnv.New32a()
 	sum.Write([]byte(node))
 	return fmt.Sprintf("tandem-mps-%s-%08x", daemon, sum.Sum32())
 }
 
-// settingsOf is what the supervisor gets of a daemon. It is a pure function.
+// settingsOf returns the settings for the daemon's supervisor. It is a pure function.
 func settingsOf(d v1alpha1.MPSDaemon) mps.Settings {
 	return mps.Settings{
 		Devices: d.Devices, ActiveThreadPercentage: d.ActiveThreadPercentage, PinnedMemoryMiB: d.PinnedMemoryMiB,
@@ -70,8 +71,8 @@ func settingsOf(d v1alpha1.MPSDaemon) mps.Settings {
 	}
 }
 
-// check refuses a daemon that no pod is made for. The agent wrote it, which has fewer rights than the pod: no program may come from where
-// the agent can write. It is a pure function.
+// check returns why no pod may be created for a daemon. The agent requested it and has fewer rights than the pod, so the pod must not
+// run a program from a directory that the agent can write. It is a pure function.
 func (p DaemonPods) check(d v1alpha1.MPSDaemon) error {
 	if p.Template == nil {
 		return errors.New("this installation of Tandem runs no MPS daemons (mps.enabled of the chart)")
@@ -82,16 +83,17 @@ func (p DaemonPods) check(d v1alpha1.MPSDaemon) error {
 	root := oneName(d.DriverRoot)
 	for _, dir := range append([]string{p.RunDir, p.KubeletDir, p.CDIDir}, noDriverRoots...) {
 		if dir := oneName(dir); dir != "" && (root == dir || strings.HasPrefix(root, dir+"/")) {
-			return fmt.Errorf("driver root %s is below %s, where no driver is", d.DriverRoot, dir)
+			return fmt.Errorf("driver root %s is below %s, where no driver is installed", d.DriverRoot, dir)
 		}
 	}
 	return nil
 }
 
-// noDriverRoots are other names of everything, and what anybody may write. The chart's admission policy has the same.
+// noDriverRoots contain other paths to the host's files, or files that any user may write. The chart's admission policy has the same
+// list.
 var noDriverRoots = []string{"/proc", "/sys", "/dev", "/tmp", "/var/tmp", "/run/lock", "/var/lock"}
 
-// oneName is the path without the link that /var/run is on every node (FHS 3.0, 5.13).
+// oneName returns the path without the link /var/run, which every node has (FHS 3.0, 5.13).
 func oneName(path string) string {
 	if strings.HasPrefix(path, "/var/run/") {
 		return strings.TrimPrefix(path, "/var")
@@ -99,7 +101,7 @@ func oneName(path string) string {
 	return path
 }
 
-// Pod is what runs a daemon of a node. It is a pure function.
+// Pod returns the pod of a node's daemon. It is a pure function.
 func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.Pod, error) {
 	settings := settingsOf(d)
 	text, err := json.Marshal(settings)
@@ -111,17 +113,17 @@ func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.P
 	pod.Name, pod.Namespace = podName(node.Name, d.Name), p.Namespace
 	pod.Labels = with(pod.Labels, daemonLabel, d.Name)
 	pod.Annotations = with(with(pod.Annotations, settingsAnnotation, settings.Hash()), autoscalerAnnotation, "true")
-	// What is made for a node that is gone, or made anew, the garbage collector deletes.
+	// The garbage collector deletes the pod when this GPUNode is deleted.
 	pod.OwnerReferences = []metav1.OwnerReference{{
 		APIVersion: v1alpha1.GroupVersion.String(), Kind: "GPUNode", Name: node.Name, UID: node.UID, Controller: ptr.To(true),
 	}}
 	spec := &pod.Spec
 	spec.RestartPolicy = corev1.RestartPolicyAlways
-	// Clients are told apart by their processes, which are in other pods.
+	// The daemon identifies clients by their processes, which are in other pods.
 	spec.HostPID = true
 	spec.AutomountServiceAccountToken, spec.EnableServiceLinks = ptr.To(false), ptr.To(false)
 	spec.TerminationGracePeriodSeconds = ptr.To(int64(mps.MostGrace.Seconds()) + 5)
-	// As a DaemonSet's pods: where the GPUs are, whatever the node is said to be unfit for.
+	// Like a DaemonSet's pod it runs on its node whatever taints the node has.
 	spec.Affinity = pinnedTo(node.Name)
 	spec.Tolerations = []corev1.Toleration{{Operator: corev1.TolerationOpExists}}
 
@@ -141,13 +143,12 @@ func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.P
 		corev1.EnvVar{Name: mps.KubeletDirEnv, Value: p.KubeletDir},
 		corev1.EnvVar{Name: mps.PodUIDEnv, ValueFrom: &corev1.EnvVarSource{FieldRef: &corev1.ObjectFieldSelector{FieldPath: "metadata.uid"}}},
 	)
-	// The host's own root is not to be written. Another may lack the directories below that are mounted over (GKE's), which the container
-	// runtime has to make then.
+	// The host's root is read-only. In another root, as on GKE, the container runtime may have to create the mount points below.
 	c.VolumeMounts = append(c.VolumeMounts,
 		corev1.VolumeMount{Name: "daemon", MountPath: mps.PodDir},
 		corev1.VolumeMount{Name: "driver-root", MountPath: mps.PodRoot, ReadOnly: d.DriverRoot == "/"})
-	// The driver's program sees them at the same paths whether the driver root is its root or not; in the host's own they hide what is
-	// there and leave nothing.
+	// The driver's program finds them at the same paths, whether or not the driver root is its root. The mounts hide the host's
+	// directories and change nothing in them.
 	for _, root := range []string{"", mps.PodRoot} {
 		c.VolumeMounts = append(c.VolumeMounts,
 			corev1.VolumeMount{Name: "tmp", MountPath: root + "/tmp"},
@@ -156,7 +157,7 @@ func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.P
 			corev1.VolumeMount{Name: mps.ShmVolume, MountPath: root + "/dev/shm"})
 	}
 	c.ReadinessProbe = probe("ready", 5, 5, 1)
-	// A daemon that is slow to answer serves the clients that it has: only one that has not answered for two minutes is better dead.
+	// A slow daemon still serves its clients, so it is restarted only after two minutes without an answer.
 	c.LivenessProbe = probe("live", 30, 15, 4)
 	c.TerminationMessagePolicy = corev1.TerminationMessageFallbackToLogsOnError
 	return pod, nil
@@ -179,7 +180,7 @@ func pinnedTo(name string) *corev1.Affinity {
 	}}}
 }
 
-// hostDirectory is one that is there: the agent makes the daemon's, and where there is no driver root there is no driver.
+// hostDirectory returns a volume of an existing directory: the agent creates the daemon's, and without a driver root there is no driver.
 func hostDirectory(name, path string) corev1.Volume {
 	return corev1.Volume{Name: name, VolumeSource: corev1.VolumeSource{
 		HostPath: &corev1.HostPathVolumeSource{Path: path, Type: ptr.To(corev1.HostPathDirectory)},

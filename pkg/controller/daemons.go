@@ -35,20 +35,20 @@ import (
 type DaemonPlan struct {
 	Create []v1alpha1.MPSDaemon
 	Delete []*corev1.Pod
-	// Waiting are the daemons that do not run and are not about to.
+	// Waiting are the daemons that do not run and are not starting.
 	Waiting []v1alpha1.WaitingDaemon
-	// Again is when to look once more though nothing changes; zero for not at all.
+	// Again is when to plan again if nothing changes; zero for never.
 	Again time.Duration
 }
 
 const (
 	// startsIn is how long a daemon's pod may take to become ready before GPUNode reports why it is not.
 	startsIn = 15 * time.Second
-	// failsFor is how old a pod is at least that has failed and is replaced: one that kubelet turns away is not to be made over and over.
+	// failsFor is the age at which a failed pod is replaced. Without it a pod that kubelet rejects would be created in a loop.
 	failsFor = 10 * time.Second
 )
 
-// PlanDaemons says which pods a node's daemons need, given those that it has. It is a pure function.
+// PlanDaemons returns the pods to create and to delete for a node's daemons. It is a pure function.
 func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, now time.Time) DaemonPlan {
 	var plan DaemonPlan
 	wait := func(d v1alpha1.MPSDaemon, format string, args ...any) {
@@ -64,9 +64,9 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 		name := podName(node.Name, d.Name)
 		i := slices.IndexFunc(pods, func(p *corev1.Pod) bool { return p.Name == name })
 		if i < 0 {
-			// One that an older controller has made is left to its clients.
+			// A pod that an older controller created stays for its clients.
 			if err := config.check(d); err != nil {
-				wait(d, "no pod is made for it: %v", err)
+				wait(d, "no pod is created for it: %v", err)
 				continue
 			}
 			wanted[name] = true
@@ -77,11 +77,11 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 		age := now.Sub(pod.CreationTimestamp.Time)
 		switch {
 		case pod.DeletionTimestamp != nil:
-			// The next is made when it is gone.
+			// The next one is created when it is gone.
 		case !madeFor(pod, node), pod.Annotations[settingsAnnotation] != settingsOf(d).Hash():
 			continue
 		case terminal(pod) && age >= failsFor:
-			wait(d, "pod %s has failed and is made anew: %s", pod.Name, because(pod))
+			wait(d, "pod %s has failed and is replaced: %s", pod.Name, because(pod))
 			continue
 		case terminal(pod):
 			wait(d, "pod %s has failed: %s", pod.Name, because(pod))
@@ -90,7 +90,7 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 		case because(pod) != "":
 			wait(d, "pod %s does not run: %s", pod.Name, because(pod))
 		case age >= startsIn:
-			wait(d, "pod %s is not ready %s after it was made: its events say why", pod.Name, startsIn)
+			wait(d, "pod %s is not ready %s after it was created: see its events", pod.Name, startsIn)
 		default:
 			again(startsIn - age)
 		}
@@ -108,7 +108,7 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 	return plan
 }
 
-// madeFor reports whether a pod was made for this very object.
+// madeFor reports whether a pod was created for this object, and not for an earlier one of the same name.
 func madeFor(pod *corev1.Pod, node *v1alpha1.GPUNode) bool {
 	owner := metav1.GetControllerOf(pod)
 	return owner != nil && owner.UID == node.UID
@@ -120,7 +120,7 @@ func isReady(pod *corev1.Pod) bool {
 	})
 }
 
-// because says why a pod does not run, as far as its status does.
+// because returns why a pod does not run; empty if its status has no reason.
 func because(pod *corev1.Pod) string {
 	if terminal(pod) {
 		return strings.Trim(pod.Status.Reason+": "+pod.Status.Message, ": ")
@@ -146,17 +146,12 @@ func lastLine(text string) string {
 	return text[strings.LastIndex(text, "\n")+1:]
 }
 
-// oneLine is a message of the length that fits beside others.
+// oneLine returns a message of one line, short enough for a list of messages.
 func oneLine(text string) string {
-	const most = 500
-	text = strings.Join(strings.Fields(text), " ")
-	if len(text) > most {
-		text = strings.ToValidUTF8(text[:most], "") + "…"
-	}
-	return text
+	return shorten(strings.Join(strings.Fields(text), " "), 500)
 }
 
-// daemons runs the pods of the MPS daemons that GPUNodes ask for.
+// daemons runs the pods of the MPS daemons that GPUNodes request.
 type daemons struct {
 	client client.Client
 	// pods reads the pods of daemons, including running ones. It is nil if the controller runs no daemons.
@@ -166,7 +161,7 @@ type daemons struct {
 	now     func() time.Time
 }
 
-// daemonCache holds the daemons' pods and no other. It is filled whether or not this process leads.
+// daemonCache returns a cache of the daemons' pods. Standby replicas fill it too.
 func daemonCache(m manager.Manager, namespace string) (cache.Cache, error) {
 	ours, err := labels.NewRequirement(daemonLabel, selection.Exists, nil)
 	if err != nil {
@@ -193,7 +188,7 @@ func (d *daemons) register(m manager.Manager) error {
 	b := builder.ControllerManagedBy(m).Named("daemons").
 		For(&v1alpha1.GPUNode{}, builder.WithPredicates(daemonsChanged)).
 		WithOptions(options(4))
-	// Where no daemons are run there is no right to see pods either.
+	// Without daemons the controller may not read pods of its namespace.
 	if d.config.Template != nil {
 		pods, err := daemonCache(m, d.config.Namespace)
 		if err != nil {
@@ -206,7 +201,7 @@ func (d *daemons) register(m manager.Manager) error {
 	return b.Complete(d)
 }
 
-// daemonsChanged lets through what matters of a GPUNode, whose status is written once a second.
+// daemonsChanged selects the changes of daemons. A GPUNode's status changes once a second.
 var daemonsChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	before, isNode := e.ObjectOld.(*v1alpha1.GPUNode)
 	after, areNodes := e.ObjectNew.(*v1alpha1.GPUNode)
@@ -216,7 +211,8 @@ var daemonsChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool 
 		!apiequality.Semantic.DeepEqual(before.Spec.Daemons, after.Spec.Daemons)
 }}
 
-// Reconcile implements reconcile.Reconciler for one node. It is idempotent. Pods of a GPUNode that is gone are the garbage collector's.
+// Reconcile implements reconcile.Reconciler for one node. It is idempotent. The garbage collector deletes the pods of a
+// GPUNode that is gone.
 func (d *daemons) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	node := &v1alpha1.GPUNode{}
 	if err := d.client.Get(ctx, request.NamespacedName, node); err != nil {
@@ -262,7 +258,7 @@ func (d *daemons) podsOf(ctx context.Context, node string) ([]*corev1.Pod, error
 	return pods, nil
 }
 
-// create makes a daemon's pod. One that is there already is one that the cache does not have yet.
+// create creates a daemon's pod. A pod that exists already is not in the cache yet.
 func (d *daemons) create(ctx context.Context, node *v1alpha1.GPUNode, daemon v1alpha1.MPSDaemon) error {
 	pod, err := d.config.Pod(node, daemon)
 	if err != nil {
@@ -272,17 +268,17 @@ func (d *daemons) create(ctx context.Context, node *v1alpha1.GPUNode, daemon v1a
 	case apierrors.IsAlreadyExists(err):
 		return nil
 	case err != nil:
-		return fmt.Errorf("make pod %s of MPS daemon %s: %w", pod.Name, daemon.Name, err)
+		return fmt.Errorf("create pod %s of MPS daemon %s: %w", pod.Name, daemon.Name, err)
 	}
 	d.metrics.daemonPods.WithLabelValues("created").Inc()
-	klog.FromContext(ctx).Info("Made the pod of an MPS daemon", "node", node.Name, "daemon", daemon.Name, "pod", klog.KObj(pod))
+	klog.FromContext(ctx).Info("Created the pod of an MPS daemon", "node", node.Name, "daemon", daemon.Name, "pod", klog.KObj(pod))
 	return nil
 }
 
 func (d *daemons) delete(ctx context.Context, pod *corev1.Pod) error {
 	err := d.client.Delete(ctx, pod, client.Preconditions{UID: &pod.UID})
 	switch {
-	case apierrors.IsNotFound(err), apierrors.IsConflict(err): // another one has its name by now
+	case apierrors.IsNotFound(err), apierrors.IsConflict(err): // another pod has its name
 		return nil
 	case err != nil:
 		return fmt.Errorf("delete pod %s of an MPS daemon: %w", pod.Name, err)

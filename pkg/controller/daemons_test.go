@@ -248,7 +248,7 @@ func TestWhatDoesNotRunIsTold(t *testing.T) {
 		}, want: "does not run: ErrImagePull: no such image"},
 		"crashed":   {status: crashed, want: "does not run: its container ended with code 1: mps-daemon: find nvidia-cuda-mps-control"},
 		"just made": {status: func(*corev1.PodStatus) {}},
-		"long made": {status: func(*corev1.PodStatus) {}, age: startsIn, want: "is not ready 15s after it was made"},
+		"long made": {status: func(*corev1.PodStatus) {}, age: startsIn, want: "is not ready 15s after it was created"},
 		"turned away": {status: func(s *corev1.PodStatus) {
 			s.Phase, s.Reason, s.Message = corev1.PodFailed, "OutOfpods", "Node is full"
 		}, want: "has failed: OutOfpods: Node is full"},
@@ -528,8 +528,8 @@ func TestDaemonsAreReconciledWhenTheyChange(t *testing.T) {
 }
 
 func TestSettingsTravelAsJSON(t *testing.T) {
-	text, err := json.Marshal(settingsOf(v1alpha1.MPSDaemon{Name: "a", Devices: []string{"GPU-1"}, DriverRoot: "/"}))
-	if want := `{"devices":["GPU-1"],"driverRoot":"/"}`; err != nil || string(text) != want {
+	text, err := json.Marshal(settingsOf(v1alpha1.MPSDaemon{Name: "a", Devices: []string{"GPU-1"}, DriverRoot: "/", Generation: 7}))
+	if want := `{"devices":["GPU-1"],"driverRoot":"/","generation":7}`; err != nil || string(text) != want {
 		t.Errorf("%s, %v", text, err)
 	}
 }

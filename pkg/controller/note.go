@@ -7,12 +7,12 @@ import "strings"
 // noteLimit is the longest note in bytes that the API server accepts in an event (k8s.io/kubernetes pkg/apis/core/validation).
 const noteLimit = 1024
 
-// note shortens the note of an event to noteLimit. A claim may conflict on eight GPUs with holders that have long names. It is a pure
+// shorten returns at most so many bytes of a text. A claim may conflict on eight GPUs with holders that have long names. It is a pure
 // function.
-func note(text string) string {
+func shorten(text string, limit int) string {
 	const more = " …"
-	if len(text) <= noteLimit {
+	if len(text) <= limit {
 		return text
 	}
-	return strings.ToValidUTF8(text[:noteLimit-len(more)], "") + more
+	return strings.ToValidUTF8(text[:limit-len(more)], "") + more
 }

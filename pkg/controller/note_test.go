@@ -11,11 +11,11 @@ import (
 )
 
 func TestNote(t *testing.T) {
-	if got := note("short"); got != "short" {
+	if got := shorten("short", noteLimit); got != "short" {
 		t.Errorf("%q", got)
 	}
 	for shift := range 4 {
-		got := note(strings.Repeat("x", shift) + strings.Repeat("ü", noteLimit))
+		got := shorten(strings.Repeat("x", shift)+strings.Repeat("ü", noteLimit), noteLimit)
 		if len(got) > noteLimit || len(got) < noteLimit-1 || !utf8.ValidString(got) || !strings.HasSuffix(got, "ü …") {
 			t.Errorf("%d bytes, valid %t, ends in %q", len(got), utf8.ValidString(got), got[len(got)-8:])
 		}

@@ -31,19 +31,19 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// RetryAnnotation on a pod makes kubelet look at it at once, and prepare its claims again; left alone it tries only after 60
-// to 90 s. Its value is a time and means nothing. An admission policy keeps the controller from writing anything else.
+// RetryAnnotation on a pod makes kubelet prepare its claims again at once. Otherwise kubelet tries only after 60 to 90 s. The value is a
+// time without a meaning. An admission policy allows the controller to write only this annotation.
 const RetryAnnotation = "tandem-gpu.dev/retry"
 
 // Retry is a claim that could be prepared now.
 type Retry struct {
 	UID             types.UID
 	Namespace, Name string
-	// Pod is the only one that is meant, of a claim that is prepared already: others of it may run. Empty for all of them.
+	// Pod is the only pod to annotate if the claim is prepared already, since other pods of it may run. Empty for all pods.
 	Pod types.UID
-	// Unsure is set where a device is a partition still to be made: whether there is room for it is not known here.
+	// Unsure is set if a device is a partition that does not exist yet: the controller does not know whether there is room for it.
 	Unsure bool
-	// WaitBudget is how long kubelet may take by itself before it is told.
+	// WaitBudget is how long the controller waits for kubelet's own attempt.
 	WaitBudget time.Duration
 }
 

@@ -41,7 +41,7 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		}
 		return nil
 	})
-	s.await(soon, "the webhook's Secret, which a leader makes", func() error {
+	s.await(soon, "the webhook's Secret, which a controller makes", func() error {
 		_, err := theClient.CoreV1().Secrets(install.Namespace).Get(s.ctx, webhookName, metav1.GetOptions{})
 		return err
 	})
