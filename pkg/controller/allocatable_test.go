@@ -36,7 +36,7 @@ func TestAllocatable(t *testing.T) {
 		"withdrawn for a fault":    {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 3) }, claims: []string{"gpu-0"}, want: 6},
 		"a limit holds it":         {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{limit} }, want: 8},
 		"a claim is about to lose": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{limit} }, claims: []string{"gpu-0"}, want: 7},
-		"a claim is condemned": {change: func(s *v1alpha1.GPUNodeStatus) {
+		"a claim is pending eviction": {change: func(s *v1alpha1.GPUNodeStatus) {
 			s.Devices[0].Holders, s.Conflicts = []v1alpha1.DeviceHolder{limit}, []v1alpha1.ConflictingClaim{pendingEviction("gpu-0", "gpu-0")}
 		}, claims: []string{"gpu-0"}, want: 7},
 		"a claim waits for a limit": {change: func(s *v1alpha1.GPUNodeStatus) {
@@ -221,7 +221,7 @@ func TestAllocatableLeavesOthersAlone(t *testing.T) {
 	}
 }
 
-// A node that serves limits no more offers none at once, and what somebody else offers after that is left alone.
+// A node that stops serving the extended resource offers none at once, and what another plugin offers later stays.
 func TestAllocatableOfAnAgentThatRetires(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"))
 	r := w.allocatable()
@@ -239,7 +239,7 @@ func TestAllocatableOfAnAgentThatRetires(t *testing.T) {
 	}
 	w.twice(r, "node-1")
 	if got := w.offers(); got != "4" {
-		t.Errorf("the 4 of somebody else became %s", got)
+		t.Errorf("the 4 of another plugin became %s", got)
 	}
 }
 
@@ -271,7 +271,7 @@ func TestAllocatableOfAnAgentThatIsReplaced(t *testing.T) {
 	w.want(map[string]int{"patch Node": 2})
 }
 
-// An agent that is gone has left a status behind, and somebody else's device plugin serves the node.
+// An agent that was removed has left its status, and another device plugin serves the node.
 func TestAllocatableGivesUp(t *testing.T) {
 	for name, kubelet := range map[string]string{"more": "8", "fewer": "4"} {
 		t.Run(name, func(t *testing.T) {

@@ -73,7 +73,7 @@ func TestRejected(t *testing.T) {
 	}
 }
 
-// breaker is one whose openings are heard by nobody.
+// breaker returns a breaker whose openings no reconciler receives.
 func (w *world) breaker() *breaker {
 	b := newBreaker(w.client, w.client, device.Resources{GPU: testResource}, w.metrics, w.now)
 	b.opened = make(chan event.GenericEvent, 100)
@@ -117,7 +117,7 @@ func TestBreaker(t *testing.T) {
 		"a race":                   {steps: []step{{pods: 2, want: "8"}}},
 		"one after the other":      {steps: []step{{pods: 1, want: "8"}, {ms: 1000, pods: 1, want: "8"}, {ms: 2000, pods: 1, want: "0"}}, opens: 1},
 		"races, one now and then":  {steps: []step{{pods: 1, want: "8"}, {ms: 1500, pods: 1, want: "8"}, {ms: 3000, pods: 1, want: "8"}}},
-		"nobody says anything":     {steps: []step{opened, {ms: 60_000, want: "0"}}, opens: 1},
+		"no report":                {steps: []step{opened, {ms: 60_000, want: "0"}}, opens: 1},
 		"the agent frees a GPU":    {steps: []step{opened, {ms: 500, agent: holds(0), want: "0"}, {ms: 2000, want: "8"}}, opens: 1},
 		"and then there is a race": {steps: []step{opened, {ms: 300, pods: 3, want: "0"}, {ms: 500, agent: holds(0), want: "0"}, {ms: 2000, want: "8"}, {ms: 2100, pods: 2, want: "8"}}, opens: 1},
 		"the agent is back, and nothing has changed": {steps: []step{opened, {ms: 500, agent: kubeletLists(""), want: "0"},

@@ -144,13 +144,13 @@ func TestHealLeavesOthersAlone(t *testing.T) {
 	elsewhere := newClaim("a", "gpu-0")
 	elsewhere.Status.Allocation.Devices.Results[0].Pool = "node-2"
 	for name, objects := range map[string][]client.Object{
-		"allocated anew":      {gpuNode(losing(pendingEviction("a", "gpu-1"))), newClaim("a", "gpu-0"), newPod("a")},
-		"allocated elsewhere": {gpuNode(losing(pendingEviction("a", "gpu-0"))), elsewhere, newPod("a")},
-		"a loser that waits":  {gpuNode(losing(waiting)), newClaim("a", "gpu-0"), newPod("a")},
-		"no loser":            {gpuNode(), newClaim("a", "gpu-0"), newPod("a")},
-		"running":             {gpuNode(losing(pendingEviction("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", running)},
-		"claim gone":          {gpuNode(losing(pendingEviction("a", "gpu-0"))), newPod("a")},
-		"no GPUNode":          {newClaim("a", "gpu-0"), newPod("a")},
+		"allocated anew":        {gpuNode(losing(pendingEviction("a", "gpu-1"))), newClaim("a", "gpu-0"), newPod("a")},
+		"allocated elsewhere":   {gpuNode(losing(pendingEviction("a", "gpu-0"))), elsewhere, newPod("a")},
+		"a conflict that waits": {gpuNode(losing(waiting)), newClaim("a", "gpu-0"), newPod("a")},
+		"no conflict":           {gpuNode(), newClaim("a", "gpu-0"), newPod("a")},
+		"running":               {gpuNode(losing(pendingEviction("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", running)},
+		"claim gone":            {gpuNode(losing(pendingEviction("a", "gpu-0"))), newPod("a")},
+		"no GPUNode":            {newClaim("a", "gpu-0"), newPod("a")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, interceptor.Funcs{}, objects...)
@@ -163,14 +163,14 @@ func TestHealLeavesOthersAlone(t *testing.T) {
 	}
 }
 
-// An agent that was restarted has forgotten its losers, and the controller may hear of that last of all.
+// A restarted agent has no conflicts, and the cache may report that late.
 func TestHealLooksAtTheNodeAgain(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(pendingEviction("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
 	h := w.healer()
 	h.client = hasHeard(w, w.gpuNode())
 	waits := pendingEviction("a", "gpu-0")
 	waits.PendingEviction = false
-	for name, now := range map[string]func(*v1alpha1.GPUNodeStatus){"forgotten": losing(), "lapsed": losing(waits)} {
+	for name, now := range map[string]func(*v1alpha1.GPUNodeStatus){"forgotten": losing(), "expired": losing(waits)} {
 		w.set(now)
 		w.twice(h, "node-1")
 		if w.want(map[string]int{}); t.Failed() {

@@ -54,22 +54,22 @@ func TestRetrys(t *testing.T) {
 		patient time.Duration
 	}{
 		"nothing":                          {},
-		"a loser, device free":             {status: []change{losing(waiting("a", "gpu-0"))}, want: "a"},
-		"a loser, device its own":          {status: []change{losing(waiting("a", "gpu-0")), claimHolds("a", v1alpha1.HoldHeld, 0)}, want: "a"},
-		"a loser, device taken":            {status: []change{losing(waiting("a", "gpu-0")), podHolds(0)}},
-		"a loser, one of two taken":        {status: []change{losing(waiting("a", "gpu-0", "gpu-1")), podHolds(1)}},
-		"a loser, device draining":         {status: []change{losing(waiting("a", "gpu-0")), claimHolds("b", v1alpha1.HoldDraining, 0)}},
-		"a loser, device faulty":           {status: []change{losing(waiting("a", "gpu-0")), func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].UnhealthyReason = "lost" }}},
-		"a loser, device unknown":          {status: []change{losing(waiting("a", "gpu-99"))}},
-		"condemned, device free":           {status: []change{losing(pendingEviction("a", "gpu-0"))}, claims: []string{"a"}},
+		"in conflict, device free":         {status: []change{losing(waiting("a", "gpu-0"))}, want: "a"},
+		"in conflict, device its own":      {status: []change{losing(waiting("a", "gpu-0")), claimHolds("a", v1alpha1.HoldHeld, 0)}, want: "a"},
+		"in conflict, device taken":        {status: []change{losing(waiting("a", "gpu-0")), podHolds(0)}},
+		"in conflict, one of two taken":    {status: []change{losing(waiting("a", "gpu-0", "gpu-1")), podHolds(1)}},
+		"in conflict, device draining":     {status: []change{losing(waiting("a", "gpu-0")), claimHolds("b", v1alpha1.HoldDraining, 0)}},
+		"in conflict, device unhealthy":    {status: []change{losing(waiting("a", "gpu-0")), func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].UnhealthyReason = "lost" }}},
+		"in conflict, device unknown":      {status: []change{losing(waiting("a", "gpu-99"))}},
+		"pending eviction, device free":    {status: []change{losing(pendingEviction("a", "gpu-0"))}, claims: []string{"a"}},
 		"expected after a reboot":          {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0, 1)}, claims: []string{"a"}, want: "a", patient: restoredWait},
 		"half of it prepared":              {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0), claimHolds("a", v1alpha1.HoldHeld, 1)}, claims: []string{"a"}},
 		"prepared":                         {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}},
 		"draining":                         {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}},
 		"prepared, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedWait},
 		"draining, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedWait},
-		"condemned, a pod waits":           {status: []change{losing(pendingEviction("a", "gpu-0")), claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}},
-		"allocated, nobody asked":          {claims: []string{"a"}, want: "a", patient: unpreparedWait},
+		"pending eviction, a pod waits":    {status: []change{losing(pendingEviction("a", "gpu-0")), claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}},
+		"allocated, not requested":         {claims: []string{"a"}, want: "a", patient: unpreparedWait},
 		"allocated, one of two held by it": {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0)}, claims: []string{"a"}, want: "a", patient: unpreparedWait},
 		"allocated, taken":                 {status: []change{podHolds(1)}, claims: []string{"a"}},
 	} {
@@ -113,7 +113,7 @@ func TestRetrysOfPartitions(t *testing.T) {
 		"made, taken":                   {status: []change{podHolds(8)}, device: made},
 		"a GPU, a part of it taken":     {status: []change{podHolds(8)}, device: "gpu-6"},
 		"a GPU, a part of it draining":  {status: []change{claimHolds("b", v1alpha1.HoldDraining, 9)}, device: "gpu-6"},
-		"to be made, nobody asked":      {device: unmade, want: true, patient: unpreparedWait},
+		"to be made, not requested":     {device: unmade, want: true, patient: unpreparedWait},
 		"to be made, being made":        {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0)}, device: unmade, own: true},
 		"to be made, expected":          {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0)}, device: unmade, want: true, patient: restoredWait, own: true},
 		"to be made beside another":     {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0), claimHolds("beside", v1alpha1.HoldRestored, 0)}, device: unmade, want: true, patient: restoredWait, own: true},
@@ -124,7 +124,7 @@ func TestRetrysOfPartitions(t *testing.T) {
 		"made, its claim moved beside":  {status: []change{claimHolds("shifted", v1alpha1.HoldDraining, 8)}, device: made},
 		"to be made, a claim unknown":   {status: []change{claimHolds("b", v1alpha1.HoldHeld, 0)}, device: unmade},
 		"to be made, its GPU taken":     {status: []change{podHolds(0)}, device: unmade},
-		"to be made, its GPU faulty":    {status: []change{fault(0)}, device: unmade},
+		"to be made, its GPU unhealthy": {status: []change{fault(0)}, device: unmade},
 		"to be made, its GPU unknown":   {device: "gpu-99-mig-1g10gb-19-0"},
 	} {
 		status := gpuNode(append([]change{partitioned}, c.status...)...).Status
@@ -154,7 +154,7 @@ func TestRetrysOfPartitions(t *testing.T) {
 		}
 		losing(waiting("a", c.device))(&status)
 		if diff := cmp.Diff(want, retries(), cmpopts.EquateEmpty()); diff != "" {
-			t.Errorf("%s, a loser: %s", name, diff)
+			t.Errorf("%s, in conflict: %s", name, diff)
 		}
 	}
 }
@@ -171,7 +171,7 @@ func TestRetrysInVain(t *testing.T) {
 			clock = clock.Add(time.Second)
 		}
 		if retries < want || unsure && retries > want {
-			t.Errorf("unsure %t: %d nudges in 20 minutes, want %d", unsure, retries, want)
+			t.Errorf("unsure %t: %d retries in 20 minutes, want %d", unsure, retries, want)
 		}
 		n.due("node-1", nil)
 	}
@@ -341,7 +341,7 @@ func TestRetrySparesRefusedClaims(t *testing.T) {
 				w.twice(n, "node-1")
 			}
 			if got := w.writes["patch Pod"]; (got > 0) != c.retried {
-				t.Errorf("%d nudges in 5 minutes", got)
+				t.Errorf("%d retries in 5 minutes", got)
 			}
 		})
 	}

@@ -59,7 +59,7 @@ func TestAllocatableReplicas(t *testing.T) {
 		conflicts []v1alpha1.ConflictingClaim
 		want      int64
 	}{
-		"nobody has any":                      {lists: 4, want: 8},
+		"none is held":                        {lists: 4, want: 8},
 		"a limit has one":                     {holders: []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldHeld)}, lists: 4, want: 8},
 		"a claim has 10 GiB":                  {holders: []v1alpha1.DeviceHolder{claimShare("a", 10*gib)}, claims: []v1alpha1.AllocatedClaim{allocatedShare("a", 10*gib)}, lists: 2, want: 6},
 		"allocated, kubelet lists them still": {claims: []v1alpha1.AllocatedClaim{allocatedShare("a", 10*gib)}, lists: 4, want: 6},
@@ -106,7 +106,7 @@ func TestRelayShares(t *testing.T) {
 	if diff := cmp.Diff(want, Relay([]resourceapi.ResourceClaim{*claim}, testDriver, "node-1")); diff != "" {
 		t.Error(diff)
 	}
-	// Whoever asks for no amount has all of it, whatever that comes to.
+	// A request without an amount gets all of it.
 	whole := result("gpu-6", 24)
 	whole.Request = "parts"
 	claim.Status.Allocation.Devices.Results = append(claim.Status.Allocation.Devices.Results, whole)
@@ -117,7 +117,7 @@ func TestRelayShares(t *testing.T) {
 	}
 }
 
-// A claim is nudged if its share fits beside those of others, and not for what it does not get.
+// A claim is retried if its share fits beside the other shares.
 func TestRetrysOfShares(t *testing.T) {
 	for name, c := range map[string]struct {
 		holders []v1alpha1.DeviceHolder
@@ -128,12 +128,12 @@ func TestRetrysOfShares(t *testing.T) {
 		"a share too many":             {holders: []v1alpha1.DeviceHolder{claimShare("b", 10*gib)}, memory: 15 * gib, want: 0},
 		"all of it beside a share":     {holders: []v1alpha1.DeviceHolder{limitShare(v1alpha1.HoldHeld)}, want: 0},
 		"a share beside all of it":     {holders: []v1alpha1.DeviceHolder{claimShare("b", 0)}, memory: gib, want: 0},
-		"all of it, which nobody has":  {want: 1},
+		"all of it, which is free":     {want: 1},
 		"its own, for want of waiters": {holders: []v1alpha1.DeviceHolder{claimShare("a", 10*gib)}, memory: 10 * gib, want: 0},
 	} {
 		node := sharedNode(c.holders...)
 		if got := Retries(node.Status, []v1alpha1.AllocatedClaim{allocatedShare("a", c.memory)}, nil); len(got) != c.want {
-			t.Errorf("%s: %d nudges, want %d", name, len(got), c.want)
+			t.Errorf("%s: %d retries, want %d", name, len(got), c.want)
 		}
 	}
 }
