@@ -33,7 +33,9 @@ func gpuAttributes(g device.GPU) attributes {
 	a := commonAttributes(g)
 	a.text("type", "gpu")
 	a.text("uuid", g.UUID)
-	a.flag("eccEnabled", g.ECCEnabled)
+	if g.ECCEnabled != nil {
+		a["eccEnabled"] = resourceapi.DeviceAttribute{BoolValue: ptr.To(*g.ECCEnabled)}
+	}
 	a.text("nvlinkDomain", g.NVLinkDomain)
 	a.text("fabricClique", g.FabricClique)
 	return a
@@ -113,33 +115,22 @@ type attributes map[resourceapi.QualifiedName]resourceapi.DeviceAttribute
 
 // text omits values that are empty or too long for the API. A truncated value would match wrong selectors.
 func (a attributes) text(name resourceapi.QualifiedName, value string) {
-	if value == "" || len(value) > resourceapi.DeviceAttributeMaxValueLength || !utf8.ValidString(value) {
-		return
+	if value != "" && len(value) <= resourceapi.DeviceAttributeMaxValueLength && utf8.ValidString(value) {
+		a[name] = resourceapi.DeviceAttribute{StringValue: &value}
 	}
-	a[name] = resourceapi.DeviceAttribute{StringValue: &value}
 }
 
 func (a attributes) version(name resourceapi.QualifiedName, value string) {
-	semantic, ok := semanticVersion(value)
-	if !ok || len(semantic) > resourceapi.DeviceAttributeMaxValueLength {
-		return
+	if semantic, ok := semanticVersion(value); ok && len(semantic) <= resourceapi.DeviceAttributeMaxValueLength {
+		a[name] = resourceapi.DeviceAttribute{VersionValue: &semantic}
 	}
-	a[name] = resourceapi.DeviceAttribute{VersionValue: &semantic}
 }
 
 // number omits negative values, which mean "unknown" in pkg/device.
 func (a attributes) number(name resourceapi.QualifiedName, value int) {
-	if value < 0 {
-		return
+	if value >= 0 {
+		a[name] = resourceapi.DeviceAttribute{IntValue: ptr.To(int64(value))}
 	}
-	a[name] = resourceapi.DeviceAttribute{IntValue: ptr.To(int64(value))}
-}
-
-func (a attributes) flag(name resourceapi.QualifiedName, value *bool) {
-	if value == nil {
-		return
-	}
-	a[name] = resourceapi.DeviceAttribute{BoolValue: ptr.To(*value)}
 }
 
 var dottedNumbers = regexp.MustCompile(`^[0-9]+(\.[0-9]+){0,2}$`)

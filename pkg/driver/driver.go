@@ -104,7 +104,7 @@ type Config struct {
 	// KubeletDir is kubelet's data directory. Default "/var/lib/kubelet".
 	KubeletDir string
 
-	// Node's UID owns the slices. Nil publishes nothing, for simulations.
+	// Node's UID owns the slices. Run needs it.
 	Node      Node
 	Ledger    Ledger
 	Inventory Inventory

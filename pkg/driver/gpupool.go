@@ -196,9 +196,6 @@ func (o *Offer) shape(g device.GPU, strict bool) *gpuShape {
 	g = withoutUse(g)
 	known := o.shapes[g.Name()]
 	if known == nil || known.strict != strict || !reflect.DeepEqual(known.gpu, g) {
-		if o.shapes == nil {
-			o.shapes = map[string]*gpuShape{}
-		}
 		known = newGPUShape(g, strict)
 		o.shapes[g.Name()] = known
 	}

@@ -91,6 +91,12 @@ func (o *Offer) SetPublished(published []resourceapi.ResourceSlice) {
 
 // build lays out all pools: it withdraws what is unavailable, chooses the pool of each GPU, and describes the devices.
 func (o *Offer) build(f Facts) layout {
+	if o.inGPUPool == nil {
+		o.inGPUPool = map[string]bool{}
+	}
+	if o.shapes == nil {
+		o.shapes, o.profiles = map[string]*gpuShape{}, map[string][]device.Profile{}
+	}
 	inv, holds := f.Inventory, f.Holds
 	if o.Offered != nil {
 		// The metric must not count withdrawals of GPUs that are not offered.
@@ -146,9 +152,6 @@ func (o *Offer) build(f Facts) layout {
 // the scheduler identifies an allocated device by pool and name, and returns its counters when that device disappears. A GPU that
 // is in use, from both pools or from an unknown one, stays where it is.
 func (o *Offer) choosePool(g device.GPU, from sourcePools, inUse, canPartition bool) bool {
-	if o.inGPUPool == nil {
-		o.inGPUPool = map[string]bool{}
-	}
 	own := canPartition && g.Dynamic && (g.MIGEnabled || mig.Switchable(g))
 	before, known := o.inGPUPool[g.Name()]
 	switch {
@@ -164,9 +167,6 @@ func (o *Offer) choosePool(g device.GPU, from sourcePools, inUse, canPartition b
 // withKnownProfiles returns the GPU with the profiles of the last build if NVML returned none this time, or fewer while claims use
 // the GPU: an NVML error must not remove allocated devices from the slices (TestGPUWithUnreadableProfiles).
 func (o *Offer) withKnownProfiles(g device.GPU, inUse bool) device.GPU {
-	if o.profiles == nil {
-		o.profiles = map[string][]device.Profile{}
-	}
 	known := o.profiles[g.UUID]
 	fewer := slices.ContainsFunc(known, func(p device.Profile) bool {
 		return !slices.ContainsFunc(g.Profiles, func(q device.Profile) bool { return q.ID == p.ID })

@@ -271,28 +271,25 @@ func (d *Driver) joinPolicy(ctx context.Context, p *preparation, g *sharedGroup)
 // explainSharing returns the refusal for a group's error. A claim whose own daemon is starting keeps its reservation, so that
 // the next attempt finds the daemon ready.
 func (d *Driver) explainSharing(p *preparation, g *sharedGroup) error {
-	late, isLate := errors.AsType[*sharing.NotReadyError](g.err)
-	switch {
-	case isLate:
-	case errors.Is(g.err, device.ErrUnsupported) && g.path != nil:
-		path, value := g.path.Child("sharing", "strategy"), string(g.sharing.Strategy)
-		if g.sharing.Strategy == parametersv1beta1.TimeSlicing {
-			path, value = g.path.Child("sharing", "timeSlicingConfig", "interval"), string(g.sharing.Interval)
+	if late, ok := errors.AsType[*sharing.NotReadyError](g.err); ok {
+		// A daemon of the policy runs without the claim.
+		p.keepOnError = p.keepOnError || !g.share
+		message := fmt.Sprintf("retrying: %v", g.err)
+		if d.DaemonTrouble != nil {
+			if trouble := d.DaemonTrouble(late.Daemon); trouble != "" {
+				message += ": its pod does not run: " + trouble
+			}
 		}
-		return refuseParameters(g.request, field.Invalid(path, value, g.err.Error()))
-	default:
+		return &refusal{reasonDaemonNotReady, message}
+	}
+	if !errors.Is(g.err, device.ErrUnsupported) || g.path == nil {
 		return refuse(reasonNotShared, "retrying: %v", g.err)
 	}
-	// A daemon of the policy runs without the claim.
-	p.keepOnError = p.keepOnError || !g.share
-	trouble := ""
-	if d.DaemonTrouble != nil {
-		trouble = d.DaemonTrouble(late.Daemon)
+	path, value := g.path.Child("sharing", "strategy"), string(g.sharing.Strategy)
+	if g.sharing.Strategy == parametersv1beta1.TimeSlicing {
+		path, value = g.path.Child("sharing", "timeSlicingConfig", "interval"), string(g.sharing.Interval)
 	}
-	if trouble != "" {
-		return refuse(reasonDaemonNotReady, "retrying: %v: its pod does not run: %s", g.err, trouble)
-	}
-	return refuse(reasonDaemonNotReady, "retrying: %v", g.err)
+	return refuseParameters(g.request, field.Invalid(path, value, g.err.Error()))
 }
 
 // Step 5: make sure that the answered CDI devices are on disk.

@@ -81,17 +81,14 @@ func (p *publisher) publish(ctx context.Context, existing []resourceapi.Resource
 		countersMissing bool
 		allocationsDue  = time.Now().Add(allocationsTimeout)
 		node            types.UID
-		nodeChanged     <-chan struct{}
 		claimsChanged   <-chan struct{}
 	)
 	for {
 		// Changes are awaited from before anything is read.
 		inventoryChanged, ledgerChanged := p.Inventory.Changed(), p.Ledger.Changed()
 		fieldsDropped, registered := p.fieldsDropped.Changed(), p.kubeletRegistered.Changed()
-		if p.Node != nil {
-			nodeChanged = p.Node.Changed()
-			node = p.nodeUID(ctx, node)
-		}
+		nodeChanged := p.Node.Changed()
+		node = p.nodeUID(ctx, node)
 		kept := p.keptFields(ctx)
 		facts := Facts{Inventory: p.Inventory.Inventory(), Holds: p.Ledger.Holds(), Kept: kept, Now: time.Now()}
 		if p.Allocations != nil {

@@ -120,12 +120,8 @@ func (m *Maker) Record(ctx context.Context, want device.Partition) error {
 
 // Create returns the recorded partition want, and creates it if it does not exist. Needs the GPU's lock, Record, and a valid
 // reservation. Idempotent. Destroy removes what a failed attempt left behind. Errors are those of Record.
-func (m *Maker) Create(ctx context.Context, want device.Partition) (device.Partition, error) {
-	created, err := m.create(ctx, want)
-	return created, wrap(err, "create partition %s", want.Name())
-}
-
-func (m *Maker) create(ctx context.Context, want device.Partition) (device.Partition, error) {
+func (m *Maker) Create(ctx context.Context, want device.Partition) (_ device.Partition, err error) {
+	defer func() { err = wrap(err, "create partition %s", want.Name()) }()
 	if !m.Made(want.Ref) {
 		return device.Partition{}, errors.New("it was not recorded")
 	}
@@ -204,11 +200,8 @@ func (m *Maker) overlap(requested string, p device.Partition) error {
 
 // Destroy destroys a recorded partition, complete or not, and removes its record. Needs the GPU's lock, and the caller has
 // checked that no holder uses it. A partition without a record stays. Idempotent; after an error the record remains.
-func (m *Maker) Destroy(ctx context.Context, ref device.Ref) error {
-	return wrap(m.destroy(ctx, ref), "destroy partition %s", ref)
-}
-
-func (m *Maker) destroy(ctx context.Context, ref device.Ref) error {
+func (m *Maker) Destroy(ctx context.Context, ref device.Ref) (err error) {
+	defer func() { err = wrap(err, "destroy partition %s", ref) }()
 	if !m.Made(ref) {
 		return nil
 	}
