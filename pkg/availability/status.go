@@ -12,8 +12,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Name identifies a device by its published name. It stands in for device.Ref where only API objects are known: those do not say
-// where partitions lie, so two partitions of a GPU do not overlap by name.
+// Name identifies a device by its published name. It replaces device.Ref where only API objects are known. Those do not
+// contain placements, so two partitions of a GPU do not overlap by name.
 type Name struct {
 	GPU string
 	// Partition is empty for the whole GPU.

@@ -14,7 +14,7 @@ import (
 // noProfile is the profile ID of a whole GPU, and of a partition of which only the placement is known.
 const noProfile = -1
 
-// sourcePools says from which pools devices were allocated; neither if that is not known.
+// sourcePools are the kinds of pools from which devices were allocated. Neither is set if that is not known.
 type sourcePools struct{ node, gpu bool }
 
 func (a sourcePools) or(b sourcePools) sourcePools {

@@ -57,12 +57,17 @@ func (d *Driver) waitForAPI(ctx context.Context) bool {
 
 // apiServed returns true also for an API server that does not answer: the publisher retries.
 func (d *Driver) apiServed(ctx context.Context) bool {
+	_, err := d.slicesOfNode(ctx)
+	return !apierrors.IsNotFound(err)
+}
+
+// slicesOfNode lists the slices of this driver and node.
+func (d *Driver) slicesOfNode(ctx context.Context) (*resourceapi.ResourceSliceList, error) {
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
-	_, err := d.KubeClient.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{
-		FieldSelector: fields.OneTermEqualSelector(resourceapi.ResourceSliceSelectorNodeName, d.NodeName).String(), Limit: 1,
-	})
-	return !apierrors.IsNotFound(err)
+	return d.KubeClient.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: fields.Set{
+		resourceapi.ResourceSliceSelectorNodeName: d.NodeName, resourceapi.ResourceSliceSelectorDriver: d.DriverName,
+	}.String()})
 }
 
 // probe returns which fields the API server keeps. Until it answers, devices are withdrawn by omission, which every version

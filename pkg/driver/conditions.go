@@ -30,7 +30,7 @@ import (
 const (
 	// ConditionSharing is true once the sharing settings are applied; the reason is the strategy.
 	ConditionSharing = "SharingApplied"
-	// ConditionMemoryLimit is true if a memory limit is enforced; the reason says by which component.
+	// ConditionMemoryLimit is true if a memory limit is enforced. The reason names the component that enforces it.
 	ConditionMemoryLimit = "MemoryLimit"
 )
 

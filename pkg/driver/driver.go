@@ -89,7 +89,7 @@ type Policy interface {
 	// ByDaemon reports whether an MPS daemon has the GPU, or is about to.
 	ByDaemon(gpu device.GPU) bool
 	// Join returns the client devices of a claim with a share of a GPU. Idempotent. It waits for the daemon; a
-	// *sharing.NotReadyError says that ctx ended before the daemon was ready.
+	// *sharing.NotReadyError means that ctx ended before the daemon was ready.
 	Join(ctx context.Context, claim sharing.Claim, d device.Device, share device.Share) (clientDevices []string, err error)
 }
 

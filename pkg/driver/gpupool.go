@@ -17,9 +17,9 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/mig"
 )
 
-// gpuPool is the pool of one dynamic GPU: the GPU and every possible partition, and counters by which the scheduler knows which of
-// them exclude each other (KEP-4815). A device that pods hold, or that drains, is subtracted from the counters: no toleration
-// bypasses them, and one small slice changes.
+// gpuPool is the pool of one dynamic GPU: the GPU, every possible partition, and counters. From the counters the scheduler computes
+// which devices exclude each other (KEP-4815). A device that pods hold, or that drains, is subtracted from the counters: no
+// toleration bypasses them, and one small slice changes.
 //
 // The scheduler (k8s.io/dynamic-resource-allocation/structured, checkAvailableCounters) subtracts the allocated devices in the
 // slices from the published counters. A device that is not in the slices consumes nothing, and one counter below zero blocks every

@@ -57,7 +57,7 @@ type sharedGroup struct {
 	devices []device.Device
 	// answers are the indexes of the devices in the claim's answer.
 	answers []int
-	// share is true if the claim has a share of the device: the node's policy says how its holders share it.
+	// share is true if the claim has a share of the device. The node's policy sets how its holders share it.
 	share         bool
 	clientDevices []string
 	err           error

@@ -18,7 +18,6 @@ import (
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
@@ -174,11 +173,7 @@ func (p *publisher) nodeUID(ctx context.Context, before types.UID) types.UID {
 // listSlices returns the slices that earlier agents published. It retries until ctx is done, and returns false then.
 func (p *publisher) listSlices(ctx context.Context) ([]resourceapi.ResourceSlice, bool) {
 	for wait := probeRetryFirst; ; wait = min(2*wait, probeRetryMost) {
-		limited, cancel := context.WithTimeout(ctx, probeTimeout)
-		found, err := p.KubeClient.ResourceV1().ResourceSlices().List(limited, metav1.ListOptions{FieldSelector: fields.Set{
-			resourceapi.ResourceSliceSelectorNodeName: p.NodeName, resourceapi.ResourceSliceSelectorDriver: p.DriverName,
-		}.String()})
-		cancel()
+		found, err := p.slicesOfNode(ctx)
 		if err == nil {
 			return found.Items, true
 		}

@@ -17,8 +17,8 @@ type Records struct {
 	store *records.Store[device.Ref, made]
 }
 
-// made is the content of a record. The name of the file is the partition's ref, so that an unreadable file still says which
-// partition Tandem created.
+// made is the content of a record. The name of the file is the partition's ref, so that an unreadable file still
+// identifies the partition that Tandem created.
 type made struct {
 	ProfileID int `json:"profileID"`
 	// UUID is empty until the partition is complete.
