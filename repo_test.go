@@ -26,8 +26,8 @@ var layers = [][]string{
 	{"pkg/ledger", "pkg/cdi", "pkg/partition"},
 	{"pkg/podstate", "pkg/webhook", "pkg/sharing", "pkg/explain"},
 	{"pkg/reconcile", "pkg/driver", "pkg/legacy", "pkg/gpunode", "pkg/controller"},
-	{"simulated"},
 	{"pkg/nvml"},
+	{"simulated"},
 	{"cmd"},
 }
 
@@ -39,8 +39,8 @@ var doors = []struct {
 	testsMay bool
 }{
 	{"github.com/NVIDIA/", []string{"pkg/nvml", "simulated"}, "pkg/nvml is the one door to the NVIDIA driver", false},
-	{module + "/pkg/nvml", []string{"pkg/nvml", "cmd", "hack", "test"}, "front-ends declare the small interface they need", false},
-	{module + "/simulated", []string{"simulated", "pkg/nvml", "cmd", "hack", "test"}, "only commands, tools and tests use the simulated hardware", true},
+	{module + "/pkg/nvml", []string{"pkg/nvml", "simulated/simnode", "cmd", "hack", "test"}, "front-ends declare the small interface they need", false},
+	{module + "/simulated", []string{"simulated", "cmd", "hack", "test"}, "only commands, tools and tests use the simulated hardware", true},
 	{"k8s.io/", []string{"api", "pkg/driver", "pkg/legacy", "pkg/podstate", "pkg/reconcile", "pkg/gpunode", "pkg/controller", "pkg/explain", "pkg/webhook", "pkg/nvml", "simulated", "pkg/cdi", "pkg/ledger", "pkg/mps", "pkg/sharing", "internal", "cmd", "hack", "test", "deployments"},
 		"pkg/device and pkg/mig are values over the standard library", false},
 	{module + "/hack", []string{"hack", "test"}, "hack is a module of its own: the product's go.mod lists what the product needs", false},

@@ -18,7 +18,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-//go:generate go run ./internal/gen unsupported.gen.go
+//go:generate go run ./internal/gen zz_generated.unsupported.go
 
 // Library is NVML of one simulated machine. It is safe for concurrent use. Handles stay valid over Shutdown and Init.
 type Library struct {

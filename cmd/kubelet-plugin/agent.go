@@ -30,6 +30,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
+	"github.com/tandem-gpu/tandem/simulated/simnode"
 )
 
 // cdiVendor and cdiClass make up the kind of the CDI devices, beside the "claim" class of NVIDIA's DRA driver.
@@ -275,7 +276,7 @@ func (a *agent) with(c config.Config) *agent {
 func (a *agent) nodeOptions() nvml.Options {
 	options := nvml.Options{
 		HostRoot: a.config.HostRoot, DriverRoot: a.config.DriverRoot, DevRoot: a.config.DevRoot, Library: a.config.NVML,
-		Seed: a.config.NodeName, SysfsRoot: a.config.SysfsRoot,
+		SysfsRoot: a.config.SysfsRoot,
 	}
 	switch a.config.CDIHook {
 	case "none":
@@ -285,7 +286,7 @@ func (a *agent) nodeOptions() nvml.Options {
 	default:
 		options.HookPath = a.config.CDIHook
 	}
-	return options
+	return simnode.Options(options, a.config.NodeName)
 }
 
 // hookPath is the same for the agent and the host: the chart mounts kubelet's directory where it is.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package nvml is the one door to the NVIDIA driver: it finds the driver on the node, tells which GPUs there are and how
-// they are, and what a container needs to use one. Nothing above it imports an NVIDIA module or knows whether the GPUs are
-// real.
+// they are, and what a container needs to use one. Nothing above it imports an NVIDIA module. Options.OpenLibrary replaces the
+// library, as tests and simulated machines do.
 //
 // It places no work, holds no devices and writes no files.
 //

@@ -33,14 +33,11 @@ var driverRoots = []string{
 	"/",
 }
 
-// simulatedRoot is the driver root of a simulated machine, which no real library is looked for in.
-const simulatedRoot = "/run/nvidia/simulated/driver"
-
 // layout is where things are on this node. It is comparable through its fingerprint.
 type layout struct {
 	// driverRoot and devRoot are host paths.
 	driverRoot, devRoot string
-	// library is the resolved libnvidia-ml.so.1 as the agent sees it; of a simulated machine, the file that stands for it.
+	// library is the resolved libnvidia-ml.so.1 as the agent sees it.
 	library string
 	// version is what the library's file name says, or empty.
 	version string
@@ -60,7 +57,7 @@ func (o Options) locate() (layout, error) {
 		}
 		found = append(found, l)
 	}
-	if len(found) == 0 && o.Library != Auto && !o.simulated() {
+	if len(found) == 0 && o.Library != Auto {
 		// A library given by path is enough to know the GPUs; container edits will say what they miss.
 		found = append(found, layout{driverRoot: "/", library: o.Library})
 	}
@@ -68,7 +65,7 @@ func (o Options) locate() (layout, error) {
 		return layout{}, &NoDriverError{Looked: looked, NoHardware: !o.hasHardware()}
 	}
 	l := o.choose(found)
-	if o.Library != Auto && !o.simulated() {
+	if o.Library != Auto {
 		if _, err := os.Stat(o.Library); err != nil {
 			return layout{}, &NoDriverError{Looked: looked, Cause: err}
 		}
@@ -82,8 +79,6 @@ func (o Options) candidateRoots() []string {
 	switch {
 	case o.DriverRoot != Auto:
 		return []string{o.DriverRoot}
-	case o.simulated():
-		return []string{simulatedRoot}
 	case o.Library != Auto:
 		return append(o.rootsOf(o.Library), driverRoots...)
 	}
@@ -216,16 +211,10 @@ func (o Options) findDevRoot(driverRoot string) string {
 	if o.DevRoot != Auto {
 		return filepath.Clean(o.DevRoot)
 	}
-	candidates := []string{"/", driverRoot}
-	if o.simulated() {
-		candidates = []string{driverRoot}
+	if len(deviceNodes(o.onHost("/"))) == 0 && len(deviceNodes(o.onHost(driverRoot))) > 0 {
+		return driverRoot
 	}
-	for _, root := range candidates {
-		if nodes := deviceNodes(o.onHost(root)); len(nodes) > 0 {
-			return root
-		}
-	}
-	return candidates[0]
+	return "/"
 }
 
 // deviceNodes lists /dev/nvidia* below a root as the agent sees it.

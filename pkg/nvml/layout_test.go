@@ -164,7 +164,7 @@ func fixture(t *testing.T, name string) Options {
 		HostRoot:  host,
 		SysfsRoot: filepath.Join(machine, simulated.SysfsDir),
 		HookPath:  "/var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook",
-		open: func(layout) (gonvml.Interface, error) {
+		OpenLibrary: func() (gonvml.Interface, error) {
 			return simulated.New(profile), nil
 		},
 	}

@@ -7,33 +7,17 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/dl"
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
-	"k8s.io/klog/v2"
-
-	"github.com/tandem-gpu/tandem/simulated"
 )
 
-// openLibrary is the only place that knows whether the GPUs are real.
 func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
-	if o.open != nil {
-		library, err := o.open(l)
+	if o.OpenLibrary != nil {
+		library, err := o.OpenLibrary()
 		return &guard{Interface: library}, err
-	}
-	if profile, ok := strings.CutPrefix(o.Library, simulatedPrefix); ok {
-		machine, err := simulated.Load(profile)
-		if err != nil {
-			return nil, fmt.Errorf("load simulated machine: %w", err)
-		}
-		// The faults and the state of MIG lie beside the driver root.
-		dir := filepath.Dir(o.onHost(l.driverRoot))
-		report := func(err error) { klog.Background().Error(err, "Using the files of the simulated machine") }
-		return &guard{Interface: simulated.New(machine,
-			simulated.WithSeed(o.Seed), simulated.WithDir(dir), simulated.WithReport(report))}, nil
 	}
 	if err := bind(l.library); err != nil {
 		return nil, err

@@ -237,7 +237,7 @@ func (n *Node) attach() error {
 	if err != nil {
 		return err
 	}
-	caps, err := readCapabilities(n.options.procRoot(l))
+	caps, err := readCapabilities(n.options.ProcRoot)
 	if err != nil {
 		return &NoDriverError{Cause: err}
 	}

@@ -444,7 +444,6 @@ func TestBadOptions(t *testing.T) {
 		"driver root": {DriverRoot: "driver"},
 		"device root": {DevRoot: "./dev"},
 		"library":     {Library: "libnvidia-ml.so.1"},
-		"no profile":  {Library: "simulated:"},
 		"sysfs":       {SysfsRoot: "sys"},
 		"hook":        {HookPath: "nvidia-cdi-hook"},
 		"interval":    {Interval: -1},

@@ -6,19 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
-	"strings"
 	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
-
-	"github.com/tandem-gpu/tandem/simulated"
 )
 
-// Auto is the setting that has a place found rather than given.
+// Auto is the value of a path that Open searches for.
 const Auto = "auto"
-
-// simulatedPrefix selects GPUs that are not there.
-const simulatedPrefix = "simulated:"
 
 // Options say where the driver is. A path is the agent's unless it is called a host path.
 type Options struct {
@@ -28,14 +22,14 @@ type Options struct {
 	DriverRoot string
 	// DevRoot is Auto (or empty), or the host path of the directory whose dev/ holds the device nodes.
 	DevRoot string
-	// Library is Auto (or empty) for the driver's own libnvidia-ml.so.1, the path of any other, or "simulated:" and the
-	// name of a machine profile or the path of its file.
+	// Library is Auto (or empty) for the driver's own libnvidia-ml.so.1, or the path of another one.
 	Library string
-	// Seed tells simulated machines of one profile apart: nodes with other seeds have other UUIDs. Real GPUs ignore it.
-	Seed string
+	// OpenLibrary replaces the library that was found, also after each driver upgrade. Nil opens the file. Tests and simulated
+	// machines set it.
+	OpenLibrary func() (gonvml.Interface, error)
 	// SysfsRoot is where sysfs is seen; "/sys" when empty.
 	SysfsRoot string
-	// ProcRoot is where proc is seen; when empty "/proc", or of a simulated machine the one beside its driver root.
+	// ProcRoot is where proc is seen; "/proc" when empty.
 	ProcRoot string
 
 	// HookPath is the host path of nvidia-cdi-hook. Empty means that container edits carry no hooks.
@@ -48,8 +42,6 @@ type Options struct {
 
 	// patience is how long a GPU may take to answer; tests shorten it.
 	patience time.Duration
-	// open replaces the choice of a library in tests.
-	open func(layout) (gonvml.Interface, error)
 }
 
 // defaultPatience is beyond what a GPU takes that has to be initialised first (some seconds without persistence mode).
@@ -61,6 +53,7 @@ func (o Options) withDefaults() (Options, error) {
 	setDefault(&o.DevRoot, Auto)
 	setDefault(&o.Library, Auto)
 	setDefault(&o.SysfsRoot, "/sys")
+	setDefault(&o.ProcRoot, "/proc")
 	if o.Interval == 0 {
 		o.Interval = 4 * time.Second
 	}
@@ -85,20 +78,15 @@ func (o Options) check() error {
 	}
 	absolute("host root", o.HostRoot)
 	absolute("sysfs root", o.SysfsRoot)
+	absolute("proc root", o.ProcRoot)
 	if o.DriverRoot != Auto {
 		absolute("driver root", o.DriverRoot)
 	}
 	if o.DevRoot != Auto {
 		absolute("device root", o.DevRoot)
 	}
-	if o.Library != Auto && !o.simulated() {
+	if o.Library != Auto {
 		absolute("NVML library", o.Library)
-	}
-	if o.ProcRoot != "" {
-		absolute("proc root", o.ProcRoot)
-	}
-	if o.Library == simulatedPrefix {
-		errs = append(errs, fmt.Errorf("NVML library %q: no profile", o.Library))
 	}
 	if o.HookPath != "" {
 		absolute("CDI hook", o.HookPath)
@@ -107,18 +95,6 @@ func (o Options) check() error {
 		errs = append(errs, fmt.Errorf("scan interval %s: negative", o.Interval))
 	}
 	return errors.Join(errs...)
-}
-
-func (o Options) simulated() bool { return strings.HasPrefix(o.Library, simulatedPrefix) }
-
-func (o Options) procRoot(l layout) string {
-	switch {
-	case o.ProcRoot != "":
-		return o.ProcRoot
-	case o.simulated():
-		return filepath.Join(filepath.Dir(o.onHost(l.driverRoot)), simulated.ProcDir)
-	}
-	return "/proc"
 }
 
 // onHost turns a host path into the path under which the agent sees it.

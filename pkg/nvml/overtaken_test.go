@@ -37,7 +37,7 @@ func TestScanThatIsOvertaken(t *testing.T) {
 		t.Fatal(err)
 	}
 	library := &haltingLibrary{Library: simulated.New(profile), reached: make(chan struct{}), goOn: make(chan struct{})}
-	options.open = func(layout) (gonvml.Interface, error) { return library, nil }
+	options.OpenLibrary = func() (gonvml.Interface, error) { return library, nil }
 	node, err := Open(t.Context(), options)
 	if err != nil {
 		t.Fatal(err)
@@ -80,7 +80,7 @@ func TestProfilesAreReadAgainAfterAChange(t *testing.T) {
 	library := &haltingLibrary{
 		Library: simulated.New(profile, simulated.WithDir(dir)), reached: make(chan struct{}), goOn: make(chan struct{}),
 	}
-	options.open = func(layout) (gonvml.Interface, error) { return library, nil }
+	options.OpenLibrary = func() (gonvml.Interface, error) { return library, nil }
 	node, err := Open(t.Context(), options)
 	if err != nil {
 		t.Fatal(err)
@@ -135,7 +135,7 @@ func TestOperationThatHangs(t *testing.T) {
 	}
 	hang(0)
 	options.patience = 500 * time.Millisecond
-	options.open = func(layout) (gonvml.Interface, error) { return simulated.New(profile, simulated.WithDir(dir)), nil }
+	options.OpenLibrary = func() (gonvml.Interface, error) { return simulated.New(profile, simulated.WithDir(dir)), nil }
 	node, err := Open(t.Context(), options)
 	if err != nil {
 		t.Fatal(err)

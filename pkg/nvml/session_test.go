@@ -57,12 +57,12 @@ func TestSessionBetweenScans(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			options := fixture(t, "host-rhel")
-			library, err := options.open(layout{})
+			library, err := options.OpenLibrary()
 			if err != nil {
 				t.Fatal(err)
 			}
 			sessions := 0
-			options.open = func(layout) (gonvml.Interface, error) {
+			options.OpenLibrary = func() (gonvml.Interface, error) {
 				return counted{library.(*simulated.Library), &sessions, test.mode}, nil
 			}
 			node, err := Open(t.Context(), options)
@@ -108,7 +108,7 @@ func TestGPUThatDoesNotAnswer(t *testing.T) {
 	}
 	hang(0)
 	options.patience = 500 * time.Millisecond
-	options.open = func(layout) (gonvml.Interface, error) {
+	options.OpenLibrary = func() (gonvml.Interface, error) {
 		return simulated.New(profile, simulated.WithDir(faults)), nil
 	}
 	node, err := Open(t.Context(), options)
@@ -164,7 +164,7 @@ func TestGPUThatDoesNotAnswerForItsEdits(t *testing.T) {
 	}
 	hang(0)
 	options.patience = 500 * time.Millisecond
-	options.open = func(layout) (gonvml.Interface, error) {
+	options.OpenLibrary = func() (gonvml.Interface, error) {
 		return simulated.New(profile, simulated.WithDir(faults)), nil
 	}
 	node, err := Open(t.Context(), options)
@@ -216,7 +216,7 @@ func TestDriverThatDoesNotAnswer(t *testing.T) {
 	profile.GPUs = profile.GPUs[:2]
 	faults := t.TempDir()
 	options.patience = 500 * time.Millisecond
-	options.open = func(layout) (gonvml.Interface, error) {
+	options.OpenLibrary = func() (gonvml.Interface, error) {
 		return simulated.New(profile, simulated.WithDir(faults)), nil
 	}
 	node, err := Open(t.Context(), options)
@@ -263,7 +263,7 @@ func TestReplacedGPU(t *testing.T) {
 		t.Fatal(err)
 	}
 	profile.GPUs = profile.GPUs[:2]
-	options.open = func(layout) (gonvml.Interface, error) { return simulated.New(profile), nil }
+	options.OpenLibrary = func() (gonvml.Interface, error) { return simulated.New(profile), nil }
 	node, err := Open(t.Context(), options)
 	if err != nil {
 		t.Fatal(err)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/simnode"
 )
 
 // machine is a simulated machine on a host of its own.
@@ -29,12 +30,12 @@ func newMachine(t *testing.T, profile string) machine {
 		dir:     filepath.Join(host, "run/nvidia/simulated"),
 		profile: p,
 	}
-	m.options = nvml.Options{
+	m.options = simnode.Options(nvml.Options{
 		HostRoot:  host,
-		Library:   "simulated:" + filepath.Join(m.dir, simulated.ProfileFile),
+		Library:   simnode.Library + filepath.Join(m.dir, simulated.ProfileFile),
 		SysfsRoot: filepath.Join(m.dir, simulated.SysfsDir),
 		HookPath:  "/var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook",
-	}
+	}, "")
 	m.materialize(t)
 	return m
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/simnode"
 )
 
 const (
@@ -57,7 +58,7 @@ func (r *run) dynamicMachine() (machine, error) {
 	if err := os.WriteFile(file, []byte(onDemand), 0o600); err != nil {
 		return machine{}, fmt.Errorf("write node configuration: %w", err)
 	}
-	library := "simulated:" + filepath.Join(r.node.path(small.profile), simulated.ProfileFile)
+	library := simnode.Library + filepath.Join(r.node.path(small.profile), simulated.ProfileFile)
 	return machine{profile: small.profile, devices: small.gpus * placesAndWhole, flags: []string{"--config=" + file, "--nvml=" + library}}, nil
 }
 
@@ -71,9 +72,9 @@ func openTwin(ctx context.Context, host string) (*nvml.Node, error) {
 	if err := simulated.Materialize(root, profile, simulated.MaterializeOptions{}); err != nil {
 		return nil, err
 	}
-	return nvml.Open(ctx, nvml.Options{
-		HostRoot: host, Library: "simulated:" + filepath.Join(root, simulated.ProfileFile), SysfsRoot: filepath.Join(root, simulated.SysfsDir),
-	})
+	return nvml.Open(ctx, simnode.Options(nvml.Options{
+		HostRoot: host, Library: simnode.Library + filepath.Join(root, simulated.ProfileFile), SysfsRoot: filepath.Join(root, simulated.SysfsDir),
+	}, ""))
 }
 
 func (s *subject) partitions(ctx context.Context, driver *nvml.Node, n int) ([]Figure, error) {

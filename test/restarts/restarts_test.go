@@ -22,6 +22,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/partition"
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/simnode"
 )
 
 var (
@@ -46,10 +47,10 @@ func TestMain(m *testing.M) {
 func machineDir(host string) string { return filepath.Join(host, "run/nvidia/simulated") }
 
 func open(ctx context.Context, host string) (*nvml.Node, error) {
-	return nvml.Open(ctx, nvml.Options{
-		HostRoot: host, Library: "simulated:" + filepath.Join(machineDir(host), simulated.ProfileFile),
+	return nvml.Open(ctx, simnode.Options(nvml.Options{
+		HostRoot: host, Library: simnode.Library + filepath.Join(machineDir(host), simulated.ProfileFile),
 		SysfsRoot: filepath.Join(machineDir(host), simulated.SysfsDir),
-	})
+	}, ""))
 }
 
 // live is one life: it obeys lines of "make <name>" and "destroy <name>", and answers "ok" or "error: …" to each.

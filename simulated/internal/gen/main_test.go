@@ -14,11 +14,11 @@ func TestGeneratedFileIsCurrent(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	got, err := os.ReadFile("../../unsupported.gen.go")
+	got, err := os.ReadFile("../../zz_generated.unsupported.go")
 	if err != nil {
 		t.Fatal(err)
 	}
 	if !bytes.Equal(got, want) {
-		t.Error("unsupported.gen.go differs from what the generator writes; run: go generate ./simulated")
+		t.Error("zz_generated.unsupported.go differs from what the generator writes; run: go generate ./simulated")
 	}
 }
