@@ -122,11 +122,7 @@ type Inventory struct {
 
 // ByUUID finds a GPU by UUID.
 func (inv Inventory) ByUUID(uuid string) (GPU, bool) {
-	return inv.find(func(g GPU) bool { return g.UUID == uuid })
-}
-
-func (inv Inventory) find(match func(GPU) bool) (GPU, bool) {
-	if i := slices.IndexFunc(inv.GPUs, match); i >= 0 {
+	if i := slices.IndexFunc(inv.GPUs, func(g GPU) bool { return g.UUID == uuid }); i >= 0 {
 		return inv.GPUs[i], true
 	}
 	return GPU{}, false

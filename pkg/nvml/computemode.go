@@ -18,9 +18,9 @@ var computeModes = map[gpu.ComputeMode]gonvml.ComputeMode{
 	gpu.ComputeModeProhibited:       gonvml.COMPUTEMODE_PROHIBITED,
 }
 
-// SetComputeMode says how many processes may have a GPU, and returns what was said before, to go back to. The driver forgets it when
-// it is unloaded. The error is an ErrUnsupported where the GPU has no such mode, as with MIG mode on. The keeper of sharing settings calls
-// it. Idempotent and safe for concurrent use; it waits for other operations on the GPU.
+// SetComputeMode sets how many processes may use a GPU, and returns the mode before, for the revert. The setting is lost when the
+// driver is unloaded. The error is device.ErrUnsupported if the GPU has no such mode, as with MIG mode on. pkg/sharing calls it.
+// Idempotent and safe for concurrent use; it waits for other operations on the GPU.
 func (n *Node) SetComputeMode(ctx context.Context, uuid string, mode gpu.ComputeMode) (before gpu.ComputeMode, err error) {
 	before, err = operate(ctx, n, uuid, func(op *operation) (gpu.ComputeMode, error) {
 		return op.setComputeMode(mode)
@@ -72,7 +72,7 @@ func (op *operation) setComputeMode(mode gpu.ComputeMode) (before gpu.ComputeMod
 func settingError(ret gonvml.Return) error {
 	switch ret {
 	case gonvml.ERROR_NOT_SUPPORTED, gonvml.ERROR_FUNCTION_NOT_FOUND:
-		return fmt.Errorf("%w (%w)", ErrUnsupported, returnError{ret})
+		return fmt.Errorf("%w (%w)", gpu.ErrUnsupported, returnError{ret})
 	}
 	return returnError{ret}
 }

@@ -68,7 +68,7 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 			add(p.UUID, device, err)
 		}
 	}
-	if err := n.toHost(spec); err != nil {
+	if err := n.toHost(n.layout.devRoot, spec); err != nil {
 		return cdi.Edits{}, fmt.Errorf("turn paths into the host's: %w", err)
 	}
 	return cdi.Edits{Common: spec.ContainerEdits, Devices: spec.Devices, Failed: failed}, nil
@@ -149,9 +149,7 @@ func hasNode(edits specs.ContainerEdits, path string) bool {
 
 // toHost replaces the agent's view of paths by the host's. All of them lie below the host root as the agent sees it. Paths
 // inside the container need it too: nvcdi names the links that a hook makes below /dev/dri/by-path after the device root.
-func (n *Node) toHost(spec *specs.Spec) error { return n.toHostBelow(n.layout.devRoot, spec) }
-
-func (n *Node) toHostBelow(devRoot string, spec *specs.Spec) error {
+func (n *Node) toHost(devRoot string, spec *specs.Spec) error {
 	from := path.Clean(n.options.HostRoot)
 	host := root.New(root.WithRoot(from), root.WithTargetRoot("/"), root.WithRelativeTo("host"))
 	if err := host.Transform(spec); err != nil {

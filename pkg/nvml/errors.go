@@ -6,20 +6,14 @@ import (
 	"errors"
 	"fmt"
 	"strings"
-
-	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// ErrNoDriver says that the node has no working NVIDIA driver now. It may come later: Run waits for it.
+// ErrNoDriver means that the node has no working NVIDIA driver now. Run waits for one.
 var ErrNoDriver = errors.New("no NVIDIA driver")
 
-// ErrDriverReplaced says that the driver's library on disk is no longer the one that this process has bound. Only a new
-// process can use the new one (see the package documentation).
+// ErrDriverReplaced means that the driver's library on disk is not the one that this process has bound. Only a new process can use
+// the new library (see the package documentation).
 var ErrDriverReplaced = errors.New("the NVIDIA driver was replaced")
-
-// ErrUnsupported says that the GPU, or its driver, has no such setting: trying again does not help. It is the one that those know
-// who do not import this package.
-var ErrUnsupported = device.ErrUnsupported
 
 // NoDriverError is an ErrNoDriver with what was tried.
 type NoDriverError struct {

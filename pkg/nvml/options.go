@@ -3,6 +3,7 @@
 package nvml
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"path/filepath"
@@ -48,25 +49,15 @@ type Options struct {
 const defaultPatience = 10 * time.Second
 
 func (o Options) withDefaults() (Options, error) {
-	setDefault(&o.HostRoot, "/")
-	setDefault(&o.DriverRoot, Auto)
-	setDefault(&o.DevRoot, Auto)
-	setDefault(&o.Library, Auto)
-	setDefault(&o.SysfsRoot, "/sys")
-	setDefault(&o.ProcRoot, "/proc")
-	if o.Interval == 0 {
-		o.Interval = 4 * time.Second
-	}
-	if o.patience == 0 {
-		o.patience = defaultPatience
-	}
+	o.HostRoot = cmp.Or(o.HostRoot, "/")
+	o.DriverRoot = cmp.Or(o.DriverRoot, Auto)
+	o.DevRoot = cmp.Or(o.DevRoot, Auto)
+	o.Library = cmp.Or(o.Library, Auto)
+	o.SysfsRoot = cmp.Or(o.SysfsRoot, "/sys")
+	o.ProcRoot = cmp.Or(o.ProcRoot, "/proc")
+	o.Interval = cmp.Or(o.Interval, 4*time.Second)
+	o.patience = cmp.Or(o.patience, defaultPatience)
 	return o, o.check()
-}
-
-func setDefault(s *string, value string) {
-	if *s == "" {
-		*s = value
-	}
 }
 
 func (o Options) check() error {

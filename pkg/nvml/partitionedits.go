@@ -50,7 +50,7 @@ func (n *Node) oneEdits(ctx context.Context, p gpu.Partition) (specs.Device, err
 		return specs.Device{}, err
 	}
 	spec := &specs.Spec{Devices: []specs.Device{device}}
-	if err := n.toHostBelow(devRoot, spec); err != nil {
+	if err := n.toHost(devRoot, spec); err != nil {
 		return specs.Device{}, fmt.Errorf("turn paths into the host's: %w", err)
 	}
 	return spec.Devices[0], nil

@@ -42,7 +42,7 @@ func TestComputeMode(t *testing.T) {
 
 	m.fault(t, simulated.GPUFaults{GPU: uuid, Calls: map[string]simulated.CallFault{"SetComputeMode": {Return: "ERROR_NO_PERMISSION"}}})
 	_, err := node.SetComputeMode(t.Context(), uuid, device.ComputeModeExclusiveProcess)
-	if err == nil || errors.Is(err, nvml.ErrUnsupported) || !strings.Contains(err.Error(), uuid) {
+	if err == nil || errors.Is(err, device.ErrUnsupported) || !strings.Contains(err.Error(), uuid) {
 		t.Errorf("without permission: %v", err)
 	}
 	set(device.ComputeModeDefault, device.ComputeModeDefault)
@@ -56,7 +56,7 @@ func TestComputeMode(t *testing.T) {
 	if err := node.EnableMIG(t.Context(), uuid); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := node.SetComputeMode(t.Context(), uuid, device.ComputeModeExclusiveProcess); !errors.Is(err, nvml.ErrUnsupported) {
+	if _, err := node.SetComputeMode(t.Context(), uuid, device.ComputeModeExclusiveProcess); !errors.Is(err, device.ErrUnsupported) {
 		t.Errorf("with MIG mode on: %v", err)
 	}
 }
@@ -95,12 +95,12 @@ func TestTimeSliceFails(t *testing.T) {
 	}
 	fault(programs.FaultFail, "Unknown Error\nof the driver")
 	err := node.SetTimeSlice(t.Context(), uuid, 1)
-	if err == nil || errors.Is(err, nvml.ErrUnsupported) || !strings.Contains(err.Error(), "nvidia-smi compute-policy -i "+uuid+
+	if err == nil || errors.Is(err, device.ErrUnsupported) || !strings.Contains(err.Error(), "nvidia-smi compute-policy -i "+uuid+
 		" --set-timeslice=1: exit status 255: Unknown Error of the driver") {
 		t.Errorf("failure: %v", err)
 	}
 	fault(programs.FaultUnsupported, "")
-	if err := node.SetTimeSlice(t.Context(), uuid, 1); !errors.Is(err, nvml.ErrUnsupported) || !strings.Contains(err.Error(), "Timeslice is not supported") {
+	if err := node.SetTimeSlice(t.Context(), uuid, 1); !errors.Is(err, device.ErrUnsupported) || !strings.Contains(err.Error(), "Timeslice is not supported") {
 		t.Errorf("not supported: %v", err)
 	}
 	fault("", "")
@@ -110,7 +110,7 @@ func TestTimeSliceFails(t *testing.T) {
 	if err := os.Remove(filepath.Join(m.dir, simulated.DriverDir, programs.Dir, programs.SMI)); err != nil {
 		t.Fatal(err)
 	}
-	if err := node.SetTimeSlice(t.Context(), uuid, 1); !errors.Is(err, nvml.ErrUnsupported) || !strings.Contains(err.Error(), "find nvidia-smi") {
+	if err := node.SetTimeSlice(t.Context(), uuid, 1); !errors.Is(err, device.ErrUnsupported) || !strings.Contains(err.Error(), "find nvidia-smi") {
 		t.Errorf("without the tool: %v", err)
 	}
 }

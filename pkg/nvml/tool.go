@@ -16,12 +16,13 @@ import (
 	"time"
 
 	"github.com/tandem-gpu/tandem/internal/driverroot"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// SetTimeSlice says how long a process has the GPU before the next one: 0 is the driver's default, 1 short, 2 medium, 3 long. NVML
-// has no call for it, so the driver's own nvidia-smi does it. The driver forgets it when it is unloaded. The error is an
-// ErrUnsupported where the GPU has no time slices, or the driver no such tool. The keeper of sharing settings calls it. Idempotent
-// and safe for concurrent use; it waits for other operations on the GPU.
+// SetTimeSlice sets how long a process has the GPU before the next one: 0 is the driver's default, 1 short, 2 medium, 3 long. It
+// runs the driver's nvidia-smi, because NVML has no such call. The setting is lost when the driver is unloaded. The error is
+// device.ErrUnsupported if the GPU has no time slices or the driver no nvidia-smi. pkg/sharing calls it. Idempotent and safe for
+// concurrent use; it waits for other operations on the GPU.
 func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) error {
 	if interval < 0 || interval > 3 {
 		return fmt.Errorf("set time slice of GPU %s to %d: not from 0 to 3", uuid, interval)
@@ -42,12 +43,12 @@ func (o Options) setTimeSlice(l layout, uuid string, interval int) error {
 	root := o.onHost(l.driverRoot)
 	smi, err := driverroot.Find(root, "nvidia-smi")
 	if err != nil {
-		return fmt.Errorf("%w: %w", ErrUnsupported, err)
+		return fmt.Errorf("%w: %w", device.ErrUnsupported, err)
 	}
 	err = o.execute(l, filepath.Join(root, smi), "compute-policy", "-i", uuid, "--set-timeslice="+strconv.Itoa(interval))
 	var exit *exec.ExitError
 	if errors.As(err, &exit) && exit.ExitCode() == notAvailable || errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("%w: %w", ErrUnsupported, err)
+		return fmt.Errorf("%w: %w", device.ErrUnsupported, err)
 	}
 	return err
 }

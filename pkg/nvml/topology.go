@@ -3,6 +3,9 @@
 package nvml
 
 import (
+	"cmp"
+	"maps"
+	"slices"
 	"strings"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -48,29 +51,38 @@ type endpoint struct {
 	switches int
 }
 
-// readTopology asks NVML about every pair. What a GPU that does not answer was connected to before is kept.
+// readTopology reads every pair of endpoints. Pairs with a GPU that does not answer stay as they were before.
 func readTopology(endpoints []endpoint, before topology) topology {
 	t := topology{pairs: map[pairKey]gpu.Pair{}, domains: map[string]string{}, of: map[string]bool{}}
-	for key, pair := range before.pairs {
-		t.pairs[key] = pair
-	}
+	maps.Copy(t.pairs, before.pairs)
+	maps.Copy(t.domains, before.domains)
+	// GPUs that NVLink connects, also through other GPUs, have the same number in set.
+	set := make([]int, len(endpoints))
 	for i := range endpoints {
 		endpoints[i].readLinks()
 		t.of[endpoints[i].uuid] = true
+		set[i] = i
 	}
-	sets := newSets(endpoints)
 	for i := range endpoints {
 		for j := range endpoints[:i] {
 			a, b := &endpoints[i], &endpoints[j]
 			pair := gpu.Pair{PCIe: commonAncestor(a.device, b.device), NVLinks: linksBetween(a, b)}
 			t.pairs[keyOf(a.uuid, b.uuid)] = pair
 			if pair.NVLinks > 0 {
-				sets.join(i, j)
+				merge(set, set[i], set[j])
 			}
 		}
 	}
-	sets.name(&t, before)
+	t.setDomains(endpoints, set)
 	return t
+}
+
+func merge(set []int, from, to int) {
+	for i := range set {
+		if set[i] == from {
+			set[i] = to
+		}
+	}
 }
 
 // readLinks counts the active NVLinks of a GPU by what is at their other end.
@@ -140,60 +152,19 @@ func commonAncestor(a, b gonvml.Device) gpu.Link {
 	return gpu.LinkUnknown
 }
 
-// sets are disjoint sets of endpoints.
-type sets struct {
-	endpoints []endpoint
-	parent    []int
-}
-
-func newSets(endpoints []endpoint) *sets {
-	s := &sets{endpoints: endpoints, parent: make([]int, len(endpoints))}
-	for i := range s.parent {
-		s.parent[i] = i
-	}
-	return s
-}
-
-func (s *sets) root(i int) int {
-	for s.parent[i] != i {
-		i = s.parent[i]
-	}
-	return i
-}
-
-func (s *sets) join(i, j int) { s.parent[s.root(i)] = s.root(j) }
-
-// name gives every set of two or more a name that is the same after a restart: the smallest PCI address in it, or the
-// smallest UUID where an address is unknown. A GPU that does not answer stays in the domain it was in.
-func (s *sets) name(t *topology, before topology) {
-	members := map[int][]endpoint{}
-	for i, e := range s.endpoints {
-		members[s.root(i)] = append(members[s.root(i)], e)
-	}
-	for uuid, domain := range before.domains {
-		t.domains[uuid] = domain
-	}
-	for _, set := range members {
-		name := ""
-		if len(set) > 1 {
-			name = "nvlink-" + smallestID(set)
+// setDomains names each set of two or more GPUs that NVLink connects after the smallest PCI address in it, or the smallest UUID where
+// an address is unknown: the name is the same after a restart. A GPU that does not answer keeps its domain.
+func (t *topology) setDomains(endpoints []endpoint, set []int) {
+	for i, e := range endpoints {
+		var members []string
+		for j, other := range endpoints {
+			if set[i] == set[j] {
+				members = append(members, cmp.Or(other.pci, other.uuid))
+			}
 		}
-		for _, e := range set {
-			t.domains[e.uuid] = name
+		t.domains[e.uuid] = ""
+		if len(members) > 1 {
+			t.domains[e.uuid] = "nvlink-" + slices.Min(members)
 		}
 	}
-}
-
-func smallestID(set []endpoint) string {
-	smallest := ""
-	for _, e := range set {
-		id := e.pci
-		if id == "" {
-			id = e.uuid
-		}
-		if smallest == "" || id < smallest {
-			smallest = id
-		}
-	}
-	return smallest
 }
