@@ -39,18 +39,6 @@ type Pods struct {
 	pods   map[types.UID]seenPod
 	// deleted are pods that were seen and are gone from the API server; kept until their cgroups are gone too.
 	deleted map[types.UID]seenPod
-	// attached are the pods that kubelet's state has named for a claim when it drained, by the claim's UID; kept until their
-	// cgroups are gone.
-	attached map[string]map[types.UID]bool
-	// starting are the pods that kubelet may be starting with a claim without asking, by the claim's UID.
-	starting map[string]starting
-}
-
-// starting are the pods that had a cgroup when kubelet's state first had no devices of a claim any more.
-type starting struct {
-	// drained is when the claim was to be let go of.
-	drained time.Time
-	pods    []string
 }
 
 // seenPod is a pod as the API server had it last.
@@ -73,8 +61,7 @@ func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubelet
 		informers.WithTransform(trim))
 	p := &Pods{
 		cgroups: cgroups, kubeletDir: kubeletDir, factory: factory, changed: make(chan struct{}),
-		pods: map[types.UID]seenPod{}, deleted: map[types.UID]seenPod{}, attached: map[string]map[types.UID]bool{},
-		starting: map[string]starting{},
+		pods: map[types.UID]seenPod{}, deleted: map[types.UID]seenPod{},
 	}
 	handler, err := factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc: func(o any) { p.store(o) },
@@ -443,13 +430,14 @@ func (p *Pods) podState(uid string, since time.Time) ledger.PodState {
 }
 
 // claimState returns the state of a claim's pods. A claim ends with Unprepare and not with its pods. Unprepare alone proves
-// nothing: kubelet before 1.37 calls it for claims that running pods share (docs/design/0002-ledger.md). Where the runtime keeps
-// no pause process (CRI-O), such a pod has no process between two starts of a container, and kubelet does not prepare before the
-// second start, so the pod keeps the claim while it lives. A pod that was prepared and never started a container keeps it too:
-// kubelet before 1.37 may unprepare between the answer and the first start. A pod that was not prepared does not keep it, because
-// kubelet prepares before the first start. Until it receives the Unprepare response, kubelet before 1.37 starts further pods of
-// the claim without a Prepare call. Such a pod is in kubelet's state meanwhile, and may have a cgroup before the watch reports
-// it.
+// nothing: kubelet before 1.37 calls it for claims that running pods share (docs/design/0002-ledger.md). So a draining claim waits
+// for these pods:
+//   - a live pod that was prepared or has started a container. CRI-O keeps no pause process, so such a pod may have no process
+//     between two starts of a container, and kubelet does not prepare before the second start.
+//   - a pod with a process.
+//   - a pod with a cgroup that is unknown, or that names the claim and has not started anything, for a minute. Until it receives the
+//     Unprepare response, kubelet before 1.37 starts further pods of the claim without a Prepare call
+//     (TestStartedWithoutAsking, TestPodThatComesDuringUnprepare). kubelet creates the cgroup first.
 func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodState {
 	if h.State != ledger.StateDraining {
 		for uid := range uids {
@@ -462,104 +450,78 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 		}
 		return ledger.Terminating
 	}
-	remembered := p.remembered(h)
-	attached := p.attachedTo(h)
-	for uid := range attached {
-		uids[uid] = true
-	}
 	podState := ledger.Gone
-	for uid := range uids {
-		prepared := attached[uid] || slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) })
-		if p.liveAndStarted(uid, prepared) {
-			return ledger.Running
-		}
-		if prepared && p.mayArrive(uid, h.Since) {
+	remembered, added, err := p.AddedPods(h)
+	if remembered || err != nil {
+		podState = ledger.Orphaned
+	}
+	prepared := map[types.UID]bool{}
+	for _, pod := range slices.Concat(h.Pods, added) {
+		prepared[types.UID(pod.UID)], uids[types.UID(pod.UID)] = true, true
+	}
+	// Without pods, kubelet never received an answer to Prepare.
+	recent := isNews(h.Since) && len(h.Pods) > 0
+	if recent {
+		unseen, err := p.unseenPods()
+		if err != nil {
 			podState = ledger.Orphaned
 		}
-		cgroup, err := p.cgroups.Pod(string(uid))
-		if err != nil || cgroup == CgroupBusy || attached[uid] && cgroup == CgroupEmpty && !p.Known(string(uid)) {
-			podState = ledger.Orphaned
+		for _, uid := range unseen {
+			uids[uid] = true
 		}
 	}
-	if remembered || p.startsUnasked(h) {
-		podState = min(podState, ledger.Orphaned)
+	for uid := range uids {
+		podState = min(podState, p.claimPodState(uid, prepared[uid], recent))
 	}
 	return podState
 }
 
-// startsUnasked reports whether kubelet may be starting a pod with a claim that it has forgotten: it has the pod in its state for a
-// shorter time than passes between two looks at that, if it hears the answer to Unprepare right afterwards. The pod had a cgroup
-// by then, and has a process within a minute.
-func (p *Pods) startsUnasked(h ledger.Hold) bool {
-	if !isNews(h.Since) || len(h.Pods) == 0 {
-		return false // kubelet was never told that it has the claim, or long ago that it has not
-	}
+// claimPodState returns the state of one pod of a draining claim. prepared means that the hold or kubelet's state names the pod, recent
+// that the claim began to drain less than a minute ago.
+func (p *Pods) claimPodState(uid types.UID, prepared, recent bool) ledger.PodState {
 	p.mu.Lock()
-	s, again := p.starting[h.Holder.ID]
-	p.mu.Unlock()
-	if !again || !s.drained.Equal(h.Since) {
-		uids, err := p.cgroups.UIDs()
-		if err != nil {
-			return true
-		}
-		s = starting{h.Since, uids}
-		p.mu.Lock()
-		p.starting[h.Holder.ID] = s
-		p.mu.Unlock()
-	}
-	return slices.ContainsFunc(s.pods, func(uid string) bool {
-		recorded := slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == uid })
-		if recorded || !p.mayHaveBegun(types.UID(uid), h) {
-			return false
-		}
-		cgroup, err := p.cgroups.Pod(uid)
-		return err != nil || cgroup != CgroupAbsent
-	})
-}
-
-// mayHaveBegun reports whether a pod that has a cgroup may be one that a claim is for, and has started nothing yet.
-func (p *Pods) mayHaveBegun(uid types.UID, h ledger.Hold) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	pod, known := p.seen(uid)
-	return !known || pod.Namespace == h.Namespace && claimsOf(pod.Pod)[h.Name] && !isTerminal(pod.Pod) && len(pod.Status.ContainerStatuses) == 0
-}
-
-// remembered reports whether kubelet's state contains devices of the claim, or cannot be read. kubelet removes them when it
-// receives the Unprepare response. If the agent died before that, kubelet gives them to the claim's next pod without a Prepare
-// call (1.34 to 1.36, k8s.io/kubernetes pkg/kubelet/cm/dra, prepareResources) and unprepares again later.
-func (p *Pods) remembered(h ledger.Hold) bool {
-	has, pods, err := claimDevices(p.kubeletDir, h.Holder.ID)
-	if len(pods) > 0 {
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		if p.attached[h.Holder.ID] == nil {
-			p.attached[h.Holder.ID] = map[types.UID]bool{}
-		}
-		for _, uid := range pods {
-			p.attached[h.Holder.ID][types.UID(uid)] = true
-		}
+	_, exists := p.pods[uid]
+	p.mu.Unlock()
+	started := known && len(pod.Status.ContainerStatuses) > 0
+	ended := known && isTerminal(pod.Pod)
+	if exists && pod.DeletionTimestamp == nil && !ended && (prepared || started) {
+		return ledger.Running
 	}
-	return has || err != nil
+	mayStart := !known || recent && !prepared && !started && !ended
+	cgroup, err := p.cgroups.Pod(string(uid))
+	if err != nil || cgroup == CgroupBusy || cgroup == CgroupEmpty && mayStart {
+		return ledger.Orphaned
+	}
+	return ledger.Gone
 }
 
-func (p *Pods) attachedTo(h ledger.Hold) map[types.UID]bool {
+// unseenPods returns the pods with a cgroup that the watch has never reported.
+func (p *Pods) unseenPods() ([]types.UID, error) {
+	all, err := p.cgroups.UIDs()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return maps.Clone(p.attached[h.Holder.ID])
-}
-
-// Attached returns the pods that kubelet's state has named for a claim since it was unprepared and that are not in the hold's
-// record. The reconciler records them after it has determined the pod state. It is safe for concurrent use.
-func (p *Pods) Attached(h ledger.Hold) []ledger.Pod {
-	var pods []ledger.Pod
-	for uid := range p.attachedTo(h) {
-		if !slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) }) {
-			pods = append(pods, p.Name(string(uid)))
+	var uids []types.UID
+	for _, uid := range all {
+		if _, known := p.seen(types.UID(uid)); !known {
+			uids = append(uids, types.UID(uid))
 		}
 	}
-	slices.SortFunc(pods, func(a, b ledger.Pod) int { return strings.Compare(a.UID, b.UID) })
-	return pods
+	return uids, err
+}
+
+// AddedPods reports whether kubelet's state contains devices of the claim, and returns the pods that it names for the claim and that
+// are not in the hold's record. The reconciler records them. kubelet removes the devices when it receives the Unprepare response. If
+// the agent died before that, kubelet gives them to the claim's next pod without a Prepare call (1.34 to 1.36,
+// k8s.io/kubernetes pkg/kubelet/cm/dra, prepareResources) and unprepares again later. It is safe for concurrent use.
+func (p *Pods) AddedPods(h ledger.Hold) (remembered bool, added []ledger.Pod, err error) {
+	remembered, uids, err := claimDevices(p.kubeletDir, h.Holder.ID)
+	for _, uid := range uids {
+		if !slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == uid }) {
+			added = append(added, p.Name(uid))
+		}
+	}
+	return remembered, added, err
 }
 
 // Users are those pods recorded with the hold of a claim that may still use it.
@@ -586,22 +548,6 @@ func (p *Pods) StateWithoutClaim(h ledger.Hold) ledger.PodState {
 	}
 	p.mu.Unlock()
 	return p.claimState(h, uids)
-}
-
-// liveAndStarted also counts a live pod that has not started anything where that is as good.
-func (p *Pods) liveAndStarted(uid types.UID, asGood bool) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	pod, ok := p.pods[uid]
-	return ok && pod.DeletionTimestamp == nil && !isTerminal(pod.Pod) && (asGood || len(pod.Status.ContainerStatuses) > 0)
-}
-
-// mayArrive reports whether a pod may still arrive in our watch that kubelet knew at a moment.
-func (p *Pods) mayArrive(uid types.UID, at time.Time) bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	_, known := p.seen(uid)
-	return !known && !at.Before(p.synced) && isNews(at)
 }
 
 // mayStart reports whether kubelet may still start a pod that was force-deleted before it had started anything: a kubelet that
@@ -677,7 +623,6 @@ func claimsOf(pod *corev1.Pod) map[string]bool {
 // Sweep forgets pods that were deleted a while ago, have no cgroup any more, and that no hold names. It forgets none while there
 // is a limit whose pod is not known yet: forgotten, that pod would pass for one that has not been seen so far, and live for ever.
 func (p *Pods) Sweep(holds []ledger.Hold) {
-	p.sweepAttached(holds)
 	named := map[types.UID]bool{}
 	for _, h := range holds {
 		if h.Holder.Kind == ledger.KindPod && len(h.Pods) == 0 {
@@ -702,24 +647,6 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 			p.mu.Unlock()
 		}
 	}
-}
-
-func (p *Pods) sweepAttached(holds []ledger.Hold) {
-	held := func(claim string) bool {
-		return slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindClaim && h.Holder.ID == claim })
-	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for claim, pods := range p.attached {
-		maps.DeleteFunc(pods, func(uid types.UID, _ bool) bool {
-			cgroup, err := p.cgroups.Pod(string(uid))
-			return err == nil && cgroup == CgroupAbsent
-		})
-		if len(pods) == 0 || !held(claim) {
-			delete(p.attached, claim)
-		}
-	}
-	maps.DeleteFunc(p.starting, func(claim string, _ starting) bool { return !held(claim) })
 }
 
 // trim keeps of a pod what is asked about it here: every agent keeps all pods of its node in memory. Of its containers'

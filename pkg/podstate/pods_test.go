@@ -210,7 +210,7 @@ func TestClaimVerdict(t *testing.T) {
 		{"draining, no pod was told that it has the claim", []*corev1.Pod{pod(podA, "a", names("one"))}, nil, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining), ledger.Gone},
 		{"draining, a pod that has not been seen", []*corev1.Pod{former}, nil, map[string]int{podB: emptyGroup}, claimSince(time.Second, ledger.StateDraining, formerPod), ledger.Orphaned},
 		{"draining, a pod that ran and was not recorded", []*corev1.Pod{former, pod(podA, "a", names("one"), ranOnce, beingDeleted)}, nil, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining, formerPod), ledger.Gone},
-		{"draining, prepared before anybody has seen it", nil, nil, nil, claimSince(time.Second, ledger.StateDraining, podA), ledger.Orphaned},
+		{"draining, prepared before anybody has seen it", nil, nil, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining, podA), ledger.Orphaned},
 		{"draining, prepared and never seen", nil, nil, nil, claimSince(2*time.Minute, ledger.StateDraining, podA), ledger.Gone},
 		{"draining, between two starts of a container", []*corev1.Pod{pod(podA, "a", names("one"), ranOnce)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining), ledger.Running},
 		{"draining, ran and is being deleted", []*corev1.Pod{pod(podA, "a", names("one"), ranOnce, beingDeleted)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Gone},
@@ -274,9 +274,6 @@ func TestStartedWithoutAsking(t *testing.T) {
 		ask("another one comes", ledger.Gone)
 		h.Since = time.Now()
 		ask("the claim was prepared and let go of once more", ledger.Orphaned)
-		if p.Sweep(nil); len(p.starting) != 0 {
-			t.Errorf("remembered for ever: %v", p.starting)
-		}
 	})
 }
 
@@ -688,9 +685,12 @@ func TestPodThatComesDuringUnprepare(t *testing.T) {
 	}
 	says(fmt.Sprintf(`{"ClaimInfoStateList":[{"ClaimUID":"claim-uid","PodUIDs":{%q:{},%q:{}},"DriverState":{"gpu.nvidia.com":{"Devices":[{"PoolName":"n"}]}}}]}`, podA, podB))
 	podState("before the answer", ledger.Orphaned)
-	if got := p.Attached(h); len(got) != 1 || got[0].UID != podB {
-		t.Errorf("attached: %v", got)
+	_, added, err := p.AddedPods(h)
+	must(t, err)
+	if len(added) != 1 || added[0].UID != podB {
+		t.Errorf("added: %v", added)
 	}
+	h.Pods = append(h.Pods, added...) // as the reconciler records it
 	says(`{"ClaimInfoStateList":[]}`)
 	podState("the pod has a cgroup and nobody has seen it", ledger.Orphaned)
 	p.store(pod(podB, "b", names("one")))
@@ -700,9 +700,6 @@ func TestPodThatComesDuringUnprepare(t *testing.T) {
 	podState("it was force-deleted and runs", ledger.Orphaned)
 	f.remove("kubepods/burstable/pod" + podB)
 	podState("it is gone", ledger.Gone)
-	if p.Sweep(nil); len(p.attached) != 0 {
-		t.Errorf("remembered for ever: %v", p.attached)
-	}
 }
 
 // A hold is busy while one of its pods has a process, or nobody knows of any pod.

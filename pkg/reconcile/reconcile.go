@@ -322,8 +322,8 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 		}
 		return never, r.release(h)
 	}
-	if more := r.Pods.Attached(h); len(more) > 0 {
-		return never, r.Ledger.SetPods(h, append(slices.Clone(h.Pods), more...))
+	if _, added, _ := r.Pods.AddedPods(h); len(added) > 0 {
+		return never, r.Ledger.SetPods(h, append(slices.Clone(h.Pods), added...))
 	}
 	if podState == ledger.Orphaned {
 		return untilLeft, r.unreadable(h)
