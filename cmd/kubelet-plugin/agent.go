@@ -119,7 +119,7 @@ func (a *agent) serve(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	c.book, err = a.openLedger(ctx, reconcile.Guard(c.pods, c.recorded), c.pods.Queue(a.config.Resources().Has))
+	c.book, err = a.openLedger(ctx, c)
 	if err == nil {
 		err = errors.Join(a.serveNode(ctx, c), c.book.Close())
 	}
@@ -162,8 +162,8 @@ func (a *agent) newComponents() (components, error) {
 	return c, err
 }
 
-// recorded reports whether a partition or sharing settings of a hold are recorded. They are removed before the hold ends.
-func (c components) recorded(h ledger.Hold) bool {
+// cleanupPending reports whether a partition or sharing settings of a hold are recorded. They are removed before the hold ends.
+func (c components) cleanupPending(h ledger.Hold) bool {
 	return c.partitions.Made(h.Device) || h.Holder.Kind == ledger.KindClaim && c.settings.Applied(h.Holder.ID, h.Device)
 }
 

@@ -22,9 +22,12 @@ import (
 const lockInterval = time.Second
 
 // openLedger waits while another agent process has the ledger locked: a force-deleted predecessor may still run.
-func (a *agent) openLedger(ctx context.Context, e ledger.PodStates, q ledger.Queue) (*ledger.Ledger, error) {
+func (a *agent) openLedger(ctx context.Context, c components) (*ledger.Ledger, error) {
 	for reported := false; ; reported = true {
-		book, err := ledger.Open(ctx, ledger.Options{Dir: a.config.RunDir, BootID: a.bootID, PodStates: e, Queue: q})
+		book, err := ledger.Open(ctx, ledger.Options{
+			Dir: a.config.RunDir, BootID: a.bootID, PodStates: c.pods, CleanupPending: c.cleanupPending,
+			Queue: c.pods.Queue(a.config.Resources().Has),
+		})
 		if !errors.Is(err, ledger.ErrLocked) {
 			a.status.Waiting("ledger", err)
 			return book, err

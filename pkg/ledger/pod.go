@@ -156,12 +156,16 @@ func (l *Ledger) undo(taken []Hold) error {
 }
 
 // podState returns the state of a hold's pods. A hold with an unreadable record counts as running, because its pods are not
-// known.
+// known. A hold whose partition or sharing settings still exist counts as orphaned.
 func (l *Ledger) podState(h Hold) PodState {
 	if h.Unreadable {
 		return Running
 	}
-	return l.podstate.PodState(h)
+	podState := l.podstate.PodState(h)
+	if podState == Gone && l.cleanupPending(h) {
+		return Orphaned
+	}
+	return podState
 }
 
 // settle asks evidence about holds that are in the way, releases those that have ended, and returns the others.

@@ -30,6 +30,9 @@ type Options struct {
 	BootID string
 	// PodStates returns the pod state of a conflicting hold.
 	PodStates PodStates
+	// CleanupPending, where set, reports whether a partition or sharing settings of a hold still exist. Such a hold is not released for
+	// another holder when its pods are gone: the reconciler cleans up first and then releases it.
+	CleanupPending func(Hold) bool
 
 	// Queue, where set, returns the pods that come before claims.
 	Queue Queue
@@ -46,11 +49,12 @@ type Options struct {
 // Ledger decides who holds which device. All methods are safe for concurrent use. What a method has answered survives the death of
 // the process.
 type Ledger struct {
-	podstate PodStates
-	queue    Queue
-	now      func() time.Time
-	turn     func(context.Context)
-	changed  broadcast.Signal
+	podstate       PodStates
+	cleanupPending func(Hold) bool
+	queue          Queue
+	now            func() time.Time
+	turn           func(context.Context)
+	changed        broadcast.Signal
 
 	mu       sync.Mutex
 	records  *records.Store[key, Hold]
@@ -83,20 +87,24 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 	if o.Now == nil {
 		o.Now = now
 	}
+	if o.CleanupPending == nil {
+		o.CleanupPending = func(Hold) bool { return false }
+	}
 	if o.Turn == nil {
 		o.Turn = func(context.Context) {}
 	}
 	l := &Ledger{
-		podstate:  o.PodStates,
-		queue:     o.Queue,
-		now:       o.Now,
-		turn:      o.Turn,
-		records:   newRecords(filepath.Join(o.Dir, "holds"), o),
-		holds:     map[key]*Hold{},
-		byGPU:     map[string]map[key]*Hold{},
-		byHolder:  map[Holder]map[key]*Hold{},
-		conflicts: map[string]Conflict{},
-		claims:    claimCalls{byUID: map[string][]*claimCall{}},
+		podstate:       o.PodStates,
+		cleanupPending: o.CleanupPending,
+		queue:          o.Queue,
+		now:            o.Now,
+		turn:           o.Turn,
+		records:        newRecords(filepath.Join(o.Dir, "holds"), o),
+		holds:          map[key]*Hold{},
+		byGPU:          map[string]map[key]*Hold{},
+		byHolder:       map[Holder]map[key]*Hold{},
+		conflicts:      map[string]Conflict{},
+		claims:         claimCalls{byUID: map[string][]*claimCall{}},
 	}
 	if err := l.load(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("open ledger: %w", err), l.records.Close())

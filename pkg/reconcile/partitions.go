@@ -62,25 +62,6 @@ type Settings interface {
 	Repair() error
 }
 
-// Guard turns the pod state Gone into Orphaned while a hold is bound: a partition or sharing settings of its claim still
-// exist, and the device cannot be given to another holder. The reconciler, which uses the unguarded pod states, releases it.
-func Guard(e ledger.PodStates, bound func(ledger.Hold) bool) ledger.PodStates {
-	return guarded{e, bound}
-}
-
-type guarded struct {
-	ledger.PodStates
-	bound func(ledger.Hold) bool
-}
-
-func (g guarded) PodState(h ledger.Hold) ledger.PodState {
-	podState := g.PodStates.PodState(h)
-	if podState == ledger.Gone && g.bound(h) {
-		return ledger.Orphaned
-	}
-	return podState
-}
-
 // subject is what a task clears: a partition, the MIG mode of a whole GPU, or with a claim that claim's settings.
 type subject struct {
 	ref   device.Ref

@@ -107,7 +107,10 @@ func newPartitionRig(t *testing.T, refs ...device.Ref) (*rig, *fakePartitions, *
 	g := newRig(t, "GPU-1", "GPU-2")
 	must(t, g.book.Close())
 	var err error
-	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: Guard(g.pods, func(h ledger.Hold) bool { return f.Made(h.Device) })})
+	g.book, err = ledger.Open(t.Context(), ledger.Options{
+		Dir: t.TempDir(), BootID: "boot", PodStates: g.pods,
+		CleanupPending: func(h ledger.Hold) bool { return f.Made(h.Device) },
+	})
 	must(t, err)
 	events := record.NewFakeRecorder(10)
 	g.r.Ledger, g.r.Partitions, g.r.Recorder = g.book, f, events

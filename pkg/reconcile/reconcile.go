@@ -178,16 +178,15 @@ func (r *Reconciler) Verify(ctx context.Context) (time.Duration, error) {
 }
 
 func (r *Reconciler) follow(ctx context.Context) {
-	files := &kubeletFiles{dir: r.KubeletDir, changed: make(chan struct{}, 1)}
-	defer files.close()
+	files := r.watchKubeletFiles(ctx)
+	defer files.Close()
 	complaint := &complaint{message: "Reconciling holds"}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for ctx.Err() == nil {
 		podsChanged, ledgerChanged := r.Pods.Changed(), r.Ledger.Changed()
-		err := files.watch(ctx)
-		wait, passErr := r.pass()
-		if err = errors.Join(err, passErr); err != nil {
+		wait, err := r.pass()
+		if err != nil {
 			wait = min(wait, r.times.retry)
 		}
 		complaint.say(ctx, err)
@@ -197,7 +196,7 @@ func (r *Reconciler) follow(ctx context.Context) {
 		case <-podsChanged:
 		case <-ledgerChanged:
 		case <-timer.C:
-		case <-files.changed:
+		case <-files.C:
 		}
 		pause(ctx, r.times.gather)
 	}

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/tandem-gpu/tandem/internal/filewatch"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
@@ -374,7 +375,6 @@ func TestDamagedCheckpoint(t *testing.T) {
 }
 
 func TestOnlyCheckpointsMatter(t *testing.T) {
-	files := &kubeletFiles{dir: "/k"}
 	tests := []struct {
 		event fsnotify.Event
 		want  bool
@@ -391,7 +391,7 @@ func TestOnlyCheckpointsMatter(t *testing.T) {
 		{fsnotify.Event{Name: "/k/dra_manager_state", Op: fsnotify.Create}, true},
 	}
 	for _, test := range tests {
-		if got := files.matters(test.event); got != test.want {
+		if got := relevant("/k", test.event); got != test.want {
 			t.Errorf("%s: got %v", test.event, got)
 		}
 	}
@@ -432,8 +432,8 @@ func TestNewRequiresEverything(t *testing.T) {
 
 // Where inotify has run out, as on nodes with many watchers.
 func TestWithoutNotifications(t *testing.T) {
-	t.Cleanup(func() { newWatcher = fsnotify.NewWatcher })
-	newWatcher = func() (*fsnotify.Watcher, error) { return nil, unix.EMFILE }
+	t.Cleanup(func() { filewatch.NewWatcher = fsnotify.NewWatcher })
+	filewatch.NewWatcher = func() (*fsnotify.Watcher, error) { return nil, unix.EMFILE }
 	t.Run("a limit", TestLimitFromAllocateToEnd)
 	t.Run("a checkpoint that goes", TestDeviceCheckpointDeleted)
 	t.Run("a claim", TestDrainingClaim)

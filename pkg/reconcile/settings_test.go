@@ -110,9 +110,10 @@ func newSettingsRig(t *testing.T, f *fakeSettings, made ...device.Ref) (*rig, *f
 	g, partitions, events := newPartitionRig(t, made...)
 	must(t, g.book.Close())
 	var err error
-	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: Guard(g.pods, func(h ledger.Hold) bool {
-		return partitions.Made(h.Device) || f.Applied(h.Holder.ID, h.Device)
-	})})
+	g.book, err = ledger.Open(t.Context(), ledger.Options{
+		Dir: t.TempDir(), BootID: "boot", PodStates: g.pods,
+		CleanupPending: func(h ledger.Hold) bool { return partitions.Made(h.Device) || f.Applied(h.Holder.ID, h.Device) },
+	})
 	must(t, err)
 	g.r.Ledger, g.r.Settings = g.book, f
 	return g, partitions, events
