@@ -49,7 +49,7 @@ func (q queue) PendingPods() []ledger.PendingPods {
 	defer q.mu.Unlock()
 	var bound []ledger.PendingPods
 	for uid, pod := range q.pods {
-		if pod.Status.StartTime != nil || isTerminal(pod.Pod) || pod.DeletionTimestamp != nil {
+		if pod.deleted || pod.Status.StartTime != nil || isTerminal(pod.Pod) || pod.DeletionTimestamp != nil {
 			continue
 		}
 		for resource, devices := range asked(pod.Pod, q.counts) {
@@ -69,50 +69,30 @@ func (p *Pods) Unexplained(counts func(resource string) bool, holds []ledger.Hol
 	})
 }
 
-// wanting returns those pods, of which the API server knows or knew, that ask for more devices of a resource than holds name
-// them.
+// wanting returns those pods, also deleted ones, that request more devices of a resource than holds name them.
 func (p *Pods) wanting(counts func(resource string) bool, holds []ledger.Hold, of func(seenPod) bool) []string {
-	has := named(holds)
+	type account struct{ pod, resource string }
+	has := map[account]int{}
+	for _, h := range holds {
+		if h.Holder.Kind == ledger.KindPod && len(h.Pods) > 0 {
+			has[account{h.Pods[0].UID, h.Resource}]++
+		}
+	}
 	var uids []string
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
-		for uid, pod := range known {
-			if of(pod) && has.less(uid, pod.Pod, counts) {
+	for uid, pod := range p.pods {
+		if !of(pod) {
+			continue
+		}
+		for resource, devices := range asked(pod.Pod, counts) {
+			if devices > has[account{string(uid), resource}] {
 				uids = append(uids, string(uid))
+				break
 			}
 		}
 	}
 	return uids
-}
-
-// account is what a pod has by a resource.
-type account struct {
-	pod      types.UID
-	resource string
-}
-
-type accounts map[account]int
-
-// named counts the limits that name a pod, by pod and resource. One whose record does not say the resource counts for none.
-func named(holds []ledger.Hold) accounts {
-	has := accounts{}
-	for _, h := range holds {
-		if h.Holder.Kind == ledger.KindPod && len(h.Pods) > 0 {
-			has[account{types.UID(h.Pods[0].UID), h.Resource}]++
-		}
-	}
-	return has
-}
-
-// less reports whether a pod has less than it asks for.
-func (has accounts) less(uid types.UID, pod *corev1.Pod, counts func(resource string) bool) bool {
-	for resource, devices := range asked(pod, counts) {
-		if devices > has[account{uid, resource}] {
-			return true
-		}
-	}
-	return false
 }
 
 // asked is how many devices of each resource that counts kubelet will allocate to a trimmed pod.
@@ -167,7 +147,7 @@ func (p *Pods) Asks(uid, resource string) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	pod, known := p.pods[types.UID(uid)]
-	if !known {
+	if !known || pod.deleted {
 		return 0
 	}
 	return asked(pod.Pod, func(name string) bool { return name == resource })[resource]

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"io"
 	"io/fs"
 	"maps"
 	"os"
@@ -186,9 +187,8 @@ func readWithInfo(path string) ([]byte, fs.FileInfo, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	data := make([]byte, info.Size())
-	n, err := file.ReadAt(data, 0)
-	if int64(n) < info.Size() && err != nil {
+	data, err := io.ReadAll(file)
+	if err != nil {
 		return nil, nil, err
 	}
 	return data, info, nil

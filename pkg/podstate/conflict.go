@@ -42,12 +42,11 @@ func (p *Pods) movable(claim ledger.ClaimRequest) (movable, unknown bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for uid := range uids {
-		pod, ok := p.pods[uid]
-		_, deleted := p.deleted[uid]
+		pod, known := p.pods[uid]
 		switch {
-		case !ok && !deleted:
+		case !known:
 			unknown = true
-		case !ok, isTerminal(pod.Pod), pod.DeletionTimestamp != nil:
+		case pod.deleted, isTerminal(pod.Pod), pod.DeletionTimestamp != nil:
 		case wasMade(pod.Pod) && len(pod.Status.ContainerStatuses) == 0:
 			movable = true
 		default:
@@ -70,9 +69,8 @@ func (p *Pods) Ended(lost ledger.Conflict) bool {
 		return false
 	}
 	for uid := range uids {
-		pod, ok := p.pods[uid]
-		_, deleted := p.deleted[uid]
-		if ok && !isTerminal(pod.Pod) || !ok && !deleted && time.Since(lost.Since) < unseen {
+		pod, known := p.pods[uid]
+		if known && !pod.deleted && !isTerminal(pod.Pod) || !known && time.Since(lost.Since) < unseen {
 			return false
 		}
 	}

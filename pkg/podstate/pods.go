@@ -20,6 +20,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -32,18 +33,20 @@ type Pods struct {
 	factory    informers.SharedInformerFactory
 	handler    cache.ResourceEventHandlerRegistration
 
-	mu      sync.Mutex
-	changed chan struct{}
+	changed broadcast.Signal
+
+	mu sync.Mutex
 	// synced is when the first list was asked for, once all of it is in pods.
 	synced time.Time
-	pods   map[types.UID]seenPod
-	// deleted are pods that were seen and are gone from the API server; kept until their cgroups are gone too.
-	deleted map[types.UID]seenPod
+	// pods by the UID that kubelet uses. A deleted pod is kept until its cgroup is gone too.
+	pods map[types.UID]seenPod
 }
 
 // seenPod is a pod as the API server had it last.
 type seenPod struct {
 	*corev1.Pod
+	// deleted means that the API server does not have it any more.
+	deleted bool
 	// ended is when it was first seen to be terminal or deleted; zero before.
 	ended time.Time
 	// arrived is set once its cgroup was seen.
@@ -60,8 +63,8 @@ func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubelet
 		}),
 		informers.WithTransform(trim))
 	p := &Pods{
-		cgroups: cgroups, kubeletDir: kubeletDir, factory: factory, changed: make(chan struct{}),
-		pods: map[types.UID]seenPod{}, deleted: map[types.UID]seenPod{},
+		cgroups: cgroups, kubeletDir: kubeletDir, factory: factory,
+		pods: map[types.UID]seenPod{},
 	}
 	handler, err := factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc: func(o any) { p.store(o) },
@@ -88,10 +91,7 @@ func (p *Pods) Run(ctx context.Context) error {
 	defer p.factory.Shutdown()
 	// The informer syncs before its handler has received everything.
 	if cache.WaitFor(ctx, "", p.handler.HasSyncedChecker()) {
-		p.mu.Lock()
-		p.synced = started
-		p.announce()
-		p.mu.Unlock()
+		p.Listed(started)
 	}
 	<-ctx.Done()
 	return nil
@@ -114,16 +114,7 @@ func (p *Pods) AwaitSync(ctx context.Context) bool {
 }
 
 // Changed returns a channel that is closed when the node's pods next change.
-func (p *Pods) Changed() <-chan struct{} {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.changed
-}
-
-func (p *Pods) announce() {
-	close(p.changed)
-	p.changed = make(chan struct{})
-}
+func (p *Pods) Changed() <-chan struct{} { return p.changed.Changed() }
 
 // runningUID is the UID by which kubelet knows a pod: that of the manifest where the pod is the mirror of a static one.
 func runningUID(pod *corev1.Pod) types.UID {
@@ -140,6 +131,25 @@ func uidOf(o any) types.UID {
 	return ""
 }
 
+// Observe receives what an informer would report: a pod that was added or updated (after), replaced by one of the same name or
+// deleted (before). Only simulations call it; they do not call Run.
+func (p *Pods) Observe(before, after *corev1.Pod) {
+	if before != nil && (after == nil || before.UID != after.UID) {
+		p.forget(before)
+	}
+	if after != nil {
+		p.store(trimmed(after))
+	}
+}
+
+// Listed means that all pods of a moment have been reported. Run calls it; simulations call it themselves.
+func (p *Pods) Listed(at time.Time) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.synced = at
+	p.changed.Notify()
+}
+
 func (p *Pods) store(o any) {
 	pod, ok := o.(*corev1.Pod)
 	if !ok {
@@ -149,6 +159,9 @@ func (p *Pods) store(o any) {
 	defer p.mu.Unlock()
 	uid := runningUID(pod)
 	before, known := p.pods[uid]
+	if before.deleted {
+		before, known = seenPod{}, false
+	}
 	seen := seenPod{Pod: pod, ended: before.ended, arrived: before.arrived}
 	switch {
 	case !isTerminal(pod):
@@ -157,9 +170,8 @@ func (p *Pods) store(o any) {
 		seen.ended = time.Now()
 	}
 	p.pods[uid] = seen
-	delete(p.deleted, uid)
 	if !known || !sameState(before.Pod, pod) {
-		p.announce()
+		p.changed.Notify()
 	}
 }
 
@@ -187,23 +199,21 @@ func (p *Pods) forget(o any) {
 	uid := runningUID(pod)
 	// A re-created mirror pod has the same running UID, and its addition may have been seen already.
 	if current, ok := p.pods[uid]; ok && current.UID == pod.UID {
-		delete(p.pods, uid)
+		current.deleted = true
 		if current.ended.IsZero() {
 			current.ended = time.Now()
 		}
-		p.deleted[uid] = current
+		p.pods[uid] = current
 	}
-	p.announce()
+	p.changed.Notify()
 }
 
 // Name completes a pod known by UID; it is returned as it is when the API server does not know it.
 func (p *Pods) Name(uid string) ledger.Pod {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
-		if pod, ok := known[types.UID(uid)]; ok {
-			return ledger.Pod{UID: uid, Namespace: pod.Namespace, Name: pod.Name}
-		}
+	if pod, ok := p.pods[types.UID(uid)]; ok {
+		return ledger.Pod{UID: uid, Namespace: pod.Namespace, Name: pod.Name}
 	}
 	return ledger.Pod{UID: uid}
 }
@@ -221,16 +231,7 @@ func (p *Pods) EndedBefore(uid string, moment time.Time) bool {
 func (p *Pods) EndedAt(uid string) time.Time {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	pod, _ := p.seen(types.UID(uid))
-	return pod.ended
-}
-
-// seen is a pod that the API server has, or had. Under p.mu.
-func (p *Pods) seen(uid types.UID) (pod seenPod, known bool) {
-	if pod, known = p.pods[uid]; !known {
-		pod, known = p.deleted[uid]
-	}
-	return pod, known
+	return p.pods[types.UID(uid)].ended
 }
 
 // isNews reports whether a moment is so short a time ago that kubelet, or our watch, may still be about to hear of it.
@@ -249,8 +250,8 @@ func (p *Pods) UnknownPods() ([]string, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return slices.DeleteFunc(uids, func(uid string) bool {
-		_, ok := p.pods[types.UID(uid)]
-		return ok
+		pod, known := p.pods[types.UID(uid)]
+		return known && !pod.deleted
 	}), nil
 }
 
@@ -260,6 +261,9 @@ func (p *Pods) ClaimNames() []types.NamespacedName {
 	defer p.mu.Unlock()
 	names := map[types.NamespacedName]bool{}
 	for _, pod := range p.pods {
+		if pod.deleted {
+			continue
+		}
 		for claim := range claimsOf(pod.Pod) {
 			names[types.NamespacedName{Namespace: pod.Namespace, Name: claim}] = true
 		}
@@ -289,19 +293,18 @@ const (
 func (p *Pods) standing(uid string, since time.Time) standing {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	pod, ok := p.pods[types.UID(uid)]
-	_, deleted := p.deleted[types.UID(uid)]
+	pod, known := p.pods[types.UID(uid)]
 	switch {
 	case p.synced.IsZero():
 		return live
-	case ok && isTerminal(pod.Pod):
-		return terminal
-	case ok && pod.DeletionTimestamp != nil:
-		return deleting
-	case ok:
-		return live
-	case deleted || since.Before(p.synced):
+	case pod.deleted, !known && since.Before(p.synced):
 		return absent
+	case !known:
+		return live
+	case isTerminal(pod.Pod):
+		return terminal
+	case pod.DeletionTimestamp != nil:
+		return deleting
 	default:
 		return live
 	}
@@ -480,12 +483,11 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 // that the claim began to drain less than a minute ago.
 func (p *Pods) claimPodState(uid types.UID, prepared, recent bool) ledger.PodState {
 	p.mu.Lock()
-	pod, known := p.seen(uid)
-	_, exists := p.pods[uid]
+	pod, known := p.pods[uid]
 	p.mu.Unlock()
 	started := known && len(pod.Status.ContainerStatuses) > 0
 	ended := known && isTerminal(pod.Pod)
-	if exists && pod.DeletionTimestamp == nil && !ended && (prepared || started) {
+	if known && !pod.deleted && pod.DeletionTimestamp == nil && !ended && (prepared || started) {
 		return ledger.Running
 	}
 	mayStart := !known || recent && !prepared && !started && !ended
@@ -503,7 +505,7 @@ func (p *Pods) unseenPods() ([]types.UID, error) {
 	defer p.mu.Unlock()
 	var uids []types.UID
 	for _, uid := range all {
-		if _, known := p.seen(types.UID(uid)); !known {
+		if _, known := p.pods[types.UID(uid)]; !known {
 			uids = append(uids, types.UID(uid))
 		}
 	}
@@ -541,8 +543,8 @@ func (p *Pods) StateWithoutClaim(h ledger.Hold) ledger.PodState {
 	uids := p.podsOf(h)
 	p.mu.Lock()
 	for uid := range uids {
-		_, known := p.pods[uid]
-		if known && !slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) }) {
+		pod, known := p.pods[uid]
+		if known && !pod.deleted && !slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) }) {
 			delete(uids, uid)
 		}
 	}
@@ -556,16 +558,11 @@ func (p *Pods) StateWithoutClaim(h ledger.Hold) ledger.PodState {
 func (p *Pods) mayStart(uid types.UID, admitted time.Time) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if _, known := p.seen(uid); !known {
+	pod, known := p.pods[uid]
+	if !known {
 		return isNews(admitted)
 	}
-	pod, deleted := p.deleted[uid]
-	return deleted && pod.mayStart()
-}
-
-// mayStart is that of a pod that was deleted.
-func (pod seenPod) mayStart() bool {
-	return !pod.arrived && len(pod.Status.ContainerStatuses) == 0 &&
+	return pod.deleted && !pod.arrived && len(pod.Status.ContainerStatuses) == 0 &&
 		(pod.Status.Phase == corev1.PodPending || pod.Status.Phase == "") && time.Since(pod.ended) < unseen
 }
 
@@ -573,11 +570,9 @@ func (pod seenPod) mayStart() bool {
 func (p *Pods) arrive(uid types.UID) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
-		if pod, ok := known[uid]; ok {
-			pod.arrived = true
-			known[uid] = pod
-		}
+	if pod, known := p.pods[uid]; known {
+		pod.arrived = true
+		p.pods[uid] = pod
 	}
 }
 
@@ -589,11 +584,9 @@ func (p *Pods) podsOf(h ledger.Hold) map[types.UID]bool {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, known := range []map[types.UID]seenPod{p.pods, p.deleted} {
-		for uid, pod := range known {
-			if pod.Namespace == h.Namespace && claimsOf(pod.Pod)[h.Name] {
-				uids[uid] = true
-			}
+	for uid, pod := range p.pods {
+		if pod.Namespace == h.Namespace && claimsOf(pod.Pod)[h.Name] {
+			uids[uid] = true
 		}
 	}
 	return uids
@@ -633,9 +626,9 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 		}
 	}
 	p.mu.Lock()
-	candidates := make([]types.UID, 0, len(p.deleted))
-	for uid, pod := range p.deleted {
-		if !named[uid] && time.Since(pod.ended) > unseen {
+	var candidates []types.UID
+	for uid, pod := range p.pods {
+		if pod.deleted && !named[uid] && time.Since(pod.ended) > unseen {
 			candidates = append(candidates, uid)
 		}
 	}
@@ -643,7 +636,7 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 	for _, uid := range candidates {
 		if cgroup, err := p.cgroups.Pod(string(uid)); err == nil && cgroup == CgroupAbsent {
 			p.mu.Lock()
-			delete(p.deleted, uid)
+			delete(p.pods, uid)
 			p.mu.Unlock()
 		}
 	}

@@ -373,9 +373,9 @@ func TestTrimKeepsWhatIsNeeded(t *testing.T) {
 
 // age makes a deletion one of a while ago.
 func (p *Pods) age(uid types.UID) {
-	gone := p.deleted[uid]
+	gone := p.pods[uid]
 	gone.ended = time.Now().Add(-2 * unseen)
-	p.deleted[uid] = gone
+	p.pods[uid] = gone
 }
 
 func TestSweep(t *testing.T) {
@@ -390,7 +390,7 @@ func TestSweep(t *testing.T) {
 		p.age(uid)
 	}
 	p.Sweep([]ledger.Hold{limit(ledger.StateHeld, 0, "held")})
-	left := slices.Sorted(maps.Keys(p.deleted))
+	left := slices.Sorted(maps.Keys(p.pods))
 	if want := []types.UID{podB, "gone just now", "held"}; !slices.Equal(left, want) {
 		t.Errorf("remembers %v, want %v", left, want)
 	}

@@ -39,7 +39,7 @@ func TestSweepKeepsThePodOfAnUnidentifiedLimit(t *testing.T) {
 		t.Errorf("verdict on the limit of a deleted pod: %v, want %v", got, ledger.Gone)
 	}
 	pods.Sweep(nil)
-	if len(pods.deleted) != 0 {
-		t.Errorf("%d deleted pods are kept though nothing names them", len(pods.deleted))
+	if len(pods.pods) != 0 {
+		t.Errorf("%d deleted pods are kept though nothing names them", len(pods.pods))
 	}
 }
