@@ -36,8 +36,6 @@ var retiredStill = map[string][]string{
 	"pkg/mig":            {"nobody", "somebody"},
 	"pkg/mps":            {"nobody", "somebody", "whoever"},
 	"pkg/nvml":           {"nobody", "somebody", "whoever"},
-	"pkg/podstate":       {"nobody", "somebody", "stranger", "strangers", "verdict"},
-	"pkg/reconcile":      {"condemned", "losers", "nobody", "somebody", "stranger", "verdict", "whoever"},
 	"pkg/sharing":        {"nobody", "somebody", "whoever"},
 	"simulated":          {"faulty", "nobody", "somebody", "stranger", "strikes", "whoever"},
 	"simulated/profiles": {"nobody"},

@@ -123,7 +123,7 @@ func TestMeet(t *testing.T) {
 		synctest.Wait()
 		select {
 		case <-met:
-			t.Fatal("met a pod that nobody has seen")
+			t.Fatal("returned before the watch reported a pod of the claim")
 		default:
 		}
 		p.add(t, pod(podA, "a", pending))
@@ -133,7 +133,7 @@ func TestMeet(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		start := time.Now()
-		p.WaitForPods(ctx, requestFor("nobody"))
+		p.WaitForPods(ctx, requestFor("unknown"))
 		if waited := time.Since(start); waited != time.Second {
 			t.Errorf("gave up after %s", waited)
 		}
@@ -156,7 +156,7 @@ func TestUnexplained(t *testing.T) {
 		"it has left nothing":                {pod(podA, "a", asks("1"), admitted), noGroup, nil, false},
 		"it asks for nothing":                {pod(podA, "a", admitted), busyGroup, nil, false},
 		"the scheduler has made it a claim":  {pod(podA, "a", asks("1"), admitted, specialClaim("nvidia.com/gpu")), busyGroup, nil, false},
-		"its hold belongs to somebody else":  {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podB)}, true},
+		"its hold names another pod":         {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podB)}, true},
 		"what names it is a claim, no limit": {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{claim(ledger.StateHeld, podA)}, true},
 	} {
 		f := newTree(t)

@@ -113,7 +113,7 @@ func (f tree) group(uid string, state int) {
 	}
 }
 
-func TestLimitVerdict(t *testing.T) {
+func TestStateOfPodHold(t *testing.T) {
 	before, recent := 2*time.Hour, 10*time.Second // the first list was an hour ago
 	tests := []struct {
 		name   string
@@ -130,7 +130,7 @@ func TestLimitVerdict(t *testing.T) {
 		{"Succeeded, busy", pod(podA, "a", phase(corev1.PodSucceeded)), false, busyGroup, limit(ledger.StateHeld, recent, podA), ledger.Orphaned},
 		{"Succeeded, empty", pod(podA, "a", phase(corev1.PodSucceeded)), false, emptyGroup, limit(ledger.StateHeld, recent, podA), ledger.Gone},
 		{"Succeeded, no cgroup", pod(podA, "a", phase(corev1.PodSucceeded)), false, noGroup, limit(ledger.StateHeld, recent, podA), ledger.Gone},
-		{"Failed by somebody else, busy", pod(podA, "a", phase(corev1.PodFailed)), false, busyGroup, limit(ledger.StateHeld, recent, podA), ledger.Orphaned},
+		{"Failed by another component, busy", pod(podA, "a", phase(corev1.PodFailed)), false, busyGroup, limit(ledger.StateHeld, recent, podA), ledger.Orphaned},
 		{"Succeeded and being deleted", pod(podA, "a", phase(corev1.PodSucceeded), beingDeleted), false, emptyGroup, limit(ledger.StateHeld, recent, podA), ledger.Gone},
 		{"deleted, busy", pod(podA, "a"), true, busyGroup, limit(ledger.StateHeld, recent, podA), ledger.Orphaned},
 		{"deleted, empty: a container may follow", pod(podA, "a"), true, emptyGroup, limit(ledger.StateHeld, recent, podA), ledger.Orphaned},
@@ -172,7 +172,7 @@ func TestLimitVerdict(t *testing.T) {
 	}
 }
 
-func TestVerdictWithoutCgroups(t *testing.T) {
+func TestPodStateWithoutCgroups(t *testing.T) {
 	p := known(t, newTree(t), pod(podA, "a", phase(corev1.PodSucceeded)))
 	if got := p.PodState(limit(ledger.StateHeld, time.Minute, podA)); got != ledger.Orphaned {
 		t.Errorf("limit: got %v", got)
@@ -185,7 +185,7 @@ func TestVerdictWithoutCgroups(t *testing.T) {
 // former is a pod that had the claim and has ended.
 var former = pod(formerPod, "former", names("one"), ranOnce, phase(corev1.PodSucceeded))
 
-func TestClaimVerdict(t *testing.T) {
+func TestStateOfClaim(t *testing.T) {
 	tests := []struct {
 		name   string
 		pods   []*corev1.Pod
@@ -242,7 +242,7 @@ func TestClaimVerdict(t *testing.T) {
 	}
 }
 
-// TestStartedWithoutAsking: until kubelet has heard that a claim is unprepared it starts pods with it and asks nobody. One that comes
+// TestStartedWithoutAsking: until kubelet receives the Unprepare response it starts pods of the claim without a Prepare call. One that comes
 // between two looks at its state is in its cgroup by then, and not yet in our watch, or it has no process yet.
 func TestStartedWithoutAsking(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -257,7 +257,7 @@ func TestStartedWithoutAsking(t *testing.T) {
 				t.Errorf("%s: got %v, want %v", when, got, want)
 			}
 		}
-		ask("nobody knows whose pod it is", ledger.Orphaned)
+		ask("the pod is unknown", ledger.Orphaned)
 		p.add(t, pod(podA, "a", names("two")))
 		ask("it is another claim's", ledger.Gone)
 		p.add(t, pod(podA, "a", names("one")))
@@ -278,7 +278,7 @@ func TestStartedWithoutAsking(t *testing.T) {
 }
 
 // The pods of a claim of the same name that came after it do not keep it; its own do.
-func TestVerdictWithoutClaim(t *testing.T) {
+func TestStateWithoutClaim(t *testing.T) {
 	f := newTree(t)
 	f.group(podB, busyGroup)
 	p := known(t, f, pod(podB, "b", names("one"), ranOnce))
@@ -314,7 +314,7 @@ func TestMirrorPods(t *testing.T) {
 		t.Errorf("name is %+v", got)
 	}
 	p.forget(mirror)
-	ask("somebody deleted the mirror", ledger.Orphaned)
+	ask("the mirror pod was deleted", ledger.Orphaned)
 	p.add(t, again)
 	ask("kubelet made it again", ledger.Running)
 	p.add(t, mirror)
@@ -415,7 +415,7 @@ func TestEndedBefore(t *testing.T) {
 	}
 }
 
-func TestStrangersAndClaimNames(t *testing.T) {
+func TestUnknownPodsAndClaimNames(t *testing.T) {
 	f := newTree(t)
 	f.group(podA, busyGroup)
 	f.group(podB, emptyGroup)
@@ -423,14 +423,14 @@ func TestStrangersAndClaimNames(t *testing.T) {
 	p := known(t, f, pod(podA, "a", names("one"), extended("two")), pod("mirror", "etcd", mirrorOf(static)), pod("c", "c", names("one")))
 	got, err := p.UnknownPods()
 	if err != nil || !slices.Equal(got, []string{podB}) {
-		t.Errorf("strangers are %v, %v", got, err)
+		t.Errorf("unknown pods are %v, %v", got, err)
 	}
 	if got, want := p.ClaimNames(), []types.NamespacedName{{Namespace: "apps", Name: "one"}, {Namespace: "apps", Name: "two"}}; !slices.Equal(got, want) {
 		t.Errorf("claims are %v, want %v", got, want)
 	}
 }
 
-// An update that says nothing new wakes nobody.
+// An update that changes nothing of interest wakes no waiter.
 func TestOnlyNewsIsAnnounced(t *testing.T) {
 	p := known(t, newTree(t))
 	news := func(when string, want bool, pod *corev1.Pod) {
@@ -540,7 +540,7 @@ func TestStartedBeforeTheWatch(t *testing.T) {
 		}
 		// One that was given out since names no pod yet: its pod would have been seen.
 		if p.Started(limit(ledger.StateHeld, time.Minute), nil) {
-			t.Errorf("cgroup state %d: a limit of just now is the stranger's", state)
+			t.Errorf("cgroup state %d: a new hold counts as the unknown pod's", state)
 		}
 	}
 }
@@ -595,7 +595,7 @@ func TestForceDeletedBeforeTheWatch(t *testing.T) {
 }
 
 // TestStartedAndStruckOff: kubelet has admitted a pod that our watch knew to be gone, and has struck it off its checkpoint since.
-// Its hold names nobody, but it runs, and no hold is its.
+// The hold names no pod, and the pod that runs has no other hold.
 func TestStartedAndStruckOff(t *testing.T) {
 	f := newTree(t)
 	f.group(podA, busyGroup)
@@ -603,7 +603,7 @@ func TestStartedAndStruckOff(t *testing.T) {
 	h := limit(ledger.StateHeld, time.Second)
 	h.Resource = "nvidia.com/gpu"
 	if p.Started(h, []ledger.Hold{h}) {
-		t.Error("nobody asks for the resource")
+		t.Error("no pod requests the resource")
 	}
 	asking := pod(podA, "a", pending, asks("1"))
 	p.add(t, asking)
@@ -692,7 +692,7 @@ func TestPodThatComesDuringUnprepare(t *testing.T) {
 	}
 	h.Pods = append(h.Pods, added...) // as the reconciler records it
 	says(`{"ClaimInfoStateList":[]}`)
-	podState("the pod has a cgroup and nobody has seen it", ledger.Orphaned)
+	podState("the pod has a cgroup and is unknown", ledger.Orphaned)
 	p.store(pod(podB, "b", names("one")))
 	podState("it is about to start", ledger.Running)
 	f.group(podB, busyGroup)
@@ -702,7 +702,7 @@ func TestPodThatComesDuringUnprepare(t *testing.T) {
 	podState("it is gone", ledger.Gone)
 }
 
-// A hold is busy while one of its pods has a process, or nobody knows of any pod.
+// A hold is busy while one of its pods has a process, or no pod is known.
 func TestBusy(t *testing.T) {
 	for name, test := range map[string]struct {
 		hold  ledger.Hold
@@ -713,7 +713,7 @@ func TestBusy(t *testing.T) {
 		"has ended":                      {claim(ledger.StateHeld, podA), emptyGroup, false},
 		"has not begun":                  {claim(ledger.StateHeld, podA), noGroup, false},
 		"a pod that the hold names not":  {claim(ledger.StateHeld, podB), busyGroup, true},
-		"nobody knows of any pod":        {limit(ledger.StateRestored, time.Minute), noGroup, true},
+		"no pod is known":                {limit(ledger.StateRestored, time.Minute), noGroup, true},
 		"a limit of before that is gone": {limit(ledger.StateRestored, time.Minute, podB), noGroup, false},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -36,7 +36,7 @@ func TestSweepKeepsThePodOfAnUnidentifiedLimit(t *testing.T) {
 	identified := limit
 	identified.Pods = []ledger.Pod{{UID: "u1"}}
 	if got := pods.PodState(identified); got != ledger.Gone {
-		t.Errorf("verdict on the limit of a deleted pod: %v, want %v", got, ledger.Gone)
+		t.Errorf("pod state of a deleted pod's hold: %v, want %v", got, ledger.Gone)
 	}
 	pods.Sweep(nil)
 	if len(pods.pods) != 0 {

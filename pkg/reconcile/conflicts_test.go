@@ -21,7 +21,7 @@ func (g *rig) recordConflict(uid, name string, pendingEviction bool, pods ...str
 	g.book.RecordConflict(lost)
 }
 
-// awaitConflicts waits until exactly these claims are losers.
+// awaitConflicts waits until exactly these claims have conflicts.
 func (g *rig) awaitConflicts(uids ...string) {
 	g.t.Helper()
 	deadline := time.After(time.Minute)
@@ -37,12 +37,12 @@ func (g *rig) awaitConflicts(uids ...string) {
 		select {
 		case <-changed:
 		case <-deadline:
-			g.t.Fatalf("losers are %v, want %v", got, uids)
+			g.t.Fatalf("conflicts are %v, want %v", got, uids)
 		}
 	}
 }
 
-func TestLosersEndWithTheirPods(t *testing.T) {
+func TestConflictsEndWithTheirPods(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
 	pending := func(uid, claim string) *corev1.Pod {
@@ -60,7 +60,7 @@ func TestLosersEndWithTheirPods(t *testing.T) {
 	g.recordConflict("c3", "three", false, "over")
 	g.awaitConflicts("c1", "c2", "c3")
 	if pendingEviction, waiting := g.metric("tandem_conflicting_claims", "pending_eviction"), g.metric("tandem_conflicting_claims", "waiting"); pendingEviction != 1 || waiting != 2 {
-		t.Errorf("counted %v condemned and %v waiting", pendingEviction, waiting)
+		t.Errorf("counted %v pending evictions and %v waiting", pendingEviction, waiting)
 	}
 	g.deletePod("evicted")
 	g.awaitConflicts("c2", "c3")
@@ -71,7 +71,7 @@ func TestLosersEndWithTheirPods(t *testing.T) {
 }
 
 // A claim with a name of its own is shared by the next pod of its owner, which must not find it forgiven half-way.
-func TestALoserStaysWhileAnotherPodWantsItsClaim(t *testing.T) {
+func TestConflictStaysWhileAnotherPodUsesItsClaim(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
 	g.addPod(g.pod("first", "one"))
@@ -85,8 +85,8 @@ func TestALoserStaysWhileAnotherPodWantsItsClaim(t *testing.T) {
 	g.awaitConflicts()
 }
 
-// A bare pod may wait for a claim that somebody replaces under its name.
-func TestALoserWhoseClaimIsAnother(t *testing.T) {
+// A bare pod may wait for a claim that is replaced under its name.
+func TestConflictOfReplacedClaim(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2")
 	g.verifySoon()
@@ -106,7 +106,7 @@ func TestALoserWhoseClaimIsAnother(t *testing.T) {
 	for deadline := time.Now().Add(time.Minute); g.calls() < asked+8 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 	}
 	if n := len(g.book.Conflicts()); n != 4 {
-		t.Errorf("%d losers while the API server is away", n)
+		t.Errorf("%d conflicts while the API server is away", n)
 	}
 	g.change(func() { g.away = false })
 	g.awaitConflicts("c-waits")

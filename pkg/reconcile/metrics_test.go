@@ -36,7 +36,7 @@ func TestMetrics(t *testing.T) {
 	if n := g.metric("tandem_time_to_free_seconds", "claim"); n != 0 {
 		t.Errorf("%v claims were freed, none was", n)
 	}
-	// One is released here, one by its Unprepare, one by whoever comes next.
+	// One is released here, one by its Unprepare, one by the next Allocate.
 	g.deletePod("p2")
 	g.group("p2", false)
 	g.await("GPU-1: pod GPU-1 held [p1]", "GPU-3: claim c2 held [p3]")

@@ -65,7 +65,7 @@ func TestUnreadableCgroup(t *testing.T) {
 	g.await()
 }
 
-// Somebody deletes the mirror of a static pod, and kubelet makes it again.
+// The mirror of a static pod is deleted, and kubelet creates it again.
 func TestOrphanComesBack(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
@@ -117,13 +117,13 @@ func TestForceDeletedRightAfterAllocate(t *testing.T) {
 		t.Errorf("a second owner: %v", err)
 	}
 	g.noGroup("p1")
-	// What must only settle keeps nobody away.
+	// A hold within the settling time does not block the next pod.
 	g.await("GPU-1: pod GPU-1 held [p1]")
 	g.await()
 }
 
-// The next pod gets the device between the verdict on the last one and its release.
-func TestReuseBetweenVerdictAndRelease(t *testing.T) {
+// The next pod gets the device between the decision about the last pod and the release.
+func TestReuseBetweenDecisionAndRelease(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
 	g.group("anchor", false) // no pods are known here, and one that runs might have any GPU
@@ -208,7 +208,7 @@ func TestNothingHappensBeforeThePodsAreKnown(t *testing.T) {
 	calls := g.calls()
 	g.stays("GPU-1: pod GPU-1 restored [ended]", "GPU-2: claim c1 held []")
 	if g.calls() != calls {
-		t.Error("somebody was asked")
+		t.Error("kubelet or the API server was asked")
 	}
 	cancel()
 	must(t, <-done)
@@ -234,7 +234,7 @@ func TestUnconfirmedClaim(t *testing.T) {
 	g.await()
 }
 
-// A GPU that is not there, or a driver that is not, takes it from nobody.
+// A claim keeps a GPU that the inventory does not have, also without a driver.
 func TestClaimOfAGPUThatIsNotThere(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
@@ -272,7 +272,7 @@ func TestLimitWithoutPod(t *testing.T) {
 	g.verifySoon()
 	g.used = []podstate.UsedDevice{{ID: "GPU-1", Resource: resource}}
 	g.used = append(g.used, podstate.UsedDevice{ID: "GPU-3", Resource: resource})
-	// A pod that nobody has ever seen, whose cgroup is there.
+	// An unknown pod, whose cgroup exists.
 	g.group("unseen", true)
 	g.run()
 	g.allocate("GPU-1", "GPU-2", "GPU-3")
@@ -285,7 +285,7 @@ func TestLimitWithoutPod(t *testing.T) {
 	g.await()
 }
 
-func TestNobodyIsAskedWhileAllIsConfirmed(t *testing.T) {
+func TestNoRequestWhileAllIsConfirmed(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2")
 	g.verifySoon()
@@ -323,11 +323,11 @@ func TestUnreadableRecords(t *testing.T) {
 	must(t, g.r.Restore(t.Context()))
 	g.claim("one", "c1", "gpu-1")
 	g.addPod(g.pod("p1", "one"))
-	g.group("stranger", true)
+	g.group("unknown", true)
 	g.run()
 	unreadable := []string{"GPU-1: claim c1 restored [] unreadable", "GPU-2: claim c2 restored [] unreadable", "GPU-3: pod GPU-3 restored [] unreadable"}
-	g.stays(unreadable...) // the stranger may be anybody's
-	g.noGroup("stranger")
+	g.stays(unreadable...) // the unknown pod may belong to any of them
+	g.noGroup("unknown")
 	g.await("GPU-1: claim c1 restored []")
 }
 

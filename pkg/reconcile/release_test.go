@@ -143,7 +143,7 @@ func TestForceDeletedClaimPod(t *testing.T) {
 	g.await()
 }
 
-// Nobody unprepares what kubelet has forgotten.
+// kubelet does not unprepare a claim that it has forgotten.
 func TestClaimStateDeleted(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
@@ -238,7 +238,7 @@ func TestDevicesReplaced(t *testing.T) {
 	}
 }
 
-// Everything ends while nobody looks.
+// Everything ends while the agent is down.
 func TestWhileTheAgentWasDown(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3", "GPU-4", "GPU-5")
@@ -251,7 +251,7 @@ func TestWhileTheAgentWasDown(t *testing.T) {
 	g.prepare("c5", "five", "GPU-5", "p5")
 	must(t, g.book.DrainClaim(t.Context(), "c5"))
 	// The first pod is gone; the second has succeeded; the third was force-deleted and runs; the fourth claim is gone; the
-	// pod of the fifth, which was unprepared, has ended. Whoever runs, and nobody knows, may have those claims.
+	// pod of the fifth, which was unprepared, has ended. An unknown pod that runs may use those claims.
 	second := g.pod("p2")
 	second.Status.Phase = corev1.PodSucceeded
 	g.addPod(second)
@@ -284,7 +284,7 @@ func TestWhileKubeletWasDown(t *testing.T) {
 	g.deletePod("p2")
 	g.change(func() { delete(g.claims, "apps/two") })
 	g.await("GPU-1: pod GPU-1 draining [p1]", "GPU-2: claim c2 held [p2]")
-	g.group("p1", false) // they end, and nobody removes what they leave
+	g.group("p1", false) // they end, and their cgroups stay
 	g.group("p2", false)
 	g.stays("GPU-1: pod GPU-1 draining [p1]", "GPU-2: claim c2 held [p2]")
 	g.change(func() { g.away = false })

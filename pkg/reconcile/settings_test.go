@@ -156,7 +156,7 @@ func TestSettingWaitsForTheRestOfItsGroup(t *testing.T) {
 	g, _, events := newSettingsRig(t, f)
 	g.group("p1", true)
 	g.addPod(g.pod("p1", "c1"))
-	// Nobody holds the first.
+	// The first has no holder.
 	g.reserve("c1", []device.Ref{{GPU: "GPU-2"}}, "p1")
 	g.run()
 	time.Sleep(500 * time.Millisecond)
@@ -178,7 +178,7 @@ func TestSettingWaitsForTheRestOfItsGroup(t *testing.T) {
 	awaitTrue(t, "all settings are reverted", func() bool { return len(f.All()) == 0 })
 }
 
-// A daemon that does not end keeps nobody else waiting, not even for a partition of the same GPU, and the claim hears of it.
+// A daemon that does not end delays no other holder, not even of a partition of the same GPU, and the claim gets an event.
 func TestSlowDaemon(t *testing.T) {
 	t.Parallel()
 	slow, other, part := onGPU("c1", "GPU-1"), onGPU("c2", "GPU-2"), place("GPU-1", 4, 4)
@@ -211,7 +211,7 @@ func TestSlowDaemon(t *testing.T) {
 }
 
 // What a process has set, or recorded, for a claim that never got the device goes; so does what appears later.
-func TestSettingOfNobody(t *testing.T) {
+func TestSettingWithoutHolder(t *testing.T) {
 	t.Parallel()
 	f := newSettings(onGPU("c1", "GPU-1"), onGPU("c2", "GPU-2"))
 	g, _, _ := newSettingsRig(t, f)
