@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package podstate
+
+import (
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// Settling is how long after an Allocate no hold of a pod ends. kubelet's checkpoint may name the previous pod even in a file that was
+// written later: kubelet collects what it writes first, and two writes may overtake each other
+// (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, writeCheckpoint).
+const Settling = 2 * time.Second
+
+// Unsettled returns how long the hold of a pod is still within Settling.
+func Unsettled(h ledger.Hold) time.Duration {
+	age := time.Since(h.Since)
+	if h.State == ledger.StateRestored || age < 0 {
+		return 0 // age is negative when the clock was set back
+	}
+	return max(0, Settling-age)
+}
+
+// PodState implements ledger.PodStates.
+func (p *Pods) PodState(h ledger.Hold) ledger.PodState {
+	if !p.Synced() {
+		return ledger.Running
+	}
+	if h.Holder.Kind == ledger.KindClaim {
+		return p.claimState(h, p.podsOf(h))
+	}
+	if len(h.Pods) == 0 {
+		return ledger.Running
+	}
+	since := h.Since
+	if h.State == ledger.StateRestored {
+		since = time.Time{} // it is older than the restart
+	}
+	podState := ledger.Gone
+	for _, pod := range h.Pods {
+		podState = min(podState, p.podState(types.UID(pod.UID), since))
+	}
+	if podState == ledger.Gone && Unsettled(h) > 0 {
+		return ledger.Terminating
+	}
+	return podState
+}
+
+// podState returns the state of one pod. kubelet starts no container of a pod with a terminal phase, so an empty cgroup ends it. A
+// deleted pod must have lost its cgroup. An unknown pod counts as deleted only if the first list should have contained it: kubelet
+// may receive a pod before our watch does. If the kernel gives no answer, containers may still run.
+func (p *Pods) podState(uid types.UID, since time.Time) ledger.PodState {
+	p.mu.Lock()
+	pod, known := p.pods[uid]
+	synced := p.synced
+	p.mu.Unlock()
+	deleted := pod.deleted || !known && since.Before(synced)
+	terminal := known && isTerminal(pod.Pod)
+	switch {
+	case synced.IsZero(), !known && !deleted:
+		return ledger.Running
+	case !deleted && !terminal && pod.DeletionTimestamp != nil:
+		return ledger.Terminating
+	case !deleted && !terminal:
+		return ledger.Running
+	}
+	cgroup, err := p.cgroups.Pod(string(uid))
+	switch {
+	case err != nil, cgroup == CgroupAbsent && p.mayStart(uid, since):
+		return ledger.Orphaned
+	case cgroup == CgroupAbsent, cgroup == CgroupEmpty && !deleted:
+		return ledger.Gone
+	}
+	p.recordCgroup(uid)
+	return ledger.Orphaned
+}
+
+// mayStart reports whether kubelet may still start a deleted pod that had started nothing: a frozen kubelet continues where it
+// stopped, and receives the deletion later. For a pod that was deleted before the watch began only the time of its admission is known
+// (TestForceDeletedBeforeItStarted, TestForceDeletedBeforeTheWatch).
+func (p *Pods) mayStart(uid types.UID, admitted time.Time) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, known := p.pods[uid]
+	if !known {
+		return isRecent(admitted)
+	}
+	return pod.deleted && !pod.hadCgroup && len(pod.Status.ContainerStatuses) == 0 &&
+		(pod.Status.Phase == corev1.PodPending || pod.Status.Phase == "") && time.Since(pod.ended) < unseen
+}
+
+// recordCgroup records that kubelet has created the cgroup of a pod: once that is gone, kubelet starts nothing more of the pod.
+func (p *Pods) recordCgroup(uid types.UID) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if pod, known := p.pods[uid]; known {
+		pod.hadCgroup = true
+		p.pods[uid] = pod
+	}
+}
+
+// isRecent reports whether kubelet or our watch may still be about to receive a change of that moment.
+func isRecent(moment time.Time) bool {
+	age := time.Since(moment)
+	return age >= 0 && age < unseen
+}
+
+// claimState returns the state of a claim's pods. A claim ends with Unprepare and not with its pods. Unprepare alone proves
+// nothing: kubelet before 1.37 calls it for claims that running pods share (docs/design/0002-ledger.md). So a draining claim waits
+// for these pods:
+//   - a live pod that was prepared or has started a container. CRI-O keeps no pause process, so such a pod may have no process
+//     between two starts of a container, and kubelet does not prepare before the second start.
+//   - a pod with a process.
+//   - a pod with a cgroup that is unknown, or that names the claim and has not started anything, for a minute. Until it receives the
+//     Unprepare response, kubelet before 1.37 starts further pods of the claim without a Prepare call
+//     (TestStartedWithoutAsking, TestPodThatComesDuringUnprepare). kubelet creates the cgroup first.
+func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodState {
+	if h.State != ledger.StateDraining {
+		for uid := range uids {
+			if p.podState(uid, h.Since) == ledger.Running {
+				return ledger.Running
+			}
+		}
+		if len(uids) == 0 {
+			return ledger.Running
+		}
+		return ledger.Terminating
+	}
+	podState := ledger.Gone
+	remembered, added, err := p.AddedPods(h)
+	if remembered || err != nil {
+		podState = ledger.Orphaned
+	}
+	prepared := map[types.UID]bool{}
+	for _, pod := range slices.Concat(h.Pods, added) {
+		prepared[types.UID(pod.UID)], uids[types.UID(pod.UID)] = true, true
+	}
+	// Without pods, kubelet never received an answer to Prepare.
+	recent := isRecent(h.Since) && len(h.Pods) > 0
+	if recent {
+		unseen, err := p.unseenPods()
+		if err != nil {
+			podState = ledger.Orphaned
+		}
+		for _, uid := range unseen {
+			uids[uid] = true
+		}
+	}
+	for uid := range uids {
+		podState = min(podState, p.claimPodState(uid, prepared[uid], recent))
+	}
+	return podState
+}
+
+// claimPodState returns the state of one pod of a draining claim. prepared means that the hold or kubelet's state names the pod, recent
+// that the claim began to drain less than a minute ago.
+func (p *Pods) claimPodState(uid types.UID, prepared, recent bool) ledger.PodState {
+	p.mu.Lock()
+	pod, known := p.pods[uid]
+	p.mu.Unlock()
+	started := known && len(pod.Status.ContainerStatuses) > 0
+	ended := known && isTerminal(pod.Pod)
+	if known && !pod.deleted && pod.DeletionTimestamp == nil && !ended && (prepared || started) {
+		return ledger.Running
+	}
+	mayStart := !known || recent && !prepared && !started && !ended
+	cgroup, err := p.cgroups.Pod(string(uid))
+	if err != nil || cgroup == CgroupBusy || cgroup == CgroupEmpty && mayStart {
+		return ledger.Orphaned
+	}
+	return ledger.Gone
+}
+
+// unseenPods returns the pods with a cgroup that the watch has never reported.
+func (p *Pods) unseenPods() ([]types.UID, error) {
+	all, err := p.cgroups.UIDs()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var uids []types.UID
+	for _, uid := range all {
+		if _, known := p.pods[types.UID(uid)]; !known {
+			uids = append(uids, types.UID(uid))
+		}
+	}
+	return uids, err
+}
+
+// AddedPods reports whether kubelet's state contains devices of the claim, and returns the pods that it names for the claim and that
+// are not in the hold's record. The reconciler records them. kubelet removes the devices when it receives the Unprepare response. If
+// the agent died before that, kubelet gives them to the claim's next pod without a Prepare call (1.34 to 1.36,
+// k8s.io/kubernetes pkg/kubelet/cm/dra, prepareResources) and unprepares again later. It is safe for concurrent use.
+func (p *Pods) AddedPods(h ledger.Hold) (remembered bool, added []ledger.Pod, err error) {
+	remembered, uids, err := claimDevices(p.kubeletDir, h.Holder.ID)
+	for _, uid := range uids {
+		if !slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == uid }) {
+			added = append(added, p.Name(uid))
+		}
+	}
+	return remembered, added, err
+}
+
+// Users returns the pods recorded with the hold of a claim that may still use it.
+func (p *Pods) Users(h ledger.Hold) []ledger.Pod {
+	return slices.DeleteFunc(slices.Clone(h.Pods), func(pod ledger.Pod) bool {
+		return p.podState(types.UID(pod.UID), h.Since) == ledger.Gone
+	})
+}
+
+// StateWithoutClaim returns the state of the pods of a claim that the API server no longer has under that UID. Existing pods that name
+// the claim use its successor, unless they are recorded with the hold.
+func (p *Pods) StateWithoutClaim(h ledger.Hold) ledger.PodState {
+	if !p.Synced() {
+		return ledger.Running
+	}
+	h.State = ledger.StateDraining
+	uids := p.podsOf(h)
+	p.mu.Lock()
+	for uid := range uids {
+		pod, known := p.pods[uid]
+		if known && !pod.deleted && !slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) }) {
+			delete(uids, uid)
+		}
+	}
+	p.mu.Unlock()
+	return p.claimState(h, uids)
+}
+
+// Started implements ledger.PodStates. If the kernel gives no answer, the pod may have started. For a hold without a pod it reads
+// kubelet's checkpoint: an agent that was frozen may receive the next request before it has read the checkpoint
+// (TestStartedBeforeAnybodyLooked).
+func (p *Pods) Started(h ledger.Hold, all []ledger.Hold) bool {
+	uids := make([]string, 0, 1)
+	for _, pod := range h.Pods {
+		uids = append(uids, pod.UID)
+	}
+	if len(uids) == 0 {
+		checkpoint, err := ReadDeviceCheckpoint(p.kubeletDir)
+		if err != nil {
+			return true
+		}
+		for _, d := range checkpoint.Devices {
+			if d.ID == h.Holder.ID && d.Resource == h.Resource && !checkpoint.Written.Before(h.Since) {
+				uids = append(uids, d.PodUID)
+			}
+		}
+	}
+	if len(uids) == 0 {
+		// kubelet may have admitted a deleted pod and have removed it from its checkpoint since (TestStartedAndStruckOff).
+		uids = p.wanting(func(resource string) bool { return resource == h.Resource }, all, func(seenPod) bool { return true })
+		if !p.watchedSince(h.Since) {
+			// A pod that was deleted before our watch began has left a cgroup only (TestStartedBeforeTheWatch).
+			unknownPods, err := p.UnknownPods()
+			if err != nil {
+				return true
+			}
+			uids = append(uids, unknownPods...)
+		}
+	}
+	return slices.ContainsFunc(uids, func(uid string) bool {
+		cgroup, err := p.cgroups.Pod(uid)
+		return err != nil || cgroup == CgroupBusy
+	})
+}
+
+// watchedSince reports whether the watch has reported every pod that existed at a moment or was created later.
+func (p *Pods) watchedSince(at time.Time) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return !p.synced.IsZero() && !at.Before(p.synced)
+}
+
+// Busy reports whether a pod of a hold has a process, or may have one because the kernel gives no answer or the pod is unknown.
+// The reconciler calls it before it takes away what a running container needs.
+func (p *Pods) Busy(h ledger.Hold) bool {
+	uids := p.podsOf(h)
+	for uid := range uids {
+		if cgroup, err := p.cgroups.Pod(string(uid)); err != nil || cgroup == CgroupBusy {
+			return true
+		}
+	}
+	return len(uids) == 0
+}
