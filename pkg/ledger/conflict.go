@@ -13,23 +13,23 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Conflict is a claim whose Prepare was refused because another holder keeps one of its devices. Conflicts are kept in memory
-// only: after a restart a claim may be prepared while its pod is being evicted, which restarts the pod elsewhere and never gives
-// a device two owners.
+// Conflict is a claim whose Prepare was refused because another holder has one of its devices. Conflicts are kept in memory only:
+// after a restart a claim may be prepared while its pod is being evicted. The pod then restarts elsewhere, and no device gets two
+// owners.
 type Conflict struct {
 	UID, Namespace, Name string
-	// Devices that are in other hands.
+	// Devices that other holders have.
 	Devices []device.Ref
-	// Names of Devices, as the claim was allocated them: the inventory does not know a partition that is still to be made.
+	// Names of Devices, from the claim's allocation: the inventory lacks a partition that was not created yet.
 	Names []string
-	// Pods that the claim is for, as far as kubelet has asked for them.
+	// Pods of the claim for which kubelet has called Prepare.
 	Pods []Pod
-	// Since is when the claim lost for the first time. Lose sets it.
+	// Since is when the conflict was recorded first. RecordConflict sets it.
 	Since time.Time
-	// PendingEviction claims are not prepared, whatever becomes free: their pods are being moved. Others wait. A condemnation lapses
-	// by itself (EvictionTimeout), and its claim then waits.
+	// PendingEviction claims are not prepared, whatever becomes free, because the controller evicts their pods. Other claims wait. A
+	// pending eviction expires (EvictionTimeout), and its claim waits from then on.
 	PendingEviction bool
-	// Message says what happened, to the claim's owner: without names of other namespaces.
+	// Message explains the conflict to the claim's owner. It has no names of other namespaces.
 	Message string
 
 	// pendingEviction is when the eviction became pending.
@@ -40,43 +40,43 @@ type Conflict struct {
 // whose pods were not evicted must wait normally.
 const EvictionTimeout = 30 * time.Second
 
-// PendingEvictionError says that a claim is not prepared because its pod is being moved.
+// PendingEvictionError means that a claim is not prepared because its pods are being evicted.
 type PendingEvictionError struct{ Conflict Conflict }
 
-// Error says so to the operator.
+// Error names the claim and its conflict, for the agent's log.
 func (e *PendingEvictionError) Error() string {
-	return fmt.Sprintf("claim %s/%s (%s) is condemned, its pods are being moved: %s", e.Conflict.Namespace, e.Conflict.Name, e.Conflict.UID, e.Conflict.Message)
+	return fmt.Sprintf("claim %s/%s (%s) is not prepared, because its pods are being evicted: %s", e.Conflict.Namespace, e.Conflict.Name, e.Conflict.UID, e.Conflict.Message)
 }
 
-// RecordConflict records that a claim has lost. Called by the DRA front-end after a *ConflictError that waiting does not cure; a claim
-// that loses again keeps its Since. It does nothing for a claim that holds what it is said to have lost: another call for it
-// was faster. What has been recorded ends with a ReserveClaim that succeeds, with DrainClaim, and with Forgive.
-func (l *Ledger) RecordConflict(lost Conflict) {
+// RecordConflict records a conflict. The DRA front-end calls it after a *ConflictError. A known conflict keeps its Since. It does nothing
+// if the claim holds all Devices, because another call for the claim was faster. The conflict ends when ReserveClaim succeeds, with
+// DrainClaim and with ClearConflict.
+func (l *Ledger) RecordConflict(conflict Conflict) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	holder := Holder{KindClaim, lost.UID}
+	holder := Holder{KindClaim, conflict.UID}
 	missing := func(ref device.Ref) bool {
 		h, ok := l.holds[key{holder, ref}]
 		return !ok || h.State != StateHeld
 	}
-	if !slices.ContainsFunc(lost.Devices, missing) {
+	if !slices.ContainsFunc(conflict.Devices, missing) {
 		return
 	}
-	lost.Since = l.now()
-	if lost.PendingEviction {
-		lost.pendingEviction = lost.Since
+	conflict.Since = l.now()
+	if conflict.PendingEviction {
+		conflict.pendingEviction = conflict.Since
 	}
-	known, again := l.conflicts[lost.UID]
+	known, again := l.conflicts[conflict.UID]
 	if again {
-		lost.Since = known.Since
+		conflict.Since = known.Since
 	}
-	lost.Devices, lost.Names = slices.Clone(lost.Devices), slices.Clone(lost.Names)
-	lost.Pods = mergePods(known.Pods, lost.Pods)
-	l.conflicts[lost.UID] = lost
+	conflict.Devices, conflict.Names = slices.Clone(conflict.Devices), slices.Clone(conflict.Names)
+	conflict.Pods = mergePods(known.Pods, conflict.Pods)
+	l.conflicts[conflict.UID] = conflict
 	l.announce()
 }
 
-// Conflicts returns a copy of every claim that has lost and neither got its devices nor gone since, oldest first.
+// Conflicts returns a copy of all conflicts, oldest first.
 func (l *Ledger) Conflicts() []Conflict {
 	l.mu.Lock()
 	for uid := range l.conflicts {
@@ -88,7 +88,8 @@ func (l *Ledger) Conflicts() []Conflict {
 	return conflicts
 }
 
-// ClearConflict ends what Lose began. Called when the claim's pods are gone, or the claim is no longer allocated here. Idempotent.
+// ClearConflict ends a conflict. The reconciler calls it when the claim's pods are gone or the claim is no longer allocated on this
+// node. It is idempotent.
 func (l *Ledger) ClearConflict(uid string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -102,22 +103,22 @@ func (l *Ledger) clearConflict(uid string) {
 	}
 }
 
-// Until is when the condemnation lapses; zero for a claim that waits.
-func (l Conflict) Until() time.Time {
-	if !l.PendingEviction {
+// Until returns when the pending eviction expires; zero for a claim that waits.
+func (c Conflict) Until() time.Time {
+	if !c.PendingEviction {
 		return time.Time{}
 	}
-	return l.pendingEviction.Add(EvictionTimeout)
+	return c.pendingEviction.Add(EvictionTimeout)
 }
 
-// expire ends a condemnation whose time is over. A clock that was set back must not make it long.
+// expire ends a pending eviction after EvictionTimeout. A clock that was set back does not prolong it.
 func (l *Ledger) expire(uid string) {
-	lost := l.conflicts[uid]
-	if age := l.now().Sub(lost.pendingEviction); !lost.PendingEviction || age >= 0 && age < EvictionTimeout {
+	conflict := l.conflicts[uid]
+	if age := l.now().Sub(conflict.pendingEviction); !conflict.PendingEviction || age >= 0 && age < EvictionTimeout {
 		return
 	}
-	lost.PendingEviction = false
-	l.conflicts[uid] = lost
+	conflict.PendingEviction = false
+	l.conflicts[uid] = conflict
 	l.announce()
 }
 
@@ -131,14 +132,14 @@ func (l *Ledger) admit(ctx context.Context, r ClaimRequest) error {
 		return nil
 	}
 	l.expire(r.UID)
-	lost := l.conflicts[r.UID]
-	if !lost.PendingEviction {
+	conflict := l.conflicts[r.UID]
+	if !conflict.PendingEviction {
 		return nil
 	}
-	if pods := mergePods(lost.Pods, r.Pods); !slices.Equal(pods, lost.Pods) {
-		lost.Pods = pods
-		l.conflicts[r.UID] = lost
+	if pods := mergePods(conflict.Pods, r.Pods); !slices.Equal(pods, conflict.Pods) {
+		conflict.Pods = pods
+		l.conflicts[r.UID] = conflict
 		l.announce()
 	}
-	return &PendingEvictionError{lost}
+	return &PendingEvictionError{conflict}
 }

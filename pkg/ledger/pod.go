@@ -11,10 +11,10 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// ReservePod gives all devices or none, and never waits. An ID that a limit holds already is accepted as reuse inside
-// one pod (init containers), unless its pod runs, or is gone from the API server and may still run, or has it by another
-// resource, of which kubelet keeps another account. Otherwise a *ConflictError says who is in the way. Called for Allocate,
-// which carries no pod: the pod is learnt later (Identify).
+// ReservePod reserves all devices or none, and never waits. Allocate calls it. Allocate does not name the pod; Identify records it later.
+// An ID that a pod holds already counts as reuse inside one pod (init containers), unless that pod runs, is gone from the API server and
+// may still run, or holds the ID by another resource, for which kubelet has another account. A *ConflictError names the conflicting
+// holds.
 func (l *Ledger) ReservePod(requests []PodRequest) error {
 	if err := checkApart(requests); err != nil {
 		return err
@@ -34,7 +34,7 @@ func (l *Ledger) ReservePod(requests []PodRequest) error {
 	}
 }
 
-// tryReservePod reserves, or returns what is in the way. A reuse is in the way too until evidence has been heard about it.
+// tryReservePod reserves, or returns conflicting holds, also those of the same ID that must not be reused.
 func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 	refused, err := l.confirmReuse(requests)
 	if err != nil || len(refused) > 0 {
@@ -45,7 +45,7 @@ func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 	if conflicts := l.podConflicts(requests); len(conflicts) > 0 {
 		return conflicts, nil
 	}
-	// What is new comes first: it is more likely to fail, and easy to undo.
+	// New holds come first: writing them fails more often, and is easy to undo.
 	var taken, reused []Hold
 	for _, r := range requests {
 		l.serial++
@@ -60,17 +60,17 @@ func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 		}
 	}
 	if err := l.take(taken); err != nil {
-		return nil, fmt.Errorf("reserve limit: %w", err)
+		return nil, fmt.Errorf("reserve devices for a pod: %w", err)
 	}
 	for _, h := range reused {
 		if err := l.rewrite(l.holds[keyOf(h)], h); err != nil {
-			return nil, errors.Join(fmt.Errorf("reserve limit: %w", err), l.undo(taken))
+			return nil, errors.Join(fmt.Errorf("reserve devices for a pod: %w", err), l.undo(taken))
 		}
 	}
 	return nil, nil
 }
 
-// podConflicts are what is in the way of requests, each beside those before it. Under l.mu.
+// podConflicts returns the holds that conflict with requests, of which each counts for the next. Under l.mu.
 func (l *Ledger) podConflicts(requests []PodRequest) []Hold {
 	var conflicts, before []Hold
 	for _, r := range requests {
@@ -93,14 +93,14 @@ func checkApart(requests []PodRequest) error {
 	for i, a := range requests {
 		for _, b := range requests[:i] {
 			if a.use().Excludes(b.use()) || a.ID == b.ID && a.Device.Overlaps(b.Device) {
-				return fmt.Errorf("reserve limits: %s and %s stand for the same hardware (%s, %s)", b.ID, a.ID, b.Device, a.Device)
+				return fmt.Errorf("reserve devices for a pod: IDs %s and %s use the same hardware (%s, %s)", b.ID, a.ID, b.Device, a.Device)
 			}
 		}
 	}
 	return nil
 }
 
-// use returns what the request asks for.
+// use returns the requested use.
 func (r PodRequest) use() availability.Use[device.Ref] {
 	return availability.Use[device.Ref]{Holder: availability.Holder{Kind: KindPod, ID: r.ID}, Device: r.Device, Share: r.Share}
 }
@@ -146,7 +146,7 @@ func (l *Ledger) confirmReuse(requests []PodRequest) ([]Hold, error) {
 	return refused, nil
 }
 
-// undo gives back what one call took before it failed. Under l.mu.
+// undo releases the holds that a failed call took. Under l.mu.
 func (l *Ledger) undo(taken []Hold) error {
 	var errs []error
 	for _, h := range taken {
@@ -168,7 +168,7 @@ func (l *Ledger) podState(h Hold) PodState {
 	return podState
 }
 
-// settle asks evidence about holds that are in the way, releases those that have ended, and returns the others.
+// settle releases those conflicting holds whose pods are gone, and returns the others.
 func (l *Ledger) settle(holds []Hold) ([]Hold, error) {
 	var remaining []Hold
 	for _, h := range holds {

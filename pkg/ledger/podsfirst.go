@@ -11,23 +11,23 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// PendingPods is what a pod asks for by its limits that the scheduler has bound to this node, and that kubelet has not admitted yet.
+// PendingPods is a request of a pod that the scheduler has bound to this node and kubelet has not admitted yet.
 type PendingPods struct {
 	PodUID string
-	// Resource is one of the extended resources that it asks for, Devices how many of it.
+	// Resource is a requested extended resource, Devices the requested number.
 	Resource string
 	Devices  int
 }
 
-// Queue knows the limits pods that are bound to this node. It is asked with the ledger locked, and must not ask the ledger.
+// Queue returns the pods that are bound to this node. The ledger calls it with its lock held, so it must not call the ledger.
 type Queue interface {
 	// PendingPods has an entry for each pod and resource.
 	PendingPods() []PendingPods
-	// Changed returns a channel that is closed when Bound next changes. It is taken before Bound is asked.
+	// Changed returns a channel that is closed when PendingPods changes next. The caller takes it before it calls PendingPods.
 	Changed() <-chan struct{}
 }
 
-// Slot is what a limit can ask for: a device, or one of its replicas.
+// Slot is a device, or one of its replicas, that a pod can request.
 type Slot struct {
 	Device device.Ref
 	Share  device.Share
@@ -36,9 +36,9 @@ type Slot struct {
 // PodsFirst lets a claim wait for pods that kubelet is about to admit. Without a device such a pod fails permanently, and a claim
 // does not. All claims of one call share a value.
 type PodsFirst struct {
-	// Slots that limits may use, by the resource that asks for them: offered to them, and healthy.
+	// Slots by resource: healthy devices that are offered to pods.
 	Slots map[string][]Slot
-	// WaitBudget is how long to wait at most. ReserveClaim takes off what it has waited.
+	// WaitBudget is how long to wait at most. ReserveClaim subtracts the time that it waited.
 	WaitBudget time.Duration
 }
 
@@ -50,9 +50,8 @@ func (l *Ledger) queueChanged() <-chan struct{} {
 	return l.queue.Changed()
 }
 
-// Outstanding is how many devices of each resource limits pods still ask for that are bound to this node, and a channel that is
-// closed when that may have changed by something else than a hold. The front-end of limits asks: what it takes back from kubelet
-// now, those pods would be refused. It is safe for concurrent use.
+// Outstanding returns how many devices of each resource bound pods still request, and a channel that is closed when that may have changed
+// other than by a hold. The device plugin calls it: a device that it withdraws now would be refused to these pods.
 func (l *Ledger) Outstanding() (devices map[string]int, changed <-chan struct{}) {
 	changed = l.queueChanged()
 	l.mu.Lock()
@@ -63,24 +62,23 @@ func (l *Ledger) Outstanding() (devices map[string]int, changed <-chan struct{})
 	return l.missing(l.queue.PendingPods()), changed
 }
 
-// yields reports whether a claim that is about to take these devices leaves less of a resource than what bound limits pods ask
-// for. Under l.mu.
-func (l *Ledger) yields(y *PodsFirst, taken []Hold) bool {
-	if y == nil || y.WaitBudget <= 0 || len(taken) == 0 || l.queue == nil {
+// yields reports whether a claim that takes these devices leaves fewer devices of a resource than bound pods request. Under l.mu.
+func (l *Ledger) yields(first *PodsFirst, taken []Hold) bool {
+	if first == nil || first.WaitBudget <= 0 || len(taken) == 0 || l.queue == nil {
 		return false
 	}
 	takes := func(s Slot) bool {
 		return slices.ContainsFunc(taken, func(h Hold) bool { return h.Device.Overlaps(s.Device) })
 	}
 	for resource, missing := range l.missing(l.queue.PendingPods()) {
-		if slots := y.Slots[resource]; slices.ContainsFunc(slots, takes) && l.free(slots, taken) < missing {
+		if slots := first.Slots[resource]; slices.ContainsFunc(slots, takes) && l.free(slots, taken) < missing {
 			return true
 		}
 	}
 	return false
 }
 
-// free counts the slots that limits can still have beside what a claim is about to take. Under l.mu.
+// free counts the slots that pods can still get beside the holds that a claim is about to take. Under l.mu.
 func (l *Ledger) free(slots []Slot, taken []Hold) int {
 	free, also := 0, slices.Clone(taken)
 	for _, s := range slots {
@@ -92,13 +90,13 @@ func (l *Ledger) free(slots []Slot, taken []Hold) int {
 	return free
 }
 
-// missing is how many devices of each resource bound pods ask for and do not have yet. A limit whose pod is not known yet is
-// taken for one of theirs: kubelet writes down whose it is right after the Allocate. Under l.mu.
+// missing returns how many devices of each resource bound pods request and do not hold yet. A hold without a pod counts as one of
+// theirs: kubelet writes the pod to its checkpoint right after Allocate. Under l.mu.
 func (l *Ledger) missing(bound []PendingPods) map[string]int {
 	if len(bound) == 0 {
 		return nil
 	}
-	const nobody = ""
+	const unknown = ""
 	type account struct{ pod, resource string }
 	has := map[account]int{}
 	for k, h := range l.holds {
@@ -107,7 +105,7 @@ func (l *Ledger) missing(bound []PendingPods) map[string]int {
 		case len(h.Pods) > 0:
 			has[account{h.Pods[0].UID, h.Resource}]++
 		case h.State == StateHeld:
-			has[account{nobody, h.Resource}]++
+			has[account{unknown, h.Resource}]++
 		}
 	}
 	missing := map[string]int{}
@@ -115,23 +113,22 @@ func (l *Ledger) missing(bound []PendingPods) map[string]int {
 		missing[pod.Resource] += max(0, pod.Devices-has[account{pod.PodUID, pod.Resource}])
 	}
 	for resource := range missing {
-		missing[resource] = max(0, missing[resource]-has[account{nobody, resource}])
+		missing[resource] = max(0, missing[resource]-has[account{unknown, resource}])
 	}
 	return missing
 }
 
-// awaitPods waits until one of the channels is closed, ctx is done, or the patience is at its end, and takes off what it
-// waited.
-func awaitPods(ctx context.Context, y *PodsFirst, changed, queueChanged <-chan struct{}) {
+// awaitPods waits until one of the channels is closed, ctx is done or the wait budget is spent, and subtracts the time that it waited.
+func awaitPods(ctx context.Context, first *PodsFirst, changed, queueChanged <-chan struct{}) {
 	started := time.Now()
-	timer := time.NewTimer(y.WaitBudget)
+	timer := time.NewTimer(first.WaitBudget)
 	defer timer.Stop()
 	select {
 	case <-changed:
 	case <-queueChanged:
 	case <-ctx.Done():
 	case <-timer.C:
-		y.WaitBudget = 0
+		first.WaitBudget = 0
 	}
-	y.WaitBudget = max(0, y.WaitBudget-time.Since(started))
+	first.WaitBudget = max(0, first.WaitBudget-time.Since(started))
 }
