@@ -18,16 +18,16 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// What NVIDIA's container runtime looks for (nvidia-container-toolkit, "visible devices").
+// Names that NVIDIA's container runtime reads (nvidia-container-toolkit, "visible devices").
 const (
 	visibleDevicesEnv   = "NVIDIA_VISIBLE_DEVICES"
 	visibleDevicesMount = "/var/run/nvidia-container-devices"
 )
 
-// controlNodes are the device nodes that every container with a GPU uses, where the node has them.
+// controlNodes are the device nodes that every container with a GPU uses, if the node has them.
 var controlNodes = []string{"/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset"}
 
-// answer says how one container gets its GPUs, by every configured strategy, and what it needs to share one, if not nil.
+// answer returns a container's GPUs, by every configured strategy, and its client settings, if not nil.
 func (p *Plugin) answer(items []item, client *sharing.Client) *pluginapi.ContainerAllocateResponse {
 	response := &pluginapi.ContainerAllocateResponse{}
 	for _, strategy := range p.config.Strategies {
@@ -59,14 +59,14 @@ func (p *Plugin) answer(items []item, client *sharing.Client) *pluginapi.Contain
 	return response
 }
 
-// setVisible lets the mount win over the list, in whatever order the strategies are configured.
+// setVisible prefers the mount to the list, in any order of the strategies.
 func (p *Plugin) setVisible(response *pluginapi.ContainerAllocateResponse, value string) {
 	if response.Envs[visibleDevicesEnv] != visibleDevicesMount {
 		response.Envs = map[string]string{visibleDevicesEnv: value}
 	}
 }
 
-// connect makes a container the client of a daemon. A place that is the runtime's own, such as /dev/shm, is the mount's then.
+// connect adds the client settings of a daemon. Its mounts replace paths of the runtime, such as /dev/shm.
 func connect(response *pluginapi.ContainerAllocateResponse, client sharing.Client) {
 	if response.Envs == nil {
 		response.Envs = map[string]string{}
@@ -85,13 +85,13 @@ func (p *Plugin) cdiNames(items []item) []string {
 	return names
 }
 
-// annotationKey differs between two sets of devices, because a container may get several resources.
+// annotationKey is different for each set of devices, because a container may get several resources.
 func (p *Plugin) annotationKey(names string) string {
 	sum := sha256.Sum256([]byte(names))
 	return p.config.AnnotationPrefix + "tandem_" + hex.EncodeToString(sum[:8])
 }
 
-// runtimeIDs are UUIDs, or indices: "0" for a GPU, "0:1" for a partition.
+// runtimeIDs returns UUIDs, or indices: "0" for a GPU, "0:1" for a partition.
 func (p *Plugin) runtimeIDs(items []item) []string {
 	if p.config.IDStrategy != IDStrategyIndex {
 		return hardwareOf(items)
@@ -122,7 +122,7 @@ func (p *Plugin) deviceSpecs(items []item) []*pluginapi.DeviceSpec {
 		})
 	}
 	for _, path := range controlNodes {
-		// nvidia-uvm and nvidia-modeset appear when their modules load, which may be long after the start.
+		// nvidia-uvm and nvidia-modeset appear when their modules are loaded, possibly long after the start.
 		if _, err := os.Stat(filepath.Join(p.config.DevRootInAgent, path)); err == nil {
 			add(path)
 		}

@@ -19,68 +19,67 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// Inventory tells which GPUs the node has. Both methods answer from memory.
+// Inventory returns the node's GPUs. Both methods answer from memory.
 type Inventory interface {
 	Inventory() device.Inventory
 	// Changed returns a channel that is closed at the next change; take it before reading.
 	Changed() <-chan struct{}
 }
 
-// Ledger decides who holds which device. Every method answers without waiting for anybody.
+// Ledger decides who holds which device. No method waits for another holder.
 type Ledger interface {
-	// ReservePod gives all devices or none; *ledger.ConflictError when they are in other hands.
+	// ReservePod reserves all devices or none. A *ledger.ConflictError names other holders.
 	ReservePod(requests []ledger.PodRequest) error
 	Holds() []ledger.Hold
 	// Conflicts returns the claims whose device another holder has.
 	Conflicts() []ledger.Conflict
-	// Outstanding is how many devices of each resource limits pods still ask for that are bound to this node and that kubelet is
-	// about to admit, and a channel that is closed when that may have changed by something else than a hold.
+	// Outstanding returns how many devices of each resource bound pods still request, and a channel that is closed when that may
+	// have changed other than by a hold.
 	Outstanding() (devices map[string]int, changed <-chan struct{})
 	// Changed returns a channel that is closed at the next change of a hold or conflict. Take it before reading.
 	Changed() <-chan struct{}
 }
 
-// Allocations tells which devices the scheduler has given to claims, prepared or not. Both methods answer from memory. It may
-// be late or know nothing: it keeps limits away from a device that a claim is about to take, and decides nothing.
+// Allocations returns the devices that the scheduler allocated to claims, prepared or not. Both methods answer from memory. The
+// answer may be late or empty: it only keeps pods away from a device that a claim is about to take.
 type Allocations interface {
-	// Allocated are the holds that they are about to have: holder, device and share.
+	// Allocated returns the holds that these claims will have: holder, device and share.
 	Allocated() []ledger.Hold
 	// Changed returns a channel that is closed at the next change; take it before reading.
 	Changed() <-chan struct{}
 }
 
-// Specs makes CDI device names usable.
+// Specs are the CDI specs.
 type Specs interface {
-	// Ensure returns once the specs are on disk with entries for the GPUs and partitions; it costs little when they are there
-	// already.
+	// Ensure returns once the specs with entries for the GPUs and partitions are on disk. It is cheap if they are there already.
 	Ensure(ctx context.Context, uuids ...string) error
-	// QualifiedName is the CDI name of a GPU or of a partition.
+	// QualifiedName returns the CDI name of a GPU or partition.
 	QualifiedName(uuid string) string
 	// Has reports from memory whether Ensure would find an entry. A new partition is offered only then: otherwise a pod that gets
 	// it fails permanently.
 	Has(uuid string) bool
-	// Changed returns a channel that is closed when Has may answer differently; take it before asking.
+	// Changed returns a channel that is closed when Has may answer differently. Take it before calling Has.
 	Changed() <-chan struct{}
 }
 
-// Sharing tells how containers share a GPU by MPS. *sharing.Policy implements it. Both methods answer at once.
+// Sharing returns how containers share a GPU by MPS. *sharing.Policy implements it. Both methods answer at once.
 type Sharing interface {
-	// Client returns what a container with that share of the device needs; nil if it needs nothing, as without MPS. An error says
-	// why the device is not available now.
+	// Client returns the client settings of a container with that share of the device; nil if it needs none, as without MPS. It
+	// returns an error if the device is not available now.
 	Client(d device.Device, share device.Share) (*sharing.Client, error)
-	// Changed returns a channel that is closed when Client may answer differently; take it before asking.
+	// Changed returns a channel that is closed when Client may answer differently. Take it before calling Client.
 	Changed() <-chan struct{}
 }
 
 var _ Sharing = (*sharing.Policy)(nil)
 
-// KubeletView asks kubelet what it believes. It is the podresources call GetAllocatableResources: the IDs of healthy
-// devices by resource, resources without any may be absent.
+// KubeletView calls kubelet's podresources GetAllocatableResources. It returns the IDs of healthy devices by resource; resources
+// without any may be absent.
 type KubeletView interface {
 	Allocatable(ctx context.Context) (map[string][]string, error)
 }
 
-// Strategy is a way to tell the runtime which GPUs a container gets. The names are those of NVIDIA's device plugin.
+// Strategy is a way to pass a container's GPUs to the runtime. The names are those of NVIDIA's device plugin.
 type Strategy string
 
 const (
@@ -96,7 +95,7 @@ const (
 
 func (s Strategy) cdi() bool { return s == StrategyCDI || s == StrategyCDIAnnotations }
 
-// IDStrategy is how StrategyEnvVar and StrategyVolumeMounts name GPUs. CDI names are always made from the UUID.
+// IDStrategy is how StrategyEnvVar and StrategyVolumeMounts name GPUs. CDI names always contain the UUID.
 type IDStrategy string
 
 const (
@@ -104,20 +103,20 @@ const (
 	IDStrategyIndex IDStrategy = "index"
 )
 
-// AllocationPolicy is from which GPUs partitions and replicas are taken first, where any will do. The names are those of NVIDIA's device
+// AllocationPolicy selects the GPU from which partitions and replicas are taken first. The names are those of NVIDIA's device
 // plugin.
 type AllocationPolicy string
 
 const (
-	// PolicyDistributed takes them from the GPU of which least is held.
+	// PolicyDistributed takes them from the GPU with the fewest holds.
 	PolicyDistributed AllocationPolicy = "distributed"
-	// PolicyPacked takes them from the GPU of which most is held.
+	// PolicyPacked takes them from the GPU with the most holds.
 	PolicyPacked AllocationPolicy = "packed"
 )
 
 // Config of a Plugin. Fields without a stated default are required.
 type Config struct {
-	// Resources to serve: that of whole GPUs, and those of partitions by the strategy.
+	// Resources are the extended resources of whole GPUs and, by the strategy, of partitions.
 	Resources device.Resources
 	// NodeName is the node that events are about.
 	NodeName string
@@ -138,41 +137,41 @@ type Config struct {
 	// PassDeviceSpecs also lists device nodes one by one, which CPU Manager's updates of a container need where there is no
 	// CDI. As in NVIDIA's plugin it has no effect when every strategy is a CDI one.
 	PassDeviceSpecs bool
-	// DevRoot is where the host has the driver's /dev; it defaults to "/".
+	// DevRoot is the host path of the driver's /dev; it defaults to "/".
 	DevRoot string
-	// DevRootInAgent is where this process sees DevRoot; it defaults to DevRoot.
+	// DevRootInAgent is the path of DevRoot in this process; it defaults to DevRoot.
 	DevRootInAgent string
 
 	Inventory Inventory
-	// Offered tells the GPUs that new limits may get; nil means all. The others are listed, as unhealthy, only where a limit had
-	// them when Run began. It must always answer the same for a GPU.
+	// Offered reports whether new pods may get a GPU; nil means all. Other GPUs are listed, as unhealthy, only if a pod held them
+	// when Run began. It must always answer the same for a GPU.
 	Offered func(device.GPU) bool
-	// Retiring is for a node that serves limits no more: what Offered refuses is unhealthy, also while a limit of before has it.
-	// Such a limit still needs the plugin: kubelet starts no container anew whose resource has lost its plugin for five minutes
-	// (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, callPreStartContainerIfNeeded).
+	// Retiring is set on a node that no longer serves extended resources: GPUs that Offered excludes are unhealthy, also while a
+	// pod holds them. Such a pod still needs the plugin: kubelet restarts no container whose resource has had no plugin for five
+	// minutes (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, callPreStartContainerIfNeeded).
 	Retiring bool
 	Ledger   Ledger
 	Specs    Specs
-	// Sharing may be nil: then no GPU is shared by MPS.
+	// Sharing may be nil: no GPU is shared by MPS then.
 	Sharing Sharing
 	// Allocations may be nil: devices are then withdrawn once their claims are prepared.
 	Allocations Allocations
-	// Kubelet confirms what was sent. Nil leaves lists unconfirmed.
+	// Kubelet confirms the lists that were sent. Nil leaves them unconfirmed.
 	Kubelet KubeletView
-	// Acknowledge, where set, is told what kubelet itself calls allocatable of a resource, sorted, whenever kubelet was asked;
-	// known is false once that no longer counts. That a list was sent is no proof that kubelet has acted on it. It must not
-	// block.
+	// Acknowledge, where set, is called with the devices of a resource that kubelet reports as allocatable, sorted, after each
+	// query; known is false once that answer is outdated. A list that was sent does not prove that kubelet uses it. Acknowledge
+	// must not block.
 	Acknowledge func(resource string, ids []string, known bool)
-	// Recorder must not block: it is called while kubelet waits for Allocate.
+	// Recorder must not block: kubelet waits for Allocate meanwhile.
 	Recorder record.EventRecorder
-	// Registerer takes the metrics while Run runs.
+	// Registerer has the metrics while Run runs.
 	Registerer prometheus.Registerer
 }
 
 // longestSocketPath is sizeof(sockaddr_un.sun_path) less the closing NUL (unix(7)).
 const longestSocketPath = 107
 
-// complete returns the configuration with defaults filled in, or says everything that is wrong with it.
+// complete returns the configuration with defaults, or an error that names each mistake.
 func (c Config) complete() (Config, error) {
 	if len(c.Strategies) == 0 {
 		c.Strategies = []Strategy{StrategyCDI}

@@ -19,24 +19,23 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// ForeignError says that another process on the node serves the same GPUs to kubelet. Two of them would give the same GPU
-// away twice.
-type ForeignError struct {
+// ConflictingPluginError means that another process on the node serves the same GPUs to kubelet. Both would give the same GPU away.
+type ConflictingPluginError struct {
 	// Socket of the other device plugin.
 	Socket string
-	// Devices of ours that it serves, or some of its own where we have none.
+	// Devices of ours that it serves; while we have none, some of its own.
 	Devices []string
 }
 
 // Error names the socket and a device.
-func (e *ForeignError) Error() string {
+func (e *ConflictingPluginError) Error() string {
 	return fmt.Sprintf("another device plugin serves the same GPUs on %s (%d devices, among them %s)",
 		e.Socket, len(e.Devices), e.Devices[0])
 }
 
-// probes remembers what each socket turned out to be. Asking leaves a trace: NVIDIA's plugin never ends a ListAndWatch
-// whose reader has gone, and that one may swallow a health event. So each socket is asked only until it has answered, and by one
-// of the resources at a time.
+// probes remembers the answer of each socket. A probe leaves a trace: NVIDIA's plugin never ends a ListAndWatch whose reader is
+// gone, and that stream may take a health event. So each socket is probed only until it has answered, and by one resource at a
+// time.
 type probes struct {
 	asking singleflight.Group
 
@@ -51,16 +50,16 @@ type probed struct {
 
 func newProbes() *probes { return &probes{known: make(map[string]probed)} }
 
-// CheckForeign looks for another process that serves our GPUs to kubelet and returns a *ForeignError when it finds one,
-// nil otherwise; any other error means that it could not look. Run calls it before each registration and when a socket
-// appears, and calling it as well does no harm; before Run, when no GPU is known yet, every GPU counts as ours.
-func (p *Plugin) CheckForeign(ctx context.Context) error {
-	_, err := p.checkForeign(ctx)
+// CheckConflicting returns a *ConflictingPluginError if another process serves our GPUs to kubelet. Any other error means that it could not
+// check. Run calls it before each registration and when a socket appears; other calls do no harm. Before Run, when no GPU is
+// known yet, every GPU counts as ours.
+func (p *Plugin) CheckConflicting(ctx context.Context) error {
+	_, err := p.checkConflicting(ctx)
 	return err
 }
 
-// checkForeign also reports whether each live socket has answered.
-func (p *Plugin) checkForeign(ctx context.Context) (settled bool, err error) {
+// checkConflicting also reports whether each live socket has answered.
+func (p *Plugin) checkConflicting(ctx context.Context) (settled bool, err error) {
 	entries, err := os.ReadDir(p.config.Directory)
 	if err != nil {
 		return false, fmt.Errorf("look for other device plugins: %w", err)
@@ -71,17 +70,17 @@ func (p *Plugin) checkForeign(ctx context.Context) (settled bool, err error) {
 		if entry.Type()&os.ModeSocket == 0 || entry.Name() == "kubelet.sock" || p.owns(path) {
 			continue
 		}
-		devices, answered := p.probes.devices(ctx, path, p.times.foreignProbe)
+		devices, answered := p.probes.devices(ctx, path, p.times.pluginProbe)
 		settled = settled && answered
 		if ours := p.ours(devices); len(ours) > 0 {
-			return settled, &ForeignError{Socket: path, Devices: ours}
+			return settled, &ConflictingPluginError{Socket: path, Devices: ours}
 		}
 	}
 	return settled, nil
 }
 
-// ours returns those of another plugin's devices that are GPUs of this inventory or partitions of them, or while that is empty
-// (the driver is late) all that look so.
+// ours returns those devices of another plugin that are GPUs of this inventory or their partitions. While the inventory is empty,
+// because the driver is late, it returns all that have the form of NVIDIA's UUIDs.
 func (p *Plugin) ours(devices []string) []string {
 	known := p.lists.table.Load().ours
 	var ours []string
@@ -94,13 +93,13 @@ func (p *Plugin) ours(devices []string) []string {
 	return ours
 }
 
-// devices returns what the plugin behind a socket serves; answered is false when it is alive and does not say.
+// devices returns the devices of the plugin behind a socket; answered is false if it lives and does not answer.
 func (p *probes) devices(ctx context.Context, path string, limit time.Duration) (devices []string, answered bool) {
 	file, err := identify(path)
 	if err != nil || !alive(path) {
 		return nil, true
 	}
-	// Where the resource ends whose turn it was, the others look again.
+	// If the resource that probes ends, the others probe again.
 	answer, err, _ := p.asking.Do(path, func() (any, error) { return p.ask(ctx, path, file, limit) })
 	devices, answered = answer.([]string)
 	return devices, answered && err == nil
@@ -129,7 +128,7 @@ func listDevices(ctx context.Context, path string, limit time.Duration) (ids []s
 	if err != nil {
 		return nil, err
 	}
-	// What matters of the connection has been read by then.
+	// The answer has been read by then.
 	defer func() { _ = conn.Close() }()
 	stream, err := pluginapi.NewDevicePluginClient(conn).ListAndWatch(ctx, &pluginapi.Empty{})
 	if err != nil {
@@ -145,7 +144,7 @@ func listDevices(ctx context.Context, path string, limit time.Duration) (ids []s
 	return ids, nil
 }
 
-// dial prepares a connection to a socket; it is made by the first call.
+// dial prepares a connection to a socket; the first call makes it.
 func dial(path string) (*grpc.ClientConn, error) {
 	conn, err := grpc.NewClient("unix://"+path,
 		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"))

@@ -18,8 +18,8 @@ import (
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
-// endpoint is one socket with a server behind it, for one registration. kubelet 1.37 can never use a path again whose
-// registration it saw twice, so a path lives exactly as long as an endpoint.
+// endpoint is one socket with a server, for one registration. kubelet 1.37 can never use a path again that was registered twice,
+// so a path lives exactly as long as its endpoint.
 type endpoint struct {
 	path   string
 	logger klog.Logger
@@ -39,7 +39,7 @@ type endpoint struct {
 	sentMore chan struct{} // closed when sent changes
 }
 
-// openEndpoint listens on a path that was never used before and serves.
+// openEndpoint listens on an unused path and serves.
 func (s *served) openEndpoint(ctx context.Context, path string) (*endpoint, error) {
 	listener, err := net.Listen("unix", path)
 	if err != nil {
@@ -55,21 +55,20 @@ func (s *served) openEndpoint(ctx context.Context, path string) (*endpoint, erro
 		allDown:  make(chan struct{}),
 		sentMore: make(chan struct{}),
 	}
-	// A missing file is noticed by the next check.
+	// The next check notices a missing file.
 	e.file, _ = identify(path)
 	pluginapi.RegisterDevicePluginServer(e.server, &service{served: s, endpoint: e})
 	go func() {
 		defer close(e.served)
-		// Serve returns when close stops the server. Any other reason ends the streams or keeps them from beginning,
-		// which is watched for anyway.
+		// Serve returns when close stops the server. After any other reason the streams end or do not begin, which is watched.
 		_ = e.server.Serve(&countingListener{Listener: listener, connections: &e.connections})
 	}()
 	return e, nil
 }
 
-// close waits for calls in progress, ends the streams, waits for kubelet to disconnect, and removes the socket. Calls get at
-// most callDrain. kubelet up to 1.36 disconnects the current plugin when an old stream ends, so it must have disconnected
-// from this endpoint before the next one registers; disconnectDrain bounds that wait.
+// close waits for calls in progress, ends the streams, waits for kubelet to disconnect, and removes the socket. Calls get at most
+// callDrain. kubelet up to 1.36 disconnects the current plugin when an old stream ends, so it must have disconnected from this
+// endpoint before the next one registers; disconnectDrain bounds that wait.
 func (e *endpoint) close(callDrain, disconnectDrain time.Duration) {
 	await := func(done <-chan struct{}, limit time.Duration) {
 		select {
@@ -113,7 +112,7 @@ func (e *endpoint) lastSent() (*listing, <-chan struct{}) {
 	return e.sent, e.sentMore
 }
 
-// closeOnce closes a channel that may be closed already; callers hold the lock that guards it.
+// closeOnce closes a channel that may be closed already. Callers hold the lock that guards it.
 func closeOnce(c chan struct{}) {
 	select {
 	case <-c:
@@ -150,20 +149,20 @@ const (
 	socketPrefix = "tandem-"
 	socketSuffix = ".sock"
 	nonceLength  = 12
-	// longestStem is what a socket's name keeps of a resource's, so that names of every profile fit in a path.
+	// longestStem is how much of a resource's name a socket's name keeps, so that the path fits for every profile.
 	longestStem = 24
 )
 
-// longestResource is one whose name fills it.
+// longestResource is a resource whose name fills it.
 const longestResource = "mig-1c.7g.141gb.me.all.gfx"
 
-// newSocketName is "tandem-<resource>-<nonce>.sock", with more randomness than a boot could use up.
+// newSocketName returns "tandem-<resource>-<nonce>.sock", with more randomness than one boot can use up.
 func newSocketName(resource string) string {
 	stem := filepath.Base(resource)
 	return socketPrefix + stem[:min(len(stem), longestStem)] + "-" + rand.Text()[:nonceLength] + socketSuffix
 }
 
-// ownName reports whether a file name is one that newSocketName makes.
+// ownName reports whether newSocketName made the file name.
 func ownName(name string) bool {
 	stem, prefixed := strings.CutPrefix(name, socketPrefix)
 	stem, suffixed := strings.CutSuffix(stem, socketSuffix)
@@ -171,7 +170,7 @@ func ownName(name string) bool {
 	return prefixed && suffixed && at > 0 && at <= longestStem && stem[at] == '-'
 }
 
-// removeStale removes sockets that an earlier process of ours left behind. One that still answers is not stale.
+// removeStale removes sockets of an earlier process of ours. A socket that answers is not stale.
 func removeStale(directory string) error {
 	entries, err := os.ReadDir(directory)
 	if err != nil {
@@ -195,7 +194,7 @@ func alive(path string) bool {
 	if err != nil {
 		return false
 	}
-	// Nothing was sent, so nothing can be lost.
+	// Nothing was sent, so nothing is lost.
 	_ = conn.Close()
 	return true
 }

@@ -202,7 +202,7 @@ func (f *fixture) start(shorten ...func(*times)) (p *Plugin, stop func()) {
 		f.Fatal(err)
 	}
 	// Nothing is lost by being quicker than in production.
-	p.times.foreignProbe, p.times.foreignEvery = 300*time.Millisecond, 300*time.Millisecond
+	p.times.pluginProbe, p.times.pluginInterval = 300*time.Millisecond, 300*time.Millisecond
 	p.times.confirmPoll = 50 * time.Millisecond
 	for _, s := range shorten {
 		s(&p.times)

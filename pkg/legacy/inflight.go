@@ -11,7 +11,7 @@ type inFlight struct {
 	none  chan struct{}
 }
 
-// enter counts one more until the returned function is called, which may be more than once.
+// enter counts one call until the returned function is called, which is idempotent.
 func (t *inFlight) enter() (leave func()) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -29,7 +29,7 @@ func (t *inFlight) leave() {
 	}
 }
 
-// empty returns a channel that is closed once nothing is going on.
+// empty returns a channel that is closed once no call is in progress.
 func (t *inFlight) empty() <-chan struct{} {
 	t.mu.Lock()
 	defer t.mu.Unlock()

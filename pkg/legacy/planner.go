@@ -9,34 +9,32 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// planner chooses which GPUs to take together. It is a pure function of the topology it was made from: no locks, no I/O,
-// bounded work.
-//
-// GPUs are numbered by their place in the catalog, which is by minor. The best choice has the best-connected GPUs; among
-// equals, the one that leaves the rest the most NVLinks; among equals again, the one with the highest minors, because claims
-// are placed from the lowest up. PCIe and NUMA closeness of the rest count for less than staying away from claims: a collision
-// costs a pod its start.
+// planner chooses GPUs that a container gets together. It is a pure function of its topology, without locks and I/O, and its work
+// is bounded. GPUs are numbered by their index in the device list, which follows the minors. The best choice has the
+// best-connected GPUs; among equals, the one that leaves the most NVLinks to the other GPUs; among equals again, the one with the
+// highest minors, because claims are allocated from the lowest up. PCIe and NUMA distances of the remaining GPUs count less than
+// the distance from claims: a conflict delays a pod.
 type planner struct {
 	weight [][]int64
 	numa   []int
 	domain []string
 }
 
-// The three parts of a pair's weight, so far apart that no sum over a machine of 256 GPUs (32,640 pairs) carries from one
-// into the next: any NVLink beats all PCIe closeness, and that beats a shared NUMA node.
+// The three parts of a pair's weight. No sum over a machine of 256 GPUs (32,640 pairs) carries from one into the next: any NVLink
+// counts more than all PCIe distances, and these count more than a shared NUMA node.
 const (
 	weightNVLink = int64(1) << 40
 	weightPCIe   = int64(1) << 20
 	weightNUMA   = int64(1)
 )
 
-// searchLimit bounds exhaustive search, in sets looked at. C(16, 8) is 12,870.
+// searchLimit bounds exhaustive search, in sets. C(16, 8) is 12,870.
 const searchLimit = 13000
 
 // seedLimit bounds how many starting points the greedy search tries.
 const seedLimit = 64
 
-// newPlanner prepares for gpus, of which inv knows the links; those that it does not have are connected to nothing.
+// newPlanner makes a planner for gpus with the links of inv. A GPU that inv lacks has no links.
 func newPlanner(gpus []device.GPU, inv device.Inventory) *planner {
 	place := make(map[string]int, len(inv.GPUs))
 	for i, gpu := range inv.GPUs {
@@ -64,7 +62,7 @@ func newPlanner(gpus []device.GPU, inv device.Inventory) *planner {
 	return p
 }
 
-// plan is a choice in the making.
+// plan is an incomplete choice.
 type plan struct {
 	chosen []int
 	score  int64 // of the pairs inside
@@ -76,8 +74,8 @@ func (a plan) better(b plan) bool {
 	return a.score > b.score || a.score == b.score && a.reach < b.reach
 }
 
-// choose returns size GPUs of available with all of required among them, highest first. Both lists hold no duplicates,
-// and required is part of available. When that is impossible it returns as many as it can, required first.
+// choose returns size GPUs of available, among them all of required, highest first. Both lists have no duplicates, and required
+// is part of available. If that is impossible it returns as many as it can, required ones first.
 func (p *planner) choose(available, required []int, size int) []int {
 	required = slices.Clone(required)
 	free := slices.DeleteFunc(slices.Clone(available), func(i int) bool { return slices.Contains(required, i) })
@@ -145,7 +143,7 @@ func (s *search) offer(candidate plan) {
 	s.best, s.found = candidate, true
 }
 
-// exhaust looks at every set. Sets come in descending order, so the first of equals has the highest minors.
+// exhaust compares all sets. Sets come in descending order, so the first of equals has the highest minors.
 func (s *search) exhaust(from plan, next int) {
 	missing := s.want - len(from.chosen)
 	if missing == 0 {
@@ -157,7 +155,7 @@ func (s *search) exhaust(from plan, next int) {
 	}
 }
 
-// greedy grows a set from each of a few seeds by what connects best to it, and keeps the best.
+// greedy grows a set from each of a few seeds by the best-connected GPU, and keeps the best set.
 func (s *search) greedy(start plan) {
 	if len(start.chosen) > 0 {
 		s.grow(start)
@@ -214,7 +212,7 @@ func (s *search) grow(from plan) {
 	s.offer(from)
 }
 
-// combinations is n choose k, or something above searchLimit where it exceeds that.
+// combinations returns n choose k, or a number above searchLimit if it exceeds that.
 func combinations(n, k int) int {
 	k = min(k, n-k)
 	c := 1

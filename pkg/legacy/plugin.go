@@ -23,8 +23,8 @@ import (
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
 
-// Plugin serves extended resources: that of whole GPUs, and those of partitions, each on an endpoint of its own. Make it with
-// New, use it with Run; its other methods are safe for concurrent use.
+// Plugin serves the extended resources of whole GPUs and of partitions, each on an endpoint of its own. Make it with New and use
+// it with Run; its other methods are safe for concurrent use.
 type Plugin struct {
 	config  Config
 	times   times
@@ -35,48 +35,48 @@ type Plugin struct {
 	running atomic.Bool
 
 	mu sync.Mutex
-	// notReady says why no resource is served, nil while some are to be.
+	// notReady is why no resource is served; nil if some are.
 	notReady error
-	// served are those that are, by name.
+	// served resources, by name.
 	served map[string]*served
 }
 
-// times are the durations of the protocol, shortened by tests.
+// times are the protocol's durations, which tests shorten.
 type times struct {
-	returnDelay  time.Duration // a device must be free this long before it is offered again
-	retireAfter  time.Duration // a device must be gone this long before it is listed no more
-	firstRetry   time.Duration // after a failed registration, doubled up to lastRetry
-	lastRetry    time.Duration
-	streamWait   time.Duration // from Register's answer to the ListAndWatch stream
-	steady       time.Duration // a registration that lived this long clears the back-off
-	drain        time.Duration // for kubelet to disconnect from an old socket before the next registration
-	stopDrain    time.Duration // the same when the plugin stops and registers no successor
-	foreignProbe time.Duration // for another plugin's first device list
-	foreignEvery time.Duration // between looks at another plugin that stands in the way
-	confirmFirst time.Duration // from a list to the first question whether kubelet has it, doubled up to confirmPoll
-	confirmPoll  time.Duration
-	confirmLimit time.Duration // after which an unconfirmed list means registering again, doubled each time
+	returnDelay    time.Duration // a device must be free this long before it is offered again
+	retireAfter    time.Duration // a device must be gone this long before it is listed no more
+	firstRetry     time.Duration // after a failed registration, doubled up to lastRetry
+	lastRetry      time.Duration
+	streamWait     time.Duration // from Register's answer to the ListAndWatch stream
+	steady         time.Duration // a registration that lived this long clears the back-off
+	drain          time.Duration // for kubelet to disconnect from an old socket before the next registration
+	stopDrain      time.Duration // the same when the plugin stops and registers no successor
+	pluginProbe    time.Duration // for another plugin's first device list
+	pluginInterval time.Duration // between looks at another plugin that stands in the way
+	confirmFirst   time.Duration // from a list to the first question whether kubelet has it, doubled up to confirmPoll
+	confirmPoll    time.Duration
+	confirmLimit   time.Duration // after which an unconfirmed list means registering again, doubled each time
 }
 
 func defaultTimes() times {
 	return times{
-		returnDelay:  100 * time.Millisecond,
-		retireAfter:  10 * time.Minute,
-		firstRetry:   100 * time.Millisecond,
-		lastRetry:    5 * time.Second,
-		streamWait:   5 * time.Second,
-		steady:       10 * time.Second,
-		drain:        500 * time.Millisecond,
-		stopDrain:    30 * time.Millisecond,
-		foreignProbe: time.Second,
-		foreignEvery: 10 * time.Second,
-		confirmFirst: 20 * time.Millisecond,
-		confirmPoll:  time.Second,
-		confirmLimit: 10 * time.Second,
+		returnDelay:    100 * time.Millisecond,
+		retireAfter:    10 * time.Minute,
+		firstRetry:     100 * time.Millisecond,
+		lastRetry:      5 * time.Second,
+		streamWait:     5 * time.Second,
+		steady:         10 * time.Second,
+		drain:          500 * time.Millisecond,
+		stopDrain:      30 * time.Millisecond,
+		pluginProbe:    time.Second,
+		pluginInterval: 10 * time.Second,
+		confirmFirst:   20 * time.Millisecond,
+		confirmPoll:    time.Second,
+		confirmLimit:   10 * time.Second,
 	}
 }
 
-// New checks the configuration and makes a Plugin. It touches neither disk nor network.
+// New validates the configuration and makes a Plugin. It touches neither disk nor network.
 func New(config Config) (*Plugin, error) {
 	config, err := config.complete()
 	if err != nil {
@@ -85,7 +85,7 @@ func New(config Config) (*Plugin, error) {
 	p := &Plugin{
 		config: config,
 		times:  defaultTimes(),
-		// kubectl describe node looks for events under the node's name as UID, as kubelet records them.
+		// kubectl describe node finds events by the node's name as UID, as kubelet records them.
 		node:     &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: config.NodeName, UID: types.UID(config.NodeName)},
 		metrics:  newMetrics(),
 		probes:   newProbes(),
@@ -113,7 +113,7 @@ func (p *Plugin) Run(ctx context.Context) (err error) {
 	dir := &directory{path: p.config.Directory}
 	defer p.setNotReady(errors.New("stopped"))
 	if err := removeStale(p.config.Directory); err != nil {
-		// Stale sockets do no harm.
+		// Stale sockets are harmless.
 		klog.FromContext(ctx).Error(err, "Stale sockets stay")
 	}
 
@@ -142,7 +142,8 @@ func (p *Plugin) Look(now time.Time) (lists map[string]*pluginapi.ListAndWatchRe
 	return lists, again
 }
 
-// Ready returns nil while kubelet is registered for every resource and listens to its device list, otherwise what is missing.
+// Ready returns nil while kubelet is registered for every resource and reads its device list. Otherwise the error says what is
+// missing.
 func (p *Plugin) Ready() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -161,7 +162,7 @@ func (p *Plugin) setNotReady(reason error) {
 	p.notReady = reason
 }
 
-// owns reports whether a socket is of this process.
+// owns reports whether a socket belongs to this process.
 func (p *Plugin) owns(path string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -11,8 +11,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Preferred answers every request as well as it can and refuses none: kubelet fails the pod on an error, but fills up
-// whatever is missing from an answer. Called for kubelet and by simulations; it changes nothing. Safe for concurrent use.
+// Preferred answers every request as well as it can and refuses none: kubelet fails the pod on an error, but completes an
+// incomplete answer. kubelet and simulations call it. It changes nothing and is safe for concurrent use.
 func (p *Plugin) Preferred(resource string, request *pluginapi.PreferredAllocationRequest) *pluginapi.PreferredAllocationResponse {
 	response := &pluginapi.PreferredAllocationResponse{}
 	// kubelet's list of available devices is as old as the last ListAndWatch message; the ledger is not.

@@ -25,10 +25,10 @@ const (
 	causeNoStream         cause = "no_stream"
 	causeRefused          cause = "refused"
 	causeUnconfirmed      cause = "unconfirmed"
-	causeForeign          cause = "foreign"
+	causeConflicting      cause = "conflicting_plugin"
 )
 
-// ended says why a registration is over, and is what Ready answers until the next one stands.
+// ended is why a registration ended. Ready returns it until the next registration.
 type ended struct {
 	cause cause
 	err   error
@@ -41,14 +41,13 @@ func endedBy(c cause, format string, args ...any) *ended {
 	return &ended{cause: c, err: fmt.Errorf(format, args...)}
 }
 
-// keepRegistered registers, watches over the registration, and does so again under another name whenever it is lost. It
-// returns when ctx is done.
+// keepRegistered keeps the resource registered, each time under another socket name, until ctx is done.
 func (s *served) keepRegistered(ctx context.Context, dir *directory) {
 	logger := klog.FromContext(ctx).WithValues("resource", s.resource)
 	ctx = klog.NewContext(ctx, logger)
 	r := &registrar{served: s, dir: dir, cause: causeStart, confirmLimit: s.times.confirmLimit}
 	for ctx.Err() == nil {
-		if !r.awaitKubelet(ctx) || !r.awaitForeignGone(ctx) {
+		if !r.awaitKubelet(ctx) || !r.awaitNoConflicting(ctx) {
 			return
 		}
 		kubelet, _ := identify(dir.kubeletSocket())
@@ -64,24 +63,24 @@ func (s *served) keepRegistered(ctx context.Context, dir *directory) {
 	}
 }
 
-// registrar is what keepRegistered remembers from one registration to the next.
+// registrar is the state of keepRegistered between registrations.
 type registrar struct {
 	*served
 	dir          *directory
 	cause        cause
 	failures     int
 	confirmLimit time.Duration
-	// unsettled means that a live socket has not said yet what it serves.
+	// unsettled means that a live socket has not answered yet which devices it serves.
 	unsettled bool
 }
 
-// account decides how patient to be with the next registration.
+// account records why and after how long a registration ended, which decides when the next one begins.
 func (r *registrar) account(c cause, lived time.Duration) {
 	if c != causeRefused { // that one never stood: what made it necessary still does
 		r.cause = c
 	}
 	switch {
-	case c == causeKubeletRestarted || c == causeForeign:
+	case c == causeKubeletRestarted || c == causeConflicting:
 		r.failures = 0
 	case c == causeSocketRemoved || lived >= r.times.steady:
 		r.failures = 1
@@ -141,36 +140,36 @@ func (r *registrar) awaitKubelet(ctx context.Context) bool {
 	}
 }
 
-// awaitForeignGone waits until no other plugin serves our GPUs; false when ctx is done.
-func (r *registrar) awaitForeignGone(ctx context.Context) bool {
+// awaitNoConflicting waits until no other plugin serves our GPUs. It returns false when ctx is done.
+func (r *registrar) awaitNoConflicting(ctx context.Context) bool {
 	for reported := ""; ; {
 		changed := r.dir.changed()
-		settled, err := r.checkForeign(ctx)
+		settled, err := r.checkConflicting(ctx)
 		r.unsettled = !settled
-		foreign, ok := errors.AsType[*ForeignError](err)
+		conflicting, ok := errors.AsType[*ConflictingPluginError](err)
 		if !ok {
-			// That the directory cannot be read is no reason to withhold the GPUs.
+			// Not being able to read the directory is no reason to withhold the GPUs.
 			return ctx.Err() == nil
 		}
-		r.setNotReady(foreign)
-		if reported != foreign.Socket {
-			reported = foreign.Socket
-			klog.FromContext(ctx).Info("Not registering beside another device plugin", "socket", foreign.Socket, "devices", foreign.Devices)
-			r.config.Recorder.Eventf(r.node, corev1.EventTypeWarning, "OtherDevicePlugin", "Not serving %s: %s", r.resource, foreign)
+		r.setNotReady(conflicting)
+		if reported != conflicting.Socket {
+			reported = conflicting.Socket
+			klog.FromContext(ctx).Info("Not registering beside another device plugin", "socket", conflicting.Socket, "devices", conflicting.Devices)
+			r.config.Recorder.Eventf(r.node, corev1.EventTypeWarning, "OtherDevicePlugin", "Not serving %s: %s", r.resource, conflicting)
 		}
 		select {
 		case <-ctx.Done():
 			return false
 		case <-changed:
-		case <-time.After(r.times.foreignEvery):
+		case <-time.After(r.times.pluginInterval):
 		}
 	}
 }
 
-// register serves on a fresh socket, registers it, and returns when that registration is over; nil when ctx is done.
+// register serves on a new socket, registers it, and returns when that registration ends; nil when ctx is done.
 func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
 	path := filepath.Join(r.config.Directory, newSocketName(r.resource))
-	// Before anybody can find it there: the registrars of other resources look for other plugins' sockets.
+	// Set before the socket exists: the registrars of other resources look for other plugins' sockets.
 	r.setOwn(path)
 	defer r.setOwn("")
 	e, err := r.openEndpoint(ctx, path)
@@ -184,7 +183,7 @@ func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
 		}
 		e.close(r.times.drain, disconnectDrain)
 	}()
-	// Kubelet takes every device of an endpoint that is gone for unhealthy, and soon says so itself.
+	// kubelet takes every device of an ended endpoint for unhealthy, and soon reports so.
 	defer r.config.Acknowledge(r.resource, nil, false)
 	r.setNotReady(errors.New("register with kubelet: no answer yet"))
 	return firstOf(ctx,
@@ -199,7 +198,7 @@ func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
 		})
 }
 
-// firstOf runs watchers until one returns, stops the others, and returns what the first did.
+// firstOf runs watchers until one returns, stops the others, and returns its result.
 func firstOf(ctx context.Context, watchers ...func(context.Context) *ended) *ended {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -215,16 +214,16 @@ func firstOf(ctx context.Context, watchers ...func(context.Context) *ended) *end
 	return first
 }
 
-// introduce calls Register and waits for kubelet's stream; nil means that kubelet listens, or that ctx is done.
+// introduce calls Register and waits for kubelet's stream. It returns nil once kubelet listens or ctx is done.
 func (r *registrar) introduce(ctx context.Context, e *endpoint) *ended {
 	conn, err := dial(r.dir.kubeletSocket())
 	if err != nil {
 		return endedBy(causeRefused, "register with kubelet: %w", err)
 	}
-	// Everything that matters has been read from it by then.
+	// The answer has been read by then.
 	defer func() { _ = conn.Close() }()
-	// Without a deadline of ours: a frozen kubelet that wakes up to a Register whose socket is gone fails to connect to it
-	// seconds later, and up to 1.36 forgets whichever plugin is current then.
+	// Without a deadline: a frozen kubelet that wakes up to a Register whose socket is gone fails to connect to it seconds later,
+	// and up to 1.36 forgets the current plugin then.
 	_, err = pluginapi.NewRegistrationClient(conn).Register(ctx, &pluginapi.RegisterRequest{
 		Version:      pluginapi.Version,
 		Endpoint:     filepath.Base(e.path),

@@ -371,8 +371,8 @@ func (f *fixture) startOther(name string, ids ...string) (asked func() int, stop
 
 func TestForeignPlugin(t *testing.T) {
 	for name, test := range map[string]struct {
-		ids     []string
-		foreign bool
+		ids         []string
+		conflicting bool
 	}{
 		"same GPUs":           {[]string{uuid(0), uuid(1)}, true},
 		"one shared GPU":      {[]string{"GPU-else", uuid(7) + "::3"}, true},
@@ -384,14 +384,14 @@ func TestForeignPlugin(t *testing.T) {
 			f := newFixture(t, release137)
 			f.startKubelet()
 			asked, stopOther := f.startOther("nvidia-gpu.sock", test.ids...)
-			p, _ := f.start(func(t *times) { t.foreignProbe, t.foreignEvery = patience, 5*time.Millisecond })
-			if test.foreign {
+			p, _ := f.start(func(t *times) { t.pluginProbe, t.pluginInterval = patience, 5*time.Millisecond })
+			if test.conflicting {
 				f.awaitReady(p, "nvidia-gpu.sock")
 				if event := f.event(); !strings.HasPrefix(event, "Warning OtherDevicePlugin ") || !strings.Contains(event, "nvidia-gpu.sock") {
 					t.Errorf("recorded %q", event)
 				}
-				var foreign *ForeignError
-				if err := p.CheckForeign(context.Background()); !errors.As(err, &foreign) || foreign.Socket != filepath.Join(f.dir, "nvidia-gpu.sock") {
+				var conflicting *ConflictingPluginError
+				if err := p.CheckConflicting(context.Background()); !errors.As(err, &conflicting) || conflicting.Socket != filepath.Join(f.dir, "nvidia-gpu.sock") {
 					t.Errorf("got %v", err)
 				}
 				if endpoints := f.kubelet.State().Endpoints; len(endpoints) != 0 {
@@ -404,7 +404,7 @@ func TestForeignPlugin(t *testing.T) {
 			if n := asked(); n != 1 {
 				t.Errorf("the other plugin was asked %d times", n)
 			}
-			if err := p.CheckForeign(context.Background()); err != nil {
+			if err := p.CheckConflicting(context.Background()); err != nil {
 				t.Errorf("got %v", err)
 			}
 		})
@@ -425,7 +425,7 @@ func TestForeignPluginTurnsUpLater(t *testing.T) {
 	f.await("the list", healthyCount(8))
 	f.awaitReady(p, "")
 	stopHarmless()
-	if f.metric("tandem_device_plugin_registrations_total", "reason=foreign") != 1 {
+	if f.metric("tandem_device_plugin_registrations_total", "reason=conflicting") != 1 {
 		t.Error("not counted")
 	}
 }
@@ -439,7 +439,7 @@ func TestForeignPluginAnswersLate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p, _ := f.start(func(t *times) { t.foreignProbe = 300 * time.Millisecond })
+	p, _ := f.start(func(t *times) { t.pluginProbe = 300 * time.Millisecond })
 	f.awaitReady(p, "")
 	server := grpc.NewServer()
 	pluginapi.RegisterDevicePluginServer(server, &otherPlugin{ids: []string{uuid(0)}, asked: newObservable(0)})
@@ -459,11 +459,11 @@ func TestForeignPluginIsAskedOnce(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.times.foreignProbe = patience
+	p.times.pluginProbe = patience
 	var looking sync.WaitGroup
 	for range 16 {
 		looking.Go(func() {
-			if settled, err := p.checkForeign(context.Background()); err != nil || !settled {
+			if settled, err := p.checkConflicting(context.Background()); err != nil || !settled {
 				t.Errorf("settled %v, %v", settled, err)
 			}
 		})

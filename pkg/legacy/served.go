@@ -17,9 +17,9 @@ type served struct {
 	resource string
 
 	mu sync.Mutex
-	// notReady says why the resource is not served at the moment, nil when it is.
+	// notReady is why the resource is not served now; nil if it is.
 	notReady error
-	// own is the socket that serves at the moment.
+	// own is the path of the current socket.
 	own string
 }
 
@@ -77,7 +77,7 @@ func (p *Plugin) serve(ctx context.Context, dir *directory) {
 	}
 }
 
-// start serves one resource until it is stopped, which waits for its end, or ctx is done.
+// start serves one resource until ctx is done or stop is called, which waits for the end.
 func (p *Plugin) start(ctx context.Context, running *sync.WaitGroup, resource string, dir *directory) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	s := &served{Plugin: p, resource: resource, notReady: errNotStarted}

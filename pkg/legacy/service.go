@@ -19,8 +19,8 @@ type service struct {
 	endpoint *endpoint
 }
 
-// options are sent with Register and again when kubelet asks. PreStartRequired stays false: kubelet would insist on it for
-// pods whose GPUs come from a claim, and find no devices of theirs.
+// options are sent with Register and again when kubelet asks. PreStartRequired stays false: kubelet would require it for pods
+// whose GPUs come from a claim, and find no devices for them.
 func options() *pluginapi.DevicePluginOptions {
 	return &pluginapi.DevicePluginOptions{GetPreferredAllocationAvailable: true}
 }
@@ -52,7 +52,7 @@ func (s *service) PreStartContainer(_ context.Context, request *pluginapi.PreSta
 	return &pluginapi.PreStartContainerResponse{}, nil
 }
 
-// reason is the message of a gRPC error without its code.
+// reason returns the message of a gRPC error without its code.
 func reason(err error) string { return status.Convert(err).Message() }
 
 func invalid(format string, args ...any) error {

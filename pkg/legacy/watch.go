@@ -13,11 +13,11 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// foreignLooks bounds how often one new socket that does not answer is asked again.
-const foreignLooks = 5
+// probeAttempts is how often a new socket that does not answer is probed again.
+const probeAttempts = 5
 
-// watchFiles returns when our socket was removed, when kubelet's was replaced, or when another plugin for our GPUs turns
-// up. That kubelet's socket is gone says nothing: a kubelet that ends also ends its stream, and one that lives keeps it.
+// watchFiles returns when our socket was removed, when kubelet's was replaced, or when another plugin for our GPUs appears. It
+// ignores the removal of kubelet's socket: a kubelet that ends also ends its stream, and one that lives keeps it.
 func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID) *ended {
 	var (
 		known = sockets(r.dir.path)
@@ -25,7 +25,7 @@ func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID)
 		look  <-chan time.Time
 	)
 	if r.unsettled {
-		looks, look = foreignLooks, time.After(r.times.foreignProbe)
+		looks, look = probeAttempts, time.After(r.times.pluginProbe)
 	}
 	for {
 		changed := r.dir.changed()
@@ -36,8 +36,8 @@ func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID)
 			return endedBy(causeSocketRemoved, "socket %s was removed", e.path)
 		}
 		if now := sockets(r.dir.path); !slices.Equal(now, known) {
-			// Not at once: a socket is there before anybody answers on it.
-			known, looks, look = now, foreignLooks, time.After(r.times.foreignProbe)
+			// Not at once: a socket exists before its process answers on it.
+			known, looks, look = now, probeAttempts, time.After(r.times.pluginProbe)
 		}
 		select {
 		case <-ctx.Done():
@@ -45,19 +45,19 @@ func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID)
 		case <-changed:
 		case <-look:
 			looks--
-			settled, err := r.checkForeign(ctx)
-			if foreign, ok := errors.AsType[*ForeignError](err); ok {
-				return &ended{cause: causeForeign, err: foreign}
+			settled, err := r.checkConflicting(ctx)
+			if conflicting, ok := errors.AsType[*ConflictingPluginError](err); ok {
+				return &ended{cause: causeConflicting, err: conflicting}
 			}
 			look = nil
 			if !settled && looks > 0 {
-				look = time.After(r.times.foreignProbe)
+				look = time.After(r.times.pluginProbe)
 			}
 		}
 	}
 }
 
-// socketFile tells a socket from its successor under the same name.
+// socketFile distinguishes a socket from its successor under the same name.
 type socketFile struct {
 	name string
 	file fileID
@@ -82,14 +82,14 @@ func sockets(directory string) []socketFile {
 }
 
 const (
-	// confirmErrors in a row mean that kubelet cannot be asked; the next list is another chance.
+	// After confirmErrors in a row the list is not confirmed; the next list is another chance.
 	confirmErrors = 10
-	// confirmLimitMax bounds the patience that grows each time registering again did not help.
+	// confirmLimitMax bounds the limit, which grows each time another registration did not help.
 	confirmLimitMax = 10 * time.Minute
 )
 
-// confirm compares what kubelet calls allocatable with every list that was sent, and returns when kubelet does not come
-// round to it: then it has lost sight of this endpoint, though the stream stands. It asks nothing once a list is confirmed.
+// confirm compares kubelet's allocatable devices with each list that was sent. It returns when kubelet does not adopt a list:
+// kubelet has lost this endpoint then, although the stream exists. It does not ask again once a list is confirmed.
 func (r *registrar) confirm(ctx context.Context, e *endpoint) *ended {
 	if r.config.Kubelet == nil {
 		<-ctx.Done()
@@ -113,7 +113,7 @@ func (r *registrar) confirm(ctx context.Context, e *endpoint) *ended {
 	return nil
 }
 
-// awaitConfirmed returns the list that kubelet confirmed or that is given up on. Kubelet takes a list in milliseconds.
+// awaitConfirmed returns the list that kubelet confirmed or that it gave up on. kubelet adopts a list within milliseconds.
 func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, *ended) {
 	began, failures, delay := time.Now(), 0, r.times.confirmFirst
 	for last := (*listing)(nil); ; {
@@ -152,7 +152,7 @@ func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, 
 	}
 }
 
-// allocatable asks kubelet, for no longer than it has to confirm a list.
+// allocatable asks kubelet, for as long as kubelet has to confirm a list.
 func (r *registrar) allocatable(ctx context.Context) ([]string, error) {
 	ctx, cancel := context.WithTimeout(ctx, r.times.confirmLimit)
 	defer cancel()

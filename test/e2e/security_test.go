@@ -80,9 +80,9 @@ func TestStolenToken(t *testing.T) {
 	stolen := s.as(account, &pod)
 	own, other := s.sliceOf(gpuNode), s.sliceOf(numaNode)
 	const notYours = "the agent on node '" + gpuNode + "' may write ResourceSlices of that node only"
-	foreignDriver, foreignPool, allNodes := own.DeepCopy(), own.DeepCopy(), own.DeepCopy()
-	foreignDriver.Spec.Driver = "gpu.example.com"
-	foreignPool.Spec.Pool.Name = numaNode
+	otherDriver, otherPool, allNodes := own.DeepCopy(), own.DeepCopy(), own.DeepCopy()
+	otherDriver.Spec.Driver = "gpu.example.com"
+	otherPool.Spec.Pool.Name = numaNode
 	everywhere := true
 	allNodes.Spec.NodeName, allNodes.Spec.AllNodes = nil, &everywhere
 
@@ -98,8 +98,8 @@ func TestStolenToken(t *testing.T) {
 		"create another's":    {slicesOf(stolen).create(other), notYours},
 		"delete another's":    {slicesOf(stolen).remove(other), notYours},
 		"for all nodes":       {slicesOf(stolen).create(allNodes), notYours},
-		"of another driver":   {slicesOf(stolen).create(foreignDriver), "of the driver " + install.DriverName + " only"},
-		"in another's pool":   {slicesOf(stolen).create(foreignPool), "may write pools named '" + gpuNode + "'"},
+		"of another driver":   {slicesOf(stolen).create(otherDriver), "of the driver " + install.DriverName + " only"},
+		"in another's pool":   {slicesOf(stolen).create(otherPool), "may write pools named '" + gpuNode + "'"},
 		"token bound to none": {slicesOf(s.as(account, nil)).update(own), "bound to its pod"},
 	} {
 		switch {

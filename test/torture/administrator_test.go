@@ -72,7 +72,7 @@ func TestTheAdministratorsRound(t *testing.T) {
 	if lines := h.unlike(); len(lines) > 0 || len(h.his) != 7 {
 		t.Errorf("unlike: %v; his: %v", lines, h.his)
 	}
-	if c := h.statistics.now(); c.PartitionsMade+c.PartitionsDestroyed+c.ForeignTouched != 0 {
+	if c := h.statistics.now(); c.PartitionsMade+c.PartitionsDestroyed+c.UnmanagedChanged != 0 {
 		t.Errorf("counted %+v", c)
 	}
 	if faults, err := simulated.ReadFaults(filepath.Join(root, machineDir)); err != nil || len(faults.GPUs) > 0 {

@@ -75,8 +75,8 @@ func (h *hardware) look(ctx context.Context) error {
 	}
 	h.mu.Unlock()
 	for _, i := range touched {
-		h.statistics.add(func(c *Counters) { c.ForeignTouched++ })
-		h.trace.say("FOREIGN TOUCHED: partition %s of the administrator's is gone", i)
+		h.statistics.add(func(c *Counters) { c.UnmanagedChanged++ })
+		h.trace.say("UNMANAGED CHANGED: partition %s of the administrator's is gone", i)
 		h.touched(ctx, fmt.Sprintf("%s %s", i.UUID, i))
 	}
 	return err

@@ -43,11 +43,11 @@ type Counters struct {
 	FailedAdmissions int `json:"failedAdmissions"`
 	Ended            int `json:"ended"`
 	// MIG is whether the machine had partitions: PartitionsMade and PartitionsDestroyed count those that were not an
-	// administrator's, ForeignTouched those of his that another component removed.
+	// administrator's, UnmanagedChanged those of his that another component removed.
 	MIG                 bool `json:"mig,omitempty"`
 	PartitionsMade      int  `json:"partitionsMade,omitempty"`
 	PartitionsDestroyed int  `json:"partitionsDestroyed,omitempty"`
-	ForeignTouched      int  `json:"foreignTouched,omitempty"`
+	UnmanagedChanged      int  `json:"unmanagedChanged,omitempty"`
 	// Sharing is whether GPUs were shared: PlacedShares counts the pods that were seen with a GPU of which their claims have a part,
 	// PlacedReplicas those with one that limits see as several.
 	Sharing        bool `json:"sharing,omitempty"`
@@ -61,7 +61,7 @@ func (c Counters) Line(seed uint64) string {
 		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s failed_admissions=%d", seed, c.Ops, c.PlacedClaims, c.PlacedPods, c.Contended,
 		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.HealTimes.percentile(50), c.HealTimes.percentile(99), c.FailedAdmissions)
 	if c.MIG {
-		line += fmt.Sprintf(" partitions_made=%d partitions_destroyed=%d foreign_touched=%d", c.PartitionsMade, c.PartitionsDestroyed, c.ForeignTouched)
+		line += fmt.Sprintf(" partitions_made=%d partitions_destroyed=%d unmanaged_changed=%d", c.PartitionsMade, c.PartitionsDestroyed, c.UnmanagedChanged)
 	}
 	if c.Sharing {
 		line += fmt.Sprintf(" placed_shares=%d placed_replicas=%d", c.PlacedShares, c.PlacedReplicas)
@@ -101,7 +101,7 @@ var ErrNothingTested = errors.New("the run proves nothing")
 // PodState is nil for a run that met everything and found no fault.
 func (c Counters) PodState() error {
 	if c.faults() > 0 {
-		return fmt.Errorf("%w: doubly_owned=%d stuck=%d leaked=%d foreign_touched=%d", ErrFaults, c.DoublyOwned, c.Stuck, c.Leaked, c.ForeignTouched)
+		return fmt.Errorf("%w: doubly_owned=%d stuck=%d leaked=%d unmanaged_changed=%d", ErrFaults, c.DoublyOwned, c.Stuck, c.Leaked, c.UnmanagedChanged)
 	}
 	var missing []string
 	for _, must := range []struct {
@@ -127,7 +127,7 @@ func (c Counters) PodState() error {
 	return nil
 }
 
-func (c Counters) faults() int { return c.DoublyOwned + c.Stuck + c.Leaked + c.ForeignTouched }
+func (c Counters) faults() int { return c.DoublyOwned + c.Stuck + c.Leaked + c.UnmanagedChanged }
 
 // statistics is the counters of a run at work. It is safe for concurrent use.
 type statistics struct {

@@ -24,7 +24,7 @@ func TestTheLastLine(t *testing.T) {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
 	c.MIG, c.PartitionsMade, c.PartitionsDestroyed = true, 8, 7
-	if got := c.Line(9); got != want+" partitions_made=8 partitions_destroyed=7 foreign_touched=0" {
+	if got := c.Line(9); got != want+" partitions_made=8 partitions_destroyed=7 unmanaged_changed=0" {
 		t.Errorf("got\n%s", got)
 	}
 	c.MIG, c.Sharing, c.PlacedShares, c.PlacedReplicas = false, true, 8, 7
@@ -40,7 +40,7 @@ func TestResult(t *testing.T) {
 	}
 	for _, spoil := range []func(*Counters){
 		func(c *Counters) { c.DoublyOwned = 1 }, func(c *Counters) { c.Stuck = 1 }, func(c *Counters) { c.Leaked = 1 },
-		func(c *Counters) { c.ForeignTouched = 1 },
+		func(c *Counters) { c.UnmanagedChanged = 1 },
 	} {
 		bad := good
 		spoil(&bad)

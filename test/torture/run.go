@@ -129,7 +129,7 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	r.heals = &heals{statistics: r.statistics, trace: trace, known: map[string]bool{}}
 	r.statistics.counters.MIG, r.statistics.counters.Sharing = o.State.MIG, o.State.Sharing
 	if o.State.MIG {
-		r.hardware = &hardware{root: node.Root, statistics: r.statistics, trace: trace, touched: r.foreignTouched}
+		r.hardware = &hardware{root: node.Root, statistics: r.statistics, trace: trace, touched: r.unmanagedChanged}
 		r.administrator = &administrator{hardware: r.hardware, used: r.used}
 	}
 	var shared map[int]int
@@ -318,8 +318,8 @@ func (r *run) used(ctx context.Context) ([]place, error) {
 	return all, nil
 }
 
-func (r *run) foreignTouched(ctx context.Context, what string) {
-	r.keepLogs(ctx, "foreign-touched", []string{what})
+func (r *run) unmanagedChanged(ctx context.Context, what string) {
+	r.keepLogs(ctx, "unmanaged-changed", []string{what})
 }
 
 func (r *run) forget(u user) {

@@ -65,13 +65,13 @@ func (s *story) readyz(status int, words ...string) {
 	})
 }
 
-// TestForeignDevicePlugin: an administrator installs NVIDIA's device plugin beside Tandem. Tandem stops serving the resource, the
+// TestConflictingDevicePlugin: an administrator installs NVIDIA's device plugin beside Tandem. Tandem stops serving the resource, the
 // node reports why, claims and running pods are not affected, and Tandem serves the resource again when the other plugin is gone.
-func TestForeignDevicePlugin(t *testing.T) {
+func TestConflictingDevicePlugin(t *testing.T) {
 	s := begin(t)
 	minors := s.uuids()
 	before := s.occupy()
-	foreign, plugin := s.devicePlugin("nvidia-gpu.sock", minors)
+	other, plugin := s.devicePlugin("nvidia-gpu.sock", minors)
 	s.event("Node", gpuNode, "OtherDevicePlugin", devicePluginDir+"/nvidia-gpu.sock", install.ResourceName)
 	s.readyz(http.StatusServiceUnavailable, "limits", devicePluginDir+"/nvidia-gpu.sock")
 	s.await(soon, "Tandem to serve no limits", func() error {
@@ -84,7 +84,7 @@ func TestForeignDevicePlugin(t *testing.T) {
 	s.running(soon, 5, 0)
 	s.kubectl("delete", "pod", "-n", s.namespace, "claim-beside")
 	s.same(before)
-	if err := foreign.stop(); err != nil {
+	if err := other.stop(); err != nil {
 		t.Fatal(err)
 	}
 	if len(plugin.allocated) > 0 {
