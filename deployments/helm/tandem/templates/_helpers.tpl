@@ -23,7 +23,7 @@
 {{ include "tandem.fullname" . }}-controller
 {{- end }}
 
-{{/* Of the Service, the Secret and the configuration. */}}
+{{/* Name of the webhook's Service, Secret and configuration. */}}
 {{- define "tandem.webhook.name" -}}
 {{ include "tandem.fullname" . }}-webhook
 {{- end }}
@@ -36,7 +36,7 @@
 {{- end }}
 {{- end }}
 
-{{/* What agent and controller have in common. */}}
+{{/* Flags of both agent and controller. */}}
 {{- define "tandem.instanceLabels" -}}
 app.kubernetes.io/name: {{ include "tandem.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -89,7 +89,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (ternary "nvidia" "" (eq (include "tandem.access" .) "runtimeClass")) .Values.runtimeClassName }}
 {{- end }}
 
-{{/* The path where the agent finds the host's root. A simulated machine lies at the same path inside as outside. */}}
+{{/* The path where the agent finds the host's root. A simulated machine has the same path in the container as on the host. */}}
 {{- define "tandem.hostRoot" -}}
 {{- ternary "/" "/host" (ne .Values.simulated.profile "") }}
 {{- end }}
@@ -118,7 +118,7 @@ seLinuxOptions:
 {{- end }}
 {{- end }}
 
-{{/* What an administrator decides about the pods of MPS daemons; the controller adds the rest (pkg/controller/daemonpod.go). */}}
+{{/* The chart's settings for the pods of MPS daemons. pkg/controller/daemonpod.go adds the rest. */}}
 {{- define "tandem.mps.pod" -}}
 {{- $access := include "tandem.access" . -}}
 metadata:
@@ -176,7 +176,7 @@ spec:
         allowPrivilegeEscalation: false
         capabilities:
           drop: [ALL]
-          # The driver's program runs with the driver's root as its own.
+          # The daemon's program runs with chroot in the driver's root.
           add: [SYS_CHROOT]
         {{- end }}
         readOnlyRootFilesystem: true
@@ -186,7 +186,7 @@ spec:
         {{- end }}
 {{- end }}
 
-{{/* Where no driver root is: what the agents write, what anybody may write, and other names of everything. pkg/controller/daemonpod.go has the same. */}}
+{{/* Directories that are not accepted as a driver root: those that agents or any user can write, and aliases of the whole host. pkg/controller/daemonpod.go has the same list. */}}
 {{- define "tandem.mps.noDriverRoots" -}}
 {{- range list .Values.runDir .Values.kubeletDir .Values.cdiDir }}
 - {{ regexReplaceAll "^/var/run/" . "/run/" }}
@@ -196,7 +196,7 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* In CEL: it has the keys and values of is, and no others. A literal of the whole could not have values of several types. */}}
+{{/* CEL: the map has exactly the keys and values of is. Compared by key, because a CEL map literal cannot mix types of values. */}}
 {{- define "tandem.celIs" -}}
 {{- $it := .it -}}
 {{ $it }}.size() == {{ len .is }}
