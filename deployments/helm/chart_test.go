@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package helm_test renders the chart with the real Helm and checks what comes out; it installs nothing.
+// Package helm_test renders the chart with Helm and checks the result. It installs nothing.
 package helm_test
 
 import (
@@ -81,7 +81,7 @@ func TestLint(t *testing.T) {
 	}
 }
 
-// Every field is one that the API server knows: a misspelt one would be dropped there without a word.
+// Every field exists in the API: the API server silently drops misspelt fields.
 func TestDecodesStrictly(t *testing.T) {
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -125,8 +125,8 @@ func TestMountsMatchVolumes(t *testing.T) {
 	}
 }
 
-// A socket that is mounted stays the dead one after its server restarts, and a type that is not checked lets the
-// container runtime create the path.
+// No socket is mounted, because it does not work after its server restarts. Every hostPath has a type, because otherwise the
+// container runtime creates the path.
 func TestHostPathsAreDirectories(t *testing.T) {
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -186,7 +186,7 @@ func TestPrivileges(t *testing.T) {
 	}
 }
 
-// The controller is confined as Pod Security's restricted profile wants it, and sees nothing of the host.
+// The controller meets Pod Security's restricted profile and mounts nothing of the host.
 func TestControllerIsRestricted(t *testing.T) {
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {

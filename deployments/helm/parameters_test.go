@@ -18,8 +18,8 @@ import (
 
 const parametersSuffix = "-parameters"
 
-// TestParametersPolicy: what the policy denies is wrong by the node's word too, and what the node takes passes. Mistakes that the
-// policy lets pass are the node's to find.
+// TestParametersPolicy: the agent rejects everything that the policy rejects, and the policy admits everything that the agent
+// accepts. The agent finds the mistakes that the policy misses.
 func TestParametersPolicy(t *testing.T) {
 	gpu := func(text string) string {
 		return "{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, " + text + "}"
@@ -108,7 +108,7 @@ func TestParametersPolicy(t *testing.T) {
 	}
 }
 
-// What has nothing to say passes, and so does what was there before the policy.
+// Objects without parameters pass, and so do objects that are older than the policy.
 func TestParametersPolicyLeavesAlone(t *testing.T) {
 	const wrong = `{"config":[{"opaque":{"driver":"gpu.nvidia.com","parameters":{}}}]}`
 	podState := parametersPolicy(t)
@@ -138,7 +138,7 @@ func TestParametersPolicyLeavesAlone(t *testing.T) {
 	}
 }
 
-// parametersPolicy says what it thinks of the spec of an object.
+// parametersPolicy evaluates the policy for the spec of an object.
 func parametersPolicy(t *testing.T) func(operation, spec, before string) string {
 	t.Helper()
 	policy := policyOf(t, "default", parametersSuffix)

@@ -105,7 +105,7 @@ func TestPoliciesMatchTheAccounts(t *testing.T) {
 	}
 }
 
-// policies are the ends of their names, each with whom it is about.
+// policies are the suffixes of the policies' names, each with the account that it restricts.
 func policies(agent, controller string) map[string]string {
 	return map[string]string{
 		"-resourceslices": agent, "-gpunode-status": agent, "-resourceclaims": agent,
@@ -129,7 +129,7 @@ func TestPoliciesFailClosed(t *testing.T) {
 	}
 }
 
-// The agent says something of its own node's devices in the status of claims, and changes nothing else there.
+// The agent writes status.devices of its own node, and nothing else of a claim's status.
 func TestAgentsClaimPolicy(t *testing.T) {
 	const agent = "system:serviceaccount:tandem-system:tandem"
 	result := func(driver, pool string) object { return object{"driver": driver, "pool": pool, "device": "gpu-0"} }
@@ -316,7 +316,7 @@ func TestControllersPolicies(t *testing.T) {
 	}
 }
 
-// Whom the API server trusts is the controller's to say, and nothing else of the webhook: neither what it is asked nor who answers.
+// The controller may set the webhook's caBundle, and not its rules or its address.
 func TestControllersWebhookPolicy(t *testing.T) {
 	request := object{"operation": "UPDATE", "userInfo": object{"username": "system:serviceaccount:tandem-system:tandem-controller"}}
 	raw := func(c *admissionv1.ValidatingWebhookConfiguration) map[string]any {
@@ -374,7 +374,7 @@ func TestControllersWebhookPolicy(t *testing.T) {
 	}
 }
 
-// daemonPod is what the controller makes of what the chart tells it.
+// daemonPod is the pod that the controller creates with the chart's settings.
 func daemonPod(t *testing.T, name string) *corev1.Pod {
 	t.Helper()
 	args := find[*appsv1.Deployment](t, name).Spec.Template.Spec.Containers[0].Args
@@ -400,7 +400,7 @@ func daemonPod(t *testing.T, name string) *corev1.Pod {
 	return pod
 }
 
-// What the controller makes is what its policy lets it make, and nothing near it is.
+// The policy admits the pods that the controller creates, and rejects pods that differ in one field.
 func TestDaemonsPolicy(t *testing.T) {
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -509,7 +509,7 @@ func TestDaemonsPolicy(t *testing.T) {
 				"by a dot":           {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/." + runDirOf(p) }, "no directory that others write"},
 				"by a process":       {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/proc/1/root" + runDirOf(p) }, "no directory that others write"},
 				"shared memory":      {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/dev/shm" }, "no directory that others write"},
-				"anybody's":          {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/tmp" }, "no directory that others write"},
+				"any user's":         {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/tmp" }, "no directory that others write"},
 				"kubelet's":          {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = envOf(p, "KUBELET_DIR").Value }, "no directory that others write"},
 				"CDI specs":          {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = cdiDirOf(t, name) }, "no directory that others write"},
 
@@ -550,7 +550,7 @@ func nodeField(p *corev1.Pod) *corev1.NodeSelectorRequirement {
 	return &p.Spec.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms[0].MatchFields[0]
 }
 
-// cdiDirOf is what the agents are told.
+// cdiDirOf is the agents' CDI directory.
 func cdiDirOf(t *testing.T, name string) string {
 	t.Helper()
 	for _, arg := range daemonSet(t, name).Spec.Template.Spec.Containers[0].Args {
@@ -567,7 +567,7 @@ func runDirOf(p *corev1.Pod) string {
 	return strings.TrimSuffix(p.Spec.Volumes[0].HostPath.Path, "/mps/d")
 }
 
-// judge fails unless the policy's answer contains want: "" allowed, "-" not the policy's business.
+// judge fails unless the policy's answer contains want: "" allowed, "-" not matched by the policy.
 func judge(t *testing.T, suffix string, request object, before, after any, want string) {
 	t.Helper()
 	got := decide(t, policyOf(t, "default", suffix), map[string]any{"request": request, "object": after, "oldObject": before})

@@ -28,7 +28,7 @@ func webhookOf(t *testing.T, name string) (*admissionv1.ValidatingWebhookConfigu
 	return configuration, configuration.Webhooks[0]
 }
 
-// The API server finds the controller's pods by what the configuration says, and nothing of it is in anybody's way.
+// The API server reaches the controller's pods through the configuration, and the webhook fails open.
 func TestWebhookLeadsToTheController(t *testing.T) {
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -69,7 +69,7 @@ func TestNoWebhook(t *testing.T) {
 	}
 }
 
-// Only what says something to our driver is sent; the API server evaluates this for every claim.
+// Only objects with parameters for this driver are sent. The API server evaluates this for every claim.
 func TestWebhookIsAskedWhatIsOurs(t *testing.T) {
 	_, hook := webhookOf(t, "default")
 	const ours, others = `{"opaque":{"driver":"gpu.nvidia.com","parameters":{}}}`, `{"opaque":{"driver":"nic.example.com","parameters":{}}}`

@@ -35,7 +35,7 @@ const (
 // cniDir is where Debian's containernetworking-plugins installs.
 const cniDir = "/usr/lib/cni"
 
-// Options says what Ensure shall provide.
+// Options is what Ensure provides.
 type Options struct {
 	// Kubernetes are the versions to have, for example "v1.37.1"; empty means DefaultKubernetes.
 	Kubernetes []string
@@ -45,7 +45,7 @@ type Options struct {
 	Progress io.Writer
 }
 
-// Set says where the programs lie. All paths are absolute.
+// Set has the paths of the programs. All are absolute.
 type Set struct {
 	// Cache is the directory that holds every path below except CNI.
 	Cache string

@@ -46,7 +46,7 @@ func hostBootID() (string, error) {
 	return strings.TrimSpace(string(boot)), nil
 }
 
-// stat is what /proc tells about a process.
+// stat is what /proc reports about a process.
 type stat struct {
 	state   byte
 	threads uint64

@@ -11,7 +11,7 @@ import (
 	"runtime"
 )
 
-// stamp lies beside a tarball and says what it was made from.
+// stamp is a file beside a tarball that records what the tarball was built from.
 type stamp struct {
 	Inputs string `json:"inputs"`
 	Digest string `json:"digest"`

@@ -12,7 +12,7 @@ import (
 	"strings"
 )
 
-// target says where one architecture's C compiler and libraries come from. Names are Debian's.
+// target is the source of one architecture's C compiler and libraries. Names are Debian's.
 type target struct {
 	// triplet is Debian's multiarch name: of the compiler, and of the directory of the libraries here and in the image.
 	triplet string

@@ -26,7 +26,7 @@ const (
 	lookAgain = 200 * time.Millisecond
 	// patience bounds each wait where the caller's context does not.
 	patience = 3 * time.Minute
-	// heartbeat is how often a wait says what it still waits for.
+	// heartbeat is how often a wait logs what it still waits for.
 	heartbeat = 5 * time.Second
 )
 
@@ -53,7 +53,7 @@ func await(ctx context.Context, c *cluster.Cluster, s *progress.Log) error {
 	return nil
 }
 
-// until looks until nothing is missing and says every few seconds what is.
+// until polls until nothing is missing, and logs every few seconds what is.
 func until(ctx context.Context, s *progress.Log, what string, holds func(context.Context) (missing string, err error)) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()

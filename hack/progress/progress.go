@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// Heartbeat is how often something long says that it is still at work.
+// Heartbeat is how often a long operation logs that it is still working.
 const Heartbeat = 10 * time.Second
 
 // Log writes one line a step, with the time since New. It is safe for concurrent use.
@@ -44,7 +44,7 @@ func (l *Log) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// Beat says what describe answers every Heartbeat, until the returned function is called.
+// Beat logs the result of describe every Heartbeat until the returned function is called.
 func (l *Log) Beat(describe func() string) (stop func()) {
 	return Every(Heartbeat, func() { l.Say("%s", describe()) })
 }

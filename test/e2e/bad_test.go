@@ -292,7 +292,7 @@ func TestCDIDirectoryWiped(t *testing.T) {
 	s.noDoubleOwners()
 }
 
-// TestWrongConfiguration: the agent says which key is wrong where its user looks, running pods do not notice, and the right
+// TestWrongConfiguration: the agent reports the wrong key in an event, running pods continue, and the right
 // configuration is all it takes.
 func TestWrongConfiguration(t *testing.T) {
 	s := begin(t)

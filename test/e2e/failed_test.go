@@ -18,7 +18,7 @@ import (
 // count.
 
 // failedForceDeleted is how many of an owner's pods may fail for one that was force-deleted and runs on. The first cannot be
-// helped: the scheduler binds it when it hears that its predecessor is gone, which is when everybody hears it.
+// prevented: the scheduler binds it as soon as it receives the deletion of its predecessor, when all components receive it.
 const failedForceDeleted = 6
 
 // TestForceDeletedOnAFullNode: on a node that is full of pods, with more pods waiting, two pods are force-deleted one after the

@@ -147,7 +147,7 @@ func (s *story) holdSlices() (allow func()) {
 	return s.forbid("slices", "resource.k8s.io", "resourceslices", user, func() error { return writes{s, agent}.update(own) })
 }
 
-// holdNodeStatus keeps kubelet from writing the status of its node: what it says of allocatable stays.
+// holdNodeStatus keeps kubelet from writing the status of its node, so that allocatable does not change.
 func (s *story) holdNodeStatus() (allow func()) {
 	s.Helper()
 	user := "system:node:" + gpuNode
@@ -173,7 +173,7 @@ func (s *story) impersonate(user string, groups ...string) kubernetes.Interface 
 	return client
 }
 
-// gpuNodeObject is what the node's GPUNode says now.
+// gpuNodeObject is the node's current GPUNode.
 func (s *story) gpuNodeObject() (gpunode.GPUNode, error) {
 	var object gpunode.GPUNode
 	text, err := theClient.Discovery().RESTClient().Get().

@@ -178,7 +178,7 @@ func TestEditedConfiguration(t *testing.T) {
 	}
 }
 
-// TestWrongModesAreRefused: nothing changes, and the node says why.
+// TestWrongModesAreRefused: nothing changes, and an event on the node gives the reason.
 func TestWrongModesAreRefused(t *testing.T) {
 	s := begin(t)
 	s.unlabelAtEnd()

@@ -19,7 +19,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
-// What is in this file shares GPUs by MPS as the node's policy says.
+// The stories in this file share GPUs by the node's MPS policy.
 
 // What examples/mps-sharing.values.yaml makes of the GPUs, by index, and what the others in examples/ ask for.
 const (
@@ -368,7 +368,7 @@ func (w tenants) alive() map[string]string {
 	return found
 }
 
-// gets is what a client says that it gets of a GPU, and from whom.
+// gets is what a client reports about its part of a GPU and about its daemon.
 func gets(who, uuid string, threads, mebibytes int) string {
 	return fmt.Sprintf("Active threads: %d.0 %%\n%s: limited to %d MiB by the %s", threads, uuid, mebibytes, who)
 }

@@ -21,7 +21,7 @@ import (
 )
 
 // TestWithoutTheClaimsAPI has a cluster of its own, whose API server does not serve claims: DevicePluginOnly works, and in Dual the
-// node says what to do.
+// node gets an event that describes what to do.
 func TestWithoutTheClaimsAPI(t *testing.T) {
 	if !strings.HasPrefix(theCluster.Config().KubernetesVersion, "v1.34.") {
 		t.Skip("from Kubernetes 1.35 on an API server that does not serve claims is never ready: its own informers wait for ResourceSlices")

@@ -391,7 +391,7 @@ func TestKubeletAwayWhilePodsEnd(t *testing.T) {
 	s.took("the GPUs to be free", func() { s.awaitEmpty(patient) })
 }
 
-// endContainers ends the processes of pods, behind everybody's back.
+// endContainers kills the processes of pods without kubelet or the runtime.
 func (s *story) endContainers(pods ...string) {
 	s.Helper()
 	for _, pod := range pods {

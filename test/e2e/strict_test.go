@@ -17,7 +17,7 @@ import (
 )
 
 // TestStrict: with the option a pod is bound only when its node has reserved the GPU. A claim that was allocated on a GPU of a
-// limit is allocated anew before anybody is bound: nothing is evicted, and the pod stays the same.
+// pod is allocated again before its pod is bound: nothing is evicted, and the pod stays the same.
 func TestStrict(t *testing.T) {
 	s := begin(t)
 	version, err := theClient.Discovery().ServerVersion()

@@ -24,7 +24,7 @@ import (
 	"github.com/tandem-gpu/tandem/simulated/programs"
 )
 
-// What is in this file is shared by the containers of one claim, as the claim says.
+// The stories in this file share devices among the containers of one claim, by the claim's settings.
 
 const daemonLabel = "tandem-gpu.dev/mps-daemon"
 
@@ -35,7 +35,7 @@ const (
 	modeExclusive  = 3
 )
 
-// setting is what the driver was told of a GPU.
+// setting is what was set on a GPU through the driver.
 type setting struct{ mode, slice int }
 
 func (t setting) String() string {
@@ -194,7 +194,7 @@ func (s *story) tryClient(pod, container string) (string, error) {
 	return theCluster.Kubectl(s.ctx, append(args, "--", program, "client")...)
 }
 
-// halfOfThreads and limited are what a client says that it gets.
+// halfOfThreads and limited are what a client reports.
 const halfOfThreads = "Active threads: 50.0 %"
 
 func limited(uuid string, mebibytes int) string {

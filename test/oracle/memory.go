@@ -20,7 +20,7 @@ type Memory struct {
 	objects objects
 }
 
-// NewMemory knows nothing yet.
+// NewMemory returns an empty memory.
 func NewMemory() *Memory {
 	return &Memory{objects: objects{pods: map[string]corev1.Pod{}, claims: map[string][]resourceapi.ResourceClaim{}}}
 }

@@ -27,7 +27,7 @@ const (
 	partitionResources = "nvidia.com/mig-"
 )
 
-// objects are what the API server knows.
+// objects are the objects of the API server.
 type objects struct {
 	// pods by UID; claims by namespace and name, in all versions that are known.
 	pods   map[string]corev1.Pod
@@ -54,7 +54,7 @@ func readObjects(ctx context.Context, client kubernetes.Interface) (objects, err
 	return known, nil
 }
 
-// explain joins processes to containers and says what their devices are theirs by.
+// explain finds the container of each process, and the claim or request that gave it its devices.
 func (o objects) explain(found []sighting) Picture {
 	containers := map[string]*Container{}
 	for _, seen := range found {

@@ -159,7 +159,7 @@ func (a *agent) serve() {
 		}
 		return wait
 	})
-	a.loop("doubts holds", time.Second, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed()} }, func(c *call) time.Duration {
+	a.loop("checks holds", time.Second, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed()} }, func(c *call) time.Duration {
 		if a.faults.noRelease {
 			return never
 		}
@@ -522,14 +522,14 @@ func (a allocations) Changed() <-chan struct{} { return a.specChanged }
 
 type noClient struct{ kubernetes.Interface }
 
-// parkedState lets something else happen before evidence is heard.
+// parkedState lets other events happen before a pod state is returned.
 type parkedState struct {
 	ledger.PodStates
 	s *simulation
 }
 
 func (e parkedState) PodState(h ledger.Hold) ledger.PodState {
-	e.s.pause("asks for evidence of " + h.Holder.ID)
+	e.s.pause("asks for the pod state of " + h.Holder.ID)
 	if e.s.faults.noPodStates {
 		return ledger.Gone
 	}

@@ -191,7 +191,7 @@ func (d *controllerModel) judge(uid types.UID) {
 				return
 			}
 			d.hit(pendingEvicted)
-			// An agent that was restarted in between has forgotten the condemnation.
+			// A restarted agent no longer has the pending eviction.
 			if was.owner == "" || d.host.busy(was.uid) && agent == d.agentProcess() {
 				d.fail("pod %s of claim %s is evicted, owner %q, running %v", was.uid, k.name, was.owner, d.host.busy(was.uid))
 			}

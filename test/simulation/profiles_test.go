@@ -210,7 +210,7 @@ func profileOf(seed uint64) profile {
 	return profiles[seed%uint64(len(profiles))]
 }
 
-// counts is what worlds have shown so far, by their themes.
+// counts is what worlds have shown so far, by their profiles.
 type counts []struct {
 	steps int
 	rows  map[row]int
@@ -239,12 +239,12 @@ func (t counts) total(r row) (n int) {
 	return n
 }
 
-// met says whether every row was met so many times.
+// met reports whether every row was met so many times.
 func (t counts) met(least int) bool {
 	return !slices.ContainsFunc(allRows, func(r row) bool { return t.total(r) < least })
 }
 
-// next is the seed of the world after one. Once each theme has had its turn, four worlds of five are of the theme that has shown
+// next is the seed of the world after one. Once each profile has had its turn, four worlds of five have the profile that has shown
 // most of the row that is rarest.
 func (t counts) next(seed uint64, worlds int) uint64 {
 	seed++

@@ -245,7 +245,7 @@ func (s *simulation) idle(length time.Duration) {
 	}
 }
 
-// stuck says which pods do not run although what they need is free.
+// stuck returns the pods that do not run although what they need is free.
 func (s *simulation) stuck() map[string]string {
 	found := map[string]string{}
 	used := map[string]string{}
@@ -596,7 +596,7 @@ func TestSelfTest(t *testing.T) {
 	}{
 		"the check of one API against the other": {faults{noCrossCheck: true}, []string{"has two owners"}},
 		"the restoring of holds at start":        {faults{noRestore: true}, []string{"has two owners"}},
-		"the evidence that a pod has ended":      {faults{noPodStates: true}, []string{"has two owners"}},
+		"the state of a pod that has ended":      {faults{noPodStates: true}, []string{"has two owners"}},
 		"the release of what has ended":          {faults{noRelease: true}, []string{"stuck: ", "leaked: "}},
 		"the sum of what is given out of a GPU":  {faults{noSum: true}, []string{"is too much for"}},
 	} {

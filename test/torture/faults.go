@@ -53,7 +53,7 @@ type injector struct {
 type done struct {
 	// kills is how many processes were ended with SIGKILL; a reboot counts as one.
 	kills int
-	// skipped says why nothing was done.
+	// skipped is the reason why nothing was done.
 	skipped string
 }
 

@@ -140,7 +140,7 @@ func (h *heals) room(roomy bool) {
 	h.roomy = roomy
 }
 
-// placed is told of each pod that has got its GPUs; the first of an owner that was made after a loss heals it.
+// placed is called for each pod that got its GPUs. The first pod of an owner that was created after a loss heals it.
 func (h *heals) placed(l *podHistory, now time.Time) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// progress says every ten seconds how far the run has come.
+// progress logs every ten seconds how far the run is.
 func (r *run) progress(ctx context.Context) error {
 	before := r.State.Counters.Ops
 	for {

@@ -226,7 +226,7 @@ func containersRun(pod corev1.Pod) bool {
 	})
 }
 
-// describe is what a pod's status says about why it waits.
+// describe is the reason in a pod's status why it waits.
 func describe(pod corev1.Pod) string {
 	for _, status := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses) {
 		if status.State.Waiting != nil {

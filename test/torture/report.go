@@ -69,7 +69,7 @@ func (c Counters) Line(seed uint64) string {
 	return line
 }
 
-// HealLine says what the heals of the last line are made of.
+// HealLine describes the heals that Line counts.
 func (c Counters) HealLine() string {
 	return fmt.Sprintf("heals in peace: %s, of which until the next pod was made p50=%s p99=%s; met by a fault: %s; not timed: %d",
 		c.HealTimes, c.MadeTimes.percentile(50), c.MadeTimes.percentile(99), c.StruckTimes, c.Healed-len(c.HealTimes)-len(c.StruckTimes))

@@ -258,7 +258,7 @@ func check(seen oracle.Picture) error {
 	return errors.Join(problems...)
 }
 
-// holders prints who has which GPU as Tandem itself says it.
+// holders prints which pod has which GPU according to GPUNode.
 func (d *demo) holders(ctx context.Context) error {
 	out, err := d.cluster.Kubectl(ctx, "get", "gpunodes", "-o", "wide")
 	if err != nil {
