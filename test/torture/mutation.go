@@ -101,7 +101,7 @@ func Mutations() []Mutation {
 		{
 			Name: "destroy", What: "a partition counts as destroyed while it is still there", Mix: Usual().WithMIG(),
 			changes: []change{{"pkg/partition", "Maker", "Destroy", `
-	return m.records.drop(ref)
+	return m.store.Drop(ref)
 `}},
 		},
 	}
