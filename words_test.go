@@ -27,20 +27,6 @@ var retired = map[string]string{
 	"misfortune": "fault", "misfortunes": "faults", "sabotage": "mutation", "deeds": "actions", "strikes": "faults",
 }
 
-// retiredStill lists where retired words are still used. Remove entries, never add one.
-var retiredStill = map[string][]string{
-	"pkg/explain":        {"faulty"},
-	"pkg/ledger":         {"condemned", "lapsed", "losers", "nobody", "somebody", "verdict", "whoever"},
-	"pkg/legacy":         {"faulty", "nobody", "ripen", "somebody", "strangers", "whoever"},
-	"pkg/mig":            {"nobody", "somebody"},
-	"pkg/mps":            {"nobody", "somebody", "whoever"},
-	"pkg/nvml":           {"nobody", "somebody", "whoever"},
-	"pkg/sharing":        {"nobody", "somebody", "whoever"},
-	"simulated":          {"faulty", "nobody", "somebody", "stranger", "strikes", "whoever"},
-	"simulated/profiles": {"nobody"},
-	"simulated/programs": {"nobody", "whoever"},
-}
-
 // word is a word of a text, or a part of an identifier in camel case.
 var word = regexp.MustCompile(`[A-Z]*[a-z]+`)
 
@@ -53,7 +39,6 @@ func TestRetiredWordsStayOut(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		dir := area(path)
 		for number, line := range strings.Split(path+"\n"+string(data), "\n") {
 			// The account nobody of /etc/passwd keeps its name.
 			if strings.Contains(line, "65534") {
@@ -67,18 +52,12 @@ func TestRetiredWordsStayOut(t *testing.T) {
 				}
 			}
 			for _, w := range words {
-				if better, found := retired[w]; found && !slices.Contains(retiredStill[dir], w) {
-					t.Errorf("%s:%d: %q is retired, use the glossary's words: %s (allowed in %s: %q)", path, number, w, better, dir, retiredStill[dir])
+				if better, found := retired[w]; found {
+					t.Errorf("%s:%d: %q is retired, use the glossary's words: %s", path, number, w, better)
 				}
 			}
 		}
 	}
-}
-
-// area is the directory of a file, at most two levels deep.
-func area(path string) string {
-	parts := strings.Split(filepath.ToSlash(filepath.Dir(path)), "/")
-	return strings.Join(parts[:min(2, len(parts))], "/")
 }
 
 func TestMarkdownLinesAreShort(t *testing.T) {

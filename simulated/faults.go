@@ -143,8 +143,8 @@ type callFault struct {
 	made atomic.Int64
 }
 
-// strikes counts a call, and reports whether it has the fault. A nil fault never does.
-func (f *callFault) strikes() bool {
+// hits counts a call, and reports whether it fails. A nil fault never does.
+func (f *callFault) hits() bool {
 	if f == nil {
 		return false
 	}

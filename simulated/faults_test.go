@@ -85,7 +85,7 @@ func TestAbsentGPU(t *testing.T) {
 	}
 }
 
-func TestFaultyCalls(t *testing.T) {
+func TestFailingCalls(t *testing.T) {
 	dir := t.TempDir()
 	lib := start(t, "l4x4", WithDir(dir))
 	a, b := handle(t, lib, 0), handle(t, lib, 1)
@@ -149,11 +149,11 @@ func TestUnusableFaultsFileKeepsTheStateBefore(t *testing.T) {
 	for name, content := range map[string]string{
 		"not YAML":         "gpus: [",
 		"unknown field":    "gpus: [{gpu: \"0\", lots: true}]",
-		"unknown GPU":      "gpus: [{gpu: GPU-nobody, lost: true}]",
+		"unknown GPU":      "gpus: [{gpu: GPU-unknown, lost: true}]",
 		"unknown method":   "gpus: [{gpu: \"0\", calls: {GetNothing: {}}}]",
 		"unknown code":     "calls: {DeviceGetCount: {return: ERROR_SOON}}",
 		"not a duration":   "calls: {DeviceGetCount: {delay: soon}}",
-		"event of nobody":  "events: [{sequence: 1, gpu: \"9\", xid: 79}]",
+		"event of no GPU":  "events: [{sequence: 1, gpu: \"9\", xid: 79}]",
 		"device in system": "calls: {GetName: {return: ERROR_UNKNOWN}}",
 		"unknown instance": "gpus: [{gpu: \"0\", calls: {GpuInstance.Eat: {}}}]",
 		"odd partition":    "gpus: [{gpu: \"0\", clients: [{pid: 1, partition: half}]}]",

@@ -89,7 +89,7 @@ func stampOf(path string) fileStamp {
 // answer carries out a call's fault: it waits as long as the fault says, and gives the fault's return code and the state
 // that is in force afterwards.
 func (s *faultSource) answer(state *faultState, fault *callFault, stopped <-chan struct{}) (*faultState, nvml.Return) {
-	if !fault.strikes() {
+	if !fault.hits() {
 		return state, nvml.SUCCESS
 	}
 	if fault.delay <= 0 {

@@ -82,8 +82,8 @@ func New(profile Profile, opts ...Option) *Library {
 	return &Library{system: sys}
 }
 
-// Machine is the library of the machine that Materialize has made in dir, for somebody outside of it: an administrator's
-// program or a test, in whose own boot it need not be. Nothing happens before Init.
+// Machine returns the library of the machine that Materialize made in dir, for a process outside of it: an administrator's
+// program or a test, which may have another boot ID. It does nothing before Init.
 func Machine(dir string, report func(error)) (*Library, error) {
 	profile, err := Load(filepath.Join(dir, ProfileFile))
 	if err != nil {

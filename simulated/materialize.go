@@ -29,8 +29,8 @@ const (
 type MaterializeOptions struct {
 	// Seed is that of WithSeed.
 	Seed string
-	// PlainDeviceFiles makes regular files in place of device nodes, for users who may not make those. Nobody who checks
-	// what a file is takes them for devices; nvcdi leaves them out.
+	// PlainDeviceFiles makes regular files instead of device nodes, for users that may not create nodes. A program that checks
+	// the file type does not take them for devices; nvcdi leaves them out.
 	PlainDeviceFiles bool
 	// HostSysfs and HostProc are where the CPUs, the memory and the device numbers in use are read; "/sys" and "/proc"
 	// where they are empty.

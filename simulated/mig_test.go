@@ -272,7 +272,7 @@ func TestStateGoesWithTheProfile(t *testing.T) {
 	mode("with another", 0)
 }
 
-func TestAmpereThatNobodyCanReset(t *testing.T) {
+func TestAmpereWithoutReset(t *testing.T) {
 	d := handle(t, start(t, "a30x4"), 3)
 	activation, ret := d.SetMigMode(nvml.DEVICE_MIG_ENABLE)
 	is(t, ret, nvml.SUCCESS)

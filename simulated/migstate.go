@@ -30,8 +30,8 @@ const MIGDir = programs.StateDir
 // MIGStateFile is the name of the state file in MIGDir.
 const MIGStateFile = "state.json"
 
-// MIGState is the content of the state file: MIG modes and instances, and compute modes, as a GPU remembers them whoever comes and
-// goes. All libraries of the machine share it. It is that of one boot; another begins with what the profile says.
+// MIGState is the content of the state file: MIG modes and instances, and compute modes, which a GPU keeps when its users end.
+// All libraries of the machine share it. It belongs to one boot; the next boot begins with the profile's state.
 type MIGState struct {
 	// Boot is the boot's ID (proc(5), random/boot_id).
 	Boot string `json:"boot"`
@@ -153,7 +153,7 @@ func bootID() string {
 	return strings.TrimSpace(string(id))
 }
 
-// current is the state now. Nobody changes a state that was handed out.
+// current returns the current state. A returned state is immutable.
 func (s *migStore) current() (MIGState, nvml.Return) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -16,7 +16,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// Profile describes a machine with GPUs. It is data: New, Materialize and tests read it, nobody changes it.
+// Profile describes a machine with GPUs. It is data: New, Materialize and tests read it and never change it.
 type Profile struct {
 	// Name identifies the profile and enters the UUIDs that are derived.
 	Name   string `json:"name"`
@@ -96,7 +96,7 @@ type GPU struct {
 	// MIGEnabled says that MIG mode is on after a boot, and Partitions what an administrator has made by then.
 	MIGEnabled bool        `json:"migEnabled,omitempty"`
 	Partitions []Partition `json:"partitions,omitempty"`
-	// NoReset says that nobody can reset the GPU from inside, as in many virtual machines.
+	// NoReset means that the GPU cannot be reset from inside, as in many virtual machines.
 	NoReset bool `json:"noReset,omitempty"`
 }
 
@@ -193,8 +193,8 @@ func decodeStrict(data []byte, into any) error {
 	return errors.Join(strict...)
 }
 
-// WithIdentity fills in every UUID and minor that the profile leaves to be derived, so that the result, written to a
-// file, names the same GPUs whoever reads it. seed tells machines of one profile apart: a node's name.
+// WithIdentity fills in every UUID and minor that the profile leaves to be derived, so that the result, written to a file, names
+// the same GPUs for every reader. seed, a node's name, distinguishes machines of one profile.
 func (p Profile) WithIdentity(seed string) Profile {
 	gpus := make([]GPU, len(p.GPUs))
 	copy(gpus, p.GPUs)

@@ -40,7 +40,7 @@ func pciFiles(p Profile, cpus [][]cpu) []file {
 		at := g.Root
 		for _, bridge := range g.Bridges {
 			at = path.Join(at, bridge)
-			// 1000:c030 is a Broadcom PEX890xx switch; root ports are shown as the same, nobody tells them apart.
+			// 1000:c030 is a Broadcom PEX890xx switch; root ports have the same ID, because no reader distinguishes them.
 			add(pciDevice{at: at, class: classBridge, vendor: "1000", device: "c030", subVendor: "1000", subDev: "100b", numaNode: g.NUMANode})
 		}
 		m := p.Models[g.Model]

@@ -24,8 +24,8 @@ func WriteProgramFault(dir, program, fault, text string) error {
 	return writeAtomically(path, []byte(strings.TrimSpace(fault+" "+text)+"\n"), 0o644)
 }
 
-// TimeSlice reads which time slice the GPU of a machine was given since the node was booted; 0, the default, where it was given none. It
-// is also for somebody outside of the machine, in whose own boot that need not be.
+// TimeSlice returns the time slice that was set on a GPU of a machine since the node's boot; 0, the default, if none was set. A
+// process outside of the machine may call it, with another boot ID.
 func TimeSlice(dir, uuid string) (int, error) {
 	now := bootID()
 	if state, err := readMIGState(filepath.Join(dir, MIGDir, MIGStateFile)); err == nil {

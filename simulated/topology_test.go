@@ -135,8 +135,8 @@ func TestWrappedHandlesAreUnderstood(t *testing.T) {
 	if level, ret := a.GetTopologyCommonAncestor(b); level != nvml.TOPOLOGY_SINGLE || ret != nvml.SUCCESS {
 		t.Errorf("common ancestor with a wrapped handle: %v, %v", level, ret)
 	}
-	stranger := handle(t, start(t, "a100x8", WithSeed("another node")), 1)
-	if _, ret := a.GetTopologyCommonAncestor(stranger); ret != nvml.ERROR_INVALID_ARGUMENT {
+	unknown := handle(t, start(t, "a100x8", WithSeed("another node")), 1)
+	if _, ret := a.GetTopologyCommonAncestor(unknown); ret != nvml.ERROR_INVALID_ARGUMENT {
 		t.Errorf("common ancestor with another machine's GPU: %v", ret)
 	}
 }

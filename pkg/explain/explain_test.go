@@ -61,7 +61,7 @@ func TestExplain(t *testing.T) {
 	}{
 		"one node":            {[]v1alpha1.GPUNode{node("node-1", 5, 3, 0, 0)}, 1, "all 8 GPUs of node-1 are held: 5 by pods, 3 by claims"},
 		"by one kind":         {[]v1alpha1.GPUNode{node("node-1", 0, 8, 0, 0)}, 1, "all 8 GPUs of node-1 are held: 8 by claims"},
-		"one is faulty":       {[]v1alpha1.GPUNode{node("node-1", 5, 2, 1, 0)}, 1, "all 8 GPUs of node-1 are held or unhealthy: 5 by pods, 2 by claims, 1 unhealthy"},
+		"one is unhealthy":    {[]v1alpha1.GPUNode{node("node-1", 5, 2, 1, 0)}, 1, "all 8 GPUs of node-1 are held or unhealthy: 5 by pods, 2 by claims, 1 unhealthy"},
 		"too few":             {[]v1alpha1.GPUNode{node("node-1", 5, 1, 0, 2)}, 4, "no node has 4 GPUs free: node-1 has 2 of 8 (5 by pods, 1 by claims)"},
 		"two nodes":           {[]v1alpha1.GPUNode{node("b", 4, 0, 0, 0), node("a", 3, 1, 0, 0)}, 1, "all 8 GPUs of 2 nodes are held: a (3 by pods, 1 by claims), b (4 by pods)"},
 		"most first":          {[]v1alpha1.GPUNode{node("a", 4, 0, 0, 0), node("b", 3, 0, 0, 1)}, 2, "no node has 2 GPUs free: b has 1 of 4 (3 by pods), a has 0 of 4 (4 by pods)"},

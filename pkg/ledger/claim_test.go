@@ -25,7 +25,7 @@ func openWith(t *testing.T, podState func(Hold) PodState) *Ledger {
 	return l
 }
 
-// Whoever looked before a Prepare was repeated has not seen the pod that it was repeated for.
+// A pod state that was determined before a repeated Prepare does not include the pod of that Prepare.
 func TestARepeatedPrepareOutlivesAnOldRelease(t *testing.T) {
 	tests := map[string]func(l *Ledger) error{
 		"same pod": func(l *Ledger) error { return second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))) },

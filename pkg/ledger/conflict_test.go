@@ -34,24 +34,24 @@ func TestACondemnedClaimIsRefusedUntilItLapses(t *testing.T) {
 		l := openInBubble(t, neverRunningOut)
 		l.RecordConflict(conflict("c", true, whole("a")))
 		if err := second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))); !isPendingEviction(err) {
-			t.Fatalf("the device is free, and the claim condemned: %v", err)
+			t.Fatalf("the device is free, and the eviction is pending: %v", err)
 		}
 		must(t, second(l.ReserveClaim(t.Context(), claimOf("other", whole("b")))))
 		if got := l.Conflicts(); len(got) != 1 || !got[0].PendingEviction || got[0].Until().Sub(got[0].Since) != EvictionTimeout {
-			t.Errorf("losers: %+v", got)
+			t.Errorf("conflicts: %+v", got)
 		}
 		time.Sleep(EvictionTimeout)
 		if got := l.Conflicts(); len(got) != 1 || got[0].PendingEviction || !got[0].Until().IsZero() {
-			t.Errorf("losers after it has lapsed: %+v", got)
+			t.Errorf("conflicts after it expired: %+v", got)
 		}
 		must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
 		if got := l.Conflicts(); len(got) != 0 {
-			t.Errorf("losers after all is well: %+v", got)
+			t.Errorf("conflicts after the claim got its device: %+v", got)
 		}
 	})
 }
 
-func TestALapsedCondemnationNeedsNobodyWhoLooks(t *testing.T) {
+func TestPendingEvictionExpiresUnwatched(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := openInBubble(t, neverRunningOut)
 		l.RecordConflict(conflict("c", true, whole("a")))
@@ -60,7 +60,7 @@ func TestALapsedCondemnationNeedsNobodyWhoLooks(t *testing.T) {
 	})
 }
 
-func TestAClockSetBackCondemnsNobodyForLong(t *testing.T) {
+func TestClockSetBackDoesNotProlongEviction(t *testing.T) {
 	clock := time.Now()
 	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: judge(neverRunningOut), Now: func() time.Time { return clock }})
 	must(t, err)
@@ -88,7 +88,7 @@ func TestWhatEndsALoser(t *testing.T) {
 				changed := l.Changed()
 				must(t, end(t, l))
 				if got := l.Conflicts(); len(got) != 0 {
-					t.Errorf("losers: %+v", got)
+					t.Errorf("conflicts: %+v", got)
 				}
 				<-changed
 			})
@@ -102,7 +102,7 @@ func TestAClaimThatHoldsItsDevicesHasNotLost(t *testing.T) {
 	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
 	l.RecordConflict(conflict("c", true, whole("a")))
 	if got := l.Conflicts(); len(got) != 0 {
-		t.Errorf("losers: %+v", got)
+		t.Errorf("conflicts: %+v", got)
 	}
 	l.RecordConflict(conflict("c", true, whole("a"), whole("b")))
 	if got := l.Conflicts(); len(got) != 1 {
@@ -119,7 +119,7 @@ func TestALoserThatLosesAgain(t *testing.T) {
 		l.RecordConflict(conflict("waits", true, whole("a")))
 		got := l.Conflicts()
 		if len(got) != 1 || !got[0].Since.Equal(first) || !got[0].PendingEviction || got[0].Until().Sub(first) != time.Minute+EvictionTimeout {
-			t.Errorf("losers: %+v", got)
+			t.Errorf("conflicts: %+v", got)
 		}
 	})
 }

@@ -76,12 +76,12 @@ func TestClaimsYieldToBoundLimits(t *testing.T) {
 		adapt func(*ClaimRequest)
 		want  time.Duration
 	}{
-		{name: "nobody waits"},
+		{name: "no pod waits"},
 		{name: "enough for both", bound: []PendingPods{one}},
 		{name: "not enough", bound: []PendingPods{one, two}, want: 2 * time.Second},
 		{name: "one pod wants both", bound: []PendingPods{{"p1", "nvidia.com/gpu", 2}}, want: 2 * time.Second},
 		{name: "one has got its own", bound: []PendingPods{one}, held: func(t *testing.T, l *Ledger) { limitOf(t, l, "b", "p1") }},
-		{name: "one has been given one, nobody knows which", bound: []PendingPods{one}, held: func(t *testing.T, l *Ledger) { limitOf(t, l, "b", "") }},
+		{name: "one has a device, and its hold names no pod", bound: []PendingPods{one}, held: func(t *testing.T, l *Ledger) { limitOf(t, l, "b", "") }},
 		{name: "another's limit leaves none", bound: []PendingPods{one}, held: func(t *testing.T, l *Ledger) { limitOf(t, l, "b", "p9") }, want: 2 * time.Second},
 		{name: "held before", bound: []PendingPods{one, two}, held: func(t *testing.T, l *Ledger) {
 			must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
@@ -211,6 +211,6 @@ func TestLacking(t *testing.T) {
 	q.set()
 	<-changed
 	if n, _ := l.Outstanding(); len(n) != 0 {
-		t.Errorf("%v are lacking when nobody asks", n)
+		t.Errorf("%v are missing without a pod", n)
 	}
 }

@@ -203,7 +203,7 @@ func likeItsTwin(t *testing.T, random *rand.Rand, seed uint64) {
 			ids := append([]string{ref.String(), fmt.Sprintf("%s::%d", ref, random.IntN(4))}, twinClaims...)
 			id := ids[random.IntN(len(ids))]
 			w.podStates[id] = PodState(random.IntN(4))
-			what = fmt.Sprintf("verdict %d on %s", w.podStates[id], id)
+			what = fmt.Sprintf("pod state %d of %s", w.podStates[id], id)
 		case 8:
 			if holds := l.Holds(); len(holds) > 0 {
 				h := holds[random.IntN(len(holds))]
@@ -264,7 +264,7 @@ func checkAnswer(t *testing.T, what string, err error, ok bool) {
 	}
 }
 
-// node is the hardware: whoever runs on it writes its name there, and nobody may find another's.
+// node is the hardware: each user writes its name to the slices that it uses, and must never find another name there.
 type node struct {
 	slices  map[string]*[8]atomic.Pointer[string]
 	running sync.Map
@@ -299,9 +299,9 @@ func (n *node) use(t *testing.T, name string, refs []device.Ref) {
 	time.Sleep(50 * time.Microsecond)
 }
 
-// TestNobodyOwnsWhatAnotherUses lets many claims and limits fight for few devices while reconcilers act on what they saw
-// a moment ago.
-func TestNobodyOwnsWhatAnotherUses(t *testing.T) {
+// TestNoDeviceHasTwoUsers lets many claims and pods compete for few devices while reconcilers act on states that are a moment
+// old.
+func TestNoDeviceHasTwoUsers(t *testing.T) {
 	n := &node{slices: map[string]*[8]atomic.Pointer[string]{"a": {}, "b": {}, "c": {}}}
 	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: n})
 	must(t, err)

@@ -81,7 +81,7 @@ func checkHeld(t *testing.T, what, dir string, original Hold, mayBeReadable bool
 	if h.Unreadable {
 		must(t, l.Release(h))
 		if len(l.Holds()) == 0 {
-			t.Fatalf("%s: a verdict about the unknown holder released the known one", what)
+			t.Fatalf("%s: the pod state of the unknown holder released the known one", what)
 		}
 	}
 	must(t, l.Close())
@@ -188,7 +188,7 @@ func TestOtherThingsInPlaceOfARecordHold(t *testing.T) {
 }
 
 // That nothing is known of a holder's pods is no proof that it has none.
-func TestNoVerdictEndsAnUnknownHolder(t *testing.T) {
+func TestNoPodStateEndsAnUnknownHolder(t *testing.T) {
 	for kind, h := range samples {
 		dir, path := written(t, h)
 		must(t, os.Truncate(path, 10))
@@ -223,7 +223,7 @@ func TestStrangeNamesBlockNothing(t *testing.T) {
 	}
 	must(t, l.ReservePod(limitsOf("GPU-2")))
 	if got := list(t, filepath.Join(dir, "holds")); len(got) != len(names)+2 {
-		t.Errorf("somebody else's files were touched: %q", got)
+		t.Errorf("files of another process were changed: %q", got)
 	}
 }
 

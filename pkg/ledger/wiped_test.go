@@ -13,8 +13,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// TestWipedDirectory: whatever somebody deletes below the run directory, the ledger goes on and the next process knows what
-// this one answered.
+// TestWipedDirectory: whatever is deleted below the run directory, the ledger continues and the next process has all of its
+// holds.
 func TestWipedDirectory(t *testing.T) {
 	for name, wipe := range map[string]func(t *testing.T, dir string){
 		"everything": func(t *testing.T, dir string) { must(t, os.RemoveAll(dir)) },

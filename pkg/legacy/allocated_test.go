@@ -57,7 +57,7 @@ func TestAllocatedIsWithdrawn(t *testing.T) {
 	}
 }
 
-// TestAllocatedDecidesNothing: the ledger gives a GPU to whoever asks first.
+// TestAllocatedDecidesNothing: the ledger gives a GPU to the first holder that asks.
 func TestAllocatedDecidesNothing(t *testing.T) {
 	f, claims, client := withAllocations(t)
 	claims.put(2)
@@ -78,12 +78,12 @@ func TestAllocatedIsPreferredLast(t *testing.T) {
 		size                int32
 		want                []string
 	}{
-		"left out":               {[]string{uuid(7), uuid(5), uuid(1), uuid(0)}, nil, 1, []string{uuid(1)}},
-		"last":                   {[]string{uuid(7), uuid(6), uuid(5), uuid(1)}, nil, 2, []string{uuid(1), uuid(7)}},
-		"last of several":        {[]string{uuid(7), uuid(6), uuid(5), uuid(1)}, nil, 4, []string{uuid(1), uuid(7), uuid(6)}},
-		"nothing else":           {[]string{uuid(6)}, nil, 1, []string{uuid(6)}},
-		"required":               {[]string{uuid(7), uuid(1)}, []string{uuid(7)}, 2, []string{uuid(7), uuid(1)}},
-		"strangers before those": {[]string{uuid(6), "GPU-x"}, nil, 1, []string{"GPU-x"}},
+		"left out":                     {[]string{uuid(7), uuid(5), uuid(1), uuid(0)}, nil, 1, []string{uuid(1)}},
+		"last":                         {[]string{uuid(7), uuid(6), uuid(5), uuid(1)}, nil, 2, []string{uuid(1), uuid(7)}},
+		"last of several":              {[]string{uuid(7), uuid(6), uuid(5), uuid(1)}, nil, 4, []string{uuid(1), uuid(7), uuid(6)}},
+		"nothing else":                 {[]string{uuid(6)}, nil, 1, []string{uuid(6)}},
+		"required":                     {[]string{uuid(7), uuid(1)}, []string{uuid(7)}, 2, []string{uuid(7), uuid(1)}},
+		"unknown devices before those": {[]string{uuid(6), "GPU-x"}, nil, 1, []string{"GPU-x"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got, err := client.GetPreferredAllocation(context.Background(), &pluginapi.PreferredAllocationRequest{

@@ -81,10 +81,10 @@ func TestAssess(t *testing.T) {
 				usage usage
 				want  state
 			}{
-				"nobody knows of claims": {usageOf(fixedLedger{holds: test.holds}, nil), test.want},
-				"allocated to a claim":   {usageOf(fixedLedger{holds: test.holds}, promise("GPU-a")), test.allocated},
-				"another is allocated":   {usageOf(fixedLedger{holds: test.holds}, promise("GPU-b")), test.want},
-				"a claim waits for it":   {usageOf(fixedLedger{holds: test.holds, conflicts: conflict}, nil), test.allocated},
+				"without allocations":  {usageOf(fixedLedger{holds: test.holds}, nil), test.want},
+				"allocated to a claim": {usageOf(fixedLedger{holds: test.holds}, promise("GPU-a")), test.allocated},
+				"another is allocated": {usageOf(fixedLedger{holds: test.holds}, promise("GPU-b")), test.want},
+				"a claim waits for it": {usageOf(fixedLedger{holds: test.holds, conflicts: conflict}, nil), test.allocated},
 			} {
 				if got := c.states(about.usage); got[0] != about.want {
 					t.Errorf("%s: got %s, want %s", why, got[0], about.want)
@@ -200,7 +200,7 @@ func TestCatalogKeepsOrderAndIDs(t *testing.T) {
 
 // A promise is withdrawn a moment later than it is made, so that limits pods that were bound before it have been heard of; not in
 // the first list, and not where a claim waits for the device.
-func TestPromisesRipen(t *testing.T) {
+func TestPendingClaimsAreDebounced(t *testing.T) {
 	gpus := []device.GPU{{UUID: uuid(0)}, {UUID: uuid(1)}}
 	allocated := allocations{newObservable[[]device.Ref](nil)}
 	book := &fixedLedger{}
@@ -273,7 +273,7 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 	look(time.Hour, oneSlice, map[string]string{"MIG-2-0": "Healthy"})
 	look(time.Hour, half, map[string]string{})
 	if _, listed := p.lists.devices(whole.GPU).index["GPU-7::1"]; listed {
-		t.Error("an ID stays that nobody has and that is no GPU")
+		t.Error("an ID without a holder and without a GPU stays listed")
 	}
 }
 

@@ -247,7 +247,7 @@ func TestPartitionsComeAndGo(t *testing.T) {
 		}
 		for _, resource := range []string{oneSlice, half} {
 			if n := f.metric("tandem_device_plugin_devices", "resource="+resource, "state=unhealthy"); n != 0 {
-				t.Errorf("%v partitions of %s that were removed count as faulty", n, resource)
+				t.Errorf("%v partitions of %s that were removed count as unhealthy", n, resource)
 			}
 		}
 		if _, err := f.plugin(half).Allocate(context.Background(), allocation([]string{"MIG-3-4"})); status.Code(err) != codes.FailedPrecondition {
@@ -260,7 +260,8 @@ func TestPartitionsComeAndGo(t *testing.T) {
 	})
 }
 
-// What nobody has and nothing is any more is listed no longer, in the end, and a resource without devices is not served.
+// A device that no pod holds and that no longer exists leaves the list after a while, and a resource without devices is not
+// served.
 func TestRetirement(t *testing.T) {
 	f := partitioned(t, device.MIGStrategyMixed, nil)
 	_, stop := f.start(func(times *times) { times.retireAfter = 300 * time.Millisecond })
@@ -285,7 +286,7 @@ func TestRetirement(t *testing.T) {
 	}
 }
 
-// Whoever has hardware keeps from others all that overlaps it.
+// A device is withdrawn while another holder has hardware that overlaps it.
 func TestOverlap(t *testing.T) {
 	whole := func(gpu int) device.Ref { return device.Ref{GPU: uuid(gpu)} }
 	t.Run("claims of partitions against limits of GPUs", func(t *testing.T) {
@@ -359,8 +360,7 @@ func canceled() context.Context {
 	return ctx
 }
 
-// What limits of before have by a resource that is served no more stays known to kubelet under that resource, and to nobody under
-// another.
+// Devices that pods hold by a resource that is no longer served stay in kubelet's account of that resource, and in no other.
 func TestChangeOfStrategy(t *testing.T) {
 	f := partitioned(t, device.MIGStrategySingle, func(f *fixture) {
 		for gpu := range 4 {

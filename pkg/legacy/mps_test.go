@@ -22,7 +22,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// fakeSharing says of GPUs why nobody can have any of them. The others have a daemon each where that is the policy.
+// fakeSharing returns why some GPUs are not available. The others have a daemon each if that is the policy.
 type fakeSharing struct {
 	*observable[map[string]error]
 	asked *atomic.Int64
@@ -71,7 +71,7 @@ func byMPS(gpus, first, replicas int) device.Inventory {
 
 func replicaOf(gpu, n int) string { return device.ReplicaID(uuid(gpu), n) }
 
-// What nobody can have at the moment is not offered, replicas and whole GPUs alike, but stays a limit's that has it.
+// A device that is not available now is not offered, replicas and whole GPUs alike, but stays with the pod that holds it.
 func TestUnreadyIsNotOffered(t *testing.T) {
 	for name, test := range map[string]struct {
 		unready []int
@@ -133,7 +133,7 @@ func TestUnreadyIsNotOffered(t *testing.T) {
 	}
 }
 
-// Kubelet hears of daemons that come and go though nothing else changes; no GPU counts as faulty meanwhile.
+// kubelet gets a new list when daemons start and stop, although nothing else changes. No GPU counts as unhealthy meanwhile.
 func TestListFollowsDaemons(t *testing.T) {
 	daemons := newFakeSharing()
 	f, _ := serving(t, func(c *Config) {
@@ -221,7 +221,7 @@ func TestAllocateOfDaemons(t *testing.T) {
 					t.Error(diff)
 				}
 			}
-			// One that has a GPU to itself is nobody's client, beside a container that is.
+			// A container with a GPU of its own is no client of a daemon, beside a container that is.
 			got, err := client.Allocate(t.Context(), allocation([]string{uuid(1)}, []string{replicaOf(0, 2)}))
 			if err != nil {
 				t.Fatal(err)

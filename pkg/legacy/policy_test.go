@@ -19,7 +19,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// obeying is hardware that does what it is told to, and CDI devices that nobody needs here.
+// obeying is hardware without failures, and CDI devices that these tests do not need.
 type obeying struct{}
 
 func (obeying) ComputeMode(context.Context, string) (device.ComputeMode, error) {
@@ -66,7 +66,7 @@ type idle struct{}
 
 func (idle) Busy(ledger.Hold) bool { return false }
 
-// The list and Allocate with the policy itself: a daemon comes, dies, comes again, and ends once nobody has any of its GPU.
+// The list and Allocate with the real policy: a daemon starts, dies, starts again, and ends when its GPU has no holder.
 func TestWithThePolicy(t *testing.T) {
 	f := newFixture(t, release137)
 	node := func(strategy device.SharingStrategy) {

@@ -94,7 +94,7 @@ func TestSendsOnlyChanges(t *testing.T) {
 	f.await("withdrawal", func(s kubeletState) bool { return !slices.Contains(s.Healthy(), uuid(2)) && len(s.Devices) == 8 })
 	// A claim that drains, a limit that holds, and an inventory that is the same are no news.
 	f.ledger.drain("a")
-	f.inventory.setHealth("GPU-nobody", device.Health{})
+	f.inventory.setHealth("GPU-unknown", device.Health{})
 	if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: uuid(5), Resource: "nvidia.com/gpu", Device: device.Ref{GPU: uuid(5)}}}); err != nil {
 		t.Fatal(err)
 	}
@@ -333,7 +333,7 @@ func TestDirectory(t *testing.T) {
 	})
 }
 
-// otherPlugin is somebody else's device plugin, which lists what it is told to.
+// otherPlugin is another device plugin, which lists the devices of the test.
 type otherPlugin struct {
 	pluginapi.UnimplementedDevicePluginServer
 	ids   []string
@@ -485,7 +485,7 @@ func TestForeignWhileNoGPUIsKnown(t *testing.T) {
 	f.awaitReady(p, "")
 }
 
-// A mounted directory that was removed is there for whoever has it, as is one that is open.
+// A mount of a removed directory still exists, and so does an open one.
 func TestADirectoryThatIsGone(t *testing.T) {
 	path := t.TempDir()
 	open, err := os.Open(path)

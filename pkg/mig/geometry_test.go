@@ -43,7 +43,7 @@ func TestScarceProfilesHaveACounter(t *testing.T) {
 func TestForeignInstances(t *testing.T) {
 	m, _ := ModelNamed("H100-80GB")
 	g := NewGeometry(m.Offered())
-	// Somebody has made an instance of a profile that NVML's bindings do not know, across the halves and with the OFA.
+	// An administrator created an instance of a profile that NVML's bindings lack, across the halves and with the OFA.
 	foreign := Instance{ProfileID: 99, Placement: at(3, 2), Capacity: device.Capacity{OFAEngines: 1, Decoders: 2}}
 	for profile, want := range map[int]int{19: 2, 15: 6, 14: 0, 9: -1, 5: -1, 0: -1, 20: -1} {
 		place, found := g.Choose([]Instance{foreign}, profile)

@@ -17,8 +17,8 @@ import (
 //
 //	model H100-80GB          what the GPU is; first
 //	place 3g.40gb -> 4       Choose puts it there
-//	make 1g.10gb at 3        somebody puts it there, and it fits
-//	foreign 3+2              somebody makes an instance of a profile that is not known, in these memory slices
+//	make 1g.10gb at 3        an administrator creates it there, and it fits
+//	foreign 3+2              an administrator creates an instance of an unknown profile, in these memory slices
 //	refuse 4g.40gb           it fits nowhere
 //	refuse 4g.40gb at 0      it does not fit there
 //	places 3g.40gb: 0 4      it fits there and nowhere else

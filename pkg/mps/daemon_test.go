@@ -108,7 +108,7 @@ func (r rig) checkDown(t *testing.T) {
 func gone(t *testing.T, pid int) {
 	t.Helper()
 	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
-		// One that is dead and that nobody has taken notice of has a number still, but no program.
+		// A process that is dead and was not waited for still has a number, but no program.
 		if _, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)); err != nil {
 			return
 		}
@@ -155,7 +155,7 @@ func TestADaemonIsReadyWithItsSettings(t *testing.T) {
 }
 
 // Clients of before come as soon as a daemon listens that was started anew, and may come before it was told anything.
-func TestNobodyIsEarlierThanTheSettings(t *testing.T) {
+func TestNoClientBeforeTheSettings(t *testing.T) {
 	r := newRig(t)
 	r.fault(t, "mute")
 	_, _ = r.run(t)
@@ -197,12 +197,12 @@ func TestADaemonThatDiesIsAnError(t *testing.T) {
 		t.Errorf("end: %v", err)
 	}
 	r.checkDown(t)
-	// Whoever starts the supervisor anew gets a daemon from what is left.
+	// A restarted supervisor gets a daemon from what is left.
 	r.run(t)
 	r.await(t)
 }
 
-// TestADaemonDiesWithItsSupervisor kills the supervisor: nothing of the daemon is left, and nobody takes it for ready.
+// TestADaemonDiesWithItsSupervisor kills the supervisor: nothing of the daemon is left, and it does not count as ready.
 func TestADaemonDiesWithItsSupervisor(t *testing.T) {
 	r := newRig(t)
 	supervisor := exec.Command(os.Args[0])

@@ -77,7 +77,7 @@ func TestReadyIsTrueUntilItIsTakenBack(t *testing.T) {
 	}
 }
 
-// Somebody has removed the directory and made it anew, and the next supervisor is quicker.
+// The directory was removed and made again, and the next supervisor is faster.
 func TestRetractLeavesWhatAnotherSays(t *testing.T) {
 	dir := directory(t)
 	before := hold(t, dir)

@@ -275,7 +275,7 @@ func TestScanAfterAChange(t *testing.T) {
 }
 
 // Who has given up before it is begun gets nothing made.
-func TestCreateForNobody(t *testing.T) {
+func TestCreateWithoutCaller(t *testing.T) {
 	node := newMachine(t, "a30x4").open(t)
 	g := node.Inventory().GPUs[1]
 	ref, profile := place(t, g, "2g.12gb", 2)
@@ -432,7 +432,7 @@ func TestModeThatCannotBeSwitched(t *testing.T) {
 	}
 }
 
-// hang makes a call of a GPU slow, and waits until somebody waits in it.
+// hang makes a call of a GPU slow, and waits until a caller waits in it.
 func hang(t *testing.T, m machine, gpu, call string) {
 	t.Helper()
 	m.fault(t, simulated.GPUFaults{GPU: gpu, Calls: map[string]simulated.CallFault{call: {Delay: simulated.Duration(time.Hour)}}})
@@ -480,14 +480,14 @@ func TestSlowGPU(t *testing.T) {
 	late, cancel := context.WithCancelCause(t.Context())
 	cancel(impatient)
 	if _, err := node.Partitions(late, slow.UUID); !errors.Is(err, impatient) {
-		t.Errorf("somebody else who waits: %v", err)
+		t.Errorf("another waiting caller: %v", err)
 	}
 	stop(impatient)
 	if err := <-failed; !errors.Is(err, impatient) {
 		t.Errorf("who waits: %v", err)
 	}
 	m.fault(t) // which also ends the call
-	// Nobody wants the partition any more, and who wants another in its place waits until it is gone.
+	// The caller gave the partition up, and a caller that requests another one at its placement waits until it is gone.
 	again := create(t, node, slow, profile.Name, ref.Placement.Start)
 	if err := node.Destroy(t.Context(), again.Ref); err != nil {
 		t.Error(err)

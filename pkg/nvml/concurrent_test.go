@@ -16,8 +16,8 @@ import (
 	"github.com/tandem-gpu/tandem/simulated/smi"
 )
 
-// Everybody at once: partitions made and destroyed on two GPUs, an administrator at a third, scans, container edits, and
-// callers that give up. In the end the inventory is what is on the GPUs, and whoever was told of a partition has it.
+// All at once: partitions created and destroyed on two GPUs, an administrator at a third, scans, container edits, and callers
+// that give up. In the end the inventory equals the GPUs' state, and each caller that got a partition has it.
 func TestEverybodyAtOnce(t *testing.T) {
 	m := newMachine(t, "a100x8-mig")
 	for i := range 3 {
@@ -91,7 +91,7 @@ func TestEverybodyAtOnce(t *testing.T) {
 		for _, p := range g.Partitions {
 			left++
 			if made[p.Ref] != p.UUID {
-				t.Errorf("%s (%s) is nobody's", p.Name(), p.UUID)
+				t.Errorf("%s (%s) has no caller", p.Name(), p.UUID)
 			}
 		}
 	}

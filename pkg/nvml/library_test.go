@@ -191,6 +191,6 @@ func TestLibraryMountedAnew(t *testing.T) {
 	select {
 	case <-changed:
 	default:
-		t.Error("nobody is told that container edits are to be made anew")
+		t.Error("no signal that container edits changed")
 	}
 }

@@ -162,7 +162,7 @@ func TestPartitionsAreFollowed(t *testing.T) {
 		select {
 		case <-changed:
 		default:
-			t.Errorf("%s: nobody is told", what)
+			t.Errorf("%s: no signal", what)
 		}
 		return partitions
 	}
@@ -190,7 +190,7 @@ func TestPartitionsAreFollowed(t *testing.T) {
 	check("MIG off")
 }
 
-// Nobody has to ask: who runs the node hears of it.
+// Without a call: the function that runs the node gets the change.
 func TestRunNoticesPartitions(t *testing.T) {
 	m := newMachine(t, "a30x4")
 	m.options.Interval = 20 * time.Millisecond

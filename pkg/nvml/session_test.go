@@ -145,8 +145,8 @@ func TestGPUThatDoesNotAnswer(t *testing.T) {
 	}
 }
 
-// The same of a call that only container edits make: nobody waits for it, neither scans nor the edits of other GPUs, and whoever
-// keeps the CDI spec hears when the GPU answers.
+// The same for a call that only container edits make: no other caller waits for it, neither scans nor the edits of other GPUs,
+// and the writer of the CDI spec is notified when the GPU answers.
 func TestGPUThatDoesNotAnswerForItsEdits(t *testing.T) {
 	options := fixture(t, "host-rhel")
 	profile, err := simulated.Load("l4x4")

@@ -420,7 +420,7 @@ func TestMPS(t *testing.T) {
 	if w.state() != all {
 		t.Errorf("set %s, want %s", w.state(), all)
 	}
-	// Somebody came back.
+	// Another holder came back.
 	_, err := apply(t.Context(), k, g, always)
 	check(t, err)
 	if err := revert(t.Context(), k, Key{"uid-a", device.Ref{GPU: "GPU-1"}}, always); !errors.Is(err, ErrStillShared) {
@@ -540,7 +540,7 @@ func TestUnpreparedBeforeApply(t *testing.T) {
 	}
 }
 
-// A daemon that does not come up keeps nobody else waiting, and the next attempt finds it when it is there.
+// A daemon that does not start delays no other claim, and the next attempt finds it when it has started.
 func TestSlowDaemon(t *testing.T) {
 	w := newWorld(t)
 	k := w.process()
@@ -556,7 +556,7 @@ func TestSlowDaemon(t *testing.T) {
 		t.Error("what was begun was given up")
 	}
 
-	// Somebody waits for it while others come and go, also for the same claim.
+	// A caller waits for it while other calls come and go, also for the same claim.
 	waiting := make(chan error, 1)
 	go func() { _, err := apply(t.Context(), k, g, always); waiting <- err }()
 	other := group("uid-b", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-1"))
@@ -583,7 +583,7 @@ func TestSlowDaemon(t *testing.T) {
 	check(t, <-waiting)
 	check(t, h.Release())
 
-	// It was killed: whoever asks now waits for the next, unless the claim goes.
+	// It was killed: a caller waits for the next one, unless the claim ends.
 	begun := make(chan struct{})
 	go func() {
 		_, err := apply(t.Context(), k, g, func() bool { close(begun); return true })
@@ -770,7 +770,7 @@ func TestCycles(t *testing.T) {
 	}
 }
 
-// TestGenerations: a daemon that has begun is told from the next one of its name, whoever asks for it and however often.
+// TestGenerations: a daemon has another generation than the next one of its name, in every call.
 func TestGenerations(t *testing.T) {
 	w := newWorld(t)
 	k := w.process()
@@ -810,8 +810,7 @@ func TestGenerations(t *testing.T) {
 	}
 }
 
-// The next process takes up what was applied, also where the driver or somebody else has forgotten it, and removes what is
-// nobody's.
+// The next process adopts the applied settings, also those that the driver or another process has reset, and removes stale ones.
 func TestTakenUpAgain(t *testing.T) {
 	w := newWorld(t)
 	k := w.process()
@@ -874,22 +873,21 @@ func TestAppliedAgain(t *testing.T) {
 		select {
 		case <-changed:
 		default:
-			t.Errorf("nobody is told of %s", g.Claim.UID)
+			t.Errorf("no event about %s", g.Claim.UID)
 		}
 		changed = k.Changed()
 		_, err = apply(t.Context(), k, g, always)
 		check(t, err)
 		select {
 		case <-changed:
-			t.Errorf("somebody is told once more of %s", g.Claim.UID)
+			t.Errorf("another event about %s", g.Claim.UID)
 		default:
 		}
 	}
 	k.revertAll(t)
 }
 
-// A directory that somebody makes for a daemon that is nobody's goes while the process runs, and no supervisor has a daemon of
-// it.
+// A directory for a daemon of no claim is removed while the process runs, and no supervisor starts a daemon there.
 func TestStrayDirectory(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := newWorld(t)
@@ -931,7 +929,7 @@ func TestDirectoryThatCannotBeRemoved(t *testing.T) {
 		t.Errorf("left %s, want %s", w.state(), want)
 	}
 	if err := k.endStaleDaemons(t.Context()); !errors.Is(err, stuck) {
-		t.Errorf("nobody hears of it: %v", err)
+		t.Errorf("no event about it: %v", err)
 	}
 	// The same claim may come again.
 	_, err = apply(t.Context(), k, group("uid-a", withMPS(), gpuNamed("GPU-0")), always)
@@ -997,7 +995,7 @@ func TestUnreadableRecordOfARunningClaim(t *testing.T) {
 			text, err := os.ReadFile(path)
 			check(t, err)
 			check(t, os.WriteFile(path, change(text), 0o600))
-			// Nobody's, beside it.
+			// A stale directory beside it.
 			check(t, mps.Make(mps.Dir(w.dir, "uid-b-01234567")))
 			r := NewRecords(filepath.Join(w.dir, "sharing"), "boot")
 			if problems, err := r.Load(); err != nil || len(problems) != 1 {

@@ -142,7 +142,7 @@ func (m *meddler) ComputeMode(ctx context.Context, gpu string) (device.ComputeMo
 	return m.world.ComputeMode(ctx, gpu)
 }
 
-// A claim and the policy that come at once: the claim has what it asks for, whoever was first.
+// A claim and the policy apply settings at once: the claim gets its own, whichever comes first.
 func TestPolicyBesideAClaim(t *testing.T) {
 	claim := group("uid-a", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-0"))
 	policy := node{"GPU-0": "Long"}

@@ -100,7 +100,7 @@ func (w *town) mode() device.ComputeMode {
 // look has a policy of its own look once, beside the agent's.
 func (w *town) look() error { return settleAll(w.t, NewPolicy(w.manager, w, w.book, w.book)) }
 
-// eventually waits until what somebody does comes true.
+// eventually waits until the condition is true.
 func (w *town) eventually(what string, done func() bool) {
 	w.t.Helper()
 	deadline := time.Now().Add(20 * time.Second)
@@ -225,14 +225,14 @@ func TestPolicyJoin(t *testing.T) {
 		t.Error(cmp.Diff(want, edits))
 	}
 	stop()
-	delete(w.cdi, name) // somebody's doing, while no agent ran
+	delete(w.cdi, name) // by another process, while no agent ran
 	w.agent()
 	w.eventually("the CDI device of before", func() bool { _, there := w.described(name); return there })
 	if again := join(); again != name {
 		t.Errorf("CDI device %s, and %s after a restart", name, again)
 	}
 	w.book.set(holdOf(ledger.KindClaim, "uid-b", shareOf(2), ledger.StateHeld))
-	w.eventually("what nobody needs any more to go", func() bool {
+	w.eventually("unneeded client devices to go", func() bool {
 		_, there := w.described(name)
 		_, other := w.described(daemon + ".2048m")
 		return !there && other
@@ -249,8 +249,7 @@ func TestPolicyJoin(t *testing.T) {
 	w.awaitState("")
 }
 
-// A daemon begins when nobody is left who has the GPU without, which those are not that wait for it, or that are known from before a
-// reboot.
+// A daemon starts when no holder uses the GPU without it. Waiting holders, and those restored from before a reboot, do not count.
 func TestPolicyBeginsAlone(t *testing.T) {
 	w := newTown(t, byMPS(2, true))
 	w.book.set(holdOf(ledger.KindPod, "GPU-0::0", shareOf(8), ledger.StateDraining))
@@ -260,7 +259,7 @@ func TestPolicyBeginsAlone(t *testing.T) {
 		_, err := w.policy.Join(t.Context(), Claim{"uid-a", "team-a", "a"}, w.device(), shareOf(4))
 		joined <- err
 	}()
-	w.eventually("somebody who waits", func() bool {
+	w.eventually("a waiting holder", func() bool {
 		w.policy.mu.Lock()
 		defer w.policy.mu.Unlock()
 		return len(w.policy.joining) == 1
@@ -292,7 +291,7 @@ func TestPolicyBeginsAlone(t *testing.T) {
 	w.awaitState("")
 }
 
-// Who asks how to use a GPU when somebody has just looked that nobody uses it is not told of a daemon that is about to end.
+// A caller that asks for client settings just after the GPU was found unused does not get those of a daemon that is about to end.
 func TestPolicyEndsAlone(t *testing.T) {
 	w := newTown(t, byMPS(4, false))
 	w.agent()
@@ -323,7 +322,7 @@ func TestPolicyAndAnExclusiveClaim(t *testing.T) {
 	daemon := w.state()
 	w.book.set(holdOf(ledger.KindClaim, "uid-a", device.Share{}, ledger.StateHeld))
 	if !w.policy.ByDaemon(w.device().GPU) {
-		t.Error("nobody tells of the daemon")
+		t.Error("no report of the daemon")
 	}
 	for range 2 {
 		_, err := apply(t.Context(), w.manager, Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: parametersv1beta1.Sharing{Strategy: Exclusive}}, always)
@@ -334,7 +333,7 @@ func TestPolicyAndAnExclusiveClaim(t *testing.T) {
 	}
 	check(t, w.look())
 	if _, err := w.policy.Client(w.device(), shareOf(4)); err == nil {
-		t.Error("somebody could become a client of nobody")
+		t.Error("a client of a daemon that does not exist")
 	}
 	check(t, revert(t.Context(), w.manager, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
 	w.book.set()
@@ -477,7 +476,7 @@ func (w *town) meanwhile(do func() error) (begin, done func()) {
 	return begin, done
 }
 
-// Who comes while something is removed that nobody needs keeps what it finds.
+// A holder that comes while an unneeded client device is removed keeps the one that it found.
 func TestPolicyPrunesNothingNew(t *testing.T) {
 	w := newTown(t, byMPS(0, true))
 	name := w.clientOfBefore()
@@ -544,7 +543,7 @@ func TestPolicyDescribesOnce(t *testing.T) {
 		}
 	}
 
-	// What somebody removes is put back by those who look at the disk.
+	// What another process removes is restored at the next check of the disk.
 	want := w.state()
 	w.mu.Lock()
 	clear(w.cdi)
@@ -622,7 +621,7 @@ func TestPolicyForgetsReadiness(t *testing.T) {
 	check(t, h.Release())
 }
 
-// A claim that waits is at no moment in the way of the daemon that it waits for: nobody would look again soon.
+// A waiting claim never delays the daemon that it waits for: the next check would come late.
 func TestPolicyIsNotKeptByWhoWaits(t *testing.T) {
 	w := newTown(t, byMPS(0, true))
 	w.manager = w.process()
@@ -667,7 +666,7 @@ func TestPolicyTellsWhoWaits(t *testing.T) {
 		_, err := w.policy.Join(ctx, Claim{"uid-a", "team-a", "a"}, w.device(), shareOf(4))
 		joined <- err
 	}()
-	w.eventually("somebody who waits", func() bool {
+	w.eventually("a waiting holder", func() bool {
 		w.policy.mu.Lock()
 		defer w.policy.mu.Unlock()
 		return len(w.policy.joining) == 1
@@ -677,7 +676,7 @@ func TestPolicyTellsWhoWaits(t *testing.T) {
 	select {
 	case <-changed:
 	default:
-		t.Error("nobody is told that the GPU cannot be shared")
+		t.Error("no report that the GPU cannot be shared")
 		cancel()
 	}
 	if err := <-joined; !errors.Is(err, device.ErrUnsupported) {
@@ -716,7 +715,7 @@ func TestPolicyThatCannotEndADaemon(t *testing.T) {
 	}
 }
 
-// What a GPU cannot do is said to whoever wants it.
+// A setting that a GPU does not support is an error for the claim that requests it.
 func TestPolicyOfAnOldGPU(t *testing.T) {
 	w := newTown(t, byMPS(4, false))
 	w.gpu.ComputeCapability = "6.1"
@@ -827,7 +826,7 @@ func TestPolicyLives(t *testing.T) {
 			}
 			t.Logf("%d joined, %d without a daemon", joined, alone)
 			if joined == 0 {
-				t.Error("nobody ever joined")
+				t.Error("no client joined")
 			}
 			clear(daemons)
 			hold()

@@ -33,8 +33,8 @@ func envOr(name, fallback string) string {
 	return fallback
 }
 
-// mpsControl is nvidia-cuda-mps-control: the daemon with -f or -d, whoever gives it the commands on standard input without, and a client
-// of the daemon with "client", which the real one has not.
+// mpsControl is nvidia-cuda-mps-control: the daemon with -f or -d; without them the program that sends the commands on its
+// standard input; and a client of the daemon with "client", which the real program lacks.
 func mpsControl(args []string) int {
 	foreground, background := slices.Contains(args, "-f"), slices.Contains(args, "-d")
 	for _, arg := range args {
@@ -80,7 +80,7 @@ func detach(args []string) int {
 		}
 		fmt.Println(line.Text())
 	}
-	// Nobody has the other end of the pipe any more.
+	// The other end of the pipe is closed.
 	_ = cmd.Wait()
 	return 1
 }

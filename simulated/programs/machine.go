@@ -24,7 +24,7 @@ type GPU struct {
 	Name  string `json:"name"`
 }
 
-// trailer ends a program that has a Machine after it, and its size: what follows an ELF file's sections is nobody's.
+// trailer ends a program that has a Machine after it, and its size: readers ignore what follows an ELF file's sections.
 const trailer = "simulated machine"
 
 // For gives the program a machine.

@@ -46,7 +46,7 @@ const (
 	FaultFail = "fail"
 	// FaultUnsupported has nvidia-smi say that the GPU does not have what it is asked for.
 	FaultUnsupported = "unsupported"
-	// FaultHang has nvidia-smi not end, and the control daemon be started and do nothing, whoever asks it to end.
+	// FaultHang makes nvidia-smi hang, and the control daemon start and then ignore every command and signal but SIGKILL.
 	FaultHang = "hang"
 	// FaultMute has the control daemon leave commands without an answer.
 	FaultMute = "mute"

@@ -47,7 +47,7 @@ type Counters struct {
 	MIG                 bool `json:"mig,omitempty"`
 	PartitionsMade      int  `json:"partitionsMade,omitempty"`
 	PartitionsDestroyed int  `json:"partitionsDestroyed,omitempty"`
-	UnmanagedChanged      int  `json:"unmanagedChanged,omitempty"`
+	UnmanagedChanged    int  `json:"unmanagedChanged,omitempty"`
 	// Sharing is whether GPUs were shared: PlacedShares counts the pods that were seen with a GPU of which their claims have a part,
 	// PlacedReplicas those with one that limits see as several.
 	Sharing        bool `json:"sharing,omitempty"`
