@@ -178,7 +178,7 @@ func (c Config) OfferedToPods(gpu device.GPU) bool {
 	return c.Mode.Limits() && !c.Excluded(gpu) && (c.Mode != ModeSplit || c.uses(gpu, UseLimits))
 }
 
-// Excluded reports whether a rule keeps the GPU from everybody.
+// Excluded reports whether a rule excludes the GPU from both APIs.
 func (c Config) Excluded(gpu device.GPU) bool {
 	return slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.Use == UseNone && r.Match.matches(gpu) })
 }

@@ -348,7 +348,7 @@ func TestWhatNoPodIsMadeFor(t *testing.T) {
 		"by a process":             {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/proc/1/root/run/tandem/x" }, want: "is below /proc"},
 		"shared memory":            {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/dev/shm" }, want: "is below /dev"},
 		"by a device":              {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/sys/fs" }, want: "is below /sys"},
-		"anybody's":                {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/tmp" }, want: "is below /tmp"},
+		"any user's":               {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/tmp" }, want: "is below /tmp"},
 		"a way around":             {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/opt/../run/tandem" }, want: "not a clean absolute path"},
 		"none are run":             {config: func(p *DaemonPods) { p.Template = nil }, want: "mps.enabled"},
 	} {

@@ -4,13 +4,13 @@ package device
 
 import "errors"
 
-// ErrUnsupported says that the GPU, or its driver, has no such setting: trying again does not help, and nothing of it is set.
+// ErrUnsupported means that the GPU or its driver does not support a setting. A retry does not help, and nothing was set.
 var ErrUnsupported = errors.New("the GPU, or its driver, does not support it")
 
-// ComputeMode says how many processes may have a GPU (nvml.h, nvmlComputeMode_t).
+// ComputeMode is how many processes may use a GPU (nvml.h, nvmlComputeMode_t).
 type ComputeMode string
 
-// The modes that drivers still have.
+// The modes of current drivers.
 const (
 	ComputeModeDefault          ComputeMode = "Default"          // any number
 	ComputeModeExclusiveProcess ComputeMode = "ExclusiveProcess" // one; under MPS, its server

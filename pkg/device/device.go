@@ -8,13 +8,12 @@ import (
 	"slices"
 )
 
-// UnknownNUMANode is GPU.NUMANode when the platform does not say (sysfs reports -1, or nothing).
+// UnknownNUMANode is GPU.NUMANode if the platform does not report one (sysfs has -1, or nothing).
 const UnknownNUMANode = -1
 
-// GPU is one physical GPU as discovery found it. A GPU that was seen once and has failed since keeps its identity and
-// attributes; only Health changes.
+// GPU is one physical GPU. A GPU that fails keeps its identity and attributes; only Health changes.
 type GPU struct {
-	// UUID is NVML's name for the GPU ("GPU-" and a UUID) and the identity everything else keys on.
+	// UUID is NVML's ("GPU-" and a UUID). It identifies the GPU everywhere.
 	UUID string
 	// Index is NVML's enumeration index. It can change over a reboot.
 	Index int
@@ -24,9 +23,9 @@ type GPU struct {
 	// PCIBusID is the extended address with a 4-digit domain, lower case: "0000:1b:00.0"
 	// (k8s.io/dynamic-resource-allocation/deviceattribute, pciBusID).
 	PCIBusID string
-	// PCIeRoot is the root complex, "pci0000:17"; empty when sysfs does not tell.
+	// PCIeRoot is the root complex, "pci0000:17"; empty if sysfs does not have it.
 	PCIeRoot string
-	// NUMANode is UnknownNUMANode when the platform does not say.
+	// NUMANode is UnknownNUMANode if the platform does not report one.
 	NUMANode int
 
 	ProductName  string
@@ -37,27 +36,26 @@ type GPU struct {
 	DriverVersion     string
 	// CUDADriverVersion is "major.minor".
 	CUDADriverVersion string
-	// AddressingMode is "HMM", "ATS" or "None"; empty where the driver does not report it.
+	// AddressingMode is "HMM", "ATS" or "None"; empty if the driver does not report it.
 	AddressingMode string
-	// ECCEnabled is nil where the GPU has no ECC or the driver does not report it.
+	// ECCEnabled is nil if the GPU has no ECC or the driver does not report it.
 	ECCEnabled *bool
 	// MemoryBytes is the total framebuffer memory.
 	MemoryBytes uint64
 	// MIGCapable and MIGEnabled describe the current MIG mode, not whether partitions exist.
 	MIGCapable bool
 	MIGEnabled bool
-	// Profiles are the ways to partition it, by ID; nil where MIG is not to be had, or the driver does not say.
+	// Profiles are the possible partitions, by ID; nil without MIG, or if the driver does not report them.
 	Profiles []Profile
-	// Dynamic is set by policy: partitions of this GPU are made when claims ask for them, and destroyed afterwards.
+	// Dynamic is set by the node configuration: partitions are created when claims ask for them, and destroyed afterwards.
 	Dynamic bool
-	// Sharing is set by policy.
+	// Sharing is set by the node configuration.
 	Sharing Sharing
 	// Partitions exist on the GPU now, sorted by placement. A GPU instance without a compute instance has no UUID: it cannot be
 	// used, but occupies its placement.
 	Partitions []Partition
 
-	// NVLinkDomain names the set of GPUs of this node that reach each other over NVLink; equal in all its members,
-	// empty for a GPU without NVLink peers.
+	// NVLinkDomain names the GPUs of this node that are connected by NVLink; empty for a GPU without NVLink peers.
 	NVLinkDomain string
 	// FabricClique is "<cluster UUID>.<clique>" on GPUs that belong to a multi-node NVLink fabric; empty elsewhere.
 	FabricClique string
@@ -65,17 +63,17 @@ type GPU struct {
 	Health Health
 }
 
-// Name is the name under which the GPU is published in ResourceSlices: "gpu-<minor>", as NVIDIA's DRA driver has it.
+// Name returns the name in ResourceSlices: "gpu-<minor>", as in NVIDIA's DRA driver.
 func (g GPU) Name() string { return fmt.Sprintf("gpu-%d", g.Minor) }
 
-// Ref names the whole GPU.
+// Ref returns the Ref of the whole GPU.
 func (g GPU) Ref() Ref { return Ref{GPU: g.UUID} }
 
-// Health is what discovery last knew of a device. The zero value is healthy.
+// Health is the last known health of a device. The zero value is healthy.
 type Health struct {
 	// Reason is empty for a healthy device, otherwise one of the Reason constants.
 	Reason string
-	// Message says in a sentence what was seen.
+	// Message describes the problem in a sentence.
 	Message string
 }
 
@@ -87,10 +85,10 @@ const (
 	ReasonUnreachable = "Unreachable"  // NVML answers with an error for a query that it must support
 )
 
-// Healthy reports whether work may be placed on the device.
+// Healthy reports whether the device can run work.
 func (h Health) Healthy() bool { return h.Reason == "" }
 
-// Link is how two GPUs of a node reach each other, from far to near.
+// Link is the connection of two GPUs of a node, from far to near.
 type Link int
 
 // Values follow NVML's nvmlGpuTopologyLevel_t, nearest last, with NVLink on top.
@@ -115,8 +113,8 @@ type Pair struct {
 type Inventory struct {
 	DriverVersion string
 	GPUs          []GPU
-	// Links holds the connection of GPUs i and j of the GPUs slice at [i][j]; it is symmetric, and its diagonal means
-	// nothing. Nil when the topology is not known.
+	// Links has the connection of the GPUs i and j at [i][j]; it is symmetric, and its diagonal has no meaning. Nil if the
+	// topology is unknown.
 	Links [][]Pair
 }
 
@@ -128,7 +126,7 @@ func (inv Inventory) ByUUID(uuid string) (GPU, bool) {
 	return GPU{}, false
 }
 
-// ByName finds a device by its published name: a GPU, a partition that exists, or one that could be made on a dynamic GPU.
+// ByName finds a device by its published name: a GPU, an existing partition, or one that could be created on a dynamic GPU.
 func (inv Inventory) ByName(name string) (Device, bool) {
 	for _, g := range inv.GPUs {
 		if g.Name() == name {
@@ -148,7 +146,7 @@ func (inv Inventory) ByName(name string) (Device, bool) {
 	return Device{}, false
 }
 
-// ByRef finds a device that exists now by its hardware.
+// ByRef finds an existing device.
 func (inv Inventory) ByRef(ref Ref) (Device, bool) {
 	devices := inv.Devices()
 	if i := slices.IndexFunc(devices, func(d Device) bool { return d.Ref() == ref }); i >= 0 {
@@ -157,7 +155,7 @@ func (inv Inventory) ByRef(ref Ref) (Device, bool) {
 	return Device{}, false
 }
 
-// Devices are all that exist now, each GPU before its partitions. Which of them can be given out together is another question.
+// Devices returns all existing devices, each GPU before its partitions.
 func (inv Inventory) Devices() []Device {
 	var devices []Device
 	for _, g := range inv.GPUs {
@@ -169,17 +167,17 @@ func (inv Inventory) Devices() []Device {
 	return devices
 }
 
-// Device is what a holder can have: a whole GPU, or a partition of it.
+// Device is a whole GPU or a partition.
 type Device struct {
 	GPU GPU
 	// Partition is zero for the whole GPU.
 	Partition Partition
 }
 
-// Whole reports whether it is the GPU with everything on it.
+// Whole reports whether it is a whole GPU.
 func (d Device) Whole() bool { return d.Partition.Ref == Ref{} }
 
-// Ref names the hardware.
+// Ref returns the device's Ref.
 func (d Device) Ref() Ref {
 	if d.Whole() {
 		return d.GPU.Ref()
@@ -187,7 +185,7 @@ func (d Device) Ref() Ref {
 	return d.Partition.Ref
 }
 
-// Name is the published name.
+// Name returns the published name.
 func (d Device) Name() string {
 	if d.Whole() {
 		return d.GPU.Name()
@@ -195,7 +193,7 @@ func (d Device) Name() string {
 	return d.Partition.Name()
 }
 
-// UUID is NVML's name; empty for a partition that is not made.
+// UUID returns NVML's UUID; empty for a partition that does not exist.
 func (d Device) UUID() string {
 	if d.Whole() {
 		return d.GPU.UUID
@@ -203,7 +201,7 @@ func (d Device) UUID() string {
 	return d.Partition.UUID
 }
 
-// Health of a partition is that of its GPU, where that is not well.
+// Health returns the health of the device. A partition of an unhealthy GPU has the GPU's health.
 func (d Device) Health() Health {
 	if d.Whole() || !d.GPU.Health.Healthy() {
 		return d.GPU.Health

@@ -7,27 +7,27 @@ import (
 	"strings"
 )
 
-// partitionInfix stands between the name of a GPU and the rest of the name of its partition.
+// partitionInfix separates the GPU's name from the rest of a partition's name.
 const partitionInfix = "-mig-"
 
-// GPUName is the published name of the GPU in that of one of its devices: of a partition its parent's, of a GPU its own.
+// GPUName returns the published name of a device's GPU.
 func GPUName(name string) string {
 	gpu, _, _ := strings.Cut(name, partitionInfix)
 	return gpu
 }
 
-// OwnPool is the name of the pool of a GPU that is partitioned on demand: "<node>/gpu-<minor>". The scheduler tries pools in the
-// order of their names. All other devices of a node are in the pool that is named as the node.
+// OwnPool returns the GPU pool of a dynamic GPU: "<node>/gpu-<minor>". The scheduler tries pools in the order of their names. All
+// other devices of a node are in the node pool, which is named like the node.
 func OwnPool(node string, g GPU) string { return fmt.Sprintf("%s/gpu-%02d", node, g.Minor) }
 
-// NodeOfPool is the node that a pool is of: its own, or that of one of its GPUs (OwnPool).
+// NodeOfPool returns the node of a node pool or GPU pool.
 func NodeOfPool(pool string) string {
 	node, _, _ := strings.Cut(pool, "/")
 	return node
 }
 
-// HardwareUUID undoes what NVIDIA's device plugin does to UUIDs: "<uuid>::<n>" is a replica, and "MIG-<uuid of the
-// GPU>/<gi>/<ci>" the name that older drivers gave a partition, which stands for its GPU. Another ID is its own
+// HardwareUUID returns the UUID in a device ID of NVIDIA's device plugin: "<uuid>::<n>" is a replica, and "MIG-<uuid of the
+// GPU>/<gi>/<ci>" is a partition's name in older drivers, for which it returns the GPU. It returns any other ID unchanged
 // (k8s-device-plugin, internal/rm/devices.go, AnnotatedID).
 func HardwareUUID(id string) string {
 	uuid, _, _ := strings.Cut(id, "::")

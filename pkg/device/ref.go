@@ -8,15 +8,14 @@ import (
 	"strings"
 )
 
-// Ref names hardware that can be held: a whole GPU, or a partition of one by its place. It is comparable and survives a
-// round trip through its text form, which is safe in a file name.
+// Ref identifies hardware that can be held: a whole GPU, or a partition by its placement. It is comparable and has a text form
+// that is safe in a file name.
 type Ref struct {
 	// GPU is the UUID of the GPU, or of the partition's parent.
 	GPU string
-	// Placement is zero for a whole GPU; otherwise the memory slices that the GPU instance takes on it.
+	// Placement is zero for a whole GPU; otherwise the memory slices of the GPU instance.
 	Placement Placement
-	// Compute is zero for a partition that has its GPU instance to itself; otherwise the compute slices that it takes of
-	// the GPU instance, beside others.
+	// Compute is zero for a partition with its own GPU instance; otherwise its compute slices in a shared one.
 	Compute Placement
 }
 
@@ -31,10 +30,10 @@ func (p Placement) Overlaps(other Placement) bool {
 	return p.Start < other.Start+other.Size && other.Start < p.Start+p.Size
 }
 
-// Whole reports whether the Ref names a GPU with everything on it.
+// Whole reports whether it is a whole GPU.
 func (r Ref) Whole() bool { return r.Placement == Placement{} }
 
-// Overlaps reports whether holding both would use the same hardware twice.
+// Overlaps reports whether both use the same hardware, at least in part.
 func (r Ref) Overlaps(other Ref) bool {
 	if r.GPU != other.GPU {
 		return false
@@ -48,8 +47,8 @@ func (r Ref) Overlaps(other Ref) bool {
 	return r.Placement.Overlaps(other.Placement)
 }
 
-// String is the UUID of a whole GPU, "<uuid>@<start>+<size>" for a partition, and "<uuid>@<start>+<size>.<start>+<size>"
-// for one that takes only the compute slices after the dot.
+// String returns the UUID of a whole GPU, "<uuid>@<start>+<size>" of a partition, and "<uuid>@<start>+<size>.<start>+<size>" of a
+// partition with the compute slices after the dot.
 func (r Ref) String() string {
 	switch {
 	case r.Whole():
@@ -61,7 +60,7 @@ func (r Ref) String() string {
 	}
 }
 
-// String is "<start>+<size>".
+// String returns "<start>+<size>".
 func (p Placement) String() string { return fmt.Sprintf("%d+%d", p.Start, p.Size) }
 
 // ParseRef is the inverse of Ref.String.

@@ -8,32 +8,32 @@ import (
 	"strings"
 )
 
-// MIGStrategy is how limits see MIG partitions. Names and rules are those of NVIDIA's device plugin (k8s-device-plugin,
+// MIGStrategy is how extended resources offer partitions. Names and rules are those of NVIDIA's device plugin (k8s-device-plugin,
 // flags.migStrategy).
 type MIGStrategy string
 
 const (
-	// MIGStrategyNone offers every GPU as a whole, also one that is partitioned.
+	// MIGStrategyNone offers every GPU as a whole, with or without partitions.
 	MIGStrategyNone MIGStrategy = "none"
-	// MIGStrategySingle offers partitions under the name of GPUs, on a node where all are alike.
+	// MIGStrategySingle offers partitions under the resource of GPUs, on a node whose GPUs all have the same ones.
 	MIGStrategySingle MIGStrategy = "single"
-	// MIGStrategyMixed offers GPUs that are not partitioned, and partitions under a name for each profile.
+	// MIGStrategyMixed offers GPUs without partitions, and partitions under a resource for each profile.
 	MIGStrategyMixed MIGStrategy = "mixed"
 )
 
-// MIGStrategies are all that there are.
+// MIGStrategies are all strategies.
 var MIGStrategies = []MIGStrategy{MIGStrategyNone, MIGStrategySingle, MIGStrategyMixed}
 
-// Resources are the extended resources by which limits ask for the devices of a node. The zero Strategy is MIGStrategyNone.
+// Resources are the extended resources of a node's devices. The zero Strategy is MIGStrategyNone.
 type Resources struct {
 	// GPU is the resource of whole GPUs, "nvidia.com/gpu". Those of partitions have the same domain.
 	GPU      string
 	Strategy MIGStrategy
 }
 
-// Of is the resource of partitions of a profile where each has its own: "nvidia.com/mig-1g.10gb.me" for 1g.10gb+me
-// (k8s-device-plugin, internal/rm). One that takes part of its GPU instance, which NVIDIA's plugin refuses to serve, is named in
-// the same way: "nvidia.com/mig-1c.3g.40gb".
+// Of returns the resource of a profile's partitions with MIGStrategyMixed: "nvidia.com/mig-1g.10gb.me" for 1g.10gb+me
+// (k8s-device-plugin, internal/rm). A partition with part of a GPU instance, which NVIDIA's plugin refuses to serve, has the same
+// form: "nvidia.com/mig-1c.3g.40gb".
 func (r Resources) Of(profile string) string {
 	return r.prefix() + strings.Map(func(c rune) rune {
 		switch {
@@ -45,7 +45,7 @@ func (r Resources) Of(profile string) string {
 	}, profile)
 }
 
-// Has reports whether a resource is one of them, by any strategy.
+// Has reports whether it is one of these resources, with any strategy.
 func (r Resources) Has(name string) bool {
 	return name != "" && (name == r.GPU || name == r.GPU+SharedSuffix || strings.HasPrefix(name, r.prefix()))
 }
@@ -55,37 +55,36 @@ func (r Resources) prefix() string {
 	return domain + "/mig-"
 }
 
-// Offer is a device, or one of its replicas, that limits can ask for by a resource.
+// Offer is a device, or a replica of one, under its resource.
 type Offer struct {
 	Resource string
 	Device   Device
-	// Share is what a replica is; the whole where the device has none.
+	// Share is a replica's share; zero for a whole device.
 	Share   Share
 	replica int
 }
 
-// LeftOut is a device that limits have no resource for.
+// LeftOut is a device without a resource.
 type LeftOut struct {
 	Device Device
-	// Reason has the words of NVIDIA's plugin where that ends for it.
+	// Reason has the words of NVIDIA's plugin, which ends in this case.
 	Reason string
 }
 
-// Why devices are left out.
+// Reasons of LeftOut.
 const (
 	leftOutEmpty   = "has no MIG devices configured"
 	leftOutTypes   = "more than one MIG device type present on node"
 	leftOutEnabled = "all devices on the node must be configured with the same migEnabled value"
 	leftOutUnknown = "its MIG profile is not known"
-	// The limits of a container may be for several GPUs, and it can be the client of one daemon.
+	// A container may request several GPUs, and it can be the client of one daemon only.
 	leftOutForClaims = "it is shared by MPS among claims only: it has no replicas"
 )
 
-// Offers are the devices of some GPUs that limits may get, in the order of the GPUs and of their partitions, and those that are
-// left out: an administrator's mistake with one GPU is no reason to serve none. No two of them have hardware in common but the
-// replicas of one device.
-// Partitions that were made for claims are neither, and so is a GPU that is partitioned for claims. It is pure; called by
-// everybody who must know what a device is to limits.
+// Offers returns the devices that pods can request, in the order of the GPUs and of their partitions, and the devices without a
+// resource: an administrator's mistake with one GPU must not exclude all. No two offers have hardware in common, except replicas
+// of one device. Partitions that were created for claims are in neither list, nor are GPUs that claims have partitioned. It is
+// pure. Everything that counts pods' devices calls it.
 func (r Resources) Offers(gpus []GPU) (offers []Offer, leftOut []LeftOut) {
 	same := whole
 	if r.Strategy == MIGStrategySingle {
@@ -119,7 +118,7 @@ func (r Resources) Offers(gpus []GPU) (offers []Offer, leftOut []LeftOut) {
 	return offers, leftOut
 }
 
-// name is the resource of a device, or why it has none. same is what all have to be by MIGStrategySingle.
+// name returns the resource of a device, or why it has none. same is the kind that MIGStrategySingle requires.
 func (r Resources) name(d Device, same string) (resource, leftOut string) {
 	single := r.Strategy == MIGStrategySingle
 	switch {
@@ -136,11 +135,11 @@ func (r Resources) name(d Device, same string) (resource, leftOut string) {
 	}
 }
 
-// whole stands for the profile of a GPU that is not partitioned.
+// whole is the kind of a GPU without partitions.
 const whole = ""
 
-// commonest is the profile, or whole, that most of the GPUs have. A dynamic GPU without an administrator's partitions counts
-// as whole also while it is partitioned: what claims make does not change what a resource means.
+// commonest returns the profile, or whole, that most of the GPUs have. A dynamic GPU without static partitions always counts as
+// whole: claims must not change the meaning of a resource.
 func commonest(gpus []GPU) string {
 	votes := map[string]int{}
 	for _, g := range gpus {
@@ -167,7 +166,7 @@ func commonest(gpus []GPU) string {
 	return best
 }
 
-// fixed are the partitions that an administrator made.
+// fixed returns the static partitions.
 func (g GPU) fixed() []Partition {
 	return slices.DeleteFunc(slices.Clone(g.Partitions), func(p Partition) bool { return p.Made || p.UUID == "" })
 }

@@ -11,11 +11,11 @@ type Share struct {
 	Bytes, Of uint64
 }
 
-// ShareUnit is what memory is shared out in: the least that anybody can ask for, and what it is rounded up to.
+// ShareUnit is the unit of memory shares: the smallest request, and what requests are rounded up to.
 const ShareUnit = 1 << 20
 
-// ShareOf is a part of so many bytes of a device of so much memory; the whole device where nothing is left for anybody else: the
-// scheduler's smallest share is a MiB.
+// ShareOf returns a share of bytes of a device with that memory. It returns the whole device if less than one ShareUnit would be
+// left, because the scheduler allocates no smaller share.
 func ShareOf(bytes, memory uint64) Share {
 	if bytes+ShareUnit > memory {
 		return Share{}

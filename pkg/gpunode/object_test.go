@@ -77,7 +77,7 @@ func (f fakeClaims) Get(_ context.Context, name string, _ metav1.GetOptions) (*r
 	}
 }
 
-// running is evidence by which every holder runs.
+// running is the pod state of every holder.
 type running struct{}
 
 func (running) PodState(ledger.Hold) ledger.PodState    { return ledger.Running }

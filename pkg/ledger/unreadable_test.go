@@ -169,7 +169,7 @@ func TestOtherThingsInPlaceOfARecordHold(t *testing.T) {
 				must(t, make(path))
 				l := reopen(t, dir)
 				if h.Holder.Kind == KindPod {
-					// Whose it is, is not known until other evidence tells.
+					// Its pod is unknown until Expect names it.
 					if _, conflict := errors.AsType[*ConflictError](l.ReservePod(limitsOf(h.Holder.ID))); !conflict {
 						t.Error("a pod got the device of an unknown one")
 					}

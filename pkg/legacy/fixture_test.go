@@ -70,7 +70,7 @@ func (f fakeInventory) setHealth(uuid string, h device.Health) {
 	})
 }
 
-// book is the real ledger; by its evidence every holder runs, and what drains has lost its pod.
+// book is the real ledger; every holder runs, and a draining hold has lost its pod.
 type book struct {
 	*ledger.Ledger
 	tb testing.TB

@@ -75,15 +75,15 @@ func TestAssess(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := devicesOf(test.gpu)
-			promise := func(gpu string) Allocations { return allocations{newObservable([]device.Ref{{GPU: gpu}})} }
+			pendingOn := func(gpu string) Allocations { return allocations{newObservable([]device.Ref{{GPU: gpu}})} }
 			conflict := []ledger.Conflict{{Devices: []device.Ref{healthy.Ref()}}}
 			for why, about := range map[string]struct {
 				usage usage
 				want  state
 			}{
 				"without allocations":  {usageOf(fixedLedger{holds: test.holds}, nil), test.want},
-				"allocated to a claim": {usageOf(fixedLedger{holds: test.holds}, promise("GPU-a")), test.allocated},
-				"another is allocated": {usageOf(fixedLedger{holds: test.holds}, promise("GPU-b")), test.want},
+				"allocated to a claim": {usageOf(fixedLedger{holds: test.holds}, pendingOn("GPU-a")), test.allocated},
+				"another is allocated": {usageOf(fixedLedger{holds: test.holds}, pendingOn("GPU-b")), test.want},
 				"a claim waits for it": {usageOf(fixedLedger{holds: test.holds, conflicts: conflict}, nil), test.allocated},
 			} {
 				if got := c.states(about.usage); got[0] != about.want {
@@ -193,13 +193,13 @@ func TestCatalogKeepsOrderAndIDs(t *testing.T) {
 			}
 		}
 		if !slices.Equal(got, step.want) {
-			t.Errorf("catalog is %v, want %v", got, step.want)
+			t.Errorf("devices are %v, want %v", got, step.want)
 		}
 	}
 }
 
-// A promise is withdrawn a moment later than it is made, so that limits pods that were bound before it have been heard of; not in
-// the first list, and not where a claim waits for the device.
+// The device of a pending claim is withdrawn after a delay, so that the watch has reported pods that were bound before; not in
+// the first list, and not if a claim waits for the device.
 func TestPendingClaimsAreDebounced(t *testing.T) {
 	gpus := []device.GPU{{UUID: uuid(0)}, {UUID: uuid(1)}}
 	allocated := allocations{newObservable[[]device.Ref](nil)}

@@ -83,8 +83,8 @@ func TestWithThePolicy(t *testing.T) {
 	if _, err := records.Load(); err != nil {
 		t.Fatal(err)
 	}
-	keeper := sharing.NewManager(sharing.Options{Records: records, RunDir: runDir, DriverRoot: "/", Hardware: obeying{}, Specs: obeying{}})
-	policy := sharing.NewPolicy(keeper, f.inventory, f.ledger, idle{})
+	manager := sharing.NewManager(sharing.Options{Records: records, RunDir: runDir, DriverRoot: "/", Hardware: obeying{}, Specs: obeying{}})
+	policy := sharing.NewPolicy(manager, f.inventory, f.ledger, idle{})
 	f.config.Sharing = policy
 	f.startKubelet()
 	f.start()
@@ -96,7 +96,7 @@ func TestWithThePolicy(t *testing.T) {
 	daemons := func(want int) []sharing.Daemon {
 		t.Helper()
 		for deadline := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
-			if all := keeper.Daemons(); len(all) == want {
+			if all := manager.Daemons(); len(all) == want {
 				return all
 			} else if time.Now().After(deadline) {
 				t.Fatalf("wanted are %v, not %d", all, want)

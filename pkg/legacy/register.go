@@ -76,7 +76,7 @@ type registrar struct {
 
 // account records why and after how long a registration ended, which decides when the next one begins.
 func (r *registrar) account(c cause, lived time.Duration) {
-	if c != causeRefused { // that one never stood: what made it necessary still does
+	if c != causeRefused { // that registration never began, so its cause still applies
 		r.cause = c
 	}
 	switch {

@@ -160,7 +160,7 @@ func TestPromisedShares(t *testing.T) {
 		return []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "a"}, Device: gpu.Ref(), Share: device.ShareOf(10*gib, 24*gib)}}
 	})
 	if n := healthy(0); n != 4 {
-		t.Errorf("%d replicas are offered while a promise is young", n)
+		t.Errorf("%d replicas are offered while a pending claim is recent", n)
 	}
 	if n := healthy(time.Second); n != 2 {
 		t.Errorf("%d replicas are offered beside 10 of 24 GiB", n)

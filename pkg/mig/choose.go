@@ -26,7 +26,7 @@ func (g Geometry) Choose(held []Instance, profileID int) (device.Placement, bool
 	return g.choose(u.with(i, g.takes[i]), i)
 }
 
-// choose is Choose where engines are counted in u already.
+// choose is Choose with the engines already counted in u.
 func (g Geometry) choose(u usage, i int) (best device.Placement, found bool) {
 	most := 0
 	for _, at := range g.profiles[i].Placements {
@@ -40,7 +40,7 @@ func (g Geometry) choose(u usage, i int) (best device.Placement, found bool) {
 	return best, found
 }
 
-// room is the sum of the sizes of all places that could be used, where these memory slices are taken and the engines in u.
+// room returns the sum of the sizes of all usable placements, with these memory slices taken and the engines in u.
 func (g Geometry) room(u usage, taken uint32) int {
 	sum := 0
 	for i, p := range g.profiles {
@@ -63,10 +63,10 @@ func (u usage) with(i int, takes engines) usage {
 	return u
 }
 
-// Order is every place of every profile, in the order in which to publish them: the scheduler takes the first that matches a
-// request and fits. Small profiles come first, so that a request that several would satisfy gets the smallest. The places of a
-// profile are in the order in which Choose would fill an empty GPU with it, which makes first-fit choose almost as well.
-// GPUs should be published ascending, each with all of its places before the next.
+// Order returns every placement of every profile in the order in which to publish them: the scheduler takes the first one that
+// matches a request and fits. Small profiles come first, so that a request that several satisfy gets the smallest. The placements
+// of a profile are in the order in which Choose fills an empty GPU with it, which makes first-fit almost as good as Choose. GPUs
+// should be published in ascending order, each with all of its placements.
 func (g Geometry) Order() []Instance {
 	byNeed := make([]int, len(g.profiles))
 	for i := range byNeed {
@@ -80,8 +80,8 @@ func (g Geometry) Order() []Instance {
 	})
 	var order []Instance
 	for _, i := range byNeed {
-		// Engines do not count here: of a profile of which the GPU holds one, the second place is what comes next when the first
-		// is not free.
+		// Engines do not count here: if a GPU holds one instance of a profile, the second placement is for a GPU on which the
+		// first is not free.
 		u, left := usage{instances: make([]int, len(g.profiles))}, slices.Clone(g.profiles[i].Placements)
 		for len(left) > 0 {
 			at, found := g.choose(u, i)

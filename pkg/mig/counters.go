@@ -17,8 +17,8 @@ import (
 // take together is no more than Total.
 type Counters map[string]int64
 
-// Total is what the GPU has, and what the whole GPU takes when it is handed out undivided: NVML does not report it, so it is
-// the most that any profile has of each (which is what NVIDIA's DRA driver publishes). Every counter is there, also a zero one.
+// Total returns the capacity of the GPU, which the whole GPU takes. NVML does not report it, so it is the maximum of each counter
+// over all profiles (as in NVIDIA's DRA driver). It has every counter, also with the value zero.
 func (g Geometry) Total() Counters {
 	c := make(Counters, len(engineNames)+g.slices)
 	for i, name := range engineNames {
@@ -35,8 +35,8 @@ func (g Geometry) Total() Counters {
 	return c
 }
 
-// Takes is what the instance takes of Total; counters of which it takes nothing are absent. Memory slices that the GPU does not
-// have are not counted. It does not ask whether the GPU offers the instance.
+// Takes returns what the instance takes of Total, without zero counters and without memory slices that the GPU lacks. It does not
+// check whether the GPU offers the instance.
 func (g Geometry) Takes(i Instance) Counters {
 	takes := enginesOf(i.Capacity)
 	p, known := g.index(i.ProfileID)
@@ -61,8 +61,8 @@ func (g Geometry) Takes(i Instance) Counters {
 	return c
 }
 
-// Left is what the instances leave of Total, nothing below zero: the scheduler gives up on a whole pool where a counter is
-// negative. Instances that are not the scheduler's (of limits, or made by an administrator) are withdrawn with it.
+// Left returns what the instances leave of Total, at least zero: the scheduler ignores a whole pool with a negative counter. It
+// withdraws instances that the scheduler did not allocate, of pods or of an administrator.
 func (g Geometry) Left(held []Instance) Counters {
 	left := g.Total()
 	for _, h := range held {

@@ -14,7 +14,7 @@ import (
 // No GPU has more than eight.
 const maxSlices = 24
 
-// Instance is a GPU instance, there already or to be made: a profile in a place.
+// Instance is an existing or possible GPU instance: a profile at a placement.
 type Instance struct {
 	// ProfileID is as in device.Profile.ID.
 	ProfileID int
@@ -24,18 +24,17 @@ type Instance struct {
 	Capacity device.Capacity
 }
 
-// Geometry answers what fits on one GPU. It is made from the profiles that the GPU's driver offers and never changes.
-//
-// A profile counts only where it makes sense: the first of an ID, with at least one instance, and of its placements those on
-// the GPU. Odd input makes fewer things fit; nothing panics.
+// Geometry computes what fits on one GPU. It is made from the profiles of the GPU's driver and is immutable. It ignores invalid
+// profiles: the second one of an ID, one without instances, and placements outside the GPU. So invalid input makes fewer
+// partitions fit, and nothing panics.
 type Geometry struct {
 	profiles []device.Profile
-	// takes is what an instance of each profile takes besides its memory slices.
+	// takes is what an instance of each profile takes, apart from memory slices.
 	takes []engines
 	total engines
 	// slices is the number of memory slices.
 	slices int
-	// scarce marks the profiles of which the GPU holds fewer than memory slices and engines allow.
+	// scarce are the profiles of which the GPU allows fewer than memory slices and engines do.
 	scarce []bool
 }
 
@@ -67,14 +66,14 @@ func NewGeometry(profiles []device.Profile) Geometry {
 	return g
 }
 
-// Profiles are the profiles that count, in the order given, their placements ascending.
+// Profiles returns the valid profiles, in the given order, with ascending placements.
 func (g Geometry) Profiles() []device.Profile { return slices.Clone(g.profiles) }
 
-// Slices is the number of memory slices: as far as any placement reaches.
+// Slices returns the number of memory slices, which is the highest end of a placement.
 func (g Geometry) Slices() int { return g.slices }
 
-// Fits reports whether the instance can be made beside those held: its profile offers the place, and of each counter it takes
-// no more than they leave (see Counters). Those held may be anything, also more than the GPU has.
+// Fits reports whether the instance can be created beside those held: its profile has the placement, and it takes no more of each
+// counter than they leave (see Counters). The held ones may be anything, also more than the GPU has.
 func (g Geometry) Fits(held []Instance, want Instance) bool {
 	i, known := g.index(want.ProfileID)
 	if !known || !slices.Contains(g.profiles[i].Placements, want.Placement) {
@@ -84,11 +83,11 @@ func (g Geometry) Fits(held []Instance, want Instance) bool {
 	return u.slices&mask(want.Placement) == 0 && g.hasRoom(u, i)
 }
 
-// usage is what instances take together.
+// usage is what several instances take.
 type usage struct {
 	slices  uint32
 	engines engines
-	// instances is how many of each profile there are.
+	// instances is the number of each profile.
 	instances []int
 }
 
@@ -106,7 +105,7 @@ func (g Geometry) usage(held []Instance) usage {
 	return u
 }
 
-// hasRoom reports whether engines and instances are left for one more of the profile, wherever it would be.
+// hasRoom reports whether engines and instances suffice for one more of the profile, at any placement.
 func (g Geometry) hasRoom(u usage, i int) bool {
 	if g.scarce[i] && u.instances[i] >= g.profiles[i].Instances {
 		return false
@@ -124,9 +123,9 @@ func (g Geometry) index(profileID int) (int, bool) {
 	return i, i >= 0
 }
 
-// atMost is how many instances of the profile the memory slices and engines of an empty GPU allow.
+// atMost returns how many instances of the profile the memory slices and engines of an empty GPU allow.
 func (g Geometry) atMost(i int) int {
-	// Those that end first, and then what is left beside them: no choice gives more.
+	// The placement that ends first, then the next one beside it: no other choice gives more.
 	byEnd := slices.Clone(g.profiles[i].Placements)
 	slices.SortStableFunc(byEnd, func(a, b device.Placement) int { return a.Start + a.Size - b.Start - b.Size })
 	count, end := 0, 0
@@ -143,7 +142,7 @@ func (g Geometry) atMost(i int) int {
 	return count
 }
 
-// mask has a bit for each memory slice of the place. A place that begins off the GPU has none.
+// mask returns a bit for each memory slice of the placement; none for one that begins outside the GPU.
 func mask(at device.Placement) uint32 {
 	if at.Start < 0 || at.Start >= maxSlices || at.Size <= 0 {
 		return 0
@@ -151,7 +150,7 @@ func mask(at device.Placement) uint32 {
 	return 1<<(at.Start+min(at.Size, maxSlices-at.Start)) - 1<<at.Start
 }
 
-// engines is what instances take besides memory slices, in the order of engineNames.
+// engines is what instances take apart from memory slices, in the order of engineNames.
 type engines [7]uint64
 
 var engineNames = [len(engines{})]string{
@@ -166,7 +165,7 @@ func enginesOf(c device.Capacity) engines {
 	return e
 }
 
-// plus does not wrap: too much stays too much.
+// plus adds without wrapping around.
 func (e engines) plus(other engines) engines {
 	for i := range e {
 		if e[i] += other[i]; e[i] < other[i] {

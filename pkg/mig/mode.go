@@ -10,7 +10,7 @@ import (
 )
 
 // Switchable reports whether the GPU's MIG mode can be switched without a reset of the GPU: from Hopper on, compute capability
-// 9.0 (MIG user guide, "Enable MIG Mode"). Ampere has to be reset, which takes it away from everybody.
+// 9.0 (MIG user guide, "Enable MIG Mode"). Ampere has to be reset, which ends all its users.
 func Switchable(g device.GPU) bool {
 	major, _, _ := strings.Cut(g.ComputeCapability, ".")
 	n, err := strconv.Atoi(major)

@@ -9,11 +9,11 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Model is a kind of GPU as NVML describes it to a program that partitions it. The simulated node is built on it.
+// Model is a GPU model, with what NVML reports about its MIG profiles. The simulated node uses it.
 type Model struct {
-	// Name is ours, short: "H100-80GB".
+	// Name is a short name of our own: "H100-80GB".
 	Name string
-	// Product is what nvmlDeviceGetName answers.
+	// Product is the answer of nvmlDeviceGetName.
 	Product string
 	// Slices is the number of memory slices, ComputeSlices of compute slices.
 	Slices, ComputeSlices int
@@ -50,7 +50,7 @@ type Compute struct {
 	Instances int
 }
 
-// Models are all models that are known here, by name.
+// Models returns all models, by name.
 func Models() []Model {
 	all := make([]Model, 0, len(tables))
 	for _, t := range tables {
@@ -59,7 +59,7 @@ func Models() []Model {
 	return all
 }
 
-// ModelNamed is the model with that name ("A100-40GB"), and whether there is one.
+// ModelNamed returns the model with that name ("A100-40GB"), and whether there is one.
 func ModelNamed(name string) (Model, bool) {
 	i := slices.IndexFunc(tables, func(t table) bool { return t.name == name })
 	if i < 0 {
@@ -68,7 +68,7 @@ func ModelNamed(name string) (Model, bool) {
 	return tables[i].model(), true
 }
 
-// Offered are the model's profiles as the driver of such a GPU offers them.
+// Offered returns the model's profiles as the driver of such a GPU offers them.
 func (m Model) Offered() []device.Profile {
 	profiles := make([]device.Profile, 0, len(m.Profiles))
 	for _, p := range m.Profiles {
@@ -118,7 +118,7 @@ func (r row) placements() []device.Placement {
 	return places
 }
 
-// largest is the larger of the two in every figure.
+// largest returns the maximum of each figure.
 func largest(a, b device.Capacity) device.Capacity {
 	return device.Capacity{
 		MemoryBytes:     max(a.MemoryBytes, b.MemoryBytes),

@@ -50,7 +50,7 @@ func alive(t *testing.T, dir string) (Ready, bool) {
 func TestReadyIsTrueUntilItIsTakenBack(t *testing.T) {
 	dir := directory(t)
 	if _, is := alive(t, dir); is {
-		t.Fatal("alive before anybody was there")
+		t.Fatal("alive before a supervisor ran")
 	}
 	h := hold(t, dir)
 	want := Ready{Pod: "uid", Hash: "hash", Started: time.Now().UTC().Truncate(time.Second)}

@@ -314,7 +314,7 @@ func TestCreateThatCannotBeUndone(t *testing.T) {
 	if diff := cmp.Diff(want, describe(half)); diff != "" || half[0].UUID != "" {
 		t.Errorf("half made %+v (-want +got):\n%s", half, diff)
 	}
-	// It is in the way of others, so that everybody has to know of it.
+	// It excludes other partitions, so all callers must see it.
 	for _, known := range []device.Inventory{node.Inventory(), scan(t, node)} {
 		if diff := cmp.Diff(half, known.GPUs[1].Partitions); diff != "" {
 			t.Errorf("inventory (-there +known):\n%s", diff)

@@ -14,7 +14,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// Queue is the ledger's view of the limits pods that are bound to this node for some resources. It is safe for concurrent use.
+// Queue returns the pods that are bound to this node and request some resources, for the ledger. It is safe for concurrent use.
 func (p *Pods) Queue(counts func(resource string) bool) ledger.Queue {
 	return queue{Pods: p, counts: counts}
 }
@@ -24,9 +24,9 @@ type queue struct {
 	counts func(resource string) bool
 }
 
-// WaitForPods waits until our watch has brought a pod that a claim is for, at most until ctx is done. It brings pods in the order in
-// which they were bound: those that were bound before are then in Bound as well, however late our watch is against kubelet's.
-// Called by the DRA front-end before it takes devices. It is safe for concurrent use.
+// WaitForPods waits until the watch has reported a pod of a claim, at most until ctx is done. The watch reports pods in the order
+// in which they were bound, so PendingPods then contains the pods that were bound earlier. The DRA front-end calls it before it
+// reserves devices. It is safe for concurrent use.
 func (p *Pods) WaitForPods(ctx context.Context, claim ledger.ClaimRequest) {
 	known := func(pod ledger.Pod) bool { return p.Known(pod.UID) }
 	for len(claim.Pods) > 0 {
@@ -42,8 +42,8 @@ func (p *Pods) WaitForPods(ctx context.Context, claim ledger.ClaimRequest) {
 	}
 }
 
-// PendingPods returns the pods that kubelet has yet to admit: it writes the start time of a pod with the first status after that
-// (k8s.io/kubernetes pkg/kubelet, generateAPIPodStatus), and the phase Failed of one that it rejects.
+// PendingPods returns the pods that kubelet has not admitted yet. kubelet writes the start time of a pod with the first status
+// after its admission (k8s.io/kubernetes pkg/kubelet, generateAPIPodStatus), and the phase Failed of a pod that it rejects.
 func (q queue) PendingPods() []ledger.PendingPods {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -95,7 +95,7 @@ func (p *Pods) wanting(counts func(resource string) bool, holds []ledger.Hold, o
 	return uids
 }
 
-// asked is how many devices of each resource that counts kubelet will allocate to a trimmed pod.
+// asked returns how many devices of each such resource kubelet will allocate to a trimmed pod.
 func asked(pod *corev1.Pod, counts func(resource string) bool) map[string]int {
 	var devices map[string]int
 	for _, container := range pod.Spec.Containers {
@@ -113,7 +113,7 @@ func asked(pod *corev1.Pod, counts func(resource string) bool) map[string]int {
 	return devices
 }
 
-// byClaim reports whether the scheduler has made a claim for the pod's limit (KEP-5004).
+// byClaim reports whether the scheduler made a claim for the pod's extended resources (KEP-5004).
 func byClaim(pod *corev1.Pod, resource string) bool {
 	extended := pod.Status.ExtendedResourceClaimStatus
 	return extended != nil && slices.ContainsFunc(extended.RequestMappings, func(m corev1.ContainerExtendedResourceRequest) bool {
@@ -121,7 +121,7 @@ func byClaim(pod *corev1.Pod, resource string) bool {
 	})
 }
 
-// limitsOf keeps of a pod's containers what it asks of device plugins, in one container without a name.
+// limitsOf returns a pod's requests to device plugins, as one container without a name.
 func limitsOf(pod *corev1.Pod) []corev1.Container {
 	requests := resourcehelper.PodRequests(pod, resourcehelper.PodResourcesOptions{})
 	for name, quantity := range requests {
@@ -135,14 +135,14 @@ func limitsOf(pod *corev1.Pod) []corev1.Container {
 	return []corev1.Container{{Resources: corev1.ResourceRequirements{Requests: requests}}}
 }
 
-// isExtended tells extended resources from those that Kubernetes itself defines (k8s.io/component-helpers has no such
-// function; k8s.io/kubernetes/pkg/apis/core/helper is internal).
+// isExtended reports whether Kubernetes itself does not define the resource (k8s.io/component-helpers has no such function;
+// k8s.io/kubernetes/pkg/apis/core/helper is internal).
 func isExtended(name corev1.ResourceName) bool {
 	domain, _, qualified := strings.Cut(string(name), "/")
 	return qualified && domain != "kubernetes.io" && !strings.HasSuffix(domain, ".kubernetes.io")
 }
 
-// Asks is how many devices of a resource a pod asks for; zero for one that the API server does not have.
+// Asks returns how many devices of a resource a pod requests; zero for a pod that the API server does not have.
 func (p *Pods) Asks(uid, resource string) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()

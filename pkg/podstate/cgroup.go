@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package evidence reads what the kernel, kubelet and the API server know about who still runs on the node: pod cgroups,
-// kubelet's two checkpoints, its pod resources endpoint, and the node's pods. It judges single holds and changes nothing.
+// Package podstate determines whether the pods of a hold may still run. It reads pod cgroups, kubelet's two checkpoints, its pod
+// resources endpoint, and the node's pods from the API server. It changes nothing.
 package podstate
 
 import (
@@ -18,12 +18,12 @@ import (
 	"time"
 )
 
-// Cgroups finds the cgroups that kubelet makes for pods, below the root of the host's cgroup file system, in any hierarchy
-// of version 1 or 2, with the cgroupfs driver (".../kubepods/burstable/pod<UID>") and the systemd driver
+// Cgroups finds the cgroups that kubelet creates for pods, below the root of the host's cgroup file system, in any hierarchy of
+// version 1 or 2, with the cgroupfs driver (".../kubepods/burstable/pod<UID>") and the systemd driver
 // (".../kubepods-burstable-pod<UID with underscores>.slice"). It is safe for concurrent use.
 type Cgroups struct {
 	root string
-	// trust is how long a search for the kubepods directories is good for.
+	// trust is how long the result of a search for the kubepods directories is used.
 	trust time.Duration
 
 	mu       sync.Mutex
@@ -31,12 +31,12 @@ type Cgroups struct {
 	searched time.Time
 }
 
-// NewCgroups looks below root, usually /sys/fs/cgroup of the host.
+// NewCgroups searches below root, usually the host's /sys/fs/cgroup.
 func NewCgroups(root string) *Cgroups {
 	return &Cgroups{root: filepath.Clean(root), trust: time.Second}
 }
 
-// PodCgroup is what the kernel says of a pod.
+// PodCgroup is the state of a pod's cgroup.
 type PodCgroup int
 
 const (
@@ -48,12 +48,12 @@ const (
 // searchDepth covers <hierarchy>/<kubelet's cgroupRoot, two levels>/<parent slice>/kubepods.
 const searchDepth = 5
 
-// Pod reports on the pod of that UID. An error means that nothing is known.
+// Pod returns the state of the pod's cgroup. After an error it is unknown.
 func (c *Cgroups) Pod(uid string) (PodCgroup, error) {
 	if uid == "" {
 		return CgroupBusy, errors.New("look for a pod's cgroup: no UID")
 	}
-	// A process that is found settles it, wherever else there may be pods by now.
+	// A process that was found decides, wherever else there may be cgroups of the pod by now.
 	roots := c.lastRoots()
 	state, err := podState(roots, uid)
 	if len(roots) > 0 && (err != nil || state == CgroupBusy) {
@@ -69,7 +69,7 @@ func (c *Cgroups) Pod(uid string) (PodCgroup, error) {
 	return podState(fresh, uid)
 }
 
-// UIDs are those of all pods that have a cgroup, sorted.
+// UIDs returns the UIDs of all pods that have a cgroup, sorted.
 func (c *Cgroups) UIDs() ([]string, error) {
 	roots, err := c.podRoots()
 	if err != nil {
@@ -116,21 +116,20 @@ func podState(roots []string, uid string) (PodCgroup, error) {
 	return state, nil
 }
 
-// counts reports whether a kubepods directory is the pids controller's of version 1. It alone can say there that a group has no
-// process: the other files list only what the reader's PID namespace has, and that is the agent's own (Linux,
-// kernel/cgroup/cgroup-v1.c, pidlist_array_load).
+// counts reports whether a kubepods directory belongs to the pids controller of version 1. Only that controller can prove there
+// that a cgroup has no process: the other files list only processes of the reader's PID namespace, which is the agent's own
+// (Linux, kernel/cgroup/cgroup-v1.c, pidlist_array_load).
 func counts(root string) bool { return !missing(filepath.Join(root, "pids.current")) }
 
-// lastRoots are the kubepods directories of the last search, which may lack some that are new.
+// lastRoots are the kubepods directories of the last search, which may lack new ones.
 func (c *Cgroups) lastRoots() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.roots
 }
 
-// podRoots are the kubepods directories. A search is repeated after a moment, and at once when one of them has vanished:
-// kubelet may come back with another cgroup driver or root, and a pod must not count as gone because it is found
-// elsewhere.
+// podRoots returns the kubepods directories. It repeats the search after a moment, and at once when a directory has vanished:
+// kubelet may have restarted with another cgroup driver or root, and a pod must not count as gone because its cgroup moved.
 func (c *Cgroups) podRoots() ([]string, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -207,14 +206,14 @@ func eachPod(root string, visit func(path, uid string)) error {
 	return nil
 }
 
-// isClass recognises the directory of a QoS class.
+// isClass reports whether it is the directory of a QoS class.
 func isClass(name string) bool {
 	return name == "burstable" || name == "besteffort" ||
 		strings.HasSuffix(name, "-burstable.slice") || strings.HasSuffix(name, "-besteffort.slice")
 }
 
-// podOf takes the UID out of the name of a pod's cgroup. The systemd driver writes an underscore for each dash, and no UID
-// has underscores of its own (k8s.io/kubernetes pkg/kubelet/cm, NewCgroupName).
+// podOf returns the UID in the name of a pod's cgroup. The systemd driver writes an underscore for each dash, and UIDs have no
+// underscores (k8s.io/kubernetes pkg/kubelet/cm, NewCgroupName).
 func podOf(name string) (uid string, ok bool) {
 	if slice, systemd := strings.CutSuffix(name, ".slice"); systemd {
 		i := strings.LastIndex(slice, "-pod")
@@ -243,9 +242,9 @@ func directories(path string) ([]string, error) {
 	return names, nil
 }
 
-// hasProcess looks for a process in a cgroup and those below it. One that vanishes meanwhile has none.
+// hasProcess reports whether a cgroup or one below it has a process. A cgroup that vanishes meanwhile has none.
 func hasProcess(dir string) (bool, error) {
-	// Version 2 answers for the whole tree, and until the last thread has closed its files (cgroups(7)).
+	// Version 2 reports the whole tree, and until the last thread has closed its files (cgroups(7)).
 	if events, err := read(dir, "cgroup.events"); err != nil || events != nil {
 		return bytes.Contains(events, []byte("populated 1")), err
 	}
@@ -268,7 +267,7 @@ func hasProcess(dir string) (bool, error) {
 			busy = true
 			return fs.SkipAll
 		}
-		// Threads, since cgroup.procs is silent about a process whose leader has ended before the others.
+		// Threads, because cgroup.procs omits a process whose leader has ended before its other threads.
 		tasks, err := read(path, "tasks")
 		if err != nil {
 			return err
@@ -285,7 +284,7 @@ func hasProcess(dir string) (bool, error) {
 	return busy, err
 }
 
-// read returns nil for a file that is not there.
+// read returns nil for a missing file.
 func read(dir, name string) ([]byte, error) {
 	data, err := os.ReadFile(filepath.Join(dir, name))
 	switch {
@@ -299,5 +298,5 @@ func read(dir, name string) ([]byte, error) {
 	return data, nil
 }
 
-// isGone recognises a read from a cgroup that is being removed (cgroups(7): ENODEV).
+// isGone reports whether a read failed because the cgroup is being removed (cgroups(7): ENODEV).
 func isGone(err error) bool { return errors.Is(err, syscall.ENODEV) }

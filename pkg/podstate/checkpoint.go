@@ -16,34 +16,34 @@ import (
 	"time"
 )
 
-// PodDevice is one device in kubelet's device manager checkpoint: an identity, not a proof of life, since kubelet does not
-// rewrite the checkpoint when a pod ends (k8s.io/kubernetes pkg/kubelet/cm/devicemanager).
+// PodDevice is one device in kubelet's device manager checkpoint. It does not prove that the pod lives: kubelet does not rewrite
+// the checkpoint when a pod ends (k8s.io/kubernetes pkg/kubelet/cm/devicemanager).
 type PodDevice struct {
 	PodUID, Container string
 	Resource, ID      string
 }
 
-// DeviceCheckpoint is kubelet's device manager checkpoint at one moment.
+// DeviceCheckpoint is the contents of kubelet's device manager checkpoint.
 type DeviceCheckpoint struct {
 	// Written is the modification time of the file; zero when there is none.
 	Written time.Time
 	Devices []PodDevice
-	// Registered are the device IDs kubelet knows of each resource.
+	// Registered has the device IDs of each resource.
 	Registered map[string][]string
 }
 
 // deviceCheckpointFile is the name below the device plugin directory (kubelet_internal_checkpoint since Kubernetes 1.8).
 const deviceCheckpointFile = "kubelet_internal_checkpoint"
 
-// DeviceCheckpointPath is where the checkpoint is below kubelet's root directory. Kubelet puts a new file in its place for
-// each change.
+// DeviceCheckpointPath returns the path of the checkpoint below kubelet's root directory. kubelet replaces the file at each
+// change.
 func DeviceCheckpointPath(kubeletDir string) string {
 	return filepath.Join(kubeletDir, "device-plugins", deviceCheckpointFile)
 }
 
-// ReadDeviceCheckpoint reads the checkpoint below kubelet's root directory. No file is no error: kubelet has handed out
-// nothing yet, or its state was removed. Fields that this version does not know are ignored, since the file is kubelet's;
-// its checksum is over a Go structure of kubelet's and cannot be verified from outside.
+// ReadDeviceCheckpoint reads the checkpoint below kubelet's root directory. A missing file is no error: kubelet has allocated
+// nothing yet, or its state was removed. It ignores unknown fields, and it cannot verify the checksum, which covers a Go
+// structure of kubelet.
 func ReadDeviceCheckpoint(kubeletDir string) (DeviceCheckpoint, error) {
 	path := DeviceCheckpointPath(kubeletDir)
 	data, info, err := readWithInfo(path)
@@ -78,25 +78,24 @@ func ReadDeviceCheckpoint(kubeletDir string) (DeviceCheckpoint, error) {
 	return checkpoint, nil
 }
 
-// KubeletClaim is a claim that kubelet has prepared, or started to, with the devices of one driver.
+// KubeletClaim is a claim that kubelet has prepared, or begun to prepare, with the devices of one driver.
 type KubeletClaim struct {
 	UID, Namespace, Name string
 	PodUIDs              []string
 	Devices              []PoolDevice
-	// CDIDevices are the names that kubelet was answered for them, and hands to the runtime.
+	// CDIDevices are the CDI names of kubelet's answer from Prepare, which it passes to the runtime.
 	CDIDevices []string
 }
 
-// PoolDevice names a device as ResourceSlices do.
+// PoolDevice identifies a device as ResourceSlices do.
 type PoolDevice struct{ Pool, Device string }
 
-// ClaimStatePath is where kubelet's record of claims is below its root directory. Kubelet puts a new file in its place for each
-// change.
+// ClaimStatePath returns the path of kubelet's claim state below its root directory. kubelet replaces the file at each change.
 func ClaimStatePath(kubeletDir string) string { return filepath.Join(kubeletDir, "dra_manager_state") }
 
-// ReadClaimState reads kubelet's record of claims, dra_manager_state, below its root directory, for one driver. It survives
-// reboots. No file is no error. The checksum is verified: CRC-32 (IEEE) over the inner JSON
-// (k8s.io/kubernetes pkg/kubelet/cm/dra/state).
+// ReadClaimState reads kubelet's claim state, dra_manager_state, below its root directory, for one driver. It survives reboots. A
+// missing file is no error. The checksum is verified: CRC-32 (IEEE) over the inner JSON (k8s.io/kubernetes
+// pkg/kubelet/cm/dra/state).
 func ReadClaimState(kubeletDir, driver string) ([]KubeletClaim, error) {
 	entries, err := readClaimState(kubeletDir)
 	if err != nil {
@@ -122,8 +121,8 @@ func ReadClaimState(kubeletDir, driver string) ([]KubeletClaim, error) {
 	return claims, nil
 }
 
-// claimDevices reports whether kubelet's state has devices of any driver for a claim, and names the pods that it starts, or has
-// started, with them.
+// claimDevices reports whether kubelet's state has devices of any driver for a claim, and returns the pods that kubelet starts,
+// or has started, with them.
 func claimDevices(kubeletDir, claimUID string) (has bool, podUIDs []string, err error) {
 	entries, err := readClaimState(kubeletDir)
 	if err != nil {
@@ -139,7 +138,7 @@ func claimDevices(kubeletDir, claimUID string) (has bool, podUIDs []string, err 
 	return false, nil, nil
 }
 
-// claimEntry is a claim as kubelet writes it down.
+// claimEntry is a claim in kubelet's claim state.
 type claimEntry struct {
 	ClaimUID, ClaimName, Namespace string
 	PodUIDs                        map[string]struct{}

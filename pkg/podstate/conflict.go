@@ -14,12 +14,12 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// acquaintance is how long a pod that kubelet knows may take to arrive in our watch before it counts as unknown.
+// acquaintance is how long the watch may take to report a pod of kubelet before the pod counts as unknown.
 const acquaintance = time.Second
 
-// Movable reports whether every pod that a claim is for has an owner who would make another, and none has ever started a
-// container: such pods may be evicted for the claim's sake. Pods that are on their way out do not count; a claim without any
-// other is not movable. It waits a moment for pods that kubelet has heard of before us, at most until ctx is done.
+// Movable reports whether every pod of a claim has an owner that would replace it, and none has ever started a container: such
+// pods may be evicted. Pods that are being deleted do not count; a claim without another pod is not movable. It waits a moment
+// for pods that kubelet received before the watch, at most until ctx is done.
 func (p *Pods) Movable(ctx context.Context, claim ledger.ClaimRequest) bool {
 	ctx, cancel := context.WithTimeout(ctx, acquaintance)
 	defer cancel()
@@ -90,7 +90,7 @@ func wasMade(pod *corev1.Pod) bool {
 	return !mirror && metav1.GetControllerOfNoCopy(pod) != nil
 }
 
-// controllerOf keeps of a pod's owners that there is one who would make another.
+// controllerOf returns the owner that would replace the pod.
 func controllerOf(pod *corev1.Pod) []metav1.OwnerReference {
 	i := slices.IndexFunc(pod.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Controller != nil && *o.Controller })
 	if i < 0 {

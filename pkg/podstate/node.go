@@ -19,8 +19,8 @@ import (
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
-// Node is this node's object: its UID, which changes when the object is deleted and registered again (the garbage collector removes
-// what belonged to the old one), its labels and its container runtime. It is safe for concurrent use.
+// Node is this node's object: its UID, which changes when the object is deleted and registered again (the garbage collector
+// removes the objects that the earlier one owned), its labels and its container runtime. It is safe for concurrent use.
 type Node struct {
 	client  kubernetes.Interface
 	name    string
@@ -31,7 +31,7 @@ type Node struct {
 	node corev1.Node
 }
 
-// NewNode prepares to watch one node. It makes no request before Run.
+// NewNode returns a Node that makes no request before Run.
 func NewNode(client kubernetes.Interface, name string) *Node {
 	return &Node{client: client, name: name}
 }
@@ -93,7 +93,7 @@ func (n *Node) current() corev1.Node {
 	return n.node
 }
 
-// UID of the node's object; empty while there is none.
+// UID returns the UID of the node's object; empty while there is none.
 func (n *Node) UID() types.UID { return n.current().UID }
 
 // Label returns a label of the node's object and whether it has that label.
@@ -102,7 +102,7 @@ func (n *Node) Label(key string) (value string, ok bool) {
 	return value, ok
 }
 
-// RuntimeVersion is the container runtime as kubelet reports it, "containerd://2.1.4"; empty while it is not known.
+// RuntimeVersion returns the container runtime as kubelet reports it, "containerd://2.1.4"; empty while it is unknown.
 func (n *Node) RuntimeVersion() string { return n.current().Status.NodeInfo.ContainerRuntimeVersion }
 
 // Changed returns a channel that is closed when the UID, the labels or the runtime next change; take it before reading.

@@ -14,22 +14,22 @@ import (
 	podresources "k8s.io/kubelet/pkg/apis/podresources/v1"
 )
 
-// PodResources asks kubelet's pod resources endpoint (KEP-606). It only ever adds evidence: a pod that is absent from List
-// may still run (after a kubelet restart the list is empty until its sources are ready). List must not be called while an
-// Allocate is being answered, since it makes kubelet forget the IDs in flight.
+// PodResources is a client of kubelet's pod resources endpoint (KEP-606). A pod that is missing from List may still run: after a
+// kubelet restart the list is empty until kubelet's sources are ready. List must not be called while an Allocate is in progress,
+// because it makes kubelet forget that call's device IDs.
 type PodResources struct {
 	connection *grpc.ClientConn
 	client     podresources.PodResourcesListerClient
 }
 
 const (
-	// maxAnswer is what kubelet's own client takes (k8s.io/kubernetes pkg/kubelet/apis/podresources).
+	// maxAnswer is the limit of kubelet's own client (k8s.io/kubernetes pkg/kubelet/apis/podresources).
 	maxAnswer = 16 << 20
-	// reconnectDelay bounds how long after its return kubelet still counts as away; grpc's own bound is two minutes.
+	// reconnectDelay bounds how long kubelet counts as away after its return; grpc's own bound is two minutes.
 	reconnectDelay = time.Second
 )
 
-// NewPodResources connects on first use to the socket below kubelet's root directory.
+// NewPodResources returns a client that connects at its first call to the socket below kubelet's root directory.
 func NewPodResources(kubeletDir string) (*PodResources, error) {
 	socket := filepath.Join(kubeletDir, "pod-resources", "kubelet.sock")
 	connection, err := grpc.NewClient("unix://"+socket,
@@ -48,20 +48,20 @@ func NewPodResources(kubeletDir string) (*PodResources, error) {
 // Close ends the connection.
 func (p *PodResources) Close() error { return p.connection.Close() }
 
-// UsedDevice is a device that kubelet reports in the hands of an active pod.
+// UsedDevice is a device that kubelet lists for an active pod.
 type UsedDevice struct {
 	Namespace, Pod, Container string
 	Resource, ID              string
 }
 
-// UsedClaim is a claim that kubelet reports in use by an active pod.
+// UsedClaim is a claim that kubelet lists for an active pod.
 type UsedClaim struct {
 	Namespace, Pod string
 	Claim          string
 	Devices        []PoolDevice
 }
 
-// List returns the devices of the resources that count and the claims of one driver that active pods have.
+// List returns the devices of some resources and the claims of one driver that active pods have.
 func (p *PodResources) List(ctx context.Context, counts func(resource string) bool, driver string) ([]UsedDevice, []UsedClaim, error) {
 	response, err := p.client.List(ctx, &podresources.ListPodResourcesRequest{})
 	if err != nil {
@@ -97,7 +97,7 @@ func (p *PodResources) List(ctx context.Context, counts func(resource string) bo
 	return devices, claims, nil
 }
 
-// Allocatable returns the IDs of each resource that kubelet would hand out: its acknowledgement of what was sent to it.
+// Allocatable returns the allocatable device IDs of each resource, which shows whether kubelet uses the list that it was sent.
 func (p *PodResources) Allocatable(ctx context.Context) (map[string][]string, error) {
 	response, err := p.client.GetAllocatableResources(ctx, &podresources.AllocatableResourcesRequest{})
 	if err != nil {

@@ -24,8 +24,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// Pods judges holds by the pods of this node: what the API server says of them, and whether their cgroups live. It is the
-// ledger's Evidence. Until its first list of pods has arrived, everything is Running. It is safe for concurrent use.
+// Pods determines the pod state of holds from the node's pods in the API server and their cgroups. It implements
+// ledger.PodStates. Until the first list of pods has arrived, every state is Running. It is safe for concurrent use.
 type Pods struct {
 	cgroups *Cgroups
 	// kubeletDir is kubelet's root directory.
@@ -36,18 +36,18 @@ type Pods struct {
 	changed broadcast.Signal
 
 	mu sync.Mutex
-	// synced is when the first list was asked for, once all of it is in pods.
+	// synced is when the first list was requested; it is set once all of the list is in pods.
 	synced time.Time
-	// pods by the UID that kubelet uses. A deleted pod is kept until its cgroup is gone too.
+	// pods by the UID that kubelet uses. A deleted pod is kept until its cgroup is gone as well.
 	pods map[types.UID]seenPod
 }
 
-// seenPod is a pod as the API server had it last.
+// seenPod is the last version of a pod from the API server.
 type seenPod struct {
 	*corev1.Pod
-	// deleted means that the API server does not have it any more.
+	// deleted means that the API server does not have the pod any more.
 	deleted bool
-	// ended is when it was first seen to be terminal or deleted; zero before.
+	// ended is when the watch first reported the pod as terminal or deleted; zero before.
 	ended time.Time
 	// hadCgroup is set once its cgroup was seen.
 	hadCgroup bool
@@ -55,7 +55,7 @@ type seenPod struct {
 
 var _ ledger.PodStates = (*Pods)(nil)
 
-// NewPods prepares an informer on the pods of one node, whose kubelet has its root directory there. Nothing is asked before Run.
+// NewPods returns Pods of one node and its kubelet's root directory. It makes no request before Run.
 func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubeletDir string) (*Pods, error) {
 	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
 		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
@@ -69,7 +69,7 @@ func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubelet
 	handler, err := factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc: func(o any) { p.store(o) },
 		UpdateFunc: func(before, o any) {
-			// A pod that was replaced by one of the same name while the watch was interrupted.
+			// The pod was replaced by one of the same name while the watch was interrupted.
 			if uidOf(before) != uidOf(o) {
 				p.forget(before)
 			}
@@ -89,7 +89,7 @@ func (p *Pods) Run(ctx context.Context) error {
 	started := time.Now()
 	p.factory.StartWithContext(ctx)
 	defer p.factory.Shutdown()
-	// The informer syncs before its handler has received everything.
+	// The informer counts as synced before its handler has received everything.
 	if cache.WaitFor(ctx, "", p.handler.HasSyncedChecker()) {
 		p.Listed(started)
 	}
@@ -97,8 +97,7 @@ func (p *Pods) Run(ctx context.Context) error {
 	return nil
 }
 
-// AwaitSync waits for the first list of pods, while Run runs elsewhere. It reports whether it has arrived; otherwise ctx is
-// done.
+// AwaitSync waits for the first list of pods, while Run runs in another goroutine. It returns false if ctx is done before.
 func (p *Pods) AwaitSync(ctx context.Context) bool {
 	for {
 		changed := p.Changed()
@@ -116,7 +115,7 @@ func (p *Pods) AwaitSync(ctx context.Context) bool {
 // Changed returns a channel that is closed when the node's pods next change.
 func (p *Pods) Changed() <-chan struct{} { return p.changed.Changed() }
 
-// runningUID is the UID by which kubelet knows a pod: that of the manifest where the pod is the mirror of a static one.
+// runningUID returns the UID that kubelet uses for a pod: for the mirror of a static pod that of the manifest.
 func runningUID(pod *corev1.Pod) types.UID {
 	if static, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]; mirror {
 		return types.UID(static)
@@ -131,8 +130,8 @@ func uidOf(o any) types.UID {
 	return ""
 }
 
-// Observe receives what an informer would report: a pod that was added or updated (after), replaced by one of the same name or
-// deleted (before). Only simulations call it; they do not call Run.
+// Observe receives an informer's events: an added or updated pod (after), a replaced or deleted one (before). Only simulations
+// call it; they do not call Run.
 func (p *Pods) Observe(before, after *corev1.Pod) {
 	if before != nil && (after == nil || before.UID != after.UID) {
 		p.forget(before)
@@ -142,7 +141,7 @@ func (p *Pods) Observe(before, after *corev1.Pod) {
 	}
 }
 
-// Listed means that all pods of a moment have been reported. Run calls it; simulations call it themselves.
+// Listed marks the first list as complete. Run and simulations call it.
 func (p *Pods) Listed(at time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -175,7 +174,7 @@ func (p *Pods) store(o any) {
 	}
 }
 
-// sameState compares what is left after trim: most updates of a pod say nothing new here.
+// sameState compares trimmed pods: most updates of a pod change nothing that matters here.
 func sameState(a, b *corev1.Pod) bool {
 	a, b = a.DeepCopy(), b.DeepCopy()
 	a.ResourceVersion, b.ResourceVersion = "", ""
@@ -197,7 +196,7 @@ func (p *Pods) forget(o any) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	uid := runningUID(pod)
-	// A re-created mirror pod has the same running UID, and its addition may have been seen already.
+	// A re-created mirror pod has the same running UID, and the watch may have reported its addition already.
 	if current, ok := p.pods[uid]; ok && current.UID == pod.UID {
 		current.deleted = true
 		if current.ended.IsZero() {
@@ -208,7 +207,7 @@ func (p *Pods) forget(o any) {
 	p.changed.Notify()
 }
 
-// Name completes a pod known by UID; it is returned as it is when the API server does not know it.
+// Name returns the pod of a UID with its name, and without it if the API server does not have the pod.
 func (p *Pods) Name(uid string) ledger.Pod {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -221,7 +220,7 @@ func (p *Pods) Name(uid string) ledger.Pod {
 // Known reports whether the watch has reported a pod with that UID.
 func (p *Pods) Known(uid string) bool { return p.Name(uid).Name != "" }
 
-// EndedBefore reports whether a pod is known to have been terminal or deleted already at a moment.
+// EndedBefore reports whether the pod was terminal or deleted at that moment.
 func (p *Pods) EndedBefore(uid string, moment time.Time) bool {
 	ended := p.EndedAt(uid)
 	return !ended.IsZero() && ended.Before(moment)
@@ -234,8 +233,8 @@ func (p *Pods) EndedAt(uid string) time.Time {
 	return p.pods[types.UID(uid)].ended
 }
 
-// UnknownPods are the UIDs of pods that have a cgroup and that the API server does not know: whatever they hold, no list of
-// pods tells.
+// UnknownPods returns the UIDs of pods that have a cgroup and that the API server does not have. No list of pods contains what
+// they hold.
 func (p *Pods) UnknownPods() ([]string, error) {
 	uids, err := p.cgroups.UIDs()
 	if err != nil {
@@ -249,7 +248,7 @@ func (p *Pods) UnknownPods() ([]string, error) {
 	}), nil
 }
 
-// ClaimNames are the claims that the node's pods name.
+// ClaimNames returns the claims that the node's pods name.
 func (p *Pods) ClaimNames() []types.NamespacedName {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -272,7 +271,8 @@ func (p *Pods) Synced() bool {
 	return !p.synced.IsZero()
 }
 
-// podsOf are the pods recorded with the hold, and those of this node that name its claim or did until they were deleted.
+// podsOf returns the pods recorded with the hold, and the pods of this node that name its claim or did so until they were
+// deleted.
 func (p *Pods) podsOf(h ledger.Hold) map[types.UID]bool {
 	uids := map[types.UID]bool{}
 	for _, pod := range h.Pods {
@@ -288,7 +288,7 @@ func (p *Pods) podsOf(h ledger.Hold) map[types.UID]bool {
 	return uids
 }
 
-// claimsOf are the names of the claims that a pod uses: by its spec, made for it from a template, or made for its extended
+// claimsOf returns the names of the claims that a pod uses: from its spec, created from a template, or created for its extended
 // resources.
 func claimsOf(pod *corev1.Pod) map[string]bool {
 	names := map[string]bool{}

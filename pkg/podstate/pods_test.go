@@ -210,7 +210,7 @@ func TestStateOfClaim(t *testing.T) {
 		{"draining, no pod was told that it has the claim", []*corev1.Pod{pod(podA, "a", names("one"))}, nil, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining), ledger.Gone},
 		{"draining, a pod that has not been seen", []*corev1.Pod{former}, nil, map[string]int{podB: emptyGroup}, claimSince(time.Second, ledger.StateDraining, formerPod), ledger.Orphaned},
 		{"draining, a pod that ran and was not recorded", []*corev1.Pod{former, pod(podA, "a", names("one"), ranOnce, beingDeleted)}, nil, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining, formerPod), ledger.Gone},
-		{"draining, prepared before anybody has seen it", nil, nil, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining, podA), ledger.Orphaned},
+		{"draining, prepared before a check", nil, nil, map[string]int{podA: emptyGroup}, claimSince(time.Second, ledger.StateDraining, podA), ledger.Orphaned},
 		{"draining, prepared and never seen", nil, nil, nil, claimSince(2*time.Minute, ledger.StateDraining, podA), ledger.Gone},
 		{"draining, between two starts of a container", []*corev1.Pod{pod(podA, "a", names("one"), ranOnce)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining), ledger.Running},
 		{"draining, ran and is being deleted", []*corev1.Pod{pod(podA, "a", names("one"), ranOnce, beingDeleted)}, nil, map[string]int{podA: emptyGroup}, claim(ledger.StateDraining, podA), ledger.Gone},

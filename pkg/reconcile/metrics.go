@@ -73,7 +73,7 @@ func (b book) Collect(metrics chan<- prometheus.Metric) {
 	gauge(conflictsDescription, float64(waiting), "waiting")
 }
 
-// freed measures how long devices stay held after evidence could first say that their holder has ended.
+// freed measures how long devices stay held after their pod's end could first be detected.
 type freed struct {
 	pods  *podstate.Pods
 	times *prometheus.HistogramVec

@@ -216,7 +216,7 @@ func TestPartitionOfARevivedClaim(t *testing.T) {
 	}
 }
 
-// A process that died after it had recorded a partition and before anybody held it leaves it to the next.
+// A process that died after it recorded a partition and before the hold leaves the partition to the next process.
 func TestPartitionWithoutAHold(t *testing.T) {
 	t.Parallel()
 	g, f, _ := newPartitionRig(t, place("GPU-1", 0, 4), place("GPU-2", 1, 1))

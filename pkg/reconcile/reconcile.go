@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package reconcile brings the ledger and the world together: at start it restores the holds that evidence knows of, and
-// from then on it learns which pods hold limits and ends holds whose end is proven. It never gives a device to anybody.
+// Package reconcile keeps the ledger in step with the node. At start it restores the holds that kubelet's state contains. Then it
+// records which pods have which holds, and ends a hold once no container can use its device. It never takes a hold for a new
+// holder.
 package reconcile
 
 import (
@@ -22,7 +23,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// Claims gets a ResourceClaim from the API server; client-go's ResourceV1().ResourceClaims(namespace) is one.
+// Claims reads a ResourceClaim from the API server, as client-go's ResourceV1().ResourceClaims(namespace) does.
 type Claims interface {
 	Get(ctx context.Context, name string, o metav1.GetOptions) (*resourceapi.ResourceClaim, error)
 }
@@ -52,10 +53,10 @@ type Ledger interface {
 	ClearConflict(uid string)
 }
 
-// Config of a Reconciler. Everything is required that is not said to be optional.
+// Config of a Reconciler. All fields are required unless their comment says otherwise.
 type Config struct {
 	Ledger Ledger
-	// Pods runs elsewhere; until its first list has arrived nothing is ended.
+	// Pods runs in another goroutine. No hold ends before its first list has arrived.
 	Pods      *podstate.Pods
 	Cgroups   *podstate.Cgroups
 	Resources KubeletResources
@@ -65,14 +66,15 @@ type Config struct {
 	KubeletDir string
 	NodeName   string
 	DriverName string
-	// Limits are the resources by which limits ask for the node's devices.
+	// Limits are the node's extended resources.
 	Limits device.Resources
-	// Partitions and Recorder may be nil where no partition is made for a claim, Settings where nothing is set for one.
+	// Partitions and Recorder may be nil if no partition is created for claims, Settings if no sharing settings are applied.
 	Partitions Partitions
 	Settings   Settings
 	// Recorder receives events on claims.
 	Recorder record.EventRecorder
-	// AddPlaceholders receives the CDI names that kubelet remembers of claims, before either API is served (cdi.Specs.AddPlaceholders). Optional.
+	// AddPlaceholders receives the CDI names in kubelet's claim state, before either API is served (cdi.Specs.AddPlaceholders).
+	// Optional.
 	AddPlaceholders func(names []string)
 	// Registerer receives the metrics. Optional.
 	Registerer prometheus.Registerer
@@ -83,20 +85,20 @@ type Reconciler struct {
 	Config
 	times times
 	freed *freed
-	// leaving remembers since when a hold has been waiting for processes to end.
+	// leaving is since when a hold has been waiting for processes to end.
 	leaving map[holdKey]time.Time
 	// unconfirmed records holds that kubelet or the API server has not confirmed, since when, and when they were last checked.
 	unconfirmed map[holdKey]*unconfirmed
 	// asked is when the API server was last asked about a conflict, by the claim's UID.
 	asked map[string]time.Time
-	// unused is signalled when a partition, or what was set for a claim, has lost its last user.
+	// unused is signalled when a partition, or a claim's settings, may have lost the last user.
 	unused chan struct{}
-	// late are claims with devices that were not in the inventory when they were restored, and latePodHolds such limits.
+	// late are claims with devices that were not in the inventory when they were restored, and latePodHolds such holds of pods.
 	late         []podstate.KubeletClaim
 	latePodHolds []podstate.PodDevice
 }
 
-// holdKey tells a hold from the next one of the same holder on the same device.
+// holdKey distinguishes a hold from the next one of the same holder on the same device.
 type holdKey struct {
 	holder     ledger.Holder
 	device     device.Ref
@@ -105,10 +107,10 @@ type holdKey struct {
 
 func keyOf(h ledger.Hold) holdKey { return holdKey{h.Holder, h.Device, h.Generation} }
 
-// times are the durations of the protocol, shortened by tests.
+// times are the protocol's durations, which tests shorten.
 type times struct {
-	// leaving is how often the kernel is asked at first while a hold waits for processes to end, leavingLast in the end:
-	// cgroup files of version 1 do not notify.
+	// leaving is the first interval of cgroup checks while a hold waits for processes to end, leavingLast the longest: cgroup
+	// files of version 1 do not notify.
 	leaving, leavingLast time.Duration
 	// A hold that kubelet does not confirm is checked after verifyAfter, and then at intervals of verify: at most one GET of a claim
 	// a minute. kubelet's own reconcile loop runs every 60 s.
@@ -117,11 +119,11 @@ type times struct {
 	podHoldCheck time.Duration
 	// call bounds one call to kubelet or the API server, restore all such calls at start together.
 	call, restore time.Duration
-	// retry follows an error; what fails again and again is tried ever more rarely, in the end after retryMost.
+	// retry is the delay after an error. It grows up to retryMost.
 	retry, retryMost time.Duration
 	// rest is how long a GPU stays in MIG mode without a partition.
 	rest time.Duration
-	// gather bounds the looks to a hundred a second under load, verifyGather those that doubt to one a second.
+	// gather limits passes to a hundred a second under load, verifyGather limits verification to once a second.
 	gather, verifyGather time.Duration
 }
 
@@ -142,7 +144,7 @@ func defaultTimes() times {
 	}
 }
 
-// New does nothing visible.
+// New has no visible effect.
 func New(c Config) (*Reconciler, error) {
 	if c.Ledger == nil || c.Pods == nil || c.Cgroups == nil || c.Resources == nil || c.Claims == nil || c.Inventory == nil ||
 		c.KubeletDir == "" || c.NodeName == "" || c.DriverName == "" || c.Limits.GPU == "" {
@@ -155,7 +157,7 @@ func New(c Config) (*Reconciler, error) {
 	return &Reconciler{Config: c, times: defaultTimes(), freed: freed, leaving: map[holdKey]time.Time{}, unconfirmed: map[holdKey]*unconfirmed{}, unused: make(chan struct{}, 1)}, nil
 }
 
-// Run follows the world until ctx is done, after Restore. Call it once.
+// Run follows changes until ctx is done. Restore comes before. Call it once.
 func (r *Reconciler) Run(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { r.follow(ctx); return nil })
@@ -165,9 +167,8 @@ func (r *Reconciler) Run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// Settle looks at every hold once and ends or moves those that evidence speaks about; it returns when to look again if nothing
-// changes before. Run does so by itself: this, Doubt and RestoreLate are for simulations, which call them instead of Run, one at a
-// time.
+// Settle makes one pass over all holds, and returns after how long to call it again if nothing changes before. Simulations call
+// it, Verify and RestoreLate instead of Run, one call at a time.
 func (r *Reconciler) Settle() (time.Duration, error) { return r.pass() }
 
 // Verify checks unconfirmed holds and conflicts, and returns when to check again if nothing changes.
@@ -202,7 +203,7 @@ func (r *Reconciler) follow(ctx context.Context) {
 	}
 }
 
-// pause lets a burst of changes become one look.
+// pause merges a burst of changes into one pass.
 func pause(ctx context.Context, length time.Duration) {
 	timer := time.NewTimer(length)
 	defer timer.Stop()
@@ -212,11 +213,11 @@ func pause(ctx context.Context, length time.Duration) {
 	}
 }
 
-// never is a wait that something else will end.
+// never is the wait of a hold whose next step is triggered by a change.
 const never = time.Duration(1<<63 - 1)
 
-// pass looks at every hold once, and says when to look again if nothing happens before. It asks memory, the kernel and
-// kubelet's files only.
+// pass makes one pass over all holds, and returns after how long to make the next one if nothing changes before. It reads memory,
+// the kernel and kubelet's files only.
 func (r *Reconciler) pass() (time.Duration, error) {
 	holds := r.Ledger.Holds()
 	r.freed.look(holds)
@@ -258,10 +259,10 @@ func (r *Reconciler) pass() (time.Duration, error) {
 	return wait, errors.Join(errs...)
 }
 
-// untilLeft means waiting for processes to end, which the kernel does not report.
+// untilLeft is the wait for processes to end, which the kernel does not report.
 const untilLeft = time.Duration(-1)
 
-// settle moves one hold as far as evidence goes, and says when to look again.
+// settle changes the state of one hold, or ends it, and returns when to check it again.
 func (r *Reconciler) settle(h ledger.Hold, holds []ledger.Hold, checkpoint podstate.DeviceCheckpoint) (time.Duration, error) {
 	if h.Holder.Kind == ledger.KindClaim {
 		return r.settleClaim(h)
@@ -270,7 +271,7 @@ func (r *Reconciler) settle(h ledger.Hold, holds []ledger.Hold, checkpoint podst
 		return never, nil // unknown since when; verify ends it
 	}
 	if uid, ok := r.identify(h, checkpoint); ok {
-		// The change of the ledger brings the next look.
+		// The change of the ledger triggers the next pass.
 		return never, r.Ledger.Identify(h, r.Pods.Name(uid))
 	}
 	if len(h.Pods) == 1 && h.Pods[0].Name == "" && r.Pods.Known(h.Pods[0].UID) {
@@ -287,7 +288,7 @@ func (r *Reconciler) settle(h ledger.Hold, holds []ledger.Hold, checkpoint podst
 	case podState == ledger.Running && h.State == ledger.StateRestored && len(h.Pods) > 0:
 		return never, r.Ledger.SetState(h, ledger.StateHeld)
 	case h.State == ledger.StateDraining:
-		// Its pod is back, or has left nothing behind and the hold must only settle: neither keeps the next pod away.
+		// Its pod is back, or has ended without a process and the hold is recent. In neither case it blocks the next pod.
 		return never, r.Ledger.SetState(h, ledger.StateHeld)
 	}
 	if young := podstate.Unsettled(h); len(h.Pods) > 0 && young > 0 {
@@ -296,8 +297,8 @@ func (r *Reconciler) settle(h ledger.Hold, holds []ledger.Hold, checkpoint podst
 	return never, nil
 }
 
-// manyPods is how many pods a claim's hold may name before those that are gone are struck off: one that is shared for long may
-// see any number of them.
+// manyPods is how many pods a claim's hold may name before pods that are gone are removed: many pods may use a shared claim over
+// time.
 const manyPods = 8
 
 func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
@@ -305,7 +306,7 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	case h.Unreadable:
 		return never, nil
 	case h.State != ledger.StateDraining && len(h.Pods) > manyPods:
-		// Without a pod the hold would look as if nothing were known about it.
+		// Without a pod the hold would count as unknown.
 		if users := r.Pods.Users(h); len(users) > 0 && len(users) < len(h.Pods) {
 			return never, r.Ledger.SetPods(h, users)
 		}
@@ -346,8 +347,8 @@ func (r *Reconciler) release(h ledger.Hold) error {
 	return err
 }
 
-// unreadable returns why the kernel gives no answer about the pods of a hold. The pod state does not contain that reason, and an
-// operator needs it to see why the hold does not end.
+// unreadable returns why the cgroups of a hold's pods cannot be read. The pod state does not contain the reason, and an operator
+// needs it to see why the hold does not end.
 func (r *Reconciler) unreadable(h ledger.Hold) error {
 	for _, pod := range h.Pods {
 		if _, err := r.Cgroups.Pod(pod.UID); err != nil {
@@ -357,9 +358,9 @@ func (r *Reconciler) unreadable(h ledger.Hold) error {
 	return nil
 }
 
-// identify finds the pod of a limit in kubelet's checkpoint, if it is news. The checkpoint still names the pod before until
-// kubelet has written the new one, which is after the Allocate was answered: an older file says nothing, and neither does
-// a pod that had ended before.
+// identify returns the pod of a pod's hold from kubelet's checkpoint, if it is new. The checkpoint names the previous pod until
+// kubelet has written the new one, which follows the answer to Allocate. So identify ignores a checkpoint older than the hold,
+// and a pod that had ended before.
 func (r *Reconciler) identify(h ledger.Hold, checkpoint podstate.DeviceCheckpoint) (podUID string, ok bool) {
 	i := slices.IndexFunc(checkpoint.Devices, func(d podstate.PodDevice) bool {
 		return d.Resource == h.Resource && d.ID == h.Holder.ID
@@ -374,15 +375,14 @@ func (r *Reconciler) identify(h ledger.Hold, checkpoint podstate.DeviceCheckpoin
 	return uid, true
 }
 
-// predates reports whether a hold was given out after the checkpoint was written. Both times come from the clock that
-// stamps files.
+// predates reports whether a hold was taken after the checkpoint was written. Both times come from the clock that stamps files.
 func predates(checkpoint podstate.DeviceCheckpoint, h ledger.Hold) bool {
 	return h.State == ledger.StateHeld && checkpoint.Written.Before(h.Since)
 }
 
-// isReplaced reports whether the pod of a limit was given all that it asks for later. A kubelet that has lost its checkpoint asks
-// anew for the pods that it had not started, and takes what they had before for free: it must not offer that to others. That the
-// pod does not use it cannot be told where it has processes, and so it drains with the pod.
+// isReplaced reports whether the pod of a hold was allocated all its devices again later. A kubelet that lost its checkpoint
+// allocates again for pods that it had not started, and counts their earlier devices as free. The agent cannot tell whether the
+// pod uses the earlier device, so the hold drains with the pod and the device is not offered.
 func (r *Reconciler) isReplaced(h ledger.Hold, holds []ledger.Hold) bool {
 	if len(h.Pods) != 1 {
 		return false

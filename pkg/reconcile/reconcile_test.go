@@ -305,7 +305,7 @@ func TestNoRequestWhileAllIsConfirmed(t *testing.T) {
 	}
 }
 
-// A record that cannot be read ends by evidence about everybody who could be behind it.
+// The hold of an unreadable record ends by the state of all pods that could have it.
 func TestUnreadableRecords(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")

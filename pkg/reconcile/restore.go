@@ -22,10 +22,10 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// Restore adds to the ledger what its own records may not know: limits whose pods have a cgroup, by kubelet's device
-// checkpoint and pod resources; claims that kubelet's state names, which survive a reboot and must find their devices free.
-// It is called once, before either API is registered. A source that cannot be read is logged and skipped: the others and
-// the ledger's own records remain. An error means that the ledger is not ours any more.
+// Restore adds holds that the ledger's records may lack: of pods with a cgroup, from kubelet's device checkpoint and pod
+// resources; of claims in kubelet's claim state, which survive a reboot and must find their devices free. It is called once,
+// before either API is registered. It logs and skips a source that it cannot read: the other sources and the ledger's records
+// remain. An error means that another process has the ledger.
 func (r *Reconciler) Restore(ctx context.Context) error {
 	logger := klog.FromContext(ctx)
 	checkpoint, err := podstate.ReadDeviceCheckpoint(r.KubeletDir)
@@ -67,8 +67,8 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 	return r.restoreUsed(ctx, checkpoint, claims)
 }
 
-// restoreLate gives claims and limits of before the devices that come into the inventory later, such as a GPU that was lost when
-// the agent started. What cannot be restored when its device comes is tried again.
+// restoreLate restores holds on devices that come into the inventory later, such as a GPU that was lost when the agent started.
+// It retries what it cannot restore.
 func (r *Reconciler) restoreLate(ctx context.Context) {
 	complaint := &complaint{message: "Restoring the holders of devices that came late"}
 	retry := r.times.retry
@@ -94,13 +94,13 @@ func (r *Reconciler) restoreLate(ctx context.Context) {
 
 func (r *Reconciler) isLate() bool { return len(r.late)+len(r.latePodHolds) > 0 }
 
-// RestoreLate tries once to restore what Restore could not, and reports whether anything of it is left. Run does so by itself.
+// RestoreLate tries once to restore what Restore could not, and reports whether anything is left. Run calls it.
 func (r *Reconciler) RestoreLate(ctx context.Context) (left bool, err error) {
 	err = errors.Join(r.tryLateClaims(ctx), r.tryLatePodHolds(ctx))
 	return r.isLate(), err
 }
 
-// tryLateClaims forgets those that have all their devices, and those that kubelet has unprepared.
+// tryLateClaims drops claims that have all their devices, and claims that kubelet has unprepared.
 func (r *Reconciler) tryLateClaims(ctx context.Context) error {
 	if len(r.late) == 0 {
 		return nil
@@ -123,8 +123,8 @@ func (r *Reconciler) tryLateClaims(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// tryLatePodHolds forgets those that have their partition, those whose pod is gone, and those whose partition kubelet has given to
-// another pod since.
+// tryLatePodHolds drops holds that have their partition, whose pod is gone, or whose partition kubelet has allocated to another
+// pod since.
 func (r *Reconciler) tryLatePodHolds(ctx context.Context) error {
 	if len(r.latePodHolds) == 0 {
 		return nil
@@ -160,8 +160,8 @@ func (r *Reconciler) holders() map[ledger.Holder]ledger.Hold {
 	return holders
 }
 
-// restorePodHold restores what kubelet says of a limit, by its checkpoint or without a pod by its pod resources. It reports false
-// while the inventory does not have the limit's partition.
+// restorePodHold restores a pod's hold from kubelet's checkpoint, or without a pod from its pod resources. It returns false while
+// the inventory lacks the partition.
 func (r *Reconciler) restorePodHold(ctx context.Context, checkpoint podstate.DeviceCheckpoint, holds map[ledger.Holder]ledger.Hold,
 	d podstate.PodDevice,
 ) (done bool, err error) {
@@ -191,8 +191,8 @@ func (r *Reconciler) restorePodHold(ctx context.Context, checkpoint podstate.Dev
 	return true, r.expect(ctx, restored)
 }
 
-// refOf resolves a device ID, ours or that of NVIDIA's plugin, whose pods may still run: the UUID of a GPU or of a partition,
-// which the inventory must know. A GPU by whose name an old driver knew a partition is held as a whole.
+// refOf resolves a device ID of ours or of NVIDIA's plugin, whose pods may still run: the UUID of a GPU or partition of the
+// inventory. For a partition that an old driver named after its GPU it returns the whole GPU.
 func (r *Reconciler) refOf(id string) (ref device.Ref, ok bool) {
 	uuid := device.HardwareUUID(id)
 	if !strings.HasPrefix(uuid, "MIG-") {
@@ -206,11 +206,12 @@ func (r *Reconciler) refOf(id string) (ref device.Ref, ok bool) {
 	return devices[i].Ref(), true
 }
 
-// errUnasked says that a claim may have parts of devices only: they are held as a whole, which keeps others from theirs, until the
-// API server has said how much.
+// errUnasked means that a claim may have shares of devices. They are held whole, which blocks other sharers, until the API server
+// has returned the shares.
 var errUnasked = errors.New("the API server has not said how much of its devices the claim has")
 
-// restoreClaim reports whether a device of the claim is missing in the inventory, or what the claim has of it, with errUnasked.
+// restoreClaim reports whether the inventory lacks a device of the claim. It returns errUnasked if the claim's shares are
+// unknown.
 func (r *Reconciler) restoreClaim(ctx context.Context, claim podstate.KubeletClaim) (missing bool, err error) {
 	devices, consumed, asked := r.devicesOf(ctx, claim)
 	found := r.resolve(devices)
@@ -237,11 +238,10 @@ func (r *Reconciler) restoreClaim(ctx context.Context, claim podstate.KubeletCla
 	return len(found) < len(r.ofNode(devices)), nil
 }
 
-// devicesOf are those that kubelet has been given for the claim: one that it has merely begun to prepare has none, and owns
-// nothing. The API server alone knows what was allocated for admin access and so holds nothing. With the API server away
-// kubelet's list counts as it is: no Prepare can come before it is back. What is no longer allocated to the claim is still
-// held while a pod of it has a cgroup. Of devices that it shares it also tells how much of the memory the claim has, if the API
-// server could be asked.
+// devicesOf returns the claim's devices from kubelet's claim state: a claim that kubelet has only begun to prepare has none. Only
+// the API server knows which devices are for admin access and hold nothing. While it is away kubelet's list counts: no Prepare
+// can come before it is back. A device that is no longer allocated to the claim stays held while a pod of the claim has a cgroup.
+// For shared devices it returns the claim's memory if the API server could be asked.
 func (r *Reconciler) devicesOf(ctx context.Context, claim podstate.KubeletClaim,
 ) (devices []podstate.PoolDevice, consumed map[podstate.PoolDevice]int64, asked bool) {
 	if len(claim.Devices) == 0 {
@@ -277,10 +277,10 @@ func (r *Reconciler) mayLive(ctx context.Context, claim podstate.KubeletClaim) b
 	return false
 }
 
-// uses are the devices that a claim's allocation names: to hold, or for admin access.
+// uses are the devices of a claim's allocation: to hold, or for admin access.
 type uses struct {
 	held, admin []podstate.PoolDevice
-	// consumed is how much of its memory the claim has of a device that it shares.
+	// consumed is the claim's share of a shared device's memory.
 	consumed map[podstate.PoolDevice]int64
 }
 
@@ -305,7 +305,7 @@ func (r *Reconciler) usesOf(claim *resourceapi.ResourceClaim) uses {
 	return u
 }
 
-// resolve finds the devices in the inventory. One that is not there is left out.
+// resolve finds the devices in the inventory, and leaves out those that it lacks.
 func (r *Reconciler) resolve(devices []podstate.PoolDevice) map[podstate.PoolDevice]device.Device {
 	inventory := r.Inventory.Inventory()
 	all := map[podstate.PoolDevice]device.Device{}
@@ -317,7 +317,7 @@ func (r *Reconciler) resolve(devices []podstate.PoolDevice) map[podstate.PoolDev
 	return all
 }
 
-// refs are those of resolve.
+// refs returns the refs of resolve's devices.
 func (r *Reconciler) refs(devices []podstate.PoolDevice) []device.Ref {
 	var refs []device.Ref
 	for _, d := range r.resolve(devices) {
@@ -326,7 +326,7 @@ func (r *Reconciler) refs(devices []podstate.PoolDevice) []device.Ref {
 	return refs
 }
 
-// ofNode are the devices of this node, each once: a claim may have several shares of one.
+// ofNode returns the devices of this node, each once: a claim may have several shares of one.
 func (r *Reconciler) ofNode(devices []podstate.PoolDevice) []podstate.PoolDevice {
 	var here []podstate.PoolDevice
 	for _, d := range devices {
@@ -337,7 +337,7 @@ func (r *Reconciler) ofNode(devices []podstate.PoolDevice) []podstate.PoolDevice
 	return here
 }
 
-// restoreUsed adds what kubelet reports in use and the two checkpoints do not name.
+// restoreUsed restores devices and claims that kubelet reports in use and that neither checkpoint names.
 func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.DeviceCheckpoint, known []podstate.KubeletClaim) error {
 	callCtx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
@@ -382,8 +382,8 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.Device
 	return nil
 }
 
-// expect restores a hold. It reports a device that has two holders already, and a hold that a full disk has no room for, which
-// later passes record.
+// expect restores a hold. It logs a device that has two holders, and a hold for which the disk has no room; later passes record
+// that one.
 func (r *Reconciler) expect(ctx context.Context, h ledger.Hold) error {
 	err := r.Ledger.Expect(h)
 	var conflict *ledger.ConflictError

@@ -23,7 +23,7 @@ type unconfirmed struct {
 	since, checked time.Time
 	// unlisted counts the last checks in which kubelet did not list the device of a pod's hold.
 	unlisted int
-	// allocated is set once the API server has said that the device is the claim's.
+	// allocated is set once the API server has confirmed the allocation.
 	allocated bool
 }
 
@@ -59,7 +59,7 @@ func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 	claims, err := podstate.ReadClaimState(r.KubeletDir, r.DriverName)
 	errs := []error{err}
 	now := time.Now()
-	// Kubelet's state may change while no hold does.
+	// kubelet's state may change while no hold does.
 	wait := r.times.verify
 	current := map[holdKey]*unconfirmed{}
 	for _, h := range holds {
@@ -140,7 +140,7 @@ func (r *Reconciler) check(ctx context.Context, h ledger.Hold, d *unconfirmed) e
 	return nil
 }
 
-// lookIntoClaim ends the hold of a claim that is gone, or no longer allocated here, once no pod of it has a process.
+// lookIntoClaim ends the hold of a claim that is deleted or no longer allocated on this node, once no pod of it has a process.
 func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *unconfirmed) error {
 	claim, err := r.Claims(h.Namespace).Get(ctx, h.Name, metav1.GetOptions{})
 	var podState ledger.PodState
@@ -163,7 +163,7 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *unconf
 			klog.FromContext(ctx).Info("Releasing a device that its claim has for admin access only", "claim", klog.KObj(claim), "device", h.Device.String())
 			return r.release(h)
 		}
-		// Judged as after an Unprepare, which will not come any more.
+		// As after Unprepare, which will not come any more.
 		drained := h
 		drained.State = ledger.StateDraining
 		podState = r.Pods.PodState(drained)
@@ -176,7 +176,7 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *unconf
 	return r.end(ctx, h)
 }
 
-// lookIntoNameless completes or ends the hold of a claim of which only the UID is known. Either a pod of this node names the
+// lookIntoNameless completes or ends the hold of a claim of which only the UID is known: either a pod of this node names the
 // claim, or the hold is stale once no unknown pod has a process.
 func (r *Reconciler) lookIntoNameless(ctx context.Context, h ledger.Hold) error {
 	unknownPods, err := r.Pods.UnknownPods()

@@ -142,7 +142,7 @@ func holdOf(kind ledger.Kind, id string, share device.Share, state ledger.State)
 	return ledger.Hold{Holder: ledger.Holder{Kind: kind, ID: id}, Device: device.Ref{GPU: "GPU-0"}, Share: share, State: state}
 }
 
-// The daemon limits clients where all have the same, and they themselves where everybody has what it asks for.
+// The daemon limits clients if all have the same share; otherwise each client gets its own limit.
 func TestPolicyClients(t *testing.T) {
 	for name, test := range map[string]struct {
 		policy   device.Sharing
