@@ -7,12 +7,12 @@ import (
 	"time"
 )
 
-// errNoAnswer says that a call into the driver was given up.
+// errNoAnswer means that a call into the driver took too long.
 var errNoAnswer = errors.New("the GPU does not answer")
 
-// attempt makes a call that goes through the driver about one GPU (by UUID; empty for none in particular), and gives it up when
-// it takes too long: it may never return. The call then goes on by itself with a use of the session of its own, and there is no
-// other about that GPU until it ends. Under n.scanning, within a use of the session.
+// attempt makes a driver call about one GPU (by UUID; empty for none in particular) and gives it up after a timeout, because it
+// may never return. The call then continues in its goroutine with its own use of the session, and no other call about that GPU
+// starts until it ends. Under n.scanning, within a use of the session.
 func attempt[T any](n *Node, about string, call func() (T, error)) (T, error) {
 	var none T
 	if !n.ended(about) {
@@ -39,7 +39,7 @@ func attempt[T any](n *Node, about string, call func() (T, error)) (T, error) {
 	}
 }
 
-// ended reports whether no call about a GPU that was given up still goes on.
+// ended reports whether no call about a GPU continues after its timeout.
 func (n *Node) ended(about string) bool {
 	select {
 	case <-n.late[about]:

@@ -13,15 +13,15 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// capabilities are the minors of the devices below /dev/nvidia-caps, by the name of what they give access to:
-// "gpu0/gi3/access" for a GPU instance, "gpu0/gi3/ci0/access" for a compute instance (MIG User Guide, "Device Nodes and
-// Capabilities"; nvcdi reads the same file, but only below "/").
+// capabilities are the minors of the devices below /dev/nvidia-caps, by what they give access to: "gpu0/gi3/access" for a GPU
+// instance, "gpu0/gi3/ci0/access" for a compute instance (MIG User Guide, "Device Nodes and Capabilities"; nvcdi reads the same
+// file, but only below "/").
 type capabilities map[string]int
 
-// migMinors is where the driver lists them, below proc.
+// migMinors is the driver's list of them, below proc.
 const migMinors = "driver/nvidia-caps/mig-minors"
 
-// readCapabilities is empty without an error where the driver has no MIG.
+// readCapabilities reads the list; it is empty if the driver has no MIG.
 func readCapabilities(procRoot string) (capabilities, error) {
 	file, err := os.Open(filepath.Join(procRoot, migMinors))
 	if err != nil {
@@ -35,7 +35,7 @@ func readCapabilities(procRoot string) (capabilities, error) {
 	lines := bufio.NewScanner(file)
 	for lines.Scan() {
 		name, number, _ := strings.Cut(lines.Text(), " ")
-		// A line of another form is one of a later driver's.
+		// A later driver may add lines of another form.
 		if minor, err := strconv.Atoi(number); err == nil {
 			all[name] = minor
 		}
@@ -46,7 +46,7 @@ func readCapabilities(procRoot string) (capabilities, error) {
 	return all, nil
 }
 
-// of are the minors for a partition's GPU instance and its compute instance.
+// of returns the minors of a partition's GPU instance and compute instance.
 func (c capabilities) of(p gpu.Partition) (caps [2]int, err error) {
 	instance := fmt.Sprintf("gpu%d/gi%d", p.Parent, p.GPUInstance)
 	for i, name := range []string{instance + "/access", fmt.Sprintf("%s/ci%d/access", instance, p.ComputeInstance)} {
@@ -59,5 +59,5 @@ func (c capabilities) of(p gpu.Partition) (caps [2]int, err error) {
 	return caps, nil
 }
 
-// capabilityNode is the device of a capability, as a container sees it.
+// capabilityNode returns the path of a capability's device in a container.
 func capabilityNode(minor int) string { return fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", minor) }

@@ -31,7 +31,7 @@ func (n *Node) SetComputeMode(ctx context.Context, uuid string, mode gpu.Compute
 	return before, nil
 }
 
-// ComputeMode reads what SetComputeMode sets. Safe for concurrent use.
+// ComputeMode reads the compute mode. Safe for concurrent use.
 func (n *Node) ComputeMode(ctx context.Context, uuid string) (gpu.ComputeMode, error) {
 	mode, err := operate(ctx, n, uuid, (*operation).computeMode, func(*operation, gpu.ComputeMode) {})
 	if err != nil {
@@ -68,7 +68,7 @@ func (op *operation) setComputeMode(mode gpu.ComputeMode) (before gpu.ComputeMod
 	return before, nil
 }
 
-// settingError is what NVML answers about a setting.
+// settingError returns NVML's answer to a setting as an error.
 func settingError(ret gonvml.Return) error {
 	switch ret {
 	case gonvml.ERROR_NOT_SUPPORTED, gonvml.ERROR_FUNCTION_NOT_FOUND:

@@ -20,7 +20,7 @@ import (
 func (n *Node) Create(ctx context.Context, ref gpu.Ref, profile gpu.Profile) (gpu.Partition, error) {
 	create := func(op *operation) (gpu.Partition, error) { return op.create(ref.Placement, profile) }
 	takeBack := func(op *operation, _ gpu.Partition) {
-		// The caller has gone. What remains is in the inventory, as after a crash.
+		// The caller no longer waits. The inventory shows what is left, as after a crash.
 		_ = op.destroy(ref.Placement)
 	}
 	p, err := change(ctx, n, ref.GPU, create, takeBack)
@@ -55,7 +55,7 @@ func (op *operation) create(place gpu.Placement, profile gpu.Profile) (gpu.Parti
 	return gpu.Partition{}, err
 }
 
-// furnish makes the compute instance, and finds the MIG device that comes with it. On an error there is no compute instance.
+// furnish creates the compute instance and finds its MIG device. After an error there is no compute instance.
 func (op *operation) furnish(instance gonvml.GpuInstance, profile gpu.Profile) (gpu.Partition, error) {
 	made, ret := instance.GetInfo()
 	if ret != gonvml.SUCCESS {
@@ -79,7 +79,7 @@ func (op *operation) furnish(instance gonvml.GpuInstance, profile gpu.Profile) (
 	return gpu.Partition{}, err
 }
 
-// find is the partition in a GPU instance that has one compute instance.
+// find returns the partition of a GPU instance with one compute instance.
 func (op *operation) find(gpuInstance int) (gpu.Partition, error) {
 	partitions, odd := op.reader.readDevices(op.gpu, op.device)
 	for _, p := range partitions {

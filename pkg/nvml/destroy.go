@@ -13,9 +13,9 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Destroy removes the GPU instance in exactly that place with all that is in it, or what it can of that. Nothing there is no
-// error. While processes use it the error is an *InUseError. The maker of partitions calls it. Idempotent and safe for
-// concurrent use; the inventory knows when it returns.
+// Destroy destroys the GPU instance at exactly that placement with its compute instances, as far as the driver allows. Without an
+// instance there it returns nil. While processes use it the error is an *InUseError. pkg/partition calls it. It is idempotent and
+// safe for concurrent use; the inventory shows the change when it returns.
 func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
 	if ref.Whole() || ref.Compute != (gpu.Placement{}) {
 		return fmt.Errorf("destroy partition %s: this is no place of a GPU instance", ref)
@@ -54,13 +54,12 @@ func (op *operation) destroy(place gpu.Placement) error {
 	return nil
 }
 
-// without are the partitions that were known, but for those in that place: what the operation knows to be otherwise must not be
-// taken for what was there, should the driver not say what is.
+// without returns the known partitions except the one at that placement, for when the driver does not list them.
 func (op *operation) without(place gpu.Placement) []gpu.Partition {
 	return slices.DeleteFunc(slices.Clone(op.gpu.Partitions), func(p gpu.Partition) bool { return p.Ref.Placement == place })
 }
 
-// ended says what came of destroying part of a partition.
+// ended returns the result of destroying part of a partition as an error.
 func (op *operation) ended(i *gpuInstance, what string, ret gonvml.Return) error {
 	switch ret {
 	case gonvml.SUCCESS:
@@ -71,7 +70,7 @@ func (op *operation) ended(i *gpuInstance, what string, ret gonvml.Return) error
 	return fmt.Errorf("destroy the %s: %w", what, returnError{ret})
 }
 
-// named adds the UUID, where it can be read.
+// named adds the UUID, if it can be read.
 func (op *operation) named(p gpu.Partition) gpu.Partition {
 	if found, err := op.find(p.GPUInstance); err == nil {
 		return found

@@ -21,12 +21,12 @@ import (
 
 var _ cdi.Source = (*Node)(nil)
 
-// controlNode is the device that every use of a GPU opens first.
+// controlNode is the device that each user of a GPU opens first.
 const controlNode = "/dev/nvidiactl"
 
-// ContainerEdits says what a container needs for each GPU that answers and for each partition, by nvcdi; paths are the host's.
-// It fails as a whole where the driver's own files cannot be found, and for one GPU where that GPU's are missing or it does not
-// answer in time. It takes some ten milliseconds, and waits for a scan that is under way.
+// ContainerEdits returns the CDI edits of each GPU that answers and of each partition, by nvcdi, with host paths. It fails if the
+// driver's files cannot be found, and for one GPU if that GPU's files are missing or it does not answer in time. It takes about
+// ten milliseconds, and waits for a running scan.
 func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
@@ -36,7 +36,7 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 	if err := n.silent(); err != nil {
 		return cdi.Edits{}, err
 	}
-	// A driver that answers nothing at all is found out as a scan finds it out.
+	// Like a scan, it first checks whether the driver answers at all.
 	if _, err := n.begin(); err != nil {
 		return cdi.Edits{}, err
 	}
@@ -74,7 +74,7 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 	return cdi.Edits{Common: spec.ContainerEdits, Devices: spec.Devices, Failed: failed}, nil
 }
 
-// commonEdits are what every container with a GPU needs. The library that makes them makes those of each GPU, too.
+// commonEdits returns the edits of every container with a GPU, and the library that makes those of each GPU.
 func (n *Node) commonEdits(ctx context.Context) (nvcdi.Interface, specs.ContainerEdits, error) {
 	options, err := n.cdiOptions(ctx)
 	if err != nil {
@@ -111,10 +111,10 @@ func (n *Node) cdiOptions(ctx context.Context) ([]nvcdi.Option, error) {
 		nvcdi.WithDriverRoot(n.options.onHost(n.layout.driverRoot)),
 		nvcdi.WithDevRoot(n.options.onHost(n.layout.devRoot)),
 		nvcdi.WithDeviceNamers(namer),
-		// Only libraries of the driver are wanted, wherever they lie; nvcdi's own list lacks several systems' places.
+		// Only libraries of the driver, in any directory; nvcdi's own list lacks the directories of several systems.
 		nvcdi.WithLibrarySearchPaths(n.layout.libraryDirs),
 		nvcdi.WithLdconfigPath(n.options.ldconfig()),
-		// It would be loaded into this process beside NVML, and adds nothing for GPUs that NVML knows.
+		// nvcdi would load it into this process beside NVML, and it adds nothing for GPUs that NVML has.
 		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
 	}
 	if n.options.HookPath == "" {
@@ -124,8 +124,8 @@ func (n *Node) cdiOptions(ctx context.Context) ([]nvcdi.Option, error) {
 		nvcdi.WithDisabledHooks(n.options.DisabledHooks...)), nil
 }
 
-// deviceEdits makes the entry of one GPU. nvcdi leaves out device nodes that do not exist, and would answer with an entry
-// that gives the container no GPU: that is an error here.
+// deviceEdits returns the edits of one GPU. nvcdi omits missing device nodes, and would return edits that give the container no
+// GPU: that is an error here.
 func deviceEdits(lib nvcdi.Interface, g gpu.GPU) (specs.Device, error) {
 	if !g.Health.Healthy() {
 		return specs.Device{}, errors.New(g.Health.Message)
@@ -147,8 +147,8 @@ func hasNode(edits specs.ContainerEdits, path string) bool {
 	return slices.ContainsFunc(edits.DeviceNodes, func(d *specs.DeviceNode) bool { return d.Path == path })
 }
 
-// toHost replaces the agent's view of paths by the host's. All of them lie below the host root as the agent sees it. Paths
-// inside the container need it too: nvcdi names the links that a hook makes below /dev/dri/by-path after the device root.
+// toHost replaces the agent's paths by host paths. All of them are below the host root as mounted in the agent. Paths in the
+// container need it too: nvcdi names the links below /dev/dri/by-path, which a hook makes, after the device root.
 func (n *Node) toHost(devRoot string, spec *specs.Spec) error {
 	from := path.Clean(n.options.HostRoot)
 	host := root.New(root.WithRoot(from), root.WithTargetRoot("/"), root.WithRelativeTo("host"))
@@ -161,11 +161,11 @@ func (n *Node) toHost(devRoot string, spec *specs.Spec) error {
 		return err
 	}
 	dropEqualHostPaths(spec)
-	// Two of nvcdi's searches may find one file, and the order is that of the search.
+	// Two of nvcdi's searches may find the same file, and the order is that of the search.
 	return transform.NewSimplifier().Transform(spec)
 }
 
-// dropEqualHostPaths keeps the spec readable for runtimes that know only CDI 0.4, where a node has no host path.
+// dropEqualHostPaths keeps the spec readable for runtimes with CDI 0.4, in which a node has no host path.
 func dropEqualHostPaths(spec *specs.Spec) {
 	drop := func(edits specs.ContainerEdits) {
 		for _, d := range edits.DeviceNodes {

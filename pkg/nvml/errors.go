@@ -15,13 +15,13 @@ var ErrNoDriver = errors.New("no NVIDIA driver")
 // the new library (see the package documentation).
 var ErrDriverReplaced = errors.New("the NVIDIA driver was replaced")
 
-// NoDriverError is an ErrNoDriver with what was tried.
+// NoDriverError is an ErrNoDriver with the checked paths.
 type NoDriverError struct {
-	// Looked has one "<where>: <what was found>" for each place.
+	// Looked has one "<path>: <result>" for each checked path.
 	Looked []string
-	// Cause is set where a library was found and did not work.
+	// Cause is set if a library was found and did not work.
 	Cause error
-	// NoHardware is set where sysfs shows no GPU of NVIDIA's: no driver is missing then.
+	// NoHardware is set if sysfs shows no NVIDIA GPU: no driver is missing then.
 	NoHardware bool
 }
 

@@ -14,7 +14,7 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// skippedNames are GPUs that drive a display and run no CUDA work; NVIDIA's own tools leave them out too (go-nvlib).
+// skippedNames are GPUs that drive a display and run no CUDA work; NVIDIA's tools omit them too (go-nvlib).
 var skippedNames = map[string]bool{"DGX Display": true, "NVIDIA DGX Display": true}
 
 // reader reads GPUs within one session.
@@ -27,8 +27,8 @@ type reader struct {
 	cuda    string
 }
 
-// readAll fills in everything there is to know about a GPU over what was known before: what cannot be read now keeps its
-// value. It returns false where something that the GPU has could not be read, and should be tried again.
+// readAll reads all data of a GPU over what was known before: a value that cannot be read stays. It returns false if it could not
+// read something that the GPU has, which is retried.
 func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 	dev, err := r.lib.NewDevice(d)
 	if err != nil {
@@ -66,7 +66,7 @@ func setIf(into *string, value string) {
 	}
 }
 
-// readState reads what may change while a GPU is in use, and finds out how it is.
+// readState reads what may change while a GPU is in use, and its health.
 func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
 	g.Health = gpu.Health{}
 	memory, ret := d.GetMemoryInfo()
@@ -79,7 +79,7 @@ func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
 	}
 	if current, _, ret := d.GetEccMode(); ret == gonvml.SUCCESS {
 		on := current == gonvml.FEATURE_ENABLED
-		// The pointer is shared with inventories that were handed out: a new value, not a write through it.
+		// Earlier inventories share the pointer, so it points to a new value.
 		g.ECCEnabled = &on
 	}
 	node := filepath.Join(r.devRoot, fmt.Sprintf("dev/nvidia%d", g.Minor))
@@ -88,7 +88,7 @@ func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
 	}
 }
 
-// healthOf says what an error means that NVML gave for something which every GPU must answer.
+// healthOf returns the health for an error of NVML in a call that every GPU must support.
 func healthOf(ret gonvml.Return, doing string) gpu.Health {
 	switch ret {
 	case gonvml.ERROR_GPU_IS_LOST, gonvml.ERROR_GPU_NOT_FOUND:
@@ -102,7 +102,7 @@ func healthOf(ret gonvml.Return, doing string) gpu.Health {
 	}
 }
 
-// readPlace asks sysfs where the GPU sits. What sysfs does not tell stays unknown.
+// readPlace reads the GPU's PCIe root and NUMA node from sysfs. What sysfs lacks stays unknown.
 func (r *reader) readPlace(g *gpu.GPU) {
 	if g.PCIBusID == "" {
 		return
@@ -117,8 +117,8 @@ func (r *reader) readPlace(g *gpu.GPU) {
 	}
 }
 
-// fabricClique reads "<cluster UUID>.<clique>" of a GPU that has joined a multi-node NVLink fabric. Otherwise it keeps what
-// was known where NVML gives no answer.
+// fabricClique reads "<cluster UUID>.<clique>" of a GPU that has joined a multi-node NVLink fabric. Without an answer of NVML it
+// returns the known value.
 func fabricClique(d gonvml.Device, known string) string {
 	info, ret := d.GetGpuFabricInfo()
 	if ret == gonvml.ERROR_FUNCTION_NOT_FOUND {
@@ -130,7 +130,7 @@ func fabricClique(d gonvml.Device, known string) string {
 	return cliqueName(info.State, info.Status, info.ClusterUuid, info.CliqueId)
 }
 
-// fabricCliqueV is for drivers that have only the versioned function.
+// fabricCliqueV is for drivers with only the versioned function.
 func fabricCliqueV(d gonvml.Device, known string) string {
 	g, ok := d.(*guardedDevice)
 	if !ok || !g.guard.has("nvmlDeviceGetGpuFabricInfoV") {

@@ -8,15 +8,14 @@ import (
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// guard stands between this package, with go-nvlib and nvcdi, and a library that may lack functions: it answers
-// ERROR_FUNCTION_NOT_FOUND where calling would end the process. It covers what the three call; the required symbols need no
-// guard.
+// guard wraps a library that may lack functions: it returns ERROR_FUNCTION_NOT_FOUND where the call would end the process. It
+// covers the calls of this package, go-nvlib and nvcdi; required symbols need no guard.
 type guard struct {
 	gonvml.Interface
 	mig atomic.Bool
 }
 
-// hasMIG is asked for each GPU at each scan. A library does not lose functions.
+// hasMIG is called for each GPU at each scan. A library does not lose functions.
 func (g *guard) hasMIG() bool {
 	if g.mig.Load() {
 		return true
@@ -26,7 +25,7 @@ func (g *guard) hasMIG() bool {
 			return false
 		}
 	}
-	// Later versions of a function under names of their own.
+	// Later versions of the function have other names.
 	processes := "nvmlDeviceGetComputeRunningProcesses"
 	all := g.has("nvmlDeviceGetGpuInstancePossiblePlacements_v2", "nvmlDeviceGetGpuInstancePossiblePlacements") &&
 		g.has("nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes") &&
@@ -63,13 +62,13 @@ func (g *guard) SystemGetCudaDriverVersion() (int, gonvml.Return) {
 	return g.Interface.SystemGetCudaDriverVersion()
 }
 
-// guardedDevice embeds the Device under its own name, by which go-nvml finds the handle inside.
+// guardedDevice embeds the Device under that name, by which go-nvml finds the handle.
 type guardedDevice struct {
 	gonvml.Device
 	guard *guard
 }
 
-// guarded calls a function of one result if the library has it under any of its versions.
+// guarded calls a function with one result if the library has a version of it.
 func guarded[T any](d *guardedDevice, call func() (T, gonvml.Return), symbols ...string) (T, gonvml.Return) {
 	if !d.guard.has(symbols...) {
 		var zero T
@@ -143,7 +142,8 @@ var migSymbols = []string{
 	"nvmlGpuInstanceCreateComputeInstance", "nvmlComputeInstanceDestroy",
 }
 
-// GetMigMode says NOT_SUPPORTED where any function of MIG is missing: such a driver predates MIG, or what is made of it here.
+// GetMigMode returns NOT_SUPPORTED if any MIG function is missing: such a driver is older than MIG, or than this package's use of
+// it.
 func (d *guardedDevice) GetMigMode() (int, int, gonvml.Return) {
 	if !d.guard.hasMIG() {
 		return 0, 0, gonvml.ERROR_NOT_SUPPORTED
@@ -151,7 +151,7 @@ func (d *guardedDevice) GetMigMode() (int, int, gonvml.Return) {
 	return d.Device.GetMigMode()
 }
 
-// IsMigDeviceHandle likewise: without the function there are no MIG devices, so the handle is a GPU's.
+// IsMigDeviceHandle returns false without the function: there are no MIG devices then.
 func (d *guardedDevice) IsMigDeviceHandle() (bool, gonvml.Return) {
 	if !d.guard.has("nvmlDeviceIsMigDeviceHandle") {
 		return false, gonvml.SUCCESS
@@ -198,7 +198,7 @@ func (d *guardedDevice) GetTopologyCommonAncestor(other gonvml.Device) (gonvml.G
 	return guarded(d, call, "nvmlDeviceGetTopologyCommonAncestor")
 }
 
-// unsupported tells an answer that says nothing of the GPU's health: it, or the driver, has no such feature.
+// unsupported reports whether the GPU or the driver lacks a feature, which says nothing about the GPU's health.
 func unsupported(ret gonvml.Return) bool {
 	switch ret {
 	case gonvml.ERROR_NOT_SUPPORTED, gonvml.ERROR_FUNCTION_NOT_FOUND, gonvml.ERROR_NO_PERMISSION,

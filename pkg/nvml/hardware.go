@@ -14,7 +14,7 @@ const (
 	classDisplayPrefix = "0x03"
 )
 
-// hasHardware reports whether sysfs shows a GPU of NVIDIA's, with or without a driver. Where sysfs does not tell, it may.
+// hasHardware reports whether sysfs shows an NVIDIA GPU, with or without a driver. It returns true if sysfs cannot be read.
 func (o Options) hasHardware() bool {
 	devices := filepath.Join(o.SysfsRoot, "bus/pci/devices")
 	entries, err := os.ReadDir(devices)

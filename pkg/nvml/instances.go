@@ -14,14 +14,14 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// InUseError says that a partition cannot be destroyed, because processes use it.
+// InUseError means that a partition cannot be destroyed, because processes use it.
 type InUseError struct {
 	Partition gpu.Partition
-	// Processes are IDs as the host has them; none where NVML does not tell.
+	// Processes are process IDs of the host; none if NVML does not report them.
 	Processes []int
 }
 
-// PIDs are the processes, for those who know the error by this only.
+// PIDs returns the processes, for callers that use it as an interface.
 func (e *InUseError) PIDs() []int { return e.Processes }
 
 // Error names the partition and the processes.
@@ -67,13 +67,13 @@ func (op *operation) partitions() ([]gpu.Partition, error) {
 	return withEmpty(partitions, instances), nil
 }
 
-// gpuInstance is one that exists, and what it would be as a partition.
+// gpuInstance is an existing GPU instance and its partition.
 type gpuInstance struct {
 	handle    gonvml.GpuInstance
 	partition gpu.Partition
 }
 
-// instances lists all GPU instances; none where MIG is off.
+// instances returns all GPU instances; none if MIG mode is off.
 func (op *operation) instances() ([]gpuInstance, error) {
 	mode, _, ret := op.device.GetMigMode()
 	switch {
@@ -101,8 +101,7 @@ func (op *operation) instances() ([]gpuInstance, error) {
 	return all, nil
 }
 
-// instancesOfProfiles lists the GPU instances of the profiles that a GPU is known to have, for a scan: half of the calls that
-// it takes to be sure of all.
+// instancesOfProfiles returns the GPU instances of the GPU's known profiles, for a scan, with half the calls of instances.
 func instancesOfProfiles(g gpu.GPU, d gonvml.Device) ([]gpuInstance, error) {
 	var all []gpuInstance
 	for _, p := range g.Profiles {
@@ -115,7 +114,7 @@ func instancesOfProfiles(g gpu.GPU, d gonvml.Device) ([]gpuInstance, error) {
 	return all, nil
 }
 
-// instancesOf lists the GPU instances of one profile, of which NVML is told the ID and the most that there can be.
+// instancesOf returns the GPU instances of one profile. NVML needs its ID and maximum number.
 func instancesOf(g gpu.GPU, d gonvml.Device, info gonvml.GpuInstanceProfileInfo) ([]gpuInstance, error) {
 	if info.InstanceCount == 0 {
 		return nil, nil // go-nvml v0.13.4-0 panics
@@ -135,7 +134,7 @@ func instancesOf(g gpu.GPU, d gonvml.Device, info gonvml.GpuInstanceProfileInfo)
 	return all, nil
 }
 
-// at is the GPU instance in exactly that place; nil where there is none.
+// at returns the GPU instance at exactly that placement; nil for none.
 func (op *operation) at(place gpu.Placement) (*gpuInstance, error) {
 	instances, err := op.instances()
 	if err != nil {
@@ -149,7 +148,7 @@ func (op *operation) at(place gpu.Placement) (*gpuInstance, error) {
 	return nil, nil
 }
 
-// computeInstances lists those of a GPU instance.
+// computeInstances returns the compute instances of a GPU instance.
 func computeInstances(instance gonvml.GpuInstance) ([]gonvml.ComputeInstance, error) {
 	var all []gonvml.ComputeInstance
 	for number := range gonvml.COMPUTE_INSTANCE_PROFILE_COUNT {
@@ -169,8 +168,7 @@ func computeInstances(instance gonvml.GpuInstance) ([]gonvml.ComputeInstance, er
 	return all, nil
 }
 
-// users are the processes that use what is in a GPU instance. It is for the reader of an error, who is told less where it cannot
-// be read.
+// users returns the processes that use a GPU instance. They are for an error text, which has fewer if they cannot be read.
 func (op *operation) users(gpuInstance int) []int {
 	var users []int
 	count, _ := op.device.GetMaxMigDeviceCount() //nolint:errcheck // see above
@@ -188,7 +186,7 @@ func (op *operation) users(gpuInstance int) []int {
 	return slices.Compact(users)
 }
 
-// processesOf are the IDs of the processes that use a GPU or a MIG device, as far as NVML tells.
+// processesOf returns the processes that use a GPU or a MIG device, as far as NVML reports them.
 func processesOf(d gonvml.Device) []int {
 	processes, _ := d.GetComputeRunningProcesses() //nolint:errcheck // for the reader of an error
 	var ids []int

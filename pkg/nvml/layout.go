@@ -33,15 +33,15 @@ var driverRoots = []string{
 	"/",
 }
 
-// layout is where things are on this node. It is comparable through its fingerprint.
+// layout is the driver's paths on this node. Its fingerprint makes it comparable.
 type layout struct {
 	// driverRoot and devRoot are host paths.
 	driverRoot, devRoot string
-	// library is the resolved libnvidia-ml.so.1 as the agent sees it.
+	// library is the agent's path of the resolved libnvidia-ml.so.1.
 	library string
-	// version is what the library's file name says, or empty.
+	// version is the version in the library's file name, or empty.
 	version string
-	// libraryDirs are the directories, as the agent sees them, in which files of that version lie.
+	// libraryDirs are the agent's paths of the directories with files of that version.
 	libraryDirs []string
 }
 
@@ -58,7 +58,7 @@ func (o Options) locate() (layout, error) {
 		found = append(found, l)
 	}
 	if len(found) == 0 && o.Library != Auto {
-		// A library given by path is enough to know the GPUs; container edits will say what they miss.
+		// A library that is set by path suffices for the inventory; ContainerEdits reports what is missing.
 		found = append(found, layout{driverRoot: "/", library: o.Library})
 	}
 	if len(found) == 0 {
@@ -85,7 +85,7 @@ func (o Options) candidateRoots() []string {
 	return driverRoots
 }
 
-// rootsOf derives the driver root from the path of a library in one of the usual places below it.
+// rootsOf derives the driver root from the path of a library in one of the usual directories.
 func (o Options) rootsOf(library string) []string {
 	dir, err := filepath.Rel(o.HostRoot, filepath.Dir(library))
 	if err != nil || strings.HasPrefix(dir, "..") {
@@ -127,7 +127,7 @@ func (o Options) lookBelow(root string) (layout, error) {
 	return l, nil
 }
 
-// resolvedDirs are the library directories that exist, links resolved, each once.
+// resolvedDirs returns the existing library directories, with links resolved, each once.
 func resolvedDirs(base string) []string {
 	var dirs []string
 	for _, sub := range driverroot.LibraryDirs {
@@ -172,8 +172,8 @@ func versionOf(library string) string {
 	return ""
 }
 
-// foreign recognises a library for another machine, such as the 32-bit ones that some distributions put in /usr/lib. A
-// file that is no ELF object at all is let pass: opening it says more than we could here.
+// foreign reports whether a library is for another machine, such as the 32-bit ones that some distributions put in /usr/lib. It
+// returns false for a file that is not ELF: opening it gives a better error.
 func foreign(path string) bool {
 	f, err := elf.Open(path)
 	if err != nil {
@@ -185,8 +185,8 @@ func foreign(path string) bool {
 	return known && f.Machine != want
 }
 
-// choose prefers the root whose library belongs to the kernel module that is loaded: a host may have both a driver
-// container and leftovers of a package.
+// choose prefers the root whose library matches the loaded kernel module: a host may have both a driver container and the remains
+// of a package.
 func (o Options) choose(found []layout) layout {
 	loaded := o.moduleVersion()
 	for _, l := range found {
@@ -197,7 +197,7 @@ func (o Options) choose(found []layout) layout {
 	return found[0]
 }
 
-// moduleVersion is the version of the loaded kernel module, empty where none is.
+// moduleVersion returns the version of the loaded kernel module, empty for none.
 func (o Options) moduleVersion() string {
 	version, err := os.ReadFile(filepath.Join(o.SysfsRoot, "module/nvidia/version"))
 	if err != nil {
@@ -206,7 +206,7 @@ func (o Options) moduleVersion() string {
 	return strings.TrimSpace(string(version))
 }
 
-// findDevRoot prefers the host's own /dev to the driver container's, which goes when that container does.
+// findDevRoot prefers the host's /dev to the driver container's, which is removed with that container.
 func (o Options) findDevRoot(driverRoot string) string {
 	if o.DevRoot != Auto {
 		return filepath.Clean(o.DevRoot)
@@ -217,7 +217,7 @@ func (o Options) findDevRoot(driverRoot string) string {
 	return "/"
 }
 
-// deviceNodes lists /dev/nvidia* below a root as the agent sees it.
+// deviceNodes returns /dev/nvidia* below a root of the agent.
 func deviceNodes(root string) []string {
 	nodes, err := filepath.Glob(filepath.Join(root, "dev", "nvidia*"))
 	if err != nil {
@@ -231,7 +231,7 @@ func isCharDevice(path string) bool {
 	return err == nil && info.Mode()&os.ModeCharDevice != 0
 }
 
-// ldconfigPaths are where hosts keep ldconfig, which the update-ldcache hook runs.
+// ldconfigPaths are the host's paths of ldconfig, which the update-ldcache hook runs.
 var ldconfigPaths = []string{
 	"/sbin/ldconfig",
 	"/usr/sbin/ldconfig",
@@ -239,7 +239,7 @@ var ldconfigPaths = []string{
 	"/usr/local/glibc/sbin/ldconfig",
 }
 
-// ldconfig finds it on the host; empty leaves the choice to the hook.
+// ldconfig returns the host's ldconfig; empty leaves the choice to the hook.
 func (o Options) ldconfig() string {
 	for _, path := range ldconfigPaths {
 		if _, err := driverroot.Resolve(o.HostRoot, path); err == nil {

@@ -25,7 +25,7 @@ func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
 	return &guard{Interface: gonvml.New(gonvml.WithLibraryPath(l.library))}, nil
 }
 
-// fileIdentity tells one build of a library from another, wherever it is mounted.
+// fileIdentity distinguishes builds of a library, wherever it is mounted.
 type fileIdentity struct {
 	name  string
 	size  int64
@@ -40,14 +40,14 @@ func identify(path string) (fileIdentity, error) {
 	return fileIdentity{name: filepath.Base(path), size: info.Size(), mtime: info.ModTime()}, nil
 }
 
-// bound remembers the library whose functions this process runs. It is a variable of the package because the dynamic
-// linker's binding is one of the process.
+// bound is the library whose functions this process runs. It is a package variable because the dynamic linker binds once per
+// process.
 var bound struct {
 	sync.Mutex
 	to *fileIdentity
 }
 
-// bind checks a library before go-nvml opens it, and refuses one that this process cannot use any more.
+// bind checks a library before go-nvml opens it, and returns an error if this process can no longer use it.
 func bind(path string) error {
 	identity, err := identify(path)
 	if err != nil {
@@ -68,8 +68,8 @@ func bind(path string) error {
 	return nil
 }
 
-// requiredSymbols are what no use of NVML can do without; alternatives are later versions of one function. go-nvml calls
-// nvmlErrorString wherever an error is printed.
+// requiredSymbols are the functions without which NVML cannot be used; alternatives are later versions of one function. go-nvml
+// calls nvmlErrorString to print an error.
 var requiredSymbols = [][]string{
 	{"nvmlInit_v2", "nvmlInit"},
 	{"nvmlShutdown"},

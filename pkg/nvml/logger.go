@@ -8,8 +8,8 @@ import (
 	"github.com/go-logr/logr"
 )
 
-// toolkitLogger takes the printf-style messages of NVIDIA's container toolkit. It warns of each optional file that a driver
-// does not have, so nothing of it is worth more than debug output; real errors are returned.
+// toolkitLogger logs the printf-style messages of NVIDIA's container toolkit. It warns about each optional file that a driver
+// lacks, so all messages are debug output; real errors are returned.
 type toolkitLogger struct{ logger logr.Logger }
 
 func (l toolkitLogger) log(format string, args []any) {

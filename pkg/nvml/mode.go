@@ -66,7 +66,7 @@ func (op *operation) setMode(mode int) error {
 	return err
 }
 
-// notActive says why a mode that was asked for is not in force (nvml.h, nvmlDeviceSetMigMode).
+// notActive returns why a requested mode is not in force (nvml.h, nvmlDeviceSetMigMode).
 func notActive(activation gonvml.Return, d gonvml.Device) error {
 	switch activation {
 	case gonvml.ERROR_IN_USE:

@@ -20,11 +20,11 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Node is the GPUs of this node. All methods are safe for concurrent use.
+// Node has the GPUs of this node. All methods are safe for concurrent use.
 type Node struct {
 	options Options
 
-	// scanning admits one scan or one making of container edits at a time. Inventory does not wait for it.
+	// scanning allows one scan or one call of ContainerEdits at a time. Inventory does not wait for it.
 	scanning sync.Mutex
 	layout   layout
 	caps     capabilities
@@ -33,10 +33,10 @@ type Node struct {
 	renewed bool
 	session *session
 	known   map[string]*knownGPU
-	// stuck has, by index, visits that were given up and still go on; beginning is a scan that could not even begin.
+	// stuck has, by index, visits that run on after their timeout; beginning is a scan whose first calls do.
 	stuck     map[int]<-chan visit
 	beginning <-chan begun
-	// late has calls for container edits that were given up and still go on, by the UUID that they are about.
+	// late has calls for container edits that run on after their timeout, by UUID.
 	late     map[string]<-chan struct{}
 	topology topology
 
@@ -47,25 +47,25 @@ type Node struct {
 	attached     attachment
 	inventory    gpu.Inventory
 	unidentified int
-	// failure is the error of the last scan, and missing the text of what Missing last returned.
+	// failure is the error of the last scan, and missing the last text of Missing.
 	failure error
 	missing string
 	changed broadcast.Signal
-	// since has, by UUID, when the operation on a GPU began that has its turn; changes counts the changes by operations; profiled
-	// has the GPUs of which the inventory has all profiles.
+	// since has, by UUID, when the running operation on a GPU began; changes counts the changes by operations; profiled has the
+	// GPUs whose profiles are all in the inventory.
 	since    map[string]time.Time
 	changes  map[string]uint64
 	profiled map[string]bool
 }
 
-// knownGPU is what was ever learnt of a GPU.
+// knownGPU is the known data of a GPU.
 type knownGPU struct {
 	gpu gpu.GPU
-	// complete is set once all attributes were read with the driver that is in use, profiled once the profiles were.
+	// complete is set once all attributes were read with the current driver, profiled once the profiles were.
 	complete, profiled bool
-	// odd is what was last said about the GPU's MIG.
+	// odd is the last report about the GPU's MIG.
 	odd []string
-	// changes is how many of them are known.
+	// changes is the number of changes that it includes.
 	changes uint64
 }
 
@@ -81,7 +81,8 @@ func Open(ctx context.Context, options Options) (*Node, error) {
 	return n, nil
 }
 
-// New checks the options and touches nothing. The inventory is empty, and operations fail, until a Scan has found the driver.
+// New validates the options and has no visible effect. The inventory is empty, and operations fail, until a Scan has found the
+// driver.
 func New(options Options) (*Node, error) {
 	options, err := options.withDefaults()
 	if err != nil {
@@ -98,18 +99,17 @@ func New(options Options) (*Node, error) {
 // errNotScanned is the failure before the first scan.
 var errNotScanned error = &NoDriverError{Cause: errors.New("not looked for yet")}
 
-// awaitInterval is the time between two looks for a driver that is not there: some dozens of stat calls.
+// awaitInterval is the time between two searches for a missing driver: some dozens of stat calls.
 const awaitInterval = time.Second
 
-// Inventory is what the last scan found. It never waits.
+// Inventory returns the result of the last scan. It never waits.
 func (n *Node) Inventory() gpu.Inventory {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.inventory
 }
 
-// Unidentified counts GPUs that NVML enumerates and that cannot be told apart or named: nothing is known of them from
-// before, and their UUID or minor number cannot be read.
+// Unidentified returns the number of enumerated GPUs that are unknown and whose UUID or minor number cannot be read.
 func (n *Node) Unidentified() int {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -184,7 +184,7 @@ func (n *Node) awaitDriver(ctx context.Context) error {
 	}
 }
 
-// release lets go of the driver, unless that would wait for it.
+// release closes the session, unless it would have to wait.
 func (n *Node) release() {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
@@ -193,8 +193,8 @@ func (n *Node) release() {
 	}
 }
 
-// Scan looks for the driver if there was none, and at the driver and the GPUs otherwise, once. Run calls it; a caller that knows
-// of a change may too. An ErrNoDriver has been turned into health of all GPUs already.
+// Scan searches for the driver if there was none, and otherwise reads the driver and the GPUs, once. Run calls it; a caller that
+// caused a change may call it too. After an ErrNoDriver all GPUs are unhealthy.
 func (n *Node) Scan(ctx context.Context) error {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
@@ -212,7 +212,7 @@ func (n *Node) Scan(ctx context.Context) error {
 	return err
 }
 
-// setFailure records the outcome of a scan, and announces it where Missing answers something else now.
+// setFailure records the result of a scan, and notifies if Missing changed.
 func (n *Node) setFailure(err error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -254,7 +254,7 @@ func (n *Node) attach() error {
 	return nil
 }
 
-// follow attaches where nothing is attached, and anew when the driver is not what it was.
+// follow attaches if nothing is attached, and again if the driver has changed.
 func (n *Node) follow() error {
 	if n.session != nil {
 		if n.options.traces(n.layout) == n.traces {
@@ -265,7 +265,7 @@ func (n *Node) follow() error {
 	return n.attach()
 }
 
-// scan reads all GPUs and publishes what it found.
+// scan reads all GPUs and publishes the result.
 func (n *Node) scan(ctx context.Context) error {
 	s, err := n.begin()
 	if err != nil {
@@ -283,7 +283,7 @@ func (n *Node) scan(ctx context.Context) error {
 	return nil
 }
 
-// unreachable marks all GPUs: the driver itself is away.
+// unreachable marks all GPUs as unhealthy, because the driver is away.
 func (n *Node) unreachable(ctx context.Context, cause error) {
 	for _, known := range n.known {
 		known.gpu.Health = gpu.Health{Reason: gpu.ReasonUnreachable, Message: cause.Error()}
@@ -291,7 +291,7 @@ func (n *Node) unreachable(ctx context.Context, cause error) {
 	n.publish(ctx, n.Inventory().DriverVersion, n.Unidentified())
 }
 
-// publish makes known what changed.
+// publish publishes and logs changes.
 func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -322,13 +322,13 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 	n.tell(next)
 }
 
-// tell puts an inventory in the place of the last. Under n.mu.
+// tell replaces the inventory. Under n.mu.
 func (n *Node) tell(next gpu.Inventory) {
 	n.inventory = next
 	n.changed.Notify()
 }
 
-// withHealth gives the partitions of a GPU that is unhealthy its health.
+// withHealth sets the health of an unhealthy GPU on its partitions.
 func withHealth(partitions []gpu.Partition, health gpu.Health) []gpu.Partition {
 	if health.Healthy() {
 		return partitions
@@ -340,7 +340,7 @@ func withHealth(partitions []gpu.Partition, health gpu.Health) []gpu.Partition {
 	return partitions
 }
 
-// logHealth says which GPUs fell ill or recovered.
+// logHealth logs which GPUs became unhealthy or healthy.
 func (n *Node) logHealth(ctx context.Context, next gpu.Inventory) {
 	logger := klog.FromContext(ctx)
 	for _, g := range next.GPUs {
@@ -356,7 +356,7 @@ func (n *Node) logHealth(ctx context.Context, next gpu.Inventory) {
 	}
 }
 
-// matrix arranges the pairs as device.Inventory has them; nil while nothing is known.
+// matrix returns the pairs in the form of device.Inventory; nil while nothing is known.
 func (t topology) matrix(gpus []gpu.GPU) [][]gpu.Pair {
 	if t.pairs == nil {
 		return nil

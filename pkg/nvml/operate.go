@@ -15,25 +15,25 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// attachment is the driver that is in use. Operations have a use of the session of their own and take no part in scans, so
-// that neither waits for the other.
+// attachment is the driver in use. Each operation has its own use of the session and takes no part in scans, so that neither
+// waits for the other.
 type attachment struct {
 	session *session
 	layout  layout
 	caps    capabilities
 }
 
-// operation is a look at one GPU's MIG, or a change of it, alone on that GPU.
+// operation reads or changes the MIG state of one GPU, alone on that GPU.
 type operation struct {
 	reader *reader
-	// gpu is what was known of it, with what the operation has changed; profiled is as in knownGPU.
+	// gpu is the known state with the operation's changes; profiled is as in knownGPU.
 	gpu      gpu.GPU
 	profiled bool
 	device   gonvml.Device
 	layout   layout
 }
 
-// outcome is what an operation ends with.
+// outcome is the result of an operation.
 type outcome[T any] struct {
 	value T
 	err   error
@@ -55,8 +55,8 @@ func change[T any](
 	})
 }
 
-// operate waits for its turn with a GPU and does something with it. Ctx ends the waiting, not what was begun: that ends by
-// itself, abandon is told what has come of it, and then only it is the next one's turn.
+// operate waits until it has the GPU to itself and runs an operation on it. ctx ends the wait, not a running operation: that one
+// ends by itself, abandon gets its result, and only then the next operation starts.
 func operate[T any](
 	ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T),
 ) (T, error) {
@@ -88,7 +88,7 @@ func operate[T any](
 	}
 }
 
-// answered delivers the answer if the caller still waits for it.
+// answered sends the answer if the caller still waits.
 func answered[T any](answer chan<- outcome[T], o outcome[T], abandoned <-chan struct{}) bool {
 	select {
 	case answer <- o:
@@ -118,7 +118,7 @@ func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error)
 	}, nil
 }
 
-// reach looks a GPU up in a use of the session; end ends it.
+// reach finds a GPU within a use of the session; end ends the use.
 func (n *Node) reach(uuid string) (op *operation, end func(), err error) {
 	n.mu.Lock()
 	attached := n.attached
@@ -141,10 +141,10 @@ func (n *Node) reach(uuid string) (op *operation, end func(), err error) {
 	return &operation{reader: r, gpu: g, profiled: profiled, device: d, layout: attached.layout}, s.close, nil
 }
 
-// learn reads what the GPU is cut into now, and makes it known. Scans that have begun before know less.
+// learn reads the GPU's partitions and publishes them. Scans that began before have an older state.
 func (n *Node) learn(op *operation) {
 	known := knownGPU{gpu: op.gpu, profiled: op.profiled}
-	// What cannot be read is unhealthy, or missing until a scan reads it, which says why.
+	// What cannot be read is unhealthy or missing until a scan reads it, which reports why.
 	_ = op.reader.readMIG(&known, op.device)
 	op.gpu, op.profiled = known.gpu, known.profiled
 
@@ -164,16 +164,16 @@ func (n *Node) learn(op *operation) {
 	}
 }
 
-// copyMIG takes over what operations change.
+// copyMIG copies what operations change.
 func copyMIG(to *gpu.GPU, from gpu.GPU) {
 	to.MIGCapable, to.MIGEnabled, to.Profiles, to.Partitions = from.MIGCapable, from.MIGEnabled, from.Profiles, from.Partitions
 }
 
-// tooLong is how often patience an operation may take before scans look at its GPU all the same: to create a partition takes a
-// second or two, to reset a GPU some more.
+// tooLong is the timeout of an operation as a multiple of patience, after which scans read its GPU again: creating a partition
+// takes a second or two, a reset some more.
 const tooLong = 6
 
-// operating reports whether a GPU is being operated on, and may take the time.
+// operating reports whether a GPU has an operation within its timeout.
 func (n *Node) operating(uuid string) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -181,7 +181,7 @@ func (n *Node) operating(uuid string) bool {
 	return operated && time.Since(since) < tooLong*n.options.patience
 }
 
-// recall is what is known of the GPUs, with what operations have changed since they were visited.
+// recall returns the known GPUs with the changes of operations since they were read.
 func (n *Node) recall(before map[string]knownGPU) map[string]knownGPU {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -193,8 +193,7 @@ func (n *Node) recall(before map[string]knownGPU) map[string]knownGPU {
 	return now
 }
 
-// catchUp takes over what operations know better: of a GPU that is being operated on, or has been since it was visited. Under
-// n.mu.
+// catchUp copies the newer state of a GPU with an operation, or with one since it was read. Under n.mu.
 func (n *Node) catchUp(known *knownGPU) {
 	uuid := known.gpu.UUID
 	_, operated := n.since[uuid]

@@ -15,37 +15,37 @@ import (
 // Auto is the value of a path that Open searches for.
 const Auto = "auto"
 
-// Options say where the driver is. A path is the agent's unless it is called a host path.
+// Options of a Node. Paths are the agent's unless they are called host paths.
 type Options struct {
-	// HostRoot is where the host's root directory is seen; "/" when empty.
+	// HostRoot is the mount of the host's root directory; "/" when empty.
 	HostRoot string
-	// DriverRoot is Auto (or empty), or the host path of the directory below which the driver is installed.
+	// DriverRoot is Auto (or empty), or the host path of the driver's root directory.
 	DriverRoot string
-	// DevRoot is Auto (or empty), or the host path of the directory whose dev/ holds the device nodes.
+	// DevRoot is Auto (or empty), or the host path of the directory whose dev/ has the device nodes.
 	DevRoot string
 	// Library is Auto (or empty) for the driver's own libnvidia-ml.so.1, or the path of another one.
 	Library string
 	// OpenLibrary replaces the library that was found, also after each driver upgrade. Nil opens the file. Tests and simulated
 	// machines set it.
 	OpenLibrary func() (gonvml.Interface, error)
-	// SysfsRoot is where sysfs is seen; "/sys" when empty.
+	// SysfsRoot is the mount of sysfs; "/sys" when empty.
 	SysfsRoot string
-	// ProcRoot is where proc is seen; "/proc" when empty.
+	// ProcRoot is the mount of proc; "/proc" when empty.
 	ProcRoot string
 
-	// HookPath is the host path of nvidia-cdi-hook. Empty means that container edits carry no hooks.
+	// HookPath is the host path of nvidia-cdi-hook. If it is empty, container edits have no hooks.
 	HookPath string
-	// DisabledHooks are names as nvidia-cdi-hook has them ("update-ldcache"), or "all".
+	// DisabledHooks are hooks of nvidia-cdi-hook ("update-ldcache"), or "all".
 	DisabledHooks []string
 
-	// Interval is the time between scans; 4 s when zero, so that what an administrator changes is known within 5 s.
+	// Interval is the time between scans; 4 s when zero, so that an administrator's change is noticed within 5 s.
 	Interval time.Duration
 
 	// patience is how long a GPU may take to answer; tests shorten it.
 	patience time.Duration
 }
 
-// defaultPatience is beyond what a GPU takes that has to be initialised first (some seconds without persistence mode).
+// defaultPatience is longer than the initialisation of a GPU takes (some seconds without persistence mode).
 const defaultPatience = 10 * time.Second
 
 func (o Options) withDefaults() (Options, error) {
@@ -88,5 +88,5 @@ func (o Options) check() error {
 	return errors.Join(errs...)
 }
 
-// onHost turns a host path into the path under which the agent sees it.
+// onHost returns the agent's path of a host path.
 func (o Options) onHost(path string) string { return filepath.Join(o.HostRoot, path) }

@@ -56,11 +56,11 @@ func (n *Node) oneEdits(ctx context.Context, p gpu.Partition) (specs.Device, err
 	return spec.Devices[0], nil
 }
 
-// graphics reports whether a partition can render: only such a one gets its GPU's nodes for that (nvcdi).
+// graphics reports whether a partition can render: only then it gets its GPU's nodes for graphics (nvcdi).
 func graphics(p gpu.Partition) bool { return strings.HasSuffix(p.Profile, "+gfx") }
 
-// partitionEdits are the node of the GPU and those of the two capabilities. nvcdi v1.20.1 makes the same, but looks for the list
-// of capabilities below "/" only. Parent is what nvcdi makes for the GPU, or cannot make.
+// partitionEdits returns the nodes of the GPU and of the two capabilities. nvcdi v1.20.1 returns the same, but reads the list of
+// capabilities below "/" only. parent is what nvcdi returns for the GPU, if anything.
 func (n *Node) partitionEdits(devRoot string, p gpu.Partition, parent specs.Device, parentErr error) (specs.Device, error) {
 	if !p.Health.Healthy() {
 		return specs.Device{}, errors.New(p.Health.Message)
@@ -83,7 +83,7 @@ func (n *Node) partitionEdits(devRoot string, p gpu.Partition, parent specs.Devi
 	return device, nil
 }
 
-// describeNode makes the entry of a device node, as nvcdi does.
+// describeNode returns the entry of a device node, as nvcdi does.
 func describeNode(inContainer, path string) (*specs.DeviceNode, error) {
 	info, err := os.Lstat(path)
 	if err != nil {
@@ -100,11 +100,10 @@ func describeNode(inContainer, path string) (*specs.DeviceNode, error) {
 	}, nil
 }
 
-// drmDir is where a GPU's nodes for graphics are.
+// drmDir has a GPU's nodes for graphics.
 const drmDir = "/dev/dri"
 
-// addGraphics takes over the nodes for graphics, and the hooks that have to do with them. They are copied, since paths are
-// changed later.
+// addGraphics copies the nodes for graphics and their hooks. Their paths are changed later, so it copies the values.
 func addGraphics(to *specs.ContainerEdits, parent specs.ContainerEdits) {
 	for _, node := range parent.DeviceNodes {
 		if strings.HasPrefix(node.Path, drmDir+"/") {

@@ -13,9 +13,8 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// readPartitions lists what a GPU is cut into, by place: its MIG devices, and the GPU instances in which there is none, without
-// a UUID. What cannot be read is said in odd; a partition that was known before is not gone then, only unhealthy, unless its GPU
-// instance is.
+// readPartitions returns a GPU's partitions by placement: its MIG devices, and the GPU instances without one, which have no UUID.
+// odd says what cannot be read: a known partition is then unhealthy, and gone only if its GPU instance is gone.
 func (r *reader) readPartitions(g gpu.GPU, d gonvml.Device) (partitions []gpu.Partition, odd []string) {
 	partitions, odd = r.readDevices(g, d)
 	instances, err := instancesOfProfiles(g, d)
@@ -41,7 +40,7 @@ func (r *reader) readPartitions(g gpu.GPU, d gonvml.Device) (partitions []gpu.Pa
 	return withEmpty(partitions, instances), odd
 }
 
-// withEmpty adds the GPU instances that none of the partitions is in.
+// withEmpty adds the GPU instances that have no partition.
 func withEmpty(partitions []gpu.Partition, instances []gpuInstance) []gpu.Partition {
 	for _, i := range instances {
 		inside := func(p gpu.Partition) bool { return p.Ref.Placement == i.partition.Ref.Placement }
@@ -53,7 +52,7 @@ func withEmpty(partitions []gpu.Partition, instances []gpuInstance) []gpu.Partit
 	return partitions
 }
 
-// readDevices lists the MIG devices of a GPU: up to seven, of some calls each, so that what changed needs not be known.
+// readDevices reads all MIG devices of a GPU: up to seven, with some calls each, so that it needs no cache.
 func (r *reader) readDevices(g gpu.GPU, d gonvml.Device) (partitions []gpu.Partition, odd []string) {
 	count, ret := d.GetMaxMigDeviceCount()
 	if ret != gonvml.SUCCESS {
@@ -122,14 +121,14 @@ func (r *reader) readPartition(g gpu.GPU, d, handle gonvml.Device) (gpu.Partitio
 		}
 		p.Capacity.Multiprocessors = int(attributes.MultiprocessorCount)
 		p.Ref.Compute = gpu.Placement{Start: int(info.Placement.Start), Size: int(info.Placement.Size)}
-		// As go-nvlib's MigProfile.String has it.
+		// As in go-nvlib's MigProfile.String.
 		p.Profile = fmt.Sprintf("%dc.%s", info.Placement.Size, p.Profile)
 	}
 	return p, nil
 }
 
-// instanceOf is a GPU instance as a partition without a compute instance. One of a profile that has no name here is there all
-// the same, in the way of others, but is nothing to work with.
+// instanceOf returns a GPU instance as a partition without a compute instance. One of an unknown profile is unhealthy, but
+// excludes other partitions all the same.
 func instanceOf(g gpu.GPU, instance gonvml.GpuInstance) (gpu.Partition, error) {
 	info, ret := instance.GetInfo()
 	if ret != gonvml.SUCCESS {
@@ -146,7 +145,7 @@ func instanceOf(g gpu.GPU, instance gonvml.GpuInstance) (gpu.Partition, error) {
 	return p, nil
 }
 
-// unknownProfile is the profile of a partition that has none of its GPU's.
+// unknownProfile is the profile of a partition whose profile the GPU does not offer.
 const unknownProfile = "unknown"
 
 func profileByID(g gpu.GPU, id int) (gpu.Profile, bool) {
@@ -156,7 +155,7 @@ func profileByID(g gpu.GPU, id int) (gpu.Profile, bool) {
 	return gpu.Profile{}, false
 }
 
-// access finds the nodes through which a container gets at the partition, which is unhealthy without them.
+// access returns the device nodes of the partition, which is unhealthy without them.
 func (r *reader) access(p gpu.Partition) (caps [2]int, health gpu.Health) {
 	if p.Profile == unknownProfile {
 		return caps, gpu.Health{Reason: gpu.ReasonUnreachable, Message: fmt.Sprintf("MIG profile %d is not known", p.ProfileID)}

@@ -12,8 +12,8 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// computeProfiles are the compute instance profiles, NVML_COMPUTE_INSTANCE_PROFILE_*, that take all of a GPU instance with so
-// many slices. NVML tells those of a GPU instance only once there is one.
+// computeProfiles are the compute instance profiles, NVML_COMPUTE_INSTANCE_PROFILE_*, that cover a GPU instance with so many
+// slices. NVML reports the profiles of a GPU instance only once it exists.
 var computeProfiles = map[uint32]int{
 	1: gonvml.COMPUTE_INSTANCE_PROFILE_1_SLICE,
 	2: gonvml.COMPUTE_INSTANCE_PROFILE_2_SLICE,
@@ -26,7 +26,7 @@ var computeProfiles = map[uint32]int{
 
 const mebibyte = 1 << 20
 
-// readProfiles lists the ways to partition a GPU, by ID. What cannot be read is left out and said in odd.
+// readProfiles returns the possible partitions of a GPU, by ID. odd says what cannot be read.
 func (r *reader) readProfiles(memory uint64, d gonvml.Device) (profiles []gpu.Profile, odd []string) {
 	for number := range gonvml.GPU_INSTANCE_PROFILE_COUNT {
 		info, ret := d.GetGpuInstanceProfileInfo(number)
@@ -48,7 +48,7 @@ func (r *reader) readProfiles(memory uint64, d gonvml.Device) (profiles []gpu.Pr
 	return profiles, odd
 }
 
-// absent is the answer for a profile that NVML, or the GPU, does not have (nvml.h, nvmlDeviceGetGpuInstanceProfileInfo).
+// absent reports whether NVML or the GPU lacks a profile (nvml.h, nvmlDeviceGetGpuInstanceProfileInfo).
 func absent(ret gonvml.Return) bool {
 	return ret == gonvml.ERROR_INVALID_ARGUMENT || ret == gonvml.ERROR_NOT_SUPPORTED
 }

@@ -2,15 +2,15 @@
 
 package nvml
 
-// DriverRoot is the directory on the host below which the driver is installed. It changes only when the driver does.
+// DriverRoot returns the host path of the driver's root directory. It changes only with the driver.
 func (n *Node) DriverRoot() string {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
 	return n.layout.driverRoot
 }
 
-// DevRoot is the directory whose dev/ holds the device nodes, as the host and as the agent names it. It changes only when
-// the driver does.
+// DevRoot returns the directory whose dev/ has the device nodes, as a path of the host and of the agent. It changes only with the
+// driver.
 func (n *Node) DevRoot() (host, agent string) {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()

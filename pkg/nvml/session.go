@@ -8,13 +8,13 @@ import (
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// session keeps NVML initialised while it is used or held (see the package documentation).
+// session keeps NVML initialised while it has users or is held (see the package documentation).
 type session struct {
 	library gonvml.Interface
 
 	mu    sync.Mutex
 	users int
-	// holding keeps one user's worth of session open between uses.
+	// holding counts as one user between uses.
 	holding bool
 }
 
@@ -31,7 +31,7 @@ func (s *session) open() error {
 	return nil
 }
 
-// share starts another use within one that is under way.
+// share starts another use within a use.
 func (s *session) share() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -47,14 +47,14 @@ func (s *session) close() {
 	}
 }
 
-// hold says whether the session stays open between uses. It is called within a use.
+// hold sets whether the session stays open between uses. It is called within a use.
 func (s *session) hold(hold bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.holding = hold
 }
 
-// release ends a held session without users.
+// release closes a held session without users.
 func (s *session) release() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -64,7 +64,7 @@ func (s *session) release() {
 	s.holding = false
 }
 
-// initError adds what an administrator can do about it.
+// initError adds what an administrator can do.
 func initError(ret gonvml.Return) error {
 	e := &NoDriverError{Cause: returnError{ret}}
 	switch ret {
@@ -78,7 +78,7 @@ func initError(ret gonvml.Return) error {
 	return e
 }
 
-// returnError is an answer of NVML as an error.
+// returnError is NVML's answer as an error.
 type returnError struct{ ret gonvml.Return }
 
 func (e returnError) Error() string { return "NVML answers " + e.ret.Error() }

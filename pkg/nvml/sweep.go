@@ -16,33 +16,33 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// sweep is one pass over all GPUs that NVML enumerates. Whatever goes wrong with one GPU stays with it.
+// sweep is one pass over all GPUs that NVML enumerates. A failure of one GPU affects no other.
 type sweep struct {
 	node   *Node
 	reader *reader
 	count  int
-	// before is what was known at the start.
+	// before is the known state at the start.
 	before map[string]knownGPU
 
 	seen      map[string]bool
 	endpoints []endpoint
-	// failed has the health to conclude from the answer for an index of which no identity could be read.
+	// failed is the health for an index whose identity could not be read.
 	failed map[int]gpu.Health
 	hold   bool
 }
 
-// begun is the answer of a driver that a sweep may begin.
+// begun is the result of begin's driver calls.
 type begun struct {
 	reader *reader
 	count  int
 	err    error
 }
 
-// errSilent says that a call which concerns no particular GPU does not return.
+// errSilent means that a call about no particular GPU does not return.
 var errSilent = &NoDriverError{Cause: errors.New("the driver does not answer")}
 
-// begin opens the session and asks what concerns all GPUs. On an error the session is closed. A driver that does not answer
-// is left alone until it does.
+// begin opens the session and reads what concerns all GPUs. After an error the session is closed. A driver that does not answer
+// gets no other call until it does.
 func (n *Node) begin() (*sweep, error) {
 	answer := make(chan begun, 1)
 	session, r := n.session, &reader{options: n.options, devRoot: n.layout.devRoot, caps: n.caps}
@@ -61,7 +61,7 @@ func (n *Node) begin() (*sweep, error) {
 	}
 }
 
-// silent is errSilent while an earlier begin has not returned. What that one opened is closed again.
+// silent returns errSilent while an earlier begin has not returned. It closes what that call opened.
 func (n *Node) silent() error {
 	if n.beginning == nil {
 		return nil
@@ -117,8 +117,8 @@ func (n *Node) newSweep(b begun) *sweep {
 	}
 }
 
-// look visits one GPU, and gives it up when it takes too long: a call into a broken GPU may never return. The visit then
-// goes on by itself, and the GPU is left alone until it ends.
+// look visits one GPU, and gives it up after a timeout: a call into a broken GPU may never return. The visit then continues in
+// its goroutine, and the GPU is skipped until it ends.
 func (s *sweep) look(ctx context.Context, index int) {
 	if s.leave(index) {
 		return
@@ -140,10 +140,10 @@ func (s *sweep) look(ctx context.Context, index int) {
 	}
 }
 
-// leave leaves a GPU alone that is being operated on: a call that looks at it may wait until that ends. It is what it was.
+// leave skips a GPU with a running operation, because a call about it may wait for the operation. The GPU keeps its known state.
 func (s *sweep) leave(index int) bool {
 	if s.count != len(s.before) {
-		// A GPU appeared or vanished, so the index may be another GPU's.
+		// A GPU appeared or vanished, so the index may belong to another GPU.
 		return false
 	}
 	for uuid, known := range s.before {
@@ -155,15 +155,15 @@ func (s *sweep) leave(index int) bool {
 	return false
 }
 
-// start visits in the background, with a use of the session of its own.
+// start visits in its own goroutine, with a use of the session.
 func (s *sweep) start(index int) <-chan visit {
 	answer := make(chan visit, 1)
-	// A copy: the visit may go on after the sweep.
+	// A copy, because the visit may outlive the sweep.
 	session, reader, before := s.node.session, s.reader, s.node.recall(s.before)
 	session.share()
 	go func() {
 		v := reader.visit(session.library, index, before)
-		// First: who has the answer may rely on nothing being left open.
+		// Before the answer is sent: its receiver may rely on a closed session.
 		session.close()
 		answer <- v
 	}()
@@ -194,8 +194,8 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 	}
 }
 
-// missing sorts out known GPUs that did not show up. One whose minor number went to another is forgotten: it was replaced,
-// and the two would be published under one name.
+// missing handles known GPUs that were not enumerated. It drops one whose minor number belongs to another GPU: it was replaced,
+// and both would be published under one name.
 func (s *sweep) missing() {
 	minors := map[int]bool{}
 	for uuid := range s.seen {
@@ -212,8 +212,8 @@ func (s *sweep) missing() {
 	}
 }
 
-// absence says why a known GPU did not show up: an index that failed in its old place is taken for it. Otherwise NVML may
-// still know its UUID and say that it is lost.
+// absence returns why a known GPU was not enumerated: an index that failed at its earlier position counts as this GPU. Otherwise
+// NVML may still have its UUID and report it as lost.
 func (s *sweep) absence(g gpu.GPU) gpu.Health {
 	if health, failed := s.failed[g.Index]; failed {
 		delete(s.failed, g.Index)
@@ -226,7 +226,7 @@ func (s *sweep) absence(g gpu.GPU) gpu.Health {
 	return healthOf(ret, "looking it up")
 }
 
-// connect reads the topology when a GPU answers that did not when it was last read.
+// connect reads the topology if a GPU answers that did not answer when it was last read.
 func (s *sweep) connect() {
 	if s.node.topology.pairs == nil || !s.node.topology.covers(s.endpoints) {
 		s.node.topology = readTopology(s.endpoints, s.node.topology)

@@ -36,7 +36,7 @@ func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) erro
 	return nil
 }
 
-// notAvailable is what nvidia-smi exits with when the GPU has no such operation (nvidia-smi(1), return value).
+// notAvailable is nvidia-smi's exit status if the GPU does not support an operation (nvidia-smi(1), return value).
 const notAvailable = 3
 
 func (o Options) setTimeSlice(l layout, uuid string, interval int) error {
@@ -53,20 +53,21 @@ func (o Options) setTimeSlice(l layout, uuid string, interval int) error {
 	return err
 }
 
-// toolPatience is how often patience a tool may take: it initialises every GPU of the node before it looks at one.
+// toolPatience is a tool's timeout as a multiple of patience: it initialises every GPU of the node first.
 const toolPatience = 3
 
-// execute runs a program of the driver where its libraries are not the system's: it is given the one that it loads by name. A tool that
-// takes too long is killed with all that it has started.
+// execute runs a program of the driver with the libraries of the driver root. A program that takes too long is killed with all
+// its processes.
 func (o Options) execute(l layout, path string, args ...string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), toolPatience*o.patience)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, path, args...)
-	// Its own libraries load nothing else by the environment, and no language changes what it says.
+	// LD_PRELOAD is the library that it loads by name; its other libraries need no environment. The locale does not change its
+	// output.
 	cmd.Env = []string{"LD_PRELOAD=" + l.library, "PATH=/usr/bin:/bin", "LC_ALL=C"}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
-	// What it has started and cannot be killed keeps its output open.
+	// A process of it that cannot be killed keeps its output open.
 	cmd.WaitDelay = time.Second
 	output, err := cmd.CombinedOutput()
 	switch {
@@ -84,7 +85,7 @@ func commandLine(path string, args []string) string {
 	return strings.Join(append([]string{filepath.Base(path)}, args...), " ")
 }
 
-// said is what a program has printed, in one line that fits into an event.
+// said returns a program's output in one line for an event.
 func said(output []byte) string {
 	text := strings.Join(strings.Fields(string(bytes.ToValidUTF8(output, []byte("?")))), " ")
 	if text == "" {

@@ -23,12 +23,12 @@ func keyOf(a, b string) pairKey {
 	return pairKey{a, b}
 }
 
-// topology is how the GPUs of the node are connected, by UUID: indices change when GPUs come and go.
+// topology is the connections of the node's GPUs, by UUID: indices change when GPUs come and go.
 type topology struct {
 	pairs map[pairKey]gpu.Pair
-	// domains holds the name of the NVLink domain of each GPU, empty for one that is in none.
+	// domains has the name of each GPU's NVLink domain, empty for none.
 	domains map[string]string
-	// of has the GPUs that answered when it was read.
+	// of has the GPUs that answered when the topology was read.
 	of map[string]bool
 }
 
@@ -56,7 +56,7 @@ func readTopology(endpoints []endpoint, before topology) topology {
 	t := topology{pairs: map[pairKey]gpu.Pair{}, domains: map[string]string{}, of: map[string]bool{}}
 	maps.Copy(t.pairs, before.pairs)
 	maps.Copy(t.domains, before.domains)
-	// GPUs that NVLink connects, also through other GPUs, have the same number in set.
+	// GPUs that NVLink connects, directly or through other GPUs, have the same number in set.
 	set := make([]int, len(endpoints))
 	for i := range endpoints {
 		endpoints[i].readLinks()
@@ -107,13 +107,13 @@ func (e *endpoint) readLinks() {
 	}
 }
 
-// linksBetween adds up direct links and those through NVSwitch, where any two GPUs can use as many as the one with fewer
-// has. The two ends of a link may disagree while one of them trains: the larger count is taken.
+// linksBetween returns the number of direct links and of links through NVSwitch, of which two GPUs use as many as the one with
+// fewer has. Both ends of a link may differ while one of them trains: the larger count is used.
 func linksBetween(a, b *endpoint) int {
 	return max(a.peers[b.pci], b.peers[a.pci]) + min(a.switches, b.switches)
 }
 
-// busID is the address in a PciInfo in the form that device.GPU has it.
+// busID returns the address of a PciInfo in the form of device.GPU.
 func busID(info gonvml.PciInfo) string {
 	var text strings.Builder
 	for _, c := range info.BusId {
@@ -152,8 +152,8 @@ func commonAncestor(a, b gonvml.Device) gpu.Link {
 	return gpu.LinkUnknown
 }
 
-// setDomains names each set of two or more GPUs that NVLink connects after the smallest PCI address in it, or the smallest UUID where
-// an address is unknown: the name is the same after a restart. A GPU that does not answer keeps its domain.
+// setDomains names each set of two or more GPUs that NVLink connects by the smallest PCI address in it, or by the smallest UUID
+// if an address is unknown: the name is the same after a restart. A GPU that does not answer keeps its domain.
 func (t *topology) setDomains(endpoints []endpoint, set []int) {
 	for i, e := range endpoints {
 		var members []string

@@ -10,21 +10,21 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// visit is what one GPU said.
+// visit is the result of reading one GPU.
 type visit struct {
-	// ret is an error where not even the identity could be read; skip is a GPU that is not for work.
+	// ret is an error if the identity could not be read; skip is a GPU that runs no work.
 	ret  gonvml.Return
 	skip bool
 
 	known  knownGPU
 	device gonvml.Device
-	// odd says what of the GPU's MIG cannot be read.
+	// odd says which MIG data cannot be read.
 	odd []string
-	// deinitialises marks a GPU that the driver shuts down when no process has it open.
+	// deinitialises marks a GPU that the driver shuts down while no process has it open.
 	deinitialises bool
 }
 
-// visit reads the GPU at an index. A GPU that is in before needs to be asked only what may have changed.
+// visit reads the GPU at an index. Of a GPU in before it reads only what may have changed.
 func (r *reader) visit(library gonvml.Interface, index int, before map[string]knownGPU) visit {
 	d, ret := library.DeviceGetHandleByIndex(index)
 	if ret != gonvml.SUCCESS {
@@ -58,8 +58,8 @@ func (r *reader) visit(library gonvml.Interface, index int, before map[string]kn
 	return v
 }
 
-// readMIG reads mode, profiles and partitions. Profiles stay what they are as long as the mode does (nvml.h,
-// nvmlDeviceGetGpuInstanceProfileInfo). Where the mode cannot be read, it is what it was.
+// readMIG reads mode, profiles and partitions. Profiles change only with the mode (nvml.h, nvmlDeviceGetGpuInstanceProfileInfo).
+// A mode that cannot be read stays as it was.
 func (r *reader) readMIG(known *knownGPU, d gonvml.Device) (odd []string) {
 	g := &known.gpu
 	current, _, ret := d.GetMigMode()

@@ -16,8 +16,8 @@ import (
 	"github.com/tandem-gpu/tandem/internal/filewatch"
 )
 
-// traces is what of the driver can be seen in the file system: when it differs, the driver was removed, upgraded or
-// loaded anew, or device nodes came, went or changed their numbers.
+// traces are the driver's traces in the file system. They change when the driver is removed, upgraded or loaded again, or when
+// device nodes come, go or change their numbers.
 type traces struct {
 	library, module, nodes string
 }
@@ -48,13 +48,13 @@ func (o Options) traces(l layout) traces {
 // settle merges changes: a driver installs many files.
 const settle = 200 * time.Millisecond
 
-// watch reports, beyond the regular scans, when files of the driver or device nodes come or go.
+// watch reports changes of the driver's files and device nodes between the regular scans.
 func (n *Node) watch(ctx context.Context) *filewatch.Watcher {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
 	dev := filepath.Join(n.options.onHost(n.layout.devRoot), "dev")
 	return filewatch.New(ctx, filewatch.Options{
-		// The last has nodes come and go with partitions.
+		// Nodes come and go with partitions in the last one.
 		Dirs:     []string{dev, filepath.Dir(n.layout.library), filepath.Join(dev, "nvidia-caps")},
 		Interval: n.options.Interval, Settle: settle,
 		Relevant: func(event fsnotify.Event) bool {
