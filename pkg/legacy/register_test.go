@@ -425,7 +425,7 @@ func TestForeignPluginTurnsUpLater(t *testing.T) {
 	f.await("the list", healthyCount(8))
 	f.awaitReady(p, "")
 	stopHarmless()
-	if f.metric("tandem_device_plugin_registrations_total", "reason=conflicting") != 1 {
+	if f.metric("tandem_device_plugin_registrations_total", "reason=conflicting_plugin") != 1 {
 		t.Error("not counted")
 	}
 }
