@@ -110,7 +110,7 @@ func (a *administrator) smi(args ...string) (string, error) {
 // created matches what smi says of a new GPU instance.
 var created = regexp.MustCompile(`Created GPU instance (\d+) `)
 
-// make makes a partition; wanted may name its place: "1g.10gb:3". Where there is no room for it he leaves it.
+// make makes a partition; wanted may name its place: "1g.10gb:3". It creates nothing without room for it.
 func (a *administrator) make(gpu int, wanted string) (skipped string, err error) {
 	h := a.hardware
 	h.mu.Lock()
@@ -129,7 +129,7 @@ func (a *administrator) make(gpu int, wanted string) (skipped string, err error)
 	}
 	for _, i := range now.Instances {
 		if i.GPU == gpu && strconv.Itoa(i.ID) == match[1] {
-			h.his[i.UUID] = i
+			h.static[i.UUID] = i
 			return "", nil
 		}
 	}
@@ -140,7 +140,7 @@ func (a *administrator) make(gpu int, wanted string) (skipped string, err error)
 func (a *administrator) remove(ctx context.Context, op Op) (skipped string, err error) {
 	used, err := a.used(ctx)
 	if err != nil {
-		return err.Error(), nil //nolint:nilerr // he does nothing that he is not sure of
+		return err.Error(), nil //nolint:nilerr // the administrator does nothing if it is not sure
 	}
 	a.hardware.mu.Lock()
 	defer a.hardware.mu.Unlock()
@@ -148,7 +148,7 @@ func (a *administrator) remove(ctx context.Context, op Op) (skipped string, err 
 		return "the node has just booted", err
 	}
 	var candidates []oracle.Instance
-	for _, i := range a.hardware.his {
+	for _, i := range a.hardware.static {
 		limits := slices.ContainsFunc(limitsProfiles, func(name string) bool { return profileNamed(name).id == i.Profile })
 		if i.GPU == op.GPU && !limits && !overlapsAny(place{i.GPU, i.Start, i.Size}, used) {
 			candidates = append(candidates, i)
@@ -163,7 +163,7 @@ func (a *administrator) remove(ctx context.Context, op Op) (skipped string, err 
 
 // destroy is called under the hardware's mu.
 func (a *administrator) destroy(i oracle.Instance) error {
-	delete(a.hardware.his, i.UUID)
+	delete(a.hardware.static, i.UUID)
 	for _, verb := range []string{"-dci", "-dgi"} {
 		if _, err := a.smi("mig", "-i", strconv.Itoa(i.GPU), verb, "-gi", strconv.Itoa(i.ID)); err != nil {
 			return fmt.Errorf("remove %s: %w", i, err)
@@ -189,7 +189,7 @@ func (a *administrator) tidy(ctx context.Context) error {
 	}
 	a.hardware.mu.Lock()
 	var extra, missing []oracle.Instance
-	for _, i := range a.hardware.his {
+	for _, i := range a.hardware.static {
 		if !slices.ContainsFunc(a.hardware.first, func(f oracle.Instance) bool { return sameShape(f, i) }) {
 			extra = append(extra, i)
 		}

@@ -12,7 +12,7 @@ import (
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
-// TestTheAdministratorsRound: what he makes and removes is his, and in the end everything is as it was.
+// TestTheAdministratorsRound: it changes only its own partitions, and in the end the GPUs are as before.
 func TestTheAdministratorsRound(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("needs root, to make device nodes")
@@ -39,7 +39,7 @@ func TestTheAdministratorsRound(t *testing.T) {
 		op   Op
 		used []place
 		done bool
-		his  int
+		static  int
 	}{
 		{Op{Kind: MakePartition, GPU: 3, Profile: "3g.40gb"}, nil, true, 8},
 		{Op{Kind: MakePartition, GPU: 3, Profile: "1g.10gb"}, nil, false, 8},
@@ -52,8 +52,8 @@ func TestTheAdministratorsRound(t *testing.T) {
 	} {
 		used = step.used
 		skipped, err := a.operate(t.Context(), step.op)
-		if err != nil || (skipped == "") != step.done || len(h.his) != step.his {
-			t.Errorf("%s: %v, skipped: %q; %d are his", step.op, err, skipped, len(h.his))
+		if err != nil || (skipped == "") != step.done || len(h.static) != step.static {
+			t.Errorf("%s: %v, skipped: %q; %d are static", step.op, err, skipped, len(h.static))
 		}
 		if err := h.look(t.Context()); err != nil {
 			t.Fatal(err)
@@ -69,8 +69,8 @@ func TestTheAdministratorsRound(t *testing.T) {
 	if err := h.look(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if lines := h.unlike(); len(lines) > 0 || len(h.his) != 7 {
-		t.Errorf("unlike: %v; his: %v", lines, h.his)
+	if lines := h.unlike(); len(lines) > 0 || len(h.static) != 7 {
+		t.Errorf("unlike: %v; static: %v", lines, h.static)
 	}
 	if c := h.statistics.now(); c.PartitionsMade+c.PartitionsDestroyed+c.UnmanagedChanged != 0 {
 		t.Errorf("counted %+v", c)

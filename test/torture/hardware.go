@@ -26,13 +26,13 @@ type hardware struct {
 	// touched is called with each unmanaged partition that another component removed.
 	touched func(ctx context.Context, what string)
 
-	// mu is held by the administrator while he is at work.
+	// mu is held while the administrator works.
 	mu  sync.Mutex
 	now oracle.Machine
 	// first are the places and profiles of what a boot begins with.
 	first []oracle.Instance
-	// his are the administrator's partitions by UUID, others all other partitions.
-	his, others map[string]oracle.Instance
+	// static are the administrator's partitions by UUID, others all other partitions.
+	static, others map[string]oracle.Instance
 }
 
 // begin takes what there is for the administrator's: nothing has been made for claims yet.
@@ -49,9 +49,9 @@ func (h *hardware) begin() error {
 // takeStock is called under mu.
 func (h *hardware) takeStock(now oracle.Machine) {
 	h.now, h.first = now, now.Instances
-	h.his, h.others = map[string]oracle.Instance{}, map[string]oracle.Instance{}
+	h.static, h.others = map[string]oracle.Instance{}, map[string]oracle.Instance{}
 	for _, i := range now.Instances {
-		h.his[i.UUID] = i
+		h.static[i.UUID] = i
 	}
 }
 
@@ -94,10 +94,10 @@ func (h *hardware) read() (oracle.Machine, error) {
 // compare answers what of the administrator's is gone. Under mu.
 func (h *hardware) compare(now oracle.Machine) (touched []oracle.Instance) {
 	if now.Boot != h.now.Boot {
-		h.his, h.others = map[string]oracle.Instance{}, map[string]oracle.Instance{}
+		h.static, h.others = map[string]oracle.Instance{}, map[string]oracle.Instance{}
 		for _, i := range now.Instances {
 			if slices.ContainsFunc(h.first, func(f oracle.Instance) bool { return sameShape(f, i) }) {
-				h.his[i.UUID] = i
+				h.static[i.UUID] = i
 			}
 		}
 	}
@@ -105,7 +105,7 @@ func (h *hardware) compare(now oracle.Machine) (touched []oracle.Instance) {
 	there := map[string]bool{}
 	for _, i := range now.Instances {
 		there[i.UUID] = true
-		if _, his := h.his[i.UUID]; his || i.UUID == "" {
+		if _, static := h.static[i.UUID]; static || i.UUID == "" {
 			continue
 		}
 		if _, known := h.others[i.UUID]; !known {
@@ -121,9 +121,9 @@ func (h *hardware) compare(now oracle.Machine) (touched []oracle.Instance) {
 			h.trace.note("destroyed: %s", i)
 		}
 	}
-	for uuid, i := range h.his {
+	for uuid, i := range h.static {
 		if !there[uuid] {
-			delete(h.his, uuid)
+			delete(h.static, uuid)
 			touched = append(touched, i)
 		}
 	}
@@ -137,7 +137,7 @@ func (h *hardware) String() string {
 	var lines []string
 	for _, i := range h.now.Instances {
 		owner := "made for a claim"
-		if _, his := h.his[i.UUID]; his {
+		if _, static := h.static[i.UUID]; static {
 			owner = "the administrator's"
 		}
 		lines = append(lines, fmt.Sprintf("%s %s: %s", i, i.UUID, owner))
@@ -157,7 +157,7 @@ func (h *hardware) room() room {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	r := room{mig: true, enabled: h.now.Enabled}
-	for _, i := range h.his {
+	for _, i := range h.static {
 		r.standing = append(r.standing, i)
 	}
 	return r
@@ -172,7 +172,7 @@ func (h *hardware) ownerless(claimed []place) map[string]string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for _, i := range h.now.Instances {
-		if _, his := h.his[i.UUID]; !his && !slices.Contains(claimed, place{i.GPU, i.Start, i.Size}) {
+		if _, static := h.static[i.UUID]; !static && !slices.Contains(claimed, place{i.GPU, i.Start, i.Size}) {
 			problems[partitionPrefix+i.String()] = "has no owner"
 		}
 	}

@@ -26,10 +26,10 @@ func instance(gpu, start int, uuid string) oracle.Instance {
 	return oracle.Instance{GPU: gpu, ID: 7 + start, Profile: 19, Start: start, Size: 1, UUID: uuid}
 }
 
-// TestWhoseItIs: what is not the administrator's is counted, and what is his is missed; a boot takes everything away.
+// TestWhoseItIs: other partitions are counted, and a missing one of the administrator is reported; a boot takes everything away.
 func TestWhoseItIs(t *testing.T) {
 	h := hardware{statistics: &statistics{}, trace: discard(t)}
-	first := oracle.Machine{Boot: "one", Enabled: map[int]bool{4: true}, Instances: []oracle.Instance{instance(4, 0, "his"), instance(4, 1, "also")}}
+	first := oracle.Machine{Boot: "one", Enabled: map[int]bool{4: true}, Instances: []oracle.Instance{instance(4, 0, "static"), instance(4, 1, "also")}}
 	h.takeStock(first)
 	counts := func() string {
 		c := h.statistics.now()
@@ -42,14 +42,14 @@ func TestWhoseItIs(t *testing.T) {
 		counts  string
 		unlike  string
 	}{
-		{"one", []oracle.Instance{instance(4, 0, "his"), instance(4, 1, "also"), instance(0, 3, "made")}, 0, "1 0", "there is gpu-0"},
-		{"one", []oracle.Instance{instance(4, 0, "his"), instance(4, 1, "also")}, 0, "1 1", ""},
-		{"one", []oracle.Instance{instance(4, 0, "his")}, 1, "1 1", "there is no gpu-4"},
-		{"one", []oracle.Instance{instance(4, 0, "his"), instance(0, 3, "again")}, 0, "2 1", "there is"},
-		{"two", []oracle.Instance{instance(4, 0, "his"), instance(4, 1, "also"), instance(0, 3, "early")}, 0, "3 1", "there is gpu-0"},
-		{"two", []oracle.Instance{instance(4, 0, "his"), instance(4, 1, "another")}, 1, "4 2", ""},
+		{"one", []oracle.Instance{instance(4, 0, "static"), instance(4, 1, "also"), instance(0, 3, "made")}, 0, "1 0", "there is gpu-0"},
+		{"one", []oracle.Instance{instance(4, 0, "static"), instance(4, 1, "also")}, 0, "1 1", ""},
+		{"one", []oracle.Instance{instance(4, 0, "static")}, 1, "1 1", "there is no gpu-4"},
+		{"one", []oracle.Instance{instance(4, 0, "static"), instance(0, 3, "again")}, 0, "2 1", "there is"},
+		{"two", []oracle.Instance{instance(4, 0, "static"), instance(4, 1, "also"), instance(0, 3, "early")}, 0, "3 1", "there is gpu-0"},
+		{"two", []oracle.Instance{instance(4, 0, "static"), instance(4, 1, "another")}, 1, "4 2", ""},
 		// A GPU instance without a compute instance is being created.
-		{"two", []oracle.Instance{instance(4, 0, "his"), instance(4, 1, "another"), instance(0, 2, "")}, 0, "4 2", "there is gpu-0"},
+		{"two", []oracle.Instance{instance(4, 0, "static"), instance(4, 1, "another"), instance(0, 2, "")}, 0, "4 2", "there is gpu-0"},
 	} {
 		touched := h.compare(oracle.Machine{Boot: step.boot, Enabled: first.Enabled, Instances: step.there})
 		if unlike := strings.Join(h.unlike(), "; "); len(touched) != step.touched || counts() != step.counts || !strings.Contains(unlike, step.unlike) ||

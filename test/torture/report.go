@@ -43,7 +43,7 @@ type Counters struct {
 	FailedAdmissions int `json:"failedAdmissions"`
 	Ended            int `json:"ended"`
 	// MIG is whether the machine had partitions: PartitionsMade and PartitionsDestroyed count those that were not an
-	// administrator's, UnmanagedChanged those of his that another component removed.
+	// administrator's, UnmanagedChanged those that another component removed.
 	MIG                 bool `json:"mig,omitempty"`
 	PartitionsMade      int  `json:"partitionsMade,omitempty"`
 	PartitionsDestroyed int  `json:"partitionsDestroyed,omitempty"`
