@@ -36,10 +36,10 @@ func TestTheAdministratorsRound(t *testing.T) {
 		t.Errorf("the machine is not what the torture takes it for: %+v", r)
 	}
 	for _, step := range []struct {
-		op   Op
-		used []place
-		done bool
-		static  int
+		op     Op
+		used   []place
+		done   bool
+		static int
 	}{
 		{Op{Kind: MakePartition, GPU: 3, Profile: "3g.40gb"}, nil, true, 8},
 		{Op{Kind: MakePartition, GPU: 3, Profile: "1g.10gb"}, nil, false, 8},
