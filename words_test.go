@@ -147,6 +147,27 @@ var (
 	quotedName = regexp.MustCompile("`([A-Za-z]+)`")
 )
 
+// sourcePath is a Go file with its directory.
+var sourcePath = regexp.MustCompile("`([a-z][\\w./-]*/[\\w.-]+\\.go)`")
+
+// TestPagesNameExistingFiles: Go files that pages name with a directory exist.
+func TestPagesNameExistingFiles(t *testing.T) {
+	for _, page := range texts(t) {
+		if filepath.Ext(page) != ".md" {
+			continue
+		}
+		data, err := os.ReadFile(page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, path := range sourcePath.FindAllStringSubmatch(string(data), -1) {
+			if _, err := os.Stat(path[1]); err != nil {
+				t.Errorf("%s names %s: %v", page, path[1], err)
+			}
+		}
+	}
+}
+
 // TestPagesNameWhatExists: metrics and events that pages for users name are in the code.
 func TestPagesNameWhatExists(t *testing.T) {
 	var code strings.Builder
