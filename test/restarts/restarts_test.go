@@ -60,8 +60,11 @@ func live(ctx context.Context, host string, orders io.Reader, answers io.Writer)
 		return err
 	}
 	records := partition.NewRecords(filepath.Join(host, "records"), "boot")
-	if problems, err := records.Load(); err != nil || len(problems) > 0 {
-		return errors.Join(append(problems, err)...)
+	problems, err := records.Load()
+	// A process that is killed after it created a record and before it wrote the contents leaves an empty file. It counts as a record.
+	problems = slices.DeleteFunc(problems, func(err error) bool { return strings.Contains(err.Error(), "it is empty") })
+	if err := errors.Join(append(problems, err)...); err != nil {
+		return err
 	}
 	maker := partition.NewMaker(records, node, partition.Policy{Dynamic: func(device.GPU) bool { return true }})
 	fmt.Fprintln(answers, "ok")
