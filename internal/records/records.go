@@ -51,9 +51,9 @@ type Store[K comparable, V any] struct {
 
 type entry[V any] struct {
 	value V
-	// unreadable is a record whose contents on disk are unknown to this process. They stay until Put replaces them.
+	// unreadable is a record whose contents on disk this process cannot read. They stay until they are replaced.
 	unreadable bool
-	// nameOnly is a record for whose contents the disk had no room. Repair writes them.
+	// nameOnly is a record without contents on disk. Flush and Repair write them.
 	nameOnly bool
 }
 
@@ -118,13 +118,15 @@ func (s *Store[K, V]) parse(name string) (K, error) {
 	return key, nil
 }
 
-// Close unlocks the directory. Every later change fails, because another process may have the directory open.
+// Close writes what Flush does, if it can, and unlocks the directory. Every later change fails, because another process may have it open.
 func (s *Store[K, V]) Close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.dir == nil {
 		return nil
 	}
+	// Without room on the disk the names suffice.
+	_ = s.repair(needsContents[K, V])
 	err := s.dir.Close()
 	s.dir = nil
 	return err
@@ -154,33 +156,63 @@ func (s *Store[K, V]) Keys() []K {
 func (s *Store[K, V]) Put(key K, value V) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.put(key, value, false)
+	err := s.alive()
+	if err == nil {
+		err = s.put(key, value)
+	}
+	return s.wrap("write", key, err)
 }
 
-// PutName is Put, and a new record succeeds without room on the disk as well: then only the key survives the process, until Repair
-// finds room (ledger.TestFullDisk).
+func (s *Store[K, V]) put(key K, value V) error {
+	err := s.write(key, value)
+	if err == nil {
+		s.entries[key] = entry[V]{value: value}
+	} else if _, known := s.entries[key]; !known {
+		err = errors.Join(err, s.remove(s.options.Name(key)))
+	}
+	return err
+}
+
+// PutName is Put in one system call for a new record, whose contents Flush writes: until then only its key survives the process. It needs
+// no room on the disk (ledger.TestFullDisk), and is what Allocate waits for (figure allocate_p50 of make bench).
 func (s *Store[K, V]) PutName(key K, value V) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.put(key, value, true)
+	err := s.alive()
+	before, known := s.entries[key]
+	switch {
+	case err != nil:
+	case known && !before.nameOnly && !before.unreadable:
+		err = s.put(key, value)
+	default:
+		if !known {
+			err = s.create(s.options.Name(key))
+		}
+		if err == nil {
+			s.entries[key] = entry[V]{value: value, nameOnly: true}
+		}
+	}
+	return s.wrap("write", key, err)
 }
 
-func (s *Store[K, V]) put(key K, value V, nameSuffices bool) error {
-	before, known := s.entries[key]
-	if err := s.alive(); err != nil {
-		return fmt.Errorf("write record of %s %s: %w", s.options.What, s.options.Name(key), err)
+// Flush writes the contents that PutName left out.
+func (s *Store[K, V]) Flush() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	err := s.alive()
+	if err == nil {
+		err = s.repair(needsContents[K, V])
 	}
-	err := s.write(key, value)
-	hadContents := known && !before.nameOnly && !before.unreadable
-	nameOnly := nameSuffices && !hadContents && errors.Is(err, unix.ENOSPC) && s.exists(key)
-	if err != nil && !nameOnly {
-		if !known {
-			err = errors.Join(err, s.remove(s.options.Name(key)))
-		}
-		return fmt.Errorf("write record of %s %s: %w", s.options.What, s.options.Name(key), err)
+	return err
+}
+
+func needsContents[K comparable, V any](e entry[V], _ K) bool { return e.nameOnly }
+
+func (s *Store[K, V]) wrap(verb string, key K, err error) error {
+	if err == nil {
+		return nil
 	}
-	s.entries[key] = entry[V]{value: value, nameOnly: nameOnly}
-	return nil
+	return fmt.Errorf("%s record of %s %s: %w", verb, s.options.What, s.options.Name(key), err)
 }
 
 // Drop removes a record. It is idempotent.
@@ -191,50 +223,40 @@ func (s *Store[K, V]) Drop(key K) error {
 	if err == nil {
 		err = s.remove(s.options.Name(key))
 	}
-	if err != nil {
-		return fmt.Errorf("remove record of %s %s: %w", s.options.What, s.options.Name(key), err)
+	if err == nil {
+		delete(s.entries, key)
 	}
-	delete(s.entries, key)
-	return nil
+	return s.wrap("remove", key, err)
 }
 
-// Repair writes records that the disk had no room for or that another process removed. It costs one stat for each record.
+// Repair writes records that another process removed, and what Flush could not write. It costs one stat for each record.
 func (s *Store[K, V]) Repair() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if err := s.alive(); err != nil {
-		return fmt.Errorf("repair records of %ss: %w", s.options.What, err)
+	err := s.alive()
+	if err == nil {
+		err = s.repair(func(e entry[V], key K) bool { return e.nameOnly || !s.exists(key) })
 	}
-	return s.repair()
+	return err
 }
 
-func (s *Store[K, V]) repair() error {
+// repair writes the records that need it. Of an unreadable one the name suffices.
+func (s *Store[K, V]) repair(needed func(entry[V], K) bool) error {
 	var errs []error
 	for key, e := range s.entries {
-		if !e.nameOnly && s.exists(key) {
-			continue
-		}
-		if err := s.rewrite(key, e); err != nil {
-			errs = append(errs, fmt.Errorf("write record of %s %s again: %w", s.options.What, s.options.Name(key), err))
+		switch {
+		case !needed(e, key):
+		case e.unreadable:
+			errs = append(errs, s.wrap("write", key, s.create(s.options.Name(key))))
+		default:
+			err := s.write(key, e.value)
+			if err == nil {
+				s.entries[key] = entry[V]{value: e.value}
+			}
+			errs = append(errs, s.wrap("write", key, err))
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// rewrite writes a missing record. Of an unreadable one the name suffices.
-func (s *Store[K, V]) rewrite(key K, e entry[V]) error {
-	if e.unreadable {
-		fd, err := s.create(s.options.Name(key))
-		if err != nil {
-			return err
-		}
-		return unix.Close(fd)
-	}
-	err := s.write(key, e.value)
-	if e.nameOnly = errors.Is(err, unix.ENOSPC) && s.exists(key); err == nil || e.nameOnly {
-		s.entries[key] = e
-	}
-	return err
 }
 
 // open opens the directory.
@@ -272,7 +294,7 @@ func (s *Store[K, V]) alive() error {
 	if err := s.open(); err != nil {
 		return fmt.Errorf("make removed directory again: %w", err)
 	}
-	return errors.Join(s.repair(), old.Close())
+	return errors.Join(s.repair(func(entry[V], K) bool { return true }), old.Close())
 }
 
 func (s *Store[K, V]) exists(key K) bool {
@@ -291,7 +313,7 @@ func (s *Store[K, V]) write(key K, value V) error {
 	if err != nil {
 		return err
 	}
-	fd, err := s.openFile(key, name)
+	fd, err := s.openFile(name)
 	if err != nil {
 		return err
 	}
@@ -310,27 +332,33 @@ func (s *Store[K, V]) write(key K, value V) error {
 }
 
 // openFile opens the file of a key, and creates it if it is missing. Anything but a file in its place is removed.
-func (s *Store[K, V]) openFile(key K, name string) (int, error) {
-	if _, known := s.entries[key]; !known {
-		if fd, err := s.create(name); !errors.Is(err, unix.EEXIST) {
-			return fd, err
-		}
-	}
-	fd, err := unix.Openat(int(s.dir.Fd()), name, unix.O_WRONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
-	switch {
-	case err == nil:
+func (s *Store[K, V]) openFile(name string) (int, error) {
+	fd, err := s.openat(name)
+	if err == nil {
 		return fd, nil
-	case !errors.Is(err, unix.ENOENT):
+	}
+	if !errors.Is(err, unix.ENOENT) {
 		if err := s.remove(name); err != nil {
 			return -1, err
 		}
 	}
-	return s.create(name)
+	if err := s.create(name); err != nil {
+		return -1, err
+	}
+	return s.openat(name)
 }
 
-func (s *Store[K, V]) create(name string) (int, error) {
+func (s *Store[K, V]) openat(name string) (int, error) {
+	return unix.Openat(int(s.dir.Fd()), name, unix.O_WRONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+}
+
+// create creates an empty file, unless there is one.
+func (s *Store[K, V]) create(name string) error {
 	s.options.Step("create")
-	return unix.Openat(int(s.dir.Fd()), name, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_CLOEXEC, 0o600)
+	if err := unix.Mknodat(int(s.dir.Fd()), name, unix.S_IFREG|0o600, 0); !errors.Is(err, unix.EEXIST) {
+		return err
+	}
+	return nil
 }
 
 // remove removes a file. It is no error if there is none.

@@ -123,7 +123,11 @@ func crashChild(dir string) int {
 		return 2
 	}
 	for i, operation := range script {
-		if err := operation(context.Background(), l); err != nil {
+		err := operation(context.Background(), l)
+		if err == nil {
+			err = l.Repair() // now, and not a millisecond later
+		}
+		if err != nil {
 			fmt.Println("operation", i, err)
 			return 2
 		}

@@ -92,6 +92,7 @@ func TestFullDisk(t *testing.T) {
 	l := open()
 	must(t, second(l.ReserveClaim(t.Context(), claimOf("c1", whole("c1")))))
 	must(t, l.ReservePod(limitsOf("a")))
+	must(t, l.Repair())
 	// do runs one operation on a disk that is full before and after.
 	do := func(what string, err error) {
 		t.Helper()

@@ -353,7 +353,7 @@ func deleteFrom[I comparable](index map[I]map[key]*Hold, i I, k key) {
 // API server, which takes many times as long (figure allocate_p99 of make bench).
 const announceDelay = time.Millisecond
 
-// announce notifies the watchers once for all changes within announceDelay. Under l.mu.
+// announce writes the contents of new records and notifies the watchers, once for all changes within announceDelay. Under l.mu.
 func (l *Ledger) announce() {
 	if l.announcing {
 		return
@@ -362,6 +362,8 @@ func (l *Ledger) announce() {
 	time.AfterFunc(announceDelay, func() {
 		l.mu.Lock()
 		l.announcing = false
+		// The reconciler calls Repair after each change, and logs the error if it persists.
+		_ = l.records.Flush()
 		l.mu.Unlock()
 		l.changed.Notify()
 	})
