@@ -4,14 +4,9 @@ package legacy
 
 import (
 	"context"
-	"errors"
-	"fmt"
-	"path/filepath"
 	"slices"
-	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -114,7 +109,7 @@ const (
 	PolicyPacked AllocationPolicy = "packed"
 )
 
-// Config of a Plugin. Fields without a stated default are required.
+// Config of a Plugin. internal/config has checked its values. Fields are required unless their comment allows nil.
 type Config struct {
 	// Resources are the extended resources of whole GPUs and, by the strategy, of partitions.
 	Resources device.Resources
@@ -123,23 +118,20 @@ type Config struct {
 	// Directory is kubelet's device-plugins directory.
 	Directory string
 
-	// Strategies default to StrategyCDI.
-	Strategies []Strategy
-	// IDStrategy defaults to IDStrategyUUID.
-	IDStrategy IDStrategy
-	// AllocationPolicy defaults to PolicyDistributed.
+	Strategies       []Strategy
+	IDStrategy       IDStrategy
 	AllocationPolicy AllocationPolicy
 	// FailRequestsGreaterThanOne refuses more than one replica for a container, because further replicas add nothing
 	// (k8s-device-plugin, sharing.timeSlicing.failRequestsGreaterThanOne). Under MPS a container never gets more than one.
 	FailRequestsGreaterThanOne bool
-	// AnnotationPrefix of StrategyCDIAnnotations defaults to "cdi.k8s.io/".
+	// AnnotationPrefix of StrategyCDIAnnotations: "cdi.k8s.io/".
 	AnnotationPrefix string
 	// PassDeviceSpecs also lists device nodes one by one, which CPU Manager's updates of a container need where there is no
 	// CDI. As in NVIDIA's plugin it has no effect when every strategy is a CDI one.
 	PassDeviceSpecs bool
-	// DevRoot is the host path of the driver's /dev; it defaults to "/".
+	// DevRoot is the parent of the driver's /dev on the host.
 	DevRoot string
-	// DevRootInAgent is the path of DevRoot in this process; it defaults to DevRoot.
+	// DevRootInAgent is the path of DevRoot in this process.
 	DevRootInAgent string
 
 	Inventory Inventory
@@ -164,88 +156,8 @@ type Config struct {
 	Acknowledge func(resource string, ids []string, known bool)
 	// Recorder must not block: kubelet waits for Allocate meanwhile.
 	Recorder record.EventRecorder
-	// Registerer has the metrics while Run runs.
+	// Registerer receives the metrics.
 	Registerer prometheus.Registerer
 }
 
-// longestSocketPath is sizeof(sockaddr_un.sun_path) less the closing NUL (unix(7)).
-const longestSocketPath = 107
-
-// complete returns the configuration with defaults, or an error that names each mistake.
-func (c Config) complete() (Config, error) {
-	if len(c.Strategies) == 0 {
-		c.Strategies = []Strategy{StrategyCDI}
-	}
-	c.IDStrategy = orDefault(c.IDStrategy, IDStrategyUUID)
-	c.AllocationPolicy = orDefault(c.AllocationPolicy, PolicyDistributed)
-	c.Resources.Strategy = orDefault(c.Resources.Strategy, device.MIGStrategyNone)
-	c.AnnotationPrefix = orDefault(c.AnnotationPrefix, "cdi.k8s.io/")
-	c.DevRoot = orDefault(c.DevRoot, "/")
-	c.DevRootInAgent = orDefault(c.DevRootInAgent, c.DevRoot)
-	if c.Acknowledge == nil {
-		c.Acknowledge = func(string, []string, bool) {}
-	}
-
-	errs := c.missing()
-	if name := c.Resources.GPU; name != "" {
-		if problems := validation.IsQualifiedName(name); len(problems) > 0 || !strings.Contains(name, "/") {
-			errs = append(errs, fmt.Errorf("resourceName: %q is no extended resource name: %s", name,
-				orDefault(strings.Join(problems, "; "), "it has no domain")))
-		}
-	}
-	for i, s := range c.Strategies {
-		if !slices.Contains([]Strategy{StrategyCDI, StrategyCDIAnnotations, StrategyEnvVar, StrategyVolumeMounts}, s) {
-			errs = append(errs, fmt.Errorf("deviceListStrategy[%d]: invalid strategy: %s", i, s))
-		}
-	}
-	if c.IDStrategy != IDStrategyUUID && c.IDStrategy != IDStrategyIndex {
-		errs = append(errs, fmt.Errorf("invalid --device-id-strategy option: %s", c.IDStrategy))
-	}
-	if c.AllocationPolicy != PolicyDistributed && c.AllocationPolicy != PolicyPacked {
-		errs = append(errs, fmt.Errorf("invalid --shared-devices-allocation-policy option: %s", c.AllocationPolicy))
-	}
-	if !slices.Contains(device.MIGStrategies, c.Resources.Strategy) {
-		errs = append(errs, fmt.Errorf("unknown MIG strategy: %s", c.Resources.Strategy))
-	}
-	for name, path := range map[string]string{"directory": c.Directory, "devRoot": c.DevRoot, "devRootInAgent": c.DevRootInAgent} {
-		if path != "" && !filepath.IsAbs(path) {
-			errs = append(errs, fmt.Errorf("%s: %q is not an absolute path", name, path))
-		}
-	}
-	if path := filepath.Join(c.Directory, newSocketName(longestResource)); len(path) > longestSocketPath {
-		errs = append(errs, fmt.Errorf("directory: sockets below %q would exceed the %d bytes that a socket's path can have",
-			c.Directory, longestSocketPath))
-	}
-	return c, errors.Join(errs...)
-}
-
-func (c Config) missing() []error {
-	var errs []error
-	for _, field := range []struct {
-		name string
-		set  bool
-	}{
-		{"resourceName", c.Resources.GPU != ""},
-		{"nodeName", c.NodeName != ""},
-		{"directory", c.Directory != ""},
-		{"inventory", c.Inventory != nil},
-		{"ledger", c.Ledger != nil},
-		{"specs", c.Specs != nil},
-		{"recorder", c.Recorder != nil},
-		{"registerer", c.Registerer != nil},
-	} {
-		if !field.set {
-			errs = append(errs, fmt.Errorf("%s: must be set", field.name))
-		}
-	}
-	return errs
-}
-
 func (c Config) uses(want func(Strategy) bool) bool { return slices.ContainsFunc(c.Strategies, want) }
-
-func orDefault[T ~string](value, otherwise T) T {
-	if value == "" {
-		return otherwise
-	}
-	return value
-}

@@ -121,8 +121,6 @@ type deviceTable struct {
 	of map[string]*resourceDevices
 	// ours are the UUIDs of all GPUs that are listed and of their partitions.
 	ours map[string]bool
-	// unready is true for offered devices that are not shared yet as the node's policy requires, and false for other offered devices.
-	unready map[device.Ref]bool
 	// excluded devices have no resource.
 	excluded []device.LeftOut
 }
@@ -139,26 +137,6 @@ func (c *deviceTable) items() map[listedID]item {
 		}
 	}
 	return items
-}
-
-// firstIdle returns since when the item that became idle first is idle; zero for none.
-func (c *deviceTable) firstIdle() (first time.Time) {
-	for _, i := range c.items() {
-		if !i.idle.IsZero() && (first.IsZero() || i.idle.Before(first)) {
-			first = i.idle
-		}
-	}
-	return first
-}
-
-// needsRefresh reports whether an item became idle since the table was built.
-func (c *deviceTable) needsRefresh(u usage) bool {
-	for at, i := range c.items() {
-		if _, held := u.pods[at]; i.idle.IsZero() && !i.needed(held) {
-			return true
-		}
-	}
-	return false
 }
 
 // selection decides which devices pods are offered.
@@ -217,14 +195,15 @@ func (s selection) table(inv device.Inventory, u usage, before *deviceTable, now
 		}
 		found[at] = item{Device: d, id: at.id, share: h.Share}
 	}
-	next := &deviceTable{of: map[string]*resourceDevices{}, ours: map[string]bool{}, unready: s.unready(found), excluded: excluded}
+	next := &deviceTable{of: map[string]*resourceDevices{}, ours: map[string]bool{}, excluded: excluded}
+	unready := s.unready(found)
 	for at, i := range found {
 		_, held := u.pods[at]
-		if i.setIdle(now, held); !i.idle.IsZero() && s.retireAfter > 0 && now.Sub(i.idle) >= s.retireAfter {
+		if i.setIdle(now, held); s.retired(i, now) {
 			continue
 		}
 		i.unnamed = !i.Whole() && s.named != nil && !s.named(i.hardware())
-		i.unready = next.unready[i.Ref()]
+		i.unready = unready[i.Ref()]
 		c := next.of[at.resource]
 		if c == nil {
 			c = &resourceDevices{resource: at.resource, packed: s.packed, retiring: s.retiring}
@@ -243,6 +222,31 @@ func (s selection) table(inv device.Inventory, u usage, before *deviceTable, now
 		next.of[s.resources.GPU] = newResourceDevices(s.resources.GPU)
 	}
 	return next
+}
+
+// outdated reports whether an item became idle since the table was built, or has to leave the list now, or a pod's device is not listed.
+func (s selection) outdated(c *deviceTable, u usage, now time.Time) bool {
+	items := c.items()
+	for at, i := range items {
+		if _, held := u.pods[at]; i.idle.IsZero() && !i.needed(held) || s.retired(i, now) {
+			return true
+		}
+	}
+	return len(s.unlisted(u, items)) > 0
+}
+
+func (s selection) retired(i item, now time.Time) bool {
+	return !i.idle.IsZero() && s.retireAfter > 0 && now.Sub(i.idle) >= s.retireAfter
+}
+
+// untilRetired returns how long until the next item leaves the list; zero for never.
+func (s selection) untilRetired(c *deviceTable, now time.Time) (wait time.Duration) {
+	for _, i := range c.items() {
+		if !i.idle.IsZero() && s.retireAfter > 0 {
+			wait = sooner(wait, i.idle.Add(s.retireAfter).Sub(now))
+		}
+	}
+	return wait
 }
 
 // unready returns for each offered device whether it waits for the node's sharing policy. It asks once for each device, not for each

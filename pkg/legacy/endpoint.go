@@ -11,11 +11,14 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
 	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 // endpoint is one socket with a server, for one registration. kubelet 1.37 can never use a path again that was registered twice,
@@ -31,16 +34,18 @@ type endpoint struct {
 	// connections and calls in progress.
 	connections, calls inFlight
 
-	mu       sync.Mutex
-	streams  int
-	firstUp  chan struct{} // closed when the first stream begins
-	allDown  chan struct{} // closed when the last stream ends
-	sent     *listing
-	sentMore chan struct{} // closed when sent changes
+	mu      sync.Mutex
+	streams int
+	firstUp chan struct{} // closed when the first stream begins
+	allDown chan struct{} // closed when the last stream ends
+
+	// sent is the list that was sent last; nil for none.
+	sent     atomic.Pointer[listing]
+	sentMore broadcast.Signal
 }
 
 // openEndpoint listens on an unused path and serves.
-func (s *served) openEndpoint(ctx context.Context, path string) (*endpoint, error) {
+func (r *registrar) openEndpoint(ctx context.Context, path string) (*endpoint, error) {
 	listener, err := net.Listen("unix", path)
 	if err != nil {
 		return nil, fmt.Errorf("listen on device plugin socket: %w", err)
@@ -53,11 +58,10 @@ func (s *served) openEndpoint(ctx context.Context, path string) (*endpoint, erro
 		stopping: make(chan struct{}),
 		firstUp:  make(chan struct{}),
 		allDown:  make(chan struct{}),
-		sentMore: make(chan struct{}),
 	}
 	// The next check notices a missing file.
 	e.file, _ = identify(path)
-	pluginapi.RegisterDevicePluginServer(e.server, &service{served: s, endpoint: e})
+	pluginapi.RegisterDevicePluginServer(e.server, &service{registrar: r, endpoint: e})
 	go func() {
 		defer close(e.served)
 		// Serve returns when close stops the server. After any other reason the streams end or do not begin, which is watched.
@@ -95,21 +99,6 @@ func (e *endpoint) streamStarted() (ended func()) {
 			closeOnce(e.allDown)
 		}
 	}
-}
-
-func (e *endpoint) noteSent(list *listing) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	e.sent = list
-	close(e.sentMore)
-	e.sentMore = make(chan struct{})
-}
-
-// lastSent returns the list that was sent last, nil for none, and a channel that is closed when another is sent.
-func (e *endpoint) lastSent() (*listing, <-chan struct{}) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	return e.sent, e.sentMore
 }
 
 // closeOnce closes a channel that may be closed already. Callers hold the lock that guards it.
@@ -153,8 +142,8 @@ const (
 	longestStem = 24
 )
 
-// longestResource is a resource whose name fills it.
-const longestResource = "mig-1c.7g.141gb.me.all.gfx"
+// longestSocketPath is sizeof(sockaddr_un.sun_path) less the closing NUL (unix(7)).
+const longestSocketPath = 107
 
 // newSocketName returns "tandem-<resource>-<nonce>.sock", with more randomness than one boot can use up.
 func newSocketName(resource string) string {

@@ -180,7 +180,9 @@ func newFixture(t testing.TB, release kubeletRelease) *fixture {
 	}
 	f.config = Config{
 		Resources: device.Resources{GPU: "nvidia.com/gpu"}, NodeName: "node-a", Directory: dir,
+		Strategies: []Strategy{StrategyCDI}, IDStrategy: IDStrategyUUID, AllocationPolicy: PolicyDistributed, DevRoot: "/", DevRootInAgent: "/",
 		Inventory: f.inventory, Ledger: f.ledger, Specs: f.specs, Kubelet: f.kubelet,
+		Acknowledge: func(string, []string, bool) {}, AnnotationPrefix: "cdi.k8s.io/",
 		Recorder: f.events, Registerer: f.registry,
 	}
 	t.Cleanup(f.kubelet.Stop)
@@ -197,6 +199,9 @@ func (f *fixture) startKubelet() {
 // start runs the plugin until the test ends or the returned function is called.
 func (f *fixture) start(shorten ...func(*times)) (p *Plugin, stop func()) {
 	f.Helper()
+	// Each process has its own metrics.
+	f.registry = prometheus.NewRegistry()
+	f.config.Registerer = f.registry
 	p, err := New(f.config)
 	if err != nil {
 		f.Fatal(err)

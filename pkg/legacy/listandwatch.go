@@ -17,6 +17,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // listing is one device list as sent to kubelet. It is immutable.
@@ -24,15 +25,20 @@ type listing struct {
 	response *pluginapi.ListAndWatchResponse
 	// healthy are the IDs that kubelet reports as allocatable once it has the list, sorted.
 	healthy []string
+	// withdrawn IDs are unhealthy for kubelet only.
+	withdrawn []string
 }
 
 func newListing(items []item, states []state) *listing {
 	l := &listing{response: &pluginapi.ListAndWatchResponse{}}
 	for at, i := range items {
 		d := &pluginapi.Device{ID: i.id, Health: pluginapi.Unhealthy}
-		if states[at] == stateHealthy {
+		switch states[at] {
+		case stateHealthy:
 			d.Health = pluginapi.Healthy
 			l.healthy = append(l.healthy, i.id)
+		case stateWithdrawn:
+			l.withdrawn = append(l.withdrawn, i.id)
 		}
 		if i.GPU.NUMANode != device.UnknownNUMANode {
 			d.Topology = &pluginapi.TopologyInfo{Nodes: []*pluginapi.NUMANode{{ID: int64(i.GPU.NUMANode)}}}
@@ -51,17 +57,11 @@ type lists struct {
 	allocations Allocations
 	specs       Specs
 	metrics     *metrics
-	returnDelay time.Duration
 
 	table atomic.Pointer[deviceTable]
 
-	// Only run uses these.
-	hold hysteresis
-	// pendingSince is since when a claim is pending.
+	// pendingSince is since when a claim is pending. Only publish uses it.
 	pendingSince map[pendingClaim]time.Time
-	// assessed and states are what the published lists were made of.
-	assessed *deviceTable
-	states   map[string][]state
 
 	changed broadcast.Signal
 	mu      sync.Mutex
@@ -74,7 +74,7 @@ type lists struct {
 func newLists(c Config, m *metrics) *lists {
 	r := &lists{
 		selection: newSelection(c), inventory: c.Inventory, ledger: c.Ledger, allocations: c.Allocations, specs: c.Specs,
-		metrics: m, hold: newHysteresis(), pendingSince: map[pendingClaim]time.Time{},
+		metrics: m, pendingSince: map[pendingClaim]time.Time{},
 	}
 	r.table.Store(&deviceTable{})
 	return r
@@ -82,46 +82,36 @@ func newLists(c Config, m *metrics) *lists {
 
 // run publishes the lists whenever inventory, CDI specs, sharing, ledger, allocations or requesting pods change, until ctx is done.
 func (r *lists) run(ctx context.Context) {
-	inventory, specs, shared, held, allocated := r.inventory.Changed(), r.specs.Changed(), r.sharingChanged(), r.ledger.Changed(), r.allocatedChanged()
-	_, requested := r.ledger.Outstanding()
-	again := r.refresh(time.Now())
-	timer := time.NewTimer(time.Hour)
-	defer timer.Stop()
-	for {
-		var due <-chan time.Time
-		if again > 0 {
-			timer.Reset(again)
-			due = timer.C
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-inventory:
-			inventory = r.inventory.Changed()
-			again = r.refresh(time.Now())
-		case <-specs:
-			specs = r.specs.Changed()
-			again = r.refresh(time.Now())
-		case <-shared:
-			shared = r.sharingChanged()
-			again = r.refreshSharing(time.Now())
-		case <-held:
-			held = r.ledger.Changed()
-			again = r.publish(time.Now())
-		case <-allocated:
-			allocated = r.allocatedChanged()
-			again = r.publish(time.Now())
-		case <-requested:
-			_, requested = r.ledger.Outstanding()
-			again = r.publish(time.Now())
-		case now := <-due:
-			if retires := r.retires(); !retires.IsZero() && !now.Before(retires) {
-				again = r.refresh(now)
-			} else {
-				again = r.publish(now)
+	for ctx.Err() == nil {
+		inventory, specs, shared := r.inventory.Changed(), r.specs.Changed(), r.sharingChanged()
+		r.rebuild(time.Now())
+		for rebuild := false; !rebuild; {
+			held, allocated := r.ledger.Changed(), r.allocatedChanged()
+			_, requested := r.ledger.Outstanding()
+			select {
+			case <-ctx.Done():
+				return
+			case <-after(r.publish(time.Now())):
+			case <-held:
+			case <-allocated:
+			case <-requested:
+			case <-inventory:
+				rebuild = true
+			case <-specs:
+				rebuild = true
+			case <-shared:
+				rebuild = true
 			}
 		}
 	}
+}
+
+// after returns a channel that receives after the wait; nil if the wait is zero.
+func after(wait time.Duration) <-chan time.Time {
+	if wait == 0 {
+		return nil
+	}
+	return time.After(wait)
 }
 
 func (r *lists) sharingChanged() <-chan struct{} {
@@ -138,64 +128,49 @@ func (r *lists) allocatedChanged() <-chan struct{} {
 	return r.allocations.Changed()
 }
 
-// refresh rebuilds the device table and publishes.
-func (r *lists) refresh(now time.Time) (again time.Duration) {
+// rebuild lists the devices anew.
+func (r *lists) rebuild(now time.Time) {
 	r.table.Store(r.selection.table(r.inventory.Inventory(), r.usage(), r.table.Load(), now))
-	return r.publish(now)
-}
-
-// refreshSharing rebuilds the device table only if a device became ready or unready: most changes of sharing settings are those of
-// claims (TestDaemonsAreAskedForOnce).
-func (r *lists) refreshSharing(now time.Time) (again time.Duration) {
-	if c := r.table.Load(); !maps.Equal(c.unready, r.unready(c.items())) {
-		return r.refresh(now)
-	}
-	return r.publish(now)
 }
 
 // publish computes the state of each device and publishes the lists that changed. It returns after how long to call it again; zero
 // means that no change is due.
 func (r *lists) publish(now time.Time) (again time.Duration) {
-	c, u := r.table.Load(), r.usage()
-	if c.needsRefresh(u) || len(r.unlisted(u, c.items())) > 0 {
-		c = r.selection.table(r.inventory.Inventory(), u, c, now)
-		r.table.Store(c)
+	u := r.usage()
+	if r.outdated(r.table.Load(), u, now) {
+		r.rebuild(now)
 	}
-	again = r.delayPending(now, &u)
-	if retires := r.retires(); !retires.IsZero() {
-		again = sooner(again, max(retires.Sub(now), time.Millisecond))
-	}
-	states := make(map[string][]state, len(c.of))
+	c := r.table.Load()
+	again = sooner(r.delayPending(now, &u), r.untilRetired(c, now))
+	lists := make(map[string]*listing, len(c.of))
 	for resource, devices := range c.of {
-		var wait time.Duration
-		states[resource], wait = r.hold.apply(now, r.returnDelay, devices, devices.states(u))
-		again = sooner(again, wait)
+		lists[resource] = newListing(devices.items, devices.states(u))
 	}
-	// Each Allocate changes the ledger, and hardly any changes a list.
-	if c == r.assessed && maps.EqualFunc(states, r.states, slices.Equal) {
-		return again
-	}
-	r.metrics.withdrawals.Add(float64(r.newlyWithdrawn(c, states)))
-	r.assessed, r.states = c, states
-	r.metrics.setDevices(states, len(c.excluded))
-	if r.replace(c, states) {
+	r.metrics.setDevices(lists, len(c.excluded))
+	if r.replace(lists, excludedByReason(c.excluded)) {
 		r.changed.Notify()
 	}
 	return again
 }
 
 // replace replaces the published lists that changed, and reports whether any did.
-func (r *lists) replace(c *deviceTable, states map[string][]state) bool {
+func (r *lists) replace(next map[string]*listing, excluded []string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	next := make(map[string]*listing, len(c.of))
-	for resource, devices := range c.of {
-		next[resource] = newListing(devices.items, states[resource])
-		if before := r.published[resource]; before != nil && proto.Equal(before.response, next[resource].response) {
+	for resource, list := range next {
+		before := r.published[resource]
+		if before == nil {
+			continue
+		}
+		for _, id := range list.withdrawn {
+			if slices.Contains(before.healthy, id) {
+				r.metrics.withdrawals.Inc()
+			}
+		}
+		if proto.Equal(before.response, list.response) {
 			next[resource] = before
 		}
 	}
-	excluded := excludedByReason(c.excluded)
 	if maps.Equal(r.published, next) && slices.Equal(r.excluded, excluded) {
 		return false
 	}
@@ -210,13 +185,14 @@ func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingSe
 	defer ended()
 	var sent *listing
 	for {
-		changed := s.served.lists.changed.Changed()
-		if list := s.served.lists.current(s.served.resource); list != sent && list != nil {
+		changed := s.registrar.lists.changed.Changed()
+		if list := s.registrar.lists.current(s.registrar.resource); list != sent && list != nil {
 			if err := stream.Send(list.response); err != nil {
 				return err
 			}
 			sent = list
-			s.endpoint.noteSent(list)
+			s.endpoint.sent.Store(list)
+			s.endpoint.sentMore.Notify()
 		}
 		select {
 		case <-changed:
@@ -259,14 +235,6 @@ func (r *lists) excludedDevices() []string {
 	return r.excluded
 }
 
-// retires returns when the next item leaves the list; zero for never.
-func (r *lists) retires() time.Time {
-	if idle := r.table.Load().firstIdle(); !idle.IsZero() && r.retireAfter > 0 {
-		return idle.Add(r.retireAfter)
-	}
-	return time.Time{}
-}
-
 // sooner returns the shorter of two waits, of which zero is none.
 func sooner(a, b time.Duration) time.Duration {
 	if a == 0 || b > 0 && b < a {
@@ -283,11 +251,16 @@ const pendingDelay = 300 * time.Millisecond
 // delayPending removes pending claims younger than pendingDelay from the usage, except for the first list. It returns how long until the
 // next one counts.
 func (r *lists) delayPending(now time.Time, u *usage) (again time.Duration) {
-	maps.DeleteFunc(r.pendingSince, func(p pendingClaim, _ time.Time) bool { _, still := u.pending[p]; return !still })
+	maps.DeleteFunc(r.pendingSince, func(p pendingClaim, _ time.Time) bool {
+		// A claim that was prepared and unprepared does not wait again.
+		held := slices.ContainsFunc(u.holds[p.device.GPU], func(h ledger.Hold) bool { return p.obsolete(h) })
+		_, still := u.pending[p]
+		return !still && !held
+	})
 	for p, waits := range u.pending {
 		since, known := r.pendingSince[p]
 		switch {
-		case waits || r.assessed == nil:
+		case waits || r.published == nil:
 			since = time.Time{} // it counts at once
 		case !known:
 			since = now
@@ -301,57 +274,4 @@ func (r *lists) delayPending(now time.Time, u *usage) (again time.Duration) {
 		again = sooner(again, left)
 	}
 	return again
-}
-
-// newlyWithdrawn counts the devices that were healthy in the published lists and are withdrawn now.
-func (r *lists) newlyWithdrawn(c *deviceTable, states map[string][]state) int {
-	count := 0
-	if r.assessed == nil {
-		return 0
-	}
-	for resource, devices := range c.of {
-		before := r.assessed.of[resource]
-		if before == nil {
-			continue
-		}
-		for at, i := range devices.items {
-			if was, known := before.index[i.id]; known && states[resource][at] == stateWithdrawn && r.states[resource][was] == stateHealthy {
-				count++
-			}
-		}
-	}
-	return count
-}
-
-// hysteresis shows a device that stops being healthy at once, and one that becomes healthy after a delay. A device that changes to and fro
-// then costs kubelet, which writes its checkpoint for each list, and the scheduler one change.
-type hysteresis struct {
-	shown map[listedID]state
-	since map[listedID]time.Time // when a device that is not shown as healthy became healthy
-}
-
-func newHysteresis() hysteresis {
-	return hysteresis{shown: make(map[listedID]state), since: make(map[listedID]time.Time)}
-}
-
-// apply returns the states to show and, if it delays one, how long until it would show it.
-func (h hysteresis) apply(now time.Time, delay time.Duration, c *resourceDevices, states []state) (show []state, again time.Duration) {
-	show = slices.Clone(states)
-	for at, i := range c.items {
-		key := listedID{c.resource, i.id}
-		before, seen := h.shown[key]
-		if states[at] == stateHealthy && seen && before != stateHealthy {
-			if h.since[key].IsZero() {
-				h.since[key] = now
-			}
-			if wait := delay - now.Sub(h.since[key]); wait > 0 {
-				show[at] = before
-				again = sooner(again, wait)
-				continue
-			}
-		}
-		delete(h.since, key)
-		h.shown[key] = show[at]
-	}
-	return show, again
 }

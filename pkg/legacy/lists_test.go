@@ -3,6 +3,7 @@
 package legacy
 
 import (
+	"github.com/prometheus/client_golang/prometheus"
 	"maps"
 	"slices"
 	"testing"
@@ -13,36 +14,6 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
-
-func TestHysteresis(t *testing.T) {
-	const (
-		ok   = stateHealthy
-		bad  = stateUnhealthy
-		away = stateWithdrawn
-	)
-	type step struct {
-		at         int // milliseconds
-		real, want state
-		again      int
-	}
-	for name, steps := range map[string][]step{
-		"the first list is at once":           {{0, ok, ok, 0}},
-		"bad news is at once":                 {{0, ok, ok, 0}, {1, away, away, 0}, {2, bad, bad, 0}},
-		"good news waits":                     {{0, bad, bad, 0}, {10, ok, bad, 100}, {60, ok, bad, 50}, {110, ok, ok, 0}, {111, ok, ok, 0}},
-		"a relapse starts the wait anew":      {{0, ok, ok, 0}, {1, away, away, 0}, {10, ok, away, 100}, {100, away, away, 0}, {120, ok, away, 100}, {219, ok, away, 1}, {220, ok, ok, 0}},
-		"a device that comes late is at once": {{500, ok, ok, 0}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			h, began := newHysteresis(), time.Now()
-			for _, s := range steps {
-				show, again := h.apply(began.Add(time.Duration(s.at)*time.Millisecond), 100*time.Millisecond, devicesOf(device.GPU{UUID: "GPU-a"}), []state{s.real})
-				if show[0] != s.want || again != time.Duration(s.again)*time.Millisecond {
-					t.Errorf("at %d ms, really %s: shows %s, next in %s; want %s, %d ms", s.at, s.real, show[0], again, s.want, s.again)
-				}
-			}
-		})
-	}
-}
 
 func TestAssess(t *testing.T) {
 	healthy := device.GPU{UUID: "GPU-a"}
@@ -204,14 +175,23 @@ func TestPendingClaimsAreDebounced(t *testing.T) {
 	gpus := []device.GPU{{UUID: uuid(0)}, {UUID: uuid(1)}}
 	allocated := allocations{newObservable[[]device.Ref](nil)}
 	book := &fixedLedger{}
-	r := &lists{ledger: book, allocations: allocated, metrics: newMetrics(), hold: newHysteresis(), pendingSince: map[pendingClaim]time.Time{}}
+	r := &lists{ledger: book, allocations: allocated, metrics: newMetrics(prometheus.NewRegistry()), pendingSince: map[pendingClaim]time.Time{}}
 	r.table.Store(selection{resources: whole}.table(device.Inventory{GPUs: gpus}, usage{}, nil, time.Now()))
 	began := time.Now()
 	const ok, away = stateHealthy, stateWithdrawn
 	step := func(ms int, again time.Duration, want ...state) {
 		t.Helper()
-		if got := r.publish(began.Add(time.Duration(ms) * time.Millisecond)); got != again || !slices.Equal(r.states[whole.GPU], want) {
-			t.Errorf("at %d ms: %v, again in %v; want %v, %v", ms, r.states[whole.GPU], got, want, again)
+		got := r.publish(began.Add(time.Duration(ms) * time.Millisecond))
+		list := r.current(whole.GPU)
+		var states []state
+		for _, d := range list.response.GetDevices() {
+			states = append(states, stateHealthy)
+			if slices.Contains(list.withdrawn, d.ID) {
+				states[len(states)-1] = stateWithdrawn
+			}
+		}
+		if got != again || !slices.Equal(states, want) {
+			t.Errorf("at %d ms: %v, again in %v; want %v, %v", ms, states, got, want, again)
 		}
 	}
 	allocated.put(0)

@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 )
 
 type metrics struct {
@@ -21,77 +22,56 @@ type metrics struct {
 	registrations *prometheus.CounterVec
 }
 
-func newMetrics() *metrics {
+func newMetrics(registerer prometheus.Registerer) *metrics {
+	factory := promauto.With(registerer)
 	buckets := prometheus.ExponentialBucketsRange(0.0001, 10, 16)
 	return &metrics{
-		allocate: prometheus.NewHistogram(prometheus.HistogramOpts{
+		allocate: factory.NewHistogram(prometheus.HistogramOpts{
 			Name: "tandem_allocate_duration_seconds", Buckets: buckets,
 			Help: "Time to answer an Allocate of kubelet's device manager, refusals included.",
 		}),
-		preferred: prometheus.NewHistogram(prometheus.HistogramOpts{
+		preferred: factory.NewHistogram(prometheus.HistogramOpts{
 			Name: "tandem_preferred_allocation_duration_seconds", Buckets: buckets,
 			Help: "Time to answer a GetPreferredAllocation of kubelet's device manager.",
 		}),
-		conflicts: prometheus.NewCounter(prometheus.CounterOpts{
+		conflicts: factory.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_allocate_conflicts_total",
 			Help: "Allocate calls refused because another holder has the device.",
 		}),
-		devices: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		devices: factory.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_device_plugin_devices",
 			Help: "Devices in the list sent to kubelet: healthy ones, unhealthy ones, and those withdrawn because a claim has " +
 				"them, is allocated them or waits for them, or a pod that is ending holds them, or they are not shared yet as the node's " +
 				"policy says.",
 		}, []string{"resource", "state"}),
-		excluded: prometheus.NewGauge(prometheus.GaugeOpts{
+		excluded: factory.NewGauge(prometheus.GaugeOpts{
 			Name: "tandem_device_plugin_devices_excluded",
 			Help: "Devices that limits have no resource for, such as a partition of another profile where all must be alike, or a GPU " +
 				"that only claims share by MPS.",
 		}),
-		withdrawals: prometheus.NewCounter(prometheus.CounterOpts{
+		withdrawals: factory.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_device_plugin_withdrawals_total",
 			Help: "Healthy devices that were withdrawn from kubelet's device manager.",
 		}),
-		registrations: prometheus.NewCounterVec(prometheus.CounterOpts{
+		registrations: factory.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_device_plugin_registrations_total",
 			Help: "Successful registrations with kubelet's device manager, by what made them necessary.",
 		}, []string{"reason"}),
 	}
 }
 
-func (m *metrics) register(registerer prometheus.Registerer) (unregister func(), err error) {
-	var done []prometheus.Collector
-	unregister = func() {
-		for _, c := range done {
-			registerer.Unregister(c)
-		}
-	}
-	for _, c := range []prometheus.Collector{
-		m.allocate, m.preferred, m.conflicts, m.devices, m.excluded, m.withdrawals, m.registrations,
-	} {
-		if err := registerer.Register(c); err != nil {
-			unregister()
-			return nil, err
-		}
-		done = append(done, c)
-	}
-	return unregister, nil
-}
-
-func (m *metrics) setDevices(states map[string][]state, excluded int) {
+func (m *metrics) setDevices(lists map[string]*listing, excluded int) {
 	for _, resource := range m.resources {
-		if _, still := states[resource]; !still {
+		if lists[resource] == nil {
 			m.devices.DeletePartialMatch(prometheus.Labels{"resource": resource})
 		}
 	}
-	m.resources = slices.Collect(maps.Keys(states))
-	for resource, of := range states {
-		count := map[state]int{stateHealthy: 0, stateUnhealthy: 0, stateWithdrawn: 0}
-		for _, s := range of {
-			count[s]++
-		}
-		for s, n := range count {
-			m.devices.WithLabelValues(resource, string(s)).Set(float64(n))
-		}
+	m.resources = slices.Collect(maps.Keys(lists))
+	for resource, l := range lists {
+		set := func(s state, count int) { m.devices.WithLabelValues(resource, string(s)).Set(float64(count)) }
+		set(stateHealthy, len(l.healthy))
+		set(stateWithdrawn, len(l.withdrawn))
+		set(stateUnhealthy, len(l.response.GetDevices())-len(l.healthy)-len(l.withdrawn))
 	}
 	m.excluded.Set(float64(excluded))
 }

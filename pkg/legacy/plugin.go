@@ -11,9 +11,10 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -32,18 +33,17 @@ type Plugin struct {
 	metrics *metrics
 	lists   *lists
 	probes  *probes
-	running atomic.Bool
+	dir     *directory
 
 	mu sync.Mutex
 	// notReady is why no resource is served; nil if some are.
 	notReady error
 	// served resources, by name.
-	served map[string]*served
+	served map[string]*registrar
 }
 
 // times are the protocol's durations, which tests shorten.
 type times struct {
-	returnDelay    time.Duration // a device must be free this long before it is offered again
 	retireAfter    time.Duration // a device must be gone this long before it is listed no more
 	firstRetry     time.Duration // after a failed registration, doubled up to lastRetry
 	lastRetry      time.Duration
@@ -60,7 +60,6 @@ type times struct {
 
 func defaultTimes() times {
 	return times{
-		returnDelay:    100 * time.Millisecond,
 		retireAfter:    10 * time.Minute,
 		firstRetry:     100 * time.Millisecond,
 		lastRetry:      5 * time.Second,
@@ -76,53 +75,48 @@ func defaultTimes() times {
 	}
 }
 
-// New validates the configuration and makes a Plugin. It touches neither disk nor network.
+var errNotStarted = errors.New("not started")
+
+// New makes a Plugin. It touches neither disk nor network. It returns an error if the path of Directory is too long for sockets.
 func New(config Config) (*Plugin, error) {
-	config, err := config.complete()
-	if err != nil {
-		return nil, fmt.Errorf("configure limits: %w", err)
+	if path := filepath.Join(config.Directory, newSocketName(strings.Repeat("x", longestStem))); len(path) > longestSocketPath {
+		return nil, fmt.Errorf("configure limits: sockets below %q would exceed the %d bytes that a socket's path can have",
+			config.Directory, longestSocketPath)
 	}
 	p := &Plugin{
 		config: config,
 		times:  defaultTimes(),
 		// kubectl describe node finds events by the node's name as UID, as kubelet records them.
 		node:     &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: config.NodeName, UID: types.UID(config.NodeName)},
-		metrics:  newMetrics(),
+		metrics:  newMetrics(config.Registerer),
 		probes:   newProbes(),
 		notReady: errNotStarted,
-		served:   map[string]*served{},
+		served:   map[string]*registrar{},
+		dir:      &directory{path: config.Directory},
 	}
 	p.lists = newLists(config, p.metrics)
 	return p, nil
 }
 
-// Run serves and keeps registered until ctx is done, then closes its sockets and returns nil. It returns an error if the metrics are
-// registered already or kubelet's directory is missing. Call it once.
-func (p *Plugin) Run(ctx context.Context) (err error) {
-	if p.running.Swap(true) {
-		return errors.New("serve limits: they are served already")
-	}
-	unregister, err := p.metrics.register(p.config.Registerer)
-	if err != nil {
-		return fmt.Errorf("serve limits: register metrics: %w", err)
-	}
-	defer unregister()
+// Run serves and keeps registered until ctx is done, then closes its sockets and returns nil. It returns an error if kubelet's directory
+// is missing. Call it once.
+func (p *Plugin) Run(ctx context.Context) error {
 	if _, err := os.Stat(p.config.Directory); err != nil {
 		return fmt.Errorf("serve limits: open kubelet's device-plugins directory: %w", err)
 	}
-	dir := &directory{path: p.config.Directory}
 	defer p.setNotReady(errors.New("stopped"))
 	if err := removeStale(p.config.Directory); err != nil {
 		// Stale sockets are harmless.
 		klog.FromContext(ctx).Error(err, "Stale sockets stay")
 	}
 
-	p.lists.returnDelay, p.lists.retireAfter = p.times.returnDelay, p.times.retireAfter
-	p.lists.refresh(time.Now())
+	p.lists.retireAfter = p.times.retireAfter
+	p.lists.rebuild(time.Now())
+	p.lists.publish(time.Now())
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return dir.run(ctx) })
+	group.Go(func() error { return p.dir.run(ctx) })
 	group.Go(func() error { p.lists.run(ctx); return nil })
-	group.Go(func() error { p.serve(ctx, dir); return nil })
+	group.Go(func() error { p.serve(ctx); return nil })
 	group.Go(func() error { p.reportExcluded(ctx); return nil })
 	if err := group.Wait(); err != nil {
 		return fmt.Errorf("serve limits: %w", err)
@@ -133,8 +127,9 @@ func (p *Plugin) Run(ctx context.Context) (err error) {
 // Look reads inventory and ledger again. It returns the device lists for kubelet by resource and, if it delays a device, after how long to
 // call it again. Simulations call it instead of Run, one call at a time.
 func (p *Plugin) Look(now time.Time) (lists map[string]*pluginapi.ListAndWatchResponse, again time.Duration) {
-	p.lists.returnDelay, p.lists.retireAfter = p.times.returnDelay, p.times.retireAfter
-	again = p.lists.refresh(now)
+	p.lists.retireAfter = p.times.retireAfter
+	p.lists.rebuild(now)
+	again = p.lists.publish(now)
 	lists = map[string]*pluginapi.ListAndWatchResponse{}
 	for _, name := range p.lists.names() {
 		lists[name] = p.lists.current(name).response
@@ -149,7 +144,7 @@ func (p *Plugin) Ready() error {
 	defer p.mu.Unlock()
 	errs := []error{p.notReady}
 	for _, name := range slices.Sorted(maps.Keys(p.served)) {
-		if err := p.served[name].ready(); err != nil {
+		if err := p.served[name].notReady; err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", name, err))
 		}
 	}
@@ -167,9 +162,60 @@ func (p *Plugin) owns(path string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, s := range p.served {
-		if s.ownSocket() == path {
+		if s.socket == path {
 			return true
 		}
 	}
 	return false
+}
+
+// serve keeps each resource that has a list registered, until ctx is done.
+func (p *Plugin) serve(ctx context.Context) {
+	var running sync.WaitGroup
+	defer running.Wait()
+	stops := map[string]func(){}
+	for {
+		changed := p.lists.changed.Changed()
+		names := p.lists.names()
+		for name, stop := range stops {
+			if !slices.Contains(names, name) {
+				klog.FromContext(ctx).Info("Ending a resource that has no devices", "resource", name)
+				stop()
+				delete(stops, name)
+			}
+		}
+		for _, name := range names {
+			if stops[name] == nil {
+				stops[name] = p.start(ctx, &running, name)
+			}
+		}
+		p.setNotReady(nil)
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		}
+	}
+}
+
+// start serves one resource until ctx is done or stop is called, which waits for the end.
+func (p *Plugin) start(ctx context.Context, running *sync.WaitGroup, resource string) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	r := &registrar{Plugin: p, resource: resource, cause: causeStart, confirmLimit: p.times.confirmLimit, notReady: errNotStarted}
+	p.mu.Lock()
+	p.served[resource] = r
+	p.mu.Unlock()
+	ended := make(chan struct{})
+	running.Go(func() {
+		defer close(ended)
+		defer cancel()
+		r.run(ctx)
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		delete(p.served, resource)
+	})
+	return func() {
+		cancel()
+		<-ended
+	}
 }

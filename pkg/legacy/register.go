@@ -41,37 +41,54 @@ func endedBy(c cause, format string, args ...any) *ended {
 	return &ended{cause: c, err: fmt.Errorf(format, args...)}
 }
 
-// keepRegistered keeps the resource registered, each time under another socket name, until ctx is done.
-func (s *served) keepRegistered(ctx context.Context, dir *directory) {
-	logger := klog.FromContext(ctx).WithValues("resource", s.resource)
-	ctx = klog.NewContext(ctx, logger)
-	r := &registrar{served: s, dir: dir, cause: causeStart, confirmLimit: s.times.confirmLimit}
-	for ctx.Err() == nil {
-		if !r.awaitKubelet(ctx) || !r.awaitNoConflicting(ctx) {
-			return
-		}
-		kubelet, _ := identify(dir.kubeletSocket())
-		began := time.Now()
-		end := r.register(ctx, kubelet)
-		if end == nil || ctx.Err() != nil {
-			return
-		}
-		s.setNotReady(end)
-		logger.Info("Registration with kubelet is over", "cause", end.cause, "reason", end.Error())
-		r.account(end.cause, time.Since(began))
-		r.backOff(ctx, kubelet)
-	}
-}
-
-// registrar is the state of keepRegistered between registrations.
+// registrar keeps one extended resource registered with kubelet.
 type registrar struct {
-	*served
-	dir          *directory
+	*Plugin
+	resource string
+	// cause of the next registration.
 	cause        cause
 	failures     int
 	confirmLimit time.Duration
 	// unsettled means that a live socket has not answered yet which devices it serves.
 	unsettled bool
+
+	// notReady is why the resource is not served now; nil if it is. Plugin.mu guards it and socket.
+	notReady error
+	// socket is the path of the current socket.
+	socket string
+}
+
+func (r *registrar) setNotReady(reason error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.notReady = reason
+}
+
+func (r *registrar) setSocket(path string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.socket = path
+}
+
+// run keeps the resource registered, each time under another socket name, until ctx is done.
+func (r *registrar) run(ctx context.Context) {
+	logger := klog.FromContext(ctx).WithValues("resource", r.resource)
+	ctx = klog.NewContext(ctx, logger)
+	for ctx.Err() == nil {
+		if !r.awaitKubelet(ctx) || !r.awaitNoConflicting(ctx) {
+			return
+		}
+		kubelet, _ := identify(r.dir.kubeletSocket())
+		began := time.Now()
+		end := r.register(ctx, kubelet)
+		if end == nil || ctx.Err() != nil {
+			return
+		}
+		r.setNotReady(end)
+		logger.Info("Registration with kubelet is over", "cause", end.cause, "reason", end.Error())
+		r.account(end.cause, time.Since(began))
+		r.backOff(ctx, kubelet)
+	}
 }
 
 // account records why and after how long a registration ended, which decides when the next one begins.
@@ -170,8 +187,8 @@ func (r *registrar) awaitNoConflicting(ctx context.Context) bool {
 func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
 	path := filepath.Join(r.config.Directory, newSocketName(r.resource))
 	// Set before the socket exists: the registrars of other resources look for other plugins' sockets.
-	r.setOwn(path)
-	defer r.setOwn("")
+	r.setSocket(path)
+	defer r.setSocket("")
 	e, err := r.openEndpoint(ctx, path)
 	if err != nil {
 		return endedBy(causeRefused, "%w", err)
@@ -193,7 +210,14 @@ func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
 				return end
 			}
 			return firstOf(ctx,
-				func(ctx context.Context) *ended { return r.watchStream(ctx, e) },
+				func(ctx context.Context) *ended {
+					select {
+					case <-ctx.Done():
+						return nil
+					case <-e.allDown:
+						return endedBy(causeStreamEnded, "kubelet stopped listening")
+					}
+				},
 				func(ctx context.Context) *ended { return r.confirm(ctx, e) })
 		})
 }
@@ -245,13 +269,4 @@ func (r *registrar) introduce(ctx context.Context, e *endpoint) *ended {
 	klog.FromContext(ctx).Info("Registered with kubelet", "socket", e.path, "cause", r.cause)
 	r.setNotReady(nil)
 	return nil
-}
-
-func (r *registrar) watchStream(ctx context.Context, e *endpoint) *ended {
-	select {
-	case <-ctx.Done():
-		return nil
-	case <-e.allDown:
-		return endedBy(causeStreamEnded, "kubelet stopped listening")
-	}
 }

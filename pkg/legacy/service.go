@@ -15,8 +15,8 @@ import (
 // service answers kubelet on one socket.
 type service struct {
 	pluginapi.UnsafeDevicePluginServer
-	served   *served
-	endpoint *endpoint
+	registrar *registrar
+	endpoint  *endpoint
 }
 
 // options are sent with Register and again when kubelet asks. PreStartRequired stays false: kubelet would require it for pods
@@ -32,22 +32,22 @@ func (s *service) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pl
 func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest,
 ) (*pluginapi.PreferredAllocationResponse, error) {
 	defer s.endpoint.calls.enter()()
-	defer func(start time.Time) { s.served.metrics.preferred.Observe(time.Since(start).Seconds()) }(time.Now())
-	return s.served.Preferred(s.served.resource, request), nil
+	defer func(start time.Time) { s.registrar.metrics.preferred.Observe(time.Since(start).Seconds()) }(time.Now())
+	return s.registrar.Preferred(s.registrar.resource, request), nil
 }
 
 func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
 	defer s.endpoint.calls.enter()()
-	defer func(start time.Time) { s.served.metrics.allocate.Observe(time.Since(start).Seconds()) }(time.Now())
-	return s.served.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.served.resource, request)
+	defer func(start time.Time) { s.registrar.metrics.allocate.Observe(time.Since(start).Seconds()) }(time.Now())
+	return s.registrar.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.registrar.resource, request)
 }
 
 // PreStartContainer reports whether the devices exist. kubelet does not call it, because options do not require it.
 func (s *service) PreStartContainer(_ context.Context, request *pluginapi.PreStartContainerRequest,
 ) (*pluginapi.PreStartContainerResponse, error) {
 	defer s.endpoint.calls.enter()()
-	if _, err := s.served.lookup(s.served.resource, request.GetDevicesIds(), make(map[string]bool)); err != nil {
-		return nil, status.Errorf(status.Code(err), "invalid pre-start request for %q: %s", s.served.resource, reason(err))
+	if _, err := s.registrar.lookup(s.registrar.resource, request.GetDevicesIds(), make(map[string]bool)); err != nil {
+		return nil, status.Errorf(status.Code(err), "invalid pre-start request for %q: %s", s.registrar.resource, reason(err))
 	}
 	return &pluginapi.PreStartContainerResponse{}, nil
 }

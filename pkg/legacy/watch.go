@@ -97,8 +97,8 @@ func (r *registrar) confirm(ctx context.Context, e *endpoint) *ended {
 	}
 	var confirmed *listing
 	for ctx.Err() == nil {
-		list, more := e.lastSent()
-		if list == nil || list == confirmed {
+		more := e.sentMore.Changed()
+		if list := e.sent.Load(); list == nil || list == confirmed {
 			select {
 			case <-ctx.Done():
 			case <-more:
@@ -122,7 +122,7 @@ func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, 
 			return nil, nil
 		case <-time.After(delay):
 		}
-		list, _ := e.lastSent()
+		list := e.sent.Load()
 		settled := list == last
 		last = list
 		allocatable, err := r.allocatable(ctx)

@@ -122,7 +122,7 @@ func (a *agent) open() (err error) {
 		return err
 	}
 	a.limits, err = legacy.New(legacy.Config{
-		Resources: limits, NodeName: nodeName, Directory: a.host.kubeletDir(),
+		Resources: limits, NodeName: nodeName, Directory: a.host.kubeletDir(), Strategies: []legacy.Strategy{legacy.StrategyCDI},
 		Inventory: a, Ledger: book, Specs: a, Allocations: allocations{a}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
 	})
 	return err
