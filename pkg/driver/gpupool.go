@@ -4,8 +4,6 @@ package driver
 
 import (
 	"fmt"
-	"maps"
-	"reflect"
 	"slices"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -26,20 +24,21 @@ import (
 // device of the pool. So each GPU has a pool of its own, and allocated devices stay published and are never subtracted here
 // (allocations_test.go).
 type gpuPool struct {
-	*gpuShape
-	gpu device.GPU
+	gpu      device.GPU
+	geometry mig.Geometry
+	// unmanaged partitions have a counter of their own name: their part of the hardware is occupied whether they are used or not.
+	unmanaged []device.Partition
 	// allocated are the devices that the scheduler counts, with their profile IDs.
 	allocated map[device.Ref]int
 	// withdrawn are the devices that the scheduler cannot count, heldByPods those of them that pods hold.
 	withdrawn, heldByPods []device.Ref
-	// closed offers nothing but what is allocated.
-	closed bool
 }
 
-func newGPUPool(g device.GPU, shape *gpuShape, a allocated, withdrawn []withdrawal) gpuPool {
-	p := gpuPool{gpuShape: shape, gpu: g, allocated: map[device.Ref]int{}, closed: !g.Dynamic}
+func newGPUPool(g device.GPU, geometry mig.Geometry, a allocated, withdrawn []withdrawal) gpuPool {
+	p := gpuPool{gpu: g, geometry: geometry, allocated: map[device.Ref]int{}}
+	p.unmanaged, _ = unmanagedPartitions(g)
 	for ref, profileID := range a.profiles {
-		if p.publishes(ref, profileID) && !a.fromOther(ref, true) {
+		if p.publishes(ref, profileID) && a.from[ref] != nodePool {
 			p.allocated[ref] = profileID
 		} else {
 			// It was allocated from the node pool, or an administrator removed the partition. Its placement is free once the claim
@@ -67,19 +66,44 @@ func (p gpuPool) isAllocated(ref device.Ref) bool {
 	return allocated
 }
 
-// slices returns the counters first, then the devices.
+// slices returns the counters first. The devices follow: the unmanaged partitions, the possible ones, small ones first, and the
+// whole GPU: the scheduler takes the first that fits a request. A partition that cannot exist beside an unmanaged one is published
+// without enough counters, since a claim may have been allocated it.
 func (p gpuPool) slices() []resourceslice.Slice {
+	var devices []resourceapi.Device
+	for _, partition := range p.unmanaged {
+		devices = append(devices, p.consuming(device.Device{GPU: p.gpu, Partition: partition}))
+	}
+	possible := device.GPU{UUID: p.gpu.UUID, Minor: p.gpu.Minor, Profiles: p.geometry.Profiles()}.Possible()
+	for _, instance := range p.geometry.Order() {
+		at := slices.IndexFunc(possible, func(q device.Partition) bool {
+			return q.ProfileID == instance.ProfileID && q.Ref.Placement == instance.Placement
+		})
+		if _, exists := p.unmanagedAt(possible[at].Ref, instance.ProfileID); !exists {
+			devices = append(devices, p.consuming(device.Device{GPU: p.gpu, Partition: possible[at]}))
+		}
+	}
+	if !p.gpu.MIGEnabled || mig.Switchable(p.gpu) || p.isAllocated(p.gpu.Ref()) {
+		devices = append(devices, p.consuming(device.Device{GPU: p.gpu}))
+	}
 	set := resourceapi.CounterSet{Name: p.counterSet(), Counters: publishedCounters(p.counters())}
 	built := []resourceslice.Slice{{SharedCounters: []resourceapi.CounterSet{set}}}
-	if !p.gpu.MIGEnabled || mig.Switchable(p.gpu) || p.isAllocated(p.gpu.Ref()) {
-		return append(built, p.devices...)
+	for chunk := range slices.Chunk(devices, resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures) {
+		built = append(built, resourceslice.Slice{Devices: chunk})
 	}
-	return append(built, p.partitions...)
+	return built
 }
 
 // counters returns what the hardware has less what is withdrawn, but at least what is allocated (TestCountersFollowHolds).
 func (p gpuPool) counters() mig.Counters {
-	counters := maps.Clone(p.free)
+	// GPU instances without a compute instance take their part, too.
+	var occupied []mig.Instance
+	for _, q := range p.gpu.Partitions {
+		if !q.Made && !slices.ContainsFunc(occupied, func(i mig.Instance) bool { return i.Placement == q.Ref.Placement }) {
+			occupied = append(occupied, mig.Instance{ProfileID: q.ProfileID, Placement: q.Ref.Placement, Capacity: q.Capacity})
+		}
+	}
+	all, counters := p.geometry.Total(), p.geometry.Left(occupied)
 	for _, s := range p.unmanaged {
 		counters[s.Name()] = 1
 		if p.isTaken(s) {
@@ -92,7 +116,8 @@ func (p gpuPool) counters() mig.Counters {
 			counters[name] = max(counters[name]-n, 0)
 		}
 	}
-	if p.closed {
+	if !p.gpu.Dynamic {
+		// It offers only what is allocated.
 		for name := range counters {
 			counters[name] = 0
 		}
@@ -110,7 +135,7 @@ func (p gpuPool) counters() mig.Counters {
 		}
 	}
 	for name, n := range floor {
-		if total, ofGPU := p.all[name]; ofGPU {
+		if total, ofGPU := all[name]; ofGPU {
 			// The scheduler may have allocated a part of what a deleted claim still holds. It counts one of the two; the sum would
 			// offer more than the hardware has.
 			n = min(n, total)
@@ -130,14 +155,15 @@ func (p gpuPool) isTaken(s device.Partition) bool {
 // takes returns the counters that a device consumes. Where its profile is not known, choose combines those of the possible profiles.
 func (p gpuPool) takes(ref device.Ref, profileID int, choose func(a, b int64) int64) mig.Counters {
 	if ref.Whole() {
-		return p.all
+		return p.geometry.Total()
 	}
 	if s, found := p.unmanagedAt(ref, profileID); found {
 		return mig.Counters{s.Name(): 1}
 	}
-	made := slices.IndexFunc(p.gpu.Partitions, func(q device.Partition) bool { return q.Made && q.Ref == ref })
-	if profileID == noProfile && made >= 0 {
-		profileID = p.gpu.Partitions[made].ProfileID
+	for _, q := range p.gpu.Partitions {
+		if profileID == noProfile && q.Made && q.Ref == ref {
+			profileID = q.ProfileID
+		}
 	}
 	var takes mig.Counters
 	for _, profile := range p.geometry.Profiles() {
@@ -149,7 +175,7 @@ func (p gpuPool) takes(ref device.Ref, profileID int, choose func(a, b int64) in
 			takes = one
 			continue
 		}
-		for name := range p.all {
+		for name := range p.geometry.Total() {
 			takes[name] = choose(takes[name], one[name])
 		}
 	}
@@ -159,147 +185,46 @@ func (p gpuPool) takes(ref device.Ref, profileID int, choose func(a, b int64) in
 	return takes
 }
 
-// counts has the GPU once, and each unmanaged partition.
-func (p gpuPool) counts() deviceCounts {
-	var c deviceCounts
-	c.count(p.gpu.Health, p.closed || slices.ContainsFunc(p.withdrawn, device.Ref.Whole))
-	for _, s := range p.gpu.Partitions {
-		if _, found := p.unmanagedAt(s.Ref, s.ProfileID); found {
-			c.count(device.Device{GPU: p.gpu, Partition: s}.Health(), p.isTaken(s))
-		}
+// count counts the GPU once, and each unmanaged partition.
+func (p gpuPool) count(c *deviceCounts) {
+	c.count(p.gpu.Health, !p.gpu.Dynamic || slices.ContainsFunc(p.withdrawn, device.Ref.Whole))
+	for _, s := range p.unmanaged {
+		c.count(device.Device{GPU: p.gpu, Partition: s}.Health(), p.isTaken(s))
 	}
-	return c
-}
-
-// gpuShape is what of a gpuPool does not depend on who uses the GPU. It is built once for a GPU and kept while the GPU looks the
-// same: a GPU has dozens of devices, and the ledger changes with every pod (BenchmarkOffer).
-type gpuShape struct {
-	// gpu is without fields that do not affect the shape.
-	gpu device.GPU
-	// strict adds binding conditions to the devices.
-	strict   bool
-	geometry mig.Geometry
-	// all is what the whole GPU consumes.
-	all mig.Counters
-	// unmanaged partitions have a counter of their own name: their part of the hardware is occupied whether they are used or not.
-	unmanaged []device.Partition
-	// free is what the unmanaged GPU instances leave, also those without a compute instance.
-	free mig.Counters
-	// devices are published where the whole GPU can be allocated, partitions where not.
-	devices, partitions []resourceslice.Slice
-	// possible are the partitions that fit on the empty GPU, by name.
-	possible map[string]device.Partition
-}
-
-// shape returns the GPU's shape. It is not modified any more.
-func (o *Offer) shape(g device.GPU, strict bool) *gpuShape {
-	g = withoutUse(g)
-	known := o.shapes[g.Name()]
-	if known == nil || known.strict != strict || !reflect.DeepEqual(known.gpu, g) {
-		known = newGPUShape(g, strict)
-		o.shapes[g.Name()] = known
-	}
-	return known
-}
-
-// withoutUse returns the GPU without what claims and health change.
-func withoutUse(g device.GPU) device.GPU {
-	g.Dynamic, g.MIGEnabled, g.Sharing, g.Health = false, false, device.Sharing{}, device.Health{}
-	var partitions []device.Partition
-	for _, p := range g.Partitions {
-		if !p.Made {
-			p.Health = device.Health{}
-			partitions = append(partitions, p)
-		}
-	}
-	g.Partitions = partitions
-	return g
-}
-
-func newGPUShape(g device.GPU, strict bool) *gpuShape {
-	s := &gpuShape{gpu: g, strict: strict, geometry: mig.NewGeometry(g.Profiles), possible: map[string]device.Partition{}}
-	s.all = s.geometry.Total()
-	s.unmanaged, _ = unmanagedPartitions(g)
-	var occupied []mig.Instance
-	for _, p := range g.Partitions {
-		if !slices.ContainsFunc(occupied, func(i mig.Instance) bool { return i.Placement == p.Ref.Placement }) {
-			occupied = append(occupied, mig.Instance{ProfileID: p.ProfileID, Placement: p.Ref.Placement, Capacity: p.Capacity})
-		}
-	}
-	s.free = s.geometry.Left(occupied)
-	devices := s.build()
-	if strict {
-		for i := range devices {
-			devices[i] = withBindingConditions(devices[i])
-		}
-	}
-	s.devices, s.partitions = chunks(devices), chunks(devices[:len(devices)-1])
-	return s
-}
-
-func chunks(devices []resourceapi.Device) []resourceslice.Slice {
-	var built []resourceslice.Slice
-	for chunk := range slices.Chunk(devices, resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures) {
-		built = append(built, resourceslice.Slice{Devices: chunk})
-	}
-	return built
-}
-
-// build returns the unmanaged partitions, the possible ones, small ones first, and the whole GPU: the scheduler takes the first that
-// fits a request. A partition that cannot exist beside an unmanaged one is published without enough counters, since a claim may
-// have been allocated it.
-func (s *gpuShape) build() []resourceapi.Device {
-	var devices []resourceapi.Device
-	for _, p := range s.unmanaged {
-		devices = append(devices, s.consuming(device.Device{GPU: s.gpu, Partition: p}, mig.Counters{p.Name(): 1}))
-	}
-	byInstance := map[mig.Instance]device.Partition{}
-	for _, p := range (device.GPU{UUID: s.gpu.UUID, Minor: s.gpu.Minor, Profiles: s.geometry.Profiles()}).Possible() {
-		byInstance[mig.Instance{ProfileID: p.ProfileID, Placement: p.Ref.Placement}] = p
-		s.possible[p.Name()] = p
-	}
-	for _, instance := range s.geometry.Order() {
-		p, known := byInstance[instance]
-		if _, exists := s.unmanagedAt(p.Ref, p.ProfileID); known && !exists {
-			devices = append(devices, s.consuming(device.Device{GPU: s.gpu, Partition: p}, s.geometry.Takes(instance)))
-		}
-	}
-	return append(devices, s.consuming(device.Device{GPU: s.gpu}, s.all))
 }
 
 // unmanagedAt returns the unmanaged partition at that placement if it has the profile: an administrator may have replaced it.
-func (s *gpuShape) unmanagedAt(ref device.Ref, profileID int) (device.Partition, bool) {
-	i := slices.IndexFunc(s.unmanaged, func(p device.Partition) bool {
-		return p.Ref == ref && (profileID == noProfile || profileID == p.ProfileID)
-	})
-	if i < 0 {
-		return device.Partition{}, false
+func (p gpuPool) unmanagedAt(ref device.Ref, profileID int) (device.Partition, bool) {
+	for _, s := range p.unmanaged {
+		if s.Ref == ref && (profileID == noProfile || profileID == s.ProfileID) {
+			return s, true
+		}
 	}
-	return s.unmanaged[i], true
+	return device.Partition{}, false
 }
 
 // publishes reports whether a device with that ref exists or is possible.
-func (s *gpuShape) publishes(ref device.Ref, profileID int) bool {
-	if _, exists := s.unmanagedAt(ref, profileID); exists || ref.Whole() {
+func (p gpuPool) publishes(ref device.Ref, profileID int) bool {
+	if _, exists := p.unmanagedAt(ref, profileID); exists || ref.Whole() {
 		return true
 	}
-	return ref.Compute == device.Placement{} && slices.ContainsFunc(s.geometry.Profiles(), func(p device.Profile) bool {
-		return slices.Contains(p.Placements, ref.Placement)
+	return ref.Compute == device.Placement{} && slices.ContainsFunc(p.geometry.Profiles(), func(profile device.Profile) bool {
+		return slices.Contains(profile.Placements, ref.Placement)
 	})
 }
 
 // counterSet has the name that NVIDIA's DRA driver uses.
-func (s *gpuShape) counterSet() string { return fmt.Sprintf("gpu-%d-counter-set", s.gpu.Minor) }
+func (p gpuPool) counterSet() string { return fmt.Sprintf("gpu-%d-counter-set", p.gpu.Minor) }
 
-func (s *gpuShape) consuming(d device.Device, takes mig.Counters) resourceapi.Device {
+func (p gpuPool) consuming(d device.Device) resourceapi.Device {
 	published := publishedDevice(d)
-	consumed := publishedCounters(takes)
+	consumed := publishedCounters(p.takes(d.Ref(), d.Partition.ProfileID, nil))
 	for name, c := range consumed {
 		if c.Value.IsZero() {
 			delete(consumed, name)
 		}
 	}
-	published.ConsumesCounters = []resourceapi.DeviceCounterConsumption{{CounterSet: s.counterSet(), Counters: consumed}}
+	published.ConsumesCounters = []resourceapi.DeviceCounterConsumption{{CounterSet: p.counterSet(), Counters: consumed}}
 	return published
 }
 

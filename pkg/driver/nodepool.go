@@ -34,12 +34,6 @@ func (c *deviceCounts) count(health device.Health, withdrawn bool) {
 	}
 }
 
-func (c *deviceCounts) add(other deviceCounts) {
-	c.offered += other.offered
-	c.withdrawn += other.withdrawn
-	c.unhealthy += other.unhealthy
-}
-
 // excluded is a device that is not published at all, and why.
 type excluded struct {
 	device, reason string
@@ -49,9 +43,8 @@ type excluded struct {
 // taints, a withdrawn device is published tainted; without, it is omitted. Which slice a device is in does not depend on
 // withdrawals, so a withdrawal changes one slice (TestWithdrawalChangesOneSlice).
 func nodeSlices(
-	devices []device.Device, withdrawn []withdrawal, allocations map[string]allocated, kept Capabilities,
-) ([]resourceslice.Slice, deviceCounts) {
-	var counts deviceCounts
+	devices []device.Device, withdrawn []withdrawal, allocations map[string]allocated, kept Capabilities, counts *deviceCounts,
+) []resourceslice.Slice {
 	perSlice := resourceapi.ResourceSliceMaxDevices
 	if kept.Taints {
 		perSlice = resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures
@@ -73,7 +66,7 @@ func nodeSlices(
 		// An empty slice reports a node without GPUs; no slice would report a node without a driver.
 		built = append(built, resourceslice.Slice{Devices: []resourceapi.Device{}})
 	}
-	return built, counts
+	return built
 }
 
 // nodeDevice describes a device of the node pool and returns the taints that withdraw it. A device of which claims may have a part

@@ -108,8 +108,8 @@ func buildSlices(inv device.Inventory, withdrawn []withdrawal, taints bool) ([]r
 		found, unusable := nodePoolDevices(g)
 		devices, left = append(devices, found...), append(left, unusable...)
 	}
-	built, counts := nodeSlices(devices, withdrawn, nil, Capabilities{Taints: taints})
-	counts.excluded = len(left)
+	counts := deviceCounts{excluded: len(left)}
+	built := nodeSlices(devices, withdrawn, nil, Capabilities{Taints: taints}, &counts)
 	return built, counts, left
 }
 

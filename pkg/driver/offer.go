@@ -10,6 +10,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/mig"
@@ -49,8 +50,6 @@ type Offer struct {
 	orphanSince map[device.Ref]time.Time
 	// inGPUPool records by GPU name whether the GPU was published in its GPU pool last.
 	inGPUPool map[string]bool
-	// shapes are those of the last build by GPU name.
-	shapes map[string]*gpuShape
 	// profiles are the last known ones by GPU UUID.
 	profiles map[string][]device.Profile
 }
@@ -77,14 +76,17 @@ func (o *Offer) SetPublished(published []resourceapi.ResourceSlice) {
 	found := map[string]sourcePools{}
 	for _, slice := range published {
 		for _, d := range slice.Spec.Devices {
-			gpu := device.GPUName(d.Name)
-			found[gpu] = found[gpu].or(sourcePools{node: slice.Spec.Pool.Name == o.NodeName, gpu: slice.Spec.Pool.Name != o.NodeName})
+			if slice.Spec.Pool.Name == o.NodeName {
+				found[device.GPUName(d.Name)] |= nodePool
+			} else {
+				found[device.GPUName(d.Name)] |= ownPool
+			}
 		}
 	}
 	o.inGPUPool = map[string]bool{}
 	for gpu, pools := range found {
-		if pools.gpu != pools.node {
-			o.inGPUPool[gpu] = pools.gpu
+		if pools != nodePool|ownPool {
+			o.inGPUPool[gpu] = pools == ownPool
 		}
 	}
 }
@@ -94,8 +96,8 @@ func (o *Offer) build(f Facts) layout {
 	if o.inGPUPool == nil {
 		o.inGPUPool = map[string]bool{}
 	}
-	if o.shapes == nil {
-		o.shapes, o.profiles = map[string]*gpuShape{}, map[string][]device.Profile{}
+	if o.profiles == nil {
+		o.profiles = map[string][]device.Profile{}
 	}
 	inv, holds := f.Inventory, f.Holds
 	if o.Offered != nil {
@@ -107,25 +109,21 @@ func (o *Offer) build(f Facts) layout {
 	gpus, left := publishable(inv)
 	l := layout{pools: map[string]resourceslice.Pool{}, excluded: left, next: next}
 	l.counts.withdrawals = o.debounce.withdrawals
-	strict := o.Strict && f.Kept.BindingConditions
 
 	var inNodePool []device.Device
 	allocations := map[string]allocated{}
 	for _, g := range gpus {
-		from, inUse := o.sourcePools(g, holds, f.Claims)
+		inUse := usedByClaims(g, holds, f.Claims)
 		g = o.withKnownProfiles(g, inUse)
-		var shape *gpuShape
-		if len(g.Profiles) > 0 && (g.Dynamic || o.inGPUPool[g.Name()] || from.gpu) {
-			shape = o.shape(g, strict)
-		}
-		a := o.allocated(g, shape, holds, f.Claims)
-		canPartition := f.Kept.Counters && shape != nil && len(shape.possible) > 0
-		switch ownPool := o.choosePool(g, from, inUse || f.ClaimsLate, canPartition); {
-		case ownPool && canPartition:
-			p := newGPUPool(g, shape, a, withdrawn)
+		a := o.allocated(g, holds, f.Claims)
+		geometry := mig.NewGeometry(g.Profiles)
+		canPartition := f.Kept.Counters && len(geometry.Profiles()) > 0
+		switch own := o.choosePool(g, a.pools, inUse || f.ClaimsLate, canPartition); {
+		case own && canPartition:
+			p := newGPUPool(g, geometry, a, withdrawn)
 			l.pools[device.OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: p.slices()}
-			l.counts.add(p.counts())
-		case ownPool:
+			p.count(&l.counts)
+		case own:
 			// Claims have devices from its GPU pool, which cannot be published any more, and the node pool cannot count them.
 			l.counts.withdrawn++
 		default:
@@ -134,14 +132,14 @@ func (o *Offer) build(f Facts) layout {
 			allocations[g.UUID] = a
 		}
 	}
-	built, counts := nodeSlices(inNodePool, withdrawn, allocations, f.Kept)
-	l.pools[o.NodeName] = resourceslice.Pool{Slices: built}
-	l.counts.add(counts)
+	l.pools[o.NodeName] = resourceslice.Pool{Slices: nodeSlices(inNodePool, withdrawn, allocations, f.Kept, &l.counts)}
 	l.counts.excluded = len(l.excluded)
-	if strict {
-		for _, slice := range built {
-			for i := range slice.Devices {
-				slice.Devices[i] = withBindingConditions(slice.Devices[i])
+	if o.Strict && f.Kept.BindingConditions {
+		for _, pool := range l.pools {
+			for _, slice := range pool.Slices {
+				for i := range slice.Devices {
+					slice.Devices[i] = withBindingConditions(slice.Devices[i])
+				}
 			}
 		}
 	}
@@ -155,8 +153,8 @@ func (o *Offer) choosePool(g device.GPU, from sourcePools, inUse, canPartition b
 	own := canPartition && g.Dynamic && (g.MIGEnabled || mig.Switchable(g))
 	before, known := o.inGPUPool[g.Name()]
 	switch {
-	case from.gpu != from.node:
-		own = from.gpu
+	case from == ownPool, from == nodePool:
+		own = from == ownPool
 	case known && inUse:
 		own = before
 	}
@@ -173,10 +171,123 @@ func (o *Offer) withKnownProfiles(g device.GPU, inUse bool) device.GPU {
 	})
 	if len(g.Profiles) == 0 || inUse && fewer {
 		g.Profiles = known
-		return g
 	}
 	o.profiles[g.UUID] = g.Profiles
 	return g
+}
+
+// noProfile is the profile ID of a partition of which only the placement is known.
+const noProfile = -1
+
+// sourcePools is the set of pools from which devices were allocated. It is empty if that is not known.
+type sourcePools int
+
+const (
+	nodePool sourcePools = 1 << iota
+	// ownPool is the GPU pool.
+	ownPool
+)
+
+// allocated is what claims have of one GPU, from the ledger and from the scheduler's allocations.
+type allocated struct {
+	// pools are those from which any device of the GPU was allocated, also one that drains or no longer exists.
+	pools sourcePools
+	// profiles has the profile ID of each device: a placement alone does not identify a partition.
+	profiles map[device.Ref]int
+	// from has the pools of each device. The scheduler cannot count a device in a pool from which it did not allocate it.
+	from map[device.Ref]sourcePools
+	// shared are the devices of which claims have a part.
+	shared map[device.Ref]bool
+	// counted is the memory that the scheduler counts for a claim.
+	counted map[holding]uint64
+}
+
+// holding identifies what one holder has of a device.
+type holding struct {
+	device device.Ref
+	holder availability.Holder
+}
+
+// usedByClaims reports whether claims have any device of the GPU.
+func usedByClaims(g device.GPU, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim) bool {
+	return slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindClaim && h.Device.GPU == g.UUID }) ||
+		slices.ContainsFunc(claims, func(c v1alpha1.AllocatedClaim) bool {
+			return slices.ContainsFunc(c.Devices, func(name string) bool { return device.GPUName(name) == g.Name() })
+		})
+}
+
+func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim) allocated {
+	a := allocated{
+		profiles: map[device.Ref]int{}, from: map[device.Ref]sourcePools{}, shared: map[device.Ref]bool{}, counted: map[holding]uint64{},
+	}
+	for _, h := range holds {
+		if h.Holder.Kind != ledger.KindClaim || h.Device.GPU != g.UUID {
+			continue
+		}
+		var from sourcePools
+		// Only GPU pools offer partitions that Tandem creates.
+		if slices.ContainsFunc(g.Partitions, func(p device.Partition) bool { return p.Made && p.Ref == h.Device }) {
+			from = ownPool
+		}
+		a.pools |= from
+		if h.Use().Reason == availability.HeldByClaim {
+			a.add(h.Device, noProfile, from)
+			a.shared[h.Device] = a.shared[h.Device] || !h.Share.Whole()
+		}
+	}
+	// A GPU that is no longer dynamic may have an allocated partition that does not exist yet.
+	g.Dynamic = true
+	names := device.Inventory{GPUs: []device.GPU{g}}
+	for _, c := range claims {
+		var from sourcePools
+		switch {
+		case slices.Contains(c.Pools, device.OwnPool(o.NodeName, g)):
+			from = ownPool
+		case slices.Contains(c.Pools, o.NodeName):
+			from = nodePool
+		}
+		for _, name := range c.Devices {
+			if device.GPUName(name) != g.Name() {
+				continue
+			}
+			a.pools |= from
+			d, known := names.ByName(name)
+			if !known {
+				continue
+			}
+			a.add(d.Ref(), d.Partition.ProfileID, from)
+			for _, share := range c.Shares {
+				if share.Device == name {
+					a.shared[d.Ref()] = true
+					a.counted[holding{d.Ref(), availability.Holder{Kind: availability.Claim, ID: string(c.UID)}}] = uint64(max(share.Memory, 0))
+				}
+			}
+		}
+	}
+	return a
+}
+
+func (a *allocated) add(ref device.Ref, profileID int, from sourcePools) {
+	if _, known := a.profiles[ref]; !known || profileID != noProfile {
+		a.profiles[ref] = profileID
+	}
+	a.from[ref] |= from
+}
+
+// blocks reports whether allocations prevent ref from being allocated in the node pool: those of other devices that overlap it, and
+// its own from the GPU pool.
+func (a *allocated) blocks(ref device.Ref) bool {
+	return a.from[ref] == ownPool || overlapsAnother(a.profiles, ref)
+}
+
+// overlapsAnother reports whether another device overlaps ref.
+func overlapsAnother(devices map[device.Ref]int, ref device.Ref) bool {
+	for other := range devices {
+		if other != ref && other.Overlaps(ref) {
+			return true
+		}
+	}
+	return false
 }
 
 // earlier returns the earlier of two times; zero is never.

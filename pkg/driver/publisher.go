@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"reflect"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -15,7 +16,6 @@ import (
 	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
-	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -235,7 +235,7 @@ func (w *sliceWriter) write(ctx context.Context, owner types.UID, pools map[stri
 		}
 		w.owner, w.written = owner, pools
 		w.controller = w.startController(ctx, owner, pools)
-	case w.written == nil || !apiequality.Semantic.DeepEqual(w.written, pools):
+	case w.written == nil || !reflect.DeepEqual(w.written, pools):
 		w.written = pools
 		w.controller.Update(&resourceslice.DriverResources{Pools: pools})
 	}

@@ -43,6 +43,8 @@ type withdrawal struct {
 	detail string
 }
 
+func (w withdrawal) holding() holding { return holding{w.Device, w.Holder} }
+
 func compareWithdrawals(a, b withdrawal) int {
 	return cmp.Or(cmp.Compare(a.Device.String(), b.Device.String()), a.compareReason(b), cmp.Compare(a.Holder.ID, b.Holder.ID))
 }
@@ -62,16 +64,10 @@ func (w withdrawal) taint() resourceapi.DeviceTaint {
 
 // withdrawn returns what must not be offered, and when that changes by time alone (zero: never).
 func (o *Offer) withdrawn(inv device.Inventory, holds []ledger.Hold, now time.Time) ([]withdrawal, time.Time) {
-	current, drained := findWithdrawn(inv, holds, now)
-	orphans, orphaned := o.findOrphans(inv, holds, now)
-	for _, orphan := range orphans {
-		if !slices.ContainsFunc(current, func(w withdrawal) bool { return w.Device == orphan.Device }) {
-			current = append(current, orphan)
-		}
-	}
+	current, drained := findWithdrawn(inv, slices.Concat(holds, o.orphans(inv, holds, now)), now)
 	o.debounce.delay = o.ReturnDelay
 	withdrawn, returned := o.debounce.update(now, current)
-	return withdrawn, earlier(earlier(drained, orphaned), returned)
+	return withdrawn, earlier(drained, returned)
 }
 
 // findWithdrawn returns what the scheduler cannot know to be unavailable. It made the allocations of claims itself.
@@ -100,86 +96,63 @@ func findWithdrawn(inv device.Inventory, holds []ledger.Hold, now time.Time) ([]
 	return slices.SortedFunc(maps.Keys(found), compareWithdrawals), next
 }
 
-// findOrphans returns the partitions that were created for a claim and have no hold since drainGrace. They occupy their placement
-// until the reconciler destroys them (TestCountersFollowHolds). Inventory and holds are read one after the other, so a new
-// partition may look like an orphan for a moment.
-func (o *Offer) findOrphans(inv device.Inventory, holds []ledger.Hold, now time.Time) (orphans []withdrawal, next time.Time) {
+// orphans returns a draining hold for each partition that was created for a claim and has none. It occupies its placement until the
+// reconciler destroys it (TestCountersFollowHolds). Inventory and holds are read one after the other, so a new partition may look
+// like an orphan for less than drainGrace.
+func (o *Offer) orphans(inv device.Inventory, holds []ledger.Hold, now time.Time) (orphans []ledger.Hold) {
 	since := map[device.Ref]time.Time{}
-	for _, g := range inv.GPUs {
-		for _, p := range g.Partitions {
-			if !p.Made || slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Device.Overlaps(p.Ref) }) {
-				continue
-			}
-			first, known := o.orphanSince[p.Ref]
-			if !known {
-				first = now
-			}
-			since[p.Ref] = first
-			if due := first.Add(drainGrace); due.After(now) {
-				next = earlier(next, due)
-			} else {
-				orphans = append(orphans, withdrawal{use: use{Device: p.Ref, Reason: availability.Draining}})
-			}
+	for _, d := range inv.Devices() {
+		ref := d.Ref()
+		if !d.Partition.Made || slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Device.Overlaps(ref) }) {
+			continue
 		}
+		since[ref] = now
+		if first, known := o.orphanSince[ref]; known {
+			since[ref] = first
+		}
+		orphans = append(orphans, ledger.Hold{Device: ref, State: ledger.StateDraining, Since: since[ref]})
 	}
 	o.orphanSince = since
-	return orphans, next
+	return orphans
 }
 
 // debounce delays the return of hardware, so that a device which goes from one holder to the next is withdrawn once
 // (TestAGPUThatChangesHandsCostsNoWrite): each update of a slice makes the scheduler retry all pods that wait for a claim.
 type debounce struct {
-	delay   time.Duration
-	entries map[holding]debounced
+	delay time.Duration
+	// available is since when a withdrawal is no longer current; zero while it is.
+	available map[withdrawal]time.Time
 	// withdrawals counts what the last update withdrew because of a holder.
 	withdrawals int
 }
 
-type debounced struct {
-	withdrawn []withdrawal
-	// availableSince is zero while a withdrawal is current.
-	availableSince time.Time
-}
-
 // update returns the withdrawals to publish, and when to call it again (zero: at the next change). A new withdrawal counts at once;
 // the last one of a device stays for the delay.
-func (d *debounce) update(now time.Time, current []withdrawal) ([]withdrawal, time.Time) {
-	if d.entries == nil {
-		d.entries = map[holding]debounced{}
+func (d *debounce) update(now time.Time, current []withdrawal) (all []withdrawal, next time.Time) {
+	present, counted := map[holding]bool{}, map[holding]bool{}
+	for w := range d.available {
+		counted[w.holding()] = counted[w.holding()] || w.Reason != availability.Unhealthy
 	}
 	d.withdrawals = 0
-	present := map[holding][]withdrawal{}
 	for _, w := range current {
-		at := holding{w.Device, w.Holder}
-		present[at] = append(present[at], w)
-	}
-	for at, withdrawn := range present {
-		if hasHolder(withdrawn) && !hasHolder(d.entries[at].withdrawn) {
+		present[w.holding()] = true
+		if w.Reason != availability.Unhealthy && !counted[w.holding()] {
+			counted[w.holding()] = true
 			d.withdrawals++
 		}
-		d.entries[at] = debounced{withdrawn: withdrawn}
 	}
-	var next time.Time
-	var all []withdrawal
-	for at, entry := range d.entries {
-		if len(present[at]) == 0 {
-			if entry.availableSince.IsZero() {
-				entry.availableSince = now
-				d.entries[at] = entry
-			}
-			due := entry.availableSince.Add(d.delay)
-			if !due.After(now) {
-				delete(d.entries, at)
-				continue
-			}
-			next = earlier(next, due)
+	kept := map[withdrawal]time.Time{}
+	for w, since := range d.available {
+		if since.IsZero() {
+			since = now
 		}
-		all = append(all, entry.withdrawn...)
+		if due := since.Add(d.delay); !present[w.holding()] && due.After(now) {
+			kept[w], next = since, earlier(next, due)
+		}
 	}
-	slices.SortFunc(all, compareWithdrawals)
-	return all, next
-}
-
-func hasHolder(withdrawn []withdrawal) bool {
-	return slices.ContainsFunc(withdrawn, func(w withdrawal) bool { return w.Reason != availability.Unhealthy })
+	for _, w := range current {
+		kept[w] = time.Time{}
+	}
+	d.available = kept
+	return slices.SortedFunc(maps.Keys(kept), compareWithdrawals), next
 }
