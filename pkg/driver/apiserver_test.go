@@ -44,8 +44,10 @@ type fakeAPI struct {
 	dropTaints bool
 	// keepProbeTaints makes dry runs keep what writes drop, like servers of different versions behind one address.
 	keepProbeTaints bool
-	// failWrites refuses every write of slices with an error.
+	// failWrites refuses every write of slices with an error, except dry runs.
 	failWrites error
+	// failProbe refuses dry runs.
+	failProbe error
 	// failPool refuses writes of one pool.
 	failPool string
 	// writes counts stored creates, updates and deletes of slices by the driver.
@@ -323,7 +325,11 @@ func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, resource, name s
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	dryRun := r.URL.Query().Get("dryRun") != ""
-	if f.failWrites != nil {
+	if f.failProbe != nil && dryRun {
+		f.refuse(w, f.failProbe)
+		return
+	}
+	if f.failWrites != nil && !dryRun {
 		f.refuse(w, f.failWrites)
 		return
 	}

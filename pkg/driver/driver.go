@@ -9,14 +9,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
-	utilvalidation "k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
@@ -95,13 +94,13 @@ type Policy interface {
 
 // Config is what New needs. Fields are required unless they have a default or are optional.
 type Config struct {
-	// DriverName is the name of the DRA driver, and the domain of its attributes. Default "gpu.nvidia.com".
+	// DriverName is the name of the DRA driver, and the domain of its attributes.
 	DriverName string
 	// NodeName is the name of this node's Node object, and of the node pool.
 	NodeName string
 	// KubeClient must not throttle: every prepare costs one GET. It speaks protobuf, which alone keeps parameters of claims unchanged.
 	KubeClient kubernetes.Interface
-	// KubeletDir is kubelet's data directory. Default "/var/lib/kubelet".
+	// KubeletDir is kubelet's data directory.
 	KubeletDir string
 
 	// Node's UID owns the slices. Run needs it.
@@ -123,7 +122,7 @@ type Config struct {
 	OfferedToClaims func(device.GPU) bool
 	// OfferedToPods selects the GPUs that serve pods; nil means all.
 	OfferedToPods func(device.GPU) bool
-	// Limits are the extended resources that pods request. Default "nvidia.com/gpu" for whole GPUs.
+	// Limits are the extended resources that pods request.
 	Limits device.Resources
 	// PublishNothing removes the existing slices and serves claims that are already allocated.
 	PublishNothing bool
@@ -146,12 +145,9 @@ type Config struct {
 }
 
 const (
-	defaultDriverName     = "gpu.nvidia.com"
-	defaultLimitsResource = "nvidia.com/gpu"
-	defaultKubeletDir     = "/var/lib/kubelet"
-	defaultReturnDelay    = 200 * time.Millisecond
-	defaultCheckInterval  = 10 * time.Second
-	defaultProbeAgain     = 10 * time.Minute
+	defaultReturnDelay   = 200 * time.Millisecond
+	defaultCheckInterval = 10 * time.Second
+	defaultProbeAgain    = 10 * time.Minute
 )
 
 // Driver serves claims for the GPUs of one node. Only one may run at a time on a node: the caller owns the ledger's lock.
@@ -162,80 +158,37 @@ type Driver struct {
 	conditions conditions
 	// nodeRef is the object of events on the node.
 	nodeRef *corev1.ObjectReference
-	// kubeletRegistered makes the publisher compare with the API server again.
-	kubeletRegistered broadcast.Signal
 	// probeAgain is the delay of the next probe after the API server dropped a field.
 	probeAgain time.Duration
+	// publishAgain wakes the publisher, which acts on the two flags.
+	publishAgain                   broadcast.Signal
+	kubeletRegistered, dropsFields atomic.Bool
 
 	mu sync.Mutex
-	// conflicting is set while another process serves our driver name.
-	conflicting *ConflictingDriverError
-	// noAPI is set while the API server does not serve the DRA API.
-	noAPI bool
-	// registered and registerError are kubelet's last answer.
-	registered    bool
-	registerError string
-	// published is set once the API server has all pools; publishError is the last failure since then.
-	published    bool
-	publishError error
-	// nodeKnown is set while the Node object exists.
-	nodeKnown bool
+	// These are why claims are not served; nil for what is well. Ready returns the first. waiting is what Run waits for: ErrNoAPI, a
+	// *ConflictingDriverError, or the error of a list. slices stays nil after the API server had all pools once.
+	waiting, node, slices, kubelet error
 }
 
-// New validates the configuration. Nothing is visible outside before Run, apart from metrics in the Registerer.
+// New checks the length of the sockets' paths; internal/config validates the rest. Nothing is visible outside before Run, apart
+// from metrics in the Registerer.
 func New(c Config) (*Driver, error) {
-	c.setDefaults()
-	if err := c.validate(); err != nil {
-		return nil, fmt.Errorf("configure DRA driver: %w", err)
+	c.ReturnDelay = cmp.Or(c.ReturnDelay, defaultReturnDelay)
+	c.CheckInterval = cmp.Or(c.CheckInterval, defaultCheckInterval)
+	if longest := c.registrationSocket(); len(longest) > maxSocketPath {
+		return nil, fmt.Errorf("kubelet directory %q: socket path %q is longer than the %d bytes the kernel takes", c.KubeletDir, longest, maxSocketPath)
 	}
 	return &Driver{
 		Config: c, metrics: newMetrics(c.Registerer), conditions: conditions{pending: map[types.UID]claimConditions{}}, probeAgain: defaultProbeAgain,
 		// The UID of events on nodes is the node's name, by kubelet's convention: `kubectl describe` selects that.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},
+		slices:  fmt.Errorf("ResourceSlices of node %s are not published yet", c.NodeName),
+		kubelet: notRegistered(c),
 	}, nil
 }
 
-func (c *Config) setDefaults() {
-	c.DriverName = cmp.Or(c.DriverName, defaultDriverName)
-	c.Limits.GPU = cmp.Or(c.Limits.GPU, defaultLimitsResource)
-	c.KubeletDir = cmp.Or(c.KubeletDir, defaultKubeletDir)
-	c.ReturnDelay = cmp.Or(c.ReturnDelay, defaultReturnDelay)
-	c.CheckInterval = cmp.Or(c.CheckInterval, defaultCheckInterval)
-}
-
-func (c *Config) validate() error {
-	var errs []error
-	for _, problem := range utilvalidation.IsDNS1123Subdomain(c.DriverName) {
-		errs = append(errs, fmt.Errorf("driver name %q: %s", c.DriverName, problem))
-	}
-	if len(c.DriverName) > utilvalidation.DNS1123LabelMaxLength {
-		errs = append(errs, fmt.Errorf("driver name %q: must be no more than %d characters", c.DriverName, utilvalidation.DNS1123LabelMaxLength))
-	}
-	if c.NodeName == "" {
-		errs = append(errs, errors.New("node name is not set"))
-	} else {
-		for _, problem := range utilvalidation.IsDNS1123Subdomain(c.NodeName) {
-			errs = append(errs, fmt.Errorf("node name %q: %s", c.NodeName, problem))
-		}
-	}
-	if !filepath.IsAbs(c.KubeletDir) {
-		errs = append(errs, fmt.Errorf("kubelet directory %q: must be an absolute path", c.KubeletDir))
-	}
-	if longest := c.registrationSocket(); len(longest) > maxSocketPath {
-		errs = append(errs, fmt.Errorf("kubelet directory %q: socket path %q is longer than the %d bytes the kernel takes", c.KubeletDir, longest, maxSocketPath))
-	}
-	if c.Strict && c.Allocations == nil {
-		errs = append(errs, errors.New("strict needs the allocations"))
-	}
-	for name, missing := range map[string]bool{
-		"Kubernetes client": c.KubeClient == nil, "ledger": c.Ledger == nil, "inventory": c.Inventory == nil,
-		"CDI specs": c.Specs == nil, "pods": c.Pods == nil, "event recorder": c.Recorder == nil, "metrics registerer": c.Registerer == nil,
-	} {
-		if missing {
-			errs = append(errs, fmt.Errorf("%s is not set", name))
-		}
-	}
-	return errors.Join(errs...)
+func notRegistered(c Config) error {
+	return fmt.Errorf("kubelet has not registered driver %s yet (does it watch %s?)", c.DriverName, c.registryDir())
 }
 
 // Run serves until ctx is done, then answers the calls in flight and returns nil. Called once. It leaves no goroutine and no socket
@@ -246,15 +199,14 @@ func (d *Driver) Run(ctx context.Context) error {
 	if err := d.prepareDirectories(); err != nil {
 		return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
 	}
-	if !d.waitForAPI(ctx) {
-		return nil
-	}
 	for {
-		if !d.waitUntilAlone(ctx) {
+		d.waitUntilAlone(ctx)
+		existing := d.listSlices(ctx)
+		if ctx.Err() != nil {
 			return nil
 		}
 		started := time.Now()
-		err := d.serve(ctx)
+		err := d.serve(ctx, existing)
 		_, conflicting := errors.AsType[*ConflictingDriverError](err)
 		switch {
 		case ctx.Err() != nil:
@@ -279,33 +231,58 @@ const shortestSession = time.Second
 func (d *Driver) Ready() error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	switch {
-	case d.noAPI:
-		return ErrNoAPI
-	case d.conflicting != nil:
-		return d.conflicting
-	case !d.nodeKnown:
-		return fmt.Errorf("node %s is not known to the API server (is the node name right?)", d.NodeName)
-	case !d.published && d.publishError != nil:
-		return fmt.Errorf("publish ResourceSlices of node %s: %w", d.NodeName, d.publishError)
-	case !d.published:
-		return fmt.Errorf("ResourceSlices of node %s are not published yet", d.NodeName)
-	case d.registerError != "":
-		return fmt.Errorf("kubelet refuses driver %s: %s", d.DriverName, d.registerError)
-	case !d.registered:
-		return fmt.Errorf("kubelet has not registered driver %s yet (does it watch %s?)", d.DriverName, d.registryDir())
+	return cmp.Or(d.waiting, d.node, d.slices, d.kubelet)
+}
+
+// set sets one of the errors of Ready.
+func (d *Driver) set(problem *error, now error) (before error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	before, *problem = *problem, now
+	return before
+}
+
+// setWaiting records what Run waits for, and reports it once: in the log, and in an event on the node if there is a reason for one.
+func (d *Driver) setWaiting(ctx context.Context, reason string, err error) {
+	switch before := d.set(&d.waiting, err); {
+	case err == nil && before != nil:
+		klog.FromContext(ctx).Info("Claims can be served", "before", before.Error())
+	case err != nil && (before == nil || before.Error() != err.Error()):
+		klog.FromContext(ctx).Error(err, "Not serving claims")
+		if reason != "" {
+			d.Recorder.Event(d.nodeRef, corev1.EventTypeWarning, reason, err.Error())
+		}
 	}
-	return nil
+}
+
+// The first and the longest delay of retries.
+const (
+	firstWait = time.Second
+	lastWait  = 30 * time.Second
+)
+
+// retry calls try with growing delays until it succeeds or ctx is done. It logs errors with the message, if there is one.
+func retry(ctx context.Context, logger klog.Logger, message string, try func() error) {
+	for wait := firstWait; ; wait = min(2*wait, lastWait) {
+		err := try()
+		if err == nil || ctx.Err() != nil {
+			return
+		}
+		if message != "" {
+			logger.Error(err, message)
+		}
+		if !pause(ctx, wait) {
+			return
+		}
+	}
 }
 
 // pause waits and returns false if ctx ended first.
 func pause(ctx context.Context, length time.Duration) bool {
-	timer := time.NewTimer(length)
-	defer timer.Stop()
 	select {
 	case <-ctx.Done():
 		return false
-	case <-timer.C:
+	case <-time.After(length):
 		return true
 	}
 }

@@ -198,6 +198,24 @@ func TestPublishErrorsAreReportedAndRetried(t *testing.T) {
 	eventually(t, "Ready", r.driver.Ready)
 }
 
+// Nothing is published before the API server has answered which fields it keeps. A server that refuses all of the fields keeps none.
+func TestPublishWaitsForTheProbe(t *testing.T) {
+	r := newRig(t, threeGPUs())
+	r.api.failProbe = apierrors.NewServiceUnavailable("not now")
+	r.run()
+	eventually(t, "Ready to name the error", func() error {
+		if err := r.driver.Ready(); err == nil || !strings.Contains(err.Error(), "not now") {
+			return fmt.Errorf("Ready: %v", err)
+		}
+		return nil
+	})
+	if got := r.published(); got != "" {
+		t.Error("published:", got)
+	}
+	r.api.set(func() { r.api.failProbe = apierrors.NewInvalid(schema.GroupKind{Kind: "ResourceSlice"}, "x", nil) })
+	r.awaitPools(map[string]string{"": "gpu-0 gpu-1 gpu-2"})
+}
+
 // After a long outage of the API server, failed writes are still retried often.
 func TestRetriesStayFrequent(t *testing.T) {
 	retries := newRetries()
@@ -215,9 +233,12 @@ func TestRetriesStayFrequent(t *testing.T) {
 func TestNodeThatDoesNotExist(t *testing.T) {
 	r := newRig(t, machine(2), func(c *Config) { c.NodeName = "nodel" }).run()
 	startKubelet(t, r.dir, "gpu.nvidia.com")
-	if err := r.driver.Ready(); err == nil || !strings.Contains(err.Error(), "node nodel is not known to the API server (is the node name right?)") {
-		t.Error(err)
-	}
+	eventually(t, "Ready to name the node", func() error {
+		if err := r.driver.Ready(); err == nil || !strings.Contains(err.Error(), "node nodel is not known to the API server (is the node name right?)") {
+			return fmt.Errorf("Ready: %v", err)
+		}
+		return nil
+	})
 }
 
 // A restarted agent finds its slices unchanged and writes nothing.

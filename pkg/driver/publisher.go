@@ -9,28 +9,66 @@ import (
 	"maps"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 
-	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // allocationsTimeout is how long after a start a GPU stays in its pool if the controller does not report which claims are
 // allocated from it (TestPoolsStayUntilClaimsAreKnown).
 const allocationsTimeout = 30 * time.Second
+
+// ErrNoAPI is returned by Ready while the API server does not serve claims.
+var ErrNoAPI = errors.New("the API server does not serve resource.k8s.io/v1: enable it (Kubernetes 1.34 or newer, not disabled by " +
+	"kube-apiserver's --runtime-config), or set mode DevicePluginOnly")
+
+// probeTimeout bounds one request.
+const probeTimeout = 5 * time.Second
+
+// listSlices returns the slices that earlier agents published. It retries until ctx is done, also while the API server does not
+// serve the DRA API, which an administrator may enable later (TestServerWithoutClaims).
+func (d *Driver) listSlices(ctx context.Context) (existing []resourceapi.ResourceSlice) {
+	retry(ctx, klog.FromContext(ctx), "", func() error {
+		call, cancel := context.WithTimeout(ctx, probeTimeout)
+		defer cancel()
+		found, err := d.KubeClient.ResourceV1().ResourceSlices().List(call, metav1.ListOptions{FieldSelector: fields.Set{
+			resourceapi.ResourceSliceSelectorNodeName: d.NodeName, resourceapi.ResourceSliceSelectorDriver: d.DriverName,
+		}.String()})
+		reason := ""
+		switch {
+		case err == nil:
+			existing = found.Items
+		case ctx.Err() != nil:
+			return nil
+		case apierrors.IsNotFound(err):
+			err = ErrNoAPI
+			if !d.PublishNothing {
+				reason = "NoClaimsAPI"
+			}
+		default:
+			err = fmt.Errorf("list the ResourceSlices of node %s: %w", d.NodeName, err)
+			d.metrics.publishErrors.Inc()
+		}
+		d.setWaiting(ctx, reason, err)
+		return err
+	})
+	return existing
+}
 
 // publisher keeps the node's ResourceSlices equal to what inventory, ledger and allocations require: run builds the pools (Offer),
 // compares them with those it wrote last, and hands changes to the slice controller of k8s.io/dynamic-resource-allocation, which
@@ -39,38 +77,12 @@ const allocationsTimeout = 30 * time.Second
 // It starts that controller itself, not through kubeletplugin.Helper.PublishResources: the helper's controller waits 30 s before
 // it repairs slices that kubelet removed (TestRepublishAfterKubeletRestart), and does not notice that the node object was replaced
 // (TestSlicesFollowTheNodeObject).
-type publisher struct {
-	*Driver
+type publisher struct{ *Driver }
 
-	// kept are the fields that the API server kept in the last probe, if known.
-	kept  Capabilities
-	known bool
-	// probeAt is when the next probe is due, after probeWait if it fails; zero if none is.
-	probeAt   time.Time
-	probeWait time.Duration
-	// dropsFields is set once the API server dropped a field that it kept in the probe. fieldsDropped reports it.
-	dropsFields   atomic.Bool
-	fieldsDropped broadcast.Signal
-}
-
-func newPublisher(d *Driver) *publisher {
-	p := &publisher{Driver: d, probeWait: probeRetryFirst}
-	if !d.PublishNothing {
-		p.probeAt = time.Now()
-	}
-	return p
-}
-
-// run publishes until ctx is done. Failures are retried; Ready reports them.
-func (p *publisher) run(ctx context.Context) error {
-	if existing, ok := p.listSlices(ctx); ok {
-		p.publish(ctx, existing)
-	}
-	return nil
-}
-
-// publish builds, compares and writes after each change, until ctx is done.
-func (p *publisher) publish(ctx context.Context, existing []resourceapi.ResourceSlice) {
+// run publishes after each change, until ctx is done. Failures are retried; Ready reports them. existing are the slices that
+// earlier agents published.
+func (p *publisher) run(ctx context.Context, existing []resourceapi.ResourceSlice) error {
+	kept := p.firstProbe(ctx)
 	offer := Offer{NodeName: p.NodeName, ReturnDelay: p.ReturnDelay, Offered: p.OfferedToClaims, Strict: p.Strict}
 	offer.SetPublished(existing)
 	writer := sliceWriter{publisher: p, existing: existing}
@@ -78,72 +90,136 @@ func (p *publisher) publish(ctx context.Context, existing []resourceapi.Resource
 	var (
 		excludedBefore  []excluded
 		countersMissing bool
+		probeAt         time.Time
 		allocationsDue  = time.Now().Add(allocationsTimeout)
-		node            types.UID
 		claimsChanged   <-chan struct{}
 	)
-	for {
+	for ctx.Err() == nil {
 		// Changes are awaited from before anything is read.
 		inventoryChanged, ledgerChanged := p.Inventory.Changed(), p.Ledger.Changed()
-		fieldsDropped, registered := p.fieldsDropped.Changed(), p.kubeletRegistered.Changed()
-		nodeChanged := p.Node.Changed()
-		node = p.nodeUID(ctx, node)
-		kept := p.keptFields(ctx)
+		again, nodeChanged := p.publishAgain.Changed(), p.Node.Changed()
+		if p.kubeletRegistered.Swap(false) {
+			// A kubelet that starts removes all slices of its node before it registers drivers.
+			writer.written = nil
+		}
+		// While a control plane is upgraded, its servers have different versions (TestTaintsAreTriedAgain).
+		if p.dropsFields.Swap(false) && probeAt.IsZero() {
+			kept.Taints, kept.Counters = false, false
+			probeAt = time.Now().Add(p.probeAgain)
+		}
+		if !probeAt.IsZero() && !time.Now().Before(probeAt) {
+			probeAt = time.Now().Add(p.probeAgain)
+			if found, err := p.probe(ctx); err == nil {
+				kept, probeAt = found, time.Time{}
+			}
+		}
 		facts := Facts{Inventory: p.Inventory.Inventory(), Holds: p.Ledger.Holds(), Kept: kept, Now: time.Now()}
+		next := probeAt
 		if p.Allocations != nil {
 			claimsChanged = p.Allocations.Changed()
 			facts.Claims = p.Allocations.Claims()
-			facts.ClaimsLate = !p.Allocations.Synced() && facts.Now.Before(allocationsDue)
-		}
-		dynamic := dynamicGPUs(facts.Inventory)
-		next := p.probeAt
-		// Without the API server's answer a dynamic GPU would go to the node pool, and back a moment later.
-		if p.known || len(dynamic) == 0 || p.PublishNothing {
-			built := offer.build(facts)
-			if !slices.Equal(excludedBefore, built.excluded) {
-				excludedBefore = built.excluded
-				for _, e := range built.excluded {
-					klog.FromContext(ctx).Info("A device is not published", "device", e.device, "reason", e.reason)
-				}
-			}
-			p.metrics.countDevices(built.counts)
-			writer.write(ctx, node, built.pools)
-			if len(dynamic) > 0 && !kept.Counters && !p.PublishNothing && !countersMissing {
-				countersMissing = true
-				p.reportMissingCounters(ctx, dynamic)
-			}
-			next = earlier(next, built.next)
-			if facts.ClaimsLate {
+			if facts.ClaimsLate = !p.Allocations.Synced() && facts.Now.Before(allocationsDue); facts.ClaimsLate {
 				next = earlier(next, allocationsDue)
 			}
 		}
+		built := offer.build(facts)
+		next = earlier(next, built.next)
+		if !slices.Equal(excludedBefore, built.excluded) {
+			excludedBefore = built.excluded
+			for _, e := range built.excluded {
+				klog.FromContext(ctx).Info("A device is not published", "device", e.device, "reason", e.reason)
+			}
+		}
+		p.metrics.countDevices(built.counts)
+		writer.write(ctx, built.pools)
+		if dynamic := dynamicGPUs(facts.Inventory); len(dynamic) > 0 && !kept.Counters && !p.PublishNothing && !countersMissing {
+			countersMissing = true
+			p.reportMissingCounters(ctx, dynamic)
+		}
 
-		timer := newTimer(next)
+		var due <-chan time.Time
+		if !next.IsZero() {
+			due = time.After(time.Until(next))
+		}
 		select {
 		case <-ctx.Done():
 		case <-nodeChanged:
 		case <-inventoryChanged:
 		case <-ledgerChanged:
 		case <-claimsChanged:
-		case <-fieldsDropped:
-		case <-timer.C:
-		case <-registered:
-			// A kubelet that starts removes all slices of its node before it registers drivers.
-			writer.written = nil
-		}
-		timer.Stop()
-		if ctx.Err() != nil {
-			return
+		case <-again:
+		case <-due:
 		}
 	}
+	return nil
 }
 
-// newTimer fires at the given time, and practically never for zero.
-func newTimer(at time.Time) *time.Timer {
-	if at.IsZero() {
-		return time.NewTimer(24 * time.Hour)
+// firstProbe returns which fields the API server keeps, once it has answered. Without the answer a dynamic GPU would go to the node
+// pool, and back a moment later.
+func (p *publisher) firstProbe(ctx context.Context) (kept Capabilities) {
+	if p.PublishNothing {
+		return kept
 	}
-	return time.NewTimer(time.Until(at))
+	retry(ctx, klog.FromContext(ctx), "", func() (err error) {
+		if kept, err = p.probe(ctx); err != nil {
+			p.publishFailed(ctx, err, "publish nothing yet")
+		}
+		return err
+	})
+	return kept
+}
+
+// probe returns which fields the API server keeps. A server of 1.34 with the feature DRAPartitionableDevices refuses counters in a
+// slice of their own, so that probe is invalid. A server that refuses all of the fields keeps none.
+func (d *Driver) probe(ctx context.Context) (Capabilities, error) {
+	kept, err := d.probeWith(ctx, []resourceapi.DeviceCounterConsumption{{
+		CounterSet: "probe", Counters: map[string]resourceapi.Counter{"probe": {Value: *resource.NewQuantity(1, resource.BinarySI)}},
+	}})
+	if apierrors.IsInvalid(err) {
+		kept, err = d.probeWith(ctx, nil)
+	}
+	if err != nil && !apierrors.IsInvalid(err) {
+		return Capabilities{}, err
+	}
+	if !kept.Taints {
+		klog.FromContext(ctx).Info("The API server drops device taints, withdrawing devices by omitting them")
+	}
+	if d.Strict && !kept.BindingConditions {
+		klog.FromContext(ctx).Info("The API server drops binding conditions, strict has no effect (it needs Kubernetes 1.36)")
+	}
+	return kept, nil
+}
+
+// probeWith creates a slice in a dry run. The API server returns it without the fields that it drops.
+func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.DeviceCounterConsumption) (Capabilities, error) {
+	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+	defer cancel()
+	probe := &resourceapi.ResourceSlice{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "probe-" + d.DriverName + "-"},
+		Spec: resourceapi.ResourceSliceSpec{
+			Driver:   d.DriverName,
+			NodeName: ptr.To(d.NodeName),
+			Pool:     resourceapi.ResourcePool{Name: d.NodeName, ResourceSliceCount: 1},
+			Devices: []resourceapi.Device{withBindingConditions(resourceapi.Device{
+				Name:                     "probe",
+				ConsumesCounters:         consumption,
+				AllowMultipleAllocations: ptr.To(true),
+				Taints:                   []resourceapi.DeviceTaint{{Key: TaintHeldByPod, Value: "true", Effect: resourceapi.DeviceTaintEffectNoSchedule}},
+			})},
+		},
+	}
+	stored, err := d.KubeClient.ResourceV1().ResourceSlices().Create(ctx, probe, metav1.CreateOptions{DryRun: []string{metav1.DryRunAll}})
+	if err != nil {
+		return Capabilities{}, fmt.Errorf("probe which device fields the API server keeps: %w", err)
+	}
+	if len(stored.Spec.Devices) != 1 {
+		return Capabilities{}, nil
+	}
+	kept := stored.Spec.Devices[0]
+	return Capabilities{
+		Taints: len(kept.Taints) == 1, BindingConditions: len(kept.BindingConditions) == 1, Counters: len(kept.ConsumesCounters) == 1,
+		Shares: ptr.Deref(kept.AllowMultipleAllocations, false),
+	}, nil
 }
 
 // dynamicGPUs returns the names of the GPUs that Tandem can partition.
@@ -157,52 +233,12 @@ func dynamicGPUs(inv device.Inventory) []string {
 	return names
 }
 
-// nodeUID returns the UID of the node object, which owns the slices; empty while there is none. A node object that is deleted and
-// created again is another owner: the garbage collector removes the slices of the first one.
-func (p *publisher) nodeUID(ctx context.Context, before types.UID) types.UID {
-	uid := p.Node.UID()
-	if before != "" && uid != before {
-		klog.FromContext(ctx).Info("The node object was replaced, its slices get a new owner", "node", p.NodeName, "nodeUID", uid)
-	}
-	p.mu.Lock()
-	p.nodeKnown = uid != ""
-	p.mu.Unlock()
-	return uid
-}
-
-// listSlices returns the slices that earlier agents published. It retries until ctx is done, and returns false then.
-func (p *publisher) listSlices(ctx context.Context) ([]resourceapi.ResourceSlice, bool) {
-	for wait := probeRetryFirst; ; wait = min(2*wait, probeRetryMost) {
-		found, err := p.slicesOfNode(ctx)
-		if err == nil {
-			return found.Items, true
-		}
-		p.publishFailed(ctx, err, "list the node's slices")
-		if !pause(ctx, wait) {
-			return nil, false
-		}
-	}
-}
-
-// keptFields returns which fields the API server keeps. It probes until the API server answers, and again some time after it
-// dropped a field: while a control plane is upgraded, its servers have different versions (TestTaintsAreTriedAgain).
-func (p *publisher) keptFields(ctx context.Context) Capabilities {
-	if now := time.Now(); !p.probeAt.IsZero() && !now.Before(p.probeAt) {
-		if kept, err := p.probe(ctx); err == nil {
-			p.kept, p.known, p.probeAt, p.probeWait = kept, true, time.Time{}, probeRetryFirst
-			p.dropsFields.Store(false)
-		} else {
-			p.probeAt, p.probeWait = now.Add(p.probeWait), min(2*p.probeWait, probeRetryMost)
-		}
-	}
-	kept := p.kept
-	if p.dropsFields.Load() {
-		kept.Taints, kept.Counters = false, false
-		if p.probeAt.IsZero() {
-			p.probeAt = time.Now().Add(p.probeAgain)
-		}
-	}
-	return kept
+// reportMissingCounters reports that the API server drops the counters that dynamic GPUs need.
+func (d *Driver) reportMissingCounters(ctx context.Context, gpus []string) {
+	klog.FromContext(ctx).Info("The API server drops shared counters, GPUs are not partitioned on demand", "devices", gpus)
+	d.Recorder.Eventf(d.nodeRef, corev1.EventTypeWarning, "NoPartitionsOnDemand",
+		"%s should be partitioned on demand, for which the API server must keep shared counters (Kubernetes 1.36 or newer, feature gate DRAPartitionableDevices): "+
+			"whole GPUs and partitions that exist are offered instead", strings.Join(gpus, ", "))
 }
 
 // sliceWriter writes the pools of one owner. After the start it uses the library's slice controller.
@@ -217,8 +253,15 @@ type sliceWriter struct {
 	written map[string]resourceslice.Pool
 }
 
-// write makes pools the content of the API server. Without an owner it publishes nothing: the garbage collector would remove it.
-func (w *sliceWriter) write(ctx context.Context, owner types.UID, pools map[string]resourceslice.Pool) {
+// write makes pools the content of the API server. The node object owns the slices; without one it publishes nothing, because the
+// garbage collector would remove them. A node object that was deleted and created again is another owner.
+func (w *sliceWriter) write(ctx context.Context, pools map[string]resourceslice.Pool) {
+	owner := w.Node.UID()
+	var unknown error
+	if owner == "" {
+		unknown = fmt.Errorf("node %s is not known to the API server (is the node name right?)", w.NodeName)
+	}
+	w.set(&w.node, unknown)
 	if owner != w.owner {
 		w.stop()
 	}
@@ -231,7 +274,6 @@ func (w *sliceWriter) write(ctx context.Context, owner types.UID, pools map[stri
 		if !w.started {
 			w.started = true
 			w.createMissing(ctx, owner, pools)
-			w.existing = nil
 		}
 		w.owner, w.written = owner, pools
 		w.controller = w.startController(ctx, owner, pools)
@@ -302,11 +344,7 @@ func (w *sliceWriter) startController(ctx context.Context, owner types.UID, pool
 }
 
 // setPublished makes Ready report that the API server has all pools.
-func (p *publisher) setPublished() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	p.published, p.publishError = true, nil
-}
+func (p *publisher) setPublished() { p.set(&p.slices, nil) }
 
 // publishFailed reports an error of a write, which is retried. The slice controller calls it.
 func (p *publisher) publishFailed(ctx context.Context, err error, msg string) {
@@ -314,12 +352,14 @@ func (p *publisher) publishFailed(ctx context.Context, err error, msg string) {
 		// The controller accepts the slice as stored, which may offer devices that are held.
 		klog.FromContext(ctx).Info("The API server dropped fields, withdrawing devices by omitting them", "features", dropped.DisabledFeatures())
 		p.dropsFields.Store(true)
-		p.fieldsDropped.Notify()
+		p.publishAgain.Notify()
 		return
 	}
 	p.metrics.publishErrors.Inc()
 	p.mu.Lock()
-	p.publishError = fmt.Errorf("%s: %w", msg, err)
+	if p.slices != nil {
+		p.slices = fmt.Errorf("publish ResourceSlices of node %s: %s: %w", p.NodeName, msg, err)
+	}
 	p.mu.Unlock()
 	if apierrors.IsInvalid(err) {
 		p.Recorder.Eventf(p.nodeRef, corev1.EventTypeWarning, "InvalidResourceSlice",

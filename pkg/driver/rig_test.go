@@ -66,7 +66,8 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	t.Cleanup(func() { r.ledger.Close() })
 	r.api.put("nodes", newNode("node-uid-1"))
 	config := Config{
-		NodeName: testNode, KubeClient: r.api.client(t), KubeletDir: dir,
+		DriverName: "gpu.nvidia.com", NodeName: testNode, KubeClient: r.api.client(t), KubeletDir: dir,
+		Limits: device.Resources{GPU: "nvidia.com/gpu"},
 		Ledger: r.ledger, Inventory: r.inventory, Specs: r.specs, Pods: r.pods, Recorder: r.events, Registerer: r.registry,
 		Partitions:    &fakePartitions{known: map[device.Ref]device.Partition{}},
 		CheckInterval: 100 * time.Millisecond,

@@ -8,16 +8,17 @@ import (
 	"fmt"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 	drapbv1 "k8s.io/kubelet/pkg/apis/dra/v1"
-	drapbv1beta1 "k8s.io/kubelet/pkg/apis/dra/v1beta1"
 	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 )
 
@@ -28,18 +29,23 @@ var errSocketLost = errors.New("a socket of the driver was removed")
 // session is one run of the two gRPC servers.
 type session struct {
 	*Driver
-	ctx     context.Context
-	cancel  context.CancelCauseFunc
-	sockets sockets
-	calls   callGate
+	ctx                   context.Context
+	cancel                context.CancelCauseFunc
+	registration, service ownSocket
+	// calls is locked for reading by each call in flight: the helper's Stop waits for no handler
+	// (TestStopFinishesWaitingCallsAndLeavesNothing).
+	calls sync.RWMutex
+	// answered is when the last call ended, in nanoseconds since 1970.
+	answered atomic.Int64
 }
 
-// serve runs the servers and the publisher until ctx is done or one of them fails.
-func (d *Driver) serve(ctx context.Context) error {
+// serve runs the servers and the publisher until ctx is done or one of them fails. existing are the slices that earlier agents
+// published.
+func (d *Driver) serve(ctx context.Context, existing []resourceapi.ResourceSlice) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	s := &session{Driver: d, ctx: ctx, cancel: cancel}
-	d.resetRegistration()
+	d.set(&d.kubelet, notRegistered(d.Config))
 	// The helper stops at once when its context ends. Calls in flight should be answered first.
 	helper, err := kubeletplugin.Start(context.WithoutCancel(ctx), s,
 		kubeletplugin.DriverName(d.DriverName),
@@ -47,8 +53,8 @@ func (d *Driver) serve(ctx context.Context) error {
 		kubeletplugin.NodeName(d.NodeName),
 		kubeletplugin.RegistrarDirectoryPath(d.registryDir()),
 		kubeletplugin.PluginDataDirectoryPath(d.pluginDir()),
-		kubeletplugin.RegistrarListener(listenInto(&s.sockets.registration)),
-		kubeletplugin.PluginListener(listenInto(&s.sockets.service)),
+		kubeletplugin.RegistrarListener(s.registration.listen),
+		kubeletplugin.PluginListener(s.service.listen),
 		// This process owns the ledger, which orders the calls for one claim.
 		kubeletplugin.Serialize(false),
 		kubeletplugin.HealthService(false),
@@ -57,12 +63,12 @@ func (d *Driver) serve(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("start servers for kubelet: %w", err)
 	}
-	defer d.resetRegistration()
+	defer func() { d.set(&d.kubelet, notRegistered(d.Config)) }()
 	defer helper.Stop()
-	defer s.calls.close()
+	defer s.finishCalls()
 
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return newPublisher(d).run(ctx) })
+	group.Go(func() error { return (&publisher{d}).run(ctx, existing) })
 	group.Go(func() error { return s.guardSockets(ctx) })
 	group.Go(func() error { return d.writeConditions(ctx) })
 	if d.Strict {
@@ -77,36 +83,24 @@ func (d *Driver) serve(ctx context.Context) error {
 	return err
 }
 
-func (d *Driver) resetRegistration() {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.registered, d.registerError = false, ""
-}
-
 // guardSockets ends the session when its sockets are gone or another driver with our name appears.
-func (s *session) guardSockets(ctx context.Context) error {
-	watch := s.watchSockets(ctx)
-	defer watch.Close()
-	check := conflictCheck{Driver: s.Driver, ours: &s.sockets}
-	for {
-		if conflicting := check.find(ctx); conflicting != nil && ctx.Err() == nil {
-			return conflicting
+func (s *session) guardSockets(ctx context.Context) (err error) {
+	s.watchSockets(ctx, []*ownSocket{&s.registration, &s.service}, func(conflicting error) bool {
+		if err = conflicting; err == nil && !(s.registration.inPlace() && s.service.inPlace()) {
+			err = errSocketLost
 		}
-		if !s.sockets.inPlace() {
-			return errSocketLost
-		}
-		if !s.waitForSockets(ctx, watch) {
-			return nil
-		}
-	}
+		return err != nil
+	})
+	return err
 }
 
 // intercept handles every call of kubelet to both servers.
 func (s *session) intercept(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-	if !s.calls.enter() {
+	if !s.calls.TryRLock() {
 		return nil, status.Error(codes.Unavailable, "the driver is stopping")
 	}
-	defer s.calls.leave()
+	defer s.calls.RUnlock()
+	defer func() { s.answered.Store(time.Now().UnixNano()) }()
 	// A call ends with the session, too.
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -127,38 +121,27 @@ func (s *session) intercept(ctx context.Context, req any, info *grpc.UnaryServer
 	return resp, err
 }
 
-// prepareSucceeded reports whether an answer of either version has no claim with an error.
+// prepareSucceeded reports whether an answer has no claim with an error. kubelet 1.34 and newer call v1.
 func prepareSucceeded(resp any) bool {
-	switch answer := resp.(type) {
-	case *drapbv1.NodePrepareResourcesResponse:
-		return noErrors(answer.GetClaims())
-	case *drapbv1beta1.NodePrepareResourcesResponse:
-		return noErrors(answer.GetClaims())
+	answer, ok := resp.(*drapbv1.NodePrepareResourcesResponse)
+	for _, claim := range answer.GetClaims() {
+		ok = ok && claim.GetError() == ""
 	}
-	return true
-}
-
-func noErrors[T interface{ GetError() string }](claims map[string]T) bool {
-	for _, claim := range claims {
-		if claim.GetError() != "" {
-			return false
-		}
-	}
-	return true
+	return ok
 }
 
 // registrationChanged records kubelet's answer for Ready and makes the publisher compare with the API server.
 func (s *session) registrationChanged(ctx context.Context, status *registerapi.RegistrationStatus) {
-	s.mu.Lock()
-	s.registered, s.registerError = status.PluginRegistered, status.Error
-	s.mu.Unlock()
 	if !status.PluginRegistered {
+		s.set(&s.kubelet, fmt.Errorf("kubelet refuses driver %s: %s", s.DriverName, status.Error))
 		klog.FromContext(ctx).Info("kubelet refuses the driver", "reason", status.Error)
 		return
 	}
+	s.set(&s.kubelet, nil)
 	s.metrics.registrations.Inc()
 	klog.FromContext(ctx).Info("kubelet registered the driver", "driverName", s.DriverName)
-	s.kubeletRegistered.Notify()
+	s.kubeletRegistered.Store(true)
+	s.publishAgain.Notify()
 }
 
 // HandleError is called by the helper when a server failed. That ends the session.
@@ -175,41 +158,12 @@ func (s *session) WatchHealthStatus(context.Context, chan<- kubeletplugin.Device
 	return kubeletplugin.ErrHealthNotSupported
 }
 
-// callGate counts the calls in flight: the helper's Stop waits for no handler (TestStopFinishesWaitingCallsAndLeavesNothing).
-type callGate struct {
-	mu       sync.Mutex
-	closed   bool
-	handlers sync.WaitGroup
-	// answered is when the last handler returned.
-	answered time.Time
-}
-
-func (g *callGate) enter() bool {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if g.closed {
-		return false
-	}
-	g.handlers.Add(1)
-	return true
-}
-
-func (g *callGate) leave() {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	g.answered = time.Now()
-	g.handlers.Done()
-}
-
 // writeTime is how long gRPC may take to write an answer to the socket after its handler returned. Stop discards what is not
 // written by then, as a crash would, and kubelet repeats the call to the next agent.
 const writeTime = 20 * time.Millisecond
 
-// close refuses further calls and waits until those in flight are answered.
-func (g *callGate) close() {
-	g.mu.Lock()
-	g.closed = true
-	g.mu.Unlock()
-	g.handlers.Wait()
-	time.Sleep(writeTime - time.Since(g.answered))
+// finishCalls refuses further calls and waits until those in flight are answered.
+func (s *session) finishCalls() {
+	s.calls.Lock()
+	time.Sleep(writeTime - time.Since(time.Unix(0, s.answered.Load())))
 }

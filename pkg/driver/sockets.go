@@ -10,8 +10,12 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"syscall"
+	"slices"
 	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 
 	"github.com/tandem-gpu/tandem/internal/filewatch"
 )
@@ -53,13 +57,12 @@ func (d *Driver) prepareDirectories() error {
 type ownSocket struct {
 	*net.UnixListener
 	path string
-	file fileID
+	file fs.FileInfo
 }
 
-type fileID struct{ dev, inode uint64 }
-
-// listenOwn removes the socket of an earlier agent and listens. waitUntilAlone has found that no process listens there.
-func listenOwn(path string) (*ownSocket, error) {
+// listen is what the helper calls for one of its endpoints. It removes the socket of an earlier agent: waitUntilAlone has found that
+// no process listens there.
+func (s *ownSocket) listen(_ context.Context, path string) (net.Listener, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("remove stale socket: %w", err)
 	}
@@ -68,11 +71,12 @@ func listenOwn(path string) (*ownSocket, error) {
 		return nil, fmt.Errorf("listen on socket: %w", err)
 	}
 	listener.SetUnlinkOnClose(false)
-	file, err := identify(path)
+	file, err := os.Lstat(path)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("identify socket: %w", err), listener.Close())
 	}
-	return &ownSocket{UnixListener: listener, path: path, file: file}, nil
+	s.UnixListener, s.path, s.file = listener, path, file
+	return s, nil
 }
 
 // Close stops listening and removes the socket if it is still ours.
@@ -89,61 +93,116 @@ func (s *ownSocket) Close() error {
 
 // inPlace reports whether the path still leads to this socket.
 func (s *ownSocket) inPlace() bool {
-	file, err := identify(s.path)
-	return err == nil && file == s.file
+	file, err := os.Lstat(s.path)
+	return err == nil && os.SameFile(file, s.file)
 }
 
-func identify(path string) (fileID, error) {
-	info, err := os.Lstat(path)
-	if err != nil {
-		return fileID{}, err
-	}
-	stat, ok := info.Sys().(*syscall.Stat_t)
-	if !ok {
-		return fileID{}, fmt.Errorf("stat of %s has no inode", path)
-	}
-	return fileID{dev: stat.Dev, inode: stat.Ino}, nil
-}
-
-// sockets are the two sockets of one session.
-type sockets struct{ registration, service *ownSocket }
-
-// listenInto returns what the helper calls for one of its endpoints.
-func listenInto(socket **ownSocket) func(context.Context, string) (net.Listener, error) {
-	return func(_ context.Context, path string) (net.Listener, error) {
-		own, err := listenOwn(path)
-		if err != nil {
-			return nil, err
+// watchSockets looks for another process that serves our driver name, at once and after changes, until done returns true or ctx is
+// done. ours are the sockets of the session, if there is one.
+func (d *Driver) watchSockets(ctx context.Context, ours []*ownSocket, done func(conflicting error) bool) {
+	watch := filewatch.New(ctx, filewatch.Options{Dirs: []string{d.registryDir(), d.pluginDir()}, Interval: d.CheckInterval})
+	defer watch.Close()
+	tick := time.NewTicker(d.CheckInterval)
+	defer tick.Stop()
+	asked := map[string]fs.FileInfo{}
+	for {
+		conflicting := d.findConflicting(ctx, ours, asked)
+		if ctx.Err() != nil || done(conflicting) {
+			return
 		}
-		*socket = own
-		return own, nil
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		case <-watch.C:
+		}
 	}
 }
 
-func (s *sockets) inPlace() bool { return s.registration.inPlace() && s.service.inPlace() }
-
-// owns reports whether path leads to one of the two sockets. Nil owns none.
-func (s *sockets) owns(path string) bool {
-	if s == nil {
-		return false
-	}
-	return (path == s.registration.path && s.registration.inPlace()) || (path == s.service.path && s.service.inPlace())
+// ConflictingDriverError means that another process serves our driver name on this node. kubelet would use the one that registered
+// last, and neither would know what the other prepared. Ready returns it.
+type ConflictingDriverError struct {
+	DriverName string
+	// Socket on which the other process answers.
+	Socket string
 }
 
-// watchSockets reports changes in the two directories with sockets.
-func (d *Driver) watchSockets(ctx context.Context) *filewatch.Watcher {
-	return filewatch.New(ctx, filewatch.Options{Dirs: []string{d.registryDir(), d.pluginDir()}, Interval: d.CheckInterval})
+// Error names the socket and the remedy.
+func (e *ConflictingDriverError) Error() string {
+	return fmt.Sprintf("another process serves DRA driver %s on this node at %s: uninstall it (NVIDIA's DRA driver?), or give one of the two another driver name", e.DriverName, e.Socket)
 }
 
-// waitForSockets returns true after a change or the CheckInterval, and false when ctx is done.
-func (d *Driver) waitForSockets(ctx context.Context, watch *filewatch.Watcher) bool {
-	timer := time.NewTimer(d.CheckInterval)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-		return false
-	case <-timer.C:
-	case <-watch.C:
+// socketTimeout bounds one request to a socket. kubelet allows a second for GetInfo.
+const socketTimeout = time.Second
+
+// waitUntilAlone returns once no other process serves our driver name, or ctx is done.
+func (d *Driver) waitUntilAlone(ctx context.Context) {
+	d.watchSockets(ctx, nil, func(conflicting error) bool {
+		d.setWaiting(ctx, "ConflictingDriver", conflicting)
+		return conflicting == nil
+	})
+}
+
+// findConflicting returns a *ConflictingDriverError for the first live socket of our driver name that is not ours, or nil. Only one
+// agent owns the ledger, so no live socket belongs to an earlier agent; a dead one (connection refused) is ignored. asked remembers
+// the sockets of other drivers: they are asked once, because some plugins log every call.
+func (d *Driver) findConflicting(ctx context.Context, ours []*ownSocket, asked map[string]fs.FileInfo) error {
+	isOurs := func(path string) bool {
+		return slices.ContainsFunc(ours, func(s *ownSocket) bool { return s.path == path && s.inPlace() })
 	}
+	// The helper library names the socket dra.sock, and for rolling updates dra-<pod UID>.sock. Any listener there conflicts.
+	services, _ := filepath.Glob(filepath.Join(d.pluginDir(), "dra*.sock")) // the pattern is valid
+	for _, path := range append(services, d.registrationSocket()) {
+		if !isOurs(path) && listening(ctx, path) {
+			return &ConflictingDriverError{DriverName: d.DriverName, Socket: path}
+		}
+	}
+	// A driver may register under any file name, also below a directory. An unreadable or removed file serves nothing.
+	return filepath.WalkDir(d.registryDir(), func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || entry.Type()&fs.ModeSocket == 0 || isOurs(path) {
+			return nil
+		}
+		file, err := entry.Info()
+		if err != nil || asked[path] != nil && os.SameFile(asked[path], file) {
+			return nil
+		}
+		info, err := pluginInfo(ctx, path)
+		switch {
+		case err != nil:
+			return nil
+		case info.Type == registerapi.DRAPlugin && info.Name == d.DriverName:
+			return &ConflictingDriverError{DriverName: d.DriverName, Socket: path}
+		}
+		asked[path] = file
+		return nil
+	})
+}
+
+// listening reports whether a process listens on the socket.
+func listening(ctx context.Context, path string) bool {
+	dialer := net.Dialer{Timeout: socketTimeout}
+	conn, err := dialer.DialContext(ctx, "unix", path)
+	if err != nil {
+		// A full backlog belongs to a live process that does not accept.
+		timeout, ok := errors.AsType[net.Error](err)
+		return ok && timeout.Timeout() && ctx.Err() == nil
+	}
+	_ = conn.Close() // nothing was written
 	return true
+}
+
+// pluginInfo asks a registration socket for its driver, as kubelet does.
+func pluginInfo(ctx context.Context, path string) (*registerapi.PluginInfo, error) {
+	ctx, cancel := context.WithTimeout(ctx, socketTimeout)
+	defer cancel()
+	conn, err := grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		return nil, fmt.Errorf("dial registration socket %s: %w", path, err)
+	}
+	defer conn.Close()
+	info, err := registerapi.NewRegistrationClient(conn).GetInfo(ctx, &registerapi.InfoRequest{})
+	if err != nil {
+		return nil, fmt.Errorf("get info from registration socket %s: %w", path, err)
+	}
+	return info, nil
 }

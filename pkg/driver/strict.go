@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"slices"
-	"time"
 
 	"golang.org/x/sync/errgroup"
 	resourceapi "k8s.io/api/resource/v1"
@@ -44,12 +43,6 @@ func withBindingConditions(device resourceapi.Device) resourceapi.Device {
 	device.BindingFailureConditions = []string{ConditionRefused}
 	return device
 }
-
-// Failed requests are retried between strictRetry and strictRetryMost. The scheduler polls every 5 s.
-const (
-	strictRetry     = time.Second
-	strictRetryMost = 30 * time.Second
-)
 
 // confirmations reserve the devices of claims whose pods wait to be bound, and write the result to the claims' status. Each claim has
 // a goroutine: a claim that waits for a draining device must not delay other claims (TestStrictWaitsForOneAndAnswersTheOther).
@@ -129,20 +122,6 @@ func (c *confirmations) confirm(agent, allocation context.Context, allocated v1a
 	if err := c.Ledger.CancelReservation(reservation); err != nil {
 		// The reconciler releases a claim that is not allocated to this node.
 		logger.Error(err, "Cannot cancel the reservation of a claim that is no longer allocated")
-	}
-}
-
-// retry calls try with growing delays until it succeeds or ctx is done.
-func retry(ctx context.Context, logger klog.Logger, message string, try func() error) {
-	for wait := strictRetry; ; wait = min(2*wait, strictRetryMost) {
-		err := try()
-		if err == nil || ctx.Err() != nil {
-			return
-		}
-		logger.Error(err, message)
-		if !pause(ctx, wait) {
-			return
-		}
 	}
 }
 

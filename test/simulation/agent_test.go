@@ -118,6 +118,7 @@ func (a *agent) open() (err error) {
 	if a.driver, err = driver.New(driver.Config{
 		DriverName: driverName, NodeName: nodeName, KubeClient: noClient{}, KubeletDir: a.host.kubeletDir(),
 		Ledger: book, Inventory: a, Specs: a, Pods: parkedPods{a.pods}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
+		Limits: limits,
 	}); err != nil {
 		return err
 	}
