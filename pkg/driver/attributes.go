@@ -23,39 +23,7 @@ const capacityMemory = "memory"
 // refuses a whole slice for one value (TestUnusableGPUsAreExcluded). NVIDIA's DRA driver publishes the same names
 // (cmd/gpu-kubelet-plugin/deviceinfo.go), except index, minor, eccEnabled, nvlinkDomain and fabricClique.
 func publishedDevice(d device.Device) resourceapi.Device {
-	if d.Whole() {
-		return resourceapi.Device{Name: d.Name(), Attributes: gpuAttributes(d.GPU), Capacity: gpuCapacity(d.GPU)}
-	}
-	return resourceapi.Device{Name: d.Name(), Attributes: partitionAttributes(d), Capacity: partitionCapacity(d.Partition)}
-}
-
-func gpuAttributes(g device.GPU) attributes {
-	a := commonAttributes(g)
-	a.text("type", "gpu")
-	a.text("uuid", g.UUID)
-	if g.ECCEnabled != nil {
-		a["eccEnabled"] = resourceapi.DeviceAttribute{BoolValue: ptr.To(*g.ECCEnabled)}
-	}
-	a.text("nvlinkDomain", g.NVLinkDomain)
-	a.text("fabricClique", g.FabricClique)
-	return a
-}
-
-// partitionAttributes omit the UUID of a partition that is created for a claim, which is different each time. Partitions have no NVLink.
-func partitionAttributes(d device.Device) attributes {
-	a := commonAttributes(d.GPU)
-	a.text("type", "mig")
-	a.text("parentUUID", d.GPU.UUID)
-	a.text("profile", d.Partition.Profile)
-	if !d.Partition.Made {
-		a.text("uuid", d.Partition.UUID)
-	}
-	return a
-}
-
-// commonAttributes are those that a partition shares with its GPU.
-func commonAttributes(g device.GPU) attributes {
-	a := attributes{}
+	g, p, a, c := d.GPU, d.Partition, attributes{}, capacities{}
 	a.text("productName", g.ProductName)
 	a.text("brand", g.Brand)
 	a.text("architecture", g.Architecture)
@@ -68,23 +36,27 @@ func commonAttributes(g device.GPU) attributes {
 	a.text(deviceattribute.StandardDeviceAttributePCIBusID, g.PCIBusID)
 	a.text(deviceattribute.StandardDeviceAttributePCIeRoot, g.PCIeRoot)
 	a.number(deviceattribute.StandardDeviceAttributeNUMANode, g.NUMANode)
-	return a
-}
-
-type capacities map[resourceapi.QualifiedName]resourceapi.DeviceCapacity
-
-// gpuCapacity has the memory only, as in NVIDIA's driver: NVML does not report the engines of a GPU.
-func gpuCapacity(g device.GPU) capacities {
-	if int64(g.MemoryBytes) <= 0 {
-		return nil
+	if d.Whole() {
+		a.text("type", "gpu")
+		a.text("uuid", g.UUID)
+		if g.ECCEnabled != nil {
+			a["eccEnabled"] = resourceapi.DeviceAttribute{BoolValue: ptr.To(*g.ECCEnabled)}
+		}
+		a.text("nvlinkDomain", g.NVLinkDomain)
+		a.text("fabricClique", g.FabricClique)
+		// The memory only, as in NVIDIA's driver: NVML does not report the engines of a GPU.
+		if g.MemoryBytes > 0 {
+			c.amount(capacityMemory, int64(g.MemoryBytes))
+		}
+		return resourceapi.Device{Name: d.Name(), Attributes: a, Capacity: c}
 	}
-	c := capacities{}
-	c.amount(capacityMemory, int64(g.MemoryBytes))
-	return c
-}
-
-func partitionCapacity(p device.Partition) capacities {
-	c := capacities{}
+	// Partitions have no NVLink. One that is created for a claim has a different UUID each time.
+	a.text("type", "mig")
+	a.text("parentUUID", g.UUID)
+	a.text("profile", p.Profile)
+	if !p.Made {
+		a.text("uuid", p.UUID)
+	}
 	c.amount(capacityMemory, int64(p.Capacity.MemoryBytes))
 	c.amount("multiprocessors", int64(p.Capacity.Multiprocessors))
 	c.amount("copyEngines", int64(p.Capacity.CopyEngines))
@@ -98,11 +70,13 @@ func partitionCapacity(p device.Partition) capacities {
 			c.amount(resourceapi.QualifiedName(fmt.Sprintf("memorySlice%d", p.Ref.Placement.Start+i)), 1)
 		}
 	}
-	return c
+	return resourceapi.Device{Name: d.Name(), Attributes: a, Capacity: c}
 }
 
 // mostMemorySlices fit into the attributes and capacities that a device may have, beside all others.
 const mostMemorySlices = 8
+
+type capacities map[resourceapi.QualifiedName]resourceapi.DeviceCapacity
 
 // amount omits negative values.
 func (c capacities) amount(name resourceapi.QualifiedName, n int64) {

@@ -6,9 +6,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"maps"
 	"slices"
-	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -21,7 +19,6 @@ import (
 	"k8s.io/utils/ptr"
 
 	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
-	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
@@ -52,23 +49,17 @@ const fieldManager = "tandem-agent"
 // statusTimeout bounds one read or write of a claim.
 const statusTimeout = 10 * time.Second
 
-// conditions are those of prepared claims with shared devices that have to be written. They are written after kubelet was
-// answered: no pod waits for them.
-type conditions struct {
-	mu      sync.Mutex
-	pending map[types.UID]claimConditions
-	added   broadcast.Signal
+// claimStatus is the conditions of a claim's devices that have to be written.
+type claimStatus struct {
+	uid             types.UID
+	namespace, name string
+	devices         []resourceapi.AllocatedDeviceStatus
 }
 
-// claimConditions are the conditions of one claim.
-type claimConditions struct {
-	claim   types.NamespacedName
-	devices []resourceapi.AllocatedDeviceStatus
-}
-
-// addConditions queues the conditions of a prepared claim, if it shares a device.
+// addConditions queues the conditions of a prepared claim, if it shares a device. They are written after kubelet was answered: no pod
+// waits for them. The next Prepare queues those that are missing then.
 func (d *Driver) addConditions(p *preparation) {
-	s := claimConditions{claim: types.NamespacedName{Namespace: p.claim.Namespace, Name: p.claim.Name}}
+	s := claimStatus{uid: p.claim.UID, namespace: p.claim.Namespace, name: p.claim.Name}
 	for _, g := range p.groups {
 		if g.sharing.Strategy == "" || g.sharing.Strategy == sharing.Exclusive {
 			continue
@@ -86,13 +77,12 @@ func (d *Driver) addConditions(p *preparation) {
 			s.devices = append(s.devices, status)
 		}
 	}
-	if len(s.devices) == 0 {
-		return
+	if len(s.devices) > 0 {
+		select {
+		case d.statuses <- s:
+		default: // the API server has not answered for long
+		}
 	}
-	d.conditions.mu.Lock()
-	d.conditions.pending[p.claim.UID] = s
-	d.conditions.mu.Unlock()
-	d.conditions.added.Notify()
 }
 
 // conditionsOf returns the conditions of a shared device, of which the claim has a share.
@@ -129,40 +119,26 @@ func conditionsOf(g *sharedGroup, d device.Device, share device.Share) []metav1.
 	return []metav1.Condition{applied, limit}
 }
 
-// writeConditions writes queued conditions until ctx is done. The next Prepare queues those that are missing then.
+// writeConditions writes queued conditions until ctx is done.
 func (d *Driver) writeConditions(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
-	for ctx.Err() == nil {
-		added := d.conditions.added.Changed()
-		d.conditions.mu.Lock()
-		pending := maps.Clone(d.conditions.pending)
-		clear(d.conditions.pending)
-		d.conditions.mu.Unlock()
-		for uid, s := range pending {
+	for {
+		select {
+		case <-ctx.Done():
+			return group.Wait()
+		case s := <-d.statuses:
 			group.Go(func() error {
-				d.writeClaimConditions(ctx, uid, s)
+				d.writeClaimConditions(ctx, s)
 				return nil
 			})
 		}
-		select {
-		case <-ctx.Done():
-		case <-added:
-		}
 	}
-	return group.Wait()
 }
 
-func (d *Driver) writeClaimConditions(ctx context.Context, uid types.UID, s claimConditions) {
-	logger := klog.FromContext(ctx).WithValues("claim", klog.KRef(s.claim.Namespace, s.claim.Name), "claimUID", uid)
+func (d *Driver) writeClaimConditions(ctx context.Context, s claimStatus) {
+	logger := klog.FromContext(ctx).WithValues("claim", klog.KRef(s.namespace, s.name), "claimUID", s.uid)
 	retry(ctx, logger, "Cannot write conditions of a claim's shared devices", func() error {
-		err := d.updateStatus(ctx, s.claim, uid, func(claim *resourceapi.ResourceClaim) (changed bool) {
-			for _, shared := range s.devices {
-				for _, condition := range shared.Conditions {
-					changed = setCondition(claim, shared, condition) || changed
-				}
-			}
-			return changed
-		})
+		err := d.updateStatus(ctx, s)
 		switch {
 		case apierrors.IsInvalid(err):
 			logger.V(2).Info("Not writing conditions of a claim that has changed since it was prepared", "reason", err.Error())
@@ -176,59 +152,65 @@ func (d *Driver) writeClaimConditions(ctx context.Context, uid types.UID, s clai
 }
 
 // getClaim returns nil for a claim that does not exist any more, or that another one has replaced.
-func (d *Driver) getClaim(ctx context.Context, name types.NamespacedName, uid types.UID) (*resourceapi.ResourceClaim, error) {
+func (d *Driver) getClaim(ctx context.Context, s claimStatus) (*resourceapi.ResourceClaim, error) {
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
-	claim, err := d.KubeClient.ResourceV1().ResourceClaims(name.Namespace).Get(ctx, name.Name, metav1.GetOptions{})
+	claim, err := d.KubeClient.ResourceV1().ResourceClaims(s.namespace).Get(ctx, s.name, metav1.GetOptions{})
 	switch {
 	case apierrors.IsNotFound(err):
 		return nil, nil
 	case err != nil:
-		return nil, fmt.Errorf("get claim %s: %w", name, err)
-	case claim.UID != uid:
+		return nil, fmt.Errorf("get claim %s/%s: %w", s.namespace, s.name, err)
+	case claim.UID != s.uid:
 		return nil, nil
 	}
 	return claim, nil
 }
 
-// updateStatus reads a claim, changes its status, and writes it if change returns true. It does nothing if the claim is gone.
+// updateStatus reads a claim, sets the conditions, and writes it if they changed. It does nothing if the claim is gone.
 //
 // It does not use server-side apply, patches or JSON: those encode the allocation's opaque parameters again, and the API server
 // refuses other bytes (order of fields, spaces, escapes) as a change. In protobuf, which the client uses, the bytes stay the same
 // (TestClaimStatusBesideOddParameters).
-func (d *Driver) updateStatus(ctx context.Context, name types.NamespacedName, uid types.UID, change func(*resourceapi.ResourceClaim) bool) error {
-	claim, err := d.getClaim(ctx, name, uid)
-	if claim == nil || err != nil || !change(claim) {
+func (d *Driver) updateStatus(ctx context.Context, s claimStatus) error {
+	if len(s.devices) == 0 {
+		return nil
+	}
+	claim, err := d.getClaim(ctx, s)
+	if claim == nil || err != nil {
 		return err
+	}
+	changed := false
+	for _, entry := range s.devices {
+		known := statusOf(claim, entry)
+		if known == nil {
+			claim.Status.Devices = append(claim.Status.Devices, resourceapi.AllocatedDeviceStatus{
+				Driver: entry.Driver, Pool: entry.Pool, Device: entry.Device, ShareID: entry.ShareID,
+			})
+			known = &claim.Status.Devices[len(claim.Status.Devices)-1]
+		}
+		for _, condition := range entry.Conditions {
+			changed = meta.SetStatusCondition(&known.Conditions, condition) || changed
+		}
+	}
+	if !changed {
+		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
 	options := metav1.UpdateOptions{FieldManager: fieldManager}
-	if _, err := d.KubeClient.ResourceV1().ResourceClaims(name.Namespace).UpdateStatus(ctx, claim, options); err != nil {
-		return fmt.Errorf("update the conditions of claim %s: %w", name, err)
+	if _, err := d.KubeClient.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(ctx, claim, options); err != nil {
+		return fmt.Errorf("update the conditions of claim %s/%s: %w", s.namespace, s.name, err)
 	}
 	return nil
 }
 
-// setCondition sets a condition of the device, and reports whether that changed the claim.
-func setCondition(claim *resourceapi.ResourceClaim, d resourceapi.AllocatedDeviceStatus, condition metav1.Condition) (changed bool) {
-	known := statusOf(claim, d)
-	if known == nil {
-		claim.Status.Devices = append(claim.Status.Devices, resourceapi.AllocatedDeviceStatus{
-			Driver: d.Driver, Pool: d.Pool, Device: d.Device, ShareID: d.ShareID,
-		})
-		known = &claim.Status.Devices[len(claim.Status.Devices)-1]
-	}
-	return meta.SetStatusCondition(&known.Conditions, condition)
-}
-
 // statusOf returns the claim's status entry for a device, or nil.
 func statusOf(claim *resourceapi.ResourceClaim, d resourceapi.AllocatedDeviceStatus) *resourceapi.AllocatedDeviceStatus {
-	i := slices.IndexFunc(claim.Status.Devices, func(s resourceapi.AllocatedDeviceStatus) bool {
-		return s.Driver == d.Driver && s.Pool == d.Pool && s.Device == d.Device && ptr.Equal(s.ShareID, d.ShareID)
-	})
-	if i < 0 {
-		return nil
+	for i, s := range claim.Status.Devices {
+		if s.Driver == d.Driver && s.Pool == d.Pool && s.Device == d.Device && ptr.Equal(s.ShareID, d.ShareID) {
+			return &claim.Status.Devices[i]
+		}
 	}
-	return &claim.Status.Devices[i]
+	return nil
 }

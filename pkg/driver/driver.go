@@ -154,8 +154,9 @@ const (
 type Driver struct {
 	Config
 
-	metrics    *metrics
-	conditions conditions
+	metrics *metrics
+	// statuses have to be written to claims.
+	statuses chan claimStatus
 	// nodeRef is the object of events on the node.
 	nodeRef *corev1.ObjectReference
 	// probeAgain is the delay of the next probe after the API server dropped a field.
@@ -179,7 +180,7 @@ func New(c Config) (*Driver, error) {
 		return nil, fmt.Errorf("kubelet directory %q: socket path %q is longer than the %d bytes the kernel takes", c.KubeletDir, longest, maxSocketPath)
 	}
 	return &Driver{
-		Config: c, metrics: newMetrics(c.Registerer), conditions: conditions{pending: map[types.UID]claimConditions{}}, probeAgain: defaultProbeAgain,
+		Config: c, metrics: newMetrics(c.Registerer), statuses: make(chan claimStatus, 1000), probeAgain: defaultProbeAgain,
 		// The UID of events on nodes is the node's name, by kubelet's convention: `kubectl describe` selects that.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},
 		slices:  fmt.Errorf("ResourceSlices of node %s are not published yet", c.NodeName),

@@ -12,9 +12,6 @@ import (
 // callBuckets are seconds, from 0.5 ms to kubelet's timeout of 45 s and beyond; kubelet's own start at 100 ms.
 var callBuckets = []float64{.0005, .001, .002, .004, .008, .016, .032, .064, .125, .25, .5, 1, 2, 4, 8, 15, 30, 45, 60}
 
-// podsFirstBuckets go up to podsFirstBudget.
-var podsFirstBuckets = []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2}
-
 type metrics struct {
 	prepare, unprepare *prometheus.HistogramVec
 	conflicts          *prometheus.CounterVec
@@ -46,7 +43,7 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 		podsFirst: factory.NewHistogram(prometheus.HistogramOpts{
 			Name:    "tandem_prepare_pods_first_wait_seconds",
 			Help:    "Time that calls of NodePrepareResources waited for pods with an extended resource to be admitted first; calls that did not wait are not counted.",
-			Buckets: podsFirstBuckets,
+			Buckets: []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2}, // up to podsFirstBudget
 		}),
 		withdrawals: factory.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_claim_withdrawals_total",
@@ -76,13 +73,6 @@ func (m *metrics) countDevices(c deviceCounts) {
 		m.devices.WithLabelValues(state).Set(float64(n))
 	}
 	m.withdrawals.Add(float64(c.withdrawals))
-}
-
-// countPodsFirst counts a call that waited for pods.
-func (m *metrics) countPodsFirst(waited time.Duration) {
-	if waited > 0 {
-		m.podsFirst.Observe(waited.Seconds())
-	}
 }
 
 func observe(h *prometheus.HistogramVec, start time.Time, ok bool) {

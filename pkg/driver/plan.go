@@ -48,8 +48,8 @@ type onDemand struct {
 
 // sharedGroup is the devices of a claim that one entry of its parameters is about, or one device of which the claim has a share.
 type sharedGroup struct {
-	// entry is the index of the parameters, or noEntry.
-	entry   int
+	// key is the index of the parameters, or the name of the device of which the claim has a share.
+	key     string
 	path    *field.Path
 	request string
 	sharing parametersv1beta1.Sharing
@@ -63,8 +63,6 @@ type sharedGroup struct {
 	err           error
 }
 
-const noEntry = -1
-
 func (g *sharedGroup) has(ref device.Ref) bool {
 	return slices.ContainsFunc(g.devices, func(d device.Device) bool { return d.Ref() == ref })
 }
@@ -76,11 +74,13 @@ func (p *preparation) sharingClaim() sharing.Claim {
 // plan translates the claim's allocation. It has no effect.
 func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv device.Inventory) *preparation {
 	p := &preparation{
-		claim: claim,
-		names: map[device.Ref]string{},
-		request: ledger.ClaimRequest{
-			UID: string(claim.UID), Namespace: claim.Namespace, Name: claim.Name, Pods: podsOf(claim),
-		},
+		claim: claim, names: map[device.Ref]string{},
+		request: ledger.ClaimRequest{UID: string(claim.UID), Namespace: claim.Namespace, Name: claim.Name, Shares: map[device.Ref]device.Share{}},
+	}
+	for _, consumer := range claim.Status.ReservedFor {
+		if consumer.APIGroup == "" && consumer.Resource == "pods" {
+			p.request.Pods = append(p.request.Pods, ledger.Pod{UID: string(consumer.UID), Namespace: claim.Namespace, Name: consumer.Name})
+		}
 	}
 	for _, result := range claim.Status.Allocation.Devices.Results {
 		if result.Driver != d.DriverName {
@@ -131,10 +131,20 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	share := shareOf(p.claim, result, found)
 	p.addDevice(ref, result.Device, share)
 	switch {
+	case parameters.Sharing != nil && !share.Whole():
+		return refuseParameters(result.Request, fmt.Errorf("%s: the claim has a share of device %s (%s), which other holders share by the node's policy",
+			parameters.Path.Child("sharing"), found.Name(), share))
 	case parameters.Sharing != nil:
-		return p.addToGroup(parameters, result.Request, found, share)
+		p.addToGroup(sharedGroup{
+			key: fmt.Sprint(parameters.Entry), path: parameters.Path, request: result.Request, sharing: *parameters.Sharing,
+		}, found)
 	case !share.Whole():
-		p.addToPolicyGroup(result.Request, found)
+		policy := found.Sharing()
+		p.addToGroup(sharedGroup{
+			key: found.Name(), request: result.Request, share: true, sharing: parametersv1beta1.Sharing{
+				Strategy: parametersv1beta1.Strategy(policy.Strategy), Interval: parametersv1beta1.Interval(policy.Interval),
+			},
+		}, found)
 	}
 	return nil
 }
@@ -178,12 +188,7 @@ func (p *preparation) addDevice(ref device.Ref, name string, share device.Share)
 		p.request.Devices = append(p.request.Devices, ref)
 		p.names[ref] = name
 	}
-	if !share.Whole() && p.request.Shares == nil {
-		p.request.Shares = map[device.Ref]device.Share{}
-	}
-	if p.request.Shares != nil {
-		p.request.Shares[ref] = share
-	}
+	p.request.Shares[ref] = share
 }
 
 // show adds the device to the container.
@@ -203,41 +208,18 @@ func (p *preparation) setPartition(created device.Partition) {
 	}
 }
 
-// addToGroup adds the last device of the answer to the group of its parameters.
-func (p *preparation) addToGroup(parameters parametersv1beta1.Said, request string, d device.Device, share device.Share) error {
-	if !share.Whole() {
-		return refuseParameters(request, fmt.Errorf("%s: the claim has a share of device %s (%s), which other holders share by the node's policy",
-			parameters.Path.Child("sharing"), d.Name(), share))
-	}
-	i := slices.IndexFunc(p.groups, func(g *sharedGroup) bool { return g.entry == parameters.Entry })
+// addToGroup adds the last device of the answer to the group with that key, which is g if there is none yet.
+func (p *preparation) addToGroup(g sharedGroup, d device.Device) {
+	i := slices.IndexFunc(p.groups, func(known *sharedGroup) bool { return known.key == g.key })
 	if i < 0 {
 		i = len(p.groups)
-		p.groups = append(p.groups, &sharedGroup{
-			entry: parameters.Entry, path: parameters.Path, request: request, sharing: *parameters.Sharing,
-		})
+		p.groups = append(p.groups, &g)
 	}
-	g := p.groups[i]
-	if !g.has(d.Ref()) {
-		g.devices = append(g.devices, d)
+	group := p.groups[i]
+	if !group.has(d.Ref()) {
+		group.devices = append(group.devices, d)
 	}
-	g.answers = append(g.answers, len(p.answer)-1)
-	return nil
-}
-
-// addToPolicyGroup adds the last device of the answer, of which the claim has a share.
-func (p *preparation) addToPolicyGroup(request string, d device.Device) {
-	i := slices.IndexFunc(p.groups, func(g *sharedGroup) bool { return g.share && g.has(d.Ref()) })
-	if i < 0 {
-		i = len(p.groups)
-		policy := d.Sharing()
-		p.groups = append(p.groups, &sharedGroup{
-			entry: noEntry, request: request, share: true, devices: []device.Device{d},
-			sharing: parametersv1beta1.Sharing{
-				Strategy: parametersv1beta1.Strategy(policy.Strategy), Interval: parametersv1beta1.Interval(policy.Interval),
-			},
-		})
-	}
-	p.groups[i].answers = append(p.groups[i].answers, len(p.answer)-1)
+	group.answers = append(group.answers, len(p.answer)-1)
 }
 
 // addImplicitGroups adds the devices that no parameters are about: those with settings of an earlier Prepare, which are
@@ -251,7 +233,7 @@ func (d *Driver) addImplicitGroups(p *preparation) {
 			continue
 		}
 		found, ok := d.Inventory.Inventory().ByRef(ref)
-		g := &sharedGroup{entry: noEntry, devices: []device.Device{found}}
+		g := &sharedGroup{devices: []device.Device{found}}
 		switch {
 		case !ok:
 			continue
@@ -291,17 +273,6 @@ func (p *preparation) checkDaemons() error {
 		}
 	}
 	return nil
-}
-
-// podsOf returns the pods that the claim is reserved for.
-func podsOf(claim *resourceapi.ResourceClaim) []ledger.Pod {
-	var pods []ledger.Pod
-	for _, consumer := range claim.Status.ReservedFor {
-		if consumer.APIGroup == "" && consumer.Resource == "pods" {
-			pods = append(pods, ledger.Pod{UID: string(consumer.UID), Namespace: claim.Namespace, Name: consumer.Name})
-		}
-	}
-	return pods
 }
 
 // podSlots returns the devices and shares that pods can get, by resource.

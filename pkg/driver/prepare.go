@@ -45,13 +45,25 @@ func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceap
 	inv := d.Inventory.Inventory()
 	podsFirst := &ledger.PodsFirst{Slots: d.podSlots(inv), WaitBudget: podsFirstBudget}
 	preparations, ok := d.planAll(ctx, claims, inv, podsFirst)
-	ok = ok && d.reserve(ctx, preparations) && d.createPartitions(ctx, preparations) &&
+	ok = ok && d.waitForPods(ctx, preparations) && each(ctx, preparations, d.reserve) && each(ctx, preparations, d.createPartitions) &&
 		d.applySharing(ctx, preparations) && d.ensureSpecs(ctx, preparations)
 	if !ok {
 		d.cancel(ctx, preparations)
 	}
-	d.metrics.countPodsFirst(podsFirstBudget - podsFirst.WaitBudget)
+	if waited := podsFirstBudget - podsFirst.WaitBudget; waited > 0 {
+		d.metrics.podsFirst.Observe(waited.Seconds())
+	}
 	return d.results(preparations, ok), nil
+}
+
+// each runs a step for each claim, until it fails for one.
+func each(ctx context.Context, preparations []*preparation, step func(context.Context, *preparation) error) bool {
+	for _, p := range preparations {
+		if p.err = step(ctx, p); p.err != nil {
+			return false
+		}
+	}
+	return true
 }
 
 // callContext ends early enough for the answer to reach kubelet.
@@ -78,24 +90,8 @@ func (d *Driver) planAll(
 	return preparations, ok
 }
 
-// Step 2: reserve the devices in the ledger.
-func (d *Driver) reserve(ctx context.Context, preparations []*preparation) bool {
-	d.waitForPods(ctx, preparations)
-	for _, p := range preparations {
-		if len(p.request.Devices) == 0 {
-			continue
-		}
-		var err error
-		if p.reservation, err = d.Ledger.ReserveClaim(ctx, p.request); err != nil {
-			p.err = d.explain(ctx, p, err)
-			return false
-		}
-	}
-	return true
-}
-
-// waitForPods waits until the pod watch has reported the pods that come first: kubelet may know them before the agent does.
-func (d *Driver) waitForPods(ctx context.Context, preparations []*preparation) {
+// Step 2: wait until the pod watch has reported the pods that come first: kubelet may know them before the agent does.
+func (d *Driver) waitForPods(ctx context.Context, preparations []*preparation) bool {
 	ctx, cancel := context.WithTimeout(ctx, podsFirstBudget)
 	defer cancel()
 	for _, p := range preparations {
@@ -103,6 +99,18 @@ func (d *Driver) waitForPods(ctx context.Context, preparations []*preparation) {
 			d.Pods.WaitForPods(ctx, p.request)
 		}
 	}
+	return true
+}
+
+// Step 3: reserve the devices in the ledger.
+func (d *Driver) reserve(ctx context.Context, p *preparation) (err error) {
+	if len(p.request.Devices) == 0 {
+		return nil
+	}
+	if p.reservation, err = d.Ledger.ReserveClaim(ctx, p.request); err != nil {
+		return d.explain(ctx, p, err)
+	}
+	return nil
 }
 
 // cancel cancels the reservations of this call. Holds from earlier calls stay, and so do those that a concurrent call for
@@ -122,25 +130,20 @@ func (d *Driver) cancelReservation(ctx context.Context, p *preparation) {
 	}
 }
 
-// Step 3: create the partitions, and make dynamic GPUs whole. Only the GPU is locked meanwhile.
-func (d *Driver) createPartitions(ctx context.Context, preparations []*preparation) bool {
-	for _, p := range preparations {
-		for _, o := range p.onDemand {
-			err := d.createPartition(ctx, p, o)
-			if err == nil {
-				continue
-			}
-			if unmanaged, ok := errors.AsType[*partition.UnmanagedError](err); ok {
-				// A claim in conflict holds nothing.
-				d.cancelReservation(ctx, p)
-				p.err = d.recordConflict(ctx, p, conflictPartition, reasonUnmanagedPartition, unmanaged.Error(), []device.Ref{o.device.Ref()})
-			} else {
-				p.err = refuse(reasonPartitionNotMade, "device %s cannot be created, retrying: %v", p.answer[o.entry].DeviceName, err)
-			}
-			return false
+// Step 4: create the partitions, and make dynamic GPUs whole. Only the GPU is locked meanwhile.
+func (d *Driver) createPartitions(ctx context.Context, p *preparation) error {
+	for _, o := range p.onDemand {
+		err := d.createPartition(ctx, p, o)
+		if unmanaged, ok := errors.AsType[*partition.UnmanagedError](err); ok {
+			// A claim in conflict holds nothing.
+			d.cancelReservation(ctx, p)
+			return d.recordConflict(ctx, p, conflictPartition, reasonUnmanagedPartition, unmanaged.Error(), []device.Ref{o.device.Ref()})
+		}
+		if err != nil {
+			return refuse(reasonPartitionNotMade, "device %s cannot be created, retrying: %v", p.answer[o.entry].DeviceName, err)
 		}
 	}
-	return true
+	return nil
 }
 
 func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand) error {
@@ -179,7 +182,7 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 // errUnprepared means that kubelet unprepared the claim during this call.
 var errUnprepared = errors.New("its claim was unprepared meanwhile")
 
-// Step 4: apply the sharing settings of all claims, in parallel. No lock is held while a daemon starts.
+// Step 5: apply the sharing settings of all claims, in parallel. No lock is held while a daemon starts.
 func (d *Driver) applySharing(ctx context.Context, preparations []*preparation) bool {
 	var all sync.WaitGroup
 	for _, p := range preparations {
@@ -292,22 +295,18 @@ func (d *Driver) explainSharing(p *preparation, g *sharedGroup) error {
 	return refuseParameters(g.request, field.Invalid(path, value, g.err.Error()))
 }
 
-// Step 5: make sure that the answered CDI devices are on disk.
-func (d *Driver) ensureSpecs(ctx context.Context, preparations []*preparation) bool {
-	var visible []string
+// Step 6: make sure that the answered CDI devices are on disk.
+func (d *Driver) ensureSpecs(ctx context.Context, preparations []*preparation) (ok bool) {
+	ok = true
 	for _, p := range preparations {
-		visible = append(visible, p.visible...)
-	}
-	err := d.Specs.Ensure(ctx, visible...)
-	if err != nil {
-		for _, p := range preparations {
-			p.err = fmt.Errorf("write CDI specs: %w", err)
+		if err := d.Specs.Ensure(ctx, p.visible...); err != nil {
+			p.err, ok = fmt.Errorf("write CDI specs: %w", err), false
 		}
 	}
-	return err == nil
+	return ok
 }
 
-// Step 6: answer. After a failure every claim of the call gets an error, because the reservations of all were cancelled.
+// Step 7: answer. After a failure every claim of the call gets an error, because the reservations of all were cancelled.
 func (d *Driver) results(preparations []*preparation, ok bool) map[types.UID]kubeletplugin.PrepareResult {
 	results := make(map[types.UID]kubeletplugin.PrepareResult, len(preparations))
 	failed := ""

@@ -72,7 +72,7 @@ func (d *Driver) serve(ctx context.Context, existing []resourceapi.ResourceSlice
 	group.Go(func() error { return s.guardSockets(ctx) })
 	group.Go(func() error { return d.writeConditions(ctx) })
 	if d.Strict {
-		group.Go(func() error { return newConfirmations(d).run(ctx) })
+		group.Go(func() error { return d.confirmAllocations(ctx) })
 	}
 	err = group.Wait()
 	// Calls that wait for a device fail now.

@@ -535,10 +535,10 @@ func TestClaimStatusBesideOddParameters(t *testing.T) {
 func TestClaimStatusOfAnotherClaim(t *testing.T) {
 	r := newRig(t, machine(1))
 	c := r.sharedClaim("a", []string{"gpu-0"}, parameters(claimSource, gpuSliced))
-	s := claimConditions{claim: types.NamespacedName{Namespace: c.Namespace, Name: c.Name}, devices: []resourceapi.AllocatedDeviceStatus{{
+	s := claimStatus{uid: "uid-before", namespace: c.Namespace, name: c.Name, devices: []resourceapi.AllocatedDeviceStatus{{
 		Driver: "gpu.nvidia.com", Pool: testNode, Device: "gpu-0", Conditions: []metav1.Condition{{Type: ConditionSharing, Status: metav1.ConditionTrue}},
 	}}}
-	if r.driver.writeClaimConditions(t.Context(), "uid-before", s); len(r.api.claimStatus("a")) > 0 {
+	if r.driver.writeClaimConditions(t.Context(), s); len(r.api.claimStatus("a")) > 0 {
 		t.Errorf("%q", r.api.claimStatus("a"))
 	}
 }

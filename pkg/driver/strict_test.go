@@ -78,7 +78,7 @@ func strictRig(t *testing.T, claims ...*resourceapi.ResourceClaim) (*rig, *fakeA
 	r := newRig(t, machine(2), func(c *Config) { c.KubeClient, c.Allocations, c.Strict = client, allocations, true })
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
-	go func() { done <- newConfirmations(r.driver).run(ctx) }()
+	go func() { done <- r.driver.confirmAllocations(ctx) }()
 	t.Cleanup(func() {
 		cancel()
 		if err := <-done; err != nil {
@@ -261,7 +261,9 @@ func TestStrictRetriesFailedWrites(t *testing.T) {
 func TestStrictLeavesOthersToPrepare(t *testing.T) {
 	before, answered, bad, sentinel := newClaim("before", "gpu-0"), unbound("answered", "gpu-0"), unbound("bad", "gpu-0"), unbound("sentinel", "gpu-1")
 	bad.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{parameters(resourceapi.AllocationConfigSourceClaim, `{"nonsense":true}`)}
-	setCondition(answered, resourceapi.AllocatedDeviceStatus{Driver: "gpu.nvidia.com", Pool: testNode, Device: "gpu-0"}, metav1.Condition{Type: ConditionReserved, Status: metav1.ConditionTrue})
+	answered.Status.Devices = []resourceapi.AllocatedDeviceStatus{{
+		Driver: "gpu.nvidia.com", Pool: testNode, Device: "gpu-0", Conditions: []metav1.Condition{{Type: ConditionReserved, Status: metav1.ConditionTrue}},
+	}}
 	r, allocations, client := strictRig(t, before, answered, bad, sentinel)
 	allocations.set(before, answered, bad, sentinel)
 	awaitStates(t, client, "sentinel", "gpu-1=reserved")
