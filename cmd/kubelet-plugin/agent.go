@@ -113,7 +113,7 @@ func (a *agent) run(ctx context.Context) error {
 var errNotStarted = errors.New("not started")
 
 // serve starts the node's components in the order that keeps it safe: the ledger's lock, the records, the driver, the holds of
-// before, the CDI specs, and only then the two APIs.
+// before, and only then the two APIs. The CDI specs are updated meanwhile: Prepare and Allocate wait for them.
 func (a *agent) serve(ctx context.Context) error {
 	c, err := a.newComponents()
 	if err != nil {
@@ -194,27 +194,28 @@ func (a *agent) serveNode(ctx context.Context, c components) error {
 	if err := c.loadRecords(ctx); err != nil {
 		return err
 	}
-	if err := c.node.Scan(ctx); err != nil && !errors.Is(err, nvml.ErrNoDriver) {
-		return err
-	}
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return c.node.Run(ctx) })
+	// The API server answers while the driver is asked.
+	group.Go(func() error { return c.pods.Run(ctx) })
+	group.Go(func() error { return c.self.Run(ctx) })
 	group.Go(func() error {
-		serving := a
+		if err := c.node.Scan(ctx); err != nil && !errors.Is(err, nvml.ErrNoDriver) {
+			return err
+		}
+		group.Go(func() error { return c.node.Run(ctx) })
 		if c.node.Missing() != nil && a.holdsAny(c.book) {
-			serving = a.driverless()
 			group.Go(func() error {
 				if !a.awaitGPU(ctx, c.node) {
 					return nil
 				}
 				return errDriverArrived
 			})
-		} else if !a.awaitGPU(ctx, c.node) {
+			return a.driverless().serveDevices(ctx, c)
+		}
+		if !a.awaitGPU(ctx, c.node) {
 			return nil
 		}
-		group.Go(func() error { return c.pods.Run(ctx) })
-		group.Go(func() error { return c.self.Run(ctx) })
-		return serving.serveDevices(ctx, c)
+		return a.serveDevices(ctx, c)
 	})
 	return group.Wait()
 }
@@ -242,9 +243,8 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	if err := reconciler.Restore(ctx); err != nil {
 		return err
 	}
-	if err := c.specs.Ensure(ctx); err != nil {
-		// The specs' own loop tries again, and every Prepare and Allocate does.
-		klog.FromContext(ctx).Error(err, "Cannot write the CDI specs, retrying")
+	if err := c.specs.Load(); err != nil {
+		return err
 	}
 	a.status.Waiting("claims", errNoPods)
 	a.status.Waiting("limits", errNoPods)

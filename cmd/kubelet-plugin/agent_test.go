@@ -300,8 +300,14 @@ func TestWaitsForGPU(t *testing.T) {
 	setAbsent(t, machine, 0)
 	// Then only the API server is missing.
 	a.await("claims: the API server has not listed this node's pods yet\nlimits: the API server")
-	if entries, err := os.ReadDir(c.CDIDir); err != nil || len(entries) == 0 {
-		t.Errorf("no CDI spec: %v, %v", entries, err)
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
+		entries, err := os.ReadDir(c.CDIDir)
+		if len(entries) > 0 {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("no CDI spec: %v", err)
+		}
 	}
 	a.stop()
 }

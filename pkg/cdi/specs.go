@@ -250,11 +250,8 @@ func (s *Specs) refresh(ctx context.Context) error {
 	if err := s.write(edits.Common, devices); err != nil {
 		return err
 	}
-	s.common, s.devices, s.known = edits.Common, devices, make(map[string]bool, len(devices))
-	for _, d := range devices {
-		s.known[d.Name] = true
-	}
-	s.announce()
+	s.common = edits.Common
+	s.adopt(devices)
 	var errs []error
 	for _, f := range s.partitions {
 		errs = append(errs, f.update(s.kind, s.common))
@@ -271,7 +268,15 @@ func (s *Specs) write(common specs.ContainerEdits, devices []specs.Device) error
 	return s.put(data)
 }
 
-// load adopts, once, the files of an earlier process. Under s.mu.
+// Load adopts the files of an earlier process, of which Has reports the devices until Run or Ensure has updated them. Idempotent. Call it
+// before Has answers for the first time; Ensure does it otherwise.
+func (s *Specs) Load() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.load()
+}
+
+// load is Load, under s.mu.
 func (s *Specs) load() error {
 	if s.loaded {
 		return nil
@@ -286,7 +291,17 @@ func (s *Specs) load() error {
 		return err
 	}
 	s.loaded = true
+	s.adopt(s.devices)
 	return nil
+}
+
+// adopt replaces the devices. Under s.mu.
+func (s *Specs) adopt(devices []specs.Device) {
+	s.devices, s.known = devices, make(map[string]bool, len(devices))
+	for _, d := range devices {
+		s.known[d.Name] = true
+	}
+	s.announce()
 }
 
 // announce updates what Has answers. Under s.mu.

@@ -60,17 +60,25 @@ type ownSocket struct {
 	file fs.FileInfo
 }
 
-// listen is what the helper calls for one of its endpoints. It removes the socket of an earlier agent: waitUntilAlone has found that
-// no process listens there.
+// unnamedSocket is a name that kubelet's plugin watcher ignores, because it starts with a dot (k8s.io/kubernetes,
+// pkg/kubelet/pluginmanager/pluginwatcher).
+const unnamedSocket = ".tandem.sock"
+
+// listen is what the helper calls for one of its endpoints. It replaces the socket of an earlier agent: waitUntilAlone has found that
+// no process listens there. The socket gets its name once it listens: a kubelet that is refused waits a second before it connects again.
 func (s *ownSocket) listen(_ context.Context, path string) (net.Listener, error) {
-	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	unnamed := filepath.Join(filepath.Dir(path), unnamedSocket)
+	if err := os.Remove(unnamed); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("remove stale socket: %w", err)
 	}
-	listener, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	listener, err := net.ListenUnix("unix", &net.UnixAddr{Name: unnamed, Net: "unix"})
 	if err != nil {
 		return nil, fmt.Errorf("listen on socket: %w", err)
 	}
 	listener.SetUnlinkOnClose(false)
+	if err := os.Rename(unnamed, path); err != nil {
+		return nil, errors.Join(fmt.Errorf("name socket: %w", err), listener.Close(), os.Remove(unnamed))
+	}
 	file, err := os.Lstat(path)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("identify socket: %w", err), listener.Close())
