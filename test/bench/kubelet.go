@@ -133,7 +133,7 @@ func (k *kubelet) watchPlugins(ctx context.Context) {
 			if !ok {
 				return
 			}
-			if !event.Has(fsnotify.Create) || !strings.HasSuffix(event.Name, ".sock") {
+			if !event.Has(fsnotify.Create) || strings.HasPrefix(filepath.Base(event.Name), ".") || !strings.HasSuffix(event.Name, ".sock") {
 				continue
 			}
 			if err := k.registerPlugin(ctx, event.Name); err != nil && ctx.Err() == nil {
