@@ -9,7 +9,8 @@ import (
 	"os"
 	"path/filepath"
 	"sync/atomic"
-	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 // ownedFile is a file whose content only this process may change. Checking it takes one stat: a file that another process
@@ -22,20 +23,17 @@ type ownedFile struct {
 type stamp struct {
 	dev, ino     uint64
 	size         int64
-	mtime, ctime syscall.Timespec
-	mode         fs.FileMode
+	mtime, ctime unix.Timespec
+	mode         uint32
 }
 
+// stampOf does not use os.Lstat: each Prepare and Allocate waits for it.
 func stampOf(path string) (stamp, error) {
-	info, err := os.Lstat(path)
-	if err != nil {
-		return stamp{}, err
+	var s unix.Stat_t
+	if err := unix.Lstat(path, &s); err != nil {
+		return stamp{}, &fs.PathError{Op: "lstat", Path: path, Err: err}
 	}
-	s := stamp{size: info.Size(), mode: info.Mode()}
-	if sys, ok := info.Sys().(*syscall.Stat_t); ok {
-		s.dev, s.ino, s.mtime, s.ctime = uint64(sys.Dev), sys.Ino, sys.Mtim, sys.Ctim
-	}
-	return s, nil
+	return stamp{dev: s.Dev, ino: s.Ino, size: s.Size, mtime: s.Mtim, ctime: s.Ctim, mode: s.Mode}, nil
 }
 
 // intact reports whether the file on disk is the one that put wrote or found. Safe for concurrent use.
