@@ -5,10 +5,9 @@ package driver
 import (
 	"fmt"
 	"regexp"
-	"strconv"
-	"strings"
 	"unicode/utf8"
 
+	"github.com/blang/semver/v4"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/dynamic-resource-allocation/deviceattribute"
@@ -112,16 +111,9 @@ var dottedNumbers = regexp.MustCompile(`^[0-9]+(\.[0-9]+){0,2}$`)
 // semanticVersion converts NVIDIA's version numbers to semver 2.0.0, as NVIDIA's DRA driver does: "535.54.03" is "535.54.3", and
 // "9.0" is "9.0.0".
 func semanticVersion(text string) (string, bool) {
-	if !dottedNumbers.MatchString(text) {
+	version, err := semver.ParseTolerant(text)
+	if err != nil || !dottedNumbers.MatchString(text) {
 		return "", false
 	}
-	numbers := [3]uint64{}
-	for i, part := range strings.Split(text, ".") {
-		n, err := strconv.ParseUint(part, 10, 63)
-		if err != nil {
-			return "", false
-		}
-		numbers[i] = n
-	}
-	return fmt.Sprintf("%d.%d.%d", numbers[0], numbers[1], numbers[2]), true
+	return version.String(), true
 }

@@ -7,7 +7,6 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"time"
 
 	"golang.org/x/sync/errgroup"
 	resourceapi "k8s.io/api/resource/v1"
@@ -27,27 +26,13 @@ import (
 const (
 	// ConditionSharing is true once the sharing settings are applied; the reason is the strategy.
 	ConditionSharing = "SharingApplied"
-	// ConditionMemoryLimit is true if a memory limit is enforced. The reason names the component that enforces it.
+	// ConditionMemoryLimit is true if a memory limit is enforced. The reason names what enforces it: the claim's own MPS "Daemon", or
+	// CUDA's library in each "Client". Of a limit that is not enforced it is "Advisory"; without a limit it is "None".
 	ConditionMemoryLimit = "MemoryLimit"
-)
-
-// Reasons of ConditionMemoryLimit.
-const (
-	// LimitedByDaemon: the claim's own MPS daemon enforces the limit.
-	LimitedByDaemon = "Daemon"
-	// LimitedByClient: CUDA's library in each process enforces the limit in its environment.
-	LimitedByClient = "Client"
-	// LimitAdvisory: time-slicing enforces no limit.
-	LimitAdvisory = "Advisory"
-	// LimitNone: no limit was requested.
-	LimitNone = "None"
 )
 
 // fieldManager owns the conditions that the agent writes.
 const fieldManager = "tandem-agent"
-
-// statusTimeout bounds one read or write of a claim.
-const statusTimeout = 10 * time.Second
 
 // claimStatus is the conditions of a claim's devices that have to be written.
 type claimStatus struct {
@@ -92,25 +77,25 @@ func conditionsOf(g *sharedGroup, d device.Device, share device.Share) []metav1.
 	switch {
 	case g.sharing.Strategy == parametersv1beta1.TimeSlicing:
 		applied.Message = fmt.Sprintf("processes take turns, time slice %s", cmp.Or(string(g.sharing.Interval), "of the device"))
-		limit.Reason, limit.Message = LimitAdvisory, "processes that take turns share the memory without a limit"
+		limit.Reason, limit.Message = "Advisory", "processes that take turns share the memory without a limit"
 		if !share.Whole() {
 			limit.Message = fmt.Sprintf("time-slicing does not enforce the claim's %d MiB, nor the shares of other holders", share.Bytes/device.ShareUnit)
 		}
 	case g.share:
 		applied.Message = "processes are clients of the GPU's MPS daemon, together with those of other holders"
-		limit.Reason, limit.Message = LimitNone, "the claim has all of the memory"
+		limit.Reason, limit.Message = "None", "the claim has all of the memory"
 		if !share.Whole() {
-			limit.Status, limit.Reason = metav1.ConditionTrue, LimitedByClient
+			limit.Status, limit.Reason = metav1.ConditionTrue, "Client"
 			limit.Message = fmt.Sprintf("CUDA limits each process to %d MiB by CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in its environment: "+
 				"a process without that variable has no limit", share.Bytes/device.ShareUnit)
 		}
 	default:
 		applied.Message = "processes are clients of the claim's own MPS daemon"
-		limit.Reason, limit.Message = LimitNone, "no limit was requested"
+		limit.Reason, limit.Message = "None", "no limit was requested"
 		settings := sharing.Settings(g.devices, *g.sharing.MPS, "")
 		at := slices.Index(settings.Devices, d.UUID())
 		if at >= 0 && at < len(settings.PinnedMemoryMiB) && settings.PinnedMemoryMiB[at] > 0 {
-			limit.Status, limit.Reason = metav1.ConditionTrue, LimitedByDaemon
+			limit.Status, limit.Reason = metav1.ConditionTrue, "Daemon"
 			// The daemon takes commands through the pipe directory, which is mounted into its clients.
 			limit.Message = fmt.Sprintf("the claim's own MPS daemon limits each client to %d MiB, "+
 				"which clients that run as root in their container can change", settings.PinnedMemoryMiB[at])
@@ -153,7 +138,7 @@ func (d *Driver) writeClaimConditions(ctx context.Context, s claimStatus) {
 
 // getClaim returns nil for a claim that does not exist any more, or that another one has replaced.
 func (d *Driver) getClaim(ctx context.Context, s claimStatus) (*resourceapi.ResourceClaim, error) {
-	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
 	claim, err := d.KubeClient.ResourceV1().ResourceClaims(s.namespace).Get(ctx, s.name, metav1.GetOptions{})
 	switch {
@@ -196,7 +181,7 @@ func (d *Driver) updateStatus(ctx context.Context, s claimStatus) error {
 	if !changed {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
 	options := metav1.UpdateOptions{FieldManager: fieldManager}
 	if _, err := d.KubeClient.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(ctx, claim, options); err != nil {

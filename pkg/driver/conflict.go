@@ -36,18 +36,9 @@ const (
 	reasonDaemonNotReady     = "DaemonNotReady"
 )
 
-// Outcomes of a conflict, for the metric.
-const (
-	// outcomePendingEviction: the controller evicts the claim's pods.
-	outcomePendingEviction = "pending_eviction"
-	// outcomeWaiting: the pods stay, and the claim is prepared once the device is free.
-	outcomeWaiting = "waiting"
-	// outcomeDeadline: the holder was draining, but did not end in time.
-	outcomeDeadline = "deadline"
-)
-
-// conflictPartition is the metric's kind for a conflict with an unmanaged partition.
-const conflictPartition = "partition"
+// Outcomes of a conflict, for the metric: the controller evicts the claim's pods; the claim is prepared once the device is free; the
+// holder was draining, but did not end in time.
+const outcomePendingEviction, outcomeWaiting, outcomeDeadline = "pending_eviction", "waiting", "deadline"
 
 // refusal is an error that becomes an event on the claim.
 type refusal struct{ reason, message string }

@@ -25,17 +25,16 @@ type metrics struct {
 
 func newMetrics(registerer prometheus.Registerer) *metrics {
 	factory := promauto.With(registerer)
+	counter := func(name, help string) prometheus.Counter {
+		return factory.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
+	}
+	calls := func(name, help string) *prometheus.HistogramVec {
+		return factory.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: callBuckets}, []string{"result"})
+	}
 	return &metrics{
-		prepare: factory.NewHistogramVec(prometheus.HistogramOpts{
-			Name:    "tandem_prepare_duration_seconds",
-			Help:    "Time to answer kubelet's NodePrepareResources, claim lookup and waiting for devices included.",
-			Buckets: callBuckets,
-		}, []string{"result"}),
-		unprepare: factory.NewHistogramVec(prometheus.HistogramOpts{
-			Name:    "tandem_unprepare_duration_seconds",
-			Help:    "Time to answer kubelet's NodeUnprepareResources.",
-			Buckets: callBuckets,
-		}, []string{"result"}),
+		prepare: calls("tandem_prepare_duration_seconds",
+			"Time to answer kubelet's NodePrepareResources, claim lookup and waiting for devices included."),
+		unprepare: calls("tandem_unprepare_duration_seconds", "Time to answer kubelet's NodeUnprepareResources."),
 		conflicts: factory.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_prepare_conflicts_total",
 			Help: "Claims refused because another holder has one of their devices, by the kind of holder (claim, pod, partition) and by outcome: pending_eviction (its pods are evicted), waiting (for the device), deadline (the holder was ending, but not in time).",
@@ -45,26 +44,14 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 			Help:    "Time that calls of NodePrepareResources waited for pods with an extended resource to be admitted first; calls that did not wait are not counted.",
 			Buckets: []float64{.001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2}, // up to podsFirstBudget
 		}),
-		withdrawals: factory.NewCounter(prometheus.CounterOpts{
-			Name: "tandem_claim_withdrawals_total",
-			Help: "Times that a device was withdrawn from the scheduler because of its holder.",
-		}),
+		withdrawals: counter("tandem_claim_withdrawals_total", "Times that a device was withdrawn from the scheduler because of its holder."),
 		devices: factory.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_published_devices",
 			Help: "Devices of the node as last published to the scheduler, by state: offered, withdrawn (held by a pod, or draining), unhealthy, excluded (cannot be published). A dynamic GPU counts as one device.",
 		}, []string{"state"}),
-		publishErrors: factory.NewCounter(prometheus.CounterOpts{
-			Name: "tandem_publish_errors_total",
-			Help: "Errors while writing ResourceSlices. They are retried.",
-		}),
-		registrations: factory.NewCounter(prometheus.CounterOpts{
-			Name: "tandem_dra_registrations_total",
-			Help: "Times that kubelet registered the DRA driver.",
-		}),
-		strictRefusals: factory.NewCounter(prometheus.CounterOpts{
-			Name: "tandem_strict_refusals_total",
-			Help: "Allocations refused before their pods were bound, because another holder has a device.",
-		}),
+		publishErrors:  counter("tandem_publish_errors_total", "Errors while writing ResourceSlices. They are retried."),
+		registrations:  counter("tandem_dra_registrations_total", "Times that kubelet registered the DRA driver."),
+		strictRefusals: counter("tandem_strict_refusals_total", "Allocations refused before their pods were bound, because another holder has a device."),
 	}
 }
 

@@ -141,7 +141,7 @@ func publishable(inv device.Inventory) ([]device.GPU, []excluded) {
 	}
 	sorted := slices.Clone(inv.GPUs)
 	slices.SortStableFunc(sorted, func(a, b device.GPU) int { return a.Minor - b.Minor })
-	names, uuids := map[string]bool{}, map[string]bool{}
+	names := map[string]bool{}
 	for _, g := range sorted {
 		switch {
 		case g.UUID == "":
@@ -150,10 +150,8 @@ func publishable(inv device.Inventory) ([]device.GPU, []excluded) {
 			exclude(g, "its minor number is not known")
 		case names[g.Name()]:
 			exclude(g, "another GPU has the same minor number %d", g.Minor)
-		case uuids[g.UUID]:
-			exclude(g, "another GPU has the same UUID")
 		default:
-			names[g.Name()], uuids[g.UUID] = true, true
+			names[g.Name()] = true
 			gpus = append(gpus, g)
 		}
 	}

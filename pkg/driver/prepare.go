@@ -137,7 +137,7 @@ func (d *Driver) createPartitions(ctx context.Context, p *preparation) error {
 		if unmanaged, ok := errors.AsType[*partition.UnmanagedError](err); ok {
 			// A claim in conflict holds nothing.
 			d.cancelReservation(ctx, p)
-			return d.recordConflict(ctx, p, conflictPartition, reasonUnmanagedPartition, unmanaged.Error(), []device.Ref{o.device.Ref()})
+			return d.recordConflict(ctx, p, "partition", reasonUnmanagedPartition, unmanaged.Error(), []device.Ref{o.device.Ref()})
 		}
 		if err != nil {
 			return refuse(reasonPartitionNotMade, "device %s cannot be created, retrying: %v", p.answer[o.entry].DeviceName, err)

@@ -37,14 +37,14 @@ const allocationsTimeout = 30 * time.Second
 var ErrNoAPI = errors.New("the API server does not serve resource.k8s.io/v1: enable it (Kubernetes 1.34 or newer, not disabled by " +
 	"kube-apiserver's --runtime-config), or set mode DevicePluginOnly")
 
-// probeTimeout bounds one request.
-const probeTimeout = 5 * time.Second
+// requestTimeout bounds one request to the API server.
+const requestTimeout = 5 * time.Second
 
 // listSlices returns the slices that earlier agents published. It retries until ctx is done, also while the API server does not
 // serve the DRA API, which an administrator may enable later (TestServerWithoutClaims).
 func (d *Driver) listSlices(ctx context.Context) (existing []resourceapi.ResourceSlice) {
 	retry(ctx, klog.FromContext(ctx), "", func() error {
-		call, cancel := context.WithTimeout(ctx, probeTimeout)
+		call, cancel := context.WithTimeout(ctx, requestTimeout)
 		defer cancel()
 		found, err := d.KubeClient.ResourceV1().ResourceSlices().List(call, metav1.ListOptions{FieldSelector: fields.Set{
 			resourceapi.ResourceSliceSelectorNodeName: d.NodeName, resourceapi.ResourceSliceSelectorDriver: d.DriverName,
@@ -70,22 +70,28 @@ func (d *Driver) listSlices(ctx context.Context) (existing []resourceapi.Resourc
 	return existing
 }
 
-// publisher keeps the node's ResourceSlices equal to what inventory, ledger and allocations require: run builds the pools (Offer),
-// compares them with those it wrote last, and hands changes to the slice controller of k8s.io/dynamic-resource-allocation, which
-// compares with the API server, writes, and repairs what another process changes.
+// publish keeps the node's ResourceSlices equal to what inventory, ledger and allocations require, until ctx is done: it builds the
+// pools (Offer), compares them with those it wrote last, and hands changes to the slice controller of
+// k8s.io/dynamic-resource-allocation, which compares with the API server, writes, and repairs what another process changes. Failures
+// are retried; Ready reports them. existing are the slices that earlier agents published.
 //
 // It starts that controller itself, not through kubeletplugin.Helper.PublishResources: the helper's controller waits 30 s before
 // it repairs slices that kubelet removed (TestRepublishAfterKubeletRestart), and does not notice that the node object was replaced
 // (TestSlicesFollowTheNodeObject).
-type publisher struct{ *Driver }
-
-// run publishes after each change, until ctx is done. Failures are retried; Ready reports them. existing are the slices that
-// earlier agents published.
-func (p *publisher) run(ctx context.Context, existing []resourceapi.ResourceSlice) error {
-	kept := p.firstProbe(ctx)
-	offer := Offer{NodeName: p.NodeName, ReturnDelay: p.ReturnDelay, Offered: p.OfferedToClaims, Strict: p.Strict}
+func (d *Driver) publish(ctx context.Context, existing []resourceapi.ResourceSlice) error {
+	var kept Capabilities
+	if !d.PublishNothing {
+		// Without an answer a dynamic GPU would go to the node pool, and back a moment later (TestPublishWaitsForTheProbe).
+		retry(ctx, klog.FromContext(ctx), "", func() (err error) {
+			if kept, err = d.probe(ctx); err != nil {
+				d.publishFailed(ctx, err, "publish nothing yet")
+			}
+			return err
+		})
+	}
+	offer := Offer{NodeName: d.NodeName, ReturnDelay: d.ReturnDelay, Offered: d.OfferedToClaims, Strict: d.Strict}
 	offer.SetPublished(existing)
-	writer := sliceWriter{publisher: p, existing: existing}
+	writer := sliceWriter{Driver: d, existing: existing}
 	defer writer.stop()
 	var (
 		excludedBefore  []excluded
@@ -96,29 +102,29 @@ func (p *publisher) run(ctx context.Context, existing []resourceapi.ResourceSlic
 	)
 	for ctx.Err() == nil {
 		// Changes are awaited from before anything is read.
-		inventoryChanged, ledgerChanged := p.Inventory.Changed(), p.Ledger.Changed()
-		again, nodeChanged := p.publishAgain.Changed(), p.Node.Changed()
-		if p.kubeletRegistered.Swap(false) {
+		inventoryChanged, ledgerChanged := d.Inventory.Changed(), d.Ledger.Changed()
+		again, nodeChanged := d.publishAgain.Changed(), d.Node.Changed()
+		if d.kubeletRegistered.Swap(false) {
 			// A kubelet that starts removes all slices of its node before it registers drivers.
 			writer.written = nil
 		}
 		// While a control plane is upgraded, its servers have different versions (TestTaintsAreTriedAgain).
-		if p.dropsFields.Swap(false) && probeAt.IsZero() {
+		if d.dropsFields.Swap(false) && probeAt.IsZero() {
 			kept.Taints, kept.Counters = false, false
-			probeAt = time.Now().Add(p.probeAgain)
+			probeAt = time.Now().Add(d.probeAgain)
 		}
 		if !probeAt.IsZero() && !time.Now().Before(probeAt) {
-			probeAt = time.Now().Add(p.probeAgain)
-			if found, err := p.probe(ctx); err == nil {
+			probeAt = time.Now().Add(d.probeAgain)
+			if found, err := d.probe(ctx); err == nil {
 				kept, probeAt = found, time.Time{}
 			}
 		}
-		facts := Facts{Inventory: p.Inventory.Inventory(), Holds: p.Ledger.Holds(), Kept: kept, Now: time.Now()}
+		facts := Facts{Inventory: d.Inventory.Inventory(), Holds: d.Ledger.Holds(), Kept: kept, Now: time.Now()}
 		next := probeAt
-		if p.Allocations != nil {
-			claimsChanged = p.Allocations.Changed()
-			facts.Claims = p.Allocations.Claims()
-			if facts.ClaimsLate = !p.Allocations.Synced() && facts.Now.Before(allocationsDue); facts.ClaimsLate {
+		if d.Allocations != nil {
+			claimsChanged = d.Allocations.Changed()
+			facts.Claims = d.Allocations.Claims()
+			if facts.ClaimsLate = !d.Allocations.Synced() && facts.Now.Before(allocationsDue); facts.ClaimsLate {
 				next = earlier(next, allocationsDue)
 			}
 		}
@@ -130,11 +136,10 @@ func (p *publisher) run(ctx context.Context, existing []resourceapi.ResourceSlic
 				klog.FromContext(ctx).Info("A device is not published", "device", e.device, "reason", e.reason)
 			}
 		}
-		p.metrics.countDevices(built.counts)
+		d.metrics.countDevices(built.counts)
 		writer.write(ctx, built.pools)
-		if dynamic := dynamicGPUs(facts.Inventory); len(dynamic) > 0 && !kept.Counters && !p.PublishNothing && !countersMissing {
-			countersMissing = true
-			p.reportMissingCounters(ctx, dynamic)
+		if !countersMissing && !kept.Counters && !d.PublishNothing {
+			countersMissing = d.reportMissingCounters(ctx, facts.Inventory)
 		}
 
 		var due <-chan time.Time
@@ -152,21 +157,6 @@ func (p *publisher) run(ctx context.Context, existing []resourceapi.ResourceSlic
 		}
 	}
 	return nil
-}
-
-// firstProbe returns which fields the API server keeps, once it has answered. Without the answer a dynamic GPU would go to the node
-// pool, and back a moment later.
-func (p *publisher) firstProbe(ctx context.Context) (kept Capabilities) {
-	if p.PublishNothing {
-		return kept
-	}
-	retry(ctx, klog.FromContext(ctx), "", func() (err error) {
-		if kept, err = p.probe(ctx); err != nil {
-			p.publishFailed(ctx, err, "publish nothing yet")
-		}
-		return err
-	})
-	return kept
 }
 
 // probe returns which fields the API server keeps. A server of 1.34 with the feature DRAPartitionableDevices refuses counters in a
@@ -192,7 +182,7 @@ func (d *Driver) probe(ctx context.Context) (Capabilities, error) {
 
 // probeWith creates a slice in a dry run. The API server returns it without the fields that it drops.
 func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.DeviceCounterConsumption) (Capabilities, error) {
-	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
+	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
 	probe := &resourceapi.ResourceSlice{
 		ObjectMeta: metav1.ObjectMeta{GenerateName: "probe-" + d.DriverName + "-"},
@@ -222,28 +212,27 @@ func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.Device
 	}, nil
 }
 
-// dynamicGPUs returns the names of the GPUs that Tandem can partition.
-func dynamicGPUs(inv device.Inventory) []string {
+// reportMissingCounters reports that the API server drops the counters that dynamic GPUs need. It returns false if there are none.
+func (d *Driver) reportMissingCounters(ctx context.Context, inv device.Inventory) bool {
 	var names []string
 	for _, g := range inv.GPUs {
 		if g.Dynamic && len(g.Profiles) > 0 {
 			names = append(names, g.Name())
 		}
 	}
-	return names
-}
-
-// reportMissingCounters reports that the API server drops the counters that dynamic GPUs need.
-func (d *Driver) reportMissingCounters(ctx context.Context, gpus []string) {
-	klog.FromContext(ctx).Info("The API server drops shared counters, GPUs are not partitioned on demand", "devices", gpus)
+	if len(names) == 0 {
+		return false
+	}
+	klog.FromContext(ctx).Info("The API server drops shared counters, GPUs are not partitioned on demand", "devices", names)
 	d.Recorder.Eventf(d.nodeRef, corev1.EventTypeWarning, "NoPartitionsOnDemand",
 		"%s should be partitioned on demand, for which the API server must keep shared counters (Kubernetes 1.36 or newer, feature gate DRAPartitionableDevices): "+
-			"whole GPUs and partitions that exist are offered instead", strings.Join(gpus, ", "))
+			"whole GPUs and partitions that exist are offered instead", strings.Join(names, ", "))
+	return true
 }
 
 // sliceWriter writes the pools of one owner. After the start it uses the library's slice controller.
 type sliceWriter struct {
-	*publisher
+	*Driver
 	// existing are the slices that earlier agents published. Only the first write uses them.
 	existing   []resourceapi.ResourceSlice
 	started    bool
@@ -344,26 +333,26 @@ func (w *sliceWriter) startController(ctx context.Context, owner types.UID, pool
 }
 
 // setPublished makes Ready report that the API server has all pools.
-func (p *publisher) setPublished() { p.set(&p.slices, nil) }
+func (d *Driver) setPublished() { d.set(&d.slices, nil) }
 
 // publishFailed reports an error of a write, which is retried. The slice controller calls it.
-func (p *publisher) publishFailed(ctx context.Context, err error, msg string) {
+func (d *Driver) publishFailed(ctx context.Context, err error, msg string) {
 	if dropped, ok := errors.AsType[*resourceslice.DroppedFieldsError](err); ok {
 		// The controller accepts the slice as stored, which may offer devices that are held.
 		klog.FromContext(ctx).Info("The API server dropped fields, withdrawing devices by omitting them", "features", dropped.DisabledFeatures())
-		p.dropsFields.Store(true)
-		p.publishAgain.Notify()
+		d.dropsFields.Store(true)
+		d.publishAgain.Notify()
 		return
 	}
-	p.metrics.publishErrors.Inc()
-	p.mu.Lock()
-	if p.slices != nil {
-		p.slices = fmt.Errorf("publish ResourceSlices of node %s: %s: %w", p.NodeName, msg, err)
+	d.metrics.publishErrors.Inc()
+	d.mu.Lock()
+	if d.slices != nil {
+		d.slices = fmt.Errorf("publish ResourceSlices of node %s: %s: %w", d.NodeName, msg, err)
 	}
-	p.mu.Unlock()
+	d.mu.Unlock()
 	if apierrors.IsInvalid(err) {
-		p.Recorder.Eventf(p.nodeRef, corev1.EventTypeWarning, "InvalidResourceSlice",
-			"the API server refuses the ResourceSlices of node %s: %v", p.NodeName, err)
+		d.Recorder.Eventf(d.nodeRef, corev1.EventTypeWarning, "InvalidResourceSlice",
+			"the API server refuses the ResourceSlices of node %s: %v", d.NodeName, err)
 	}
 	if ctx.Err() == nil {
 		klog.FromContext(ctx).Error(err, "Cannot publish ResourceSlices, trying again", "message", msg)

@@ -68,7 +68,7 @@ func (d *Driver) serve(ctx context.Context, existing []resourceapi.ResourceSlice
 	defer s.finishCalls()
 
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return (&publisher{d}).run(ctx, existing) })
+	group.Go(func() error { return d.publish(ctx, existing) })
 	group.Go(func() error { return s.guardSockets(ctx) })
 	group.Go(func() error { return d.writeConditions(ctx) })
 	if d.Strict {

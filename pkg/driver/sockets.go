@@ -37,12 +37,8 @@ func (c *Config) registrationSocket() string {
 // prepareDirectories creates the directories that kubelet may not have created yet. KubeletDir itself must exist: no kubelet watches
 // a misspelt one.
 func (d *Driver) prepareDirectories() error {
-	info, err := os.Stat(d.KubeletDir)
-	if err != nil {
+	if _, err := os.Stat(d.KubeletDir); err != nil {
 		return fmt.Errorf("find kubelet directory (has this node another one?): %w", err)
-	}
-	if !info.IsDir() {
-		return fmt.Errorf("find kubelet directory: %s is not a directory", d.KubeletDir)
 	}
 	for _, dir := range []string{d.registryDir(), d.pluginDir()} {
 		if err := os.MkdirAll(dir, 0o750); err != nil {
@@ -89,14 +85,11 @@ func (s *ownSocket) listen(_ context.Context, path string) (net.Listener, error)
 
 // Close stops listening and removes the socket if it is still ours.
 func (s *ownSocket) Close() error {
-	err := s.UnixListener.Close()
-	if !s.inPlace() {
-		return err
+	var err error
+	if s.inPlace() {
+		err = os.Remove(s.path)
 	}
-	if removeErr := os.Remove(s.path); removeErr != nil && !errors.Is(removeErr, fs.ErrNotExist) {
-		err = errors.Join(err, fmt.Errorf("remove socket: %w", removeErr))
-	}
-	return err
+	return errors.Join(err, s.UnixListener.Close())
 }
 
 // inPlace reports whether the path still leads to this socket.
