@@ -63,17 +63,15 @@ func publishedDevice(d device.Device) resourceapi.Device {
 	c.amount("encoders", int64(p.Capacity.Encoders))
 	c.amount("jpegEngines", int64(p.Capacity.JPEGEngines))
 	c.amount("ofaEngines", int64(p.Capacity.OFAEngines))
-	// A partition that shares its GPU instance has no memory slice of its own.
-	if p.UUID != "" && !p.Made && p.Ref.Compute.Size == 0 && p.Ref.Placement.Size <= mostMemorySlices {
+	// A partition that shares its GPU instance has no memory slice of its own. Eight fit into the attributes and capacities that a
+	// device may have, beside all others.
+	if p.UUID != "" && !p.Made && p.Ref.Compute.Size == 0 && p.Ref.Placement.Size <= 8 {
 		for i := range p.Ref.Placement.Size {
 			c.amount(resourceapi.QualifiedName(fmt.Sprintf("memorySlice%d", p.Ref.Placement.Start+i)), 1)
 		}
 	}
 	return resourceapi.Device{Name: d.Name(), Attributes: a, Capacity: c}
 }
-
-// mostMemorySlices fit into the attributes and capacities that a device may have, beside all others.
-const mostMemorySlices = 8
 
 type capacities map[resourceapi.QualifiedName]resourceapi.DeviceCapacity
 

@@ -60,6 +60,14 @@ type Specs interface {
 	QualifiedName(uuid string) string
 }
 
+// Pods are the pods of the node. *podstate.Pods implements it.
+type Pods interface {
+	// Movable reports whether the controller may evict the pods of a claim. It may take a second.
+	Movable(ctx context.Context, claim ledger.ClaimRequest) bool
+	// WaitForPods waits until the pod watch has reported the pods that were bound before the claim's own, or ctx is done.
+	WaitForPods(ctx context.Context, claim ledger.ClaimRequest)
+}
+
 // Partitions creates the partitions of claims. *partition.Maker implements it. A caller locks the GPU, records the partition,
 // checks its reservation, and creates the partition. All methods are idempotent. The reconciler destroys partitions.
 type Partitions interface {
@@ -144,12 +152,6 @@ type Config struct {
 	CheckInterval time.Duration
 }
 
-const (
-	defaultReturnDelay   = 200 * time.Millisecond
-	defaultCheckInterval = 10 * time.Second
-	defaultProbeAgain    = 10 * time.Minute
-)
-
 // Driver serves claims for the GPUs of one node. Only one may run at a time on a node: the caller owns the ledger's lock.
 type Driver struct {
 	Config
@@ -174,13 +176,13 @@ type Driver struct {
 // New checks the length of the sockets' paths; internal/config validates the rest. Nothing is visible outside before Run, apart
 // from metrics in the Registerer.
 func New(c Config) (*Driver, error) {
-	c.ReturnDelay = cmp.Or(c.ReturnDelay, defaultReturnDelay)
-	c.CheckInterval = cmp.Or(c.CheckInterval, defaultCheckInterval)
+	c.ReturnDelay = cmp.Or(c.ReturnDelay, 200*time.Millisecond)
+	c.CheckInterval = cmp.Or(c.CheckInterval, 10*time.Second)
 	if longest := c.registrationSocket(); len(longest) > maxSocketPath {
 		return nil, fmt.Errorf("kubelet directory %q: socket path %q is longer than the %d bytes the kernel takes", c.KubeletDir, longest, maxSocketPath)
 	}
 	return &Driver{
-		Config: c, metrics: newMetrics(c.Registerer), statuses: make(chan claimStatus, 1000), probeAgain: defaultProbeAgain,
+		Config: c, metrics: newMetrics(c.Registerer), statuses: make(chan claimStatus, 1000), probeAgain: 10 * time.Minute,
 		// The UID of events on nodes is the node's name, by kubelet's convention: `kubectl describe` selects that.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},
 		slices:  fmt.Errorf("ResourceSlices of node %s are not published yet", c.NodeName),
@@ -249,7 +251,7 @@ func (d *Driver) setWaiting(ctx context.Context, reason string, err error) {
 	case err == nil && before != nil:
 		klog.FromContext(ctx).Info("Claims can be served", "before", before.Error())
 	case err != nil && (before == nil || before.Error() != err.Error()):
-		klog.FromContext(ctx).Error(err, "Not serving claims")
+		klog.FromContext(ctx).Info("Not serving claims", "reason", err.Error())
 		if reason != "" {
 			d.Recorder.Event(d.nodeRef, corev1.EventTypeWarning, reason, err.Error())
 		}

@@ -9,9 +9,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promauto"
 )
 
-// callBuckets are seconds, from 0.5 ms to kubelet's timeout of 45 s and beyond; kubelet's own start at 100 ms.
-var callBuckets = []float64{.0005, .001, .002, .004, .008, .016, .032, .064, .125, .25, .5, 1, 2, 4, 8, 15, 30, 45, 60}
-
 type metrics struct {
 	prepare, unprepare *prometheus.HistogramVec
 	conflicts          *prometheus.CounterVec
@@ -29,7 +26,9 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 		return factory.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
 	}
 	calls := func(name, help string) *prometheus.HistogramVec {
-		return factory.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: callBuckets}, []string{"result"})
+		// Seconds, from 0.5 ms to kubelet's timeout of 45 s and beyond; kubelet's own start at 100 ms.
+		buckets := []float64{.0005, .001, .002, .004, .008, .016, .032, .064, .125, .25, .5, 1, 2, 4, 8, 15, 30, 45, 60}
+		return factory.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, []string{"result"})
 	}
 	return &metrics{
 		prepare: calls("tandem_prepare_duration_seconds",

@@ -136,22 +136,17 @@ func memoryTaken(ref device.Ref, withdrawn []withdrawal, a allocated) (taken uin
 func publishable(inv device.Inventory) ([]device.GPU, []excluded) {
 	var gpus []device.GPU
 	var left []excluded
-	exclude := func(g device.GPU, format string, args ...any) {
-		left = append(left, excluded{device: g.UUID, reason: fmt.Sprintf(format, args...)})
-	}
 	sorted := slices.Clone(inv.GPUs)
 	slices.SortStableFunc(sorted, func(a, b device.GPU) int { return a.Minor - b.Minor })
-	names := map[string]bool{}
 	for _, g := range sorted {
 		switch {
 		case g.UUID == "":
-			exclude(g, "GPU with index %d reports no UUID", g.Index)
+			left = append(left, excluded{g.UUID, fmt.Sprintf("GPU with index %d reports no UUID", g.Index)})
 		case g.Minor < 0:
-			exclude(g, "its minor number is not known")
-		case names[g.Name()]:
-			exclude(g, "another GPU has the same minor number %d", g.Minor)
+			left = append(left, excluded{g.UUID, "its minor number is not known"})
+		case len(gpus) > 0 && gpus[len(gpus)-1].Minor == g.Minor:
+			left = append(left, excluded{g.UUID, fmt.Sprintf("another GPU has the same minor number %d", g.Minor)})
 		default:
-			names[g.Name()] = true
 			gpus = append(gpus, g)
 		}
 	}

@@ -3,7 +3,6 @@
 package driver
 
 import (
-	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -72,10 +71,12 @@ func (p *preparation) sharingClaim() sharing.Claim {
 }
 
 // plan translates the claim's allocation. It has no effect.
-func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv device.Inventory) *preparation {
+func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv device.Inventory, podsFirst *ledger.PodsFirst) *preparation {
 	p := &preparation{
 		claim: claim, names: map[device.Ref]string{},
-		request: ledger.ClaimRequest{UID: string(claim.UID), Namespace: claim.Namespace, Name: claim.Name, Shares: map[device.Ref]device.Share{}},
+		request: ledger.ClaimRequest{
+			UID: string(claim.UID), Namespace: claim.Namespace, Name: claim.Name, PodsFirst: podsFirst, Shares: map[device.Ref]device.Share{},
+		},
 	}
 	for _, consumer := range claim.Status.ReservedFor {
 		if consumer.APIGroup == "" && consumer.Resource == "pods" {
@@ -90,7 +91,7 @@ func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv
 			return p
 		}
 	}
-	p.err = cmp.Or(p.checkGroups(), p.checkDaemons())
+	p.err = p.checkGroups()
 	return p
 }
 
@@ -169,11 +170,10 @@ func (d *Driver) resolve(result resourceapi.DeviceRequestAllocationResult, inv d
 
 // shareOf returns the share that a result allocates.
 func shareOf(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, d device.Device) device.Share {
-	bytes, shared := capacity.Share(claim, result)
-	if !shared {
-		return device.Share{}
+	if bytes, shared := capacity.Share(claim, result); shared {
+		return device.ShareOf(uint64(bytes), d.MemoryBytes())
 	}
-	return device.ShareOf(uint64(bytes), d.MemoryBytes())
+	return device.Share{}
 }
 
 // addDevice adds a device, or a further share of it, to the request.
@@ -195,17 +195,6 @@ func (p *preparation) addDevice(ref device.Ref, name string, share device.Share)
 func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, uuid string) {
 	prepared.CDIDeviceIDs = []string{d.Specs.QualifiedName(uuid)}
 	p.visible = append(p.visible, uuid)
-}
-
-// setPartition sets the UUID of a created partition in the groups.
-func (p *preparation) setPartition(created device.Partition) {
-	for _, g := range p.groups {
-		for i, d := range g.devices {
-			if d.Ref() == created.Ref {
-				g.devices[i].Partition = created
-			}
-		}
-	}
 }
 
 // addToGroup adds the last device of the answer to the group with that key, which is g if there is none yet.
@@ -246,19 +235,13 @@ func (d *Driver) addImplicitGroups(p *preparation) {
 	}
 }
 
-// checkGroups refuses settings that the devices do not support.
+// checkGroups refuses settings that the devices do not support, and a request with a share of a GPU with an MPS daemon and another
+// device: a client sees its daemon's GPU only.
 func (p *preparation) checkGroups() error {
 	for _, g := range p.groups {
 		if wrong := sharing.Check(g.devices, g.sharing, g.path.Child("sharing")); len(wrong) > 0 {
 			return refuseParameters(g.request, wrong.ToAggregate())
 		}
-	}
-	return nil
-}
-
-// checkDaemons refuses a request with a share of a GPU with an MPS daemon and another device: a client sees its daemon's GPU only.
-func (p *preparation) checkDaemons() error {
-	for _, g := range p.groups {
 		if !g.share || g.sharing.Strategy != parametersv1beta1.MPSStrategy {
 			continue
 		}

@@ -7,6 +7,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -47,8 +49,10 @@ func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceap
 	preparations, ok := d.planAll(ctx, claims, inv, podsFirst)
 	ok = ok && d.waitForPods(ctx, preparations) && each(ctx, preparations, d.reserve) && each(ctx, preparations, d.createPartitions) &&
 		d.applySharing(ctx, preparations) && d.ensureSpecs(ctx, preparations)
-	if !ok {
-		d.cancel(ctx, preparations)
+	for _, p := range preparations {
+		if !ok && !p.keepOnError {
+			d.cancel(ctx, p)
+		}
 	}
 	if waited := podsFirstBudget - podsFirst.WaitBudget; waited > 0 {
 		d.metrics.podsFirst.Observe(waited.Seconds())
@@ -82,8 +86,7 @@ func (d *Driver) planAll(
 ) (preparations []*preparation, ok bool) {
 	ok = true
 	for _, claim := range claims {
-		p := d.plan(ctx, claim, inv)
-		p.request.PodsFirst = podsFirst
+		p := d.plan(ctx, claim, inv, podsFirst)
 		preparations = append(preparations, p)
 		ok = ok && p.err == nil
 	}
@@ -113,17 +116,9 @@ func (d *Driver) reserve(ctx context.Context, p *preparation) (err error) {
 	return nil
 }
 
-// cancel cancels the reservations of this call. Holds from earlier calls stay, and so do those that a concurrent call for
-// another pod of the claim has answered with.
-func (d *Driver) cancel(ctx context.Context, preparations []*preparation) {
-	for _, p := range preparations {
-		if !p.keepOnError {
-			d.cancelReservation(ctx, p)
-		}
-	}
-}
-
-func (d *Driver) cancelReservation(ctx context.Context, p *preparation) {
+// cancel cancels the reservation of this call. Holds from earlier calls stay, and so do those that a concurrent call for another pod of
+// the claim has answered with.
+func (d *Driver) cancel(ctx context.Context, p *preparation) {
 	if err := d.Ledger.CancelReservation(p.reservation); err != nil {
 		// kubelet retries or unprepares; both settle the hold.
 		klog.FromContext(ctx).Error(err, "Cannot cancel the reservation of a claim that was not prepared", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID)
@@ -136,7 +131,7 @@ func (d *Driver) createPartitions(ctx context.Context, p *preparation) error {
 		err := d.createPartition(ctx, p, o)
 		if unmanaged, ok := errors.AsType[*partition.UnmanagedError](err); ok {
 			// A claim in conflict holds nothing.
-			d.cancelReservation(ctx, p)
+			d.cancel(ctx, p)
 			return d.recordConflict(ctx, p, "partition", reasonUnmanagedPartition, unmanaged.Error(), []device.Ref{o.device.Ref()})
 		}
 		if err != nil {
@@ -175,7 +170,13 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 		return fmt.Errorf("write its CDI device: %w", err)
 	}
 	d.show(p, entry, created.UUID)
-	p.setPartition(created)
+	for _, g := range p.groups {
+		for i := range g.devices {
+			if g.devices[i].Ref() == created.Ref {
+				g.devices[i].Partition = created
+			}
+		}
+	}
 	return nil
 }
 
@@ -309,19 +310,15 @@ func (d *Driver) ensureSpecs(ctx context.Context, preparations []*preparation) (
 // Step 7: answer. After a failure every claim of the call gets an error, because the reservations of all were cancelled.
 func (d *Driver) results(preparations []*preparation, ok bool) map[types.UID]kubeletplugin.PrepareResult {
 	results := make(map[types.UID]kubeletplugin.PrepareResult, len(preparations))
-	failed := ""
-	for _, p := range preparations {
-		if p.err != nil && failed == "" {
-			failed = klog.KObj(p.claim).String()
-		}
-	}
+	failed := slices.IndexFunc(preparations, func(p *preparation) bool { return p.err != nil })
 	for _, p := range preparations {
 		switch {
 		case ok:
 			results[p.claim.UID] = kubeletplugin.PrepareResult{Devices: p.answer}
 			d.addConditions(p)
 		case p.err == nil:
-			results[p.claim.UID] = kubeletplugin.PrepareResult{Err: fmt.Errorf("prepare claim %s: not prepared because claim %s of the same pod was not", klog.KObj(p.claim), failed)}
+			results[p.claim.UID] = kubeletplugin.PrepareResult{Err: fmt.Errorf("prepare claim %s: not prepared because claim %s of the same pod was not",
+				klog.KObj(p.claim), klog.KObj(preparations[failed].claim))}
 		default:
 			if refused, ok := errors.AsType[*refusal](p.err); ok {
 				d.Recorder.Event(p.claim, corev1.EventTypeWarning, refused.reason, refused.message)
@@ -344,4 +341,125 @@ func (d *Driver) UnprepareResourceClaims(ctx context.Context, claims []kubeletpl
 		results[claim.UID] = err
 	}
 	return results, nil
+}
+
+// Reasons of events on claims.
+const (
+	reasonDeviceHeld         = "DeviceHeld"
+	reasonPendingEviction    = "ClaimPendingEviction"
+	reasonDeviceUnhealthy    = "DeviceUnhealthy"
+	reasonUnknownDevice      = "UnknownDevice"
+	reasonInvalidParameters  = "InvalidParameters"
+	reasonUnmanagedPartition = "UnmanagedPartition"
+	reasonPartitionNotMade   = "PartitionNotMade"
+	reasonNotShared          = "SharingNotApplied"
+	reasonDaemonNotReady     = "DaemonNotReady"
+)
+
+// Outcomes of a conflict, for the metric: the controller evicts the claim's pods; the claim is prepared once the device is free; the
+// holder was draining, but did not end in time.
+const outcomePendingEviction, outcomeWaiting, outcomeDeadline = "pending_eviction", "waiting", "deadline"
+
+// refusal is an error that becomes an event on the claim.
+type refusal struct{ reason, message string }
+
+func (r *refusal) Error() string { return r.message }
+
+func refuse(reason, format string, args ...any) error {
+	return &refusal{reason: reason, message: fmt.Sprintf(format, args...)}
+}
+
+func refuseParameters(request string, err error) error {
+	return refuse(reasonInvalidParameters, "request %s: %v: retrying does not help, correct the claim or its class and create the claim again", request, err)
+}
+
+// explain returns the refusal for an error of ReserveClaim. kubelet copies it into an event on the pod, so it must not name
+// objects of other namespaces; the log does.
+func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
+	if pendingEviction, ok := errors.AsType[*ledger.PendingEvictionError](err); ok {
+		return refuse(reasonPendingEviction, "Tandem's controller is evicting the pod, so that its owner's next pod is placed elsewhere: %s", pendingEviction.Conflict.Message)
+	}
+	conflict, ok := errors.AsType[*ledger.ConflictError](err)
+	switch {
+	case !ok:
+		return fmt.Errorf("reserve devices: %w", err)
+	case errors.Is(ctx.Err(), context.Canceled):
+		// kubelet or the agent stopped during the wait for a draining holder: that is no conflict yet, and kubelet retries.
+		return fmt.Errorf("%s: the wait for it to end was interrupted: %w", describeConflict(conflict, p), context.Cause(ctx))
+	}
+	klog.FromContext(ctx).Info("Refusing a claim whose device has another holder", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID, "conflict", conflict.Error())
+	devices := slices.DeleteFunc(slices.Clone(p.request.Devices), func(ref device.Ref) bool {
+		return !slices.ContainsFunc(conflict.Holds, func(h ledger.Hold) bool { return h.Device.Overlaps(ref) })
+	})
+	return d.recordConflict(ctx, p, string(conflict.Holds[0].Holder.Kind), reasonDeviceHeld, describeConflict(conflict, p), devices)
+}
+
+// recordConflict records a conflict on these devices, and decides whether the controller evicts the claim's pods.
+func (d *Driver) recordConflict(ctx context.Context, p *preparation, kind, reason, message string, devices []device.Ref) error {
+	outcome, what := outcomeWaiting, "the claim waits, and is prepared when the device is free"
+	switch {
+	// answerMargin is enough time to ask.
+	case d.Pods.Movable(context.WithoutCancel(ctx), p.request):
+		outcome, what = outcomePendingEviction, "the pod is evicted, so that its owner's next pod is placed elsewhere"
+	case ctx.Err() != nil:
+		outcome = outcomeDeadline
+	}
+	var names []string
+	for _, ref := range devices {
+		names = append(names, p.names[ref])
+	}
+	d.Ledger.RecordConflict(ledger.Conflict{
+		UID: p.request.UID, Namespace: p.request.Namespace, Name: p.request.Name, Pods: p.request.Pods,
+		Devices: devices, Names: names, PendingEviction: outcome == outcomePendingEviction, Message: message,
+	})
+	d.metrics.conflicts.WithLabelValues(kind, outcome).Inc()
+	klog.FromContext(ctx).Info("Recorded a conflict of a claim", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID, "outcome", outcome)
+	return refuse(reason, "%s: %s", message, what)
+}
+
+// describeConflict names each device and its holder, as far as the claim's namespace may know.
+func describeConflict(conflict *ledger.ConflictError, p *preparation) string {
+	parts := make([]string, 0, len(conflict.Holds))
+	for _, h := range conflict.Holds {
+		part := fmt.Sprintf("device %s is held by %s", p.nameOf(h.Device), describeHolder(h, p.claim.Namespace))
+		if !slices.Contains(parts, part) {
+			parts = append(parts, part)
+		}
+	}
+	return strings.Join(parts, "; ")
+}
+
+// nameOf adds the published name to the ref, where the claim has the device or a part of it.
+func (p *preparation) nameOf(ref device.Ref) string {
+	if name, ok := p.names[ref]; ok {
+		return fmt.Sprintf("%s (%s)", name, ref)
+	}
+	for _, requested := range p.request.Devices {
+		if requested.Overlaps(ref) {
+			return fmt.Sprintf("%s, which overlaps %s,", ref, p.names[requested])
+		}
+	}
+	return ref.String()
+}
+
+// describeHolder names the holder only to its own namespace.
+func describeHolder(h ledger.Hold, namespace string) string {
+	draining := ""
+	if h.State == ledger.StateDraining {
+		draining = ", which is draining"
+	}
+	switch {
+	case h.Holder.Kind == ledger.KindClaim && h.Namespace == "":
+		return "a claim" + draining
+	case h.Holder.Kind == ledger.KindClaim && h.Namespace != namespace:
+		return "a claim in another namespace" + draining
+	case h.Holder.Kind == ledger.KindClaim:
+		return fmt.Sprintf("claim %s/%s%s", h.Namespace, h.Name, draining)
+	case len(h.Pods) == 0 || h.Pods[0].Namespace == "":
+		return "a pod by its resource limits" + draining
+	case h.Pods[0].Namespace != namespace:
+		return "a pod in another namespace by its resource limits" + draining
+	default:
+		return fmt.Sprintf("pod %s/%s by its %s limit%s", h.Pods[0].Namespace, h.Pods[0].Name, h.Resource, draining)
+	}
 }

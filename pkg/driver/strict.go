@@ -116,8 +116,7 @@ func (d *Driver) reserveUnbound(ctx context.Context, answer *claimStatus) (reser
 		return ledger.Reservation{}, nil
 	}
 	inv := d.Inventory.Inventory()
-	p := d.plan(ctx, claim, inv)
-	p.request.PodsFirst = &ledger.PodsFirst{Slots: d.podSlots(inv), WaitBudget: podsFirstBudget}
+	p := d.plan(ctx, claim, inv, &ledger.PodsFirst{Slots: d.podSlots(inv), WaitBudget: podsFirstBudget})
 	refused, _ := errors.AsType[*refusal](p.err)
 	switch {
 	case p.err != nil && refused == nil:
