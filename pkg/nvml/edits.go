@@ -58,7 +58,7 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 		spec.Devices = append(spec.Devices, device)
 	}
 	for _, g := range n.Inventory().GPUs {
-		parent, err := attempt(n, g.UUID, func() (specs.Device, error) { return deviceEdits(lib, g) })
+		parent, err := attempt(n, g.UUID, n.session, func() (specs.Device, error) { return deviceEdits(lib, g) }, nil)
 		add(g.UUID, parent, err)
 		for _, p := range g.Partitions {
 			if p.UUID == "" {
@@ -85,7 +85,7 @@ func (n *Node) commonEdits(ctx context.Context) (nvcdi.Interface, specs.Containe
 		common specs.ContainerEdits
 	}
 	driverRoot := n.layout.driverRoot
-	m, err := attempt(n, "", func() (made, error) {
+	m, err := attempt(n, "driver files", n.session, func() (made, error) {
 		lib, err := nvcdi.New(options...)
 		if err != nil {
 			return made{}, fmt.Errorf("prepare container edits: %w", err)
@@ -95,7 +95,7 @@ func (n *Node) commonEdits(ctx context.Context) (nvcdi.Interface, specs.Containe
 			return made{}, fmt.Errorf("find the driver's files below %s: %w", driverRoot, err)
 		}
 		return made{lib, *common.ContainerEdits}, nil
-	})
+	}, nil)
 	return m.lib, m.common, err
 }
 

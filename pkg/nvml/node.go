@@ -33,10 +33,7 @@ type Node struct {
 	renewed bool
 	session *session
 	known   map[string]*knownGPU
-	// stuck has, by index, visits that run on after their timeout; beginning is a scan whose first calls do.
-	stuck     map[int]<-chan visit
-	beginning <-chan begun
-	// late has calls for container edits that run on after their timeout, by UUID.
+	// late has calls that run on after their timeout, by what they are about.
 	late     map[string]<-chan struct{}
 	topology topology
 
@@ -90,7 +87,7 @@ func New(options Options) (*Node, error) {
 	}
 	return &Node{
 		options: options, failure: errNotScanned,
-		known: map[string]*knownGPU{}, stuck: map[int]<-chan visit{}, late: map[string]<-chan struct{}{},
+		known: map[string]*knownGPU{}, late: map[string]<-chan struct{}{},
 		since: map[string]time.Time{}, changes: map[string]uint64{},
 		profiled: map[string]bool{},
 	}, nil

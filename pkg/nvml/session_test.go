@@ -140,8 +140,8 @@ func TestGPUThatDoesNotAnswer(t *testing.T) {
 			t.Fatal("never recovered")
 		}
 	}
-	if len(node.stuck) != 0 || node.session.users != 0 {
-		t.Errorf("%d visits and %d uses of the session left", len(node.stuck), node.session.users)
+	if len(node.late) != 0 || node.session.users != 0 {
+		t.Errorf("%d visits and %d uses of the session left", len(node.late), node.session.users)
 	}
 }
 

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 
 	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -31,62 +30,42 @@ type sweep struct {
 	hold   bool
 }
 
-// begun is the result of begin's driver calls.
-type begun struct {
-	reader *reader
-	count  int
-	err    error
-}
-
 // errSilent means that a call about no particular GPU does not return.
 var errSilent = &NoDriverError{Cause: errors.New("the driver does not answer")}
 
 // begin opens the session and reads what concerns all GPUs. After an error the session is closed. A driver that does not answer
 // gets no other call until it does.
 func (n *Node) begin() (*sweep, error) {
-	answer := make(chan begun, 1)
 	session, r := n.session, &reader{options: n.options, devRoot: n.layout.devRoot, caps: n.caps}
-	go func() { answer <- r.begin(session) }()
-	timer := time.NewTimer(n.options.patience)
-	defer timer.Stop()
-	select {
-	case b := <-answer:
-		if b.err != nil {
-			return nil, b.err
+	count, err := attempt(n, wholeDriver, nil, func() (int, error) {
+		if err := session.open(); err != nil {
+			return 0, err
 		}
-		return n.newSweep(b), nil
-	case <-timer.C:
-		n.beginning = answer
-		return nil, errSilent
-	}
-}
-
-// silent returns errSilent while an earlier begin has not returned. It closes what that call opened.
-func (n *Node) silent() error {
-	if n.beginning == nil {
-		return nil
-	}
-	select {
-	case b := <-n.beginning:
-		n.beginning = nil
-		if b.err == nil {
-			n.session.close()
+		count, err := r.readDriver(session.library)
+		if err != nil {
+			session.close()
 		}
-		return nil
-	default:
-		return errSilent
+		return count, err
+	}, func(int) { session.close() })
+	if errors.Is(err, errNoAnswer) {
+		err = errSilent
 	}
-}
-
-func (r *reader) begin(s *session) begun {
-	if err := s.open(); err != nil {
-		return begun{err: err}
-	}
-	count, err := r.readDriver(s.library)
 	if err != nil {
-		s.close()
+		return nil, err
 	}
-	return begun{reader: r, count: count, err: err}
+	before := make(map[string]knownGPU, len(n.known))
+	for uuid, known := range n.known {
+		before[uuid] = *known
+	}
+	return &sweep{node: n, reader: r, count: count, before: before, seen: map[string]bool{}, failed: map[int]gpu.Health{}}, nil
+}
+
+// silent returns errSilent while a call about no particular GPU has not returned.
+func (n *Node) silent() error {
+	if n.ended(wholeDriver) {
+		return nil
+	}
+	return errSilent
 }
 
 // readDriver reads the versions and counts the GPUs.
@@ -106,38 +85,21 @@ func (r *reader) readDriver(library gonvml.Interface) (count int, err error) {
 	return count, nil
 }
 
-func (n *Node) newSweep(b begun) *sweep {
-	before := make(map[string]knownGPU, len(n.known))
-	for uuid, known := range n.known {
-		before[uuid] = *known
-	}
-	return &sweep{
-		node: n, reader: b.reader, count: b.count, before: before,
-		seen: map[string]bool{}, failed: map[int]gpu.Health{},
-	}
-}
-
-// look visits one GPU, and gives it up after a timeout: a call into a broken GPU may never return. The visit then continues in
-// its goroutine, and the GPU is skipped until it ends.
+// look visits one GPU. A GPU that does not answer is unreachable, and is skipped until its call ends.
 func (s *sweep) look(ctx context.Context, index int) {
 	if s.leave(index) {
 		return
 	}
-	answer, stuck := s.node.stuck[index]
-	patience := time.Duration(0)
-	if !stuck {
-		answer, patience = s.start(index), s.node.options.patience
+	// Copies, because the visit may outlive the sweep.
+	session, reader, before := s.node.session, s.reader, s.node.recall(s.before)
+	v, err := attempt(s.node, fmt.Sprint("GPU ", index), session, func() (visit, error) {
+		return reader.visit(session.library, index, before), nil
+	}, nil)
+	if err != nil {
+		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
+		return
 	}
-	timer := time.NewTimer(patience)
-	defer timer.Stop()
-	select {
-	case v := <-answer:
-		delete(s.node.stuck, index)
-		s.take(ctx, index, v)
-	case <-timer.C:
-		s.node.stuck[index] = answer
-		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: "the GPU does not answer"}
-	}
+	s.take(ctx, index, v)
 }
 
 // leave skips a GPU with a running operation, because a call about it may wait for the operation. The GPU keeps its known state.
@@ -153,21 +115,6 @@ func (s *sweep) leave(index int) bool {
 		}
 	}
 	return false
-}
-
-// start visits in its own goroutine, with a use of the session.
-func (s *sweep) start(index int) <-chan visit {
-	answer := make(chan visit, 1)
-	// A copy, because the visit may outlive the sweep.
-	session, reader, before := s.node.session, s.reader, s.node.recall(s.before)
-	session.share()
-	go func() {
-		v := reader.visit(session.library, index, before)
-		// Before the answer is sent: its receiver may rely on a closed session.
-		session.close()
-		answer <- v
-	}()
-	return answer
 }
 
 func (s *sweep) take(ctx context.Context, index int, v visit) {
