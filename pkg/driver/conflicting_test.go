@@ -12,7 +12,9 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc"
 	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
@@ -21,14 +23,24 @@ import (
 // otherPlugin is the registration server of another process.
 type otherPlugin struct {
 	registerapi.UnimplementedRegistrationServer
-	info *registerapi.PluginInfo
+	info  *registerapi.PluginInfo
+	asked *atomic.Int32
 }
 
 func (p otherPlugin) GetInfo(context.Context, *registerapi.InfoRequest) (*registerapi.PluginInfo, error) {
+	if p.asked != nil {
+		p.asked.Add(1)
+	}
 	return p.info, nil
 }
 
 func serveOther(t *testing.T, path, kind, name string) (stop func()) {
+	t.Helper()
+	return serveCounting(t, path, kind, name, nil)
+}
+
+// serveCounting counts the calls, too.
+func serveCounting(t *testing.T, path, kind, name string, asked *atomic.Int32) (stop func()) {
 	t.Helper()
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		t.Fatal(err)
@@ -44,7 +56,7 @@ func serveOther(t *testing.T, path, kind, name string) (stop func()) {
 		t.Fatal(err)
 	}
 	server := grpc.NewServer()
-	registerapi.RegisterRegistrationServer(server, otherPlugin{info: &registerapi.PluginInfo{Type: kind, Name: name}})
+	registerapi.RegisterRegistrationServer(server, otherPlugin{info: &registerapi.PluginInfo{Type: kind, Name: name}, asked: asked})
 	go server.Serve(listener)
 	stop = sync.OnceFunc(func() {
 		server.Stop()
@@ -148,6 +160,35 @@ func TestOldSocketsAndOtherDriversDoNotConflict(t *testing.T) {
 	}
 	if strings.Contains(r.events.all(), "ConflictingDriver") {
 		t.Error(r.events.all())
+	}
+}
+
+// A registration socket of another driver is asked once for each file: some plugins log every call.
+func TestOtherDriversAreAskedOnce(t *testing.T) {
+	r := newRig(t, machine(2), func(c *Config) { c.CheckInterval = 20 * time.Millisecond })
+	path := filepath.Join(r.dir, "plugins_registry", "csi.sock")
+	var first, second atomic.Int32
+	stop := serveCounting(t, path, registerapi.CSIPlugin, "csi.example.com", &first)
+	r.run()
+	// Once before the servers start, and once by the session.
+	askedOnly(t, r, &first, 2)
+	stop()
+	serveCounting(t, path, registerapi.CSIPlugin, "csi.example.com", &second)
+	askedOnly(t, r, &second, 1)
+}
+
+// askedOnly waits until a plugin was asked that often, and a while longer.
+func askedOnly(t *testing.T, r *rig, asked *atomic.Int32, want int32) {
+	t.Helper()
+	eventually(t, "calls of GetInfo", func() error {
+		if n := asked.Load(); n < want {
+			return fmt.Errorf("%d", n)
+		}
+		return nil
+	})
+	time.Sleep(10 * r.driver.CheckInterval)
+	if n := asked.Load(); n != want {
+		t.Errorf("asked %d times, want %d", n, want)
 	}
 }
 

@@ -113,12 +113,11 @@ func (o *Offer) build(f Facts) layout {
 	var inNodePool []device.Device
 	allocations := map[string]allocated{}
 	for _, g := range gpus {
-		inUse := usedByClaims(g, holds, f.Claims)
-		g = o.withKnownProfiles(g, inUse)
 		a := o.allocated(g, holds, f.Claims)
+		g = o.withKnownProfiles(g, a.inUse)
 		geometry := mig.NewGeometry(g.Profiles)
 		canPartition := f.Kept.Counters && len(geometry.Profiles()) > 0
-		switch own := o.choosePool(g, a.pools, inUse || f.ClaimsLate, canPartition); {
+		switch own := o.choosePool(g, a.pools, a.inUse || f.ClaimsLate, canPartition); {
 		case own && canPartition:
 			p := newGPUPool(g, geometry, a, withdrawn)
 			l.pools[device.OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: p.slices()}
@@ -190,7 +189,8 @@ const (
 
 // allocated is what claims have of one GPU, from the ledger and from the scheduler's allocations.
 type allocated struct {
-	// pools are those from which any device of the GPU was allocated, also one that drains or no longer exists.
+	// inUse means that claims have any device of the GPU, also one that drains or no longer exists. pools are where those are from.
+	inUse bool
 	pools sourcePools
 	// profiles has the profile ID of each device: a placement alone does not identify a partition.
 	profiles map[device.Ref]int
@@ -208,14 +208,6 @@ type holding struct {
 	holder availability.Holder
 }
 
-// usedByClaims reports whether claims have any device of the GPU.
-func usedByClaims(g device.GPU, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim) bool {
-	return slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindClaim && h.Device.GPU == g.UUID }) ||
-		slices.ContainsFunc(claims, func(c v1alpha1.AllocatedClaim) bool {
-			return slices.ContainsFunc(c.Devices, func(name string) bool { return device.GPUName(name) == g.Name() })
-		})
-}
-
 func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim) allocated {
 	a := allocated{
 		profiles: map[device.Ref]int{}, from: map[device.Ref]sourcePools{}, shared: map[device.Ref]bool{}, counted: map[holding]uint64{},
@@ -229,14 +221,14 @@ func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.A
 		if slices.ContainsFunc(g.Partitions, func(p device.Partition) bool { return p.Made && p.Ref == h.Device }) {
 			from = ownPool
 		}
-		a.pools |= from
+		a.inUse, a.pools = true, a.pools|from
 		if h.Use().Reason == availability.HeldByClaim {
 			a.add(h.Device, noProfile, from)
 			a.shared[h.Device] = a.shared[h.Device] || !h.Share.Whole()
 		}
 	}
-	// A GPU that is no longer dynamic may have an allocated partition that does not exist yet.
-	g.Dynamic = true
+	// A GPU that is no longer dynamic, or whose profiles cannot be read, may have an allocated partition that does not exist yet.
+	g.Dynamic, g.Profiles = true, slices.Concat(o.profiles[g.UUID], g.Profiles)
 	names := device.Inventory{GPUs: []device.GPU{g}}
 	for _, c := range claims {
 		var from sourcePools
@@ -250,7 +242,7 @@ func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.A
 			if device.GPUName(name) != g.Name() {
 				continue
 			}
-			a.pools |= from
+			a.inUse, a.pools = true, a.pools|from
 			d, known := names.ByName(name)
 			if !known {
 				continue

@@ -123,11 +123,13 @@ func (s *session) intercept(ctx context.Context, req any, info *grpc.UnaryServer
 
 // prepareSucceeded reports whether an answer has no claim with an error. kubelet 1.34 and newer call v1.
 func prepareSucceeded(resp any) bool {
-	answer, ok := resp.(*drapbv1.NodePrepareResourcesResponse)
+	answer, _ := resp.(*drapbv1.NodePrepareResourcesResponse)
 	for _, claim := range answer.GetClaims() {
-		ok = ok && claim.GetError() == ""
+		if claim.GetError() != "" {
+			return false
+		}
 	}
-	return ok
+	return true
 }
 
 // registrationChanged records kubelet's answer for Ready and makes the publisher compare with the API server.

@@ -146,7 +146,7 @@ func (d *Driver) waitUntilAlone(ctx context.Context) {
 
 // findConflicting returns a *ConflictingDriverError for the first live socket of our driver name that is not ours, or nil. Only one
 // agent owns the ledger, so no live socket belongs to an earlier agent; a dead one (connection refused) is ignored. asked remembers
-// the sockets of other drivers: they are asked once, because some plugins log every call.
+// the sockets of other drivers: they are asked once, because some plugins log every call (TestOtherDriversAreAskedOnce).
 func (d *Driver) findConflicting(ctx context.Context, ours []*ownSocket, asked map[string]fs.FileInfo) error {
 	isOurs := func(path string) bool {
 		return slices.ContainsFunc(ours, func(s *ownSocket) bool { return s.path == path && s.inPlace() })
