@@ -93,7 +93,7 @@ func (d *Driver) planAll(
 	return preparations, ok
 }
 
-// Step 2: wait until the pod watch has reported the pods that come first: kubelet may know them before the agent does.
+// Step 2: wait until the pod watch has reported the pods that come first: kubelet may see them earlier.
 func (d *Driver) waitForPods(ctx context.Context, preparations []*preparation) bool {
 	ctx, cancel := context.WithTimeout(ctx, podsFirstBudget)
 	defer cancel()

@@ -29,7 +29,7 @@ const (
 	TaintUnhealthy = "tandem-gpu.dev/unhealthy"
 )
 
-// drainGrace is how long a claim's hold may drain before the scheduler is told. The hold of a pod that ends normally drains for
+// drainGrace is how long a claim's hold may drain before its device is withdrawn. The hold of a pod that ends normally drains for
 // less, and would cost two writes.
 const drainGrace = 2 * time.Second
 
