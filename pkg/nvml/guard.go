@@ -9,7 +9,7 @@ import (
 )
 
 // guard wraps a library that may lack functions: it returns ERROR_FUNCTION_NOT_FOUND where the call would end the process. It
-// covers the calls of this package, go-nvlib and nvcdi; required symbols need no guard.
+// covers the calls of this package, go-nvlib and nvcdi that drivers older than R535 may lack; required symbols need no guard.
 type guard struct {
 	gonvml.Interface
 	mig atomic.Bool
@@ -49,17 +49,7 @@ func (g *guard) DeviceGetHandleByIndex(index int) (gonvml.Device, gonvml.Return)
 }
 
 func (g *guard) DeviceGetHandleByUUID(uuid string) (gonvml.Device, gonvml.Return) {
-	if !g.has("nvmlDeviceGetHandleByUUID") {
-		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
-	}
 	return g.device(g.Interface.DeviceGetHandleByUUID(uuid))
-}
-
-func (g *guard) SystemGetCudaDriverVersion() (int, gonvml.Return) {
-	if !g.has("nvmlSystemGetCudaDriverVersion") {
-		return 0, gonvml.ERROR_FUNCTION_NOT_FOUND
-	}
-	return g.Interface.SystemGetCudaDriverVersion()
 }
 
 // guardedDevice embeds the Device under that name, by which go-nvml finds the handle.
@@ -77,58 +67,8 @@ func guarded[T any](d *guardedDevice, call func() (T, gonvml.Return), symbols ..
 	return call()
 }
 
-func (d *guardedDevice) GetIndex() (int, gonvml.Return) {
-	return guarded(d, d.Device.GetIndex, "nvmlDeviceGetIndex")
-}
-
-func (d *guardedDevice) GetMinorNumber() (int, gonvml.Return) {
-	return guarded(d, d.Device.GetMinorNumber, "nvmlDeviceGetMinorNumber")
-}
-
-func (d *guardedDevice) GetName() (string, gonvml.Return) {
-	return guarded(d, d.Device.GetName, "nvmlDeviceGetName")
-}
-
-func (d *guardedDevice) GetBrand() (gonvml.BrandType, gonvml.Return) {
-	return guarded(d, d.Device.GetBrand, "nvmlDeviceGetBrand")
-}
-
 func (d *guardedDevice) GetArchitecture() (gonvml.DeviceArchitecture, gonvml.Return) {
 	return guarded(d, d.Device.GetArchitecture, "nvmlDeviceGetArchitecture")
-}
-
-func (d *guardedDevice) GetCudaComputeCapability() (int, int, gonvml.Return) {
-	if !d.guard.has("nvmlDeviceGetCudaComputeCapability") {
-		return 0, 0, gonvml.ERROR_FUNCTION_NOT_FOUND
-	}
-	return d.Device.GetCudaComputeCapability()
-}
-
-func (d *guardedDevice) GetPciInfo() (gonvml.PciInfo, gonvml.Return) {
-	return guarded(d, d.Device.GetPciInfo,
-		"nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", "nvmlDeviceGetPciInfo")
-}
-
-func (d *guardedDevice) GetMemoryInfo() (gonvml.Memory, gonvml.Return) {
-	return guarded(d, d.Device.GetMemoryInfo, "nvmlDeviceGetMemoryInfo")
-}
-
-func (d *guardedDevice) GetEccMode() (gonvml.EnableState, gonvml.EnableState, gonvml.Return) {
-	if !d.guard.has("nvmlDeviceGetEccMode") {
-		return 0, 0, gonvml.ERROR_FUNCTION_NOT_FOUND
-	}
-	return d.Device.GetEccMode()
-}
-
-func (d *guardedDevice) GetComputeMode() (gonvml.ComputeMode, gonvml.Return) {
-	return guarded(d, d.Device.GetComputeMode, "nvmlDeviceGetComputeMode")
-}
-
-func (d *guardedDevice) SetComputeMode(mode gonvml.ComputeMode) gonvml.Return {
-	if !d.guard.has("nvmlDeviceSetComputeMode") {
-		return gonvml.ERROR_FUNCTION_NOT_FOUND
-	}
-	return d.Device.SetComputeMode(mode)
 }
 
 // migSymbols are the functions that are called on GPUs whose MIG mode can be read, their instances and MIG devices; the last of
@@ -163,10 +103,6 @@ func (d *guardedDevice) IsMigDeviceHandle() (bool, gonvml.Return) {
 	return is, ret
 }
 
-func (d *guardedDevice) GetPersistenceMode() (gonvml.EnableState, gonvml.Return) {
-	return guarded(d, d.Device.GetPersistenceMode, "nvmlDeviceGetPersistenceMode")
-}
-
 func (d *guardedDevice) GetAddressingMode() (gonvml.DeviceAddressingMode, gonvml.Return) {
 	return guarded(d, d.Device.GetAddressingMode, "nvmlDeviceGetAddressingMode")
 }
@@ -175,27 +111,17 @@ func (d *guardedDevice) GetGpuFabricInfo() (gonvml.GpuFabricInfo, gonvml.Return)
 	return guarded(d, d.Device.GetGpuFabricInfo, "nvmlDeviceGetGpuFabricInfo")
 }
 
-func (d *guardedDevice) GetNvLinkState(link int) (gonvml.EnableState, gonvml.Return) {
-	call := func() (gonvml.EnableState, gonvml.Return) { return d.Device.GetNvLinkState(link) }
-	return guarded(d, call, "nvmlDeviceGetNvLinkState")
-}
-
 func (d *guardedDevice) GetNvLinkRemoteDeviceType(link int) (gonvml.IntNvLinkDeviceType, gonvml.Return) {
 	call := func() (gonvml.IntNvLinkDeviceType, gonvml.Return) { return d.Device.GetNvLinkRemoteDeviceType(link) }
 	return guarded(d, call, "nvmlDeviceGetNvLinkRemoteDeviceType")
 }
 
-func (d *guardedDevice) GetNvLinkRemotePciInfo(link int) (gonvml.PciInfo, gonvml.Return) {
-	call := func() (gonvml.PciInfo, gonvml.Return) { return d.Device.GetNvLinkRemotePciInfo(link) }
-	return guarded(d, call, "nvmlDeviceGetNvLinkRemotePciInfo_v2", "nvmlDeviceGetNvLinkRemotePciInfo")
-}
-
+// GetTopologyCommonAncestor unwraps the other GPU, of which go-nvml needs the handle.
 func (d *guardedDevice) GetTopologyCommonAncestor(other gonvml.Device) (gonvml.GpuTopologyLevel, gonvml.Return) {
 	if o, ok := other.(*guardedDevice); ok {
 		other = o.Device
 	}
-	call := func() (gonvml.GpuTopologyLevel, gonvml.Return) { return d.Device.GetTopologyCommonAncestor(other) }
-	return guarded(d, call, "nvmlDeviceGetTopologyCommonAncestor")
+	return d.Device.GetTopologyCommonAncestor(other)
 }
 
 // unsupported reports whether the GPU or the driver lacks a feature, which says nothing about the GPU's health.

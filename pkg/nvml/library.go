@@ -68,8 +68,8 @@ func bind(path string) error {
 	return nil
 }
 
-// requiredSymbols are the functions without which NVML cannot be used; alternatives are later versions of one function. go-nvml
-// calls nvmlErrorString to print an error.
+// requiredSymbols are functions that every driver since R450 has; alternatives are later versions of one function. go-nvml calls
+// nvmlErrorString to print an error.
 var requiredSymbols = [][]string{
 	{"nvmlInit_v2", "nvmlInit"},
 	{"nvmlShutdown"},
@@ -77,7 +77,23 @@ var requiredSymbols = [][]string{
 	{"nvmlSystemGetDriverVersion"},
 	{"nvmlDeviceGetCount_v2", "nvmlDeviceGetCount"},
 	{"nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex"},
+	{"nvmlSystemGetCudaDriverVersion"},
+	{"nvmlDeviceGetHandleByUUID"},
 	{"nvmlDeviceGetUUID"},
+	{"nvmlDeviceGetIndex"},
+	{"nvmlDeviceGetMinorNumber"},
+	{"nvmlDeviceGetName"},
+	{"nvmlDeviceGetBrand"},
+	{"nvmlDeviceGetCudaComputeCapability"},
+	{"nvmlDeviceGetPciInfo_v3", "nvmlDeviceGetPciInfo_v2", "nvmlDeviceGetPciInfo"},
+	{"nvmlDeviceGetMemoryInfo"},
+	{"nvmlDeviceGetEccMode"},
+	{"nvmlDeviceGetComputeMode"},
+	{"nvmlDeviceSetComputeMode"},
+	{"nvmlDeviceGetPersistenceMode"},
+	{"nvmlDeviceGetNvLinkState"},
+	{"nvmlDeviceGetNvLinkRemotePciInfo_v2", "nvmlDeviceGetNvLinkRemotePciInfo"},
+	{"nvmlDeviceGetTopologyCommonAncestor"},
 }
 
 func checkSymbols(path string) (err error) {

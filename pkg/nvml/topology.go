@@ -90,7 +90,7 @@ func (e *endpoint) readLinks() {
 	e.peers = map[string]int{}
 	for link := range gonvml.NVLINK_MAX_LINKS {
 		state, ret := e.device.GetNvLinkState(link)
-		if ret == gonvml.ERROR_INVALID_ARGUMENT || ret == gonvml.ERROR_FUNCTION_NOT_FOUND {
+		if ret == gonvml.ERROR_INVALID_ARGUMENT {
 			return
 		}
 		if ret != gonvml.SUCCESS || state != gonvml.FEATURE_ENABLED {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// A libnvidia-ml.so.1 that has hardly any function: two GPUs that tell their UUID and minor number.
+// A libnvidia-ml.so.1 with the required functions only: two GPUs with a UUID and a minor number.
 // VERSION is the driver's; NO_ERROR_STRING leaves out one that every use needs.
 
 #include <string.h>
@@ -44,3 +44,23 @@ int nvmlDeviceGetMinorNumber(void *device, unsigned *minor) {
 	*minor = (int *)device - gpus;
 	return 0;
 }
+
+// The other required functions, which these GPUs do not support (NVML_ERROR_NOT_SUPPORTED).
+#define UNSUPPORTED(name) \
+	int name(void) { return 3; }
+
+UNSUPPORTED(nvmlSystemGetCudaDriverVersion)
+UNSUPPORTED(nvmlDeviceGetHandleByUUID)
+UNSUPPORTED(nvmlDeviceGetIndex)
+UNSUPPORTED(nvmlDeviceGetName)
+UNSUPPORTED(nvmlDeviceGetBrand)
+UNSUPPORTED(nvmlDeviceGetCudaComputeCapability)
+UNSUPPORTED(nvmlDeviceGetPciInfo_v3)
+UNSUPPORTED(nvmlDeviceGetMemoryInfo)
+UNSUPPORTED(nvmlDeviceGetEccMode)
+UNSUPPORTED(nvmlDeviceGetComputeMode)
+UNSUPPORTED(nvmlDeviceSetComputeMode)
+UNSUPPORTED(nvmlDeviceGetPersistenceMode)
+UNSUPPORTED(nvmlDeviceGetNvLinkState)
+UNSUPPORTED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+UNSUPPORTED(nvmlDeviceGetTopologyCommonAncestor)
