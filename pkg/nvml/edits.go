@@ -12,6 +12,7 @@ import (
 	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi"
 	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi/transform"
 	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi/transform/root"
+	"github.com/go-logr/logr"
 	"k8s.io/klog/v2"
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
@@ -179,3 +180,19 @@ func dropEqualHostPaths(spec *specs.Spec) {
 		drop(d.ContainerEdits)
 	}
 }
+
+// toolkitLogger logs the printf-style messages of NVIDIA's container toolkit. It warns about each optional file that a driver
+// lacks, so all messages are debug output; real errors are returned.
+type toolkitLogger struct{ logger logr.Logger }
+
+func (l toolkitLogger) log(format string, args []any) {
+	if l.logger.Enabled() {
+		l.logger.Info("Container toolkit", "message", fmt.Sprintf(format, args...))
+	}
+}
+
+func (l toolkitLogger) Debugf(format string, args ...any)   { l.log(format, args) }
+func (l toolkitLogger) Errorf(format string, args ...any)   { l.log(format, args) }
+func (l toolkitLogger) Infof(format string, args ...any)    { l.log(format, args) }
+func (l toolkitLogger) Warningf(format string, args ...any) { l.log(format, args) }
+func (l toolkitLogger) Tracef(format string, args ...any)   { l.log(format, args) }

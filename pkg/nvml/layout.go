@@ -255,3 +255,46 @@ func unwrapPath(err error) error {
 	}
 	return err
 }
+
+// DriverRoot returns the host path of the driver's root directory. It changes only with the driver.
+func (n *Node) DriverRoot() string {
+	n.scanning.Lock()
+	defer n.scanning.Unlock()
+	return n.layout.driverRoot
+}
+
+// DevRoot returns the directory whose dev/ has the device nodes, as a path of the host and of the agent. It changes only with the
+// driver.
+func (n *Node) DevRoot() (host, agent string) {
+	n.scanning.Lock()
+	defer n.scanning.Unlock()
+	return n.layout.devRoot, n.options.onHost(n.layout.devRoot)
+}
+
+// PCI identifiers (PCI-SIG vendor list; PCI Code and ID Assignment, base class 03h).
+const (
+	vendorNVIDIA       = "0x10de"
+	classDisplayPrefix = "0x03"
+)
+
+// hasHardware reports whether sysfs shows an NVIDIA GPU, with or without a driver. It returns true if sysfs cannot be read.
+func (o Options) hasHardware() bool {
+	devices := filepath.Join(o.SysfsRoot, "bus/pci/devices")
+	entries, err := os.ReadDir(devices)
+	if err != nil {
+		return !os.IsNotExist(err)
+	}
+	for _, entry := range entries {
+		read := func(file string) string {
+			text, err := os.ReadFile(filepath.Join(devices, entry.Name(), file))
+			if err != nil {
+				return ""
+			}
+			return strings.TrimSpace(string(text))
+		}
+		if read("vendor") == vendorNVIDIA && strings.HasPrefix(read("class"), classDisplayPrefix) {
+			return true
+		}
+	}
+	return false
+}
