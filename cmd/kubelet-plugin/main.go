@@ -20,6 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/simulated/simnode"
 )
 
 func main() {
@@ -55,7 +56,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if len(args) > 0 {
 		switch args[0] {
 		case "simulate":
-			return simulate(args[1:], stderr)
+			return simnode.Make(args[1:], stderr)
 		case "version":
 			_, err := fmt.Fprintln(stdout, version.String())
 			return err

@@ -7,12 +7,17 @@ import (
 	"errors"
 	"fmt"
 	"runtime/debug"
+	"slices"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/version"
+	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
@@ -139,4 +144,65 @@ func (a *agent) returnMemory(ctx context.Context) error {
 			return nil
 		}
 	}
+}
+
+// metrics are those of the wiring itself.
+type metrics struct {
+	*prometheus.Registry
+	modes    *prometheus.GaugeVec
+	rejected prometheus.Gauge
+}
+
+func newMetrics() metrics {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	build := prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "tandem_build_info", Help: "Version and commit of the running agent; always 1.",
+	}, []string{"version", "commit"})
+	build.WithLabelValues(version.Version, version.Commit).Set(1)
+	modes := prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "tandem_mode", Help: "Mode in which the node is served (Dual, ClaimsOnly, DevicePluginOnly, Split); 1 for the one it is.",
+	}, []string{"mode"})
+	rejected := prometheus.NewGauge(prometheus.GaugeOpts{
+		Name: "tandem_config_rejected", Help: "1 while the newest configuration of the node (file and label) is wrong and the one before is in use.",
+	})
+	registry.MustRegister(build, modes, rejected)
+	return metrics{Registry: registry, modes: modes, rejected: rejected}
+}
+
+// checkRuntime writes an event on the node if its container runtime does not inject CDI devices, or may not: containers would
+// start without their GPU and without an error. It checks once: another runtime version comes with a reboot or a restart of
+// kubelet.
+func (a *agent) checkRuntime(ctx context.Context, self *podstate.Node) error {
+	for {
+		changed := self.Changed()
+		if version := self.RuntimeVersion(); version != "" {
+			a.reportRuntime(ctx, version)
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-changed:
+		}
+	}
+}
+
+func (a *agent) reportRuntime(ctx context.Context, version string) {
+	support, why := cdi.JudgeRuntime(version, a.config.HostRoot)
+	var reason, consequence string
+	switch support {
+	case cdi.RuntimeLacks:
+		reason, consequence = "RuntimeWithoutCDI", "Containers will start without the GPUs of their claims"
+	case cdi.RuntimeNeedsSetting:
+		reason, consequence = "RuntimeMayLackCDI", "Containers may start without the GPUs of their claims"
+	default:
+		return
+	}
+	withoutCDI := func(strategy string) bool { return strategy == "envvar" || strategy == "volume-mounts" }
+	if !slices.ContainsFunc(a.config.DeviceListStrategies, withoutCDI) {
+		consequence += " and limits (deviceListStrategy envvar or volume-mounts is for runtimes without CDI)"
+	}
+	klog.FromContext(ctx).Info("Container runtime without CDI", "runtime", version, "reason", why)
+	a.event(corev1.EventTypeWarning, reason, consequence+": "+why)
 }

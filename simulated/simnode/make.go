@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package simnode
 
 import (
 	"errors"
@@ -13,8 +13,9 @@ import (
 	"github.com/tandem-gpu/tandem/simulated"
 )
 
-// simulate makes the machine that --nvml=simulated:<profile> pretends to be: driver root, device nodes, sysfs.
-func simulate(args []string, stderr io.Writer) error {
+// Make is the command "kubelet-plugin simulate". It makes the files of the machine that --nvml=simulated:<profile> simulates: driver root,
+// device nodes, sysfs.
+func Make(args []string, stderr io.Writer) error {
 	flags := flag.NewFlagSet("kubelet-plugin simulate", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	name := flags.String("profile", "", "machine profile: "+strings.Join(simulated.Names(), ", ")+", or the `path` of a YAML file")
