@@ -18,7 +18,6 @@ import (
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/tandem-gpu/tandem/internal/driverroot"
-	"github.com/tandem-gpu/tandem/pkg/device"
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -29,7 +28,7 @@ var computeModes = map[gpu.ComputeMode]gonvml.ComputeMode{
 }
 
 // SetComputeMode sets how many processes may use a GPU, and returns the mode before, for the revert. The setting is lost when the
-// driver is unloaded. The error is device.ErrUnsupported if the GPU has no such mode, as with MIG mode on. pkg/sharing calls it.
+// driver is unloaded. The error is gpu.ErrUnsupported if the GPU has no such mode, as with MIG mode on. pkg/sharing calls it.
 // Idempotent and safe for concurrent use; it waits for other operations on the GPU.
 func (n *Node) SetComputeMode(ctx context.Context, uuid string, mode gpu.ComputeMode) (before gpu.ComputeMode, err error) {
 	before, err = operate(ctx, n, uuid, func(op *operation) (gpu.ComputeMode, error) {
@@ -89,7 +88,7 @@ func settingError(ret gonvml.Return) error {
 
 // SetTimeSlice sets how long a process has the GPU before the next one: 0 is the driver's default, 1 short, 2 medium, 3 long. It
 // runs the driver's nvidia-smi, because NVML has no such call. The setting is lost when the driver is unloaded. The error is
-// device.ErrUnsupported if the GPU has no time slices or the driver no nvidia-smi. pkg/sharing calls it. Idempotent and safe for
+// gpu.ErrUnsupported if the GPU has no time slices or the driver no nvidia-smi. pkg/sharing calls it. Idempotent and safe for
 // concurrent use; it waits for other operations on the GPU.
 func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) error {
 	if interval < 0 || interval > 3 {
@@ -111,12 +110,12 @@ func (o Options) setTimeSlice(l layout, uuid string, interval int) error {
 	root := o.onHost(l.driverRoot)
 	smi, err := driverroot.Find(root, "nvidia-smi")
 	if err != nil {
-		return fmt.Errorf("%w: %w", device.ErrUnsupported, err)
+		return fmt.Errorf("%w: %w", gpu.ErrUnsupported, err)
 	}
 	err = o.execute(l, filepath.Join(root, smi), "compute-policy", "-i", uuid, "--set-timeslice="+strconv.Itoa(interval))
 	var exit *exec.ExitError
 	if errors.As(err, &exit) && exit.ExitCode() == notAvailable || errors.Is(err, os.ErrNotExist) {
-		return fmt.Errorf("%w: %w", device.ErrUnsupported, err)
+		return fmt.Errorf("%w: %w", gpu.ErrUnsupported, err)
 	}
 	return err
 }
