@@ -44,6 +44,8 @@ type fakeAPI struct {
 	dropTaints bool
 	// keepProbeTaints makes dry runs keep what writes drop, like servers of different versions behind one address.
 	keepProbeTaints bool
+	// failAll refuses every request.
+	failAll error
 	// failWrites refuses every write of slices with an error, except dry runs.
 	failWrites error
 	// failProbe refuses dry runs.
@@ -212,7 +214,12 @@ func (f *fakeAPI) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	f.mu.Lock()
 	_, served := f.objects[resource]
+	failAll := f.failAll
 	f.mu.Unlock()
+	if failAll != nil {
+		f.refuse(w, failAll)
+		return
+	}
 	if !served {
 		f.refuse(w, apierrors.NewNotFound(schema.GroupResource{Resource: resource}, ""))
 		return

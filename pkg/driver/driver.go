@@ -168,8 +168,8 @@ type Driver struct {
 	kubeletRegistered, dropsFields atomic.Bool
 
 	mu sync.Mutex
-	// These are why claims are not served; nil for what is well. Ready returns the first. waiting is what Run waits for: ErrNoAPI, a
-	// *ConflictingDriverError, or the error of a list. slices stays nil after the API server had all pools once.
+	// These are why claims are not served; nil for what is well. Ready returns the first. waiting is ErrNoAPI or a
+	// *ConflictingDriverError. slices stays nil after the API server had all pools once.
 	waiting, node, slices, kubelet error
 }
 
@@ -196,20 +196,19 @@ func notRegistered(c Config) error {
 
 // Run serves until ctx is done, then answers the calls in flight and returns nil. Called once. It leaves no goroutine and no socket
 // behind. The ResourceSlices stay, so that a restart is not noticed; kubelet removes them if the driver stays away. Run waits while
-// another process serves the driver name, and until the API server has listed the node's slices, which it does not without the DRA
-// API. An error means that the driver cannot serve.
+// another process serves the driver name. It serves while the API server does not answer: kubelet unprepares claims then, too
+// (TestServesWithoutAPIServer). An error means that the driver cannot serve.
 func (d *Driver) Run(ctx context.Context) error {
 	if err := d.prepareDirectories(); err != nil {
 		return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
 	}
 	for {
 		d.waitUntilAlone(ctx)
-		existing := d.listSlices(ctx)
 		if ctx.Err() != nil {
 			return nil
 		}
 		started := time.Now()
-		err := d.serve(ctx, existing)
+		err := d.serve(ctx)
 		_, conflicting := errors.AsType[*ConflictingDriverError](err)
 		switch {
 		case ctx.Err() != nil:
@@ -245,7 +244,7 @@ func (d *Driver) set(problem *error, now error) (before error) {
 	return before
 }
 
-// setWaiting records what Run waits for, and reports it once: in the log, and in an event on the node if there is a reason for one.
+// setWaiting records an error of Ready and reports it once: in the log, and in an event on the node if there is a reason for one.
 func (d *Driver) setWaiting(ctx context.Context, reason string, err error) {
 	switch before := d.set(&d.waiting, err); {
 	case err == nil && before != nil:

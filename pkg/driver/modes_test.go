@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -85,4 +86,22 @@ func TestServerWithoutClaims(t *testing.T) {
 	if reported := strings.Count(r.events.all(), "NoClaimsAPI"); reported != 1 {
 		t.Errorf("reported %d times: %s", reported, r.events.all())
 	}
+}
+
+// An agent that starts while the API server is away unprepares claims, and publishes once the API server is back.
+func TestServesWithoutAPIServer(t *testing.T) {
+	r := newRig(t, machine(1))
+	claim := r.claim("a", "gpu-0")
+	r.api.set(func() { r.api.failAll = apierrors.NewServiceUnavailable("away") })
+	r.run()
+	k := startKubelet(t, r.dir, "gpu.nvidia.com")
+	if errs, err := k.unprepare("v1", claim); err != nil || len(errs) > 0 {
+		t.Error(err, errs)
+	}
+	if r.driver.Ready() == nil {
+		t.Error("Ready without an API server")
+	}
+	r.api.set(func() { r.api.failAll = nil })
+	eventually(t, "Ready", r.driver.Ready)
+	r.awaitPublished("gpu-0")
 }

@@ -49,22 +49,19 @@ func (d *Driver) listSlices(ctx context.Context) (existing []resourceapi.Resourc
 		found, err := d.KubeClient.ResourceV1().ResourceSlices().List(call, metav1.ListOptions{FieldSelector: fields.Set{
 			resourceapi.ResourceSliceSelectorNodeName: d.NodeName, resourceapi.ResourceSliceSelectorDriver: d.DriverName,
 		}.String()})
-		reason := ""
 		switch {
 		case err == nil:
 			existing = found.Items
-		case ctx.Err() != nil:
-			return nil
+			d.setWaiting(ctx, "", nil)
 		case apierrors.IsNotFound(err):
-			err = ErrNoAPI
-			if !d.PublishNothing {
-				reason = "NoClaimsAPI"
+			reason := "NoClaimsAPI"
+			if d.PublishNothing {
+				reason = ""
 			}
+			d.setWaiting(ctx, reason, ErrNoAPI)
 		default:
-			err = fmt.Errorf("list the ResourceSlices of node %s: %w", d.NodeName, err)
-			d.metrics.publishErrors.Inc()
+			d.publishFailed(ctx, err, "list the existing slices")
 		}
-		d.setWaiting(ctx, reason, err)
 		return err
 	})
 	return existing
@@ -73,12 +70,13 @@ func (d *Driver) listSlices(ctx context.Context) (existing []resourceapi.Resourc
 // publish keeps the node's ResourceSlices equal to what inventory, ledger and allocations require, until ctx is done: it builds the
 // pools (Offer), compares them with those it wrote last, and hands changes to the slice controller of
 // k8s.io/dynamic-resource-allocation, which compares with the API server, writes, and repairs what another process changes. Failures
-// are retried; Ready reports them. existing are the slices that earlier agents published.
+// are retried; Ready reports them.
 //
 // It starts that controller itself, not through kubeletplugin.Helper.PublishResources: the helper's controller waits 30 s before
 // it repairs slices that kubelet removed (TestRepublishAfterKubeletRestart), and does not notice that the node object was replaced
 // (TestSlicesFollowTheNodeObject).
-func (d *Driver) publish(ctx context.Context, existing []resourceapi.ResourceSlice) error {
+func (d *Driver) publish(ctx context.Context) error {
+	existing := d.listSlices(ctx)
 	var kept Capabilities
 	if !d.PublishNothing {
 		// Without an answer a dynamic GPU would go to the node pool, and back a moment later (TestPublishWaitsForTheProbe).

@@ -15,7 +15,6 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 	drapbv1 "k8s.io/kubelet/pkg/apis/dra/v1"
@@ -39,9 +38,8 @@ type session struct {
 	answered atomic.Int64
 }
 
-// serve runs the servers and the publisher until ctx is done or one of them fails. existing are the slices that earlier agents
-// published.
-func (d *Driver) serve(ctx context.Context, existing []resourceapi.ResourceSlice) error {
+// serve runs the servers and the publisher until ctx is done or one of them fails.
+func (d *Driver) serve(ctx context.Context) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	s := &session{Driver: d, ctx: ctx, cancel: cancel}
@@ -68,7 +66,7 @@ func (d *Driver) serve(ctx context.Context, existing []resourceapi.ResourceSlice
 	defer s.finishCalls()
 
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return d.publish(ctx, existing) })
+	group.Go(func() error { return d.publish(ctx) })
 	group.Go(func() error { return s.guardSockets(ctx) })
 	group.Go(func() error { return d.writeConditions(ctx) })
 	if d.Strict {
