@@ -131,7 +131,7 @@ func (a *agent) open() (err error) {
 
 // diskStep is where a process may die in the middle of a record.
 func (a *agent) diskStep() {
-	if a.current == nil || a.crashIn == 0 {
+	if a.current.Load() == nil || a.crashIn == 0 {
 		return
 	}
 	if a.crashIn--; a.crashIn == 0 {

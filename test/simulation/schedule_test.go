@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing/synctest"
 	"time"
 )
@@ -24,8 +25,8 @@ type schedule struct {
 	hash   uint64
 	last   []string
 	rows   map[row]int
-	// current is the call that runs; nil while the schedule itself does.
-	current *call
+	// current is the call that runs; nil while the schedule itself or a timer of the product does.
+	current atomic.Pointer[call]
 	// slowness is how many times as long as usual messages take.
 	slowness time.Duration
 	// faultsArmed is called with each event just before it happens, and may delay it; nil for none.
@@ -192,7 +193,7 @@ var epoch = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)
 // settle waits until every call is parked or waits for time or another call, and lines up those that have parked.
 func (s *schedule) settle() {
 	synctest.Wait()
-	s.current = nil
+	s.current.Store(nil)
 	s.mu.Lock()
 	parks := s.parks
 	s.parks = nil
@@ -200,7 +201,7 @@ func (s *schedule) settle() {
 	slices.SortFunc(parks, func(a, b *call) int { return int(a.id) - int(b.id) })
 	for _, c := range parks {
 		s.after(c.process, c.delay, c.name+": "+c.where, func() {
-			s.current = c
+			s.current.Store(c)
 			c.resume <- struct{}{}
 		})
 	}
@@ -224,7 +225,7 @@ func (s *schedule) spawn(l *process, name string, body func(*call)) *call {
 	s.serial++
 	c := &call{id: s.serial, s: s, process: l, name: name, resume: make(chan struct{})}
 	l.calls[c] = true
-	s.current = c
+	s.current.Store(c)
 	go func() {
 		defer func() { c.done = true }()
 		body(c)
@@ -275,8 +276,8 @@ func turn(ctx context.Context, where string) {
 
 // pause parks the call that runs, if one does.
 func (s *schedule) pause(where string) {
-	if s.current != nil {
-		s.current.park(where)
+	if c := s.current.Load(); c != nil {
+		c.park(where)
 	}
 }
 
