@@ -8,7 +8,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/mig"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 // migInstances are the GPU instance IDs that a GPU has: the driver's capability files end at gi14.
@@ -117,7 +117,7 @@ func (g *gpu) GetGpuInstanceProfileInfo(profile int) (nvml.GpuInstanceProfileInf
 	return nvml.GpuInstanceProfileInfo{}, nvml.ERROR_NOT_SUPPORTED
 }
 
-func (g *gpu) profile(info *nvml.GpuInstanceProfileInfo) (*mig.Profile, nvml.Return) {
+func (g *gpu) profile(info *nvml.GpuInstanceProfileInfo) (*models.Profile, nvml.Return) {
 	switch {
 	case !g.hasMIG():
 		return nil, nvml.ERROR_NOT_SUPPORTED
@@ -188,7 +188,7 @@ func (g *gpu) CreateGpuInstanceWithPlacement(info *nvml.GpuInstanceProfileInfo, 
 }
 
 // createInstance takes the first of the places where there is room.
-func (g *gpu) createInstance(p *mig.Profile, places ...device.Placement) (nvml.GpuInstance, nvml.Return) {
+func (g *gpu) createInstance(p *models.Profile, places ...device.Placement) (nvml.GpuInstance, nvml.Return) {
 	var made GPUInstance
 	ret := g.changeMIG(func(_ *MIGState, own *MIGGPU) nvml.Return {
 		at := slices.IndexFunc(places, func(place device.Placement) bool { return g.geometry.fits(own.Instances, p, place) })

@@ -16,6 +16,7 @@ import (
 
 	values "github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/mig"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 func is(t *testing.T, got, want nvml.Return) {
@@ -285,7 +286,7 @@ func TestAmpereWithoutReset(t *testing.T) {
 // Random instances on every model: what the simulator has room for is what package mig says fits, and what go-nvlib calls the
 // partitions is what the tables call them.
 func TestRoomIsThatOfPackageMIG(t *testing.T) {
-	for _, model := range mig.Models() {
+	for _, model := range models.All() {
 		t.Run(model.Name, func(t *testing.T) {
 			profile, err := Load("a30x4")
 			if err != nil {
@@ -344,7 +345,7 @@ func TestRoomIsThatOfPackageMIG(t *testing.T) {
 				got = append(got, name.String())
 			}
 			for _, slot := range taken {
-				i := slices.IndexFunc(model.Profiles, func(p mig.Profile) bool { return p.ID == slot.ProfileID })
+				i := slices.IndexFunc(model.Profiles, func(p models.Profile) bool { return p.ID == slot.ProfileID })
 				want = append(want, model.Profiles[i].Name)
 			}
 			slices.Sort(got)

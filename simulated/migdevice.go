@@ -6,7 +6,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/mig"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 // partitionHandle is a MIG device as callers hold it. It is void for good when its compute instance is destroyed.
@@ -31,9 +31,9 @@ type migDevice struct {
 	index    int
 	instance GPUInstance
 	compute  ComputeInstance
-	profile  *mig.Profile
+	profile  *models.Profile
 	// part is the compute instance's profile.
-	part *mig.Compute
+	part *models.Compute
 }
 
 // find looks the device up; it is INVALID_ARGUMENT once it is gone.

@@ -8,28 +8,28 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/mig"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 // geometry says what a model of GPU can be cut into. What fits is worked out here anew, from slices and engines, so that
 // package mig is told when it is wrong.
-type geometry struct{ mig.Model }
+type geometry struct{ models.Model }
 
 func geometryOf(m Model) geometry {
-	model, _ := mig.ModelNamed(m.MIG) // validated with the profile; empty for a GPU without
+	model, _ := models.Named(m.MIG) // validated with the profile; empty for a GPU without
 	return geometry{model}
 }
 
-func (g geometry) byID(id int) *mig.Profile {
-	i := slices.IndexFunc(g.Profiles, func(p mig.Profile) bool { return p.ID == id })
+func (g geometry) byID(id int) *models.Profile {
+	i := slices.IndexFunc(g.Profiles, func(p models.Profile) bool { return p.ID == id })
 	if i < 0 {
 		return nil
 	}
 	return &g.Profiles[i]
 }
 
-func (g geometry) byName(name string) *mig.Profile {
-	i := slices.IndexFunc(g.Profiles, func(p mig.Profile) bool { return p.Name == name })
+func (g geometry) byName(name string) *models.Profile {
+	i := slices.IndexFunc(g.Profiles, func(p models.Profile) bool { return p.Name == name })
 	if i < 0 {
 		return nil
 	}
@@ -38,7 +38,7 @@ func (g geometry) byName(name string) *mig.Profile {
 
 // fits reports whether there is room for a profile at a place beside the instances: memory slices of its own, and enough left
 // of everything else that the GPU has some of.
-func (g geometry) fits(instances []GPUInstance, p *mig.Profile, at device.Placement) bool {
+func (g geometry) fits(instances []GPUInstance, p *models.Profile, at device.Placement) bool {
 	same, computes, used := 1, p.Compute, p.Capacity
 	for _, i := range instances {
 		other := g.byID(i.Profile)
@@ -82,7 +82,7 @@ func (g geometry) freeID(own *MIGGPU, at device.Placement) (id int, ok bool) {
 }
 
 // profileInfo is a profile as NVML describes it. None of the models here lets partitions talk to each other (P2P).
-func profileInfo(p *mig.Profile) nvml.GpuInstanceProfileInfo {
+func profileInfo(p *models.Profile) nvml.GpuInstanceProfileInfo {
 	return nvml.GpuInstanceProfileInfo{
 		Id: uint32(p.ID), SliceCount: uint32(p.Compute), InstanceCount: uint32(p.Instances),
 		MultiprocessorCount: uint32(p.Capacity.Multiprocessors), CopyEngineCount: uint32(p.Capacity.CopyEngines),
@@ -93,15 +93,15 @@ func profileInfo(p *mig.Profile) nvml.GpuInstanceProfileInfo {
 }
 
 // computeByID is nil for a compute instance profile that a GPU instance of p does not have.
-func computeByID(p *mig.Profile, id int) *mig.Compute {
-	i := slices.IndexFunc(p.Computes, func(c mig.Compute) bool { return c.ID == id })
+func computeByID(p *models.Profile, id int) *models.Compute {
+	i := slices.IndexFunc(p.Computes, func(c models.Compute) bool { return c.ID == id })
 	if i < 0 {
 		return nil
 	}
 	return &p.Computes[i]
 }
 
-func computeInfo(p *mig.Profile, c *mig.Compute) nvml.ComputeInstanceProfileInfo {
+func computeInfo(p *models.Profile, c *models.Compute) nvml.ComputeInstanceProfileInfo {
 	return nvml.ComputeInstanceProfileInfo{
 		Id: uint32(c.ID), SliceCount: uint32(c.Slices), InstanceCount: uint32(c.Instances),
 		MultiprocessorCount: uint32(c.Multiprocessors), SharedCopyEngineCount: uint32(p.Capacity.CopyEngines),

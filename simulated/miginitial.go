@@ -7,7 +7,7 @@ import (
 	"slices"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/mig"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 // initialMIG is the state of a machine after a boot. The profile is valid.
@@ -58,7 +58,7 @@ func (g geometry) cut(state *MIGState, own *MIGGPU, partitions []Partition) erro
 }
 
 // cut makes a compute instance of that many slices at the first place with room, and reports whether there is one.
-func (s *MIGState) cut(gpu string, in *GPUInstance, profiles []mig.Compute, slicesWanted int) bool {
+func (s *MIGState) cut(gpu string, in *GPUInstance, profiles []models.Compute, slicesWanted int) bool {
 	for _, c := range profiles {
 		if c.Slices != slicesWanted {
 			continue

@@ -9,7 +9,7 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/mig"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 // gpuInstanceHandle is what callers hold. It is void when the instance is destroyed, and valid again when the driver gives its
@@ -33,7 +33,7 @@ func (h *gpuInstanceHandle) gate(method string) nvml.Return {
 }
 
 // state is that of the instance with its profile; neither is nil on success.
-func (i *instance) state() (*GPUInstance, *mig.Profile, nvml.Return) {
+func (i *instance) state() (*GPUInstance, *models.Profile, nvml.Return) {
 	own, ret := i.gpu.migEnabled()
 	if ret != nvml.SUCCESS {
 		return nil, nil, ret
@@ -41,7 +41,7 @@ func (i *instance) state() (*GPUInstance, *mig.Profile, nvml.Return) {
 	return i.in(own)
 }
 
-func (i *instance) in(own *MIGGPU) (*GPUInstance, *mig.Profile, nvml.Return) {
+func (i *instance) in(own *MIGGPU) (*GPUInstance, *models.Profile, nvml.Return) {
 	state := own.instance(i.id)
 	if state == nil {
 		return nil, nil, nvml.ERROR_INVALID_ARGUMENT
@@ -97,7 +97,7 @@ func (i *instance) GetComputeInstanceProfileInfo(profile, engines int) (nvml.Com
 }
 
 // computeProfile looks up the compute instance profile whose ID is in info; not nil on success.
-func computeProfile(p *mig.Profile, info *nvml.ComputeInstanceProfileInfo) (*mig.Compute, nvml.Return) {
+func computeProfile(p *models.Profile, info *nvml.ComputeInstanceProfileInfo) (*models.Compute, nvml.Return) {
 	if info == nil {
 		return nil, nvml.ERROR_INVALID_ARGUMENT
 	}

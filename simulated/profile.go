@@ -65,7 +65,7 @@ type Model struct {
 	ECC bool `json:"ecc"`
 	// AddressingMode is "HMM", "ATS" or "None"; empty where the driver does not report it.
 	AddressingMode string `json:"addressingMode,omitempty"`
-	// MIG names what the GPU can be cut into (package mig, ModelNamed: "H100-80GB"); empty for a GPU without MIG.
+	// MIG names what the GPU can be cut into (package models, Named: "H100-80GB"); empty for a GPU without MIG.
 	MIG string `json:"mig,omitempty"`
 	// NVLinks is the number of NVLinks the GPU has; NVLinkVersion is their generation.
 	NVLinks       int    `json:"nvLinks,omitempty"`

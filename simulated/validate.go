@@ -11,7 +11,7 @@ import (
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 
-	"github.com/tandem-gpu/tandem/pkg/mig"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 // Minors the driver keeps for its control devices, beside those of GPUs on the same major number.
@@ -97,7 +97,7 @@ func (c *checker) model(path string, m Model) {
 	c.require(pciIDForm.MatchString(m.PCISubsystem), path+".pciSubsystem", "%q is not vendor:device", m.PCISubsystem)
 	c.require(m.NVLinks >= 0 && m.NVLinks <= nvml.NVLINK_MAX_LINKS, path+".nvLinks", "%d is not between 0 and %d", m.NVLinks, nvml.NVLINK_MAX_LINKS)
 	if m.MIG != "" {
-		_, known := mig.ModelNamed(m.MIG)
+		_, known := models.Named(m.MIG)
 		c.require(known, path+".mig", "%q is no model with MIG", m.MIG)
 	}
 }

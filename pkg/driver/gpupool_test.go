@@ -22,19 +22,20 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/mig"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 var everything = Capabilities{Taints: true, BindingConditions: true, Counters: true}
 
 // dynamic makes a GPU dynamic.
 func dynamic(g *device.GPU) {
-	model, _ := mig.ModelNamed("H100-80GB")
+	model, _ := models.Named("H100-80GB")
 	g.Profiles, g.Dynamic = model.Offered(), true
 }
 
 // ampere makes it an A100 in MIG mode.
 func ampere(g *device.GPU) {
-	model, _ := mig.ModelNamed("A100-40GB")
+	model, _ := models.Named("A100-40GB")
 	g.Profiles, g.MIGEnabled = model.Offered(), true
 	g.ProductName, g.Architecture, g.ComputeCapability, g.MemoryBytes = model.Product, "Ampere", "8.0", model.Total.MemoryBytes
 }
@@ -167,7 +168,7 @@ func listing(pools map[string]resourceslice.Pool) string {
 // The API server accepts the slices of every machine.
 func TestPoolsAreWithinLimits(t *testing.T) {
 	machines := map[string]device.Inventory{"a100s": a100s(), "mixed": mixed(), "unusable": unusableMachine()}
-	for _, model := range mig.Models() {
+	for _, model := range models.All() {
 		machines[model.Name] = machine(16, func(g *device.GPU) { g.Profiles, g.Dynamic = model.Offered(), true })
 		machines[model.Name+" cut"] = machine(2, func(g *device.GPU) {
 			g.Profiles, g.Dynamic = model.Offered(), true

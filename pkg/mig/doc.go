@@ -12,6 +12,6 @@
 // there is one optical flow engine for all "+me" partitions, so one of them is all there can be, and a "+me.all" partition
 // takes every media engine. A profile says how many of it the GPU holds at most.
 //
-// The functions work on the profiles that the driver of a GPU offered (device.Profile). The tables of models are for the
-// simulated node and for tests: nothing in the product looks a real GPU up in them.
+// The functions work on the profiles that the driver of a GPU offers (device.Profile). Tables of GPU models are in
+// simulated/models: the product has none.
 package mig

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 func at(start, size int) device.Placement { return device.Placement{Start: start, Size: size} }
@@ -41,7 +42,7 @@ func TestScarceProfilesHaveACounter(t *testing.T) {
 }
 
 func TestForeignInstances(t *testing.T) {
-	m, _ := ModelNamed("H100-80GB")
+	m, _ := models.Named("H100-80GB")
 	g := NewGeometry(m.Offered())
 	// An administrator created an instance of a profile that NVML's bindings lack, across the halves and with the OFA.
 	foreign := Instance{ProfileID: 99, Placement: at(3, 2), Capacity: device.Capacity{OFAEngines: 1, Decoders: 2}}
@@ -105,7 +106,7 @@ func TestOddProfiles(t *testing.T) {
 }
 
 func TestOrder(t *testing.T) {
-	m, _ := ModelNamed("H100-80GB")
+	m, _ := models.Named("H100-80GB")
 	var got []string
 	for _, i := range NewGeometry(m.Offered()).Order() {
 		got = append(got, (twin{model: m}).profile(i.ProfileID).Name+"@"+i.Placement.String())

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 // TestScenarios plays testdata/*.txt, which people can read. A line is a step, # begins a comment:
@@ -51,7 +52,7 @@ func TestScenarios(t *testing.T) {
 }
 
 type scenario struct {
-	model Model
+	model models.Model
 	g     Geometry
 	held  []Instance
 }
@@ -59,7 +60,7 @@ type scenario struct {
 // step does what a line says; an error is what came otherwise.
 func (s *scenario) step(words []string) error {
 	if words[0] == "model" && len(words) == 2 {
-		m, ok := ModelNamed(words[1])
+		m, ok := models.Named(words[1])
 		s.model, s.g = m, NewGeometry(m.Offered())
 		return unless(ok, "no such model")
 	}
@@ -70,7 +71,7 @@ func (s *scenario) step(words []string) error {
 	if _, err := fmt.Sscanf(words[1], "%d+%d", &place.Start, &place.Size); err == nil && len(words) == 2 {
 		return s.foreign(words[0], Instance{ProfileID: -1, Placement: place})
 	}
-	i := slices.IndexFunc(s.model.Profiles, func(p Profile) bool { return p.Name == strings.TrimSuffix(words[1], ":") })
+	i := slices.IndexFunc(s.model.Profiles, func(p models.Profile) bool { return p.Name == strings.TrimSuffix(words[1], ":") })
 	if i < 0 {
 		return fmt.Errorf("no such profile")
 	}

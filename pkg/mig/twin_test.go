@@ -9,23 +9,24 @@ import (
 	"testing"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 // twin is the hardware as one would describe it without counters: memory slices that are taken or not, a number of instances of
 // each profile, and the media engines, which are handed out one by one. Copy engines, multiprocessors and memory go with the
 // memory slices there: they are never what runs out.
 type twin struct {
-	model Model
+	model models.Model
 	held  []Instance
 }
 
-func (w twin) profile(id int) Profile {
+func (w twin) profile(id int) models.Profile {
 	for _, p := range w.model.Profiles {
 		if p.ID == id {
 			return p
 		}
 	}
-	return Profile{}
+	return models.Profile{}
 }
 
 func (w twin) admits(want Instance) bool {
@@ -90,7 +91,7 @@ func every(profiles []device.Profile) []Instance {
 // TestCountersAdmitWhatTheHardwareDoes goes through every set of partitions that each model admits, and asks of everything that
 // could be added to it.
 func TestCountersAdmitWhatTheHardwareDoes(t *testing.T) {
-	for _, m := range Models() {
+	for _, m := range models.All() {
 		t.Run(m.Name, func(t *testing.T) {
 			g := NewGeometry(m.Offered())
 			all := every(m.Offered())
@@ -129,7 +130,7 @@ func TestCountersAdmitWhatTheHardwareDoes(t *testing.T) {
 
 // TestRandomly makes and removes partitions and compares with the twin.
 func TestRandomly(t *testing.T) {
-	for _, m := range Models() {
+	for _, m := range models.All() {
 		t.Run(m.Name, func(t *testing.T) {
 			g, r := NewGeometry(m.Offered()), rand.New(rand.NewPCG(1, 2))
 			w := twin{model: m}
@@ -160,7 +161,7 @@ func TestRandomly(t *testing.T) {
 // TestTotalsOfKnownModels: the counters of a GPU are at most 32, the scheduler's limit, and named as users know them from
 // NVIDIA's driver; no known model needs one of ours.
 func TestTotalsOfKnownModels(t *testing.T) {
-	for _, m := range Models() {
+	for _, m := range models.All() {
 		g := NewGeometry(m.Offered())
 		var want []string
 		want = append(want, "copy-engines", "decoders", "encoders", "jpeg-engines", "memory", "multiprocessors", "ofa-engines")

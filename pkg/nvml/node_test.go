@@ -16,9 +16,9 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/mig"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 func scan(t *testing.T, node *nvml.Node) device.Inventory {
@@ -81,7 +81,7 @@ func TestH100(t *testing.T) {
 	inv := newMachine(t, "h100x8").open(t).Inventory()
 	g := inv.GPUs[3]
 	ecc := true
-	model, _ := mig.ModelNamed("H100-80GB")
+	model, _ := models.Named("H100-80GB")
 	profiles := model.Offered()
 	slices.SortFunc(profiles, func(a, b device.Profile) int { return a.ID - b.ID })
 	want := device.GPU{

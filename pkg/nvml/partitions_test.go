@@ -17,8 +17,8 @@ import (
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/mig"
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 // administrator is NVML in another process of the machine.
@@ -126,7 +126,7 @@ func TestStaticPartitions(t *testing.T) {
 
 // What the door reads is what the table says, for all models and with MIG off and on.
 func TestProfilesOfEveryModel(t *testing.T) {
-	for _, model := range mig.Models() {
+	for _, model := range models.All() {
 		t.Run(model.Name, func(t *testing.T) {
 			m := newMachine(t, "a30x4")
 			for name, of := range m.profile.Models {

@@ -5,7 +5,7 @@ package bench
 import (
 	"errors"
 
-	"github.com/tandem-gpu/tandem/pkg/mig"
+	"github.com/tandem-gpu/tandem/simulated/models"
 	"github.com/tandem-gpu/tandem/test/packing"
 )
 
@@ -15,7 +15,7 @@ const sequences = 1000
 // pack measures how many requests for partitions of an H100 the scheduler places in the order in which we publish them. Nothing
 // runs: it is arithmetic, and the same on every machine.
 func (r *run) pack() error {
-	m, known := mig.ModelNamed("H100-80GB")
+	m, known := models.Named("H100-80GB")
 	if !known {
 		return errors.New("measure packing: no geometry of an H100")
 	}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/mig"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 // Result counts requests.
@@ -33,7 +34,7 @@ func (r Result) Share(n int) float64 { return 100 * float64(n) / float64(max(r.R
 // GPU plays random sequences of 32 requests on one GPU of the model. All profiles but the whole GPU's are equally likely, and
 // together they ask for about what the GPU has. The optimum is exact for models where memory slices and the one optical flow
 // engine are all that runs out, which is all but those with "+me.all".
-func GPU(m mig.Model, sequences int, seed uint64) Result {
+func GPU(m models.Model, sequences int, seed uint64) Result {
 	profiles, g := m.Offered(), mig.NewGeometry(m.Offered())
 	choosers := []chooser{firstFit(g, byName(profiles)), firstFit(g, g.Order()), choose(g)}
 	var r Result
@@ -50,7 +51,7 @@ func GPU(m mig.Model, sequences int, seed uint64) Result {
 
 // Node plays random sequences of 300 requests on a node of eight GPUs. One in ten is for a whole GPU; together they ask for
 // load times what the node has. GPUs are tried in order.
-func Node(m mig.Model, load float64, sequences int, seed uint64) Result {
+func Node(m models.Model, load float64, sequences int, seed uint64) Result {
 	const gpus = 8
 	profiles, g := m.Offered(), mig.NewGeometry(m.Offered())
 	choosers := []chooser{firstFit(g, byName(profiles)), firstFit(g, g.Order()), choose(g)}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/mig"
+	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
 // TestOurOrderPacksBetter holds what docs/design/0011-mig.md says, and prints its table with go test -v. Models with eight memory
@@ -83,9 +84,9 @@ func everything(g mig.Geometry, profiles []device.Profile, requests []request, n
 	return most
 }
 
-func model(t *testing.T, name string) mig.Model {
+func model(t *testing.T, name string) models.Model {
 	t.Helper()
-	m, ok := mig.ModelNamed(name)
+	m, ok := models.Named(name)
 	if !ok {
 		t.Fatalf("no model %s", name)
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package mig
+package models
 
 import (
 	"fmt"
@@ -15,7 +15,7 @@ import (
 // TestNamesAreThoseOfTheMemory: go-nvlib makes the name of a profile from its compute slices and from its share of the GPU's
 // memory in eighths (getMigMemorySizeGB). A figure of a table that is wrong by more than a few per cent gives another name.
 func TestNamesAreThoseOfTheMemory(t *testing.T) {
-	for _, m := range Models() {
+	for _, m := range All() {
 		for _, p := range m.Profiles {
 			eighths := math.Ceil(8 * float64(p.Capacity.MemoryBytes) / float64(m.Total.MemoryBytes))
 			gigabytes := math.Round(eighths / 8 * math.Ceil(float64(m.Total.MemoryBytes)/(1<<30)))
@@ -31,7 +31,7 @@ func TestNamesAreThoseOfTheMemory(t *testing.T) {
 // TestTablesAreConsistent: IDs, enums and names are used once, placements fit the GPU, and the number of instances is what
 // the placements and the engines allow.
 func TestTablesAreConsistent(t *testing.T) {
-	for _, m := range Models() {
+	for _, m := range All() {
 		seen := map[string]bool{}
 		for _, p := range m.Profiles {
 			for _, key := range []string{"name " + p.Name, fmt.Sprint("id ", p.ID), fmt.Sprint("enum ", p.Enum)} {
@@ -63,7 +63,7 @@ func TestTablesAreConsistent(t *testing.T) {
 }
 
 func TestComputeInstanceProfiles(t *testing.T) {
-	m, ok := ModelNamed("A100-40GB")
+	m, ok := Named("A100-40GB")
 	if !ok {
 		t.Fatal("no A100-40GB")
 	}
@@ -96,13 +96,13 @@ func TestComputeInstanceProfiles(t *testing.T) {
 	}
 }
 
-func TestModelNamed(t *testing.T) {
-	for _, m := range Models() {
-		if got, ok := ModelNamed(m.Name); !ok || got.Product != m.Product {
+func TestNamed(t *testing.T) {
+	for _, m := range All() {
+		if got, ok := Named(m.Name); !ok || got.Product != m.Product {
 			t.Errorf("%s: %v %v", m.Name, got, ok)
 		}
 	}
-	if m, ok := ModelNamed("V100"); ok {
+	if m, ok := Named("V100"); ok {
 		t.Errorf("V100: %v", m)
 	}
 }

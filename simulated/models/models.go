@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package mig
+// Package models describes GPU models and their MIG profiles, as NVML reports them: for simulated machines and for tests.
+package models
 
 import (
 	"fmt"
@@ -9,7 +10,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Model is a GPU model, with what NVML reports about its MIG profiles. The simulated node uses it.
+// Model is a GPU model, with what NVML reports about its MIG profiles.
 type Model struct {
 	// Name is a short name of our own: "H100-80GB".
 	Name string
@@ -50,8 +51,8 @@ type Compute struct {
 	Instances int
 }
 
-// Models returns all models, by name.
-func Models() []Model {
+// All returns all models, by name.
+func All() []Model {
 	all := make([]Model, 0, len(tables))
 	for _, t := range tables {
 		all = append(all, t.model())
@@ -59,8 +60,8 @@ func Models() []Model {
 	return all
 }
 
-// ModelNamed returns the model with that name ("A100-40GB"), and whether there is one.
-func ModelNamed(name string) (Model, bool) {
+// Named returns the model with that name ("A100-40GB"), and whether there is one.
+func Named(name string) (Model, bool) {
 	i := slices.IndexFunc(tables, func(t table) bool { return t.name == name })
 	if i < 0 {
 		return Model{}, false

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package mig
+package models
 
 // table describes what a model offers, as nvidia-smi prints it: `nvidia-smi mig -lgip` prints name, profile ID, instances,
 // memory, multiprocessors and engines; GiB have two digits, and the driver's figures are multiples of 64 MiB, so "19.62" is 20096
