@@ -32,10 +32,12 @@ type gpuPool struct {
 	allocated map[device.Ref]int
 	// withdrawn are the devices that the scheduler cannot count, heldByPods those of them that pods hold.
 	withdrawn, heldByPods []device.Ref
+	// strict adds binding conditions to the devices.
+	strict bool
 }
 
-func newGPUPool(g device.GPU, geometry mig.Geometry, a allocated, withdrawn []withdrawal) gpuPool {
-	p := gpuPool{gpu: g, geometry: geometry, allocated: map[device.Ref]int{}}
+func newGPUPool(g device.GPU, geometry mig.Geometry, a allocated, withdrawn []withdrawal, strict bool) gpuPool {
+	p := gpuPool{gpu: g, geometry: geometry, allocated: map[device.Ref]int{}, strict: strict}
 	p.unmanaged, _ = unmanagedPartitions(g)
 	for ref, profileID := range a.profiles {
 		if p.publishes(ref, profileID) && a.from[ref] != nodePool {
@@ -223,6 +225,9 @@ func (p gpuPool) consuming(d device.Device) resourceapi.Device {
 		if c.Value.IsZero() {
 			delete(consumed, name)
 		}
+	}
+	if p.strict {
+		published = withBindingConditions(published)
 	}
 	published.ConsumesCounters = []resourceapi.DeviceCounterConsumption{{CounterSet: p.counterSet(), Counters: consumed}}
 	return published

@@ -57,6 +57,9 @@ func nodeSlices(
 			counts.count(d.Health(), len(taints) > 0)
 			if len(taints) == 0 || kept.Taints {
 				published.Taints = taints
+				if kept.BindingConditions {
+					published = withBindingConditions(published)
+				}
 				slice.Devices = append(slice.Devices, published)
 			}
 		}

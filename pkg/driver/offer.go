@@ -3,6 +3,7 @@
 package driver
 
 import (
+	"reflect"
 	"slices"
 	"time"
 
@@ -52,6 +53,13 @@ type Offer struct {
 	inGPUPool map[string]bool
 	// profiles are the last known ones by GPU UUID.
 	profiles map[string][]device.Profile
+	// built are the GPU pools of the last build by GPU UUID. Most changes concern one GPU (BenchmarkOffer).
+	built map[string]builtPool
+}
+
+type builtPool struct {
+	pool   gpuPool
+	slices []resourceslice.Slice
 }
 
 // layout is what should be published.
@@ -99,7 +107,10 @@ func (o *Offer) build(f Facts) layout {
 	if o.profiles == nil {
 		o.profiles = map[string][]device.Profile{}
 	}
-	inv, holds := f.Inventory, f.Holds
+	builtBefore := o.built
+	o.built = map[string]builtPool{}
+	inv, holds, kept := f.Inventory, f.Holds, f.Kept
+	kept.BindingConditions = kept.BindingConditions && o.Strict
 	if o.Offered != nil {
 		// The metric must not count withdrawals of GPUs that are not offered.
 		inv.GPUs = slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return !o.Offered(g) })
@@ -116,11 +127,16 @@ func (o *Offer) build(f Facts) layout {
 		a := o.allocated(g, holds, f.Claims)
 		g = o.withKnownProfiles(g, a.inUse)
 		geometry := mig.NewGeometry(g.Profiles)
-		canPartition := f.Kept.Counters && len(geometry.Profiles()) > 0
+		canPartition := kept.Counters && len(geometry.Profiles()) > 0
 		switch own := o.choosePool(g, a.pools, a.inUse || f.ClaimsLate, canPartition); {
 		case own && canPartition:
-			p := newGPUPool(g, geometry, a, withdrawn)
-			l.pools[device.OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: p.slices()}
+			p := newGPUPool(g, geometry, a, withdrawn, kept.BindingConditions)
+			b, known := builtBefore[g.UUID]
+			if !known || !reflect.DeepEqual(b.pool, p) {
+				b = builtPool{p, p.slices()}
+			}
+			o.built[g.UUID] = b
+			l.pools[device.OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: b.slices}
 			p.count(&l.counts)
 		case own:
 			// Claims have devices from its GPU pool, which cannot be published any more, and the node pool cannot count them.
@@ -131,17 +147,8 @@ func (o *Offer) build(f Facts) layout {
 			allocations[g.UUID] = a
 		}
 	}
-	l.pools[o.NodeName] = resourceslice.Pool{Slices: nodeSlices(inNodePool, withdrawn, allocations, f.Kept, &l.counts)}
+	l.pools[o.NodeName] = resourceslice.Pool{Slices: nodeSlices(inNodePool, withdrawn, allocations, kept, &l.counts)}
 	l.counts.excluded = len(l.excluded)
-	if o.Strict && f.Kept.BindingConditions {
-		for _, pool := range l.pools {
-			for _, slice := range pool.Slices {
-				for i := range slice.Devices {
-					slice.Devices[i] = withBindingConditions(slice.Devices[i])
-				}
-			}
-		}
-	}
 	return l
 }
 
