@@ -73,6 +73,16 @@ func (g Geometry) Left(held []Instance) Counters {
 	return left
 }
 
+// Within reports whether no counter is larger than in the other set.
+func (c Counters) Within(all Counters) bool {
+	for name, n := range c {
+		if n > all[name] {
+			return false
+		}
+	}
+	return true
+}
+
 func sliceName(i int) string { return fmt.Sprintf("memory-slice-%d", i) }
 
 func instancesName(p device.Profile) string { return fmt.Sprintf("instances-%d", p.ID) }

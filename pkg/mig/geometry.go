@@ -69,53 +69,59 @@ func NewGeometry(profiles []device.Profile) Geometry {
 // Profiles returns the valid profiles, in the given order, with ascending placements.
 func (g Geometry) Profiles() []device.Profile { return slices.Clone(g.profiles) }
 
-// Slices returns the number of memory slices, which is the highest end of a placement.
-func (g Geometry) Slices() int { return g.slices }
-
 // Fits reports whether the instance can be created beside those held: its profile has the placement, and it takes no more of each
-// counter than they leave (see Counters). The held ones may be anything, also more than the GPU has.
+// counter than they leave. The held ones may be anything, also more than the GPU has. Tests and simulations call it.
 func (g Geometry) Fits(held []Instance, want Instance) bool {
 	i, known := g.index(want.ProfileID)
-	if !known || !slices.Contains(g.profiles[i].Placements, want.Placement) {
-		return false
+	return known && slices.Contains(g.profiles[i].Placements, want.Placement) && g.Takes(want).Within(g.Left(held))
+}
+
+// Order returns every placement of every profile in the order in which to publish them: the scheduler takes the first one that
+// matches a request and fits. Small profiles come first, so that a request that several satisfy gets the smallest. Each profile
+// begins with the placement that leaves the most room, which keeps large holes whole: a 1g goes to the last memory slices, where a
+// 4g never fits. GPUs should be published in ascending order, each with all of its placements.
+func (g Geometry) Order() []Instance {
+	bySize := make([]int, len(g.profiles))
+	for i := range bySize {
+		bySize[i] = i
 	}
-	u := g.usage(held)
-	return u.slices&mask(want.Placement) == 0 && g.hasRoom(u, i)
-}
-
-// usage is what several instances take.
-type usage struct {
-	slices  uint32
-	engines engines
-	// instances is the number of each profile.
-	instances []int
-}
-
-func (g Geometry) usage(held []Instance) usage {
-	u := usage{instances: make([]int, len(g.profiles))}
-	for _, h := range held {
-		u.slices |= mask(h.Placement)
-		if i, known := g.index(h.ProfileID); known {
-			u.engines = u.engines.plus(g.takes[i])
-			u.instances[i]++
-		} else {
-			u.engines = u.engines.plus(enginesOf(h.Capacity))
+	slices.SortStableFunc(bySize, func(a, b int) int {
+		return cmp.Or(
+			g.profiles[a].Placements[0].Size-g.profiles[b].Placements[0].Size,
+			slices.Compare(g.takes[a][1:], g.takes[b][1:]),
+		)
+	})
+	var order []Instance
+	for _, i := range bySize {
+		taken := uint32(0)
+		for left := slices.Clone(g.profiles[i].Placements); len(left) > 0; {
+			// Engines do not count here: if a GPU holds one instance of a profile, the second placement is for a GPU on which the
+			// first is not free.
+			best, most := 0, -1
+			for n, at := range left {
+				if room := g.room(taken | mask(at)); taken&mask(at) == 0 && room > most {
+					best, most = n, room
+				}
+			}
+			taken |= mask(left[best])
+			order = append(order, Instance{ProfileID: g.profiles[i].ID, Placement: left[best]})
+			left = slices.Delete(left, best, best+1)
 		}
 	}
-	return u
+	return order
 }
 
-// hasRoom reports whether engines and instances suffice for one more of the profile, at any placement.
-func (g Geometry) hasRoom(u usage, i int) bool {
-	if g.scarce[i] && u.instances[i] >= g.profiles[i].Instances {
-		return false
-	}
-	for e, takes := range g.takes[i] {
-		if takes > 0 && (u.engines[e] > g.total[e] || takes > g.total[e]-u.engines[e]) {
-			return false
+// room returns the sum of the sizes of all placements, of any profile, beside these memory slices.
+func (g Geometry) room(taken uint32) int {
+	sum := 0
+	for _, p := range g.profiles {
+		for _, at := range p.Placements {
+			if taken&mask(at) == 0 {
+				sum += at.Size
+			}
 		}
 	}
-	return true
+	return sum
 }
 
 func (g Geometry) index(profileID int) (int, bool) {
@@ -161,16 +167,6 @@ func enginesOf(c device.Capacity) engines {
 	e := engines{min(c.MemoryBytes, math.MaxInt64)}
 	for i, n := range []int{c.Multiprocessors, c.CopyEngines, c.Decoders, c.Encoders, c.JPEGEngines, c.OFAEngines} {
 		e[i+1] = uint64(max(n, 0))
-	}
-	return e
-}
-
-// plus adds without wrapping around.
-func (e engines) plus(other engines) engines {
-	for i := range e {
-		if e[i] += other[i]; e[i] < other[i] {
-			e[i] = ^uint64(0)
-		}
 	}
 	return e
 }

@@ -17,7 +17,7 @@ import (
 // TestScenarios plays testdata/*.txt, which people can read. A line is a step, # begins a comment:
 //
 //	model H100-80GB          what the GPU is; first
-//	place 3g.40gb -> 4       Choose puts it there
+//	place 3g.40gb -> 4       the scheduler puts it there
 //	make 1g.10gb at 3        an administrator creates it there, and it fits
 //	foreign 3+2              an administrator creates an instance of an unknown profile, in these memory slices
 //	refuse 4g.40gb           it fits nowhere
@@ -85,7 +85,7 @@ func (s *scenario) step(words []string) error {
 		}
 		return unless(slices.Equal(fits, words[2:]), "it fits at %v", fits)
 	}
-	chosen, found := s.g.Choose(s.held, p.ID)
+	chosen, found := s.g.firstFit(s.held, p.ID)
 	if len(words) == 2 && words[0] == "refuse" {
 		return unless(!found, "it fits at %v", chosen)
 	}

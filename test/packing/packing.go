@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package packing measures how many requests for partitions find a place, by who chooses it: the scheduler, which takes the first
-// that fits in the order in which a driver publishes them; an allocator that sees the GPU; an allocator that knows all future requests.
+// that fits in the order in which a driver publishes them; an allocator that knows all future requests.
 // Requests come and go, and a partition is never moved.
 package packing
 
@@ -21,8 +21,6 @@ type Result struct {
 	Requests int
 	// ByName is how many first-fit places in the order of NVIDIA's driver, Ordered in the order of ours.
 	ByName, Ordered int
-	// Chosen is how many mig.Geometry.Choose places.
-	Chosen int
 	// Foreseen is how many could be placed by who knows the future and takes whatever fits, Optimum by who may also turn
 	// away what would fit, to keep the room for others. Zero for a node.
 	Foreseen, Optimum int
@@ -36,7 +34,7 @@ func (r Result) Share(n int) float64 { return 100 * float64(n) / float64(max(r.R
 // engine are all that runs out, which is all but those with "+me.all".
 func GPU(m models.Model, sequences int, seed uint64) Result {
 	profiles, g := m.Offered(), mig.NewGeometry(m.Offered())
-	choosers := []chooser{firstFit(g, byName(profiles)), firstFit(g, g.Order()), choose(g)}
+	choosers := []chooser{firstFit(g, byName(profiles)), firstFit(g, g.Order())}
 	var r Result
 	random := rand.New(rand.NewPCG(seed, 0))
 	for range sequences {
@@ -54,7 +52,7 @@ func GPU(m models.Model, sequences int, seed uint64) Result {
 func Node(m models.Model, load float64, sequences int, seed uint64) Result {
 	const gpus = 8
 	profiles, g := m.Offered(), mig.NewGeometry(m.Offered())
-	choosers := []chooser{firstFit(g, byName(profiles)), firstFit(g, g.Order()), choose(g)}
+	choosers := []chooser{firstFit(g, byName(profiles)), firstFit(g, g.Order())}
 	var r Result
 	random := rand.New(rand.NewPCG(seed, 0))
 	for range sequences {
@@ -66,7 +64,7 @@ func Node(m models.Model, load float64, sequences int, seed uint64) Result {
 }
 
 func (r *Result) count(profiles []device.Profile, requests []request, gpus int, choosers []chooser) {
-	for i, n := range []*int{&r.ByName, &r.Ordered, &r.Chosen} {
+	for i, n := range []*int{&r.ByName, &r.Ordered} {
 		*n += placed(profiles, requests, gpus, choosers[i])
 	}
 }
@@ -96,13 +94,16 @@ func sequence(random *rand.Rand, profiles []device.Profile, n, gpus int, whole, 
 // chooser chooses the place of an instance on a GPU beside those held.
 type chooser func(held []mig.Instance, profileID int) (device.Placement, bool)
 
-func choose(g mig.Geometry) chooser { return g.Choose }
-
 // firstFit is the scheduler's: the first published device that matches and fits.
 func firstFit(g mig.Geometry, published []mig.Instance) chooser {
+	takes := map[mig.Instance]mig.Counters{}
+	for _, d := range published {
+		takes[d] = g.Takes(d)
+	}
 	return func(held []mig.Instance, profileID int) (device.Placement, bool) {
+		left := g.Left(held)
 		for _, d := range published {
-			if d.ProfileID == profileID && g.Fits(held, d) {
+			if d.ProfileID == profileID && takes[d].Within(left) {
 				return d.Placement, true
 			}
 		}
