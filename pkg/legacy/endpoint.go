@@ -5,6 +5,7 @@ package legacy
 import (
 	"context"
 	"crypto/rand"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -12,13 +13,17 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/filewatch"
 )
 
 // endpoint is one socket with a server, for one registration. kubelet 1.37 can never use a path again that was registered twice,
@@ -191,4 +196,154 @@ func alive(path string) bool {
 	// Nothing was sent, so nothing is lost.
 	_ = conn.Close()
 	return true
+}
+
+// errDirectoryGone ends Run: a mount of a removed directory never shows its successor. A new container does.
+var errDirectoryGone = errors.New("kubelet's device-plugins directory was removed")
+
+// directory reports changes in kubelet's device-plugins directory. Its readers read the files: events get lost, files do not.
+type directory struct {
+	path    string
+	changes broadcast.Signal
+}
+
+// checkEvery is how often the directory is checked while inotify fails.
+const checkEvery = time.Second
+
+// run reports changes until ctx is done.
+func (d *directory) run(ctx context.Context) error {
+	watcher := filewatch.New(ctx, filewatch.Options{Dirs: []string{d.path}, Interval: checkEvery})
+	defer watcher.Close()
+	for {
+		if gone(d.path) {
+			return fmt.Errorf("%s: %w", d.path, errDirectoryGone)
+		}
+		d.changes.Notify()
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-watcher.C:
+		}
+	}
+}
+
+// changed returns a channel that is closed at the next change. Take it before reading.
+func (d *directory) changed() <-chan struct{} { return d.changes.Changed() }
+
+// gone reports whether the directory was removed. A mount of a removed directory can still be read.
+func gone(path string) bool {
+	var stat syscall.Stat_t
+	err := syscall.Stat(path, &stat)
+	return err != nil || stat.Nlink == 0
+}
+
+// kubeletSocket is where kubelet's device manager takes registrations.
+func (d *directory) kubeletSocket() string { return filepath.Join(d.path, "kubelet.sock") }
+
+// fileID distinguishes a file from a later one of the same name. The zero value is no file.
+type fileID struct {
+	device, inode uint64
+	// A file system may reuse an inode at once.
+	modified syscall.Timespec
+}
+
+func identify(path string) (fileID, error) {
+	var stat syscall.Stat_t
+	if err := syscall.Lstat(path, &stat); err != nil {
+		return fileID{}, &os.PathError{Op: "lstat", Path: path, Err: err}
+	}
+	return fileID{device: uint64(stat.Dev), inode: stat.Ino, modified: stat.Mtim}, nil
+}
+
+// is reports whether the file under the path is still this one.
+func (id fileID) is(path string) bool {
+	now, err := identify(path)
+	return err == nil && now == id
+}
+
+// service answers kubelet on one socket.
+type service struct {
+	pluginapi.UnsafeDevicePluginServer
+	registrar *registrar
+	endpoint  *endpoint
+}
+
+// options are sent with Register and again when kubelet asks. PreStartRequired stays false: kubelet would require it for pods
+// whose GPUs come from a claim, and find no devices for them.
+func options() *pluginapi.DevicePluginOptions {
+	return &pluginapi.DevicePluginOptions{GetPreferredAllocationAvailable: true}
+}
+
+func (s *service) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pluginapi.DevicePluginOptions, error) {
+	return options(), nil
+}
+
+func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest,
+) (*pluginapi.PreferredAllocationResponse, error) {
+	defer s.endpoint.calls.enter()()
+	defer func(start time.Time) { s.registrar.metrics.preferred.Observe(time.Since(start).Seconds()) }(time.Now())
+	return s.registrar.Preferred(s.registrar.resource, request), nil
+}
+
+func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
+	defer s.endpoint.calls.enter()()
+	defer func(start time.Time) { s.registrar.metrics.allocate.Observe(time.Since(start).Seconds()) }(time.Now())
+	return s.registrar.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.registrar.resource, request)
+}
+
+// PreStartContainer reports whether the devices exist. kubelet does not call it, because options do not require it.
+func (s *service) PreStartContainer(_ context.Context, request *pluginapi.PreStartContainerRequest,
+) (*pluginapi.PreStartContainerResponse, error) {
+	defer s.endpoint.calls.enter()()
+	if _, err := s.registrar.lookup(s.registrar.resource, request.GetDevicesIds(), make(map[string]bool)); err != nil {
+		return nil, status.Errorf(status.Code(err), "invalid pre-start request for %q: %s", s.registrar.resource, reason(err))
+	}
+	return &pluginapi.PreStartContainerResponse{}, nil
+}
+
+// reason returns the message of a gRPC error without its code.
+func reason(err error) string { return status.Convert(err).Message() }
+
+func invalid(format string, args ...any) error {
+	return status.Errorf(codes.InvalidArgument, format, args...)
+}
+
+// inFlight counts calls or connections, and lets callers wait until there is none. The zero value is ready to use.
+type inFlight struct {
+	mu    sync.Mutex
+	count int
+	none  chan struct{}
+}
+
+// enter counts one call until the returned function is called, which is idempotent.
+func (t *inFlight) enter() (leave func()) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.count++
+	return sync.OnceFunc(t.leave)
+}
+
+func (t *inFlight) leave() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.count--
+	if t.count == 0 && t.none != nil {
+		close(t.none)
+		t.none = nil
+	}
+}
+
+// empty returns a channel that is closed once no call is in progress.
+func (t *inFlight) empty() <-chan struct{} {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.count == 0 {
+		closed := make(chan struct{})
+		close(closed)
+		return closed
+	}
+	if t.none == nil {
+		t.none = make(chan struct{})
+	}
+	return t.none
 }

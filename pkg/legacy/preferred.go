@@ -138,3 +138,223 @@ func (c *resourceDevices) places(ids []string) (places []int, unknown []string) 
 	slices.Reverse(unknown)
 	return places, unknown
 }
+
+// planner chooses GPUs that a container gets together. It is a pure function of its topology, without locks and I/O, and its work
+// is bounded. GPUs are numbered by their index in the device list, which follows the minors. The best choice has the
+// best-connected GPUs; among equals, the one that leaves the most NVLinks to the other GPUs; among equals again, the one with the
+// highest minors, because claims are allocated from the lowest up. PCIe and NUMA distances of the remaining GPUs count less than
+// the distance from claims: a conflict delays a pod.
+type planner struct {
+	weight [][]int64
+	numa   []int
+	domain []string
+}
+
+// The three parts of a pair's weight. No sum over a machine of 256 GPUs (32,640 pairs) carries from one into the next: any NVLink
+// counts more than all PCIe distances, and these count more than a shared NUMA node.
+const (
+	weightNVLink = int64(1) << 40
+	weightPCIe   = int64(1) << 20
+	weightNUMA   = int64(1)
+)
+
+// searchLimit bounds exhaustive search, in sets. C(16, 8) is 12,870.
+const searchLimit = 13000
+
+// seedLimit bounds how many starting points the greedy search tries.
+const seedLimit = 64
+
+// newPlanner makes a planner for gpus with the links of inv. A GPU that inv lacks has no links.
+func newPlanner(gpus []device.GPU, inv device.Inventory) *planner {
+	place := make(map[string]int, len(inv.GPUs))
+	for i, gpu := range inv.GPUs {
+		place[gpu.UUID] = i
+	}
+	p := &planner{weight: make([][]int64, len(gpus)), numa: make([]int, len(gpus)), domain: make([]string, len(gpus))}
+	for i, a := range gpus {
+		p.numa[i], p.domain[i] = a.NUMANode, a.NVLinkDomain
+		p.weight[i] = make([]int64, len(gpus))
+		for j, b := range gpus {
+			if i == j || a.UUID == b.UUID { // it, or what is left in the list of its partitions
+				continue
+			}
+			from, known := place[a.UUID]
+			to, knownToo := place[b.UUID]
+			if known && knownToo && from < len(inv.Links) && to < len(inv.Links[from]) {
+				link := inv.Links[from][to]
+				p.weight[i][j] += int64(link.NVLinks)*weightNVLink + int64(link.PCIe)*weightPCIe
+			}
+			if a.NUMANode == b.NUMANode && a.NUMANode != device.UnknownNUMANode {
+				p.weight[i][j] += weightNUMA
+			}
+		}
+	}
+	return p
+}
+
+// plan is an incomplete choice.
+type plan struct {
+	chosen []int
+	score  int64 // of the pairs inside
+	reach  int64 // NVLinks between each chosen GPU and everything available: what the rest loses
+}
+
+// better says whether a is the better plan by connections; the order of search decides among equals.
+func (a plan) better(b plan) bool {
+	return a.score > b.score || a.score == b.score && a.reach < b.reach
+}
+
+// choose returns size GPUs of available, among them all of required, highest first. Both lists have no duplicates, and required
+// is part of available. If that is impossible it returns as many as it can, required ones first.
+func (p *planner) choose(available, required []int, size int) []int {
+	required = slices.Clone(required)
+	free := slices.DeleteFunc(slices.Clone(available), func(i int) bool { return slices.Contains(required, i) })
+	descending(free)
+	descending(required)
+	switch {
+	case size <= len(required):
+		return required[:max(size, 0)]
+	case size >= len(required)+len(free):
+		return descending(append(required, free...))
+	}
+	s := search{planner: p, free: free, want: size, reach: p.reach(append(slices.Clone(required), free...))}
+	start := s.start(required)
+	if combinations(len(free), size-len(required)) <= searchLimit {
+		s.exhaust(start, 0)
+	} else {
+		s.greedy(start)
+	}
+	return descending(s.best.chosen)
+}
+
+// reach returns for each GPU of the set its NVLinks into the set.
+func (p *planner) reach(set []int) []int64 {
+	reach := make([]int64, len(p.weight))
+	for _, i := range set {
+		for _, j := range set {
+			reach[i] += p.weight[i][j] / weightNVLink
+		}
+	}
+	return reach
+}
+
+type search struct {
+	*planner
+	free  []int // candidates, highest first
+	want  int
+	reach []int64
+	best  plan
+	found bool
+}
+
+func (s *search) start(required []int) plan {
+	start := plan{chosen: make([]int, 0, s.want)}
+	for _, i := range required {
+		start = s.with(start, i)
+	}
+	return start
+}
+
+// with extends a plan. The result shares its backing array with the argument: use one branch at a time.
+func (s *search) with(to plan, i int) plan {
+	for _, j := range to.chosen {
+		to.score += s.weight[i][j]
+	}
+	to.reach += s.reach[i]
+	to.chosen = append(to.chosen, i)
+	return to
+}
+
+func (s *search) offer(candidate plan) {
+	if s.found && !candidate.better(s.best) {
+		return
+	}
+	candidate.chosen = slices.Clone(candidate.chosen)
+	s.best, s.found = candidate, true
+}
+
+// exhaust compares all sets. Sets come in descending order, so the first of equals has the highest minors.
+func (s *search) exhaust(from plan, next int) {
+	missing := s.want - len(from.chosen)
+	if missing == 0 {
+		s.offer(from)
+		return
+	}
+	for i := next; i <= len(s.free)-missing; i++ {
+		s.exhaust(s.with(from, s.free[i]), i+1)
+	}
+}
+
+// greedy grows a set from each of a few seeds by the best-connected GPU, and keeps the best set.
+func (s *search) greedy(start plan) {
+	if len(start.chosen) > 0 {
+		s.grow(start)
+		return
+	}
+	for _, seed := range s.seeds() {
+		s.grow(s.with(start, seed))
+	}
+}
+
+// seeds returns one GPU of each kind that greedy search cannot tell apart: same NVLink domain, NUMA node and connections.
+func (s *search) seeds() []int {
+	type kind struct {
+		domain string
+		numa   int
+		reach  int64
+	}
+	seen := make(map[kind]bool)
+	var seeds []int
+	for _, i := range s.free {
+		k := kind{s.domain[i], s.numa[i], s.reach[i]}
+		if !seen[k] && len(seeds) < seedLimit {
+			seen[k] = true
+			seeds = append(seeds, i)
+		}
+	}
+	return seeds
+}
+
+func (s *search) grow(from plan) {
+	gain := make([]int64, len(s.weight))
+	used := make([]bool, len(s.weight))
+	take := func(i int) {
+		used[i] = true
+		for _, j := range s.free {
+			gain[j] += s.weight[i][j]
+		}
+	}
+	for _, i := range from.chosen {
+		take(i)
+	}
+	for len(from.chosen) < s.want {
+		pick := -1
+		for _, i := range s.free {
+			if !used[i] && (pick < 0 || gain[i] > gain[pick] || gain[i] == gain[pick] && s.reach[i] < s.reach[pick]) {
+				pick = i
+			}
+		}
+		from.score += gain[pick]
+		from.reach += s.reach[pick]
+		from.chosen = append(from.chosen, pick)
+		take(pick)
+	}
+	s.offer(from)
+}
+
+// combinations returns n choose k, or a number above searchLimit if it exceeds that.
+func combinations(n, k int) int {
+	k = min(k, n-k)
+	c := 1
+	for i := 1; i <= k; i++ {
+		if c = c * (n - k + i) / i; c > searchLimit {
+			return c
+		}
+	}
+	return c
+}
+
+func descending(list []int) []int {
+	slices.SortFunc(list, func(a, b int) int { return cmp.Compare(b, a) })
+	return list
+}

@@ -1,11 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Package mig is the geometry of MIG (Multi-Instance GPU): which partitions fit beside each other on a GPU, what each of them
+// takes of it, where to put the next one, and in which order to publish the places. It is pure: values in, values out, nothing
+// kept, and every function may be called concurrently.
+//
+// A GPU in MIG mode is cut twice. GPU instances take memory slices: a profile says how many (A100 and Hopper have eight, A30
+// four) and its placements say where they may start. Inside a GPU instance, compute instances take compute slices and share
+// everything else. A partition is a compute instance; almost always it has its GPU instance to itself.
+//
+// Two GPU instances exclude each other when their memory slices overlap. Besides that the GPU runs out of what they take:
+// there is one optical flow engine for all "+me" partitions, so one of them is all there can be, and a "+me.all" partition
+// takes every media engine. A profile says how many of it the GPU holds at most.
+//
+// The functions work on the profiles that the driver of a GPU offers (device.Profile). Tables of GPU models are in
+// simulated/models: the product has none.
 package mig
 
 import (
 	"cmp"
 	"math"
 	"slices"
+	"strconv"
+	"strings"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -176,4 +192,12 @@ func (e engines) max(other engines) engines {
 		e[i] = max(e[i], other[i])
 	}
 	return e
+}
+
+// Switchable reports whether the GPU's MIG mode can be switched without a reset of the GPU: from Hopper on, compute capability
+// 9.0 (MIG user guide, "Enable MIG Mode"). Ampere has to be reset, which ends all its users.
+func Switchable(g device.GPU) bool {
+	major, _, _ := strings.Cut(g.ComputeCapability, ".")
+	n, err := strconv.Atoi(major)
+	return err == nil && g.MIGCapable && n >= 9
 }

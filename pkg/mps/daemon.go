@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Package mps implements how the agent and the supervisor of an MPS daemon communicate through the daemon's directory on the node
+// (docs/design/0013-sharing.md). The supervisor runs in its own pod, which the controller creates.
 package mps
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -250,4 +255,113 @@ func (d Daemon) Answers(ctx context.Context) error {
 	}
 	_, err = p.tell(ctx, answerCommand)
 	return err
+}
+
+// Paths and names of the daemon's pod. The controller writes them, the supervisor reads them.
+const (
+	// PodDir is the mount of the daemon's directory, PodRoot that of the driver's root.
+	PodDir  = "/daemon"
+	PodRoot = "/driver-root"
+	// ShmVolume is the name of the memory volume.
+	ShmVolume = "shm"
+)
+
+// Environment of the supervisor, and of the probes beside it.
+const (
+	SettingsEnv   = "MPS_SETTINGS" // Settings as JSON
+	PodUIDEnv     = "POD_UID"
+	KubeletDirEnv = "KUBELET_DIR" // on the host
+)
+
+// FromEnvironment returns the daemon of this process's pod.
+func FromEnvironment(lookup func(string) (string, bool)) (Daemon, error) {
+	values := map[string]string{}
+	for _, name := range []string{SettingsEnv, PodUIDEnv, KubeletDirEnv} {
+		value, ok := lookup(name)
+		if !ok || value == "" {
+			return Daemon{}, fmt.Errorf("%s is not set; the controller sets it in the pods of MPS daemons", name)
+		}
+		values[name] = value
+	}
+	var settings Settings
+	if err := json.Unmarshal([]byte(values[SettingsEnv]), &settings); err != nil {
+		return Daemon{}, fmt.Errorf("read %s: %w", SettingsEnv, err)
+	}
+	return Daemon{
+		Settings: settings, Dir: PodDir, Root: PodRoot, PipeDir: ClientPipeDir, LogDir: ClientLogDir, Pod: values[PodUIDEnv], Grace: grace,
+		// Where kubelet mounts it (pkg/volume/emptydir).
+		Shm: filepath.Join(values[KubeletDirEnv], "pods", values[PodUIDEnv], "volumes/kubernetes.io~empty-dir", ShmVolume),
+	}, nil
+}
+
+// Settings of a daemon. A daemon with other settings is another daemon. They are passed as JSON.
+type Settings struct {
+	// Devices are the UUIDs of GPUs and partitions, in the order of CUDA_VISIBLE_DEVICES, by which the daemon numbers them.
+	Devices []string `json:"devices"`
+	// ActiveThreadPercentage is each client's percentage of the multiprocessors; nil is the daemon's default
+	// (set_default_active_thread_percentage).
+	ActiveThreadPercentage *int32 `json:"activeThreadPercentage,omitempty"`
+	// PinnedMemoryMiB limits each client's memory, by the device's index in Devices. Zero and a missing entry are no limit
+	// (set_default_device_pinned_mem_limit).
+	PinnedMemoryMiB []int64 `json:"pinnedMemoryMiB,omitempty"`
+	// MultiUser allows clients of several users at a time (-multiuser-server).
+	MultiUser bool `json:"multiUser,omitempty"`
+	// DriverRoot is the directory on the host in which the driver is installed.
+	DriverRoot string `json:"driverRoot"`
+	// Generation distinguishes daemons of the same name: the pod of an earlier one may still be terminating. Generations have no order.
+	// A daemon of a version without generations has none, and keeps its hash (TestHashOfAVersionWithoutGenerations).
+	Generation int64 `json:"generation,omitempty"`
+}
+
+// Hash identifies the settings in the pod's annotation and in Ready.
+func (s Settings) Hash() string {
+	text, err := json.Marshal(s)
+	if err != nil {
+		return "" // cannot happen: all fields can be encoded
+	}
+	sum := sha256.Sum256(text)
+	return hex.EncodeToString(sum[:8])
+}
+
+// environment returns the settings as the daemon's environment (CUDA's MPS documentation, CUDA_MPS_PINNED_DEVICE_MEM_LIMIT: "at the MPS
+// control daemon level"). Clients of an earlier daemon may connect before the daemon gets a command, and their server's limits apply to
+// later clients too.
+func (s Settings) environment() (env []string) {
+	var limits []string
+	for i, limit := range s.PinnedMemoryMiB {
+		if limit > 0 {
+			limits = append(limits, fmt.Sprintf("%d=%dM", i, limit))
+		}
+	}
+	if len(limits) > 0 {
+		env = append(env, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="+strings.Join(limits, ","))
+	}
+	if p := s.ActiveThreadPercentage; p != nil && *p > 0 {
+		env = append(env, fmt.Sprintf("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=%d", *p))
+	}
+	return env
+}
+
+// Validate returns an error for settings with which no daemon can start.
+func (s Settings) Validate() error {
+	var errs []error
+	complain := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	if len(s.Devices) == 0 {
+		complain("no devices")
+	}
+	if len(s.PinnedMemoryMiB) > len(s.Devices) {
+		complain("memory limits of %d devices, of which there are %d", len(s.PinnedMemoryMiB), len(s.Devices))
+	}
+	for i, limit := range s.PinnedMemoryMiB {
+		if limit < 0 {
+			complain("memory limit of device %d: %d MiB", i, limit)
+		}
+	}
+	if p := s.ActiveThreadPercentage; p != nil && (*p < 0 || *p > 100) {
+		complain("active thread percentage %d: not from 0 to 100", *p)
+	}
+	if !filepath.IsAbs(s.DriverRoot) || filepath.Clean(s.DriverRoot) != s.DriverRoot {
+		complain("driver root %q: not a clean absolute path", s.DriverRoot)
+	}
+	return errors.Join(errs...)
 }

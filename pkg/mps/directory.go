@@ -3,15 +3,21 @@
 package mps
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
 	"time"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/util/wait"
+
+	"github.com/tandem-gpu/tandem/internal/filewatch"
 )
 
 // Dir returns the directory of a daemon, in the agent's run directory.
@@ -100,6 +106,204 @@ func locked(file *os.File, how int) (bool, error) {
 		case unix.EINTR:
 		default:
 			return false, &os.PathError{Op: "flock", Path: file.Name(), Err: err}
+		}
+	}
+}
+
+const (
+	// removalTimeout is far longer than a removal usually takes. A retry continues where it stopped.
+	removalTimeout = 5 * time.Second
+	// batch is how many names are read at a time, so that the deadline is checked often.
+	batch = 128
+)
+
+// Remove removes a daemon's directory. The agent calls it after Stop. It is idempotent. Clients may have written any number of files and
+// levels of directories, so it moves subdirectories up into dir: os.RemoveAll needs a file descriptor for each level, and a path can be
+// too long (TestRemoveWhatClientsLeave). It returns an error when it takes too long.
+func Remove(dir string) error {
+	if err := remove(dir, removalTimeout); err != nil {
+		return fmt.Errorf("remove directory of MPS daemon %s: %w", filepath.Base(dir), err)
+	}
+	return nil
+}
+
+func remove(dir string, timeout time.Duration) error {
+	for deadline := time.Now().Add(timeout); ; {
+		err := os.Remove(dir)
+		switch {
+		case err == nil, errors.Is(err, fs.ErrNotExist):
+			return nil
+		case !errors.Is(err, unix.ENOTEMPTY):
+			return err
+		case time.Now().After(deadline):
+			return fmt.Errorf("it has more files than can be removed in %s", timeout)
+		}
+		// A supervisor that waits for the lock may create its file again: this repeats until the directory is empty.
+		if err := empty(dir, dir); err != nil {
+			return err
+		}
+	}
+}
+
+// empty removes entries of top, or of a directory in it. It moves directories of the latter up into top. It never opens a deeper
+// one: a client could replace that by a link.
+func empty(top, dir string) error {
+	names, err := readNames(dir)
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		path := filepath.Join(dir, name)
+		err := os.Remove(path)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			continue
+		case errors.Is(err, unix.ENOTEMPTY) && dir == top:
+			err = empty(top, path)
+		case errors.Is(err, unix.ENOTEMPTY):
+			err = raise(top, path)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// readNames returns the first names in a directory. Names that are created meanwhile may be missing.
+func readNames(dir string) ([]string, error) {
+	file, err := os.Open(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	names, err := file.Readdirnames(batch)
+	if errors.Is(err, io.EOF) {
+		err = nil
+	}
+	return names, err
+}
+
+// raise moves a directory into top.
+func raise(top, path string) error {
+	for {
+		err := os.Rename(path, filepath.Join(top, ".removed-"+strconv.FormatInt(time.Now().UnixNano(), 10)))
+		switch {
+		case err == nil, errors.Is(err, fs.ErrNotExist):
+			return nil
+		case !errors.Is(err, fs.ErrExist): // ENOTEMPTY is one
+			return err
+		}
+	}
+}
+
+// Holder is the supervisor's right to run the daemon of a directory. It is not safe for concurrent use, except Await.
+type Holder struct {
+	dir         string
+	lock, ready *os.File
+}
+
+// Hold waits until no other supervisor has a daemon of the directory and the agent requests one. The supervisor calls it. Errors:
+// ErrGone, and the cause of ctx.
+func Hold(ctx context.Context, dir string) (h *Holder, err error) {
+	err = wait.PollUntilContextCancel(ctx, lockInterval, true, func(context.Context) (bool, error) {
+		h, err = tryHold(dir)
+		return h != nil, err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("wait for the right to run MPS daemon %s: %w", filepath.Base(dir), err)
+	}
+	return h, nil
+}
+
+// tryHold returns nil without an error if another supervisor has the daemon or the agent does not request one.
+func tryHold(dir string) (_ *Holder, err error) {
+	lock, err := os.OpenFile(filepath.Join(dir, lockFile), os.O_CREATE|os.O_RDWR, 0o644)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, ErrGone
+	}
+	if err != nil {
+		return nil, fmt.Errorf("lock MPS daemon: %w", err)
+	}
+	h := &Holder{dir: dir, lock: lock}
+	taken, err := locked(lock, unix.LOCK_EX)
+	if err == nil && !taken {
+		// After the lock was taken: Stop removes the request first and checks the lock next.
+		if why := h.ended(); why == nil {
+			return h, nil
+		} else if !errors.Is(why, ErrStopped) {
+			err = why
+		}
+	}
+	return nil, errors.Join(err, lock.Close())
+}
+
+// Publish publishes that the daemon is ready, until Retract or the end of this process.
+func (h *Holder) Publish(ready Ready) error {
+	file, err := os.CreateTemp(h.dir, "."+readyFile+"-*")
+	if err != nil {
+		return fmt.Errorf("publish that MPS daemon is ready: %w", err)
+	}
+	if err = json.NewEncoder(file).Encode(ready); err == nil {
+		err = file.Chmod(0o644)
+	}
+	if err == nil {
+		// The lock comes before the name: a file without a lock is from a supervisor that died.
+		_, err = locked(file, unix.LOCK_EX)
+	}
+	if err == nil {
+		err = os.Rename(file.Name(), filepath.Join(h.dir, readyFile))
+	}
+	if err != nil {
+		return fmt.Errorf("publish that MPS daemon is ready: %w", errors.Join(err, os.Remove(file.Name()), file.Close()))
+	}
+	h.ready = file
+	return nil
+}
+
+// Lock returns the locked file. A process that inherits it has the lock as well.
+func (h *Holder) Lock() *os.File { return h.lock }
+
+// Await waits until the daemon is ready with the settings of this hash (Settings.Hash). It returns an error when ctx is done or the
+// directory is removed. The agent calls it.
+func Await(ctx context.Context, dir, hash string) (Ready, error) {
+	var ready Ready
+	err := watch(ctx, dir, func() (bool, error) {
+		r, alive, err := Alive(dir)
+		ready = r
+		return alive && r.Hash == hash, err
+	})
+	if err != nil {
+		return Ready{}, fmt.Errorf("wait for MPS daemon %s: %w", filepath.Base(dir), err)
+	}
+	return ready, nil
+}
+
+// lockInterval is how often a lock is checked: the kernel does not report its release.
+const lockInterval = 50 * time.Millisecond
+
+// watch calls done now and after each change in the directory, until it returns true or an error.
+func watch(ctx context.Context, dir string, done func() (bool, error)) error {
+	// In most cases there is nothing to wait for, and a watch would take longest.
+	if over, err := done(); over || err != nil {
+		return err
+	}
+	watcher := filewatch.New(ctx, filewatch.Options{Dirs: []string{dir}, Interval: lockInterval})
+	defer watcher.Close()
+	for {
+		if over, err := done(); over || err != nil {
+			return err
+		}
+		if _, err := os.Stat(dir); err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-watcher.C:
 		}
 	}
 }

@@ -9,15 +9,19 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"time"
 
+	"github.com/fsnotify/fsnotify"
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/tools/record"
+	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/filewatch"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
@@ -399,4 +403,38 @@ func (r *Reconciler) isReplaced(h ledger.Hold, holds []ledger.Hold) bool {
 
 func namesPod(h ledger.Hold, uid string) bool {
 	return slices.ContainsFunc(h.Pods, func(p ledger.Pod) bool { return p.UID == uid })
+}
+
+// watchKubeletFiles reports when kubelet writes its device checkpoint or its record of claims, also after its directories were
+// removed and created again.
+func (r *Reconciler) watchKubeletFiles(ctx context.Context) *filewatch.Watcher {
+	return filewatch.New(ctx, filewatch.Options{
+		Dirs:     []string{r.KubeletDir, filepath.Dir(podstate.DeviceCheckpointPath(r.KubeletDir))},
+		Interval: r.times.retry,
+		Relevant: func(event fsnotify.Event) bool { return relevant(r.KubeletDir, event) },
+	})
+}
+
+// relevant excludes most changes in kubelet's directory.
+func relevant(kubeletDir string, event fsnotify.Event) bool {
+	checkpoint := podstate.DeviceCheckpointPath(kubeletDir)
+	switch event.Name {
+	case checkpoint, filepath.Dir(checkpoint), podstate.ClaimStatePath(kubeletDir), kubeletDir:
+		return event.Op != fsnotify.Chmod
+	}
+	return false
+}
+
+// complaint logs an error once, until it changes.
+type complaint struct{ message, said string }
+
+func (c *complaint) say(ctx context.Context, err error) {
+	text := ""
+	if err != nil {
+		text = err.Error()
+	}
+	if err != nil && text != c.said {
+		klog.FromContext(ctx).Error(err, c.message)
+	}
+	c.said = text
 }
