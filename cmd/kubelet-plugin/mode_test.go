@@ -190,7 +190,7 @@ func TestModeChanges(t *testing.T) {
 		c.edit("tandem: {mode: Split, devices: [{match: {index: 7}, use: limits}]}")
 		c.rejects("no GPU of this node has index 7")
 		c.edit("tandem: {mode: Split, devices: [{match: {index: 0}, use: limits}, {match: {uuid: GPU-a}, use: claims}]}")
-		c.rejects("want different uses of GPU GPU-a")
+		c.rejects("set different uses for GPU GPU-a")
 		c.edit("tandem: {moed: Split}")
 		c.rejects("moed")
 		c.edit("tandem: {mode: DevicePluginOnly}")

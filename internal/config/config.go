@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package config turns defaults, the node configuration file, the environment, flags and the node's label into one validated
-// Config, in that order of growing precedence. It reads settings and does nothing with them.
+// Config. Each source overrides those before it. The package reads settings and does not act on them.
 package config
 
 import (
@@ -19,19 +19,19 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Config of the node agent. Paths are as the agent sees them unless they say otherwise.
+// Config of the node agent. Paths are those in the agent's container, unless the field's comment says "on the host".
 type Config struct {
 	ConfigFile string
 	NodeName   string
 	Kubeconfig string
 	Mode       Mode
 	Devices    []DeviceRule
-	// Strict has an effect in ModeDual only: the scheduler binds a pod when the node has reserved its devices.
+	// Strict makes the scheduler bind a pod only after the node has reserved its devices. It works in ModeDual only.
 	Strict bool
 
 	DriverName   string
 	ResourceName string
-	// MIGStrategy is how limits see partitions, as NVIDIA's device plugin has it.
+	// MIGStrategy is how the device plugin offers partitions; the values are those of NVIDIA's device plugin.
 	MIGStrategy device.MIGStrategy
 
 	KubeletDir string
@@ -39,7 +39,7 @@ type Config struct {
 	CDIDir     string
 	CgroupRoot string
 	SysfsRoot  string
-	// HostRoot is where the host's root is seen.
+	// HostRoot is where the host's root directory is mounted.
 	HostRoot string
 	// DriverRoot and DevRoot are "auto" or paths on the host.
 	DriverRoot string
@@ -54,18 +54,18 @@ type Config struct {
 	PassDeviceSpecs      bool
 	DeviceIDStrategy     string
 	CDIAnnotationPrefix  string
-	// AllocationPolicy is from which GPU limits get partitions first.
+	// AllocationPolicy selects the GPU from which the next pod gets a partition.
 	AllocationPolicy string
-	// Sharing is for the GPUs that no rule of Devices speaks of.
+	// Sharing applies to the GPUs that no rule of Devices matches.
 	Sharing NodeSharing
-	// FailRequestsGreaterThanOne refuses limits that ask for more than one replica.
+	// FailRequestsGreaterThanOne refuses containers that request more than one replica.
 	FailRequestsGreaterThanOne bool
 
 	HTTPEndpoint string
 	Verbosity    int
 }
 
-// Defaults are the settings of a node about which nothing was said.
+// Defaults returns the settings of a node without any configuration.
 func Defaults() Config {
 	return Config{
 		Mode:                 ModeDual,
@@ -109,7 +109,7 @@ func (l list) Set(s string) error {
 	return nil
 }
 
-// define makes the flags of the agent, with the values of c as defaults.
+// define adds the agent's flags. Their defaults are the values of c.
 func (c *Config) define(flags *flag.FlagSet) {
 	text := func(target *string, name, usage string) { flags.StringVar(target, name, *target, usage) }
 	text(&c.ConfigFile, "config", "node configuration `file` (version: v1)")
@@ -117,39 +117,39 @@ func (c *Config) define(flags *flag.FlagSet) {
 	text(&c.Kubeconfig, "kubeconfig", "kubeconfig `file`; empty inside a cluster")
 	text((*string)(&c.Mode), "mode", "`mode` of the node: "+join(Modes)+"; the node's label "+ModeLabel+" overrides it")
 	flags.BoolVar(&c.Strict, "strict", c.Strict,
-		"in mode Dual, let the scheduler wait until the node has reserved what it allocated (Kubernetes 1.36, up to 5 s a pod)")
+		"in mode Dual, the scheduler binds a pod only after the node has reserved its devices (Kubernetes 1.36, up to 5 s for each pod)")
 	text(&c.DriverName, "driver-name", "DRA driver `name`")
 	text(&c.ResourceName, "resource-name", "extended resource `name` of whole GPUs")
-	text((*string)(&c.MIGStrategy), "mig-strategy", "how limits get MIG partitions: `strategy` none, single or mixed")
+	text((*string)(&c.MIGStrategy), "mig-strategy", "how the device plugin offers MIG partitions: `strategy` none, single or mixed")
 	text(&c.KubeletDir, "kubelet-dir", "kubelet's root `directory`")
-	text(&c.RunDir, "run-dir", "`directory` of the ledger, on a tmpfs that ends with the boot")
+	text(&c.RunDir, "run-dir", "`directory` of the ledger's records, on a tmpfs")
 	text(&c.CDIDir, "cdi-dir", "`directory` for CDI specs")
 	text(&c.CgroupRoot, "cgroup-root", "`directory` where the host's cgroup file systems are mounted")
 	text(&c.SysfsRoot, "sysfs-root", "`directory` of sysfs")
-	text(&c.HostRoot, "host-root", "`directory` where the host's root is seen")
+	text(&c.HostRoot, "host-root", "`directory` where the host's root is mounted")
 	text(&c.DriverRoot, "driver-root", "`path` of the NVIDIA driver on the host, or auto")
 	text(&c.DevRoot, "dev-root", "`path` on the host below which dev/nvidia* are, or auto")
 	text(&c.NVML, "nvml", "auto, the `path` of a libnvidia-ml.so.1, or simulated:<profile>")
 	text(&c.CDIHook, "cdi-hook", "install, none, or the `path` of a nvidia-cdi-hook on the host")
 	text(&c.CDIHookSource, "cdi-hook-source", "`path` of the nvidia-cdi-hook to install")
 	flags.Var(list{&c.DeviceListStrategies}, "device-list-strategy",
-		"how limits get their GPUs: `list` of cdi-cri, cdi-annotations, envvar, volume-mounts")
+		"how the device plugin passes devices to containers: `list` of cdi-cri, cdi-annotations, envvar, volume-mounts")
 	flags.BoolVar(&c.PassDeviceSpecs, "pass-device-specs", c.PassDeviceSpecs,
-		"also answer limits with device nodes, which survives CPU Manager's updates without CDI")
-	text(&c.DeviceIDStrategy, "device-id-strategy", "`kind` of ID in what limits see: uuid or index")
+		"also return device nodes from Allocate: without CDI, containers need them to keep their GPUs after updates by the CPU Manager")
+	text(&c.DeviceIDStrategy, "device-id-strategy", "`kind` of device ID that containers get: uuid or index")
 	text(&c.CDIAnnotationPrefix, "cdi-annotation-prefix", "annotation `prefix` for cdi-annotations")
 	text(&c.AllocationPolicy, "shared-devices-allocation-policy",
-		"`policy` by which limits get partitions: distributed over the GPUs, or packed")
+		"`policy` by which the device plugin selects partitions: distributed over the GPUs, or packed")
 	text(&c.HTTPEndpoint, "http-endpoint", "`address` of /healthz, /readyz and /metrics; empty for none")
 	flags.IntVar(&c.Verbosity, "v", c.Verbosity, "log verbosity `level`")
 }
 
-// moreVariables are environment variables besides that of the flag's own name in upper snake case, mostly those of NVIDIA.
+// moreVariables are further environment variables of some flags. Most are NVIDIA's.
 var moreVariables = map[string]string{
 	"config": "CONFIG_FILE", "driver-root": "NVIDIA_DRIVER_ROOT", "dev-root": "NVIDIA_DEV_ROOT", "cdi-hook": "NVIDIA_CDI_HOOK_PATH",
 }
 
-// variables are the environment variables of a flag, the one with the highest precedence first.
+// variables returns the environment variables of a flag, the one with the highest precedence first.
 func variables(flag string) []string {
 	if flag == "v" {
 		return []string{"LOG_VERBOSITY"}
@@ -161,11 +161,10 @@ func variables(flag string) []string {
 	return names
 }
 
-// Load reads all sources and validates the outcome. Usage goes to stderr when the flags are wrong or -h asks for it
-// (flag.ErrHelp).
+// Load reads all sources and validates the result. It prints the usage to stderr if a flag is wrong, and for -h (flag.ErrHelp).
 func Load(args []string, lookupEnv func(string) (string, bool), stderr io.Writer) (Config, error) {
 	c := Defaults()
-	// The first round finds the file; the second puts environment and flags above it.
+	// The first pass finds the file. The second one applies environment and flags, which override the file.
 	if err := apply("kubelet-plugin", c.define, args, lookupEnv, stderr); err != nil {
 		return Config{}, err
 	}
@@ -186,7 +185,7 @@ func Load(args []string, lookupEnv func(string) (string, bool), stderr io.Writer
 	return c, nil
 }
 
-// apply sets what the environment and, above it, the arguments of a program say.
+// apply sets the flags of a program from the environment, and then from its arguments.
 func apply(program string, define func(*flag.FlagSet), args []string, lookupEnv func(string) (string, bool), stderr io.Writer) error {
 	flags := flag.NewFlagSet(program, flag.ContinueOnError)
 	flags.SetOutput(stderr)
@@ -217,21 +216,21 @@ func apply(program string, define func(*flag.FlagSet), args []string, lookupEnv 
 
 var deviceListStrategies = []string{"cdi-cri", "cdi-annotations", "envvar", "volume-mounts"}
 
-// problems collects what is wrong, each with the flag or the key of the file where it is.
+// problems collects errors. Each names the flag, or the key in the file.
 type problems []error
 
 func (p *problems) add(at, format string, args ...any) {
 	*p = append(*p, fmt.Errorf(at+": "+format, args...))
 }
 
-// name adds what a validation function of k8s.io/apimachinery returned for a name.
+// name adds the errors that a validation function of k8s.io/apimachinery returned for a name.
 func (p *problems) name(at, what, name string, wrong []string) {
 	if len(wrong) > 0 {
 		p.add(at, "%q is no %s: %s", name, what, strings.Join(wrong, "; "))
 	}
 }
 
-// path requires an absolute path or one of some words.
+// path requires an absolute path or one of the words.
 func (p *problems) path(at, path string, words ...string) {
 	if !filepath.IsAbs(path) && !slices.Contains(words, path) {
 		p.add(at, "%q is not %s", path, strings.Join(append([]string{"an absolute path"}, words...), " or "))
@@ -244,7 +243,7 @@ func oneOf[T ~string](p *problems, at string, value T, known ...T) {
 	}
 }
 
-// driverName requires a name that the API takes.
+// driverName requires a name that the API accepts.
 func (p *problems) driverName(name string) {
 	wrong := validation.IsDNS1123Subdomain(name)
 	if len(name) > validation.DNS1123LabelMaxLength {
@@ -253,7 +252,7 @@ func (p *problems) driverName(name string) {
 	p.name("--driver-name", "driver name", name, wrong)
 }
 
-// resourceName requires a name that the API takes.
+// resourceName requires a name that the API accepts.
 func (p *problems) resourceName(name string) {
 	if len(validation.IsQualifiedName(name)) > 0 || !strings.Contains(name, "/") {
 		p.add("--resource-name", "%q is no extended resource name <domain>/<name>", name)
@@ -298,7 +297,7 @@ func (c *Config) validate() error {
 	return errors.Join(p...)
 }
 
-// CheckDirectories verifies that what the node must provide is there.
+// CheckDirectories verifies that the node's directories exist.
 func (c *Config) CheckDirectories() error {
 	var p problems
 	check := func(flag, dir string) {

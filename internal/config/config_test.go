@@ -161,7 +161,7 @@ func TestFileErrors(t *testing.T) {
 		{"index in words", "tandem: {devices: [{match: {index: first}, use: claims}]}", "tandem.devices.match.index"},
 		{"no UUID", "tandem: {devices: [{match: {uuid: MIG-1}, use: claims}]}", `tandem.devices[0].match.uuid: "MIG-1" is no UUID`},
 		{"empty model", "tandem: {devices: [{match: {model: \"\"}, use: claims}]}", "tandem.devices[0].match.model: is empty"},
-		{"neither use nor mig", "tandem: {devices: [{match: {index: 0}}]}", "tandem.devices[0]: says nothing about its GPUs"},
+		{"neither use nor mig", "tandem: {devices: [{match: {index: 0}}]}", "tandem.devices[0]: has no effect: set use"},
 		{"use", "tandem: {devices: [{match: {index: 0}, use: both, mig: static}]}", `tandem.devices[0].use: "both" is not one of claims, limits, none`},
 		{"mig", "tandem: {devices: [{match: {index: 0}, mig: live}]}", `tandem.devices[0].mig: "live" is neither static nor dynamic`},
 		{"Split without a use", "tandem: {mode: Split, devices: [{match: {index: 0}, mig: dynamic}]}", "tandem.devices: is required"},

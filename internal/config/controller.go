@@ -13,17 +13,17 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// Controller is the configuration of the controller, the cluster's side.
+// Controller is the configuration of the controller.
 type Controller struct {
 	Kubeconfig   string
 	DriverName   string
 	ResourceName string
-	// Namespace and LeaseName name the Lease that one of several controllers holds; PodName is who holds it.
+	// Namespace and LeaseName name the Lease of the leader. PodName is the identity of this process.
 	Namespace string
 	LeaseName string
 	PodName   string
-	// DaemonPod is the template of MPS daemons' pods (corev1.PodTemplateSpec as JSON); empty where none are run. DaemonMemory is the
-	// limit of the memory that a daemon shares with its clients; empty for half of the node's.
+	// DaemonPod is the template of the pods of MPS daemons (corev1.PodTemplateSpec as JSON); empty for no daemons. DaemonMemory limits
+	// the memory that a daemon shares with its clients; empty for half of the node's.
 	DaemonPod    string
 	DaemonMemory string
 	// RunDir, KubeletDir and CDIDir are those of the node agents.
@@ -38,7 +38,7 @@ type Controller struct {
 	Verbosity    int
 }
 
-// ControllerDefaults are the settings of a controller about which nothing was said. They agree with those of the node agents.
+// ControllerDefaults returns the settings of a controller without any configuration. They match those of the node agents.
 func ControllerDefaults() Controller {
 	agent := Defaults()
 	return Controller{
@@ -53,25 +53,25 @@ func (c *Controller) define(flags *flag.FlagSet) {
 	text(&c.Kubeconfig, "kubeconfig", "kubeconfig `file`; empty inside a cluster")
 	text(&c.DriverName, "driver-name", "DRA driver `name` of the node agents")
 	text(&c.ResourceName, "resource-name", "extended resource `name` of whole GPUs")
-	text(&c.Namespace, "namespace", "`namespace` of the Lease by which one of several controllers leads")
+	text(&c.Namespace, "namespace", "`namespace` of the Lease of the leader")
 	text(&c.LeaseName, "lease-name", "`name` of that Lease")
 	text(&c.PodName, "pod-name",
-		"`name` under which this process holds the Lease: that of its pod, so that a restarted container leads at once")
+		"`name` of this process in the Lease: its pod's, so that a restarted container leads at once")
 	text(&c.DaemonPod, "mps-pod",
-		"template of the pods of MPS daemons, as `JSON`, without what the controller adds; empty for no daemons")
-	text(&c.DaemonMemory, "mps-shared-memory", "most `memory` that an MPS daemon shares with its clients; empty for half of the node's")
+		"template of the pods of MPS daemons, as `JSON`; empty for no daemons")
+	text(&c.DaemonMemory, "mps-shared-memory", "limit of the `memory` that an MPS daemon shares with its clients; empty for half of the node's")
 	text(&c.RunDir, "run-dir", "run `directory` of the node agents, on the nodes")
 	text(&c.KubeletDir, "kubelet-dir", "kubelet's `directory` on the nodes")
 	text(&c.CDIDir, "cdi-dir", "`directory` of the CDI specs on the nodes")
 	text(&c.WebhookName, "webhook-name",
-		"`name` of the Service, the Secret and the ValidatingWebhookConfiguration of the webhook that judges claim "+
-			"parameters when they are applied; empty for none")
+		"`name` of the Service, the Secret and the ValidatingWebhookConfiguration of the webhook that validates "+
+			"claim parameters; empty for none")
 	flags.IntVar(&c.WebhookPort, "webhook-port", c.WebhookPort, "`port` of that webhook")
 	text(&c.HTTPEndpoint, "http-endpoint", "`address` of /healthz, /readyz and /metrics; empty for none")
 	flags.IntVar(&c.Verbosity, "v", c.Verbosity, "log verbosity `level`")
 }
 
-// LoadController reads all sources and validates the outcome, as Load does for the node agent.
+// LoadController is Load for the controller.
 func LoadController(args []string, lookupEnv func(string) (string, bool), stderr io.Writer) (Controller, error) {
 	c := ControllerDefaults()
 	if err := apply("controller", c.define, args, lookupEnv, stderr); err != nil {
@@ -112,7 +112,7 @@ func (p *problems) cleanPath(at, path string) {
 	}
 }
 
-// SharedMemory is DaemonMemory as a quantity; nil where it is empty.
+// SharedMemory returns DaemonMemory as a quantity; nil if it is empty.
 func (c *Controller) SharedMemory() (*resource.Quantity, error) {
 	if c.DaemonMemory == "" {
 		return nil, nil

@@ -18,8 +18,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// file is the node configuration: the keys of NVIDIA's device plugin (version v1) and a section of our own. Keys of theirs
-// whose effect this version does not have are errors when they ask for something, never ignored in silence.
+// file is the node configuration: the keys of NVIDIA's device plugin (version v1) and the section "tandem". A key of NVIDIA's with
+// an effect that this version does not have is an error, unless its value is empty.
 type file struct {
 	Version   string          `json:"version"`
 	Flags     fileFlags       `json:"flags"`
@@ -29,7 +29,7 @@ type file struct {
 	Tandem    fileTandem      `json:"tandem"`
 }
 
-// fileFlags have no pointers: NVIDIA's tools write keys without a value, and no default is true.
+// fileFlags needs no pointers: NVIDIA's tools write keys without a value, and no default is true.
 type fileFlags struct {
 	MIGStrategy             device.MIGStrategy `json:"migStrategy"`
 	FailOnInitError         bool               `json:"failOnInitError"`
@@ -50,7 +50,7 @@ type fileFlags struct {
 		ContainerDriverRoot           string          `json:"containerDriverRoot"`
 		SharedDevicesAllocationPolicy string          `json:"sharedDevicesAllocationPolicy"`
 	} `json:"plugin"`
-	// GFD configures another component, which may share the file.
+	// GFD configures another component, which may use the same file.
 	GFD json.RawMessage `json:"gfd"`
 }
 
@@ -108,7 +108,7 @@ func (c *Config) parseFile(data []byte) error {
 	return errors.Join(c.setSharing(f.Sharing), c.setStrategies(plugin.DeviceListStrategy))
 }
 
-// moreThanOne finds a second YAML document, of which the parser would say nothing.
+// moreThanOne reports whether there is a second YAML document, which the parser would ignore.
 func moreThanOne(data []byte) bool {
 	documents := 0
 	content := false
@@ -142,8 +142,8 @@ func (c *Config) setStrategies(raw json.RawMessage) error {
 	return nil
 }
 
-// unsupported finds keys that ask for what this version does not do. Keys that ask for what is done anyway pass (failOnInitError:
-// the agent waits for a driver), and so do nvidiaCTKPath and containerDriverRoot, which --cdi-hook and --host-root replace.
+// unsupported returns an error for each key with an effect that this version does not have. It accepts failOnInitError, because
+// the agent waits for a driver anyway, and nvidiaCTKPath and containerDriverRoot, because --cdi-hook and --host-root replace them.
 func (f *file) unsupported() error {
 	var errs []error
 	if !slices.Contains([]string{"", "auto", "nvml"}, f.Flags.DeviceDiscoveryStrategy) {
@@ -169,7 +169,7 @@ func (f *file) unsupported() error {
 	return errors.Join(errs...)
 }
 
-// blank reports whether a section asks for nothing: absent, null, or only empty values all the way down.
+// blank reports whether a section is missing, null, or contains only empty values.
 func blank(raw json.RawMessage) bool {
 	if len(raw) == 0 {
 		return true

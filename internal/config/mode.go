@@ -12,10 +12,10 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// ModeLabel is the label by which a Node object overrides the mode of everything else that configures its agent.
+// ModeLabel is the label of a Node object that overrides the mode from all other sources.
 const ModeLabel = "tandem-gpu.dev/mode"
 
-// Mode says through which APIs a node serves its GPUs.
+// Mode selects the APIs through which a node serves its GPUs.
 type Mode string
 
 const (
@@ -31,7 +31,7 @@ const (
 	modeNone Mode = ""
 )
 
-// Modes are all that there are.
+// Modes are the modes that a configuration can set.
 var Modes = []Mode{ModeDual, ModeClaimsOnly, ModeDevicePluginOnly, ModeSplit}
 
 // Claims reports whether the node makes its GPUs, or some of them, available to new claims.
@@ -40,7 +40,7 @@ func (m Mode) Claims() bool { return m != ModeDevicePluginOnly && m != modeNone 
 // Limits reports whether the node makes its GPUs, or some of them, available to new limits.
 func (m Mode) Limits() bool { return m != ModeClaimsOnly && m != modeNone }
 
-// Use is the API that a GPU is for.
+// Use is the API that serves a GPU.
 type Use string
 
 const (
@@ -50,10 +50,10 @@ const (
 	UseNone Use = "none"
 )
 
-// DeviceRule says what some GPUs are for.
+// DeviceRule sets how the node uses the GPUs that match.
 type DeviceRule struct {
 	Match DeviceMatch `json:"match"`
-	// Use is read in ModeSplit, where GPUs that no rule gives a use are for claims; UseNone in every mode.
+	// Use applies in ModeSplit, where GPUs without a use serve claims. UseNone applies in every mode.
 	Use     Use          `json:"use,omitempty"`
 	MIG     MIGPolicy    `json:"mig,omitempty"`
 	Sharing *SharingRule `json:"sharing,omitempty"`
@@ -62,9 +62,9 @@ type DeviceRule struct {
 // DeviceMatch names GPUs by exactly one of its fields.
 type DeviceMatch struct {
 	UUID *string `json:"uuid,omitempty"`
-	// Index is NVML's; it can change over a reboot.
+	// Index is NVML's. It can change in a reboot.
 	Index *int `json:"index,omitempty"`
-	// Model is the product name, as the attribute productName has it.
+	// Model is the product name, as in the attribute productName.
 	Model *string `json:"model,omitempty"`
 }
 
@@ -92,7 +92,7 @@ func (m DeviceMatch) String() string {
 	return "nothing"
 }
 
-// check finds what is wrong with a rule whatever the node has.
+// check validates a rule without the node's GPUs.
 func (r DeviceRule) check(p *problems, at string) {
 	m := r.Match
 	keys := slices.DeleteFunc([]bool{m.UUID != nil, m.Index != nil, m.Model != nil}, func(set bool) bool { return !set })
@@ -109,7 +109,7 @@ func (r DeviceRule) check(p *problems, at string) {
 		p.add(at+".match.model", "is empty")
 	}
 	if r.Use == "" && r.MIG == "" && r.Sharing == nil {
-		p.add(at, "says nothing about its GPUs: want use, mig, sharing or several of them")
+		p.add(at, "has no effect: set use, mig, sharing or several of them")
 	}
 	if r.Use != "" {
 		oneOf(p, at+".use", r.Use, UseClaims, UseLimits, UseNone)
@@ -117,7 +117,7 @@ func (r DeviceRule) check(p *problems, at string) {
 	if r.Sharing != nil {
 		r.Sharing.check(p, at+".sharing")
 		if r.MIG == MIGDynamic && r.Sharing.policy().Shared() {
-			p.add(at+".sharing", "does not go with mig: dynamic: such a GPU is divided into partitions")
+			p.add(at+".sharing", "conflicts with mig: dynamic: a GPU with partitions on demand cannot be shared")
 		}
 	}
 	if r.MIG != "" && r.MIG != MIGStatic && r.MIG != MIGDynamic {
@@ -125,14 +125,14 @@ func (r DeviceRule) check(p *problems, at string) {
 	}
 }
 
-// checkMode checks mode and rules without the node's GPUs. Rules without Split are for nodes whose label says Split.
+// checkMode validates mode and rules without the node's GPUs. Rules with a use are valid in every mode: a node's label may set Split.
 func (c *Config) checkMode(p *problems) {
 	oneOf(p, "tandem.mode", c.Mode, Modes...)
 	for i, rule := range c.Devices {
 		rule.check(p, fmt.Sprintf("tandem.devices[%d]", i))
 	}
 	if c.Mode == ModeSplit && !slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.Use != "" && r.Use != UseNone }) {
-		p.add("tandem.devices", "is required by mode Split: say which GPUs are for limits")
+		p.add("tandem.devices", "is required by mode Split: set which GPUs serve limits")
 	}
 }
 
@@ -144,7 +144,7 @@ func join[T ~string](items []T) string {
 	return strings.Join(text, ", ")
 }
 
-// ForNode is the configuration with what the Node object's label says, if it is there. The receiver was validated before.
+// ForNode returns the configuration with the mode of the Node object's label, if there is one. The receiver must be valid.
 func (c Config) ForNode(label string, labelled bool) (Config, error) {
 	if !labelled {
 		return c, nil
@@ -158,22 +158,21 @@ func (c Config) ForNode(label string, labelled bool) (Config, error) {
 	return c, nil
 }
 
-// ServingNothing is the configuration of a node with an unknown mode: the agent offers no device and serves the holders that it
-// has.
+// ServingNothing returns the configuration of a node with an unknown mode: the agent offers no device and serves existing holders.
 func (c Config) ServingNothing() Config {
 	c.Mode = modeNone
 	return c
 }
 
-// Equal reports whether an agent would do the same with both.
+// Equal reports whether both have the same effect.
 func (c Config) Equal(other Config) bool { return reflect.DeepEqual(c, other) }
 
-// OfferedToClaims reports whether a GPU is for claims. It and OfferedToPods are pure.
+// OfferedToClaims reports whether a GPU serves claims. It and OfferedToPods are pure.
 func (c Config) OfferedToClaims(gpu device.GPU) bool {
 	return c.Mode.Claims() && !c.Excluded(gpu) && (c.Mode != ModeSplit || c.uses(gpu, UseClaims))
 }
 
-// OfferedToPods reports whether a GPU is for limits.
+// OfferedToPods reports whether a GPU serves pods with limits.
 func (c Config) OfferedToPods(gpu device.GPU) bool {
 	return c.Mode.Limits() && !c.Excluded(gpu) && (c.Mode != ModeSplit || c.uses(gpu, UseLimits))
 }
@@ -197,8 +196,8 @@ func (c Config) uses(gpu device.GPU, use Use) bool {
 	return matched || use == UseClaims
 }
 
-// CheckDevices checks the rules against the GPUs of the node: two rules must not disagree about a GPU, and in Split each rule with a
-// use must match one. A rule about MIG alone may match none: one configuration may serve nodes of several models.
+// CheckDevices validates the rules against the node's GPUs: two rules must not contradict each other for a GPU, and in Split each
+// rule with a use must match a GPU. A rule with mig alone may match none: one configuration may serve nodes of several models.
 func (c Config) CheckDevices(inv device.Inventory) error {
 	errs := []error{c.CheckContradictions(inv)}
 	for i, rule := range c.Devices {
@@ -209,14 +208,14 @@ func (c Config) CheckDevices(inv device.Inventory) error {
 	return errors.Join(errs...)
 }
 
-// mustMatch reports whether it is a mistake when a rule matches no GPU.
+// mustMatch reports whether a rule that matches no GPU is an error.
 func (c Config) mustMatch(rule DeviceRule) bool { return c.Mode == ModeSplit && rule.Use != "" }
 
 func unmatched(i int, rule DeviceRule) error {
 	return fmt.Errorf("tandem.devices[%d].match: no GPU of this node has %s", i, rule.Match)
 }
 
-// CheckContradictions is CheckDevices without the rules that match nothing: their GPU may be lost for now.
+// CheckContradictions is CheckDevices, but rules may match nothing: their GPU may be missing for a while.
 func (c Config) CheckContradictions(inv device.Inventory) error {
 	var errs []error
 	for _, gpu := range inv.GPUs {
@@ -239,7 +238,7 @@ func (c Config) CheckContradictions(inv device.Inventory) error {
 	return errors.Join(errs...)
 }
 
-// disagreements are the rules that want something else of a GPU than the first that wants anything.
+// disagreements returns an error for each rule that contradicts the first rule for a GPU.
 func (c Config) disagreements(gpu device.GPU, what string, wants func(DeviceRule) string) []error {
 	var errs []error
 	first := -1
@@ -249,25 +248,25 @@ func (c Config) disagreements(gpu device.GPU, what string, wants func(DeviceRule
 		case first < 0:
 			first = i
 		case wants(c.Devices[first]) != wants(rule):
-			errs = append(errs, fmt.Errorf("tandem.devices[%d] (%s) and tandem.devices[%d] (%s) want %s of GPU %s (index %d)",
+			errs = append(errs, fmt.Errorf("tandem.devices[%d] (%s) and tandem.devices[%d] (%s) set %s for GPU %s (index %d)",
 				first, c.Devices[first].Match, i, rule.Match, what, gpu.UUID, gpu.Index))
 		}
 	}
 	return errs
 }
 
-// MIGPolicy says who makes the partitions of a GPU.
+// MIGPolicy selects who creates the partitions of a GPU.
 type MIGPolicy string
 
 const (
-	// MIGStatic leaves them to the administrator. It is what holds for a GPU that no rule speaks of.
+	// MIGStatic leaves them to the administrator. It is the default.
 	MIGStatic MIGPolicy = "static"
-	// MIGDynamic has them made when a claim asks for one, and destroyed when the claim is gone.
+	// MIGDynamic creates a partition for a claim, and destroys it after the claim's last use.
 	MIGDynamic MIGPolicy = "dynamic"
 )
 
-// Dynamic reports whether partitions of a GPU are made as claims ask for them. It is pure, and the same in every mode: claims
-// that have partitions keep them when the mode changes. A GPU about which rules disagree is static.
+// Dynamic reports whether partitions of a GPU are created for claims. It is pure and does not depend on the mode: claims keep their
+// partitions when the mode changes. A GPU with contradicting rules is static.
 func (c Config) Dynamic(gpu device.GPU) bool {
 	wants := func(policy MIGPolicy) bool {
 		return slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.MIG == policy && r.Match.matches(gpu) })
@@ -275,8 +274,8 @@ func (c Config) Dynamic(gpu device.GPU) bool {
 	return gpu.MIGCapable && wants(MIGDynamic) && !wants(MIGStatic)
 }
 
-// CheckDynamic says which rules ask in vain for partitions to be made. That is no mistake where one configuration serves nodes of
-// several models, and a misspelt model looks the same. What CheckDevices says of a rule is not said again.
+// CheckDynamic returns an error for each rule with mig: dynamic that has no effect on this node. The model may be misspelt, or the
+// configuration may serve nodes of several models. It omits rules that CheckDevices reports.
 func (c Config) CheckDynamic(inv device.Inventory) error {
 	var errs []error
 	for i, rule := range c.Devices {
@@ -292,7 +291,7 @@ func (c Config) CheckDynamic(inv device.Inventory) error {
 	return errors.Join(errs...)
 }
 
-// Resources are the extended resources by which limits ask for the node's devices.
+// Resources are the extended resources of the node's devices.
 func (c Config) Resources() device.Resources {
 	return device.Resources{GPU: c.ResourceName, Strategy: c.MIGStrategy}
 }

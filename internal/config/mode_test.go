@@ -64,11 +64,11 @@ func TestCheckDevices(t *testing.T) {
 		{"another mode", "mode: Dual, devices: [{match: {index: 9}, use: limits}]", nil, false},
 		{"MIG alone for another model", "mode: Split, devices: [{match: {index: 0}, use: limits}, {match: {model: A30}, mig: dynamic}]", nil, false},
 		{"contradiction about MIG", "devices: [{match: {model: NVIDIA L40S}, mig: dynamic}, {match: {index: 2}, use: limits}, {match: {uuid: GPU-d}, mig: static}]",
-			[]string{`tandem.devices[0] (model "NVIDIA L40S") and tandem.devices[2] (uuid GPU-d) want both static and dynamic MIG of GPU GPU-d (index 3)`}, true},
+			[]string{`tandem.devices[0] (model "NVIDIA L40S") and tandem.devices[2] (uuid GPU-d) set both static and dynamic MIG for GPU GPU-d (index 3)`}, true},
 		{"no such GPU", "mode: Split, devices: [{match: {index: 0}, use: limits}, {match: {index: 4}, use: claims}, {match: {model: L4}, use: claims}]",
 			[]string{"tandem.devices[1].match: no GPU of this node has index 4", `tandem.devices[2].match: no GPU of this node has model "L4"`}, false},
 		{"contradiction", "mode: Split, devices: [{match: {model: NVIDIA L40S}, use: limits}, {match: {uuid: GPU-d}, use: claims}]",
-			[]string{`tandem.devices[0] (model "NVIDIA L40S") and tandem.devices[1] (uuid GPU-d) want different uses of GPU GPU-d (index 3)`}, true},
+			[]string{`tandem.devices[0] (model "NVIDIA L40S") and tandem.devices[1] (uuid GPU-d) set different uses for GPU GPU-d (index 3)`}, true},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {

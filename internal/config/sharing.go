@@ -15,36 +15,36 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// SharingRule says how the GPUs of a DeviceRule are shared.
+// SharingRule sets how the GPUs of a DeviceRule are shared.
 type SharingRule struct {
-	// Strategy is TimeSlicing or MPS, or None for GPUs that are never shared.
+	// Strategy is TimeSlicing, MPS, or None.
 	Strategy device.SharingStrategy `json:"strategy"`
-	// Interval belongs to TimeSlicing: Default, Short, Medium or Long.
+	// Interval is for TimeSlicing: Default, Short, Medium or Long.
 	Interval string `json:"interval,omitempty"`
-	// Replicas is as how many devices limits see each: 2 or more, or none.
+	// Replicas is the number of devices that the device plugin offers for each GPU: 2 or more, or zero for no replicas.
 	Replicas int `json:"replicas,omitempty"`
-	// MemoryShares lets claims ask for a part of the memory (capacity.requests.memory).
+	// MemoryShares lets claims request a part of the memory (capacity.requests.memory).
 	MemoryShares bool `json:"memoryShares,omitempty"`
 }
 
-// notShared is the strategy of a rule against sharing.
+// notShared is the strategy of a rule that excludes sharing.
 const notShared device.SharingStrategy = "None"
 
 func (r SharingRule) check(p *problems, at string) {
 	if r.Strategy == notShared {
 		if r != (SharingRule{Strategy: notShared}) {
-			p.add(at, "strategy None shares nothing: remove interval, replicas and memoryShares")
+			p.add(at, "strategy None excludes sharing: remove interval, replicas and memoryShares")
 		}
 		return
 	}
 	oneOf(p, at+".strategy", r.Strategy, device.TimeSlicing, device.MPS, notShared)
 	if r.Replicas == 0 && !r.MemoryShares {
-		p.add(at, "shares nothing: want replicas (for limits), memoryShares (for claims) or both")
+		p.add(at, "has no effect: set replicas (for limits), memoryShares (for claims) or both")
 	}
 	if r.Interval != "" {
 		oneOf(p, at+".interval", r.Interval, device.Intervals...)
 		if r.Strategy == device.MPS {
-			p.add(at+".interval", "belongs to strategy %s: by %s processes run at once", device.TimeSlicing, device.MPS)
+			p.add(at+".interval", "is for strategy %s: with %s processes run at the same time", device.TimeSlicing, device.MPS)
 		}
 	}
 	if r.Replicas != 0 && r.Replicas < 2 {
@@ -57,9 +57,9 @@ func (r SharingRule) check(p *problems, at string) {
 
 const tooFew = "number of replicas must be >= 2"
 
-var tooManyClients = fmt.Sprintf("maximum allowed replicas is %d with MPS, which lets no more processes share a GPU", device.MPSClients)
+var tooManyClients = fmt.Sprintf("maximum allowed replicas is %d with MPS, the most clients that a daemon serves", device.MPSClients)
 
-// policy of the rule, for a GPU.
+// policy returns the rule's policy for one GPU.
 func (r SharingRule) policy() device.Sharing {
 	if r.Strategy == notShared {
 		return device.Sharing{}
@@ -90,35 +90,35 @@ type fileSharedResource struct {
 	Replicas *int            `json:"replicas"`
 }
 
-// NodeSharing is how limits share the GPUs that no rule speaks of, in NVIDIA's words.
+// NodeSharing is how pods share the GPUs that no rule matches, with NVIDIA's keys.
 type NodeSharing struct {
 	Strategy  device.SharingStrategy
 	Resources []SharedResource
 }
 
-// SharedResource is what is shared of the devices of one resource.
+// SharedResource is how the devices of one resource are shared.
 type SharedResource struct {
 	Name     string
 	Replicas device.Replicas
-	// GPUs by UUID or index; nil for all. First is how many instead, from the lowest index up.
+	// GPUs by UUID or index; nil for all. First, if it is not zero, is the number of GPUs instead, from the lowest index.
 	GPUs  []string
 	First int
 }
 
-// setSharing takes the section of NVIDIA's device plugin.
+// setSharing reads the section of NVIDIA's device plugin.
 func (c *Config) setSharing(f fileSharing) error {
 	section, path, strategy := f.TimeSlicing, "sharing.timeSlicing", device.TimeSlicing
 	switch {
 	case f.MPS == nil, section != nil && len(f.MPS.Resources) == 0:
 	case section != nil && len(section.Resources) > 0:
-		return errors.New("sharing.mps: sharing.timeSlicing says how GPUs are shared already: want one of the two")
+		return errors.New("sharing.mps: conflicts with sharing.timeSlicing: set one of the two")
 	default:
 		section, path, strategy = f.MPS, "sharing.mps", device.MPS
 	}
 	if section == nil {
 		return nil
 	}
-	// It holds for the replicas of rules as well.
+	// It applies to the replicas of rules, too.
 	c.FailRequestsGreaterThanOne = ptr.Deref(section.FailRequestsGreaterThanOne, false)
 	if strategy == device.MPS && !ptr.Deref(section.FailRequestsGreaterThanOne, true) {
 		return fmt.Errorf("%s.failRequestsGreaterThanOne: false is not supported: a container can be the client of one MPS daemon", path)
@@ -177,7 +177,7 @@ func (c *Config) sharedResource(r fileSharedResource, renamed bool) (SharedResou
 	return shared, shared.setDevices(r.Devices)
 }
 
-// setDevices takes "all", a number, or a list of UUIDs and indices of GPUs.
+// setDevices reads "all", a number, or a list of UUIDs and indices of GPUs.
 func (s *SharedResource) setDevices(raw json.RawMessage) error {
 	if len(raw) == 0 || string(raw) == "null" {
 		return nil
@@ -202,20 +202,20 @@ func (s *SharedResource) setDevices(raw json.RawMessage) error {
 	for i, item := range list {
 		text := fmt.Sprint(item)
 		if _, isIndex := strconv.Atoi(text); isIndex != nil && !strings.HasPrefix(text, "GPU-") {
-			return fmt.Errorf("devices[%d]: %q is neither the index of a GPU nor its UUID (the partitions of a GPU are shared alike)", i, text)
+			return fmt.Errorf("devices[%d]: %q is neither the index of a GPU nor its UUID (all partitions of a GPU are shared in the same way)", i, text)
 		}
 		s.GPUs = append(s.GPUs, text)
 	}
 	return nil
 }
 
-// ambiguous finds a resource of which two entries say how it is shared, where they do not name different GPUs.
+// ambiguous returns an error if two entries set the same resource for the same GPU.
 func (s NodeSharing) ambiguous(path string) error {
 	for i, r := range s.Resources {
 		for j, other := range s.Resources[:i] {
 			apart := r.GPUs != nil && other.GPUs != nil && !slices.ContainsFunc(r.GPUs, func(g string) bool { return slices.Contains(other.GPUs, g) })
 			if r.Name == other.Name && !apart {
-				return fmt.Errorf("%s.resources[%d] and %s.resources[%d] both say how %s is shared", path, j, path, i, r.Name)
+				return fmt.Errorf("%s.resources[%d] and %s.resources[%d] both set %s", path, j, path, i, r.Name)
 			}
 		}
 	}

@@ -93,24 +93,24 @@ func TestSharingErrors(t *testing.T) {
 		resource("name: gpu, replicas: 2, devices: 0"):                                                                  "devices set as '0' but a count of devices must be > 0",
 		resource("name: gpu, replicas: 2, devices: {a: b}"):                                                             "devices: unrecognized type for devices spec",
 		resource("name: gpu, replicas: 2, devices: []"):                                                                 "devices: unrecognized type for devices spec: []",
-		resource("name: gpu, replicas: 2}, {name: gpu, replicas: 4, devices: [0]"):                                      "sharing.timeSlicing.resources[0] and sharing.timeSlicing.resources[1] both say how nvidia.com/gpu is shared",
+		resource("name: gpu, replicas: 2}, {name: gpu, replicas: 4, devices: [0]"):                                      "sharing.timeSlicing.resources[0] and sharing.timeSlicing.resources[1] both set nvidia.com/gpu",
 		resource(`name: gpu, replicas: 2, devices: [0, "0:1"]`):                                                         `devices[1]: "0:1" is neither the index of a GPU nor its UUID`,
 		resource("name: gpu, replicas: 2, shares: 3"):                                                                   `unknown field "sharing.timeSlicing.resources[0].shares"`,
 		"sharing: {mps: {renameByDefault: true}}":                                                                       "sharing.mps.resources: no resources specified",
 		"sharing: {mps: {resources: [{name: gpu, replicas: 49}]}}":                                                      "sharing.mps.resources[0].replicas: maximum allowed replicas is 48 with MPS",
 		"sharing: {mps: {resources: [{name: mig-1g.6gb, replicas: 2}]}}":                                                "sharing.mps.resources[0].name: sharing using MPS is not supported for MIG devices",
 		"sharing: {mps: {failRequestsGreaterThanOne: false, resources: [{name: gpu, replicas: 2}]}}":                    "sharing.mps.failRequestsGreaterThanOne: false is not supported",
-		"sharing: {mps: {resources: [{name: gpu, replicas: 2}]}, timeSlicing: {resources: [{name: gpu, replicas: 2}]}}": "sharing.mps: sharing.timeSlicing says how GPUs are shared already",
+		"sharing: {mps: {resources: [{name: gpu, replicas: 2}]}, timeSlicing: {resources: [{name: gpu, replicas: 2}]}}": "sharing.mps: conflicts with sharing.timeSlicing",
 		rule("strategy: Fair, replicas: 2"):                                                                             `tandem.devices[0].sharing.strategy: "Fair" is not one of TimeSlicing, MPS, None`,
-		rule("strategy: MPS"):                                                                                           "tandem.devices[0].sharing: shares nothing",
+		rule("strategy: MPS"):                                                                                           "tandem.devices[0].sharing: has no effect",
 		rule("strategy: MPS, replicas: 49"):                                                                             "tandem.devices[0].sharing.replicas: maximum allowed replicas is 48 with MPS",
-		rule("strategy: MPS, replicas: 2, interval: Short"):                                                             "tandem.devices[0].sharing.interval: belongs to strategy TimeSlicing",
+		rule("strategy: MPS, replicas: 2, interval: Short"):                                                             "tandem.devices[0].sharing.interval: is for strategy TimeSlicing",
 		rule("replicas: 2"):                                                                                             `tandem.devices[0].sharing.strategy: "" is not one of`,
-		rule("strategy: TimeSlicing"):                                                                                   "tandem.devices[0].sharing: shares nothing",
+		rule("strategy: TimeSlicing"):                                                                                   "tandem.devices[0].sharing: has no effect",
 		rule("strategy: TimeSlicing, replicas: 1"):                                                                      "tandem.devices[0].sharing.replicas: number of replicas must be >= 2",
 		rule("strategy: TimeSlicing, replicas: 2, interval: Slow"):                                                      `tandem.devices[0].sharing.interval: "Slow" is not one of Default, Short, Medium, Long`,
-		rule("strategy: None, replicas: 2"):                                                                             "tandem.devices[0].sharing: strategy None shares nothing",
-		"tandem: {devices: [{match: {index: 2}, mig: dynamic, sharing: {strategy: TimeSlicing, memoryShares: true}}]}":  "tandem.devices[0].sharing: does not go with mig: dynamic",
+		rule("strategy: None, replicas: 2"):                                                                             "tandem.devices[0].sharing: strategy None excludes sharing",
+		"tandem: {devices: [{match: {index: 2}, mig: dynamic, sharing: {strategy: TimeSlicing, memoryShares: true}}]}":  "tandem.devices[0].sharing: conflicts with mig: dynamic",
 	} {
 		if _, err := loadFile(t, content); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s:\ngot  %v\nwant %s", content, err, want)
@@ -122,7 +122,7 @@ func TestSharingErrors(t *testing.T) {
 func TestSharingContradictions(t *testing.T) {
 	shared := "sharing: {strategy: TimeSlicing, memoryShares: true}"
 	for content, want := range map[string]string{
-		"tandem: {devices: [{match: {index: 0}, " + shared + "}, {match: {model: NVIDIA L4}, sharing: {strategy: None}}]}": "want different sharing of GPU GPU-a",
+		"tandem: {devices: [{match: {index: 0}, " + shared + "}, {match: {model: NVIDIA L4}, sharing: {strategy: None}}]}": "set different sharing for GPU GPU-a",
 		"tandem: {devices: [{match: {index: 2}, mig: dynamic}, {match: {model: NVIDIA A30}, " + shared + "}]}":             "GPU GPU-c (index 2) cannot be shared and have MIG partitions on demand",
 	} {
 		c, err := loadFile(t, content)
