@@ -1,10 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Package v1alpha1 is the API group tandem-gpu.dev/v1alpha1 with its kind GPUNode. A field with omitempty is
+// optional.
+//
+// +kubebuilder:object:generate=true
+// +groupName=tandem-gpu.dev
 package v1alpha1
 
 import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+)
+
+//go:generate env GOWORK=off go tool -modfile=../../../hack/tools/go.mod controller-gen object crd paths=. output:crd:dir=../../../deployments/helm/tandem/files
+
+var (
+	// GroupVersion of everything in this package.
+	GroupVersion = schema.GroupVersion{Group: "tandem-gpu.dev", Version: "v1alpha1"}
+	// Resource is the plural name under which the API server serves GPUNodes.
+	Resource = GroupVersion.WithResource("gpunodes")
+
+	// SchemeBuilder registers the types of this package.
+	SchemeBuilder = runtime.NewSchemeBuilder(func(s *runtime.Scheme) error {
+		s.AddKnownTypes(GroupVersion, &GPUNode{}, &GPUNodeList{})
+		metav1.AddToGroupVersion(s, GroupVersion)
+		return nil
+	})
+	// AddToScheme registers the types of this package with a scheme.
+	AddToScheme = SchemeBuilder.AddToScheme
 )
 
 // GPUNode reports which pod has which GPU of a node, and which GPUs the scheduler has allocated. It has the name of its Node, which
@@ -46,13 +71,11 @@ type GPUNodeSpec struct {
 	// Claims that are allocated devices of this node. Their GPUs are withdrawn from the extended resource before kubelet prepares the
 	// claims. The node's ledger decides who gets a GPU, whatever this list contains.
 	//
-	// +optional
 	// +listType=map
 	// +listMapKey=uid
 	Claims []AllocatedClaim `json:"claims,omitempty"`
 	// Daemons of status.daemons whose pods do not run, with the reason.
 	//
-	// +optional
 	// +listType=map
 	// +listMapKey=name
 	Daemons []WaitingDaemon `json:"daemons,omitempty"`
@@ -77,12 +100,10 @@ type AllocatedClaim struct {
 	// Pools of the devices, sorted: the pool of the node, or those of its dynamic GPUs. A controller of an older version does not
 	// write them.
 	//
-	// +optional
 	// +listType=set
 	Pools []string `json:"pools,omitempty"`
 	// Shares of the devices that the claim has in part. It has the other devices whole.
 	//
-	// +optional
 	// +listType=map
 	// +listMapKey=device
 	Shares []AllocatedShare `json:"shares,omitempty"`
@@ -99,52 +120,36 @@ type AllocatedShare struct {
 // GPUNodeStatus is what the node's agent reports, at most once a second on average.
 type GPUNodeStatus struct {
 	// Mode is which APIs the node serves: Dual, ClaimsOnly, DevicePluginOnly or Split.
-	//
-	// +optional
 	Mode string `json:"mode,omitempty"`
 	// ObservedGeneration of the spec that the agent acts on.
-	//
-	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 	// Counts of GPUs. Each GPU counts once, as the first that applies of unhealthy, claims, pods and free. It is free if it has no
 	// holder, and no partition of it has one.
-	//
-	// +optional
 	Counts DeviceCounts `json:"counts,omitempty"`
 	// Partitions counts the existing MIG partitions in the same way. It is absent if there are none.
-	//
-	// +optional
 	Partitions *DeviceCounts `json:"partitions,omitempty"`
 	// Holders of all devices in one line, for kubectl get -o wide: "gpu-0=default/train(claim) gpu-7=default/infer(pod)".
-	//
-	// +optional
 	Holders string `json:"holders,omitempty"`
 	// ExtendedResource is the extended resource of whole GPUs, and of partitions with migStrategy single. It is empty if the node does
 	// not serve the device plugin API, as while no agent runs. Each device has its own resource in devices.
-	//
-	// +optional
 	ExtendedResource string `json:"extendedResource,omitempty"`
 	// Devices of the node, by name.
 	//
-	// +optional
 	// +listType=map
 	// +listMapKey=name
 	Devices []DeviceStatus `json:"devices,omitempty"`
 	// Conflicts are claims that were allocated a device which another holder has.
 	//
-	// +optional
 	// +listType=map
 	// +listMapKey=uid
 	Conflicts []ConflictingClaim `json:"conflicts,omitempty"`
 	// Daemons that the node requests. The controller runs a pod for each of them.
 	//
-	// +optional
 	// +listType=map
 	// +listMapKey=name
 	Daemons []MPSDaemon `json:"daemons,omitempty"`
 	// UnknownDaemons are daemons that may run and whose settings the agent cannot read. The controller does not change their pods.
 	//
-	// +optional
 	// +listType=set
 	UnknownDaemons []string `json:"unknownDaemons,omitempty"`
 }
@@ -163,25 +168,20 @@ type MPSDaemon struct {
 	Devices []string `json:"devices"`
 	// ActiveThreadPercentage is the share of the multiprocessors that a client gets. The default is the daemon's.
 	//
-	// +optional
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=100
 	ActiveThreadPercentage *int32 `json:"activeThreadPercentage,omitempty"`
 	// PinnedMemoryMiB limits a client's memory on each device, in MiB and in the order of devices. 0 is no limit. It is absent if no
 	// device has a limit.
 	//
-	// +optional
 	// +listType=atomic
 	PinnedMemoryMiB []int64 `json:"pinnedMemoryMiB,omitempty"`
 	// MultiUser allows clients of several users at the same time.
-	//
-	// +optional
 	MultiUser bool `json:"multiUser,omitempty"`
 	// DriverRoot is the host's directory with the driver's files.
 	DriverRoot string `json:"driverRoot"`
 	// Generation distinguishes this daemon from earlier daemons of the same name, which have ended.
 	//
-	// +optional
 	// +kubebuilder:validation:Minimum=0
 	Generation int64 `json:"generation,omitempty"`
 }
@@ -201,42 +201,25 @@ type DeviceStatus struct {
 	Name string `json:"name"`
 	UUID string `json:"uuid"`
 	// Parent is the name of a partition's GPU; empty for a GPU.
-	//
-	// +optional
 	Parent string `json:"parent,omitempty"`
 	// Profile of a partition, such as 1g.10gb; empty for a GPU.
-	//
-	// +optional
 	Profile string `json:"profile,omitempty"`
 	// Model is the product name.
-	//
-	// +optional
 	Model string `json:"model,omitempty"`
 	// UnhealthyReason is why the device is unhealthy, in one line; empty if it is healthy.
-	//
-	// +optional
 	UnhealthyReason string `json:"unhealthyReason,omitempty"`
 	// Holders of the device. The holders of a partition are listed with the partition.
 	//
-	// +optional
 	// +listType=atomic
 	Holders []DeviceHolder `json:"holders,omitempty"`
 	// ExtendedResource is the extended resource of the device; empty if it has none.
-	//
-	// +optional
 	ExtendedResource string `json:"extendedResource,omitempty"`
 	// ExtendedResourceState is what kubelet's device manager reports of the device. The agent sets Withdrawn before kubelet reports
 	// it. It is empty if the device has no extended resource, and until kubelet reports it.
-	//
-	// +optional
 	ExtendedResourceState ExtendedResourceState `json:"extendedResourceState,omitempty"`
 	// Excluded is set if the node's configuration excludes the device from both APIs. It is in no count.
-	//
-	// +optional
 	Excluded bool `json:"excluded,omitempty"`
 	// Sharing is how several holders share the device; absent if they cannot.
-	//
-	// +optional
 	Sharing *DeviceSharing `json:"sharing,omitempty"`
 }
 
@@ -245,22 +228,14 @@ type DeviceSharing struct {
 	// Strategy is TimeSlicing or MPS. It is empty if the device is no longer shared and pods still have shares of it.
 	Strategy string `json:"strategy"`
 	// MemoryShares is set if claims can request a part of the memory.
-	//
-	// +optional
 	MemoryShares bool `json:"memoryShares,omitempty"`
 	// Memory of the device in bytes, which all shares together cannot exceed.
 	Memory int64 `json:"memory"`
 	// Replicas that the extended resource offers of the device; absent if it offers the whole device.
-	//
-	// +optional
 	Replicas int32 `json:"replicas,omitempty"`
 	// ReplicaMemory is the memory of each replica in bytes.
-	//
-	// +optional
 	ReplicaMemory int64 `json:"replicaMemory,omitempty"`
 	// Allocatable is how many replicas kubelet's device manager reports as allocatable.
-	//
-	// +optional
 	Allocatable int32 `json:"allocatable,omitempty"`
 }
 
@@ -306,22 +281,14 @@ type DeviceHolder struct {
 	Kind  HolderKind `json:"kind"`
 	State HoldState  `json:"state"`
 	// Memory of the holder's share in bytes; absent for the whole device.
-	//
-	// +optional
 	Memory int64 `json:"memory,omitempty"`
 	// UID of the claim; empty for a pod.
-	//
-	// +optional
 	UID types.UID `json:"uid,omitempty"`
 	// Namespace and Name of the claim; empty for a pod.
-	//
-	// +optional
 	Namespace string `json:"namespace,omitempty"`
-	// +optional
 	Name string `json:"name,omitempty"`
 	// Pods that use the device, as far as the agent has found them.
 	//
-	// +optional
 	// +listType=atomic
 	Pods []PodReference `json:"pods,omitempty"`
 }
@@ -330,10 +297,7 @@ type DeviceHolder struct {
 type PodReference struct {
 	UID types.UID `json:"uid"`
 	// Namespace and Name are empty while only the UID is known.
-	//
-	// +optional
 	Namespace string `json:"namespace,omitempty"`
-	// +optional
 	Name string `json:"name,omitempty"`
 }
 
@@ -348,7 +312,6 @@ type ConflictingClaim struct {
 	Devices []string `json:"devices"`
 	// Pods that had the claim reserved when its Prepare was refused, by UID. The claim may be in preparation for a later pod.
 	//
-	// +optional
 	// +listType=set
 	Pods []types.UID `json:"pods,omitempty"`
 	// Since is when the conflict became permanent.
