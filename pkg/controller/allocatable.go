@@ -215,7 +215,6 @@ func (r *allocatable) register(m manager.Manager) error {
 	return builder.ControllerManagedBy(m).Named("allocatable").
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver)).
-		WatchesRawSource(r.claims.source()).
 		WatchesRawSource(r.breaker.source()).
 		Watches(&corev1.Node{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(reported)).
 		WithOptions(options(4)).

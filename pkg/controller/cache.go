@@ -5,7 +5,6 @@ package controller
 import (
 	"context"
 	"fmt"
-	"sync"
 
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 	batchv1 "k8s.io/api/batch/v1"
@@ -18,13 +17,10 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	toolscache "k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/predicate"
-	"sigs.k8s.io/controller-runtime/pkg/reconcile"
-	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -176,29 +172,6 @@ func trimPod(pod *corev1.Pod) {
 type claimReader struct {
 	client client.Reader
 	driver string
-	// index adds the index once, when the first reconciler that needs it starts. Adding it earlier would wait for the cache before
-	// the manager runs.
-	index func() error
-}
-
-func newClaimReader(reader client.Reader, indexer client.FieldIndexer, driver string) claimReader {
-	return claimReader{reader, driver, sync.OnceValue(func() error {
-		err := indexer.IndexField(context.Background(), &resourceapi.ResourceClaim{}, nodeIndex, func(o client.Object) []string {
-			if claim, ok := o.(*resourceapi.ResourceClaim); ok {
-				return nodesOf(claim, driver)
-			}
-			return nil
-		})
-		if err != nil {
-			return fmt.Errorf("index claims: %w", err)
-		}
-		return nil
-	})}
-}
-
-// source returns a source without events. It starts a reconciler's workers after the claims are indexed.
-func (r claimReader) source() source.Source {
-	return source.Func(func(context.Context, workqueue.TypedRateLimitingInterface[reconcile.Request]) error { return r.index() })
 }
 
 // on returns the claims with devices of a node.

@@ -12,10 +12,12 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
+	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -129,17 +131,14 @@ func New(c Config) (*Controller, error) {
 
 // register adds the reconcilers.
 func (c *Controller) register(config Config) error {
-	measured, err := newMetrics(config.Registerer)
-	if err != nil {
-		return err
-	}
-	if err := c.manager.Add(filler{c}); err != nil {
+	if err := c.manager.Add(filler{c, config.DriverName}); err != nil {
 		return fmt.Errorf("add runnable: %w", err)
 	}
+	measured := newMetrics(config.Registerer)
 	config.Daemons.Namespace = config.Namespace
 	writer, live := c.manager.GetClient(), c.manager.GetAPIReader()
 	recorder := c.manager.GetEventRecorder("tandem-controller")
-	claims := newClaimReader(writer, c.manager.GetFieldIndexer(), config.DriverName)
+	claims := claimReader{writer, config.DriverName}
 	breaker := newBreaker(writer, live, config.limits(), measured, time.Now)
 	for _, r := range []interface{ register(manager.Manager) error }{
 		&relay{client: writer, claims: claims},
@@ -170,16 +169,29 @@ func options(workers int) ctrlcontroller.Options {
 	}
 }
 
-// filler starts the informers in every replica, so that a new leader has filled caches. It closes synced once they are filled. It is
-// a runnable of the manager because waiting before the manager runs would not end on SIGTERM. Readiness does not depend on the
-// webhook's informers.
-type filler struct{ *Controller }
+// filler starts the informers in every replica, so that a new leader has filled caches. It closes synced once they are filled.
+// Readiness does not depend on the webhook's informers. TestRunAwaitsTheAPIServer fails if the informers start before the manager
+// runs: the manager would wait for them and would not end on SIGTERM.
+type filler struct {
+	*Controller
+	driver string
+}
 
 // NeedLeaderElection implements manager.LeaderElectionRunnable.
 func (filler) NeedLeaderElection() bool { return false }
 
-// Start implements manager.Runnable.
+// Start implements manager.Runnable. A reconciler that lists claims before their index exists fails and runs again.
 func (f filler) Start(ctx context.Context) error {
+	err := f.manager.GetFieldIndexer().IndexField(ctx, &resourceapi.ResourceClaim{}, nodeIndex, func(o client.Object) []string {
+		claim, ok := o.(*resourceapi.ResourceClaim)
+		if !ok {
+			return nil
+		}
+		return nodesOf(claim, f.driver)
+	})
+	if err != nil {
+		return fmt.Errorf("index claims: %w", err)
+	}
 	for kind := range cacheOptions("", device.Resources{}).ByObject {
 		if _, err := f.manager.GetCache().GetInformer(ctx, kind); err != nil {
 			if ctx.Err() != nil {
@@ -239,5 +251,70 @@ func (c *Controller) awaitClaims(ctx context.Context) bool {
 			return false
 		case <-time.After(idleInterval):
 		}
+	}
+}
+
+// nodeSum is a gauge of the sum of one number for each node. It is safe for concurrent use.
+type nodeSum struct {
+	prometheus.Gauge
+	mu    sync.Mutex
+	nodes map[string]int
+}
+
+func newNodeSum(factory promauto.Factory, name, help string) *nodeSum {
+	return &nodeSum{Gauge: factory.NewGauge(prometheus.GaugeOpts{Name: name, Help: help}), nodes: map[string]int{}}
+}
+
+// set records the number of a node.
+func (s *nodeSum) set(node string, n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.Add(float64(n - s.nodes[node]))
+	if s.nodes[node] = n; n == 0 {
+		delete(s.nodes, node)
+	}
+}
+
+type metrics struct {
+	evictions      *prometheus.CounterVec
+	notMovable     *nodeSum
+	retries        prometheus.Counter
+	patches        *prometheus.CounterVec
+	openings       prometheus.Counter
+	daemonPods     *prometheus.CounterVec
+	daemonsWaiting *nodeSum
+}
+
+// newMetrics panics if the metrics are registered already.
+func newMetrics(registerer prometheus.Registerer) *metrics {
+	factory := promauto.With(registerer)
+	counter := func(name, help, label string, values ...string) *prometheus.CounterVec {
+		c := factory.NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, []string{label})
+		for _, value := range values {
+			c.WithLabelValues(value) // starts at zero, so that the first event is an increase
+		}
+		return c
+	}
+	return &metrics{
+		evictions: counter("tandem_controller_evictions_total",
+			"Evictions of pods whose claim is in conflict: evicted, or refused by a disruption budget.", "result", "evicted", "refused"),
+		notMovable: newNodeSum(factory, "tandem_controller_pending_evictions_not_movable",
+			"Claims pending eviction whose pods cannot be evicted because one of them has started or has no owner."),
+		retries: factory.NewCounter(prometheus.CounterOpts{
+			Name: "tandem_controller_retries_total",
+			Help: "Pods annotated so that kubelet prepares their claims again at once.",
+		}),
+		patches: counter("tandem_controller_allocatable_patches_total",
+			"Patches of a node's allocatable devices: down, up, or refused because kubelet changed the number meanwhile.",
+			"result", "down", "up", "refused"),
+		openings: factory.NewCounter(prometheus.CounterOpts{
+			Name: "tandem_controller_breaker_openings_total",
+			Help: "Times that a node's allocatable devices were set to zero because kubelet rejected one pod after the other.",
+		}),
+		daemonPods: counter("tandem_controller_daemon_pods_total",
+			"Pods of MPS daemons: created, or deleted because the node no longer requests them or requests other settings.",
+			"action", "created", "deleted"),
+		daemonsWaiting: newNodeSum(factory, "tandem_controller_daemons_not_running",
+			"MPS daemons that a node requests and whose pod does not run; GPUNode.spec.daemons contains the reason."),
 	}
 }

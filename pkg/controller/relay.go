@@ -111,7 +111,6 @@ func (r *relay) register(m manager.Manager) error {
 		// The generation also changes when a user edits the spec.
 		For(&v1alpha1.GPUNode{}, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver)).
-		WatchesRawSource(r.claims.source()).
 		WithOptions(options(4)).
 		Complete(r)
 }

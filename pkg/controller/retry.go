@@ -225,7 +225,6 @@ func (n *retrier) register(m manager.Manager) error {
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(n.claims.driver)).
 		// Another pod of an allocated claim changes neither GPUNode nor claim.
 		Watches(&corev1.Pod{}, handler.EnqueueRequestsFromMapFunc(nodeOfPod), builder.WithPredicates(bound)).
-		WatchesRawSource(n.claims.source()).
 		WithOptions(options(1)).
 		Complete(n)
 }

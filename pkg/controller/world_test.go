@@ -51,11 +51,7 @@ func newWorld(t *testing.T, funcs interceptor.Funcs, objects ...client.Object) *
 	if err != nil {
 		t.Fatal(err)
 	}
-	measured, err := newMetrics(prometheus.NewRegistry())
-	if err != nil {
-		t.Fatal(err)
-	}
-	w := &world{t: t, writes: map[string]int{}, clock: time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC), recorder: events.NewFakeRecorder(100), metrics: measured}
+	w := &world{t: t, writes: map[string]int{}, clock: time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC), recorder: events.NewFakeRecorder(100), metrics: newMetrics(prometheus.NewRegistry())}
 	under := fake.NewClientBuilder().WithScheme(types).WithObjects(objects...).
 		WithStatusSubresource(&v1alpha1.GPUNode{}, &corev1.Node{}, &corev1.Pod{}, &resourceapi.ResourceClaim{}).
 		WithIndex(&resourceapi.ResourceClaim{}, nodeIndex, func(o client.Object) []string {
