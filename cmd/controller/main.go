@@ -16,6 +16,7 @@ import (
 	"syscall"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	"golang.org/x/sync/errgroup"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
@@ -47,10 +48,10 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	logger, err := newLogger(c.Verbosity)
-	if err != nil {
-		return err
+	if err := new(klog.Level).Set(strconv.Itoa(c.Verbosity)); err != nil {
+		return fmt.Errorf("set log verbosity: %w", err)
 	}
+	logger := klog.Background()
 	ctrllog.SetLogger(logger)
 	ctx, stop := signal.NotifyContext(klog.NewContext(ctx, logger), os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -72,9 +73,9 @@ func serve(ctx context.Context, c config.Controller) error {
 	}
 	// controller-runtime's registry already has the metrics of queues, requests and the process.
 	metrics := ctrlmetrics.Registry
-	if err := metrics.Register(newBuildInfo()); err != nil {
-		return fmt.Errorf("register metrics: %w", err)
-	}
+	promauto.With(metrics).NewGaugeVec(prometheus.GaugeOpts{
+		Name: "tandem_build_info", Help: "Version and commit of the running controller; always 1.",
+	}, []string{"version", "commit"}).WithLabelValues(version.Version, version.Commit).Set(1)
 	reconcilers, err := controller.New(controller.Config{
 		REST: api, DriverName: c.DriverName, ResourceName: c.ResourceName,
 		Namespace: c.Namespace, LeaseName: c.LeaseName, Identity: c.PodName, Daemons: daemons,
@@ -120,21 +121,4 @@ func newAPI(kubeconfig string) (*rest.Config, error) {
 	}
 	api.QPS, api.Burst = requestsPerSecond, requestBurst
 	return rest.AddUserAgent(api, "tandem-controller/"+version.Version), nil
-}
-
-func newBuildInfo() prometheus.Collector {
-	build := prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Name: "tandem_build_info", Help: "Version and commit of the running controller; always 1.",
-	}, []string{"version", "commit"})
-	build.WithLabelValues(version.Version, version.Commit).Set(1)
-	return build
-}
-
-func newLogger(verbosity int) (klog.Logger, error) {
-	flags := flag.NewFlagSet("klog", flag.ContinueOnError)
-	klog.InitFlags(flags)
-	if err := flags.Set("v", strconv.Itoa(verbosity)); err != nil {
-		return klog.Logger{}, fmt.Errorf("set log verbosity: %w", err)
-	}
-	return klog.Background(), nil
 }

@@ -5,17 +5,18 @@ package controller
 import (
 	"context"
 	"fmt"
+	"slices"
 
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/runtime/schema"
 	toolscache "k8s.io/client-go/tools/cache"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -28,30 +29,23 @@ import (
 
 func scheme() (*runtime.Scheme, error) {
 	s := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{
-		corev1.AddToScheme, resourceapi.AddToScheme, policyv1.AddToScheme, batchv1.AddToScheme, admissionregistrationv1.AddToScheme, v1alpha1.AddToScheme,
-	} {
-		if err := add(s); err != nil {
-			return nil, fmt.Errorf("register API types: %w", err)
-		}
+	all := runtime.NewSchemeBuilder(corev1.AddToScheme, resourceapi.AddToScheme, policyv1.AddToScheme, batchv1.AddToScheme,
+		admissionregistrationv1.AddToScheme, v1alpha1.AddToScheme)
+	if err := all.AddToScheme(s); err != nil {
+		return nil, fmt.Errorf("register API types: %w", err)
 	}
 	return s, nil
 }
 
 // mapper maps the kinds that the reconcilers use. Discovery would fail while the API server is unavailable, and until the
 // CustomResourceDefinition of GPUNode exists.
-func mapper() meta.RESTMapper {
+func mapper(types *runtime.Scheme) meta.RESTMapper {
 	m := meta.NewDefaultRESTMapper(nil)
-	for kind, scope := range map[schema.GroupVersionKind]meta.RESTScope{
-		v1alpha1.GroupVersion.WithKind("GPUNode"):                                             meta.RESTScopeRoot,
-		corev1.SchemeGroupVersion.WithKind("Node"):                                            meta.RESTScopeRoot,
-		corev1.SchemeGroupVersion.WithKind("Pod"):                                             meta.RESTScopeNamespace,
-		corev1.SchemeGroupVersion.WithKind("PodList"):                                         meta.RESTScopeNamespace, // a cache of one namespace requests it
-		corev1.SchemeGroupVersion.WithKind("Secret"):                                          meta.RESTScopeNamespace,
-		admissionregistrationv1.SchemeGroupVersion.WithKind("ValidatingWebhookConfiguration"): meta.RESTScopeRoot,
-		batchv1.SchemeGroupVersion.WithKind("Job"):                                            meta.RESTScopeNamespace,
-		resourceapi.SchemeGroupVersion.WithKind("ResourceClaim"):                              meta.RESTScopeNamespace,
-	} {
+	for kind := range types.AllKnownTypes() {
+		scope := meta.RESTScopeNamespace
+		if slices.Contains([]string{"GPUNode", "Node", "ValidatingWebhookConfiguration"}, kind.Kind) {
+			scope = meta.RESTScopeRoot
+		}
 		m.Add(kind, scope)
 	}
 	return m
@@ -78,13 +72,19 @@ func cacheOptions(driver string, limits device.Resources) cache.Options {
 
 // leftPending selects the events of pods that are no longer Pending. The watch selects Pending pods, so the API server reports the
 // other pods as deleted.
-func leftPending(of func(client.Object) bool) predicate.Funcs {
-	return predicate.Funcs{
-		CreateFunc:  func(event.CreateEvent) bool { return false },
-		UpdateFunc:  func(event.UpdateEvent) bool { return false },
-		GenericFunc: func(event.GenericEvent) bool { return false },
-		DeleteFunc:  func(e event.DeleteEvent) bool { return of(e.Object) },
-	}
+func leftPending(of func(client.Object) bool) predicate.Predicate {
+	deleted := predicate.NewPredicateFuncs(func(client.Object) bool { return false })
+	deleted.DeleteFunc = func(e event.DeleteEvent) bool { return of(e.Object) }
+	return deleted
+}
+
+// changed selects the updates that change a part of an object, and all other events.
+func changed[T client.Object](part func(T) any) predicate.Funcs {
+	return predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+		before, known := e.ObjectOld.(T)
+		after, ok := e.ObjectNew.(T)
+		return known && ok && !apiequality.Semantic.DeepEqual(part(before), part(after))
+	}}
 }
 
 // trim returns a transform for one type. It leaves tombstones unchanged.
@@ -105,21 +105,10 @@ func trimMeta(m *metav1.ObjectMeta) {
 	}
 }
 
-// trimClaim keeps the requested capacity, the allocation of Tandem's devices with their parameters, and the pods that have the claim reserved.
+// trimClaim keeps the requests, the allocation of Tandem's devices with their parameters, and the pods that have the claim reserved.
 func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 	trimMeta(&claim.ObjectMeta)
-	requests := claim.Spec.Devices.Requests
-	claim.Spec = resourceapi.ResourceClaimSpec{}
-	for _, r := range requests {
-		kept := resourceapi.DeviceRequest{Name: r.Name}
-		if r.Exactly != nil {
-			kept.Exactly = &resourceapi.ExactDeviceRequest{Capacity: r.Exactly.Capacity}
-		}
-		for _, f := range r.FirstAvailable {
-			kept.FirstAvailable = append(kept.FirstAvailable, resourceapi.DeviceSubRequest{Name: f.Name, Capacity: f.Capacity})
-		}
-		claim.Spec.Devices.Requests = append(claim.Spec.Devices.Requests, kept)
-	}
+	claim.Spec = resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: claim.Spec.Devices.Requests}}
 	status := claim.Status
 	claim.Status = resourceapi.ResourceClaimStatus{ReservedFor: status.ReservedFor}
 	if status.Allocation == nil {
@@ -128,10 +117,7 @@ func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 	claim.Status.Allocation = &resourceapi.AllocationResult{}
 	for _, r := range status.Allocation.Devices.Results {
 		if r.Driver == driver {
-			claim.Status.Allocation.Devices.Results = append(claim.Status.Allocation.Devices.Results, resourceapi.DeviceRequestAllocationResult{
-				Request: r.Request, Driver: r.Driver, Pool: r.Pool, Device: r.Device, AdminAccess: r.AdminAccess,
-				ShareID: r.ShareID, ConsumedCapacity: r.ConsumedCapacity,
-			})
+			claim.Status.Allocation.Devices.Results = append(claim.Status.Allocation.Devices.Results, r)
 		}
 	}
 	for _, c := range status.Allocation.Devices.Config {

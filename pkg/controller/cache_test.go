@@ -109,7 +109,7 @@ func TestTheMapperKnowsLists(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if is, err := apiutil.IsObjectNamespaced(&corev1.PodList{}, types, mapper()); err != nil || !is {
+	if is, err := apiutil.IsObjectNamespaced(&corev1.PodList{}, types, mapper(types)); err != nil || !is {
 		t.Errorf("%t, %v", is, err)
 	}
 }

@@ -89,15 +89,16 @@ func New(c Config) (*Controller, error) {
 		return nil, fmt.Errorf("make lease %s/%s: %w", c.Namespace, c.LeaseName, err)
 	}
 	cached := cacheOptions(c.DriverName, c.limits())
-	hook := webhook.New(webhook.Config{
-		Namespace: c.Namespace, Name: c.WebhookName, Port: c.WebhookPort, DriverName: c.DriverName, Registerer: c.Registerer,
-	})
+	var hook *webhook.Webhook
 	if c.WebhookName != "" {
+		hook = webhook.New(webhook.Config{
+			Namespace: c.Namespace, Name: c.WebhookName, Port: c.WebhookPort, DriverName: c.DriverName, Registerer: c.Registerer,
+		})
 		maps.Copy(cached.ByObject, hook.Watched())
 	}
 	m, err := manager.New(c.REST, manager.Options{
 		Scheme:         types,
-		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return mapper(), nil },
+		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return mapper(types), nil },
 		Cache:          cached,
 		Logger:         klog.Background(),
 		// main serves metrics and health.
@@ -121,7 +122,7 @@ func New(c Config) (*Controller, error) {
 	if err := o.register(c); err != nil {
 		return nil, err
 	}
-	if c.WebhookName != "" {
+	if hook != nil {
 		if err := hook.Register(m, options(1)); err != nil {
 			return nil, err
 		}

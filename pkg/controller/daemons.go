@@ -21,10 +21,8 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
-	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
@@ -202,14 +200,9 @@ func (d *daemons) register(m manager.Manager) error {
 }
 
 // daemonsChanged selects the changes of daemons. A GPUNode's status changes once a second.
-var daemonsChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
-	before, isNode := e.ObjectOld.(*v1alpha1.GPUNode)
-	after, areNodes := e.ObjectNew.(*v1alpha1.GPUNode)
-	return !isNode || !areNodes || before.UID != after.UID ||
-		!apiequality.Semantic.DeepEqual(before.Status.Daemons, after.Status.Daemons) ||
-		!apiequality.Semantic.DeepEqual(before.Status.UnknownDaemons, after.Status.UnknownDaemons) ||
-		!apiequality.Semantic.DeepEqual(before.Spec.Daemons, after.Spec.Daemons)
-}}
+var daemonsChanged = changed(func(n *v1alpha1.GPUNode) any {
+	return []any{n.UID, n.Status.Daemons, n.Status.UnknownDaemons, n.Spec.Daemons}
+})
 
 // Reconcile implements reconcile.Reconciler for one node. It is idempotent. The garbage collector deletes the pods of a
 // GPUNode that is gone.

@@ -12,10 +12,8 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/predicate"
@@ -110,7 +108,7 @@ func (r *relay) register(m manager.Manager) error {
 	return builder.ControllerManagedBy(m).Named("relay").
 		// The generation also changes when a user edits the spec.
 		For(&v1alpha1.GPUNode{}, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
-		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver)).
+		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver), builder.WithPredicates(allocationChanged)).
 		WithOptions(options(4)).
 		Complete(r)
 }
@@ -145,34 +143,17 @@ func patchSpec[T any](ctx context.Context, c client.Client, node *v1alpha1.GPUNo
 	return nil
 }
 
-// claimHandler enqueues the nodes of a claim's devices, before and after a change of its allocation.
+// claimHandler enqueues the nodes of a claim's devices, before and after an update.
 func claimHandler(driver string) handler.EventHandler {
-	type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
-	enqueue := func(q queue, objects ...client.Object) {
-		for _, o := range objects {
-			claim, ok := o.(*resourceapi.ResourceClaim)
-			if !ok {
-				continue
-			}
+	return handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+		var requests []reconcile.Request
+		if claim, ok := o.(*resourceapi.ResourceClaim); ok {
 			for _, node := range nodesOf(claim, driver) {
-				q.Add(reconcile.Request{NamespacedName: types.NamespacedName{Name: node}})
+				requests = append(requests, reconcile.Request{NamespacedName: types.NamespacedName{Name: node}})
 			}
 		}
-	}
-	return handler.Funcs{
-		CreateFunc: func(_ context.Context, e event.CreateEvent, q queue) { enqueue(q, e.Object) },
-		DeleteFunc: func(_ context.Context, e event.DeleteEvent, q queue) { enqueue(q, e.Object) },
-		UpdateFunc: func(_ context.Context, e event.UpdateEvent, q queue) {
-			if !apiequality.Semantic.DeepEqual(allocation(e.ObjectOld), allocation(e.ObjectNew)) {
-				enqueue(q, e.ObjectOld, e.ObjectNew)
-			}
-		},
-	}
+		return requests
+	})
 }
 
-func allocation(o client.Object) *resourceapi.AllocationResult {
-	if claim, ok := o.(*resourceapi.ResourceClaim); ok {
-		return claim.Status.Allocation
-	}
-	return nil
-}
+var allocationChanged = changed(func(c *resourceapi.ResourceClaim) any { return c.Status.Allocation })

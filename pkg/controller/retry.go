@@ -222,7 +222,7 @@ func (n Retry) key() types.UID { return cmp.Or(n.Pod, n.UID) }
 func (n *retrier) register(m manager.Manager) error {
 	return builder.ControllerManagedBy(m).Named("retry").
 		For(&v1alpha1.GPUNode{}).
-		Watches(&resourceapi.ResourceClaim{}, claimHandler(n.claims.driver)).
+		Watches(&resourceapi.ResourceClaim{}, claimHandler(n.claims.driver), builder.WithPredicates(allocationChanged)).
 		// Another pod of an allocated claim changes neither GPUNode nor claim.
 		Watches(&corev1.Pod{}, handler.EnqueueRequestsFromMapFunc(nodeOfPod), builder.WithPredicates(bound)).
 		WithOptions(options(1)).

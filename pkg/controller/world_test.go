@@ -238,5 +238,7 @@ func coreNode(allocatable, capacity string) *corev1.Node {
 
 func update(t *testing.T, h handler.EventHandler, queue workqueue.TypedRateLimitingInterface[reconcile.Request], before, after client.Object) {
 	t.Helper()
-	h.Update(t.Context(), event.UpdateEvent{ObjectOld: before, ObjectNew: after}, queue)
+	if e := (event.UpdateEvent{ObjectOld: before, ObjectNew: after}); allocationChanged.Update(e) {
+		h.Update(t.Context(), e, queue)
+	}
 }

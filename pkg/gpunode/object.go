@@ -106,7 +106,7 @@ type Object struct {
 	view    view
 }
 
-// New makes no request.
+// New makes no request. It panics if its metrics are registered already.
 func New(c Config) (*Object, error) {
 	if c.REST == nil || c.NodeName == "" || c.DriverName == "" || c.Registerer == nil {
 		return nil, errors.New("configure GPUNode: REST, NodeName, DriverName and Registerer are required")
@@ -124,11 +124,7 @@ func New(c Config) (*Object, error) {
 	if err != nil {
 		return nil, fmt.Errorf("configure GPUNode: %w", err)
 	}
-	measured, err := newMetrics(c.Registerer)
-	if err != nil {
-		return nil, fmt.Errorf("register metrics of GPUNode: %w", err)
-	}
-	return &Object{config: c, client: client, metrics: measured, times: times{
+	return &Object{config: c, client: client, metrics: newMetrics(c.Registerer), times: times{
 		settle: 50 * time.Millisecond, interval: time.Second,
 		firstRetry: 500 * time.Millisecond, lastRetry: 5 * time.Second, lastRefused: 30 * time.Second,
 		verify: time.Minute,

@@ -8,6 +8,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -315,3 +317,35 @@ func outdated(err error) bool {
 }
 
 func latest(moments ...time.Time) time.Time { return slices.MaxFunc(moments, time.Time.Compare) }
+
+type metrics struct {
+	writes *prometheus.CounterVec
+	served prometheus.Gauge
+}
+
+// newMetrics panics if the metrics are registered already.
+func newMetrics(registerer prometheus.Registerer) *metrics {
+	factory := promauto.With(registerer)
+	return &metrics{
+		writes: factory.NewCounterVec(prometheus.CounterOpts{
+			Name: "tandem_gpunode_writes_total",
+			Help: "Requests to change this node's GPUNode (create, status, delete) by result: ok, conflict (another client wrote first), error.",
+		}, []string{"operation", "result"}),
+		served: factory.NewGauge(prometheus.GaugeOpts{
+			Name: "tandem_gpunode_served",
+			Help: "1 while the API server serves GPUNodes to this agent, 0 while it does not: " +
+				"GPUs allocated to claims are then withdrawn from pods only once they are prepared.",
+		}),
+	}
+}
+
+func (m *metrics) wrote(operation string, err error) {
+	result := "ok"
+	switch {
+	case apierrors.IsConflict(err):
+		result = "conflict"
+	case err != nil:
+		result = "error"
+	}
+	m.writes.WithLabelValues(operation, result).Inc()
+}

@@ -61,7 +61,9 @@ func valueOf(t testing.TB, m prometheus.Metric) float64 {
 	return written.GetCounter().GetValue() + written.GetGauge().GetValue()
 }
 
-func newValidator() *validator { return &validator{driver: testDriver, requests: newRequests()} }
+func newValidator() *validator {
+	return &validator{driver: testDriver, requests: newRequests(prometheus.NewRegistry())}
+}
 
 func review(kind string, object, before []byte) admission.Request {
 	request := admission.Request{AdmissionRequest: admissionv1.AdmissionRequest{

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/fields"
@@ -60,9 +61,13 @@ type Webhook struct {
 	serving atomic.Pointer[tls.Certificate]
 }
 
-// New is called once by the controller. It starts nothing.
+// New is called once by the controller. It starts nothing, and panics if its metrics are registered already.
 func New(c Config) *Webhook {
-	w := &Webhook{config: c, requests: newRequests()}
+	w := &Webhook{config: c, requests: newRequests(c.Registerer)}
+	promauto.With(c.Registerer).NewGaugeFunc(prometheus.GaugeOpts{
+		Name: "tandem_controller_webhook_certificate_expires_in_seconds",
+		Help: "Time until the certificate that this replica's webhook serves expires; 0 while it has none.",
+	}, func() float64 { return w.left().Seconds() })
 	w.server = ctrlwebhook.NewServer(ctrlwebhook.Options{
 		Port:    c.Port,
 		TLSOpts: []func(*tls.Config){func(t *tls.Config) { t.GetCertificate = w.certificate }},
@@ -86,15 +91,6 @@ func (w *Webhook) Watched() map[client.Object]cache.ByObject {
 
 // Register is called once, for a manager that caches Watched. It starts nothing.
 func (w *Webhook) Register(m manager.Manager, options ctrlcontroller.Options) error {
-	expiry := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-		Name: "tandem_controller_webhook_certificate_expires_in_seconds",
-		Help: "Time until the certificate that this replica's webhook serves expires; 0 while it has none.",
-	}, func() float64 { return w.left().Seconds() })
-	for _, collector := range []prometheus.Collector{w.requests, expiry} {
-		if err := w.config.Registerer.Register(collector); err != nil {
-			return fmt.Errorf("register metrics: %w", err)
-		}
-	}
 	if err := m.Add(w.server); err != nil {
 		return fmt.Errorf("add webhook server: %w", err)
 	}
@@ -137,8 +133,8 @@ const (
 	unreadable = "unreadable"
 )
 
-func newRequests() *prometheus.CounterVec {
-	requests := prometheus.NewCounterVec(prometheus.CounterOpts{
+func newRequests(registerer prometheus.Registerer) *prometheus.CounterVec {
+	requests := promauto.With(registerer).NewCounterVec(prometheus.CounterOpts{
 		Name: "tandem_controller_webhook_requests_total",
 		Help: "Claims, templates and classes validated at admission: allowed, denied, or allowed because they were unreadable.",
 	}, []string{"result"})

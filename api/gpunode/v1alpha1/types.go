@@ -286,7 +286,7 @@ type DeviceHolder struct {
 	UID types.UID `json:"uid,omitempty"`
 	// Namespace and Name of the claim; empty for a pod.
 	Namespace string `json:"namespace,omitempty"`
-	Name string `json:"name,omitempty"`
+	Name      string `json:"name,omitempty"`
 	// Pods that use the device, as far as the agent has found them.
 	//
 	// +listType=atomic
@@ -298,7 +298,7 @@ type PodReference struct {
 	UID types.UID `json:"uid"`
 	// Namespace and Name are empty while only the UID is known.
 	Namespace string `json:"namespace,omitempty"`
-	Name string `json:"name,omitempty"`
+	Name      string `json:"name,omitempty"`
 }
 
 // ConflictingClaim is a claim that was allocated a device which another holder has.
