@@ -69,7 +69,8 @@ func (r *run) handOver(ctx context.Context, u user) error {
 
 // awaitRest wants two looks in a row at which every pod is settled.
 func (r *run) awaitRest(ctx context.Context, u user) (problems map[string]string, err error) {
-	deadline := time.Now().Add(settlePatience)
+	start := time.Now()
+	deadline := start.Add(settlePatience)
 	calm := 0
 	for {
 		var now snapshot
@@ -81,6 +82,10 @@ func (r *run) awaitRest(ctx context.Context, u user) (problems map[string]string
 				calm = 0
 			}
 			r.trace.waiting("not at rest", problems)
+		}
+		// The pod needs time once it is there.
+		if started := time.Now().Add(time.Minute); onlyPodsMissing(problems) && time.Since(start) < controllerPatience && started.After(deadline) {
+			deadline = started
 		}
 		if calm == 2 || time.Now().After(deadline) && err == nil {
 			return problems, nil
@@ -163,4 +168,14 @@ func (r *run) awaitFree(ctx context.Context) (lines []string, missing int, err e
 			return nil, 0, ctx.Err()
 		}
 	}
+}
+
+// onlyPodsMissing reports whether a controller of Kubernetes has not created all pods, and nothing else is left to wait for.
+func onlyPodsMissing(problems map[string]string) bool {
+	for object := range problems {
+		if !strings.HasPrefix(object, "deployment ") {
+			return false
+		}
+	}
+	return true
 }

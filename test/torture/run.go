@@ -25,8 +25,11 @@ const (
 	// 60 to 90 s, and may come twice. freePatience is how long everything may take to be free again once all is deleted.
 	settlePatience = 4 * time.Minute
 	freePatience   = 150 * time.Second
-	lookAgain      = 500 * time.Millisecond
-	heartbeat      = 10 * time.Second
+	// controllerPatience is how long the ReplicaSet controller may take to create a pod: it waits five minutes for the event of a pod
+	// whose creation and deletion its watch missed (k8s.io/kubernetes, pkg/controller, ExpectationsTimeout).
+	controllerPatience = 6 * time.Minute
+	lookAgain          = 500 * time.Millisecond
+	heartbeat          = 10 * time.Second
 	// quietReserve is kept of a budget for the last quiet point.
 	quietReserve = 2 * time.Minute
 	gpusANode    = 8
