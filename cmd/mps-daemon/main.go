@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command mps-daemon runs one MPS control daemon of the driver in a pod of its own, and is the pod's probes. The controller makes
-// the pod. This package only wires.
+// Command mps-daemon runs one MPS control daemon of the driver, and is the probe command of its pod. The controller creates the pod.
 package main
 
 import (

@@ -61,7 +61,7 @@ func TestParametersPolicy(t *testing.T) {
 		gpu("sharing: {strategy: [MPS]}"):                                          "sharing.strategy: must be TimeSlicing or MPS",
 		gpu(`sharing: {strategy: "x\ny"}`):                                         "sharing.strategy: must be TimeSlicing or MPS",
 		gpu(`"x\ny": 1`):                                                           "parameters: unknown field",
-		gpu("sharing: {mpsConfig: {}}"):                                            "sharing.strategy: must be TimeSlicing or MPS where settings are given",
+		gpu("sharing: {mpsConfig: {}}"):                                            "sharing.strategy: must be TimeSlicing or MPS if there are settings",
 		gpu("sharing: {timeSlicingConfig: {}}"):                                    "sharing.strategy: must be",
 		gpu("sharing: {strategy: MPS, timeSlicingConfig: {}}"):                     "sharing.timeSlicingConfig: may be set with strategy TimeSlicing only",
 		gpu("sharing: {strategy: TimeSlicing, mpsConfig: {}}"):                     "sharing.mpsConfig: may be set with strategy MPS only",

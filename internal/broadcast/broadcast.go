@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package broadcast tells any number of waiters that a value has changed, without telling them how.
+// Package broadcast notifies any number of waiters of a change, without the new value.
 package broadcast
 
 import "sync"
 
-// Signal notifies everyone who waits for a change. The zero value is ready to use. All methods are safe for concurrent use.
+// Signal notifies all waiters of a change. The zero value is ready to use. All methods are safe for concurrent use.
 //
 // A waiter takes the channel of Changed first, reads the value next, and waits last, so that it misses no change:
 //

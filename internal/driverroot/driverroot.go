@@ -50,7 +50,7 @@ func Resolve(root, path string) (string, error) {
 	return done, nil
 }
 
-// isNotLink tells a file that exists and is no link: readlink(2) says EINVAL.
+// isNotLink reports whether a file exists and is not a link: readlink(2) returns EINVAL.
 func isNotLink(err error) bool {
 	pathErr, ok := err.(*os.PathError)
 	return ok && pathErr.Err == syscall.EINVAL

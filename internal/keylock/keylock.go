@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package keylock gives each key a lock of its own, so that slow work for one GPU or claim delays no other.
+// Package keylock has one lock for each key, so that slow work for one GPU or claim does not delay another.
 package keylock
 
 import (

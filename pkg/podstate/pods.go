@@ -340,8 +340,8 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 	}
 }
 
-// trim keeps of a pod what is asked about it here: every agent keeps all pods of its node in memory. Of its containers'
-// statuses that is one, without content, if any container was ever started.
+// trim removes the fields of a pod that this package does not read: the agent has all pods of its node in memory. It keeps one empty
+// container status if any container was ever started.
 func trim(o any) (any, error) {
 	if pod, ok := o.(*corev1.Pod); ok {
 		return trimmed(pod), nil

@@ -12,22 +12,22 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceclaim"
 )
 
-// Said is what the parameters of an allocated claim say about a device.
-type Said struct {
-	// Entry of the allocation's configuration in which it is said. Devices of one entry are shared together.
+// Effective are the parameters that apply to one device of an allocated claim.
+type Effective struct {
+	// Entry is the index of the allocation's configuration. Devices of one entry are shared together.
 	Entry int
-	// Path is where its author finds it.
+	// Path of the parameters in the claim or in its class.
 	Path *field.Path
-	// Sharing is nil where nothing is said.
+	// Sharing is nil if there are no parameters for the device.
 	Sharing *Sharing
 }
 
-// Allocated returns what counts for a result, which is a whole GPU or a partition, and refuses what is wrong. As in NVIDIA's driver
-// the last entry of the right kind that applies is the one that counts (class entries come before claim entries), and those that it
-// overrides are not judged. One of another kind is passed over if it is meant for all requests, and an error if it names this one;
-// where it names the request of which this is one choice (firstAvailable) it is for other choices. Schedulers from 1.37 on drop the
-// names from an entry that names all requests of a claim. It is a pure function; the node and the controller ask.
-func Allocated(claim *resourceapi.ResourceClaim, driverName string, result resourceapi.DeviceRequestAllocationResult, whole bool) (Said, error) {
+// Allocated returns the parameters of a result, which is a whole GPU or a partition, or an error if they are invalid. As in NVIDIA's
+// driver the last matching entry of the right kind applies; entries of the class come before those of the claim. It does not validate
+// the entries that it overrides. It skips an entry of another kind for all requests. An entry of another kind for this request is an
+// error, but not one for the whole request of a subrequest (firstAvailable), because it applies to other subrequests. Schedulers from
+// 1.37 on drop the names from an entry that names all requests of a claim. It is a pure function. Node and controller call it.
+func Allocated(claim *resourceapi.ResourceClaim, driverName string, result resourceapi.DeviceRequestAllocationResult, whole bool) (Effective, error) {
 	fitting, what := GPU, "a whole GPU"
 	if !whole {
 		fitting, what = MIGDevice, "a partition"
@@ -41,18 +41,17 @@ func Allocated(claim *resourceapi.ResourceClaim, driverName string, result resou
 		parameters, wrong := Decode(entry.Opaque.Parameters.Raw, path)
 		switch {
 		case len(wrong) > 0:
-			return Said{}, wrong.ToAggregate()
+			return Effective{}, wrong.ToAggregate()
 		case parameters.Kind == fitting:
-			return Said{Entry: i, Path: path, Sharing: parameters.Sharing}, nil
+			return Effective{Entry: i, Path: path, Sharing: parameters.Sharing}, nil
 		case slices.Contains(entry.Requests, result.Request):
-			return Said{}, fmt.Errorf("%s: %s is for request %s, which got %s: only %s fits", path.Child("kind"), parameters.Kind, result.Request, what, fitting)
+			return Effective{}, fmt.Errorf("%s: %s is for request %s, which got %s: only %s fits", path.Child("kind"), parameters.Kind, result.Request, what, fitting)
 		}
 	}
-	return Said{}, nil
+	return Effective{}, nil
 }
 
-// pathOf is where the author of an entry finds it. The allocation has those of all classes in one list, and after them the
-// claim's.
+// pathOf returns the path of an entry in its class or claim. The allocation lists the entries of classes before the claim's.
 func pathOf(claim *resourceapi.ResourceClaim, entry resourceapi.DeviceAllocationConfiguration) *field.Path {
 	if entry.Source == resourceapi.AllocationConfigSourceClass {
 		return field.NewPath("the device class's spec", "config", "opaque", "parameters")

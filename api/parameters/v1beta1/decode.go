@@ -19,9 +19,9 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// Decode reads the parameters at path of an object, sets defaults, and returns all mistakes at once, unless a wrong type or another
-// API hides the rest. It is strict: a misspelt or repeated field would silently do nothing. The node decodes allocated claims with
-// it, and the webhook claims that are applied. It is a pure function and takes any bytes. The length of the errors is bounded.
+// Decode reads the parameters at path of an object and sets defaults. It returns all errors at once, unless a wrong type or another
+// API version prevents that. A misspelt or repeated field is an error, because it would have no effect. The node and the webhook call
+// it. It is a pure function and accepts any bytes. The length of the errors is bounded.
 func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 	var meta metav1.TypeMeta
 	if err := kjson.UnmarshalCaseSensitivePreserveInts(raw, &meta); err != nil {
@@ -59,15 +59,15 @@ func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 }
 
 const (
-	// mistakesMax are told at once. Who wrote more has another problem, and each is text in an event.
+	// mistakesMax is how many errors are returned. Each adds text to an event.
 	mistakesMax = 10
-	// devicesMax is more than the devices of any claim have.
+	// devicesMax is more than any claim has devices.
 	devicesMax = 128
-	// echoMax is how much of a value, or of a name, is repeated.
+	// echoMax is how many bytes of a value or name an error repeats.
 	echoMax = 64
 )
 
-// few are the first mistakes, and how many there are.
+// few returns the first errors, and one with the number of the rest.
 func few(path *field.Path, all field.ErrorList) field.ErrorList {
 	if len(all) <= mistakesMax {
 		return all
@@ -89,7 +89,7 @@ func notSupported[T ~string](path *field.Path, value T, known []T) *field.Error 
 	return field.NotSupported(path, T(echo(string(value))), known)
 }
 
-// malformed is what cannot be read at all: no JSON, or another type than the field's.
+// malformed is the error for invalid JSON, or for a value of the wrong type.
 func malformed(raw []byte, path *field.Path, err error) *field.Error {
 	var mismatch *json.UnmarshalTypeError
 	if errors.As(err, &mismatch) {
@@ -104,7 +104,7 @@ func malformed(raw []byte, path *field.Path, err error) *field.Error {
 	return field.Invalid(path, field.OmitValueType{}, echo(err.Error()))
 }
 
-// inWords is a type as those know it who write JSON.
+// inWords names a type in terms of JSON.
 func inWords(t reflect.Type) string {
 	switch t.Kind() {
 	case reflect.Struct, reflect.Map:
@@ -118,7 +118,7 @@ func inWords(t reflect.Type) string {
 	}
 }
 
-// misplaced is an unknown or duplicate field.
+// misplaced is the error for an unknown or duplicate field.
 func misplaced(path *field.Path, err error) *field.Error {
 	var at kjson.FieldError
 	if !errors.As(err, &at) {
@@ -158,7 +158,7 @@ type (
 
 const unknownField = "unknown field"
 
-// sharing is nil where none is requested.
+// sharing returns nil if none is requested.
 func (c *deviceConfig) sharing(path *field.Path) (*Sharing, field.ErrorList) {
 	if c.Sharing == nil {
 		return nil, nil
@@ -185,7 +185,7 @@ func (c *deviceConfig) sharing(path *field.Path) (*Sharing, field.ErrorList) {
 	case strategy == nil && settings == nil && slicing == nil:
 		return nil, nil
 	case strategy == nil:
-		return nil, append(all, field.Required(path.Child("strategy"), "must be TimeSlicing or MPS where settings are given"))
+		return nil, append(all, field.Required(path.Child("strategy"), "must be TimeSlicing or MPS if there are settings"))
 	case !slices.Contains(known, *strategy):
 		return nil, append(all, notSupported(path.Child("strategy"), *strategy, known))
 	case *strategy == MPSStrategy:
@@ -245,10 +245,10 @@ func isUUID(id string) bool {
 	return strings.HasPrefix(id, "GPU-") && len(id) > len("GPU-") || strings.HasPrefix(id, "MIG-") && len(id) > len("MIG-")
 }
 
-// quantity keeps the text. The error of resource.Quantity would end the decoding and has no path.
+// quantity contains the text. The error of resource.Quantity would end the decoding and has no path.
 type quantity string
 
-// UnmarshalJSON implements json.Unmarshaler. As resource.Quantity it takes a number for a string.
+// UnmarshalJSON implements json.Unmarshaler. It accepts a number, as resource.Quantity does.
 func (q *quantity) UnmarshalJSON(raw []byte) error {
 	var text string
 	if json.Unmarshal(raw, &text) != nil {
@@ -260,7 +260,7 @@ func (q *quantity) UnmarshalJSON(raw []byte) error {
 
 const mebibyte = 1 << 20
 
-// amount is what a resource.Quantity may look like, within bounds: with 1e999999999 it counts zeros for minutes.
+// amount bounds the size of a resource.Quantity: parsing 1e999999999 takes minutes.
 var amount = regexp.MustCompile(`^[+-]?[0-9.]{1,20}([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$`)
 
 func (q quantity) limit(path *field.Path) (resource.Quantity, field.ErrorList) {
@@ -272,7 +272,7 @@ func (q quantity) limit(path *field.Path) (resource.Quantity, field.ErrorList) {
 		return resource.Quantity{}, field.ErrorList{field.Invalid(path, echo(string(q)), "must be an amount of memory such as 10Gi: "+err.Error())}
 	}
 	if parsed.CmpInt64(mebibyte) < 0 {
-		return resource.Quantity{}, field.ErrorList{field.Invalid(path, echo(string(q)), "must be at least 1Mi: what is not a whole MiB does not count")}
+		return resource.Quantity{}, field.ErrorList{field.Invalid(path, echo(string(q)), "must be at least 1Mi: the limit is in whole MiB")}
 	}
 	return parsed, nil
 }

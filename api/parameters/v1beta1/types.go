@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package v1beta1 is what the author of a claim, of a template or of a DeviceClass says about how devices are to be used: the
-// opaque parameters of group resource.nvidia.com/v1beta1. Group, kinds, fields and defaults are those of NVIDIA's DRA driver
-// (dra-driver-nvidia-gpu, api/nvidia.com/resource/v1beta1), so that what was written for it means the same here.
-//
-// The types are the outcome of Decode, defaulted and valid; the bytes they come from are read nowhere else.
+// Package v1beta1 decodes the opaque parameters of claims, templates and DeviceClasses, group resource.nvidia.com/v1beta1. Group,
+// kinds, fields and defaults are those of NVIDIA's DRA driver (dra-driver-nvidia-gpu, api/nvidia.com/resource/v1beta1), so that
+// existing parameters have the same effect. The types are the results of Decode: valid, with defaults set.
 package v1beta1
 
 import "k8s.io/apimachinery/pkg/api/resource"
@@ -12,7 +10,7 @@ import "k8s.io/apimachinery/pkg/api/resource"
 // APIVersion of all kinds.
 const APIVersion = "resource.nvidia.com/v1beta1"
 
-// Kind says which devices parameters are for.
+// Kind selects the devices that parameters apply to.
 type Kind string
 
 // The kinds that claims may carry.
@@ -28,11 +26,11 @@ const (
 // Parameters are those of one entry of a claim's configuration.
 type Parameters struct {
 	Kind Kind
-	// Sharing is nil where nothing is asked for: the device is its claim's alone.
+	// Sharing is nil if the claim requests no sharing.
 	Sharing *Sharing
 }
 
-// Sharing says how the containers that have the device share it.
+// Sharing is how the containers of the claim share the device.
 type Sharing struct {
 	Strategy Strategy
 	// Interval is set with TimeSlicing of a whole GPU, and empty otherwise.
@@ -46,17 +44,16 @@ type Strategy string
 
 // Strategies.
 const (
-	// TimeSlicing lets the GPU switch between processes by time. Of a partition it changes nothing.
+	// TimeSlicing lets processes take turns. It has no effect on a partition.
 	TimeSlicing Strategy = "TimeSlicing"
-	// MPSStrategy lets processes compute at the same time, as clients of CUDA's Multi-Process Service.
+	// MPSStrategy lets processes run at the same time, as clients of CUDA's Multi-Process Service.
 	MPSStrategy Strategy = "MPS"
 )
 
-// Interval is how long a process has the GPU before the next one, in the driver's words (nvidia-smi compute-policy
-// --set-timeslice).
+// Interval is how long a process runs before the next one (nvidia-smi compute-policy --set-timeslice).
 type Interval string
 
-// Intervals, by what the driver's tool takes for them.
+// Intervals, with the values of --set-timeslice.
 const (
 	IntervalDefault Interval = "Default" // 0
 	IntervalShort   Interval = "Short"   // 1
@@ -64,16 +61,15 @@ const (
 	IntervalLong    Interval = "Long"    // 3
 )
 
-// MPS are the settings of the daemon whose clients the containers are. What is nil is left to the daemon.
+// MPS are the settings of the claim's daemon. The daemon has a default for each that is nil.
 type MPS struct {
-	// ActiveThreadPercentage is how much of the multiprocessors a client gets, 0 to 100 (set_default_active_thread_percentage).
+	// ActiveThreadPercentage limits the multiprocessors of a client, 0 to 100 (set_default_active_thread_percentage).
 	ActiveThreadPercentage *int
-	// PinnedMemoryLimit is how much of each device's memory a client gets, 1 MiB or more; parts of a MiB do not count
-	// (set_default_device_pinned_mem_limit).
+	// PinnedMemoryLimit limits a client's memory on each device, in whole MiB (set_default_device_pinned_mem_limit).
 	PinnedMemoryLimit *resource.Quantity
 	// PerDevicePinnedMemoryLimit is the same for single devices, by UUID, or by the index in the sorted UUIDs of the claim's
 	// devices. It overrides PinnedMemoryLimit.
 	PerDevicePinnedMemoryLimit map[string]resource.Quantity
-	// MultiUser lets clients of other users in. It needs compute capability 7.0.
+	// MultiUser accepts clients of other users. It requires compute capability 7.0.
 	MultiUser bool
 }
