@@ -56,7 +56,7 @@ func (c *Controller) define(flags *flag.FlagSet) {
 	text(&c.Namespace, "namespace", "`namespace` of the Lease of the leader")
 	text(&c.LeaseName, "lease-name", "`name` of that Lease")
 	text(&c.PodName, "pod-name",
-		"`name` of this process in the Lease: its pod's, so that a restarted container leads at once")
+		"`name` of this process in the Lease: use the pod's, so that a restarted container becomes leader at once")
 	text(&c.DaemonPod, "mps-pod",
 		"template of the pods of MPS daemons, as `JSON`; empty for no daemons")
 	text(&c.DaemonMemory, "mps-shared-memory", "limit of the `memory` that an MPS daemon shares with its clients; empty for half of the node's")

@@ -30,7 +30,7 @@ func (p *Plugin) Allocate(ctx context.Context, resource string, request *plugina
 		return nil, status.Errorf(status.Code(err), "invalid allocation request for %q: invalid request: %s", resource, reason(err))
 	}
 	if err := ctx.Err(); err != nil {
-		// kubelet no longer waits. It would not know of a hold, which the reconciler would have to end.
+		// kubelet no longer waits for the answer and would never use the devices, so reserve none.
 		return nil, status.FromContextError(err).Err()
 	}
 	if p.config.uses(Strategy.cdi) {
@@ -127,8 +127,9 @@ func (p *Plugin) reserve(ctx context.Context, resource string, containers [][]it
 	if err := p.config.Ledger.ReservePod(podRequests(resource, containers)); err != nil {
 		return nil, p.refuse(ctx, resource, err)
 	}
-	// The sharing policy marks a GPU before it reads the ledger, so one of both sides sees the other. The reconciler ends the new holds,
-	// which kubelet does not know: others of the call may belong to an earlier container of the pod.
+	// Check again: the sharing policy may have marked the GPU since the first check. It marks a GPU before it reads the ledger, so either
+	// it sees the new holds, or this check sees the mark. The reconciler then releases the new holds. Allocate must not, because some holds
+	// of this call may belong to an earlier container of the pod.
 	clients, err := p.clients(containers)
 	if err != nil {
 		return nil, unready(resource, err)

@@ -318,7 +318,7 @@ func (c *resourceDevices) states(u usage) []state {
 	states := make([]state, len(c.items))
 	free := 0
 	var pending []int
-	// Each replica by itself may fit where not all of them do: those that come first count.
+	// Each replica may fit alone although all of them together do not. The first ones that fit are offered.
 	held, all := u.held(), u.heldOrPending()
 	for at, i := range c.items {
 		mine, conflict := u.availability(c.resource, i, held)
@@ -375,8 +375,8 @@ type pendingClaim struct {
 	share  device.Share
 }
 
-// obsolete reports whether the hold ends the pending claim: it is the claim's own, or it covers the whole device. Otherwise a claim
-// that waits for a device with allocated replicas would never get it, if these were offered again.
+// obsolete reports whether the hold makes the pending claim obsolete: the claim has the hold, or both are for the full device. A hold of a
+// replica does not: the other replicas would be offered again, and the claim would never get the device.
 func (p pendingClaim) obsolete(h ledger.Hold) bool {
 	return h.Device == p.device && (h.Holder == p.claim || p.share.Whole() && h.Share.Whole())
 }

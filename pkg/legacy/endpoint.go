@@ -198,7 +198,8 @@ func alive(path string) bool {
 	return true
 }
 
-// errDirectoryGone ends Run: a mount of a removed directory never shows its successor. A new container does.
+// errDirectoryGone ends Run. If kubelet's directory is removed and created again, a running container never sees the new one. kubelet then
+// restarts the container, which mounts it.
 var errDirectoryGone = errors.New("kubelet's device-plugins directory was removed")
 
 // directory reports changes in kubelet's device-plugins directory. Its readers read the files: events get lost, files do not.

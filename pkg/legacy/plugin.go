@@ -52,7 +52,7 @@ type times struct {
 	drain          time.Duration // for kubelet to disconnect from an old socket before the next registration
 	stopDrain      time.Duration // the same when the plugin stops and registers no successor
 	pluginProbe    time.Duration // for another plugin's first device list
-	pluginInterval time.Duration // between looks at another plugin that stands in the way
+	pluginInterval time.Duration // between two checks whether a conflicting device plugin still runs
 	confirmFirst   time.Duration // from a list to the first question whether kubelet has it, doubled up to confirmPoll
 	confirmPoll    time.Duration
 	confirmLimit   time.Duration // after which an unconfirmed list means registering again, doubled each time

@@ -26,9 +26,9 @@ func (p *Plugin) Preferred(resource string, request *pluginapi.PreferredAllocati
 	return response
 }
 
-// prefer returns IDs without duplicates, as many as requested if available. Devices of pending claims come last: kubelet would use them
-// anyway when nothing else is left, and the ledger gives them to the first caller. Devices that a pod still holds come before these: that
-// pod has just ended, or kubelet lost its checkpoint and does not know the holder.
+// prefer returns IDs without duplicates, as many as requested if available. Devices of pending claims come near the end: without other
+// devices kubelet would use them anyway, and the ledger gives them to the first caller. Devices that a pod still holds come before them:
+// that pod has just ended, or kubelet has lost its checkpoint.
 func (c *resourceDevices) prefer(request *pluginapi.ContainerPreferredAllocationRequest, u usage) []string {
 	size := int(request.GetAllocationSize())
 	required, unknown := c.places(request.GetMustIncludeDeviceIDs())
@@ -75,8 +75,9 @@ func (c *resourceDevices) prefer(request *pluginapi.ContainerPreferredAllocation
 	return ids
 }
 
-// choose takes whole GPUs by their links, and partitions and replicas by the holds of their GPUs: among equals the GPU of which this call
-// took least, and then the one that the scheduler allocates last. It does not choose a replica for which there is no memory.
+// choose selects whole GPUs by their links, and partitions and replicas by the number of holds on their GPU. If these are equal, it
+// prefers the GPU from which this call has taken fewest, then the GPU that the scheduler allocates last. It does not choose a replica for
+// which there is no memory.
 func (c *resourceDevices) choose(required, available []int, size int, u usage, all uses) []int {
 	if c.planner != nil {
 		return c.planner.choose(slices.Concat(required, available), required, size)

@@ -396,7 +396,7 @@ func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, 
 		case err != nil:
 			delay = r.times.confirmPoll
 			if failures++; failures == confirmErrors {
-				klog.FromContext(ctx).Info("Kubelet does not say which devices are allocatable", "reason", err.Error())
+				klog.FromContext(ctx).Info("Cannot read kubelet's allocatable devices", "reason", err.Error())
 				r.config.Acknowledge(r.resource, nil, false)
 				return list, nil
 			}

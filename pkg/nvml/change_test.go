@@ -305,7 +305,7 @@ func TestCreateThatCannotBeUndone(t *testing.T) {
 		"GpuInstance.CreateComputeInstance": {Return: "ERROR_UNKNOWN"}, "GpuInstance.Destroy": {Return: "ERROR_UNKNOWN"},
 	}})
 	_, err := node.Create(t.Context(), ref, profile)
-	if err == nil || !strings.Contains(err.Error(), "is left") {
+	if err == nil || !strings.Contains(err.Error(), "instance remains") {
 		t.Errorf("error %v", err)
 	}
 	m.fault(t)
@@ -404,7 +404,7 @@ func TestModeThatCannotBeSwitched(t *testing.T) {
 		"in use on Ampere": {"a30x4", 0, true, "in use by process 4242"},
 		"needs a reset":    {"a30x4", 3, false, "has to be reset"},
 		"has none":         {"l4x4", 0, false, "no MIG"},
-		"is not there":     {"l4x4", -1, false, "not there"},
+		"is not there":     {"l4x4", -1, false, "not in the inventory"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := machines[test.profile]

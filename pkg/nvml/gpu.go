@@ -27,8 +27,8 @@ type reader struct {
 	cuda    string
 }
 
-// readAll reads all data of a GPU over what was known before: a value that cannot be read stays. It returns false if it could not
-// read something that the GPU has, which is retried.
+// readAll reads all data of a GPU into g. A value that cannot be read keeps its previous content. It returns false if the GPU has a value
+// that could not be read; the next scan retries.
 func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 	dev, err := r.lib.NewDevice(d)
 	if err != nil {
@@ -158,8 +158,8 @@ type visit struct {
 
 	known  knownGPU
 	device gonvml.Device
-	// odd says which MIG data cannot be read.
-	odd []string
+	// unreadable is the MIG data that cannot be read.
+	unreadable []string
 	// deinitialises marks a GPU that the driver shuts down while no process has it open.
 	deinitialises bool
 }
@@ -191,7 +191,7 @@ func (r *reader) visit(library gonvml.Interface, index int, before map[string]kn
 	}
 	r.readState(&known.gpu, d)
 	if known.gpu.Health.Healthy() || known.gpu.Health.Reason == gpu.ReasonNoNode {
-		v.odd = r.readMIG(&known, d)
+		v.unreadable = r.readMIG(&known, d)
 	}
 	mode, ret := d.GetPersistenceMode()
 	v.known, v.deinitialises = known, ret == gonvml.SUCCESS && mode == gonvml.FEATURE_DISABLED
@@ -200,7 +200,7 @@ func (r *reader) visit(library gonvml.Interface, index int, before map[string]kn
 
 // readMIG reads mode, profiles and partitions. Profiles change only with the mode (nvml.h, nvmlDeviceGetGpuInstanceProfileInfo).
 // A mode that cannot be read stays as it was.
-func (r *reader) readMIG(known *knownGPU, d gonvml.Device) (odd []string) {
+func (r *reader) readMIG(known *knownGPU, d gonvml.Device) (unreadable []string) {
 	g := &known.gpu
 	current, _, ret := d.GetMigMode()
 	switch {
@@ -212,22 +212,22 @@ func (r *reader) readMIG(known *knownGPU, d gonvml.Device) (odd []string) {
 		g.MIGCapable, g.MIGEnabled, g.Profiles, g.Partitions = false, false, nil, nil
 		return nil
 	default:
-		odd = append(odd, fmt.Sprintf("its MIG mode cannot be read: %v", returnError{ret}))
+		unreadable = append(unreadable, fmt.Sprintf("its MIG mode cannot be read: %v", returnError{ret}))
 		if !g.MIGCapable {
-			return odd
+			return unreadable
 		}
 	}
 	if !known.profiled {
 		profiles, unread := r.readProfiles(g.MemoryBytes, d)
-		odd = append(odd, unread...)
+		unreadable = append(unreadable, unread...)
 		known.profiled = len(unread) == 0
 		g.Profiles = profiles
 	}
 	if !g.MIGEnabled {
 		g.Partitions = nil
-		return odd
+		return unreadable
 	}
 	partitions, unread := r.readPartitions(*g, d)
 	g.Partitions = partitions
-	return append(odd, unread...)
+	return append(unreadable, unread...)
 }

@@ -49,11 +49,11 @@ type Node struct {
 	layout   layout
 	caps     capabilities
 	traces   traces
-	// renewed is set if the layout was found again or a GPU answers again, and the change has not been announced.
+	// renewed is set when the driver was found again or a late call has returned. publish then notifies once and resets it.
 	renewed bool
 	session *session
 	known   map[string]*knownGPU
-	// late has calls that run on after their timeout, by what they are about.
+	// late contains the calls that have not returned since their timeout. The key is the GPU's UUID, wholeDriver or "driver files".
 	late     map[string]<-chan struct{}
 	topology topology
 
@@ -68,8 +68,8 @@ type Node struct {
 	failure error
 	missing string
 	changed broadcast.Signal
-	// since has, by UUID, when the running operation on a GPU began; changes counts the changes by operations; profiled has the
-	// GPUs whose profiles are all in the inventory.
+	// All three by UUID: since is the start of the GPU's running operation, changes the number of changes by operations, and profiled
+	// whether the inventory has all its profiles.
 	since    map[string]time.Time
 	changes  map[string]uint64
 	profiled map[string]bool
@@ -80,8 +80,8 @@ type knownGPU struct {
 	gpu gpu.GPU
 	// complete is set once all attributes were read with the current driver, profiled once the profiles were.
 	complete, profiled bool
-	// odd is the last report about the GPU's MIG.
-	odd []string
+	// unreadable lists the MIG data of the GPU that the last scan could not read.
+	unreadable []string
 	// changes is the number of changes that it includes.
 	changes uint64
 }

@@ -127,7 +127,7 @@ func (n *Node) reach(uuid string) (op *operation, end func(), err error) {
 	profiled := n.profiled[uuid]
 	n.mu.Unlock()
 	if !known {
-		return nil, nil, fmt.Errorf("GPU %s is not there", uuid)
+		return nil, nil, fmt.Errorf("GPU %s is not in the inventory", uuid)
 	}
 	s := attached.session
 	if err := s.open(); err != nil {
@@ -170,8 +170,8 @@ func copyMIG(to *gpu.GPU, from gpu.GPU) {
 	to.MIGCapable, to.MIGEnabled, to.Profiles, to.Partitions = from.MIGCapable, from.MIGEnabled, from.Profiles, from.Partitions
 }
 
-// tooLong is the timeout of an operation as a multiple of patience, after which scans read its GPU again: creating a partition
-// takes a second or two, a reset some more.
+// tooLong is the timeout of an operation, as a multiple of patience. After it, scans read the GPU again. Creating a partition takes one or
+// two seconds; a reset takes longer.
 const tooLong = 6
 
 // operating reports whether a GPU has an operation within its timeout.
@@ -194,7 +194,8 @@ func (n *Node) recall(before map[string]knownGPU) map[string]knownGPU {
 	return now
 }
 
-// catchUp copies the newer state of a GPU with an operation, or with one since it was read. Under n.mu.
+// catchUp copies the MIG state from the inventory if an operation on the GPU is running or has changed the GPU since the scan read it.
+// Under n.mu.
 func (n *Node) catchUp(known *knownGPU) {
 	uuid := known.gpu.UUID
 	_, operated := n.since[uuid]
@@ -204,11 +205,11 @@ func (n *Node) catchUp(known *knownGPU) {
 	}
 }
 
-// Create creates a partition: a GPU instance with one compute instance that covers it. MIG mode must be on. On an error it has
-// removed what it created, or the error names what is left, which Destroy removes. When ctx ends it returns at once; the started
-// operation ends by itself and is reverted, and the next change of that GPU waits for it. pkg/partition calls it. It is not
-// idempotent: an existing instance at the placement is an error. It is safe for concurrent use; changes of one GPU run one after
-// the other, and the inventory contains the partition when it returns.
+// Create creates a partition: a GPU instance with one compute instance that covers it. MIG mode must be on. On an error, Create removes
+// the instances that it created. If that fails, the error names the instances that remain, and Destroy removes them. When ctx ends it
+// returns at once; the started operation ends by itself and is reverted, and the next change of that GPU waits for it. pkg/partition calls
+// it. It is not idempotent: an existing instance at the placement is an error. It is safe for concurrent use; changes of one GPU run one
+// after the other, and the inventory contains the partition when it returns.
 func (n *Node) Create(ctx context.Context, ref gpu.Ref, profile gpu.Profile) (gpu.Partition, error) {
 	create := func(op *operation) (gpu.Partition, error) { return op.create(ref.Placement, profile) }
 	takeBack := func(op *operation, _ gpu.Partition) {
@@ -242,7 +243,7 @@ func (op *operation) create(place gpu.Placement, profile gpu.Profile) (gpu.Parti
 		return p, nil
 	}
 	if undo := instance.Destroy(); undo != gonvml.SUCCESS {
-		err = errors.Join(err, fmt.Errorf("its GPU instance is left, which could not be destroyed again: %w", returnError{undo}))
+		err = errors.Join(err, fmt.Errorf("the new GPU instance remains, because destroying it failed: %w", returnError{undo}))
 	}
 	return gpu.Partition{}, err
 }
@@ -273,14 +274,14 @@ func (op *operation) furnish(instance gonvml.GpuInstance, profile gpu.Profile) (
 
 // find returns the partition of a GPU instance with one compute instance.
 func (op *operation) find(gpuInstance int) (gpu.Partition, error) {
-	partitions, odd := op.reader.readDevices(op.gpu, op.device)
+	partitions, unreadable := op.reader.readDevices(op.gpu, op.device)
 	for _, p := range partitions {
 		if p.GPUInstance == gpuInstance && p.Health.Reason != gpu.ReasonUnreachable {
 			return p, nil
 		}
 	}
-	if len(odd) > 0 {
-		return gpu.Partition{}, fmt.Errorf("find its MIG device: %s", odd[0])
+	if len(unreadable) > 0 {
+		return gpu.Partition{}, fmt.Errorf("find its MIG device: %s", unreadable[0])
 	}
 	return gpu.Partition{}, errors.New("find its MIG device: the driver lists none")
 }
@@ -290,7 +291,7 @@ func (op *operation) find(gpuInstance int) (gpu.Partition, error) {
 // safe for concurrent use; the inventory shows the change when it returns.
 func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
 	if ref.Whole() || ref.Compute != (gpu.Placement{}) {
-		return fmt.Errorf("destroy partition %s: this is no place of a GPU instance", ref)
+		return fmt.Errorf("destroy partition %s: not the placement of a GPU instance", ref)
 	}
 	destroy := func(op *operation) (struct{}, error) { return struct{}{}, op.destroy(ref.Placement) }
 	if _, err := change(ctx, n, ref.GPU, destroy, nil); err != nil {
@@ -401,7 +402,7 @@ func (op *operation) setMode(mode int) error {
 	}
 	err = notActive(activation, op.device)
 	if _, ret := op.device.SetMigMode(current); ret != gonvml.SUCCESS {
-		err = errors.Join(err, fmt.Errorf("it is pending now, and that could not be taken back: %w", returnError{ret}))
+		err = errors.Join(err, fmt.Errorf("the new mode is still pending and takes effect at the next reset, because clearing it failed: %w", returnError{ret}))
 	}
 	return err
 }

@@ -17,14 +17,14 @@ import (
 )
 
 // readPartitions returns a GPU's partitions by placement: its MIG devices, and the GPU instances without one, which have no UUID.
-// odd says what cannot be read: a known partition is then unhealthy, and gone only if its GPU instance is gone.
-func (r *reader) readPartitions(g gpu.GPU, d gonvml.Device) (partitions []gpu.Partition, odd []string) {
-	partitions, odd = r.readDevices(g, d)
+// unreadable lists what cannot be read: a known partition is then unhealthy, and gone only if its GPU instance is gone.
+func (r *reader) readPartitions(g gpu.GPU, d gonvml.Device) (partitions []gpu.Partition, unreadable []string) {
+	partitions, unreadable = r.readDevices(g, d)
 	instances, err := instancesOfProfiles(g, d)
 	if err != nil {
-		odd = append(odd, err.Error())
+		unreadable = append(unreadable, err.Error())
 	}
-	if len(odd) > 0 {
+	if len(unreadable) > 0 {
 		for _, before := range g.Partitions {
 			same := func(p gpu.Partition) bool {
 				return p.UUID == before.UUID && p.UUID != "" || p.Ref.Overlaps(before.Ref)
@@ -35,12 +35,12 @@ func (r *reader) readPartitions(g gpu.GPU, d gonvml.Device) (partitions []gpu.Pa
 				continue
 			}
 			if before.UUID != "" {
-				before.Health = gpu.Health{Reason: gpu.ReasonUnreachable, Message: odd[0]}
+				before.Health = gpu.Health{Reason: gpu.ReasonUnreachable, Message: unreadable[0]}
 			}
 			partitions = append(partitions, before)
 		}
 	}
-	return withEmpty(partitions, instances), odd
+	return withEmpty(partitions, instances), unreadable
 }
 
 // withEmpty adds the GPU instances that have no partition.
@@ -56,10 +56,10 @@ func withEmpty(partitions []gpu.Partition, instances []gpuInstance) []gpu.Partit
 }
 
 // readDevices reads all MIG devices of a GPU: up to seven, with some calls each, so that it needs no cache.
-func (r *reader) readDevices(g gpu.GPU, d gonvml.Device) (partitions []gpu.Partition, odd []string) {
+func (r *reader) readDevices(g gpu.GPU, d gonvml.Device) (partitions []gpu.Partition, unreadable []string) {
 	count, ret := d.GetMaxMigDeviceCount()
 	if ret != gonvml.SUCCESS {
-		odd = append(odd, fmt.Sprintf("its MIG devices cannot be counted: %v", returnError{ret}))
+		unreadable = append(unreadable, fmt.Sprintf("its MIG devices cannot be counted: %v", returnError{ret}))
 	}
 	for index := range count {
 		handle, ret := d.GetMigDeviceHandleByIndex(index)
@@ -67,19 +67,19 @@ func (r *reader) readDevices(g gpu.GPU, d gonvml.Device) (partitions []gpu.Parti
 		case ret == gonvml.ERROR_NOT_FOUND || ret == gonvml.ERROR_INVALID_ARGUMENT:
 			continue
 		case ret != gonvml.SUCCESS:
-			odd = append(odd, fmt.Sprintf("MIG device %d cannot be looked up: %v", index, returnError{ret}))
+			unreadable = append(unreadable, fmt.Sprintf("MIG device %d cannot be looked up: %v", index, returnError{ret}))
 			continue
 		}
 		p, err := r.readPartition(g, d, handle)
 		if err != nil {
-			odd = append(odd, fmt.Sprintf("MIG device %d: %v", index, err))
+			unreadable = append(unreadable, fmt.Sprintf("MIG device %d: %v", index, err))
 			continue
 		}
 		p.Index = index
 		p.Caps, p.Health = r.access(p)
 		partitions = append(partitions, p)
 	}
-	return partitions, odd
+	return partitions, unreadable
 }
 
 func byPlace(a, b gpu.Partition) int {
@@ -189,26 +189,26 @@ var computeProfiles = map[uint32]int{
 
 const mebibyte = 1 << 20
 
-// readProfiles returns the possible partitions of a GPU, by ID. odd says what cannot be read.
-func (r *reader) readProfiles(memory uint64, d gonvml.Device) (profiles []gpu.Profile, odd []string) {
+// readProfiles returns the possible partitions of a GPU, by ID. unreadable lists what cannot be read.
+func (r *reader) readProfiles(memory uint64, d gonvml.Device) (profiles []gpu.Profile, unreadable []string) {
 	for number := range gonvml.GPU_INSTANCE_PROFILE_COUNT {
 		info, ret := d.GetGpuInstanceProfileInfo(number)
 		switch {
 		case absent(ret):
 			continue
 		case ret != gonvml.SUCCESS:
-			odd = append(odd, fmt.Sprintf("MIG profile %d cannot be read: %v", number, returnError{ret}))
+			unreadable = append(unreadable, fmt.Sprintf("MIG profile %d cannot be read: %v", number, returnError{ret}))
 			continue
 		}
 		p, err := r.profile(number, info, memory, d)
 		if err != nil {
-			odd = append(odd, fmt.Sprintf("MIG profile %d (ID %d) is not offered: %v", number, info.Id, err))
+			unreadable = append(unreadable, fmt.Sprintf("MIG profile %d (ID %d) is not offered: %v", number, info.Id, err))
 			continue
 		}
 		profiles = append(profiles, p)
 	}
 	slices.SortFunc(profiles, func(a, b gpu.Profile) int { return cmp.Compare(a.ID, b.ID) })
-	return profiles, odd
+	return profiles, unreadable
 }
 
 // absent reports whether NVML or the GPU lacks a profile (nvml.h, nvmlDeviceGetGpuInstanceProfileInfo).
@@ -290,9 +290,9 @@ func (op *operation) partitions() ([]gpu.Partition, error) {
 	if err != nil || len(instances) == 0 {
 		return nil, err
 	}
-	partitions, odd := op.reader.readDevices(op.gpu, op.device)
-	if len(odd) > 0 {
-		return nil, errors.New(odd[0])
+	partitions, unreadable := op.reader.readDevices(op.gpu, op.device)
+	if len(unreadable) > 0 {
+		return nil, errors.New(unreadable[0])
 	}
 	return withEmpty(partitions, instances), nil
 }

@@ -141,7 +141,7 @@ func (o Options) execute(l layout, path string, args ...string) error {
 	case ctx.Err() != nil:
 		return fmt.Errorf("run %s: no end after %s%s", commandLine(path, args), toolPatience*o.patience, said(output))
 	case errors.Is(err, os.ErrNotExist):
-		return fmt.Errorf("run %s: %w (or what it needs of the C library is not in the agent's image)", commandLine(path, args), err)
+		return fmt.Errorf("run %s: %w (the program, or the C library that it needs, is missing in the agent's image)", commandLine(path, args), err)
 	case err != nil:
 		return fmt.Errorf("run %s: %w%s", commandLine(path, args), err, said(output))
 	}

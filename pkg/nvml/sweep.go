@@ -130,15 +130,15 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 		return
 	case v.ret != gonvml.SUCCESS:
 		s.failed[index] = healthOf(v.ret, "looking it up")
-		klog.FromContext(ctx).V(4).Info("GPU does not tell who it is", "index", index, "answer", v.ret.Error())
+		klog.FromContext(ctx).V(4).Info("Cannot read the identity of a GPU", "index", index, "answer", v.ret.Error())
 		return
 	}
 	known := v.known
 	known.gpu.Index = index
 	g := known.gpu
-	if !slices.Equal(v.odd, known.odd) {
-		known.odd = v.odd
-		klog.FromContext(ctx).Info("What can be read of a GPU's MIG changed", "uuid", g.UUID, "minor", g.Minor, "unreadable", v.odd)
+	if !slices.Equal(v.unreadable, known.unreadable) {
+		known.unreadable = v.unreadable
+		klog.FromContext(ctx).Info("The set of unreadable MIG data of a GPU changed", "uuid", g.UUID, "minor", g.Minor, "unreadable", v.unreadable)
 	}
 	s.seen[g.UUID] = true
 	s.node.known[g.UUID] = &known
@@ -190,12 +190,12 @@ func (s *sweep) connect() {
 // errNoAnswer means that a call into the driver took too long.
 var errNoAnswer = errors.New("the GPU does not answer")
 
-// wholeDriver is what attempts that concern no particular GPU are about: opening the session and counting the GPUs.
+// wholeDriver is the key of calls that concern no single GPU: opening the session and counting the GPUs.
 const wholeDriver = "driver"
 
-// attempt makes a driver call about a GPU or the driver, within its own use of the session unless s is nil. It gives the call up after a
-// timeout, because it may never return. The call then continues in its goroutine, and no other call about the same starts until it ends;
-// undo, unless nil, gets its result. Under n.scanning.
+// attempt makes a driver call about a GPU or the driver, within its own use of the session unless s is nil. The call may never return, so
+// attempt stops waiting after a timeout. The call continues in its goroutine. Until it ends, attempt starts no other call with the same
+// key. If undo is not nil, it receives the late result. Under n.scanning.
 func attempt[T any](n *Node, about string, s *session, call func() (T, error), undo func(T)) (T, error) {
 	var none T
 	if !n.ended(about) {

@@ -69,7 +69,8 @@ func (p *Pods) Unexplained(counts func(resource string) bool, holds []ledger.Hol
 	})
 }
 
-// wanting returns those pods, also deleted ones, that request more devices of a resource than holds name them.
+// wanting returns the pods for which of is true and that request more devices of a resource than they have holds. Deleted pods are
+// included.
 func (p *Pods) wanting(counts func(resource string) bool, holds []ledger.Hold, of func(seenPod) bool) []string {
 	type account struct{ pod, resource string }
 	has := map[account]int{}

@@ -53,7 +53,7 @@ func (c *Cgroups) Pod(uid string) (PodCgroup, error) {
 	if uid == "" {
 		return CgroupBusy, errors.New("look for a pod's cgroup: no UID")
 	}
-	// A process that was found decides, wherever else there may be cgroups of the pod by now.
+	// If the known directories contain a process of the pod, the pod is busy, and no new search is needed.
 	roots := c.lastRoots()
 	state, err := podState(roots, uid)
 	if len(roots) > 0 && (err != nil || state == CgroupBusy) {

@@ -210,7 +210,7 @@ type PodResources struct {
 const (
 	// maxAnswer is the limit of kubelet's own client (k8s.io/kubernetes pkg/kubelet/apis/podresources).
 	maxAnswer = 16 << 20
-	// reconnectDelay bounds how long kubelet counts as away after its return; grpc's own bound is two minutes.
+	// reconnectDelay limits the time between two attempts to reconnect to kubelet. gRPC's default limit is two minutes.
 	reconnectDelay = time.Second
 )
 

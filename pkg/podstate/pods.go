@@ -311,8 +311,8 @@ func claimsOf(pod *corev1.Pod) map[string]bool {
 	return names
 }
 
-// Sweep forgets pods that were deleted a while ago, have no cgroup any more, and that no hold names. It forgets none while there
-// is a limit whose pod is not known yet: forgotten, that pod would pass for one that has not been seen so far, and live for ever.
+// Sweep forgets pods that were deleted a while ago, have no cgroup any more, and that no hold names. While any pod's hold names no pod,
+// Sweep forgets none: a forgotten pod would look like one that the watch has not reported yet, and its hold would never end.
 func (p *Pods) Sweep(holds []ledger.Hold) {
 	named := map[types.UID]bool{}
 	for _, h := range holds {
@@ -326,7 +326,7 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 	p.mu.Lock()
 	var candidates []types.UID
 	for uid, pod := range p.pods {
-		if pod.deleted && !named[uid] && time.Since(pod.ended) > unseen {
+		if pod.deleted && !named[uid] && time.Since(pod.ended) > reportDelay {
 			candidates = append(candidates, uid)
 		}
 	}

@@ -265,7 +265,7 @@ func TestStartedWithoutAsking(t *testing.T) {
 		f.remove("kubepods/burstable/pod" + podA)
 		ask("it is gone", ledger.Gone)
 		f.group(podA, emptyGroup)
-		time.Sleep(unseen)
+		time.Sleep(reportDelay)
 		ask("it would have a process by now", ledger.Gone)
 
 		// One that comes when kubelet has forgotten the claim is another claim's of that name, or kubelet asks.
@@ -374,7 +374,7 @@ func TestTrimKeepsWhatIsNeeded(t *testing.T) {
 // age makes a deletion one of a while ago.
 func (p *Pods) age(uid types.UID) {
 	gone := p.pods[uid]
-	gone.ended = time.Now().Add(-2 * unseen)
+	gone.ended = time.Now().Add(-2 * reportDelay)
 	p.pods[uid] = gone
 }
 
@@ -562,7 +562,7 @@ func TestForceDeletedBeforeItStarted(t *testing.T) {
 		p.add(t, waiting)
 		p.forget(waiting)
 		ask(ledger.Orphaned)
-		time.Sleep(unseen)
+		time.Sleep(reportDelay)
 		ask(ledger.Gone)
 
 		p.add(t, waiting)
@@ -589,7 +589,7 @@ func TestForceDeletedBeforeTheWatch(t *testing.T) {
 			}
 		}
 		ask(ledger.Orphaned)
-		time.Sleep(unseen - Settling)
+		time.Sleep(reportDelay - Settling)
 		ask(ledger.Gone)
 	})
 }

@@ -53,9 +53,9 @@ func (p *Pods) PodState(h ledger.Hold) ledger.PodState {
 	return podState
 }
 
-// podState returns the state of one pod. kubelet starts no container of a pod with a terminal phase, so an empty cgroup ends it. A
-// deleted pod must have lost its cgroup. An unknown pod counts as deleted only if the first list should have contained it: kubelet
-// may receive a pod before our watch does. If the kernel gives no answer, containers may still run.
+// podState returns the state of one pod. kubelet starts no container of a pod with a terminal phase, so an empty cgroup ends it. A deleted
+// pod must have lost its cgroup. A pod that the watch has not reported counts as deleted only if its hold is older than the first list.
+// For a newer hold, kubelet may have received the pod before our watch. If the kernel gives no answer, containers may still run.
 func (p *Pods) podState(uid types.UID, since time.Time) ledger.PodState {
 	p.mu.Lock()
 	pod, known := p.pods[uid]
@@ -93,7 +93,7 @@ func (p *Pods) mayStart(uid types.UID, admitted time.Time) bool {
 		return isRecent(admitted)
 	}
 	return pod.deleted && !pod.hadCgroup && len(pod.Status.ContainerStatuses) == 0 &&
-		(pod.Status.Phase == corev1.PodPending || pod.Status.Phase == "") && time.Since(pod.ended) < unseen
+		(pod.Status.Phase == corev1.PodPending || pod.Status.Phase == "") && time.Since(pod.ended) < reportDelay
 }
 
 // recordCgroup records that kubelet has created the cgroup of a pod: once that is gone, kubelet starts nothing more of the pod.
@@ -106,10 +106,10 @@ func (p *Pods) recordCgroup(uid types.UID) {
 	}
 }
 
-// isRecent reports whether kubelet or our watch may still be about to receive a change of that moment.
+// isRecent reports whether the moment is less than a minute ago, so that kubelet or our watch may not have received a change made then.
 func isRecent(moment time.Time) bool {
 	age := time.Since(moment)
-	return age >= 0 && age < unseen
+	return age >= 0 && age < reportDelay
 }
 
 // claimState returns the state of a claim's pods. A claim ends with Unprepare and not with its pods. Unprepare alone proves
@@ -145,11 +145,11 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 	// Without pods, kubelet never received an answer to Prepare.
 	recent := isRecent(h.Since) && len(h.Pods) > 0
 	if recent {
-		unseen, err := p.unseenPods()
+		reportDelay, err := p.unseenPods()
 		if err != nil {
 			podState = ledger.Orphaned
 		}
-		for _, uid := range unseen {
+		for _, uid := range reportDelay {
 			uids[uid] = true
 		}
 	}
@@ -288,14 +288,14 @@ func (p *Pods) Busy(h ledger.Hold) bool {
 	return len(uids) == 0
 }
 
-// acquaintance is how long the watch may take to report a pod of kubelet before the pod counts as unknown.
-const acquaintance = time.Second
+// watchDelay is how long Movable waits for the watch to report a pod that kubelet already has.
+const watchDelay = time.Second
 
 // Movable reports whether every pod of a claim has an owner that would replace it, and none has ever started a container: such
 // pods may be evicted. Pods that are being deleted do not count; a claim without another pod is not movable. It waits a moment
 // for pods that kubelet received before the watch, at most until ctx is done.
 func (p *Pods) Movable(ctx context.Context, claim ledger.ClaimRequest) bool {
-	ctx, cancel := context.WithTimeout(ctx, acquaintance)
+	ctx, cancel := context.WithTimeout(ctx, watchDelay)
 	defer cancel()
 	for {
 		changed := p.Changed()
@@ -330,8 +330,9 @@ func (p *Pods) movable(claim ledger.ClaimRequest) (movable, unknown bool) {
 	return movable, unknown
 }
 
-// unseen is how long after a conflict an unknown pod may still be reported. Deleted pods are kept longer.
-const unseen = time.Minute
+// reportDelay is how long the watch may take to report a pod. Until then a conflict does not end while one of its pods is unknown. Deleted
+// pods are kept longer.
+const reportDelay = time.Minute
 
 // Ended reports whether no pod is left that could use the claim of a conflict.
 func (p *Pods) Ended(lost ledger.Conflict) bool {
@@ -344,7 +345,7 @@ func (p *Pods) Ended(lost ledger.Conflict) bool {
 	}
 	for uid := range uids {
 		pod, known := p.pods[uid]
-		if known && !pod.deleted && !isTerminal(pod.Pod) || !known && time.Since(lost.Since) < unseen {
+		if known && !pod.deleted && !isTerminal(pod.Pod) || !known && time.Since(lost.Since) < reportDelay {
 			return false
 		}
 	}
