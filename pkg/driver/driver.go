@@ -196,8 +196,8 @@ func notRegistered(c Config) error {
 
 // Run serves until ctx is done, then answers the calls in flight and returns nil. Called once. It leaves no goroutine and no socket
 // behind. The ResourceSlices stay, so that a restart is not noticed; kubelet removes them if the driver stays away. Run waits while
-// another process serves the driver name. It serves while the API server does not answer: kubelet unprepares claims then, too
-// (TestServesWithoutAPIServer). An error means that the driver cannot serve.
+// another process serves the driver name. It does not wait for the API server: kubelet unprepares claims while that does not
+// answer, too (TestServesWithoutAPIServer). An error means that the driver cannot serve.
 func (d *Driver) Run(ctx context.Context) error {
 	if err := d.prepareDirectories(); err != nil {
 		return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)

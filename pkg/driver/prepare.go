@@ -47,7 +47,10 @@ func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceap
 	inv := d.Inventory.Inventory()
 	podsFirst := &ledger.PodsFirst{Slots: d.podSlots(inv), WaitBudget: podsFirstBudget}
 	preparations, ok := d.planAll(ctx, claims, inv, podsFirst)
-	ok = ok && d.waitForPods(ctx, preparations) && each(ctx, preparations, d.reserve) && each(ctx, preparations, d.createPartitions) &&
+	if ok {
+		d.waitForPods(ctx, preparations)
+	}
+	ok = ok && each(ctx, preparations, d.reserve) && each(ctx, preparations, d.createPartitions) &&
 		d.applySharing(ctx, preparations) && d.ensureSpecs(ctx, preparations)
 	for _, p := range preparations {
 		if !ok && !p.keepOnError {
@@ -94,7 +97,7 @@ func (d *Driver) planAll(
 }
 
 // Step 2: wait until the pod watch has reported the pods that come first: kubelet may see them earlier.
-func (d *Driver) waitForPods(ctx context.Context, preparations []*preparation) bool {
+func (d *Driver) waitForPods(ctx context.Context, preparations []*preparation) {
 	ctx, cancel := context.WithTimeout(ctx, podsFirstBudget)
 	defer cancel()
 	for _, p := range preparations {
@@ -102,7 +105,6 @@ func (d *Driver) waitForPods(ctx context.Context, preparations []*preparation) b
 			d.Pods.WaitForPods(ctx, p.request)
 		}
 	}
-	return true
 }
 
 // Step 3: reserve the devices in the ledger.

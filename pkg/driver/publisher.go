@@ -70,7 +70,7 @@ func (d *Driver) listSlices(ctx context.Context) (existing []resourceapi.Resourc
 // publish keeps the node's ResourceSlices equal to what inventory, ledger and allocations require, until ctx is done: it builds the
 // pools (Offer), compares them with those it wrote last, and hands changes to the slice controller of
 // k8s.io/dynamic-resource-allocation, which compares with the API server, writes, and repairs what another process changes. Failures
-// are retried; Ready reports them.
+// are retried; Ready reports them until the API server had all pools once.
 //
 // It starts that controller itself, not through kubeletplugin.Helper.PublishResources: the helper's controller waits 30 s before
 // it repairs slices that kubelet removed (TestRepublishAfterKubeletRestart), and does not notice that the node object was replaced
@@ -297,7 +297,10 @@ func (w *sliceWriter) createMissing(ctx context.Context, owner types.UID, pools 
 					Pool: resourceapi.ResourcePool{Name: name, Generation: 1, ResourceSliceCount: int64(len(pools[name].Slices))},
 				},
 			}
-			if _, err := w.KubeClient.ResourceV1().ResourceSlices().Create(ctx, object, metav1.CreateOptions{}); err != nil {
+			call, cancel := context.WithTimeout(ctx, requestTimeout)
+			_, err := w.KubeClient.ResourceV1().ResourceSlices().Create(call, object, metav1.CreateOptions{})
+			cancel()
+			if err != nil {
 				w.publishFailed(ctx, err, "create slices")
 				return
 			}

@@ -48,8 +48,8 @@ type Options struct {
 	Turn func(context.Context)
 }
 
-// Ledger decides who holds which device. All methods are safe for concurrent use. What a method has answered survives the death of
-// the process.
+// Ledger decides who holds which device. All methods are safe for concurrent use. Holds survive the death of the process. Of a hold
+// from ReservePod, only holder and device survive until its record's contents are written, about a millisecond later.
 type Ledger struct {
 	podstate       PodStates
 	cleanupPending func(Hold) bool

@@ -41,6 +41,7 @@ func TestWipedDirectory(t *testing.T) {
 				_, err := l.ReserveClaim(t.Context(), ClaimRequest{UID: "old", Devices: []device.Ref{whole("GPU-1")}})
 				must(t, err)
 				must(t, l.ReservePod(limitsOf("GPU-2")))
+				awaitAnnounced(l)
 				wipe(t, dir)
 				must(t, do(l))
 				want := names(l)
@@ -56,6 +57,20 @@ func TestWipedDirectory(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// awaitAnnounced waits until the contents of all records are written: a write during the wipe would make the directory again.
+func awaitAnnounced(l *Ledger) {
+	for {
+		changed := l.Changed()
+		l.mu.Lock()
+		announcing := l.announcing
+		l.mu.Unlock()
+		if !announcing {
+			return
+		}
+		<-changed
 	}
 }
 

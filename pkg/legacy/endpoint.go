@@ -80,8 +80,8 @@ func (r *registrar) openEndpoint(ctx context.Context, path string) (*endpoint, e
 	return e, nil
 }
 
-// close waits for calls in progress, ends the streams, waits for kubelet to disconnect, and removes the socket. Calls get at most
-// callDrain. kubelet up to 1.36 disconnects the current plugin when an old stream ends, so it must have disconnected from this
+// close waits for calls in progress for at most callDrain, ends the streams, waits for kubelet to disconnect, and removes the socket. It
+// returns once all handlers have. kubelet up to 1.36 disconnects the current plugin when an old stream ends, so it must have disconnected from this
 // endpoint before the next one registers; disconnectDrain bounds that wait.
 func (e *endpoint) close(callDrain, disconnectDrain time.Duration) {
 	await := func(done <-chan struct{}, limit time.Duration) {

@@ -390,6 +390,7 @@ func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, 
 			delay = r.times.confirmFirst
 		}
 		if err == nil {
+			failures = 0
 			r.config.Acknowledge(r.resource, allocatable, true)
 		}
 		switch {

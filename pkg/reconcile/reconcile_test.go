@@ -331,6 +331,26 @@ func TestUnreadableRecords(t *testing.T) {
 	g.await("GPU-1: claim c1 restored []")
 }
 
+// A crash before the contents of a record were written must not turn a replica into the whole GPU.
+func TestUnreadableReplica(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.gpus[0].MemoryBytes = 40 << 30
+	g.gpus[0].Sharing = device.Sharing{Strategy: device.TimeSlicing, Replicas: map[string]device.Replicas{"": {Count: 4}}}
+	must(t, g.book.Close())
+	dir := t.TempDir()
+	must(t, os.MkdirAll(filepath.Join(dir, "holds"), 0o700))
+	must(t, os.WriteFile(filepath.Join(dir, "holds", "pod~GPU-1::0~GPU-1"), nil, 0o600))
+	var err error
+	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: dir, BootID: "boot", PodStates: g.pods})
+	must(t, err)
+	g.r.Ledger = g.book
+	g.group("p1", true)
+	g.checkpoint("p1", "GPU-1::0")
+	must(t, g.r.Restore(t.Context()))
+	g.await("GPU-1: pod GPU-1::0 restored [p1] has 10240Mi of 40960Mi")
+}
+
 func TestKubeletReset(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2")

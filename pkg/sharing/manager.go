@@ -109,9 +109,12 @@ func (m *Manager) Await(ctx context.Context, g Group) error {
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			of, _ := m.Records.store.Get(others[0])
-			return wrapGroup(fmt.Errorf("wait until the settings of claim %s/%s on %s are reverted: %w",
-				of.Namespace, of.Name, others[0].Device, context.Cause(ctx)), g)
+			// The error reaches the claim's namespace, which must not learn the names of another one.
+			name := "another claim"
+			if of, _ := m.Records.store.Get(others[0]); of.Namespace == g.Claim.Namespace {
+				name = "claim " + of.Namespace + "/" + of.Name
+			}
+			return wrapGroup(fmt.Errorf("wait until the settings of %s on %s are reverted: %w", name, others[0].Device, context.Cause(ctx)), g)
 		}
 	}
 }

@@ -314,7 +314,7 @@ type ConflictingClaim struct {
 	//
 	// +listType=set
 	Pods []types.UID `json:"pods,omitempty"`
-	// Since is when the conflict became permanent.
+	// Since is when the conflict was first recorded.
 	Since metav1.MicroTime `json:"since"`
 	// PendingEviction is set if the controller evicts the claim's pods. The claim is not prepared before this entry is gone. Without it
 	// the claim waits until the device is free, because no owner would replace its pod.
