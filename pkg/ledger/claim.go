@@ -41,6 +41,8 @@ type Reservation struct {
 	devices []device.Ref
 	// first and last are the generations of the holds that the call took; zero if the claim had all of them before.
 	first, last uint64
+	// revived are the holds that were draining before the call, with the pods that they had, by their new generation.
+	revived map[uint64][]Pod
 }
 
 func (r Reservation) took(h Hold) bool {
@@ -58,14 +60,21 @@ func (l *Ledger) Valid(r Reservation) bool {
 	})
 }
 
-// CancelReservation releases the holds that the reservation took, like DrainClaim. Holds that another ReserveClaim of the claim has
-// confirmed since stay: kubelet has an answer with them for another pod. It does not wait, and is idempotent.
+// CancelReservation releases the holds that the reservation took, like DrainClaim, and lets those drain that were draining before. Holds
+// that another ReserveClaim of the claim has confirmed since stay: kubelet has an answer with them for another pod. It does not wait,
+// and is idempotent.
 func (l *Ledger) CancelReservation(r Reservation) error {
 	l.mu.Lock()
 	holds := l.holdsOf(Holder{KindClaim, r.uid})
 	l.mu.Unlock()
 	var errs []error
 	for _, h := range holds {
+		if pods, revived := r.revived[h.Generation]; revived {
+			errs = append(errs, l.amend(h, func(updated *Hold) {
+				updated.drain(l.now())
+				updated.Pods = pods
+			}))
+		}
 		if !r.took(h) {
 			continue
 		}
@@ -178,9 +187,14 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 	if err := l.take(taken); err != nil {
 		return nil, Reservation{}, err
 	}
+	reservation.revived = map[uint64][]Pod{}
 	for _, h := range known {
+		state, pods := h.State, h.Pods
 		if err := l.confirm(h, r); err != nil {
 			return nil, Reservation{}, errors.Join(err, l.undo(taken))
+		}
+		if state == StateDraining {
+			reservation.revived[l.serial] = pods
 		}
 	}
 	l.clearConflict(r.UID)

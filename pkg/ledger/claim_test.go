@@ -90,6 +90,28 @@ func TestCancelReservation(t *testing.T) {
 	}
 }
 
+// A draining hold that a failed Prepare made held drains again, for the pods that it had.
+func TestCancelReservationOfDrainingHold(t *testing.T) {
+	l := openWith(t, neverRunningOut)
+	first := claimOf("c", whole("a"))
+	first.Pods = []Pod{{UID: "p1"}}
+	must(t, second(l.ReserveClaim(t.Context(), first)))
+	must(t, l.DrainClaim(t.Context(), "c"))
+	next := claimOf("c", whole("a"))
+	next.Pods = []Pod{{UID: "p2"}}
+	reservation, err := l.ReserveClaim(t.Context(), next)
+	must(t, err)
+	if h := find(l, "c"); h.State != StateHeld || len(h.Pods) != 2 {
+		t.Fatalf("reserved again: %+v", h)
+	}
+	for range 2 {
+		must(t, l.CancelReservation(reservation))
+	}
+	if h := find(l, "c"); h.State != StateDraining || len(h.Pods) != 1 || h.Pods[0].UID != "p1" {
+		t.Errorf("cancelled: %+v", h)
+	}
+}
+
 // How long a claim has been draining is counted from when it was asked to go, not from its Prepare.
 func TestDrainingSince(t *testing.T) {
 	l := openWith(t, neverRunningOut)
