@@ -74,7 +74,7 @@ type Partitions interface {
 	Lock(ctx context.Context, gpu string) (unlock func(), err error)
 	Record(ctx context.Context, want device.Partition) error
 	Create(ctx context.Context, want device.Partition) (device.Partition, error)
-	// EnsureWhole switches off MIG mode of a dynamic GPU. The caller has reserved the GPU and holds no lock.
+	// EnsureWhole switches off MIG mode of a dynamic GPU.
 	EnsureWhole(ctx context.Context, gpu string) error
 }
 

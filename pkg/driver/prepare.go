@@ -145,18 +145,21 @@ func (d *Driver) createPartitions(ctx context.Context, p *preparation) error {
 
 func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand) error {
 	entry := &p.answer[o.entry]
+	unlock, err := d.Partitions.Lock(ctx, o.device.GPU.UUID)
+	if err != nil {
+		return err
+	}
+	defer unlock()
 	if o.device.Whole() {
+		if !d.Ledger.Valid(p.reservation) {
+			return errUnprepared
+		}
 		if err := d.Partitions.EnsureWhole(ctx, o.device.GPU.UUID); err != nil {
 			return err
 		}
 		d.show(p, entry, o.device.GPU.UUID)
 		return nil
 	}
-	unlock, err := d.Partitions.Lock(ctx, o.device.GPU.UUID)
-	if err != nil {
-		return err
-	}
-	defer unlock()
 	// The record keeps the hold from ending before the partition is destroyed. So it comes before the check.
 	if err := d.Partitions.Record(ctx, o.device.Partition); err != nil {
 		return err

@@ -238,19 +238,14 @@ func (m *Maker) disableStatic(ctx context.Context, ref device.Ref, others bool) 
 	return m.hardware.DisableMIG(ctx, ref.GPU)
 }
 
-// EnsureWhole switches off MIG mode of a dynamic GPU that the caller has reserved as a whole. It takes the GPU's lock.
-// Idempotent, and cheap where the mode is off. Errors are those of Record.
+// EnsureWhole switches off MIG mode of a dynamic GPU that the caller has reserved as a whole and locked. Idempotent, and cheap if the
+// mode is off. Errors are those of Record.
 func (m *Maker) EnsureWhole(ctx context.Context, uuid string) error {
 	gpu, ok := m.Inventory().ByUUID(uuid)
 	if !ok || !gpu.Dynamic || !gpu.MIGEnabled {
 		return nil
 	}
-	unlock, err := m.Lock(ctx, uuid)
-	if err == nil {
-		defer unlock()
-		err = m.disableMIG(ctx, gpu)
-	}
-	return wrap(err, "switch off MIG mode of %s", gpu.Name())
+	return wrap(m.disableMIG(ctx, gpu), "switch off MIG mode of %s", gpu.Name())
 }
 
 func (m *Maker) disableMIG(ctx context.Context, gpu device.GPU) error {

@@ -260,3 +260,18 @@ func TestSettingOfAClaimThatIsGone(t *testing.T) {
 		t.Errorf("left %v", f.All())
 	}
 }
+
+// A slow cleanup does not delay the check of other holds.
+func TestSlowSettingOfAClaimThatIsGone(t *testing.T) {
+	t.Parallel()
+	f := newSettings(onGPU("c1", "GPU-1"))
+	f.slow["c1"] = make(chan struct{})
+	g, _, _ := newSettingsRig(t, f)
+	g.verifySoon()
+	g.reserve("c1", []device.Ref{{GPU: "GPU-1"}})
+	g.reserve("c2", []device.Ref{{GPU: "GPU-2"}})
+	g.run()
+	g.await("GPU-1: claim c1 draining []")
+	close(f.slow["c1"])
+	g.await()
+}

@@ -174,6 +174,10 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *unconf
 	}
 	klog.FromContext(ctx).Info("Releasing a device whose claim is gone", "claim", klog.KRef(h.Namespace, h.Name),
 		"claimUID", h.Holder.ID, "device", h.Device.String())
+	if !h.Unreadable && (r.applied(h) || r.made(h.Device)) {
+		// As after Unprepare: the cleanup may take longer than this check (TestSlowSettingOfAClaimThatIsGone).
+		return r.Ledger.SetState(h, ledger.StateDraining)
+	}
 	return r.end(ctx, h)
 }
 
