@@ -5,13 +5,10 @@ package legacy
 import (
 	"context"
 	"fmt"
-	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"time"
 
-	"golang.org/x/sync/singleflight"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
@@ -33,22 +30,11 @@ func (e *ConflictingPluginError) Error() string {
 		e.Socket, len(e.Devices), e.Devices[0])
 }
 
-// probes remembers the answer of each socket. A probe leaves a trace: NVIDIA's plugin never ends a ListAndWatch whose reader is
-// gone, and that stream may take a health event. So each socket is probed only until it has answered, and by one resource at a
-// time.
-type probes struct {
-	asking singleflight.Group
-
-	mu    sync.Mutex
-	known map[string]probed
-}
-
-type probed struct {
+// probe is what the plugin behind a socket answered.
+type probe struct {
 	file    fileID
 	devices []string
 }
-
-func newProbes() *probes { return &probes{known: make(map[string]probed)} }
 
 // CheckConflicting returns a *ConflictingPluginError if another process serves our GPUs to kubelet. Any other error means that it could not
 // check. Run calls it before each registration and when a socket appears; other calls do no harm. Before Run, when no GPU is
@@ -60,18 +46,18 @@ func (p *Plugin) CheckConflicting(ctx context.Context) error {
 
 // checkConflicting also reports whether each live socket has answered.
 func (p *Plugin) checkConflicting(ctx context.Context) (settled bool, err error) {
-	entries, err := os.ReadDir(p.config.Directory)
+	found, err := sockets(p.config.Directory)
 	if err != nil {
 		return false, fmt.Errorf("look for other device plugins: %w", err)
 	}
 	settled = true
-	for _, entry := range entries {
-		path := filepath.Join(p.config.Directory, entry.Name())
-		if entry.Type()&os.ModeSocket == 0 || entry.Name() == "kubelet.sock" || p.owns(path) {
+	for _, socket := range found {
+		path := filepath.Join(p.config.Directory, socket.name)
+		if path == p.kubeletSocket() || p.owns(path) || !alive(path) {
 			continue
 		}
-		devices, answered := p.probes.devices(ctx, path, p.times.pluginProbe)
-		settled = settled && answered
+		devices, err := p.probe(ctx, path, socket.file)
+		settled = settled && err == nil
 		if ours := p.ours(devices); len(ours) > 0 {
 			return settled, &ConflictingPluginError{Socket: path, Devices: ours}
 		}
@@ -93,32 +79,21 @@ func (p *Plugin) ours(devices []string) []string {
 	return ours
 }
 
-// devices returns the devices of the plugin behind a socket; answered is false if it lives and does not answer.
-func (p *probes) devices(ctx context.Context, path string, limit time.Duration) (devices []string, answered bool) {
-	file, err := identify(path)
-	if err != nil || !alive(path) {
-		return nil, true
-	}
-	// If the resource that probes ends, the others probe again.
-	answer, err, _ := p.asking.Do(path, func() (any, error) { return p.ask(ctx, path, file, limit) })
-	devices, answered = answer.([]string)
-	return devices, answered && err == nil
-}
-
-func (p *probes) ask(ctx context.Context, path string, file fileID, limit time.Duration) ([]string, error) {
-	p.mu.Lock()
-	known, ok := p.known[path]
-	p.mu.Unlock()
-	if ok && known.file == file {
-		return known.devices, nil
-	}
-	devices, err := listDevices(ctx, path, limit)
-	if len(devices) > 0 { // a plugin that has none yet may get some
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		p.known[path] = probed{file: file, devices: devices}
-	}
-	return devices, err
+// probe returns the devices of the plugin behind a socket. A probe leaves a trace: NVIDIA's plugin never ends a ListAndWatch whose reader
+// is gone, and that stream may take a health event. So each socket is probed only until it has answered, and by one resource at a time
+// (TestForeignPluginIsAskedOnce). If the resource that probes ends, the others probe again.
+func (p *Plugin) probe(ctx context.Context, path string, file fileID) ([]string, error) {
+	devices, err, _ := p.probing.Do(path, func() (any, error) {
+		if known, ok := p.probes.Load(path); ok && known.(probe).file == file {
+			return known.(probe).devices, nil
+		}
+		devices, err := listDevices(ctx, path, p.times.pluginProbe)
+		if len(devices) > 0 { // a plugin that has none yet may get some
+			p.probes.Store(path, probe{file: file, devices: devices})
+		}
+		return devices, err
+	})
+	return devices.([]string), err
 }
 
 func listDevices(ctx context.Context, path string, limit time.Duration) (ids []string, err error) {

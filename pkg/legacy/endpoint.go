@@ -36,8 +36,8 @@ type endpoint struct {
 	served chan struct{} // closed when the server has ended
 	// stopping is closed to end the streams.
 	stopping chan struct{}
-	// connections and calls in progress.
-	connections, calls inFlight
+	// calls in progress and open connections.
+	calls, connections atomic.Int32
 
 	mu      sync.Mutex
 	streams int
@@ -84,17 +84,17 @@ func (r *registrar) openEndpoint(ctx context.Context, path string) (*endpoint, e
 // returns once all handlers have. kubelet up to 1.36 disconnects the current plugin when an old stream ends, so it must have disconnected from this
 // endpoint before the next one registers; disconnectDrain bounds that wait.
 func (e *endpoint) close(callDrain, disconnectDrain time.Duration) {
-	await := func(done <-chan struct{}, limit time.Duration) {
-		select {
-		case <-done:
-		case <-time.After(limit):
-		}
-	}
-	await(e.calls.empty(), callDrain)
+	awaitNone(&e.calls, callDrain)
 	close(e.stopping)
-	await(e.connections.empty(), disconnectDrain)
+	awaitNone(&e.connections, disconnectDrain)
 	e.server.Stop()
 	<-e.served
+}
+
+func awaitNone(count *atomic.Int32, limit time.Duration) {
+	for end := time.Now().Add(limit); count.Load() > 0 && time.Now().Before(end); {
+		time.Sleep(time.Millisecond)
+	}
 }
 
 func (e *endpoint) streamStarted() (ended func()) {
@@ -123,7 +123,7 @@ func closeOnce(c chan struct{}) {
 // countingListener counts open connections. gRPC closes a connection when it finds that the peer has.
 type countingListener struct {
 	net.Listener
-	connections *inFlight
+	connections *atomic.Int32
 }
 
 func (l *countingListener) Accept() (net.Conn, error) {
@@ -131,7 +131,8 @@ func (l *countingListener) Accept() (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &countedConn{Conn: conn, leave: l.connections.enter()}, nil
+	l.connections.Add(1)
+	return &countedConn{Conn: conn, leave: sync.OnceFunc(func() { l.connections.Add(-1) })}, nil
 }
 
 type countedConn struct {
@@ -171,20 +172,40 @@ func ownName(name string) bool {
 
 // removeStale removes sockets of an earlier process of ours. A socket that answers is not stale.
 func removeStale(directory string) error {
-	entries, err := os.ReadDir(directory)
+	found, err := sockets(directory)
+	for _, socket := range found {
+		path := filepath.Join(directory, socket.name)
+		if !ownName(socket.name) || alive(path) {
+			continue
+		}
+		if failed := os.Remove(path); failed != nil && !os.IsNotExist(failed) {
+			err = errors.Join(err, failed)
+		}
+	}
 	if err != nil {
 		return fmt.Errorf("remove stale sockets: %w", err)
 	}
+	return nil
+}
+
+// socketFile distinguishes a socket from its successor under the same name.
+type socketFile struct {
+	name string
+	file fileID
+}
+
+// sockets lists the sockets in a directory.
+func sockets(directory string) (found []socketFile, err error) {
+	entries, err := os.ReadDir(directory)
 	for _, entry := range entries {
-		path := filepath.Join(directory, entry.Name())
-		if entry.Type()&os.ModeSocket == 0 || !ownName(entry.Name()) || alive(path) {
+		if entry.Type()&os.ModeSocket == 0 {
 			continue
 		}
-		if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
-			return fmt.Errorf("remove stale socket: %w", err)
+		if file, err := identify(filepath.Join(directory, entry.Name())); err == nil {
+			found = append(found, socketFile{entry.Name(), file})
 		}
 	}
-	return nil
+	return found, err
 }
 
 // alive reports whether a process listens on the socket.
@@ -202,24 +223,19 @@ func alive(path string) bool {
 // restarts the container, which mounts it.
 var errDirectoryGone = errors.New("kubelet's device-plugins directory was removed")
 
-// directory reports changes in kubelet's device-plugins directory. Its readers read the files: events get lost, files do not.
-type directory struct {
-	path    string
-	changes broadcast.Signal
-}
+// directoryInterval is how often the directory is checked while inotify fails.
+const directoryInterval = time.Second
 
-// checkEvery is how often the directory is checked while inotify fails.
-const checkEvery = time.Second
-
-// run reports changes until ctx is done.
-func (d *directory) run(ctx context.Context) error {
-	watcher := filewatch.New(ctx, filewatch.Options{Dirs: []string{d.path}, Interval: checkEvery})
+// watchDirectory reports changes of kubelet's device-plugins directory until ctx is done. Readers read the files: events get lost.
+func (p *Plugin) watchDirectory(ctx context.Context) error {
+	directory := p.config.Directory
+	watcher := filewatch.New(ctx, filewatch.Options{Dirs: []string{directory}, Interval: directoryInterval})
 	defer watcher.Close()
 	for {
-		if gone(d.path) {
-			return fmt.Errorf("%s: %w", d.path, errDirectoryGone)
+		if gone(directory) {
+			return fmt.Errorf("%s: %w", directory, errDirectoryGone)
 		}
-		d.changes.Notify()
+		p.filesChanged.Notify()
 		select {
 		case <-ctx.Done():
 			return nil
@@ -227,9 +243,6 @@ func (d *directory) run(ctx context.Context) error {
 		}
 	}
 }
-
-// changed returns a channel that is closed at the next change. Take it before reading.
-func (d *directory) changed() <-chan struct{} { return d.changes.Changed() }
 
 // gone reports whether the directory was removed. A mount of a removed directory can still be read.
 func gone(path string) bool {
@@ -239,7 +252,7 @@ func gone(path string) bool {
 }
 
 // kubeletSocket is where kubelet's device manager takes registrations.
-func (d *directory) kubeletSocket() string { return filepath.Join(d.path, "kubelet.sock") }
+func (p *Plugin) kubeletSocket() string { return filepath.Join(p.config.Directory, "kubelet.sock") }
 
 // fileID distinguishes a file from a later one of the same name. The zero value is no file.
 type fileID struct {
@@ -254,12 +267,6 @@ func identify(path string) (fileID, error) {
 		return fileID{}, &os.PathError{Op: "lstat", Path: path, Err: err}
 	}
 	return fileID{device: uint64(stat.Dev), inode: stat.Ino, modified: stat.Mtim}, nil
-}
-
-// is reports whether the file under the path is still this one.
-func (id fileID) is(path string) bool {
-	now, err := identify(path)
-	return err == nil && now == id
 }
 
 // service answers kubelet on one socket.
@@ -281,13 +288,15 @@ func (s *service) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pl
 
 func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest,
 ) (*pluginapi.PreferredAllocationResponse, error) {
-	defer s.endpoint.calls.enter()()
+	s.endpoint.calls.Add(1)
+	defer s.endpoint.calls.Add(-1)
 	defer func(start time.Time) { s.registrar.metrics.preferred.Observe(time.Since(start).Seconds()) }(time.Now())
 	return s.registrar.Preferred(s.registrar.resource, request), nil
 }
 
 func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
-	defer s.endpoint.calls.enter()()
+	s.endpoint.calls.Add(1)
+	defer s.endpoint.calls.Add(-1)
 	defer func(start time.Time) { s.registrar.metrics.allocate.Observe(time.Since(start).Seconds()) }(time.Now())
 	return s.registrar.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.registrar.resource, request)
 }
@@ -295,7 +304,8 @@ func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateReque
 // PreStartContainer reports whether the devices exist. kubelet does not call it, because options do not require it.
 func (s *service) PreStartContainer(_ context.Context, request *pluginapi.PreStartContainerRequest,
 ) (*pluginapi.PreStartContainerResponse, error) {
-	defer s.endpoint.calls.enter()()
+	s.endpoint.calls.Add(1)
+	defer s.endpoint.calls.Add(-1)
 	if _, err := s.registrar.lookup(s.registrar.resource, request.GetDevicesIds(), make(map[string]bool)); err != nil {
 		return nil, status.Errorf(status.Code(err), "invalid pre-start request for %q: %s", s.registrar.resource, reason(err))
 	}
@@ -307,44 +317,4 @@ func reason(err error) string { return status.Convert(err).Message() }
 
 func invalid(format string, args ...any) error {
 	return status.Errorf(codes.InvalidArgument, format, args...)
-}
-
-// inFlight counts calls or connections, and lets callers wait until there is none. The zero value is ready to use.
-type inFlight struct {
-	mu    sync.Mutex
-	count int
-	none  chan struct{}
-}
-
-// enter counts one call until the returned function is called, which is idempotent.
-func (t *inFlight) enter() (leave func()) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.count++
-	return sync.OnceFunc(t.leave)
-}
-
-func (t *inFlight) leave() {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	t.count--
-	if t.count == 0 && t.none != nil {
-		close(t.none)
-		t.none = nil
-	}
-}
-
-// empty returns a channel that is closed once no call is in progress.
-func (t *inFlight) empty() <-chan struct{} {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.count == 0 {
-		closed := make(chan struct{})
-		close(closed)
-		return closed
-	}
-	if t.none == nil {
-		t.none = make(chan struct{})
-	}
-	return t.none
 }

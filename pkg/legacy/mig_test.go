@@ -281,7 +281,7 @@ func TestRetirement(t *testing.T) {
 	f.inventory.cut(2, false, part(2, 4, "3g.40gb"))
 	f.await("the resource to return", func(s kubeletState) bool { return len(s.HealthyOf(half)) == 1 && len(s.Connected) == 3 })
 	stop()
-	if left := sockets(f.dir); len(left) != 1 {
+	if left, err := sockets(f.dir); err != nil || len(left) != 1 {
 		t.Errorf("left %v", left)
 	}
 }

@@ -18,10 +18,13 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sync/singleflight"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 // Plugin serves the extended resources of whole GPUs and of partitions, each on an endpoint of its own. Make it with New and use
@@ -32,8 +35,11 @@ type Plugin struct {
 	node    *corev1.ObjectReference
 	metrics *metrics
 	lists   *lists
-	probes  *probes
-	dir     *directory
+	// probes of the sockets of other plugins, by path. probing joins those of the same socket.
+	probes  sync.Map
+	probing singleflight.Group
+	// filesChanged reports changes in kubelet's device-plugins directory.
+	filesChanged broadcast.Signal
 
 	mu sync.Mutex
 	// notReady is why no resource is served; nil if some are.
@@ -89,10 +95,8 @@ func New(config Config) (*Plugin, error) {
 		// kubectl describe node finds events by the node's name as UID, as kubelet records them.
 		node:     &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: config.NodeName, UID: types.UID(config.NodeName)},
 		metrics:  newMetrics(config.Registerer),
-		probes:   newProbes(),
 		notReady: errNotStarted,
 		served:   map[string]*registrar{},
-		dir:      &directory{path: config.Directory},
 	}
 	p.lists = newLists(config, p.metrics)
 	return p, nil
@@ -114,7 +118,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 	p.lists.rebuild(time.Now())
 	p.lists.publish(time.Now())
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return p.dir.run(ctx) })
+	group.Go(func() error { return p.watchDirectory(ctx) })
 	group.Go(func() error { p.lists.run(ctx); return nil })
 	group.Go(func() error { p.serve(ctx); return nil })
 	group.Go(func() error { p.reportExcluded(ctx); return nil })

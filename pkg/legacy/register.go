@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"slices"
 	"time"
@@ -80,7 +79,7 @@ func (r *registrar) run(ctx context.Context) {
 		if !r.awaitKubelet(ctx) || !r.awaitNoConflicting(ctx) {
 			return
 		}
-		kubelet, _ := identify(r.dir.kubeletSocket())
+		kubelet, _ := identify(r.kubeletSocket())
 		began := time.Now()
 		end := r.register(ctx, kubelet)
 		if end == nil || ctx.Err() != nil {
@@ -117,33 +116,45 @@ func (r *registrar) backOff(ctx context.Context, kubelet fileID) {
 	if doublings := r.failures - 1; doublings < 16 {
 		delay = min(delay, r.times.firstRetry<<doublings)
 	}
-	timer := time.NewTimer(delay)
-	defer timer.Stop()
-	for over := false; ; {
-		changed := r.dir.changed()
-		if now, err := identify(r.dir.kubeletSocket()); err == nil && now != kubelet {
-			r.failures = 0
-			r.cause = causeKubeletRestarted
-			return
+	end := time.Now().Add(delay)
+	r.await(ctx, delay, func() bool {
+		if r.replaced(kubelet) {
+			r.failures, r.cause = 0, causeKubeletRestarted
+			return true
 		}
-		if over {
-			return
+		return !time.Now().Before(end)
+	})
+}
+
+// await calls done now, after each change in kubelet's directory and at the interval, until it returns true. It returns false when
+// ctx is done.
+func (r *registrar) await(ctx context.Context, interval time.Duration, done func() bool) bool {
+	ticker := time.NewTicker(interval)
+	defer ticker.Stop()
+	for {
+		changed := r.filesChanged.Changed()
+		if done() {
+			return ctx.Err() == nil
 		}
 		select {
 		case <-ctx.Done():
-			return
-		case <-timer.C:
-			over = true // and a look at kubelet's socket, for which a busy node may have left no time
+			return false
 		case <-changed:
+		case <-ticker.C:
 		}
 	}
 }
 
+// replaced reports whether kubelet has made another socket.
+func (r *registrar) replaced(kubelet fileID) bool {
+	now, err := identify(r.kubeletSocket())
+	return err == nil && now != kubelet
+}
+
 // awaitKubelet waits until kubelet's socket exists; false when ctx is done.
 func (r *registrar) awaitKubelet(ctx context.Context) bool {
-	for {
-		changed := r.dir.changed()
-		_, err := identify(r.dir.kubeletSocket())
+	return r.await(ctx, directoryInterval, func() bool {
+		_, err := identify(r.kubeletSocket())
 		if err == nil {
 			return true
 		}
@@ -151,24 +162,19 @@ func (r *registrar) awaitKubelet(ctx context.Context) bool {
 		if r.cause != causeStart {
 			r.cause = causeKubeletRestarted
 		}
-		select {
-		case <-ctx.Done():
-			return false
-		case <-changed:
-		}
-	}
+		return false
+	})
 }
 
 // awaitNoConflicting waits until no other plugin serves our GPUs. It returns false when ctx is done.
 func (r *registrar) awaitNoConflicting(ctx context.Context) bool {
-	for reported := ""; ; {
-		changed := r.dir.changed()
+	reported := ""
+	return r.await(ctx, r.times.pluginInterval, func() bool {
 		settled, err := r.checkConflicting(ctx)
 		r.unsettled = !settled
 		conflicting, ok := errors.AsType[*ConflictingPluginError](err)
 		if !ok {
-			// Not being able to read the directory is no reason to withhold the GPUs.
-			return ctx.Err() == nil
+			return true // not being able to read the directory is no reason to withhold the GPUs
 		}
 		r.setNotReady(conflicting)
 		if reported != conflicting.Socket {
@@ -176,13 +182,8 @@ func (r *registrar) awaitNoConflicting(ctx context.Context) bool {
 			klog.FromContext(ctx).Info("Not registering beside another device plugin", "socket", conflicting.Socket, "devices", conflicting.Devices)
 			r.config.Recorder.Eventf(r.node, corev1.EventTypeWarning, "OtherDevicePlugin", "Not serving %s: %s", r.resource, conflicting)
 		}
-		select {
-		case <-ctx.Done():
-			return false
-		case <-changed:
-		case <-time.After(r.times.pluginInterval):
-		}
-	}
+		return false
+	})
 }
 
 // register serves on a new socket, registers it, and returns when that registration ends; nil when ctx is done.
@@ -242,7 +243,7 @@ func firstOf(ctx context.Context, watchers ...func(context.Context) *ended) *end
 
 // introduce calls Register and waits for kubelet's stream. It returns nil once kubelet listens or ctx is done.
 func (r *registrar) introduce(ctx context.Context, e *endpoint) *ended {
-	conn, err := dial(r.dir.kubeletSocket())
+	conn, err := dial(r.kubeletSocket())
 	if err != nil {
 		return endedBy(causeRefused, "register with kubelet: %w", err)
 	}
@@ -279,23 +280,21 @@ const probeAttempts = 5
 // watchFiles returns when our socket was removed, when kubelet's was replaced, or when another plugin for our GPUs appears. It
 // ignores the removal of kubelet's socket: a kubelet that ends also ends its stream, and one that lives keeps it.
 func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID) *ended {
-	var (
-		known = sockets(r.dir.path)
-		looks int
-		look  <-chan time.Time
-	)
+	// A directory that cannot be read has no sockets here.
+	known, _ := sockets(r.config.Directory)
+	looks, look := 0, (<-chan time.Time)(nil)
 	if r.unsettled {
 		looks, look = probeAttempts, time.After(r.times.pluginProbe)
 	}
 	for {
-		changed := r.dir.changed()
-		if now, err := identify(r.dir.kubeletSocket()); err == nil && now != kubelet {
+		changed := r.filesChanged.Changed()
+		if r.replaced(kubelet) {
 			return endedBy(causeKubeletRestarted, "kubelet made a new socket")
 		}
-		if !e.file.is(e.path) {
+		if now, err := identify(e.path); err != nil || now != e.file {
 			return endedBy(causeSocketRemoved, "socket %s was removed", e.path)
 		}
-		if now := sockets(r.dir.path); !slices.Equal(now, known) {
+		if now, _ := sockets(r.config.Directory); !slices.Equal(now, known) {
 			// Not at once: a socket exists before its process answers on it.
 			known, looks, look = now, probeAttempts, time.After(r.times.pluginProbe)
 		}
@@ -315,30 +314,6 @@ func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID)
 			}
 		}
 	}
-}
-
-// socketFile distinguishes a socket from its successor under the same name.
-type socketFile struct {
-	name string
-	file fileID
-}
-
-// sockets lists the sockets in a directory, none when it cannot be read.
-func sockets(directory string) []socketFile {
-	entries, err := os.ReadDir(directory)
-	if err != nil {
-		return nil
-	}
-	var found []socketFile
-	for _, entry := range entries {
-		if entry.Type()&os.ModeSocket == 0 {
-			continue
-		}
-		if file, err := identify(filepath.Join(directory, entry.Name())); err == nil {
-			found = append(found, socketFile{entry.Name(), file})
-		}
-	}
-	return found
 }
 
 const (

@@ -320,8 +320,12 @@ func TestDirectory(t *testing.T) {
 			t.Fatal(err)
 		}
 		slices.Sort(others)
+		found, err := sockets(f.dir)
+		if err != nil {
+			t.Fatal(err)
+		}
 		var left []string
-		for _, s := range sockets(f.dir) {
+		for _, s := range found {
 			left = append(left, s.name)
 		}
 		if !slices.Equal(left, others) {
