@@ -105,9 +105,9 @@ func (a *agent) claimsConfig(c components, object *gpunode.Object) driver.Config
 func (a *agent) pluginConfig(c components, object *gpunode.Object) legacy.Config {
 	config := legacy.Config{
 		Resources: a.config.Resources(), NodeName: a.config.NodeName,
-		Directory:  filepath.Join(a.config.KubeletDir, "device-plugins"),
-		IDStrategy: legacy.IDStrategy(a.config.DeviceIDStrategy), AnnotationPrefix: a.config.CDIAnnotationPrefix,
-		PassDeviceSpecs: a.config.PassDeviceSpecs, AllocationPolicy: legacy.AllocationPolicy(a.config.AllocationPolicy),
+		Directory: filepath.Join(a.config.KubeletDir, "device-plugins"),
+		IndexIDs:  a.config.DeviceIDStrategy == "index", AnnotationPrefix: a.config.CDIAnnotationPrefix,
+		PassDeviceSpecs: a.config.PassDeviceSpecs, Packed: a.config.AllocationPolicy == "packed",
 		FailRequestsGreaterThanOne: a.config.FailRequestsGreaterThanOne,
 		Inventory:                  c.devices, Offered: a.config.OfferedToPods, Retiring: !a.config.Mode.Limits(),
 		Ledger: c.book, Specs: c.specs, Kubelet: c.resources, Sharing: c.policy,

@@ -11,7 +11,6 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
@@ -77,7 +76,7 @@ func (p *Plugin) requested(resource string, request *pluginapi.AllocateRequest) 
 				continue
 			}
 			// kubelet may not have the newest list yet, or a pod that holds the device requests it again.
-			if u := p.lists.usage(); !u.mine(resource, i) {
+			if mine, _ := usageOf(p.config.Ledger, p.config.Allocations).ownHold(resource, i); !mine {
 				return nil, status.Errorf(codes.FailedPrecondition, "device is no longer offered to pods: %s", i.id)
 			}
 		}
@@ -182,7 +181,7 @@ func (p *Plugin) refuse(ctx context.Context, resource string, err error) error {
 	p.metrics.conflicts.Inc()
 	klog.FromContext(ctx).Info("Refused Allocate because another holder has the device", "resource", resource, "conflict", conflict.Error())
 	message := p.describe(conflict)
-	p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "PodConflict",
+	p.config.warn("PodConflict",
 		"Refused a pod that requests %s: %s. kubelet fails the pod; its owner creates another one", resource, message)
 	return status.Errorf(codes.FailedPrecondition, "allocate %s: %s", resource, message)
 }

@@ -93,7 +93,7 @@ func (p *Plugin) annotationKey(names string) string {
 
 // runtimeIDs returns UUIDs, or indices: "0" for a GPU, "0:1" for a partition.
 func (p *Plugin) runtimeIDs(items []item) []string {
-	if p.config.IDStrategy != IDStrategyIndex {
+	if !p.config.IndexIDs {
 		return hardwareOf(items)
 	}
 	var ids []string

@@ -7,6 +7,8 @@ import (
 	"slices"
 
 	"github.com/prometheus/client_golang/prometheus"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -90,25 +92,6 @@ const (
 
 func (s Strategy) cdi() bool { return s == StrategyCDI || s == StrategyCDIAnnotations }
 
-// IDStrategy is how StrategyEnvVar and StrategyVolumeMounts name GPUs. CDI names always contain the UUID.
-type IDStrategy string
-
-const (
-	IDStrategyUUID  IDStrategy = "uuid"
-	IDStrategyIndex IDStrategy = "index"
-)
-
-// AllocationPolicy selects the GPU from which partitions and replicas are taken first. The names are those of NVIDIA's device
-// plugin.
-type AllocationPolicy string
-
-const (
-	// PolicyDistributed takes them from the GPU with the fewest holds.
-	PolicyDistributed AllocationPolicy = "distributed"
-	// PolicyPacked takes them from the GPU with the most holds.
-	PolicyPacked AllocationPolicy = "packed"
-)
-
 // Config of a Plugin. internal/config has checked its values. Fields are required unless their comment allows nil.
 type Config struct {
 	// Resources are the extended resources of whole GPUs and, by the strategy, of partitions.
@@ -118,9 +101,12 @@ type Config struct {
 	// Directory is kubelet's device-plugins directory.
 	Directory string
 
-	Strategies       []Strategy
-	IDStrategy       IDStrategy
-	AllocationPolicy AllocationPolicy
+	Strategies []Strategy
+	// IndexIDs makes StrategyEnvVar and StrategyVolumeMounts name GPUs by their index instead of the UUID. CDI names always contain the
+	// UUID.
+	IndexIDs bool
+	// Packed takes partitions and replicas from the GPU with the most holds first, instead of the one with the fewest.
+	Packed bool
 	// FailRequestsGreaterThanOne refuses more than one replica for a container, because further replicas add nothing
 	// (k8s-device-plugin, sharing.timeSlicing.failRequestsGreaterThanOne). Under MPS a container never gets more than one.
 	FailRequestsGreaterThanOne bool
@@ -160,4 +146,10 @@ type Config struct {
 	Registerer prometheus.Registerer
 }
 
-func (c Config) uses(want func(Strategy) bool) bool { return slices.ContainsFunc(c.Strategies, want) }
+func (c *Config) uses(want func(Strategy) bool) bool { return slices.ContainsFunc(c.Strategies, want) }
+
+// warn records an event about the node. kubectl describe node finds events by the node's name as UID, as kubelet records them.
+func (c *Config) warn(reason, format string, args ...any) {
+	node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)}
+	c.Recorder.Eventf(node, corev1.EventTypeWarning, reason, format, args...)
+}

@@ -102,7 +102,7 @@ func TestAllocateAnswers(t *testing.T) {
 			},
 		},
 		"envvar by index": {
-			func(c *Config) { c.Strategies, c.IDStrategy = []Strategy{StrategyEnvVar}, IDStrategyIndex },
+			func(c *Config) { c.Strategies, c.IndexIDs = []Strategy{StrategyEnvVar}, true },
 			&pluginapi.ContainerAllocateResponse{Envs: map[string]string{"NVIDIA_VISIBLE_DEVICES": "3,1"}},
 		},
 		"volume mounts win over envvar": {

@@ -10,7 +10,6 @@ import (
 	"strings"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/pkg/availability"
@@ -94,125 +93,90 @@ type resourceDevices struct {
 	resource string
 	items    []item
 	index    map[string]int
-	// planner is nil where partitions or replicas are offered.
-	planner *planner
-	// packed takes partitions and replicas from the fullest GPU first.
-	packed bool
-	// retiring makes devices that are not offered unhealthy.
-	retiring bool
+	// wholeGPUs is set unless partitions or replicas are offered. They are chosen by the links of the inventory.
+	wholeGPUs bool
+	inventory device.Inventory
+	config    *Config
 }
 
-func newResourceDevices(resource string) *resourceDevices {
-	c := &resourceDevices{resource: resource}
-	c.arrange(device.Inventory{})
-	return c
-}
-
-// arrange sorts the items and builds the index and the planner.
-func (c *resourceDevices) arrange(inv device.Inventory) {
+// arrange sorts the items and builds the index.
+func (c *resourceDevices) arrange() {
 	slices.SortFunc(c.items, item.compare)
 	c.index = make(map[string]int, len(c.items))
-	gpus := make([]device.GPU, len(c.items))
-	whole := true
+	c.wholeGPUs = true
 	for at, i := range c.items {
-		c.index[i.id], gpus[at], whole = at, i.GPU, whole && (i.Whole() && i.share.Whole() || !i.offered)
-	}
-	if whole {
-		c.planner = newPlanner(gpus, inv)
+		c.index[i.id] = at
+		c.wholeGPUs = c.wholeGPUs && (i.Whole() && i.share.Whole() || !i.offered)
 	}
 }
 
 // deviceTable is the devices of every resource, for one state of the inventory.
 type deviceTable struct {
+	items map[listedID]item
+	// of has the items by resource.
 	of map[string]*resourceDevices
 	// ours are the UUIDs of all GPUs that are listed and of their partitions.
 	ours map[string]bool
 	// excluded devices have no resource.
 	excluded []device.LeftOut
+	// expires is when the next device leaves the list; zero for never.
+	expires time.Time
 }
 
-// items returns the items of all resources; none of a nil table.
-func (c *deviceTable) items() map[listedID]item {
-	items := map[listedID]item{}
-	if c == nil {
-		return items
-	}
-	for resource, devices := range c.of {
-		for _, i := range devices.items {
-			items[listedID{resource, i.id}] = i
-		}
-	}
-	return items
-}
-
-// selection decides which devices pods are offered.
-type selection struct {
-	resources device.Resources
-	offered   func(device.GPU) bool
-	packed    bool
-	retiring  bool
-	// named reports whether a partition has a CDI entry; nil means that it needs none.
-	named func(uuid string) bool
-	// sharing may be nil.
-	sharing Sharing
-	// retireAfter is how long an idle device stays listed; zero means permanently. kubelet may be about to allocate a device that was
-	// healthy a moment ago, and looks it up in its list.
-	retireAfter time.Duration
-}
-
-func newSelection(c Config) selection {
-	s := selection{
-		resources: c.Resources, offered: c.Offered, packed: c.AllocationPolicy == PolicyPacked, retiring: c.Retiring,
-		sharing: c.Sharing,
-	}
-	if c.uses(Strategy.cdi) {
-		s.named = c.Specs.Has
-	}
-	return s
-}
-
-// table lists the devices of an inventory, those that pods hold and are not offered, and those that were listed before.
-func (s selection) table(inv device.Inventory, u usage, before *deviceTable, now time.Time) *deviceTable {
-	gpus := slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return s.offered != nil && !s.offered(g) })
-	offers, excluded := s.resources.Offers(gpus)
-	found := map[listedID]item{}
+// build lists the devices of the inventory, those that pods hold and are not offered, and those that were listed before.
+func (r *lists) build(u usage, before *deviceTable, now time.Time) *deviceTable {
+	inv := r.Inventory.Inventory()
+	gpus := slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return r.Offered != nil && !r.Offered(g) })
+	offers, excluded := r.Resources.Offers(gpus)
+	next := &deviceTable{items: map[listedID]item{}, of: map[string]*resourceDevices{}, ours: map[string]bool{}, excluded: excluded}
 	for _, offer := range offers {
-		found[listedID{offer.Resource, offer.ID()}] = item{Device: offer.Device, id: offer.ID(), share: offer.Share, offered: true}
+		next.items[listedID{offer.Resource, offer.ID()}] = item{Device: offer.Device, id: offer.ID(), share: offer.Share, offered: true}
 	}
 	for _, g := range gpus {
 		// It is offered again once claims have no partition of it.
-		if at := (listedID{s.resources.GPU, g.UUID}); !found[at].offered && partitionedByClaims(g) {
-			found[at] = item{Device: device.Device{GPU: g}, id: g.UUID}
+		if at := (listedID{r.Resources.GPU, g.UUID}); !next.items[at].offered && partitionedByClaims(g) {
+			next.items[at] = item{Device: device.Device{GPU: g}, id: g.UUID}
 		}
 	}
 	byUUID := map[string]device.Device{}
 	for _, d := range inv.Devices() {
 		byUUID[d.UUID()] = d
 	}
-	for at, old := range before.items() {
-		if _, still := found[at]; !still {
-			found[at] = withdraw(old, byUUID)
+	for at, old := range before.items {
+		if _, still := next.items[at]; !still {
+			next.items[at] = withdraw(old, byUUID)
 		}
 	}
-	for at, h := range s.unlisted(u, found) {
+	for at, h := range u.pods {
+		if _, there := next.items[at]; there || !r.Resources.Has(at.resource) {
+			continue
+		}
 		d, known := byUUID[device.HardwareUUID(at.id)]
 		if !known {
 			d = missingDevice(inv, at.id, h.Device)
 		}
-		found[at] = item{Device: d, id: at.id, share: h.Share}
+		next.items[at] = item{Device: d, id: at.id, share: h.Share}
 	}
-	next := &deviceTable{of: map[string]*resourceDevices{}, ours: map[string]bool{}, excluded: excluded}
-	unready := s.unready(found)
-	for at, i := range found {
+	unready := r.unready(next.items)
+	cdi := r.uses(Strategy.cdi)
+	for at, i := range next.items {
 		_, held := u.pods[at]
-		if i.setIdle(now, held); s.retired(i, now) {
-			continue
+		if i.setIdle(now, held); !i.idle.IsZero() && r.retireAfter > 0 {
+			end := i.idle.Add(r.retireAfter)
+			if !now.Before(end) {
+				delete(next.items, at)
+				continue
+			}
+			if next.expires.IsZero() || end.Before(next.expires) {
+				next.expires = end
+			}
 		}
-		i.unnamed = !i.Whole() && s.named != nil && !s.named(i.hardware())
+		i.unnamed = cdi && !i.Whole() && !r.Specs.Has(i.hardware())
 		i.unready = unready[i.Ref()]
+		next.items[at] = i
 		c := next.of[at.resource]
 		if c == nil {
-			c = &resourceDevices{resource: at.resource, packed: s.packed, retiring: s.retiring}
+			c = &resourceDevices{resource: at.resource, inventory: inv, config: r.Config}
 			next.of[at.resource] = c
 		}
 		c.items = append(c.items, i)
@@ -221,65 +185,44 @@ func (s selection) table(inv device.Inventory, u usage, before *deviceTable, now
 			next.ours[p.UUID] = true
 		}
 	}
-	for _, c := range next.of {
-		c.arrange(inv)
-	}
 	if len(next.of) == 0 {
-		next.of[s.resources.GPU] = newResourceDevices(s.resources.GPU)
+		next.of[r.Resources.GPU] = &resourceDevices{resource: r.Resources.GPU}
+	}
+	for _, c := range next.of {
+		c.arrange()
 	}
 	return next
 }
 
 // outdated reports whether an item became idle since the table was built, or has to leave the list now, or a pod's device is not listed.
-func (s selection) outdated(c *deviceTable, u usage, now time.Time) bool {
-	items := c.items()
-	for at, i := range items {
-		if _, held := u.pods[at]; i.idle.IsZero() && !i.needed(held) || s.retired(i, now) {
+func (r *lists) outdated(c *deviceTable, u usage, now time.Time) bool {
+	for at, i := range c.items {
+		if _, held := u.pods[at]; i.idle.IsZero() && !i.needed(held) {
 			return true
 		}
 	}
-	return len(s.unlisted(u, items)) > 0
-}
-
-func (s selection) retired(i item, now time.Time) bool {
-	return !i.idle.IsZero() && s.retireAfter > 0 && now.Sub(i.idle) >= s.retireAfter
-}
-
-// untilRetired returns how long until the next item leaves the list; zero for never.
-func (s selection) untilRetired(c *deviceTable, now time.Time) (wait time.Duration) {
-	for _, i := range c.items() {
-		if !i.idle.IsZero() && s.retireAfter > 0 {
-			wait = sooner(wait, i.idle.Add(s.retireAfter).Sub(now))
+	for at := range u.pods {
+		if _, there := c.items[at]; !there && r.Resources.Has(at.resource) {
+			return true
 		}
 	}
-	return wait
+	return !c.expires.IsZero() && !now.Before(c.expires)
 }
 
 // unready returns for each offered device whether it waits for the node's sharing policy. It asks once for each device, not for each
 // replica (TestDaemonsAreAskedForOnce).
-func (s selection) unready(items map[listedID]item) map[device.Ref]bool {
+func (r *lists) unready(items map[listedID]item) map[device.Ref]bool {
 	unready := map[device.Ref]bool{}
-	if s.sharing == nil {
+	if r.Sharing == nil {
 		return unready
 	}
 	for _, i := range items {
 		if _, asked := unready[i.Ref()]; i.offered && !asked {
-			_, err := s.sharing.Client(i.Device, i.share)
+			_, err := r.Sharing.Client(i.Device, i.share)
 			unready[i.Ref()] = err != nil
 		}
 	}
 	return unready
-}
-
-// unlisted returns the holds of pods whose device IDs are not among the items.
-func (s selection) unlisted(u usage, items map[listedID]item) map[listedID]ledger.Hold {
-	unlisted := map[listedID]ledger.Hold{}
-	for at, h := range u.pods {
-		if _, there := items[at]; !there && s.resources.Has(at.resource) {
-			unlisted[at] = h
-		}
-	}
-	return unlisted
 }
 
 var missing = device.Health{Reason: device.ReasonMissing, Message: "no longer in the inventory"}
@@ -325,7 +268,7 @@ func (c *resourceDevices) states(u usage) []state {
 		switch {
 		case !i.Health().Healthy() && !i.removed():
 			states[at] = stateUnhealthy
-		case conflict || i.removed() || !i.offered && (c.retiring || !mine):
+		case conflict || i.removed() || !i.offered && (c.config.Retiring || !mine):
 			states[at] = stateWithdrawn
 		case !mine && i.unready:
 			states[at] = stateWithdrawn // the device is healthy
@@ -433,12 +376,7 @@ func (u usage) availability(resource string, i item, others uses) (mine, conflic
 	return mine, conflict || others.exclude(request)
 }
 
-// mine reports whether a pod holds the item under this ID.
-func (u usage) mine(resource string, i item) bool {
-	mine, conflict := u.ownHold(resource, i)
-	return mine && !conflict
-}
-
+// ownHold returns whether a pod holds the item under this ID, and whether such a hold is in conflict with it.
 func (u usage) ownHold(resource string, i item) (mine, conflict bool) {
 	for _, h := range u.holds[i.GPU.UUID] {
 		if h.Holder != (ledger.Holder{Kind: ledger.KindPod, ID: i.id}) || !h.Device.Overlaps(i.Ref()) {
@@ -492,41 +430,27 @@ func (s uses) exclude(request use) bool {
 // namedDevices is how many devices an event names.
 const namedDevices = 4
 
-// reportExcluded reports devices that no extended resource offers, whenever they change, until ctx is done.
-func (p *Plugin) reportExcluded(ctx context.Context) {
-	var reported []string
-	for {
-		changed := p.lists.changed.Changed()
-		excluded := p.lists.excludedDevices()
-		if !slices.Equal(reported, excluded) {
-			reported = excluded
-			for _, sentence := range excluded {
-				klog.FromContext(ctx).Info("No extended resource offers some devices",
-					"migStrategy", p.config.Resources.Strategy, "devices", sentence)
-				p.config.Recorder.Eventf(p.node, corev1.EventTypeWarning, "DevicesExcluded", "No extended resource offers %s", sentence)
-			}
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-changed:
-		}
+// reportExcluded reports devices that no extended resource offers, if they are not those that it reported before.
+func (r *lists) reportExcluded(ctx context.Context, before []string) []string {
+	excluded := excludedByReason(r.table.Load().excluded)
+	if slices.Equal(before, excluded) {
+		return before
 	}
+	for _, sentence := range excluded {
+		klog.FromContext(ctx).Info("No extended resource offers some devices", "migStrategy", r.Resources.Strategy, "devices", sentence)
+		r.warn("DevicesExcluded", "No extended resource offers %s", sentence)
+	}
+	return excluded
 }
 
 // excludedByReason returns a sentence for each reason: "gpu-1 and 2 more: <reason>".
 func excludedByReason(excluded []device.LeftOut) []string {
-	var reasons []string
 	names := map[string][]string{}
 	for _, l := range excluded {
-		if names[l.Reason] == nil {
-			reasons = append(reasons, l.Reason)
-		}
 		names[l.Reason] = append(names[l.Reason], fmt.Sprintf("%s (%s)", l.Device.Name(), l.Device.UUID()))
 	}
 	var sentences []string
-	for _, reason := range reasons {
-		all := names[reason]
+	for reason, all := range names {
 		text := strings.Join(all[:min(len(all), namedDevices)], ", ")
 		if more := len(all) - namedDevices; more > 0 {
 			text += fmt.Sprintf(" and %d more", more)

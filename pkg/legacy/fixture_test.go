@@ -180,7 +180,7 @@ func newFixture(t testing.TB, release kubeletRelease) *fixture {
 	}
 	f.config = Config{
 		Resources: device.Resources{GPU: "nvidia.com/gpu"}, NodeName: "node-a", Directory: dir,
-		Strategies: []Strategy{StrategyCDI}, IDStrategy: IDStrategyUUID, AllocationPolicy: PolicyDistributed, DevRoot: "/", DevRootInAgent: "/",
+		Strategies: []Strategy{StrategyCDI}, DevRoot: "/", DevRootInAgent: "/",
 		Inventory: f.inventory, Ledger: f.ledger, Specs: f.specs, Kubelet: f.kubelet,
 		Acknowledge: func(string, []string, bool) {}, AnnotationPrefix: "cdi.k8s.io/",
 		Recorder: f.events, Registerer: f.registry,

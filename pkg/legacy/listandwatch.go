@@ -51,12 +51,11 @@ func newListing(items []item, states []state) *listing {
 
 // lists keeps the device lists up to date.
 type lists struct {
-	selection
-	inventory   Inventory
-	ledger      Ledger
-	allocations Allocations
-	specs       Specs
-	metrics     *metrics
+	*Config
+	metrics *metrics
+	// retireAfter is how long an idle device stays listed; zero means permanently. kubelet may be about to allocate a device that was
+	// healthy a moment ago, and looks it up in its list.
+	retireAfter time.Duration
 
 	table atomic.Pointer[deviceTable]
 
@@ -67,96 +66,85 @@ type lists struct {
 	mu      sync.Mutex
 	// published lists, by resource.
 	published map[string]*listing
-	// excluded says which devices have no resource, by reason.
-	excluded []string
 }
 
-func newLists(c Config, m *metrics) *lists {
-	r := &lists{
-		selection: newSelection(c), inventory: c.Inventory, ledger: c.Ledger, allocations: c.Allocations, specs: c.Specs,
-		metrics: m, pendingSince: map[pendingClaim]time.Time{},
-	}
+func newLists(c *Config, m *metrics) *lists {
+	r := &lists{Config: c, metrics: m, pendingSince: map[pendingClaim]time.Time{}}
 	r.table.Store(&deviceTable{})
 	return r
 }
 
 // run publishes the lists whenever inventory, CDI specs, sharing, ledger, allocations or requesting pods change, until ctx is done.
 func (r *lists) run(ctx context.Context) {
+	var excluded []string
 	for ctx.Err() == nil {
-		inventory, specs, shared := r.inventory.Changed(), r.specs.Changed(), r.sharingChanged()
+		inventory, specs := r.Inventory.Changed(), r.Specs.Changed()
+		var shared, allocated <-chan struct{}
+		if r.Sharing != nil {
+			shared = r.Sharing.Changed()
+		}
 		r.rebuild(time.Now())
-		for rebuild := false; !rebuild; {
-			held, allocated := r.ledger.Changed(), r.allocatedChanged()
-			_, requested := r.ledger.Outstanding()
+		for current := true; current; {
+			held := r.Ledger.Changed()
+			_, requested := r.Ledger.Outstanding()
+			if r.Allocations != nil {
+				allocated = r.Allocations.Changed()
+			}
+			var again <-chan time.Time
+			if wait := r.publish(time.Now()); wait > 0 {
+				again = time.After(wait)
+			}
+			excluded = r.reportExcluded(ctx, excluded)
 			select {
 			case <-ctx.Done():
 				return
-			case <-after(r.publish(time.Now())):
+			case <-again:
 			case <-held:
 			case <-allocated:
 			case <-requested:
 			case <-inventory:
-				rebuild = true
+				current = false
 			case <-specs:
-				rebuild = true
+				current = false
 			case <-shared:
-				rebuild = true
+				current = false
 			}
 		}
 	}
 }
 
-// after returns a channel that receives after the wait; nil if the wait is zero.
-func after(wait time.Duration) <-chan time.Time {
-	if wait == 0 {
-		return nil
-	}
-	return time.After(wait)
-}
-
-func (r *lists) sharingChanged() <-chan struct{} {
-	if r.sharing == nil {
-		return nil
-	}
-	return r.sharing.Changed()
-}
-
-func (r *lists) allocatedChanged() <-chan struct{} {
-	if r.allocations == nil {
-		return nil
-	}
-	return r.allocations.Changed()
-}
-
 // rebuild lists the devices anew.
 func (r *lists) rebuild(now time.Time) {
-	r.table.Store(r.selection.table(r.inventory.Inventory(), r.usage(), r.table.Load(), now))
+	r.table.Store(r.build(usageOf(r.Ledger, r.Allocations), r.table.Load(), now))
 }
 
 // publish computes the state of each device and publishes the lists that changed. It returns after how long to call it again; zero
 // means that no change is due.
 func (r *lists) publish(now time.Time) (again time.Duration) {
-	u := r.usage()
+	u := usageOf(r.Ledger, r.Allocations)
 	if r.outdated(r.table.Load(), u, now) {
 		r.rebuild(now)
 	}
 	c := r.table.Load()
-	again = sooner(r.delayPending(now, &u), r.untilRetired(c, now))
+	if again = r.delayPending(now, &u); !c.expires.IsZero() {
+		again = sooner(again, c.expires.Sub(now))
+	}
 	lists := make(map[string]*listing, len(c.of))
 	for resource, devices := range c.of {
 		lists[resource] = newListing(devices.items, devices.states(u))
 	}
-	r.metrics.setDevices(lists, len(c.excluded))
-	if r.replace(lists, excludedByReason(c.excluded)) {
+	r.metrics.excluded.Set(float64(len(c.excluded)))
+	if r.replace(lists) {
 		r.changed.Notify()
 	}
 	return again
 }
 
 // replace replaces the published lists that changed, and reports whether any did.
-func (r *lists) replace(next map[string]*listing, excluded []string) bool {
+func (r *lists) replace(next map[string]*listing) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	r.metrics.setDevices(r.published, next)
 	for resource, list := range next {
 		before := r.published[resource]
 		if before == nil {
@@ -171,11 +159,9 @@ func (r *lists) replace(next map[string]*listing, excluded []string) bool {
 			next[resource] = before
 		}
 	}
-	if maps.Equal(r.published, next) && slices.Equal(r.excluded, excluded) {
-		return false
-	}
-	r.published, r.excluded = next, excluded
-	return true
+	changed := !maps.Equal(r.published, next)
+	r.published = next
+	return changed
 }
 
 // ListAndWatch sends the list and then each change of it. A slow reader gets only the newest list. kubelet calls it once for each
@@ -209,10 +195,8 @@ func (r *lists) devices(resource string) *resourceDevices {
 	if c := r.table.Load().of[resource]; c != nil {
 		return c
 	}
-	return newResourceDevices(resource)
+	return &resourceDevices{resource: resource, config: r.Config}
 }
-
-func (r *lists) usage() usage { return usageOf(r.ledger, r.allocations) }
 
 // current returns the published list of a resource; nil for none.
 func (r *lists) current(resource string) *listing {
@@ -226,13 +210,6 @@ func (r *lists) names() []string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return slices.Sorted(maps.Keys(r.published))
-}
-
-// excludedDevices returns a sentence for each reason for which devices have no resource.
-func (r *lists) excludedDevices() []string {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.excluded
 }
 
 // sooner returns the shorter of two waits, of which zero is none.

@@ -84,9 +84,17 @@ func (s fixedLedger) Outstanding() (devices map[string]int, changed <-chan struc
 // whole offers whole GPUs.
 var whole = device.Resources{GPU: "nvidia.com/gpu"}
 
+// listsOf offers whole GPUs of an inventory without CDI.
+func listsOf(gpus ...device.GPU) *lists {
+	return &lists{
+		Config:  &Config{Resources: whole, Inventory: fakeInventory{newObservable(device.Inventory{GPUs: gpus})}},
+		metrics: newMetrics(prometheus.NewRegistry()), pendingSince: map[pendingClaim]time.Time{},
+	}
+}
+
 // devicesOf is that of whole GPUs.
 func devicesOf(gpus ...device.GPU) *resourceDevices {
-	return selection{resources: whole}.table(device.Inventory{GPUs: gpus}, usage{}, nil, time.Now()).of[whole.GPU]
+	return listsOf(gpus...).build(usage{}, &deviceTable{}, time.Now()).of[whole.GPU]
 }
 
 // Devices that are only allocated to claims stay on offer for as many as limits pods ask for that kubelet is about to admit, those
@@ -137,7 +145,7 @@ func (a allocations) put(gpus ...int) {
 }
 
 func TestCatalogKeepsOrderAndIDs(t *testing.T) {
-	var all *deviceTable
+	all := &deviceTable{}
 	gpu := func(id string, minor int) device.GPU { return device.GPU{UUID: id, Minor: minor} }
 	for _, step := range []struct {
 		gpus []device.GPU
@@ -149,7 +157,7 @@ func TestCatalogKeepsOrderAndIDs(t *testing.T) {
 		{nil, []string{"GPU-a Missing", "GPU-c Missing", "GPU-b Missing"}},
 		{[]device.GPU{gpu("GPU-a", 3)}, []string{"GPU-c Missing", "GPU-b Missing", "GPU-a"}},
 	} {
-		all = selection{resources: whole}.table(device.Inventory{GPUs: step.gpus}, usage{}, all, time.Now())
+		all = listsOf(step.gpus...).build(usage{}, all, time.Now())
 		c := all.of[whole.GPU]
 		var got []string
 		for i, item := range c.items {
@@ -175,8 +183,10 @@ func TestPendingClaimsAreDebounced(t *testing.T) {
 	gpus := []device.GPU{{UUID: uuid(0)}, {UUID: uuid(1)}}
 	allocated := allocations{newObservable[[]device.Ref](nil)}
 	book := &fixedLedger{}
-	r := &lists{ledger: book, allocations: allocated, metrics: newMetrics(prometheus.NewRegistry()), pendingSince: map[pendingClaim]time.Time{}}
-	r.table.Store(selection{resources: whole}.table(device.Inventory{GPUs: gpus}, usage{}, nil, time.Now()))
+	r := listsOf(gpus...)
+	r.Ledger, r.Allocations = book, allocated
+	r.table.Store(&deviceTable{})
+	r.rebuild(time.Now())
 	began := time.Now()
 	const ok, away = stateHealthy, stateWithdrawn
 	step := func(ms int, again time.Duration, want ...state) {
@@ -270,7 +280,7 @@ func TestPlannerBesideWhatLeaves(t *testing.T) {
 		t.Fatal(err)
 	}
 	p.Look(time.Now())
-	if p.lists.devices(whole.GPU).planner != nil {
+	if p.lists.devices(whole.GPU).wholeGPUs {
 		t.Error("partitions are chosen by the links of their GPUs")
 	}
 	f.inventory.set(func(device.Inventory) device.Inventory { return islands(4, 2, 6) })

@@ -3,21 +3,16 @@
 package legacy
 
 import (
-	"maps"
-	"slices"
-
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promauto"
 )
 
 type metrics struct {
-	allocate  prometheus.Histogram
-	preferred prometheus.Histogram
-	conflicts prometheus.Counter
-	devices   *prometheus.GaugeVec
-	excluded  prometheus.Gauge
-	// resources are those that devices has; only setDevices uses it, one call at a time.
-	resources     []string
+	allocate      prometheus.Histogram
+	preferred     prometheus.Histogram
+	conflicts     prometheus.Counter
+	devices       *prometheus.GaugeVec
+	excluded      prometheus.Gauge
 	withdrawals   prometheus.Counter
 	registrations *prometheus.CounterVec
 }
@@ -60,18 +55,17 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 	}
 }
 
-func (m *metrics) setDevices(lists map[string]*listing, excluded int) {
-	for _, resource := range m.resources {
+// setDevices counts the devices of the lists that replace those before.
+func (m *metrics) setDevices(before, lists map[string]*listing) {
+	for resource := range before {
 		if lists[resource] == nil {
 			m.devices.DeletePartialMatch(prometheus.Labels{"resource": resource})
 		}
 	}
-	m.resources = slices.Collect(maps.Keys(lists))
 	for resource, l := range lists {
 		set := func(s state, count int) { m.devices.WithLabelValues(resource, string(s)).Set(float64(count)) }
 		set(stateHealthy, len(l.healthy))
 		set(stateWithdrawn, len(l.withdrawn))
 		set(stateUnhealthy, len(l.response.GetDevices())-len(l.healthy)-len(l.withdrawn))
 	}
-	m.excluded.Set(float64(excluded))
 }

@@ -183,7 +183,7 @@ func TestAllocatePartitions(t *testing.T) {
 			},
 		},
 		"envvar by index": {
-			func(c *Config) { c.Strategies, c.IDStrategy = []Strategy{StrategyEnvVar}, IDStrategyIndex },
+			func(c *Config) { c.Strategies, c.IndexIDs = []Strategy{StrategyEnvVar}, true },
 			&pluginapi.ContainerAllocateResponse{Envs: map[string]string{"NVIDIA_VISIBLE_DEVICES": "2:1,2:0"}},
 		},
 	} {
@@ -382,11 +382,11 @@ func TestChangeOfStrategy(t *testing.T) {
 }
 
 func TestPreferredPartitions(t *testing.T) {
-	for policy, tests := range map[AllocationPolicy]map[int32]string{
-		PolicyDistributed: {1: "3-6", 2: "3-6 2-1", 3: "3-6 2-1 3-0", 9: "3-6 2-1 3-0 2-0"},
-		PolicyPacked:      {1: "2-1", 2: "2-1 2-0", 3: "2-1 2-0 3-6"},
+	for packed, tests := range map[bool]map[int32]string{
+		false: {1: "3-6", 2: "3-6 2-1", 3: "3-6 2-1 3-0", 9: "3-6 2-1 3-0 2-0"},
+		true:  {1: "2-1", 2: "2-1 2-0", 3: "2-1 2-0 3-6"},
 	} {
-		f := partitioned(t, device.MIGStrategyMixed, func(f *fixture) { f.config.AllocationPolicy = policy })
+		f := partitioned(t, device.MIGStrategyMixed, func(f *fixture) { f.config.Packed = packed })
 		p, _ := f.start()
 		f.lists("gpu=0,1", "mig-1g.10gb=2-0,2-1,3-0,3-6", "mig-3g.40gb=2-4")
 		f.claimRef("c", part(2, 4, "3g.40gb").Ref)
@@ -398,7 +398,7 @@ func TestPreferredPartitions(t *testing.T) {
 				}})
 				ids := strings.ReplaceAll(strings.Join(got.GetContainerResponses()[0].GetDeviceIDs(), " "), "MIG-", "")
 				if ids != want {
-					t.Errorf("%s, %d: %s, want %s", policy, size, ids, want)
+					t.Errorf("packed %v, %d: %s, want %s", packed, size, ids, want)
 				}
 			}
 		}
@@ -406,7 +406,7 @@ func TestPreferredPartitions(t *testing.T) {
 			{AvailableDeviceIDs: all, MustIncludeDeviceIDs: []string{"MIG-3-0"}, AllocationSize: 2},
 		}})
 		if ids := got.GetContainerResponses()[0].GetDeviceIDs(); len(ids) != 2 || ids[0] != "MIG-3-0" {
-			t.Errorf("%s: %v", policy, ids)
+			t.Errorf("packed %v: %v", packed, ids)
 		}
 	}
 }

@@ -19,8 +19,9 @@ func TestOffered(t *testing.T) {
 	before := fixedLedger{holds: []ledger.Hold{
 		{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}, Resource: whole.GPU},
 	}}
-	f := selection{resources: whole, offered: func(gpu device.GPU) bool { return gpu.UUID == "GPU-a" }}
-	var all *deviceTable
+	f := listsOf(inv.GPUs...)
+	f.Offered = func(gpu device.GPU) bool { return gpu.UUID == "GPU-a" }
+	all := &deviceTable{}
 	var c *resourceDevices
 	for _, step := range []struct {
 		ledger Ledger
@@ -30,15 +31,15 @@ func TestOffered(t *testing.T) {
 		{fixedLedger{}, []state{stateHealthy, stateWithdrawn}},
 	} {
 		o := usageOf(step.ledger, nil)
-		all = f.table(inv, o, all, time.Now())
+		all = f.build(o, all, time.Now())
 		c = all.of[whole.GPU]
 		if got := c.states(o); len(c.items) != 2 || c.items[1].id != "GPU-c" || !slices.Equal(got, step.want) {
 			t.Errorf("lists %v as %v, want GPU-a and GPU-c as %v", c.items, got, step.want)
 		}
 	}
 	o := usageOf(before, nil)
-	f.offered, f.retiring = func(device.GPU) bool { return false }, true
-	retiring := f.table(inv, o, nil, time.Now()).of[whole.GPU]
+	f.Offered, f.Retiring = func(device.GPU) bool { return false }, true
+	retiring := f.build(o, &deviceTable{}, time.Now()).of[whole.GPU]
 	if got := retiring.states(o); len(retiring.items) != 1 || got[0] != stateWithdrawn {
 		t.Errorf("a plugin that retires lists %v as %v", retiring.items, got)
 	}

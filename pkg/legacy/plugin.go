@@ -19,8 +19,6 @@ import (
 
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sync/singleflight"
-	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
@@ -32,7 +30,6 @@ import (
 type Plugin struct {
 	config  Config
 	times   times
-	node    *corev1.ObjectReference
 	metrics *metrics
 	lists   *lists
 	// probes of the sockets of other plugins, by path. probing joins those of the same socket.
@@ -90,15 +87,13 @@ func New(config Config) (*Plugin, error) {
 			config.Directory, longestSocketPath)
 	}
 	p := &Plugin{
-		config: config,
-		times:  defaultTimes(),
-		// kubectl describe node finds events by the node's name as UID, as kubelet records them.
-		node:     &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: config.NodeName, UID: types.UID(config.NodeName)},
+		config:   config,
+		times:    defaultTimes(),
 		metrics:  newMetrics(config.Registerer),
 		notReady: errNotStarted,
 		served:   map[string]*registrar{},
 	}
-	p.lists = newLists(config, p.metrics)
+	p.lists = newLists(&p.config, p.metrics)
 	return p, nil
 }
 
@@ -114,14 +109,11 @@ func (p *Plugin) Run(ctx context.Context) error {
 		klog.FromContext(ctx).Error(err, "Stale sockets stay")
 	}
 
-	p.lists.retireAfter = p.times.retireAfter
-	p.lists.rebuild(time.Now())
-	p.lists.publish(time.Now())
+	p.Look(time.Now())
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return p.watchDirectory(ctx) })
 	group.Go(func() error { p.lists.run(ctx); return nil })
 	group.Go(func() error { p.serve(ctx); return nil })
-	group.Go(func() error { p.reportExcluded(ctx); return nil })
 	if err := group.Wait(); err != nil {
 		return fmt.Errorf("serve limits: %w", err)
 	}

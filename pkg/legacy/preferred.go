@@ -16,7 +16,7 @@ import (
 func (p *Plugin) Preferred(resource string, request *pluginapi.PreferredAllocationRequest) *pluginapi.PreferredAllocationResponse {
 	response := &pluginapi.PreferredAllocationResponse{}
 	// kubelet's list of available devices is as old as the last ListAndWatch message; the ledger is not.
-	u := p.lists.usage()
+	u := usageOf(p.config.Ledger, p.config.Allocations)
 	devices := p.lists.devices(resource)
 	for _, container := range request.GetContainerRequests() {
 		response.ContainerResponses = append(response.ContainerResponses, &pluginapi.ContainerPreferredAllocationResponse{
@@ -79,8 +79,8 @@ func (c *resourceDevices) prefer(request *pluginapi.ContainerPreferredAllocation
 // prefers the GPU from which this call has taken fewest, then the GPU that the scheduler allocates last. It does not choose a replica for
 // which there is no memory.
 func (c *resourceDevices) choose(required, available []int, size int, u usage, all uses) []int {
-	if c.planner != nil {
-		return c.planner.choose(slices.Concat(required, available), required, size)
+	if c.wholeGPUs {
+		return newPlanner(c.gpus(), c.inventory).choose(slices.Concat(required, available), required, size)
 	}
 	chosen := descending(slices.Clone(required))
 	chosen = chosen[:max(0, min(len(chosen), size))]
@@ -97,7 +97,7 @@ func (c *resourceDevices) choose(required, available []int, size int, u usage, a
 		take(at)
 	}
 	better := func(a, b string) bool {
-		if c.packed {
+		if c.config.Packed {
 			return holds[a] > holds[b]
 		}
 		return cmp.Or(cmp.Compare(holds[a], holds[b]), cmp.Compare(picked[a], picked[b])) < 0
@@ -164,6 +164,14 @@ const searchLimit = 13000
 
 // seedLimit bounds how many starting points the greedy search tries.
 const seedLimit = 64
+
+func (c *resourceDevices) gpus() []device.GPU {
+	gpus := make([]device.GPU, len(c.items))
+	for at, i := range c.items {
+		gpus[at] = i.GPU
+	}
+	return gpus
+}
 
 // newPlanner makes a planner for gpus with the links of inv. A GPU that inv lacks has no links.
 func newPlanner(gpus []device.GPU, inv device.Inventory) *planner {

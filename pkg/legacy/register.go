@@ -10,7 +10,6 @@ import (
 	"slices"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
@@ -180,7 +179,7 @@ func (r *registrar) awaitNoConflicting(ctx context.Context) bool {
 		if reported != conflicting.Socket {
 			reported = conflicting.Socket
 			klog.FromContext(ctx).Info("Not registering beside another device plugin", "socket", conflicting.Socket, "devices", conflicting.Devices)
-			r.config.Recorder.Eventf(r.node, corev1.EventTypeWarning, "OtherDevicePlugin", "Not serving %s: %s", r.resource, conflicting)
+			r.config.warn("OtherDevicePlugin", "Not serving %s: %s", r.resource, conflicting)
 		}
 		return false
 	})

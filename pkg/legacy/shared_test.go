@@ -143,7 +143,7 @@ func TestPromisedShares(t *testing.T) {
 	f, p := sharingNode(t, shared(1, 1, device.Replicas{Count: 4}))
 	gpu := f.inventory.get().GPUs[0]
 	allocated := allocatedShares{newObservable[[]ledger.Hold](nil)}
-	p.lists.allocations = allocated
+	p.config.Allocations = allocated
 	healthy := func(after time.Duration) (n int) {
 		lists, _ := p.Look(time.Now().Add(after))
 		for _, health := range health(lists["nvidia.com/gpu"]) {
@@ -224,12 +224,12 @@ func TestAllocateReplicas(t *testing.T) {
 }
 
 func TestPreferredReplicas(t *testing.T) {
-	for policy, want := range map[AllocationPolicy]string{
-		PolicyDistributed: "1::3 0::3",
-		PolicyPacked:      "0::3 0::2",
+	for packed, want := range map[bool]string{
+		false: "1::3 0::3",
+		true:  "0::3 0::2",
 	} {
 		f, p := sharingNode(t, shared(2, 2, device.Replicas{Count: 4}))
-		p.lists.packed = policy == PolicyPacked
+		p.config.Packed = packed
 		if err := f.ledger.ReservePod([]ledger.PodRequest{{
 			ID: uuid(0) + "::0", Resource: "nvidia.com/gpu", Device: device.Ref{GPU: uuid(0)}, Share: device.Replica(24*gib, 4),
 		}}); err != nil {
@@ -242,7 +242,7 @@ func TestPreferredReplicas(t *testing.T) {
 		}).ContainerResponses[0].DeviceIDs
 		text := strings.NewReplacer(uuid(0), "0", uuid(1), "1").Replace(strings.Join(got, " "))
 		if text != want {
-			t.Errorf("%s: %s, want %s", policy, text, want)
+			t.Errorf("packed %v: %s, want %s", packed, text, want)
 		}
 	}
 }
@@ -268,7 +268,7 @@ func TestPreferredAmongMPS(t *testing.T) {
 func TestWaitedForAsAWhole(t *testing.T) {
 	f, p := sharingNode(t, shared(1, 1, device.Replicas{Count: 4}))
 	gpu := f.inventory.get().GPUs[0]
-	p.lists.allocations = allocatedShares{newObservable([]ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "a"}, Device: gpu.Ref()}})}
+	p.config.Allocations = allocatedShares{newObservable([]ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "a"}, Device: gpu.Ref()}})}
 	if err := f.ledger.ReservePod([]ledger.PodRequest{{
 		ID: device.ReplicaID(gpu.UUID, 0), Resource: "nvidia.com/gpu", Device: gpu.Ref(), Share: device.Replica(24*gib, 4),
 	}}); err != nil {
@@ -287,7 +287,7 @@ func TestWaitedForAsAWhole(t *testing.T) {
 func TestPreferredReplicasFit(t *testing.T) {
 	for _, packed := range []bool{true, false} {
 		f, p := sharingNode(t, shared(2, 2, device.Replicas{Count: 4}))
-		p.lists.packed = packed
+		p.config.Packed = packed
 		lists, _ := p.Look(time.Now())
 		available := slices.Collect(maps.Keys(health(lists["nvidia.com/gpu"])))
 		gpu := f.inventory.get().GPUs[0]
