@@ -4,6 +4,7 @@ package legacy
 
 import (
 	"cmp"
+	"math/big"
 	"slices"
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
@@ -147,8 +148,6 @@ func (c *resourceDevices) places(ids []string) (places []int, unknown []string) 
 // the distance from claims: a conflict delays a pod.
 type planner struct {
 	weight [][]int64
-	numa   []int
-	domain []string
 }
 
 // The three parts of a pair's weight. No sum over a machine of 256 GPUs (32,640 pairs) carries from one into the next: any NVLink
@@ -161,9 +160,6 @@ const (
 
 // searchLimit bounds exhaustive search, in sets. C(16, 8) is 12,870.
 const searchLimit = 13000
-
-// seedLimit bounds how many starting points the greedy search tries.
-const seedLimit = 64
 
 func (c *resourceDevices) gpus() []device.GPU {
 	gpus := make([]device.GPU, len(c.items))
@@ -179,9 +175,8 @@ func newPlanner(gpus []device.GPU, inv device.Inventory) *planner {
 	for i, gpu := range inv.GPUs {
 		place[gpu.UUID] = i
 	}
-	p := &planner{weight: make([][]int64, len(gpus)), numa: make([]int, len(gpus)), domain: make([]string, len(gpus))}
+	p := &planner{weight: make([][]int64, len(gpus))}
 	for i, a := range gpus {
-		p.numa[i], p.domain[i] = a.NUMANode, a.NVLinkDomain
 		p.weight[i] = make([]int64, len(gpus))
 		for j, b := range gpus {
 			if i == j || a.UUID == b.UUID { // it, or what is left in the list of its partitions
@@ -208,11 +203,6 @@ type plan struct {
 	reach  int64 // NVLinks between each chosen GPU and everything available: what the rest loses
 }
 
-// better says whether a is the better plan by connections; the order of search decides among equals.
-func (a plan) better(b plan) bool {
-	return a.score > b.score || a.score == b.score && a.reach < b.reach
-}
-
 // choose returns size GPUs of available, among them all of required, highest first. Both lists have no duplicates, and required
 // is part of available. If that is impossible it returns as many as it can, required ones first.
 func (p *planner) choose(available, required []int, size int) []int {
@@ -227,11 +217,20 @@ func (p *planner) choose(available, required []int, size int) []int {
 		return descending(append(required, free...))
 	}
 	s := search{planner: p, free: free, want: size, reach: p.reach(append(slices.Clone(required), free...))}
-	start := s.start(required)
-	if combinations(len(free), size-len(required)) <= searchLimit {
+	start := plan{chosen: make([]int, 0, size)}
+	for _, i := range required {
+		start = s.with(start, i)
+	}
+	sets := new(big.Int).Binomial(int64(len(free)), int64(size-len(required)))
+	switch {
+	case sets.Cmp(big.NewInt(searchLimit)) <= 0:
 		s.exhaust(start, 0)
-	} else {
-		s.greedy(start)
+	case len(required) > 0:
+		s.grow(start)
+	default:
+		for _, seed := range free {
+			s.grow(s.with(start, seed))
+		}
 	}
 	return descending(s.best.chosen)
 }
@@ -256,14 +255,6 @@ type search struct {
 	found bool
 }
 
-func (s *search) start(required []int) plan {
-	start := plan{chosen: make([]int, 0, s.want)}
-	for _, i := range required {
-		start = s.with(start, i)
-	}
-	return start
-}
-
 // with extends a plan. The result shares its backing array with the argument: use one branch at a time.
 func (s *search) with(to plan, i int) plan {
 	for _, j := range to.chosen {
@@ -274,12 +265,12 @@ func (s *search) with(to plan, i int) plan {
 	return to
 }
 
+// offer keeps the plan with the best connections. The order of search decides among equals.
 func (s *search) offer(candidate plan) {
-	if s.found && !candidate.better(s.best) {
-		return
+	if better := cmp.Or(cmp.Compare(candidate.score, s.best.score), cmp.Compare(s.best.reach, candidate.reach)); !s.found || better > 0 {
+		candidate.chosen = slices.Clone(candidate.chosen)
+		s.best, s.found = candidate, true
 	}
-	candidate.chosen = slices.Clone(candidate.chosen)
-	s.best, s.found = candidate, true
 }
 
 // exhaust compares all sets. Sets come in descending order, so the first of equals has the highest minors.
@@ -294,73 +285,25 @@ func (s *search) exhaust(from plan, next int) {
 	}
 }
 
-// greedy grows a set from each of a few seeds by the best-connected GPU, and keeps the best set.
-func (s *search) greedy(start plan) {
-	if len(start.chosen) > 0 {
-		s.grow(start)
-		return
-	}
-	for _, seed := range s.seeds() {
-		s.grow(s.with(start, seed))
-	}
-}
-
-// seeds returns one GPU of each kind that greedy search cannot tell apart: same NVLink domain, NUMA node and connections.
-func (s *search) seeds() []int {
-	type kind struct {
-		domain string
-		numa   int
-		reach  int64
-	}
-	seen := make(map[kind]bool)
-	var seeds []int
-	for _, i := range s.free {
-		k := kind{s.domain[i], s.numa[i], s.reach[i]}
-		if !seen[k] && len(seeds) < seedLimit {
-			seen[k] = true
-			seeds = append(seeds, i)
-		}
-	}
-	return seeds
-}
-
+// grow extends a plan by the best-connected GPU until it is complete.
 func (s *search) grow(from plan) {
+	rest := slices.DeleteFunc(slices.Clone(s.free), func(i int) bool { return slices.Contains(from.chosen, i) })
 	gain := make([]int64, len(s.weight))
-	used := make([]bool, len(s.weight))
-	take := func(i int) {
-		used[i] = true
-		for _, j := range s.free {
+	connect := func(i int) {
+		for _, j := range rest {
 			gain[j] += s.weight[i][j]
 		}
 	}
 	for _, i := range from.chosen {
-		take(i)
+		connect(i)
 	}
 	for len(from.chosen) < s.want {
-		pick := -1
-		for _, i := range s.free {
-			if !used[i] && (pick < 0 || gain[i] > gain[pick] || gain[i] == gain[pick] && s.reach[i] < s.reach[pick]) {
-				pick = i
-			}
-		}
-		from.score += gain[pick]
-		from.reach += s.reach[pick]
-		from.chosen = append(from.chosen, pick)
-		take(pick)
+		pick := slices.MaxFunc(rest, func(i, j int) int { return cmp.Or(cmp.Compare(gain[i], gain[j]), cmp.Compare(s.reach[j], s.reach[i])) })
+		rest = slices.DeleteFunc(rest, func(i int) bool { return i == pick })
+		from = s.with(from, pick)
+		connect(pick)
 	}
 	s.offer(from)
-}
-
-// combinations returns n choose k, or a number above searchLimit if it exceeds that.
-func combinations(n, k int) int {
-	k = min(k, n-k)
-	c := 1
-	for i := 1; i <= k; i++ {
-		if c = c * (n - k + i) / i; c > searchLimit {
-			return c
-		}
-	}
-	return c
 }
 
 func descending(list []int) []int {
