@@ -33,7 +33,7 @@ func (p *Plugin) Allocate(ctx context.Context, resource string, request *plugina
 		return nil, status.FromContextError(err).Err()
 	}
 	if p.config.uses(Strategy.cdi) {
-		if err := p.config.Specs.Ensure(ctx, hardwareOf(slices.Concat(containers...))...); err != nil {
+		if err := p.config.Specs.Ensure(ctx, unique(slices.Concat(containers...), item.hardware)...); err != nil {
 			return nil, status.Errorf(codes.Unavailable, "allocate %s: ensure CDI specs: %v", resource, err)
 		}
 	}
@@ -60,12 +60,17 @@ func (p *Plugin) requested(resource string, request *pluginapi.AllocateRequest) 
 		if err != nil {
 			return nil, err
 		}
-		shared := countShared(items)
-		byMPS := slices.ContainsFunc(items, func(i item) bool { return i.Sharing().Strategy == device.MPS })
-		if byMPS {
+		mps, shared := false, 0
+		for _, i := range items {
+			mps = mps || i.Sharing().Strategy == device.MPS
+			if !i.share.Whole() {
+				shared++
+			}
+		}
+		if mps {
 			shared = len(items) // a client of an MPS daemon sees no other GPU
 		}
-		if shared > 1 && (byMPS || p.config.FailRequestsGreaterThanOne) {
+		if shared > 1 && (mps || p.config.FailRequestsGreaterThanOne) {
 			return nil, invalid("maximum request size for shared resources is 1; found %d", shared)
 		}
 		for _, i := range items {
@@ -83,15 +88,6 @@ func (p *Plugin) requested(resource string, request *pluginapi.AllocateRequest) 
 		containers = append(containers, items)
 	}
 	return containers, nil
-}
-
-func countShared(items []item) (n int) {
-	for _, i := range items {
-		if !i.share.Whole() {
-			n++
-		}
-	}
-	return n
 }
 
 // lookup resolves the device IDs of one container. It returns an error for an empty list and for an ID that is in seen, to which it adds
@@ -120,25 +116,27 @@ func (p *Plugin) lookup(resource string, ids []string, seen map[string]bool) ([]
 
 // reserve reserves all devices or none, and returns the client settings of each container.
 func (p *Plugin) reserve(ctx context.Context, resource string, containers [][]item) ([]*sharing.Client, error) {
-	if _, err := p.clients(containers); err != nil {
-		return nil, unready(resource, err)
+	if _, err := p.clients(resource, containers); err != nil {
+		return nil, err
 	}
-	if err := p.config.Ledger.ReservePod(podRequests(resource, containers)); err != nil {
+	var requests []ledger.PodRequest
+	for _, items := range containers {
+		for _, i := range items {
+			requests = append(requests, ledger.PodRequest{ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share})
+		}
+	}
+	if err := p.config.Ledger.ReservePod(requests); err != nil {
 		return nil, p.refuse(ctx, resource, err)
 	}
 	// Check again: the sharing policy may have marked the GPU since the first check. It marks a GPU before it reads the ledger, so either
 	// it sees the new holds, or this check sees the mark. The reconciler then releases the new holds. Allocate must not, because some holds
 	// of this call may belong to an earlier container of the pod.
-	clients, err := p.clients(containers)
-	if err != nil {
-		return nil, unready(resource, err)
-	}
-	return clients, nil
+	return p.clients(resource, containers)
 }
 
 // clients returns the client settings of each container, nil for none. It returns an error if a device is not shared yet as the node's
 // policy requires.
-func (p *Plugin) clients(containers [][]item) ([]*sharing.Client, error) {
+func (p *Plugin) clients(resource string, containers [][]item) ([]*sharing.Client, error) {
 	clients := make([]*sharing.Client, len(containers))
 	if p.config.Sharing == nil {
 		return clients, nil
@@ -147,7 +145,7 @@ func (p *Plugin) clients(containers [][]item) ([]*sharing.Client, error) {
 		for _, i := range items {
 			client, err := p.config.Sharing.Client(i.Device, i.share)
 			if err != nil {
-				return nil, err
+				return nil, status.Errorf(codes.Unavailable, "allocate %s: %v", resource, err)
 			}
 			if client != nil {
 				clients[at] = client // the container has no other device
@@ -155,20 +153,6 @@ func (p *Plugin) clients(containers [][]item) ([]*sharing.Client, error) {
 		}
 	}
 	return clients, nil
-}
-
-func unready(resource string, err error) error {
-	return status.Errorf(codes.Unavailable, "allocate %s: %v", resource, err)
-}
-
-func podRequests(resource string, containers [][]item) []ledger.PodRequest {
-	var requests []ledger.PodRequest
-	for _, items := range containers {
-		for _, i := range items {
-			requests = append(requests, ledger.PodRequest{ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share})
-		}
-	}
-	return requests
 }
 
 // refuse turns the ledger's answer into the error for kubelet. kubelet writes the error into the status of the pod, whose owner may not
@@ -194,7 +178,8 @@ func (p *Plugin) describe(conflict *ledger.ConflictError) string {
 		if d, known := inv.ByRef(h.Device); known {
 			name = fmt.Sprintf("%s (%s)", name, d.Name())
 		}
-		if parts[i] = fmt.Sprintf("device %s is held by %s", name, anonymous(h)); !h.Share.Whole() {
+		parts[i] = fmt.Sprintf("device %s is held by %s", name, anonymous(h))
+		if !h.Share.Whole() {
 			parts[i] = fmt.Sprintf("%s of device %s are held by %s", h.Share, name, anonymous(h))
 		}
 	}
@@ -213,15 +198,4 @@ func anonymous(h ledger.Hold) string {
 	default:
 		return fmt.Sprintf("a pod (%s)", h.State)
 	}
-}
-
-// hardwareOf returns the UUIDs of the items' devices, each once.
-func hardwareOf(items []item) []string {
-	var uuids []string
-	for _, i := range items {
-		if uuid := i.hardware(); !slices.Contains(uuids, uuid) {
-			uuids = append(uuids, uuid)
-		}
-	}
-	return uuids
 }

@@ -78,9 +78,15 @@ func connect(response *pluginapi.ContainerAllocateResponse, client sharing.Clien
 }
 
 func (p *Plugin) cdiNames(items []item) []string {
-	names := hardwareOf(items)
-	for at, uuid := range names {
-		names[at] = p.config.Specs.QualifiedName(uuid)
+	return unique(items, func(i item) string { return p.config.Specs.QualifiedName(i.hardware()) })
+}
+
+// unique returns the name of each item, each name once.
+func unique(items []item, name func(item) string) (names []string) {
+	for _, i := range items {
+		if name := name(i); !slices.Contains(names, name) {
+			names = append(names, name)
+		}
 	}
 	return names
 }
@@ -93,47 +99,39 @@ func (p *Plugin) annotationKey(names string) string {
 
 // runtimeIDs returns UUIDs, or indices: "0" for a GPU, "0:1" for a partition.
 func (p *Plugin) runtimeIDs(items []item) []string {
-	if !p.config.IndexIDs {
-		return hardwareOf(items)
-	}
-	var ids []string
-	for _, i := range items {
-		id := strconv.Itoa(i.GPU.Index)
-		if !i.Whole() {
-			id = fmt.Sprintf("%d:%d", i.GPU.Index, i.Partition.Index)
+	return unique(items, func(i item) string {
+		switch {
+		case !p.config.IndexIDs:
+			return i.hardware()
+		case i.Whole():
+			return strconv.Itoa(i.GPU.Index)
+		default:
+			return fmt.Sprintf("%d:%d", i.GPU.Index, i.Partition.Index)
 		}
-		if !slices.Contains(ids, id) {
-			ids = append(ids, id)
-		}
-	}
-	return ids
+	})
 }
 
-func (p *Plugin) deviceSpecs(items []item) []*pluginapi.DeviceSpec {
-	var specs []*pluginapi.DeviceSpec
-	has := map[string]bool{}
-	add := func(path string) {
-		if has[path] {
-			return // two partitions of one GPU
+func (p *Plugin) deviceSpecs(items []item) (specs []*pluginapi.DeviceSpec) {
+	// nvidia-uvm and nvidia-modeset appear when their modules are loaded, possibly long after the start.
+	paths := slices.DeleteFunc(slices.Clone(controlNodes), func(path string) bool {
+		_, err := os.Stat(filepath.Join(p.config.DevRootInAgent, path))
+		return err != nil
+	})
+	for _, i := range items {
+		paths = append(paths, fmt.Sprintf("/dev/nvidia%d", i.GPU.Minor))
+		for _, number := range i.Partition.Caps {
+			if number > 0 {
+				paths = append(paths, fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", number))
+			}
 		}
-		has[path] = true
+	}
+	for at, path := range paths {
+		if slices.Contains(paths[:at], path) {
+			continue // two partitions of one GPU
+		}
 		specs = append(specs, &pluginapi.DeviceSpec{
 			ContainerPath: path, HostPath: filepath.Join(p.config.DevRoot, path), Permissions: "rw",
 		})
-	}
-	for _, path := range controlNodes {
-		// nvidia-uvm and nvidia-modeset appear when their modules are loaded, possibly long after the start.
-		if _, err := os.Stat(filepath.Join(p.config.DevRootInAgent, path)); err == nil {
-			add(path)
-		}
-	}
-	for _, i := range items {
-		add(fmt.Sprintf("/dev/nvidia%d", i.GPU.Minor))
-		for _, number := range i.Partition.Caps {
-			if number > 0 {
-				add(fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", number))
-			}
-		}
 	}
 	return specs
 }
