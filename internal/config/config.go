@@ -91,22 +91,12 @@ func Defaults() Config {
 	}
 }
 
-// list is a flag with several values, separated by commas.
-type list struct{ target *[]string }
-
-func (l list) String() string {
-	if l.target == nil {
-		return ""
-	}
-	return strings.Join(*l.target, ",")
-}
-
-func (l list) Set(s string) error {
-	*l.target = nil
+// split returns the values of a flag that are separated by commas.
+func split(s string) (items []string) {
 	for item := range strings.SplitSeq(s, ",") {
-		*l.target = append(*l.target, strings.TrimSpace(item))
+		items = append(items, strings.TrimSpace(item))
 	}
-	return nil
+	return items
 }
 
 // define adds the agent's flags. Their defaults are the values of c.
@@ -132,8 +122,13 @@ func (c *Config) define(flags *flag.FlagSet) {
 	text(&c.NVML, "nvml", "auto, the `path` of a libnvidia-ml.so.1, or simulated:<profile>")
 	text(&c.CDIHook, "cdi-hook", "install, none, or the `path` of a nvidia-cdi-hook on the host")
 	text(&c.CDIHookSource, "cdi-hook-source", "`path` of the nvidia-cdi-hook to install")
-	flags.Var(list{&c.DeviceListStrategies}, "device-list-strategy",
-		"how the device plugin passes devices to containers: `list` of cdi-cri, cdi-annotations, envvar, volume-mounts")
+	flags.Func("device-list-strategy",
+		"how the device plugin passes devices to containers: `list` of cdi-cri, cdi-annotations, envvar, volume-mounts (default "+
+			strings.Join(c.DeviceListStrategies, ",")+")",
+		func(s string) error {
+			c.DeviceListStrategies = split(s)
+			return nil
+		})
 	flags.BoolVar(&c.PassDeviceSpecs, "pass-device-specs", c.PassDeviceSpecs,
 		"also return device nodes from Allocate: without CDI, containers need them to keep their GPUs after updates by the CPU Manager")
 	text(&c.DeviceIDStrategy, "device-id-strategy", "`kind` of device ID that containers get: uuid or index")
@@ -280,9 +275,6 @@ func (c *Config) validate() error {
 	p.path("--cdi-hook", c.CDIHook, "install", "none")
 	if !strings.HasPrefix(c.NVML, "simulated:") {
 		p.path("--nvml", c.NVML, "auto", "simulated:<profile>")
-	}
-	if len(c.DeviceListStrategies) == 0 {
-		p.add("--device-list-strategy", "is empty; choose from %s", strings.Join(deviceListStrategies, ", "))
 	}
 	for _, s := range c.DeviceListStrategies {
 		if !slices.Contains(deviceListStrategies, s) {

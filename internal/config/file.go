@@ -132,13 +132,13 @@ func (c *Config) setStrategies(raw json.RawMessage) error {
 	}
 	var one string
 	if err := json.Unmarshal(raw, &one); err == nil {
-		return list{&c.DeviceListStrategies}.Set(one)
+		c.DeviceListStrategies = split(one)
+		return nil
 	}
-	var several []string
-	if err := json.Unmarshal(raw, &several); err != nil {
+	c.DeviceListStrategies = nil
+	if err := json.Unmarshal(raw, &c.DeviceListStrategies); err != nil {
 		return errors.New("flags.plugin.deviceListStrategy: want a string or a list of strings")
 	}
-	c.DeviceListStrategies = several
 	return nil
 }
 

@@ -3,11 +3,14 @@
 package config
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"reflect"
 	"slices"
 	"strings"
+
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -184,16 +187,30 @@ func (c Config) Excluded(gpu device.GPU) bool {
 
 // uses reports whether all rules that match a GPU agree on the use. A GPU with contradicting rules is excluded.
 func (c Config) uses(gpu device.GPU, use Use) bool {
-	matched := false
-	for _, rule := range c.Devices {
-		if rule.Use != "" && rule.Match.matches(gpu) {
-			matched = true
-			if rule.Use != use {
-				return false
-			}
+	wanted, err := agreed(c, gpu, "different uses", DeviceRule.use)
+	return err == nil && cmp.Or(wanted, UseClaims) == use
+}
+
+func (r DeviceRule) use() Use             { return r.Use }
+func (r DeviceRule) mig() MIGPolicy       { return r.MIG }
+func (r DeviceRule) sharing() SharingRule { return ptr.Deref(r.Sharing, SharingRule{}) }
+
+// agreed returns what the rules set for a GPU, and an error for each rule that contradicts the first one. The zero value means that no
+// rule sets it.
+func agreed[T comparable](c Config, gpu device.GPU, what string, setting func(DeviceRule) T) (want T, err error) {
+	var unset T
+	first := -1
+	for i, rule := range c.Devices {
+		switch got := setting(rule); {
+		case got == unset || !rule.Match.matches(gpu):
+		case first < 0:
+			first, want = i, got
+		case got != want:
+			err = errors.Join(err, fmt.Errorf("tandem.devices[%d] (%s) and tandem.devices[%d] (%s) set %s for GPU %s (index %d)",
+				first, c.Devices[first].Match, i, rule.Match, what, gpu.UUID, gpu.Index))
 		}
 	}
-	return matched || use == UseClaims
+	return want, err
 }
 
 // CheckDevices validates the rules against the node's GPUs: two rules must not contradict each other for a GPU, and in Split each
@@ -220,39 +237,17 @@ func (c Config) CheckContradictions(inv device.Inventory) error {
 	var errs []error
 	for _, gpu := range inv.GPUs {
 		if c.Mode == ModeSplit {
-			errs = append(errs, c.disagreements(gpu, "different uses", func(r DeviceRule) string { return string(r.Use) })...)
+			_, err := agreed(c, gpu, "different uses", DeviceRule.use)
+			errs = append(errs, err)
 		}
-		errs = append(errs, c.disagreements(gpu, "both static and dynamic MIG", func(r DeviceRule) string { return string(r.MIG) })...)
-		errs = append(errs, c.disagreements(gpu, "different sharing", func(r DeviceRule) string {
-			if r.Sharing == nil {
-				return ""
-			}
-			return fmt.Sprintf("%+v", *r.Sharing)
-		})...)
-		if c.Dynamic(gpu) && slices.ContainsFunc(c.Devices, func(r DeviceRule) bool {
-			return r.Sharing != nil && r.Sharing.policy().Shared() && r.Match.matches(gpu)
-		}) {
+		_, contradicting := agreed(c, gpu, "both static and dynamic MIG", DeviceRule.mig)
+		shared, different := agreed(c, gpu, "different sharing", DeviceRule.sharing)
+		errs = append(errs, contradicting, different)
+		if c.Dynamic(gpu) && shared.policy().Shared() {
 			errs = append(errs, fmt.Errorf("tandem.devices: GPU %s (index %d) cannot be shared and have MIG partitions on demand", gpu.UUID, gpu.Index))
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// disagreements returns an error for each rule that contradicts the first rule for a GPU.
-func (c Config) disagreements(gpu device.GPU, what string, wants func(DeviceRule) string) []error {
-	var errs []error
-	first := -1
-	for i, rule := range c.Devices {
-		switch {
-		case wants(rule) == "" || !rule.Match.matches(gpu):
-		case first < 0:
-			first = i
-		case wants(c.Devices[first]) != wants(rule):
-			errs = append(errs, fmt.Errorf("tandem.devices[%d] (%s) and tandem.devices[%d] (%s) set %s for GPU %s (index %d)",
-				first, c.Devices[first].Match, i, rule.Match, what, gpu.UUID, gpu.Index))
-		}
-	}
-	return errs
 }
 
 // MIGPolicy selects who creates the partitions of a GPU.
@@ -268,10 +263,8 @@ const (
 // Dynamic reports whether partitions of a GPU are created for claims. It is pure and does not depend on the mode: claims keep their
 // partitions when the mode changes. A GPU with contradicting rules is static.
 func (c Config) Dynamic(gpu device.GPU) bool {
-	wants := func(policy MIGPolicy) bool {
-		return slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.MIG == policy && r.Match.matches(gpu) })
-	}
-	return gpu.MIGCapable && wants(MIGDynamic) && !wants(MIGStatic)
+	policy, err := agreed(c, gpu, "both static and dynamic MIG", DeviceRule.mig)
+	return gpu.MIGCapable && err == nil && policy == MIGDynamic
 }
 
 // CheckDynamic returns an error for each rule with mig: dynamic that has no effect on this node. The model may be misspelt, or the

@@ -239,18 +239,12 @@ func (c Config) SharingOf(gpu device.GPU) device.Sharing {
 	if c.Excluded(gpu) {
 		return device.Sharing{}
 	}
-	var found *SharingRule
-	for _, rule := range c.Devices {
-		switch {
-		case rule.Sharing == nil || !rule.Match.matches(gpu):
-		case found == nil:
-			found = rule.Sharing
-		case *found != *rule.Sharing:
-			return device.Sharing{}
-		}
+	rule, err := agreed(c, gpu, "different sharing", DeviceRule.sharing)
+	if err != nil {
+		return device.Sharing{}
 	}
-	if found != nil {
-		return found.policy()
+	if rule != (SharingRule{}) {
+		return rule.policy()
 	}
 	s := device.Sharing{Strategy: c.Sharing.Strategy}
 	for _, r := range c.Sharing.Resources {

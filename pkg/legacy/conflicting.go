@@ -36,15 +36,8 @@ type probe struct {
 	devices []string
 }
 
-// CheckConflicting returns a *ConflictingPluginError if another process serves our GPUs to kubelet. Any other error means that it could not
-// check. Run calls it before each registration and when a socket appears; other calls do no harm. Before Run, when no GPU is
-// known yet, every GPU counts as ours.
-func (p *Plugin) CheckConflicting(ctx context.Context) error {
-	_, err := p.checkConflicting(ctx)
-	return err
-}
-
-// checkConflicting also reports whether each live socket has answered.
+// checkConflicting returns a *ConflictingPluginError if another process serves our GPUs to kubelet. Any other error means that it could not
+// check. settled reports whether each live socket has answered. While no GPU is known yet, every GPU counts as ours.
 func (p *Plugin) checkConflicting(ctx context.Context) (settled bool, err error) {
 	found, err := sockets(p.config.Directory)
 	if err != nil {

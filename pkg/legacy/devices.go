@@ -69,16 +69,6 @@ func (i item) needed(held bool) bool {
 	return i.offered || held || i.id == i.GPU.UUID && (i.GPU.Health.Reason == device.ReasonMissing || partitionedByClaims(i.GPU))
 }
 
-// setIdle records since when the item is not needed.
-func (i *item) setIdle(now time.Time, held bool) {
-	switch {
-	case i.needed(held):
-		i.idle = time.Time{}
-	case i.idle.IsZero():
-		i.idle = now
-	}
-}
-
 // partitionedByClaims reports whether a GPU has no partitions but those that claims asked for.
 func partitionedByClaims(g device.GPU) bool {
 	return g.Dynamic && g.MIGEnabled && !slices.ContainsFunc(g.Partitions, func(p device.Partition) bool { return !p.Made })
@@ -160,8 +150,12 @@ func (r *lists) build(u usage, before *deviceTable, now time.Time) *deviceTable 
 	unready := r.unready(next.items)
 	cdi := r.uses(Strategy.cdi)
 	for at, i := range next.items {
-		_, held := u.pods[at]
-		if i.setIdle(now, held); !i.idle.IsZero() && r.retireAfter > 0 {
+		if _, held := u.pods[at]; i.needed(held) {
+			i.idle = time.Time{}
+		} else if i.idle.IsZero() {
+			i.idle = now
+		}
+		if !i.idle.IsZero() && r.retireAfter > 0 {
 			end := i.idle.Add(r.retireAfter)
 			if !now.Before(end) {
 				delete(next.items, at)

@@ -39,10 +39,10 @@ type endpoint struct {
 	// calls in progress and open connections.
 	calls, connections atomic.Int32
 
-	mu      sync.Mutex
-	streams int
-	firstUp chan struct{} // closed when the first stream begins
-	allDown chan struct{} // closed when the last stream ends
+	streams atomic.Int32
+	// up is closed when the first stream begins, and down when the last one ends.
+	up, down           chan struct{}
+	closeUp, closeDown func()
 
 	// sent is the list that was sent last; nil for none.
 	sent     atomic.Pointer[listing]
@@ -66,9 +66,11 @@ func (r *registrar) openEndpoint(ctx context.Context, path string) (*endpoint, e
 		server:   grpc.NewServer(grpc.WaitForHandlers(true), grpc.NumStreamWorkers(streamWorkers)),
 		served:   make(chan struct{}),
 		stopping: make(chan struct{}),
-		firstUp:  make(chan struct{}),
-		allDown:  make(chan struct{}),
+		up:       make(chan struct{}),
+		down:     make(chan struct{}),
 	}
+	e.closeUp = sync.OnceFunc(func() { close(e.up) })
+	e.closeDown = sync.OnceFunc(func() { close(e.down) })
 	// The next check notices a missing file.
 	e.file, _ = identify(path)
 	pluginapi.RegisterDevicePluginServer(e.server, &service{registrar: r, endpoint: e})
@@ -94,29 +96,6 @@ func (e *endpoint) close(callDrain, disconnectDrain time.Duration) {
 func awaitNone(count *atomic.Int32, limit time.Duration) {
 	for end := time.Now().Add(limit); count.Load() > 0 && time.Now().Before(end); {
 		time.Sleep(time.Millisecond)
-	}
-}
-
-func (e *endpoint) streamStarted() (ended func()) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	e.streams++
-	closeOnce(e.firstUp)
-	return func() {
-		e.mu.Lock()
-		defer e.mu.Unlock()
-		if e.streams--; e.streams == 0 {
-			closeOnce(e.allDown)
-		}
-	}
-}
-
-// closeOnce closes a channel that may be closed already. Callers hold the lock that guards it.
-func closeOnce(c chan struct{}) {
-	select {
-	case <-c:
-	default:
-		close(c)
 	}
 }
 

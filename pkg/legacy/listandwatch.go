@@ -169,12 +169,17 @@ func (r *lists) replace(next map[string]*listing) bool {
 // ListAndWatch sends the list and then each change of it. A slow reader gets only the newest list. kubelet calls it once for each
 // registration.
 func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingServer[pluginapi.ListAndWatchResponse]) error {
-	ended := s.endpoint.streamStarted()
-	defer ended()
+	s.endpoint.streams.Add(1)
+	s.endpoint.closeUp()
+	defer func() {
+		if s.endpoint.streams.Add(-1) == 0 {
+			s.endpoint.closeDown()
+		}
+	}()
 	var sent *listing
 	for {
 		changed := s.registrar.lists.changed.Changed()
-		if list := s.registrar.lists.current(s.registrar.resource); list != sent && list != nil {
+		if list := s.registrar.lists.current()[s.registrar.resource]; list != sent && list != nil {
 			if err := stream.Send(list.response); err != nil {
 				return err
 			}
@@ -200,18 +205,11 @@ func (r *lists) devices(resource string) *resourceDevices {
 	return &resourceDevices{resource: resource, config: r.Config}
 }
 
-// current returns the published list of a resource; nil for none.
-func (r *lists) current(resource string) *listing {
+// current returns the published lists by resource, which do not change.
+func (r *lists) current() map[string]*listing {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.published[resource]
-}
-
-// names returns the resources that have a list, sorted.
-func (r *lists) names() []string {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return slices.Sorted(maps.Keys(r.published))
+	return r.published
 }
 
 // sooner returns the shorter of two waits, of which zero is none.

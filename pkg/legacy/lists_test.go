@@ -192,7 +192,7 @@ func TestPendingClaimsAreDebounced(t *testing.T) {
 	step := func(ms int, again time.Duration, want ...state) {
 		t.Helper()
 		got := r.publish(began.Add(time.Duration(ms) * time.Millisecond))
-		list := r.current(whole.GPU)
+		list := r.current()[whole.GPU]
 		var states []state
 		for _, d := range list.response.GetDevices() {
 			states = append(states, stateHealthy)
@@ -251,7 +251,7 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 	// One that is restored while the agent runs is told of without a change of the inventory.
 	take("GPU-7::1", whole.GPU, device.Ref{GPU: "GPU-7"})
 	p.lists.publish(began.Add(time.Second))
-	if list := p.lists.current(whole.GPU); !slices.ContainsFunc(list.response.Devices, func(d *pluginapi.Device) bool {
+	if list := p.lists.current()[whole.GPU]; !slices.ContainsFunc(list.response.Devices, func(d *pluginapi.Device) bool {
 		return d.ID == "GPU-7::1" && d.Health == "Unhealthy"
 	}) {
 		t.Errorf("lists %v", list.response.Devices)

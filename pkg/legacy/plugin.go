@@ -127,8 +127,8 @@ func (p *Plugin) Look(now time.Time) (lists map[string]*pluginapi.ListAndWatchRe
 	p.lists.rebuild(now)
 	again = p.lists.publish(now)
 	lists = map[string]*pluginapi.ListAndWatchResponse{}
-	for _, name := range p.lists.names() {
-		lists[name] = p.lists.current(name).response
+	for resource, list := range p.lists.current() {
+		lists[resource] = list.response
 	}
 	return lists, again
 }
@@ -172,15 +172,15 @@ func (p *Plugin) serve(ctx context.Context) {
 	stops := map[string]func(){}
 	for {
 		changed := p.lists.changed.Changed()
-		names := p.lists.names()
+		lists := p.lists.current()
 		for name, stop := range stops {
-			if !slices.Contains(names, name) {
+			if lists[name] == nil {
 				klog.FromContext(ctx).Info("Ending a resource that has no devices", "resource", name)
 				stop()
 				delete(stops, name)
 			}
 		}
-		for _, name := range names {
+		for name := range lists {
 			if stops[name] == nil {
 				stops[name] = p.start(ctx, &running, name)
 			}

@@ -216,7 +216,7 @@ func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
 					select {
 					case <-ctx.Done():
 						return nil
-					case <-e.allDown:
+					case <-e.down:
 						return endedBy(causeStreamEnded, "kubelet stopped listening")
 					}
 				},
@@ -266,7 +266,7 @@ func (r *registrar) introduce(ctx context.Context, e *endpoint) *ended {
 		return nil
 	case <-time.After(r.times.streamWait):
 		return endedBy(causeNoStream, "kubelet took the registration but did not list devices within %s", r.times.streamWait)
-	case <-e.firstUp:
+	case <-e.up:
 	}
 	klog.FromContext(ctx).Info("Registered with kubelet", "socket", e.path, "cause", r.cause)
 	r.setNotReady(nil)

@@ -392,7 +392,7 @@ func TestForeignPlugin(t *testing.T) {
 					t.Errorf("recorded %q", event)
 				}
 				var conflicting *ConflictingPluginError
-				if err := p.CheckConflicting(context.Background()); !errors.As(err, &conflicting) || conflicting.Socket != filepath.Join(f.dir, "nvidia-gpu.sock") {
+				if _, err := p.checkConflicting(context.Background()); !errors.As(err, &conflicting) || conflicting.Socket != filepath.Join(f.dir, "nvidia-gpu.sock") {
 					t.Errorf("got %v", err)
 				}
 				if endpoints := f.kubelet.State().Endpoints; len(endpoints) != 0 {
@@ -405,7 +405,7 @@ func TestForeignPlugin(t *testing.T) {
 			if n := asked(); n != 1 {
 				t.Errorf("the other plugin was asked %d times", n)
 			}
-			if err := p.CheckConflicting(context.Background()); err != nil {
+			if _, err := p.checkConflicting(context.Background()); err != nil {
 				t.Errorf("got %v", err)
 			}
 		})
