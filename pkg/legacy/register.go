@@ -330,21 +330,20 @@ func (r *registrar) confirm(ctx context.Context, e *endpoint) *ended {
 		return nil
 	}
 	var confirmed *listing
-	for ctx.Err() == nil {
+	for {
 		more := e.sentMore.Changed()
-		if list := e.sent.Load(); list == nil || list == confirmed {
-			select {
-			case <-ctx.Done():
-			case <-more:
+		if list := e.sent.Load(); list != nil && list != confirmed {
+			var end *ended
+			if confirmed, end = r.awaitConfirmed(ctx, e); end != nil {
+				return end
 			}
-			continue
 		}
-		var end *ended
-		if confirmed, end = r.awaitConfirmed(ctx, e); end != nil {
-			return end
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-more:
 		}
 	}
-	return nil
 }
 
 // awaitConfirmed returns the list that kubelet confirmed or that it gave up on. kubelet adopts a list within milliseconds.
