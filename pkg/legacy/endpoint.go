@@ -7,6 +7,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"os"
 	"path/filepath"
@@ -16,6 +17,7 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sync/semaphore"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -37,7 +39,7 @@ type endpoint struct {
 	// stopping is closed to end the streams.
 	stopping chan struct{}
 	// calls in progress and open connections.
-	calls, connections atomic.Int32
+	calls, connections *semaphore.Weighted
 
 	streams atomic.Int32
 	// up is closed when the first stream begins, and down when the last one ends.
@@ -66,8 +68,9 @@ func (r *registrar) openEndpoint(ctx context.Context, path string) (*endpoint, e
 		server:   grpc.NewServer(grpc.WaitForHandlers(true), grpc.NumStreamWorkers(streamWorkers)),
 		served:   make(chan struct{}),
 		stopping: make(chan struct{}),
-		up:       make(chan struct{}),
-		down:     make(chan struct{}),
+		calls:    semaphore.NewWeighted(math.MaxInt64), connections: semaphore.NewWeighted(math.MaxInt64),
+		up:   make(chan struct{}),
+		down: make(chan struct{}),
 	}
 	e.closeUp = sync.OnceFunc(func() { close(e.up) })
 	e.closeDown = sync.OnceFunc(func() { close(e.down) })
@@ -77,32 +80,33 @@ func (r *registrar) openEndpoint(ctx context.Context, path string) (*endpoint, e
 	go func() {
 		defer close(e.served)
 		// Serve returns when close stops the server. After any other reason the streams end or do not begin, which is watched.
-		_ = e.server.Serve(&countingListener{Listener: listener, connections: &e.connections})
+		_ = e.server.Serve(&countingListener{Listener: listener, connections: e.connections})
 	}()
 	return e, nil
 }
 
 // close waits for calls in progress for at most callDrain, ends the streams, waits for kubelet to disconnect, and removes the socket. It
-// returns once all handlers have. kubelet up to 1.36 disconnects the current plugin when an old stream ends, so it must have disconnected from this
-// endpoint before the next one registers; disconnectDrain bounds that wait.
+// returns once all handlers have. kubelet up to 1.36 disconnects the current plugin when an old stream ends, so it must have
+// disconnected from this endpoint before the next one registers; disconnectDrain bounds that wait.
 func (e *endpoint) close(callDrain, disconnectDrain time.Duration) {
-	awaitNone(&e.calls, callDrain)
+	awaitNone(e.calls, callDrain)
 	close(e.stopping)
-	awaitNone(&e.connections, disconnectDrain)
+	awaitNone(e.connections, disconnectDrain)
 	e.server.Stop()
 	<-e.served
 }
 
-func awaitNone(count *atomic.Int32, limit time.Duration) {
-	for end := time.Now().Add(limit); count.Load() > 0 && time.Now().Before(end); {
-		time.Sleep(time.Millisecond)
-	}
+// awaitNone waits until nothing is counted. What begins meanwhile does not count.
+func awaitNone(counted *semaphore.Weighted, limit time.Duration) {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	_ = counted.Acquire(ctx, math.MaxInt64) // it is never used again
 }
 
 // countingListener counts open connections. gRPC closes a connection when it finds that the peer has.
 type countingListener struct {
 	net.Listener
-	connections *atomic.Int32
+	connections *semaphore.Weighted
 }
 
 func (l *countingListener) Accept() (net.Conn, error) {
@@ -110,8 +114,10 @@ func (l *countingListener) Accept() (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	l.connections.Add(1)
-	return &countedConn{Conn: conn, leave: sync.OnceFunc(func() { l.connections.Add(-1) })}, nil
+	if !l.connections.TryAcquire(1) {
+		return conn, nil
+	}
+	return &countedConn{Conn: conn, leave: sync.OnceFunc(func() { l.connections.Release(1) })}, nil
 }
 
 type countedConn struct {
@@ -267,15 +273,17 @@ func (s *service) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pl
 
 func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest,
 ) (*pluginapi.PreferredAllocationResponse, error) {
-	s.endpoint.calls.Add(1)
-	defer s.endpoint.calls.Add(-1)
+	if s.endpoint.calls.TryAcquire(1) {
+		defer s.endpoint.calls.Release(1)
+	}
 	defer func(start time.Time) { s.registrar.metrics.preferred.Observe(time.Since(start).Seconds()) }(time.Now())
 	return s.registrar.Preferred(s.registrar.resource, request), nil
 }
 
 func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
-	s.endpoint.calls.Add(1)
-	defer s.endpoint.calls.Add(-1)
+	if s.endpoint.calls.TryAcquire(1) {
+		defer s.endpoint.calls.Release(1)
+	}
 	defer func(start time.Time) { s.registrar.metrics.allocate.Observe(time.Since(start).Seconds()) }(time.Now())
 	return s.registrar.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.registrar.resource, request)
 }
@@ -283,8 +291,9 @@ func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateReque
 // PreStartContainer reports whether the devices exist. kubelet does not call it, because options do not require it.
 func (s *service) PreStartContainer(_ context.Context, request *pluginapi.PreStartContainerRequest,
 ) (*pluginapi.PreStartContainerResponse, error) {
-	s.endpoint.calls.Add(1)
-	defer s.endpoint.calls.Add(-1)
+	if s.endpoint.calls.TryAcquire(1) {
+		defer s.endpoint.calls.Release(1)
+	}
 	if _, err := s.registrar.lookup(s.registrar.resource, request.GetDevicesIds(), make(map[string]bool)); err != nil {
 		return nil, status.Errorf(status.Code(err), "invalid pre-start request for %q: %s", s.registrar.resource, reason(err))
 	}
