@@ -28,7 +28,7 @@ var retired = map[string]string{
 }
 
 // word is a word of a text, or a part of an identifier in camel case.
-var word = regexp.MustCompile(`[A-Z]*[a-z]+`)
+var word = regexp.MustCompile(`[A-Z]?[a-z]+`)
 
 func TestRetiredWordsStayOut(t *testing.T) {
 	for _, path := range texts(t) {

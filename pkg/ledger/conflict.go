@@ -71,9 +71,20 @@ func (l *Ledger) RecordConflict(conflict Conflict) {
 		conflict.Since = known.Since
 	}
 	conflict.Devices, conflict.Names = slices.Clone(conflict.Devices), slices.Clone(conflict.Names)
-	conflict.Pods = mergePods(known.Pods, conflict.Pods)
+	conflict.Pods = mergeReservers(known.Pods, conflict.Pods)
 	l.conflicts[conflict.UID] = conflict
 	l.announce()
+}
+
+// maxReservers is how many pods may have a claim reserved (resource.k8s.io/v1, ResourceClaimReservedForMaxSize).
+const maxReservers = 256
+
+// mergeReservers adds the pods that have the claim reserved now. Among too many pods some are gone: it returns the current ones then.
+func mergeReservers(known, now []Pod) []Pod {
+	if merged := mergePods(known, now); len(merged) <= maxReservers {
+		return merged
+	}
+	return slices.Clone(now)
 }
 
 // Conflicts returns a copy of all conflicts, oldest first.
@@ -136,7 +147,7 @@ func (l *Ledger) admit(ctx context.Context, r ClaimRequest) error {
 	if !conflict.PendingEviction {
 		return nil
 	}
-	if pods := mergePods(conflict.Pods, r.Pods); !slices.Equal(pods, conflict.Pods) {
+	if pods := mergeReservers(conflict.Pods, r.Pods); !slices.Equal(pods, conflict.Pods) {
 		conflict.Pods = pods
 		l.conflicts[r.UID] = conflict
 		l.announce()

@@ -5,6 +5,7 @@ package ledger
 import (
 	"context"
 	"errors"
+	"fmt"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -29,7 +30,7 @@ func isPendingEviction(err error) bool {
 	return pendingEviction
 }
 
-func TestACondemnedClaimIsRefusedUntilItLapses(t *testing.T) {
+func TestClaimPendingEvictionIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := openInBubble(t, neverRunningOut)
 		l.RecordConflict(conflict("c", true, whole("a")))
@@ -70,7 +71,7 @@ func TestClockSetBackDoesNotProlongEviction(t *testing.T) {
 	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
 }
 
-func TestWhatEndsALoser(t *testing.T) {
+func TestWhatEndsAConflict(t *testing.T) {
 	tests := map[string]func(t *testing.T, l *Ledger) error{
 		"its pods are gone": func(_ *testing.T, l *Ledger) error { l.ClearConflict("c"); return nil },
 		"unprepare":         func(t *testing.T, l *Ledger) error { return l.DrainClaim(t.Context(), "c") },
@@ -97,7 +98,7 @@ func TestWhatEndsALoser(t *testing.T) {
 }
 
 // A shared claim is asked for by two pods: one call loses, and the other finds the device free before the loss is recorded.
-func TestAClaimThatHoldsItsDevicesHasNotLost(t *testing.T) {
+func TestClaimThatHoldsItsDevicesHasNoConflict(t *testing.T) {
 	l := openWith(t, neverRunningOut)
 	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
 	l.RecordConflict(conflict("c", true, whole("a")))
@@ -110,7 +111,7 @@ func TestAClaimThatHoldsItsDevicesHasNotLost(t *testing.T) {
 	}
 }
 
-func TestALoserThatLosesAgain(t *testing.T) {
+func TestConflictAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := openInBubble(t, neverRunningOut)
 		l.RecordConflict(conflict("waits", false, whole("a")))
@@ -124,7 +125,7 @@ func TestALoserThatLosesAgain(t *testing.T) {
 	})
 }
 
-func TestCondemningEndsAWait(t *testing.T) {
+func TestPendingEvictionEndsAWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := openInBubble(t, func(Hold) PodState { return Terminating })
 		must(t, second(l.ReserveClaim(t.Context(), claimOf("holder", whole("a")))))
@@ -138,4 +139,21 @@ func TestCondemningEndsAWait(t *testing.T) {
 			t.Error(err)
 		}
 	})
+}
+
+// Pods that are created and deleted while a claim waits must not accumulate.
+func TestPodsOfAConflictAreBounded(t *testing.T) {
+	l := openWith(t, neverRunningOut)
+	l.RecordConflict(conflict("c", true, whole("a")))
+	for i := range 3 * maxReservers {
+		request := claimOf("c", whole("a"))
+		request.Pods = []Pod{{UID: fmt.Sprint(i)}}
+		if err := second(l.ReserveClaim(t.Context(), request)); !isPendingEviction(err) {
+			t.Fatal(err)
+		}
+	}
+	pods := l.Conflicts()[0].Pods
+	if last := pods[len(pods)-1].UID; len(pods) > maxReservers || last != fmt.Sprint(3*maxReservers-1) {
+		t.Errorf("%d pods, the last is %s", len(pods), last)
+	}
 }
