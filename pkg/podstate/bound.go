@@ -29,17 +29,7 @@ type queue struct {
 // reserves devices. It is safe for concurrent use.
 func (p *Pods) WaitForPods(ctx context.Context, claim ledger.ClaimRequest) {
 	known := func(pod ledger.Pod) bool { return p.Known(pod.UID) }
-	for len(claim.Pods) > 0 {
-		changed := p.Changed()
-		if slices.ContainsFunc(claim.Pods, known) {
-			return
-		}
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return
-		}
-	}
+	p.await(ctx, func() bool { return len(claim.Pods) == 0 || slices.ContainsFunc(claim.Pods, known) })
 }
 
 // PendingPods returns the pods that kubelet has not admitted yet. kubelet writes the start time of a pod with the first status

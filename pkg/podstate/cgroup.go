@@ -188,18 +188,9 @@ func eachPod(root string, visit func(path, uid string)) error {
 		path := filepath.Join(root, name)
 		if uid, ok := podOf(name); ok {
 			visit(path, uid)
-			continue
-		}
-		if !isClass(name) {
-			continue
-		}
-		below, err := directories(path)
-		if err != nil {
-			return err
-		}
-		for _, name := range below {
-			if uid, ok := podOf(name); ok {
-				visit(filepath.Join(path, name), uid)
+		} else if isClass(name) {
+			if err := eachPod(path, visit); err != nil {
+				return err
 			}
 		}
 	}
@@ -292,8 +283,6 @@ func read(dir, name string) ([]byte, error) {
 		return nil, nil
 	case err != nil:
 		return nil, err
-	case data == nil:
-		return []byte{}, nil
 	}
 	return data, nil
 }

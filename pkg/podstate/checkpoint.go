@@ -52,14 +52,20 @@ func DeviceCheckpointPath(kubeletDir string) string {
 // structure of kubelet.
 func ReadDeviceCheckpoint(kubeletDir string) (DeviceCheckpoint, error) {
 	path := DeviceCheckpointPath(kubeletDir)
-	data, info, err := readWithInfo(path)
+	file, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return DeviceCheckpoint{}, nil
 	}
 	if err != nil {
 		return DeviceCheckpoint{}, fmt.Errorf("read kubelet's device checkpoint: %w", err)
 	}
-	var file struct {
+	defer file.Close()
+	info, err := file.Stat()
+	data, readErr := io.ReadAll(file)
+	if err := errors.Join(err, readErr); err != nil {
+		return DeviceCheckpoint{}, fmt.Errorf("read kubelet's device checkpoint: %w", err)
+	}
+	var contents struct {
 		Data struct {
 			PodDeviceEntries []struct {
 				PodUID, ContainerName, ResourceName string
@@ -68,11 +74,11 @@ func ReadDeviceCheckpoint(kubeletDir string) (DeviceCheckpoint, error) {
 			RegisteredDevices map[string][]string
 		}
 	}
-	if err := json.Unmarshal(data, &file); err != nil {
+	if err := json.Unmarshal(data, &contents); err != nil {
 		return DeviceCheckpoint{}, fmt.Errorf("read kubelet's device checkpoint %s: %w", path, err)
 	}
-	checkpoint := DeviceCheckpoint{Written: info.ModTime(), Registered: file.Data.RegisteredDevices}
-	for _, entry := range file.Data.PodDeviceEntries {
+	checkpoint := DeviceCheckpoint{Written: info.ModTime(), Registered: contents.Data.RegisteredDevices}
+	for _, entry := range contents.Data.PodDeviceEntries {
 		for _, ids := range entry.DeviceIDs {
 			for _, id := range ids {
 				checkpoint.Devices = append(checkpoint.Devices, PodDevice{
@@ -182,23 +188,6 @@ func readClaimState(kubeletDir string) ([]claimEntry, error) {
 	return state.ClaimInfoStateList, nil
 }
 
-func readWithInfo(path string) ([]byte, fs.FileInfo, error) {
-	file, err := os.Open(path)
-	if err != nil {
-		return nil, nil, err
-	}
-	defer file.Close()
-	info, err := file.Stat()
-	if err != nil {
-		return nil, nil, err
-	}
-	data, err := io.ReadAll(file)
-	if err != nil {
-		return nil, nil, err
-	}
-	return data, info, nil
-}
-
 // PodResources is a client of kubelet's pod resources endpoint (KEP-606). A pod that is missing from List may still run: after a
 // kubelet restart the list is empty until kubelet's sources are ready. List must not be called while an Allocate is in progress,
 // because it makes kubelet forget that call's device IDs.
@@ -239,21 +228,15 @@ type UsedDevice struct {
 	Resource, ID              string
 }
 
-// UsedClaim is a claim that kubelet lists for an active pod.
-type UsedClaim struct {
-	Namespace, Pod string
-	Claim          string
-	Devices        []PoolDevice
-}
-
-// List returns the devices of some resources and the claims of one driver that active pods have.
-func (p *PodResources) List(ctx context.Context, counts func(resource string) bool, driver string) ([]UsedDevice, []UsedClaim, error) {
+// List returns the devices of some resources and the claims of one driver that active pods have. Of a claim it returns namespace, name and
+// devices.
+func (p *PodResources) List(ctx context.Context, counts func(resource string) bool, driver string) ([]UsedDevice, []KubeletClaim, error) {
 	response, err := p.client.List(ctx, &podresources.ListPodResourcesRequest{})
 	if err != nil {
 		return nil, nil, fmt.Errorf("list kubelet's pod resources: %w", err)
 	}
 	var devices []UsedDevice
-	var claims []UsedClaim
+	var claims []KubeletClaim
 	for _, pod := range response.GetPodResources() {
 		for _, container := range pod.GetContainers() {
 			for _, d := range container.GetDevices() {
@@ -267,7 +250,7 @@ func (p *PodResources) List(ctx context.Context, counts func(resource string) bo
 				}
 			}
 			for _, dynamic := range container.GetDynamicResources() {
-				used := UsedClaim{Namespace: dynamic.GetClaimNamespace(), Pod: pod.GetName(), Claim: dynamic.GetClaimName()}
+				used := KubeletClaim{Namespace: dynamic.GetClaimNamespace(), Name: dynamic.GetClaimName()}
 				for _, r := range dynamic.GetClaimResources() {
 					if r.GetDriverName() == driver {
 						used.Devices = append(used.Devices, PoolDevice{Pool: r.GetPoolName(), Device: r.GetDeviceName()})

@@ -92,8 +92,8 @@ func TestList(t *testing.T) {
 	}; !reflect.DeepEqual(devices, want) {
 		t.Errorf("devices are %+v, want %+v", devices, want)
 	}
-	if want := []UsedClaim{
-		{Namespace: "apps", Pod: "claims", Claim: "one", Devices: []PoolDevice{{"node-1", "gpu-0"}}},
+	if want := []KubeletClaim{
+		{Namespace: "apps", Name: "one", Devices: []PoolDevice{{"node-1", "gpu-0"}}},
 	}; !reflect.DeepEqual(claims, want) {
 		t.Errorf("claims are %+v, want %+v", claims, want)
 	}

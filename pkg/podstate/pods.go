@@ -15,9 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
@@ -59,17 +57,12 @@ var _ ledger.PodStates = (*Pods)(nil)
 
 // NewPods returns Pods of one node and its kubelet's root directory. It makes no request before Run.
 func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubeletDir string) (*Pods, error) {
-	factory := informers.NewSharedInformerFactoryWithOptions(client, 0,
-		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
-			o.FieldSelector = fields.OneTermEqualSelector("spec.nodeName", node).String()
-		}),
-		informers.WithTransform(trim))
 	p := &Pods{
-		cgroups: cgroups, kubeletDir: kubeletDir, factory: factory,
+		cgroups: cgroups, kubeletDir: kubeletDir, factory: newFactory(client, "spec.nodeName", node, trim),
 		pods: map[types.UID]seenPod{},
 	}
-	handler, err := factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc: func(o any) { p.store(o) },
+	handler, err := p.factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: p.store,
 		UpdateFunc: func(before, o any) {
 			// The pod was replaced by one of the same name while the watch was interrupted.
 			if uidOf(before) != uidOf(o) {
@@ -77,13 +70,19 @@ func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubelet
 			}
 			p.store(o)
 		},
-		DeleteFunc: func(o any) { p.forget(o) },
+		DeleteFunc: p.forget,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("watch the node's pods: %w", err)
 	}
 	p.handler = handler
 	return p, nil
+}
+
+// newFactory returns a factory of informers for the objects whose field has the value.
+func newFactory(client kubernetes.Interface, field, value string, trim cache.TransformFunc) informers.SharedInformerFactory {
+	return informers.NewSharedInformerFactoryWithOptions(client, 0, informers.WithTransform(trim),
+		informers.WithTweakListOptions(func(o *metav1.ListOptions) { o.FieldSelector = fields.OneTermEqualSelector(field, value).String() }))
 }
 
 // Run watches until ctx is done.
@@ -101,9 +100,14 @@ func (p *Pods) Run(ctx context.Context) error {
 
 // AwaitSync waits for the first list of pods, while Run runs in another goroutine. It returns false if ctx is done before.
 func (p *Pods) AwaitSync(ctx context.Context) bool {
+	return p.await(ctx, p.Synced)
+}
+
+// await waits until a change of the node's pods makes done true. It returns false if ctx is done before.
+func (p *Pods) await(ctx context.Context, done func() bool) bool {
 	for {
 		changed := p.Changed()
-		if p.Synced() {
+		if done() {
 			return true
 		}
 		select {
@@ -391,26 +395,18 @@ func NewNode(client kubernetes.Interface, name string) *Node {
 
 // Run watches until ctx is done. Call it once.
 func (n *Node) Run(ctx context.Context) error {
-	selector := fields.OneTermEqualSelector(metav1.ObjectNameField, n.name).String()
-	_, controller := cache.NewInformerWithOptions(cache.InformerOptions{
-		ListerWatcher: cache.ToListWatcherWithWatchListSemantics(&cache.ListWatch{
-			ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
-				options.FieldSelector = selector
-				return n.client.CoreV1().Nodes().List(ctx, options)
-			},
-			WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watch.Interface, error) {
-				options.FieldSelector = selector
-				return n.client.CoreV1().Nodes().Watch(ctx, options)
-			},
-		}, n.client),
-		ObjectType: &corev1.Node{}, Transform: trimNode,
-		Handler: cache.ResourceEventHandlerFuncs{
-			AddFunc:    n.store,
-			UpdateFunc: func(_, object any) { n.store(object) },
-			DeleteFunc: func(any) { n.store(&corev1.Node{}) },
-		},
+	factory := newFactory(n.client, metav1.ObjectNameField, n.name, trimNode)
+	_, err := factory.Core().V1().Nodes().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc:    n.store,
+		UpdateFunc: func(_, object any) { n.store(object) },
+		DeleteFunc: func(any) { n.store(&corev1.Node{}) },
 	})
-	controller.RunWithContext(ctx)
+	if err != nil {
+		return fmt.Errorf("watch the node: %w", err)
+	}
+	factory.StartWithContext(ctx)
+	defer factory.Shutdown()
+	<-ctx.Done()
 	return nil
 }
 

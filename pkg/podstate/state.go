@@ -297,18 +297,12 @@ const watchDelay = time.Second
 func (p *Pods) Movable(ctx context.Context, claim ledger.ClaimRequest) bool {
 	ctx, cancel := context.WithTimeout(ctx, watchDelay)
 	defer cancel()
-	for {
-		changed := p.Changed()
-		movable, unknown := p.movable(claim)
-		if !unknown {
-			return movable
-		}
-		select {
-		case <-changed:
-		case <-ctx.Done():
-			return false
-		}
-	}
+	movable, unknown := false, false
+	known := p.await(ctx, func() bool {
+		movable, unknown = p.movable(claim)
+		return !unknown
+	})
+	return known && movable
 }
 
 func (p *Pods) movable(claim ledger.ClaimRequest) (movable, unknown bool) {

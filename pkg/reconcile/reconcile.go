@@ -34,7 +34,7 @@ type Claims interface {
 
 // KubeletResources is kubelet's pod resources endpoint.
 type KubeletResources interface {
-	List(ctx context.Context, counts func(resource string) bool, driver string) ([]podstate.UsedDevice, []podstate.UsedClaim, error)
+	List(ctx context.Context, counts func(resource string) bool, driver string) ([]podstate.UsedDevice, []podstate.KubeletClaim, error)
 }
 
 // Inventory resolves the names of published devices. Changed is taken before Inventory is read.

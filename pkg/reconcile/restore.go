@@ -363,20 +363,18 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.Device
 		}
 	}
 	for _, used := range claims {
-		named := func(c podstate.KubeletClaim) bool { return c.Namespace == used.Namespace && c.Name == used.Claim }
+		named := func(c podstate.KubeletClaim) bool { return c.Namespace == used.Namespace && c.Name == used.Name }
 		if slices.ContainsFunc(known, named) {
 			continue
 		}
-		claim, err := r.Claims(used.Namespace).Get(callCtx, used.Claim, metav1.GetOptions{})
+		claim, err := r.Claims(used.Namespace).Get(callCtx, used.Name, metav1.GetOptions{})
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "Skipping a claim that kubelet reports in use",
-				"claim", klog.KRef(used.Namespace, used.Claim))
+				"claim", klog.KRef(used.Namespace, used.Name))
 			continue
 		}
-		found := podstate.KubeletClaim{
-			UID: string(claim.UID), Namespace: used.Namespace, Name: used.Claim, PodUIDs: podsOf(claim), Devices: used.Devices,
-		}
-		if _, err := r.restoreClaim(callCtx, found); err != nil && !errors.Is(err, errUnasked) {
+		used.UID, used.PodUIDs = string(claim.UID), podsOf(claim)
+		if _, err := r.restoreClaim(callCtx, used); err != nil && !errors.Is(err, errUnasked) {
 			return err
 		}
 	}

@@ -50,9 +50,9 @@ func TestRestore(t *testing.T) {
 		{"pod resources", func(g *rig) {
 			g.checkpoint("ended", "GPU-2")
 			g.used = []podstate.UsedDevice{{ID: "GPU-1", Resource: resource}, {ID: "GPU-2", Resource: resource}}
-			g.usedBy = []podstate.UsedClaim{
-				{Namespace: "apps", Claim: "one", Devices: []podstate.PoolDevice{{Pool: node, Device: "gpu-0"}}},
-				{Namespace: "apps", Claim: "deleted", Devices: []podstate.PoolDevice{{Pool: node, Device: "gpu-3"}}},
+			g.usedBy = []podstate.KubeletClaim{
+				{Namespace: "apps", Name: "one", Devices: []podstate.PoolDevice{{Pool: node, Device: "gpu-0"}}},
+				{Namespace: "apps", Name: "deleted", Devices: []podstate.PoolDevice{{Pool: node, Device: "gpu-3"}}},
 			}
 			g.claim("one", "c1", "gpu-0")
 		}, []string{"GPU-0: claim c1 restored []", "GPU-1: pod GPU-1 restored []"}},

@@ -57,7 +57,7 @@ type rig struct {
 	claims  map[string]*resourceapi.ResourceClaim
 	away    bool // API server and kubelet
 	used    []podstate.UsedDevice
-	usedBy  []podstate.UsedClaim
+	usedBy  []podstate.KubeletClaim
 	gets    int
 	lists   int
 }
@@ -195,7 +195,7 @@ func (c claimsIn) Get(_ context.Context, name string, _ metav1.GetOptions) (*res
 	return nil, apierrors.NewNotFound(schema.GroupResource{Resource: "resourceclaims"}, name)
 }
 
-func (g *rig) List(context.Context, func(string) bool, string) ([]podstate.UsedDevice, []podstate.UsedClaim, error) {
+func (g *rig) List(context.Context, func(string) bool, string) ([]podstate.UsedDevice, []podstate.KubeletClaim, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.lists++

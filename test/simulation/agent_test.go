@@ -498,7 +498,7 @@ func (a *agent) Ensure(ctx context.Context, _ ...string) error {
 }
 
 // List is kubelet's.
-func (a *agent) List(ctx context.Context, _ func(string) bool, _ string) ([]podstate.UsedDevice, []podstate.UsedClaim, error) {
+func (a *agent) List(ctx context.Context, _ func(string) bool, _ string) ([]podstate.UsedDevice, []podstate.KubeletClaim, error) {
 	turn(ctx, "asks for pod resources")
 	return a.kubelet.list()
 }

@@ -223,7 +223,7 @@ func (k *kubelet) take(w *worker, e *stream, ids []string, container string) {
 }
 
 // list is podresources List: it also recounts what is allocated.
-func (k *kubelet) list() ([]podstate.UsedDevice, []podstate.UsedClaim, error) {
+func (k *kubelet) list() ([]podstate.UsedDevice, []podstate.KubeletClaim, error) {
 	if k.process.over {
 		return nil, nil, errors.New("kubelet is down")
 	}
@@ -231,7 +231,7 @@ func (k *kubelet) list() ([]podstate.UsedDevice, []podstate.UsedClaim, error) {
 		k.hit(listForgetsInFlight)
 	}
 	var devices []podstate.UsedDevice
-	var claims []podstate.UsedClaim
+	var claims []podstate.KubeletClaim
 	k.updateAllocated()
 	for _, p := range all[*pod](k.known.cache) {
 		if !k.active(p.uid) {
@@ -246,7 +246,7 @@ func (k *kubelet) list() ([]podstate.UsedDevice, []podstate.UsedClaim, error) {
 			}
 		}
 		if info := k.claims[p.claim]; info != nil && info.pods[p.uid] && len(info.devices) > 0 {
-			used := podstate.UsedClaim{Namespace: namespace, Pod: p.name, Claim: info.name}
+			used := podstate.KubeletClaim{Namespace: namespace, Name: info.name}
 			for _, d := range info.devices {
 				used.Devices = append(used.Devices, podstate.PoolDevice{Pool: nodeName, Device: d})
 			}
