@@ -22,7 +22,9 @@ import (
 // ErrCancelled means that DrainClaim was called for the claim meanwhile; the caller may retry after any other error. A caller whose
 // next step fails calls CancelReservation.
 func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (reservation Reservation, err error) {
-	ctx, finish, err := l.claims.reserve(ctx, r.UID)
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	finish, err := l.claims.begin(ctx, r.UID, cancel)
 	if err == nil {
 		defer finish()
 		reservation, err = l.reserveClaim(ctx, r)
@@ -43,10 +45,6 @@ type Reservation struct {
 	first, last uint64
 	// revived are the holds that were draining before the call, with the pods that they had, by their new generation.
 	revived map[uint64][]Pod
-}
-
-func (r Reservation) took(h Hold) bool {
-	return r.last > 0 && r.first <= h.Generation && h.Generation <= r.last
 }
 
 // Valid reports whether the claim still holds all devices of the reservation. They drain when kubelet unprepares the claim. A caller
@@ -71,11 +69,11 @@ func (l *Ledger) CancelReservation(r Reservation) error {
 	for _, h := range holds {
 		if pods, revived := r.revived[h.Generation]; revived {
 			errs = append(errs, l.amend(h, func(updated *Hold) {
-				updated.drain(l.now())
+				updated.drain(l.options.Now())
 				updated.Pods = pods
 			}))
 		}
-		if !r.took(h) {
+		if r.last == 0 || h.Generation < r.first || h.Generation > r.last {
 			continue
 		}
 		// kubelet has no answer with them for any pod.
@@ -238,7 +236,7 @@ func (l *Ledger) drainExcept(holder Holder, keep []device.Ref) error {
 // DrainClaim ends the holds of a claim; Unprepare calls it. It cancels waiting ReserveClaim calls of the claim and clears its conflict.
 // Holds whose pods are gone end at once, the other holds drain. It is idempotent; an unknown UID is no error.
 func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
-	finish, err := l.claims.drain(ctx, uid)
+	finish, err := l.claims.begin(ctx, uid, nil)
 	if err != nil {
 		return fmt.Errorf("release devices of claim %s: %w", uid, err)
 	}
@@ -277,26 +275,12 @@ type claimCall struct {
 	cancel context.CancelCauseFunc
 }
 
-// reserve waits for its turn. drain cancels the returned context.
-func (c *claimCalls) reserve(ctx context.Context, uid string) (context.Context, func(), error) {
-	ctx, cancel := context.WithCancelCause(ctx)
-	finish, err := c.begin(ctx, uid, &claimCall{turn: make(chan struct{}), cancel: cancel})
-	if err != nil {
-		cancel(nil)
-		return nil, nil, err
-	}
-	return ctx, func() { finish(); cancel(nil) }, nil
-}
-
-// drain cancels earlier reservations and waits for its turn.
-func (c *claimCalls) drain(ctx context.Context, uid string) (func(), error) {
-	return c.begin(ctx, uid, &claimCall{turn: make(chan struct{})})
-}
-
-func (c *claimCalls) begin(ctx context.Context, uid string, call *claimCall) (func(), error) {
+// begin waits for the call's turn. A DrainClaim, whose cancel is nil, cancels earlier reservations first.
+func (c *claimCalls) begin(ctx context.Context, uid string, cancel context.CancelCauseFunc) (finish func(), err error) {
+	call := &claimCall{turn: make(chan struct{}), cancel: cancel}
 	c.mu.Lock()
 	for _, earlier := range c.byUID[uid] {
-		if call.cancel == nil && earlier.cancel != nil {
+		if cancel == nil && earlier.cancel != nil {
 			earlier.cancel(ErrCancelled)
 		}
 	}

@@ -3,13 +3,12 @@
 package reconcile
 
 import (
-	"fmt"
 	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 
-	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
@@ -33,9 +32,7 @@ var (
 type book struct{ Ledger }
 
 func (b book) Describe(descriptions chan<- *prometheus.Desc) {
-	descriptions <- holdsDescription
-	descriptions <- oldestDescription
-	descriptions <- conflictsDescription
+	prometheus.DescribeByCollect(b, descriptions)
 }
 
 func (b book) Collect(metrics chan<- prometheus.Metric) {
@@ -61,16 +58,12 @@ func (b book) Collect(metrics chan<- prometheus.Metric) {
 			}
 		}
 	}
-	pendingEviction, waiting := 0, 0
-	for _, lost := range b.Conflicts() {
-		if lost.PendingEviction {
-			pendingEviction++
-		} else {
-			waiting++
-		}
+	conflicts := map[bool]int{}
+	for _, conflict := range b.Conflicts() {
+		conflicts[conflict.PendingEviction]++
 	}
-	gauge(conflictsDescription, float64(pendingEviction), "pending_eviction")
-	gauge(conflictsDescription, float64(waiting), "waiting")
+	gauge(conflictsDescription, float64(conflicts[true]), "pending_eviction")
+	gauge(conflictsDescription, float64(conflicts[false]), "waiting")
 }
 
 // freed measures how long devices stay held after their pod's end could first be detected.
@@ -79,45 +72,34 @@ type freed struct {
 	times *prometheus.HistogramVec
 	// mu guards seen: holds end in several loops.
 	mu sync.Mutex
-	// seen are the holds of the last look.
-	seen map[held]ledger.Hold
+	// seen are the holds of the last look, in any generation.
+	seen map[holdKey]ledger.Hold
 }
 
-// held is who has what, however often it was given out.
-type held struct {
-	holder ledger.Holder
-	device device.Ref
-}
-
-func newMetrics(c Config) (*freed, error) {
-	f := &freed{
+func newMetrics(c Config) *freed {
+	if c.Registerer != nil {
+		c.Registerer.MustRegister(book{c.Ledger})
+	}
+	return &freed{
 		pods: c.Pods,
-		times: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+		times: promauto.With(c.Registerer).NewHistogramVec(prometheus.HistogramOpts{
 			Name:    "tandem_time_to_free_seconds",
 			Help:    "Time from the end of a holder (its pod is gone or terminal, its claim is unprepared) to the release of its device, by the kind of holder.",
 			Buckets: freeBuckets,
 		}, []string{"kind"}),
-		seen: map[held]ledger.Hold{},
+		seen: map[holdKey]ledger.Hold{},
 	}
-	if c.Registerer == nil {
-		return f, nil
-	}
-	for _, collector := range []prometheus.Collector{f.times, book{c.Ledger}} {
-		if err := c.Registerer.Register(collector); err != nil {
-			return nil, fmt.Errorf("register metrics: %w", err)
-		}
-	}
-	return f, nil
 }
 
 // look finds the holds that were released since the last call, by a later Allocate or by Unprepare.
 func (f *freed) look(holds []ledger.Hold) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	current := make(map[held]ledger.Hold, len(holds))
+	current := make(map[holdKey]ledger.Hold, len(holds))
 	for _, h := range holds {
-		current[held{h.Holder, h.Device}] = h
-		delete(f.seen, held{h.Holder, h.Device})
+		k := holdKey{holder: h.Holder, device: h.Device}
+		current[k] = h
+		delete(f.seen, k)
 	}
 	for _, h := range f.seen {
 		f.count(h)
@@ -128,7 +110,7 @@ func (f *freed) look(holds []ledger.Hold) {
 // observe counts a hold that has just been released.
 func (f *freed) observe(h ledger.Hold) {
 	f.mu.Lock()
-	delete(f.seen, held{h.Holder, h.Device})
+	delete(f.seen, holdKey{holder: h.Holder, device: h.Device})
 	f.mu.Unlock()
 	f.count(h)
 }

@@ -104,6 +104,7 @@ func (r *Reconciler) clearAll(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
+	unused := r.unused.Changed()
 	for {
 		inventoryChanged := r.Inventory.Changed()
 		var settingsChanged <-chan struct{}
@@ -117,7 +118,8 @@ func (r *Reconciler) clearAll(ctx context.Context) error {
 		case result := <-c.done:
 			delete(c.busy, result.lane)
 			c.record(ctx, result)
-		case <-r.unused:
+		case <-unused:
+			unused = r.unused.Changed()
 			c.retryWaiting()
 		case <-inventoryChanged:
 		case <-settingsChanged:
@@ -249,15 +251,8 @@ func (c *clearing) idleTasks() []task {
 }
 
 func (c *clearing) endIdle(ctx context.Context, gpu device.GPU) error {
-	unlock, err := c.Partitions.Lock(ctx, gpu.UUID)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	if c.held(gpu.Ref()) {
-		return nil
-	}
-	return c.Partitions.EndIdleMIGMode(ctx, gpu)
+	unused := func() bool { return !c.held(gpu.Ref()) }
+	return withLock(ctx, c.Partitions.Lock, gpu.UUID, unused, func() error { return c.Partitions.EndIdleMIGMode(ctx, gpu) })
 }
 
 // ended reports whether only a partition or settings keep the hold.
@@ -291,20 +286,17 @@ func (r *Reconciler) end(ctx context.Context, h ledger.Hold) error {
 
 // revert reverts settings, if they are still unused once the lock is held.
 func (r *Reconciler) revert(ctx context.Context, key sharing.Key, unused func() bool) error {
-	unlock, err := r.Settings.Lock(ctx, key.Claim)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	if !unused() {
-		return nil
-	}
-	return r.Settings.Revert(ctx, key)
+	return withLock(ctx, r.Settings.Lock, key.Claim, unused, func() error { return r.Settings.Revert(ctx, key) })
 }
 
 // destroy destroys a partition, if it is still unused once the lock is held.
 func (r *Reconciler) destroy(ctx context.Context, ref device.Ref, unused func() bool) error {
-	unlock, err := r.Partitions.Lock(ctx, ref.GPU)
+	return withLock(ctx, r.Partitions.Lock, ref.GPU, unused, func() error { return r.Partitions.Destroy(ctx, ref) })
+}
+
+// withLock calls do if the lock's subject is still unused once the lock is held.
+func withLock(ctx context.Context, lock func(context.Context, string) (func(), error), key string, unused func() bool, do func() error) error {
+	unlock, err := lock(ctx, key)
 	if err != nil {
 		return err
 	}
@@ -312,7 +304,7 @@ func (r *Reconciler) destroy(ctx context.Context, ref device.Ref, unused func() 
 	if !unused() {
 		return nil
 	}
-	return r.Partitions.Destroy(ctx, ref)
+	return do()
 }
 
 // isLast reports whether the hold is unchanged and its device has no other holder: what was restored after a restart may have

@@ -21,6 +21,7 @@ import (
 	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/filewatch"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -93,10 +94,10 @@ type Reconciler struct {
 	leaving map[holdKey]time.Time
 	// unconfirmed records holds that kubelet or the API server has not confirmed, since when, and when they were last checked.
 	unconfirmed map[holdKey]*unconfirmed
-	// asked is when the API server was last asked about a conflict, by the claim's UID.
-	asked map[string]time.Time
+	// conflictsChecked is when the API server was last asked about conflicts.
+	conflictsChecked time.Time
 	// unused is signalled when a partition, or a claim's settings, may have lost the last user.
-	unused chan struct{}
+	unused broadcast.Signal
 	// late are claims with devices that were not in the inventory when they were restored, and latePodHolds such holds of pods.
 	late         []podstate.KubeletClaim
 	latePodHolds []podstate.PodDevice
@@ -154,11 +155,10 @@ func New(c Config) (*Reconciler, error) {
 		c.KubeletDir == "" || c.NodeName == "" || c.DriverName == "" || c.Limits.GPU == "" {
 		return nil, errors.New("create reconciler: every field of the configuration is required")
 	}
-	freed, err := newMetrics(c)
-	if err != nil {
-		return nil, fmt.Errorf("create reconciler: %w", err)
-	}
-	return &Reconciler{Config: c, times: defaultTimes(), freed: freed, leaving: map[holdKey]time.Time{}, unconfirmed: map[holdKey]*unconfirmed{}, unused: make(chan struct{}, 1)}, nil
+	return &Reconciler{
+		Config: c, times: defaultTimes(), freed: newMetrics(c), leaving: map[holdKey]time.Time{}, unconfirmed: map[holdKey]*unconfirmed{},
+		conflictsChecked: time.Now(),
+	}, nil
 }
 
 // Run follows changes until ctx is done. Restore comes before. Call it once.
@@ -321,7 +321,7 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	podState := r.Pods.PodState(h)
 	if podState == ledger.Gone {
 		if r.made(h.Device) || r.applied(h) {
-			signal(r.unused)
+			r.unused.Notify()
 			return never, nil
 		}
 		return never, r.release(h)
@@ -333,14 +333,6 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 		return untilLeft, r.unreadable(h)
 	}
 	return never, nil
-}
-
-// signal wakes the receiver of the channel, now or at its next receive.
-func signal(channel chan struct{}) {
-	select {
-	case channel <- struct{}{}:
-	default: // one is waiting already
-	}
 }
 
 func (r *Reconciler) release(h ledger.Hold) error {

@@ -278,23 +278,20 @@ func (r *Reconciler) clearConflict() time.Duration {
 // checkConflicts asks the API server once a minute for each conflict whether the claim still exists unchanged: a pod may wait for
 // a claim that was replaced.
 func (r *Reconciler) checkConflicts(ctx context.Context) (time.Duration, error) {
-	now, wait := time.Now(), never
-	asked := map[string]time.Time{}
-	var errs []error
-	for _, lost := range r.Ledger.Conflicts() {
-		last, ok := r.asked[lost.UID]
-		if !ok {
-			last = now
-		}
-		if due := last.Add(r.times.verify); !now.Before(due) {
-			last = now
-			errs = append(errs, r.checkConflict(ctx, lost))
-		}
-		asked[lost.UID] = last
-		wait = min(wait, last.Add(r.times.verify).Sub(now))
+	conflicts := r.Ledger.Conflicts()
+	if len(conflicts) == 0 {
+		return never, nil
 	}
-	r.asked = asked
-	return wait, errors.Join(errs...)
+	now := time.Now()
+	if due := r.conflictsChecked.Add(r.times.verify); now.Before(due) {
+		return due.Sub(now), nil
+	}
+	r.conflictsChecked = now
+	var errs []error
+	for _, conflict := range conflicts {
+		errs = append(errs, r.checkConflict(ctx, conflict))
+	}
+	return r.times.verify, errors.Join(errs...)
 }
 
 func (r *Reconciler) checkConflict(ctx context.Context, lost ledger.Conflict) error {
