@@ -95,15 +95,13 @@ func (w *Watcher) add(ctx context.Context) (missed bool) {
 }
 
 func (w *Watcher) log(ctx context.Context, failure error) {
-	text := ""
-	if failure != nil {
-		text = failure.Error()
-	}
-	if text != "" && text != w.logged {
+	if failure == nil {
+		w.logged = ""
+	} else if text := failure.Error(); text != w.logged {
+		w.logged = text
 		klog.FromContext(ctx).Info("Cannot watch directories, checking them at intervals",
 			"directories", w.options.Dirs, "interval", w.options.Interval, "err", failure)
 	}
-	w.logged = text
 }
 
 func (w *Watcher) complete() bool {

@@ -154,13 +154,17 @@ func (s *Store[K, V]) Keys() []K {
 // Put writes a record and replaces the one before. It is on disk when Put returns nil. After an error the record before counts, on disk
 // as well.
 func (s *Store[K, V]) Put(key K, value V) error {
+	return s.wrap("write", key, s.locked(func() error { return s.put(key, value) }))
+}
+
+// locked calls change once the directory exists.
+func (s *Store[K, V]) locked(change func() error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	err := s.alive()
-	if err == nil {
-		err = s.put(key, value)
+	if err := s.alive(); err != nil {
+		return err
 	}
-	return s.wrap("write", key, err)
+	return change()
 }
 
 func (s *Store[K, V]) put(key K, value V) error {
@@ -197,13 +201,7 @@ func (s *Store[K, V]) PutName(key K, value V) error {
 
 // Flush writes the contents that PutName left out.
 func (s *Store[K, V]) Flush() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	err := s.alive()
-	if err == nil {
-		err = s.repair(needsContents[K, V])
-	}
-	return err
+	return s.locked(func() error { return s.repair(needsContents[K, V]) })
 }
 
 func needsContents[K comparable, V any](e entry[V], _ K) bool { return e.nameOnly }
@@ -217,27 +215,20 @@ func (s *Store[K, V]) wrap(verb string, key K, err error) error {
 
 // Drop removes a record. It is idempotent.
 func (s *Store[K, V]) Drop(key K) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	err := s.alive()
-	if err == nil {
-		err = s.remove(s.options.Name(key))
-	}
-	if err == nil {
-		delete(s.entries, key)
-	}
-	return s.wrap("remove", key, err)
+	return s.wrap("remove", key, s.locked(func() error {
+		err := s.remove(s.options.Name(key))
+		if err == nil {
+			delete(s.entries, key)
+		}
+		return err
+	}))
 }
 
 // Repair writes records that another process removed, and what Flush could not write. It costs one stat for each record.
 func (s *Store[K, V]) Repair() error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	err := s.alive()
-	if err == nil {
-		err = s.repair(func(e entry[V], key K) bool { return e.nameOnly || !s.exists(key) })
-	}
-	return err
+	return s.locked(func() error {
+		return s.repair(func(e entry[V], key K) bool { return e.nameOnly || !s.exists(key) })
+	})
 }
 
 // repair writes the records that need it. Of an unreadable one the name suffices.

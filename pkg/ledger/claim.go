@@ -84,7 +84,7 @@ func (l *Ledger) CancelReservation(r Reservation) error {
 			continue
 		}
 		errs = append(errs, l.amend(h, func(updated *Hold) {
-			updated.drain(l.now())
+			updated.drain(l.options.Now())
 			updated.Pods = nil
 		}))
 	}
@@ -98,8 +98,8 @@ func (h *Hold) drain(at time.Time) { h.State, h.Since = StateDraining, at }
 
 func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Reservation, error) {
 	for {
-		l.turn(ctx)
-		changed, queueChanged := l.Changed(), l.queueChanged()
+		l.options.Turn(ctx)
+		changed, queueChanged := l.Changed(), l.options.Queue.Changed()
 		conflicts, reservation, err := l.tryClaim(ctx, r)
 		if errors.Is(err, errPodsFirst) {
 			awaitPods(ctx, r.PodsFirst, changed, queueChanged)
@@ -171,7 +171,7 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 		}
 		l.serial++
 		taken = append(taken, Hold{
-			Holder: holder, Device: ref, Share: r.Shares[ref], State: StateHeld, Since: l.now(),
+			Holder: holder, Device: ref, Share: r.Shares[ref], State: StateHeld, Since: l.options.Now(),
 			Namespace: r.Namespace, Name: r.Name, Pods: slices.Clone(r.Pods), Generation: l.serial,
 		})
 	}
@@ -209,7 +209,7 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 	l.serial++
 	updated.Generation = l.serial
 	if known.State != StateHeld {
-		updated.State, updated.Since = StateHeld, l.now()
+		updated.State, updated.Since = StateHeld, l.options.Now()
 	}
 	if updated.equal(*known) {
 		l.replace(known, updated)
@@ -221,7 +221,7 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 // drainExcept drains the holder's other devices. Under l.mu.
 func (l *Ledger) drainExcept(holder Holder, keep []device.Ref) error {
 	var errs []error
-	now := l.now()
+	now := l.options.Now()
 	for _, h := range l.holdsOf(holder) {
 		if h.State == StateDraining || slices.Contains(keep, h.Device) {
 			continue
@@ -241,7 +241,7 @@ func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 		return fmt.Errorf("release devices of claim %s: %w", uid, err)
 	}
 	defer finish()
-	l.turn(ctx)
+	l.options.Turn(ctx)
 	holder := Holder{KindClaim, uid}
 	l.mu.Lock()
 	holds := l.holdsOf(holder)
@@ -345,35 +345,31 @@ type PodsFirst struct {
 	WaitBudget time.Duration
 }
 
-// queueChanged never closes without a queue.
-func (l *Ledger) queueChanged() <-chan struct{} {
-	if l.queue == nil {
-		return nil
-	}
-	return l.queue.Changed()
-}
+// noPods is the queue of a ledger without one.
+type noPods struct{}
+
+func (noPods) PendingPods() []PendingPods { return nil }
+
+func (noPods) Changed() <-chan struct{} { return nil }
 
 // Outstanding returns how many devices of each resource bound pods still request, and a channel that is closed when that may have changed
 // other than by a hold. The device plugin calls it: a device that it withdraws now would be refused to these pods.
 func (l *Ledger) Outstanding() (devices map[string]int, changed <-chan struct{}) {
-	changed = l.queueChanged()
+	changed = l.options.Queue.Changed()
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.queue == nil {
-		return nil, changed
-	}
-	return l.missing(l.queue.PendingPods()), changed
+	return l.missing(l.options.Queue.PendingPods()), changed
 }
 
 // yields reports whether a claim that takes these devices leaves fewer devices of a resource than bound pods request. Under l.mu.
 func (l *Ledger) yields(first *PodsFirst, taken []Hold) bool {
-	if first == nil || first.WaitBudget <= 0 || len(taken) == 0 || l.queue == nil {
+	if first == nil || first.WaitBudget <= 0 || len(taken) == 0 {
 		return false
 	}
 	takes := func(s Slot) bool {
 		return slices.ContainsFunc(taken, func(h Hold) bool { return h.Device.Overlaps(s.Device) })
 	}
-	for resource, missing := range l.missing(l.queue.PendingPods()) {
+	for resource, missing := range l.missing(l.options.Queue.PendingPods()) {
 		if slots := first.Slots[resource]; slices.ContainsFunc(slots, takes) && l.free(slots, taken) < missing {
 			return true
 		}

@@ -62,7 +62,7 @@ func (l *Ledger) RecordConflict(conflict Conflict) {
 	if !slices.ContainsFunc(conflict.Devices, missing) {
 		return
 	}
-	conflict.Since = l.now()
+	conflict.Since = l.options.Now()
 	if conflict.PendingEviction {
 		conflict.pendingEviction = conflict.Since
 	}
@@ -125,7 +125,7 @@ func (c Conflict) Until() time.Time {
 // expire ends a pending eviction after EvictionTimeout. A clock that was set back does not prolong it.
 func (l *Ledger) expire(uid string) {
 	conflict := l.conflicts[uid]
-	if age := l.now().Sub(conflict.pendingEviction); !conflict.PendingEviction || age >= 0 && age < EvictionTimeout {
+	if age := l.options.Now().Sub(conflict.pendingEviction); !conflict.PendingEviction || age >= 0 && age < EvictionTimeout {
 		return
 	}
 	conflict.PendingEviction = false

@@ -50,7 +50,7 @@ func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 	for _, r := range requests {
 		l.serial++
 		h := Hold{
-			Holder: Holder{KindPod, r.ID}, Device: r.Device, Share: r.Share, State: StateHeld, Since: l.now(),
+			Holder: Holder{KindPod, r.ID}, Device: r.Device, Share: r.Share, State: StateHeld, Since: l.options.Now(),
 			Resource: r.Resource, Generation: l.serial,
 		}
 		if _, reuse := l.holds[keyOf(h)]; reuse {
@@ -139,7 +139,7 @@ func (l *Ledger) confirmReuse(requests []PodRequest) ([]Hold, error) {
 			if err := l.Release(h); err != nil {
 				return nil, err
 			}
-		case podState == Orphaned, h.State == StateDraining, h.Unreadable, other[h.Holder.ID], l.podstate.Started(h, l.Holds()):
+		case podState == Orphaned, h.State == StateDraining, h.Unreadable, other[h.Holder.ID], l.options.PodStates.Started(h, l.Holds()):
 			refused = append(refused, h)
 		}
 	}
@@ -161,8 +161,8 @@ func (l *Ledger) podState(h Hold) PodState {
 	if h.Unreadable {
 		return Running
 	}
-	podState := l.podstate.PodState(h)
-	if podState == Gone && l.cleanupPending(h) {
+	podState := l.options.PodStates.PodState(h)
+	if podState == Gone && l.options.CleanupPending(h) {
 		return Orphaned
 	}
 	return podState

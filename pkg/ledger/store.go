@@ -51,12 +51,8 @@ type Options struct {
 // Ledger decides who holds which device. All methods are safe for concurrent use. Holds survive the death of the process. Of a hold
 // from ReservePod, only holder and device survive until its record's contents are written, about a millisecond later.
 type Ledger struct {
-	podstate       PodStates
-	cleanupPending func(Hold) bool
-	queue          Queue
-	now            func() time.Time
-	turn           func(context.Context)
-	changed        broadcast.Signal
+	options Options
+	changed broadcast.Signal
 
 	mu       sync.Mutex
 	records  *records.Store[key, Hold]
@@ -92,21 +88,20 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 	if o.CleanupPending == nil {
 		o.CleanupPending = func(Hold) bool { return false }
 	}
+	if o.Queue == nil {
+		o.Queue = noPods{}
+	}
 	if o.Turn == nil {
 		o.Turn = func(context.Context) {}
 	}
 	l := &Ledger{
-		podstate:       o.PodStates,
-		cleanupPending: o.CleanupPending,
-		queue:          o.Queue,
-		now:            o.Now,
-		turn:           o.Turn,
-		records:        newRecords(filepath.Join(o.Dir, "holds"), o),
-		holds:          map[key]*Hold{},
-		byGPU:          map[string]map[key]*Hold{},
-		byHolder:       map[Holder]map[key]*Hold{},
-		conflicts:      map[string]Conflict{},
-		claims:         claimCalls{byUID: map[string][]*claimCall{}},
+		options:   o,
+		records:   newRecords(filepath.Join(o.Dir, "holds"), o),
+		holds:     map[key]*Hold{},
+		byGPU:     map[string]map[key]*Hold{},
+		byHolder:  map[Holder]map[key]*Hold{},
+		conflicts: map[string]Conflict{},
+		claims:    claimCalls{byUID: map[string][]*claimCall{}},
 	}
 	if err := l.load(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("open ledger: %w", err), l.records.Close())
@@ -173,7 +168,7 @@ func (l *Ledger) Expect(h Hold) error {
 	l.serial++
 	h.Generation = l.serial
 	h.State = StateRestored
-	h.Since = l.now()
+	h.Since = l.options.Now()
 	h.Pods = slices.Clone(h.Pods)
 	h.Unreadable = false
 	err := l.write(h)
@@ -212,7 +207,7 @@ func (l *Ledger) write(h Hold) error {
 func (l *Ledger) complete(known *Hold, h Hold) error {
 	updated := *known
 	if updated.Unreadable {
-		updated.Unreadable, updated.Since = false, l.now()
+		updated.Unreadable, updated.Since = false, l.options.Now()
 	}
 	updated.Namespace = cmp.Or(updated.Namespace, h.Namespace)
 	updated.Name = cmp.Or(updated.Name, h.Name)

@@ -117,9 +117,9 @@ type times struct {
 	// leaving is the first interval of cgroup checks while a hold waits for processes to end, leavingLast the longest: cgroup
 	// files of version 1 do not notify.
 	leaving, leavingLast time.Duration
-	// A hold that kubelet does not confirm is checked after verifyAfter, and then at intervals of verify: at most one GET of a claim
+	// verify is the interval, and the delay before the first check, of a hold that kubelet does not confirm: at most one GET of a claim
 	// a minute. kubelet's own reconcile loop runs every 60 s.
-	verifyAfter, verify time.Duration
+	verify time.Duration
 	// podHoldCheck is the time between the two checks after which a pod's hold that kubelet does not list is released.
 	podHoldCheck time.Duration
 	// call bounds one call to kubelet or the API server, restore all such calls at start together.
@@ -136,7 +136,6 @@ func defaultTimes() times {
 	return times{
 		leaving:      100 * time.Millisecond,
 		leavingLast:  2 * time.Second,
-		verifyAfter:  time.Minute,
 		verify:       time.Minute,
 		podHoldCheck: 30 * time.Second,
 		call:         5 * time.Second,

@@ -85,7 +85,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	must(t, err)
 	ms := time.Millisecond
 	g.r.times = times{
-		leaving: ms, leavingLast: 5 * ms, verifyAfter: time.Hour, verify: time.Hour, podHoldCheck: time.Hour, call: time.Minute, restore: time.Minute,
+		leaving: ms, leavingLast: 5 * ms, verify: time.Hour, podHoldCheck: time.Hour, call: time.Minute, restore: time.Minute,
 		retry: 10 * ms, retryMost: 20 * ms, rest: ms, gather: ms, verifyGather: ms,
 	}
 	return g
@@ -94,7 +94,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 // verifySoon makes what takes minutes take milliseconds.
 func (g *rig) verifySoon() {
 	const ms = time.Millisecond
-	g.r.times.verifyAfter, g.r.times.verify, g.r.times.podHoldCheck = 20*ms, 20*ms, 10*ms
+	g.r.times.verify, g.r.times.podHoldCheck = 20*ms, 10*ms
 }
 
 // run runs pods and reconciler until the returned function is called, or the test ends.

@@ -91,7 +91,7 @@ func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 func (r *Reconciler) due(d *unconfirmed) time.Time {
 	switch {
 	case d.checked.IsZero():
-		return d.since.Add(r.times.verifyAfter)
+		return d.since.Add(r.times.verify)
 	case d.unlisted > 0:
 		return d.checked.Add(r.times.podHoldCheck)
 	default:
