@@ -242,6 +242,11 @@ func (p *Pods) EndedAt(uid string) time.Time {
 // UnknownPods returns the UIDs of pods that have a cgroup and that the API server does not have. No list of pods contains what
 // they hold.
 func (p *Pods) UnknownPods() ([]string, error) {
+	return p.unreported(func(pod seenPod) bool { return !pod.deleted })
+}
+
+// unreported returns the UIDs of pods that have a cgroup, without those that the watch has reported and for which counts is true.
+func (p *Pods) unreported(counts func(seenPod) bool) ([]string, error) {
 	uids, err := p.cgroups.UIDs()
 	if err != nil {
 		return nil, err
@@ -250,7 +255,7 @@ func (p *Pods) UnknownPods() ([]string, error) {
 	defer p.mu.Unlock()
 	return slices.DeleteFunc(uids, func(uid string) bool {
 		pod, known := p.pods[types.UID(uid)]
-		return known && !pod.deleted
+		return known && counts(pod)
 	}), nil
 }
 
@@ -277,17 +282,16 @@ func (p *Pods) Synced() bool {
 	return !p.synced.IsZero()
 }
 
-// podsOf returns the pods recorded with the hold, and the pods of this node that name its claim or did so until they were
-// deleted.
-func (p *Pods) podsOf(h ledger.Hold) map[types.UID]bool {
+// podsOf returns the recorded pods, and the pods of this node that name the claim or did so until they were deleted.
+func (p *Pods) podsOf(namespace, claim string, recorded []ledger.Pod) map[types.UID]bool {
 	uids := map[types.UID]bool{}
-	for _, pod := range h.Pods {
+	for _, pod := range recorded {
 		uids[types.UID(pod.UID)] = true
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for uid, pod := range p.pods {
-		if pod.Namespace == h.Namespace && claimsOf(pod.Pod)[h.Name] {
+		if pod.Namespace == namespace && claimsOf(pod.Pod)[claim] {
 			uids[uid] = true
 		}
 	}

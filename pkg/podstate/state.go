@@ -34,7 +34,7 @@ func (p *Pods) PodState(h ledger.Hold) ledger.PodState {
 		return ledger.Running
 	}
 	if h.Holder.Kind == ledger.KindClaim {
-		return p.claimState(h, p.podsOf(h))
+		return p.claimState(h, p.podsOf(h.Namespace, h.Name, h.Pods))
 	}
 	if len(h.Pods) == 0 {
 		return ledger.Running
@@ -145,12 +145,12 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 	// Without pods, kubelet never received an answer to Prepare.
 	recent := isRecent(h.Since) && len(h.Pods) > 0
 	if recent {
-		reportDelay, err := p.unseenPods()
+		unseen, err := p.unreported(func(seenPod) bool { return true })
 		if err != nil {
 			podState = ledger.Orphaned
 		}
-		for _, uid := range reportDelay {
-			uids[uid] = true
+		for _, uid := range unseen {
+			uids[types.UID(uid)] = true
 		}
 	}
 	for uid := range uids {
@@ -176,20 +176,6 @@ func (p *Pods) claimPodState(uid types.UID, prepared, recent bool) ledger.PodSta
 		return ledger.Orphaned
 	}
 	return ledger.Gone
-}
-
-// unseenPods returns the pods with a cgroup that the watch has never reported.
-func (p *Pods) unseenPods() ([]types.UID, error) {
-	all, err := p.cgroups.UIDs()
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	var uids []types.UID
-	for _, uid := range all {
-		if _, known := p.pods[types.UID(uid)]; !known {
-			uids = append(uids, types.UID(uid))
-		}
-	}
-	return uids, err
 }
 
 // AddedPods reports whether kubelet's state contains devices of the claim, and returns the pods that it names for the claim and that
@@ -220,7 +206,7 @@ func (p *Pods) StateWithoutClaim(h ledger.Hold) ledger.PodState {
 		return ledger.Running
 	}
 	h.State = ledger.StateDraining
-	uids := p.podsOf(h)
+	uids := p.podsOf(h.Namespace, h.Name, h.Pods)
 	p.mu.Lock()
 	for uid := range uids {
 		pod, known := p.pods[uid]
@@ -279,7 +265,7 @@ func (p *Pods) watchedSince(at time.Time) bool {
 // Busy reports whether a pod of a hold has a process, or may have one because the kernel gives no answer or the pod is unknown.
 // The reconciler calls it before it takes away what a running container needs.
 func (p *Pods) Busy(h ledger.Hold) bool {
-	uids := p.podsOf(h)
+	uids := p.podsOf(h.Namespace, h.Name, h.Pods)
 	for uid := range uids {
 		if cgroup, err := p.cgroups.Pod(string(uid)); err != nil || cgroup == CgroupBusy {
 			return true
@@ -306,7 +292,7 @@ func (p *Pods) Movable(ctx context.Context, claim ledger.ClaimRequest) bool {
 }
 
 func (p *Pods) movable(claim ledger.ClaimRequest) (movable, unknown bool) {
-	uids := p.podsOf(holdOf(claim))
+	uids := p.podsOf(claim.Namespace, claim.Name, claim.Pods)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for uid := range uids {
@@ -330,8 +316,7 @@ const reportDelay = time.Minute
 
 // Ended reports whether no pod is left that could use the claim of a conflict.
 func (p *Pods) Ended(lost ledger.Conflict) bool {
-	claim := ledger.ClaimRequest{UID: lost.UID, Namespace: lost.Namespace, Name: lost.Name, Pods: lost.Pods}
-	uids := p.podsOf(holdOf(claim))
+	uids := p.podsOf(lost.Namespace, lost.Name, lost.Pods)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.synced.IsZero() {
@@ -344,13 +329,6 @@ func (p *Pods) Ended(lost ledger.Conflict) bool {
 		}
 	}
 	return true
-}
-
-func holdOf(claim ledger.ClaimRequest) ledger.Hold {
-	return ledger.Hold{
-		Holder:    ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID},
-		Namespace: claim.Namespace, Name: claim.Name, Pods: claim.Pods,
-	}
 }
 
 // wasMade reports whether a controller would replace the pod. kubelet would replace a static pod with the same one.
