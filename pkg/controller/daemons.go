@@ -16,7 +16,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
-	"k8s.io/apimachinery/pkg/selection"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
@@ -161,7 +160,7 @@ type daemons struct {
 
 // daemonCache returns a cache of the daemons' pods. Standby replicas fill it too.
 func daemonCache(m manager.Manager, namespace string) (cache.Cache, error) {
-	ours, err := labels.NewRequirement(daemonLabel, selection.Exists, nil)
+	ours, err := labels.Parse(daemonLabel)
 	if err != nil {
 		return nil, fmt.Errorf("select the pods of MPS daemons: %w", err)
 	}
@@ -170,7 +169,7 @@ func daemonCache(m manager.Manager, namespace string) (cache.Cache, error) {
 		DefaultTransform: cache.TransformStripManagedFields(),
 		ByObject: map[client.Object]cache.ByObject{&corev1.Pod{}: {
 			Namespaces: map[string]cache.Config{namespace: {}},
-			Label:      labels.NewSelector().Add(*ours),
+			Label:      ours,
 		}},
 	})
 	if err != nil {
