@@ -105,10 +105,21 @@ func trimMeta(m *metav1.ObjectMeta) {
 	}
 }
 
-// trimClaim keeps the requests, the allocation of Tandem's devices with their parameters, and the pods that have the claim reserved.
+// trimClaim keeps the capacity of the requests, the allocation of Tandem's devices with their parameters, and the pods that have the
+// claim reserved. A request may contain 32 selectors of 10 KiB.
 func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 	trimMeta(&claim.ObjectMeta)
-	claim.Spec = resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: claim.Spec.Devices.Requests}}
+	requests := claim.Spec.Devices.Requests
+	for i, r := range requests {
+		requests[i] = resourceapi.DeviceRequest{Name: r.Name, FirstAvailable: r.FirstAvailable}
+		if r.Exactly != nil {
+			requests[i].Exactly = &resourceapi.ExactDeviceRequest{Capacity: r.Exactly.Capacity}
+		}
+		for j, s := range r.FirstAvailable {
+			r.FirstAvailable[j] = resourceapi.DeviceSubRequest{Name: s.Name, Capacity: s.Capacity}
+		}
+	}
+	claim.Spec = resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: requests}}
 	status := claim.Status
 	claim.Status = resourceapi.ResourceClaimStatus{ReservedFor: status.ReservedFor}
 	if status.Allocation == nil {

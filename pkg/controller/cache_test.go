@@ -63,6 +63,11 @@ func TestTrimmedIsSmall(t *testing.T) {
 	claim := newClaim("a", "gpu-0")
 	meta(&claim.ObjectMeta)
 	claim.Spec.Devices.Config = []resourceapi.DeviceClaimConfiguration{{Requests: []string{string(make([]byte, 4096))}}}
+	selectors := []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{Expression: string(make([]byte, 4096))}}}
+	claim.Spec.Devices.Requests = []resourceapi.DeviceRequest{
+		{Name: "one", Exactly: &resourceapi.ExactDeviceRequest{Selectors: selectors}},
+		{Name: "first", FirstAvailable: []resourceapi.DeviceSubRequest{{Name: "sub", Selectors: selectors}}},
+	}
 	saying("net.example.com", string(make([]byte, 4096)))(claim)
 	saying(testDriver, rightGPU)(claim)
 	foreign := claim.DeepCopy()
