@@ -29,58 +29,60 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
-// EvictionPlan is what to do about a claim that is pending eviction.
+// EvictionPlan is what to do about a claim in conflict.
 type EvictionPlan struct {
+	// Conflict is the entry of the claim in the node's status.
+	Conflict v1alpha1.ConflictingClaim
 	// Evict contains all pods of the claim or none: the claim becomes free only when no pod has it reserved.
 	Evict []*corev1.Pod
 	// Refused is why no pod may be evicted. It is empty if there is nothing to evict.
 	Refused string
 }
 
-// PlanEviction returns which pods of a claim to evict. The claim and its pods have to be read live; pods are those of
-// status.reservedFor that exist. It is a pure function.
+// PlanEviction returns which pods of a claim to evict. All arguments have to be read live; pods are those of status.reservedFor that
+// exist. It is a pure function.
 //
 // It evicts only pods with a controlling owner, which creates a replacement. A pod without an owner waits instead. A pod with a
-// container that has ever started may use the GPU, whatever the node reports.
-func PlanEviction(conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, pods []*corev1.Pod) EvictionPlan {
-	if claim == nil || claim.UID != conflict.UID || claim.Status.Allocation == nil || !conflict.PendingEviction {
+// container that has ever started may use the GPU, whatever the node reports. Nothing is evicted unless the claim is still pending
+// eviction and still allocated a device of its conflict, or a partition of one: a claim that several pods share is allocated again
+// under the same UID, while the node's status is up to a second old.
+func PlanEviction(
+	status v1alpha1.GPUNodeStatus, claim *resourceapi.ResourceClaim, pods []*corev1.Pod, driver, node string,
+) EvictionPlan {
+	pending := func(c v1alpha1.ConflictingClaim) bool { return c.UID == claim.UID && c.PendingEviction }
+	i := slices.IndexFunc(status.Conflicts, pending)
+	if i < 0 || !stillConflicting(status.Conflicts[i], claim, driver, node) {
 		return EvictionPlan{}
 	}
-	var evict []*corev1.Pod
+	plan := EvictionPlan{Conflict: status.Conflicts[i]}
+	refuse := func(format string, args ...any) EvictionPlan {
+		return EvictionPlan{Refused: fmt.Sprintf(format, args...)}
+	}
 	for _, consumer := range claim.Status.ReservedFor {
 		if consumer.APIGroup != "" || consumer.Resource != "pods" {
-			return EvictionPlan{Refused: fmt.Sprintf("the claim is reserved for %s %s, which is not a pod", consumer.Resource, consumer.Name)}
+			return refuse("the claim is reserved for %s %s, which is not a pod", consumer.Resource, consumer.Name)
 		}
-		pod := podOf(pods, consumer)
-		switch {
-		case pod == nil, pod.DeletionTimestamp != nil, terminal(pod):
-			// It is gone or ends, and the claim controller drops it from the claim.
+		at := slices.IndexFunc(pods, func(p *corev1.Pod) bool { return p.Name == consumer.Name && p.UID == consumer.UID })
+		if at < 0 {
+			continue // The claim controller drops it from the claim.
+		}
+		switch pod := pods[at]; {
+		case pod.DeletionTimestamp != nil, terminal(pod):
 		case hasStarted(pod):
-			return EvictionPlan{Refused: fmt.Sprintf("a container of pod %s has started", pod.Name)}
-		case !slices.Contains(conflict.Pods, pod.UID):
+			return refuse("a container of pod %s has started", pod.Name)
+		case !slices.Contains(plan.Conflict.Pods, pod.UID):
 			// The claim may have been freed and allocated again since the node reported it, and Prepare may be running now.
-			return EvictionPlan{Refused: fmt.Sprintf("pod %s reserved the claim after the node had reported the conflict", pod.Name)}
+			return refuse("pod %s reserved the claim after the node had reported the conflict", pod.Name)
 		case metav1.GetControllerOf(pod) == nil:
-			return EvictionPlan{Refused: fmt.Sprintf("pod %s has no owner that would replace it", pod.Name)}
+			return refuse("pod %s has no owner that would replace it", pod.Name)
 		default:
-			evict = append(evict, pod)
+			plan.Evict = append(plan.Evict, pod)
 		}
 	}
-	return EvictionPlan{Evict: evict}
+	return plan
 }
 
-// StillPendingEviction returns the entry of a claim that is pending eviction in a node's status. It is a pure function.
-func StillPendingEviction(status v1alpha1.GPUNodeStatus, claim types.UID) (conflict v1alpha1.ConflictingClaim, pendingEviction bool) {
-	i := slices.IndexFunc(status.Conflicts, func(c v1alpha1.ConflictingClaim) bool { return c.UID == claim && c.PendingEviction })
-	if i < 0 {
-		return v1alpha1.ConflictingClaim{}, false
-	}
-	return status.Conflicts[i], true
-}
-
-// StillConflicting reports whether a claim is still allocated a device of its conflict, or a partition of one. A claim that several
-// pods share is allocated again under the same UID, while the node's status is up to a second old. It is a pure function.
-func StillConflicting(conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, driver, node string) bool {
+func stillConflicting(conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, driver, node string) bool {
 	for _, allocated := range Relay([]resourceapi.ResourceClaim{*claim}, driver, node) {
 		for _, device := range conflict.Devices {
 			if slices.ContainsFunc(allocated.Devices, func(name string) bool { return overlap(name, device) }) {
@@ -89,15 +91,6 @@ func StillConflicting(conflict v1alpha1.ConflictingClaim, claim *resourceapi.Res
 		}
 	}
 	return false
-}
-
-func podOf(pods []*corev1.Pod, consumer resourceapi.ResourceClaimConsumerReference) *corev1.Pod {
-	for _, pod := range pods {
-		if pod.Name == consumer.Name && pod.UID == consumer.UID {
-			return pod
-		}
-	}
-	return nil
 }
 
 func terminal(pod *corev1.Pod) bool {
@@ -128,7 +121,6 @@ type healer struct {
 	live     client.Reader
 	recorder events.EventRecorder
 	metrics  *metrics
-	now      func() time.Time
 
 	// jobs is held from reading a Job until its pod is evicted, so that the next reading counts that pod.
 	jobs sync.Mutex
@@ -141,12 +133,8 @@ func (h *healer) register(m manager.Manager) error {
 		Complete(h)
 }
 
-const (
-	// healInterval is when a claim that stays pending eviction is checked again: its pods are ending, or cannot be evicted now.
-	healInterval = 2 * time.Second
-	// changedInterval is the same for a pod that changed between reading and eviction.
-	changedInterval = 100 * time.Millisecond
-)
+// healInterval is when a claim that stays pending eviction is checked again: its pods are ending, or cannot be evicted now.
+const healInterval = 2 * time.Second
 
 // Reconcile implements reconcile.Reconciler for one node. It is idempotent.
 func (h *healer) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
@@ -155,72 +143,58 @@ func (h *healer) Reconcile(ctx context.Context, request reconcile.Request) (reco
 	if client.IgnoreNotFound(err) != nil {
 		return reconcile.Result{}, err
 	}
-	var again time.Duration
+	var result reconcile.Result
 	var errs []error
 	refused := 0
 	for _, conflict := range node.Status.Conflicts {
 		if !conflict.PendingEviction {
 			continue
 		}
-		wait, movable, err := h.heal(ctx, node.Name, conflict)
-		if again == 0 || wait < again {
-			again = wait
-		}
+		result.RequeueAfter = healInterval
+		movable, err := h.heal(ctx, node.Name, types.NamespacedName{Namespace: conflict.Namespace, Name: conflict.Name})
 		if !movable {
 			refused++
 		}
 		errs = append(errs, err)
 	}
 	h.metrics.notMovable.set(request.Name, refused)
-	return reconcile.Result{RequeueAfter: again}, errors.Join(errs...)
+	return result, errors.Join(errs...)
 }
 
-func (h *healer) heal(ctx context.Context, node string, reported v1alpha1.ConflictingClaim) (again time.Duration, movable bool, err error) {
+// heal evicts the pods of a claim. movable is false if one of them may not be evicted.
+func (h *healer) heal(ctx context.Context, node string, key types.NamespacedName) (movable bool, err error) {
 	claim := &resourceapi.ResourceClaim{}
-	key := types.NamespacedName{Namespace: reported.Namespace, Name: reported.Name}
 	if err := h.live.Get(ctx, key, claim); err != nil {
-		if apierrors.IsNotFound(err) {
-			return healInterval, true, nil
-		}
-		return healInterval, true, fmt.Errorf("get claim %s, which is pending eviction: %w", key, err)
+		return true, client.IgnoreNotFound(fmt.Errorf("get claim %s, which is pending eviction: %w", key, err))
 	}
 	pods, err := h.podsOf(ctx, claim)
 	if err != nil {
-		return healInterval, true, err
+		return true, err
 	}
 	// The node is read last: the agent prepares the claim as soon as its status no longer lists the conflict.
 	now := &v1alpha1.GPUNode{}
 	if err := h.live.Get(ctx, types.NamespacedName{Name: node}, now); err != nil {
-		return healInterval, true, client.IgnoreNotFound(err)
+		return true, client.IgnoreNotFound(err)
 	}
-	conflict, pendingEviction := StillPendingEviction(now.Status, reported.UID)
-	if !pendingEviction || !StillConflicting(conflict, claim, h.driver, node) {
-		return healInterval, true, nil
-	}
-	plan := PlanEviction(conflict, claim, pods)
+	plan := PlanEviction(now.Status, claim, pods, h.driver, node)
 	if slices.ContainsFunc(plan.Evict, ofJob) {
 		h.jobs.Lock()
 		defer h.jobs.Unlock()
 	}
 	plan, err = h.spareJobs(ctx, plan)
 	if err != nil {
-		return healInterval, true, err
+		return true, err
 	}
 	if plan.Refused != "" {
 		klog.FromContext(ctx).V(2).Info("Not evicting", "claim", key, "reason", plan.Refused)
-		return healInterval, false, nil
+		return false, nil
 	}
-	again = healInterval
 	for _, pod := range plan.Evict {
-		changed, err := h.evict(ctx, conflict, claim, pod)
-		if err != nil {
-			return healInterval, true, err
-		}
-		if changed {
-			again = changedInterval
+		if err := h.evict(ctx, plan.Conflict, claim, pod); err != nil {
+			return true, err
 		}
 	}
-	return again, true, nil
+	return true, nil
 }
 
 // spareJobs refuses an eviction that would make a Job fail. Its pod waits, like a pod without an owner.
@@ -272,27 +246,24 @@ func (h *healer) podsOf(ctx context.Context, claim *resourceapi.ResourceClaim) (
 	return pods, nil
 }
 
-// evict evicts a pod unless it has changed since it was read, which it reports.
+// evict evicts a pod. It returns an error, and the reconciler retries, if the pod has changed since it was read.
 func (h *healer) evict(
 	ctx context.Context, conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, pod *corev1.Pod,
-) (changed bool, err error) {
+) error {
 	eviction := &policyv1.Eviction{
 		ObjectMeta: metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
 		DeleteOptions: &metav1.DeleteOptions{
 			Preconditions: &metav1.Preconditions{UID: ptr.To(pod.UID), ResourceVersion: ptr.To(pod.ResourceVersion)},
 		},
 	}
-	err = h.client.SubResource("eviction").Create(ctx, pod, eviction)
-	switch {
+	switch err := h.client.SubResource("eviction").Create(ctx, pod, eviction); {
 	case apierrors.IsNotFound(err):
-		return false, nil
-	case apierrors.IsConflict(err):
-		return true, nil
+		return nil
 	case apierrors.IsTooManyRequests(err):
 		h.metrics.evictions.WithLabelValues("refused").Inc()
-		return false, nil
+		return nil
 	case err != nil:
-		return false, fmt.Errorf("evict pod %s/%s of claim %s: %w", pod.Namespace, pod.Name, claim.Name, err)
+		return fmt.Errorf("evict pod %s/%s of claim %s: %w", pod.Namespace, pod.Name, claim.Name, err)
 	}
 	h.metrics.evictions.WithLabelValues("evicted").Inc()
 	klog.FromContext(ctx).Info("Evicted pod of claim in conflict", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "devices", conflict.Devices)
@@ -301,7 +272,7 @@ func (h *healer) evict(
 	for regarding, related := range map[client.Object]client.Object{pod: claim, claim: pod} {
 		h.recorder.Eventf(regarding, related, corev1.EventTypeNormal, "EvictedAfterConflict", "Evict", "%s", text)
 	}
-	return false, nil
+	return nil
 }
 
 // noteLimit is the longest note in bytes that the API server accepts in an event (k8s.io/kubernetes pkg/apis/core/validation).

@@ -99,7 +99,7 @@ func TestPlanEviction(t *testing.T) {
 			if c.conflict != nil {
 				c.conflict(&conflict)
 			}
-			got := PlanEviction(conflict, claim, c.pods)
+			got := PlanEviction(v1alpha1.GPUNodeStatus{Conflicts: []v1alpha1.ConflictingClaim{conflict}}, claim, c.pods, testDriver, "node-1")
 			var names []string
 			for _, pod := range got.Evict {
 				names = append(names, pod.Name)
@@ -109,14 +109,11 @@ func TestPlanEviction(t *testing.T) {
 			}
 		})
 	}
-	if got := PlanEviction(pendingEviction("a"), nil, nil); got.Evict != nil || got.Refused != "" {
-		t.Errorf("without a claim: %+v", got)
-	}
 }
 
 func (w *world) healer() *healer {
 	return &healer{
-		client: w.client, driver: testDriver, live: w.client, recorder: w.recorder, metrics: w.metrics, now: w.now,
+		client: w.client, driver: testDriver, live: w.client, recorder: w.recorder, metrics: w.metrics,
 	}
 }
 
@@ -214,7 +211,7 @@ func TestHealAndTheAPIServer(t *testing.T) {
 		failed bool
 	}{
 		"a budget":              {apierrors.NewTooManyRequests("no disruption allowed", 10), healInterval, false},
-		"the pod has changed":   {apierrors.NewConflict(pods, "pod-a", nil), changedInterval, false},
+		"the pod has changed":   {apierrors.NewConflict(pods, "pod-a", nil), healInterval, true},
 		"the pod is gone":       {apierrors.NewNotFound(pods, "pod-a"), healInterval, false},
 		"the API server is ill": {apierrors.NewInternalError(context.DeadlineExceeded), healInterval, true},
 	} {
@@ -276,7 +273,7 @@ func TestStillConflicting(t *testing.T) {
 		"a partition beside it":    {"gpu-0-mig-1g10gb-19-1", "gpu-0-mig-1g10gb-19-0", false},
 		"a partition of another":   {"gpu-0", "gpu-00-mig-1g10gb-19-0", false},
 	} {
-		if got := StillConflicting(pendingEviction("a", c.lost), newClaim("a", c.allocated), testDriver, "node-1"); got != c.want {
+		if got := stillConflicting(pendingEviction("a", c.lost), newClaim("a", c.allocated), testDriver, "node-1"); got != c.want {
 			t.Errorf("%s: %t", name, got)
 		}
 	}

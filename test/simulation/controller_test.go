@@ -154,23 +154,19 @@ func (d *controllerModel) heal(object *gpuNode) {
 			continue
 		}
 		d.lookSoon(2 * time.Second)
-		d.once("judges "+conflict.Name, func() { d.judge(conflict.UID) })
+		d.once("judges "+conflict.Name, func() { d.judge(conflict.Name) })
 	}
 }
 
 // judge evicts the pods of a claim that is still pending eviction, unless they changed since they were read.
-func (d *controllerModel) judge(uid types.UID) {
+func (d *controllerModel) judge(name string) {
 	object, ok := get[*gpuNode](d.api, "gpunode/")
 	if !ok {
 		return
 	}
-	conflict, pendingEviction := controller.StillPendingEviction(object.status, uid)
-	if !pendingEviction {
-		return
-	}
 	agent := d.agentProcess()
-	k, ok := get[*claim](d.api, claimKey(conflict.Name))
-	if !ok || !controller.StillConflicting(conflict, resourceClaim(k), driverName, nodeName) {
+	k, ok := get[*claim](d.api, claimKey(name))
+	if !ok {
 		return
 	}
 	judged := map[types.UID]*pod{}
@@ -183,7 +179,7 @@ func (d *controllerModel) judge(uid types.UID) {
 			}
 		}
 	}
-	for _, evicted := range controller.PlanEviction(conflict, resourceClaim(k), pods).Evict {
+	for _, evicted := range controller.PlanEviction(object.status, resourceClaim(k), pods, driverName, nodeName).Evict {
 		was := judged[evicted.UID]
 		d.once("evicts "+was.uid, func() {
 			if now, ok := get[*pod](d.api, podKey(was.uid)); !ok || now != was {
