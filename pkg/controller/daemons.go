@@ -208,7 +208,7 @@ var daemonsChanged = changed(func(n *v1alpha1.GPUNode) any {
 func (d *daemons) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	node := &v1alpha1.GPUNode{}
 	if err := d.client.Get(ctx, request.NamespacedName, node); err != nil {
-		d.metrics.daemonsWaiting.set(request.Name, 0)
+		setNode(d.metrics.daemonsWaiting, request.Name, 0)
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	pods, err := d.podsOf(ctx, node.Name)
@@ -226,7 +226,7 @@ func (d *daemons) Reconcile(ctx context.Context, request reconcile.Request) (rec
 			plan.Waiting = append(plan.Waiting, v1alpha1.WaitingDaemon{Name: daemon.Name, Message: oneLine(err.Error())})
 		}
 	}
-	d.metrics.daemonsWaiting.set(node.Name, len(plan.Waiting))
+	setNode(d.metrics.daemonsWaiting, node.Name, len(plan.Waiting))
 	if !apiequality.Semantic.DeepEqual(node.Spec.Daemons, plan.Waiting) {
 		errs = append(errs, patchSpec(ctx, d.client, node, "daemons", plan.Waiting))
 	}

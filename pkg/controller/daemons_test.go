@@ -271,7 +271,7 @@ func TestWhatDoesNotRunIsTold(t *testing.T) {
 				t.Errorf("told %+v", told)
 			}
 			w.want(map[string]int{"create Pod": 1, "patch GPUNode": 1})
-			if n := measured(t, w.metrics.daemonsWaiting); n != 1 {
+			if n := measured(t, w.metrics.daemonsWaiting.WithLabelValues("node-1")); n != 1 {
 				t.Errorf("%v daemons do not run", n)
 			}
 			w.setPod("a", readyPod)
@@ -279,7 +279,7 @@ func TestWhatDoesNotRunIsTold(t *testing.T) {
 			if told := w.gpuNode().Spec.Daemons; len(told) > 0 {
 				t.Errorf("told still: %+v", told)
 			}
-			if n := measured(t, w.metrics.daemonsWaiting); n != 0 {
+			if n := measured(t, w.metrics.daemonsWaiting.WithLabelValues("node-1")); n != 0 {
 				t.Errorf("%v daemons do not run", n)
 			}
 		})

@@ -157,7 +157,7 @@ func (h *healer) Reconcile(ctx context.Context, request reconcile.Request) (reco
 		}
 		errs = append(errs, err)
 	}
-	h.metrics.notMovable.set(request.Name, refused)
+	setNode(h.metrics.notMovable, request.Name, refused)
 	return result, errors.Join(errs...)
 }
 

@@ -185,7 +185,7 @@ func TestHealCountsWhatCannotBeMoved(t *testing.T) {
 	h := w.healer()
 	gauge := func() float64 {
 		var m dto.Metric
-		if err := w.metrics.notMovable.Write(&m); err != nil {
+		if err := w.metrics.notMovable.WithLabelValues("node-1").Write(&m); err != nil {
 			t.Fatal(err)
 		}
 		return m.GetGauge().GetValue()

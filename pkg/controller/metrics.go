@@ -3,41 +3,27 @@
 package controller
 
 import (
-	"sync"
-
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promauto"
 )
 
-// nodeSum is a gauge of the sum of one number for each node. It is safe for concurrent use.
-type nodeSum struct {
-	prometheus.Gauge
-	mu    sync.Mutex
-	nodes map[string]int
-}
-
-func newNodeSum(factory promauto.Factory, name, help string) *nodeSum {
-	return &nodeSum{Gauge: factory.NewGauge(prometheus.GaugeOpts{Name: name, Help: help}), nodes: map[string]int{}}
-}
-
-// set records the number of a node.
-func (s *nodeSum) set(node string, n int) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.Add(float64(n - s.nodes[node]))
-	if s.nodes[node] = n; n == 0 {
-		delete(s.nodes, node)
+// setNode records the number of a node. It removes the series of a node whose number is zero.
+func setNode(gauge *prometheus.GaugeVec, node string, n int) {
+	if n == 0 {
+		gauge.DeleteLabelValues(node)
+		return
 	}
+	gauge.WithLabelValues(node).Set(float64(n))
 }
 
 type metrics struct {
 	evictions      *prometheus.CounterVec
-	notMovable     *nodeSum
+	notMovable     *prometheus.GaugeVec
 	retries        prometheus.Counter
 	patches        *prometheus.CounterVec
 	openings       prometheus.Counter
 	daemonPods     *prometheus.CounterVec
-	daemonsWaiting *nodeSum
+	daemonsWaiting *prometheus.GaugeVec
 }
 
 // newMetrics panics if the metrics are registered already.
@@ -50,10 +36,13 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 		}
 		return c
 	}
+	perNode := func(name, help string) *prometheus.GaugeVec {
+		return factory.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, []string{"node"})
+	}
 	return &metrics{
 		evictions: counter("tandem_controller_evictions_total",
 			"Evictions of pods whose claim is in conflict: evicted, or refused by a disruption budget.", "result", "evicted", "refused"),
-		notMovable: newNodeSum(factory, "tandem_controller_pending_evictions_not_movable",
+		notMovable: perNode("tandem_controller_pending_evictions_not_movable",
 			"Claims pending eviction whose pods cannot be evicted because one of them has started or has no owner."),
 		retries: factory.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_controller_retries_total",
@@ -69,7 +58,7 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 		daemonPods: counter("tandem_controller_daemon_pods_total",
 			"Pods of MPS daemons: created, or deleted because the node no longer requests them or requests other settings.",
 			"action", "created", "deleted"),
-		daemonsWaiting: newNodeSum(factory, "tandem_controller_daemons_not_running",
+		daemonsWaiting: perNode("tandem_controller_daemons_not_running",
 			"MPS daemons that a node requests and whose pod does not run; GPUNode.spec.daemons contains the reason."),
 	}
 }
