@@ -23,6 +23,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/availability"
@@ -208,7 +209,7 @@ func (r *allocatable) register(m manager.Manager) error {
 	return builder.ControllerManagedBy(m).Named("allocatable").
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver), builder.WithPredicates(allocationChanged)).
-		WatchesRawSource(r.breaker.source()).
+		WatchesRawSource(source.Channel(r.breaker.opened, &handler.EnqueueRequestForObject{})).
 		Watches(&corev1.Node{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(reported)).
 		WithOptions(options(4)).
 		Complete(r)

@@ -21,7 +21,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
-	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -98,11 +97,6 @@ func (b *breaker) register(m manager.Manager) error {
 		Watches(&corev1.Pod{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(leftPending(b.of))).
 		WithOptions(options(4)).
 		Complete(b)
-}
-
-// source returns the events of nodes to reconcile.
-func (b *breaker) source() source.Source {
-	return source.Channel(b.opened, &handler.EnqueueRequestForObject{})
 }
 
 // of reports whether a pod is bound and requests Tandem's resources.

@@ -179,3 +179,12 @@ func (r claimReader) on(ctx context.Context, node string) ([]v1alpha1.AllocatedC
 	}
 	return Relay(list.Items, r.driver, node), nil
 }
+
+// get returns a claim; an empty one if it does not exist.
+func (r claimReader) get(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
+	claim := &resourceapi.ResourceClaim{}
+	if err := r.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, claim); client.IgnoreNotFound(err) != nil {
+		return nil, fmt.Errorf("get claim %s/%s: %w", namespace, name, err)
+	}
+	return claim, nil
+}

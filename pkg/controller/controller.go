@@ -19,6 +19,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 	"k8s.io/client-go/util/workqueue"
@@ -204,8 +205,6 @@ func (f filler) Start(ctx context.Context) error {
 	return nil
 }
 
-var errNotSynced = errors.New("the API server has not listed claims, GPUNodes, nodes and pods yet")
-
 // Ready returns nil once the caches are filled, and while the API server serves no claims. A standby replica is ready too.
 func (c *Controller) Ready() error {
 	if c.idle.Load() {
@@ -215,7 +214,7 @@ func (c *Controller) Ready() error {
 	case <-c.synced:
 		return nil
 	default:
-		return errNotSynced
+		return errors.New("the API server has not listed claims, GPUNodes, nodes and pods yet")
 	}
 }
 
@@ -236,19 +235,13 @@ const idleInterval = time.Minute
 // awaitClaims blocks while the API server does not serve claims, since every watch of claims would fail. It returns true once claims
 // may exist, also if the API server does not answer, and false once ctx is done.
 func (c *Controller) awaitClaims(ctx context.Context) bool {
-	for {
+	_ = wait.PollUntilContextCancel(ctx, idleInterval, true, func(ctx context.Context) (bool, error) {
 		err := c.manager.GetAPIReader().List(ctx, &resourceapi.ResourceClaimList{}, client.Limit(1))
 		idle := apierrors.IsNotFound(err)
 		if before := c.idle.Swap(idle); idle && !before {
 			klog.FromContext(ctx).Info("Waiting until the API server serves resource.k8s.io/v1")
 		}
-		if !idle {
-			return ctx.Err() == nil
-		}
-		select {
-		case <-ctx.Done():
-			return false
-		case <-time.After(idleInterval):
-		}
-	}
+		return !idle, nil
+	})
+	return ctx.Err() == nil
 }

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
-	"maps"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -111,8 +110,9 @@ func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.P
 	template := p.Template.DeepCopy()
 	pod := &corev1.Pod{ObjectMeta: template.ObjectMeta, Spec: template.Spec}
 	pod.Name, pod.Namespace = podName(node.Name, d.Name), p.Namespace
-	pod.Labels = with(pod.Labels, daemonLabel, d.Name)
-	pod.Annotations = with(with(pod.Annotations, settingsAnnotation, settings.Hash()), autoscalerAnnotation, "true")
+	metav1.SetMetaDataLabel(&pod.ObjectMeta, daemonLabel, d.Name)
+	metav1.SetMetaDataAnnotation(&pod.ObjectMeta, settingsAnnotation, settings.Hash())
+	metav1.SetMetaDataAnnotation(&pod.ObjectMeta, autoscalerAnnotation, "true")
 	// The garbage collector deletes the pod when this GPUNode is deleted.
 	pod.OwnerReferences = []metav1.OwnerReference{{
 		APIVersion: v1alpha1.GroupVersion.String(), Kind: "GPUNode", Name: node.Name, UID: node.UID, Controller: ptr.To(true),
@@ -161,15 +161,6 @@ func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.P
 	c.LivenessProbe = probe("live", 30, 15, 4)
 	c.TerminationMessagePolicy = corev1.TerminationMessageFallbackToLogsOnError
 	return pod, nil
-}
-
-func with(values map[string]string, key, value string) map[string]string {
-	values = maps.Clone(values)
-	if values == nil {
-		values = map[string]string{}
-	}
-	values[key] = value
-	return values
 }
 
 func pinnedTo(name string) *corev1.Affinity {

@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"slices"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -34,7 +35,7 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 	var relayed []v1alpha1.AllocatedClaim
 	for i := range claims {
 		here, devices, pools := false, []string{}, []string(nil)
-		var shares []v1alpha1.AllocatedShare
+		memory := map[string]int64{} // a claim may have several shares of one device
 		for result := range allocated(&claims[i], driver) {
 			if device.NodeOfPool(result.Pool) != node {
 				continue
@@ -42,7 +43,9 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 			here = true
 			if result.AdminAccess == nil || !*result.AdminAccess {
 				devices, pools = append(devices, result.Device), append(pools, result.Pool)
-				shares = withShare(shares, &claims[i], result)
+				if bytes, shared := capacity.Share(&claims[i], result); shared {
+					memory[result.Device] += bytes
+				}
 			}
 		}
 		if !here {
@@ -50,6 +53,10 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 		}
 		slices.Sort(devices)
 		slices.Sort(pools)
+		var shares []v1alpha1.AllocatedShare
+		for _, name := range slices.Sorted(maps.Keys(memory)) {
+			shares = append(shares, v1alpha1.AllocatedShare{Device: name, Memory: memory[name]})
+		}
 		relayed = append(relayed, v1alpha1.AllocatedClaim{
 			UID: claims[i].UID, Namespace: claims[i].Namespace, Name: claims[i].Name,
 			Devices: slices.Compact(devices), Pools: slices.Compact(pools), Shares: shares,
@@ -57,21 +64,6 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 	}
 	slices.SortFunc(relayed, func(a, b v1alpha1.AllocatedClaim) int { return cmp.Compare(a.UID, b.UID) })
 	return relayed
-}
-
-// withShare adds the share of a result. A claim may have several shares of one device.
-func withShare(shares []v1alpha1.AllocatedShare, claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult,
-) []v1alpha1.AllocatedShare {
-	bytes, shared := capacity.Share(claim, result)
-	if !shared {
-		return shares
-	}
-	at, known := slices.BinarySearchFunc(shares, result.Device, func(s v1alpha1.AllocatedShare, name string) int { return cmp.Compare(s.Device, name) })
-	if !known {
-		shares = slices.Insert(shares, at, v1alpha1.AllocatedShare{Device: result.Device})
-	}
-	shares[at].Memory += bytes
-	return shares
 }
 
 // allocated iterates over the claim's devices of the driver.

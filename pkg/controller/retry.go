@@ -22,10 +22,8 @@ import (
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
-	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
-	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -224,27 +222,17 @@ func (n *retrier) register(m manager.Manager) error {
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(n.claims.driver), builder.WithPredicates(allocationChanged)).
 		// Another pod of an allocated claim changes neither GPUNode nor claim.
-		Watches(&corev1.Pod{}, handler.EnqueueRequestsFromMapFunc(nodeOfPod), builder.WithPredicates(bound)).
+		Watches(&corev1.Pod{}, handler.EnqueueRequestsFromMapFunc(nodeOfPod), builder.WithPredicates(bindingChanged)).
 		WithOptions(options(1)).
 		Complete(n)
 }
 
-// bound selects the events of pods that are bound to a node. The cache has Pending pods only.
-var bound = predicate.Funcs{
-	CreateFunc:  func(e event.CreateEvent) bool { return onNode(e.Object) },
-	UpdateFunc:  func(e event.UpdateEvent) bool { return onNode(e.ObjectNew) && !onNode(e.ObjectOld) },
-	DeleteFunc:  func(event.DeleteEvent) bool { return false },
-	GenericFunc: func(event.GenericEvent) bool { return false },
-}
+var bindingChanged = changed(func(p *corev1.Pod) any { return p.Spec.NodeName })
 
-func onNode(o client.Object) bool {
-	pod, ok := o.(*corev1.Pod)
-	return ok && pod.Spec.NodeName != ""
-}
-
+// nodeOfPod returns the node of a pod with claims; none before the pod is bound.
 func nodeOfPod(_ context.Context, o client.Object) []reconcile.Request {
 	pod, ok := o.(*corev1.Pod)
-	if !ok || len(pod.Spec.ResourceClaims) == 0 && pod.Status.ExtendedResourceClaimStatus == nil {
+	if !ok || pod.Spec.NodeName == "" || len(pod.Spec.ResourceClaims) == 0 && pod.Status.ExtendedResourceClaimStatus == nil {
 		return nil
 	}
 	return []reconcile.Request{{NamespacedName: types.NamespacedName{Name: pod.Spec.NodeName}}}
@@ -280,14 +268,13 @@ func (n *retrier) Reconcile(ctx context.Context, request reconcile.Request) (rec
 func (n *retrier) waiting(ctx context.Context, node string, claims []v1alpha1.AllocatedClaim) (map[types.UID][]types.UID, error) {
 	waiting := map[types.UID][]types.UID{}
 	for _, c := range claims {
-		claim := &resourceapi.ResourceClaim{}
-		key := types.NamespacedName{Namespace: c.Namespace, Name: c.Name}
-		if err := n.client.Get(ctx, key, claim); client.IgnoreNotFound(err) != nil {
-			return nil, fmt.Errorf("get claim %s: %w", key, err)
+		claim, err := n.claims.get(ctx, c.Namespace, c.Name)
+		if err != nil {
+			return nil, err
 		}
 		for _, consumer := range claim.Status.ReservedFor {
 			pod := &corev1.Pod{}
-			key.Name = consumer.Name
+			key := types.NamespacedName{Namespace: c.Namespace, Name: consumer.Name}
 			if err := n.client.Get(ctx, key, pod); client.IgnoreNotFound(err) != nil {
 				return nil, fmt.Errorf("get pod %s: %w", key, err)
 			}
@@ -332,12 +319,9 @@ func (n *retrier) due(node string, retries []Retry) (due []Retry, wait time.Dura
 
 // retry annotates the claim's pods on the node, except pods with a claim whose parameters the node refuses.
 func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
-	claim := &resourceapi.ResourceClaim{}
-	if err := n.client.Get(ctx, types.NamespacedName{Namespace: retry.Namespace, Name: retry.Name}, claim); err != nil {
-		return client.IgnoreNotFound(err)
-	}
-	if claim.UID != retry.UID {
-		return nil
+	claim, err := n.claims.get(ctx, retry.Namespace, retry.Name)
+	if err != nil || claim.UID != retry.UID {
+		return err
 	}
 	for _, consumer := range claim.Status.ReservedFor {
 		if retry.Pod != "" && retry.Pod != consumer.UID {
@@ -354,13 +338,10 @@ func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
 			continue
 		}
 		refused, err := n.refused(ctx, pod)
+		if err == nil && !refused {
+			err = n.annotate(ctx, pod)
+		}
 		if err != nil {
-			return err
-		}
-		if refused {
-			continue
-		}
-		if err := n.annotate(ctx, pod); err != nil {
 			return err
 		}
 	}
@@ -370,13 +351,9 @@ func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
 // refused reports whether the node refuses one of the pod's claims: kubelet prepares all claims of a pod or none.
 func (n *retrier) refused(ctx context.Context, pod *corev1.Pod) (bool, error) {
 	for name := range resourceclaim.PodClaims(pod) {
-		claim := &resourceapi.ResourceClaim{}
-		key := types.NamespacedName{Namespace: pod.Namespace, Name: name}
-		if err := n.client.Get(ctx, key, claim); client.IgnoreNotFound(err) != nil {
-			return false, fmt.Errorf("get claim %s: %w", key, err)
-		}
-		if Refused(claim, n.claims.driver) {
-			return true, nil
+		claim, err := n.claims.get(ctx, pod.Namespace, name)
+		if err != nil || Refused(claim, n.claims.driver) {
+			return err == nil, err
 		}
 	}
 	return false, nil
@@ -391,15 +368,14 @@ func (n *retrier) annotate(ctx context.Context, pod *corev1.Pod) error {
 		return fmt.Errorf("encode annotation: %w", err)
 	}
 	err = n.client.Patch(ctx, pod, client.RawPatch(types.MergePatchType, patch))
-	if err == nil {
-		n.metrics.retries.Inc()
+	switch {
+	case apierrors.IsNotFound(err), apierrors.IsConflict(err): // It is gone, or is a later pod of the same name.
 		return nil
+	case err != nil:
+		return fmt.Errorf("annotate pod %s/%s: %w", pod.Namespace, pod.Name, err)
 	}
-	// The pod is gone, or is a later pod of the same name.
-	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
-		return nil
-	}
-	return fmt.Errorf("annotate pod %s/%s: %w", pod.Namespace, pod.Name, err)
+	n.metrics.retries.Inc()
+	return nil
 }
 
 // backoffLimit is the API server's default.

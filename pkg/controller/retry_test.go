@@ -414,11 +414,14 @@ func TestRetryHearsOfPods(t *testing.T) {
 	if got := nodeOfPod(t.Context(), newPod("a", withClaim)); len(got) != 1 || got[0].Name != "node-1" {
 		t.Errorf("a pod with a claim: %v", got)
 	}
-	if !bound.Update(event.UpdateEvent{ObjectOld: newPod("a", unbound), ObjectNew: newPod("a")}) || !bound.Create(event.CreateEvent{Object: newPod("a")}) {
+	if got := nodeOfPod(t.Context(), newPod("a", withClaim, unbound)); len(got) != 0 {
+		t.Errorf("a pod that is not bound: %v", got)
+	}
+	if !bindingChanged.Update(event.UpdateEvent{ObjectOld: newPod("a", unbound), ObjectNew: newPod("a")}) || !bindingChanged.Create(event.CreateEvent{Object: newPod("a")}) {
 		t.Error("a pod that is bound is not heard of")
 	}
-	if bound.Update(event.UpdateEvent{ObjectOld: newPod("a"), ObjectNew: newPod("a")}) || bound.Create(event.CreateEvent{Object: newPod("a", unbound)}) {
-		t.Error("a pod that was bound before, or is not, is heard of")
+	if bindingChanged.Update(event.UpdateEvent{ObjectOld: newPod("a"), ObjectNew: newPod("a")}) {
+		t.Error("a pod that was bound before is heard of")
 	}
 }
 

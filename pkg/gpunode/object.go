@@ -220,7 +220,7 @@ func (o *Object) watch(ctx context.Context) error {
 	list := cache.NewListWatchFromClient(o.client, resource, metav1.NamespaceAll,
 		fields.OneTermEqualSelector(metav1.ObjectNameField, o.config.NodeName))
 	informer := cache.NewSharedIndexInformerWithOptions(list, &v1alpha1.GPUNode{}, cache.SharedIndexInformerOptions{})
-	if err := errors.Join(informer.SetTransform(stripped), informer.SetWatchErrorHandlerWithContext(o.watchFailed())); err != nil {
+	if err := informer.SetWatchErrorHandlerWithContext(o.watchFailed()); err != nil {
 		return fmt.Errorf("watch GPUNode: %w", err)
 	}
 	observe := func(object any) {
@@ -254,14 +254,6 @@ func (o *Object) watch(ctx context.Context) error {
 		o.view.update(func() { o.view.synced = true })
 	}
 	return nil
-}
-
-// stripped drops the managed fields, which a status is larger with. The API server keeps its own.
-func stripped(object any) (any, error) {
-	if known, ok := object.(*v1alpha1.GPUNode); ok {
-		known.ManagedFields = nil
-	}
-	return object, nil
 }
 
 // watchFailed logs once that the cluster has no GPUNodes, or none for this agent, which may be permanent. The informer retries, up to

@@ -253,7 +253,7 @@ func (o *Object) replace(ctx context.Context, object *v1alpha1.GPUNode) error {
 // updateStatus replaces the status of this version of the object.
 func (o *Object) updateStatus(ctx context.Context, object *v1alpha1.GPUNode, status v1alpha1.GPUNodeStatus) (*v1alpha1.GPUNode, error) {
 	next := *object
-	next.Status = status
+	next.Status, next.ManagedFields = status, nil // the API server keeps its own
 	return o.request(ctx, "status", o.client.Put().Name(object.Name).SubResource("status"), &next)
 }
 
@@ -265,7 +265,6 @@ func (o *Object) request(ctx context.Context, operation string, r *rest.Request,
 	if err != nil {
 		return nil, err
 	}
-	stored.ManagedFields = nil
 	o.view.observe(stored)
 	return stored, nil
 }
@@ -279,7 +278,6 @@ func (o *Object) refresh(ctx context.Context) error {
 		return nil
 	}
 	if err == nil {
-		object.ManagedFields = nil
 		o.view.observe(object)
 	}
 	return err
