@@ -62,13 +62,9 @@ func NewNode(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) No
 	allocated := map[Holder][]Name{}
 	for _, claim := range claims {
 		holder := Holder{Claim, string(claim.UID)}
-		shares := map[string]int64{}
-		for _, share := range claim.Shares {
-			shares[share.Device] = share.Memory
-		}
 		for _, published := range claim.Devices {
 			name := NameOf(published)
-			n.Allocated = append(n.Allocated, Use[Name]{Holder: holder, Device: name, Share: n.Share(published, shares[published]), Reason: Allocated})
+			n.Allocated = append(n.Allocated, Use[Name]{Holder: holder, Device: name, Share: n.Share(published, claim.ShareOf(published)), Reason: Allocated})
 			allocated[holder] = append(allocated[holder], name)
 		}
 	}

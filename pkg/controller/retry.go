@@ -114,19 +114,9 @@ func isAvailable(node availability.Node, claim v1alpha1.AllocatedClaim, uid type
 	device, known := node.Status(name)
 	request := availability.Use[availability.Name]{
 		Holder: availability.Holder{Kind: availability.Claim, ID: string(uid)}, Device: availability.NameOf(name),
-		Share: node.Share(name, shareOf(claim, name)),
+		Share: node.Share(name, claim.ShareOf(name)),
 	}
 	return known && availability.Check(device.UnhealthyReason == "", request, slices.Values(node.Held)) == availability.Available
-}
-
-// shareOf returns how many bytes of a device a claim was allocated; zero for the whole device.
-func shareOf(claim v1alpha1.AllocatedClaim, name string) int64 {
-	for _, share := range claim.Shares {
-		if share.Device == name {
-			return share.Memory
-		}
-	}
-	return 0
 }
 
 // unsure reports whether one of the devices is a partition that does not exist yet.

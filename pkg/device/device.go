@@ -126,11 +126,16 @@ func (inv Inventory) ByUUID(uuid string) (GPU, bool) {
 	return GPU{}, false
 }
 
-// ByName finds a device by its published name: a GPU, an existing partition, or one that could be created on a dynamic GPU.
+// ByName finds a device by its published name: a GPU, an existing partition, or one that could be created on a dynamic GPU. If two GPUs
+// have the same name, the last one has it.
 func (inv Inventory) ByName(name string) (Device, bool) {
-	for _, g := range inv.GPUs {
-		if g.Name() == name {
+	for _, g := range slices.Backward(inv.GPUs) {
+		switch g.Name() {
+		case name:
 			return Device{GPU: g}, true
+		case GPUName(name):
+		default:
+			continue // A dynamic GPU has hundreds of names.
 		}
 		named := func(p Partition) bool { return p.Name() == name }
 		if i := slices.IndexFunc(g.Partitions, named); i >= 0 {

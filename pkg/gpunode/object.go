@@ -9,7 +9,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 
@@ -103,7 +102,7 @@ type Object struct {
 	times   times
 	client  rest.Interface
 	metrics *metrics
-	view    view
+	view
 }
 
 // New makes no request. It panics if its metrics are registered already.
@@ -143,52 +142,24 @@ func (o *Object) Run(ctx context.Context) error {
 	return err
 }
 
-// Claims returns the claims that are allocated devices of this node by the object's spec, without those that have released them. Their
-// pods may not be bound yet.
-func (o *Object) Claims() []v1alpha1.AllocatedClaim {
-	return o.view.claims()
-}
-
 // Allocated returns the devices or shares of the claims, as holds that the claims will have.
 func (o *Object) Allocated() []ledger.Hold {
 	inventory := o.config.Inventory.Inventory()
 	var holds []ledger.Hold
 	for _, claim := range o.Claims() {
 		for _, name := range claim.Devices {
-			d, known := find(inventory, name)
+			d, known := inventory.ByName(name)
 			if !known {
 				continue
 			}
 			h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: string(claim.UID)}, Device: d.Ref()}
-			for _, share := range claim.Shares {
-				if share.Device == name {
-					h.Share = device.ShareOf(uint64(max(share.Memory, 0)), d.MemoryBytes())
-				}
+			if bytes := claim.ShareOf(name); bytes > 0 {
+				h.Share = device.ShareOf(uint64(bytes), d.MemoryBytes())
 			}
 			holds = append(holds, h)
 		}
 	}
 	return holds
-}
-
-// find returns a device by name. If two GPUs have the same name, the last one has it. It looks at the partitions of one GPU only: a
-// node that can be partitioned has hundreds of names.
-func find(inv device.Inventory, name string) (device.Device, bool) {
-	for _, gpu := range slices.Backward(inv.GPUs) {
-		if gpu.Name() != device.GPUName(name) {
-			continue
-		}
-		if d, known := (device.Inventory{GPUs: []device.GPU{gpu}}).ByName(name); known {
-			return d, true
-		}
-	}
-	return device.Device{}, false
-}
-
-// Acknowledge records the device IDs of a resource that kubelet's device manager reports as allocatable. known is false while kubelet
-// has not reported them, or once its report no longer counts. The device plugin calls it. It is idempotent.
-func (o *Object) Acknowledge(resource string, ids []string, known bool) {
-	o.view.acknowledge(resource, ids, known)
 }
 
 // DaemonTrouble returns why the pod of an MPS daemon does not run, as the controller reports it; empty if it reports nothing.
@@ -211,9 +182,6 @@ func (o *Object) Synced() bool {
 	_, synced := o.view.current()
 	return synced
 }
-
-// Changed returns a channel that is closed when the object next changes. Take it before Allocated, Claims or Synced.
-func (o *Object) Changed() Change { return o.view.Changed() }
 
 // watch follows the node's own object, and no other, until ctx is done.
 func (o *Object) watch(ctx context.Context) error {

@@ -24,6 +24,7 @@ import (
 )
 
 // view is the newest known version of the object, from the watch and from the responses to our own writes, and what kubelet reported.
+// Take its Changed before Allocated, Claims or Synced.
 type view struct {
 	broadcast.Signal
 	mu sync.Mutex
@@ -93,8 +94,9 @@ func (v *view) current() (object *v1alpha1.GPUNode, synced bool) {
 	return v.object, v.synced
 }
 
-// claims returns the claims of the spec without those that were released.
-func (v *view) claims() []v1alpha1.AllocatedClaim {
+// Claims returns the claims that are allocated devices of this node by the object's spec, without those that have released them. Their
+// pods may not be bound yet.
+func (v *view) Claims() []v1alpha1.AllocatedClaim {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if v.object == nil {
@@ -113,7 +115,9 @@ func (v *view) release(claims map[types.UID]bool) {
 	}
 }
 
-func (v *view) acknowledge(resource string, ids []string, known bool) {
+// Acknowledge records the device IDs of a resource that kubelet's device manager reports as allocatable. known is false while kubelet
+// has not reported them, or once its report no longer counts. The device plugin calls it. It is idempotent.
+func (v *view) Acknowledge(resource string, ids []string, known bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if before, was := v.allocatable[resource]; was == known && slices.Equal(before, ids) {
@@ -157,7 +161,7 @@ func (o *Object) verify(ctx context.Context) {
 		if object, _ := o.view.current(); object != nil {
 			claims = object.Spec.Claims
 		}
-		believed := o.view.claims()
+		believed := o.Claims()
 		still, released := map[types.UID]bool{}, map[types.UID]bool{}
 		for _, claim := range claims {
 			if held[claim.UID] || len(claim.Devices) == 0 {

@@ -98,3 +98,19 @@ func refsOf(holds []ledger.Hold) []device.Ref {
 	}
 	return refs
 }
+
+// A claim has a device whole unless the spec lists its share.
+func TestAllocatedShares(t *testing.T) {
+	const gib = 1 << 30
+	inv := device.Inventory{GPUs: []device.GPU{
+		{UUID: "GPU-0", Minor: 0, MemoryBytes: 24 * gib}, {UUID: "GPU-1", Minor: 1, MemoryBytes: 24 * gib},
+	}}
+	o := object(inv)
+	o.observe(&v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{UID: "o"}, Spec: v1alpha1.GPUNodeSpec{Claims: []v1alpha1.AllocatedClaim{{
+		UID: "u", Devices: []string{"gpu-0", "gpu-1"}, Shares: []v1alpha1.AllocatedShare{{Device: "gpu-1", Memory: gib}},
+	}}}})
+	got := o.Allocated()
+	if len(got) != 2 || !got[0].Share.Whole() || got[1].Share != (device.Share{Bytes: gib, Of: 24 * gib}) {
+		t.Errorf("allocated %v", got)
+	}
+}

@@ -109,6 +109,16 @@ type AllocatedClaim struct {
 	Shares []AllocatedShare `json:"shares,omitempty"`
 }
 
+// ShareOf returns how many bytes of a device the claim was allocated; zero for the whole device.
+func (c AllocatedClaim) ShareOf(device string) int64 {
+	for _, share := range c.Shares {
+		if share.Device == device {
+			return share.Memory
+		}
+	}
+	return 0
+}
+
 // AllocatedShare is the part of a shared device that the scheduler allocated to a claim.
 type AllocatedShare struct {
 	// Device by its name in the pool.
