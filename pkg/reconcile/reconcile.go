@@ -347,7 +347,7 @@ func (r *Reconciler) release(h ledger.Hold) error {
 func (r *Reconciler) unreadable(h ledger.Hold) error {
 	for _, pod := range h.Pods {
 		if _, err := r.Cgroups.Pod(pod.UID); err != nil {
-			return fmt.Errorf("judge the hold of %s on %s: %w", h, h.Device, err)
+			return fmt.Errorf("determine the pod state of the hold of %s on %s: %w", h, h.Device, err)
 		}
 	}
 	return nil

@@ -50,7 +50,7 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 			return err
 		}
 		if !done {
-			klog.FromContext(ctx).Info("The partition of a limit is not there yet", "device", d.ID, "podUID", d.PodUID)
+			klog.FromContext(ctx).Info("The partition of a restored hold does not exist yet", "device", d.ID, "podUID", d.PodUID)
 			r.latePodHolds = append(r.latePodHolds, d)
 		}
 	}
@@ -176,7 +176,7 @@ func (r *Reconciler) restorePodHold(ctx context.Context, checkpoint podstate.Dev
 	if d.PodUID != "" {
 		cgroup, err := r.Cgroups.Pod(d.PodUID)
 		if err != nil {
-			klog.FromContext(ctx).Error(err, "Restoring a limit without knowing whether its pod lives", "podUID", d.PodUID, "device", d.ID)
+			klog.FromContext(ctx).Error(err, "Restoring a hold although the cgroup of its pod cannot be read", "podUID", d.PodUID, "device", d.ID)
 		} else if cgroup == podstate.CgroupAbsent {
 			return true, nil
 		}
@@ -357,7 +357,7 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.Device
 			return err
 		}
 		if !done {
-			klog.FromContext(ctx).Info("A partition that kubelet reports in use is not there yet",
+			klog.FromContext(ctx).Info("A partition that kubelet reports in use does not exist yet",
 				"device", d.ID, "pod", klog.KRef(d.Namespace, d.Pod))
 			r.latePodHolds = append(r.latePodHolds, podstate.PodDevice{Resource: d.Resource, ID: d.ID})
 		}
@@ -387,11 +387,11 @@ func (r *Reconciler) expect(ctx context.Context, h ledger.Hold) error {
 	err := r.Ledger.Expect(h)
 	var conflict *ledger.ConflictError
 	if errors.As(err, &conflict) {
-		klog.FromContext(ctx).Error(conflict, "A device was found in two hands", "device", h.Device.String(), "holder", h.String())
+		klog.FromContext(ctx).Error(conflict, "Two holders have the same device", "device", h.Device.String(), "holder", h.String())
 		return nil
 	}
 	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
-		klog.FromContext(ctx).Error(err, "No room to record a hold of before, trying again",
+		klog.FromContext(ctx).Error(err, "No room on the disk to record a hold of before the start, retrying",
 			"device", h.Device.String(), "holder", h.String())
 		return nil
 	}

@@ -131,18 +131,18 @@ func (r *Reconciler) check(ctx context.Context, h ledger.Hold, d *unconfirmed) e
 	case h.Holder.Kind != ledger.KindClaim:
 		return nil // of a newer version
 	case h.Name == "":
-		err = r.lookIntoNameless(ctx, h)
+		err = r.verifyNameless(ctx, h)
 	default:
-		err = r.lookIntoClaim(ctx, h, d)
+		err = r.verifyClaim(ctx, h, d)
 	}
 	if err != nil {
-		return fmt.Errorf("look into the hold of %s on %s: %w", h, h.Device, err)
+		return fmt.Errorf("verify the hold of %s on %s: %w", h, h.Device, err)
 	}
 	return nil
 }
 
-// lookIntoClaim ends the hold of a claim that is deleted or no longer allocated on this node, once no pod of it has a process.
-func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *unconfirmed) error {
+// verifyClaim ends the hold of a claim that is deleted or no longer allocated on this node, once no pod of it has a process.
+func (r *Reconciler) verifyClaim(ctx context.Context, h ledger.Hold, d *unconfirmed) error {
 	claim, err := r.Claims(h.Namespace).Get(ctx, h.Name, metav1.GetOptions{})
 	var podState ledger.PodState
 	switch {
@@ -181,9 +181,9 @@ func (r *Reconciler) lookIntoClaim(ctx context.Context, h ledger.Hold, d *unconf
 	return r.end(ctx, h)
 }
 
-// lookIntoNameless completes or ends the hold of a claim of which only the UID is known: either a pod of this node names the
+// verifyNameless completes or ends the hold of a claim of which only the UID is known: either a pod of this node names the
 // claim, or the hold is stale once no unknown pod has a process.
-func (r *Reconciler) lookIntoNameless(ctx context.Context, h ledger.Hold) error {
+func (r *Reconciler) verifyNameless(ctx context.Context, h ledger.Hold) error {
 	unknownPods, err := r.Pods.UnknownPods()
 	if err != nil || len(unknownPods) > 0 {
 		return err
@@ -261,15 +261,15 @@ func (r *Reconciler) usedByPod(ctx context.Context, h ledger.Hold) (bool, error)
 // clearConflict clears the conflicts whose claim no pod waits for, and returns when to check again.
 func (r *Reconciler) clearConflict() time.Duration {
 	wait := never
-	for _, lost := range r.Ledger.Conflicts() {
-		if r.Pods.Ended(lost) {
-			r.Ledger.ClearConflict(lost.UID)
+	for _, conflict := range r.Ledger.Conflicts() {
+		if r.Pods.Ended(conflict) {
+			r.Ledger.ClearConflict(conflict.UID)
 			continue
 		}
 		wait = min(wait, r.times.verify)
-		if lost.PendingEviction {
+		if conflict.PendingEviction {
 			// Conflicts() expires pending evictions.
-			wait = min(wait, max(r.times.retry, time.Until(lost.Until())))
+			wait = min(wait, max(r.times.retry, time.Until(conflict.Until())))
 		}
 	}
 	return wait
@@ -294,19 +294,19 @@ func (r *Reconciler) checkConflicts(ctx context.Context) (time.Duration, error) 
 	return r.times.verify, errors.Join(errs...)
 }
 
-func (r *Reconciler) checkConflict(ctx context.Context, lost ledger.Conflict) error {
+func (r *Reconciler) checkConflict(ctx context.Context, conflict ledger.Conflict) error {
 	ctx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
-	claim, err := r.Claims(lost.Namespace).Get(ctx, lost.Name, metav1.GetOptions{})
+	claim, err := r.Claims(conflict.Namespace).Get(ctx, conflict.Name, metav1.GetOptions{})
 	switch {
 	case err != nil && !apierrors.IsNotFound(err):
-		return fmt.Errorf("look into claim %s/%s, which has lost: %w", lost.Namespace, lost.Name, err)
-	case err == nil && string(claim.UID) == lost.UID:
+		return fmt.Errorf("verify the conflict of claim %s/%s: get claim: %w", conflict.Namespace, conflict.Name, err)
+	case err == nil && string(claim.UID) == conflict.UID:
 		held := r.refs(r.usesOf(claim).held)
-		if slices.ContainsFunc(lost.Devices, func(ref device.Ref) bool { return slices.Contains(held, ref) }) {
+		if slices.ContainsFunc(conflict.Devices, func(ref device.Ref) bool { return slices.Contains(held, ref) }) {
 			return nil
 		}
 	}
-	r.Ledger.ClearConflict(lost.UID)
+	r.Ledger.ClearConflict(conflict.UID)
 	return nil
 }
