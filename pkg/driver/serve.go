@@ -294,10 +294,14 @@ const socketTimeout = time.Second
 
 // waitUntilAlone returns once no other process serves our driver name, or ctx is done.
 func (d *Driver) waitUntilAlone(ctx context.Context) {
-	d.watchSockets(ctx, nil, func(conflicting error) bool {
+	alone := func(conflicting error) bool {
 		d.setWaiting(ctx, "ConflictingDriver", conflicting)
 		return conflicting == nil
-	})
+	}
+	// Without a watch first: the kernel takes 10 ms to close one (figure start_to_getinfo).
+	if !alone(d.findConflicting(ctx, nil, map[string]fs.FileInfo{})) {
+		d.watchSockets(ctx, nil, alone)
+	}
 }
 
 // findConflicting returns a *ConflictingDriverError for the first live socket of our driver name that is not ours, or nil. Only one
