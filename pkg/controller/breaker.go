@@ -184,7 +184,8 @@ func (b *breaker) open(of offer) bool {
 	return n != nil && n.open
 }
 
-// close closes the breaker of an offer whose number the controller no longer writes.
+// close closes the breaker of an offer whose number the controller no longer writes. TestBreakerOfANodeLeftAlone fails
+// without it.
 func (b *breaker) close(of offer) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

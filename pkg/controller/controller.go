@@ -71,7 +71,7 @@ func (c Config) limits() device.Resources { return device.Resources{GPU: c.Resou
 // Controller runs the reconcilers while it leads. Its methods are safe for concurrent use.
 type Controller struct {
 	manager manager.Manager
-	synced  chan struct{}
+	synced  atomic.Bool
 	// idle is set while the API server serves no claims.
 	idle atomic.Bool
 }
@@ -117,7 +117,7 @@ func New(c Config) (*Controller, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make controller manager: %w", err)
 	}
-	o := &Controller{manager: m, synced: make(chan struct{})}
+	o := &Controller{manager: m}
 	if err := o.register(c); err != nil {
 		return nil, err
 	}
@@ -169,7 +169,7 @@ func options(workers int) ctrlcontroller.Options {
 	}
 }
 
-// filler starts the informers in every replica, so that a new leader has filled caches. It closes synced once they are filled.
+// filler starts the informers in every replica, so that a new leader has filled caches. It sets synced once they are filled.
 // Readiness does not depend on the webhook's informers. TestRunAwaitsTheAPIServer fails if the informers start before the manager
 // runs: the manager would wait for them and would not end on SIGTERM.
 type filler struct {
@@ -200,22 +200,17 @@ func (f filler) Start(ctx context.Context) error {
 			return fmt.Errorf("watch %T: %w", kind, err)
 		}
 	}
-	close(f.synced)
+	f.synced.Store(true)
 	<-ctx.Done()
 	return nil
 }
 
 // Ready returns nil once the caches are filled, and while the API server serves no claims. A standby replica is ready too.
 func (c *Controller) Ready() error {
-	if c.idle.Load() {
-		return nil
-	}
-	select {
-	case <-c.synced:
-		return nil
-	default:
+	if !c.idle.Load() && !c.synced.Load() {
 		return errors.New("the API server has not listed claims, GPUNodes, nodes and pods yet")
 	}
+	return nil
 }
 
 // Run blocks until ctx is done, and then returns nil and releases the Lease. It returns an error if it loses the Lease.

@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	batchv1 "k8s.io/api/batch/v1"
@@ -121,15 +120,13 @@ type healer struct {
 	live     client.Reader
 	recorder events.EventRecorder
 	metrics  *metrics
-
-	// jobs is held from reading a Job until its pod is evicted, so that the next reading counts that pod.
-	jobs sync.Mutex
 }
 
 func (h *healer) register(m manager.Manager) error {
 	return builder.ControllerManagedBy(m).Named("heal").
 		For(&v1alpha1.GPUNode{}).
-		WithOptions(options(4)).
+		// One worker: each reading of a Job counts the pods that were evicted before.
+		WithOptions(options(1)).
 		Complete(h)
 }
 
@@ -177,10 +174,6 @@ func (h *healer) heal(ctx context.Context, node string, key types.NamespacedName
 		return true, client.IgnoreNotFound(err)
 	}
 	plan := PlanEviction(now.Status, claim, pods, h.driver, node)
-	if slices.ContainsFunc(plan.Evict, ofJob) {
-		h.jobs.Lock()
-		defer h.jobs.Unlock()
-	}
 	plan, err = h.spareJobs(ctx, plan)
 	if err != nil {
 		return true, err
@@ -201,10 +194,10 @@ func (h *healer) heal(ctx context.Context, node string, key types.NamespacedName
 func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan, error) {
 	failures := map[types.UID]int32{}
 	for _, pod := range plan.Evict {
-		if !ofJob(pod) {
+		owner := metav1.GetControllerOf(pod)
+		if owner.Kind != "Job" || owner.APIVersion != batchv1.SchemeGroupVersion.String() {
 			continue
 		}
-		owner := metav1.GetControllerOf(pod)
 		// Pods are read before the Job, so that a pod that the Job counts meanwhile counts twice and not zero times.
 		var pods corev1.PodList
 		mine := client.MatchingLabels{batchv1.ControllerUidLabel: string(owner.UID)}
@@ -222,11 +215,6 @@ func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan
 		}
 	}
 	return plan, nil
-}
-
-func ofJob(pod *corev1.Pod) bool {
-	owner := metav1.GetControllerOf(pod)
-	return owner != nil && owner.Kind == "Job" && owner.APIVersion == batchv1.SchemeGroupVersion.String()
 }
 
 // podsOf returns the existing pods that have the claim reserved.

@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
-	"sync"
 	"time"
 
 	batchv1 "k8s.io/api/batch/v1"
@@ -184,7 +183,6 @@ type retrier struct {
 	metrics *metrics
 	now     func() time.Time
 
-	mu    sync.Mutex
 	nodes map[string]map[types.UID]*backoff
 }
 
@@ -276,10 +274,8 @@ func (n *retrier) waiting(ctx context.Context, node string, claims []v1alpha1.Al
 	return waiting, nil
 }
 
-// due returns the retries whose time has come, and the time until the next one.
+// due returns the retries whose time has come, and the time until the next one. The only worker calls it.
 func (n *retrier) due(node string, retries []Retry) (due []Retry, wait time.Duration) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
 	if n.nodes == nil {
 		n.nodes = map[string]map[types.UID]*backoff{}
 	}

@@ -21,16 +21,14 @@ var (
 	GroupVersion = schema.GroupVersion{Group: "tandem-gpu.dev", Version: "v1alpha1"}
 	// Resource is the plural name under which the API server serves GPUNodes.
 	Resource = GroupVersion.WithResource("gpunodes")
-
-	// SchemeBuilder registers the types of this package.
-	SchemeBuilder = runtime.NewSchemeBuilder(func(s *runtime.Scheme) error {
-		s.AddKnownTypes(GroupVersion, &GPUNode{}, &GPUNodeList{})
-		metav1.AddToGroupVersion(s, GroupVersion)
-		return nil
-	})
-	// AddToScheme registers the types of this package with a scheme.
-	AddToScheme = SchemeBuilder.AddToScheme
 )
+
+// AddToScheme registers the types of this package with a scheme. It never fails.
+func AddToScheme(s *runtime.Scheme) error {
+	s.AddKnownTypes(GroupVersion, &GPUNode{}, &GPUNodeList{})
+	metav1.AddToGroupVersion(s, GroupVersion)
+	return nil
+}
 
 // GPUNode reports which pod has which GPU of a node, and which GPUs the scheduler has allocated. It has the name of its Node, which
 // owns it. The node's agent creates it and writes the status. The controller writes the spec. An admission policy allows each of them
