@@ -202,9 +202,6 @@ const (
 	retriesMax = 5
 )
 
-// key identifies the backoff of a retry.
-func (n Retry) key() types.UID { return cmp.Or(n.Pod, n.UID) }
-
 func (n *retrier) register(m manager.Manager) error {
 	return builder.ControllerManagedBy(m).Named("retry").
 		For(&v1alpha1.GPUNode{}).
@@ -281,11 +278,12 @@ func (n *retrier) due(node string, retries []Retry) (due []Retry, wait time.Dura
 	}
 	now, before, after := n.now(), n.nodes[node], map[types.UID]*backoff{}
 	for _, retry := range retries {
-		p := before[retry.key()]
+		key := cmp.Or(retry.Pod, retry.UID)
+		p := before[key]
 		if p == nil {
 			p = &backoff{next: now.Add(retry.WaitBudget), interval: retryInterval}
 		}
-		after[retry.key()] = p
+		after[key] = p
 		if (retry.Pod != "" || retry.Unsure) && p.retries >= retriesMax {
 			continue
 		}

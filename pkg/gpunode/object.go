@@ -30,27 +30,25 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// Change is closed at the next change of a source. Take it before reading the source.
-type Change = <-chan struct{}
-
 // Node is this node's own object.
 type Node interface {
 	// UID is empty while there is no node object.
 	UID() types.UID
-	Changed() Change
+	// Changed returns a channel that is closed at the next change. Take it before reading.
+	Changed() <-chan struct{}
 }
 
 // Ledger returns the holders of devices and the claims in conflict.
 type Ledger interface {
 	Holds() []ledger.Hold
 	Conflicts() []ledger.Conflict
-	Changed() Change
+	Changed() <-chan struct{}
 }
 
 // Inventory returns the node's GPUs.
 type Inventory interface {
 	Inventory() device.Inventory
-	Changed() Change
+	Changed() <-chan struct{}
 }
 
 // Sharing returns the MPS daemons to run. *sharing.Manager implements it.
@@ -58,7 +56,7 @@ type Sharing interface {
 	Daemons() []sharing.Daemon
 	// UnknownDaemons are the names of daemons that may run too.
 	UnknownDaemons() []string
-	Changed() Change
+	Changed() <-chan struct{}
 }
 
 // Config of an Object. All fields are required unless they say otherwise.

@@ -53,8 +53,17 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 		UnknownDaemons: f.UnknownDaemons,
 	}
 	var line []string
-	add := func(d v1alpha1.DeviceStatus, of device.Device) {
-		d.Excluded = f.Excluded != nil && f.Excluded(of.GPU)
+	for _, of := range f.Inventory.Devices() {
+		d := v1alpha1.DeviceStatus{
+			Name: names[of.Ref()], UUID: of.UUID(), Profile: of.Partition.Profile, Model: of.GPU.ProductName,
+			UnhealthyReason: reason(of.Health()), Holders: holders[of.Ref()], Excluded: f.Excluded != nil && f.Excluded(of.GPU),
+		}
+		if !of.Whole() {
+			d.Parent = names[of.GPU.Ref()]
+		}
+		if d.UUID == "" {
+			d.UnhealthyReason = cmp.Or(d.UnhealthyReason, "its GPU instance has no compute instance")
+		}
 		d.ExtendedResource = resources[d.UUID]
 		d.Sharing = f.sharing(d, of, offers)
 		d.ExtendedResourceState = f.state(d)
@@ -62,22 +71,6 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 			line = append(line, d.Name+"="+describe(h))
 		}
 		status.Devices = append(status.Devices, d)
-	}
-	for _, gpu := range f.Inventory.GPUs {
-		whole := v1alpha1.DeviceStatus{
-			Name: names[gpu.Ref()], UUID: gpu.UUID, Model: gpu.ProductName, UnhealthyReason: reason(gpu.Health), Holders: holders[gpu.Ref()],
-		}
-		add(whole, device.Device{GPU: gpu})
-		for _, p := range gpu.Partitions {
-			part := v1alpha1.DeviceStatus{
-				Name: names[p.Ref], UUID: p.UUID, Parent: whole.Name, Profile: p.Profile, Model: gpu.ProductName,
-				UnhealthyReason: reason(device.Device{GPU: gpu, Partition: p}.Health()), Holders: holders[p.Ref],
-			}
-			if part.UUID == "" {
-				part.UnhealthyReason = cmp.Or(part.UnhealthyReason, "its GPU instance has no compute instance")
-			}
-			add(part, device.Device{GPU: gpu, Partition: p})
-		}
 	}
 	status.Holders = strings.Join(line, " ")
 	node := availability.NewNode(status, nil)
