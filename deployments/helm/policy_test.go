@@ -393,7 +393,8 @@ func daemonPod(t *testing.T, name string) *corev1.Pod {
 	pods := controller.DaemonPods{Template: template, Namespace: c.Namespace, RunDir: c.RunDir, KubeletDir: c.KubeletDir, CDIDir: c.CDIDir, SharedMemory: memory}
 	node := &v1alpha1.GPUNode{}
 	node.Name, node.UID = "node-1", "uid"
-	pod, err := pods.Pod(node, v1alpha1.MPSDaemon{Name: "d", Devices: []string{"GPU-1"}, DriverRoot: "/run/nvidia/driver"})
+	settings := v1alpha1.MPSSettings{Devices: []string{"GPU-1"}, DriverRoot: "/run/nvidia/driver"}
+	pod, err := pods.Pod(node, v1alpha1.MPSDaemon{Name: "d", MPSSettings: settings})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -62,21 +62,13 @@ func podName(node, daemon string) string {
 	return fmt.Sprintf("tandem-mps-%s-%08x", daemon, sum.Sum32())
 }
 
-// settingsOf returns the settings for the daemon's supervisor. It is a pure function.
-func settingsOf(d v1alpha1.MPSDaemon) mps.Settings {
-	return mps.Settings{
-		Devices: d.Devices, ActiveThreadPercentage: d.ActiveThreadPercentage, PinnedMemoryMiB: d.PinnedMemoryMiB,
-		MultiUser: d.MultiUser, DriverRoot: d.DriverRoot, Generation: d.Generation,
-	}
-}
-
 // check returns why no pod may be created for a daemon. The agent requested it and has fewer rights than the pod, so the pod must not
 // run a program from a directory that the agent can write. It is a pure function.
 func (p DaemonPods) check(d v1alpha1.MPSDaemon) error {
 	if p.Template == nil {
 		return errors.New("this installation of Tandem runs no MPS daemons (mps.enabled of the chart)")
 	}
-	if err := settingsOf(d).Validate(); err != nil {
+	if err := mps.Settings(d.MPSSettings).Validate(); err != nil {
 		return err
 	}
 	root := oneName(d.DriverRoot)
@@ -102,7 +94,7 @@ func oneName(path string) string {
 
 // Pod returns the pod of a node's daemon. It is a pure function.
 func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.Pod, error) {
-	settings := settingsOf(d)
+	settings := mps.Settings(d.MPSSettings)
 	text, err := json.Marshal(settings)
 	if err != nil {
 		return nil, fmt.Errorf("encode settings of MPS daemon %s: %w", d.Name, err)

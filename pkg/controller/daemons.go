@@ -26,6 +26,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/mps"
 )
 
 // DaemonPlan contains the changes to the daemons' pods of a node.
@@ -75,7 +76,7 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 		switch {
 		case pod.DeletionTimestamp != nil:
 			// The next one is created when it is gone.
-		case !madeFor(pod, node), pod.Annotations[settingsAnnotation] != settingsOf(d).Hash():
+		case !madeFor(pod, node), pod.Annotations[settingsAnnotation] != mps.Settings(d.MPSSettings).Hash():
 			continue
 		case terminal(pod) && age >= failsFor:
 			wait(d, "pod %s has failed and is replaced: %s", pod.Name, because(pod))

@@ -43,9 +43,9 @@ func daemonPods() DaemonPods {
 }
 
 func mpsDaemon(name string) v1alpha1.MPSDaemon {
-	return v1alpha1.MPSDaemon{
-		Name: name, Devices: []string{"GPU-1"}, ActiveThreadPercentage: ptr.To(int32(50)), PinnedMemoryMiB: []int64{1024}, DriverRoot: "/run/nvidia/driver",
-	}
+	return v1alpha1.MPSDaemon{Name: name, MPSSettings: v1alpha1.MPSSettings{
+		Devices: []string{"GPU-1"}, ActiveThreadPercentage: ptr.To(int32(50)), PinnedMemoryMiB: []int64{1024}, DriverRoot: "/run/nvidia/driver",
+	}}
 }
 
 func wanting(names ...string) func(*v1alpha1.GPUNodeStatus) {
@@ -488,7 +488,7 @@ func TestDaemonPod(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if hash := settingsOf(mpsDaemon("a")).Hash(); d.Settings.Hash() != hash || pod.Annotations[settingsAnnotation] != hash {
+	if hash := mps.Settings(mpsDaemon("a").MPSSettings).Hash(); d.Settings.Hash() != hash || pod.Annotations[settingsAnnotation] != hash {
 		t.Errorf("hash %s, annotation %s, want %s", d.Settings.Hash(), pod.Annotations[settingsAnnotation], hash)
 	}
 	if !strings.HasPrefix(d.Shm, "/var/lib/kubelet/pods/uid-pod/") {
@@ -528,7 +528,7 @@ func TestDaemonsAreReconciledWhenTheyChange(t *testing.T) {
 }
 
 func TestSettingsTravelAsJSON(t *testing.T) {
-	text, err := json.Marshal(settingsOf(v1alpha1.MPSDaemon{Name: "a", Devices: []string{"GPU-1"}, DriverRoot: "/", Generation: 7}))
+	text, err := json.Marshal(mps.Settings(v1alpha1.MPSSettings{Devices: []string{"GPU-1"}, DriverRoot: "/", Generation: 7}))
 	if want := `{"devices":["GPU-1"],"driverRoot":"/","generation":7}`; err != nil || string(text) != want {
 		t.Errorf("%s, %v", text, err)
 	}

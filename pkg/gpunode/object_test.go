@@ -291,8 +291,10 @@ func TestDaemons(t *testing.T) {
 		Generation: 7,
 	}}, {Name: "uid-2-def"}})
 	want := []v1alpha1.MPSDaemon{{
-		Name: "uid-1-abc", Devices: []string{"GPU-0"}, ActiveThreadPercentage: &percentage, PinnedMemoryMiB: []int64{1024}, MultiUser: true, DriverRoot: "/",
-		Generation: 7,
+		Name: "uid-1-abc", MPSSettings: v1alpha1.MPSSettings{
+			Devices: []string{"GPU-0"}, ActiveThreadPercentage: &percentage, PinnedMemoryMiB: []int64{1024}, MultiUser: true, DriverRoot: "/",
+			Generation: 7,
+		},
 	}}
 	f.awaitStatus("the daemon", func(s v1alpha1.GPUNodeStatus) bool {
 		return apiequality.Semantic.DeepEqual(s.Daemons, want) && slices.Equal(s.UnknownDaemons, []string{"uid-2-def"})

@@ -85,11 +85,7 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 		}
 	}
 	for _, d := range f.Daemons {
-		status.Daemons = append(status.Daemons, v1alpha1.MPSDaemon{
-			Name: d.Name, Devices: d.Settings.Devices, ActiveThreadPercentage: d.Settings.ActiveThreadPercentage,
-			PinnedMemoryMiB: d.Settings.PinnedMemoryMiB, MultiUser: d.Settings.MultiUser, DriverRoot: d.Settings.DriverRoot,
-			Generation: d.Settings.Generation,
-		})
+		status.Daemons = append(status.Daemons, v1alpha1.MPSDaemon{Name: d.Name, MPSSettings: v1alpha1.MPSSettings(d.Settings)})
 	}
 	return status
 }

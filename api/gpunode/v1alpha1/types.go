@@ -169,6 +169,12 @@ type MPSDaemon struct {
 	// +kubebuilder:validation:MaxLength=52
 	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]*[a-z0-9])?$`
 	Name string `json:"name"`
+
+	MPSSettings `json:",inline"`
+}
+
+// MPSSettings has the fields of mps.Settings, in the same order, so that one can be converted to the other.
+type MPSSettings struct {
 	// Devices are the UUIDs of GPUs or partitions, in the daemon's order.
 	//
 	// +kubebuilder:validation:MinItems=1
