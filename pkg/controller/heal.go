@@ -98,17 +98,11 @@ func terminal(pod *corev1.Pod) bool {
 
 // hasStarted reports whether a container of the pod has ever run. kubelet starts none before all claims of the pod are prepared.
 func hasStarted(pod *corev1.Pod) bool {
-	for _, statuses := range [][]corev1.ContainerStatus{
-		pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses, pod.Status.EphemeralContainerStatuses,
-	} {
-		for _, s := range statuses {
-			if s.State.Running != nil || s.State.Terminated != nil || s.LastTerminationState.Terminated != nil ||
-				s.ContainerID != "" || s.RestartCount > 0 {
-				return true
-			}
-		}
-	}
-	return pod.Status.Phase == corev1.PodRunning
+	all := slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses, pod.Status.EphemeralContainerStatuses)
+	return pod.Status.Phase == corev1.PodRunning || slices.ContainsFunc(all, func(s corev1.ContainerStatus) bool {
+		return s.State.Running != nil || s.State.Terminated != nil || s.LastTerminationState.Terminated != nil ||
+			s.ContainerID != "" || s.RestartCount > 0
+	})
 }
 
 // healer evicts the pods of claims in conflict, so that their owners create pods that get other GPUs. TestClaimConflictsWithPod

@@ -145,12 +145,8 @@ func Retryable(pod *corev1.Pod, node string) bool {
 	if pod.Spec.NodeName != node || pod.DeletionTimestamp != nil || terminal(pod) {
 		return false
 	}
-	for _, statuses := range [][]corev1.ContainerStatus{pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses} {
-		if slices.ContainsFunc(statuses, func(s corev1.ContainerStatus) bool { return s.State.Running != nil }) {
-			return false
-		}
-	}
-	return true
+	all := slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses)
+	return !slices.ContainsFunc(all, func(s corev1.ContainerStatus) bool { return s.State.Running != nil })
 }
 
 // Unstarted reports whether kubelet has created no sandbox for a pod. Containers and image pulls come after the sandbox. kubelet
