@@ -46,8 +46,9 @@ func StatusName(d v1alpha1.DeviceStatus) Name {
 type Node struct {
 	// Devices by published name. A partition that does not exist yet is missing.
 	Devices map[string]v1alpha1.DeviceStatus
-	// Held are the uses that the agent reports in GPUNode.status.
-	Held []Use[Name]
+	// Held are the uses that the agent reports in GPUNode.status. heldOn has them by GPU.
+	Held   []Use[Name]
+	heldOn map[string][]Use[Name]
 	// Allocated are the uses that the scheduler allocated to claims.
 	Allocated []Use[Name]
 }
@@ -55,7 +56,7 @@ type Node struct {
 // NewNode builds a Node from a GPUNode's status and from the claims that are allocated to the node. The agent reports the holder of
 // a partition that does not exist yet with the GPU; the claim's allocation names the partition.
 func NewNode(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) Node {
-	n := Node{Devices: make(map[string]v1alpha1.DeviceStatus, len(status.Devices))}
+	n := Node{Devices: make(map[string]v1alpha1.DeviceStatus, len(status.Devices)), heldOn: map[string][]Use[Name]{}}
 	for _, d := range status.Devices {
 		n.Devices[d.Name] = d
 	}
@@ -78,7 +79,8 @@ func NewNode(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) No
 			case h.State == v1alpha1.HoldDraining:
 				use.Reason = Draining
 			}
-			n.Held = append(n.Held, onPartitions(use, allocated[use.Holder])...)
+			uses := onPartitions(use, allocated[use.Holder])
+			n.Held, n.heldOn[use.Device.GPU] = append(n.Held, uses...), append(n.heldOn[use.Device.GPU], uses...)
 		}
 	}
 	return n
@@ -101,10 +103,15 @@ func onPartitions(use Use[Name], allocated []Name) []Use[Name] {
 	return uses
 }
 
+// Check is the function Check for a request, with what the agent reports held.
+func (n Node) Check(healthy bool, request Use[Name]) Reason {
+	return Check(healthy, request, slices.Values(n.heldOn[request.Device.GPU]))
+}
+
 // Count adds a device to the counts: once, as unhealthy, held by claims, held by pods or free, the first that applies.
 func (n Node) Count(counts *v1alpha1.DeviceCounts, d v1alpha1.DeviceStatus) {
 	counts.Total++
-	switch Check(d.UnhealthyReason == "", Use[Name]{Device: StatusName(d)}, slices.Values(n.Held)) {
+	switch n.Check(d.UnhealthyReason == "", Use[Name]{Device: StatusName(d)}) {
 	case Unhealthy:
 		counts.Unhealthy++
 	case HeldByClaim, Draining:

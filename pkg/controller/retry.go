@@ -115,7 +115,7 @@ func isAvailable(node availability.Node, claim v1alpha1.AllocatedClaim, uid type
 		Holder: availability.Holder{Kind: availability.Claim, ID: string(uid)}, Device: availability.NameOf(name),
 		Share: node.Share(name, claim.ShareOf(name)),
 	}
-	return known && availability.Check(device.UnhealthyReason == "", request, slices.Values(node.Held)) == availability.Available
+	return known && node.Check(device.UnhealthyReason == "", request) == availability.Available
 }
 
 // unsure reports whether one of the devices is a partition that does not exist yet.

@@ -162,7 +162,7 @@ func (inv Inventory) ByRef(ref Ref) (Device, bool) {
 
 // Devices returns all existing devices, each GPU before its partitions.
 func (inv Inventory) Devices() []Device {
-	var devices []Device
+	devices := make([]Device, 0, len(inv.GPUs))
 	for _, g := range inv.GPUs {
 		devices = append(devices, Device{GPU: g})
 		for _, p := range g.Partitions {

@@ -44,16 +44,17 @@ type Facts struct {
 // Status returns the status of the node's GPUNode. It is a pure function, for the agent and for simulations. The order of holds does not
 // matter.
 func Status(f Facts) v1alpha1.GPUNodeStatus {
-	names := deviceNames(f.Inventory)
-	holders := holdersByDevice(f.Inventory, f.Holds)
+	devices := f.Inventory.Devices()
+	names := deviceNames(devices)
+	holders := holdersByDevice(devices, f.Holds)
 	offers, _ := f.Limits.Offers(f.podGPUs())
-	resources := f.resources(offers)
+	resources, replicas, listed := f.resources(offers), replicasOf(offers), f.listed()
 	status := v1alpha1.GPUNodeStatus{
 		Mode: f.Mode, ObservedGeneration: f.Generation, ExtendedResource: f.Limits.GPU, Conflicts: conflicts(f.Conflicts, names),
 		UnknownDaemons: f.UnknownDaemons,
 	}
 	var line []string
-	for _, of := range f.Inventory.Devices() {
+	for _, of := range devices {
 		d := v1alpha1.DeviceStatus{
 			Name: names[of.Ref()], UUID: of.UUID(), Profile: of.Partition.Profile, Model: of.GPU.ProductName,
 			UnhealthyReason: reason(of.Health()), Holders: holders[of.Ref()], Excluded: f.Excluded != nil && f.Excluded(of.GPU),
@@ -65,8 +66,9 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 			d.UnhealthyReason = cmp.Or(d.UnhealthyReason, "its GPU instance has no compute instance")
 		}
 		d.ExtendedResource = resources[d.UUID]
-		d.Sharing = f.sharing(d, of, offers)
-		d.ExtendedResourceState = f.state(d)
+		lists := listed[d.ExtendedResource][d.UUID]
+		d.Sharing = f.sharing(of, replicas[of.Ref()], lists.replicas)
+		d.ExtendedResourceState = f.state(d, lists.whole)
 		for _, h := range d.Holders {
 			line = append(line, d.Name+"="+describe(h))
 		}
@@ -125,27 +127,64 @@ func (f Facts) resources(offers []device.Offer) map[string]string {
 
 // deviceNames returns a unique name for each device: the list in the API has it as its key. After a board was replaced two GPUs can
 // have the same minor number. The healthy one keeps the name.
-func deviceNames(inv device.Inventory) map[device.Ref]string {
-	byName := map[string]device.Device{}
-	for _, d := range inv.Devices() {
-		if other, taken := byName[d.Name()]; !taken || !other.Health().Healthy() && d.Health().Healthy() {
-			byName[d.Name()] = d
+func deviceNames(devices []device.Device) map[device.Ref]string {
+	owners := make(map[string]int, len(devices))
+	for i, d := range devices {
+		if other, taken := owners[d.Name()]; !taken || !devices[other].Health().Healthy() && d.Health().Healthy() {
+			owners[d.Name()] = i
 		}
 	}
-	names := map[device.Ref]string{}
-	for _, d := range inv.Devices() {
+	names := make(map[device.Ref]string, len(devices))
+	for i, d := range devices {
 		names[d.Ref()] = d.Name()
-		if byName[d.Name()].Ref() != d.Ref() {
+		if owners[d.Name()] != i {
 			names[d.Ref()] = d.UUID()
 		}
 	}
 	return names
 }
 
+// listing is what kubelet lists as allocatable of a device.
+type listing struct {
+	whole    bool
+	replicas int32
+}
+
+// listed returns what kubelet lists, by resource and UUID.
+func (f Facts) listed() map[string]map[string]listing {
+	all := map[string]map[string]listing{}
+	for resource, ids := range f.Allocatable {
+		all[resource] = make(map[string]listing, len(ids))
+		for _, id := range ids {
+			uuid := device.HardwareUUID(id)
+			of := all[resource][uuid]
+			if uuid == id {
+				of.whole = true
+			} else {
+				of.replicas++
+			}
+			all[resource][uuid] = of
+		}
+	}
+	return all
+}
+
+// replicasOf returns the shares of the replicas that extended resources offer of each device.
+func replicasOf(offers []device.Offer) map[device.Ref][]device.Share {
+	shares := map[device.Ref][]device.Share{}
+	for _, offer := range offers {
+		if !offer.Share.Whole() {
+			shares[offer.Device.Ref()] = append(shares[offer.Device.Ref()], offer.Share)
+		}
+	}
+	return shares
+}
+
 // state returns what kubelet reports of a device. A device that is unhealthy or draining is withdrawn at once, before kubelet reports it.
-func (f Facts) state(d v1alpha1.DeviceStatus) v1alpha1.ExtendedResourceState {
+// listed is whether kubelet lists the whole device.
+func (f Facts) state(d v1alpha1.DeviceStatus, listed bool) v1alpha1.ExtendedResourceState {
 	draining := func(h v1alpha1.DeviceHolder) bool { return h.State == v1alpha1.HoldDraining }
-	allocatable, reported := f.Allocatable[d.ExtendedResource]
+	_, reported := f.Allocatable[d.ExtendedResource]
 	switch {
 	case d.ExtendedResource == "" || !reported:
 		return ""
@@ -153,30 +192,26 @@ func (f Facts) state(d v1alpha1.DeviceStatus) v1alpha1.ExtendedResourceState {
 		return v1alpha1.ExtendedResourceWithdrawn
 	case d.Sharing != nil && d.Sharing.Allocatable > 0: // a replica that is draining is one of the holders
 		return v1alpha1.ExtendedResourceAllocatable
-	case slices.Contains(allocatable, d.UUID) && !slices.ContainsFunc(d.Holders, draining):
+	case listed && !slices.ContainsFunc(d.Holders, draining):
 		return v1alpha1.ExtendedResourceAllocatable
 	default:
 		return v1alpha1.ExtendedResourceWithdrawn
 	}
 }
 
-// sharing returns nil for a device that is not shared and has no holder of a replica.
-func (f Facts) sharing(d v1alpha1.DeviceStatus, of device.Device, offers []device.Offer) *v1alpha1.DeviceSharing {
+// sharing returns nil for a device that is not shared and has no holder of a replica. listed is how many replicas kubelet lists.
+func (f Facts) sharing(of device.Device, offered []device.Share, listed int32) *v1alpha1.DeviceSharing {
 	policy := of.Sharing()
-	s := &v1alpha1.DeviceSharing{Strategy: string(policy.Strategy), MemoryShares: policy.MemoryShares, Memory: int64(of.MemoryBytes())}
-	replica := func(share device.Share) { s.Memory, s.ReplicaMemory = int64(share.Of), int64(share.Bytes) }
-	for _, offer := range offers {
-		if offer.Device.Ref() == of.Ref() && !offer.Share.Whole() {
-			s.Replicas++
-			replica(offer.Share)
-		}
+	s := &v1alpha1.DeviceSharing{
+		Strategy: string(policy.Strategy), MemoryShares: policy.MemoryShares, Memory: int64(of.MemoryBytes()),
+		Replicas: int32(len(offered)), Allocatable: listed,
 	}
-	listed := slices.DeleteFunc(slices.Clone(f.Allocatable[d.ExtendedResource]), func(id string) bool {
-		return id == d.UUID || device.HardwareUUID(id) != d.UUID
-	})
-	s.Allocatable = int32(len(listed))
-	if s.Replicas == 0 && len(listed) > 0 {
-		s.Replicas = s.Allocatable
+	replica := func(share device.Share) { s.Memory, s.ReplicaMemory = int64(share.Of), int64(share.Bytes) }
+	for _, share := range offered {
+		replica(share)
+	}
+	if s.Replicas == 0 && listed > 0 {
+		s.Replicas = listed
 		for _, h := range f.Holds {
 			if h.Device == of.Ref() && h.Holder.Kind == ledger.KindPod && !h.Share.Whole() {
 				replica(h.Share)
@@ -198,7 +233,7 @@ func reason(h device.Health) string {
 }
 
 // holdersByDevice returns each holder of a device once. The holder of a partition that does not exist is listed with its GPU.
-func holdersByDevice(inv device.Inventory, holds []ledger.Hold) map[device.Ref][]v1alpha1.DeviceHolder {
+func holdersByDevice(devices []device.Device, holds []ledger.Hold) map[device.Ref][]v1alpha1.DeviceHolder {
 	holds = slices.Clone(holds)
 	slices.SortFunc(holds, func(a, b ledger.Hold) int {
 		return cmp.Or(
@@ -206,7 +241,7 @@ func holdersByDevice(inv device.Inventory, holds []ledger.Hold) map[device.Ref][
 			cmp.Compare(a.Device.String(), b.Device.String()))
 	})
 	exists := map[device.Ref]bool{}
-	for _, d := range inv.Devices() {
+	for _, d := range devices {
 		exists[d.Ref()] = true
 	}
 	type entry struct {

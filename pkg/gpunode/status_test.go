@@ -375,3 +375,26 @@ func TestStatusOfReplicasOfBefore(t *testing.T) {
 		}
 	}
 }
+
+// BenchmarkStatus computes the status of a node with 256 GPUs, of which 200 have a holder: it is computed after each change.
+func BenchmarkStatus(b *testing.B) {
+	facts := Facts{Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"}, Allocatable: map[string][]string{}}
+	for i := range 256 {
+		uuid := fmt.Sprintf("GPU-%08d", i)
+		facts.Inventory.GPUs = append(facts.Inventory.GPUs, device.GPU{UUID: uuid, Minor: i, Index: i, ProductName: "NVIDIA H100 80GB HBM3"})
+		if i < 200 {
+			facts.Holds = append(facts.Holds, ledger.Hold{
+				Holder: ledger.Holder{Kind: ledger.KindClaim, ID: fmt.Sprint("claim-", i)}, Device: device.Ref{GPU: uuid}, State: ledger.StateHeld,
+			})
+			continue
+		}
+		facts.Allocatable["nvidia.com/gpu"] = append(facts.Allocatable["nvidia.com/gpu"], uuid)
+	}
+	before := Status(facts)
+	b.ReportAllocs()
+	for b.Loop() {
+		if status := Status(facts); Urgent(before, status) {
+			b.Fatal("an unchanged status is urgent")
+		}
+	}
+}

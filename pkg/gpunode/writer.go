@@ -63,20 +63,23 @@ func (p *Pace) Took(now time.Time) { p.paid = latest(p.paid, now).Add(p.Interval
 // Urgent reports whether pods lose a device that they can use by the written status, for a reason other than a claim: the controller
 // already knows the claims. It is a pure function.
 func Urgent(written, status v1alpha1.GPUNodeStatus) bool {
+	node := availability.NewNode(status, nil)
+	now := make(map[string]v1alpha1.DeviceStatus, len(status.Devices))
+	for _, d := range status.Devices {
+		now[d.UUID] = d
+	}
 	return slices.ContainsFunc(written.Devices, func(before v1alpha1.DeviceStatus) bool {
 		if before.ExtendedResourceState != v1alpha1.ExtendedResourceAllocatable {
 			return false
 		}
-		i := slices.IndexFunc(status.Devices, func(d v1alpha1.DeviceStatus) bool { return d.UUID == before.UUID })
-		return i < 0 || status.Devices[i].ExtendedResourceState == v1alpha1.ExtendedResourceWithdrawn && !claimed(status, status.Devices[i])
+		d, known := now[before.UUID]
+		if !known || d.ExtendedResourceState != v1alpha1.ExtendedResourceWithdrawn {
+			return !known
+		}
+		// A claim may hold the device, or hardware that overlaps it.
+		reason := node.Check(true, availability.Use[availability.Name]{Device: availability.StatusName(d)})
+		return reason != availability.HeldByClaim && reason != availability.Draining
 	})
-}
-
-// claimed reports whether a claim holds the device, or hardware that overlaps it.
-func claimed(status v1alpha1.GPUNodeStatus, d v1alpha1.DeviceStatus) bool {
-	request := availability.Use[availability.Name]{Device: availability.StatusName(d)}
-	reason := availability.Check(true, request, slices.Values(availability.NewNode(status, nil).Held))
-	return reason == availability.HeldByClaim || reason == availability.Draining
 }
 
 // writer creates the object and writes its status, one request at a time.
