@@ -416,15 +416,24 @@ func TestWithdrawalFromCountersChangesOneSmallSlice(t *testing.T) {
 	}
 }
 
-// BenchmarkOffer measures a build and the comparison with the one before, after a change of the ledger, on a node with eight dynamic GPUs.
+// BenchmarkOffer measures a build and the comparison with the one before, after a claim was prepared, on a node with eight dynamic
+// GPUs and on one with 256 GPUs.
 func BenchmarkOffer(b *testing.B) {
-	inv := machine(8, dynamic)
-	offer := Offer{NodeName: testNode}
-	before, _ := offer.Pools(Facts{Inventory: inv, Kept: everything})
-	for b.Loop() {
-		after, _ := offer.Pools(Facts{Inventory: inv, Kept: everything})
-		if !reflect.DeepEqual(before, after) {
-			b.Fatal("changed")
-		}
+	for name, inv := range map[string]device.Inventory{"dynamic": machine(8, dynamic), "256": machine(256)} {
+		b.Run(name, func(b *testing.B) {
+			var held []ledger.Hold
+			for i, g := range inv.GPUs[:len(inv.GPUs)/2] {
+				holder := ledger.Holder{Kind: ledger.KindClaim, ID: fmt.Sprint("claim-", i)}
+				held = append(held, ledger.Hold{Holder: holder, Device: g.Ref(), State: ledger.StateHeld})
+			}
+			offer := Offer{NodeName: testNode}
+			before, _ := offer.Pools(Facts{Inventory: inv, Kept: everything, Holds: held[1:]})
+			for i := 0; b.Loop(); i++ {
+				after, _ := offer.Pools(Facts{Inventory: inv, Kept: everything, Holds: held[i%2:]})
+				if !reflect.DeepEqual(before, after) {
+					b.Fatal("changed")
+				}
+			}
+		})
 	}
 }

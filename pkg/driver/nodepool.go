@@ -4,6 +4,7 @@ package driver
 
 import (
 	"fmt"
+	"reflect"
 	"slices"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -39,46 +40,85 @@ type excluded struct {
 	device, reason string
 }
 
-// nodeSlices lays out devices as the slices of the node pool, in the given order: the scheduler takes the first that fits. With
-// taints, a withdrawn device is published tainted; without, it is omitted. Which slice a device is in does not depend on
-// withdrawals, so a withdrawal changes one slice (TestWithdrawalChangesOneSlice).
-func nodeSlices(
+// nodeSlices are the slices of the node pool of the last build. A change of the ledger leaves most devices as they are, and a slice
+// that is the same slice of memory is not compared device by device either (BenchmarkOffer).
+type nodeSlices struct {
+	slices []resourceslice.Slice
+	// devices of each slice.
+	devices [][]*nodeDevice
+	byRef   map[device.Ref]*nodeDevice
+}
+
+// nodeDevice is a device of the node pool.
+type nodeDevice struct {
+	published resourceapi.Device
+	nodeDeviceFacts
+}
+
+// nodeDeviceFacts are what the description of a device depends on.
+type nodeDeviceFacts struct {
+	device device.Device
+	kept   Capabilities
+	// shared means that claims may have a part of the device: it is published with the memory that is left without what is taken.
+	shared bool
+	taken  uint64
+	// taints withdraw the device.
+	taints []resourceapi.DeviceTaint
+}
+
+// build lays out devices in the given order: the scheduler takes the first that fits. With taints, a withdrawn device is published
+// tainted; without, it is omitted. Which slice a device is in does not depend on withdrawals, so a withdrawal changes one slice
+// (TestWithdrawalChangesOneSlice).
+func (n *nodeSlices) build(
 	devices []device.Device, withdrawn []withdrawal, allocations map[string]allocated, kept Capabilities, counts *deviceCounts,
 ) []resourceslice.Slice {
+	before := *n
+	*n = nodeSlices{byRef: make(map[device.Ref]*nodeDevice, len(devices))}
 	perSlice := resourceapi.ResourceSliceMaxDevices
 	if kept.Taints {
 		perSlice = resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures
 	}
-	var built []resourceslice.Slice
 	for chunk := range slices.Chunk(devices, perSlice) {
-		slice := resourceslice.Slice{Devices: make([]resourceapi.Device, 0, len(chunk))}
+		entries := make([]*nodeDevice, 0, len(chunk))
 		for _, d := range chunk {
-			published, taints := nodeDevice(d, withdrawn, allocations[d.GPU.UUID], kept)
-			counts.count(d.Health(), len(taints) > 0)
-			if len(taints) == 0 || kept.Taints {
-				published.Taints = taints
-				if kept.BindingConditions {
-					published = withBindingConditions(published)
-				}
-				slice.Devices = append(slice.Devices, published)
+			facts := factsOf(d, withdrawn, allocations[d.GPU.UUID], kept)
+			counts.count(d.Health(), len(facts.taints) > 0)
+			if len(facts.taints) > 0 && !kept.Taints {
+				continue
 			}
+			entry := before.byRef[d.Ref()]
+			if entry == nil || !reflect.DeepEqual(entry.nodeDeviceFacts, facts) {
+				entry = &nodeDevice{facts.publish(), facts}
+			}
+			n.byRef[d.Ref()] = entry
+			entries = append(entries, entry)
 		}
-		built = append(built, slice)
+		at := len(n.slices)
+		if at < len(before.slices) && slices.Equal(before.devices[at], entries) {
+			n.slices = append(n.slices, before.slices[at])
+		} else {
+			slice := resourceslice.Slice{Devices: make([]resourceapi.Device, len(entries))}
+			for i, entry := range entries {
+				slice.Devices[i] = entry.published
+			}
+			n.slices = append(n.slices, slice)
+		}
+		n.devices = append(n.devices, entries)
 	}
-	if len(built) == 0 {
+	if len(n.slices) == 0 {
 		// An empty slice reports a node without GPUs; no slice would report a node without a driver.
-		built = append(built, resourceslice.Slice{Devices: []resourceapi.Device{}})
+		return []resourceslice.Slice{{Devices: []resourceapi.Device{}}}
 	}
-	return built
+	return n.slices
 }
 
-// nodeDevice describes a device of the node pool and returns the taints that withdraw it. A device of which claims may have a part
-// is published with the memory that is left.
-func nodeDevice(d device.Device, withdrawn []withdrawal, a allocated, kept Capabilities) (resourceapi.Device, []resourceapi.DeviceTaint) {
-	published, request := publishedDevice(d), use{Device: d.Ref()}
-	if kept.Shares && d.Sharing().MemoryShares && shareOut(published, d.MemoryBytes(), memoryTaken(d.Ref(), withdrawn, a)) {
-		published.AllowMultipleAllocations = ptr.To(true)
-		request.Share.Of = d.MemoryBytes()
+func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabilities) nodeDeviceFacts {
+	facts, request := nodeDeviceFacts{device: d, kept: kept}, use{Device: d.Ref()}
+	if kept.Shares && d.Sharing().MemoryShares {
+		taken := memoryTaken(d.Ref(), withdrawn, a)
+		if facts.shared = shareable(d.MemoryBytes(), taken); facts.shared {
+			facts.taken, request.Share.Of = taken, d.MemoryBytes()
+		}
 	}
 	var reasons []withdrawal
 	for _, w := range withdrawn {
@@ -87,28 +127,40 @@ func nodeDevice(d device.Device, withdrawn []withdrawal, a allocated, kept Capab
 		}
 	}
 	// The scheduler does not count the parts that claims still have of a device that is no longer shared.
-	unshared := published.AllowMultipleAllocations == nil && a.shared[d.Ref()]
+	unshared := !facts.shared && a.shared[d.Ref()]
 	if a.blocks(d.Ref()) || unshared {
 		reasons = append(reasons, withdrawal{use: use{Reason: availability.HeldByClaim}})
 	}
 	slices.SortFunc(reasons, withdrawal.compareReason)
 	// A device has each taint key once.
 	reasons = slices.CompactFunc(reasons, func(x, y withdrawal) bool { return x.Reason == y.Reason })
-	var taints []resourceapi.DeviceTaint
 	for _, w := range reasons {
-		taints = append(taints, w.taint())
+		facts.taints = append(facts.taints, w.taint())
 	}
-	return published, taints
+	return facts
 }
 
-// shareOut makes a device's capacities consumable (KEP-5075): its memory without what is taken. It reports whether enough is
-// left. A claim that requests no memory needs all of it, and so a device without other holders. Of other capacities a claim
-// consumes what it requests.
-func shareOut(d resourceapi.Device, memory, taken uint64) bool {
-	// The API requires a range of at least two steps.
-	if int64(memory) <= 0 || memory < taken+2*device.ShareUnit {
-		return false
+func (f nodeDeviceFacts) publish() resourceapi.Device {
+	published := publishedDevice(f.device)
+	if f.shared {
+		shareOut(published, f.device.MemoryBytes(), f.taken)
+		published.AllowMultipleAllocations = ptr.To(true)
 	}
+	published.Taints = f.taints
+	if f.kept.BindingConditions {
+		published = withBindingConditions(published)
+	}
+	return published
+}
+
+// shareable reports whether enough of a device's memory is left to share it. The API requires a range of at least two steps.
+func shareable(memory, taken uint64) bool {
+	return int64(memory) > 0 && memory >= taken+2*device.ShareUnit
+}
+
+// shareOut makes a device's capacities consumable (KEP-5075): its memory without what is taken. A claim that requests no memory needs
+// all of it, and so a device without other holders. Of other capacities a claim consumes what it requests.
+func shareOut(d resourceapi.Device, memory, taken uint64) {
 	unit := resource.NewQuantity(device.ShareUnit, resource.BinarySI)
 	for name, of := range d.Capacity {
 		policy := &resourceapi.CapacityRequestPolicy{Default: resource.NewQuantity(0, resource.BinarySI)}
@@ -120,7 +172,6 @@ func shareOut(d resourceapi.Device, memory, taken uint64) bool {
 		of.RequestPolicy = policy
 		d.Capacity[name] = of
 	}
-	return true
 }
 
 // memoryTaken returns how much memory of the device holders have beyond what the scheduler counts. A draining claim is still

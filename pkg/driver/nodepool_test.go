@@ -109,7 +109,7 @@ func buildSlices(inv device.Inventory, withdrawn []withdrawal, taints bool) ([]r
 		devices, left = append(devices, found...), append(left, unusable...)
 	}
 	counts := deviceCounts{excluded: len(left)}
-	built := nodeSlices(devices, withdrawn, nil, Capabilities{Taints: taints}, &counts)
+	built := new(nodeSlices).build(devices, withdrawn, nil, Capabilities{Taints: taints}, &counts)
 	return built, counts, left
 }
 

@@ -57,6 +57,7 @@ type Offer struct {
 	profiles map[string][]device.Profile
 	// built are the GPU pools of the last build by GPU UUID. Most changes concern one GPU (BenchmarkOffer).
 	built map[string]builtPool
+	node  nodeSlices
 }
 
 type builtPool struct {
@@ -149,7 +150,7 @@ func (o *Offer) build(f Facts) layout {
 			allocations[g.UUID] = a
 		}
 	}
-	l.pools[o.NodeName] = resourceslice.Pool{Slices: nodeSlices(inNodePool, withdrawn, allocations, kept, &l.counts)}
+	l.pools[o.NodeName] = resourceslice.Pool{Slices: o.node.build(inNodePool, withdrawn, allocations, kept, &l.counts)}
 	l.counts.excluded = len(l.excluded)
 	return l
 }

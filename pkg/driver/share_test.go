@@ -254,7 +254,7 @@ func TestPublishedShares(t *testing.T) {
 		"a server that drops taints": {withdrawn: []withdrawal{replica(0, 6*gib)}, want: ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			built := nodeSlices([]device.Device{gpu}, c.withdrawn, nil, c.kept, &deviceCounts{})
+			built := new(nodeSlices).build([]device.Device{gpu}, c.withdrawn, nil, c.kept, &deviceCounts{})
 			got := ""
 			for _, d := range built[0].Devices {
 				memory := d.Capacity["memory"]
