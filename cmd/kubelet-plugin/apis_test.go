@@ -8,6 +8,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 )
@@ -20,7 +21,7 @@ func TestPluginConfig(t *testing.T) {
 		DeviceListStrategies: []string{"envvar", "volume-mounts"}, DeviceIDStrategy: "index",
 		CDIAnnotationPrefix: "cdi.example.com/", PassDeviceSpecs: true,
 	}
-	got := (&agent{config: c}).pluginConfig(components{node: &nvml.Node{}}, nil)
+	got := (&agent{config: c}).pluginConfig(components{node: &nvml.Node{}}, new(gpunode.Object))
 	for what, passed := range map[string]bool{
 		"NodeName":         got.NodeName == "node-1",
 		"Directory":        got.Directory == "/kubelet/device-plugins",
