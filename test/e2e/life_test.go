@@ -125,7 +125,8 @@ func (s *story) fullNode() map[string][]int {
 	}
 	s.running(soon, gpusANode, 0)
 	before := s.seen()
-	s.manifest(one("claim", "late-claim") + one("limit", "late-limit"))
+	// Both may get the GPU that is free first. The claim's pod then has an owner that creates another one.
+	s.manifest(claimDeployment("late-claim", "single", 1) + one("limit", "late-limit"))
 	return before
 }
 
