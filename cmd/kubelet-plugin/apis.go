@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
@@ -63,17 +64,13 @@ func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) 
 	defer cancel()
 	group, ctx := errgroup.WithContext(ctx)
 	start := sync.OnceFunc(func() { group.Go(func() error { return run(ctx) }) })
-	for ctx.Err() == nil {
-		changed := book.Changed()
-		if !slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindPod }) {
-			break
+	broadcast.Await(ctx, book.Changed, func() bool {
+		held := slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindPod })
+		if held {
+			start()
 		}
-		start()
-		select {
-		case <-ctx.Done():
-		case <-changed:
-		}
-	}
+		return !held
+	})
 	cancel()
 	return group.Wait()
 }

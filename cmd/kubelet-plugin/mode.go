@@ -13,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/filewatch"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -52,7 +53,7 @@ func (a *agent) serveConfigured(
 		defer watcher.Close()
 		s.edited = watcher.C
 	}
-	if !s.awaitNode(ctx) {
+	if !broadcast.Await(ctx, self.Changed, s.nodeKnown) {
 		return nil
 	}
 	group, ctx := errgroup.WithContext(ctx)
@@ -89,20 +90,12 @@ func (s *settings) reportMode(ctx context.Context, current config.Config) {
 	}
 }
 
-// awaitNode waits for the node's object. It returns false when ctx is done.
-func (s *settings) awaitNode(ctx context.Context) bool {
-	for {
-		changed := s.self.Changed()
-		if s.self.UID() != "" {
-			return true
-		}
-		s.status.Waiting("mode", fmt.Errorf("the API server does not know node %s, whose labels may set the mode (is the node name right?)", s.config.NodeName))
-		select {
-		case <-ctx.Done():
-			return false
-		case <-changed:
-		}
+func (s *settings) nodeKnown() bool {
+	if s.self.UID() != "" {
+		return true
 	}
+	s.status.Waiting("mode", fmt.Errorf("the API server does not know node %s, whose labels may set the mode (is the node name right?)", s.config.NodeName))
+	return false
 }
 
 // follow returns errReconfigured as soon as there is a valid configuration other than current (nil: any). It reports an invalid

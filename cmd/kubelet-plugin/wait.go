@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -70,8 +71,7 @@ func (a *agent) holdsAny(book *ledger.Ledger) bool {
 // awaitGPU waits until the driver reports a GPU. It returns false when ctx is done.
 func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node) bool {
 	reported := ""
-	for {
-		changed := node.Changed()
+	return broadcast.Await(ctx, node.Changed, func() bool {
 		missing := node.Missing()
 		if missing == nil {
 			a.status.Waiting("driver", nil)
@@ -82,12 +82,8 @@ func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node) bool {
 			reported = missing.Error()
 			a.reportMissing(ctx, missing)
 		}
-		select {
-		case <-ctx.Done():
-			return false
-		case <-changed:
-		}
-	}
+		return false
+	})
 }
 
 // reportMissing reports why there is no GPU. The agent of a node without NVIDIA hardware is ready, so that it does not delay an
@@ -174,18 +170,10 @@ func newMetrics() metrics {
 // start without their GPU and without an error. It checks once: another runtime version comes with a reboot or a restart of
 // kubelet.
 func (a *agent) checkRuntime(ctx context.Context, self *podstate.Node) error {
-	for {
-		changed := self.Changed()
-		if version := self.RuntimeVersion(); version != "" {
-			a.reportRuntime(ctx, version)
-			return nil
-		}
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-changed:
-		}
+	if broadcast.Await(ctx, self.Changed, func() bool { return self.RuntimeVersion() != "" }) {
+		a.reportRuntime(ctx, self.RuntimeVersion())
 	}
+	return nil
 }
 
 func (a *agent) reportRuntime(ctx context.Context, version string) {

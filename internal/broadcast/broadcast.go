@@ -3,7 +3,10 @@
 // Package broadcast notifies any number of waiters of a change, without the new value.
 package broadcast
 
-import "sync"
+import (
+	"context"
+	"sync"
+)
 
 // Signal notifies all waiters of a change. The zero value is ready to use. All methods are safe for concurrent use.
 //
@@ -36,5 +39,21 @@ func (s *Signal) Notify() {
 	if s.changed != nil {
 		close(s.changed)
 		s.changed = nil
+	}
+}
+
+// Await waits until done returns true, which it asks at once and after each change. changed is the method Changed of a Signal or of
+// a component that has one. Await returns false if ctx ended before.
+func Await(ctx context.Context, changed func() <-chan struct{}, done func() bool) bool {
+	for {
+		next := changed()
+		if done() {
+			return true
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-next:
+		}
 	}
 }

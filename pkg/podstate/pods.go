@@ -105,17 +105,7 @@ func (p *Pods) AwaitSync(ctx context.Context) bool {
 
 // await waits until a change of the node's pods makes done true. It returns false if ctx is done before.
 func (p *Pods) await(ctx context.Context, done func() bool) bool {
-	for {
-		changed := p.Changed()
-		if done() {
-			return true
-		}
-		select {
-		case <-ctx.Done():
-			return false
-		case <-changed:
-		}
-	}
+	return broadcast.Await(ctx, p.Changed, done)
 }
 
 // Changed returns a channel that is closed when the node's pods next change.
