@@ -230,16 +230,13 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 		Records: c.settings, RunDir: a.config.RunDir, DriverRoot: c.node.DriverRoot(), Hardware: c.node, Specs: c.specs,
 	})
 	c.policy = sharing.NewPolicy(c.shared, c.devices, c.book, c.pods)
-	reconciler, err := reconcile.New(reconcile.Config{
+	reconciler := reconcile.New(reconcile.Config{
 		Ledger: c.book, Pods: c.pods, Cgroups: c.cgroups, Resources: c.resources, Inventory: c.devices,
 		Partitions: c.devices, Settings: c.shared, AddPlaceholders: c.specs.AddPlaceholders,
 		Claims:     func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
 		KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Limits: a.config.Resources(),
 		Recorder: a.recorder, Registerer: a.metrics,
 	})
-	if err != nil {
-		return err
-	}
 	if err := reconciler.Restore(ctx); err != nil {
 		return err
 	}

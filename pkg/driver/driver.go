@@ -9,6 +9,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -16,6 +17,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
@@ -100,7 +102,7 @@ type Policy interface {
 	Join(ctx context.Context, claim sharing.Claim, d device.Device, share device.Share) (clientDevices []string, err error)
 }
 
-// Config is what New needs. Fields are required unless they have a default or are optional.
+// Config is what New needs. Fields are required unless they have a default.
 type Config struct {
 	// DriverName is the name of the DRA driver, and the domain of its attributes.
 	DriverName string
@@ -112,32 +114,28 @@ type Config struct {
 	KubeletDir string
 
 	// Node's UID owns the slices. Run needs it.
-	Node      Node
-	Ledger    Ledger
-	Inventory Inventory
-	Specs     Specs
-	Pods      Pods
-	// Partitions is required if the inventory has dynamic GPUs.
+	Node       Node
+	Ledger     Ledger
+	Inventory  Inventory
+	Specs      Specs
+	Pods       Pods
 	Partitions Partitions
-	// Sharing is required if claims have sharing settings.
-	Sharing Sharing
-	// Policy is required if the node shares GPUs by MPS.
-	Policy Policy
-	// DaemonTrouble returns why the pod of an MPS daemon does not run; empty if it is not known. Optional.
+	Sharing    Sharing
+	Policy     Policy
+	// DaemonTrouble returns why the pod of an MPS daemon does not run; empty if it is not known.
 	DaemonTrouble func(daemon string) string
 
-	// OfferedToClaims selects the GPUs that are published; nil means all. A claim that already has another GPU is prepared.
+	// OfferedToClaims selects the GPUs that are published. A claim that already has another GPU is prepared.
 	OfferedToClaims func(device.GPU) bool
-	// OfferedToPods selects the GPUs that serve pods; nil means all.
+	// OfferedToPods selects the GPUs that serve pods.
 	OfferedToPods func(device.GPU) bool
 	// Limits are the extended resources that pods request.
 	Limits device.Resources
 	// PublishNothing removes the existing slices and serves claims that are already allocated.
 	PublishNothing bool
-	// Allocations are the scheduler's allocations, as the controller relays them. Optional: the ledger records a claim once kubelet
-	// prepares it.
+	// Allocations are the scheduler's allocations, as the controller relays them.
 	Allocations Allocations
-	// Strict makes the scheduler bind a pod only after the ledger reserved the devices of its claim. It requires Allocations and
+	// Strict makes the scheduler bind a pod only after the ledger reserved the devices of its claim. It requires a controller and
 	// Kubernetes 1.36 (binding conditions), and delays each pod by up to 5 s, the scheduler's poll interval.
 	Strict bool
 
@@ -219,14 +217,15 @@ func (d *Driver) Run(ctx context.Context) error {
 			return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
 		}
 		// Sockets that are removed repeatedly must not cause a busy loop.
-		if time.Since(started) < shortestSession && !pause(ctx, shortestSession) {
-			return nil
+		select {
+		case <-ctx.Done():
+		case <-time.After(sessionInterval - time.Since(started)):
 		}
 	}
 }
 
-// shortestSession is the least time between two starts of the servers.
-const shortestSession = time.Second
+// sessionInterval is the least time between two starts of the servers.
+const sessionInterval = time.Second
 
 // Ready returns nil while claims are served, and otherwise why not: ErrNoAPI, a *ConflictingDriverError, or what is missing. Safe for
 // concurrent use.
@@ -257,34 +256,14 @@ func (d *Driver) setWaiting(ctx context.Context, reason string, err error) {
 	}
 }
 
-// The first and the longest delay of retries.
-const (
-	firstWait = time.Second
-	lastWait  = 30 * time.Second
-)
-
 // retry calls try with growing delays until it succeeds or ctx is done. It logs errors with the message, if there is one.
 func retry(ctx context.Context, logger klog.Logger, message string, try func() error) {
-	for wait := firstWait; ; wait = min(2*wait, lastWait) {
+	delays := wait.Backoff{Duration: time.Second, Factor: 2, Cap: 30 * time.Second, Steps: math.MaxInt32}
+	_ = delays.DelayFunc().Until(ctx, true, true, func(ctx context.Context) (done bool, _ error) {
 		err := try()
-		if err == nil || ctx.Err() != nil {
-			return
-		}
-		if message != "" {
+		if err != nil && ctx.Err() == nil && message != "" {
 			logger.Error(err, message)
 		}
-		if !pause(ctx, wait) {
-			return
-		}
-	}
-}
-
-// pause waits and returns false if ctx ended first.
-func pause(ctx context.Context, length time.Duration) bool {
-	select {
-	case <-ctx.Done():
-		return false
-	case <-time.After(length):
-		return true
-	}
+		return err == nil, nil
+	}) // the error is that of ctx
 }

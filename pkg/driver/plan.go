@@ -214,9 +214,6 @@ func (p *preparation) addToGroup(g sharedGroup, d device.Device) {
 // addImplicitGroups adds the devices that no parameters are about: those with settings of an earlier Prepare, which are
 // reverted, and whole GPUs that the node shares by MPS, whose daemon ends.
 func (d *Driver) addImplicitGroups(p *preparation) {
-	if d.Sharing == nil {
-		return
-	}
 	for _, ref := range p.request.Devices {
 		if slices.ContainsFunc(p.groups, func(g *sharedGroup) bool { return g.has(ref) }) {
 			continue
@@ -226,7 +223,7 @@ func (d *Driver) addImplicitGroups(p *preparation) {
 		switch {
 		case !ok:
 			continue
-		case d.Policy != nil && found.Whole() && d.Policy.ByDaemon(found.GPU):
+		case found.Whole() && d.Policy.ByDaemon(found.GPU):
 			g.sharing.Strategy = sharing.Exclusive
 		case !d.Sharing.Applied(p.request.UID, ref):
 			continue
@@ -260,10 +257,7 @@ func (p *preparation) checkGroups() error {
 
 // podSlots returns the devices and shares that pods can get, by resource.
 func (d *Driver) podSlots(inv device.Inventory) map[string][]ledger.Slot {
-	gpus := inv.GPUs
-	if d.OfferedToPods != nil {
-		gpus = slices.DeleteFunc(slices.Clone(gpus), func(g device.GPU) bool { return !d.OfferedToPods(g) })
-	}
+	gpus := slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return !d.OfferedToPods(g) })
 	offers, _ := d.Limits.Offers(gpus)
 	slots := map[string][]ledger.Slot{}
 	for _, o := range offers {

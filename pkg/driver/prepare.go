@@ -223,9 +223,6 @@ func (d *Driver) applySharing(ctx context.Context, preparations []*preparation) 
 
 // applyGroup applies the settings that the claim's parameters request.
 func (d *Driver) applyGroup(ctx context.Context, p *preparation, g *sharedGroup) (clientDevices []string, err error) {
-	if d.Sharing == nil {
-		return nil, errors.New("this node serves no shared devices")
-	}
 	group := sharing.Group{Claim: p.sharingClaim(), Devices: g.devices, Sharing: g.sharing}
 	if err := d.Sharing.Await(ctx, group); err != nil {
 		return nil, err
@@ -256,9 +253,6 @@ func (d *Driver) planAndApply(ctx context.Context, p *preparation, group sharing
 
 // joinPolicy makes a claim with a share of a GPU a client of the GPU's daemon, if the node's policy is MPS.
 func (d *Driver) joinPolicy(ctx context.Context, p *preparation, g *sharedGroup) (clientDevices []string, err error) {
-	if d.Policy == nil {
-		return nil, nil
-	}
 	ref := g.devices[0].Ref()
 	clientDevices, err = d.Policy.Join(ctx, p.sharingClaim(), g.devices[0], p.request.Shares[ref])
 	switch {
@@ -284,10 +278,8 @@ func (d *Driver) explainSharing(p *preparation, g *sharedGroup) error {
 		// A daemon of the policy runs without the claim.
 		p.keepOnError = p.keepOnError || !g.share
 		message := fmt.Sprintf("retrying: %v", g.err)
-		if d.DaemonTrouble != nil {
-			if trouble := d.DaemonTrouble(late.Daemon); trouble != "" {
-				message += ": its pod does not run: " + trouble
-			}
+		if trouble := d.DaemonTrouble(late.Daemon); trouble != "" {
+			message += ": its pod does not run: " + trouble
 		}
 		return &refusal{reasonDaemonNotReady, message}
 	}

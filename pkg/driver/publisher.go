@@ -96,12 +96,11 @@ func (d *Driver) publish(ctx context.Context) error {
 		countersMissing bool
 		probeAt         time.Time
 		allocationsDue  = time.Now().Add(allocationsTimeout)
-		claimsChanged   <-chan struct{}
 	)
 	for ctx.Err() == nil {
 		// Changes are awaited from before anything is read.
 		inventoryChanged, ledgerChanged := d.Inventory.Changed(), d.Ledger.Changed()
-		again, nodeChanged := d.publishAgain.Changed(), d.Node.Changed()
+		claimsChanged, nodeChanged, again := d.Allocations.Changed(), d.Node.Changed(), d.publishAgain.Changed()
 		if d.kubeletRegistered.Swap(false) {
 			// A kubelet that starts removes all slices of its node before it registers drivers.
 			writer.written = nil
@@ -118,13 +117,10 @@ func (d *Driver) publish(ctx context.Context) error {
 			}
 		}
 		facts := Facts{Inventory: d.Inventory.Inventory(), Holds: d.Ledger.Holds(), Kept: kept, Now: time.Now()}
+		facts.Claims = d.Allocations.Claims()
 		next := probeAt
-		if d.Allocations != nil {
-			claimsChanged = d.Allocations.Changed()
-			facts.Claims = d.Allocations.Claims()
-			if facts.ClaimsLate = !d.Allocations.Synced() && facts.Now.Before(allocationsDue); facts.ClaimsLate {
-				next = earlier(next, allocationsDue)
-			}
+		if facts.ClaimsLate = !d.Allocations.Synced() && facts.Now.Before(allocationsDue); facts.ClaimsLate {
+			next = earlier(next, allocationsDue)
 		}
 		built := offer.build(facts)
 		next = earlier(next, built.next)

@@ -26,6 +26,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 const testNode = "node1"
@@ -46,6 +47,8 @@ type rig struct {
 	driver    *Driver
 	stop      func() error
 }
+
+func allGPUs(device.GPU) bool { return true }
 
 func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	t.Helper()
@@ -69,7 +72,9 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 		DriverName: "gpu.nvidia.com", NodeName: testNode, KubeClient: r.api.client(t), KubeletDir: dir,
 		Limits: device.Resources{GPU: "nvidia.com/gpu"},
 		Ledger: r.ledger, Inventory: r.inventory, Specs: r.specs, Pods: r.pods, Recorder: r.events, Registerer: r.registry,
-		Partitions:    &fakePartitions{known: map[device.Ref]device.Partition{}},
+		Partitions: &fakePartitions{known: map[device.Ref]device.Partition{}}, Sharing: &fakeSharing{applied: map[sharing.Key]bool{}},
+		Policy: &fakePolicy{}, DaemonTrouble: func(string) string { return "" }, Allocations: &fakeAllocations{changed: make(chan struct{})},
+		OfferedToClaims: allGPUs, OfferedToPods: allGPUs,
 		CheckInterval: 100 * time.Millisecond,
 	}
 	for _, a := range adapt {

@@ -473,7 +473,7 @@ func TestClaimStatusCannotBeWritten(t *testing.T) {
 		t.Fatal(err, errs)
 	}
 	eventually(t, "the only try", tries(1))
-	time.Sleep(2 * firstWait)
+	time.Sleep(2 * time.Second)
 	r.api.set(func() {
 		if r.api.updated != 1 {
 			t.Errorf("%d tries", r.api.updated)

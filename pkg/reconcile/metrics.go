@@ -77,9 +77,7 @@ type freed struct {
 }
 
 func newMetrics(c Config) *freed {
-	if c.Registerer != nil {
-		c.Registerer.MustRegister(book{c.Ledger})
-	}
+	c.Registerer.MustRegister(book{c.Ledger})
 	return &freed{
 		pods: c.Pods,
 		times: promauto.With(c.Registerer).NewHistogramVec(prometheus.HistogramOpts{

@@ -97,7 +97,7 @@ type cleared struct {
 
 // clearAll works until ctx is done, and waits for running tasks.
 func (r *Reconciler) clearAll(ctx context.Context) error {
-	if r.Partitions == nil && r.Settings == nil || !r.Pods.AwaitSync(ctx) {
+	if !r.Pods.AwaitSync(ctx) {
 		return nil
 	}
 	c := &clearing{Reconciler: r, failures: map[subject]failure{}, idleSince: map[string]time.Time{}, busy: map[string]bool{}, done: make(chan cleared)}
@@ -106,11 +106,7 @@ func (r *Reconciler) clearAll(ctx context.Context) error {
 	defer timer.Stop()
 	unused := r.unused.Changed()
 	for {
-		inventoryChanged := r.Inventory.Changed()
-		var settingsChanged <-chan struct{}
-		if r.Settings != nil {
-			settingsChanged = r.Settings.Changed()
-		}
+		inventoryChanged, settingsChanged := r.Inventory.Changed(), r.Settings.Changed()
 		timer.Reset(c.begin(ctx, group))
 		select {
 		case <-ctx.Done():
@@ -178,28 +174,21 @@ func (c *clearing) begin(ctx context.Context, group *errgroup.Group) time.Durati
 // tasks returns what remains of ended holders, what has a record but no hold because a process died, and the GPUs in idle MIG
 // mode. Settings come first: a daemon keeps its partition busy.
 func (c *clearing) tasks() []task {
-	var tasks []task
 	holds := c.Ledger.Holds()
-	if c.Settings != nil {
-		tasks = c.settingTasks(holds)
-	}
-	if c.Partitions != nil {
-		tasks = slices.Concat(tasks, c.partitionTasks(holds), c.idleTasks())
-	}
-	return tasks
+	return slices.Concat(c.settingTasks(holds), c.partitionTasks(holds), c.idleTasks())
 }
 
 func (c *clearing) partitionTasks(holds []ledger.Hold) []task {
 	var tasks []task
 	for _, h := range holds {
-		if c.made(h.Device) && !c.applied(h) && c.ended(h) {
+		if c.Partitions.Made(h.Device) && !c.applied(h) && c.ended(h) {
 			tasks = append(tasks, task{subject: subject{ref: h.Device}, lane: h.Device.GPU, do: func(ctx context.Context) error { return c.end(ctx, h) }})
 		}
 	}
 	for _, ref := range c.Partitions.All() {
 		// A holder of an overlapping placement cannot have created its partition yet.
 		at := func(h ledger.Hold) bool { return h.Device == ref }
-		settings := c.Settings != nil && slices.ContainsFunc(c.Settings.All(), func(key sharing.Key) bool { return key.Device == ref })
+		settings := slices.ContainsFunc(c.Settings.All(), func(key sharing.Key) bool { return key.Device == ref })
 		if !slices.ContainsFunc(holds, at) && !settings {
 			tasks = append(tasks, task{subject: subject{ref: ref}, lane: ref.GPU, do: func(ctx context.Context) error {
 				return c.destroy(ctx, ref, func() bool { return !slices.ContainsFunc(c.Ledger.Holds(), at) })
@@ -276,7 +265,7 @@ func (r *Reconciler) end(ctx context.Context, h ledger.Hold) error {
 			return nil // the claim was prepared again
 		}
 	}
-	if r.made(h.Device) {
+	if r.Partitions.Made(h.Device) {
 		if err := r.destroy(ctx, h.Device, func() bool { return r.isLast(h) }); err != nil {
 			return fmt.Errorf("end the hold of %s: %w", h, err)
 		}
@@ -321,10 +310,8 @@ func (r *Reconciler) isSame(h ledger.Hold) bool {
 	return slices.ContainsFunc(r.Ledger.Holds(), func(now ledger.Hold) bool { return keyOf(now) == keyOf(h) })
 }
 
-func (r *Reconciler) made(ref device.Ref) bool { return r.Partitions != nil && r.Partitions.Made(ref) }
-
 func (r *Reconciler) applied(h ledger.Hold) bool {
-	return r.Settings != nil && h.Holder.Kind == ledger.KindClaim && r.Settings.Applied(h.Holder.ID, h.Device)
+	return h.Holder.Kind == ledger.KindClaim && r.Settings.Applied(h.Holder.ID, h.Device)
 }
 
 // retryWaiting retries the subjects that wait for other devices of their claim.
@@ -358,7 +345,7 @@ func (c *clearing) report(about subject, err error) {
 	i := slices.IndexFunc(holds, func(h ledger.Hold) bool {
 		return h.Device == about.ref && h.Name != "" && (about.claim == "" || h.Holder.ID == about.claim)
 	})
-	if i < 0 || c.Recorder == nil {
+	if i < 0 {
 		return
 	}
 	h := holds[i]

@@ -58,7 +58,7 @@ type Ledger interface {
 	ClearConflict(uid string)
 }
 
-// Config of a Reconciler. All fields are required unless their comment says otherwise.
+// Config of a Reconciler. All fields are required.
 type Config struct {
 	Ledger Ledger
 	// Pods runs in another goroutine. No hold ends before its first list has arrived.
@@ -72,16 +72,14 @@ type Config struct {
 	NodeName   string
 	DriverName string
 	// Limits are the node's extended resources.
-	Limits device.Resources
-	// Partitions and Recorder may be nil if no partition is created for claims, Settings if no sharing settings are applied.
+	Limits     device.Resources
 	Partitions Partitions
 	Settings   Settings
 	// Recorder receives events on claims.
 	Recorder record.EventRecorder
 	// AddPlaceholders receives the CDI names in kubelet's claim state, before either API is served (cdi.Specs.AddPlaceholders).
-	// Optional.
 	AddPlaceholders func(names []string)
-	// Registerer receives the metrics. Optional.
+	// Registerer receives the metrics.
 	Registerer prometheus.Registerer
 }
 
@@ -148,16 +146,12 @@ func defaultTimes() times {
 	}
 }
 
-// New has no visible effect.
-func New(c Config) (*Reconciler, error) {
-	if c.Ledger == nil || c.Pods == nil || c.Cgroups == nil || c.Resources == nil || c.Claims == nil || c.Inventory == nil ||
-		c.KubeletDir == "" || c.NodeName == "" || c.DriverName == "" || c.Limits.GPU == "" {
-		return nil, errors.New("create reconciler: every field of the configuration is required")
-	}
+// New has no visible effect but the metrics in the Registerer.
+func New(c Config) *Reconciler {
 	return &Reconciler{
 		Config: c, times: defaultTimes(), freed: newMetrics(c), leaving: map[holdKey]time.Time{}, unconfirmed: map[holdKey]*unconfirmed{},
 		conflictsChecked: time.Now(),
-	}, nil
+	}
 }
 
 // Run follows changes until ctx is done. Restore comes before. Call it once.
@@ -169,10 +163,6 @@ func (r *Reconciler) Run(ctx context.Context) error {
 	group.Go(func() error { return r.clearAll(ctx) })
 	return group.Wait()
 }
-
-// Settle makes one pass over all holds, and returns after how long to call it again if nothing changes before. Simulations call
-// it, Verify and RestoreLate instead of Run, one call at a time.
-func (r *Reconciler) Settle() (time.Duration, error) { return r.pass() }
 
 // Verify checks unconfirmed holds and conflicts, and returns when to check again if nothing changes.
 func (r *Reconciler) Verify(ctx context.Context) (time.Duration, error) {
@@ -189,7 +179,7 @@ func (r *Reconciler) follow(ctx context.Context) {
 	defer timer.Stop()
 	for ctx.Err() == nil {
 		podsChanged, ledgerChanged := r.Pods.Changed(), r.Ledger.Changed()
-		wait, err := r.pass()
+		wait, err := r.Settle()
 		if err != nil {
 			wait = min(wait, r.times.retry)
 		}
@@ -219,20 +209,14 @@ func pause(ctx context.Context, length time.Duration) {
 // never is the wait of a hold whose next step is triggered by a change.
 const never = time.Duration(1<<63 - 1)
 
-// pass makes one pass over all holds, and returns after how long to make the next one if nothing changes before. It reads memory,
-// the kernel and kubelet's files only.
-func (r *Reconciler) pass() (time.Duration, error) {
+// Settle makes one pass over all holds, and returns after how long to make the next one if nothing changes before. It reads memory,
+// the kernel and kubelet's files only. Run calls it; simulations call it, Verify and RestoreLate instead, one call at a time.
+func (r *Reconciler) Settle() (time.Duration, error) {
 	holds := r.Ledger.Holds()
 	r.freed.look(holds)
 	wait := r.clearConflict()
 	r.Pods.Sweep(holds)
-	errs := []error{r.Ledger.Repair()}
-	if r.Partitions != nil {
-		errs = append(errs, r.Partitions.Repair())
-	}
-	if r.Settings != nil {
-		errs = append(errs, r.Settings.Repair())
-	}
+	errs := []error{r.Ledger.Repair(), r.Partitions.Repair(), r.Settings.Repair()}
 	if len(holds) == 0 || !r.Pods.Synced() {
 		return wait, errors.Join(errs...)
 	}
@@ -319,7 +303,7 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	}
 	podState := r.Pods.PodState(h)
 	if podState == ledger.Gone {
-		if r.made(h.Device) || r.applied(h) {
+		if r.Partitions.Made(h.Device) || r.applied(h) {
 			r.unused.Notify()
 			return never, nil
 		}

@@ -36,10 +36,8 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 	if err != nil {
 		logger.Error(err, "Restoring holds without kubelet's claim state")
 	}
-	if r.AddPlaceholders != nil {
-		for _, claim := range claims {
-			r.AddPlaceholders(claim.CDIDevices)
-		}
+	for _, claim := range claims {
+		r.AddPlaceholders(claim.CDIDevices)
 	}
 	callCtx, cancel := context.WithTimeout(ctx, r.times.restore)
 	defer cancel()

@@ -26,6 +26,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -77,12 +78,12 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	g.book, err = ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: g.pods})
 	must(t, err)
 	t.Cleanup(func() { must(t, g.book.Close()) })
-	g.r, err = New(Config{
+	g.r = New(Config{
 		Ledger: g.book, Pods: g.pods, Cgroups: cgroups, Resources: g, Claims: func(namespace string) Claims { return claimsIn{g, namespace} },
 		Inventory: g, KubeletDir: g.dir, NodeName: node, DriverName: driver, Limits: device.Resources{GPU: resource},
-		Registerer: g.counts,
+		Partitions: newPartitions(), Settings: newSettings(), AddPlaceholders: func([]string) {},
+		Recorder: record.NewFakeRecorder(10), Registerer: g.counts,
 	})
-	must(t, err)
 	ms := time.Millisecond
 	g.r.times = times{
 		leaving: ms, leavingLast: 5 * ms, verify: time.Hour, podHoldCheck: time.Hour, call: time.Minute, restore: time.Minute,

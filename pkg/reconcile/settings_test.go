@@ -124,7 +124,6 @@ func TestSettingEndsWithItsClaim(t *testing.T) {
 	t.Parallel()
 	f := newSettings(onGPU("c1", "GPU-1"), onGPU("c1", "GPU-2"))
 	g, _, _ := newSettingsRig(t, f)
-	g.r.Partitions = nil
 	g.group("p1", true)
 	g.addPod(g.pod("p1", "c1"))
 	g.reserve("c1", []device.Ref{{GPU: "GPU-1"}, {GPU: "GPU-2"}}, "p1")

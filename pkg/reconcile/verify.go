@@ -174,7 +174,7 @@ func (r *Reconciler) verifyClaim(ctx context.Context, h ledger.Hold, d *unconfir
 	}
 	klog.FromContext(ctx).Info("Releasing a device whose claim is gone", "claim", klog.KRef(h.Namespace, h.Name),
 		"claimUID", h.Holder.ID, "device", h.Device.String())
-	if !h.Unreadable && (r.applied(h) || r.made(h.Device)) {
+	if !h.Unreadable && (r.applied(h) || r.Partitions.Made(h.Device)) {
 		// As after Unprepare: the cleanup may take longer than this check (TestSlowSettingOfAClaimThatIsGone).
 		return r.Ledger.SetState(h, ledger.StateDraining)
 	}

@@ -32,6 +32,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
 // agent is one life of the product's node agent: its parts are real, its loops and its transport are the simulation's.
@@ -108,17 +109,17 @@ func (a *agent) open() (err error) {
 		return err
 	}
 	book := parkedLedger{a.book, a.simulation}
-	if a.reconciler, err = reconcile.New(reconcile.Config{
+	a.reconciler = reconcile.New(reconcile.Config{
 		Ledger: book, Pods: a.pods, Cgroups: cgroups, Resources: a, Claims: func(string) reconcile.Claims { return a },
 		Inventory: a, KubeletDir: a.host.kubeletDir(), NodeName: nodeName, DriverName: driverName, Limits: limits,
-	}); err != nil {
-		return err
-	}
+		Partitions: noPartitions{}, Settings: noSettings{}, AddPlaceholders: func([]string) {},
+		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
+	})
 	a.offer = driver.Offer{NodeName: nodeName, ReturnDelay: 200 * time.Millisecond}
 	if a.driver, err = driver.New(driver.Config{
 		DriverName: driverName, NodeName: nodeName, KubeClient: noClient{}, KubeletDir: a.host.kubeletDir(),
 		Ledger: book, Inventory: a, Specs: a, Pods: parkedPods{a.pods}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
-		Limits: limits,
+		Limits: limits, Sharing: noSettings{}, Policy: noPolicy{}, OfferedToPods: func(device.GPU) bool { return true },
 	}); err != nil {
 		return err
 	}
@@ -128,6 +129,23 @@ func (a *agent) open() (err error) {
 	})
 	return err
 }
+
+// The simulated node has neither partitions nor sharing settings. A call of any other method panics.
+type noPartitions struct{ reconcile.Partitions }
+
+func (noPartitions) Made(device.Ref) bool      { return false }
+func (noPartitions) All() []device.Ref         { return nil }
+func (noPartitions) IdleMIGMode() []device.GPU { return nil }
+func (noPartitions) Repair() error             { return nil }
+
+type noSettings struct{ *sharing.Manager }
+
+func (noSettings) Applied(string, device.Ref) bool { return false }
+func (noSettings) Repair() error                   { return nil }
+
+type noPolicy struct{ driver.Policy }
+
+func (noPolicy) ByDaemon(device.GPU) bool { return false }
 
 // diskStep is where a process may die in the middle of a record.
 func (a *agent) diskStep() {
