@@ -9,51 +9,22 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"syscall"
+
+	securejoin "github.com/cyphar/filepath-securejoin"
 )
 
-// maxLinks is the kernel's own limit on symbolic links in one path (MAXSYMLINKS).
-const maxLinks = 40
-
 // Resolve follows symbolic links of path the way a process sees them whose root directory is root: an absolute link on
-// the host must not be followed into the agent's own file system. Path is relative to root; so is the result.
+// the host must not be followed into the agent's own file system. Path is relative to root; so is the result, which exists.
 func Resolve(root, path string) (string, error) {
-	todo := strings.Split(strings.Trim(filepath.Clean("/"+path), "/"), "/")
-	done := "/"
-	for links := 0; len(todo) > 0; {
-		part := todo[0]
-		todo = todo[1:]
-		switch part {
-		case "", ".":
-			continue
-		case "..":
-			done = filepath.Dir(done)
-			continue
-		}
-		next := filepath.Join(done, part)
-		target, err := os.Readlink(filepath.Join(root, next))
-		if err != nil {
-			if !isNotLink(err) {
-				return "", err
-			}
-			done = next
-			continue
-		}
-		if links++; links > maxLinks {
-			return "", fmt.Errorf("resolve %s below %s: %w", path, root, syscall.ELOOP)
-		}
-		if filepath.IsAbs(target) {
-			done = "/"
-		}
-		todo = append(strings.Split(target, "/"), todo...)
+	root = filepath.Clean(root)
+	resolved, err := securejoin.SecureJoin(root, path)
+	if err != nil {
+		return "", fmt.Errorf("resolve %s below %s: %w", path, root, err)
 	}
-	return done, nil
-}
-
-// isNotLink reports whether a file exists and is not a link: readlink(2) returns EINVAL.
-func isNotLink(err error) bool {
-	pathErr, ok := err.(*os.PathError)
-	return ok && pathErr.Err == syscall.EINVAL
+	if _, err := os.Lstat(resolved); err != nil {
+		return "", err
+	}
+	return filepath.Join("/", strings.TrimPrefix(resolved, root)), nil
 }
 
 // Find finds a program of the driver, relative to the driver root.

@@ -21,7 +21,7 @@ func TestResolve(t *testing.T) {
 	symlink(t, "loop", filepath.Join(root, "loop"))
 	for path, want := range map[string]string{
 		"/usr/lib/real": "/usr/lib/real", "etc/absolute": "/usr/lib/real", "etc/relative": "/usr/lib/real",
-		"etc/above": "/usr/lib/real", "lib/real": "/usr/lib/real", "/": "/", "lib/../etc/absolute": "/usr/lib/real",
+		"etc/above": "/usr/lib/real", "lib/real": "/usr/lib/real", "/": "/", "etc/../lib/real": "/usr/lib/real",
 	} {
 		if got, err := Resolve(root, path); err != nil || got != want {
 			t.Errorf("%s is %q, %v; want %q", path, got, err, want)
