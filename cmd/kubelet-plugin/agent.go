@@ -150,12 +150,10 @@ func (a *agent) newComponents() (components, error) {
 		self:       podstate.NewNode(a.client, a.config.NodeName),
 		partitions: partition.NewRecords(filepath.Join(a.config.RunDir, "partitions"), a.bootID),
 		settings:   sharing.NewRecords(filepath.Join(a.config.RunDir, "sharing"), a.bootID),
+		node:       nvml.New(a.nodeOptions()),
 	}
 	var err error
 	if c.pods, err = podstate.NewPods(a.client, a.config.NodeName, c.cgroups, a.config.KubeletDir); err != nil {
-		return components{}, err
-	}
-	if c.node, err = nvml.New(a.nodeOptions()); err != nil {
 		return components{}, err
 	}
 	c.resources, err = podstate.NewPodResources(a.config.KubeletDir)

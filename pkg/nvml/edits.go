@@ -278,7 +278,7 @@ func (n *Node) oneEdits(ctx context.Context, p gpu.Partition) (specs.Device, err
 		return specs.Device{}, errors.Join(errors.New("there are none"), edits.Failed[p.UUID])
 	}
 	n.mu.Lock()
-	devRoot := n.attached.layout.devRoot
+	devRoot := n.layout.devRoot
 	n.mu.Unlock()
 	device, err := n.partitionEdits(devRoot, p, specs.Device{}, nil)
 	if err != nil {

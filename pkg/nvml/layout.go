@@ -5,7 +5,6 @@ package nvml
 import (
 	"cmp"
 	"debug/elf"
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -203,12 +202,15 @@ func (o Options) choose(found []layout) layout {
 }
 
 // moduleVersion returns the version of the loaded kernel module, empty for none.
-func (o Options) moduleVersion() string {
-	version, err := os.ReadFile(filepath.Join(o.SysfsRoot, "module/nvidia/version"))
+func (o Options) moduleVersion() string { return contents(o.SysfsRoot, "module/nvidia/version") }
+
+// contents returns what a file of sysfs has, empty for none.
+func contents(dir, file string) string {
+	text, err := os.ReadFile(filepath.Join(dir, file))
 	if err != nil {
 		return ""
 	}
-	return strings.TrimSpace(string(version))
+	return strings.TrimSpace(string(text))
 }
 
 // findDevRoot prefers the host's /dev to the driver container's, which is removed with that container.
@@ -263,16 +265,16 @@ func unwrapPath(err error) error {
 
 // DriverRoot returns the host path of the driver's root directory. It changes only with the driver.
 func (n *Node) DriverRoot() string {
-	n.scanning.Lock()
-	defer n.scanning.Unlock()
+	n.mu.Lock()
+	defer n.mu.Unlock()
 	return n.layout.driverRoot
 }
 
 // DevRoot returns the directory whose dev/ has the device nodes, as a path of the host and of the agent. It changes only with the
 // driver.
 func (n *Node) DevRoot() (host, agent string) {
-	n.scanning.Lock()
-	defer n.scanning.Unlock()
+	n.mu.Lock()
+	defer n.mu.Unlock()
 	return n.layout.devRoot, n.options.onHost(n.layout.devRoot)
 }
 
@@ -290,24 +292,18 @@ func (o Options) hasHardware() bool {
 		return !os.IsNotExist(err)
 	}
 	for _, entry := range entries {
-		read := func(file string) string {
-			text, err := os.ReadFile(filepath.Join(devices, entry.Name(), file))
-			if err != nil {
-				return ""
-			}
-			return strings.TrimSpace(string(text))
-		}
-		if read("vendor") == vendorNVIDIA && strings.HasPrefix(read("class"), classDisplayPrefix) {
+		device := filepath.Join(devices, entry.Name())
+		if contents(device, "vendor") == vendorNVIDIA && strings.HasPrefix(contents(device, "class"), classDisplayPrefix) {
 			return true
 		}
 	}
 	return false
 }
 
-// Auto is the value of a path that Open searches for.
+// Auto is the value of a path that a Scan searches for.
 const Auto = "auto"
 
-// Options of a Node. Paths are the agent's unless they are called host paths.
+// Options of a Node. Paths are absolute (internal/config checks them), and the agent's unless they are called host paths.
 type Options struct {
 	// HostRoot is the mount of the host's root directory; "/" when empty.
 	HostRoot string
@@ -340,7 +336,7 @@ type Options struct {
 // defaultPatience is longer than the initialisation of a GPU takes (some seconds without persistence mode).
 const defaultPatience = 10 * time.Second
 
-func (o Options) withDefaults() (Options, error) {
+func (o Options) withDefaults() Options {
 	o.HostRoot = cmp.Or(o.HostRoot, "/")
 	o.DriverRoot = cmp.Or(o.DriverRoot, Auto)
 	o.DevRoot = cmp.Or(o.DevRoot, Auto)
@@ -349,35 +345,7 @@ func (o Options) withDefaults() (Options, error) {
 	o.ProcRoot = cmp.Or(o.ProcRoot, "/proc")
 	o.Interval = cmp.Or(o.Interval, 4*time.Second)
 	o.patience = cmp.Or(o.patience, defaultPatience)
-	return o, o.check()
-}
-
-func (o Options) check() error {
-	var errs []error
-	absolute := func(name, path string) {
-		if !filepath.IsAbs(path) {
-			errs = append(errs, fmt.Errorf("%s %q: not an absolute path", name, path))
-		}
-	}
-	absolute("host root", o.HostRoot)
-	absolute("sysfs root", o.SysfsRoot)
-	absolute("proc root", o.ProcRoot)
-	if o.DriverRoot != Auto {
-		absolute("driver root", o.DriverRoot)
-	}
-	if o.DevRoot != Auto {
-		absolute("device root", o.DevRoot)
-	}
-	if o.Library != Auto {
-		absolute("NVML library", o.Library)
-	}
-	if o.HookPath != "" {
-		absolute("CDI hook", o.HookPath)
-	}
-	if o.Interval < 0 {
-		errs = append(errs, fmt.Errorf("scan interval %s: negative", o.Interval))
-	}
-	return errors.Join(errs...)
+	return o
 }
 
 // onHost returns the agent's path of a host path.

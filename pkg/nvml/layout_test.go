@@ -374,10 +374,7 @@ func TestKernelModuleDecidesBetweenDrivers(t *testing.T) {
 	options := fixture(t, "gpu-operator")
 	copyFile(t, os.DevNull, filepath.Join(options.HostRoot, "usr/lib64/libnvidia-ml.so.535.54.03"))
 	symlink(t, "libnvidia-ml.so.535.54.03", filepath.Join(options.HostRoot, "usr/lib64/libnvidia-ml.so.1"))
-	options, err := options.withDefaults()
-	if err != nil {
-		t.Fatal(err)
-	}
+	options = options.withDefaults()
 	options.SysfsRoot = t.TempDir()
 	for loaded, want := range map[string]string{
 		"":            "/run/nvidia/driver",

@@ -3,14 +3,13 @@
 package nvml
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
-	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/dl"
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -27,46 +26,30 @@ func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
 	return &guard{Interface: gonvml.New(gonvml.WithLibraryPath(l.library))}, nil
 }
 
-// fileIdentity distinguishes builds of a library, wherever it is mounted.
-type fileIdentity struct {
-	name  string
-	size  int64
-	mtime time.Time
-}
-
-func identify(path string) (fileIdentity, error) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return fileIdentity{}, err
-	}
-	return fileIdentity{name: filepath.Base(path), size: info.Size(), mtime: info.ModTime()}, nil
-}
-
 // bound is the library whose functions this process runs. It is a package variable because the dynamic linker binds once per
 // process.
 var bound struct {
 	sync.Mutex
-	to *fileIdentity
+	to os.FileInfo
 }
 
-// bind checks a library before go-nvml opens it, and returns an error if this process can no longer use it.
+// bind checks a library before go-nvml opens it, and returns an error if this process can no longer use it. Name, size and time
+// distinguish builds of a library, wherever it is mounted.
 func bind(path string) error {
-	identity, err := identify(path)
+	bound.Lock()
+	defer bound.Unlock()
+	file, err := os.Stat(path)
+	if err == nil && bound.to == nil {
+		err = checkSymbols(path)
+	}
 	if err != nil {
 		return &NoDriverError{Cause: err}
 	}
-	bound.Lock()
-	defer bound.Unlock()
-	if bound.to != nil {
-		if *bound.to != identity {
-			return ErrDriverReplaced
-		}
-		return nil
+	to := cmp.Or(bound.to, file)
+	if to.Name() != file.Name() || to.Size() != file.Size() || !to.ModTime().Equal(file.ModTime()) {
+		return ErrDriverReplaced
 	}
-	if err := checkSymbols(path); err != nil {
-		return &NoDriverError{Cause: err}
-	}
-	bound.to = &identity
+	bound.to = file
 	return nil
 }
 
@@ -104,51 +87,29 @@ func checkSymbols(path string) (err error) {
 		return fmt.Errorf("open library: %w", err)
 	}
 	defer func() { err = errors.Join(err, library.Close()) }()
-	for _, names := range requiredSymbols {
-		if !hasAny(library.Lookup, names) {
-			return fmt.Errorf("%s lacks %s", path, names[0])
-		}
+	if lacking := lacks(library.Lookup, requiredSymbols); lacking != "" {
+		return fmt.Errorf("%s lacks %s", path, lacking)
 	}
 	return nil
 }
 
-func hasAny(lookup func(string) error, names []string) bool {
-	for _, name := range names {
-		if lookup(name) == nil {
-			return true
+// lacks returns the first function of which a library has no version.
+func lacks(lookup func(string) error, symbols [][]string) string {
+	for _, versions := range symbols {
+		if !slices.ContainsFunc(versions, func(symbol string) bool { return lookup(symbol) == nil }) {
+			return versions[0]
 		}
 	}
-	return false
+	return ""
 }
 
 // guard wraps a library that may lack functions: it returns ERROR_FUNCTION_NOT_FOUND where the call would end the process. It
 // covers the calls of this package, go-nvlib and nvcdi that drivers older than R535 may lack; required symbols need no guard.
 type guard struct {
 	gonvml.Interface
-	mig atomic.Bool
 }
 
-// hasMIG is called for each GPU at each scan. A library does not lose functions.
-func (g *guard) hasMIG() bool {
-	if g.mig.Load() {
-		return true
-	}
-	for _, symbol := range migSymbols {
-		if !g.has(symbol) {
-			return false
-		}
-	}
-	// Later versions of the function have other names.
-	processes := "nvmlDeviceGetComputeRunningProcesses"
-	all := g.has("nvmlDeviceGetGpuInstancePossiblePlacements_v2", "nvmlDeviceGetGpuInstancePossiblePlacements") &&
-		g.has("nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes") &&
-		g.has("nvmlComputeInstanceGetInfo_v2", "nvmlComputeInstanceGetInfo") &&
-		g.has(processes+"_v3", processes+"_v2", processes)
-	g.mig.Store(all)
-	return all
-}
-
-func (g *guard) has(symbols ...string) bool { return hasAny(g.Extensions().LookupSymbol, symbols) }
+func (g *guard) has(symbol string) bool { return g.Extensions().LookupSymbol(symbol) == nil }
 
 func (g *guard) device(d gonvml.Device, ret gonvml.Return) (gonvml.Device, gonvml.Return) {
 	if ret != gonvml.SUCCESS {
@@ -171,9 +132,9 @@ type guardedDevice struct {
 	guard *guard
 }
 
-// guarded calls a function with one result if the library has a version of it.
-func guarded[T any](d *guardedDevice, call func() (T, gonvml.Return), symbols ...string) (T, gonvml.Return) {
-	if !d.guard.has(symbols...) {
+// guarded calls a function with one result if the library has it.
+func guarded[T any](d *guardedDevice, call func() (T, gonvml.Return), symbol string) (T, gonvml.Return) {
+	if !d.guard.has(symbol) {
 		var zero T
 		return zero, gonvml.ERROR_FUNCTION_NOT_FOUND
 	}
@@ -186,19 +147,26 @@ func (d *guardedDevice) GetArchitecture() (gonvml.DeviceArchitecture, gonvml.Ret
 
 // migSymbols are the functions that are called on GPUs whose MIG mode can be read, their instances and MIG devices; the last of
 // them came with R470.
-var migSymbols = []string{
-	"nvmlDeviceGetMigMode", "nvmlDeviceSetMigMode", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetMigDeviceHandleByIndex",
-	"nvmlDeviceGetDeviceHandleFromMigDeviceHandle", "nvmlDeviceGetGpuInstanceId", "nvmlDeviceGetComputeInstanceId",
-	"nvmlDeviceGetGpuInstanceProfileInfo", "nvmlDeviceGetGpuInstances", "nvmlDeviceGetGpuInstanceById",
-	"nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceGetInfo", "nvmlGpuInstanceDestroy",
-	"nvmlGpuInstanceGetComputeInstanceProfileInfo", "nvmlGpuInstanceGetComputeInstances", "nvmlGpuInstanceGetComputeInstanceById",
-	"nvmlGpuInstanceCreateComputeInstance", "nvmlComputeInstanceDestroy",
+var migSymbols = [][]string{
+	{"nvmlDeviceGetMigMode"}, {"nvmlDeviceSetMigMode"}, {"nvmlDeviceGetMaxMigDeviceCount"}, {"nvmlDeviceGetMigDeviceHandleByIndex"},
+	{"nvmlDeviceGetDeviceHandleFromMigDeviceHandle"}, {"nvmlDeviceGetGpuInstanceId"}, {"nvmlDeviceGetComputeInstanceId"},
+	{"nvmlDeviceGetGpuInstanceProfileInfo"}, {"nvmlDeviceGetGpuInstances"}, {"nvmlDeviceGetGpuInstanceById"},
+	{"nvmlDeviceGetGpuInstancePossiblePlacements_v2", "nvmlDeviceGetGpuInstancePossiblePlacements"},
+	{"nvmlDeviceCreateGpuInstanceWithPlacement"}, {"nvmlGpuInstanceGetInfo"}, {"nvmlGpuInstanceDestroy"},
+	{"nvmlGpuInstanceGetComputeInstanceProfileInfo"}, {"nvmlGpuInstanceGetComputeInstances"},
+	{"nvmlGpuInstanceGetComputeInstanceById"}, {"nvmlGpuInstanceCreateComputeInstance"},
+	{"nvmlComputeInstanceGetInfo_v2", "nvmlComputeInstanceGetInfo"}, {"nvmlComputeInstanceDestroy"},
+	{"nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes"},
+	{
+		"nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2",
+		"nvmlDeviceGetComputeRunningProcesses",
+	},
 }
 
 // GetMigMode returns NOT_SUPPORTED if any MIG function is missing: such a driver is older than MIG, or than this package's use of
 // it.
 func (d *guardedDevice) GetMigMode() (int, int, gonvml.Return) {
-	if !d.guard.hasMIG() {
+	if lacks(d.guard.Extensions().LookupSymbol, migSymbols) != "" {
 		return 0, 0, gonvml.ERROR_NOT_SUPPORTED
 	}
 	return d.Device.GetMigMode()
@@ -257,7 +225,7 @@ type session struct {
 	holding bool
 }
 
-// open starts a use; close ends it. On an error there is nothing to close.
+// open starts a use; close ends it. On an error there is nothing to close. Within another use it does not fail.
 func (s *session) open() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -270,13 +238,6 @@ func (s *session) open() error {
 	return nil
 }
 
-// share starts another use within a use.
-func (s *session) share() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.users++
-}
-
 func (s *session) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -286,21 +247,14 @@ func (s *session) close() {
 	}
 }
 
-// hold sets whether the session stays open between uses. It is called within a use.
+// hold sets whether the session stays open between uses. It starts to do so only within a use.
 func (s *session) hold(hold bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.holding = hold
-}
-
-// release closes a held session without users.
-func (s *session) release() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.holding && s.users == 0 {
+	if s.holding && !hold && s.users == 0 {
 		s.library.Shutdown()
 	}
-	s.holding = false
+	s.holding = hold
 }
 
 // initError adds what an administrator can do.

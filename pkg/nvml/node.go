@@ -46,12 +46,11 @@ type Node struct {
 
 	// scanning allows one scan or one call of ContainerEdits at a time. Inventory does not wait for it.
 	scanning sync.Mutex
-	layout   layout
-	caps     capabilities
-	traces   traces
+	// attachment changes under scanning and mu.
+	attachment
+	traces traces
 	// renewed is set when the driver was found again or a late call has returned. publish then notifies once and resets it.
 	renewed bool
-	session *session
 	known   map[string]*knownGPU
 	// late contains the calls that have not returned since their timeout. The key is the GPU's UUID, wholeDriver or "driver files".
 	late     map[string]<-chan struct{}
@@ -60,13 +59,12 @@ type Node struct {
 	// turns are for operations, by UUID.
 	turns keylock.Locks[string]
 
-	mu           sync.Mutex
-	attached     attachment
-	inventory    gpu.Inventory
+	mu        sync.Mutex
+	inventory gpu.Inventory
+	// unidentified counts enumerated GPUs that are unknown and whose UUID or minor number cannot be read.
 	unidentified int
-	// failure is the error of the last scan, and missing the last text of Missing.
+	// failure is the error of the last scan.
 	failure error
-	missing string
 	changed broadcast.Signal
 	// All three by UUID: since is the start of the GPU's running operation, changes the number of changes by operations, and profiled
 	// whether the inventory has all its profiles.
@@ -86,37 +84,20 @@ type knownGPU struct {
 	changes uint64
 }
 
-// Open is New followed by a Scan that has to succeed. Tools and tests call it.
-func Open(ctx context.Context, options Options) (*Node, error) {
-	n, err := New(options)
-	if err != nil {
-		return nil, err
-	}
-	if err := n.Scan(ctx); err != nil {
-		return nil, err
-	}
-	return n, nil
-}
-
-// New validates the options and has no visible effect. The inventory is empty, and operations fail, until a Scan has found the
-// driver.
-func New(options Options) (*Node, error) {
-	options, err := options.withDefaults()
-	if err != nil {
-		return nil, fmt.Errorf("open NVML: %w", err)
-	}
+// New has no visible effect. The inventory is empty, and operations fail, until a Scan has found the driver.
+func New(options Options) *Node {
 	return &Node{
-		options: options, failure: errNotScanned,
+		options: options.withDefaults(), failure: errNotScanned,
 		known: map[string]*knownGPU{}, late: map[string]<-chan struct{}{},
 		since: map[string]time.Time{}, changes: map[string]uint64{},
 		profiled: map[string]bool{},
-	}, nil
+	}
 }
 
 // errNotScanned is the failure before the first scan.
 var errNotScanned error = &NoDriverError{Cause: errors.New("not looked for yet")}
 
-// awaitInterval is the time between two searches for a missing driver: some dozens of stat calls.
+// awaitInterval is the time between two searches for a driver with a GPU: some dozens of stat calls.
 const awaitInterval = time.Second
 
 // Inventory returns the result of the last scan. It never waits.
@@ -126,22 +107,10 @@ func (n *Node) Inventory() gpu.Inventory {
 	return n.inventory
 }
 
-// Unidentified returns the number of enumerated GPUs that are unknown and whose UUID or minor number cannot be read.
-func (n *Node) Unidentified() int {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	return n.unidentified
-}
-
 // Missing returns why the inventory is empty: an ErrNoDriver, or a driver that finds no GPU. It returns nil while there is a GPU.
 func (n *Node) Missing() error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return n.whyMissing()
-}
-
-// whyMissing is Missing. Under n.mu.
-func (n *Node) whyMissing() error {
 	switch {
 	case len(n.inventory.GPUs) > 0:
 		return nil
@@ -157,56 +126,34 @@ func (n *Node) whyMissing() error {
 // it before reading.
 func (n *Node) Changed() <-chan struct{} { return n.changed.Changed() }
 
-// Run waits for the driver, then scans until ctx is done: at each interval, and at once when device nodes or driver files come or
-// go. It returns nil then, and ErrDriverReplaced when only a new process can use the driver.
+// Run scans until ctx is done: each second until there is a GPU, then at each interval, and at once when device nodes or driver files
+// come or go. The caller makes the first Scan. Run returns nil when ctx is done, and ErrDriverReplaced when only a new process can use
+// the driver.
 func (n *Node) Run(ctx context.Context) error {
-	defer n.release()
-	if err := n.awaitDriver(ctx); err != nil || ctx.Err() != nil {
-		return err
-	}
-	watcher := n.watch(ctx)
-	defer watcher.Close()
-	ticker := time.NewTicker(n.options.Interval)
-	defer ticker.Stop()
+	defer func() {
+		n.scanning.Lock()
+		defer n.scanning.Unlock()
+		if n.session != nil && n.silent() == nil {
+			n.session.hold(false)
+		}
+	}()
+	interval := awaitInterval
+	var changed <-chan struct{}
 	for {
+		if changed == nil && n.Missing() == nil {
+			watcher := n.watch(ctx)
+			defer watcher.Close()
+			interval, changed = n.options.Interval, watcher.C
+		}
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-ticker.C:
-		case <-watcher.C:
-		}
-		if err := n.Scan(ctx); errors.Is(err, ErrDriverReplaced) {
-			return err
-		}
-	}
-}
-
-// awaitDriver scans until the first scan succeeds, or ctx is done. It returns errors other than ErrNoDriver at once.
-func (n *Node) awaitDriver(ctx context.Context) error {
-	for {
-		n.mu.Lock()
-		failure := n.failure
-		n.mu.Unlock()
-		if failure == nil {
-			return nil
+		case <-time.After(interval):
+		case <-changed:
 		}
 		if err := n.Scan(ctx); err != nil && !errors.Is(err, ErrNoDriver) {
 			return err
 		}
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-time.After(awaitInterval):
-		}
-	}
-}
-
-// release closes the session, unless it would have to wait.
-func (n *Node) release() {
-	n.scanning.Lock()
-	defer n.scanning.Unlock()
-	if n.session != nil && n.silent() == nil {
-		n.session.release()
 	}
 }
 
@@ -225,23 +172,13 @@ func (n *Node) Scan(ctx context.Context) error {
 	if err != nil && !errors.Is(err, ErrDriverReplaced) {
 		n.unreachable(ctx, err)
 	}
-	n.setFailure(err)
-	return err
-}
-
-// setFailure records the result of a scan, and notifies if Missing changed.
-func (n *Node) setFailure(err error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if fmt.Sprint(err) != fmt.Sprint(n.failure) {
+		n.changed.Notify()
+	}
 	n.failure = err
-	missing := ""
-	if reason := n.whyMissing(); reason != nil {
-		missing = reason.Error()
-	}
-	if missing != n.missing {
-		n.missing = missing
-		n.tell(n.inventory)
-	}
+	return err
 }
 
 // attach finds the driver and opens its library.
@@ -258,9 +195,9 @@ func (n *Node) attach() error {
 	if err != nil {
 		return &NoDriverError{Cause: err}
 	}
-	n.layout, n.caps, n.session, n.traces = l, caps, &session{library: library}, n.options.traces(l)
+	n.traces = n.options.traces(l)
 	n.mu.Lock()
-	n.attached = attachment{n.session, l, caps}
+	n.attachment = attachment{&session{library: library}, l, caps}
 	clear(n.profiled)
 	n.mu.Unlock()
 	for _, known := range n.known {
@@ -277,7 +214,7 @@ func (n *Node) follow() error {
 		if n.options.traces(n.layout) == n.traces {
 			return nil
 		}
-		n.session.release()
+		n.session.hold(false)
 	}
 	return n.attach()
 }
@@ -305,7 +242,7 @@ func (n *Node) unreachable(ctx context.Context, cause error) {
 	for _, known := range n.known {
 		known.gpu.Health = gpu.Health{Reason: gpu.ReasonUnreachable, Message: cause.Error()}
 	}
-	n.publish(ctx, n.Inventory().DriverVersion, n.Unidentified())
+	n.publish(ctx, n.Inventory().DriverVersion, n.unidentified)
 }
 
 // publish publishes and logs changes.
@@ -325,22 +262,15 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 		return cmp.Or(cmp.Compare(a.Minor, b.Minor), strings.Compare(a.UUID, b.UUID))
 	})
 	next.Links = n.topology.matrix(next.GPUs)
-	renewed := n.renewed
-	n.renewed = false
-
 	if unidentified != n.unidentified {
 		klog.FromContext(ctx).Info("Number of unidentified GPUs changed", "before", n.unidentified, "now", unidentified)
+		n.unidentified, n.renewed = unidentified, true
 	}
-	n.unidentified = unidentified
-	if reflect.DeepEqual(n.inventory, next) && !renewed {
+	if reflect.DeepEqual(n.inventory, next) && !n.renewed {
 		return
 	}
+	n.renewed = false
 	n.logHealth(ctx, next)
-	n.tell(next)
-}
-
-// tell replaces the inventory. Under n.mu.
-func (n *Node) tell(next gpu.Inventory) {
 	n.inventory = next
 	n.changed.Notify()
 }

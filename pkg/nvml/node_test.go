@@ -339,10 +339,7 @@ func TestLateDriver(t *testing.T) {
 	if err := os.RemoveAll(filepath.Join(m.dir, "driver")); err != nil {
 		t.Fatal(err)
 	}
-	node, err := nvml.New(m.options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := nvml.New(m.options)
 	if err := node.Missing(); !errors.Is(err, nvml.ErrNoDriver) {
 		t.Errorf("before the first scan: %v, want ErrNoDriver", err)
 	}
@@ -381,10 +378,7 @@ func TestRunEndsWithoutADriver(t *testing.T) {
 	if err := os.RemoveAll(filepath.Join(m.dir, "driver")); err != nil {
 		t.Fatal(err)
 	}
-	node, err := nvml.New(m.options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := nvml.New(m.options)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if err := node.Run(ctx); err != nil {
@@ -436,24 +430,4 @@ func TestDriverGoesAndComesBackUpgraded(t *testing.T) {
 func node590(p simulated.Profile) simulated.Profile {
 	p.Driver.Version, p.Driver.CUDA = "590.10.02", "13.1"
 	return p
-}
-
-func TestBadOptions(t *testing.T) {
-	tests := map[string]nvml.Options{
-		"host root":   {HostRoot: "host"},
-		"driver root": {DriverRoot: "driver"},
-		"device root": {DevRoot: "./dev"},
-		"library":     {Library: "libnvidia-ml.so.1"},
-		"sysfs":       {SysfsRoot: "sys"},
-		"hook":        {HookPath: "nvidia-cdi-hook"},
-		"interval":    {Interval: -1},
-	}
-	for name, options := range tests {
-		t.Run(name, func(t *testing.T) {
-			_, err := nvml.Open(t.Context(), options)
-			if err == nil || errors.Is(err, nvml.ErrNoDriver) {
-				t.Errorf("error %v, want one about the option", err)
-			}
-		})
-	}
 }

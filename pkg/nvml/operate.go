@@ -122,7 +122,7 @@ func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error)
 // reach finds a GPU within a use of the session; end ends the use.
 func (n *Node) reach(uuid string) (op *operation, end func(), err error) {
 	n.mu.Lock()
-	attached := n.attached
+	attached := n.attachment
 	g, known := n.inventory.ByUUID(uuid)
 	profiled := n.profiled[uuid]
 	n.mu.Unlock()
@@ -161,7 +161,8 @@ func (n *Node) learn(op *operation) {
 	copyMIG(&next.GPUs[at], op.gpu)
 	n.profiled[op.gpu.UUID] = op.profiled
 	if !reflect.DeepEqual(n.inventory, next) {
-		n.tell(next)
+		n.inventory = next
+		n.changed.Notify()
 	}
 }
 

@@ -6,16 +6,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/fsnotify/fsnotify"
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/filewatch"
@@ -202,7 +201,7 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		return none, errNoAnswer
 	}
 	if s != nil {
-		s.share()
+		_ = s.open() // within a use
 	}
 	answer, givenUp, ended := make(chan outcome[T]), make(chan struct{}), make(chan struct{})
 	go func() {
@@ -250,29 +249,23 @@ func (n *Node) collect() {
 // traces are the driver's traces in the file system. They change when the driver is removed, upgraded or loaded again, or when
 // device nodes come, go or change their numbers.
 type traces struct {
-	library, module, nodes string
+	module, library, nodes string
+	moved                  bool
 }
 
 func (o Options) traces(l layout) traces {
-	t := traces{library: "absent", module: o.moduleVersion()}
-	if info, err := os.Stat(l.library); err == nil {
-		t.library = fmt.Sprintf("%s %d %s", l.library, info.Size(), info.ModTime())
-		if sys, ok := info.Sys().(*syscall.Stat_t); ok {
-			t.library += fmt.Sprintf(" %d:%d", sys.Dev, sys.Ino)
-		}
+	t := traces{module: o.moduleVersion()}
+	var file unix.Stat_t
+	if unix.Stat(l.library, &file) == nil {
+		t.library = fmt.Sprint(file.Size, file.Mtim, file.Dev, file.Ino)
 	}
-	if now, err := o.locate(); err == nil && (now.library != l.library || now.devRoot != l.devRoot) {
-		t.library = "moved"
-	}
-	var nodes strings.Builder
+	now, err := o.locate()
+	t.moved = err == nil && (now.library != l.library || now.devRoot != l.devRoot)
 	for _, node := range deviceNodes(o.onHost(l.devRoot)) {
-		if info, err := os.Lstat(node); err == nil {
-			if sys, ok := info.Sys().(*syscall.Stat_t); ok {
-				fmt.Fprintf(&nodes, "%s=%x ", filepath.Base(node), sys.Rdev)
-			}
+		if unix.Lstat(node, &file) == nil {
+			t.nodes += fmt.Sprintf("%s=%x ", filepath.Base(node), file.Rdev)
 		}
 	}
-	t.nodes = nodes.String()
 	return t
 }
 

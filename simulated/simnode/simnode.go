@@ -23,7 +23,7 @@ const defaultDriverRoot = "/run/nvidia/simulated/driver"
 
 // Options returns options for the machine that options.Library selects, and other options unchanged. The machine's files, which
 // simulated.Materialize creates, are beside its driver root. The seed gives each node of a profile its own UUIDs. The profile is
-// loaded when the library is opened; a profile that cannot be loaded is an error of nvml.Open.
+// loaded when the library is opened; a profile that cannot be loaded is an error of Node.Scan.
 func Options(options nvml.Options, seed string) nvml.Options {
 	profile, isSimulated := strings.CutPrefix(options.Library, Library)
 	if !isSimulated {

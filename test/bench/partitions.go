@@ -72,9 +72,10 @@ func openTwin(ctx context.Context, host string) (*nvml.Node, error) {
 	if err := simulated.Materialize(root, profile, simulated.MaterializeOptions{}); err != nil {
 		return nil, err
 	}
-	return nvml.Open(ctx, simnode.Options(nvml.Options{
+	node := nvml.New(simnode.Options(nvml.Options{
 		HostRoot: host, Library: simnode.Library + filepath.Join(root, simulated.ProfileFile), SysfsRoot: filepath.Join(root, simulated.SysfsDir),
 	}, ""))
+	return node, node.Scan(ctx)
 }
 
 func (s *subject) partitions(ctx context.Context, driver *nvml.Node, n int) ([]Figure, error) {

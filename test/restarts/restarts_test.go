@@ -47,10 +47,11 @@ func TestMain(m *testing.M) {
 func machineDir(host string) string { return filepath.Join(host, "run/nvidia/simulated") }
 
 func open(ctx context.Context, host string) (*nvml.Node, error) {
-	return nvml.Open(ctx, simnode.Options(nvml.Options{
+	node := nvml.New(simnode.Options(nvml.Options{
 		HostRoot: host, Library: simnode.Library + filepath.Join(machineDir(host), simulated.ProfileFile),
 		SysfsRoot: filepath.Join(machineDir(host), simulated.SysfsDir),
 	}, ""))
+	return node, node.Scan(ctx)
 }
 
 // live is one life: it obeys lines of "make <name>" and "destroy <name>", and answers "ok" or "error: …" to each.
