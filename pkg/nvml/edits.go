@@ -3,7 +3,6 @@
 package nvml
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -214,25 +213,17 @@ const migMinors = "driver/nvidia-caps/mig-minors"
 
 // readCapabilities reads the list; it is empty if the driver has no MIG.
 func readCapabilities(procRoot string) (capabilities, error) {
-	file, err := os.Open(filepath.Join(procRoot, migMinors))
-	if err != nil {
-		if os.IsNotExist(err) {
-			return nil, nil
-		}
+	text, err := os.ReadFile(filepath.Join(procRoot, migMinors))
+	if err != nil && !os.IsNotExist(err) {
 		return nil, fmt.Errorf("read MIG capabilities: %w", err)
 	}
-	defer func() { _ = file.Close() }()
 	all := capabilities{}
-	lines := bufio.NewScanner(file)
-	for lines.Scan() {
-		name, number, _ := strings.Cut(lines.Text(), " ")
+	for line := range strings.Lines(string(text)) {
+		name, number, _ := strings.Cut(strings.TrimSpace(line), " ")
 		// A later driver may add lines of another form.
 		if minor, err := strconv.Atoi(number); err == nil {
 			all[name] = minor
 		}
-	}
-	if err := lines.Err(); err != nil {
-		return nil, fmt.Errorf("read MIG capabilities: %w", err)
 	}
 	return all, nil
 }

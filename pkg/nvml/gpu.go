@@ -3,6 +3,7 @@
 package nvml
 
 import (
+	"cmp"
 	"fmt"
 	"path/filepath"
 
@@ -35,11 +36,10 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 		return false
 	}
 	g.DriverVersion = r.driver
-	setIf(&g.CUDADriverVersion, r.cuda)
+	g.CUDADriverVersion = cmp.Or(r.cuda, g.CUDADriverVersion)
 	read := func(into *string, get func() (string, error)) {
-		value, err := get()
-		if err == nil {
-			setIf(into, value)
+		if value, err := get(); err == nil {
+			*into = cmp.Or(value, *into)
 		}
 	}
 	name, ret := d.GetName()
@@ -58,12 +58,6 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 	r.readPlace(g)
 	g.FabricClique = fabricClique(d, g.FabricClique)
 	return complete
-}
-
-func setIf(into *string, value string) {
-	if value != "" {
-		*into = value
-	}
 }
 
 // readState reads what may change while a GPU is in use, and its health.
@@ -121,33 +115,14 @@ func (r *reader) readPlace(g *gpu.GPU) {
 // returns the known value.
 func fabricClique(d gonvml.Device, known string) string {
 	info, ret := d.GetGpuFabricInfo()
-	if ret == gonvml.ERROR_FUNCTION_NOT_FOUND {
-		return fabricCliqueV(d, known)
-	}
 	if ret != gonvml.SUCCESS {
 		return known
 	}
-	return cliqueName(info.State, info.Status, info.ClusterUuid, info.CliqueId)
-}
-
-// fabricCliqueV is for drivers with only the versioned function.
-func fabricCliqueV(d gonvml.Device, known string) string {
-	g, ok := d.(*guardedDevice)
-	if !ok || !g.guard.has("nvmlDeviceGetGpuFabricInfoV") {
-		return known
-	}
-	info, ret := d.GetGpuFabricInfoV().V2()
-	if ret != gonvml.SUCCESS {
-		return known
-	}
-	return cliqueName(info.State, info.Status, info.ClusterUuid, info.CliqueId)
-}
-
-func cliqueName(state uint8, status uint32, cluster [16]uint8, clique uint32) string {
-	if state != gonvml.GPU_FABRIC_STATE_COMPLETED || gonvml.Return(status) != gonvml.SUCCESS || cluster == [16]uint8{} {
+	joined := info.State == gonvml.GPU_FABRIC_STATE_COMPLETED && gonvml.Return(info.Status) == gonvml.SUCCESS
+	if !joined || info.ClusterUuid == [16]uint8{} {
 		return ""
 	}
-	return fmt.Sprintf("%s.%d", uuid.UUID(cluster), clique)
+	return fmt.Sprintf("%s.%d", uuid.UUID(info.ClusterUuid), info.CliqueId)
 }
 
 // visit is the result of reading one GPU.
@@ -164,8 +139,8 @@ type visit struct {
 	deinitialises bool
 }
 
-// visit reads the GPU at an index. Of a GPU in before it reads only what may have changed.
-func (r *reader) visit(library gonvml.Interface, index int, before map[string]knownGPU) visit {
+// visit reads the GPU at an index. Of a known GPU it reads only what may have changed.
+func (r *reader) visit(library gonvml.Interface, index int, recall func(uuid string) (knownGPU, bool)) visit {
 	d, ret := library.DeviceGetHandleByIndex(index)
 	if ret != gonvml.SUCCESS {
 		return visit{ret: ret}
@@ -175,7 +150,7 @@ func (r *reader) visit(library gonvml.Interface, index int, before map[string]kn
 		return visit{ret: ret}
 	}
 	v := visit{device: d}
-	known, met := before[uuid]
+	known, met := recall(uuid)
 	if !met {
 		if name, ret := d.GetName(); ret == gonvml.SUCCESS && skippedNames[name] {
 			return visit{skip: true}

@@ -193,12 +193,8 @@ func foreign(path string) bool {
 // of a package.
 func (o Options) choose(found []layout) layout {
 	loaded := o.moduleVersion()
-	for _, l := range found {
-		if loaded != "" && l.version == loaded {
-			return l
-		}
-	}
-	return found[0]
+	matching := slices.IndexFunc(found, func(l layout) bool { return loaded != "" && l.version == loaded })
+	return found[max(matching, 0)]
 }
 
 // moduleVersion returns the version of the loaded kernel module, empty for none.

@@ -34,30 +34,8 @@ type operation struct {
 	layout   layout
 }
 
-// outcome is the result of an operation.
-type outcome[T any] struct {
-	value T
-	err   error
-}
-
-// change runs an operation that changes the GPU: the inventory is updated when it returns. If the caller has gone, abandon
-// reverts the change; it may be nil.
-func change[T any](
-	ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T),
-) (T, error) {
-	return operate(ctx, n, uuid, func(op *operation) (T, error) {
-		defer n.learn(op)
-		return do(op)
-	}, func(op *operation, value T) {
-		if abandon != nil {
-			abandon(op, value)
-			n.learn(op)
-		}
-	})
-}
-
-// operate waits until it has the GPU to itself and runs an operation on it. ctx ends the wait, not a running operation: that one
-// ends by itself, abandon gets its result, and only then the next operation starts.
+// operate waits until it has the GPU to itself and runs an operation on it. ctx ends the wait, not a running operation: that one ends by
+// itself, abandon (nil for nothing) gets its result, and only then the next operation starts. One that changes the GPU ends with learn.
 func operate[T any](
 	ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T),
 ) (T, error) {
@@ -66,36 +44,43 @@ func operate[T any](
 	if err != nil {
 		return none, err
 	}
-	answer, abandoned := make(chan outcome[T]), make(chan struct{})
-	go func() {
+	return await(ctx, func(answer func(T, error) bool) {
 		defer leave()
 		op, end, err := n.reach(uuid)
 		if err != nil {
-			_ = answered(answer, outcome[T]{err: err}, abandoned)
+			answer(none, err)
 			return
 		}
 		defer end()
 		value, err := do(op)
-		if !answered(answer, outcome[T]{value, err}, abandoned) && err == nil {
+		if !answer(value, err) && err == nil && abandon != nil {
 			abandon(op, value)
 		}
-	}()
-	select {
-	case o := <-answer:
-		return o.value, o.err
-	case <-ctx.Done():
-		close(abandoned)
-		return none, fmt.Errorf("wait for GPU %s: %w", uuid, context.Cause(ctx))
-	}
+	})
 }
 
-// answered sends the answer if the caller still waits.
-func answered[T any](answer chan<- outcome[T], o outcome[T], abandoned <-chan struct{}) bool {
+// await runs work in a goroutine and returns its answer. ctx ends the wait, not the work: answer then returns false.
+func await[T any](ctx context.Context, work func(answer func(T, error) bool)) (T, error) {
+	type outcome struct {
+		value T
+		err   error
+	}
+	answers, left := make(chan outcome), make(chan struct{})
+	go work(func(value T, err error) bool {
+		select {
+		case answers <- outcome{value, err}:
+			return true
+		case <-left:
+			return false
+		}
+	})
 	select {
-	case answer <- o:
-		return true
-	case <-abandoned:
-		return false
+	case o := <-answers:
+		return o.value, o.err
+	case <-ctx.Done():
+		close(left)
+		var none T
+		return none, fmt.Errorf("wait for the driver: %w", context.Cause(ctx))
 	}
 }
 
@@ -183,16 +168,13 @@ func (n *Node) operating(uuid string) bool {
 	return operated && time.Since(since) < tooLong*n.options.patience
 }
 
-// recall returns the known GPUs with the changes of operations since they were read.
-func (n *Node) recall(before map[string]knownGPU) map[string]knownGPU {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	now := make(map[string]knownGPU, len(before))
-	for uuid, known := range before {
-		n.catchUp(&known)
-		now[uuid] = known
-	}
-	return now
+// recall returns a GPU as it was known before, with the changes of operations since.
+func (s *sweep) recall(uuid string) (known knownGPU, met bool) {
+	s.node.mu.Lock()
+	defer s.node.mu.Unlock()
+	known, met = s.before[uuid]
+	s.node.catchUp(&known)
+	return known, met
 }
 
 // catchUp copies the MIG state from the inventory if an operation on the GPU is running or has changed the GPU since the scan read it.
@@ -212,12 +194,16 @@ func (n *Node) catchUp(known *knownGPU) {
 // it. It is not idempotent: an existing instance at the placement is an error. It is safe for concurrent use; changes of one GPU run one
 // after the other, and the inventory contains the partition when it returns.
 func (n *Node) Create(ctx context.Context, ref gpu.Ref, profile gpu.Profile) (gpu.Partition, error) {
-	create := func(op *operation) (gpu.Partition, error) { return op.create(ref.Placement, profile) }
+	create := func(op *operation) (gpu.Partition, error) {
+		defer n.learn(op)
+		return op.create(ref.Placement, profile)
+	}
 	takeBack := func(op *operation, _ gpu.Partition) {
 		// The caller no longer waits. The inventory shows what is left, as after a crash.
 		_ = op.destroy(ref.Placement)
+		n.learn(op)
 	}
-	p, err := change(ctx, n, ref.GPU, create, takeBack)
+	p, err := operate(ctx, n, ref.GPU, create, takeBack)
 	if err != nil {
 		return gpu.Partition{}, fmt.Errorf("create a %s at %s: %w", profile.Name, ref, err)
 	}
@@ -294,22 +280,27 @@ func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
 	if ref.Whole() || ref.Compute != (gpu.Placement{}) {
 		return fmt.Errorf("destroy partition %s: not the placement of a GPU instance", ref)
 	}
-	destroy := func(op *operation) (struct{}, error) { return struct{}{}, op.destroy(ref.Placement) }
-	if _, err := change(ctx, n, ref.GPU, destroy, nil); err != nil {
+	destroy := func(op *operation) (struct{}, error) {
+		defer n.learn(op)
+		return struct{}{}, op.destroy(ref.Placement)
+	}
+	if _, err := operate(ctx, n, ref.GPU, destroy, nil); err != nil {
 		return fmt.Errorf("destroy partition %s: %w", ref, err)
 	}
 	return nil
 }
 
 func (op *operation) destroy(place gpu.Placement) error {
-	i, err := op.at(place)
+	instances, err := instancesOf(op.gpu, op.device)
 	if err != nil {
 		return err
 	}
-	if i == nil {
+	at := slices.IndexFunc(instances, func(i gpuInstance) bool { return i.partition.Ref.Placement == place })
+	if at < 0 {
 		op.gpu.Partitions = op.without(place)
 		return nil
 	}
+	i := instances[at]
 	computes, err := computeInstances(i.handle)
 	if err != nil {
 		return err
@@ -334,22 +325,18 @@ func (op *operation) without(place gpu.Placement) []gpu.Partition {
 }
 
 // ended returns the result of destroying part of a partition as an error.
-func (op *operation) ended(i *gpuInstance, what string, ret gonvml.Return) error {
+func (op *operation) ended(i gpuInstance, what string, ret gonvml.Return) error {
 	switch ret {
 	case gonvml.SUCCESS:
 		return nil
 	case gonvml.ERROR_IN_USE:
-		return &InUseError{Partition: op.named(i.partition), Processes: op.users(i.partition.GPUInstance)}
+		p := i.partition
+		if complete, err := op.find(p.GPUInstance); err == nil {
+			p = complete
+		}
+		return &InUseError{Partition: p, Processes: op.users(p.GPUInstance)}
 	}
 	return fmt.Errorf("destroy the %s: %w", what, returnError{ret})
-}
-
-// named adds the UUID, if it can be read.
-func (op *operation) named(p gpu.Partition) gpu.Partition {
-	if found, err := op.find(p.GPUInstance); err == nil {
-		return found
-	}
-	return p
 }
 
 // EnableMIG switches MIG mode on. It fails if the GPU has another client or needs a reset (Ampere), and then clears the pending
@@ -365,8 +352,11 @@ func (n *Node) DisableMIG(ctx context.Context, uuid string) error {
 }
 
 func (n *Node) switchMIG(ctx context.Context, uuid string, mode int, word string) error {
-	set := func(op *operation) (struct{}, error) { return struct{}{}, op.setMode(mode) }
-	if _, err := change(ctx, n, uuid, set, nil); err != nil {
+	set := func(op *operation) (struct{}, error) {
+		defer n.learn(op)
+		return struct{}{}, op.setMode(mode)
+	}
+	if _, err := operate(ctx, n, uuid, set, nil); err != nil {
 		return fmt.Errorf("switch MIG mode of GPU %s %s: %w", uuid, word, err)
 	}
 	return nil
@@ -382,7 +372,7 @@ func (op *operation) setMode(mode int) error {
 	case current == mode:
 		return nil
 	}
-	instances, err := op.instances()
+	instances, err := instancesOf(op.gpu, op.device)
 	if err != nil {
 		return err
 	}

@@ -20,7 +20,7 @@ import (
 // unreadable lists what cannot be read: a known partition is then unhealthy, and gone only if its GPU instance is gone.
 func (r *reader) readPartitions(g gpu.GPU, d gonvml.Device) (partitions []gpu.Partition, unreadable []string) {
 	partitions, unreadable = r.readDevices(g, d)
-	instances, err := instancesOfProfiles(g, d)
+	instances, err := instancesOf(g, d)
 	if err != nil {
 		unreadable = append(unreadable, err.Error())
 	}
@@ -278,7 +278,7 @@ func byProcesses(processes []int) string {
 // empty. It fails if anything cannot be read, because the caller is about to create or destroy. It is safe for concurrent use,
 // and waits for a running change of the same GPU.
 func (n *Node) Partitions(ctx context.Context, uuid string) ([]gpu.Partition, error) {
-	partitions, err := operate(ctx, n, uuid, (*operation).partitions, func(*operation, []gpu.Partition) {})
+	partitions, err := operate(ctx, n, uuid, (*operation).partitions, nil)
 	if err != nil {
 		return nil, fmt.Errorf("list the partitions of GPU %s: %w", uuid, err)
 	}
@@ -286,7 +286,7 @@ func (n *Node) Partitions(ctx context.Context, uuid string) ([]gpu.Partition, er
 }
 
 func (op *operation) partitions() ([]gpu.Partition, error) {
-	instances, err := op.instances()
+	instances, err := instancesOf(op.gpu, op.device)
 	if err != nil || len(instances) == 0 {
 		return nil, err
 	}
@@ -303,9 +303,9 @@ type gpuInstance struct {
 	partition gpu.Partition
 }
 
-// instances returns all GPU instances; none if MIG mode is off.
-func (op *operation) instances() ([]gpuInstance, error) {
-	mode, _, ret := op.device.GetMigMode()
+// instancesOf returns all GPU instances of a GPU; none if MIG mode is off.
+func instancesOf(g gpu.GPU, d gonvml.Device) ([]gpuInstance, error) {
+	mode, _, ret := d.GetMigMode()
 	switch {
 	case unsupported(ret) || ret == gonvml.SUCCESS && mode != gonvml.DEVICE_MIG_ENABLE:
 		return nil, nil
@@ -314,68 +314,27 @@ func (op *operation) instances() ([]gpuInstance, error) {
 	}
 	var all []gpuInstance
 	for number := range gonvml.GPU_INSTANCE_PROFILE_COUNT {
-		info, ret := op.device.GetGpuInstanceProfileInfo(number)
-		if absent(ret) {
-			continue
+		info, ret := d.GetGpuInstanceProfileInfo(number)
+		if absent(ret) || ret == gonvml.SUCCESS && info.InstanceCount == 0 {
+			continue // go-nvml v0.13.4-0 panics without instances
 		}
 		if ret != gonvml.SUCCESS {
 			return nil, fmt.Errorf("read MIG profile %d: %w", number, returnError{ret})
 		}
-		found, err := instancesOf(op.gpu, op.device, info)
-		if err != nil {
-			return nil, err
+		handles, ret := d.GetGpuInstances(&info)
+		if ret != gonvml.SUCCESS {
+			return nil, fmt.Errorf("list GPU instances of MIG profile %d: %w", info.Id, returnError{ret})
 		}
-		all = append(all, found...)
+		for _, handle := range handles {
+			p, err := instanceOf(g, handle)
+			if err != nil {
+				return nil, err
+			}
+			all = append(all, gpuInstance{handle, p})
+		}
 	}
 	slices.SortFunc(all, func(a, b gpuInstance) int { return byPlace(a.partition, b.partition) })
 	return all, nil
-}
-
-// instancesOfProfiles returns the GPU instances of the GPU's known profiles, for a scan, with half the calls of instances.
-func instancesOfProfiles(g gpu.GPU, d gonvml.Device) ([]gpuInstance, error) {
-	var all []gpuInstance
-	for _, p := range g.Profiles {
-		found, err := instancesOf(g, d, gonvml.GpuInstanceProfileInfo{Id: uint32(p.ID), InstanceCount: uint32(p.Instances)})
-		if err != nil {
-			return nil, err
-		}
-		all = append(all, found...)
-	}
-	return all, nil
-}
-
-// instancesOf returns the GPU instances of one profile. NVML needs its ID and maximum number.
-func instancesOf(g gpu.GPU, d gonvml.Device, info gonvml.GpuInstanceProfileInfo) ([]gpuInstance, error) {
-	if info.InstanceCount == 0 {
-		return nil, nil // go-nvml v0.13.4-0 panics
-	}
-	handles, ret := d.GetGpuInstances(&info)
-	if ret != gonvml.SUCCESS {
-		return nil, fmt.Errorf("list GPU instances of MIG profile %d: %w", info.Id, returnError{ret})
-	}
-	var all []gpuInstance
-	for _, handle := range handles {
-		p, err := instanceOf(g, handle)
-		if err != nil {
-			return nil, err
-		}
-		all = append(all, gpuInstance{handle, p})
-	}
-	return all, nil
-}
-
-// at returns the GPU instance at exactly that placement; nil for none.
-func (op *operation) at(place gpu.Placement) (*gpuInstance, error) {
-	instances, err := op.instances()
-	if err != nil {
-		return nil, err
-	}
-	for _, i := range instances {
-		if i.partition.Ref.Placement == place {
-			return &i, nil
-		}
-	}
-	return nil, nil
 }
 
 // computeInstances returns the compute instances of a GPU instance.

@@ -33,7 +33,7 @@ var computeModes = map[gpu.ComputeMode]gonvml.ComputeMode{
 func (n *Node) SetComputeMode(ctx context.Context, uuid string, mode gpu.ComputeMode) (before gpu.ComputeMode, err error) {
 	before, err = operate(ctx, n, uuid, func(op *operation) (gpu.ComputeMode, error) {
 		return op.setComputeMode(mode)
-	}, func(*operation, gpu.ComputeMode) {}) // the caller sets it again
+	}, nil) // a caller that has gone sets it again
 	if err != nil {
 		return "", fmt.Errorf("set compute mode of GPU %s to %s: %w", uuid, mode, err)
 	}
@@ -42,7 +42,7 @@ func (n *Node) SetComputeMode(ctx context.Context, uuid string, mode gpu.Compute
 
 // ComputeMode reads the compute mode. Safe for concurrent use.
 func (n *Node) ComputeMode(ctx context.Context, uuid string) (gpu.ComputeMode, error) {
-	mode, err := operate(ctx, n, uuid, (*operation).computeMode, func(*operation, gpu.ComputeMode) {})
+	mode, err := operate(ctx, n, uuid, (*operation).computeMode, nil)
 	if err != nil {
 		return "", fmt.Errorf("read compute mode of GPU %s: %w", uuid, err)
 	}
@@ -96,7 +96,7 @@ func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) erro
 	}
 	_, err := operate(ctx, n, uuid, func(op *operation) (struct{}, error) {
 		return struct{}{}, n.options.setTimeSlice(op.layout, uuid, interval)
-	}, func(*operation, struct{}) {}) // the caller sets it again
+	}, nil) // a caller that has gone sets it again
 	if err != nil {
 		return fmt.Errorf("set time slice of GPU %s to %d: %w", uuid, interval, err)
 	}

@@ -26,7 +26,7 @@ type sweep struct {
 	node   *Node
 	reader *reader
 	count  int
-	// before is the known state at the start.
+	// before is the known state at the start. It does not change: a visit may outlive the sweep.
 	before map[string]knownGPU
 
 	seen      map[string]bool
@@ -96,10 +96,9 @@ func (s *sweep) look(ctx context.Context, index int) {
 	if s.leave(index) {
 		return
 	}
-	// Copies, because the visit may outlive the sweep.
-	session, reader, before := s.node.session, s.reader, s.node.recall(s.before)
+	session := s.node.session // a visit may outlive the sweep
 	v, err := attempt(s.node, fmt.Sprint("GPU ", index), session, func() (visit, error) {
-		return reader.visit(session.library, index, before), nil
+		return s.reader.visit(session.library, index, s.recall), nil
 	}, nil)
 	if err != nil {
 		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
@@ -181,8 +180,9 @@ func (s *sweep) absence(g gpu.GPU) gpu.Health {
 
 // connect reads the topology if a GPU answers that did not answer when it was last read.
 func (s *sweep) connect() {
-	if s.node.topology.pairs == nil || !s.node.topology.covers(s.endpoints) {
-		s.node.topology = readTopology(s.endpoints, s.node.topology)
+	before := s.node.topology
+	if before.pairs == nil || slices.ContainsFunc(s.endpoints, func(e endpoint) bool { return !before.of[e.uuid] }) {
+		s.node.topology = readTopology(s.endpoints, before)
 	}
 }
 
@@ -196,34 +196,31 @@ const wholeDriver = "driver"
 // attempt stops waiting after a timeout. The call continues in its goroutine. Until it ends, attempt starts no other call with the same
 // key. If undo is not nil, it receives the late result. Under n.scanning.
 func attempt[T any](n *Node, about string, s *session, call func() (T, error), undo func(T)) (T, error) {
-	var none T
 	if !n.ended(about) {
+		var none T
 		return none, errNoAnswer
 	}
 	if s != nil {
 		_ = s.open() // within a use
 	}
-	answer, givenUp, ended := make(chan outcome[T]), make(chan struct{}), make(chan struct{})
-	go func() {
+	ctx, cancel := context.WithTimeoutCause(context.Background(), n.options.patience, errNoAnswer)
+	defer cancel()
+	ended := make(chan struct{})
+	value, err := await(ctx, func(answer func(T, error) bool) {
 		defer close(ended)
 		value, err := call()
 		if s != nil {
 			s.close()
 		}
-		if !answered(answer, outcome[T]{value, err}, givenUp) && err == nil && undo != nil {
+		if !answer(value, err) && err == nil && undo != nil {
 			undo(value)
 		}
-	}()
-	timer := time.NewTimer(n.options.patience)
-	defer timer.Stop()
-	select {
-	case o := <-answer:
-		return o.value, o.err
-	case <-timer.C:
-		close(givenUp)
+	})
+	if errors.Is(err, errNoAnswer) {
 		n.late[about] = ended
-		return none, errNoAnswer
+		return value, errNoAnswer
 	}
+	return value, err
 }
 
 // ended reports whether no call about a GPU or the driver continues after its timeout.

@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+	"golang.org/x/sys/unix"
 
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -30,16 +31,6 @@ type topology struct {
 	domains map[string]string
 	// of has the GPUs that answered when the topology was read.
 	of map[string]bool
-}
-
-// covers reports whether the topology was read with all of these GPUs.
-func (t topology) covers(endpoints []endpoint) bool {
-	for _, e := range endpoints {
-		if !t.of[e.uuid] {
-			return false
-		}
-	}
-	return true
 }
 
 // endpoint is a GPU that answers.
@@ -115,14 +106,11 @@ func linksBetween(a, b *endpoint) int {
 
 // busID returns the address of a PciInfo in the form of device.GPU.
 func busID(info gonvml.PciInfo) string {
-	var text strings.Builder
-	for _, c := range info.BusId {
-		if c == 0 {
-			break
-		}
-		text.WriteByte(byte(c))
+	text := make([]byte, len(info.BusId))
+	for i, c := range info.BusId {
+		text[i] = byte(c)
 	}
-	id := strings.ToLower(text.String())
+	id := strings.ToLower(unix.ByteSliceToString(text))
 	// NVML writes domains with 8 digits; those of Linux have 4 unless they need more.
 	if rest, ok := strings.CutPrefix(id, "0000"); ok && strings.Index(rest, ":") == 4 {
 		return rest
@@ -130,26 +118,21 @@ func busID(info gonvml.PciInfo) string {
 	return id
 }
 
+var links = map[gonvml.GpuTopologyLevel]gpu.Link{
+	gonvml.TOPOLOGY_INTERNAL:   gpu.LinkInternal,
+	gonvml.TOPOLOGY_SINGLE:     gpu.LinkSingle,
+	gonvml.TOPOLOGY_MULTIPLE:   gpu.LinkMultiple,
+	gonvml.TOPOLOGY_HOSTBRIDGE: gpu.LinkHostBridge,
+	gonvml.TOPOLOGY_NODE:       gpu.LinkNode,
+	gonvml.TOPOLOGY_SYSTEM:     gpu.LinkSystem,
+}
+
 func commonAncestor(a, b gonvml.Device) gpu.Link {
 	level, ret := a.GetTopologyCommonAncestor(b)
 	if ret != gonvml.SUCCESS {
 		return gpu.LinkUnknown
 	}
-	switch level {
-	case gonvml.TOPOLOGY_INTERNAL:
-		return gpu.LinkInternal
-	case gonvml.TOPOLOGY_SINGLE:
-		return gpu.LinkSingle
-	case gonvml.TOPOLOGY_MULTIPLE:
-		return gpu.LinkMultiple
-	case gonvml.TOPOLOGY_HOSTBRIDGE:
-		return gpu.LinkHostBridge
-	case gonvml.TOPOLOGY_NODE:
-		return gpu.LinkNode
-	case gonvml.TOPOLOGY_SYSTEM:
-		return gpu.LinkSystem
-	}
-	return gpu.LinkUnknown
+	return links[level]
 }
 
 // setDomains names each set of two or more GPUs that NVLink connects by the smallest PCI address in it, or by the smallest UUID
