@@ -3,7 +3,6 @@
 package device
 
 import (
-	"cmp"
 	"slices"
 	"strings"
 )
@@ -147,19 +146,17 @@ func commonest(gpus []GPU) string {
 		if !g.MIGEnabled || g.Dynamic && len(parts) == 0 {
 			votes[whole]++
 		}
-		profiles := map[string]bool{}
+		profiles := map[string]bool{"": true}
 		for _, p := range parts {
-			profiles[p.Profile] = p.Profile != ""
-		}
-		for profile, known := range profiles {
-			if known {
-				votes[profile]++
+			if !profiles[p.Profile] {
+				profiles[p.Profile] = true
+				votes[p.Profile]++
 			}
 		}
 	}
 	best := whole
 	for profile, n := range votes {
-		if n > votes[best] || n == votes[best] && cmp.Less(profile, best) {
+		if n > votes[best] || n == votes[best] && profile < best {
 			best = profile
 		}
 	}
