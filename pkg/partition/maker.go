@@ -56,7 +56,7 @@ type Maker struct {
 	locks    keylock.Locks[string]
 }
 
-// Policy is the node configuration for a GPU. A nil func applies to no GPU.
+// Policy is the node configuration for a GPU.
 type Policy struct {
 	// Dynamic selects dynamic GPUs.
 	Dynamic func(device.GPU) bool
@@ -66,12 +66,6 @@ type Policy struct {
 
 // NewMaker has no visible effect.
 func NewMaker(records *Records, hardware Hardware, policy Policy) *Maker {
-	if policy.Dynamic == nil {
-		policy.Dynamic = func(device.GPU) bool { return false }
-	}
-	if policy.Sharing == nil {
-		policy.Sharing = func(device.GPU) device.Sharing { return device.Sharing{} }
-	}
 	return &Maker{Records: records, hardware: hardware, policy: policy}
 }
 

@@ -171,7 +171,10 @@ func process(t *testing.T, dir string, h *hardware) *Maker {
 	if err != nil || len(problems) > 0 {
 		t.Fatal(err, problems)
 	}
-	return NewMaker(records, h, Policy{Dynamic: func(device.GPU) bool { return true }})
+	return NewMaker(records, h, Policy{
+		Dynamic: func(device.GPU) bool { return true },
+		Sharing: func(device.GPU) device.Sharing { return device.Sharing{} },
+	})
 }
 
 func wanted(profile string, id, start, size int) device.Partition {

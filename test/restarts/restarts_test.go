@@ -67,7 +67,10 @@ func live(ctx context.Context, host string, orders io.Reader, answers io.Writer)
 	if err := errors.Join(append(problems, err)...); err != nil {
 		return err
 	}
-	maker := partition.NewMaker(records, node, partition.Policy{Dynamic: func(device.GPU) bool { return true }})
+	maker := partition.NewMaker(records, node, partition.Policy{
+		Dynamic: func(device.GPU) bool { return true },
+		Sharing: func(device.GPU) device.Sharing { return device.Sharing{} },
+	})
 	fmt.Fprintln(answers, "ok")
 	for lines := bufio.NewScanner(orders); lines.Scan(); {
 		order, name, _ := strings.Cut(lines.Text(), " ")
