@@ -71,6 +71,7 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 			if p.UUID == "" {
 				continue
 			}
+			p.Health = gpu.Device{GPU: g, Partition: p}.Health()
 			device, err := n.partitionEdits(n.layout.devRoot, p, parent, err)
 			add(p.UUID, device, err)
 		}

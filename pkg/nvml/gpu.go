@@ -20,10 +20,9 @@ var skippedNames = map[string]bool{"DGX Display": true, "NVIDIA DGX Display": tr
 
 // reader reads GPUs within one session.
 type reader struct {
+	attachment
 	options Options
 	lib     device.Interface
-	devRoot string
-	caps    capabilities
 	driver  string
 	cuda    string
 }
@@ -76,7 +75,7 @@ func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
 		// Earlier inventories share the pointer, so it points to a new value.
 		g.ECCEnabled = &on
 	}
-	node := filepath.Join(r.devRoot, fmt.Sprintf("dev/nvidia%d", g.Minor))
+	node := filepath.Join(r.layout.devRoot, fmt.Sprintf("dev/nvidia%d", g.Minor))
 	if !isCharDevice(r.options.onHost(node)) {
 		g.Health = gpu.Health{Reason: gpu.ReasonNoNode, Message: node + " does not exist or is no character device"}
 	}
@@ -133,15 +132,13 @@ type visit struct {
 
 	known  knownGPU
 	device gonvml.Device
-	// unreadable is the MIG data that cannot be read.
-	unreadable []string
 	// deinitialises marks a GPU that the driver shuts down while no process has it open.
 	deinitialises bool
 }
 
 // visit reads the GPU at an index. Of a known GPU it reads only what may have changed.
-func (r *reader) visit(library gonvml.Interface, index int, recall func(uuid string) (knownGPU, bool)) visit {
-	d, ret := library.DeviceGetHandleByIndex(index)
+func (r *reader) visit(index int, recall func(uuid string) (knownGPU, bool)) visit {
+	d, ret := r.session.library.DeviceGetHandleByIndex(index)
 	if ret != gonvml.SUCCESS {
 		return visit{ret: ret}
 	}
@@ -165,8 +162,9 @@ func (r *reader) visit(library gonvml.Interface, index int, recall func(uuid str
 		known.complete = r.readAll(&known.gpu, d)
 	}
 	r.readState(&known.gpu, d)
+	known.unreadable = nil
 	if known.gpu.Health.Healthy() || known.gpu.Health.Reason == gpu.ReasonNoNode {
-		v.unreadable = r.readMIG(&known, d)
+		known.unreadable = r.readMIG(&known, d)
 	}
 	mode, ret := d.GetPersistenceMode()
 	v.known, v.deinitialises = known, ret == gonvml.SUCCESS && mode == gonvml.FEATURE_DISABLED

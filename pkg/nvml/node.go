@@ -66,11 +66,9 @@ type Node struct {
 	// failure is the error of the last scan.
 	failure error
 	changed broadcast.Signal
-	// All three by UUID: since is the start of the GPU's running operation, changes the number of changes by operations, and profiled
-	// whether the inventory has all its profiles.
-	since    map[string]time.Time
-	changes  map[string]uint64
-	profiled map[string]bool
+	// Both by UUID: since is the start of the GPU's running operation, changes the number of changes by operations.
+	since   map[string]time.Time
+	changes map[string]uint64
 }
 
 // knownGPU is the known data of a GPU.
@@ -87,15 +85,11 @@ type knownGPU struct {
 // New has no visible effect. The inventory is empty, and operations fail, until a Scan has found the driver.
 func New(options Options) *Node {
 	return &Node{
-		options: options.withDefaults(), failure: errNotScanned,
+		options: options.withDefaults(), failure: &NoDriverError{Cause: errors.New("not looked for yet")},
 		known: map[string]*knownGPU{}, late: map[string]<-chan struct{}{},
 		since: map[string]time.Time{}, changes: map[string]uint64{},
-		profiled: map[string]bool{},
 	}
 }
-
-// errNotScanned is the failure before the first scan.
-var errNotScanned error = &NoDriverError{Cause: errors.New("not looked for yet")}
 
 // awaitInterval is the time between two searches for a driver with a GPU: some dozens of stat calls.
 const awaitInterval = time.Second
@@ -198,7 +192,6 @@ func (n *Node) attach() error {
 	n.traces = n.options.traces(l)
 	n.mu.Lock()
 	n.attachment = attachment{&session{library: library}, l, caps}
-	clear(n.profiled)
 	n.mu.Unlock()
 	for _, known := range n.known {
 		known.complete, known.profiled = false, false
@@ -252,10 +245,8 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 	next := gpu.Inventory{DriverVersion: driver}
 	for _, known := range n.known {
 		n.catchUp(known)
-		n.profiled[known.gpu.UUID] = known.profiled
 		g := known.gpu
 		g.NVLinkDomain = n.topology.domains[g.UUID]
-		g.Partitions = withHealth(g.Partitions, g.Health)
 		next.GPUs = append(next.GPUs, g)
 	}
 	slices.SortFunc(next.GPUs, func(a, b gpu.GPU) int {
@@ -273,18 +264,6 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 	n.logHealth(ctx, next)
 	n.inventory = next
 	n.changed.Notify()
-}
-
-// withHealth sets the health of an unhealthy GPU on its partitions.
-func withHealth(partitions []gpu.Partition, health gpu.Health) []gpu.Partition {
-	if health.Healthy() {
-		return partitions
-	}
-	partitions = slices.Clone(partitions)
-	for i := range partitions {
-		partitions[i].Health = health
-	}
-	return partitions
 }
 
 // logHealth logs which GPUs became unhealthy or healthy.

@@ -26,12 +26,10 @@ type attachment struct {
 
 // operation reads or changes the MIG state of one GPU, alone on that GPU.
 type operation struct {
-	reader *reader
-	// gpu is the known state with the operation's changes; profiled is as in knownGPU.
-	gpu      gpu.GPU
-	profiled bool
-	device   gonvml.Device
-	layout   layout
+	*reader
+	// gpu is the known state with the operation's changes.
+	gpu    gpu.GPU
+	device gonvml.Device
 }
 
 // operate waits until it has the GPU to itself and runs an operation on it. ctx ends the wait, not a running operation: that one ends by
@@ -46,12 +44,12 @@ func operate[T any](
 	}
 	return await(ctx, func(answer func(T, error) bool) {
 		defer leave()
-		op, end, err := n.reach(uuid)
+		op, err := n.reach(uuid)
 		if err != nil {
 			answer(none, err)
 			return
 		}
-		defer end()
+		defer op.session.close()
 		value, err := do(op)
 		if !answer(value, err) && err == nil && abandon != nil {
 			abandon(op, value)
@@ -104,35 +102,34 @@ func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error)
 	}, nil
 }
 
-// reach finds a GPU within a use of the session; end ends the use.
-func (n *Node) reach(uuid string) (op *operation, end func(), err error) {
+// reach finds a GPU and starts a use of the session.
+func (n *Node) reach(uuid string) (*operation, error) {
 	n.mu.Lock()
 	attached := n.attachment
 	g, known := n.inventory.ByUUID(uuid)
-	profiled := n.profiled[uuid]
 	n.mu.Unlock()
 	if !known {
-		return nil, nil, fmt.Errorf("GPU %s is not in the inventory", uuid)
+		return nil, fmt.Errorf("GPU %s is not in the inventory", uuid)
 	}
-	s := attached.session
-	if err := s.open(); err != nil {
-		return nil, nil, err
+	r := &reader{options: n.options, attachment: attached}
+	if err := r.session.open(); err != nil {
+		return nil, err
 	}
-	d, ret := s.library.DeviceGetHandleByUUID(uuid)
+	r.lib = device.New(r.session.library)
+	d, ret := r.session.library.DeviceGetHandleByUUID(uuid)
 	if ret != gonvml.SUCCESS {
-		s.close()
-		return nil, nil, fmt.Errorf("look up GPU %s: %w", uuid, returnError{ret})
+		r.session.close()
+		return nil, fmt.Errorf("look up GPU %s: %w", uuid, returnError{ret})
 	}
-	r := &reader{options: n.options, lib: device.New(s.library), devRoot: attached.layout.devRoot, caps: attached.caps}
-	return &operation{reader: r, gpu: g, profiled: profiled, device: d, layout: attached.layout}, s.close, nil
+	return &operation{reader: r, gpu: g, device: d}, nil
 }
 
 // learn reads the GPU's partitions and publishes them. Scans that began before have an older state.
 func (n *Node) learn(op *operation) {
-	known := knownGPU{gpu: op.gpu, profiled: op.profiled}
+	known := knownGPU{gpu: op.gpu, profiled: op.gpu.Profiles != nil}
 	// What cannot be read is unhealthy or missing until a scan reads it, which reports why.
-	_ = op.reader.readMIG(&known, op.device)
-	op.gpu, op.profiled = known.gpu, known.profiled
+	_ = op.readMIG(&known, op.device)
+	op.gpu = known.gpu
 
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -144,7 +141,6 @@ func (n *Node) learn(op *operation) {
 	next := n.inventory
 	next.GPUs = slices.Clone(next.GPUs)
 	copyMIG(&next.GPUs[at], op.gpu)
-	n.profiled[op.gpu.UUID] = op.profiled
 	if !reflect.DeepEqual(n.inventory, next) {
 		n.inventory = next
 		n.changed.Notify()
@@ -183,8 +179,10 @@ func (n *Node) catchUp(known *knownGPU) {
 	uuid := known.gpu.UUID
 	_, operated := n.since[uuid]
 	if latest, ok := n.inventory.ByUUID(uuid); ok && (operated || n.changes[uuid] != known.changes) {
+		// An operation may have read other profiles, and not all of them.
+		known.profiled = known.profiled && reflect.DeepEqual(known.gpu.Profiles, latest.Profiles)
 		copyMIG(&known.gpu, latest)
-		known.profiled, known.changes = n.profiled[uuid], n.changes[uuid]
+		known.changes = n.changes[uuid]
 	}
 }
 
@@ -261,7 +259,7 @@ func (op *operation) furnish(instance gonvml.GpuInstance, profile gpu.Profile) (
 
 // find returns the partition of a GPU instance with one compute instance.
 func (op *operation) find(gpuInstance int) (gpu.Partition, error) {
-	partitions, unreadable := op.reader.readDevices(op.gpu, op.device)
+	partitions, unreadable := op.readDevices(op.gpu, op.device)
 	for _, p := range partitions {
 		if p.GPUInstance == gpuInstance && p.Health.Reason != gpu.ReasonUnreachable {
 			return p, nil
@@ -386,7 +384,7 @@ func (op *operation) setMode(mode int) error {
 	if activation == gonvml.SUCCESS {
 		now, _, ret := op.device.GetMigMode()
 		if ret == gonvml.SUCCESS && now == mode {
-			op.gpu.MIGEnabled, op.gpu.Partitions, op.profiled = mode == gonvml.DEVICE_MIG_ENABLE, nil, false
+			op.gpu.MIGEnabled, op.gpu.Partitions, op.gpu.Profiles = mode == gonvml.DEVICE_MIG_ENABLE, nil, nil
 			return nil
 		}
 		activation = gonvml.ERROR_RESET_REQUIRED

@@ -168,7 +168,7 @@ func (r *reader) access(p gpu.Partition) (caps [2]int, health gpu.Health) {
 		return caps, gpu.Health{Reason: gpu.ReasonNoNode, Message: err.Error()}
 	}
 	for _, minor := range caps {
-		if path := filepath.Join(r.devRoot, capabilityNode(minor)); !isCharDevice(r.options.onHost(path)) {
+		if path := filepath.Join(r.layout.devRoot, capabilityNode(minor)); !isCharDevice(r.options.onHost(path)) {
 			return caps, gpu.Health{Reason: gpu.ReasonNoNode, Message: path + " does not exist or is no character device"}
 		}
 	}
@@ -290,7 +290,7 @@ func (op *operation) partitions() ([]gpu.Partition, error) {
 	if err != nil || len(instances) == 0 {
 		return nil, err
 	}
-	partitions, unreadable := op.reader.readDevices(op.gpu, op.device)
+	partitions, unreadable := op.readDevices(op.gpu, op.device)
 	if len(unreadable) > 0 {
 		return nil, errors.New(unreadable[0])
 	}

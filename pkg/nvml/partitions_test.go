@@ -281,9 +281,14 @@ func TestPartitionsShareTheirGPUsHealth(t *testing.T) {
 	m := newMachine(t, "a100x8-mig")
 	node := m.open(t)
 	m.fault(t, simulated.GPUFaults{GPU: "0", Lost: true})
-	for _, p := range scan(t, node).GPUs[0].Partitions {
-		if p.Health.Reason != device.ReasonLost {
-			t.Errorf("%s: %+v", p.Name(), p.Health)
+	partitions := scan(t, node).GPUs[0].Partitions
+	edits, err := node.ContainerEdits(t.Context())
+	if err != nil || len(partitions) == 0 {
+		t.Fatal(partitions, err)
+	}
+	for _, p := range partitions {
+		if edits.Failed[p.UUID] == nil {
+			t.Errorf("%s has container edits", p.Name())
 		}
 	}
 }

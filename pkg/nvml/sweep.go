@@ -42,17 +42,17 @@ var errSilent = &NoDriverError{Cause: errors.New("the driver does not answer")}
 // begin opens the session and reads what concerns all GPUs. After an error the session is closed. A driver that does not answer
 // gets no other call until it does.
 func (n *Node) begin() (*sweep, error) {
-	session, r := n.session, &reader{options: n.options, devRoot: n.layout.devRoot, caps: n.caps}
+	r := &reader{options: n.options, attachment: n.attachment}
 	count, err := attempt(n, wholeDriver, nil, func() (int, error) {
-		if err := session.open(); err != nil {
+		if err := r.session.open(); err != nil {
 			return 0, err
 		}
-		count, err := r.readDriver(session.library)
+		count, err := r.readDriver()
 		if err != nil {
-			session.close()
+			r.session.close()
 		}
 		return count, err
-	}, func(int) { session.close() })
+	}, func(int) { r.session.close() })
 	if errors.Is(err, errNoAnswer) {
 		err = errSilent
 	}
@@ -75,7 +75,8 @@ func (n *Node) silent() error {
 }
 
 // readDriver reads the versions and counts the GPUs.
-func (r *reader) readDriver(library gonvml.Interface) (count int, err error) {
+func (r *reader) readDriver() (count int, err error) {
+	library := r.session.library
 	version, ret := library.SystemGetDriverVersion()
 	if ret != gonvml.SUCCESS {
 		return 0, &NoDriverError{Cause: fmt.Errorf("read driver version: %w", returnError{ret})}
@@ -96,9 +97,8 @@ func (s *sweep) look(ctx context.Context, index int) {
 	if s.leave(index) {
 		return
 	}
-	session := s.node.session // a visit may outlive the sweep
-	v, err := attempt(s.node, fmt.Sprint("GPU ", index), session, func() (visit, error) {
-		return s.reader.visit(session.library, index, s.recall), nil
+	v, err := attempt(s.node, fmt.Sprint("GPU ", index), s.node.session, func() (visit, error) {
+		return s.reader.visit(index, s.recall), nil
 	}, nil)
 	if err != nil {
 		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
@@ -134,9 +134,9 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 	known := v.known
 	known.gpu.Index = index
 	g := known.gpu
-	if !slices.Equal(v.unreadable, known.unreadable) {
-		known.unreadable = v.unreadable
-		klog.FromContext(ctx).Info("The set of unreadable MIG data of a GPU changed", "uuid", g.UUID, "minor", g.Minor, "unreadable", v.unreadable)
+	if !slices.Equal(known.unreadable, s.before[g.UUID].unreadable) {
+		klog.FromContext(ctx).Info("The set of unreadable MIG data of a GPU changed",
+			"uuid", g.UUID, "minor", g.Minor, "unreadable", known.unreadable)
 	}
 	s.seen[g.UUID] = true
 	s.node.known[g.UUID] = &known
