@@ -275,7 +275,6 @@ func (a *agent) nodeOptions() nvml.Options {
 	}
 	switch a.config.CDIHook {
 	case "none":
-		options.DisabledHooks = []string{"all"}
 	case "install":
 		options.HookPath = a.hookPath()
 	default:

@@ -12,13 +12,12 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 
 	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi"
 	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi/transform"
 	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi/transform/root"
 	"github.com/go-logr/logr"
-	"golang.org/x/sys/unix"
+	"github.com/moby/sys/devices"
 	"k8s.io/klog/v2"
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
@@ -40,19 +39,20 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 	if n.session == nil {
 		return cdi.Edits{}, n.Missing()
 	}
-	if err := n.silent(); err != nil {
-		return cdi.Edits{}, err
-	}
 	// Like a scan, it first checks whether the driver answers at all.
 	if _, err := n.begin(); err != nil {
 		return cdi.Edits{}, err
 	}
 	defer n.session.close()
-	lib, common, err := n.commonEdits(ctx)
+	lib, err := n.toolkit(ctx)
 	if err != nil {
-		return cdi.Edits{}, err
+		return cdi.Edits{}, fmt.Errorf("prepare container edits: %w", err)
 	}
-	spec := &specs.Spec{ContainerEdits: common}
+	common, err := attempt(n, driverFiles, n.session, lib.GetCommonEdits, nil)
+	if err != nil {
+		return cdi.Edits{}, fmt.Errorf("find the driver's files below %s: %w", n.layout.driverRoot, err)
+	}
+	spec := &specs.Spec{ContainerEdits: *common.ContainerEdits}
 	if !hasNode(spec.ContainerEdits, controlNode) {
 		return cdi.Edits{}, fmt.Errorf("%s does not exist below %s", controlNode, n.layout.devRoot)
 	}
@@ -82,32 +82,11 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 	return cdi.Edits{Common: spec.ContainerEdits, Devices: spec.Devices, Failed: failed}, nil
 }
 
-// commonEdits returns the edits of every container with a GPU, and the library that makes those of each GPU.
-func (n *Node) commonEdits(ctx context.Context) (nvcdi.Interface, specs.ContainerEdits, error) {
-	options, err := n.cdiOptions(ctx)
-	if err != nil {
-		return nil, specs.ContainerEdits{}, fmt.Errorf("prepare container edits: %w", err)
-	}
-	type made struct {
-		lib    nvcdi.Interface
-		common specs.ContainerEdits
-	}
-	driverRoot := n.layout.driverRoot
-	m, err := attempt(n, "driver files", n.session, func() (made, error) {
-		lib, err := nvcdi.New(options...)
-		if err != nil {
-			return made{}, fmt.Errorf("prepare container edits: %w", err)
-		}
-		common, err := lib.GetCommonEdits()
-		if err != nil {
-			return made{}, fmt.Errorf("find the driver's files below %s: %w", driverRoot, err)
-		}
-		return made{lib, *common.ContainerEdits}, nil
-	}, nil)
-	return m.lib, m.common, err
-}
+// driverFiles is the key of calls that find the driver's files.
+const driverFiles = "driver files"
 
-func (n *Node) cdiOptions(ctx context.Context) ([]nvcdi.Option, error) {
+// toolkit returns the library that makes the edits of all containers and of each GPU.
+func (n *Node) toolkit(ctx context.Context) (nvcdi.Interface, error) {
 	namer, err := nvcdi.NewDeviceNamer(nvcdi.DeviceNameStrategyUUID)
 	if err != nil {
 		return nil, err
@@ -124,12 +103,13 @@ func (n *Node) cdiOptions(ctx context.Context) ([]nvcdi.Option, error) {
 		nvcdi.WithLdconfigPath(n.options.ldconfig()),
 		// nvcdi would load it into this process beside NVML, and it adds nothing for GPUs that NVML has.
 		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
+		nvcdi.WithNVIDIACDIHookPath(n.options.HookPath),
 	}
 	if n.options.HookPath == "" {
-		return append(options, nvcdi.WithDisabledHooks(nvcdi.AllHooks)), nil
+		options = append(options, nvcdi.WithDisabledHooks(nvcdi.AllHooks))
 	}
-	return append(options, nvcdi.WithNVIDIACDIHookPath(n.options.HookPath),
-		nvcdi.WithDisabledHooks(n.options.DisabledHooks...)), nil
+	create := func() (nvcdi.Interface, error) { return nvcdi.New(options...) }
+	return attempt(n, driverFiles, n.session, create, nil)
 }
 
 // deviceEdits returns the edits of one GPU. nvcdi omits missing device nodes, and would return edits that give the container no
@@ -295,11 +275,13 @@ func (n *Node) partitionEdits(devRoot string, p gpu.Partition, parent specs.Devi
 	device := specs.Device{Name: p.UUID}
 	nodes := []string{fmt.Sprintf("/dev/nvidia%d", p.Parent), capabilityNode(p.Caps[0]), capabilityNode(p.Caps[1])}
 	for _, node := range nodes {
-		described, err := describeNode(node, n.options.onHost(path.Join(devRoot, node)))
+		d, err := devices.DeviceFromPath(n.options.onHost(path.Join(devRoot, node)), "rwm")
 		if err != nil {
 			return specs.Device{}, fmt.Errorf("%s: %w", path.Join(devRoot, node), err)
 		}
-		device.ContainerEdits.DeviceNodes = append(device.ContainerEdits.DeviceNodes, described)
+		device.ContainerEdits.DeviceNodes = append(device.ContainerEdits.DeviceNodes, &specs.DeviceNode{
+			Path: node, HostPath: d.Path, Permissions: string(d.Permissions), FileMode: &d.FileMode, Major: d.Major, Minor: d.Minor,
+		})
 	}
 	if graphics(p) {
 		if parentErr != nil {
@@ -308,23 +290,6 @@ func (n *Node) partitionEdits(devRoot string, p gpu.Partition, parent specs.Devi
 		addGraphics(&device.ContainerEdits, parent.ContainerEdits)
 	}
 	return device, nil
-}
-
-// describeNode returns the entry of a device node, as nvcdi does.
-func describeNode(inContainer, path string) (*specs.DeviceNode, error) {
-	info, err := os.Lstat(path)
-	if err != nil {
-		return nil, unwrapPath(err)
-	}
-	sys, ok := info.Sys().(*syscall.Stat_t)
-	if !ok || info.Mode()&os.ModeCharDevice == 0 {
-		return nil, errors.New("is no character device")
-	}
-	mode := info.Mode().Perm()
-	return &specs.DeviceNode{
-		Path: inContainer, HostPath: path, Permissions: "rwm", FileMode: &mode,
-		Major: int64(unix.Major(uint64(sys.Rdev))), Minor: int64(unix.Minor(uint64(sys.Rdev))),
-	}, nil
 }
 
 // drmDir has a GPU's nodes for graphics.

@@ -5,6 +5,7 @@ package nvml
 import (
 	"cmp"
 	"debug/elf"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -108,7 +109,7 @@ func (o Options) rootsOf(library string) []string {
 func (o Options) lookBelow(root string) (layout, error) {
 	hostRoot, err := driverroot.Resolve(o.HostRoot, root)
 	if err != nil {
-		return layout{}, unwrapPath(err)
+		return layout{}, errors.Unwrap(err) // without the path
 	}
 	base := o.onHost(hostRoot)
 	l := layout{driverRoot: hostRoot}
@@ -252,13 +253,6 @@ func (o Options) ldconfig() string {
 	return ""
 }
 
-func unwrapPath(err error) error {
-	if pathErr, ok := err.(*os.PathError); ok {
-		return pathErr.Err
-	}
-	return err
-}
-
 // DriverRoot returns the host path of the driver's root directory. It changes only with the driver.
 func (n *Node) DriverRoot() string {
 	n.mu.Lock()
@@ -319,8 +313,6 @@ type Options struct {
 
 	// HookPath is the host path of nvidia-cdi-hook. If it is empty, container edits have no hooks.
 	HookPath string
-	// DisabledHooks are hooks of nvidia-cdi-hook ("update-ldcache"), or "all".
-	DisabledHooks []string
 
 	// Interval is the time between scans; 4 s when zero, so that an administrator's change is noticed within 5 s.
 	Interval time.Duration

@@ -294,20 +294,18 @@ func compareGolden(t *testing.T, path string, got []byte) {
 	}
 }
 
-func TestDisabledHooks(t *testing.T) {
+func TestHooks(t *testing.T) {
 	tests := map[string]struct {
-		path     string
-		disabled []string
-		hooks    bool
+		path  string
+		hooks bool
 	}{
 		"on":             {path: "/hook", hooks: true},
 		"none installed": {path: ""},
-		"all disabled":   {path: "/hook", disabled: []string{"all"}},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			options := fixture(t, "host-rhel")
-			options.HookPath, options.DisabledHooks = test.path, test.disabled
+			options.HookPath = test.path
 			node, err := Open(t.Context(), options)
 			if err != nil {
 				t.Fatal(err)
@@ -325,27 +323,6 @@ func TestDisabledHooks(t *testing.T) {
 				}
 			}
 		})
-	}
-}
-
-func TestOneDisabledHook(t *testing.T) {
-	options := fixture(t, "host-rhel")
-	options.DisabledHooks = []string{"update-ldcache"}
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
-	edits, err := node.ContainerEdits(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, h := range edits.Common.Hooks {
-		if h.Args[1] == "update-ldcache" {
-			t.Error("the disabled hook is there")
-		}
-	}
-	if len(edits.Common.Hooks) == 0 {
-		t.Error("the other hooks are gone")
 	}
 }
 

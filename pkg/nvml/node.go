@@ -52,7 +52,7 @@ type Node struct {
 	// renewed is set when the driver was found again or a late call has returned. publish then notifies once and resets it.
 	renewed bool
 	known   map[string]*knownGPU
-	// late contains the calls that have not returned since their timeout. The key is the GPU's UUID, wholeDriver or "driver files".
+	// late contains the calls that have not returned since their timeout. The key is the GPU's UUID, wholeDriver or driverFiles.
 	late     map[string]<-chan struct{}
 	topology topology
 
