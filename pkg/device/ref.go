@@ -4,7 +4,6 @@ package device
 
 import (
 	"fmt"
-	"strconv"
 	"strings"
 )
 
@@ -65,34 +64,15 @@ func (p Placement) String() string { return fmt.Sprintf("%d+%d", p.Start, p.Size
 
 // ParseRef is the inverse of Ref.String.
 func ParseRef(s string) (Ref, error) {
-	gpu, place, partition := strings.Cut(s, "@")
-	if gpu == "" {
-		return Ref{}, fmt.Errorf("parse device %q: no GPU UUID", s)
-	}
-	if !partition {
-		return Ref{GPU: gpu}, nil
-	}
-	gpuInstance, compute, some := strings.Cut(place, ".")
+	gpu, places, _ := strings.Cut(s, "@")
 	ref := Ref{GPU: gpu}
-	var ok bool
-	if ref.Placement, ok = parsePlacement(gpuInstance); !ok {
-		return Ref{}, fmt.Errorf("parse device %q: placement %q is not <start>+<size>", s, gpuInstance)
-	}
-	if !some {
-		return ref, nil
-	}
-	if ref.Compute, ok = parsePlacement(compute); !ok {
-		return Ref{}, fmt.Errorf("parse device %q: compute placement %q is not <start>+<size>", s, compute)
+	// What this does not read is missing from the text of ref.
+	_, _ = fmt.Sscanf(places, "%d+%d.%d+%d", &ref.Placement.Start, &ref.Placement.Size, &ref.Compute.Start, &ref.Compute.Size)
+	valid := func(p Placement) bool { return p == Placement{} || p.Start >= 0 && p.Size > 0 }
+	if gpu == "" || ref.String() != s || !valid(ref.Placement) || !valid(ref.Compute) {
+		return Ref{}, fmt.Errorf("parse device %q: not <uuid>, <uuid>@<start>+<size> or <uuid>@<start>+<size>.<start>+<size>", s)
 	}
 	return ref, nil
-}
-
-func parsePlacement(s string) (Placement, bool) {
-	startText, sizeText, _ := strings.Cut(s, "+")
-	start, startErr := strconv.Atoi(startText)
-	size, sizeErr := strconv.Atoi(sizeText)
-	p := Placement{Start: start, Size: size}
-	return p, startErr == nil && sizeErr == nil && start >= 0 && size > 0
 }
 
 // partitionInfix separates the GPU's name from the rest of a partition's name.

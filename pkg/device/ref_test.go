@@ -15,7 +15,10 @@ func TestRefText(t *testing.T) {
 			t.Errorf("ParseRef(%q) = %v, %v", ref.String(), got, err)
 		}
 	}
-	for _, bad := range []string{"", "@0+1", "GPU-1@", "GPU-1@0", "GPU-1@0+0", "GPU-1@-1+1", "GPU-1@0+1.", "GPU-1@0+1.0+0", "GPU-1@0+1.x+1"} {
+	for _, bad := range []string{
+		"", "@0+1", "GPU-1@", "GPU-1@0", "GPU-1@0+0", "GPU-1@-1+1", "GPU-1@0+1.", "GPU-1@0+1.0+0", "GPU-1@0+1.x+1",
+		"GPU-1@1+0", "GPU-1@0+1.-1+2", "GPU-1@0+1.0+1 ", "GPU-1@00+1",
+	} {
 		if ref, err := ParseRef(bad); err == nil {
 			t.Errorf("ParseRef(%q) = %v, want an error", bad, ref)
 		}
