@@ -279,8 +279,8 @@ func (m *Manager) unrecordedDaemons() []string {
 		return nil // no daemon was ever requested
 	}
 	recorded := map[string]bool{}
-	for _, key := range m.Records.All() {
-		if s, ok := m.Records.store.Get(key); ok {
+	for _, key := range m.Records.Keys() {
+		if s, ok := m.Records.Get(key); ok {
 			recorded[s.Daemon] = true
 		}
 	}

@@ -77,8 +77,8 @@ type Manager struct {
 // NewManager has no visible effect. Recorded settings count as applied; Run applies them again.
 func NewManager(o Options) *Manager {
 	m := &Manager{Options: o, daemons: map[string]*daemon{}, unused: map[Key]bool{}, slices: map[Key]parametersv1beta1.Interval{}}
-	for _, key := range o.Records.All() {
-		if s, ok := o.Records.store.Get(key); ok && s.Settings != nil && !s.Reverting {
+	for _, key := range o.Records.Keys() {
+		if s, ok := o.Records.Get(key); ok && s.Settings != nil && !s.Reverting {
 			m.request(s.Daemon, *s.Settings)
 		}
 	}
@@ -92,7 +92,7 @@ func (m *Manager) Changed() <-chan struct{} { return m.changed.Changed() }
 func (m *Manager) Applied(claim string, ref device.Ref) bool { return m.Records.Applied(claim, ref) }
 
 // All returns the devices of claims for which Applied is true, in no order.
-func (m *Manager) All() []Key { return slices.DeleteFunc(m.Records.All(), Key.byPolicy) }
+func (m *Manager) All() []Key { return slices.DeleteFunc(m.Records.Keys(), Key.byPolicy) }
 
 // Await waits until all settings of earlier claims on these devices are reverted, and reverts those of the sharing policy. An
 // earlier process may have left settings without a hold. The caller has reserved the devices.
@@ -111,7 +111,7 @@ func (m *Manager) Await(ctx context.Context, g Group) error {
 		case <-ctx.Done():
 			// The error reaches the claim's namespace, which must not learn the names of another one.
 			name := "another claim"
-			if of, _ := m.Records.store.Get(others[0]); of.Namespace == g.Claim.Namespace {
+			if of, _ := m.Records.Get(others[0]); of.Namespace == g.Claim.Namespace {
 				name = "claim " + of.Namespace + "/" + of.Name
 			}
 			return wrapGroup(fmt.Errorf("wait until the settings of %s on %s are reverted: %w", name, others[0].Device, context.Cause(ctx)), g)
@@ -151,7 +151,7 @@ func (m *Manager) plan(ctx context.Context, g Group) (Plan, error) {
 	own := m.Records.where(func(key Key, _ setting) bool { return key.Claim == g.Claim.UID && g.overlaps(key.Device) })
 	for _, key := range own {
 		// Gone if it was reverted with another device of its daemon.
-		if before, ok := m.Records.store.Get(key); ok && !before.sameAs(next[key.Device]) {
+		if before, ok := m.Records.Get(key); ok && !before.sameAs(next[key.Device]) {
 			if err := m.revert(ctx, m.sameDaemon(key)); err != nil {
 				return Plan{}, err
 			}
@@ -208,7 +208,7 @@ func (m *Manager) settingsOf(g Group) (map[device.Ref]*setting, error) {
 // generation of the group's daemon: the recorded one, or a new one.
 func (m *Manager) generation(g Group, daemon string) int64 {
 	for _, d := range g.Devices {
-		known, ok := m.Records.store.Get(Key{g.Claim.UID, d.Ref()})
+		known, ok := m.Records.Get(Key{g.Claim.UID, d.Ref()})
 		if ok && known.Settings != nil && known.Daemon == daemon && !known.Reverting {
 			return known.Settings.Generation
 		}
@@ -218,7 +218,7 @@ func (m *Manager) generation(g Group, daemon string) int64 {
 
 // record records s with what has to be restored later.
 func (m *Manager) record(ctx context.Context, key Key, s *setting) error {
-	if known, ok := m.Records.store.Get(key); ok {
+	if known, ok := m.Records.Get(key); ok {
 		s.Before, s.SliceUnset = known.Before, known.SliceUnset
 		if known.Settings == nil || s.Settings == nil || known.Settings.Hash() == s.Settings.Hash() {
 			return nil
@@ -229,11 +229,11 @@ func (m *Manager) record(ctx context.Context, key Key, s *setting) error {
 			return err
 		}
 		// The policy, which is reverted before this is set, may have changed the mode: its record has the mode before that.
-		policy, _ := m.Records.store.Get(policyKey(key.Device.GPU))
+		policy, _ := m.Records.Get(policyKey(key.Device.GPU))
 		s.Before = cmp.Or(policy.Before, before, device.ComputeModeDefault)
 	}
 	defer m.changed.Notify()
-	return m.Records.store.Put(key, *s)
+	return m.Records.Put(key, *s)
 }
 
 // Apply sets what was planned and requests the daemon. It does not wait for the daemon. Needs the claim's lock and a valid
@@ -303,7 +303,7 @@ func (m *Manager) setSlice(ctx context.Context, key Key, s setting) error {
 			return nil
 		}
 		s.SliceUnset = unset
-		return m.Records.store.Put(key, s)
+		return m.Records.Put(key, s)
 	}
 	if err := record(false); err != nil {
 		return err
@@ -366,7 +366,7 @@ func (m *Manager) Revert(ctx context.Context, key Key) error {
 
 // sameDaemon returns the devices of the claim with the same daemon. An unreadable record may belong to any daemon.
 func (m *Manager) sameDaemon(key Key) []Key {
-	of, _ := m.Records.store.Get(key)
+	of, _ := m.Records.Get(key)
 	return m.Records.where(func(other Key, s setting) bool {
 		return other == key || other.Claim == key.Claim && (of.Unknown || s.Unknown || of.Daemon != "" && s.Daemon == of.Daemon)
 	})
@@ -377,7 +377,7 @@ func (m *Manager) revert(ctx context.Context, group []Key) error {
 	defer m.changed.Notify()
 	daemons, unknown := map[string]bool{}, false
 	for _, key := range group {
-		s, ok := m.Records.store.Get(key)
+		s, ok := m.Records.Get(key)
 		unknown = unknown || s.Unknown
 		if !ok || s.Daemon == "" {
 			continue
@@ -385,7 +385,7 @@ func (m *Manager) revert(ctx context.Context, group []Key) error {
 		daemons[s.Daemon] = true
 		if !s.Reverting {
 			s.Reverting = true
-			if err := m.Records.store.Put(key, s); err != nil {
+			if err := m.Records.Put(key, s); err != nil {
 				return err
 			}
 		}
@@ -413,7 +413,7 @@ func (m *Manager) revert(ctx context.Context, group []Key) error {
 
 // restore restores a GPU and removes the record.
 func (m *Manager) restore(ctx context.Context, key Key) error {
-	s, ok := m.Records.store.Get(key)
+	s, ok := m.Records.Get(key)
 	if !ok {
 		return nil
 	}
@@ -436,7 +436,7 @@ func (m *Manager) restore(ctx context.Context, key Key) error {
 	m.mu.Lock()
 	delete(m.unused, key)
 	m.mu.Unlock()
-	return m.Records.store.Drop(key)
+	return m.Records.Drop(key)
 }
 
 // revertPolicy reverts what the sharing policy set on the devices of a claim that has them as a whole.
@@ -473,21 +473,15 @@ func wrapGroup(err error, g Group) error {
 	return fmt.Errorf("share %s among the containers of claim %s/%s: %w", strings.Join(names, ", "), g.Claim.Namespace, g.Claim.Name, err)
 }
 
-// Repair writes records, directories of daemons and client devices again that another process removed. It is cheap and is
-// called often.
+// Repair writes records, directories of daemons and their client devices again that another process removed. It is cheap and
+// is called often. Specs restores the client devices that this process wrote.
 func (m *Manager) Repair() error {
-	errs := []error{m.Records.store.Repair()}
+	errs := []error{m.Records.Repair()}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	for name, d := range m.daemons {
+	for name := range m.daemons {
 		_, err := m.writeClientDevice(name, limit{})
 		errs = append(errs, mps.Make(m.dir(name)), err)
-		for client, l := range d.clients {
-			if l != nil && client != name {
-				_, err := m.writeClientDevice(name, *l)
-				errs = append(errs, err)
-			}
-		}
 	}
 	return errors.Join(errs...)
 }
@@ -503,7 +497,7 @@ const (
 // until ctx is done: containerd creates a daemon's directory again where kubelet restarts the supervisor before its pod is
 // deleted.
 func (m *Manager) Run(ctx context.Context) error {
-	keys, resumed, reported := m.Records.All(), false, ""
+	keys, resumed, reported := m.Records.Keys(), false, ""
 	for {
 		var err error
 		wait := staleInterval
@@ -549,7 +543,7 @@ func (m *Manager) resumeOne(ctx context.Context, key Key) error {
 		return err
 	}
 	defer unlock()
-	if s, ok := m.Records.store.Get(key); ok && !s.Unknown && !s.Reverting {
+	if s, ok := m.Records.Get(key); ok && !s.Unknown && !s.Reverting {
 		return m.set(ctx, key, s)
 	}
 	return nil

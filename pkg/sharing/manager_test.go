@@ -1002,7 +1002,7 @@ func TestUnreadableRecordOfARunningClaim(t *testing.T) {
 				t.Fatal(problems, err)
 			}
 			next := NewManager(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: w, Specs: w})
-			check(t, next.resume(t.Context(), r.All()))
+			check(t, next.resume(t.Context(), r.Keys()))
 			w.supervise(t.Context(), next)
 			if _, alive, err := mps.Alive(mps.Dir(w.dir, daemon)); err != nil || !alive || w.state() != before {
 				t.Errorf("alive %t, %v; there is %s, want %s", alive, err, w.state(), before)
@@ -1038,7 +1038,7 @@ func TestUnreadableRecord(t *testing.T) {
 		t.Errorf("left %s", w.state())
 	}
 	later := NewRecords(dir, "next boot")
-	if _, err := later.Load(); err != nil || len(later.All()) > 0 {
-		t.Errorf("a record outlived its boot: %v, %v", later.All(), err)
+	if _, err := later.Load(); err != nil || len(later.Keys()) > 0 {
+		t.Errorf("a record outlived its boot: %v, %v", later.Keys(), err)
 	}
 }

@@ -207,8 +207,8 @@ func (p *Policy) checkDaemons() <-chan time.Time {
 	wait := readyInterval
 	p.mu.Lock()
 	ready := map[string]bool{}
-	for _, key := range p.manager.Records.All() {
-		s, ok := p.manager.Records.store.Get(key)
+	for _, key := range p.manager.Records.Keys() {
+		s, ok := p.manager.Records.Get(key)
 		if !ok || !key.byPolicy() || s.Settings == nil || s.Reverting || p.changing[key.Device.GPU] {
 			continue
 		}
@@ -283,7 +283,7 @@ func (p *Policy) change(ctx context.Context, g Group) error {
 	if err != nil {
 		return err
 	}
-	before, recorded := m.Records.store.Get(key)
+	before, recorded := m.Records.Get(key)
 	next := settings[key.Device]
 	switch {
 	case next == nil && !recorded, next != nil && len(m.others(g)) > 0:
@@ -307,7 +307,7 @@ func (p *Policy) change(ctx context.Context, g Group) error {
 	}
 	// A claim may have come since. Both record before they check, so that one finds the other (TestPolicyBesideAClaim).
 	if len(m.others(g)) > 0 {
-		return m.Records.store.Drop(key)
+		return m.Records.Drop(key)
 	}
 	err = m.Apply(ctx, plan)
 	if errors.Is(err, device.ErrUnsupported) {
@@ -346,7 +346,7 @@ func (m *Manager) isApplied(key Key, next *setting) bool {
 	if next.Daemon == "" {
 		return m.hasSlice(key, next.Interval)
 	}
-	s, recorded := m.Records.store.Get(key)
+	s, recorded := m.Records.Get(key)
 	if !recorded || s.Daemon != next.Daemon || s.Reverting {
 		return false
 	}
@@ -359,7 +359,7 @@ func (m *Manager) isApplied(key Key, next *setting) bool {
 // policyDaemon returns the policy's daemon of a GPU, empty for none. It is not settled while it ends or is unknown.
 func (m *Manager) policyDaemon(gpu string) (name string, settled bool) {
 	key := policyKey(gpu)
-	s, _ := m.Records.store.Get(key)
+	s, _ := m.Records.Get(key)
 	if !s.Unknown {
 		return s.Daemon, !s.Reverting
 	}
@@ -587,7 +587,7 @@ func (p *Policy) addJoining(key Key, n int) {
 
 // policyLimit is the limit in a client's environment, where the daemon itself sets none.
 func (m *Manager) policyLimit(gpu string, share device.Share) limit {
-	s, _ := m.Records.store.Get(policyKey(gpu))
+	s, _ := m.Records.Get(policyKey(gpu))
 	if s.Settings == nil || len(s.Settings.PinnedMemoryMiB) > 0 || share.Whole() {
 		return limit{}
 	}

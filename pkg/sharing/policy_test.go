@@ -169,8 +169,8 @@ func TestPolicyBesideAClaim(t *testing.T) {
 				m.meanwhile = settle
 				apply()
 			}
-			if w.slices["GPU-0"] != 1 || len(k.Records.All()) != 1 {
-				t.Errorf("the claim has time slice %d; records %v", w.slices["GPU-0"], k.Records.All())
+			if w.slices["GPU-0"] != 1 || len(k.Records.Keys()) != 1 {
+				t.Errorf("the claim has time slice %d; records %v", w.slices["GPU-0"], k.Records.Keys())
 			}
 			k.revertAll(t)
 			settle()

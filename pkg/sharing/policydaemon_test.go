@@ -542,15 +542,6 @@ func TestPolicyDescribesOnce(t *testing.T) {
 			t.Errorf("asked %d times about the CDI devices for %v", asked, step.holds)
 		}
 	}
-
-	// What another process removes is restored at the next check of the disk.
-	want := w.state()
-	w.mu.Lock()
-	clear(w.cdi)
-	w.mu.Unlock()
-	if check(t, w.manager.Repair()); w.state() != want {
-		t.Errorf("there is %s, want %s", w.state(), want)
-	}
 }
 
 // stuckGPU has one that does not answer.

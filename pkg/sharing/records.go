@@ -16,9 +16,7 @@ import (
 
 // Records are the sharing settings that were applied, or are about to be: one file for each device of a claim, in a directory
 // that ends with the boot, as the settings do. All methods are safe for concurrent use.
-type Records struct {
-	store *records.Store[Key, setting]
-}
+type Records struct{ *records.Store[Key, setting] }
 
 // setting is what was set on one device, and what has to be restored.
 type setting struct {
@@ -46,7 +44,7 @@ func (s setting) sameAs(next *setting) bool {
 	return next != nil && !s.Unknown && !s.Reverting && next.Strategy == s.Strategy && next.Interval == s.Interval && next.Daemon == s.Daemon
 }
 
-// NewRecords has no visible effect. Call Load before any other method.
+// NewRecords has no visible effect. Call Load before any other method: the devices that unreadable files are named after count as set.
 func NewRecords(dir, bootID string) *Records {
 	return &Records{records.New(records.Options[Key, setting]{
 		What: "sharing setting", Dir: dir, BootID: bootID, Name: fileName, Parse: parseName,
@@ -54,24 +52,16 @@ func NewRecords(dir, bootID string) *Records {
 	})}
 }
 
-// Load reads the records of an earlier process. main calls it once, while no other process uses the directory. It removes
-// records of an earlier boot: the settings ended with it. Problems are unreadable files. They are kept, and the devices that
-// they are named after count as set.
-func (r *Records) Load() (problems []error, err error) { return r.store.Load() }
-
 // Applied reports whether settings of that claim were applied to the device, or are about to be.
 func (r *Records) Applied(claim string, ref device.Ref) bool {
-	_, ok := r.store.Get(Key{claim, ref})
+	_, ok := r.Get(Key{claim, ref})
 	return ok
 }
 
-// All returns all devices of claims for which Applied is true, in no order.
-func (r *Records) All() []Key { return r.store.Keys() }
-
 // where returns the keys of matching records, sorted.
 func (r *Records) where(match func(Key, setting) bool) []Key {
-	found := slices.DeleteFunc(r.All(), func(k Key) bool {
-		s, ok := r.store.Get(k)
+	found := slices.DeleteFunc(r.Keys(), func(k Key) bool {
+		s, ok := r.Get(k)
 		return !ok || !match(k, s)
 	})
 	slices.SortFunc(found, func(a, b Key) int { return strings.Compare(fileName(a), fileName(b)) })

@@ -84,7 +84,7 @@ func TestUnsupportedWithRecordOfBefore(t *testing.T) {
 		check(t, os.MkdirAll(dir, 0o700))
 		check(t, os.WriteFile(filepath.Join(dir, "uid-a~GPU-0"), []byte(text), 0o600))
 		r := NewRecords(dir, "boot")
-		if _, err := r.Load(); err != nil || len(r.All()) != 1 {
+		if _, err := r.Load(); err != nil || len(r.Keys()) != 1 {
 			t.Fatal(name, err)
 		}
 		k := NewManager(Options{Records: r, RunDir: w.dir, DriverRoot: "/", Hardware: &incapable{world: w}, Specs: w})
