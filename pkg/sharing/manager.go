@@ -132,47 +132,41 @@ func (m *Manager) Lock(ctx context.Context, claim string) (unlock func(), err er
 type Plan struct {
 	Group    Group
 	Daemon   string
-	settings map[device.Ref]*setting
+	settings *mps.Settings
 }
 
 // Plan records what is about to be set, and reverts other settings that the claim had on the devices. From then on the
 // ledger's hold ends only after Revert. Needs the claim's lock. Idempotent. TestUnpreparedBeforeApply fails if it does not
 // come before the check of the reservation.
-func (m *Manager) Plan(ctx context.Context, g Group) (Plan, error) {
-	plan, err := m.plan(ctx, g)
-	return plan, wrapGroup(err, g)
-}
-
-func (m *Manager) plan(ctx context.Context, g Group) (Plan, error) {
+func (m *Manager) Plan(ctx context.Context, g Group) (_ Plan, err error) {
+	defer func() { err = wrapGroup(err, g) }()
 	next, err := m.settingsOf(g)
 	if err != nil {
 		return Plan{}, err
 	}
 	own := m.Records.where(func(key Key, _ setting) bool { return key.Claim == g.Claim.UID && g.overlaps(key.Device) })
 	for _, key := range own {
+		before, ok := m.Records.Get(key)
 		// Gone if it was reverted with another device of its daemon.
-		if before, ok := m.Records.Get(key); ok && !before.sameAs(next[key.Device]) {
+		if ok && !(slices.Contains(g.keys(), key) && before.sameAs(next)) {
 			if err := m.revert(ctx, m.sameDaemon(key)); err != nil {
 				return Plan{}, err
 			}
 		}
 	}
-	plan := Plan{Group: g, settings: next}
-	for _, d := range g.Devices {
-		s := next[d.Ref()]
-		if s == nil {
-			continue
-		}
-		plan.Daemon = s.Daemon
-		if err := m.record(ctx, Key{g.Claim.UID, d.Ref()}, s); err != nil {
+	if next == nil {
+		return Plan{Group: g}, nil
+	}
+	for _, key := range g.keys() {
+		if err := m.record(ctx, key, *next); err != nil {
 			return Plan{}, err
 		}
 	}
-	return plan, nil
+	return Plan{g, next.Daemon, next.Settings}, nil
 }
 
-// settingsOf returns the settings of the group by device, without Before; nil where nothing is to be set. Needs the lock.
-func (m *Manager) settingsOf(g Group) (map[device.Ref]*setting, error) {
+// settingsOf returns the settings of each device of the group, without Before; nil where nothing is to be set. Needs the lock.
+func (m *Manager) settingsOf(g Group) (*setting, error) {
 	s := setting{Namespace: g.Claim.Namespace, Name: g.Claim.Name, Strategy: g.Sharing.Strategy}
 	switch {
 	case len(g.Devices) == 0, g.Sharing.Strategy == "":
@@ -197,18 +191,13 @@ func (m *Manager) settingsOf(g Group) (map[device.Ref]*setting, error) {
 		settings.Generation = m.generation(g, name)
 		s.Daemon, s.Settings = name, &settings
 	}
-	all := map[device.Ref]*setting{}
-	for _, d := range g.Devices {
-		own := s
-		all[d.Ref()] = &own
-	}
-	return all, nil
+	return &s, nil
 }
 
 // generation of the group's daemon: the recorded one, or a new one.
 func (m *Manager) generation(g Group, daemon string) int64 {
-	for _, d := range g.Devices {
-		known, ok := m.Records.Get(Key{g.Claim.UID, d.Ref()})
+	for _, key := range g.keys() {
+		known, ok := m.Records.Get(key)
 		if ok && known.Settings != nil && known.Daemon == daemon && !known.Reverting {
 			return known.Settings.Generation
 		}
@@ -217,7 +206,7 @@ func (m *Manager) generation(g Group, daemon string) int64 {
 }
 
 // record records s with what has to be restored later.
-func (m *Manager) record(ctx context.Context, key Key, s *setting) error {
+func (m *Manager) record(ctx context.Context, key Key, s setting) error {
 	if known, ok := m.Records.Get(key); ok {
 		s.Before, s.SliceUnset = known.Before, known.SliceUnset
 		if known.Settings == nil || s.Settings == nil || known.Settings.Hash() == s.Settings.Hash() {
@@ -233,29 +222,26 @@ func (m *Manager) record(ctx context.Context, key Key, s *setting) error {
 		s.Before = cmp.Or(policy.Before, before, device.ComputeModeDefault)
 	}
 	defer m.changed.Notify()
-	return m.Records.Put(key, *s)
+	return m.Records.Put(key, s)
 }
 
 // Apply sets what was planned and requests the daemon. It does not wait for the daemon. Needs the claim's lock and a valid
 // reservation. Idempotent. The next attempt completes what a failed one left behind, or Revert reverts it.
-func (m *Manager) Apply(ctx context.Context, plan Plan) error {
-	return wrapGroup(m.apply(ctx, plan), plan.Group)
-}
-
-func (m *Manager) apply(ctx context.Context, plan Plan) error {
+func (m *Manager) Apply(ctx context.Context, plan Plan) (err error) {
 	g := plan.Group
+	defer func() { err = wrapGroup(err, g) }()
 	// Settings of the policy may have come back since Await. Both sides record before they check, so that one finds the other.
 	if err := m.revertPolicy(ctx, g); err != nil {
 		return err
 	}
 	m.mu.Lock()
-	for _, d := range g.Devices {
-		delete(m.unused, Key{g.Claim.UID, d.Ref()})
+	for _, key := range g.keys() {
+		delete(m.unused, key)
 	}
 	m.mu.Unlock()
-	for _, d := range g.Devices {
-		if s := plan.settings[d.Ref()]; s != nil {
-			if err := m.set(ctx, Key{g.Claim.UID, d.Ref()}, *s); err != nil {
+	for _, key := range g.keys() {
+		if s, planned := m.Records.Get(key); planned {
+			if err := m.set(ctx, key, s); err != nil {
 				return err
 			}
 		}
@@ -268,7 +254,7 @@ func (m *Manager) apply(ctx context.Context, plan Plan) error {
 	if err := mps.Make(m.dir(plan.Daemon)); err != nil {
 		return err
 	}
-	m.request(plan.Daemon, *plan.settings[g.Devices[0].Ref()].Settings)
+	m.request(plan.Daemon, *plan.settings)
 	return nil
 }
 

@@ -279,12 +279,11 @@ func (p *Policy) change(ctx context.Context, g Group) error {
 		return err
 	}
 	defer unlock()
-	settings, err := m.settingsOf(g)
+	next, err := m.settingsOf(g)
 	if err != nil {
 		return err
 	}
 	before, recorded := m.Records.Get(key)
-	next := settings[key.Device]
 	switch {
 	case next == nil && !recorded, next != nil && len(m.others(g)) > 0:
 		return nil
@@ -345,10 +344,6 @@ func (p *Policy) isRecovering(gpu string) bool {
 func (m *Manager) isApplied(key Key, next *setting) bool {
 	if next.Daemon == "" {
 		return m.hasSlice(key, next.Interval)
-	}
-	s, recorded := m.Records.Get(key)
-	if !recorded || s.Daemon != next.Daemon || s.Reverting {
-		return false
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -44,6 +44,13 @@ func (g Group) overlaps(ref device.Ref) bool {
 	return slices.ContainsFunc(g.Devices, func(d device.Device) bool { return d.Ref().Overlaps(ref) })
 }
 
+func (g Group) keys() (keys []Key) {
+	for _, d := range g.Devices {
+		keys = append(keys, Key{g.Claim.UID, d.Ref()})
+	}
+	return keys
+}
+
 // Key is one device of one claim.
 type Key struct {
 	// Claim by UID.
