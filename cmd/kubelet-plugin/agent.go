@@ -33,12 +33,6 @@ import (
 	"github.com/tandem-gpu/tandem/simulated/simnode"
 )
 
-// cdiVendor and cdiClass make up the kind of the CDI devices, beside the "claim" class of NVIDIA's DRA driver.
-const (
-	cdiVendor = "k8s.gpu.nvidia.com"
-	cdiClass  = "gpu"
-)
-
 // agent is the wiring of one node.
 type agent struct {
 	config config.Config
@@ -220,10 +214,7 @@ func (a *agent) serveNode(ctx context.Context, c components) error {
 
 func (a *agent) serveDevices(ctx context.Context, c components) error {
 	c.devices = partition.NewMaker(c.partitions, c.node, partition.Policy{Dynamic: a.config.Dynamic, Sharing: a.config.SharingOf})
-	var err error
-	if c.specs, err = a.newSpecs(c.node); err != nil {
-		return err
-	}
+	c.specs = a.newSpecs(c.node)
 	c.shared = sharing.NewManager(sharing.Options{
 		Records: c.settings, RunDir: a.config.RunDir, DriverRoot: c.node.DriverRoot(), Hardware: c.node, Specs: c.specs,
 	})
@@ -288,8 +279,8 @@ func (a *agent) hookPath() string {
 	return filepath.Join(a.config.KubeletDir, "plugins", a.config.DriverName, "nvidia-cdi-hook")
 }
 
-func (a *agent) newSpecs(node *nvml.Node) (*cdi.Specs, error) {
-	options := cdi.Options{Dir: a.config.CDIDir, Vendor: cdiVendor, Class: cdiClass, Source: node}
+func (a *agent) newSpecs(node *nvml.Node) *cdi.Specs {
+	options := cdi.Options{Dir: a.config.CDIDir, Source: node}
 	if a.config.CDIHook == "install" {
 		options.Hook = cdi.NewHook(a.config.CDIHookSource, a.hookPath())
 	}

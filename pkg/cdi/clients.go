@@ -15,17 +15,13 @@ import (
 	specs "tags.cncf.io/container-device-interface/specs-go"
 )
 
-// clientClass is the CDI class of client devices. It differs from "claim", the class of NVIDIA's DRA driver, whose files may
-// still be in the directory, and from Options.Class, whose names are UUIDs.
-const clientClass = "sharing"
-
 // WriteClientDevice writes a CDI device with exactly these edits to a file of its own and returns its qualified name. Run
 // restores the file until RemoveClientDevices. Idempotent; two stats if nothing changed. pkg/sharing calls it.
 func (s *Specs) WriteClientDevice(name string, edits specs.ContainerEdits) (qualified string, err error) {
 	if err := parser.ValidateDeviceName(name); err != nil {
 		return "", fmt.Errorf("write client device: %w", err)
 	}
-	want, err := encode(s.options.Vendor+"/"+clientClass, specs.ContainerEdits{}, []specs.Device{{Name: name, ContainerEdits: edits}})
+	want, err := encode(clientClass, specs.ContainerEdits{}, []specs.Device{{Name: name, ContainerEdits: edits}})
 	if err != nil {
 		return "", err
 	}
@@ -39,7 +35,7 @@ func (s *Specs) WriteClientDevice(name string, edits specs.ContainerEdits) (qual
 		return "", err
 	}
 	s.clients[name] = file
-	return parser.QualifiedName(s.options.Vendor, clientClass, name), nil
+	return parser.QualifiedName(vendor, clientClass, name), nil
 }
 
 // RemoveClientDevices removes the client device name, and all named name.<suffix>, also those of an earlier process. Idempotent.
@@ -99,12 +95,8 @@ func withoutSuffix(name string) string {
 	return base
 }
 
-func (s *Specs) clientPrefix() string {
-	return strings.TrimSuffix(s.main.path, s.options.Class+jsonSuffix) + clientClass + "-"
-}
-
-func (s *Specs) clientPath(name string) string { return s.clientPrefix() + name + jsonSuffix }
+func (s *Specs) clientPath(name string) string { return s.path(clientClass + "-" + name) }
 
 func (s *Specs) clientName(path string) string {
-	return strings.TrimSuffix(strings.TrimPrefix(path, s.clientPrefix()), jsonSuffix)
+	return strings.TrimSuffix(strings.TrimPrefix(path, strings.TrimSuffix(s.clientPath(""), jsonSuffix)), jsonSuffix)
 }

@@ -9,7 +9,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 
 	"k8s.io/klog/v2"
 	specs "tags.cncf.io/container-device-interface/specs-go"
@@ -48,7 +47,7 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 		return err
 	}
 	f := &partitionFile{specFile: specFile{ownedFile: ownedFile{path: s.partitionPath(entry.Name)}}, entry: entry}
-	if err := f.update(s.kind, s.common); err != nil {
+	if err := f.update(s.common); err != nil {
 		return err
 	}
 	s.partitions[entry.Name] = f
@@ -56,19 +55,15 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 }
 
 // update writes the file with these common edits, which change with the driver and the hook.
-func (f *partitionFile) update(kind string, common specs.ContainerEdits) error {
-	data, err := encode(kind, common, []specs.Device{f.entry})
+func (f *partitionFile) update(common specs.ContainerEdits) error {
+	data, err := encode(class, common, []specs.Device{f.entry})
 	if err != nil {
 		return err
 	}
 	return f.write(data)
 }
 
-const jsonSuffix = ".json"
-
-func (s *Specs) partitionPath(uuid string) string {
-	return strings.TrimSuffix(s.main.path, jsonSuffix) + "-" + uuid + jsonSuffix
-}
+func (s *Specs) partitionPath(uuid string) string { return s.path(class + "-" + uuid) }
 
 // loadPartitions adopts the files that an earlier process wrote. Under s.mu.
 func (s *Specs) loadPartitions() error {
@@ -81,7 +76,7 @@ func (s *Specs) loadPartitions() error {
 		return fmt.Errorf("list the specs of partitions: %w", err)
 	}
 	for _, path := range paths {
-		devices := readDevices(path, s.kind)
+		devices := readDevices(path)
 		if len(devices) != 1 || s.partitionPath(devices[0].Name) != path {
 			// Prepare writes it again if a claim needs it. A file that cannot be removed must not block the other partitions.
 			if err := os.Remove(path); err != nil {

@@ -25,9 +25,6 @@ type Edits struct {
 	Failed map[string]error
 }
 
-// errNoDevices is returned while no GPU has container edits: a CDI spec without devices is invalid.
-var errNoDevices = errors.New("no GPU has container edits")
-
 // withLost adds earlier entries that are not in devices: kubelet caches our answers, and a container that restarts must still
 // resolve them. An earlier entry whose device nodes belong to another device now is dropped; it would give that device to a
 // second holder.
@@ -64,11 +61,11 @@ func hostPath(n *specs.DeviceNode) string {
 }
 
 // encode uses the oldest CDI version that can express the spec, so that old runtimes can read it.
-func encode(kind string, common specs.ContainerEdits, devices []specs.Device) ([]byte, error) {
+func encode(class string, common specs.ContainerEdits, devices []specs.Device) ([]byte, error) {
 	if len(devices) == 0 {
-		return nil, errNoDevices
+		return nil, errors.New("no GPU has container edits") // a CDI spec without devices is invalid
 	}
-	spec := &specs.Spec{Kind: kind, ContainerEdits: common, Devices: devices}
+	spec := &specs.Spec{Kind: vendor + "/" + class, ContainerEdits: common, Devices: devices}
 	version, err := specs.MinimumRequiredVersion(spec)
 	if err != nil {
 		return nil, fmt.Errorf("find CDI version: %w", err)
@@ -89,10 +86,10 @@ func validate(path string) error {
 	return nil
 }
 
-// readDevices returns the entries of an earlier spec of this kind, none if the file is unreadable.
-func readDevices(path, kind string) []specs.Device {
+// readDevices returns the entries of an earlier spec of GPUs or partitions, none if the file is unreadable.
+func readDevices(path string) []specs.Device {
 	spec, err := cdilib.ReadSpec(path, 0)
-	if err != nil || spec.Kind != kind {
+	if err != nil || spec.GetVendor() != vendor || spec.GetClass() != class {
 		return nil
 	}
 	return spec.Devices
@@ -113,9 +110,9 @@ func (s *Specs) AddPlaceholders(names []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, name := range names {
-		vendor, class, device, err := parser.ParseQualifiedName(name)
-		if err == nil && vendor == s.options.Vendor && class == s.options.Class && strings.HasPrefix(device, "MIG-") {
-			s.placeholders[device] = true
+		_, _, uuid, err := parser.ParseQualifiedName(name)
+		if err == nil && strings.HasPrefix(uuid, "MIG-") && name == s.QualifiedName(uuid) {
+			s.placeholders[uuid] = true
 		}
 	}
 }

@@ -6,6 +6,7 @@
 package cdi
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -37,10 +38,8 @@ type Source interface {
 // Options of a Specs.
 type Options struct {
 	// Dir is the CDI directory as this process sees it; it is created when missing.
-	Dir string
-	// Vendor and Class make up the kind, "<vendor>/<class>".
-	Vendor, Class string
-	Source        Source
+	Dir    string
+	Source Source
 	// Hook is installed before the spec that names it. Optional.
 	Hook *Hook
 	// Interval is how often Run checks the files. Default: 2 s.
@@ -52,7 +51,6 @@ type Options struct {
 // safe for concurrent use.
 type Specs struct {
 	options Options
-	kind    string
 
 	// refreshing admits one caller of the Source at a time. It is a channel so that a waiting Prepare can give up.
 	refreshing chan struct{}
@@ -75,46 +73,37 @@ type Specs struct {
 	changed broadcast.Signal
 }
 
-// New validates the options and touches no file.
-func New(options Options) (*Specs, error) {
-	if err := parser.ValidateVendorName(options.Vendor); err != nil {
-		return nil, fmt.Errorf("CDI vendor: %w", err)
-	}
-	if err := parser.ValidateClassName(options.Class); err != nil {
-		return nil, fmt.Errorf("CDI class: %w", err)
-	}
-	if options.Class == clientClass {
-		return nil, fmt.Errorf("CDI class %q: reserved for client devices", options.Class)
-	}
-	if !filepath.IsAbs(options.Dir) {
-		return nil, fmt.Errorf("CDI directory %q: not an absolute path", options.Dir)
-	}
-	if options.Source == nil {
-		return nil, errors.New("CDI specs need a source")
-	}
-	if options.Interval <= 0 {
-		options.Interval = 2 * time.Second
-	}
+// A CDI device has the name "<vendor>/<class>=<name>". Names of the class are UUIDs. "claim" is the class of NVIDIA's DRA driver, whose
+// files may still be in the directory.
+const (
+	vendor      = "k8s.gpu.nvidia.com"
+	class       = "gpu"
+	clientClass = "sharing"
+)
+
+// New touches no file.
+func New(options Options) *Specs {
+	options.Interval = cmp.Or(options.Interval, 2*time.Second)
 	s := &Specs{
 		options:      options,
-		kind:         options.Vendor + "/" + options.Class,
 		refreshing:   make(chan struct{}, 1),
 		placeholders: map[string]bool{},
 		partitions:   map[string]*partitionFile{},
 		clients:      map[string]*specFile{},
 	}
-	s.main.path = filepath.Join(options.Dir, "tandem-"+options.Vendor+"-"+options.Class+jsonSuffix)
+	s.main.path = s.path(class)
 	s.names.Store(&map[string]bool{})
-	return s, nil
+	return s
 }
 
-// QualifiedName is the name that a container runtime gets: "<vendor>/<class>=<uuid>".
-func (s *Specs) QualifiedName(uuid string) string {
-	return parser.QualifiedName(s.options.Vendor, s.options.Class, uuid)
+const jsonSuffix = ".json"
+
+func (s *Specs) path(name string) string {
+	return filepath.Join(s.options.Dir, "tandem-"+vendor+"-"+name+jsonSuffix)
 }
 
-// Path is the spec file of the devices that the Source reports.
-func (s *Specs) Path() string { return s.main.path }
+// QualifiedName is the name of a GPU or partition that a container runtime gets.
+func (s *Specs) QualifiedName(uuid string) string { return parser.QualifiedName(vendor, class, uuid) }
 
 // Has reports, from memory, whether the files had an entry for a device when they were last updated from the Source: Ensure finds one,
 // unless the device has gone since. The device plugin calls it before it offers a new partition.
@@ -254,14 +243,14 @@ func (s *Specs) refresh(ctx context.Context) error {
 	s.adopt(devices)
 	var errs []error
 	for _, f := range s.partitions {
-		errs = append(errs, f.update(s.kind, s.common))
+		errs = append(errs, f.update(s.common))
 	}
 	return errors.Join(errs...)
 }
 
 // write writes devices and placeholders to the main spec. Under s.mu.
 func (s *Specs) write(common specs.ContainerEdits, devices []specs.Device) error {
-	data, err := encode(s.kind, common, s.withPlaceholders(devices))
+	data, err := encode(class, common, s.withPlaceholders(devices))
 	if err != nil {
 		return err
 	}
@@ -284,7 +273,7 @@ func (s *Specs) load() error {
 	if err := s.main.removeTemporaries(); err != nil {
 		return err
 	}
-	if found := readDevices(s.main.path, s.kind); len(found) > 0 {
+	if found := readDevices(s.main.path); len(found) > 0 {
 		s.devices, s.placeholders = splitPlaceholders(found)
 	}
 	if err := s.loadPartitions(); err != nil {

@@ -61,8 +61,7 @@ func (s *sharedNode) restart() {
 	if err != nil || len(problems) > 0 {
 		s.Fatal(err, problems)
 	}
-	s.specs, err = cdi.New(cdi.Options{Dir: s.cdiDir, Vendor: "k8s.gpu.nvidia.com", Class: "gpu", Source: s.node})
-	check(s.T, err)
+	s.specs = cdi.New(cdi.Options{Dir: s.cdiDir, Source: s.node})
 	s.manager = sharing.NewManager(sharing.Options{Records: records, RunDir: s.run, DriverRoot: s.node.DriverRoot(), Hardware: s.node, Specs: s.specs})
 }
 
