@@ -42,9 +42,17 @@ func (s *Specs) WriteClientDevice(name string, edits specs.ContainerEdits) (qual
 func (s *Specs) RemoveClientDevices(name string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	paths, err := filepath.Glob(s.clientPath(name + ".*"))
+	return s.removeClients(func(other string) bool { return other == name || withoutSuffix(other) == name })
+}
+
+// removeClients removes the client devices of this and of an earlier process. Under s.mu.
+func (s *Specs) removeClients(match func(name string) bool) error {
+	paths, err := filepath.Glob(s.clientPath("*"))
 	errs := []error{err}
-	for _, path := range append(paths, s.clientPath(name)) {
+	for _, path := range paths {
+		if !match(s.clientName(path)) {
+			continue
+		}
 		if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
 			errs = append(errs, fmt.Errorf("remove client device: %w", err))
 		}
@@ -52,7 +60,7 @@ func (s *Specs) RemoveClientDevices(name string) error {
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
-	maps.DeleteFunc(s.clients, func(other string, _ *specFile) bool { return other == name || withoutSuffix(other) == name })
+	maps.DeleteFunc(s.clients, func(name string, _ *specFile) bool { return match(name) })
 	return nil
 }
 
@@ -77,17 +85,7 @@ func (s *Specs) RetainClientDevices(names []string) error {
 		keep[withoutSuffix(name)] = true
 	}
 	all := ownedFile{path: s.clientPath("*")}
-	errs := []error{all.removeTemporaries()}
-	paths, err := filepath.Glob(all.path)
-	for _, path := range paths {
-		if keep[withoutSuffix(s.clientName(path))] {
-			continue
-		}
-		if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
-			errs = append(errs, fmt.Errorf("remove client device of an earlier process: %w", err))
-		}
-	}
-	return errors.Join(append(errs, err)...)
+	return errors.Join(all.removeTemporaries(), s.removeClients(func(name string) bool { return !keep[withoutSuffix(name)] }))
 }
 
 func withoutSuffix(name string) string {

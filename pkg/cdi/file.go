@@ -48,22 +48,17 @@ func (f *ownedFile) intact() bool {
 	return err == nil && got == *want
 }
 
-// put writes data unless the file has exactly that content and mode already. check, if not nil, gets the path of the complete
-// new file before the rename; its error leaves the old file in place.
-func (f *ownedFile) put(data content, mode fs.FileMode, check func(path string) error) error {
+// put writes data unless the file has exactly that content and mode already. data is read more than once, and not kept in memory: the
+// hook binary has 8 MB, which cost a fifth of the agent's start. check, if not nil, gets the path of the complete new file before the
+// rename; its error leaves the old file in place.
+func (f *ownedFile) put(data *io.SectionReader, mode fs.FileMode, check func(path string) error) error {
 	if f.contains(data, mode) {
 		return f.accept()
 	}
 	return f.replace(data, mode, check)
 }
 
-// content is read more than once, and not kept in memory: the hook binary has 8 MB, which cost a fifth of the agent's start.
-type content interface {
-	io.ReadSeeker
-	Size() int64
-}
-
-func (f *ownedFile) contains(want content, mode fs.FileMode) bool {
+func (f *ownedFile) contains(want *io.SectionReader, mode fs.FileMode) bool {
 	info, err := os.Lstat(f.path)
 	if err != nil || info.Mode() != mode || info.Size() != want.Size() {
 		return false
@@ -98,7 +93,7 @@ func (f *ownedFile) accept() error {
 	return nil
 }
 
-func (f *ownedFile) replace(data content, mode fs.FileMode, check func(path string) error) (err error) {
+func (f *ownedFile) replace(data *io.SectionReader, mode fs.FileMode, check func(path string) error) (err error) {
 	dir := filepath.Dir(f.path)
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return fmt.Errorf("create directory of %s: %w", f.path, err)
@@ -123,15 +118,14 @@ func (f *ownedFile) replace(data content, mode fs.FileMode, check func(path stri
 	if err := os.Rename(tmp.Name(), f.path); err != nil {
 		return fmt.Errorf("rename %s to %s: %w", tmp.Name(), f.path, err)
 	}
-	if err := f.accept(); err != nil {
-		// Another process removed the file after the rename. The next check writes it again.
-		f.seen.Store(nil)
+	if f.accept() != nil {
+		f.seen.Store(nil) // another process has removed the file already: the next check writes it again
 	}
 	return nil
 }
 
 // fill syncs the file, because a crash right after the rename must not leave an empty file under the final name.
-func fill(tmp *os.File, data content, mode fs.FileMode) error {
+func fill(tmp *os.File, data *io.SectionReader, mode fs.FileMode) error {
 	_, err := data.Seek(0, io.SeekStart)
 	if err == nil {
 		_, err = io.CopyN(tmp, data, data.Size())
@@ -142,10 +136,7 @@ func fill(tmp *os.File, data content, mode fs.FileMode) error {
 	if err == nil {
 		err = tmp.Sync()
 	}
-	if closeErr := tmp.Close(); err == nil {
-		err = closeErr
-	}
-	return err
+	return errors.Join(err, tmp.Close())
 }
 
 // tempPattern starts with a dot and does not end in .json or .yaml, so that container runtimes do not read unfinished files.
@@ -176,7 +167,7 @@ func (f *specFile) write(data []byte) error {
 	if bytes.Equal(f.want, data) && f.intact() {
 		return nil
 	}
-	if err := f.put(bytes.NewReader(data), 0o644, validate); err != nil {
+	if err := f.put(io.NewSectionReader(bytes.NewReader(data), 0, int64(len(data))), 0o644, validate); err != nil {
 		return err
 	}
 	f.want = data

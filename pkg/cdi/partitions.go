@@ -29,7 +29,7 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 		return err
 	}
 	s.mu.Lock()
-	exists := s.known[p.UUID] || s.partitions[p.UUID] != nil
+	exists := hasName(s.devices, p.UUID) || s.partitions[p.UUID] != nil
 	s.mu.Unlock()
 	if exists {
 		return nil
@@ -40,7 +40,7 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.known[p.UUID] {
+	if hasName(s.devices, p.UUID) {
 		return nil // a refresh found it meanwhile
 	}
 	if err := s.removePlaceholder(entry.Name); err != nil {
@@ -100,8 +100,7 @@ func (s *Specs) loadPartitions() error {
 func (s *Specs) removeGone(uuids []string, edits Edits) error {
 	var errs []error
 	for _, uuid := range uuids {
-		exists := slices.ContainsFunc(edits.Devices, func(d specs.Device) bool { return d.Name == uuid })
-		if exists || edits.Failed[uuid] != nil {
+		if hasName(edits.Devices, uuid) || edits.Failed[uuid] != nil {
 			continue
 		}
 		if err := os.Remove(s.partitions[uuid].path); err != nil && !os.IsNotExist(err) {

@@ -7,8 +7,9 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
-	"strconv"
 	"strings"
+
+	"k8s.io/apimachinery/pkg/util/version"
 )
 
 // RuntimeSupport is how well a container runtime supports CDI, as far as its version and configuration show.
@@ -42,24 +43,21 @@ var enableCDI = regexp.MustCompile(`(?m)^\s*enable_cdi\s*=\s*(true|false)\s*(?:#
 // enables it; CRI-O 1.28 supports the CRI field of Kubernetes 1.28 (KEP-4009); cri-dockerd passes CDI devices since pull
 // request 522 of November 2025, to a Docker whose feature "cdi" must be enabled.
 func JudgeRuntime(reported, hostRoot string) (support RuntimeSupport, why string) {
-	name, version, _ := strings.Cut(reported, "://")
-	major, minor, ok := parseVersion(version)
-	if !ok {
+	name, text, _ := strings.Cut(reported, "://")
+	v, err := version.ParseGeneric(text)
+	if err != nil {
 		return RuntimeUnknown, ""
 	}
-	older := func(wantMajor, wantMinor int) bool {
-		return major < wantMajor || major == wantMajor && minor < wantMinor
-	}
 	switch {
-	case name == "containerd" && older(1, 7):
-		return RuntimeLacks, fmt.Sprintf("containerd %s does not support CDI: use 2.0 or newer, or 1.7 with enable_cdi = true", version)
+	case name == "containerd" && v.LessThan(version.MajorMinor(1, 7)):
+		return RuntimeLacks, fmt.Sprintf("containerd %s does not support CDI: use 2.0 or newer, or 1.7 with enable_cdi = true", text)
 	case name == "containerd":
-		return judgeContainerd(version, !older(2, 0), hostRoot)
-	case name == "cri-o" && older(1, 28):
-		return RuntimeLacks, fmt.Sprintf("CRI-O %s does not accept CDI devices from kubelet: use the release of your Kubernetes version", version)
+		return judgeContainerd(text, v.AtLeast(version.MajorMinor(2, 0)), hostRoot)
+	case name == "cri-o" && v.LessThan(version.MajorMinor(1, 28)):
+		return RuntimeLacks, fmt.Sprintf("CRI-O %s does not accept CDI devices from kubelet: use the release of your Kubernetes version", text)
 	case name == "docker":
 		return RuntimeNeedsSetting, fmt.Sprintf("Docker %s gets CDI devices only from cri-dockerd of 2026 or newer, and injects them only with "+
-			"\"features\": {\"cdi\": true}", version)
+			"\"features\": {\"cdi\": true}", text)
 	case name == "cri-o":
 		return RuntimeSupports, ""
 	}
@@ -93,14 +91,4 @@ func judgeContainerd(version string, onByDefault bool, hostRoot string) (Runtime
 	default:
 		return RuntimeLacks, fmt.Sprintf("containerd %s has CDI disabled (/%s): %s", version, path, remedy)
 	}
-}
-
-func parseVersion(version string) (major, minor int, ok bool) {
-	parts := strings.SplitN(strings.TrimPrefix(version, "v"), ".", 3)
-	if len(parts) < 2 {
-		return 0, 0, false
-	}
-	major, majorErr := strconv.Atoi(parts[0])
-	minor, minorErr := strconv.Atoi(parts[1])
-	return major, minor, majorErr == nil && minorErr == nil
 }

@@ -3,6 +3,7 @@
 package cdi
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -31,10 +32,7 @@ type Edits struct {
 func withLost(devices, earlier []specs.Device) []specs.Device {
 	all := slices.Clone(devices)
 	for _, old := range earlier {
-		taken := slices.ContainsFunc(devices, func(d specs.Device) bool {
-			return d.Name == old.Name || sharesNode(d, old)
-		})
-		if !taken {
+		if !slices.ContainsFunc(devices, func(d specs.Device) bool { return d.Name == old.Name || sharesNode(d, old) }) {
 			all = append(all, old)
 		}
 	}
@@ -42,22 +40,20 @@ func withLost(devices, earlier []specs.Device) []specs.Device {
 	return all
 }
 
+func hasName(devices []specs.Device, name string) bool {
+	return slices.ContainsFunc(devices, func(d specs.Device) bool { return d.Name == name })
+}
+
 func sharesNode(a, b specs.Device) bool {
 	for _, x := range a.ContainerEdits.DeviceNodes {
 		for _, y := range b.ContainerEdits.DeviceNodes {
-			if hostPath(x) == hostPath(y) || x.Major != 0 && x.Major == y.Major && x.Minor == y.Minor {
+			samePath := cmp.Or(x.HostPath, x.Path) == cmp.Or(y.HostPath, y.Path)
+			if samePath || x.Major != 0 && x.Major == y.Major && x.Minor == y.Minor {
 				return true
 			}
 		}
 	}
 	return false
-}
-
-func hostPath(n *specs.DeviceNode) string {
-	if n.HostPath != "" {
-		return n.HostPath
-	}
-	return n.Path
 }
 
 // encode uses the oldest CDI version that can express the spec, so that old runtimes can read it.
@@ -121,7 +117,7 @@ func (s *Specs) AddPlaceholders(names []string) {
 func (s *Specs) withPlaceholders(devices []specs.Device) []specs.Device {
 	all := slices.Clone(devices)
 	for _, name := range slices.Sorted(maps.Keys(s.placeholders)) {
-		if s.partitions[name] == nil && !slices.ContainsFunc(devices, func(d specs.Device) bool { return d.Name == name }) {
+		if s.partitions[name] == nil && !hasName(devices, name) {
 			all = append(all, specs.Device{Name: name, ContainerEdits: specs.ContainerEdits{Env: []string{placeholderEnv}}})
 		}
 	}

@@ -60,7 +60,6 @@ type Specs struct {
 	main    specFile
 	common  specs.ContainerEdits
 	devices []specs.Device
-	known   map[string]bool  // names of devices
 	failed  map[string]error // by UUID
 	loaded  bool
 	// placeholders are names that get a placeholder device while no device has them.
@@ -130,7 +129,7 @@ func (s *Specs) Ensure(ctx context.Context, uuids ...string) error {
 		switch {
 		case s.partitions[uuid] != nil:
 			errs = append(errs, s.partitions[uuid].repair())
-		case s.known[uuid]:
+		case hasName(s.devices, uuid):
 		case s.failed[uuid] != nil:
 			errs = append(errs, fmt.Errorf("make container edits of device %s: %w", uuid, s.failed[uuid]))
 		default:
@@ -284,18 +283,13 @@ func (s *Specs) load() error {
 	return nil
 }
 
-// adopt replaces the devices. Under s.mu.
+// adopt replaces the devices, and updates what Has answers. Under s.mu.
 func (s *Specs) adopt(devices []specs.Device) {
-	s.devices, s.known = devices, make(map[string]bool, len(devices))
+	s.devices = devices
+	names := map[string]bool{}
 	for _, d := range devices {
-		s.known[d.Name] = true
+		names[d.Name] = true
 	}
-	s.announce()
-}
-
-// announce updates what Has answers. Under s.mu.
-func (s *Specs) announce() {
-	names := maps.Clone(s.known)
 	for uuid := range s.partitions {
 		names[uuid] = true
 	}
