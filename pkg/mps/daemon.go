@@ -121,7 +121,7 @@ func (d Daemon) prepare(ctx context.Context, p program, holder *Holder) error {
 	if err := d.set(ctx, p); err != nil {
 		return err
 	}
-	ready := Ready{Pod: d.Pod, Hash: d.Settings.Hash(), Started: time.Now().UTC()}
+	ready := Ready{Pod: d.Pod, Hash: d.Settings.Hash()}
 	if err := holder.Publish(ready); err != nil {
 		return err
 	}

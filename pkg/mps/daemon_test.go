@@ -121,7 +121,7 @@ func gone(t *testing.T, pid int) {
 func TestADaemonIsReadyWithItsSettings(t *testing.T) {
 	r := newRig(t)
 	_, stop := r.run(t)
-	if ready := r.await(t); ready.Pod != "uid" || time.Since(ready.Started) > time.Minute {
+	if ready := r.await(t); ready.Pod != "uid" {
 		t.Errorf("ready: %+v", ready)
 	}
 	out, err := r.client().CombinedOutput()

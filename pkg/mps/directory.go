@@ -47,8 +47,7 @@ type Ready struct {
 	// Pod is the UID of the daemon's pod.
 	Pod string `json:"pod"`
 	// Hash of the daemon's settings.
-	Hash    string    `json:"hash"`
-	Started time.Time `json:"started"`
+	Hash string `json:"hash"`
 }
 
 // Make makes a daemon's directory before the daemon is requested: its pod does not start without. It is idempotent. The agent calls it.
@@ -97,16 +96,13 @@ func Alive(dir string) (Ready, bool, error) {
 
 // locked reports whether another process has locked the file. Otherwise it locks the file until it is closed.
 func locked(file *os.File, how int) (bool, error) {
-	for {
-		switch err := unix.Flock(int(file.Fd()), how|unix.LOCK_NB); err {
-		case nil:
-			return false, nil
-		case unix.EWOULDBLOCK:
-			return true, nil
-		case unix.EINTR:
-		default:
-			return false, &os.PathError{Op: "flock", Path: file.Name(), Err: err}
-		}
+	switch err := unix.Flock(int(file.Fd()), how|unix.LOCK_NB); err {
+	case nil:
+		return false, nil
+	case unix.EWOULDBLOCK:
+		return true, nil
+	default:
+		return false, &os.PathError{Op: "flock", Path: file.Name(), Err: err}
 	}
 }
 
@@ -139,7 +135,7 @@ func remove(dir string, timeout time.Duration) error {
 			return fmt.Errorf("it has more files than can be removed in %s", timeout)
 		}
 		// A supervisor that waits for the lock may create its file again: this repeats until the directory is empty.
-		if err := empty(dir, dir); err != nil {
+		if err := empty(dir, dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
 	}
@@ -148,56 +144,29 @@ func remove(dir string, timeout time.Duration) error {
 // empty removes entries of top, or of a directory in it. It moves directories of the latter up into top. It never opens a deeper
 // one: a client could replace that by a link.
 func empty(top, dir string) error {
-	names, err := readNames(dir)
+	file, err := os.Open(dir)
 	if err != nil {
+		return err
+	}
+	names, err := file.Readdirnames(batch)
+	if err = errors.Join(err, file.Close()); err != nil && !errors.Is(err, io.EOF) {
 		return err
 	}
 	for _, name := range names {
 		path := filepath.Join(dir, name)
 		err := os.Remove(path)
 		switch {
-		case errors.Is(err, fs.ErrNotExist):
-			continue
-		case errors.Is(err, unix.ENOTEMPTY) && dir == top:
+		case !errors.Is(err, unix.ENOTEMPTY):
+		case dir == top:
 			err = empty(top, path)
-		case errors.Is(err, unix.ENOTEMPTY):
-			err = raise(top, path)
+		default:
+			err = os.Rename(path, filepath.Join(top, ".removed-"+strconv.FormatInt(time.Now().UnixNano(), 10)))
 		}
-		if err != nil {
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
 	}
 	return nil
-}
-
-// readNames returns the first names in a directory. Names that are created meanwhile may be missing.
-func readNames(dir string) ([]string, error) {
-	file, err := os.Open(dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	defer file.Close()
-	names, err := file.Readdirnames(batch)
-	if errors.Is(err, io.EOF) {
-		err = nil
-	}
-	return names, err
-}
-
-// raise moves a directory into top.
-func raise(top, path string) error {
-	for {
-		err := os.Rename(path, filepath.Join(top, ".removed-"+strconv.FormatInt(time.Now().UnixNano(), 10)))
-		switch {
-		case err == nil, errors.Is(err, fs.ErrNotExist):
-			return nil
-		case !errors.Is(err, fs.ErrExist): // ENOTEMPTY is one
-			return err
-		}
-	}
 }
 
 // Holder is the supervisor's right to run the daemon of a directory. It is not safe for concurrent use, except Await.

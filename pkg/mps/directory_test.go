@@ -53,7 +53,7 @@ func TestReadyIsTrueUntilItIsTakenBack(t *testing.T) {
 		t.Fatal("alive before a supervisor ran")
 	}
 	h := hold(t, dir)
-	want := Ready{Pod: "uid", Hash: "hash", Started: time.Now().UTC().Truncate(time.Second)}
+	want := Ready{Pod: "uid", Hash: "hash"}
 	if err := h.Publish(want); err != nil {
 		t.Fatal(err)
 	}

@@ -152,7 +152,7 @@ func (s *subject) playDaemon(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	err = holder.Publish(mps.Ready{Pod: "bench", Hash: wanted.Settings.Hash(), Started: time.Now()})
+	err = holder.Publish(mps.Ready{Pod: "bench", Hash: wanted.Settings.Hash()})
 	if err == nil {
 		if err = holder.Await(ctx); errors.Is(err, mps.ErrStopped) || errors.Is(err, mps.ErrGone) || ctx.Err() != nil {
 			err = nil
