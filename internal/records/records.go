@@ -10,8 +10,10 @@ import (
 	"errors"
 	"fmt"
 	"hash/crc32"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -126,7 +128,7 @@ func (s *Store[K, V]) Close() error {
 		return nil
 	}
 	// Without room on the disk the names suffice.
-	_ = s.repair(needsContents[K, V])
+	_ = s.repair(nil)
 	err := s.dir.Close()
 	s.dir = nil
 	return err
@@ -144,11 +146,7 @@ func (s *Store[K, V]) Get(key K) (V, bool) {
 func (s *Store[K, V]) Keys() []K {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	keys := make([]K, 0, len(s.entries))
-	for key := range s.entries {
-		keys = append(keys, key)
-	}
-	return keys
+	return slices.Collect(maps.Keys(s.entries))
 }
 
 // Put writes a record and replaces the one before. It is on disk when Put returns nil. After an error the record before counts, on disk
@@ -180,31 +178,25 @@ func (s *Store[K, V]) put(key K, value V) error {
 // PutName is Put in one system call for a new record, whose contents Flush writes: until then only its key survives the process. It needs
 // no room on the disk (ledger.TestFullDisk), and is what Allocate waits for (figure allocate_p50 of make bench).
 func (s *Store[K, V]) PutName(key K, value V) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	err := s.alive()
-	before, known := s.entries[key]
-	switch {
-	case err != nil:
-	case known && !before.nameOnly && !before.unreadable:
-		err = s.put(key, value)
-	default:
+	return s.wrap("write", key, s.locked(func() error {
+		before, known := s.entries[key]
+		if known && !before.nameOnly && !before.unreadable {
+			return s.put(key, value)
+		}
 		if !known {
-			err = s.create(s.options.Name(key))
+			if err := s.create(s.options.Name(key)); err != nil {
+				return err
+			}
 		}
-		if err == nil {
-			s.entries[key] = entry[V]{value: value, nameOnly: true}
-		}
-	}
-	return s.wrap("write", key, err)
+		s.entries[key] = entry[V]{value: value, nameOnly: true}
+		return nil
+	}))
 }
 
 // Flush writes the contents that PutName left out.
 func (s *Store[K, V]) Flush() error {
-	return s.locked(func() error { return s.repair(needsContents[K, V]) })
+	return s.locked(func() error { return s.repair(nil) })
 }
-
-func needsContents[K comparable, V any](e entry[V], _ K) bool { return e.nameOnly }
 
 func (s *Store[K, V]) wrap(verb string, key K, err error) error {
 	if err == nil {
@@ -227,16 +219,16 @@ func (s *Store[K, V]) Drop(key K) error {
 // Repair writes records that another process removed, and what Flush could not write. It costs one stat for each record.
 func (s *Store[K, V]) Repair() error {
 	return s.locked(func() error {
-		return s.repair(func(e entry[V], key K) bool { return e.nameOnly || !s.exists(key) })
+		return s.repair(func(key K) bool { return !s.exists(key) })
 	})
 }
 
-// repair writes the records that need it. Of an unreadable one the name suffices.
-func (s *Store[K, V]) repair(needed func(entry[V], K) bool) error {
+// repair writes the records without contents, and those that are lost; nil is none. Of an unreadable one the name suffices.
+func (s *Store[K, V]) repair(lost func(K) bool) error {
 	var errs []error
 	for key, e := range s.entries {
 		switch {
-		case !needed(e, key):
+		case !e.nameOnly && (lost == nil || !lost(key)):
 		case e.unreadable:
 			errs = append(errs, s.wrap("write", key, s.create(s.options.Name(key))))
 		default:
@@ -285,7 +277,7 @@ func (s *Store[K, V]) alive() error {
 	if err := s.open(); err != nil {
 		return fmt.Errorf("make removed directory again: %w", err)
 	}
-	return errors.Join(s.repair(func(entry[V], K) bool { return true }), old.Close())
+	return errors.Join(s.repair(func(K) bool { return true }), old.Close())
 }
 
 func (s *Store[K, V]) exists(key K) bool {
@@ -380,10 +372,7 @@ func (c contents) sum(name string) uint32 {
 	return crc32.Update(sum, castagnoli, c.Record)
 }
 
-var (
-	errEarlierBoot = errors.New("the record is of an earlier boot")
-	errEmpty       = errors.New("it is empty: the disk was full, or the process ended while it wrote the record")
-)
+var errEarlierBoot = errors.New("the record is of an earlier boot")
 
 func (s *Store[K, V]) encode(name string, value V) ([]byte, error) {
 	record, err := json.Marshal(value)
@@ -408,7 +397,7 @@ func (s *Store[K, V]) read(key K, name string) (V, error) {
 		return value, err
 	}
 	if len(data) == 0 {
-		return value, errEmpty
+		return value, errors.New("it is empty: the disk was full, or the process ended while it wrote the record")
 	}
 	var c contents
 	if err := json.NewDecoder(bytes.NewReader(data)).Decode(&c); err != nil {
