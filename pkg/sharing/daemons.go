@@ -278,15 +278,10 @@ func (m *Manager) unrecordedDaemons() []string {
 	if err != nil {
 		return nil // no daemon was ever requested
 	}
-	recorded := map[string]bool{}
-	for _, key := range m.Records.Keys() {
-		if s, ok := m.Records.Get(key); ok {
-			recorded[s.Daemon] = true
-		}
-	}
 	var names []string
 	for _, entry := range entries {
-		if name := entry.Name(); !recorded[name] {
+		name := entry.Name()
+		if len(m.Records.where(func(_ Key, s setting) bool { return s.Daemon == name })) == 0 {
 			names = append(names, name)
 		}
 	}
@@ -302,12 +297,9 @@ func (m *Manager) UnknownDaemons() []string {
 
 // staleDaemons returns the daemons of no claim, and the unknown ones.
 func (m *Manager) staleDaemons() (stale, unknown []string) {
-	unreadable := map[string]bool{}
-	for _, key := range m.Records.where(func(_ Key, s setting) bool { return s.Unknown }) {
-		unreadable[key.Claim] = true
-	}
 	for _, name := range m.unrecordedDaemons() {
-		if unreadable[claimOf(name)] {
+		unreadable := m.Records.where(func(key Key, s setting) bool { return s.Unknown && key.Claim == claimOf(name) })
+		if len(unreadable) > 0 {
 			unknown = append(unknown, name)
 		} else {
 			stale = append(stale, name)

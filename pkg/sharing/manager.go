@@ -472,31 +472,21 @@ func (m *Manager) Repair() error {
 	return errors.Join(errs...)
 }
 
-const (
-	// resumeInterval is the pause between attempts to apply recorded settings.
-	resumeInterval = 10 * time.Second
-	// staleInterval is the pause between checks for stale daemons. A check reads one directory.
-	staleInterval = 5 * time.Second
-)
+// resumeInterval is the pause between attempts to apply recorded settings, and then between checks for stale daemons. A check reads
+// one directory.
+const resumeInterval = 5 * time.Second
 
 // Run applies what an earlier process recorded, because a driver that was reloaded has lost it. Then it ends stale daemons,
 // until ctx is done: containerd creates a daemon's directory again where kubelet restarts the supervisor before its pod is
 // deleted.
 func (m *Manager) Run(ctx context.Context) error {
-	keys, resumed, reported := m.Records.Keys(), false, ""
+	keys, reported := m.Records.Keys(), ""
+	work := func(ctx context.Context) error { return m.resume(ctx, keys) }
 	for {
-		var err error
-		wait := staleInterval
-		if resumed {
-			err = m.endStaleDaemons(ctx)
-		} else if err = m.resume(ctx, keys); err == nil {
-			resumed = true
-		} else {
-			wait = resumeInterval
-		}
+		err := work(ctx)
 		switch {
 		case err == nil:
-			reported = ""
+			work, reported = m.endStaleDaemons, ""
 		case reported != err.Error() && ctx.Err() == nil:
 			reported = err.Error()
 			klog.FromContext(ctx).Error(err, "Cannot restore sharing settings or remove stale MPS daemons, retrying")
@@ -504,7 +494,7 @@ func (m *Manager) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-time.After(wait):
+		case <-time.After(resumeInterval):
 		}
 	}
 }

@@ -898,12 +898,12 @@ func TestStrayDirectory(t *testing.T) {
 		synctest.Wait()
 		dir := mps.Dir(w.dir, "uid-a-01234567")
 		check(t, os.MkdirAll(filepath.Join(dir, mps.PipeDir), 0o755))
-		short, stop := context.WithTimeout(t.Context(), staleInterval/2)
+		short, stop := context.WithTimeout(t.Context(), resumeInterval/2)
 		defer stop()
 		if _, err := mps.Hold(short, dir); !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("a supervisor holds a directory that the agent has not made: %v", err)
 		}
-		time.Sleep(2 * staleInterval)
+		time.Sleep(2 * resumeInterval)
 		synctest.Wait()
 		if w.state() != "" {
 			t.Errorf("left %s", w.state())
