@@ -28,10 +28,7 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 	if err := s.Ensure(ctx); err != nil {
 		return err
 	}
-	s.mu.Lock()
-	exists := hasName(s.devices, p.UUID) || s.partitions[p.UUID] != nil
-	s.mu.Unlock()
-	if exists {
+	if s.Has(p.UUID) {
 		return nil
 	}
 	entry, err := s.options.Source.PartitionEdits(ctx, p)
@@ -51,6 +48,7 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 		return err
 	}
 	s.partitions[entry.Name] = f
+	s.changed.Notify()
 	return nil
 }
 

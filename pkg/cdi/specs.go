@@ -14,7 +14,6 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -67,8 +66,6 @@ type Specs struct {
 	partitions   map[string]*partitionFile // by UUID
 	clients      map[string]*specFile      // by name
 
-	// names are the entries on disk, for readers that must not wait while a file is written.
-	names   atomic.Pointer[map[string]bool]
 	changed broadcast.Signal
 }
 
@@ -91,7 +88,6 @@ func New(options Options) *Specs {
 		clients:      map[string]*specFile{},
 	}
 	s.main.path = s.path(class)
-	s.names.Store(&map[string]bool{})
 	return s
 }
 
@@ -104,9 +100,13 @@ func (s *Specs) path(name string) string {
 // QualifiedName is the name of a GPU or partition that a container runtime gets.
 func (s *Specs) QualifiedName(uuid string) string { return parser.QualifiedName(vendor, class, uuid) }
 
-// Has reports, from memory, whether the files had an entry for a device when they were last updated from the Source: Ensure finds one,
-// unless the device has gone since. The device plugin calls it before it offers a new partition.
-func (s *Specs) Has(uuid string) bool { return (*s.names.Load())[uuid] }
+// Has reports, from memory, whether the files have an entry for a device: Ensure finds one, unless the device has gone since. The device
+// plugin calls it before it offers a new partition.
+func (s *Specs) Has(uuid string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.partitions[uuid] != nil || hasName(s.devices, uuid)
+}
 
 // Changed returns a channel that is closed when Has may answer differently; take it before asking.
 func (s *Specs) Changed() <-chan struct{} { return s.changed.Changed() }
@@ -238,8 +238,8 @@ func (s *Specs) refresh(ctx context.Context) error {
 	if err := s.write(edits.Common, devices); err != nil {
 		return err
 	}
-	s.common = edits.Common
-	s.adopt(devices)
+	s.common, s.devices = edits.Common, devices
+	s.changed.Notify()
 	var errs []error
 	for _, f := range s.partitions {
 		errs = append(errs, f.update(s.common))
@@ -279,22 +279,5 @@ func (s *Specs) load() error {
 		return err
 	}
 	s.loaded = true
-	s.adopt(s.devices)
 	return nil
-}
-
-// adopt replaces the devices, and updates what Has answers. Under s.mu.
-func (s *Specs) adopt(devices []specs.Device) {
-	s.devices = devices
-	names := map[string]bool{}
-	for _, d := range devices {
-		names[d.Name] = true
-	}
-	for uuid := range s.partitions {
-		names[uuid] = true
-	}
-	if !maps.Equal(names, *s.names.Load()) {
-		s.names.Store(&names)
-		s.changed.Notify()
-	}
 }
