@@ -242,7 +242,9 @@ func Await(ctx context.Context, dir, hash string) (Ready, error) {
 	var ready Ready
 	err := watch(ctx, dir, func() (bool, error) {
 		r, alive, err := Alive(dir)
-		ready = r
+		if ready = r; err == nil {
+			_, err = os.Stat(dir)
+		}
 		return alive && r.Hash == hash, err
 	})
 	if err != nil {
@@ -264,9 +266,6 @@ func watch(ctx context.Context, dir string, done func() (bool, error)) error {
 	defer watcher.Close()
 	for {
 		if over, err := done(); over || err != nil {
-			return err
-		}
-		if _, err := os.Stat(dir); err != nil {
 			return err
 		}
 		select {

@@ -64,18 +64,7 @@ var ErrGone = errors.New("the daemon's directory was removed")
 
 // Await waits until the daemon has to end. It returns why: ErrStopped, ErrGone, the cause of ctx, or an error of a file.
 func (h *Holder) Await(ctx context.Context) error {
-	var why error
-	err := watch(ctx, h.dir, func() (bool, error) {
-		why = h.ended()
-		return why != nil, nil
-	})
-	if why != nil {
-		return why
-	}
-	if errors.Is(err, fs.ErrNotExist) {
-		return ErrGone
-	}
-	return err
+	return watch(ctx, h.dir, func() (bool, error) { return false, h.ended() })
 }
 
 // ended returns why the daemon has to end, and nil while it may run.
