@@ -16,10 +16,8 @@ import (
 type RuntimeSupport int
 
 const (
-	// RuntimeUnknown is a runtime, or version, that this package does not know.
-	RuntimeUnknown RuntimeSupport = iota
-	// RuntimeSupports injects CDI devices.
-	RuntimeSupports
+	// RuntimeSupports injects CDI devices, or is a runtime or version that this package does not know.
+	RuntimeSupports RuntimeSupport = iota
 	// RuntimeNeedsSetting injects CDI devices only if a setting enables that, and the setting is not visible from here. Without it
 	// the runtime ignores CDI devices without an error.
 	RuntimeNeedsSetting
@@ -45,10 +43,9 @@ var enableCDI = regexp.MustCompile(`(?m)^\s*enable_cdi\s*=\s*(true|false)\s*(?:#
 func JudgeRuntime(reported, hostRoot string) (support RuntimeSupport, why string) {
 	name, text, _ := strings.Cut(reported, "://")
 	v, err := version.ParseGeneric(text)
-	if err != nil {
-		return RuntimeUnknown, ""
-	}
 	switch {
+	case err != nil:
+		return RuntimeSupports, ""
 	case name == "containerd" && v.LessThan(version.MajorMinor(1, 7)):
 		return RuntimeLacks, fmt.Sprintf("containerd %s does not support CDI: use 2.0 or newer, or 1.7 with enable_cdi = true", text)
 	case name == "containerd":
@@ -58,10 +55,8 @@ func JudgeRuntime(reported, hostRoot string) (support RuntimeSupport, why string
 	case name == "docker":
 		return RuntimeNeedsSetting, fmt.Sprintf("Docker %s gets CDI devices only from cri-dockerd of 2026 or newer, and injects them only with "+
 			"\"features\": {\"cdi\": true}", text)
-	case name == "cri-o":
-		return RuntimeSupports, ""
 	}
-	return RuntimeUnknown, ""
+	return RuntimeSupports, ""
 }
 
 // judgeContainerd reads enable_cdi, whose default is off before 2.0 and on since.

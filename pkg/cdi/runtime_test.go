@@ -29,9 +29,9 @@ func TestJudgeRuntime(t *testing.T) {
 		"CRI-O":                            {reported: "cri-o://1.34.0", want: RuntimeSupports},
 		"old CRI-O":                        {reported: "cri-o://1.27.3", want: RuntimeLacks, wantMention: "1.27.3"},
 		"Docker":                           {reported: "docker://28.0.1", want: RuntimeNeedsSetting, wantMention: "cri-dockerd"},
-		"unknown runtime":                  {reported: "frakti://1.0.0", want: RuntimeUnknown},
-		"no version":                       {reported: "containerd://", want: RuntimeUnknown},
-		"not reported yet":                 {reported: "", want: RuntimeUnknown},
+		"unknown runtime":                  {reported: "frakti://1.0.0", want: RuntimeSupports},
+		"no version":                       {reported: "containerd://", want: RuntimeSupports},
+		"not reported yet":                 {reported: "", want: RuntimeSupports},
 	} {
 		t.Run(name, func(t *testing.T) {
 			root := t.TempDir()
