@@ -87,9 +87,12 @@ func (s *Store[K, V]) Load() (problems []error, err error) {
 		return nil, fmt.Errorf("load records of %ss: %w", s.options.What, err)
 	}
 	for _, file := range files {
-		key, err := s.parse(file.Name())
+		key, err := s.options.Parse(file.Name())
+		if err == nil && s.options.Name(key) != file.Name() {
+			err = errors.New("this version writes another name")
+		}
 		if err != nil {
-			problems = append(problems, err)
+			problems = append(problems, fmt.Errorf("parse name of %s record %q: %w", s.options.What, file.Name(), err))
 			continue
 		}
 		value, err := s.read(key, file.Name())
@@ -98,26 +101,14 @@ func (s *Store[K, V]) Load() (problems []error, err error) {
 			if err := s.remove(file.Name()); err != nil {
 				return nil, fmt.Errorf("remove record of %s %s of an earlier boot: %w", s.options.What, file.Name(), err)
 			}
-			continue
 		case err != nil:
 			problems = append(problems, fmt.Errorf("read record of %s %s: %w", s.options.What, file.Name(), err))
 			s.entries[key] = entry[V]{value: s.options.Unreadable(key), unreadable: true}
-			continue
+		default:
+			s.entries[key] = entry[V]{value: value}
 		}
-		s.entries[key] = entry[V]{value: value}
 	}
 	return problems, nil
-}
-
-func (s *Store[K, V]) parse(name string) (K, error) {
-	key, err := s.options.Parse(name)
-	if err == nil && s.options.Name(key) != name {
-		err = errors.New("this version writes another name")
-	}
-	if err != nil {
-		return key, fmt.Errorf("parse name of %s record %q: %w", s.options.What, name, err)
-	}
-	return key, nil
 }
 
 // Close writes what Flush does, if it can, and unlocks the directory. Every later change fails, because another process may have it open.
