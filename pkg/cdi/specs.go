@@ -177,35 +177,31 @@ func (s *Specs) repairOthers() error {
 func (s *Specs) Run(ctx context.Context) error {
 	ticker := time.NewTicker(s.options.Interval)
 	defer ticker.Stop()
+	var changed <-chan struct{}
+	var err error
 	logged := ""
-	for {
-		changed := s.options.Source.Changed()
-		err := s.refresh(ctx)
-		logged = s.log(ctx, logged, err)
-		for wait := true; wait; {
-			select {
-			case <-ctx.Done():
-				return nil
-			case <-changed:
-				wait = false
-			case <-ticker.C:
-				_, repairErr := s.repair()
-				logged = s.log(ctx, logged, errors.Join(err, repairErr, s.repairOthers()))
-				wait = err == nil // otherwise ask the Source again
-			}
+	for refresh := true; ; {
+		if refresh {
+			changed = s.options.Source.Changed()
+			err = s.refresh(ctx)
+		}
+		_, repairErr := s.repair()
+		switch failure := errors.Join(err, repairErr, s.repairOthers()); {
+		case failure == nil:
+			logged = ""
+		case failure.Error() != logged && ctx.Err() == nil:
+			logged = failure.Error()
+			klog.FromContext(ctx).Error(failure, "Cannot update the CDI specs", "path", s.main.path)
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-changed:
+			refresh = true
+		case <-ticker.C:
+			refresh = err != nil
 		}
 	}
-}
-
-// log logs an error that differs from the last one.
-func (s *Specs) log(ctx context.Context, last string, err error) string {
-	if err == nil || ctx.Err() != nil {
-		return ""
-	}
-	if err.Error() != last {
-		klog.FromContext(ctx).Error(err, "Cannot update the CDI specs", "path", s.main.path)
-	}
-	return err.Error()
 }
 
 // refresh asks the Source and writes its answer. A second caller waits for the first.
