@@ -117,10 +117,9 @@ func (m *Manager) connect(ctx context.Context, name string, l limit) (clientDevi
 	}
 	hash := d.settings.Hash()
 	m.mu.Unlock()
-	waiting, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	stop := context.AfterFunc(d.cancelled, func() { cancel(errCancelled) })
-	defer stop()
+	waiting, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(d.cancelled, cancel)()
 	if _, err := mps.Await(waiting, m.dir(name), hash); err != nil {
 		if d.cancelled.Err() != nil {
 			return "", errCancelled
@@ -234,7 +233,7 @@ func (m *Manager) setClientDevices(name string, before, needed map[string]*limit
 	}
 	var errs []error
 	for client, l := range needed {
-		if l != nil && d.clients[client] == nil {
+		if d.clients[client] == nil {
 			_, err := m.writeClientDevice(name, *l)
 			errs = append(errs, err)
 		}

@@ -160,10 +160,7 @@ func daemonName(g Group) (string, error) {
 
 // claimOf returns the UID in a daemon's name.
 func claimOf(name string) string {
-	if i := strings.LastIndexByte(name, '-'); i > 0 {
-		return name[:i]
-	}
-	return name
+	return name[:max(0, strings.LastIndexByte(name, '-'))]
 }
 
 // timeSlice returns the interval's number for nvidia-smi compute-policy --set-timeslice.
