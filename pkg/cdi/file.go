@@ -19,23 +19,16 @@ import (
 // replaced, truncated or edited in place has another inode, size, mtime or ctime (ctime cannot be set back).
 type ownedFile struct {
 	path string
-	seen atomic.Pointer[stamp]
+	seen atomic.Pointer[unix.Stat_t]
 }
 
-type stamp struct {
-	dev, ino     uint64
-	size         int64
-	mtime, ctime unix.Timespec
-	mode         uint32
-}
-
-// stampOf does not use os.Lstat: each Prepare and Allocate waits for it.
-func stampOf(path string) (stamp, error) {
-	var s unix.Stat_t
+// stampOf returns what changes with the file's content. It does not use os.Lstat: each Prepare and Allocate waits for it.
+func stampOf(path string) (s unix.Stat_t, err error) {
 	if err := unix.Lstat(path, &s); err != nil {
-		return stamp{}, &fs.PathError{Op: "lstat", Path: path, Err: err}
+		return s, &fs.PathError{Op: "lstat", Path: path, Err: err}
 	}
-	return stamp{dev: s.Dev, ino: s.Ino, size: s.Size, mtime: s.Mtim, ctime: s.Ctim, mode: s.Mode}, nil
+	s.Atim, s.Blocks = unix.Timespec{}, 0
+	return s, nil
 }
 
 // intact reports whether the file on disk is the one that put wrote or found. Safe for concurrent use.
