@@ -45,7 +45,7 @@ func (f *fakePolicy) Join(ctx context.Context, claim sharing.Claim, d device.Dev
 	switch {
 	case late:
 		<-ctx.Done()
-		return nil, fmt.Errorf("join: %w", &sharing.NotReadyError{Daemon: "gpu-0-0"})
+		return nil, fmt.Errorf("join: %w", &sharing.NotReadyError{Daemon: "gpu-0-0", State: "has not been started"})
 	case err != nil || !daemon:
 		return nil, err
 	}

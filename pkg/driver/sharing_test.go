@@ -75,7 +75,7 @@ func (f *fakeSharing) Connect(ctx context.Context, plan sharing.Plan) ([]string,
 		select {
 		case <-wait:
 		case <-ctx.Done():
-			return nil, fmt.Errorf("share: %w", &sharing.NotReadyError{Daemon: plan.Group.Claim.UID + "-0"})
+			return nil, fmt.Errorf("share: %w", &sharing.NotReadyError{Daemon: plan.Group.Claim.UID + "-0", State: "has not been started"})
 		}
 	}
 	return []string{"k8s.gpu.nvidia.com/sharing=" + plan.Group.Claim.UID}, err

@@ -21,25 +21,14 @@ import (
 // NotReadyError reports that the requested daemon was not ready in time. A retry waits for the same daemon.
 type NotReadyError struct {
 	Daemon string
-	// Started means that the daemon's pod runs.
-	Started bool
-	// OtherSettings means that a daemon is ready which has other settings than the requested one.
-	OtherSettings bool
-	// Log is the path of the daemon's log on the host.
-	Log string
-	err error
+	// State completes "MPS daemon <name> …".
+	State string
+	err   error
 }
 
 // Error says what to look at.
 func (e *NotReadyError) Error() string {
-	switch {
-	case e.OtherSettings:
-		return fmt.Sprintf("MPS daemon %s has other settings than were requested: its pod is about to be replaced, or the controller or "+
-			"the GPUNode CRD does not have the agent's version: %v", e.Daemon, e.err)
-	case e.Started:
-		return fmt.Sprintf("MPS daemon %s has started and is not ready (its log is %s on the node): %v", e.Daemon, e.Log, e.err)
-	}
-	return fmt.Sprintf("MPS daemon %s has not been started: %v", e.Daemon, e.err)
+	return fmt.Sprintf("MPS daemon %s %s: %v", e.Daemon, e.State, e.err)
 }
 
 // Unwrap returns what ended the wait.
@@ -126,10 +115,16 @@ func (m *Manager) connect(ctx context.Context, name string, l limit) (clientDevi
 		}
 		started, heldErr := mps.Held(m.dir(name))
 		other, alive, aliveErr := mps.Alive(m.dir(name))
-		return "", &NotReadyError{
-			Daemon: name, Started: started, OtherSettings: alive && other.Hash != hash,
-			Log: filepath.Join(m.dir(name), mps.LogDir, "control.log"), err: errors.Join(err, heldErr, aliveErr),
+		state := "has not been started"
+		switch {
+		case alive && other.Hash != hash:
+			state = "has other settings than were requested: its pod is about to be replaced, or the controller or " +
+				"the GPUNode CRD does not have the agent's version"
+		case started:
+			log := filepath.Join(m.dir(name), mps.LogDir, "control.log")
+			state = fmt.Sprintf("has started and is not ready (its log is %s on the node)", log)
 		}
+		return "", &NotReadyError{name, state, errors.Join(err, heldErr, aliveErr)}
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()

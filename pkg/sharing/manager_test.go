@@ -549,7 +549,7 @@ func TestSlowDaemon(t *testing.T) {
 	defer cancel()
 	_, err := apply(ctx, k, g, always)
 	late, ok := errors.AsType[*NotReadyError](err)
-	if !ok || late.Started || late.Daemon != k.Daemons()[0].Name || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "has not been started") {
+	if !ok || late.Daemon != k.Daemons()[0].Name || !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), "has not been started") {
 		t.Fatalf("got %v", err)
 	}
 	if w.modes["GPU-0"] != device.ComputeModeExclusiveProcess {
