@@ -37,7 +37,7 @@ func run(ctx context.Context, args []string, stdout io.Writer) error {
 		_, err := fmt.Fprintln(stdout, version.String())
 		return err
 	}
-	d, err := mps.FromEnvironment(os.LookupEnv)
+	d, err := mps.FromEnvironment()
 	if err != nil {
 		return err
 	}

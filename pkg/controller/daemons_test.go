@@ -477,14 +477,13 @@ func TestDaemonPod(t *testing.T) {
 		}
 	}
 	// What the supervisor makes of its environment is what the agent waits for.
-	env := map[string]string{}
 	for _, e := range c.Env {
-		env[e.Name] = e.Value
 		if e.ValueFrom != nil {
-			env[e.Name] = "uid-pod"
+			e.Value = "uid-pod"
 		}
+		t.Setenv(e.Name, e.Value)
 	}
-	d, err := mps.FromEnvironment(func(name string) (string, bool) { value, ok := env[name]; return value, ok })
+	d, err := mps.FromEnvironment()
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -274,23 +274,21 @@ const (
 )
 
 // FromEnvironment returns the daemon of this process's pod.
-func FromEnvironment(lookup func(string) (string, bool)) (Daemon, error) {
-	values := map[string]string{}
+func FromEnvironment() (Daemon, error) {
 	for _, name := range []string{SettingsEnv, PodUIDEnv, KubeletDirEnv} {
-		value, ok := lookup(name)
-		if !ok || value == "" {
+		if os.Getenv(name) == "" {
 			return Daemon{}, fmt.Errorf("%s is not set; the controller sets it in the pods of MPS daemons", name)
 		}
-		values[name] = value
 	}
 	var settings Settings
-	if err := json.Unmarshal([]byte(values[SettingsEnv]), &settings); err != nil {
+	if err := json.Unmarshal([]byte(os.Getenv(SettingsEnv)), &settings); err != nil {
 		return Daemon{}, fmt.Errorf("read %s: %w", SettingsEnv, err)
 	}
+	pod := os.Getenv(PodUIDEnv)
 	return Daemon{
-		Settings: settings, Dir: PodDir, Root: PodRoot, PipeDir: ClientPipeDir, LogDir: ClientLogDir, Pod: values[PodUIDEnv], Grace: grace,
+		Settings: settings, Dir: PodDir, Root: PodRoot, PipeDir: ClientPipeDir, LogDir: ClientLogDir, Pod: pod, Grace: grace,
 		// Where kubelet mounts it (pkg/volume/emptydir).
-		Shm: filepath.Join(values[KubeletDirEnv], "pods", values[PodUIDEnv], "volumes/kubernetes.io~empty-dir", ShmVolume),
+		Shm: filepath.Join(os.Getenv(KubeletDirEnv), "pods", pod, "volumes/kubernetes.io~empty-dir", ShmVolume),
 	}, nil
 }
 

@@ -398,18 +398,19 @@ func TestWhereTheProgramRuns(t *testing.T) {
 }
 
 func TestFromEnvironment(t *testing.T) {
-	values := map[string]string{PodUIDEnv: "uid", KubeletDirEnv: "/var/lib/kubelet", SettingsEnv: `{"devices":["GPU-a"],"driverRoot":"/"}`}
-	lookup := func(name string) (string, bool) { value, ok := values[name]; return value, ok }
-	d, err := FromEnvironment(lookup)
+	t.Setenv(PodUIDEnv, "uid")
+	t.Setenv(KubeletDirEnv, "/var/lib/kubelet")
+	t.Setenv(SettingsEnv, `{"devices":["GPU-a"],"driverRoot":"/"}`)
+	d, err := FromEnvironment()
 	if err != nil || d.Shm != "/var/lib/kubelet/pods/uid/volumes/kubernetes.io~empty-dir/shm" || d.Settings.Validate() != nil || d.Dir != PodDir {
 		t.Errorf("%+v, %v", d, err)
 	}
-	values[SettingsEnv] = "{"
-	if _, err := FromEnvironment(lookup); err == nil || !strings.Contains(err.Error(), SettingsEnv) {
+	t.Setenv(SettingsEnv, "{")
+	if _, err := FromEnvironment(); err == nil || !strings.Contains(err.Error(), SettingsEnv) {
 		t.Errorf("settings that are none: %v", err)
 	}
-	delete(values, PodUIDEnv)
-	if _, err := FromEnvironment(lookup); err == nil || !strings.Contains(err.Error(), PodUIDEnv) {
+	t.Setenv(PodUIDEnv, "")
+	if _, err := FromEnvironment(); err == nil || !strings.Contains(err.Error(), PodUIDEnv) {
 		t.Errorf("no pod: %v", err)
 	}
 }
