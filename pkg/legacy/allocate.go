@@ -32,7 +32,8 @@ func (p *Plugin) Allocate(ctx context.Context, resource string, request *plugina
 ) (*pluginapi.AllocateResponse, error) {
 	containers, err := p.requested(resource, request)
 	if err != nil {
-		return nil, status.Errorf(status.Code(err), "invalid allocation request for %q: invalid request: %s", resource, reason(err))
+		return nil, status.Errorf(status.Code(err), "invalid allocation request for %q: invalid request: %s", resource,
+			status.Convert(err).Message())
 	}
 	if err := ctx.Err(); err != nil {
 		// kubelet no longer waits for the answer and would never use the devices, so reserve none.
@@ -144,9 +145,6 @@ func (p *Plugin) reserve(ctx context.Context, resource string, containers [][]it
 // policy requires.
 func (p *Plugin) clients(resource string, containers [][]item) ([]*sharing.Client, error) {
 	clients := make([]*sharing.Client, len(containers))
-	if p.config.Sharing == nil {
-		return clients, nil
-	}
 	for at, items := range containers {
 		for _, i := range items {
 			client, err := p.config.Sharing.Client(i.Device, i.share)

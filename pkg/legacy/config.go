@@ -130,13 +130,12 @@ type Config struct {
 	Retiring bool
 	Ledger   Ledger
 	Specs    Specs
-	// Sharing may be nil: no GPU is shared by MPS then.
-	Sharing Sharing
-	// Allocations may be nil: devices are then withdrawn once their claims are prepared.
+	Sharing  Sharing
+	// Allocations withdraw devices before their claims are prepared.
 	Allocations Allocations
-	// Kubelet confirms the lists that were sent. Nil leaves them unconfirmed.
+	// Kubelet confirms the lists that were sent.
 	Kubelet KubeletView
-	// Acknowledge, where set, is called with the devices of a resource that kubelet reports as allocatable, sorted, after each
+	// Acknowledge is called with the devices of a resource that kubelet reports as allocatable, sorted, after each
 	// query; known is false once that answer is outdated. A list that was sent does not prove that kubelet uses it. Acknowledge
 	// must not block.
 	Acknowledge func(resource string, ids []string, known bool)

@@ -14,7 +14,6 @@ func TestNew(t *testing.T) {
 		want   []string // parts of the error, none for success
 	}{
 		"complete":                   {func(*Config) {}, nil},
-		"without kubelet's view":     {func(c *Config) { c.Kubelet = nil }, nil},
 		"directory with a long path": {func(c *Config) { c.Directory = "/" + strings.Repeat("x", 90) }, []string{"exceed the 107 bytes"}},
 	} {
 		t.Run(name, func(t *testing.T) {

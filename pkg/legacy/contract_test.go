@@ -189,21 +189,6 @@ func TestRefusals(t *testing.T) {
 		t.Errorf("refused calls left %v", holds)
 	}
 
-	t.Run("pre-start", func(t *testing.T) {
-		for range 2 {
-			if _, err := client.PreStartContainer(context.Background(), &pluginapi.PreStartContainerRequest{DevicesIds: []string{uuid(1), uuid(2)}}); err != nil {
-				t.Error(err)
-			}
-			_, err := client.PreStartContainer(context.Background(), &pluginapi.PreStartContainerRequest{DevicesIds: []string{"GPU-no"}})
-			if status.Code(err) != codes.NotFound || !strings.Contains(err.Error(), "unknown device: GPU-no") {
-				t.Errorf("got %v", err)
-			}
-			_, err = client.PreStartContainer(context.Background(), &pluginapi.PreStartContainerRequest{})
-			if status.Code(err) != codes.InvalidArgument {
-				t.Errorf("got %v", err)
-			}
-		}
-	})
 	t.Run("specs cannot be written", func(t *testing.T) {
 		f.specs.fail(errTest)
 		defer f.specs.fail(nil)

@@ -207,9 +207,6 @@ func (r *lists) outdated(c *deviceTable, u usage, now time.Time) bool {
 // replica (TestDaemonsAreAskedForOnce).
 func (r *lists) unready(items map[listedID]item) map[device.Ref]bool {
 	unready := map[device.Ref]bool{}
-	if r.Sharing == nil {
-		return unready
-	}
 	for _, i := range items {
 		if _, asked := unready[i.Ref()]; i.offered && !asked {
 			_, err := r.Sharing.Client(i.Device, i.share)
@@ -320,10 +317,8 @@ func (p pendingClaim) obsolete(h ledger.Hold) bool {
 
 func usageOf(led Ledger, allocations Allocations) usage {
 	u := usage{holds: map[string][]ledger.Hold{}, pods: map[listedID]ledger.Hold{}, pending: map[pendingClaim]bool{}}
-	if allocations != nil {
-		for _, h := range allocations.Allocated() {
-			u.pending[pendingClaim{h.Holder, h.Device, h.Share}] = false
-		}
+	for _, h := range allocations.Allocated() {
+		u.pending[pendingClaim{h.Holder, h.Device, h.Share}] = false
 	}
 	u.outstanding, _ = led.Outstanding()
 	for _, conflict := range led.Conflicts() {

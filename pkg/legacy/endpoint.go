@@ -288,20 +288,10 @@ func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateReque
 	return s.registrar.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.registrar.resource, request)
 }
 
-// PreStartContainer reports whether the devices exist. kubelet does not call it, because options do not require it.
-func (s *service) PreStartContainer(_ context.Context, request *pluginapi.PreStartContainerRequest,
-) (*pluginapi.PreStartContainerResponse, error) {
-	if s.endpoint.calls.TryAcquire(1) {
-		defer s.endpoint.calls.Release(1)
-	}
-	if _, err := s.registrar.lookup(s.registrar.resource, request.GetDevicesIds(), make(map[string]bool)); err != nil {
-		return nil, status.Errorf(status.Code(err), "invalid pre-start request for %q: %s", s.registrar.resource, reason(err))
-	}
+// PreStartContainer does nothing. kubelet does not call it, because options do not require it.
+func (s *service) PreStartContainer(context.Context, *pluginapi.PreStartContainerRequest) (*pluginapi.PreStartContainerResponse, error) {
 	return &pluginapi.PreStartContainerResponse{}, nil
 }
-
-// reason returns the message of a gRPC error without its code.
-func reason(err error) string { return status.Convert(err).Message() }
 
 func invalid(format string, args ...any) error {
 	return status.Errorf(codes.InvalidArgument, format, args...)

@@ -182,6 +182,7 @@ func newFixture(t testing.TB, release kubeletRelease) *fixture {
 		Resources: device.Resources{GPU: "nvidia.com/gpu"}, NodeName: "node-a", Directory: dir,
 		Strategies: []Strategy{StrategyCDI}, DevRoot: "/", DevRootInAgent: "/",
 		Inventory: f.inventory, Ledger: f.ledger, Specs: f.specs, Kubelet: f.kubelet,
+		Sharing: newFakeSharing(), Allocations: noAllocations,
 		Acknowledge: func(string, []string, bool) {}, AnnotationPrefix: "cdi.k8s.io/",
 		Recorder: f.events, Registerer: f.registry,
 	}

@@ -80,18 +80,11 @@ func newLists(c *Config, m *metrics) *lists {
 func (r *lists) run(ctx context.Context) {
 	var excluded []string
 	for ctx.Err() == nil {
-		inventory, specs := r.Inventory.Changed(), r.Specs.Changed()
-		var shared, allocated <-chan struct{}
-		if r.Sharing != nil {
-			shared = r.Sharing.Changed()
-		}
+		inventory, specs, shared := r.Inventory.Changed(), r.Specs.Changed(), r.Sharing.Changed()
 		r.rebuild(time.Now())
 		for current := true; current; {
-			held := r.Ledger.Changed()
+			held, allocated := r.Ledger.Changed(), r.Allocations.Changed()
 			_, requested := r.Ledger.Outstanding()
-			if r.Allocations != nil {
-				allocated = r.Allocations.Changed()
-			}
 			var again <-chan time.Time
 			if wait := r.publish(time.Now()); wait > 0 {
 				again = time.After(wait)

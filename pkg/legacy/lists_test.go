@@ -52,10 +52,10 @@ func TestAssess(t *testing.T) {
 				usage usage
 				want  state
 			}{
-				"without allocations":  {usageOf(fixedLedger{holds: test.holds}, nil), test.want},
+				"without allocations":  {usageOf(fixedLedger{holds: test.holds}, noAllocations), test.want},
 				"allocated to a claim": {usageOf(fixedLedger{holds: test.holds}, pendingOn("GPU-a")), test.allocated},
 				"another is allocated": {usageOf(fixedLedger{holds: test.holds}, pendingOn("GPU-b")), test.want},
-				"a claim waits for it": {usageOf(fixedLedger{holds: test.holds, conflicts: conflict}, nil), test.allocated},
+				"a claim waits for it": {usageOf(fixedLedger{holds: test.holds, conflicts: conflict}, noAllocations), test.allocated},
 			} {
 				if got := c.states(about.usage); got[0] != about.want {
 					t.Errorf("%s: got %s, want %s", why, got[0], about.want)
@@ -87,7 +87,10 @@ var whole = device.Resources{GPU: "nvidia.com/gpu"}
 // listsOf offers whole GPUs of an inventory without CDI.
 func listsOf(gpus ...device.GPU) *lists {
 	return &lists{
-		Config:  &Config{Resources: whole, Inventory: fakeInventory{newObservable(device.Inventory{GPUs: gpus})}},
+		Config: &Config{
+			Resources: whole, Inventory: fakeInventory{newObservable(device.Inventory{GPUs: gpus})},
+			Sharing: newFakeSharing(), Allocations: noAllocations,
+		},
 		metrics: newMetrics(prometheus.NewRegistry()), pendingSince: map[pendingClaim]time.Time{},
 	}
 }
@@ -125,6 +128,8 @@ func TestAssessLeavesBoundPodsTheirDevices(t *testing.T) {
 
 // allocations say what a test wants.
 type allocations struct{ *observable[[]device.Ref] }
+
+var noAllocations = allocations{newObservable[[]device.Ref](nil)}
 
 func (a allocations) Allocated() []ledger.Hold {
 	var holds []ledger.Hold

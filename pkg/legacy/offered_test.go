@@ -30,14 +30,14 @@ func TestOffered(t *testing.T) {
 		{before, []state{stateHealthy, stateHealthy}},
 		{fixedLedger{}, []state{stateHealthy, stateWithdrawn}},
 	} {
-		o := usageOf(step.ledger, nil)
+		o := usageOf(step.ledger, noAllocations)
 		all = f.build(o, all, time.Now())
 		c = all.of[whole.GPU]
 		if got := c.states(o); len(c.items) != 2 || c.items[1].id != "GPU-c" || !slices.Equal(got, step.want) {
 			t.Errorf("lists %v as %v, want GPU-a and GPU-c as %v", c.items, got, step.want)
 		}
 	}
-	o := usageOf(before, nil)
+	o := usageOf(before, noAllocations)
 	f.Offered, f.Retiring = func(device.GPU) bool { return false }, true
 	retiring := f.build(o, &deviceTable{}, time.Now()).of[whole.GPU]
 	if got := retiring.states(o); len(retiring.items) != 1 || got[0] != stateWithdrawn {
@@ -63,7 +63,7 @@ func TestPreferredAvoidsWhatALimitHas(t *testing.T) {
 			{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-c"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-c"}, Resource: whole.GPU},
 		},
 		conflicts: []ledger.Conflict{{Devices: []device.Ref{{GPU: "GPU-b"}}}},
-	}, nil)
+	}, noAllocations)
 	for size, want := range map[int32][]string{1: {"GPU-a"}, 2: {"GPU-a", "GPU-c"}, 3: {"GPU-a", "GPU-c", "GPU-b"}} {
 		request := &pluginapi.ContainerPreferredAllocationRequest{AvailableDeviceIDs: []string{"GPU-a", "GPU-b", "GPU-c"}, AllocationSize: size}
 		if got := c.prefer(request, o); !slices.Equal(got, want) {

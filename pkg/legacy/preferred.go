@@ -81,7 +81,11 @@ func (c *resourceDevices) prefer(request *pluginapi.ContainerPreferredAllocation
 // which there is no memory.
 func (c *resourceDevices) choose(required, available []int, size int, u usage, all uses) []int {
 	if c.wholeGPUs {
-		return newPlanner(c.gpus(), c.inventory).choose(slices.Concat(required, available), required, size)
+		gpus := make([]device.GPU, len(c.items))
+		for at, i := range c.items {
+			gpus[at] = i.GPU
+		}
+		return newPlanner(gpus, c.inventory).choose(slices.Concat(required, available), required, size)
 	}
 	chosen := descending(slices.Clone(required))
 	chosen = chosen[:max(0, min(len(chosen), size))]
@@ -97,27 +101,22 @@ func (c *resourceDevices) choose(required, available []int, size int, u usage, a
 	for _, at := range chosen {
 		take(at)
 	}
-	better := func(a, b string) bool {
+	compare := func(a, b int) int {
+		gpu, other := c.items[a].GPU.UUID, c.items[b].GPU.UUID
 		if c.config.Packed {
-			return holds[a] > holds[b]
+			return cmp.Compare(holds[other], holds[gpu])
 		}
-		return cmp.Or(cmp.Compare(holds[a], holds[b]), cmp.Compare(picked[a], picked[b])) < 0
+		return cmp.Or(cmp.Compare(holds[gpu], holds[other]), cmp.Compare(picked[gpu], picked[other]))
 	}
 	rest := descending(slices.Clone(available))
 	for len(chosen) < size {
-		rest = slices.DeleteFunc(rest, func(at int) bool { return all.exclude(c.items[at].use()) })
+		rest = slices.DeleteFunc(rest, func(at int) bool { return slices.Contains(chosen, at) || all.exclude(c.items[at].use()) })
 		if len(rest) == 0 {
 			break
 		}
-		best := 0
-		for n, at := range rest {
-			if better(c.items[at].GPU.UUID, c.items[rest[best]].GPU.UUID) {
-				best = n
-			}
-		}
-		take(rest[best])
-		chosen = append(chosen, rest[best])
-		rest = slices.Delete(rest, best, best+1)
+		best := slices.MinFunc(rest, compare)
+		take(best)
+		chosen = append(chosen, best)
 	}
 	return chosen
 }
@@ -136,9 +135,7 @@ func (c *resourceDevices) places(ids []string) (places []int, unknown []string) 
 		}
 		seen[id] = true
 	}
-	slices.Sort(unknown)
-	slices.Reverse(unknown)
-	return places, unknown
+	return places, descending(unknown)
 }
 
 // planner chooses GPUs that a container gets together. It is a pure function of its topology, without locks and I/O, and its work
@@ -160,14 +157,6 @@ const (
 
 // searchLimit bounds exhaustive search, in sets. C(16, 8) is 12,870.
 const searchLimit = 13000
-
-func (c *resourceDevices) gpus() []device.GPU {
-	gpus := make([]device.GPU, len(c.items))
-	for at, i := range c.items {
-		gpus[at] = i.GPU
-	}
-	return gpus
-}
 
 // newPlanner makes a planner for gpus with the links of inv. A GPU that inv lacks has no links.
 func newPlanner(gpus []device.GPU, inv device.Inventory) *planner {
@@ -206,17 +195,15 @@ type plan struct {
 // choose returns size GPUs of available, among them all of required, highest first. Both lists have no duplicates, and required
 // is part of available. If that is impossible it returns as many as it can, required ones first.
 func (p *planner) choose(available, required []int, size int) []int {
-	required = slices.Clone(required)
-	free := slices.DeleteFunc(slices.Clone(available), func(i int) bool { return slices.Contains(required, i) })
-	descending(free)
-	descending(required)
+	required = descending(slices.Clone(required))
+	free := descending(slices.DeleteFunc(slices.Clone(available), func(i int) bool { return slices.Contains(required, i) }))
 	switch {
 	case size <= len(required):
 		return required[:max(size, 0)]
 	case size >= len(required)+len(free):
 		return descending(append(required, free...))
 	}
-	s := search{planner: p, free: free, want: size, reach: p.reach(append(slices.Clone(required), free...))}
+	s := search{planner: p, free: free, want: size, reach: p.reach(slices.Concat(required, free))}
 	start := plan{chosen: make([]int, 0, size)}
 	for _, i := range required {
 		start = s.with(start, i)
@@ -252,7 +239,6 @@ type search struct {
 	want  int
 	reach []int64
 	best  plan
-	found bool
 }
 
 // with extends a plan. The result shares its backing array with the argument: use one branch at a time.
@@ -267,9 +253,9 @@ func (s *search) with(to plan, i int) plan {
 
 // offer keeps the plan with the best connections. The order of search decides among equals.
 func (s *search) offer(candidate plan) {
-	if better := cmp.Or(cmp.Compare(candidate.score, s.best.score), cmp.Compare(s.best.reach, candidate.reach)); !s.found || better > 0 {
+	if better := cmp.Or(cmp.Compare(candidate.score, s.best.score), cmp.Compare(s.best.reach, candidate.reach)); s.best.chosen == nil || better > 0 {
 		candidate.chosen = slices.Clone(candidate.chosen)
-		s.best, s.found = candidate, true
+		s.best = candidate
 	}
 }
 
@@ -306,7 +292,7 @@ func (s *search) grow(from plan) {
 	s.offer(from)
 }
 
-func descending(list []int) []int {
-	slices.SortFunc(list, func(a, b int) int { return cmp.Compare(b, a) })
+func descending[T cmp.Ordered](list []T) []T {
+	slices.SortFunc(list, func(a, b T) int { return cmp.Compare(b, a) })
 	return list
 }

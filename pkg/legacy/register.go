@@ -10,6 +10,7 @@ import (
 	"slices"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 )
@@ -37,7 +38,7 @@ type ended struct {
 func (e *ended) Error() string { return e.err.Error() }
 func (e *ended) Unwrap() error { return e.err }
 
-func endedBy(c cause, format string, args ...any) *ended {
+func endedBy(c cause, format string, args ...any) error {
 	return &ended{cause: c, err: fmt.Errorf(format, args...)}
 }
 
@@ -80,7 +81,7 @@ func (r *registrar) run(ctx context.Context) {
 		}
 		kubelet, _ := identify(r.kubeletSocket())
 		began := time.Now()
-		end := r.register(ctx, kubelet)
+		end, _ := errors.AsType[*ended](r.register(ctx, kubelet))
 		if end == nil || ctx.Err() != nil {
 			return
 		}
@@ -185,8 +186,8 @@ func (r *registrar) awaitNoConflicting(ctx context.Context) bool {
 	})
 }
 
-// register serves on a new socket, registers it, and returns when that registration ends; nil when ctx is done.
-func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
+// register serves on a new socket, registers it, and returns an *ended when that registration ends; nil when ctx is done.
+func (r *registrar) register(ctx context.Context, kubelet fileID) error {
 	path := filepath.Join(r.config.Directory, newSocketName(r.resource))
 	// Set before the socket exists: the registrars of other resources look for other plugins' sockets.
 	r.setSocket(path)
@@ -205,43 +206,27 @@ func (r *registrar) register(ctx context.Context, kubelet fileID) *ended {
 	// kubelet takes every device of an ended endpoint for unhealthy, and soon reports so.
 	defer r.config.Acknowledge(r.resource, nil, false)
 	r.setNotReady(errors.New("register with kubelet: no answer yet"))
-	return firstOf(ctx,
-		func(ctx context.Context) *ended { return r.watchFiles(ctx, e, kubelet) },
-		func(ctx context.Context) *ended {
-			if end := r.introduce(ctx, e); end != nil || ctx.Err() != nil {
-				return end
+	group, running := errgroup.WithContext(ctx)
+	group.Go(func() error { return r.watchFiles(running, e, kubelet) })
+	group.Go(func() error {
+		if err := r.introduce(running, e); err != nil {
+			return err
+		}
+		group.Go(func() error {
+			select {
+			case <-running.Done():
+				return nil
+			case <-e.down:
+				return endedBy(causeStreamEnded, "kubelet stopped listening")
 			}
-			return firstOf(ctx,
-				func(ctx context.Context) *ended {
-					select {
-					case <-ctx.Done():
-						return nil
-					case <-e.down:
-						return endedBy(causeStreamEnded, "kubelet stopped listening")
-					}
-				},
-				func(ctx context.Context) *ended { return r.confirm(ctx, e) })
 		})
-}
-
-// firstOf runs watchers until one returns, stops the others, and returns its result.
-func firstOf(ctx context.Context, watchers ...func(context.Context) *ended) *ended {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	results := make(chan *ended, len(watchers))
-	for _, watch := range watchers {
-		go func() { results <- watch(ctx) }()
-	}
-	first := <-results
-	cancel()
-	for range len(watchers) - 1 {
-		<-results
-	}
-	return first
+		return r.confirm(running, e)
+	})
+	return group.Wait()
 }
 
 // introduce calls Register and waits for kubelet's stream. It returns nil once kubelet listens or ctx is done.
-func (r *registrar) introduce(ctx context.Context, e *endpoint) *ended {
+func (r *registrar) introduce(ctx context.Context, e *endpoint) error {
 	conn, err := dial(r.kubeletSocket())
 	if err != nil {
 		return endedBy(causeRefused, "register with kubelet: %w", err)
@@ -278,7 +263,7 @@ const probeAttempts = 5
 
 // watchFiles returns when our socket was removed, when kubelet's was replaced, or when another plugin for our GPUs appears. It
 // ignores the removal of kubelet's socket: a kubelet that ends also ends its stream, and one that lives keeps it.
-func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID) *ended {
+func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID) error {
 	// A directory that cannot be read has no sockets here.
 	known, _ := sockets(r.config.Directory)
 	looks, look := 0, (<-chan time.Time)(nil)
@@ -324,18 +309,14 @@ const (
 
 // confirm compares kubelet's allocatable devices with each list that was sent. It returns when kubelet does not adopt a list:
 // kubelet has lost this endpoint then, although the stream exists. It does not ask again once a list is confirmed.
-func (r *registrar) confirm(ctx context.Context, e *endpoint) *ended {
-	if r.config.Kubelet == nil {
-		<-ctx.Done()
-		return nil
-	}
+func (r *registrar) confirm(ctx context.Context, e *endpoint) error {
 	var confirmed *listing
 	for {
 		more := e.sentMore.Changed()
 		if list := e.sent.Load(); list != nil && list != confirmed {
-			var end *ended
-			if confirmed, end = r.awaitConfirmed(ctx, e); end != nil {
-				return end
+			var err error
+			if confirmed, err = r.awaitConfirmed(ctx, e); err != nil {
+				return err
 			}
 		}
 		select {
@@ -347,7 +328,7 @@ func (r *registrar) confirm(ctx context.Context, e *endpoint) *ended {
 }
 
 // awaitConfirmed returns the list that kubelet confirmed or that it gave up on. kubelet adopts a list within milliseconds.
-func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, *ended) {
+func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, error) {
 	began, failures, delay := time.Now(), 0, r.times.confirmFirst
 	for last := (*listing)(nil); ; {
 		select {

@@ -125,7 +125,8 @@ func (a *agent) open() (err error) {
 	}
 	a.limits, err = legacy.New(legacy.Config{
 		Resources: limits, NodeName: nodeName, Directory: a.host.kubeletDir(), Strategies: []legacy.Strategy{legacy.StrategyCDI},
-		Inventory: a, Ledger: book, Specs: a, Allocations: allocations{a}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
+		Inventory: a, Ledger: book, Specs: a, Sharing: unshared{a}, Allocations: allocations{a},
+		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
 	})
 	return err
 }
@@ -538,6 +539,11 @@ func (a *agent) Get(ctx context.Context, name string, _ metav1.GetOptions) (*res
 type allocations struct{ *agent }
 
 func (a allocations) Changed() <-chan struct{} { return a.specChanged }
+
+// unshared is the policy of a node whose GPUs are not shared.
+type unshared struct{ *agent }
+
+func (unshared) Client(device.Device, device.Share) (*sharing.Client, error) { return nil, nil }
 
 type noClient struct{ kubernetes.Interface }
 
