@@ -13,7 +13,9 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
+	resourcehelper "k8s.io/component-helpers/resource"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -24,7 +26,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
 // Rejected returns Tandem's resources that made kubelet reject a pod, sorted; none if kubelet rejected it for another reason. Such a
@@ -37,11 +38,20 @@ func Rejected(pod *corev1.Pod, limits device.Resources) []corev1.ResourceName {
 		return nil
 	}
 	words := strings.FieldsFunc(pod.Status.Message, func(r rune) bool { return unicode.IsSpace(r) || r == ',' })
-	return explain.RequestedResources(pod, func(name corev1.ResourceName) bool {
+	return slices.DeleteFunc(requested(pod, limits), func(name corev1.ResourceName) bool {
 		named := slices.ContainsFunc(words, func(word string) bool { return strings.TrimRight(word, ".") == string(name) })
-		return limits.Has(string(name)) && (pod.Status.Reason == "OutOf"+string(name) ||
-			pod.Status.Reason == "UnexpectedAdmissionError" && named && !strings.Contains(pod.Status.Message, "rpc error"))
+		return pod.Status.Reason != "OutOf"+string(name) &&
+			(pod.Status.Reason != "UnexpectedAdmissionError" || !named || strings.Contains(pod.Status.Message, "rpc error"))
 	})
+}
+
+// requested returns Tandem's resources in a pod's limits, sorted.
+func requested(pod *corev1.Pod, limits device.Resources) []corev1.ResourceName {
+	asked := resourcehelper.PodLimits(pod, resourcehelper.PodResourcesOptions{})
+	maps.DeleteFunc(asked, func(name corev1.ResourceName, n resource.Quantity) bool {
+		return n.IsZero() || !limits.Has(string(name))
+	})
+	return slices.Sorted(maps.Keys(asked))
 }
 
 // breaker stops the scheduler from sending pods to a node that rejects one after the other. A node does that when its agent was
@@ -102,7 +112,7 @@ func (b *breaker) register(m manager.Manager) error {
 // of reports whether a pod is bound and requests Tandem's resources.
 func (b *breaker) of(o client.Object) bool {
 	pod, ok := o.(*corev1.Pod)
-	return ok && pod.Spec.NodeName != "" && len(explain.RequestedResources(pod, func(name corev1.ResourceName) bool { return b.limits.Has(string(name)) })) > 0
+	return ok && pod.Spec.NodeName != "" && len(requested(pod, b.limits)) > 0
 }
 
 // Reconcile implements reconcile.Reconciler for one pod that is no longer Pending.

@@ -7,13 +7,16 @@ package explain
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	resourcehelper "k8s.io/component-helpers/resource"
 	schedulinghelper "k8s.io/component-helpers/scheduling/corev1"
 	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
+	"k8s.io/dynamic-resource-allocation/resourceclaim"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -257,76 +260,38 @@ func names(class resourceapi.DeviceClass, text string) bool {
 // Request returns the GPUs that a pod requests by limits and by claims without an allocation. If it requests none, Request returns
 // the partitions that it requests by limits. claim returns the claim of that name in the pod's namespace, or nil.
 func (o Names) Request(pod *corev1.Pod, claim func(name string) *resourceapi.ResourceClaim) Request {
-	asked, memory := total(pod, o.whole), int64(0)
-	for _, reference := range pod.Spec.ResourceClaims {
-		name := ClaimName(pod, reference)
-		if name == "" {
+	limits := resourcehelper.PodLimits(pod, resourcehelper.PodResourcesOptions{})
+	count := func(name corev1.ResourceName) int64 {
+		quantity := limits[name]
+		return quantity.Value()
+	}
+	asked, memory := int64(0), int64(0)
+	for name := range o.Resources {
+		asked += count(name)
+	}
+	for i := range pod.Spec.ResourceClaims {
+		// The claim of a template may not exist yet.
+		name, _, err := resourceclaim.Name(pod, &pod.Spec.ResourceClaims[i])
+		if err != nil || name == nil {
 			continue
 		}
-		if c := claim(name); c != nil && c.Status.Allocation == nil {
+		if c := claim(*name); c != nil && c.Status.Allocation == nil {
 			n, each := o.requests(c)
 			asked, memory = asked+n, max(memory, each)
 		}
 	}
-	byLimits := total(pod, func(name corev1.ResourceName) bool { return string(name) == o.Limits.GPU })
 	switch {
-	case asked > 0 && asked == byLimits:
+	case asked > 0 && asked == count(corev1.ResourceName(o.Limits.GPU)):
 		return Request{Devices: asked, Limits: o.Limits.GPU}
 	case asked > 0:
 		return Request{Devices: asked, Memory: memory}
 	}
-	for _, resource := range o.partitions(pod) {
-		if n := total(pod, func(name corev1.ResourceName) bool { return name == resource }); n > 0 {
-			return Request{Devices: n, Resource: string(resource)}
+	for _, name := range slices.Sorted(maps.Keys(limits)) {
+		if n := count(name); n > 0 && o.Limits.Has(string(name)) {
+			return Request{Devices: n, Resource: string(name)}
 		}
 	}
 	return Request{}
-}
-
-// whole reports whether a resource names whole GPUs.
-func (o Names) whole(name corev1.ResourceName) bool { return o.Resources[name] }
-
-// partitions returns the resources of partitions that a pod requests, sorted.
-func (o Names) partitions(pod *corev1.Pod) []corev1.ResourceName {
-	return RequestedResources(pod, func(name corev1.ResourceName) bool { return o.Limits.Has(string(name)) && !o.whole(name) })
-}
-
-// RequestedResources returns the resources in a pod's limits for which counts is true, sorted.
-func RequestedResources(pod *corev1.Pod, counts func(corev1.ResourceName) bool) []corev1.ResourceName {
-	var names []corev1.ResourceName
-	for _, c := range slices.Concat(pod.Spec.InitContainers, pod.Spec.Containers) {
-		for name, quantity := range c.Resources.Limits {
-			if !quantity.IsZero() && counts(name) {
-				names = append(names, name)
-			}
-		}
-	}
-	slices.Sort(names)
-	return slices.Compact(names)
-}
-
-// total returns how many devices of some resources the pod needs at the same time.
-func total(pod *corev1.Pod, counts func(corev1.ResourceName) bool) int64 {
-	limits := func(c corev1.Container) (n int64) {
-		for name, quantity := range c.Resources.Limits {
-			if counts(name) {
-				n += quantity.Value()
-			}
-		}
-		return n
-	}
-	var asked, atFirst int64
-	for _, c := range pod.Spec.Containers {
-		asked += limits(c)
-	}
-	for _, c := range pod.Spec.InitContainers {
-		if c.RestartPolicy != nil && *c.RestartPolicy == corev1.ContainerRestartPolicyAlways {
-			asked += limits(c)
-		} else {
-			atFirst = max(atFirst, limits(c))
-		}
-	}
-	return max(asked, atFirst)
 }
 
 // requests returns how many GPUs a claim requests, and the largest amount of memory that it requests of one.
@@ -350,17 +315,4 @@ func (o Names) requests(claim *resourceapi.ResourceClaim) (n, each int64) {
 		}
 	}
 	return n, each
-}
-
-// ClaimName returns the name of the claim that a pod refers to; empty while the claim of a template does not exist yet.
-func ClaimName(pod *corev1.Pod, reference corev1.PodResourceClaim) string {
-	if reference.ResourceClaimName != nil {
-		return *reference.ResourceClaimName
-	}
-	for _, status := range pod.Status.ResourceClaimStatuses {
-		if status.Name == reference.Name && status.ResourceClaimName != nil {
-			return *status.ResourceClaimName
-		}
-	}
-	return ""
 }

@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/dynamic-resource-allocation/resourceclaim"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -58,8 +59,7 @@ func (s *story) explanation(pod *corev1.Pod) (string, error) {
 		return "", err
 	}
 	claims := map[string]*resourceapi.ResourceClaim{}
-	for _, reference := range pod.Spec.ResourceClaims {
-		name := explain.ClaimName(pod, reference)
+	for name := range resourceclaim.PodClaims(pod) {
 		if claims[name], err = theClient.ResourceV1().ResourceClaims(pod.Namespace).Get(s.ctx, name, metav1.GetOptions{}); err != nil {
 			return "", err
 		}
