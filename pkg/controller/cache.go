@@ -17,6 +17,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	toolscache "k8s.io/client-go/tools/cache"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -187,4 +188,23 @@ func (r claimReader) get(ctx context.Context, namespace, name string) (*resource
 		return nil, fmt.Errorf("get claim %s/%s: %w", namespace, name, err)
 	}
 	return claim, nil
+}
+
+// podsOf returns the existing pods that have the claim reserved, or the only one of them to read if it is not empty.
+func podsOf(ctx context.Context, reader client.Reader, claim *resourceapi.ResourceClaim, only types.UID) ([]*corev1.Pod, error) {
+	var pods []*corev1.Pod
+	for _, consumer := range claim.Status.ReservedFor {
+		if only != "" && only != consumer.UID {
+			continue
+		}
+		pod := &corev1.Pod{}
+		key := client.ObjectKey{Namespace: claim.Namespace, Name: consumer.Name}
+		if err := reader.Get(ctx, key, pod); client.IgnoreNotFound(err) != nil {
+			return nil, fmt.Errorf("get pod %s: %w", key, err)
+		}
+		if pod.UID != "" && pod.UID == consumer.UID {
+			pods = append(pods, pod)
+		}
+	}
+	return pods, nil
 }

@@ -145,7 +145,7 @@ func (c *Controller) register(config Config) error {
 		breaker,
 		&allocatable{client: writer, claims: claims, limits: config.limits(), breaker: breaker, metrics: measured, now: time.Now},
 		&healer{client: writer, driver: config.DriverName, live: live, recorder: recorder, metrics: measured},
-		&retrier{client: writer, live: live, claims: claims, metrics: measured, now: time.Now},
+		&retrier{client: writer, live: live, claims: claims, metrics: measured, now: time.Now, nodes: map[string]schedule{}},
 		&daemons{client: writer, config: config.Daemons, metrics: measured, now: time.Now},
 	} {
 		if err := r.register(c.manager); err != nil {

@@ -158,7 +158,7 @@ func (h *healer) heal(ctx context.Context, node string, key types.NamespacedName
 	if err := h.live.Get(ctx, key, claim); err != nil {
 		return true, client.IgnoreNotFound(fmt.Errorf("get claim %s, which is pending eviction: %w", key, err))
 	}
-	pods, err := h.podsOf(ctx, claim)
+	pods, err := podsOf(ctx, h.live, claim, "")
 	if err != nil {
 		return true, err
 	}
@@ -209,23 +209,6 @@ func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan
 		}
 	}
 	return plan, nil
-}
-
-// podsOf returns the existing pods that have the claim reserved.
-func (h *healer) podsOf(ctx context.Context, claim *resourceapi.ResourceClaim) ([]*corev1.Pod, error) {
-	var pods []*corev1.Pod
-	for _, consumer := range claim.Status.ReservedFor {
-		pod := &corev1.Pod{}
-		key := types.NamespacedName{Namespace: claim.Namespace, Name: consumer.Name}
-		switch err := h.live.Get(ctx, key, pod); {
-		case apierrors.IsNotFound(err):
-		case err != nil:
-			return nil, fmt.Errorf("get pod %s: %w", key, err)
-		default:
-			pods = append(pods, pod)
-		}
-	}
-	return pods, nil
 }
 
 // evict evicts a pod. It returns an error, and the reconciler retries, if the pod has changed since it was read.

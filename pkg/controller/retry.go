@@ -179,10 +179,12 @@ type retrier struct {
 	metrics *metrics
 	now     func() time.Time
 
-	nodes map[string]map[types.UID]*backoff
+	nodes map[string]schedule
 }
 
-// backoff is the schedule of a claim's retries, or of a pod's.
+// schedule has the backoff of each claim of a node, or of its pod, by UID.
+type schedule map[types.UID]*backoff
+
 type backoff struct {
 	next     time.Time
 	interval time.Duration
@@ -222,11 +224,8 @@ func nodeOfPod(_ context.Context, o client.Object) []reconcile.Request {
 // Reconcile implements reconcile.Reconciler for one node.
 func (n *retrier) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	node := &v1alpha1.GPUNode{}
-	if err := n.client.Get(ctx, request.NamespacedName, node); err != nil {
-		if apierrors.IsNotFound(err) {
-			n.due(request.Name, nil)
-			return reconcile.Result{}, nil
-		}
+	// Without a GPUNode no claim can be prepared.
+	if err := n.client.Get(ctx, request.NamespacedName, node); client.IgnoreNotFound(err) != nil {
 		return reconcile.Result{}, err
 	}
 	claims, err := n.claims.on(ctx, request.Name)
@@ -253,13 +252,12 @@ func (n *retrier) waiting(ctx context.Context, node string, claims []v1alpha1.Al
 		if err != nil {
 			return nil, err
 		}
-		for _, consumer := range claim.Status.ReservedFor {
-			pod := &corev1.Pod{}
-			key := types.NamespacedName{Namespace: c.Namespace, Name: consumer.Name}
-			if err := n.client.Get(ctx, key, pod); client.IgnoreNotFound(err) != nil {
-				return nil, fmt.Errorf("get pod %s: %w", key, err)
-			}
-			if pod.UID == consumer.UID && pod.Status.Phase == corev1.PodPending && Retryable(pod, node) {
+		pods, err := podsOf(ctx, n.client, claim, "")
+		if err != nil {
+			return nil, err
+		}
+		for _, pod := range pods {
+			if pod.Status.Phase == corev1.PodPending && Retryable(pod, node) {
 				waiting[claim.UID] = append(waiting[claim.UID], pod.UID)
 			}
 		}
@@ -269,10 +267,7 @@ func (n *retrier) waiting(ctx context.Context, node string, claims []v1alpha1.Al
 
 // due returns the retries whose time has come, and the time until the next one. The only worker calls it.
 func (n *retrier) due(node string, retries []Retry) (due []Retry, wait time.Duration) {
-	if n.nodes == nil {
-		n.nodes = map[string]map[types.UID]*backoff{}
-	}
-	now, before, after := n.now(), n.nodes[node], map[types.UID]*backoff{}
+	now, before, after := n.now(), n.nodes[node], schedule{}
 	for _, retry := range retries {
 		key := cmp.Or(retry.Pod, retry.UID)
 		p := before[key]
@@ -303,18 +298,12 @@ func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
 	if err != nil || claim.UID != retry.UID {
 		return err
 	}
-	for _, consumer := range claim.Status.ReservedFor {
-		if retry.Pod != "" && retry.Pod != consumer.UID {
-			continue
-		}
-		pod := &corev1.Pod{}
-		key := types.NamespacedName{Namespace: retry.Namespace, Name: consumer.Name}
-		switch err := n.live.Get(ctx, key, pod); {
-		case apierrors.IsNotFound(err):
-			continue
-		case err != nil:
-			return fmt.Errorf("get pod %s: %w", key, err)
-		case pod.UID != consumer.UID, !Retryable(pod, node), retry.Pod != "" && !Unstarted(pod):
+	pods, err := podsOf(ctx, n.live, claim, retry.Pod)
+	if err != nil {
+		return err
+	}
+	for _, pod := range pods {
+		if !Retryable(pod, node) || retry.Pod != "" && !Unstarted(pod) {
 			continue
 		}
 		refused, err := n.refused(ctx, pod)
