@@ -215,20 +215,6 @@ func (r *allocatable) register(m manager.Manager) error {
 		Complete(r)
 }
 
-// only returns the entries of Tandem's resources; nil if there are none.
-func only(list corev1.ResourceList, limits device.Resources) corev1.ResourceList {
-	var kept corev1.ResourceList
-	for name, quantity := range list {
-		if limits.Has(string(name)) {
-			if kept == nil {
-				kept = corev1.ResourceList{}
-			}
-			kept[name] = quantity
-		}
-	}
-	return kept
-}
-
 // change is a number to write.
 type change struct {
 	resource corev1.ResourceName
@@ -240,17 +226,14 @@ type change struct {
 
 // Reconcile implements reconcile.Reconciler for one node. It is idempotent.
 func (r *allocatable) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
-	gpus := &v1alpha1.GPUNode{}
-	if err := r.client.Get(ctx, request.NamespacedName, gpus); err != nil {
-		if apierrors.IsNotFound(err) {
-			r.forget(request.Name)
+	gpus, node := &v1alpha1.GPUNode{}, &corev1.Node{}
+	for _, object := range []client.Object{gpus, node} {
+		if err := r.client.Get(ctx, request.NamespacedName, object); err != nil {
+			if apierrors.IsNotFound(err) {
+				r.forget(request.Name)
+			}
+			return reconcile.Result{}, client.IgnoreNotFound(err)
 		}
-		return reconcile.Result{}, client.IgnoreNotFound(err)
-	}
-	node := &corev1.Node{}
-	if err := r.client.Get(ctx, request.NamespacedName, node); err != nil {
-		r.forget(request.Name)
-		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	claims, err := r.claims.on(ctx, request.Name)
 	if err != nil {

@@ -5,6 +5,7 @@ package controller
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
@@ -14,6 +15,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -143,7 +145,10 @@ func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 func trimNode(node *corev1.Node, limits device.Resources) {
 	trimMeta(&node.ObjectMeta)
 	node.Spec = corev1.NodeSpec{}
-	node.Status = corev1.NodeStatus{Allocatable: only(node.Status.Allocatable, limits), Capacity: only(node.Status.Capacity, limits)}
+	node.Status = corev1.NodeStatus{Allocatable: node.Status.Allocatable, Capacity: node.Status.Capacity}
+	others := func(name corev1.ResourceName, _ resource.Quantity) bool { return !limits.Has(string(name)) }
+	maps.DeleteFunc(node.Status.Allocatable, others)
+	maps.DeleteFunc(node.Status.Capacity, others)
 }
 
 // trimPod keeps the node, the claims and the limits of a pod.

@@ -47,11 +47,9 @@ type Retry struct {
 	WaitBudget time.Duration
 }
 
-// How long the controller waits for kubelet's own attempt.
 const (
-	restoredWait   = 3 * time.Second
-	unpreparedWait = 5 * time.Second
-	preparedWait   = 5 * time.Second
+	ordinaryWait = 5 * time.Second
+	restoredWait = 3 * time.Second
 )
 
 // Retries returns the claims of a node that kubelet could prepare now:
@@ -90,7 +88,7 @@ func Retries(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wa
 		}
 		retry := Retry{
 			UID: claim.UID, Namespace: claim.Namespace, Name: claim.Name,
-			Unsure: unsure(node, claim.Devices), WaitBudget: unpreparedWait,
+			Unsure: unsure(node, claim.Devices), WaitBudget: ordinaryWait,
 		}
 		switch state, some := stateOf(node, claim); {
 		case !some:
@@ -100,7 +98,7 @@ func Retries(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wa
 			retries = append(retries, retry)
 		default:
 			for _, pod := range waiting[claim.UID] {
-				retry.Pod, retry.WaitBudget = pod, preparedWait
+				retry.Pod = pod
 				retries = append(retries, retry)
 			}
 		}

@@ -66,11 +66,11 @@ func TestRetrys(t *testing.T) {
 		"half of it prepared":              {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0), claimHolds("a", v1alpha1.HoldHeld, 1)}, claims: []string{"a"}},
 		"prepared":                         {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}},
 		"draining":                         {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}},
-		"prepared, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedWait},
-		"draining, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: preparedWait},
+		"prepared, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: ordinaryWait},
+		"draining, a pod waits":            {status: []change{claimHolds("a", v1alpha1.HoldDraining, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}, want: "a", patient: ordinaryWait},
 		"pending eviction, a pod waits":    {status: []change{losing(pendingEviction("a", "gpu-0")), claimHolds("a", v1alpha1.HoldHeld, 0, 1)}, claims: []string{"a"}, waiting: []types.UID{"p"}},
-		"allocated, not requested":         {claims: []string{"a"}, want: "a", patient: unpreparedWait},
-		"allocated, one of two held by it": {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0)}, claims: []string{"a"}, want: "a", patient: unpreparedWait},
+		"allocated, not requested":         {claims: []string{"a"}, want: "a", patient: ordinaryWait},
+		"allocated, one of two held by it": {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0)}, claims: []string{"a"}, want: "a", patient: ordinaryWait},
 		"allocated, taken":                 {status: []change{podHolds(1)}, claims: []string{"a"}},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -106,18 +106,18 @@ func TestRetrysOfPartitions(t *testing.T) {
 		patient time.Duration
 		own     bool // The claim holds it, and has not lost it.
 	}{
-		"made, free":                    {device: made, want: true, patient: unpreparedWait},
+		"made, free":                    {device: made, want: true, patient: ordinaryWait},
 		"made, expected":                {status: []change{claimHolds("a", v1alpha1.HoldRestored, 8)}, device: made, want: true, patient: restoredWait, own: true},
 		"made, its GPU taken":           {status: []change{podHolds(6)}, device: made},
-		"made, the one beside taken":    {status: []change{podHolds(9)}, device: made, want: true, patient: unpreparedWait},
+		"made, the one beside taken":    {status: []change{podHolds(9)}, device: made, want: true, patient: ordinaryWait},
 		"made, taken":                   {status: []change{podHolds(8)}, device: made},
 		"a GPU, a part of it taken":     {status: []change{podHolds(8)}, device: "gpu-6"},
 		"a GPU, a part of it draining":  {status: []change{claimHolds("b", v1alpha1.HoldDraining, 9)}, device: "gpu-6"},
-		"to be made, not requested":     {device: unmade, want: true, patient: unpreparedWait},
+		"to be made, not requested":     {device: unmade, want: true, patient: ordinaryWait},
 		"to be made, being made":        {status: []change{claimHolds("a", v1alpha1.HoldHeld, 0)}, device: unmade, own: true},
 		"to be made, expected":          {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0)}, device: unmade, want: true, patient: restoredWait, own: true},
 		"to be made beside another":     {status: []change{claimHolds("a", v1alpha1.HoldRestored, 0), claimHolds("beside", v1alpha1.HoldRestored, 0)}, device: unmade, want: true, patient: restoredWait, own: true},
-		"to be made beside one made":    {status: []change{claimHolds("beside", v1alpha1.HoldHeld, 0)}, device: unmade, want: true, patient: unpreparedWait},
+		"to be made beside one made":    {status: []change{claimHolds("beside", v1alpha1.HoldHeld, 0)}, device: unmade, want: true, patient: ordinaryWait},
 		"to be made, the GPU a claim's": {status: []change{claimHolds("whole", v1alpha1.HoldHeld, 0)}, device: unmade},
 		"to be made, a claim moved on":  {status: []change{claimHolds("moved", v1alpha1.HoldDraining, 0)}, device: unmade},
 		"a GPU, its claim moved on":     {status: []change{claimHolds("moved", v1alpha1.HoldDraining, 0)}, device: "gpu-0"},
@@ -366,11 +366,11 @@ func TestRetryOnePodOfAPreparedClaim(t *testing.T) {
 	shared.Status.ReservedFor = append(shared.Status.ReservedFor, resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: "pod-b", UID: "uid-pod-b"})
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldHeld, 0)), shared, newPod("a", running), newPod("b", creating))
 	n := w.retrier()
-	if result := w.twice(n, "node-1"); result.RequeueAfter != preparedWait {
+	if result := w.twice(n, "node-1"); result.RequeueAfter != ordinaryWait {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
 	w.want(map[string]int{})
-	w.clock = w.clock.Add(preparedWait)
+	w.clock = w.clock.Add(ordinaryWait)
 	w.twice(n, "node-1")
 	w.want(map[string]int{"patch Pod": 1})
 	if w.retry("pod-a") != "" || w.retry("pod-b") == "" {
@@ -399,7 +399,7 @@ func TestRetryOfAPreparedClaimSparesWhoGoesOn(t *testing.T) {
 			w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldHeld, 0)), newClaim("a", "gpu-0"), newPod("a", creating, change))
 			n := w.retrier()
 			w.twice(n, "node-1")
-			w.clock = w.clock.Add(preparedWait)
+			w.clock = w.clock.Add(ordinaryWait)
 			w.twice(n, "node-1")
 			w.want(map[string]int{})
 		})
