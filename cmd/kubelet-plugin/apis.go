@@ -77,12 +77,13 @@ func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) 
 
 func (a *agent) objectConfig(c components) gpunode.Config {
 	config := gpunode.Config{
-		REST: a.api, DriverName: a.config.DriverName, NodeName: a.config.NodeName, Mode: string(a.config.Mode),
+		REST: a.api, DriverName: a.config.DriverName, NodeName: a.config.NodeName,
+		Facts:  gpunode.Facts{Mode: string(a.config.Mode), Excluded: a.config.Excluded},
 		Claims: func(namespace string) gpunode.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		Node:   c.self, Ledger: c.book, Inventory: c.devices, Registerer: a.metrics, Sharing: c.shared, Excluded: a.config.Excluded,
+		Node:   c.self, Ledger: c.book, Inventory: c.devices, Registerer: a.metrics, Sharing: c.shared,
 	}
 	if a.config.Mode.Limits() {
-		config.Limits, config.OfferedToPods = a.config.Resources(), a.config.OfferedToPods
+		config.Facts.Limits, config.Facts.OfferedToPods = a.config.Resources(), a.config.OfferedToPods
 	}
 	return config
 }

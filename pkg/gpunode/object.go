@@ -7,7 +7,6 @@ package gpunode
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -59,7 +58,7 @@ type Sharing interface {
 	Changed() <-chan struct{}
 }
 
-// Config of an Object. All fields are required unless they say otherwise.
+// Config of an Object. All fields are required.
 type Config struct {
 	// REST is the configuration for the API server. Its content type is ignored.
 	REST *rest.Config
@@ -67,14 +66,8 @@ type Config struct {
 	Claims     func(namespace string) Claims
 	DriverName string
 	NodeName   string
-	// Mode of the node, for the status.
-	Mode string
-	// Limits are the extended resources that the agent serves; zero for none.
-	Limits device.Resources
-	// OfferedToPods selects the GPUs for extended resources; nil selects all. It must be pure.
-	OfferedToPods func(device.GPU) bool
-	// Excluded selects the GPUs that the configuration excludes from both APIs; nil selects none. It must be pure.
-	Excluded func(device.GPU) bool
+	// Facts has those that do not change: Mode, Limits, OfferedToPods and Excluded.
+	Facts Facts
 
 	Node       Node
 	Ledger     Ledger
@@ -105,9 +98,6 @@ type Object struct {
 
 // New makes no request. It panics if its metrics are registered already.
 func New(c Config) (*Object, error) {
-	if c.REST == nil || c.NodeName == "" || c.DriverName == "" || c.Registerer == nil {
-		return nil, errors.New("configure GPUNode: REST, NodeName, DriverName and Registerer are required")
-	}
 	scheme := runtime.NewScheme()
 	if err := v1alpha1.AddToScheme(scheme); err != nil {
 		return nil, fmt.Errorf("configure GPUNode: %w", err)
@@ -186,7 +176,19 @@ func (o *Object) watch(ctx context.Context) error {
 	list := cache.NewListWatchFromClient(o.client, resource, metav1.NamespaceAll,
 		fields.OneTermEqualSelector(metav1.ObjectNameField, o.config.NodeName))
 	informer := cache.NewSharedIndexInformerWithOptions(list, &v1alpha1.GPUNode{}, cache.SharedIndexInformerOptions{})
-	if err := informer.SetWatchErrorHandlerWithContext(o.watchFailed()); err != nil {
+	var once sync.Once
+	err := informer.SetWatchErrorHandlerWithContext(func(ctx context.Context, r *cache.Reflector, err error) {
+		if !apierrors.IsNotFound(err) && !apierrors.IsForbidden(err) {
+			cache.DefaultWatchErrorHandler(ctx, r, err)
+			return
+		}
+		// That may be permanent. The informer retries, up to once in half a minute.
+		o.metrics.served.Set(0)
+		once.Do(func() {
+			klog.FromContext(ctx).Info("Going on without GPUNodes: the API server does not serve them to this agent", "reason", err.Error())
+		})
+	})
+	if err != nil {
 		return fmt.Errorf("watch GPUNode: %w", err)
 	}
 	observe := func(object any) {
@@ -220,20 +222,4 @@ func (o *Object) watch(ctx context.Context) error {
 		o.view.update(func() { o.view.synced = true })
 	}
 	return nil
-}
-
-// watchFailed logs once that the cluster has no GPUNodes, or none for this agent, which may be permanent. The informer retries, up to
-// once in half a minute.
-func (o *Object) watchFailed() cache.WatchErrorHandlerWithContext {
-	var once sync.Once
-	return func(ctx context.Context, r *cache.Reflector, err error) {
-		if !apierrors.IsNotFound(err) && !apierrors.IsForbidden(err) {
-			cache.DefaultWatchErrorHandler(ctx, r, err)
-			return
-		}
-		o.metrics.served.Set(0)
-		once.Do(func() {
-			klog.FromContext(ctx).Info("Going on without GPUNodes: the API server does not serve them to this agent", "reason", err.Error())
-		})
-	}
 }

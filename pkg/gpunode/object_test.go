@@ -140,8 +140,9 @@ func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
 	f.registry = prometheus.NewRegistry()
 	o, err := New(Config{
 		REST: f.api.config(), DriverName: "gpu.nvidia.com", NodeName: "node-1",
-		Claims: func(namespace string) Claims { return fakeClaims{f.claims, namespace} }, Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"},
-		Node: f.node, Ledger: f.ledger, Inventory: f.inventory, Registerer: f.registry, Sharing: f.daemons,
+		Claims: func(namespace string) Claims { return fakeClaims{f.claims, namespace} },
+		Facts:  Facts{Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"}},
+		Node:   f.node, Ledger: f.ledger, Inventory: f.inventory, Registerer: f.registry, Sharing: f.daemons,
 	})
 	if err != nil {
 		f.Fatal(err)
@@ -716,12 +717,6 @@ func TestExpire(t *testing.T) {
 	book.RecordConflict(ledger.Conflict{UID: "pending", Devices: []device.Ref{{GPU: "GPU-0"}}, PendingEviction: true})
 	if in := time.Until(w.expire()); in <= ledger.EvictionTimeout-time.Minute || in > ledger.EvictionTimeout {
 		t.Errorf("looks again in %s, want %s", in, ledger.EvictionTimeout)
-	}
-}
-
-func TestConfigIsChecked(t *testing.T) {
-	if _, err := New(Config{}); err == nil {
-		t.Error("an empty configuration is accepted")
 	}
 }
 

@@ -25,9 +25,9 @@ type Facts struct {
 	Mode string
 	// Limits are the extended resources that the node serves; zero for none.
 	Limits device.Resources
-	// OfferedToPods selects the GPUs that extended resources offer, whole or in partitions; nil selects all.
+	// OfferedToPods selects the GPUs that extended resources offer, whole or in partitions; nil selects all. It must be pure.
 	OfferedToPods func(device.GPU) bool
-	// Excluded selects the GPUs that are excluded from both APIs; nil selects none.
+	// Excluded selects the GPUs that are excluded from both APIs; nil selects none. It must be pure.
 	Excluded func(device.GPU) bool
 	// Generation of the spec that the agent acts on.
 	Generation int64
@@ -206,17 +206,16 @@ func (f Facts) sharing(of device.Device, offered []device.Share, listed int32) *
 		Strategy: string(policy.Strategy), MemoryShares: policy.MemoryShares, Memory: int64(of.MemoryBytes()),
 		Replicas: int32(len(offered)), Allocatable: listed,
 	}
-	replica := func(share device.Share) { s.Memory, s.ReplicaMemory = int64(share.Of), int64(share.Bytes) }
-	for _, share := range offered {
-		replica(share)
-	}
 	if s.Replicas == 0 && listed > 0 {
 		s.Replicas = listed
 		for _, h := range f.Holds {
 			if h.Device == of.Ref() && h.Holder.Kind == ledger.KindPod && !h.Share.Whole() {
-				replica(h.Share)
+				offered = append(offered, h.Share)
 			}
 		}
+	}
+	for _, share := range offered {
+		s.Memory, s.ReplicaMemory = int64(share.Of), int64(share.Bytes)
 	}
 	if !policy.Shared() && s.Replicas == 0 {
 		return nil

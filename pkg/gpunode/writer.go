@@ -196,11 +196,10 @@ func (w *writer) expire() time.Time {
 }
 
 func (o *Object) facts() Facts {
-	facts := Facts{
-		Mode: o.config.Mode, Limits: o.config.Limits, OfferedToPods: o.config.OfferedToPods, Excluded: o.config.Excluded,
-		Inventory: o.config.Inventory.Inventory(), Holds: o.config.Ledger.Holds(), Conflicts: o.config.Ledger.Conflicts(),
-		Allocatable: o.view.kubelet(), Daemons: o.config.Sharing.Daemons(), UnknownDaemons: o.config.Sharing.UnknownDaemons(),
-	}
+	facts := o.config.Facts
+	facts.Inventory, facts.Allocatable = o.config.Inventory.Inventory(), o.view.kubelet()
+	facts.Holds, facts.Conflicts = o.config.Ledger.Holds(), o.config.Ledger.Conflicts()
+	facts.Daemons, facts.UnknownDaemons = o.config.Sharing.Daemons(), o.config.Sharing.UnknownDaemons()
 	if object, _ := o.view.current(); object != nil {
 		facts.Generation = object.Generation
 	}
