@@ -35,7 +35,8 @@ type endpoint struct {
 	logger klog.Logger
 	file   fileID
 	server *grpc.Server
-	served chan struct{} // closed when the server has ended
+	// serving ends with the server.
+	serving sync.WaitGroup
 	// stopping is closed to end the streams.
 	stopping chan struct{}
 	// calls in progress and open connections.
@@ -66,7 +67,6 @@ func (r *registrar) openEndpoint(ctx context.Context, path string) (*endpoint, e
 		logger: klog.FromContext(ctx),
 		// Workers have a grown stack. A new goroutine grows its own during Allocate, which costs a fifth of the call.
 		server:   grpc.NewServer(grpc.WaitForHandlers(true), grpc.NumStreamWorkers(streamWorkers)),
-		served:   make(chan struct{}),
 		stopping: make(chan struct{}),
 		calls:    semaphore.NewWeighted(math.MaxInt64), connections: semaphore.NewWeighted(math.MaxInt64),
 		up:   make(chan struct{}),
@@ -77,11 +77,10 @@ func (r *registrar) openEndpoint(ctx context.Context, path string) (*endpoint, e
 	// The next check notices a missing file.
 	e.file, _ = identify(path)
 	pluginapi.RegisterDevicePluginServer(e.server, &service{registrar: r, endpoint: e})
-	go func() {
-		defer close(e.served)
+	e.serving.Go(func() {
 		// Serve returns when close stops the server. After any other reason the streams end or do not begin, which is watched.
 		_ = e.server.Serve(&countingListener{Listener: listener, connections: e.connections})
-	}()
+	})
 	return e, nil
 }
 
@@ -93,7 +92,7 @@ func (e *endpoint) close(callDrain, disconnectDrain time.Duration) {
 	close(e.stopping)
 	awaitNone(e.connections, disconnectDrain)
 	e.server.Stop()
-	<-e.served
+	e.serving.Wait()
 }
 
 // awaitNone waits until nothing is counted. What begins meanwhile does not count.

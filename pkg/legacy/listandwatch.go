@@ -70,12 +70,6 @@ type lists struct {
 	published map[string]*listing
 }
 
-func newLists(c *Config, m *metrics) *lists {
-	r := &lists{Config: c, metrics: m, pendingSince: map[pendingClaim]time.Time{}}
-	r.table.Store(&deviceTable{})
-	return r
-}
-
 // run publishes the lists whenever inventory, CDI specs, sharing, ledger, allocations or requesting pods change, until ctx is done.
 func (r *lists) run(ctx context.Context) {
 	var excluded []string

@@ -61,21 +61,19 @@ type times struct {
 	confirmLimit   time.Duration // after which an unconfirmed list means registering again, doubled each time
 }
 
-func defaultTimes() times {
-	return times{
-		retireAfter:    10 * time.Minute,
-		firstRetry:     100 * time.Millisecond,
-		lastRetry:      5 * time.Second,
-		streamWait:     5 * time.Second,
-		steady:         10 * time.Second,
-		drain:          500 * time.Millisecond,
-		stopDrain:      30 * time.Millisecond,
-		pluginProbe:    time.Second,
-		pluginInterval: 10 * time.Second,
-		confirmFirst:   20 * time.Millisecond,
-		confirmPoll:    time.Second,
-		confirmLimit:   10 * time.Second,
-	}
+var defaultTimes = times{
+	retireAfter:    10 * time.Minute,
+	firstRetry:     100 * time.Millisecond,
+	lastRetry:      5 * time.Second,
+	streamWait:     5 * time.Second,
+	steady:         10 * time.Second,
+	drain:          500 * time.Millisecond,
+	stopDrain:      30 * time.Millisecond,
+	pluginProbe:    time.Second,
+	pluginInterval: 10 * time.Second,
+	confirmFirst:   20 * time.Millisecond,
+	confirmPoll:    time.Second,
+	confirmLimit:   10 * time.Second,
 }
 
 var errNotStarted = errors.New("not started")
@@ -88,12 +86,13 @@ func New(config Config) (*Plugin, error) {
 	}
 	p := &Plugin{
 		config:   config,
-		times:    defaultTimes(),
+		times:    defaultTimes,
 		metrics:  newMetrics(config.Registerer),
 		notReady: errNotStarted,
 		served:   map[string]*registrar{},
 	}
-	p.lists = newLists(&p.config, p.metrics)
+	p.lists = &lists{Config: &p.config, metrics: p.metrics, pendingSince: map[pendingClaim]time.Time{}}
+	p.lists.table.Store(&deviceTable{})
 	return p, nil
 }
 

@@ -31,15 +31,12 @@ const (
 
 // ended is why a registration ended. Ready returns it until the next registration.
 type ended struct {
+	error
 	cause cause
-	err   error
 }
 
-func (e *ended) Error() string { return e.err.Error() }
-func (e *ended) Unwrap() error { return e.err }
-
 func endedBy(c cause, format string, args ...any) error {
-	return &ended{cause: c, err: fmt.Errorf(format, args...)}
+	return &ended{fmt.Errorf(format, args...), c}
 }
 
 // registrar keeps one extended resource registered with kubelet.
@@ -290,7 +287,7 @@ func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID)
 			looks--
 			settled, err := r.checkConflicting(ctx)
 			if conflicting, ok := errors.AsType[*ConflictingPluginError](err); ok {
-				return &ended{cause: causeConflicting, err: conflicting}
+				return &ended{conflicting, causeConflicting}
 			}
 			look = nil
 			if !settled && looks > 0 {
