@@ -154,16 +154,14 @@ func trimNode(node *corev1.Node, limits device.Resources) {
 // trimPod keeps the node, the claims and the limits of a pod.
 func trimPod(pod *corev1.Pod) {
 	trimMeta(&pod.ObjectMeta)
-	containers := func(of []corev1.Container) []corev1.Container {
-		var kept []corev1.Container
-		for _, c := range of {
-			kept = append(kept, corev1.Container{Name: c.Name, Resources: corev1.ResourceRequirements{Limits: c.Resources.Limits}})
+	for _, containers := range [][]corev1.Container{pod.Spec.InitContainers, pod.Spec.Containers} {
+		for i, c := range containers {
+			containers[i] = corev1.Container{Name: c.Name, Resources: corev1.ResourceRequirements{Limits: c.Resources.Limits}}
 		}
-		return kept
 	}
 	pod.Spec = corev1.PodSpec{
 		NodeName: pod.Spec.NodeName, ResourceClaims: pod.Spec.ResourceClaims,
-		InitContainers: containers(pod.Spec.InitContainers), Containers: containers(pod.Spec.Containers),
+		InitContainers: pod.Spec.InitContainers, Containers: pod.Spec.Containers,
 	}
 	pod.Status = corev1.PodStatus{
 		Phase: pod.Status.Phase, ResourceClaimStatuses: pod.Status.ResourceClaimStatuses,

@@ -76,8 +76,8 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 		switch {
 		case pod.DeletionTimestamp != nil:
 			// The next one is created when it is gone.
-		case !madeFor(pod, node), pod.Annotations[settingsAnnotation] != mps.Settings(d.MPSSettings).Hash():
-			continue
+		case !metav1.IsControlledBy(pod, node), pod.Annotations[settingsAnnotation] != mps.Settings(d.MPSSettings).Hash():
+			continue // It was created for an earlier GPUNode of this name, or for other settings.
 		case terminal(pod) && age >= failsFor:
 			wait(d, "pod %s has failed and is replaced: %s", pod.Name, because(pod))
 			continue
@@ -104,12 +104,6 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 	}
 	slices.SortFunc(plan.Waiting, func(a, b v1alpha1.WaitingDaemon) int { return cmp.Compare(a.Name, b.Name) })
 	return plan
-}
-
-// madeFor reports whether a pod was created for this object, and not for an earlier one of the same name.
-func madeFor(pod *corev1.Pod, node *v1alpha1.GPUNode) bool {
-	owner := metav1.GetControllerOf(pod)
-	return owner != nil && owner.UID == node.UID
 }
 
 func isReady(pod *corev1.Pod) bool {

@@ -80,10 +80,8 @@ func Retries(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, wa
 		}
 	}
 	for _, claim := range claims {
-		if len(claim.Devices) == 0 {
-			continue // Without a device the status does not show whether it is prepared.
-		}
-		if inConflict[claim.UID] || !available(claim.UID, claim.Devices) {
+		// Without a device the status does not show whether the claim is prepared.
+		if len(claim.Devices) == 0 || inConflict[claim.UID] || !available(claim.UID, claim.Devices) {
 			continue
 		}
 		retry := Retry{

@@ -54,7 +54,6 @@ type Webhook struct {
 	// as unavailable.
 	server   ctrlwebhook.Server
 	config   Config
-	requests *prometheus.CounterVec
 	client   client.Client
 	recorder events.EventRecorder
 	// serving is the certificate in use.
@@ -63,7 +62,7 @@ type Webhook struct {
 
 // New is called once by the controller. It starts nothing, and panics if its metrics are registered already.
 func New(c Config) *Webhook {
-	w := &Webhook{config: c, requests: newRequests(c.Registerer)}
+	w := &Webhook{config: c}
 	promauto.With(c.Registerer).NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "tandem_controller_webhook_certificate_expires_in_seconds",
 		Help: "Time until the certificate that this replica's webhook serves expires; 0 while it has none.",
@@ -73,7 +72,7 @@ func New(c Config) *Webhook {
 		TLSOpts: []func(*tls.Config){func(t *tls.Config) { t.GetCertificate = w.certificate }},
 	})
 	w.server.Register(Path, &admission.Webhook{
-		Handler: &validator{driver: c.DriverName, requests: w.requests},
+		Handler: &validator{driver: c.DriverName, requests: newRequests(c.Registerer)},
 		// After a panic the connection breaks, which the API server ignores. An error status would deny the request.
 		RecoverPanic: ptr.To(false),
 	})
