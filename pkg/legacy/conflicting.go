@@ -16,18 +16,16 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// ConflictingPluginError means that another process on the node serves the same GPUs to kubelet. Both would give the same GPU away.
-type ConflictingPluginError struct {
-	// Socket of the other device plugin.
-	Socket string
-	// Devices of ours that it serves; while we have none, some of its own.
-	Devices []string
+// conflictingPlugin is another process on the node that serves the same GPUs to kubelet. Both would give the same GPU away.
+type conflictingPlugin struct {
+	socket string
+	// devices of ours that it serves; while we have none, some of its own.
+	devices []string
 }
 
-// Error names the socket and a device.
-func (e *ConflictingPluginError) Error() string {
+func (c *conflictingPlugin) Error() string {
 	return fmt.Sprintf("another device plugin serves the same GPUs on %s (%d devices, among them %s)",
-		e.Socket, len(e.Devices), e.Devices[0])
+		c.socket, len(c.devices), c.devices[0])
 }
 
 // probe is what the plugin behind a socket answered.
@@ -36,14 +34,11 @@ type probe struct {
 	devices []string
 }
 
-// checkConflicting returns a *ConflictingPluginError if another process serves our GPUs to kubelet. Any other error means that it could not
-// check. settled reports whether each live socket has answered. While no GPU is known yet, every GPU counts as ours.
-func (p *Plugin) checkConflicting(ctx context.Context) (settled bool, err error) {
+// checkConflicting returns a process that serves our GPUs to kubelet; nil for none. settled reports whether each live socket has
+// answered. While no GPU is known yet, every GPU counts as ours.
+func (p *Plugin) checkConflicting(ctx context.Context) (conflicting *conflictingPlugin, settled bool) {
 	found, err := sockets(p.config.Directory)
-	if err != nil {
-		return false, fmt.Errorf("look for other device plugins: %w", err)
-	}
-	settled = true
+	settled = err == nil // a directory that cannot be read is no reason to withhold the GPUs
 	for _, socket := range found {
 		path := filepath.Join(p.config.Directory, socket.name)
 		if path == p.kubeletSocket() || p.owns(path) || !alive(path) {
@@ -52,10 +47,10 @@ func (p *Plugin) checkConflicting(ctx context.Context) (settled bool, err error)
 		devices, err := p.probe(ctx, path, socket.file)
 		settled = settled && err == nil
 		if ours := p.ours(devices); len(ours) > 0 {
-			return settled, &ConflictingPluginError{Socket: path, Devices: ours}
+			return &conflictingPlugin{path, ours}, settled
 		}
 	}
-	return settled, nil
+	return nil, settled
 }
 
 // ours returns those devices of another plugin that are GPUs of this inventory or their partitions. While the inventory is empty,

@@ -167,16 +167,15 @@ func (r *registrar) awaitKubelet(ctx context.Context) bool {
 func (r *registrar) awaitNoConflicting(ctx context.Context) bool {
 	reported := ""
 	return r.await(ctx, r.times.pluginInterval, func() bool {
-		settled, err := r.checkConflicting(ctx)
+		conflicting, settled := r.checkConflicting(ctx)
 		r.unsettled = !settled
-		conflicting, ok := errors.AsType[*ConflictingPluginError](err)
-		if !ok {
-			return true // not being able to read the directory is no reason to withhold the GPUs
+		if conflicting == nil {
+			return true
 		}
 		r.setNotReady(conflicting)
-		if reported != conflicting.Socket {
-			reported = conflicting.Socket
-			klog.FromContext(ctx).Info("Not registering beside another device plugin", "socket", conflicting.Socket, "devices", conflicting.Devices)
+		if reported != conflicting.socket {
+			reported = conflicting.socket
+			klog.FromContext(ctx).Info("Not registering beside another device plugin", "socket", conflicting.socket, "devices", conflicting.devices)
 			r.config.warn("OtherDevicePlugin", "Not serving %s: %s", r.resource, conflicting)
 		}
 		return false
@@ -285,8 +284,8 @@ func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID)
 		case <-changed:
 		case <-look:
 			looks--
-			settled, err := r.checkConflicting(ctx)
-			if conflicting, ok := errors.AsType[*ConflictingPluginError](err); ok {
+			conflicting, settled := r.checkConflicting(ctx)
+			if conflicting != nil {
 				return &ended{conflicting, causeConflicting}
 			}
 			look = nil

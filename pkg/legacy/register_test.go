@@ -391,9 +391,8 @@ func TestForeignPlugin(t *testing.T) {
 				if event := f.event(); !strings.HasPrefix(event, "Warning OtherDevicePlugin ") || !strings.Contains(event, "nvidia-gpu.sock") {
 					t.Errorf("recorded %q", event)
 				}
-				var conflicting *ConflictingPluginError
-				if _, err := p.checkConflicting(context.Background()); !errors.As(err, &conflicting) || conflicting.Socket != filepath.Join(f.dir, "nvidia-gpu.sock") {
-					t.Errorf("got %v", err)
+				if other, _ := p.checkConflicting(context.Background()); other == nil || other.socket != filepath.Join(f.dir, "nvidia-gpu.sock") {
+					t.Errorf("got %v", other)
 				}
 				if endpoints := f.kubelet.State().Endpoints; len(endpoints) != 0 {
 					t.Errorf("registered %v all the same", endpoints)
@@ -405,8 +404,8 @@ func TestForeignPlugin(t *testing.T) {
 			if n := asked(); n != 1 {
 				t.Errorf("the other plugin was asked %d times", n)
 			}
-			if _, err := p.checkConflicting(context.Background()); err != nil {
-				t.Errorf("got %v", err)
+			if other, _ := p.checkConflicting(context.Background()); other != nil {
+				t.Errorf("got %v", other)
 			}
 		})
 	}
@@ -464,8 +463,8 @@ func TestForeignPluginIsAskedOnce(t *testing.T) {
 	var looking sync.WaitGroup
 	for range 16 {
 		looking.Go(func() {
-			if settled, err := p.checkConflicting(context.Background()); err != nil || !settled {
-				t.Errorf("settled %v, %v", settled, err)
+			if other, settled := p.checkConflicting(context.Background()); other != nil || !settled {
+				t.Errorf("settled %v, %v", settled, other)
 			}
 		})
 	}
