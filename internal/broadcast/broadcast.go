@@ -42,8 +42,8 @@ func (s *Signal) Notify() {
 	}
 }
 
-// Await waits until done returns true, which it asks at once and after each change. changed is the method Changed of a Signal or of
-// a component that has one. Await returns false if ctx ended before.
+// Await calls done at once and after each change. It returns true once done does, and false if ctx ends first. changed is the method
+// Changed of a Signal or of a component that has one. Concurrent calls are safe.
 func Await(ctx context.Context, changed func() <-chan struct{}, done func() bool) bool {
 	for {
 		next := changed()

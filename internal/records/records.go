@@ -214,7 +214,7 @@ func (s *Store[K, V]) Repair() error {
 	})
 }
 
-// repair writes the records without contents, and those that are lost; nil is none. Of an unreadable one the name suffices.
+// repair writes the records without contents, and those for which lost is true (nil: none). Of an unreadable record it writes the name.
 func (s *Store[K, V]) repair(lost func(K) bool) error {
 	var errs []error
 	for key, e := range s.entries {

@@ -45,7 +45,7 @@ func (s *Specs) RemoveClientDevices(name string) error {
 	return s.removeClients(func(other string) bool { return other == name || withoutSuffix(other) == name })
 }
 
-// removeClients removes the client devices of this and of an earlier process. Under s.mu.
+// removeClients removes the client devices whose names match, also those of an earlier process. Under s.mu.
 func (s *Specs) removeClients(match func(name string) bool) error {
 	paths, err := filepath.Glob(s.clientPath("*"))
 	errs := []error{err}

@@ -22,7 +22,8 @@ type ownedFile struct {
 	seen atomic.Pointer[unix.Stat_t]
 }
 
-// stampOf returns what changes with the file's content. It does not use os.Lstat: each Prepare and Allocate waits for it.
+// stampOf returns the stat without access time and blocks, which change by themselves. Not os.Lstat: each Prepare and Allocate waits for
+// it.
 func stampOf(path string) (s unix.Stat_t, err error) {
 	if err := unix.Lstat(path, &s); err != nil {
 		return s, &fs.PathError{Op: "lstat", Path: path, Err: err}
@@ -41,9 +42,9 @@ func (f *ownedFile) intact() bool {
 	return err == nil && got == *want
 }
 
-// put writes data unless the file has exactly that content and mode already. data is read more than once, and not kept in memory: the
-// hook binary has 8 MB, which cost a fifth of the agent's start. check, if not nil, gets the path of the complete new file before the
-// rename; its error leaves the old file in place.
+// put writes data unless the file has exactly that content and mode already. It reads data more than once and does not keep it: to keep
+// the 8 MB of the hook binary in memory costs a fifth of the agent's start. check, if not nil, gets the path of the complete new file
+// before the rename; its error leaves the old file in place.
 func (f *ownedFile) put(data *io.SectionReader, mode fs.FileMode, check func(path string) error) error {
 	if f.contains(data, mode) {
 		return f.accept()

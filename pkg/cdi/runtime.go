@@ -16,7 +16,7 @@ import (
 type RuntimeSupport int
 
 const (
-	// RuntimeSupports injects CDI devices, or is a runtime or version that this package does not know.
+	// RuntimeSupports injects CDI devices. A runtime or version that this package does not know counts as one that does.
 	RuntimeSupports RuntimeSupport = iota
 	// RuntimeNeedsSetting injects CDI devices only if a setting enables that, and the setting is not visible from here. Without it
 	// the runtime ignores CDI devices without an error.

@@ -36,7 +36,7 @@ type Source interface {
 
 // Options of a Specs.
 type Options struct {
-	// Dir is the CDI directory as this process sees it; it is created when missing.
+	// Dir is the absolute path of the CDI directory in this process. It is created when missing. Dir and Source are required.
 	Dir    string
 	Source Source
 	// Hook is installed before the spec that names it. Optional.
@@ -69,8 +69,8 @@ type Specs struct {
 	changed broadcast.Signal
 }
 
-// A CDI device has the name "<vendor>/<class>=<name>". Names of the class are UUIDs. "claim" is the class of NVIDIA's DRA driver, whose
-// files may still be in the directory.
+// A CDI device has the name "<vendor>/<class>=<name>". In class the names are UUIDs; clientClass is for client devices. Neither may be
+// "claim", the class of NVIDIA's DRA driver: its files may still be in the directory.
 const (
 	vendor      = "k8s.gpu.nvidia.com"
 	class       = "gpu"
@@ -100,15 +100,15 @@ func (s *Specs) path(name string) string {
 // QualifiedName is the name of a GPU or partition that a container runtime gets.
 func (s *Specs) QualifiedName(uuid string) string { return parser.QualifiedName(vendor, class, uuid) }
 
-// Has reports, from memory, whether the files have an entry for a device: Ensure finds one, unless the device has gone since. The device
-// plugin calls it before it offers a new partition.
+// Has reports whether the files have an entry for a device. It reads no file, but waits while one is written. Ensure finds the entry
+// unless the device has gone since. The device plugin calls Has before it offers a new partition.
 func (s *Specs) Has(uuid string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.partitions[uuid] != nil || hasName(s.devices, uuid)
 }
 
-// Changed returns a channel that is closed when Has may answer differently; take it before asking.
+// Changed returns a channel that is closed after Add and after each complete refresh, not by Load. Take it before you call Has.
 func (s *Specs) Changed() <-chan struct{} { return s.changed.Changed() }
 
 // Ensure returns once the spec and the hook are on disk. It fails if one of the devices has no entry. It costs two stats if nothing

@@ -193,7 +193,7 @@ func (r claimReader) get(ctx context.Context, namespace, name string) (*resource
 	return claim, nil
 }
 
-// podsOf returns the existing pods that have the claim reserved, or the only one of them to read if it is not empty.
+// podsOf returns the existing pods that have the claim reserved. If only is set, it reads just the pod with that UID.
 func podsOf(ctx context.Context, reader client.Reader, claim *resourceapi.ResourceClaim, only types.UID) ([]*corev1.Pod, error) {
 	var pods []*corev1.Pod
 	for _, consumer := range claim.Status.ReservedFor {

@@ -178,7 +178,7 @@ type retrier struct {
 	nodes map[string]schedule
 }
 
-// schedule has the backoff of each claim of a node, or of its pod, by UID.
+// schedule has the backoffs of one node's retries, by the UID of Retry.Pod if that is set, otherwise of the claim.
 type schedule map[types.UID]*backoff
 
 type backoff struct {
@@ -220,7 +220,7 @@ func nodeOfPod(_ context.Context, o client.Object) []reconcile.Request {
 // Reconcile implements reconcile.Reconciler for one node.
 func (n *retrier) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	node := &v1alpha1.GPUNode{}
-	// Without a GPUNode no claim can be prepared.
+	// Without a GPUNode the status is empty: Retries returns nothing, and due drops the node's backoffs.
 	if err := n.client.Get(ctx, request.NamespacedName, node); client.IgnoreNotFound(err) != nil {
 		return reconcile.Result{}, err
 	}

@@ -61,7 +61,8 @@ type Partition struct {
 	Caps     [2]int
 	Capacity Capacity
 	// Made is set on partitions that were created for a claim. Other partitions are the administrator's.
-	Made   bool
+	Made bool
+	// Health does not include the GPU's: see Device.Health.
 	Health Health
 }
 

@@ -66,7 +66,7 @@ func (p Placement) String() string { return fmt.Sprintf("%d+%d", p.Start, p.Size
 func ParseRef(s string) (Ref, error) {
 	gpu, places, _ := strings.Cut(s, "@")
 	ref := Ref{GPU: gpu}
-	// What this does not read is missing from the text of ref.
+	// Errors are ignored: if Sscanf does not read all of places, ref.String differs from s.
 	_, _ = fmt.Sscanf(places, "%d+%d.%d+%d", &ref.Placement.Start, &ref.Placement.Size, &ref.Compute.Start, &ref.Compute.Size)
 	valid := func(p Placement) bool { return p == Placement{} || p.Start >= 0 && p.Size > 0 }
 	if gpu == "" || ref.String() != s || !valid(ref.Placement) || !valid(ref.Compute) {

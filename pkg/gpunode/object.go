@@ -58,7 +58,7 @@ type Sharing interface {
 	Changed() <-chan struct{}
 }
 
-// Config of an Object. All fields are required.
+// Config of an Object. All fields are required. Those of Facts may be zero.
 type Config struct {
 	// REST is the configuration for the API server. Its content type is ignored.
 	REST *rest.Config
@@ -66,7 +66,7 @@ type Config struct {
 	Claims     func(namespace string) Claims
 	DriverName string
 	NodeName   string
-	// Facts has those that do not change: Mode, Limits, OfferedToPods and Excluded.
+	// Facts contains the facts that do not change: Mode, Limits, OfferedToPods and Excluded. The Object sets the others.
 	Facts Facts
 
 	Node       Node
@@ -182,7 +182,7 @@ func (o *Object) watch(ctx context.Context) error {
 			cache.DefaultWatchErrorHandler(ctx, r, err)
 			return
 		}
-		// That may be permanent. The informer retries, up to once in half a minute.
+		// The cluster may never serve GPUNodes to this agent, so log once. The informer retries, up to once in half a minute.
 		o.metrics.served.Set(0)
 		once.Do(func() {
 			klog.FromContext(ctx).Info("Going on without GPUNodes: the API server does not serve them to this agent", "reason", err.Error())

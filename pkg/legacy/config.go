@@ -52,8 +52,8 @@ type Specs interface {
 	Ensure(ctx context.Context, uuids ...string) error
 	// QualifiedName returns the CDI name of a GPU or partition.
 	QualifiedName(uuid string) string
-	// Has reports from memory whether Ensure would find an entry. A new partition is offered only then: otherwise a pod that gets
-	// it fails permanently.
+	// Has reports whether Ensure would find an entry. A new partition is offered only then: otherwise a pod that gets it fails
+	// permanently.
 	Has(uuid string) bool
 	// Changed returns a channel that is closed when Has may answer differently. Take it before calling Has.
 	Changed() <-chan struct{}
@@ -131,7 +131,7 @@ type Config struct {
 	Ledger   Ledger
 	Specs    Specs
 	Sharing  Sharing
-	// Allocations withdraw devices before their claims are prepared.
+	// Allocations are the scheduler's: the plugin withdraws their devices before kubelet prepares the claims.
 	Allocations Allocations
 	// Kubelet confirms the lists that were sent.
 	Kubelet KubeletView

@@ -38,7 +38,7 @@ type probe struct {
 // answered. While no GPU is known yet, every GPU counts as ours.
 func (p *Plugin) checkConflicting(ctx context.Context) (conflicting *conflictingPlugin, settled bool) {
 	found, err := sockets(p.config.Directory)
-	settled = err == nil // a directory that cannot be read is no reason to withhold the GPUs
+	settled = err == nil // without a readable directory the GPUs are served, and watchFiles checks again
 	for _, socket := range found {
 		path := filepath.Join(p.config.Directory, socket.name)
 		if path == p.kubeletSocket() || p.owns(path) || !alive(path) {

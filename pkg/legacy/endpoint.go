@@ -35,7 +35,7 @@ type endpoint struct {
 	logger klog.Logger
 	file   fileID
 	server *grpc.Server
-	// serving ends with the server.
+	// serving waits for the goroutine that serves.
 	serving sync.WaitGroup
 	// stopping is closed to end the streams.
 	stopping chan struct{}

@@ -273,7 +273,7 @@ const (
 	KubeletDirEnv = "KUBELET_DIR" // on the host
 )
 
-// FromEnvironment returns the daemon of this process's pod.
+// FromEnvironment returns the daemon of this process's pod, from SettingsEnv, PodUIDEnv and KubeletDirEnv. An empty one is an error.
 func FromEnvironment() (Daemon, error) {
 	for _, name := range []string{SettingsEnv, PodUIDEnv, KubeletDirEnv} {
 		if os.Getenv(name) == "" {

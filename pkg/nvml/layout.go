@@ -109,7 +109,7 @@ func (o Options) rootsOf(library string) []string {
 func (o Options) lookBelow(root string) (layout, error) {
 	hostRoot, err := driverroot.Resolve(o.HostRoot, root)
 	if err != nil {
-		return layout{}, errors.Unwrap(err) // without the path
+		return layout{}, errors.Unwrap(err) // without the path, if it is missing
 	}
 	base := o.onHost(hostRoot)
 	l := layout{driverRoot: hostRoot}
@@ -201,7 +201,7 @@ func (o Options) choose(found []layout) layout {
 // moduleVersion returns the version of the loaded kernel module, empty for none.
 func (o Options) moduleVersion() string { return contents(o.SysfsRoot, "module/nvidia/version") }
 
-// contents returns what a file of sysfs has, empty for none.
+// contents returns the trimmed text of a sysfs file; empty if it cannot be read.
 func contents(dir, file string) string {
 	text, err := os.ReadFile(filepath.Join(dir, file))
 	if err != nil {
@@ -290,7 +290,7 @@ func (o Options) hasHardware() bool {
 	return false
 }
 
-// Auto is the value of a path that a Scan searches for.
+// Auto in place of a path makes Scan search for it.
 const Auto = "auto"
 
 // Options of a Node. Paths are absolute (internal/config checks them), and the agent's unless they are called host paths.

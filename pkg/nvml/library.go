@@ -93,7 +93,7 @@ func checkSymbols(path string) (err error) {
 	return nil
 }
 
-// lacks returns the first function of which a library has no version.
+// lacks returns the first function that the library has in none of its versions; empty if it has all functions.
 func lacks(lookup func(string) error, symbols [][]string) string {
 	for _, versions := range symbols {
 		if !slices.ContainsFunc(versions, func(symbol string) bool { return lookup(symbol) == nil }) {
@@ -145,8 +145,8 @@ func (d *guardedDevice) GetArchitecture() (gonvml.DeviceArchitecture, gonvml.Ret
 	return guarded(d, d.Device.GetArchitecture, "nvmlDeviceGetArchitecture")
 }
 
-// migSymbols are the functions that are called on GPUs whose MIG mode can be read, their instances and MIG devices; the last of
-// them came with R470.
+// migSymbols are the functions that are called on GPUs whose MIG mode can be read, their instances and MIG devices. R470 is the first
+// driver that has a version of each.
 var migSymbols = [][]string{
 	{"nvmlDeviceGetMigMode"}, {"nvmlDeviceSetMigMode"}, {"nvmlDeviceGetMaxMigDeviceCount"}, {"nvmlDeviceGetMigDeviceHandleByIndex"},
 	{"nvmlDeviceGetDeviceHandleFromMigDeviceHandle"}, {"nvmlDeviceGetGpuInstanceId"}, {"nvmlDeviceGetComputeInstanceId"},
@@ -225,7 +225,7 @@ type session struct {
 	holding bool
 }
 
-// open starts a use; close ends it. On an error there is nothing to close. Within another use it does not fail.
+// open starts a use; close ends it. After an error there is nothing to close. It cannot fail while another use is open.
 func (s *session) open() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -247,7 +247,7 @@ func (s *session) close() {
 	}
 }
 
-// hold sets whether the session stays open between uses. It starts to do so only within a use.
+// hold sets whether the session stays open between uses. hold(true) needs an open use; hold(false) may close the session.
 func (s *session) hold(hold bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -46,13 +46,14 @@ type Node struct {
 
 	// scanning allows one scan or one call of ContainerEdits at a time. Inventory does not wait for it.
 	scanning sync.Mutex
-	// attachment changes under scanning and mu.
+	// attachment is written with both scanning and mu locked. Either lock suffices to read it.
 	attachment
 	traces traces
 	// renewed is set when the driver was found again or a late call has returned. publish then notifies once and resets it.
 	renewed bool
 	known   map[string]*knownGPU
-	// late contains the calls that have not returned since their timeout. The key is the GPU's UUID, wholeDriver or driverFiles.
+	// late contains the calls that have not returned since their timeout, by key: "GPU <index>", a GPU's UUID, wholeDriver or
+	// driverFiles.
 	late     map[string]<-chan struct{}
 	topology topology
 
@@ -120,8 +121,8 @@ func (n *Node) Missing() error {
 // it before reading.
 func (n *Node) Changed() <-chan struct{} { return n.changed.Changed() }
 
-// Run scans until ctx is done: each second until there is a GPU, then at each interval, and at once when device nodes or driver files
-// come or go. The caller makes the first Scan. Run returns nil when ctx is done, and ErrDriverReplaced when only a new process can use
+// Run scans until ctx is done: once a second until there is a GPU, then at each interval and when device nodes or driver files come or
+// go. Call Scan first: Run begins with a wait. Run returns nil when ctx is done, and ErrDriverReplaced when only a new process can use
 // the driver.
 func (n *Node) Run(ctx context.Context) error {
 	defer func() {

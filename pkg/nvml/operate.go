@@ -32,8 +32,8 @@ type operation struct {
 	device gonvml.Device
 }
 
-// operate waits until it has the GPU to itself and runs an operation on it. ctx ends the wait, not a running operation: that one ends by
-// itself, abandon (nil for nothing) gets its result, and only then the next operation starts. One that changes the GPU ends with learn.
+// operate runs an operation once it has the GPU to itself. ctx ends the wait, not a running operation: abandon, if not nil, gets its result
+// before the next operation starts. A do or abandon that changes the GPU must call learn at its end.
 func operate[T any](
 	ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T),
 ) (T, error) {
@@ -78,7 +78,7 @@ func await[T any](ctx context.Context, work func(answer func(T, error) bool)) (T
 	case <-ctx.Done():
 		close(left)
 		var none T
-		return none, fmt.Errorf("wait for the driver: %w", context.Cause(ctx))
+		return none, fmt.Errorf("wait for an answer of the driver: %w", context.Cause(ctx))
 	}
 }
 
@@ -179,7 +179,7 @@ func (n *Node) catchUp(known *knownGPU) {
 	uuid := known.gpu.UUID
 	_, operated := n.since[uuid]
 	if latest, ok := n.inventory.ByUUID(uuid); ok && (operated || n.changes[uuid] != known.changes) {
-		// An operation may have read other profiles, and not all of them.
+		// If the operation read other profiles, it may have missed some: the next scan reads them again.
 		known.profiled = known.profiled && reflect.DeepEqual(known.gpu.Profiles, latest.Profiles)
 		copyMIG(&known.gpu, latest)
 		known.changes = n.changes[uuid]

@@ -33,7 +33,7 @@ var computeModes = map[gpu.ComputeMode]gonvml.ComputeMode{
 func (n *Node) SetComputeMode(ctx context.Context, uuid string, mode gpu.ComputeMode) (before gpu.ComputeMode, err error) {
 	before, err = operate(ctx, n, uuid, func(op *operation) (gpu.ComputeMode, error) {
 		return op.setComputeMode(mode)
-	}, nil) // a caller that has gone sets it again
+	}, nil) // nothing to revert: a caller whose ctx ended retries
 	if err != nil {
 		return "", fmt.Errorf("set compute mode of GPU %s to %s: %w", uuid, mode, err)
 	}
@@ -96,7 +96,7 @@ func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) erro
 	}
 	_, err := operate(ctx, n, uuid, func(op *operation) (struct{}, error) {
 		return struct{}{}, n.options.setTimeSlice(op.layout, uuid, interval)
-	}, nil) // a caller that has gone sets it again
+	}, nil) // nothing to revert: a caller whose ctx ended retries
 	if err != nil {
 		return fmt.Errorf("set time slice of GPU %s to %d: %w", uuid, interval, err)
 	}

@@ -201,7 +201,7 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		return none, errNoAnswer
 	}
 	if s != nil {
-		_ = s.open() // within a use
+		_ = s.open() // cannot fail: the caller has a use open
 	}
 	ctx, cancel := context.WithTimeoutCause(context.Background(), n.options.patience, errNoAnswer)
 	defer cancel()

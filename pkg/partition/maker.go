@@ -56,7 +56,7 @@ type Maker struct {
 	locks    keylock.Locks[string]
 }
 
-// Policy is the node configuration for a GPU.
+// Policy is the node configuration for a GPU. Both functions are required.
 type Policy struct {
 	// Dynamic selects dynamic GPUs.
 	Dynamic func(device.GPU) bool

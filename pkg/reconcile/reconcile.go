@@ -146,7 +146,7 @@ func defaultTimes() times {
 	}
 }
 
-// New has no visible effect but the metrics in the Registerer.
+// New registers the metrics, and panics if they are registered already. It has no other visible effect.
 func New(c Config) *Reconciler {
 	return &Reconciler{
 		Config: c, times: defaultTimes(), freed: newMetrics(c), leaving: map[holdKey]time.Time{}, unconfirmed: map[holdKey]*unconfirmed{},
@@ -209,8 +209,8 @@ func pause(ctx context.Context, length time.Duration) {
 // never is the wait of a hold whose next step is triggered by a change.
 const never = time.Duration(1<<63 - 1)
 
-// Settle makes one pass over all holds, and returns after how long to make the next one if nothing changes before. It reads memory,
-// the kernel and kubelet's files only. Run calls it; simulations call it, Verify and RestoreLate instead, one call at a time.
+// Settle makes one pass over all holds, and returns after how long to make the next if nothing changes. It calls no server. Run calls it.
+// Simulations do not use Run: they call Settle, Verify and RestoreLate, one at a time.
 func (r *Reconciler) Settle() (time.Duration, error) {
 	holds := r.Ledger.Holds()
 	r.freed.look(holds)

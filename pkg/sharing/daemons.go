@@ -119,7 +119,7 @@ func (m *Manager) connect(ctx context.Context, name string, l limit) (clientDevi
 		switch {
 		case alive && other.Hash != hash:
 			state = "has other settings than were requested: its pod is about to be replaced, or the controller or " +
-				"the GPUNode CRD does not have the agent's version"
+				"the GPUNode CRD is of another version than the agent"
 		case started:
 			log := filepath.Join(m.dir(name), mps.LogDir, "control.log")
 			state = fmt.Sprintf("has started and is not ready (its log is %s on the node)", log)

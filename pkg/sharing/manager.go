@@ -165,7 +165,7 @@ func (m *Manager) Plan(ctx context.Context, g Group) (_ Plan, err error) {
 	return Plan{g, next.Daemon, next.Settings}, nil
 }
 
-// settingsOf returns the settings of each device of the group, without Before; nil where nothing is to be set. Needs the lock.
+// settingsOf returns the one setting for all devices of the group, without Before; nil if nothing is to be set. Needs the lock.
 func (m *Manager) settingsOf(g Group) (*setting, error) {
 	s := setting{Namespace: g.Claim.Namespace, Name: g.Claim.Name, Strategy: g.Sharing.Strategy}
 	switch {
@@ -459,8 +459,8 @@ func wrapGroup(err error, g Group) error {
 	return fmt.Errorf("share %s among the containers of claim %s/%s: %w", strings.Join(names, ", "), g.Claim.Namespace, g.Claim.Name, err)
 }
 
-// Repair writes records, directories of daemons and their client devices again that another process removed. It is cheap and
-// is called often. Specs restores the client devices that this process wrote.
+// Repair writes again what another process removed: records, and the directory and the client device without a limit of each daemon.
+// Specs.Run restores the client devices with limits. Repair is cheap and is called often.
 func (m *Manager) Repair() error {
 	errs := []error{m.Records.Repair()}
 	m.mu.Lock()

@@ -44,7 +44,7 @@ func (s setting) sameAs(next *setting) bool {
 	return next != nil && !s.Unknown && !s.Reverting && next.Strategy == s.Strategy && next.Interval == s.Interval && next.Daemon == s.Daemon
 }
 
-// NewRecords has no visible effect. Call Load before any other method: the devices that unreadable files are named after count as set.
+// NewRecords has no visible effect. Call Load before any other method. A device whose record is unreadable counts as set.
 func NewRecords(dir, bootID string) *Records {
 	return &Records{records.New(records.Options[Key, setting]{
 		What: "sharing setting", Dir: dir, BootID: bootID, Name: fileName, Parse: parseName,
