@@ -276,6 +276,9 @@ func (n *Node) partitionEdits(devRoot string, p gpu.Partition, parent specs.Devi
 	nodes := []string{fmt.Sprintf("/dev/nvidia%d", p.Parent), capabilityNode(p.Caps[0]), capabilityNode(p.Caps[1])}
 	for _, node := range nodes {
 		d, err := devices.DeviceFromPath(n.options.onHost(path.Join(devRoot, node)), "rwm")
+		if err == nil && d.Type != 'c' {
+			err = errors.New("no character device")
+		}
 		if err != nil {
 			return specs.Device{}, fmt.Errorf("%s: %w", path.Join(devRoot, node), err)
 		}

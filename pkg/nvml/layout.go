@@ -109,7 +109,7 @@ func (o Options) rootsOf(library string) []string {
 func (o Options) lookBelow(root string) (layout, error) {
 	hostRoot, err := driverroot.Resolve(o.HostRoot, root)
 	if err != nil {
-		return layout{}, errors.Unwrap(err) // without the path, if it is missing
+		return layout{}, cmp.Or(errors.Unwrap(err), err) // without the path, if it is missing
 	}
 	base := o.onHost(hostRoot)
 	l := layout{driverRoot: hostRoot}

@@ -92,7 +92,7 @@ func New(options Options) *Node {
 	}
 }
 
-// awaitInterval is the time between two searches for a driver with a GPU: some dozens of stat calls.
+// awaitInterval is the time between two searches for a missing driver: some dozens of stat calls.
 const awaitInterval = time.Second
 
 // Inventory returns the result of the last scan. It never waits.
@@ -121,7 +121,7 @@ func (n *Node) Missing() error {
 // it before reading.
 func (n *Node) Changed() <-chan struct{} { return n.changed.Changed() }
 
-// Run scans until ctx is done: once a second until there is a GPU, then at each interval and when device nodes or driver files come or
+// Run scans until ctx is done: once a second until a scan succeeds, then at each interval and when device nodes or driver files come or
 // go. Call Scan first: Run begins with a wait. Run returns nil when ctx is done, and ErrDriverReplaced when only a new process can use
 // the driver.
 func (n *Node) Run(ctx context.Context) error {
@@ -132,10 +132,12 @@ func (n *Node) Run(ctx context.Context) error {
 			n.session.hold(false)
 		}
 	}()
-	interval := awaitInterval
+	n.mu.Lock()
+	interval, failure := awaitInterval, n.failure
+	n.mu.Unlock()
 	var changed <-chan struct{}
 	for {
-		if changed == nil && n.Missing() == nil {
+		if changed == nil && failure == nil {
 			watcher := n.watch(ctx)
 			defer watcher.Close()
 			interval, changed = n.options.Interval, watcher.C
@@ -146,8 +148,8 @@ func (n *Node) Run(ctx context.Context) error {
 		case <-time.After(interval):
 		case <-changed:
 		}
-		if err := n.Scan(ctx); err != nil && !errors.Is(err, ErrNoDriver) {
-			return err
+		if failure = n.Scan(ctx); failure != nil && !errors.Is(failure, ErrNoDriver) {
+			return failure
 		}
 	}
 }

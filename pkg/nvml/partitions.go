@@ -20,7 +20,7 @@ import (
 // unreadable lists what cannot be read: a known partition is then unhealthy, and gone only if its GPU instance is gone.
 func (r *reader) readPartitions(g gpu.GPU, d gonvml.Device) (partitions []gpu.Partition, unreadable []string) {
 	partitions, unreadable = r.readDevices(g, d)
-	instances, err := instancesOf(g, d)
+	instances, err := knownInstances(g, d)
 	if err != nil {
 		unreadable = append(unreadable, err.Error())
 	}
@@ -315,25 +315,51 @@ func instancesOf(g gpu.GPU, d gonvml.Device) ([]gpuInstance, error) {
 	var all []gpuInstance
 	for number := range gonvml.GPU_INSTANCE_PROFILE_COUNT {
 		info, ret := d.GetGpuInstanceProfileInfo(number)
-		if absent(ret) || ret == gonvml.SUCCESS && info.InstanceCount == 0 {
-			continue // go-nvml v0.13.4-0 panics without instances
+		if absent(ret) {
+			continue
 		}
 		if ret != gonvml.SUCCESS {
 			return nil, fmt.Errorf("read MIG profile %d: %w", number, returnError{ret})
 		}
-		handles, ret := d.GetGpuInstances(&info)
-		if ret != gonvml.SUCCESS {
-			return nil, fmt.Errorf("list GPU instances of MIG profile %d: %w", info.Id, returnError{ret})
+		found, err := instancesOfProfile(g, d, info)
+		if err != nil {
+			return nil, err
 		}
-		for _, handle := range handles {
-			p, err := instanceOf(g, handle)
-			if err != nil {
-				return nil, err
-			}
-			all = append(all, gpuInstance{handle, p})
-		}
+		all = append(all, found...)
 	}
 	slices.SortFunc(all, func(a, b gpuInstance) int { return byPlace(a.partition, b.partition) })
+	return all, nil
+}
+
+// knownInstances returns the GPU instances of the GPU's known profiles, for a scan. It needs half the calls of instancesOf, and does not
+// depend on a profile that cannot be read now (TestUnreadableProfileHidesNoRemoval).
+func knownInstances(g gpu.GPU, d gonvml.Device) (all []gpuInstance, err error) {
+	for _, p := range g.Profiles {
+		found, err := instancesOfProfile(g, d, gonvml.GpuInstanceProfileInfo{Id: uint32(p.ID), InstanceCount: uint32(p.Instances)})
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, found...)
+	}
+	return all, nil
+}
+
+// instancesOfProfile returns the GPU instances of one profile. NVML needs its ID and maximum number.
+func instancesOfProfile(g gpu.GPU, d gonvml.Device, info gonvml.GpuInstanceProfileInfo) (all []gpuInstance, err error) {
+	if info.InstanceCount == 0 {
+		return nil, nil // go-nvml v0.13.4-0 panics
+	}
+	handles, ret := d.GetGpuInstances(&info)
+	if ret != gonvml.SUCCESS {
+		return nil, fmt.Errorf("list GPU instances of MIG profile %d: %w", info.Id, returnError{ret})
+	}
+	for _, handle := range handles {
+		p, err := instanceOf(g, handle)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, gpuInstance{handle, p})
+	}
 	return all, nil
 }
 

@@ -263,6 +263,22 @@ func TestEmptyInstances(t *testing.T) {
 	}
 }
 
+// A profile that the driver cannot describe at the moment does not hide that partitions were removed.
+func TestUnreadableProfileHidesNoRemoval(t *testing.T) {
+	m := newMachine(t, "a30x4")
+	d := gpu(t, m.administrator(t), 1)
+	empty := cut(t, d, gonvml.GPU_INSTANCE_PROFILE_1_SLICE, 3, 0)
+	node := m.open(t)
+	if got := describe(scan(t, node).GPUs[1].Partitions); len(got) != 1 {
+		t.Fatal(got)
+	}
+	must(t, empty.Destroy())
+	m.fault(t, simulated.GPUFaults{GPU: "1", Calls: map[string]simulated.CallFault{"GetGpuInstanceProfileInfo": {Return: "ERROR_UNKNOWN"}}})
+	if got := describe(scan(t, node).GPUs[1].Partitions); len(got) != 0 {
+		t.Errorf("still there: %v", got)
+	}
+}
+
 func TestProfilesAreReadAgainAfterAFault(t *testing.T) {
 	m := newMachine(t, "a100x8-mig")
 	fault := simulated.CallFault{Return: "ERROR_UNKNOWN", Skip: 2, Times: 1}
