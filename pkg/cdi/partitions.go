@@ -48,7 +48,7 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 		return err
 	}
 	s.partitions[entry.Name] = f
-	s.changed.Notify()
+	s.announce()
 	return nil
 }
 

@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -66,6 +67,8 @@ type Specs struct {
 	partitions   map[string]*partitionFile // by UUID
 	clients      map[string]*specFile      // by name
 
+	// names are the entries of the files, for Has.
+	names   atomic.Pointer[map[string]bool]
 	changed broadcast.Signal
 }
 
@@ -88,6 +91,7 @@ func New(options Options) *Specs {
 		clients:      map[string]*specFile{},
 	}
 	s.main.path = s.path(class)
+	s.names.Store(&map[string]bool{})
 	return s
 }
 
@@ -100,15 +104,26 @@ func (s *Specs) path(name string) string {
 // QualifiedName is the name of a GPU or partition that a container runtime gets.
 func (s *Specs) QualifiedName(uuid string) string { return parser.QualifiedName(vendor, class, uuid) }
 
-// Has reports whether the files have an entry for a device. It reads no file, but waits while one is written. Ensure finds the entry
-// unless the device has gone since. The device plugin calls Has before it offers a new partition.
-func (s *Specs) Has(uuid string) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.partitions[uuid] != nil || hasName(s.devices, uuid)
+// Has reports whether the files have an entry for a device. It does not wait, also while a file is written to a slow disk. Ensure finds
+// the entry unless the device has gone since. The device plugin calls Has before it offers a new partition.
+func (s *Specs) Has(uuid string) bool { return (*s.names.Load())[uuid] }
+
+// announce updates what Has answers. Under s.mu.
+func (s *Specs) announce() {
+	names := map[string]bool{}
+	for _, d := range s.devices {
+		names[d.Name] = true
+	}
+	for uuid := range s.partitions {
+		names[uuid] = true
+	}
+	if !maps.Equal(names, *s.names.Load()) {
+		s.names.Store(&names)
+		s.changed.Notify()
+	}
 }
 
-// Changed returns a channel that is closed after Add and after each complete refresh, not by Load. Take it before you call Has.
+// Changed returns a channel that is closed when Has may answer differently. Take it before you call Has.
 func (s *Specs) Changed() <-chan struct{} { return s.changed.Changed() }
 
 // Ensure returns once the spec and the hook are on disk. It fails if one of the devices has no entry. It costs two stats if nothing
@@ -225,6 +240,7 @@ func (s *Specs) refresh(ctx context.Context) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	defer s.announce()
 	// Only partitions from before the call can be gone: the answer may lack those that Add wrote meanwhile.
 	if err := s.removeGone(before, edits); err != nil {
 		return err
@@ -235,7 +251,6 @@ func (s *Specs) refresh(ctx context.Context) error {
 		return err
 	}
 	s.common, s.devices = edits.Common, devices
-	s.changed.Notify()
 	var errs []error
 	for _, f := range s.partitions {
 		errs = append(errs, f.update(s.common))
@@ -275,5 +290,6 @@ func (s *Specs) load() error {
 		return err
 	}
 	s.loaded = true
+	s.announce()
 	return nil
 }

@@ -52,8 +52,8 @@ type Specs interface {
 	Ensure(ctx context.Context, uuids ...string) error
 	// QualifiedName returns the CDI name of a GPU or partition.
 	QualifiedName(uuid string) string
-	// Has reports whether Ensure would find an entry. A new partition is offered only then: otherwise a pod that gets it fails
-	// permanently.
+	// Has reports, without waiting, whether Ensure would find an entry. A new partition is offered only then: otherwise a pod that
+	// gets it fails permanently.
 	Has(uuid string) bool
 	// Changed returns a channel that is closed when Has may answer differently. Take it before calling Has.
 	Changed() <-chan struct{}
