@@ -35,6 +35,8 @@ type ended struct {
 	cause cause
 }
 
+func (e *ended) Unwrap() error { return e.error }
+
 func endedBy(c cause, format string, args ...any) error {
 	return &ended{fmt.Errorf(format, args...), c}
 }
@@ -78,9 +80,13 @@ func (r *registrar) run(ctx context.Context) {
 		}
 		kubelet, _ := identify(r.kubeletSocket())
 		began := time.Now()
-		end, _ := errors.AsType[*ended](r.register(ctx, kubelet))
-		if end == nil || ctx.Err() != nil {
+		err := r.register(ctx, kubelet)
+		if err == nil || ctx.Err() != nil {
 			return
+		}
+		end, ok := errors.AsType[*ended](err)
+		if !ok {
+			end = &ended{err, causeRefused}
 		}
 		r.setNotReady(end)
 		logger.Info("Registration with kubelet is over", "cause", end.cause, "reason", end.Error())

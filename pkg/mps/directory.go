@@ -162,7 +162,8 @@ func empty(top, dir string) error {
 		default:
 			err = os.Rename(path, filepath.Join(top, ".removed-"+strconv.FormatInt(time.Now().UnixNano(), 10)))
 		}
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		// The caller repeats after a rename to a name that exists.
+		if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTEMPTY) {
 			return err
 		}
 	}
