@@ -144,9 +144,13 @@ type noSettings struct{ *sharing.Manager }
 func (noSettings) Applied(string, device.Ref) bool { return false }
 func (noSettings) Repair() error                   { return nil }
 
-type noPolicy struct{ driver.Policy }
+type noPolicy struct{}
 
 func (noPolicy) ByDaemon(device.GPU) bool { return false }
+
+func (noPolicy) Join(context.Context, sharing.Claim, device.Device, device.Share) ([]string, error) {
+	return nil, nil
+}
 
 // diskStep is where a process may die in the middle of a record.
 func (a *agent) diskStep() {
