@@ -206,6 +206,34 @@ func (g *gpu) SetComputeMode(mode nvml.ComputeMode) nvml.Return {
 	})
 }
 
+func (g *gpu) GetApplicationsClock(clock nvml.ClockType) (uint32, nvml.Return) {
+	state, ret := g.sys.mig.current()
+	clocks, set := state.Clocks[g.uuid]
+	if !set {
+		clocks = defaultClocks
+	}
+	switch clock {
+	case nvml.CLOCK_MEM:
+		return clocks.Memory, ret
+	case nvml.CLOCK_GRAPHICS, nvml.CLOCK_SM:
+		return clocks.Graphics, ret
+	}
+	return 0, nvml.ERROR_INVALID_ARGUMENT
+}
+
+func (g *gpu) SetApplicationsClocks(memory, graphics uint32) nvml.Return {
+	if memory == 0 || graphics == 0 {
+		return nvml.ERROR_INVALID_ARGUMENT
+	}
+	return g.sys.mig.change(func(state *MIGState) nvml.Return {
+		if state.Clocks == nil {
+			state.Clocks = map[string]Clocks{}
+		}
+		state.Clocks[g.uuid] = Clocks{Memory: memory, Graphics: graphics}
+		return nvml.SUCCESS
+	})
+}
+
 func (g *gpu) GetPersistenceMode() (nvml.EnableState, nvml.Return) {
 	return nvml.FEATURE_ENABLED, nvml.SUCCESS
 }

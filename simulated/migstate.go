@@ -41,7 +41,18 @@ type MIGState struct {
 	GPUs []MIGGPU `json:"gpus"`
 	// ComputeModes are those of GPUs whose mode was ever set, by UUID, as NVML numbers them.
 	ComputeModes map[string]nvml.ComputeMode `json:"computeModes,omitempty"`
+	// Clocks are the application clocks of GPUs whose clocks were ever set, by UUID.
+	Clocks map[string]Clocks `json:"clocks,omitempty"`
 }
+
+// Clocks are a GPU's application clocks in MHz.
+type Clocks struct {
+	Memory   uint32 `json:"memory"`
+	Graphics uint32 `json:"graphics"`
+}
+
+// defaultClocks are those of an H100 SXM (nvidia-smi -q -d CLOCK).
+var defaultClocks = Clocks{Memory: 2619, Graphics: 1980}
 
 // MIGGPU is the state of one GPU.
 type MIGGPU struct {
@@ -73,7 +84,7 @@ type ComputeInstance struct {
 }
 
 func (s MIGState) clone() MIGState {
-	s.GPUs, s.ComputeModes = slices.Clone(s.GPUs), maps.Clone(s.ComputeModes)
+	s.GPUs, s.ComputeModes, s.Clocks = slices.Clone(s.GPUs), maps.Clone(s.ComputeModes), maps.Clone(s.Clocks)
 	for i := range s.GPUs {
 		s.GPUs[i].Instances = slices.Clone(s.GPUs[i].Instances)
 		for k := range s.GPUs[i].Instances {

@@ -20,7 +20,7 @@ var supported = map[reflect.Type][]string{
 	reflect.TypeFor[nvml.Device](): {
 		"CreateGpuInstance", "CreateGpuInstanceWithPlacement", "GetGpuInstanceById", "GetGpuInstancePossiblePlacements",
 		"GetGpuInstanceProfileInfo", "GetGpuInstanceRemainingCapacity", "GetGpuInstances", "SetMigMode",
-		"GetAddressingMode", "GetArchitecture", "GetBoardId", "GetBrand", "GetBusType", "GetComputeMode", "GetComputeRunningProcesses",
+		"GetAddressingMode", "GetApplicationsClock", "GetArchitecture", "GetBoardId", "GetBrand", "GetBusType", "GetComputeMode", "GetComputeRunningProcesses",
 		"GetCudaComputeCapability", "GetCurrPcieLinkGeneration", "GetCurrPcieLinkWidth", "GetDefaultEccMode", "GetDisplayActive",
 		"GetDisplayMode", "GetEccMode", "GetEnforcedPowerLimit", "GetGpuFabricInfo", "GetGpuMaxPcieLinkGeneration",
 		"GetGraphicsRunningProcesses", "GetIndex", "GetMaxMigDeviceCount", "GetMaxPcieLinkGeneration", "GetMaxPcieLinkWidth",
@@ -29,7 +29,7 @@ var supported = map[reflect.Type][]string{
 		"GetNvLinkRemoteDeviceType", "GetNvLinkRemotePciInfo", "GetNvLinkState", "GetNvLinkVersion", "GetP2PStatus", "GetPciInfo",
 		"GetPciInfoExt", "GetPersistenceMode", "GetPowerManagementDefaultLimit", "GetPowerManagementLimit", "GetSerial",
 		"GetSupportedEventTypes", "GetTemperature", "GetTopologyCommonAncestor", "GetTopologyNearestGpus", "GetUUID",
-		"GetUtilizationRates", "GetVirtualizationMode", "IsMigDeviceHandle", "OnSameBoard", "RegisterEvents",
+		"GetUtilizationRates", "GetVirtualizationMode", "IsMigDeviceHandle", "OnSameBoard", "RegisterEvents", "SetApplicationsClocks",
 	},
 	reflect.TypeFor[nvml.EventSet](): {"Free", "Wait"},
 }

@@ -184,6 +184,31 @@ func (d *guardedDevice) IsMigDeviceHandle() (bool, gonvml.Return) {
 	return is, ret
 }
 
+// GetApplicationsClock is deprecated in later drivers, which may lack it.
+func (d *guardedDevice) GetApplicationsClock(clock gonvml.ClockType) (uint32, gonvml.Return) {
+	call := func() (uint32, gonvml.Return) { return d.Device.GetApplicationsClock(clock) }
+	return guarded(d, call, "nvmlDeviceGetApplicationsClock")
+}
+
+func (d *guardedDevice) SetApplicationsClocks(memory, graphics uint32) gonvml.Return {
+	if !d.guard.has("nvmlDeviceSetApplicationsClocks") {
+		return gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return d.Device.SetApplicationsClocks(memory, graphics)
+}
+
+// GetMPSComputeRunningProcesses came with R470.
+func (d *guardedDevice) GetMPSComputeRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {
+	if lacks(d.guard.Extensions().LookupSymbol, mpsProcesses) != "" {
+		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return d.Device.GetMPSComputeRunningProcesses()
+}
+
+var mpsProcesses = [][]string{{
+	"nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2", "nvmlDeviceGetMPSComputeRunningProcesses",
+}}
+
 func (d *guardedDevice) GetAddressingMode() (gonvml.DeviceAddressingMode, gonvml.Return) {
 	return guarded(d, d.Device.GetAddressingMode, "nvmlDeviceGetAddressingMode")
 }
@@ -255,6 +280,26 @@ func (s *session) hold(hold bool) {
 		s.library.Shutdown()
 	}
 	s.holding = hold
+}
+
+// suspend closes NVML, calls do, and opens NVML again where it was held open. Other uses wait. It fails while another use is open.
+func (s *session) suspend(do func() error) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.users > 0 {
+		return fmt.Errorf("the agent itself uses the driver at the moment (%d calls)", s.users)
+	}
+	if s.holding {
+		s.library.Shutdown()
+	}
+	err := do()
+	if s.holding {
+		if ret := s.library.Init(); ret != gonvml.SUCCESS {
+			s.holding = false
+			return errors.Join(err, initError(ret))
+		}
+	}
+	return err
 }
 
 // initError adds what an administrator can do.

@@ -95,7 +95,7 @@ func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) erro
 		return fmt.Errorf("set time slice of GPU %s to %d: not from 0 to 3", uuid, interval)
 	}
 	_, err := operate(ctx, n, uuid, func(op *operation) (struct{}, error) {
-		return struct{}{}, n.options.setTimeSlice(op.layout, uuid, interval)
+		return struct{}{}, n.options.smi(op.layout, "compute-policy", "-i", uuid, "--set-timeslice="+strconv.Itoa(interval))
 	}, nil) // nothing to revert: a caller whose ctx ended retries
 	if err != nil {
 		return fmt.Errorf("set time slice of GPU %s to %d: %w", uuid, interval, err)
@@ -106,13 +106,14 @@ func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) erro
 // notAvailable is nvidia-smi's exit status if the GPU does not support an operation (nvidia-smi(1), return value).
 const notAvailable = 3
 
-func (o Options) setTimeSlice(l layout, uuid string, interval int) error {
+// smi runs the driver's nvidia-smi. The error is gpu.ErrUnsupported if the GPU does not support the operation or the driver has no nvidia-smi.
+func (o Options) smi(l layout, args ...string) error {
 	root := o.onHost(l.driverRoot)
 	smi, err := driverroot.Find(root, "nvidia-smi")
 	if err != nil {
 		return fmt.Errorf("%w: %w", gpu.ErrUnsupported, err)
 	}
-	err = o.execute(l, filepath.Join(root, smi), "compute-policy", "-i", uuid, "--set-timeslice="+strconv.Itoa(interval))
+	err = o.execute(l, filepath.Join(root, smi), args...)
 	var exit *exec.ExitError
 	if errors.As(err, &exit) && exit.ExitCode() == notAvailable || errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("%w: %w", gpu.ErrUnsupported, err)

@@ -28,7 +28,10 @@ const StateDir = "mig"
 // TimeSliceFile is the file in StateDir that has the time slice of a GPU: the boot's ID and the number.
 func TimeSliceFile(uuid string) string { return "timeslice-" + uuid }
 
-// smi is nvidia-smi: it lists the GPUs and MIG devices whose device nodes are there, and sets time slices.
+// ResetsFile is the file in StateDir with a line for each reset of a GPU: the boot's ID.
+func ResetsFile(uuid string) string { return "resets-" + uuid }
+
+// smi is nvidia-smi: it lists the GPUs and MIG devices whose device nodes are there, sets time slices, and resets GPUs.
 func smi(args []string) int {
 	m, err := machine()
 	if err != nil {
@@ -48,8 +51,10 @@ func smi(args []string) int {
 		return 0
 	case "compute-policy":
 		return computePolicy(m, args[1:])
+	case "-r", "--gpu-reset":
+		return reset(m, args[1:])
 	}
-	fmt.Fprintln(os.Stderr, "nvidia-smi: this driver is simulated and knows only -L, --version and compute-policy")
+	fmt.Fprintln(os.Stderr, "nvidia-smi: this driver is simulated and knows only -L, --version, compute-policy and --gpu-reset")
 	return smiInvalid
 }
 
@@ -111,17 +116,58 @@ func isDevice(path string) bool {
 	return err == nil && info.Mode()&os.ModeCharDevice != 0
 }
 
-// computePolicy is nvidia-smi compute-policy -i UUID --set-timeslice=N, with or without the equals sign.
-func computePolicy(m Machine, args []string) int {
+// injected plays the fault that a test has set; ok is false if the program ends with the code.
+func injected(what string) (code int, ok bool) {
 	switch word, text := fault(SMI); word {
 	case FaultFail:
 		fmt.Println(text)
-		return smiError
+		return smiError, false
 	case FaultUnsupported:
-		fmt.Println("Timeslice is not supported on this device")
-		return smiUnavailable
+		fmt.Println(what + " is not supported on this device")
+		return smiUnavailable, false
 	case FaultHang:
 		forever()
+	}
+	return 0, true
+}
+
+// reset is nvidia-smi --gpu-reset -i UUID. It is only counted: nothing of a simulated GPU outlives its settings' files.
+func reset(m Machine, args []string) int {
+	if code, ok := injected("GPU reset"); !ok {
+		return code
+	}
+	if len(args) != 2 || args[0] != "-i" && args[0] != "--id" {
+		fmt.Println("--gpu-reset needs -i UUID")
+		return smiInvalid
+	}
+	uuid := args[1]
+	if !slices.ContainsFunc(m.GPUs, func(g GPU) bool { return g.UUID == uuid }) {
+		fmt.Printf("No devices were found: %s\n", uuid)
+		return smiNotFound
+	}
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		fmt.Println("Cannot reset:", err)
+		return smiError
+	}
+	path := filepath.Join(filepath.Dir(driverRoot()), StateDir, ResetsFile(uuid))
+	file, err := os.OpenFile(path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o644)
+	if err == nil {
+		_, err = file.WriteString(strings.TrimSpace(string(boot)) + "\n")
+		err = errors.Join(err, file.Close())
+	}
+	if err != nil {
+		fmt.Println("Insufficient permissions:", err)
+		return smiNoPermission
+	}
+	fmt.Printf("GPU %s was successfully reset.\n", uuid)
+	return 0
+}
+
+// computePolicy is nvidia-smi compute-policy -i UUID --set-timeslice=N, with or without the equals sign.
+func computePolicy(m Machine, args []string) int {
+	if code, ok := injected("Timeslice"); !ok {
+		return code
 	}
 	var uuid, slice string
 	for i := 0; i < len(args); i++ {

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Processes returns the process IDs, as the host counts them, of the processes with a CUDA context on the GPU or on a partition of it.
+// pkg/handover calls it. Safe for concurrent use; it waits for other operations on the GPU.
+func (n *Node) Processes(ctx context.Context, uuid string) ([]int, error) {
+	pids, err := operate(ctx, n, uuid, func(op *operation) ([]int, error) {
+		var pids []int
+		for _, list := range []func() ([]gonvml.ProcessInfo, gonvml.Return){
+			op.device.GetComputeRunningProcesses, op.device.GetMPSComputeRunningProcesses,
+		} {
+			processes, ret := list()
+			if ret != gonvml.SUCCESS && !unsupported(ret) {
+				return nil, returnError{ret}
+			}
+			for _, p := range processes {
+				pids = append(pids, int(p.Pid))
+			}
+		}
+		slices.Sort(pids)
+		return slices.Compact(pids), nil
+	}, nil)
+	if err != nil {
+		return nil, fmt.Errorf("list processes on GPU %s: %w", uuid, err)
+	}
+	return pids, nil
+}
+
+// Settings reads the settings of a GPU. pkg/handover calls it. Safe for concurrent use; it waits for other operations on the GPU.
+func (n *Node) Settings(ctx context.Context, uuid string) (gpu.Settings, error) {
+	settings, err := operate(ctx, n, uuid, (*operation).settings, nil)
+	if err != nil {
+		return gpu.Settings{}, fmt.Errorf("read settings of GPU %s: %w", uuid, err)
+	}
+	return settings, nil
+}
+
+// RestoreSettings sets the settings that differ from wanted. It leaves those that wanted does not have. pkg/handover calls it. Idempotent
+// and safe for concurrent use; it waits for other operations on the GPU.
+func (n *Node) RestoreSettings(ctx context.Context, uuid string, wanted gpu.Settings) error {
+	_, err := operate(ctx, n, uuid, func(op *operation) (struct{}, error) {
+		return struct{}{}, op.restoreSettings(wanted)
+	}, nil) // nothing to revert: a caller whose ctx ended retries
+	if err != nil {
+		return fmt.Errorf("restore settings of GPU %s: %w", uuid, err)
+	}
+	return nil
+}
+
+func (op *operation) settings() (s gpu.Settings, err error) {
+	if s.ComputeMode, err = op.computeMode(); err != nil && !errors.Is(err, gpu.ErrUnsupported) {
+		return s, fmt.Errorf("read compute mode: %w", err)
+	}
+	for clock, value := range map[gonvml.ClockType]*uint32{gonvml.CLOCK_MEM: &s.MemoryClock, gonvml.CLOCK_GRAPHICS: &s.GraphicsClock} {
+		mhz, ret := op.device.GetApplicationsClock(clock)
+		if ret != gonvml.SUCCESS && !unsupported(ret) {
+			return s, fmt.Errorf("read application clocks: %w", returnError{ret})
+		}
+		*value = mhz
+	}
+	return s, nil
+}
+
+func (op *operation) restoreSettings(wanted gpu.Settings) error {
+	now, err := op.settings()
+	if err != nil {
+		return err
+	}
+	var errs []error
+	if wanted.ComputeMode != "" && now.ComputeMode != "" && wanted.ComputeMode != now.ComputeMode {
+		if _, err := op.setComputeMode(wanted.ComputeMode); err != nil {
+			errs = append(errs, fmt.Errorf("set compute mode to %s: %w", wanted.ComputeMode, err))
+		}
+	}
+	same := wanted.MemoryClock == now.MemoryClock && wanted.GraphicsClock == now.GraphicsClock
+	if wanted.MemoryClock != 0 && wanted.GraphicsClock != 0 && !same {
+		if ret := op.device.SetApplicationsClocks(wanted.MemoryClock, wanted.GraphicsClock); ret != gonvml.SUCCESS {
+			errs = append(errs, fmt.Errorf("set application clocks to %d,%d MHz: %w", wanted.MemoryClock, wanted.GraphicsClock, returnError{ret}))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Reset resets a GPU by the driver's nvidia-smi, because NVML has no such call: memory, settings and errors are as after a boot. It fails
+// while any process uses the GPU. The error is gpu.ErrUnsupported if the driver has no nvidia-smi or the GPU no reset. pkg/handover
+// calls it. It is safe for concurrent use and waits for other operations on the GPU. It ends this process's NVML session meanwhile,
+// because the driver refuses to reset a GPU that a session has open (nvidia-smi(1), "--gpu-reset").
+func (n *Node) Reset(ctx context.Context, uuid string) error {
+	leave, err := n.enter(ctx, uuid)
+	if err == nil {
+		_, err = await(ctx, func(answer func(struct{}, error) bool) {
+			defer leave()
+			answer(struct{}{}, n.reset(uuid))
+		})
+	}
+	if err != nil {
+		return fmt.Errorf("reset GPU %s: %w", uuid, err)
+	}
+	return nil
+}
+
+func (n *Node) reset(uuid string) error {
+	n.mu.Lock()
+	attached := n.attachment
+	_, known := n.inventory.ByUUID(uuid)
+	n.mu.Unlock()
+	if !known {
+		return errors.New("it is not in the inventory")
+	}
+	return attached.session.suspend(func() error {
+		return n.options.smi(attached.layout, "--gpu-reset", "-i", uuid)
+	})
+}

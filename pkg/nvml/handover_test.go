@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/programs"
+)
+
+func TestSettingsOfAGPU(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	node := m.open(t)
+	uuid := node.Inventory().GPUs[2].UUID
+	before, err := node.Settings(t.Context(), uuid)
+	if want := (device.Settings{ComputeMode: device.ComputeModeDefault, MemoryClock: 2619, GraphicsClock: 1980}); err != nil || before != want {
+		t.Fatalf("settings %+v, %v, want %+v", before, err, want)
+	}
+	changed := device.Settings{ComputeMode: device.ComputeModeProhibited, MemoryClock: 1593, GraphicsClock: 210}
+	for _, want := range []device.Settings{changed, before} {
+		if err := node.RestoreSettings(t.Context(), uuid, want); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := node.Settings(t.Context(), uuid); err != nil || got != want {
+			t.Errorf("settings %+v, %v, want %+v", got, err, want)
+		}
+	}
+	if err := node.RestoreSettings(t.Context(), uuid, device.Settings{}); err != nil {
+		t.Error(err)
+	}
+	if got, err := node.Settings(t.Context(), uuid); err != nil || got != before {
+		t.Errorf("settings %+v, %v, although nothing was wanted", got, err)
+	}
+
+	m.fault(t, simulated.GPUFaults{GPU: uuid, Calls: map[string]simulated.CallFault{
+		"GetApplicationsClock": {Return: "ERROR_NOT_SUPPORTED"}, "GetComputeMode": {Return: "ERROR_NOT_SUPPORTED"},
+	}})
+	if got, err := node.Settings(t.Context(), uuid); err != nil || got != (device.Settings{}) {
+		t.Errorf("settings %+v, %v of a GPU that has none", got, err)
+	}
+	if err := node.RestoreSettings(t.Context(), uuid, before); err != nil {
+		t.Errorf("restore settings that the GPU no longer has: %v", err)
+	}
+	m.fault(t, simulated.GPUFaults{GPU: uuid, Calls: map[string]simulated.CallFault{"SetApplicationsClocks": {Return: "ERROR_NO_PERMISSION"}}})
+	if err := node.RestoreSettings(t.Context(), uuid, changed); err == nil || !strings.Contains(err.Error(), uuid) {
+		t.Errorf("without permission: %v", err)
+	}
+}
+
+func TestProcessesOfAGPU(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	node := m.open(t)
+	uuid := node.Inventory().GPUs[2].UUID
+	if pids, err := node.Processes(t.Context(), uuid); err != nil || len(pids) > 0 {
+		t.Errorf("processes %v, %v on an idle GPU", pids, err)
+	}
+	m.fault(t, simulated.GPUFaults{GPU: uuid, Clients: []simulated.Client{{PID: 9}, {PID: 7}, {PID: 9}}})
+	if pids, err := node.Processes(t.Context(), uuid); err != nil || !slices.Equal(pids, []int{7, 9}) {
+		t.Errorf("processes %v, %v, want 7 and 9", pids, err)
+	}
+	m.fault(t, simulated.GPUFaults{GPU: uuid, Calls: map[string]simulated.CallFault{"GetComputeRunningProcesses": {Return: "ERROR_UNKNOWN"}}})
+	if pids, err := node.Processes(t.Context(), uuid); err == nil {
+		t.Errorf("processes %v although the driver does not tell", pids)
+	}
+}
+
+func TestReset(t *testing.T) {
+	m := newMachineWithPrograms(t, "h100x8")
+	node := m.open(t)
+	uuid := node.Inventory().GPUs[2].UUID
+	for range 2 {
+		if err := node.Reset(t.Context(), uuid); err != nil {
+			t.Fatal(err)
+		}
+	}
+	resets, err := os.ReadFile(filepath.Join(m.dir, simulated.MIGDir, programs.ResetsFile(uuid)))
+	if err != nil || strings.Count(string(resets), "\n") != 2 {
+		t.Errorf("resets %q, %v, want two", resets, err)
+	}
+	// NVML works again, and as before.
+	if err := node.Scan(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if _, err := node.Settings(t.Context(), uuid); err != nil {
+		t.Error(err)
+	}
+	if err := node.Reset(t.Context(), "GPU-none"); err == nil {
+		t.Error("a GPU that does not exist was reset")
+	}
+	fault := func(word string) {
+		t.Helper()
+		if err := simulated.WriteProgramFault(m.dir, programs.SMI, word, ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	fault(programs.FaultUnsupported)
+	if err := node.Reset(t.Context(), uuid); !errors.Is(err, device.ErrUnsupported) {
+		t.Errorf("a GPU without reset: %v", err)
+	}
+	fault(programs.FaultFail)
+	if err := node.Reset(t.Context(), uuid); err == nil || errors.Is(err, device.ErrUnsupported) {
+		t.Errorf("a reset that fails: %v", err)
+	}
+}
