@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package handover makes a GPU clean between two holders: no process outside the running pods uses it, and its settings are what they
+// were before the last holder. Where the node configuration asks for it, the GPU is reset as well. A GPU that cannot be cleaned is
+// withdrawn until it can. The ledger decides who may have a GPU; a hold ends without the cleaner.
+//
+// Only a GPU without any hold is handed over: holders of partitions or shares come and go beside each other.
+package handover
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/keylock"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// Hardware is the driver. *nvml.Node implements it.
+type Hardware interface {
+	Processes(ctx context.Context, uuid string) ([]int, error)
+	Settings(ctx context.Context, uuid string) (device.Settings, error)
+	RestoreSettings(ctx context.Context, uuid string, wanted device.Settings) error
+	Reset(ctx context.Context, uuid string) error
+}
+
+// Ledger has the holds. *ledger.Ledger implements it.
+type Ledger interface {
+	Holds() []ledger.Hold
+	Changed() <-chan struct{}
+}
+
+// Options of a Cleaner. All are required.
+type Options struct {
+	Hardware Hardware
+	Ledger   Ledger
+	// Records must be loaded.
+	Records *Records
+	// Outsider reports whether a process exists and runs in no pod that lives on this node, and describes it.
+	Outsider func(pid int) (description string, outside bool)
+	// Managed reports whether Tandem itself sets the compute mode of a GPU, for clients of MPS.
+	Managed func(uuid string) bool
+	// Reset makes each handover reset the GPU.
+	Reset bool
+	// Report is called when a GPU turns out not to be clean, once until it is clean again.
+	Report func(uuid string, err error)
+}
+
+// Cleaner hands GPUs over. All methods are safe for concurrent use.
+type Cleaner struct {
+	options Options
+	// retry is how long after a failure the next attempt begins.
+	retry time.Duration
+	// turns are for handovers, by UUID. A hung GPU delays no other.
+	turns keylock.Locks[string]
+
+	mu sync.Mutex
+	// users are the holders since the GPU was last clean, by UUID.
+	users map[string]map[user]bool
+	// unclean says why the last attempt failed, by UUID.
+	unclean map[string]error
+	// cleaning are the GPUs with a handover in Run.
+	cleaning map[string]bool
+	changed  broadcast.Signal
+}
+
+// user is a holder. A pod's generation distinguishes it from the next pod that gets the same device ID. kubelet may prepare one claim
+// several times.
+type user struct {
+	holder     ledger.Holder
+	generation uint64
+}
+
+func userOf(h ledger.Hold) user {
+	if h.Holder.Kind == ledger.KindClaim {
+		return user{holder: h.Holder}
+	}
+	return user{h.Holder, h.Generation}
+}
+
+const retryDelay = time.Second
+
+// New has no visible effect.
+func New(o Options) *Cleaner {
+	return &Cleaner{
+		options: o, retry: retryDelay,
+		users: map[string]map[user]bool{}, unclean: map[string]error{}, cleaning: map[string]bool{},
+	}
+}
+
+// Unclean returns why a GPU is not clean; nil for a clean one. Such a GPU is not offered.
+func (c *Cleaner) Unclean(uuid string) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.unclean[uuid]
+}
+
+// Changed returns a channel that is closed when Unclean may answer differently.
+func (c *Cleaner) Changed() <-chan struct{} { return c.changed.Changed() }
+
+// Run hands each GPU over once its last hold has ended, until ctx is done. Call it once.
+func (c *Cleaner) Run(ctx context.Context) error {
+	var group errgroup.Group
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for ctx.Err() == nil {
+		holdsChanged := c.options.Ledger.Changed()
+		for _, uuid := range c.due() {
+			group.Go(func() error {
+				if err := c.handOver(ctx, uuid, false); err != nil && ctx.Err() == nil {
+					klog.FromContext(ctx).V(2).Info("A GPU is not clean yet", "gpu", uuid, "reason", err.Error())
+				}
+				c.finish(uuid)
+				return nil
+			})
+		}
+		timer.Reset(c.wait())
+		select {
+		case <-ctx.Done():
+		case <-holdsChanged:
+		case <-timer.C:
+		}
+	}
+	return group.Wait()
+}
+
+// wait returns how long Run waits if no hold changes.
+func (c *Cleaner) wait() time.Duration {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.unclean) > 0 || len(c.cleaning) > 0 {
+		return c.retry
+	}
+	return time.Duration(1<<63 - 1)
+}
+
+// due returns the GPUs whose holders have changed and that have no handover in Run.
+func (c *Cleaner) due() (due []string) {
+	holds := c.holders()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	candidates := map[string]bool{}
+	for uuid := range holds {
+		candidates[uuid] = true
+	}
+	for uuid := range c.users {
+		candidates[uuid] = true
+	}
+	for _, uuid := range c.options.Records.Keys() {
+		candidates[uuid] = true
+	}
+	for uuid := range candidates {
+		if !c.cleaning[uuid] && (len(holds[uuid]) == 0 || !maps.Equal(c.users[uuid], holds[uuid])) {
+			c.cleaning[uuid] = true
+			due = append(due, uuid)
+		}
+	}
+	return due
+}
+
+func (c *Cleaner) finish(uuid string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.cleaning, uuid)
+}
+
+// holders returns the present holders by GPU.
+func (c *Cleaner) holders() map[string]map[user]bool {
+	holders := map[string]map[user]bool{}
+	for _, h := range c.options.Ledger.Holds() {
+		if holders[h.Device.GPU] == nil {
+			holders[h.Device.GPU] = map[user]bool{}
+		}
+		holders[h.Device.GPU][userOf(h)] = true
+	}
+	return holders
+}
+
+// Ensure hands a GPU over to its present holders, if that was not done yet. The driver and the device plugin call it after the holder has
+// the GPU and before its first container starts. Idempotent. It waits for a handover that is running, at most until ctx is done. The
+// error says what makes the GPU unclean; the caller retries.
+func (c *Cleaner) Ensure(ctx context.Context, uuid string) error { return c.handOver(ctx, uuid, true) }
+
+// handOver cleans a GPU whose former holders are all gone, and records the settings before the first of the present ones. starting means
+// that no container of a present holder runs.
+func (c *Cleaner) handOver(ctx context.Context, uuid string, starting bool) error {
+	unlock, err := c.turns.Lock(ctx, uuid)
+	if err != nil {
+		return fmt.Errorf("hand over GPU %s: wait for the handover that is running: %w", uuid, err)
+	}
+	defer unlock()
+	now := c.holders()[uuid]
+	former, shared := c.formerUsers(uuid, now)
+	_, recorded := c.options.Records.Get(uuid)
+	switch {
+	case shared || !former && len(now) > 0 && recorded:
+		// Holders of before the restart, or beside others, go on.
+	case (former || recorded) && (len(now) == 0 || starting || !c.options.Reset):
+		if err := c.clean(ctx, uuid); err != nil {
+			return c.failed(ctx, uuid, err)
+		}
+	case former:
+		return nil // a reset would end the new holder's containers; Ensure comes before they start
+	}
+	if len(now) > 0 {
+		if err := c.recordSettings(ctx, uuid); err != nil {
+			klog.FromContext(ctx).Error(err, "Cannot record the settings of a GPU, so that they are not restored after its holder", "gpu", uuid)
+		}
+	}
+	c.adopt(ctx, uuid, now)
+	return nil
+}
+
+// formerUsers reports whether holders of a GPU are gone, and whether one that remains has used it beside them.
+func (c *Cleaner) formerUsers(uuid string, now map[user]bool) (former, shared bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for u := range c.users[uuid] {
+		former = former || !now[u]
+		shared = shared || now[u]
+	}
+	return former, shared
+}
+
+func (c *Cleaner) adopt(ctx context.Context, uuid string, now map[user]bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(now) > 0 {
+		c.users[uuid] = now
+	} else {
+		delete(c.users, uuid)
+	}
+	if c.unclean[uuid] != nil {
+		klog.FromContext(ctx).Info("GPU is clean again", "gpu", uuid)
+		delete(c.unclean, uuid)
+		c.changed.Notify()
+	}
+}
+
+func (c *Cleaner) failed(ctx context.Context, uuid string, err error) error {
+	if ctx.Err() != nil {
+		return fmt.Errorf("hand over GPU %s: %w", uuid, err)
+	}
+	c.mu.Lock()
+	known := c.unclean[uuid]
+	c.unclean[uuid] = err
+	c.mu.Unlock()
+	if known == nil || known.Error() != err.Error() {
+		c.changed.Notify()
+	}
+	if known == nil {
+		c.options.Report(uuid, err)
+	}
+	return fmt.Errorf("hand over GPU %s: %w", uuid, err)
+}
+
+// clean returns an error while a process outside the running pods uses the GPU. Then it resets the GPU, if configured, and restores its
+// settings.
+func (c *Cleaner) clean(ctx context.Context, uuid string) error {
+	pids, err := c.options.Hardware.Processes(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	var outsiders []string
+	for _, pid := range pids {
+		if description, outside := c.options.Outsider(pid); outside {
+			outsiders = append(outsiders, description)
+		}
+	}
+	if len(outsiders) > 0 {
+		return &InUseError{Processes: outsiders}
+	}
+	if c.options.Reset {
+		if err := c.options.Hardware.Reset(ctx, uuid); err != nil {
+			return err
+		}
+	}
+	record, recorded := c.options.Records.Get(uuid)
+	if !recorded {
+		return nil
+	}
+	if c.options.Managed(uuid) {
+		record.Settings.ComputeMode = ""
+	}
+	if err := c.options.Hardware.RestoreSettings(ctx, uuid, record.Settings); err != nil && !errors.Is(err, device.ErrUnsupported) {
+		return err
+	}
+	return c.options.Records.Drop(uuid)
+}
+
+// recordSettings records the settings of a GPU that has no record.
+func (c *Cleaner) recordSettings(ctx context.Context, uuid string) error {
+	if _, recorded := c.options.Records.Get(uuid); recorded {
+		return nil
+	}
+	settings, err := c.options.Hardware.Settings(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	if c.options.Managed(uuid) {
+		settings.ComputeMode = ""
+	}
+	return c.options.Records.Put(uuid, before{settings})
+}
+
+// InUseError means that processes outside the running pods use a GPU without a holder.
+type InUseError struct {
+	// Processes are descriptions.
+	Processes []string
+}
+
+// most bounds how many processes an error names.
+const most = 5
+
+func (e *InUseError) Error() string {
+	named := e.Processes[:min(len(e.Processes), most)]
+	text := "used by " + strings.Join(named, ", ")
+	if more := len(e.Processes) - len(named); more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text + ", outside the running pods: end the process, or restart the node"
+}

@@ -1,0 +1,406 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package handover
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+const gpu, otherGPU = "GPU-0", "GPU-1"
+
+// driver is a Hardware of two GPUs.
+type driver struct {
+	mu        sync.Mutex
+	processes map[string][]int
+	settings  map[string]device.Settings
+	resets    []string
+	// hung are GPUs whose calls wait for ctx.
+	hung map[string]bool
+}
+
+func newDriver() *driver {
+	idle := device.Settings{ComputeMode: device.ComputeModeDefault, MemoryClock: 2619, GraphicsClock: 1980}
+	return &driver{processes: map[string][]int{}, settings: map[string]device.Settings{gpu: idle, otherGPU: idle}, hung: map[string]bool{}}
+}
+
+func (d *driver) Processes(ctx context.Context, uuid string) ([]int, error) {
+	d.mu.Lock()
+	hung, processes := d.hung[uuid], d.processes[uuid]
+	d.mu.Unlock()
+	if hung {
+		<-ctx.Done()
+		return nil, ctx.Err()
+	}
+	return processes, nil
+}
+
+func (d *driver) Settings(_ context.Context, uuid string) (device.Settings, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.settings[uuid], nil
+}
+
+func (d *driver) RestoreSettings(_ context.Context, uuid string, wanted device.Settings) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if wanted.ComputeMode == "" {
+		wanted.ComputeMode = d.settings[uuid].ComputeMode
+	}
+	d.settings[uuid] = wanted
+	return nil
+}
+
+func (d *driver) Reset(_ context.Context, uuid string) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.resets = append(d.resets, uuid)
+	return nil
+}
+
+func (d *driver) set(change func()) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	change()
+}
+
+// book is a Ledger.
+type book struct {
+	mu      sync.Mutex
+	holds   []ledger.Hold
+	changed broadcast.Signal
+}
+
+func (b *book) Holds() []ledger.Hold {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return slices.Clone(b.holds)
+}
+
+func (b *book) Changed() <-chan struct{} { return b.changed.Changed() }
+
+func (b *book) hold(holds ...ledger.Hold) {
+	b.mu.Lock()
+	b.holds = holds
+	b.mu.Unlock()
+	b.changed.Notify()
+}
+
+func claim(uid, uuid string) ledger.Hold {
+	return ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: uid}, Device: device.Ref{GPU: uuid}}
+}
+
+func pod(generation uint64) ledger.Hold {
+	return ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: gpu}, Device: device.Ref{GPU: gpu}, Generation: generation}
+}
+
+type fixture struct {
+	*Cleaner
+	driver *driver
+	book   *book
+	dir    string
+	mu     sync.Mutex
+	// pods are the processes that run in pods.
+	pods, reports []string
+	managed       bool
+}
+
+// start runs a Cleaner until the test ends. It is called in a bubble.
+func start(t *testing.T, f *fixture, reset bool) *fixture {
+	t.Helper()
+	if f == nil {
+		f = &fixture{driver: newDriver(), book: &book{}, dir: t.TempDir()}
+	}
+	records := NewRecords(f.dir, "boot")
+	if problems, err := records.Load(); err != nil || len(problems) > 0 {
+		t.Fatal(problems, err)
+	}
+	f.Cleaner = New(Options{
+		Hardware: f.driver, Ledger: f.book, Records: records, Reset: reset,
+		Outsider: func(pid int) (string, bool) {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			name := fmt.Sprintf("process %d", pid)
+			return name, !slices.Contains(f.pods, name)
+		},
+		Managed: func(string) bool { return f.managed },
+		Report: func(uuid string, err error) {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			f.reports = append(f.reports, uuid+": "+err.Error())
+		},
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- f.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+		if err := records.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	synctest.Wait()
+	return f
+}
+
+// settle waits until the Cleaner has done what it can do.
+func (f *fixture) settle() {
+	time.Sleep(2 * retryDelay)
+	synctest.Wait()
+}
+
+func (f *fixture) graphicsClock(uuid string) uint32 {
+	settings, _ := f.driver.Settings(context.Background(), uuid)
+	return settings.GraphicsClock
+}
+
+// change is what a privileged container does to its GPU.
+func (f *fixture) change(uuid string) {
+	f.driver.set(func() {
+		f.driver.settings[uuid] = device.Settings{ComputeMode: device.ComputeModeProhibited, MemoryClock: 1593, GraphicsClock: 210}
+	})
+}
+
+func TestSettingsAreRestored(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		before := f.driver.settings[gpu]
+		f.book.hold(claim("a", gpu))
+		f.settle()
+		f.change(gpu)
+		f.book.hold()
+		f.settle()
+		if got := f.driver.settings[gpu]; got != before {
+			t.Errorf("the GPU is left with %+v, want %+v", got, before)
+		}
+		if left := f.options.Records.Keys(); len(left) > 0 {
+			t.Errorf("records are left: %v", left)
+		}
+	})
+}
+
+func TestAdministratorsSettingsStay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		f.change(gpu) // by an administrator, while it has no holder
+		f.book.hold(claim("a", gpu))
+		f.settle()
+		f.book.hold()
+		f.settle()
+		if got := f.graphicsClock(gpu); got != 210 {
+			t.Errorf("the graphics clock is %d MHz, want 210 as before the claim", got)
+		}
+	})
+}
+
+func TestNextHolderComesBeforeTheHandover(t *testing.T) {
+	for name, next := range map[string]ledger.Hold{"claim": claim("b", gpu), "pod with the same device ID": pod(2)} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := start(t, nil, false)
+				f.book.hold(pod(1))
+				f.settle()
+				f.change(gpu)
+				f.book.hold(next)
+				if err := f.Ensure(t.Context(), gpu); err != nil {
+					t.Fatal(err)
+				}
+				if got := f.graphicsClock(gpu); got != 1980 {
+					t.Errorf("the next holder gets a graphics clock of %d MHz, want 1980", got)
+				}
+			})
+		})
+	}
+}
+
+func TestProcessOfNoPodWithdrawsTheGPU(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		f.book.hold(claim("a", gpu), claim("b", otherGPU))
+		f.settle()
+		f.driver.set(func() { f.driver.processes[gpu] = []int{4242} })
+		f.book.hold()
+		f.settle()
+		if err := f.Unclean(gpu); err == nil || !strings.Contains(err.Error(), "process 4242") {
+			t.Errorf("Unclean answers %v, want process 4242", err)
+		}
+		if err := f.Unclean(otherGPU); err != nil {
+			t.Errorf("the other GPU is not clean: %v", err)
+		}
+		f.book.hold(claim("c", gpu))
+		var inUse *InUseError
+		if err := f.Ensure(t.Context(), gpu); !errors.As(err, &inUse) {
+			t.Errorf("Ensure answers %v, want an InUseError", err)
+		}
+		f.settle()
+		if len(f.reports) != 1 {
+			t.Errorf("reported %q, want one report", f.reports)
+		}
+		changed := f.Changed()
+		f.driver.set(func() { f.driver.processes[gpu] = nil })
+		f.settle()
+		if err := f.Unclean(gpu); err != nil {
+			t.Errorf("the GPU is not clean although the process has ended: %v", err)
+		}
+		select {
+		case <-changed:
+		default:
+			t.Error("Changed did not report that the GPU is clean again")
+		}
+	})
+}
+
+func TestProcessesOfRunningPodsMayStay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		f.pods = []string{"process 7"} // an MPS server, or a monitor
+		f.driver.set(func() { f.driver.processes[gpu] = []int{7} })
+		f.book.hold(claim("a", gpu))
+		f.settle()
+		f.book.hold()
+		f.settle()
+		if err := f.Unclean(gpu); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestHoldersBesideEachOther(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, true)
+		f.book.hold(claim("a", gpu), claim("b", gpu))
+		f.settle()
+		f.change(gpu)
+		f.book.hold(claim("b", gpu))
+		f.settle()
+		f.book.hold(claim("b", gpu), claim("c", gpu))
+		if err := f.Ensure(t.Context(), gpu); err != nil {
+			t.Fatal(err)
+		}
+		if got := f.graphicsClock(gpu); got != 210 || len(f.driver.resets) > 0 {
+			t.Errorf("a GPU in use was changed: clock %d MHz, resets %v", got, f.driver.resets)
+		}
+		f.book.hold()
+		f.settle()
+		if got := f.graphicsClock(gpu); got != 1980 || len(f.driver.resets) != 1 {
+			t.Errorf("after the last holder: clock %d MHz, resets %v, want 1980 and one reset", got, f.driver.resets)
+		}
+	})
+}
+
+func TestRestart(t *testing.T) {
+	for name, after := range map[string]struct {
+		holds []ledger.Hold
+		clock uint32
+	}{
+		"the holder is gone": {nil, 1980},
+		"the holder stays":   {[]ledger.Hold{claim("a", gpu)}, 210},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := &fixture{driver: newDriver(), book: &book{}, dir: t.TempDir()}
+			t.Run("before", func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					f.book = &book{}
+					start(t, f, false)
+					f.book.hold(claim("a", gpu))
+					f.settle()
+				})
+			})
+			f.change(gpu)
+			t.Run("after", func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					f.book = &book{holds: after.holds}
+					start(t, f, false)
+					f.settle()
+					if got := f.graphicsClock(gpu); got != after.clock {
+						t.Errorf("the graphics clock is %d MHz, want %d", got, after.clock)
+					}
+					f.book.hold()
+					f.settle()
+					if got := f.graphicsClock(gpu); got != 1980 {
+						t.Errorf("at the end the graphics clock is %d MHz, want 1980", got)
+					}
+				})
+			})
+		})
+	}
+}
+
+func TestHungGPUDelaysNoOther(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		f.book.hold(claim("a", gpu), claim("b", otherGPU))
+		f.settle()
+		f.change(otherGPU)
+		f.driver.set(func() { f.driver.hung[gpu] = true })
+		f.book.hold()
+		f.settle()
+		if got := f.graphicsClock(otherGPU); got != 1980 {
+			t.Errorf("the other GPU has a graphics clock of %d MHz, want 1980", got)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if err := f.Ensure(ctx, gpu); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("Ensure answers %v for a hung GPU, want its deadline", err)
+		}
+	})
+}
+
+func TestReset(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, true)
+		f.book.hold(pod(1))
+		f.settle()
+		if len(f.driver.resets) > 0 {
+			t.Fatalf("reset before the first holder: %v", f.driver.resets)
+		}
+		f.book.hold(pod(2)) // the next pod, before Run has seen the GPU without a hold
+		f.settle()
+		if len(f.driver.resets) > 0 {
+			t.Fatalf("reset while a container may run: %v", f.driver.resets)
+		}
+		for range 2 { // two containers
+			if err := f.Ensure(t.Context(), gpu); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if len(f.driver.resets) != 1 {
+			t.Errorf("%d resets for the second pod, want 1", len(f.driver.resets))
+		}
+		f.book.hold()
+		f.settle()
+		if len(f.driver.resets) != 2 {
+			t.Errorf("%d resets after the second pod, want 2", len(f.driver.resets))
+		}
+	})
+}
+
+func TestComputeModeOfSharing(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		f.book.hold(claim("a", gpu))
+		f.settle()
+		f.change(gpu)
+		f.managed = true
+		f.book.hold()
+		f.settle()
+		want := device.Settings{ComputeMode: device.ComputeModeProhibited, MemoryClock: 2619, GraphicsClock: 1980}
+		if got := f.driver.settings[gpu]; got != want {
+			t.Errorf("the GPU is left with %+v, want %+v", got, want)
+		}
+	})
+}

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package handover
+
+import (
+	"fmt"
+	"net/url"
+
+	"github.com/tandem-gpu/tandem/internal/records"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Records are the settings that GPUs had before their holders: one file for each used GPU, in a directory that ends with the boot, as
+// the settings do. All methods are safe for concurrent use.
+type Records struct{ *records.Store[string, before] }
+
+// before is what a GPU was like before its first holder. A GPU whose record is unreadable keeps its settings.
+type before struct {
+	Settings device.Settings `json:"settings"`
+}
+
+// NewRecords has no visible effect. Call Load before any other method.
+func NewRecords(dir, bootID string) *Records {
+	return &Records{records.New(records.Options[string, before]{
+		What: "settings of a GPU", Dir: dir, BootID: bootID, Name: url.PathEscape, Parse: parseName,
+		Unreadable: func(string) before { return before{} },
+	})}
+}
+
+func parseName(name string) (string, error) {
+	uuid, err := url.PathUnescape(name)
+	if err != nil {
+		return "", fmt.Errorf("parse GPU from the name of its record: %w", err)
+	}
+	return uuid, nil
+}
