@@ -121,6 +121,23 @@ func (p *Plugin) lookup(resource string, ids []string, seen map[string]bool) ([]
 	return items, nil
 }
 
+// handOver waits until the GPUs of a container are handed over to its pod.
+func (p *Plugin) handOver(ctx context.Context, resource string, ids []string) error {
+	if p.config.HandOver == nil {
+		return nil
+	}
+	items, err := p.lookup(resource, ids, map[string]bool{})
+	if err != nil {
+		return err
+	}
+	for _, uuid := range unique(items, func(i item) string { return i.GPU.UUID }) {
+		if err := p.config.HandOver(ctx, uuid); err != nil {
+			return status.Errorf(codes.Unavailable, "start a container with %s: %v", resource, err)
+		}
+	}
+	return nil
+}
+
 // reserve reserves all devices or none, and returns the client settings of each container.
 func (p *Plugin) reserve(ctx context.Context, resource string, containers [][]item) ([]*sharing.Client, error) {
 	if _, err := p.clients(resource, containers); err != nil {

@@ -131,6 +131,8 @@ type Config struct {
 	Ledger   Ledger
 	Specs    Specs
 	Sharing  Sharing
+	// HandOver, where set, must return nil for each GPU of a container before kubelet starts it. Idempotent for one pod.
+	HandOver func(ctx context.Context, uuid string) error
 	// Allocations are the scheduler's: the plugin withdraws their devices before kubelet prepares the claims.
 	Allocations Allocations
 	// Kubelet confirms the lists that were sent.

@@ -260,14 +260,14 @@ type service struct {
 	endpoint  *endpoint
 }
 
-// options are sent with Register and again when kubelet asks. PreStartRequired stays false: kubelet would require it for pods
-// whose GPUs come from a claim, and find no devices for them.
-func options() *pluginapi.DevicePluginOptions {
-	return &pluginapi.DevicePluginOptions{GetPreferredAllocationAvailable: true}
+// options are sent with Register and again when kubelet asks. Without HandOver PreStartRequired stays false: kubelet would require it for
+// pods whose GPUs come from a claim, and find no devices for them.
+func (r *registrar) options() *pluginapi.DevicePluginOptions {
+	return &pluginapi.DevicePluginOptions{GetPreferredAllocationAvailable: true, PreStartRequired: r.config.HandOver != nil}
 }
 
 func (s *service) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pluginapi.DevicePluginOptions, error) {
-	return options(), nil
+	return s.registrar.options(), nil
 }
 
 func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest,
@@ -287,8 +287,16 @@ func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateReque
 	return s.registrar.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.registrar.resource, request)
 }
 
-// PreStartContainer does nothing. kubelet does not call it, because options do not require it.
-func (s *service) PreStartContainer(context.Context, *pluginapi.PreStartContainerRequest) (*pluginapi.PreStartContainerResponse, error) {
+// PreStartContainer hands the container's GPUs over. After an error kubelet tries again, as after a container that failed; it waits for
+// 30 s (k8s.io/kubelet pkg/apis/deviceplugin/v1beta1, KubeletPreStartContainerRPCTimeoutInSecs).
+func (s *service) PreStartContainer(ctx context.Context, request *pluginapi.PreStartContainerRequest,
+) (*pluginapi.PreStartContainerResponse, error) {
+	if s.endpoint.calls.TryAcquire(1) {
+		defer s.endpoint.calls.Release(1)
+	}
+	if err := s.registrar.handOver(ctx, s.registrar.resource, request.GetDevicesIds()); err != nil {
+		return nil, err
+	}
 	return &pluginapi.PreStartContainerResponse{}, nil
 }
 

@@ -241,7 +241,7 @@ func (r *registrar) introduce(ctx context.Context, e *endpoint) error {
 		Version:      pluginapi.Version,
 		Endpoint:     filepath.Base(e.path),
 		ResourceName: r.resource,
-		Options:      options(),
+		Options:      r.options(),
 	})
 	if err != nil {
 		return endedBy(causeRefused, "register with kubelet: %w", err)
