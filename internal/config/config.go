@@ -28,6 +28,8 @@ type Config struct {
 	Devices    []DeviceRule
 	// Strict makes the scheduler bind a pod only after the node has reserved its devices. It works in ModeDual only.
 	Strict bool
+	// ResetGPUs makes the agent reset a GPU between two holders.
+	ResetGPUs bool
 
 	DriverName   string
 	ResourceName string

@@ -113,8 +113,9 @@ flags:
 resources: {gpus: [], migs: null}
 sharing: {timeSlicing: {}, mps: null}
 imex: {}
-tandem: {mode: Dual}
+tandem: {mode: Dual, handover: {reset: true}}
 `, func(c *Config) {
+			c.ResetGPUs = true
 			c.DriverRoot, c.DevRoot = "/run/nvidia/driver", "/"
 			c.DeviceListStrategies, c.DeviceIDStrategy, c.CDIAnnotationPrefix = []string{"envvar"}, "index", "cdi.k8s.io/x"
 		}},
@@ -152,6 +153,7 @@ func TestFileErrors(t *testing.T) {
 		{"resources of MIG", "resources: {mig: [{pattern: 1g.10gb, name: small}]}", "resources: "},
 		{"strategy", "flags: {plugin: {deviceListStrategy: [cdi]}}", "invalid strategy: cdi"},
 		{"ID strategy", "flags: {plugin: {deviceIDStrategy: serial}}", `--device-id-strategy: "serial"`},
+		{"unknown key of handover", "tandem: {handover: {scrub: true}}", `"tandem.handover.scrub"`},
 		{"mode", "tandem: {mode: Both}", `tandem.mode: "Both" is not one of Dual, ClaimsOnly, DevicePluginOnly, Split`},
 		{"Split without devices", "tandem: {mode: Split}", "tandem.devices: is required"},
 		{"unknown key of a rule", "tandem: {devices: [{match: {index: 0, uid: x}, use: claims}]}", `"tandem.devices[0].match.uid"`},

@@ -58,6 +58,10 @@ type fileTandem struct {
 	Mode    *Mode        `json:"mode"`
 	Devices []DeviceRule `json:"devices"`
 	Strict  bool         `json:"strict"`
+	// Handover is what happens to a GPU between two holders.
+	Handover struct {
+		Reset bool `json:"reset"`
+	} `json:"handover"`
 }
 
 func (c *Config) loadFile(path string) error {
@@ -104,7 +108,7 @@ func (c *Config) parseFile(data []byte) error {
 	if f.Tandem.Mode != nil {
 		c.Mode = *f.Tandem.Mode
 	}
-	c.Devices, c.Strict = f.Tandem.Devices, f.Tandem.Strict
+	c.Devices, c.Strict, c.ResetGPUs = f.Tandem.Devices, f.Tandem.Strict, f.Tandem.Handover.Reset
 	return errors.Join(c.setSharing(f.Sharing), c.setStrategies(plugin.DeviceListStrategy))
 }
 

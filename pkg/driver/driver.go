@@ -122,6 +122,8 @@ type Config struct {
 	Partitions Partitions
 	Sharing    Sharing
 	Policy     Policy
+	// HandOver must return nil for each GPU of a claim before it is prepared (handover.Cleaner.Ensure). Idempotent.
+	HandOver func(ctx context.Context, uuid string) error
 	// DaemonTrouble returns why the pod of an MPS daemon does not run; empty if it is not known.
 	DaemonTrouble func(daemon string) string
 

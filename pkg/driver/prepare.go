@@ -50,7 +50,7 @@ func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceap
 	if ok {
 		d.waitForPods(ctx, preparations)
 	}
-	ok = ok && each(ctx, preparations, d.reserve) && each(ctx, preparations, d.createPartitions) &&
+	ok = ok && each(ctx, preparations, d.reserve) && each(ctx, preparations, d.handOver) && each(ctx, preparations, d.createPartitions) &&
 		d.applySharing(ctx, preparations) && d.ensureSpecs(ctx, preparations)
 	for _, p := range preparations {
 		if !ok && !p.keepOnError {
@@ -127,7 +127,22 @@ func (d *Driver) cancel(ctx context.Context, p *preparation) {
 	}
 }
 
-// Step 4: create the partitions, and make dynamic GPUs whole. Only the GPU is locked meanwhile.
+// Step 4: hand the GPUs over from their earlier holders.
+func (d *Driver) handOver(ctx context.Context, p *preparation) error {
+	var done []string
+	for _, ref := range p.request.Devices {
+		if slices.Contains(done, ref.GPU) {
+			continue
+		}
+		if err := d.HandOver(ctx, ref.GPU); err != nil {
+			return refuse(reasonNotClean, "device %s is not clean, retrying: %v", p.names[ref], err)
+		}
+		done = append(done, ref.GPU)
+	}
+	return nil
+}
+
+// Step 5: create the partitions, and make dynamic GPUs whole. Only the GPU is locked meanwhile.
 func (d *Driver) createPartitions(ctx context.Context, p *preparation) error {
 	for _, o := range p.onDemand {
 		err := d.createPartition(ctx, p, o)
@@ -188,7 +203,7 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 // errUnprepared means that kubelet unprepared the claim during this call.
 var errUnprepared = errors.New("its claim was unprepared meanwhile")
 
-// Step 5: apply the sharing settings of all claims, in parallel. No lock is held while a daemon starts.
+// Step 6: apply the sharing settings of all claims, in parallel. No lock is held while a daemon starts.
 func (d *Driver) applySharing(ctx context.Context, preparations []*preparation) bool {
 	var all sync.WaitGroup
 	for _, p := range preparations {
@@ -293,7 +308,7 @@ func (d *Driver) explainSharing(p *preparation, g *sharedGroup) error {
 	return refuseParameters(g.request, field.Invalid(path, value, g.err.Error()))
 }
 
-// Step 6: make sure that the answered CDI devices are on disk.
+// Step 7: make sure that the answered CDI devices are on disk.
 func (d *Driver) ensureSpecs(ctx context.Context, preparations []*preparation) (ok bool) {
 	ok = true
 	for _, p := range preparations {
@@ -304,7 +319,7 @@ func (d *Driver) ensureSpecs(ctx context.Context, preparations []*preparation) (
 	return ok
 }
 
-// Step 7: answer. After a failure every claim of the call gets an error, because the reservations of all were cancelled.
+// Step 8: answer. After a failure every claim of the call gets an error, because the reservations of all were cancelled.
 func (d *Driver) results(preparations []*preparation, ok bool) map[types.UID]kubeletplugin.PrepareResult {
 	results := make(map[types.UID]kubeletplugin.PrepareResult, len(preparations))
 	failed := slices.IndexFunc(preparations, func(p *preparation) bool { return p.err != nil })
@@ -344,6 +359,7 @@ func (d *Driver) UnprepareResourceClaims(ctx context.Context, claims []kubeletpl
 const (
 	reasonDeviceHeld         = "DeviceHeld"
 	reasonPendingEviction    = "ClaimPendingEviction"
+	reasonNotClean           = "DeviceNotClean"
 	reasonDeviceUnhealthy    = "DeviceUnhealthy"
 	reasonUnknownDevice      = "UnknownDevice"
 	reasonInvalidParameters  = "InvalidParameters"

@@ -73,7 +73,7 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 		Limits: device.Resources{GPU: "nvidia.com/gpu"},
 		Ledger: r.ledger, Inventory: r.inventory, Specs: r.specs, Pods: r.pods, Recorder: r.events, Registerer: r.registry,
 		Partitions: &fakePartitions{known: map[device.Ref]device.Partition{}}, Sharing: &fakeSharing{applied: map[sharing.Key]bool{}},
-		Policy: &fakePolicy{}, DaemonTrouble: func(string) string { return "" }, Allocations: &fakeAllocations{changed: make(chan struct{})},
+		Policy: &fakePolicy{}, DaemonTrouble: func(string) string { return "" }, HandOver: handedOver, Allocations: &fakeAllocations{changed: make(chan struct{})},
 		OfferedToClaims: allGPUs, OfferedToPods: allGPUs,
 		CheckInterval: 100 * time.Millisecond,
 	}
@@ -88,6 +88,9 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 	}
 	return r
 }
+
+// handedOver is a HandOver of GPUs that are always clean.
+func handedOver(context.Context, string) error { return nil }
 
 // run starts the driver and stops it at the end of the test, which fails on an error.
 func (r *rig) run() *rig {
