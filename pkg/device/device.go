@@ -82,6 +82,7 @@ const (
 	ReasonLost        = "Lost"         // NVML reports the GPU lost or fallen off the bus
 	ReasonMissing     = "Missing"      // seen before, no longer enumerated
 	ReasonNoNode      = "NoDeviceNode" // its /dev/nvidia<minor> does not exist
+	ReasonNotClean    = "NotClean"     // what an earlier holder has left cannot be cleaned (pkg/handover)
 	ReasonUnreachable = "Unreachable"  // NVML answers with an error for a query that it must support
 )
 

@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -33,6 +34,12 @@ type Hardware interface {
 	Reset(ctx context.Context, uuid string) error
 }
 
+// Inventory has the node's GPUs. *partition.Maker implements it. Changed is taken before Inventory is read.
+type Inventory interface {
+	Inventory() device.Inventory
+	Changed() <-chan struct{}
+}
+
 // Ledger has the holds. *ledger.Ledger implements it.
 type Ledger interface {
 	Holds() []ledger.Hold
@@ -41,8 +48,9 @@ type Ledger interface {
 
 // Options of a Cleaner. All are required.
 type Options struct {
-	Hardware Hardware
-	Ledger   Ledger
+	Hardware  Hardware
+	Inventory Inventory
+	Ledger    Ledger
 	// Records must be loaded.
 	Records *Records
 	// Outsider reports whether a process exists and runs in no pod that lives on this node, and describes it.
@@ -97,19 +105,31 @@ func New(o Options) *Cleaner {
 	}
 }
 
-// Unclean returns why a GPU is not clean; nil for a clean one. Such a GPU is not offered.
-func (c *Cleaner) Unclean(uuid string) error {
+// Inventory returns the inventory, in which a GPU that is not clean is unhealthy. Both APIs and GPUNode show it.
+func (c *Cleaner) Inventory() device.Inventory {
+	inventory := c.options.Inventory.Inventory()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.unclean[uuid]
+	if len(c.unclean) == 0 {
+		return inventory
+	}
+	inventory.GPUs = slices.Clone(inventory.GPUs)
+	for i := range inventory.GPUs {
+		g := &inventory.GPUs[i]
+		if err := c.unclean[g.UUID]; err != nil && g.Health.Healthy() {
+			g.Health = device.Health{Reason: device.ReasonNotClean, Message: err.Error()}
+		}
+	}
+	return inventory
 }
 
-// Changed returns a channel that is closed when Unclean may answer differently.
+// Changed returns a channel that is closed when Inventory may answer differently. Run must run.
 func (c *Cleaner) Changed() <-chan struct{} { return c.changed.Changed() }
 
 // Run hands each GPU over once its last hold has ended, until ctx is done. Call it once.
 func (c *Cleaner) Run(ctx context.Context) error {
 	var group errgroup.Group
+	group.Go(func() error { c.forward(ctx); return nil })
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for ctx.Err() == nil {
@@ -131,6 +151,21 @@ func (c *Cleaner) Run(ctx context.Context) error {
 		}
 	}
 	return group.Wait()
+}
+
+// forward announces changes of the inventory as changes of the Cleaner's. It takes the next channel before it announces, so that it misses
+// no change.
+func (c *Cleaner) forward(ctx context.Context) {
+	changed := c.options.Inventory.Changed()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		}
+		changed = c.options.Inventory.Changed()
+		c.changed.Notify()
+	}
 }
 
 // wait returns how long Run waits if no hold changes.

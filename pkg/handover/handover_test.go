@@ -105,12 +105,32 @@ func pod(generation uint64) ledger.Hold {
 	return ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: gpu}, Device: device.Ref{GPU: gpu}, Generation: generation}
 }
 
+// inventory has both GPUs.
+type inventory struct {
+	changed broadcast.Signal
+	mu      sync.Mutex
+	lost    bool
+}
+
+func (i *inventory) Inventory() device.Inventory {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	inventory := device.Inventory{GPUs: []device.GPU{{UUID: gpu}, {UUID: otherGPU}}}
+	if i.lost {
+		inventory.GPUs[1].Health.Reason = device.ReasonLost
+	}
+	return inventory
+}
+
+func (i *inventory) Changed() <-chan struct{} { return i.changed.Changed() }
+
 type fixture struct {
 	*Cleaner
-	driver *driver
-	book   *book
-	dir    string
-	mu     sync.Mutex
+	hardware *inventory
+	driver   *driver
+	book     *book
+	dir      string
+	mu       sync.Mutex
 	// pods are the processes that run in pods.
 	pods, reports []string
 	managed       bool
@@ -126,8 +146,9 @@ func start(t *testing.T, f *fixture, reset bool) *fixture {
 	if problems, err := records.Load(); err != nil || len(problems) > 0 {
 		t.Fatal(problems, err)
 	}
+	f.hardware = &inventory{}
 	f.Cleaner = New(Options{
-		Hardware: f.driver, Ledger: f.book, Records: records, Reset: reset,
+		Hardware: f.driver, Inventory: f.hardware, Ledger: f.book, Records: records, Reset: reset,
 		Outsider: func(pid int) (string, bool) {
 			f.mu.Lock()
 			defer f.mu.Unlock()
@@ -161,6 +182,12 @@ func start(t *testing.T, f *fixture, reset bool) *fixture {
 func (f *fixture) settle() {
 	time.Sleep(2 * retryDelay)
 	synctest.Wait()
+}
+
+// unclean returns why a GPU is not offered; empty for a healthy one.
+func (f *fixture) unclean(uuid string) string {
+	g, _ := f.Inventory().ByUUID(uuid)
+	return strings.TrimSpace(g.Health.Reason + " " + g.Health.Message)
 }
 
 func (f *fixture) graphicsClock(uuid string) uint32 {
@@ -235,11 +262,11 @@ func TestProcessOfNoPodWithdrawsTheGPU(t *testing.T) {
 		f.driver.set(func() { f.driver.processes[gpu] = []int{4242} })
 		f.book.hold()
 		f.settle()
-		if err := f.Unclean(gpu); err == nil || !strings.Contains(err.Error(), "process 4242") {
-			t.Errorf("Unclean answers %v, want process 4242", err)
+		if got := f.unclean(gpu); !strings.HasPrefix(got, "NotClean") || !strings.Contains(got, "process 4242") {
+			t.Errorf("the inventory says %q, want process 4242", got)
 		}
-		if err := f.Unclean(otherGPU); err != nil {
-			t.Errorf("the other GPU is not clean: %v", err)
+		if got := f.unclean(otherGPU); got != "" {
+			t.Errorf("the other GPU is not clean: %s", got)
 		}
 		f.book.hold(claim("c", gpu))
 		var inUse *InUseError
@@ -253,8 +280,8 @@ func TestProcessOfNoPodWithdrawsTheGPU(t *testing.T) {
 		changed := f.Changed()
 		f.driver.set(func() { f.driver.processes[gpu] = nil })
 		f.settle()
-		if err := f.Unclean(gpu); err != nil {
-			t.Errorf("the GPU is not clean although the process has ended: %v", err)
+		if got := f.unclean(gpu); got != "" {
+			t.Errorf("the GPU is not clean although the process has ended: %s", got)
 		}
 		select {
 		case <-changed:
@@ -273,8 +300,30 @@ func TestProcessesOfRunningPodsMayStay(t *testing.T) {
 		f.settle()
 		f.book.hold()
 		f.settle()
-		if err := f.Unclean(gpu); err != nil {
-			t.Error(err)
+		if got := f.unclean(gpu); got != "" {
+			t.Error(got)
+		}
+	})
+}
+
+func TestInventoryChanges(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		for _, lost := range []bool{true, false, true} {
+			changed := f.Changed()
+			f.hardware.mu.Lock()
+			f.hardware.lost = lost
+			f.hardware.mu.Unlock()
+			f.hardware.changed.Notify()
+			synctest.Wait()
+			select {
+			case <-changed:
+			default:
+				t.Fatal("a change of the inventory was not announced")
+			}
+		}
+		if got := f.unclean(otherGPU); got != device.ReasonLost {
+			t.Errorf("a lost GPU is %q", got)
 		}
 	})
 }
