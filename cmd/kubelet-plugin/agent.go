@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"golang.org/x/sync/errgroup"
@@ -24,6 +25,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/status"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
+	"github.com/tandem-gpu/tandem/pkg/handover"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/partition"
@@ -129,12 +131,14 @@ type components struct {
 	node       *nvml.Node
 	partitions *partition.Records
 	settings   *sharing.Records
+	before     *handover.Records
 	book       *ledger.Ledger
 	// The others need the ledger's lock, under which the records are loaded.
 	devices *partition.Maker
 	specs   *cdi.Specs
 	shared  *sharing.Manager
 	policy  *sharing.Policy
+	cleaner *handover.Cleaner
 }
 
 // newComponents makes the components that need no lock. It has no visible effect.
@@ -144,6 +148,7 @@ func (a *agent) newComponents() (components, error) {
 		self:       podstate.NewNode(a.client, a.config.NodeName),
 		partitions: partition.NewRecords(filepath.Join(a.config.RunDir, "partitions"), a.bootID),
 		settings:   sharing.NewRecords(filepath.Join(a.config.RunDir, "sharing"), a.bootID),
+		before:     handover.NewRecords(filepath.Join(a.config.RunDir, "handover"), a.bootID),
 		node:       nvml.New(a.nodeOptions()),
 	}
 	var err error
@@ -161,7 +166,7 @@ func (c components) cleanupPending(h ledger.Hold) bool {
 
 // loadRecords needs the ledger's lock.
 func (c components) loadRecords(ctx context.Context) error {
-	for _, records := range []interface{ Load() ([]error, error) }{c.partitions, c.settings} {
+	for _, records := range []interface{ Load() ([]error, error) }{c.partitions, c.settings, c.before} {
 		problems, err := records.Load()
 		for _, problem := range problems {
 			klog.FromContext(ctx).Error(problem, "Cannot read a record")
@@ -219,6 +224,7 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 		Records: c.settings, RunDir: a.config.RunDir, DriverRoot: c.node.DriverRoot(), Hardware: c.node, Specs: c.specs,
 	})
 	c.policy = sharing.NewPolicy(c.shared, c.devices, c.book, c.pods)
+	c.cleaner = a.newCleaner(c)
 	reconciler := reconcile.New(reconcile.Config{
 		Ledger: c.book, Pods: c.pods, Cgroups: c.cgroups, Resources: c.resources, Inventory: c.devices,
 		Partitions: c.devices, Settings: c.shared, AddPlaceholders: c.specs.AddPlaceholders,
@@ -236,7 +242,7 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	a.status.Waiting("limits", errNoPods)
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
-		reconciler.Run, c.specs.Run, c.shared.Run, c.policy.Run,
+		reconciler.Run, c.specs.Run, c.shared.Run, c.policy.Run, c.cleaner.Run,
 		func(ctx context.Context) error { return a.checkRuntime(ctx, c.self) },
 		func(ctx context.Context) error {
 			if a.isDriverless {
@@ -250,6 +256,19 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 		group.Go(func() error { return run(ctx) })
 	}
 	return group.Wait()
+}
+
+func (a *agent) newCleaner(c components) *handover.Cleaner {
+	return handover.New(handover.Options{
+		Hardware: c.node, Inventory: c.devices, Ledger: c.book, Records: c.before, Reset: a.config.ResetGPUs,
+		Outsider: func(pid int) (string, bool) { return c.pods.Outsider(a.config.ProcRoot, pid) },
+		Managed: func(uuid string) bool {
+			return slices.ContainsFunc(c.settings.Keys(), func(k sharing.Key) bool { return k.Device.GPU == uuid })
+		},
+		Report: func(uuid string, err error) {
+			a.event(corev1.EventTypeWarning, "GPUNotClean", fmt.Sprintf("GPU %s is withdrawn from claims and limits until it is clean: %v", uuid, err))
+		},
+	})
 }
 
 // with is the agent with another configuration.

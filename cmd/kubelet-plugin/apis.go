@@ -91,7 +91,7 @@ func (a *agent) objectConfig(c components) gpunode.Config {
 func (a *agent) claimsConfig(c components, object *gpunode.Object) driver.Config {
 	return driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
-		Node: c.self, Ledger: c.book, Inventory: c.devices, Partitions: c.devices, Specs: c.specs, Pods: c.pods,
+		Node: c.self, Ledger: c.book, Inventory: c.cleaner, Partitions: c.devices, HandOver: c.cleaner.Ensure, Specs: c.specs, Pods: c.pods,
 		Sharing: c.shared, Policy: c.policy, DaemonTrouble: object.DaemonTrouble,
 		Recorder: a.recorder, Registerer: a.metrics,
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToPods: a.config.OfferedToPods, Limits: a.config.Resources(),
@@ -107,10 +107,13 @@ func (a *agent) pluginConfig(c components, object *gpunode.Object) legacy.Config
 		IndexIDs:  a.config.DeviceIDStrategy == "index", AnnotationPrefix: a.config.CDIAnnotationPrefix,
 		PassDeviceSpecs: a.config.PassDeviceSpecs, Packed: a.config.AllocationPolicy == "packed",
 		FailRequestsGreaterThanOne: a.config.FailRequestsGreaterThanOne,
-		Inventory:                  c.devices, Offered: a.config.OfferedToPods, Retiring: !a.config.Mode.Limits(),
+		Inventory:                  c.cleaner, Offered: a.config.OfferedToPods, Retiring: !a.config.Mode.Limits(),
 		Ledger: c.book, Specs: c.specs, Kubelet: c.resources, Sharing: c.policy,
 		Allocations: object, Acknowledge: object.Acknowledge,
 		Recorder: a.recorder, Registerer: a.metrics,
+	}
+	if a.config.ResetGPUs {
+		config.HandOver = c.cleaner.Ensure
 	}
 	config.DevRoot, config.DevRootInAgent = c.node.DevRoot()
 	for _, s := range a.config.DeviceListStrategies {

@@ -41,6 +41,8 @@ type Config struct {
 	CDIDir     string
 	CgroupRoot string
 	SysfsRoot  string
+	// ProcRoot is the host's proc, which counts processes as the driver does.
+	ProcRoot string
 	// HostRoot is where the host's root directory is mounted.
 	HostRoot string
 	// DriverRoot and DevRoot are "auto" or paths on the host.
@@ -79,6 +81,7 @@ func Defaults() Config {
 		CDIDir:               "/var/run/cdi",
 		CgroupRoot:           "/sys/fs/cgroup",
 		SysfsRoot:            "/sys",
+		ProcRoot:             "/proc",
 		HostRoot:             "/",
 		DriverRoot:           "auto",
 		DevRoot:              "auto",
@@ -118,6 +121,7 @@ func (c *Config) define(flags *flag.FlagSet) {
 	text(&c.CDIDir, "cdi-dir", "`directory` for CDI specs")
 	text(&c.CgroupRoot, "cgroup-root", "`directory` where the host's cgroup file systems are mounted")
 	text(&c.SysfsRoot, "sysfs-root", "`directory` of sysfs")
+	text(&c.ProcRoot, "proc-root", "`directory` where the host's proc is mounted")
 	text(&c.HostRoot, "host-root", "`directory` where the host's root is mounted")
 	text(&c.DriverRoot, "driver-root", "`path` of the NVIDIA driver on the host, or auto")
 	text(&c.DevRoot, "dev-root", "`path` on the host below which dev/nvidia* are, or auto")
@@ -271,6 +275,7 @@ func (c *Config) validate() error {
 	p.path("--cdi-dir", c.CDIDir)
 	p.path("--cgroup-root", c.CgroupRoot)
 	p.path("--sysfs-root", c.SysfsRoot)
+	p.path("--proc-root", c.ProcRoot)
 	p.path("--host-root", c.HostRoot)
 	p.path("--driver-root", c.DriverRoot, "auto")
 	p.path("--dev-root", c.DevRoot, "auto")

@@ -120,6 +120,7 @@ func (a *agent) open() (err error) {
 		DriverName: driverName, NodeName: nodeName, KubeClient: noClient{}, KubeletDir: a.host.kubeletDir(),
 		Ledger: book, Inventory: a, Specs: a, Pods: parkedPods{a.pods}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
 		Limits: limits, Sharing: noSettings{}, Policy: noPolicy{}, OfferedToPods: func(device.GPU) bool { return true },
+		HandOver: func(context.Context, string) error { return nil },
 	}); err != nil {
 		return err
 	}
