@@ -170,10 +170,35 @@ func daemonCache(m manager.Manager, namespace string) (cache.Cache, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make cache of the pods of MPS daemons: %w", err)
 	}
-	if err := m.Add(pods); err != nil {
+	if err := m.Add(indexedPods{pods}); err != nil {
 		return nil, fmt.Errorf("add cache of the pods of MPS daemons: %w", err)
 	}
 	return pods, nil
+}
+
+// ownerIndex finds the pods of daemons by the name of their GPUNode.
+const ownerIndex = "gpunode"
+
+// ownerOf returns the values of ownerIndex for a pod.
+func ownerOf(o client.Object) []string {
+	if owner := metav1.GetControllerOf(o); owner != nil && owner.Kind == "GPUNode" {
+		return []string{owner.Name}
+	}
+	return nil
+}
+
+// indexedPods adds ownerIndex when it starts, because that needs the API server. A reconciler that lists pods before fails and runs again.
+type indexedPods struct{ cache.Cache }
+
+// NeedLeaderElection implements manager.LeaderElectionRunnable.
+func (indexedPods) NeedLeaderElection() bool { return false }
+
+// Start implements manager.Runnable.
+func (p indexedPods) Start(ctx context.Context) error {
+	if err := p.IndexField(ctx, &corev1.Pod{}, ownerIndex, ownerOf); err != nil {
+		return fmt.Errorf("index the pods of MPS daemons: %w", err)
+	}
+	return p.Cache.Start(ctx)
 }
 
 func (d *daemons) register(m manager.Manager) error {
@@ -233,14 +258,12 @@ func (d *daemons) podsOf(ctx context.Context, node string) ([]*corev1.Pod, error
 		return nil, nil
 	}
 	var list corev1.PodList
-	if err := d.pods.List(ctx, &list, client.InNamespace(d.config.Namespace), client.HasLabels{daemonLabel}); err != nil {
+	if err := d.pods.List(ctx, &list, client.InNamespace(d.config.Namespace), client.MatchingFields{ownerIndex: node}); err != nil {
 		return nil, fmt.Errorf("list pods of the MPS daemons of node %s: %w", node, err)
 	}
-	var pods []*corev1.Pod
+	pods := make([]*corev1.Pod, len(list.Items))
 	for i := range list.Items {
-		if owner := metav1.GetControllerOf(&list.Items[i]); owner != nil && owner.Kind == "GPUNode" && owner.Name == node {
-			pods = append(pods, &list.Items[i])
-		}
+		pods[i] = &list.Items[i]
 	}
 	return pods, nil
 }

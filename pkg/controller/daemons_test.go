@@ -226,6 +226,38 @@ func TestOtherNodesPodsAreLeftAlone(t *testing.T) {
 	}
 }
 
+// A reconcile reads the pods of its node only: a fleet has thousands of daemons.
+func TestReconcileReadsItsNodesPodsOnly(t *testing.T) {
+	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+	other := gpuNode(wanting("x", "y", "z"))
+	other.Name, other.UID = "node-2", "uid-2"
+	if err := w.client.Create(t.Context(), other); err != nil {
+		t.Fatal(err)
+	}
+	w.twice(d, "node-2")
+	w.twice(d, "node-1")
+	read := &counted{Reader: d.pods}
+	d.pods = read
+	w.twice(d, "node-1")
+	if read.items != 2 {
+		t.Errorf("two reconciles of a node with one daemon read %d pods", read.items)
+	}
+}
+
+// counted counts the listed pods.
+type counted struct {
+	client.Reader
+	items int
+}
+
+func (c *counted) List(ctx context.Context, list client.ObjectList, opts ...client.ListOption) error {
+	err := c.Reader.List(ctx, list, opts...)
+	if pods, ok := list.(*corev1.PodList); ok {
+		c.items += len(pods.Items)
+	}
+	return err
+}
+
 func TestWhatDoesNotRunIsTold(t *testing.T) {
 	crashed := func(s *corev1.PodStatus) {
 		*s = corev1.PodStatus{Phase: corev1.PodRunning, ContainerStatuses: []corev1.ContainerStatus{{

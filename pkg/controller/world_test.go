@@ -56,7 +56,7 @@ func newWorld(t *testing.T, funcs interceptor.Funcs, objects ...client.Object) *
 		WithStatusSubresource(&v1alpha1.GPUNode{}, &corev1.Node{}, &corev1.Pod{}, &resourceapi.ResourceClaim{}).
 		WithIndex(&resourceapi.ResourceClaim{}, nodeIndex, func(o client.Object) []string {
 			return nodesOf(o.(*resourceapi.ResourceClaim), testDriver)
-		}).Build()
+		}).WithIndex(&corev1.Pod{}, ownerIndex, ownerOf).Build()
 	w.client = interceptor.NewClient(interceptor.NewClient(under, funcs), w.counting())
 	return w
 }
