@@ -94,7 +94,7 @@ func serve(ctx context.Context, c config.Controller) error {
 
 // daemonPods returns the description of MPS daemon pods.
 func daemonPods(c config.Controller) (controller.DaemonPods, error) {
-	pods := controller.DaemonPods{RunDir: c.RunDir, KubeletDir: c.KubeletDir, CDIDir: c.CDIDir}
+	pods := controller.DaemonPods{RunDir: c.RunDir, KubeletDir: c.KubeletDir, DriverRoots: c.DriverRoots}
 	var err error
 	if c.DaemonPod != "" {
 		if pods.Template, err = controller.DaemonTemplate(c.DaemonPod); err != nil {

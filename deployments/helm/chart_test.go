@@ -243,7 +243,7 @@ func TestDaemonPods(t *testing.T) {
 		"simulated":    {visible: "void", memory: "4Gi"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			pod := daemonPod(t, name)
+			pod := daemonPod(t, name, daemonPods(t, name).DriverRoots[0])
 			c := pod.Spec.Containers[0]
 			if *c.SecurityContext.Privileged != want.privileged || !*c.SecurityContext.ReadOnlyRootFilesystem {
 				t.Errorf("privileged is %v", *c.SecurityContext.Privileged)

@@ -12,6 +12,7 @@ import (
 	"github.com/google/cel-go/cel"
 	"github.com/google/cel-go/common/types"
 	"github.com/google/cel-go/common/types/ref"
+	"github.com/google/go-cmp/cmp"
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -22,6 +23,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/driverroot"
 	"github.com/tandem-gpu/tandem/pkg/controller"
 )
 
@@ -374,8 +376,8 @@ func TestControllersWebhookPolicy(t *testing.T) {
 	}
 }
 
-// daemonPod is the pod that the controller creates with the chart's settings.
-func daemonPod(t *testing.T, name string) *corev1.Pod {
+// daemonPods are the controller's settings in the chart.
+func daemonPods(t *testing.T, name string) controller.DaemonPods {
 	t.Helper()
 	args := find[*appsv1.Deployment](t, name).Spec.Template.Spec.Containers[0].Args
 	c, err := config.LoadController(append([]string{"--namespace=tandem-system", "--pod-name=p"}, args...), func(string) (string, bool) { return "", false }, io.Discard)
@@ -390,11 +392,16 @@ func daemonPod(t *testing.T, name string) *corev1.Pod {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pods := controller.DaemonPods{Template: template, Namespace: c.Namespace, RunDir: c.RunDir, KubeletDir: c.KubeletDir, CDIDir: c.CDIDir, SharedMemory: memory}
+	return controller.DaemonPods{Template: template, Namespace: c.Namespace, RunDir: c.RunDir, KubeletDir: c.KubeletDir, DriverRoots: c.DriverRoots, SharedMemory: memory}
+}
+
+// daemonPod is the pod that the controller creates with the chart's settings, for a driver at that root.
+func daemonPod(t *testing.T, name, driverRoot string) *corev1.Pod {
+	t.Helper()
 	node := &v1alpha1.GPUNode{}
 	node.Name, node.UID = "node-1", "uid"
-	settings := v1alpha1.MPSSettings{Devices: []string{"GPU-1"}, DriverRoot: "/run/nvidia/driver"}
-	pod, err := pods.Pod(node, v1alpha1.MPSDaemon{Name: "d", MPSSettings: settings})
+	settings := v1alpha1.MPSSettings{Devices: []string{"GPU-1"}, DriverRoot: driverRoot}
+	pod, err := daemonPods(t, name).Pod(node, v1alpha1.MPSDaemon{Name: "d", MPSSettings: settings})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -405,7 +412,8 @@ func daemonPod(t *testing.T, name string) *corev1.Pod {
 func TestDaemonsPolicy(t *testing.T) {
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
-			made, policy := daemonPod(t, name), policyOf(t, name, "-controller-daemons")
+			roots := daemonPods(t, name).DriverRoots
+			made, policy := daemonPod(t, name, roots[0]), policyOf(t, name, "-controller-daemons")
 			user := object{"username": "system:serviceaccount:tandem-system:" + find[*appsv1.Deployment](t, name).Spec.Template.Spec.ServiceAccountName}
 			judge := func(t *testing.T, operation string, before, after *corev1.Pod, want string) {
 				t.Helper()
@@ -498,21 +506,20 @@ func TestDaemonsPolicy(t *testing.T) {
 				"made if need be":   {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Type = ptr.To(corev1.HostPathDirectoryOrCreate) }, "nothing else of the host"},
 				"memory of a claim": {func(p *corev1.Pod) { p.Spec.Volumes[5].VolumeSource = p.Spec.Volumes[3].VolumeSource }, "nothing else of the host"},
 
-				"host's driver": {func(p *corev1.Pod) {
-					p.Spec.Volumes[3].HostPath.Path, p.Spec.Containers[0].VolumeMounts[1].ReadOnly = "/", true
-				}, ""},
-				"host to be written": {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/" }, "where mps-daemon looks"},
-				"GKE's driver":       {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/home/kubernetes/bin/nvidia" }, ""},
-				"what sounds alike":  {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = runDirOf(p) + "-driver" }, ""},
-				"agent's programs":   {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = runDirOf(p) + "/x" }, "no directory that others write"},
-				"under another name": {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/var" + runDirOf(p) + "/x" }, "no directory that others write"},
-				"not a clean one":    {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/" + runDirOf(p) + "/x" }, "no directory that others write"},
-				"by a dot":           {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/." + runDirOf(p) }, "no directory that others write"},
-				"by a process":       {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/proc/1/root" + runDirOf(p) }, "no directory that others write"},
-				"shared memory":      {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/dev/shm" }, "no directory that others write"},
-				"any user's":         {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/tmp" }, "no directory that others write"},
-				"kubelet's":          {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = envOf(p, "KUBELET_DIR").Value }, "no directory that others write"},
-				"CDI specs":          {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = cdiDirOf(t, name) }, "no directory that others write"},
+				"host to be written": {func(p *corev1.Pod) {
+					p.Spec.Volumes[3].HostPath.Path, p.Spec.Containers[0].VolumeMounts[1].ReadOnly = "/", false
+				}, "of an MPS daemon"},
+				"agent's programs": {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = runDirOf(p) + "/x" }, "the driver's root"},
+				"containers' files": {func(p *corev1.Pod) {
+					p.Spec.Volumes[3].HostPath.Path = "/run/containerd/io.containerd.runtime.v2.task/k8s.io/x/rootfs"
+				}, "the driver's root"},
+				"images":           {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/var/lib/containerd" }, "the driver's root"},
+				"configuration":    {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/etc" }, "the driver's root"},
+				"below a driver":   {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path += "/tmp" }, "the driver's root"},
+				"another spelling": {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/" + p.Spec.Volumes[3].HostPath.Path }, "the driver's root"},
+				"by a process":     {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/proc/1/root" }, "the driver's root"},
+				"any user's":       {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/tmp" }, "the driver's root"},
+				"kubelet's":        {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = envOf(p, "KUBELET_DIR").Value }, "the driver's root"},
 
 				"another mount": {func(p *corev1.Pod) { p.Spec.Containers[0].VolumeMounts[1].MountPath = "/usr/bin" }, "where mps-daemon looks"},
 				"a mount twice": {func(p *corev1.Pod) { p.Spec.Containers[0].VolumeMounts[0].Name = "driver-root" }, "where mps-daemon looks"},
@@ -529,16 +536,42 @@ func TestDaemonsPolicy(t *testing.T) {
 				"another node": {func(p *corev1.Pod) { p.OwnerReferences[0].Name = "node-2" }, "runs on that node only"},
 				"no owner":     {func(p *corev1.Pod) { p.OwnerReferences = nil }, "belongs to a GPUNode"},
 				"no label":     {func(p *corev1.Pod) { p.Labels = nil }, "no pods but those of MPS daemons"},
+				// Without a name it would mount the directories of all daemons.
+				"an empty label": {func(p *corev1.Pod) { renamed(p, "") }, "no pods but those of MPS daemons"},
+				"a label out":    {func(p *corev1.Pod) { renamed(p, "..") }, "no pods but those of MPS daemons"},
+				"another's name": {func(p *corev1.Pod) { p.Name = "tandem-mps-e-00000000" }, "no pods but those of MPS daemons"},
+				"a given name":   {func(p *corev1.Pod) { p.GenerateName, p.Name = p.Name, "" }, "no pods but those of MPS daemons"},
 			} {
 				pod := made.DeepCopy()
 				c.change(pod)
 				t.Run(what, func(t *testing.T) { judge(t, "CREATE", nil, pod, c.want) })
+			}
+			for _, root := range roots {
+				judge(t, "CREATE", nil, daemonPod(t, name, root), "")
 			}
 			judge(t, "DELETE", made, nil, "")
 			other := made.DeepCopy()
 			other.Labels = map[string]string{"app.kubernetes.io/component": "kubelet-plugin"}
 			judge(t, "DELETE", other, nil, "no pods but those of MPS daemons")
 		})
+	}
+}
+
+// By default, daemons run programs from where agents search a driver, and else from where they are told that it is.
+func TestDaemonsDriverRoots(t *testing.T) {
+	if diff := cmp.Diff(driverroot.Known, daemonPods(t, "default").DriverRoots); diff != "" {
+		t.Error(diff)
+	}
+	for _, name := range cases {
+		var root string
+		for _, arg := range daemonSet(t, name).Spec.Template.Spec.Containers[0].Args {
+			if value, ok := strings.CutPrefix(arg, "--driver-root="); ok {
+				root = value
+			}
+		}
+		if roots := daemonPods(t, name).DriverRoots; root != "auto" && !slices.Equal(roots, []string{root}) {
+			t.Errorf("%s: the agents' driver root is %s, the daemons' are %v", name, root, roots)
+		}
 	}
 }
 
@@ -551,16 +584,15 @@ func nodeField(p *corev1.Pod) *corev1.NodeSelectorRequirement {
 	return &p.Spec.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms[0].MatchFields[0]
 }
 
-// cdiDirOf is the agents' CDI directory.
-func cdiDirOf(t *testing.T, name string) string {
-	t.Helper()
-	for _, arg := range daemonSet(t, name).Spec.Template.Spec.Containers[0].Args {
-		if dir, ok := strings.CutPrefix(arg, "--cdi-dir="); ok {
-			return dir
+// renamed makes the pod that of a daemon of that name, with its directories.
+func renamed(p *corev1.Pod, daemon string) {
+	for i, v := range p.Spec.Volumes {
+		if v.HostPath != nil {
+			p.Spec.Volumes[i].HostPath.Path = strings.Replace(v.HostPath.Path, "/mps/d", "/mps/"+daemon, 1)
 		}
 	}
-	t.Fatal("no CDI directory")
-	return ""
+	p.Name = strings.Replace(p.Name, "tandem-mps-d-", "tandem-mps-"+daemon+"-", 1)
+	p.Labels["tandem-gpu.dev/mps-daemon"] = daemon
 }
 
 // runDirOf is the agents' run directory, as the pod has it.

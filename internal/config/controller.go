@@ -7,10 +7,13 @@ import (
 	"flag"
 	"io"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/util/validation"
+
+	"github.com/tandem-gpu/tandem/internal/driverroot"
 )
 
 // Controller is the configuration of the controller.
@@ -26,10 +29,11 @@ type Controller struct {
 	// the memory that a daemon shares with its clients; empty for half of the node's.
 	DaemonPod    string
 	DaemonMemory string
-	// RunDir, KubeletDir and CDIDir are those of the node agents.
+	// DriverRoots are the host paths whose programs an MPS daemon may run: wherever the nodes have a driver.
+	DriverRoots []string
+	// RunDir and KubeletDir are those of the node agents.
 	RunDir     string
 	KubeletDir string
-	CDIDir     string
 	// WebhookName is that of the Service, the Secret and the ValidatingWebhookConfiguration of the webhook; empty for none.
 	WebhookName string
 	WebhookPort int
@@ -43,7 +47,8 @@ func ControllerDefaults() Controller {
 	agent := Defaults()
 	return Controller{
 		DriverName: agent.DriverName, ResourceName: agent.ResourceName, LeaseName: "tandem-controller", HTTPEndpoint: agent.HTTPEndpoint,
-		RunDir: agent.RunDir, KubeletDir: agent.KubeletDir, CDIDir: agent.CDIDir,
+		RunDir: agent.RunDir, KubeletDir: agent.KubeletDir,
+		DriverRoots: slices.Clone(driverroot.Known),
 		WebhookPort: 9443,
 	}
 }
@@ -60,9 +65,10 @@ func (c *Controller) define(flags *flag.FlagSet) {
 	text(&c.DaemonPod, "mps-pod",
 		"template of the pods of MPS daemons, as `JSON`; empty for no daemons")
 	text(&c.DaemonMemory, "mps-shared-memory", "limit of the `memory` that an MPS daemon shares with its clients; empty for half of the node's")
+	flags.Func("driver-roots", "comma-separated `directories` on the nodes that may have a driver: MPS daemons run programs of no other",
+		func(list string) error { c.DriverRoots = split(list); return nil })
 	text(&c.RunDir, "run-dir", "run `directory` of the node agents, on the nodes")
 	text(&c.KubeletDir, "kubelet-dir", "kubelet's `directory` on the nodes")
-	text(&c.CDIDir, "cdi-dir", "`directory` of the CDI specs on the nodes")
 	text(&c.WebhookName, "webhook-name",
 		"`name` of the Service, the Secret and the ValidatingWebhookConfiguration of the webhook that validates "+
 			"claim parameters; empty for none")
@@ -93,7 +99,9 @@ func (c *Controller) validate() error {
 	p.name("--pod-name", "pod name"+set, c.PodName, validation.IsDNS1123Subdomain(c.PodName))
 	p.cleanPath("--run-dir", c.RunDir)
 	p.cleanPath("--kubelet-dir", c.KubeletDir)
-	p.cleanPath("--cdi-dir", c.CDIDir)
+	for _, root := range c.DriverRoots {
+		p.cleanPath("--driver-roots", root)
+	}
 	if _, err := c.SharedMemory(); err != nil {
 		p.add("--mps-shared-memory", "%q is no quantity: %v", c.DaemonMemory, err)
 	}

@@ -37,6 +37,23 @@ func Find(root, program string) (string, error) {
 	return "", fmt.Errorf("find %s: it is in none of %s below %s", program, strings.Join(ProgramDirs, ", "), root)
 }
 
+// Known are the host paths below which a driver may be installed, the more particular first. The agent searches them, and the
+// chart lets MPS daemons run programs from them only.
+//
+//   - GPU Operator: the driver container's root directory.
+//   - GKE: cos-gpu-installer's target on Container-Optimized OS, and where its Ubuntu images have it preloaded
+//     (NVIDIA/k8s-device-plugin#1371).
+//   - Bottlerocket: the directory that its /usr leads to (bottlerocket-core-kit#919).
+//   - the host's own root: packages, .run files, and Talos, whose system extensions install below /usr/local.
+var Known = []string{
+	"/run/nvidia/driver",
+	"/home/kubernetes/bin/nvidia",
+	"/opt/nvidia",
+	"/x86_64-bottlerocket-linux-gnu/sys-root",
+	"/aarch64-bottlerocket-linux-gnu/sys-root",
+	"/",
+}
+
 // LibraryDirs are where a driver root may have its libraries.
 //
 //   - usr/lib/nvidia/tesla: Bottlerocket before its kernel kit moved them to usr/lib (bottlerocket-kernel-kit#425, #473).

@@ -7,11 +7,13 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/utils/ptr"
 	kjson "sigs.k8s.io/json"
 
@@ -26,8 +28,10 @@ type DaemonPods struct {
 	Template *corev1.PodTemplateSpec
 	// Namespace of the pods.
 	Namespace string
-	// RunDir, KubeletDir and CDIDir are the agents' and kubelet's directories on the nodes, and that of CDI specs.
-	RunDir, KubeletDir, CDIDir string
+	// RunDir and KubeletDir are the agents' and kubelet's directories on the nodes.
+	RunDir, KubeletDir string
+	// DriverRoots are the host paths whose programs a daemon may run.
+	DriverRoots []string
 	// SharedMemory limits the memory that a daemon's server and clients share; nil for kubelet's default.
 	SharedMemory *resource.Quantity
 }
@@ -62,35 +66,27 @@ func podName(node, daemon string) string {
 	return fmt.Sprintf("tandem-mps-%s-%08x", daemon, sum.Sum32())
 }
 
-// check returns why no pod may be created for a daemon. The agent requested it and has fewer rights than the pod, so the pod must not
-// run a program from a directory that the agent can write. It is a pure function.
+// check returns why no pod may be created for a daemon. The agent requested it and has fewer rights than the pod: a stolen token of the
+// agent must not run a program of its choice. It is a pure function.
 func (p DaemonPods) check(d v1alpha1.MPSDaemon) error {
 	if p.Template == nil {
 		return errors.New("this installation of Tandem runs no MPS daemons (mps.enabled of the chart)")
 	}
+	if wrong := validation.IsDNS1123Label(d.Name); len(wrong) > 0 || len(d.Name) > maxName {
+		return fmt.Errorf("name %q is no name of a daemon", d.Name)
+	}
 	if err := mps.Settings(d.MPSSettings).Validate(); err != nil {
 		return err
 	}
-	root := oneName(d.DriverRoot)
-	for _, dir := range append([]string{p.RunDir, p.KubeletDir, p.CDIDir}, noDriverRoots...) {
-		if dir := oneName(dir); dir != "" && (root == dir || strings.HasPrefix(root, dir+"/")) {
-			return fmt.Errorf("driver root %s is below %s, where no driver is installed", d.DriverRoot, dir)
-		}
+	if !slices.Contains(p.DriverRoots, d.DriverRoot) {
+		return fmt.Errorf("driver root %s is none of %s: set driverRoot of the chart to where the driver is", d.DriverRoot,
+			strings.Join(p.DriverRoots, ", "))
 	}
 	return nil
 }
 
-// noDriverRoots contain other paths to the host's files, or files that any user may write. The chart's admission policy has the same
-// list.
-var noDriverRoots = []string{"/proc", "/sys", "/dev", "/tmp", "/var/tmp", "/run/lock", "/var/lock"}
-
-// oneName returns the path without the link /var/run, which every node has (FHS 3.0, 5.13).
-func oneName(path string) string {
-	if strings.HasPrefix(path, "/var/run/") {
-		return strings.TrimPrefix(path, "/var")
-	}
-	return path
-}
+// maxName is the length of a daemon's name with which the pod's is a host name (api/gpunode/v1alpha1, MPSDaemon).
+const maxName = 52
 
 // Pod returns the pod of a node's daemon. It is a pure function.
 func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.Pod, error) {

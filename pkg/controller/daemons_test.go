@@ -37,7 +37,8 @@ func daemonPods() DaemonPods {
 				Containers:        []corev1.Container{{Name: "mps-daemon", Image: "image", Env: []corev1.EnvVar{{Name: "OWN", Value: "1"}}}},
 			},
 		},
-		Namespace: "tandem", RunDir: "/run/tandem", KubeletDir: "/var/lib/kubelet", CDIDir: "/var/run/cdi",
+		Namespace: "tandem", RunDir: "/run/tandem", KubeletDir: "/var/lib/kubelet",
+		DriverRoots:  []string{"/run/nvidia/driver", "/"},
 		SharedMemory: ptr.To(resource.MustParse("1Gi")),
 	}
 }
@@ -372,16 +373,20 @@ func TestWhatNoPodIsMadeFor(t *testing.T) {
 		want   string
 	}{
 		"no devices":               {daemon: func(d *v1alpha1.MPSDaemon) { d.Devices = nil }, want: "no devices"},
-		"a program of the agent's": {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/run/tandem/mine" }, want: "is below /run/tandem, where no driver is"},
-		"a pod's directory":        {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/var/lib/kubelet/pods/x" }, want: "is below /var/lib/kubelet"},
-		"under another name":       {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/var/run/tandem/x" }, want: "is below /run/tandem"},
-		"the agent's CDI specs":    {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/var/run/cdi" }, want: "is below /run/cdi"},
-		"CDI specs, renamed":       {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/run/cdi/x" }, want: "is below /run/cdi"},
-		"by a process":             {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/proc/1/root/run/tandem/x" }, want: "is below /proc"},
-		"shared memory":            {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/dev/shm" }, want: "is below /dev"},
-		"by a device":              {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/sys/fs" }, want: "is below /sys"},
-		"any user's":               {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/tmp" }, want: "is below /tmp"},
-		"a way around":             {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/opt/../run/tandem" }, want: "not a clean absolute path"},
+		"a program of the agent's": {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/run/tandem/mine" }, want: noDriver},
+		"files of a container":     {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/run/containerd/x/rootfs" }, want: noDriver},
+		"images":                   {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/var/lib/containerd" }, want: noDriver},
+		"configuration":            {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/etc" }, want: noDriver},
+		"below a driver":           {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/run/nvidia/driver/tmp" }, want: noDriver},
+		"under another name":       {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/var/run/nvidia/driver" }, want: noDriver},
+		"by a process":             {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/proc/1/root" }, want: noDriver},
+		"a way around":             {daemon: func(d *v1alpha1.MPSDaemon) { d.DriverRoot = "/run/nvidia/driver/../x" }, want: "not a clean absolute path"},
+		"all daemons":              {daemon: func(d *v1alpha1.MPSDaemon) { d.Name = "" }, want: "is no name of a daemon"},
+		"another directory":        {daemon: func(d *v1alpha1.MPSDaemon) { d.Name = ".." }, want: "is no name of a daemon"},
+		"a long name":              {daemon: func(d *v1alpha1.MPSDaemon) { d.Name = strings.Repeat("a", 53) }, want: "is no name of a daemon"},
+		"two devices in one":       {daemon: func(d *v1alpha1.MPSDaemon) { d.Devices = []string{"GPU-1,GPU-2"} }, want: "is no UUID of a device"},
+		"a long UUID":              {daemon: func(d *v1alpha1.MPSDaemon) { d.Devices = []string{strings.Repeat("a", 1<<20)} }, want: "is no UUID of a device"},
+		"very many devices":        {daemon: func(d *v1alpha1.MPSDaemon) { d.Devices = slices.Repeat([]string{"GPU-1"}, 1000) }, want: "1000 devices, more than 64"},
 		"none are run":             {config: func(p *DaemonPods) { p.Template = nil }, want: "mps.enabled"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -401,15 +406,8 @@ func TestWhatNoPodIsMadeFor(t *testing.T) {
 	}
 }
 
-func TestWhereADriverIs(t *testing.T) {
-	for _, root := range []string{"/", "/run/nvidia/driver", "/var/run/nvidia/driver", "/home/kubernetes/bin/nvidia", "/opt/nvidia", "/run/tandem-driver"} {
-		d := mpsDaemon("a")
-		d.DriverRoot = root
-		if err := daemonPods().check(d); err != nil {
-			t.Errorf("%s: %v", root, err)
-		}
-	}
-}
+// noDriver is what is said of a driver root that is not on the list.
+const noDriver = "is none of /run/nvidia/driver, /: set driverRoot of the chart"
 
 func TestTheHostsRootIsMountedReadOnly(t *testing.T) {
 	for root, want := range map[string]bool{"/": true, "/home/kubernetes/bin/nvidia": false} {
@@ -432,7 +430,7 @@ func TestAPodOfARefusedDaemonIsLeft(t *testing.T) {
 	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
 	w.twice(d, "node-1")
 	w.setPod("a", readyPod)
-	d.config.RunDir = "/run/nvidia"
+	d.config.DriverRoots = []string{"/opt/nvidia"}
 	w.twice(d, "node-1")
 	w.want(map[string]int{"create Pod": 1})
 	if told := w.gpuNode().Spec.Daemons; len(told) > 0 {
@@ -444,7 +442,7 @@ func TestAPodOfARefusedDaemonIsLeft(t *testing.T) {
 	if names := w.names(); len(names) > 0 {
 		t.Errorf("pods %v", names)
 	}
-	if told := w.gpuNode().Spec.Daemons; len(told) != 1 || !strings.Contains(told[0].Message, "is below /run/nvidia") {
+	if told := w.gpuNode().Spec.Daemons; len(told) != 1 || !strings.Contains(told[0].Message, "is none of /opt/nvidia") {
 		t.Errorf("told %+v", told)
 	}
 }

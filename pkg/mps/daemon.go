@@ -14,6 +14,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"runtime"
 	"slices"
 	"strconv"
@@ -340,12 +341,27 @@ func (s Settings) environment() (env []string) {
 	return env
 }
 
+// maxDevices is more than a claim can have (resource.k8s.io, AllocationResultsMaxSize: 32).
+const maxDevices = 64
+
+// deviceID matches UUIDs of GPUs and partitions, in the older form too: MIG-GPU-<uuid>/<GPU instance>/<compute instance>. A list of them
+// is the value of a variable.
+var deviceID = regexp.MustCompile(`^[A-Za-z0-9][-A-Za-z0-9/]{0,79}$`)
+
 // Validate returns an error for settings with which no daemon can start.
 func (s Settings) Validate() error {
 	var errs []error
 	complain := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
-	if len(s.Devices) == 0 {
+	switch n := len(s.Devices); {
+	case n == 0:
 		complain("no devices")
+	case n > maxDevices:
+		complain("%d devices, more than %d", n, maxDevices)
+	}
+	for i, uuid := range s.Devices {
+		if !deviceID.MatchString(uuid) {
+			complain("device %d: %.100q is no UUID of a device", i, uuid)
+		}
 	}
 	if len(s.PinnedMemoryMiB) > len(s.Devices) {
 		complain("memory limits of %d devices, of which there are %d", len(s.PinnedMemoryMiB), len(s.Devices))

@@ -22,22 +22,6 @@ import (
 
 const libraryName = "libnvidia-ml.so.1"
 
-// driverRoots are the host paths below which a driver may be installed, the more particular first.
-//
-//   - GPU Operator: the driver container's root directory.
-//   - GKE: cos-gpu-installer's target on Container-Optimized OS, and where its Ubuntu images have it preloaded
-//     (NVIDIA/k8s-device-plugin#1371).
-//   - Bottlerocket: the directory that its /usr leads to (bottlerocket-core-kit#919).
-//   - the host's own root: packages, .run files, and Talos, whose system extensions install below /usr/local.
-var driverRoots = []string{
-	"/run/nvidia/driver",
-	"/home/kubernetes/bin/nvidia",
-	"/opt/nvidia",
-	"/x86_64-bottlerocket-linux-gnu/sys-root",
-	"/aarch64-bottlerocket-linux-gnu/sys-root",
-	"/",
-}
-
 // layout is the driver's paths on this node. Its fingerprint makes it comparable.
 type layout struct {
 	// driverRoot and devRoot are host paths.
@@ -85,9 +69,9 @@ func (o Options) candidateRoots() []string {
 	case o.DriverRoot != Auto:
 		return []string{o.DriverRoot}
 	case o.Library != Auto:
-		return append(o.rootsOf(o.Library), driverRoots...)
+		return append(o.rootsOf(o.Library), driverroot.Known...)
 	}
-	return driverRoots
+	return driverroot.Known
 }
 
 // rootsOf derives the driver root from the path of a library in one of the usual directories.

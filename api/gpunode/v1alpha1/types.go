@@ -153,11 +153,13 @@ type GPUNodeStatus struct {
 	Conflicts []ConflictingClaim `json:"conflicts,omitempty"`
 	// Daemons that the node requests. The controller runs a pod for each of them.
 	//
+	// +kubebuilder:validation:MaxItems=256
 	// +listType=map
 	// +listMapKey=name
 	Daemons []MPSDaemon `json:"daemons,omitempty"`
 	// UnknownDaemons are daemons that may run and whose settings the agent cannot read. The controller does not change their pods.
 	//
+	// +kubebuilder:validation:MaxItems=256
 	// +listType=set
 	UnknownDaemons []string `json:"unknownDaemons,omitempty"`
 }
@@ -178,6 +180,8 @@ type MPSSettings struct {
 	// Devices are the UUIDs of GPUs or partitions, in the daemon's order.
 	//
 	// +kubebuilder:validation:MinItems=1
+	// +kubebuilder:validation:MaxItems=64
+	// +kubebuilder:validation:items:MaxLength=80
 	// +listType=atomic
 	Devices []string `json:"devices"`
 	// ActiveThreadPercentage is the share of the multiprocessors that a client gets. The default is the daemon's.
@@ -188,11 +192,14 @@ type MPSSettings struct {
 	// PinnedMemoryMiB limits a client's memory on each device, in MiB and in the order of devices. 0 is no limit. It is absent if no
 	// device has a limit.
 	//
+	// +kubebuilder:validation:MaxItems=64
 	// +listType=atomic
 	PinnedMemoryMiB []int64 `json:"pinnedMemoryMiB,omitempty"`
 	// MultiUser allows clients of several users at the same time.
 	MultiUser bool `json:"multiUser,omitempty"`
-	// DriverRoot is the host's directory with the driver's files.
+	// DriverRoot is the host's directory with the driver's files. The controller accepts only those that the chart knows.
+	//
+	// +kubebuilder:validation:MaxLength=256
 	DriverRoot string `json:"driverRoot"`
 	// Generation distinguishes this daemon from earlier daemons of the same name, which have ended.
 	//

@@ -186,13 +186,19 @@ spec:
         {{- end }}
 {{- end }}
 
-{{/* Directories that are not accepted as a driver root: those that agents or any user can write, and aliases of the whole host. pkg/controller/daemonpod.go has the same list. */}}
-{{- define "tandem.mps.noDriverRoots" -}}
-{{- range list .Values.runDir .Values.kubeletDir .Values.cdiDir }}
-- {{ regexReplaceAll "^/var/run/" . "/run/" }}
-{{- end }}
-{{- range list "/proc" "/sys" "/dev" "/tmp" "/var/tmp" "/run/lock" "/var/lock" }}
-- {{ . }}
+{{/* The host paths whose programs an MPS daemon may run: where this chart's agents find a driver (internal/driverroot). */}}
+{{- define "tandem.mps.driverRoots" -}}
+{{- if .Values.simulated.profile }}
+- {{ .Values.simulated.root }}/driver
+{{- else if eq .Values.driverRoot "auto" }}
+- /run/nvidia/driver
+- /home/kubernetes/bin/nvidia
+- /opt/nvidia
+- /x86_64-bottlerocket-linux-gnu/sys-root
+- /aarch64-bottlerocket-linux-gnu/sys-root
+- /
+{{- else }}
+- {{ .Values.driverRoot }}
 {{- end }}
 {{- end }}
 
