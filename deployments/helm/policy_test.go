@@ -499,9 +499,16 @@ func TestDaemonsPolicy(t *testing.T) {
 				"secret": {func(p *corev1.Pod) {
 					p.Spec.Volumes[0].VolumeSource = corev1.VolumeSource{Secret: &corev1.SecretVolumeSource{}}
 				}, "nothing else of the host"},
-				"host directory":    {func(p *corev1.Pod) { p.Spec.Volumes[0].HostPath.Path = "/etc" }, "nothing else of the host"},
-				"way out":           {func(p *corev1.Pod) { p.Spec.Volumes[0].HostPath.Path += "/../../.." }, "nothing else of the host"},
-				"another daemon's":  {func(p *corev1.Pod) { p.Spec.Volumes[1].HostPath.Path = runDirOf(p) + "/mps/e/pipe" }, "nothing else of the host"},
+				"host directory":   {func(p *corev1.Pod) { p.Spec.Volumes[0].HostPath.Path = "/etc" }, "nothing else of the host"},
+				"way out":          {func(p *corev1.Pod) { p.Spec.Volumes[0].HostPath.Path += "/../../.." }, "nothing else of the host"},
+				"another daemon's": {func(p *corev1.Pod) { p.Spec.Volumes[0].HostPath.Path = runDirOf(p) + "/mps/e" }, "nothing else of the host"},
+				"pipes on the host": {func(p *corev1.Pod) {
+					p.Spec.Volumes[1].VolumeSource = corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{
+						Path: runDirOf(p) + "/mps/d/pipe", Type: ptr.To(corev1.HostPathDirectory),
+					}}
+				}, "nothing else of the host"},
+				"pipes on the disk": {func(p *corev1.Pod) { p.Spec.Volumes[1].EmptyDir.Medium = "" }, "nothing else of the host"},
+				"pipes of any size": {func(p *corev1.Pod) { p.Spec.Volumes[1].EmptyDir.SizeLimit = nil }, "nothing else of the host"},
 				"another volume":    {func(p *corev1.Pod) { p.Spec.Volumes[0].Name = "other" }, "nothing else of the host"},
 				"made if need be":   {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Type = ptr.To(corev1.HostPathDirectoryOrCreate) }, "nothing else of the host"},
 				"memory of a claim": {func(p *corev1.Pod) { p.Spec.Volumes[5].VolumeSource = p.Spec.Volumes[3].VolumeSource }, "nothing else of the host"},

@@ -115,14 +115,10 @@ func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.P
 	spec.Affinity = pinnedTo(node.Name)
 	spec.Tolerations = []corev1.Toleration{{Operator: corev1.TolerationOpExists}}
 
-	dir := mps.Dir(p.RunDir, d.Name)
+	dir, scratch := mps.Dir(p.RunDir, d.Name), resource.MustParse(scratchSize)
 	spec.Volumes = append(spec.Volumes,
-		hostDirectory("daemon", dir), hostDirectory("pipe", dir+"/"+mps.PipeDir), hostDirectory("log", dir+"/"+mps.LogDir),
-		hostDirectory("driver-root", d.DriverRoot),
-		corev1.Volume{Name: "tmp", VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{Medium: corev1.StorageMediumMemory}}},
-		corev1.Volume{Name: mps.ShmVolume, VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{
-			Medium: corev1.StorageMediumMemory, SizeLimit: p.SharedMemory,
-		}}},
+		hostDirectory("daemon", dir), memory(mps.PipeVolume, &scratch), memory(mps.LogVolume, &scratch),
+		hostDirectory("driver-root", d.DriverRoot), memory("tmp", &scratch), memory(mps.ShmVolume, p.SharedMemory),
 	)
 	c := &spec.Containers[0]
 	c.Command = []string{"/usr/bin/mps-daemon", "run"}
@@ -140,8 +136,8 @@ func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.P
 	for _, root := range []string{"", mps.PodRoot} {
 		c.VolumeMounts = append(c.VolumeMounts,
 			corev1.VolumeMount{Name: "tmp", MountPath: root + "/tmp"},
-			corev1.VolumeMount{Name: "pipe", MountPath: root + mps.ClientPipeDir},
-			corev1.VolumeMount{Name: "log", MountPath: root + mps.ClientLogDir},
+			corev1.VolumeMount{Name: mps.PipeVolume, MountPath: root + mps.ClientPipeDir},
+			corev1.VolumeMount{Name: mps.LogVolume, MountPath: root + mps.ClientLogDir},
 			corev1.VolumeMount{Name: mps.ShmVolume, MountPath: root + "/dev/shm"})
 	}
 	c.ReadinessProbe = probe("ready", 5, 5, 1)
@@ -157,6 +153,16 @@ func pinnedTo(name string) *corev1.Affinity {
 			Key: metav1.ObjectNameField, Operator: corev1.NodeSelectorOpIn, Values: []string{name},
 		}}}},
 	}}}
+}
+
+// scratchSize limits each volume for pipes, logs and temporary files. A client that fills one must not fill the host's /run.
+const scratchSize = "64Mi"
+
+// memory returns a volume on a tmpfs of that size; nil is kubelet's default.
+func memory(name string, size *resource.Quantity) corev1.Volume {
+	return corev1.Volume{Name: name, VolumeSource: corev1.VolumeSource{
+		EmptyDir: &corev1.EmptyDirVolumeSource{Medium: corev1.StorageMediumMemory, SizeLimit: size},
+	}}
 }
 
 // hostDirectory returns a volume of an existing directory: the agent creates the daemon's, and without a driver root there is no driver.

@@ -478,14 +478,17 @@ func TestDaemonPod(t *testing.T) {
 		}
 	}
 	for name, path := range map[string]string{
-		"daemon": "/run/tandem/mps/a", "pipe": "/run/tandem/mps/a/pipe", "log": "/run/tandem/mps/a/log", "driver-root": "/run/nvidia/driver",
+		"daemon": "/run/tandem/mps/a", "driver-root": "/run/nvidia/driver",
 	} {
 		if volumes[name].HostPath == nil || volumes[name].HostPath.Path != path {
 			t.Errorf("volume %s: %+v", name, volumes[name])
 		}
 	}
-	if shm := volumes[mps.ShmVolume].EmptyDir; shm == nil || shm.Medium != corev1.StorageMediumMemory || shm.SizeLimit.String() != "1Gi" {
-		t.Errorf("shared memory: %+v", shm)
+	// What clients write to is no directory of the host.
+	for name, size := range map[string]string{mps.ShmVolume: "1Gi", mps.PipeVolume: "64Mi", mps.LogVolume: "64Mi", "tmp": "64Mi"} {
+		if v := volumes[name].EmptyDir; v == nil || v.Medium != corev1.StorageMediumMemory || v.SizeLimit.String() != size {
+			t.Errorf("volume %s: %+v", name, volumes[name])
+		}
 	}
 	c := pod.Spec.Containers[0]
 	paths := map[string]string{}
@@ -520,8 +523,8 @@ func TestDaemonPod(t *testing.T) {
 	if hash := mps.Settings(mpsDaemon("a").MPSSettings).Hash(); d.Settings.Hash() != hash || pod.Annotations[settingsAnnotation] != hash {
 		t.Errorf("hash %s, annotation %s, want %s", d.Settings.Hash(), pod.Annotations[settingsAnnotation], hash)
 	}
-	if !strings.HasPrefix(d.Shm, "/var/lib/kubelet/pods/uid-pod/") {
-		t.Errorf("shared memory at %s", d.Shm)
+	if !strings.HasPrefix(d.Volumes, "/var/lib/kubelet/pods/uid-pod/") {
+		t.Errorf("volumes at %s", d.Volumes)
 	}
 	if *pod.Spec.AutomountServiceAccountToken || !pod.Spec.HostPID || *pod.Spec.TerminationGracePeriodSeconds <= int64(mps.MostGrace.Seconds()) {
 		t.Errorf("pod %+v", pod.Spec)

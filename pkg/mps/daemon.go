@@ -35,11 +35,12 @@ type Daemon struct {
 	Settings Settings
 	// Dir is the daemon's directory, Root the driver's root, as this process sees them.
 	Dir, Root string
-	// PipeDir and LogDir are the directories of these names in Dir, at the paths that the daemon has them at: ClientPipeDir and
-	// ClientLogDir in a pod.
+	// PipeDir and LogDir are the paths that the daemon has them at: ClientPipeDir and ClientLogDir in a pod.
 	PipeDir, LogDir string
-	// Shm is the host path of the volume that the daemon has as /dev/shm.
-	Shm string
+	// Mounts is where this process has PipeDir, LogDir and /dev/shm: the root directory in a pod.
+	Mounts string
+	// Volumes is the host directory with the pod's volumes of these names: PipeVolume, LogVolume and ShmVolume.
+	Volumes string
 	// Pod is the UID of the pod.
 	Pod string
 	// Grace is how long the daemon may take to answer a command; three times that to start; and that for each way to end it.
@@ -79,7 +80,7 @@ func (d Daemon) Run(ctx context.Context) error {
 
 // hold runs the daemon once and ends it (shutdown.go). It returns nil when ctx is done, and otherwise why the daemon ended.
 func (d Daemon) hold(ctx context.Context, holder *Holder) error {
-	if err := d.linkShm(); err != nil {
+	if err := d.prepareVolumes(ctx); err != nil {
 		return err
 	}
 	program, err := d.findProgram()
@@ -244,10 +245,13 @@ func (d Daemon) isReady() (bool, error) {
 	return alive && ready.Pod == d.Pod, err
 }
 
-// Answers returns an error if a ready daemon does not accept clients. It returns nil for a daemon that is not ready, as during
+// Answers returns an error if a ready daemon does not accept clients, or soon cannot because its pipe directory is full. It returns nil for a daemon that is not ready, as during
 // start and stop. The pod's liveness probe calls it.
 func (d Daemon) Answers(ctx context.Context) error {
 	if ready, err := d.isReady(); err != nil || !ready {
+		return err
+	}
+	if err := d.pipesFit(); err != nil {
 		return err
 	}
 	p, err := d.findProgram()
@@ -263,8 +267,6 @@ const (
 	// PodDir is the mount of the daemon's directory, PodRoot that of the driver's root.
 	PodDir  = "/daemon"
 	PodRoot = "/driver-root"
-	// ShmVolume is the name of the memory volume.
-	ShmVolume = "shm"
 )
 
 // Environment of the supervisor, and of the probes beside it.
@@ -288,8 +290,9 @@ func FromEnvironment() (Daemon, error) {
 	pod := os.Getenv(PodUIDEnv)
 	return Daemon{
 		Settings: settings, Dir: PodDir, Root: PodRoot, PipeDir: ClientPipeDir, LogDir: ClientLogDir, Pod: pod, Grace: grace,
-		// Where kubelet mounts it (pkg/volume/emptydir).
-		Shm: filepath.Join(os.Getenv(KubeletDirEnv), "pods", pod, "volumes/kubernetes.io~empty-dir", ShmVolume),
+		Mounts: "/",
+		// Where kubelet mounts them (pkg/volume/emptydir).
+		Volumes: filepath.Join(os.Getenv(KubeletDirEnv), "pods", pod, "volumes/kubernetes.io~empty-dir"),
 	}, nil
 }
 

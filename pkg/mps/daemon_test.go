@@ -37,7 +37,8 @@ func newRig(t *testing.T) rig {
 		Settings: Settings{
 			Devices: []string{"GPU-a", "GPU-b"}, ActiveThreadPercentage: &percent, PinnedMemoryMiB: []int64{0, 512}, DriverRoot: "/run/nvidia/driver",
 		},
-		Dir: directory(t), Root: root, PipeDir: ClientPipeDir, LogDir: ClientLogDir, Shm: "/pods/uid/shm", Pod: "uid", Grace: time.Second,
+		Dir: directory(t), Root: root, PipeDir: ClientPipeDir, LogDir: ClientLogDir, Mounts: root, Volumes: "/pods/uid", Pod: "uid",
+		Grace: time.Second,
 	}}
 }
 
@@ -128,8 +129,10 @@ func TestADaemonIsReadyWithItsSettings(t *testing.T) {
 	if want := "Active threads: 40.0 %\nGPU-a: no limit\nGPU-b: limited to 512 MiB by the daemon\n"; err != nil || !strings.HasSuffix(string(out), want) {
 		t.Errorf("client: %v %s", err, out)
 	}
-	if target, err := os.Readlink(filepath.Join(r.daemon.Dir, ShmLink)); err != nil || target != "/pods/uid/shm" {
-		t.Errorf("shm: %s, %v", target, err)
+	for _, name := range []string{PipeDir, LogDir, ShmLink} {
+		if target, err := os.Readlink(filepath.Join(r.daemon.Dir, name)); err != nil || target != "/pods/uid/"+name {
+			t.Errorf("%s: %s, %v", name, target, err)
+		}
 	}
 	if err := errors.Join(r.daemon.Ready(), r.daemon.Answers(t.Context())); err != nil {
 		t.Errorf("probes: %v", err)
@@ -402,7 +405,7 @@ func TestFromEnvironment(t *testing.T) {
 	t.Setenv(KubeletDirEnv, "/var/lib/kubelet")
 	t.Setenv(SettingsEnv, `{"devices":["GPU-a"],"driverRoot":"/"}`)
 	d, err := FromEnvironment()
-	if err != nil || d.Shm != "/var/lib/kubelet/pods/uid/volumes/kubernetes.io~empty-dir/shm" || d.Settings.Validate() != nil || d.Dir != PodDir {
+	if err != nil || d.Volumes != "/var/lib/kubelet/pods/uid/volumes/kubernetes.io~empty-dir" || d.Settings.Validate() != nil || d.Dir != PodDir {
 		t.Errorf("%+v, %v", d, err)
 	}
 	t.Setenv(SettingsEnv, "{")

@@ -25,11 +25,10 @@ func Dir(runDir, name string) string { return filepath.Join(runDir, "mps", name)
 
 // The entries of a daemon's directory.
 const (
-	// PipeDir is the pipe directory, which clients have at ClientPipeDir.
+	// PipeDir, LogDir and ShmLink are symbolic links to volumes of the daemon's pod on the host: the pipe directory, which clients have at
+	// ClientPipeDir; the directory of control.log and server.log; and what clients have as /dev/shm.
 	PipeDir = "pipe"
-	// LogDir has control.log and server.log.
-	LogDir = "log"
-	// ShmLink is a symbolic link to the memory volume of the daemon's pod on the host, which clients have as /dev/shm.
+	LogDir  = "log"
 	ShmLink = "shm"
 
 	lockFile  = "lock"
@@ -52,10 +51,8 @@ type Ready struct {
 
 // Make makes a daemon's directory before the daemon is requested: its pod does not start without. It is idempotent. The agent calls it.
 func Make(dir string) error {
-	for _, d := range []string{dir, filepath.Join(dir, PipeDir), filepath.Join(dir, LogDir)} {
-		if err := os.MkdirAll(d, 0o755); err != nil {
-			return fmt.Errorf("make directory of MPS daemon %s: %w", filepath.Base(dir), err)
-		}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return fmt.Errorf("make directory of MPS daemon %s: %w", filepath.Base(dir), err)
 	}
 	file, err := os.OpenFile(filepath.Join(dir, requestedFile), os.O_CREATE|os.O_WRONLY, 0o644)
 	if err == nil {
@@ -113,9 +110,8 @@ const (
 	batch = 128
 )
 
-// Remove removes a daemon's directory. The agent calls it after Stop. It is idempotent. Clients may have written any number of files and
-// levels of directories, so it moves subdirectories up into dir: os.RemoveAll needs a file descriptor for each level, and a path can be
-// too long (TestRemoveWhatClientsLeave). It returns an error when it takes too long.
+// Remove removes a daemon's directory. The agent calls it after Stop. It is idempotent. Clients of an earlier version may have written
+// any number of files and levels of directories (empty). It returns an error when it takes too long.
 func Remove(dir string) error {
 	if err := remove(dir, removalTimeout); err != nil {
 		return fmt.Errorf("remove directory of MPS daemon %s: %w", filepath.Base(dir), err)
@@ -131,43 +127,81 @@ func remove(dir string, timeout time.Duration) error {
 			return nil
 		case !errors.Is(err, unix.ENOTEMPTY):
 			return err
-		case time.Now().After(deadline):
-			return fmt.Errorf("it has more files than can be removed in %s", timeout)
 		}
 		// A supervisor that waits for the lock may create its file again: this repeats until the directory is empty.
-		if err := empty(dir, dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if err := empty(dir, time.Until(deadline)); err != nil {
 			return err
 		}
 	}
 }
 
-// empty removes entries of top, or of a directory in it. It moves directories of the latter up into top. It never opens a deeper
-// one: a client could replace that by a link.
-func empty(top, dir string) error {
-	file, err := os.Open(dir)
+// empty removes what a directory has. Clients may have written any number of files and levels of directories, and may still write. So it
+// moves subdirectories up: os.RemoveAll needs a file descriptor for each level, and a path can be too long (TestRemoveWhatClientsLeave).
+// It follows no link out of the directory. A missing directory is empty. It returns an error when it takes too long.
+func empty(dir string, timeout time.Duration) error {
+	root, err := os.OpenRoot(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
 	if err != nil {
 		return err
 	}
-	names, err := file.Readdirnames(batch)
-	if err = errors.Join(err, file.Close()); err != nil && !errors.Is(err, io.EOF) {
-		return err
+	defer root.Close()
+	for deadline := time.Now().Add(timeout); ; {
+		switch left, err := emptyOnce(root, ""); {
+		case err != nil && !errors.Is(err, fs.ErrNotExist):
+			return err
+		case err == nil && left == 0:
+			return nil
+		case time.Now().After(deadline):
+			return fmt.Errorf("%s has more files than can be removed in %s", dir, timeout)
+		}
 	}
+}
+
+// emptyOnce removes entries of root, or of a directory in it, and returns how many it found. It moves directories of the latter up into
+// root.
+func emptyOnce(root *os.Root, in string) (found int, err error) {
+	dir := root
+	if in != "" {
+		// A client that is root can close its directory to a supervisor that is root without capabilities.
+		if err := root.Chmod(in, 0o700); err != nil {
+			return 0, err
+		}
+		if dir, err = root.OpenRoot(in); err != nil {
+			return 0, err
+		}
+		defer dir.Close()
+	}
+	names, err := namesOf(dir)
 	for _, name := range names {
-		path := filepath.Join(dir, name)
-		err := os.Remove(path)
+		err := dir.Remove(name)
 		switch {
 		case !errors.Is(err, unix.ENOTEMPTY):
-		case dir == top:
-			err = empty(top, path)
+		case in == "":
+			_, err = emptyOnce(root, name)
 		default:
-			err = os.Rename(path, filepath.Join(top, ".removed-"+strconv.FormatInt(time.Now().UnixNano(), 10)))
+			err = root.Rename(filepath.Join(in, name), ".removed-"+strconv.FormatInt(time.Now().UnixNano(), 10))
 		}
 		// The caller repeats after a rename to a name that exists.
 		if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTEMPTY) {
-			return err
+			return len(names), err
 		}
 	}
-	return nil
+	return len(names), err
+}
+
+// namesOf returns some names of a directory.
+func namesOf(dir *os.Root) ([]string, error) {
+	file, err := dir.Open(".")
+	if err != nil {
+		return nil, err
+	}
+	names, err := file.Readdirnames(batch)
+	if errors.Is(err, io.EOF) {
+		err = nil
+	}
+	return names, errors.Join(err, file.Close())
 }
 
 // Holder is the supervisor's right to run the daemon of a directory. It is not safe for concurrent use, except Await.

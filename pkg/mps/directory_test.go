@@ -290,6 +290,9 @@ func TestADirectoryThatGoesEndsTheHolder(t *testing.T) {
 func TestRemoveWhatClientsLeave(t *testing.T) {
 	dir := directory(t)
 	const depth = 3000
+	if err := os.Mkdir(filepath.Join(dir, PipeDir), 0o755); err != nil {
+		t.Fatal(err)
+	}
 	at, err := unix.Open(filepath.Join(dir, PipeDir), unix.O_RDONLY|unix.O_DIRECTORY, 0)
 	for range depth {
 		for _, name := range []string{"deep", "beside"} {

@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -130,24 +129,4 @@ func (l *last) Write(p []byte) (int, error) {
 	l.text = append(l.text, p...)
 	l.text = l.text[max(0, len(l.text)-most):]
 	return l.to.Write(p)
-}
-
-// linkShm links the daemon's shared memory on the host into its directory.
-func (d Daemon) linkShm() error {
-	temporary, link := filepath.Join(d.Dir, "."+ShmLink+"-new"), filepath.Join(d.Dir, ShmLink)
-	err := os.RemoveAll(temporary)
-	if err == nil {
-		err = os.Symlink(d.Shm, temporary)
-	}
-	// A container that starts without a daemon, as after a reboot, makes its runtime create a directory, and may write to it.
-	if info, statErr := os.Lstat(link); err == nil && statErr == nil && info.IsDir() {
-		err = os.RemoveAll(link)
-	}
-	if err == nil {
-		err = os.Rename(temporary, link)
-	}
-	if err != nil {
-		return fmt.Errorf("link the shared memory of MPS daemon: %w", err)
-	}
-	return nil
 }

@@ -141,7 +141,7 @@ func (s *subject) playDaemon(ctx context.Context) error {
 	wanted := contents.Record
 	dir := mps.Dir(s.node.runDir(), wanted.Daemon)
 	for {
-		if _, err := os.Stat(filepath.Join(dir, mps.LogDir)); err == nil {
+		if _, err := os.Stat(dir); err == nil {
 			break
 		}
 		if !pause(ctx, 5*time.Millisecond) {

@@ -77,7 +77,7 @@ func (s *sharedNode) serve() (stop func()) {
 			if daemons := manager.Daemons(); len(daemons) > 0 {
 				d := mps.Daemon{
 					Settings: daemons[0].Settings, Dir: mps.Dir(s.run, daemons[0].Name), Root: s.driver(), PipeDir: mps.ClientPipeDir, LogDir: mps.ClientLogDir,
-					Shm: "/pods/uid/shm", Pod: "uid", Grace: time.Second,
+					Mounts: s.driver(), Volumes: "/pods/uid", Pod: "uid", Grace: time.Second,
 				}
 				if err := d.Run(ctx); err != nil && ctx.Err() == nil {
 					s.Errorf("daemon: %v", err)

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mps
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+)
+
+// The daemon shares memory volumes of its pod with its clients, and not directories of the host: a client that fills one, or leaves
+// links there, harms this daemon only. kubelet limits their size and removes them with the pod. The daemon's directory on the host has a
+// link to each (docs/design/0013-sharing.md).
+
+// Names of the volumes in the pod. They are those of the links in the daemon's directory.
+const (
+	PipeVolume = PipeDir
+	LogVolume  = LogDir
+	ShmVolume  = ShmLink
+)
+
+// shmDir is the mount of ShmVolume in the containers of daemon and clients.
+const shmDir = "/dev/shm"
+
+// prepareVolumes links the volumes, and removes what clients of an earlier daemon left: links that the daemon would follow, and so much
+// that it could not start. Files of /dev/shm and the log stay as long as there is room.
+func (d Daemon) prepareVolumes(ctx context.Context) error {
+	for _, name := range []string{PipeVolume, LogVolume, ShmVolume} {
+		if err := d.link(name); err != nil {
+			return err
+		}
+	}
+	pipe, log, shm := filepath.Join(d.Mounts, d.PipeDir), filepath.Join(d.Mounts, d.LogDir), filepath.Join(d.Mounts, shmDir)
+	if err := empty(pipe, removalTimeout); err != nil {
+		return fmt.Errorf("empty the pipe directory of MPS daemon: %w", err)
+	}
+	for _, dir := range []string{log, shm} {
+		if free, err := room(dir); errors.Is(err, fs.ErrNotExist) || err == nil && free > 0.25 {
+			continue
+		}
+		if err := empty(dir, removalTimeout); err != nil {
+			klog.FromContext(ctx).Error(err, "Cannot make room for the MPS daemon, starting it anyway", "directory", dir)
+		}
+	}
+	// kubelet makes volumes that any user can write to (pkg/volume/emptydir). Clients connect to the pipes and create none.
+	for dir, mode := range map[string]fs.FileMode{pipe: 0o755, log: 0o755, shm: 0o777 | fs.ModeSticky} {
+		if err := os.Chmod(dir, mode); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("set the mode of a volume of MPS daemon: %w", err)
+		}
+	}
+	return nil
+}
+
+// link links a volume on the host into the daemon's directory.
+func (d Daemon) link(name string) error {
+	temporary, link := filepath.Join(d.Dir, "."+name+"-new"), filepath.Join(d.Dir, name)
+	err := os.RemoveAll(temporary)
+	if err == nil {
+		err = os.Symlink(filepath.Join(d.Volumes, name), temporary)
+	}
+	// A directory is from an agent of an earlier version, or from the runtime of a client's container that started without a daemon. A
+	// client may have written to it.
+	if info, statErr := os.Lstat(link); err == nil && statErr == nil && info.IsDir() {
+		err = remove(link, removalTimeout)
+	}
+	if err == nil {
+		err = os.Rename(temporary, link)
+	}
+	if err != nil {
+		return fmt.Errorf("link volume %s of MPS daemon: %w", name, err)
+	}
+	return nil
+}
+
+// room returns which part of a file system is free, of its bytes or of its files, whichever is less.
+func room(dir string) (float64, error) {
+	var s unix.Statfs_t
+	if err := unix.Statfs(dir, &s); err != nil {
+		return 0, &os.PathError{Op: "statfs", Path: dir, Err: err}
+	}
+	free := 1.0
+	if s.Blocks > 0 {
+		free = float64(s.Bavail) / float64(s.Blocks)
+	}
+	if s.Files > 0 { // some file systems do not count them
+		free = min(free, float64(s.Ffree)/float64(s.Files))
+	}
+	return free, nil
+}
+
+// errFull means that a client has filled the pipe directory, which only the daemon writes to.
+var errFull = errors.New("the pipe directory is full: a client has written to it")
+
+// pipesFit returns errFull if the daemon cannot create another pipe.
+func (d Daemon) pipesFit() error {
+	free, err := room(filepath.Join(d.Mounts, d.PipeDir))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err == nil && free == 0 {
+		err = errFull
+	}
+	return err
+}

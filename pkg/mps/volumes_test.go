@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package mps
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// A directory in the place of a link keeps no daemon from starting: it is from an earlier version, or from a client's runtime, and a
+// client has written to it.
+func TestALinkThatIsADirectory(t *testing.T) {
+	dir := t.TempDir()
+	link := filepath.Join(dir, PipeDir)
+	if err := os.MkdirAll(filepath.Join(link, "a", "b"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(link, "psm_1234"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := (Daemon{Dir: dir, Volumes: "/pods/uid"}).link(PipeVolume); err != nil {
+			t.Fatal(err)
+		}
+		if to, err := os.Readlink(link); err != nil || to != "/pods/uid/pipe" {
+			t.Errorf("links to %q: %v", to, err)
+		}
+	}
+}
+
+// A client fills the volumes that it shares with its daemon: the daemon's probe says so, and the next start has room again.
+func TestAFullVolumeHeals(t *testing.T) {
+	r := newRig(t)
+	pipe := filepath.Join(r.daemon.Root, ClientPipeDir)
+	shm := filepath.Join(r.daemon.Root, shmDir)
+	small(t, pipe)
+	small(t, shm)
+	ended, _ := r.run(t)
+	r.await(t)
+	if err := r.daemon.Answers(t.Context()); err != nil {
+		t.Errorf("before: %v", err)
+	}
+	fill(t, pipe)
+	fill(t, shm)
+	if err := r.daemon.Answers(t.Context()); !errors.Is(err, errFull) {
+		t.Errorf("the probe of a daemon that has no room for pipes: %v", err)
+	}
+	// kubelet ends the container.
+	if err := syscall.Kill(r.pid(t), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-ended; err == nil {
+		t.Fatal("the supervisor goes on without a daemon")
+	}
+	r.run(t)
+	r.await(t)
+	if err := r.daemon.Answers(t.Context()); err != nil {
+		t.Errorf("after: %v", err)
+	}
+	for _, dir := range []string{pipe, shm} {
+		if free, err := room(dir); err != nil || free < 0.5 {
+			t.Errorf("%s has %v free: %v", dir, free, err)
+		}
+	}
+	if info, err := os.Stat(pipe); err != nil || info.Mode().Perm() != 0o755 {
+		t.Errorf("clients can create pipes: %v, %v", info.Mode(), err)
+	}
+}
+
+// small mounts a volume as kubelet does, of 64 KiB.
+func small(t *testing.T, dir string) {
+	t.Helper()
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=65536,mode=0777"); err != nil {
+		t.Skipf("a full volume needs a mount, and this machine allows none: %v", err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// fill writes to a volume until it is full.
+func fill(t *testing.T, dir string) {
+	t.Helper()
+	if err := os.WriteFile(filepath.Join(dir, "full"), make([]byte, 1<<20), 0o600); !errors.Is(err, unix.ENOSPC) {
+		t.Fatalf("fill %s: %v", dir, err)
+	}
+}
+
+// A client leaves links under the names of the daemon's files, and what else keeps a daemon from starting.
+func TestWhatClientsPlant(t *testing.T) {
+	r := newRig(t)
+	pipe, victim := filepath.Join(r.daemon.Root, ClientPipeDir), filepath.Join(r.daemon.Root, "etc/victim")
+	names := []string{"nvidia-cuda-mps-control.pid", "control", "control_lock", "log"}
+	for _, err := range []error{
+		os.MkdirAll(filepath.Dir(victim), 0o755), os.WriteFile(victim, []byte("driver"), 0o600),
+		os.MkdirAll(filepath.Join(pipe, "control_privileged", "deep"), 0o700), os.Chmod(filepath.Join(pipe, "control_privileged"), 0),
+	} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, name := range names {
+		if err := os.Symlink("/etc/victim", filepath.Join(pipe, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.run(t)
+	r.await(t)
+	if text, err := os.ReadFile(victim); err != nil || string(text) != "driver" {
+		t.Errorf("the daemon wrote %q through a link: %v", text, err)
+	}
+}
+
+// A client replaces one of its directories by a link while it is emptied.
+func TestEmptyFollowsNoLink(t *testing.T) {
+	dir, outside := t.TempDir(), t.TempDir()
+	file := filepath.Join(outside, "file")
+	for _, err := range []error{os.WriteFile(file, nil, 0o600), os.Symlink(outside, filepath.Join(dir, "link"))} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer root.Close()
+	if _, err := emptyOnce(root, "link"); err == nil {
+		t.Error("a link was followed")
+	}
+	if err := empty(dir, removalTimeout); err != nil {
+		t.Error(err)
+	}
+	if _, err := os.Stat(file); err != nil {
+		t.Error(err)
+	}
+}
