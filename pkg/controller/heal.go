@@ -16,6 +16,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
 	"k8s.io/klog/v2"
@@ -26,6 +27,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/owner"
 )
 
 // EvictionPlan is what to do about a claim in conflict.
@@ -41,10 +43,10 @@ type EvictionPlan struct {
 // PlanEviction returns which pods of a claim to evict. All arguments have to be read live; pods are those of status.reservedFor that
 // exist. It is a pure function.
 //
-// It evicts only pods with a controlling owner, which creates a replacement. A pod without an owner waits instead. A pod with a
-// container that has ever started may use the GPU, whatever the node reports. Nothing is evicted unless the claim is still pending
-// eviction and still allocated a device of its conflict, or a partition of one: a claim that several pods share is allocated again
-// under the same UID, while the node's status is up to a second old.
+// It evicts only pods whose owner is known to replace them (package owner). Other pods wait instead. A pod with a container that has
+// ever started may use the GPU, whatever the node reports. Nothing is evicted unless the claim is still pending eviction and still
+// allocated a device of its conflict, or a partition of one: a claim that several pods share is allocated again under the same
+// UID, while the node's status is up to a second old.
 func PlanEviction(
 	status v1alpha1.GPUNodeStatus, claim *resourceapi.ResourceClaim, pods []*corev1.Pod, driver, node string,
 ) EvictionPlan {
@@ -72,8 +74,8 @@ func PlanEviction(
 		case !slices.Contains(plan.Conflict.Pods, pod.UID):
 			// The claim may have been freed and allocated again since the node reported it, and Prepare may be running now.
 			return refuse("pod %s reserved the claim after the node had reported the conflict", pod.Name)
-		case metav1.GetControllerOf(pod) == nil:
-			return refuse("pod %s has no owner that would replace it", pod.Name)
+		case !owner.Replaces(pod):
+			return refuse("%s", owner.WhyNot(pod))
 		default:
 			plan.Evict = append(plan.Evict, pod)
 		}
@@ -188,24 +190,24 @@ func (h *healer) heal(ctx context.Context, node string, key types.NamespacedName
 func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan, error) {
 	failures := map[types.UID]int32{}
 	for _, pod := range plan.Evict {
-		owner := metav1.GetControllerOf(pod)
-		if owner.Kind != "Job" || owner.APIVersion != batchv1.SchemeGroupVersion.String() {
+		of := metav1.GetControllerOf(pod)
+		if schema.FromAPIVersionAndKind(of.APIVersion, of.Kind).GroupKind() != batchv1.SchemeGroupVersion.WithKind("Job").GroupKind() {
 			continue
 		}
 		// Pods are read before the Job, so that a pod that the Job counts meanwhile counts twice and not zero times.
 		var pods corev1.PodList
-		mine := client.MatchingLabels{batchv1.ControllerUidLabel: string(owner.UID)}
+		mine := client.MatchingLabels{batchv1.ControllerUidLabel: string(of.UID)}
 		if err := h.live.List(ctx, &pods, client.InNamespace(pod.Namespace), mine); err != nil {
-			return EvictionPlan{}, fmt.Errorf("list pods of job %s/%s: %w", pod.Namespace, owner.Name, err)
+			return EvictionPlan{}, fmt.Errorf("list pods of job %s/%s: %w", pod.Namespace, of.Name, err)
 		}
 		job := &batchv1.Job{}
-		key := types.NamespacedName{Namespace: pod.Namespace, Name: owner.Name}
+		key := types.NamespacedName{Namespace: pod.Namespace, Name: of.Name}
 		if err := h.live.Get(ctx, key, job); client.IgnoreNotFound(err) != nil {
 			return EvictionPlan{}, fmt.Errorf("get job %s: %w", key, err)
 		}
-		failures[owner.UID]++
-		if job.UID != owner.UID || !Survives(job, pod, failures[owner.UID]+uncounted(job, pods.Items)) {
-			return EvictionPlan{Refused: fmt.Sprintf("job %s would not replace pod %s", owner.Name, pod.Name)}, nil
+		failures[of.UID]++
+		if job.UID != of.UID || !Survives(job, pod, failures[of.UID]+uncounted(job, pods.Items)) {
+			return EvictionPlan{Refused: fmt.Sprintf("job %s would not replace pod %s", of.Name, pod.Name)}, nil
 		}
 	}
 	return plan, nil

@@ -19,6 +19,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/owner"
 )
 
 func pendingEviction(name string, devices ...string) v1alpha1.ConflictingClaim {
@@ -35,6 +36,13 @@ func running(pod *corev1.Pod) {
 }
 
 func bare(pod *corev1.Pod) { pod.OwnerReferences = nil }
+
+func byWorkflow(pod *corev1.Pod) {
+	of := &pod.OwnerReferences[0]
+	of.APIVersion, of.Kind, of.Name = "argoproj.io/v1alpha1", "Workflow", "wf"
+}
+
+func safeToEvict(pod *corev1.Pod) { pod.Annotations = map[string]string{owner.SafeToEvict: "true"} }
 
 func deleting(pod *corev1.Pod) {
 	pod.DeletionTimestamp, pod.Finalizers = &metav1.Time{Time: time.Unix(1, 0)}, []string{"example.com/finalizer"}
@@ -74,6 +82,10 @@ func TestPlanEviction(t *testing.T) {
 		"between two starts":           {pods: []*corev1.Pod{newPod("a", started)}, refused: "has started"},
 		"init container done":          {pods: []*corev1.Pod{newPod("a", initialised)}, refused: "has started"},
 		"bare":                         {pods: []*corev1.Pod{newPod("a", bare)}, refused: "has no owner"},
+		"a step of a workflow":         {pods: []*corev1.Pod{newPod("a", byWorkflow)}, refused: "belongs to Workflow wf"},
+		"a step that is safe to evict": {pods: []*corev1.Pod{newPod("a", byWorkflow, safeToEvict)}, evict: "pod-a"},
+		"bare, and says it is safe":    {pods: []*corev1.Pod{newPod("a", bare, safeToEvict)}, refused: "has no owner"},
+		"shared with a step":           {claim: also("b"), pods: []*corev1.Pod{newPod("a"), newPod("b", byWorkflow)}, refused: "pod pod-b belongs to"},
 		"owned, not by its controller": {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.OwnerReferences[0].Controller = nil })}, refused: "has no owner"},
 		"going":                        {pods: []*corev1.Pod{newPod("a", deleting)}},
 		"ended":                        {pods: []*corev1.Pod{newPod("a", func(p *corev1.Pod) { p.Status.Phase = corev1.PodFailed })}},

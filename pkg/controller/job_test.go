@@ -65,6 +65,8 @@ func TestSurvives(t *testing.T) {
 		"disruptions are ignored":        {newJob(limited(0), onDisruptionDo(batchv1.PodFailurePolicyActionIgnore)), nil, 1, true},
 		"disruptions are counted":        {newJob(limited(0), onDisruptionDo(batchv1.PodFailurePolicyActionCount)), nil, 1, false},
 		"disruptions are fatal":          {newJob(onDisruptionDo(batchv1.PodFailurePolicyActionFailJob)), nil, 1, false},
+		"managed by others":              {newJob(func(j *batchv1.Job) { j.Spec.ManagedBy = ptr.To("kueue.x-k8s.io/multikueue") }), nil, 1, false},
+		"managed as usual":               {newJob(func(j *batchv1.Job) { j.Spec.ManagedBy = ptr.To(batchv1.JobControllerName) }), nil, 1, true},
 		"per index":                      {newJob(perIndex), index("1"), 1, true},
 		"per index, one too many":        {newJob(perIndex), index("2"), 1, false},
 		"per index, in all one too many": {newJob(perIndex, limited(0)), index("1"), 1, false},

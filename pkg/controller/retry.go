@@ -347,9 +347,13 @@ func (n *retrier) annotate(ctx context.Context, pod *corev1.Pod) error {
 const backoffLimit = 6
 
 // Survives reports whether a Job replaces a pod that is evicted. A Job counts the eviction as a failure (k8s.io/kubernetes
-// pkg/controller/job, isPodFailed). failures counts the failures that are not in its status yet, including this one. It is a pure
+// pkg/controller/job, isPodFailed), unless its podFailurePolicy ignores pods with the condition DisruptionTarget, which an eviction
+// sets. Another controller manages a Job with another spec.managedBy, and may do anything. failures counts the failures that are not in its status yet, including this one. It is a pure
 // function.
 func Survives(job *batchv1.Job, pod *corev1.Pod, failures int32) bool {
+	if ptr.Deref(job.Spec.ManagedBy, batchv1.JobControllerName) != batchv1.JobControllerName {
+		return false
+	}
 	switch onDisruption(job.Spec.PodFailurePolicy) {
 	case batchv1.PodFailurePolicyActionIgnore:
 		return true

@@ -409,7 +409,7 @@ func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
 
 // recordConflict records a conflict on these devices, and decides whether the controller evicts the claim's pods.
 func (d *Driver) recordConflict(ctx context.Context, p *preparation, kind, reason, message string, devices []device.Ref) error {
-	outcome, what := outcomeWaiting, "the claim waits, and is prepared when the device is free"
+	outcome, what := outcomeWaiting, "the claim waits, and is prepared when the device is free; delete the pod if its next one should be placed elsewhere"
 	switch {
 	// answerMargin is enough time to ask.
 	case d.Pods.Movable(context.WithoutCancel(ctx), p.request):

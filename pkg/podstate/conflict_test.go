@@ -10,13 +10,19 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/tandem-gpu/tandem/internal/owner"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 func ownedBy(kind string, controller bool) option {
+	versions := map[string]string{"ReplicaSet": "apps/v1", "Workflow": "argoproj.io/v1alpha1"}
 	return func(p *corev1.Pod) {
-		p.OwnerReferences = append(p.OwnerReferences, metav1.OwnerReference{Kind: kind, Name: "owner", UID: "owner", Controller: &controller})
+		p.OwnerReferences = append(p.OwnerReferences, metav1.OwnerReference{APIVersion: versions[kind], Kind: kind, Name: "owner", UID: "owner", Controller: &controller})
 	}
+}
+
+func safeToEvict(p *corev1.Pod) {
+	metav1.SetMetaDataAnnotation(&p.ObjectMeta, owner.SafeToEvict, "true")
 }
 
 func requestFor(uids ...string) ledger.ClaimRequest {
@@ -34,7 +40,11 @@ func TestMovable(t *testing.T) {
 	}{
 		{"a replica", []*corev1.Pod{pod(podA, "a", pending, replica)}, nil, true},
 		{"a bare pod", []*corev1.Pod{pod(podA, "a", pending)}, nil, false},
-		{"an owner that makes nothing", []*corev1.Pod{pod(podA, "a", pending, ownedBy("Workflow", false))}, nil, false},
+		{"an owner that is not its controller", []*corev1.Pod{pod(podA, "a", pending, ownedBy("ReplicaSet", false))}, nil, false},
+		{"a step of a workflow", []*corev1.Pod{pod(podA, "a", pending, ownedBy("Workflow", true))}, nil, false},
+		{"a step that is safe to evict", []*corev1.Pod{pod(podA, "a", pending, ownedBy("Workflow", true), safeToEvict)}, nil, true},
+		{"a bare pod that says it is safe", []*corev1.Pod{pod(podA, "a", pending, safeToEvict)}, nil, false},
+		{"shared with a step", []*corev1.Pod{pod(podA, "a", pending, replica), pod(podB, "b", pending, ownedBy("Workflow", true), names("one"))}, nil, false},
 		{"a static pod", []*corev1.Pod{pod(podA, "a", pending, ownedBy("Node", true), mirrorOf(podA))}, nil, false},
 		{"has started a container", []*corev1.Pod{pod(podA, "a", replica, ranOnce)}, nil, false},
 		{"shared with a replica", []*corev1.Pod{pod(podA, "a", pending, replica), pod(podB, "b", pending, replica, names("one"))}, nil, true},

@@ -21,6 +21,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/owner"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -362,8 +363,10 @@ func trimmed(pod *corev1.Pod) *corev1.Pod {
 	if slices.ContainsFunc(slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses), wasStarted) {
 		kept.Status.ContainerStatuses = []corev1.ContainerStatus{{ContainerID: "started"}}
 	}
-	if static, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]; mirror {
-		kept.Annotations = map[string]string{corev1.MirrorPodAnnotationKey: static}
+	for _, key := range []string{corev1.MirrorPodAnnotationKey, owner.SafeToEvict} {
+		if value, ok := pod.Annotations[key]; ok {
+			metav1.SetMetaDataAnnotation(&kept.ObjectMeta, key, value)
+		}
 	}
 	return kept
 }

@@ -328,7 +328,7 @@ func TestMirrorPods(t *testing.T) {
 
 func TestTrimKeepsWhatIsNeeded(t *testing.T) {
 	full := pod(podA, "a", names("one"), fromTemplate("two"), extended("three"), beingDeleted, mirrorOf(static), ranOnce, phase(corev1.PodFailed),
-		asks("1", "2"), asksFirst("4"), admitted, ownedBy("ReplicaSet", true), ownedBy("Other", false))
+		asks("1", "2"), asksFirst("4"), admitted, safeToEvict, ownedBy("Other", false), ownedBy("ReplicaSet", true))
 	full.ResourceVersion = "7"
 	full.Annotations["other"] = "x"
 	full.Labels = map[string]string{"other": "x"}
@@ -352,10 +352,10 @@ func TestTrimKeepsWhatIsNeeded(t *testing.T) {
 		t.Errorf("a started container is lost: %+v", got.Status)
 	}
 	if len(got.Spec.Containers) != 1 || len(got.Spec.Containers[0].Resources.Requests) != 2 || len(got.OwnerReferences) != 1 ||
-		got.Labels != nil || len(got.Annotations) != 1 {
+		got.Labels != nil || len(got.Annotations) != 2 {
 		t.Errorf("kept too much or too little: %+v", got)
 	}
-	if asked := asked(got, ours)["nvidia.com/gpu"]; asked != 4 || got.Status.StartTime == nil || metav1.GetControllerOf(got) == nil {
+	if asked := asked(got, ours)["nvidia.com/gpu"]; asked != 4 || got.Status.StartTime == nil || got.OwnerReferences[0].Kind != "ReplicaSet" {
 		t.Errorf("what it asks for (%d), its start or its owner is lost: %+v", asked, got)
 	}
 	if len(full.Spec.Containers) != 2 || full.Labels == nil || len(full.OwnerReferences) != 2 {

@@ -11,6 +11,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/tandem-gpu/tandem/internal/owner"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -277,7 +278,7 @@ func (p *Pods) Busy(h ledger.Hold) bool {
 // watchDelay is how long Movable waits for the watch to report a pod that kubelet already has.
 const watchDelay = time.Second
 
-// Movable reports whether every pod of a claim has an owner that would replace it, and none has ever started a container: such
+// Movable reports whether every pod of a claim has an owner that is known to replace it, and none has ever started a container: such
 // pods may be evicted. Pods that are being deleted do not count; a claim without another pod is not movable. It waits a moment
 // for pods that kubelet received before the watch, at most until ctx is done.
 func (p *Pods) Movable(ctx context.Context, claim ledger.ClaimRequest) bool {
@@ -301,7 +302,7 @@ func (p *Pods) movable(claim ledger.ClaimRequest) (movable, unknown bool) {
 		case !known:
 			unknown = true
 		case pod.deleted, isTerminal(pod.Pod), pod.DeletionTimestamp != nil:
-		case wasMade(pod.Pod) && len(pod.Status.ContainerStatuses) == 0:
+		case owner.Replaces(pod.Pod) && len(pod.Status.ContainerStatuses) == 0:
 			movable = true
 		default:
 			return false, false
@@ -331,18 +332,12 @@ func (p *Pods) Ended(lost ledger.Conflict) bool {
 	return true
 }
 
-// wasMade reports whether a controller would replace the pod. kubelet would replace a static pod with the same one.
-func wasMade(pod *corev1.Pod) bool {
-	_, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]
-	return !mirror && metav1.GetControllerOfNoCopy(pod) != nil
-}
-
-// controllerOf returns the owner that would replace the pod.
+// controllerOf returns what owner.Replaces reads of the pod's owner.
 func controllerOf(pod *corev1.Pod) []metav1.OwnerReference {
 	i := slices.IndexFunc(pod.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Controller != nil && *o.Controller })
 	if i < 0 {
 		return nil
 	}
-	controller := true
-	return []metav1.OwnerReference{{UID: types.UID("controller"), Controller: &controller}}
+	of, controller := pod.OwnerReferences[i], true
+	return []metav1.OwnerReference{{APIVersion: of.APIVersion, Kind: of.Kind, Controller: &controller}}
 }
