@@ -113,9 +113,10 @@ type healer struct {
 	client client.Client
 	driver string
 	// live reads from the API server: an eviction needs the current state.
-	live     client.Reader
-	recorder events.EventRecorder
-	metrics  *metrics
+	live      client.Reader
+	recorder  events.EventRecorder
+	metrics   *metrics
+	evictions *evictions
 }
 
 func (h *healer) register(m manager.Manager) error {
@@ -178,12 +179,28 @@ func (h *healer) heal(ctx context.Context, node string, key types.NamespacedName
 		klog.FromContext(ctx).V(2).Info("Not evicting", "claim", key, "reason", plan.Refused)
 		return false, nil
 	}
-	for _, pod := range plan.Evict {
-		if err := h.evict(ctx, plan.Conflict, claim, pod); err != nil {
-			return true, err
-		}
+	return true, h.carryOut(ctx, node, plan, claim)
+}
+
+// carryOut evicts the pods of a plan, unless the same owners' pods were evicted for the same devices a short time ago.
+func (h *healer) carryOut(ctx context.Context, node string, plan EvictionPlan, claim *resourceapi.ResourceClaim) error {
+	losses := lossesOf(plan, node)
+	if wait := h.evictions.wait(losses); wait > 0 {
+		klog.FromContext(ctx).V(2).Info("Not evicting again so soon", "claim", klog.KObj(claim), "devices", plan.Conflict.Devices, "wait", wait)
+		return nil
 	}
-	return true, nil
+	evictedAny := false
+	for _, pod := range plan.Evict {
+		evicted, err := h.evict(ctx, plan.Conflict, claim, pod)
+		if err != nil {
+			return err // The next attempt evicts the rest.
+		}
+		evictedAny = evictedAny || evicted
+	}
+	if evictedAny {
+		h.evictions.record(losses)
+	}
+	return nil
 }
 
 // spareJobs refuses an eviction that would make a Job fail. Its pod waits, like a pod without an owner.
@@ -213,10 +230,10 @@ func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan
 	return plan, nil
 }
 
-// evict evicts a pod. It returns an error, and the reconciler retries, if the pod has changed since it was read.
+// evict evicts a pod. evicted is false if the pod is gone or a disruption budget refuses. It returns an error, and the reconciler retries, if the pod has changed since it was read.
 func (h *healer) evict(
 	ctx context.Context, conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, pod *corev1.Pod,
-) error {
+) (evicted bool, err error) {
 	eviction := &policyv1.Eviction{
 		ObjectMeta: metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
 		DeleteOptions: &metav1.DeleteOptions{
@@ -225,12 +242,12 @@ func (h *healer) evict(
 	}
 	switch err := h.client.SubResource("eviction").Create(ctx, pod, eviction); {
 	case apierrors.IsNotFound(err):
-		return nil
+		return false, nil
 	case apierrors.IsTooManyRequests(err):
 		h.metrics.evictions.WithLabelValues("refused").Inc()
-		return nil
+		return false, nil
 	case err != nil:
-		return fmt.Errorf("evict pod %s/%s of claim %s: %w", pod.Namespace, pod.Name, claim.Name, err)
+		return false, fmt.Errorf("evict pod %s/%s of claim %s: %w", pod.Namespace, pod.Name, claim.Name, err)
 	}
 	h.metrics.evictions.WithLabelValues("evicted").Inc()
 	klog.FromContext(ctx).Info("Evicted pod of claim in conflict", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "devices", conflict.Devices)
@@ -239,7 +256,7 @@ func (h *healer) evict(
 	for regarding, related := range map[client.Object]client.Object{pod: claim, claim: pod} {
 		h.recorder.Eventf(regarding, related, corev1.EventTypeNormal, "EvictedAfterConflict", "Evict", "%s", text)
 	}
-	return nil
+	return true, nil
 }
 
 // noteLimit is the longest note in bytes that the API server accepts in an event (k8s.io/kubernetes pkg/apis/core/validation).

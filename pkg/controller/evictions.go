@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"maps"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+const (
+	// The interval between two evictions for one loss doubles. A loss that did not happen again for evictionForget starts anew.
+	evictionInterval    = 10 * time.Second
+	evictionIntervalMax = 5 * time.Minute
+	evictionForget      = 5 * time.Minute
+	// evictionsMax bounds the memory: an entry has less than 500 bytes.
+	evictionsMax = 4096
+)
+
+// loss identifies what must not happen in a loop: each new pod of an owner gets the same device, and loses it.
+type loss struct {
+	owner        types.UID
+	node, device string
+}
+
+// evictions limits how often one owner's pods are evicted for one device. Its memory ends with the process: a new leader starts
+// anew. Only the worker of heal uses it.
+type evictions struct {
+	now    func() time.Time
+	losses map[loss]*evicted
+}
+
+type evicted struct {
+	interval time.Duration
+	next     time.Time
+}
+
+func newEvictions(now func() time.Time) *evictions {
+	return &evictions{now: now, losses: map[loss]*evicted{}}
+}
+
+// lossesOf returns the losses that an eviction is for.
+func lossesOf(plan EvictionPlan, node string) map[loss]bool {
+	losses := map[loss]bool{}
+	for _, pod := range plan.Evict {
+		for _, device := range plan.Conflict.Devices {
+			losses[loss{ownerOf(pod), node, device}] = true
+		}
+	}
+	return losses
+}
+
+func ownerOf(pod *corev1.Pod) types.UID {
+	if of := metav1.GetControllerOfNoCopy(pod); of != nil {
+		return of.UID
+	}
+	return ""
+}
+
+// wait returns how long no pod may be evicted for one of the losses; zero if it may be now.
+func (e *evictions) wait(losses map[loss]bool) (longest time.Duration) {
+	for l := range losses {
+		if before := e.losses[l]; before != nil {
+			longest = max(longest, before.next.Sub(e.now()))
+		}
+	}
+	return longest
+}
+
+// record records an eviction for the losses.
+func (e *evictions) record(losses map[loss]bool) {
+	now := e.now()
+	maps.DeleteFunc(e.losses, func(_ loss, v *evicted) bool { return now.Sub(v.next) >= evictionForget })
+	for l := range losses {
+		v := e.losses[l]
+		if v == nil {
+			e.makeRoom()
+			v = &evicted{interval: evictionInterval}
+			e.losses[l] = v
+		}
+		v.next, v.interval = now.Add(v.interval), min(2*v.interval, evictionIntervalMax)
+	}
+}
+
+// makeRoom drops the entry that ends first if there are too many.
+func (e *evictions) makeRoom() {
+	if len(e.losses) < evictionsMax {
+		return
+	}
+	var first loss
+	for l, v := range e.losses {
+		if chosen := e.losses[first]; chosen == nil || v.next.Before(chosen.next) {
+			first = l
+		}
+	}
+	delete(e.losses, first)
+}
