@@ -41,6 +41,11 @@ func unhealthy(resource string) func(*corev1.Pod) {
 	return failing("UnexpectedAdmissionError", "Pod was rejected: Allocate failed due to no healthy devices present; cannot allocate unhealthy devices "+resource+", which is unexpected")
 }
 
+// byScheduler is how the API server marks a pod that a scheduler binds.
+func byScheduler(pod *corev1.Pod) {
+	pod.Status.Conditions = append(pod.Status.Conditions, corev1.PodCondition{Type: corev1.PodScheduled, Status: corev1.ConditionTrue})
+}
+
 func TestRejected(t *testing.T) {
 	const small = corev1.ResourceName("nvidia.com/mig-1g.10gb")
 	limits := device.Resources{GPU: testResource, Strategy: device.MIGStrategyMixed}
@@ -78,6 +83,117 @@ func (w *world) breaker() *breaker {
 	b := newBreaker(w.client, w.client, device.Resources{GPU: testResource}, w.metrics, w.now)
 	b.opened = make(chan event.GenericEvent, 100)
 	return b
+}
+
+// rejects shows the breaker that a pod which the scheduler bound has left Pending.
+func (w *world) rejects(b *breaker, namespace, name string) {
+	w.t.Helper()
+	request := boundPod{types.NamespacedName{Namespace: namespace, Name: name}, types.UID("uid-" + name)}
+	if _, err := b.Reconcile(w.t.Context(), request); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// attack lets pods of a namespace leave Pending, one after the other, as the watch reports them.
+func (w *world) attack(b *breaker, pods ...*corev1.Pod) {
+	w.t.Helper()
+	for _, pod := range pods {
+		pending := pod.DeepCopy()
+		pending.Status = corev1.PodStatus{Phase: corev1.PodPending, Conditions: pod.Status.Conditions}
+		trimPod(pending)
+		pod.Status.Conditions = nil // kubelet drops them when it rejects a pod
+		if err := w.client.Create(w.t.Context(), pod); err != nil {
+			w.t.Fatal(err)
+		}
+		if !leftPending(b.of).Delete(event.DeleteEvent{Object: pending}) {
+			continue
+		}
+		for _, request := range boundPodOf(w.t.Context(), pending) {
+			if _, err := b.Reconcile(w.t.Context(), request); err != nil {
+				w.t.Fatal(err)
+			}
+		}
+	}
+}
+
+// A tenant's pods that no scheduler bound, or would bind, change nothing for others.
+func TestBreakerIgnoresWhatATenantForges(t *testing.T) {
+	absurd := func(pod *corev1.Pod) {
+		pod.Spec.Containers[1].Resources.Limits[testResource] = resource.MustParse("1000")
+	}
+	claimsToBe := func(pod *corev1.Pod) {
+		pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: "SchedulingGated"}}
+	}
+	kubelet := unhealthy(testResource)
+	for name, c := range map[string]struct {
+		change []func(*corev1.Pod)
+		want   string
+	}{
+		"created with a nodeName":           {[]func(*corev1.Pod){asking(testResource), kubelet}, "8"},
+		"and with an absurd limit":          {[]func(*corev1.Pod){asking(testResource), absurd, kubelet}, "8"},
+		"and with a condition":              {[]func(*corev1.Pod){asking(testResource), claimsToBe, kubelet}, "8"},
+		"bound by a scheduler of their own": {[]func(*corev1.Pod){asking(testResource), byScheduler, absurd, kubelet}, "8"},
+		"bound, and honest":                 {[]func(*corev1.Pod){asking(testResource), byScheduler, kubelet}, "0"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"))
+			r := w.allocatable()
+			w.twice(r, "node-1")
+			for i := range breakerPods {
+				w.attack(r.breaker, newPod(fmt.Sprint(i), c.change...))
+			}
+			w.twice(r, "node-1")
+			if got := w.offers(); got != c.want {
+				t.Errorf("%s are offered, want %s", got, c.want)
+			}
+		})
+	}
+}
+
+// A pod of the same name that came after the one that the scheduler bound is not mistaken for it.
+func TestBreakerKnowsThePod(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"),
+		newPod("a", asking(testResource), unhealthy(testResource), func(p *corev1.Pod) { p.UID = "later" }))
+	b := w.breaker()
+	for range breakerPods {
+		w.rejects(b, "ns", "pod-a")
+	}
+	if b.open(offer{"node-1", testResource}) {
+		t.Error("open")
+	}
+}
+
+// A tenant with a scheduler of its own opens the breaker a few times; another tenant's pods do so still.
+func TestBreakerIsBoundedByNamespace(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(), coreNode("8", "8"),
+		newPod("a", asking(testResource), unhealthy(testResource)),
+		newPod("b", asking(testResource), unhealthy(testResource), func(p *corev1.Pod) { p.Namespace = "other" }))
+	b, of, status := w.breaker(), offer{"node-1", testResource}, gpuNode().Status
+	opened := func(namespace, name string) bool {
+		for range breakerPods {
+			w.rejects(b, namespace, name)
+		}
+		defer b.close(of)
+		return b.open(of)
+	}
+	began, n := w.clock, 0
+	for w.clock.Sub(began) < namespaceWindow {
+		if opened("ns", "pod-a") {
+			n++
+		}
+		w.clock = w.clock.Add(10 * time.Second)
+	}
+	if n != namespaceOpenings {
+		t.Errorf("opened %d times", n)
+	}
+	if !opened("other", "pod-b") || opened("other", "nothing") {
+		t.Error("another namespace suffers")
+	}
+	w.clock = w.clock.Add(2 * namespaceWindow)
+	b.count(offer{"node-2", testResource}, "ns", status)
+	if len(b.offers) != 1 {
+		t.Errorf("remembers %v", b.offers)
+	}
 }
 
 // A node that turns away one pod after the other is offered none, until its agent has something else to say, or kubelet.
@@ -148,7 +264,7 @@ func TestBreaker(t *testing.T) {
 					}
 				}
 				for range s.pods {
-					w.once(r.breaker, types.NamespacedName{Namespace: "ns", Name: "pod-a"})
+					w.rejects(r.breaker, "ns", "pod-a")
 				}
 				w.twice(r, "node-1")
 				if got := w.offers(); got != s.want {
@@ -174,7 +290,7 @@ func TestBreakerForgets(t *testing.T) {
 	open := func() {
 		t.Helper()
 		for range breakerPods {
-			w.once(b, types.NamespacedName{Namespace: "ns", Name: "pod-a"})
+			w.rejects(b, "ns", "pod-a")
 		}
 		if !b.open(of) || b.open(offer{"node-1", "nvidia.com/mig-1g.10gb"}) || b.open(offer{"node-2", testResource}) {
 			t.Fatal("it is not open for this alone")
@@ -194,9 +310,9 @@ func TestBreakerForgets(t *testing.T) {
 	if len(b.offers) != 0 {
 		t.Errorf("remembers %v", b.offers)
 	}
-	w.once(b, types.NamespacedName{Namespace: "ns", Name: "pod-a"})
+	w.rejects(b, "ns", "pod-a")
 	w.clock = w.clock.Add(breakerWindow)
-	b.count(offer{"node-2", testResource}, v1alpha1.GPUNodeStatus{})
+	b.count(offer{"node-2", testResource}, "ns", v1alpha1.GPUNodeStatus{})
 	if b.offers[of] != nil {
 		t.Error("remembers a pod of long ago")
 	}
@@ -207,7 +323,7 @@ func TestBreakerForgets(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range breakerPods {
-		w.once(b, types.NamespacedName{Namespace: "ns", Name: "pod-late"})
+		w.rejects(b, "ns", "pod-late")
 	}
 	if b.open(of) {
 		t.Error("opened by pods that failed long ago")
@@ -234,7 +350,7 @@ func TestBreakerOfANodeLeftAlone(t *testing.T) {
 		t.Fatalf("%s are offered: not left alone", got)
 	}
 	for range breakerPods {
-		w.once(r.breaker, types.NamespacedName{Namespace: "ns", Name: "pod-a"})
+		w.rejects(r.breaker, "ns", "pod-a")
 	}
 	w.twice(r, "node-1")
 	if got := w.offers(); got != "8" || r.breaker.open(offer{"node-1", testResource}) {
@@ -247,13 +363,14 @@ func TestBreakerLooksAtFew(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{})
 	b := w.breaker()
 	left := leftPending(b.of)
-	bound := newPod("a", asking(testResource))
+	bound := newPod("a", asking(testResource), byScheduler)
 	if left.Create(event.CreateEvent{Object: bound}) || left.Update(event.UpdateEvent{ObjectOld: bound, ObjectNew: bound}) || left.Generic(event.GenericEvent{Object: bound}) {
 		t.Error("looks at a pod that waits")
 	}
 	for want, pods := range map[bool][]*corev1.Pod{
-		true:  {bound},
-		false: {newPod("a"), newPod("a", asking("example.com/nic")), newPod("a", asking(testResource), func(p *corev1.Pod) { p.Spec.NodeName = "" })},
+		true: {bound},
+		false: {newPod("a"), newPod("a", asking("example.com/nic"), byScheduler), newPod("a", asking(testResource), byScheduler, func(p *corev1.Pod) { p.Spec.NodeName = "" }),
+			newPod("a", asking(testResource))},
 	} {
 		for i, pod := range pods {
 			if got := left.Delete(event.DeleteEvent{Object: pod}); got != want {
@@ -262,12 +379,12 @@ func TestBreakerLooksAtFew(t *testing.T) {
 		}
 	}
 	// One that is gone altogether has been deleted, which is no failure; and a node that is not ours has no agent.
-	w.once(b, types.NamespacedName{Namespace: "ns", Name: "gone"})
+	w.rejects(b, "ns", "gone")
 	if err := w.client.Create(t.Context(), newPod("a", asking(testResource), unhealthy(testResource))); err != nil {
 		t.Fatal(err)
 	}
 	for range breakerPods {
-		w.once(b, types.NamespacedName{Namespace: "ns", Name: "pod-a"})
+		w.rejects(b, "ns", "pod-a")
 	}
 	if len(b.offers) > 0 {
 		t.Errorf("remembers %v", b.offers)

@@ -151,7 +151,7 @@ func trimNode(node *corev1.Node, limits device.Resources) {
 	maps.DeleteFunc(node.Status.Capacity, others)
 }
 
-// trimPod keeps the node, the claims and the limits of a pod.
+// trimPod keeps the node, the claims and the limits of a pod, and whether the scheduler bound it.
 func trimPod(pod *corev1.Pod) {
 	trimMeta(&pod.ObjectMeta)
 	for _, containers := range [][]corev1.Container{pod.Spec.InitContainers, pod.Spec.Containers} {
@@ -165,7 +165,7 @@ func trimPod(pod *corev1.Pod) {
 	}
 	pod.Status = corev1.PodStatus{
 		Phase: pod.Status.Phase, ResourceClaimStatuses: pod.Status.ResourceClaimStatuses,
-		ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus,
+		ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus, Conditions: scheduled(pod),
 	}
 }
 

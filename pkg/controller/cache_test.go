@@ -37,6 +37,7 @@ func TestTrimmingChangesNoDecision(t *testing.T) {
 		p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{testResource: resource.MustParse("1")}
 		p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "x", ResourceClaimTemplateName: ptr.To("t")}}
 	})
+	byScheduler(pod)
 	trimPod(pod)
 	b := newBreaker(nil, nil, device.Resources{GPU: testResource}, nil, nil)
 	if !b.of(pod) || !Retryable(pod, "node-1") || len(nodeOfPod(t.Context(), pod)) != 1 {

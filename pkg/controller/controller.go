@@ -162,10 +162,13 @@ const (
 )
 
 // options returns the options of a reconciler.
-func options(workers int) ctrlcontroller.Options {
-	return ctrlcontroller.Options{
+func options(workers int) ctrlcontroller.Options { return optionsFor[reconcile.Request](workers) }
+
+// optionsFor returns the options of a reconciler with its own type of request.
+func optionsFor[T comparable](workers int) ctrlcontroller.TypedOptions[T] {
+	return ctrlcontroller.TypedOptions[T]{
 		MaxConcurrentReconciles: workers,
-		RateLimiter:             workqueue.NewTypedItemExponentialFailureRateLimiter[reconcile.Request](firstRetry, lastRetry),
+		RateLimiter:             workqueue.NewTypedItemExponentialFailureRateLimiter[T](firstRetry, lastRetry),
 	}
 }
 
