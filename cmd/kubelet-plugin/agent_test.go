@@ -252,6 +252,7 @@ func TestWaitsForLock(t *testing.T) {
 type anything struct{}
 
 func (anything) Started(ledger.Hold, []ledger.Hold) bool { return false }
+func (anything) Reuses(ledger.Hold) bool                 { return true }
 func (anything) PodState(ledger.Hold) ledger.PodState    { return ledger.Running }
 
 // simulatedMachine gives the node of c four simulated GPUs, and returns the directory of the machine.

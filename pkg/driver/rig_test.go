@@ -247,6 +247,7 @@ type fakePodStates struct {
 }
 
 func (e *fakePodStates) Started(ledger.Hold, []ledger.Hold) bool { return false }
+func (*fakePodStates) Reuses(ledger.Hold) bool                   { return true }
 
 func (e *fakePodStates) PodState(h ledger.Hold) ledger.PodState {
 	e.mu.Lock()

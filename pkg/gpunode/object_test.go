@@ -82,6 +82,7 @@ type running struct{}
 
 func (running) PodState(ledger.Hold) ledger.PodState    { return ledger.Running }
 func (running) Started(ledger.Hold, []ledger.Hold) bool { return true }
+func (running) Reuses(ledger.Hold) bool                 { return true }
 
 // fixture is a node with two GPUs, an agent's ledger, and an API server.
 type fixture struct {

@@ -37,6 +37,7 @@ type judge func(Hold) PodState
 
 func (j judge) PodState(h Hold) PodState { return j(h) }
 func (judge) Started(Hold, []Hold) bool  { return false }
+func (judge) Reuses(Hold) bool           { return true }
 
 func neverGone(Hold) PodState { return Orphaned }
 

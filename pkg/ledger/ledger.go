@@ -145,6 +145,10 @@ type PodStates interface {
 	// checkpoint allocates again when a container of a running pod restarts (GetDeviceRunContainerOptions). all contains every hold;
 	// if h names no pod, those that name one exclude their pods.
 	Started(h Hold, all []Hold) bool
+	// Reuses reports whether the pod of a pod's hold may request its device ID again: kubelet is in the middle of the pod's admission, and
+	// a later container takes over the device of an init container. If the pod watch has not reported the pod, or its end, Reuses waits
+	// for it, a second at most. It also returns true for a hold that names no pod and that kubelet gave to none.
+	Reuses(h Hold) bool
 }
 
 // ErrLocked is returned by Open when another process has the ledger open.

@@ -16,6 +16,7 @@ type podStates map[string]ledger.PodState
 
 func (v podStates) PodState(h ledger.Hold) ledger.PodState { return v[h.Holder.ID] }
 func (podStates) Started(ledger.Hold, []ledger.Hold) bool  { return false }
+func (podStates) Reuses(ledger.Hold) bool                  { return true }
 
 func open(t *testing.T, dir string, e ledger.PodStates) *ledger.Ledger {
 	t.Helper()

@@ -11,10 +11,10 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// ReservePod reserves all devices or none, and never waits. Allocate calls it. Allocate does not name the pod; Identify records it later.
-// An ID that a pod holds already counts as reuse inside one pod (init containers), unless that pod runs, is gone from the API server and
-// may still run, or holds the ID by another resource, for which kubelet has another account. A *ConflictError names the conflicting
-// holds.
+// ReservePod reserves all devices or none, and never waits for another holder. Allocate calls it. Allocate does not name the pod; Identify records it later.
+// An ID that a pod holds already counts as reuse only while kubelet admits that pod and a later container takes over the device of an
+// init container (PodStates.Reuses). By another resource it is no reuse: kubelet has another account for it. A *ConflictError names the
+// conflicting holds.
 func (l *Ledger) ReservePod(requests []PodRequest) error {
 	if err := checkApart(requests); err != nil {
 		return err
@@ -119,8 +119,9 @@ func (l *Ledger) take(holds []Hold) error {
 	return nil
 }
 
-// confirmReuse returns the holds of the same IDs that a new pod must not reuse: their pod is unknown, ended or started, so the
-// request may come from another pod. A draining hold stays so until its pod state changes back.
+// confirmReuse returns the holds of the same IDs that a new pod must not reuse: their pod is unknown, ended, started or has one container
+// only, so the request comes from another pod. kubelet forgets the devices of an Allocate in flight when pod resources are listed just
+// then, and offers them again (docs/design/0002-ledger.md). A draining hold stays so until its pod state changes back.
 func (l *Ledger) confirmReuse(requests []PodRequest) ([]Hold, error) {
 	l.mu.Lock()
 	var same []Hold
@@ -134,16 +135,26 @@ func (l *Ledger) confirmReuse(requests []PodRequest) ([]Hold, error) {
 	l.mu.Unlock()
 	var refused []Hold
 	for _, h := range same {
-		switch podState := l.podState(h); {
-		case podState == Gone:
+		podState := l.podState(h)
+		if podState != Gone && !other[h.Holder.ID] && l.reuses(h, podState) {
+			continue
+		}
+		// The end of the pod may have been reported meanwhile.
+		if podState == Gone || l.podState(h) == Gone {
 			if err := l.Release(h); err != nil {
 				return nil, err
 			}
-		case podState == Orphaned, h.State == StateDraining, h.Unreadable, other[h.Holder.ID], l.options.PodStates.Started(h, l.Holds()):
-			refused = append(refused, h)
+			continue
 		}
+		refused = append(refused, h)
 	}
 	return refused, nil
+}
+
+// reuses reports whether a request for the ID of a hold can come from the hold's own pod.
+func (l *Ledger) reuses(h Hold, podState PodState) bool {
+	return podState != Orphaned && h.State != StateDraining && !h.Unreadable &&
+		!l.options.PodStates.Started(h, l.Holds()) && l.options.PodStates.Reuses(h)
 }
 
 // undo releases the holds that a failed call took. Under l.mu.

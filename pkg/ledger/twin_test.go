@@ -271,6 +271,7 @@ type node struct {
 }
 
 func (n *node) Started(Hold, []Hold) bool { return false }
+func (*node) Reuses(Hold) bool            { return true }
 
 func (n *node) PodState(h Hold) PodState {
 	if _, running := n.running.Load(h.Holder); running {

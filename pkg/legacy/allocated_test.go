@@ -70,6 +70,9 @@ func TestAllocatedDecidesNothing(t *testing.T) {
 
 func TestAllocatedIsPreferredLast(t *testing.T) {
 	f, claims, client := withAllocations(t)
+	if _, err := client.Allocate(context.Background(), allocation([]string{uuid(4)})); err != nil {
+		t.Fatal(err)
+	}
 	claims.put(7, 6)
 	f.ledger.claim("c", 5)
 	f.withdrawn(5, 6, 7)
@@ -83,6 +86,7 @@ func TestAllocatedIsPreferredLast(t *testing.T) {
 		"last of several":              {[]string{uuid(7), uuid(6), uuid(5), uuid(1)}, nil, 4, []string{uuid(1), uuid(7), uuid(6)}},
 		"nothing else":                 {[]string{uuid(6)}, nil, 1, []string{uuid(6)}},
 		"required":                     {[]string{uuid(7), uuid(1)}, []string{uuid(7)}, 2, []string{uuid(7), uuid(1)}},
+		"what kubelet has forgotten":   {[]string{uuid(7), uuid(4)}, nil, 1, []string{uuid(7)}},
 		"unknown devices before those": {[]string{uuid(6), "GPU-x"}, nil, 1, []string{"GPU-x"}},
 	} {
 		t.Run(name, func(t *testing.T) {

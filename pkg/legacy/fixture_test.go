@@ -77,6 +77,7 @@ type book struct {
 }
 
 func (b *book) Started(ledger.Hold, []ledger.Hold) bool { return false }
+func (*book) Reuses(ledger.Hold) bool                   { return true }
 
 func (b *book) PodState(h ledger.Hold) ledger.PodState {
 	if h.State == ledger.StateDraining {

@@ -54,7 +54,7 @@ func TestOffered(t *testing.T) {
 	}
 }
 
-// TestPreferredAvoidsWhatALimitHas: kubelet offers such a device where its checkpoint was lost.
+// TestPreferredAvoidsWhatALimitHas: kubelet offers such a device where it forgot an Allocate in flight or lost its checkpoint.
 func TestPreferredAvoidsWhatALimitHas(t *testing.T) {
 	gpus := []device.GPU{{UUID: "GPU-a", Minor: 0}, {UUID: "GPU-b", Minor: 1}, {UUID: "GPU-c", Minor: 2}}
 	c := devicesOf(gpus...)
@@ -64,7 +64,7 @@ func TestPreferredAvoidsWhatALimitHas(t *testing.T) {
 		},
 		conflicts: []ledger.Conflict{{Devices: []device.Ref{{GPU: "GPU-b"}}}},
 	}, noAllocations)
-	for size, want := range map[int32][]string{1: {"GPU-a"}, 2: {"GPU-a", "GPU-c"}, 3: {"GPU-a", "GPU-c", "GPU-b"}} {
+	for size, want := range map[int32][]string{1: {"GPU-a"}, 2: {"GPU-a", "GPU-b"}, 3: {"GPU-a", "GPU-b", "GPU-c"}} {
 		request := &pluginapi.ContainerPreferredAllocationRequest{AvailableDeviceIDs: []string{"GPU-a", "GPU-b", "GPU-c"}, AllocationSize: size}
 		if got := c.prefer(request, o); !slices.Equal(got, want) {
 			t.Errorf("%d: %q, want %q", size, got, want)

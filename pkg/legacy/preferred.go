@@ -28,14 +28,14 @@ func (p *Plugin) Preferred(resource string, request *pluginapi.PreferredAllocati
 }
 
 // prefer returns IDs without duplicates, as many as requested if available. Devices of pending claims come near the end: without other
-// devices kubelet would use them anyway, and the ledger gives them to the first caller. Devices that a pod still holds come before them:
-// that pod has just ended, or kubelet has lost its checkpoint.
+// devices kubelet would use them anyway, and the ledger gives them to the first caller. Devices that a pod still holds come last: kubelet
+// has forgotten them (docs/design/0002-ledger.md), and the ledger refuses them, which fails the pod.
 func (c *resourceDevices) prefer(request *pluginapi.ContainerPreferredAllocationRequest, u usage) []string {
 	size := int(request.GetAllocationSize())
 	required, unknown := c.places(request.GetMustIncludeDeviceIDs())
 	available, others := c.places(request.GetAvailableDeviceIDs())
 	held, all := u.held(), u.heldOrPending()
-	var lingering, pending, single []int
+	var forgotten, pending, single []int
 	available = slices.DeleteFunc(available, func(at int) bool {
 		i := c.items[at]
 		mine, conflict := u.availability(c.resource, i, held)
@@ -43,7 +43,7 @@ func (c *resourceDevices) prefer(request *pluginapi.ContainerPreferredAllocation
 			return true
 		}
 		if mine {
-			lingering = append(lingering, at)
+			forgotten = append(forgotten, at)
 			return true
 		}
 		if all.exclude(i.use()) {
@@ -65,7 +65,7 @@ func (c *resourceDevices) prefer(request *pluginapi.ContainerPreferredAllocation
 	// Replicas for which the chosen ones leave no memory.
 	crowded := slices.DeleteFunc(available, func(at int) bool { return slices.Contains(chosen, at) })
 	// Allocate refuses a device shared by MPS together with other devices, so these come only if nothing else is left.
-	for _, at := range slices.Concat(descending(lingering), descending(pending), descending(crowded), descending(single)) {
+	for _, at := range slices.Concat(descending(pending), descending(crowded), descending(single), descending(forgotten)) {
 		others = append(others, c.items[at].id)
 	}
 	for _, id := range others {

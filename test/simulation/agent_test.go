@@ -101,7 +101,7 @@ func (a *agent) open() (err error) {
 	if a.pods, err = podstate.NewPods(noClient{}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
 		return err
 	}
-	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), PodStates: parkedState{a.pods, a.simulation}, Now: stamp}
+	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), PodStates: parkedState{a.pods, a.pods, a.simulation}, Now: stamp}
 	options.Queue = a.pods.Queue(limits.Has)
 	options.Step = func(string) { a.diskStep() }
 	options.Turn = func(ctx context.Context) { turn(ctx, "tries to reserve") }
@@ -555,7 +555,8 @@ type noClient struct{ kubernetes.Interface }
 // parkedState lets other events happen before a pod state is returned.
 type parkedState struct {
 	ledger.PodStates
-	s *simulation
+	pods *podstate.Pods
+	s    *simulation
 }
 
 func (e parkedState) PodState(h ledger.Hold) ledger.PodState {
@@ -568,6 +569,19 @@ func (e parkedState) PodState(h ledger.Hold) ledger.PodState {
 
 func (e parkedState) Started(h ledger.Hold, all []ledger.Hold) bool {
 	return !e.s.faults.noPodStates && e.PodStates.Started(h, all)
+}
+
+// Reuses waits as the product does, in the simulation's time.
+func (e parkedState) Reuses(h ledger.Hold) bool {
+	for began := time.Now(); !e.s.faults.noPodStates; {
+		reuses, decided := e.pods.ReusesNow(h)
+		c := e.s.current.Load()
+		if decided || time.Since(began) >= time.Second || c == nil {
+			return reuses
+		}
+		c.sleep(50*time.Millisecond, "waits to hear of a pod")
+	}
+	return true
 }
 
 // parkedPods waits for pods that no component has received yet.
