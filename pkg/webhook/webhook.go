@@ -28,7 +28,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
-	ctrlwebhook "sigs.k8s.io/controller-runtime/pkg/webhook"
 	"sigs.k8s.io/controller-runtime/pkg/webhook/admission"
 )
 
@@ -50,9 +49,8 @@ func (c Config) serverName() string { return c.Name + "." + c.Namespace + ".svc"
 
 // Webhook serves the webhook and reconciles its certificate. Make it with New.
 type Webhook struct {
-	// server listens once the manager runs. It completes no handshake while it has no certificate; the API server treats such a webhook
-	// as unavailable.
-	server   ctrlwebhook.Server
+	// server listens once the manager runs.
+	server   *server
 	config   Config
 	client   client.Client
 	recorder events.EventRecorder
@@ -67,15 +65,12 @@ func New(c Config) *Webhook {
 		Name: "tandem_controller_webhook_certificate_expires_in_seconds",
 		Help: "Time until the certificate that this replica's webhook serves expires; 0 while it has none.",
 	}, func() float64 { return w.left().Seconds() })
-	w.server = ctrlwebhook.NewServer(ctrlwebhook.Options{
-		Port:    c.Port,
-		TLSOpts: []func(*tls.Config){func(t *tls.Config) { t.GetCertificate = w.certificate }},
-	})
-	w.server.Register(Path, &admission.Webhook{
-		Handler: &validator{driver: c.DriverName, requests: newRequests(c.Registerer)},
+	requests := newRequests(c.Registerer)
+	w.server = newServer(c.Port, w.certificate, &admission.Webhook{
+		Handler: &validator{driver: c.DriverName, requests: requests},
 		// After a panic the connection breaks, which the API server ignores. An error status would deny the request.
 		RecoverPanic: ptr.To(false),
-	})
+	}, requests.WithLabelValues(refused))
 	return w
 }
 
@@ -130,14 +125,16 @@ const (
 	allowed    = "allowed"
 	denied     = "denied"
 	unreadable = "unreadable"
+	refused    = "refused"
 )
 
 func newRequests(registerer prometheus.Registerer) *prometheus.CounterVec {
 	requests := promauto.With(registerer).NewCounterVec(prometheus.CounterOpts{
 		Name: "tandem_controller_webhook_requests_total",
-		Help: "Claims, templates and classes validated at admission: allowed, denied, or allowed because they were unreadable.",
+		Help: "Claims, templates and classes validated at admission: allowed, denied, allowed because they were unreadable, " +
+			"or refused because of their size or too many others.",
 	}, []string{"result"})
-	for _, result := range []string{allowed, denied, unreadable} {
+	for _, result := range []string{allowed, denied, unreadable, refused} {
 		requests.WithLabelValues(result)
 	}
 	return requests

@@ -15,7 +15,6 @@ import (
 	"net/http"
 	"os"
 	"slices"
-	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -25,7 +24,6 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/klog/v2"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
-	ctrlwebhook "sigs.k8s.io/controller-runtime/pkg/webhook"
 )
 
 func TestMain(m *testing.M) {
@@ -43,36 +41,18 @@ func (w *world) listen() (*Webhook, dialer) {
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	address := listener.Addr().(*net.TCPAddr)
-	if err := listener.Close(); err != nil {
-		w.t.Fatal(err)
-	}
-	config := w.config()
-	config.Port = address.Port
-	r := New(config)
-	r.client, r.recorder = w.client, w.recorder
+	r := w.replica()
 	ctx, cancel := context.WithCancel(w.t.Context())
 	ended := make(chan error, 1)
-	go func() { ended <- r.server.Start(ctx) }()
+	go func() { ended <- r.server.serve(ctx, listener) }()
 	w.t.Cleanup(func() {
 		cancel()
 		if err := <-ended; err != nil {
 			w.t.Error(err)
 		}
 	})
-	for started := r.server.StartedChecker(); ; {
-		// Without a certificate it listens and refuses handshakes.
-		if err := started(nil); err == nil || strings.Contains(err.Error(), "internal error") {
-			break
-		}
-		select {
-		case err := <-ended:
-			w.t.Fatal(err)
-		case <-time.After(time.Millisecond):
-		}
-	}
 	return r, func(ctx context.Context, network, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, network, address.String())
+		return new(net.Dialer).DialContext(ctx, network, listener.Addr().String())
 	}
 }
 
@@ -93,14 +73,9 @@ func (p pipes) Addr() net.Addr { return &net.UnixAddr{} }
 func (w *world) listenInMemory() (*Webhook, dialer) {
 	w.t.Helper()
 	r := w.replica()
-	server := r.server.(*ctrlwebhook.DefaultServer)
-	settings := &tls.Config{}
-	for _, set := range server.Options.TLSOpts {
-		set(settings)
-	}
 	connections := make(pipes)
 	go func() {
-		_ = (&http.Server{Handler: server.WebhookMux(), ErrorLog: log.New(io.Discard, "", 0)}).Serve(tls.NewListener(connections, settings))
+		_ = (&http.Server{Handler: r.server.handler, ErrorLog: log.New(io.Discard, "", 0)}).Serve(tls.NewListener(connections, r.server.tls))
 	}()
 	w.t.Cleanup(func() {
 		close(connections)
