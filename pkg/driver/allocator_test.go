@@ -10,6 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/dynamic-resource-allocation/cel"
 	"k8s.io/dynamic-resource-allocation/structured"
@@ -133,4 +134,32 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 			}
 		})
 	}
+}
+
+// allocateAll returns the devices that the scheduler gives to claims for one GPU each, one after the other.
+func allocateAll(t *testing.T, published []*resourceapi.ResourceSlice, claims int) (devices []string) {
+	t.Helper()
+	taken := sets.New[structured.DeviceID]()
+	for i := range claims {
+		allocator, err := structured.NewAllocator(t.Context(), structured.Features{DeviceTaints: true}, structured.AllocatedState{AllocatedDevices: taken},
+			nvidiaClasses, published, cel.NewCache(100, cel.Features{}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint(i), Namespace: "team-a", UID: types.UID(fmt.Sprint(i))}}
+		claim.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "gpus", Exactly: &resourceapi.ExactDeviceRequest{
+			DeviceClassName: "gpu.nvidia.com", AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1,
+		}}}
+		results, err := allocator.Allocate(t.Context(), newNode("node"), []*resourceapi.ResourceClaim{claim})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, result := range results {
+			for _, d := range result.Devices.Results {
+				taken.Insert(structured.MakeDeviceID(d.Driver, d.Pool, d.Device))
+				devices = append(devices, d.Device)
+			}
+		}
+	}
+	return devices
 }

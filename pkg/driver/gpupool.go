@@ -30,8 +30,9 @@ type gpuPool struct {
 	unmanaged []device.Partition
 	// allocated are the devices that the scheduler counts, with their profile IDs.
 	allocated map[device.Ref]int
-	// withdrawn are the devices that the scheduler cannot count, heldByPods those of them that pods hold.
-	withdrawn, heldByPods []device.Ref
+	// withdrawn are the devices that the scheduler cannot count, uncounted those of them that pods hold, or claims that it does not
+	// count.
+	withdrawn, uncounted []device.Ref
 	// strict adds binding conditions to the devices.
 	strict bool
 }
@@ -53,11 +54,12 @@ func newGPUPool(g device.GPU, geometry mig.Geometry, a allocated, withdrawn []wi
 			continue
 		}
 		// The scheduler counts a draining device that it allocated again.
-		if counted := w.Reason == availability.Draining && p.isAllocated(w.Device); !counted && !slices.Contains(p.withdrawn, w.Device) {
+		counted := w.Reason == availability.Draining && p.isAllocated(w.Device) && !w.uncounted
+		if !counted && !slices.Contains(p.withdrawn, w.Device) {
 			p.withdrawn = append(p.withdrawn, w.Device)
 		}
-		if w.Reason == availability.HeldByPod {
-			p.heldByPods = append(p.heldByPods, w.Device)
+		if w.Reason == availability.HeldByPod || w.uncounted {
+			p.uncounted = append(p.uncounted, w.Device)
 		}
 	}
 	return p
@@ -126,8 +128,8 @@ func (p gpuPool) counters() mig.Counters {
 	}
 	floor := mig.Counters{}
 	for ref, profileID := range p.allocated {
-		if slices.ContainsFunc(p.heldByPods, ref.Overlaps) {
-			// The claim is in conflict with a pod. If the counters included it, its placement would look free as soon as the claim is
+		if slices.ContainsFunc(p.uncounted, ref.Overlaps) {
+			// The claim is in conflict with that holder. If the counters included it, its placement would look free as soon as the claim is
 			// deleted, and the next pod would meet the same conflict. Without it the pool goes below zero and is blocked.
 			continue
 		}

@@ -313,6 +313,9 @@ func TestCountersFollowHolds(t *testing.T) {
 	hold := func(kind ledger.Kind, state ledger.State, age time.Duration, ref device.Ref) ledger.Hold {
 		return ledger.Hold{Holder: ledger.Holder{Kind: kind, ID: "c"}, Device: ref, State: state, Since: now.Add(-age)}
 	}
+	deserted, contested := hold(ledger.KindClaim, ledger.StateHeld, 0, at(0, 4)), hold(ledger.KindClaim, ledger.StateHeld, 0, at(0, 4))
+	deserted.Deserted, contested.Contested = true, true
+	next := []v1alpha1.AllocatedClaim{{UID: "next", Devices: []string{"gpu-0-mig-3g40gb-9-0"}}}
 	unreadable := hold(ledger.KindClaim, ledger.StateRestored, 0, at(0, 4))
 	unreadable.Unreadable = true
 	claim := func(names ...string) []v1alpha1.AllocatedClaim {
@@ -342,6 +345,10 @@ func TestCountersFollowHolds(t *testing.T) {
 		"unreadable record":               {inv: onDemand, holds: []ledger.Hold{unreadable}, slices: "00001111"},
 		"a pod holds the GPU":             {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, refOf(0))}, slices: "00000000"},
 		"a pod, in conflict with a claim": {inv: onDemand, holds: []ledger.Hold{hold(ledger.KindPod, ledger.StateHeld, 0, refOf(0))}, claims: claim("gpu-0-mig-1g10gb-19-2"), slices: "00000000"},
+		"without pods":                    {inv: onDemand, holds: []ledger.Hold{deserted}, slices: "00001111"},
+		"without pods, still reported":    {inv: onDemand, holds: []ledger.Hold{deserted}, claims: claim("gpu-0-mig-3g40gb-9-0"), slices: "00001111"},
+		"contested":                       {inv: onDemand, holds: []ledger.Hold{contested}, claims: next, slices: "00001111"},
+		"contested, and allocated":        {inv: onDemand, holds: []ledger.Hold{contested}, claims: claim("gpu-0-mig-3g40gb-9-0"), slices: "11111111"},
 		"a lost GPU":                      {inv: lost, slices: "00000000"},
 		"a lost GPU of a claim":           {inv: lost, claims: claim("gpu-0"), slices: "11111111"},
 		"unmanaged partition":             {inv: cutGPU, slices: "11110000", own: 1},

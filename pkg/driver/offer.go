@@ -10,6 +10,7 @@ import (
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -119,7 +120,7 @@ func (o *Offer) build(f Facts) layout {
 		inv.GPUs = slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return !o.Offered(g) })
 		holds = slices.DeleteFunc(slices.Clone(holds), func(h ledger.Hold) bool { _, ours := inv.ByUUID(h.Device.GPU); return !ours })
 	}
-	withdrawn, next := o.withdrawn(inv, holds, f.Now)
+	withdrawn, next := o.withdrawn(Facts{Inventory: inv, Holds: holds, Claims: f.Claims, Now: f.Now})
 	gpus, left := publishable(inv)
 	l := layout{pools: map[string]resourceslice.Pool{}, excluded: left, next: next}
 	l.counts.withdrawals = o.debounce.withdrawals
@@ -237,6 +238,12 @@ func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.A
 			a.shared[h.Device] = a.shared[h.Device] || !h.Share.Whole()
 		}
 	}
+	deserted := map[types.UID]bool{}
+	for _, h := range holds {
+		if h.Deserted {
+			deserted[types.UID(h.Holder.ID)] = true
+		}
+	}
 	// A GPU that is no longer dynamic, or whose profiles cannot be read, may have an allocated partition that does not exist yet.
 	g.Dynamic, g.Profiles = true, slices.Concat(o.profiles[g.UUID], g.Profiles)
 	names := device.Inventory{GPUs: []device.GPU{g}}
@@ -254,7 +261,7 @@ func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.A
 			}
 			a.inUse, a.pools = true, a.pools|from
 			d, known := names.ByName(name)
-			if !known {
+			if !known || deserted[c.UID] {
 				continue
 			}
 			a.add(d.Ref(), d.Partition.ProfileID, from)
@@ -326,6 +333,8 @@ type withdrawal struct {
 	use
 	// detail is the health reason of an unhealthy device.
 	detail string
+	// uncounted means that a claim has the device and the scheduler does not count that.
+	uncounted bool
 }
 
 func (w withdrawal) holding() holding { return holding{w.Device, w.Holder} }
@@ -348,19 +357,22 @@ func (w withdrawal) taint() resourceapi.DeviceTaint {
 }
 
 // withdrawn returns what must not be offered, and when that changes by time alone (zero: never).
-func (o *Offer) withdrawn(inv device.Inventory, holds []ledger.Hold, now time.Time) ([]withdrawal, time.Time) {
-	current, drained := findWithdrawn(inv, slices.Concat(holds, o.orphans(inv, holds, now)), now)
+func (o *Offer) withdrawn(f Facts) ([]withdrawal, time.Time) {
+	holds := slices.Concat(f.Holds, o.orphans(f.Inventory, f.Holds, f.Now))
+	current, drained := findWithdrawn(f.Inventory, holds, f.Claims, f.Now)
 	o.debounce.delay = o.ReturnDelay
-	withdrawn, returned := o.debounce.update(now, current)
+	withdrawn, returned := o.debounce.update(f.Now, current)
 	return withdrawn, earlier(drained, returned)
 }
 
 // findWithdrawn returns what the scheduler cannot know to be unavailable. It made the allocations of claims itself.
-func findWithdrawn(inv device.Inventory, holds []ledger.Hold, now time.Time) ([]withdrawal, time.Time) {
+func findWithdrawn(
+	inv device.Inventory, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim, now time.Time,
+) ([]withdrawal, time.Time) {
 	found := map[withdrawal]bool{}
 	for _, d := range inv.Devices() {
 		if health := d.Health(); !health.Healthy() {
-			found[withdrawal{use{Device: d.Ref(), Reason: availability.Unhealthy}, health.Reason}] = true
+			found[withdrawal{use: use{Device: d.Ref(), Reason: availability.Unhealthy}, detail: health.Reason}] = true
 		}
 	}
 	var next time.Time
@@ -369,16 +381,24 @@ func findWithdrawn(inv device.Inventory, holds []ledger.Hold, now time.Time) ([]
 		if held.Reason == availability.HeldByClaim {
 			continue
 		}
-		if due := h.Since.Add(drainGrace); held.Reason == availability.Draining && !h.Unreadable && due.After(now) {
+		// Not for an overdue hold: the scheduler would choose its device for each new claim meanwhile.
+		if due := h.Since.Add(drainGrace); held.Reason == availability.Draining && !h.Unreadable && !h.Overdue() && due.After(now) {
 			next = earlier(next, due)
 			continue
 		}
 		if held.Share.Whole() {
 			held.Holder = availability.Holder{}
 		}
-		found[withdrawal{use: held}] = true
+		found[withdrawal{use: held, uncounted: uncounted(h, claims)}] = true
 	}
 	return slices.SortedFunc(maps.Keys(found), compareWithdrawals), next
+}
+
+// uncounted reports whether the scheduler does not count an overdue hold, whatever the controller reported: a claim without pods is
+// about to be deallocated, and one that is not allocated any more is not counted.
+func uncounted(h ledger.Hold, claims []v1alpha1.AllocatedClaim) bool {
+	allocated := slices.ContainsFunc(claims, func(c v1alpha1.AllocatedClaim) bool { return string(c.UID) == h.Holder.ID })
+	return h.Deserted || h.Contested && !allocated
 }
 
 // orphans returns a draining hold for each partition that was created for a claim and has none. It occupies its placement until the

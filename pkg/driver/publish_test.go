@@ -15,6 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 func names(n int, marks map[int]string) string {
@@ -61,6 +62,45 @@ func TestPublishWithdrawAndReturn(t *testing.T) {
 			r.awaitPublished(names(4, map[int]string{2: test.mark}))
 		})
 	}
+}
+
+// A process of a force-deleted pod does not end: its GPU is not offered, and the scheduler gives new claims the other seven. When
+// kubelet unprepares the claim, the GPU is back.
+func TestHungClaimBlocksItsGPUOnly(t *testing.T) {
+	r := newRig(t, machine(8))
+	r.run().ready()
+	c := r.claim("hung", "gpu-0")
+	if err := r.ask(t.Context(), c); err != nil {
+		t.Fatal(err)
+	}
+	r.awaitPublished(names(8, nil))
+	r.podstate.set("uid-hung", ledger.Orphaned)
+	r.ledger.SetDeserted(r.ledger.Holds()[0], true)
+	r.awaitPublished(names(8, map[int]string{0: "draining"}))
+	for _, got := range allocateAll(t, r.api.slices(), 8) {
+		if got == "gpu-0" {
+			t.Error("the scheduler gives the hung GPU to a claim")
+		}
+	}
+	r.podstate.set("uid-hung", ledger.Gone)
+	if err := r.ledger.DrainClaim(t.Context(), "uid-hung"); err != nil {
+		t.Fatal(err)
+	}
+	r.awaitPublished(names(8, nil))
+}
+
+// A claim was refused because of another claim, whose pod is there: the scheduler does not know that one.
+func TestContestedGPUIsNotOffered(t *testing.T) {
+	r := newRig(t, machine(4))
+	r.run().ready()
+	if err := r.ask(t.Context(), r.claim("first", "gpu-1")); err != nil {
+		t.Fatal(err)
+	}
+	r.awaitPublished(names(4, nil))
+	if err := r.ask(t.Context(), r.claim("second", "gpu-1")); err == nil {
+		t.Fatal("two claims have the GPU")
+	}
+	r.awaitPublished(names(4, map[int]string{1: "draining"}))
 }
 
 // During an upgrade of the control plane only some servers keep taints. Once all do, the publisher uses taints again.

@@ -3,18 +3,20 @@
 package driver
 
 import (
+	"slices"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 func unhealthy(minor int, reason string) withdrawal {
-	return withdrawal{use{Device: refOf(minor), Reason: availability.Unhealthy}, reason}
+	return withdrawal{use: use{Device: refOf(minor), Reason: availability.Unhealthy}, detail: reason}
 }
 
 func lost(minor int) withdrawal { return unhealthy(minor, device.ReasonLost) }
@@ -35,6 +37,17 @@ func TestFindWithdrawn(t *testing.T) {
 	hold := func(minor int, kind ledger.Kind, state ledger.State, age time.Duration, unreadable bool) ledger.Hold {
 		return ledger.Hold{Holder: ledger.Holder{Kind: kind, ID: "x"}, Device: device.Ref{GPU: uuidOf(minor)}, State: state, Since: now.Add(-age), Unreadable: unreadable}
 	}
+	deserted, contested, allocated := hold(0, ledger.KindClaim, ledger.StateHeld, 0, false), hold(1, ledger.KindClaim, ledger.StateHeld, 0, false),
+		hold(2, ledger.KindClaim, ledger.StateHeld, 0, false)
+	deserted.Deserted, contested.Contested, allocated.Contested, allocated.Holder.ID = true, true, true, "allocated"
+	overdue, _ := findWithdrawn(inv, []ledger.Hold{deserted, contested, allocated}, []v1alpha1.AllocatedClaim{{UID: "allocated"}}, now)
+	for minor, uncounted := range []bool{true, true, false} {
+		want := draining(minor)
+		want.uncounted = uncounted
+		if !slices.Contains(overdue, want) {
+			t.Errorf("an overdue hold on gpu-%d: %v", minor, overdue)
+		}
+	}
 	got, next := findWithdrawn(inv, []ledger.Hold{
 		hold(0, ledger.KindClaim, ledger.StateHeld, time.Hour, false),
 		hold(1, ledger.KindClaim, ledger.StateRestored, time.Hour, false),
@@ -44,7 +57,7 @@ func TestFindWithdrawn(t *testing.T) {
 		hold(5, ledger.KindPod, ledger.StateRestored, 0, false),
 		hold(6, ledger.KindPod, ledger.StateHeld, 0, false),
 		hold(6, ledger.KindPod, ledger.StateDraining, 0, false),
-	}, now)
+	}, nil, now)
 	want := []withdrawal{draining(3), draining(4), heldByPod(5), heldByPod(6), lost(6), unhealthy(7, device.ReasonNoNode)}
 	if diff := cmp.Diff(want, got, cmp.AllowUnexported(withdrawal{})); diff != "" {
 		t.Error(diff)

@@ -116,6 +116,7 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Reservation,
 			continue
 		}
 		if !l.worthWaiting(r, remaining) {
+			l.contest(remaining)
 			return Reservation{}, &ConflictError{Holds: remaining}
 		}
 		select {
@@ -123,6 +124,9 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Reservation,
 		case <-ctx.Done():
 			if cause := context.Cause(ctx); errors.Is(cause, ErrCancelled) {
 				return Reservation{}, cause
+			}
+			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+				l.contest(remaining)
 			}
 			return Reservation{}, &ConflictError{Holds: remaining}
 		}
@@ -205,7 +209,7 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 	updated.Namespace, updated.Name = r.Namespace, r.Name
 	updated.Pods = mergePods(known.Pods, r.Pods)
 	updated.Share = r.Shares[known.Device]
-	updated.Unreadable = false
+	updated.Unreadable, updated.Deserted, updated.Contested = false, false, false
 	l.serial++
 	updated.Generation = l.serial
 	if known.State != StateHeld {

@@ -76,6 +76,35 @@ func (l *Ledger) RecordConflict(conflict Conflict) {
 	l.announce()
 }
 
+// contest marks the holds of claims that keep a claim from a device which the scheduler gave it: the scheduler does not count them.
+func (l *Ledger) contest(holds []Hold) {
+	for _, h := range holds {
+		if h.Holder.Kind == KindClaim {
+			l.mark(h, func(current *Hold) { current.Contested = true })
+		}
+	}
+}
+
+// SetDeserted records whether all pods of a claim's hold are gone from the API server. The reconciler calls it. It is idempotent, and
+// does nothing if the hold has another generation. It is not recorded on disk: the next process finds it out.
+func (l *Ledger) SetDeserted(h Hold, deserted bool) {
+	l.mark(h, func(current *Hold) { current.Deserted = deserted })
+}
+
+// mark changes a mark of a hold that is kept in memory only.
+func (l *Ledger) mark(h Hold, set func(*Hold)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	current, ok := l.holds[keyOf(h)]
+	if !ok || current.Generation != h.Generation {
+		return
+	}
+	before := current.Overdue()
+	if set(current); current.Overdue() != before {
+		l.announce()
+	}
+}
+
 // maxReservers is how many pods may have a claim reserved (resource.k8s.io/v1, ResourceClaimReservedForMaxSize).
 const maxReservers = 256
 

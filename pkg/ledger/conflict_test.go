@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -156,4 +157,40 @@ func TestPodsOfAConflictAreBounded(t *testing.T) {
 	if last := pods[len(pods)-1].UID; len(pods) > maxReservers || last != fmt.Sprint(3*maxReservers-1) {
 		t.Errorf("%d pods, the last is %s", len(pods), last)
 	}
+}
+
+// A claim that was refused because of another claim shows that the scheduler does not count that one, until Prepare confirms it.
+func TestContestedHold(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := openInBubble(t, neverRunningOut)
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("hung", whole("a")))))
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("other", whole("b")))))
+		if err := second(l.ReserveClaim(t.Context(), claimOf("next", whole("a")))); err == nil {
+			t.Fatal("two claims have the device")
+		}
+		want := func(reasons ...availability.Reason) {
+			t.Helper()
+			for i, h := range l.Holds() {
+				if got := h.Use().Reason; got != reasons[i] {
+					t.Errorf("hold of %s: %s, want %s", h, got, reasons[i])
+				}
+			}
+		}
+		want(availability.Draining, availability.HeldByClaim)
+		changed := l.Changed()
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("hung", whole("a")))))
+		<-changed
+		want(availability.HeldByClaim, availability.HeldByClaim)
+
+		h := l.Holds()[0]
+		changed = l.Changed()
+		l.SetDeserted(h, true)
+		<-changed
+		want(availability.Draining, availability.HeldByClaim)
+		l.SetDeserted(h, false)
+		want(availability.HeldByClaim, availability.HeldByClaim)
+		must(t, second(l.ReserveClaim(t.Context(), claimOf("hung", whole("a")))))
+		l.SetDeserted(h, true)
+		want(availability.HeldByClaim, availability.HeldByClaim)
+	})
 }

@@ -71,7 +71,17 @@ type Hold struct {
 	Generation uint64 `json:"generation"`
 	// Unreadable marks a hold of which only the record's name is known.
 	Unreadable bool `json:"-"`
+	// Deserted marks the hold of a claim whose pods are all gone from the API server: the scheduler believes its device free, and
+	// kubelet cannot unprepare it, because a process does not end. SetDeserted sets it.
+	Deserted bool `json:"-"`
+	// Contested marks the hold of a claim because of which another claim was refused. ReserveClaim sets it, and removes it when
+	// it confirms the hold.
+	Contested bool `json:"-"`
 }
+
+// Overdue reports whether the scheduler does not count a claim's hold that is not draining. Such a device must not be offered,
+// or the scheduler chooses it again and again. It does not change who has the device.
+func (h Hold) Overdue() bool { return h.Deserted || h.Contested }
 
 // Use returns what the hold makes unavailable to other holders, and why.
 func (h Hold) Use() availability.Use[device.Ref] {
@@ -79,7 +89,7 @@ func (h Hold) Use() availability.Use[device.Ref] {
 	switch {
 	case h.Holder.Kind == KindPod:
 		use.Reason = availability.HeldByPod
-	case h.Unreadable, h.State == StateDraining:
+	case h.Unreadable, h.State == StateDraining, h.Overdue():
 		use.Reason = availability.Draining
 	}
 	return use

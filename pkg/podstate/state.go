@@ -200,6 +200,28 @@ func (p *Pods) Users(h ledger.Hold) []ledger.Pod {
 	})
 }
 
+// Deserted reports whether the API server has no pod left that uses a claim's hold: each pod that is recorded with it or names the claim
+// is deleted or terminal. Kubernetes then deallocates the claim, so that the scheduler believes the device free, while kubelet still
+// ends containers (k8s.io/kubernetes pkg/controller/resourceclaim, syncClaim). The reconciler calls it. It reads memory only, so it
+// is true at once, also while the controller is away. It is safe for concurrent use.
+func (p *Pods) Deserted(h ledger.Hold) bool {
+	uids := p.podsOf(h.Namespace, h.Name, h.Pods)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.synced.IsZero() {
+		return false
+	}
+	for uid := range uids {
+		pod, known := p.pods[uid]
+		older := h.State == ledger.StateRestored || h.Since.Before(p.synced)
+		if known && !pod.deleted && !isTerminal(pod.Pod) || !known && !older {
+			return false
+		}
+	}
+	// Without a pod it is not known who uses the hold.
+	return len(uids) > 0
+}
+
 // StateWithoutClaim returns the state of the pods of a claim that the API server no longer has under that UID. Existing pods that name
 // the claim use its successor, unless they are recorded with the hold.
 func (p *Pods) StateWithoutClaim(h ledger.Hold) ledger.PodState {

@@ -52,6 +52,7 @@ type Ledger interface {
 	Identify(h ledger.Hold, pod ledger.Pod) error
 	SetState(h ledger.Hold, state ledger.State) error
 	SetPods(h ledger.Hold, pods []ledger.Pod) error
+	SetDeserted(h ledger.Hold, deserted bool)
 	Release(h ledger.Hold) error
 	Repair() error
 	Conflicts() []ledger.Conflict
@@ -289,6 +290,9 @@ func (r *Reconciler) settle(h ledger.Hold, holds []ledger.Hold, checkpoint podst
 const manyPods = 8
 
 func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
+	if h.State != ledger.StateDraining {
+		r.Ledger.SetDeserted(h, r.Pods.Deserted(h))
+	}
 	switch {
 	case h.Unreadable:
 		return never, nil

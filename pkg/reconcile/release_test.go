@@ -133,6 +133,7 @@ func TestForceDeletedClaimPod(t *testing.T) {
 	g.prepare("c1", "one", "GPU-1", "p1")
 	g.deletePod("p1")
 	g.change(func() { delete(g.claims, "apps/one") })
+	g.awaitOverdue(true)
 	g.stays("GPU-1: claim c1 held [p1]")
 	must(t, g.book.DrainClaim(t.Context(), "c1"))
 	g.stays("GPU-1: claim c1 draining [p1]")
@@ -141,6 +142,43 @@ func TestForceDeletedClaimPod(t *testing.T) {
 	}
 	g.group("p1", false)
 	g.await()
+}
+
+// awaitOverdue waits until the only hold is overdue or not: kubelet or the reconciler needs milliseconds, an event a minute.
+func (g *rig) awaitOverdue(want bool) {
+	g.t.Helper()
+	deadline := time.After(10 * time.Second)
+	for {
+		changed := g.book.Changed()
+		if holds := g.book.Holds(); len(holds) == 1 && holds[0].Overdue() == want {
+			return
+		}
+		select {
+		case <-changed:
+		case <-deadline:
+			g.t.Fatalf("holds %v: overdue is not %v", g.book.Holds(), want)
+		}
+	}
+}
+
+// A process of a force-deleted pod does not end, so kubelet still has the claim prepared. The scheduler may not choose its GPU, but
+// for the next pod of a shared claim.
+func TestHungClaimIsOverdue(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.group("p1", true)
+	g.addPod(g.pod("p1", "one"))
+	g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1"}})
+	g.run()
+	g.prepare("c1", "one", "GPU-1", "p1")
+	g.awaitOverdue(false)
+	g.deletePod("p1")
+	g.awaitOverdue(true)
+	g.addPod(g.pod("p2", "one"))
+	g.awaitOverdue(false)
+	g.deletePod("p2")
+	g.awaitOverdue(true)
+	g.want("GPU-1: claim c1 held [p1]")
 }
 
 // kubelet does not unprepare a claim that it has forgotten.
