@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
@@ -88,13 +89,12 @@ func (f *ownedFile) accept() error {
 }
 
 func (f *ownedFile) replace(data *io.SectionReader, mode fs.FileMode, check func(path string) error) (err error) {
-	dir := filepath.Dir(f.path)
-	if err := os.MkdirAll(dir, 0o755); err != nil {
+	if err := os.MkdirAll(filepath.Dir(f.path), 0o755); err != nil {
 		return fmt.Errorf("create directory of %s: %w", f.path, err)
 	}
-	tmp, err := os.CreateTemp(dir, f.tempPattern())
+	tmp, err := os.OpenFile(f.temporary(), os.O_WRONLY|os.O_CREATE|os.O_TRUNC|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
-		return fmt.Errorf("create temporary file for %s: %w", f.path, err)
+		return fmt.Errorf("create temporary file: %w", err)
 	}
 	defer func() {
 		if err != nil {
@@ -102,7 +102,7 @@ func (f *ownedFile) replace(data *io.SectionReader, mode fs.FileMode, check func
 		}
 	}()
 	if err := fill(tmp, data, mode); err != nil {
-		return fmt.Errorf("write %s: %w", tmp.Name(), err)
+		return fmt.Errorf("fill temporary file: %w", err)
 	}
 	if check != nil {
 		if err := check(tmp.Name()); err != nil {
@@ -110,7 +110,7 @@ func (f *ownedFile) replace(data *io.SectionReader, mode fs.FileMode, check func
 		}
 	}
 	if err := os.Rename(tmp.Name(), f.path); err != nil {
-		return fmt.Errorf("rename %s to %s: %w", tmp.Name(), f.path, err)
+		return fmt.Errorf("replace CDI file: %w", err)
 	}
 	if f.accept() != nil {
 		f.seen.Store(nil) // another process has removed the file already: the next check writes it again
@@ -133,12 +133,16 @@ func fill(tmp *os.File, data *io.SectionReader, mode fs.FileMode) error {
 	return errors.Join(err, tmp.Close())
 }
 
-// tempPattern starts with a dot and does not end in .json or .yaml, so that container runtimes do not read unfinished files.
-func (f *ownedFile) tempPattern() string { return "." + filepath.Base(f.path) + ".*.tmp" }
+// temporary starts with a dot and does not end in .json or .yaml, so that container runtimes do not read unfinished files. It is always the
+// same, so that the error of one cause is, too: only this process writes the file, one call at a time.
+func (f *ownedFile) temporary() string {
+	return filepath.Join(filepath.Dir(f.path), "."+filepath.Base(f.path)+".tmp")
+}
 
 // removeTemporaries deletes what a crash between create and rename left behind.
 func (f *ownedFile) removeTemporaries() error {
-	leftovers, err := filepath.Glob(filepath.Join(filepath.Dir(f.path), f.tempPattern()))
+	// Earlier versions put a number before the suffix.
+	leftovers, err := filepath.Glob(strings.TrimSuffix(f.temporary(), "tmp") + "*tmp")
 	if err != nil {
 		return fmt.Errorf("list temporary files of %s: %w", f.path, err)
 	}
@@ -165,6 +169,17 @@ func (f *specFile) write(data []byte) error {
 		return err
 	}
 	f.want = data
+	return nil
+}
+
+// adopt takes over a file that an earlier process wrote.
+func (f *specFile) adopt() (err error) {
+	if f.want, err = os.ReadFile(f.path); err == nil {
+		err = f.accept()
+	}
+	if err != nil {
+		return fmt.Errorf("read the CDI spec of an earlier agent: %w", err)
+	}
 	return nil
 }
 
@@ -207,7 +222,7 @@ func (h *Hook) Ensure() error {
 		return fmt.Errorf("read hook binary: %w", err)
 	}
 	if err := h.file.put(io.NewSectionReader(source, 0, info.Size()), 0o755, nil); err != nil {
-		return fmt.Errorf("install hook binary: %w", err)
+		return fmt.Errorf("install hook binary %s: %w", h.file.path, err)
 	}
 	return nil
 }

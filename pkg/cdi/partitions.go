@@ -37,6 +37,7 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	defer s.announce()
 	if hasName(s.devices, p.UUID) {
 		return nil // a refresh found it meanwhile
 	}
@@ -44,11 +45,10 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 		return err
 	}
 	f := &partitionFile{specFile: specFile{ownedFile: ownedFile{path: s.partitionPath(entry.Name)}}, entry: entry}
-	if err := f.update(s.common); err != nil {
-		return err
+	if s.unwritable = f.update(s.common); s.unwritable != nil {
+		return s.unwritable
 	}
 	s.partitions[entry.Name] = f
-	s.announce()
 	return nil
 }
 
@@ -83,11 +83,8 @@ func (s *Specs) loadPartitions() error {
 			continue
 		}
 		f := &partitionFile{specFile: specFile{ownedFile: ownedFile{path: path}}, entry: devices[0]}
-		if f.want, err = os.ReadFile(path); err == nil {
-			err = f.accept()
-		}
-		if err != nil {
-			return fmt.Errorf("read the spec of a partition: %w", err)
+		if err := f.adopt(); err != nil {
+			return err
 		}
 		s.partitions[f.entry.Name] = f
 	}

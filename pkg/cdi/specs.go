@@ -6,17 +6,21 @@
 package cdi
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/klog/v2"
 	"tags.cncf.io/container-device-interface/pkg/parser"
 	specs "tags.cncf.io/container-device-interface/specs-go"
@@ -42,7 +46,8 @@ type Options struct {
 	Source Source
 	// Hook is installed before the spec that names it. Optional.
 	Hook *Hook
-	// Interval is how often Run checks the files. Default: 2 s.
+	// Interval is how often Run checks the files. Default: 2 s. After a failure Run tries again after half of it, and then less and less
+	// often, up to twice the Interval.
 	Interval time.Duration
 }
 
@@ -62,14 +67,32 @@ type Specs struct {
 	devices []specs.Device
 	failed  map[string]error // by UUID
 	loaded  bool
+	// wanted is what the Source answered last and the files do not contain yet; nil if they do.
+	wanted *answer
+	// absent is why a device without an entry has none, if failed does not say it.
+	absent error
+	// broken is why hook or main file are damaged and cannot be restored, and unwritable why the last new file could not be written.
+	broken, unwritable error
 	// placeholders are names that get a placeholder device while no device has them.
 	placeholders map[string]bool
 	partitions   map[string]*partitionFile // by UUID
 	clients      map[string]*specFile      // by name
 
-	// names are the entries of the files, for Has.
-	names   atomic.Pointer[map[string]bool]
+	// known is what Has and Problem answer from.
+	known   atomic.Pointer[knowledge]
 	changed broadcast.Signal
+	// asked is closed once the Source has answered for the first time, or failed to.
+	asked chan struct{}
+	// damaged wakes Run.
+	damaged chan struct{}
+}
+
+// answer is one of the Source.
+type answer struct {
+	Edits
+	// before are the partitions with files when the Source was asked. Only those can be gone: the answer may lack those that Add wrote
+	// meanwhile.
+	before []string
 }
 
 // A CDI device has the name "<vendor>/<class>=<name>". In class the names are UUIDs; clientClass is for client devices. Neither may be
@@ -89,9 +112,12 @@ func New(options Options) *Specs {
 		placeholders: map[string]bool{},
 		partitions:   map[string]*partitionFile{},
 		clients:      map[string]*specFile{},
+		absent:       errors.New("its CDI device is not written yet"),
+		asked:        make(chan struct{}),
+		damaged:      make(chan struct{}, 1),
 	}
 	s.main.path = s.path(class)
-	s.names.Store(&map[string]bool{})
+	s.known.Store(&knowledge{absent: s.absent})
 	return s
 }
 
@@ -104,31 +130,9 @@ func (s *Specs) path(name string) string {
 // QualifiedName is the name of a GPU or partition that a container runtime gets.
 func (s *Specs) QualifiedName(uuid string) string { return parser.QualifiedName(vendor, class, uuid) }
 
-// Has reports whether the files have an entry for a device. It does not wait, also while a file is written to a slow disk. Ensure finds
-// the entry unless the device has gone since. The device plugin calls Has before it offers a new partition.
-func (s *Specs) Has(uuid string) bool { return (*s.names.Load())[uuid] }
-
-// announce updates what Has answers. Under s.mu.
-func (s *Specs) announce() {
-	names := map[string]bool{}
-	for _, d := range s.devices {
-		names[d.Name] = true
-	}
-	for uuid := range s.partitions {
-		names[uuid] = true
-	}
-	if !maps.Equal(names, *s.names.Load()) {
-		s.names.Store(&names)
-		s.changed.Notify()
-	}
-}
-
-// Changed returns a channel that is closed when Has may answer differently. Take it before you call Has.
-func (s *Specs) Changed() <-chan struct{} { return s.changed.Changed() }
-
 // Ensure returns once the spec and the hook are on disk. It fails if one of the devices has no entry. It costs two stats if nothing
 // changed, a write if another process removed or changed the files, and a call of the Source only until the first spec is written.
-// Idempotent. Both front-ends call it before they answer with a qualified name.
+// Idempotent. Prepare calls it before it answers with a qualified name.
 func (s *Specs) Ensure(ctx context.Context, uuids ...string) error {
 	written, err := s.repair()
 	if !written && err == nil {
@@ -154,8 +158,13 @@ func (s *Specs) Ensure(ctx context.Context, uuids ...string) error {
 	return errors.Join(errs...)
 }
 
-// repair restores hook and main spec. It returns false while there is no spec to restore.
+// repair restores hook and main spec. It returns false until this process has written a spec.
 func (s *Specs) repair() (written bool, err error) {
+	select {
+	case <-s.asked:
+	default:
+		return false, nil
+	}
 	if s.main.intact() && s.options.Hook.intact() {
 		return true, nil
 	}
@@ -164,7 +173,14 @@ func (s *Specs) repair() (written bool, err error) {
 	if s.main.want == nil {
 		return false, nil
 	}
-	return true, s.put(s.main.want)
+	defer s.announce()
+	return true, s.restore()
+}
+
+// restore restores hook and main spec. Under s.mu.
+func (s *Specs) restore() error {
+	s.broken = s.put(s.main.want)
+	return s.broken
 }
 
 func (s *Specs) put(data []byte) error {
@@ -174,53 +190,95 @@ func (s *Specs) put(data []byte) error {
 	return s.main.write(data)
 }
 
-// repairOthers restores the files of partitions and client devices.
-func (s *Specs) repairOthers() error {
+// settle writes what the Source answered, restores all files, and tries whether new files can be written again.
+func (s *Specs) settle() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	defer s.setAsked()
+	defer s.announce()
 	var errs []error
-	for _, f := range s.partitions {
-		errs = append(errs, f.repair())
+	if s.wanted != nil {
+		errs = append(errs, s.apply())
 	}
-	for _, f := range s.clients {
-		errs = append(errs, f.repair())
+	if s.main.want != nil {
+		errs = append(errs, s.restore())
 	}
-	return errors.Join(errs...)
+	for _, uuid := range slices.Sorted(maps.Keys(s.partitions)) {
+		errs = append(errs, s.partitions[uuid].repair())
+	}
+	for _, name := range slices.Sorted(maps.Keys(s.clients)) {
+		errs = append(errs, s.clients[name].repair())
+	}
+	if s.unwritable != nil {
+		s.unwritable = s.tryWriting()
+	}
+	return errors.Join(append(errs, s.unwritable)...)
 }
 
-// Run follows the Source and repairs the files until ctx is done. It logs errors and retries at the next interval.
+// tryWriting returns why no file of the size of a partition's can be written. Under s.mu.
+func (s *Specs) tryWriting() error {
+	f := ownedFile{path: s.path("attempt")}
+	if err := f.replace(io.NewSectionReader(bytes.NewReader(s.main.want), 0, int64(len(s.main.want))), 0o600, nil); err != nil {
+		return err
+	}
+	return os.Remove(f.path)
+}
+
+// Run follows the Source and repairs the files until ctx is done. It logs errors and retries.
 func (s *Specs) Run(ctx context.Context) error {
-	ticker := time.NewTicker(s.options.Interval)
-	defer ticker.Stop()
 	var changed <-chan struct{}
 	var err error
-	logged := ""
+	logged, delays := "", s.delays()
 	for refresh := true; ; {
 		if refresh {
 			changed = s.options.Source.Changed()
-			err = s.refresh(ctx)
+			err = s.ask(ctx)
 		}
-		_, repairErr := s.repair()
-		switch failure := errors.Join(err, repairErr, s.repairOthers()); {
-		case failure == nil:
-			logged = ""
-		case failure.Error() != logged && ctx.Err() == nil:
-			logged = failure.Error()
-			klog.FromContext(ctx).Error(failure, "Cannot update the CDI specs", "path", s.main.path)
+		next := s.options.Interval
+		if failure := errors.Join(err, s.settle()); failure == nil {
+			logged, delays = "", s.delays()
+		} else {
+			next = delays.Step()
+			if failure.Error() != logged && ctx.Err() == nil {
+				logged = failure.Error()
+				klog.FromContext(ctx).Error(failure, "Cannot update the CDI specs, trying again", "path", s.main.path)
+			}
 		}
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-changed:
 			refresh = true
-		case <-ticker.C:
+		case <-s.damaged:
+			refresh = false
+		case <-time.After(next):
 			refresh = err != nil
 		}
 	}
 }
 
-// refresh asks the Source and writes its answer. A second caller waits for the first.
+// delays are those between attempts while the files cannot be written.
+func (s *Specs) delays() wait.Backoff {
+	return wait.Backoff{Duration: s.options.Interval / 2, Factor: 1.5, Steps: 16, Cap: 2 * s.options.Interval}
+}
+
+// refresh asks the Source and writes its answer.
 func (s *Specs) refresh(ctx context.Context) error {
+	if err := s.ask(ctx); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	defer s.setAsked()
+	defer s.announce()
+	if s.wanted == nil {
+		return nil // another caller has written it
+	}
+	return s.apply()
+}
+
+// ask asks the Source for what the files should contain. A second caller waits for the first.
+func (s *Specs) ask(ctx context.Context) error {
 	select {
 	case s.refreshing <- struct{}{}:
 		defer func() { <-s.refreshing }()
@@ -231,18 +289,35 @@ func (s *Specs) refresh(ctx context.Context) error {
 	err := s.load()
 	before := slices.Collect(maps.Keys(s.partitions))
 	s.mu.Unlock()
-	if err != nil {
-		return err
-	}
-	edits, err := s.options.Source.ContainerEdits(ctx)
-	if err != nil {
-		return fmt.Errorf("make container edits: %w", err)
+	var edits Edits
+	if err == nil {
+		edits, err = s.options.Source.ContainerEdits(ctx)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	defer s.announce()
-	// Only partitions from before the call can be gone: the answer may lack those that Add wrote meanwhile.
-	if err := s.removeGone(before, edits); err != nil {
+	if err != nil {
+		s.absent = fmt.Errorf("make container edits: %w", err)
+		s.announce()
+		return s.absent
+	}
+	s.wanted = &answer{edits, before}
+	return nil
+}
+
+// apply writes the wanted answer, and keeps it if that fails: Run tries again without the Source. Under s.mu.
+func (s *Specs) apply() error {
+	err := s.tryApply(*s.wanted)
+	if err != nil {
+		s.absent = err
+		return err
+	}
+	s.absent = errors.New("it has no container edits")
+	s.wanted = nil
+	return nil
+}
+
+func (s *Specs) tryApply(edits answer) error {
+	if err := s.removeGone(edits.before, edits.Edits); err != nil {
 		return err
 	}
 	devices := withLost(s.withoutPartitionFiles(edits.Devices), s.withoutPartitionFiles(s.devices))
@@ -250,10 +325,10 @@ func (s *Specs) refresh(ctx context.Context) error {
 	if err := s.write(edits.Common, devices); err != nil {
 		return err
 	}
-	s.common, s.devices = edits.Common, devices
+	s.common, s.devices, s.broken = edits.Common, devices, nil
 	var errs []error
-	for _, f := range s.partitions {
-		errs = append(errs, f.update(s.common))
+	for _, uuid := range slices.Sorted(maps.Keys(s.partitions)) {
+		errs = append(errs, s.partitions[uuid].update(s.common))
 	}
 	return errors.Join(errs...)
 }
@@ -285,6 +360,9 @@ func (s *Specs) load() error {
 	}
 	if found := readDevices(s.main.path); len(found) > 0 {
 		s.devices, s.placeholders = splitPlaceholders(found)
+		if err := s.main.adopt(); err != nil {
+			return err
+		}
 	}
 	if err := s.loadPartitions(); err != nil {
 		return err

@@ -277,6 +277,7 @@ func TestInvalidEditsDoNotReplaceTheSpec(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() { done <- s.Run(ctx) }()
+	await(t, func() bool { return from.count() >= 2 })
 	from.set(editsOf(entry("GPU/with slashes", "/dev/nvidia0", 0)), nil)
 	await(t, func() bool { return from.count() >= 3 })
 	check(t, os.Remove(s.Path()))
