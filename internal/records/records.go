@@ -189,6 +189,22 @@ func (s *Store[K, V]) Flush() error {
 	return s.locked(func() error { return s.repair(nil) })
 }
 
+// Probe returns why a new record cannot be written: the directory is read-only, or its disk has no inode left. It leaves nothing behind. It
+// takes some microseconds. A disk that cannot tell counts as writable.
+func (s *Store[K, V]) Probe() error {
+	return s.locked(func() error {
+		// A file without a name, so that none is left if the process ends.
+		fd, err := unix.Openat(int(s.dir.Fd()), ".", unix.O_TMPFILE|unix.O_WRONLY|unix.O_CLOEXEC, 0o600)
+		switch {
+		case errors.Is(err, unix.EOPNOTSUPP):
+			return nil
+		case err != nil:
+			return fmt.Errorf("create a file in %s: %w", s.options.Dir, err)
+		}
+		return unix.Close(fd)
+	})
+}
+
 func (s *Store[K, V]) wrap(verb string, key K, err error) error {
 	if err == nil {
 		return nil

@@ -181,6 +181,57 @@ func TestRepairOnAFullDisk(t *testing.T) {
 	}
 }
 
+// TestUnwritable: the ledger knows before a pod comes that it could not record its hold, and also from a failed attempt. It knows when it
+// can again.
+func TestUnwritable(t *testing.T) {
+	for name, c := range map[string]struct {
+		harm, undo func(*smallDisk) error
+		want       error
+	}{
+		"no inode": {
+			func(d *smallDisk) error { d.fillWithInodes(); return nil },
+			func(d *smallDisk) error { d.empty(); return nil }, unix.ENOSPC,
+		},
+		"read-only": {
+			func(d *smallDisk) error { return unix.Mount("", d.path, "", unix.MS_REMOUNT|unix.MS_RDONLY, "") },
+			func(d *smallDisk) error { return unix.Mount("", d.path, "", unix.MS_REMOUNT, "") }, unix.EROFS,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			disk := newSmallDisk(t)
+			l, err := Open(t.Context(), Options{Dir: filepath.Join(disk.path, "tandem"), BootID: "boot", PodStates: judge(neverGone)})
+			must(t, err)
+			defer l.Close()
+			probe := func(want error) {
+				t.Helper()
+				l.Probe()
+				if got := l.Unwritable(); !errors.Is(got, want) {
+					t.Errorf("unwritable: %v, want %v", got, want)
+				}
+			}
+			probe(nil)
+			must(t, c.harm(disk))
+			changed := l.Changed()
+			probe(c.want)
+			<-changed
+			must(t, c.undo(disk))
+			changed = l.Changed()
+			probe(nil)
+			<-changed
+			must(t, l.ReservePod(limitsOf("a")))
+			must(t, c.harm(disk))
+			if err := l.ReservePod(limitsOf("b")); !errors.Is(err, c.want) || !errors.Is(l.Unwritable(), c.want) {
+				t.Errorf("reserve: %v, unwritable: %v", err, l.Unwritable())
+			}
+			must(t, c.undo(disk))
+			probe(nil)
+			if entries, err := os.ReadDir(filepath.Join(disk.path, "tandem/holds")); err != nil || len(entries) != 1 {
+				t.Errorf("records: %v, %v", entries, err)
+			}
+		})
+	}
+}
+
 func must(t *testing.T, err error) {
 	t.Helper()
 	if err != nil {

@@ -63,6 +63,8 @@ type Ledger struct {
 	announcing bool
 	// conflicts are claims that were refused, by UID.
 	conflicts map[string]Conflict
+	// unwritable is why a new record cannot be written.
+	unwritable error
 	// serial is the last generation given out.
 	serial uint64
 
@@ -151,7 +153,8 @@ func compareHolds(a, b Hold) int {
 		cmp.Compare(a.Holder.ID, b.Holder.ID))
 }
 
-// Changed returns a channel that is closed after the next change of a hold or conflict. Take it before calling Holds or Conflicts.
+// Changed returns a channel that is closed after the next change of a hold or conflict, or of whether new holds can be recorded. Take it
+// before calling Holds, Conflicts or Unwritable.
 func (l *Ledger) Changed() <-chan struct{} { return l.changed.Changed() }
 
 // Expect restores a hold that kubelet's state or pod resources contain. Startup calls it. A holder that has the device already
@@ -201,7 +204,11 @@ func (l *Ledger) write(h Hold) error {
 	if err := checkName(keyOf(h)); err != nil {
 		return err
 	}
-	return l.records.PutName(keyOf(h), h)
+	err := l.records.PutName(keyOf(h), h)
+	if err != nil {
+		l.setUnwritable(err)
+	}
+	return err
 }
 
 func (l *Ledger) complete(known *Hold, h Hold) error {

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package ledger
+
+// Probe checks whether new holds can be recorded, so that Unwritable knows it before a pod comes: a failed Allocate fails its pod for good.
+// pkg/health calls it at intervals.
+func (l *Ledger) Probe() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.setUnwritable(l.records.Probe())
+}
+
+// Unwritable returns why a new hold cannot be recorded; nil if the last attempt succeeded. Changed announces changes.
+func (l *Ledger) Unwritable() error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.unwritable
+}
+
+// setUnwritable is under l.mu.
+func (l *Ledger) setUnwritable(err error) {
+	if (err == nil) != (l.unwritable == nil) {
+		l.announce()
+	}
+	if err == nil || l.unwritable == nil {
+		l.unwritable = err
+	}
+}
