@@ -13,6 +13,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
@@ -113,6 +114,11 @@ func (r *relay) Reconcile(ctx context.Context, request reconcile.Request) (recon
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	claims, err := r.claims.on(ctx, node.Name)
+	if len(claims) > v1alpha1.MaxClaims {
+		// The API server would refuse all of them. A node learns of the others when kubelet prepares them.
+		klog.FromContext(ctx).Info("Relaying only a part of the node's claims", "node", node.Name, "claims", len(claims), "most", v1alpha1.MaxClaims)
+		claims = claims[:v1alpha1.MaxClaims]
+	}
 	if err != nil || apiequality.Semantic.DeepEqual(claims, node.Spec.Claims) {
 		return reconcile.Result{}, err
 	}

@@ -122,14 +122,15 @@ func TestRelayNamesTheObject(t *testing.T) {
 	}
 }
 
-func TestRelayOfAThousandClaims(t *testing.T) {
+// More claims than the API server accepts do not keep the first ones from the node.
+func TestRelayOfThousandsOfClaims(t *testing.T) {
 	objects := []client.Object{gpuNode()}
-	for i := range 1000 {
+	for i := range 2000 {
 		objects = append(objects, newClaim(fmt.Sprintf("c-%04d", i), fmt.Sprintf("gpu-%d", i)))
 	}
 	w := newWorld(t, interceptor.Funcs{}, objects...)
 	w.twice(w.relay(), "node-1")
-	if got := w.gpuNode().Spec.Claims; len(got) != 1000 || got[0].Name != "c-0000" {
+	if got := w.gpuNode().Spec.Claims; len(got) != v1alpha1.MaxClaims || got[0].Name != "c-0000" {
 		t.Errorf("%d claims", len(got))
 	}
 	w.want(map[string]int{"patch GPUNode": 1})

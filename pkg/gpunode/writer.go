@@ -159,7 +159,7 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 	case len(object.OwnerReferences) != 1 || object.OwnerReferences[0].Kind != "Node" || object.OwnerReferences[0].UID != node:
 		return func(ctx context.Context) error { return w.replace(ctx, object) }, false
 	}
-	status := Status(w.facts())
+	status := bounded(Status(w.facts()))
 	if apiequality.Semantic.DeepEqual(object.Status, status) {
 		return nil, false
 	}
@@ -213,7 +213,7 @@ func (o *Object) leave(ctx context.Context) {
 	defer cancel()
 	facts := o.facts()
 	facts.Limits = device.Resources{}
-	status := Status(facts)
+	status := bounded(Status(facts))
 	for range 2 {
 		object, _ := o.view.current()
 		if object == nil || object.DeletionTimestamp != nil || object.Status.ExtendedResource == "" {

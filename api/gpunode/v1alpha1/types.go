@@ -69,11 +69,13 @@ type GPUNodeSpec struct {
 	// Claims that are allocated devices of this node. Their GPUs are withdrawn from the extended resource before kubelet prepares the
 	// claims. The node's ledger decides who gets a GPU, whatever this list contains.
 	//
+	// +kubebuilder:validation:MaxItems=1024
 	// +listType=map
 	// +listMapKey=uid
 	Claims []AllocatedClaim `json:"claims,omitempty"`
 	// Daemons of status.daemons whose pods do not run, with the reason.
 	//
+	// +kubebuilder:validation:MaxItems=256
 	// +listType=map
 	// +listMapKey=name
 	Daemons []WaitingDaemon `json:"daemons,omitempty"`
@@ -81,27 +83,39 @@ type GPUNodeSpec struct {
 
 // WaitingDaemon is a daemon whose pod does not run.
 type WaitingDaemon struct {
+	// +kubebuilder:validation:MaxLength=63
 	Name string `json:"name"`
 	// Message is the reason, in one line.
+	//
+	// +kubebuilder:validation:MaxLength=1024
 	Message string `json:"message"`
 }
 
 // AllocatedClaim is a ResourceClaim with devices of this node.
 type AllocatedClaim struct {
-	UID       types.UID `json:"uid"`
-	Namespace string    `json:"namespace"`
-	Name      string    `json:"name"`
+	// +kubebuilder:validation:Type=string
+	// +kubebuilder:validation:MaxLength=128
+	UID types.UID `json:"uid"`
+	// +kubebuilder:validation:MaxLength=63
+	Namespace string `json:"namespace"`
+	// +kubebuilder:validation:MaxLength=253
+	Name string `json:"name"`
 	// Devices by their names in the pool, sorted. Devices with admin access are not listed: their claim does not hold them.
 	//
+	// +kubebuilder:validation:MaxItems=32
+	// +kubebuilder:validation:items:MaxLength=128
 	// +listType=set
 	Devices []string `json:"devices"`
 	// Pools of the devices, sorted: the pool of the node, or those of its dynamic GPUs. A controller of an older version does not
 	// write them.
 	//
+	// +kubebuilder:validation:MaxItems=32
+	// +kubebuilder:validation:items:MaxLength=253
 	// +listType=set
 	Pools []string `json:"pools,omitempty"`
 	// Shares of the devices that the claim has in part. It has the other devices whole.
 	//
+	// +kubebuilder:validation:MaxItems=32
 	// +listType=map
 	// +listMapKey=device
 	Shares []AllocatedShare `json:"shares,omitempty"`
@@ -120,6 +134,8 @@ func (c AllocatedClaim) ShareOf(device string) int64 {
 // AllocatedShare is the part of a shared device that the scheduler allocated to a claim.
 type AllocatedShare struct {
 	// Device by its name in the pool.
+	//
+	// +kubebuilder:validation:MaxLength=128
 	Device string `json:"device"`
 	// Memory in bytes (consumed capacity "memory").
 	Memory int64 `json:"memory"`
@@ -128,6 +144,8 @@ type AllocatedShare struct {
 // GPUNodeStatus is what the node's agent reports, at most once a second on average.
 type GPUNodeStatus struct {
 	// Mode is which APIs the node serves: Dual, ClaimsOnly, DevicePluginOnly or Split.
+	//
+	// +kubebuilder:validation:MaxLength=63
 	Mode string `json:"mode,omitempty"`
 	// ObservedGeneration of the spec that the agent acts on.
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
@@ -137,17 +155,23 @@ type GPUNodeStatus struct {
 	// Partitions counts the existing MIG partitions in the same way. It is absent if there are none.
 	Partitions *DeviceCounts `json:"partitions,omitempty"`
 	// Holders of all devices in one line, for kubectl get -o wide: "gpu-0=default/train(claim) gpu-7=default/infer(pod)".
+	//
+	// +kubebuilder:validation:MaxLength=32768
 	Holders string `json:"holders,omitempty"`
 	// ExtendedResource is the extended resource of whole GPUs, and of partitions with migStrategy single. It is empty if the node does
 	// not serve the device plugin API, as while no agent runs. Each device has its own resource in devices.
+	//
+	// +kubebuilder:validation:MaxLength=317
 	ExtendedResource string `json:"extendedResource,omitempty"`
 	// Devices of the node, by name.
 	//
+	// +kubebuilder:validation:MaxItems=512
 	// +listType=map
 	// +listMapKey=name
 	Devices []DeviceStatus `json:"devices,omitempty"`
 	// Conflicts are claims that were allocated a device which another holder has.
 	//
+	// +kubebuilder:validation:MaxItems=512
 	// +listType=map
 	// +listMapKey=uid
 	Conflicts []ConflictingClaim `json:"conflicts,omitempty"`
@@ -160,8 +184,11 @@ type GPUNodeStatus struct {
 	// UnknownDaemons are daemons that may run and whose settings the agent cannot read. The controller does not change their pods.
 	//
 	// +kubebuilder:validation:MaxItems=256
+	// +kubebuilder:validation:items:MaxLength=63
 	// +listType=set
 	UnknownDaemons []string `json:"unknownDaemons,omitempty"`
+	// Omitted is how many entries the agent left out because a list was too long. No list of a real node is.
+	Omitted int32 `json:"omitted,omitempty"`
 }
 
 // MPSDaemon is an MPS control daemon. With other settings it is another daemon, in another pod.
@@ -219,21 +246,35 @@ type DeviceCounts struct {
 // DeviceStatus is a GPU or an existing partition.
 type DeviceStatus struct {
 	// Name in the pool, such as gpu-0 or gpu-0-mig-1g10gb-19-0.
+	//
+	// +kubebuilder:validation:MaxLength=128
 	Name string `json:"name"`
+	// +kubebuilder:validation:MaxLength=128
 	UUID string `json:"uuid"`
 	// Parent is the name of a partition's GPU; empty for a GPU.
+	//
+	// +kubebuilder:validation:MaxLength=128
 	Parent string `json:"parent,omitempty"`
 	// Profile of a partition, such as 1g.10gb; empty for a GPU.
+	//
+	// +kubebuilder:validation:MaxLength=128
 	Profile string `json:"profile,omitempty"`
 	// Model is the product name.
+	//
+	// +kubebuilder:validation:MaxLength=256
 	Model string `json:"model,omitempty"`
 	// UnhealthyReason is why the device is unhealthy, in one line; empty if it is healthy.
+	//
+	// +kubebuilder:validation:MaxLength=1024
 	UnhealthyReason string `json:"unhealthyReason,omitempty"`
 	// Holders of the device. The holders of a partition are listed with the partition.
 	//
+	// +kubebuilder:validation:MaxItems=512
 	// +listType=atomic
 	Holders []DeviceHolder `json:"holders,omitempty"`
 	// ExtendedResource is the extended resource of the device; empty if it has none.
+	//
+	// +kubebuilder:validation:MaxLength=317
 	ExtendedResource string `json:"extendedResource,omitempty"`
 	// ExtendedResourceState is what kubelet's device manager reports of the device. The agent sets Withdrawn before kubelet reports
 	// it. It is empty if the device has no extended resource, and until kubelet reports it.
@@ -247,6 +288,8 @@ type DeviceStatus struct {
 // DeviceSharing is the sharing policy of a device and its result.
 type DeviceSharing struct {
 	// Strategy is TimeSlicing or MPS. It is empty if the device is no longer shared and pods still have shares of it.
+	//
+	// +kubebuilder:validation:MaxLength=63
 	Strategy string `json:"strategy"`
 	// MemoryShares is set if claims can request a part of the memory.
 	MemoryShares bool `json:"memoryShares,omitempty"`
@@ -304,35 +347,56 @@ type DeviceHolder struct {
 	// Memory of the holder's share in bytes; absent for the whole device.
 	Memory int64 `json:"memory,omitempty"`
 	// UID of the claim; empty for a pod.
+	//
+	// +kubebuilder:validation:Type=string
+	// +kubebuilder:validation:MaxLength=128
 	UID types.UID `json:"uid,omitempty"`
 	// Namespace and Name of the claim; empty for a pod.
+	//
+	// +kubebuilder:validation:MaxLength=63
 	Namespace string `json:"namespace,omitempty"`
-	Name      string `json:"name,omitempty"`
+	// +kubebuilder:validation:MaxLength=253
+	Name string `json:"name,omitempty"`
 	// Pods that use the device, as far as the agent has found them.
 	//
+	// +kubebuilder:validation:MaxItems=256
 	// +listType=atomic
 	Pods []PodReference `json:"pods,omitempty"`
 }
 
 // PodReference names a pod.
 type PodReference struct {
+	// +kubebuilder:validation:Type=string
+	// +kubebuilder:validation:MaxLength=128
 	UID types.UID `json:"uid"`
 	// Namespace and Name are empty while only the UID is known.
+	//
+	// +kubebuilder:validation:MaxLength=63
 	Namespace string `json:"namespace,omitempty"`
-	Name      string `json:"name,omitempty"`
+	// +kubebuilder:validation:MaxLength=253
+	Name string `json:"name,omitempty"`
 }
 
 // ConflictingClaim is a claim that was allocated a device which another holder has.
 type ConflictingClaim struct {
-	UID       types.UID `json:"uid"`
-	Namespace string    `json:"namespace"`
-	Name      string    `json:"name"`
+	// +kubebuilder:validation:Type=string
+	// +kubebuilder:validation:MaxLength=128
+	UID types.UID `json:"uid"`
+	// +kubebuilder:validation:MaxLength=63
+	Namespace string `json:"namespace"`
+	// +kubebuilder:validation:MaxLength=253
+	Name string `json:"name"`
 	// Devices that another holder has, by the names in the claim's allocation.
 	//
+	// +kubebuilder:validation:MaxItems=32
+	// +kubebuilder:validation:items:MaxLength=128
 	// +listType=set
 	Devices []string `json:"devices"`
 	// Pods that had the claim reserved when its Prepare was refused, by UID. The claim may be in preparation for a later pod.
 	//
+	// +kubebuilder:validation:MaxItems=256
+	// +kubebuilder:validation:items:Type=string
+	// +kubebuilder:validation:items:MaxLength=128
 	// +listType=set
 	Pods []types.UID `json:"pods,omitempty"`
 	// Since is when the conflict was first recorded.
@@ -341,5 +405,7 @@ type ConflictingClaim struct {
 	// the claim waits until the device is free, because no owner would replace its pod.
 	PendingEviction bool `json:"pendingEviction"`
 	// Message is what happened and what holds the device, without names of other namespaces.
+	//
+	// +kubebuilder:validation:MaxLength=4096
 	Message string `json:"message"`
 }

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode
+
+import (
+	"strings"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// bounded returns the status without what exceeds the bounds of the API, with the number of omitted entries. The API server would refuse
+// the whole status otherwise. It changes the elements of devices and conflicts, which Status has made.
+func bounded(status v1alpha1.GPUNodeStatus) v1alpha1.GPUNodeStatus {
+	var omitted int
+	status.Devices = cut(status.Devices, v1alpha1.MaxDevices, &omitted)
+	status.Conflicts = cut(status.Conflicts, v1alpha1.MaxConflicts, &omitted)
+	status.Daemons = cut(status.Daemons, v1alpha1.MaxDaemons, &omitted)
+	status.UnknownDaemons = cut(status.UnknownDaemons, v1alpha1.MaxDaemons, &omitted)
+	status.Holders = clip(status.Holders, v1alpha1.MaxLine)
+	for i := range status.Devices {
+		d := &status.Devices[i]
+		d.UnhealthyReason = clip(d.UnhealthyReason, v1alpha1.MaxReason)
+		d.Holders = cut(d.Holders, v1alpha1.MaxHolders, &omitted)
+		for j := range d.Holders {
+			d.Holders[j].Pods = cut(d.Holders[j].Pods, v1alpha1.MaxPods, &omitted)
+		}
+	}
+	for i := range status.Conflicts {
+		c := &status.Conflicts[i]
+		c.Message = clip(c.Message, v1alpha1.MaxMessage)
+		c.Pods = cut(c.Pods, v1alpha1.MaxPods, &omitted)
+	}
+	status.Omitted = int32(omitted)
+	return status
+}
+
+// cut returns at most so many entries of a list and counts the others.
+func cut[T any](list []T, most int, omitted *int) []T {
+	if len(list) <= most {
+		return list
+	}
+	*omitted += len(list) - most
+	return list[:most:most]
+}
+
+// clip returns at most so many bytes of a text.
+func clip(text string, most int) string {
+	const more = " …"
+	if len(text) <= most {
+		return text
+	}
+	return strings.ToValidUTF8(text[:most-len(more)], "") + more
+}
