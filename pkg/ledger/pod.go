@@ -105,8 +105,11 @@ func (r PodRequest) use() availability.Use[device.Ref] {
 	return availability.Use[device.Ref]{Holder: availability.Holder{Kind: KindPod, ID: r.ID}, Device: r.Device, Share: r.Share}
 }
 
-// take records new holds, all or none. Under l.mu.
+// take records new holds, all or none, unless devices are withheld. Under l.mu.
 func (l *Ledger) take(holds []Hold) error {
+	if err := l.withheldError(); len(holds) > 0 && err != nil {
+		return err
+	}
 	for i, h := range holds {
 		if err := l.write(h); err != nil {
 			return errors.Join(err, l.undo(holds[:i]))

@@ -65,6 +65,8 @@ type Ledger struct {
 	conflicts map[string]Conflict
 	// unwritable is why a new record cannot be written.
 	unwritable error
+	// withheld are the reasons why no new hold is taken, by source.
+	withheld map[string]error
 	// serial is the last generation given out.
 	serial uint64
 
@@ -103,6 +105,7 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 		byGPU:     map[string]map[key]*Hold{},
 		byHolder:  map[Holder]map[key]*Hold{},
 		conflicts: map[string]Conflict{},
+		withheld:  map[string]error{},
 		claims:    claimCalls{byUID: map[string][]*claimCall{}},
 	}
 	if err := l.load(ctx); err != nil {

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/fsnotify/fsnotify"
@@ -57,6 +58,7 @@ type Ledger interface {
 	Repair() error
 	Conflicts() []ledger.Conflict
 	ClearConflict(uid string)
+	Withhold(source string, reason error)
 }
 
 // Config of a Reconciler. All fields are required.
@@ -98,8 +100,15 @@ type Reconciler struct {
 	// unused is signalled when a partition, or a claim's settings, may have lost the last user.
 	unused broadcast.Signal
 	// late are claims with devices that were not in the inventory when they were restored, and latePodHolds such holds of pods.
+	// lateMu guards them and what follows; lateAdded is signalled when Adopt adds one.
+	lateMu       sync.Mutex
+	lateAdded    broadcast.Signal
 	late         []podstate.KubeletClaim
 	latePodHolds []podstate.PodDevice
+	// unlisted is since when kubelet has not listed a late device of which no pod is known.
+	unlisted map[podstate.PodDevice]time.Time
+	// unknownBefore is what was reported last of devices that no GPU is known for.
+	unknownBefore string
 }
 
 // holdKey distinguishes a hold from the next one of the same holder on the same device.

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"syscall"
 	"time"
 
@@ -48,8 +47,7 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 			return err
 		}
 		if !done {
-			klog.FromContext(ctx).Info("The partition of a restored hold does not exist yet", "device", d.ID, "podUID", d.PodUID)
-			r.latePodHolds = append(r.latePodHolds, d)
+			r.addLate(ctx, d)
 		}
 	}
 	for _, claim := range claims {
@@ -62,7 +60,9 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 			r.late = append(r.late, claim)
 		}
 	}
-	return r.restoreUsed(ctx, checkpoint, claims)
+	err = r.restoreUsed(ctx, checkpoint, claims)
+	r.withholdUnknown(ctx)
+	return err
 }
 
 // restoreLate restores holds on devices that come into the inventory later, such as a GPU that was lost when the agent started.
@@ -70,32 +70,38 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 func (r *Reconciler) restoreLate(ctx context.Context) {
 	complaint := &complaint{message: "Restoring the holders of devices that came late"}
 	retry := r.times.retry
-	for r.isLate() {
-		changed := r.Inventory.Changed()
+	for ctx.Err() == nil {
+		changed, added, podsChanged := r.Inventory.Changed(), r.lateAdded.Changed(), r.Pods.Changed()
 		_, err := r.RestoreLate(ctx)
 		complaint.say(ctx, err)
 		var again <-chan time.Time
-		if err == nil {
-			retry = r.times.retry
-		} else {
+		switch {
+		case err != nil:
 			again = time.After(retry)
 			retry = min(2*retry, r.times.retryMost)
+		case r.isUnknown():
+			// Nothing reports the end of a cgroup.
+			again, retry = time.After(r.times.retry), r.times.retry
+		default:
+			podsChanged, retry = nil, r.times.retry
 		}
 		select {
 		case <-ctx.Done():
-			return
 		case <-changed:
+		case <-added:
+		case <-podsChanged:
 		case <-again:
 		}
 	}
 }
 
-func (r *Reconciler) isLate() bool { return len(r.late)+len(r.latePodHolds) > 0 }
-
-// RestoreLate tries once to restore what Restore could not, and reports whether anything is left. Run calls it.
+// RestoreLate tries once to restore what Restore and Adopt could not, and reports whether anything is left. Run calls it.
 func (r *Reconciler) RestoreLate(ctx context.Context) (left bool, err error) {
+	r.lateMu.Lock()
+	defer r.lateMu.Unlock()
 	err = errors.Join(r.tryLateClaims(ctx), r.tryLatePodHolds(ctx))
-	return r.isLate(), err
+	r.withholdUnknown(ctx)
+	return len(r.late)+len(r.latePodHolds) > 0, err
 }
 
 // tryLateClaims drops claims that have all their devices, and claims that kubelet has unprepared.
@@ -132,7 +138,7 @@ func (r *Reconciler) tryLatePodHolds(ctx context.Context) error {
 		return err
 	}
 	holds := r.holders()
-	var errs []error
+	errs := []error{r.forgetUnlisted(ctx, checkpoint)}
 	r.latePodHolds = slices.DeleteFunc(r.latePodHolds, func(d podstate.PodDevice) bool {
 		if !slices.Contains(checkpoint.Devices, d) {
 			if _, held := holds[ledger.Holder{Kind: ledger.KindPod, ID: d.ID}]; held {
@@ -159,50 +165,49 @@ func (r *Reconciler) holders() map[ledger.Holder]ledger.Hold {
 }
 
 // restorePodHold restores a pod's hold from kubelet's checkpoint, or without a pod from its pod resources. It returns false while
-// the inventory lacks the partition.
+// the inventory lacks the partition, or the ID does not tell which device it is.
 func (r *Reconciler) restorePodHold(ctx context.Context, checkpoint podstate.DeviceCheckpoint, holds map[ledger.Holder]ledger.Hold,
 	d podstate.PodDevice,
 ) (done bool, err error) {
 	if !r.Limits.Has(d.Resource) {
 		return true, nil
 	}
-	restored := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: d.ID}, Resource: d.Resource}
-	h, known := holds[restored.Holder]
+	h, known := holds[ledger.Holder{Kind: ledger.KindPod, ID: d.ID}]
 	if known && !h.Unreadable && predates(checkpoint, h) {
 		return true, nil // it names the pod before
 	}
-	if d.PodUID != "" {
-		cgroup, err := r.Cgroups.Pod(d.PodUID)
-		if err != nil {
-			klog.FromContext(ctx).Error(err, "Restoring a hold although the cgroup of its pod cannot be read", "podUID", d.PodUID, "device", d.ID)
-		} else if cgroup == podstate.CgroupAbsent {
-			return true, nil
-		}
-		restored.Pods = []ledger.Pod{r.Pods.Name(d.PodUID)}
+	if d.PodUID != "" && !r.mayRun(ctx, d) {
+		return true, nil
 	}
-	if restored.Device = h.Device; !known {
-		if restored.Device, known = r.refOf(d.ID); !known {
-			return false, nil
-		}
+	if known {
+		return true, r.expectPodHold(ctx, d, h.Device)
 	}
-	// The ledger keeps a share that its record has (TestUnreadableReplica).
-	restored.Share = r.Limits.ShareOf(r.Inventory.Inventory(), d.ID)
-	return true, r.expect(ctx, restored)
+	ref, missing, unknown := r.Inventory.Inventory().ByDeviceID(d.ID)
+	if unknown || missing && ref.GPU == "" {
+		return false, nil
+	}
+	return true, r.expectPodHold(ctx, d, ref)
 }
 
-// refOf resolves a device ID of ours or of NVIDIA's plugin, whose pods may still run: the UUID of a GPU or partition of the
-// inventory. For a partition that an old driver named after its GPU it returns the whole GPU.
-func (r *Reconciler) refOf(id string) (ref device.Ref, ok bool) {
-	uuid := device.HardwareUUID(id)
-	if !strings.HasPrefix(uuid, "MIG-") {
-		return device.Ref{GPU: uuid}, true
+// mayRun reports whether the pod of a device has a cgroup, also if that cannot be determined.
+func (r *Reconciler) mayRun(ctx context.Context, d podstate.PodDevice) bool {
+	cgroup, err := r.Cgroups.Pod(d.PodUID)
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Restoring a hold although the cgroup of its pod cannot be read", "podUID", d.PodUID, "device", d.ID)
 	}
-	devices := r.Inventory.Inventory().Devices()
-	i := slices.IndexFunc(devices, func(d device.Device) bool { return d.UUID() == uuid })
-	if i < 0 {
-		return device.Ref{}, false
+	return err != nil || cgroup != podstate.CgroupAbsent
+}
+
+func (r *Reconciler) expectPodHold(ctx context.Context, d podstate.PodDevice, ref device.Ref) error {
+	h := ledger.Hold{
+		Holder: ledger.Holder{Kind: ledger.KindPod, ID: d.ID}, Resource: d.Resource, Device: ref,
+		// The ledger keeps a share that its record has (TestUnreadableReplica).
+		Share: r.Limits.ShareOf(r.Inventory.Inventory(), d.ID),
 	}
-	return devices[i].Ref(), true
+	if d.PodUID != "" {
+		h.Pods = []ledger.Pod{r.Pods.Name(d.PodUID)}
+	}
+	return r.expect(ctx, h)
 }
 
 // errUnasked means that a claim may have shares of devices. They are held whole, which blocks other sharers, until the API server
@@ -355,9 +360,7 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.Device
 			return err
 		}
 		if !done {
-			klog.FromContext(ctx).Info("A partition that kubelet reports in use does not exist yet",
-				"device", d.ID, "pod", klog.KRef(d.Namespace, d.Pod))
-			r.latePodHolds = append(r.latePodHolds, podstate.PodDevice{Resource: d.Resource, ID: d.ID})
+			r.addLate(ctx, podstate.PodDevice{Resource: d.Resource, ID: d.ID})
 		}
 	}
 	for _, used := range claims {

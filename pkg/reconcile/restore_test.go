@@ -43,6 +43,10 @@ func TestRestore(t *testing.T) {
 			g.checkpoint("p1", "MIG-a", "ended", "MIG-b")
 			g.used = []podstate.UsedDevice{{ID: "MIG-a", Resource: migResource}, {ID: "MIG-gone", Resource: migResource}}
 		}, []string{"GPU-4@0+1: pod MIG-a restored [p1]", "GPU-4@2+1: claim c1 restored [p2]"}},
+		{"another plugin's minors", func(g *rig) {
+			g.group("p1", true)
+			g.checkpoint("p1", "nvidia1", "p1", "nvidia2/vgpu3")
+		}, []string{"GPU-1: pod nvidia1 restored [p1]", "GPU-2: pod nvidia2/vgpu3 restored [p1]"}},
 		{"no cgroups to be seen", func(g *rig) {
 			must(g.t, os.RemoveAll(filepath.Join(g.groups, "kubepods")))
 			g.checkpoint("p1", "GPU-1")

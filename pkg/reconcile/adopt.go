@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
+)
+
+// Adopt adds holds of the pods and claims that a conflicting driver served while this process ran. Both front-ends call it when that
+// driver is gone, before they serve again. It is idempotent and safe for concurrent use with Run. After an error the caller must
+// not serve, and tries again.
+func (r *Reconciler) Adopt(ctx context.Context) error {
+	checkpoint, err := podstate.ReadDeviceCheckpoint(r.KubeletDir)
+	if err != nil {
+		return err
+	}
+	claims, err := podstate.ReadClaimState(r.KubeletDir, r.DriverName)
+	if err != nil {
+		return err
+	}
+	r.lateMu.Lock()
+	defer r.lateMu.Unlock()
+	defer r.lateAdded.Notify()
+	defer r.withholdUnknown(ctx)
+	holds := r.holders()
+	var errs []error
+	for _, d := range checkpoint.Devices {
+		if _, held := holds[ledger.Holder{Kind: ledger.KindPod, ID: d.ID}]; !held && r.Limits.Has(d.Resource) {
+			errs = append(errs, r.adoptPodHold(ctx, d))
+		}
+	}
+	for _, claim := range claims {
+		if _, held := holds[ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}]; held || len(claim.Devices) == 0 {
+			continue
+		}
+		r.AddPlaceholders(claim.CDIDevices)
+		missing, err := r.restoreClaim(ctx, claim)
+		if !errors.Is(err, errUnasked) {
+			errs = append(errs, err)
+		}
+		if missing && !slices.ContainsFunc(r.late, func(c podstate.KubeletClaim) bool { return c.UID == claim.UID }) {
+			r.late = append(r.late, claim)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// adoptPodHold is restorePodHold for a pod that kubelet may have admitted a moment ago: the pod has no cgroup yet then.
+func (r *Reconciler) adoptPodHold(ctx context.Context, d podstate.PodDevice) error {
+	starts := r.Pods.Known(d.PodUID) && r.Pods.EndedAt(d.PodUID).IsZero()
+	if !starts && !r.mayRun(ctx, d) {
+		return nil
+	}
+	ref, missing, unknown := r.Inventory.Inventory().ByDeviceID(d.ID)
+	if unknown || missing && ref.GPU == "" {
+		r.addLate(ctx, d)
+		return nil
+	}
+	klog.FromContext(ctx).Info("Adopting a pod of a conflicting driver", "device", ref.String(), "deviceID", d.ID, "podUID", d.PodUID)
+	return r.expectPodHold(ctx, d, ref)
+}
+
+// addLate remembers a device to be restored once the inventory has it. Under lateMu, or before Run.
+func (r *Reconciler) addLate(ctx context.Context, d podstate.PodDevice) {
+	if slices.Contains(r.latePodHolds, d) {
+		return
+	}
+	klog.FromContext(ctx).Info("A device that a pod has is not in the inventory", "device", d.ID, "resource", d.Resource, "podUID", d.PodUID)
+	r.latePodHolds = append(r.latePodHolds, d)
+}
+
+// forgetUnlisted forgets late devices that only kubelet's pod resources named, once they have been missing there for a while: after
+// a kubelet restart the list is empty at first. Under lateMu.
+func (r *Reconciler) forgetUnlisted(ctx context.Context, checkpoint podstate.DeviceCheckpoint) error {
+	podless := func(d podstate.PodDevice) bool { return d.PodUID == "" && !namesDevice(checkpoint, d) }
+	if !slices.ContainsFunc(r.latePodHolds, podless) {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, r.times.call)
+	defer cancel()
+	used, _, err := r.Resources.List(ctx, r.Limits.Has, r.DriverName)
+	if err != nil {
+		return fmt.Errorf("check whether pods still have devices of unknown GPUs: %w", err)
+	}
+	now, before := time.Now(), r.unlisted
+	r.unlisted = map[podstate.PodDevice]time.Time{}
+	r.latePodHolds = slices.DeleteFunc(r.latePodHolds, func(d podstate.PodDevice) bool {
+		listed := func(u podstate.UsedDevice) bool { return u.Resource == d.Resource && u.ID == d.ID }
+		if !podless(d) || slices.ContainsFunc(used, listed) {
+			return false
+		}
+		since, known := before[d]
+		if !known {
+			since = now
+		}
+		r.unlisted[d] = since
+		return now.Sub(since) >= r.times.podHoldCheck
+	})
+	return nil
+}
+
+func namesDevice(checkpoint podstate.DeviceCheckpoint, d podstate.PodDevice) bool {
+	return slices.ContainsFunc(checkpoint.Devices, func(c podstate.PodDevice) bool { return c.ID == d.ID && c.Resource == d.Resource })
+}
+
+const (
+	// sourceUnknown is the reconciler's source of ledger.Withhold.
+	sourceUnknown = "devices of unknown GPUs"
+	// namedDevices is how many devices an event names.
+	namedDevices = 4
+)
+
+// unknown returns the late devices whose ID does not tell which GPU they are on. Under lateMu, or before Run.
+func (r *Reconciler) unknown() []podstate.PodDevice {
+	inventory := r.Inventory.Inventory()
+	return slices.DeleteFunc(slices.Clone(r.latePodHolds), func(d podstate.PodDevice) bool {
+		_, _, unknown := inventory.ByDeviceID(d.ID)
+		return !unknown
+	})
+}
+
+func (r *Reconciler) isUnknown() bool {
+	r.lateMu.Lock()
+	defer r.lateMu.Unlock()
+	return len(r.unknown()) > 0
+}
+
+// withholdUnknown keeps the node from serving while a pod has a device and its GPU is not known: any GPU may be the one. It reports
+// each change once. Under lateMu, or before Run.
+func (r *Reconciler) withholdUnknown(ctx context.Context) {
+	unknown := r.unknown()
+	if len(unknown) == 0 {
+		r.Ledger.Withhold(sourceUnknown, nil)
+		if r.unknownBefore != "" {
+			klog.FromContext(ctx).Info("The GPU of every pod is known again, serving", "before", r.unknownBefore)
+		}
+		r.unknownBefore = ""
+		return
+	}
+	var names []string
+	for _, d := range unknown[:min(len(unknown), namedDevices)] {
+		names = append(names, fmt.Sprintf("%s of %s in %s", d.ID, d.Resource, describePod(r.Pods.Name(d.PodUID))))
+	}
+	text := strings.Join(names, ", ")
+	if more := len(unknown) - namedDevices; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	reason := fmt.Errorf("another device plugin gave pods devices whose GPUs are not known (%s): end these pods", text)
+	r.Ledger.Withhold(sourceUnknown, reason)
+	if r.unknownBefore != text {
+		klog.FromContext(ctx).Info("Serving nothing new while pods have devices of unknown GPUs", "devices", text)
+		node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: r.NodeName, UID: types.UID(r.NodeName)}
+		r.Recorder.Eventf(node, corev1.EventTypeWarning, "UnknownDevice", "Serving no GPU to new pods: %s", reason)
+	}
+	r.unknownBefore = text
+}
+
+func describePod(pod ledger.Pod) string {
+	switch {
+	case pod.Name != "":
+		return fmt.Sprintf("pod %s/%s", pod.Namespace, pod.Name)
+	case pod.UID != "":
+		return fmt.Sprintf("pod %s", pod.UID)
+	default:
+		return "an unknown pod"
+	}
+}

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/tools/record"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
+)
+
+// event returns the next event that the reconciler recorded, or fails when there is none.
+func (g *rig) event() string {
+	g.t.Helper()
+	if recorder, ok := g.r.Recorder.(*record.FakeRecorder); ok {
+		select {
+		case event := <-recorder.Events:
+			return event
+		case <-time.After(time.Minute):
+		}
+	}
+	g.t.Fatal("no event was recorded")
+	return ""
+}
+
+// awaitServing waits until devices are given to new holders.
+func (g *rig) awaitServing() {
+	g.t.Helper()
+	deadline := time.After(time.Minute)
+	for {
+		changed := g.book.Changed()
+		if g.book.Withheld() == nil {
+			return
+		}
+		select {
+		case <-changed:
+		case <-deadline:
+			g.t.Fatal(g.book.Withheld())
+		}
+	}
+}
+
+// refuses checks that neither API gets a device, and why.
+func (g *rig) refuses(words ...string) {
+	g.t.Helper()
+	pod := g.book.ReservePod([]ledger.PodRequest{{ID: "GPU-0", Resource: resource, Device: device.Ref{GPU: "GPU-0"}}})
+	_, claim := g.book.ReserveClaim(g.t.Context(), ledger.ClaimRequest{UID: "new", Devices: []device.Ref{{GPU: "GPU-0"}}})
+	for _, err := range []error{pod, claim} {
+		var withheld *ledger.WithheldError
+		if !errors.As(err, &withheld) {
+			g.t.Errorf("a new holder gets %v", err)
+			continue
+		}
+		for _, word := range words {
+			if !strings.Contains(err.Error(), word) {
+				g.t.Errorf("%q does not say %q", err, word)
+			}
+		}
+	}
+}
+
+// An ID whose GPU is not known holds no device that does not exist: the node serves nothing new until the pod has ended.
+func TestUnknownDeviceKeepsTheNodeFromServing(t *testing.T) {
+	for name, id := range map[string]string{
+		"a minor that no GPU has":  "nvidia9",
+		"a share of HAMi":          "GPU-1-3",
+		"a share of gpushare":      "GPU-1-_-12",
+		"an ID of another plugin":  "card-a",
+		"a partition in that form": "nvidia9/gi1/vgpu0",
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := newRig(t, "GPU-0", "GPU-1")
+			g.group("p1", true)
+			g.addPod(g.pod("p1"))
+			g.checkpoint("p1", id)
+			must(t, g.r.Restore(t.Context()))
+			g.want()
+			g.refuses(id, resource, "p1")
+			event := g.event()
+			for _, word := range []string{"Warning UnknownDevice", id, resource, "pod p1"} {
+				if !strings.Contains(event, word) {
+					t.Errorf("%q does not say %q", event, word)
+				}
+			}
+			// The agent dies and comes back.
+			g.r.latePodHolds = nil
+			g.book.Withhold(sourceUnknown, nil)
+			must(t, g.r.Restore(t.Context()))
+			g.refuses(id)
+			g.run()
+			g.stays()
+			g.refuses(id)
+			// The pod ends. kubelet's checkpoint still names it.
+			g.noGroup("p1")
+			g.awaitServing()
+			g.want()
+		})
+	}
+}
+
+// An ID whose GPU comes later resolves.
+func TestUnknownDeviceBecomesKnown(t *testing.T) {
+	g := newRig(t, "GPU-0")
+	g.group("p1", true)
+	g.addPod(g.pod("p1"))
+	g.checkpoint("p1", "nvidia2")
+	must(t, g.r.Restore(t.Context()))
+	g.run()
+	g.refuses("nvidia2")
+	g.setGPUs("GPU-0", "GPU-2")
+	g.await("GPU-2: pod nvidia2 held [p1]")
+	g.awaitServing()
+}
+
+// A GPU that was lost is known by its UUID, and keeps nothing else from being served.
+func TestLostGPUIsNoUnknownDevice(t *testing.T) {
+	const lost, partition = "GPU-00000000-0000-0000-0000-00000000000c", "MIG-00000000-0000-0000-0000-000000000003"
+	g := newRig(t, "GPU-0")
+	g.group("p1", true)
+	g.checkpoint("p1", lost, "p1", partition)
+	must(t, g.r.Restore(t.Context()))
+	g.want(lost + ": pod " + lost + " restored [p1]")
+	must(t, g.book.Withheld())
+}
+
+// A device of an unknown GPU that only kubelet's pod resources name keeps the node from serving until kubelet no longer lists it.
+func TestUnknownDeviceWithoutCheckpoint(t *testing.T) {
+	g := newRig(t, "GPU-0")
+	g.used = []podstate.UsedDevice{{Namespace: "apps", Pod: "p1", Resource: resource, ID: "card-a"}}
+	g.r.times.podHoldCheck = 20 * time.Millisecond
+	must(t, g.r.Restore(t.Context()))
+	g.run()
+	g.stays()
+	g.refuses("card-a")
+	g.change(func() { g.used = nil })
+	g.awaitServing()
+}
+
+// What a conflicting driver gave to pods and claims while this process ran is held before anything is served again.
+func TestAdopt(t *testing.T) {
+	g := newRig(t, "GPU-0", "GPU-1", "GPU-2", "GPU-3", "GPU-4")
+	must(t, g.r.Restore(t.Context()))
+	g.allocate("GPU-4")
+	g.group("p1", true)
+	g.group("own", true)
+	for _, uid := range []string{"p1", "p2", "own"} {
+		g.addPod(g.pod(uid))
+	}
+	g.run()
+	g.checkpoint("own", "GPU-4", "p1", "nvidia1", "p2", "nvidia2", "ended", "nvidia3")
+	g.claim("one", "c1", "gpu-3")
+	g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-3"}})
+	for range 2 {
+		must(t, g.r.Adopt(t.Context()))
+	}
+	// p2 has no cgroup yet: kubelet has just admitted it.
+	g.await("GPU-1: pod nvidia1 held [p1]", "GPU-2: pod nvidia2 held [p2]", "GPU-3: claim c1 restored [p1]", "GPU-4: pod GPU-4 held [own]")
+	must(t, g.book.Withheld())
+	g.checkpoint("own", "GPU-4", "p1", "nvidia1", "p1", "card-a")
+	must(t, g.r.Adopt(t.Context()))
+	g.refuses("card-a", "apps/p1")
+	g.replace(podstate.DeviceCheckpointPath(g.dir), []byte("{"))
+	if err := g.r.Adopt(t.Context()); err == nil {
+		t.Error("adopted without kubelet's checkpoint")
+	}
+}
