@@ -47,13 +47,13 @@ func lossesOf(plan EvictionPlan, node string) map[loss]bool {
 	losses := map[loss]bool{}
 	for _, pod := range plan.Evict {
 		for _, device := range plan.Conflict.Devices {
-			losses[loss{ownerOf(pod), node, device}] = true
+			losses[loss{controllerOf(pod), node, device}] = true
 		}
 	}
 	return losses
 }
 
-func ownerOf(pod *corev1.Pod) types.UID {
+func controllerOf(pod *corev1.Pod) types.UID {
 	if of := metav1.GetControllerOfNoCopy(pod); of != nil {
 		return of.UID
 	}
