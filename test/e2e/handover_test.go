@@ -23,6 +23,7 @@ func TestHandOver(t *testing.T) {
 	for _, api := range []string{"claim", "limit"} {
 		t.Run(api, func(t *testing.T) {
 			s := begin(t)
+			s.manifest(singleTemplate)
 			gpu, uuid, pid := s.leave(api)
 			s.kubectl("delete", "pod", "-n", s.namespace, "last", "--timeout=60s")
 			s.event("Node", gpuNode, "GPUNotClean", uuid, "process "+pid+" (sleep)", "withdrawn from claims and limits")
@@ -46,6 +47,7 @@ func TestReset(t *testing.T) {
 	s.await(patient, "the GPUs to be offered", func() error {
 		return errors.Join(s.offeredToPods(gpusANode), s.offeredToClaims(gpusANode))
 	})
+	s.manifest(singleTemplate)
 	for i, api := range []string{"claim", "limit", "claim"} {
 		name := fmt.Sprintf("%s-%d", api, i)
 		s.manifest(one(api, name))
