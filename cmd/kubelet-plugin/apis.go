@@ -108,7 +108,7 @@ func (a *agent) pluginConfig(c components, object *gpunode.Object) legacy.Config
 		PassDeviceSpecs: a.config.PassDeviceSpecs, Packed: a.config.AllocationPolicy == "packed",
 		FailRequestsGreaterThanOne: a.config.FailRequestsGreaterThanOne,
 		Inventory:                  c.cleaner, Offered: a.config.OfferedToPods, Retiring: !a.config.Mode.Limits(),
-		Ledger: c.book, Specs: c.specs, Kubelet: c.resources, Sharing: c.policy,
+		Ledger: c.book, Specs: c.specs, Kubelet: c.resources, Sharing: c.policy, Requesters: c.pods,
 		Allocations: object, Acknowledge: object.Acknowledge,
 		Recorder: a.recorder, Registerer: a.metrics,
 	}

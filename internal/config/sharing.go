@@ -10,6 +10,7 @@ import (
 	"strconv"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/util/validation"
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -25,6 +26,30 @@ type SharingRule struct {
 	Replicas int `json:"replicas,omitempty"`
 	// MemoryShares lets claims request a part of the memory (capacity.requests.memory).
 	MemoryShares bool `json:"memoryShares,omitempty"`
+	// Namespaces are those that may be clients of the daemon (strategy MPS). Without the key, all may.
+	Namespaces namespaceList `json:"namespaces,omitempty"`
+}
+
+// namespaceList is a list of names that can be compared: sorted and joined by commas.
+type namespaceList string
+
+// UnmarshalJSON implements json.Unmarshaler. An empty list is an error, because it would mean all namespaces.
+func (n *namespaceList) UnmarshalJSON(text []byte) error {
+	var names []string
+	if err := json.Unmarshal(text, &names); err != nil {
+		return fmt.Errorf("namespaces: %w", err)
+	}
+	if len(names) == 0 {
+		return errors.New("namespaces: the list is empty: name a namespace, or remove the key to admit all")
+	}
+	for _, name := range names {
+		if wrong := validation.IsDNS1123Label(name); len(wrong) > 0 {
+			return fmt.Errorf("namespaces: %q is no name of a namespace: %s", name, strings.Join(wrong, "; "))
+		}
+	}
+	slices.Sort(names)
+	*n = namespaceList(strings.Join(slices.Compact(names), ","))
+	return nil
 }
 
 // notShared is the strategy of a rule that excludes sharing.
@@ -33,7 +58,7 @@ const notShared device.SharingStrategy = "None"
 func (r SharingRule) check(p *problems, at string) {
 	if r.Strategy == notShared {
 		if r != (SharingRule{Strategy: notShared}) {
-			p.add(at, "strategy None excludes sharing: remove interval, replicas and memoryShares")
+			p.add(at, "strategy None excludes sharing: remove interval, replicas, memoryShares and namespaces")
 		}
 		return
 	}
@@ -46,6 +71,9 @@ func (r SharingRule) check(p *problems, at string) {
 		if r.Strategy == device.MPS {
 			p.add(at+".interval", "is for strategy %s: with %s processes run at the same time", device.TimeSlicing, device.MPS)
 		}
+	}
+	if r.Namespaces != "" && r.Strategy != device.MPS {
+		p.add(at+".namespaces", "is for strategy %s, whose clients share memory and sockets", device.MPS)
 	}
 	if r.Replicas != 0 && r.Replicas < 2 {
 		p.add(at+".replicas", tooFew)
@@ -65,6 +93,9 @@ func (r SharingRule) policy() device.Sharing {
 		return device.Sharing{}
 	}
 	s := device.Sharing{Strategy: r.Strategy, Interval: r.Interval, MemoryShares: r.MemoryShares}
+	if r.Namespaces != "" {
+		s.Namespaces = strings.Split(string(r.Namespaces), ",")
+	}
 	if r.Replicas > 1 {
 		s.Replicas = map[string]device.Replicas{"": {Count: r.Replicas}}
 	}

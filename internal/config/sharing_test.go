@@ -53,9 +53,9 @@ func TestSharing(t *testing.T) {
 			{Strategy: device.TimeSlicing, MemoryShares: true}, {Strategy: device.TimeSlicing, MemoryShares: true}, none, none,
 		},
 		`{sharing: {timeSlicing: {resources: []}, mps: {renameByDefault: true, failRequestsGreaterThanOne: true, resources: [{name: nvidia.com/gpu, replicas: 4, devices: [0]}]}}, tandem: {devices: [
-			{match: {index: 1}, sharing: {strategy: MPS, replicas: 2, memoryShares: true}}, {match: {uuid: GPU-c}, sharing: {strategy: MPS, memoryShares: true}}]}}`: {
+			{match: {index: 1}, sharing: {strategy: MPS, replicas: 2, memoryShares: true, namespaces: [b, a, b]}}, {match: {uuid: GPU-c}, sharing: {strategy: MPS, memoryShares: true}}]}}`: {
 			{Strategy: device.MPS, Replicas: map[string]device.Replicas{"": {Count: 4, Renamed: true}}},
-			{Strategy: device.MPS, MemoryShares: true, Replicas: map[string]device.Replicas{"": {Count: 2}}},
+			{Strategy: device.MPS, MemoryShares: true, Replicas: map[string]device.Replicas{"": {Count: 2}}, Namespaces: []string{"a", "b"}},
 			{Strategy: device.MPS, MemoryShares: true}, none,
 		},
 	} {
@@ -104,13 +104,17 @@ func TestSharingErrors(t *testing.T) {
 		rule("strategy: Fair, replicas: 2"):                                                                             `tandem.devices[0].sharing.strategy: "Fair" is not one of TimeSlicing, MPS, None`,
 		rule("strategy: MPS"):                                                                                           "tandem.devices[0].sharing: has no effect",
 		rule("strategy: MPS, replicas: 49"):                                                                             "tandem.devices[0].sharing.replicas: maximum allowed replicas is 48 with MPS",
+		rule("strategy: TimeSlicing, replicas: 2, namespaces: [a]"):                                                     "tandem.devices[0].sharing.namespaces: is for strategy MPS",
+		rule("strategy: MPS, replicas: 2, namespaces: []"):                                                              "namespaces: the list is empty",
+		rule("strategy: MPS, replicas: 2, namespaces: [a, B]"):                                                          `namespaces: "B" is no name of a namespace`,
+		rule("strategy: MPS, replicas: 2, namespaces: a"):                                                               "namespaces: ",
 		rule("strategy: MPS, replicas: 2, interval: Short"):                                                             "tandem.devices[0].sharing.interval: is for strategy TimeSlicing",
-		rule("replicas: 2"):                                                                                             `tandem.devices[0].sharing.strategy: "" is not one of`,
-		rule("strategy: TimeSlicing"):                                                                                   "tandem.devices[0].sharing: has no effect",
-		rule("strategy: TimeSlicing, replicas: 1"):                                                                      "tandem.devices[0].sharing.replicas: number of replicas must be >= 2",
-		rule("strategy: TimeSlicing, replicas: 2, interval: Slow"):                                                      `tandem.devices[0].sharing.interval: "Slow" is not one of Default, Short, Medium, Long`,
-		rule("strategy: None, replicas: 2"):                                                                             "tandem.devices[0].sharing: strategy None excludes sharing",
-		"tandem: {devices: [{match: {index: 2}, mig: dynamic, sharing: {strategy: TimeSlicing, memoryShares: true}}]}":  "tandem.devices[0].sharing: conflicts with mig: dynamic",
+		rule("replicas: 2"):                                        `tandem.devices[0].sharing.strategy: "" is not one of`,
+		rule("strategy: TimeSlicing"):                              "tandem.devices[0].sharing: has no effect",
+		rule("strategy: TimeSlicing, replicas: 1"):                 "tandem.devices[0].sharing.replicas: number of replicas must be >= 2",
+		rule("strategy: TimeSlicing, replicas: 2, interval: Slow"): `tandem.devices[0].sharing.interval: "Slow" is not one of Default, Short, Medium, Long`,
+		rule("strategy: None, replicas: 2"):                        "tandem.devices[0].sharing: strategy None excludes sharing",
+		"tandem: {devices: [{match: {index: 2}, mig: dynamic, sharing: {strategy: TimeSlicing, memoryShares: true}}]}": "tandem.devices[0].sharing: conflicts with mig: dynamic",
 	} {
 		if _, err := loadFile(t, content); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s:\ngot  %v\nwant %s", content, err, want)

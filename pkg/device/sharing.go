@@ -35,6 +35,13 @@ type Sharing struct {
 	Replicas map[string]Replicas
 	// MemoryShares lets claims ask for a part of the memory.
 	MemoryShares bool
+	// Namespaces are those that may be clients of the daemon; empty for all. They belong to MPS.
+	Namespaces []string
+}
+
+// Admits reports whether containers of a namespace may share the device.
+func (s Sharing) Admits(namespace string) bool {
+	return len(s.Namespaces) == 0 || slices.Contains(s.Namespaces, namespace)
 }
 
 // Replicas are the equal shares of each device of a resource.

@@ -44,6 +44,9 @@ func (p *Plugin) Allocate(ctx context.Context, resource string, request *plugina
 			return nil, status.Errorf(codes.Unavailable, "allocate %s: ensure CDI specs: %v", resource, err)
 		}
 	}
+	if err := p.admit(ctx, resource, containers); err != nil {
+		return nil, err
+	}
 	clients, err := p.reserve(ctx, resource, containers)
 	if err != nil {
 		return nil, err

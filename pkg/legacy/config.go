@@ -70,6 +70,12 @@ type Sharing interface {
 
 var _ Sharing = (*sharing.Policy)(nil)
 
+// Requesters returns the namespaces of the pods for which kubelet may be calling Allocate. *podstate.Pods implements it.
+type Requesters interface {
+	// Requesters waits until the watch has reported such a pod, at most until ctx is done, and then returns none.
+	Requesters(ctx context.Context, resource string) []string
+}
+
 // KubeletView calls kubelet's podresources GetAllocatableResources. It returns the IDs of healthy devices by resource; resources
 // without any may be absent.
 type KubeletView interface {
@@ -133,6 +139,8 @@ type Config struct {
 	Sharing  Sharing
 	// HandOver, where set, must return nil for each GPU of a container before kubelet starts it. Idempotent for one pod.
 	HandOver func(ctx context.Context, uuid string) error
+	// Requesters are asked about devices that are shared among some namespaces only.
+	Requesters Requesters
 	// Allocations are the scheduler's: the plugin withdraws their devices before kubelet prepares the claims.
 	Allocations Allocations
 	// Kubelet confirms the lists that were sent.

@@ -32,14 +32,13 @@ func (p *Pods) WaitForPods(ctx context.Context, claim ledger.ClaimRequest) {
 	p.await(ctx, func() bool { return len(claim.Pods) == 0 || slices.ContainsFunc(claim.Pods, known) })
 }
 
-// PendingPods returns the pods that kubelet has not admitted yet. kubelet writes the start time of a pod with the first status
-// after its admission (k8s.io/kubernetes pkg/kubelet, generateAPIPodStatus), and the phase Failed of a pod that it rejects.
+// PendingPods returns the pods that kubelet has not admitted yet.
 func (q queue) PendingPods() []ledger.PendingPods {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	var bound []ledger.PendingPods
 	for uid, pod := range q.pods {
-		if pod.deleted || pod.Status.StartTime != nil || isTerminal(pod.Pod) || pod.DeletionTimestamp != nil {
+		if !pod.isPending() {
 			continue
 		}
 		for resource, devices := range asked(pod.Pod, q.counts) {

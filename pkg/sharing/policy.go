@@ -509,6 +509,9 @@ func (p *Policy) Client(d device.Device, share device.Share) (*Client, error) {
 func (p *Policy) Join(ctx context.Context, claim Claim, d device.Device, share device.Share) (clientDevices []string, err error) {
 	daemon, err := p.awaitPolicy(ctx, claim, d)
 	if err == nil && daemon != "" {
+		err = p.admit(claim, d.Ref())
+	}
+	if err == nil && daemon != "" {
 		var client string
 		client, err = p.manager.connect(ctx, daemon, p.manager.policyLimit(d.GPU.UUID, share))
 		clientDevices = []string{client}

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package legacy
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"k8s.io/klog/v2"
+)
+
+// watchDelay is how long the watch may take to report a pod that kubelet has seen. kubelet's sync loop waits meanwhile.
+const watchDelay = 2 * time.Second
+
+// admit returns an error if a device is only for some namespaces and the pod may be of another one. kubelet does not say for which pod it
+// calls Allocate: it is one of those that request the resource and were not admitted yet, and all of them must be of these namespaces. No
+// such pod in time is an error too.
+func (p *Plugin) admit(ctx context.Context, resource string, containers [][]item) error {
+	for _, i := range slices.Concat(containers...) {
+		policy := i.Sharing()
+		if len(policy.Namespaces) == 0 {
+			continue
+		}
+		waiting, cancel := context.WithTimeout(ctx, watchDelay)
+		requesters := p.config.Requesters.Requesters(waiting, resource)
+		cancel()
+		if len(requesters) > 0 && !slices.ContainsFunc(requesters, func(namespace string) bool { return !policy.Admits(namespace) }) {
+			continue
+		}
+		klog.FromContext(ctx).Info("Refused Allocate because the pod may be of a namespace that may not share the device",
+			"resource", resource, "device", i.id, "requestedBy", requesters, "admitted", policy.Namespaces)
+		why := "a pod of a namespace that the node's sharing policy does not admit requests it"
+		if len(requesters) == 0 {
+			why = "the node's sharing policy admits some namespaces only, and the API server has reported no pod that requests it"
+		}
+		return status.Errorf(codes.PermissionDenied, "allocate %s: device %s: %s (sharing.namespaces of the node configuration)",
+			resource, i.id, why)
+	}
+	return nil
+}

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package podstate
+
+import (
+	"context"
+	"slices"
+)
+
+// Requesters returns the namespaces, sorted, of the pods that kubelet may be about to admit with a resource. It waits until the watch has
+// reported such a pod, at most until ctx is done, and then returns none. kubelet does not tell a device plugin for which pod it calls
+// Allocate. The device plugin calls it. It is safe for concurrent use.
+func (p *Pods) Requesters(ctx context.Context, resource string) (namespaces []string) {
+	p.await(ctx, func() bool {
+		namespaces = p.requesters(resource)
+		return len(namespaces) > 0
+	})
+	return namespaces
+}
+
+func (p *Pods) requesters(resource string) (namespaces []string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, pod := range p.pods {
+		if !pod.isPending() || slices.Contains(namespaces, pod.Namespace) {
+			continue
+		}
+		if len(asked(pod.Pod, func(name string) bool { return name == resource })) > 0 {
+			namespaces = append(namespaces, pod.Namespace)
+		}
+	}
+	slices.Sort(namespaces)
+	return namespaces
+}
+
+// isPending reports whether kubelet has not admitted the pod yet. kubelet writes the start time of a pod with the first status after its
+// admission (k8s.io/kubernetes pkg/kubelet, generateAPIPodStatus), and the phase Failed of a pod that it rejects.
+func (p seenPod) isPending() bool {
+	return !p.deleted && p.Status.StartTime == nil && !isTerminal(p.Pod) && p.DeletionTimestamp == nil
+}
