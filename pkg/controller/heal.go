@@ -117,7 +117,18 @@ type healer struct {
 	recorder  events.EventRecorder
 	metrics   *metrics
 	evictions *evictions
+
+	turns map[string]turn // by node
 }
+
+// turn is how far the pass over a node's conflicts has come. One node with many of them, true or forged, must not delay healing
+// on others: the pass is done in parts, and the queue serves the other nodes in between.
+type turn struct {
+	next, refused int
+}
+
+// conflictsATurn is how many conflicts are read live before other nodes have their turn. Each costs some ten milliseconds.
+const conflictsATurn = 16
 
 func (h *healer) register(m manager.Manager) error {
 	return builder.ControllerManagedBy(m).Named("heal").
@@ -126,6 +137,9 @@ func (h *healer) register(m manager.Manager) error {
 		WithOptions(options(1)).
 		Complete(h)
 }
+
+// anotherTurn is when a pass goes on: at once, after the nodes that wait.
+const anotherTurn = time.Millisecond
 
 // healInterval is when a claim that stays pending eviction is checked again: its pods are ending, or cannot be evicted now.
 const healInterval = 2 * time.Second
@@ -137,22 +151,51 @@ func (h *healer) Reconcile(ctx context.Context, request reconcile.Request) (reco
 	if client.IgnoreNotFound(err) != nil {
 		return reconcile.Result{}, err
 	}
-	var result reconcile.Result
+	claims, pending, err := h.pending(ctx, node)
+	if err != nil {
+		return reconcile.Result{}, err
+	}
+	t := h.turns[request.Name]
+	first := min(t.next, len(claims))
+	t.next = min(first+conflictsATurn, len(claims))
 	var errs []error
-	refused := 0
+	for _, claim := range claims[first:t.next] {
+		movable, err := h.heal(ctx, node.Name, claim)
+		if !movable {
+			t.refused++
+		}
+		errs = append(errs, err)
+	}
+	if t.next < len(claims) {
+		h.turns[request.Name] = t
+		return reconcile.Result{RequeueAfter: anotherTurn}, errors.Join(errs...)
+	}
+	delete(h.turns, request.Name)
+	setNode(h.metrics.notMovable, request.Name, t.refused)
+	if !pending {
+		return reconcile.Result{}, nil
+	}
+	return reconcile.Result{RequeueAfter: healInterval}, errors.Join(errs...)
+}
+
+// pending returns the claims of a node that are pending eviction, and whether the node reports any. It reads the cache only, and leaves
+// out the claims that are not in conflict by what the API server has of them: a forged entry costs no request.
+func (h *healer) pending(ctx context.Context, node *v1alpha1.GPUNode) (claims []types.NamespacedName, some bool, err error) {
 	for _, conflict := range node.Status.Conflicts {
 		if !conflict.PendingEviction {
 			continue
 		}
-		result.RequeueAfter = healInterval
-		movable, err := h.heal(ctx, node.Name, types.NamespacedName{Namespace: conflict.Namespace, Name: conflict.Name})
-		if !movable {
-			refused++
+		claim := &resourceapi.ResourceClaim{}
+		key := types.NamespacedName{Namespace: conflict.Namespace, Name: conflict.Name}
+		if err := h.client.Get(ctx, key, claim); client.IgnoreNotFound(err) != nil {
+			return nil, true, fmt.Errorf("get claim %s, which is pending eviction: %w", key, err)
 		}
-		errs = append(errs, err)
+		some = true
+		if claim.UID == conflict.UID && stillConflicting(conflict, claim, h.driver, node.Name) {
+			claims = append(claims, key)
+		}
 	}
-	setNode(h.metrics.notMovable, request.Name, refused)
-	return result, errors.Join(errs...)
+	return claims, some, nil
 }
 
 // heal evicts the pods of a claim. movable is false if one of them may not be evicted.

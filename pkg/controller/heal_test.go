@@ -4,6 +4,7 @@ package controller
 
 import (
 	"context"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -125,7 +126,7 @@ func TestPlanEviction(t *testing.T) {
 
 func (w *world) healer() *healer {
 	return &healer{
-		client: w.client, driver: testDriver, live: w.client, recorder: w.recorder, metrics: w.metrics, evictions: newEvictions(w.now),
+		client: w.client, driver: testDriver, live: w.client, recorder: w.recorder, metrics: w.metrics, evictions: newEvictions(w.now), turns: map[string]turn{},
 	}
 }
 
@@ -211,6 +212,90 @@ func TestHealCountsWhatCannotBeMoved(t *testing.T) {
 	w.twice(h, "node-1")
 	if gauge() != 0 {
 		t.Errorf("%v not movable in the end", gauge())
+	}
+}
+
+// live counts the objects that are read past the cache.
+func (w *world) live(reads *int) client.Reader {
+	return interceptor.NewClient(w.client, interceptor.Funcs{
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, into client.Object, opts ...client.GetOption) error {
+			*reads++
+			return c.Get(ctx, key, into, opts...)
+		},
+	})
+}
+
+// besides adds an honest node with one claim in conflict, beside node-1.
+func (w *world) besides() {
+	w.t.Helper()
+	honest := gpuNode(losing(pendingEviction("honest", "gpu-0")))
+	honest.Name, honest.UID = "node-2", "uid-node-2"
+	claim := newClaim("honest", "gpu-0")
+	claim.Status.Allocation.Devices.Results[0].Pool = "node-2"
+	for _, o := range []client.Object{honest, claim, newPod("honest", func(p *corev1.Pod) { p.Spec.NodeName = "node-2" })} {
+		if err := w.client.Create(w.t.Context(), o); err != nil {
+			w.t.Fatal(err)
+		}
+	}
+	clear(w.writes)
+}
+
+// A stolen token of an agent reports claims in conflict that do not exist, or that have devices of other nodes. That costs no request.
+func TestHealIgnoresForgedConflicts(t *testing.T) {
+	forged := []v1alpha1.ConflictingClaim{pendingEviction("honest", "gpu-0"), pendingEviction("replaced", "gpu-0")}
+	for i := range v1alpha1.MaxConflicts {
+		forged = append(forged, pendingEviction(fmt.Sprint("forged-", i), "gpu-0"))
+	}
+	replaced := newClaim("replaced", "gpu-0")
+	replaced.UID = "another"
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(forged...)), replaced, newPod("replaced"))
+	w.besides()
+	h, reads := w.healer(), 0
+	h.live = w.live(&reads)
+	if result := w.twice(h, "node-1"); result.RequeueAfter != healInterval || reads > 0 {
+		t.Errorf("%d reads, again after %v", reads, result.RequeueAfter)
+	}
+	w.want(map[string]int{})
+}
+
+// A node with hundreds of claims in conflict delays another one by a few reads, and has all its own looked at.
+func TestHealIsFair(t *testing.T) {
+	const many = 100
+	var conflicts []v1alpha1.ConflictingClaim
+	w := newWorld(t, interceptor.Funcs{}, gpuNode())
+	for i := range many {
+		name := fmt.Sprint("c", i)
+		conflicts = append(conflicts, pendingEviction(name, "gpu-0"))
+		for _, o := range []client.Object{newClaim(name, "gpu-0"), newPod(name, running)} {
+			if err := w.client.Create(t.Context(), o); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	w.set(losing(conflicts...))
+	w.besides()
+	h, reads, before, turns := w.healer(), 0, 0, 0
+	h.live = w.live(&reads)
+	queue := []string{"node-1", "node-2"}
+	for ; len(queue) > 0; turns++ {
+		name := queue[0]
+		queue = queue[1:]
+		result := w.once(h, types.NamespacedName{Name: name})
+		if name == "node-2" && before == 0 {
+			before = reads
+		}
+		if result.RequeueAfter == anotherTurn {
+			queue = append(queue, name)
+		}
+	}
+	w.want(map[string]int{"eviction pod-honest": 1})
+	// A claim, its pod and its node.
+	if before > 3*(conflictsATurn+1) || reads != 3*(many+1) || turns != 1+(many+conflictsATurn-1)/conflictsATurn {
+		t.Errorf("%d reads until the other node was healed, %d in all, %d turns", before, reads, turns)
+	}
+	var m dto.Metric
+	if err := w.metrics.notMovable.WithLabelValues("node-1").Write(&m); err != nil || m.GetGauge().GetValue() != many || len(h.turns) > 0 {
+		t.Errorf("%v not movable, %v, %v", m.GetGauge().GetValue(), err, h.turns)
 	}
 }
 

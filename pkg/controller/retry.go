@@ -291,7 +291,8 @@ func (n *retrier) due(node string, retries []Retry) (due []Retry, wait time.Dura
 // retry annotates the claim's pods on the node, except pods with a claim whose parameters the node refuses.
 func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
 	claim, err := n.claims.get(ctx, retry.Namespace, retry.Name)
-	if err != nil || claim.UID != retry.UID {
+	// The node's status may name any claim.
+	if err != nil || claim.UID != retry.UID || !slices.Contains(nodesOf(claim, n.claims.driver), node) {
 		return err
 	}
 	pods, err := podsOf(ctx, n.live, claim, retry.Pod)

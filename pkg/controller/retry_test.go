@@ -268,6 +268,19 @@ func TestRetryAnnotatesOnceInAWhile(t *testing.T) {
 	}
 }
 
+// The claims of other nodes, which a stolen token of an agent may report, cost no request.
+func TestRetryIgnoresForgedConflicts(t *testing.T) {
+	elsewhere := newClaim("a", "gpu-0")
+	elsewhere.Status.Allocation.Devices.Results[0].Pool = "node-2"
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(waiting("a", "gpu-0"))), elsewhere, newPod("a", creating))
+	n, reads := w.retrier(), 0
+	n.live = w.live(&reads)
+	w.twice(n, "node-1")
+	if w.want(map[string]int{}); reads > 0 {
+		t.Errorf("%d reads", reads)
+	}
+}
+
 // saying adds parameters for a driver to what a claim is allocated.
 func saying(driver, raw string, requests ...string) func(*resourceapi.ResourceClaim) {
 	return func(c *resourceapi.ResourceClaim) {
