@@ -294,7 +294,7 @@ func (h *healer) evict(
 	}
 	h.metrics.evictions.WithLabelValues("evicted").Inc()
 	klog.FromContext(ctx).Info("Evicted pod of claim in conflict", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "devices", conflict.Devices)
-	text := shorten(fmt.Sprintf("Pod %s was evicted because the GPU of its claim %s has another holder; its owner creates a pod that gets another GPU: %s",
+	text := shorten(fmt.Sprintf("Pod %s was evicted because its claim %s cannot have the GPU that it was allocated; its owner creates a pod that gets another GPU: %s",
 		pod.Name, claim.Name, conflict.Message), noteLimit)
 	for regarding, related := range map[client.Object]client.Object{pod: claim, claim: pod} {
 		h.recorder.Eventf(regarding, related, corev1.EventTypeNormal, "EvictedAfterConflict", "Evict", "%s", text)

@@ -154,6 +154,7 @@ func TestHealLeavesOthersAlone(t *testing.T) {
 	elsewhere := newClaim("a", "gpu-0")
 	elsewhere.Status.Allocation.Devices.Results[0].Pool = "node-2"
 	for name, objects := range map[string][]client.Object{
+		"a device that is gone": {gpuNode(losing(pendingEviction("a", "gpu-9"))), newClaim("a", "gpu-0"), newPod("a")},
 		"allocated anew":        {gpuNode(losing(pendingEviction("a", "gpu-1"))), newClaim("a", "gpu-0"), newPod("a")},
 		"allocated elsewhere":   {gpuNode(losing(pendingEviction("a", "gpu-0"))), elsewhere, newPod("a")},
 		"a conflict that waits": {gpuNode(losing(waiting)), newClaim("a", "gpu-0"), newPod("a")},
@@ -346,6 +347,22 @@ func TestEvictionNamesThePod(t *testing.T) {
 	w.get("ns", "pod-a", pod)
 	if p := sent.DeleteOptions.Preconditions; *p.UID != pod.UID || *p.ResourceVersion != pod.ResourceVersion {
 		t.Errorf("preconditions %+v", p)
+	}
+}
+
+// A GPU that broke or vanished after the allocation has no other holder, and may not be in the node's status.
+func TestHealClaimsOfBrokenGPUs(t *testing.T) {
+	lost := pendingEviction("a", "gpu-9")
+	lost.Message = "device gpu-9 is not on this node"
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(lost, pendingEviction("b", "gpu-0")), func(s *v1alpha1.GPUNodeStatus) {
+		s.Devices[0].UnhealthyReason = "FellOffTheBus"
+	}), newClaim("a", "gpu-9"), newPod("a"), newClaim("b", "gpu-0"), newPod("b"))
+	w.twice(w.healer(), "node-1")
+	w.want(map[string]int{"eviction pod-a": 1, "eviction pod-b": 1})
+	for range 2 {
+		if e := w.event(); !strings.Contains(e, "cannot have the GPU") || !strings.Contains(e, lost.Message) {
+			t.Errorf("event %q", e)
+		}
 	}
 }
 
