@@ -21,7 +21,7 @@ demo-down: ## remove the demo's cluster
 	$(call run,demo) down
 
 .PHONY: test
-test: deps verify unit simulation e2e torture-ci ## all tests: verify, unit and contract, a simulation and a torture with fresh seeds, end to end
+test: deps verify unit simulation kubelet-model-ci e2e torture-ci ## all tests: verify, unit and contract, a simulation and a torture with fresh seeds, end to end
 
 .PHONY: deps
 deps: ## install the Debian packages that building and testing need
@@ -64,6 +64,18 @@ torture-down: ## remove the cluster that an interrupted torture has left
 simulation: ## a million steps of a modelled node and cluster, the same again for the same seed (STEPS=50000 SEED=7 LEAST=10)
 	go test -count=1 -timeout 60m -run 'TestSimulation$$' -v ./test/simulation -seed $(or $(SEED),0) \
 		$(if $(STEPS),-steps $(STEPS) -least $(or $(LEAST),0),-steps 1000000 -least $(or $(LEAST),1))
+
+# What kubelet-model prints besides its result is of no use where it passes.
+kubelet_model = @hack/go.sh && set -o pipefail && go test -count=1 -timeout 12h -run 'TestKubelet$$' -v ./test/kubeletmodel \
+	-versions $(1) -sequences $(2) -seed $(or $(SEED),0) | sed -u -E '/^(PASS|ok|=== | *--- PASS)/d'
+
+.PHONY: kubelet-model
+kubelet-model: ## the same random sequences to kubelet's own device manager and the simulation's (VERSIONS=v1.36.3,v1.37.1 SEQUENCES=500 SEED=7)
+	$(call kubelet_model,$(or $(VERSIONS),all),$(or $(SEQUENCES),10000))
+
+.PHONY: kubelet-model-ci
+kubelet-model-ci: ## a few hundred of them, for the default version of Kubernetes
+	$(call kubelet_model,v1.37.1,300)
 
 .PHONY: bench
 bench: ## what Prepare, Allocate and start-up cost, against a real API server

@@ -32,8 +32,10 @@ type component struct {
 	// stagingReplace makes the module's own k8s.io/* requirements resolvable, as kubernetes needs it.
 	stagingReplace bool
 	source         []byte
-	tags           string
-	linkFlags      string
+	// prepare, where set, writes sources of the program into work; module is the directory of the module's sources.
+	prepare   func(module, work string) error
+	tags      string
+	linkFlags string
 	// env (KEY=value) is given to the go command; CGO_ENABLED=0 is the default.
 	env   []string
 	found func(dir string)
@@ -236,7 +238,8 @@ func prepareModule(ctx context.Context, c component, work string) error {
 		if err := os.WriteFile(filepath.Join(work, "main.go"), c.source, 0o644); err != nil {
 			return fmt.Errorf("write source: %w", err)
 		}
-	} else {
+	}
+	if c.module != "" {
 		gomod += fmt.Sprintf("\nrequire %s %s\n", c.module, cmp.Or(c.moduleVersion, c.version))
 	}
 	if c.stagingReplace {
@@ -244,11 +247,16 @@ func prepareModule(ctx context.Context, c component, work string) error {
 		if err := os.WriteFile(filepath.Join(work, "go.mod"), []byte("module local/"+c.name+"\n"), 0o644); err != nil {
 			return fmt.Errorf("write go.mod: %w", err)
 		}
-		replaces, err := stagingReplaces(ctx, c, work)
+		replaces, module, err := stagingReplaces(ctx, c, work)
 		if err != nil {
 			return err
 		}
 		gomod += replaces
+		if c.prepare != nil {
+			if err := c.prepare(module, work); err != nil {
+				return err
+			}
+		}
 	}
 	if err := os.WriteFile(filepath.Join(work, "go.mod"), []byte(gomod), 0o644); err != nil {
 		return fmt.Errorf("write go.mod: %w", err)
@@ -257,21 +265,22 @@ func prepareModule(ctx context.Context, c component, work string) error {
 }
 
 // stagingReplaces answers the replace lines that k8s.io/kubernetes needs when it is a dependency: its go.mod requires
-// its staging modules as v0.0.0 and replaces them by directories, which only the main module may do.
-func stagingReplaces(ctx context.Context, c component, work string) (string, error) {
-	out, err := goCommand(ctx, c, work, "mod", "download", "-json", c.module+"@"+c.version)
+// its staging modules as v0.0.0 and replaces them by directories, which only the main module may do. dir has its sources.
+func stagingReplaces(ctx context.Context, c component, work string) (replaces, dir string, err error) {
+	version := cmp.Or(c.moduleVersion, c.version)
+	out, err := goCommand(ctx, c, work, "mod", "download", "-json", c.module+"@"+version)
 	if err != nil {
-		return "", err
+		return "", "", err
 	}
-	var module struct{ GoMod string }
+	var module struct{ GoMod, Dir string }
 	if err := json.Unmarshal([]byte(out), &module); err != nil {
-		return "", fmt.Errorf("read answer of go mod download %s: %w", c.module, err)
+		return "", "", fmt.Errorf("read answer of go mod download %s: %w", c.module, err)
 	}
 	gomod, err := os.ReadFile(module.GoMod)
 	if err != nil {
-		return "", fmt.Errorf("read go.mod of %s: %w", c.module, err)
+		return "", "", fmt.Errorf("read go.mod of %s: %w", c.module, err)
 	}
-	return replaceLines(string(gomod), "v0."+strings.TrimPrefix(c.version, "v1.")), nil
+	return replaceLines(string(gomod), "v0."+strings.TrimPrefix(version, "v1.")), module.Dir, nil
 }
 
 func replaceLines(gomod, version string) string {
