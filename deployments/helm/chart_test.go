@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -454,13 +455,21 @@ func render(t *testing.T, name string) []byte {
 	return renderWith(t, "-f", valuesFile(name))
 }
 
+// rendered is what renderWith has rendered before, by arguments.
+var rendered sync.Map
+
 func renderWith(t *testing.T, args ...string) []byte {
 	t.Helper()
+	key := strings.Join(args, "\x00")
+	if out, ok := rendered.Load(key); ok {
+		return slices.Clone(out.([]byte))
+	}
 	base := []string{"template", "tandem", "tandem", "--namespace", "tandem-system", "--kube-version", "1.37.1"}
 	out, err := run(append(base, args...)...)
 	if err != nil {
 		t.Fatalf("helm template %v: %v\n%s", args, err, out)
 	}
+	rendered.Store(key, slices.Clone(out))
 	return out
 }
 

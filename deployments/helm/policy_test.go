@@ -110,7 +110,8 @@ func TestPoliciesMatchTheAccounts(t *testing.T) {
 // policies are the suffixes of the policies' names, each with the account that it restricts.
 func policies(agent, controller string) map[string]string {
 	return map[string]string{
-		"-resourceslices": agent, "-gpunode-status": agent, "-resourceclaims": agent,
+		"-resourceslices": agent, "-gpunode-status": agent, "-resourceclaims": agent, "-agent-events": agent,
+		"-controller-events": controller, "-controller-leases": controller, "-controller-protected": controller,
 		"-controller-secrets": controller, "-controller-gpunodes": controller, "-controller-pods": controller, "-controller-evictions": controller, "-controller-nodes": controller,
 		"-controller-daemons": controller, "-controller-webhook": controller,
 	}

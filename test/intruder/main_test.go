@@ -17,7 +17,6 @@ import (
 
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -111,15 +110,20 @@ func prepare(ctx context.Context) error {
 			return fmt.Errorf("create pod of agent: %w", err)
 		}
 	}
-	_, err = theClient.CoreV1().ServiceAccounts("default").Create(ctx, &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "default"}}, metav1.CreateOptions{})
-	if err != nil && !apierrors.IsAlreadyExists(err) {
-		return fmt.Errorf("create account of tenant: %w", err)
+	// No controller makes the accounts of pods here.
+	for _, namespace := range append([]string{"default", install.Namespace}, systemNamespaces...) {
+		account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "default"}}
+		if _, err := theClient.CoreV1().ServiceAccounts(namespace).Create(ctx, account, metav1.CreateOptions{}); err != nil {
+			return fmt.Errorf("create account of pods in %s: %w", namespace, err)
+		}
 	}
 	return nil
 }
 
+var systemNamespaces = []string{"kube-system", "kube-public", "kube-node-lease"}
+
 // installValues switch on what the chart leaves off.
-var installValues = []string{}
+var installValues = []string{"podPolicy.action=deny"}
 
 // podIn returns a pod that asks for nothing.
 func podIn(namespace, name string) *corev1.Pod {

@@ -209,3 +209,19 @@ spec:
 {{- range $key, $value := .is }} && {{ $it }}[?{{ $key | squote }}] == optional.of({{ toJson $value }})
 {{- end }}
 {{- end }}
+
+{{/* GOMEMLIMIT of a container: 90 % of its memory limit. Near it Go collects garbage instead of growing. None without a limit. */}}
+{{- define "tandem.goMemoryLimit" -}}
+{{- $limit := dig "limits" "memory" "" . -}}
+{{- $text := toString $limit -}}
+{{- if kindIs "float64" $limit -}}
+{{- $text = printf "%.0f" $limit -}}
+{{- end -}}
+{{- $number := regexFind "^[0-9]+([.][0-9]+)?" $text -}}
+{{- $units := dict "" 1 "k" 1000 "M" 1000000 "G" 1000000000 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 -}}
+{{- $unit := trimPrefix $number $text -}}
+{{- if and $number (hasKey $units $unit) -}}
+- name: GOMEMLIMIT
+  value: {{ mulf (float64 $number) (get $units $unit) 0.9 | floor | int64 | quote }}
+{{- end }}
+{{- end }}

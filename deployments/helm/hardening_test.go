@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package helm_test
+
+import (
+	"bytes"
+	"slices"
+	"strings"
+	"testing"
+
+	admissionv1 "k8s.io/api/admissionregistration/v1"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/util/yaml"
+)
+
+// ask renders the default case with more values and decodes the first object of a kind whose name ends so; nil if there is none.
+func ask[T any](t *testing.T, kind, suffix string, set ...string) *T {
+	t.Helper()
+	args := []string{"-f", valuesFile("default")}
+	for _, value := range set {
+		args = append(args, "--set-json", value)
+	}
+	for doc := range bytes.SplitSeq(renderWith(t, args...), []byte("\n---\n")) {
+		var head struct {
+			Kind     string
+			Metadata struct{ Name string }
+		}
+		if err := yaml.Unmarshal(doc, &head); err != nil {
+			t.Fatal(err)
+		}
+		if head.Kind == kind && strings.HasSuffix(head.Metadata.Name, suffix) {
+			found := new(T)
+			if err := yaml.UnmarshalStrict(doc, found); err != nil {
+				t.Fatal(err)
+			}
+			return found
+		}
+	}
+	return nil
+}
+
+// Go collects garbage before the kernel ends the process. The limit follows the container's, and extraEnv wins.
+func TestGoMemoryLimit(t *testing.T) {
+	for limit, want := range map[string]string{
+		`"512Mi"`: "483183820", `"1Gi"`: "966367641", `"1.5Gi"`: "1449551462", `"500M"`: "450000000", `268435456`: "241591910", `"268435456"`: "241591910",
+		`"1Pi"`: "", `null`: "",
+	} {
+		both := []string{`controller.resources.limits.memory=` + limit, `resources.limits.memory=` + limit}
+		deployment, agents := ask[appsv1.Deployment](t, "Deployment", "", both...), ask[appsv1.DaemonSet](t, "DaemonSet", "", both...)
+		for what, c := range map[string]corev1.Container{"controller": deployment.Spec.Template.Spec.Containers[0], "agent": agents.Spec.Template.Spec.Containers[0]} {
+			if got := variables(c)["GOMEMLIMIT"]; got != want {
+				t.Errorf("%s with %s: GOMEMLIMIT is %q, want %q", what, limit, got, want)
+			}
+		}
+	}
+	ours := ask[appsv1.Deployment](t, "Deployment", "", `controller.extraEnv=[{"name":"GOMEMLIMIT","value":"1GiB"}]`)
+	if got := variables(ours.Spec.Template.Spec.Containers[0])["GOMEMLIMIT"]; got != "1GiB" {
+		t.Errorf("extraEnv: GOMEMLIMIT is %s", got)
+	}
+}
+
+// helm uninstall does not end MPS daemons, which go with the GPUNodes, nor their clients.
+func TestDefinitionIsKept(t *testing.T) {
+	for _, name := range cases {
+		definition := find[*apiextensionsv1.CustomResourceDefinition](t, name)
+		if definition.Annotations["helm.sh/resource-policy"] != "keep" {
+			t.Errorf("%s: annotations %v", name, definition.Annotations)
+		}
+	}
+}
+
+// A rollout over thousands of nodes takes minutes, not hours.
+func TestRolloutOfManyNodes(t *testing.T) {
+	if got := daemonSet(t, "default").Spec.UpdateStrategy.RollingUpdate.MaxUnavailable.String(); got != "10%" {
+		t.Errorf("maxUnavailable is %s", got)
+	}
+}
+
+// Where the host's root is mounted, kubelet's directory and the host's processes are hidden below it.
+func TestHostIsHidden(t *testing.T) {
+	for _, name := range cases {
+		pod := daemonSet(t, name).Spec.Template.Spec
+		if !mountsHost(pod, "/") {
+			continue
+		}
+		mounts := pod.Containers[0].VolumeMounts
+		at := func(volume, path string) int {
+			return slices.IndexFunc(mounts, func(m corev1.VolumeMount) bool { return m.Name == volume && m.MountPath == path && m.ReadOnly })
+		}
+		for _, path := range []string{"/host/var/lib/kubelet", "/host/proc"} {
+			if host, hidden := at("host", "/host"), at("nothing", path); hidden < 0 || host < 0 {
+				t.Errorf("%s: %s is not hidden: %+v", name, path, mounts)
+			}
+		}
+	}
+}
+
+// A fleet with labels keeps privileged agents off nodes without GPUs. Without labels the agent must be everywhere: a default that
+// asks for a label would install nothing on a cluster without feature discovery.
+func TestOnlyNodesWithGPUs(t *testing.T) {
+	if got := daemonSet(t, "default").Spec.Template.Spec; len(got.NodeSelector) != 1 || got.NodeSelector["kubernetes.io/os"] != "linux" || got.Affinity != nil {
+		t.Errorf("by default on nodes with %v, %v", got.NodeSelector, got.Affinity)
+	}
+	for _, label := range []string{"feature.node.kubernetes.io/pci-10de.present", "nvidia.com/gpu.present"} {
+		got := ask[appsv1.DaemonSet](t, "DaemonSet", "", `nodeSelector={"`+label+`":"true"}`).Spec.Template.Spec.NodeSelector
+		if len(got) != 2 || got[label] != "true" || got["kubernetes.io/os"] != "linux" {
+			t.Errorf("%s: on nodes with %v", label, got)
+		}
+	}
+}
+
+func TestPodPolicy(t *testing.T) {
+	const kind, binding, suffix = "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding", "-pods-around-the-ledger"
+	for action, want := range map[string][]admissionv1.ValidationAction{
+		`"off"`: nil, `false`: nil, `"audit"`: {admissionv1.Audit}, `"warn"`: {admissionv1.Warn, admissionv1.Audit}, `"deny"`: {admissionv1.Deny, admissionv1.Audit},
+	} {
+		set := []string{`podPolicy={"action":` + action + `,"exemptNamespaces":["kube-system","monitoring"]}`}
+		policy, bound := ask[admissionv1.ValidatingAdmissionPolicy](t, kind, suffix, set...), ask[admissionv1.ValidatingAdmissionPolicyBinding](t, binding, suffix, set...)
+		if want == nil {
+			if policy != nil || bound != nil {
+				t.Errorf("%s: there is a policy", action)
+			}
+			continue
+		}
+		exempt := policy.Spec.MatchConstraints.NamespaceSelector.MatchExpressions[0]
+		if !slices.Equal(bound.Spec.ValidationActions, want) || !slices.Equal(exempt.Values, []string{"kube-system", "monitoring", "tandem-system"}) {
+			t.Errorf("%s: %v, not in %v", action, bound.Spec.ValidationActions, exempt.Values)
+		}
+	}
+}
+
+// A policy without the API servers' addresses would be either no protection or no webhook.
+func TestNetworkPolicies(t *testing.T) {
+	const from = `[{"ipBlock":{"cidr":"10.0.0.10/32"}}]`
+	if ask[networkingv1.NetworkPolicy](t, "NetworkPolicy", "") != nil {
+		t.Error("there is one by default")
+	}
+	if out, err := run("template", "tandem", "tandem", "-f", valuesFile("default"), "--set", "networkPolicy.create=true"); err == nil || !strings.Contains(string(out), "networkPolicy.webhookFrom") {
+		t.Errorf("without addresses: %v\n%s", err, out)
+	}
+	controllers := ask[networkingv1.NetworkPolicy](t, "NetworkPolicy", "-controller", `networkPolicy={"create":true,"webhookFrom":`+from+`}`)
+	template := ask[appsv1.Deployment](t, "Deployment", "").Spec.Template
+	selector := labels.SelectorFromSet(controllers.Spec.PodSelector.MatchLabels)
+	if !selector.Matches(labels.Set(template.Labels)) || selector.Matches(labels.Set(daemonSet(t, "default").Spec.Template.Labels)) {
+		t.Errorf("selects %v", controllers.Spec.PodSelector)
+	}
+	if in := controllers.Spec.Ingress; len(in) != 1 || in[0].From[0].IPBlock.CIDR != "10.0.0.10/32" || in[0].Ports[0].Port.StrVal != template.Spec.Containers[0].Ports[1].Name {
+		t.Errorf("lets in %+v", in)
+	}
+	set := `networkPolicy={"create":true,"metricsFrom":[{"namespaceSelector":{}}]}`
+	if in := ask[networkingv1.NetworkPolicy](t, "NetworkPolicy", "-controller", `webhook.enabled=false`, set).Spec.Ingress; len(in) != 1 || in[0].Ports[0].Port.StrVal != "http" {
+		t.Errorf("without a webhook: %+v", in)
+	}
+	daemons := ask[networkingv1.NetworkPolicy](t, "NetworkPolicy", "-mps-daemon", `webhook.enabled=false`, set)
+	if !labels.SelectorFromSet(daemons.Spec.PodSelector.MatchLabels).Matches(labels.Set(daemonPod(t, "default").Labels)) || len(daemons.Spec.PolicyTypes) != 2 || daemons.Spec.Ingress != nil || daemons.Spec.Egress != nil {
+		t.Errorf("daemons: %+v", daemons.Spec)
+	}
+}
+
+// Helm creates kinds that it does not know last, policies among them, whatever the chart says. The README says what to do about that;
+// when Helm knows them, it need not.
+func TestHelmInstallsPoliciesLast(t *testing.T) {
+	text := string(render(t, "default"))
+	if strings.Index(text, "\nkind: ValidatingAdmissionPolicy\n") < strings.Index(text, "\nkind: DaemonSet\n") {
+		t.Error("Helm installs policies first now: remove the section of the chart's README")
+	}
+	none := ask[appsv1.DaemonSet](t, "DaemonSet", "", `nodeSelector={"tandem-gpu.dev/install":"later"}`, `controller.replicas=0`)
+	replicas := ask[appsv1.Deployment](t, "Deployment", "", `controller.replicas=0`).Spec.Replicas
+	if none.Spec.Template.Spec.NodeSelector["tandem-gpu.dev/install"] != "later" || *replicas != 0 {
+		t.Error("the README's first step starts pods")
+	}
+}
+
+func TestProtectedNamespaces(t *testing.T) {
+	policy := ask[admissionv1.ValidatingAdmissionPolicy](t, "ValidatingAdmissionPolicy", "-controller-protected", `controller.protectedNamespaces=["a"]`)
+	if got := policy.Spec.Validations[0].Expression; got != `!(request.namespace in ["a","tandem-system"])` {
+		t.Error(got)
+	}
+}
+
+func TestFlowControl(t *testing.T) {
+	for _, set := range []string{`flowControl.create=false`, `rbac.create=true`} {
+		text := string(renderWith(t, "-f", valuesFile("default"), "--set", set))
+		if got := strings.Count(text, "flowcontrol.apiserver.k8s.io/v1"); got != map[bool]int{true: 3}[set == `rbac.create=true`] {
+			t.Errorf("%s: %d objects", set, got)
+		}
+	}
+}

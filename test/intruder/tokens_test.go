@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package intruder
+
+import (
+	"fmt"
+	"net/http"
+	"testing"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+var dry = []string{metav1.DryRunAll}
+
+// ofCore is an event of the core API, which the agent's recorder writes.
+func ofCore(component, host, kind, namespace, name string) *corev1.Event {
+	e := &corev1.Event{
+		ObjectMeta:     metav1.ObjectMeta{GenerateName: "forged-", Namespace: namespace},
+		InvolvedObject: corev1.ObjectReference{APIVersion: "v1", Kind: kind, Name: name, Namespace: namespace},
+		Reason:         "Forged", Message: "m", Type: corev1.EventTypeWarning,
+		Source:         corev1.EventSource{Component: component, Host: host},
+		FirstTimestamp: metav1.Now(), LastTimestamp: metav1.Now(), Count: 1, ReportingController: component, ReportingInstance: host,
+	}
+	if kind == "Node" {
+		e.InvolvedObject.Namespace = ""
+	}
+	return e
+}
+
+// ofEvents is one of events.k8s.io, which the controller's recorder writes.
+func ofEvents(component, instance string) *eventsv1.Event {
+	return &eventsv1.Event{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "forged-", Namespace: "default"}, EventTime: metav1.NowMicro(),
+		ReportingController: component, ReportingInstance: instance, Action: "Forge", Reason: "Forged", Type: corev1.EventTypeWarning, Note: "m",
+		Regarding: corev1.ObjectReference{APIVersion: "v1", Kind: "Pod", Name: "victim", Namespace: "default"},
+	}
+}
+
+func createCore(t *testing.T, client kubernetes.Interface, e *corev1.Event) func() error {
+	return func() error {
+		_, err := client.CoreV1().Events(e.Namespace).Create(t.Context(), e, metav1.CreateOptions{DryRun: dry})
+		return err
+	}
+}
+
+func createEvents(t *testing.T, client kubernetes.Interface, e *eventsv1.Event) func() error {
+	return func() error {
+		_, err := client.EventsV1().Events(e.Namespace).Create(t.Context(), e, metav1.CreateOptions{DryRun: dry})
+		return err
+	}
+}
+
+// An agent says what Tandem's agent on its node has to say, and nothing in another's name.
+func TestForgedEvents(t *testing.T) {
+	agent, controller := clientOf(t, as(t, agentAccount, agentPods[ownNode])), clientOf(t, as(t, controllerAccount, nil))
+	unbound := clientOf(t, as(t, agentAccount, nil))
+	kubelets, err := theClient.CoreV1().Events("default").Create(t.Context(), ofCore("kubelet", otherNode, "Pod", "default", "victim"), metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	oldStyle := ofCore("tandem", ownNode, "Pod", "default", "p")
+	oldStyle.Source = corev1.EventSource{Component: "kubelet", Host: otherNode}
+	const ofAgents, ofControllers = "may write events of itself only", "the controller may write events of itself only"
+	for name, c := range map[string]struct {
+		try  func() error
+		want string
+	}{
+		"of a pod":                  {createCore(t, agent, ofCore("tandem", ownNode, "Pod", "default", "p")), ""},
+		"of a claim":                {createCore(t, agent, ofCore("tandem", ownNode, "ResourceClaim", "default", "c")), ""},
+		"of its node":               {createCore(t, agent, ofCore("tandem", ownNode, "Node", "default", ownNode)), ""},
+		"as kubelet":                {createCore(t, agent, ofCore("kubelet", ownNode, "Pod", "default", "p")), ofAgents},
+		"as kubelet, old style":     {createCore(t, agent, oldStyle), ofAgents},
+		"as the scheduler":          {createCore(t, agent, ofCore("default-scheduler", "", "Pod", "default", "p")), ofAgents},
+		"as another node's agent":   {createCore(t, agent, ofCore("tandem", otherNode, "Pod", "default", "p")), ofAgents},
+		"of another node":           {createCore(t, agent, ofCore("tandem", ownNode, "Node", "default", otherNode)), "events of its node"},
+		"of a Secret":               {createCore(t, agent, ofCore("tandem", ownNode, "Secret", "default", "s")), "events of its node"},
+		"with a token of no pod":    {createCore(t, unbound, ofCore("tandem", "", "Pod", "default", "p")), "bound to its pod"},
+		"of the controller":         {createEvents(t, controller, ofEvents("tandem-controller", "tandem-controller-x")), ""},
+		"as the controller's agent": {createEvents(t, controller, ofEvents("tandem", ownNode)), ofControllers},
+		"another's event": {func() error {
+			_, err := agent.CoreV1().Events("default").Patch(t.Context(), kubelets.Name, types.MergePatchType, []byte(`{"message":"forged"}`), metav1.PatchOptions{DryRun: dry})
+			return err
+		}, ofAgents},
+		"take over another's event": {func() error {
+			_, err := agent.CoreV1().Events("default").Patch(t.Context(), kubelets.Name, types.MergePatchType,
+				[]byte(`{"source":{"component":"tandem","host":"`+ownNode+`"},"reportingComponent":"tandem","reportingInstance":"`+ownNode+`"}`), metav1.PatchOptions{DryRun: dry})
+			return err
+		}, ofAgents},
+	} {
+		until(t, name, c.want, c.try)
+	}
+}
+
+var gpunodes = schema.GroupVersionResource{Group: "tandem-gpu.dev", Version: "v1alpha1", Resource: "gpunodes"}
+
+// An agent's objects end with it: no finalizer keeps them.
+func TestFinalizers(t *testing.T) {
+	config := as(t, agentAccount, agentPods[ownNode])
+	agent := clientOf(t, config)
+	dynamicAgent, err := dynamic.NewForConfig(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	slice := &resourceapi.ResourceSlice{
+		ObjectMeta: metav1.ObjectMeta{Name: "own"},
+		Spec: resourceapi.ResourceSliceSpec{Driver: install.DriverName, NodeName: ptr.To(ownNode), Pool: resourceapi.ResourcePool{Name: ownNode, ResourceSliceCount: 1},
+			Devices: []resourceapi.Device{{Name: "gpu-0"}}},
+	}
+	until(t, "own slice", "", func() error {
+		_, err := agent.ResourceV1().ResourceSlices().Create(t.Context(), slice, metav1.CreateOptions{})
+		return err
+	})
+	node := &unstructured.Unstructured{Object: map[string]any{"apiVersion": "tandem-gpu.dev/v1alpha1", "kind": "GPUNode", "metadata": map[string]any{"name": ownNode}}}
+	until(t, "own GPUNode", "", func() error {
+		_, err := dynamicAgent.Resource(gpunodes).Create(t.Context(), node, metav1.CreateOptions{})
+		if apierrors.IsAlreadyExists(err) {
+			return nil
+		}
+		return err
+	})
+	patch := []byte(`{"metadata":{"finalizers":["example.com/stay"]}}`)
+	const want = "may not set finalizers"
+	until(t, "on a slice", want, func() error {
+		_, err := agent.ResourceV1().ResourceSlices().Patch(t.Context(), slice.Name, types.MergePatchType, patch, metav1.PatchOptions{DryRun: dry})
+		return err
+	})
+	until(t, "on a GPUNode", want, func() error {
+		_, err := dynamicAgent.Resource(gpunodes).Patch(t.Context(), ownNode, types.MergePatchType, patch, metav1.PatchOptions{DryRun: dry})
+		return err
+	})
+	until(t, "on a new slice", want, func() error {
+		fresh := slice.DeepCopy()
+		fresh.Name, fresh.Finalizers = "fresh", []string{"example.com/stay"}
+		_, err := agent.ResourceV1().ResourceSlices().Create(t.Context(), fresh, metav1.CreateOptions{DryRun: dry})
+		return err
+	})
+	// An agent goes on writing a slice that has another's finalizer.
+	if _, err := theClient.ResourceV1().ResourceSlices().Patch(t.Context(), slice.Name, types.MergePatchType, patch, metav1.PatchOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	for what, patch := range map[string]string{"write with another's finalizer": `{"metadata":{"labels":{"a":"b"}}}`, "remove it": `{"metadata":{"finalizers":[]}}`} {
+		until(t, what, "", func() error {
+			_, err := agent.ResourceV1().ResourceSlices().Patch(t.Context(), slice.Name, types.MergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dry})
+			return err
+		})
+	}
+	if _, err := theClient.ResourceV1().ResourceSlices().Patch(t.Context(), slice.Name, types.MergePatchType, []byte(`{"metadata":{"finalizers":[]}}`), metav1.PatchOptions{}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// The controller makes its own Lease and no other: RBAC cannot restrict the creation to a name.
+func TestLeases(t *testing.T) {
+	controller := clientOf(t, as(t, controllerAccount, nil))
+	create := func(name string) func() error {
+		return func() error {
+			lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Name: name}}
+			_, err := controller.CoordinationV1().Leases(install.Namespace).Create(t.Context(), lease, metav1.CreateOptions{DryRun: dry})
+			if apierrors.IsAlreadyExists(err) {
+				return nil
+			}
+			return err
+		}
+	}
+	until(t, "its own", "", create(controllerAccount))
+	until(t, "another", "may create no Lease but "+controllerAccount, create("other"))
+}
+
+// The controller evicts the pod that it read, and none of the namespaces that keep the cluster alive.
+func TestEvictions(t *testing.T) {
+	controller := clientOf(t, as(t, controllerAccount, nil))
+	evict := func(namespace string, exact bool) func() error {
+		pod := podIn(namespace, fmt.Sprintf("victim-%t", exact))
+		pod, err := theClient.CoreV1().Pods(namespace).Create(t.Context(), pod, metav1.CreateOptions{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		eviction := &policyv1.Eviction{ObjectMeta: metav1.ObjectMeta{Name: pod.Name}, DeleteOptions: &metav1.DeleteOptions{DryRun: dry}}
+		if exact {
+			eviction.DeleteOptions.Preconditions = &metav1.Preconditions{UID: &pod.UID, ResourceVersion: &pod.ResourceVersion}
+		}
+		return func() error { return controller.CoreV1().Pods(namespace).EvictV1(t.Context(), eviction) }
+	}
+	until(t, "as read", "", evict("default", true))
+	until(t, "any of the name", "UID and resourceVersion", evict("default", false))
+	for _, namespace := range append([]string{install.Namespace}, systemNamespaces...) {
+		until(t, namespace, "may evict no pod in the namespace "+namespace, evict(namespace, true))
+	}
+	until(t, "delete instead", "no pods but those of MPS daemons", func() error {
+		return controller.CoreV1().Pods(install.Namespace).Delete(t.Context(), agentPods[otherNode].Name, metav1.DeleteOptions{DryRun: dry})
+	})
+}
+
+// flowOf returns the UID of the FlowSchema by which a token's requests are queued.
+func flowOf(t *testing.T, config *rest.Config) string {
+	t.Helper()
+	var uid string
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper {
+		return roundTripper(func(r *http.Request) (*http.Response, error) {
+			answer, err := next.RoundTrip(r)
+			if err == nil {
+				uid = answer.Header.Get("X-Kubernetes-Pf-Flowschema-Uid")
+			}
+			return answer, err
+		})
+	})
+	if _, err := clientOf(t, config).CoreV1().Nodes().List(t.Context(), metav1.ListOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	return uid
+}
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+// Agents that send many requests delay neither the controller nor other accounts.
+func TestFlows(t *testing.T) {
+	for account, name := range map[string]string{agentAccount: "tandem", controllerAccount: "tandem-controller"} {
+		schema, err := theClient.FlowcontrolV1().FlowSchemas().Get(t.Context(), name, metav1.GetOptions{})
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		until(t, account, "", func() error {
+			if got := flowOf(t, as(t, account, nil)); got != string(schema.UID) {
+				return fmt.Errorf("requests are in the flow %s, not %s", got, schema.UID)
+			}
+			return nil
+		})
+	}
+}
+
+// TestWhatIsLeft is what SECURITY.md says that a thief can still do. It fails when the page promises too little.
+func TestWhatIsLeft(t *testing.T) {
+	agent, controller := clientOf(t, as(t, agentAccount, agentPods[ownNode])), clientOf(t, as(t, controllerAccount, nil))
+	all := metav1.ListOptions{}
+	for name, try := range map[string]func() error{
+		"agent: read pods of all namespaces": func() error { _, err := agent.CoreV1().Pods("").List(t.Context(), all); return err },
+		"agent: read nodes":                  func() error { _, err := agent.CoreV1().Nodes().List(t.Context(), all); return err },
+		"agent: say something of any pod":    createCore(t, agent, ofCore("tandem", ownNode, "Pod", "kube-system", "victim")),
+		"controller: read claims":            func() error { _, err := controller.ResourceV1().ResourceClaims("").List(t.Context(), all); return err },
+	} {
+		until(t, name, "", try)
+	}
+	for name, client := range map[string]kubernetes.Interface{"agent": agent, "controller": controller} {
+		if _, err := client.CoreV1().Secrets("default").List(t.Context(), all); !apierrors.IsForbidden(err) {
+			t.Errorf("%s lists Secrets: %v", name, err)
+		}
+	}
+}
