@@ -242,3 +242,52 @@ func TestAgentIsConfined(t *testing.T) {
 		}
 	}
 }
+
+// TestHostIsHidden: with the chart's mounts for driverRoot auto, a container sees the host's driver, and neither kubelet's files nor
+// the host's processes, also of pods that start later. The simulated machine needs no such mounts, so a pod has them here.
+func TestHostIsHidden(t *testing.T) {
+	s := begin(t)
+	s.manifest(`
+apiVersion: v1
+kind: Pod
+metadata: {name: sees-host}
+spec:
+  nodeName: ` + gpuNode + `
+  containers:
+  - name: c
+    image: docker.io/library/busybox:1.37
+    imagePullPolicy: Never
+    command: [sleep, infinity]
+    securityContext: {readOnlyRootFilesystem: true}
+    volumeMounts:
+    - {name: host, mountPath: /host, readOnly: true, mountPropagation: HostToContainer}
+    - {name: nothing, mountPath: /host/var/lib/kubelet, readOnly: true}
+    - {name: nothing, mountPath: /host/proc, readOnly: true}
+  volumes:
+  - {name: host, hostPath: {path: /, type: Directory}}
+  - {name: nothing, emptyDir: {}}
+`)
+	s.running(soon, 1, 0)
+	s.manifest(`
+apiVersion: v1
+kind: Secret
+metadata: {name: secret}
+stringData: {key: value}
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: later}
+spec:
+  nodeName: ` + gpuNode + `
+  containers:
+  - {name: c, image: "docker.io/library/busybox:1.37", imagePullPolicy: Never, command: [sleep, infinity], volumeMounts: [{name: v, mountPath: /v}]}
+  volumes: [{name: v, secret: {secretName: secret}}]
+`)
+	s.running(soon, 2, 0)
+	if seen := s.kubectl("exec", "-n", s.namespace, "sees-host", "--", "ls", "/host"); !strings.Contains(seen, "usr") {
+		t.Errorf("the host's root has %q", seen)
+	}
+	if seen := s.kubectl("exec", "-n", s.namespace, "sees-host", "--", "ls", "-A", "/host/var/lib/kubelet", "/host/proc"); strings.TrimSpace(seen) != "/host/proc:\n\n/host/var/lib/kubelet:" {
+		t.Errorf("of kubelet and of processes there is %q", seen)
+	}
+}
