@@ -39,6 +39,8 @@ type Pods struct {
 	mu sync.Mutex
 	// synced is when the first list was requested; it is set once all of the list is in pods.
 	synced time.Time
+	// leftover are the pods that had a cgroup before the first list was requested, and that it did not contain: they were deleted.
+	leftover map[types.UID]bool
 	// pods by the UID that kubelet uses. A deleted pod is kept until its cgroup is gone as well.
 	pods map[types.UID]seenPod
 }
@@ -88,12 +90,14 @@ func newFactory(client kubernetes.Interface, field, value string, trim cache.Tra
 
 // Run watches until ctx is done.
 func (p *Pods) Run(ctx context.Context) error {
+	// Without an answer no pod counts as deleted before.
+	before, _ := p.cgroups.UIDs()
 	started := time.Now()
 	p.factory.StartWithContext(ctx)
 	defer p.factory.Shutdown()
 	// The informer counts as synced before its handler has received everything.
 	if cache.WaitFor(ctx, "", p.handler.HasSyncedChecker()) {
-		p.Listed(started)
+		p.listed(started, before)
 	}
 	<-ctx.Done()
 	return nil
@@ -138,10 +142,19 @@ func (p *Pods) Observe(before, after *corev1.Pod) {
 	}
 }
 
-// Listed marks the first list as complete. Run and simulations call it.
-func (p *Pods) Listed(at time.Time) {
+// Listed marks the first list as complete. Only simulations call it.
+func (p *Pods) Listed(at time.Time) { p.listed(at, nil) }
+
+// listed has the UIDs of the pods that had a cgroup before.
+func (p *Pods) listed(at time.Time, cgroups []string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.leftover = map[types.UID]bool{}
+	for _, uid := range cgroups {
+		if _, known := p.pods[types.UID(uid)]; !known {
+			p.leftover[types.UID(uid)] = true
+		}
+	}
 	p.synced = at
 	p.changed.Notify()
 }

@@ -277,6 +277,29 @@ func TestStartedWithoutAsking(t *testing.T) {
 	})
 }
 
+// An unknown pod with a cgroup without a process keeps a draining claim for a minute, while it may start. kubelet leaves some cgroups
+// for longer.
+func TestEmptyCgroupOfAnUnknownPod(t *testing.T) {
+	f := newTree(t)
+	f.group(podA, emptyGroup)
+	f.group(podB, emptyGroup)
+	p := known(t, f)
+	ask := func(name string, h ledger.Hold, want ledger.PodState) {
+		t.Helper()
+		if got := p.PodState(h); got != want {
+			t.Errorf("%s: got %v, want %v", name, got, want)
+		}
+	}
+	ask("just began to drain", claimSince(0, ledger.StateDraining, podA), ledger.Orphaned)
+	ask("drained for a minute", claimSince(reportDelay, ledger.StateDraining, podA), ledger.Gone)
+	p.listed(time.Now(), []string{podA, podB})
+	time.Sleep(time.Millisecond)
+	ask("the first list did not have the pod", claimSince(0, ledger.StateDraining, podA), ledger.Gone)
+	ask("it drained before the list", claimSince(time.Second, ledger.StateDraining, podA), ledger.Orphaned) // podB may have come meanwhile
+	f.remove("kubepods/burstable/pod" + podB)
+	ask("it drained before the list, and has its own pod only", claimSince(time.Second, ledger.StateDraining, podA), ledger.Gone)
+}
+
 // The pods of a claim of the same name that came after it do not keep it; its own do.
 func TestStateWithoutClaim(t *testing.T) {
 	f := newTree(t)
@@ -675,7 +698,7 @@ func TestPodThatComesDuringUnprepare(t *testing.T) {
 		must(t, err)
 		must(t, os.WriteFile(ClaimStatePath(p.kubeletDir), file, 0o600))
 	}
-	h := claim(ledger.StateDraining, podA)
+	h := claimSince(0, ledger.StateDraining, podA)
 	podState := func(when string, want ledger.PodState) {
 		t.Helper()
 		p.Sweep([]ledger.Hold{h})

@@ -155,23 +155,26 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 		}
 	}
 	for uid := range uids {
-		podState = min(podState, p.claimPodState(uid, prepared[uid], recent))
+		podState = min(podState, p.claimPodState(h, uid, prepared[uid], recent))
 	}
 	return podState
 }
 
 // claimPodState returns the state of one pod of a draining claim. prepared means that the hold or kubelet's state names the pod, recent
-// that the claim began to drain less than a minute ago.
-func (p *Pods) claimPodState(uid types.UID, prepared, recent bool) ledger.PodState {
+// that the claim began to drain less than a minute ago. A cgroup without a process proves something for that minute only: kubelet
+// may leave it for long, when it was killed before it had removed the pod's volumes.
+func (p *Pods) claimPodState(h ledger.Hold, uid types.UID, prepared, recent bool) ledger.PodState {
 	p.mu.Lock()
 	pod, known := p.pods[uid]
+	// The pod was deleted before the first list. It is like a deleted pod that is known, unless the claim was draining already.
+	leftover := p.leftover[uid] && (prepared || h.Since.After(p.synced))
 	p.mu.Unlock()
 	started := known && len(pod.Status.ContainerStatuses) > 0
 	ended := known && isTerminal(pod.Pod)
 	if known && !pod.deleted && pod.DeletionTimestamp == nil && !ended && (prepared || started) {
 		return ledger.Running
 	}
-	mayStart := !known || recent && !prepared && !started && !ended
+	mayStart := recent && !leftover && (!known || !prepared && !started && !ended)
 	cgroup, err := p.cgroups.Pod(string(uid))
 	if err != nil || cgroup == CgroupBusy || cgroup == CgroupEmpty && mayStart {
 		return ledger.Orphaned

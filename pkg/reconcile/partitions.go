@@ -136,7 +136,7 @@ type task struct {
 
 // begin starts due tasks of idle lanes, and returns when to check again.
 func (c *clearing) begin(ctx context.Context, group *errgroup.Group) time.Duration {
-	wait, now := c.times.verify, time.Now()
+	wait, now := c.times.ending, time.Now()
 	due := map[string][]task{}
 	known := map[subject]bool{}
 	for _, t := range c.tasks() {

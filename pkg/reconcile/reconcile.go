@@ -128,6 +128,9 @@ type times struct {
 	// verify is the interval, and the delay before the first check, of a hold that kubelet does not confirm: at most one GET of a claim
 	// a minute. kubelet's own reconcile loop runs every 60 s.
 	verify time.Duration
+	// ending replaces verify for a claim's hold that is draining or overdue, and bounds the time between two looks at what has to be
+	// cleared: neither may wait for a change that is not announced. It sends no request while a process keeps the hold.
+	ending time.Duration
 	// podHoldCheck is the time between the two checks after which a pod's hold that kubelet does not list is released.
 	podHoldCheck time.Duration
 	// call bounds one call to kubelet or the API server, restore all such calls at start together.
@@ -145,6 +148,7 @@ func defaultTimes() times {
 		leaving:      100 * time.Millisecond,
 		leavingLast:  2 * time.Second,
 		verify:       time.Minute,
+		ending:       5 * time.Second,
 		podHoldCheck: 30 * time.Second,
 		call:         5 * time.Second,
 		restore:      10 * time.Second,
@@ -328,7 +332,7 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	if podState == ledger.Orphaned {
 		return untilLeft, r.unreadable(h)
 	}
-	return never, nil
+	return r.times.ending, nil
 }
 
 func (r *Reconciler) release(h ledger.Hold) error {

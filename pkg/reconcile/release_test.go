@@ -181,6 +181,47 @@ func TestHungClaimIsOverdue(t *testing.T) {
 	g.want("GPU-1: claim c1 held [p1]")
 }
 
+// A claim that was unprepared drains although the pod of its successor, a claim of the same name, runs. The API server knows that the
+// pod has another claim, and the agent asks within seconds.
+func TestSuccessorDoesNotKeepADrainingClaim(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.r.times.ending = 20 * time.Millisecond
+	g.group("p2", true)
+	p2 := g.pod("p2", "one")
+	p2.Status.ContainerStatuses = []corev1.ContainerStatus{{ContainerID: "containerd://1"}}
+	g.addPod(p2)
+	g.claim("one", "c2", "gpu-2")
+	g.claimState(kubeletClaim{"c2", "one", []string{"p2"}, []string{"gpu-2"}})
+	g.run()
+	g.prepare("c1", "one", "GPU-1", "p1")
+	g.prepare("c2", "one", "GPU-2", "p2")
+	must(t, g.book.DrainClaim(t.Context(), "c1"))
+	g.awaitWithin(10*time.Second, "GPU-2: claim c2 held [p2]")
+}
+
+// The agent was down when a claim's pod and other pods were deleted, and kubelet, which was killed as well, has left their cgroups.
+// No process is in them, so the claims drain for no longer than usual.
+func TestLeftoverCgroupsKeepNoClaim(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.group("p1", false)
+	g.group("other", false)
+	g.claim("one", "c1", "gpu-1")
+	g.claim("two", "c2", "gpu-2")
+	g.prepare("c1", "one", "GPU-1", "p1")
+	g.addPod(g.pod("p2", "two"))
+	g.group("p2", true)
+	g.run()
+	must(t, g.book.DrainClaim(t.Context(), "c1"))
+	g.awaitWithin(10 * time.Second)
+	g.prepare("c2", "two", "GPU-2", "p2")
+	g.deletePod("p2")
+	must(t, g.book.DrainClaim(t.Context(), "c2"))
+	g.noGroup("p2")
+	g.awaitWithin(10 * time.Second)
+}
+
 // kubelet does not unprepare a claim that it has forgotten.
 func TestClaimStateDeleted(t *testing.T) {
 	t.Parallel()

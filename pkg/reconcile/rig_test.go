@@ -86,7 +86,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	})
 	ms := time.Millisecond
 	g.r.times = times{
-		leaving: ms, leavingLast: 5 * ms, verify: time.Hour, podHoldCheck: time.Hour, call: time.Minute, restore: time.Minute,
+		leaving: ms, leavingLast: 5 * ms, verify: time.Hour, ending: time.Hour, podHoldCheck: time.Hour, call: time.Minute, restore: time.Minute,
 		retry: 10 * ms, retryMost: 20 * ms, rest: ms, gather: ms, verifyGather: ms,
 	}
 	return g
@@ -95,7 +95,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 // verifySoon makes what takes minutes take milliseconds.
 func (g *rig) verifySoon() {
 	const ms = time.Millisecond
-	g.r.times.verify, g.r.times.podHoldCheck = 20*ms, 10*ms
+	g.r.times.verify, g.r.times.ending, g.r.times.podHoldCheck = 20*ms, 20*ms, 10*ms
 }
 
 // run runs pods and reconciler until the returned function is called, or the test ends.
@@ -360,7 +360,12 @@ func (g *rig) want(want ...string) {
 // await waits until the ledger has exactly these holds.
 func (g *rig) await(want ...string) {
 	g.t.Helper()
-	deadline := time.After(2 * time.Minute) // a minute is what some holds wait for
+	g.awaitWithin(2*time.Minute, want...) // a minute is what some holds wait for
+}
+
+func (g *rig) awaitWithin(patience time.Duration, want ...string) {
+	g.t.Helper()
+	deadline := time.After(patience)
 	for {
 		changed := g.book.Changed()
 		if slices.Equal(g.holds(), want) {

@@ -24,6 +24,8 @@ type unconfirmed struct {
 	since, checked time.Time
 	// unlisted counts the last checks in which kubelet did not list the device of a pod's hold.
 	unlisted int
+	// ending is set while the hold is ending.
+	ending bool
 	// allocated is set once the API server has confirmed the allocation.
 	allocated bool
 }
@@ -68,6 +70,7 @@ func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 		if d == nil {
 			d = &unconfirmed{since: now}
 		}
+		d.ending = isEnding(h)
 		current[keyOf(h)] = d
 		if h.Holder.Kind == ledger.KindClaim && err != nil {
 			continue
@@ -90,6 +93,10 @@ func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 
 func (r *Reconciler) due(d *unconfirmed) time.Time {
 	switch {
+	case d.ending && d.checked.IsZero():
+		return d.since.Add(r.times.ending)
+	case d.ending:
+		return d.checked.Add(r.times.ending)
 	case d.checked.IsZero():
 		return d.since.Add(r.times.verify)
 	case d.unlisted > 0:
@@ -97,6 +104,11 @@ func (r *Reconciler) due(d *unconfirmed) time.Time {
 	default:
 		return d.checked.Add(r.times.verify)
 	}
+}
+
+// isEnding reports whether only the end of processes, or of the claim, is missing for a claim's hold to end.
+func isEnding(h ledger.Hold) bool {
+	return h.Holder.Kind == ledger.KindClaim && h.Name != "" && (h.State == ledger.StateDraining || h.Deserted)
 }
 
 // resourcesOf returns the resource by which a pod's hold was requested: its own, or any where its record cannot be read.
@@ -143,6 +155,9 @@ func (r *Reconciler) check(ctx context.Context, h ledger.Hold, d *unconfirmed) e
 
 // verifyClaim ends the hold of a claim that is deleted or no longer allocated on this node, once no pod of it has a process.
 func (r *Reconciler) verifyClaim(ctx context.Context, h ledger.Hold, d *unconfirmed) error {
+	if isEnding(h) && r.Pods.StateWithoutClaim(h) != ledger.Gone {
+		return nil // whatever became of the claim
+	}
 	claim, err := r.Claims(h.Namespace).Get(ctx, h.Name, metav1.GetOptions{})
 	var podState ledger.PodState
 	switch {
