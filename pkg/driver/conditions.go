@@ -311,7 +311,7 @@ func (d *Driver) reserveUnbound(ctx context.Context, answer *claimStatus) (reser
 	case refused == nil && len(p.request.Devices) > 0:
 		reservation, err = d.Ledger.ReserveClaim(ctx, p.request)
 		if conflict, lost := errors.AsType[*ledger.ConflictError](err); lost {
-			refused = &refusal{reasonDeviceHeld, describeConflict(conflict, p)}
+			refused = &refusal{reason: reasonDeviceHeld, message: describeConflict(conflict, p)}
 		} else if err != nil {
 			return reservation, err
 		}

@@ -174,7 +174,7 @@ func TestPrepareRefusals(t *testing.T) {
 	}{
 		"device that does not exist": {
 			claim: newClaim("a", "gpu-0", "gpu-9"),
-			want:  []string{"claim team-a/a", "request gpus", "device gpu-9 of pool node1", "does not exist on this node", "delete the pod and its claim"},
+			want:  []string{"claim team-a/a", "request gpus", "device gpu-9 of pool node1", "does not exist on this node"},
 			event: "team-a/a UnknownDevice: device gpu-9",
 		},
 		"pool of another node": {
@@ -225,6 +225,70 @@ func TestPrepareRefusals(t *testing.T) {
 			}
 			if !strings.Contains(r.events.all(), test.event) {
 				t.Errorf("events %q lack %q", r.events.all(), test.event)
+			}
+		})
+	}
+}
+
+// A claim whose GPU broke or vanished between allocation and Prepare heals as one whose GPU has another holder: after a moment, because
+// the inventory of an agent that has just started may lack a GPU. A pod without an owner waits, and the event says what to do.
+func TestUnusableDevice(t *testing.T) {
+	broken := machine(2)
+	broken.GPUs[1].Health = device.Health{Reason: device.ReasonLost, Message: "gone"}
+	inMIGMode := machine(2)
+	inMIGMode.GPUs[1].MIGEnabled = true
+	for name, inv := range map[string]device.Inventory{"broken": broken, "vanished": machine(1), "in MIG mode": inMIGMode} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, inv)
+			r.pods.movable.Store(true)
+			c := newClaim("a", "gpu-1")
+			plan := func(after time.Duration) error {
+				p := r.driver.plan(t.Context(), c, r.inventory.Inventory(), nil)
+				r.driver.recordUnusable(t.Context(), []*preparation{p}, time.Unix(1000, 0).Add(after))
+				return p.err
+			}
+			for _, after := range []time.Duration{0, unusableGrace - time.Second} {
+				if err := plan(after); err == nil || len(r.ledger.Conflicts()) > 0 {
+					t.Fatalf("after %v: error %v, conflicts %+v", after, err, r.ledger.Conflicts())
+				}
+			}
+			if err := plan(unusableGrace); err == nil || !strings.Contains(err.Error(), "the pod is evicted") {
+				t.Error(err)
+			}
+			conflicts := r.ledger.Conflicts()
+			if len(conflicts) != 1 || !conflicts[0].PendingEviction || !slices.Equal(conflicts[0].Names, []string{"gpu-1"}) || len(conflicts[0].Pods) != 1 {
+				t.Errorf("conflicts: %+v", conflicts)
+			}
+			if held := r.holders(); held != "" {
+				t.Error("held:", held)
+			}
+
+			// Its owner is not known to replace it.
+			r.ledger.ClearConflict("uid-a")
+			r.pods.movable.Store(false)
+			if err := plan(unusableGrace); err == nil || !strings.Contains(err.Error(), "delete it and create it again") {
+				t.Error(err)
+			}
+
+			// The device was usable meanwhile, or nothing was asked for long.
+			r.inventory.set(machine(2))
+			if err := plan(unusableGrace); err != nil {
+				t.Error(err)
+			}
+			r.inventory.set(inv)
+			r.ledger.ClearConflict("uid-a")
+			for _, after := range []time.Duration{time.Minute, time.Minute + 2*unusableKept} {
+				if err := plan(after); err == nil || len(r.ledger.Conflicts()) > 0 {
+					t.Errorf("after %v: error %v, conflicts %+v", after, err, r.ledger.Conflicts())
+				}
+			}
+
+			// A monitor holds nothing.
+			admin := true
+			c.Status.Allocation.Devices.Results[0].AdminAccess = &admin
+			_, _ = plan(time.Hour), plan(time.Hour+unusableGrace)
+			if conflicts := r.ledger.Conflicts(); len(conflicts) > 0 {
+				t.Errorf("conflicts of admin access: %+v", conflicts)
 			}
 		})
 	}

@@ -168,6 +168,8 @@ type Driver struct {
 	kubeletRegistered, dropsFields atomic.Bool
 
 	mu sync.Mutex
+	// unusable are the claims whose devices were unhealthy or unknown.
+	unusable map[types.UID]unusable
 	// These are why claims are not served; nil for what is well. Ready returns the first. waiting is ErrNoAPI or a
 	// *ConflictingDriverError. slices stays nil after the API server had all pools once.
 	waiting, node, slices, kubelet error
@@ -183,6 +185,7 @@ func New(c Config) (*Driver, error) {
 	}
 	return &Driver{
 		Config: c, metrics: newMetrics(c.Registerer), statuses: make(chan claimStatus, 1000), probeAgain: 10 * time.Minute,
+		unusable: map[types.UID]unusable{},
 		// The UID of events on nodes is the node's name, by kubelet's convention: `kubectl describe` selects that.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},
 		slices:  fmt.Errorf("ResourceSlices of node %s are not published yet", c.NodeName),

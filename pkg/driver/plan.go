@@ -96,7 +96,8 @@ func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv
 }
 
 func (d *Driver) planResult(ctx context.Context, p *preparation, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) error {
-	found, demanded, err := d.resolve(result, inv)
+	admin := ptr.Deref(result.AdminAccess, false)
+	found, demanded, err := d.resolve(result, inv, admin)
 	if err != nil {
 		return err
 	}
@@ -104,7 +105,6 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	if err != nil {
 		return refuseParameters(result.Request, err)
 	}
-	admin := ptr.Deref(result.AdminAccess, false)
 	prepared := kubeletplugin.Device{
 		Requests: []string{result.Request}, PoolName: result.Pool, DeviceName: result.Device, ShareID: result.ShareID,
 	}
@@ -115,9 +115,9 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 		d.Recorder.Eventf(p.claim, corev1.EventTypeWarning, reasonDeviceUnhealthy, "device %s (%s) is not visible to the claim: it is unhealthy (%s: %s)", result.Device, ref, health.Reason, health.Message)
 		klog.FromContext(ctx).Info("Excluding an unhealthy device from a claim with admin access", "claim", klog.KObj(p.claim), "device", ref.String(), "reason", health.Reason)
 	case !health.Healthy():
-		return refuse(reasonDeviceUnhealthy, "device %s (%s) for request %s is unhealthy (%s: %s): delete the pod to have it placed on another device", result.Device, ref, result.Request, health.Reason, health.Message)
+		return refuseUnusable(reasonDeviceUnhealthy, result.Device, ref, admin, "device %s (%s) for request %s is unhealthy (%s: %s)", result.Device, ref, result.Request, health.Reason, health.Message)
 	case found.Whole() && found.GPU.MIGEnabled && !found.GPU.Dynamic && !admin:
-		return refuse(reasonUnknownDevice, "device %s (%s) for request %s is in MIG mode now and cannot be used as a whole: delete the pod and its claim to have it allocated again", result.Device, ref, result.Request)
+		return refuseUnusable(reasonUnknownDevice, result.Device, ref, admin, "device %s (%s) for request %s is in MIG mode now and cannot be used as a whole", result.Device, ref, result.Request)
 	case demanded && !admin:
 		p.onDemand = append(p.onDemand, onDemand{len(p.answer), found})
 	case found.UUID() == "":
@@ -152,7 +152,9 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 
 // resolve returns the device of a result, or refuses a result that this node cannot serve. A dynamic GPU as a whole, and a
 // partition in a GPU pool, is created on demand, unless it is an unmanaged partition.
-func (d *Driver) resolve(result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) (found device.Device, demanded bool, err error) {
+func (d *Driver) resolve(
+	result resourceapi.DeviceRequestAllocationResult, inv device.Inventory, admin bool,
+) (found device.Device, demanded bool, err error) {
 	if device.NodeOfPool(result.Pool) != d.NodeName {
 		return device.Device{}, false, refuse(reasonUnknownDevice, "request %s got device %s of pool %s, but this node serves pool %s only: delete the pod and its claim to have it allocated again", result.Request, result.Device, result.Pool, d.NodeName)
 	}
@@ -163,7 +165,8 @@ func (d *Driver) resolve(result resourceapi.DeviceRequestAllocationResult, inv d
 		return device.Device{}, false, fmt.Errorf("look up device %s of pool %s for request %s: the node has no NVIDIA driver now, or the driver finds no GPU", result.Device, result.Pool, result.Request)
 	}
 	if !ok || found.UUID() == "" && !demanded {
-		return device.Device{}, false, refuse(reasonUnknownDevice, "device %s of pool %s for request %s does not exist on this node (removed, or renumbered by a reboot): delete the pod and its claim to have it allocated again", result.Device, result.Pool, result.Request)
+		return device.Device{}, false, refuseUnusable(reasonUnknownDevice, result.Device, device.Ref{GPU: result.Device}, admin,
+			"device %s of pool %s for request %s does not exist on this node (removed, or renumbered by a reboot)", result.Device, result.Pool, result.Request)
 	}
 	return found, demanded, nil
 }

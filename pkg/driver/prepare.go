@@ -47,6 +47,7 @@ func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceap
 	inv := d.Inventory.Inventory()
 	podsFirst := &ledger.PodsFirst{Slots: d.podSlots(inv), WaitBudget: podsFirstBudget}
 	preparations, ok := d.planAll(ctx, claims, inv, podsFirst)
+	d.recordUnusable(ctx, preparations, time.Now())
 	if ok {
 		d.waitForPods(ctx, preparations)
 	}
@@ -296,7 +297,7 @@ func (d *Driver) explainSharing(p *preparation, g *sharedGroup) error {
 		if trouble := d.DaemonTrouble(late.Daemon); trouble != "" {
 			message += ": its pod does not run: " + trouble
 		}
-		return &refusal{reasonDaemonNotReady, message}
+		return refuse(reasonDaemonNotReady, "%s", message)
 	}
 	if !errors.Is(g.err, device.ErrUnsupported) || g.path == nil {
 		return refuse(reasonNotShared, "retrying: %v", g.err)
@@ -374,7 +375,12 @@ const (
 const outcomePendingEviction, outcomeWaiting, outcomeDeadline = "pending_eviction", "waiting", "deadline"
 
 // refusal is an error that becomes an event on the claim.
-type refusal struct{ reason, message string }
+type refusal struct {
+	reason, message string
+	// device is the published name of an unhealthy or unknown device, ref its hardware, or the name if that is not known.
+	device string
+	ref    device.Ref
+}
 
 func (r *refusal) Error() string { return r.message }
 
@@ -410,6 +416,9 @@ func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
 // recordConflict records a conflict on these devices, and decides whether the controller evicts the claim's pods.
 func (d *Driver) recordConflict(ctx context.Context, p *preparation, kind, reason, message string, devices []device.Ref) error {
 	outcome, what := outcomeWaiting, "the claim waits, and is prepared when the device is free; delete the pod if its next one should be placed elsewhere"
+	if kind == "device" {
+		what = "no owner is known to replace the pod, so delete it and create it again; its claim is then allocated again (retrying until then)"
+	}
 	switch {
 	// answerMargin is enough time to ask.
 	case d.Pods.Movable(context.WithoutCancel(ctx), p.request):

@@ -111,3 +111,24 @@ func TestConflictOfReplacedClaim(t *testing.T) {
 	g.change(func() { g.away = false })
 	g.awaitConflicts("c-waits")
 }
+
+// A claim is in conflict because its GPU vanished: while it is allocated that GPU, it stays so.
+func TestConflictOfAVanishedDevice(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.verifySoon()
+	g.addPod(g.pod("p1", "one"))
+	g.claim("one", "c1", "gpu-9")
+	g.run()
+	g.book.RecordConflict(ledger.Conflict{
+		UID: "c1", Namespace: "apps", Name: "one", Devices: []device.Ref{{GPU: "gpu-9"}}, Names: []string{"gpu-9"}, Pods: []ledger.Pod{{UID: "p1"}},
+	})
+	asked := g.calls()
+	for deadline := time.Now().Add(time.Minute); g.calls() < asked+2 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+	}
+	if n := len(g.book.Conflicts()); n != 1 {
+		t.Errorf("%d conflicts", n)
+	}
+	g.claim("one", "c1", "gpu-1")
+	g.awaitConflicts()
+}

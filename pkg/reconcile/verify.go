@@ -317,8 +317,14 @@ func (r *Reconciler) checkConflict(ctx context.Context, conflict ledger.Conflict
 	case err != nil && !apierrors.IsNotFound(err):
 		return fmt.Errorf("verify the conflict of claim %s/%s: get claim: %w", conflict.Namespace, conflict.Name, err)
 	case err == nil && string(claim.UID) == conflict.UID:
-		held := r.refs(r.usesOf(claim).held)
+		uses := r.usesOf(claim)
+		held := r.refs(uses.held)
 		if slices.ContainsFunc(conflict.Devices, func(ref device.Ref) bool { return slices.Contains(held, ref) }) {
+			return nil
+		}
+		// The inventory may lack the device: that can be why the claim is in conflict.
+		named := func(d podstate.PoolDevice) bool { return slices.Contains(conflict.Names, d.Device) }
+		if slices.ContainsFunc(r.ofNode(uses.held), named) {
 			return nil
 		}
 	}
