@@ -26,6 +26,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/handover"
+	"github.com/tandem-gpu/tandem/pkg/health"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/partition"
@@ -139,6 +140,8 @@ type components struct {
 	shared  *sharing.Manager
 	policy  *sharing.Policy
 	cleaner *handover.Cleaner
+	// usable is the inventory of devices with the health that the front-ends offer them by.
+	usable *health.Inventory
 }
 
 // newComponents makes the components that need no lock. It has no visible effect.

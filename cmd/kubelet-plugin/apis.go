@@ -15,6 +15,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
+	"github.com/tandem-gpu/tandem/pkg/health"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 )
@@ -24,6 +25,9 @@ var errNoPods = errors.New("the API server has not listed this node's pods yet")
 // serveAPIs serves the APIs of the node's mode, once the node's pods are known. Before that, the GPU of a removed pod whose
 // containers still run would look as if the pod reused it, and a free GPU would look taken.
 func (a *agent) serveAPIs(ctx context.Context, c components) error {
+	c.usable = health.New(health.Config{
+		Source: c.cleaner, Specs: c.specs, Ledger: c.book, NodeName: a.config.NodeName, Recorder: a.recorder, Registerer: a.metrics,
+	})
 	object, err := gpunode.New(a.objectConfig(c))
 	if err != nil {
 		return err
@@ -38,9 +42,10 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return object.Run(ctx) })
-	if !c.pods.AwaitSync(ctx) {
+	if !c.pods.AwaitSync(ctx) || !c.specs.Await(ctx) {
 		return group.Wait()
 	}
+	group.Go(func() error { return c.usable.Run(ctx) })
 	// Claims are served in every mode: those that have devices may still have to be prepared, and must be unprepared.
 	group.Go(func() error { return claims.Run(ctx) })
 	a.status.Waiting("claims", nil)
@@ -80,18 +85,26 @@ func (a *agent) objectConfig(c components) gpunode.Config {
 		REST: a.api, DriverName: a.config.DriverName, NodeName: a.config.NodeName,
 		Facts:  gpunode.Facts{Mode: string(a.config.Mode), Excluded: a.config.Excluded},
 		Claims: func(namespace string) gpunode.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		Node:   c.self, Ledger: c.book, Inventory: c.devices, Registerer: a.metrics, Sharing: c.shared,
+		Node:   c.self, Ledger: c.book, Inventory: c.usable, Registerer: a.metrics, Sharing: c.shared,
 	}
 	if a.config.Mode.Limits() {
+		if !a.limitsByCDI() {
+			config.Inventory = c.devices // pods do not need the CDI specs
+		}
 		config.Facts.Limits, config.Facts.OfferedToPods = a.config.Resources(), a.config.OfferedToPods
 	}
 	return config
 }
 
+// limitsByCDI reports whether pods with limits get their GPUs by CDI.
+func (a *agent) limitsByCDI() bool {
+	return slices.ContainsFunc(a.config.DeviceListStrategies, func(s string) bool { return !withoutCDI(s) })
+}
+
 func (a *agent) claimsConfig(c components, object *gpunode.Object) driver.Config {
 	return driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
-		Node: c.self, Ledger: c.book, Inventory: c.cleaner, Partitions: c.devices, HandOver: c.cleaner.Ensure, Specs: c.specs, Pods: c.pods,
+		Node: c.self, Ledger: c.book, Inventory: c.usable, Partitions: c.devices, HandOver: c.cleaner.Ensure, Specs: c.specs, Pods: c.pods,
 		Sharing: c.shared, Policy: c.policy, DaemonTrouble: object.DaemonTrouble,
 		Recorder: a.recorder, Registerer: a.metrics,
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToPods: a.config.OfferedToPods, Limits: a.config.Resources(),
@@ -107,7 +120,7 @@ func (a *agent) pluginConfig(c components, object *gpunode.Object) legacy.Config
 		IndexIDs:  a.config.DeviceIDStrategy == "index", AnnotationPrefix: a.config.CDIAnnotationPrefix,
 		PassDeviceSpecs: a.config.PassDeviceSpecs, Packed: a.config.AllocationPolicy == "packed",
 		FailRequestsGreaterThanOne: a.config.FailRequestsGreaterThanOne,
-		Inventory:                  c.cleaner, Offered: a.config.OfferedToPods, Retiring: !a.config.Mode.Limits(),
+		Inventory:                  c.usable, Offered: a.config.OfferedToPods, Retiring: !a.config.Mode.Limits(),
 		Ledger: c.book, Specs: c.specs, Kubelet: c.resources, Sharing: c.policy, Requesters: c.pods,
 		Allocations: object, Acknowledge: object.Acknowledge,
 		Recorder: a.recorder, Registerer: a.metrics,

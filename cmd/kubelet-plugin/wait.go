@@ -176,6 +176,8 @@ func (a *agent) checkRuntime(ctx context.Context, self *podstate.Node) error {
 	return nil
 }
 
+func withoutCDI(strategy string) bool { return strategy == "envvar" || strategy == "volume-mounts" }
+
 func (a *agent) reportRuntime(ctx context.Context, version string) {
 	support, why := cdi.JudgeRuntime(version, a.config.HostRoot)
 	var reason, consequence string
@@ -187,7 +189,6 @@ func (a *agent) reportRuntime(ctx context.Context, version string) {
 	default:
 		return
 	}
-	withoutCDI := func(strategy string) bool { return strategy == "envvar" || strategy == "volume-mounts" }
 	if !slices.ContainsFunc(a.config.DeviceListStrategies, withoutCDI) {
 		consequence += " and limits (deviceListStrategy envvar or volume-mounts is for runtimes without CDI)"
 	}

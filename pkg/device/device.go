@@ -84,6 +84,9 @@ const (
 	ReasonNoNode      = "NoDeviceNode" // its /dev/nvidia<minor> does not exist
 	ReasonNotClean    = "NotClean"     // what an earlier holder has left cannot be cleaned (pkg/handover)
 	ReasonUnreachable = "Unreachable"  // NVML answers with an error for a query that it must support
+
+	ReasonNotInjectable = "NotInjectable" // no container can be given the device: its CDI entry or the hook is missing
+	ReasonNotRecordable = "NotRecordable" // the ledger could not record a new holder
 )
 
 // Healthy reports whether the device can run work.

@@ -39,10 +39,8 @@ func (p *Plugin) Allocate(ctx context.Context, resource string, request *plugina
 		// kubelet no longer waits for the answer and would never use the devices, so reserve none.
 		return nil, status.FromContextError(err).Err()
 	}
-	if p.config.uses(Strategy.cdi) {
-		if err := p.config.Specs.Ensure(ctx, unique(slices.Concat(containers...), item.hardware)...); err != nil {
-			return nil, status.Errorf(codes.Unavailable, "allocate %s: ensure CDI specs: %v", resource, err)
-		}
+	if err := p.checkSpecs(resource, slices.Concat(containers...)); err != nil {
+		return nil, err
 	}
 	if err := p.admit(ctx, resource, containers); err != nil {
 		return nil, err
@@ -56,6 +54,22 @@ func (p *Plugin) Allocate(ctx context.Context, resource string, request *plugina
 		response.ContainerResponses = append(response.ContainerResponses, p.answer(items, clients[at]))
 	}
 	return response, nil
+}
+
+// checkSpecs refuses a device that has no CDI entry. It writes nothing: the entry was on disk when the device was listed as healthy. If it was
+// damaged since and cannot be restored, the container waits until the runtime finds it, whereas a refusal would fail the pod permanently.
+func (p *Plugin) checkSpecs(resource string, items []item) error {
+	if !p.config.uses(Strategy.cdi) {
+		return nil
+	}
+	p.config.Specs.Verify()
+	for _, i := range items {
+		if !p.config.Specs.Has(i.hardware()) {
+			return status.Errorf(codes.Unavailable, "allocate %s: device %s cannot be given to a container: %v", resource, i.id,
+				p.config.Specs.Problem(i.hardware()))
+		}
+	}
+	return nil
 }
 
 // requested resolves the devices of each container, in the order of the request.

@@ -33,7 +33,9 @@ type Ledger interface {
 	// Outstanding returns how many devices of each resource bound pods still request, and a channel that is closed when that may
 	// have changed other than by a hold.
 	Outstanding() (devices map[string]int, changed <-chan struct{})
-	// Changed returns a channel that is closed at the next change of a hold or conflict. Take it before reading.
+	// Unwritable returns why a new hold cannot be recorded; nil if it can.
+	Unwritable() error
+	// Changed returns a channel that is closed at the next change of a hold or conflict, or of Unwritable. Take it before reading.
 	Changed() <-chan struct{}
 }
 
@@ -48,14 +50,16 @@ type Allocations interface {
 
 // Specs are the CDI specs.
 type Specs interface {
-	// Ensure returns once the specs with entries for the GPUs and partitions are on disk. It is cheap if they are there already.
-	Ensure(ctx context.Context, uuids ...string) error
+	// Verify has damaged specs restored soon. It does not wait.
+	Verify()
 	// QualifiedName returns the CDI name of a GPU or partition.
 	QualifiedName(uuid string) string
-	// Has reports, without waiting, whether Ensure would find an entry. A new partition is offered only then: otherwise a pod that
-	// gets it fails permanently.
+	// Problem returns, without waiting, why no container can be given a GPU or partition. It is offered only if that is nil: otherwise a
+	// pod that gets it fails permanently.
+	Problem(uuid string) error
+	// Has reports, without waiting, whether there is an entry, also while Problem reports that it cannot be restored.
 	Has(uuid string) bool
-	// Changed returns a channel that is closed when Has may answer differently. Take it before calling Has.
+	// Changed returns a channel that is closed when Problem may answer differently. Take it before calling Problem.
 	Changed() <-chan struct{}
 }
 

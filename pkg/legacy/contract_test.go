@@ -189,14 +189,39 @@ func TestRefusals(t *testing.T) {
 		t.Errorf("refused calls left %v", holds)
 	}
 
-	t.Run("specs cannot be written", func(t *testing.T) {
-		f.specs.fail(errTest)
-		defer f.specs.fail(nil)
+	t.Run("no CDI entry", func(t *testing.T) {
+		f.specs.lack(uuid(2))
+		defer f.specs.lack()
 		_, err := client.Allocate(context.Background(), allocation([]string{uuid(2)}))
 		if status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), errTest.Error()) {
 			t.Errorf("got %v", err)
 		}
 	})
+}
+
+// While no container can be given a device, kubelet hears that no free device is healthy. What a pod holds stays so, and an Allocate of a
+// kubelet that has not heard of it yet succeeds: its container waits until the files are back, and a refusal would fail the pod for good.
+func TestSpecsThatCannotBeRestored(t *testing.T) {
+	f, client := serving(t, nil)
+	if _, err := client.Allocate(context.Background(), allocation([]string{uuid(4)})); err != nil {
+		t.Fatal(err)
+	}
+	f.await("all", healthyCount(8))
+	f.specs.fail(errTest)
+	state := f.await("what a pod holds", healthyCount(1))
+	if healthy := state.Healthy(); !slices.Equal(healthy, []string{uuid(4)}) {
+		t.Errorf("healthy: %v", healthy)
+	}
+	if got := f.metric("tandem_device_plugin_devices", "resource=nvidia.com/gpu", "state=unhealthy"); got != 7 {
+		t.Errorf("%v devices count as unhealthy", got)
+	}
+	for _, id := range []string{uuid(4), uuid(5)} {
+		if _, err := client.Allocate(context.Background(), allocation([]string{id})); err != nil {
+			t.Errorf("allocate %s: %v", id, err)
+		}
+	}
+	f.specs.fail(nil)
+	f.await("all again", healthyCount(8))
 }
 
 func TestConflicts(t *testing.T) {

@@ -35,7 +35,7 @@ type item struct {
 	share device.Share
 	// offered is set while new pods may get it.
 	offered bool
-	// unnamed is a partition without a CDI entry, which the runtime cannot be given.
+	// unnamed is a device without a usable CDI entry, which no container can be given.
 	unnamed bool
 	// unready is a device that is not shared yet as the node's policy requires.
 	unready bool
@@ -165,7 +165,7 @@ func (r *lists) build(u usage, before *deviceTable, now time.Time) *deviceTable 
 				next.expires = end
 			}
 		}
-		i.unnamed = cdi && !i.Whole() && !r.Specs.Has(i.hardware())
+		i.unnamed = cdi && r.Specs.Problem(i.hardware()) != nil
 		i.unready = unready[i.Ref()]
 		next.items[at] = i
 		c := next.of[at.resource]
@@ -263,7 +263,8 @@ func (c *resourceDevices) states(u usage) []state {
 			states[at] = stateWithdrawn
 		case !mine && i.unready:
 			states[at] = stateWithdrawn // the device is healthy
-		case !mine && i.unnamed:
+		case !mine && (i.unnamed || u.unwritable):
+			// A device that a pod holds stays healthy: otherwise kubelet, when it restarts, fails a pod whose container starts again.
 			states[at] = stateUnhealthy
 		case !mine && all.exclude(i.use()):
 			states[at] = stateWithdrawn
@@ -299,6 +300,8 @@ type usage struct {
 	pending map[pendingClaim]bool
 	// outstanding is how many devices of each resource pods still request that kubelet is about to admit.
 	outstanding map[string]int
+	// unwritable is set while the ledger cannot record new holds.
+	unwritable bool
 }
 
 // pendingClaim is a claim that does not hold a device, or its share of one, yet: the scheduler has allocated it to the claim, or the
@@ -321,6 +324,7 @@ func usageOf(led Ledger, allocations Allocations) usage {
 		u.pending[pendingClaim{h.Holder, h.Device, h.Share}] = false
 	}
 	u.outstanding, _ = led.Outstanding()
+	u.unwritable = led.Unwritable() != nil
 	for _, conflict := range led.Conflicts() {
 		for _, ref := range conflict.Devices {
 			u.wait(pendingClaim{claim: ledger.Holder{Kind: ledger.KindClaim, ID: conflict.UID}, device: ref})

@@ -140,10 +140,16 @@ type specState struct {
 
 type fakeSpecs struct{ *observable[specState] }
 
-func (f fakeSpecs) Ensure(context.Context, ...string) error { return f.get().err }
-func (fakeSpecs) QualifiedName(uuid string) string          { return "k8s.gpu.nvidia.com/gpu=" + uuid }
-func (f fakeSpecs) Has(uuid string) bool                    { return !slices.Contains(f.get().lack, uuid) }
-func (f fakeSpecs) fail(err error)                          { f.set(func(specState) specState { return specState{err: err} }) }
+func (fakeSpecs) Verify()                          {}
+func (fakeSpecs) QualifiedName(uuid string) string { return "k8s.gpu.nvidia.com/gpu=" + uuid }
+func (f fakeSpecs) Has(uuid string) bool           { return !slices.Contains(f.get().lack, uuid) }
+func (f fakeSpecs) fail(err error)                 { f.set(func(specState) specState { return specState{err: err} }) }
+func (f fakeSpecs) Problem(uuid string) error {
+	if !f.Has(uuid) {
+		return errTest
+	}
+	return f.get().err
+}
 func (f fakeSpecs) lack(uuids ...string) {
 	f.set(func(specState) specState { return specState{lack: uuids} })
 }

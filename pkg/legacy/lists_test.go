@@ -74,6 +74,7 @@ type fixedLedger struct {
 	outstanding int
 }
 
+func (s fixedLedger) Unwritable() error            { return nil }
 func (s fixedLedger) Holds() []ledger.Hold         { return s.holds }
 func (s fixedLedger) Conflicts() []ledger.Conflict { return s.conflicts }
 

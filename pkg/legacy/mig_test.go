@@ -411,9 +411,12 @@ func TestPreferredPartitions(t *testing.T) {
 	}
 }
 
-// A partition is offered once the runtime can be told of it. GPUs, and what a limit has already, do not wait.
+// A GPU or partition is offered once the runtime can be told of it. What a limit has already does not wait.
 func TestPartitionsWithoutACDIEntry(t *testing.T) {
-	for strategy, want := range map[Strategy]string{StrategyCDI: "mig-1g.10gb=2-1,3-0,3-6", StrategyEnvVar: "mig-1g.10gb=2-0,2-1,3-0,3-6"} {
+	for strategy, want := range map[Strategy][]string{
+		StrategyCDI:    {"gpu=1", "mig-1g.10gb=2-1,3-0,3-6"},
+		StrategyEnvVar: {"gpu=0,1", "mig-1g.10gb=2-0,2-1,3-0,3-6"},
+	} {
 		f := partitioned(t, device.MIGStrategyMixed, func(f *fixture) {
 			f.config.Strategies = []Strategy{strategy}
 			f.specs.lack(uuid(0), "MIG-2-0", "MIG-3-0")
@@ -422,7 +425,7 @@ func TestPartitionsWithoutACDIEntry(t *testing.T) {
 			}
 		})
 		f.start()
-		f.lists("gpu=0,1", want, "mig-3g.40gb=2-4")
+		f.lists(append(want, "mig-3g.40gb=2-4")...)
 		f.specs.lack()
 		f.lists("gpu=0,1", "mig-1g.10gb=2-0,2-1,3-0,3-6", "mig-3g.40gb=2-4")
 	}

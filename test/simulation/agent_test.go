@@ -513,7 +513,9 @@ func (a *agent) Changed() <-chan struct{}    { return nil }
 func (a *agent) Add(context.Context, device.Partition) error { return nil }
 
 // Has: GPUs do not wait for their entries.
-func (a *agent) Has(string) bool { return true }
+func (a *agent) Has(string) bool      { return true }
+func (a *agent) Problem(string) error { return nil }
+func (a *agent) Verify()              {}
 
 func (a *agent) QualifiedName(uuid string) string { return "k8s.gpu.nvidia.com/gpu=" + uuid }
 func (a *agent) Ensure(ctx context.Context, _ ...string) error {

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package health
+
+import (
+	"context"
+	"errors"
+	"reflect"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"k8s.io/client-go/tools/record"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// world is a node: source, specs and ledger.
+type world struct {
+	broadcast.Signal
+	mu         sync.Mutex
+	inventory  device.Inventory
+	problems   map[string]error
+	unwritable error
+	unrecorded error
+	probes     int
+}
+
+func (w *world) change(change func()) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	change()
+	w.Notify()
+}
+
+func (w *world) Inventory() device.Inventory { w.mu.Lock(); defer w.mu.Unlock(); return w.inventory }
+
+func (w *world) Problem(uuid string) error { w.mu.Lock(); defer w.mu.Unlock(); return w.problems[uuid] }
+
+func (w *world) Unwritable() error { w.mu.Lock(); defer w.mu.Unlock(); return w.unwritable }
+
+// book is the ledger of a world.
+type book struct{ *world }
+
+func (b book) Probe()            { b.mu.Lock(); defer b.mu.Unlock(); b.probes++ }
+func (b book) Unwritable() error { b.mu.Lock(); defer b.mu.Unlock(); return b.unrecorded }
+
+func newInventory(w *world) (*Inventory, *record.FakeRecorder) {
+	events := record.NewFakeRecorder(100)
+	return New(Config{Source: w, Specs: w, Ledger: book{w}, NodeName: "node", Recorder: events, Registerer: prometheus.NewRegistry()}), events
+}
+
+var errDisk = errors.New("write /var/run/cdi/x: no space left on device")
+
+// Each device has its own entry. What is made for a claim needs room for a new file, and gets its entry with Prepare.
+func TestInventory(t *testing.T) {
+	w := &world{inventory: device.Inventory{GPUs: []device.GPU{
+		{UUID: "GPU-0", Minor: 0},
+		{UUID: "GPU-1", Minor: 1},
+		{UUID: "GPU-2", Minor: 2, MIGEnabled: true, Partitions: []device.Partition{{UUID: "MIG-a"}, {UUID: "MIG-b"}, {}}},
+		{UUID: "GPU-3", Minor: 3, MIGEnabled: true, Dynamic: true, Partitions: []device.Partition{{UUID: "MIG-c", Made: true}}},
+		{UUID: "GPU-4", Minor: 4, Dynamic: true},
+		{UUID: "GPU-5", Minor: 5, Health: device.Health{Reason: device.ReasonLost}},
+	}}}
+	i, _ := newInventory(w)
+	unhealthy := func() string {
+		var names []string
+		for _, g := range i.Inventory().GPUs {
+			if !g.Health.Healthy() {
+				names = append(names, g.UUID+"="+g.Health.Reason)
+			}
+			for _, p := range g.Partitions {
+				if !p.Health.Healthy() {
+					names = append(names, p.UUID+"="+p.Health.Reason)
+				}
+			}
+		}
+		return strings.Join(names, " ")
+	}
+	want := func(want string) {
+		t.Helper()
+		if got := unhealthy(); got != want {
+			t.Errorf("unhealthy: %s, want %s", got, want)
+		}
+	}
+	before := w.inventory
+	want("GPU-5=Lost")
+	w.problems = map[string]error{"GPU-1": errDisk, "GPU-2": errDisk, "MIG-b": errDisk, "GPU-3": errDisk, "MIG-c": errDisk, "GPU-5": errDisk}
+	want("GPU-1=NotInjectable MIG-b=NotInjectable GPU-5=Lost")
+	w.problems, w.unwritable = nil, errDisk
+	want("GPU-3=NotInjectable GPU-4=NotInjectable GPU-5=Lost")
+	w.unwritable, w.unrecorded = nil, errDisk
+	want("GPU-0=NotRecordable GPU-1=NotRecordable GPU-2=NotRecordable GPU-3=NotRecordable GPU-4=NotRecordable GPU-5=Lost")
+	w.unrecorded = nil
+	if got := i.Inventory(); !reflect.DeepEqual(got, before) {
+		t.Errorf("the source's inventory was changed: %v", got)
+	}
+}
+
+// A problem that lasts is one event, one that passes is none.
+func TestRun(t *testing.T) {
+	w := &world{inventory: device.Inventory{GPUs: []device.GPU{{UUID: "GPU-0"}, {UUID: "GPU-1", Minor: 1}}}}
+	i, events := newInventory(w)
+	i.interval = 2 * time.Millisecond
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- i.Run(ctx) }()
+	set := func(problems map[string]error) {
+		t.Helper()
+		changed := i.Changed()
+		w.change(func() { w.problems = problems })
+		<-changed
+	}
+	event := func(want ...string) {
+		t.Helper()
+		select {
+		case event := <-events.Events:
+			for _, part := range want {
+				if !strings.Contains(event, part) {
+					t.Errorf("event %q lacks %q", event, part)
+				}
+			}
+		case <-time.After(time.Minute):
+			t.Fatal("no event")
+		}
+	}
+	set(map[string]error{"GPU-0": errDisk, "GPU-1": errDisk})
+	event("Warning DeviceNotInjectable", "gpu-0, gpu-1", errDisk.Error(), "Make the path writable")
+	if got := testutil.ToFloat64(i.unusable.WithLabelValues(device.ReasonNotInjectable)); got != 2 {
+		t.Errorf("%v devices are counted", got)
+	}
+	set(nil)
+	changed := i.Changed()
+	w.change(func() { w.unrecorded = errDisk })
+	<-changed
+	event("Warning DeviceNotRecordable", errDisk.Error())
+	changed = i.Changed()
+	w.change(func() { w.inventory.DriverVersion = "next" })
+	<-changed
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	if len(events.Events) > 0 {
+		t.Errorf("another event: %s", <-events.Events)
+	}
+	if w.probes == 0 {
+		t.Error("the ledger was not probed")
+	}
+}
