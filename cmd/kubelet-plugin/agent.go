@@ -142,6 +142,8 @@ type components struct {
 	cleaner *handover.Cleaner
 	// usable is the inventory of devices with the health that the front-ends offer them by.
 	usable *health.Inventory
+	// adopt is the reconciler's Adopt.
+	adopt func(ctx context.Context) error
 }
 
 // newComponents makes the components that need no lock. It has no visible effect.
@@ -235,6 +237,7 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 		KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Limits: a.config.Resources(),
 		Recorder: a.recorder, Registerer: a.metrics,
 	})
+	c.adopt = reconciler.Adopt
 	if err := reconciler.Restore(ctx); err != nil {
 		return err
 	}

@@ -45,6 +45,9 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 	if !c.pods.AwaitSync(ctx) || !c.specs.Await(ctx) {
 		return group.Wait()
 	}
+	// Nothing is given away beside another process that gives the same devices away.
+	plugin.FindConflicting(ctx)
+	claims.FindConflicting(ctx)
 	group.Go(func() error { return c.usable.Run(ctx) })
 	// Claims are served in every mode: those that have devices may still have to be prepared, and must be unprepared.
 	group.Go(func() error { return claims.Run(ctx) })
@@ -58,6 +61,7 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 		group.Go(func() error { return plugin.Run(ctx) })
 		a.status.Check("limits", plugin.Ready)
 	case !a.isDriverless: // without a driver the plugin would list no device
+		group.Go(func() error { return plugin.WatchConflicting(ctx) })
 		group.Go(func() error { return retire(ctx, c.book, plugin.Run) })
 	}
 	return group.Wait()
@@ -105,7 +109,7 @@ func (a *agent) claimsConfig(c components, object *gpunode.Object) driver.Config
 	return driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
 		Node: c.self, Ledger: c.book, Inventory: c.usable, Partitions: c.devices, HandOver: c.cleaner.Ensure, Specs: c.specs, Pods: c.pods,
-		Sharing: c.shared, Policy: c.policy, DaemonTrouble: object.DaemonTrouble,
+		Sharing: c.shared, Policy: c.policy, DaemonTrouble: object.DaemonTrouble, Adopt: c.adopt,
 		Recorder: a.recorder, Registerer: a.metrics,
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToPods: a.config.OfferedToPods, Limits: a.config.Resources(),
 		PublishNothing: !a.config.Mode.Claims(),
@@ -122,7 +126,7 @@ func (a *agent) pluginConfig(c components, object *gpunode.Object) legacy.Config
 		FailRequestsGreaterThanOne: a.config.FailRequestsGreaterThanOne,
 		Inventory:                  c.usable, Offered: a.config.OfferedToPods, Retiring: !a.config.Mode.Limits(),
 		Ledger: c.book, Specs: c.specs, Kubelet: c.resources, Sharing: c.policy, Requesters: c.pods,
-		Allocations: object, Acknowledge: object.Acknowledge,
+		Allocations: object, Acknowledge: object.Acknowledge, Adopt: c.adopt, Excluded: a.config.Excluded,
 		Recorder: a.recorder, Registerer: a.metrics,
 	}
 	if a.config.ResetGPUs {

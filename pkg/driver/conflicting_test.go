@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	resourceapi "k8s.io/api/resource/v1"
 	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 )
 
@@ -127,10 +128,53 @@ func TestConflictingDriverIsAwaited(t *testing.T) {
 			if got := r.published(); got != "" {
 				t.Error("published beside another driver:", got)
 			}
+			// The other process may give any GPU away, also one that a pod requests.
+			if err := r.ledger.Withheld(); err == nil || !strings.Contains(err.Error(), socket) {
+				t.Errorf("devices are given away beside another driver: %v", err)
+			}
+			if n := r.adoptions.Load(); n > 0 {
+				t.Errorf("%d adoptions beside another driver", n)
+			}
 			stop()
 			r.ready()
+			if err := r.ledger.Withheld(); err != nil || r.adoptions.Load() != 2 {
+				t.Errorf("Withheld is %v after %d adoptions, of which the first failed", err, r.adoptions.Load())
+			}
 			r.awaitPublished(names(2, nil))
 		})
+	}
+}
+
+// While the ledger withholds devices, all devices are tainted, a claim of before is prepared again, and a new one waits.
+func TestWithheldDevices(t *testing.T) {
+	r := newRig(t, machine(2))
+	r.run()
+	kubelet := r.ready()
+	refused := func(claim *resourceapi.ResourceClaim) error {
+		t.Helper()
+		_, errs, err := kubelet.prepare("v1", claim)
+		return errors.Join(err, errs[string(claim.UID)])
+	}
+	before := r.claim("before", "gpu-0")
+	if err := refused(before); err != nil {
+		t.Fatal(err)
+	}
+	r.ledger.Withhold("test", errors.New("another plugin"))
+	r.awaitPublished("gpu-0!unhealthy gpu-1!unhealthy")
+	if err := refused(before); err != nil {
+		t.Error(err)
+	}
+	late := r.claim("late", "gpu-1")
+	if err := refused(late); err == nil || !strings.Contains(err.Error(), "another plugin") {
+		t.Errorf("a new claim is prepared: %v", err)
+	}
+	if conflicts := r.ledger.Conflicts(); len(conflicts) > 0 {
+		t.Errorf("conflicts: %v", conflicts)
+	}
+	r.ledger.Withhold("test", nil)
+	r.awaitPublished(names(2, nil))
+	if err := refused(late); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -37,6 +37,8 @@ type Ledger interface {
 	RecordConflict(lost ledger.Conflict)
 	Holds() []ledger.Hold
 	Changed() <-chan struct{}
+	Withheld() error
+	Withhold(source string, reason error)
 }
 
 // Node is the node's object. UID is empty while there is none. Changed returns a channel that is closed at the next change; it is
@@ -124,6 +126,8 @@ type Config struct {
 	Policy     Policy
 	// HandOver must return nil for each GPU of a claim before it is prepared (handover.Cleaner.Ensure). Idempotent.
 	HandOver func(ctx context.Context, uuid string) error
+	// Adopt adds holds for what another process of our driver name gave away (reconcile.Reconciler.Adopt).
+	Adopt func(ctx context.Context) error
 	// DaemonTrouble returns why the pod of an MPS daemon does not run; empty if it is not known.
 	DaemonTrouble func(daemon string) string
 
@@ -163,6 +167,8 @@ type Driver struct {
 	nodeRef *corev1.ObjectReference
 	// probeAgain is the delay of the next probe after the API server dropped a field.
 	probeAgain time.Duration
+	// withholds is set from a conflicting driver's appearance until it is taken over from. Only Run uses it, and FindConflicting.
+	withholds bool
 	// publishAgain wakes the publisher, which acts on the two flags.
 	publishAgain                   broadcast.Signal
 	kubeletRegistered, dropsFields atomic.Bool
@@ -232,12 +238,13 @@ func (d *Driver) Run(ctx context.Context) error {
 // sessionInterval is the least time between two starts of the servers.
 const sessionInterval = time.Second
 
-// Ready returns nil while claims are served, and otherwise why not: ErrNoAPI, a *ConflictingDriverError, or what is missing. Safe for
-// concurrent use.
+// Ready returns nil while claims are served, and otherwise why not: ErrNoAPI, a *ConflictingDriverError, a *ledger.WithheldError, or
+// what is missing. Safe for concurrent use.
 func (d *Driver) Ready() error {
+	withheld := d.Ledger.Withheld()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return cmp.Or(d.waiting, d.node, d.slices, d.kubelet)
+	return cmp.Or(d.waiting, d.node, d.slices, d.kubelet, withheld)
 }
 
 // set sets one of the errors of Ready.

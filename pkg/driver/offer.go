@@ -32,6 +32,8 @@ type Facts struct {
 	Claims []v1alpha1.AllocatedClaim
 	// ClaimsLate means that Claims may be incomplete: no GPU changes its pool.
 	ClaimsLate bool
+	// Withheld means that the ledger gives no device to a new holder.
+	Withheld bool
 	// Kept are the fields that the API server keeps.
 	Kept Capabilities
 	Now  time.Time
@@ -121,6 +123,9 @@ func (o *Offer) build(f Facts) layout {
 		holds = slices.DeleteFunc(slices.Clone(holds), func(h ledger.Hold) bool { _, ours := inv.ByUUID(h.Device.GPU); return !ours })
 	}
 	withdrawn, next := o.withdrawn(Facts{Inventory: inv, Holds: holds, Claims: f.Claims, Now: f.Now})
+	if f.Withheld {
+		withdrawn = withhold(inv, withdrawn)
+	}
 	gpus, left := publishable(inv)
 	l := layout{pools: map[string]resourceslice.Pool{}, excluded: left, next: next}
 	l.counts.withdrawals = o.debounce.withdrawals

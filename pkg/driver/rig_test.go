@@ -46,6 +46,8 @@ type rig struct {
 	registry  *prometheus.Registry
 	driver    *Driver
 	stop      func() error
+	// adoptions counts the calls of Adopt, of which the first fails.
+	adoptions atomic.Int32
 }
 
 func allGPUs(device.GPU) bool { return true }
@@ -73,6 +75,12 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 		Limits: device.Resources{GPU: "nvidia.com/gpu"},
 		Ledger: r.ledger, Inventory: r.inventory, Specs: r.specs, Pods: r.pods, Recorder: r.events, Registerer: r.registry,
 		Partitions: &fakePartitions{known: map[device.Ref]device.Partition{}}, Sharing: &fakeSharing{applied: map[sharing.Key]bool{}},
+		Adopt: func(context.Context) error {
+			if r.adoptions.Add(1) == 1 {
+				return errors.New("kubelet's state cannot be read")
+			}
+			return nil
+		},
 		Policy: &fakePolicy{}, DaemonTrouble: func(string) string { return "" }, HandOver: handedOver, Allocations: &fakeAllocations{changed: make(chan struct{})},
 		OfferedToClaims: allGPUs, OfferedToPods: allGPUs,
 		CheckInterval: 100 * time.Millisecond,

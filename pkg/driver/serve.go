@@ -295,6 +295,7 @@ const socketTimeout = time.Second
 // waitUntilAlone returns once no other process serves our driver name, or ctx is done.
 func (d *Driver) waitUntilAlone(ctx context.Context) {
 	alone := func(conflicting error) bool {
+		conflicting = d.withhold(ctx, conflicting)
 		d.setWaiting(ctx, "ConflictingDriver", conflicting)
 		return conflicting == nil
 	}

@@ -37,6 +37,9 @@ type Ledger interface {
 	Unwritable() error
 	// Changed returns a channel that is closed at the next change of a hold or conflict, or of Unwritable. Take it before reading.
 	Changed() <-chan struct{}
+	// Withheld returns why no device is given to new holders; nil if devices are. Withhold gives such a reason.
+	Withheld() error
+	Withhold(source string, reason error)
 }
 
 // Allocations returns the devices that the scheduler allocated to claims, prepared or not. Both methods answer from memory. The
@@ -134,6 +137,8 @@ type Config struct {
 	// Offered reports whether new pods may get a GPU; nil means all. Other GPUs are listed, as unhealthy, only if a pod held them
 	// when Run began. It must always answer the same for a GPU.
 	Offered func(device.GPU) bool
+	// Excluded reports whether a GPU is served by neither API; nil means none. Another plugin may serve it.
+	Excluded func(device.GPU) bool
 	// Retiring is set on a node that no longer serves extended resources: GPUs that Offered excludes are unhealthy, also while a
 	// pod holds them. Such a pod still needs the plugin: kubelet restarts no container whose resource has had no plugin for five
 	// minutes (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, callPreStartContainerIfNeeded).
@@ -147,6 +152,8 @@ type Config struct {
 	Requesters Requesters
 	// Allocations are the scheduler's: the plugin withdraws their devices before kubelet prepares the claims.
 	Allocations Allocations
+	// Adopt adds holds for what another plugin gave away while it was there (reconcile.Reconciler.Adopt).
+	Adopt func(ctx context.Context) error
 	// Kubelet confirms the lists that were sent.
 	Kubelet KubeletView
 	// Acknowledge is called with the devices of a resource that kubelet reports as allocatable, sorted, after each

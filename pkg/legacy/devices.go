@@ -259,7 +259,7 @@ func (c *resourceDevices) states(u usage) []state {
 		switch {
 		case !i.Health().Healthy() && !i.removed():
 			states[at] = stateUnhealthy
-		case conflict || i.removed() || !i.offered && (c.config.Retiring || !mine):
+		case conflict || i.removed() || !mine && u.withheld || !i.offered && (c.config.Retiring || !mine):
 			states[at] = stateWithdrawn
 		case !mine && i.unready:
 			states[at] = stateWithdrawn // the device is healthy
@@ -302,6 +302,8 @@ type usage struct {
 	outstanding map[string]int
 	// unwritable is set while the ledger cannot record new holds.
 	unwritable bool
+	// withheld means that no new holder gets a device.
+	withheld bool
 }
 
 // pendingClaim is a claim that does not hold a device, or its share of one, yet: the scheduler has allocated it to the claim, or the
@@ -325,6 +327,7 @@ func usageOf(led Ledger, allocations Allocations) usage {
 	}
 	u.outstanding, _ = led.Outstanding()
 	u.unwritable = led.Unwritable() != nil
+	u.withheld = led.Withheld() != nil
 	for _, conflict := range led.Conflicts() {
 		for _, ref := range conflict.Devices {
 			u.wait(pendingClaim{claim: ledger.Holder{Kind: ledger.KindClaim, ID: conflict.UID}, device: ref})

@@ -4,6 +4,7 @@ package legacy
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -385,8 +386,25 @@ func (k *fakeKubelet) follow(c *pluginClient) {
 			k.state.Lists++
 			if !k.faults.Deaf {
 				k.devices[c.resource] = list.GetDevices()
+				k.writeCheckpoint()
 			}
 		})
+	}
+}
+
+// writeCheckpoint writes what is registered, as kubelet does after each list, and not when a plugin ends. Under k.mu.
+func (k *fakeKubelet) writeCheckpoint() {
+	registered := map[string][]string{}
+	for resource, devices := range k.devices {
+		registered[resource] = healthyIDs(devices)
+	}
+	data, err := json.Marshal(map[string]any{"Data": map[string]any{"RegisteredDevices": registered}})
+	if err != nil {
+		return
+	}
+	path := filepath.Join(k.directory, "kubelet_internal_checkpoint")
+	if os.WriteFile(path+".tmp", data, 0o600) == nil {
+		_ = os.Rename(path+".tmp", path)
 	}
 }
 

@@ -170,11 +170,15 @@ type fixture struct {
 func newFixture(t testing.TB, release kubeletRelease) *fixture {
 	t.Helper()
 	// Not t.TempDir, whose names leave no room for a socket's.
-	dir, err := os.MkdirTemp("", "tdm")
+	root, err := os.MkdirTemp("", "tdm")
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	t.Cleanup(func() { _ = os.RemoveAll(root) })
+	dir := filepath.Join(root, "device-plugins")
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
 	f := &fixture{
 		TB:        t,
 		dir:       dir,
@@ -191,6 +195,7 @@ func newFixture(t testing.TB, release kubeletRelease) *fixture {
 		Inventory: f.inventory, Ledger: f.ledger, Specs: f.specs, Kubelet: f.kubelet,
 		Sharing: newFakeSharing(), Allocations: noAllocations,
 		Acknowledge: func(string, []string, bool) {}, AnnotationPrefix: "cdi.k8s.io/",
+		Adopt:    func(context.Context) error { return nil },
 		Recorder: f.events, Registerer: f.registry,
 	}
 	t.Cleanup(f.kubelet.Stop)
@@ -216,7 +221,7 @@ func (f *fixture) start(shorten ...func(*times)) (p *Plugin, stop func()) {
 	}
 	// Nothing is lost by being quicker than in production.
 	p.times.pluginProbe, p.times.pluginInterval = 300*time.Millisecond, 300*time.Millisecond
-	p.times.confirmPoll = 50 * time.Millisecond
+	p.times.confirmPoll, p.times.takeOver = 50*time.Millisecond, time.Millisecond
 	for _, s := range shorten {
 		s(&p.times)
 	}

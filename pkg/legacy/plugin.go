@@ -35,6 +35,10 @@ type Plugin struct {
 	// probes of the sockets of other plugins, by path. probing joins those of the same socket.
 	probes  sync.Map
 	probing singleflight.Group
+	foreign foreignDevices
+	// looking lets one look run at a time; withholds is set from a conflicting plugin's appearance until it is taken over from.
+	looking   sync.Mutex
+	withholds bool
 	// filesChanged reports changes in kubelet's device-plugins directory.
 	filesChanged broadcast.Signal
 
@@ -56,6 +60,7 @@ type times struct {
 	stopDrain      time.Duration // the same when the plugin stops and registers no successor
 	pluginProbe    time.Duration // for another plugin's first device list
 	pluginInterval time.Duration // between two checks whether a conflicting device plugin still runs
+	takeOver       time.Duration // from a conflicting device plugin's end to the adoption of its pods
 	confirmFirst   time.Duration // from a list to the first question whether kubelet has it, doubled up to confirmPoll
 	confirmPoll    time.Duration
 	confirmLimit   time.Duration // after which an unconfirmed list means registering again, doubled each time
@@ -71,6 +76,7 @@ var defaultTimes = times{
 	stopDrain:      30 * time.Millisecond,
 	pluginProbe:    time.Second,
 	pluginInterval: 10 * time.Second,
+	takeOver:       time.Second,
 	confirmFirst:   20 * time.Millisecond,
 	confirmPoll:    time.Second,
 	confirmLimit:   10 * time.Second,
@@ -132,12 +138,13 @@ func (p *Plugin) Look(now time.Time) (lists map[string]*pluginapi.ListAndWatchRe
 	return lists, again
 }
 
-// Ready returns nil while kubelet is registered for every resource and reads its device list. Otherwise the error says what is
-// missing.
+// Ready returns nil while kubelet is registered for every resource and reads its device list, and devices are given to new pods.
+// Otherwise the error says what is missing.
 func (p *Plugin) Ready() error {
+	withheld := p.config.Ledger.Withheld()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	errs := []error{p.notReady}
+	errs := []error{p.notReady, withheld}
 	for _, name := range slices.Sorted(maps.Keys(p.served)) {
 		if err := p.served[name].notReady; err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", name, err))

@@ -169,20 +169,20 @@ func (r *registrar) awaitKubelet(ctx context.Context) bool {
 	})
 }
 
-// awaitNoConflicting waits until no other plugin serves our GPUs. It returns false when ctx is done.
+// awaitNoConflicting waits until no other plugin serves our GPUs or resources. It returns false when ctx is done.
 func (r *registrar) awaitNoConflicting(ctx context.Context) bool {
 	reported := ""
 	return r.await(ctx, r.times.pluginInterval, func() bool {
-		conflicting, settled := r.checkConflicting(ctx)
+		conflicting, settled := r.look(ctx)
 		r.unsettled = !settled
 		if conflicting == nil {
 			return true
 		}
 		r.setNotReady(conflicting)
-		if reported != conflicting.socket {
-			reported = conflicting.socket
-			klog.FromContext(ctx).Info("Not registering beside another device plugin", "socket", conflicting.socket, "devices", conflicting.devices)
-			r.config.warn("OtherDevicePlugin", "Not serving %s: %s", r.resource, conflicting)
+		if reported != conflicting.Error() && ctx.Err() == nil {
+			reported = conflicting.Error()
+			klog.FromContext(ctx).Info("Serving nothing new beside another device plugin", "reason", reported)
+			r.config.warn("OtherDevicePlugin", "Not serving %s: %s", r.resource, reported)
 		}
 		return false
 	})
@@ -284,13 +284,19 @@ func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID)
 			// Not at once: a socket exists before its process answers on it.
 			known, looks, look = now, probeAttempts, time.After(r.times.pluginProbe)
 		}
+		if len(r.foreignOfKubelet(ctx)) > 0 {
+			// kubelet already has devices of another plugin.
+			if conflicting, _ := r.look(ctx); conflicting != nil {
+				return &ended{conflicting, causeConflicting}
+			}
+		}
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-changed:
 		case <-look:
 			looks--
-			conflicting, settled := r.checkConflicting(ctx)
+			conflicting, settled := r.look(ctx)
 			if conflicting != nil {
 				return &ended{conflicting, causeConflicting}
 			}

@@ -354,6 +354,10 @@ func (o *otherPlugin) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreami
 	return nil
 }
 
+func (o *otherPlugin) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pluginapi.DevicePluginOptions, error) {
+	return &pluginapi.DevicePluginOptions{}, nil
+}
+
 // startOther serves another plugin below a name and returns how often it was asked and how to stop it.
 func (f *fixture) startOther(name string, ids ...string) (asked func() int, stop func()) {
 	f.Helper()
@@ -378,6 +382,9 @@ func TestForeignPlugin(t *testing.T) {
 		"same GPUs":           {[]string{uuid(0), uuid(1)}, true},
 		"one shared GPU":      {[]string{"GPU-else", uuid(7) + "::3"}, true},
 		"partitions of a GPU": {[]string{"MIG-" + uuid(7) + "/1/0"}, true},
+		"GPUs by minor":       {[]string{"nvidia0", "nvidia7"}, true},
+		"instances by minor":  {[]string{"nvidia0/gi1", "nvidia7/vgpu3"}, true},
+		"shares of memory":    {[]string{uuid(7) + "-_-12"}, true},
 		"other devices":       {[]string{"nic-0", "GPU-else"}, false},
 		"none":                {nil, false},
 	} {

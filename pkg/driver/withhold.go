@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"fmt"
+	"io/fs"
+	"slices"
+
+	"github.com/tandem-gpu/tandem/pkg/availability"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// sourceConflicting is the driver's source of ledger.Withhold: the other process may give any GPU away.
+const sourceConflicting = "conflicting driver"
+
+// FindConflicting looks once for another process that serves our driver name, and withholds devices in both APIs while there is one.
+// The agent calls it before it serves either API, and then Run, which does the same.
+func (d *Driver) FindConflicting(ctx context.Context) {
+	// Run reports it.
+	_ = d.withhold(ctx, d.findConflicting(ctx, nil, map[string]fs.FileInfo{}))
+}
+
+// withhold withholds devices while there is a conflicting driver. When it is gone, withhold adopts what it gave away before it ends
+// that. An error is why claims must not be served.
+func (d *Driver) withhold(ctx context.Context, conflicting error) error {
+	switch {
+	case conflicting != nil:
+		d.withholds = true
+		d.Ledger.Withhold(sourceConflicting, conflicting)
+		return conflicting
+	case !d.withholds:
+		return nil
+	}
+	if err := d.Adopt(ctx); err != nil {
+		return fmt.Errorf("take over from another process of DRA driver %s that is gone: %w", d.DriverName, err)
+	}
+	d.withholds = false
+	d.Ledger.Withhold(sourceConflicting, nil)
+	return nil
+}
+
+// withheldDetail is the value of TaintUnhealthy on the devices of a node that serves nothing new.
+const withheldDetail = "Withheld"
+
+// withhold withdraws all devices.
+func withhold(inv device.Inventory, withdrawn []withdrawal) []withdrawal {
+	for _, d := range inv.Devices() {
+		if d.Health().Healthy() { // one taint for each key
+			withdrawn = append(withdrawn, withdrawal{use{Device: d.Ref(), Reason: availability.Unhealthy}, withheldDetail})
+		}
+	}
+	slices.SortFunc(withdrawn, compareWithdrawals)
+	return withdrawn
+}
