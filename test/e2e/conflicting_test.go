@@ -65,8 +65,9 @@ func (s *story) readyz(status int, words ...string) {
 	})
 }
 
-// TestConflictingDevicePlugin: an administrator installs NVIDIA's device plugin beside Tandem. Tandem stops serving the resource, the
-// node reports why, claims and running pods are not affected, and Tandem serves the resource again when the other plugin is gone.
+// TestConflictingDevicePlugin: an administrator installs NVIDIA's device plugin beside Tandem. Tandem gives away no GPU by either API,
+// because the other plugin could give away the same one. The node reports why, running pods are not affected, and Tandem serves again
+// when the other plugin is gone.
 func TestConflictingDevicePlugin(t *testing.T) {
 	s := begin(t)
 	minors := s.uuids()
@@ -80,13 +81,15 @@ func TestConflictingDevicePlugin(t *testing.T) {
 		}
 		return nil
 	})
+	s.await(soon, "claims to be offered nothing", func() error { return s.offeredToClaims(0) })
 	s.manifest(one("claim", "claim-beside"))
-	s.running(soon, 5, 0)
-	s.kubectl("delete", "pod", "-n", s.namespace, "claim-beside")
+	s.running(soon, 4, 1)
 	s.same(before)
 	if err := other.stop(); err != nil {
 		t.Fatal(err)
 	}
+	s.running(patient, 5, 0)
+	s.kubectl("delete", "pod", "-n", s.namespace, "claim-beside")
 	if len(plugin.allocated) > 0 {
 		t.Errorf("the other plugin was asked for %v", plugin.allocated)
 	}
@@ -96,7 +99,50 @@ func TestConflictingDevicePlugin(t *testing.T) {
 	s.undisturbed(before)
 }
 
-// TestConflictingDriver: the same for another DRA driver of our name.
+// TestGKEsDevicePlugin: GKE's plugin, which calls GPUs nvidia0 to nvidia7, comes and serves a pod. Tandem gives nothing away beside it.
+// When the plugin is gone, the pod keeps its GPU, and Tandem serves the others, also after a restart.
+func TestGKEsDevicePlugin(t *testing.T) {
+	s := begin(t)
+	minors := map[string]int{}
+	for _, minor := range s.uuids() {
+		minors[fmt.Sprintf("nvidia%d", minor)] = minor
+	}
+	other, plugin := s.devicePlugin("nvidiaGPU-1.sock", minors)
+	s.event("Node", gpuNode, "OtherDevicePlugin", devicePluginDir+"/nvidiaGPU-1.sock", install.ResourceName)
+	s.readyz(http.StatusServiceUnavailable, "limits", "claims", devicePluginDir+"/nvidiaGPU-1.sock")
+	s.await(soon, "kubelet to offer the other plugin's GPUs", func() error { return s.offeredToPods(gpusANode) })
+	s.manifest(one("limit", "old"))
+	s.running(patient, 1, 0)
+	before := s.seen()
+	if len(before["old"]) != 1 || len(plugin.allocated) != 1 || plugin.minors[plugin.allocated[0]] != before["old"][0] {
+		t.Fatalf("the pod sees %v, the other plugin gave away %v", before, plugin.allocated)
+	}
+	s.await(soon, "claims to be offered nothing", func() error { return s.offeredToClaims(0) })
+	s.manifest(singleTemplate)
+	s.manifest(one("claim", "new-0"))
+	s.running(soon, 1, 1)
+	if err := other.stop(); err != nil {
+		t.Fatal(err)
+	}
+	s.readyz(http.StatusOK)
+	s.ready()
+	s.wantHolds(1, 1)
+	s.killAgent()
+	s.ready()
+	for i := range 6 {
+		s.manifest(one("claim", fmt.Sprintf("new-%d", i+1)))
+	}
+	s.running(patient, gpusANode, 0)
+	s.noDoubleOwners()
+	s.same(before)
+	s.manifest(one("claim", "late"))
+	s.running(soon, gpusANode, 1)
+	s.kubectl("delete", "pod", "-n", s.namespace, "old")
+	s.running(patient, gpusANode, 0)
+	s.noDoubleOwners()
+}
+
+// TestConflictingDriver: the same as TestConflictingDevicePlugin for another DRA driver of our name.
 func TestConflictingDriver(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
@@ -107,14 +153,17 @@ func TestConflictingDriver(t *testing.T) {
 	})
 	s.event("Node", gpuNode, "ConflictingDriver", registryDir+"/toy-reg.sock", install.DriverName)
 	s.readyz(http.StatusServiceUnavailable, "claims", registryDir+"/toy-reg.sock")
+	// kubelet has the withdrawn devices once it reports so.
+	s.await(soon, "pods to be offered only what they hold", func() error { return s.offeredToPods(2) })
 	s.manifest(one("limit", "limit-beside"))
-	s.running(soon, 5, 0)
-	s.kubectl("delete", "pod", "-n", s.namespace, "limit-beside")
+	s.running(soon, 4, 1)
 	s.same(before)
 	if err := errors.Join(registration.stop(), service.stop()); err != nil {
 		t.Fatal(err)
 	}
 	s.on(node(), "rmdir", filepath.Join(pluginsDir, "toy"))
+	s.running(patient, 5, 0)
+	s.kubectl("delete", "pod", "-n", s.namespace, "limit-beside")
 	s.readyz(http.StatusOK)
 	s.ready()
 	s.undisturbed(before)
