@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
@@ -50,6 +51,8 @@ type agent struct {
 	events   record.EventBroadcaster
 	recorder record.EventRecorder
 	bootID   string
+	// answerWait is how long a start waits for the API server before it serves only what is held.
+	answerWait time.Duration
 }
 
 func newAgent(c config.Config) (*agent, error) {
@@ -75,7 +78,7 @@ func newAgent(c config.Config) (*agent, error) {
 		config: c, api: api, client: client, metrics: metrics, events: events, status: server,
 		reload:   func() (config.Config, error) { return c, nil },
 		recorder: events.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "tandem", Host: c.NodeName}),
-		bootID:   strings.TrimSpace(string(bootID)),
+		bootID:   strings.TrimSpace(string(bootID)), answerWait: defaultAnswerWait,
 	}, nil
 }
 
@@ -251,6 +254,9 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 		reconciler.Run, c.specs.Run, c.shared.Run, c.policy.Run, c.cleaner.Run,
 		func(ctx context.Context) error { return a.checkRuntime(ctx, c.self) },
 		func(ctx context.Context) error {
+			if err := a.awaitAPIServer(ctx, c); err != nil || ctx.Err() != nil {
+				return err
+			}
 			if a.isDriverless {
 				return a.serveAPIs(ctx, c)
 			}

@@ -110,6 +110,11 @@ func startWith(t *testing.T, c config.Config, client kubernetes.Interface) *test
 		a.client = client
 		hold(t, c, a.bootID, ledger.ClaimRequest{UID: "c1", Namespace: "apps", Name: "one", Devices: []device.Ref{{GPU: "GPU-0"}}})
 	}
+	return runAgent(t, a)
+}
+
+func runAgent(t *testing.T, a *agent) *testAgent {
+	t.Helper()
 	events := record.NewFakeRecorder(100)
 	a.recorder = events
 	ctx, cancel := context.WithCancel(t.Context())

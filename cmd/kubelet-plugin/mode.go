@@ -53,7 +53,7 @@ func (a *agent) serveConfigured(
 		defer watcher.Close()
 		s.edited = watcher.C
 	}
-	if !broadcast.Await(ctx, self.Changed, s.nodeKnown) {
+	if !broadcast.Await(ctx, self.Changed, func() bool { return a.nodeKnown(self) }) {
 		return nil
 	}
 	group, ctx := errgroup.WithContext(ctx)
@@ -90,11 +90,12 @@ func (s *settings) reportMode(ctx context.Context, current config.Config) {
 	}
 }
 
-func (s *settings) nodeKnown() bool {
-	if s.self.UID() != "" {
+// nodeKnown reports whether the API server has reported the node, and otherwise that the agent waits for it.
+func (a *agent) nodeKnown(self *podstate.Node) bool {
+	if self.UID() != "" {
 		return true
 	}
-	s.status.Waiting("mode", fmt.Errorf("the API server does not know node %s, whose labels may set the mode (is the node name right?)", s.config.NodeName))
+	a.status.Waiting("mode", fmt.Errorf("the API server does not know node %s, whose labels may set the mode (is the node name right?)", a.config.NodeName))
 	return false
 }
 

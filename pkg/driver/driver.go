@@ -139,6 +139,9 @@ type Config struct {
 	Limits device.Resources
 	// PublishNothing removes the existing slices and serves claims that are already allocated.
 	PublishNothing bool
+	// HeldOnly is why claims are only unprepared, for as long as the Driver runs: a Prepare call is answered with it, and the slices
+	// stay as they are. Nil serves claims.
+	HeldOnly error
 	// Allocations are the scheduler's allocations, as the controller relays them.
 	Allocations Allocations
 	// Strict makes the scheduler bind a pod only after the ledger reserved the devices of its claim. It requires a controller and

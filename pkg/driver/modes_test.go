@@ -9,8 +9,12 @@ import (
 	"strings"
 	"testing"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -104,4 +108,45 @@ func TestServesWithoutAPIServer(t *testing.T) {
 	r.api.set(func() { r.api.failAll = nil })
 	eventually(t, "Ready", r.driver.Ready)
 	r.awaitPublished("gpu-0")
+}
+
+// TestHeldOnly: claims are unprepared, and what earlier agents published stays as it is, also once the API server answers.
+func TestHeldOnly(t *testing.T) {
+	r := newRig(t, machine(2), func(c *Config) { c.HeldOnly = errors.New("too early") })
+	r.api.put("resourceslices", &resourceapi.ResourceSlice{
+		ObjectMeta: metav1.ObjectMeta{Name: "before"},
+		Spec:       resourceapi.ResourceSliceSpec{Driver: "gpu.nvidia.com", NodeName: ptr.To(testNode), Pool: resourceapi.ResourcePool{Name: testNode, ResourceSliceCount: 1}},
+	})
+	held, free := r.claim("a", "gpu-0"), r.claim("b", "gpu-1")
+	request := ledger.ClaimRequest{UID: string(held.UID), Namespace: held.Namespace, Name: held.Name, Devices: []device.Ref{{GPU: uuidOf(0)}}}
+	if _, err := r.ledger.ReserveClaim(t.Context(), request); err != nil {
+		t.Fatal(err)
+	}
+	r.run()
+	k := startKubelet(t, r.dir, "gpu.nvidia.com")
+	for _, claim := range []*resourceapi.ResourceClaim{held, free} {
+		if _, _, err := k.prepare("v1", claim); status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "too early") {
+			t.Errorf("prepare %s: %v", claim.Name, err)
+		}
+	}
+	if got := r.holders(); got != "gpu-0: claim uid-a held" {
+		t.Error("held:", got)
+	}
+	if errs, err := k.unprepare("v1", held); err != nil || len(errs) > 0 {
+		t.Error(err, errs)
+	}
+	if got := r.holders(); got != "" {
+		t.Error("held:", got)
+	}
+	if r.driver.Ready() == nil {
+		t.Error("ready")
+	}
+	if err := r.stop(); err != nil {
+		t.Error(err)
+	}
+	r.api.mu.Lock()
+	defer r.api.mu.Unlock()
+	if r.api.writes > 0 || len(r.api.objects["resourceslices"]) != 1 {
+		t.Errorf("%d writes, slices %v", r.api.writes, r.api.objects["resourceslices"])
+	}
 }

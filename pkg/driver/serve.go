@@ -74,10 +74,12 @@ func (d *Driver) serve(ctx context.Context) error {
 	defer s.finishCalls()
 
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return d.publish(ctx) })
 	group.Go(func() error { return s.guardSockets(ctx) })
-	group.Go(func() error { return d.writeConditions(ctx) })
-	if d.Strict {
+	if d.HeldOnly == nil {
+		group.Go(func() error { return d.publish(ctx) })
+		group.Go(func() error { return d.writeConditions(ctx) })
+	}
+	if d.HeldOnly == nil && d.Strict {
 		group.Go(func() error { return d.confirmAllocations(ctx) })
 	}
 	err = group.Wait()
@@ -107,6 +109,11 @@ func (s *session) intercept(ctx context.Context, req any, info *grpc.UnaryServer
 	}
 	defer s.calls.RUnlock()
 	defer func() { s.answered.Store(time.Now().UnixNano()) }()
+	prepare := strings.HasSuffix(info.FullMethod, "/NodePrepareResources")
+	if prepare && s.HeldOnly != nil {
+		// At once: the helper would first get the claims, and wait for an API server that hangs.
+		return nil, status.Errorf(codes.Unavailable, "prepare claims: %v; kubelet retries", s.HeldOnly)
+	}
 	// A call ends with the session, too.
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -115,7 +122,7 @@ func (s *session) intercept(ctx context.Context, req any, info *grpc.UnaryServer
 	start := time.Now()
 	resp, err := handler(ctx, req)
 	switch {
-	case strings.HasSuffix(info.FullMethod, "/NodePrepareResources"):
+	case prepare:
 		observe(s.metrics.prepare, start, err == nil && prepareSucceeded(resp))
 	case strings.HasSuffix(info.FullMethod, "/NodeUnprepareResources"):
 		observe(s.metrics.unprepare, start, err == nil)

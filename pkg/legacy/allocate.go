@@ -30,6 +30,9 @@ import (
 // IDs again are reuse within one pod. It is safe for concurrent use.
 func (p *Plugin) Allocate(ctx context.Context, resource string, request *pluginapi.AllocateRequest,
 ) (*pluginapi.AllocateResponse, error) {
+	if p.config.HeldOnly != nil {
+		return nil, status.Errorf(codes.Unavailable, "allocate %s: %v", resource, p.config.HeldOnly)
+	}
 	containers, err := p.requested(resource, request)
 	if err != nil {
 		return nil, status.Errorf(status.Code(err), "invalid allocation request for %q: invalid request: %s", resource,

@@ -143,6 +143,9 @@ type Config struct {
 	// pod holds them. Such a pod still needs the plugin: kubelet restarts no container whose resource has had no plugin for five
 	// minutes (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, callPreStartContainerIfNeeded).
 	Retiring bool
+	// HeldOnly is why no device is given to another pod, for as long as the Plugin runs: devices that no pod holds are unhealthy, and
+	// an Allocate call is refused with it. kubelet restarts containers without Allocate. Nil serves all devices.
+	HeldOnly error
 	Ledger   Ledger
 	Specs    Specs
 	Sharing  Sharing

@@ -261,6 +261,8 @@ func (c *resourceDevices) states(u usage) []state {
 			states[at] = stateUnhealthy
 		case conflict || i.removed() || !mine && u.withheld || !i.offered && (c.config.Retiring || !mine):
 			states[at] = stateWithdrawn
+		case !mine && c.config.HeldOnly != nil:
+			states[at] = stateWithdrawn
 		case !mine && i.unready:
 			states[at] = stateWithdrawn // the device is healthy
 		case !mine && (i.unnamed || u.unwritable):

@@ -4,9 +4,12 @@ package legacy
 
 import (
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -70,4 +73,35 @@ func TestPreferredAvoidsWhatALimitHas(t *testing.T) {
 			t.Errorf("%d: %q, want %q", size, got, want)
 		}
 	}
+}
+
+// TestHeldOnly: what a pod has is healthy, so that its containers restart, and nothing is given to another pod.
+func TestHeldOnly(t *testing.T) {
+	f := newFixture(t, release137)
+	f.startKubelet()
+	if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: uuid(1), Resource: kubeletGPU, Device: device.Ref{GPU: uuid(1)}}}); err != nil {
+		t.Fatal(err)
+	}
+	f.ledger.claim("claim", 2)
+	f.config.HeldOnly = errTest
+	p, stop := f.start()
+	state := f.await("the GPU of the pod", healthyCount(1))
+	if got := state.Healthy(); !slices.Equal(got, []string{uuid(1)}) || len(state.Devices) != 8 {
+		t.Errorf("healthy are %v of %d", got, len(state.Devices))
+	}
+	plugin, err := f.kubelet.Plugin()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for gpu := range 3 {
+		request := &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: []string{uuid(gpu)}}}}
+		if _, err := plugin.Allocate(t.Context(), request); status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), errTest.Error()) {
+			t.Errorf("allocate GPU %d: %v", gpu, err)
+		}
+	}
+	f.awaitReady(p, "")
+	stop()
+	f.config.HeldOnly = nil
+	f.start()
+	f.await("all GPUs but that of the claim", healthyCount(7))
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"sync"
@@ -16,9 +17,11 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/owner"
@@ -28,6 +31,8 @@ import (
 // Pods determines the pod state of holds from the node's pods in the API server and their cgroups. It implements
 // ledger.PodStates. Until the first list of pods has arrived, every state is Running. It is safe for concurrent use.
 type Pods struct {
+	client  kubernetes.Interface
+	node    string
 	cgroups *Cgroups
 	// kubeletDir is kubelet's root directory.
 	kubeletDir string
@@ -61,7 +66,7 @@ var _ ledger.PodStates = (*Pods)(nil)
 // NewPods returns Pods of one node and its kubelet's root directory. It makes no request before Run.
 func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubeletDir string) (*Pods, error) {
 	p := &Pods{
-		cgroups: cgroups, kubeletDir: kubeletDir, factory: newFactory(client, "spec.nodeName", node, trim),
+		client: client, node: node, cgroups: cgroups, kubeletDir: kubeletDir, factory: newFactory(client, podNodeName, node, trim),
 		pods: map[types.UID]seenPod{},
 	}
 	handler, err := p.factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
@@ -82,14 +87,47 @@ func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubelet
 	return p, nil
 }
 
+// podNodeName is the field selector of a node's pods.
+const podNodeName = "spec.nodeName"
+
 // newFactory returns a factory of informers for the objects whose field has the value.
 func newFactory(client kubernetes.Interface, field, value string, trim cache.TransformFunc) informers.SharedInformerFactory {
 	return informers.NewSharedInformerFactoryWithOptions(client, 0, informers.WithTransform(trim),
 		informers.WithTweakListOptions(func(o *metav1.ListOptions) { o.FieldSelector = fields.OneTermEqualSelector(field, value).String() }))
 }
 
+const (
+	// askInterval is how often an API server that does not answer is asked again; the interval is longer by up to its length, so that
+	// not all nodes ask at once.
+	askInterval = 500 * time.Millisecond
+	// askTimeout bounds one such request.
+	askTimeout = 5 * time.Second
+)
+
+// awaitAnswer asks the API server for one object until it answers, or ctx is done. An informer that cannot list waits up to a minute
+// before it tries again (client-go, tools/cache, defaultBackoffMax): pods that are bound in that minute would find no device.
+func awaitAnswer(ctx context.Context, field, value string, ask func(context.Context, metav1.ListOptions) error) {
+	options := metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(field, value).String(), Limit: 1, ResourceVersion: "0"}
+	intervals := wait.Backoff{Duration: askInterval, Jitter: 1, Steps: math.MaxInt32}
+	said := ""
+	_ = intervals.DelayFunc().Until(ctx, true, true, func(ctx context.Context) (done bool, _ error) {
+		call, cancel := context.WithTimeout(ctx, askTimeout)
+		defer cancel()
+		err := ask(call, options)
+		if err != nil && err.Error() != said && ctx.Err() == nil {
+			said = err.Error()
+			klog.FromContext(ctx).Info("The API server does not answer", "reason", said)
+		}
+		return err == nil, nil
+	}) // the error is that of ctx
+}
+
 // Run watches until ctx is done.
 func (p *Pods) Run(ctx context.Context) error {
+	awaitAnswer(ctx, podNodeName, p.node, func(ctx context.Context, o metav1.ListOptions) error {
+		_, err := p.client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, o)
+		return err
+	})
 	// Without an answer no pod counts as deleted before.
 	before, _ := p.cgroups.UIDs()
 	started := time.Now()
@@ -414,6 +452,10 @@ func (n *Node) Run(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("watch the node: %w", err)
 	}
+	awaitAnswer(ctx, metav1.ObjectNameField, n.name, func(ctx context.Context, o metav1.ListOptions) error {
+		_, err := n.client.CoreV1().Nodes().List(ctx, o)
+		return err
+	})
 	factory.StartWithContext(ctx)
 	defer factory.Shutdown()
 	<-ctx.Done()

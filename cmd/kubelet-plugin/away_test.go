@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/nvml"
+)
+
+// deviceManager is the part of kubelet that plugins register with. It keeps the newest list of the newest plugin.
+type deviceManager struct {
+	pluginapi.UnimplementedRegistrationServer
+	t         *testing.T
+	directory string
+
+	// reading are the streams of plugins, which end with ctx.
+	reading sync.WaitGroup
+	ctx     context.Context
+
+	mu      sync.Mutex
+	plugin  pluginapi.DevicePluginClient
+	devices map[string]string
+}
+
+// startDeviceManager returns a kubelet, and how to stop it before the agent.
+func startDeviceManager(t *testing.T, c config.Config) (k *deviceManager, stop func()) {
+	t.Helper()
+	k = &deviceManager{t: t, directory: filepath.Join(c.KubeletDir, "device-plugins")}
+	listener, err := net.Listen("unix", filepath.Join(k.directory, "kubelet.sock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := grpc.NewServer()
+	pluginapi.RegisterRegistrationServer(server, k)
+	ctx, cancel := context.WithCancel(context.Background())
+	k.ctx = ctx
+	ended := make(chan error, 1)
+	go func() { ended <- server.Serve(listener) }()
+	stop = sync.OnceFunc(func() { server.Stop(); <-ended; cancel(); k.reading.Wait() })
+	t.Cleanup(stop)
+	return k, stop
+}
+
+func (k *deviceManager) Register(_ context.Context, r *pluginapi.RegisterRequest) (*pluginapi.Empty, error) {
+	conn, err := grpc.NewClient("unix://"+filepath.Join(k.directory, r.GetEndpoint()), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		return nil, err
+	}
+	plugin := pluginapi.NewDevicePluginClient(conn)
+	stream, err := plugin.ListAndWatch(k.ctx, &pluginapi.Empty{})
+	if err != nil {
+		return nil, errors.Join(err, conn.Close())
+	}
+	k.reading.Go(func() {
+		defer func() { _ = conn.Close() }()
+		for {
+			list, err := stream.Recv()
+			if err != nil {
+				return
+			}
+			devices := map[string]string{}
+			for _, d := range list.GetDevices() {
+				devices[d.GetID()] = d.GetHealth()
+			}
+			k.mu.Lock()
+			k.plugin, k.devices = plugin, devices
+			k.mu.Unlock()
+		}
+	})
+	return &pluginapi.Empty{}, nil
+}
+
+// await waits until the newest list is the one wanted.
+func (k *deviceManager) await(want map[string]string) pluginapi.DevicePluginClient {
+	k.t.Helper()
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(time.Millisecond) {
+		k.mu.Lock()
+		plugin, devices := k.plugin, k.devices
+		k.mu.Unlock()
+		if maps.Equal(devices, want) {
+			return plugin
+		}
+		if time.Now().After(deadline) {
+			k.t.Fatalf("kubelet has %v, want %v", devices, want)
+		}
+	}
+}
+
+// awayNode is a node with four GPUs, of which a pod has one and a claim another. It returns their UUIDs: the pod's first.
+func awayNode(t *testing.T) (config.Config, []string) {
+	t.Helper()
+	c := nodeConfig(t)
+	simulatedMachine(t, &c)
+	a, err := newAgent(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.events.Shutdown()
+	node := nvml.New(a.nodeOptions())
+	if err := node.Scan(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	var uuids []string
+	for _, g := range node.Inventory().GPUs {
+		uuids = append(uuids, g.UUID)
+	}
+	book, err := ledger.Open(t.Context(), ledger.Options{Dir: c.RunDir, BootID: a.bootID, PodStates: anything{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pod := ledger.PodRequest{ID: uuids[0], Resource: "nvidia.com/gpu", Device: device.Ref{GPU: uuids[0]}}
+	if err := book.ReservePod([]ledger.PodRequest{pod}); err != nil {
+		t.Fatal(err)
+	}
+	claim := ledger.ClaimRequest{UID: "c1", Namespace: "apps", Name: "one", Devices: []device.Ref{{GPU: uuids[1]}}}
+	if _, err := book.ReserveClaim(t.Context(), claim); err != nil {
+		t.Fatal(err)
+	}
+	if err := book.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return c, uuids
+}
+
+// impatient is an agent that does not wait for the API server.
+func impatient(t *testing.T, c config.Config) *agent {
+	t.Helper()
+	a, err := newAgent(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.answerWait = time.Millisecond
+	return a
+}
+
+// heldOnly is the list of an agent that does not know the node's pods yet.
+func heldOnly(uuids []string) map[string]string {
+	devices := map[string]string{}
+	for _, uuid := range uuids {
+		devices[uuid] = pluginapi.Unhealthy
+	}
+	devices[uuids[0]] = pluginapi.Healthy
+	return devices
+}
+
+func hangingServer(t *testing.T) string {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = listener.Close() })
+	return "http://" + listener.Addr().String()
+}
+
+func refusingServer(t *testing.T, code int) string {
+	t.Helper()
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { http.Error(w, http.StatusText(code), code) }))
+	t.Cleanup(server.Close)
+	return server.URL
+}
+
+// TestServesWhatIsHeldWithoutAPIServer: kubelet starts no container of a running pod whose resource has had no plugin for five
+// minutes. An agent that restarts meanwhile registers with what it holds, and gives nothing away.
+func TestServesWhatIsHeldWithoutAPIServer(t *testing.T) {
+	for name, url := range map[string]func(*testing.T) string{
+		"refuses connections": func(*testing.T) string { return "http://127.0.0.1:1" },
+		"hangs":               hangingServer,
+		"401":                 func(t *testing.T) string { return refusingServer(t, http.StatusUnauthorized) },
+		"403":                 func(t *testing.T) string { return refusingServer(t, http.StatusForbidden) },
+		"500":                 func(t *testing.T) string { return refusingServer(t, http.StatusInternalServerError) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			c, uuids := awayNode(t)
+			if err := os.WriteFile(c.Kubeconfig, []byte(strings.Replace(kubeconfig, "http://127.0.0.1:1", url(t), 1)), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			kubelet, stopKubelet := startDeviceManager(t, c)
+			a := runAgent(t, impatient(t, c))
+			plugin := kubelet.await(heldOnly(uuids))
+			for _, uuid := range uuids[:3] {
+				_, err := plugin.Allocate(t.Context(), &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{
+					{DevicesIds: []string{uuid}},
+				}})
+				if status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), errNoPods.Error()) {
+					t.Errorf("allocate %s: %v", uuid, err)
+				}
+			}
+			a.await("claims: " + errNoPods.Error() + "\nlimits: " + errNoPods.Error())
+			callsOfClaims(t, c)
+			stopKubelet()
+			a.stop()
+			if left, err := filepath.Glob(filepath.Join(c.KubeletDir, "*", "tandem*.sock")); err != nil || len(left) > 0 {
+				t.Errorf("left behind: %v, %v", left, err)
+			}
+		})
+	}
+}
+
+// callsOfClaims prepares in vain, because only the API server says what a claim has, and unprepares.
+func callsOfClaims(t *testing.T, c config.Config) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	socket := filepath.Join(c.KubeletDir, "plugins", c.DriverName, "dra.sock")
+	connection, err := grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = connection.Close() }()
+	kubelet := drapb.NewDRAPluginClient(connection)
+	claims := []*drapb.Claim{{Namespace: "apps", Uid: "c1", Name: "one"}}
+	began := time.Now()
+	_, err = kubelet.NodePrepareResources(ctx, &drapb.NodePrepareResourcesRequest{Claims: claims}, grpc.WaitForReady(true))
+	if status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), errNoPods.Error()) || time.Since(began) > 20*time.Second {
+		t.Errorf("prepare: %v after %s", err, time.Since(began))
+	}
+	unprepared, err := kubelet.NodeUnprepareResources(ctx, &drapb.NodeUnprepareResourcesRequest{Claims: claims})
+	if err != nil || unprepared.GetClaims()["c1"].GetError() != "" {
+		t.Errorf("unprepare: %v, %v", unprepared, err)
+	}
+}
+
+// TestServesAllOnceTheAPIServerAnswers: what waited is offered, without a restart of the agent.
+func TestServesAllOnceTheAPIServerAnswers(t *testing.T) {
+	c, uuids := awayNode(t)
+	kubelet, stopKubelet := startDeviceManager(t, c)
+	client := fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}})
+	var answers atomic.Bool
+	client.PrependReactor("*", "*", func(clienttesting.Action) (bool, runtime.Object, error) {
+		return !answers.Load(), nil, errors.New("connection refused")
+	})
+	a := impatient(t, c)
+	a.client = client
+	running := runAgent(t, a)
+	kubelet.await(heldOnly(uuids))
+	answers.Store(true)
+	began := time.Now()
+	all := heldOnly(uuids)
+	all[uuids[2]], all[uuids[3]] = pluginapi.Healthy, pluginapi.Healthy
+	kubelet.await(all)
+	// New pods may come within seconds of an API server that is back.
+	if took := time.Since(began); took > 5*time.Second {
+		t.Errorf("after %s", took)
+	}
+	for deadline := time.Now().Add(time.Minute); len(published(t, client)) == 0; time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("no ResourceSlice is published")
+		}
+	}
+	stopKubelet()
+	running.stop()
+}
