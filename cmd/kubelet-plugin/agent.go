@@ -51,15 +51,31 @@ type agent struct {
 	events   record.EventBroadcaster
 	recorder record.EventRecorder
 	bootID   string
-	// answerWait is how long a start waits for the API server before it serves only what is held.
-	answerWait time.Duration
+	token    *token
+	times    times
 }
+
+// times are the durations that tests shorten.
+type times struct {
+	// answerWait is how long a start waits for the API server before it registers without it. Five minutes after the last agent kubelet
+	// would start no container of running pods (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, endpointStopGracePeriod).
+	answerWait time.Duration
+	// goneFor is how long the agent outlives its pod: kubelet ends it earlier, unless the container runtime hangs. A list that lacks the
+	// pod may also come from an API server that is behind.
+	goneFor time.Duration
+	// ownPod is how often the agent looks for its pod. It makes no request for that.
+	ownPod time.Duration
+}
+
+var defaultTimes = times{answerWait: 3 * time.Second, goneFor: 30 * time.Second, ownPod: 5 * time.Second}
 
 func newAgent(c config.Config) (*agent, error) {
 	api, err := newAPI(c.Kubeconfig)
 	if err != nil {
 		return nil, err
 	}
+	token := &token{}
+	api.Wrap(token.watch)
 	client, err := kubernetes.NewForConfig(api)
 	if err != nil {
 		return nil, fmt.Errorf("create API client: %w", err)
@@ -78,7 +94,7 @@ func newAgent(c config.Config) (*agent, error) {
 		config: c, api: api, client: client, metrics: metrics, events: events, status: server,
 		reload:   func() (config.Config, error) { return c, nil },
 		recorder: events.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "tandem", Host: c.NodeName}),
-		bootID:   strings.TrimSpace(string(bootID)), answerWait: defaultAnswerWait,
+		bootID:   strings.TrimSpace(string(bootID)), token: token, times: defaultTimes,
 	}, nil
 }
 
@@ -203,6 +219,7 @@ func (a *agent) serveNode(ctx context.Context, c components) error {
 	// The API server answers while the driver is asked.
 	group.Go(func() error { return c.pods.Run(ctx) })
 	group.Go(func() error { return c.self.Run(ctx) })
+	group.Go(func() error { return a.endWithPod(ctx, c.pods) })
 	group.Go(func() error {
 		if err := c.node.Scan(ctx); err != nil && !errors.Is(err, nvml.ErrNoDriver) {
 			return err

@@ -157,7 +157,7 @@ func impatient(t *testing.T, c config.Config) *agent {
 	if err != nil {
 		t.Fatal(err)
 	}
-	a.answerWait = time.Millisecond
+	a.times.answerWait = time.Millisecond
 	return a
 }
 

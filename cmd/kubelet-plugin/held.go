@@ -16,11 +16,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 )
 
-// defaultAnswerWait is how long a starting agent waits for the API server before it registers without it. Five minutes after the last agent
-// kubelet would start no container of running pods (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, endpointStopGracePeriod).
-const defaultAnswerWait = 3 * time.Second
-
-// awaitAPIServer returns once the API server has reported the node and its pods, or ctx is done. If that takes longer than a.answerWait,
+// awaitAPIServer returns once the API server has reported the node and its pods, or ctx is done. If that takes longer than answerWait,
 // it serves what is held meanwhile.
 func (a *agent) awaitAPIServer(ctx context.Context, c components) error {
 	ctx, answered := context.WithCancel(ctx)
@@ -36,7 +32,7 @@ func (a *agent) awaitAPIServer(ctx context.Context, c components) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-time.After(a.answerWait):
+		case <-time.After(a.times.answerWait):
 			return a.serveHeld(ctx, c)
 		}
 	})

@@ -23,6 +23,8 @@ import (
 type Config struct {
 	ConfigFile string
 	NodeName   string
+	// PodUID is the agent's own pod; empty outside a pod.
+	PodUID     string
 	Kubeconfig string
 	Mode       Mode
 	Devices    []DeviceRule
@@ -109,6 +111,7 @@ func (c *Config) define(flags *flag.FlagSet) {
 	text := func(target *string, name, usage string) { flags.StringVar(target, name, *target, usage) }
 	text(&c.ConfigFile, "config", "node configuration `file` (version: v1)")
 	text(&c.NodeName, "node-name", "`name` of this node")
+	text(&c.PodUID, "pod-uid", "`UID` of the agent's pod; it ends with that pod. Empty outside a pod")
 	text(&c.Kubeconfig, "kubeconfig", "kubeconfig `file`; empty inside a cluster")
 	text((*string)(&c.Mode), "mode", "`mode` of the node: "+join(Modes)+"; the node's label "+ModeLabel+" overrides it")
 	flags.BoolVar(&c.Strict, "strict", c.Strict,

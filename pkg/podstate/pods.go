@@ -281,6 +281,26 @@ func (p *Pods) EndedAt(uid string) time.Time {
 	return p.pods[types.UID(uid)].ended
 }
 
+// UnwantedSince returns since when a pod should have ended: the end of its grace period, when the watch reported its deletion, or the
+// time of the first list if that did not contain it. It is zero for other pods, and until the first list has arrived. An agent asks for
+// its own pod.
+func (p *Pods) UnwantedSince(uid string) time.Time {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	pod, known := p.pods[types.UID(uid)]
+	switch {
+	case p.synced.IsZero():
+		return time.Time{}
+	case !known:
+		return p.synced
+	case pod.deleted:
+		return pod.ended
+	case pod.DeletionTimestamp != nil:
+		return pod.DeletionTimestamp.Time
+	}
+	return time.Time{}
+}
+
 // UnknownPods returns the UIDs of pods that have a cgroup and that the API server does not have. No list of pods contains what
 // they hold.
 func (p *Pods) UnknownPods() ([]string, error) {
