@@ -288,6 +288,14 @@ func TestWithoutDaemons(t *testing.T) {
 	}
 }
 
+// TestToleratesEveryTaint: without the agent, kubelet cannot unprepare the claims of pods that a NoExecute taint ends.
+func TestToleratesEveryTaint(t *testing.T) {
+	every := corev1.Toleration{Operator: corev1.TolerationOpExists}
+	if got := daemonSet(t, "default").Spec.Template.Spec.Tolerations; !slices.Contains(got, every) {
+		t.Errorf("the agent tolerates only %v", got)
+	}
+}
+
 func TestNeverSurges(t *testing.T) {
 	for _, name := range cases {
 		if surge := daemonSet(t, name).Spec.UpdateStrategy.RollingUpdate.MaxSurge; surge.IntValue() != 0 {
