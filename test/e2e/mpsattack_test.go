@@ -102,11 +102,7 @@ func (s *story) request(client kubernetes.Interface, daemons ...gpunode.MPSDaemo
 // TestStolenControllerToken: what is not the pod of a daemon, as this controller creates it, is forbidden. Nothing is stored.
 func TestStolenControllerToken(t *testing.T) {
 	s := begin(t)
-	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: controllerLabel})
-	if err != nil || len(list.Items) == 0 {
-		t.Fatalf("the controller's pod: %v", err)
-	}
-	pod := list.Items[0]
+	pod := s.controllerPod()
 	thief, made := s.as(pod.Spec.ServiceAccountName, &pod), s.wouldMake(pod)
 	for name, c := range map[string]struct {
 		change func(*corev1.Pod)
@@ -121,7 +117,9 @@ func TestStolenControllerToken(t *testing.T) {
 		"another's name":        {func(p *corev1.Pod) { p.Name = "tandem-mps-other-00000000" }, "no pods but those"},
 		"pipes on the host":     {func(p *corev1.Pod) { *s.volume(p, "pipe") = *s.volume(p, "daemon"); p.Spec.Volumes[1].Name = "pipe" }, "nothing else of the host"},
 		"pipes without a limit": {func(p *corev1.Pod) { s.volume(p, "pipe").EmptyDir.SizeLimit = nil }, "nothing else of the host"},
-		"privileged":            {func(p *corev1.Pod) { p.Spec.Containers[0].SecurityContext.Privileged = ptr.To(true) }, "privileges"},
+		"privileged": {func(p *corev1.Pod) {
+			p.Spec.Containers[0].SecurityContext = &corev1.SecurityContext{Privileged: ptr.To(true)}
+		}, "privileges"},
 	} {
 		asked := made.DeepCopy()
 		c.change(asked)
