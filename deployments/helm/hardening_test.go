@@ -156,7 +156,7 @@ func TestNetworkPolicies(t *testing.T) {
 		t.Errorf("without a webhook: %+v", in)
 	}
 	daemons := ask[networkingv1.NetworkPolicy](t, "NetworkPolicy", "-mps-daemon", `webhook.enabled=false`, set)
-	if !labels.SelectorFromSet(daemons.Spec.PodSelector.MatchLabels).Matches(labels.Set(daemonPod(t, "default").Labels)) || len(daemons.Spec.PolicyTypes) != 2 || daemons.Spec.Ingress != nil || daemons.Spec.Egress != nil {
+	if !labels.SelectorFromSet(daemons.Spec.PodSelector.MatchLabels).Matches(labels.Set(daemonPod(t, "default", "/").Labels)) || len(daemons.Spec.PolicyTypes) != 2 || daemons.Spec.Ingress != nil || daemons.Spec.Egress != nil {
 		t.Errorf("daemons: %+v", daemons.Spec)
 	}
 }
