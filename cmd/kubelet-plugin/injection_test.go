@@ -24,8 +24,8 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 )
 
-// deviceManager is kubelet's device manager: it takes a registration and reads the list.
-type deviceManager struct {
+// listReader is kubelet as a reader of lists: it takes a registration and reads the list.
+type listReader struct {
 	pluginapi.UnimplementedRegistrationServer
 	t          *testing.T
 	directory  string
@@ -38,9 +38,9 @@ type deviceManager struct {
 	devices []*pluginapi.Device
 }
 
-func newDeviceManager(t *testing.T, c config.Config) *deviceManager {
+func newListReader(t *testing.T, c config.Config) *listReader {
 	t.Helper()
-	m := &deviceManager{t: t, directory: filepath.Join(c.KubeletDir, "device-plugins"), registered: make(chan string, 10)}
+	m := &listReader{t: t, directory: filepath.Join(c.KubeletDir, "device-plugins"), registered: make(chan string, 10)}
 	listener, err := net.Listen("unix", filepath.Join(m.directory, "kubelet.sock"))
 	if err != nil {
 		t.Fatal(err)
@@ -54,13 +54,13 @@ func newDeviceManager(t *testing.T, c config.Config) *deviceManager {
 	return m
 }
 
-func (m *deviceManager) Register(_ context.Context, r *pluginapi.RegisterRequest) (*pluginapi.Empty, error) {
+func (m *listReader) Register(_ context.Context, r *pluginapi.RegisterRequest) (*pluginapi.Empty, error) {
 	m.registered <- r.GetEndpoint()
 	return &pluginapi.Empty{}, nil
 }
 
 // follow reads the list of the first registration.
-func (m *deviceManager) follow() {
+func (m *listReader) follow() {
 	m.t.Helper()
 	var endpoint string
 	select {
@@ -92,7 +92,7 @@ func (m *deviceManager) follow() {
 	}()
 }
 
-func (m *deviceManager) healthy() (ids []string, listed int) {
+func (m *listReader) healthy() (ids []string, listed int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	for _, d := range m.devices {
@@ -195,7 +195,7 @@ func TestDevicesThatCannotBeInjectedAreNotOffered(t *testing.T) {
 			c := nodeConfig(t)
 			simulatedMachine(t, &c)
 			cause.bring(t, &c)
-			kubelet := newDeviceManager(t, c)
+			kubelet := newListReader(t, c)
 			client := fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}})
 			a := startWith(t, c, client)
 			kubelet.follow()
@@ -238,7 +238,7 @@ func TestNothingIsOfferedWithoutRecords(t *testing.T) {
 	c := nodeConfig(t)
 	simulatedMachine(t, &c)
 	mountSmall(t, c.RunDir)
-	kubelet := newDeviceManager(t, c)
+	kubelet := newListReader(t, c)
 	client := fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}})
 	a := startWith(t, c, client)
 	kubelet.follow()
