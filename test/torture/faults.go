@@ -113,6 +113,16 @@ func (s *injector) injectComponent(ctx context.Context, c *cluster.Component, op
 		}
 		rest(ctx, op.Pause)
 		return done{kills: 1}, restart(ctx, c.Start)
+	case Away:
+		// The agent starts before the API server is back.
+		defer s.alone(agentName)()
+		s.before(ctx)
+		if err := c.Kill(ctx); err != nil {
+			return done{}, err
+		}
+		_, err := s.catch(ctx, "KILL", agentProgram)
+		rest(ctx, op.Pause)
+		return done{kills: 2}, errors.Join(err, restart(ctx, c.Start))
 	case Restart:
 		return done{}, restart(ctx, c.Restart)
 	case Freeze:

@@ -125,6 +125,7 @@ const (
 	WipeCDI        Kind = "wipe-cdi"
 	Upgrade        Kind = "upgrade"
 	Downgrade      Kind = "downgrade"
+	Away           Kind = "away"
 	agentName           = "agent"
 	controllerName      = "controller"
 )
@@ -283,6 +284,7 @@ func Usual() Mix {
 		Faults: []Fault{
 			{Kill, agentName, 8}, {Kill, controllerName, 6}, {Kill, cluster.Kubelet, 4}, {Kill, cluster.Containerd, 3},
 			{Kill, cluster.APIServer, 4}, {Restart, cluster.Kubelet, 3}, {WipeCDI, "", 3}, {Upgrade, agentName, 5}, {Reboot, "", 1},
+			{Away, cluster.APIServer, 2},
 		},
 		Frozen: []Fault{
 			{Freeze, agentName, 5}, {Freeze, controllerName, 4}, {Freeze, cluster.Kubelet, 3}, {Freeze, cluster.Scheduler, 2},
@@ -296,6 +298,8 @@ const (
 	minFreeze, maxFreeze = 50 * time.Millisecond, 8 * time.Second
 	maxDown              = 4 * time.Second
 	maxDwell             = 4800 * time.Millisecond
+	// minAway is longer than a starting agent waits for the API server (cmd/kubelet-plugin).
+	minAway, maxAway = 5 * time.Second, 12 * time.Second
 )
 
 // PlanRound draws a round: size operations from index number*size on.
@@ -498,6 +502,8 @@ func (p *planner) inject(among []Fault) Op {
 		op.Pause = minFreeze + p.upTo(maxFreeze-minFreeze)
 	case Kill, Reboot:
 		op.Pause = p.upTo(maxDown)
+	case Away:
+		op.Pause = minAway + p.upTo(maxAway-minAway)
 	case Upgrade:
 		if p.newer {
 			op.Kind = Downgrade

@@ -94,7 +94,7 @@ func TestAPlanIsSound(t *testing.T) {
 			}
 		}
 	}
-	for _, kind := range []Kind{Create, Burst, Scale, Join, DeletePod, Delete, Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade} {
+	for _, kind := range []Kind{Create, Burst, Scale, Join, DeletePod, Delete, Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade, Away} {
 		if kinds[kind] == 0 {
 			t.Errorf("30 rounds without any %s", kind)
 		}
