@@ -221,7 +221,10 @@ func (a *agent) serveNode(ctx context.Context, c components) error {
 	group.Go(func() error { return c.self.Run(ctx) })
 	group.Go(func() error { return a.endWithPod(ctx, c.pods) })
 	group.Go(func() error {
-		if err := c.node.Scan(ctx); err != nil && !errors.Is(err, nvml.ErrNoDriver) {
+		stop := a.reportWaiting(ctx, c, true)
+		err := c.node.Scan(ctx)
+		stop()
+		if err != nil && !errors.Is(err, nvml.ErrNoDriver) {
 			return err
 		}
 		group.Go(func() error { return c.node.Run(ctx) })
@@ -234,7 +237,12 @@ func (a *agent) serveNode(ctx context.Context, c components) error {
 			})
 			return a.driverless().serveDevices(ctx, c)
 		}
-		if !a.awaitGPU(ctx, c.node) {
+		if c.node.Missing() != nil {
+			stop = a.reportWaiting(ctx, c, false)
+		}
+		found := a.awaitGPU(ctx, c.node)
+		stop()
+		if !found {
 			return nil
 		}
 		return a.serveDevices(ctx, c)

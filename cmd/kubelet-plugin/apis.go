@@ -87,9 +87,12 @@ func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) 
 func (a *agent) objectConfig(c components) gpunode.Config {
 	config := gpunode.Config{
 		REST: a.api, DriverName: a.config.DriverName, NodeName: a.config.NodeName,
-		Facts:  gpunode.Facts{Mode: string(a.config.Mode), Excluded: a.config.Excluded},
+		Facts:  gpunode.Facts{Mode: string(a.config.Mode), Excluded: a.config.Excluded, BootID: a.bootID},
 		Claims: func(namespace string) gpunode.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
 		Node:   c.self, Ledger: c.book, Inventory: c.usable, Registerer: a.metrics, Sharing: c.shared,
+	}
+	if missing := c.node.Missing(); missing != nil && a.isDriverless {
+		config.Facts.Waiting = missing.Error()
 	}
 	if a.config.Mode.Limits() {
 		if !a.limitsByCDI() {

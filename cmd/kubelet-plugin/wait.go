@@ -19,6 +19,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
+	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
@@ -84,6 +85,44 @@ func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node) bool {
 		}
 		return false
 	})
+}
+
+// scanPatience is how long the first scan may take before GPUNode says that the agent waits for it.
+const scanPatience = 5 * time.Second
+
+// reportWaiting keeps the node's GPUNode from showing the GPUs and holders of an earlier boot until stop is called, which waits for the end.
+// While the agent scans it leaves a status of this boot, whose holders the ledger is about to confirm. After the scan there is no GPU,
+// and nothing is held.
+func (a *agent) reportWaiting(ctx context.Context, c components, scanning bool) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		if scanning {
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(scanPatience):
+			}
+		}
+		object, err := gpunode.New(gpunode.Config{
+			REST: a.api, NodeName: a.config.NodeName, Registerer: prometheus.NewRegistry(), Facts: gpunode.Facts{BootID: a.bootID},
+		})
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "Cannot correct the node's GPUNode")
+			return
+		}
+		object.RunWaiting(ctx, gpunode.Waiting{OnlyEarlierBoots: scanning, Changed: c.node.Changed, Reason: func() string {
+			if missing := c.node.Missing(); missing != nil && !scanning {
+				return missing.Error()
+			}
+			return "the agent reads the node's GPUs"
+		}})
+	}()
+	return func() {
+		cancel()
+		<-ended
+	}
 }
 
 // reportMissing reports why there is no GPU. The agent of a node without NVIDIA hardware is ready, so that it does not delay an

@@ -66,7 +66,7 @@ type Config struct {
 	Claims     func(namespace string) Claims
 	DriverName string
 	NodeName   string
-	// Facts contains the facts that do not change: Mode, Limits, OfferedToPods and Excluded. The Object sets the others.
+	// Facts contains the facts that do not change: Mode, Limits, OfferedToPods, Excluded, Waiting and BootID. The Object sets the others.
 	Facts Facts
 
 	Node       Node

@@ -29,6 +29,8 @@ type Facts struct {
 	OfferedToPods func(device.GPU) bool
 	// Excluded selects the GPUs that are excluded from both APIs; nil selects none. It must be pure.
 	Excluded func(device.GPU) bool
+	// Waiting is why the agent serves no GPU; empty while it does. BootID is the kernel's.
+	Waiting, BootID string
 	// Generation of the spec that the agent acts on.
 	Generation int64
 	Inventory  device.Inventory
@@ -44,14 +46,18 @@ type Facts struct {
 // Status returns the status of the node's GPUNode. It is a pure function, for the agent and for simulations. The order of holds does not
 // matter.
 func Status(f Facts) v1alpha1.GPUNodeStatus {
-	devices := f.Inventory.Devices()
+	devices, unknown := f.Inventory.Devices(), f.heldUnknown()
 	names := deviceNames(devices)
+	for _, d := range unknown {
+		names[d.Ref()] = d.UUID()
+	}
+	devices = append(devices, unknown...)
 	holders := holdersByDevice(devices, f.Holds)
 	offers, _ := f.Limits.Offers(f.podGPUs())
 	resources, replicas, listed := f.resources(offers), replicasOf(offers), f.listed()
 	status := v1alpha1.GPUNodeStatus{
 		Mode: f.Mode, ObservedGeneration: f.Generation, ExtendedResource: f.Limits.GPU, Conflicts: conflicts(f.Conflicts, names),
-		UnknownDaemons: f.UnknownDaemons,
+		UnknownDaemons: f.UnknownDaemons, Waiting: f.Waiting, BootID: f.BootID,
 	}
 	var line []string
 	for _, of := range devices {
@@ -90,6 +96,20 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 		status.Daemons = append(status.Daemons, v1alpha1.MPSDaemon{Name: d.Name, MPSSettings: v1alpha1.MPSSettings(d.Settings)})
 	}
 	return status
+}
+
+// heldUnknown returns the GPUs that have holders and are not in the inventory, as without a driver.
+func (f Facts) heldUnknown() []device.Device {
+	var unknown []device.Device
+	for _, h := range f.Holds {
+		_, known := f.Inventory.ByUUID(h.Device.GPU)
+		if !known && !slices.ContainsFunc(unknown, func(d device.Device) bool { return d.GPU.UUID == h.Device.GPU }) {
+			missing := device.Health{Reason: device.ReasonMissing, Message: "not in the inventory"}
+			unknown = append(unknown, device.Device{GPU: device.GPU{UUID: h.Device.GPU, Health: missing}})
+		}
+	}
+	slices.SortFunc(unknown, func(a, b device.Device) int { return cmp.Compare(a.GPU.UUID, b.GPU.UUID) })
+	return unknown
 }
 
 // podGPUs returns the GPUs that extended resources offer, whole or in partitions.

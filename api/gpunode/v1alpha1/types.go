@@ -147,6 +147,10 @@ type GPUNodeStatus struct {
 	//
 	// +kubebuilder:validation:MaxLength=63
 	Mode string `json:"mode,omitempty"`
+	// Waiting is why the agent serves no GPU, in one line, such as a missing driver; empty while it serves them.
+	Waiting string `json:"waiting,omitempty"`
+	// BootID is the kernel's ID of the boot that the status is about. What an earlier boot reported is no longer true.
+	BootID string `json:"bootID,omitempty"`
 	// ObservedGeneration of the spec that the agent acts on.
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
 	// Counts of GPUs. Each GPU counts once, as the first that applies of unhealthy, claims, pods and free. It is free if it has no

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package gpunode
+
+import (
+	"context"
+	"math"
+	"time"
+
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// Waiting is what RunWaiting needs.
+type Waiting struct {
+	// Reason returns why the agent serves no GPU. Changed returns a channel that is closed when the reason may have changed; it is taken
+	// before Reason is called.
+	Reason  func() string
+	Changed func() <-chan struct{}
+	// OnlyEarlierBoots leaves a status of this boot, and one that names no boot: its holders may still be true.
+	OnlyEarlierBoots bool
+}
+
+// RunWaiting replaces Run while the agent waits for the driver: it removes devices and holders from an existing object, because what the last
+// agent wrote is no longer true, and writes the reason. It creates no object. The requested MPS daemons stay; Run updates them later. It
+// needs of the Config only REST, NodeName, Registerer and Facts.BootID. It returns when ctx is done. An API server that does not answer
+// is not an error.
+func (o *Object) RunWaiting(ctx context.Context, w Waiting) {
+	delays := wait.Backoff{Duration: o.times.firstRetry, Factor: 2, Jitter: 0.2, Steps: math.MaxInt32, Cap: o.times.lastRefused}
+	retry := delays
+	for ctx.Err() == nil {
+		changed := w.Changed()
+		var again <-chan time.Time
+		if err := o.correct(ctx, w); err != nil && ctx.Err() == nil {
+			klog.FromContext(ctx).V(1).Info("Cannot correct the node's GPUNode, trying again", "reason", err.Error())
+			again = time.After(retry.Step())
+		} else {
+			retry = delays
+		}
+		select {
+		case <-ctx.Done():
+		case <-changed:
+		case <-again:
+		}
+	}
+}
+
+func (o *Object) correct(ctx context.Context, w Waiting) error {
+	if err := o.refresh(ctx); err != nil {
+		return err
+	}
+	object, _ := o.view.current()
+	boot := o.config.Facts.BootID
+	if object == nil || w.OnlyEarlierBoots && (object.Status.BootID == "" || object.Status.BootID == boot) {
+		return nil
+	}
+	status := v1alpha1.GPUNodeStatus{
+		Waiting: w.Reason(), BootID: boot, ObservedGeneration: object.Status.ObservedGeneration,
+		Daemons: object.Status.Daemons, UnknownDaemons: object.Status.UnknownDaemons,
+	}
+	if apiequality.Semantic.DeepEqual(object.Status, status) {
+		return nil
+	}
+	_, err := o.updateStatus(ctx, object, status)
+	return err
+}
