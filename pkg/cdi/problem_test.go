@@ -140,6 +140,27 @@ func TestVerifyRestores(t *testing.T) {
 	}
 }
 
+// The agent has the host's directory mounted. If someone removes that directory, the mount is an empty shell, and only a new container has
+// the new one.
+func TestRemovedMount(t *testing.T) {
+	host, dir := t.TempDir()+"/cdi", t.TempDir()
+	mount(t, filepath.Dir(host))
+	check(t, os.Mkdir(host, 0o755))
+	check(t, unix.Mount(host, dir, "", unix.MS_BIND, ""))
+	t.Cleanup(func() { check(t, unix.Unmount(dir, unix.MNT_DETACH)) })
+	s := newSpecs(t, dir, newSource(entry("GPU-a", "/dev/nvidia0", 0)), nil)
+	done := make(chan error, 1)
+	go func() { done <- s.Run(t.Context()) }()
+	s.Await(t.Context())
+	check(t, os.RemoveAll(host))
+	if err := <-done; err == nil || !strings.Contains(err.Error(), "was removed") {
+		t.Errorf("Run: %v", err)
+	}
+	if s.Problem("GPU-a") == nil {
+		t.Error("the device has no problem")
+	}
+}
+
 // The files of the agent before count until this one has written its own, also where it cannot.
 func TestEarlierSpecInAReadOnlyDirectory(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")

@@ -224,7 +224,8 @@ func (s *Specs) tryWriting() error {
 	return os.Remove(f.path)
 }
 
-// Run follows the Source and repairs the files until ctx is done. It logs errors and retries.
+// Run follows the Source and repairs the files until ctx is done. It logs errors and retries. It returns an error if the directory itself was
+// removed from the host: only a new container gets the new one.
 func (s *Specs) Run(ctx context.Context) error {
 	var changed <-chan struct{}
 	var err error
@@ -243,6 +244,9 @@ func (s *Specs) Run(ctx context.Context) error {
 				logged = failure.Error()
 				klog.FromContext(ctx).Error(failure, "Cannot update the CDI specs, trying again", "path", s.main.path)
 			}
+			if s.unlinked() {
+				return fmt.Errorf("write the CDI specs: the host's directory %s, which this container has mounted, was removed", s.options.Dir)
+			}
 		}
 		select {
 		case <-ctx.Done():
@@ -255,6 +259,12 @@ func (s *Specs) Run(ctx context.Context) error {
 			refresh = err != nil
 		}
 	}
+}
+
+// unlinked reports whether the directory exists only as a mount of this process.
+func (s *Specs) unlinked() bool {
+	dir, err := stampOf(s.options.Dir)
+	return err == nil && dir.Nlink == 0
 }
 
 // delays are those between attempts while the files cannot be written.
