@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+
+	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// TestSpecThatCannotBeWritten: the CDI spec is lost while the disk is full. No device is offered until there is room, so new pods wait and
+// none fails. Running pods keep running.
+func TestSpecThatCannotBeWritten(t *testing.T) {
+	s := begin(t)
+	before := s.occupy()
+	stop := s.fill("/run/filler")
+	s.await(soon, "the disk to be full", func() error {
+		if free := strings.TrimSpace(s.on(node(), "stat", "-f", "-c", "%f", "/run")); free != "0" {
+			return fmt.Errorf("%s blocks are free", free)
+		}
+		return nil
+	})
+	// What becomes free is taken within 50 ms, and the agent looks every two seconds: the file must not fit in what its removal frees.
+	s.on(node(), "sh", "-c", "rm -f /var/run/cdi/tandem-*; cat /dev/zero >> /run/filler 2> /dev/null; true")
+	s.await(patient, "no device to be offered", func() error { return errors.Join(s.nothingForPods(2), s.offeredToClaims(0)) })
+	s.shows("the reason", func(g gpunode.GPUNode) bool {
+		for _, d := range g.Status.Devices {
+			if !strings.Contains(d.UnhealthyReason, "NotInjectable") {
+				return false
+			}
+		}
+		return len(g.Status.Devices) == gpusANode
+	})
+	s.event("Node", gpuNode, "DeviceNotInjectable", "/var/run/cdi", "no space left on device")
+	s.manifest(one("limit", "limit-late") + one("claim", "claim-late"))
+	s.running(soon, 4, 2)
+	stop()
+	s.took("the waiting pods to run", func() { s.running(patient, 6, 0) })
+	if failed := s.failed(); len(failed) > 0 {
+		t.Errorf("failed: %v", failed)
+	}
+	s.same(before)
+	s.wantHolds(3, 3)
+	s.noDoubleOwners()
+}
+
+// nothingForPods wants that kubelet offers at most the devices that pods hold.
+func (s *story) nothingForPods(held int64) error {
+	n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+	if err != nil {
+		return err
+	}
+	if got := n.Status.Allocatable[install.ResourceName]; got.Value() > held {
+		return fmt.Errorf("allocatable %s is %s, more than the %d that are held", install.ResourceName, got.String(), held)
+	}
+	return nil
+}
