@@ -27,7 +27,6 @@ func BenchmarkHeap(b *testing.B) {
 		for l := range labels {
 			m.Labels[fmt.Sprintf("feature.node.kubernetes.io/cpu-%d-%d", l, i)] = strings.Repeat("x", 8+i%2)
 		}
-		m.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: "m", FieldsV1: &metav1.FieldsV1{Raw: make([]byte, 1<<10)}}}
 		return m
 	}
 	for name, make := range map[string]func(i int) client.Object{
