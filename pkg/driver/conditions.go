@@ -312,6 +312,8 @@ func (d *Driver) reserveUnbound(ctx context.Context, answer *claimStatus) (reser
 		reservation, err = d.Ledger.ReserveClaim(ctx, p.request)
 		if conflict, lost := errors.AsType[*ledger.ConflictError](err); lost {
 			refused = &refusal{reason: reasonDeviceHeld, message: describeConflict(conflict, p)}
+		} else if withheld, ok := errors.AsType[*ledger.WithheldError](err); ok {
+			refused = &refusal{reason: reasonDevicesWithheld, message: withheld.Error()}
 		} else if err != nil {
 			return reservation, err
 		}

@@ -165,8 +165,11 @@ func TestWithheldDevices(t *testing.T) {
 		t.Error(err)
 	}
 	late := r.claim("late", "gpu-1")
-	if err := refused(late); err == nil || !strings.Contains(err.Error(), "another plugin") {
+	if err := refused(late); err == nil || !strings.Contains(err.Error(), "events of the node") {
 		t.Errorf("a new claim is prepared: %v", err)
+	}
+	if events := r.events.all(); !strings.Contains(events, "team-a/late DevicesWithheld") || strings.Contains(events, "another plugin") {
+		t.Errorf("a tenant reads %s", events)
 	}
 	if conflicts := r.ledger.Conflicts(); len(conflicts) > 0 {
 		t.Errorf("conflicts: %v", conflicts)

@@ -241,8 +241,8 @@ func (d *Driver) Run(ctx context.Context) error {
 // sessionInterval is the least time between two starts of the servers.
 const sessionInterval = time.Second
 
-// Ready returns nil while claims are served, and otherwise why not: ErrNoAPI, a *ConflictingDriverError, a *ledger.WithheldError, or
-// what is missing. Safe for concurrent use.
+// Ready returns nil while claims are served, and otherwise why not: ErrNoAPI, a *ConflictingDriverError, why devices
+// are withheld, or what is missing. Safe for concurrent use.
 func (d *Driver) Ready() error {
 	withheld := d.Ledger.Withheld()
 	d.mu.Lock()

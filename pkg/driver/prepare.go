@@ -368,6 +368,7 @@ const (
 	reasonPartitionNotMade   = "PartitionNotMade"
 	reasonNotShared          = "SharingNotApplied"
 	reasonDaemonNotReady     = "DaemonNotReady"
+	reasonDevicesWithheld    = "DevicesWithheld"
 )
 
 // Outcomes of a conflict, for the metric: the controller evicts the claim's pods; the claim is prepared once the device is free; the
@@ -397,6 +398,9 @@ func refuseParameters(request string, err error) error {
 func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
 	if pendingEviction, ok := errors.AsType[*ledger.PendingEvictionError](err); ok {
 		return refuse(reasonPendingEviction, "Tandem's controller is evicting the pod, so that its owner's next pod is placed elsewhere: %s", pendingEviction.Conflict.Message)
+	}
+	if withheld, ok := errors.AsType[*ledger.WithheldError](err); ok {
+		return refuse(reasonDevicesWithheld, "retrying: %v", withheld)
 	}
 	conflict, ok := errors.AsType[*ledger.ConflictError](err)
 	switch {

@@ -107,8 +107,8 @@ func (r PodRequest) use() availability.Use[device.Ref] {
 
 // take records new holds, all or none, unless devices are withheld. Under l.mu.
 func (l *Ledger) take(holds []Hold) error {
-	if err := l.withheldError(); len(holds) > 0 && err != nil {
-		return err
+	if len(holds) > 0 && len(l.withheld) > 0 {
+		return &WithheldError{}
 	}
 	for i, h := range holds {
 		if err := l.write(h); err != nil {

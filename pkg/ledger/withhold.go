@@ -4,23 +4,17 @@ package ledger
 
 import (
 	"errors"
-	"fmt"
 	"maps"
 	"slices"
 )
 
 // WithheldError means that the ledger gives no device to a new holder, because some device of the node may have a holder that no
-// hold names. The caller may retry: it ends when every reason does.
-type WithheldError struct {
-	// Reasons are those of all sources, joined.
-	Reasons error
-}
+// hold names. The caller may retry: it ends when every reason does. The error reaches tenants, so it names no other pod.
+type WithheldError struct{}
 
-func (e *WithheldError) Error() string {
-	return fmt.Sprintf("the node serves no new pod: %v", e.Reasons)
+func (*WithheldError) Error() string {
+	return "the node gives no GPU to new pods now, because it does not know who has which: events of the node say why"
 }
-
-func (e *WithheldError) Unwrap() error { return e.Reasons }
 
 // Withhold makes the ledger refuse every new hold for a reason, until it is called for the same source with nil. Holds stay, and
 // their holders may reserve them again. Each component that finds such a reason is a source. Withhold is idempotent, safe for
@@ -40,22 +34,14 @@ func (l *Ledger) Withhold(source string, reason error) {
 	}
 }
 
-// Withheld returns nil while devices are given to new holders, and otherwise a *WithheldError. Changed reports a change. It is safe
-// for concurrent use.
+// Withheld returns nil while devices are given to new holders, and otherwise the reasons of all sources, for the operator. Changed
+// reports a change. It is safe for concurrent use.
 func (l *Ledger) Withheld() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.withheldError()
-}
-
-// withheldError is Withheld, under l.mu.
-func (l *Ledger) withheldError() error {
-	if len(l.withheld) == 0 {
-		return nil
-	}
 	var reasons []error
 	for _, source := range slices.Sorted(maps.Keys(l.withheld)) {
 		reasons = append(reasons, l.withheld[source])
 	}
-	return &WithheldError{errors.Join(reasons...)}
+	return errors.Join(reasons...)
 }

@@ -162,7 +162,7 @@ func (r *Reconciler) withholdUnknown(ctx context.Context) {
 	if r.unknownBefore != text {
 		klog.FromContext(ctx).Info("Serving nothing new while pods have devices of unknown GPUs", "devices", text)
 		node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: r.NodeName, UID: types.UID(r.NodeName)}
-		r.Recorder.Eventf(node, corev1.EventTypeWarning, "UnknownDevice", "Serving no GPU to new pods: %s", reason)
+		r.Recorder.Eventf(node, corev1.EventTypeWarning, "DeviceOfUnknownGPU", "Serving no GPU to new pods: %s", reason)
 	}
 	r.unknownBefore = text
 }

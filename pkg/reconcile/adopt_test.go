@@ -4,6 +4,7 @@ package reconcile
 
 import (
 	"errors"
+	"fmt"
 	"strings"
 	"testing"
 	"time"
@@ -57,10 +58,10 @@ func (g *rig) refuses(words ...string) {
 			g.t.Errorf("a new holder gets %v", err)
 			continue
 		}
-		for _, word := range words {
-			if !strings.Contains(err.Error(), word) {
-				g.t.Errorf("%q does not say %q", err, word)
-			}
+	}
+	for _, word := range words {
+		if reasons := fmt.Sprint(g.book.Withheld()); !strings.Contains(reasons, word) {
+			g.t.Errorf("%q does not say %q", reasons, word)
 		}
 	}
 }
@@ -83,7 +84,7 @@ func TestUnknownDeviceKeepsTheNodeFromServing(t *testing.T) {
 			g.want()
 			g.refuses(id, resource, "p1")
 			event := g.event()
-			for _, word := range []string{"Warning UnknownDevice", id, resource, "pod p1"} {
+			for _, word := range []string{"Warning DeviceOfUnknownGPU", id, resource, "pod p1"} {
 				if !strings.Contains(event, word) {
 					t.Errorf("%q does not say %q", event, word)
 				}
