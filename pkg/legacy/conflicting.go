@@ -151,7 +151,7 @@ func (p *Plugin) look(ctx context.Context) (conflicting error, settled bool) {
 	p.looking.Lock()
 	defer p.looking.Unlock()
 	found, settled := p.checkConflicting(ctx)
-	if found == nil && p.withholds {
+	if found == nil && p.withholds.Load() {
 		// By then kubelet's checkpoint has the last device that the plugin gave away.
 		pause(ctx, p.times.takeOver)
 		found, settled = p.checkConflicting(ctx)
@@ -160,16 +160,16 @@ func (p *Plugin) look(ctx context.Context) (conflicting error, settled bool) {
 	case ctx.Err() != nil:
 		return ctx.Err(), settled
 	case found != nil:
-		p.withholds = true
+		p.withholds.Store(true)
 		p.config.Ledger.Withhold(sourceConflicting, found)
 		return found, settled
-	case !p.withholds:
+	case !p.withholds.Load():
 		return nil, settled
 	}
 	if err := p.config.Adopt(ctx); err != nil {
 		return fmt.Errorf("take over from another device plugin that is gone: %w", err), settled
 	}
-	p.withholds = false
+	p.withholds.Store(false)
 	p.config.Ledger.Withhold(sourceConflicting, nil)
 	return nil, settled
 }

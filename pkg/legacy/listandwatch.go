@@ -166,7 +166,10 @@ func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingSe
 	var sent *listing
 	for {
 		changed := s.registrar.lists.changed.Changed()
-		if list := s.registrar.lists.current()[s.registrar.resource]; list != sent && list != nil {
+		list := s.registrar.lists.current()[s.registrar.resource]
+		// Beside a conflicting plugin this stream is about to end. kubelet would replace that plugin's list by one without a healthy device,
+		// and fail its pods.
+		if list != sent && list != nil && !s.registrar.withholds.Load() {
 			if err := stream.Send(list.response); err != nil {
 				return err
 			}

@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -38,7 +39,7 @@ type Plugin struct {
 	foreign foreignDevices
 	// looking lets one look run at a time; withholds is set from a conflicting plugin's appearance until it is taken over from.
 	looking   sync.Mutex
-	withholds bool
+	withholds atomic.Bool
 	// filesChanged reports changes in kubelet's device-plugins directory.
 	filesChanged broadcast.Signal
 
