@@ -231,7 +231,11 @@ func (s *sequence) aside() bool {
 		s.capacity()
 	case 5:
 		if s.chance(3) {
-			s.model.Expire()
+			for _, resource := range resources {
+				if e := s.model.Endpoint(resource); e != nil {
+					e.Expire()
+				}
+			}
 			s.send(request{Op: "age"}, "")
 		}
 		s.capacity()

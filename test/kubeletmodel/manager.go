@@ -193,12 +193,11 @@ func (m *Manager) List(resource string, healthy, unhealthy []string) {
 	m.write()
 }
 
-// Expire makes the grace period of stopped endpoints pass: five minutes.
-func (m *Manager) Expire() {
-	for _, e := range m.endpoints {
-		e.expired = e.Stopped
-	}
-}
+// Expire says that an endpoint which has stopped did so five minutes ago: its grace period is over.
+func (e *Endpoint) Expire() { e.expired = e.Stopped }
+
+// Endpoint returns the endpoint that kubelet calls for a resource; nil for none.
+func (m *Manager) Endpoint(resource string) *Endpoint { return m.endpoints[resource] }
 
 // Capacity is what kubelet writes into the status of its node: capacity and allocatable of each resource. It forgets resources whose
 // endpoint stopped too long ago.

@@ -396,7 +396,7 @@ func (a *agent) confirm(delay time.Duration) {
 			a.confirm(time.Second)
 			return
 		}
-		now := append([]string{}, sorted(a.kubelet.healthy)...)
+		now := append([]string{}, a.kubelet.devices.Healthy(resourceName)...)
 		if a.acknowledged == nil || !slices.Equal(now, a.acknowledged) {
 			a.acknowledged = now
 			a.specHasChanged()
@@ -575,7 +575,7 @@ func (e parkedState) Started(h ledger.Hold, all []ledger.Hold) bool {
 
 // Reuses waits as the product does, in the simulation's time.
 func (e parkedState) Reuses(h ledger.Hold) bool {
-	for began := time.Now(); !e.s.faults.noPodStates; {
+	for began := time.Now(); !e.s.faults.noPodStates && !e.s.faults.noReuse; {
 		reuses, decided := e.pods.ReusesNow(h)
 		c := e.s.current.Load()
 		if decided || time.Since(began) >= time.Second || c == nil {

@@ -5,12 +5,14 @@ package simulation
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"time"
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"github.com/tandem-gpu/tandem/pkg/podstate"
+	"github.com/tandem-gpu/tandem/test/kubeletmodel"
 )
 
 // stream is one registration of the agent's device plugin, under a socket name of its own.
@@ -18,13 +20,45 @@ type stream struct {
 	agent *agent
 	// ended is set on the agent's side, dropped on kubelet's.
 	ended, dropped bool
+	endpoint       *kubeletmodel.Endpoint
 	lists          []*pluginapi.ListAndWatchResponse
 	delivering     bool
 }
 
-// register takes a plugin's Register. The endpoint before it is stopped.
+// startDevices starts the device manager with kubelet's checkpoint.
+func (k *kubelet) startDevices() {
+	ran := map[string]bool{}
+	for uid := range k.host.pods {
+		ran[uid] = k.host.busy(uid)
+	}
+	k.streams = map[*kubeletmodel.Endpoint]*stream{}
+	k.devices = kubeletmodel.New(kubeletmodel.Config{
+		Minor: k.version, Active: k.active, SourcesReady: func() bool { return k.sourcesReady },
+		Ran: func(uid, _ string) bool { return ran[uid] }, Write: k.host.writeCheckpoint,
+		Choose: func(candidates []string, n int) []string {
+			k.rand.Shuffle(len(candidates), func(i, j int) { candidates[i], candidates[j] = candidates[j], candidates[i] })
+			return candidates[:n]
+		},
+	}, k.host.readCheckpoint())
+	k.expire()
+}
+
+// expire ends the grace period of an endpoint that has just stopped.
+func (k *kubelet) expire() {
+	if e := k.devices.Endpoint(resourceName); e != nil && e.Stopped {
+		k.after(k.process, 5*time.Minute, "gives up a device plugin", e.Expire)
+	}
+}
+
+// register takes a plugin's Register.
 func (k *kubelet) register(e *stream) {
-	k.endpoint, k.registered = e, true
+	k.sockets++
+	endpoint, err := k.devices.Register(resourceName, fmt.Sprintf("tandem-%d.sock", k.sockets), !k.faults.noReuse)
+	if err != nil {
+		k.simulation.fail("kubelet refuses a device plugin: %v", err)
+		return
+	}
+	e.endpoint, k.streams[endpoint] = endpoint, e
 	k.deliver(e)
 }
 
@@ -40,21 +74,20 @@ func (k *kubelet) deliver(e *stream) {
 	}
 	k.after(k.process, delay, "gets a device list", func() {
 		e.delivering = false
-		if e.dropped || k.endpoint != e || len(e.lists) == 0 {
+		if e.dropped || len(e.lists) == 0 {
 			return
 		}
 		list := e.lists[0]
 		e.lists = e.lists[1:]
-		k.healthy = map[string]bool{}
-		k.capacity = len(list.Devices)
-		var known []string
+		var healthy, unhealthy []string
 		for _, d := range list.Devices {
-			known = append(known, d.ID)
 			if d.Health == pluginapi.Healthy {
-				k.healthy[d.ID] = true
+				healthy = append(healthy, d.ID)
+			} else {
+				unhealthy = append(unhealthy, d.ID)
 			}
 		}
-		k.host.writeCheckpoint(k.devices, known)
+		k.devices.List(resourceName, healthy, unhealthy)
 		k.deliver(e)
 	})
 }
@@ -63,70 +96,44 @@ func (k *kubelet) deliver(e *stream) {
 func (k *kubelet) hangUp(e *stream) {
 	k.after(k.process, k.latency(), "loses a device plugin", func() {
 		e.dropped = true
-		switch {
-		case k.endpoint == e:
-		case k.version < 37 && k.endpoint != nil && !k.endpoint.dropped:
-			k.hit(oldStreamEndsNew)
-			newer := k.endpoint
-			newer.dropped = true
-			k.after(newer.agent.process, k.latency(), "loses its stream to kubelet", func() { newer.agent.streamEnded(newer) })
-		default:
+		if e.endpoint == nil {
 			return
 		}
-		k.endpoint = nil
-		k.healthy = map[string]bool{}
+		if newer := k.streams[k.devices.StreamEnded(e.endpoint)]; newer != nil && newer != e {
+			k.hit(oldStreamEndsNew)
+			newer.dropped = true
+			k.after(newer.agent.process, k.latency(), "loses its stream to kubelet", func() { newer.agent.streamEnded(newer) })
+		}
+		k.expire()
 	})
 }
 
-// updateAllocated is UpdateAllocatedDevices: only what active pods have is allocated, whatever is in flight.
-func (k *kubelet) updateAllocated() {
-	k.allocated = map[string]bool{}
-	for _, uid := range sorted(k.devices) {
-		if !k.active(uid) {
-			delete(k.devices, uid)
-			continue
-		}
-		for _, id := range k.devicesOfUUID(uid) {
-			k.allocated[id] = true
-		}
-	}
-}
-
-func (k *kubelet) devicesOfUUID(uid string) []string {
-	var ids []string
-	for _, container := range sorted(k.devices[uid]) {
-		ids = append(ids, k.devices[uid][container]...)
-	}
-	slices.Sort(ids)
-	return slices.Compact(ids)
-}
+func (k *kubelet) devicesOfUUID(uid string) []string { return k.devices.Devices(uid, resourceName) }
 
 // devicesOf are the names of the GPUs, or parts of GPUs, that a pod was given.
 func (k *kubelet) devicesOf(uid string) []string { return k.allocatedTo(k.devicesOfUUID(uid)) }
 
-var (
-	errNotRegistered = errors.New("cannot allocate unregistered device")
-	errUnhealthy     = errors.New("no healthy devices present")
-	errTooFew        = errors.New("requested number of devices unavailable")
-)
+var errNotRegistered = errors.New("its devices are not registered")
+
+// containersOf are the containers of a pod, in the order in which kubelet admits them.
+func containersOf(p *pod) []kubeletmodel.Container {
+	main := kubeletmodel.Container{Name: "main", Resource: resourceName, Count: p.gpus}
+	if p.init {
+		return []kubeletmodel.Container{{Name: "init", Resource: resourceName, Count: p.gpus, Init: true}, main}
+	}
+	return []kubeletmodel.Container{main}
+}
 
 // allocate admits a pod: it requests its devices container by container, while kubelet admits no other pod.
 func (k *kubelet) allocate(w *worker) {
-	k.updateAllocated()
-	had := k.devicesOfUUID(w.uid)
 	switch {
 	case k.host.busy(w.uid): // it was admitted by an earlier life of kubelet, whatever became of its account
+		k.devices.Update()
 		k.admitted(w, nil)
-	case !k.registered:
-		k.reject(w, errNotRegistered)
-	case len(k.healthy) == 0, slices.ContainsFunc(had, func(id string) bool { return !k.healthy[id] }):
-		k.reject(w, errUnhealthy)
-	case len(had) > 0:
-		k.admitted(w, nil)
-	case k.host.pods[w.uid] != nil && k.host.pods[w.uid].owner != "":
+	case len(k.devicesOfUUID(w.uid)) == 0 && k.host.pods[w.uid] != nil && k.host.pods[w.uid].owner != "":
 		k.admitted(w, errors.New("its devices are no longer known"))
 	default:
-		k.choose(w)
+		k.admitContainers(w, containersOf(w.pod), false)
 	}
 }
 
@@ -138,60 +145,80 @@ func (k *kubelet) reject(w *worker, err error) {
 	k.admitted(w, err)
 }
 
-func (k *kubelet) choose(w *worker) {
-	var available []string
-	for _, id := range sorted(k.healthy) {
-		if !k.allocated[id] {
-			available = append(available, id)
-		}
+// admitContainers allocates to one container after the other. asked is set once a plugin was asked.
+func (k *kubelet) admitContainers(w *worker, left []kubeletmodel.Container, asked bool) {
+	if len(left) > 0 {
+		k.advance(w, k.devices.Allocate(w.uid, left[0]), left[1:], asked)
+		return
 	}
-	e := k.endpoint
 	switch {
-	case len(available) < w.pod.gpus:
-		k.hit(staleAllocatable)
-		k.admitted(w, errTooFew)
-		return
-	case e == nil || e.agent.process.over:
-		k.admitted(w, errNotRegistered)
-		return
-	case len(available) == w.pod.gpus:
-		k.take(w, e, available, "main")
-		return
+	case len(k.devicesOfUUID(w.uid)) == 0:
+		k.reject(w, errNotRegistered) // kubelet does not know the resource yet
+	case asked && k.chance(8):
+		k.hit(allocateUnknownPod)
+		k.admitted(w, errors.New("another admission plugin refuses"))
+	default:
+		k.admitted(w, nil)
 	}
+}
+
+// advance continues an allocation up to its next call, or with the next container.
+func (k *kubelet) advance(w *worker, a *kubeletmodel.Allocation, left []kubeletmodel.Container, asked bool) {
+	switch {
+	case a.Done && a.Err == nil:
+		k.admitContainers(w, left, asked)
+	case errors.Is(a.Err, kubeletmodel.ErrTooFew):
+		k.hit(staleAllocatable)
+		k.admitted(w, a.Err)
+	case a.Done:
+		k.reject(w, a.Err)
+	case k.streams[a.Ask.Endpoint] == nil || k.streams[a.Ask.Endpoint].agent.process.over:
+		a.Answer(nil, errNotRegistered)
+		k.advance(w, a, left, asked)
+	case a.Ask.Preferred:
+		k.askPreferred(w, a, left, asked)
+	default:
+		k.askAllocate(w, a, left)
+	}
+}
+
+func (k *kubelet) askPreferred(w *worker, a *kubeletmodel.Allocation, left []kubeletmodel.Container, asked bool) {
 	var chosen []string
+	e := k.streams[a.Ask.Endpoint]
 	k.call(e.agent, "prefer devices for "+w.uid, 0, func(context.Context) error {
 		answer := e.agent.limits.Preferred(resourceName, &pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{{
-			AvailableDeviceIDs: available, AllocationSize: int32(w.pod.gpus),
+			AvailableDeviceIDs: a.Ask.Available, MustIncludeDeviceIDs: a.Ask.MustInclude, AllocationSize: int32(a.Ask.Size),
 		}}})
 		chosen = answer.ContainerResponses[0].DeviceIDs
 		return nil
 	}, func(err error) {
-		if err != nil {
-			k.admitted(w, err)
-			return
-		}
-		for _, id := range available {
-			if len(chosen) < w.pod.gpus && !slices.Contains(chosen, id) {
-				chosen = append(chosen, id)
-			}
-		}
-		k.take(w, e, chosen, "main")
+		a.Answer(chosen, err)
+		k.advance(w, a, left, asked)
 	})
 }
 
-// take calls Allocate: for the init container first, whose devices the other one gets again.
-func (k *kubelet) take(w *worker, e *stream, ids []string, container string) {
-	if w.pod.init && container == "main" && k.devices[w.uid]["init"] == nil {
-		container = "init"
-	}
-	for _, id := range ids {
-		k.allocated[id] = true
-	}
-	k.inFlight = true
+func (k *kubelet) askAllocate(w *worker, a *kubeletmodel.Allocation, left []kubeletmodel.Container) {
+	e := k.streams[a.Ask.Endpoint]
+	ids := a.Ask.IDs
+	k.inFlight = ids
+	var slow time.Duration
 	if k.chance(6) {
-		k.after(k.process, k.between(0, time.Millisecond), "is asked for its pod resources", func() { _, _, _ = k.list() })
+		if slow = k.between(0, time.Millisecond); k.chance(2) {
+			slow = k.between(0, 3*time.Second) // nothing limits how long an Allocate takes
+		}
+		k.after(k.process, slow, "is asked for its pod resources", func() { _, _, _ = k.list() })
 	}
-	k.call(e.agent, "allocate "+container+" of "+w.uid, 0, func(ctx context.Context) error {
+	k.after(k.process, slow, "asks to allocate for "+w.uid, func() { k.callAllocate(w, a, e, ids, left) })
+}
+
+func (k *kubelet) callAllocate(w *worker, a *kubeletmodel.Allocation, e *stream, ids []string, left []kubeletmodel.Container) {
+	if e.agent.process.over {
+		k.inFlight = nil
+		a.Answer(nil, errNotRegistered)
+		k.advance(w, a, left, true)
+		return
+	}
+	k.call(e.agent, "allocate for "+w.uid, 0, func(ctx context.Context) error {
 		_, err := e.agent.limits.Allocate(ctx, resourceName, &pluginapi.AllocateRequest{
 			ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}},
 		})
@@ -200,25 +227,9 @@ func (k *kubelet) take(w *worker, e *stream, ids []string, container string) {
 		}
 		return err
 	}, func(err error) {
-		k.inFlight = false
-		if err != nil {
-			k.admitted(w, err)
-			return
-		}
-		if k.devices[w.uid] == nil {
-			k.devices[w.uid] = map[string][]string{}
-		}
-		k.devices[w.uid][container] = ids
-		k.host.writeCheckpoint(k.devices, sorted(k.healthy))
-		switch {
-		case container == "init":
-			k.take(w, e, ids, "main")
-		case k.chance(8):
-			k.hit(allocateUnknownPod)
-			k.admitted(w, errors.New("another admission plugin refuses"))
-		default:
-			k.admitted(w, nil)
-		}
+		k.inFlight = nil
+		a.Answer(nil, err)
+		k.advance(w, a, left, true)
 	})
 }
 
@@ -227,21 +238,22 @@ func (k *kubelet) list() ([]podstate.UsedDevice, []podstate.KubeletClaim, error)
 	if k.process.over {
 		return nil, nil, errors.New("kubelet is down")
 	}
-	if k.inFlight {
-		k.hit(listForgetsInFlight)
-	}
 	var devices []podstate.UsedDevice
 	var claims []podstate.KubeletClaim
-	k.updateAllocated()
+	k.devices.Update()
+	if len(k.inFlight) > 0 && !slices.Contains(k.devices.State().Allocated[resourceName], k.inFlight[0]) {
+		k.hit(listForgetsInFlight)
+	}
 	for _, p := range all[*pod](k.known.cache) {
 		if !k.active(p.uid) {
 			continue
 		}
-		for _, container := range sorted(k.devices[p.uid]) {
+		containers := k.devices.Containers(p.uid)
+		for _, container := range sorted(containers) {
 			if container == "init" {
 				continue // it lists none that ends before other containers start
 			}
-			for _, id := range k.devices[p.uid][container] {
+			for _, id := range containers[container][resourceName] {
 				devices = append(devices, podstate.UsedDevice{Namespace: namespace, Pod: p.name, Container: container, Resource: resourceName, ID: id})
 			}
 		}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
+	"github.com/tandem-gpu/tandem/test/kubeletmodel"
 )
 
 const (
@@ -176,30 +177,25 @@ func (h *host) writeFile(path string, data []byte) {
 	h.check(os.Rename(temporary, path))
 }
 
-// podDevices is kubelet's account of limits: pod, container, IDs.
-type podDevices map[string]map[string][]string
-
-func (h *host) writeCheckpoint(devices podDevices, registered []string) {
+// writeCheckpoint writes kubelet's account of limits.
+func (h *host) writeCheckpoint(c kubeletmodel.Checkpoint) {
 	entries := []any{}
-	for _, uid := range sorted(devices) {
-		for _, container := range sorted(devices[uid]) {
+	var named []string
+	for _, uid := range sorted(c.Pods) {
+		for _, container := range sorted(c.Pods[uid]) {
+			ids := c.Pods[uid][container][resourceName]
+			named = append(named, ids...)
 			entries = append(entries, map[string]any{
-				"PodUID": uid, "ContainerName": container, "ResourceName": resourceName,
-				"DeviceIDs": map[string]any{"0": devices[uid][container]},
+				"PodUID": uid, "ContainerName": container, "ResourceName": resourceName, "DeviceIDs": map[string]any{"0": ids},
 			})
 		}
 	}
 	data, err := json.Marshal(map[string]any{
-		"Data": map[string]any{"PodDeviceEntries": entries, "RegisteredDevices": map[string]any{resourceName: registered}}, "Checksum": 1,
+		"Data": map[string]any{"PodDeviceEntries": entries, "RegisteredDevices": c.Registered}, "Checksum": 1,
 	})
 	h.check(err)
 	h.writeFile(podstate.DeviceCheckpointPath(h.kubeletDir()), data)
-	h.stamped, h.named = stamp(), nil
-	for _, uid := range sorted(devices) {
-		for _, container := range sorted(devices[uid]) {
-			h.named = append(h.named, devices[uid][container]...)
-		}
-	}
+	h.stamped, h.named = stamp(), named
 	h.wrote()
 }
 
@@ -209,17 +205,23 @@ func (h *host) wrote() {
 	h.written = make(chan struct{})
 }
 
-func (h *host) readCheckpoint() podDevices {
-	devices := podDevices{}
-	checkpoint, err := podstate.ReadDeviceCheckpoint(h.kubeletDir())
+func (h *host) readCheckpoint() *kubeletmodel.Checkpoint {
+	read, err := podstate.ReadDeviceCheckpoint(h.kubeletDir())
 	h.check(err)
-	for _, d := range checkpoint.Devices {
-		if devices[d.PodUID] == nil {
-			devices[d.PodUID] = map[string][]string{}
-		}
-		devices[d.PodUID][d.Container] = append(devices[d.PodUID][d.Container], d.ID)
+	if read.Written.IsZero() {
+		return nil
 	}
-	return devices
+	pods := kubeletmodel.PodDevices{}
+	for _, d := range read.Devices {
+		if pods[d.PodUID] == nil {
+			pods[d.PodUID] = map[string]kubeletmodel.ByResource{}
+		}
+		if pods[d.PodUID][d.Container] == nil {
+			pods[d.PodUID][d.Container] = kubeletmodel.ByResource{}
+		}
+		pods[d.PodUID][d.Container][d.Resource] = append(pods[d.PodUID][d.Container][d.Resource], d.ID)
+	}
+	return &kubeletmodel.Checkpoint{Pods: pods, Registered: read.Registered}
 }
 
 // claimInfo is kubelet's account of a claim.

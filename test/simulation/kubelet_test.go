@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"slices"
 	"time"
+
+	"github.com/tandem-gpu/tandem/test/kubeletmodel"
 )
 
 // kubelet is one life of kubelet: its pod workers here, its device manager and its DRA manager in files of their own.
@@ -22,12 +24,11 @@ type kubelet struct {
 	admitting    bool
 
 	// The device manager.
-	devices    podDevices
-	allocated  map[string]bool
-	registered bool
-	capacity   int
-	healthy    map[string]bool
-	endpoint   *stream
+	devices *kubeletmodel.Manager
+	streams map[*kubeletmodel.Endpoint]*stream
+	sockets int
+	// inFlight has the IDs of an Allocate that is not answered yet.
+	inFlight []string
 
 	// The DRA manager.
 	claims map[string]*claimInfo
@@ -59,8 +60,9 @@ const (
 func (s *simulation) startKubelet() {
 	k := &kubelet{
 		simulation: s, process: newProcess("kubelet"), workers: map[string]*worker{},
-		devices: s.host.readCheckpoint(), allocated: map[string]bool{}, healthy: map[string]bool{}, claims: s.host.readState(),
+		claims: s.host.readState(),
 	}
+	k.startDevices()
 	s.kubelet = k
 	// Every kubelet that starts removes the slices of its node; drivers publish them again when it registers them.
 	s.api.request(k.process, "wipes the slices", func() { s.api.put("slice/", nil) })
@@ -239,13 +241,17 @@ func (k *kubelet) syncSoon(w *worker, delay time.Duration) {
 	})
 }
 
-// run starts the containers, after a while: there are images to pull and a sandbox to make.
+// run starts the containers, after a while: there are images to pull and a sandbox to make, and a volume may come late.
 func (k *kubelet) run(w *worker, owner string, gpus []string) {
 	if w.phase != starting {
 		return
 	}
 	k.host.makeGroup(w.uid, "")
-	k.after(k.process, k.between(0, 500*time.Millisecond)/10*(1+10*time.Duration(k.rand.IntN(2))), "runs "+w.uid, func() { k.runNow(w, owner, gpus) })
+	delay := k.between(0, 500*time.Millisecond) / 10 * (1 + 10*time.Duration(k.rand.IntN(2)))
+	if k.chance(10) {
+		delay = k.between(0, 20*time.Second)
+	}
+	k.after(k.process, delay, "runs "+w.uid, func() { k.runNow(w, owner, gpus) })
 }
 
 func (k *kubelet) runNow(w *worker, owner string, gpus []string) {
@@ -379,8 +385,9 @@ func (k *kubelet) claimNames(w *worker) []string {
 
 // report says every ten seconds what kubelet thinks of the node, and so corrects what others wrote.
 func (k *kubelet) report() {
+	counts := k.devices.Capacity()[resourceName]
 	if !k.api.down {
-		k.api.put("node/", &nodeObject{allocatable: len(k.healthy), capacity: k.capacity})
+		k.api.put("node/", &nodeObject{allocatable: counts[1], capacity: counts[0]})
 	}
 	k.after(k.process, k.between(9*time.Second, 11*time.Second), "reports its status", k.report)
 }

@@ -28,7 +28,7 @@ var (
 )
 
 // faults are what a self-test switches off.
-type faults struct{ noCrossCheck, noRestore, noPodStates, noRelease, noSum bool }
+type faults struct{ noCrossCheck, noRestore, noPodStates, noRelease, noSum, noReuse bool }
 
 // simulation is one world: a node with its kubelet and agent, and a cluster around it.
 type simulation struct {
@@ -51,9 +51,8 @@ type simulation struct {
 	controller *controllerModel
 	users      *process
 
-	pending  []pendingCall
-	inFlight bool
-	crashIn  int
+	pending []pendingCall
+	crashIn int
 	// dieBeforeAnswer is set where the agent dies between the next record and its answer.
 	dieBeforeAnswer bool
 	crashed         bool
@@ -350,7 +349,7 @@ func (s *simulation) describe() {
 			s.note(fmt.Sprintf("    worker: %s phase %d preparing %v", uid, w.phase, w.preparing))
 		}
 	}
-	s.note(fmt.Sprintf("    kubelet: healthy %v, allocated %v, claims %v", sorted(s.kubelet.healthy), sorted(s.kubelet.allocated), sorted(s.kubelet.claims)))
+	s.note(fmt.Sprintf("    kubelet: devices %+v, claims %v", s.kubelet.devices.State(), sorted(s.kubelet.claims)))
 }
 
 // promised reports whether unused GPUs belong to claims that wait for other devices, so that fewer than it seems are free.
@@ -433,7 +432,6 @@ func (s *simulation) killKubelet() {
 		}
 	}
 	s.kill(k.process)
-	s.inFlight = false
 	if a := s.agent; a != nil && a.stream != nil && !a.process.over {
 		e := a.stream
 		s.after(a.process, s.latency(), "loses its stream to kubelet", func() { a.streamEnded(e) })
@@ -598,6 +596,7 @@ func TestSelfTest(t *testing.T) {
 		"the restoring of holds at start":        {faults{noRestore: true}, []string{"has two owners"}},
 		"the state of a pod that has ended":      {faults{noPodStates: true}, []string{"has two owners"}},
 		"the release of what has ended":          {faults{noRelease: true}, []string{"stuck: ", "leaked: "}},
+		"what is reuse inside a pod":             {faults{noReuse: true}, []string{"has two owners"}},
 		"the sum of what is given out of a GPU":  {faults{noSum: true}, []string{"is too much for"}},
 	} {
 		t.Run(name, func(t *testing.T) {
