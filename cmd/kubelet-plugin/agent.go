@@ -262,7 +262,7 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 		Ledger: c.book, Pods: c.pods, Cgroups: c.cgroups, Resources: c.resources, Inventory: c.devices,
 		Partitions: c.devices, Settings: c.shared, AddPlaceholders: c.specs.AddPlaceholders,
 		Claims:     func(namespace string) reconcile.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		KubeletDir: a.config.KubeletDir, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Limits: a.config.Resources(),
+		KubeletDir: a.config.KubeletDir, ProcRoot: a.config.ProcRoot, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Limits: a.config.Resources(),
 		Recorder: a.recorder, Registerer: a.metrics,
 	})
 	c.adopt = reconciler.Adopt

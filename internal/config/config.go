@@ -42,9 +42,9 @@ type Config struct {
 	RunDir     string
 	CDIDir     string
 	CgroupRoot string
-	SysfsRoot  string
-	// ProcRoot is the host's proc, which counts processes as the driver does.
-	ProcRoot string
+	// ProcRoot is where the host's proc is mounted, with the processes of all pods.
+	ProcRoot  string
+	SysfsRoot string
 	// HostRoot is where the host's root directory is mounted.
 	HostRoot string
 	// DriverRoot and DevRoot are "auto" or paths on the host.
@@ -82,8 +82,8 @@ func Defaults() Config {
 		RunDir:               "/run/tandem",
 		CDIDir:               "/var/run/cdi",
 		CgroupRoot:           "/sys/fs/cgroup",
-		SysfsRoot:            "/sys",
 		ProcRoot:             "/proc",
+		SysfsRoot:            "/sys",
 		HostRoot:             "/",
 		DriverRoot:           "auto",
 		DevRoot:              "auto",
@@ -123,8 +123,8 @@ func (c *Config) define(flags *flag.FlagSet) {
 	text(&c.RunDir, "run-dir", "`directory` of the ledger's records, on a tmpfs")
 	text(&c.CDIDir, "cdi-dir", "`directory` for CDI specs")
 	text(&c.CgroupRoot, "cgroup-root", "`directory` where the host's cgroup file systems are mounted")
+	text(&c.ProcRoot, "proc-root", "`directory` where the host's proc is mounted, to name processes that keep a GPU")
 	text(&c.SysfsRoot, "sysfs-root", "`directory` of sysfs")
-	text(&c.ProcRoot, "proc-root", "`directory` where the host's proc is mounted")
 	text(&c.HostRoot, "host-root", "`directory` where the host's root is mounted")
 	text(&c.DriverRoot, "driver-root", "`path` of the NVIDIA driver on the host, or auto")
 	text(&c.DevRoot, "dev-root", "`path` on the host below which dev/nvidia* are, or auto")
@@ -277,8 +277,8 @@ func (c *Config) validate() error {
 	p.path("--run-dir", c.RunDir)
 	p.path("--cdi-dir", c.CDIDir)
 	p.path("--cgroup-root", c.CgroupRoot)
-	p.path("--sysfs-root", c.SysfsRoot)
 	p.path("--proc-root", c.ProcRoot)
+	p.path("--sysfs-root", c.SysfsRoot)
 	p.path("--host-root", c.HostRoot)
 	p.path("--driver-root", c.DriverRoot, "auto")
 	p.path("--dev-root", c.DevRoot, "auto")

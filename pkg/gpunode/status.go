@@ -289,11 +289,15 @@ func holder(h ledger.Hold) v1alpha1.DeviceHolder {
 	if h.Holder.Kind == ledger.KindClaim {
 		entry.Kind, entry.UID = v1alpha1.HolderClaim, types.UID(h.Holder.ID)
 	}
-	switch h.State {
-	case ledger.StateRestored:
-		entry.State = v1alpha1.HoldRestored
-	case ledger.StateDraining:
+	switch {
+	case h.State == ledger.StateDraining, h.Deserted:
 		entry.State = v1alpha1.HoldDraining
+	case h.State == ledger.StateRestored:
+		entry.State = v1alpha1.HoldRestored
+	}
+	if h.WaitsFor != "" {
+		since := metav1.NewMicroTime(h.WaitsSince.Truncate(time.Microsecond))
+		entry.WaitsFor, entry.WaitsSince = h.WaitsFor, &since
 	}
 	for _, p := range h.Pods {
 		entry.Pods = append(entry.Pods, v1alpha1.PodReference{UID: types.UID(p.UID), Namespace: p.Namespace, Name: p.Name})

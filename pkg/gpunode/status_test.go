@@ -398,3 +398,17 @@ func BenchmarkStatus(b *testing.B) {
 		}
 	}
 }
+
+// A hold that the scheduler does not count, and one that waits, show it.
+func TestStatusOfAHungHold(t *testing.T) {
+	f := facts()
+	f.Holds[0].Deserted, f.Holds[0].WaitsFor, f.Holds[0].WaitsSince = true, "process 4711 (train, state D)", time.Unix(1000, 123456789)
+	status := Status(f)
+	h := status.Devices[0].Holders[0]
+	if h.State != v1alpha1.HoldDraining || h.WaitsFor != "process 4711 (train, state D)" || h.WaitsSince == nil || !h.WaitsSince.Time.Equal(time.Unix(1000, 123456000)) {
+		t.Errorf("holder %+v", h)
+	}
+	if other := status.Devices[1].Holders[0]; other.WaitsFor != "" || other.WaitsSince != nil {
+		t.Errorf("holder %+v", other)
+	}
+}

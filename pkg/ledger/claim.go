@@ -210,6 +210,7 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 	updated.Pods = mergePods(known.Pods, r.Pods)
 	updated.Share = r.Shares[known.Device]
 	updated.Unreadable, updated.Deserted, updated.Contested = false, false, false
+	updated.WaitsFor, updated.WaitsSince = "", time.Time{}
 	l.serial++
 	updated.Generation = l.serial
 	if known.State != StateHeld {

@@ -91,6 +91,11 @@ func (l *Ledger) SetDeserted(h Hold, deserted bool) {
 	l.mark(h, func(current *Hold) { current.Deserted = deserted })
 }
 
+// SetWait records what a hold waits for, and since when; empty if it does not wait. Otherwise it is like SetDeserted.
+func (l *Ledger) SetWait(h Hold, waitsFor string, since time.Time) {
+	l.mark(h, func(current *Hold) { current.WaitsFor, current.WaitsSince = waitsFor, since })
+}
+
 // mark changes a mark of a hold that is kept in memory only.
 func (l *Ledger) mark(h Hold, set func(*Hold)) {
 	l.mu.Lock()
@@ -99,8 +104,8 @@ func (l *Ledger) mark(h Hold, set func(*Hold)) {
 	if !ok || current.Generation != h.Generation {
 		return
 	}
-	before := current.Overdue()
-	if set(current); current.Overdue() != before {
+	overdue, waitsFor := current.Overdue(), current.WaitsFor
+	if set(current); current.Overdue() != overdue || current.WaitsFor != waitsFor {
 		l.announce()
 	}
 }

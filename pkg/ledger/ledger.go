@@ -77,6 +77,10 @@ type Hold struct {
 	// Contested marks the hold of a claim because of which another claim was refused. ReserveClaim sets it, and removes it when
 	// it confirms the hold.
 	Contested bool `json:"-"`
+	// WaitsFor describes what keeps the hold of a holder that has ended, for the operator, and WaitsSince is since when. SetWait sets
+	// both.
+	WaitsFor   string    `json:"-"`
+	WaitsSince time.Time `json:"-"`
 }
 
 // Overdue reports whether the scheduler does not count a claim's hold that is not draining. Such a device must not be offered,

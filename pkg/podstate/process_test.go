@@ -3,63 +3,41 @@
 package podstate
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
-	"strconv"
 	"testing"
-
-	corev1 "k8s.io/api/core/v1"
 )
 
-func TestPodOfProcess(t *testing.T) {
-	const uid = "0a1b2c3d-0000-4000-8000-000000000001"
-	for name, test := range map[string]struct{ cgroups, want string }{
-		"cgroup v2, systemd": {
-			"0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod0a1b2c3d_0000_4000_8000_000000000001.slice/cri-containerd-f00.scope\n", uid,
-		},
-		"seen from another pod's cgroup namespace": {
-			"0::/../../../kubepods-pod0a1b2c3d_0000_4000_8000_000000000001.slice/cri-containerd-f00.scope\n", uid,
-		},
-		"cgroup v1, cgroupfs": {"12:pids:/kubepods/besteffort/pod" + uid + "/f00\n1:name=systemd:/kubepods/besteffort/pod" + uid + "/f00\n", uid},
-		"a service":           {"0::/system.slice/sshd.service\n", ""},
-		"a podman container":  {"0::/machine.slice/libpod-f00.scope\n", ""},
-		"podman's monitor":    {"0::/machine.slice/podman-17.scope\n", ""},
-		"a static pod":        {"0::/kubepods/besteffort/poda79c0f1e2f1d0c8b7a6958473625140f/f00\n", "a79c0f1e2f1d0c8b7a6958473625140f"},
-		"the root":            {"0::/\n", ""},
-		"nothing":             {"", ""},
-	} {
-		t.Run(name, func(t *testing.T) {
-			if got := podOfProcess(test.cgroups); got != test.want {
-				t.Errorf("got %q, want %q", got, test.want)
-			}
-		})
-	}
-}
-
-func TestOutsider(t *testing.T) {
-	f := known(t, newTree(t), pod(podA, "a"), pod(podB, "b", phase(corev1.PodFailed)))
+func TestProcesses(t *testing.T) {
 	proc := t.TempDir()
-	process := func(pid int, cgroups, comm string) {
-		dir := filepath.Join(proc, strconv.Itoa(pid))
-		if err := os.MkdirAll(dir, 0o755); err != nil {
-			t.Fatal(err)
-		}
-		for file, content := range map[string]string{"cgroup": cgroups, "comm": comm} {
-			if err := os.WriteFile(filepath.Join(dir, file), []byte(content), 0o644); err != nil {
-				t.Fatal(err)
-			}
+	for pid, p := range map[string]struct{ cgroup, stat string }{
+		"1":  {"0::/init.scope", "1 (systemd) S 0"},
+		"30": {"12:pids:/kubepods/burstable/pod" + podA + "/abc\n1:name=systemd:/\n", "30 (sh) S 1"},
+		"20": {"0::/../../kubepods-burstable-pod11111111_1111_1111_1111_111111111111.slice/cri-x.scope", "20 (py) D 1"},
+		"40": {"0::/kubepods.slice/kubepods-pod" + "11111111_1111_1111_1111_111111111111" + ".slice/cri-x.scope", "40 (a\n) D (b) D 1"},
+		// It calls a cgroup of its own like another pod's.
+		"50":   {"0::/kubepods/burstable/pod" + podB + "/pod" + podA, "50 (evil) D 1"},
+		"60":   {"0::/kubepods/burstable/pod" + podA, "nothing"},
+		"self": {"0::/kubepods/burstable/pod" + podA, "30 (sh) S 1"},
+	} {
+		must(t, os.Mkdir(filepath.Join(proc, pid), 0o755))
+		must(t, os.WriteFile(filepath.Join(proc, pid, "cgroup"), []byte(p.cgroup), 0o600))
+		must(t, os.WriteFile(filepath.Join(proc, pid, "stat"), []byte(p.stat), 0o600))
+	}
+	must(t, os.Mkdir(filepath.Join(proc, "70"), 0o755)) // it has just ended
+	for uid, want := range map[string]string{
+		podA:                                   "[process 30 (sh, state S)]",
+		podB:                                   "[process 50 (evil, state D)]",
+		"11111111-1111-1111-1111-111111111111": "[process 20 (py, state D) process 40 (a?) D (b, state D)]",
+		"without-processes":                    "[]",
+	} {
+		got, err := Processes(proc, uid)
+		if err != nil || fmt.Sprint(got) != want {
+			t.Errorf("processes of %s: %v, %v, want %s", uid, got, err, want)
 		}
 	}
-	process(1, "0::/kubepods/pod"+podA+"/c\n", "python3\n")
-	process(2, "0::/kubepods/pod"+podB+"/c\n", "python3\n")
-	process(3, "0::/kubepods/pod"+static+"/c\n", "train\xff\n")
-	process(4, "0::/user.slice/session-1.scope\n", "vectorAdd\n")
-	for pid, want := range map[int]string{
-		1: "", 2: "process 2 (python3) of pod " + podB + ", which has ended",
-		3: "process 3 (train?) of pod " + static + ", which has ended", 4: "process 4 (vectorAdd)", 5: "",
-	} {
-		if got, outside := f.Outsider(proc, pid); got != want || outside != (want != "") {
-			t.Errorf("process %d: %q, %t, want %q", pid, got, outside, want)
-		}
+	if _, err := Processes(filepath.Join(proc, "absent"), podA); err == nil {
+		t.Error("no error without proc")
 	}
 }

@@ -5,6 +5,7 @@ package podstate
 import (
 	"context"
 	"slices"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -194,6 +195,36 @@ func (p *Pods) AddedPods(h ledger.Hold) (remembered bool, added []ledger.Pod, er
 		}
 	}
 	return remembered, added, err
+}
+
+// Keepers returns the pods that keep the hold of a holder that has ended, and reports whether kubelet's state still has the claim's
+// devices. The reconciler calls it to describe the hold. It is safe for concurrent use.
+func (p *Pods) Keepers(h ledger.Hold) (pods []ledger.Pod, prepared bool) {
+	if h.Holder.Kind != ledger.KindClaim {
+		return p.Users(h), false
+	}
+	h.State = ledger.StateDraining
+	uids := p.podsOf(h.Namespace, h.Name, h.Pods)
+	prepared, added, err := p.AddedPods(h)
+	recorded := map[types.UID]bool{}
+	for _, pod := range slices.Concat(h.Pods, added) {
+		recorded[types.UID(pod.UID)], uids[types.UID(pod.UID)] = true, true
+	}
+	recent := isRecent(h.Since) && len(h.Pods) > 0
+	if recent {
+		// Without an answer there is nothing to describe.
+		unseen, _ := p.unreported(func(seenPod) bool { return true })
+		for _, uid := range unseen {
+			uids[types.UID(uid)] = true
+		}
+	}
+	for uid := range uids {
+		if p.claimPodState(h, uid, recorded[uid], recent) != ledger.Gone {
+			pods = append(pods, p.Name(string(uid)))
+		}
+	}
+	slices.SortFunc(pods, func(a, b ledger.Pod) int { return strings.Compare(a.UID, b.UID) })
+	return pods, prepared || err != nil
 }
 
 // Users returns the pods recorded with the hold of a claim that may still use it.

@@ -23,6 +23,11 @@ var (
 	oldestDescription = prometheus.NewDesc("tandem_oldest_hold_age_seconds",
 		"Age of the oldest hold that is not settled: expected since a restart, or draining since it was asked to go (a limit: since it was given out).",
 		[]string{"kind", "state"}, nil)
+	waitingDescription = prometheus.NewDesc("tandem_waiting_holds",
+		"Holds whose holder has ended and that wait for processes to end, for more than two seconds (GPUNode, waitsFor), by kind of holder.",
+		[]string{"kind"}, nil)
+	longestWaitDescription = prometheus.NewDesc("tandem_longest_wait_seconds",
+		"How long the first of the waiting holds has been waiting; 0 if there is none.", []string{"kind"}, nil)
 	conflictsDescription = prometheus.NewDesc("tandem_conflicting_claims",
 		"Claims that are not prepared because another holder has their device: pending eviction, or waiting.",
 		[]string{"state"}, nil)
@@ -41,7 +46,8 @@ func (b book) Collect(metrics chan<- prometheus.Metric) {
 		state ledger.State
 	}
 	count, age := map[group]int{}, map[group]time.Duration{}
-	for _, h := range b.Holds() {
+	holds := b.Holds()
+	for _, h := range holds {
 		g := group{h.Holder.Kind, h.State}
 		count[g]++
 		age[g] = max(age[g], time.Since(h.Since))
@@ -50,6 +56,13 @@ func (b book) Collect(metrics chan<- prometheus.Metric) {
 		metrics <- prometheus.MustNewConstMetric(description, prometheus.GaugeValue, value, labels...)
 	}
 	for _, kind := range []ledger.Kind{ledger.KindClaim, ledger.KindPod} {
+		n, first := waits(holds, kind)
+		longest := 0.0
+		if n > 0 {
+			longest = time.Since(first).Seconds()
+		}
+		gauge(waitingDescription, float64(n), string(kind))
+		gauge(longestWaitDescription, longest, string(kind))
 		for _, state := range []ledger.State{ledger.StateRestored, ledger.StateHeld, ledger.StateDraining} {
 			g := group{kind, state}
 			gauge(holdsDescription, float64(count[g]), string(kind), string(state))

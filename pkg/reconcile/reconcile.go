@@ -54,6 +54,7 @@ type Ledger interface {
 	SetState(h ledger.Hold, state ledger.State) error
 	SetPods(h ledger.Hold, pods []ledger.Pod) error
 	SetDeserted(h ledger.Hold, deserted bool)
+	SetWait(h ledger.Hold, waitsFor string, since time.Time)
 	Release(h ledger.Hold) error
 	Repair() error
 	Conflicts() []ledger.Conflict
@@ -72,13 +73,15 @@ type Config struct {
 	Claims     func(namespace string) Claims
 	Inventory  Inventory
 	KubeletDir string
+	// ProcRoot is the host's proc.
+	ProcRoot   string
 	NodeName   string
 	DriverName string
 	// Limits are the node's extended resources.
 	Limits     device.Resources
 	Partitions Partitions
 	Settings   Settings
-	// Recorder receives events on claims.
+	// Recorder receives events on claims and on the node.
 	Recorder record.EventRecorder
 	// AddPlaceholders receives the CDI names in kubelet's claim state, before either API is served (cdi.Specs.AddPlaceholders).
 	AddPlaceholders func(names []string)
@@ -131,6 +134,9 @@ type times struct {
 	// ending replaces verify for a claim's hold that is draining or overdue, and bounds the time between two looks at what has to be
 	// cleared: neither may wait for a change that is not announced. It sends no request while a process keeps the hold.
 	ending time.Duration
+	// waitShown is how long a hold waits before GPUNode says for what, waitReported before an event does. Both are re-examined every
+	// waitReported.
+	waitShown, waitReported time.Duration
 	// podHoldCheck is the time between the two checks after which a pod's hold that kubelet does not list is released.
 	podHoldCheck time.Duration
 	// call bounds one call to kubelet or the API server, restore all such calls at start together.
@@ -149,6 +155,8 @@ func defaultTimes() times {
 		leavingLast:  2 * time.Second,
 		verify:       time.Minute,
 		ending:       5 * time.Second,
+		waitShown:    2 * time.Second,
+		waitReported: 10 * time.Second,
 		podHoldCheck: 30 * time.Second,
 		call:         5 * time.Second,
 		restore:      10 * time.Second,
@@ -174,6 +182,7 @@ func (r *Reconciler) Run(ctx context.Context) error {
 	group.Go(func() error { r.follow(ctx); return nil })
 	group.Go(func() error { r.verifyAll(ctx); return nil })
 	group.Go(func() error { r.restoreLate(ctx); return nil })
+	group.Go(func() error { r.describeWaits(ctx); return nil })
 	group.Go(func() error { return r.clearAll(ctx) })
 	return group.Wait()
 }

@@ -86,7 +86,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	})
 	ms := time.Millisecond
 	g.r.times = times{
-		leaving: ms, leavingLast: 5 * ms, verify: time.Hour, ending: time.Hour, podHoldCheck: time.Hour, call: time.Minute, restore: time.Minute,
+		leaving: ms, leavingLast: 5 * ms, verify: time.Hour, ending: time.Hour, waitShown: time.Hour, waitReported: time.Hour, podHoldCheck: time.Hour, call: time.Minute, restore: time.Minute,
 		retry: 10 * ms, retryMost: 20 * ms, rest: ms, gather: ms, verifyGather: ms,
 	}
 	return g

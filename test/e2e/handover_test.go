@@ -26,7 +26,7 @@ func TestHandOver(t *testing.T) {
 			s.manifest(singleTemplate)
 			gpu, uuid, pid := s.leave(api)
 			s.kubectl("delete", "pod", "-n", s.namespace, "last", "--timeout=60s")
-			s.event("Node", gpuNode, "GPUNotClean", uuid, "process "+pid+" (sleep)", "withdrawn from claims and limits")
+			s.event("Node", gpuNode, "GPUNotClean", uuid, "process "+pid+" (sleep", "withdrawn from claims and limits")
 			s.await(soon, "the GPU to be withdrawn from both APIs", func() error {
 				return errors.Join(s.withdrawn(gpu), s.offeredToPods(gpusANode-1))
 			})

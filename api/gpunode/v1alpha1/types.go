@@ -366,6 +366,13 @@ type DeviceHolder struct {
 	// +kubebuilder:validation:MaxItems=256
 	// +listType=atomic
 	Pods []PodReference `json:"pods,omitempty"`
+	// WaitsFor is what keeps a holder that has ended from giving up the device: a pod, and its processes where the agent can see
+	// them. It is set after two seconds.
+	//
+	// +kubebuilder:validation:MaxLength=512
+	WaitsFor string `json:"waitsFor,omitempty"`
+	// WaitsSince is when the agent found that the holder had ended.
+	WaitsSince *metav1.MicroTime `json:"waitsSince,omitempty"`
 }
 
 // PodReference names a pod.

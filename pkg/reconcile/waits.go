@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
+)
+
+// waiter is the holder of a device. Its generation may change while it waits.
+type waiter struct {
+	holder ledger.Holder
+	device device.Ref
+}
+
+// waiting is a hold whose holder has ended.
+type waiting struct {
+	since, described time.Time
+	reported         bool
+}
+
+// describeWaits keeps the ledger's description of what draining and overdue holds wait for, and reports each of them once in an event
+// on the node, until ctx is done. It has its own loop because it reads a file of each process of the host.
+func (r *Reconciler) describeWaits(ctx context.Context) {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	known := map[waiter]*waiting{}
+	for r.Pods.AwaitSync(ctx) && ctx.Err() == nil {
+		changed := r.Ledger.Changed()
+		var next time.Duration
+		known, next = r.describe(ctx, known, time.Now())
+		timer.Reset(next)
+		select {
+		case <-ctx.Done():
+		case <-changed:
+		case <-timer.C:
+		}
+		pause(ctx, r.times.verifyGather)
+	}
+}
+
+// describe makes one pass, and returns the waiting holds and when to make the next.
+func (r *Reconciler) describe(ctx context.Context, known map[waiter]*waiting, now time.Time) (map[waiter]*waiting, time.Duration) {
+	current, next := map[waiter]*waiting{}, never
+	for _, h := range r.Ledger.Holds() {
+		if h.State != ledger.StateDraining && !h.Overdue() || h.Unreadable {
+			if h.WaitsFor != "" {
+				r.Ledger.SetWait(h, "", time.Time{})
+			}
+			continue
+		}
+		w := known[waiter{h.Holder, h.Device}]
+		if w == nil {
+			w = &waiting{since: now}
+		}
+		current[waiter{h.Holder, h.Device}] = w
+		due := w.since.Add(r.times.waitShown)
+		if !w.described.IsZero() {
+			due = w.described.Add(r.times.waitReported)
+			if reportedAt := w.since.Add(r.times.waitReported); !w.reported && reportedAt.Before(due) {
+				due = reportedAt
+			}
+		}
+		if now.Before(due) {
+			next = min(next, due.Sub(now))
+			continue
+		}
+		w.described = now
+		waitsFor := r.waitsFor(h)
+		r.Ledger.SetWait(h, waitsFor, w.since)
+		if !w.reported && !now.Before(w.since.Add(r.times.waitReported)) {
+			w.reported = true
+			r.reportWait(ctx, h, waitsFor, w.since)
+		}
+		next = min(next, r.times.waitShown)
+	}
+	return current, next
+}
+
+// maxWaitsFor bounds the description in bytes (GPUNode, waitsFor). namedKeepers is how many pods, and processes of each, it names.
+const maxWaitsFor, namedKeepers = 512, 3
+
+// waitsFor describes what keeps a hold. Processes that come and go would change the status all the time, so of them only those that
+// cannot be killed have their state.
+func (r *Reconciler) waitsFor(h ledger.Hold) string {
+	pods, prepared := r.Pods.Keepers(h)
+	var parts []string
+	for _, pod := range pods[:min(len(pods), namedKeepers)] {
+		parts = append(parts, r.keeper(pod))
+	}
+	if more := len(pods) - namedKeepers; more > 0 {
+		parts = append(parts, fmt.Sprintf("%d more pods", more))
+	}
+	switch {
+	case len(parts) == 0 && prepared:
+		parts = append(parts, "kubelet has not unprepared the claim")
+	case len(parts) == 0 && (r.applied(h) || r.Partitions.Made(h.Device)):
+		parts = append(parts, "its partition or sharing settings are being removed")
+	case len(parts) == 0:
+		parts = append(parts, "its pods are examined")
+	}
+	text := strings.Join(parts, "; ")
+	if len(text) > maxWaitsFor {
+		const more = " …"
+		text = strings.ToValidUTF8(text[:maxWaitsFor-len(more)], "") + more
+	}
+	return text
+}
+
+// keeper describes a pod and its processes.
+func (r *Reconciler) keeper(pod ledger.Pod) string {
+	name := "pod " + pod.UID
+	if pod.Name != "" {
+		name = fmt.Sprintf("pod %s/%s (%s)", pod.Namespace, pod.Name, pod.UID)
+	}
+	switch cgroup, err := r.Cgroups.Pod(pod.UID); {
+	case err != nil:
+		return fmt.Sprintf("%s: its cgroup cannot be read", name)
+	case cgroup == podstate.CgroupAbsent:
+		return fmt.Sprintf("%s: kubelet may still start it", name)
+	case cgroup == podstate.CgroupEmpty:
+		return fmt.Sprintf("%s: no process, its cgroup is still there", name)
+	}
+	processes, err := podstate.Processes(r.ProcRoot, pod.UID)
+	if err != nil || len(processes) == 0 {
+		return fmt.Sprintf("%s: processes in its cgroup pod%s, which the agent cannot see", name, pod.UID)
+	}
+	texts := make([]string, 0, namedKeepers)
+	for _, p := range processes[:min(len(processes), namedKeepers)] {
+		if p.State != "D" {
+			p.State = "not D"
+		}
+		texts = append(texts, p.String())
+	}
+	text := name + ": " + strings.Join(texts, ", ")
+	if more := len(processes) - namedKeepers; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
+}
+
+// reportWait writes one event on the node.
+func (r *Reconciler) reportWait(ctx context.Context, h ledger.Hold, waitsFor string, since time.Time) {
+	name := h.Device.String()
+	if d, known := r.Inventory.Inventory().ByRef(h.Device); known {
+		name = fmt.Sprintf("%s (%s)", d.Name(), cmp.Or(d.UUID(), h.Device.String()))
+	}
+	klog.FromContext(ctx).Info("A device is not free although its holder has ended", "device", name, "holder", h.String(), "since", since, "waitsFor", waitsFor)
+	// By kubelet's convention the UID of events on nodes is the node's name.
+	node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: r.NodeName, UID: types.UID(r.NodeName)}
+	r.Recorder.Eventf(node, corev1.EventTypeWarning, "DeviceNotFreed",
+		"%s is withdrawn: its holder, %s, has ended, and the device waits for: %s. It is offered again when that ends. "+
+			"If a process stays in state D, look for its reason in the kernel's log; if the GPU does not recover, reset it or restart the node",
+		name, h, waitsFor)
+}
+
+// waits returns how many holds of a kind wait, and since when the first does.
+func waits(holds []ledger.Hold, kind ledger.Kind) (n int, first time.Time) {
+	for _, h := range slices.DeleteFunc(slices.Clone(holds), func(h ledger.Hold) bool { return h.Holder.Kind != kind || h.WaitsFor == "" }) {
+		if n++; first.IsZero() || h.WaitsSince.Before(first) {
+			first = h.WaitsSince
+		}
+	}
+	return n, first
+}
