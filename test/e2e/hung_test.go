@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"path"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+)
+
+// quick is how long a hung GPU may delay anything else, and how long it stays withdrawn after its process ended.
+const quick = 5 * time.Second
+
+// hang keeps a pod's processes from ending, as an Xid does. With cgroup v1 the pod is frozen: its processes are in state D, and SIGKILL
+// stays pending. runc thaws only the container's own cgroup before it kills. Frozen processes of cgroup v2 can be killed, so there the
+// shim is stopped, which does the killing.
+func (s *story) hang(n *cluster.Node, uid types.UID) (end func(), state string) {
+	s.Helper()
+	found := strings.Fields(s.on(n, "sh", "-c", `find /sys/fs/cgroup -path "*$0*" -name freezer.state`, "pod"+string(uid)))
+	if len(found) == 0 {
+		return s.freezeProcess(n, s.shimOf(n, uid)), "not D"
+	}
+	slices.SortFunc(found, func(a, b string) int { return len(a) - len(b) })
+	freezer := found[0]
+	if !strings.HasPrefix(path.Base(path.Dir(freezer)), "pod") {
+		s.Fatalf("the freezer of pod %s is not %s", uid, freezer)
+	}
+	set := func(state string) error {
+		cmd, err := n.Command(s.ctx, "sh", "-c", "echo $0 > "+freezer, state)
+		if err != nil {
+			return err
+		}
+		return cmd.Run()
+	}
+	if err := set("FROZEN"); err != nil {
+		s.Fatal(err)
+	}
+	return s.undo(func() error { return set("THAWED") }), "D"
+}
+
+// TestHungGPU: a process cannot be killed, and its pod is force-deleted. New claims and limits get the other seven GPUs at once, none
+// gets the hung one, GPUNode and an event name the process, and the GPU is back as soon as the process ends.
+func TestHungGPU(t *testing.T) {
+	for _, api := range []string{"claim", "limit"} {
+		t.Run(api, func(t *testing.T) {
+			s := begin(t)
+			s.manifest(singleTemplate + one(api, "hung"))
+			s.running(soon, 1, 0)
+			before := s.seen()["hung"]
+			end, state := s.hang(node(), s.pod("hung").UID)
+			s.kubectl("delete", "pod", "-n", s.namespace, "hung", "--force", "--grace-period=0")
+			s.manifest(deployment("limits", 3) + claimDeployment("claims", "single", 4))
+			s.took("seven pods to run beside the hung GPU", func() { s.running(quick, gpusANode-1, 0) })
+			s.noDoubleOwners()
+			for _, pod := range s.pods() {
+				if pod.Status.Phase == "Running" && slices.Equal(s.gpus(pod.Name, ""), before) {
+					t.Errorf("%s sees the GPU %v of the hung pod", pod.Name, before)
+				}
+			}
+			t.Logf("%d pods failed", len(s.failed()))
+			name := s.namespace + "/hung"
+			s.await(soon, "GPUNode to say what the GPU waits for", func() error {
+				return s.waitsFor(name, "process ", "state "+state)
+			})
+			s.event("Node", gpuNode, "DeviceNotFreed", name, "process ")
+			end()
+			s.took("the GPU to be free", func() {
+				s.await(quick, "a free GPU", func() error {
+					object, err := s.gpuNodeObject()
+					if err == nil && object.Status.Counts.Free != 1 {
+						err = fmt.Errorf("holders: %s", object.Status.Holders)
+					}
+					return err
+				})
+			})
+			s.manifest(one("claim", "next"))
+			s.running(soon, gpusANode, 0)
+			s.noDoubleOwners()
+		})
+	}
+}
+
+// waitsFor reports whether the only device that waits does so for these words.
+func (s *story) waitsFor(words ...string) error {
+	object, err := s.gpuNodeObject()
+	if err != nil {
+		return err
+	}
+	for _, d := range object.Status.Devices {
+		for _, h := range d.Holders {
+			if h.WaitsFor == "" {
+				continue
+			}
+			for _, word := range words {
+				if !strings.Contains(h.WaitsFor, word) {
+					return fmt.Errorf("%s waits for %q, without %q", d.Name, h.WaitsFor, word)
+				}
+			}
+			return nil
+		}
+	}
+	return errors.New("no device waits")
+}
