@@ -110,8 +110,8 @@ func TestAgentEndsWithItsPod(t *testing.T) {
 // TestToken: only a token that was taken before, and that is refused again and again, ends the agent.
 func TestToken(t *testing.T) {
 	const away = 0
-	every := func(code int, times int) (codes []int) {
-		for range times {
+	every := func(code, n int) (codes []int) {
+		for range n {
 			codes = append(codes, code)
 		}
 		return codes
