@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+)
+
+// TestRestartsWithoutAPIServer: while the API server is away the agent is killed and comes back, and containers with GPUs end. kubelet
+// starts both again, each container with its GPU. Afterwards everything goes on.
+func TestRestartsWithoutAPIServer(t *testing.T) {
+	s := begin(t)
+	s.manifest(singleTemplate + one("claim", "claim") + one("limit", "limit"))
+	s.running(soon, 2, 0)
+	uids := map[string]string{}
+	before := map[string]string{}
+	for _, pod := range s.pods() {
+		uids[pod.Name] = string(pod.UID)
+		before[pod.Name] = s.work(uids[pod.Name])
+	}
+	sockets := func() string {
+		return strings.TrimSpace(s.on(node(), "sh", "-c", "ls "+devicePluginDir+" | grep tandem || true"))
+	}
+	socket := sockets()
+
+	server := theCluster.Component(cluster.APIServer)
+	if err := server.Stop(s.ctx); err != nil {
+		t.Fatal(err)
+	}
+	start := s.undo(func() error { return server.Start(s.ctx) })
+	s.on(node(), "pkill", "-KILL", "-x", "kubelet-plugin")
+	s.took("the agent to register without the API server", func() {
+		s.await(patient, "another socket of the agent", func() error {
+			if now := sockets(); now == "" || now == socket || strings.Contains(now, "\n") {
+				return fmt.Errorf("sockets are %q, were %q", now, socket)
+			}
+			return nil
+		})
+	})
+	for name, uid := range uids {
+		pid, gpu, _ := strings.Cut(before[name], " ")
+		if gpu == "" {
+			t.Fatalf("%s has no GPU: %q", name, before[name])
+		}
+		s.on(node(), "kill", "-KILL", pid)
+		s.took("the container of "+name+" to run again", func() {
+			s.await(patient, "kubelet to start it", func() error {
+				now := s.work(uid)
+				nowPID, nowGPU, _ := strings.Cut(now, " ")
+				if now == "" || nowPID == pid {
+					return errors.New("it does not run")
+				}
+				if nowGPU != gpu {
+					s.Fatalf("%s had GPU %q, now %q", name, gpu, nowGPU)
+				}
+				return nil
+			})
+		})
+	}
+	start()
+
+	s.ready()
+	s.running(patient, 2, 0)
+	s.manifest(one("claim", "next-claim") + one("limit", "next-limit"))
+	s.running(patient, 4, 0)
+	s.wantHolds(2, 2)
+	s.noDoubleOwners()
+	if failed := s.failed(); len(failed) > 0 {
+		t.Errorf("failed: %v", failed)
+	}
+}
+
+// work returns the process of a pod's container on the node, and the GPUs that it sees: "4711 nvidia3". It does not ask the API server.
+func (s *story) work(uid string) string {
+	s.Helper()
+	return strings.TrimSpace(s.on(node(), "sh", "-c", `for f in $(find /sys/fs/cgroup -path "*$0*" -name cgroup.procs 2> /dev/null); do
+		for p in $(cat $f 2> /dev/null); do
+			[ "$(cat /proc/$p/comm 2> /dev/null)" = sleep ] && echo $p $(ls /proc/$p/root/dev 2> /dev/null | grep -E '^nvidia[0-9]')
+		done
+	done; true`, uid))
+}
