@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/fsnotify/fsnotify"
 	"golang.org/x/sys/unix"
 
 	"github.com/tandem-gpu/tandem/pkg/cdi"
@@ -214,10 +215,25 @@ func TestUnwritable(t *testing.T) {
 	if err := s.Problem("GPU-a"); err != nil {
 		t.Errorf("the GPU's entry is on disk: %v", err)
 	}
+	watcher, err := fsnotify.NewWatcher()
+	check(t, err)
+	check(t, watcher.Add(dir))
+	named := make(chan bool)
+	go func() {
+		found := false
+		for event := range watcher.Events {
+			found = found || filepath.Ext(event.Name) == ".json"
+		}
+		named <- found
+	}()
 	empty(t, dir)
 	await(t, func() bool { return s.Unwritable() == nil })
-	check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
 	if left, err := filepath.Glob(filepath.Join(dir, "*attempt*")); err != nil || len(left) > 0 {
 		t.Errorf("left behind: %v, %v", left, err)
 	}
+	check(t, watcher.Close())
+	if <-named {
+		t.Error("the attempt has a name that runtimes read")
+	}
+	check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
 }

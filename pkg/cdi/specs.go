@@ -217,7 +217,7 @@ func (s *Specs) settle() error {
 
 // tryWriting returns why no file of the size of a partition's can be written. Under s.mu.
 func (s *Specs) tryWriting() error {
-	f := ownedFile{path: s.path("attempt")}
+	f := ownedFile{path: s.main.path + ".attempt"} // no name that container runtimes read
 	if err := f.replace(io.NewSectionReader(bytes.NewReader(s.main.want), 0, int64(len(s.main.want))), 0o600, nil); err != nil {
 		return err
 	}
