@@ -37,8 +37,9 @@ import (
 // kubelet itself reports the number only every ten seconds. Until then the scheduler would send pods to GPUs that claims have, and
 // kubelet fails such pods permanently.
 //
-// A GPU that a pod holds while a claim is allocated to it counts only if the claim waits for it: the scheduler counts the pod too,
-// perhaps for hours. Otherwise the claim is about to be evicted or prepared, and will get the GPU when that pod ends.
+// A GPU that a pod holds while a claim is allocated to it counts only if the claim waits for it and another GPU is free. The
+// scheduler counts the pod too, perhaps for hours, and would leave that other GPU unused. Otherwise it would send the next pod to
+// the GPU as soon as the holder ends, while the claim gets it: kubelet fails such pods until the number is lowered.
 func Allocatable(
 	status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, resource corev1.ResourceName,
 ) (value int64, known bool) {
@@ -50,6 +51,7 @@ func Allocatable(
 		waits[conflict.UID] = !conflict.PendingEviction
 	}
 	node := availability.NewNode(status, claims)
+	free, awaited := int64(0), int64(0)
 	for _, device := range status.Devices {
 		if device.ExtendedResource != string(resource) {
 			continue
@@ -69,11 +71,16 @@ func Allocatable(
 				asking = asking || !waits[claim.UID]
 			}
 		}
-		if !allocated || !asking && heldByPod(device) {
+		switch {
+		case !allocated && len(device.Holders) == 0:
+			free++
+		case !allocated:
 			value++
+		case !asking && heldByPod(device):
+			awaited++
 		}
 	}
-	return value, known
+	return value + free + min(free, awaited), known
 }
 
 // replicas returns how many of a device's replicas the scheduler may count: those that pods have, and as many more as fit beside

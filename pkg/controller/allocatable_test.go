@@ -42,6 +42,18 @@ func TestAllocatable(t *testing.T) {
 		"a claim waits for a limit": {change: func(s *v1alpha1.GPUNodeStatus) {
 			s.Devices[0].Holders, s.Conflicts = []v1alpha1.DeviceHolder{limit}, []v1alpha1.ConflictingClaim{waiting("gpu-0", "gpu-0")}
 		}, claims: []string{"gpu-0"}, want: 8},
+		"it waits, and all GPUs are held": {change: func(s *v1alpha1.GPUNodeStatus) {
+			for i := range s.Devices {
+				s.Devices[i].Holders = []v1alpha1.DeviceHolder{limit}
+			}
+			s.Conflicts = []v1alpha1.ConflictingClaim{waiting("gpu-0", "gpu-0")}
+		}, claims: []string{"gpu-0"}, want: 7},
+		"two wait, and one GPU is free": {change: func(s *v1alpha1.GPUNodeStatus) {
+			for i := range 7 {
+				s.Devices[i].Holders = []v1alpha1.DeviceHolder{limit}
+			}
+			s.Conflicts = []v1alpha1.ConflictingClaim{waiting("gpu-0", "gpu-0"), waiting("gpu-1", "gpu-1")}
+		}, claims: []string{"gpu-0", "gpu-1"}, want: 7},
 		"it has ended":                   {change: func(s *v1alpha1.GPUNodeStatus) { s.Conflicts = []v1alpha1.ConflictingClaim{waiting("gpu-0", "gpu-0")} }, claims: []string{"gpu-0"}, want: 7},
 		"prepared, kubelet not yet told": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{claim} }, claims: []string{"gpu-0"}, want: 7},
 		"deallocated, kubelet not yet":   {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 0) }, want: 7},

@@ -69,7 +69,7 @@ func (k *kubelet) deliver(e *stream) {
 	}
 	e.delivering = true
 	delay := k.latency()
-	if k.chance(4) {
+	if !k.prompt && k.chance(4) {
 		delay = k.between(0, 3*time.Second)
 	}
 	k.after(k.process, delay, "gets a device list", func() {
@@ -154,7 +154,7 @@ func (k *kubelet) admitContainers(w *worker, left []kubeletmodel.Container, aske
 	switch {
 	case len(k.devicesOfUUID(w.uid)) == 0:
 		k.reject(w, errNotRegistered) // kubelet does not know the resource yet
-	case asked && k.chance(8):
+	case asked && !k.profile.peaceful && k.chance(8):
 		k.hit(allocateUnknownPod)
 		k.admitted(w, errors.New("another admission plugin refuses"))
 	default:
@@ -202,7 +202,7 @@ func (k *kubelet) askAllocate(w *worker, a *kubeletmodel.Allocation, left []kube
 	ids := a.Ask.IDs
 	k.inFlight = ids
 	var slow time.Duration
-	if k.chance(6) {
+	if !k.profile.peaceful && k.chance(6) {
 		if slow = k.between(0, time.Millisecond); k.chance(2) {
 			slow = k.between(0, 3*time.Second) // nothing limits how long an Allocate takes
 		}

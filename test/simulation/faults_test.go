@@ -29,6 +29,11 @@ func (s *simulation) startActions() {
 		}
 	}
 	mix := s.profile
+	for i := range actions {
+		if mix.peaceful {
+			actions[i].weight = 0
+		}
+	}
 	for _, name := range mix.actions {
 		actions[slices.IndexFunc(actions, func(d action) bool { return d.name == name })].weight = 300
 	}

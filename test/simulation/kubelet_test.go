@@ -202,6 +202,7 @@ func (k *kubelet) admitted(w *worker, err error) {
 // fails ends a pod that cannot start.
 func (k *kubelet) fails(w *worker, err error) {
 	k.note("    " + w.uid + " is rejected: " + err.Error())
+	k.refusals[err.Error()]++
 	w.ended = failed
 	w.phase = terminated
 	if k.host.pods[w.uid] != nil {

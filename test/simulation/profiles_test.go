@@ -22,6 +22,10 @@ type profile struct {
 	// gpus are as many as the node has, versions the kubelets that it may have: all that there are where nothing is said.
 	gpus     int
 	versions []int
+	// peaceful worlds have the actions alone, no faults, and every component as fast as usual.
+	peaceful bool
+	// prompt worlds have no message that takes longer than 40 ms.
+	prompt bool
 	// sharing worlds let several pods have a GPU.
 	sharing bool
 }

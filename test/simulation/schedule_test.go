@@ -18,6 +18,8 @@ import (
 // schedule owns everything that happens: at each step it picks one of the events whose time has come. Nothing else runs, apart
 // from calls into the product that wait for a channel or a timer; those come back by parking.
 type schedule struct {
+	// prompt is set in worlds without slow messages.
+	prompt bool
 	rand   *rand.Rand
 	events []*event
 	serial uint64
@@ -89,7 +91,11 @@ func (s *schedule) latency() time.Duration { return min(s.quickly()*s.slowness, 
 const slowest = 20 * time.Second
 
 func (s *schedule) quickly() time.Duration {
-	switch n := s.rand.IntN(200); {
+	most := 200
+	if s.prompt {
+		most = 190
+	}
+	switch n := s.rand.IntN(most); {
 	case n < 150:
 		return s.between(0, 3*time.Millisecond)
 	case n < 190:

@@ -177,6 +177,7 @@ func (c *scheduler) firstFit(wanted *claim) []string {
 
 func (c *scheduler) bind(p *pod) {
 	c.api.request(c.process, "binds "+p.uid, func() {
+		c.bound++
 		c.api.updatePod(p.uid, func(changed *pod) { changed.bound = true })
 	})
 }

@@ -28,7 +28,11 @@ var (
 )
 
 // faults are what a self-test switches off.
-type faults struct{ noCrossCheck, noRestore, noPodStates, noRelease, noSum, noReuse bool }
+type faults struct {
+	noCrossCheck, noRestore, noPodStates, noRelease, noSum, noReuse bool
+	// profile replaces the one of the seed, unless it is nil.
+	profile *profile
+}
 
 // simulation is one world: a node with its kubelet and agent, and a cluster around it.
 type simulation struct {
@@ -57,8 +61,11 @@ type simulation struct {
 	dieBeforeAnswer bool
 	crashed         bool
 	// ended is set when the pressure has.
-	ended        bool
-	rejected     int
+	ended    bool
+	rejected int
+	// bound counts the pods that the scheduler bound, refusals those that failed admission, by the reason.
+	bound        int
+	refusals     map[string]int
 	rebootedPods map[string]bool
 	// before is what each claim held when the node rebooted.
 	before map[string][]string
@@ -73,6 +80,9 @@ type outcome struct {
 	fault string
 	trace string
 	rows  map[row]int
+
+	bound    int
+	refusals map[string]int
 }
 
 // play runs a world until about so many steps have been taken, and ends in quiet.
@@ -83,8 +93,11 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 	}
 	defer os.RemoveAll(dir)
 	synctest.Test(t, func(t *testing.T) {
-		s := &simulation{schedule: newSchedule(seed), faults: off, rebootedPods: map[string]bool{}, wanted: map[string]int{}}
+		s := &simulation{schedule: newSchedule(seed), faults: off, rebootedPods: map[string]bool{}, refusals: map[string]int{}, wanted: map[string]int{}}
 		s.profile = profileOf(seed)
+		if off.profile != nil {
+			s.profile = *off.profile
+		}
 		versions := s.profile.versions
 		if versions == nil {
 			versions = []int{34, 36, 37}
@@ -105,6 +118,9 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		}
 		s.noPause = s.chance(4)
 		s.slowness = []time.Duration{1, 1, 10, 40}[s.rand.IntN(4)]
+		if s.profile.peaceful {
+			s.slowness, s.prompt = 1, s.profile.prompt
+		}
 		s.note(fmt.Sprintf("seed %d: %s, kubelet 1.%d, %d GPUs, %d times as slow as usual", seed, s.profile.name, s.version, gpus, s.slowness))
 		s.api = newAPI(s.schedule)
 		s.users = newProcess("user")
@@ -112,7 +128,7 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		s.startCluster()
 		s.startKubelet()
 		s.after(s.users, time.Second, "starts the agent", s.startAgent)
-		if !s.chance(5) {
+		if s.profile.peaceful || !s.chance(5) {
 			s.startController()
 		}
 		s.pressure(steps)
@@ -125,7 +141,7 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		}
 		_ = s.agent.book.Close()
 		time.Sleep(time.Second)
-		o = outcome{steps: s.steps, hash: s.hash, fault: s.fault, trace: s.trace(), rows: s.rows}
+		o = outcome{steps: s.steps, hash: s.hash, fault: s.fault, trace: s.trace(), rows: s.rows, bound: s.bound, refusals: s.refusals}
 	})
 	return o
 }
