@@ -42,9 +42,9 @@ func TestKubelet(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			real := startKubelet(t, program)
+			own := startKubelet(t, program)
 			for i := range uint64(*sequencesFlag) {
-				s := newSequence(t, real, version, seed+i)
+				s := newSequence(t, own, version, seed+i)
 				if difference := s.play(); difference != "" {
 					t.Fatalf("%s\n%s\ndifference at sequence %d: %s\nreplay: make kubelet-model VERSIONS=%s SEED=%d SEQUENCES=1",
 						version, strings.Join(s.steps, "\n"), seed+i, difference, version, seed+i)
@@ -100,9 +100,9 @@ type sequence struct {
 	names    int
 }
 
-func newSequence(t *testing.T, real *kubelet, version string, seed uint64) *sequence {
+func newSequence(t *testing.T, own *kubelet, version string, seed uint64) *sequence {
 	s := &sequence{
-		t: t, rand: rand.New(rand.NewPCG(seed, 0)), minor: minorOf(version), kubelet: real, active: map[string]bool{}, ready: true,
+		t: t, rand: rand.New(rand.NewPCG(seed, 0)), minor: minorOf(version), kubelet: own, active: map[string]bool{}, ready: true,
 		pods: map[string][]Container{}, admitted: map[string]bool{}, known: map[string]int{}, gone: map[string]bool{},
 	}
 	s.boot(request{Op: "new", Ready: true})
@@ -150,7 +150,7 @@ func pick[T any](s *sequence, from []T) T { return from[s.rand.IntN(len(from))] 
 
 // send gives kubelet a command and compares its error and state with the model's, which was given the same before.
 func (s *sequence) send(r request, failure string) response {
-	answer := s.play1(r)
+	answer := s.give(r)
 	if answer.Error != failure {
 		s.differ("kubelet answers %q, the model %q", answer.Error, failure)
 	}
@@ -158,8 +158,8 @@ func (s *sequence) send(r request, failure string) response {
 	return answer
 }
 
-// play1 gives kubelet a command.
-func (s *sequence) play1(r request) response {
+// give gives kubelet a command.
+func (s *sequence) give(r request) response {
 	line, err := json.Marshal(r)
 	if err != nil {
 		s.t.Fatal(err)
@@ -292,7 +292,7 @@ func (s *sequence) register() {
 		s.streams = append(s.streams, e)
 	}
 	r := request{Op: "register", Resource: resource, Socket: socket, Preferred: preferred}
-	answer := s.play1(r)
+	answer := s.give(r)
 	if (failure == "") != (answer.Error == "") || !strings.HasPrefix(answer.Error, failure) {
 		s.differ("kubelet answers %q, the model %q", answer.Error, failure)
 	}
@@ -351,7 +351,7 @@ func (s *sequence) stop(inFlight *Ask) (broken bool) {
 	}
 	s.streams = slices.DeleteFunc(s.streams, func(e *Endpoint) bool { return gone[e] })
 	if r := (request{Op: "stop", Socket: socket}); broken {
-		s.play1(r) // what becomes of the call is seen next
+		s.give(r) // what becomes of the call is seen next
 	} else {
 		s.send(r, "")
 	}
@@ -421,7 +421,7 @@ var errCall = errors.New("rpc error")
 
 // allocate plays what kubelet does for one container, with other things between its calls and their answers.
 func (s *sequence) allocate(op, uid string, c Container) error {
-	began := s.play1(request{Op: op, Pod: uid, Containers: s.pods[uid], Container: c.Name})
+	began := s.give(request{Op: op, Pod: uid, Containers: s.pods[uid], Container: c.Name})
 	s.see(began)
 	var a *Allocation
 	if op == "start" {
@@ -434,14 +434,14 @@ func (s *sequence) allocate(op, uid string, c Container) error {
 			a.Answer(nil, errCall)
 		}
 		if s.check(a, answer); a.Done || answer.Done || s.found != "" {
-			s.drain(a, answer)
+			s.drain(answer)
 			return a.Err
 		}
 		for s.chance(2) && s.found == "" {
 			s.aside()
 		}
 		if s.chance(12) && s.stop(a.Ask) {
-			answer = s.play1(request{Op: "next"})
+			answer = s.give(request{Op: "next"})
 			s.see(answer)
 			a.Answer(nil, errCall)
 			continue
@@ -450,7 +450,7 @@ func (s *sequence) allocate(op, uid string, c Container) error {
 		if a.Ask.Preferred {
 			r.IDs = s.preferred(a.Ask)
 		}
-		answer = s.play1(r)
+		answer = s.give(r)
 		s.see(answer)
 		if r.Fail {
 			a.Answer(nil, errCall)
@@ -507,7 +507,7 @@ func describe(a Ask) string {
 }
 
 // drain lets kubelet end what the model has ended: there is a difference already.
-func (s *sequence) drain(a *Allocation, answer response) {
+func (s *sequence) drain(answer response) {
 	for !answer.Done {
 		answer = s.kubelet.ask(request{Op: "answer", Fail: true})
 	}
