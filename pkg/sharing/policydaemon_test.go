@@ -319,6 +319,8 @@ func TestPolicyAndAnExclusiveClaim(t *testing.T) {
 	w := newTown(t, byMPS(4, false))
 	w.agent()
 	w.awaitClient(shareOf(4))
+	// It is written after the daemon is ready.
+	w.eventually("a client device", func() bool { return strings.Contains(w.state(), "cdi ") })
 	daemon := w.state()
 	w.book.set(holdOf(ledger.KindClaim, "uid-a", device.Share{}, ledger.StateHeld))
 	if !w.policy.ByDaemon(w.device().GPU) {
@@ -338,9 +340,7 @@ func TestPolicyAndAnExclusiveClaim(t *testing.T) {
 	check(t, revert(t.Context(), w.manager, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
 	w.book.set()
 	w.awaitClient(shareOf(4))
-	if w.state() != daemon {
-		t.Errorf("by policy %s, and before %s", w.state(), daemon)
-	}
+	w.awaitState(daemon)
 	w.shared(device.Sharing{})
 	w.awaitState("")
 }
