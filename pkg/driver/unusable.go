@@ -26,7 +26,12 @@ type unusable struct{ first, last time.Time }
 func (d *Driver) recordUnusable(ctx context.Context, preparations []*preparation, now time.Time) {
 	for _, p := range preparations {
 		refused := p.unusable()
-		if since := d.unusableSince(p.claim.UID, refused != nil, now); refused == nil || now.Sub(since) < unusableGrace {
+		since := d.unusableSince(p.claim.UID, refused != nil, now)
+		switch {
+		case refused == nil:
+			continue
+		case now.Sub(since) < unusableGrace:
+			refused.message += ": retrying"
 			continue
 		}
 		p.names[refused.ref] = refused.device
