@@ -202,7 +202,7 @@ func (k *kubelet) askAllocate(w *worker, a *kubeletmodel.Allocation, left []kube
 	ids := a.Ask.IDs
 	k.inFlight = ids
 	var slow time.Duration
-	if !k.profile.peaceful && k.chance(6) {
+	if k.faults.noReuse || !k.profile.peaceful && k.chance(6) {
 		if slow = k.between(0, time.Millisecond); k.chance(2) {
 			slow = k.between(0, 3*time.Second) // nothing limits how long an Allocate takes
 		}
