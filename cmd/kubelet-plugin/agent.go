@@ -258,6 +258,9 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	})
 	c.policy = sharing.NewPolicy(c.shared, c.devices, c.book, c.pods)
 	c.cleaner = a.newCleaner(c)
+	c.usable = health.New(health.Config{
+		Source: c.cleaner, Specs: c.specs, Ledger: c.book, NodeName: a.config.NodeName, Recorder: a.recorder, Registerer: a.metrics,
+	})
 	reconciler := reconcile.New(reconcile.Config{
 		Ledger: c.book, Pods: c.pods, Cgroups: c.cgroups, Resources: c.resources, Inventory: c.devices,
 		Partitions: c.devices, Settings: c.shared, AddPlaceholders: c.specs.AddPlaceholders,

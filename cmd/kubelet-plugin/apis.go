@@ -15,7 +15,6 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
-	"github.com/tandem-gpu/tandem/pkg/health"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 )
@@ -25,9 +24,6 @@ var errNoPods = errors.New("the API server has not listed this node's pods yet")
 // serveAPIs serves the APIs of the node's mode, once the node's pods are known. Before that, the GPU of a removed pod whose
 // containers still run would look as if the pod reused it, and a free GPU would look taken.
 func (a *agent) serveAPIs(ctx context.Context, c components) error {
-	c.usable = health.New(health.Config{
-		Source: c.cleaner, Specs: c.specs, Ledger: c.book, NodeName: a.config.NodeName, Recorder: a.recorder, Registerer: a.metrics,
-	})
 	object, err := gpunode.New(a.objectConfig(c))
 	if err != nil {
 		return err

@@ -64,6 +64,7 @@ func (a *agent) serveHeld(ctx context.Context, c components) error {
 		return err
 	}
 	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return c.usable.Run(ctx) })
 	group.Go(func() error { return claims.Run(ctx) })
 	if !a.isDriverless {
 		group.Go(func() error { return retire(ctx, c.book, plugin.Run) })

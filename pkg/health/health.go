@@ -146,7 +146,7 @@ func notInjectable(err error) device.Health {
 	return device.Health{Reason: device.ReasonNotInjectable, Message: err.Error()}
 }
 
-// Run follows the source, the specs and the ledger, and reports problems, until ctx is done. Call it once.
+// Run follows the source, the specs and the ledger, and reports problems, until ctx is done. One call at a time.
 func (i *Inventory) Run(ctx context.Context) error {
 	ticker := time.NewTicker(i.interval)
 	defer ticker.Stop()
