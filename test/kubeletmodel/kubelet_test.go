@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"io"
 	"os/exec"
+	"sync"
 	"testing"
 )
 
@@ -49,6 +50,8 @@ type kubelet struct {
 	t    *testing.T
 	to   *json.Encoder
 	from *json.Decoder
+	// stop ends the process.
+	stop func()
 }
 
 func startKubelet(t *testing.T, program string) *kubelet {
@@ -66,14 +69,15 @@ func startKubelet(t *testing.T, program string) *kubelet {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
+	stop := sync.OnceFunc(func() {
 		_ = in.Close()
 		_, _ = io.Copy(io.Discard, out)
 		if err := cmd.Wait(); err != nil {
 			t.Error(err)
 		}
 	})
-	return &kubelet{t: t, to: json.NewEncoder(in), from: json.NewDecoder(bufio.NewReader(out))}
+	t.Cleanup(stop)
+	return &kubelet{t: t, to: json.NewEncoder(in), from: json.NewDecoder(bufio.NewReader(out)), stop: stop}
 }
 
 func (k *kubelet) ask(r request) (answer response) {
