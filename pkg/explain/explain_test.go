@@ -4,6 +4,7 @@ package explain
 
 import (
 	"fmt"
+	"slices"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
@@ -218,9 +219,10 @@ func TestExplainByStrategy(t *testing.T) {
 	whole := device.GPU{UUID: "GPU-1", Minor: 1}
 	taken := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "b"}, Device: whole.Ref(), State: ledger.StateHeld}
 	node := func(strategy device.MIGStrategy, gpus ...device.GPU) v1alpha1.GPUNode {
+		inventory := device.Inventory{GPUs: gpus}
+		holds := slices.DeleteFunc([]ledger.Hold{held, taken}, func(h ledger.Hold) bool { _, has := inventory.ByUUID(h.Device.GPU); return !has })
 		n := v1alpha1.GPUNode{Status: gpunode.Status(gpunode.Facts{
-			Limits: device.Resources{GPU: testResource, Strategy: strategy}, Inventory: device.Inventory{GPUs: gpus},
-			Holds: []ledger.Hold{held, taken},
+			Limits: device.Resources{GPU: testResource, Strategy: strategy}, Inventory: inventory, Holds: holds,
 		})}
 		n.Name = "node-1"
 		return n

@@ -16,6 +16,7 @@ func bounded(status v1alpha1.GPUNodeStatus) v1alpha1.GPUNodeStatus {
 	status.Conflicts = cut(status.Conflicts, v1alpha1.MaxConflicts, &omitted)
 	status.Daemons = cut(status.Daemons, v1alpha1.MaxDaemons, &omitted)
 	status.UnknownDaemons = cut(status.UnknownDaemons, v1alpha1.MaxDaemons, &omitted)
+	status.Waiting = clip(status.Waiting, v1alpha1.MaxReason)
 	status.Holders = clip(status.Holders, v1alpha1.MaxLine)
 	for i := range status.Devices {
 		d := &status.Devices[i]

@@ -112,12 +112,8 @@ func podOfProcess(cgroups []byte) string {
 	return ""
 }
 
-// isUID reports whether it is the UID of a pod: a UUID, or the hash of a static pod's manifest (k8s.io/kubernetes pkg/kubelet/config,
-// applyDefaults).
-func isUID(name string) bool {
-	return (len(name) == 32 || len(name) == 36) && strings.Trim(name, "0123456789abcdef-") == ""
-}
-
+// isUID reports whether it can be the UID of a pod, which has no dot: "podman-17.scope" is no pod's cgroup.
+func isUID(name string) bool { return name != "" && !strings.Contains(name, ".") }
 // parseStat reads "4711 (python3) D ...". A process chooses its name itself.
 func parseStat(stat []byte) (command, state string, ok bool) {
 	open, end := bytes.IndexByte(stat, '('), bytes.LastIndexByte(stat, ')')

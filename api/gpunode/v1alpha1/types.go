@@ -148,8 +148,12 @@ type GPUNodeStatus struct {
 	// +kubebuilder:validation:MaxLength=63
 	Mode string `json:"mode,omitempty"`
 	// Waiting is why the agent serves no GPU, in one line, such as a missing driver; empty while it serves them.
+	//
+	// +kubebuilder:validation:MaxLength=1024
 	Waiting string `json:"waiting,omitempty"`
 	// BootID is the kernel's ID of the boot that the status is about. What an earlier boot reported is no longer true.
+	//
+	// +kubebuilder:validation:MaxLength=63
 	BootID string `json:"bootID,omitempty"`
 	// ObservedGeneration of the spec that the agent acts on.
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
