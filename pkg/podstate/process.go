@@ -114,6 +114,7 @@ func podOfProcess(cgroups []byte) string {
 
 // isUID reports whether it can be the UID of a pod, which has no dot: "podman-17.scope" is no pod's cgroup.
 func isUID(name string) bool { return name != "" && !strings.Contains(name, ".") }
+
 // parseStat reads "4711 (python3) D ...". A process chooses its name itself.
 func parseStat(stat []byte) (command, state string, ok bool) {
 	open, end := bytes.IndexByte(stat, '('), bytes.LastIndexByte(stat, ')')
