@@ -42,13 +42,13 @@ func (a *agent) endWithPod(ctx context.Context, pods *podstate.Pods) error {
 
 func (a *agent) podGone(pods *podstate.Pods) error {
 	if refused := a.token.refused(); refused >= refusedFor {
-		return fmt.Errorf("%w: it has refused the pod's token for %s", errPodGone, refused.Round(time.Second))
+		return fmt.Errorf("%w: the API server has refused the pod's token for %s", errPodGone, refused.Round(time.Second))
 	}
 	if a.config.PodUID == "" {
 		return nil
 	}
 	if gone := pods.UnwantedSince(a.config.PodUID); !gone.IsZero() && time.Since(gone) >= a.times.goneFor {
-		return fmt.Errorf("%w: pod UID %s was to end by %s", errPodGone, a.config.PodUID, gone.Format(time.RFC3339))
+		return fmt.Errorf("%w: the pod with UID %s should have ended at %s", errPodGone, a.config.PodUID, gone.Format(time.RFC3339))
 	}
 	return nil
 }

@@ -65,7 +65,7 @@ func (c *Controller) define(flags *flag.FlagSet) {
 	text(&c.DaemonPod, "mps-pod",
 		"template of the pods of MPS daemons, as `JSON`; empty for no daemons")
 	text(&c.DaemonMemory, "mps-shared-memory", "limit of the `memory` that an MPS daemon shares with its clients; empty for half of the node's")
-	flags.Func("driver-roots", "comma-separated `directories` on the nodes that may have a driver: MPS daemons run programs of no other",
+	flags.Func("driver-roots", "comma-separated `directories` on the nodes that may have a driver: MPS daemons run programs only from these",
 		func(list string) error { c.DriverRoots = split(list); return nil })
 	text(&c.RunDir, "run-dir", "run `directory` of the node agents, on the nodes")
 	text(&c.KubeletDir, "kubelet-dir", "kubelet's `directory` on the nodes")

@@ -421,7 +421,8 @@ func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
 func (d *Driver) recordConflict(ctx context.Context, p *preparation, kind, reason, message string, devices []device.Ref) error {
 	outcome, what := outcomeWaiting, "the claim waits, and is prepared when the device is free; delete the pod if its next one should be placed elsewhere"
 	if kind == "device" {
-		what = "no owner is known to replace the pod, so delete it and create it again; its claim is then allocated again (retrying until then)"
+		what = "the pod is not evicted: its owner may not replace it, or a container of the claim has started; " +
+			"delete it and create it again, so that its claim is allocated another device (retrying until then)"
 	}
 	switch {
 	// answerMargin is enough time to ask.

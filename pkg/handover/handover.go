@@ -248,7 +248,7 @@ func (c *Cleaner) handOver(ctx context.Context, uuid string, starting bool) erro
 	}
 	if len(now) > 0 {
 		if err := c.recordSettings(ctx, uuid); err != nil {
-			klog.FromContext(ctx).Error(err, "Cannot record the settings of a GPU, so that they are not restored after its holder", "gpu", uuid)
+			klog.FromContext(ctx).Error(err, "Cannot record the settings of a GPU. They are not restored after its holder", "gpu", uuid)
 		}
 	}
 	c.adopt(ctx, uuid, now)

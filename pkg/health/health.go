@@ -219,7 +219,7 @@ func (i *Inventory) report(ctx context.Context, found map[device.Health][]string
 		// kubectl describe node finds events by the node's name as UID, as kubelet records them.
 		node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: i.config.NodeName, UID: types.UID(i.config.NodeName)}
 		i.config.Recorder.Eventf(node, corev1.EventTypeWarning, reason,
-			"Not offering %s, because %s: %s. Make the path writable, with room on its disk; the agent tries again every few seconds and then offers them by itself",
+			"Not offering %s, because %s: %s. Make the path writable, and free space or inodes on its disk; the agent then offers them within seconds",
 			text, what, why.Message)
 	}
 }

@@ -40,7 +40,7 @@ func (c *conflictingPlugin) Error() string {
 	case c.resource != "":
 		where = fmt.Sprintf("as resource %s on %s", c.resource, c.socket)
 	}
-	return fmt.Sprintf("another device plugin serves the same GPUs %s (%d devices, among them %s): uninstall it",
+	return fmt.Sprintf("another device plugin serves this node's GPUs %s (%d devices, such as %s): uninstall it",
 		where, len(c.devices), c.devices[0])
 }
 

@@ -32,7 +32,7 @@ func (p *Plugin) admit(ctx context.Context, resource string, containers [][]item
 		}
 		klog.FromContext(ctx).Info("Refused Allocate because the pod may be of a namespace that may not share the device",
 			"resource", resource, "device", i.id, "requestedBy", requesters, "admitted", policy.Namespaces)
-		why := "a pod of a namespace that the node's sharing policy does not admit requests it"
+		why := "a pod that requests it is in a namespace that the node's sharing policy does not admit"
 		if len(requesters) == 0 {
 			why = "the node's sharing policy admits some namespaces only, and the API server has reported no pod that requests it"
 		}

@@ -94,7 +94,7 @@ func room(dir string) (float64, error) {
 	return free, nil
 }
 
-// errFull means that a client has filled the pipe directory, which only the daemon writes to.
+// errFull means that a client has filled the pipe directory, which only the daemon should write to.
 var errFull = errors.New("the pipe directory is full: a client has written to it")
 
 // pipesFit returns errFull if the daemon cannot create another pipe.

@@ -24,7 +24,7 @@ var (
 		"Age of the oldest hold that is not settled: expected since a restart, or draining since it was asked to go (a limit: since it was given out).",
 		[]string{"kind", "state"}, nil)
 	waitingDescription = prometheus.NewDesc("tandem_waiting_holds",
-		"Holds whose holder has ended and that wait for processes to end, for more than two seconds (GPUNode, waitsFor), by kind of holder.",
+		"Holds whose holder ended over two seconds ago and that wait for processes or for kubelet (GPUNode, waitsFor), by kind of holder.",
 		[]string{"kind"}, nil)
 	longestWaitDescription = prometheus.NewDesc("tandem_longest_wait_seconds",
 		"How long the first of the waiting holds has been waiting; 0 if there is none.", []string{"kind"}, nil)

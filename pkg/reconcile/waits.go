@@ -109,7 +109,7 @@ func (r *Reconciler) waitsFor(h ledger.Hold) string {
 	case len(parts) == 0 && (r.applied(h) || r.Partitions.Made(h.Device)):
 		parts = append(parts, "its partition or sharing settings are being removed")
 	case len(parts) == 0:
-		parts = append(parts, "its pods are examined")
+		parts = append(parts, "the agent is examining its pods")
 	}
 	text := strings.Join(parts, "; ")
 	if len(text) > maxWaitsFor {

@@ -16,5 +16,5 @@ func (p *Policy) admit(claim Claim, ref device.Ref) error {
 		return nil
 	}
 	return fmt.Errorf("the node's sharing policy does not admit clients of namespace %s: ask for another GPU, "+
-		"or add it to sharing.namespaces of the node configuration", claim.Namespace)
+		"or add the namespace to sharing.namespaces of the node configuration", claim.Namespace)
 }
