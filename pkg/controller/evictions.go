@@ -33,21 +33,31 @@ type evictions struct {
 	losses map[loss]*evicted
 }
 
+// evicted is when pods of an owner were last evicted for a loss. Only a pod that was created after last repeats the loss: memory
+// shares, for example, let several pods of one owner lose a device at once. last has seconds, like creation times.
 type evicted struct {
-	interval time.Duration
-	next     time.Time
+	interval   time.Duration
+	next, last time.Time
+}
+
+// repeatedBy reports whether a pod created at that time repeats the loss.
+func (v *evicted) repeatedBy(created time.Time) bool {
+	return v != nil && created.After(v.last)
 }
 
 func newEvictions(now func() time.Time) *evictions {
 	return &evictions{now: now, losses: map[loss]*evicted{}}
 }
 
-// lossesOf returns the losses that an eviction is for.
-func lossesOf(plan EvictionPlan, node string) map[loss]bool {
-	losses := map[loss]bool{}
+// lossesOf returns the losses that an eviction is for, each with the creation time of its newest pod.
+func lossesOf(plan EvictionPlan, node string) map[loss]time.Time {
+	losses := map[loss]time.Time{}
 	for _, pod := range plan.Evict {
 		for _, device := range plan.Conflict.Devices {
-			losses[loss{controllerOf(pod), node, device}] = true
+			l := loss{controllerOf(pod), node, device}
+			if newest, known := losses[l]; !known || pod.CreationTimestamp.After(newest) {
+				losses[l] = pod.CreationTimestamp.Time
+			}
 		}
 	}
 	return losses
@@ -61,9 +71,9 @@ func controllerOf(pod *corev1.Pod) types.UID {
 }
 
 // wait returns how long no pod may be evicted for one of the losses; zero if it may be now.
-func (e *evictions) wait(losses map[loss]bool) (longest time.Duration) {
-	for l := range losses {
-		if before := e.losses[l]; before != nil {
+func (e *evictions) wait(losses map[loss]time.Time) (longest time.Duration) {
+	for l, created := range losses {
+		if before := e.losses[l]; before.repeatedBy(created) {
 			longest = max(longest, before.next.Sub(e.now()))
 		}
 	}
@@ -71,17 +81,19 @@ func (e *evictions) wait(losses map[loss]bool) (longest time.Duration) {
 }
 
 // record records an eviction for the losses.
-func (e *evictions) record(losses map[loss]bool) {
+func (e *evictions) record(losses map[loss]time.Time) {
 	now := e.now()
 	maps.DeleteFunc(e.losses, func(_ loss, v *evicted) bool { return now.Sub(v.next) >= evictionForget })
-	for l := range losses {
+	for l, created := range losses {
 		v := e.losses[l]
 		if v == nil {
 			e.makeRoom()
 			v = &evicted{interval: evictionInterval}
 			e.losses[l] = v
+		} else if !v.repeatedBy(created) {
+			continue // It lost together with those evicted before. last stays, so that their successors count.
 		}
-		v.next, v.interval = now.Add(v.interval), min(2*v.interval, evictionIntervalMax)
+		v.next, v.interval, v.last = now.Add(v.interval), min(2*v.interval, evictionIntervalMax), now.Truncate(time.Second)
 	}
 }
 

@@ -15,6 +15,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
 // round is a claim of an owner's next pod that lost a device.
@@ -30,6 +32,7 @@ func play(t *testing.T, w *world, h *healer, rounds []round) (at []time.Duration
 		name := fmt.Sprint("r", len(w.writes), "-", i)
 		pod := newPod(name)
 		pod.OwnerReferences[0].UID = types.UID(r.owner)
+		pod.CreationTimestamp = metav1.NewTime(w.clock.Add(time.Second))
 		for _, o := range []client.Object{newClaim(name, r.device), pod} {
 			if err := w.client.Create(t.Context(), o); err != nil {
 				t.Fatal(err)
@@ -70,12 +73,57 @@ func TestEvictionsOfOneOwnerAreBounded(t *testing.T) {
 	}
 }
 
+// Pods of one owner that lose one device together, as with memory shares, do not wait for each other. Their successors do.
+func TestEvictionsOfOneLoss(t *testing.T) {
+	w := newWorld(t, interceptor.Funcs{}, gpuNode())
+	h := w.healer()
+	lose := func(wave string) (evicted int) {
+		var conflicts []v1alpha1.ConflictingClaim
+		for i := range 8 {
+			name := fmt.Sprint(wave, i)
+			pod := newPod(name)
+			pod.CreationTimestamp = metav1.NewTime(w.clock)
+			for _, o := range []client.Object{newClaim(name, "gpu-0"), pod} {
+				if err := w.client.Create(t.Context(), o); err != nil {
+					t.Fatal(err)
+				}
+			}
+			conflicts = append(conflicts, pendingEviction(name, "gpu-0"))
+		}
+		w.set(losing(conflicts...))
+		w.clock = w.clock.Add(2 * time.Second)
+		w.once(h, requestFor("node-1").NamespacedName)
+		for i := range 8 {
+			evicted += w.writes[fmt.Sprint("eviction pod-", wave, i)]
+		}
+		return evicted
+	}
+	if n := lose("a"); n != 8 {
+		t.Errorf("%d of 8 evicted", n)
+	}
+	w.clock = w.clock.Add(time.Second)
+	if n := lose("b"); n != 0 {
+		t.Errorf("%d evicted again after three seconds", n)
+	}
+	w.clock = w.clock.Add(evictionInterval)
+	w.once(h, requestFor("node-1").NamespacedName)
+	if n := w.writes["eviction pod-b0"] + w.writes["eviction pod-b7"]; n != 2 {
+		t.Errorf("%d of 2 evicted after the interval", n)
+	}
+	if v := h.evictions.losses[loss{"uid-rs", "node-1", "gpu-0"}]; v == nil || v.interval != 4*evictionInterval {
+		t.Errorf("16 pods in two waves: %+v", v)
+	}
+}
+
 // What was not evicted does not count: a budget that refuses, or a pod that has changed since it was read.
 func TestRefusedEvictionsDoNotCount(t *testing.T) {
 	answer := error(apierrors.NewTooManyRequests("no disruption allowed", 10))
 	w := newWorld(t, interceptor.Funcs{
-		SubResourceCreate: func(context.Context, client.Client, string, client.Object, client.Object, ...client.SubResourceCreateOption) error {
-			return answer
+		SubResourceCreate: func(ctx context.Context, c client.Client, sub string, obj, subObj client.Object, opts ...client.SubResourceCreateOption) error {
+			if answer != nil {
+				return answer
+			}
+			return c.SubResource(sub).Create(ctx, obj, subObj, opts...)
 		},
 	}, gpuNode(losing(pendingEviction("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a"))
 	h := w.healer()
@@ -101,10 +149,10 @@ func TestEvictionsAreForgotten(t *testing.T) {
 	e := newEvictions(func() time.Time { return now })
 	for i := range 2 * evictionsMax {
 		now = now.Add(time.Millisecond)
-		e.record(map[loss]bool{{types.UID(fmt.Sprint(i)), "node-1", "gpu-0"}: true})
+		e.record(map[loss]time.Time{{types.UID(fmt.Sprint(i)), "node-1", "gpu-0"}: now})
 	}
-	last := map[loss]bool{{types.UID(fmt.Sprint(2*evictionsMax - 1)), "node-1", "gpu-0"}: true}
-	first := map[loss]bool{{types.UID(fmt.Sprint(evictionsMax - 1)), "node-1", "gpu-0"}: true}
+	last := map[loss]time.Time{{types.UID(fmt.Sprint(2*evictionsMax - 1)), "node-1", "gpu-0"}: now.Add(time.Second)}
+	first := map[loss]time.Time{{types.UID(fmt.Sprint(evictionsMax - 1)), "node-1", "gpu-0"}: now.Add(time.Second)}
 	if len(e.losses) != evictionsMax || e.wait(last) != evictionInterval || e.wait(first) != 0 {
 		t.Errorf("%d losses, the last waits %v, one before the others %v", len(e.losses), e.wait(last), e.wait(first))
 	}
@@ -113,8 +161,10 @@ func TestEvictionsAreForgotten(t *testing.T) {
 func TestLossesOf(t *testing.T) {
 	a, b := newPod("a"), newPod("b")
 	b.OwnerReferences = append([]metav1.OwnerReference{{UID: "no controller"}}, b.OwnerReferences...)
+	newest := time.Unix(1700000000, 0)
+	a.CreationTimestamp = metav1.NewTime(newest)
 	got := lossesOf(EvictionPlan{Conflict: pendingEviction("a", "gpu-0", "gpu-1"), Evict: []*corev1.Pod{a, b}}, "node-1")
-	if len(got) != 2 || !got[loss{"uid-rs", "node-1", "gpu-0"}] || !got[loss{"uid-rs", "node-1", "gpu-1"}] {
+	if len(got) != 2 || !got[loss{"uid-rs", "node-1", "gpu-0"}].Equal(newest) || !got[loss{"uid-rs", "node-1", "gpu-1"}].Equal(newest) {
 		t.Errorf("%v", got)
 	}
 }
