@@ -273,7 +273,7 @@ func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan
 	return plan, nil
 }
 
-// evict evicts a pod. evicted is false if the pod is gone or a disruption budget refuses. It returns an error, and the reconciler retries, if the pod has changed since it was read.
+// evict evicts a pod. evicted is false if the pod is gone, or if a disruption budget or an admission policy refuses. It returns an error, and the reconciler retries, if the pod has changed since it was read.
 func (h *healer) evict(
 	ctx context.Context, conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, pod *corev1.Pod,
 ) (evicted bool, err error) {
@@ -286,8 +286,9 @@ func (h *healer) evict(
 	switch err := h.client.SubResource("eviction").Create(ctx, pod, eviction); {
 	case apierrors.IsNotFound(err):
 		return false, nil
-	case apierrors.IsTooManyRequests(err):
+	case apierrors.IsTooManyRequests(err), apierrors.IsForbidden(err): // a budget, or a protected namespace
 		h.metrics.evictions.WithLabelValues("refused").Inc()
+		klog.FromContext(ctx).V(2).Info("The API server refused to evict a pod", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "reason", err.Error())
 		return false, nil
 	case err != nil:
 		return false, fmt.Errorf("evict pod %s/%s of claim %s: %w", pod.Namespace, pod.Name, claim.Name, err)

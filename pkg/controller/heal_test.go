@@ -309,6 +309,7 @@ func TestHealAndTheAPIServer(t *testing.T) {
 		failed bool
 	}{
 		"a budget":              {apierrors.NewTooManyRequests("no disruption allowed", 10), healInterval, false},
+		"a protected namespace": {apierrors.NewForbidden(pods, "pod-a", nil), healInterval, false},
 		"the pod has changed":   {apierrors.NewConflict(pods, "pod-a", nil), healInterval, true},
 		"the pod is gone":       {apierrors.NewNotFound(pods, "pod-a"), healInterval, false},
 		"the API server is ill": {apierrors.NewInternalError(context.DeadlineExceeded), healInterval, true},

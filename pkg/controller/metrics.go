@@ -41,7 +41,7 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 	}
 	return &metrics{
 		evictions: counter("tandem_controller_evictions_total",
-			"Evictions of pods whose claim is in conflict: evicted, or refused by a disruption budget.", "result", "evicted", "refused"),
+			"Evictions of pods whose claim is in conflict: evicted, or refused by a disruption budget or an admission policy.", "result", "evicted", "refused"),
 		notMovable: perNode("tandem_controller_pending_evictions_not_movable",
 			"Claims pending eviction whose pods cannot be evicted because one of them has started or has no owner that is known to replace it."),
 		retries: factory.NewCounter(prometheus.CounterOpts{
