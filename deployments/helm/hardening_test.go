@@ -57,9 +57,14 @@ func TestGoMemoryLimit(t *testing.T) {
 			}
 		}
 	}
-	ours := ask[appsv1.Deployment](t, "Deployment", "", `controller.extraEnv=[{"name":"GOMEMLIMIT","value":"1GiB"}]`)
-	if got := variables(ours.Spec.Template.Spec.Containers[0])["GOMEMLIMIT"]; got != "1GiB" {
-		t.Errorf("extraEnv: GOMEMLIMIT is %s", got)
+	own := []string{`controller.extraEnv=[{"name":"GOMEMLIMIT","value":"1GiB"}]`, `extraEnv=[{"name":"GOMEMLIMIT","value":"1GiB"}]`}
+	deployment, agents := ask[appsv1.Deployment](t, "Deployment", "", own...), ask[appsv1.DaemonSet](t, "DaemonSet", "", own...)
+	for what, c := range map[string]corev1.Container{"controller": deployment.Spec.Template.Spec.Containers[0], "agent": agents.Spec.Template.Spec.Containers[0]} {
+		// Server-side apply refuses two variables of one name.
+		others := slices.DeleteFunc(slices.Clone(c.Env), func(e corev1.EnvVar) bool { return e.Name == "GOMEMLIMIT" })
+		if got := variables(c)["GOMEMLIMIT"]; got != "1GiB" || len(others) != len(c.Env)-1 {
+			t.Errorf("%s with extraEnv: GOMEMLIMIT is %s, %v", what, got, c.Env)
+		}
 	}
 }
 

@@ -210,9 +210,15 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* GOMEMLIMIT of a container: 90 % of its memory limit. Near it Go collects garbage instead of growing. None without a limit. */}}
+{{/* GOMEMLIMIT of a container: 90 % of its memory limit. Near it Go collects garbage instead of growing. None without a limit,
+and none if extraEnv has one: server-side apply refuses two variables of one name. */}}
 {{- define "tandem.goMemoryLimit" -}}
-{{- $limit := dig "limits" "memory" "" . -}}
+{{- $limit := dig "limits" "memory" "" .resources -}}
+{{- range .extraEnv -}}
+{{- if eq .name "GOMEMLIMIT" -}}
+{{- $limit = "" -}}
+{{- end -}}
+{{- end -}}
 {{- $text := toString $limit -}}
 {{- if kindIs "float64" $limit -}}
 {{- $text = printf "%.0f" $limit -}}
