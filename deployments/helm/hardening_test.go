@@ -104,6 +104,17 @@ func TestHostIsHidden(t *testing.T) {
 	}
 }
 
+// Through the host's proc an agent that runs as root reads the files and environments of other processes of root, so an unprivileged
+// one has no mount of it, unless the machine is simulated.
+func TestHostProcesses(t *testing.T) {
+	for name, want := range map[string]bool{"default": true, "gke": true, "simulated": true, "runtimeclass": false, "everything": false} {
+		pod := daemonSet(t, name).Spec.Template.Spec
+		if mountsHost(pod, "/proc") != want || slices.Contains(pod.Containers[0].Args, "--proc-root=/node/proc") != want {
+			t.Errorf("%s: volumes %v, arguments %v", name, pod.Volumes, pod.Containers[0].Args)
+		}
+	}
+}
+
 // A fleet with labels keeps privileged agents off nodes without GPUs. Without labels the agent must be everywhere: a default that
 // asks for a label would install nothing on a cluster without feature discovery.
 func TestOnlyNodesWithGPUs(t *testing.T) {

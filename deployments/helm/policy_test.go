@@ -517,17 +517,17 @@ func TestDaemonsPolicy(t *testing.T) {
 				"host to be written": {func(p *corev1.Pod) {
 					p.Spec.Volumes[3].HostPath.Path, p.Spec.Containers[0].VolumeMounts[1].ReadOnly = "/", false
 				}, "of an MPS daemon"},
-				"agent's programs": {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = runDirOf(p) + "/x" }, "the driver's root"},
+				"agent's programs": {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = runDirOf(p) + "/x" }, "the driver root"},
 				"containers' files": {func(p *corev1.Pod) {
 					p.Spec.Volumes[3].HostPath.Path = "/run/containerd/io.containerd.runtime.v2.task/k8s.io/x/rootfs"
-				}, "the driver's root"},
-				"images":           {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/var/lib/containerd" }, "the driver's root"},
-				"configuration":    {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/etc" }, "the driver's root"},
-				"below a driver":   {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path += "/tmp" }, "the driver's root"},
-				"another spelling": {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/" + p.Spec.Volumes[3].HostPath.Path }, "the driver's root"},
-				"by a process":     {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/proc/1/root" }, "the driver's root"},
-				"any user's":       {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/tmp" }, "the driver's root"},
-				"kubelet's":        {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = envOf(p, "KUBELET_DIR").Value }, "the driver's root"},
+				}, "the driver root"},
+				"images":           {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/var/lib/containerd" }, "the driver root"},
+				"configuration":    {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/etc" }, "the driver root"},
+				"below a driver":   {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path += "/tmp" }, "the driver root"},
+				"another spelling": {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/" + p.Spec.Volumes[3].HostPath.Path }, "the driver root"},
+				"by a process":     {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/proc/1/root" }, "the driver root"},
+				"any user's":       {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = "/tmp" }, "the driver root"},
+				"kubelet's":        {func(p *corev1.Pod) { p.Spec.Volumes[3].HostPath.Path = envOf(p, "KUBELET_DIR").Value }, "the driver root"},
 
 				"another mount": {func(p *corev1.Pod) { p.Spec.Containers[0].VolumeMounts[1].MountPath = "/usr/bin" }, "where mps-daemon looks"},
 				"a mount twice": {func(p *corev1.Pod) { p.Spec.Containers[0].VolumeMounts[0].Name = "driver-root" }, "where mps-daemon looks"},
