@@ -127,10 +127,13 @@ func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.P
 		corev1.EnvVar{Name: mps.KubeletDirEnv, Value: p.KubeletDir},
 		corev1.EnvVar{Name: mps.PodUIDEnv, ValueFrom: &corev1.EnvVarSource{FieldRef: &corev1.ObjectFieldSelector{FieldPath: "metadata.uid"}}},
 	)
-	// The host's root is read-only. In another root, as on GKE, the container runtime may have to create the mount points below.
-	c.VolumeMounts = append(c.VolumeMounts,
-		corev1.VolumeMount{Name: "daemon", MountPath: mps.PodDir},
-		corev1.VolumeMount{Name: "driver-root", MountPath: mps.PodRoot, ReadOnly: d.DriverRoot == "/"})
+	// The host's root is read-only, with what is mounted below it if the node's runtime can do that. In another root, as on GKE, the
+	// container runtime may have to create the mount points below.
+	root := corev1.VolumeMount{Name: "driver-root", MountPath: mps.PodRoot}
+	if d.DriverRoot == "/" {
+		root.ReadOnly, root.RecursiveReadOnly = true, ptr.To(corev1.RecursiveReadOnlyIfPossible)
+	}
+	c.VolumeMounts = append(c.VolumeMounts, corev1.VolumeMount{Name: "daemon", MountPath: mps.PodDir}, root)
 	// The driver's program finds them at the same paths, whether or not the driver root is its root. The mounts hide the host's
 	// directories and change nothing in them.
 	for _, root := range []string{"", mps.PodRoot} {

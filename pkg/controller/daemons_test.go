@@ -421,6 +421,10 @@ func TestTheHostsRootIsMountedReadOnly(t *testing.T) {
 			if m.ReadOnly != (want && m.Name == "driver-root") {
 				t.Errorf("driver root %s: mount %+v", root, m)
 			}
+			// Also /run, /dev and others, which are mounted below it.
+			if recursive := m.RecursiveReadOnly; (recursive != nil) != m.ReadOnly || recursive != nil && *recursive != corev1.RecursiveReadOnlyIfPossible {
+				t.Errorf("driver root %s: mount %+v", root, m)
+			}
 		}
 	}
 }
