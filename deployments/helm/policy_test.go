@@ -16,6 +16,7 @@ import (
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apiserver/pkg/cel/environment"
@@ -482,6 +483,25 @@ func TestDaemonsPolicy(t *testing.T) {
 					p.Spec.Containers[0].Ports = []corev1.ContainerPort{{ContainerPort: 1, HostPort: 1}}
 				}, "privileges"},
 
+				"a node's CPUs": {func(p *corev1.Pod) { requests(p)[corev1.ResourceCPU] = resource.MustParse("127") }, "resources"},
+				"a bit more":    {func(p *corev1.Pod) { requests(p)[corev1.ResourceCPU] = resource.MustParse("11m") }, "resources"},
+				"less":          {func(p *corev1.Pod) { requests(p)[corev1.ResourceCPU] = resource.MustParse("1m") }, ""},
+				"the same":      {func(p *corev1.Pod) { requests(p)[corev1.ResourceCPU] = resource.MustParse("0.01") }, ""},
+				"none":          {func(p *corev1.Pod) { p.Spec.Containers[0].Resources = corev1.ResourceRequirements{} }, ""},
+				"GPUs":          {func(p *corev1.Pod) { requests(p)["nvidia.com/gpu"] = resource.MustParse("1") }, "resources"},
+				"a limit": {func(p *corev1.Pod) {
+					p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{corev1.ResourceCPU: resource.MustParse("127")}
+				}, "resources"},
+				"a claim": {func(p *corev1.Pod) {
+					p.Spec.Containers[0].Resources.Claims = []corev1.ResourceClaim{{Name: "c"}}
+				}, "resources"},
+				"a pod's claim": {func(p *corev1.Pod) { p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "c"}} }, "resources"},
+				"the pod's CPUs": {func(p *corev1.Pod) {
+					p.Spec.Resources = &corev1.ResourceRequirements{Requests: corev1.ResourceList{corev1.ResourceCPU: resource.MustParse("127")}}
+				}, "resources"},
+				"another priority": {func(p *corev1.Pod) { p.Spec.PriorityClassName = "system-cluster-critical" }, "priority"},
+				"no priority":      {func(p *corev1.Pod) { p.Spec.PriorityClassName = "" }, ""},
+
 				"secrets": {func(p *corev1.Pod) {
 					p.Spec.Containers[0].EnvFrom = []corev1.EnvFromSource{{SecretRef: &corev1.SecretEnvSource{LocalObjectReference: corev1.LocalObjectReference{Name: "any"}}}}
 				}, "environment"},
@@ -586,6 +606,44 @@ func TestDaemonsDriverRoots(t *testing.T) {
 func envOf(p *corev1.Pod, name string) *corev1.EnvVar {
 	env := p.Spec.Containers[0].Env
 	return &env[slices.IndexFunc(env, func(e corev1.EnvVar) bool { return e.Name == name })]
+}
+
+// requests are those of the daemon's container.
+func requests(p *corev1.Pod) corev1.ResourceList { return p.Spec.Containers[0].Resources.Requests }
+
+// A pod's requests are its limits by default, and its priority is the cluster's default if the chart gives it none.
+func TestDaemonsResources(t *testing.T) {
+	policy := ask[admissionv1.ValidatingAdmissionPolicy](t, "ValidatingAdmissionPolicy", "-controller-daemons",
+		`priorityClassName=""`, `mps.resources={"limits":{"cpu":2,"memory":268435456},"requests":{"cpu":"100m","memory":null}}`)
+	request := object{"operation": "CREATE", "userInfo": object{"username": "system:serviceaccount:tandem-system:tandem-controller"}}
+	for name, c := range map[string]struct {
+		priority        string
+		limits, request corev1.ResourceList
+		want            string
+	}{
+		"nothing":                        {"", nil, nil, ""},
+		"as the API server completes it": {"low", list("2", "256Mi"), list("100m", "256Mi"), ""},
+		"more than requested":            {"", list("2", "256Mi"), list("101m", "256Mi"), "resources"},
+		"more memory":                    {"", list("2", "257Mi"), list("100m", "256Mi"), "resources"},
+		"more memory requested":          {"", list("2", "256Mi"), list("100m", "257Mi"), "resources"},
+		"critical":                       {"system-node-critical", nil, nil, "priority"},
+	} {
+		pod := daemonPod(t, "default", "/")
+		pod.Spec.PriorityClassName = c.priority
+		pod.Spec.Containers[0].Resources = corev1.ResourceRequirements{Limits: c.limits, Requests: c.request}
+		raw, err := runtime.DefaultUnstructuredConverter.ToUnstructured(pod)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := decide(t, policy, map[string]any{"request": request, "object": raw, "oldObject": nil})
+		if (c.want == "") != (got == "") || !strings.Contains(got, c.want) {
+			t.Errorf("%s: got %q, want %q", name, got, c.want)
+		}
+	}
+}
+
+func list(cpu, memory string) corev1.ResourceList {
+	return corev1.ResourceList{corev1.ResourceCPU: resource.MustParse(cpu), corev1.ResourceMemory: resource.MustParse(memory)}
 }
 
 func nodeField(p *corev1.Pod) *corev1.NodeSelectorRequirement {

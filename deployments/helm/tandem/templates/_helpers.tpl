@@ -210,6 +210,15 @@ spec:
 {{- end }}
 {{- end }}
 
+{{/* CEL: the list of resources has only the keys of most, each with at most that quantity. */}}
+{{- define "tandem.celAtMost" -}}
+{{- $most := dict -}}
+{{- range $key, $value := .most -}}
+{{- $_ := set $most $key (toString $value) -}}
+{{- end -}}
+{{ .it }}.orValue({}).all(k, k in {{ toJson $most }} && quantity(string({{ .it }}.orValue({})[k])).compareTo(quantity({{ toJson $most }}[k])) <= 0)
+{{- end }}
+
 {{/* GOMEMLIMIT of a container: 90 % of its memory limit. Near it Go collects garbage instead of growing. None without a limit,
 and none if extraEnv has one: server-side apply refuses two variables of one name. */}}
 {{- define "tandem.goMemoryLimit" -}}
