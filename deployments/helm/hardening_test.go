@@ -149,6 +149,54 @@ func TestPodPolicy(t *testing.T) {
 	}
 }
 
+// What a pod may not say, in the spellings that NVIDIA's runtime understands (nvidia-container-toolkit, internal/config/image).
+func TestPodsAroundTheLedger(t *testing.T) {
+	policyWith := func(set ...string) *admissionv1.ValidatingAdmissionPolicy {
+		return ask[admissionv1.ValidatingAdmissionPolicy](t, "ValidatingAdmissionPolicy", "-pods-around-the-ledger", set...)
+	}
+	policy := policyWith(`podPolicy={"action":"deny"}`)
+	env := func(pairs ...any) object {
+		var list []any
+		for i := 0; i < len(pairs); i += 2 {
+			list = append(list, object{"name": pairs[i], "value": pairs[i+1]})
+		}
+		return object{"containers": []any{object{"env": list}}}
+	}
+	mount := func(path string) object {
+		return object{"containers": []any{object{"volumeMounts": []any{object{"mountPath": path}}}}}
+	}
+	class := func(name string) object { return object{"containers": []any{object{}}, "runtimeClassName": name} }
+	for name, c := range map[string]struct {
+		policy *admissionv1.ValidatingAdmissionPolicy
+		spec   object
+		want   string
+	}{
+		"nothing":             {policy, env(), ""},
+		"all":                 {policy, env("NVIDIA_VISIBLE_DEVICES", "all"), "NVIDIA_VISIBLE_DEVICES would"},
+		"an old image":        {policy, env("CUDA_VERSION", "8.0"), "CUDA_VERSION without"},
+		"an old image, void":  {policy, env("CUDA_VERSION", "8.0", "NVIDIA_VISIBLE_DEVICES", "void"), ""},
+		"no version":          {policy, env("CUDA_VERSION", ""), ""},
+		"a version elsewhere": {policy, object{"containers": []any{object{"env": []any{object{"name": "CUDA_VERSION", "valueFrom": object{}}}}}}, "CUDA_VERSION without"},
+		"a mount":             {policy, mount("/var/run/nvidia-container-devices/all"), "a mount at"},
+		"spelled otherwise":   {policy, mount("//var/run/./nvidia-container-devices/all"), "a mount at"},
+		"where it links to":   {policy, mount("/run/nvidia-container-devices/all"), "a mount at"},
+		"nvidia":              {policy, class("nvidia"), "RuntimeClass"},
+		"nvidia-legacy":       {policy, class("nvidia-legacy"), "RuntimeClass"},
+		"another class":       {policy, class("gvisor"), ""},
+		"of another name":     {policyWith(`podPolicy={"action":"deny","runtimeClasses":["gpus"]}`), class("gpus"), "RuntimeClass"},
+		"no classes":          {policyWith(`podPolicy={"action":"deny","runtimeClasses":[]}`), class("nvidia"), ""},
+	} {
+		input := map[string]any{"request": object{"operation": "CREATE"}, "object": object{"spec": c.spec}, "oldObject": nil}
+		if got := decide(t, c.policy, input); (c.want == "") != (got == "") || !strings.Contains(got, c.want) {
+			t.Errorf("%s: got %q, want %q", name, got, c.want)
+		}
+	}
+	update := map[string]any{"request": object{"operation": "UPDATE"}, "object": object{"spec": class("nvidia")}, "oldObject": nil}
+	if got := decide(t, policy, update); got != "" {
+		t.Errorf("debugging a pod that has the class: %q", got)
+	}
+}
+
 // A policy without the API servers' addresses would be either no protection or no webhook.
 func TestNetworkPolicies(t *testing.T) {
 	const from = `[{"ipBlock":{"cidr":"10.0.0.10/32"}}]`

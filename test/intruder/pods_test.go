@@ -47,8 +47,11 @@ func TestPodsAroundTheLedger(t *testing.T) {
 		"privileged": {func(s *corev1.PodSpec) { first(s).SecurityContext = &corev1.SecurityContext{Privileged: ptr.To(true)} }, privileged},
 		"as a volume": {func(s *corev1.PodSpec) {
 			s.Volumes = []corev1.Volume{{Name: "v", VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{}}}}
-			first(s).VolumeMounts = []corev1.VolumeMount{{Name: "v", MountPath: "/var/run/nvidia-container-devices/all"}}
+			first(s).VolumeMounts = []corev1.VolumeMount{{Name: "v", MountPath: "//run/nvidia-container-devices/all"}}
 		}, mounted},
+		"as an old image": {func(s *corev1.PodSpec) {
+			first(s).Env = []corev1.EnvVar{{Name: "CUDA_VERSION", Value: "8.0"}}
+		}, "CUDA_VERSION"},
 	} {
 		until(t, name, c.want, create("default", c.change))
 	}
