@@ -4,6 +4,7 @@ package helm_test
 
 import (
 	"bytes"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -126,6 +127,20 @@ func TestOnlyNodesWithGPUs(t *testing.T) {
 		if len(got) != 2 || got[label] != "true" || got["kubernetes.io/os"] != "linux" {
 			t.Errorf("%s: on nodes with %v", label, got)
 		}
+	}
+}
+
+// The README's affinity keeps agents off control-plane nodes, whose taint they tolerate.
+func TestNotOnTheControlPlane(t *testing.T) {
+	const label = "node-role.kubernetes.io/control-plane"
+	spec := ask[appsv1.DaemonSet](t, "DaemonSet", "", `affinity={"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":`+
+		`{"nodeSelectorTerms":[{"matchExpressions":[{"key":"`+label+`","operator":"DoesNotExist"}]}]}}}`).Spec.Template.Spec
+	term := spec.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms[0].MatchExpressions[0]
+	if term.Key != label || term.Operator != corev1.NodeSelectorOpDoesNotExist {
+		t.Errorf("affinity %+v", spec.Affinity)
+	}
+	if readme, err := os.ReadFile("tandem/README.md"); err != nil || !strings.Contains(string(readme), "{key: "+label+", operator: DoesNotExist}") {
+		t.Errorf("the README does not say so: %v", err)
 	}
 }
 
