@@ -39,6 +39,7 @@ type Ledger interface {
 	Changed() <-chan struct{}
 	Withheld() error
 	Withhold(source string, reason error)
+	Withholds(source string) bool
 }
 
 // Node is the node's object. UID is empty while there is none. Changed returns a channel that is closed at the next change; it is
@@ -195,6 +196,8 @@ func New(c Config) (*Driver, error) {
 	return &Driver{
 		Config: c, metrics: newMetrics(c.Registerer), statuses: make(chan claimStatus, 1000), probeAgain: 10 * time.Minute,
 		unusable: map[types.UID]unusable{},
+		// A Driver of before may have withheld: this one takes over.
+		withholds: c.Ledger.Withholds(sourceConflicting),
 		// The UID of events on nodes is the node's name, by kubelet's convention: `kubectl describe` selects that.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},
 		slices:  fmt.Errorf("ResourceSlices of node %s are not published yet", c.NodeName),

@@ -74,8 +74,9 @@ type fixedLedger struct {
 	outstanding int
 }
 
-func (s fixedLedger) Unwritable() error { return nil }
-func (fixedLedger) Withheld() error     { return nil }
+func (s fixedLedger) Unwritable() error   { return nil }
+func (fixedLedger) Withheld() error       { return nil }
+func (fixedLedger) Withholds(string) bool { return false }
 
 func (s fixedLedger) Holds() []ledger.Hold         { return s.holds }
 func (s fixedLedger) Conflicts() []ledger.Conflict { return s.conflicts }
