@@ -256,8 +256,13 @@ func (c *resourceDevices) states(u usage) []state {
 	held, all := u.held(), u.heldOrPending()
 	for at, i := range c.items {
 		mine, conflict := u.availability(c.resource, i, held)
+		health := i.Health()
+		if mine {
+			// Otherwise kubelet, when it restarts, fails a pod whose container starts again.
+			health = i.HealthForHolder()
+		}
 		switch {
-		case !i.Health().Healthy() && !i.removed():
+		case !health.Healthy() && !i.removed():
 			states[at] = stateUnhealthy
 		case conflict || i.removed() || !mine && u.withheld || !i.offered && (c.config.Retiring || !mine):
 			states[at] = stateWithdrawn
@@ -266,7 +271,6 @@ func (c *resourceDevices) states(u usage) []state {
 		case !mine && i.unready:
 			states[at] = stateWithdrawn // the device is healthy
 		case !mine && (i.unnamed || u.unwritable):
-			// A device that a pod holds stays healthy: otherwise kubelet, when it restarts, fails a pod whose container starts again.
 			states[at] = stateUnhealthy
 		case !mine && all.exclude(i.use()):
 			states[at] = stateWithdrawn

@@ -42,6 +42,7 @@ func TestAssess(t *testing.T) {
 		"limit of another plugin":     {healthy, replica, stateWithdrawn, stateWithdrawn},
 		"limit by another resource":   {healthy, byAnother, stateWithdrawn, stateWithdrawn},
 		"lost":                        {lost, nil, stateUnhealthy, stateUnhealthy},
+		"lost while a pod holds it":   {lost, hold(ledger.KindPod, ledger.StateHeld, healthy.Ref()), stateUnhealthy, stateUnhealthy},
 		"lost while a claim holds it": {lost, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateUnhealthy, stateUnhealthy},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -62,6 +63,19 @@ func TestAssess(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// What no new holder can get stays healthy for the pod that holds it: kubelet, when it restarts, fails a pod otherwise.
+func TestHeldDevicesStayHealthy(t *testing.T) {
+	held := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-a"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-a"}, Resource: whole.GPU}
+	for _, reason := range []string{device.ReasonNotClean, device.ReasonNotInjectable, device.ReasonNotRecordable} {
+		unusable := device.Health{Reason: reason}
+		c := devicesOf(device.GPU{UUID: "GPU-a", Health: unusable}, device.GPU{UUID: "GPU-b", Minor: 1, Health: unusable})
+		got := c.states(usageOf(fixedLedger{holds: []ledger.Hold{held}}, noAllocations))
+		if want := []state{stateHealthy, stateUnhealthy}; !slices.Equal(got, want) {
+			t.Errorf("%s: %v, want %v", reason, got, want)
+		}
 	}
 }
 
