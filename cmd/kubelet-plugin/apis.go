@@ -92,7 +92,7 @@ func (a *agent) objectConfig(c components) gpunode.Config {
 	}
 	if a.config.Mode.Limits() {
 		if !a.limitsByCDI() {
-			config.Inventory = c.devices // pods do not need the CDI specs
+			config.Inventory = c.usable.WithoutCDI()
 		}
 		config.Facts.Limits, config.Facts.OfferedToPods = a.config.Resources(), a.config.OfferedToPods
 	}
@@ -127,6 +127,9 @@ func (a *agent) pluginConfig(c components, object *gpunode.Object) legacy.Config
 		Ledger: c.book, Specs: c.specs, Kubelet: c.resources, Sharing: c.policy, Requesters: c.pods,
 		Allocations: object, Acknowledge: object.Acknowledge, Adopt: c.adopt, Excluded: a.config.Excluded,
 		Recorder: a.recorder, Registerer: a.metrics,
+	}
+	if !a.limitsByCDI() {
+		config.Inventory = c.usable.WithoutCDI()
 	}
 	if a.config.ResetGPUs {
 		config.HandOver = c.cleaner.Ensure
