@@ -65,9 +65,11 @@ type times struct {
 	goneFor time.Duration
 	// ownPod is how often the agent looks for its pod. It makes no request for that.
 	ownPod time.Duration
+	// specsWait is how long a start waits for the first CDI specs. A hung GPU delays them by seconds.
+	specsWait time.Duration
 }
 
-var defaultTimes = times{answerWait: 3 * time.Second, goneFor: 30 * time.Second, ownPod: 5 * time.Second}
+var defaultTimes = times{answerWait: 3 * time.Second, goneFor: 30 * time.Second, ownPod: 5 * time.Second, specsWait: 5 * time.Second}
 
 func newAgent(c config.Config) (*agent, error) {
 	api, err := newAPI(c.Kubeconfig)
