@@ -132,16 +132,23 @@ func (r *lists) build(u usage, before *deviceTable, now time.Time) *deviceTable 
 	for _, d := range inv.Devices() {
 		byUUID[d.UUID()] = d
 	}
+	find := func(id string, ref device.Ref) (device.Device, bool) {
+		d, known := byUUID[device.HardwareUUID(id)]
+		if !known && !device.HasUUID(id) {
+			return inv.ByRef(ref) // an adopted pod has an ID of another plugin
+		}
+		return d, known
+	}
 	for at, old := range before.items {
 		if _, still := next.items[at]; !still {
-			next.items[at] = withdraw(old, byUUID)
+			next.items[at] = withdraw(old, find)
 		}
 	}
 	for at, h := range u.pods {
 		if _, there := next.items[at]; there || !r.Resources.Has(at.resource) {
 			continue
 		}
-		d, known := byUUID[device.HardwareUUID(at.id)]
+		d, known := find(at.id, h.Device)
 		if !known {
 			d = missingDevice(inv, at.id, h.Device)
 		}
@@ -219,8 +226,8 @@ func (r *lists) unready(items map[listedID]item) map[device.Ref]bool {
 var missing = device.Health{Reason: device.ReasonMissing, Message: "no longer in the inventory"}
 
 // withdraw returns an item that is not offered any more, with its device as the inventory has it now.
-func withdraw(old item, byUUID map[string]device.Device) item {
-	now, there := byUUID[old.hardware()]
+func withdraw(old item, find func(id string, ref device.Ref) (device.Device, bool)) item {
+	now, there := find(old.id, old.Ref())
 	switch {
 	case there:
 		old.Device = now

@@ -290,6 +290,40 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 	}
 }
 
+// A pod that was adopted has its device under the ID of another plugin. It stays healthy while its GPU is.
+func TestAdoptedIDIsListedAsItsGPU(t *testing.T) {
+	f := newFixture(t, release137)
+	if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: "nvidia5", Resource: whole.GPU, Device: device.Ref{GPU: uuid(5)}}}); err != nil {
+		t.Fatal(err)
+	}
+	p, err := New(f.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	health := func(at int, id string) string {
+		lists, _ := p.Look(began.Add(time.Duration(at) * time.Second))
+		for _, d := range lists[whole.GPU].GetDevices() {
+			if d.ID == id {
+				return d.Health
+			}
+		}
+		return "not listed"
+	}
+	for at := range 3 {
+		if got := health(at, "nvidia5"); got != pluginapi.Healthy {
+			t.Errorf("at %d s it is %s", at, got)
+		}
+	}
+	if got := health(3, uuid(5)); got != pluginapi.Unhealthy {
+		t.Errorf("its GPU is %s for others", got)
+	}
+	f.inventory.setHealth(uuid(5), device.Health{Reason: device.ReasonLost})
+	if got := health(4, "nvidia5"); got != pluginapi.Unhealthy {
+		t.Errorf("with a lost GPU it is %s", got)
+	}
+}
+
 // Partitions that are on their way out do not keep whole GPUs from being chosen by their links.
 func TestPlannerBesideWhatLeaves(t *testing.T) {
 	f := newFixture(t, release137)
