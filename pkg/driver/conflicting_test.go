@@ -171,6 +171,29 @@ func TestNextDriverTakesOver(t *testing.T) {
 	}
 }
 
+// A conflicting driver that does not answer in time is not gone.
+func TestSlowConflictingDriver(t *testing.T) {
+	r := newRig(t, machine(1))
+	path := filepath.Join(r.dir, "plugins_registry", "other-reg.sock")
+	stop := serveOther(t, path, registerapi.DRAPlugin, "gpu.nvidia.com")
+	r.driver.FindConflicting(t.Context())
+	stop()
+	stop = listenSilently(t, path)
+	for range 2 {
+		r.driver.FindConflicting(t.Context())
+	}
+	if r.ledger.Withheld() == nil || r.adoptions.Load() > 0 {
+		t.Errorf("Withheld is %v after %d adoptions", r.ledger.Withheld(), r.adoptions.Load())
+	}
+	stop()
+	for range 2 { // the first adoption fails
+		r.driver.FindConflicting(t.Context())
+	}
+	if err := r.ledger.Withheld(); err != nil {
+		t.Error(err)
+	}
+}
+
 // While the ledger withholds devices, all devices are tainted, a claim of before is prepared again, and a new one waits.
 func TestWithheldDevices(t *testing.T) {
 	r := newRig(t, machine(2))

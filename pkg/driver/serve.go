@@ -337,6 +337,8 @@ func (d *Driver) findConflicting(ctx context.Context, ours []*ownSocket, asked m
 		}
 		info, err := pluginInfo(ctx, path)
 		switch {
+		case err != nil && d.conflicted(path) && listening(ctx, path):
+			return &ConflictingDriverError{DriverName: d.DriverName, Socket: path}
 		case err != nil:
 			return nil
 		case info.Type == registerapi.DRAPlugin && info.Name == d.DriverName:

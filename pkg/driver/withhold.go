@@ -4,6 +4,7 @@ package driver
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io/fs"
 	"slices"
@@ -39,6 +40,12 @@ func (d *Driver) withhold(ctx context.Context, conflicting error) error {
 	d.withholds = false
 	d.Ledger.Withhold(sourceConflicting, nil)
 	return nil
+}
+
+// conflicted reports whether devices are withheld because of the process at a socket. It may only be slow now.
+func (d *Driver) conflicted(socket string) bool {
+	before, known := errors.AsType[*ConflictingDriverError](d.Ledger.Withheld())
+	return d.withholds && known && before.Socket == socket
 }
 
 // withheldDetail is the value of TaintUnhealthy on the devices of a node that serves nothing new.
