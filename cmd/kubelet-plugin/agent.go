@@ -163,8 +163,8 @@ type components struct {
 	cleaner *handover.Cleaner
 	// usable is the inventory of devices with the health that the front-ends offer them by.
 	usable *health.Inventory
-	// adopt is the reconciler's Adopt.
-	adopt func(ctx context.Context) error
+	// adopt and adoptClaims are the reconciler's Adopt and AdoptClaims.
+	adopt, adoptClaims func(ctx context.Context) error
 }
 
 // newComponents makes the components that need no lock. It has no visible effect.
@@ -270,7 +270,7 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 		KubeletDir: a.config.KubeletDir, ProcRoot: a.config.ProcRoot, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Limits: a.config.Resources(),
 		Recorder: a.recorder, Registerer: a.metrics,
 	})
-	c.adopt = reconciler.Adopt
+	c.adopt, c.adoptClaims = reconciler.Adopt, reconciler.AdoptClaims
 	if err := reconciler.Restore(ctx); err != nil {
 		return err
 	}

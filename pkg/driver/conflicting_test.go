@@ -160,6 +160,7 @@ func TestNextDriverTakesOver(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	next.takeOver = time.Millisecond
 	for range 2 { // the first adoption fails
 		if r.ledger.Withheld() == nil {
 			t.Error("devices are given away before what the other gave is known")
@@ -168,6 +169,23 @@ func TestNextDriverTakesOver(t *testing.T) {
 	}
 	if err := r.ledger.Withheld(); err != nil || r.adoptions.Load() != 2 {
 		t.Errorf("Withheld is %v after %d adoptions", err, r.adoptions.Load())
+	}
+}
+
+// What a conflicting driver gave away is adopted only if it is still gone a while later.
+func TestConflictingDriverComesBack(t *testing.T) {
+	r := newRig(t, machine(1))
+	stop := serveOther(t, kubeletSocket(r.dir), registerapi.DRAPlugin, "gpu.nvidia.com")
+	r.driver.FindConflicting(t.Context())
+	stop()
+	r.driver.takeOver = 200 * time.Millisecond
+	done := make(chan struct{})
+	go func() { defer close(done); r.driver.FindConflicting(t.Context()) }()
+	time.Sleep(r.driver.takeOver / 4)
+	serveOther(t, kubeletSocket(r.dir), registerapi.DRAPlugin, "gpu.nvidia.com")
+	<-done
+	if r.ledger.Withheld() == nil || r.adoptions.Load() > 0 {
+		t.Errorf("Withheld is %v after %d adoptions", r.ledger.Withheld(), r.adoptions.Load())
 	}
 }
 

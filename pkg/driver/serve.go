@@ -303,6 +303,9 @@ const socketTimeout = time.Second
 func (d *Driver) waitUntilAlone(ctx context.Context) {
 	alone := func(conflicting error) bool {
 		conflicting = d.withhold(ctx, conflicting)
+		if ctx.Err() != nil {
+			return true
+		}
 		d.setWaiting(ctx, "ConflictingDriver", conflicting)
 		return conflicting == nil
 	}
