@@ -65,9 +65,11 @@ type times struct {
 	goneFor time.Duration
 	// ownPod is how often the agent looks for its pod. It makes no request for that.
 	ownPod time.Duration
+	// specsWait is how long a start waits for the first CDI specs. A hung GPU delays them by seconds.
+	specsWait time.Duration
 }
 
-var defaultTimes = times{answerWait: 3 * time.Second, goneFor: 30 * time.Second, ownPod: 5 * time.Second}
+var defaultTimes = times{answerWait: 3 * time.Second, goneFor: 30 * time.Second, ownPod: 5 * time.Second, specsWait: 5 * time.Second}
 
 func newAgent(c config.Config) (*agent, error) {
 	api, err := newAPI(c.Kubeconfig)
@@ -161,8 +163,8 @@ type components struct {
 	cleaner *handover.Cleaner
 	// usable is the inventory of devices with the health that the front-ends offer them by.
 	usable *health.Inventory
-	// adopt is the reconciler's Adopt.
-	adopt func(ctx context.Context) error
+	// adopt and adoptClaims are the reconciler's Adopt and AdoptClaims.
+	adopt, adoptClaims func(ctx context.Context) error
 }
 
 // newComponents makes the components that need no lock. It has no visible effect.
@@ -268,7 +270,7 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 		KubeletDir: a.config.KubeletDir, ProcRoot: a.config.ProcRoot, NodeName: a.config.NodeName, DriverName: a.config.DriverName, Limits: a.config.Resources(),
 		Recorder: a.recorder, Registerer: a.metrics,
 	})
-	c.adopt = reconciler.Adopt
+	c.adopt, c.adoptClaims = reconciler.Adopt, reconciler.AdoptClaims
 	if err := reconciler.Restore(ctx); err != nil {
 		return err
 	}

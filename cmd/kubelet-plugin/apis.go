@@ -13,6 +13,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -38,7 +39,7 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return object.Run(ctx) })
-	if !c.pods.AwaitSync(ctx) || !c.specs.Await(ctx) {
+	if !c.pods.AwaitSync(ctx) || !a.awaitSpecs(ctx, c.specs) {
 		return group.Wait()
 	}
 	// Nothing is given away beside another process that gives the same devices away.
@@ -61,6 +62,14 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 		group.Go(func() error { return retire(ctx, c.book, plugin.Run) })
 	}
 	return group.Wait()
+}
+
+// awaitSpecs waits for the first CDI specs, so that healthy devices are not listed as unhealthy first. Without an entry they are
+// unhealthy, so it does not wait long for a GPU that hangs. It returns false if ctx ends.
+func (a *agent) awaitSpecs(ctx context.Context, specs *cdi.Specs) bool {
+	limited, cancel := context.WithTimeout(ctx, a.times.specsWait)
+	defer cancel()
+	return specs.Await(limited) || ctx.Err() == nil
 }
 
 // retire runs the device plugin of a node whose mode no longer has it, while a pod of before has a device.
@@ -92,7 +101,7 @@ func (a *agent) objectConfig(c components) gpunode.Config {
 	}
 	if a.config.Mode.Limits() {
 		if !a.limitsByCDI() {
-			config.Inventory = c.devices // pods do not need the CDI specs
+			config.Inventory = c.usable.WithoutCDI()
 		}
 		config.Facts.Limits, config.Facts.OfferedToPods = a.config.Resources(), a.config.OfferedToPods
 	}
@@ -108,7 +117,7 @@ func (a *agent) claimsConfig(c components, object *gpunode.Object) driver.Config
 	return driver.Config{
 		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
 		Node: c.self, Ledger: c.book, Inventory: c.usable, Partitions: c.devices, HandOver: c.cleaner.Ensure, Specs: c.specs, Pods: c.pods,
-		Sharing: c.shared, Policy: c.policy, DaemonTrouble: object.DaemonTrouble, Adopt: c.adopt,
+		Sharing: c.shared, Policy: c.policy, DaemonTrouble: object.DaemonTrouble, Adopt: c.adoptClaims,
 		Recorder: a.recorder, Registerer: a.metrics,
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToPods: a.config.OfferedToPods, Limits: a.config.Resources(),
 		PublishNothing: !a.config.Mode.Claims(),
@@ -127,6 +136,9 @@ func (a *agent) pluginConfig(c components, object *gpunode.Object) legacy.Config
 		Ledger: c.book, Specs: c.specs, Kubelet: c.resources, Sharing: c.policy, Requesters: c.pods,
 		Allocations: object, Acknowledge: object.Acknowledge, Adopt: c.adopt, Excluded: a.config.Excluded,
 		Recorder: a.recorder, Registerer: a.metrics,
+	}
+	if !a.limitsByCDI() {
+		config.Inventory = c.usable.WithoutCDI()
 	}
 	if a.config.ResetGPUs {
 		config.HandOver = c.cleaner.Ensure

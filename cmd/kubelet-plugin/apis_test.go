@@ -3,10 +3,13 @@
 package main
 
 import (
+	"context"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
@@ -36,5 +39,19 @@ func TestPluginConfig(t *testing.T) {
 		if !passed {
 			t.Errorf("%s is not as configured: %+v", what, got)
 		}
+	}
+}
+
+// Both APIs are served although a hung GPU keeps the first CDI specs from being written.
+func TestSpecsAreAwaitedForAWhile(t *testing.T) {
+	hung := cdi.New(cdi.Options{Dir: t.TempDir()}) // nothing runs it
+	a := &agent{times: times{specsWait: time.Millisecond}}
+	if !a.awaitSpecs(t.Context(), hung) {
+		t.Error("a start ends because a GPU hangs")
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if a.awaitSpecs(ctx, hung) {
+		t.Error("a start goes on after its end")
 	}
 }

@@ -220,6 +220,25 @@ func TestDevicesThatCannotBeInjectedAreNotOffered(t *testing.T) {
 	}
 }
 
+// Limits without CDI are served where no spec can be written, and claims are not.
+func TestLimitsWithoutCDI(t *testing.T) {
+	c := nodeConfig(t)
+	simulatedMachine(t, &c)
+	c.DeviceListStrategies = []string{"envvar"}
+	check(t, os.WriteFile(c.CDIDir, nil, 0o600))
+	kubelet := newListReader(t, c)
+	client := fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}})
+	a := startWith(t, c, client)
+	kubelet.follow()
+	await(t, "healthy devices", func() bool { ids, _ := kubelet.healthy(); return len(ids) == 4 })
+	await(t, "slices", func() bool { devices, _ := inSlices(t, client); return devices == 4 })
+	if _, offered := inSlices(t, client); offered > 0 {
+		t.Errorf("%d devices are offered to claims", offered)
+	}
+	kubelet.stop()
+	a.stop()
+}
+
 // wantDeviceEvent waits for the only event.
 func (a *testAgent) wantDeviceEvent(reason, says string) {
 	a.t.Helper()

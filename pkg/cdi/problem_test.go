@@ -96,6 +96,10 @@ func TestProblem(t *testing.T) {
 				return err.Error()
 			}
 			first := wanted()
+			// A partition that a claim asks for could not be given to its container either.
+			if err := s.Unwritable(); err == nil || !strings.Contains(err.Error(), harm.says) {
+				t.Errorf("unwritable: %v, want %q", err, harm.says)
+			}
 			calls := from.count()
 			if err := s.Ensure(t.Context(), "GPU-a"); err == nil || err.Error() != first {
 				t.Errorf("a second attempt fails with %v, the first with %s: it would be logged again", err, first)
@@ -104,7 +108,7 @@ func TestProblem(t *testing.T) {
 				t.Errorf("the source was asked %d times to repeat a write", from.count()-calls)
 			}
 			harm.undo(t, dir)
-			await(t, func() bool { return s.Problem("GPU-a") == nil })
+			await(t, func() bool { return s.Problem("GPU-a") == nil && s.Unwritable() == nil })
 			if got := resolves(t, dir); len(got) != 1 {
 				t.Errorf("without a problem a runtime finds %v", got)
 			}
@@ -191,8 +195,11 @@ func TestProblemOfTheHook(t *testing.T) {
 	if err := s.Problem("GPU-a"); err == nil || !strings.Contains(err.Error(), source) {
 		t.Errorf("problem %v", err)
 	}
+	if err := s.Unwritable(); err == nil || !strings.Contains(err.Error(), source) {
+		t.Errorf("unwritable: %v", err)
+	}
 	check(t, os.WriteFile(source, []byte("hook"), 0o755))
-	await(t, func() bool { return s.Problem("GPU-a") == nil })
+	await(t, func() bool { return s.Problem("GPU-a") == nil && s.Unwritable() == nil })
 	check(t, os.Remove(source))
 	check(t, os.Remove(target))
 	await(t, func() bool { return s.Problem("GPU-a") != nil })

@@ -71,7 +71,8 @@ type Specs struct {
 	wanted *answer
 	// absent is why a device without an entry has none, if failed does not say it.
 	absent error
-	// broken is why hook or main file are damaged and cannot be restored, and unwritable why the last new file could not be written.
+	// broken is why hook or main file are damaged and cannot be restored, and unwritable why the last new file could not be written, or
+	// none could be while the Source's answer was not written.
 	broken, unwritable error
 	// placeholders are names that get a placeholder device while no device has them.
 	placeholders map[string]bool
@@ -209,16 +210,26 @@ func (s *Specs) settle() error {
 	for _, name := range slices.Sorted(maps.Keys(s.clients)) {
 		errs = append(errs, s.clients[name].repair())
 	}
-	if s.unwritable != nil {
+	if s.unwritable != nil || s.wanted != nil {
 		s.unwritable = s.tryWriting()
 	}
 	return errors.Join(append(errs, s.unwritable)...)
 }
 
-// tryWriting returns why no file of the size of a partition's can be written. Under s.mu.
+// specSize is about that of a spec.
+const specSize = 16 << 10
+
+// tryWriting returns why no file of the size of a partition's can be written, or the hook that it names. Under s.mu.
 func (s *Specs) tryWriting() error {
+	if err := s.options.Hook.Ensure(); err != nil {
+		return err
+	}
+	data := s.main.want
+	if data == nil {
+		data = make([]byte, specSize)
+	}
 	f := ownedFile{path: s.main.path + ".attempt"} // no name that container runtimes read
-	if err := f.replace(io.NewSectionReader(bytes.NewReader(s.main.want), 0, int64(len(s.main.want))), 0o600, nil); err != nil {
+	if err := f.replace(io.NewSectionReader(bytes.NewReader(data), 0, int64(len(data))), 0o600, nil); err != nil {
 		return err
 	}
 	return os.Remove(f.path)

@@ -92,6 +92,16 @@ const (
 // Healthy reports whether the device can run work.
 func (h Health) Healthy() bool { return h.Reason == "" }
 
+// forHolder drops the reasons for which only a new holder cannot get the device: it works.
+func (h Health) forHolder() Health {
+	switch h.Reason {
+	case ReasonNotClean, ReasonNotInjectable, ReasonNotRecordable:
+		return Health{}
+	default:
+		return h
+	}
+}
+
 // Link is the connection of two GPUs of a node, from far to near.
 type Link int
 
@@ -216,4 +226,10 @@ func (d Device) Health() Health {
 		return d.GPU.Health
 	}
 	return d.Partition.Health
+}
+
+// HealthForHolder is Health for the holder that has the device. A reason for which only a new holder cannot get it does not count.
+func (d Device) HealthForHolder() Health {
+	d.GPU.Health, d.Partition.Health = d.GPU.Health.forHolder(), d.Partition.Health.forHolder()
+	return d.Health()
 }

@@ -60,4 +60,16 @@ func TestHealthOfPartition(t *testing.T) {
 	if got := (Device{GPU{UUID: "GPU-1", Health: lost}, p}).Health(); got != lost {
 		t.Errorf("health is %v, want its GPU's", got)
 	}
+	for _, reason := range []string{ReasonNotClean, ReasonNotInjectable, ReasonNotRecordable} {
+		unusable := Health{Reason: reason}
+		if got := (Device{GPU{UUID: "GPU-1", Health: unusable}, p}).HealthForHolder(); got != odd {
+			t.Errorf("%s: health is %v for the holder, want its own", reason, got)
+		}
+		if got := (Device{GPU: GPU{UUID: "GPU-1", Health: unusable}}).HealthForHolder(); !got.Healthy() {
+			t.Errorf("%s: health is %v for the holder", reason, got)
+		}
+	}
+	if got := (Device{GPU{UUID: "GPU-1", Health: lost}, p}).HealthForHolder(); got != lost {
+		t.Errorf("health is %v for the holder, want its GPU's", got)
+	}
 }

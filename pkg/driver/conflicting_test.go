@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"google.golang.org/grpc"
 	resourceapi "k8s.io/api/resource/v1"
 	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
@@ -142,6 +143,72 @@ func TestConflictingDriverIsAwaited(t *testing.T) {
 			}
 			r.awaitPublished(names(2, nil))
 		})
+	}
+}
+
+// A driver that was made while another withheld devices takes over from the conflicting one, which is gone by then.
+func TestNextDriverTakesOver(t *testing.T) {
+	r := newRig(t, machine(1))
+	ctx, cancel := context.WithCancel(t.Context())
+	stop := serveOther(t, kubeletSocket(r.dir), registerapi.DRAPlugin, "gpu.nvidia.com")
+	r.driver.FindConflicting(ctx)
+	cancel()
+	stop()
+	config := r.driver.Config
+	config.Registerer = prometheus.NewRegistry()
+	next, err := New(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	next.takeOver = time.Millisecond
+	for range 2 { // the first adoption fails
+		if r.ledger.Withheld() == nil {
+			t.Error("devices are given away before what the other gave is known")
+		}
+		next.FindConflicting(t.Context())
+	}
+	if err := r.ledger.Withheld(); err != nil || r.adoptions.Load() != 2 {
+		t.Errorf("Withheld is %v after %d adoptions", err, r.adoptions.Load())
+	}
+}
+
+// What a conflicting driver gave away is adopted only if it is still gone a while later.
+func TestConflictingDriverComesBack(t *testing.T) {
+	r := newRig(t, machine(1))
+	stop := serveOther(t, kubeletSocket(r.dir), registerapi.DRAPlugin, "gpu.nvidia.com")
+	r.driver.FindConflicting(t.Context())
+	stop()
+	r.driver.takeOver = 200 * time.Millisecond
+	done := make(chan struct{})
+	go func() { defer close(done); r.driver.FindConflicting(t.Context()) }()
+	time.Sleep(r.driver.takeOver / 4)
+	serveOther(t, kubeletSocket(r.dir), registerapi.DRAPlugin, "gpu.nvidia.com")
+	<-done
+	if r.ledger.Withheld() == nil || r.adoptions.Load() > 0 {
+		t.Errorf("Withheld is %v after %d adoptions", r.ledger.Withheld(), r.adoptions.Load())
+	}
+}
+
+// A conflicting driver that does not answer in time is not gone.
+func TestSlowConflictingDriver(t *testing.T) {
+	r := newRig(t, machine(1))
+	path := filepath.Join(r.dir, "plugins_registry", "other-reg.sock")
+	stop := serveOther(t, path, registerapi.DRAPlugin, "gpu.nvidia.com")
+	r.driver.FindConflicting(t.Context())
+	stop()
+	stop = listenSilently(t, path)
+	for range 2 {
+		r.driver.FindConflicting(t.Context())
+	}
+	if r.ledger.Withheld() == nil || r.adoptions.Load() > 0 {
+		t.Errorf("Withheld is %v after %d adoptions", r.ledger.Withheld(), r.adoptions.Load())
+	}
+	stop()
+	for range 2 { // the first adoption fails
+		r.driver.FindConflicting(t.Context())
+	}
+	if err := r.ledger.Withheld(); err != nil {
+		t.Error(err)
 	}
 }
 

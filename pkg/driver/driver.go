@@ -39,6 +39,7 @@ type Ledger interface {
 	Changed() <-chan struct{}
 	Withheld() error
 	Withhold(source string, reason error)
+	Withholds(source string) bool
 }
 
 // Node is the node's object. UID is empty while there is none. Changed returns a channel that is closed at the next change; it is
@@ -126,7 +127,7 @@ type Config struct {
 	Policy     Policy
 	// HandOver must return nil for each GPU of a claim before it is prepared (handover.Cleaner.Ensure). Idempotent.
 	HandOver func(ctx context.Context, uuid string) error
-	// Adopt adds holds for what another process of our driver name gave away (reconcile.Reconciler.Adopt).
+	// Adopt adds holds for what another process of our driver name gave away (reconcile.Reconciler.AdoptClaims).
 	Adopt func(ctx context.Context) error
 	// DaemonTrouble returns why the pod of an MPS daemon does not run; empty if it is not known.
 	DaemonTrouble func(daemon string) string
@@ -172,6 +173,8 @@ type Driver struct {
 	probeAgain time.Duration
 	// withholds is set from a conflicting driver's appearance until it is taken over from. Only Run uses it, and FindConflicting.
 	withholds bool
+	// takeOver is how long a conflicting driver must be gone before it is taken over from.
+	takeOver time.Duration
 	// publishAgain wakes the publisher, which acts on the two flags.
 	publishAgain                   broadcast.Signal
 	kubeletRegistered, dropsFields atomic.Bool
@@ -194,7 +197,9 @@ func New(c Config) (*Driver, error) {
 	}
 	return &Driver{
 		Config: c, metrics: newMetrics(c.Registerer), statuses: make(chan claimStatus, 1000), probeAgain: 10 * time.Minute,
-		unusable: map[types.UID]unusable{},
+		unusable: map[types.UID]unusable{}, takeOver: time.Second,
+		// A Driver of before may have withheld: this one takes over.
+		withholds: c.Ledger.Withholds(sourceConflicting),
 		// The UID of events on nodes is the node's name, by kubelet's convention: `kubectl describe` selects that.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},
 		slices:  fmt.Errorf("ResourceSlices of node %s are not published yet", c.NodeName),

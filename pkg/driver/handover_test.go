@@ -8,6 +8,10 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // A claim is prepared only when its GPUs are clean. kubelet tries again.
@@ -33,5 +37,30 @@ func TestPrepareHandsGPUsOver(t *testing.T) {
 	}
 	if want := []string{uuidOf(1), uuidOf(2)}; !slices.Equal(asked, want) {
 		t.Errorf("handed over %v, want %v", asked, want)
+	}
+}
+
+// A claim that has its GPU is prepared again although no new holder could get it: its containers may have to start again.
+func TestPrepareAgainWhatNoOtherGets(t *testing.T) {
+	for _, reason := range []string{device.ReasonNotClean, device.ReasonNotInjectable, device.ReasonNotRecordable} {
+		r := newRig(t, machine(2))
+		before := r.claim("before", "gpu-0")
+		if err := r.ask(t.Context(), before); err != nil {
+			t.Fatal(err)
+		}
+		unusable := func(g *device.GPU) { g.Health = device.Health{Reason: reason} }
+		r.inventory.set(machine(2, unusable))
+		if err := r.ask(t.Context(), before); err != nil {
+			t.Errorf("%s: %v", reason, err)
+		}
+		if err := r.ask(t.Context(), r.claim("next", "gpu-1")); err == nil || !strings.Contains(err.Error(), reason) {
+			t.Errorf("%s: a new claim gets %v", reason, err)
+		}
+		if _, err := r.driver.UnprepareResourceClaims(t.Context(), []kubeletplugin.NamespacedObject{{UID: before.UID}}); err != nil {
+			t.Fatal(err)
+		}
+		if err := r.ask(t.Context(), before); err == nil || !strings.Contains(err.Error(), reason) {
+			t.Errorf("%s: an unprepared claim gets %v", reason, err)
+		}
 	}
 }

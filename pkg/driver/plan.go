@@ -109,6 +109,10 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 		Requests: []string{result.Request}, PoolName: result.Pool, DeviceName: result.Device, ShareID: result.ShareID,
 	}
 	ref, health := found.Ref(), found.Health()
+	if !health.Healthy() && !admin && d.has(p.claim, ref) {
+		// Otherwise the claim's containers cannot start again after kubelet did. ensureSpecs finds out whether they can be given the device.
+		health = found.HealthForHolder()
+	}
 	switch {
 	case !health.Healthy() && admin:
 		// One unhealthy GPU, which cannot be injected, must not keep a monitor from seeing the healthy ones.
@@ -148,6 +152,13 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 		}, found)
 	}
 	return nil
+}
+
+// has reports whether a claim holds the device.
+func (d *Driver) has(claim *resourceapi.ResourceClaim, ref device.Ref) bool {
+	return slices.ContainsFunc(d.Ledger.Holds(), func(h ledger.Hold) bool {
+		return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: string(claim.UID)} && h.Device == ref && h.State != ledger.StateDraining
+	})
 }
 
 // resolve returns the device of a result, or refuses a result that this node cannot serve. A dynamic GPU as a whole, and a

@@ -303,6 +303,9 @@ const socketTimeout = time.Second
 func (d *Driver) waitUntilAlone(ctx context.Context) {
 	alone := func(conflicting error) bool {
 		conflicting = d.withhold(ctx, conflicting)
+		if ctx.Err() != nil {
+			return true
+		}
 		d.setWaiting(ctx, "ConflictingDriver", conflicting)
 		return conflicting == nil
 	}
@@ -337,6 +340,8 @@ func (d *Driver) findConflicting(ctx context.Context, ours []*ownSocket, asked m
 		}
 		info, err := pluginInfo(ctx, path)
 		switch {
+		case err != nil && d.conflicted(path) && listening(ctx, path):
+			return &ConflictingDriverError{DriverName: d.DriverName, Socket: path}
 		case err != nil:
 			return nil
 		case info.Type == registerapi.DRAPlugin && info.Name == d.DriverName:

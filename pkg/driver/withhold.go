@@ -4,9 +4,11 @@ package driver
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io/fs"
 	"slices"
+	"time"
 
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -25,7 +27,18 @@ func (d *Driver) FindConflicting(ctx context.Context) {
 // withhold withholds devices while there is a conflicting driver. When it is gone, withhold adopts what it gave away before it ends
 // that. An error is why claims must not be served.
 func (d *Driver) withhold(ctx context.Context, conflicting error) error {
+	if conflicting == nil && d.withholds {
+		// By then kubelet's claim state has the last claim that the other process prepared.
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(d.takeOver):
+		}
+		conflicting = d.findConflicting(ctx, nil, map[string]fs.FileInfo{})
+	}
 	switch {
+	case ctx.Err() != nil:
+		return ctx.Err()
 	case conflicting != nil:
 		d.withholds = true
 		d.Ledger.Withhold(sourceConflicting, conflicting)
@@ -39,6 +52,12 @@ func (d *Driver) withhold(ctx context.Context, conflicting error) error {
 	d.withholds = false
 	d.Ledger.Withhold(sourceConflicting, nil)
 	return nil
+}
+
+// conflicted reports whether devices are withheld because of the process at a socket. It may only be slow now.
+func (d *Driver) conflicted(socket string) bool {
+	before, known := errors.AsType[*ConflictingDriverError](d.Ledger.Withheld())
+	return d.withholds && known && before.Socket == socket
 }
 
 // withheldDetail is the value of TaintUnhealthy on the devices of a node that serves nothing new.

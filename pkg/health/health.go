@@ -101,6 +101,27 @@ func (i *Inventory) Inventory() device.Inventory {
 	return inv
 }
 
+// WithoutCDI is the same inventory for holders that are given devices without CDI: what is wrong with the specs does not count. Run makes
+// its Changed work, too.
+func (i *Inventory) WithoutCDI() Source { return withoutCDI{i} }
+
+type withoutCDI struct{ of *Inventory }
+
+func (w withoutCDI) Changed() <-chan struct{} { return w.of.Changed() }
+
+func (w withoutCDI) Inventory() device.Inventory {
+	config := w.of.config
+	config.Specs = noSpecs{}
+	return (&Inventory{config: config}).Inventory()
+}
+
+// noSpecs have no problem.
+type noSpecs struct{}
+
+func (noSpecs) Problem(string) error     { return nil }
+func (noSpecs) Unwritable() error        { return nil }
+func (noSpecs) Changed() <-chan struct{} { return nil }
+
 // complete completes the health of a GPU and its partitions, and reports whether it changed anything.
 func (i *Inventory) complete(gpu *device.GPU) (changed bool) {
 	if !gpu.Health.Healthy() {

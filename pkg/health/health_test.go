@@ -67,9 +67,9 @@ func TestInventory(t *testing.T) {
 		{UUID: "GPU-5", Minor: 5, Health: device.Health{Reason: device.ReasonLost}},
 	}}}
 	i, _ := newInventory(w)
-	unhealthy := func() string {
+	unhealthy := func(inventory device.Inventory) string {
 		var names []string
-		for _, g := range i.Inventory().GPUs {
+		for _, g := range inventory.GPUs {
 			if !g.Health.Healthy() {
 				names = append(names, g.UUID+"="+g.Health.Reason)
 			}
@@ -83,8 +83,15 @@ func TestInventory(t *testing.T) {
 	}
 	want := func(want string) {
 		t.Helper()
-		if got := unhealthy(); got != want {
+		if got := unhealthy(i.Inventory()); got != want {
 			t.Errorf("unhealthy: %s, want %s", got, want)
+		}
+		wantWithoutCDI := "GPU-5=Lost"
+		if w.unrecorded != nil {
+			wantWithoutCDI = want
+		}
+		if got := unhealthy(i.WithoutCDI().Inventory()); got != wantWithoutCDI {
+			t.Errorf("unhealthy without CDI: %s, want %s", got, wantWithoutCDI)
 		}
 	}
 	before := w.inventory
@@ -134,7 +141,7 @@ func TestRun(t *testing.T) {
 		t.Errorf("%v devices are counted", got)
 	}
 	set(nil)
-	changed := i.Changed()
+	changed := i.WithoutCDI().Changed()
 	w.change(func() { w.unrecorded = errDisk })
 	<-changed
 	event("Warning DeviceNotRecordable", errDisk.Error())

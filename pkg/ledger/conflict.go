@@ -104,8 +104,8 @@ func (l *Ledger) mark(h Hold, set func(*Hold)) {
 	if !ok || current.Generation != h.Generation {
 		return
 	}
-	overdue, waitsFor := current.Overdue(), current.WaitsFor
-	if set(current); current.Overdue() != overdue || current.WaitsFor != waitsFor {
+	before := *current
+	if set(current); current.Overdue() != before.Overdue() || current.Deserted != before.Deserted || current.WaitsFor != before.WaitsFor {
 		l.announce()
 	}
 }

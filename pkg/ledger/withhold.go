@@ -34,6 +34,13 @@ func (l *Ledger) Withhold(source string, reason error) {
 	}
 }
 
+// Withholds reports whether a source withholds devices. It is safe for concurrent use.
+func (l *Ledger) Withholds(source string) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.withheld[source] != nil
+}
+
 // Withheld returns nil while devices are given to new holders, and otherwise the reasons of all sources, for the operator. Changed
 // reports a change. It is safe for concurrent use.
 func (l *Ledger) Withheld() error {

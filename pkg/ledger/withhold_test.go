@@ -39,6 +39,9 @@ func TestWithhold(t *testing.T) {
 		t.Errorf("Withheld is %v", err)
 	}
 	l.Withhold("plugin", nil)
+	if l.Withholds("plugin") || !l.Withholds("pods") {
+		t.Error("Withholds does not tell the sources apart")
+	}
 	if err := pod("c"); !errors.As(err, &withheld) {
 		t.Errorf("one of two reasons is left: %v", err)
 	}

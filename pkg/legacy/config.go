@@ -37,9 +37,11 @@ type Ledger interface {
 	Unwritable() error
 	// Changed returns a channel that is closed at the next change of a hold or conflict, or of Unwritable. Take it before reading.
 	Changed() <-chan struct{}
-	// Withheld returns why no device is given to new holders; nil if devices are. Withhold gives such a reason.
+	// Withheld returns why no device is given to new holders; nil if devices are. Withhold gives such a reason, and Withholds reports
+	// whether a source has given one.
 	Withheld() error
 	Withhold(source string, reason error)
+	Withholds(source string) bool
 }
 
 // Allocations returns the devices that the scheduler allocated to claims, prepared or not. Both methods answer from memory. The

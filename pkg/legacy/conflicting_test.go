@@ -72,8 +72,7 @@ func TestForeignPluginOfUnknownDevices(t *testing.T) {
 				if n := len(f.mySockets()); n > 0 {
 					t.Errorf("%d sockets of ours", n)
 				}
-				stop() // the agent dies and comes back, and has forgotten
-				f.ledger.Withhold(sourceConflicting, nil)
+				stop() // the agent makes another plugin, as after the held phase
 				p, _ = f.start()
 				f.awaitReady(p, "other.sock")
 				stopOther()
@@ -103,6 +102,24 @@ func TestForeignPluginOfUnknownDevices(t *testing.T) {
 			})
 		}
 	})
+}
+
+// A plugin that was made while another withheld devices takes over from the conflicting one, which is gone by then.
+func TestNextPluginTakesOver(t *testing.T) {
+	f := newFixture(t, release137)
+	f.startKubelet()
+	adoptions := 0
+	f.config.Adopt = func(context.Context) error { adoptions++; return nil }
+	f.ledger.Withhold(sourceConflicting, errTest) // as the plugin of the held phase did
+	p, err := New(f.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.times.takeOver = time.Millisecond
+	p.FindConflicting(t.Context())
+	if err := f.ledger.Withheld(); err != nil || adoptions != 1 {
+		t.Errorf("Withheld is %v after %d adoptions", err, adoptions)
+	}
 }
 
 // A plugin whose devices are unhealthy now is still there.

@@ -132,16 +132,23 @@ func (r *lists) build(u usage, before *deviceTable, now time.Time) *deviceTable 
 	for _, d := range inv.Devices() {
 		byUUID[d.UUID()] = d
 	}
+	find := func(id string, ref device.Ref) (device.Device, bool) {
+		d, known := byUUID[device.HardwareUUID(id)]
+		if !known && !device.HasUUID(id) {
+			return inv.ByRef(ref) // an adopted pod has an ID of another plugin
+		}
+		return d, known
+	}
 	for at, old := range before.items {
 		if _, still := next.items[at]; !still {
-			next.items[at] = withdraw(old, byUUID)
+			next.items[at] = withdraw(old, find)
 		}
 	}
 	for at, h := range u.pods {
 		if _, there := next.items[at]; there || !r.Resources.Has(at.resource) {
 			continue
 		}
-		d, known := byUUID[device.HardwareUUID(at.id)]
+		d, known := find(at.id, h.Device)
 		if !known {
 			d = missingDevice(inv, at.id, h.Device)
 		}
@@ -219,8 +226,8 @@ func (r *lists) unready(items map[listedID]item) map[device.Ref]bool {
 var missing = device.Health{Reason: device.ReasonMissing, Message: "no longer in the inventory"}
 
 // withdraw returns an item that is not offered any more, with its device as the inventory has it now.
-func withdraw(old item, byUUID map[string]device.Device) item {
-	now, there := byUUID[old.hardware()]
+func withdraw(old item, find func(id string, ref device.Ref) (device.Device, bool)) item {
+	now, there := find(old.id, old.Ref())
 	switch {
 	case there:
 		old.Device = now
@@ -256,8 +263,13 @@ func (c *resourceDevices) states(u usage) []state {
 	held, all := u.held(), u.heldOrPending()
 	for at, i := range c.items {
 		mine, conflict := u.availability(c.resource, i, held)
+		health := i.Health()
+		if mine {
+			// Otherwise kubelet, when it restarts, fails a pod whose container starts again.
+			health = i.HealthForHolder()
+		}
 		switch {
-		case !i.Health().Healthy() && !i.removed():
+		case !health.Healthy() && !i.removed():
 			states[at] = stateUnhealthy
 		case conflict || i.removed() || !mine && u.withheld || !i.offered && (c.config.Retiring || !mine):
 			states[at] = stateWithdrawn
@@ -266,7 +278,6 @@ func (c *resourceDevices) states(u usage) []state {
 		case !mine && i.unready:
 			states[at] = stateWithdrawn // the device is healthy
 		case !mine && (i.unnamed || u.unwritable):
-			// A device that a pod holds stays healthy: otherwise kubelet, when it restarts, fails a pod whose container starts again.
 			states[at] = stateUnhealthy
 		case !mine && all.exclude(i.use()):
 			states[at] = stateWithdrawn

@@ -42,6 +42,7 @@ func TestAssess(t *testing.T) {
 		"limit of another plugin":     {healthy, replica, stateWithdrawn, stateWithdrawn},
 		"limit by another resource":   {healthy, byAnother, stateWithdrawn, stateWithdrawn},
 		"lost":                        {lost, nil, stateUnhealthy, stateUnhealthy},
+		"lost while a pod holds it":   {lost, hold(ledger.KindPod, ledger.StateHeld, healthy.Ref()), stateUnhealthy, stateUnhealthy},
 		"lost while a claim holds it": {lost, hold(ledger.KindClaim, ledger.StateHeld, healthy.Ref()), stateUnhealthy, stateUnhealthy},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -65,6 +66,19 @@ func TestAssess(t *testing.T) {
 	}
 }
 
+// What no new holder can get stays healthy for the pod that holds it: kubelet, when it restarts, fails a pod otherwise.
+func TestHeldDevicesStayHealthy(t *testing.T) {
+	held := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-a"}, State: ledger.StateHeld, Device: device.Ref{GPU: "GPU-a"}, Resource: whole.GPU}
+	for _, reason := range []string{device.ReasonNotClean, device.ReasonNotInjectable, device.ReasonNotRecordable} {
+		unusable := device.Health{Reason: reason}
+		c := devicesOf(device.GPU{UUID: "GPU-a", Health: unusable}, device.GPU{UUID: "GPU-b", Minor: 1, Health: unusable})
+		got := c.states(usageOf(fixedLedger{holds: []ledger.Hold{held}}, noAllocations))
+		if want := []state{stateHealthy, stateUnhealthy}; !slices.Equal(got, want) {
+			t.Errorf("%s: %v, want %v", reason, got, want)
+		}
+	}
+}
+
 // fixedLedger is a ledger that says what a test wants.
 type fixedLedger struct {
 	Ledger
@@ -74,8 +88,9 @@ type fixedLedger struct {
 	outstanding int
 }
 
-func (s fixedLedger) Unwritable() error { return nil }
-func (fixedLedger) Withheld() error     { return nil }
+func (s fixedLedger) Unwritable() error   { return nil }
+func (fixedLedger) Withheld() error       { return nil }
+func (fixedLedger) Withholds(string) bool { return false }
 
 func (s fixedLedger) Holds() []ledger.Hold         { return s.holds }
 func (s fixedLedger) Conflicts() []ledger.Conflict { return s.conflicts }
@@ -272,6 +287,40 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 	look(time.Hour, half, map[string]string{})
 	if _, listed := p.lists.devices(whole.GPU).index["GPU-7::1"]; listed {
 		t.Error("an ID without a holder and without a GPU stays listed")
+	}
+}
+
+// A pod that was adopted has its device under the ID of another plugin. It stays healthy while its GPU is.
+func TestAdoptedIDIsListedAsItsGPU(t *testing.T) {
+	f := newFixture(t, release137)
+	if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: "nvidia5", Resource: whole.GPU, Device: device.Ref{GPU: uuid(5)}}}); err != nil {
+		t.Fatal(err)
+	}
+	p, err := New(f.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	health := func(at int, id string) string {
+		lists, _ := p.Look(began.Add(time.Duration(at) * time.Second))
+		for _, d := range lists[whole.GPU].GetDevices() {
+			if d.ID == id {
+				return d.Health
+			}
+		}
+		return "not listed"
+	}
+	for at := range 3 {
+		if got := health(at, "nvidia5"); got != pluginapi.Healthy {
+			t.Errorf("at %d s it is %s", at, got)
+		}
+	}
+	if got := health(3, uuid(5)); got != pluginapi.Unhealthy {
+		t.Errorf("its GPU is %s for others", got)
+	}
+	f.inventory.setHealth(uuid(5), device.Health{Reason: device.ReasonLost})
+	if got := health(4, "nvidia5"); got != pluginapi.Unhealthy {
+		t.Errorf("with a lost GPU it is %s", got)
 	}
 }
 

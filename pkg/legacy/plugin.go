@@ -100,6 +100,7 @@ func New(config Config) (*Plugin, error) {
 	}
 	p.lists = &lists{Config: &p.config, metrics: p.metrics, pendingSince: map[pendingClaim]time.Time{}}
 	p.lists.table.Store(&deviceTable{})
+	p.withholds.Store(config.Ledger.Withholds(sourceConflicting)) // a Plugin of before may have withheld: this one takes over
 	return p, nil
 }
 

@@ -57,6 +57,41 @@ func (r *Reconciler) Adopt(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
+// AdoptClaims is Adopt after another DRA driver of our name. A call of kubelet to that driver may still be in flight, although its
+// sockets are gone. So AdoptClaims returns an error while kubelet has begun to prepare a claim and has no devices for it, until the
+// call must have ended: then kubelet calls us. It adopts the others.
+func (r *Reconciler) AdoptClaims(ctx context.Context) error {
+	unprepared := r.checkUnprepared(time.Now())
+	return errors.Join(unprepared, r.Adopt(ctx))
+}
+
+func (r *Reconciler) checkUnprepared(now time.Time) error {
+	claims, err := podstate.ReadClaimState(r.KubeletDir, r.DriverName)
+	if err != nil {
+		return err
+	}
+	r.lateMu.Lock()
+	defer r.lateMu.Unlock()
+	before := r.unprepared
+	r.unprepared = map[string]time.Time{}
+	var errs []error
+	for _, claim := range claims {
+		lives := slices.ContainsFunc(claim.PodUIDs, func(uid string) bool { return r.Pods.EndedAt(uid).IsZero() })
+		if len(claim.Devices) > 0 || !lives {
+			continue
+		}
+		since, known := before[claim.UID]
+		if !known {
+			since = now
+		}
+		r.unprepared[claim.UID] = since
+		if now.Sub(since) < r.times.prepare {
+			errs = append(errs, fmt.Errorf("adopt claim %s/%s: kubelet has not prepared it yet", claim.Namespace, claim.Name))
+		}
+	}
+	return errors.Join(errs...)
+}
+
 // adoptPodHold is restorePodHold for a pod that kubelet may have admitted a moment ago: the pod has no cgroup yet then.
 func (r *Reconciler) adoptPodHold(ctx context.Context, d podstate.PodDevice) error {
 	starts := r.Pods.Known(d.PodUID) && r.Pods.EndedAt(d.PodUID).IsZero()

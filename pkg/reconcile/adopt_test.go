@@ -171,3 +171,31 @@ func TestAdopt(t *testing.T) {
 		t.Error("adopted without kubelet's checkpoint")
 	}
 }
+
+// Another driver may still be preparing a claim when its sockets are gone. A claim that nothing prepares any more, or whose pods have
+// ended, does not keep the node from serving.
+func TestAdoptClaimsThatAreBeingPrepared(t *testing.T) {
+	g := newRig(t, "GPU-1", "GPU-2")
+	must(t, g.r.Restore(t.Context()))
+	g.r.times.prepare = 100 * time.Millisecond
+	g.group("p1", true)
+	g.addPod(g.pod("p1"))
+	g.claim("one", "c1", "gpu-1")
+	g.claim("two", "c2", "gpu-2")
+	one := kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1"}}
+	g.claimState(one, kubeletClaim{"c2", "two", []string{"p1"}, nil}, kubeletClaim{"c3", "unused", nil, nil})
+	err := g.r.AdoptClaims(t.Context())
+	if err == nil || !strings.Contains(err.Error(), "apps/two") || strings.Contains(err.Error(), "unused") {
+		t.Errorf("a claim is being prepared: %v", err)
+	}
+	g.want("GPU-1: claim c1 restored [p1]")
+	g.claimState(one, kubeletClaim{"c2", "two", []string{"p1"}, []string{"gpu-2"}})
+	must(t, g.r.AdoptClaims(t.Context()))
+	g.want("GPU-1: claim c1 restored [p1]", "GPU-2: claim c2 restored [p1]")
+	g.claimState(one, kubeletClaim{"c4", "refused", []string{"p1"}, nil})
+	if g.r.AdoptClaims(t.Context()) == nil {
+		t.Error("another claim is being prepared")
+	}
+	time.Sleep(g.r.times.prepare)
+	must(t, g.r.AdoptClaims(t.Context()))
+}

@@ -110,6 +110,8 @@ type Reconciler struct {
 	latePodHolds []podstate.PodDevice
 	// unlisted is since when kubelet has not listed a late device of which no pod is known.
 	unlisted map[podstate.PodDevice]time.Time
+	// unprepared is since when AdoptClaims has found a claim without devices in kubelet's state.
+	unprepared map[string]time.Time
 	// unknownBefore is what was reported last of devices that no GPU is known for.
 	unknownBefore string
 }
@@ -139,6 +141,8 @@ type times struct {
 	waitShown, waitReported time.Duration
 	// podHoldCheck is the time between the two checks after which a pod's hold that kubelet does not list is released.
 	podHoldCheck time.Duration
+	// prepare is how long kubelet may wait for a driver to prepare a claim (pkg/kubelet/cm/dra/plugin: 45 s).
+	prepare time.Duration
 	// call bounds one call to kubelet or the API server, restore all such calls at start together.
 	call, restore time.Duration
 	// retry is the delay after an error. It grows up to retryMost.
@@ -158,6 +162,7 @@ func defaultTimes() times {
 		waitShown:    2 * time.Second,
 		waitReported: 10 * time.Second,
 		podHoldCheck: 30 * time.Second,
+		prepare:      50 * time.Second,
 		call:         5 * time.Second,
 		restore:      10 * time.Second,
 		retry:        time.Second,

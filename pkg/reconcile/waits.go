@@ -31,7 +31,7 @@ type waiting struct {
 	reported         bool
 }
 
-// describeWaits keeps the ledger's description of what draining and overdue holds wait for, and reports each of them once in an event
+// describeWaits keeps the ledger's description of what draining and deserted holds wait for, and reports each of them once in an event
 // on the node, until ctx is done. It has its own loop because it reads a file of each process of the host.
 func (r *Reconciler) describeWaits(ctx context.Context) {
 	timer := time.NewTimer(0)
@@ -55,7 +55,8 @@ func (r *Reconciler) describeWaits(ctx context.Context) {
 func (r *Reconciler) describe(ctx context.Context, known map[waiter]*waiting, now time.Time) (map[waiter]*waiting, time.Duration) {
 	current, next := map[waiter]*waiting{}, never
 	for _, h := range r.Ledger.Holds() {
-		if h.State != ledger.StateDraining && !h.Overdue() || h.Unreadable {
+		// The holder of a hold that is only contested may run.
+		if h.State != ledger.StateDraining && !h.Deserted || h.Unreadable {
 			if h.WaitsFor != "" {
 				r.Ledger.SetWait(h, "", time.Time{})
 			}

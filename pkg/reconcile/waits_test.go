@@ -11,6 +11,7 @@ import (
 
 	"k8s.io/client-go/tools/record"
 
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -97,4 +98,29 @@ func TestWhatAHungHoldWaitsFor(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A claim that runs does not wait for anything, also while another claim was refused because of it.
+func TestContestedHoldsDoNotWait(t *testing.T) {
+	g := newRig(t, "GPU-1")
+	events := record.NewFakeRecorder(100)
+	g.r.Recorder, g.r.ProcRoot = events, t.TempDir()
+	g.r.times.waitShown, g.r.times.waitReported = time.Millisecond, 2*time.Millisecond
+	g.group("p1", true)
+	g.addPod(g.pod("p1", "one"))
+	g.run()
+	g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1"}})
+	g.prepare("c1", "one", "GPU-1", "p1")
+	if _, err := g.book.ReserveClaim(t.Context(), ledger.ClaimRequest{UID: "c2", Devices: []device.Ref{{GPU: "GPU-1"}}}); err == nil {
+		t.Fatal("two claims have a GPU")
+	}
+	if h := g.book.Holds()[0]; !h.Contested {
+		t.Fatalf("hold %+v", h)
+	}
+	time.Sleep(100 * time.Millisecond)
+	if h := g.book.Holds()[0]; h.WaitsFor != "" || len(events.Events) > 0 {
+		t.Errorf("waits for %q, with %d events", h.WaitsFor, len(events.Events))
+	}
+	g.deletePod("p1")
+	g.awaitWait("apps/p1")
 }
