@@ -20,10 +20,15 @@ const reusePatience = time.Second
 func (p *Pods) Reuses(h ledger.Hold) (reuses bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), reusePatience)
 	defer cancel()
-	p.await(ctx, func() (decided bool) {
+	decided := p.await(ctx, func() (decided bool) {
 		reuses, decided = p.ReusesNow(h)
 		return decided
 	})
+	if settling := Unsettled(h); decided && !reuses && len(h.Pods) > 0 {
+		// The pods have ended within Settling. The hold ends with that, and an error would fail the next pod.
+		time.Sleep(settling)
+		reuses, _ = p.ReusesNow(h)
+	}
 	return reuses
 }
 

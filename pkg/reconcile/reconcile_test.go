@@ -129,6 +129,7 @@ func TestReuseBetweenDecisionAndRelease(t *testing.T) {
 	g.group("anchor", false) // no pods are known here, and one that runs might have any GPU
 	g.allocate("GPU-1")
 	judged := g.book.Holds()[0]
+	must(t, g.book.Release(judged))
 	g.allocate("GPU-1")
 	must(t, g.book.Release(judged))
 	g.want("GPU-1: pod GPU-1 held []")

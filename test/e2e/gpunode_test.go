@@ -33,6 +33,9 @@ func TestWhoMayWriteWhat(t *testing.T) {
 	unbound := s.as(agent.Spec.ServiceAccountName, nil)
 	leader := s.controllerPod()
 	control := s.as(leader.Spec.ServiceAccountName, &leader)
+	s.manifest(one("limit", "victim"))
+	s.running(soon, 1, 0)
+	victim := *s.pod("victim")
 	s.await(soon, "both nodes' GPUNodes", func() error {
 		for _, name := range []string{gpuNode, numaNode} {
 			if err := theClient.CoreV1().RESTClient().Get().AbsPath(gpuNodesPath, name).Do(s.ctx).Error(); err != nil {
@@ -80,8 +83,9 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		"controller: capacity":         {s.patchNode(control, `{"status":{"capacity":{"`+install.ResourceName+`":"99"}}}`, "status"), "nothing of a node's status but"},
 		"controller: a node's label":   {s.patchNode(control, labels, "status"), "may not write the metadata of a node"},
 		"controller: a node":           {s.patchNode(control, labels), notByRBAC},
-		"controller: evict whatever":   {s.evict(control, agent, nil), "with its UID and resourceVersion"},
-		"controller: evict by its UID": {s.evict(control, agent, &metav1.Preconditions{UID: &agent.UID}), "with its UID and resourceVersion"},
+		"controller: evict whatever":   {s.evict(control, victim, nil), "with its UID and resourceVersion"},
+		"controller: evict by its UID": {s.evict(control, victim, &metav1.Preconditions{UID: &victim.UID}), "with its UID and resourceVersion"},
+		"controller: evict an agent":   {s.evict(control, agent, &metav1.Preconditions{UID: &agent.UID, ResourceVersion: &agent.ResourceVersion}), "may evict no pod in the namespace"},
 		"controller: delete a pod":     {control.CoreV1().Pods(agent.Namespace).Delete(s.ctx, agent.Name, metav1.DeleteOptions{DryRun: dryRun}), "may make and delete no pods but those of MPS daemons"},
 		"controller: read secrets":     {func() error { _, err := control.CoreV1().Secrets("").List(s.ctx, metav1.ListOptions{}); return err }(), notByRBAC},
 		"controller: its secret": {func() error {
@@ -115,7 +119,7 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		}
 	}
 	// As it was seen, the pod may go; another version of it may not.
-	fresh := s.agentPod(gpuNode)
+	fresh := *s.pod("victim")
 	if err := s.evict(control, fresh, &metav1.Preconditions{UID: &fresh.UID, ResourceVersion: &fresh.ResourceVersion}); err != nil {
 		t.Errorf("evict a pod as it is: %v", err)
 	}

@@ -126,7 +126,7 @@ func (s *story) interrupted(row interrupted) {
 	s.manifest(mpsPod("coming", "coming"))
 	begun := "pipe/nvidia-cuda-mps-control.pid"
 	if row.before != nil {
-		begun = "pipe"
+		begun = "wanted" // no pod runs the daemon
 	}
 	s.await(soon, "the daemon of the claim that comes to be begun", s.inDaemons("coming", begun))
 	row.strike(s)

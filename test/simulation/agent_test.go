@@ -578,7 +578,7 @@ func (e parkedState) Reuses(h ledger.Hold) bool {
 	for began := time.Now(); !e.s.faults.noPodStates && !e.s.faults.noReuse; {
 		reuses, decided := e.pods.ReusesNow(h)
 		c := e.s.current.Load()
-		if decided || time.Since(began) >= time.Second || c == nil {
+		if waited := time.Since(began) >= time.Second; c == nil || decided && podstate.Unsettled(h) == 0 || !decided && waited {
 			return reuses
 		}
 		c.sleep(50*time.Millisecond, "waits to hear of a pod")

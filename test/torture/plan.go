@@ -174,7 +174,7 @@ type Op struct {
 
 // IsFault tells faults from what users do.
 func (o Op) IsFault() bool {
-	return slices.Contains([]Kind{Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade}, o.Kind) || o.onHardware()
+	return slices.Contains([]Kind{Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade, Away}, o.Kind) || o.onHardware()
 }
 
 // onHardware reports whether it happens to the GPUs.
