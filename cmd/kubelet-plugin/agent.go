@@ -301,12 +301,17 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 }
 
 func (a *agent) newCleaner(c components) *handover.Cleaner {
+	managed := func(uuid string) bool {
+		return slices.ContainsFunc(c.settings.Keys(), func(k sharing.Key) bool { return k.Device.GPU == uuid })
+	}
 	return handover.New(handover.Options{
-		Hardware: c.node, Inventory: c.devices, Ledger: c.book, Records: c.before, Reset: a.config.ResetGPUs,
-		Outsider: func(pid int) (string, bool) { return c.pods.Outsider(a.config.ProcRoot, pid) },
-		Managed: func(uuid string) bool {
-			return slices.ContainsFunc(c.settings.Keys(), func(k sharing.Key) bool { return k.Device.GPU == uuid })
+		Hardware: c.node, Inventory: c.devices, Ledger: c.book, Records: c.before, Managed: managed,
+		// A reset would end static partitions, time slices of the node's policy, and MPS daemons.
+		Reset: func(uuid string) bool {
+			gpu, known := c.devices.Inventory().ByUUID(uuid)
+			return a.config.ResetGPUs && known && !(gpu.MIGEnabled && !gpu.Dynamic) && !a.config.SharingOf(gpu).Shared() && !managed(uuid)
 		},
+		Outsider: func(pid int) (string, bool) { return c.pods.Outsider(a.config.ProcRoot, pid) },
 		Report: func(uuid string, err error) {
 			a.event(corev1.EventTypeWarning, "GPUNotClean", fmt.Sprintf("GPU %s is withdrawn from claims and limits until it is clean: %v", uuid, err))
 		},

@@ -57,8 +57,8 @@ type Options struct {
 	Outsider func(pid int) (description string, outside bool)
 	// Managed reports whether Tandem itself sets the compute mode of a GPU, for clients of MPS.
 	Managed func(uuid string) bool
-	// Reset makes each handover reset the GPU.
-	Reset bool
+	// Reset reports whether each handover resets the GPU.
+	Reset func(uuid string) bool
 	// Report is called when a GPU turns out not to be clean, once until it is clean again.
 	Report func(uuid string, err error)
 }
@@ -68,8 +68,12 @@ type Cleaner struct {
 	options Options
 	// retry is how long after a failure the next attempt begins.
 	retry time.Duration
+	// patience limits one attempt of Run.
+	patience time.Duration
 	// turns are for handovers, by UUID. A hung GPU delays no other.
 	turns keylock.Locks[string]
+	// resets is locked during a reset.
+	resets keylock.Locks[struct{}]
 
 	mu sync.Mutex
 	// users are the holders since the GPU was last clean, by UUID.
@@ -81,26 +85,32 @@ type Cleaner struct {
 	changed  broadcast.Signal
 }
 
-// user is a holder. A pod's generation distinguishes it from the next pod that gets the same device ID. kubelet may prepare one claim
-// several times.
+// user is a holder. The time of a pod's Allocate distinguishes it from the next pod that gets the same device ID. kubelet may prepare one
+// claim several times.
 type user struct {
-	holder     ledger.Holder
-	generation uint64
+	holder ledger.Holder
+	taken  int64
 }
 
 func userOf(h ledger.Hold) user {
 	if h.Holder.Kind == ledger.KindClaim {
 		return user{holder: h.Holder}
 	}
-	return user{h.Holder, h.Generation}
+	return user{h.Holder, h.Since.UnixNano()}
 }
 
-const retryDelay = time.Second
+const (
+	retryDelay = time.Second
+	// driverPatience is longer than a reset takes.
+	driverPatience = 45 * time.Second
+)
+
+var errNoAnswer = errors.New("the driver does not answer")
 
 // New has no visible effect.
 func New(o Options) *Cleaner {
 	return &Cleaner{
-		options: o, retry: retryDelay,
+		options: o, retry: retryDelay, patience: driverPatience,
 		users: map[string]map[user]bool{}, unclean: map[string]error{}, cleaning: map[string]bool{},
 	}
 }
@@ -136,7 +146,7 @@ func (c *Cleaner) Run(ctx context.Context) error {
 		holdsChanged := c.options.Ledger.Changed()
 		for _, uuid := range c.due() {
 			group.Go(func() error {
-				if err := c.handOver(ctx, uuid, false); err != nil && ctx.Err() == nil {
+				if err := c.attempt(ctx, uuid); err != nil && ctx.Err() == nil {
 					klog.FromContext(ctx).V(2).Info("A GPU is not clean yet", "gpu", uuid, "reason", err.Error())
 				}
 				c.finish(uuid)
@@ -151,6 +161,17 @@ func (c *Cleaner) Run(ctx context.Context) error {
 		}
 	}
 	return group.Wait()
+}
+
+// attempt is a handover that ends although the driver does not answer.
+func (c *Cleaner) attempt(ctx context.Context, uuid string) error {
+	limited, cancel := context.WithTimeoutCause(ctx, c.patience, errNoAnswer)
+	defer cancel()
+	err := c.handOver(limited, uuid, false)
+	if err != nil && ctx.Err() == nil && limited.Err() != nil {
+		return c.failed(ctx, uuid, errNoAnswer)
+	}
+	return err
 }
 
 // forward announces changes of the inventory as changes of the Cleaner's. It takes the next channel before it announces, so that it misses
@@ -239,7 +260,7 @@ func (c *Cleaner) handOver(ctx context.Context, uuid string, starting bool) erro
 	switch {
 	case shared || !former && len(now) > 0 && recorded:
 		// Holders of before the restart, or beside others, go on.
-	case (former || recorded) && (len(now) == 0 || starting || !c.options.Reset):
+	case (former || recorded) && (len(now) == 0 || starting || !c.options.Reset(uuid)):
 		if err := c.clean(ctx, uuid); err != nil {
 			return c.failed(ctx, uuid, err)
 		}
@@ -314,8 +335,8 @@ func (c *Cleaner) clean(ctx context.Context, uuid string) error {
 	if len(outsiders) > 0 {
 		return &InUseError{Processes: outsiders}
 	}
-	if c.options.Reset {
-		if err := c.options.Hardware.Reset(ctx, uuid); err != nil {
+	if c.options.Reset(uuid) {
+		if err := c.reset(ctx, uuid); err != nil {
 			return err
 		}
 	}
@@ -330,6 +351,16 @@ func (c *Cleaner) clean(ctx context.Context, uuid string) error {
 		return err
 	}
 	return c.options.Records.Drop(uuid)
+}
+
+// reset resets one GPU at a time: the driver refuses while this process uses it for another one.
+func (c *Cleaner) reset(ctx context.Context, uuid string) error {
+	unlock, err := c.resets.Lock(ctx, struct{}{})
+	if err != nil {
+		return fmt.Errorf("wait for the reset of another GPU: %w", err)
+	}
+	defer unlock()
+	return c.options.Hardware.Reset(ctx, uuid)
 }
 
 // recordSettings records the settings of a GPU that has no record.

@@ -102,7 +102,7 @@ func claim(uid, uuid string) ledger.Hold {
 }
 
 func pod(generation uint64) ledger.Hold {
-	return ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: gpu}, Device: device.Ref{GPU: gpu}, Generation: generation}
+	return ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: gpu}, Device: device.Ref{GPU: gpu}, Generation: generation, Since: time.Unix(int64(generation), 0)}
 }
 
 // inventory has both GPUs.
@@ -148,7 +148,7 @@ func start(t *testing.T, f *fixture, reset bool) *fixture {
 	}
 	f.hardware = &inventory{}
 	f.Cleaner = New(Options{
-		Hardware: f.driver, Inventory: f.hardware, Ledger: f.book, Records: records, Reset: reset,
+		Hardware: f.driver, Inventory: f.hardware, Ledger: f.book, Records: records, Reset: func(string) bool { return reset },
 		Outsider: func(pid int) (string, bool) {
 			f.mu.Lock()
 			defer f.mu.Unlock()
@@ -434,6 +434,39 @@ func TestReset(t *testing.T) {
 		f.settle()
 		if len(f.driver.resets) != 2 {
 			t.Errorf("%d resets after the second pod, want 2", len(f.driver.resets))
+		}
+	})
+}
+
+// The ledger changes the generation of a hold when it learns which pod has it.
+func TestIdentifiedPodIsTheSameHolder(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, true)
+		f.book.hold(pod(1))
+		if err := f.Ensure(t.Context(), gpu); err != nil {
+			t.Fatal(err)
+		}
+		identified := pod(1)
+		identified.Generation, identified.Pods = 7, []ledger.Pod{{UID: "p1"}}
+		f.book.hold(identified)
+		f.settle()
+		if err := f.Ensure(t.Context(), gpu); err != nil || len(f.driver.resets) > 0 {
+			t.Errorf("resets under a running pod: %v, %v", f.driver.resets, err)
+		}
+	})
+}
+
+func TestDriverThatDoesNotAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		f.book.hold(claim("a", gpu))
+		f.settle()
+		f.driver.set(func() { f.driver.hung[gpu] = true })
+		f.book.hold()
+		time.Sleep(2 * driverPatience)
+		synctest.Wait()
+		if got := f.unclean(gpu); !strings.Contains(got, errNoAnswer.Error()) {
+			t.Errorf("the GPU is %q", got)
 		}
 	})
 }

@@ -86,7 +86,9 @@ func (op *operation) restoreSettings(wanted gpu.Settings) error {
 	}
 	same := wanted.MemoryClock == now.MemoryClock && wanted.GraphicsClock == now.GraphicsClock
 	if wanted.MemoryClock != 0 && wanted.GraphicsClock != 0 && !same {
-		if ret := op.device.SetApplicationsClocks(wanted.MemoryClock, wanted.GraphicsClock); ret != gonvml.SUCCESS {
+		ret := op.device.SetApplicationsClocks(wanted.MemoryClock, wanted.GraphicsClock)
+		// A driver may let them be read only. Then no holder has changed them.
+		if ret != gonvml.SUCCESS && !unsupported(ret) {
 			errs = append(errs, fmt.Errorf("set application clocks to %d,%d MHz: %w", wanted.MemoryClock, wanted.GraphicsClock, returnError{ret}))
 		}
 	}
@@ -119,7 +121,7 @@ func (n *Node) reset(uuid string) error {
 	if !known {
 		return errors.New("it is not in the inventory")
 	}
-	return attached.session.suspend(func() error {
+	return attached.session.suspend(n.options.patience, func() error {
 		return n.options.smi(attached.layout, "--gpu-reset", "-i", uuid)
 	})
 }

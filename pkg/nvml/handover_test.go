@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/programs"
@@ -48,9 +50,13 @@ func TestSettingsOfAGPU(t *testing.T) {
 	if err := node.RestoreSettings(t.Context(), uuid, before); err != nil {
 		t.Errorf("restore settings that the GPU no longer has: %v", err)
 	}
-	m.fault(t, simulated.GPUFaults{GPU: uuid, Calls: map[string]simulated.CallFault{"SetApplicationsClocks": {Return: "ERROR_NO_PERMISSION"}}})
+	m.fault(t, simulated.GPUFaults{GPU: uuid, Calls: map[string]simulated.CallFault{"SetApplicationsClocks": {Return: "ERROR_UNKNOWN"}}})
 	if err := node.RestoreSettings(t.Context(), uuid, changed); err == nil || !strings.Contains(err.Error(), uuid) {
-		t.Errorf("without permission: %v", err)
+		t.Errorf("a driver that fails: %v", err)
+	}
+	m.fault(t, simulated.GPUFaults{GPU: uuid, Calls: map[string]simulated.CallFault{"SetApplicationsClocks": {Return: "ERROR_NOT_SUPPORTED"}}})
+	if err := node.RestoreSettings(t.Context(), uuid, before); err != nil {
+		t.Errorf("a driver whose clocks cannot be set: %v", err)
 	}
 }
 
@@ -107,5 +113,25 @@ func TestReset(t *testing.T) {
 	fault(programs.FaultFail)
 	if err := node.Reset(t.Context(), uuid); err == nil || errors.Is(err, device.ErrUnsupported) {
 		t.Errorf("a reset that fails: %v", err)
+	}
+}
+
+// Resets beside each other, scans and other operations wait for each other.
+func TestResetsBesideEachOther(t *testing.T) {
+	m := newMachineWithPrograms(t, "h100x8")
+	node := m.open(t)
+	var group errgroup.Group
+	for _, g := range node.Inventory().GPUs {
+		group.Go(func() error { return node.Reset(t.Context(), g.UUID) })
+		group.Go(func() error { return node.Scan(t.Context()) })
+		group.Go(func() error { _, err := node.Processes(t.Context(), g.UUID); return err })
+	}
+	if err := group.Wait(); err != nil {
+		t.Error(err)
+	}
+	for _, g := range node.Inventory().GPUs {
+		if !g.Health.Healthy() {
+			t.Errorf("GPU %d is %v", g.Index, g.Health)
+		}
 	}
 }

@@ -4,15 +4,20 @@ package nvml
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"os"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/NVIDIA/go-nvml/pkg/dl"
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
@@ -248,11 +253,22 @@ type session struct {
 	users int
 	// holding counts as one user between uses.
 	holding bool
+	// suspended is set while no use may begin. It is read without mu, which a hung driver keeps locked. idle is announced when the last
+	// use ends or suspended is unset.
+	suspended atomic.Bool
+	idle      broadcast.Signal
 }
 
 // open starts a use; close ends it. After an error there is nothing to close. It cannot fail while another use is open.
 func (s *session) open() error {
-	s.mu.Lock()
+	for {
+		broadcast.Await(context.Background(), s.idle.Changed, func() bool { return !s.suspended.Load() })
+		s.mu.Lock()
+		if !s.suspended.Load() {
+			break
+		}
+		s.mu.Unlock()
+	}
 	defer s.mu.Unlock()
 	if s.users == 0 && !s.holding {
 		if ret := s.library.Init(); ret != gonvml.SUCCESS {
@@ -266,10 +282,13 @@ func (s *session) open() error {
 func (s *session) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.users--
-	if s.users == 0 && !s.holding {
+	if s.users--; s.users > 0 {
+		return
+	}
+	if !s.holding {
 		s.library.Shutdown()
 	}
+	s.idle.Notify()
 }
 
 // hold sets whether the session stays open between uses. hold(true) needs an open use; hold(false) may close the session.
@@ -282,24 +301,40 @@ func (s *session) hold(hold bool) {
 	s.holding = hold
 }
 
-// suspend closes NVML, calls do, and opens NVML again where it was held open. Other uses wait. It fails while another use is open.
-func (s *session) suspend(do func() error) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.users > 0 {
-		return fmt.Errorf("the agent itself uses the driver at the moment (%d calls)", s.users)
-	}
-	if s.holding {
-		s.library.Shutdown()
+// suspend waits for the uses that are open, closes NVML, calls do, and opens NVML again where it was held open. Other uses wait. It fails if
+// a use stays open for longer than limit.
+func (s *session) suspend(limit time.Duration, do func() error) error {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	if !broadcast.Await(ctx, s.idle.Changed, s.trySuspend) {
+		return errors.New("a call of the agent to the driver does not end")
 	}
 	err := do()
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	if s.holding {
 		if ret := s.library.Init(); ret != gonvml.SUCCESS {
 			s.holding = false
-			return errors.Join(err, initError(ret))
+			err = errors.Join(err, initError(ret))
 		}
 	}
+	s.suspended.Store(false)
+	s.idle.Notify()
 	return err
+}
+
+// trySuspend suspends a session without users.
+func (s *session) trySuspend() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.users > 0 || s.suspended.Load() {
+		return false
+	}
+	s.suspended.Store(true)
+	if s.holding {
+		s.library.Shutdown()
+	}
+	return true
 }
 
 // initError adds what an administrator can do.

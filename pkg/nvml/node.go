@@ -159,6 +159,11 @@ func (n *Node) Run(ctx context.Context) error {
 func (n *Node) Scan(ctx context.Context) error {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
+	if n.session != nil && n.session.suspended.Load() {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		return n.failure // a GPU is being reset, which takes longer than a scan may
+	}
 	err := n.silent()
 	if err == nil {
 		err = n.follow()

@@ -68,7 +68,7 @@ func (p *Pods) Outsider(proc string, pid int) (description string, outside bool)
 		return "", false // it has ended, or proc is that of other processes
 	}
 	uid := podOfProcess(cgroups)
-	if uid != "" && p.lives(uid) {
+	if uid != "" && (!p.Synced() || p.lives(uid)) {
 		return "", false
 	}
 	found, ok := readProcess(proc, pid)
