@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -194,8 +195,11 @@ func TestAdoptionComesFirst(t *testing.T) {
 		t.Errorf("%d adoptions beside the other plugin", n)
 	}
 	stopOther()
-	// The GPU of the adopted pod is withdrawn.
-	f.await("our list", healthyCount(7))
+	// The GPU of the adopted pod is listed under the pod's ID, and not offered under its own.
+	state := f.await("our list", healthyCount(8))
+	if healthy := state.Healthy(); slices.Contains(healthy, uuid(5)) || !slices.Contains(healthy, "nvidia5") {
+		t.Errorf("healthy are %v", healthy)
+	}
 	f.awaitReady(p, "")
 	if n := adoptions.Load(); n != 3 {
 		t.Errorf("%d adoptions", n)

@@ -9,15 +9,11 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 )
-
-// quick is how long a hung GPU may delay anything else, and how long it stays withdrawn after its process ended.
-const quick = 5 * time.Second
 
 // hang keeps a pod's processes from ending, as an Xid does. With cgroup v1 the pod is frozen: its processes are in state D, and SIGKILL
 // stays pending. runc thaws only the container's own cgroup before it kills. Frozen processes of cgroup v2 can be killed, so there the
@@ -58,7 +54,7 @@ func TestHungGPU(t *testing.T) {
 			end, state := s.hang(node(), s.pod("hung").UID)
 			s.kubectl("delete", "pod", "-n", s.namespace, "hung", "--force", "--grace-period=0")
 			s.manifest(deployment("limits", 3) + claimDeployment("claims", "single", 4))
-			s.took("seven pods to run beside the hung GPU", func() { s.running(quick, gpusANode-1, 0) })
+			s.took("seven pods to run beside the hung GPU", func() { s.running(soon, gpusANode-1, 0) })
 			s.noDoubleOwners()
 			for _, pod := range s.pods() {
 				if pod.Status.Phase == "Running" && slices.Equal(s.gpus(pod.Name, ""), before) {
@@ -73,7 +69,7 @@ func TestHungGPU(t *testing.T) {
 			s.event("Node", gpuNode, "DeviceNotFreed", name, "process ")
 			end()
 			s.took("the GPU to be free", func() {
-				s.await(quick, "a free GPU", func() error {
+				s.await(soon, "a free GPU", func() error {
 					object, err := s.gpuNodeObject()
 					if err == nil && object.Status.Counts.Free != 1 {
 						err = fmt.Errorf("holders: %s", object.Status.Holders)
