@@ -55,6 +55,10 @@ func TestInitContainersAndRestarts(t *testing.T) {
 	g := newRig(t, "GPU-1")
 	g.verifySoon()
 	p := g.asking("p1", "1")
+	// The checkpoint of these tests names the container "main".
+	first := p.Spec.Containers[0]
+	first.Name, p.Spec.Containers[0].Name = "main", "work"
+	p.Spec.InitContainers = []corev1.Container{first}
 	g.addPod(p)
 	g.run()
 	g.allocate("GPU-1")
