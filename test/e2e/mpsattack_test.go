@@ -109,8 +109,8 @@ func TestStolenControllerToken(t *testing.T) {
 		want   string // empty for allowed
 	}{
 		"a daemon's":          {func(*corev1.Pod) {}, ""},
-		"configuration":       {func(p *corev1.Pod) { s.volume(p, "driver-root").HostPath.Path = "/etc" }, "driver's root"},
-		"files of containers": {func(p *corev1.Pod) { s.volume(p, "driver-root").HostPath.Path = "/run/containerd" }, "driver's root"},
+		"configuration":       {func(p *corev1.Pod) { s.volume(p, "driver-root").HostPath.Path = "/etc" }, "driver root of an MPS daemon"},
+		"files of containers": {func(p *corev1.Pod) { s.volume(p, "driver-root").HostPath.Path = "/run/containerd" }, "driver root of an MPS daemon"},
 		"all daemons' files": {func(p *corev1.Pod) {
 			p.Labels[daemonLabel], s.volume(p, "daemon").HostPath.Path = "", "/run/tandem/mps/"
 		}, "no pods but those"},
