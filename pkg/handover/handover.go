@@ -306,6 +306,9 @@ func (c *Cleaner) failed(ctx context.Context, uuid string, err error) error {
 	if ctx.Err() != nil {
 		return fmt.Errorf("hand over GPU %s: %w", uuid, err)
 	}
+	if g, known := c.options.Inventory.Inventory().ByUUID(uuid); !known || !g.Health.Healthy() {
+		return fmt.Errorf("hand over GPU %s: %w", uuid, err) // it is not offered anyway, and the reason is reported
+	}
 	c.mu.Lock()
 	known := c.unclean[uuid]
 	c.unclean[uuid] = err
