@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"k8s.io/apimachinery/pkg/types"
 
@@ -48,40 +49,58 @@ func TestHungGPU(t *testing.T) {
 	for _, api := range []string{"claim", "limit"} {
 		t.Run(api, func(t *testing.T) {
 			s := begin(t)
-			s.manifest(singleTemplate + one(api, "hung"))
-			s.running(soon, 1, 0)
-			before := s.seen()["hung"]
-			end, state := s.hang(node(), s.pod("hung").UID)
-			s.kubectl("delete", "pod", "-n", s.namespace, "hung", "--force", "--grace-period=0")
-			s.manifest(deployment("limits", 3) + claimDeployment("claims", "single", 4))
-			s.took("seven pods to run beside the hung GPU", func() { s.running(soon, gpusANode-1, 0) })
-			s.noDoubleOwners()
-			for _, pod := range s.pods() {
-				if pod.Status.Phase == "Running" && slices.Equal(s.gpus(pod.Name, ""), before) {
-					t.Errorf("%s sees the GPU %v of the hung pod", pod.Name, before)
-				}
+			var taken, returned []time.Duration
+			failed := 0
+			for range repetitions(t, 1) {
+				others, back := s.hungGPU(api)
+				taken, returned = append(taken, others), append(returned, back)
+				failed += len(s.failed())
+				s.kubectl("delete", "deployments,pods", "-n", s.namespace, "--all")
+				s.noPods()
+				s.allFree()
 			}
-			t.Logf("%d pods failed", len(s.failed()))
-			name := s.namespace + "/hung"
-			s.await(soon, "GPUNode to say what the GPU waits for", func() error {
-				return s.waitsFor(name, "process ", "state "+state)
-			})
-			s.event("Node", gpuNode, "DeviceNotFreed", name, "process ")
-			end()
-			s.took("the GPU to be free", func() {
-				s.await(soon, "a free GPU", func() error {
-					object, err := s.gpuNodeObject()
-					if err == nil && object.Status.Counts.Free != 1 {
-						err = fmt.Errorf("holders: %s", object.Status.Holders)
-					}
-					return err
-				})
-			})
-			s.manifest(one("claim", "next"))
-			s.running(soon, gpusANode, 0)
-			s.noDoubleOwners()
+			t.Logf("hung %s: rounds=%d others_p50=%s others_max=%s returned_p50=%s returned_max=%s failed=%d", api, len(taken),
+				quantile(taken, 50), quantile(taken, 100), quantile(returned, 50), quantile(returned, 100), failed)
 		})
 	}
+}
+
+// hungGPU plays one round. It returns how long the pods on the other GPUs took to run, and how long the GPU was not free after the end
+// of its process.
+func (s *story) hungGPU(api string) (others, returned time.Duration) {
+	s.Helper()
+	s.manifest(singleTemplate + one(api, "hung"))
+	s.running(soon, 1, 0)
+	before := s.seen()["hung"]
+	end, state := s.hang(node(), s.pod("hung").UID)
+	s.kubectl("delete", "pod", "-n", s.namespace, "hung", "--force", "--grace-period=0")
+	s.manifest(deployment("limits", 3) + claimDeployment("claims", "single", 4))
+	others = s.took("seven pods to run beside the hung GPU", func() { s.running(soon, gpusANode-1, 0) })
+	s.noDoubleOwners()
+	for _, pod := range s.pods() {
+		if pod.Status.Phase == "Running" && slices.Equal(s.gpus(pod.Name, ""), before) {
+			s.Errorf("%s sees the GPU %v of the hung pod", pod.Name, before)
+		}
+	}
+	name := s.namespace + "/hung"
+	s.await(soon, "GPUNode to say what the GPU waits for", func() error {
+		return s.waitsFor(name, "process ", "state "+state)
+	})
+	s.event("Node", gpuNode, "DeviceNotFreed", name, "process ")
+	end()
+	returned = s.took("the GPU to be free", func() {
+		s.await(soon, "a free GPU", func() error {
+			object, err := s.gpuNodeObject()
+			if err == nil && object.Status.Counts.Free != 1 {
+				err = fmt.Errorf("holders: %s", object.Status.Holders)
+			}
+			return err
+		})
+	})
+	s.manifest(one("claim", "next"))
+	s.running(soon, gpusANode, 0)
+	s.noDoubleOwners()
+	return others, returned
 }
 
 // waitsFor reports whether the only device that waits does so for these words.
