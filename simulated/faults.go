@@ -46,6 +46,8 @@ type GPUFaults struct {
 	Calls map[string]CallFault `json:"calls,omitempty"`
 	// Clients are processes that use the GPU: MIG mode cannot be changed then, nor an instance be destroyed that they use.
 	Clients []Client `json:"clients,omitempty"`
+	// Condition is what a GPU that works reports of its health.
+	Condition `json:",inline"`
 }
 
 // Client is a process that uses a GPU or a partition.
@@ -133,6 +135,7 @@ type gpuFaults struct {
 	lost, absent bool
 	calls        map[string]*callFault
 	clients      []client
+	condition    condition
 }
 
 type callFault struct {
@@ -186,7 +189,11 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 		if err != nil {
 			problems = append(problems, err)
 		}
-		state.gpus[place] = gpuFaults{lost: g.Lost, absent: g.Absent, calls: calls, clients: clients}
+		condition, err := g.Condition.compile(at)
+		if err != nil {
+			problems = append(problems, err)
+		}
+		state.gpus[place] = gpuFaults{lost: g.Lost, absent: g.Absent, calls: calls, clients: clients, condition: condition}
 	}
 	for i, e := range f.Events {
 		place, err := profile.find(e.GPU)
