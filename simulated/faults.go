@@ -78,6 +78,14 @@ type Event struct {
 	GPU string `json:"gpu"`
 	// XID is the number of the error.
 	XID uint64 `json:"xid"`
+	// GPUInstance and ComputeInstance are the IDs of those that the error is attributed to; nil for an error of the whole GPU, or of
+	// the whole GPU instance. They are not delivered while MIG is off.
+	GPUInstance     *int `json:"gpuInstance,omitempty"`
+	ComputeInstance *int `json:"computeInstance,omitempty"`
+	// PID and Process are those that the kernel's log names, and Message is the end of the line; the driver's where it is empty.
+	PID     uint32 `json:"pid,omitempty"`
+	Process string `json:"process,omitempty"`
+	Message string `json:"message,omitempty"`
 }
 
 // Duration is a time.Duration that reads and writes as "1m30s".
@@ -101,13 +109,20 @@ func (d *Duration) UnmarshalJSON(data []byte) error {
 }
 
 // WriteFaults puts the faults of the machine in dir into force, in place of those before, in one step. It returns when the
-// next call of any library that watches dir sees them.
+// next call of any library that watches dir sees them. Events that were not in the file before are appended to the kernel's log.
 func WriteFaults(dir string, faults Faults) error {
+	before, err := ReadFaults(dir)
+	if err != nil {
+		before = Faults{} // an unusable file has had no effect
+	}
 	data, err := yaml.Marshal(faults)
 	if err != nil {
 		return fmt.Errorf("write faults: %w", err)
 	}
-	return replaceNewer(filepath.Join(dir, FaultsFile), data, 0o644)
+	if err := replaceNewer(filepath.Join(dir, FaultsFile), data, 0o644); err != nil {
+		return err
+	}
+	return logXIDs(dir, before, faults)
 }
 
 // ReadFaults reads the faults in force for the machine in dir, so that a test can add to them. A missing file is no fault.
@@ -159,6 +174,8 @@ type event struct {
 	sequence uint64
 	place    int
 	xid      uint64
+	// gi and ci are noInstance for none.
+	gi, ci uint32
 }
 
 var handleGetters = map[string]bool{
@@ -201,7 +218,17 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 			problems = append(problems, fmt.Errorf("events[%d].gpu: %w", i, err))
 			continue
 		}
-		state.events = append(state.events, event{sequence: e.Sequence, place: place, xid: e.XID})
+		compiled := event{sequence: e.Sequence, place: place, xid: e.XID, gi: noInstance, ci: noInstance}
+		if e.GPUInstance != nil {
+			compiled.gi = uint32(*e.GPUInstance)
+		}
+		if e.ComputeInstance != nil {
+			compiled.ci = uint32(*e.ComputeInstance)
+		}
+		if e.ComputeInstance != nil && e.GPUInstance == nil {
+			problems = append(problems, fmt.Errorf("events[%d].computeInstance: there is no gpuInstance", i))
+		}
+		state.events = append(state.events, compiled)
 		state.newest = max(state.newest, e.Sequence)
 	}
 	return state, errors.Join(problems...)
