@@ -40,6 +40,9 @@ type GPUFaults struct {
 	// Absent is a GPU that has fallen off the bus: it is lost for a library that is initialized, and at the next Init it is
 	// not enumerated, so the count is smaller, the indices behind it close up, and its UUID and address are NOT_FOUND.
 	Absent bool `json:"absent,omitempty"`
+	// Minor is the minor number that the GPU has from the next Init on, as after the driver was loaded again. To swap the minors of two
+	// GPUs, name both. The capabilities of MIG and nvidia-smi keep to the profile.
+	Minor *int `json:"minor,omitempty"`
 	// Calls are faults by method of nvml.Device ("GetMemoryInfo"), or by the call that hands out its handle
 	// ("DeviceGetHandleByIndex", ...ByUUID, ...ByPciBusId, ...BySerial). They come before Lost. Methods of what is on the GPU
 	// have a prefix: "GpuInstance.Destroy", "ComputeInstance.GetInfo", "MigDevice.GetUUID".
@@ -148,6 +151,7 @@ type faultState struct {
 
 type gpuFaults struct {
 	lost, absent bool
+	minor        *int // nil for the profile's
 	calls        map[string]*callFault
 	clients      []client
 	condition    condition
@@ -210,7 +214,10 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 		if err != nil {
 			problems = append(problems, err)
 		}
-		state.gpus[place] = gpuFaults{lost: g.Lost, absent: g.Absent, calls: calls, clients: clients, condition: condition}
+		state.gpus[place] = gpuFaults{lost: g.Lost, absent: g.Absent, minor: g.Minor, calls: calls, clients: clients, condition: condition}
+	}
+	if err := state.checkMinors(profile); err != nil {
+		problems = append(problems, err)
 	}
 	for i, e := range f.Events {
 		place, err := profile.find(e.GPU)
@@ -232,6 +239,28 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 		state.newest = max(state.newest, e.Sequence)
 	}
 	return state, errors.Join(problems...)
+}
+
+// checkMinors requires that GPUs have different minors. A profile that was not resolved has no minors of its own.
+func (s *faultState) checkMinors(p Profile) error {
+	taken := map[int]int{}
+	for place, g := range p.GPUs {
+		minor := s.gpus[place].minor
+		if minor == nil {
+			minor = g.Minor
+		}
+		if minor == nil {
+			continue
+		}
+		if *minor < 0 || *minor == minorModeset || *minor == minorCtl {
+			return fmt.Errorf("gpus: minor %d is no GPU's", *minor)
+		}
+		if other, ok := taken[*minor]; ok {
+			return fmt.Errorf("gpus: GPUs %d and %d both have minor %d", other, place, *minor)
+		}
+		taken[*minor] = place
+	}
+	return nil
 }
 
 func compileCalls(path string, calls map[string]CallFault, known ...map[string]bool) (map[string]*callFault, error) {

@@ -107,13 +107,15 @@ func files(profile Profile, options MaterializeOptions) ([]file, error) {
 	if err != nil {
 		return nil, err
 	}
+	numbers := takeMajors(host.freeMajors)
 	cpus := divide(host.cpus, profile.NUMANodes)
 	return slices.Concat(
 		driver,
-		deviceFiles(profile, host.freeMajors, options.PlainDeviceFiles),
+		deviceFiles(profile, numbers, options.PlainDeviceFiles),
 		pciFiles(profile, cpus),
 		nodeFiles(cpus, host.memoryKiB),
 		[]file{
+			devicesFile(host.devices, profile, numbers),
 			{path: ProfileFile, content: resolved, mode: 0o644},
 			{path: filepath.Join(MIGDir, "lock"), mode: 0o644, keep: true},
 			{path: FaultsFile, content: []byte("# Faults of this machine, obeyed as soon as they are written.\n"), mode: 0o644, keep: true},
@@ -138,6 +140,8 @@ func forget(dir string, wanted []file) error {
 // what is below a place is looked through as well.
 var stale = []string{
 	DriverDir + "/dev/nvidia*",
+	DriverDir + "/dev/gdrdrv",
+	DriverDir + "/dev/infiniband",
 	ProcDir + "/driver",
 	DriverDir + "/usr/lib/*/*.so*",
 	DriverDir + "/usr/lib/*/vdpau/*.so*",
