@@ -119,7 +119,7 @@ func (c *checker) gpu(path string, index int, g GPU, p Profile) {
 	c.require(g.NUMANode >= -1 && g.NUMANode < p.NUMANodes, path+".numaNode", "%d is not among %d nodes", g.NUMANode, p.NUMANodes)
 	c.require(!g.MIGEnabled || m.MIG != "", path+".migEnabled", "model %s has no MIG", g.Model)
 	c.require(g.MIGEnabled || len(g.Partitions) == 0, path+".partitions", "MIG is not enabled")
-	if problem := geometryOf(m).cut(&MIGState{}, &MIGGPU{Enabled: true}, g.Partitions); problem != nil {
+	if problem := geometryOf(m).cut(&MIGGPU{Enabled: true}, g.Partitions); problem != nil {
 		c.require(false, path+".partitions", "%v", problem)
 	}
 	minor := index
