@@ -25,14 +25,17 @@ func (h *gpuHandle) gate(method string) nvml.Return {
 	if !g.sys.initialized() {
 		return nvml.ERROR_UNINITIALIZED
 	}
-	state := g.sys.faults.current()
-	state, ret := g.sys.faults.answer(state, state.gpus[g.place].calls[method], g.sys.stop())
+	find := func(state *faultState) *callFault { return named(state.gpus[g.place].calls, method) }
+	state, ret := g.sys.faults.answer(find, g.sys.stop())
 	if ret != nvml.SUCCESS {
 		return ret
 	}
 	faults := state.gpus[g.place]
 	if faults.lost || faults.absent || !slices.Contains(g.sys.handles(), h) {
 		return nvml.ERROR_GPU_IS_LOST
+	}
+	if g.sys.privileges < neededPrivileges[method] {
+		return nvml.ERROR_NO_PERMISSION
 	}
 	return nvml.SUCCESS
 }
