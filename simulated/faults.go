@@ -44,6 +44,9 @@ type GPUFaults struct {
 	// Minor is the minor number that the GPU has from the next Init on, as after the driver was loaded again. To swap the minors of two
 	// GPUs, name both. The capabilities of MIG and nvidia-smi keep to the profile.
 	Minor *int `json:"minor,omitempty"`
+	// PersistenceOff says that persistence mode is off: without clients the driver lets go of the GPU when the last Shutdown of a
+	// library ends its session, and the GPU forgets compute mode and application clocks.
+	PersistenceOff bool `json:"persistenceOff,omitempty"`
 	// Calls are faults by method of nvml.Device ("GetMemoryInfo"), or by the call that hands out its handle
 	// ("DeviceGetHandleByIndex", ...ByUUID, ...ByPciBusId, ...BySerial). They come before Lost. Methods of what is on the GPU
 	// have a prefix: "GpuInstance.Destroy", "ComputeInstance.GetInfo", "MigDevice.GetUUID". "*" stands for all that are not named.
@@ -157,7 +160,9 @@ type gpuFaults struct {
 	minor        *int // nil for the profile's
 	calls        map[string]*callFault
 	clients      []client
-	condition    condition
+	// persistenceOff is that of GPUFaults.
+	persistenceOff bool
+	condition      condition
 }
 
 // everyCall is the name that stands for all calls.
@@ -229,7 +234,10 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 		if err != nil {
 			problems = append(problems, err)
 		}
-		state.gpus[place] = gpuFaults{lost: g.Lost, absent: g.Absent, minor: g.Minor, calls: calls, clients: clients, condition: condition}
+		state.gpus[place] = gpuFaults{
+			lost: g.Lost, absent: g.Absent, minor: g.Minor, persistenceOff: g.PersistenceOff,
+			calls: calls, clients: clients, condition: condition,
+		}
 	}
 	if err := state.checkMinors(profile); err != nil {
 		problems = append(problems, err)

@@ -244,7 +244,28 @@ func (g *gpu) SetApplicationsClocks(memory, graphics uint32) nvml.Return {
 }
 
 func (g *gpu) GetPersistenceMode() (nvml.EnableState, nvml.Return) {
-	return nvml.FEATURE_ENABLED, nvml.SUCCESS
+	return enabled(!g.sys.faults.current().gpus[g.place].persistenceOff), nvml.SUCCESS
+}
+
+// forgetSettings is what happens to GPUs that the driver lets go of. Sessions of other processes are not known: only the clients that
+// the faults file names keep a GPU.
+func (s *system) forgetSettings() nvml.Return {
+	var forgetful []string
+	for place, faults := range s.faults.current().gpus {
+		if faults.persistenceOff && len(faults.clients) == 0 {
+			forgetful = append(forgetful, s.profile.GPUs[place].UUID)
+		}
+	}
+	if len(forgetful) == 0 {
+		return nvml.SUCCESS
+	}
+	return s.mig.change(func(state *MIGState) nvml.Return {
+		for _, uuid := range forgetful {
+			delete(state.ComputeModes, uuid)
+			delete(state.Clocks, uuid)
+		}
+		return nvml.SUCCESS
+	})
 }
 
 func (g *gpu) GetDisplayMode() (nvml.EnableState, nvml.Return) {

@@ -174,10 +174,11 @@ func (l *Library) Shutdown() nvml.Return {
 		return nvml.ERROR_UNINITIALIZED
 	}
 	l.users--
-	if l.users == 0 {
-		close(l.stopped)
+	if l.users > 0 {
+		return nvml.SUCCESS
 	}
-	return nvml.SUCCESS
+	close(l.stopped)
+	return l.forgetSettings()
 }
 
 // ErrorString implements nvml.Interface.
