@@ -123,6 +123,14 @@ func (g *gpu) GetModuleId() (int, nvml.Return) { //nolint:revive // the name is 
 	return g.spec.ModuleID, nvml.SUCCESS
 }
 
+// GetNumaNodeId is the node of the GPU's memory (nvml.h: only where GPUs are NUMA nodes).
+func (g *gpu) GetNumaNodeId() (int, nvml.Return) { //nolint:revive // the name is go-nvml's
+	if g.spec.MemoryNUMANode == nil {
+		return 0, nvml.ERROR_NOT_SUPPORTED
+	}
+	return *g.spec.MemoryNUMANode, nvml.SUCCESS
+}
+
 func (g *gpu) GetMultiGpuBoard() (int, nvml.Return) { return 0, nvml.SUCCESS }
 
 func (g *gpu) OnSameBoard(other nvml.Device) (int, nvml.Return) {

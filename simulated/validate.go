@@ -144,6 +144,8 @@ func (c *checker) beneath(path, bridge, parent string) {
 func (c *checker) group(path string, group NVLinkGroup, p Profile) {
 	c.require(len(group.GPUs) > 1, path+".gpus", "are fewer than two")
 	c.require((len(group.Switches) > 0) != (group.PairLinks > 0), path, "has not exactly one of switches and pairLinks")
+	c.require(group.ClusterUUID == "" || uuidForm.MatchString("GPU-"+group.ClusterUUID), path+".clusterUUID", "%q is no UUID", group.ClusterUUID)
+	c.require(!group.Outside || len(group.Switches) > 0, path+".outside", "there are no switches")
 	for i, s := range group.Switches {
 		at := fmt.Sprintf("%s.switches[%d]", path, i)
 		c.require(addressForm.MatchString(s), at, "%q is not domain:bus:device.function", s)
