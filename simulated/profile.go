@@ -31,6 +31,9 @@ type Profile struct {
 	NVLink []NVLinkGroup `json:"nvlink,omitempty"`
 	// Nodes says which device nodes there are.
 	Nodes Nodes `json:"nodes,omitzero"`
+	// ChecksPrivileges has package simnode find out what the process may do (ProcessPrivileges). Otherwise it may do everything, which
+	// suits an agent in a cluster of tests: it needs no privileges for files that simulate a GPU.
+	ChecksPrivileges bool `json:"checksPrivileges,omitempty"`
 }
 
 // Nodes describes the device nodes of a machine; the zero value is a machine with all nodes of its GPUs.
