@@ -53,8 +53,10 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 		return cdi.Edits{}, fmt.Errorf("find the driver's files below %s: %w", n.layout.driverRoot, err)
 	}
 	spec := &specs.Spec{ContainerEdits: *common.ContainerEdits}
-	if !hasNode(spec.ContainerEdits, controlNode) {
-		return cdi.Edits{}, fmt.Errorf("%s does not exist below %s", controlNode, n.layout.devRoot)
+	for _, d := range controlDevices {
+		if err := n.options.checkDevice(n.layout.devRoot, n.majors, d); err != nil {
+			return cdi.Edits{}, err
+		}
 	}
 	failed := map[string]error{}
 	add := func(uuid string, device specs.Device, err error) {

@@ -136,6 +136,8 @@ func fixture(t *testing.T, name string) Options {
 		t.Fatal(err)
 	}
 	driver := filepath.Join(machine, simulated.DriverDir)
+	// What the kernel lists once the driver's modules are loaded. The simulation takes the first of the free numbers.
+	writeFile(t, filepath.Join(machine, "proc/devices"), "Character devices:\n195 nvidia\n510 nvidia-caps\n511 nvidia-uvm\n\nBlock devices:\n")
 	for _, link := range l.links {
 		from, to, _ := strings.Cut(link, " -> ")
 		symlink(t, to, filepath.Join(host, from))
@@ -163,6 +165,7 @@ func fixture(t *testing.T, name string) Options {
 	return Options{
 		HostRoot:  host,
 		SysfsRoot: filepath.Join(machine, simulated.SysfsDir),
+		ProcRoot:  filepath.Join(machine, "proc"),
 		HookPath:  "/var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook",
 		OpenLibrary: func() (gonvml.Interface, error) {
 			return simulated.New(profile), nil
