@@ -58,30 +58,30 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 			return cdi.Edits{}, err
 		}
 	}
-	failed := map[string]error{}
-	add := func(uuid string, device specs.Device, err error) {
+	failed, nodes := map[string]error{}, map[string]string{}
+	add := func(uuid string, minor int, device specs.Device, err error) {
 		if err != nil {
-			failed[uuid] = err
+			failed[uuid], nodes[uuid] = err, gpuDevice(minor).path
 			return
 		}
 		spec.Devices = append(spec.Devices, device)
 	}
 	for _, g := range n.Inventory().GPUs {
 		parent, err := attempt(n, g.UUID, n.session, func() (specs.Device, error) { return deviceEdits(lib, g) }, nil)
-		add(g.UUID, parent, err)
+		add(g.UUID, g.Minor, parent, err)
 		for _, p := range g.Partitions {
 			if p.UUID == "" {
 				continue
 			}
 			p.Health = gpu.Device{GPU: g, Partition: p}.Health()
 			device, err := n.partitionEdits(n.layout.devRoot, p, parent, err)
-			add(p.UUID, device, err)
+			add(p.UUID, g.Minor, device, err)
 		}
 	}
 	if err := n.toHost(n.layout.devRoot, spec); err != nil {
 		return cdi.Edits{}, fmt.Errorf("turn paths into the host's: %w", err)
 	}
-	return cdi.Edits{Common: spec.ContainerEdits, Devices: spec.Devices, Failed: failed}, nil
+	return cdi.Edits{Common: spec.ContainerEdits, Devices: spec.Devices, Failed: failed, Nodes: nodes}, nil
 }
 
 // driverFiles is the key of calls that find the driver's files.
@@ -127,7 +127,7 @@ func deviceEdits(lib nvcdi.Interface, g gpu.GPU) (specs.Device, error) {
 	if len(devices) != 1 {
 		return specs.Device{}, fmt.Errorf("nvcdi answers with %d devices", len(devices))
 	}
-	if node := fmt.Sprintf("/dev/nvidia%d", g.Minor); !hasNode(devices[0].ContainerEdits, node) {
+	if node := gpuDevice(g.Minor).path; !hasNode(devices[0].ContainerEdits, node) {
 		return specs.Device{}, fmt.Errorf("%s does not exist", node)
 	}
 	return devices[0], nil
