@@ -74,7 +74,7 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 				continue
 			}
 			p.Health = gpu.Device{GPU: g, Partition: p}.Health()
-			device, err := n.partitionEdits(n.layout.devRoot, p, parent, err)
+			device, err := n.partitionEdits(n.attachment, p, parent, err)
 			add(p.UUID, g.Minor, device, err)
 		}
 	}
@@ -252,14 +252,14 @@ func (n *Node) oneEdits(ctx context.Context, p gpu.Partition) (specs.Device, err
 		return specs.Device{}, errors.Join(errors.New("there are none"), edits.Failed[p.UUID])
 	}
 	n.mu.Lock()
-	devRoot := n.layout.devRoot
+	at := n.attachment
 	n.mu.Unlock()
-	device, err := n.partitionEdits(devRoot, p, specs.Device{}, nil)
+	device, err := n.partitionEdits(at, p, specs.Device{}, nil)
 	if err != nil {
 		return specs.Device{}, err
 	}
 	spec := &specs.Spec{Devices: []specs.Device{device}}
-	if err := n.toHost(devRoot, spec); err != nil {
+	if err := n.toHost(at.layout.devRoot, spec); err != nil {
 		return specs.Device{}, fmt.Errorf("turn paths into the host's: %w", err)
 	}
 	return spec.Devices[0], nil
@@ -270,23 +270,17 @@ func graphics(p gpu.Partition) bool { return strings.HasSuffix(p.Profile, "+gfx"
 
 // partitionEdits returns the nodes of the GPU and of the two capabilities. nvcdi v1.20.1 returns the same, but reads the list of
 // capabilities below "/" only. parent is what nvcdi returns for the GPU, if anything.
-func (n *Node) partitionEdits(devRoot string, p gpu.Partition, parent specs.Device, parentErr error) (specs.Device, error) {
+func (n *Node) partitionEdits(at attachment, p gpu.Partition, parent specs.Device, parentErr error) (specs.Device, error) {
 	if !p.Health.Healthy() {
 		return specs.Device{}, errors.New(p.Health.Message)
 	}
 	device := specs.Device{Name: p.UUID}
-	nodes := []string{fmt.Sprintf("/dev/nvidia%d", p.Parent), capabilityNode(p.Caps[0]), capabilityNode(p.Caps[1])}
-	for _, node := range nodes {
-		d, err := devices.DeviceFromPath(n.options.onHost(path.Join(devRoot, node)), "rwm")
-		if err == nil && d.Type != 'c' {
-			err = errors.New("no character device")
-		}
+	for _, d := range []charDevice{gpuDevice(p.Parent), capabilityDevice(p.Caps[0]), capabilityDevice(p.Caps[1])} {
+		node, err := n.deviceNode(at, d)
 		if err != nil {
-			return specs.Device{}, fmt.Errorf("%s: %w", path.Join(devRoot, node), err)
+			return specs.Device{}, err
 		}
-		device.ContainerEdits.DeviceNodes = append(device.ContainerEdits.DeviceNodes, &specs.DeviceNode{
-			Path: node, HostPath: d.Path, Permissions: string(d.Permissions), FileMode: &d.FileMode, Major: d.Major, Minor: d.Minor,
-		})
+		device.ContainerEdits.DeviceNodes = append(device.ContainerEdits.DeviceNodes, node)
 	}
 	if graphics(p) {
 		if parentErr != nil {
@@ -295,6 +289,27 @@ func (n *Node) partitionEdits(devRoot string, p gpu.Partition, parent specs.Devi
 		addGraphics(&device.ContainerEdits, parent.ContainerEdits)
 	}
 	return device, nil
+}
+
+// deviceNode returns a node for containers. With a type and a number it needs no node of the host (CDI, container-edits_unix.go,
+// fillMissingInfo), which capabilities may lack.
+func (n *Node) deviceNode(at attachment, d charDevice) (*specs.DeviceNode, error) {
+	hostPath := n.options.onHost(path.Join(at.layout.devRoot, d.path))
+	if major, listed := at.majors[d.driver]; listed && d.driver == driverCaps {
+		return &specs.DeviceNode{
+			Path: d.path, HostPath: hostPath, Type: "c", Major: int64(major), Minor: int64(d.minor), Permissions: "rwm", FileMode: &d.mode,
+		}, nil
+	}
+	found, err := devices.DeviceFromPath(hostPath, "rwm")
+	if err == nil && found.Type != 'c' {
+		err = errors.New("no character device")
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path.Join(at.layout.devRoot, d.path), err)
+	}
+	return &specs.DeviceNode{
+		Path: d.path, HostPath: found.Path, Permissions: string(found.Permissions), FileMode: &found.FileMode, Major: found.Major, Minor: found.Minor,
+	}, nil
 }
 
 // drmDir has a GPU's nodes for graphics.
