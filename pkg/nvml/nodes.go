@@ -93,7 +93,10 @@ func capabilityDevice(minor int) charDevice {
 func (o Options) checkDevice(devRoot string, numbers majors, d charDevice) error {
 	major, loaded := numbers[d.driver]
 	if len(numbers) > 0 && !loaded {
-		return fmt.Errorf("kernel module %s is not loaded", d.driver)
+		if d.driver == driverUVM {
+			return fmt.Errorf("kernel module %s is not loaded", d.driver)
+		}
+		return fmt.Errorf("%s cannot be used: the kernel lists no devices %s in /proc/devices", d.path, d.driver)
 	}
 	path := filepath.Join(devRoot, d.path)
 	var info unix.Stat_t

@@ -313,6 +313,8 @@ func TestMissingCapabilityNode(t *testing.T) {
 	m := newMachine(t, "a100x8-mig")
 	node := m.open(t)
 	// gpu1/gi2/ci0/access.
+	// Without the number, only a node of the host says which device it is.
+	m.procDevices(t, "")
 	if err := os.Remove(filepath.Join(m.dir, "driver/dev/nvidia-caps/nvidia-cap157")); err != nil {
 		t.Fatal(err)
 	}
