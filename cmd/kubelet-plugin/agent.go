@@ -328,7 +328,7 @@ func (a *agent) with(c config.Config) *agent {
 func (a *agent) nodeOptions() nvml.Options {
 	options := nvml.Options{
 		HostRoot: a.config.HostRoot, DriverRoot: a.config.DriverRoot, DevRoot: a.config.DevRoot, Library: a.config.NVML,
-		SysfsRoot: a.config.SysfsRoot,
+		SysfsRoot: a.config.SysfsRoot, CreateNodes: a.config.CreateDeviceNodes,
 	}
 	switch a.config.CDIHook {
 	case "none":

@@ -50,6 +50,8 @@ type Config struct {
 	// DriverRoot and DevRoot are "auto" or paths on the host.
 	DriverRoot string
 	DevRoot    string
+	// CreateDeviceNodes lets the agent create missing device nodes of the driver, and load nvidia-uvm.
+	CreateDeviceNodes bool
 	// NVML is "auto", the path of a libnvidia-ml.so.1, or "simulated:<profile>".
 	NVML string
 	// CDIHook is "install", "none" or the absolute path of a nvidia-cdi-hook on the host.
@@ -128,6 +130,8 @@ func (c *Config) define(flags *flag.FlagSet) {
 	text(&c.HostRoot, "host-root", "`directory` where the host's root is mounted")
 	text(&c.DriverRoot, "driver-root", "`path` of the NVIDIA driver on the host, or auto")
 	text(&c.DevRoot, "dev-root", "`path` on the host below which dev/nvidia* are, or auto")
+	flags.BoolVar(&c.CreateDeviceNodes, "create-device-nodes", c.CreateDeviceNodes,
+		"create missing device nodes of the driver and their links in /dev/char, and load nvidia-uvm; needs a privileged agent")
 	text(&c.NVML, "nvml", "auto, the `path` of a libnvidia-ml.so.1, or simulated:<profile>")
 	text(&c.CDIHook, "cdi-hook", "install, none, or the `path` of a nvidia-cdi-hook on the host")
 	text(&c.CDIHookSource, "cdi-hook-source", "`path` of the nvidia-cdi-hook to install")
