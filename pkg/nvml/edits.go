@@ -103,8 +103,9 @@ func (n *Node) toolkit(ctx context.Context) (nvcdi.Interface, error) {
 		// Only libraries of the driver, in any directory; nvcdi's own list lacks the directories of several systems.
 		nvcdi.WithLibrarySearchPaths(n.layout.libraryDirs),
 		nvcdi.WithLdconfigPath(n.options.ldconfig()),
-		// nvcdi would load it into this process beside NVML, and it adds nothing for GPUs that NVML has.
-		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
+		// nvcdi would load the first into this process beside NVML, and it adds nothing for GPUs that NVML has. The second are mounts of
+		// sockets, without which CUDA works, and with which a container does not start after their server has ended.
+		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils, nvcdi.FeatureDisableIPCDiscoverer),
 		nvcdi.WithNVIDIACDIHookPath(n.options.HookPath),
 	}
 	if n.options.HookPath == "" {

@@ -372,3 +372,30 @@ func TestKernelModuleDecidesBetweenDrivers(t *testing.T) {
 		}
 	}
 }
+
+// Sockets come and go with their servers, and a container does not start with a mount whose source is gone. CUDA needs none of them. A
+// daemon of the administrator's at /tmp/nvidia-mps would take the place of Tandem's.
+func TestNoSocketsInEdits(t *testing.T) {
+	for name := range layouts {
+		t.Run(name, func(t *testing.T) {
+			options := fixture(t, name)
+			root := layouts[name].driverRoot
+			for _, socket := range []string{"run/nvidia-persistenced/socket", "run/nvidia-fabricmanager/socket", "tmp/nvidia-mps/control"} {
+				writeFile(t, filepath.Join(options.HostRoot, root, socket), "")
+			}
+			node, err := Open(t.Context(), options)
+			if err != nil {
+				t.Fatal(err)
+			}
+			edits, err := node.ContainerEdits(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range edits.Common.Mounts {
+				if strings.HasSuffix(m.HostPath, "/socket") || strings.Contains(m.HostPath, "/tmp/nvidia-mps") {
+					t.Errorf("mounts %s", m.HostPath)
+				}
+			}
+		})
+	}
+}
