@@ -58,6 +58,12 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 			return cdi.Edits{}, err
 		}
 	}
+	_, err = attempt(n, driverFiles, n.session, func() (struct{}, error) {
+		return struct{}{}, n.addExtras(ctx, &spec.ContainerEdits)
+	}, nil)
+	if err != nil {
+		return cdi.Edits{}, err
+	}
 	failed, nodes := map[string]error{}, map[string]string{}
 	add := func(uuid string, minor int, device specs.Device, err error) {
 		if err != nil {

@@ -295,6 +295,9 @@ type Options struct {
 	// and load nvidia-uvm. It needs a privileged agent.
 	CreateNodes bool
 
+	// Extras are devices of other drivers for every container with a GPU.
+	Extras Extras
+
 	// HookPath is the host path of nvidia-cdi-hook. If it is empty, container edits have no hooks.
 	HookPath string
 

@@ -265,6 +265,7 @@ func (o Options) traces(l layout) traces {
 			t.nodes += fmt.Sprintf("%s=%x ", filepath.Base(node), file.Rdev)
 		}
 	}
+	t.nodes += o.traceExtras(l.devRoot)
 	return t
 }
 
