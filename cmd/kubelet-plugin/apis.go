@@ -143,7 +143,15 @@ func (a *agent) pluginConfig(c components, object *gpunode.Object) legacy.Config
 	if a.config.ResetGPUs {
 		config.HandOver = c.cleaner.Ensure
 	}
-	config.DevRoot, config.DevRootInAgent = c.node.DevRoot()
+	config.DevRoot, config.IMEXChannels, config.Env = c.node.DevRoot, a.config.IMEXChannels, map[string]string{}
+	// NVIDIA's container runtime reads them, and its device plugin sets them with CDI as well.
+	for name, on := range map[string]bool{
+		"NVIDIA_GDS": a.config.GDS, "NVIDIA_GDRCOPY": a.config.GDRCopy, "NVIDIA_MOFED": a.config.MOFED,
+	} {
+		if on {
+			config.Env[name] = "enabled"
+		}
+	}
 	for _, s := range a.config.DeviceListStrategies {
 		config.Strategies = append(config.Strategies, legacy.Strategy(s))
 	}
