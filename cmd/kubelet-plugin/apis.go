@@ -114,8 +114,13 @@ func (a *agent) limitsByCDI() bool {
 }
 
 func (a *agent) claimsConfig(c components, object *gpunode.Object) driver.Config {
+	metadataDir := ""
+	if a.config.DeviceMetadata {
+		metadataDir = a.config.CDIDir
+	}
 	return driver.Config{
-		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
+		MetadataDir: metadataDir,
+		DriverName:  a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
 		Node: c.self, Ledger: c.book, Inventory: c.usable, Partitions: c.devices, HandOver: c.cleaner.Ensure, Specs: c.specs, Pods: c.pods,
 		Sharing: c.shared, Policy: c.policy, DaemonTrouble: object.DaemonTrouble, Adopt: c.adoptClaims,
 		Recorder: a.recorder, Registerer: a.metrics,

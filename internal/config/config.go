@@ -58,6 +58,8 @@ type Config struct {
 	GDS, GDRCopy, MOFED bool
 	IMEXChannels        []int
 	IMEXRequired        bool
+	// DeviceMetadata gives containers a file with the attributes of their claims' devices (KEP-5304).
+	DeviceMetadata bool
 	// NVML is "auto", the path of a libnvidia-ml.so.1, or "simulated:<profile>".
 	NVML string
 	// CDIHook is "install", "none" or the absolute path of a nvidia-cdi-hook on the host.
@@ -161,6 +163,8 @@ func (c *Config) define(flags *flag.FlagSet) {
 		return c.setIMEXChannels(s)
 	})
 	flags.BoolVar(&c.IMEXRequired, "imex-required", c.IMEXRequired, "offer no GPU while the IMEX channel does not exist")
+	flags.BoolVar(&c.DeviceMetadata, "device-metadata", c.DeviceMetadata,
+		"give containers a file with the attributes of their claims' devices (KEP-5304)")
 	text(&c.NVML, "nvml", "auto, the `path` of a libnvidia-ml.so.1, or simulated:<profile>")
 	text(&c.CDIHook, "cdi-hook", "install, none, or the `path` of a nvidia-cdi-hook on the host")
 	text(&c.CDIHookSource, "cdi-hook-source", "`path` of the nvidia-cdi-hook to install")
