@@ -324,3 +324,26 @@ func TestMissingCapabilityNode(t *testing.T) {
 		t.Errorf("(-want +got):\n%s", diff)
 	}
 }
+
+// An agent without privileges cannot read partitions, and says what it lacks.
+func TestPartitionsWithoutPrivileges(t *testing.T) {
+	m := newMachine(t, "a100x8-mig")
+	profile, err := simulated.Load(filepath.Join(m.dir, simulated.ProfileFile))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for privileges, readable := range map[simulated.Privileges]bool{simulated.NoPrivileges: false, simulated.MonitorPrivileges: true} {
+		m.options.OpenLibrary = func() (gonvml.Interface, error) {
+			return simulated.New(profile, simulated.WithDir(m.dir), simulated.WithPrivileges(privileges)), nil
+		}
+		node := m.open(t)
+		g := node.Inventory().GPUs[1]
+		_, err := node.Partitions(t.Context(), g.UUID)
+		if (err == nil) != readable || (len(g.Partitions) > 0) != readable {
+			t.Errorf("privileges %d: %d partitions, %v; readable should be %t", privileges, len(g.Partitions), err, readable)
+		}
+		if !readable && !strings.Contains(fmt.Sprint(err), "migAccess") {
+			t.Errorf("error %v does not say what is lacking", err)
+		}
+	}
+}
