@@ -341,7 +341,8 @@ func (s *Specs) tryApply(edits answer) error {
 	if err := s.removeGone(edits.before, edits.Edits); err != nil {
 		return err
 	}
-	devices := withLost(s.withoutPartitionFiles(edits.Devices), s.withoutPartitionFiles(s.devices))
+	current := slices.DeleteFunc(slices.Clone(s.devices), edits.outdated)
+	devices := withLost(s.withoutPartitionFiles(edits.Devices), s.withoutPartitionFiles(current))
 	s.failed = maps.Clone(edits.Failed)
 	if err := s.write(edits.Common, devices); err != nil {
 		return err

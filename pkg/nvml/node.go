@@ -54,8 +54,11 @@ type Node struct {
 	known   map[string]*knownGPU
 	// late contains the calls that have not returned since their timeout, by key: "GPU <index>", a GPU's UUID, wholeDriver or
 	// driverFiles.
-	late     map[string]<-chan struct{}
-	topology topology
+	late map[string]<-chan struct{}
+	// loadTried is when nvidia-uvm was last to be loaded, unloadable why it was not.
+	loadTried  time.Time
+	unloadable error
+	topology   topology
 
 	// turns are for operations, by UUID.
 	turns keylock.Locks[string]
@@ -199,7 +202,7 @@ func (n *Node) attach() error {
 	}
 	n.traces = n.options.traces(l)
 	n.mu.Lock()
-	n.attachment = attachment{&session{library: library}, l, caps}
+	n.attachment = attachment{&session{library: library}, l, caps, n.options.majors()}
 	n.mu.Unlock()
 	for _, known := range n.known {
 		known.complete, known.profiled = false, false
@@ -222,11 +225,13 @@ func (n *Node) follow() error {
 
 // scan reads all GPUs and publishes the result.
 func (n *Node) scan(ctx context.Context) error {
+	n.loadUVM(ctx)
 	s, err := n.begin()
 	if err != nil {
 		return err
 	}
 	defer n.session.close()
+	s.reader.control = s.reader.ensureControlDevices(n.unloadable)
 	for index := range s.count {
 		s.look(ctx, index)
 	}
