@@ -128,7 +128,7 @@ func TestFaultsOfCreate(t *testing.T) {
 	ref, profile := place(t, g, "2g.20gb", 4)
 	failures := 0
 	for _, call := range []string{
-		"DeviceGetHandleByUUID", "GetMigMode", "CreateGpuInstanceWithPlacement", "GpuInstance.GetInfo",
+		"DeviceGetHandleByPciBusId", "GetMigMode", "CreateGpuInstanceWithPlacement", "GpuInstance.GetInfo",
 		"GpuInstance.GetComputeInstanceProfileInfo", "GpuInstance.CreateComputeInstance", "GetMaxMigDeviceCount",
 		"GetMigDeviceHandleByIndex", "MigDevice.GetUUID", "MigDevice.GetGpuInstanceId", "MigDevice.GetComputeInstanceId",
 		"GetGpuInstanceById", "GpuInstance.GetComputeInstanceById",
@@ -172,7 +172,7 @@ func TestFaultsOfDestroy(t *testing.T) {
 	victim, others := g.Partitions[3], g.Partitions[:3]
 	failures := 0
 	for _, call := range []string{
-		"DeviceGetHandleByUUID", "GetMigMode", "GetGpuInstanceProfileInfo", "GetGpuInstances", "GpuInstance.GetInfo",
+		"DeviceGetHandleByPciBusId", "GetMigMode", "GetGpuInstanceProfileInfo", "GetGpuInstances", "GpuInstance.GetInfo",
 		"GpuInstance.GetComputeInstanceProfileInfo", "GpuInstance.GetComputeInstances", "ComputeInstance.Destroy",
 		"GpuInstance.Destroy",
 	} {

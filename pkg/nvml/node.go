@@ -129,7 +129,7 @@ func (n *Node) Run(ctx context.Context) error {
 		n.scanning.Lock()
 		defer n.scanning.Unlock()
 		if n.session != nil && n.silent() == nil {
-			n.session.hold(false)
+			n.letGo(func(s *session) { s.hold(false) })
 		}
 	}()
 	n.mu.Lock()
@@ -215,7 +215,7 @@ func (n *Node) follow() error {
 		if n.options.traces(n.layout) == n.traces {
 			return nil
 		}
-		n.session.hold(false)
+		n.letGo(func(s *session) { s.hold(false) })
 	}
 	return n.attach()
 }
@@ -226,7 +226,7 @@ func (n *Node) scan(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer n.session.close()
+	defer n.letGo((*session).close)
 	for index := range s.count {
 		s.look(ctx, index)
 	}

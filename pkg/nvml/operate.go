@@ -49,7 +49,7 @@ func operate[T any](
 			answer(none, err)
 			return
 		}
-		defer op.session.close()
+		defer op.session.closeLater()
 		value, err := do(op)
 		if !answer(value, err) && err == nil && abandon != nil {
 			abandon(op, value)
@@ -116,7 +116,7 @@ func (n *Node) reach(uuid string) (*operation, error) {
 		return nil, err
 	}
 	r.lib = device.New(r.session.library)
-	d, ret := r.session.library.DeviceGetHandleByUUID(uuid)
+	d, ret := r.session.handle(uuid, g.PCIBusID)
 	if ret != gonvml.SUCCESS {
 		r.session.close()
 		return nil, fmt.Errorf("look up GPU %s: %w", uuid, returnError{ret})

@@ -288,7 +288,8 @@ func TestDomainsWithoutSwitch(t *testing.T) {
 		{uuid: "b", pci: "0000:02:00.0", device: linked{peers: []string{"0000:01:00.0", "0000:01:00.0"}}},
 		{uuid: "c", pci: "0000:03:00.0", device: linked{}},
 	}
-	got := readTopology(endpoints, topology{})
+	all := func(e endpoint, others []endpoint) (links, bool) { return readLinks(e, others), true }
+	got := readTopology(endpoints, topology{}, all)
 	for uuid, want := range map[string]string{
 		"a": "nvlink-0000:01:00.0", "b": "nvlink-0000:01:00.0", "c": "nvlink-0000:03:00.0", "d": "nvlink-0000:03:00.0",
 	} {
@@ -300,7 +301,7 @@ func TestDomainsWithoutSwitch(t *testing.T) {
 		t.Errorf("%d links a-b, want 2", links)
 	}
 	// Without a and c: what they were connected to is kept.
-	again := readTopology(endpoints[:1], got)
+	again := readTopology(endpoints[:1], got, all)
 	if links := again.pairs[keyOf("a", "b")].NVLinks; links != 2 || again.domains["a"] != "nvlink-0000:01:00.0" {
 		t.Errorf("GPUs that do not answer lost their connections: %+v", again)
 	}

@@ -171,19 +171,36 @@ func (s *sweep) absence(g gpu.GPU) gpu.Health {
 		delete(s.failed, g.Index)
 		return health
 	}
-	_, ret := s.node.session.library.DeviceGetHandleByUUID(g.UUID)
+	ret, err := attempt(s.node, "absence of "+g.UUID, s.node.session, func() (gonvml.Return, error) {
+		_, ret := s.reader.session.library.DeviceGetHandleByUUID(g.UUID)
+		return ret, nil
+	}, nil)
+	if err != nil {
+		return gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
+	}
 	if ret == gonvml.SUCCESS || ret == gonvml.ERROR_NOT_FOUND || unsupported(ret) {
 		return gpu.Health{Reason: gpu.ReasonMissing, Message: "the driver no longer enumerates the GPU"}
 	}
 	return healthOf(ret, "looking it up")
 }
 
-// connect reads the topology if a GPU answers that did not answer when it was last read.
+// connect reads the topology if a GPU answers that did not answer when it was last read. A GPU that does not answer in time takes part
+// later. A scan waits for one such GPU only, because its calls about another GPU may hang, too.
 func (s *sweep) connect() {
 	before := s.node.topology
-	if before.pairs == nil || slices.ContainsFunc(s.endpoints, func(e endpoint) bool { return !before.of[e.uuid] }) {
-		s.node.topology = readTopology(s.endpoints, before)
+	if before.pairs != nil && !slices.ContainsFunc(s.endpoints, func(e endpoint) bool { return !before.of[e.uuid] }) {
+		return
 	}
+	waited := false
+	s.node.topology = readTopology(s.endpoints, before, func(e endpoint, others []endpoint) (l links, answered bool) {
+		about := "connections of " + e.uuid
+		if waited || !s.node.ended(about) {
+			return links{}, false
+		}
+		l, err := attempt(s.node, about, s.node.session, func() (links, error) { return readLinks(e, others), nil }, nil)
+		waited = err != nil
+		return l, err == nil
+	})
 }
 
 // errNoAnswer means that a call into the driver took too long.
@@ -221,6 +238,13 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		return value, errNoAnswer
 	}
 	return value, err
+}
+
+// letGo ends a use of the session or its hold. Both may call Shutdown, which may hang like any other call; the driver as a whole does not
+// answer until it returns. Under n.scanning, without a late call about the whole driver.
+func (n *Node) letGo(how func(*session)) {
+	s := n.session
+	_, _ = attempt(n, wholeDriver, nil, func() (struct{}, error) { how(s); return struct{}{}, nil }, nil) // the next scan reports it
 }
 
 // ended reports whether no call about a GPU or the driver continues after its timeout.
