@@ -77,6 +77,8 @@ type knownGPU struct {
 	gpu gpu.GPU
 	// complete is set once all attributes were read with the current driver, profiled once the profiles were.
 	complete, profiled bool
+	// missed is set when the last scan had no answer in time.
+	missed bool
 	// unreadable lists the MIG data of the GPU that the last scan could not read.
 	unreadable []string
 	// changes is the number of changes that it includes.

@@ -117,9 +117,12 @@ func TestGPUThatDoesNotAnswer(t *testing.T) {
 	}
 
 	hang(time.Hour)
-	for range 2 {
+	for i := range 3 {
 		if err := node.Scan(t.Context()); err != nil {
 			t.Fatal(err)
+		}
+		if i == 0 {
+			continue // once late is no failure
 		}
 		gpus := node.Inventory().GPUs
 		if !gpus[0].Health.Healthy() || gpus[1].Health.Reason != gpu.ReasonUnreachable {

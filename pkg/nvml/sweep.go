@@ -100,26 +100,43 @@ func (s *sweep) look(ctx context.Context, index int) {
 	v, err := attempt(s.node, fmt.Sprint("GPU ", index), s.node.session, func() (visit, error) {
 		return s.reader.visit(index, s.recall), nil
 	}, nil)
-	if err != nil {
+	switch {
+	case err == nil:
+		s.take(ctx, index, v)
+	case !s.excuse(index):
 		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
-		return
 	}
-	s.take(ctx, index, v)
 }
 
 // leave skips a GPU with a running operation, because a call about it may wait for the operation. The GPU keeps its known state.
 func (s *sweep) leave(index int) bool {
-	if s.count != len(s.before) {
-		// A GPU appeared or vanished, so the index may belong to another GPU.
+	uuid, known := s.at(index)
+	if !known || !s.node.operating(uuid) {
 		return false
 	}
+	s.seen[uuid] = true
+	return true
+}
+
+// at returns the GPU that had an index before the scan, unless a GPU appeared or vanished since: the index may be another GPU's then.
+func (s *sweep) at(index int) (uuid string, known bool) {
 	for uuid, known := range s.before {
-		if known.gpu.Index == index && s.node.operating(uuid) {
-			s.seen[uuid] = true
-			return true
+		if known.gpu.Index == index && s.count == len(s.before) {
+			return uuid, true
 		}
 	}
-	return false
+	return "", false
+}
+
+// excuse leaves a GPU that has not answered in time as it was, the first time in a row: GPUs are slow while others are partitioned.
+func (s *sweep) excuse(index int) bool {
+	uuid, known := s.at(index)
+	if !known || s.before[uuid].missed {
+		return false
+	}
+	s.node.known[uuid].missed = true
+	s.seen[uuid] = true
+	return true
 }
 
 func (s *sweep) take(ctx context.Context, index int, v visit) {
@@ -132,7 +149,7 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 		return
 	}
 	known := v.known
-	known.gpu.Index = index
+	known.gpu.Index, known.missed = index, false
 	g := known.gpu
 	if !slices.Equal(known.unreadable, s.before[g.UUID].unreadable) {
 		klog.FromContext(ctx).Info("The set of unreadable MIG data of a GPU changed",
