@@ -253,6 +253,8 @@ func unsupported(ret gonvml.Return) bool {
 // session keeps NVML initialised while it has users or is held (see the package documentation).
 type session struct {
 	library gonvml.Interface
+	// paused is the node's. While it is set no use begins, and the session is not held.
+	paused *atomic.Pointer[PausedError]
 
 	mu    sync.Mutex
 	users int
@@ -268,7 +270,7 @@ type session struct {
 	idle      broadcast.Signal
 }
 
-// open starts a use; close ends it. After an error there is nothing to close. It cannot fail while another use is open.
+// open starts a use; close ends it. After an error there is nothing to close.
 func (s *session) open() error {
 	for {
 		broadcast.Await(context.Background(), s.idle.Changed, func() bool { return !s.suspended.Load() })
@@ -279,6 +281,9 @@ func (s *session) open() error {
 		s.mu.Unlock()
 	}
 	defer s.mu.Unlock()
+	if paused := s.paused.Load(); paused != nil {
+		return paused
+	}
 	if !s.isOpen() {
 		if ret := s.library.Init(); ret != gonvml.SUCCESS {
 			return initError(ret)
@@ -287,6 +292,13 @@ func (s *session) open() error {
 	s.stay()
 	s.users++
 	return nil
+}
+
+// join starts another use within one that is open.
+func (s *session) join() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.users++
 }
 
 // isOpen, stay and shutdown need s.mu.
@@ -329,7 +341,11 @@ func (s *session) closeLater() {
 	if s.users--; s.users > 0 {
 		return
 	}
-	if !s.holding {
+	switch {
+	case s.holding:
+	case s.paused.Load() != nil:
+		s.shutdown()
+	default:
 		var timer *time.Timer
 		timer = time.AfterFunc(linger, func() {
 			s.mu.Lock()
@@ -386,7 +402,8 @@ func (s *session) find(uuid, address string) (gonvml.Device, gonvml.Return) {
 func (s *session) hold(hold bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !hold && s.users == 0 && s.isOpen() {
+	hold = hold && s.paused.Load() == nil
+	if !hold && s.users == 0 && s.isOpen() && !s.suspended.Load() {
 		s.shutdown()
 	}
 	s.holding = hold

@@ -31,6 +31,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -56,6 +57,9 @@ type Node struct {
 	// driverFiles.
 	late     map[string]<-chan struct{}
 	topology topology
+
+	// paused is set between Pause and Resume.
+	paused atomic.Pointer[PausedError]
 
 	// turns are for operations, by UUID.
 	turns keylock.Locks[string]
@@ -166,7 +170,7 @@ func (n *Node) Scan(ctx context.Context) error {
 		defer n.mu.Unlock()
 		return n.failure // a GPU is being reset, which takes longer than a scan may
 	}
-	err := n.silent()
+	err := n.ready()
 	if err == nil {
 		err = n.follow()
 	}
@@ -201,7 +205,7 @@ func (n *Node) attach() error {
 	}
 	n.traces = n.options.traces(l)
 	n.mu.Lock()
-	n.attachment = attachment{&session{library: library}, l, caps}
+	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps}
 	n.mu.Unlock()
 	for _, known := range n.known {
 		known.complete, known.profiled = false, false
@@ -257,6 +261,7 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 		n.catchUp(known)
 		g := known.gpu
 		g.NVLinkDomain = n.topology.domains[g.UUID]
+		n.withdraw(&g)
 		next.GPUs = append(next.GPUs, g)
 	}
 	slices.SortFunc(next.GPUs, func(a, b gpu.GPU) int {

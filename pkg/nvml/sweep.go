@@ -66,6 +66,14 @@ func (n *Node) begin() (*sweep, error) {
 	return &sweep{node: n, reader: r, count: count, before: before, seen: map[string]bool{}, failed: map[int]gpu.Health{}}, nil
 }
 
+// ready returns why no scan can begin now.
+func (n *Node) ready() error {
+	if paused := n.paused.Load(); paused != nil {
+		return paused
+	}
+	return n.silent()
+}
+
 // silent returns errSilent while a call about no particular GPU has not returned.
 func (n *Node) silent() error {
 	if n.ended(wholeDriver) {
@@ -235,7 +243,7 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		return none, errNoAnswer
 	}
 	if s != nil {
-		_ = s.open() // cannot fail: the caller has a use open
+		s.join()
 	}
 	ctx, cancel := context.WithTimeoutCause(context.Background(), n.options.patience, errNoAnswer)
 	defer cancel()
