@@ -36,12 +36,16 @@ func eventually(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// offered counts the devices in slices.
+// offered counts the devices in slices that are not withdrawn.
 func offered(t *testing.T, client *fake.Clientset) int {
 	t.Helper()
 	count := 0
 	for _, slice := range published(t, client) {
-		count += len(slice.Spec.Devices)
+		for _, d := range slice.Spec.Devices {
+			if len(d.Taints) == 0 {
+				count++
+			}
+		}
 	}
 	return count
 }
@@ -63,12 +67,12 @@ func TestPausedNode(t *testing.T) {
 			all := heldOnly(uuids)
 			all[uuids[2]], all[uuids[3]] = pluginapi.Healthy, pluginapi.Healthy
 			kubelet.await(all)
-			eventually(t, "no device is published", func() bool { return offered(t, client) > 0 })
+			eventually(t, "no device is offered", func() bool { return offered(t, client) > 0 })
 
 			running.label(value)
 			began := time.Now()
 			kubelet.await(heldOnly(uuids))
-			eventually(t, "devices are still published", func() bool { return offered(t, client) == 0 })
+			eventually(t, "devices are still offered", func() bool { return offered(t, client) == 0 })
 			if took := time.Since(began); took > 2*time.Second {
 				t.Errorf("withdrawn after %s", took)
 			}
@@ -77,7 +81,7 @@ func TestPausedNode(t *testing.T) {
 
 			running.label("true")
 			kubelet.await(all)
-			eventually(t, "no device is published again", func() bool { return offered(t, client) > 0 })
+			eventually(t, "no device is offered again", func() bool { return offered(t, client) > 0 })
 			running.wantEvent("DriverResumed")
 			if err := a.status.Ready(); err != nil && strings.Contains(err.Error(), "pause") {
 				t.Errorf("not ready: %v", err)
@@ -109,7 +113,7 @@ func TestStartOnAPausedNode(t *testing.T) {
 			running.await("pause: node label " + pluginLabel)
 			running.wantEvent("DriverPaused")
 			if n := offered(t, client); n > 0 {
-				t.Errorf("%d devices are published", n)
+				t.Errorf("%d devices are offered", n)
 			}
 			running.label("true")
 			if held {
@@ -123,7 +127,7 @@ func TestStartOnAPausedNode(t *testing.T) {
 				}
 				return
 			}
-			eventually(t, "nothing is published", func() bool { return offered(t, client) == 4 })
+			eventually(t, "not all devices are offered", func() bool { return offered(t, client) == 4 })
 			running.stop()
 		})
 	}
