@@ -23,12 +23,15 @@ import (
 func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
 	if o.OpenLibrary != nil {
 		library, err := o.OpenLibrary()
-		return &guard{Interface: library}, err
+		if err != nil {
+			return nil, err
+		}
+		return &guard{Interface: o.Recorder.record(library)}, nil
 	}
 	if err := bind(l.library); err != nil {
 		return nil, err
 	}
-	return &guard{Interface: gonvml.New(gonvml.WithLibraryPath(l.library))}, nil
+	return &guard{Interface: o.Recorder.record(gonvml.New(gonvml.WithLibraryPath(l.library)))}, nil
 }
 
 // bound is the library whose functions this process runs. It is a package variable because the dynamic linker binds once per
