@@ -192,7 +192,7 @@ const slow = 100 * time.Millisecond
 // writeCalls writes one line for each method and return code.
 func (r Report) writeCalls(t *text) {
 	t.title("Calls of NVML")
-	t.line("  method\treturn code\tcalls\ton")
+	t.line("  method\treturn code\ton")
 	type row struct{ method, code string }
 	var rows []row
 	grouped := map[row][]Call{}
@@ -205,9 +205,8 @@ func (r Report) writeCalls(t *text) {
 	}
 	slices.SortStableFunc(rows, func(a, b row) int { return strings.Compare(a.method, b.method) })
 	for _, key := range rows {
-		count, slowest := 0, time.Duration(0)
+		slowest := time.Duration(0)
 		for _, c := range grouped[key] {
-			count += c.Count
 			slowest = max(slowest, c.Slowest)
 		}
 		on := cmp.Or(strings.Join(handlesOf(grouped[key]), " "), "library")
@@ -221,6 +220,6 @@ func (r Report) writeCalls(t *text) {
 		if slowest >= slow {
 			on += fmt.Sprintf(" (the slowest took %s)", slowest.Round(time.Millisecond))
 		}
-		t.line("  %s\t%s\t%d\t%s", key.method, key.code, count, on)
+		t.line("  %s\t%s\t%s", key.method, key.code, on)
 	}
 }

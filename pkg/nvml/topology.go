@@ -29,7 +29,7 @@ type topology struct {
 	pairs map[pairKey]gpu.Pair
 	// domains has the name of each GPU's NVLink domain, empty for none.
 	domains map[string]string
-	// of has the GPUs that answered when the topology was read.
+	// of has the GPUs that answered all questions when the topology was read.
 	of map[string]bool
 }
 
@@ -40,6 +40,8 @@ type endpoint struct {
 	// peers counts active links to other GPUs by PCI address, switches those that lead to an NVSwitch.
 	peers    map[string]int
 	switches int
+	// unread is set if a connection could not be read; the next scan reads the topology again.
+	unread bool
 }
 
 // readTopology reads every pair of endpoints. Pairs with a GPU that does not answer stay as they were before.
@@ -51,18 +53,20 @@ func readTopology(endpoints []endpoint, before topology) topology {
 	set := make([]int, len(endpoints))
 	for i := range endpoints {
 		endpoints[i].readLinks()
-		t.of[endpoints[i].uuid] = true
 		set[i] = i
 	}
 	for i := range endpoints {
 		for j := range endpoints[:i] {
 			a, b := &endpoints[i], &endpoints[j]
-			pair := gpu.Pair{PCIe: commonAncestor(a.device, b.device), NVLinks: linksBetween(a, b)}
+			pair := gpu.Pair{PCIe: a.commonAncestor(b), NVLinks: linksBetween(a, b)}
 			t.pairs[keyOf(a.uuid, b.uuid)] = pair
 			if pair.NVLinks > 0 {
 				merge(set, set[i], set[j])
 			}
 		}
+	}
+	for _, e := range endpoints {
+		t.of[e.uuid] = !e.unread
 	}
 	t.setDomains(endpoints, set)
 	return t
@@ -84,18 +88,27 @@ func (e *endpoint) readLinks() {
 		if ret == gonvml.ERROR_INVALID_ARGUMENT {
 			return
 		}
+		e.note(ret)
 		if ret != gonvml.SUCCESS || state != gonvml.FEATURE_ENABLED {
 			continue
 		}
 		kind, ret := e.device.GetNvLinkRemoteDeviceType(link)
+		e.note(ret)
 		if ret == gonvml.SUCCESS && kind == gonvml.NVLINK_DEVICE_TYPE_SWITCH {
 			e.switches++
 			continue
 		}
-		if info, ret := e.device.GetNvLinkRemotePciInfo(link); ret == gonvml.SUCCESS {
+		info, ret := e.device.GetNvLinkRemotePciInfo(link)
+		e.note(ret)
+		if ret == gonvml.SUCCESS {
 			e.peers[busID(info)]++
 		}
 	}
+}
+
+// note remembers that an answer is missing, unless the GPU or its driver has none.
+func (e *endpoint) note(ret gonvml.Return) {
+	e.unread = e.unread || ret != gonvml.SUCCESS && !unsupported(ret)
 }
 
 // linksBetween returns the number of direct links and of links through NVSwitch, of which two GPUs use as many as the one with
@@ -127,8 +140,9 @@ var links = map[gonvml.GpuTopologyLevel]gpu.Link{
 	gonvml.TOPOLOGY_SYSTEM:     gpu.LinkSystem,
 }
 
-func commonAncestor(a, b gonvml.Device) gpu.Link {
-	level, ret := a.GetTopologyCommonAncestor(b)
+func (e *endpoint) commonAncestor(other *endpoint) gpu.Link {
+	level, ret := e.device.GetTopologyCommonAncestor(other.device)
+	e.note(ret)
 	if ret != gonvml.SUCCESS {
 		return gpu.LinkUnknown
 	}
