@@ -10,6 +10,8 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 
 	"k8s.io/klog/v2"
 
@@ -22,7 +24,7 @@ import (
 // inspect is the command "kubelet-plugin inspect". It prints what the agent would find on this node, without Kubernetes, and returns an
 // error if that is no GPU. It changes nothing, apart from the CDI spec where one is asked for.
 func inspect(ctx context.Context, args []string, stdout, stderr io.Writer) error {
-	c, err := config.LoadInspect(args, os.LookupEnv, stderr)
+	c, err := config.LoadInspect(slices.Concat(agentFlags(procDir), args), os.LookupEnv, stderr)
 	if err != nil {
 		return err
 	}
@@ -44,6 +46,24 @@ func inspect(ctx context.Context, args []string, stdout, stderr io.Writer) error
 		return fmt.Errorf("write report: %w", err)
 	}
 	return errors.Join(report.Err(), writeSpec(c.SpecDir, report))
+}
+
+const procDir = "/proc"
+
+// agentFlags returns the flags of the agent in whose container this process runs: there it is the first process. Elsewhere there are none.
+func agentFlags(proc string) []string {
+	if os.Getpid() == 1 {
+		return nil
+	}
+	line, err := os.ReadFile(filepath.Join(proc, "1/cmdline"))
+	if err != nil {
+		return nil
+	}
+	args := strings.Split(strings.TrimSuffix(string(line), "\x00"), "\x00")
+	if filepath.Base(args[0]) != "kubelet-plugin" || len(args) > 1 && !strings.HasPrefix(args[1], "-") {
+		return nil
+	}
+	return args[1:]
 }
 
 func writeSpec(dir string, report nvml.Report) error {
