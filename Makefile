@@ -97,6 +97,14 @@ image: ## the image as a tarball in bin/image, without Docker (ARCH=arm64 for th
 image-push: ## build for amd64 and arm64 and push (IMAGE=registry/repository:tag)
 	$(call run,image) push -image "$(IMAGE)"
 
+.PHONY: hardware
+hardware: ## tests of this machine's GPUs (RUN=Hardware/Cost; STAND_IN=l4x4 without a GPU; RECORDING=file)
+	$(call run,hardware) run $(if $(RUN),-run '$(RUN)') $(if $(STAND_IN),-stand-in $(STAND_IN)) $(if $(RECORDING),-recording '$(RECORDING)')
+
+.PHONY: hardware-bundle
+hardware-bundle: ## the same tests as an archive for a machine with a GPU and without Go
+	$(call run,hardware) bundle
+
 .PHONY: clean
 clean: ## remove what was built in the checkout
 	rm -rf bin

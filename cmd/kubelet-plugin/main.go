@@ -57,6 +57,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		switch args[0] {
 		case "simulate":
 			return simnode.Make(args[1:], stderr)
+		case "inspect":
+			return inspect(ctx, args[1:], stdout, stderr)
 		case "version":
 			_, err := fmt.Fprintln(stdout, version.String())
 			return err

@@ -192,8 +192,11 @@ var moreVariables = map[string]string{
 
 // variables returns the environment variables of a flag, the one with the highest precedence first.
 func variables(flag string) []string {
-	if flag == "v" {
+	switch flag {
+	case "v":
 		return []string{"LOG_VERBOSITY"}
+	case outputFlag, specFlag:
+		return nil
 	}
 	names := []string{strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))}
 	if more := moreVariables[flag]; more != "" {
@@ -205,25 +208,33 @@ func variables(flag string) []string {
 // Load reads all sources and validates the result. It prints the usage to stderr if a flag is wrong, and for -h (flag.ErrHelp).
 func Load(args []string, lookupEnv func(string) (string, bool), stderr io.Writer) (Config, error) {
 	c := Defaults()
-	// The first pass finds the file. The second one applies environment and flags, which override the file.
-	if err := apply("kubelet-plugin", c.define, args, lookupEnv, stderr); err != nil {
+	if err := c.load("kubelet-plugin", c.define, args, lookupEnv, stderr); err != nil {
 		return Config{}, err
-	}
-	if c.ConfigFile != "" {
-		file, resource := c.ConfigFile, c.ResourceName
-		c = Defaults()
-		c.ResourceName = resource // the file names resources, and does not configure this one
-		if err := c.loadFile(file); err != nil {
-			return Config{}, err
-		}
-		if err := apply("kubelet-plugin", c.define, args, lookupEnv, io.Discard); err != nil {
-			return Config{}, err
-		}
 	}
 	if err := c.validate(); err != nil {
 		return Config{}, err
 	}
 	return c, nil
+}
+
+// load applies the node configuration, the environment and the flags that define adds.
+func (c *Config) load(
+	program string, define func(*flag.FlagSet), args []string, lookupEnv func(string) (string, bool), stderr io.Writer,
+) error {
+	// The first pass finds the file. The second one applies environment and flags, which override the file.
+	if err := apply(program, define, args, lookupEnv, stderr); err != nil {
+		return err
+	}
+	if c.ConfigFile == "" {
+		return nil
+	}
+	file, resource := c.ConfigFile, c.ResourceName
+	*c = Defaults()
+	c.ResourceName = resource // the file names resources, and does not configure this one
+	if err := c.loadFile(file); err != nil {
+		return err
+	}
+	return apply(program, define, args, lookupEnv, io.Discard)
 }
 
 // apply sets the flags of a program from the environment, and then from its arguments.
@@ -234,6 +245,9 @@ func apply(program string, define func(*flag.FlagSet), args []string, lookupEnv 
 	var errs []error
 	flags.VisitAll(func(f *flag.Flag) {
 		names := variables(f.Name)
+		if names == nil {
+			return
+		}
 		f.Usage += " (environment: " + strings.Join(names, ", ") + ")"
 		for _, name := range slices.Backward(names) {
 			if value, ok := lookupEnv(name); ok && value != "" {
@@ -315,14 +329,7 @@ func (c *Config) validate() error {
 	p.path("--cdi-dir", c.CDIDir)
 	p.path("--cgroup-root", c.CgroupRoot)
 	p.path("--proc-root", c.ProcRoot)
-	p.path("--sysfs-root", c.SysfsRoot)
-	p.path("--host-root", c.HostRoot)
-	p.path("--driver-root", c.DriverRoot, "auto")
-	p.path("--dev-root", c.DevRoot, "auto")
-	p.path("--cdi-hook", c.CDIHook, "install", "none")
-	if !strings.HasPrefix(c.NVML, "simulated:") {
-		p.path("--nvml", c.NVML, "auto", "simulated:<profile>")
-	}
+	c.checkDriver(&p)
 	for _, s := range c.DeviceListStrategies {
 		if !slices.Contains(deviceListStrategies, s) {
 			p.add("--device-list-strategy", "invalid strategy: %s (choose from %s)", s, strings.Join(deviceListStrategies, ", "))
@@ -341,6 +348,18 @@ func (c *Config) validate() error {
 	oneOf(&p, "--device-id-strategy", c.DeviceIDStrategy, "uuid", "index")
 	oneOf(&p, "--shared-devices-allocation-policy", c.AllocationPolicy, "distributed", "packed")
 	return errors.Join(p...)
+}
+
+// checkDriver checks the settings that say where the driver is.
+func (c *Config) checkDriver(p *problems) {
+	p.path("--sysfs-root", c.SysfsRoot)
+	p.path("--host-root", c.HostRoot)
+	p.path("--driver-root", c.DriverRoot, "auto")
+	p.path("--dev-root", c.DevRoot, "auto")
+	p.path("--cdi-hook", c.CDIHook, "install", "none")
+	if !strings.HasPrefix(c.NVML, "simulated:") {
+		p.path("--nvml", c.NVML, "auto", "simulated:<profile>")
+	}
 }
 
 // CheckDirectories verifies that the node's directories exist.

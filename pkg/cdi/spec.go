@@ -35,6 +35,13 @@ func (e Edits) outdated(d specs.Device) bool {
 	return node != "" && !slices.ContainsFunc(d.ContainerEdits.DeviceNodes, func(n *specs.DeviceNode) bool { return n.Path == node })
 }
 
+// SpecFile is the name of the main spec file.
+const SpecFile = "tandem-" + vendor + "-" + class + jsonSuffix
+
+// Spec returns the content of the main spec file, for a node without an earlier one. The command inspect calls it. It fails without a
+// device.
+func (e Edits) Spec() ([]byte, error) { return encode(class, e.Common, withLost(e.Devices, nil)) }
+
 // withLost adds earlier entries that are not in devices: kubelet caches our answers, and a container that restarts must still
 // resolve them. An earlier entry whose device nodes belong to another device now is dropped; it would give that device to a
 // second holder.

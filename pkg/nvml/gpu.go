@@ -36,10 +36,12 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 		return false
 	}
 	g.DriverVersion = r.driver
-	g.CUDADriverVersion = cmp.Or(r.cuda, g.CUDADriverVersion)
-	read := func(into *string, get func() (string, error)) {
+	// go-nvlib's errors lack the return code, which is asked for again.
+	read := func(into *string, get func() (string, error), ask func() gonvml.Return) {
 		if value, err := get(); err == nil {
 			*into = cmp.Or(value, *into)
+		} else if ret := ask(); ret != gonvml.SUCCESS && !unsupported(ret) {
+			complete = false
 		}
 	}
 	name, ret := d.GetName()
@@ -47,11 +49,12 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 		g.ProductName = name
 	}
 	complete = ret == gonvml.SUCCESS || unsupported(ret)
-	read(&g.Brand, dev.GetBrandAsString)
-	read(&g.Architecture, dev.GetArchitectureAsString)
-	read(&g.ComputeCapability, dev.GetCudaComputeCapabilityAsString)
-	read(&g.AddressingMode, dev.GetAddressingModeAsString)
-	read(&g.PCIBusID, dev.GetPCIBusID)
+	read(&g.Brand, dev.GetBrandAsString, func() gonvml.Return { _, ret := d.GetBrand(); return ret })
+	read(&g.Architecture, dev.GetArchitectureAsString, func() gonvml.Return { _, ret := d.GetArchitecture(); return ret })
+	read(&g.ComputeCapability, dev.GetCudaComputeCapabilityAsString,
+		func() gonvml.Return { _, _, ret := d.GetCudaComputeCapability(); return ret })
+	read(&g.AddressingMode, dev.GetAddressingModeAsString, func() gonvml.Return { _, ret := d.GetAddressingMode(); return ret })
+	read(&g.PCIBusID, dev.GetPCIBusID, func() gonvml.Return { _, ret := d.GetPciInfo(); return ret })
 	if g.PCIBusID == "" {
 		complete = false
 	}
@@ -171,6 +174,7 @@ func (r *reader) visit(index int, recall func(uuid string) (knownGPU, bool)) vis
 		known.unreadable = r.readMIG(&known, d)
 	}
 	mode, ret := d.GetPersistenceMode()
+	known.gpu.CUDADriverVersion = cmp.Or(r.cuda, known.gpu.CUDADriverVersion)
 	v.known, v.deinitialises = known, ret == gonvml.SUCCESS && mode == gonvml.FEATURE_DISABLED
 	return v
 }
@@ -194,7 +198,11 @@ func (r *reader) readMIG(known *knownGPU, d gonvml.Device) (unreadable []string)
 			return unreadable
 		}
 	}
-	if !known.profiled {
+	switch {
+	case known.profiled:
+	case g.MemoryBytes == 0:
+		unreadable = append(unreadable, "its MIG profiles, which are named after their share of its memory, have no names: NVML does not report its memory")
+	default:
 		profiles, unread := r.readProfiles(g.MemoryBytes, d)
 		unreadable = append(unreadable, unread...)
 		known.profiled = len(unread) == 0

@@ -286,6 +286,8 @@ type Options struct {
 	// OpenLibrary replaces the library that was found, also after each driver upgrade. Nil opens the file. Tests and simulated
 	// machines set it.
 	OpenLibrary func() (gonvml.Interface, error)
+	// Recorder, if not nil, keeps all calls of the library.
+	Recorder *Recorder
 	// SysfsRoot is the mount of sysfs; "/sys" when empty.
 	SysfsRoot string
 	// ProcRoot is the mount of proc; "/proc" when empty.

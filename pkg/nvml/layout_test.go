@@ -108,6 +108,17 @@ var layouts = map[string]struct {
 		},
 		nodes: "/dev", driverRoot: "/x86_64-bottlerocket-linux-gnu/sys-root", devRoot: "/",
 	},
+	// The accelerated AMI of Amazon Linux 2023 has packages (awslabs/amazon-eks-ami, templates/al2023/provisioners/install-nvidia-driver.sh).
+	"eks-al2023": {
+		libraries: "/usr/lib64",
+		links:     []string{"/lib64 -> usr/lib64", "/lib -> usr/lib", "/sbin -> usr/sbin"},
+		files: map[string]string{
+			"/usr/bin/nvidia-smi":      "usr/bin/nvidia-smi",
+			"/usr/sbin/ldconfig":       "usr/bin/nvidia-smi",
+			"/run/nvidia-persistenced": "",
+		},
+		nodes: "/dev", driverRoot: "/", devRoot: "/",
+	},
 	"talos": {
 		libraries: "/usr/local/glibc/usr/lib",
 		files: map[string]string{

@@ -23,12 +23,15 @@ import (
 func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
 	if o.OpenLibrary != nil {
 		library, err := o.OpenLibrary()
-		return &guard{Interface: library}, err
+		if err != nil {
+			return nil, err
+		}
+		return &guard{Interface: o.Recorder.record(library)}, nil
 	}
 	if err := bind(l.library); err != nil {
 		return nil, err
 	}
-	return &guard{Interface: gonvml.New(gonvml.WithLibraryPath(l.library))}, nil
+	return &guard{Interface: o.Recorder.record(gonvml.New(gonvml.WithLibraryPath(l.library)))}, nil
 }
 
 // bound is the library whose functions this process runs. It is a package variable because the dynamic linker binds once per
@@ -167,10 +170,7 @@ var migSymbols = [][]string{
 	{"nvmlGpuInstanceGetComputeInstanceById"}, {"nvmlGpuInstanceCreateComputeInstance"},
 	{"nvmlComputeInstanceGetInfo_v2", "nvmlComputeInstanceGetInfo"}, {"nvmlComputeInstanceDestroy"},
 	{"nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes"},
-	{
-		"nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2",
-		"nvmlDeviceGetComputeRunningProcesses",
-	},
+	computeProcesses[0],
 }
 
 // GetMigMode returns NOT_SUPPORTED if any MIG function is missing: such a driver is older than MIG, or than this package's use of
@@ -206,6 +206,18 @@ func (d *guardedDevice) SetApplicationsClocks(memory, graphics uint32) gonvml.Re
 	}
 	return d.Device.SetApplicationsClocks(memory, graphics)
 }
+
+// GetComputeRunningProcesses has had three versions, of which a driver may drop the first ones.
+func (d *guardedDevice) GetComputeRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {
+	if lacks(d.guard.Extensions().LookupSymbol, computeProcesses) != "" {
+		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return d.Device.GetComputeRunningProcesses()
+}
+
+var computeProcesses = [][]string{{
+	"nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetComputeRunningProcesses",
+}}
 
 // GetMPSComputeRunningProcesses came with R470.
 func (d *guardedDevice) GetMPSComputeRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {

@@ -29,7 +29,7 @@ type topology struct {
 	pairs map[pairKey]gpu.Pair
 	// domains has the name of each GPU's NVLink domain, empty for none.
 	domains map[string]string
-	// of has the GPUs that answered when the topology was read.
+	// of has the GPUs that answered all questions when the topology was read.
 	of map[string]bool
 }
 
@@ -46,6 +46,13 @@ type links struct {
 	peers     map[string]int
 	switches  int
 	ancestors map[string]gpu.Link
+	// unread is set if a connection could not be read; the next scan reads the topology again.
+	unread bool
+}
+
+// note remembers that an answer is missing, unless the GPU or its driver has none.
+func (l *links) note(ret gonvml.Return) {
+	l.unread = l.unread || ret != gonvml.SUCCESS && !unsupported(ret)
 }
 
 // readTopology reads every pair of endpoints. read returns the links of one of them, with the common ancestors of the others, or false if it
@@ -64,7 +71,7 @@ func readTopology(all []endpoint, before topology, read func(e endpoint, others 
 	// GPUs that NVLink connects, directly or through other GPUs, have the same number in set.
 	set := make([]int, len(endpoints))
 	for i := range endpoints {
-		t.of[endpoints[i].uuid] = true
+		t.of[endpoints[i].uuid] = !endpoints[i].unread
 		set[i] = i
 	}
 	for i := range endpoints {
@@ -93,22 +100,30 @@ func merge(set []int, from, to int) {
 func readLinks(e endpoint, others []endpoint) links {
 	l := links{peers: map[string]int{}, ancestors: map[string]gpu.Link{}}
 	for _, other := range others {
-		l.ancestors[other.uuid] = commonAncestor(e.device, other.device)
+		level, ret := e.device.GetTopologyCommonAncestor(other.device)
+		l.note(ret)
+		if ret == gonvml.SUCCESS {
+			l.ancestors[other.uuid] = linkLevels[level]
+		}
 	}
 	for link := range gonvml.NVLINK_MAX_LINKS {
 		state, ret := e.device.GetNvLinkState(link)
 		if ret == gonvml.ERROR_INVALID_ARGUMENT {
 			break
 		}
+		l.note(ret)
 		if ret != gonvml.SUCCESS || state != gonvml.FEATURE_ENABLED {
 			continue
 		}
 		kind, ret := e.device.GetNvLinkRemoteDeviceType(link)
+		l.note(ret)
 		if ret == gonvml.SUCCESS && kind == gonvml.NVLINK_DEVICE_TYPE_SWITCH {
 			l.switches++
 			continue
 		}
-		if info, ret := e.device.GetNvLinkRemotePciInfo(link); ret == gonvml.SUCCESS {
+		info, ret := e.device.GetNvLinkRemotePciInfo(link)
+		l.note(ret)
+		if ret == gonvml.SUCCESS {
 			l.peers[busID(info)]++
 		}
 	}
@@ -142,14 +157,6 @@ var linkLevels = map[gonvml.GpuTopologyLevel]gpu.Link{
 	gonvml.TOPOLOGY_HOSTBRIDGE: gpu.LinkHostBridge,
 	gonvml.TOPOLOGY_NODE:       gpu.LinkNode,
 	gonvml.TOPOLOGY_SYSTEM:     gpu.LinkSystem,
-}
-
-func commonAncestor(a, b gonvml.Device) gpu.Link {
-	level, ret := a.GetTopologyCommonAncestor(b)
-	if ret != gonvml.SUCCESS {
-		return gpu.LinkUnknown
-	}
-	return linkLevels[level]
 }
 
 // setDomains names each set of two or more GPUs that NVLink connects by the smallest PCI address in it, or by the smallest UUID

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/version"
+	"github.com/tandem-gpu/tandem/pkg/cdi"
+	"github.com/tandem-gpu/tandem/pkg/nvml"
+)
+
+// inspect is the command "kubelet-plugin inspect". It prints what the agent would find on this node, without Kubernetes, and returns an
+// error if that is no GPU. It changes nothing, apart from the CDI spec where one is asked for.
+func inspect(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	c, err := config.LoadInspect(slices.Concat(agentFlags(procDir), args), os.LookupEnv, stderr)
+	if err != nil {
+		return err
+	}
+	logger, err := newLogger(c.Verbosity)
+	if err != nil {
+		return err
+	}
+	a := agent{config: c.Config}
+	report := nvml.Inspect(klog.NewContext(ctx, logger), a.nodeOptions())
+	report.Version = version.String()
+	if c.Output == "json" {
+		encoder := json.NewEncoder(stdout)
+		encoder.SetIndent("", "  ")
+		err = encoder.Encode(report)
+	} else {
+		err = report.WriteText(stdout)
+	}
+	if err != nil {
+		return fmt.Errorf("write report: %w", err)
+	}
+	return errors.Join(report.Err(), writeSpec(c.SpecDir, report))
+}
+
+const procDir = "/proc"
+
+// agentFlags returns the flags of the agent in whose container this process runs: there it is the first process. Elsewhere there are none.
+func agentFlags(proc string) []string {
+	if os.Getpid() == 1 {
+		return nil
+	}
+	line, err := os.ReadFile(filepath.Join(proc, "1/cmdline"))
+	if err != nil {
+		return nil
+	}
+	args := strings.Split(strings.TrimSuffix(string(line), "\x00"), "\x00")
+	if filepath.Base(args[0]) != "kubelet-plugin" || len(args) > 1 && !strings.HasPrefix(args[1], "-") {
+		return nil
+	}
+	return args[1:]
+}
+
+func writeSpec(dir string, report nvml.Report) error {
+	if dir == "" {
+		return nil
+	}
+	if len(report.CDI) == 0 {
+		return fmt.Errorf("write CDI spec into %s: there is none", dir)
+	}
+	if err := os.WriteFile(filepath.Join(dir, cdi.SpecFile), report.CDI, 0o644); err != nil {
+		return fmt.Errorf("write CDI spec: %w", err)
+	}
+	return nil
+}

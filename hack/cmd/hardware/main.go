@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command hardware runs the tests of this machine's GPUs, or packs them for another machine. See docs/dev/hardware.md.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"syscall"
+
+	"github.com/tandem-gpu/tandem/hack/gotool"
+	"github.com/tandem-gpu/tandem/hack/hardware"
+	"github.com/tandem-gpu/tandem/simulated/recording"
+)
+
+const usage = `usage: hardware run [-stand-in PROFILE | -recording FILE] [-run REGEXP]
+       hardware bundle [-o FILE]
+`
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, os.Args[1:]); err != nil {
+		if exit, ok := errors.AsType[*exec.ExitError](err); ok {
+			os.Exit(exit.ExitCode()) // the tests have said what failed
+		}
+		if !errors.Is(err, flag.ErrHelp) {
+			fmt.Fprintln(os.Stderr, "hardware:", err)
+		}
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string) error {
+	if len(args) == 0 {
+		fmt.Fprint(os.Stderr, usage)
+		return flag.ErrHelp
+	}
+	root, err := gotool.Root(ctx)
+	if err != nil {
+		return err
+	}
+	out := filepath.Join(root, "bin/hardware")
+	flags := flag.NewFlagSet("hardware "+args[0], flag.ContinueOnError)
+	switch args[0] {
+	case "run":
+		profile := flags.String("stand-in", "", "`profile` of a simulated machine to test the tests on, in place of this machine's driver")
+		file := flags.String("recording", "", "`file` of kubelet-plugin inspect -o json whose machine plays the driver")
+		tests := flags.String("run", "", "`regexp` of the tests to run: Hardware/Cost")
+		if err := flags.Parse(args[1:]); err != nil {
+			return err
+		}
+		return runTests(ctx, out, *profile, *file, *tests)
+	case "bundle":
+		path := flags.String("o", filepath.Join(root, "bin/tandem-hardware.tar.gz"), "`file` of the archive")
+		if err := flags.Parse(args[1:]); err != nil {
+			return err
+		}
+		programs, err := hardware.Build(ctx, filepath.Join(out, "programs"), os.Stderr)
+		if err != nil {
+			return err
+		}
+		size, err := programs.Bundle(*path)
+		if err != nil {
+			return err
+		}
+		fmt.Printf("%s %d MiB: unpack it on the machine, and run tandem-hardware/run.sh as root\n", *path, (size+1<<20-1)>>20)
+		return nil
+	}
+	fmt.Fprint(os.Stderr, usage)
+	return flag.ErrHelp
+}
+
+func runTests(ctx context.Context, out, profile, file, tests string) error {
+	programs, err := hardware.Build(ctx, filepath.Join(out, "programs"), os.Stderr)
+	if err != nil {
+		return err
+	}
+	env := []string{"TANDEM_HARDWARE_OUT=" + filepath.Join(out, "out")}
+	if profile != "" || file != "" {
+		var rec *recording.Recording
+		if file != "" {
+			if rec, err = hardware.ReadRecording(file); err != nil {
+				return err
+			}
+		}
+		more, err := hardware.StandIn(ctx, filepath.Join(out, "stand-in"), profile, programs.Simulated, rec)
+		if err != nil {
+			return err
+		}
+		env = append(env, more...)
+	}
+	var args []string
+	if tests != "" {
+		args = append(args, "-test.run="+tests)
+	}
+	cmd := exec.CommandContext(ctx, programs.Run, args...)
+	cmd.Env = append(os.Environ(), env...)
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+	return cmd.Run()
+}
