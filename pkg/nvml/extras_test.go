@@ -24,6 +24,9 @@ func withExtras(t *testing.T, options Options, root string) {
 }
 
 func TestExtras(t *testing.T) {
+	// The toolkit looks for programs where PATH says, and for data where XDG_DATA_DIRS says.
+	t.Setenv("PATH", "/usr/sbin:/usr/bin")
+	t.Setenv("XDG_DATA_DIRS", "")
 	tests := map[string]struct {
 		layout string
 		// at is the root with the devices, empty for a machine without.
@@ -77,7 +80,7 @@ func TestExtras(t *testing.T) {
 			if test.at != "" {
 				withExtras(t, options, test.at)
 			}
-			plain := contentsOf(t, options)
+			_, plain := contentsOf(t, options)
 			options.Extras = test.options
 			if test.err != "" {
 				node, err := Open(t.Context(), options)
@@ -89,7 +92,10 @@ func TestExtras(t *testing.T) {
 				}
 				return
 			}
-			with := contentsOf(t, options)
+			spec, with := contentsOf(t, options)
+			if strings.HasPrefix(name, "all") {
+				compareGolden(t, "testdata/cdi/extras.json", spec)
+			}
 			nodes := slices.DeleteFunc(with[0], func(path string) bool { return slices.Contains(plain[0], path) })
 			mounts := slices.DeleteFunc(with[1], func(path string) bool { return slices.Contains(plain[1], path) })
 			if diff := cmp.Diff(test.nodes, nodes, emptyIsNil); diff != "" {
@@ -105,7 +111,7 @@ func TestExtras(t *testing.T) {
 var emptyIsNil = cmp.Transformer("list", func(list []string) []string { return append([]string{}, list...) })
 
 // contentsOf returns the paths in containers of the common nodes and mounts. The host's paths must be those of the host.
-func contentsOf(t *testing.T, options Options) (all [2][]string) {
+func contentsOf(t *testing.T, options Options) (spec []byte, all [2][]string) {
 	t.Helper()
 	node, err := Open(t.Context(), options)
 	if err != nil {
@@ -115,7 +121,7 @@ func contentsOf(t *testing.T, options Options) (all [2][]string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if spec := encodeSpec(t, edits.Common, edits.Devices); strings.Contains(string(spec), options.HostRoot) {
+	if spec = encodeSpec(t, edits.Common, edits.Devices); strings.Contains(string(spec), options.HostRoot) {
 		t.Errorf("the agent's view of the host's root is in the spec:\n%s", spec)
 	}
 	for _, d := range edits.Common.DeviceNodes {
@@ -126,7 +132,7 @@ func contentsOf(t *testing.T, options Options) (all [2][]string) {
 	}
 	slices.Sort(all[0])
 	slices.Sort(all[1])
-	return all
+	return spec, all
 }
 
 // Another driver may be loaded, and its nodes created, long after the agent started.

@@ -2,7 +2,7 @@
 
 // Package nvml is the only package that calls the NVIDIA driver. It finds the driver on the node, reads the GPUs and their state, and
 // returns what a container needs to use one. No package above it imports an NVIDIA module. Tests and simulated machines replace the
-// library by Options.OpenLibrary. The package writes no files.
+// library by Options.OpenLibrary. The package writes no files but device nodes and their links (Options.CreateNodes).
 //
 // # Sessions
 //
