@@ -162,7 +162,9 @@ func (n *node) p99() time.Duration {
 	return p
 }
 
-func (n *node) fault(faults simulated.Faults) { check(n.T, simulated.WriteFaults(machineDir(n.host), faults)) }
+func (n *node) fault(faults simulated.Faults) {
+	check(n.T, simulated.WriteFaults(machineDir(n.host), faults))
+}
 
 // knows returns once a scan has seen that MIG mode of GPU 3, which an administrator switches, is on or off.
 func (n *node) knows(ctx context.Context, admin *nvml.Node, on bool) error {
