@@ -51,6 +51,7 @@ func StandIn(ctx context.Context, dir, profile, simulatedDriver string, rec *rec
 	}
 	return []string{
 		"DRIVER_ROOT=" + root, "DEV_ROOT=" + root, "SYSFS_ROOT=" + filepath.Join(dir, simulated.SysfsDir), "TANDEM_HARDWARE_STAND_IN=1",
+		"TANDEM_HARDWARE_STAND_IN_DEV=" + filepath.Join(root, "dev"),
 	}, nil
 }
 

@@ -16,6 +16,8 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/hardware"
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/simulated/recording"
 )
 
@@ -78,6 +80,17 @@ func run(ctx context.Context, args []string) error {
 }
 
 func runTests(ctx context.Context, out, profile, file, tests string) error {
+	if profile == "" && file == "" {
+		// Building takes minutes.
+		missing, err := missingDriver(ctx)
+		if err != nil {
+			return err
+		}
+		if missing != nil {
+			fmt.Printf("no hardware to test: %v\n", missing)
+			return nil
+		}
+	}
 	programs, err := hardware.Build(ctx, filepath.Join(out, "programs"), os.Stderr)
 	if err != nil {
 		return err
@@ -105,4 +118,15 @@ func runTests(ctx context.Context, out, profile, file, tests string) error {
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	return cmd.Run()
+}
+
+// missingDriver says where it looked if the agent would find no GPU here.
+func missingDriver(ctx context.Context) (missing, err error) {
+	c, err := config.LoadInspect(nil, os.LookupEnv, os.Stderr)
+	if err != nil {
+		return nil, err
+	}
+	return nvml.Inspect(ctx, nvml.Options{
+		HostRoot: c.HostRoot, DriverRoot: c.DriverRoot, DevRoot: c.DevRoot, Library: c.NVML, SysfsRoot: c.SysfsRoot,
+	}).Err(), nil
 }

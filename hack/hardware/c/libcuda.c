@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // A libcuda.so.1 for the stand-in of a driver: just enough for cuda.c, so that the tests of hardware can be tested. It has the GPUs whose
-// device nodes it sees, and none without the control nodes. DEVICES is a list of {minor, UUID}. Memory is the process's own.
+// device nodes it sees, and none without the control nodes. They are in /dev, as in a container, or in the directory
+// TANDEM_HARDWARE_STAND_IN_DEV. DEVICES is a list of {minor, UUID}. Memory is the process's own.
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,19 +23,22 @@ static int count, failed;
 #define NO_DEVICE 100
 #define ILLEGAL_ADDRESS 700
 
-static int isDevice(const char *path) {
+static int isDevice(const char *name) {
+	const char *dev = getenv("TANDEM_HARDWARE_STAND_IN_DEV");
+	char path[4096];
 	struct stat file;
+	snprintf(path, sizeof path, "%s/%s", dev ? dev : "/dev", name);
 	return stat(path, &file) == 0 && S_ISCHR(file.st_mode);
 }
 
 int cuInit(unsigned flags) {
 	(void)flags;
-	if (!isDevice("/dev/nvidiactl") || !isDevice("/dev/nvidia-uvm"))
+	if (!isDevice("nvidiactl") || !isDevice("nvidia-uvm"))
 		return NO_DEVICE;
 	for (size_t i = 0; i < sizeof known / sizeof *known && count < 64; i++) {
-		char path[32];
-		snprintf(path, sizeof path, "/dev/nvidia%d", known[i].minor);
-		if (isDevice(path))
+		char name[32];
+		snprintf(name, sizeof name, "nvidia%d", known[i].minor);
+		if (isDevice(name))
 			visible[count++] = &known[i];
 	}
 	return count ? OK : NO_DEVICE;
