@@ -107,10 +107,10 @@ func Worst(faults ...Health) Health {
 		if f.Healthy() {
 			continue
 		}
-		if worst.Healthy() || compareFaults(f, worst) > 0 {
+		if worst.Healthy() || f.Compare(worst) < 0 {
 			worst = f
 		}
-		if f.XID != 0 && (xid.XID == 0 || compareFaults(Health{Reason: ReasonXID, XID: f.XID}, xid) > 0) {
+		if f.XID != 0 && (xid.XID == 0 || (Health{Reason: ReasonXID, XID: f.XID}).Compare(xid) < 0) {
 			xid = Health{Reason: ReasonXID, XID: f.XID}
 		}
 		evict = evict || f.Evict
@@ -119,9 +119,9 @@ func Worst(faults ...Health) Health {
 	return worst
 }
 
-// compareFaults is positive if a is worse than b.
-func compareFaults(a, b Health) int {
-	return cmp.Compare(slices.Index(faultClasses, a.Class()), slices.Index(faultClasses, b.Class()))
+// Compare orders faults by class, the worst first.
+func (h Health) Compare(other Health) int {
+	return cmp.Compare(slices.Index(faultClasses, other.Class()), slices.Index(faultClasses, h.Class()))
 }
 
 // FaultAction is what the node does about a fault.

@@ -222,6 +222,22 @@ func (d *guardedDevice) GetGpuFabricInfo() (gonvml.GpuFabricInfo, gonvml.Return)
 	return guarded(d, d.Device.GetGpuFabricInfo, "nvmlDeviceGetGpuFabricInfo")
 }
 
+// GetFieldValues came with R384.
+func (d *guardedDevice) GetFieldValues(values []gonvml.FieldValue) gonvml.Return {
+	if !d.guard.has("nvmlDeviceGetFieldValues") {
+		return gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return d.Device.GetFieldValues(values)
+}
+
+// GetCurrentClocksEventReasons has the name that it had before R535 where the library lacks the later one.
+func (d *guardedDevice) GetCurrentClocksEventReasons() (uint64, gonvml.Return) {
+	if d.guard.has("nvmlDeviceGetCurrentClocksEventReasons") {
+		return d.Device.GetCurrentClocksEventReasons()
+	}
+	return guarded(d, d.Device.GetCurrentClocksThrottleReasons, "nvmlDeviceGetCurrentClocksThrottleReasons")
+}
+
 func (d *guardedDevice) GetNvLinkRemoteDeviceType(link int) (gonvml.IntNvLinkDeviceType, gonvml.Return) {
 	call := func() (gonvml.IntNvLinkDeviceType, gonvml.Return) { return d.Device.GetNvLinkRemoteDeviceType(link) }
 	return guarded(d, call, "nvmlDeviceGetNvLinkRemoteDeviceType")

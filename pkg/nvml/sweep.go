@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -33,7 +34,6 @@ type sweep struct {
 	endpoints []endpoint
 	// failed is the health for an index whose identity could not be read.
 	failed map[int]gpu.Health
-	hold   bool
 }
 
 // errSilent means that a call about no particular GPU does not return.
@@ -92,34 +92,127 @@ func (r *reader) readDriver() (count int, err error) {
 	return count, nil
 }
 
-// look visits one GPU. A GPU that does not answer is unreachable, and is skipped until its call ends.
-func (s *sweep) look(ctx context.Context, index int) {
-	if s.leave(index) {
-		return
+// reading is a visit of one GPU in a goroutine of its own. It may never end.
+type reading struct {
+	since time.Time
+	// result has room for the visit.
+	result chan visit
+	// outdated is set if the driver has been found again since.
+	outdated bool
+}
+
+// scanPatience is how long a scan waits for GPUs that are known. It then goes on without those that have not answered, so that one that
+// hangs does not delay what is known of the others.
+const scanPatience = time.Second
+
+// look visits all GPUs at the same time. A GPU that does not answer keeps its known state, and is unreachable after the patience. It gets
+// no other call until the visit ends; the scan that finds the visit ended takes its result.
+func (s *sweep) look(ctx context.Context, deep bool) {
+	readings := map[int]reading{}
+	patience := min(scanPatience, s.node.options.patience)
+	for index := range s.count {
+		if s.leave(index) {
+			continue
+		}
+		r, slow := s.node.slow[index]
+		if !slow {
+			r = s.read(index, deep)
+			if _, known := s.at(index); !known {
+				patience = s.node.options.patience
+			}
+		}
+		readings[index] = r
 	}
-	v, err := attempt(s.node, fmt.Sprint("GPU ", index), s.node.session, func() (visit, error) {
-		return s.reader.visit(index, s.recall), nil
-	}, nil)
-	if err != nil {
-		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
-		return
+	limit := time.NewTimer(patience)
+	defer limit.Stop()
+	over := false
+	for _, index := range slices.Sorted(maps.Keys(readings)) {
+		r := readings[index]
+		if _, slow := s.node.slow[index]; slow || over {
+			s.await(ctx, index, r, nil)
+			continue
+		}
+		over = !s.await(ctx, index, r, limit.C)
+	}
+}
+
+// await takes the result of a reading, and returns false if limit passed first. A nil limit has passed.
+func (s *sweep) await(ctx context.Context, index int, r reading, limit <-chan time.Time) bool {
+	_, slow := s.node.slow[index]
+	if limit == nil {
+		ready := make(chan time.Time)
+		close(ready)
+		limit = ready
+	}
+	var v visit
+	select {
+	case v = <-r.result:
+	default:
+		select {
+		case v = <-r.result:
+		case <-limit:
+			s.node.slow[index] = r
+			s.miss(index, r)
+			return false
+		}
+	}
+	delete(s.node.slow, index)
+	if r.outdated {
+		s.miss(index, r)
+		return true
+	}
+	if slow {
+		v.device = nil // of a session that has ended
+		s.node.renewed = true
 	}
 	s.take(ctx, index, v)
+	return true
+}
+
+// read starts a visit within its own use of the session.
+func (s *sweep) read(index int, deep bool) reading {
+	r := reading{since: time.Now(), result: make(chan visit, 1)}
+	session, reader := s.node.session, s.reader
+	_ = session.open() // cannot fail: the sweep has a use open
+	go func() {
+		defer session.close()
+		r.result <- reader.visit(index, deep, s.recall)
+	}()
+	return r
+}
+
+// miss is for a GPU that has not answered yet.
+func (s *sweep) miss(index int, r reading) {
+	if time.Since(r.since) >= s.node.options.patience {
+		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: errNoAnswer.Error()}
+		return
+	}
+	if uuid, known := s.at(index); known {
+		s.seen[uuid] = true
+	}
+}
+
+// at returns the known GPU at an index; none if a GPU appeared or vanished, so that the index may belong to another GPU.
+func (s *sweep) at(index int) (uuid string, known bool) {
+	if s.count != len(s.before) {
+		return "", false
+	}
+	for uuid, known := range s.before {
+		if known.gpu.Index == index {
+			return uuid, true
+		}
+	}
+	return "", false
 }
 
 // leave skips a GPU with a running operation, because a call about it may wait for the operation. The GPU keeps its known state.
 func (s *sweep) leave(index int) bool {
-	if s.count != len(s.before) {
-		// A GPU appeared or vanished, so the index may belong to another GPU.
+	uuid, known := s.at(index)
+	if !known || !s.node.operating(uuid) {
 		return false
 	}
-	for uuid, known := range s.before {
-		if known.gpu.Index == index && s.node.operating(uuid) {
-			s.seen[uuid] = true
-			return true
-		}
-	}
-	return false
+	s.seen[uuid] = true
+	return true
 }
 
 func (s *sweep) take(ctx context.Context, index int, v visit) {
@@ -140,10 +233,22 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 	}
 	s.seen[g.UUID] = true
 	s.node.known[g.UUID] = &known
-	s.hold = s.hold || v.deinitialises
 	if g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode {
+		s.node.noteRead(g.UUID, v.began)
+	}
+	if v.device != nil && (g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode) {
 		s.endpoints = append(s.endpoints, endpoint{uuid: g.UUID, pci: g.PCIBusID, device: v.device})
 	}
+}
+
+// hold reports whether the driver would shut a GPU down without a session.
+func (s *sweep) hold() bool {
+	for uuid := range s.seen {
+		if s.node.known[uuid].deinitialises {
+			return true
+		}
+	}
+	return false
 }
 
 // missing handles known GPUs that were not enumerated. It drops one whose minor number belongs to another GPU: it was replaced,
