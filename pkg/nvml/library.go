@@ -273,6 +273,8 @@ type session struct {
 	// use ends or suspended is unset.
 	suspended atomic.Bool
 	idle      broadcast.Signal
+	// wanted is set while suspend waits: a long use should end.
+	wanted atomic.Bool
 }
 
 // open starts a use; close ends it. After an error there is nothing to close. It cannot fail while another use is open.
@@ -322,6 +324,8 @@ func (s *session) hold(hold bool) {
 func (s *session) suspend(limit time.Duration, do func() error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
+	s.wanted.Store(true)
+	defer s.wanted.Store(false)
 	if !broadcast.Await(ctx, s.idle.Changed, s.trySuspend) {
 		return errors.New("a call of the agent to the driver does not end")
 	}

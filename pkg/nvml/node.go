@@ -33,6 +33,7 @@ import (
 	"sync"
 	"time"
 
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
@@ -73,6 +74,7 @@ type Node struct {
 	// last successful reading.
 	since   map[string]time.Time
 	changes map[string]uint64
+	endings endings
 	reads   map[string]time.Time
 }
 
@@ -192,6 +194,9 @@ func (n *Node) scanOnce(ctx context.Context, deep bool) error {
 	defer n.mu.Unlock()
 	if fmt.Sprint(err) != fmt.Sprint(n.failure) {
 		n.changed.Notify()
+		if answer, ok := errors.AsType[returnError](err); ok && answer.ret == gonvml.ERROR_DRIVER_NOT_LOADED {
+			n.endAll()
+		}
 	}
 	n.failure = err
 	return err
