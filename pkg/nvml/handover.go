@@ -116,7 +116,7 @@ func (n *Node) Reset(ctx context.Context, uuid string) error {
 func (n *Node) reset(uuid string) error {
 	n.mu.Lock()
 	attached := n.attachment
-	_, known := n.inventory.ByUUID(uuid)
+	g, known := n.inventory.ByUUID(uuid)
 	n.mu.Unlock()
 	if !known {
 		return errors.New("it is not in the inventory")
@@ -124,7 +124,11 @@ func (n *Node) reset(uuid string) error {
 	if paused := n.paused.Load(); paused != nil {
 		return paused
 	}
-	return attached.session.suspend(n.options.patience, func() error {
+	err := attached.session.suspend(n.options.patience, func() error {
 		return n.options.smi(attached.layout, "--gpu-reset", "-i", uuid)
 	})
+	if err == nil {
+		n.end(g, gpu.NoInstance)
+	}
+	return err
 }

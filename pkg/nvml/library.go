@@ -239,6 +239,22 @@ func (d *guardedDevice) GetGpuFabricInfo() (gonvml.GpuFabricInfo, gonvml.Return)
 	return guarded(d, d.Device.GetGpuFabricInfo, "nvmlDeviceGetGpuFabricInfo")
 }
 
+// GetFieldValues came with R384.
+func (d *guardedDevice) GetFieldValues(values []gonvml.FieldValue) gonvml.Return {
+	if !d.guard.has("nvmlDeviceGetFieldValues") {
+		return gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return d.Device.GetFieldValues(values)
+}
+
+// GetCurrentClocksEventReasons has the name that it had before R535 where the library lacks the later one.
+func (d *guardedDevice) GetCurrentClocksEventReasons() (uint64, gonvml.Return) {
+	if d.guard.has("nvmlDeviceGetCurrentClocksEventReasons") {
+		return d.Device.GetCurrentClocksEventReasons()
+	}
+	return guarded(d, d.Device.GetCurrentClocksThrottleReasons, "nvmlDeviceGetCurrentClocksThrottleReasons")
+}
+
 func (d *guardedDevice) GetNvLinkRemoteDeviceType(link int) (gonvml.IntNvLinkDeviceType, gonvml.Return) {
 	call := func() (gonvml.IntNvLinkDeviceType, gonvml.Return) { return d.Device.GetNvLinkRemoteDeviceType(link) }
 	return guarded(d, call, "nvmlDeviceGetNvLinkRemoteDeviceType")
@@ -280,6 +296,8 @@ type session struct {
 	// use ends or suspended is unset.
 	suspended atomic.Bool
 	idle      broadcast.Signal
+	// wanted is set while suspend waits: a long use should end.
+	wanted atomic.Bool
 }
 
 // open starts a use; close ends it. After an error there is nothing to close.
@@ -426,6 +444,8 @@ func (s *session) hold(hold bool) {
 func (s *session) suspend(limit time.Duration, do func() error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
+	s.wanted.Store(true)
+	defer s.wanted.Store(false)
 	if !broadcast.Await(ctx, s.idle.Changed, s.trySuspend) {
 		return errors.New("a call of the agent to the driver does not end")
 	}

@@ -333,7 +333,14 @@ func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
 	}
 	destroy := func(op *operation) (struct{}, error) {
 		defer n.learn(op)
-		return struct{}{}, op.destroy(ref.Placement)
+		before := op.gpu.Partitions
+		err := op.destroy(ref.Placement)
+		for _, p := range before {
+			if err == nil && p.Ref.Placement == ref.Placement {
+				n.end(op.gpu, p.GPUInstance)
+			}
+		}
+		return struct{}{}, err
 	}
 	if _, err := operate(ctx, n, ref.GPU, destroy, nil); err != nil {
 		return fmt.Errorf("destroy partition %s: %w", ref, err)

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -33,7 +34,6 @@ type sweep struct {
 	endpoints []endpoint
 	// failed is the health for an index whose identity could not be read.
 	failed map[int]gpu.Health
-	hold   bool
 }
 
 // errSilent means that a call about no particular GPU does not return.
@@ -100,20 +100,120 @@ func (r *reader) readDriver() (count int, err error) {
 	return count, nil
 }
 
-// look visits one GPU. A GPU that does not answer is unreachable, and is skipped until its call ends.
-func (s *sweep) look(ctx context.Context, index int) {
-	if s.leave(index) {
+// reading is a visit of one GPU in a goroutine of its own. It may never end.
+type reading struct {
+	since time.Time
+	// result has room for the visit.
+	result chan visit
+	// outdated is set if the driver has been found again since.
+	outdated bool
+}
+
+// scanPatience is how long a scan waits for GPUs that are known. It then goes on without those that have not answered, so that one that
+// hangs does not delay what is known of the others.
+const scanPatience = time.Second
+
+// slowFactor is how many halves of the patience a visit may take before its GPU is unreachable: GPUs are slow while others are partitioned.
+const slowFactor = 3
+
+// look visits all GPUs at the same time. A GPU that does not answer keeps its known state, and is unreachable after some time. It gets no
+// other call until the visit ends; the scan that finds the visit ended takes its result.
+func (s *sweep) look(ctx context.Context, deep bool) {
+	readings := map[int]reading{}
+	patience := min(scanPatience, s.node.options.patience)
+	for index := range s.count {
+		if s.leave(index) {
+			continue
+		}
+		r, slow := s.node.slow[index]
+		if !slow {
+			r = s.read(index, deep)
+			if _, known := s.at(index); !known {
+				patience = s.node.options.patience
+			}
+		}
+		readings[index] = r
+	}
+	limit := time.NewTimer(patience)
+	defer limit.Stop()
+	over := false
+	for _, index := range slices.Sorted(maps.Keys(readings)) {
+		r := readings[index]
+		if _, slow := s.node.slow[index]; slow || over {
+			s.await(ctx, index, r, nil)
+			continue
+		}
+		over = !s.await(ctx, index, r, limit.C)
+	}
+}
+
+// await takes the result of a reading, and returns false if limit passed first. A nil limit has passed.
+func (s *sweep) await(ctx context.Context, index int, r reading, limit <-chan time.Time) bool {
+	_, slow := s.node.slow[index]
+	if limit == nil {
+		ready := make(chan time.Time)
+		close(ready)
+		limit = ready
+	}
+	var v visit
+	select {
+	case v = <-r.result:
+	default:
+		select {
+		case v = <-r.result:
+		case <-limit:
+			s.node.slow[index] = r
+			s.miss(index, r)
+			return false
+		}
+	}
+	delete(s.node.slow, index)
+	if r.outdated {
+		s.miss(index, r)
+		return true
+	}
+	if slow {
+		v.device = nil // of a session that has ended
+		s.node.renewed = true
+	}
+	s.take(ctx, index, v)
+	return true
+}
+
+// read starts a visit within its own use of the session.
+func (s *sweep) read(index int, deep bool) reading {
+	r := reading{since: time.Now(), result: make(chan visit, 1)}
+	session, reader := s.node.session, s.reader
+	session.join()
+	go func() {
+		defer session.close()
+		r.result <- reader.visit(index, deep, s.recall)
+	}()
+	return r
+}
+
+// miss is for a GPU that has not answered yet.
+func (s *sweep) miss(index int, r reading) {
+	if time.Since(r.since) >= slowFactor*s.node.options.patience/2 {
+		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: errNoAnswer.Error()}
 		return
 	}
-	v, err := attempt(s.node, fmt.Sprint("GPU ", index), s.node.session, func() (visit, error) {
-		return s.reader.visit(index, s.recall), nil
-	}, nil)
-	switch {
-	case err == nil:
-		s.take(ctx, index, v)
-	case !s.excuse(index):
-		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
+	if uuid, known := s.at(index); known {
+		s.seen[uuid] = true
 	}
+}
+
+// at returns the known GPU at an index; none if a GPU appeared or vanished, so that the index may belong to another GPU.
+func (s *sweep) at(index int) (uuid string, known bool) {
+	if s.count != len(s.before) {
+		return "", false
+	}
+	for uuid, known := range s.before {
+		if known.gpu.Index == index {
+			return uuid, true
+		}
+	}
+	return "", false
 }
 
 // leave skips a GPU with a running operation, because a call about it may wait for the operation. The GPU keeps its known state.
@@ -122,27 +222,6 @@ func (s *sweep) leave(index int) bool {
 	if !known || !s.node.operating(uuid) {
 		return false
 	}
-	s.seen[uuid] = true
-	return true
-}
-
-// at returns the GPU that had an index before the scan, unless a GPU appeared or vanished since: the index may be another GPU's then.
-func (s *sweep) at(index int) (uuid string, known bool) {
-	for uuid, known := range s.before {
-		if known.gpu.Index == index && s.count == len(s.before) {
-			return uuid, true
-		}
-	}
-	return "", false
-}
-
-// excuse leaves a GPU that has not answered in time as it was, the first time in a row: GPUs are slow while others are partitioned.
-func (s *sweep) excuse(index int) bool {
-	uuid, known := s.at(index)
-	if !known || s.before[uuid].missed {
-		return false
-	}
-	s.node.known[uuid].missed = true
 	s.seen[uuid] = true
 	return true
 }
@@ -157,7 +236,7 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 		return
 	}
 	known := v.known
-	known.gpu.Index, known.missed = index, false
+	known.gpu.Index = index
 	g := known.gpu
 	if !slices.Equal(known.unreadable, s.before[g.UUID].unreadable) {
 		klog.FromContext(ctx).Info("The set of unreadable MIG data of a GPU changed",
@@ -165,10 +244,22 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 	}
 	s.seen[g.UUID] = true
 	s.node.known[g.UUID] = &known
-	s.hold = s.hold || v.deinitialises
 	if g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode {
+		s.node.noteRead(g.UUID, v.began)
+	}
+	if v.device != nil && (g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode) {
 		s.endpoints = append(s.endpoints, endpoint{uuid: g.UUID, pci: g.PCIBusID, device: v.device})
 	}
+}
+
+// hold reports whether the driver would shut a GPU down without a session.
+func (s *sweep) hold() bool {
+	for uuid := range s.seen {
+		if s.node.known[uuid].deinitialises {
+			return true
+		}
+	}
+	return false
 }
 
 // missing handles known GPUs that were not enumerated. It drops one whose minor number belongs to another GPU: it was replaced,
