@@ -85,6 +85,7 @@ const (
 	ReasonNotClean    = "NotClean"     // what an earlier holder has left cannot be cleaned (pkg/handover)
 	ReasonUnreachable = "Unreachable"  // NVML answers with an error for a query that it must support
 
+	ReasonPaused        = "Paused"        // the agent has let go of the driver, because the node's labels ask for it
 	ReasonNotInjectable = "NotInjectable" // no container can be given the device: its CDI entry or the hook is missing
 	ReasonNotRecordable = "NotRecordable" // the ledger could not record a new holder
 )
@@ -95,7 +96,7 @@ func (h Health) Healthy() bool { return h.Reason == "" }
 // forHolder drops the reasons for which only a new holder cannot get the device: it works.
 func (h Health) forHolder() Health {
 	switch h.Reason {
-	case ReasonNotClean, ReasonNotInjectable, ReasonNotRecordable:
+	case ReasonNotClean, ReasonPaused, ReasonNotInjectable, ReasonNotRecordable:
 		return Health{}
 	default:
 		return h

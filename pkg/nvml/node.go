@@ -31,6 +31,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -60,6 +61,9 @@ type Node struct {
 	unloadable error
 	topology   topology
 
+	// paused is set between Pause and Resume.
+	paused atomic.Pointer[PausedError]
+
 	// turns are for operations, by UUID.
 	turns keylock.Locks[string]
 
@@ -80,6 +84,8 @@ type knownGPU struct {
 	gpu gpu.GPU
 	// complete is set once all attributes were read with the current driver, profiled once the profiles were.
 	complete, profiled bool
+	// missed is set when the last scan had no answer in time.
+	missed bool
 	// unreadable lists the MIG data of the GPU that the last scan could not read.
 	unreadable []string
 	// changes is the number of changes that it includes.
@@ -132,7 +138,7 @@ func (n *Node) Run(ctx context.Context) error {
 		n.scanning.Lock()
 		defer n.scanning.Unlock()
 		if n.session != nil && n.silent() == nil {
-			n.session.hold(false)
+			n.letGo(func(s *session) { s.hold(false) })
 		}
 	}()
 	n.mu.Lock()
@@ -167,7 +173,7 @@ func (n *Node) Scan(ctx context.Context) error {
 		defer n.mu.Unlock()
 		return n.failure // a GPU is being reset, which takes longer than a scan may
 	}
-	err := n.silent()
+	err := n.ready()
 	if err == nil {
 		err = n.follow()
 	}
@@ -202,7 +208,7 @@ func (n *Node) attach() error {
 	}
 	n.traces = n.options.traces(l)
 	n.mu.Lock()
-	n.attachment = attachment{&session{library: library}, l, caps, n.options.majors()}
+	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps, n.options.majors()}
 	n.mu.Unlock()
 	for _, known := range n.known {
 		known.complete, known.profiled = false, false
@@ -218,7 +224,7 @@ func (n *Node) follow() error {
 		if n.options.traces(n.layout) == n.traces {
 			return nil
 		}
-		n.session.hold(false)
+		n.letGo(func(s *session) { s.hold(false) })
 	}
 	return n.attach()
 }
@@ -230,7 +236,7 @@ func (n *Node) scan(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	defer n.session.close()
+	defer n.letGo((*session).close)
 	s.reader.control = s.reader.ensureControlDevices(n.unloadable)
 	for index := range s.count {
 		s.look(ctx, index)
@@ -260,6 +266,7 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 		n.catchUp(known)
 		g := known.gpu
 		g.NVLinkDomain = n.topology.domains[g.UUID]
+		n.withdraw(&g)
 		next.GPUs = append(next.GPUs, g)
 	}
 	slices.SortFunc(next.GPUs, func(a, b gpu.GPU) int {

@@ -66,6 +66,14 @@ func (n *Node) begin() (*sweep, error) {
 	return &sweep{node: n, reader: r, count: count, before: before, seen: map[string]bool{}, failed: map[int]gpu.Health{}}, nil
 }
 
+// ready returns why no scan can begin now.
+func (n *Node) ready() error {
+	if paused := n.paused.Load(); paused != nil {
+		return paused
+	}
+	return n.silent()
+}
+
 // silent returns errSilent while a call about no particular GPU has not returned.
 func (n *Node) silent() error {
 	if n.ended(wholeDriver) {
@@ -100,26 +108,43 @@ func (s *sweep) look(ctx context.Context, index int) {
 	v, err := attempt(s.node, fmt.Sprint("GPU ", index), s.node.session, func() (visit, error) {
 		return s.reader.visit(index, s.recall), nil
 	}, nil)
-	if err != nil {
+	switch {
+	case err == nil:
+		s.take(ctx, index, v)
+	case !s.excuse(index):
 		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
-		return
 	}
-	s.take(ctx, index, v)
 }
 
 // leave skips a GPU with a running operation, because a call about it may wait for the operation. The GPU keeps its known state.
 func (s *sweep) leave(index int) bool {
-	if s.count != len(s.before) {
-		// A GPU appeared or vanished, so the index may belong to another GPU.
+	uuid, known := s.at(index)
+	if !known || !s.node.operating(uuid) {
 		return false
 	}
+	s.seen[uuid] = true
+	return true
+}
+
+// at returns the GPU that had an index before the scan, unless a GPU appeared or vanished since: the index may be another GPU's then.
+func (s *sweep) at(index int) (uuid string, known bool) {
 	for uuid, known := range s.before {
-		if known.gpu.Index == index && s.node.operating(uuid) {
-			s.seen[uuid] = true
-			return true
+		if known.gpu.Index == index && s.count == len(s.before) {
+			return uuid, true
 		}
 	}
-	return false
+	return "", false
+}
+
+// excuse leaves a GPU that has not answered in time as it was, the first time in a row: GPUs are slow while others are partitioned.
+func (s *sweep) excuse(index int) bool {
+	uuid, known := s.at(index)
+	if !known || s.before[uuid].missed {
+		return false
+	}
+	s.node.known[uuid].missed = true
+	s.seen[uuid] = true
+	return true
 }
 
 func (s *sweep) take(ctx context.Context, index int, v visit) {
@@ -132,7 +157,7 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 		return
 	}
 	known := v.known
-	known.gpu.Index = index
+	known.gpu.Index, known.missed = index, false
 	g := known.gpu
 	if !slices.Equal(known.unreadable, s.before[g.UUID].unreadable) {
 		klog.FromContext(ctx).Info("The set of unreadable MIG data of a GPU changed",
@@ -171,19 +196,36 @@ func (s *sweep) absence(g gpu.GPU) gpu.Health {
 		delete(s.failed, g.Index)
 		return health
 	}
-	_, ret := s.node.session.library.DeviceGetHandleByUUID(g.UUID)
+	ret, err := attempt(s.node, "absence of "+g.UUID, s.node.session, func() (gonvml.Return, error) {
+		_, ret := s.reader.session.library.DeviceGetHandleByUUID(g.UUID)
+		return ret, nil
+	}, nil)
+	if err != nil {
+		return gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
+	}
 	if ret == gonvml.SUCCESS || ret == gonvml.ERROR_NOT_FOUND || unsupported(ret) {
 		return gpu.Health{Reason: gpu.ReasonMissing, Message: "the driver no longer enumerates the GPU"}
 	}
 	return healthOf(ret, "looking it up")
 }
 
-// connect reads the topology if a GPU answers that did not answer when it was last read.
+// connect reads the topology if a GPU answers that did not answer when it was last read. A GPU that does not answer in time takes part
+// later. A scan waits for one such GPU only, because its calls about another GPU may hang, too.
 func (s *sweep) connect() {
 	before := s.node.topology
-	if before.pairs == nil || slices.ContainsFunc(s.endpoints, func(e endpoint) bool { return !before.of[e.uuid] }) {
-		s.node.topology = readTopology(s.endpoints, before)
+	if before.pairs != nil && !slices.ContainsFunc(s.endpoints, func(e endpoint) bool { return !before.of[e.uuid] }) {
+		return
 	}
+	waited := false
+	s.node.topology = readTopology(s.endpoints, before, func(e endpoint, others []endpoint) (l links, answered bool) {
+		about := "connections of " + e.uuid
+		if waited || !s.node.ended(about) {
+			return links{}, false
+		}
+		l, err := attempt(s.node, about, s.node.session, func() (links, error) { return readLinks(e, others), nil }, nil)
+		waited = err != nil
+		return l, err == nil
+	})
 }
 
 // errNoAnswer means that a call into the driver took too long.
@@ -201,7 +243,7 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		return none, errNoAnswer
 	}
 	if s != nil {
-		_ = s.open() // cannot fail: the caller has a use open
+		s.join()
 	}
 	ctx, cancel := context.WithTimeoutCause(context.Background(), n.options.patience, errNoAnswer)
 	defer cancel()
@@ -221,6 +263,13 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		return value, errNoAnswer
 	}
 	return value, err
+}
+
+// letGo ends a use of the session or its hold. Both may call Shutdown, which may hang like any other call; the driver as a whole does not
+// answer until it returns. Under n.scanning, without a late call about the whole driver.
+func (n *Node) letGo(how func(*session)) {
+	s := n.session
+	_, _ = attempt(n, wholeDriver, nil, func() (struct{}, error) { how(s); return struct{}{}, nil }, nil) // the next scan reports it
 }
 
 // ended reports whether no call about a GPU or the driver continues after its timeout.
