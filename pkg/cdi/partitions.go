@@ -140,16 +140,18 @@ func (s *Specs) loadPartitions() error {
 }
 
 // removeGone removes the files of those partitions that the Source no longer reports, and takes over the entries of the others: the GPU
-// may have another number since. Files that were added after the Source was asked stay. Under s.mu.
+// may have another number since. Under s.mu.
 func (s *Specs) removeGone(edits answer) error {
 	var errs []error
 	for _, uuid := range slices.Sorted(maps.Keys(s.partitions)) {
-		f := s.partitions[uuid]
 		if s.added[uuid] > edits.adds {
-			continue
+			continue // the answer is older
 		}
+		f := s.partitions[uuid]
 		if i := slices.IndexFunc(edits.Devices, func(d specs.Device) bool { return d.Name == uuid }); i >= 0 {
-			f.entry = edits.Devices[i]
+			if !reflect.DeepEqual(f.entry, edits.Devices[i]) {
+				f.entry, f.of = edits.Devices[i], nil
+			}
 			continue
 		}
 		if edits.Failed[uuid] != nil && !edits.outdated(f.entry) {

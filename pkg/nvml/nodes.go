@@ -210,12 +210,10 @@ const loadInterval = time.Minute
 // loadUVM loads nvidia-uvm where the driver is loaded without it: with a driver from packages, only the first CUDA program on the host
 // itself would load it. A new driver's majors are then those of the next scan. Under n.scanning.
 func (n *Node) loadUVM(ctx context.Context) {
-	_, loaded := n.majors[driverUVM]
-	if loaded || len(n.majors) == 0 || !n.options.CreateNodes {
-		n.unloadable = nil
-		return
+	if _, loaded := n.majors[driverUVM]; loaded {
+		n.unloadable, n.loadTried = nil, time.Now() // it may be unloaded before the other modules, and must stay so
 	}
-	if time.Since(n.loadTried) < loadInterval {
+	if len(n.majors) == 0 || !n.options.CreateNodes || time.Since(n.loadTried) < loadInterval {
 		return
 	}
 	n.loadTried = time.Now()

@@ -424,3 +424,44 @@ func touch(t *testing.T, path string) {
 		t.Fatal(err)
 	}
 }
+
+// An administrator who unloads the driver's modules one by one must not find one of them loaded again.
+func TestUnloadedModuleIsNotLoadedAtOnce(t *testing.T) {
+	const without = "Character devices:\n195 nvidia\n\nBlock devices:\n"
+	for name, test := range map[string]struct {
+		paused, loadedBefore bool
+		want                 int
+	}{
+		"not loaded since boot": {want: 1},
+		"unloaded since":        {loadedBefore: true},
+		"paused":                {paused: true, want: 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			options := fixture(t, "host-rhel")
+			options.CreateNodes = true
+			writeFile(t, filepath.Join(options.HostRoot, "usr/sbin/modprobe"), "")
+			loads := 0
+			options.loadModule = func(string, string) error { loads++; return errors.New("no such module") }
+			if !test.loadedBefore {
+				writeFile(t, filepath.Join(options.ProcRoot, "devices"), without)
+			}
+			node, err := Open(t.Context(), options)
+			if err != nil {
+				t.Fatal(err)
+			}
+			writeFile(t, filepath.Join(options.ProcRoot, "devices"), without)
+			if test.paused {
+				if err := node.Pause(t.Context(), "label=paused"); err != nil {
+					t.Fatal(err)
+				}
+				node.loadTried = time.Time{} // long ago
+			}
+			if err := node.Scan(t.Context()); (err != nil) != test.paused {
+				t.Fatal(err)
+			}
+			if loads != test.want {
+				t.Errorf("loaded %d times, want %d", loads, test.want)
+			}
+		})
+	}
+}
