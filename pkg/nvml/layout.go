@@ -307,7 +307,7 @@ type Options struct {
 	// HookPath is the host path of nvidia-cdi-hook. If it is empty, container edits have no hooks.
 	HookPath string
 
-	// Interval is the time between scans; 4 s when zero, so that an administrator's change is noticed within 5 s.
+	// Interval is the time between scans that read everything; 4 s when zero, so that an administrator's change is noticed within 5 s.
 	Interval time.Duration
 
 	// patience is how long a GPU may take to answer; tests shorten it.

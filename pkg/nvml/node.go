@@ -82,7 +82,9 @@ type Node struct {
 	since   map[string]time.Time
 	changes map[string]uint64
 	endings endings
-	reads   map[string]time.Time
+	// reported announces an XID.
+	reported broadcast.Signal
+	reads    map[string]time.Time
 }
 
 // knownGPU is the known data of a GPU.
@@ -136,12 +138,9 @@ func (n *Node) Missing() error {
 // it before reading.
 func (n *Node) Changed() <-chan struct{} { return n.changed.Changed() }
 
-// lightScans is how many scans run in an interval. The others than the first read only health.
-const lightScans = 4
-
 // Run scans until ctx is done: once a second until a scan succeeds, then at each interval and when device nodes or driver files come or
-// go. Between these scans it reads the health of the GPUs. Call Scan first: Run begins with a wait. Run returns nil when ctx is done, and ErrDriverReplaced when only a new process can use
-// the driver.
+// go. Between these scans it reads the health of the GPUs, once a second where that is cheap, and after each XID. Call Scan first: Run
+// begins with a wait. Run returns nil when ctx is done, and ErrDriverReplaced when only a new process can use the driver.
 func (n *Node) Run(ctx context.Context) error {
 	defer func() {
 		n.scanning.Lock()
@@ -151,25 +150,42 @@ func (n *Node) Run(ctx context.Context) error {
 		}
 	}()
 	n.mu.Lock()
-	interval, failure := awaitInterval, n.failure
+	wait, failure := awaitInterval, n.failure
 	n.mu.Unlock()
 	var changed <-chan struct{}
-	for pass := 1; ; pass++ {
+	var pace pacer
+	read := time.Now() // when everything was read last
+	for {
 		if changed == nil && failure == nil {
 			watcher := n.watch(ctx)
 			defer watcher.Close()
-			interval, changed = n.options.Interval/lightScans, watcher.C
+			changed = watcher.C
+			wait = n.options.Interval / lightScans
 		}
-		deep := failure != nil || pass%lightScans == 0
+		reported := n.reported.Changed()
+		deep := failure != nil
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-time.After(interval):
+		case <-time.After(wait):
 		case <-changed:
 			deep = true
+		case <-reported:
+			if !pause(ctx, xidDelay) {
+				return nil
+			}
 		}
+		// A little early rather than an interval late.
+		deep = deep || time.Since(read)+wait/2 >= n.options.Interval
+		if deep {
+			read = time.Now()
+		}
+		before := cpuTime()
 		if failure = n.scanOnce(ctx, deep); failure != nil && !errors.Is(failure, ErrNoDriver) {
 			return failure
+		}
+		if changed != nil {
+			wait = pace.wait(cpuTime()-before, n.options.Interval)
 		}
 	}
 }
