@@ -123,19 +123,22 @@ func (b *bench) record(t *testing.T, name string, data []byte) {
 
 // command runs a program of the bundle, or of the driver, with the driver's libraries.
 func (b *bench) command(ctx context.Context, program string, args ...string) *exec.Cmd {
-	all := append([]string{program}, args...)
-	if !strings.HasPrefix(program, "/") {
-		all[0] = filepath.Join(b.programs, program)
-		if loader := strings.Fields(os.Getenv(loaderVariable)); len(loader) > 0 && !isStatic(program) {
-			all = append(loader, all...)
-		}
-	}
-	cmd := exec.CommandContext(ctx, all[0], all[1:]...)
 	var dirs []string
 	for _, dir := range b.report.Layout.LibraryDirs {
 		dirs = append(dirs, filepath.Join(b.options.HostRoot, dir))
 	}
-	cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+strings.Join(dirs, ":"), "LC_ALL=C")
+	libraries := strings.Join(dirs, ":")
+	all := append([]string{program}, args...)
+	if !strings.HasPrefix(program, "/") {
+		all[0] = filepath.Join(b.programs, program)
+		if loader := strings.Fields(os.Getenv(loaderVariable)); len(loader) > 0 && !isStatic(program) {
+			// It ends with the directory of the bundle's libraries, and ignores LD_LIBRARY_PATH.
+			loader[len(loader)-1] += ":" + libraries
+			all = append(loader, all...)
+		}
+	}
+	cmd := exec.CommandContext(ctx, all[0], all[1:]...)
+	cmd.Env = append(os.Environ(), "LD_LIBRARY_PATH="+libraries, "LC_ALL=C")
 	cmd.WaitDelay = 5 * time.Second
 	return cmd
 }
