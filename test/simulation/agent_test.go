@@ -15,6 +15,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -23,6 +24,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/record"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -231,7 +233,7 @@ func (a *agent) serve() {
 	})
 	// The library's slice controller reverts foreign changes, and checks all slices after it has listed them.
 	a.api.watch(a.process, "slice/", func(_ string, _, after any) {
-		if now, _ := after.(*slice); a.published != nil && (now == nil || !slices.Equal(now.offered, a.published.offered)) {
+		if now, _ := after.(*slice); a.published != nil && !now.same(a.published) {
 			a.after(a.process, 100*time.Millisecond, "repairs its slice", a.writeSlice)
 		}
 	}, a.refresh)
@@ -277,29 +279,23 @@ func (a *agent) look() time.Duration {
 	return again
 }
 
+// kept are the fields of slices that an API server of that version keeps by default, without those that concern partitions and strict.
+func kept(version int) driver.Capabilities {
+	return driver.Capabilities{Taints: version >= 36, Shares: version >= firstShares}
+}
+
 // publish writes the slice where it has changed.
 func (a *agent) publish() time.Duration {
 	now := time.Now()
 	pools, next := a.offer.Pools(driver.Facts{
 		Inventory: a.Inventory(), Holds: a.book.Holds(), Claims: a.spec, Now: now,
-		Kept: driver.Capabilities{Taints: a.version >= 36, Shares: a.version >= firstShares},
+		Kept: kept(a.version),
 	})
-	wanted := &slice{}
-	for _, s := range pools[nodeName].Slices {
-		for _, d := range s.Devices {
-			if len(d.Taints) > 0 {
-				wanted.withheld = append(wanted.withheld, d.Name)
-			} else {
-				name := d.Name
-				if d.AllowMultipleAllocations != nil && *d.AllowMultipleAllocations {
-					left := d.Capacity["memory"].Value
-					name = part(name, int(left.Value()>>20))
-				}
-				wanted.offered = append(wanted.offered, name)
-			}
-		}
+	if len(pools) != 1 || len(pools[nodeName].Slices) != 1 {
+		a.fail("the pools of a few whole GPUs are not one slice: %v", pools)
+		return never
 	}
-	if a.published == nil || !slices.Equal(a.published.offered, wanted.offered) {
+	if wanted := resourceSlice(pools[nodeName].Slices[0].Devices); !a.published.same(wanted) {
 		a.published = wanted
 		a.writeSlice()
 	}
@@ -311,7 +307,7 @@ func (a *agent) publish() time.Duration {
 
 func (a *agent) writeSlice() {
 	a.api.request(a.process, "writes its slice", func() {
-		if old, ok := get[*slice](a.api, "slice/"); !ok || !slices.Equal(old.offered, a.published.offered) {
+		if old, _ := get[*slice](a.api, "slice/"); !old.same(a.published) {
 			a.api.put("slice/", a.published)
 		}
 	})
@@ -768,24 +764,39 @@ func podObject(p *pod) *corev1.Pod {
 	return object
 }
 
+// resourceSlice is what the library's slice controller makes of a pool with one slice.
+func resourceSlice(devices []resourceapi.Device) *slice {
+	return &slice{&resourceapi.ResourceSlice{
+		ObjectMeta: metav1.ObjectMeta{Name: nodeName + "-" + driverName},
+		Spec: resourceapi.ResourceSliceSpec{
+			Driver: driverName, NodeName: ptr.To(nodeName), Devices: devices,
+			Pool: resourceapi.ResourcePool{Name: nodeName, Generation: 1, ResourceSliceCount: 1},
+		},
+	}}
+}
+
+func (s *slice) same(other *slice) bool {
+	return s != nil && other != nil && apiequality.Semantic.DeepEqual(s.Spec.Devices, other.Spec.Devices)
+}
+
+// resourceClaim is a claim as an API object, made once for each version of it.
 func resourceClaim(c *claim) *resourceapi.ResourceClaim {
+	if c.object == nil {
+		c.object = newResourceClaim(c)
+	}
+	return c.object
+}
+
+func newResourceClaim(c *claim) *resourceapi.ResourceClaim {
 	object := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: c.name, UID: types.UID(c.uid)}}
-	wanted := &resourceapi.ExactDeviceRequest{AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: int64(c.count)}
+	wanted := &resourceapi.ExactDeviceRequest{
+		DeviceClassName: gpuClass, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: int64(c.count),
+	}
 	if c.memory > 0 {
 		wanted.Capacity = &resourceapi.CapacityRequirements{Requests: mebibytes(c.memory)}
 	}
 	object.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "gpu", Exactly: wanted}}
-	if len(c.devices) > 0 {
-		object.Status.Allocation = &resourceapi.AllocationResult{}
-	}
-	for i, d := range c.devices {
-		result := resourceapi.DeviceRequestAllocationResult{Driver: driverName, Pool: nodeName, Device: d, Request: "gpu"}
-		if c.consumed[i] > 0 {
-			id := types.UID("share-" + c.uid)
-			result.ShareID, result.ConsumedCapacity = &id, mebibytes(c.consumed[i])
-		}
-		object.Status.Allocation.Devices.Results = append(object.Status.Allocation.Devices.Results, result)
-	}
+	object.Status.Allocation = c.allocation
 	for _, uid := range c.reservedFor {
 		object.Status.ReservedFor = append(object.Status.ReservedFor,
 			resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: uid, UID: types.UID(uid)})

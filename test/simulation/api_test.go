@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
 )
 
 // pod is a pod as the API server stores it. A stored pod is immutable.
@@ -43,19 +45,52 @@ type claim struct {
 	uid, name string
 	count     int
 	// pod is the UID of the pod that it was made for; empty for a shared claim.
-	pod     string
-	devices []string
-	// memory is how many MiB of each GPU it asks for; zero for all. consumed is what the scheduler has counted of each of devices;
-	// zero where it counts none.
-	memory      int
-	consumed    []int
+	pod string
+	// memory is how many MiB of each GPU it asks for; zero for all.
+	memory int
+	// allocation is the scheduler's answer; nil for none.
+	allocation  *resourceapi.AllocationResult
 	reservedFor []string // UIDs
 	deleting    bool
+	// object is the claim as an API object, once one was asked for (resourceClaim).
+	object *resourceapi.ResourceClaim
 }
 
-// slice is the pool of the node: of what is shared out, with how many MiB are.
-type slice struct {
-	offered, withheld []string
+// devices are the names of the devices that it is allocated.
+func (c *claim) devices() []string {
+	if c.allocation == nil {
+		return nil
+	}
+	var names []string
+	for _, result := range c.allocation.Devices.Results {
+		names = append(names, result.Device)
+	}
+	return names
+}
+
+// String is for the trace.
+func (c *claim) String() string {
+	return fmt.Sprintf("%s of %q for %d of %d MiB has %v, reserved for %v, deleting %v", c.uid, c.pod, c.count, c.memory, c.devices(), c.reservedFor, c.deleting)
+}
+
+// slice is the ResourceSlice of the node's pool. It has the devices as the product publishes them.
+type slice struct{ *resourceapi.ResourceSlice }
+
+// String lists the devices: those that are shared out with how many MiB are left, and those that are withdrawn in parentheses.
+func (s *slice) String() string {
+	var devices []string
+	for _, d := range s.Spec.Devices {
+		name := d.Name
+		if d.AllowMultipleAllocations != nil && *d.AllowMultipleAllocations {
+			left := d.Capacity["memory"].Value
+			name = part(name, int(left.Value()>>20))
+		}
+		for _, taint := range d.Taints {
+			name = fmt.Sprintf("(%s: %s)", name, taint.Key)
+		}
+		devices = append(devices, name)
+	}
+	return strings.Join(devices, " ")
 }
 
 // nodeObject is the Node.
@@ -139,7 +174,7 @@ func (a *api) updateClaim(name, uid string, change func(*claim)) bool {
 		return false
 	}
 	changed := *c
-	changed.devices, changed.reservedFor = slices.Clone(c.devices), slices.Clone(c.reservedFor)
+	changed.reservedFor, changed.object = slices.Clone(c.reservedFor), nil
 	change(&changed)
 	a.put(claimKey(name), &changed)
 	return true

@@ -180,7 +180,7 @@ func (a *agent) prepare(ctx context.Context, name, uid string) ([]string, error)
 		return nil, errAway
 	}
 	c, ok := get[*claim](a.api, claimKey(name))
-	if !ok || c.uid != uid || len(c.devices) == 0 {
+	if !ok || c.uid != uid || c.allocation == nil {
 		return nil, fmt.Errorf("claim %s is gone or not allocated", name)
 	}
 	object := resourceClaim(c)

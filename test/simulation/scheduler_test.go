@@ -6,21 +6,25 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
 )
 
-// scheduler places pods by its caches: pods with limits by the node's allocatable, claims first-fit by the slices.
+// scheduler places pods by its caches: pods with limits by the node's allocatable, claims by its allocator.
 type scheduler struct {
 	*simulation
 	process *process
 	seen    *watch
-	// assumed are its own decisions that it has not heard of yet.
-	assumedPods   map[string]bool
-	assumedClaims map[string][]string
-	trying        bool
+	// assumedPods and inFlight are its own decisions that it has not heard of yet.
+	assumedPods map[string]bool
+	inFlight    map[string]*resourceapi.AllocationResult
+	trying      bool
 }
 
 func (s *simulation) startScheduler() {
-	sched := &scheduler{simulation: s, process: newProcess("scheduler"), assumedPods: map[string]bool{}, assumedClaims: map[string][]string{}}
+	sched := &scheduler{
+		simulation: s, process: newProcess("scheduler"), assumedPods: map[string]bool{}, inFlight: map[string]*resourceapi.AllocationResult{},
+	}
 	s.scheduler = sched
 	sched.seen = s.api.watch(sched.process, "pod/ claim/ node/ slice/", sched.changed, func() { sched.trySoon(s.latency()) })
 }
@@ -32,9 +36,9 @@ func (c *scheduler) changed(key string, _, after any) {
 			delete(c.assumedPods, object.uid)
 		}
 	case *claim:
-		delete(c.assumedClaims, key)
+		delete(c.inFlight, key)
 	case nil:
-		delete(c.assumedClaims, key)
+		delete(c.inFlight, key)
 		delete(c.assumedPods, strings.TrimPrefix(key, "pod/"))
 	}
 	c.trySoon(c.latency())
@@ -95,35 +99,33 @@ func (c *scheduler) placeClaim(p *pod) bool {
 	if !ok || wanted.deleting || !p.shared && wanted.pod != p.uid {
 		return false
 	}
-	devices := wanted.devices
-	if len(devices) == 0 {
-		if c.assumedClaims[claimKey(p.claim)] != nil {
+	allocation := wanted.allocation
+	if allocation == nil {
+		if c.inFlight[claimKey(p.claim)] != nil {
 			return false
 		}
-		devices = c.firstFit(wanted)
-		if devices == nil {
+		if allocation = c.allocate(wanted); allocation == nil {
 			return false
 		}
 	}
 	c.assumedPods[p.uid] = true
-	c.assumedClaims[claimKey(p.claim)] = devices
+	c.inFlight[claimKey(p.claim)] = allocation
 	c.api.request(c.process, "allocates "+wanted.name, func() {
 		forget := func() {
 			delete(c.assumedPods, p.uid)
-			delete(c.assumedClaims, claimKey(p.claim))
+			delete(c.inFlight, claimKey(p.claim))
 		}
 		now, ok := get[*claim](c.api, claimKey(p.claim))
-		if !ok || now.uid != wanted.uid || now.deleting || !slices.Equal(now.devices, wanted.devices) {
+		if !ok || now.uid != wanted.uid || now.deleting || now.allocation != wanted.allocation {
 			forget()
 			return
 		}
 		c.api.updateClaim(wanted.name, wanted.uid, func(changed *claim) {
-			if len(changed.devices) == 0 && c.podHolds(devices) {
-				c.hit(staleSlice)
-			}
-			changed.devices, changed.consumed = devices, nil
-			for _, d := range devices {
-				changed.consumed = append(changed.consumed, c.consumes(changed, d))
+			if changed.allocation == nil {
+				changed.allocation = allocation
+				if c.podHolds(changed.devices()) {
+					c.hit(staleSlice)
+				}
 			}
 			if !slices.Contains(changed.reservedFor, p.uid) {
 				changed.reservedFor = append(changed.reservedFor, p.uid)
@@ -134,45 +136,28 @@ func (c *scheduler) placeClaim(p *pod) bool {
 	return true
 }
 
-func (c *scheduler) firstFit(wanted *claim) []string {
-	s, _ := c.seen.cache["slice/"].(*slice)
-	if s == nil {
+// allocate asks the scheduler's allocator, by what has been heard of the slice and of claims, and what is in flight.
+func (c *scheduler) allocate(wanted *claim) *resourceapi.AllocationResult {
+	published, _ := c.seen.cache["slice/"].(*slice)
+	if published == nil {
 		return nil
 	}
-	// A GPU is taken, or so much of it, by the keys of claims.
-	taken := map[string]map[string]int{}
-	take := func(key string, other *claim, devices []string) {
-		for _, d := range devices {
-			if taken[d] == nil {
-				taken[d] = map[string]int{}
-			}
-			taken[d][key] = c.consumes(other, d)
-		}
-	}
+	var taken []*resourceapi.AllocationResult
 	for _, key := range sorted(c.seen.cache) {
-		if other, ok := c.seen.cache[key].(*claim); ok {
-			take(key, other, other.devices)
-			take(key, other, c.assumedClaims[key])
+		if other, ok := c.seen.cache[key].(*claim); ok && other.allocation != nil {
+			taken = append(taken, other.allocation)
+		} else if ok && c.inFlight[key] != nil {
+			taken = append(taken, c.inFlight[key])
 		}
 	}
-	var found []string
-	for _, offered := range s.offered {
-		d, left := gpuOf(offered), mibOf(offered)
-		fits := len(taken[d]) == 0
-		if left > 0 {
-			for _, consumed := range taken[d] {
-				left -= consumed
-			}
-			fits = c.consumes(wanted, d) <= left
-		}
-		if len(found) < wanted.count && fits {
-			found = append(found, d)
-		}
+	allocations, err := allocate(c.version, published, taken, []*claim{wanted})
+	if err != nil {
+		c.fail("the allocator refuses claim %s: %v", wanted.uid, err)
 	}
-	if len(found) < wanted.count {
+	if allocations == nil {
 		return nil
 	}
-	return found
+	return allocations[0]
 }
 
 func (c *scheduler) bind(p *pod) {

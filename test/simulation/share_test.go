@@ -97,19 +97,6 @@ func (s *simulation) slots() (n int) {
 	return n
 }
 
-// consumes is what the scheduler counts of a GPU for a claim, in MiB: zero where GPUs are not shared out, all where the claim
-// does not say how much.
-func (s *simulation) consumes(k *claim, gpu string) int {
-	switch {
-	case !s.shared(gpu):
-		return 0
-	case k.memory == 0:
-		return memory
-	default:
-		return k.memory
-	}
-}
-
 // partsOf is what a claim has of GPUs; the claim may be gone.
 func (s *simulation) partsOf(uid string, gpus []string) []string {
 	var parts []string
@@ -206,7 +193,7 @@ func (s *simulation) takenNow() (taken, promised having) {
 		promised.give(s.host.pods[uid].owner, s.host.pods[uid].gpus)
 	}
 	for _, k := range all[*claim](s.api.objects) {
-		promised.give(k.uid, s.partsOf(k.uid, k.devices))
+		promised.give(k.uid, s.partsOf(k.uid, k.devices()))
 	}
 	return taken, promised
 }

@@ -273,7 +273,7 @@ func (s *simulation) stuck() map[string]string {
 	// A shared claim that was allocated again keeps what it had while a pod of it lives: it is unknown what that pod was
 	// given (docs/design/0002-ledger.md). It is counted, and no fault.
 	for _, h := range s.agent.book.Holds() {
-		if k := s.claimOf(h.Holder.ID); k != nil && h.State == ledger.StateDraining && !slices.Contains(k.devices, "gpu-"+h.Device.GPU[len("GPU-"):]) {
+		if k := s.claimOf(h.Holder.ID); k != nil && h.State == ledger.StateDraining && !slices.Contains(k.devices(), "gpu-"+h.Device.GPU[len("GPU-"):]) {
 			s.hit(keptByNewAllocation)
 			gpu := "gpu-" + h.Device.GPU[len("GPU-"):]
 			used[gpu] = h.Holder.ID
@@ -306,9 +306,9 @@ func (s *simulation) stuck() map[string]string {
 		switch {
 		case p.limits() && !p.bound && p.gpus <= free && !s.promised(free-p.gpus), p.limits() && p.bound:
 			found[p.uid] = fmt.Sprintf("%s with a limit of %d is still pending (bound: %v), %d GPUs are free", p.uid, p.gpus, p.bound, free)
-		case k != nil && len(k.devices) > 0 && !slices.ContainsFunc(k.devices, func(d string) bool { return used[d] != "" && used[d] != k.uid }):
-			found[p.uid] = fmt.Sprintf("%s does not run, and %v of its claim %s have no holder (bound: %v)", p.uid, k.devices, k.uid, p.bound)
-		case k != nil && len(k.devices) == 0 && k.count <= free && !s.promised(free-k.count):
+		case k != nil && k.allocation != nil && !slices.ContainsFunc(k.devices(), func(d string) bool { return used[d] != "" && used[d] != k.uid }):
+			found[p.uid] = fmt.Sprintf("%s does not run, and %v of its claim %s have no holder (bound: %v)", p.uid, k.devices(), k.uid, p.bound)
+		case k != nil && k.allocation == nil && k.count <= free && !s.promised(free-k.count):
 			found[p.uid] = fmt.Sprintf("claim %s of %s is not allocated, %d GPUs are free", k.uid, p.uid, free)
 		}
 	}
@@ -329,9 +329,9 @@ func (s *simulation) stuckBeside(p *pod, k *claim, taken, promised having) strin
 	switch {
 	case p.limits() && (p.bound || s.fitsPods(promised, p.gpus)):
 		return fmt.Sprintf("%s with a limit of %d is still pending (bound: %v) beside %v", p.uid, p.gpus, p.bound, promised)
-	case k != nil && len(k.devices) > 0 && taken.hasRoom(k.uid, s.partsOf(k.uid, k.devices)):
-		return fmt.Sprintf("%s does not run, and %v of its claim %s have no holder (bound: %v)", p.uid, s.partsOf(k.uid, k.devices), k.uid, p.bound)
-	case k != nil && len(k.devices) == 0 && s.fitsClaim(promised, k):
+	case k != nil && k.allocation != nil && taken.hasRoom(k.uid, s.partsOf(k.uid, k.devices())):
+		return fmt.Sprintf("%s does not run, and %v of its claim %s have no holder (bound: %v)", p.uid, s.partsOf(k.uid, k.devices()), k.uid, p.bound)
+	case k != nil && k.allocation == nil && s.fitsClaim(promised, k):
 		return fmt.Sprintf("claim %s of %s for %d MiB is not allocated beside %v", k.uid, p.uid, k.memory, promised)
 	}
 	return ""
@@ -378,7 +378,7 @@ func (s *simulation) promised(spare int) bool {
 	}
 	promised := 0
 	for _, k := range all[*claim](s.api.objects) {
-		for _, d := range k.devices {
+		for _, d := range k.devices() {
 			if !used[d] {
 				promised++
 			}
@@ -404,9 +404,15 @@ func (s *simulation) checkLeaks() {
 	for _, h := range s.agent.book.Holds() {
 		s.fail("leaked: %s is still held by %s", h.Device, h)
 	}
-	full := func(offered string) bool { return s.shared(gpuOf(offered)) == (mibOf(offered) == memory) }
-	sl, ok := get[*slice](s.api, "slice/")
-	if !ok || len(sl.offered) != s.host.gpus || slices.ContainsFunc(sl.offered, func(o string) bool { return !full(o) }) {
+	var all []string
+	for i := range s.host.gpus {
+		gpu := fmt.Sprintf("gpu-%d", i)
+		if s.shared(gpu) {
+			gpu = part(gpu, memory)
+		}
+		all = append(all, gpu)
+	}
+	if sl, ok := get[*slice](s.api, "slice/"); !ok || sl.String() != strings.Join(all, " ") {
 		s.fail("leaked: the slice offers %v of %d GPUs", sl, s.host.gpus)
 	}
 	if n, ok := get[*nodeObject](s.api, "node/"); !ok || n.allocatable != s.slots() {
@@ -463,7 +469,7 @@ func (s *simulation) reboot() {
 	s.before = map[string][]string{}
 	for _, group := range s.host.pods {
 		// A pod that was force-deleted may still run with what its claim had before it was allocated anew.
-		if k := s.claimOf(group.owner); group.busy && k != nil && slices.Equal(k.devices, gpusOf(group.gpus)) {
+		if k := s.claimOf(group.owner); group.busy && k != nil && slices.Equal(k.devices(), gpusOf(group.gpus)) {
 			s.before[group.owner] = gpusOf(group.gpus)
 		}
 	}
@@ -501,8 +507,8 @@ func (a *agent) sawPrepare(c *claim, err error) {
 		a.hit(claimLosesToPod)
 	case err == nil && a.before[c.uid] != nil:
 		a.hit(rebootReclaims)
-		if !slices.Equal(a.before[c.uid], c.devices) {
-			a.fail("claim %s had %v before the reboot and gets %v", c.uid, a.before[c.uid], c.devices)
+		if !slices.Equal(a.before[c.uid], c.devices()) {
+			a.fail("claim %s had %v before the reboot and gets %v", c.uid, a.before[c.uid], c.devices())
 		}
 		delete(a.before, c.uid)
 	}

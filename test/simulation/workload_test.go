@@ -91,7 +91,7 @@ func (c *cluster) lookAtClaims() {
 				c.api.updateClaim(k.name, k.uid, func(changed *claim) {
 					changed.reservedFor = slices.DeleteFunc(changed.reservedFor, func(uid string) bool { return !slices.Contains(kept, uid) && slices.Contains(k.reservedFor, uid) })
 					if len(changed.reservedFor) == 0 {
-						changed.devices, changed.consumed = nil, nil
+						changed.allocation = nil
 						delete(c.before, k.uid)
 					}
 				})
