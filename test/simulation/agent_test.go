@@ -5,6 +5,7 @@ package simulation
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"os"
 	"reflect"
@@ -677,6 +678,9 @@ func crumb(share device.Share) device.Share {
 
 func (l parkedLedger) CancelReservation(r ledger.Reservation) error {
 	l.s.pause("cancels its reservation")
+	if l.s.faults.noCancel {
+		return nil
+	}
 	return l.Ledger.CancelReservation(r)
 }
 
@@ -745,8 +749,9 @@ func podObject(p *pod) *corev1.Pod {
 		if p.init {
 			object.Spec.InitContainers = []corev1.Container{{Name: "init", Resources: object.Spec.Containers[0].Resources}}
 		}
-	} else {
-		object.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimName: &p.claim}}
+	}
+	for i, name := range p.claims {
+		object.Spec.ResourceClaims = append(object.Spec.ResourceClaims, corev1.PodResourceClaim{Name: fmt.Sprintf("gpu-%d", i), ResourceClaimName: &name})
 	}
 	if p.deleting {
 		object.DeletionTimestamp = &metav1.Time{Time: epoch}

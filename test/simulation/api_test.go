@@ -5,6 +5,7 @@ package simulation
 import (
 	"errors"
 	"fmt"
+	"reflect"
 	"slices"
 	"strings"
 	"time"
@@ -15,11 +16,12 @@ import (
 // pod is a pod as the API server stores it. A stored pod is immutable.
 type pod struct {
 	uid, name string
-	// gpus are asked for by a limit, or by the claim of the pod's own; 0 with a shared claim.
+	// gpus are asked for by a limit.
 	gpus int
-	// claim is the name of the pod's claim; empty where it has a limit.
-	claim  string
-	shared bool
+	// own has for each claim that is made for the pod how many GPUs it asks for.
+	own []int
+	// claims are the names of the pod's claims in its order. The model of an owner's pods names only those that they share.
+	claims []string
 	// owner makes another when this one is gone; empty for a bare pod.
 	owner string
 	// init means that an init container uses the GPUs first; finite that the pod ends by itself.
@@ -37,8 +39,13 @@ const (
 	failed    = "Failed"
 )
 
-func (p *pod) limits() bool   { return p.claim == "" }
+func (p *pod) limits() bool   { return p.gpus > 0 }
 func (p *pod) terminal() bool { return p.phase == succeeded || p.phase == failed }
+
+// sharesClaim reports whether another pod has one of the claims.
+func (p *pod) sharesClaim(other *pod) bool {
+	return slices.ContainsFunc(p.claims, func(name string) bool { return slices.Contains(other.claims, name) })
+}
 
 // claim is a ResourceClaim with one request.
 type claim struct {
@@ -52,6 +59,8 @@ type claim struct {
 	allocation  *resourceapi.AllocationResult
 	reservedFor []string // UIDs
 	deleting    bool
+	// version grows with each change.
+	version int
 	// object is the claim as an API object, once one was asked for (resourceClaim).
 	object *resourceapi.ResourceClaim
 }
@@ -161,7 +170,7 @@ func (a *api) updatePod(uid string, change func(*pod)) bool {
 	if ok {
 		changed := *p
 		change(&changed)
-		if changed != *p {
+		if !reflect.DeepEqual(&changed, p) {
 			a.put(podKey(uid), &changed)
 		}
 	}
@@ -175,6 +184,7 @@ func (a *api) updateClaim(name, uid string, change func(*claim)) bool {
 	}
 	changed := *c
 	changed.reservedFor, changed.object = slices.Clone(c.reservedFor), nil
+	changed.version++
 	change(&changed)
 	a.put(claimKey(name), &changed)
 	return true

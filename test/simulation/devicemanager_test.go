@@ -130,7 +130,7 @@ func (k *kubelet) allocate(w *worker) {
 	case k.host.busy(w.uid): // it was admitted by an earlier life of kubelet, whatever became of its account
 		k.devices.Update()
 		k.admitted(w, nil)
-	case len(k.devicesOfUUID(w.uid)) == 0 && k.host.pods[w.uid] != nil && k.host.pods[w.uid].owner != "":
+	case len(k.devicesOfUUID(w.uid)) == 0 && k.host.pods[w.uid].ran():
 		k.admitted(w, errors.New("its devices are no longer known"))
 	default:
 		k.admitContainers(w, containersOf(w.pod), false)
@@ -257,7 +257,11 @@ func (k *kubelet) list() ([]podstate.UsedDevice, []podstate.KubeletClaim, error)
 				devices = append(devices, podstate.UsedDevice{Namespace: namespace, Pod: p.name, Container: container, Resource: resourceName, ID: id})
 			}
 		}
-		if info := k.claims[p.claim]; info != nil && info.pods[p.uid] && len(info.devices) > 0 {
+		for _, name := range p.claims {
+			info := k.claims[name]
+			if info == nil || !info.pods[p.uid] || len(info.devices) == 0 {
+				continue
+			}
 			used := podstate.KubeletClaim{Namespace: namespace, Name: info.name}
 			for _, d := range info.devices {
 				used.Devices = append(used.Devices, podstate.PoolDevice{Pool: nodeName, Device: d})

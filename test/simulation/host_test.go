@@ -46,10 +46,19 @@ type host struct {
 
 // podGroup is what there is of a pod on the machine: a cgroup, and processes in it or not.
 type podGroup struct {
-	owner string
-	gpus  []string
-	busy  bool
+	// grants are what its containers run with, or ran with.
+	grants []grant
+	busy   bool
 }
+
+// grant is what a pod has of one holder: of a claim, or of the pod itself by its limit.
+type grant struct {
+	owner string // the holder's UID
+	parts []string
+}
+
+// ran reports whether its containers were started.
+func (g *podGroup) ran() bool { return g != nil && len(g.grants) > 0 }
 
 func newHost(s *schedule, dir string, gpus int) (*host, error) {
 	h := &host{schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newProcess("host"), written: make(chan struct{})}
@@ -69,32 +78,40 @@ func (h *host) bootID() string     { return fmt.Sprintf("boot-%d", h.boot) }
 func gpuUUID(i int) string { return fmt.Sprintf("GPU-%d", i) }
 
 // start runs the containers of a pod. Here is where a GPU would get its second owner.
-func (h *host) start(uid, owner string, gpus []string) {
+func (h *host) start(uid string, grants []grant) {
+	h.note(fmt.Sprintf("    pod %s runs with %v", uid, grants))
+	h.pods[uid] = &podGroup{grants: grants, busy: true}
+	h.write(uid)
+	for _, g := range grants {
+		h.checkOwner(uid, g)
+	}
+}
+
+// checkOwner compares a grant of a pod that starts to those of all pods that run, itself among them.
+func (h *host) checkOwner(uid string, mine grant) {
 	beside := having{}
 	for _, other := range sorted(h.pods) {
-		group := h.pods[other]
-		if !group.busy || group.owner == owner {
-			continue
-		}
-		for _, p := range gpus {
-			whole := func(q string) bool { return gpuOf(q) == gpuOf(p) && (mibOf(p) == 0 || mibOf(q) == 0) }
-			if slices.ContainsFunc(group.gpus, whole) {
-				h.fail("%s has two owners: %s in pod %s still runs, %s in pod %s starts", p, group.owner, other, owner, uid)
+		for _, g := range h.pods[other].grants {
+			if !h.pods[other].busy || g.owner == mine.owner {
+				continue
 			}
+			for _, p := range mine.parts {
+				whole := func(q string) bool { return gpuOf(q) == gpuOf(p) && (mibOf(p) == 0 || mibOf(q) == 0) }
+				if slices.ContainsFunc(g.parts, whole) {
+					h.fail("%s has two owners: %s in pod %s still runs, %s in pod %s starts", p, g.owner, other, mine.owner, uid)
+				}
+			}
+			beside.give(g.owner, g.parts)
 		}
-		beside.give(group.owner, group.gpus)
 	}
-	for _, p := range gpus {
-		if mibOf(p) > 0 && beside.left(gpuOf(p), owner) < mibOf(p) {
-			h.fail("%s is too much for %s in pod %s beside %v", p, owner, uid, beside)
+	for _, p := range mine.parts {
+		if mibOf(p) > 0 && beside.left(gpuOf(p), mine.owner) < mibOf(p) {
+			h.fail("%s is too much for %s in pod %s beside %v", p, mine.owner, uid, beside)
 		}
 		if mibOf(p) > 0 {
-			h.sawBeside(owner, beside[gpuOf(p)])
+			h.sawBeside(mine.owner, beside[gpuOf(p)])
 		}
 	}
-	h.note(fmt.Sprintf("    pod %s runs with %v of %s", uid, gpus, owner))
-	h.pods[uid] = &podGroup{owner: owner, gpus: gpus, busy: true}
-	h.write(uid)
 }
 
 // sawBeside counts what starts with a part of a GPU of which others have some, too.
@@ -113,9 +130,9 @@ func (h *host) sawBeside(owner string, others map[string]int) {
 }
 
 // makeGroup is the cgroup before the first container.
-func (h *host) makeGroup(uid, owner string) {
+func (h *host) makeGroup(uid string) {
 	if h.pods[uid] == nil {
-		h.pods[uid] = &podGroup{owner: owner}
+		h.pods[uid] = &podGroup{}
 		h.write(uid)
 	}
 }

@@ -43,7 +43,6 @@ type worker struct {
 	// preparing is set while a call to the driver is under way.
 	preparing bool
 	tries     int
-	gpus      []string
 	// ended is how the containers did, if they ended by themselves.
 	ended string
 }
@@ -180,15 +179,15 @@ func (k *kubelet) admitted(w *worker, err error) {
 	default:
 		switch group := k.host.pods[w.uid]; {
 		case k.host.busy(w.uid):
-			w.phase, w.gpus = live, group.gpus
+			w.phase = live
 			k.hit(kubeletRestarts)
 			k.sayRuns(w)
-		case group != nil && group.owner != "" && w.pod.finite:
+		case group.ran() && w.pod.finite:
 			w.ended = succeeded
 			k.terminate(w.uid)
-		case group != nil && group.owner != "":
+		case group.ran():
 			// The sandbox is still there: nothing is prepared again.
-			k.run(w, group.owner, group.gpus)
+			k.run(w, group.grants)
 		default:
 			k.syncSoon(w, k.latency())
 		}
@@ -228,44 +227,59 @@ func (k *kubelet) syncSoon(w *worker, delay time.Duration) {
 		if w.phase != starting || w.tries != try || w.preparing {
 			return
 		}
-		if w.pod.limits() {
-			if len(k.devicesOfUUID(w.uid)) == w.pod.gpus {
-				k.run(w, w.uid, k.devicesOf(w.uid))
-			} else {
-				k.fails(w, errors.New("its devices are no longer known"))
-			}
-			return
+		switch {
+		case len(k.devicesOfUUID(w.uid)) != w.pod.gpus:
+			k.fails(w, errors.New("its devices are no longer known"))
+		case len(w.pod.claims) == 0:
+			k.run(w, k.grants(w))
+		default:
+			// The cgroup is made before anything is prepared.
+			k.host.makeGroup(w.uid)
+			k.prepare(w)
 		}
-		// The cgroup is made before anything is prepared.
-		k.host.makeGroup(w.uid, "")
-		k.prepare(w)
 	})
 }
 
+// grants are what the containers of a pod get: by its limit, and of its prepared claims.
+func (k *kubelet) grants(w *worker) []grant {
+	var grants []grant
+	if w.pod.limits() {
+		grants = append(grants, grant{w.uid, k.devicesOf(w.uid)})
+	}
+	for _, name := range w.pod.claims {
+		info := k.claims[name]
+		grants = append(grants, grant{info.uid, k.partsOf(info.uid, info.devices)})
+	}
+	return grants
+}
+
 // run starts the containers, after a while: there are images to pull and a sandbox to make, and a volume may come late.
-func (k *kubelet) run(w *worker, owner string, gpus []string) {
+func (k *kubelet) run(w *worker, grants []grant) {
 	if w.phase != starting {
 		return
 	}
-	k.host.makeGroup(w.uid, "")
+	k.host.makeGroup(w.uid)
 	delay := k.between(0, 500*time.Millisecond) / 10 * (1 + 10*time.Duration(k.rand.IntN(2)))
 	if k.chance(10) {
 		delay = k.between(0, 20*time.Second)
 	}
-	k.after(k.process, delay, "runs "+w.uid, func() { k.runNow(w, owner, gpus) })
+	k.after(k.process, delay, "runs "+w.uid, func() { k.runNow(w, grants) })
 }
 
-func (k *kubelet) runNow(w *worker, owner string, gpus []string) {
+func (k *kubelet) runNow(w *worker, grants []grant) {
 	if w.phase != starting {
 		return
 	}
 	if p, ok := k.known.cache[podKey(w.uid)].(*pod); !ok || p.deleting {
 		return
 	}
-	w.phase, w.gpus = live, gpus
-	k.host.start(w.uid, owner, gpus)
+	w.phase = live
+	k.host.start(w.uid, grants)
 	if w.pod.init {
 		k.hit(reuseInPod)
+	}
+	if w.pod.limits() && len(w.pod.claims) > 0 {
+		k.hit(claimBesideLimit)
 	}
 	k.sayRuns(w)
 	if w.pod.finite {
@@ -313,12 +327,12 @@ func (s *simulation) restart(uid string) {
 		s.hit(containerRestarts) // the sandbox's own process stays
 		return
 	}
-	owner, gpus := group.owner, group.gpus
+	grants := group.grants
 	s.host.end(uid)
 	k.after(k.process, k.between(0, 3*time.Second), "restarts the container of "+uid, func() {
 		if w.phase == live && s.host.pods[uid] != nil && !s.host.busy(uid) {
 			k.hit(containerRestarts)
-			s.host.start(uid, owner, gpus)
+			s.host.start(uid, grants)
 		}
 	})
 }
@@ -377,11 +391,22 @@ func (k *kubelet) finish(w *worker) {
 	k.api.request(k.process, "lets go of "+w.uid, func() { k.api.put(podKey(w.uid), nil) })
 }
 
+// claimNames are the claims to unprepare for a pod: since 1.37 those that kubelet knows of, if any.
 func (k *kubelet) claimNames(w *worker) []string {
-	if w.pod == nil || w.pod.limits() {
-		return nil
+	var known []string
+	for _, name := range sorted(k.claims) {
+		if k.claims[name].pods[w.uid] {
+			known = append(known, name)
+		}
 	}
-	return []string{w.pod.claim}
+	switch {
+	case k.version >= 37 && len(known) > 0:
+		return known
+	case w.pod == nil:
+		return nil
+	default:
+		return w.pod.claims
+	}
 }
 
 // report says every ten seconds what kubelet thinks of the node, and so corrects what others wrote.

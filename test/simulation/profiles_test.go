@@ -83,6 +83,9 @@ const (
 	checkpointGoes  = "kubelet's device checkpoint is deleted"
 	apiGoes         = "the API server goes away"
 	apiGoesWithPods = "the API server goes away while pods come"
+	several         = "an owner of pods with several claims comes"
+	ownAndShared    = "owners of pods with a claim and a shared one come"
+	claimAndLimit   = "an owner of pods with a claim and a limit comes"
 )
 
 // profiles take turns by the seeds of the worlds. Each makes common what is rare by itself.
@@ -96,7 +99,7 @@ var profiles = []profile{
 		faultInterval: 20 * time.Second, gpus: 8, injections: []inject{
 			{process: "host", before: "starts kubelet", oneIn: 1, name: "its pods are gone", do: func(s *simulation, _ string) {
 				for _, p := range all[*pod](s.api.objects) {
-					if p.bound && !p.limits() && !s.api.down && !s.chance(3) {
+					if p.bound && len(p.claims) > 0 && !s.api.down && !s.chance(3) {
 						s.forceDelete(p)
 					}
 				}
@@ -137,7 +140,7 @@ var profiles = []profile{
 		{process: "kubelet", before: "admits ", oneIn: 1, name: "it is deleted if it is one more", do: func(s *simulation, uid string) {
 			p, _ := get[*pod](s.api, podKey(uid))
 			for _, other := range all[*pod](s.api.objects) {
-				if p != nil && other.uid != uid && other.claim == p.claim && s.host.busy(other.uid) {
+				if p != nil && other.uid != uid && other.sharesClaim(p) && s.host.busy(other.uid) {
 					deleteItsPod(s, uid)
 				}
 			}
@@ -145,13 +148,7 @@ var profiles = []profile{
 	}},
 	{name: "shared claims, one more pod", actions: []string{shares, deletes}, injections: []inject{
 		{process: "agent", before: "is asked to unprepare shared", oneIn: 1, name: "the agent is frozen, and more pods come",
-			do: func(s *simulation, rest string) {
-				name, _, _ := strings.Cut("shared"+rest, " ")
-				s.freeze(s.agentProcess())
-				for range 3 {
-					s.room(func() { s.cluster.create(pod{claim: name, shared: true, finite: true}) })
-				}
-			}},
+			do: func(s *simulation, rest string) { s.morePods("shared"+rest, pod{finite: true}) }},
 	}},
 	{name: "shared claims, agent dies", actions: []string{sharedOwners, deletesWaiting, agentDies},
 		faultInterval: 3 * time.Second, injections: overtaking},
@@ -173,7 +170,22 @@ var profiles = []profile{
 		{process: "kubelet", before: "starts ", oneIn: 8, name: "the API server goes away",
 			do: func(s *simulation, _ string) { s.apiGoes() }},
 	}},
+	{name: "several claims", actions: []string{several, podOwners, deletes}, gpus: 4},
+	{name: "several claims, regrets", actions: []string{several, ownAndShared}, gpus: 4, injections: []inject{
+		{process: "agent", before: "is asked to prepare ", oneIn: 3, name: "its pod is deleted", do: deleteItsPod},
+		{process: "scheduler", before: "allocates ", oneIn: 6, name: "later", late: 3 * time.Second},
+	}},
+	{name: "several claims, agent and kubelet die", actions: []string{several, ownAndShared, claimAndLimit, agentDies, kubeletDies},
+		faultInterval: 4 * time.Second, gpus: 4},
+	{name: "several claims and reboots", actions: []string{several, claimAndLimit, reboots}, faultInterval: 20 * time.Second, gpus: 8},
+	{name: "own and shared claims", actions: []string{ownAndShared, deletes}, slow: true, gpus: 4},
+	{name: "own and shared claims, one more pod", actions: []string{shares, deletes}, gpus: 4, injections: []inject{
+		{process: "agent", before: "is asked to unprepare shared", oneIn: 1, name: "the agent is frozen, and more pods come",
+			do: func(s *simulation, rest string) { s.morePods("shared"+rest, pod{own: []int{1}, finite: true}) }},
+	}},
+	{name: "claims beside limits", actions: []string{claimAndLimit, podOwners, claimOwners}, gpus: 4, injections: watchView},
 	{name: "parts of GPUs", sharing: true, gpus: 3},
+	{name: "parts of GPUs by several claims", sharing: true, gpus: 3, actions: []string{several, ownAndShared, claimAndLimit}},
 	{name: "parts of GPUs in a rush", sharing: true, gpus: 4, actions: []string{burst},
 		pace: 300 * time.Millisecond, injections: watchView},
 	{name: "parts of GPUs and the agent", sharing: true, gpus: 3, actions: []string{agentDies, claimOwners, podOwners},
@@ -203,6 +215,16 @@ var overtaking = []inject{{
 func deleteItsPod(s *simulation, rest string) {
 	if !s.api.down {
 		s.cluster.remove(rest[strings.LastIndex(rest, " ")+1:])
+	}
+}
+
+// morePods freezes the agent and makes pods like a model that share the first claim of a list.
+func (s *simulation) morePods(list string, model pod) {
+	name, _, _ := strings.Cut(list, " ")
+	model.claims = []string{strings.TrimSuffix(name, ",")}
+	s.freeze(s.agentProcess())
+	for range 3 {
+		s.room(func() { s.cluster.create(model) })
 	}
 }
 

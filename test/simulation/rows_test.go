@@ -49,6 +49,13 @@ const (
 	keptByNewAllocation      row = "reallocated-claim-keeps-device"
 	keptByReadmission        row = "readmitted-pod-keeps-device"
 	claimWaitsForPods        row = "claim-waits-for-bound-pods"
+	severalPrepared          row = "several-claims-prepared"
+	severalUnprepared        row = "several-claims-unprepared"
+	refusedTogether          row = "claim-refused-for-another-of-its-pod"
+	someClaimsPrepared       row = "some-claims-of-a-pod-prepared-before"
+	attachedInPart           row = "kubelet-attaches-a-pod-to-some-claims"
+	reservedInPart           row = "scheduler-reserves-some-claims-of-a-pod"
+	claimBesideLimit         row = "claim-beside-a-limit"
 	shareBesideShare         row = "claims-share-one-gpu"
 	shareBesideReplica       row = "claim-and-pod-share-one-gpu"
 	replicaBesideReplica     row = "pods-share-one-gpu"
@@ -62,5 +69,6 @@ var allRows = []row{
 	listForgetsInFlight, staleAllocatable, staleSlice, forceDeletedRuns, forceDeletedUnseen, stateDeleted, checkpointDeleted,
 	checkpointIsOld, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
 	allocatableLowered, pendingEvicted, evictionOvertaken, retried, latecomerRetried, pendingRefused, claimWaitsForPods,
+	severalPrepared, severalUnprepared, refusedTogether, someClaimsPrepared, attachedInPart, reservedInPart, claimBesideLimit,
 	shareBesideShare, shareBesideReplica, replicaBesideReplica,
 }

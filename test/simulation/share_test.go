@@ -4,6 +4,7 @@ package simulation
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -189,8 +190,17 @@ func (h having) hasRoom(owner string, parts []string) bool {
 func (s *simulation) takenNow() (taken, promised having) {
 	taken, promised = having{}, having{}
 	for _, uid := range sorted(s.host.pods) {
-		taken.give(s.host.pods[uid].owner, s.host.pods[uid].gpus)
-		promised.give(s.host.pods[uid].owner, s.host.pods[uid].gpus)
+		for _, g := range s.host.pods[uid].grants {
+			taken.give(g.owner, g.parts)
+			promised.give(g.owner, g.parts)
+		}
+	}
+	// A pod with a limit and claims has what kubelet allocated to it while its claims are not prepared.
+	for _, p := range all[*pod](s.api.objects) {
+		if p.limits() && len(p.claims) > 0 && p.bound && !p.terminal() {
+			taken.give(p.uid, s.kubelet.devicesOf(p.uid))
+			promised.give(p.uid, s.kubelet.devicesOf(p.uid))
+		}
 	}
 	for _, k := range all[*claim](s.api.objects) {
 		promised.give(k.uid, s.partsOf(k.uid, k.devices()))
@@ -198,7 +208,7 @@ func (s *simulation) takenNow() (taken, promised having) {
 	return taken, promised
 }
 
-// fitsPods and fitsClaim report whether a request fits beside the other holders.
+// fitsPods reports whether a limit fits beside the other holders.
 func (s *simulation) fitsPods(beside having, count int) bool {
 	units := 0
 	for i := range s.host.gpus {
@@ -213,13 +223,23 @@ func (s *simulation) fitsPods(beside having, count int) bool {
 	return units >= count
 }
 
-func (s *simulation) fitsClaim(beside having, k *claim) bool {
-	units := 0
+// takeClaim gives a claim the first GPUs beside the other holders that have room; false where there are too few.
+func (s *simulation) takeClaim(beside having, k *claim) bool {
+	left := k.count
 	for i := range s.host.gpus {
-		gpu := fmt.Sprintf("gpu-%d", i)
-		if beside.hasRoom("", s.partsOf(k.uid, []string{gpu})) {
-			units++
+		parts := s.partsOf(k.uid, []string{fmt.Sprintf("gpu-%d", i)})
+		if left > 0 && beside.hasRoom(k.uid, parts) {
+			beside.give(k.uid, parts)
+			left--
 		}
 	}
-	return units >= k.count
+	return left == 0
+}
+
+func (h having) clone() having {
+	c := having{}
+	for gpu, owners := range h {
+		c[gpu] = maps.Clone(owners)
+	}
+	return c
 }
