@@ -8,8 +8,9 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"path/filepath"
 	"reflect"
-	"runtime"
+	goruntime "runtime"
 	"slices"
 	"time"
 
@@ -20,6 +21,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
@@ -48,6 +50,10 @@ type agent struct {
 	driver     *driver.Driver
 	limits     *legacy.Plugin
 	offer      driver.Offer
+	shared     *sharing.Manager
+	policy     *sharing.Policy
+	// trouble is what the agent has heard of daemons whose pods do not run.
+	trouble []v1alpha1.WaitingDaemon
 
 	restored, synced, serving, registering bool
 	stream                                 *stream
@@ -75,6 +81,11 @@ func (s *simulation) startAgent() {
 	if len(a.book.Holds()) > 0 {
 		s.hit(agentRestarts)
 	}
+	for _, daemon := range s.host.daemonsOnGPUs() {
+		if len(s.host.clients(daemon)) > 0 {
+			s.hit(daemonOutlivesAgent)
+		}
+	}
 	s.api.watch(a.process, "pod/", a.podChanged, func() {
 		if !a.synced {
 			a.synced = true
@@ -93,7 +104,22 @@ func (a *agent) restore(c *call) {
 	}
 	c.park("has restored")
 	a.restored = true
+	if a.profile.mps {
+		a.run("restores settings", a.shared.Run)
+		a.run("policy", a.policy.Run)
+	}
 	a.serve()
+}
+
+// run runs one of the agent's loops as it is.
+func (a *agent) run(name string, loop func(context.Context) error) {
+	a.after(a.process, 0, "runs "+name, func() {
+		a.spawn(a.process, name, func(c *call) {
+			if err := loop(c.context(a.process.ctx)); err != nil {
+				a.fail("%s: %v", name, err)
+			}
+		})
+	})
 }
 
 func (a *agent) open() (err error) {
@@ -104,7 +130,16 @@ func (a *agent) open() (err error) {
 	if a.pods, err = podstate.NewPods(noClient{}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
 		return err
 	}
+	records := sharing.NewRecords(filepath.Join(a.host.run(), "sharing"), a.host.bootID())
+	if _, err := records.Load(); err != nil {
+		return err
+	}
 	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), PodStates: parkedState{a.pods, a.pods, a.simulation}, Now: stamp}
+	if !a.faults.noCleanup {
+		options.CleanupPending = func(h ledger.Hold) bool {
+			return h.Holder.Kind == ledger.KindClaim && records.Applied(h.Holder.ID, h.Device)
+		}
+	}
 	options.Queue = a.pods.Queue(limits.Has)
 	options.Step = func(string) { a.diskStep() }
 	options.Turn = func(ctx context.Context) { turn(ctx, "tries to reserve") }
@@ -112,30 +147,39 @@ func (a *agent) open() (err error) {
 		return err
 	}
 	book := parkedLedger{a.book, a.simulation}
+	a.shared = sharing.NewManager(sharing.Options{
+		Records: records, RunDir: a.host.run(), DriverRoot: driverRoot, Hardware: hardware{a.host}, Specs: a.host.devices, Turn: turn,
+	})
+	var holds sharing.Ledger = a.book
+	if a.faults.noDaemonCheck {
+		holds = noHolds{a.book}
+	}
+	a.policy = sharing.NewPolicy(a.shared, a, holds, a.pods)
 	a.reconciler = reconcile.New(reconcile.Config{
 		Ledger: book, Pods: a.pods, Cgroups: cgroups, Resources: a, Claims: func(string) reconcile.Claims { return a },
 		Inventory: a, KubeletDir: a.host.kubeletDir(), NodeName: nodeName, DriverName: driverName, Limits: limits,
-		Partitions: noPartitions{}, Settings: noSettings{}, AddPlaceholders: func([]string) {},
-		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
+		Partitions: noPartitions{}, Settings: a.shared, AddPlaceholders: func([]string) {},
+		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(), Turn: turn,
 	})
 	a.offer = driver.Offer{NodeName: nodeName, ReturnDelay: 200 * time.Millisecond}
 	if a.driver, err = driver.New(driver.Config{
 		DriverName: driverName, NodeName: nodeName, KubeClient: noClient{}, KubeletDir: a.host.kubeletDir(),
 		Ledger: book, Inventory: a, Specs: a, Pods: parkedPods{a.pods}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
-		Limits: limits, Sharing: noSettings{}, Policy: noPolicy{}, OfferedToPods: func(device.GPU) bool { return true },
-		HandOver: func(context.Context, string) error { return nil },
+		Limits: limits, Sharing: parkedSettings{a.shared}, Policy: parkedPolicy{a.policy, a.simulation},
+		OfferedToPods: func(device.GPU) bool { return true }, HandOver: func(context.Context, string) error { return nil },
+		DaemonTrouble: a.daemonTrouble,
 	}); err != nil {
 		return err
 	}
 	a.limits, err = legacy.New(legacy.Config{
 		Resources: limits, NodeName: nodeName, Directory: a.host.kubeletDir(), Strategies: []legacy.Strategy{legacy.StrategyCDI},
-		Inventory: a, Ledger: book, Specs: a, Sharing: unshared{a}, Allocations: allocations{a},
+		Inventory: a, Ledger: book, Specs: a, Sharing: a.policy, Allocations: allocations{a},
 		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
 	})
 	return err
 }
 
-// The simulated node has neither partitions nor sharing settings. A call of any other method panics.
+// The simulated node has no partitions. A call of any other method panics.
 type noPartitions struct{ reconcile.Partitions }
 
 func (noPartitions) Made(device.Ref) bool      { return false }
@@ -143,17 +187,49 @@ func (noPartitions) All() []device.Ref         { return nil }
 func (noPartitions) IdleMIGMode() []device.GPU { return nil }
 func (noPartitions) Repair() error             { return nil }
 
-type noSettings struct{ *sharing.Manager }
+// parkedSettings and parkedPolicy let something else happen after a wait for a daemon.
+type parkedSettings struct{ *sharing.Manager }
 
-func (noSettings) Applied(string, device.Ref) bool { return false }
-func (noSettings) Repair() error                   { return nil }
+func (p parkedSettings) Connect(ctx context.Context, plan sharing.Plan) ([]string, error) {
+	devices, err := p.Manager.Connect(ctx, plan)
+	turn(ctx, "has waited for daemon "+plan.Daemon)
+	return devices, err
+}
 
-type noPolicy struct{}
+type parkedPolicy struct {
+	*sharing.Policy
+	s *simulation
+}
 
-func (noPolicy) ByDaemon(device.GPU) bool { return false }
+func (p parkedPolicy) Join(ctx context.Context, claim sharing.Claim, d device.Device, share device.Share) ([]string, error) {
+	began := time.Now()
+	devices, err := p.Policy.Join(ctx, claim, d, share)
+	turn(ctx, "has waited for the daemon of "+d.Name()+" for "+claim.Name)
+	switch {
+	case err != nil:
+		p.s.hit(daemonNotReady)
+	case len(devices) > 0 && time.Since(began) > 0:
+		p.s.hit(daemonAwaited)
+	}
+	return devices, err
+}
 
-func (noPolicy) Join(context.Context, sharing.Claim, device.Device, device.Share) ([]string, error) {
-	return nil, nil
+// noHolds hides the holders of GPUs from the sharing policy.
+type noHolds struct{ *ledger.Ledger }
+
+func (noHolds) Holds() []ledger.Hold { return nil }
+
+// driverRoot is where the driver of the node is.
+const driverRoot = "/"
+
+// daemonTrouble is why the pod of a daemon does not run.
+func (a *agent) daemonTrouble(daemon string) string {
+	for _, waiting := range a.trouble {
+		if waiting.Name == daemon {
+			return waiting.Message
+		}
+	}
+	return ""
 }
 
 // diskStep is where a process may die in the middle of a record.
@@ -164,7 +240,7 @@ func (a *agent) diskStep() {
 	if a.crashIn--; a.crashIn == 0 {
 		a.crashed = true
 		a.hit(agentDiesOnDisk)
-		runtime.Goexit()
+		goruntime.Goexit()
 	}
 }
 
@@ -174,6 +250,9 @@ func (a *agent) serve() {
 		return
 	}
 	a.serving = true
+	if a.profile.mps {
+		a.run("clears settings", a.reconciler.Clear)
+	}
 	a.loop("settles holds", 10*time.Millisecond, func() []<-chan struct{} {
 		return []<-chan struct{}{a.pods.Changed(), a.book.Changed(), a.host.written}
 	}, func(c *call) time.Duration {
@@ -208,20 +287,26 @@ func (a *agent) serve() {
 	})
 	a.loop("lists devices for limits", 0, func() []<-chan struct{} {
 		_, lacking := a.book.Outstanding()
-		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking}
+		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking, a.policy.Changed()}
 	}, func(c *call) time.Duration {
 		return a.look()
 	})
 	a.loop("builds slices", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed(), a.specChanged} }, func(c *call) time.Duration {
 		return a.publish()
 	})
-	a.loop("reports", 50*time.Millisecond, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed(), a.specChanged} }, func(c *call) time.Duration {
+	a.loop("reports", 50*time.Millisecond, func() []<-chan struct{} {
+		return []<-chan struct{}{a.book.Changed(), a.specChanged, a.shared.Changed()}
+	}, func(c *call) time.Duration {
 		return a.report()
 	})
 	a.api.watch(a.process, "gpunode/", func(_ string, _, after any) {
-		if object, ok := after.(*gpuNode); ok && !reflect.DeepEqual(object.spec, a.spec) {
+		object, ok := after.(*gpuNode)
+		if ok && !reflect.DeepEqual(object.spec, a.spec) {
 			a.spec = object.spec
 			a.specHasChanged()
+		}
+		if ok {
+			a.trouble = object.trouble
 		}
 	}, func() {
 		if _, ok := get[*gpuNode](a.api, "gpunode/"); !ok {
@@ -348,6 +433,7 @@ func (a *agent) Allocated() []ledger.Hold {
 // report writes the status of the GPUNode, at the product's pace and only what is new.
 func (a *agent) report() time.Duration {
 	facts := gpunode.Facts{Mode: "Dual", Limits: limits, Inventory: a.inventory, Holds: a.book.Holds(), Conflicts: a.book.Conflicts()}
+	facts.Daemons, facts.UnknownDaemons = a.shared.Daemons(), a.shared.UnknownDaemons()
 	if a.acknowledged != nil {
 		facts.Allocatable = map[string][]string{resourceName: a.acknowledged}
 	}
@@ -370,7 +456,7 @@ func (a *agent) report() time.Duration {
 		a.reporting = false
 		a.specHasChanged()
 		if now, ok := get[*gpuNode](a.api, "gpunode/"); ok {
-			a.api.put("gpunode/", &gpuNode{spec: now.spec, status: status})
+			a.api.put("gpunode/", &gpuNode{spec: now.spec, trouble: now.trouble, status: status})
 		} else {
 			a.reported = v1alpha1.GPUNodeStatus{}
 		}
@@ -544,11 +630,6 @@ type allocations struct{ *agent }
 
 func (a allocations) Changed() <-chan struct{} { return a.specChanged }
 
-// unshared is the policy of a node whose GPUs are not shared.
-type unshared struct{ *agent }
-
-func (unshared) Client(device.Device, device.Share) (*sharing.Client, error) { return nil, nil }
-
 type noClient struct{ kubernetes.Interface }
 
 // parkedState lets other events happen before a pod state is returned.
@@ -655,7 +736,7 @@ func (s *simulation) mayDie(err error) {
 	if s.dieBeforeAnswer && err == nil {
 		s.dieBeforeAnswer, s.crashed = false, true
 		s.hit(agentDiesBeforeAnswer)
-		runtime.Goexit()
+		goruntime.Goexit()
 	}
 }
 
@@ -801,6 +882,12 @@ func newResourceClaim(c *claim) *resourceapi.ResourceClaim {
 		wanted.Capacity = &resourceapi.CapacityRequirements{Requests: mebibytes(c.memory)}
 	}
 	object.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "gpu", Exactly: wanted}}
+	if c.ownDaemon {
+		parameters := `{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "MPS", "mpsConfig": {}}}`
+		object.Spec.Devices.Config = []resourceapi.DeviceClaimConfiguration{{DeviceConfiguration: resourceapi.DeviceConfiguration{
+			Opaque: &resourceapi.OpaqueDeviceConfiguration{Driver: driverName, Parameters: runtime.RawExtension{Raw: []byte(parameters)}},
+		}}}
+	}
 	object.Status.Allocation = c.allocation
 	for _, uid := range c.reservedFor {
 		object.Status.ReservedFor = append(object.Status.ReservedFor,

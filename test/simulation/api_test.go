@@ -55,6 +55,8 @@ type claim struct {
 	pod string
 	// memory is how many MiB of each GPU it asks for; zero for all.
 	memory int
+	// ownDaemon is set where its parameters ask for an MPS daemon for its pods.
+	ownDaemon bool
 	// allocation is the scheduler's answer; nil for none.
 	allocation  *resourceapi.AllocationResult
 	reservedFor []string // UIDs

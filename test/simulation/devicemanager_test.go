@@ -6,11 +6,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"time"
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
+	"github.com/tandem-gpu/tandem/pkg/mps"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/test/kubeletmodel"
 )
@@ -219,13 +221,20 @@ func (k *kubelet) callAllocate(w *worker, a *kubeletmodel.Allocation, e *stream,
 		return
 	}
 	k.call(e.agent, "allocate for "+w.uid, 0, func(ctx context.Context) error {
-		_, err := e.agent.limits.Allocate(ctx, resourceName, &pluginapi.AllocateRequest{
+		response, err := e.agent.limits.Allocate(ctx, resourceName, &pluginapi.AllocateRequest{
 			ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}},
 		})
 		if k.sawAllocate(err); err != nil {
 			e.agent.specHasChanged() // the list may depend on what was refused
+			return err
 		}
-		return err
+		delete(k.host.answers, w.uid)
+		for _, mount := range response.ContainerResponses[0].Mounts {
+			if mount.ContainerPath == mps.ClientPipeDir {
+				k.host.answers[w.uid] = filepath.Base(filepath.Dir(mount.HostPath))
+			}
+		}
+		return nil
 	}, func(err error) {
 		k.inFlight = nil
 		a.Answer(nil, err)

@@ -13,6 +13,8 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // lookForPlugin finds the driver's registration socket.
@@ -45,7 +47,7 @@ func (k *kubelet) loseDevicePlugin() {
 // prepareRetry is how long kubelet waits before it looks at a pod again whose claim could not be prepared.
 func (k *kubelet) prepareRetry(w *worker, err error) {
 	w.preparing = false
-	k.note("    " + w.uid + " is not prepared: " + err.Error())
+	k.note("    " + w.uid + " is not prepared: " + strings.ReplaceAll(err.Error(), k.host.dir, ""))
 	if w.phase == starting {
 		k.hit(prepareRetried)
 		k.syncSoon(w, k.between(60*time.Second, 90*time.Second))
@@ -73,7 +75,7 @@ func (k *kubelet) prepare(w *worker) {
 	}
 	w.preparing = true
 	a := k.plugin
-	var answer map[string][]string
+	var answer map[string][]kubeletplugin.Device
 	k.call(a, "prepare "+names(batch)+" for "+w.uid, 45*time.Second, func(ctx context.Context) (err error) {
 		answer, err = a.prepare(ctx, batch)
 		return err
@@ -142,13 +144,24 @@ func (k *kubelet) attach(w *worker) (batch []*claimInfo, err error) {
 }
 
 // prepared notes the driver's answer.
-func (k *kubelet) prepared(w *worker, batch []*claimInfo, answer map[string][]string) error {
+func (k *kubelet) prepared(w *worker, batch []*claimInfo, answer map[string][]kubeletplugin.Device) error {
 	for _, info := range batch {
 		now := k.claims[info.name]
 		if now == nil {
 			return errNotCached
 		}
-		now.devices = answer[info.uid]
+		now.devices = nil
+		if k.version >= 37 {
+			delete(k.host.cdi, info.uid) // earlier ones add to what they had
+		}
+		for _, d := range answer[info.uid] {
+			now.devices = append(now.devices, d.DeviceName)
+			for _, id := range d.CDIDeviceIDs {
+				if !slices.Contains(k.host.cdi[info.uid], id) {
+					k.host.cdi[info.uid] = append(k.host.cdi[info.uid], id)
+				}
+			}
+		}
 	}
 	for _, info := range batch {
 		k.claims[info.name].prepared = true
@@ -220,6 +233,7 @@ func (k *kubelet) unprepare(podUID string, claims []string, done func(error)) {
 		}
 		for _, info := range batch {
 			delete(k.claims, info.name)
+			delete(k.host.cdi, info.uid)
 		}
 		k.host.writeState(k.claims)
 		done(nil)
@@ -247,7 +261,7 @@ func (k *kubelet) reconcile() {
 }
 
 // prepare is what the library's helper does around the driver: it gets all claims first. It returns devices by the UIDs of claims.
-func (a *agent) prepare(ctx context.Context, batch []*claimInfo) (map[string][]string, error) {
+func (a *agent) prepare(ctx context.Context, batch []*claimInfo) (map[string][]kubeletplugin.Device, error) {
 	var claims []*claim
 	var objects []*resourceapi.ResourceClaim
 	for _, info := range batch {
@@ -269,30 +283,30 @@ func (a *agent) prepare(ctx context.Context, batch []*claimInfo) (map[string][]s
 	if err != nil {
 		return nil, err
 	}
-	devices, after := map[string][]string{}, a.holders()
+	devices, after := map[string][]kubeletplugin.Device{}, a.holders()
 	for _, c := range claims {
 		result := results[types.UID(c.uid)]
 		if a.sawPrepare(c, result.Err); result.Err != nil {
 			err = errors.Join(err, result.Err)
 		}
-		for _, d := range result.Devices {
-			devices[c.uid] = append(devices[c.uid], d.DeviceName)
+		if len(result.Devices) > 0 {
+			devices[c.uid] = result.Devices
 		}
 	}
 	for _, c := range claims {
-		// A claim of several pods may be prepared for another one.
-		if err != nil && ctx.Err() == nil && c.pod != "" && (len(devices[c.uid]) > 0 || after[c.uid] && !before[c.uid]) {
+		// A claim of several pods may be prepared for another one, and one that waits for its own daemon keeps what it holds.
+		if err != nil && ctx.Err() == nil && c.pod != "" && !c.ownDaemon && (len(devices[c.uid]) > 0 || after[c.uid] && !before[c.uid]) {
 			a.fail("claim %s has %v after a refused call: %v", c.uid, c.devices(), err)
 		}
 	}
 	return devices, err
 }
 
-// holders are the claims that hold devices, by UID.
+// holders are the claims that hold devices and are not about to end, by UID.
 func (a *agent) holders() map[string]bool {
 	holders := map[string]bool{}
 	for _, h := range a.book.Holds() {
-		holders[h.Holder.ID] = true
+		holders[h.Holder.ID] = holders[h.Holder.ID] || h.State != ledger.StateDraining
 	}
 	return holders
 }

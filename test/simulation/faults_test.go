@@ -90,7 +90,13 @@ const userActions = 22
 
 func (s *simulation) actions() []action {
 	c := s.cluster
-	size := func() int { return max(1, s.rand.IntN(6)-3) }
+	size := func() int {
+		n := max(1, s.rand.IntN(6)-3)
+		if s.profile.mps {
+			return 1 // a client sees one GPU
+		}
+		return n
+	}
 	return []action{
 		{8, "an owner of claim pods comes", func() { s.own(pod{own: []int{size()}, finite: !s.chance(3)}) }},
 		{8, "an owner of pods comes", func() { s.own(pod{gpus: size(), init: s.chance(3), finite: !s.chance(3)}) }},
@@ -173,6 +179,9 @@ func (s *simulation) actions() []action {
 		}},
 		{3, "the agent is frozen", func() { s.freeze(s.agentProcess()) }},
 		{3, "the controller dies", s.killController},
+		{1, "an MPS daemon dies", func() { s.someDaemon((*supervisor).die) }},
+		{1, "the pod of an MPS daemon is deleted", func() { s.someDaemon(s.deleteDaemonPod) }},
+		{1, "the node's sharing policy changes", s.changePolicy},
 		{2, "the scheduler is frozen", func() { s.freeze(s.scheduler.process) }},
 		{2, "kubelet is frozen", func() { s.freeze(s.kubelet.process) }},
 		{1, "kubelet's claim state is deleted", func() {

@@ -42,6 +42,14 @@ type host struct {
 	// stamped is when, named are the IDs in it.
 	stamped time.Time
 	named   []string
+
+	// modes are the compute modes of GPUs by UUID, where they are not the default.
+	modes       map[string]device.ComputeMode
+	devices     *clientDevices
+	supervisors map[string]*supervisor // by the names of their pods
+	// answers are the daemons of pods with limits, by UID, and the CDI devices of claims, by UID: kubelet stores both.
+	answers map[string]string
+	cdi     map[string][]string
 }
 
 // podGroup is what there is of a pod on the machine: a cgroup, and processes in it or not.
@@ -55,13 +63,20 @@ type podGroup struct {
 type grant struct {
 	owner string // the holder's UID
 	parts []string
+	// cdi are the CDI devices of a claim, daemon is the MPS daemon of which the containers are clients; empty for none.
+	cdi    []string
+	daemon string
 }
 
 // ran reports whether its containers were started.
 func (g *podGroup) ran() bool { return g != nil && len(g.grants) > 0 }
 
 func newHost(s *schedule, dir string, gpus int) (*host, error) {
-	h := &host{schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newProcess("host"), written: make(chan struct{})}
+	h := &host{
+		schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newProcess("host"), written: make(chan struct{}),
+		modes: map[string]device.ComputeMode{}, devices: &clientDevices{daemons: map[string]string{}}, supervisors: map[string]*supervisor{},
+		answers: map[string]string{}, cdi: map[string][]string{},
+	}
 	for _, sub := range []string{h.kubeletDir() + "/device-plugins", h.cgroups() + "/kubepods/burstable", h.run()} {
 		if err := os.MkdirAll(sub, 0o700); err != nil {
 			return nil, err
@@ -84,6 +99,7 @@ func (h *host) start(uid string, grants []grant) {
 	h.write(uid)
 	for _, g := range grants {
 		h.checkOwner(uid, g)
+		h.checkDaemon(uid, g)
 	}
 }
 
@@ -180,6 +196,16 @@ func (h *host) reboot() {
 	for _, uid := range sorted(h.pods) {
 		h.removeGroup(uid)
 	}
+	for _, name := range sorted(h.supervisors) {
+		v := h.supervisors[name]
+		h.kill(v.process)
+		if v.holder != nil {
+			h.check(v.holder.Release())
+		}
+	}
+	clear(h.supervisors)
+	clear(h.modes)
+	clear(h.devices.daemons)
 	h.check(os.RemoveAll(h.run()))
 	h.check(os.MkdirAll(h.run(), 0o700))
 }
@@ -257,7 +283,7 @@ func (h *host) writeState(claims map[string]*claimInfo) {
 		c := claims[name]
 		devices := []any{}
 		for _, d := range c.devices {
-			devices = append(devices, map[string]any{"PoolName": nodeName, "DeviceName": d})
+			devices = append(devices, map[string]any{"PoolName": nodeName, "DeviceName": d, "CDIDeviceIDs": h.cdi[c.uid]})
 		}
 		pods := map[string]any{}
 		for uid := range maps.Keys(c.pods) {

@@ -33,6 +33,10 @@ type kubelet struct {
 	// The DRA manager.
 	claims map[string]*claimInfo
 	plugin *agent
+
+	// daemonPods are the pods of MPS daemons, starting those whose container is about to start.
+	daemonPods *watch
+	starting   map[string]bool
 }
 
 // worker is kubelet's pod worker.
@@ -59,13 +63,18 @@ const (
 func (s *simulation) startKubelet() {
 	k := &kubelet{
 		simulation: s, process: newProcess("kubelet"), workers: map[string]*worker{},
-		claims: s.host.readState(),
+		claims: s.host.readState(), starting: map[string]bool{},
 	}
 	k.startDevices()
 	s.kubelet = k
 	// Every kubelet that starts removes the slices of its node; drivers publish them again when it registers them.
 	s.api.request(k.process, "wipes the slices", func() { s.api.put("slice/", nil) })
 	k.known = s.api.watch(k.process, "pod/", k.podChanged, k.listed)
+	k.daemonPods = s.api.watch(k.process, daemonPodKey(""), k.daemonPodChanged, func() {
+		for _, name := range sorted(s.host.supervisors) {
+			k.lookAtDaemon(name)
+		}
+	})
 	k.after(k.process, k.between(0, 10*time.Second), "reports its status", k.report)
 	k.after(k.process, k.between(0, time.Minute), "reconciles claims", k.reconcile)
 	k.lookForPlugin()
@@ -244,11 +253,11 @@ func (k *kubelet) syncSoon(w *worker, delay time.Duration) {
 func (k *kubelet) grants(w *worker) []grant {
 	var grants []grant
 	if w.pod.limits() {
-		grants = append(grants, grant{w.uid, k.devicesOf(w.uid)})
+		grants = append(grants, grant{owner: w.uid, parts: k.devicesOf(w.uid), daemon: k.host.answers[w.uid]})
 	}
 	for _, name := range w.pod.claims {
 		info := k.claims[name]
-		grants = append(grants, grant{info.uid, k.partsOf(info.uid, info.devices)})
+		grants = append(grants, grant{owner: info.uid, parts: k.partsOf(info.uid, info.devices), cdi: k.host.cdi[info.uid]})
 	}
 	return grants
 }
@@ -273,6 +282,11 @@ func (k *kubelet) runNow(w *worker, grants []grant) {
 	if p, ok := k.known.cache[podKey(w.uid)].(*pod); !ok || p.deleting {
 		return
 	}
+	grants, ok := k.withClients(grants)
+	if !ok {
+		k.after(k.process, k.between(time.Second, 10*time.Second), "makes the containers of "+w.uid+" again", func() { k.runNow(w, grants) })
+		return
+	}
 	w.phase = live
 	k.host.start(w.uid, grants)
 	if w.pod.init {
@@ -285,6 +299,23 @@ func (k *kubelet) runNow(w *worker, grants []grant) {
 	if w.pod.finite {
 		k.after(k.host.alive, k.between(50*time.Millisecond, 4*time.Second), w.uid+" ends by itself", func() { k.simulation.exit(w.uid) })
 	}
+}
+
+// withClients are grants with their daemons; false where the runtime does not find a CDI device.
+func (s *simulation) withClients(grants []grant) ([]grant, bool) {
+	grants = slices.Clone(grants)
+	for i := range grants {
+		if len(grants[i].cdi) == 0 {
+			continue
+		}
+		daemon, ok := s.host.devices.daemonFor(grants[i].cdi)
+		if !ok {
+			s.hit(clientDeviceMissing)
+			return grants, false
+		}
+		grants[i].daemon = daemon
+	}
+	return grants, true
 }
 
 func (k *kubelet) sayRuns(w *worker) {
@@ -327,13 +358,24 @@ func (s *simulation) restart(uid string) {
 		s.hit(containerRestarts) // the sandbox's own process stays
 		return
 	}
-	grants := group.grants
 	s.host.end(uid)
-	k.after(k.process, k.between(0, 3*time.Second), "restarts the container of "+uid, func() {
-		if w.phase == live && s.host.pods[uid] != nil && !s.host.busy(uid) {
-			k.hit(containerRestarts)
-			s.host.start(uid, grants)
+	k.makeAgain(w)
+}
+
+// makeAgain makes the container of a pod again that runs.
+func (k *kubelet) makeAgain(w *worker) {
+	k.after(k.process, k.between(0, 3*time.Second), "restarts the container of "+w.uid, func() {
+		group := k.host.pods[w.uid]
+		if w.phase != live || group == nil || group.busy {
+			return
 		}
+		grants, ok := k.withClients(group.grants)
+		if !ok {
+			k.makeAgain(w)
+			return
+		}
+		k.hit(containerRestarts)
+		k.host.start(w.uid, grants)
 	})
 }
 

@@ -26,8 +26,8 @@ type profile struct {
 	peaceful bool
 	// prompt worlds have no message that takes longer than 40 ms.
 	prompt bool
-	// sharing worlds let several pods have a GPU.
-	sharing bool
+	// sharing worlds let several pods have a GPU, mps worlds by MPS.
+	sharing, mps bool
 }
 
 // inject is what happens just before some of the events of a life whose names begin so. It gets the rest of the name.
@@ -85,6 +85,10 @@ const (
 	apiGoesWithPods = "the API server goes away while pods come"
 	several         = "an owner of pods with several claims comes"
 	ownAndShared    = "owners of pods with a claim and a shared one come"
+	daemonDies      = "an MPS daemon dies"
+	daemonPodGoes   = "the pod of an MPS daemon is deleted"
+	policyChanges   = "the node's sharing policy changes"
+	controllerDies  = "the controller dies"
 	claimAndLimit   = "an owner of pods with a claim and a limit comes"
 )
 
@@ -194,6 +198,23 @@ var profiles = []profile{
 		faultInterval: 20 * time.Second},
 	{name: "parts of GPUs force-deleted", sharing: true, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},
 		pace: 300 * time.Millisecond},
+	{name: "daemons", sharing: true, mps: true, gpus: 3, actions: []string{claimOwners, podOwners, deletes}},
+	{name: "daemons die", sharing: true, mps: true, gpus: 3, actions: []string{daemonDies, daemonPodGoes, claimOwners, podOwners},
+		faultInterval: 4 * time.Second, injections: daemonsLate},
+	{name: "daemons, agent and controller die", sharing: true, mps: true, gpus: 3,
+		actions: []string{agentDies, controllerDies, claimOwners, podOwners}, faultInterval: 4 * time.Second, injections: daemonsLate},
+	{name: "daemons and reboots", sharing: true, mps: true, gpus: 3, actions: []string{reboots, endlessClaims, podOwners},
+		faultInterval: 30 * time.Second},
+	{name: "daemons of a changing policy", sharing: true, mps: true, gpus: 4, actions: []string{policyChanges, claimOwners, podOwners, ownerGoes},
+		faultInterval: 10 * time.Second},
+	{name: "daemons and several claims", sharing: true, mps: true, gpus: 4, actions: []string{several, ownAndShared, sharedOwners},
+		injections: daemonsLate},
+	{name: "daemons and force-deleted pods", sharing: true, mps: true, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},
+		pace: 500 * time.Millisecond},
+}
+
+var daemonsLate = []inject{
+	{process: "kubelet", before: "starts tandem-mps", oneIn: 3, name: "later", late: 40 * time.Second},
 }
 
 // watchView makes the scheduler decide by what was.
@@ -228,10 +249,20 @@ func (s *simulation) morePods(list string, model pod) {
 	}
 }
 
+// named is the profile of a name, nil for none.
+func named(name string) *profile {
+	for i := range profiles {
+		if profiles[i].name == name {
+			return &profiles[i]
+		}
+	}
+	return nil
+}
+
 // profileOf is what the world of a seed is about.
 func profileOf(seed uint64) profile {
-	if named := slices.IndexFunc(profiles, func(mix profile) bool { return mix.name == *profileFlag }); named >= 0 {
-		return profiles[named]
+	if mix := named(*profileFlag); mix != nil {
+		return *mix
 	}
 	return profiles[seed%uint64(len(profiles))]
 }

@@ -56,6 +56,17 @@ const (
 	attachedInPart           row = "kubelet-attaches-a-pod-to-some-claims"
 	reservedInPart           row = "scheduler-reserves-some-claims-of-a-pod"
 	claimBesideLimit         row = "claim-beside-a-limit"
+	clientStarts             row = "mps-client-starts"
+	daemonAwaited            row = "claim-waits-for-its-daemon"
+	daemonNotReady           row = "claim-refused-without-its-daemon"
+	podWithoutDaemon         row = "pod-refused-without-its-daemon"
+	daemonStopped            row = "daemon-ended-for-a-holder-of-the-whole-gpu"
+	daemonLosesClients       row = "daemon-dies-with-clients"
+	daemonPodDeleted         row = "pod-of-a-daemon-deleted"
+	daemonOutlivesAgent      row = "agent-restarts-with-mps-clients"
+	daemonsControllerDies    row = "controller-dies-while-a-daemon-is-requested"
+	policyChangesInUse       row = "policy-changes-with-mps-clients"
+	clientDeviceMissing      row = "client-device-missing"
 	shareBesideShare         row = "claims-share-one-gpu"
 	shareBesideReplica       row = "claim-and-pod-share-one-gpu"
 	replicaBesideReplica     row = "pods-share-one-gpu"
@@ -70,5 +81,7 @@ var allRows = []row{
 	checkpointIsOld, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
 	allocatableLowered, pendingEvicted, evictionOvertaken, retried, latecomerRetried, pendingRefused, claimWaitsForPods,
 	severalPrepared, severalUnprepared, refusedTogether, someClaimsPrepared, attachedInPart, reservedInPart, claimBesideLimit,
+	clientStarts, daemonAwaited, daemonNotReady, podWithoutDaemon, daemonStopped, daemonLosesClients, daemonPodDeleted,
+	daemonOutlivesAgent, daemonsControllerDies, policyChangesInUse,
 	shareBesideShare, shareBesideReplica, replicaBesideReplica,
 }

@@ -35,6 +35,9 @@ func (s *simulation) shareGPUs() {
 			continue
 		}
 		gpu.Sharing = device.Sharing{Strategy: device.TimeSlicing, MemoryShares: shares}
+		if s.profile.mps {
+			gpu.Sharing.Strategy, gpu.ComputeCapability = device.MPS, "9.0"
+		}
 		if replicas > 0 {
 			gpu.Sharing.Replicas = map[string]device.Replicas{"": {Count: replicas}}
 		}
@@ -90,10 +93,17 @@ func (s *simulation) shared(gpu string) bool {
 	return s.profile.sharing && s.version >= firstShares && sharesOf[minorOf(gpu)%len(sharesOf)]
 }
 
+// forClaimsOnly reports whether limits never see a GPU: its daemon would have to end first.
+func (s *simulation) forClaimsOnly(gpu string) bool {
+	return s.profile.mps && s.replicas(gpu) == 0 && sharesOf[minorOf(gpu)%len(sharesOf)]
+}
+
 // slots is how many devices limits see when nothing is given out.
 func (s *simulation) slots() (n int) {
 	for i := range s.host.gpus {
-		n += max(1, s.replicas(fmt.Sprintf("gpu-%d", i)))
+		if gpu := fmt.Sprintf("gpu-%d", i); !s.forClaimsOnly(gpu) {
+			n += max(1, s.replicas(gpu))
+		}
 	}
 	return n
 }
@@ -116,6 +126,11 @@ func (s *simulation) newClaim(k claim) *claim {
 	if s.profile.sharing && !s.chance(4) {
 		k.memory = []int{10, 20, 30, 40}[s.rand.IntN(4)] << 10
 		s.wanted[k.uid] = k.memory
+	}
+	if s.profile.mps {
+		if k.ownDaemon = k.memory == 0 && s.chance(3); k.memory > 0 {
+			k.count = 1 // a client sees the GPU of its daemon only
+		}
 	}
 	return &k
 }
@@ -214,6 +229,7 @@ func (s *simulation) fitsPods(beside having, count int) bool {
 	for i := range s.host.gpus {
 		gpu := fmt.Sprintf("gpu-%d", i)
 		switch replicas := s.replicas(gpu); {
+		case s.forClaimsOnly(gpu):
 		case replicas > 0:
 			units += beside.left(gpu, "") / (memory / replicas)
 		case !beside.others(gpu, ""):
