@@ -106,7 +106,7 @@ var ErrNothingTested = errors.New("the run proves nothing")
 // PodState is nil for a run that met everything and found no fault.
 func (c Counters) PodState() error {
 	if c.faults() > 0 {
-		return fmt.Errorf("%w: %s", ErrFaults, c.Faulty())
+		return fmt.Errorf("%w: %s", ErrFaults, c.Found())
 	}
 	var missing []string
 	for _, must := range []struct {
@@ -132,8 +132,8 @@ func (c Counters) PodState() error {
 	return nil
 }
 
-// Faulty are the figures that have to be zero.
-func (c Counters) Faulty() string {
+// Found are the figures that have to be zero.
+func (c Counters) Found() string {
 	return fmt.Sprintf("doubly_owned=%d stuck=%d leaked=%d unmanaged_changed=%d wrongly_evicted=%d failed_unusable=%d",
 		c.DoublyOwned, c.Stuck, c.Leaked, c.UnmanagedChanged, c.WronglyEvicted, c.FailedUnusable)
 }

@@ -32,7 +32,7 @@ func Selftest(ctx context.Context, dir string, state State, mutations []Mutation
 			return fmt.Errorf("selftest %s: %w", s.Name, err)
 		}
 		fmt.Fprintf(out, "selftest: %s: found after %d operations and %s: %s\n", s.Name, counters.Ops, time.Since(started).Round(time.Second),
-			counters.Faulty())
+			counters.Found())
 	}
 	return nil
 }
