@@ -95,6 +95,11 @@ func TestDevicePluginOffers(t *testing.T) {
 			plugin.Offer()
 		}
 	}
+	if _, err := client.Allocate(context.Background(), &pluginapi.AllocateRequest{
+		ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: []string{"GPU-of-another-plugin"}}},
+	}); err == nil {
+		t.Error("allocated a device that it does not list")
+	}
 	answer, err := client.Allocate(context.Background(), &pluginapi.AllocateRequest{
 		ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: []string{"nvidia1"}}},
 	})

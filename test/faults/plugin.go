@@ -13,7 +13,9 @@ import (
 	"sync"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
@@ -164,7 +166,12 @@ func (p *DevicePlugin) Allocate(_ context.Context, request *pluginapi.AllocateRe
 	for _, container := range request.GetContainerRequests() {
 		given := &pluginapi.ContainerAllocateResponse{Envs: map[string]string{"FOREIGN": "true"}}
 		for _, id := range container.GetDevicesIds() {
-			name := fmt.Sprintf("nvidia%d", p.minors[id])
+			minor, known := p.minors[id]
+			if !known {
+				// kubelet chose it from the list of the plugin before, and calls the one that has registered meanwhile.
+				return nil, status.Errorf(codes.NotFound, "no device %s", id)
+			}
+			name := fmt.Sprintf("nvidia%d", minor)
 			given.Devices = append(given.Devices, &pluginapi.DeviceSpec{
 				ContainerPath: "/dev/" + name, HostPath: filepath.Join(devices, name), Permissions: "rw",
 			})
