@@ -4,9 +4,14 @@ package oracle
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net"
+	"os"
+	"path/filepath"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 
 	"google.golang.org/grpc"
@@ -65,4 +70,57 @@ func granted(answer *podresources.ListPodResourcesResponse) map[string][]string 
 // ofLimits reports whether a resource is a GPU, a replica of one, or a partition.
 func ofLimits(resource string) bool {
 	return strings.TrimSuffix(resource, sharedSuffix) == resourceName || strings.HasPrefix(resource, partitionResources)
+}
+
+// deviceCheckpoint is where kubelet's device manager records what pods have (k8s.io/kubernetes pkg/kubelet/cm/devicemanager/checkpoint).
+const deviceCheckpoint = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
+
+// Recorded answers the IDs of the GPUs that kubelet has recorded for pods by limits, by the pod's UID, as the checkpoint below the root
+// directory of a node tells. In contrast to Granted, reading it disturbs nothing. Pods that have ended may be among them.
+func Recorded(root string) (map[string][]string, error) {
+	data, err := os.ReadFile(filepath.Join(root, deviceCheckpoint))
+	if gone(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read kubelet's checkpoint: %w", err)
+	}
+	var checkpoint struct {
+		Data struct {
+			PodDeviceEntries []struct {
+				PodUID, ResourceName string
+				DeviceIDs            map[string][]string
+			}
+		}
+	}
+	if err := json.Unmarshal(data, &checkpoint); err != nil {
+		return nil, fmt.Errorf("read kubelet's checkpoint: %w", err)
+	}
+	pods := map[string][]string{}
+	for _, entry := range checkpoint.Data.PodDeviceEntries {
+		if !ofLimits(entry.ResourceName) {
+			continue
+		}
+		for _, ids := range entry.DeviceIDs {
+			pods[entry.PodUID] = append(pods[entry.PodUID], ids...)
+		}
+	}
+	for uid, ids := range pods {
+		slices.Sort(ids)
+		pods[uid] = slices.Compact(ids)
+	}
+	return pods, nil
+}
+
+// foreign matches device IDs that are not UUIDs and end with the minor of a GPU: GKE's "nvidia3", and the torture's own "slot-3".
+var foreign = regexp.MustCompile(`^[a-z-]+(\d+)$`)
+
+// ForeignID answers the minor of the GPU that a foreign plugin means by a device ID, and false for the ID of Tandem or of NVIDIA's plugin.
+func ForeignID(id string) (minor int, is bool) {
+	match := foreign.FindStringSubmatch(id)
+	if match == nil || strings.HasPrefix(id, "gpu-") {
+		return 0, false
+	}
+	minor, err := strconv.Atoi(match[1])
+	return minor, err == nil
 }
