@@ -46,7 +46,9 @@ func (e Extras) extraNodes() (patterns []string) {
 	return patterns
 }
 
-func imexChannel(number int) string { return fmt.Sprintf("/dev/nvidia-caps-imex-channels/channel%d", number) }
+func imexChannel(number int) string {
+	return fmt.Sprintf("/dev/nvidia-caps-imex-channels/channel%d", number)
+}
 
 // extraRoots are where the extras' nodes may be: other drivers than NVIDIA's are often installed on the host itself.
 func extraRoots(devRoot string) []string { return slices.Compact([]string{devRoot, "/"}) }
