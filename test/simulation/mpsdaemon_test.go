@@ -424,6 +424,21 @@ func (s *simulation) daemonStarts() bool {
 	return ok && len(object.status.Daemons) > len(s.host.daemonsOnGPUs())
 }
 
+// policyWaits are the GPUs with holders that share them by another policy than the node has now.
+func (s *simulation) policyWaits() (gpus []string) {
+	for _, uid := range sorted(s.host.pods) {
+		for _, g := range s.host.pods[uid].grants {
+			for _, p := range g.parts {
+				byDaemon := s.inventory.GPUs[minorOf(gpuOf(p))].Sharing.Strategy == device.MPS
+				if s.host.pods[uid].busy && mibOf(p) > 0 && byDaemon != (g.daemon != "") {
+					gpus = append(gpus, gpuOf(p))
+				}
+			}
+		}
+	}
+	return gpus
+}
+
 // Faults.
 
 // someDaemon picks a supervisor.

@@ -66,6 +66,7 @@ const (
 	daemonOutlivesAgent      row = "agent-restarts-with-mps-clients"
 	daemonsControllerDies    row = "controller-dies-while-a-daemon-is-requested"
 	policyChangesInUse       row = "policy-changes-with-mps-clients"
+	keptByOldPolicy          row = "gpu-waits-for-a-change-of-policy"
 	clientDeviceMissing      row = "client-device-missing"
 	shareBesideShare         row = "claims-share-one-gpu"
 	shareBesideReplica       row = "claim-and-pod-share-one-gpu"

@@ -210,6 +210,13 @@ func (s *simulation) takenNow() (taken, promised having) {
 			promised.give(g.owner, g.parts)
 		}
 	}
+	// A GPU whose policy has changed takes no new holder until the last one has ended (docs/design/0013-sharing.md). That is counted, and
+	// no fault.
+	for _, gpu := range s.policyWaits() {
+		s.hit(keptByOldPolicy)
+		taken.give("the policy", []string{gpu})
+		promised.give("the policy", []string{gpu})
+	}
 	// A pod with a limit and claims has what kubelet allocated to it while its claims are not prepared.
 	for _, p := range all[*pod](s.api.objects) {
 		if p.limits() && len(p.claims) > 0 && p.bound && !p.terminal() {
