@@ -24,10 +24,14 @@ import (
 // podResourcesSocket is where kubelet answers on a node (KEP-606).
 const podResourcesSocket = "/var/lib/kubelet/pod-resources/kubelet.sock"
 
-// Granted asks a node's kubelet what it believes to have given to each pod, by "namespace/name": limits by UUID, with "::" and a
-// number behind it for a replica, claims by the names of their devices, sorted. Ask only while no pod is being admitted: the question makes kubelet forget devices that it is
-// about to give.
-func Granted(ctx context.Context, node *cluster.Node) (map[string][]string, error) {
+// Kubelet answers for the devices of pods. It is safe for concurrent use.
+type Kubelet struct {
+	node       *cluster.Node
+	connection *grpc.ClientConn
+}
+
+// AskKubelet returns the kubelet of a node, which may be down and come back, until Close.
+func AskKubelet(node *cluster.Node) (*Kubelet, error) {
 	connection, err := grpc.NewClient("passthrough:///kubelet", grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
 			return node.DialContext(ctx, "unix", podResourcesSocket)
@@ -35,12 +39,31 @@ func Granted(ctx context.Context, node *cluster.Node) (map[string][]string, erro
 	if err != nil {
 		return nil, fmt.Errorf("ask kubelet of %s: %w", node.Name(), err)
 	}
-	defer connection.Close()
-	answer, err := podresources.NewPodResourcesListerClient(connection).List(ctx, &podresources.ListPodResourcesRequest{})
+	return &Kubelet{node, connection}, nil
+}
+
+// Close ends the connection.
+func (k *Kubelet) Close() error { return k.connection.Close() }
+
+// Granted asks what kubelet believes to have given to each pod, by "namespace/name": limits by UUID, with "::" and a number behind it for
+// a replica, claims by the names of their devices, sorted. Ask only while no pod is being admitted: the question makes kubelet forget
+// devices that it is about to give.
+func (k *Kubelet) Granted(ctx context.Context) (map[string][]string, error) {
+	answer, err := podresources.NewPodResourcesListerClient(k.connection).List(ctx, &podresources.ListPodResourcesRequest{})
 	if err != nil {
-		return nil, fmt.Errorf("ask kubelet of %s for its pods' resources: %w", node.Name(), err)
+		return nil, fmt.Errorf("ask kubelet of %s for its pods' resources: %w", k.node.Name(), err)
 	}
 	return granted(answer), nil
+}
+
+// Granted is Kubelet.Granted for one question.
+func Granted(ctx context.Context, node *cluster.Node) (map[string][]string, error) {
+	kubelet, err := AskKubelet(node)
+	if err != nil {
+		return nil, err
+	}
+	defer kubelet.Close()
+	return kubelet.Granted(ctx)
 }
 
 func granted(answer *podresources.ListPodResourcesResponse) map[string][]string {

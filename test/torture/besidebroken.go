@@ -5,10 +5,13 @@ package torture
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/test/faults"
 	"github.com/tandem-gpu/tandem/test/oracle"
@@ -43,6 +46,9 @@ func (r *run) besideBroken(ctx context.Context, u user) error {
 	}
 	if err == nil {
 		err = u.createLate(ctx)
+	}
+	if err == nil {
+		err = r.nudge(ctx, u, lost)
 	}
 	if err == nil {
 		err = r.settle(ctx, u)
@@ -102,8 +108,48 @@ func (r *run) breakTwo(ctx context.Context, u user, hung, lost Workload) (undo f
 	}
 	undos = append(undos, func(context.Context) error { return r.broken.find(gpu) })
 	r.trace.note("lost: GPU %d", gpu)
-	return undo, r.broken.lose(gpu)
+	if err := r.broken.lose(gpu); err != nil {
+		return undo, err
+	}
+	// What kubelet prepares before the agent has noticed runs on it.
+	name := fmt.Sprintf("%s/gpu-%d", r.auditor.node.Name(), gpu)
+	return undo, persist(ctx, "await the lost GPU to be withdrawn", func(ctx context.Context) error {
+		offered, err := r.auditor.claimsOffer(ctx)
+		if err == nil && slices.Contains(offered, name) {
+			err = errors.New("it is still offered")
+		}
+		return err
+	})
 }
+
+// nudge makes kubelet look at a workload's pods again and again until they are gone, or for a while: left alone it tries a claim again after
+// 60 to 90 s.
+func (r *run) nudge(ctx context.Context, u user, w Workload) error {
+	first := map[string]bool{}
+	for _, v := range r.watch.present() {
+		first[v.uid] = v.namespace == u.namespace && v.workload == w.Name
+	}
+	for deadline := time.Now().Add(racePatience); time.Now().Before(deadline) && ctx.Err() == nil; rest(ctx, nudgeEvery) {
+		left := slices.DeleteFunc(r.watch.present(), func(v victim) bool { return !first[v.uid] })
+		if len(left) == 0 {
+			return nil
+		}
+		for _, v := range left {
+			patch := fmt.Appendf(nil, `{"metadata": {"annotations": {"torture/nudged": %q}}}`, time.Now())
+			err := persist(ctx, "annotate pod", func(ctx context.Context) error {
+				_, err := u.client.CoreV1().Pods(v.namespace).Patch(ctx, v.name, types.MergePatchType, patch, metav1.PatchOptions{})
+				return err
+			})
+			if err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// nudgeEvery is the time between two looks of kubelet.
+const nudgeEvery = 3 * time.Second
 
 // awaitCount reports whether all pods of a workload are soon as is says.
 func (r *run) awaitCount(ctx context.Context, u user, w Workload, is func(*podHistory) bool) bool {

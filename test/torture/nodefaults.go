@@ -137,12 +137,17 @@ func (s *injector) end(ctx context.Context, v victim, grace int64) error {
 func (s *injector) listPods(ctx context.Context, op Op) (done, error) {
 	limited, cancel := context.WithTimeout(ctx, op.Pause)
 	defer cancel()
+	kubelet, err := oracle.AskKubelet(s.node)
+	if err != nil {
+		return done{}, err
+	}
+	defer kubelet.Close()
 	ticker := time.NewTicker(listEvery)
 	defer ticker.Stop()
 	lists := 0
 	for limited.Err() == nil {
 		// It refuses those that are too many, and does not answer while it is frozen or down.
-		if _, err := oracle.Granted(limited, s.node); err == nil {
+		if _, err := kubelet.Granted(limited); err == nil {
 			lists++
 		}
 		select {
