@@ -50,11 +50,6 @@ type links struct {
 	unread bool
 }
 
-// note remembers that an answer is missing, unless the GPU or its driver has none.
-func (l *links) note(ret gonvml.Return) {
-	l.unread = l.unread || ret != gonvml.SUCCESS && !unsupported(ret)
-}
-
 // readTopology reads every pair of endpoints. read returns the links of one of them, with the common ancestors of the others, or false if it
 // does not answer. Pairs with a GPU that does not answer stay as they were before.
 func readTopology(all []endpoint, before topology, read func(e endpoint, others []endpoint) (links, bool)) topology {
@@ -100,11 +95,7 @@ func merge(set []int, from, to int) {
 func readLinks(e endpoint, others []endpoint) links {
 	l := links{peers: map[string]int{}, ancestors: map[string]gpu.Link{}}
 	for _, other := range others {
-		level, ret := e.device.GetTopologyCommonAncestor(other.device)
-		l.note(ret)
-		if ret == gonvml.SUCCESS {
-			l.ancestors[other.uuid] = linkLevels[level]
-		}
+		l.ancestors[other.uuid] = l.commonAncestor(e.device, other.device)
 	}
 	for link := range gonvml.NVLINK_MAX_LINKS {
 		state, ret := e.device.GetNvLinkState(link)
@@ -128,6 +119,11 @@ func readLinks(e endpoint, others []endpoint) links {
 		}
 	}
 	return l
+}
+
+// note remembers that an answer is missing, unless the GPU or its driver has none.
+func (l *links) note(ret gonvml.Return) {
+	l.unread = l.unread || ret != gonvml.SUCCESS && !unsupported(ret)
 }
 
 // linksBetween returns the number of direct links and of links through NVSwitch, of which two GPUs use as many as the one with
@@ -157,6 +153,15 @@ var linkLevels = map[gonvml.GpuTopologyLevel]gpu.Link{
 	gonvml.TOPOLOGY_HOSTBRIDGE: gpu.LinkHostBridge,
 	gonvml.TOPOLOGY_NODE:       gpu.LinkNode,
 	gonvml.TOPOLOGY_SYSTEM:     gpu.LinkSystem,
+}
+
+func (l *links) commonAncestor(a, b gonvml.Device) gpu.Link {
+	level, ret := a.GetTopologyCommonAncestor(b)
+	l.note(ret)
+	if ret != gonvml.SUCCESS {
+		return gpu.LinkUnknown
+	}
+	return linkLevels[level]
 }
 
 // setDomains names each set of two or more GPUs that NVLink connects by the smallest PCI address in it, or by the smallest UUID
