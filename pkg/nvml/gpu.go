@@ -64,7 +64,16 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 	return complete
 }
 
-// readState reads what may change while a GPU is in use, and its health.
+// readECC reads whether ECC is on.
+func readECC(g *gpu.GPU, d gonvml.Device) {
+	if current, _, ret := d.GetEccMode(); ret == gonvml.SUCCESS {
+		on := current == gonvml.FEATURE_ENABLED
+		// Earlier inventories share the pointer, so it points to a new value.
+		g.ECCEnabled = &on
+	}
+}
+
+// readState reads the health of a GPU, and its memory.
 func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
 	g.Health, g.Faults = gpu.Health{}, nil
 	memory, ret := d.GetMemoryInfo()
@@ -74,11 +83,6 @@ func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
 	case !unsupported(ret):
 		g.Health = healthOf(ret, "reading its memory")
 		return
-	}
-	if current, _, ret := d.GetEccMode(); ret == gonvml.SUCCESS {
-		on := current == gonvml.FEATURE_ENABLED
-		// Earlier inventories share the pointer, so it points to a new value.
-		g.ECCEnabled = &on
 	}
 	if err := cmp.Or(r.ensureDevice(gpuDevice(g.Minor)), r.control); err != nil {
 		g.Health = gpu.Health{Reason: gpu.ReasonNoNode, Message: err.Error()}
@@ -178,6 +182,7 @@ func (r *reader) visit(index int, deep bool, recall func(uuid string) (knownGPU,
 		if answers {
 			known.unreadable = r.readMIG(&known, d)
 			readSlowdown(&known.gpu, d)
+			readECC(&known.gpu, d)
 		}
 		mode, ret := d.GetPersistenceMode()
 		known.deinitialises = ret == gonvml.SUCCESS && mode == gonvml.FEATURE_DISABLED
