@@ -2,7 +2,7 @@
 
 // Package nvml is the only package that calls the NVIDIA driver. It finds the driver on the node, reads the GPUs and their state, and
 // returns what a container needs to use one. No package above it imports an NVIDIA module. Tests and simulated machines replace the
-// library by Options.OpenLibrary. The package writes no files.
+// library by Options.OpenLibrary. The package writes no files but device nodes and their links (Options.CreateNodes).
 //
 // # Sessions
 //
@@ -58,8 +58,11 @@ type Node struct {
 	// driverFiles.
 	late map[string]<-chan struct{}
 	// slow contains the readings of GPUs that an earlier scan began and did not wait for, by index.
-	slow     map[int]reading
-	topology topology
+	slow map[int]reading
+	// loadTried is when nvidia-uvm was last to be loaded, unloadable why it was not.
+	loadTried  time.Time
+	unloadable error
+	topology   topology
 
 	// paused is set between Pause and Resume.
 	paused atomic.Pointer[PausedError]
@@ -238,7 +241,7 @@ func (n *Node) attach() error {
 	}
 	n.traces = n.options.traces(l)
 	n.mu.Lock()
-	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps}
+	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps, n.options.majors()}
 	n.mu.Unlock()
 	for _, known := range n.known {
 		known.complete, known.profiled = false, false
@@ -265,11 +268,13 @@ func (n *Node) follow() error {
 
 // scan reads all GPUs and publishes the result.
 func (n *Node) scan(ctx context.Context, deep bool) error {
+	n.loadUVM(ctx)
 	s, err := n.begin()
 	if err != nil {
 		return err
 	}
 	defer n.letGo((*session).close)
+	s.reader.control = s.reader.ensureControlDevices(n.unloadable)
 	s.look(ctx, deep)
 	s.missing()
 	s.connect()
