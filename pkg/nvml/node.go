@@ -57,12 +57,12 @@ type Node struct {
 	// late contains the calls that have not returned since their timeout, by key: "GPU <index>", a GPU's UUID, wholeDriver or
 	// driverFiles.
 	late map[string]<-chan struct{}
+	// slow contains the readings of GPUs that an earlier scan began and did not wait for, by index.
+	slow map[int]reading
 	// loadTried is when nvidia-uvm was last to be loaded, unloadable why it was not.
 	loadTried  time.Time
 	unloadable error
-	// slow contains the readings of GPUs that an earlier scan began and did not wait for, by index.
-	slow     map[int]reading
-	topology topology
+	topology   topology
 
 	// paused is set between Pause and Resume.
 	paused atomic.Pointer[PausedError]
