@@ -183,7 +183,7 @@ var profiles = []profile{
 		faultInterval: 4 * time.Second, gpus: 4},
 	{name: "several claims and reboots", actions: []string{several, claimAndLimit, reboots}, faultInterval: 20 * time.Second, gpus: 8},
 	{name: "own and shared claims", actions: []string{ownAndShared, deletes}, slow: true, gpus: 4},
-	{name: "own and shared claims, one more pod", actions: []string{shares, deletes}, gpus: 4, injections: []inject{
+	{name: "own and shared claims, one more pod", actions: []string{shares, deletes}, gpus: 4, versions: []int{37}, injections: []inject{
 		{process: "agent", before: "is asked to unprepare shared", oneIn: 1, name: "the agent is frozen, and more pods come",
 			do: func(s *simulation, rest string) { s.morePods("shared"+rest, pod{own: []int{1}, finite: true}) }},
 	}},
