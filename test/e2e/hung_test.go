@@ -5,7 +5,6 @@ package e2e
 import (
 	"errors"
 	"fmt"
-	"path"
 	"slices"
 	"strings"
 	"testing"
@@ -14,33 +13,17 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/faults"
 )
 
-// hang keeps a pod's processes from ending, as an Xid does. With cgroup v1 the pod is frozen: its processes are in state D, and SIGKILL
-// stays pending. runc thaws only the container's own cgroup before it kills. Frozen processes of cgroup v2 can be killed, so there the
-// shim is stopped, which does the killing.
+// hang keeps a pod's processes from ending (faults.Hang), until the returned function is called or the story ends.
 func (s *story) hang(n *cluster.Node, uid types.UID) (end func(), state string) {
 	s.Helper()
-	found := strings.Fields(s.on(n, "sh", "-c", `find /sys/fs/cgroup -path "*$0*" -name freezer.state`, "pod"+string(uid)))
-	if len(found) == 0 {
-		return s.freezeProcess(n, s.shimOf(n, uid)), "not D"
-	}
-	slices.SortFunc(found, func(a, b string) int { return len(a) - len(b) })
-	freezer := found[0]
-	if !strings.HasPrefix(path.Base(path.Dir(freezer)), "pod") {
-		s.Fatalf("the freezer of pod %s is not %s", uid, freezer)
-	}
-	set := func(state string) error {
-		cmd, err := n.Command(s.ctx, "sh", "-c", "echo $0 > "+freezer, state)
-		if err != nil {
-			return err
-		}
-		return cmd.Run()
-	}
-	if err := set("FROZEN"); err != nil {
+	hung, err := faults.Hang(s.ctx, n, string(uid))
+	if err != nil {
 		s.Fatal(err)
 	}
-	return s.undo(func() error { return set("THAWED") }), "D"
+	return s.undo(func() error { return hung.End(s.ctx) }), hung.State
 }
 
 // TestHungGPU: a process cannot be killed, and its pod is force-deleted. New claims and limits get the other seven GPUs at once, none
