@@ -48,7 +48,7 @@ func (r *run) besideBroken(ctx context.Context, u user) error {
 		err = u.createLate(ctx)
 	}
 	if err == nil {
-		err = r.nudge(ctx, u, lost)
+		err = r.retry(ctx, u, lost)
 	}
 	if err == nil {
 		err = r.settle(ctx, u)
@@ -122,20 +122,20 @@ func (r *run) breakTwo(ctx context.Context, u user, hung, lost Workload) (undo f
 	})
 }
 
-// nudge makes kubelet look at a workload's pods again and again until they are gone, or for a while: left alone it tries a claim again after
+// retry makes kubelet look at a workload's pods again and again until they are gone, or for a while: left alone it tries a claim again after
 // 60 to 90 s.
-func (r *run) nudge(ctx context.Context, u user, w Workload) error {
+func (r *run) retry(ctx context.Context, u user, w Workload) error {
 	first := map[string]bool{}
 	for _, v := range r.watch.present() {
 		first[v.uid] = v.namespace == u.namespace && v.workload == w.Name
 	}
-	for deadline := time.Now().Add(racePatience); time.Now().Before(deadline) && ctx.Err() == nil; rest(ctx, nudgeEvery) {
+	for deadline := time.Now().Add(racePatience); time.Now().Before(deadline) && ctx.Err() == nil; rest(ctx, retryEvery) {
 		left := slices.DeleteFunc(r.watch.present(), func(v victim) bool { return !first[v.uid] })
 		if len(left) == 0 {
 			return nil
 		}
 		for _, v := range left {
-			patch := fmt.Appendf(nil, `{"metadata": {"annotations": {"torture/nudged": %q}}}`, time.Now())
+			patch := fmt.Appendf(nil, `{"metadata": {"annotations": {"torture/retry": %q}}}`, time.Now())
 			err := persist(ctx, "annotate pod", func(ctx context.Context) error {
 				_, err := u.client.CoreV1().Pods(v.namespace).Patch(ctx, v.name, types.MergePatchType, patch, metav1.PatchOptions{})
 				return err
@@ -148,8 +148,8 @@ func (r *run) nudge(ctx context.Context, u user, w Workload) error {
 	return nil
 }
 
-// nudgeEvery is the time between two looks of kubelet.
-const nudgeEvery = 3 * time.Second
+// retryEvery is the time between two looks of kubelet.
+const retryEvery = 3 * time.Second
 
 // awaitCount reports whether all pods of a workload are soon as is says.
 func (r *run) awaitCount(ctx context.Context, u user, w Workload, is func(*podHistory) bool) bool {
