@@ -102,8 +102,8 @@ func (n *node) cycle(ctx context.Context, random *rand.Rand, index int, measured
 		if err == nil {
 			break
 		}
-		if measured || ctx.Err() != nil {
-			return fmt.Errorf("GPU %d, which has no fault: %w", index, err)
+		if measured || ctx.Err() != nil || time.Since(began) > time.Minute {
+			return fmt.Errorf("make %s on GPU %d: %w", want.Name(), index, err)
 		}
 	}
 	if measured {
