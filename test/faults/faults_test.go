@@ -95,10 +95,13 @@ func TestDevicePluginOffers(t *testing.T) {
 			plugin.Offer()
 		}
 	}
-	if _, err := client.Allocate(context.Background(), &pluginapi.AllocateRequest{
-		ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: []string{"GPU-of-another-plugin"}}},
-	}); err == nil {
-		t.Error("allocated a device that it does not list")
+	plugin.Give("nvidia1")
+	for _, id := range []string{"GPU-of-another-plugin", "nvidia0"} {
+		if _, err := client.Allocate(context.Background(), &pluginapi.AllocateRequest{
+			ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: []string{id}}},
+		}); err == nil {
+			t.Errorf("%s was allocated", id)
+		}
 	}
 	answer, err := client.Allocate(context.Background(), &pluginapi.AllocateRequest{
 		ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: []string{"nvidia1"}}},

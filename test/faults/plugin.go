@@ -89,16 +89,19 @@ type DevicePlugin struct {
 	pluginapi.UnimplementedDevicePluginServer
 	minors map[string]int
 
-	mu        sync.Mutex
-	healthy   map[string]bool
-	changed   chan struct{}
-	allocated []string
+	mu sync.Mutex
+	// healthy are listed as such, given are those that Allocate gives.
+	healthy, given map[string]bool
+	changed        chan struct{}
+	allocated      []string
 }
 
-// NewDevicePlugin returns a plugin of GPUs, given by their minors under the IDs that it lists. All of them are healthy.
+// NewDevicePlugin returns a plugin of GPUs, given by their minors under the IDs that it lists. All of them are healthy, and given to pods.
 func NewDevicePlugin(minors map[string]int) *DevicePlugin {
 	p := &DevicePlugin{minors: minors, changed: make(chan struct{})}
-	p.Offer(slices.Collect(maps.Keys(minors))...)
+	all := slices.Collect(maps.Keys(minors))
+	p.Offer(all...)
+	p.Give(all...)
 	return p
 }
 
@@ -106,12 +109,24 @@ func NewDevicePlugin(minors map[string]int) *DevicePlugin {
 func (p *DevicePlugin) Offer(ids ...string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.healthy = map[string]bool{}
-	for _, id := range ids {
-		p.healthy[id] = true
-	}
+	p.healthy = setOf(ids)
 	close(p.changed)
 	p.changed = make(chan struct{})
+}
+
+// Give refuses each Allocate for other devices than these.
+func (p *DevicePlugin) Give(ids ...string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.given = setOf(ids)
+}
+
+func setOf(ids []string) map[string]bool {
+	set := map[string]bool{}
+	for _, id := range ids {
+		set[id] = true
+	}
+	return set
 }
 
 // Allocated returns the IDs that kubelet has asked for, in that order.
@@ -164,20 +179,19 @@ func (p *DevicePlugin) Allocate(_ context.Context, request *pluginapi.AllocateRe
 	defer p.mu.Unlock()
 	answer := &pluginapi.AllocateResponse{}
 	for _, container := range request.GetContainerRequests() {
-		given := &pluginapi.ContainerAllocateResponse{Envs: map[string]string{"FOREIGN": "true"}}
+		response := &pluginapi.ContainerAllocateResponse{Envs: map[string]string{"FOREIGN": "true"}}
 		for _, id := range container.GetDevicesIds() {
-			minor, known := p.minors[id]
-			if !known {
-				// kubelet chose it from the list of the plugin before, and calls the one that has registered meanwhile.
-				return nil, status.Errorf(codes.NotFound, "no device %s", id)
+			// kubelet may choose from the list of the plugin before, and call the one that has registered meanwhile.
+			if !p.given[id] {
+				return nil, status.Errorf(codes.FailedPrecondition, "the foreign plugin does not give %s", id)
 			}
-			name := fmt.Sprintf("nvidia%d", minor)
-			given.Devices = append(given.Devices, &pluginapi.DeviceSpec{
+			name := fmt.Sprintf("nvidia%d", p.minors[id])
+			response.Devices = append(response.Devices, &pluginapi.DeviceSpec{
 				ContainerPath: "/dev/" + name, HostPath: filepath.Join(devices, name), Permissions: "rw",
 			})
 			p.allocated = append(p.allocated, id)
 		}
-		answer.ContainerResponses = append(answer.ContainerResponses, given)
+		answer.ContainerResponses = append(answer.ContainerResponses, response)
 	}
 	return answer, nil
 }

@@ -215,7 +215,7 @@ const (
 )
 
 // foreignPlugin serves GPUs to limits by a plugin of another vendor for a while. The plugin knows what it may give away: once Tandem offers
-// nothing, the GPUs that no container sees, that no claim is allocated, and that the ledger has no record of. Pods with an ID that does not
+// nothing, the GPUs that no container sees, that no claim is allocated, and that the ledger has no record of. Until then it refuses. Pods with an ID that does not
 // tell their GPU are deleted later, as Tandem's event asks for.
 func (s *injector) foreignPlugin(ctx context.Context, op Op) (did done, err error) {
 	leaveAlone := sync.OnceFunc(s.alone(agentName))
@@ -224,8 +224,9 @@ func (s *injector) foreignPlugin(ctx context.Context, op Op) (did done, err erro
 	for gpu := range gpusANode {
 		minors[fmt.Sprintf(op.Answer, gpu)] = gpu
 	}
+	// Tandem finds IDs that tell it nothing once kubelet has a healthy one.
 	plugin := faults.NewDevicePlugin(minors)
-	plugin.Offer()
+	plugin.Give()
 	socket := filepath.Join(faults.DevicePluginDir, fmt.Sprintf("nvidiaGPU-%d.sock", op.Index))
 	server, err := faults.Serve(s.node, socket, func(server *grpc.Server) { pluginapi.RegisterDevicePluginServer(server, plugin) })
 	if err != nil {
@@ -249,8 +250,9 @@ func (s *injector) foreignPlugin(ctx context.Context, op Op) (did done, err erro
 	}
 	slices.Sort(free)
 	plugin.Offer(free...)
+	plugin.Give(free...)
 	rest(ctx, op.Pause)
-	plugin.Offer()
+	plugin.Give()
 	s.trace.note("the foreign plugin of %05d was noticed: %t; it offered %v and gave away %v", op.Index, noticed, free, plugin.Allocated())
 	if err := server.Stop(); err != nil || op.Answer == foreignIDs[0] {
 		return done{}, err
