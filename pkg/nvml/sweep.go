@@ -186,8 +186,9 @@ func (s *sweep) read(index int, deep bool) reading {
 	session, reader := s.node.session, s.reader
 	session.join()
 	go func() {
-		defer session.close()
-		r.result <- reader.visit(index, deep, s.recall)
+		v := reader.visit(index, deep, s.recall)
+		session.close()
+		r.result <- v
 	}()
 	return r
 }
