@@ -384,6 +384,9 @@ func (c *Cleaner) ResetIdle(ctx context.Context, uuid string) (done bool, err er
 	if inUse := (*InUseError)(nil); errors.As(c.free(ctx, uuid), &inUse) {
 		return false, fmt.Errorf("reset GPU %s: %w", uuid, inUse)
 	}
+	if ctx.Err() != nil {
+		return false, fmt.Errorf("reset GPU %s: list its processes: %w", uuid, context.Cause(ctx))
+	}
 	if err := c.reset(ctx, uuid); err != nil {
 		return false, fmt.Errorf("reset GPU %s because of a fault: %w", uuid, err)
 	}
