@@ -215,7 +215,8 @@ const (
 )
 
 // foreignPlugin serves GPUs to limits by a plugin of another vendor for a while. The plugin knows what it may give away: once Tandem offers
-// nothing, the GPUs that no container sees, that no claim is allocated, and that the ledger has no record of. Until then it refuses. Pods with an ID that does not
+// nothing, the GPUs that no container sees, that no claim is allocated, that the ledger has no record of, and that no foreign plugin before
+// it has given away. Until then it refuses. Pods with an ID that does not
 // tell their GPU are deleted later, as Tandem's event asks for.
 func (s *injector) foreignPlugin(ctx context.Context, op Op) (did done, err error) {
 	leaveAlone := sync.OnceFunc(s.alone(agentName))
@@ -320,6 +321,18 @@ func (s *injector) taken(ctx context.Context) (map[int]bool, error) {
 	gpus, err := oracle.GPUs(root)
 	if err != nil {
 		return nil, err
+	}
+	// Those of a plugin before that Tandem has not adopted yet.
+	recorded, err := oracle.Recorded(root)
+	if err != nil {
+		return nil, err
+	}
+	for _, ids := range recorded {
+		for _, id := range ids {
+			if gpu, is := oracle.ForeignID(id); is {
+				taken[gpu] = true
+			}
+		}
 	}
 	// The names of the records are enough: they have the UUIDs.
 	holds, err := s.auditor.list(holdsDir)
