@@ -115,10 +115,14 @@ func (s *eventSet) next() (nvml.EventData, bool) {
 	}
 	r := s.registered[found.place]
 	r.seen = found.sequence
-	return nvml.EventData{
+	data := nvml.EventData{
 		Device: r.handle, EventType: nvml.EventTypeXidCriticalError, EventData: found.xid,
 		GpuInstanceId: noInstance, ComputeInstanceId: noInstance,
-	}, true
+	}
+	if _, ret := r.handle.gpu.migEnabled(); ret == nvml.SUCCESS {
+		data.GpuInstanceId, data.ComputeInstanceId = found.gi, found.ci
+	}
+	return data, true
 }
 
 // noInstance is what NVML puts for an event that concerns the whole GPU.

@@ -157,6 +157,7 @@ func TestUnusableFaultsFileKeepsTheStateBefore(t *testing.T) {
 		"device in system": "calls: {GetName: {return: ERROR_UNKNOWN}}",
 		"unknown instance": "gpus: [{gpu: \"0\", calls: {GpuInstance.Eat: {}}}]",
 		"odd partition":    "gpus: [{gpu: \"0\", clients: [{pid: 1, partition: half}]}]",
+		"event of no GI":   "events: [{sequence: 1, gpu: \"0\", xid: 94, computeInstance: 0}]",
 		"negative count":   "gpus: [{gpu: \"0\", calls: {GetName: {skip: -1}}}]",
 	} {
 		t.Run(name, func(t *testing.T) {

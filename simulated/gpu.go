@@ -93,11 +93,17 @@ func enabled(on bool) nvml.EnableState {
 	return nvml.FEATURE_DISABLED
 }
 
-func (g *gpu) GetUUID() (string, nvml.Return)     { return g.uuid, nvml.SUCCESS }
-func (g *gpu) GetName() (string, nvml.Return)     { return g.model.ProductName, nvml.SUCCESS }
-func (g *gpu) GetSerial() (string, nvml.Return)   { return g.serial, nvml.SUCCESS }
-func (g *gpu) GetMinorNumber() (int, nvml.Return) { return *g.spec.Minor, nvml.SUCCESS }
-func (g *gpu) GetBoardId() (uint32, nvml.Return)  { return g.boardID, nvml.SUCCESS } //nolint:revive // the name is go-nvml's
+func (g *gpu) GetUUID() (string, nvml.Return)    { return g.uuid, nvml.SUCCESS }
+func (g *gpu) GetName() (string, nvml.Return)    { return g.model.ProductName, nvml.SUCCESS }
+func (g *gpu) GetSerial() (string, nvml.Return)  { return g.serial, nvml.SUCCESS }
+func (g *gpu) GetBoardId() (uint32, nvml.Return) { return g.boardID, nvml.SUCCESS } //nolint:revive // the name is go-nvml's
+
+// GetMinorNumber is the one that the GPU had at the first Init.
+func (g *gpu) GetMinorNumber() (int, nvml.Return) {
+	g.sys.mu.RLock()
+	defer g.sys.mu.RUnlock()
+	return g.sys.minors[g.place], nvml.SUCCESS
+}
 
 func (g *gpu) GetIndex() (int, nvml.Return) {
 	index := slices.IndexFunc(g.sys.handles(), func(h *gpuHandle) bool { return h.gpu == g })

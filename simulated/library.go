@@ -36,10 +36,16 @@ type system struct {
 	mig     *migStore
 	all     []*gpuHandle
 
+	// dev is where missing device nodes are made; empty for nowhere.
+	dev    string
+	report func(error)
+
 	mu         sync.RWMutex
 	users      int
 	stopped    chan struct{}
 	enumerated []*gpuHandle
+	// minors are those of the profile's GPUs, by place.
+	minors []int
 }
 
 // Option changes what New makes.
@@ -48,6 +54,7 @@ type Option func(*settings)
 type settings struct {
 	seed    string
 	dir     string
+	dev     string
 	boot    string
 	onError func(error)
 }
@@ -58,6 +65,10 @@ func WithSeed(seed string) Option { return func(s *settings) { s.seed = seed } }
 // WithDir makes the library one of the machine in dir: it obeys the faults file there, which need not exist, and shares the
 // state of MIG with all other libraries of that machine. Without, there are no faults, and the state is the library's own.
 func WithDir(dir string) Option { return func(s *settings) { s.dir = dir } }
+
+// WithDev names the /dev that the process sees: where the profile says so (Nodes.MadeByNVML), the first Init makes missing device nodes
+// in it. Without, no nodes are made.
+func WithDev(dir string) Option { return func(s *settings) { s.dev = dir } }
 
 // WithReport has report called when a changed faults file cannot be used (the faults before it stay in force), once for each
 // change, and when the MIG state cannot be read or written. It is called from within NVML calls, so it must not make any.
@@ -72,6 +83,10 @@ func New(profile Profile, opts ...Option) *Library {
 	sys := &system{
 		profile: profile.WithIdentity(s.seed),
 		stopped: make(chan struct{}),
+		report:  s.onError,
+	}
+	if sys.profile.Nodes.MadeByNVML {
+		sys.dev = s.dev
 	}
 	close(sys.stopped)
 	sys.faults = newFaultSource(s.dir, sys.profile, s.onError)
@@ -119,9 +134,21 @@ func (l *Library) InitWithFlags(uint32) nvml.Return {
 	}
 	l.stopped = make(chan struct{})
 	l.enumerated = nil
+	l.minors = make([]int, len(l.all))
+	var minors []int
 	for i, h := range l.all {
+		l.minors[i] = *l.profile.GPUs[i].Minor
+		if moved := state.gpus[i].minor; moved != nil {
+			l.minors[i] = *moved
+		}
 		if !state.gpus[i].absent {
 			l.enumerated = append(l.enumerated, h)
+			minors = append(minors, l.minors[i])
+		}
+	}
+	if l.dev != "" {
+		if err := makeNodes(l.dev, minors); err != nil {
+			l.report(fmt.Errorf("make device nodes in %s: %w", l.dev, err))
 		}
 	}
 	return nvml.SUCCESS

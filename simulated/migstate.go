@@ -145,14 +145,19 @@ func newMIGStore(dir, boot string, initial MIGState, report func(error)) *migSto
 
 // begin writes the state of this boot where there is none, so that who looks from outside of the machine knows which boot it is.
 func (s *migStore) begin() error {
-	state, err := readMIGState(filepath.Join(s.dir, MIGStateFile))
-	if err == nil && state.Boot == s.boot {
+	if s.begun() {
 		return nil
 	}
 	if ret := s.change(func(*MIGState) nvml.Return { return nvml.SUCCESS }); ret != nvml.SUCCESS {
 		return fmt.Errorf("write the MIG state: NVML would answer %d", int(ret))
 	}
 	return nil
+}
+
+// begun reports whether the state is one of this boot.
+func (s *migStore) begun() bool {
+	state, err := readMIGState(filepath.Join(s.dir, MIGStateFile))
+	return err == nil && state.Boot == s.boot
 }
 
 // bootID is empty where the kernel does not tell: all boots are one then.

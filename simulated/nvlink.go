@@ -132,12 +132,40 @@ func (g *gpu) GetNvLinkCapability(number int, capability nvml.NvLinkCapability) 
 	return 0, nvml.ERROR_NOT_SUPPORTED
 }
 
+// inFabric is false for a GPU that no fabric manager registers.
+func (g *gpu) inFabric() bool {
+	group, ok := groupOf(g.sys.profile, g.place)
+	return g.model.FabricInfo && ok && len(group.Switches) > 0
+}
+
 // GetGpuFabricInfo is that of a GPU which the fabric manager of its own machine has registered: the cluster UUID is zero
 // where no fabric beyond the machine exists.
 func (g *gpu) GetGpuFabricInfo() (nvml.GpuFabricInfo, nvml.Return) {
-	group, ok := groupOf(g.sys.profile, g.place)
-	if !g.model.FabricInfo || !ok || len(group.Switches) == 0 {
+	if !g.inFabric() {
 		return nvml.GpuFabricInfo{}, nvml.ERROR_NOT_SUPPORTED
 	}
-	return nvml.GpuFabricInfo{State: nvml.GPU_FABRIC_STATE_COMPLETED, Status: uint32(nvml.SUCCESS)}, nvml.SUCCESS
+	state := g.fabricState()
+	return nvml.GpuFabricInfo{State: state.state, Status: uint32(state.status)}, nvml.SUCCESS
+}
+
+// GetGpuFabricInfo_v4 is the only call with the fabric's health that can be simulated; GetGpuFabricInfoV needs the C library.
+func (g *gpu) GetGpuFabricInfo_v4() (nvml.GpuFabricInfo_v4, nvml.Return) { //nolint:revive // the name is go-nvml's
+	if !g.inFabric() {
+		return nvml.GpuFabricInfo_v4{}, nvml.ERROR_NOT_SUPPORTED
+	}
+	state := g.fabricState()
+	return nvml.GpuFabricInfo_v4{State: state.state, Status: uint32(state.status), HealthMask: *state.healthMask}, nvml.SUCCESS
+}
+
+// fabricState is complete: its mask is not nil. The health mask of a GPU in a machine of its own says that nothing of it is
+// supported (nvidia-smi -q of an HGX H100 prints N/A for each).
+func (g *gpu) fabricState() fabricState {
+	state := fabricState{state: nvml.GPU_FABRIC_STATE_COMPLETED, status: nvml.SUCCESS}
+	if fault := g.condition().fabric; fault != nil {
+		state = *fault
+	}
+	if state.healthMask == nil {
+		state.healthMask = new(uint32)
+	}
+	return state
 }

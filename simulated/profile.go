@@ -29,6 +29,22 @@ type Profile struct {
 	GPUs []GPU `json:"gpus"`
 	// NVLink lists the groups of GPUs that are linked to each other; a GPU is in one group at most.
 	NVLink []NVLinkGroup `json:"nvlink,omitempty"`
+	// Nodes says which device nodes there are.
+	Nodes Nodes `json:"nodes,omitzero"`
+}
+
+// Nodes describes the device nodes of a machine; the zero value is a machine with all nodes of its GPUs.
+type Nodes struct {
+	// Missing are patterns (path.Match) of paths below /dev that are not made: "nvidia-uvm*" after a boot of a bare host,
+	// "nvidia-caps/*" where the driver does not make nodes of capabilities.
+	Missing []string `json:"missing,omitempty"`
+	// MadeByNVML has NVML make missing nodes when a process with the right to do so initializes it: nvidiactl and nvidia<minor>, in
+	// the /dev that the process sees, and never nvidia-uvm (nvidia-modprobe does the same).
+	MadeByNVML bool `json:"madeByNVML,omitempty"`
+	// IMEXChannels is the number of channel<n> in nvidia-caps-imex-channels.
+	IMEXChannels int `json:"imexChannels,omitempty"`
+	// Other are nodes of other drivers: "nvidia-fs0" (GDS), "gdrdrv" (GDRCopy), "infiniband/uverbs0" (MOFED).
+	Other []string `json:"other,omitempty"`
 }
 
 // Driver is what the installed driver says of itself.

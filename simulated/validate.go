@@ -5,6 +5,8 @@ package simulated
 import (
 	"errors"
 	"fmt"
+	slashpath "path"
+	"path/filepath"
 	"regexp"
 	"strconv"
 	"strings"
@@ -60,6 +62,7 @@ func (p Profile) Validate() error {
 	for i, group := range p.NVLink {
 		c.group(fmt.Sprintf("nvlink[%d]", i), group, p)
 	}
+	c.nodes("nodes", p.Nodes)
 	return errors.Join(c.problems...)
 }
 
@@ -156,5 +159,18 @@ func (c *checker) group(path string, group NVLinkGroup, p Profile) {
 		links := p.Models[p.GPUs[index].Model].NVLinks
 		c.require(links > 0, at, "GPU %d has no NVLink", index)
 		c.require(group.PairLinks*(len(group.GPUs)-1) <= links, path+".pairLinks", "GPU %d has only %d links", index, links)
+	}
+}
+
+func (c *checker) nodes(path string, n Nodes) {
+	for i, pattern := range n.Missing {
+		_, err := slashpath.Match(pattern, "")
+		c.require(err == nil, fmt.Sprintf("%s.missing[%d]", path, i), "%q is no pattern", pattern)
+	}
+	c.require(n.IMEXChannels >= 0 && n.IMEXChannels <= 2048, path+".imexChannels", "%d is not between 0 and 2048", n.IMEXChannels)
+	for i, name := range n.Other {
+		at := fmt.Sprintf("%s.other[%d]", path, i)
+		c.require(filepath.IsLocal(name) && name == slashpath.Clean(name), at, "%q is not a path below /dev", name)
+		c.unique("node", name, at)
 	}
 }

@@ -44,7 +44,8 @@ func Options(options nvml.Options, seed string) nvml.Options {
 			return nil, fmt.Errorf("load simulated machine: %w", err)
 		}
 		report := func(err error) { klog.Background().Error(err, "Using the files of the simulated machine") }
-		return simulated.New(p, simulated.WithSeed(seed), simulated.WithDir(machine), simulated.WithReport(report)), nil
+		return simulated.New(p, simulated.WithSeed(seed), simulated.WithDir(machine), simulated.WithReport(report),
+			simulated.WithDev(filepath.Join("/", options.HostRoot, "dev"))), nil
 	}
 	return options
 }
