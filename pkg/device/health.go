@@ -148,6 +148,8 @@ const (
 	RecoveryReboot        RecoveryAction = "Reboot"
 	RecoveryDrainP2P      RecoveryAction = "DrainP2P"
 	RecoveryDrainAndReset RecoveryAction = "DrainAndReset"
+	RecoveryBusReset      RecoveryAction = "BusReset"
+	RecoveryIMEXDomain    RecoveryAction = "RecoverIMEXDomain"
 )
 
 // XIDEvent is an XID that the driver reported, or the end of earlier ones.

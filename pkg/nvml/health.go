@@ -3,6 +3,7 @@
 package nvml
 
 import (
+	"cmp"
 	"encoding/binary"
 	"fmt"
 	"slices"
@@ -21,16 +22,23 @@ var healthFields = []uint32{
 }
 
 // recoveryActions are NVML's (nvml.h, nvmlDeviceGpuRecoveryAction_t).
-var recoveryActions = map[uint64]gpu.RecoveryAction{
-	0: gpu.RecoveryNone, 1: gpu.RecoveryReset, 2: gpu.RecoveryReboot, 3: gpu.RecoveryDrainP2P, 4: gpu.RecoveryDrainAndReset,
+var recoveryActions = map[gonvml.DeviceGpuRecoveryAction]gpu.RecoveryAction{
+	gonvml.GPU_RECOVERY_ACTION_NONE: gpu.RecoveryNone, gonvml.GPU_RECOVERY_ACTION_GPU_RESET: gpu.RecoveryReset,
+	gonvml.GPU_RECOVERY_ACTION_NODE_REBOOT: gpu.RecoveryReboot, gonvml.GPU_RECOVERY_ACTION_DRAIN_P2P: gpu.RecoveryDrainP2P,
+	gonvml.GPU_RECOVERY_ACTION_DRAIN_AND_RESET:     gpu.RecoveryDrainAndReset,
+	gonvml.GPU_RECOVERY_ACTION_RECOVER_IMEX_DOMAIN: gpu.RecoveryIMEXDomain,
+	gonvml.GPU_RECOVERY_ACTION_BUS_RESET:           gpu.RecoveryBusReset,
+	gonvml.GPU_RECOVERY_ACTION_SYSTEM_REBOOT:       gpu.RecoveryReboot,
 }
 
 // recoveryFaults are the faults that the recovery actions stand for.
 var recoveryFaults = map[gpu.RecoveryAction]gpu.Health{
 	gpu.RecoveryReset:         {Reason: gpu.ReasonResetRequired, Message: "the driver requires a reset of the GPU"},
+	gpu.RecoveryBusReset:      {Reason: gpu.ReasonResetRequired, Message: "the driver requires a reset of the GPU's bus"},
 	gpu.RecoveryReboot:        {Reason: gpu.ReasonRebootRequired, Message: "the driver requires a reboot of the node"},
 	gpu.RecoveryDrainP2P:      {Reason: gpu.ReasonDrainP2P, Message: "the driver requires that no peer uses the memory of the GPU: end the programs that use it with other GPUs"},
 	gpu.RecoveryDrainAndReset: {Reason: gpu.ReasonResetRequired, Message: "the driver requires a reset of the GPU, once its programs have ended"},
+	gpu.RecoveryIMEXDomain:    {Reason: gpu.ReasonFabric, Message: "the driver requires that its IMEX domain recovers: check nvidia-imex on the nodes of the domain"},
 }
 
 // readFaults reads the faults of a GPU that answers. A value that the driver lacks is no fault.
@@ -42,7 +50,8 @@ func readFaults(g *gpu.GPU, d gonvml.Device) {
 	values := fieldValues(d, healthFields)
 	g.Recovery = ""
 	if action, known := values[gonvml.FI_DEV_GET_GPU_RECOVERY_ACTION]; known {
-		g.Recovery = recoveryActions[action]
+		// An action that this version does not know is more than none.
+		g.Recovery = cmp.Or(recoveryActions[gonvml.DeviceGpuRecoveryAction(action)], gpu.RecoveryReset)
 		if fault, needed := recoveryFaults[g.Recovery]; needed {
 			g.Faults = append(g.Faults, fault)
 		}

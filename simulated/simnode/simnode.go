@@ -5,6 +5,7 @@ package simnode
 
 import (
 	"fmt"
+	"io"
 	"path/filepath"
 	"strings"
 
@@ -38,6 +39,9 @@ func Options(options nvml.Options, seed string) nvml.Options {
 	}
 	machine := filepath.Join("/", options.HostRoot, filepath.Dir(options.DriverRoot))
 	options.ProcRoot = filepath.Join(machine, simulated.ProcDir)
+	options.OpenKernelLog = func() (io.ReadCloser, error) {
+		return openKernelLog(filepath.Join(machine, simulated.KernelLogFile))
+	}
 	options.OpenLibrary = func() (gonvml.Interface, error) {
 		p, err := simulated.Load(profile)
 		if err != nil {
