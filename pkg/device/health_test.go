@@ -3,7 +3,11 @@
 package device
 
 import (
+	"flag"
+	"fmt"
+	"os"
 	"slices"
+	"strings"
 	"testing"
 )
 
@@ -49,5 +53,41 @@ func TestXIDs(t *testing.T) {
 	}
 	if got := XIDClass(9999); got != FaultReset {
 		t.Errorf("an unknown XID has class %q", got)
+	}
+}
+
+var update = flag.Bool("update", false, "rewrite the table of XIDs in the user's page")
+
+// TestXIDTable compares the table of the user's page with XIDs.
+func TestXIDTable(t *testing.T) {
+	const path, begin, end = "../../docs/user/health.md", "<!-- table -->\n", "<!-- end of table -->"
+	data, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before, rest, found := strings.Cut(string(data), begin)
+	_, after, ended := strings.Cut(rest, end)
+	if !found || !ended {
+		t.Fatalf("%s has no table", path)
+	}
+	var table strings.Builder
+	fmt.Fprintf(&table, "Source of meanings and actions: [NVIDIA](%s).\n\n", XIDSource)
+	table.WriteString("| XID | class | meaning | NVIDIA's immediate action |\n|---|---|---|---|\n")
+	for _, x := range XIDs {
+		class := string(x.Class)
+		if x.Class == FaultNone {
+			class = "–"
+		}
+		fmt.Fprintf(&table, "| %d | %s | %s | %s |\n", x.Number, class, x.Meaning, x.Action)
+	}
+	want := before + begin + table.String() + end + after
+	if *update {
+		if err := os.WriteFile(path, []byte(want), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	if want != string(data) {
+		t.Errorf("the table of %s is not that of XIDs: go test ./pkg/device -run XIDTable -update", path)
 	}
 }

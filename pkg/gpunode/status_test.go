@@ -413,7 +413,7 @@ func TestStatusOfAHungHold(t *testing.T) {
 	}
 }
 
-// A device that becomes unhealthy is urgent whoever has it. Slowdown is shown, and is not.
+// A device that becomes unhealthy is urgent, with any holder and without one. Slowdown is shown, and is not.
 func TestStatusOfFaults(t *testing.T) {
 	f := Facts{Mode: "ClaimsOnly", Inventory: device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1")}}}
 	before := Status(f)
@@ -423,8 +423,8 @@ func TestStatusOfFaults(t *testing.T) {
 		t.Errorf("slow: %+v, urgent %v", slow.Devices[1], Urgent(before, slow))
 	}
 	f.Inventory.GPUs[0].Health = device.Health{Reason: device.ReasonXID, Message: "XID 48", XID: 48}
-	faulty := Status(f)
-	if faulty.Devices[0].UnhealthyReason != "XID: XID 48" || !Urgent(slow, faulty) || Urgent(faulty, slow) {
-		t.Errorf("faulty: %+v, urgent %v", faulty.Devices[0], Urgent(slow, faulty))
+	broken := Status(f)
+	if broken.Devices[0].UnhealthyReason != "XID: XID 48" || !Urgent(slow, broken) || Urgent(broken, slow) {
+		t.Errorf("broken: %+v, urgent %v", broken.Devices[0], Urgent(slow, broken))
 	}
 }
