@@ -71,6 +71,9 @@ type times struct {
 
 var defaultTimes = times{answerWait: 3 * time.Second, goneFor: 30 * time.Second, ownPod: 5 * time.Second, specsWait: 5 * time.Second}
 
+// nodeEvents is how many events about one object the agent reports at once.
+const nodeEvents = 100
+
 func newAgent(c config.Config) (*agent, error) {
 	api, err := newAPI(c.Kubeconfig)
 	if err != nil {
@@ -87,7 +90,8 @@ func newAgent(c config.Config) (*agent, error) {
 		return nil, fmt.Errorf("read boot ID: %w", err)
 	}
 	metrics := newMetrics()
-	events := record.NewBroadcaster()
+	// A node may report two events for each fault of each of its GPUs. By default it may report 25, and one more every five minutes.
+	events := record.NewBroadcaster(record.WithCorrelatorOptions(record.CorrelatorOptions{BurstSize: nodeEvents, QPS: 1. / 20}))
 	server := status.New(c.HTTPEndpoint, metrics)
 	// Ready means that both APIs are served, also while they are not yet there to be asked.
 	server.Waiting("claims", errNotStarted)

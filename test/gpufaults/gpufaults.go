@@ -56,16 +56,27 @@ var All = []Fault{
 	{"XID 119", device.ReasonXID, 119, recovery("reset")},
 }
 
-// Raise begins the fault on a GPU of the machine in dir, in place of other faults.
-func (f Fault) Raise(dir string, gpu int) error {
-	f.State.GPU = strconv.Itoa(gpu)
-	if err := simulated.WriteFaults(dir, simulated.Faults{GPUs: []simulated.GPUFaults{f.State}}); err != nil {
+// Raise begins the fault on GPUs of the machine in dir, in place of other faults.
+func (f Fault) Raise(dir string, gpus ...int) error {
+	var faults simulated.Faults
+	for _, gpu := range gpus {
+		f.State.GPU = strconv.Itoa(gpu)
+		faults.GPUs = append(faults.GPUs, f.State)
+	}
+	if err := simulated.WriteFaults(dir, faults); err != nil || f.XID == 0 {
 		return err
 	}
-	if f.XID == 0 {
-		return nil
+	return RaiseXID(dir, f.XID, gpus...)
+}
+
+// RaiseXID reports an XID of GPUs of the machine in dir.
+func RaiseXID(dir string, xid uint64, gpus ...int) error {
+	for _, gpu := range gpus {
+		if err := simulated.RaiseXID(dir, simulated.Event{GPU: strconv.Itoa(gpu), XID: xid}); err != nil {
+			return err
+		}
 	}
-	return simulated.RaiseXID(dir, simulated.Event{GPU: f.State.GPU, XID: f.XID})
+	return nil
 }
 
 // Clear ends all faults of the machine in dir.
