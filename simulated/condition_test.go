@@ -147,6 +147,32 @@ func TestConditionThatIsNotReported(t *testing.T) {
 	}
 }
 
+// GPUs before Ampere retire pages and do not remap rows.
+func TestRetiredPages(t *testing.T) {
+	dir := t.TempDir()
+	inject(t, dir, Faults{GPUs: []GPUFaults{{GPU: "0", Condition: Condition{
+		RetiredPages: RetiredPages{SingleBit: 2, DoubleBit: 1, Pending: true}, RowRemap: RowRemap{Failure: true},
+	}}}})
+	d := handle(t, start(t, "t4x4", WithDir(dir)), 0)
+	for cause, want := range map[nvml.PageRetirementCause]int{
+		nvml.PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS: 2, nvml.PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR: 1,
+	} {
+		if pages, ret := d.GetRetiredPages(cause); len(pages) != want || ret != nvml.SUCCESS {
+			t.Errorf("pages retired for cause %d: %v, %v", cause, pages, ret)
+		}
+	}
+	if pending, ret := d.GetRetiredPagesPendingStatus(); pending != nvml.FEATURE_ENABLED || ret != nvml.SUCCESS {
+		t.Errorf("pending %v, %v", pending, ret)
+	}
+	checkFields(t, d, map[uint32]any{
+		nvml.FI_DEV_RETIRED_SBE: 2, nvml.FI_DEV_RETIRED_DBE: 1, nvml.FI_DEV_RETIRED_PENDING: 1,
+		nvml.FI_DEV_REMAPPED_FAILURE: nvml.ERROR_NOT_SUPPORTED,
+	})
+	if _, _, _, _, ret := d.GetRemappedRows(); ret != nvml.ERROR_NOT_SUPPORTED {
+		t.Errorf("remapped rows: %v", ret)
+	}
+}
+
 func TestResetEndsTheCondition(t *testing.T) {
 	dir := t.TempDir()
 	d := handle(t, start(t, "l4x4", WithDir(dir)), 0)

@@ -25,7 +25,8 @@ const FaultsFile = "faults.yaml"
 type Faults struct {
 	// GPUs holds the faults of single GPUs.
 	GPUs []GPUFaults `json:"gpus,omitempty"`
-	// Calls are faults of library calls that take no handle, by method of nvml.Interface ("Init", "DeviceGetCount").
+	// Calls are faults of library calls that take no handle, by method of nvml.Interface ("Init", "DeviceGetCount") or of nvml.EventSet
+	// ("EventSet.Wait"); "*" stands for all that are not named.
 	Calls map[string]CallFault `json:"calls,omitempty"`
 	// Events are delivered once to each event set that was registered for the GPU before they were written.
 	Events []Event `json:"events,omitempty"`
@@ -43,9 +44,12 @@ type GPUFaults struct {
 	// Minor is the minor number that the GPU has from the next Init on, as after the driver was loaded again. To swap the minors of two
 	// GPUs, name both. The capabilities of MIG and nvidia-smi keep to the profile.
 	Minor *int `json:"minor,omitempty"`
+	// PersistenceOff says that persistence mode is off: without clients the driver lets go of the GPU when the last Shutdown of a
+	// library ends its session, and the GPU forgets compute mode and application clocks.
+	PersistenceOff bool `json:"persistenceOff,omitempty"`
 	// Calls are faults by method of nvml.Device ("GetMemoryInfo"), or by the call that hands out its handle
 	// ("DeviceGetHandleByIndex", ...ByUUID, ...ByPciBusId, ...BySerial). They come before Lost. Methods of what is on the GPU
-	// have a prefix: "GpuInstance.Destroy", "ComputeInstance.GetInfo", "MigDevice.GetUUID".
+	// have a prefix: "GpuInstance.Destroy", "ComputeInstance.GetInfo", "MigDevice.GetUUID". "*" stands for all that are not named.
 	Calls map[string]CallFault `json:"calls,omitempty"`
 	// Clients are processes that use the GPU: MIG mode cannot be changed then, nor an instance be destroyed that they use.
 	Clients []Client `json:"clients,omitempty"`
@@ -67,6 +71,8 @@ type CallFault struct {
 	Return string `json:"return,omitempty"`
 	// Delay passes before the call goes on. It ends early when the faults file changes or the library is shut down.
 	Delay Duration `json:"delay,omitempty"`
+	// Hang makes the call wait until the faults file no longer says so, or the library is shut down.
+	Hang bool `json:"hang,omitempty"`
 	// Skip is the number of calls, in each process and since the faults file was written, that are left alone before the first
 	// that fails; Times is the number that fail then, all where it is 0.
 	Skip  int `json:"skip,omitempty"`
@@ -154,10 +160,24 @@ type gpuFaults struct {
 	minor        *int // nil for the profile's
 	calls        map[string]*callFault
 	clients      []client
-	condition    condition
+	// persistenceOff is that of GPUFaults.
+	persistenceOff bool
+	condition      condition
+}
+
+// everyCall is the name that stands for all calls.
+const everyCall = "*"
+
+// named is the fault of a call; nil for none.
+func named(calls map[string]*callFault, method string) *callFault {
+	if fault := calls[method]; fault != nil {
+		return fault
+	}
+	return calls[everyCall]
 }
 
 type callFault struct {
+	hang        bool
 	ret         nvml.Return
 	delay       time.Duration
 	skip, times int64
@@ -191,7 +211,7 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 	state := &faultState{gpus: make([]gpuFaults, len(profile.GPUs))}
 	var problems []error
 	var err error
-	if state.library, err = compileCalls("calls", f.Calls, libraryMethods); err != nil {
+	if state.library, err = compileCalls("calls", f.Calls, libraryMethods, eventSetMethods); err != nil {
 		problems = append(problems, err)
 	}
 	for i, g := range f.GPUs {
@@ -214,7 +234,10 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 		if err != nil {
 			problems = append(problems, err)
 		}
-		state.gpus[place] = gpuFaults{lost: g.Lost, absent: g.Absent, minor: g.Minor, calls: calls, clients: clients, condition: condition}
+		state.gpus[place] = gpuFaults{
+			lost: g.Lost, absent: g.Absent, minor: g.Minor, persistenceOff: g.PersistenceOff,
+			calls: calls, clients: clients, condition: condition,
+		}
 	}
 	if err := state.checkMinors(profile); err != nil {
 		problems = append(problems, err)
@@ -271,14 +294,14 @@ func compileCalls(path string, calls map[string]CallFault, known ...map[string]b
 		if !ok {
 			problems = append(problems, fmt.Errorf("%s.%s.return: %q is no NVML return code", path, method, fault.Return))
 		}
-		if !knownMethod(method, known) {
+		if method != everyCall && !knownMethod(method, known) {
 			problems = append(problems, fmt.Errorf("%s.%s: no such method", path, method))
 		}
 		if fault.Skip < 0 || fault.Times < 0 {
 			problems = append(problems, fmt.Errorf("%s.%s: skip and times cannot be negative", path, method))
 		}
 		compiled[method] = &callFault{
-			ret: ret, delay: time.Duration(fault.Delay), skip: int64(fault.Skip), times: int64(fault.Times),
+			hang: fault.Hang, ret: ret, delay: time.Duration(fault.Delay), skip: int64(fault.Skip), times: int64(fault.Times),
 		}
 	}
 	return compiled, errors.Join(problems...)

@@ -91,7 +91,7 @@ func generate(t *testing.T, dir string, lib *Library) (*specs.Spec, []string) {
 
 func TestNVCDIAcceptsTheDriverRoot(t *testing.T) {
 	requireMknod(t)
-	for _, name := range []string{"h100x8", "mixed", "bench256"} {
+	for _, name := range []string{"h100x8", "mixed", "bench256", "gb200x4", "t4x4"} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			p := materialize(t, dir, name, MaterializeOptions{Seed: "n1"})

@@ -35,8 +35,6 @@ const MIGStateFile = "state.json"
 type MIGState struct {
 	// Boot is the boot's ID (proc(5), random/boot_id).
 	Boot string `json:"boot"`
-	// Made counts the compute instances that were ever made, so that each has a UUID of its own.
-	Made uint64 `json:"made"`
 	// GPUs are those that have MIG, in the profile's order.
 	GPUs []MIGGPU `json:"gpus"`
 	// ComputeModes are those of GPUs whose mode was ever set, by UUID, as NVML numbers them.

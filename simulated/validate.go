@@ -119,7 +119,7 @@ func (c *checker) gpu(path string, index int, g GPU, p Profile) {
 	c.require(g.NUMANode >= -1 && g.NUMANode < p.NUMANodes, path+".numaNode", "%d is not among %d nodes", g.NUMANode, p.NUMANodes)
 	c.require(!g.MIGEnabled || m.MIG != "", path+".migEnabled", "model %s has no MIG", g.Model)
 	c.require(g.MIGEnabled || len(g.Partitions) == 0, path+".partitions", "MIG is not enabled")
-	if problem := geometryOf(m).cut(&MIGState{}, &MIGGPU{Enabled: true}, g.Partitions); problem != nil {
+	if problem := geometryOf(m).cut(&MIGGPU{Enabled: true}, g.Partitions); problem != nil {
 		c.require(false, path+".partitions", "%v", problem)
 	}
 	minor := index
@@ -144,6 +144,8 @@ func (c *checker) beneath(path, bridge, parent string) {
 func (c *checker) group(path string, group NVLinkGroup, p Profile) {
 	c.require(len(group.GPUs) > 1, path+".gpus", "are fewer than two")
 	c.require((len(group.Switches) > 0) != (group.PairLinks > 0), path, "has not exactly one of switches and pairLinks")
+	c.require(group.ClusterUUID == "" || uuidForm.MatchString("GPU-"+group.ClusterUUID), path+".clusterUUID", "%q is no UUID", group.ClusterUUID)
+	c.require(!group.Outside || len(group.Switches) > 0, path+".outside", "there are no switches")
 	for i, s := range group.Switches {
 		at := fmt.Sprintf("%s.switches[%d]", path, i)
 		c.require(addressForm.MatchString(s), at, "%q is not domain:bus:device.function", s)

@@ -47,9 +47,15 @@ func Options(options nvml.Options, seed string) nvml.Options {
 		if err != nil {
 			return nil, fmt.Errorf("load simulated machine: %w", err)
 		}
+		privileges := simulated.AllPrivileges
+		if p.ChecksPrivileges {
+			if privileges, err = simulated.ProcessPrivileges("/proc/self/status", "/dev"); err != nil {
+				return nil, fmt.Errorf("open simulated NVML: %w", err)
+			}
+		}
 		report := func(err error) { klog.Background().Error(err, "Using the files of the simulated machine") }
 		return simulated.New(p, simulated.WithSeed(seed), simulated.WithDir(machine), simulated.WithReport(report),
-			simulated.WithDev(filepath.Join("/", options.HostRoot, "dev"))), nil
+			simulated.WithDev(filepath.Join("/", options.HostRoot, "dev")), simulated.WithPrivileges(privileges)), nil
 	}
 	return options
 }
