@@ -229,6 +229,11 @@ func (a *agent) serveNode(ctx context.Context, c components) error {
 	group.Go(func() error { return c.self.Run(ctx) })
 	group.Go(func() error { return a.endWithPod(ctx, c.pods) })
 	group.Go(func() error {
+		paused := &pause{agent: a, c: c}
+		if err := paused.begin(ctx); err != nil {
+			return err
+		}
+		group.Go(func() error { return paused.follow(ctx) })
 		stop := a.reportWaiting(ctx, c, true)
 		err := c.node.Scan(ctx)
 		stop()

@@ -38,6 +38,7 @@ const (
 	ReasonUncorrectableECC = "UncorrectableECC" // uncorrectable ECC errors since the driver was loaded
 	ReasonFabric           = "Fabric"           // its NVLink fabric is not configured: CUDA fails with error 802
 
+	ReasonPaused        = "Paused"        // the agent has let go of the driver, because the node's labels ask for it
 	ReasonNotInjectable = "NotInjectable" // no container can be given the device: its CDI entry or the hook is missing
 	ReasonNotRecordable = "NotRecordable" // the ledger could not record a new holder
 )
@@ -48,7 +49,7 @@ func (h Health) Healthy() bool { return h.Reason == "" }
 // forHolder drops the reasons for which only a new holder cannot get the device: it works.
 func (h Health) forHolder() Health {
 	switch h.Reason {
-	case ReasonNotClean, ReasonNotInjectable, ReasonNotRecordable:
+	case ReasonNotClean, ReasonPaused, ReasonNotInjectable, ReasonNotRecordable:
 		return Health{}
 	default:
 		return h

@@ -121,6 +121,9 @@ func (n *Node) reset(uuid string) error {
 	if !known {
 		return errors.New("it is not in the inventory")
 	}
+	if paused := n.paused.Load(); paused != nil {
+		return paused
+	}
 	err := attached.session.suspend(n.options.patience, func() error {
 		return n.options.smi(attached.layout, "--gpu-reset", "-i", uuid)
 	})

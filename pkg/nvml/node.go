@@ -31,6 +31,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -59,6 +60,9 @@ type Node struct {
 	// slow contains the readings of GPUs that an earlier scan began and did not wait for, by index.
 	slow     map[int]reading
 	topology topology
+
+	// paused is set between Pause and Resume.
+	paused atomic.Pointer[PausedError]
 
 	// turns are for operations, by UUID.
 	turns keylock.Locks[string]
@@ -140,7 +144,7 @@ func (n *Node) Run(ctx context.Context) error {
 		n.scanning.Lock()
 		defer n.scanning.Unlock()
 		if n.session != nil && n.silent() == nil {
-			n.session.hold(false)
+			n.letGo(func(s *session) { s.hold(false) })
 		}
 	}()
 	n.mu.Lock()
@@ -180,7 +184,7 @@ func (n *Node) scanOnce(ctx context.Context, deep bool) error {
 		defer n.mu.Unlock()
 		return n.failure // a GPU is being reset, which takes longer than a scan may
 	}
-	err := n.silent()
+	err := n.ready()
 	if err == nil {
 		err = n.follow()
 	}
@@ -218,7 +222,7 @@ func (n *Node) attach() error {
 	}
 	n.traces = n.options.traces(l)
 	n.mu.Lock()
-	n.attachment = attachment{&session{library: library}, l, caps}
+	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps}
 	n.mu.Unlock()
 	for _, known := range n.known {
 		known.complete, known.profiled = false, false
@@ -238,7 +242,7 @@ func (n *Node) follow() error {
 		if n.options.traces(n.layout) == n.traces {
 			return nil
 		}
-		n.session.hold(false)
+		n.letGo(func(s *session) { s.hold(false) })
 	}
 	return n.attach()
 }
@@ -249,7 +253,7 @@ func (n *Node) scan(ctx context.Context, deep bool) error {
 	if err != nil {
 		return err
 	}
-	defer n.session.close()
+	defer n.letGo((*session).close)
 	s.look(ctx, deep)
 	s.missing()
 	s.connect()
@@ -276,6 +280,7 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 		n.catchUp(known)
 		g := known.gpu
 		g.NVLinkDomain = n.topology.domains[g.UUID]
+		n.withdraw(&g)
 		next.GPUs = append(next.GPUs, g)
 	}
 	slices.SortFunc(next.GPUs, func(a, b gpu.GPU) int {

@@ -66,6 +66,14 @@ func (n *Node) begin() (*sweep, error) {
 	return &sweep{node: n, reader: r, count: count, before: before, seen: map[string]bool{}, failed: map[int]gpu.Health{}}, nil
 }
 
+// ready returns why no scan can begin now.
+func (n *Node) ready() error {
+	if paused := n.paused.Load(); paused != nil {
+		return paused
+	}
+	return n.silent()
+}
+
 // silent returns errSilent while a call about no particular GPU has not returned.
 func (n *Node) silent() error {
 	if n.ended(wholeDriver) {
@@ -105,8 +113,11 @@ type reading struct {
 // hangs does not delay what is known of the others.
 const scanPatience = time.Second
 
-// look visits all GPUs at the same time. A GPU that does not answer keeps its known state, and is unreachable after the patience. It gets
-// no other call until the visit ends; the scan that finds the visit ended takes its result.
+// slowFactor is how many halves of the patience a visit may take before its GPU is unreachable: GPUs are slow while others are partitioned.
+const slowFactor = 3
+
+// look visits all GPUs at the same time. A GPU that does not answer keeps its known state, and is unreachable after some time. It gets no
+// other call until the visit ends; the scan that finds the visit ended takes its result.
 func (s *sweep) look(ctx context.Context, deep bool) {
 	readings := map[int]reading{}
 	patience := min(scanPatience, s.node.options.patience)
@@ -173,7 +184,7 @@ func (s *sweep) await(ctx context.Context, index int, r reading, limit <-chan ti
 func (s *sweep) read(index int, deep bool) reading {
 	r := reading{since: time.Now(), result: make(chan visit, 1)}
 	session, reader := s.node.session, s.reader
-	_ = session.open() // cannot fail: the sweep has a use open
+	session.join()
 	go func() {
 		defer session.close()
 		r.result <- reader.visit(index, deep, s.recall)
@@ -183,7 +194,7 @@ func (s *sweep) read(index int, deep bool) reading {
 
 // miss is for a GPU that has not answered yet.
 func (s *sweep) miss(index int, r reading) {
-	if time.Since(r.since) >= s.node.options.patience {
+	if time.Since(r.since) >= slowFactor*s.node.options.patience/2 {
 		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: errNoAnswer.Error()}
 		return
 	}
@@ -276,19 +287,36 @@ func (s *sweep) absence(g gpu.GPU) gpu.Health {
 		delete(s.failed, g.Index)
 		return health
 	}
-	_, ret := s.node.session.library.DeviceGetHandleByUUID(g.UUID)
+	ret, err := attempt(s.node, "absence of "+g.UUID, s.node.session, func() (gonvml.Return, error) {
+		_, ret := s.reader.session.library.DeviceGetHandleByUUID(g.UUID)
+		return ret, nil
+	}, nil)
+	if err != nil {
+		return gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
+	}
 	if ret == gonvml.SUCCESS || ret == gonvml.ERROR_NOT_FOUND || unsupported(ret) {
 		return gpu.Health{Reason: gpu.ReasonMissing, Message: "the driver no longer enumerates the GPU"}
 	}
 	return healthOf(ret, "looking it up")
 }
 
-// connect reads the topology if a GPU answers that did not answer when it was last read.
+// connect reads the topology if a GPU answers that did not answer when it was last read. A GPU that does not answer in time takes part
+// later. A scan waits for one such GPU only, because its calls about another GPU may hang, too.
 func (s *sweep) connect() {
 	before := s.node.topology
-	if before.pairs == nil || slices.ContainsFunc(s.endpoints, func(e endpoint) bool { return !before.of[e.uuid] }) {
-		s.node.topology = readTopology(s.endpoints, before)
+	if before.pairs != nil && !slices.ContainsFunc(s.endpoints, func(e endpoint) bool { return !before.of[e.uuid] }) {
+		return
 	}
+	waited := false
+	s.node.topology = readTopology(s.endpoints, before, func(e endpoint, others []endpoint) (l links, answered bool) {
+		about := "connections of " + e.uuid
+		if waited || !s.node.ended(about) {
+			return links{}, false
+		}
+		l, err := attempt(s.node, about, s.node.session, func() (links, error) { return readLinks(e, others), nil }, nil)
+		waited = err != nil
+		return l, err == nil
+	})
 }
 
 // errNoAnswer means that a call into the driver took too long.
@@ -306,7 +334,7 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		return none, errNoAnswer
 	}
 	if s != nil {
-		_ = s.open() // cannot fail: the caller has a use open
+		s.join()
 	}
 	ctx, cancel := context.WithTimeoutCause(context.Background(), n.options.patience, errNoAnswer)
 	defer cancel()
@@ -326,6 +354,13 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		return value, errNoAnswer
 	}
 	return value, err
+}
+
+// letGo ends a use of the session or its hold. Both may call Shutdown, which may hang like any other call; the driver as a whole does not
+// answer until it returns. Under n.scanning, without a late call about the whole driver.
+func (n *Node) letGo(how func(*session)) {
+	s := n.session
+	_, _ = attempt(n, wholeDriver, nil, func() (struct{}, error) { how(s); return struct{}{}, nil }, nil) // the next scan reports it
 }
 
 // ended reports whether no call about a GPU or the driver continues after its timeout.

@@ -37,27 +37,40 @@ type topology struct {
 type endpoint struct {
 	uuid, pci string
 	device    gonvml.Device
-	// peers counts active links to other GPUs by PCI address, switches those that lead to an NVSwitch.
-	peers    map[string]int
-	switches int
+	links
 }
 
-// readTopology reads every pair of endpoints. Pairs with a GPU that does not answer stay as they were before.
-func readTopology(endpoints []endpoint, before topology) topology {
+// links are what a GPU reports about its connections: active links to other GPUs by PCI address, the number of those that lead to an
+// NVSwitch, and the common ancestors with other GPUs by UUID.
+type links struct {
+	peers     map[string]int
+	switches  int
+	ancestors map[string]gpu.Link
+}
+
+// readTopology reads every pair of endpoints. read returns the links of one of them, with the common ancestors of the others, or false if it
+// does not answer. Pairs with a GPU that does not answer stay as they were before.
+func readTopology(all []endpoint, before topology, read func(e endpoint, others []endpoint) (links, bool)) topology {
 	t := topology{pairs: map[pairKey]gpu.Pair{}, domains: map[string]string{}, of: map[string]bool{}}
 	maps.Copy(t.pairs, before.pairs)
 	maps.Copy(t.domains, before.domains)
+	var endpoints []endpoint
+	for _, e := range all {
+		if l, answered := read(e, slices.Clone(endpoints)); answered {
+			e.links = l
+			endpoints = append(endpoints, e)
+		}
+	}
 	// GPUs that NVLink connects, directly or through other GPUs, have the same number in set.
 	set := make([]int, len(endpoints))
 	for i := range endpoints {
-		endpoints[i].readLinks()
 		t.of[endpoints[i].uuid] = true
 		set[i] = i
 	}
 	for i := range endpoints {
 		for j := range endpoints[:i] {
 			a, b := &endpoints[i], &endpoints[j]
-			pair := gpu.Pair{PCIe: commonAncestor(a.device, b.device), NVLinks: linksBetween(a, b)}
+			pair := gpu.Pair{PCIe: a.ancestors[b.uuid], NVLinks: linksBetween(a, b)}
 			t.pairs[keyOf(a.uuid, b.uuid)] = pair
 			if pair.NVLinks > 0 {
 				merge(set, set[i], set[j])
@@ -76,26 +89,30 @@ func merge(set []int, from, to int) {
 	}
 }
 
-// readLinks counts the active NVLinks of a GPU by what is at their other end.
-func (e *endpoint) readLinks() {
-	e.peers = map[string]int{}
+// readLinks counts the active NVLinks of a GPU by what is at their other end, and reads its common ancestors with others.
+func readLinks(e endpoint, others []endpoint) links {
+	l := links{peers: map[string]int{}, ancestors: map[string]gpu.Link{}}
+	for _, other := range others {
+		l.ancestors[other.uuid] = commonAncestor(e.device, other.device)
+	}
 	for link := range gonvml.NVLINK_MAX_LINKS {
 		state, ret := e.device.GetNvLinkState(link)
 		if ret == gonvml.ERROR_INVALID_ARGUMENT {
-			return
+			break
 		}
 		if ret != gonvml.SUCCESS || state != gonvml.FEATURE_ENABLED {
 			continue
 		}
 		kind, ret := e.device.GetNvLinkRemoteDeviceType(link)
 		if ret == gonvml.SUCCESS && kind == gonvml.NVLINK_DEVICE_TYPE_SWITCH {
-			e.switches++
+			l.switches++
 			continue
 		}
 		if info, ret := e.device.GetNvLinkRemotePciInfo(link); ret == gonvml.SUCCESS {
-			e.peers[busID(info)]++
+			l.peers[busID(info)]++
 		}
 	}
+	return l
 }
 
 // linksBetween returns the number of direct links and of links through NVSwitch, of which two GPUs use as many as the one with
@@ -118,7 +135,7 @@ func busID(info gonvml.PciInfo) string {
 	return id
 }
 
-var links = map[gonvml.GpuTopologyLevel]gpu.Link{
+var linkLevels = map[gonvml.GpuTopologyLevel]gpu.Link{
 	gonvml.TOPOLOGY_INTERNAL:   gpu.LinkInternal,
 	gonvml.TOPOLOGY_SINGLE:     gpu.LinkSingle,
 	gonvml.TOPOLOGY_MULTIPLE:   gpu.LinkMultiple,
@@ -132,7 +149,7 @@ func commonAncestor(a, b gonvml.Device) gpu.Link {
 	if ret != gonvml.SUCCESS {
 		return gpu.LinkUnknown
 	}
-	return links[level]
+	return linkLevels[level]
 }
 
 // setDomains names each set of two or more GPUs that NVLink connects by the smallest PCI address in it, or by the smallest UUID
