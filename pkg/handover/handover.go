@@ -385,7 +385,7 @@ func (c *Cleaner) ResetIdle(ctx context.Context, uuid string) (done bool, err er
 		return false, fmt.Errorf("reset GPU %s: %w", uuid, inUse)
 	}
 	if err := c.reset(ctx, uuid); err != nil {
-		return false, err
+		return false, fmt.Errorf("reset GPU %s because of a fault: %w", uuid, err)
 	}
 	return true, nil
 }
