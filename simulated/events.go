@@ -39,10 +39,11 @@ func (g *gpu) GetSupportedEventTypes() (uint64, nvml.Return) {
 
 // RegisterEvents adds to what the set is registered for; only events written from now on are delivered.
 func (g *gpu) RegisterEvents(types uint64, set nvml.EventSet) nvml.Return {
-	own, ok := set.(*eventSet)
-	if !ok || own.sys != g.sys {
+	handle, ok := set.(*eventSetHandle)
+	if !ok || handle.set.sys != g.sys {
 		return nvml.ERROR_INVALID_ARGUMENT
 	}
+	own := handle.set
 	if types&^supportedEvents != 0 {
 		return nvml.ERROR_NOT_SUPPORTED
 	}
@@ -55,6 +56,19 @@ func (g *gpu) RegisterEvents(types uint64, set nvml.EventSet) nvml.Return {
 	}
 	own.registered[g.place] = &registration{handle: g.sys.all[g.place], types: types, seen: seen}
 	return nvml.SUCCESS
+}
+
+// eventSetHandle is what callers hold.
+type eventSetHandle struct {
+	set *eventSet
+}
+
+func (h *eventSetHandle) gate(method string) nvml.Return {
+	if !h.set.sys.initialized() {
+		return nvml.ERROR_UNINITIALIZED
+	}
+	_, ret := h.set.sys.faults.answer(libraryFault("EventSet."+method), h.set.sys.stop())
+	return ret
 }
 
 // Free releases the set; a Wait that is under way returns.
@@ -73,9 +87,6 @@ func (s *eventSet) Free() nvml.Return {
 // Wait returns the next event, ERROR_TIMEOUT after that many milliseconds without one, or ERROR_UNINITIALIZED when the
 // library is shut down meanwhile.
 func (s *eventSet) Wait(milliseconds uint32) (nvml.EventData, nvml.Return) {
-	if !s.sys.initialized() {
-		return nvml.EventData{}, nvml.ERROR_UNINITIALIZED
-	}
 	stopped := s.sys.stop()
 	over := time.NewTimer(time.Duration(milliseconds) * time.Millisecond)
 	defer over.Stop()
@@ -115,10 +126,14 @@ func (s *eventSet) next() (nvml.EventData, bool) {
 	}
 	r := s.registered[found.place]
 	r.seen = found.sequence
-	return nvml.EventData{
+	data := nvml.EventData{
 		Device: r.handle, EventType: nvml.EventTypeXidCriticalError, EventData: found.xid,
 		GpuInstanceId: noInstance, ComputeInstanceId: noInstance,
-	}, true
+	}
+	if _, ret := r.handle.gpu.migEnabled(); ret == nvml.SUCCESS {
+		data.GpuInstanceId, data.ComputeInstanceId = found.gi, found.ci
+	}
+	return data, true
 }
 
 // noInstance is what NVML puts for an event that concerns the whole GPU.

@@ -25,7 +25,8 @@ const FaultsFile = "faults.yaml"
 type Faults struct {
 	// GPUs holds the faults of single GPUs.
 	GPUs []GPUFaults `json:"gpus,omitempty"`
-	// Calls are faults of library calls that take no handle, by method of nvml.Interface ("Init", "DeviceGetCount").
+	// Calls are faults of library calls that take no handle, by method of nvml.Interface ("Init", "DeviceGetCount") or of nvml.EventSet
+	// ("EventSet.Wait"); "*" stands for all that are not named.
 	Calls map[string]CallFault `json:"calls,omitempty"`
 	// Events are delivered once to each event set that was registered for the GPU before they were written.
 	Events []Event `json:"events,omitempty"`
@@ -40,12 +41,20 @@ type GPUFaults struct {
 	// Absent is a GPU that has fallen off the bus: it is lost for a library that is initialized, and at the next Init it is
 	// not enumerated, so the count is smaller, the indices behind it close up, and its UUID and address are NOT_FOUND.
 	Absent bool `json:"absent,omitempty"`
+	// Minor is the minor number that the GPU has from the next Init on, as after the driver was loaded again. To swap the minors of two
+	// GPUs, name both. The capabilities of MIG and nvidia-smi keep to the profile.
+	Minor *int `json:"minor,omitempty"`
+	// PersistenceOff says that persistence mode is off: without clients the driver lets go of the GPU when the last Shutdown of a
+	// library ends its session, and the GPU forgets compute mode and application clocks.
+	PersistenceOff bool `json:"persistenceOff,omitempty"`
 	// Calls are faults by method of nvml.Device ("GetMemoryInfo"), or by the call that hands out its handle
 	// ("DeviceGetHandleByIndex", ...ByUUID, ...ByPciBusId, ...BySerial). They come before Lost. Methods of what is on the GPU
-	// have a prefix: "GpuInstance.Destroy", "ComputeInstance.GetInfo", "MigDevice.GetUUID".
+	// have a prefix: "GpuInstance.Destroy", "ComputeInstance.GetInfo", "MigDevice.GetUUID". "*" stands for all that are not named.
 	Calls map[string]CallFault `json:"calls,omitempty"`
 	// Clients are processes that use the GPU: MIG mode cannot be changed then, nor an instance be destroyed that they use.
 	Clients []Client `json:"clients,omitempty"`
+	// Condition is what a GPU that works reports of its health.
+	Condition `json:",inline"`
 }
 
 // Client is a process that uses a GPU or a partition.
@@ -62,6 +71,8 @@ type CallFault struct {
 	Return string `json:"return,omitempty"`
 	// Delay passes before the call goes on. It ends early when the faults file changes or the library is shut down.
 	Delay Duration `json:"delay,omitempty"`
+	// Hang makes the call wait until the faults file no longer says so, or the library is shut down.
+	Hang bool `json:"hang,omitempty"`
 	// Skip is the number of calls, in each process and since the faults file was written, that are left alone before the first
 	// that fails; Times is the number that fail then, all where it is 0.
 	Skip  int `json:"skip,omitempty"`
@@ -76,6 +87,14 @@ type Event struct {
 	GPU string `json:"gpu"`
 	// XID is the number of the error.
 	XID uint64 `json:"xid"`
+	// GPUInstance and ComputeInstance are the IDs of those that the error is attributed to; nil for an error of the whole GPU, or of
+	// the whole GPU instance. They are not delivered while MIG is off.
+	GPUInstance     *int `json:"gpuInstance,omitempty"`
+	ComputeInstance *int `json:"computeInstance,omitempty"`
+	// PID and Process are those that the kernel's log names, and Message is the end of the line; the driver's where it is empty.
+	PID     uint32 `json:"pid,omitempty"`
+	Process string `json:"process,omitempty"`
+	Message string `json:"message,omitempty"`
 }
 
 // Duration is a time.Duration that reads and writes as "1m30s".
@@ -99,13 +118,20 @@ func (d *Duration) UnmarshalJSON(data []byte) error {
 }
 
 // WriteFaults puts the faults of the machine in dir into force, in place of those before, in one step. It returns when the
-// next call of any library that watches dir sees them.
+// next call of any library that watches dir sees them. Events that were not in the file before are appended to the kernel's log.
 func WriteFaults(dir string, faults Faults) error {
+	before, err := ReadFaults(dir)
+	if err != nil {
+		before = Faults{} // an unusable file has had no effect
+	}
 	data, err := yaml.Marshal(faults)
 	if err != nil {
 		return fmt.Errorf("write faults: %w", err)
 	}
-	return replaceNewer(filepath.Join(dir, FaultsFile), data, 0o644)
+	if err := replaceNewer(filepath.Join(dir, FaultsFile), data, 0o644); err != nil {
+		return err
+	}
+	return logXIDs(dir, before, faults)
 }
 
 // ReadFaults reads the faults in force for the machine in dir, so that a test can add to them. A missing file is no fault.
@@ -131,11 +157,27 @@ type faultState struct {
 
 type gpuFaults struct {
 	lost, absent bool
+	minor        *int // nil for the profile's
 	calls        map[string]*callFault
 	clients      []client
+	// persistenceOff is that of GPUFaults.
+	persistenceOff bool
+	condition      condition
+}
+
+// everyCall is the name that stands for all calls.
+const everyCall = "*"
+
+// named is the fault of a call; nil for none.
+func named(calls map[string]*callFault, method string) *callFault {
+	if fault := calls[method]; fault != nil {
+		return fault
+	}
+	return calls[everyCall]
 }
 
 type callFault struct {
+	hang        bool
 	ret         nvml.Return
 	delay       time.Duration
 	skip, times int64
@@ -156,6 +198,8 @@ type event struct {
 	sequence uint64
 	place    int
 	xid      uint64
+	// gi and ci are noInstance for none.
+	gi, ci uint32
 }
 
 var handleGetters = map[string]bool{
@@ -167,7 +211,7 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 	state := &faultState{gpus: make([]gpuFaults, len(profile.GPUs))}
 	var problems []error
 	var err error
-	if state.library, err = compileCalls("calls", f.Calls, libraryMethods); err != nil {
+	if state.library, err = compileCalls("calls", f.Calls, libraryMethods, eventSetMethods); err != nil {
 		problems = append(problems, err)
 	}
 	for i, g := range f.GPUs {
@@ -186,7 +230,17 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 		if err != nil {
 			problems = append(problems, err)
 		}
-		state.gpus[place] = gpuFaults{lost: g.Lost, absent: g.Absent, calls: calls, clients: clients}
+		condition, err := g.Condition.compile(at)
+		if err != nil {
+			problems = append(problems, err)
+		}
+		state.gpus[place] = gpuFaults{
+			lost: g.Lost, absent: g.Absent, minor: g.Minor, persistenceOff: g.PersistenceOff,
+			calls: calls, clients: clients, condition: condition,
+		}
+	}
+	if err := state.checkMinors(profile); err != nil {
+		problems = append(problems, err)
 	}
 	for i, e := range f.Events {
 		place, err := profile.find(e.GPU)
@@ -194,10 +248,42 @@ func (f Faults) compile(profile Profile) (*faultState, error) {
 			problems = append(problems, fmt.Errorf("events[%d].gpu: %w", i, err))
 			continue
 		}
-		state.events = append(state.events, event{sequence: e.Sequence, place: place, xid: e.XID})
+		compiled := event{sequence: e.Sequence, place: place, xid: e.XID, gi: noInstance, ci: noInstance}
+		if e.GPUInstance != nil {
+			compiled.gi = uint32(*e.GPUInstance)
+		}
+		if e.ComputeInstance != nil {
+			compiled.ci = uint32(*e.ComputeInstance)
+		}
+		if e.ComputeInstance != nil && e.GPUInstance == nil {
+			problems = append(problems, fmt.Errorf("events[%d].computeInstance: there is no gpuInstance", i))
+		}
+		state.events = append(state.events, compiled)
 		state.newest = max(state.newest, e.Sequence)
 	}
 	return state, errors.Join(problems...)
+}
+
+// checkMinors requires that GPUs have different minors. A profile that was not resolved has no minors of its own.
+func (s *faultState) checkMinors(p Profile) error {
+	taken := map[int]int{}
+	for place, g := range p.GPUs {
+		minor := s.gpus[place].minor
+		if minor == nil {
+			minor = g.Minor
+		}
+		if minor == nil {
+			continue
+		}
+		if *minor < 0 || *minor == minorModeset || *minor == minorCtl {
+			return fmt.Errorf("gpus: minor %d is no GPU's", *minor)
+		}
+		if other, ok := taken[*minor]; ok {
+			return fmt.Errorf("gpus: GPUs %d and %d both have minor %d", other, place, *minor)
+		}
+		taken[*minor] = place
+	}
+	return nil
 }
 
 func compileCalls(path string, calls map[string]CallFault, known ...map[string]bool) (map[string]*callFault, error) {
@@ -208,14 +294,14 @@ func compileCalls(path string, calls map[string]CallFault, known ...map[string]b
 		if !ok {
 			problems = append(problems, fmt.Errorf("%s.%s.return: %q is no NVML return code", path, method, fault.Return))
 		}
-		if !knownMethod(method, known) {
+		if method != everyCall && !knownMethod(method, known) {
 			problems = append(problems, fmt.Errorf("%s.%s: no such method", path, method))
 		}
 		if fault.Skip < 0 || fault.Times < 0 {
 			problems = append(problems, fmt.Errorf("%s.%s: skip and times cannot be negative", path, method))
 		}
 		compiled[method] = &callFault{
-			ret: ret, delay: time.Duration(fault.Delay), skip: int64(fault.Skip), times: int64(fault.Times),
+			hang: fault.Hang, ret: ret, delay: time.Duration(fault.Delay), skip: int64(fault.Skip), times: int64(fault.Times),
 		}
 	}
 	return compiled, errors.Join(problems...)

@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -145,6 +146,67 @@ func TestDelayEndsWithTheFault(t *testing.T) {
 	}
 }
 
+// A call that hangs does so while the faults say so, whatever else is in them.
+func TestCallsThatHang(t *testing.T) {
+	dir := t.TempDir()
+	lib := start(t, "h100x8-mig", WithDir(dir))
+	whole, another, cut := handle(t, lib, 0), handle(t, lib, 1), handle(t, lib, 4)
+	uuid, _ := whole.GetUUID()
+	partition := gotten[nvml.Device](t)(cut.GetMigDeviceHandleByIndex(0))
+	instance := gotten[nvml.GpuInstance](t)(cut.GetGpuInstanceById(1))
+	compute := gotten[nvml.ComputeInstance](t)(instance.GetComputeInstanceById(0))
+	set, _ := lib.EventSetCreate()
+	gpu := func(index, method string) Faults {
+		return Faults{GPUs: []GPUFaults{{GPU: index, Calls: map[string]CallFault{method: {Hang: true}}}}}
+	}
+	library := func(method string) Faults { return Faults{Calls: map[string]CallFault{method: {Hang: true}}} }
+	for name, test := range map[string]struct {
+		faults Faults
+		call   func() nvml.Return
+	}{
+		"any call of a GPU":              {gpu("0", "*"), func() nvml.Return { return second(whole.GetName()) }},
+		"a GPU by UUID":                  {gpu("0", "*"), func() nvml.Return { return second(lib.DeviceGetHandleByUUID(uuid)) }},
+		"links":                          {gpu("0", "GetNvLinkState"), func() nvml.Return { return second(whole.GetNvLinkState(0)) }},
+		"the topology of another":        {gpu("0", "*"), func() nvml.Return { return second(cut.GetTopologyCommonAncestor(whole)) }},
+		"a MIG device":                   {gpu("4", "MigDevice.GetUUID"), func() nvml.Return { return second(partition.GetUUID()) }},
+		"a GPU instance":                 {gpu("4", "*"), func() nvml.Return { return second(instance.GetInfo()) }},
+		"a compute instance":             {gpu("4", "ComputeInstance.GetInfo"), func() nvml.Return { return second(compute.GetInfo()) }},
+		"the count":                      {library("DeviceGetCount"), func() nvml.Return { return second(lib.DeviceGetCount()) }},
+		"any call of the library":        {library("*"), func() nvml.Return { return second(lib.SystemGetDriverVersion()) }},
+		"Init":                           {library("Init"), lib.Init},
+		"Shutdown":                       {library("Shutdown"), lib.Shutdown},
+		"the registration for an event":  {gpu("0", "RegisterEvents"), func() nvml.Return { return whole.RegisterEvents(nvml.EventTypeXidCriticalError, set) }},
+		"the release of a set of events": {library("EventSet.Free"), set.Free},
+	} {
+		t.Run(name, func(t *testing.T) {
+			lib.Init() // so that Shutdown does not end it
+			inject(t, dir, test.faults)
+			answer := make(chan nvml.Return, 1)
+			go func() { answer <- test.call() }()
+			hangs := func() {
+				t.Helper()
+				select {
+				case ret := <-answer:
+					t.Fatalf("returned %v", ret)
+				case <-time.After(3 * lookEvery):
+				}
+			}
+			hangs()
+			more := test.faults
+			more.GPUs = append(slices.Clone(more.GPUs), GPUFaults{GPU: "7", Lost: true})
+			inject(t, dir, more)
+			hangs()
+			if ret := second(another.GetName()); ret != nvml.SUCCESS {
+				t.Errorf("another GPU: %v", ret)
+			}
+			inject(t, dir, Faults{})
+			if ret := <-answer; ret != nvml.SUCCESS {
+				t.Errorf("when the fault is over: %v", ret)
+			}
+		})
+	}
+}
+
 func TestUnusableFaultsFileKeepsTheStateBefore(t *testing.T) {
 	for name, content := range map[string]string{
 		"not YAML":         "gpus: [",
@@ -157,6 +219,7 @@ func TestUnusableFaultsFileKeepsTheStateBefore(t *testing.T) {
 		"device in system": "calls: {GetName: {return: ERROR_UNKNOWN}}",
 		"unknown instance": "gpus: [{gpu: \"0\", calls: {GpuInstance.Eat: {}}}]",
 		"odd partition":    "gpus: [{gpu: \"0\", clients: [{pid: 1, partition: half}]}]",
+		"event of no GI":   "events: [{sequence: 1, gpu: \"0\", xid: 94, computeInstance: 0}]",
 		"negative count":   "gpus: [{gpu: \"0\", calls: {GetName: {skip: -1}}}]",
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -5,6 +5,7 @@ package simulated
 import (
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"path/filepath"
 	"sync"
@@ -86,10 +87,22 @@ func stampOf(path string) fileStamp {
 	return stamp
 }
 
-// answer carries out a call's fault: it waits as long as the fault says, and gives the fault's return code and the state
-// that is in force afterwards.
-func (s *faultSource) answer(state *faultState, fault *callFault, stopped <-chan struct{}) (*faultState, nvml.Return) {
+// answer carries out a call's fault, which find looks up: it waits as long as the fault says, and gives the fault's return code and the
+// state that is in force afterwards.
+func (s *faultSource) answer(find func(*faultState) *callFault, stopped <-chan struct{}) (*faultState, nvml.Return) {
+	state := s.current()
+	fault := find(state)
 	if !fault.hits() {
+		return state, nvml.SUCCESS
+	}
+	for fault != nil && fault.hang {
+		if !s.wait(state, math.MaxInt64, stopped) {
+			return state, nvml.ERROR_UNINITIALIZED
+		}
+		state = s.current()
+		fault = find(state)
+	}
+	if fault == nil {
 		return state, nvml.SUCCESS
 	}
 	if fault.delay <= 0 {

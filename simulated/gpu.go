@@ -25,14 +25,17 @@ func (h *gpuHandle) gate(method string) nvml.Return {
 	if !g.sys.initialized() {
 		return nvml.ERROR_UNINITIALIZED
 	}
-	state := g.sys.faults.current()
-	state, ret := g.sys.faults.answer(state, state.gpus[g.place].calls[method], g.sys.stop())
+	find := func(state *faultState) *callFault { return named(state.gpus[g.place].calls, method) }
+	state, ret := g.sys.faults.answer(find, g.sys.stop())
 	if ret != nvml.SUCCESS {
 		return ret
 	}
 	faults := state.gpus[g.place]
 	if faults.lost || faults.absent || !slices.Contains(g.sys.handles(), h) {
 		return nvml.ERROR_GPU_IS_LOST
+	}
+	if g.sys.privileges < neededPrivileges[method] {
+		return nvml.ERROR_NO_PERMISSION
 	}
 	return nvml.SUCCESS
 }
@@ -93,11 +96,17 @@ func enabled(on bool) nvml.EnableState {
 	return nvml.FEATURE_DISABLED
 }
 
-func (g *gpu) GetUUID() (string, nvml.Return)     { return g.uuid, nvml.SUCCESS }
-func (g *gpu) GetName() (string, nvml.Return)     { return g.model.ProductName, nvml.SUCCESS }
-func (g *gpu) GetSerial() (string, nvml.Return)   { return g.serial, nvml.SUCCESS }
-func (g *gpu) GetMinorNumber() (int, nvml.Return) { return *g.spec.Minor, nvml.SUCCESS }
-func (g *gpu) GetBoardId() (uint32, nvml.Return)  { return g.boardID, nvml.SUCCESS } //nolint:revive // the name is go-nvml's
+func (g *gpu) GetUUID() (string, nvml.Return)    { return g.uuid, nvml.SUCCESS }
+func (g *gpu) GetName() (string, nvml.Return)    { return g.model.ProductName, nvml.SUCCESS }
+func (g *gpu) GetSerial() (string, nvml.Return)  { return g.serial, nvml.SUCCESS }
+func (g *gpu) GetBoardId() (uint32, nvml.Return) { return g.boardID, nvml.SUCCESS } //nolint:revive // the name is go-nvml's
+
+// GetMinorNumber is the one that the GPU had at the first Init.
+func (g *gpu) GetMinorNumber() (int, nvml.Return) {
+	g.sys.mu.RLock()
+	defer g.sys.mu.RUnlock()
+	return g.sys.minors[g.place], nvml.SUCCESS
+}
 
 func (g *gpu) GetIndex() (int, nvml.Return) {
 	index := slices.IndexFunc(g.sys.handles(), func(h *gpuHandle) bool { return h.gpu == g })
@@ -112,6 +121,14 @@ func (g *gpu) GetModuleId() (int, nvml.Return) { //nolint:revive // the name is 
 		return 0, nvml.ERROR_NOT_SUPPORTED
 	}
 	return g.spec.ModuleID, nvml.SUCCESS
+}
+
+// GetNumaNodeId is the node of the GPU's memory (nvml.h: only where GPUs are NUMA nodes).
+func (g *gpu) GetNumaNodeId() (int, nvml.Return) { //nolint:revive // the name is go-nvml's
+	if g.spec.MemoryNUMANode == nil {
+		return 0, nvml.ERROR_NOT_SUPPORTED
+	}
+	return *g.spec.MemoryNUMANode, nvml.SUCCESS
 }
 
 func (g *gpu) GetMultiGpuBoard() (int, nvml.Return) { return 0, nvml.SUCCESS }
@@ -235,7 +252,28 @@ func (g *gpu) SetApplicationsClocks(memory, graphics uint32) nvml.Return {
 }
 
 func (g *gpu) GetPersistenceMode() (nvml.EnableState, nvml.Return) {
-	return nvml.FEATURE_ENABLED, nvml.SUCCESS
+	return enabled(!g.sys.faults.current().gpus[g.place].persistenceOff), nvml.SUCCESS
+}
+
+// forgetSettings is what happens to GPUs that the driver lets go of. Sessions of other processes are not known: only the clients that
+// the faults file names keep a GPU.
+func (s *system) forgetSettings() nvml.Return {
+	var forgetful []string
+	for place, faults := range s.faults.current().gpus {
+		if faults.persistenceOff && len(faults.clients) == 0 {
+			forgetful = append(forgetful, s.profile.GPUs[place].UUID)
+		}
+	}
+	if len(forgetful) == 0 {
+		return nvml.SUCCESS
+	}
+	return s.mig.change(func(state *MIGState) nvml.Return {
+		for _, uuid := range forgetful {
+			delete(state.ComputeModes, uuid)
+			delete(state.Clocks, uuid)
+		}
+		return nvml.SUCCESS
+	})
 }
 
 func (g *gpu) GetDisplayMode() (nvml.EnableState, nvml.Return) {

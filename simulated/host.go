@@ -18,6 +18,8 @@ type host struct {
 	cpus       []cpu
 	memoryKiB  uint64
 	freeMajors []uint32
+	// devices is the content of proc's list of device numbers.
+	devices []byte
 }
 
 // cpu is a logical CPU and its place.
@@ -32,11 +34,15 @@ func readHost(options MaterializeOptions) (host, error) {
 	if err != nil {
 		return host{}, err
 	}
-	majors, err := readFreeMajors(filepath.Join(options.HostProc, "devices"))
+	devices, err := os.ReadFile(filepath.Join(options.HostProc, "devices"))
+	if err != nil {
+		return host{}, fmt.Errorf("read device numbers in use: %w", err)
+	}
+	free, err := freeMajors(devices)
 	if err != nil {
 		return host{}, err
 	}
-	return host{cpus: cpus, memoryKiB: memory, freeMajors: majors}, nil
+	return host{cpus: cpus, memoryKiB: memory, freeMajors: free, devices: devices}, nil
 }
 
 // readCPUs lists the online CPUs so that those of one core and of one socket are together.
@@ -114,14 +120,10 @@ func readMemory(path string) (uint64, error) {
 	return strconv.ParseUint(string(found[1]), 10, 64)
 }
 
-// readFreeMajors lists character device majors that no driver of the host has, of those the kernel hands out to drivers
+// freeMajors lists character device majors that no driver of the host has, of those the kernel hands out to drivers
 // that ask for any (511 down to 384, Documentation/admin-guide/devices.txt).
-func readFreeMajors(path string) ([]uint32, error) {
-	text, err := os.ReadFile(path)
-	if err != nil {
-		return nil, fmt.Errorf("read device numbers in use: %w", err)
-	}
-	characters, _, _ := strings.Cut(string(text), "Block devices:")
+func freeMajors(devices []byte) ([]uint32, error) {
+	characters, _, _ := strings.Cut(string(devices), "Block devices:")
 	used := map[string]bool{}
 	for line := range strings.Lines(characters) {
 		if fields := strings.Fields(line); len(fields) == 2 {
@@ -134,8 +136,8 @@ func readFreeMajors(path string) ([]uint32, error) {
 			free = append(free, major)
 		}
 	}
-	if len(free) < 2 {
-		return nil, fmt.Errorf("read device numbers in use: no two free majors between 384 and 511")
+	if len(free) < freeMajorsNeeded {
+		return nil, fmt.Errorf("read device numbers in use: %d free majors between 384 and 511, want %d", len(free), freeMajorsNeeded)
 	}
 	return free, nil
 }

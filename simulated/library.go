@@ -36,20 +36,29 @@ type system struct {
 	mig     *migStore
 	all     []*gpuHandle
 
+	// dev is where missing device nodes are made; empty for nowhere.
+	dev        string
+	report     func(error)
+	privileges Privileges
+
 	mu         sync.RWMutex
 	users      int
 	stopped    chan struct{}
 	enumerated []*gpuHandle
+	// minors are those of the profile's GPUs, by place.
+	minors []int
 }
 
 // Option changes what New makes.
 type Option func(*settings)
 
 type settings struct {
-	seed    string
-	dir     string
-	boot    string
-	onError func(error)
+	seed       string
+	dir        string
+	dev        string
+	boot       string
+	onError    func(error)
+	privileges Privileges
 }
 
 // WithSeed tells machines of the same profile apart: with another seed (a node's name) the derived UUIDs are others.
@@ -59,19 +68,28 @@ func WithSeed(seed string) Option { return func(s *settings) { s.seed = seed } }
 // state of MIG with all other libraries of that machine. Without, there are no faults, and the state is the library's own.
 func WithDir(dir string) Option { return func(s *settings) { s.dir = dir } }
 
+// WithDev names the /dev that the process sees: where the profile says so (Nodes.MadeByNVML), the first Init makes missing device nodes
+// in it. Without, no nodes are made.
+func WithDev(dir string) Option { return func(s *settings) { s.dev = dir } }
+
 // WithReport has report called when a changed faults file cannot be used (the faults before it stay in force), once for each
 // change, and when the MIG state cannot be read or written. It is called from within NVML calls, so it must not make any.
 func WithReport(report func(error)) Option { return func(s *settings) { s.onError = report } }
 
 // New makes a library for a profile that Load or Parse gave; nothing happens before Init.
 func New(profile Profile, opts ...Option) *Library {
-	s := settings{boot: bootID(), onError: func(error) {}}
+	s := settings{boot: bootID(), privileges: AllPrivileges, onError: func(error) {}}
 	for _, opt := range opts {
 		opt(&s)
 	}
 	sys := &system{
-		profile: profile.WithIdentity(s.seed),
-		stopped: make(chan struct{}),
+		profile:    profile.WithIdentity(s.seed),
+		stopped:    make(chan struct{}),
+		report:     s.onError,
+		privileges: s.privileges,
+	}
+	if sys.profile.Nodes.MadeByNVML {
+		sys.dev = s.dev
 	}
 	close(sys.stopped)
 	sys.faults = newFaultSource(s.dir, sys.profile, s.onError)
@@ -105,9 +123,8 @@ func (l *Library) Init() nvml.Return { return l.InitWithFlags(0) }
 
 // InitWithFlags implements nvml.Interface; the flags change nothing, since no GPU here can fail to attach.
 func (l *Library) InitWithFlags(uint32) nvml.Return {
-	state := l.faults.current()
 	// Nothing ends the wait of Init: there is no library to shut down yet.
-	state, ret := l.faults.answer(state, state.library["Init"], nil)
+	state, ret := l.faults.answer(libraryFault("Init"), nil)
 	if ret != nvml.SUCCESS {
 		return ret
 	}
@@ -119,26 +136,49 @@ func (l *Library) InitWithFlags(uint32) nvml.Return {
 	}
 	l.stopped = make(chan struct{})
 	l.enumerated = nil
+	l.minors = make([]int, len(l.all))
+	var minors []int
 	for i, h := range l.all {
+		l.minors[i] = *l.profile.GPUs[i].Minor
+		if moved := state.gpus[i].minor; moved != nil {
+			l.minors[i] = *moved
+		}
 		if !state.gpus[i].absent {
 			l.enumerated = append(l.enumerated, h)
+			minors = append(minors, l.minors[i])
+		}
+	}
+	if l.dev != "" {
+		if err := makeNodes(l.dev, minors); err != nil {
+			l.report(fmt.Errorf("make device nodes in %s: %w", l.dev, err))
 		}
 	}
 	return nvml.SUCCESS
 }
 
+// libraryFault finds the fault of a library call.
+func libraryFault(method string) func(*faultState) *callFault {
+	return func(state *faultState) *callFault { return named(state.library, method) }
+}
+
 // Shutdown implements nvml.Interface.
 func (l *Library) Shutdown() nvml.Return {
+	if l.initialized() {
+		if _, ret := l.faults.answer(libraryFault("Shutdown"), nil); ret != nvml.SUCCESS {
+			return ret
+		}
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.users == 0 {
 		return nvml.ERROR_UNINITIALIZED
 	}
 	l.users--
-	if l.users == 0 {
-		close(l.stopped)
+	if l.users > 0 {
+		return nvml.SUCCESS
 	}
-	return nvml.SUCCESS
+	close(l.stopped)
+	return l.forgetSettings()
 }
 
 // ErrorString implements nvml.Interface.
@@ -164,8 +204,7 @@ func (l *Library) gate(method string) nvml.Return {
 	if !l.initialized() {
 		return nvml.ERROR_UNINITIALIZED
 	}
-	state := l.faults.current()
-	_, ret := l.faults.answer(state, state.library[method], l.stop())
+	_, ret := l.faults.answer(libraryFault(method), l.stop())
 	return ret
 }
 
@@ -248,7 +287,7 @@ func (s *system) obtain(method string, match func(*gpu) bool) (nvml.Device, nvml
 }
 
 func (s *system) EventSetCreate() (nvml.EventSet, nvml.Return) {
-	return newEventSet(s), nvml.SUCCESS
+	return &eventSetHandle{newEventSet(s)}, nvml.SUCCESS
 }
 
 func (s *system) UnitGetCount() (int, nvml.Return) { return 0, nvml.SUCCESS }

@@ -56,8 +56,8 @@ func orElse(value, fallback string) string {
 	return value
 }
 
-// Materialize makes the files of a simulated machine below dir: DriverDir, SysfsDir, ProcDir, ProfileFile, MIGDir, and
-// FaultsFile unless it is there. It is idempotent: what is right already is left alone, what is missing or different is put
+// Materialize makes the files of a simulated machine below dir: DriverDir, SysfsDir, ProcDir, ProfileFile, MIGDir,
+// KernelLogFile, and FaultsFile unless it is there. It is idempotent: what is right already is left alone, what is missing or different is put
 // right one file at a time, and GPUs and driver versions of an earlier profile are removed, so a run that was cut short is
 // completed by the next. Device nodes need the privilege to make them.
 func Materialize(dir string, profile Profile, options MaterializeOptions) error {
@@ -78,10 +78,20 @@ func Materialize(dir string, profile Profile, options MaterializeOptions) error 
 	if err := prune(dir, wanted); err != nil {
 		return fmt.Errorf("materialize %s in %s: %w", profile.Name, dir, err)
 	}
-	if err := newMIGStore(dir, bootID(), initialMIG(profile), func(error) {}).begin(); err != nil {
+	if err := boot(dir, profile); err != nil {
 		return fmt.Errorf("materialize %s in %s: %w", profile.Name, dir, err)
 	}
 	return nil
+}
+
+// boot begins the state of MIG and the kernel's log, unless they are of this boot.
+func boot(dir string, profile Profile) error {
+	store := newMIGStore(dir, bootID(), initialMIG(profile), func(error) {})
+	_, err := os.Stat(filepath.Join(dir, KernelLogFile))
+	if err == nil && store.begun() {
+		return nil
+	}
+	return errors.Join(store.begin(), bootKernelLog(dir, profile))
 }
 
 func files(profile Profile, options MaterializeOptions) ([]file, error) {
@@ -97,13 +107,15 @@ func files(profile Profile, options MaterializeOptions) ([]file, error) {
 	if err != nil {
 		return nil, err
 	}
+	numbers := takeMajors(host.freeMajors)
 	cpus := divide(host.cpus, profile.NUMANodes)
 	return slices.Concat(
 		driver,
-		deviceFiles(profile, host.freeMajors, options.PlainDeviceFiles),
+		deviceFiles(profile, numbers, options.PlainDeviceFiles),
 		pciFiles(profile, cpus),
 		nodeFiles(cpus, host.memoryKiB),
 		[]file{
+			devicesFile(host.devices, profile, numbers),
 			{path: ProfileFile, content: resolved, mode: 0o644},
 			{path: filepath.Join(MIGDir, "lock"), mode: 0o644, keep: true},
 			{path: FaultsFile, content: []byte("# Faults of this machine, obeyed as soon as they are written.\n"), mode: 0o644, keep: true},
@@ -128,6 +140,8 @@ func forget(dir string, wanted []file) error {
 // what is below a place is looked through as well.
 var stale = []string{
 	DriverDir + "/dev/nvidia*",
+	DriverDir + "/dev/gdrdrv",
+	DriverDir + "/dev/infiniband",
 	ProcDir + "/driver",
 	DriverDir + "/usr/lib/*/*.so*",
 	DriverDir + "/usr/lib/*/vdpau/*.so*",

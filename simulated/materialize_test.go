@@ -91,7 +91,7 @@ func generate(t *testing.T, dir string, lib *Library) (*specs.Spec, []string) {
 
 func TestNVCDIAcceptsTheDriverRoot(t *testing.T) {
 	requireMknod(t)
-	for _, name := range []string{"h100x8", "mixed", "bench256"} {
+	for _, name := range []string{"h100x8", "mixed", "bench256", "gb200x4", "t4x4"} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			p := materialize(t, dir, name, MaterializeOptions{Seed: "n1"})
@@ -211,11 +211,8 @@ func TestDeviceNodesHaveTheRealNumbers(t *testing.T) {
 }
 
 func TestFreeMajorsAreNotInUse(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "devices")
-	if err := os.WriteFile(path, []byte("Character devices:\n  1 mem\n510 aux\n511 nvme\n\nBlock devices:\n509 zram\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	if free, err := readFreeMajors(path); err != nil || free[0] != 509 || free[1] != 508 {
+	devices := []byte("Character devices:\n  1 mem\n510 aux\n511 nvme\n\nBlock devices:\n509 zram\n")
+	if free, err := freeMajors(devices); err != nil || free[0] != 509 || free[1] != 508 {
 		t.Errorf("free majors %v, %v", free, err)
 	}
 }

@@ -42,13 +42,13 @@ func (g *gpu) migEnabled() (*MIGGPU, nvml.Return) {
 }
 
 // changeMIG changes the GPU's state with the mode on.
-func (g *gpu) changeMIG(do func(state *MIGState, own *MIGGPU) nvml.Return) nvml.Return {
+func (g *gpu) changeMIG(do func(own *MIGGPU) nvml.Return) nvml.Return {
 	return g.sys.mig.change(func(state *MIGState) nvml.Return {
 		own := state.gpu(g.uuid)
 		if own == nil || !own.Enabled {
 			return nvml.ERROR_NOT_SUPPORTED
 		}
-		return do(state, own)
+		return do(own)
 	})
 }
 
@@ -190,7 +190,7 @@ func (g *gpu) CreateGpuInstanceWithPlacement(info *nvml.GpuInstanceProfileInfo, 
 // createInstance takes the first of the places where there is room.
 func (g *gpu) createInstance(p *models.Profile, places ...device.Placement) (nvml.GpuInstance, nvml.Return) {
 	var made GPUInstance
-	ret := g.changeMIG(func(_ *MIGState, own *MIGGPU) nvml.Return {
+	ret := g.changeMIG(func(own *MIGGPU) nvml.Return {
 		at := slices.IndexFunc(places, func(place device.Placement) bool { return g.geometry.fits(own.Instances, p, place) })
 		if at < 0 {
 			return nvml.ERROR_INSUFFICIENT_RESOURCES

@@ -144,13 +144,45 @@ func TestComputeInstancesShareAGPUInstance(t *testing.T) {
 	is(t, ret, nvml.ERROR_INVALID_ARGUMENT)
 	_, ret = lib.DeviceGetHandleByUUID(uuid)
 	is(t, ret, nvml.ERROR_NOT_FOUND)
-	gotten[nvml.ComputeInstance](t)(i.CreateComputeInstance(one))
-	_, ret = b.GetUUID()
-	is(t, ret, nvml.ERROR_INVALID_ARGUMENT)
-	if again := gotten[nvml.Device](t)(d.GetMigDeviceHandleByIndex(1)); gotten[string](t)(again.GetUUID()) == uuid {
-		t.Error("made again it has the same UUID")
+	second = gotten[nvml.ComputeInstance](t)(i.CreateComputeInstance(one))
+	if again := gotten[nvml.Device](t)(d.GetMigDeviceHandleByIndex(1)); gotten[string](t)(again.GetUUID()) != uuid {
+		t.Error("made again it has another UUID")
 	}
+	_, ret = b.GetUUID()
+	is(t, ret, nvml.SUCCESS)
+	is(t, second.Destroy(), nvml.SUCCESS)
 	is(t, first.Destroy(), nvml.SUCCESS)
+}
+
+// What is another instance has another UUID: on another GPU, at another place, or of another profile at the same place.
+func TestUUIDsOfPartitions(t *testing.T) {
+	lib := start(t, "h100x8")
+	seen := map[string]bool{}
+	for _, place := range []int{0, 1} {
+		d := handle(t, lib, place)
+		enable(t, d)
+		for _, shape := range []struct {
+			profile, compute int
+			start            uint32
+		}{
+			{nvml.GPU_INSTANCE_PROFILE_3_SLICE, nvml.COMPUTE_INSTANCE_PROFILE_3_SLICE, 0},
+			{nvml.GPU_INSTANCE_PROFILE_3_SLICE, nvml.COMPUTE_INSTANCE_PROFILE_2_SLICE, 0},
+			{nvml.GPU_INSTANCE_PROFILE_3_SLICE, nvml.COMPUTE_INSTANCE_PROFILE_3_SLICE, 4},
+			{nvml.GPU_INSTANCE_PROFILE_4_SLICE, nvml.COMPUTE_INSTANCE_PROFILE_2_SLICE, 0},
+		} {
+			info := profileOf(t, d, shape.profile)
+			at := nvml.GpuInstancePlacement{Start: shape.start, Size: 4}
+			i := gotten[nvml.GpuInstance](t)(d.CreateGpuInstanceWithPlacement(info, &at))
+			compute := gotten[nvml.ComputeInstance](t)(i.CreateComputeInstance(computeOf(t, i, shape.compute)))
+			uuid := gotten[string](t)(gotten[nvml.Device](t)(d.GetMigDeviceHandleByIndex(0)).GetUUID())
+			if seen[uuid] {
+				t.Errorf("GPU %d, %+v: another partition has UUID %s", place, shape, uuid)
+			}
+			seen[uuid] = true
+			is(t, compute.Destroy(), nvml.SUCCESS)
+			is(t, i.Destroy(), nvml.SUCCESS)
+		}
+	}
 }
 
 func TestClientsKeepInstances(t *testing.T) {

@@ -9,7 +9,8 @@ import (
 	"github.com/tandem-gpu/tandem/simulated/models"
 )
 
-// partitionHandle is a MIG device as callers hold it. It is void for good when its compute instance is destroyed.
+// partitionHandle is a MIG device as callers hold it. It is void when its compute instance is destroyed, and valid again when the same
+// is made again.
 type partitionHandle struct {
 	partition *partition
 }

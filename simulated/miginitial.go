@@ -19,14 +19,14 @@ func initialMIG(p Profile) MIGState {
 			continue
 		}
 		own := MIGGPU{UUID: g.UUID, Enabled: g.MIGEnabled, Pending: g.MIGEnabled}
-		_ = geometryOf(model).cut(&state, &own, g.Partitions) // validated with the profile
+		_ = geometryOf(model).cut(&own, g.Partitions) // validated with the profile
 		state.GPUs = append(state.GPUs, own)
 	}
 	return state
 }
 
 // cut makes the partitions on a GPU that has none.
-func (g geometry) cut(state *MIGState, own *MIGGPU, partitions []Partition) error {
+func (g geometry) cut(own *MIGGPU, partitions []Partition) error {
 	for i, wanted := range partitions {
 		p := g.byName(wanted.Profile)
 		if p == nil {
@@ -48,7 +48,7 @@ func (g geometry) cut(state *MIGState, own *MIGGPU, partitions []Partition) erro
 			sizes = []int{p.Compute}
 		}
 		for k, size := range sizes {
-			if !state.cut(own.UUID, made, p.Computes, size) {
+			if !made.cut(own.UUID, p.Computes, size) {
 				return fmt.Errorf("[%d].compute[%d]: there is no room for %d slices", i, k, size)
 			}
 		}
@@ -58,14 +58,14 @@ func (g geometry) cut(state *MIGState, own *MIGGPU, partitions []Partition) erro
 }
 
 // cut makes a compute instance of that many slices at the first place with room, and reports whether there is one.
-func (s *MIGState) cut(gpu string, in *GPUInstance, profiles []models.Compute, slicesWanted int) bool {
+func (i *GPUInstance) cut(gpu string, profiles []models.Compute, slicesWanted int) bool {
 	for _, c := range profiles {
 		if c.Slices != slicesWanted {
 			continue
 		}
-		if at := slices.IndexFunc(c.Placements, in.free); at >= 0 {
+		if at := slices.IndexFunc(c.Placements, i.free); at >= 0 {
 			place := c.Placements[at]
-			s.add(gpu, in, ComputeInstance{ID: in.freeCompute(), Profile: c.ID, Start: place.Start, Size: place.Size})
+			i.add(gpu, ComputeInstance{ID: i.freeCompute(), Profile: c.ID, Start: place.Start, Size: place.Size})
 			return true
 		}
 	}

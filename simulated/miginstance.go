@@ -67,7 +67,7 @@ func (i *instance) GetInfo() (nvml.GpuInstanceInfo, nvml.Return) {
 // Destroy refuses while anything is in the instance.
 func (i *instance) Destroy() nvml.Return {
 	clients := i.gpu.clients()
-	return i.gpu.changeMIG(func(_ *MIGState, own *MIGGPU) nvml.Return {
+	return i.gpu.changeMIG(func(own *MIGGPU) nvml.Return {
 		state, _, ret := i.in(own)
 		if ret != nvml.SUCCESS {
 			return ret
@@ -165,7 +165,7 @@ func (i *instance) CreateComputeInstanceWithPlacement(
 // create takes the first place with room where at is nil.
 func (i *instance) create(info *nvml.ComputeInstanceProfileInfo, at *device.Placement) (nvml.ComputeInstance, nvml.Return) {
 	made := &compute{instance: i}
-	ret := i.gpu.changeMIG(func(all *MIGState, own *MIGGPU) nvml.Return {
+	ret := i.gpu.changeMIG(func(own *MIGGPU) nvml.Return {
 		state, p, ret := i.in(own)
 		if ret != nvml.SUCCESS {
 			return ret
@@ -186,7 +186,7 @@ func (i *instance) create(info *nvml.ComputeInstanceProfileInfo, at *device.Plac
 			return nvml.ERROR_INSUFFICIENT_RESOURCES
 		}
 		made.id = state.freeCompute()
-		all.add(i.gpu.uuid, state, ComputeInstance{
+		state.add(i.gpu.uuid, ComputeInstance{
 			ID: made.id, Profile: int(info.Id), Start: places[free].Start, Size: places[free].Size,
 		})
 		return nvml.SUCCESS
@@ -197,12 +197,12 @@ func (i *instance) create(info *nvml.ComputeInstanceProfileInfo, at *device.Plac
 	return &computeInstanceHandle{made}, nvml.SUCCESS
 }
 
-// add gives a compute instance its UUID, which no other ever had.
-func (s *MIGState) add(gpu string, to *GPUInstance, c ComputeInstance) {
-	s.Made++
-	c.UUID = "MIG-" + formatUUID(digest("mig", fmt.Sprintf("%s %d %d", gpu, to.ID, c.ID), int(s.Made)))
-	to.Compute = append(to.Compute, c)
-	slices.SortFunc(to.Compute, func(a, b ComputeInstance) int { return a.ID - b.ID })
+// add gives a compute instance its UUID. As the driver does, it makes the UUID of the GPU and of what the instance is: one that is
+// destroyed and made again has the UUID that it had.
+func (i *GPUInstance) add(gpu string, c ComputeInstance) {
+	c.UUID = "MIG-" + formatUUID(digest("mig", fmt.Sprintf("%s %d %d %d", gpu, i.ID, i.Profile, c.ID), c.Profile))
+	i.Compute = append(i.Compute, c)
+	slices.SortFunc(i.Compute, func(a, b ComputeInstance) int { return a.ID - b.ID })
 }
 
 // freeCompute is the lowest ID that no compute instance has.
@@ -275,7 +275,7 @@ func (c *compute) GetInfo() (nvml.ComputeInstanceInfo, nvml.Return) {
 // Destroy refuses while a client uses the compute instance.
 func (c *compute) Destroy() nvml.Return {
 	clients := c.instance.gpu.clients()
-	return c.instance.gpu.changeMIG(func(_ *MIGState, own *MIGGPU) nvml.Return {
+	return c.instance.gpu.changeMIG(func(own *MIGGPU) nvml.Return {
 		parent, _, ret := c.instance.in(own)
 		if ret != nvml.SUCCESS {
 			return ret

@@ -35,8 +35,6 @@ const MIGStateFile = "state.json"
 type MIGState struct {
 	// Boot is the boot's ID (proc(5), random/boot_id).
 	Boot string `json:"boot"`
-	// Made counts the compute instances that were ever made, so that each has a UUID of its own.
-	Made uint64 `json:"made"`
 	// GPUs are those that have MIG, in the profile's order.
 	GPUs []MIGGPU `json:"gpus"`
 	// ComputeModes are those of GPUs whose mode was ever set, by UUID, as NVML numbers them.
@@ -145,14 +143,19 @@ func newMIGStore(dir, boot string, initial MIGState, report func(error)) *migSto
 
 // begin writes the state of this boot where there is none, so that who looks from outside of the machine knows which boot it is.
 func (s *migStore) begin() error {
-	state, err := readMIGState(filepath.Join(s.dir, MIGStateFile))
-	if err == nil && state.Boot == s.boot {
+	if s.begun() {
 		return nil
 	}
 	if ret := s.change(func(*MIGState) nvml.Return { return nvml.SUCCESS }); ret != nvml.SUCCESS {
 		return fmt.Errorf("write the MIG state: NVML would answer %d", int(ret))
 	}
 	return nil
+}
+
+// begun reports whether the state is one of this boot.
+func (s *migStore) begun() bool {
+	state, err := readMIGState(filepath.Join(s.dir, MIGStateFile))
+	return err == nil && state.Boot == s.boot
 }
 
 // bootID is empty where the kernel does not tell: all boots are one then.

@@ -3,7 +3,9 @@
 package simulated
 
 import (
+	"encoding/hex"
 	"slices"
+	"strings"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
@@ -132,12 +134,61 @@ func (g *gpu) GetNvLinkCapability(number int, capability nvml.NvLinkCapability) 
 	return 0, nvml.ERROR_NOT_SUPPORTED
 }
 
-// GetGpuFabricInfo is that of a GPU which the fabric manager of its own machine has registered: the cluster UUID is zero
-// where no fabric beyond the machine exists.
-func (g *gpu) GetGpuFabricInfo() (nvml.GpuFabricInfo, nvml.Return) {
+// inFabric is false for a GPU that no fabric manager registers.
+func (g *gpu) inFabric() bool {
 	group, ok := groupOf(g.sys.profile, g.place)
-	if !g.model.FabricInfo || !ok || len(group.Switches) == 0 {
-		return nvml.GpuFabricInfo{}, nvml.ERROR_NOT_SUPPORTED
+	return g.model.FabricInfo && ok && len(group.Switches) > 0
+}
+
+// GetGpuFabricInfo is that of a GPU which a fabric manager has registered: the cluster UUID is zero where no fabric beyond the
+// machine exists.
+func (g *gpu) GetGpuFabricInfo() (nvml.GpuFabricInfo, nvml.Return) {
+	info, ret := g.GetGpuFabricInfo_v4()
+	return nvml.GpuFabricInfo{
+		ClusterUuid: info.ClusterUuid, State: info.State, Status: info.Status, CliqueId: info.Cliques[0].Id,
+	}, ret
+}
+
+// GetGpuFabricInfo_v4 is the only call with the fabric's health that can be simulated; GetGpuFabricInfoV needs the C library.
+func (g *gpu) GetGpuFabricInfo_v4() (nvml.GpuFabricInfo_v4, nvml.Return) { //nolint:revive // the name is go-nvml's
+	if !g.inFabric() {
+		return nvml.GpuFabricInfo_v4{}, nvml.ERROR_NOT_SUPPORTED
 	}
-	return nvml.GpuFabricInfo{State: nvml.GPU_FABRIC_STATE_COMPLETED, Status: uint32(nvml.SUCCESS)}, nvml.SUCCESS
+	group, _ := groupOf(g.sys.profile, g.place)
+	fault := g.condition().fabric
+	if fault == nil {
+		fault = &fabricState{state: nvml.GPU_FABRIC_STATE_COMPLETED, status: nvml.SUCCESS}
+	}
+	info := nvml.GpuFabricInfo_v4{
+		State: fault.state, Status: uint32(fault.status), NumCliques: 1, HealthMask: group.healthMask(), ClusterUuid: group.cluster(),
+	}
+	info.Cliques[0].Id = group.CliqueID
+	if fault.healthMask != nil {
+		info.HealthMask = *fault.healthMask
+	}
+	if fault.state != nvml.GPU_FABRIC_STATE_COMPLETED {
+		// Nothing is known of the fabric before the registration (assumed).
+		info.ClusterUuid, info.Cliques[0].Id = [16]uint8{}, 0
+	}
+	return info, nvml.SUCCESS
+}
+
+// healthMask is that of a GPU in good health. In a machine of its own it says that nothing of it is supported (nvidia-smi -q of an HGX
+// H100 prints N/A for each).
+func (n NVLinkGroup) healthMask() uint32 {
+	if n.ClusterUUID == "" {
+		return 0
+	}
+	return nvml.GPU_FABRIC_HEALTH_MASK_DEGRADED_BW_FALSE<<nvml.GPU_FABRIC_HEALTH_MASK_SHIFT_DEGRADED_BW |
+		nvml.GPU_FABRIC_HEALTH_MASK_ROUTE_RECOVERY_FALSE<<nvml.GPU_FABRIC_HEALTH_MASK_SHIFT_ROUTE_RECOVERY |
+		nvml.GPU_FABRIC_HEALTH_MASK_ROUTE_UNHEALTHY_FALSE<<nvml.GPU_FABRIC_HEALTH_MASK_SHIFT_ROUTE_UNHEALTHY |
+		nvml.GPU_FABRIC_HEALTH_MASK_ACCESS_TIMEOUT_RECOVERY_FALSE<<nvml.GPU_FABRIC_HEALTH_MASK_SHIFT_ACCESS_TIMEOUT_RECOVERY |
+		nvml.GPU_FABRIC_HEALTH_MASK_INCORRECT_CONFIGURATION_NONE<<nvml.GPU_FABRIC_HEALTH_MASK_SHIFT_INCORRECT_CONFIGURATION
+}
+
+// cluster is the UUID as NVML has it.
+func (n NVLinkGroup) cluster() (uuid [16]uint8) {
+	data, _ := hex.DecodeString(strings.ReplaceAll(n.ClusterUUID, "-", "")) //nolint:errcheck // validated with the profile
+	copy(uuid[:], data)
+	return uuid
 }

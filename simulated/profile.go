@@ -29,6 +29,25 @@ type Profile struct {
 	GPUs []GPU `json:"gpus"`
 	// NVLink lists the groups of GPUs that are linked to each other; a GPU is in one group at most.
 	NVLink []NVLinkGroup `json:"nvlink,omitempty"`
+	// Nodes says which device nodes there are.
+	Nodes Nodes `json:"nodes,omitzero"`
+	// ChecksPrivileges has package simnode find out what the process may do (ProcessPrivileges). Otherwise it may do everything, which
+	// suits an agent in a cluster of tests: it needs no privileges for files that simulate a GPU.
+	ChecksPrivileges bool `json:"checksPrivileges,omitempty"`
+}
+
+// Nodes describes the device nodes of a machine; the zero value is a machine with all nodes of its GPUs.
+type Nodes struct {
+	// Missing are patterns (path.Match) of paths below /dev that are not made: "nvidia-uvm*" after a boot of a bare host,
+	// "nvidia-caps/*" where the driver does not make nodes of capabilities.
+	Missing []string `json:"missing,omitempty"`
+	// MadeByNVML has NVML make missing nodes when a process with the right to do so initializes it: nvidiactl and nvidia<minor>, in
+	// the /dev that the process sees, and never nvidia-uvm (nvidia-modprobe does the same).
+	MadeByNVML bool `json:"madeByNVML,omitempty"`
+	// IMEXChannels is the number of channel<n> in nvidia-caps-imex-channels.
+	IMEXChannels int `json:"imexChannels,omitempty"`
+	// Other are nodes of other drivers: "nvidia-fs0" (GDS), "gdrdrv" (GDRCopy), "infiniband/uverbs0" (MOFED).
+	Other []string `json:"other,omitempty"`
 }
 
 // Driver is what the installed driver says of itself.
@@ -91,6 +110,9 @@ type GPU struct {
 	Bridges []string `json:"bridges,omitempty"`
 	// NUMANode is the node the GPU is attached to, -1 where the platform does not say.
 	NUMANode int `json:"numaNode"`
+	// MemoryNUMANode is the node that the GPU's own memory is, where it is coherent with the CPU's; nil elsewhere. It is not in sysfs:
+	// kubelet must not take it for one with CPUs.
+	MemoryNUMANode *int `json:"memoryNUMANode,omitempty"`
 	// ModuleID is the socket on an SXM board, from 1; 0 on other boards.
 	ModuleID int `json:"moduleID,omitempty"`
 	// MIGEnabled says that MIG mode is on after a boot, and Partitions what an administrator has made by then.
@@ -116,6 +138,11 @@ type NVLinkGroup struct {
 	GPUs []int `json:"gpus"`
 	// Switches are the PCI addresses of the NVSwitches; each GPU's links are spread over them.
 	Switches []string `json:"switches,omitempty"`
+	// Outside says that the switches are not in the machine, as in a rack of GB200: the addresses are only those that links report.
+	Outside bool `json:"outside,omitempty"`
+	// ClusterUUID and CliqueID are those of the fabric, where it is larger than the machine.
+	ClusterUUID string `json:"clusterUUID,omitempty"`
+	CliqueID    uint32 `json:"cliqueID,omitempty"`
 	// PairLinks is the number of links between any two of the group when there is no switch.
 	PairLinks int `json:"pairLinks,omitempty"`
 }

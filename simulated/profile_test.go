@@ -108,7 +108,7 @@ func TestProfileErrorsNameTheField(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, test := range []struct{ from, to, want string }{
-		{"name: mixed", "name: mixed\nnodes: 2", `unknown field "nodes"`},
+		{"name: mixed", "name: mixed\nsockets: 2", `unknown field "sockets"`},
 		{"ecc: true", "eec: true", `unknown field "models.h100-sxm-80gb.eec"`},
 		{"name: mixed", "name: Mixed Machine", "name: "},
 		{"version: 580.95.05", "version: newest", "driver.version: "},

@@ -52,6 +52,9 @@ func pciFiles(p Profile, cpus [][]cpu) []file {
 		})
 	}
 	for _, group := range p.NVLink {
+		if group.Outside {
+			continue
+		}
 		for _, address := range group.Switches {
 			add(pciDevice{
 				at: path.Join("pci"+address[:len("0000:")]+"00", address), class: classNVSwitch,

@@ -3,6 +3,8 @@
 package simulated
 
 import (
+	"os"
+	"path/filepath"
 	"testing"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -93,6 +95,10 @@ func TestNVLinks(t *testing.T) {
 	}{
 		{"h100x8", 0, 7, 18, nvml.NVLINK_DEVICE_TYPE_SWITCH},
 		{"a100x8", 1, 2, 12, nvml.NVLINK_DEVICE_TYPE_SWITCH},
+		{"h200x8", 0, 7, 18, nvml.NVLINK_DEVICE_TYPE_SWITCH},
+		{"b200x8", 0, 7, 18, nvml.NVLINK_DEVICE_TYPE_SWITCH},
+		{"gb200x4", 0, 3, 18, nvml.NVLINK_DEVICE_TYPE_SWITCH},
+		{"rtxpro6000x4", 0, 1, 0, nvml.NVLINK_DEVICE_TYPE_UNKNOWN},
 		{"mixed", 0, 1, 18, nvml.NVLINK_DEVICE_TYPE_GPU},
 		{"mixed", 2, 3, 12, nvml.NVLINK_DEVICE_TYPE_GPU},
 		{"mixed", 0, 2, 0, nvml.NVLINK_DEVICE_TYPE_GPU},
@@ -160,5 +166,42 @@ func TestFindByAddress(t *testing.T) {
 	info, _ := want.GetPciInfo()
 	if busID(info) != "00000000:43:00.0" || info.PciDeviceId != 0x233010de || info.Bus != 0x43 {
 		t.Errorf("PCI info %+v", info)
+	}
+}
+
+// A tray of GB200 is a part of a fabric, and its switches are elsewhere.
+func TestFabricBeyondTheMachine(t *testing.T) {
+	dir := t.TempDir()
+	materialize(t, dir, "gb200x4", MaterializeOptions{PlainDeviceFiles: true})
+	lib := start(t, "gb200x4", WithDir(dir))
+	d := handle(t, lib, 2)
+	if node, ret := d.GetNumaNodeId(); node != 18 || ret != nvml.SUCCESS {
+		t.Errorf("NUMA node %d, %v", node, ret)
+	}
+	if mode, ret := d.GetAddressingMode(); mode.Value != uint32(nvml.DEVICE_ADDRESSING_MODE_ATS) || ret != nvml.SUCCESS {
+		t.Errorf("addressing mode %+v, %v", mode, ret)
+	}
+	info, ret := d.GetGpuFabricInfo()
+	if info.ClusterUuid[0] != 0x5f || info.ClusterUuid[15] != 0x10 || info.CliqueId != 32766 || ret != nvml.SUCCESS {
+		t.Errorf("fabric %+v, %v", info, ret)
+	}
+	if health, ret := d.GetGpuFabricInfo_v4(); health.HealthMask != 0x1aa || health.Cliques[0].Id != 32766 || ret != nvml.SUCCESS {
+		t.Errorf("fabric health %#x, %v", health.HealthMask, ret)
+	}
+	inject(t, dir, Faults{GPUs: []GPUFaults{{GPU: "2", Condition: Condition{Fabric: &FabricState{State: "inProgress"}}}}})
+	info, ret = d.GetGpuFabricInfo()
+	if want := (nvml.GpuFabricInfo{State: nvml.GPU_FABRIC_STATE_IN_PROGRESS}); info != want || ret != nvml.SUCCESS {
+		t.Errorf("fabric before the registration %+v, %v", info, ret)
+	}
+	devices, err := os.ReadDir(filepath.Join(dir, SysfsDir, "bus/pci/devices"))
+	if err != nil || len(devices) != 2*4 {
+		t.Errorf("PCI devices %v, %v", devices, err)
+	}
+	if _, err := os.Stat(filepath.Join(dir, DriverDir, "dev/nvidia-caps-imex-channels/channel0")); err != nil {
+		t.Error(err)
+	}
+	alone := handle(t, start(t, "h200x8"), 0)
+	if info, ret := alone.GetGpuFabricInfo_v4(); info.ClusterUuid != [16]uint8{} || info.HealthMask != 0 || ret != nvml.SUCCESS {
+		t.Errorf("fabric of a machine of its own %+v, %v", info, ret)
 	}
 }

@@ -5,6 +5,8 @@ package simulated
 import (
 	"errors"
 	"fmt"
+	slashpath "path"
+	"path/filepath"
 	"regexp"
 	"strconv"
 	"strings"
@@ -60,6 +62,7 @@ func (p Profile) Validate() error {
 	for i, group := range p.NVLink {
 		c.group(fmt.Sprintf("nvlink[%d]", i), group, p)
 	}
+	c.nodes("nodes", p.Nodes)
 	return errors.Join(c.problems...)
 }
 
@@ -116,7 +119,7 @@ func (c *checker) gpu(path string, index int, g GPU, p Profile) {
 	c.require(g.NUMANode >= -1 && g.NUMANode < p.NUMANodes, path+".numaNode", "%d is not among %d nodes", g.NUMANode, p.NUMANodes)
 	c.require(!g.MIGEnabled || m.MIG != "", path+".migEnabled", "model %s has no MIG", g.Model)
 	c.require(g.MIGEnabled || len(g.Partitions) == 0, path+".partitions", "MIG is not enabled")
-	if problem := geometryOf(m).cut(&MIGState{}, &MIGGPU{Enabled: true}, g.Partitions); problem != nil {
+	if problem := geometryOf(m).cut(&MIGGPU{Enabled: true}, g.Partitions); problem != nil {
 		c.require(false, path+".partitions", "%v", problem)
 	}
 	minor := index
@@ -141,6 +144,8 @@ func (c *checker) beneath(path, bridge, parent string) {
 func (c *checker) group(path string, group NVLinkGroup, p Profile) {
 	c.require(len(group.GPUs) > 1, path+".gpus", "are fewer than two")
 	c.require((len(group.Switches) > 0) != (group.PairLinks > 0), path, "has not exactly one of switches and pairLinks")
+	c.require(group.ClusterUUID == "" || uuidForm.MatchString("GPU-"+group.ClusterUUID), path+".clusterUUID", "%q is no UUID", group.ClusterUUID)
+	c.require(!group.Outside || len(group.Switches) > 0, path+".outside", "there are no switches")
 	for i, s := range group.Switches {
 		at := fmt.Sprintf("%s.switches[%d]", path, i)
 		c.require(addressForm.MatchString(s), at, "%q is not domain:bus:device.function", s)
@@ -156,5 +161,18 @@ func (c *checker) group(path string, group NVLinkGroup, p Profile) {
 		links := p.Models[p.GPUs[index].Model].NVLinks
 		c.require(links > 0, at, "GPU %d has no NVLink", index)
 		c.require(group.PairLinks*(len(group.GPUs)-1) <= links, path+".pairLinks", "GPU %d has only %d links", index, links)
+	}
+}
+
+func (c *checker) nodes(path string, n Nodes) {
+	for i, pattern := range n.Missing {
+		_, err := slashpath.Match(pattern, "")
+		c.require(err == nil, fmt.Sprintf("%s.missing[%d]", path, i), "%q is no pattern", pattern)
+	}
+	c.require(n.IMEXChannels >= 0 && n.IMEXChannels <= 2048, path+".imexChannels", "%d is not between 0 and 2048", n.IMEXChannels)
+	for i, name := range n.Other {
+		at := fmt.Sprintf("%s.other[%d]", path, i)
+		c.require(filepath.IsLocal(name) && name == slashpath.Clean(name), at, "%q is not a path below /dev", name)
+		c.unique("node", name, at)
 	}
 }

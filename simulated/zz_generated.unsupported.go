@@ -4874,6 +4874,7 @@ var libraryMethods = map[string]bool{
 	"Init":                                              true,
 	"InitWithFlags":                                     true,
 	"SetVgpuVersion":                                    true,
+	"Shutdown":                                          true,
 	"SystemEventSetCreate":                              true,
 	"SystemEventSetFree":                                true,
 	"SystemEventSetWait":                                true,
@@ -4944,6 +4945,18 @@ var libraryMethods = map[string]bool{
 	"VgpuTypeGetName":                                   true,
 	"VgpuTypeGetNumDisplayHeads":                        true,
 	"VgpuTypeGetResolution":                             true,
+}
+
+// eventSetMethods are the methods of nvml.EventSet, as a fault names them.
+var eventSetMethods = map[string]bool{
+	"EventSet.Free":                                      true,
+	"EventSet.GetContextCount_v1":                        true,
+	"EventSet.GetContextData_v1":                         true,
+	"EventSet.GetContextInfo_v1":                         true,
+	"EventSet.GetGpuOperationalEventContextLegacyXid_v1": true,
+	"EventSet.RegisterGpuOperationalEvents_v1":           true,
+	"EventSet.Wait":                                      true,
+	"EventSet.Wait_v3":                                   true,
 }
 
 // deviceMethods are the methods of nvml.Device.
@@ -7775,6 +7788,70 @@ func (h *gpuHandle) WorkloadPowerProfileUpdateProfiles_v1(a0 nvml.PowerProfileOp
 		return ret
 	}
 	return h.gpu.WorkloadPowerProfileUpdateProfiles_v1(a0, a1)
+}
+
+// Free implements nvml.EventSet.
+func (h *eventSetHandle) Free() (r0 nvml.Return) {
+	if ret := h.gate("Free"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.set.Free()
+}
+
+// GetContextCount_v1 implements nvml.EventSet.
+func (h *eventSetHandle) GetContextCount_v1() (r0 nvml.GetContextCount_v1, r1 nvml.Return) {
+	if ret := h.gate("GetContextCount_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.set.GetContextCount_v1()
+}
+
+// GetContextData_v1 implements nvml.EventSet.
+func (h *eventSetHandle) GetContextData_v1(a0 nvml.GetContextData_v1) (r0 nvml.GetContextData_v1, r1 nvml.Return) {
+	if ret := h.gate("GetContextData_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.set.GetContextData_v1(a0)
+}
+
+// GetContextInfo_v1 implements nvml.EventSet.
+func (h *eventSetHandle) GetContextInfo_v1(a0 uint32) (r0 nvml.GetContextInfo_v1, r1 nvml.Return) {
+	if ret := h.gate("GetContextInfo_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.set.GetContextInfo_v1(a0)
+}
+
+// GetGpuOperationalEventContextLegacyXid_v1 implements nvml.EventSet.
+func (h *eventSetHandle) GetGpuOperationalEventContextLegacyXid_v1(a0 uint32) (r0 uint32, r1 nvml.Return) {
+	if ret := h.gate("GetGpuOperationalEventContextLegacyXid_v1"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.set.GetGpuOperationalEventContextLegacyXid_v1(a0)
+}
+
+// RegisterGpuOperationalEvents_v1 implements nvml.EventSet.
+func (h *eventSetHandle) RegisterGpuOperationalEvents_v1(a0 *nvml.GpuOperationalEventConfig_v1) (r0 nvml.Return) {
+	if ret := h.gate("RegisterGpuOperationalEvents_v1"); ret != nvml.SUCCESS {
+		return ret
+	}
+	return h.set.RegisterGpuOperationalEvents_v1(a0)
+}
+
+// Wait implements nvml.EventSet.
+func (h *eventSetHandle) Wait(a0 uint32) (r0 nvml.EventData, r1 nvml.Return) {
+	if ret := h.gate("Wait"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.set.Wait(a0)
+}
+
+// Wait_v3 implements nvml.EventSet.
+func (h *eventSetHandle) Wait_v3(a0 uint32) (r0 nvml.EventSetWaitData_v3, r1 nvml.Return) {
+	if ret := h.gate("Wait_v3"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.set.Wait_v3(a0)
 }
 
 // ClearAccountingPids implements nvml.Device.

@@ -71,6 +71,9 @@ type times struct {
 
 var defaultTimes = times{answerWait: 3 * time.Second, goneFor: 30 * time.Second, ownPod: 5 * time.Second, specsWait: 5 * time.Second}
 
+// nodeEvents is how many events about one object the agent reports at once.
+const nodeEvents = 100
+
 func newAgent(c config.Config) (*agent, error) {
 	api, err := newAPI(c.Kubeconfig)
 	if err != nil {
@@ -87,7 +90,8 @@ func newAgent(c config.Config) (*agent, error) {
 		return nil, fmt.Errorf("read boot ID: %w", err)
 	}
 	metrics := newMetrics()
-	events := record.NewBroadcaster()
+	// A node may report two events for each fault of each of its GPUs. By default it may report 25, and one more every five minutes.
+	events := record.NewBroadcaster(record.WithCorrelatorOptions(record.CorrelatorOptions{BurstSize: nodeEvents, QPS: 1. / 20}))
 	server := status.New(c.HTTPEndpoint, metrics)
 	// Ready means that both APIs are served, also while they are not yet there to be asked.
 	server.Waiting("claims", errNotStarted)
@@ -154,6 +158,7 @@ type components struct {
 	partitions *partition.Records
 	settings   *sharing.Records
 	before     *handover.Records
+	faults     *health.Records
 	book       *ledger.Ledger
 	// The others need the ledger's lock, under which the records are loaded.
 	devices *partition.Maker
@@ -175,6 +180,7 @@ func (a *agent) newComponents() (components, error) {
 		partitions: partition.NewRecords(filepath.Join(a.config.RunDir, "partitions"), a.bootID),
 		settings:   sharing.NewRecords(filepath.Join(a.config.RunDir, "sharing"), a.bootID),
 		before:     handover.NewRecords(filepath.Join(a.config.RunDir, "handover"), a.bootID),
+		faults:     health.NewRecords(filepath.Join(a.config.RunDir, "health"), a.bootID),
 		node:       nvml.New(a.nodeOptions()),
 	}
 	var err error
@@ -192,7 +198,7 @@ func (c components) cleanupPending(h ledger.Hold) bool {
 
 // loadRecords needs the ledger's lock.
 func (c components) loadRecords(ctx context.Context) error {
-	for _, records := range []interface{ Load() ([]error, error) }{c.partitions, c.settings, c.before} {
+	for _, records := range []interface{ Load() ([]error, error) }{c.partitions, c.settings, c.before, c.faults} {
 		problems, err := records.Load()
 		for _, problem := range problems {
 			klog.FromContext(ctx).Error(problem, "Cannot read a record")
@@ -223,6 +229,11 @@ func (a *agent) serveNode(ctx context.Context, c components) error {
 	group.Go(func() error { return c.self.Run(ctx) })
 	group.Go(func() error { return a.endWithPod(ctx, c.pods) })
 	group.Go(func() error {
+		paused := &pause{agent: a, c: c}
+		if err := paused.begin(ctx); err != nil {
+			return err
+		}
+		group.Go(func() error { return paused.follow(ctx) })
 		stop := a.reportWaiting(ctx, c, true)
 		err := c.node.Scan(ctx)
 		stop()
@@ -261,7 +272,14 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	c.policy = sharing.NewPolicy(c.shared, c.devices, c.book, c.pods)
 	c.cleaner = a.newCleaner(c)
 	c.usable = health.New(health.Config{
-		Source: c.cleaner, Specs: c.specs, Ledger: c.book, NodeName: a.config.NodeName, Recorder: a.recorder, Registerer: a.metrics,
+		Source: c.cleaner, Hardware: c.node, Records: c.faults, CountsXID: a.config.CountsXID, Action: a.config.FaultAction,
+		ResetIdle: func(ctx context.Context, uuid string) (bool, error) {
+			if err := a.resettable(c, uuid); err != nil {
+				return false, err
+			}
+			return c.cleaner.ResetIdle(ctx, uuid)
+		},
+		Specs: c.specs, Ledger: c.book, NodeName: a.config.NodeName, Recorder: a.recorder, Registerer: a.metrics,
 	})
 	reconciler := reconcile.New(reconcile.Config{
 		Ledger: c.book, Pods: c.pods, Cgroups: c.cgroups, Resources: c.resources, Inventory: c.devices,
@@ -300,17 +318,30 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	return group.Wait()
 }
 
-func (a *agent) newCleaner(c components) *handover.Cleaner {
-	managed := func(uuid string) bool {
-		return slices.ContainsFunc(c.settings.Keys(), func(k sharing.Key) bool { return k.Device.GPU == uuid })
+// managed reports whether sharing settings of a GPU are applied.
+func (c components) managed(uuid string) bool {
+	return slices.ContainsFunc(c.settings.Keys(), func(k sharing.Key) bool { return k.Device.GPU == uuid })
+}
+
+// resettable returns why a GPU may not be reset; nil if it may. A reset would end static partitions, time slices of the node's policy, and
+// MPS daemons.
+func (a *agent) resettable(c components, uuid string) error {
+	switch gpu, known := c.devices.Inventory().ByUUID(uuid); {
+	case !known:
+		return fmt.Errorf("GPU %s is not in the inventory", uuid)
+	case gpu.MIGEnabled && !gpu.Dynamic:
+		return fmt.Errorf("a reset of GPU %s would end its static partitions", uuid)
+	case a.config.SharingOf(gpu).Shared() || c.managed(uuid):
+		return fmt.Errorf("a reset of GPU %s would end its sharing settings", uuid)
+	default:
+		return nil
 	}
+}
+
+func (a *agent) newCleaner(c components) *handover.Cleaner {
 	return handover.New(handover.Options{
-		Hardware: c.node, Inventory: c.devices, Ledger: c.book, Records: c.before, Managed: managed,
-		// A reset would end static partitions, time slices of the node's policy, and MPS daemons.
-		Reset: func(uuid string) bool {
-			gpu, known := c.devices.Inventory().ByUUID(uuid)
-			return a.config.ResetGPUs && known && !(gpu.MIGEnabled && !gpu.Dynamic) && !a.config.SharingOf(gpu).Shared() && !managed(uuid)
-		},
+		Hardware: c.node, Inventory: c.devices, Ledger: c.book, Records: c.before, Managed: c.managed,
+		Reset:    func(uuid string) bool { return a.config.ResetGPUs && a.resettable(c, uuid) == nil },
 		Outsider: func(pid int) (string, bool) { return c.pods.Outsider(a.config.ProcRoot, pid) },
 		Report: func(uuid string, err error) {
 			a.event(corev1.EventTypeWarning, "GPUNotClean", fmt.Sprintf("GPU %s is withdrawn from claims and limits until it is clean: %v", uuid, err))

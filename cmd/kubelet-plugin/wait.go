@@ -129,7 +129,11 @@ func (a *agent) reportWaiting(ctx context.Context, c components, scanning bool) 
 // installation.
 func (a *agent) reportMissing(ctx context.Context, missing error) {
 	noDriver, ok := errors.AsType[*nvml.NoDriverError](missing)
+	_, paused := errors.AsType[*nvml.PausedError](missing)
 	switch {
+	case paused: // reported when it began
+		a.status.Waiting("driver", nil)
+		a.status.Waiting("gpus", nil)
 	case ok && noDriver.NoHardware:
 		klog.FromContext(ctx).Info("Serving nothing on a node without an NVIDIA GPU", "reason", missing.Error())
 		for _, check := range []string{"driver", "claims", "limits"} {

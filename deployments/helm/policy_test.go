@@ -254,6 +254,15 @@ func TestControllersPolicies(t *testing.T) {
 		o["status"].(object)["allocatable"].(object)[resource] = n
 		return o
 	}
+	conditions := func(kinds ...string) object {
+		o := node("8", "4")
+		var all []any
+		for _, kind := range kinds {
+			all = append(all, object{"type": kind, "status": "True"})
+		}
+		o["status"].(object)["conditions"] = all
+		return o
+	}
 	change := func(o object, path string, value any) object {
 		keys := strings.Split(path, ".")
 		at := o
@@ -302,7 +311,12 @@ func TestControllersPolicies(t *testing.T) {
 		"capacity":               {"-controller-nodes", node("8", "4"), change(node("8", "4"), "status.capacity.cpu", "9"), "nothing of a node's status"},
 		"phase":                  {"-controller-nodes", node("8", "4"), change(node("8", "4"), "status.phase", "y"), "nothing of a node's status"},
 		"without phase":          {"-controller-nodes", node("8", "4"), change(node("8", "4"), "status.phase", nil), "nothing of a node's status"},
-		"a new field":            {"-controller-nodes", node("8", "4"), change(node("8", "4"), "status.conditions", []any{}), "nothing of a node's status"},
+		"a new field":            {"-controller-nodes", node("8", "4"), change(node("8", "4"), "status.images", []any{}), "nothing of a node's status"},
+		"its condition":          {"-controller-nodes", conditions("Ready"), conditions("Ready", "GPUsHealthy"), ""},
+		"its first condition":    {"-controller-nodes", node("8", "4"), conditions("GPUsHealthy"), ""},
+		"another condition":      {"-controller-nodes", conditions("Ready"), conditions("Ready", "GPUsHealthy", "Other"), "no condition of a node but GPUsHealthy"},
+		"without a condition":    {"-controller-nodes", conditions("Ready", "GPUsHealthy"), conditions("GPUsHealthy"), "no condition of a node but GPUsHealthy"},
+		"a changed condition":    {"-controller-nodes", conditions("Ready"), change(conditions("Ready"), "status.conditions", []any{object{"type": "Ready", "status": "False"}}), "no condition of a node but GPUsHealthy"},
 		"node label":             {"-controller-nodes", node("8", "4"), change(node("7", "4"), "metadata.labels.zone", "b"), "the metadata of a node"},
 		"node annotation":        {"-controller-nodes", node("8", "4"), change(node("7", "4"), "metadata.annotations", object{"a": "b"}), "the metadata of a node"},
 		"claims of a node":       {"-controller-gpunodes", change(node("8", "4"), "spec.claims", []any{}), change(node("8", "4"), "spec.claims", []any{object{}}), ""},

@@ -30,6 +30,9 @@ type Config struct {
 	Devices    []DeviceRule
 	// Strict makes the scheduler bind a pod only after the node has reserved its devices. It works in ModeDual only.
 	Strict bool
+	// Health is what to do about faults of the GPUs that no rule of Devices matches.
+	Health       HealthRule
+	HealthChecks HealthChecks
 	// ResetGPUs makes the agent reset a GPU between two holders.
 	ResetGPUs bool
 
@@ -174,6 +177,7 @@ func Load(args []string, lookupEnv func(string) (string, bool), stderr io.Writer
 	if err := c.load("kubelet-plugin", c.define, args, lookupEnv, stderr); err != nil {
 		return Config{}, err
 	}
+	c.readHealthChecks(lookupEnv)
 	if err := c.validate(); err != nil {
 		return Config{}, err
 	}
@@ -287,6 +291,9 @@ func (c *Config) validate() error {
 	p.driverName(c.DriverName)
 	p.resourceName(c.ResourceName)
 	c.checkMode(&p)
+	if c.Health != (HealthRule{}) {
+		c.Health.check(&p, "tandem.health")
+	}
 	p.path("--kubelet-dir", c.KubeletDir)
 	p.path("--run-dir", c.RunDir)
 	p.path("--cdi-dir", c.CDIDir)

@@ -58,6 +58,7 @@ type fileTandem struct {
 	Mode    *Mode        `json:"mode"`
 	Devices []DeviceRule `json:"devices"`
 	Strict  bool         `json:"strict"`
+	Health  HealthRule   `json:"health"`
 	// Handover is what happens to a GPU between two holders.
 	Handover struct {
 		Reset bool `json:"reset"`
@@ -109,6 +110,7 @@ func (c *Config) parseFile(data []byte) error {
 		c.Mode = *f.Tandem.Mode
 	}
 	c.Devices, c.Strict, c.ResetGPUs = f.Tandem.Devices, f.Tandem.Strict, f.Tandem.Handover.Reset
+	c.Health = f.Tandem.Health
 	return errors.Join(c.setSharing(f.Sharing), c.setStrategies(plugin.DeviceListStrategy))
 }
 

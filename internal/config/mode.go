@@ -60,6 +60,7 @@ type DeviceRule struct {
 	Use     Use          `json:"use,omitempty"`
 	MIG     MIGPolicy    `json:"mig,omitempty"`
 	Sharing *SharingRule `json:"sharing,omitempty"`
+	Health  *HealthRule  `json:"health,omitempty"`
 }
 
 // DeviceMatch names GPUs by exactly one of its fields.
@@ -111,8 +112,11 @@ func (r DeviceRule) check(p *problems, at string) {
 	if m.Model != nil && *m.Model == "" {
 		p.add(at+".match.model", "is empty")
 	}
-	if r.Use == "" && r.MIG == "" && r.Sharing == nil {
-		p.add(at, "has no effect: set use, mig, sharing or several of them")
+	if r.Use == "" && r.MIG == "" && r.Sharing == nil && r.Health == nil {
+		p.add(at, "has no effect: set use, mig, sharing, health or several of them")
+	}
+	if r.Health != nil {
+		r.Health.check(p, at+".health")
 	}
 	if r.Use != "" {
 		oneOf(p, at+".use", r.Use, UseClaims, UseLimits, UseNone)

@@ -6,8 +6,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 
 	"k8s.io/klog/v2"
@@ -20,15 +22,17 @@ import (
 type partitionFile struct {
 	specFile
 	entry specs.Device
+	// of is the partition that the entry was made for; nil in a file of an earlier process.
+	of *device.Partition
 }
 
 // Add writes an entry for a partition that Prepare has just made to a file of its own. The file exists when Add returns, and is
-// removed once the Source no longer reports the partition. Idempotent.
+// removed once the Source, asked after Add, no longer reports the partition. Idempotent, and cheap if the partition is the same.
 func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 	if err := s.Ensure(ctx); err != nil {
 		return err
 	}
-	if s.Has(p.UUID) {
+	if s.keep(p) {
 		return nil
 	}
 	entry, err := s.options.Source.PartitionEdits(ctx, p)
@@ -38,18 +42,62 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.announce()
-	if hasName(s.devices, p.UUID) {
-		return nil // a refresh found it meanwhile
+	if at := slices.IndexFunc(s.devices, func(d specs.Device) bool { return d.Name == p.UUID }); at >= 0 {
+		return s.replaceEntry(at, entry) // a refresh found it, now or before it was made again
 	}
 	if err := s.removePlaceholder(entry.Name); err != nil {
 		return err
 	}
-	f := &partitionFile{specFile: specFile{ownedFile: ownedFile{path: s.partitionPath(entry.Name)}}, entry: entry}
+	f := s.partitions[entry.Name]
+	if f == nil {
+		f = &partitionFile{specFile: specFile{ownedFile: ownedFile{path: s.partitionPath(entry.Name)}}}
+	}
+	f.entry, f.of = entry, &p
 	if s.unwritable = f.update(s.common); s.unwritable != nil {
+		f.of = nil
 		return s.unwritable
 	}
 	s.partitions[entry.Name] = f
+	s.count(entry.Name)
 	return nil
+}
+
+// keep reports whether the partition has a file, made for the same device nodes. From then on no earlier answer of the Source removes it.
+func (s *Specs) keep(p device.Partition) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f := s.partitions[p.UUID]
+	if f == nil || f.of == nil || f.of.Parent != p.Parent || f.of.Caps != p.Caps || f.of.Profile != p.Profile {
+		return false
+	}
+	s.count(p.UUID)
+	return f.repair() == nil
+}
+
+// count counts a call of Add. Under s.mu.
+func (s *Specs) count(uuid string) {
+	s.adds++
+	s.added[uuid] = s.adds
+}
+
+// replaceEntry changes an entry of the main file. Under s.mu.
+func (s *Specs) replaceEntry(at int, entry specs.Device) error {
+	s.count(entry.Name)
+	if reflect.DeepEqual(s.devices[at], entry) {
+		return nil
+	}
+	devices := slices.Clone(s.devices)
+	devices[at] = entry
+	if s.unwritable = s.write(s.common, devices); s.unwritable != nil {
+		return s.unwritable
+	}
+	s.devices = devices
+	return nil
+}
+
+// hasEntry reports whether a file has an entry of the device. Under s.mu.
+func (s *Specs) hasEntry(uuid string) bool {
+	return s.partitions[uuid] != nil || hasName(s.devices, uuid)
 }
 
 // update writes the file with these common edits, which change with the driver and the hook.
@@ -92,10 +140,10 @@ func (s *Specs) loadPartitions() error {
 }
 
 // removeGone removes the files of those partitions that the Source no longer reports. Under s.mu.
-func (s *Specs) removeGone(uuids []string, edits Edits) error {
+func (s *Specs) removeGone(edits answer) error {
 	var errs []error
-	for _, uuid := range uuids {
-		if hasName(edits.Devices, uuid) || edits.Failed[uuid] != nil {
+	for _, uuid := range slices.Sorted(maps.Keys(s.partitions)) {
+		if hasName(edits.Devices, uuid) || edits.Failed[uuid] != nil || s.added[uuid] > edits.adds {
 			continue
 		}
 		if err := os.Remove(s.partitions[uuid].path); err != nil && !os.IsNotExist(err) {
@@ -105,6 +153,17 @@ func (s *Specs) removeGone(uuids []string, edits Edits) error {
 		delete(s.partitions, uuid)
 	}
 	return errors.Join(errs...)
+}
+
+// withRemade returns what the Source answered, with the entries of the main file that were added since it was asked. Under s.mu.
+func (s *Specs) withRemade(edits answer) []specs.Device {
+	all := slices.Clone(edits.Devices)
+	for _, d := range s.devices {
+		if s.added[d.Name] > edits.adds && !hasName(all, d.Name) {
+			all = append(all, d)
+		}
+	}
+	return all
 }
 
 // withoutPartitionFiles drops the devices that have a file of their own: a runtime rejects a name that two files define. Under s.mu.

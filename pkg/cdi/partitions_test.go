@@ -104,6 +104,71 @@ func TestAddWhileRefreshing(t *testing.T) {
 	}
 }
 
+// The UUIDs of partitions recur. A refresh that was asked while a place was empty does not remove the
+// entry of the partition that was made again there meanwhile, whichever file has it.
+func TestRemadeWhileRefreshing(t *testing.T) {
+	gpu, again := entry("GPU-a", "/dev/nvidia0", 0), device.Partition{UUID: "MIG-1"}
+	for name, reported := range map[string]bool{"in a file of its own": false, "in the main file": true} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "cdi")
+			from := newSource(gpu)
+			s := newSpecs(t, dir, from, nil)
+			if !reported {
+				check(t, s.Add(t.Context(), again))
+			}
+			from.set(editsOf(gpu, entry("MIG-1", "/dev/nvidia0", 0)), nil)
+			runOnce(t, s)
+			if !s.Has("MIG-1") {
+				t.Fatal("the partition has no entry")
+			}
+			from.set(editsOf(gpu), nil) // the partition is gone
+			asked, answer := make(chan struct{}), make(chan struct{})
+			from.during(func() { close(asked); <-answer })
+			stop := run(t, s)
+			<-asked
+			check(t, s.Add(t.Context(), again))
+			close(answer)
+			stop()
+			if got := len(resolves(t, dir)); got != 2 || !s.Has("MIG-1") {
+				t.Errorf("%d devices, want 2: kubelet was answered with the partition", got)
+			}
+			// It goes when the source says so afterwards.
+			from.set(editsOf(gpu), nil)
+			stop = run(t, s)
+			await(t, func() bool { return len(resolves(t, dir)) == 1 })
+			stop()
+		})
+	}
+}
+
+// A partition that is made again may have other device nodes, as after the GPU's minor number has changed.
+func TestRemadeWithOtherNodes(t *testing.T) {
+	gpu := entry("GPU-a", "/dev/nvidia0", 0)
+	for name, reported := range map[string]bool{"in a file of its own": false, "in the main file": true} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "cdi")
+			from := newSource(gpu)
+			if reported {
+				from = newSource(gpu, entry("MIG-1", "/dev/nvidia0", 0))
+			}
+			s := newSpecs(t, dir, from, nil)
+			check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
+			check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1", Parent: 3}))
+			files, err := filepath.Glob(filepath.Join(dir, "*.json"))
+			check(t, err)
+			var all string
+			for _, file := range files {
+				data, err := os.ReadFile(file)
+				check(t, err)
+				all += string(data)
+			}
+			if !strings.Contains(all, "/dev/nvidia3") {
+				t.Errorf("the entry has the device nodes of before: %s", all)
+			}
+		})
+	}
+}
+
 // A partition that a refresh finds during Add gets no file of its own: a runtime rejects a name that two files define.
 func TestRefreshDuringAdd(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")

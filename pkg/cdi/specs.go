@@ -77,7 +77,10 @@ type Specs struct {
 	// placeholders are names that get a placeholder device while no device has them.
 	placeholders map[string]bool
 	partitions   map[string]*partitionFile // by UUID
-	clients      map[string]*specFile      // by name
+	// adds counts the calls of Add that had a partition written or found written; added has the number of the last one, by UUID.
+	adds    uint64
+	added   map[string]uint64
+	clients map[string]*specFile // by name
 
 	// known is what Has and Problem answer from.
 	known   atomic.Pointer[knowledge]
@@ -91,9 +94,9 @@ type Specs struct {
 // answer is one of the Source.
 type answer struct {
 	Edits
-	// before are the partitions with files when the Source was asked. Only those can be gone: the answer may lack those that Add wrote
-	// meanwhile.
-	before []string
+	// adds is the number of calls of Add when the Source was asked. The answer may lack partitions that were added since: UUIDs recur, so
+	// that one whose entry was there before may have been made again.
+	adds uint64
 }
 
 // A CDI device has the name "<vendor>/<class>=<name>". In class the names are UUIDs; clientClass is for client devices. Neither may be
@@ -112,6 +115,7 @@ func New(options Options) *Specs {
 		refreshing:   make(chan struct{}, 1),
 		placeholders: map[string]bool{},
 		partitions:   map[string]*partitionFile{},
+		added:        map[string]uint64{},
 		clients:      map[string]*specFile{},
 		absent:       errors.New("its CDI device is not written yet"),
 		asked:        make(chan struct{}),
@@ -308,7 +312,7 @@ func (s *Specs) ask(ctx context.Context) error {
 	}
 	s.mu.Lock()
 	err := s.load()
-	before := slices.Collect(maps.Keys(s.partitions))
+	adds := s.adds
 	s.mu.Unlock()
 	var edits Edits
 	if err == nil {
@@ -321,7 +325,7 @@ func (s *Specs) ask(ctx context.Context) error {
 		s.announce()
 		return s.absent
 	}
-	s.wanted = &answer{edits, before}
+	s.wanted = &answer{edits, adds}
 	return nil
 }
 
@@ -338,15 +342,16 @@ func (s *Specs) apply() error {
 }
 
 func (s *Specs) tryApply(edits answer) error {
-	if err := s.removeGone(edits.before, edits.Edits); err != nil {
+	if err := s.removeGone(edits); err != nil {
 		return err
 	}
-	devices := withLost(s.withoutPartitionFiles(edits.Devices), s.withoutPartitionFiles(s.devices))
+	devices := withLost(s.withoutPartitionFiles(s.withRemade(edits)), s.withoutPartitionFiles(s.devices))
 	s.failed = maps.Clone(edits.Failed)
 	if err := s.write(edits.Common, devices); err != nil {
 		return err
 	}
 	s.common, s.devices, s.broken = edits.Common, devices, nil
+	maps.DeleteFunc(s.added, func(uuid string, _ uint64) bool { return !s.hasEntry(uuid) })
 	var errs []error
 	for _, uuid := range slices.Sorted(maps.Keys(s.partitions)) {
 		errs = append(errs, s.partitions[uuid].update(s.common))

@@ -5,6 +5,7 @@ package cdi_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -64,7 +65,7 @@ func (s *source) PartitionEdits(_ context.Context, p device.Partition) (specs.De
 	if asked != nil {
 		asked()
 	}
-	return entry(p.UUID, "/dev/nvidia0", 0), nil
+	return entry(p.UUID, fmt.Sprintf("/dev/nvidia%d", p.Parent), int64(p.Parent)), nil
 }
 
 func (s *source) Changed() <-chan struct{} {

@@ -212,7 +212,7 @@ func (n *nodeRecord) of(resource corev1.ResourceName) *resourceRecord {
 
 func (r *allocatable) register(m manager.Manager) error {
 	// The cache keeps the numbers of Tandem's resources only.
-	reported := changed(func(n *corev1.Node) any { return n.Status })
+	reported := changed(func(n *corev1.Node) any { return []corev1.ResourceList{n.Status.Allocatable, n.Status.Capacity} })
 	return builder.ControllerManagedBy(m).Named("allocatable").
 		For(&v1alpha1.GPUNode{}).
 		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver), builder.WithPredicates(allocationChanged)).

@@ -141,11 +141,14 @@ func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 	}
 }
 
-// trimNode keeps the numbers of Tandem's resources.
+// trimNode keeps the numbers of Tandem's resources and its condition.
 func trimNode(node *corev1.Node, limits device.Resources) {
 	trimMeta(&node.ObjectMeta)
 	node.Spec = corev1.NodeSpec{}
-	node.Status = corev1.NodeStatus{Allocatable: node.Status.Allocatable, Capacity: node.Status.Capacity}
+	conditions := slices.DeleteFunc(node.Status.Conditions, func(c corev1.NodeCondition) bool { return c.Type != ConditionGPUsHealthy })
+	node.Status = corev1.NodeStatus{
+		Allocatable: node.Status.Allocatable, Capacity: node.Status.Capacity, Conditions: slices.Clip(slices.Clone(conditions)),
+	}
 	others := func(name corev1.ResourceName, _ resource.Quantity) bool { return !limits.Has(string(name)) }
 	maps.DeleteFunc(node.Status.Allocatable, others)
 	maps.DeleteFunc(node.Status.Capacity, others)

@@ -144,6 +144,7 @@ func (c *Controller) register(config Config) error {
 		&relay{client: writer, claims: claims},
 		breaker,
 		&allocatable{client: writer, claims: claims, limits: config.limits(), breaker: breaker, metrics: measured, now: time.Now},
+		&conditions{client: writer, now: time.Now},
 		&healer{client: writer, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, evictions: newEvictions(time.Now), turns: map[string]turn{}},
 		&retrier{client: writer, live: live, claims: claims, metrics: measured, now: time.Now, nodes: map[string]schedule{}},
 		&daemons{client: writer, config: config.Daemons, metrics: measured, now: time.Now},

@@ -60,7 +60,14 @@ type GPU struct {
 	// FabricClique is "<cluster UUID>.<clique>" on GPUs that belong to a multi-node NVLink fabric; empty elsewhere.
 	FabricClique string
 
+	// Health is what keeps the GPU from working at all as pkg/nvml reports it, and everything as pkg/health does.
 	Health Health
+	// Faults are what the hardware reports of a GPU that answers, the worst first. pkg/health decides what counts.
+	Faults []Health
+	// Recovery is what the driver says that the GPU needs; empty if the driver cannot say.
+	Recovery RecoveryAction
+	// Slowdown is why the GPU runs below its clocks, such as "thermal"; empty if it does not. It makes no GPU unhealthy.
+	Slowdown string
 }
 
 // Name returns the name in ResourceSlices: "gpu-<minor>", as in NVIDIA's DRA driver.
@@ -68,39 +75,6 @@ func (g GPU) Name() string { return fmt.Sprintf("gpu-%d", g.Minor) }
 
 // Ref returns the Ref of the whole GPU.
 func (g GPU) Ref() Ref { return Ref{GPU: g.UUID} }
-
-// Health is the last known health of a device. The zero value is healthy.
-type Health struct {
-	// Reason is empty for a healthy device, otherwise one of the Reason constants.
-	Reason string
-	// Message describes the problem in a sentence.
-	Message string
-}
-
-// Reasons for which a device is unhealthy.
-const (
-	ReasonLost        = "Lost"         // NVML reports the GPU lost or fallen off the bus
-	ReasonMissing     = "Missing"      // seen before, no longer enumerated
-	ReasonNoNode      = "NoDeviceNode" // its /dev/nvidia<minor> does not exist
-	ReasonNotClean    = "NotClean"     // what an earlier holder has left cannot be cleaned (pkg/handover)
-	ReasonUnreachable = "Unreachable"  // NVML answers with an error for a query that it must support
-
-	ReasonNotInjectable = "NotInjectable" // no container can be given the device: its CDI entry or the hook is missing
-	ReasonNotRecordable = "NotRecordable" // the ledger could not record a new holder
-)
-
-// Healthy reports whether the device can run work.
-func (h Health) Healthy() bool { return h.Reason == "" }
-
-// forHolder drops the reasons for which only a new holder cannot get the device: it works.
-func (h Health) forHolder() Health {
-	switch h.Reason {
-	case ReasonNotClean, ReasonNotInjectable, ReasonNotRecordable:
-		return Health{}
-	default:
-		return h
-	}
-}
 
 // Link is the connection of two GPUs of a node, from far to near.
 type Link int

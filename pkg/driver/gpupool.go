@@ -17,7 +17,8 @@ import (
 
 // gpuPool is the pool of one dynamic GPU: the GPU, every possible partition, and counters. From the counters the scheduler computes
 // which devices exclude each other (KEP-4815). A device that pods hold, or that drains, is subtracted from the counters: no
-// toleration bypasses them, and one small slice changes.
+// toleration bypasses them, and one small slice changes. An unhealthy device is subtracted, too, and tainted: users see why, and a
+// taint can evict.
 //
 // The scheduler (k8s.io/dynamic-resource-allocation/structured, checkAvailableCounters) subtracts the allocated devices in the
 // slices from the published counters. A device that is not in the slices consumes nothing, and one counter below zero blocks every
@@ -33,12 +34,14 @@ type gpuPool struct {
 	// withdrawn are the devices that the scheduler cannot count, uncounted those of them that pods hold, or claims that it does not
 	// count.
 	withdrawn, uncounted []device.Ref
+	// unhealthy are withdrawals of unhealthy devices, nil if the API server drops taints.
+	unhealthy []withdrawal
 	// strict adds binding conditions to the devices.
 	strict bool
 }
 
-func newGPUPool(g device.GPU, geometry mig.Geometry, a allocated, withdrawn []withdrawal, strict bool) gpuPool {
-	p := gpuPool{gpu: g, geometry: geometry, allocated: map[device.Ref]int{}, strict: strict}
+func newGPUPool(g device.GPU, geometry mig.Geometry, a allocated, withdrawn []withdrawal, kept Capabilities) gpuPool {
+	p := gpuPool{gpu: g, geometry: geometry, allocated: map[device.Ref]int{}, strict: kept.BindingConditions}
 	p.unmanaged, _ = unmanagedPartitions(g)
 	for ref, profileID := range a.profiles {
 		if p.publishes(ref, profileID) && a.from[ref] != nodePool {
@@ -52,6 +55,9 @@ func newGPUPool(g device.GPU, geometry mig.Geometry, a allocated, withdrawn []wi
 	for _, w := range withdrawn {
 		if w.Device.GPU != g.UUID {
 			continue
+		}
+		if w.Reason == availability.Unhealthy && kept.Taints {
+			p.unhealthy = append(p.unhealthy, w)
 		}
 		// The scheduler counts a draining device that it allocated again.
 		counted := w.Reason == availability.Draining && p.isAllocated(w.Device) && !w.uncounted
@@ -228,11 +234,28 @@ func (p gpuPool) consuming(d device.Device) resourceapi.Device {
 			delete(consumed, name)
 		}
 	}
+	published.Taints = p.taints(d.Ref())
 	if p.strict {
 		published = withBindingConditions(published)
 	}
 	published.ConsumesCounters = []resourceapi.DeviceCounterConsumption{{CounterSet: p.counterSet(), Counters: consumed}}
 	return published
+}
+
+// taints returns the taints of a device that is unhealthy itself or whose GPU is. While a withdrawal returns there may be two reasons; a
+// device has each key once.
+func (p gpuPool) taints(ref device.Ref) (taints []resourceapi.DeviceTaint) {
+	for _, w := range p.unhealthy {
+		if w.Device != ref && !w.Device.Whole() {
+			continue
+		}
+		for _, t := range w.taints() {
+			if !slices.ContainsFunc(taints, func(other resourceapi.DeviceTaint) bool { return other.Key == t.Key }) {
+				taints = append(taints, t)
+			}
+		}
+	}
+	return taints
 }
 
 // publishedCounters converts counters to the API's type; memory is in bytes.

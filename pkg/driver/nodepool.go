@@ -112,6 +112,10 @@ func (n *nodeSlices) build(
 	return n.slices
 }
 
+// maxTaints is how many taints API servers before 1.35 accept for a device (k8s.io/api v0.34, resource/v1, DeviceTaintsMaxLength). NVIDIA's
+// keys come last.
+const maxTaints = 4
+
 func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabilities) nodeDeviceFacts {
 	facts, request := nodeDeviceFacts{device: d, kept: kept}, use{Device: d.Ref()}
 	if kept.Shares && d.Sharing().MemoryShares {
@@ -135,8 +139,9 @@ func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabili
 	// A device has each taint key once.
 	reasons = slices.CompactFunc(reasons, func(x, y withdrawal) bool { return x.Reason == y.Reason })
 	for _, w := range reasons {
-		facts.taints = append(facts.taints, w.taint())
+		facts.taints = append(facts.taints, w.taints()...)
 	}
+	facts.taints = facts.taints[:min(len(facts.taints), maxTaints)]
 	return facts
 }
 

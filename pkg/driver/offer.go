@@ -7,6 +7,7 @@ import (
 	"maps"
 	"reflect"
 	"slices"
+	"strconv"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -139,7 +140,7 @@ func (o *Offer) build(f Facts) layout {
 		canPartition := kept.Counters && len(geometry.Profiles()) > 0
 		switch own := o.choosePool(g, a.pools, a.inUse || f.ClaimsLate, canPartition); {
 		case own && canPartition:
-			p := newGPUPool(g, geometry, a, withdrawn, kept.BindingConditions)
+			p := newGPUPool(g, geometry, a, withdrawn, kept)
 			b, known := builtBefore[g.UUID]
 			if !known || !reflect.DeepEqual(b.pool, p) {
 				b = builtPool{p, p.slices()}
@@ -312,8 +313,8 @@ func earlier(a, b time.Time) time.Time {
 	return a
 }
 
-// Keys of the taints by which a device is withdrawn from the scheduler, effect NoSchedule. They are part of the API: users write
-// tolerations and dashboards for them.
+// Keys of the taints by which a device is withdrawn from the scheduler. The effect is NoSchedule, or NoExecute for a fault that the node
+// configuration gives that action. They are part of the API: users write tolerations and dashboards for them.
 const (
 	// TaintHeldByPod marks a device that a pod holds through an extended resource; the value is "true".
 	TaintHeldByPod = "tandem-gpu.dev/held-by-pod"
@@ -324,6 +325,10 @@ const (
 	TaintDraining = "tandem-gpu.dev/draining"
 	// TaintUnhealthy marks a device that cannot run work; the value is the reason (device.Health).
 	TaintUnhealthy = "tandem-gpu.dev/unhealthy"
+	// TaintXID and TaintGPULost are those of NVIDIA's driver (kubernetes-sigs/dra-driver-nvidia-gpu, cmd/gpu-kubelet-plugin/device_health.go),
+	// beside TaintUnhealthy. The value of the first is the worst XID that has not ended, that of the second "true".
+	TaintXID     = "gpu.nvidia.com/xid"
+	TaintGPULost = "gpu.nvidia.com/gpu-lost"
 )
 
 // drainGrace is how long a claim's hold may drain before its device is withdrawn. The hold of a pod that ends normally drains for
@@ -336,8 +341,8 @@ type use = availability.Use[device.Ref]
 // withdrawal.
 type withdrawal struct {
 	use
-	// detail is the health reason of an unhealthy device.
-	detail string
+	// health is that of an unhealthy device, without its message.
+	health device.Health
 	// uncounted means that a claim has the device and the scheduler does not count that.
 	uncounted bool
 }
@@ -349,7 +354,8 @@ func compareWithdrawals(a, b withdrawal) int {
 }
 
 func (w withdrawal) compareReason(other withdrawal) int {
-	return cmp.Or(cmp.Compare(taintKeys[w.Reason], taintKeys[other.Reason]), cmp.Compare(w.detail, other.detail))
+	return cmp.Or(cmp.Compare(taintKeys[w.Reason], taintKeys[other.Reason]), cmp.Compare(w.health.Reason, other.health.Reason),
+		cmp.Compare(w.health.XID, other.health.XID))
 }
 
 var taintKeys = map[availability.Reason]string{
@@ -357,8 +363,20 @@ var taintKeys = map[availability.Reason]string{
 	availability.HeldByClaim: TaintHeldByClaim, availability.Draining: TaintDraining,
 }
 
-func (w withdrawal) taint() resourceapi.DeviceTaint {
-	return resourceapi.DeviceTaint{Key: taintKeys[w.Reason], Value: cmp.Or(w.detail, "true"), Effect: resourceapi.DeviceTaintEffectNoSchedule}
+// taints returns the taints of a withdrawn device.
+func (w withdrawal) taints() []resourceapi.DeviceTaint {
+	effect := resourceapi.DeviceTaintEffectNoSchedule
+	if w.health.Evict {
+		effect = resourceapi.DeviceTaintEffectNoExecute
+	}
+	taints := []resourceapi.DeviceTaint{{Key: taintKeys[w.Reason], Value: cmp.Or(w.health.Reason, "true"), Effect: effect}}
+	if w.health.XID != 0 {
+		taints = append(taints, resourceapi.DeviceTaint{Key: TaintXID, Value: strconv.Itoa(w.health.XID), Effect: effect})
+	}
+	if w.health.Reason == device.ReasonLost || w.health.Reason == device.ReasonMissing {
+		taints = append(taints, resourceapi.DeviceTaint{Key: TaintGPULost, Value: "true", Effect: effect})
+	}
+	return taints
 }
 
 // withdrawn returns what must not be offered, and when that changes by time alone (zero: never).
@@ -377,7 +395,8 @@ func findWithdrawn(
 	found := map[withdrawal]bool{}
 	for _, d := range inv.Devices() {
 		if health := d.Health(); !health.Healthy() {
-			found[withdrawal{use: use{Device: d.Ref(), Reason: availability.Unhealthy}, detail: health.Reason}] = true
+			health.Message = "" // it changes more often
+			found[withdrawal{use: use{Device: d.Ref(), Reason: availability.Unhealthy}, health: health}] = true
 		}
 	}
 	var next time.Time

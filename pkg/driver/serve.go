@@ -63,7 +63,6 @@ func (d *Driver) serve(ctx context.Context) error {
 		kubeletplugin.PluginListener(s.service.listen),
 		// This process owns the ledger, which orders the calls for one claim.
 		kubeletplugin.Serialize(false),
-		kubeletplugin.HealthService(false),
 		kubeletplugin.GRPCInterceptor(s.intercept),
 	)
 	if err != nil {
@@ -166,11 +165,6 @@ func (s *session) HandleError(ctx context.Context, err error, msg string) {
 		return
 	}
 	s.cancel(fmt.Errorf("%s: %w", msg, err))
-}
-
-// WatchHealthStatus is called by the helper; health reaches kubelet in a later version.
-func (s *session) WatchHealthStatus(context.Context, chan<- kubeletplugin.DeviceHealthReport) error {
-	return kubeletplugin.ErrHealthNotSupported
 }
 
 // writeTime is how long gRPC may take to write an answer to the socket after its handler returned. Stop discards what is not

@@ -16,7 +16,7 @@ import (
 )
 
 func unhealthy(minor int, reason string) withdrawal {
-	return withdrawal{use: use{Device: refOf(minor), Reason: availability.Unhealthy}, detail: reason}
+	return withdrawal{use: use{Device: refOf(minor), Reason: availability.Unhealthy}, health: device.Health{Reason: reason}}
 }
 
 func lost(minor int) withdrawal { return unhealthy(minor, device.ReasonLost) }

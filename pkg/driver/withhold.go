@@ -67,7 +67,7 @@ const withheldDetail = "Withheld"
 func withhold(inv device.Inventory, withdrawn []withdrawal) []withdrawal {
 	for _, d := range inv.Devices() {
 		if d.Health().Healthy() { // one taint for each key
-			withdrawn = append(withdrawn, withdrawal{use: use{Device: d.Ref(), Reason: availability.Unhealthy}, detail: withheldDetail})
+			withdrawn = append(withdrawn, withdrawal{use: use{Device: d.Ref(), Reason: availability.Unhealthy}, health: device.Health{Reason: withheldDetail}})
 		}
 	}
 	slices.SortFunc(withdrawn, compareWithdrawals)

@@ -65,7 +65,9 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 			Name: names[of.Ref()], UUID: of.UUID(), Profile: of.Partition.Profile, Model: of.GPU.ProductName,
 			UnhealthyReason: reason(of.Health()), Holders: holders[of.Ref()], Excluded: f.Excluded != nil && f.Excluded(of.GPU),
 		}
-		if !of.Whole() {
+		if of.Whole() {
+			d.Slowdown = of.GPU.Slowdown
+		} else {
 			d.Parent = names[of.GPU.Ref()]
 		}
 		if d.UUID == "" {

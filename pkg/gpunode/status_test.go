@@ -412,3 +412,19 @@ func TestStatusOfAHungHold(t *testing.T) {
 		t.Errorf("holder %+v", other)
 	}
 }
+
+// A device that becomes unhealthy is urgent, with any holder and without one. Slowdown is shown, and is not.
+func TestStatusOfFaults(t *testing.T) {
+	f := Facts{Mode: "ClaimsOnly", Inventory: device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1")}}}
+	before := Status(f)
+	f.Inventory.GPUs[1].Slowdown = "thermal"
+	slow := Status(f)
+	if slow.Devices[1].Slowdown != "thermal" || slow.Devices[1].UnhealthyReason != "" || Urgent(before, slow) {
+		t.Errorf("slow: %+v, urgent %v", slow.Devices[1], Urgent(before, slow))
+	}
+	f.Inventory.GPUs[0].Health = device.Health{Reason: device.ReasonXID, Message: "XID 48", XID: 48}
+	broken := Status(f)
+	if broken.Devices[0].UnhealthyReason != "XID: XID 48" || !Urgent(slow, broken) || Urgent(broken, slow) {
+		t.Errorf("broken: %+v, urgent %v", broken.Devices[0], Urgent(slow, broken))
+	}
+}

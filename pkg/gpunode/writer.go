@@ -60,8 +60,8 @@ func (p *Pace) Due(urgent bool) time.Time {
 // Took records a write.
 func (p *Pace) Took(now time.Time) { p.paid = latest(p.paid, now).Add(p.Interval) }
 
-// Urgent reports whether pods lose a device that they can use by the written status, for a reason other than a claim: the controller
-// already knows the claims. It is a pure function.
+// Urgent reports whether a device became unhealthy, or pods lose a device that they can use by the written status, for a reason other than
+// a claim: the controller already knows the claims. It is a pure function.
 func Urgent(written, status v1alpha1.GPUNodeStatus) bool {
 	node := availability.NewNode(status, nil)
 	now := make(map[string]v1alpha1.DeviceStatus, len(status.Devices))
@@ -69,10 +69,13 @@ func Urgent(written, status v1alpha1.GPUNodeStatus) bool {
 		now[d.UUID] = d
 	}
 	return slices.ContainsFunc(written.Devices, func(before v1alpha1.DeviceStatus) bool {
+		d, known := now[before.UUID]
+		if known && before.UnhealthyReason == "" && d.UnhealthyReason != "" {
+			return true
+		}
 		if before.ExtendedResourceState != v1alpha1.ExtendedResourceAllocatable {
 			return false
 		}
-		d, known := now[before.UUID]
 		if !known || d.ExtendedResourceState != v1alpha1.ExtendedResourceWithdrawn {
 			return !known
 		}

@@ -325,18 +325,8 @@ func (c *Cleaner) failed(ctx context.Context, uuid string, err error) error {
 // clean returns an error while a process outside the running pods uses the GPU. Then it resets the GPU, if configured, and restores its
 // settings.
 func (c *Cleaner) clean(ctx context.Context, uuid string) error {
-	pids, err := c.options.Hardware.Processes(ctx, uuid)
-	if err != nil {
+	if err := c.free(ctx, uuid); err != nil {
 		return err
-	}
-	var outsiders []string
-	for _, pid := range pids {
-		if description, outside := c.options.Outsider(pid); outside {
-			outsiders = append(outsiders, description)
-		}
-	}
-	if len(outsiders) > 0 {
-		return &InUseError{Processes: outsiders}
 	}
 	if c.options.Reset(uuid) {
 		if err := c.reset(ctx, uuid); err != nil {
@@ -354,6 +344,50 @@ func (c *Cleaner) clean(ctx context.Context, uuid string) error {
 		return err
 	}
 	return c.options.Records.Drop(uuid)
+}
+
+// free returns an *InUseError while a process outside the running pods uses the GPU.
+func (c *Cleaner) free(ctx context.Context, uuid string) error {
+	pids, err := c.options.Hardware.Processes(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	var outsiders []string
+	for _, pid := range pids {
+		if description, outside := c.options.Outsider(pid); outside {
+			outsiders = append(outsiders, description)
+		}
+	}
+	if len(outsiders) > 0 {
+		return &InUseError{Processes: outsiders}
+	}
+	return nil
+}
+
+// ResetIdle resets a GPU that has no holder and is used by no process outside the running pods. It does nothing if the GPU has a holder.
+// pkg/health calls it for a GPU with a fault, which no new holder gets. Idempotent. An error says why the GPU was not reset.
+func (c *Cleaner) ResetIdle(ctx context.Context, uuid string) (done bool, err error) {
+	if len(c.holders()[uuid]) > 0 {
+		return false, nil
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, c.patience, errNoAnswer)
+	defer cancel()
+	unlock, err := c.turns.Lock(ctx, uuid)
+	if err != nil {
+		return false, fmt.Errorf("reset GPU %s: wait for its handover: %w", uuid, err)
+	}
+	defer unlock()
+	if len(c.holders()[uuid]) > 0 {
+		return false, nil
+	}
+	// A GPU that needs a reset may not list its processes. The driver refuses to reset one that is used.
+	if inUse := (*InUseError)(nil); errors.As(c.free(ctx, uuid), &inUse) {
+		return false, fmt.Errorf("reset GPU %s: %w", uuid, inUse)
+	}
+	if err := c.reset(ctx, uuid); err != nil {
+		return false, fmt.Errorf("reset GPU %s because of a fault: %w", uuid, err)
+	}
+	return true, nil
 }
 
 // reset resets one GPU at a time: the driver refuses while this process uses it for another one.

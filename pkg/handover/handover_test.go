@@ -486,3 +486,32 @@ func TestComputeModeOfSharing(t *testing.T) {
 		}
 	})
 }
+
+// A GPU with a fault is reset only while it has no holder and no process outside the pods uses it, whatever the configuration of handovers.
+func TestResetIdle(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		try := func(wantDone bool, wantError string) {
+			t.Helper()
+			before := len(f.driver.resets)
+			done, err := f.ResetIdle(t.Context(), gpu)
+			if done != wantDone || len(f.driver.resets)-before != map[bool]int{true: 1}[done] {
+				t.Errorf("done %v, %d resets, want %v", done, len(f.driver.resets)-before, wantDone)
+			}
+			if wantError == "" && err != nil || wantError != "" && (err == nil || !strings.Contains(err.Error(), wantError)) {
+				t.Errorf("%v, want %q", err, wantError)
+			}
+		}
+		f.book.hold(pod(1))
+		f.settle()
+		try(false, "")
+		f.book.hold()
+		f.settle()
+		f.driver.set(func() { f.driver.processes[gpu] = []int{7} })
+		try(false, "process 7")
+		f.driver.set(func() { f.driver.processes[gpu] = nil })
+		try(true, "")
+		f.driver.set(func() { f.driver.hung[gpu] = true })
+		try(false, "the driver does not answer")
+	})
+}

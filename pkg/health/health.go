@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package health completes the health of the node's devices by what the driver does not know: whether a container can be given the device,
-// and whether the ledger could record who has it. A device without either is not offered: a failed Allocate fails its pod for good,
-// though another node could have run it.
+// Package health decides the health of the node's devices. It takes what the hardware reports and the XIDs that have not ended, ignores
+// what the node configuration ignores, and adds what the driver does not know: whether a container can be given the device, and whether
+// the ledger could record who has it. A device without either is not offered: a failed Allocate fails its pod for good, though another
+// node could have run it.
 package health
 
 import (
@@ -15,7 +16,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/promauto"
+	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/record"
@@ -50,12 +51,29 @@ type Ledger interface {
 	Changed() <-chan struct{}
 }
 
+// Hardware reports XIDs. *nvml.Node implements it.
+type Hardware interface {
+	// WatchXIDs calls handle for each XID until ctx is done, and then returns nil.
+	WatchXIDs(ctx context.Context, handle func(device.XIDEvent)) error
+	// LastRead returns when the GPU was last read.
+	LastRead(uuid string) time.Time
+}
+
 // Config of an Inventory. All fields are required.
 type Config struct {
 	Source
-	Specs    Specs
-	Ledger   Ledger
-	NodeName string
+	Hardware Hardware
+	// Records must be loaded before the first call of Inventory.
+	Records *Records
+	// CountsXID reports whether an XID makes its device unhealthy. Action returns what to do about a fault of a GPU or its partitions. Both
+	// must be pure.
+	CountsXID func(xid int) bool
+	Action    func(gpu device.GPU, fault device.Health) device.FaultAction
+	// ResetIdle resets a GPU that has no holder. It does nothing if it has one.
+	ResetIdle func(ctx context.Context, uuid string) (done bool, err error)
+	Specs     Specs
+	Ledger    Ledger
+	NodeName  string
 	// Recorder receives events on the node.
 	Recorder   record.EventRecorder
 	Registerer prometheus.Registerer
@@ -70,23 +88,22 @@ const interval = time.Second
 type Inventory struct {
 	config   Config
 	interval time.Duration
-	unusable *prometheus.GaugeVec
+	xids     *keeper
+	metrics  *metrics
 	changed  broadcast.Signal
+	resets   resets
 }
 
-// New has no visible effect but its metric. It panics if that is registered already.
+// New has no visible effect but its metrics. It panics if they are registered already.
 func New(c Config) *Inventory {
-	return &Inventory{config: c, interval: interval, unusable: promauto.With(c.Registerer).NewGaugeVec(prometheus.GaugeOpts{
-		Name: "tandem_unusable_devices",
-		Help: "Devices that work and are not offered, by reason: NotInjectable (their CDI device or the hook cannot be written), " +
-			"NotRecordable (the run directory cannot be written).",
-	}, []string{"reason"})}
+	m := newMetrics(c.Registerer)
+	return &Inventory{config: c, interval: interval, metrics: m, xids: newKeeper(c.Records, c.CountsXID, m.xids)}
 }
 
 // Changed returns a channel that is closed when Inventory may answer differently, as long as Run runs. Take it before you call Inventory.
 func (i *Inventory) Changed() <-chan struct{} { return i.changed.Changed() }
 
-// Inventory returns the source's inventory. A device that works and cannot be given to a holder is unhealthy.
+// Inventory returns the source's inventory with the health that counts. A device that works and cannot be given to a holder is unhealthy.
 func (i *Inventory) Inventory() device.Inventory {
 	inv := i.config.Inventory()
 	cloned := false
@@ -112,7 +129,7 @@ func (w withoutCDI) Changed() <-chan struct{} { return w.of.Changed() }
 func (w withoutCDI) Inventory() device.Inventory {
 	config := w.of.config
 	config.Specs = noSpecs{}
-	return (&Inventory{config: config}).Inventory()
+	return (&Inventory{config: config, xids: w.of.xids}).Inventory()
 }
 
 // noSpecs have no problem.
@@ -124,25 +141,54 @@ func (noSpecs) Changed() <-chan struct{} { return nil }
 
 // complete completes the health of a GPU and its partitions, and reports whether it changed anything.
 func (i *Inventory) complete(gpu *device.GPU) (changed bool) {
-	if !gpu.Health.Healthy() {
-		return false
+	before := gpu.Health
+	whole, inPartition := i.xids.of(*gpu)
+	gpu.Health = i.effective(*gpu, slices.Concat([]device.Health{before}, gpu.Faults, whole))
+	if gpu.Health.Healthy() {
+		gpu.Health = i.healthOf(*gpu)
 	}
-	if gpu.Health = i.healthOf(*gpu); !gpu.Health.Healthy() {
-		return true
-	}
+	changed = gpu.Health != before
+	cloned := false
 	for at, p := range gpu.Partitions {
+		health := i.effective(*gpu, append([]device.Health{p.Health}, inPartition(p)...))
 		// Prepare writes the entry of a partition that it makes, and no other holder gets the partition.
-		if p.Made || p.UUID == "" || !p.Health.Healthy() {
+		if health.Healthy() && gpu.Health.Healthy() && !p.Made && p.UUID != "" {
+			if err := i.config.Specs.Problem(p.UUID); err != nil {
+				health = notInjectable(err)
+			}
+		}
+		if health == p.Health {
 			continue
 		}
-		if err := i.config.Specs.Problem(p.UUID); err != nil {
-			if !changed {
-				gpu.Partitions, changed = slices.Clone(gpu.Partitions), true
-			}
-			gpu.Partitions[at].Health = notInjectable(err)
+		if !cloned {
+			gpu.Partitions, changed, cloned = slices.Clone(gpu.Partitions), true, true
 		}
+		gpu.Partitions[at].Health = health
 	}
 	return changed
+}
+
+// effective returns the worst of the faults that the node configuration does not ignore.
+func (i *Inventory) effective(gpu device.GPU, faults []device.Health) device.Health {
+	counting := faults[:0]
+	for _, fault := range faults {
+		switch action := i.action(gpu, fault); {
+		case fault.Healthy() || action == device.FaultIgnore:
+			continue
+		case action == device.FaultNoExecute:
+			fault.Evict = true
+		}
+		counting = append(counting, fault)
+	}
+	return device.Worst(counting...)
+}
+
+// action returns what to do about a fault. What is no fault of the hardware cannot be ignored.
+func (i *Inventory) action(gpu device.GPU, fault device.Health) device.FaultAction {
+	if fault.Class() == device.FaultNone {
+		return device.FaultNoSchedule
+	}
+	return i.config.Action(gpu, fault)
 }
 
 // healthOf returns the health of a GPU that works.
@@ -167,24 +213,44 @@ func notInjectable(err error) device.Health {
 	return device.Health{Reason: device.ReasonNotInjectable, Message: err.Error()}
 }
 
-// Run follows the source, the specs and the ledger, and reports problems, until ctx is done. One call at a time.
+// Run follows the hardware, the specs and the ledger, and reports problems, until ctx is done. One call at a time.
 func (i *Inventory) Run(ctx context.Context) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error {
+		return i.config.Hardware.WatchXIDs(ctx, func(e device.XIDEvent) { i.xids.take(ctx, e) })
+	})
+	group.Go(func() error { return i.follow(ctx) })
+	group.Go(func() error { return i.resetIdle(ctx) })
+	return group.Wait()
+}
+
+func (i *Inventory) follow(ctx context.Context) error {
 	ticker := time.NewTicker(i.interval)
 	defer ticker.Stop()
 	var seen, before, reported string
+	known := map[device.Ref]device.Health{}
 	for {
-		source, specs, ledger := i.config.Changed(), i.config.Specs.Changed(), i.config.Ledger.Changed()
-		found := i.problems()
+		source, specs, ledger, xids := i.config.Changed(), i.config.Specs.Changed(), i.config.Ledger.Changed(), i.xids.Changed()
+		i.xids.review(ctx, i.config.Inventory(), i.config.Hardware.LastRead)
+		inventory := i.Inventory()
+		found := problems(inventory)
 		if now := fmt.Sprint(found); now != seen {
 			seen = now
 			i.changed.Notify()
 		}
+		if next := healthOfAll(inventory); !maps.Equal(known, next) {
+			i.changed.Notify()
+			i.reportHealth(ctx, inventory, known)
+			known = next
+		}
+		i.metrics.set(inventory)
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-source:
 		case <-specs:
 		case <-ledger:
+		case <-xids:
 		case <-ticker.C:
 			i.config.Ledger.Probe()
 			if seen == before && seen != reported {
@@ -202,9 +268,9 @@ func (i *Inventory) Run(ctx context.Context) error {
 }
 
 // problems returns the names of the devices that work and cannot be given to a holder, by why.
-func (i *Inventory) problems() map[device.Health][]string {
+func problems(inventory device.Inventory) map[device.Health][]string {
 	found := map[device.Health][]string{}
-	for _, d := range i.Inventory().Devices() {
+	for _, d := range inventory.Devices() {
 		own := d.GPU.Health
 		if !d.Whole() {
 			own = d.Partition.Health
@@ -220,14 +286,14 @@ func (i *Inventory) problems() map[device.Health][]string {
 const namedDevices = 4
 
 func (i *Inventory) report(ctx context.Context, found map[device.Health][]string) {
-	i.unusable.Reset()
+	i.metrics.unusable.Reset()
 	if len(found) == 0 {
 		klog.FromContext(ctx).Info("All devices that work can be given to containers")
 		return
 	}
 	for _, why := range slices.SortedFunc(maps.Keys(found), func(a, b device.Health) int { return strings.Compare(a.Message, b.Message) }) {
 		names := found[why]
-		i.unusable.WithLabelValues(why.Reason).Add(float64(len(names)))
+		i.metrics.unusable.WithLabelValues(why.Reason).Add(float64(len(names)))
 		klog.FromContext(ctx).Info("Devices that work are not offered", "devices", names, "reason", why.Reason, "message", why.Message)
 		text := strings.Join(names[:min(len(names), namedDevices)], ", ")
 		if more := len(names) - namedDevices; more > 0 {
@@ -237,10 +303,13 @@ func (i *Inventory) report(ctx context.Context, found map[device.Health][]string
 		if why.Reason == device.ReasonNotRecordable {
 			reason, what = "DeviceNotRecordable", "the run directory cannot be written"
 		}
-		// kubectl describe node finds events by the node's name as UID, as kubelet records them.
-		node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: i.config.NodeName, UID: types.UID(i.config.NodeName)}
-		i.config.Recorder.Eventf(node, corev1.EventTypeWarning, reason,
+		i.config.Recorder.Eventf(i.node(), corev1.EventTypeWarning, reason,
 			"Not offering %s, because %s: %s. Make the path writable, and free space or inodes on its disk; the agent then offers them within seconds",
 			text, what, why.Message)
 	}
+}
+
+// node refers to the node. kubectl describe node finds events by the node's name as UID, as kubelet records them.
+func (i *Inventory) node() *corev1.ObjectReference {
+	return &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: i.config.NodeName, UID: types.UID(i.config.NodeName)}
 }

@@ -28,6 +28,13 @@ type world struct {
 	unwritable error
 	unrecorded error
 	probes     int
+	// read is when all GPUs were last read. xids are delivered to WatchXIDs.
+	read time.Time
+	xids chan device.XIDEvent
+	// actions are what to do by reason; NoSchedule for others. resets are the GPUs that were reset, held those that have a holder.
+	actions map[string]device.FaultAction
+	resets  []string
+	held    bool
 }
 
 func (w *world) change(change func()) {
@@ -49,9 +56,52 @@ type book struct{ *world }
 func (b book) Probe()            { b.mu.Lock(); defer b.mu.Unlock(); b.probes++ }
 func (b book) Unwritable() error { b.mu.Lock(); defer b.mu.Unlock(); return b.unrecorded }
 
+func (w *world) LastRead(string) time.Time { w.mu.Lock(); defer w.mu.Unlock(); return w.read }
+
+func (w *world) WatchXIDs(ctx context.Context, handle func(device.XIDEvent)) error {
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case e := <-w.xids:
+			handle(e)
+		}
+	}
+}
+
+func (w *world) action(_ device.GPU, fault device.Health) device.FaultAction {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if action := w.actions[fault.Reason]; action != "" {
+		return action
+	}
+	return device.FaultNoSchedule
+}
+
+func (w *world) resetIdle(_ context.Context, uuid string) (bool, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.held {
+		return false, nil
+	}
+	w.resets = append(w.resets, uuid)
+	return true, nil
+}
+
 func newInventory(w *world) (*Inventory, *record.FakeRecorder) {
+	return newInventoryWith(w, NewRecords("/nowhere", ""))
+}
+
+func newInventoryWith(w *world, records *Records) (*Inventory, *record.FakeRecorder) {
+	if w.xids == nil {
+		w.xids = make(chan device.XIDEvent)
+	}
 	events := record.NewFakeRecorder(100)
-	return New(Config{Source: w, Specs: w, Ledger: book{w}, NodeName: "node", Recorder: events, Registerer: prometheus.NewRegistry()}), events
+	return New(Config{
+		Source: w, Hardware: w, Records: records, CountsXID: func(n int) bool { return device.XIDClass(n) != device.FaultApplication },
+		Action: w.action, ResetIdle: w.resetIdle, Specs: w, Ledger: book{w}, NodeName: "node", Recorder: events,
+		Registerer: prometheus.NewRegistry(),
+	}), events
 }
 
 var errDisk = errors.New("write /var/run/cdi/x: no space left on device")
@@ -137,7 +187,7 @@ func TestRun(t *testing.T) {
 	}
 	set(map[string]error{"GPU-0": errDisk, "GPU-1": errDisk})
 	event("Warning DeviceNotInjectable", "gpu-0, gpu-1", errDisk.Error(), "Make the path writable")
-	if got := testutil.ToFloat64(i.unusable.WithLabelValues(device.ReasonNotInjectable)); got != 2 {
+	if got := testutil.ToFloat64(i.metrics.unusable.WithLabelValues(device.ReasonNotInjectable)); got != 2 {
 		t.Errorf("%v devices are counted", got)
 	}
 	set(nil)

@@ -43,7 +43,7 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 	if _, err := n.begin(); err != nil {
 		return cdi.Edits{}, err
 	}
-	defer n.session.close()
+	defer n.letGo((*session).close)
 	lib, err := n.toolkit(ctx)
 	if err != nil {
 		return cdi.Edits{}, fmt.Errorf("prepare container edits: %w", err)

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"fmt"
 	"path/filepath"
+	"time"
 
 	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -64,7 +65,7 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 
 // readState reads what may change while a GPU is in use, and its health.
 func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
-	g.Health = gpu.Health{}
+	g.Health, g.Faults = gpu.Health{}, nil
 	memory, ret := d.GetMemoryInfo()
 	switch {
 	case ret == gonvml.SUCCESS:
@@ -82,6 +83,7 @@ func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
 	if !isCharDevice(r.options.onHost(node)) {
 		g.Health = gpu.Health{Reason: gpu.ReasonNoNode, Message: node + " does not exist or is no character device"}
 	}
+	readFaults(g, d)
 }
 
 // healthOf returns the health for an error of NVML in a call that every GPU must support.
@@ -133,14 +135,15 @@ type visit struct {
 	ret  gonvml.Return
 	skip bool
 
+	// began is when it began.
+	began  time.Time
 	known  knownGPU
 	device gonvml.Device
-	// deinitialises marks a GPU that the driver shuts down while no process has it open.
-	deinitialises bool
 }
 
-// visit reads the GPU at an index. Of a known GPU it reads only what may have changed.
-func (r *reader) visit(index int, recall func(uuid string) (knownGPU, bool)) visit {
+// visit reads the GPU at an index. Of a known GPU it reads only what may have changed: with deep everything, otherwise the health.
+func (r *reader) visit(index int, deep bool, recall func(uuid string) (knownGPU, bool)) visit {
+	began := time.Now()
 	d, ret := r.session.library.DeviceGetHandleByIndex(index)
 	if ret != gonvml.SUCCESS {
 		return visit{ret: ret}
@@ -149,7 +152,7 @@ func (r *reader) visit(index int, recall func(uuid string) (knownGPU, bool)) vis
 	if ret != gonvml.SUCCESS {
 		return visit{ret: ret}
 	}
-	v := visit{device: d}
+	v := visit{began: began, device: d}
 	known, met := recall(uuid)
 	if !met {
 		if name, ret := d.GetName(); ret == gonvml.SUCCESS && skippedNames[name] {
@@ -165,13 +168,18 @@ func (r *reader) visit(index int, recall func(uuid string) (knownGPU, bool)) vis
 		known.complete = r.readAll(&known.gpu, d)
 	}
 	r.readState(&known.gpu, d)
-	known.unreadable = nil
-	if known.gpu.Health.Healthy() || known.gpu.Health.Reason == gpu.ReasonNoNode {
-		known.unreadable = r.readMIG(&known, d)
+	answers := known.gpu.Health.Healthy() || known.gpu.Health.Reason == gpu.ReasonNoNode
+	if deep || !met {
+		known.unreadable = nil
+		if answers {
+			known.unreadable = r.readMIG(&known, d)
+			readSlowdown(&known.gpu, d)
+		}
+		mode, ret := d.GetPersistenceMode()
+		known.deinitialises = ret == gonvml.SUCCESS && mode == gonvml.FEATURE_DISABLED
 	}
-	mode, ret := d.GetPersistenceMode()
 	known.gpu.CUDADriverVersion = cmp.Or(r.cuda, known.gpu.CUDADriverVersion)
-	v.known, v.deinitialises = known, ret == gonvml.SUCCESS && mode == gonvml.FEATURE_DISABLED
+	v.known = known
 	return v
 }
 

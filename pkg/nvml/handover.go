@@ -116,12 +116,19 @@ func (n *Node) Reset(ctx context.Context, uuid string) error {
 func (n *Node) reset(uuid string) error {
 	n.mu.Lock()
 	attached := n.attachment
-	_, known := n.inventory.ByUUID(uuid)
+	g, known := n.inventory.ByUUID(uuid)
 	n.mu.Unlock()
 	if !known {
 		return errors.New("it is not in the inventory")
 	}
-	return attached.session.suspend(n.options.patience, func() error {
+	if paused := n.paused.Load(); paused != nil {
+		return paused
+	}
+	err := attached.session.suspend(n.options.patience, func() error {
 		return n.options.smi(attached.layout, "--gpu-reset", "-i", uuid)
 	})
+	if err == nil {
+		n.end(g, gpu.NoInstance)
+	}
+	return err
 }

@@ -7,6 +7,7 @@ import (
 	"debug/elf"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -292,6 +293,9 @@ type Options struct {
 	OpenLibrary func() (gonvml.Interface, error)
 	// Recorder, if not nil, keeps all calls of the library.
 	Recorder *Recorder
+	// OpenKernelLog opens the log with the driver's XIDs, which is read as /dev/kmsg is. Nil opens that, unless OpenLibrary is set: then
+	// NVML's events report XIDs. Tests and simulated machines set it.
+	OpenKernelLog func() (io.ReadCloser, error)
 	// SysfsRoot is the mount of sysfs; "/sys" when empty.
 	SysfsRoot string
 	// ProcRoot is the mount of proc; "/proc" when empty.
@@ -317,6 +321,12 @@ func (o Options) withDefaults() Options {
 	o.Library = cmp.Or(o.Library, Auto)
 	o.SysfsRoot = cmp.Or(o.SysfsRoot, "/sys")
 	o.ProcRoot = cmp.Or(o.ProcRoot, "/proc")
+	if o.OpenKernelLog == nil {
+		o.OpenKernelLog = openKernelLog
+		if o.OpenLibrary != nil {
+			o.OpenKernelLog = func() (io.ReadCloser, error) { return nil, errors.New("the driver is simulated without a kernel log") }
+		}
+	}
 	o.Interval = cmp.Or(o.Interval, 4*time.Second)
 	o.patience = cmp.Or(o.patience, defaultPatience)
 	return o

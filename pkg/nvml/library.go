@@ -72,6 +72,7 @@ var requiredSymbols = [][]string{
 	{"nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByIndex"},
 	{"nvmlSystemGetCudaDriverVersion"},
 	{"nvmlDeviceGetHandleByUUID"},
+	{"nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetHandleByPciBusId"},
 	{"nvmlDeviceGetUUID"},
 	{"nvmlDeviceGetIndex"},
 	{"nvmlDeviceGetMinorNumber"},
@@ -132,6 +133,10 @@ func (g *guard) DeviceGetHandleByIndex(index int) (gonvml.Device, gonvml.Return)
 
 func (g *guard) DeviceGetHandleByUUID(uuid string) (gonvml.Device, gonvml.Return) {
 	return g.device(g.Interface.DeviceGetHandleByUUID(uuid))
+}
+
+func (g *guard) DeviceGetHandleByPciBusId(address string) (gonvml.Device, gonvml.Return) { //nolint:revive // the name is go-nvml's
+	return g.device(g.Interface.DeviceGetHandleByPciBusId(address))
 }
 
 // guardedDevice embeds the Device under that name, by which go-nvml finds the handle.
@@ -234,6 +239,22 @@ func (d *guardedDevice) GetGpuFabricInfo() (gonvml.GpuFabricInfo, gonvml.Return)
 	return guarded(d, d.Device.GetGpuFabricInfo, "nvmlDeviceGetGpuFabricInfo")
 }
 
+// GetFieldValues came with R384.
+func (d *guardedDevice) GetFieldValues(values []gonvml.FieldValue) gonvml.Return {
+	if !d.guard.has("nvmlDeviceGetFieldValues") {
+		return gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return d.Device.GetFieldValues(values)
+}
+
+// GetCurrentClocksEventReasons has the name that it had before R535 where the library lacks the later one.
+func (d *guardedDevice) GetCurrentClocksEventReasons() (uint64, gonvml.Return) {
+	if d.guard.has("nvmlDeviceGetCurrentClocksEventReasons") {
+		return d.Device.GetCurrentClocksEventReasons()
+	}
+	return guarded(d, d.Device.GetCurrentClocksThrottleReasons, "nvmlDeviceGetCurrentClocksThrottleReasons")
+}
+
 func (d *guardedDevice) GetNvLinkRemoteDeviceType(link int) (gonvml.IntNvLinkDeviceType, gonvml.Return) {
 	call := func() (gonvml.IntNvLinkDeviceType, gonvml.Return) { return d.Device.GetNvLinkRemoteDeviceType(link) }
 	return guarded(d, call, "nvmlDeviceGetNvLinkRemoteDeviceType")
@@ -260,18 +281,26 @@ func unsupported(ret gonvml.Return) bool {
 // session keeps NVML initialised while it has users or is held (see the package documentation).
 type session struct {
 	library gonvml.Interface
+	// paused is the node's. While it is set no use begins, and the session is not held.
+	paused *atomic.Pointer[PausedError]
 
 	mu    sync.Mutex
 	users int
 	// holding counts as one user between uses.
 	holding bool
+	// lingering ends the session some time after the last operation; nil unless it is open for no other reason.
+	lingering *time.Timer
+	// handles are GPUs by UUID. They are valid until the session ends.
+	handles map[string]gonvml.Device
 	// suspended is set while no use may begin. It is read without mu, which a hung driver keeps locked. idle is announced when the last
 	// use ends or suspended is unset.
 	suspended atomic.Bool
 	idle      broadcast.Signal
+	// wanted is set while suspend waits: a long use should end.
+	wanted atomic.Bool
 }
 
-// open starts a use; close ends it. After an error there is nothing to close. It cannot fail while another use is open.
+// open starts a use; close ends it. After an error there is nothing to close.
 func (s *session) open() error {
 	for {
 		broadcast.Await(context.Background(), s.idle.Changed, func() bool { return !s.suspended.Load() })
@@ -282,13 +311,41 @@ func (s *session) open() error {
 		s.mu.Unlock()
 	}
 	defer s.mu.Unlock()
-	if s.users == 0 && !s.holding {
+	if paused := s.paused.Load(); paused != nil {
+		return paused
+	}
+	if !s.isOpen() {
 		if ret := s.library.Init(); ret != gonvml.SUCCESS {
 			return initError(ret)
 		}
 	}
+	s.stay()
 	s.users++
 	return nil
+}
+
+// join starts another use within one that is open.
+func (s *session) join() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.users++
+}
+
+// isOpen, stay and shutdown need s.mu.
+func (s *session) isOpen() bool { return s.users > 0 || s.holding || s.lingering != nil }
+
+// stay keeps a session open that lingers.
+func (s *session) stay() {
+	if s.lingering != nil {
+		s.lingering.Stop()
+		s.lingering = nil
+	}
+}
+
+func (s *session) shutdown() {
+	s.stay()
+	s.handles = nil
+	s.library.Shutdown()
 }
 
 func (s *session) close() {
@@ -298,17 +355,86 @@ func (s *session) close() {
 		return
 	}
 	if !s.holding {
-		s.library.Shutdown()
+		s.shutdown()
 	}
 	s.idle.Notify()
+}
+
+// linger is how long the session stays open after an operation. A claim for a partition needs several operations, and each Init and each
+// first handle of a GPU takes the driver milliseconds to seconds under load.
+const linger = time.Second
+
+// closeLater is close for an operation: the next one is likely to follow.
+func (s *session) closeLater() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.users--; s.users > 0 {
+		return
+	}
+	switch {
+	case s.holding:
+	case s.paused.Load() != nil:
+		s.shutdown()
+	default:
+		var timer *time.Timer
+		timer = time.AfterFunc(linger, func() {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			if s.lingering == timer {
+				s.shutdown()
+			}
+		})
+		s.lingering = timer
+	}
+	s.idle.Notify()
+}
+
+// handle returns a GPU. Needs an open use. It asks by PCI address: a search by UUID initialises other GPUs, too (nvml.h,
+// nvmlDeviceGetHandleByUUID), and hangs if one of them does.
+func (s *session) handle(uuid, address string) (gonvml.Device, gonvml.Return) {
+	s.mu.Lock()
+	known := s.handles[uuid]
+	s.mu.Unlock()
+	if known != nil {
+		return known, gonvml.SUCCESS
+	}
+	d, ret := s.find(uuid, address)
+	if ret != gonvml.SUCCESS {
+		return nil, ret
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.handles == nil {
+		s.handles = map[string]gonvml.Device{}
+	}
+	s.handles[uuid] = d
+	return d, ret
+}
+
+func (s *session) find(uuid, address string) (gonvml.Device, gonvml.Return) {
+	if address == "" {
+		return s.library.DeviceGetHandleByUUID(uuid)
+	}
+	d, ret := s.library.DeviceGetHandleByPciBusId(address)
+	if ret != gonvml.SUCCESS {
+		return nil, ret
+	}
+	switch found, ret := d.GetUUID(); {
+	case ret != gonvml.SUCCESS:
+		return nil, ret
+	case found != uuid:
+		return nil, gonvml.ERROR_NOT_FOUND // another GPU is at that address now
+	}
+	return d, ret
 }
 
 // hold sets whether the session stays open between uses. hold(true) needs an open use; hold(false) may close the session.
 func (s *session) hold(hold bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.holding && !hold && s.users == 0 {
-		s.library.Shutdown()
+	hold = hold && s.paused.Load() == nil
+	if !hold && s.users == 0 && s.isOpen() && !s.suspended.Load() {
+		s.shutdown()
 	}
 	s.holding = hold
 }
@@ -318,6 +444,8 @@ func (s *session) hold(hold bool) {
 func (s *session) suspend(limit time.Duration, do func() error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
+	s.wanted.Store(true)
+	defer s.wanted.Store(false)
 	if !broadcast.Await(ctx, s.idle.Changed, s.trySuspend) {
 		return errors.New("a call of the agent to the driver does not end")
 	}
@@ -343,8 +471,8 @@ func (s *session) trySuspend() bool {
 		return false
 	}
 	s.suspended.Store(true)
-	if s.holding {
-		s.library.Shutdown()
+	if s.isOpen() {
+		s.shutdown()
 	}
 	return true
 }

@@ -31,8 +31,10 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
@@ -54,8 +56,13 @@ type Node struct {
 	known   map[string]*knownGPU
 	// late contains the calls that have not returned since their timeout, by key: "GPU <index>", a GPU's UUID, wholeDriver or
 	// driverFiles.
-	late     map[string]<-chan struct{}
+	late map[string]<-chan struct{}
+	// slow contains the readings of GPUs that an earlier scan began and did not wait for, by index.
+	slow     map[int]reading
 	topology topology
+
+	// paused is set between Pause and Resume.
+	paused atomic.Pointer[PausedError]
 
 	// turns are for operations, by UUID.
 	turns keylock.Locks[string]
@@ -67,9 +74,12 @@ type Node struct {
 	// failure is the error of the last scan.
 	failure error
 	changed broadcast.Signal
-	// Both by UUID: since is the start of the GPU's running operation, changes the number of changes by operations.
+	// All by UUID: since is the start of the GPU's running operation, changes the number of changes by operations, reads the start of the
+	// last successful reading.
 	since   map[string]time.Time
 	changes map[string]uint64
+	endings endings
+	reads   map[string]time.Time
 }
 
 // knownGPU is the known data of a GPU.
@@ -81,14 +91,16 @@ type knownGPU struct {
 	unreadable []string
 	// changes is the number of changes that it includes.
 	changes uint64
+	// deinitialises marks a GPU that the driver shuts down while no process has it open.
+	deinitialises bool
 }
 
 // New has no visible effect. The inventory is empty, and operations fail, until a Scan has found the driver.
 func New(options Options) *Node {
 	return &Node{
 		options: options.withDefaults(), failure: &NoDriverError{Cause: errors.New("not looked for yet")},
-		known: map[string]*knownGPU{}, late: map[string]<-chan struct{}{},
-		since: map[string]time.Time{}, changes: map[string]uint64{},
+		known: map[string]*knownGPU{}, late: map[string]<-chan struct{}{}, slow: map[int]reading{},
+		since: map[string]time.Time{}, changes: map[string]uint64{}, reads: map[string]time.Time{},
 	}
 }
 
@@ -121,34 +133,39 @@ func (n *Node) Missing() error {
 // it before reading.
 func (n *Node) Changed() <-chan struct{} { return n.changed.Changed() }
 
+// lightScans is how many scans run in an interval. The others than the first read only health.
+const lightScans = 4
+
 // Run scans until ctx is done: once a second until a scan succeeds, then at each interval and when device nodes or driver files come or
-// go. Call Scan first: Run begins with a wait. Run returns nil when ctx is done, and ErrDriverReplaced when only a new process can use
+// go. Between these scans it reads the health of the GPUs. Call Scan first: Run begins with a wait. Run returns nil when ctx is done, and ErrDriverReplaced when only a new process can use
 // the driver.
 func (n *Node) Run(ctx context.Context) error {
 	defer func() {
 		n.scanning.Lock()
 		defer n.scanning.Unlock()
 		if n.session != nil && n.silent() == nil {
-			n.session.hold(false)
+			n.letGo(func(s *session) { s.hold(false) })
 		}
 	}()
 	n.mu.Lock()
 	interval, failure := awaitInterval, n.failure
 	n.mu.Unlock()
 	var changed <-chan struct{}
-	for {
+	for pass := 1; ; pass++ {
 		if changed == nil && failure == nil {
 			watcher := n.watch(ctx)
 			defer watcher.Close()
-			interval, changed = n.options.Interval, watcher.C
+			interval, changed = n.options.Interval/lightScans, watcher.C
 		}
+		deep := failure != nil || pass%lightScans == 0
 		select {
 		case <-ctx.Done():
 			return nil
 		case <-time.After(interval):
 		case <-changed:
+			deep = true
 		}
-		if failure = n.Scan(ctx); failure != nil && !errors.Is(failure, ErrNoDriver) {
+		if failure = n.scanOnce(ctx, deep); failure != nil && !errors.Is(failure, ErrNoDriver) {
 			return failure
 		}
 	}
@@ -156,7 +173,10 @@ func (n *Node) Run(ctx context.Context) error {
 
 // Scan searches for the driver if there was none, and otherwise reads the driver and the GPUs, once. Run calls it; a caller that
 // caused a change may call it too. After an ErrNoDriver all GPUs are unhealthy.
-func (n *Node) Scan(ctx context.Context) error {
+func (n *Node) Scan(ctx context.Context) error { return n.scanOnce(ctx, true) }
+
+// scanOnce is Scan. Without deep it reads only the health of GPUs that are known.
+func (n *Node) scanOnce(ctx context.Context, deep bool) error {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
 	if n.session != nil && n.session.suspended.Load() {
@@ -164,12 +184,12 @@ func (n *Node) Scan(ctx context.Context) error {
 		defer n.mu.Unlock()
 		return n.failure // a GPU is being reset, which takes longer than a scan may
 	}
-	err := n.silent()
+	err := n.ready()
 	if err == nil {
 		err = n.follow()
 	}
 	if err == nil {
-		err = n.scan(ctx)
+		err = n.scan(ctx, deep)
 	}
 	if err != nil && !errors.Is(err, ErrDriverReplaced) {
 		n.unreachable(ctx, err)
@@ -178,6 +198,9 @@ func (n *Node) Scan(ctx context.Context) error {
 	defer n.mu.Unlock()
 	if fmt.Sprint(err) != fmt.Sprint(n.failure) {
 		n.changed.Notify()
+		if answer, ok := errors.AsType[returnError](err); ok && answer.ret == gonvml.ERROR_DRIVER_NOT_LOADED {
+			n.endAll()
+		}
 	}
 	n.failure = err
 	return err
@@ -199,12 +222,16 @@ func (n *Node) attach() error {
 	}
 	n.traces = n.options.traces(l)
 	n.mu.Lock()
-	n.attachment = attachment{&session{library: library}, l, caps}
+	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps}
 	n.mu.Unlock()
 	for _, known := range n.known {
 		known.complete, known.profiled = false, false
 	}
 	n.topology.of = nil
+	for index, r := range n.slow {
+		r.outdated = true
+		n.slow[index] = r
+	}
 	n.renewed = true
 	return nil
 }
@@ -215,25 +242,23 @@ func (n *Node) follow() error {
 		if n.options.traces(n.layout) == n.traces {
 			return nil
 		}
-		n.session.hold(false)
+		n.letGo(func(s *session) { s.hold(false) })
 	}
 	return n.attach()
 }
 
 // scan reads all GPUs and publishes the result.
-func (n *Node) scan(ctx context.Context) error {
+func (n *Node) scan(ctx context.Context, deep bool) error {
 	s, err := n.begin()
 	if err != nil {
 		return err
 	}
-	defer n.session.close()
-	for index := range s.count {
-		s.look(ctx, index)
-	}
+	defer n.letGo((*session).close)
+	s.look(ctx, deep)
 	s.missing()
 	s.connect()
 	n.collect()
-	n.session.hold(s.hold)
+	n.session.hold(s.hold())
 	n.publish(ctx, s.reader.driver, len(s.failed))
 	return nil
 }
@@ -255,6 +280,7 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 		n.catchUp(known)
 		g := known.gpu
 		g.NVLinkDomain = n.topology.domains[g.UUID]
+		n.withdraw(&g)
 		next.GPUs = append(next.GPUs, g)
 	}
 	slices.SortFunc(next.GPUs, func(a, b gpu.GPU) int {

@@ -3,6 +3,7 @@
 package nvml
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -27,8 +28,9 @@ type attachment struct {
 // operation reads or changes the MIG state of one GPU, alone on that GPU.
 type operation struct {
 	*reader
-	// gpu is the known state with the operation's changes.
+	// gpu is the known state with the operation's changes. exact says that nothing else has to be read to know the state after them.
 	gpu    gpu.GPU
+	exact  bool
 	device gonvml.Device
 }
 
@@ -49,7 +51,7 @@ func operate[T any](
 			answer(none, err)
 			return
 		}
-		defer op.session.close()
+		defer op.session.closeLater()
 		value, err := do(op)
 		if !answer(value, err) && err == nil && abandon != nil {
 			abandon(op, value)
@@ -116,7 +118,7 @@ func (n *Node) reach(uuid string) (*operation, error) {
 		return nil, err
 	}
 	r.lib = device.New(r.session.library)
-	d, ret := r.session.library.DeviceGetHandleByUUID(uuid)
+	d, ret := r.session.handle(uuid, g.PCIBusID)
 	if ret != gonvml.SUCCESS {
 		r.session.close()
 		return nil, fmt.Errorf("look up GPU %s: %w", uuid, returnError{ret})
@@ -124,12 +126,15 @@ func (n *Node) reach(uuid string) (*operation, error) {
 	return &operation{reader: r, gpu: g, device: d}, nil
 }
 
-// learn reads the GPU's partitions and publishes them. Scans that began before have an older state.
+// learn publishes the GPU's partitions after a change. Scans that began before have an older state. It reads them only if the operation does
+// not know them: to read all takes the driver seconds while other GPUs are partitioned.
 func (n *Node) learn(op *operation) {
-	known := knownGPU{gpu: op.gpu, profiled: op.gpu.Profiles != nil}
-	// What cannot be read is unhealthy or missing until a scan reads it, which reports why.
-	_ = op.readMIG(&known, op.device)
-	op.gpu = known.gpu
+	if !op.exact || !n.operating(op.gpu.UUID) {
+		known := knownGPU{gpu: op.gpu, profiled: op.gpu.Profiles != nil}
+		// What cannot be read is unhealthy or missing until a scan reads it, which reports why.
+		_ = op.readMIG(&known, op.device)
+		op.gpu = known.gpu
+	}
 
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -225,6 +230,8 @@ func (op *operation) create(place gpu.Placement, profile gpu.Profile) (gpu.Parti
 	p, err := op.furnish(instance, profile)
 	if err == nil {
 		op.gpu.Partitions = append(op.without(place), p)
+		slices.SortFunc(op.gpu.Partitions, byPlace)
+		op.exact = true
 		return p, nil
 	}
 	if undo := instance.Destroy(); undo != gonvml.SUCCESS {
@@ -247,7 +254,7 @@ func (op *operation) furnish(instance gonvml.GpuInstance, profile gpu.Profile) (
 	if ret != gonvml.SUCCESS {
 		return gpu.Partition{}, fmt.Errorf("create the compute instance: %w", returnError{ret})
 	}
-	p, err := op.find(int(made.Id))
+	p, err := op.identify(made, compute)
 	if err == nil {
 		return p, nil
 	}
@@ -257,18 +264,63 @@ func (op *operation) furnish(instance gonvml.GpuInstance, profile gpu.Profile) (
 	return gpu.Partition{}, err
 }
 
-// find returns the partition of a GPU instance with one compute instance.
-func (op *operation) find(gpuInstance int) (gpu.Partition, error) {
-	partitions, unreadable := op.readDevices(op.gpu, op.device)
-	for _, p := range partitions {
-		if p.GPUInstance == gpuInstance && p.Health.Reason != gpu.ReasonUnreachable {
-			return p, nil
+// identify returns the partition that is a GPU instance with one compute instance.
+func (op *operation) identify(instance gonvml.GpuInstanceInfo, compute gonvml.ComputeInstance) (gpu.Partition, error) {
+	info, ret := compute.GetInfo()
+	if ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("read the compute instance: %w", returnError{ret})
+	}
+	p := partitionOf(op.gpu, instance)
+	p.ComputeInstance = int(info.Id)
+	d, err := op.migDevice(p, info.Device)
+	if err != nil {
+		return gpu.Partition{}, fmt.Errorf("find its MIG device: %w", err)
+	}
+	if p.UUID, ret = d.GetUUID(); ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("read the UUID of its MIG device: %w", returnError{ret})
+	}
+	if p.Index, ret = d.GetIndex(); ret != gonvml.SUCCESS {
+		return gpu.Partition{}, fmt.Errorf("read the index of MIG device %s: %w", p.UUID, returnError{ret})
+	}
+	p.Caps, p.Health = op.access(p)
+	if p.Health.Reason == gpu.ReasonUnreachable {
+		return gpu.Partition{}, errors.New(p.Health.Message)
+	}
+	return p, nil
+}
+
+// migDevice returns the MIG device of a partition. candidate is the device that NVML reports for its compute instance: the MIG device with
+// some drivers, its GPU with others (nvml.h, nvmlComputeInstanceInfo_t.device, is "Parent device"; NVIDIA's DRA driver took it for the MIG
+// device until v0.5.0).
+func (op *operation) migDevice(p gpu.Partition, candidate gonvml.Device) (gonvml.Device, error) {
+	if candidate != nil && isDeviceOf(candidate, p) {
+		return candidate, nil
+	}
+	count, ret := op.device.GetMaxMigDeviceCount()
+	if ret != gonvml.SUCCESS {
+		return nil, fmt.Errorf("its GPU's MIG devices cannot be counted: %w", returnError{ret})
+	}
+	var unreadable error
+	for index := range count {
+		d, ret := op.device.GetMigDeviceHandleByIndex(index)
+		switch {
+		case ret == gonvml.SUCCESS && isDeviceOf(d, p):
+			return d, nil
+		case ret != gonvml.SUCCESS && ret != gonvml.ERROR_NOT_FOUND && ret != gonvml.ERROR_INVALID_ARGUMENT:
+			unreadable = fmt.Errorf("MIG device %d cannot be looked up: %w", index, returnError{ret})
 		}
 	}
-	if len(unreadable) > 0 {
-		return gpu.Partition{}, fmt.Errorf("find its MIG device: %s", unreadable[0])
+	return nil, cmp.Or(unreadable, errors.New("the driver lists none"))
+}
+
+// isDeviceOf reports whether a device is the MIG device of a partition. A GPU has no instance IDs.
+func isDeviceOf(d gonvml.Device, p gpu.Partition) bool {
+	instance, ret := d.GetGpuInstanceId()
+	if ret != gonvml.SUCCESS || instance != p.GPUInstance {
+		return false
 	}
-	return gpu.Partition{}, errors.New("find its MIG device: the driver lists none")
+	compute, ret := d.GetComputeInstanceId()
+	return ret == gonvml.SUCCESS && compute == p.ComputeInstance
 }
 
 // Destroy destroys the GPU instance at exactly that placement with its compute instances, as far as the driver allows. Without an
@@ -280,7 +332,14 @@ func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
 	}
 	destroy := func(op *operation) (struct{}, error) {
 		defer n.learn(op)
-		return struct{}{}, op.destroy(ref.Placement)
+		before := op.gpu.Partitions
+		err := op.destroy(ref.Placement)
+		for _, p := range before {
+			if err == nil && p.Ref.Placement == ref.Placement {
+				n.end(op.gpu, p.GPUInstance)
+			}
+		}
+		return struct{}{}, err
 	}
 	if _, err := operate(ctx, n, ref.GPU, destroy, nil); err != nil {
 		return fmt.Errorf("destroy partition %s: %w", ref, err)
@@ -289,16 +348,14 @@ func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
 }
 
 func (op *operation) destroy(place gpu.Placement) error {
-	instances, err := instancesOf(op.gpu, op.device)
+	i, found, err := op.instanceAt(place)
 	if err != nil {
 		return err
 	}
-	at := slices.IndexFunc(instances, func(i gpuInstance) bool { return i.partition.Ref.Placement == place })
-	if at < 0 {
+	if !found {
 		op.gpu.Partitions = op.without(place)
 		return nil
 	}
-	i := instances[at]
 	computes, err := computeInstances(i.handle)
 	if err != nil {
 		return err
@@ -314,12 +371,38 @@ func (op *operation) destroy(place gpu.Placement) error {
 		return err
 	}
 	op.gpu.Partitions = op.without(place)
+	op.exact = true
 	return nil
+}
+
+// instanceAt returns the GPU instance at a placement: by the known ID if it is still there, otherwise from all instances.
+func (op *operation) instanceAt(place gpu.Placement) (gpuInstance, bool, error) {
+	if at := slices.IndexFunc(op.gpu.Partitions, func(p gpu.Partition) bool { return p.Ref.Placement == place }); at >= 0 {
+		handle, ret := op.device.GetGpuInstanceById(op.gpu.Partitions[at].GPUInstance)
+		if ret == gonvml.SUCCESS {
+			if p, err := instanceOf(op.gpu, handle); err == nil && p.Ref.Placement == place {
+				return gpuInstance{handle, p}, true, nil
+			}
+		}
+	}
+	instances, err := instancesOf(op.gpu, op.device)
+	if err != nil {
+		return gpuInstance{}, false, err
+	}
+	at := slices.IndexFunc(instances, func(i gpuInstance) bool { return i.partition.Ref.Placement == place })
+	if at < 0 {
+		return gpuInstance{}, false, nil
+	}
+	return instances[at], true, nil
 }
 
 // without returns the known partitions except the one at that placement, for when the driver does not list them.
 func (op *operation) without(place gpu.Placement) []gpu.Partition {
-	return slices.DeleteFunc(slices.Clone(op.gpu.Partitions), func(p gpu.Partition) bool { return p.Ref.Placement == place })
+	rest := slices.DeleteFunc(slices.Clone(op.gpu.Partitions), func(p gpu.Partition) bool { return p.Ref.Placement == place })
+	if len(rest) == 0 {
+		return nil // as a scan reads it
+	}
+	return rest
 }
 
 // ended returns the result of destroying part of a partition as an error.
@@ -329,8 +412,9 @@ func (op *operation) ended(i gpuInstance, what string, ret gonvml.Return) error 
 		return nil
 	case gonvml.ERROR_IN_USE:
 		p := i.partition
-		if complete, err := op.find(p.GPUInstance); err == nil {
-			p = complete
+		known := func(k gpu.Partition) bool { return k.Ref == p.Ref && k.GPUInstance == p.GPUInstance }
+		if at := slices.IndexFunc(op.gpu.Partitions, known); at >= 0 {
+			p = op.gpu.Partitions[at]
 		}
 		return &InUseError{Partition: p, Processes: op.users(p.GPUInstance)}
 	}

@@ -130,13 +130,17 @@ func (r *reader) readPartition(g gpu.GPU, d, handle gonvml.Device) (gpu.Partitio
 	return p, nil
 }
 
-// instanceOf returns a GPU instance as a partition without a compute instance. One of an unknown profile is unhealthy, but
-// excludes other partitions all the same.
+// instanceOf returns a GPU instance as a partition without a compute instance.
 func instanceOf(g gpu.GPU, instance gonvml.GpuInstance) (gpu.Partition, error) {
 	info, ret := instance.GetInfo()
 	if ret != gonvml.SUCCESS {
 		return gpu.Partition{}, fmt.Errorf("read a GPU instance: %w", returnError{ret})
 	}
+	return partitionOf(g, info), nil
+}
+
+// partitionOf is instanceOf. One of an unknown profile is unhealthy, but excludes other partitions all the same.
+func partitionOf(g gpu.GPU, info gonvml.GpuInstanceInfo) gpu.Partition {
 	p := gpu.Partition{
 		Parent: g.Minor, Profile: unknownProfile, ProfileID: int(info.ProfileId), GPUInstance: int(info.Id),
 		Ref: gpu.Ref{GPU: g.UUID, Placement: gpu.Placement{Start: int(info.Placement.Start), Size: int(info.Placement.Size)}},
@@ -145,7 +149,7 @@ func instanceOf(g gpu.GPU, instance gonvml.GpuInstance) (gpu.Partition, error) {
 	if known {
 		p.Profile, p.Capacity = profile.Name, profile.Capacity
 	}
-	return p, nil
+	return p
 }
 
 // unknownProfile is the profile of a partition whose profile the GPU does not offer.

@@ -173,8 +173,9 @@ func TestPartitionsAreFollowed(t *testing.T) {
 		instance.GetComputeInstanceProfileInfo(gonvml.COMPUTE_INSTANCE_PROFILE_2_SLICE, 0))
 	all := got[[]gonvml.ComputeInstance](t)(instance.GetComputeInstances(&info))
 	must(t, all[0].Destroy())
+	check("without its compute instance", "2+2 2g.12gb gi2 ci0 28 SM")
 	part(t, instance, 2)
-	if again := check("made again", "2+2 2g.12gb gi2 ci0 28 SM")[0]; again.UUID == first.UUID || again.Ref != first.Ref {
+	if again := check("made again", "2+2 2g.12gb gi2 ci0 28 SM")[0]; again.UUID != first.UUID || again.Ref != first.Ref {
 		t.Errorf("made again: %s %s, before %s %s", again.UUID, again.Ref, first.UUID, first.Ref)
 	}
 	all = got[[]gonvml.ComputeInstance](t)(instance.GetComputeInstances(&info))

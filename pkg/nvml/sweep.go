@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -33,7 +34,6 @@ type sweep struct {
 	endpoints []endpoint
 	// failed is the health for an index whose identity could not be read.
 	failed map[int]gpu.Health
-	hold   bool
 }
 
 // errSilent means that a call about no particular GPU does not return.
@@ -66,6 +66,14 @@ func (n *Node) begin() (*sweep, error) {
 	return &sweep{node: n, reader: r, count: count, before: before, seen: map[string]bool{}, failed: map[int]gpu.Health{}}, nil
 }
 
+// ready returns why no scan can begin now.
+func (n *Node) ready() error {
+	if paused := n.paused.Load(); paused != nil {
+		return paused
+	}
+	return n.silent()
+}
+
 // silent returns errSilent while a call about no particular GPU has not returned.
 func (n *Node) silent() error {
 	if n.ended(wholeDriver) {
@@ -92,34 +100,130 @@ func (r *reader) readDriver() (count int, err error) {
 	return count, nil
 }
 
-// look visits one GPU. A GPU that does not answer is unreachable, and is skipped until its call ends.
-func (s *sweep) look(ctx context.Context, index int) {
-	if s.leave(index) {
-		return
+// reading is a visit of one GPU in a goroutine of its own. It may never end.
+type reading struct {
+	since time.Time
+	// result has room for the visit.
+	result chan visit
+	// outdated is set if the driver has been found again since.
+	outdated bool
+}
+
+// scanPatience is how long a scan waits for GPUs that are known. It then goes on without those that have not answered, so that one that
+// hangs does not delay what is known of the others.
+const scanPatience = time.Second
+
+// slowFactor is how many halves of the patience a visit may take before its GPU is unreachable: GPUs are slow while others are partitioned.
+const slowFactor = 3
+
+// look visits all GPUs at the same time. A GPU that does not answer keeps its known state, and is unreachable after some time. It gets no
+// other call until the visit ends; the scan that finds the visit ended takes its result.
+func (s *sweep) look(ctx context.Context, deep bool) {
+	readings := map[int]reading{}
+	patience := min(scanPatience, s.node.options.patience)
+	for index := range s.count {
+		if s.leave(index) {
+			continue
+		}
+		r, slow := s.node.slow[index]
+		if !slow {
+			r = s.read(index, deep)
+			if _, known := s.at(index); !known {
+				patience = s.node.options.patience
+			}
+		}
+		readings[index] = r
 	}
-	v, err := attempt(s.node, fmt.Sprint("GPU ", index), s.node.session, func() (visit, error) {
-		return s.reader.visit(index, s.recall), nil
-	}, nil)
-	if err != nil {
-		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
-		return
+	limit := time.NewTimer(patience)
+	defer limit.Stop()
+	over := false
+	for _, index := range slices.Sorted(maps.Keys(readings)) {
+		r := readings[index]
+		if _, slow := s.node.slow[index]; slow || over {
+			s.await(ctx, index, r, nil)
+			continue
+		}
+		over = !s.await(ctx, index, r, limit.C)
+	}
+}
+
+// await takes the result of a reading, and returns false if limit passed first. A nil limit has passed.
+func (s *sweep) await(ctx context.Context, index int, r reading, limit <-chan time.Time) bool {
+	_, slow := s.node.slow[index]
+	if limit == nil {
+		ready := make(chan time.Time)
+		close(ready)
+		limit = ready
+	}
+	var v visit
+	select {
+	case v = <-r.result:
+	default:
+		select {
+		case v = <-r.result:
+		case <-limit:
+			s.node.slow[index] = r
+			s.miss(index, r)
+			return false
+		}
+	}
+	delete(s.node.slow, index)
+	if r.outdated {
+		s.miss(index, r)
+		return true
+	}
+	if slow {
+		v.device = nil // of a session that has ended
+		s.node.renewed = true
 	}
 	s.take(ctx, index, v)
+	return true
+}
+
+// read starts a visit within its own use of the session.
+func (s *sweep) read(index int, deep bool) reading {
+	r := reading{since: time.Now(), result: make(chan visit, 1)}
+	session, reader := s.node.session, s.reader
+	session.join()
+	go func() {
+		defer session.close()
+		r.result <- reader.visit(index, deep, s.recall)
+	}()
+	return r
+}
+
+// miss is for a GPU that has not answered yet.
+func (s *sweep) miss(index int, r reading) {
+	if time.Since(r.since) >= slowFactor*s.node.options.patience/2 {
+		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: errNoAnswer.Error()}
+		return
+	}
+	if uuid, known := s.at(index); known {
+		s.seen[uuid] = true
+	}
+}
+
+// at returns the known GPU at an index; none if a GPU appeared or vanished, so that the index may belong to another GPU.
+func (s *sweep) at(index int) (uuid string, known bool) {
+	if s.count != len(s.before) {
+		return "", false
+	}
+	for uuid, known := range s.before {
+		if known.gpu.Index == index {
+			return uuid, true
+		}
+	}
+	return "", false
 }
 
 // leave skips a GPU with a running operation, because a call about it may wait for the operation. The GPU keeps its known state.
 func (s *sweep) leave(index int) bool {
-	if s.count != len(s.before) {
-		// A GPU appeared or vanished, so the index may belong to another GPU.
+	uuid, known := s.at(index)
+	if !known || !s.node.operating(uuid) {
 		return false
 	}
-	for uuid, known := range s.before {
-		if known.gpu.Index == index && s.node.operating(uuid) {
-			s.seen[uuid] = true
-			return true
-		}
-	}
-	return false
+	s.seen[uuid] = true
+	return true
 }
 
 func (s *sweep) take(ctx context.Context, index int, v visit) {
@@ -140,10 +244,22 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 	}
 	s.seen[g.UUID] = true
 	s.node.known[g.UUID] = &known
-	s.hold = s.hold || v.deinitialises
 	if g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode {
+		s.node.noteRead(g.UUID, v.began)
+	}
+	if v.device != nil && (g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode) {
 		s.endpoints = append(s.endpoints, endpoint{uuid: g.UUID, pci: g.PCIBusID, device: v.device})
 	}
+}
+
+// hold reports whether the driver would shut a GPU down without a session.
+func (s *sweep) hold() bool {
+	for uuid := range s.seen {
+		if s.node.known[uuid].deinitialises {
+			return true
+		}
+	}
+	return false
 }
 
 // missing handles known GPUs that were not enumerated. It drops one whose minor number belongs to another GPU: it was replaced,
@@ -171,19 +287,36 @@ func (s *sweep) absence(g gpu.GPU) gpu.Health {
 		delete(s.failed, g.Index)
 		return health
 	}
-	_, ret := s.node.session.library.DeviceGetHandleByUUID(g.UUID)
+	ret, err := attempt(s.node, "absence of "+g.UUID, s.node.session, func() (gonvml.Return, error) {
+		_, ret := s.reader.session.library.DeviceGetHandleByUUID(g.UUID)
+		return ret, nil
+	}, nil)
+	if err != nil {
+		return gpu.Health{Reason: gpu.ReasonUnreachable, Message: err.Error()}
+	}
 	if ret == gonvml.SUCCESS || ret == gonvml.ERROR_NOT_FOUND || unsupported(ret) {
 		return gpu.Health{Reason: gpu.ReasonMissing, Message: "the driver no longer enumerates the GPU"}
 	}
 	return healthOf(ret, "looking it up")
 }
 
-// connect reads the topology if a GPU answers that did not answer when it was last read.
+// connect reads the topology if a GPU answers that did not answer when it was last read. A GPU that does not answer in time takes part
+// later. A scan waits for one such GPU only, because its calls about another GPU may hang, too.
 func (s *sweep) connect() {
 	before := s.node.topology
-	if before.pairs == nil || slices.ContainsFunc(s.endpoints, func(e endpoint) bool { return !before.of[e.uuid] }) {
-		s.node.topology = readTopology(s.endpoints, before)
+	if before.pairs != nil && !slices.ContainsFunc(s.endpoints, func(e endpoint) bool { return !before.of[e.uuid] }) {
+		return
 	}
+	waited := false
+	s.node.topology = readTopology(s.endpoints, before, func(e endpoint, others []endpoint) (l links, answered bool) {
+		about := "connections of " + e.uuid
+		if waited || !s.node.ended(about) {
+			return links{}, false
+		}
+		l, err := attempt(s.node, about, s.node.session, func() (links, error) { return readLinks(e, others), nil }, nil)
+		waited = err != nil
+		return l, err == nil
+	})
 }
 
 // errNoAnswer means that a call into the driver took too long.
@@ -201,7 +334,7 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		return none, errNoAnswer
 	}
 	if s != nil {
-		_ = s.open() // cannot fail: the caller has a use open
+		s.join()
 	}
 	ctx, cancel := context.WithTimeoutCause(context.Background(), n.options.patience, errNoAnswer)
 	defer cancel()
@@ -221,6 +354,13 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		return value, errNoAnswer
 	}
 	return value, err
+}
+
+// letGo ends a use of the session or its hold. Both may call Shutdown, which may hang like any other call; the driver as a whole does not
+// answer until it returns. Under n.scanning, without a late call about the whole driver.
+func (n *Node) letGo(how func(*session)) {
+	s := n.session
+	_, _ = attempt(n, wholeDriver, nil, func() (struct{}, error) { how(s); return struct{}{}, nil }, nil) // the next scan reports it
 }
 
 // ended reports whether no call about a GPU or the driver continues after its timeout.

@@ -37,36 +37,47 @@ type topology struct {
 type endpoint struct {
 	uuid, pci string
 	device    gonvml.Device
-	// peers counts active links to other GPUs by PCI address, switches those that lead to an NVSwitch.
-	peers    map[string]int
-	switches int
+	links
+}
+
+// links are what a GPU reports about its connections: active links to other GPUs by PCI address, the number of those that lead to an
+// NVSwitch, and the common ancestors with other GPUs by UUID.
+type links struct {
+	peers     map[string]int
+	switches  int
+	ancestors map[string]gpu.Link
 	// unread is set if a connection could not be read; the next scan reads the topology again.
 	unread bool
 }
 
-// readTopology reads every pair of endpoints. Pairs with a GPU that does not answer stay as they were before.
-func readTopology(endpoints []endpoint, before topology) topology {
+// readTopology reads every pair of endpoints. read returns the links of one of them, with the common ancestors of the others, or false if it
+// does not answer. Pairs with a GPU that does not answer stay as they were before.
+func readTopology(all []endpoint, before topology, read func(e endpoint, others []endpoint) (links, bool)) topology {
 	t := topology{pairs: map[pairKey]gpu.Pair{}, domains: map[string]string{}, of: map[string]bool{}}
 	maps.Copy(t.pairs, before.pairs)
 	maps.Copy(t.domains, before.domains)
+	var endpoints []endpoint
+	for _, e := range all {
+		if l, answered := read(e, slices.Clone(endpoints)); answered {
+			e.links = l
+			endpoints = append(endpoints, e)
+		}
+	}
 	// GPUs that NVLink connects, directly or through other GPUs, have the same number in set.
 	set := make([]int, len(endpoints))
 	for i := range endpoints {
-		endpoints[i].readLinks()
+		t.of[endpoints[i].uuid] = !endpoints[i].unread
 		set[i] = i
 	}
 	for i := range endpoints {
 		for j := range endpoints[:i] {
 			a, b := &endpoints[i], &endpoints[j]
-			pair := gpu.Pair{PCIe: a.commonAncestor(b), NVLinks: linksBetween(a, b)}
+			pair := gpu.Pair{PCIe: a.ancestors[b.uuid], NVLinks: linksBetween(a, b)}
 			t.pairs[keyOf(a.uuid, b.uuid)] = pair
 			if pair.NVLinks > 0 {
 				merge(set, set[i], set[j])
 			}
 		}
-	}
-	for _, e := range endpoints {
-		t.of[e.uuid] = !e.unread
 	}
 	t.setDomains(endpoints, set)
 	return t
@@ -80,35 +91,39 @@ func merge(set []int, from, to int) {
 	}
 }
 
-// readLinks counts the active NVLinks of a GPU by what is at their other end.
-func (e *endpoint) readLinks() {
-	e.peers = map[string]int{}
+// readLinks counts the active NVLinks of a GPU by what is at their other end, and reads its common ancestors with others.
+func readLinks(e endpoint, others []endpoint) links {
+	l := links{peers: map[string]int{}, ancestors: map[string]gpu.Link{}}
+	for _, other := range others {
+		l.ancestors[other.uuid] = l.commonAncestor(e.device, other.device)
+	}
 	for link := range gonvml.NVLINK_MAX_LINKS {
 		state, ret := e.device.GetNvLinkState(link)
 		if ret == gonvml.ERROR_INVALID_ARGUMENT {
-			return
+			break
 		}
-		e.note(ret)
+		l.note(ret)
 		if ret != gonvml.SUCCESS || state != gonvml.FEATURE_ENABLED {
 			continue
 		}
 		kind, ret := e.device.GetNvLinkRemoteDeviceType(link)
-		e.note(ret)
+		l.note(ret)
 		if ret == gonvml.SUCCESS && kind == gonvml.NVLINK_DEVICE_TYPE_SWITCH {
-			e.switches++
+			l.switches++
 			continue
 		}
 		info, ret := e.device.GetNvLinkRemotePciInfo(link)
-		e.note(ret)
+		l.note(ret)
 		if ret == gonvml.SUCCESS {
-			e.peers[busID(info)]++
+			l.peers[busID(info)]++
 		}
 	}
+	return l
 }
 
 // note remembers that an answer is missing, unless the GPU or its driver has none.
-func (e *endpoint) note(ret gonvml.Return) {
-	e.unread = e.unread || ret != gonvml.SUCCESS && !unsupported(ret)
+func (l *links) note(ret gonvml.Return) {
+	l.unread = l.unread || ret != gonvml.SUCCESS && !unsupported(ret)
 }
 
 // linksBetween returns the number of direct links and of links through NVSwitch, of which two GPUs use as many as the one with
@@ -131,7 +146,7 @@ func busID(info gonvml.PciInfo) string {
 	return id
 }
 
-var links = map[gonvml.GpuTopologyLevel]gpu.Link{
+var linkLevels = map[gonvml.GpuTopologyLevel]gpu.Link{
 	gonvml.TOPOLOGY_INTERNAL:   gpu.LinkInternal,
 	gonvml.TOPOLOGY_SINGLE:     gpu.LinkSingle,
 	gonvml.TOPOLOGY_MULTIPLE:   gpu.LinkMultiple,
@@ -140,13 +155,13 @@ var links = map[gonvml.GpuTopologyLevel]gpu.Link{
 	gonvml.TOPOLOGY_SYSTEM:     gpu.LinkSystem,
 }
 
-func (e *endpoint) commonAncestor(other *endpoint) gpu.Link {
-	level, ret := e.device.GetTopologyCommonAncestor(other.device)
-	e.note(ret)
+func (l *links) commonAncestor(a, b gonvml.Device) gpu.Link {
+	level, ret := a.GetTopologyCommonAncestor(b)
+	l.note(ret)
 	if ret != gonvml.SUCCESS {
 		return gpu.LinkUnknown
 	}
-	return links[level]
+	return linkLevels[level]
 }
 
 // setDomains names each set of two or more GPUs that NVLink connects by the smallest PCI address in it, or by the smallest UUID

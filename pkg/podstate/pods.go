@@ -523,6 +523,9 @@ func (n *Node) Label(key string) (value string, ok bool) {
 	return value, ok
 }
 
+// Labels returns the labels of the node's object, not to be changed; nil while there is no object.
+func (n *Node) Labels() map[string]string { return n.current().Labels }
+
 // RuntimeVersion returns the container runtime as kubelet reports it, "containerd://2.1.4"; empty while it is unknown.
 func (n *Node) RuntimeVersion() string { return n.current().Status.NodeInfo.ContainerRuntimeVersion }
 

@@ -361,6 +361,18 @@ func (m *Manager) sameDaemon(key Key) []Key {
 // revert ends the daemons of the devices, then restores the GPUs. Needs the claim's lock.
 func (m *Manager) revert(ctx context.Context, group []Key) error {
 	defer m.changed.Notify()
+	if err := m.endDaemons(ctx, group); err != nil {
+		return err
+	}
+	var errs []error
+	for _, key := range group {
+		errs = append(errs, m.restore(ctx, key))
+	}
+	return errors.Join(errs...)
+}
+
+// endDaemons ends the daemons of the devices. From then on their settings are reverted before any are applied. Needs the claim's lock.
+func (m *Manager) endDaemons(ctx context.Context, group []Key) error {
 	daemons, unknown := map[string]bool{}, false
 	for _, key := range group {
 		s, ok := m.Records.Get(key)
@@ -390,11 +402,7 @@ func (m *Manager) revert(ctx context.Context, group []Key) error {
 		// What clients wrote there must not keep the GPUs: endStaleDaemons retries, and reports the error.
 		_ = removeDir(m.dir(name))
 	}
-	var errs []error
-	for _, key := range group {
-		errs = append(errs, m.restore(ctx, key))
-	}
-	return errors.Join(errs...)
+	return nil
 }
 
 // restore restores a GPU and removes the record.

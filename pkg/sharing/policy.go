@@ -240,10 +240,38 @@ func (p *Policy) apply(ctx context.Context, uuid string) error {
 	}
 	p.manager.forgetSlices(uuid)
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	p.recovering[uuid] = true
 	delete(p.refused, uuid)
+	p.mu.Unlock()
+	if gpu.Health.Reason == device.ReasonPaused {
+		return p.rest(ctx, gpu.Ref())
+	}
 	return nil
+}
+
+// rest ends the daemon of a GPU of a paused node once no holder uses it, because its servers keep the GPU open. apply starts it again, and
+// restores the settings of before, when the pause has ended.
+func (p *Policy) rest(ctx context.Context, gpu device.Ref) error {
+	m, key := p.manager, policyKey(gpu.GPU)
+	unlock, err := m.Lock(ctx, key.Claim)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	daemon, settled := m.policyDaemon(gpu.GPU)
+	if daemon == "" {
+		return nil
+	}
+	held, err := mps.Held(m.dir(daemon))
+	if err == nil && !held && !settled {
+		return nil
+	}
+	end, err := p.beginChange(gpu)
+	if err != nil {
+		return err
+	}
+	defer end()
+	return m.endDaemons(ctx, m.sameDaemon(key))
 }
 
 func (p *Policy) applyGroup(ctx context.Context, g Group) error {

@@ -826,3 +826,53 @@ func TestPolicyLives(t *testing.T) {
 		})
 	}
 }
+
+// While the driver is paused, a daemon without clients ends, because its servers keep the GPU open, and comes back afterwards. One with
+// clients ends after the last of them.
+func TestPausedGPU(t *testing.T) {
+	for name, held := range map[string]bool{"no holder": false, "a holder": true} {
+		t.Run(name, func(t *testing.T) {
+			w := newTown(t, byMPS(4, false))
+			w.agent()
+			share := device.Replica(townMemory, 4)
+			w.awaitClient(share)
+			if held {
+				w.book.set(ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "a"}, Device: w.gpu.Ref(), Share: share, State: ledger.StateHeld})
+			}
+			w.healthy(device.Health{Reason: device.ReasonPaused})
+			if held {
+				if err := w.look(); !errors.Is(err, errInUse) || len(w.manager.Daemons()) != 1 {
+					t.Fatalf("%v; daemons %v, want one: a pod uses it", err, w.manager.Daemons())
+				}
+				w.book.set()
+			}
+			w.eventually("no daemon", func() bool {
+				left, err := mps.Held(w.manager.dir(daemonOf(t, w.device())))
+				return err == nil && !left && len(w.manager.Daemons()) == 0
+			})
+			if c, err := w.policy.Client(w.device(), share); err == nil {
+				t.Errorf("a pod would get %v", c)
+			}
+			w.healthy(device.Health{})
+			w.awaitClient(share)
+			if mode := w.mode(); mode != device.ComputeModeExclusiveProcess {
+				t.Errorf("compute mode %s", mode)
+			}
+		})
+	}
+}
+
+func daemonOf(t *testing.T, d device.Device) string {
+	t.Helper()
+	name, err := daemonName(policyGroup(d))
+	check(t, err)
+	return name
+}
+
+func (w *town) healthy(h device.Health) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.gpu.Health = h
+	close(w.changed)
+	w.changed = make(chan struct{})
+}

@@ -341,12 +341,30 @@ func (p *player) addLinks(count int) {
 			}
 		}
 		if len(group.Switches) == 0 {
-			p.problem("the NVSwitches are not on the PCI bus: the address of one is assumed")
-			group.Switches = []string{"ffff:ff:1f.0"}
+			// Outside of the machine, as in a rack. The agent asks no link for the address of its switch.
+			group.Switches, group.Outside = []string{"ffff:ff:1f.0"}, true
 		}
+		p.addFabric(&group)
 		p.profile.NVLink = append(p.profile.NVLink, group)
 	}
 	p.addDirectLinks(direct)
+}
+
+// addFabric sets the fabric that the first GPU of a group is in, if it is larger than the machine.
+func (p *player) addFabric(group *simulated.NVLinkGroup) {
+	on := fmt.Sprint("gpu", group.GPUs[0])
+	values, ok := p.find(on, "GetGpuFabricInfo", "")
+	if !ok || len(values) == 0 {
+		return
+	}
+	info, isObject := values[0].(map[string]any)
+	cluster := fmt.Sprint(info["ClusterUuid"])
+	if !isObject || len(cluster) != 32 || strings.Trim(cluster, "0") == "" {
+		return
+	}
+	clique, _ := p.number(on, "GetGpuFabricInfo", "", "CliqueId")
+	group.ClusterUUID = strings.Join([]string{cluster[:8], cluster[8:12], cluster[12:16], cluster[16:20], cluster[20:]}, "-")
+	group.CliqueID = uint32(clique)
 }
 
 func (p *player) addDirectLinks(direct map[int]map[string]int) {

@@ -5,6 +5,7 @@ package simnode
 
 import (
 	"fmt"
+	"io"
 	"path/filepath"
 	"strings"
 
@@ -38,13 +39,23 @@ func Options(options nvml.Options, seed string) nvml.Options {
 	}
 	machine := filepath.Join("/", options.HostRoot, filepath.Dir(options.DriverRoot))
 	options.ProcRoot = filepath.Join(machine, simulated.ProcDir)
+	options.OpenKernelLog = func() (io.ReadCloser, error) {
+		return openKernelLog(filepath.Join(machine, simulated.KernelLogFile))
+	}
 	options.OpenLibrary = func() (gonvml.Interface, error) {
 		p, err := simulated.Load(profile)
 		if err != nil {
 			return nil, fmt.Errorf("load simulated machine: %w", err)
 		}
+		privileges := simulated.AllPrivileges
+		if p.ChecksPrivileges {
+			if privileges, err = simulated.ProcessPrivileges("/proc/self/status", "/dev"); err != nil {
+				return nil, fmt.Errorf("open simulated NVML: %w", err)
+			}
+		}
 		report := func(err error) { klog.Background().Error(err, "Using the files of the simulated machine") }
-		return simulated.New(p, simulated.WithSeed(seed), simulated.WithDir(machine), simulated.WithReport(report)), nil
+		return simulated.New(p, simulated.WithSeed(seed), simulated.WithDir(machine), simulated.WithReport(report),
+			simulated.WithDev(filepath.Join("/", options.HostRoot, "dev")), simulated.WithPrivileges(privileges)), nil
 	}
 	return options
 }

@@ -142,6 +142,9 @@ func (r *run) measure(ctx context.Context) (err error) {
 	if err := r.with(ctx, small, r.measureSmall); err != nil {
 		return err
 	}
+	if err := r.measureHealth(ctx); err != nil {
+		return err
+	}
 	if err := r.measureModes(ctx); err != nil {
 		return err
 	}

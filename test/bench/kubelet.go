@@ -42,7 +42,9 @@ type session struct {
 	claims, limits chan struct{}
 	failed         chan error
 
-	dra     drapb.DRAPluginClient
+	dra drapb.DRAPluginClient
+	// service is the connection to the DRA plugin.
+	service *grpc.ClientConn
 	plugin  pluginapi.DevicePluginClient
 	devices []*pluginapi.Device
 	// registered is when the device plugin's Register arrived, identified when the DRA plugin answered GetInfo.
@@ -167,7 +169,7 @@ func (k *kubelet) registerPlugin(ctx context.Context, socket string) error {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.current.dra = drapb.NewDRAPluginClient(service)
+	k.current.dra, k.current.service = drapb.NewDRAPluginClient(service), service
 	close(k.current.claims)
 	return nil
 }

@@ -497,11 +497,21 @@ func (s *story) refusedPrepares() float64 {
 	return s.metric(`tandem_prepare_duration_seconds_count{result="error"}`)
 }
 
+// metricsText is what the agent of the node serves.
+func (s *story) metricsText() string {
+	s.Helper()
+	text, err := theClient.Discovery().RESTClient().Get().
+		AbsPath("/api/v1/namespaces", install.Namespace, "pods", s.agentPod(gpuNode).Name+":8080", "proxy/metrics").DoRaw(s.ctx)
+	if err != nil {
+		s.Fatal(err)
+	}
+	return string(text)
+}
+
 // metric of the agent of the node; zero where it has none.
 func (s *story) metric(name string) float64 {
 	s.Helper()
-	text := s.kubectl("get", "--raw", fmt.Sprintf("/api/v1/namespaces/%s/pods/%s:8080/proxy/metrics", install.Namespace, s.agentPod(gpuNode).Name))
-	for line := range strings.Lines(text) {
+	for line := range strings.Lines(s.metricsText()) {
 		if value, ok := strings.CutPrefix(line, name+" "); ok {
 			number, err := strconv.ParseFloat(strings.TrimSpace(value), 64)
 			if err != nil {

@@ -275,6 +275,10 @@ type DeviceStatus struct {
 	//
 	// +kubebuilder:validation:MaxLength=1024
 	UnhealthyReason string `json:"unhealthyReason,omitempty"`
+	// Slowdown is why a GPU runs below its clocks, such as "thermal"; empty if it does not. It is healthy.
+	//
+	// +kubebuilder:validation:MaxLength=128
+	Slowdown string `json:"slowdown,omitempty"`
 	// Holders of the device. The holders of a partition are listed with the partition.
 	//
 	// +kubebuilder:validation:MaxItems=512

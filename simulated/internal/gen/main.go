@@ -52,9 +52,10 @@ func Source() ([]byte, error) {
 		return delegated || handWritten[m.Name]
 	})
 	writeNames(&out, "libraryMethods", "are the methods of nvml.Interface that a fault can name.", "", library, func(m reflect.Method) bool {
-		return m.Name != "Shutdown" && m.Name != "ErrorString" && m.Name != "Extensions"
+		return m.Name != "ErrorString" && m.Name != "Extensions"
 	})
 	all := func(reflect.Method) bool { return true }
+	writeNames(&out, "eventSetMethods", "are the methods of nvml.EventSet, as a fault names them.", "EventSet.", events, all)
 	writeNames(&out, "deviceMethods", "are the methods of nvml.Device.", "", dev, all)
 	writeNames(&out, "migDeviceMethods", "are those of a MIG device, as a fault names them.", "MigDevice.", dev, all)
 	writeNames(&out, "gpuInstanceMethods", "are the methods of nvml.GpuInstance, as a fault names them.", "GpuInstance.", gi, all)
@@ -63,6 +64,7 @@ func Source() ([]byte, error) {
 		func(m reflect.Method) bool { return m.Type.NumOut() == 1 && m.Type.Out(0).Kind() == reflect.Struct })
 	none := func(reflect.Method) bool { return false }
 	writeGates(&out, "gpuHandle", "gpu", dev, none)
+	writeGates(&out, "eventSetHandle", "set", events, none)
 	writeGates(&out, "partitionHandle", "partition", dev, none)
 	writeGates(&out, "gpuInstanceHandle", "instance", gi, none)
 	writeGates(&out, "computeInstanceHandle", "compute", ci, none)

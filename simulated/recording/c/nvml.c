@@ -256,6 +256,13 @@ nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device) {
 	return NVML_SUCCESS;
 }
 
+nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *address, nvmlDevice_t *device) {
+	LIBRARY("DeviceGetHandleByPciBusId", "%s", address);
+	device->handle = handle(text(e, "0"));
+	return NVML_SUCCESS;
+}
+ALSO(nvmlDeviceGetHandleByPciBusId, "nvmlDeviceGetHandleByPciBusId_v2", (const char *, nvmlDevice_t *));
+
 nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t d, char *uuid, unsigned length) {
 	ON(d, "GetUUID", "%s", "");
 	return copy(text(e, "0"), uuid, length);

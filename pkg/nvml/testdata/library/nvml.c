@@ -51,6 +51,7 @@ int nvmlDeviceGetMinorNumber(void *device, unsigned *minor) {
 
 UNSUPPORTED(nvmlSystemGetCudaDriverVersion)
 UNSUPPORTED(nvmlDeviceGetHandleByUUID)
+UNSUPPORTED(nvmlDeviceGetHandleByPciBusId_v2)
 UNSUPPORTED(nvmlDeviceGetIndex)
 UNSUPPORTED(nvmlDeviceGetName)
 UNSUPPORTED(nvmlDeviceGetBrand)

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/pkg/nvml"
+)
+
+// GPU Operator's driver manager and MIG manager set the labels of their components, and nvidia.com/gpu.deploy.client, to
+// paused-for-driver-upgrade and paused-for-mig-change while no process of the node may use the driver, and back to true afterwards. The
+// driver manager appends to a value that is not "true" (k8s-driver-manager, maybeSetPaused; mig-parted, pkg/mig/reconfigure).
+const (
+	deployPrefix = "nvidia.com/gpu.deploy."
+	pausedValue  = "paused-"
+)
+
+// pausedBy returns the node label that asks to pause; empty if there is none.
+func pausedBy(labels map[string]string) string {
+	for _, key := range slices.Sorted(maps.Keys(labels)) {
+		if strings.HasPrefix(key, deployPrefix) && strings.Contains(labels[key], pausedValue) {
+			return "node label " + key + "=" + labels[key]
+		}
+	}
+	return ""
+}
+
+// pauseLimit is how long a pause waits for calls that are running. The driver manager tries again when it cannot unload the driver.
+const pauseLimit = 10 * time.Second
+
+// pause follows the node's labels.
+type pause struct {
+	*agent
+	c components
+	// by is the label that the driver is paused by; empty if it is not.
+	by string
+}
+
+// begin applies the node's labels before the first call to the driver. It waits for the node's object, but no longer than the agent waits for
+// the API server elsewhere.
+func (p *pause) begin(ctx context.Context) error {
+	limited, cancel := context.WithTimeout(ctx, p.times.answerWait)
+	defer cancel()
+	if broadcast.Await(limited, p.c.self.Changed, func() bool { return p.c.self.UID() != "" }) {
+		return p.set(ctx, pausedBy(p.c.self.Labels()))
+	}
+	return nil
+}
+
+// follow pauses and resumes until ctx is done. A deleted node object asks for nothing.
+func (p *pause) follow(ctx context.Context) error {
+	for {
+		changed := p.c.self.Changed()
+		if p.c.self.UID() != "" {
+			if err := p.set(ctx, pausedBy(p.c.self.Labels())); err != nil {
+				return err
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-changed:
+		}
+	}
+}
+
+func (p *pause) set(ctx context.Context, by string) error {
+	before := p.by
+	p.by = by
+	switch {
+	case by == "" && before == "":
+		return nil
+	case by == "":
+		return p.resume(ctx)
+	}
+	limited, cancel := context.WithTimeout(ctx, pauseLimit)
+	defer cancel()
+	err := p.c.node.Pause(limited, by)
+	if ctx.Err() != nil {
+		return nil
+	}
+	if before == "" {
+		klog.FromContext(ctx).Info("Pausing: the driver is closed and no GPU is offered", "by", by)
+		p.status.Waiting("pause", errors.New(by))
+		p.event(corev1.EventTypeNormal, "DriverPaused", fmt.Sprintf("No GPU is given to new pods, and the agent has let go of the NVIDIA driver, "+
+			"because of %s. Running pods keep their GPUs. The agent goes on when the label changes", by))
+	}
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "A call to the driver does not end, so that the driver cannot be unloaded")
+		p.event(corev1.EventTypeWarning, "DriverPaused", fmt.Sprintf("A call of the agent to the NVIDIA driver does not end (%v). "+
+			"The driver cannot be unloaded before it does: a GPU hangs. Reset it or reboot the node", err))
+	}
+	return nil
+}
+
+// resume returns an error if only a new process can use the driver.
+func (p *pause) resume(ctx context.Context) error {
+	err := p.c.node.Resume(ctx)
+	klog.FromContext(ctx).Info("Resuming after a pause of the driver")
+	p.status.Waiting("pause", nil)
+	p.event(corev1.EventTypeNormal, "DriverResumed", "The agent uses the NVIDIA driver again, and offers the GPUs that it reports")
+	if errors.Is(err, nvml.ErrNoDriver) {
+		return nil // the node's scans wait for it
+	}
+	return err
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// ConditionGPUsHealthy is the type of the node condition that says whether all GPUs of a node are healthy. It is part of the API.
+const ConditionGPUsHealthy corev1.NodeConditionType = "GPUsHealthy"
+
+// Reasons of the condition, beside the reason of one fault.
+const (
+	conditionHealthy = "AllHealthy"
+	conditionSeveral = "SeveralFaults"
+	conditionUnknown = "NotServed"
+)
+
+// maxConditionMessage bounds the message: a node is written often.
+const maxConditionMessage = 1024
+
+// GPUsHealthy returns the condition of a node by the status of its GPUNode, without times. served is false for a node without GPUs. It is a
+// pure function.
+func GPUsHealthy(status v1alpha1.GPUNodeStatus) (condition corev1.NodeCondition, served bool) {
+	condition = corev1.NodeCondition{
+		Type: ConditionGPUsHealthy, Status: corev1.ConditionTrue, Reason: conditionHealthy, Message: "all GPUs and partitions are healthy",
+	}
+	unhealthy := map[string]bool{}
+	var faults []string
+	for _, d := range status.Devices {
+		if d.Parent == "" && d.UnhealthyReason != "" {
+			unhealthy[d.Name] = true
+		}
+	}
+	reasons := map[string]bool{}
+	for _, d := range status.Devices {
+		reason, _, _ := strings.Cut(d.UnhealthyReason, ":")
+		// A partition has the faults of its GPU. One that is being made has no reason of one word.
+		if reason == "" || strings.Contains(reason, " ") || unhealthy[d.Parent] || d.Excluded {
+			continue
+		}
+		reasons[reason] = true
+		condition.Status, condition.Reason = corev1.ConditionFalse, reason
+		faults = append(faults, d.Name+": "+d.UnhealthyReason)
+	}
+	if len(reasons) > 1 {
+		condition.Reason = conditionSeveral
+	}
+	if len(faults) > 0 {
+		condition.Message = strings.Join(faults, "; ")
+		condition.Message = strings.ToValidUTF8(condition.Message[:min(len(condition.Message), maxConditionMessage)], "")
+	}
+	return condition, len(status.Devices) > 0
+}
+
+// conditions writes the condition GPUsHealthy of nodes.
+type conditions struct {
+	client client.Client
+	now    func() time.Time
+}
+
+func (r *conditions) register(m manager.Manager) error {
+	reported := changed(func(n *corev1.Node) any { return n.Status.Conditions })
+	return builder.ControllerManagedBy(m).Named("conditions").
+		For(&v1alpha1.GPUNode{}).
+		Watches(&corev1.Node{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(reported)).
+		WithOptions(options(2)).
+		Complete(r)
+}
+
+// Reconcile implements reconcile.Reconciler for one node. It is idempotent.
+func (r *conditions) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	gpus, node := &v1alpha1.GPUNode{}, &corev1.Node{}
+	if err := r.client.Get(ctx, request.NamespacedName, node); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	if err := r.client.Get(ctx, request.NamespacedName, gpus); client.IgnoreNotFound(err) != nil {
+		return reconcile.Result{}, err
+	}
+	before := conditionOf(node)
+	want, served := GPUsHealthy(gpus.Status)
+	if !served {
+		if before.Type == "" {
+			return reconcile.Result{}, nil
+		}
+		want.Status, want.Reason = corev1.ConditionUnknown, conditionUnknown
+		want.Message = cmp.Or(gpus.Status.Waiting, "no agent serves GPUs of the node")
+	}
+	if before.Status == want.Status && before.Reason == want.Reason && before.Message == want.Message {
+		return reconcile.Result{}, nil
+	}
+	want.LastHeartbeatTime = metav1.NewTime(r.now())
+	want.LastTransitionTime = want.LastHeartbeatTime
+	if before.Status == want.Status {
+		want.LastTransitionTime = before.LastTransitionTime
+	}
+	patch, err := json.Marshal(map[string]any{"status": map[string]any{"conditions": []corev1.NodeCondition{want}}})
+	if err != nil {
+		return reconcile.Result{}, fmt.Errorf("encode condition: %w", err)
+	}
+	err = r.client.Status().Patch(ctx, node, client.RawPatch(types.StrategicMergePatchType, patch))
+	if err != nil && !apierrors.IsNotFound(err) {
+		return reconcile.Result{}, fmt.Errorf("write condition %s of node %s: %w", ConditionGPUsHealthy, request.Name, err)
+	}
+	return reconcile.Result{}, nil
+}
+
+// conditionOf returns the condition of a node; an empty one if there is none.
+func conditionOf(node *corev1.Node) corev1.NodeCondition {
+	for _, c := range node.Status.Conditions {
+		if c.Type == ConditionGPUsHealthy {
+			return c
+		}
+	}
+	return corev1.NodeCondition{}
+}

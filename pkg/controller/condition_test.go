@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+func TestGPUsHealthy(t *testing.T) {
+	gpu := func(name, reason string) v1alpha1.DeviceStatus {
+		return v1alpha1.DeviceStatus{Name: name, UnhealthyReason: reason}
+	}
+	part := func(name, parent, reason string) v1alpha1.DeviceStatus {
+		return v1alpha1.DeviceStatus{Name: name, Parent: parent, UnhealthyReason: reason}
+	}
+	excluded := gpu("gpu-0", "Lost: it has fallen off the bus")
+	excluded.Excluded = true
+	for name, test := range map[string]struct {
+		devices         []v1alpha1.DeviceStatus
+		status, message string
+		served          bool
+	}{
+		"no GPU":                  {nil, "True/AllHealthy", "all GPUs", false},
+		"all healthy":             {[]v1alpha1.DeviceStatus{gpu("gpu-0", "")}, "True/AllHealthy", "all GPUs", true},
+		"a GPU and its partition": {[]v1alpha1.DeviceStatus{gpu("gpu-0", "Lost: x"), part("gpu-0-mig-1", "gpu-0", "Lost: x")}, "False/Lost", "gpu-0: Lost: x", true},
+		"a partition":             {[]v1alpha1.DeviceStatus{gpu("gpu-0", ""), part("gpu-0-mig-1", "gpu-0", "XID: 94")}, "False/XID", "gpu-0-mig-1: XID: 94", true},
+		"two faults":              {[]v1alpha1.DeviceStatus{gpu("gpu-0", "Lost: x"), gpu("gpu-1", "XID: y")}, "False/SeveralFaults", "gpu-0: Lost: x; gpu-1: XID: y", true},
+		"an excluded GPU":         {[]v1alpha1.DeviceStatus{excluded}, "True/AllHealthy", "all GPUs", true},
+		"a partition in creation": {[]v1alpha1.DeviceStatus{gpu("gpu-0", ""), part("p", "gpu-0", "its GPU instance has no compute instance")}, "True/AllHealthy", "all", true},
+	} {
+		got, served := GPUsHealthy(v1alpha1.GPUNodeStatus{Devices: test.devices})
+		if text := string(got.Status) + "/" + got.Reason; text != test.status || !strings.HasPrefix(got.Message, test.message) || served != test.served {
+			t.Errorf("%s: %s %q, served %v", name, text, got.Message, served)
+		}
+	}
+	long := []v1alpha1.DeviceStatus{gpu("gpu-0", "Lost: "+strings.Repeat("ä", 2000))}
+	if got, _ := GPUsHealthy(v1alpha1.GPUNodeStatus{Devices: long}); len(got.Message) > maxConditionMessage || strings.ContainsRune(got.Message, '\uFFFD') {
+		t.Errorf("the message has %d bytes", len(got.Message))
+	}
+}
+
+// The condition follows the GPUNode, is written once for each change, and leaves the other conditions alone.
+func TestConditions(t *testing.T) {
+	node := &corev1.Node{}
+	node.Name = "node"
+	node.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}
+	gpus := &v1alpha1.GPUNode{}
+	gpus.Name = "node"
+	gpus.Status.Devices = []v1alpha1.DeviceStatus{{Name: "gpu-0"}, {Name: "gpu-1"}}
+	w := newWorld(t, interceptor.Funcs{}, node, gpus)
+	r := &conditions{client: w.client, now: func() time.Time { return w.clock }}
+	writes := 0
+	expect := func(status corev1.ConditionStatus, reason string, since time.Time) {
+		t.Helper()
+		for range 2 {
+			if _, err := r.Reconcile(t.Context(), reconcile.Request{NamespacedName: types.NamespacedName{Name: "node"}}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if writes++; w.writes["patch Node"] != writes {
+			t.Errorf("%d writes, want %d: %v", w.writes["patch Node"], writes, w.writes)
+		}
+		now := &corev1.Node{}
+		if err := w.client.Get(t.Context(), types.NamespacedName{Name: "node"}, now); err != nil {
+			t.Fatal(err)
+		}
+		got := conditionOf(now)
+		if got.Status != status || got.Reason != reason || !got.LastTransitionTime.Time.Equal(since) || len(now.Status.Conditions) != 2 {
+			t.Errorf("%+v, want %s, %s, since %v", now.Status.Conditions, status, reason, since)
+		}
+	}
+	set := func(change func(*v1alpha1.GPUNode)) {
+		t.Helper()
+		w.clock = w.clock.Add(time.Minute)
+		current := &v1alpha1.GPUNode{}
+		if err := w.client.Get(t.Context(), types.NamespacedName{Name: "node"}, current); err != nil {
+			t.Fatal(err)
+		}
+		change(current)
+		if err := w.client.Status().Update(t.Context(), current); err != nil {
+			t.Fatal(err)
+		}
+	}
+	expect(corev1.ConditionTrue, conditionHealthy, w.clock)
+	set(func(g *v1alpha1.GPUNode) { g.Status.Devices[1].UnhealthyReason = "XID: XID 79" })
+	since := w.clock
+	expect(corev1.ConditionFalse, "XID", since)
+	set(func(g *v1alpha1.GPUNode) { g.Status.Devices[1].UnhealthyReason = "Lost: gone" })
+	expect(corev1.ConditionFalse, "Lost", since)
+	set(func(g *v1alpha1.GPUNode) { g.Status.Devices, g.Status.Waiting = nil, "no NVIDIA driver" })
+	expect(corev1.ConditionUnknown, conditionUnknown, w.clock)
+}

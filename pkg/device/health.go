@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package device
+
+import (
+	"cmp"
+	"slices"
+	"time"
+)
+
+// Health is the last known health of a device. The zero value is healthy.
+type Health struct {
+	// Reason is empty for a healthy device, otherwise one of the Reason constants.
+	Reason string
+	// Message describes the problem in a sentence.
+	Message string
+	// XID is the worst XID of the device that has not ended; zero for none. The reason may be a worse one than ReasonXID.
+	XID int
+	// Evict is set if the node configuration ends the pods of the device's claims.
+	Evict bool
+}
+
+// Reasons for which a device is unhealthy.
+const (
+	ReasonLost        = "Lost"         // NVML reports the GPU lost or fallen off the bus
+	ReasonMissing     = "Missing"      // seen before, no longer enumerated
+	ReasonNoNode      = "NoDeviceNode" // its /dev/nvidia<minor> does not exist
+	ReasonNotClean    = "NotClean"     // what an earlier holder has left cannot be cleaned (pkg/handover)
+	ReasonUnreachable = "Unreachable"  // NVML answers with an error for a query that it must support
+
+	ReasonXID              = "XID"              // the driver reported an XID that is no fault of an application
+	ReasonResetRequired    = "ResetRequired"    // the driver says that the GPU must be reset
+	ReasonRebootRequired   = "RebootRequired"   // the driver says that the node must be rebooted
+	ReasonDrainP2P         = "DrainP2P"         // the driver says that peers must stop using the GPU's memory
+	ReasonRowRemapFailure  = "RowRemapFailure"  // a row of its memory could not be replaced
+	ReasonRowRemapPending  = "RowRemapPending"  // a row of its memory is replaced at the next reset
+	ReasonRetiredPages     = "RetiredPages"     // a page of its memory is retired at the next reset
+	ReasonUncorrectableECC = "UncorrectableECC" // uncorrectable ECC errors since the driver was loaded
+	ReasonFabric           = "Fabric"           // its NVLink fabric is not configured: CUDA fails with error 802
+
+	ReasonPaused        = "Paused"        // the agent has let go of the driver, because the node's labels ask for it
+	ReasonNotInjectable = "NotInjectable" // no container can be given the device: its CDI entry or the hook is missing
+	ReasonNotRecordable = "NotRecordable" // the ledger could not record a new holder
+)
+
+// Healthy reports whether the device can run work.
+func (h Health) Healthy() bool { return h.Reason == "" }
+
+// forHolder drops the reasons for which only a new holder cannot get the device: it works.
+func (h Health) forHolder() Health {
+	switch h.Reason {
+	case ReasonNotClean, ReasonPaused, ReasonNotInjectable, ReasonNotRecordable:
+		return Health{}
+	default:
+		return h
+	}
+}
+
+// FaultClass groups faults by what ends them. The node configuration has an action for each class.
+type FaultClass string
+
+// Fault classes, from the least to the worst.
+const (
+	// FaultNone is no fault of the hardware.
+	FaultNone FaultClass = ""
+	// FaultApplication is an XID that a program causes on a GPU that works.
+	FaultApplication FaultClass = "application"
+	// FaultContained is an XID after which the GPU still works: the driver ended the programs that it hit.
+	FaultContained FaultClass = "contained"
+	FaultFabric    FaultClass = "fabric"
+	FaultMemory    FaultClass = "memory"
+	FaultReset     FaultClass = "reset"
+	FaultReboot    FaultClass = "reboot"
+	// FaultLost is a GPU that does not work at all.
+	FaultLost FaultClass = "lost"
+)
+
+// faultClasses are all classes, from the least to the worst.
+var faultClasses = []FaultClass{
+	FaultNone, FaultApplication, FaultContained, FaultFabric, FaultMemory, FaultReset, FaultReboot, FaultLost,
+}
+
+// Class returns the class of a fault.
+func (h Health) Class() FaultClass {
+	switch h.Reason {
+	case ReasonXID:
+		return XIDClass(h.XID)
+	case ReasonFabric:
+		return FaultFabric
+	case ReasonRowRemapFailure, ReasonRowRemapPending, ReasonRetiredPages, ReasonUncorrectableECC:
+		return FaultMemory
+	case ReasonResetRequired, ReasonDrainP2P:
+		return FaultReset
+	case ReasonRebootRequired:
+		return FaultReboot
+	case ReasonLost, ReasonMissing, ReasonNoNode, ReasonUnreachable:
+		return FaultLost
+	default:
+		return FaultNone
+	}
+}
+
+// Worst returns the worst of several faults, with the worst XID of all of them; the zero value for none. Equal faults keep their order.
+func Worst(faults ...Health) Health {
+	var worst, xid Health
+	evict := false
+	for _, f := range faults {
+		if f.Healthy() {
+			continue
+		}
+		if worst.Healthy() || f.Compare(worst) < 0 {
+			worst = f
+		}
+		if f.XID != 0 && (xid.XID == 0 || (Health{Reason: ReasonXID, XID: f.XID}).Compare(xid) < 0) {
+			xid = Health{Reason: ReasonXID, XID: f.XID}
+		}
+		evict = evict || f.Evict
+	}
+	worst.XID, worst.Evict = xid.XID, evict
+	return worst
+}
+
+// Compare orders faults by class, the worst first.
+func (h Health) Compare(other Health) int {
+	return cmp.Compare(slices.Index(faultClasses, other.Class()), slices.Index(faultClasses, h.Class()))
+}
+
+// FaultAction is what the node does about a fault.
+type FaultAction string
+
+// The actions. In all but FaultIgnore the device is unhealthy in both APIs.
+const (
+	FaultIgnore FaultAction = "Ignore"
+	// FaultNoSchedule gives the device to no new holder.
+	FaultNoSchedule FaultAction = "NoSchedule"
+	// FaultNoExecute also ends the pods of the claims that have the device.
+	FaultNoExecute FaultAction = "NoExecute"
+	// FaultResetWhenIdle is FaultNoSchedule, and resets the GPU once it has no holder.
+	FaultResetWhenIdle FaultAction = "ResetWhenIdle"
+)
+
+// RecoveryAction is what a GPU needs before it works again, as the driver says (nvml.h, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION).
+type RecoveryAction string
+
+// The recovery actions.
+const (
+	RecoveryNone          RecoveryAction = "None"
+	RecoveryReset         RecoveryAction = "Reset"
+	RecoveryReboot        RecoveryAction = "Reboot"
+	RecoveryDrainP2P      RecoveryAction = "DrainP2P"
+	RecoveryDrainAndReset RecoveryAction = "DrainAndReset"
+	RecoveryBusReset      RecoveryAction = "BusReset"
+	RecoveryIMEXDomain    RecoveryAction = "RecoverIMEXDomain"
+)
+
+// XIDEvent is an XID that the driver reported, or the end of earlier ones.
+type XIDEvent struct {
+	// PCI is the address of the GPU without its function, "0000:3b:00"; empty for all GPUs of the node.
+	PCI string
+	// XID is zero if the hardware was reset, so that its earlier XIDs do not count any more.
+	XID int
+	// GPUInstance and ComputeInstance are those of the partition that it concerns, NoInstance for the GPU.
+	GPUInstance, ComputeInstance int
+	// Sequence is its number in the kernel's log of this boot; zero for an event from elsewhere.
+	Sequence uint64
+	// Time is when it was reported.
+	Time time.Time
+	// Message is the driver's text, which may be empty.
+	Message string
+}
+
+// NoInstance is the ID of no GPU instance or compute instance.
+const NoInstance = -1

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package device
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// The worst fault wins, whatever comes last, and keeps the worst XID.
+func TestWorst(t *testing.T) {
+	xid := func(n int) Health { return Health{Reason: ReasonXID, XID: n} }
+	lost := Health{Reason: ReasonLost}
+	for name, test := range map[string]struct {
+		faults []Health
+		want   Health
+	}{
+		"none":                        {nil, Health{}},
+		"healthy ones":                {[]Health{{}, {}}, Health{}},
+		"a later benign XID":          {[]Health{xid(79), xid(94)}, xid(79)},
+		"a later fatal XID":           {[]Health{xid(94), xid(79)}, xid(79)},
+		"lost, with its XID":          {[]Health{xid(94), lost, xid(79)}, Health{Reason: ReasonLost, XID: 79}},
+		"a reset and a reboot":        {[]Health{{Reason: ReasonResetRequired}, {Reason: ReasonRebootRequired}}, Health{Reason: ReasonRebootRequired}},
+		"an eviction for a lesser":    {[]Health{{Reason: ReasonFabric, Evict: true}, xid(95)}, Health{Reason: ReasonXID, XID: 95, Evict: true}},
+		"memory is worse than fabric": {[]Health{{Reason: ReasonFabric}, {Reason: ReasonRowRemapFailure}}, Health{Reason: ReasonRowRemapFailure}},
+	} {
+		if got := Worst(test.faults...); got != test.want {
+			t.Errorf("%s: %+v, want %+v", name, got, test.want)
+		}
+	}
+}
+
+// The table is sorted, as XIDByNumber needs, and ignores what NVIDIA's device plugin ignores.
+func TestXIDs(t *testing.T) {
+	var ignored []int
+	for i, x := range XIDs {
+		if i > 0 && XIDs[i-1].Number >= x.Number {
+			t.Errorf("XID %d is out of order", x.Number)
+		}
+		if x.Class == FaultApplication {
+			ignored = append(ignored, x.Number)
+		}
+		if XIDByNumber(x.Number) != x {
+			t.Errorf("XID %d is not found", x.Number)
+		}
+	}
+	if want := []int{13, 31, 43, 45, 68, 109}; !slices.Equal(ignored, want) {
+		t.Errorf("ignored: %v, want %v", ignored, want)
+	}
+	if got := XIDClass(9999); got != FaultReset {
+		t.Errorf("an unknown XID has class %q", got)
+	}
+}
+
+var update = flag.Bool("update", false, "rewrite the table of XIDs in the user's page")
+
+// TestXIDTable compares the table of the user's page with XIDs.
+func TestXIDTable(t *testing.T) {
+	const path, begin, end = "../../docs/user/health.md", "<!-- table -->\n", "<!-- end of table -->"
+	data, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before, rest, found := strings.Cut(string(data), begin)
+	_, after, ended := strings.Cut(rest, end)
+	if !found || !ended {
+		t.Fatalf("%s has no table", path)
+	}
+	var table strings.Builder
+	fmt.Fprintf(&table, "Source of meanings and actions: [NVIDIA](%s).\n\n", XIDSource)
+	table.WriteString("| XID | class | meaning | NVIDIA's immediate action |\n|---|---|---|---|\n")
+	for _, x := range XIDs {
+		class := string(x.Class)
+		if x.Class == FaultNone {
+			class = "–"
+		}
+		fmt.Fprintf(&table, "| %d | %s | %s | %s |\n", x.Number, class, x.Meaning, x.Action)
+	}
+	want := before + begin + table.String() + end + after
+	if *update {
+		if err := os.WriteFile(path, []byte(want), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	if want != string(data) {
+		t.Errorf("the table of %s is not that of XIDs: go test ./pkg/device -run XIDTable -update", path)
+	}
+}

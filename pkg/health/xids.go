@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package health
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Bounds of what is kept: a broken GPU may report many XIDs.
+const (
+	maxXIDs      = 16
+	maxAddresses = 64
+	// knownXIDs is above all XIDs that have a value of their own in the metric.
+	knownXIDs = 1000
+)
+
+// quiet is how long before the driver says that a GPU needs nothing its last XID must have come. The driver logs some XIDs before it
+// decides what they need.
+const quiet = 1500 * time.Millisecond
+
+// keeper keeps the XIDs that have not ended, by PCI address. All methods are safe for concurrent use.
+type keeper struct {
+	broadcast.Signal
+	records *Records
+	// counts reports whether an XID makes its device unhealthy.
+	counts func(xid int) bool
+	total  *prometheus.CounterVec
+
+	mu     sync.Mutex
+	loaded bool
+	gpus   map[string]xids
+	// last is the number of the last record of the kernel's log, by PCI address.
+	last map[string]uint64
+}
+
+func newKeeper(records *Records, counts func(int) bool, total *prometheus.CounterVec) *keeper {
+	return &keeper{records: records, counts: counts, total: total, gpus: map[string]xids{}, last: map[string]uint64{}}
+}
+
+// load reads the records once, with mu locked.
+func (k *keeper) load() {
+	if k.loaded {
+		return
+	}
+	k.loaded = true
+	for _, address := range k.records.Keys() {
+		if record, ok := k.records.Get(address); ok {
+			k.gpus[address], k.last[address] = record, record.Last
+		}
+	}
+}
+
+// take takes an event.
+func (k *keeper) take(ctx context.Context, e device.XIDEvent) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.load()
+	if e.XID == 0 {
+		k.end(ctx, e)
+		return
+	}
+	if e.Sequence > 0 {
+		if known, ok := k.last[e.PCI]; ok && e.Sequence <= known {
+			return // the log is read again
+		}
+		if len(k.last) < maxAddresses {
+			k.last[e.PCI] = e.Sequence
+		}
+	}
+	label := "other"
+	if e.XID < knownXIDs {
+		label = strconv.Itoa(e.XID)
+	}
+	k.total.WithLabelValues(e.PCI, label).Inc()
+	kind := device.XIDByNumber(e.XID)
+	counts := k.counts(e.XID)
+	klog.FromContext(ctx).Info("The driver reports an XID", "xid", e.XID, "gpu", e.PCI, "gpuInstance", e.GPUInstance, "meaning", kind.Meaning,
+		"class", kind.Class, "counts", counts, "message", e.Message)
+	of, known := k.gpus[e.PCI]
+	if !counts || !known && len(k.gpus) >= maxAddresses {
+		return
+	}
+	of.Last = max(of.Last, e.Sequence)
+	next := xid{XID: e.XID, GPUInstance: e.GPUInstance, ComputeInstance: e.ComputeInstance, Time: e.Time}
+	of.XIDs = slices.DeleteFunc(slices.Clone(of.XIDs), next.same)
+	of.XIDs = append(of.XIDs, next)
+	if len(of.XIDs) > maxXIDs {
+		slices.SortStableFunc(of.XIDs, func(a, b xid) int { return a.health().Compare(b.health()) })
+		of.XIDs = of.XIDs[:maxXIDs]
+	}
+	k.put(ctx, e.PCI, of)
+}
+
+// same reports whether it is the same XID of the same hardware.
+func (x xid) same(other xid) bool {
+	return x.XID == other.XID && x.GPUInstance == other.GPUInstance && x.ComputeInstance == other.ComputeInstance
+}
+
+// end ends the XIDs of a GPU, of one of its partitions, or of all GPUs.
+func (k *keeper) end(ctx context.Context, e device.XIDEvent) {
+	for address, of := range k.gpus {
+		if e.PCI != "" && e.PCI != address || e.Sequence > 0 && e.Sequence <= of.Last {
+			continue
+		}
+		left := slices.DeleteFunc(slices.Clone(of.XIDs), func(x xid) bool {
+			return e.GPUInstance == device.NoInstance || e.GPUInstance == x.GPUInstance
+		})
+		if len(left) < len(of.XIDs) {
+			k.put(ctx, address, xids{Last: max(of.Last, e.Sequence), XIDs: left})
+		}
+	}
+}
+
+// put replaces what is known of a GPU. A record that cannot be written counts in memory.
+func (k *keeper) put(ctx context.Context, address string, of xids) {
+	k.gpus[address] = of
+	if err := k.records.Put(address, of); err != nil {
+		klog.FromContext(ctx).Error(err, "Cannot record an XID. The next agent may not know of it", "gpu", address)
+	}
+	k.Notify()
+}
+
+// review ends the XIDs that the hardware no longer has: the driver needs nothing for the GPU, or the partition is gone. lastRead returns
+// when the driver was last asked about a GPU.
+func (k *keeper) review(ctx context.Context, inv device.Inventory, lastRead func(uuid string) time.Time) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.load()
+	for _, g := range inv.GPUs {
+		address := slotOf(g)
+		of, known := k.gpus[address]
+		if !known || len(of.XIDs) == 0 {
+			continue
+		}
+		read := lastRead(g.UUID)
+		recovered := g.Recovery == device.RecoveryNone && g.Health.Healthy()
+		left := slices.DeleteFunc(slices.Clone(of.XIDs), func(x xid) bool {
+			gone := x.seen && !slices.ContainsFunc(g.Partitions, x.concerns)
+			return gone || recovered && read.Sub(x.Time) >= quiet
+		})
+		for i := range left {
+			left[i].seen = left[i].seen || slices.ContainsFunc(g.Partitions, left[i].concerns)
+		}
+		if len(left) < len(of.XIDs) {
+			klog.FromContext(ctx).Info("XIDs of a GPU have ended", "gpu", g.UUID, "pci", address, "left", len(left))
+			k.put(ctx, address, xids{Last: of.Last, XIDs: left})
+			continue
+		}
+		k.gpus[address] = xids{Last: of.Last, XIDs: left}
+	}
+}
+
+// slotOf returns the PCI address of a GPU without its function, as XIDs have it.
+func slotOf(g device.GPU) string {
+	address, _, _ := strings.Cut(g.PCIBusID, ".")
+	return address
+}
+
+// concerns reports whether the XID is about the partition. An XID without an instance is about the GPU.
+func (x xid) concerns(p device.Partition) bool {
+	return x.GPUInstance != device.NoInstance && x.GPUInstance == p.GPUInstance &&
+		(x.ComputeInstance == device.NoInstance || x.ComputeInstance == p.ComputeInstance)
+}
+
+// health returns the XID as a fault.
+func (x xid) health() device.Health {
+	kind := device.XIDByNumber(x.XID)
+	message := fmt.Sprintf("XID %d at %s: %s", x.XID, x.Time.UTC().Format(time.RFC3339), kind.Meaning)
+	if kind.Action != "" {
+		message += " (" + kind.Action + ")"
+	}
+	return device.Health{Reason: device.ReasonXID, Message: message, XID: x.XID}
+}
+
+// of returns the XIDs of a GPU, without those of its partitions, and those of one of its partitions.
+func (k *keeper) of(g device.GPU) (whole []device.Health, partition func(device.Partition) []device.Health) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.load()
+	all := slices.SortedFunc(slices.Values(k.gpus[slotOf(g)].XIDs), func(a, b xid) int {
+		return cmp.Or(a.health().Compare(b.health()), b.Time.Compare(a.Time))
+	})
+	for _, x := range all {
+		if x.GPUInstance == device.NoInstance {
+			whole = append(whole, x.health())
+		}
+	}
+	return whole, func(p device.Partition) (faults []device.Health) {
+		for _, x := range all {
+			if x.concerns(p) {
+				faults = append(faults, x.health())
+			}
+		}
+		return faults
+	}
+}

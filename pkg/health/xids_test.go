@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package health
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+const noInstance = device.NoInstance
+
+// xidWorld has two GPUs, the second with partitions in the GPU instances 3 and 5.
+func xidWorld() *world {
+	return &world{inventory: device.Inventory{GPUs: []device.GPU{
+		{UUID: "GPU-0", Minor: 0, PCIBusID: "0000:1b:00.0", Recovery: device.RecoveryNone},
+		{UUID: "GPU-1", Minor: 1, PCIBusID: "0000:3b:00.0", Recovery: device.RecoveryNone, MIGEnabled: true, Partitions: []device.Partition{
+			{UUID: "MIG-3", Parent: 1, Profile: "1g.10gb", ProfileID: 19, GPUInstance: 3, Ref: device.Ref{GPU: "GPU-1", Placement: device.Placement{Start: 0, Size: 1}}},
+			{UUID: "MIG-5", Parent: 1, Profile: "1g.10gb", ProfileID: 19, GPUInstance: 5, Ref: device.Ref{GPU: "GPU-1", Placement: device.Placement{Start: 1, Size: 1}}},
+		}},
+	}}}
+}
+
+func loaded(t *testing.T, dir string) *Records {
+	t.Helper()
+	records := NewRecords(dir, "boot")
+	problems, err := records.Load()
+	if err := errors.Join(append(problems, err)...); err != nil {
+		t.Fatal(err)
+	}
+	return records
+}
+
+// unhealthyOnes returns "device=reason/XID" of each unhealthy device, by its effective health.
+func unhealthyOnes(i *Inventory) string {
+	var all []string
+	for _, d := range i.Inventory().Devices() {
+		if h := d.Health(); !h.Healthy() {
+			all = append(all, fmt.Sprintf("%s=%s/%d", d.UUID(), h.Reason, h.XID))
+		}
+	}
+	return strings.Join(all, " ")
+}
+
+func want(t *testing.T, i *Inventory, want string) {
+	t.Helper()
+	if got := unhealthyOnes(i); got != want {
+		t.Errorf("unhealthy: %q, want %q", got, want)
+	}
+}
+
+// An XID of a GPU is one of all its partitions, one of a partition stays there. The worst counts, an application's does not.
+func TestXIDs(t *testing.T) {
+	w := xidWorld()
+	i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
+	now := time.Now()
+	at := func(pci string, xid, gi int) {
+		i.xids.take(t.Context(), device.XIDEvent{PCI: pci, XID: xid, GPUInstance: gi, ComputeInstance: noInstance, Time: now})
+	}
+	for _, benign := range []int{13, 31, 43, 45, 68, 109, 154} {
+		at("0000:1b:00", benign, noInstance)
+		if benign == 154 {
+			continue // a fault of no class; the node configuration does not count it
+		}
+		want(t, i, "")
+	}
+	i.xids.gpus = map[string]xids{}
+	at("0000:3b:00", 94, 5)
+	want(t, i, "MIG-5=XID/94")
+	at("0000:3b:00", 95, noInstance)
+	want(t, i, "GPU-1=XID/95 MIG-3=XID/95 MIG-5=XID/95")
+	at("0000:1b:00", 79, noInstance)
+	at("0000:1b:00", 94, noInstance)
+	want(t, i, "GPU-0=XID/79 GPU-1=XID/95 MIG-3=XID/95 MIG-5=XID/95")
+	w.change(func() { w.inventory.GPUs[0].Health = device.Health{Reason: device.ReasonLost, Message: "lost"} })
+	want(t, i, "GPU-0=Lost/79 GPU-1=XID/95 MIG-3=XID/95 MIG-5=XID/95")
+	at("", 0, noInstance) // the driver was loaded again
+	want(t, i, "GPU-0=Lost/0")
+	if got := testutil.ToFloat64(i.metrics.xids.WithLabelValues("0000:1b:00", "79")); got != 1 {
+		t.Errorf("XID 79 is counted %v times", got)
+	}
+}
+
+// An XID ends when the driver has said that the GPU needs nothing, in a reading that began after it.
+func TestXIDEnds(t *testing.T) {
+	w := xidWorld()
+	i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
+	at := time.Now()
+	for _, pci := range []string{"0000:1b:00", "0000:3b:00"} {
+		i.xids.take(t.Context(), device.XIDEvent{PCI: pci, XID: 48, GPUInstance: noInstance, ComputeInstance: noInstance, Time: at})
+	}
+	after := func(d time.Duration, wanted string) {
+		t.Helper()
+		w.change(func() { w.read = at.Add(d) })
+		i.xids.review(t.Context(), w.Inventory(), w.LastRead)
+		want(t, i, wanted)
+	}
+	both := "GPU-0=XID/48 GPU-1=XID/48 MIG-3=XID/48 MIG-5=XID/48"
+	after(0, both)
+	after(quiet-time.Millisecond, both)
+	w.change(func() {
+		w.inventory.GPUs[0].Recovery = device.RecoveryReset
+		w.inventory.GPUs[1].Recovery = "" // an old driver
+	})
+	after(time.Hour, both)
+	w.change(func() { w.inventory.GPUs[0].Recovery = device.RecoveryNone })
+	after(time.Hour, "GPU-1=XID/48 MIG-3=XID/48 MIG-5=XID/48")
+	// Nothing else ends it there but a reset.
+	i.xids.take(t.Context(), device.XIDEvent{PCI: "0000:3b:00", GPUInstance: noInstance, ComputeInstance: noInstance})
+	want(t, i, "")
+}
+
+// The XID of a partition ends with the partition, also if another one is made at its place.
+func TestXIDEndsWithItsPartition(t *testing.T) {
+	w := xidWorld()
+	w.inventory.GPUs[1].Recovery = ""
+	i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
+	at := func(xid, gi int) {
+		i.xids.take(t.Context(), device.XIDEvent{PCI: "0000:3b:00", XID: xid, GPUInstance: gi, ComputeInstance: noInstance, Time: time.Now()})
+		i.xids.review(t.Context(), w.Inventory(), w.LastRead)
+	}
+	at(94, 3)
+	at(94, 5)
+	want(t, i, "MIG-3=XID/94 MIG-5=XID/94")
+	at(0, 3) // the agent destroyed it
+	want(t, i, "MIG-5=XID/94")
+	partitions := w.inventory.GPUs[1].Partitions
+	w.change(func() { w.inventory.GPUs[1].Partitions = partitions[:1] }) // an administrator did
+	i.xids.review(t.Context(), w.Inventory(), w.LastRead)
+	w.change(func() { w.inventory.GPUs[1].Partitions = partitions })
+	want(t, i, "")
+}
+
+// A new agent knows the XIDs that have not ended, and does not count again what the kernel's log still has of those that have.
+func TestXIDsSurviveARestart(t *testing.T) {
+	dir := t.TempDir()
+	log := []device.XIDEvent{
+		{Sequence: 10, GPUInstance: noInstance}, // the driver is loaded
+		{PCI: "0000:1b:00", XID: 48, Sequence: 20, GPUInstance: noInstance, ComputeInstance: noInstance, Time: time.Now()},
+		{PCI: "0000:3b:00", XID: 95, Sequence: 30, GPUInstance: noInstance, ComputeInstance: noInstance, Time: time.Now()},
+	}
+	w := xidWorld()
+	agent := func() *Inventory {
+		records := loaded(t, dir)
+		t.Cleanup(func() { records.Close() })
+		i, _ := newInventoryWith(w, records)
+		return i
+	}
+	read := func(i *Inventory) {
+		for _, e := range log {
+			i.xids.take(t.Context(), e)
+		}
+	}
+	first := agent()
+	read(first)
+	first.xids.take(t.Context(), device.XIDEvent{PCI: "0000:1b:00", GPUInstance: noInstance}) // it was reset
+	left := "GPU-1=XID/95 MIG-3=XID/95 MIG-5=XID/95"
+	want(t, first, left)
+	if err := first.config.Records.Close(); err != nil {
+		t.Fatal(err)
+	}
+	second := agent()
+	want(t, second, left) // before it has read the log
+	read(second)
+	want(t, second, left)
+	log = append(log, device.XIDEvent{PCI: "0000:1b:00", XID: 95, Sequence: 40, GPUInstance: noInstance, ComputeInstance: noInstance, Time: time.Now()})
+	read(second)
+	want(t, second, "GPU-0=XID/95 "+left)
+	log = append(log, device.XIDEvent{Sequence: 50, GPUInstance: noInstance})
+	read(second)
+	want(t, second, "")
+}
+
+// The node configuration can ignore a fault, and evict. What it ignores does not hide a lesser one that counts.
+func TestActions(t *testing.T) {
+	w := xidWorld()
+	w.actions = map[string]device.FaultAction{device.ReasonResetRequired: device.FaultIgnore, device.ReasonFabric: device.FaultNoExecute}
+	i, _ := newInventory(w)
+	w.inventory.GPUs[0].Faults = []device.Health{{Reason: device.ReasonResetRequired}}
+	want(t, i, "")
+	w.inventory.GPUs[0].Faults = []device.Health{{Reason: device.ReasonResetRequired}, {Reason: device.ReasonFabric}}
+	want(t, i, "GPU-0=Fabric/0")
+	if !i.Inventory().GPUs[0].Health.Evict {
+		t.Error("the holders are not evicted")
+	}
+	w.inventory.GPUs[0].Health = device.Health{Reason: device.ReasonNotClean}
+	want(t, i, "GPU-0=Fabric/0")
+}
+
+// Bounded memory: a GPU that reports many XIDs keeps the worst, and addresses that no GPU has are limited.
+func TestXIDBounds(t *testing.T) {
+	w := xidWorld()
+	i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
+	at := func(pci string, xid, ci int) {
+		i.xids.take(t.Context(), device.XIDEvent{PCI: pci, XID: xid, GPUInstance: noInstance, ComputeInstance: ci, Time: time.Now()})
+	}
+	at("0000:1b:00", 79, noInstance)
+	for n := range 3 * maxXIDs {
+		at("0000:1b:00", 94, n)
+	}
+	if got := len(i.xids.gpus["0000:1b:00"].XIDs); got != maxXIDs {
+		t.Errorf("%d XIDs are kept, want %d", got, maxXIDs)
+	}
+	want(t, i, "GPU-0=XID/79")
+	for n := range 3 * maxAddresses {
+		at(fmt.Sprintf("%04x:00:00", n), 79, noInstance)
+	}
+	if got := len(i.xids.gpus); got > maxAddresses {
+		t.Errorf("XIDs of %d addresses are kept", got)
+	}
+}
+
+// Each change of a device's health is one event that says what to do, and the metric follows.
+func TestHealthEvents(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		i, events := newInventoryWith(w, loaded(t, t.TempDir()))
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- i.Run(ctx) }()
+		event := func(parts ...string) {
+			t.Helper()
+			event := <-events.Events
+			for _, part := range parts {
+				if !strings.Contains(event, part) {
+					t.Errorf("event %q lacks %q", event, part)
+				}
+			}
+		}
+		changed := i.Changed()
+		w.xids <- device.XIDEvent{PCI: "0000:1b:00", XID: 79, GPUInstance: noInstance, ComputeInstance: noInstance, Time: time.Now()}
+		<-changed
+		event("Warning GPUUnhealthy gpu-0 (GPU-0) is unhealthy (XID): XID 79", "has fallen off the bus (RESTART_BM)", "Drain the node and reboot it")
+		if got := testutil.ToFloat64(i.metrics.unhealthy.WithLabelValues("gpu-0", "GPU-0", "XID", "79")); got != 1 {
+			t.Errorf("the metric is %v", got)
+		}
+		w.change(func() { w.read = time.Now().Add(time.Minute) })
+		event("Normal GPUHealthy gpu-0 (GPU-0) is healthy again, after XID")
+		w.xids <- device.XIDEvent{PCI: "0000:3b:00", XID: 94, GPUInstance: 5, ComputeInstance: noInstance, Time: time.Now().Add(2 * time.Minute)}
+		event("Warning GPUUnhealthy gpu-1-mig-1g10gb-19-1 (MIG-5) is unhealthy (XID): XID 94")
+		synctest.Wait()
+		if got := testutil.CollectAndCount(i.metrics.unhealthy); got != 1 {
+			t.Errorf("%d devices are counted", got)
+		}
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		if len(events.Events) > 0 {
+			t.Errorf("another event: %s", <-events.Events)
+		}
+	})
+}
+
+// A GPU whose fault has the action ResetWhenIdle is reset once it has no holder, and no other GPU is.
+func TestResetWhenIdle(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		w.actions, w.held = map[string]device.FaultAction{device.ReasonResetRequired: device.FaultResetWhenIdle}, true
+		w.inventory.GPUs[0].Faults = []device.Health{{Reason: device.ReasonResetRequired}}
+		w.inventory.GPUs[1].Faults = []device.Health{{Reason: device.ReasonRebootRequired}}
+		i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- i.Run(ctx) }()
+		resets := func() string {
+			time.Sleep(3 * interval)
+			synctest.Wait()
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			return strings.Join(w.resets, " ")
+		}
+		if got := resets(); got != "" {
+			t.Errorf("reset with a holder: %s", got)
+		}
+		w.change(func() { w.held = false })
+		if got := resets(); got != "GPU-0" {
+			t.Errorf("reset: %q, want GPU-0", got)
+		}
+		time.Sleep(resetRetry)
+		if got := resets(); got != "GPU-0 GPU-0" {
+			t.Errorf("reset: %q, want GPU-0 a second time, because its fault has not ended", got)
+		}
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+}

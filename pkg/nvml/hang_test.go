@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"sync"
+	"testing"
+	"time"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/simulated"
+)
+
+// gate stops calls while it is closed.
+type gate struct {
+	mu     sync.Mutex
+	closed chan struct{}
+}
+
+func (g *gate) close() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.closed = make(chan struct{})
+}
+
+func (g *gate) open() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed != nil {
+		close(g.closed)
+		g.closed = nil
+	}
+}
+
+func (g *gate) pass() {
+	g.mu.Lock()
+	closed := g.closed
+	g.mu.Unlock()
+	if closed != nil {
+		<-closed
+	}
+}
+
+// hangingLibrary hangs in the calls that the faults of a simulated machine do not cover.
+type hangingLibrary struct {
+	*simulated.Library
+	shutdown, byUUID gate
+}
+
+func (l *hangingLibrary) Shutdown() gonvml.Return {
+	l.shutdown.pass()
+	return l.Library.Shutdown()
+}
+
+func (l *hangingLibrary) DeviceGetHandleByUUID(uuid string) (gonvml.Device, gonvml.Return) {
+	l.byUUID.pass()
+	return l.Library.DeviceGetHandleByUUID(uuid)
+}
+
+// hangNode is a node with two GPUs, whose calls may hang.
+type hangNode struct {
+	*Node
+	t       *testing.T
+	library *hangingLibrary
+	faults  string
+}
+
+func newHangNode(t *testing.T) *hangNode {
+	t.Helper()
+	options := fixture(t, "host-rhel")
+	profile, err := simulated.Load("l4x4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	profile.GPUs = profile.GPUs[:2]
+	n := &hangNode{t: t, faults: t.TempDir()}
+	n.library = &hangingLibrary{Library: simulated.New(profile, simulated.WithDir(n.faults))}
+	options.patience = 200 * time.Millisecond
+	options.OpenLibrary = func() (gonvml.Interface, error) { return n.library, nil }
+	n.Node = New(options)
+	return n
+}
+
+// fault replaces the faults of the GPU with index 1.
+func (n *hangNode) fault(faults simulated.GPUFaults) {
+	n.t.Helper()
+	faults.GPU = "1"
+	if err := simulated.WriteFaults(n.faults, simulated.Faults{GPUs: []simulated.GPUFaults{faults}}); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+// scan fails the test if a scan takes far longer than one call may.
+func (n *hangNode) scan() error {
+	n.t.Helper()
+	ended := make(chan error, 1)
+	go func() { ended <- n.Scan(n.t.Context()) }()
+	select {
+	case err := <-ended:
+		return err
+	case <-time.After(20 * n.options.patience):
+		n.t.Fatal("a scan does not end while a call hangs")
+		return nil
+	}
+}
+
+// A scan ends whichever call hangs, other GPUs are served meanwhile, and everything is as before once the call returns.
+func TestScanEndsWhicheverCallHangs(t *testing.T) {
+	hang := func(call string) simulated.GPUFaults {
+		return simulated.GPUFaults{Calls: map[string]simulated.CallFault{call: {Delay: simulated.Duration(time.Hour)}}}
+	}
+	for name, test := range map[string]struct {
+		begin func(*hangNode)
+		end   func(*hangNode)
+		// silent: the driver as a whole does not answer.
+		silent bool
+		// topology: it is read, which happens at the first scan only.
+		topology bool
+	}{
+		"NVLink state": {
+			begin: func(n *hangNode) { n.fault(hang("GetNvLinkState")) },
+			end:   func(n *hangNode) { n.fault(simulated.GPUFaults{}) }, topology: true,
+		},
+		"common ancestor": {
+			begin: func(n *hangNode) { n.fault(hang("GetTopologyCommonAncestor")) },
+			end:   func(n *hangNode) { n.fault(simulated.GPUFaults{}) }, topology: true,
+		},
+		"a missing GPU, by its UUID": {
+			begin: func(n *hangNode) { n.fault(simulated.GPUFaults{Absent: true}); n.library.byUUID.close() },
+			end:   func(n *hangNode) { n.fault(simulated.GPUFaults{}); n.library.byUUID.open() },
+		},
+		"Shutdown": {
+			begin: func(n *hangNode) { n.library.shutdown.close() },
+			end:   func(n *hangNode) { n.library.shutdown.open() }, silent: true,
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := newHangNode(t)
+			if !test.topology {
+				if err := n.scan(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			test.begin(n)
+			defer test.end(n)
+			for range 3 {
+				if err := n.scan(); err != nil && !test.silent {
+					t.Fatal(err)
+				}
+			}
+			gpus := n.Inventory().GPUs
+			if len(gpus) != 2 {
+				t.Fatalf("%d GPUs, want 2", len(gpus))
+			}
+			for _, g := range gpus {
+				if g.Index != 1 && !test.silent && !g.Health.Healthy() {
+					t.Errorf("%s is unhealthy: %+v", g.Name(), g.Health)
+				}
+			}
+			if !test.silent {
+				limited, cancel := context.WithTimeout(t.Context(), 20*n.options.patience)
+				defer cancel()
+				if _, err := n.ComputeMode(limited, gpus[0].UUID); err != nil {
+					t.Errorf("an operation on another GPU: %v", err)
+				}
+			}
+			test.end(n)
+			for !n.recovered() {
+				_ = n.scan()
+				if t.Context().Err() != nil {
+					t.Fatalf("never recovered: %+v", n.Inventory())
+				}
+			}
+		})
+	}
+}
+
+// recovered: all GPUs are healthy, their connections are known, and no call and no use of the session is left.
+func (n *hangNode) recovered() bool {
+	inventory := n.Inventory()
+	for i, g := range inventory.GPUs {
+		if !g.Health.Healthy() || len(inventory.Links) == 0 || inventory.Links[i][1-i].PCIe == gpu.LinkUnknown {
+			return false
+		}
+	}
+	n.session.mu.Lock()
+	defer n.session.mu.Unlock()
+	return len(n.late) == 0 && n.session.users == 0
+}
+
+// An agent that is to end does so, also while the driver does not let go of a session.
+func TestRunEndsWhileShutdownHangs(t *testing.T) {
+	n := newHangNode(t)
+	if err := n.scan(); err != nil {
+		t.Fatal(err)
+	}
+	n.session.mu.Lock()
+	n.session.holding = true // as on a node without persistence mode
+	n.library.Library.Init()
+	n.session.mu.Unlock()
+	n.library.shutdown.close()
+	defer n.library.shutdown.open()
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- n.Run(ctx) }()
+	select {
+	case err := <-ended:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(20 * n.options.patience):
+		t.Error("Run does not end")
+	}
+}

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"cmp"
+	"encoding/binary"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// healthFields are read in one call. NVML answers each with a code of its own (nvml.h, nvmlFieldValue_t).
+var healthFields = []uint32{
+	gonvml.FI_DEV_GET_GPU_RECOVERY_ACTION, gonvml.FI_DEV_REMAPPED_FAILURE, gonvml.FI_DEV_REMAPPED_PENDING,
+	gonvml.FI_DEV_RETIRED_PENDING, gonvml.FI_DEV_ECC_DBE_VOL_TOTAL,
+}
+
+// recoveryActions are NVML's (nvml.h, nvmlDeviceGpuRecoveryAction_t).
+var recoveryActions = map[gonvml.DeviceGpuRecoveryAction]gpu.RecoveryAction{
+	gonvml.GPU_RECOVERY_ACTION_NONE: gpu.RecoveryNone, gonvml.GPU_RECOVERY_ACTION_GPU_RESET: gpu.RecoveryReset,
+	gonvml.GPU_RECOVERY_ACTION_NODE_REBOOT: gpu.RecoveryReboot, gonvml.GPU_RECOVERY_ACTION_DRAIN_P2P: gpu.RecoveryDrainP2P,
+	gonvml.GPU_RECOVERY_ACTION_DRAIN_AND_RESET:     gpu.RecoveryDrainAndReset,
+	gonvml.GPU_RECOVERY_ACTION_RECOVER_IMEX_DOMAIN: gpu.RecoveryIMEXDomain,
+	gonvml.GPU_RECOVERY_ACTION_BUS_RESET:           gpu.RecoveryBusReset,
+	gonvml.GPU_RECOVERY_ACTION_SYSTEM_REBOOT:       gpu.RecoveryReboot,
+}
+
+// recoveryFaults are the faults that the recovery actions stand for.
+var recoveryFaults = map[gpu.RecoveryAction]gpu.Health{
+	gpu.RecoveryReset:         {Reason: gpu.ReasonResetRequired, Message: "the driver requires a reset of the GPU"},
+	gpu.RecoveryBusReset:      {Reason: gpu.ReasonResetRequired, Message: "the driver requires a reset of the GPU's bus"},
+	gpu.RecoveryReboot:        {Reason: gpu.ReasonRebootRequired, Message: "the driver requires a reboot of the node"},
+	gpu.RecoveryDrainP2P:      {Reason: gpu.ReasonDrainP2P, Message: "the driver requires that no peer uses the memory of the GPU: end the programs that use it with other GPUs"},
+	gpu.RecoveryDrainAndReset: {Reason: gpu.ReasonResetRequired, Message: "the driver requires a reset of the GPU, once its programs have ended"},
+	gpu.RecoveryIMEXDomain:    {Reason: gpu.ReasonFabric, Message: "the driver requires that its IMEX domain recovers: check nvidia-imex on the nodes of the domain"},
+}
+
+// readFaults reads the faults of a GPU that answers. A value that the driver lacks is no fault.
+func readFaults(g *gpu.GPU, d gonvml.Device) {
+	g.Faults = nil
+	add := func(reason, format string, args ...any) {
+		g.Faults = append(g.Faults, gpu.Health{Reason: reason, Message: fmt.Sprintf(format, args...)})
+	}
+	values := fieldValues(d, healthFields)
+	g.Recovery = ""
+	if action, known := values[gonvml.FI_DEV_GET_GPU_RECOVERY_ACTION]; known {
+		// An action that this version does not know is more than none.
+		g.Recovery = cmp.Or(recoveryActions[gonvml.DeviceGpuRecoveryAction(action)], gpu.RecoveryReset)
+		if fault, needed := recoveryFaults[g.Recovery]; needed {
+			g.Faults = append(g.Faults, fault)
+		}
+	}
+	if values[gonvml.FI_DEV_REMAPPED_FAILURE] != 0 {
+		add(gpu.ReasonRowRemapFailure, "a row of its memory failed and could not be replaced: the GPU has to be replaced")
+	}
+	if values[gonvml.FI_DEV_REMAPPED_PENDING] != 0 && values[gonvml.FI_DEV_REMAPPED_FAILURE] == 0 {
+		add(gpu.ReasonRowRemapPending, "a row of its memory failed and is replaced at the next reset of the GPU")
+	}
+	if values[gonvml.FI_DEV_RETIRED_PENDING] != 0 {
+		add(gpu.ReasonRetiredPages, "a page of its memory failed and is retired when the driver is loaded again")
+	}
+	if errors := values[gonvml.FI_DEV_ECC_DBE_VOL_TOTAL]; errors != 0 && g.Recovery == "" {
+		add(gpu.ReasonUncorrectableECC, "%d uncorrectable ECC errors since the driver was loaded: the GPU has to be reset", errors)
+	}
+	if state := fabricProblem(g, d); state != "" {
+		add(gpu.ReasonFabric, "its NVLink fabric is %s, so that CUDA fails with error 802: check nvidia-fabricmanager on the node", state)
+	}
+	slices.SortStableFunc(g.Faults, gpu.Health.Compare)
+}
+
+// fieldValues returns the values of the fields that the driver and the GPU have.
+func fieldValues(d gonvml.Device, ids []uint32) map[uint32]uint64 {
+	fields := make([]gonvml.FieldValue, len(ids))
+	for i, id := range ids {
+		fields[i].FieldId = id
+	}
+	values := map[uint32]uint64{}
+	if d.GetFieldValues(fields) != gonvml.SUCCESS {
+		return values
+	}
+	for _, f := range fields {
+		if gonvml.Return(f.NvmlReturn) == gonvml.SUCCESS {
+			values[f.FieldId] = integer(f)
+		}
+	}
+	return values
+}
+
+// integer returns the value of a field with an integer type. NVML writes the machine's byte order, which is little-endian wherever NVIDIA
+// has a driver.
+func integer(f gonvml.FieldValue) uint64 {
+	switch gonvml.ValueType(f.ValueType) {
+	case gonvml.VALUE_TYPE_UNSIGNED_INT, gonvml.VALUE_TYPE_SIGNED_INT:
+		return uint64(binary.LittleEndian.Uint32(f.Value[:4]))
+	case gonvml.VALUE_TYPE_UNSIGNED_SHORT:
+		return uint64(binary.LittleEndian.Uint16(f.Value[:2]))
+	default:
+		return binary.LittleEndian.Uint64(f.Value[:])
+	}
+}
+
+// fabricProblem returns the state of a fabric that the GPU supports and has not joined. In MIG mode a GPU has no NVLink (NVIDIA
+// Multi-Instance GPU User Guide, "Application Considerations").
+func fabricProblem(g *gpu.GPU, d gonvml.Device) string {
+	if g.MIGEnabled {
+		return ""
+	}
+	info, ret := d.GetGpuFabricInfo()
+	if ret != gonvml.SUCCESS {
+		return ""
+	}
+	switch info.State {
+	case gonvml.GPU_FABRIC_STATE_NOT_STARTED:
+		return "not started"
+	case gonvml.GPU_FABRIC_STATE_IN_PROGRESS:
+		return "still being configured"
+	case gonvml.GPU_FABRIC_STATE_COMPLETED:
+		if ret := gonvml.Return(info.Status); ret != gonvml.SUCCESS {
+			return fmt.Sprintf("not configured (NVML status %d)", int(ret))
+		}
+	}
+	return ""
+}
+
+// slowdowns are the clock event reasons that are shown. The software power cap is normal under load.
+var slowdowns = []struct {
+	reason uint64
+	text   string
+}{
+	{gonvml.ClocksThrottleReasonHwThermalSlowdown, "thermal (hardware)"},
+	{gonvml.ClocksEventReasonSwThermalSlowdown, "thermal"},
+	{gonvml.ClocksThrottleReasonHwPowerBrakeSlowdown, "power brake"},
+}
+
+// readSlowdown reads why the GPU runs below its clocks.
+func readSlowdown(g *gpu.GPU, d gonvml.Device) {
+	reasons, ret := d.GetCurrentClocksEventReasons()
+	if ret != gonvml.SUCCESS {
+		reasons = 0
+	}
+	var texts []string
+	for _, s := range slowdowns {
+		if reasons&s.reason != 0 {
+			texts = append(texts, s.text)
+		}
+	}
+	g.Slowdown = strings.Join(texts, ", ")
+}
+
+// LastRead returns when the last successful reading of a GPU began; zero if it is not known. pkg/health calls it. Safe for concurrent use;
+// it never waits.
+func (n *Node) LastRead(uuid string) time.Time {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.reads[uuid]
+}
+
+func (n *Node) noteRead(uuid string, began time.Time) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.reads[uuid] = began
+}

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"io"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+func TestParseRecord(t *testing.T) {
+	boot := time.Unix(1000, 0)
+	whole := func(e gpu.XIDEvent) *gpu.XIDEvent {
+		e.Message = ""
+		e.Time = boot.Add(2 * time.Second)
+		e.Sequence = 7
+		return &e
+	}
+	for line, want := range map[string]*gpu.XIDEvent{
+		"4,7,2000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.": whole(
+			gpu.XIDEvent{PCI: "0000:3b:00", XID: 79, GPUInstance: -1, ComputeInstance: -1}),
+		"3,7,2000000,-,caller=T12;NVRM: Xid (PCI:0000:3B:00): 31, pid=12, name=python, Ch 00000008": whole(
+			gpu.XIDEvent{PCI: "0000:3b:00", XID: 31, GPUInstance: -1, ComputeInstance: -1}),
+		"4,7,2000000,-;NVRM: Xid (PCI:0000:3b:00 GPU-I:05): 94, pid=12, name=python, Contained": whole(
+			gpu.XIDEvent{PCI: "0000:3b:00", XID: 94, GPUInstance: 5, ComputeInstance: -1}),
+		"4,7,2000000,-;NVRM: Xid (PCI:0000:3b:00 GPU-I:05 GPU-CI:01): 43, Ch 8": whole(
+			gpu.XIDEvent{PCI: "0000:3b:00", XID: 43, GPUInstance: 5, ComputeInstance: 1}),
+		"4,7,2000000,-;NVRM: Xid (PCI:00010002:3b:00): 48, x":                   whole(gpu.XIDEvent{PCI: "00010002:3b:00", XID: 48, GPUInstance: -1, ComputeInstance: -1}),
+		"4,7,2000000,-;NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64": whole(gpu.XIDEvent{GPUInstance: -1, ComputeInstance: -1}),
+		"12,7,2000000,-;NVRM: Xid (PCI:0000:3b:00): 79, written by a user":      nil,
+		"4,7,2000000,-;nvidia: Xid (PCI:0000:3b:00): 79":                        nil,
+		"4,7,2000000,-;NVRM: Xid (PCI:0000:3b): 79":                             nil,
+		"4,7,2000000,-;NVRM: Xid (PCI:0000:3b:00): 99999999999999999999, x":     nil,
+		"4,7;NVRM: Xid (PCI:0000:3b:00): 79":                                    nil,
+		"x,7,2000000,-;NVRM: Xid (PCI:0000:3b:00): 79":                          nil,
+		"4,7,2000000,-;NVRM: Xid (PCI:0000:3b:00): 0":                           nil,
+		" SUBSYSTEM=pci": nil,
+		"":               nil,
+	} {
+		got, found := parseRecord(line, boot)
+		got.Message = ""
+		switch {
+		case want == nil && found:
+			t.Errorf("%q is an XID: %+v", line, got)
+		case want != nil && !found:
+			t.Errorf("%q is no XID", line)
+		case want != nil:
+			if diff := cmp.Diff(*want, got); diff != "" {
+				t.Errorf("%q: %s", line, diff)
+			}
+		}
+	}
+}
+
+// The kernel's own log is read to its end, and Close ends the wait for more.
+func TestKernelLog(t *testing.T) {
+	log, err := openKernelLog()
+	if err != nil {
+		t.Skipf("needs a readable /dev/kmsg: %v", err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	if err := followKernelLog(ctx, log, func(gpu.XIDEvent) {}); err != nil {
+		t.Error(err)
+	}
+	if _, err := log.Read(make([]byte, 1)); err == nil {
+		t.Error("the log is still open")
+	}
+}
+
+// Overwritten records and lines that are too long are skipped. The end of the log is an error.
+func TestFollowKernelLog(t *testing.T) {
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		long := make([]byte, 3*maxRecord)
+		for i := range long {
+			long[i] = 'x'
+		}
+		for _, text := range []string{
+			"4,1,1,-;NVRM: Xid (PCI:0000:3b:00): 48, a\n", " DEVICE=+pci:0000:3b:00.0\n", string(long) + "\n",
+			"4,2,1,-;NVRM: Xid (PCI:0000:3b:00): 95, b\n",
+		} {
+			_, _ = io.WriteString(w, text)
+		}
+		_ = w.Close()
+	}()
+	var xids []int
+	if err := followKernelLog(t.Context(), r, func(e gpu.XIDEvent) { xids = append(xids, e.XID) }); err == nil {
+		t.Error("the end of the log is no error")
+	}
+	if diff := cmp.Diff([]int{48, 95}, xids); diff != "" {
+		t.Error(diff)
+	}
+}

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nvml
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// PausedError means that the node makes no call to the driver until Resume. It is an ErrNoDriver.
+type PausedError struct{ Reason string }
+
+func (e *PausedError) Error() string { return "the NVIDIA driver is paused: " + e.Reason }
+
+// Is makes a PausedError an ErrNoDriver.
+func (e *PausedError) Is(target error) bool { return target == ErrNoDriver }
+
+// Pause lets go of the driver, so that it can be unloaded or its GPUs be reset: no call begins any more, and the session ends. All GPUs
+// are unhealthy with device.ReasonPaused at once. Pause then waits for the calls that are running; its error says that some have not
+// ended when ctx does. main calls it. It is idempotent and safe for concurrent use. Resume ends the pause, also of a Pause with an error.
+func (n *Node) Pause(ctx context.Context, reason string) error {
+	n.paused.Store(&PausedError{reason})
+	n.mu.Lock()
+	s := n.session
+	next := n.inventory
+	next.GPUs = slices.Clone(next.GPUs)
+	for i := range next.GPUs {
+		n.withdraw(&next.GPUs[i])
+	}
+	n.inventory = next
+	n.changed.Notify()
+	n.mu.Unlock()
+	if s == nil {
+		return nil
+	}
+	_, err := await(ctx, func(answer func(struct{}, error) bool) {
+		s.hold(false) // may hang, like any call
+		broadcast.Await(ctx, s.idle.Changed, func() bool {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			return !s.isOpen()
+		})
+		answer(struct{}{}, nil)
+	})
+	if err != nil {
+		return fmt.Errorf("let go of the NVIDIA driver: %w", err)
+	}
+	return nil
+}
+
+// Resume ends a pause and scans. Its error is that of Scan. main calls it. Idempotent.
+func (n *Node) Resume(ctx context.Context) error {
+	n.paused.Store(nil)
+	return n.Scan(ctx)
+}
+
+// withdraw marks a GPU of a paused node as unhealthy.
+func (n *Node) withdraw(g *gpu.GPU) {
+	if paused := n.paused.Load(); paused != nil {
+		g.Health = gpu.Health{Reason: gpu.ReasonPaused, Message: paused.Reason}
+	}
+}
