@@ -104,9 +104,14 @@ func TestInspectRefusesWrongFlags(t *testing.T) {
 	}
 }
 
-// The command is what an operator attaches to a bug report: it makes no change below the host's root.
+// The command is what an operator attaches to a bug report: it makes no change below the host's root, missing device nodes included.
 func TestInspectChangesNothing(t *testing.T) {
-	_, flags := simulatedHost(t, "h100x8-mig")
+	dir, flags := simulatedHost(t, "h100x8-mig")
+	for _, node := range []string{"nvidia1", "nvidia-uvm"} {
+		if err := os.Remove(filepath.Join(dir, simulated.DriverDir, "dev", node)); err != nil {
+			t.Fatal(err)
+		}
+	}
 	host := strings.TrimPrefix(flags[0], "--host-root=")
 	state := func() string {
 		var all strings.Builder
