@@ -195,7 +195,7 @@ func (n *Node) inspectLayout() Layout {
 	n.mu.Unlock()
 	l := Layout{Hook: o.HookPath, Ldconfig: o.ldconfig()}
 	for _, root := range o.candidateRoots() {
-		result := "no " + libraryName
+		var result string
 		if below, err := o.lookBelow(root); err != nil {
 			result = err.Error()
 		} else {

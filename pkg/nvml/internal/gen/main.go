@@ -74,9 +74,9 @@ func write(out *bytes.Buffer, name, inner string, of reflect.Type) {
 		if inner == "Interface" && shortFor {
 			continue // go-nvml calls the handle's method, which is recorded
 		}
-		results, pointers := make([]string, last), []string{"&ret"}
-		for i := range results {
-			results[i] = fmt.Sprintf("r%d %s", i, m.Type.Out(i))
+		results, pointers := []string(nil), []string{"&ret"}
+		for i := range last {
+			results = append(results, fmt.Sprintf("r%d %s", i, m.Type.Out(i)))
 			pointers = append(pointers, fmt.Sprintf("&r%d", i))
 		}
 		results = append(results, "ret "+returnType.String())
