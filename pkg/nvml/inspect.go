@@ -119,7 +119,9 @@ func Inspect(ctx context.Context, options Options) Report {
 	} else if err := n.Missing(); err != nil {
 		r.Problem = err.Error()
 	}
-	r.inventory, r.Unidentified = n.Inventory(), n.unidentified
+	n.mu.Lock()
+	r.inventory, r.Unidentified = n.inventory, n.unidentified
+	n.mu.Unlock()
 	r.Inventory = document(reflect.ValueOf(r.inventory), lowerCamel)
 	n.inspectGPUs(ctx, &r)
 	n.inspectEdits(ctx, &r)

@@ -193,24 +193,31 @@ const slow = 100 * time.Millisecond
 func (r Report) writeCalls(t *text) {
 	t.title("Calls of NVML")
 	t.line("  method\treturn code\ton")
-	type row struct{ method, code string }
+	type row struct {
+		method string
+		ret    int
+		code   string
+	}
 	var rows []row
 	grouped := map[row][]Call{}
 	for _, c := range r.Calls {
-		key := row{c.Method, fmt.Sprintf("%s (%d)", c.Code, c.Return)}
+		key := row{c.Method, c.Return, c.Code}
 		if grouped[key] == nil {
 			rows = append(rows, key)
 		}
 		grouped[key] = append(grouped[key], c)
 	}
-	slices.SortStableFunc(rows, func(a, b row) int { return strings.Compare(a.method, b.method) })
+	// GPUs are read at the same time, so the calls have no order.
+	slices.SortFunc(rows, func(a, b row) int {
+		return cmp.Or(strings.Compare(a.method, b.method), cmp.Compare(a.ret, b.ret), strings.Compare(a.code, b.code))
+	})
 	for _, key := range rows {
 		slowest := time.Duration(0)
 		for _, c := range grouped[key] {
 			slowest = max(slowest, c.Slowest)
 		}
 		on := cmp.Or(strings.Join(handlesOf(grouped[key]), " "), "library")
-		if key.method == "LookupSymbol" && !strings.HasPrefix(key.code, "SUCCESS") {
+		if key.method == "LookupSymbol" && key.ret != 0 {
 			var lacking []string
 			for _, c := range grouped[key] {
 				lacking = append(lacking, string(c.Args))
@@ -220,6 +227,10 @@ func (r Report) writeCalls(t *text) {
 		if slowest >= slow {
 			on += fmt.Sprintf(" (the slowest took %s)", slowest.Round(time.Millisecond))
 		}
-		t.line("  %s\t%s\t%s", key.method, key.code, on)
+		code := fmt.Sprintf("%s (%d)", key.code, key.ret)
+		if key.code == NoAnswer {
+			code = key.code
+		}
+		t.line("  %s\t%s\t%s", key.method, code, on)
 	}
 }
