@@ -94,9 +94,9 @@ func TestXIDsWithoutAMachineAreNotLogged(t *testing.T) {
 func TestRecordsOfConcurrentWriters(t *testing.T) {
 	dir := t.TempDir()
 	var all sync.WaitGroup
-	for range 8 {
+	for range 16 {
 		all.Go(func() {
-			for range 10 {
+			for range 50 {
 				if err := LogKernel(dir, "one", "two"); err != nil {
 					t.Error(err)
 				}
@@ -104,8 +104,8 @@ func TestRecordsOfConcurrentWriters(t *testing.T) {
 		})
 	}
 	all.Wait()
-	if got := len(kernelLog(t, dir)); got != 160 {
-		t.Errorf("%d records, want 160", got)
+	if got := len(kernelLog(t, dir)); got != 1600 {
+		t.Errorf("%d records, want 1600", got)
 	}
 }
 

@@ -359,7 +359,11 @@ func (a *agent) with(c config.Config) *agent {
 func (a *agent) nodeOptions() nvml.Options {
 	options := nvml.Options{
 		HostRoot: a.config.HostRoot, DriverRoot: a.config.DriverRoot, DevRoot: a.config.DevRoot, Library: a.config.NVML,
-		SysfsRoot: a.config.SysfsRoot,
+		SysfsRoot: a.config.SysfsRoot, CreateNodes: a.config.CreateDeviceNodes,
+		Extras: nvml.Extras{
+			GDS: a.config.GDS, GDRCopy: a.config.GDRCopy, MOFED: a.config.MOFED,
+			IMEXChannels: a.config.IMEXChannels, IMEXRequired: a.config.IMEXRequired,
+		},
 	}
 	switch a.config.CDIHook {
 	case "none":

@@ -114,8 +114,13 @@ func (a *agent) limitsByCDI() bool {
 }
 
 func (a *agent) claimsConfig(c components, object *gpunode.Object) driver.Config {
+	metadataDir := ""
+	if a.config.DeviceMetadata {
+		metadataDir = a.config.CDIDir
+	}
 	return driver.Config{
-		DriverName: a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
+		MetadataDir: metadataDir,
+		DriverName:  a.config.DriverName, NodeName: a.config.NodeName, KubeClient: a.client, KubeletDir: a.config.KubeletDir,
 		Node: c.self, Ledger: c.book, Inventory: c.usable, Partitions: c.devices, HandOver: c.cleaner.Ensure, Specs: c.specs, Pods: c.pods,
 		Sharing: c.shared, Policy: c.policy, DaemonTrouble: object.DaemonTrouble, Adopt: c.adoptClaims,
 		Recorder: a.recorder, Registerer: a.metrics,
@@ -143,7 +148,15 @@ func (a *agent) pluginConfig(c components, object *gpunode.Object) legacy.Config
 	if a.config.ResetGPUs {
 		config.HandOver = c.cleaner.Ensure
 	}
-	config.DevRoot, config.DevRootInAgent = c.node.DevRoot()
+	config.DevRoot, config.IMEXChannels, config.Env = c.node.DevRoot, a.config.IMEXChannels, map[string]string{}
+	// NVIDIA's container runtime reads them, and its device plugin sets them with CDI as well.
+	for name, on := range map[string]bool{
+		"NVIDIA_GDS": a.config.GDS, "NVIDIA_GDRCOPY": a.config.GDRCopy, "NVIDIA_MOFED": a.config.MOFED,
+	} {
+		if on {
+			config.Env[name] = "enabled"
+		}
+	}
 	for _, s := range a.config.DeviceListStrategies {
 		config.Strategies = append(config.Strategies, legacy.Strategy(s))
 	}

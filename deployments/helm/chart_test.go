@@ -23,6 +23,7 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
@@ -164,9 +165,22 @@ func TestPrivileges(t *testing.T) {
 			if *security.Privileged != want.privileged {
 				t.Errorf("privileged is %v", *security.Privileged)
 			}
+			// Through NVIDIA's runtime, MIG needs this (NVIDIA_MIG_CONFIG_DEVICES).
+			var add []corev1.Capability
+			if want.class != "" {
+				add = []corev1.Capability{"SYS_ADMIN"}
+			}
 			if !want.privileged && (*security.AllowPrivilegeEscalation || security.Capabilities.Drop[0] != "ALL" ||
-				len(security.Capabilities.Add) > 0) {
-				t.Errorf("an unprivileged agent keeps privileges: %+v", security)
+				!slices.Equal(security.Capabilities.Add, add)) {
+				t.Errorf("an unprivileged agent has other privileges than %v: %+v", add, security)
+			}
+			if got, want := slices.Contains(agent.Args, "--create-device-nodes"), want.privileged; got != want {
+				t.Errorf("creates device nodes: %t, want %t", got, want)
+			}
+			for _, m := range agent.VolumeMounts {
+				if m.MountPath == "/host/dev" && m.ReadOnly == want.privileged {
+					t.Errorf("the host's /dev is read-only: %t", m.ReadOnly)
+				}
 			}
 			if !*security.ReadOnlyRootFilesystem || pod.HostNetwork || pod.HostPID || pod.HostIPC {
 				t.Error("root file system is writable, or a host namespace is shared")
@@ -184,6 +198,109 @@ func TestPrivileges(t *testing.T) {
 				t.Errorf("host's /dev mounted: %v", got)
 			}
 		})
+	}
+}
+
+// Placements, GPU instances by ID and changes need a privileged user of MIG, which is SYS_ADMIN with access to the monitor and the config
+// device (MIG User Guide, "Device Nodes and Capabilities"; nvml.h).
+func TestMIGWithARuntimeClass(t *testing.T) {
+	for _, allowed := range []bool{true, false} {
+		var set appsv1.DaemonSet
+		out := renderWith(t, "-f", valuesFile("runtimeclass"), "--set", fmt.Sprintf("migAccess=%t", allowed), "-s", "templates/daemonset.yaml")
+		if err := yaml.Unmarshal(out, &set); err != nil {
+			t.Fatal(err)
+		}
+		agent := set.Spec.Template.Spec.Containers[0]
+		want := ""
+		if allowed {
+			want = "all"
+		}
+		for _, name := range []string{"NVIDIA_MIG_CONFIG_DEVICES", "NVIDIA_MIG_MONITOR_DEVICES"} {
+			if got := variables(agent)[name]; got != want {
+				t.Errorf("migAccess %t: %s=%q, want %q", allowed, name, got, want)
+			}
+		}
+		if got := len(agent.SecurityContext.Capabilities.Add) > 0; got != allowed {
+			t.Errorf("migAccess %t: capabilities %v", allowed, agent.SecurityContext.Capabilities.Add)
+		}
+	}
+}
+
+// OpenShift admits pods by SecurityContextConstraints.
+func TestSecurityContextConstraints(t *testing.T) {
+	const api = "security.openshift.io/v1"
+	type constraints struct {
+		APIVersion string            `json:"apiVersion"`
+		Kind       string            `json:"kind"`
+		Metadata   metav1.ObjectMeta `json:"metadata"`
+		Users      []string          `json:"users"`
+		Volumes    []string          `json:"volumes"`
+		Added      []string          `json:"allowedCapabilities"`
+		HostPath   bool              `json:"allowHostDirVolumePlugin"`
+		Privileged bool              `json:"allowPrivilegedContainer"`
+		HostPID    bool              `json:"allowHostPID"`
+	}
+	list := func(args ...string) (found []constraints) {
+		t.Helper()
+		out := renderWith(t, args...)
+		for r := yaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(out))); ; {
+			doc, err := r.Read()
+			if err == io.EOF {
+				return found
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			var c constraints
+			if err := yaml.Unmarshal(doc, &c); err != nil {
+				t.Fatal(err)
+			}
+			if c.APIVersion == api {
+				found = append(found, c)
+			}
+		}
+	}
+	if found := list("-f", valuesFile("default")); len(found) > 0 {
+		t.Errorf("without OpenShift's API: %+v", found)
+	}
+	for name, privileged := range map[string]bool{"default": true, "runtimeclass": false, "everything": false} {
+		found := list("-f", valuesFile(name), "--api-versions", api)
+		if len(found) != 2 {
+			t.Fatalf("%s: %d constraints, want one for agents and one for daemons", name, len(found))
+		}
+		account := daemonSet(t, name).Spec.Template.Spec.ServiceAccountName
+		agent, daemon := found[0], found[1]
+		if want := []string{"system:serviceaccount:tandem-system:" + account}; !slices.Equal(agent.Users, want) {
+			t.Errorf("%s: users %v, want %v", name, agent.Users, want)
+		}
+		if len(daemon.Users) != 1 || daemon.Users[0] == agent.Users[0] || !daemon.HostPID || agent.HostPID {
+			t.Errorf("%s: daemons are %+v", name, daemon)
+		}
+		for _, c := range found {
+			if c.Privileged != privileged || !c.HostPath || c.Kind != "SecurityContextConstraints" {
+				t.Errorf("%s: %+v", name, c)
+			}
+		}
+		// What the pods have is allowed.
+		for _, v := range daemonSet(t, name).Spec.Template.Spec.Volumes {
+			kind := "hostPath"
+			switch {
+			case v.EmptyDir != nil:
+				kind = "emptyDir"
+			case v.ConfigMap != nil:
+				kind = "configMap"
+			}
+			if !slices.Contains(agent.Volumes, kind) {
+				t.Errorf("%s: volume %s is %s, which is not in %v", name, v.Name, kind, agent.Volumes)
+			}
+		}
+		if c := daemonSet(t, name).Spec.Template.Spec.Containers[0].SecurityContext.Capabilities; c != nil {
+			for _, capability := range c.Add {
+				if !slices.Contains(agent.Added, string(capability)) {
+					t.Errorf("%s: capability %s is not in %v", name, capability, agent.Added)
+				}
+			}
+		}
 	}
 }
 

@@ -133,6 +133,36 @@ func TestPoliciesFailClosed(t *testing.T) {
 	}
 }
 
+// The agent writes events of itself only, also those in which client-go combines similar ones: they lack the reporting controller.
+func TestAgentsEventPolicy(t *testing.T) {
+	request := object{"operation": "CREATE", "userInfo": object{
+		"username": "system:serviceaccount:tandem-system:tandem", "extra": object{"authentication.kubernetes.io/node-name": []any{"n"}},
+	}}
+	event := func(controller, instance, component, host string) object {
+		return object{
+			"reportingController": controller, "reportingInstance": instance, "deprecatedSource": object{"component": component, "host": host},
+			"regarding": object{"kind": "Node", "name": "n"},
+		}
+	}
+	const itself = "may write events of itself only"
+	for name, c := range map[string]struct {
+		event object
+		want  string
+	}{
+		"new":                   {event("tandem", "n", "tandem", "n"), ""},
+		"of events.k8s.io":      {event("tandem", "n", "", ""), ""},
+		"combined":              {event("", "", "tandem", "n"), ""},
+		"of no component":       {event("", "", "", ""), itself},
+		"of no node":            {event("", "", "tandem", ""), itself},
+		"of kubelet":            {event("", "", "kubelet", "n"), itself},
+		"of another node":       {event("", "", "tandem", "m"), itself},
+		"by half of two":        {event("tandem", "", "", "n"), itself},
+		"of kubelet and tandem": {event("kubelet", "n", "tandem", "n"), itself},
+	} {
+		t.Run(name, func(t *testing.T) { judge(t, "-agent-events", request, nil, c.event, c.want) })
+	}
+}
+
 // The agent writes status.devices of its own node, and nothing else of a claim's status.
 func TestAgentsClaimPolicy(t *testing.T) {
 	const agent = "system:serviceaccount:tandem-system:tandem"

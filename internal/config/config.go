@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -53,6 +54,15 @@ type Config struct {
 	// DriverRoot and DevRoot are "auto" or paths on the host.
 	DriverRoot string
 	DevRoot    string
+	// CreateDeviceNodes lets the agent create missing device nodes of the driver, and load nvidia-uvm.
+	CreateDeviceNodes bool
+	// GDS, GDRCopy and MOFED give containers with a GPU the devices of these drivers, where the node has them, and IMEXChannels these
+	// channels; with IMEXRequired, no container gets a GPU without.
+	GDS, GDRCopy, MOFED bool
+	IMEXChannels        []int
+	IMEXRequired        bool
+	// DeviceMetadata gives containers a file with the attributes of their claims' devices (KEP-5304).
+	DeviceMetadata bool
 	// NVML is "auto", the path of a libnvidia-ml.so.1, or "simulated:<profile>".
 	NVML string
 	// CDIHook is "install", "none" or the absolute path of a nvidia-cdi-hook on the host.
@@ -101,6 +111,22 @@ func Defaults() Config {
 	}
 }
 
+// setIMEXChannels replaces the channels by a list with commas.
+func (c *Config) setIMEXChannels(list string) error {
+	c.IMEXChannels = nil
+	if list == "" {
+		return nil
+	}
+	for _, item := range split(list) {
+		channel, err := strconv.Atoi(item)
+		if err != nil {
+			return err
+		}
+		c.IMEXChannels = append(c.IMEXChannels, channel)
+	}
+	return nil
+}
+
 // split returns the values of a flag that are separated by commas.
 func split(s string) (items []string) {
 	for item := range strings.SplitSeq(s, ",") {
@@ -131,6 +157,17 @@ func (c *Config) define(flags *flag.FlagSet) {
 	text(&c.HostRoot, "host-root", "`directory` where the host's root is mounted")
 	text(&c.DriverRoot, "driver-root", "`path` of the NVIDIA driver on the host, or auto")
 	text(&c.DevRoot, "dev-root", "`path` on the host below which dev/nvidia* are, or auto")
+	flags.BoolVar(&c.CreateDeviceNodes, "create-device-nodes", c.CreateDeviceNodes,
+		"create missing device nodes of the driver and their links in /dev/char, and load nvidia-uvm; needs a privileged agent")
+	flags.BoolVar(&c.GDS, "gds-enabled", c.GDS, "give containers with a GPU the devices of GPUDirect Storage, where the node has them")
+	flags.BoolVar(&c.GDRCopy, "gdrcopy-enabled", c.GDRCopy, "give containers with a GPU the device of GDRCopy, where the node has it")
+	flags.BoolVar(&c.MOFED, "mofed-enabled", c.MOFED, "give containers with a GPU the devices of InfiniBand, where the node has them")
+	flags.Func("imex-channel-ids", "give containers with a GPU these IMEX channels, where the node has them: `list`, empty or 0", func(s string) error {
+		return c.setIMEXChannels(s)
+	})
+	flags.BoolVar(&c.IMEXRequired, "imex-required", c.IMEXRequired, "offer no GPU while the IMEX channel does not exist")
+	flags.BoolVar(&c.DeviceMetadata, "device-metadata", c.DeviceMetadata,
+		"give containers a file with the attributes of their claims' devices (KEP-5304)")
 	text(&c.NVML, "nvml", "auto, the `path` of a libnvidia-ml.so.1, or simulated:<profile>")
 	text(&c.CDIHook, "cdi-hook", "install, none, or the `path` of a nvidia-cdi-hook on the host")
 	text(&c.CDIHookSource, "cdi-hook-source", "`path` of the nvidia-cdi-hook to install")
@@ -307,6 +344,13 @@ func (c *Config) validate() error {
 	}
 	if !slices.Contains(device.MIGStrategies, c.MIGStrategy) {
 		p.add("--mig-strategy", "unknown MIG strategy: %s (choose from %s)", c.MIGStrategy, join(device.MIGStrategies))
+	}
+	// NVIDIA's plugin knows one channel: others are for ComputeDomains.
+	if len(c.IMEXChannels) > 0 && !slices.Equal(c.IMEXChannels, []int{0}) {
+		p.add("imex.channelIDs", "must be [] or [0]; found %v", c.IMEXChannels)
+	}
+	if c.IMEXRequired && len(c.IMEXChannels) == 0 {
+		p.add("imex.required", "needs imex.channelIDs: [0]")
 	}
 	oneOf(&p, "--device-id-strategy", c.DeviceIDStrategy, "uuid", "index")
 	oneOf(&p, "--shared-devices-allocation-policy", c.AllocationPolicy, "distributed", "packed")

@@ -55,6 +55,9 @@ func TestPrecedence(t *testing.T) {
 		{name: "MIG", env: environment{"MIG_STRATEGY": "single", "SHARED_DEVICES_ALLOCATION_POLICY": "packed"}, args: []string{"--mig-strategy=mixed"}, want: func(c *Config) {
 			c.MIGStrategy, c.AllocationPolicy = device.MIGStrategyMixed, "packed"
 		}},
+		{name: "other devices by NVIDIA's names", env: environment{"GDS_ENABLED": "true", "MOFED_ENABLED": "true", "IMEX_CHANNEL_IDS": "0"}, want: func(c *Config) {
+			c.GDS, c.MOFED, c.IMEXChannels = true, true, []int{0}
+		}},
 		{name: "own names over NVIDIA's", env: environment{"NVIDIA_DRIVER_ROOT": "/theirs", "DRIVER_ROOT": "/ours", "NVIDIA_DEV_ROOT": "/dev-root"}, want: func(c *Config) {
 			c.DriverRoot, c.DevRoot = "/ours", "/dev-root"
 		}},
@@ -94,6 +97,9 @@ func TestFiles(t *testing.T) {
 		{"a string of several", `flags: {plugin: {deviceListStrategy: "envvar,cdi-annotations"}}`, func(c *Config) { c.DeviceListStrategies = []string{"envvar", "cdi-annotations"} }},
 		{"MIG", "flags: {migStrategy: mixed, plugin: {sharedDevicesAllocationPolicy: packed}}", func(c *Config) {
 			c.MIGStrategy, c.AllocationPolicy = device.MIGStrategyMixed, "packed"
+		}},
+		{"other devices", "flags: {gdsEnabled: true, gdrcopyEnabled: true, mofedEnabled: true}\nimex: {channelIDs: [0], required: true}", func(c *Config) {
+			c.GDS, c.GDRCopy, c.MOFED, c.IMEXChannels, c.IMEXRequired = true, true, true, []int{0}, true
 		}},
 		{"null and empty are unset", "flags: {nvidiaDriverRoot: \"\", plugin: {deviceListStrategy: null, deviceIDStrategy: \"\"}}", func(*Config) {}},
 		{"all that NVIDIA's chart writes", `version: v1
@@ -147,7 +153,10 @@ func TestFileErrors(t *testing.T) {
 		{"version", "version: v2", "version: unknown version: v2"},
 		{"MIG", "flags: {migStrategy: both}", "--mig-strategy: unknown MIG strategy: both (choose from none, single, mixed)"},
 		{"policy", "flags: {plugin: {sharedDevicesAllocationPolicy: tight}}", `--shared-devices-allocation-policy: "tight" is not one of distributed, packed`},
-		{"GDS", "flags: {gdsEnabled: true, gdrcopyEnabled: true}", "flags.gdrcopyEnabled"},
+		{"IMEX channel", "imex: {channelIDs: [1]}", "imex.channelIDs: must be [] or [0]; found [1]"},
+		{"two IMEX channels", "imex: {channelIDs: [0, 0]}", "imex.channelIDs: must be [] or [0]; found [0 0]"},
+		{"IMEX without channels", "imex: {required: true}", "imex.required: needs imex.channelIDs: [0]"},
+		{"kind of GDS", "flags: {gdsEnabled: 1}", "flags.gdsEnabled"},
 		{"discovery", "flags: {deviceDiscoveryStrategy: tegra}", "flags.deviceDiscoveryStrategy"},
 		{"resources", "resources: {gpus: [{pattern: \"*\", name: nvidia.com/gpu}]}", "resources: GPUs and MIG profiles have the resource names that migStrategy gives them"},
 		{"resources of MIG", "resources: {mig: [{pattern: 1g.10gb, name: small}]}", "resources: "},

@@ -25,8 +25,11 @@ type file struct {
 	Flags     fileFlags       `json:"flags"`
 	Resources json.RawMessage `json:"resources"`
 	Sharing   fileSharing     `json:"sharing"`
-	IMEX      json.RawMessage `json:"imex"`
-	Tandem    fileTandem      `json:"tandem"`
+	IMEX      struct {
+		ChannelIDs []int `json:"channelIDs"`
+		Required   bool  `json:"required"`
+	} `json:"imex"`
+	Tandem fileTandem `json:"tandem"`
 }
 
 // fileFlags needs no pointers: NVIDIA's tools write keys without a value, and no default is true.
@@ -36,9 +39,9 @@ type fileFlags struct {
 	MPSRoot                 string             `json:"mpsRoot"`
 	NVIDIADriverRoot        string             `json:"nvidiaDriverRoot"`
 	NVIDIADevRoot           string             `json:"nvidiaDevRoot"`
-	GDRCopyEnabled          json.RawMessage    `json:"gdrcopyEnabled"`
-	GDSEnabled              json.RawMessage    `json:"gdsEnabled"`
-	MOFEDEnabled            json.RawMessage    `json:"mofedEnabled"`
+	GDRCopyEnabled          bool               `json:"gdrcopyEnabled"`
+	GDSEnabled              bool               `json:"gdsEnabled"`
+	MOFEDEnabled            bool               `json:"mofedEnabled"`
 	UseNodeFeatureAPI       bool               `json:"useNodeFeatureAPI"`
 	DeviceDiscoveryStrategy string             `json:"deviceDiscoveryStrategy"`
 	Plugin                  struct {
@@ -102,6 +105,11 @@ func (c *Config) parseFile(data []byte) error {
 	c.MIGStrategy = cmp.Or(flags.MIGStrategy, c.MIGStrategy)
 	c.DriverRoot = cmp.Or(flags.NVIDIADriverRoot, c.DriverRoot)
 	c.DevRoot = cmp.Or(flags.NVIDIADevRoot, c.DevRoot)
+	c.GDS, c.GDRCopy, c.MOFED = flags.GDSEnabled, flags.GDRCopyEnabled, flags.MOFEDEnabled
+	c.IMEXRequired = f.IMEX.Required
+	if len(f.IMEX.ChannelIDs) > 0 {
+		c.IMEXChannels = f.IMEX.ChannelIDs
+	}
 	c.PassDeviceSpecs = plugin.PassDeviceSpecs
 	c.DeviceIDStrategy = cmp.Or(plugin.DeviceIDStrategy, c.DeviceIDStrategy)
 	c.CDIAnnotationPrefix = cmp.Or(plugin.CDIAnnotationPrefix, c.CDIAnnotationPrefix)
@@ -158,19 +166,6 @@ func (f *file) unsupported() error {
 	if !blank(f.Resources) {
 		errs = append(errs, errors.New("resources: GPUs and MIG profiles have the resource names that migStrategy gives them; "+
 			"other names are not supported by this version of Tandem"))
-	}
-	for _, section := range []struct {
-		key   string
-		value json.RawMessage
-	}{
-		{"flags.gdrcopyEnabled", f.Flags.GDRCopyEnabled},
-		{"flags.gdsEnabled", f.Flags.GDSEnabled},
-		{"flags.mofedEnabled", f.Flags.MOFEDEnabled},
-		{"imex", f.IMEX},
-	} {
-		if !blank(section.value) {
-			errs = append(errs, fmt.Errorf("%s: not supported by this version of Tandem", section.key))
-		}
 	}
 	return errors.Join(errs...)
 }

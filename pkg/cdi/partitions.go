@@ -139,14 +139,25 @@ func (s *Specs) loadPartitions() error {
 	return nil
 }
 
-// removeGone removes the files of those partitions that the Source no longer reports. Under s.mu.
+// removeGone removes the files of those partitions that the Source no longer reports, and takes over the entries of the others: the GPU
+// may have another number since. Under s.mu.
 func (s *Specs) removeGone(edits answer) error {
 	var errs []error
 	for _, uuid := range slices.Sorted(maps.Keys(s.partitions)) {
-		if hasName(edits.Devices, uuid) || edits.Failed[uuid] != nil || s.added[uuid] > edits.adds {
+		if s.added[uuid] > edits.adds {
+			continue // the answer is older
+		}
+		f := s.partitions[uuid]
+		if i := slices.IndexFunc(edits.Devices, func(d specs.Device) bool { return d.Name == uuid }); i >= 0 {
+			if !reflect.DeepEqual(f.entry, edits.Devices[i]) {
+				f.entry, f.of = edits.Devices[i], nil
+			}
 			continue
 		}
-		if err := os.Remove(s.partitions[uuid].path); err != nil && !os.IsNotExist(err) {
+		if edits.Failed[uuid] != nil && !edits.outdated(f.entry) {
+			continue
+		}
+		if err := os.Remove(f.path); err != nil && !os.IsNotExist(err) {
 			errs = append(errs, fmt.Errorf("remove the spec of partition %s, which is gone: %w", uuid, err))
 			continue
 		}

@@ -4,6 +4,7 @@ package cdi_test
 
 import (
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -228,4 +229,33 @@ func runOnce(t *testing.T, s *cdi.Specs) {
 	stop := run(t, s)
 	await(t, func() bool { return s.Ensure(t.Context()) == nil })
 	stop()
+}
+
+// UUIDs of partitions may recur after the driver was loaded again, when their GPU may have another minor number.
+func TestPartitionOfAGPUWithAnotherNumber(t *testing.T) {
+	silent := map[string]error{"MIG-1": errors.New("silent")}
+	for name, test := range map[string]struct {
+		edits cdi.Edits
+		want  string
+	}{
+		"same number":                     {editsOf(entry("GPU-a", "/dev/nvidia0", 0), entry("MIG-1", "/dev/nvidia0", 0)), "/dev/nvidia0"},
+		"another number":                  {editsOf(entry("GPU-a", "/dev/nvidia1", 1), entry("MIG-1", "/dev/nvidia1", 1)), "/dev/nvidia1"},
+		"same number, it is silent":       {cdi.Edits{Devices: editsOf(entry("GPU-a", "/dev/nvidia0", 0)).Devices, Failed: silent, Nodes: map[string]string{"MIG-1": "/dev/nvidia0"}}, "/dev/nvidia0"},
+		"another number, it is silent":    {cdi.Edits{Devices: editsOf(entry("GPU-a", "/dev/nvidia1", 1)).Devices, Failed: silent, Nodes: map[string]string{"MIG-1": "/dev/nvidia1"}}, ""},
+		"an unknown number, it is silent": {cdi.Edits{Devices: editsOf(entry("GPU-a", "/dev/nvidia0", 0)).Devices, Failed: silent}, "/dev/nvidia0"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := filepath.Join(t.TempDir(), "cdi")
+			s := newSpecs(t, dir, newSource(entry("GPU-a", "/dev/nvidia0", 0)), nil)
+			check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
+			source := newSource()
+			source.edits = test.edits
+			next := newSpecs(t, dir, source, nil)
+			runOnce(t, next)
+			data, err := os.ReadFile(strings.TrimSuffix(s.Path(), ".json") + "-MIG-1.json")
+			if got := err == nil; got != (test.want != "") || got && !strings.Contains(string(data), test.want) {
+				t.Errorf("the partition's file (%v) should have %q: %s", err, test.want, data)
+			}
+		})
+	}
 }

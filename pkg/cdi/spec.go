@@ -24,6 +24,15 @@ type Edits struct {
 	Devices []specs.Device
 	// Failed explains, by UUID, why a known device has no entry.
 	Failed map[string]error
+	// Nodes is the path in containers of the GPU's node, by UUID of the devices in Failed, as far as it is known. An earlier entry without
+	// that node has another GPU's: the minor numbers have changed.
+	Nodes map[string]string
+}
+
+// outdated reports whether an earlier entry has the node of another GPU now.
+func (e Edits) outdated(d specs.Device) bool {
+	node := e.Nodes[d.Name]
+	return node != "" && !slices.ContainsFunc(d.ContainerEdits.DeviceNodes, func(n *specs.DeviceNode) bool { return n.Path == node })
 }
 
 // SpecFile is the name of the main spec file.

@@ -345,7 +345,8 @@ func (s *Specs) tryApply(edits answer) error {
 	if err := s.removeGone(edits); err != nil {
 		return err
 	}
-	devices := withLost(s.withoutPartitionFiles(s.withRemade(edits)), s.withoutPartitionFiles(s.devices))
+	current := slices.DeleteFunc(slices.Clone(s.devices), edits.outdated)
+	devices := withLost(s.withoutPartitionFiles(s.withRemade(edits)), s.withoutPartitionFiles(current))
 	s.failed = maps.Clone(edits.Failed)
 	if err := s.write(edits.Common, devices); err != nil {
 		return err

@@ -217,6 +217,7 @@ func check(t *testing.T, err error) {
 func TestLostGPUsStayResolvable(t *testing.T) {
 	dir := t.TempDir()
 	a, b, c := entry("GPU-a", "/dev/nvidia0", 0), entry("GPU-b", "/dev/nvidia1", 1), entry("GPU-c", "/dev/nvidia1", 1)
+	silent := map[string]error{"GPU-c": errors.New("silent")}
 	tests := []struct {
 		name  string
 		edits cdi.Edits
@@ -225,10 +226,14 @@ func TestLostGPUsStayResolvable(t *testing.T) {
 		{"both", editsOf(a, b), []string{"GPU-a", "GPU-b"}},
 		{"b is lost", editsOf(a), []string{"GPU-a", "GPU-b"}},
 		{"c replaces b at the same device node", editsOf(a, c), []string{"GPU-a", "GPU-c"}},
+		{"c does not answer", cdi.Edits{Devices: editsOf(a).Devices, Failed: silent, Nodes: map[string]string{"GPU-c": "/dev/nvidia1"}}, []string{"GPU-a", "GPU-c"}},
+		{"nor after the minors have changed", cdi.Edits{Devices: editsOf(a).Devices, Failed: silent, Nodes: map[string]string{"GPU-c": "/dev/nvidia2"}}, []string{"GPU-a"}},
 	}
 	for _, test := range tests {
 		// Each in a new Specs, as after a restart of the agent.
-		s := newSpecs(t, dir, newSource(test.edits.Devices...), nil)
+		source := newSource()
+		source.edits = test.edits
+		s := newSpecs(t, dir, source, nil)
 		ensure(t, s)
 		var want []string
 		for _, name := range test.want {

@@ -40,8 +40,8 @@ type Capacity struct {
 
 // Partition is a MIG device: a compute instance in a GPU instance of its parent, existing or possible.
 type Partition struct {
-	// UUID is NVML's ("MIG-" and a UUID), empty while the partition is not complete. A partition that is created again at the
-	// same placement has another UUID.
+	// UUID is NVML's ("MIG-" and a UUID), empty while the partition is not complete. The driver derives it from the GPU and the
+	// instance IDs, so that a partition that is created again at the same placement may have the same UUID or another one.
 	UUID string
 	// Ref has its placement.
 	Ref Ref

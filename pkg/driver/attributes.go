@@ -49,7 +49,7 @@ func publishedDevice(d device.Device) resourceapi.Device {
 		}
 		return resourceapi.Device{Name: d.Name(), Attributes: a, Capacity: c}
 	}
-	// Partitions have no NVLink. One that is created for a claim has a different UUID each time.
+	// Partitions have no NVLink. The UUID of one that is created for a claim is not known before.
 	a.text("type", "mig")
 	a.text("parentUUID", g.UUID)
 	a.text("profile", p.Profile)

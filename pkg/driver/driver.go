@@ -149,6 +149,10 @@ type Config struct {
 	// Kubernetes 1.36 (binding conditions), and delays each pod by up to 5 s, the scheduler's poll interval.
 	Strict bool
 
+	// MetadataDir is the directory of CDI specs, in which containers are given a file with the attributes of their claim's devices
+	// (KEP-5304). Empty: they get none.
+	MetadataDir string
+
 	// Recorder receives events on claims and on the node.
 	Recorder record.EventRecorder
 	// Registerer receives the metrics.

@@ -127,7 +127,7 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	case found.UUID() == "":
 		// Admin access to a partition that does not exist.
 	default:
-		d.show(p, &prepared, found.UUID())
+		d.show(p, &prepared, found)
 	}
 	p.answer = append(p.answer, prepared)
 	if admin {
@@ -205,10 +205,19 @@ func (p *preparation) addDevice(ref device.Ref, name string, share device.Share)
 	p.request.Shares[ref] = share
 }
 
-// show adds the device to the container.
-func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, uuid string) {
-	prepared.CDIDeviceIDs = []string{d.Specs.QualifiedName(uuid)}
-	p.visible = append(p.visible, uuid)
+// show adds the device to the container, with its attributes.
+func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, shown device.Device) {
+	prepared.CDIDeviceIDs = []string{d.Specs.QualifiedName(shown.UUID())}
+	p.visible = append(p.visible, shown.UUID())
+	if d.MetadataDir == "" {
+		return
+	}
+	prepared.Metadata = &kubeletplugin.DeviceMetadata{Attributes: map[string]resourceapi.DeviceAttribute{}}
+	a := attributes(publishedDevice(shown).Attributes)
+	a.text("uuid", shown.UUID()) // slices lack that of a partition on demand
+	for name, value := range a {
+		prepared.Metadata.Attributes[string(name)] = value
+	}
 }
 
 // addToGroup adds the last device of the answer to the group with that key, which is g if there is none yet.

@@ -173,7 +173,7 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 		if err := d.Partitions.EnsureWhole(ctx, o.device.GPU.UUID); err != nil {
 			return err
 		}
-		d.show(p, entry, o.device.GPU.UUID)
+		d.show(p, entry, device.Device{GPU: o.device.GPU})
 		return nil
 	}
 	// The record keeps the hold from ending before the partition is destroyed. So it comes before the check.
@@ -190,7 +190,7 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 	if err := d.Specs.Add(ctx, created); err != nil {
 		return fmt.Errorf("write its CDI device: %w", err)
 	}
-	d.show(p, entry, created.UUID)
+	d.show(p, entry, device.Device{GPU: o.device.GPU, Partition: created})
 	for _, g := range p.groups {
 		for i := range g.devices {
 			if g.devices[i].Ref() == created.Ref {

@@ -140,7 +140,7 @@ func TestPublishFollowsInventory(t *testing.T) {
 	lost := machine(4)
 	lost.GPUs[3].Health = device.Health{Reason: device.ReasonLost, Message: "fell off"}
 	r.inventory.set(lost)
-	r.awaitPublished(names(4, map[int]string{3: "unhealthy"}))
+	r.awaitPublished(names(4, map[int]string{3: "unhealthy!gpu.nvidia.com/gpu-lost"}))
 	if n := r.metric("tandem_published_devices", "unhealthy"); n != 1 {
 		t.Error("unhealthy:", n)
 	}

@@ -21,6 +21,9 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	metadatav1alpha1 "k8s.io/dynamic-resource-allocation/api/metadata/v1alpha1"
+	metadatav1beta1 "k8s.io/dynamic-resource-allocation/api/metadata/v1beta1"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/klog/v2"
 	drapbv1 "k8s.io/kubelet/pkg/apis/dra/v1"
@@ -64,6 +67,10 @@ func (d *Driver) serve(ctx context.Context) error {
 		// This process owns the ledger, which orders the calls for one claim.
 		kubeletplugin.Serialize(false),
 		kubeletplugin.GRPCInterceptor(s.intercept),
+		// An older consumer may not know the newer version (kubeletplugin.EnableDeviceMetadata).
+		kubeletplugin.EnableDeviceMetadata(d.MetadataDir != "",
+			[]schema.GroupVersion{metadatav1beta1.SchemeGroupVersion, metadatav1alpha1.SchemeGroupVersion}),
+		kubeletplugin.CDIDirectory(d.MetadataDir),
 	)
 	if err != nil {
 		return fmt.Errorf("start servers for kubelet: %w", err)

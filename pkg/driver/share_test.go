@@ -248,7 +248,7 @@ func TestPublishedShares(t *testing.T) {
 		"free":                       {kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared"},
 		"pods have some":             {withdrawn: []withdrawal{replica(0, 6*gib), replica(2, 6*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "12Gi of 24Gi shared"},
 		"pods have nearly all":       {withdrawn: []withdrawal{replica(0, 24*gib-device.ShareUnit)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi held-by-pod"},
-		"unhealthy":                  {withdrawn: []withdrawal{replica(0, 6*gib), lost(0)}, kept: Capabilities{Taints: true, Shares: true}, want: "18Gi of 24Gi shared unhealthy"},
+		"unhealthy":                  {withdrawn: []withdrawal{replica(0, 6*gib), lost(0)}, kept: Capabilities{Taints: true, Shares: true}, want: "18Gi of 24Gi shared unhealthy gpu.nvidia.com/gpu-lost"},
 		"a pod has all of it":        {withdrawn: []withdrawal{replica(0, 24*gib)}, kept: Capabilities{Taints: true, Shares: true}, want: "24Gi of 24Gi shared held-by-pod"},
 		"a server that drops shares": {withdrawn: []withdrawal{replica(0, 6*gib), replica(1, 6*gib)}, kept: Capabilities{Taints: true}, want: "24Gi held-by-pod"},
 		"a server that drops taints": {withdrawn: []withdrawal{replica(0, 6*gib)}, want: ""},

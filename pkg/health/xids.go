@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -39,9 +40,11 @@ type keeper struct {
 	counts func(xid int) bool
 	total  *prometheus.CounterVec
 
-	mu     sync.Mutex
-	loaded bool
-	gpus   map[string]xids
+	// writing serialises take and review, which write records. mu is never locked during a write: readers do not wait for the disk.
+	writing sync.Mutex
+	mu      sync.Mutex
+	loaded  bool
+	gpus    map[string]xids
 	// last is the number of the last record of the kernel's log, by PCI address.
 	last map[string]uint64
 }
@@ -65,16 +68,25 @@ func (k *keeper) load() {
 
 // take takes an event.
 func (k *keeper) take(ctx context.Context, e device.XIDEvent) {
+	k.writing.Lock()
+	defer k.writing.Unlock()
+	var changes map[string]xids
 	k.mu.Lock()
-	defer k.mu.Unlock()
 	k.load()
 	if e.XID == 0 {
-		k.end(ctx, e)
-		return
+		changes = k.endings(e)
+	} else {
+		changes = k.addition(ctx, e)
 	}
+	k.mu.Unlock()
+	k.put(ctx, changes)
+}
+
+// addition returns what changes by an XID. Under mu.
+func (k *keeper) addition(ctx context.Context, e device.XIDEvent) map[string]xids {
 	if e.Sequence > 0 {
 		if known, ok := k.last[e.PCI]; ok && e.Sequence <= known {
-			return // the log is read again
+			return nil // the log is read again
 		}
 		if len(k.last) < maxAddresses {
 			k.last[e.PCI] = e.Sequence
@@ -91,7 +103,7 @@ func (k *keeper) take(ctx context.Context, e device.XIDEvent) {
 		"class", kind.Class, "counts", counts, "message", e.Message)
 	of, known := k.gpus[e.PCI]
 	if !counts || !known && len(k.gpus) >= maxAddresses {
-		return
+		return nil
 	}
 	of.Last = max(of.Last, e.Sequence)
 	next := xid{XID: e.XID, GPUInstance: e.GPUInstance, ComputeInstance: e.ComputeInstance, Time: e.Time}
@@ -101,7 +113,7 @@ func (k *keeper) take(ctx context.Context, e device.XIDEvent) {
 		slices.SortStableFunc(of.XIDs, func(a, b xid) int { return a.health().Compare(b.health()) })
 		of.XIDs = of.XIDs[:maxXIDs]
 	}
-	k.put(ctx, e.PCI, of)
+	return map[string]xids{e.PCI: of}
 }
 
 // same reports whether it is the same XID of the same hardware.
@@ -109,8 +121,9 @@ func (x xid) same(other xid) bool {
 	return x.XID == other.XID && x.GPUInstance == other.GPUInstance && x.ComputeInstance == other.ComputeInstance
 }
 
-// end ends the XIDs of a GPU, of one of its partitions, or of all GPUs.
-func (k *keeper) end(ctx context.Context, e device.XIDEvent) {
+// endings returns what changes by the end of the XIDs of a GPU, of one of its partitions, or of all GPUs. Under mu.
+func (k *keeper) endings(e device.XIDEvent) map[string]xids {
+	changes := map[string]xids{}
 	for address, of := range k.gpus {
 		if e.PCI != "" && e.PCI != address || e.Sequence > 0 && e.Sequence <= of.Last {
 			continue
@@ -119,26 +132,42 @@ func (k *keeper) end(ctx context.Context, e device.XIDEvent) {
 			return e.GPUInstance == device.NoInstance || e.GPUInstance == x.GPUInstance
 		})
 		if len(left) < len(of.XIDs) {
-			k.put(ctx, address, xids{Last: max(of.Last, e.Sequence), XIDs: left})
+			changes[address] = xids{Last: max(of.Last, e.Sequence), XIDs: left}
 		}
 	}
+	return changes
 }
 
-// put replaces what is known of a GPU. A record that cannot be written counts in memory.
-func (k *keeper) put(ctx context.Context, address string, of xids) {
-	k.gpus[address] = of
-	if err := k.records.Put(address, of); err != nil {
-		klog.FromContext(ctx).Error(err, "Cannot record an XID. The next agent may not know of it", "gpu", address)
+// put replaces what is known of GPUs, in memory first. A record that cannot be written counts in memory.
+func (k *keeper) put(ctx context.Context, changes map[string]xids) {
+	if len(changes) == 0 {
+		return
 	}
+	k.mu.Lock()
+	maps.Copy(k.gpus, changes)
+	k.mu.Unlock()
 	k.Notify()
+	for address, of := range changes {
+		if err := k.records.Put(address, of); err != nil {
+			klog.FromContext(ctx).Error(err, "Cannot record an XID. The next agent may not know of it", "gpu", address)
+		}
+	}
 }
 
 // review ends the XIDs that the hardware no longer has: the driver needs nothing for the GPU, or the partition is gone. lastRead returns
 // when the driver was last asked about a GPU.
 func (k *keeper) review(ctx context.Context, inv device.Inventory, lastRead func(uuid string) time.Time) {
+	k.writing.Lock()
+	defer k.writing.Unlock()
+	k.put(ctx, k.ended(ctx, inv, lastRead))
+}
+
+// ended returns what changes by a review.
+func (k *keeper) ended(ctx context.Context, inv device.Inventory, lastRead func(uuid string) time.Time) map[string]xids {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.load()
+	changes := map[string]xids{}
 	for _, g := range inv.GPUs {
 		address := slotOf(g)
 		of, known := k.gpus[address]
@@ -146,7 +175,7 @@ func (k *keeper) review(ctx context.Context, inv device.Inventory, lastRead func
 			continue
 		}
 		read := lastRead(g.UUID)
-		recovered := g.Recovery == device.RecoveryNone && g.Health.Healthy()
+		recovered := g.Recovery == device.RecoveryNone && g.Health.Class() == device.FaultNone
 		left := slices.DeleteFunc(slices.Clone(of.XIDs), func(x xid) bool {
 			gone := x.seen && !slices.ContainsFunc(g.Partitions, x.concerns)
 			return gone || recovered && read.Sub(x.Time) >= quiet
@@ -156,11 +185,12 @@ func (k *keeper) review(ctx context.Context, inv device.Inventory, lastRead func
 		}
 		if len(left) < len(of.XIDs) {
 			klog.FromContext(ctx).Info("XIDs of a GPU have ended", "gpu", g.UUID, "pci", address, "left", len(left))
-			k.put(ctx, address, xids{Last: of.Last, XIDs: left})
+			changes[address] = xids{Last: of.Last, XIDs: left}
 			continue
 		}
 		k.gpus[address] = xids{Last: of.Last, XIDs: left}
 	}
+	return changes
 }
 
 // slotOf returns the PCI address of a GPU without its function, as XIDs have it.

@@ -245,6 +245,7 @@ func anonymous(h ledger.Hold) string {
 const (
 	visibleDevicesEnv   = "NVIDIA_VISIBLE_DEVICES"
 	visibleDevicesMount = "/var/run/nvidia-container-devices"
+	imexChannelsEnv     = "NVIDIA_IMEX_CHANNELS"
 )
 
 // controlNodes are the device nodes that every container with a GPU uses, if the node has them.
@@ -264,6 +265,9 @@ func (p *Plugin) answer(items []item, client *sharing.Client) *pluginapi.Contain
 			response.Annotations = map[string]string{p.annotationKey(names): names}
 		case StrategyEnvVar:
 			p.setVisible(response, strings.Join(p.runtimeIDs(items), ","))
+			if channels := p.imexChannels(); len(channels) > 0 {
+				response.Envs[imexChannelsEnv] = strings.Join(channels, ",")
+			}
 		case StrategyVolumeMounts:
 			p.setVisible(response, visibleDevicesMount)
 			for _, id := range p.runtimeIDs(items) {
@@ -271,15 +275,45 @@ func (p *Plugin) answer(items []item, client *sharing.Client) *pluginapi.Contain
 					HostPath: os.DevNull, ContainerPath: filepath.Join(visibleDevicesMount, id),
 				})
 			}
+			for _, channel := range p.imexChannels() {
+				response.Mounts = append(response.Mounts, &pluginapi.Mount{
+					HostPath: os.DevNull, ContainerPath: filepath.Join(visibleDevicesMount, "imex", channel),
+				})
+			}
 		}
 	}
 	if p.config.PassDeviceSpecs && p.config.uses(func(s Strategy) bool { return !s.cdi() }) {
 		response.Devices = p.deviceSpecs(items)
 	}
+	if len(p.config.Env) > 0 {
+		if response.Envs == nil {
+			response.Envs = map[string]string{}
+		}
+		maps.Copy(response.Envs, p.config.Env)
+	}
 	if client != nil {
 		connect(response, *client)
 	}
 	return response
+}
+
+// imexChannels returns the channels that exist.
+func (p *Plugin) imexChannels() (channels []string) {
+	for _, channel := range p.config.IMEXChannels {
+		if p.hasNode(imexChannel(strconv.Itoa(channel))) {
+			channels = append(channels, strconv.Itoa(channel))
+		}
+	}
+	return channels
+}
+
+func imexChannel(number string) string { return "/dev/nvidia-caps-imex-channels/channel" + number }
+
+// hasNode reports whether the driver has a device node.
+func (p *Plugin) hasNode(path string) bool {
+	_, root := p.config.DevRoot()
+	_, err := os.Stat(filepath.Join(root, path))
+	return err == nil
 }
 
 // setVisible prefers the mount to the list, in any order of the strategies.
@@ -336,10 +370,7 @@ func (p *Plugin) runtimeIDs(items []item) []string {
 
 func (p *Plugin) deviceSpecs(items []item) (specs []*pluginapi.DeviceSpec) {
 	// nvidia-uvm and nvidia-modeset appear when their modules are loaded, possibly long after the start.
-	paths := slices.DeleteFunc(slices.Clone(controlNodes), func(path string) bool {
-		_, err := os.Stat(filepath.Join(p.config.DevRootInAgent, path))
-		return err != nil
-	})
+	paths := slices.DeleteFunc(slices.Clone(controlNodes), func(path string) bool { return !p.hasNode(path) })
 	for _, i := range items {
 		paths = append(paths, fmt.Sprintf("/dev/nvidia%d", i.GPU.Minor))
 		for _, number := range i.Partition.Caps {
@@ -348,12 +379,16 @@ func (p *Plugin) deviceSpecs(items []item) (specs []*pluginapi.DeviceSpec) {
 			}
 		}
 	}
+	for _, channel := range p.imexChannels() {
+		paths = append(paths, imexChannel(channel))
+	}
+	root, _ := p.config.DevRoot()
 	for at, path := range paths {
 		if slices.Contains(paths[:at], path) {
 			continue // two partitions of one GPU
 		}
 		specs = append(specs, &pluginapi.DeviceSpec{
-			ContainerPath: path, HostPath: filepath.Join(p.config.DevRoot, path), Permissions: "rw",
+			ContainerPath: path, HostPath: filepath.Join(root, path), Permissions: "rw",
 		})
 	}
 	return specs

@@ -130,10 +130,11 @@ type Config struct {
 	// PassDeviceSpecs also lists device nodes one by one, which CPU Manager's updates of a container need where there is no
 	// CDI. As in NVIDIA's plugin it has no effect when every strategy is a CDI one.
 	PassDeviceSpecs bool
-	// DevRoot is the parent of the driver's /dev on the host.
-	DevRoot string
-	// DevRootInAgent is the path of DevRoot in this process.
-	DevRootInAgent string
+	// DevRoot returns the parent of the driver's /dev, as a path of the host and of this process.
+	DevRoot func() (host, agent string)
+	// Env is in the environment of every container with a device. IMEXChannels are the channels that it gets without CDI, where they exist.
+	Env          map[string]string
+	IMEXChannels []int
 
 	Inventory Inventory
 	// Offered reports whether new pods may get a GPU; nil means all. Other GPUs are listed, as unhealthy, only if a pod held them

@@ -63,8 +63,8 @@ func TestOptions(t *testing.T) {
 
 func TestAllocateAnswers(t *testing.T) {
 	root := t.TempDir()
-	for _, node := range []string{"nvidiactl", "nvidia-uvm", "nvidia3"} {
-		if err := os.MkdirAll(filepath.Join(root, "dev"), 0o755); err != nil {
+	for _, node := range []string{"nvidiactl", "nvidia-uvm", "nvidia3", "nvidia-caps-imex-channels/channel0"} {
+		if err := os.MkdirAll(filepath.Dir(filepath.Join(root, "dev", node)), 0o755); err != nil {
 			t.Fatal(err)
 		}
 		if err := os.WriteFile(filepath.Join(root, "dev", node), nil, 0o600); err != nil {
@@ -94,7 +94,7 @@ func TestAllocateAnswers(t *testing.T) {
 		"envvar with device specs": {
 			func(c *Config) {
 				c.Strategies, c.PassDeviceSpecs = []Strategy{StrategyEnvVar}, true
-				c.DevRoot, c.DevRootInAgent = "/run/nvidia/driver", root
+				c.DevRoot = func() (string, string) { return "/run/nvidia/driver", root }
 			},
 			&pluginapi.ContainerAllocateResponse{
 				Envs:    map[string]string{"NVIDIA_VISIBLE_DEVICES": both},
@@ -104,6 +104,39 @@ func TestAllocateAnswers(t *testing.T) {
 		"envvar by index": {
 			func(c *Config) { c.Strategies, c.IndexIDs = []Strategy{StrategyEnvVar}, true },
 			&pluginapi.ContainerAllocateResponse{Envs: map[string]string{"NVIDIA_VISIBLE_DEVICES": "3,1"}},
+		},
+		"other devices by envvar": {
+			func(c *Config) {
+				c.Strategies, c.PassDeviceSpecs = []Strategy{StrategyEnvVar}, true
+				c.DevRoot = func() (string, string) { return "/run/nvidia/driver", root }
+				c.Env, c.IMEXChannels = map[string]string{"NVIDIA_GDS": "enabled"}, []int{0, 1}
+			},
+			&pluginapi.ContainerAllocateResponse{
+				Envs: map[string]string{"NVIDIA_VISIBLE_DEVICES": both, "NVIDIA_GDS": "enabled", "NVIDIA_IMEX_CHANNELS": "0"},
+				Devices: append(slices.Clone(control), spec("/dev/nvidia3"), spec("/dev/nvidia1"),
+					spec("/dev/nvidia-caps-imex-channels/channel0")),
+			},
+		},
+		"other devices by mounts": {
+			func(c *Config) {
+				c.Strategies, c.IMEXChannels = []Strategy{StrategyVolumeMounts}, []int{0}
+				c.DevRoot = func() (string, string) { return "/", root }
+			},
+			&pluginapi.ContainerAllocateResponse{
+				Envs: map[string]string{"NVIDIA_VISIBLE_DEVICES": "/var/run/nvidia-container-devices"},
+				Mounts: []*pluginapi.Mount{
+					{HostPath: "/dev/null", ContainerPath: "/var/run/nvidia-container-devices/" + uuid(3)},
+					{HostPath: "/dev/null", ContainerPath: "/var/run/nvidia-container-devices/" + uuid(1)},
+					{HostPath: "/dev/null", ContainerPath: "/var/run/nvidia-container-devices/imex/0"},
+				},
+			},
+		},
+		"other devices by CDI": {
+			func(c *Config) {
+				c.Env, c.IMEXChannels = map[string]string{"NVIDIA_GDS": "enabled"}, []int{0}
+				c.DevRoot = func() (string, string) { return "/", root }
+			},
+			&pluginapi.ContainerAllocateResponse{CdiDevices: cdi, Envs: map[string]string{"NVIDIA_GDS": "enabled"}},
 		},
 		"volume mounts win over envvar": {
 			func(c *Config) { c.Strategies = []Strategy{StrategyVolumeMounts, StrategyEnvVar, StrategyCDI} },

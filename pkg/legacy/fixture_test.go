@@ -191,7 +191,7 @@ func newFixture(t testing.TB, release kubeletRelease) *fixture {
 	}
 	f.config = Config{
 		Resources: device.Resources{GPU: "nvidia.com/gpu"}, NodeName: "node-a", Directory: dir,
-		Strategies: []Strategy{StrategyCDI}, DevRoot: "/", DevRootInAgent: "/",
+		Strategies: []Strategy{StrategyCDI}, DevRoot: func() (string, string) { return "/", "/" },
 		Inventory: f.inventory, Ledger: f.ledger, Specs: f.specs, Kubelet: f.kubelet,
 		Sharing: newFakeSharing(), Allocations: noAllocations,
 		Acknowledge: func(string, []string, bool) {}, AnnotationPrefix: "cdi.k8s.io/",

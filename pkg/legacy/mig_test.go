@@ -172,7 +172,8 @@ func TestAllocatePartitions(t *testing.T) {
 		}}},
 		"envvar with device nodes": {
 			func(c *Config) {
-				c.Strategies, c.PassDeviceSpecs, c.DevRootInAgent = []Strategy{StrategyEnvVar}, true, root
+				c.Strategies, c.PassDeviceSpecs = []Strategy{StrategyEnvVar}, true
+				c.DevRoot = func() (string, string) { return "/", root }
 			},
 			&pluginapi.ContainerAllocateResponse{
 				Envs: map[string]string{"NVIDIA_VISIBLE_DEVICES": "MIG-2-1,MIG-2-0"},

@@ -45,6 +45,9 @@ type Daemon struct {
 	Pod string
 	// Grace is how long the daemon may take to answer a command; three times that to start; and that for each way to end it.
 	Grace time.Duration
+
+	// proc is where proc is mounted; /proc when empty. Tests set it.
+	proc string
 }
 
 // MostGrace is how long it takes at most to end a daemon in a pod: the pod's termination grace period.

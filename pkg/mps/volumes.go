@@ -54,6 +54,7 @@ func (d Daemon) prepareVolumes(ctx context.Context) error {
 			return fmt.Errorf("set the mode of a volume of MPS daemon: %w", err)
 		}
 	}
+	d.labelVolumes(ctx, pipe, shm)
 	return nil
 }
 

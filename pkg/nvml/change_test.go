@@ -95,7 +95,7 @@ func TestCreateAndDestroy(t *testing.T) {
 		}
 	}
 	again := create(t, node, now(), "3g.40gb", 4)
-	if again.UUID == first.UUID || again.Ref != first.Ref || again.GPUInstance != first.GPUInstance {
+	if again.UUID != first.UUID || again.Ref != first.Ref || again.GPUInstance != first.GPUInstance {
 		t.Errorf("made again: %+v, before %+v", again, first)
 	}
 	for _, ref := range []device.Ref{again.Ref, second.Ref} {

@@ -53,33 +53,41 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 		return cdi.Edits{}, fmt.Errorf("find the driver's files below %s: %w", n.layout.driverRoot, err)
 	}
 	spec := &specs.Spec{ContainerEdits: *common.ContainerEdits}
-	if !hasNode(spec.ContainerEdits, controlNode) {
-		return cdi.Edits{}, fmt.Errorf("%s does not exist below %s", controlNode, n.layout.devRoot)
+	for _, d := range controlDevices {
+		if err := n.options.checkDevice(n.layout.devRoot, n.majors, d); err != nil {
+			return cdi.Edits{}, err
+		}
 	}
-	failed := map[string]error{}
-	add := func(uuid string, device specs.Device, err error) {
+	_, err = attempt(n, driverFiles, n.session, func() (struct{}, error) {
+		return struct{}{}, n.addExtras(ctx, &spec.ContainerEdits)
+	}, nil)
+	if err != nil {
+		return cdi.Edits{}, err
+	}
+	failed, nodes := map[string]error{}, map[string]string{}
+	add := func(uuid string, minor int, device specs.Device, err error) {
 		if err != nil {
-			failed[uuid] = err
+			failed[uuid], nodes[uuid] = err, gpuDevice(minor).path
 			return
 		}
 		spec.Devices = append(spec.Devices, device)
 	}
 	for _, g := range n.Inventory().GPUs {
 		parent, err := attempt(n, g.UUID, n.session, func() (specs.Device, error) { return deviceEdits(lib, g) }, nil)
-		add(g.UUID, parent, err)
+		add(g.UUID, g.Minor, parent, err)
 		for _, p := range g.Partitions {
 			if p.UUID == "" {
 				continue
 			}
 			p.Health = gpu.Device{GPU: g, Partition: p}.Health()
-			device, err := n.partitionEdits(n.layout.devRoot, p, parent, err)
-			add(p.UUID, device, err)
+			device, err := n.partitionEdits(n.attachment, p, parent, err)
+			add(p.UUID, g.Minor, device, err)
 		}
 	}
 	if err := n.toHost(n.layout.devRoot, spec); err != nil {
 		return cdi.Edits{}, fmt.Errorf("turn paths into the host's: %w", err)
 	}
-	return cdi.Edits{Common: spec.ContainerEdits, Devices: spec.Devices, Failed: failed}, nil
+	return cdi.Edits{Common: spec.ContainerEdits, Devices: spec.Devices, Failed: failed, Nodes: nodes}, nil
 }
 
 // driverFiles is the key of calls that find the driver's files.
@@ -101,8 +109,9 @@ func (n *Node) toolkit(ctx context.Context) (nvcdi.Interface, error) {
 		// Only libraries of the driver, in any directory; nvcdi's own list lacks the directories of several systems.
 		nvcdi.WithLibrarySearchPaths(n.layout.libraryDirs),
 		nvcdi.WithLdconfigPath(n.options.ldconfig()),
-		// nvcdi would load it into this process beside NVML, and it adds nothing for GPUs that NVML has.
-		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
+		// nvcdi would load the first into this process beside NVML, and it adds nothing for GPUs that NVML has. The second are mounts of
+		// sockets, without which CUDA works, and with which a container does not start after their server has ended.
+		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils, nvcdi.FeatureDisableIPCDiscoverer),
 		nvcdi.WithNVIDIACDIHookPath(n.options.HookPath),
 	}
 	if n.options.HookPath == "" {
@@ -125,7 +134,7 @@ func deviceEdits(lib nvcdi.Interface, g gpu.GPU) (specs.Device, error) {
 	if len(devices) != 1 {
 		return specs.Device{}, fmt.Errorf("nvcdi answers with %d devices", len(devices))
 	}
-	if node := fmt.Sprintf("/dev/nvidia%d", g.Minor); !hasNode(devices[0].ContainerEdits, node) {
+	if node := gpuDevice(g.Minor).path; !hasNode(devices[0].ContainerEdits, node) {
 		return specs.Device{}, fmt.Errorf("%s does not exist", node)
 	}
 	return devices[0], nil
@@ -250,14 +259,14 @@ func (n *Node) oneEdits(ctx context.Context, p gpu.Partition) (specs.Device, err
 		return specs.Device{}, errors.Join(errors.New("there are none"), edits.Failed[p.UUID])
 	}
 	n.mu.Lock()
-	devRoot := n.layout.devRoot
+	at := n.attachment
 	n.mu.Unlock()
-	device, err := n.partitionEdits(devRoot, p, specs.Device{}, nil)
+	device, err := n.partitionEdits(at, p, specs.Device{}, nil)
 	if err != nil {
 		return specs.Device{}, err
 	}
 	spec := &specs.Spec{Devices: []specs.Device{device}}
-	if err := n.toHost(devRoot, spec); err != nil {
+	if err := n.toHost(at.layout.devRoot, spec); err != nil {
 		return specs.Device{}, fmt.Errorf("turn paths into the host's: %w", err)
 	}
 	return spec.Devices[0], nil
@@ -268,23 +277,17 @@ func graphics(p gpu.Partition) bool { return strings.HasSuffix(p.Profile, "+gfx"
 
 // partitionEdits returns the nodes of the GPU and of the two capabilities. nvcdi v1.20.1 returns the same, but reads the list of
 // capabilities below "/" only. parent is what nvcdi returns for the GPU, if anything.
-func (n *Node) partitionEdits(devRoot string, p gpu.Partition, parent specs.Device, parentErr error) (specs.Device, error) {
+func (n *Node) partitionEdits(at attachment, p gpu.Partition, parent specs.Device, parentErr error) (specs.Device, error) {
 	if !p.Health.Healthy() {
 		return specs.Device{}, errors.New(p.Health.Message)
 	}
 	device := specs.Device{Name: p.UUID}
-	nodes := []string{fmt.Sprintf("/dev/nvidia%d", p.Parent), capabilityNode(p.Caps[0]), capabilityNode(p.Caps[1])}
-	for _, node := range nodes {
-		d, err := devices.DeviceFromPath(n.options.onHost(path.Join(devRoot, node)), "rwm")
-		if err == nil && d.Type != 'c' {
-			err = errors.New("no character device")
-		}
+	for _, d := range []charDevice{gpuDevice(p.Parent), capabilityDevice(p.Caps[0]), capabilityDevice(p.Caps[1])} {
+		node, err := n.deviceNode(at, d)
 		if err != nil {
-			return specs.Device{}, fmt.Errorf("%s: %w", path.Join(devRoot, node), err)
+			return specs.Device{}, err
 		}
-		device.ContainerEdits.DeviceNodes = append(device.ContainerEdits.DeviceNodes, &specs.DeviceNode{
-			Path: node, HostPath: d.Path, Permissions: string(d.Permissions), FileMode: &d.FileMode, Major: d.Major, Minor: d.Minor,
-		})
+		device.ContainerEdits.DeviceNodes = append(device.ContainerEdits.DeviceNodes, node)
 	}
 	if graphics(p) {
 		if parentErr != nil {
@@ -293,6 +296,27 @@ func (n *Node) partitionEdits(devRoot string, p gpu.Partition, parent specs.Devi
 		addGraphics(&device.ContainerEdits, parent.ContainerEdits)
 	}
 	return device, nil
+}
+
+// deviceNode returns a node for containers. With a type and a number it needs no node of the host (CDI, container-edits_unix.go,
+// fillMissingInfo), which capabilities may lack.
+func (n *Node) deviceNode(at attachment, d charDevice) (*specs.DeviceNode, error) {
+	hostPath := n.options.onHost(path.Join(at.layout.devRoot, d.path))
+	if major, listed := at.majors[d.driver]; listed && d.driver == driverCaps {
+		return &specs.DeviceNode{
+			Path: d.path, HostPath: hostPath, Type: "c", Major: int64(major), Minor: int64(d.minor), Permissions: "rwm", FileMode: &d.mode,
+		}, nil
+	}
+	found, err := devices.DeviceFromPath(hostPath, "rwm")
+	if err == nil && found.Type != 'c' {
+		err = errors.New("no character device")
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path.Join(at.layout.devRoot, d.path), err)
+	}
+	return &specs.DeviceNode{
+		Path: d.path, HostPath: found.Path, Permissions: string(found.Permissions), FileMode: &found.FileMode, Major: found.Major, Minor: found.Minor,
+	}, nil
 }
 
 // drmDir has a GPU's nodes for graphics.

@@ -5,7 +5,6 @@ package nvml
 import (
 	"cmp"
 	"fmt"
-	"path/filepath"
 	"time"
 
 	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
@@ -26,6 +25,8 @@ type reader struct {
 	lib     device.Interface
 	driver  string
 	cuda    string
+	// control is why no GPU can be used: a node that all of them need.
+	control error
 }
 
 // readAll reads all data of a GPU into g. A value that cannot be read keeps its previous content. It returns false if the GPU has a value
@@ -63,7 +64,16 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 	return complete
 }
 
-// readState reads what may change while a GPU is in use, and its health.
+// readECC reads whether ECC is on.
+func readECC(g *gpu.GPU, d gonvml.Device) {
+	if current, _, ret := d.GetEccMode(); ret == gonvml.SUCCESS {
+		on := current == gonvml.FEATURE_ENABLED
+		// Earlier inventories share the pointer, so it points to a new value.
+		g.ECCEnabled = &on
+	}
+}
+
+// readState reads the health of a GPU, and its memory.
 func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
 	g.Health, g.Faults = gpu.Health{}, nil
 	memory, ret := d.GetMemoryInfo()
@@ -74,14 +84,8 @@ func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
 		g.Health = healthOf(ret, "reading its memory")
 		return
 	}
-	if current, _, ret := d.GetEccMode(); ret == gonvml.SUCCESS {
-		on := current == gonvml.FEATURE_ENABLED
-		// Earlier inventories share the pointer, so it points to a new value.
-		g.ECCEnabled = &on
-	}
-	node := filepath.Join(r.layout.devRoot, fmt.Sprintf("dev/nvidia%d", g.Minor))
-	if !isCharDevice(r.options.onHost(node)) {
-		g.Health = gpu.Health{Reason: gpu.ReasonNoNode, Message: node + " does not exist or is no character device"}
+	if err := cmp.Or(r.ensureDevice(gpuDevice(g.Minor)), r.control); err != nil {
+		g.Health = gpu.Health{Reason: gpu.ReasonNoNode, Message: err.Error()}
 	}
 	readFaults(g, d)
 }
@@ -158,11 +162,15 @@ func (r *reader) visit(index int, deep bool, recall func(uuid string) (knownGPU,
 		if name, ret := d.GetName(); ret == gonvml.SUCCESS && skippedNames[name] {
 			return visit{skip: true}
 		}
-		minor, ret := d.GetMinorNumber()
-		if ret != gonvml.SUCCESS {
-			return visit{ret: ret}
-		}
-		known.gpu = gpu.GPU{UUID: uuid, Minor: minor, NUMANode: gpu.UnknownNUMANode}
+		known.gpu = gpu.GPU{UUID: uuid, NUMANode: gpu.UnknownNUMANode}
+	}
+	// Every time: the number changes when the driver is loaded, or the GPU bound to it, again. It says which node is this GPU's.
+	minor, ret := d.GetMinorNumber()
+	switch {
+	case ret == gonvml.SUCCESS:
+		known.gpu.Minor = minor
+	case !met:
+		return visit{ret: ret}
 	}
 	if !known.complete {
 		known.complete = r.readAll(&known.gpu, d)
@@ -174,6 +182,7 @@ func (r *reader) visit(index int, deep bool, recall func(uuid string) (knownGPU,
 		if answers {
 			known.unreadable = r.readMIG(&known, d)
 			readSlowdown(&known.gpu, d)
+			readECC(&known.gpu, d)
 		}
 		mode, ret := d.GetPersistenceMode()
 		known.deinitialises = ret == gonvml.SUCCESS && mode == gonvml.FEATURE_DISABLED

@@ -4,6 +4,7 @@ package nvml
 
 import (
 	"cmp"
+	"context"
 	"encoding/binary"
 	"fmt"
 	"slices"
@@ -11,6 +12,7 @@ import (
 	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+	"golang.org/x/sys/unix"
 
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -165,4 +167,47 @@ func (n *Node) noteRead(uuid string, began time.Time) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.reads[uuid] = began
+}
+
+const (
+	// lightScans is how many scans run in an interval at most. The others than the first read only health.
+	lightScans = 4
+	// xidDelay is how long after an XID a scan begins: the driver decides meanwhile what the GPU needs, and may report more XIDs.
+	xidDelay = 200 * time.Millisecond
+	// share is the inverse of the share of a core that scans may take.
+	share = 250
+)
+
+// pacer decides how soon the next scan begins. On a real node a scan opens and closes NVML, which costs more with each GPU.
+type pacer struct {
+	costs [lightScans]time.Duration
+	at    int
+}
+
+// wait takes the CPU time of the process during a scan, and returns how long to wait for the next one. The cheapest of the last scans
+// counts, because the process does other things as well.
+func (p *pacer) wait(cost, interval time.Duration) time.Duration {
+	p.costs[p.at%len(p.costs)] = cost
+	p.at++
+	cheapest := slices.Min(p.costs[:min(p.at, len(p.costs))])
+	return min(max(share*cheapest, interval/lightScans), interval)
+}
+
+// cpuTime returns the CPU time of the process so far; zero if it is not known.
+func cpuTime() time.Duration {
+	var usage unix.Rusage
+	if unix.Getrusage(unix.RUSAGE_SELF, &usage) != nil {
+		return 0
+	}
+	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+}
+
+// pause waits, and returns false if ctx ends first.
+func pause(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-ctx.Done():
+		return false
+	case <-time.After(d):
+		return true
+	}
 }

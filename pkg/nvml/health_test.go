@@ -132,3 +132,33 @@ func TestHangingGPUDelaysNoFault(t *testing.T) {
 		t.Errorf("GPU 0 is %+v, the faults of GPU 1 are %+v", gpus[0].Health, gpus[1].Faults)
 	}
 }
+
+// An XID has the GPUs read well before the next scan, not only at the next interval.
+func TestXIDCausesAScan(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	m.options.Interval = time.Hour
+	node := m.open(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 2)
+	go func() { done <- node.Run(ctx) }()
+	go func() { done <- node.WatchXIDs(ctx, func(device.XIDEvent) {}) }()
+	m.fault(t, simulated.GPUFaults{GPU: "2", Condition: simulated.Condition{RecoveryAction: "reset"}})
+	changed := node.Changed()
+	if err := simulated.RaiseXID(m.dir, simulated.Event{GPU: "2", XID: 95}); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-changed:
+	case <-time.After(time.Minute):
+		t.Fatal("no scan")
+	}
+	if g := node.Inventory().GPUs[2]; len(g.Faults) != 1 {
+		t.Errorf("faults %+v", g.Faults)
+	}
+	cancel()
+	for range 2 {
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	}
+}

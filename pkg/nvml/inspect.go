@@ -3,7 +3,6 @@
 package nvml
 
 import (
-	"bufio"
 	"cmp"
 	"context"
 	"encoding/json"
@@ -79,7 +78,7 @@ type Machine struct {
 	// Nodes are /dev/nvidia* and /dev/nvidia-caps/* below the host's root and below the driver root.
 	Nodes []DeviceNode `json:"nodes"`
 	// Majors are the driver's in /proc/devices.
-	Majors map[string]int `json:"majors"`
+	Majors map[string]uint32 `json:"majors,omitempty"`
 	// MIGCapabilities is the number of capabilities in /proc/driver/nvidia-caps/mig-minors.
 	MIGCapabilities int           `json:"migCapabilities"`
 	PCI             []PCIFunction `json:"pci"`
@@ -244,29 +243,6 @@ func hasSysAdmin() bool {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var data [2]unix.CapUserData
 	return unix.Capget(&header, &data[0]) == nil && data[0].Effective&(1<<unix.CAP_SYS_ADMIN) != 0
-}
-
-// majors reads the driver's character devices from /proc/devices.
-func (o Options) majors() map[string]int {
-	majors := map[string]int{}
-	file, err := os.Open(filepath.Join(o.ProcRoot, "devices"))
-	if err != nil {
-		return majors
-	}
-	defer file.Close()
-	for lines := bufio.NewScanner(file); lines.Scan(); {
-		if strings.HasPrefix(lines.Text(), "Block") {
-			break
-		}
-		fields := strings.Fields(lines.Text())
-		if len(fields) != 2 || !strings.HasPrefix(fields[1], "nvidia") {
-			continue
-		}
-		if major, err := strconv.Atoi(fields[0]); err == nil {
-			majors[fields[1]] = major
-		}
-	}
-	return majors
 }
 
 // pci lists NVIDIA's functions on the PCI bus, by address.

@@ -195,15 +195,11 @@ func contents(dir, file string) string {
 	return strings.TrimSpace(string(text))
 }
 
-// findDevRoot prefers the host's /dev to the driver container's, which is removed with that container.
 func (o Options) findDevRoot(driverRoot string) string {
 	if o.DevRoot != Auto {
 		return filepath.Clean(o.DevRoot)
 	}
-	if len(deviceNodes(o.onHost("/"))) == 0 && len(deviceNodes(o.onHost(driverRoot))) > 0 {
-		return driverRoot
-	}
-	return "/"
+	return o.devRootOf(driverRoot)
 }
 
 // deviceNodes returns /dev/nvidia* below a root of the agent.
@@ -301,14 +297,23 @@ type Options struct {
 	// ProcRoot is the mount of proc; "/proc" when empty.
 	ProcRoot string
 
+	// CreateNodes lets the package create missing device nodes of the driver below the device root, link them below the host's /dev/char,
+	// and load nvidia-uvm. It needs a privileged agent.
+	CreateNodes bool
+
+	// Extras are devices of other drivers for every container with a GPU.
+	Extras Extras
+
 	// HookPath is the host path of nvidia-cdi-hook. If it is empty, container edits have no hooks.
 	HookPath string
 
-	// Interval is the time between scans; 4 s when zero, so that an administrator's change is noticed within 5 s.
+	// Interval is the time between scans that read everything; 4 s when zero, so that an administrator's change is noticed within 5 s.
 	Interval time.Duration
 
 	// patience is how long a GPU may take to answer; tests shorten it.
 	patience time.Duration
+	// loadModule loads a kernel module from a root directory; tests replace it.
+	loadModule func(root, module string) error
 }
 
 // defaultPatience is longer than the initialisation of a GPU takes (some seconds without persistence mode).
@@ -329,6 +334,9 @@ func (o Options) withDefaults() Options {
 	}
 	o.Interval = cmp.Or(o.Interval, 4*time.Second)
 	o.patience = cmp.Or(o.patience, defaultPatience)
+	if o.loadModule == nil {
+		o.loadModule = loadModule
+	}
 	return o
 }
 

@@ -147,6 +147,8 @@ func fixture(t *testing.T, name string) Options {
 		t.Fatal(err)
 	}
 	driver := filepath.Join(machine, simulated.DriverDir)
+	// What the kernel lists once the driver's modules are loaded. The simulation takes the first of the free numbers.
+	writeFile(t, filepath.Join(machine, "proc/devices"), "Character devices:\n195 nvidia\n510 nvidia-caps\n511 nvidia-uvm\n\nBlock devices:\n")
 	for _, link := range l.links {
 		from, to, _ := strings.Cut(link, " -> ")
 		symlink(t, to, filepath.Join(host, from))
@@ -174,6 +176,7 @@ func fixture(t *testing.T, name string) Options {
 	return Options{
 		HostRoot:  host,
 		SysfsRoot: filepath.Join(machine, simulated.SysfsDir),
+		ProcRoot:  filepath.Join(machine, "proc"),
 		HookPath:  "/var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook",
 		OpenLibrary: func() (gonvml.Interface, error) {
 			return simulated.New(profile), nil
@@ -378,5 +381,32 @@ func TestKernelModuleDecidesBetweenDrivers(t *testing.T) {
 		if l.driverRoot != want {
 			t.Errorf("module %q: driver root %s, want %s", loaded, l.driverRoot, want)
 		}
+	}
+}
+
+// Sockets come and go with their servers, and a container does not start with a mount whose source is gone. CUDA needs none of them. A
+// daemon of the administrator's at /tmp/nvidia-mps would take the place of Tandem's.
+func TestNoSocketsInEdits(t *testing.T) {
+	for name := range layouts {
+		t.Run(name, func(t *testing.T) {
+			options := fixture(t, name)
+			root := layouts[name].driverRoot
+			for _, socket := range []string{"run/nvidia-persistenced/socket", "run/nvidia-fabricmanager/socket", "tmp/nvidia-mps/control"} {
+				writeFile(t, filepath.Join(options.HostRoot, root, socket), "")
+			}
+			node, err := Open(t.Context(), options)
+			if err != nil {
+				t.Fatal(err)
+			}
+			edits, err := node.ContainerEdits(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, m := range edits.Common.Mounts {
+				if strings.HasSuffix(m.HostPath, "/socket") || strings.Contains(m.HostPath, "/tmp/nvidia-mps") {
+					t.Errorf("mounts %s", m.HostPath)
+				}
+			}
+		})
 	}
 }

@@ -494,7 +494,13 @@ func initError(ret gonvml.Return) error {
 // returnError is NVML's answer as an error.
 type returnError struct{ ret gonvml.Return }
 
-func (e returnError) Error() string { return "NVML answers " + e.ret.Error() }
+func (e returnError) Error() string {
+	text := "NVML answers " + e.ret.Error()
+	if e.ret == gonvml.ERROR_NO_PERMISSION {
+		text += " (the agent needs CAP_SYS_ADMIN: access privileged, or runtimeClass with migAccess, in the chart's values)"
+	}
+	return text
+}
 
 // ErrNoDriver means that the node has no working NVIDIA driver now. Run waits for one.
 var ErrNoDriver = errors.New("no NVIDIA driver")

@@ -69,7 +69,7 @@ func libraryOptions(host string) Options {
 func TestLibraryWithHardlyAnyFunction(t *testing.T) {
 	host, child := inOwnProcess(t, func(host string) {
 		installLibrary(t, host, "570.1.2")
-		for _, name := range []string{"nvidia0", "nvidiactl"} {
+		for _, name := range []string{"nvidia0", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"} {
 			copyNode(t, os.DevNull, filepath.Join(host, "dev", name))
 		}
 	})

@@ -2,7 +2,7 @@
 
 // Package nvml is the only package that calls the NVIDIA driver. It finds the driver on the node, reads the GPUs and their state, and
 // returns what a container needs to use one. No package above it imports an NVIDIA module. Tests and simulated machines replace the
-// library by Options.OpenLibrary. The package writes no files.
+// library by Options.OpenLibrary. The package writes no files but device nodes and their links (Options.CreateNodes).
 //
 // # Sessions
 //
@@ -58,8 +58,11 @@ type Node struct {
 	// driverFiles.
 	late map[string]<-chan struct{}
 	// slow contains the readings of GPUs that an earlier scan began and did not wait for, by index.
-	slow     map[int]reading
-	topology topology
+	slow map[int]reading
+	// loadTried is when nvidia-uvm was last to be loaded, unloadable why it was not.
+	loadTried  time.Time
+	unloadable error
+	topology   topology
 
 	// paused is set between Pause and Resume.
 	paused atomic.Pointer[PausedError]
@@ -79,7 +82,9 @@ type Node struct {
 	since   map[string]time.Time
 	changes map[string]uint64
 	endings endings
-	reads   map[string]time.Time
+	// reported announces an XID.
+	reported broadcast.Signal
+	reads    map[string]time.Time
 }
 
 // knownGPU is the known data of a GPU.
@@ -133,12 +138,9 @@ func (n *Node) Missing() error {
 // it before reading.
 func (n *Node) Changed() <-chan struct{} { return n.changed.Changed() }
 
-// lightScans is how many scans run in an interval. The others than the first read only health.
-const lightScans = 4
-
 // Run scans until ctx is done: once a second until a scan succeeds, then at each interval and when device nodes or driver files come or
-// go. Between these scans it reads the health of the GPUs. Call Scan first: Run begins with a wait. Run returns nil when ctx is done, and ErrDriverReplaced when only a new process can use
-// the driver.
+// go. Between these scans it reads the health of the GPUs, once a second where that is cheap, and after each XID. Call Scan first: Run
+// begins with a wait. Run returns nil when ctx is done, and ErrDriverReplaced when only a new process can use the driver.
 func (n *Node) Run(ctx context.Context) error {
 	defer func() {
 		n.scanning.Lock()
@@ -148,25 +150,42 @@ func (n *Node) Run(ctx context.Context) error {
 		}
 	}()
 	n.mu.Lock()
-	interval, failure := awaitInterval, n.failure
+	wait, failure := awaitInterval, n.failure
 	n.mu.Unlock()
 	var changed <-chan struct{}
-	for pass := 1; ; pass++ {
+	var pace pacer
+	read := time.Now() // when everything was read last
+	for {
 		if changed == nil && failure == nil {
 			watcher := n.watch(ctx)
 			defer watcher.Close()
-			interval, changed = n.options.Interval/lightScans, watcher.C
+			changed = watcher.C
+			wait = n.options.Interval / lightScans
 		}
-		deep := failure != nil || pass%lightScans == 0
+		reported := n.reported.Changed()
+		deep := failure != nil
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-time.After(interval):
+		case <-time.After(wait):
 		case <-changed:
 			deep = true
+		case <-reported:
+			if !pause(ctx, xidDelay) {
+				return nil
+			}
 		}
+		// A little early rather than an interval late.
+		deep = deep || time.Since(read)+wait/2 >= n.options.Interval
+		if deep {
+			read = time.Now()
+		}
+		before := cpuTime()
 		if failure = n.scanOnce(ctx, deep); failure != nil && !errors.Is(failure, ErrNoDriver) {
 			return failure
+		}
+		if changed != nil {
+			wait = pace.wait(cpuTime()-before, n.options.Interval)
 		}
 	}
 }
@@ -222,7 +241,7 @@ func (n *Node) attach() error {
 	}
 	n.traces = n.options.traces(l)
 	n.mu.Lock()
-	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps}
+	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps, n.options.majors()}
 	n.mu.Unlock()
 	for _, known := range n.known {
 		known.complete, known.profiled = false, false
@@ -249,11 +268,13 @@ func (n *Node) follow() error {
 
 // scan reads all GPUs and publishes the result.
 func (n *Node) scan(ctx context.Context, deep bool) error {
+	n.loadUVM(ctx)
 	s, err := n.begin()
 	if err != nil {
 		return err
 	}
 	defer n.letGo((*session).close)
+	s.reader.control = s.reader.ensureControlDevices(n.unloadable)
 	s.look(ctx, deep)
 	s.missing()
 	s.connect()

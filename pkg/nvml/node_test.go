@@ -89,7 +89,7 @@ func TestH100(t *testing.T) {
 		ProductName: "NVIDIA H100 80GB HBM3", Brand: "Nvidia", Architecture: "Hopper", ComputeCapability: "9.0",
 		DriverVersion: inv.DriverVersion, CUDADriverVersion: g.CUDADriverVersion, AddressingMode: "HMM",
 		ECCEnabled: &ecc, MemoryBytes: g.MemoryBytes, MIGCapable: true, Profiles: profiles,
-		NVLinkDomain: "nvlink-" + inv.GPUs[0].PCIBusID,
+		NVLinkDomain: "nvlink-" + inv.GPUs[0].PCIBusID, Recovery: device.RecoveryNone,
 	}
 	if diff := cmp.Diff(want, g); diff != "" {
 		t.Errorf("GPU (-want +got):\n%s", diff)

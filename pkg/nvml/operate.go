@@ -23,6 +23,7 @@ type attachment struct {
 	session *session
 	layout  layout
 	caps    capabilities
+	majors  majors
 }
 
 // operation reads or changes the MIG state of one GPU, alone on that GPU.

@@ -29,6 +29,21 @@ func (l *haltingLibrary) DeviceGetHandleByIndex(index int) (gonvml.Device, gonvm
 	return l.Library.DeviceGetHandleByIndex(index)
 }
 
+// awaitOthers waits until the scan has read all GPUs before the one at which it waits.
+func awaitOthers(t *testing.T, node *Node) {
+	t.Helper()
+	for t.Context().Err() == nil {
+		node.session.mu.Lock()
+		users := node.session.users
+		node.session.mu.Unlock()
+		if users == 2 { // the scan, and its visit of that GPU
+			return
+		}
+		time.Sleep(time.Millisecond)
+	}
+	t.Fatal("the scan does not read the other GPUs")
+}
+
 // A scan that saw the GPU before a change does not bring back what was then.
 func TestScanThatIsOvertaken(t *testing.T) {
 	options := fixture(t, "host-rhel")
@@ -47,6 +62,7 @@ func TestScanThatIsOvertaken(t *testing.T) {
 	scanned := make(chan error)
 	go func() { scanned <- node.Scan(t.Context()) }()
 	<-library.reached
+	awaitOthers(t, node)
 
 	whole := g.Profiles[0]
 	made, err := node.Create(t.Context(), gpu.Ref{GPU: g.UUID, Placement: whole.Placements[0]}, whole)
@@ -90,6 +106,7 @@ func TestProfilesAreReadAgainAfterAChange(t *testing.T) {
 	scanned := make(chan error)
 	go func() { scanned <- node.Scan(t.Context()) }()
 	<-library.reached
+	awaitOthers(t, node)
 	fault(map[string]simulated.CallFault{"GetGpuInstanceProfileInfo": {Return: "ERROR_UNKNOWN", Times: 9}})
 	if err := node.EnableMIG(t.Context(), g.UUID); err != nil {
 		t.Fatal(err)

@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"path/filepath"
 	"slices"
 	"strings"
 
@@ -162,7 +161,7 @@ func profileByID(g gpu.GPU, id int) (gpu.Profile, bool) {
 	return gpu.Profile{}, false
 }
 
-// access returns the device nodes of the partition, which is unhealthy without them.
+// access returns the capabilities of the partition, which is unhealthy if a container cannot be given them.
 func (r *reader) access(p gpu.Partition) (caps [2]int, health gpu.Health) {
 	if p.Profile == unknownProfile {
 		return caps, gpu.Health{Reason: gpu.ReasonUnreachable, Message: fmt.Sprintf("MIG profile %d is not known", p.ProfileID)}
@@ -171,9 +170,11 @@ func (r *reader) access(p gpu.Partition) (caps [2]int, health gpu.Health) {
 	if err != nil {
 		return caps, gpu.Health{Reason: gpu.ReasonNoNode, Message: err.Error()}
 	}
+	_, listed := r.majors[driverCaps]
 	for _, minor := range caps {
-		if path := filepath.Join(r.layout.devRoot, capabilityNode(minor)); !isCharDevice(r.options.onHost(path)) {
-			return caps, gpu.Health{Reason: gpu.ReasonNoNode, Message: path + " does not exist or is no character device"}
+		// The host's nodes are for the strategies without CDI. CDI needs only the number.
+		if err := r.ensureDevice(capabilityDevice(minor)); err != nil && !listed {
+			return caps, gpu.Health{Reason: gpu.ReasonNoNode, Message: err.Error()}
 		}
 	}
 	return caps, gpu.Health{}

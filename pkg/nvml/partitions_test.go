@@ -314,11 +314,36 @@ func TestMissingCapabilityNode(t *testing.T) {
 	m := newMachine(t, "a100x8-mig")
 	node := m.open(t)
 	// gpu1/gi2/ci0/access.
+	// Without the number, only a node of the host says which device it is.
+	m.procDevices(t, "")
 	if err := os.Remove(filepath.Join(m.dir, "driver/dev/nvidia-caps/nvidia-cap157")); err != nil {
 		t.Fatal(err)
 	}
 	want := []string{"0+4 3g.40gb gi1 ci0 42 SM", "4+4 3g.40gb gi2 ci0 42 SM NoDeviceNode"}
 	if diff := cmp.Diff(want, describe(scan(t, node).GPUs[1].Partitions)); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
+// An agent without privileges cannot read partitions, and says what it lacks.
+func TestPartitionsWithoutPrivileges(t *testing.T) {
+	m := newMachine(t, "a100x8-mig")
+	profile, err := simulated.Load(filepath.Join(m.dir, simulated.ProfileFile))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for privileges, readable := range map[simulated.Privileges]bool{simulated.NoPrivileges: false, simulated.MonitorPrivileges: true} {
+		m.options.OpenLibrary = func() (gonvml.Interface, error) {
+			return simulated.New(profile, simulated.WithDir(m.dir), simulated.WithPrivileges(privileges)), nil
+		}
+		node := m.open(t)
+		g := node.Inventory().GPUs[1]
+		_, err := node.Partitions(t.Context(), g.UUID)
+		if (err == nil) != readable || (len(g.Partitions) > 0) != readable {
+			t.Errorf("privileges %d: %d partitions, %v; readable should be %t", privileges, len(g.Partitions), err, readable)
+		}
+		if !readable && !strings.Contains(fmt.Sprint(err), "migAccess") {
+			t.Errorf("error %v does not say what is lacking", err)
+		}
 	}
 }

@@ -186,8 +186,9 @@ func (s *sweep) read(index int, deep bool) reading {
 	session, reader := s.node.session, s.reader
 	session.join()
 	go func() {
-		defer session.close()
-		r.result <- reader.visit(index, deep, s.recall)
+		v := reader.visit(index, deep, s.recall)
+		session.close()
+		r.result <- v
 	}()
 	return r
 }
@@ -387,11 +388,13 @@ func (n *Node) collect() {
 // device nodes come, go or change their numbers.
 type traces struct {
 	module, library, nodes string
-	moved                  bool
+	// majors are the driver's entries in /proc/devices.
+	majors string
+	moved  bool
 }
 
 func (o Options) traces(l layout) traces {
-	t := traces{module: o.moduleVersion()}
+	t := traces{module: o.moduleVersion(), majors: fmt.Sprint(o.majors())}
 	var file unix.Stat_t
 	if unix.Stat(l.library, &file) == nil {
 		t.library = fmt.Sprint(file.Size, file.Mtim, file.Dev, file.Ino)
@@ -403,6 +406,7 @@ func (o Options) traces(l layout) traces {
 			t.nodes += fmt.Sprintf("%s=%x ", filepath.Base(node), file.Rdev)
 		}
 	}
+	t.nodes += o.traceExtras(l.devRoot)
 	return t
 }
 

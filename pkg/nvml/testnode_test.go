@@ -3,8 +3,11 @@
 package nvml_test
 
 import (
+	"os"
 	"path/filepath"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/simulated"
@@ -61,4 +64,23 @@ func (m machine) fault(t *testing.T, faults ...simulated.GPUFaults) {
 	if err := simulated.WriteFaults(m.dir, simulated.Faults{GPUs: faults}); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// procDevices is the machine's list of character devices.
+func (m machine) procDevices(t *testing.T, lines string) {
+	t.Helper()
+	text := "Character devices:\n" + lines + "\nBlock devices:\n"
+	if err := os.WriteFile(filepath.Join(m.dir, simulated.ProcDir, "devices"), []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// major is the major number of one of the machine's nodes.
+func (m machine) major(t *testing.T, node string) uint32 {
+	t.Helper()
+	var info unix.Stat_t
+	if err := unix.Stat(filepath.Join(m.dir, "driver/dev", node), &info); err != nil {
+		t.Fatal(err)
+	}
+	return unix.Major(info.Rdev)
 }

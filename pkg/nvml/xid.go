@@ -25,6 +25,7 @@ func (n *Node) WatchXIDs(ctx context.Context, handle func(gpu.XIDEvent)) error {
 		n.readXIDs(ctx, func(e gpu.XIDEvent) {
 			select {
 			case events <- e:
+				n.reported.Notify()
 			case <-ctx.Done():
 			}
 		})

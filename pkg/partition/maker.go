@@ -206,7 +206,8 @@ func (m *Maker) Destroy(ctx context.Context, ref device.Ref) (err error) {
 	others := false
 	for _, p := range existing {
 		others = others || p.Ref.Placement != ref.Placement
-		// With another UUID it is an administrator's, who destroyed Tandem's before.
+		// With another UUID it is an administrator's, who destroyed Tandem's before. With the same UUID, which the driver may give to it,
+		// nothing tells it from Tandem's (TestReplacedWithTheSameUUID).
 		if p.Ref.Placement == ref.Placement && m.created(p) {
 			if err := m.hardware.Destroy(ctx, ref); err != nil {
 				return err

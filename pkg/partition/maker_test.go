@@ -310,6 +310,31 @@ func TestUnmanagedPartition(t *testing.T) {
 	}
 }
 
+// The driver may give the UUID of Tandem's partition to another one that an administrator made at its placement. Nothing tells them apart:
+// it serves the claim, and ends with it.
+func TestReplacedWithTheSameUUID(t *testing.T) {
+	h := newHardware()
+	m := process(t, t.TempDir(), h)
+	want := wanted("1g.10gb", 19, 0, 1)
+	ours, err := create(t.Context(), m, want, always)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := h.Destroy(t.Context(), ours.Ref); err != nil {
+		t.Fatal(err)
+	}
+	h.serial--
+	if next := h.put(ours.Ref, "1g.10gb", 19); next.UUID != ours.UUID {
+		t.Fatalf("UUID %s, want %s again", next.UUID, ours.UUID)
+	}
+	if again, err := create(t.Context(), m, want, always); err != nil || again.UUID != ours.UUID {
+		t.Errorf("%v, %v", again, err)
+	}
+	if err := destroy(t.Context(), m, ours.Ref, always); err != nil || len(h.uuids()) > 0 || m.Made(ours.Ref) {
+		t.Errorf("%v; left %v", err, h.uuids())
+	}
+}
+
 // MIG mode of a GPU that is no longer dynamic ends with the last partition that Tandem created, unless it has an unmanaged one.
 func TestLastPartitionOfAStaticGPU(t *testing.T) {
 	for name, test := range map[string]struct{ dynamic, unmanaged, want bool }{

@@ -10,6 +10,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -18,6 +19,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
@@ -86,7 +88,11 @@ type clearing struct {
 	// idleSince is when GPUs were first seen in idle MIG mode.
 	idleSince map[string]time.Time
 	busy      map[string]bool
-	done      chan cleared
+
+	mu   sync.Mutex
+	done []cleared
+	// finished is signalled when done gets another result.
+	finished broadcast.Signal
 }
 
 // cleared is the result of a lane's tasks.
@@ -95,33 +101,52 @@ type cleared struct {
 	errors map[subject]error
 }
 
-// clearAll works until ctx is done, and waits for running tasks.
-func (r *Reconciler) clearAll(ctx context.Context) error {
+// Clear destroys partitions and reverts settings until ctx is done, and waits for running tasks. Run calls it, and so do simulations,
+// which call Settle and Verify themselves. Call it once.
+func (r *Reconciler) Clear(ctx context.Context) error {
 	if !r.Pods.AwaitSync(ctx) {
 		return nil
 	}
-	c := &clearing{Reconciler: r, failures: map[subject]failure{}, idleSince: map[string]time.Time{}, busy: map[string]bool{}, done: make(chan cleared)}
+	c := &clearing{Reconciler: r, failures: map[subject]failure{}, idleSince: map[string]time.Time{}, busy: map[string]bool{}}
 	group, ctx := errgroup.WithContext(ctx)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	unused := r.unused.Changed()
 	for {
-		inventoryChanged, settingsChanged := r.Inventory.Changed(), r.Settings.Changed()
+		inventoryChanged, settingsChanged, finished := r.Inventory.Changed(), r.Settings.Changed(), c.finished.Changed()
+		c.recordAll(ctx)
 		timer.Reset(c.begin(ctx, group))
 		select {
 		case <-ctx.Done():
 			return group.Wait()
-		case result := <-c.done:
-			delete(c.busy, result.lane)
-			c.record(ctx, result)
+		case <-finished:
 		case <-unused:
-			unused = r.unused.Changed()
-			c.retryWaiting()
 		case <-inventoryChanged:
 		case <-settingsChanged:
-			c.retryWaiting()
 		case <-timer.C:
 		}
+		r.turn(ctx, "clears devices")
+		// More than one may be ready, in any order.
+		c.recordAll(ctx)
+		if isClosed(unused) || isClosed(settingsChanged) {
+			unused = r.unused.Changed()
+			c.retryWaiting()
+		}
+	}
+}
+
+func isClosed(signal <-chan struct{}) bool {
+	select {
+	case <-signal:
+		return true
+	default:
+		return false
+	}
+}
+
+func (r *Reconciler) turn(ctx context.Context, what string) {
+	if r.Turn != nil {
+		r.Turn(ctx, what)
 	}
 }
 
@@ -157,14 +182,15 @@ func (c *clearing) begin(ctx context.Context, group *errgroup.Group) time.Durati
 		}
 		c.busy[lane] = true
 		group.Go(func() error {
+			c.turn(ctx, "clears "+lane)
 			result := cleared{lane, map[subject]error{}}
 			for _, t := range tasks {
 				result.errors[t.subject] = t.do(ctx)
 			}
-			select {
-			case c.done <- result:
-			case <-ctx.Done():
-			}
+			c.mu.Lock()
+			c.done = append(c.done, result)
+			c.mu.Unlock()
+			c.finished.Notify()
 			return nil
 		})
 	}
@@ -317,6 +343,18 @@ func (r *Reconciler) applied(h ledger.Hold) bool {
 // retryWaiting retries the subjects that wait for other devices of their claim.
 func (c *clearing) retryWaiting() {
 	maps.DeleteFunc(c.failures, func(_ subject, f failure) bool { return f.waits })
+}
+
+// recordAll records what tasks have returned since the last call.
+func (c *clearing) recordAll(ctx context.Context) {
+	c.mu.Lock()
+	done := c.done
+	c.done = nil
+	c.mu.Unlock()
+	for _, result := range done {
+		delete(c.busy, result.lane)
+		c.record(ctx, result)
+	}
 }
 
 // record records failures for a retry, and reports new ones.

@@ -62,7 +62,7 @@ type Ledger interface {
 	Withhold(source string, reason error)
 }
 
-// Config of a Reconciler. All fields are required.
+// Config of a Reconciler. All fields but Turn are required.
 type Config struct {
 	Ledger Ledger
 	// Pods runs in another goroutine. No hold ends before its first list has arrived.
@@ -87,6 +87,8 @@ type Config struct {
 	AddPlaceholders func(names []string)
 	// Registerer receives the metrics.
 	Registerer prometheus.Registerer
+	// Turn, where set, is called before each attempt of Clear to do what is named. A simulation orders concurrent attempts by it.
+	Turn func(ctx context.Context, what string)
 }
 
 // Reconciler restores and ends holds.
@@ -188,7 +190,7 @@ func (r *Reconciler) Run(ctx context.Context) error {
 	group.Go(func() error { r.verifyAll(ctx); return nil })
 	group.Go(func() error { r.restoreLate(ctx); return nil })
 	group.Go(func() error { r.describeWaits(ctx); return nil })
-	group.Go(func() error { return r.clearAll(ctx) })
+	group.Go(func() error { return r.Clear(ctx) })
 	return group.Wait()
 }
 

@@ -90,14 +90,14 @@ func (m *Manager) Connect(ctx context.Context, plan Plan) (clientDevices []strin
 	if plan.Daemon == "" {
 		return nil, nil
 	}
-	client, err := m.connect(ctx, plan.Daemon, limit{})
+	client, err := m.connect(ctx, plan.Group.Claim, plan.Daemon, limit{})
 	if err != nil {
 		return nil, wrapGroup(err, plan.Group)
 	}
 	return []string{client}, nil
 }
 
-func (m *Manager) connect(ctx context.Context, name string, l limit) (clientDevice string, err error) {
+func (m *Manager) connect(ctx context.Context, claim Claim, name string, l limit) (clientDevice string, err error) {
 	m.mu.Lock()
 	d, ok := m.daemons[name]
 	if !ok {
@@ -126,6 +126,7 @@ func (m *Manager) connect(ctx context.Context, name string, l limit) (clientDevi
 		}
 		return "", &NotReadyError{name, state, errors.Join(err, heldErr, aliveErr)}
 	}
+	m.turn(ctx, "connects to daemon", name+" for "+claim.Name)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.daemons[name] != d {
@@ -263,6 +264,7 @@ func (m *Manager) end(ctx context.Context, name string) error {
 	if err := mps.Stop(ctx, m.dir(name)); err != nil {
 		return err
 	}
+	m.turn(ctx, "has stopped daemon", name)
 	return m.Specs.RemoveClientDevices(name)
 }
 

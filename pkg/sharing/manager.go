@@ -43,7 +43,7 @@ type Specs interface {
 	RetainClientDevices(names []string) error
 }
 
-// Options of a Manager. All are required.
+// Options of a Manager. All but Turn are required.
 type Options struct {
 	// Records are loaded.
 	Records *Records
@@ -53,6 +53,8 @@ type Options struct {
 	DriverRoot string
 	Hardware   Hardware
 	Specs      Specs
+	// Turn, where set, is called before each attempt to do what is named, without a mutex. A simulation orders concurrent attempts by it.
+	Turn func(ctx context.Context, what string)
 }
 
 // Manager applies and reverts sharing settings. All methods are safe for concurrent use. Slow work for one claim delays no
@@ -91,13 +93,16 @@ func (m *Manager) Changed() <-chan struct{} { return m.changed.Changed() }
 // Applied reports whether settings of that claim are applied to the device, or are about to be.
 func (m *Manager) Applied(claim string, ref device.Ref) bool { return m.Records.Applied(claim, ref) }
 
-// All returns the devices of claims for which Applied is true, in no order.
-func (m *Manager) All() []Key { return slices.DeleteFunc(m.Records.Keys(), Key.byPolicy) }
+// All returns the devices of claims for which Applied is true, sorted.
+func (m *Manager) All() []Key {
+	return m.Records.where(func(key Key, _ setting) bool { return !key.byPolicy() })
+}
 
 // Await waits until all settings of earlier claims on these devices are reverted, and reverts those of the sharing policy. An
 // earlier process may have left settings without a hold. The caller has reserved the devices.
 func (m *Manager) Await(ctx context.Context, g Group) error {
 	for {
+		m.turn(ctx, "waits for earlier settings on", g.Devices[0].Name())
 		changed := m.Changed()
 		if err := m.revertPolicy(ctx, g); err != nil {
 			return wrapGroup(err, g)
@@ -125,7 +130,14 @@ func (m *Manager) Lock(ctx context.Context, claim string) (unlock func(), err er
 	if err != nil {
 		return nil, fmt.Errorf("wait for an earlier change of the settings of claim %s: %w", claim, err)
 	}
+	m.turn(ctx, "changes the settings of", claim)
 	return unlock, nil
+}
+
+func (m *Manager) turn(ctx context.Context, what, of string) {
+	if m.Turn != nil {
+		m.Turn(ctx, what+" "+of)
+	}
 }
 
 // Plan is what Apply will set. The zero Daemon means that the group needs no MPS daemon.
@@ -488,9 +500,10 @@ const resumeInterval = 5 * time.Second
 // until ctx is done: containerd creates a daemon's directory again where kubelet restarts the supervisor before its pod is
 // deleted.
 func (m *Manager) Run(ctx context.Context) error {
-	keys, reported := m.Records.Keys(), ""
+	keys, reported := m.Records.where(func(Key, setting) bool { return true }), ""
 	work := func(ctx context.Context) error { return m.resume(ctx, keys) }
 	for {
+		m.turn(ctx, "restores", "sharing settings")
 		err := work(ctx)
 		switch {
 		case err == nil:

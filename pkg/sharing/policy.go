@@ -149,6 +149,7 @@ func (p *Policy) Run(ctx context.Context) error {
 func (p *Policy) follow(ctx context.Context, uuid string) {
 	reported := ""
 	for {
+		p.manager.turn(ctx, "applies the sharing policy of", uuid)
 		inventoryChanged, settingsChanged, holdsChanged := p.inventory.Changed(), p.manager.Changed(), p.ledger.Changed()
 		err := p.apply(ctx, uuid)
 		if ctx.Err() != nil {
@@ -191,6 +192,7 @@ func (p *Policy) follow(ctx context.Context, uuid string) {
 // watchDaemons checks which daemons are ready, until ctx is done.
 func (p *Policy) watchDaemons(ctx context.Context) {
 	for {
+		p.manager.turn(ctx, "checks which daemons are", "ready")
 		changed := p.manager.Changed()
 		next := p.checkDaemons()
 		select {
@@ -541,7 +543,7 @@ func (p *Policy) Join(ctx context.Context, claim Claim, d device.Device, share d
 	}
 	if err == nil && daemon != "" {
 		var client string
-		client, err = p.manager.connect(ctx, daemon, p.manager.policyLimit(d.GPU.UUID, share))
+		client, err = p.manager.connect(ctx, claim, daemon, p.manager.policyLimit(d.GPU.UUID, share))
 		clientDevices = []string{client}
 	}
 	if errors.Is(err, errCancelled) {
@@ -564,6 +566,7 @@ func (p *Policy) awaitPolicy(ctx context.Context, claim Claim, d device.Device) 
 	}
 	defer leave()
 	for {
+		p.manager.turn(ctx, "asks for the daemon of", d.Name()+" for "+claim.Name)
 		inventoryChanged, settingsChanged := p.inventory.Changed(), p.manager.Changed()
 		if now, exists := p.inventory.Inventory().ByRef(d.Ref()); exists {
 			d = now

@@ -3,7 +3,6 @@
 package e2e
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -17,6 +16,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/faults"
 )
 
 // event waits for an event of the story's namespace, of the node where the kind is Node, or of our Secret, whose message has all the
@@ -188,13 +188,7 @@ spec:
 func TestRunDirectoryFull(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
-	stop := s.fill("/run/filler")
-	s.await(soon, "the disk to be full", func() error {
-		if free := strings.TrimSpace(s.on(node(), "stat", "-f", "-c", "%f", "/run")); free != "0" {
-			return fmt.Errorf("%s blocks are free", free)
-		}
-		return nil
-	})
+	_, stop := s.fill()
 	s.manifest(one("limit", "limit-full") + one("claim", "claim-full"))
 	// Their containers do not start, because the runtime needs space as well.
 	s.wantHolds(3, 3)
@@ -209,31 +203,21 @@ func TestRunDirectoryFull(t *testing.T) {
 	s.noDoubleOwners()
 }
 
-// fill fills the file system of a file on the node, and what becomes free in it, until the returned function is called.
-func (s *story) fill(file string) (stop func()) {
+// fill fills the node's /run, and what becomes free in it, until the returned function is called or the story ends.
+func (s *story) fill() (filler *faults.Filler, stop func()) {
 	s.Helper()
-	ctx, cancel := context.WithCancel(s.ctx)
-	cmd, err := node().Command(ctx, "sh", "-c", "while true; do cat /dev/zero >> $0 2> /dev/null; sleep 0.05; done", file)
-	if err == nil {
-		err = cmd.Start()
-	}
+	filler, err := faults.Fill(s.ctx, node(), "/run")
 	if err != nil {
 		s.Fatal(err)
 	}
-	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }()
-	stopped := false
-	stop = func() {
-		if stopped {
-			return
+	stop = s.undo(func() error { return filler.Stop(s.ctx) })
+	s.await(soon, "the disk to be full", func() error {
+		if full, err := filler.Full(s.ctx); err != nil || !full {
+			return fmt.Errorf("full: %t, %w", full, err)
 		}
-		stopped = true
-		cancel()
-		<-ended
-		s.on(node(), "rm", "-f", file)
-	}
-	s.Cleanup(stop)
-	return stop
+		return nil
+	})
+	return filler, stop
 }
 
 // retry makes kubelet look at a pod, or "--all", now; left alone it tries a claim again after 60 to 90 seconds.

@@ -85,13 +85,13 @@ func TestConflictingDevicePlugin(t *testing.T) {
 	s.manifest(one("claim", "claim-beside"))
 	s.running(soon, 4, 1)
 	s.same(before)
-	if err := other.stop(); err != nil {
+	if err := other.Stop(); err != nil {
 		t.Fatal(err)
 	}
 	s.running(patient, 5, 0)
 	s.kubectl("delete", "pod", "-n", s.namespace, "claim-beside")
-	if len(plugin.allocated) > 0 {
-		t.Errorf("the other plugin was asked for %v", plugin.allocated)
+	if len(plugin.Allocated()) > 0 {
+		t.Errorf("the other plugin was asked for %v", plugin.Allocated())
 	}
 	s.readyz(http.StatusOK)
 	s.ready()
@@ -114,14 +114,14 @@ func TestGKEsDevicePlugin(t *testing.T) {
 	s.manifest(one("limit", "old"))
 	s.running(patient, 1, 0)
 	before := s.seen()
-	if len(before["old"]) != 1 || len(plugin.allocated) != 1 || plugin.minors[plugin.allocated[0]] != before["old"][0] {
-		t.Fatalf("the pod sees %v, the other plugin gave away %v", before, plugin.allocated)
+	if given := plugin.Allocated(); len(before["old"]) != 1 || len(given) != 1 || plugin.Minor(given[0]) != before["old"][0] {
+		t.Fatalf("the pod sees %v, the other plugin gave away %v", before, given)
 	}
 	s.await(soon, "claims to be offered nothing", func() error { return s.offeredToClaims(0) })
 	s.manifest(singleTemplate)
 	s.manifest(one("claim", "new-0"))
 	s.running(soon, 1, 1)
-	if err := other.stop(); err != nil {
+	if err := other.Stop(); err != nil {
 		t.Fatal(err)
 	}
 	s.readyz(http.StatusOK)
@@ -147,8 +147,8 @@ func TestConflictingDriver(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
 	endpoint := filepath.Join(pluginsDir, "toy", "dra.sock")
-	service := s.toy(endpoint, func(server *grpc.Server) { drapb.RegisterDRAPluginServer(server, drapb.UnimplementedDRAPluginServer{}) })
-	registration := s.toy(filepath.Join(registryDir, "toy-reg.sock"), func(server *grpc.Server) {
+	service := s.serve(endpoint, func(server *grpc.Server) { drapb.RegisterDRAPluginServer(server, drapb.UnimplementedDRAPluginServer{}) })
+	registration := s.serve(filepath.Join(registryDir, "toy-reg.sock"), func(server *grpc.Server) {
 		registerapi.RegisterRegistrationServer(server, draRegistration{endpoint: endpoint})
 	})
 	s.event("Node", gpuNode, "ConflictingDriver", registryDir+"/toy-reg.sock", install.DriverName)
@@ -158,7 +158,7 @@ func TestConflictingDriver(t *testing.T) {
 	s.manifest(one("limit", "limit-beside"))
 	s.running(soon, 4, 1)
 	s.same(before)
-	if err := errors.Join(registration.stop(), service.stop()); err != nil {
+	if err := errors.Join(registration.Stop(), service.Stop()); err != nil {
 		t.Fatal(err)
 	}
 	s.on(node(), "rmdir", filepath.Join(pluginsDir, "toy"))
@@ -190,10 +190,10 @@ func TestFromNVIDIAsDevicePlugin(t *testing.T) {
 	}
 	s.running(soon, 2, 0)
 	before := s.seen()
-	if text := s.inside("old-0", "env"); !strings.Contains(text, "TOY=true") {
+	if text := s.inside("old-0", "env"); !strings.Contains(text, "FOREIGN=true") {
 		t.Fatalf("the pod was not served by the other plugin: %s", text)
 	}
-	if err := nvidia.stop(); err != nil {
+	if err := nvidia.Stop(); err != nil {
 		t.Fatal(err)
 	}
 	if err := install.Tandem(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {

@@ -21,6 +21,7 @@ import (
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/faults"
 )
 
 // What is in this file makes one party of a race wait, so that the others decide before it.
@@ -82,20 +83,11 @@ func (s *story) freezeController() (thaw func()) {
 // shimOf returns the process between the runtime and a pod. While it is frozen, the pod's containers cannot be ended.
 func (s *story) shimOf(n *cluster.Node, uid types.UID) string {
 	s.Helper()
-	// cgroup v1 has the pod in several hierarchies, all with the same processes.
-	script := `for f in $(find /sys/fs/cgroup -path "*$0*" -name cgroup.procs); do for p in $(cat $f); do echo $p; done; done |
-		sort -nu | while read p; do awk '{print $4}' /proc/$p/stat; done | sort -n | uniq -c | sort -rn`
-	for line := range strings.Lines(s.on(n, "sh", "-c", script, strings.ReplaceAll(string(uid), "_", "-"))) {
-		fields := strings.Fields(line)
-		if len(fields) != 2 {
-			continue
-		}
-		if name := s.on(n, "sh", "-c", "cat /proc/"+fields[1]+"/comm 2> /dev/null || true"); strings.HasPrefix(name, "containerd-shim") {
-			return fields[1]
-		}
+	shim, err := faults.ShimOf(s.ctx, n, string(uid))
+	if err != nil {
+		s.Fatal(err)
 	}
-	s.Fatalf("pod %s has no shim", uid)
-	return ""
+	return shim
 }
 
 // forbid refuses every write of a user to a resource until allow is called, or the story ends. Probe makes such a write without

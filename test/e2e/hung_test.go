@@ -5,41 +5,25 @@ package e2e
 import (
 	"errors"
 	"fmt"
-	"path"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/faults"
 )
 
-// hang keeps a pod's processes from ending, as an Xid does. With cgroup v1 the pod is frozen: its processes are in state D, and SIGKILL
-// stays pending. runc thaws only the container's own cgroup before it kills. Frozen processes of cgroup v2 can be killed, so there the
-// shim is stopped, which does the killing.
+// hang keeps a pod's processes from ending (faults.Hang), until the returned function is called or the story ends.
 func (s *story) hang(n *cluster.Node, uid types.UID) (end func(), state string) {
 	s.Helper()
-	found := strings.Fields(s.on(n, "sh", "-c", `find /sys/fs/cgroup -path "*$0*" -name freezer.state`, "pod"+string(uid)))
-	if len(found) == 0 {
-		return s.freezeProcess(n, s.shimOf(n, uid)), "not D"
-	}
-	slices.SortFunc(found, func(a, b string) int { return len(a) - len(b) })
-	freezer := found[0]
-	if !strings.HasPrefix(path.Base(path.Dir(freezer)), "pod") {
-		s.Fatalf("the freezer of pod %s is not %s", uid, freezer)
-	}
-	set := func(state string) error {
-		cmd, err := n.Command(s.ctx, "sh", "-c", "echo $0 > "+freezer, state)
-		if err != nil {
-			return err
-		}
-		return cmd.Run()
-	}
-	if err := set("FROZEN"); err != nil {
+	hung, err := faults.Hang(s.ctx, n, string(uid))
+	if err != nil {
 		s.Fatal(err)
 	}
-	return s.undo(func() error { return set("THAWED") }), "D"
+	return s.undo(func() error { return hung.End(s.ctx) }), hung.State
 }
 
 // TestHungGPU: a process cannot be killed, and its pod is force-deleted. New claims and limits get the other seven GPUs at once, none
@@ -48,40 +32,58 @@ func TestHungGPU(t *testing.T) {
 	for _, api := range []string{"claim", "limit"} {
 		t.Run(api, func(t *testing.T) {
 			s := begin(t)
-			s.manifest(singleTemplate + one(api, "hung"))
-			s.running(soon, 1, 0)
-			before := s.seen()["hung"]
-			end, state := s.hang(node(), s.pod("hung").UID)
-			s.kubectl("delete", "pod", "-n", s.namespace, "hung", "--force", "--grace-period=0")
-			s.manifest(deployment("limits", 3) + claimDeployment("claims", "single", 4))
-			s.took("seven pods to run beside the hung GPU", func() { s.running(soon, gpusANode-1, 0) })
-			s.noDoubleOwners()
-			for _, pod := range s.pods() {
-				if pod.Status.Phase == "Running" && slices.Equal(s.gpus(pod.Name, ""), before) {
-					t.Errorf("%s sees the GPU %v of the hung pod", pod.Name, before)
-				}
+			var taken, returned []time.Duration
+			failed := 0
+			for range repetitions(t, 1) {
+				others, back := s.hungGPU(api)
+				taken, returned = append(taken, others), append(returned, back)
+				failed += len(s.failed())
+				s.kubectl("delete", "deployments,pods", "-n", s.namespace, "--all")
+				s.noPods()
+				s.allFree()
 			}
-			t.Logf("%d pods failed", len(s.failed()))
-			name := s.namespace + "/hung"
-			s.await(soon, "GPUNode to say what the GPU waits for", func() error {
-				return s.waitsFor(name, "process ", "state "+state)
-			})
-			s.event("Node", gpuNode, "DeviceNotFreed", name, "process ")
-			end()
-			s.took("the GPU to be free", func() {
-				s.await(soon, "a free GPU", func() error {
-					object, err := s.gpuNodeObject()
-					if err == nil && object.Status.Counts.Free != 1 {
-						err = fmt.Errorf("holders: %s", object.Status.Holders)
-					}
-					return err
-				})
-			})
-			s.manifest(one("claim", "next"))
-			s.running(soon, gpusANode, 0)
-			s.noDoubleOwners()
+			t.Logf("hung %s: rounds=%d others_p50=%s others_max=%s returned_p50=%s returned_max=%s failed=%d", api, len(taken),
+				quantile(taken, 50), quantile(taken, 100), quantile(returned, 50), quantile(returned, 100), failed)
 		})
 	}
+}
+
+// hungGPU plays one round. It returns how long the pods on the other GPUs took to run, and how long the GPU was not free after the end
+// of its process.
+func (s *story) hungGPU(api string) (others, returned time.Duration) {
+	s.Helper()
+	s.manifest(singleTemplate + one(api, "hung"))
+	s.running(soon, 1, 0)
+	before := s.seen()["hung"]
+	end, state := s.hang(node(), s.pod("hung").UID)
+	s.kubectl("delete", "pod", "-n", s.namespace, "hung", "--force", "--grace-period=0")
+	s.manifest(deployment("limits", 3) + claimDeployment("claims", "single", 4))
+	others = s.took("seven pods to run beside the hung GPU", func() { s.running(soon, gpusANode-1, 0) })
+	s.noDoubleOwners()
+	for _, pod := range s.pods() {
+		if pod.Status.Phase == "Running" && slices.Equal(s.gpus(pod.Name, ""), before) {
+			s.Errorf("%s sees the GPU %v of the hung pod", pod.Name, before)
+		}
+	}
+	name := s.namespace + "/hung"
+	s.await(soon, "GPUNode to say what the GPU waits for", func() error {
+		return s.waitsFor(name, "process ", "state "+state)
+	})
+	s.event("Node", gpuNode, "DeviceNotFreed", name, "process ")
+	end()
+	returned = s.took("the GPU to be free", func() {
+		s.await(soon, "a free GPU", func() error {
+			object, err := s.gpuNodeObject()
+			if err == nil && object.Status.Counts.Free != 1 {
+				err = fmt.Errorf("holders: %s", object.Status.Holders)
+			}
+			return err
+		})
+	})
+	s.manifest(one("claim", "next"))
+	s.running(soon, gpusANode, 0)
+	s.noDoubleOwners()
+	return others, returned
 }
 
 // waitsFor reports whether the only device that waits does so for these words.

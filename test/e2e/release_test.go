@@ -22,6 +22,7 @@ import (
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/faults"
 )
 
 // Stories of how GPUs become free. Each ends, as all do, when every GPU is free in both APIs and the ledger is empty.
@@ -118,7 +119,7 @@ func TestOneHoldAPod(t *testing.T) {
 }
 
 // refuser is a device plugin whose every Allocate fails.
-type refuser struct{ devicePlugin }
+type refuser struct{ *faults.DevicePlugin }
 
 func (*refuser) Allocate(context.Context, *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
 	return nil, errors.New("refused by a test")
@@ -128,9 +129,9 @@ func (*refuser) Allocate(context.Context, *pluginapi.AllocateRequest) (*pluginap
 func TestAdmissionFailsAfterAllocate(t *testing.T) {
 	const resource = "example.com/refused"
 	s := begin(t)
-	plugin := &refuser{devicePlugin{minors: map[string]int{"refused-0": 0}}}
-	server := s.toy(filepath.Join(devicePluginDir, "refuser.sock"), func(server *grpc.Server) { pluginapi.RegisterDevicePluginServer(server, plugin) })
-	s.register(server, "refuser.sock", resource)
+	plugin := &refuser{faults.NewDevicePlugin(map[string]int{"refused-0": 0})}
+	server := s.serve(filepath.Join(devicePluginDir, "refuser.sock"), func(server *grpc.Server) { pluginapi.RegisterDevicePluginServer(server, plugin) })
+	s.register(server, resource)
 	s.await(soon, resource+" to be offered", func() error {
 		n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
 		if err == nil && n.Status.Allocatable.Name(resource, "").Value() < 1 {
@@ -162,7 +163,7 @@ func TestAdmissionFailsAfterAllocate(t *testing.T) {
 	if _, limits := s.holdsByKind(); limits != 0 {
 		t.Errorf("%d holds", limits)
 	}
-	if err := server.stop(); err != nil {
+	if err := server.Stop(); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -481,7 +481,7 @@ func spec(t *testing.T, b *bench) {
 				t.Errorf("device node %s has the numbers %d:%d, the spec %d:%d", path, unix.Major(file.Rdev), unix.Minor(file.Rdev), d.Major, d.Minor)
 			}
 			for _, name := range driversOf(path) {
-				if major := b.report.Machine.Majors[name]; major != 0 && major != int(d.Major) {
+				if major := b.report.Machine.Majors[name]; major != 0 && int64(major) != int64(d.Major) {
 					t.Errorf("device node %s has major %d, /proc/devices has %d for %s", path, d.Major, major, name)
 				}
 			}

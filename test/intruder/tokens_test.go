@@ -75,6 +75,10 @@ func TestForgedEvents(t *testing.T) {
 	}
 	oldStyle := ofCore("tandem", ownNode, "Pod", "default", "p")
 	oldStyle.Source = corev1.EventSource{Component: "kubelet", Host: otherNode}
+	combined, combinedElsewhere := ofCore("tandem", ownNode, "Node", "default", ownNode), ofCore("tandem", otherNode, "Node", "default", ownNode)
+	for _, e := range []*corev1.Event{combined, combinedElsewhere} { // as client-go combines similar events
+		e.ReportingController, e.ReportingInstance = "", ""
+	}
 	const ofAgents, ofControllers = "may write events of itself only", "the controller may write events of itself only"
 	for name, c := range map[string]struct {
 		try  func() error
@@ -83,6 +87,8 @@ func TestForgedEvents(t *testing.T) {
 		"of a pod":                  {createCore(t, agent, ofCore("tandem", ownNode, "Pod", "default", "p")), ""},
 		"of a claim":                {createCore(t, agent, ofCore("tandem", ownNode, "ResourceClaim", "default", "c")), ""},
 		"of its node":               {createCore(t, agent, ofCore("tandem", ownNode, "Node", "default", ownNode)), ""},
+		"that combines others":      {createCore(t, agent, combined), ""},
+		"that combines another's":   {createCore(t, agent, combinedElsewhere), ofAgents},
 		"as kubelet":                {createCore(t, agent, ofCore("kubelet", ownNode, "Pod", "default", "p")), ofAgents},
 		"as kubelet, old style":     {createCore(t, agent, oldStyle), ofAgents},
 		"as the scheduler":          {createCore(t, agent, ofCore("default-scheduler", "", "Pod", "default", "p")), ofAgents},

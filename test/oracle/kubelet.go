@@ -4,9 +4,14 @@ package oracle
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net"
+	"os"
+	"path/filepath"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 
 	"google.golang.org/grpc"
@@ -19,10 +24,14 @@ import (
 // podResourcesSocket is where kubelet answers on a node (KEP-606).
 const podResourcesSocket = "/var/lib/kubelet/pod-resources/kubelet.sock"
 
-// Granted asks a node's kubelet what it believes to have given to each pod, by "namespace/name": limits by UUID, with "::" and a
-// number behind it for a replica, claims by the names of their devices, sorted. Ask only while no pod is being admitted: the question makes kubelet forget devices that it is
-// about to give.
-func Granted(ctx context.Context, node *cluster.Node) (map[string][]string, error) {
+// Kubelet answers for the devices of pods. It is safe for concurrent use.
+type Kubelet struct {
+	node       *cluster.Node
+	connection *grpc.ClientConn
+}
+
+// AskKubelet returns the kubelet of a node, which may be down and come back, until Close.
+func AskKubelet(node *cluster.Node) (*Kubelet, error) {
 	connection, err := grpc.NewClient("passthrough:///kubelet", grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
 			return node.DialContext(ctx, "unix", podResourcesSocket)
@@ -30,12 +39,31 @@ func Granted(ctx context.Context, node *cluster.Node) (map[string][]string, erro
 	if err != nil {
 		return nil, fmt.Errorf("ask kubelet of %s: %w", node.Name(), err)
 	}
-	defer connection.Close()
-	answer, err := podresources.NewPodResourcesListerClient(connection).List(ctx, &podresources.ListPodResourcesRequest{})
+	return &Kubelet{node, connection}, nil
+}
+
+// Close ends the connection.
+func (k *Kubelet) Close() error { return k.connection.Close() }
+
+// Granted asks what kubelet believes to have given to each pod, by "namespace/name": limits by UUID, with "::" and a number behind it for
+// a replica, claims by the names of their devices, sorted. Ask only while no pod is being admitted: the question makes kubelet forget
+// devices that it is about to give.
+func (k *Kubelet) Granted(ctx context.Context) (map[string][]string, error) {
+	answer, err := podresources.NewPodResourcesListerClient(k.connection).List(ctx, &podresources.ListPodResourcesRequest{})
 	if err != nil {
-		return nil, fmt.Errorf("ask kubelet of %s for its pods' resources: %w", node.Name(), err)
+		return nil, fmt.Errorf("ask kubelet of %s for its pods' resources: %w", k.node.Name(), err)
 	}
 	return granted(answer), nil
+}
+
+// Granted is Kubelet.Granted for one question.
+func Granted(ctx context.Context, node *cluster.Node) (map[string][]string, error) {
+	kubelet, err := AskKubelet(node)
+	if err != nil {
+		return nil, err
+	}
+	defer kubelet.Close()
+	return kubelet.Granted(ctx)
 }
 
 func granted(answer *podresources.ListPodResourcesResponse) map[string][]string {
@@ -65,4 +93,57 @@ func granted(answer *podresources.ListPodResourcesResponse) map[string][]string 
 // ofLimits reports whether a resource is a GPU, a replica of one, or a partition.
 func ofLimits(resource string) bool {
 	return strings.TrimSuffix(resource, sharedSuffix) == resourceName || strings.HasPrefix(resource, partitionResources)
+}
+
+// deviceCheckpoint is where kubelet's device manager records what pods have (k8s.io/kubernetes pkg/kubelet/cm/devicemanager/checkpoint).
+const deviceCheckpoint = "var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
+
+// Recorded answers the IDs of the GPUs that kubelet has recorded for pods by limits, by the pod's UID, as the checkpoint below the root
+// directory of a node tells. In contrast to Granted, reading it disturbs nothing. Pods that have ended may be among them.
+func Recorded(root string) (map[string][]string, error) {
+	data, err := os.ReadFile(filepath.Join(root, deviceCheckpoint))
+	if gone(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read kubelet's checkpoint: %w", err)
+	}
+	var checkpoint struct {
+		Data struct {
+			PodDeviceEntries []struct {
+				PodUID, ResourceName string
+				DeviceIDs            map[string][]string
+			}
+		}
+	}
+	if err := json.Unmarshal(data, &checkpoint); err != nil {
+		return nil, fmt.Errorf("read kubelet's checkpoint: %w", err)
+	}
+	pods := map[string][]string{}
+	for _, entry := range checkpoint.Data.PodDeviceEntries {
+		if !ofLimits(entry.ResourceName) {
+			continue
+		}
+		for _, ids := range entry.DeviceIDs {
+			pods[entry.PodUID] = append(pods[entry.PodUID], ids...)
+		}
+	}
+	for uid, ids := range pods {
+		slices.Sort(ids)
+		pods[uid] = slices.Compact(ids)
+	}
+	return pods, nil
+}
+
+// foreign matches device IDs that are not UUIDs and end with the minor of a GPU: GKE's "nvidia3", and the torture's own "slot-3".
+var foreign = regexp.MustCompile(`^[a-z-]+(\d+)$`)
+
+// ForeignID answers the minor of the GPU that a foreign plugin means by a device ID, and false for the ID of Tandem or of NVIDIA's plugin.
+func ForeignID(id string) (minor int, is bool) {
+	match := foreign.FindStringSubmatch(id)
+	if match == nil || strings.HasPrefix(id, "gpu-") {
+		return 0, false
+	}
+	minor, err := strconv.Atoi(match[1])
+	return minor, err == nil
 }

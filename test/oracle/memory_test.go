@@ -3,6 +3,7 @@
 package oracle
 
 import (
+	"fmt"
 	"maps"
 	"os"
 	"path/filepath"
@@ -140,5 +141,50 @@ func TestSuspectsThePartOfAGPU(t *testing.T) {
 	g.sightings[0].devices, g.sightings[1].devices = []Device{beside}, []Device{part}
 	if found := g.Suspicions(); len(found) > 0 {
 		t.Errorf("two partitions of a GPU: %v", found)
+	}
+}
+
+// TestRecorded: kubelet's checkpoint names devices of GPUs, by their pods. A node without one has given nothing.
+func TestRecorded(t *testing.T) {
+	root := t.TempDir()
+	if pods, err := Recorded(root); err != nil || len(pods) > 0 {
+		t.Error(pods, err)
+	}
+	path := filepath.Join(root, deviceCheckpoint)
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	const text = `{"Data":{"PodDeviceEntries":[
+		{"PodUID":"a","ContainerName":"init","ResourceName":"nvidia.com/gpu","DeviceIDs":{"-1":["nvidia3"]},"AllocResp":"eA=="},
+		{"PodUID":"a","ContainerName":"main","ResourceName":"nvidia.com/gpu","DeviceIDs":{"-1":["nvidia3","nvidia1"]},"AllocResp":"eA=="},
+		{"PodUID":"b","ContainerName":"main","ResourceName":"example.com/other","DeviceIDs":{"0":["x"]},"AllocResp":"eA=="}
+	],"RegisteredDevices":{"nvidia.com/gpu":["nvidia3"]}},"Checksum":1}`
+	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if pods, err := Recorded(root); err != nil || fmt.Sprint(pods) != "map[a:[nvidia1 nvidia3]]" {
+		t.Error(pods, err)
+	}
+	if err := os.WriteFile(path, []byte("{"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Recorded(root); err == nil {
+		t.Error("half a file, without an error")
+	}
+}
+
+func TestForeignID(t *testing.T) {
+	for id, want := range map[string]int{
+		"nvidia0": 0, "nvidia12": 12, "slot-7": 7, "gpu-3": -1, "GPU-00000000-0000-0000-0000-000000000001": -1,
+		"GPU-00000000-0000-0000-0000-000000000001::2": -1, "nvidia": -1, "": -1, "gpu-3-mig-1g10gb-19-4": -1,
+	} {
+		minor, is := ForeignID(id)
+		if is != (want >= 0) || is && minor != want {
+			t.Errorf("%q: %d %t", id, minor, is)
+		}
+	}
+	whole := Device{Number: Number{Major: 195, Minor: 3}}
+	if !whole.Is("nvidia3") || !whole.Is("slot-3") || whole.Is("nvidia4") {
+		t.Error("a GPU is not what a foreign plugin calls it")
 	}
 }

@@ -33,14 +33,14 @@ func (g gpus) find(number Number) GPU {
 	return GPU{Index: -1, Minor: int(number.Minor), NUMANode: -1}
 }
 
-// Memories answers how many bytes of memory the GPUs of a node have, by their minors, as the files below its root directory tell.
-func Memories(root string) (map[int]int64, error) {
+// GPUs answers what the files below the root directory of a node tell of its GPUs, by their minors.
+func GPUs(root string) (map[int]GPU, error) {
 	known, err := readGPUs(root)
-	memories := map[int]int64{}
+	found := map[int]GPU{}
 	for _, gpu := range known {
-		memories[gpu.Minor] = gpu.Memory
+		found[gpu.Minor] = gpu
 	}
-	return memories, err
+	return found, err
 }
 
 // readGPUs joins what lies on the node: the device nodes of the driver, the description of the machine, and its sysfs.

@@ -63,10 +63,12 @@ func (d Device) gpu() Number {
 // Minor is that of the GPU that the device is, or is a partition of.
 func (d Device) Minor() int { return int(d.gpu().Minor) }
 
-// Is reports whether the device is meant by a name under which it can be published, or by a UUID.
+// Is reports whether the device is meant by a name under which it can be published, by a UUID, or by the device ID of a foreign plugin
+// (ForeignID).
 func (d Device) Is(name string) bool {
 	if d.Whole() {
-		return name == d.GPU.UUID || d.published(name)
+		minor, foreign := ForeignID(name)
+		return name == d.GPU.UUID || d.published(name) || foreign && minor == d.Minor()
 	}
 	return name == d.Partition.UUID && name != "" || d.published(name)
 }

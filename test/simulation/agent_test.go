@@ -5,24 +5,29 @@ package simulation
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"os"
+	"path/filepath"
 	"reflect"
-	"runtime"
+	goruntime "runtime"
 	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/record"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -45,6 +50,10 @@ type agent struct {
 	driver     *driver.Driver
 	limits     *legacy.Plugin
 	offer      driver.Offer
+	shared     *sharing.Manager
+	policy     *sharing.Policy
+	// trouble is what the agent has heard of daemons whose pods do not run.
+	trouble []v1alpha1.WaitingDaemon
 
 	restored, synced, serving, registering bool
 	stream                                 *stream
@@ -72,6 +81,11 @@ func (s *simulation) startAgent() {
 	if len(a.book.Holds()) > 0 {
 		s.hit(agentRestarts)
 	}
+	for _, daemon := range s.host.daemonsOnGPUs() {
+		if len(s.host.clients(daemon)) > 0 {
+			s.hit(daemonOutlivesAgent)
+		}
+	}
 	s.api.watch(a.process, "pod/", a.podChanged, func() {
 		if !a.synced {
 			a.synced = true
@@ -90,7 +104,22 @@ func (a *agent) restore(c *call) {
 	}
 	c.park("has restored")
 	a.restored = true
+	if a.profile.mps {
+		a.run("restores settings", a.shared.Run)
+		a.run("policy", a.policy.Run)
+	}
 	a.serve()
+}
+
+// run runs one of the agent's loops as it is.
+func (a *agent) run(name string, loop func(context.Context) error) {
+	a.after(a.process, 0, "runs "+name, func() {
+		a.spawn(a.process, name, func(c *call) {
+			if err := loop(c.context(a.process.ctx)); err != nil {
+				a.fail("%s: %v", name, err)
+			}
+		})
+	})
 }
 
 func (a *agent) open() (err error) {
@@ -101,7 +130,16 @@ func (a *agent) open() (err error) {
 	if a.pods, err = podstate.NewPods(noClient{}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
 		return err
 	}
+	records := sharing.NewRecords(filepath.Join(a.host.run(), "sharing"), a.host.bootID())
+	if _, err := records.Load(); err != nil {
+		return err
+	}
 	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), PodStates: parkedState{a.pods, a.pods, a.simulation}, Now: stamp}
+	if !a.faults.noCleanup {
+		options.CleanupPending = func(h ledger.Hold) bool {
+			return h.Holder.Kind == ledger.KindClaim && records.Applied(h.Holder.ID, h.Device)
+		}
+	}
 	options.Queue = a.pods.Queue(limits.Has)
 	options.Step = func(string) { a.diskStep() }
 	options.Turn = func(ctx context.Context) { turn(ctx, "tries to reserve") }
@@ -109,30 +147,39 @@ func (a *agent) open() (err error) {
 		return err
 	}
 	book := parkedLedger{a.book, a.simulation}
+	a.shared = sharing.NewManager(sharing.Options{
+		Records: records, RunDir: a.host.run(), DriverRoot: driverRoot, Hardware: hardware{a.host}, Specs: a.host.devices, Turn: turn,
+	})
+	var holds sharing.Ledger = a.book
+	if a.faults.noDaemonCheck {
+		holds = noHolds{a.book}
+	}
+	a.policy = sharing.NewPolicy(a.shared, a, holds, a.pods)
 	a.reconciler = reconcile.New(reconcile.Config{
 		Ledger: book, Pods: a.pods, Cgroups: cgroups, Resources: a, Claims: func(string) reconcile.Claims { return a },
 		Inventory: a, KubeletDir: a.host.kubeletDir(), NodeName: nodeName, DriverName: driverName, Limits: limits,
-		Partitions: noPartitions{}, Settings: noSettings{}, AddPlaceholders: func([]string) {},
-		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
+		Partitions: noPartitions{}, Settings: a.shared, AddPlaceholders: func([]string) {},
+		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(), Turn: turn,
 	})
 	a.offer = driver.Offer{NodeName: nodeName, ReturnDelay: 200 * time.Millisecond}
 	if a.driver, err = driver.New(driver.Config{
 		DriverName: driverName, NodeName: nodeName, KubeClient: noClient{}, KubeletDir: a.host.kubeletDir(),
 		Ledger: book, Inventory: a, Specs: a, Pods: parkedPods{a.pods}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
-		Limits: limits, Sharing: noSettings{}, Policy: noPolicy{}, OfferedToPods: func(device.GPU) bool { return true },
-		HandOver: func(context.Context, string) error { return nil },
+		Limits: limits, Sharing: parkedSettings{a.shared}, Policy: parkedPolicy{a.policy, a.simulation},
+		OfferedToPods: func(device.GPU) bool { return true }, HandOver: func(context.Context, string) error { return nil },
+		DaemonTrouble: a.daemonTrouble,
 	}); err != nil {
 		return err
 	}
 	a.limits, err = legacy.New(legacy.Config{
 		Resources: limits, NodeName: nodeName, Directory: a.host.kubeletDir(), Strategies: []legacy.Strategy{legacy.StrategyCDI},
-		Inventory: a, Ledger: book, Specs: a, Sharing: unshared{a}, Allocations: allocations{a},
+		Inventory: a, Ledger: book, Specs: a, Sharing: a.policy, Allocations: allocations{a},
 		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
 	})
 	return err
 }
 
-// The simulated node has neither partitions nor sharing settings. A call of any other method panics.
+// The simulated node has no partitions. A call of any other method panics.
 type noPartitions struct{ reconcile.Partitions }
 
 func (noPartitions) Made(device.Ref) bool      { return false }
@@ -140,17 +187,49 @@ func (noPartitions) All() []device.Ref         { return nil }
 func (noPartitions) IdleMIGMode() []device.GPU { return nil }
 func (noPartitions) Repair() error             { return nil }
 
-type noSettings struct{ *sharing.Manager }
+// parkedSettings and parkedPolicy let something else happen after a wait for a daemon.
+type parkedSettings struct{ *sharing.Manager }
 
-func (noSettings) Applied(string, device.Ref) bool { return false }
-func (noSettings) Repair() error                   { return nil }
+func (p parkedSettings) Connect(ctx context.Context, plan sharing.Plan) ([]string, error) {
+	devices, err := p.Manager.Connect(ctx, plan)
+	turn(ctx, "has waited for daemon "+plan.Daemon)
+	return devices, err
+}
 
-type noPolicy struct{}
+type parkedPolicy struct {
+	*sharing.Policy
+	s *simulation
+}
 
-func (noPolicy) ByDaemon(device.GPU) bool { return false }
+func (p parkedPolicy) Join(ctx context.Context, claim sharing.Claim, d device.Device, share device.Share) ([]string, error) {
+	began := time.Now()
+	devices, err := p.Policy.Join(ctx, claim, d, share)
+	turn(ctx, "has waited for the daemon of "+d.Name()+" for "+claim.Name)
+	switch {
+	case err != nil:
+		p.s.hit(daemonNotReady)
+	case len(devices) > 0 && time.Since(began) > 0:
+		p.s.hit(daemonAwaited)
+	}
+	return devices, err
+}
 
-func (noPolicy) Join(context.Context, sharing.Claim, device.Device, device.Share) ([]string, error) {
-	return nil, nil
+// noHolds hides the holders of GPUs from the sharing policy.
+type noHolds struct{ *ledger.Ledger }
+
+func (noHolds) Holds() []ledger.Hold { return nil }
+
+// driverRoot is where the driver of the node is.
+const driverRoot = "/"
+
+// daemonTrouble is why the pod of a daemon does not run.
+func (a *agent) daemonTrouble(daemon string) string {
+	for _, waiting := range a.trouble {
+		if waiting.Name == daemon {
+			return waiting.Message
+		}
+	}
+	return ""
 }
 
 // diskStep is where a process may die in the middle of a record.
@@ -161,7 +240,7 @@ func (a *agent) diskStep() {
 	if a.crashIn--; a.crashIn == 0 {
 		a.crashed = true
 		a.hit(agentDiesOnDisk)
-		runtime.Goexit()
+		goruntime.Goexit()
 	}
 }
 
@@ -171,6 +250,9 @@ func (a *agent) serve() {
 		return
 	}
 	a.serving = true
+	if a.profile.mps {
+		a.run("clears settings", a.reconciler.Clear)
+	}
 	a.loop("settles holds", 10*time.Millisecond, func() []<-chan struct{} {
 		return []<-chan struct{}{a.pods.Changed(), a.book.Changed(), a.host.written}
 	}, func(c *call) time.Duration {
@@ -205,20 +287,26 @@ func (a *agent) serve() {
 	})
 	a.loop("lists devices for limits", 0, func() []<-chan struct{} {
 		_, lacking := a.book.Outstanding()
-		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking}
+		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking, a.policy.Changed()}
 	}, func(c *call) time.Duration {
 		return a.look()
 	})
 	a.loop("builds slices", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed(), a.specChanged} }, func(c *call) time.Duration {
 		return a.publish()
 	})
-	a.loop("reports", 50*time.Millisecond, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed(), a.specChanged} }, func(c *call) time.Duration {
+	a.loop("reports", 50*time.Millisecond, func() []<-chan struct{} {
+		return []<-chan struct{}{a.book.Changed(), a.specChanged, a.shared.Changed()}
+	}, func(c *call) time.Duration {
 		return a.report()
 	})
 	a.api.watch(a.process, "gpunode/", func(_ string, _, after any) {
-		if object, ok := after.(*gpuNode); ok && !reflect.DeepEqual(object.spec, a.spec) {
+		object, ok := after.(*gpuNode)
+		if ok && !reflect.DeepEqual(object.spec, a.spec) {
 			a.spec = object.spec
 			a.specHasChanged()
+		}
+		if ok {
+			a.trouble = object.trouble
 		}
 	}, func() {
 		if _, ok := get[*gpuNode](a.api, "gpunode/"); !ok {
@@ -231,7 +319,7 @@ func (a *agent) serve() {
 	})
 	// The library's slice controller reverts foreign changes, and checks all slices after it has listed them.
 	a.api.watch(a.process, "slice/", func(_ string, _, after any) {
-		if now, _ := after.(*slice); a.published != nil && (now == nil || !slices.Equal(now.offered, a.published.offered)) {
+		if now, _ := after.(*slice); a.published != nil && !now.same(a.published) {
 			a.after(a.process, 100*time.Millisecond, "repairs its slice", a.writeSlice)
 		}
 	}, a.refresh)
@@ -277,29 +365,23 @@ func (a *agent) look() time.Duration {
 	return again
 }
 
+// kept are the fields of slices that an API server of that version keeps by default, without those that concern partitions and strict.
+func kept(version int) driver.Capabilities {
+	return driver.Capabilities{Taints: version >= 36, Shares: version >= firstShares}
+}
+
 // publish writes the slice where it has changed.
 func (a *agent) publish() time.Duration {
 	now := time.Now()
 	pools, next := a.offer.Pools(driver.Facts{
 		Inventory: a.Inventory(), Holds: a.book.Holds(), Claims: a.spec, Now: now,
-		Kept: driver.Capabilities{Taints: a.version >= 36, Shares: a.version >= firstShares},
+		Kept: kept(a.version),
 	})
-	wanted := &slice{}
-	for _, s := range pools[nodeName].Slices {
-		for _, d := range s.Devices {
-			if len(d.Taints) > 0 {
-				wanted.withheld = append(wanted.withheld, d.Name)
-			} else {
-				name := d.Name
-				if d.AllowMultipleAllocations != nil && *d.AllowMultipleAllocations {
-					left := d.Capacity["memory"].Value
-					name = part(name, int(left.Value()>>20))
-				}
-				wanted.offered = append(wanted.offered, name)
-			}
-		}
+	if len(pools) != 1 || len(pools[nodeName].Slices) != 1 {
+		a.fail("the pools of a few whole GPUs are not one slice: %v", pools)
+		return never
 	}
-	if a.published == nil || !slices.Equal(a.published.offered, wanted.offered) {
+	if wanted := resourceSlice(pools[nodeName].Slices[0].Devices); !a.published.same(wanted) {
 		a.published = wanted
 		a.writeSlice()
 	}
@@ -311,7 +393,7 @@ func (a *agent) publish() time.Duration {
 
 func (a *agent) writeSlice() {
 	a.api.request(a.process, "writes its slice", func() {
-		if old, ok := get[*slice](a.api, "slice/"); !ok || !slices.Equal(old.offered, a.published.offered) {
+		if old, _ := get[*slice](a.api, "slice/"); !old.same(a.published) {
 			a.api.put("slice/", a.published)
 		}
 	})
@@ -351,6 +433,7 @@ func (a *agent) Allocated() []ledger.Hold {
 // report writes the status of the GPUNode, at the product's pace and only what is new.
 func (a *agent) report() time.Duration {
 	facts := gpunode.Facts{Mode: "Dual", Limits: limits, Inventory: a.inventory, Holds: a.book.Holds(), Conflicts: a.book.Conflicts()}
+	facts.Daemons, facts.UnknownDaemons = a.shared.Daemons(), a.shared.UnknownDaemons()
 	if a.acknowledged != nil {
 		facts.Allocatable = map[string][]string{resourceName: a.acknowledged}
 	}
@@ -373,7 +456,7 @@ func (a *agent) report() time.Duration {
 		a.reporting = false
 		a.specHasChanged()
 		if now, ok := get[*gpuNode](a.api, "gpunode/"); ok {
-			a.api.put("gpunode/", &gpuNode{spec: now.spec, status: status})
+			a.api.put("gpunode/", &gpuNode{spec: now.spec, trouble: now.trouble, status: status})
 		} else {
 			a.reported = v1alpha1.GPUNodeStatus{}
 		}
@@ -547,11 +630,6 @@ type allocations struct{ *agent }
 
 func (a allocations) Changed() <-chan struct{} { return a.specChanged }
 
-// unshared is the policy of a node whose GPUs are not shared.
-type unshared struct{ *agent }
-
-func (unshared) Client(device.Device, device.Share) (*sharing.Client, error) { return nil, nil }
-
 type noClient struct{ kubernetes.Interface }
 
 // parkedState lets other events happen before a pod state is returned.
@@ -658,7 +736,7 @@ func (s *simulation) mayDie(err error) {
 	if s.dieBeforeAnswer && err == nil {
 		s.dieBeforeAnswer, s.crashed = false, true
 		s.hit(agentDiesBeforeAnswer)
-		runtime.Goexit()
+		goruntime.Goexit()
 	}
 }
 
@@ -681,6 +759,9 @@ func crumb(share device.Share) device.Share {
 
 func (l parkedLedger) CancelReservation(r ledger.Reservation) error {
 	l.s.pause("cancels its reservation")
+	if l.s.faults.noCancel {
+		return nil
+	}
 	return l.Ledger.CancelReservation(r)
 }
 
@@ -749,8 +830,9 @@ func podObject(p *pod) *corev1.Pod {
 		if p.init {
 			object.Spec.InitContainers = []corev1.Container{{Name: "init", Resources: object.Spec.Containers[0].Resources}}
 		}
-	} else {
-		object.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimName: &p.claim}}
+	}
+	for i, name := range p.claims {
+		object.Spec.ResourceClaims = append(object.Spec.ResourceClaims, corev1.PodResourceClaim{Name: fmt.Sprintf("gpu-%d", i), ResourceClaimName: &name})
 	}
 	if p.deleting {
 		object.DeletionTimestamp = &metav1.Time{Time: epoch}
@@ -768,24 +850,45 @@ func podObject(p *pod) *corev1.Pod {
 	return object
 }
 
+// resourceSlice is what the library's slice controller makes of a pool with one slice.
+func resourceSlice(devices []resourceapi.Device) *slice {
+	return &slice{&resourceapi.ResourceSlice{
+		ObjectMeta: metav1.ObjectMeta{Name: nodeName + "-" + driverName},
+		Spec: resourceapi.ResourceSliceSpec{
+			Driver: driverName, NodeName: ptr.To(nodeName), Devices: devices,
+			Pool: resourceapi.ResourcePool{Name: nodeName, Generation: 1, ResourceSliceCount: 1},
+		},
+	}}
+}
+
+func (s *slice) same(other *slice) bool {
+	return s != nil && other != nil && apiequality.Semantic.DeepEqual(s.Spec.Devices, other.Spec.Devices)
+}
+
+// resourceClaim is a claim as an API object, made once for each version of it.
 func resourceClaim(c *claim) *resourceapi.ResourceClaim {
+	if c.object == nil {
+		c.object = newResourceClaim(c)
+	}
+	return c.object
+}
+
+func newResourceClaim(c *claim) *resourceapi.ResourceClaim {
 	object := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: c.name, UID: types.UID(c.uid)}}
-	wanted := &resourceapi.ExactDeviceRequest{AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: int64(c.count)}
+	wanted := &resourceapi.ExactDeviceRequest{
+		DeviceClassName: gpuClass, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: int64(c.count),
+	}
 	if c.memory > 0 {
 		wanted.Capacity = &resourceapi.CapacityRequirements{Requests: mebibytes(c.memory)}
 	}
 	object.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "gpu", Exactly: wanted}}
-	if len(c.devices) > 0 {
-		object.Status.Allocation = &resourceapi.AllocationResult{}
+	if c.ownDaemon {
+		parameters := `{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "MPS", "mpsConfig": {}}}`
+		object.Spec.Devices.Config = []resourceapi.DeviceClaimConfiguration{{DeviceConfiguration: resourceapi.DeviceConfiguration{
+			Opaque: &resourceapi.OpaqueDeviceConfiguration{Driver: driverName, Parameters: runtime.RawExtension{Raw: []byte(parameters)}},
+		}}}
 	}
-	for i, d := range c.devices {
-		result := resourceapi.DeviceRequestAllocationResult{Driver: driverName, Pool: nodeName, Device: d, Request: "gpu"}
-		if c.consumed[i] > 0 {
-			id := types.UID("share-" + c.uid)
-			result.ShareID, result.ConsumedCapacity = &id, mebibytes(c.consumed[i])
-		}
-		object.Status.Allocation.Devices.Results = append(object.Status.Allocation.Devices.Results, result)
-	}
+	object.Status.Allocation = c.allocation
 	for _, uid := range c.reservedFor {
 		object.Status.ReservedFor = append(object.Status.ReservedFor,
 			resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: uid, UID: types.UID(uid)})

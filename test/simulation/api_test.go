@@ -5,19 +5,23 @@ package simulation
 import (
 	"errors"
 	"fmt"
+	"reflect"
 	"slices"
 	"strings"
 	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
 )
 
 // pod is a pod as the API server stores it. A stored pod is immutable.
 type pod struct {
 	uid, name string
-	// gpus are asked for by a limit, or by the claim of the pod's own; 0 with a shared claim.
+	// gpus are asked for by a limit.
 	gpus int
-	// claim is the name of the pod's claim; empty where it has a limit.
-	claim  string
-	shared bool
+	// own has for each claim that is made for the pod how many GPUs it asks for.
+	own []int
+	// claims are the names of the pod's claims in its order. The model of an owner's pods names only those that they share.
+	claims []string
 	// owner makes another when this one is gone; empty for a bare pod.
 	owner string
 	// init means that an init container uses the GPUs first; finite that the pod ends by itself.
@@ -35,27 +39,69 @@ const (
 	failed    = "Failed"
 )
 
-func (p *pod) limits() bool   { return p.claim == "" }
+func (p *pod) limits() bool   { return p.gpus > 0 }
 func (p *pod) terminal() bool { return p.phase == succeeded || p.phase == failed }
+
+// sharesClaim reports whether another pod has one of the claims.
+func (p *pod) sharesClaim(other *pod) bool {
+	return slices.ContainsFunc(p.claims, func(name string) bool { return slices.Contains(other.claims, name) })
+}
 
 // claim is a ResourceClaim with one request.
 type claim struct {
 	uid, name string
 	count     int
 	// pod is the UID of the pod that it was made for; empty for a shared claim.
-	pod     string
-	devices []string
-	// memory is how many MiB of each GPU it asks for; zero for all. consumed is what the scheduler has counted of each of devices;
-	// zero where it counts none.
-	memory      int
-	consumed    []int
+	pod string
+	// memory is how many MiB of each GPU it asks for; zero for all.
+	memory int
+	// ownDaemon is set where its parameters ask for an MPS daemon for its pods.
+	ownDaemon bool
+	// allocation is the scheduler's answer; nil for none.
+	allocation  *resourceapi.AllocationResult
 	reservedFor []string // UIDs
 	deleting    bool
+	// version grows with each change.
+	version int
+	// object is the claim as an API object, once one was asked for (resourceClaim).
+	object *resourceapi.ResourceClaim
 }
 
-// slice is the pool of the node: of what is shared out, with how many MiB are.
-type slice struct {
-	offered, withheld []string
+// devices are the names of the devices that it is allocated.
+func (c *claim) devices() []string {
+	if c.allocation == nil {
+		return nil
+	}
+	var names []string
+	for _, result := range c.allocation.Devices.Results {
+		names = append(names, result.Device)
+	}
+	return names
+}
+
+// String is for the trace.
+func (c *claim) String() string {
+	return fmt.Sprintf("%s of %q for %d of %d MiB has %v, reserved for %v, deleting %v", c.uid, c.pod, c.count, c.memory, c.devices(), c.reservedFor, c.deleting)
+}
+
+// slice is the ResourceSlice of the node's pool. It has the devices as the product publishes them.
+type slice struct{ *resourceapi.ResourceSlice }
+
+// String lists the devices: those that are shared out with how many MiB are left, and those that are withdrawn in parentheses.
+func (s *slice) String() string {
+	var devices []string
+	for _, d := range s.Spec.Devices {
+		name := d.Name
+		if d.AllowMultipleAllocations != nil && *d.AllowMultipleAllocations {
+			left := d.Capacity["memory"].Value
+			name = part(name, int(left.Value()>>20))
+		}
+		for _, taint := range d.Taints {
+			name = fmt.Sprintf("(%s: %s)", name, taint.Key)
+		}
+		devices = append(devices, name)
+	}
+	return strings.Join(devices, " ")
 }
 
 // nodeObject is the Node.
@@ -126,7 +172,7 @@ func (a *api) updatePod(uid string, change func(*pod)) bool {
 	if ok {
 		changed := *p
 		change(&changed)
-		if changed != *p {
+		if !reflect.DeepEqual(&changed, p) {
 			a.put(podKey(uid), &changed)
 		}
 	}
@@ -139,7 +185,8 @@ func (a *api) updateClaim(name, uid string, change func(*claim)) bool {
 		return false
 	}
 	changed := *c
-	changed.devices, changed.reservedFor = slices.Clone(c.devices), slices.Clone(c.reservedFor)
+	changed.reservedFor, changed.object = slices.Clone(c.reservedFor), nil
+	changed.version++
 	change(&changed)
 	a.put(claimKey(name), &changed)
 	return true

@@ -3,11 +3,13 @@
 package simulation
 
 import (
+	"fmt"
 	"reflect"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -16,8 +18,18 @@ import (
 
 // gpuNode is the node's GPUNode.
 type gpuNode struct {
-	spec   []v1alpha1.AllocatedClaim
-	status v1alpha1.GPUNodeStatus
+	spec    []v1alpha1.AllocatedClaim
+	trouble []v1alpha1.WaitingDaemon
+	status  v1alpha1.GPUNodeStatus
+}
+
+// String is for the trace.
+func (g *gpuNode) String() string {
+	var daemons []string
+	for _, d := range g.status.Daemons {
+		daemons = append(daemons, d.Name)
+	}
+	return fmt.Sprintf("allocated %v, conflicts %v, daemons %v, unknown %v, waiting %v", g.spec, g.status.Conflicts, daemons, g.status.UnknownDaemons, g.trouble)
 }
 
 // controllerModel is one life of the controller: it decides by the product's functions, on what it has heard.
@@ -41,12 +53,15 @@ type patience struct {
 func (s *simulation) startController() {
 	d := &controllerModel{simulation: s, process: newProcess("controller"), busy: map[string]bool{}, retried: map[types.UID]*patience{}}
 	s.controller = d
-	d.seen = s.api.watch(d.process, "claim/ node/ gpunode/ pod/", func(string, any, any) { d.lookSoon(0) }, func() { d.lookSoon(0) })
+	d.seen = s.api.watch(d.process, "claim/ node/ gpunode/ pod/ daemonpod/", func(string, any, any) { d.lookSoon(0) }, func() { d.lookSoon(0) })
 }
 
 func (s *simulation) killController() {
 	if s.controller == nil || s.controller.process.over {
 		return
+	}
+	if s.daemonStarts() {
+		s.hit(daemonsControllerDies)
 	}
 	s.kill(s.controller.process)
 	// Another replica leads when the lease has run out.
@@ -89,6 +104,7 @@ func (d *controllerModel) lookSoon(delay time.Duration) {
 		d.allocatable(object, claims)
 		d.heal(object)
 		d.retry(object, claims)
+		d.runDaemons(object)
 	})
 }
 
@@ -101,11 +117,52 @@ func (d *controllerModel) relay(object *gpuNode) []v1alpha1.AllocatedClaim {
 	if !reflect.DeepEqual(relayed, object.spec) {
 		d.once("relays claims", func() {
 			if now, ok := get[*gpuNode](d.api, "gpunode/"); ok && !reflect.DeepEqual(relayed, now.spec) {
-				d.api.put("gpunode/", &gpuNode{spec: relayed, status: now.status})
+				d.api.put("gpunode/", &gpuNode{spec: relayed, trouble: now.trouble, status: now.status})
 			}
 		})
 	}
 	return relayed
+}
+
+// runDaemons makes and deletes the pods of MPS daemons.
+func (d *controllerModel) runDaemons(object *gpuNode) {
+	node := &v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: nodeName, UID: "gpunode"}, Status: object.status}
+	config := controller.DaemonPods{
+		Template:  &corev1.PodTemplateSpec{Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "mps-daemon"}}}},
+		Namespace: "tandem-system", RunDir: d.host.run(), KubeletDir: d.host.kubeletDir(), DriverRoots: []string{driverRoot},
+	}
+	plan := controller.PlanDaemons(node, all[*corev1.Pod](d.seen.cache), config, time.Now())
+	for _, pod := range plan.Delete {
+		d.once("deletes "+pod.Name, func() {
+			if v := d.host.supervisors[pod.Name]; v != nil && v.pod.UID == pod.UID && v.holder != nil && !v.ending {
+				d.host.checkNoClients(v.name(), "the controller deletes its pod")
+			}
+			d.deletePod(pod)
+		})
+	}
+	for _, daemon := range plan.Create {
+		pod, err := config.Pod(node, daemon)
+		if err != nil {
+			d.fail("the controller makes no pod for %v: %v", daemon, err)
+			return
+		}
+		d.once("makes "+pod.Name, func() {
+			if _, exists := get[*corev1.Pod](d.api, daemonPodKey(pod.Name)); !exists {
+				pod.UID, pod.CreationTimestamp = types.UID(d.api.uid("daemon")), metav1.Now()
+				d.api.put(daemonPodKey(pod.Name), pod)
+			}
+		})
+	}
+	if !reflect.DeepEqual(plan.Waiting, object.trouble) {
+		d.once("reports on daemons", func() {
+			if now, ok := get[*gpuNode](d.api, "gpunode/"); ok {
+				d.api.put("gpunode/", &gpuNode{spec: now.spec, trouble: plan.Waiting, status: now.status})
+			}
+		})
+	}
+	if plan.Again > 0 {
+		d.lookSoon(plan.Again)
+	}
 }
 
 // settle is the controller's: how long a greater number has to hold good unless kubelet lists more itself.

@@ -6,11 +6,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"time"
 
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
+	"github.com/tandem-gpu/tandem/pkg/mps"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/test/kubeletmodel"
 )
@@ -130,7 +132,7 @@ func (k *kubelet) allocate(w *worker) {
 	case k.host.busy(w.uid): // it was admitted by an earlier life of kubelet, whatever became of its account
 		k.devices.Update()
 		k.admitted(w, nil)
-	case len(k.devicesOfUUID(w.uid)) == 0 && k.host.pods[w.uid] != nil && k.host.pods[w.uid].owner != "":
+	case len(k.devicesOfUUID(w.uid)) == 0 && k.host.pods[w.uid].ran():
 		k.admitted(w, errors.New("its devices are no longer known"))
 	default:
 		k.admitContainers(w, containersOf(w.pod), false)
@@ -219,13 +221,20 @@ func (k *kubelet) callAllocate(w *worker, a *kubeletmodel.Allocation, e *stream,
 		return
 	}
 	k.call(e.agent, "allocate for "+w.uid, 0, func(ctx context.Context) error {
-		_, err := e.agent.limits.Allocate(ctx, resourceName, &pluginapi.AllocateRequest{
+		response, err := e.agent.limits.Allocate(ctx, resourceName, &pluginapi.AllocateRequest{
 			ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}},
 		})
 		if k.sawAllocate(err); err != nil {
 			e.agent.specHasChanged() // the list may depend on what was refused
+			return err
 		}
-		return err
+		delete(k.host.answers, w.uid)
+		for _, mount := range response.ContainerResponses[0].Mounts {
+			if mount.ContainerPath == mps.ClientPipeDir {
+				k.host.answers[w.uid] = filepath.Base(filepath.Dir(mount.HostPath))
+			}
+		}
+		return nil
 	}, func(err error) {
 		k.inFlight = nil
 		a.Answer(nil, err)
@@ -257,7 +266,11 @@ func (k *kubelet) list() ([]podstate.UsedDevice, []podstate.KubeletClaim, error)
 				devices = append(devices, podstate.UsedDevice{Namespace: namespace, Pod: p.name, Container: container, Resource: resourceName, ID: id})
 			}
 		}
-		if info := k.claims[p.claim]; info != nil && info.pods[p.uid] && len(info.devices) > 0 {
+		for _, name := range p.claims {
+			info := k.claims[name]
+			if info == nil || !info.pods[p.uid] || len(info.devices) == 0 {
+				continue
+			}
 			used := podstate.KubeletClaim{Namespace: namespace, Name: info.name}
 			for _, d := range info.devices {
 				used.Devices = append(used.Devices, podstate.PoolDevice{Pool: nodeName, Device: d})

@@ -86,21 +86,27 @@ func (s *simulation) act(name string, actions []action, pace time.Duration) {
 }
 
 // userActions is how many actions are users' own, which every world has.
-const userActions = 19
+const userActions = 22
 
 func (s *simulation) actions() []action {
 	c := s.cluster
-	size := func() int { return max(1, s.rand.IntN(6)-3) }
+	size := func() int {
+		n := max(1, s.rand.IntN(6)-3)
+		if s.profile.mps {
+			return 1 // a client sees one GPU
+		}
+		return n
+	}
 	return []action{
-		{8, "an owner of claim pods comes", func() { s.own(pod{gpus: size(), claim: "own", finite: !s.chance(3)}) }},
+		{8, "an owner of claim pods comes", func() { s.own(pod{own: []int{size()}, finite: !s.chance(3)}) }},
 		{8, "an owner of pods comes", func() { s.own(pod{gpus: size(), init: s.chance(3), finite: !s.chance(3)}) }},
-		{1, "an owner of endless claim pods comes", func() { s.own(pod{gpus: 1, claim: "own"}) }},
+		{1, "an owner of endless claim pods comes", func() { s.own(pod{own: []int{1}}) }},
 		{1, "an owner of endless pods comes", func() { s.own(pod{gpus: 1}) }},
 		{6, "a finite pod comes", func() { s.room(func() { c.create(pod{gpus: size(), finite: true, init: s.chance(3)}) }) }},
-		{6, "a finite claim pod comes", func() { s.room(func() { c.create(pod{gpus: size(), claim: "own", finite: true}) }) }},
+		{6, "a finite claim pod comes", func() { s.room(func() { c.create(pod{own: []int{size()}, finite: true}) }) }},
 		{4, "bare pods come", func() {
 			s.room(func() {
-				c.create(pod{gpus: size(), claim: "own", finite: s.chance(2)})
+				c.create(pod{own: []int{size()}, finite: s.chance(2)})
 				c.create(pod{gpus: size(), finite: s.chance(2)})
 			})
 		}},
@@ -110,8 +116,8 @@ func (s *simulation) actions() []action {
 		{6, "pods share a claim", s.share},
 		{2, "owners of pods that share a claim come", func() {
 			k := s.newClaim(claim{uid: s.api.uid("claim"), name: s.api.uid("shared"), count: 1})
-			s.own(pod{claim: k.name, shared: true, finite: true})
-			s.own(pod{claim: k.name, shared: true, finite: true})
+			s.own(pod{claims: []string{k.name}, finite: true})
+			s.own(pod{claims: []string{k.name}, finite: true})
 			s.room(func() { s.api.put(claimKey(k.name), k) })
 		}},
 		{3, "a pod that waits is deleted", func() {
@@ -127,7 +133,7 @@ func (s *simulation) actions() []action {
 		{4, "a pod is annotated", func() { s.some(s.annotate) }},
 		{2, "a waiting pod is annotated", func() {
 			for _, p := range all[*pod](s.api.objects) {
-				if p.bound && p.phase == pending && !p.limits() && !s.api.down && s.chance(2) {
+				if p.bound && p.phase == pending && len(p.claims) > 0 && !s.api.down && s.chance(2) {
 					s.annotate(p)
 				}
 			}
@@ -144,14 +150,22 @@ func (s *simulation) actions() []action {
 		}},
 		{3, "a running claim pod is force-deleted and another one comes", func() {
 			for _, p := range all[*pod](s.api.objects) {
-				if p.phase == running && !p.limits() && !p.shared && !s.api.down && s.chance(2) {
+				if p.phase == running && len(p.own) > 0 && !s.api.down && s.chance(2) {
 					s.forceDelete(p)
-					c.create(pod{gpus: p.gpus, claim: "own", finite: s.chance(2)})
+					c.create(pod{own: p.own, finite: s.chance(2)})
 					return
 				}
 			}
-			s.room(func() { c.create(pod{gpus: 1, claim: "own"}) })
+			s.room(func() { c.create(pod{own: []int{1}}) })
 		}},
+		{3, "an owner of pods with several claims comes", func() { s.own(pod{own: s.several(), finite: !s.chance(3)}) }},
+		{2, "owners of pods with a claim and a shared one come", func() {
+			k := s.newClaim(claim{uid: s.api.uid("claim"), name: s.api.uid("shared"), count: 1})
+			s.own(pod{own: []int{1}, claims: []string{k.name}, finite: true})
+			s.own(pod{own: s.several()[1:], claims: []string{k.name}, finite: true})
+			s.room(func() { s.api.put(claimKey(k.name), k) })
+		}},
+		{1, "an owner of pods with a claim and a limit comes", func() { s.own(pod{gpus: 1, own: []int{1}, init: s.chance(3), finite: true}) }},
 		{4, "an exporter lists pod resources", func() { _, _, _ = s.kubelet.list() }},
 		{4, "the agent dies", s.killAgent},
 		{4, "the agent will die before it answers", func() { s.dieBeforeAnswer = true }},
@@ -165,6 +179,9 @@ func (s *simulation) actions() []action {
 		}},
 		{3, "the agent is frozen", func() { s.freeze(s.agentProcess()) }},
 		{3, "the controller dies", s.killController},
+		{1, "an MPS daemon dies", func() { s.someDaemon((*supervisor).die) }},
+		{1, "the pod of an MPS daemon is deleted", func() { s.someDaemon(s.deleteDaemonPod) }},
+		{1, "the node's sharing policy changes", s.changePolicy},
 		{2, "the scheduler is frozen", func() { s.freeze(s.scheduler.process) }},
 		{2, "kubelet is frozen", func() { s.freeze(s.kubelet.process) }},
 		{1, "kubelet's claim state is deleted", func() {
@@ -198,7 +215,7 @@ func (s *simulation) annotate(p *pod) {
 func (s *simulation) createMany() {
 	s.room(func() {
 		for range s.host.gpus {
-			s.cluster.create(pod{gpus: 1, claim: "own", finite: true})
+			s.cluster.create(pod{own: []int{1}, finite: true})
 			s.cluster.create(pod{gpus: 1, finite: true})
 		}
 	})
@@ -215,6 +232,18 @@ func (s *simulation) room(do func()) {
 	if alive < 3*s.host.gpus && !s.api.down {
 		do()
 	}
+}
+
+// several are how many GPUs each of two or three claims asks for; together no more than there are.
+func (s *simulation) several() []int {
+	counts := []int{1, 1}
+	if s.host.gpus > 2 {
+		counts[s.rand.IntN(2)] += s.rand.IntN(2)
+	}
+	if s.host.gpus > 3 && s.chance(2) {
+		counts = append(counts, 1)
+	}
+	return counts
 }
 
 func (s *simulation) own(model pod) {
@@ -261,13 +290,13 @@ func (s *simulation) share() {
 	s.room(func() {
 		for _, k := range all[*claim](s.api.objects) {
 			if k.pod == "" && !k.deleting && !s.chance(4) {
-				s.cluster.create(pod{claim: k.name, shared: true, finite: s.chance(2)})
+				s.cluster.create(pod{claims: []string{k.name}, finite: s.chance(2)})
 				return
 			}
 		}
 		k := s.newClaim(claim{uid: s.api.uid("claim"), name: s.api.uid("shared"), count: 1})
 		s.api.put(claimKey(k.name), k)
-		s.cluster.create(pod{claim: k.name, shared: true, finite: true})
-		s.cluster.create(pod{claim: k.name, shared: true, finite: s.chance(2)})
+		s.cluster.create(pod{claims: []string{k.name}, finite: true})
+		s.cluster.create(pod{claims: []string{k.name}, finite: s.chance(2)})
 	})
 }

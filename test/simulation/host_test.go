@@ -42,17 +42,41 @@ type host struct {
 	// stamped is when, named are the IDs in it.
 	stamped time.Time
 	named   []string
+
+	// modes are the compute modes of GPUs by UUID, where they are not the default.
+	modes       map[string]device.ComputeMode
+	devices     *clientDevices
+	supervisors map[string]*supervisor // by the names of their pods
+	// answers are the daemons of pods with limits, by UID, and the CDI devices of claims, by UID: kubelet stores both.
+	answers map[string]string
+	cdi     map[string][]string
 }
 
 // podGroup is what there is of a pod on the machine: a cgroup, and processes in it or not.
 type podGroup struct {
-	owner string
-	gpus  []string
-	busy  bool
+	// grants are what its containers run with, or ran with.
+	grants []grant
+	busy   bool
 }
 
+// grant is what a pod has of one holder: of a claim, or of the pod itself by its limit.
+type grant struct {
+	owner string // the holder's UID
+	parts []string
+	// cdi are the CDI devices of a claim, daemon is the MPS daemon of which the containers are clients; empty for none.
+	cdi    []string
+	daemon string
+}
+
+// ran reports whether its containers were started.
+func (g *podGroup) ran() bool { return g != nil && len(g.grants) > 0 }
+
 func newHost(s *schedule, dir string, gpus int) (*host, error) {
-	h := &host{schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newProcess("host"), written: make(chan struct{})}
+	h := &host{
+		schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newProcess("host"), written: make(chan struct{}),
+		modes: map[string]device.ComputeMode{}, devices: &clientDevices{daemons: map[string]string{}}, supervisors: map[string]*supervisor{},
+		answers: map[string]string{}, cdi: map[string][]string{},
+	}
 	for _, sub := range []string{h.kubeletDir() + "/device-plugins", h.cgroups() + "/kubepods/burstable", h.run()} {
 		if err := os.MkdirAll(sub, 0o700); err != nil {
 			return nil, err
@@ -69,32 +93,41 @@ func (h *host) bootID() string     { return fmt.Sprintf("boot-%d", h.boot) }
 func gpuUUID(i int) string { return fmt.Sprintf("GPU-%d", i) }
 
 // start runs the containers of a pod. Here is where a GPU would get its second owner.
-func (h *host) start(uid, owner string, gpus []string) {
+func (h *host) start(uid string, grants []grant) {
+	h.note(fmt.Sprintf("    pod %s runs with %v", uid, grants))
+	h.pods[uid] = &podGroup{grants: grants, busy: true}
+	h.write(uid)
+	for _, g := range grants {
+		h.checkOwner(uid, g)
+		h.checkDaemon(uid, g)
+	}
+}
+
+// checkOwner compares a grant of a pod that starts to those of all pods that run, itself among them.
+func (h *host) checkOwner(uid string, mine grant) {
 	beside := having{}
 	for _, other := range sorted(h.pods) {
-		group := h.pods[other]
-		if !group.busy || group.owner == owner {
-			continue
-		}
-		for _, p := range gpus {
-			whole := func(q string) bool { return gpuOf(q) == gpuOf(p) && (mibOf(p) == 0 || mibOf(q) == 0) }
-			if slices.ContainsFunc(group.gpus, whole) {
-				h.fail("%s has two owners: %s in pod %s still runs, %s in pod %s starts", p, group.owner, other, owner, uid)
+		for _, g := range h.pods[other].grants {
+			if !h.pods[other].busy || g.owner == mine.owner {
+				continue
 			}
+			for _, p := range mine.parts {
+				whole := func(q string) bool { return gpuOf(q) == gpuOf(p) && (mibOf(p) == 0 || mibOf(q) == 0) }
+				if slices.ContainsFunc(g.parts, whole) {
+					h.fail("%s has two owners: %s in pod %s still runs, %s in pod %s starts", p, g.owner, other, mine.owner, uid)
+				}
+			}
+			beside.give(g.owner, g.parts)
 		}
-		beside.give(group.owner, group.gpus)
 	}
-	for _, p := range gpus {
-		if mibOf(p) > 0 && beside.left(gpuOf(p), owner) < mibOf(p) {
-			h.fail("%s is too much for %s in pod %s beside %v", p, owner, uid, beside)
+	for _, p := range mine.parts {
+		if mibOf(p) > 0 && beside.left(gpuOf(p), mine.owner) < mibOf(p) {
+			h.fail("%s is too much for %s in pod %s beside %v", p, mine.owner, uid, beside)
 		}
 		if mibOf(p) > 0 {
-			h.sawBeside(owner, beside[gpuOf(p)])
+			h.sawBeside(mine.owner, beside[gpuOf(p)])
 		}
 	}
-	h.note(fmt.Sprintf("    pod %s runs with %v of %s", uid, gpus, owner))
-	h.pods[uid] = &podGroup{owner: owner, gpus: gpus, busy: true}
-	h.write(uid)
 }
 
 // sawBeside counts what starts with a part of a GPU of which others have some, too.
@@ -113,9 +146,9 @@ func (h *host) sawBeside(owner string, others map[string]int) {
 }
 
 // makeGroup is the cgroup before the first container.
-func (h *host) makeGroup(uid, owner string) {
+func (h *host) makeGroup(uid string) {
 	if h.pods[uid] == nil {
-		h.pods[uid] = &podGroup{owner: owner}
+		h.pods[uid] = &podGroup{}
 		h.write(uid)
 	}
 }
@@ -163,6 +196,16 @@ func (h *host) reboot() {
 	for _, uid := range sorted(h.pods) {
 		h.removeGroup(uid)
 	}
+	for _, name := range sorted(h.supervisors) {
+		v := h.supervisors[name]
+		h.kill(v.process)
+		if v.holder != nil {
+			h.check(v.holder.Release())
+		}
+	}
+	clear(h.supervisors)
+	clear(h.modes)
+	clear(h.devices.daemons)
 	h.check(os.RemoveAll(h.run()))
 	h.check(os.MkdirAll(h.run(), 0o700))
 }
@@ -240,7 +283,7 @@ func (h *host) writeState(claims map[string]*claimInfo) {
 		c := claims[name]
 		devices := []any{}
 		for _, d := range c.devices {
-			devices = append(devices, map[string]any{"PoolName": nodeName, "DeviceName": d})
+			devices = append(devices, map[string]any{"PoolName": nodeName, "DeviceName": d, "CDIDeviceIDs": h.cdi[c.uid]})
 		}
 		pods := map[string]any{}
 		for uid := range maps.Keys(c.pods) {

@@ -33,6 +33,10 @@ type kubelet struct {
 	// The DRA manager.
 	claims map[string]*claimInfo
 	plugin *agent
+
+	// daemonPods are the pods of MPS daemons, starting those whose container is about to start.
+	daemonPods *watch
+	starting   map[string]bool
 }
 
 // worker is kubelet's pod worker.
@@ -43,7 +47,6 @@ type worker struct {
 	// preparing is set while a call to the driver is under way.
 	preparing bool
 	tries     int
-	gpus      []string
 	// ended is how the containers did, if they ended by themselves.
 	ended string
 }
@@ -60,13 +63,18 @@ const (
 func (s *simulation) startKubelet() {
 	k := &kubelet{
 		simulation: s, process: newProcess("kubelet"), workers: map[string]*worker{},
-		claims: s.host.readState(),
+		claims: s.host.readState(), starting: map[string]bool{},
 	}
 	k.startDevices()
 	s.kubelet = k
 	// Every kubelet that starts removes the slices of its node; drivers publish them again when it registers them.
 	s.api.request(k.process, "wipes the slices", func() { s.api.put("slice/", nil) })
 	k.known = s.api.watch(k.process, "pod/", k.podChanged, k.listed)
+	k.daemonPods = s.api.watch(k.process, daemonPodKey(""), k.daemonPodChanged, func() {
+		for _, name := range sorted(s.host.supervisors) {
+			k.lookAtDaemon(name)
+		}
+	})
 	k.after(k.process, k.between(0, 10*time.Second), "reports its status", k.report)
 	k.after(k.process, k.between(0, time.Minute), "reconciles claims", k.reconcile)
 	k.lookForPlugin()
@@ -180,15 +188,15 @@ func (k *kubelet) admitted(w *worker, err error) {
 	default:
 		switch group := k.host.pods[w.uid]; {
 		case k.host.busy(w.uid):
-			w.phase, w.gpus = live, group.gpus
+			w.phase = live
 			k.hit(kubeletRestarts)
 			k.sayRuns(w)
-		case group != nil && group.owner != "" && w.pod.finite:
+		case group.ran() && w.pod.finite:
 			w.ended = succeeded
 			k.terminate(w.uid)
-		case group != nil && group.owner != "":
+		case group.ran():
 			// The sandbox is still there: nothing is prepared again.
-			k.run(w, group.owner, group.gpus)
+			k.run(w, group.grants)
 		default:
 			k.syncSoon(w, k.latency())
 		}
@@ -228,49 +236,86 @@ func (k *kubelet) syncSoon(w *worker, delay time.Duration) {
 		if w.phase != starting || w.tries != try || w.preparing {
 			return
 		}
-		if w.pod.limits() {
-			if len(k.devicesOfUUID(w.uid)) == w.pod.gpus {
-				k.run(w, w.uid, k.devicesOf(w.uid))
-			} else {
-				k.fails(w, errors.New("its devices are no longer known"))
-			}
-			return
+		switch {
+		case len(k.devicesOfUUID(w.uid)) != w.pod.gpus:
+			k.fails(w, errors.New("its devices are no longer known"))
+		case len(w.pod.claims) == 0:
+			k.run(w, k.grants(w))
+		default:
+			// The cgroup is made before anything is prepared.
+			k.host.makeGroup(w.uid)
+			k.prepare(w)
 		}
-		// The cgroup is made before anything is prepared.
-		k.host.makeGroup(w.uid, "")
-		k.prepare(w)
 	})
 }
 
+// grants are what the containers of a pod get: by its limit, and of its prepared claims.
+func (k *kubelet) grants(w *worker) []grant {
+	var grants []grant
+	if w.pod.limits() {
+		grants = append(grants, grant{owner: w.uid, parts: k.devicesOf(w.uid), daemon: k.host.answers[w.uid]})
+	}
+	for _, name := range w.pod.claims {
+		info := k.claims[name]
+		grants = append(grants, grant{owner: info.uid, parts: k.partsOf(info.uid, info.devices), cdi: k.host.cdi[info.uid]})
+	}
+	return grants
+}
+
 // run starts the containers, after a while: there are images to pull and a sandbox to make, and a volume may come late.
-func (k *kubelet) run(w *worker, owner string, gpus []string) {
+func (k *kubelet) run(w *worker, grants []grant) {
 	if w.phase != starting {
 		return
 	}
-	k.host.makeGroup(w.uid, "")
+	k.host.makeGroup(w.uid)
 	delay := k.between(0, 500*time.Millisecond) / 10 * (1 + 10*time.Duration(k.rand.IntN(2)))
 	if k.chance(10) {
 		delay = k.between(0, 20*time.Second)
 	}
-	k.after(k.process, delay, "runs "+w.uid, func() { k.runNow(w, owner, gpus) })
+	k.after(k.process, delay, "runs "+w.uid, func() { k.runNow(w, grants) })
 }
 
-func (k *kubelet) runNow(w *worker, owner string, gpus []string) {
+func (k *kubelet) runNow(w *worker, grants []grant) {
 	if w.phase != starting {
 		return
 	}
 	if p, ok := k.known.cache[podKey(w.uid)].(*pod); !ok || p.deleting {
 		return
 	}
-	w.phase, w.gpus = live, gpus
-	k.host.start(w.uid, owner, gpus)
+	grants, ok := k.withClients(grants)
+	if !ok {
+		k.after(k.process, k.between(time.Second, 10*time.Second), "makes the containers of "+w.uid+" again", func() { k.runNow(w, grants) })
+		return
+	}
+	w.phase = live
+	k.host.start(w.uid, grants)
 	if w.pod.init {
 		k.hit(reuseInPod)
+	}
+	if w.pod.limits() && len(w.pod.claims) > 0 {
+		k.hit(claimBesideLimit)
 	}
 	k.sayRuns(w)
 	if w.pod.finite {
 		k.after(k.host.alive, k.between(50*time.Millisecond, 4*time.Second), w.uid+" ends by itself", func() { k.simulation.exit(w.uid) })
 	}
+}
+
+// withClients are grants with their daemons; false where the runtime does not find a CDI device.
+func (s *simulation) withClients(grants []grant) ([]grant, bool) {
+	grants = slices.Clone(grants)
+	for i := range grants {
+		if len(grants[i].cdi) == 0 {
+			continue
+		}
+		daemon, ok := s.host.devices.daemonFor(grants[i].cdi)
+		if !ok {
+			s.hit(clientDeviceMissing)
+			return grants, false
+		}
+		grants[i].daemon = daemon
+	}
+	return grants, true
 }
 
 func (k *kubelet) sayRuns(w *worker) {
@@ -313,13 +358,24 @@ func (s *simulation) restart(uid string) {
 		s.hit(containerRestarts) // the sandbox's own process stays
 		return
 	}
-	owner, gpus := group.owner, group.gpus
 	s.host.end(uid)
-	k.after(k.process, k.between(0, 3*time.Second), "restarts the container of "+uid, func() {
-		if w.phase == live && s.host.pods[uid] != nil && !s.host.busy(uid) {
-			k.hit(containerRestarts)
-			s.host.start(uid, owner, gpus)
+	k.makeAgain(w)
+}
+
+// makeAgain makes the container of a pod again that runs.
+func (k *kubelet) makeAgain(w *worker) {
+	k.after(k.process, k.between(0, 3*time.Second), "restarts the container of "+w.uid, func() {
+		group := k.host.pods[w.uid]
+		if w.phase != live || group == nil || group.busy {
+			return
 		}
+		grants, ok := k.withClients(group.grants)
+		if !ok {
+			k.makeAgain(w)
+			return
+		}
+		k.hit(containerRestarts)
+		k.host.start(w.uid, grants)
 	})
 }
 
@@ -377,11 +433,22 @@ func (k *kubelet) finish(w *worker) {
 	k.api.request(k.process, "lets go of "+w.uid, func() { k.api.put(podKey(w.uid), nil) })
 }
 
+// claimNames are the claims to unprepare for a pod: since 1.37 those that kubelet knows of, if any.
 func (k *kubelet) claimNames(w *worker) []string {
-	if w.pod == nil || w.pod.limits() {
-		return nil
+	var known []string
+	for _, name := range sorted(k.claims) {
+		if k.claims[name].pods[w.uid] {
+			known = append(known, name)
+		}
 	}
-	return []string{w.pod.claim}
+	switch {
+	case k.version >= 37 && len(known) > 0:
+		return known
+	case w.pod == nil:
+		return nil
+	default:
+		return w.pod.claims
+	}
 }
 
 // report says every ten seconds what kubelet thinks of the node, and so corrects what others wrote.

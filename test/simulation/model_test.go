@@ -10,23 +10,31 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/controller"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/driver"
 )
 
-// TestClaimsAsTheProductReadsThem: what the model calls a part of a GPU is one to the product, and nothing else is.
+// TestClaimsAsTheProductReadsThem: what the scheduler's allocator calls a part of a GPU is one to the product, and nothing else is.
 func TestClaimsAsTheProductReadsThem(t *testing.T) {
 	part := v1alpha1.AllocatedShare{Device: "gpu-0", Memory: 10 << 30}
 	for name, c := range map[string]struct {
-		claim claim
-		want  []v1alpha1.AllocatedShare
+		version int
+		memory  int
+		want    []v1alpha1.AllocatedShare
 	}{
-		"a part":                                 {claim{memory: 10 << 10, consumed: []int{10 << 10}}, []v1alpha1.AllocatedShare{part}},
-		"all of a GPU that is shared out":        {claim{consumed: []int{memory}}, nil},
-		"a part, where GPUs are not shared out":  {claim{memory: 10 << 10, consumed: []int{0}}, nil},
-		"a whole GPU, where they are not either": {claim{consumed: []int{0}}, nil},
+		"a part":                                {36, 10 << 10, []v1alpha1.AllocatedShare{part}},
+		"all of a GPU that is shared out":       {36, 0, nil},
+		"a part, where GPUs are not shared out": {34, 10 << 10, nil},
+		"a whole GPU there":                     {34, 0, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c.claim.devices, c.claim.count = []string{"gpu-0"}, 1
-			relayed := controller.Relay([]resourceapi.ResourceClaim{*resourceClaim(&c.claim)}, driverName, nodeName)
+			k := &claim{uid: "claim-1", name: "claim-1", count: 1, memory: c.memory}
+			results, err := allocate(c.version, published(c.version), nil, []*claim{k})
+			if err != nil || len(results) != 1 {
+				t.Fatalf("allocated are %v, error %v", results, err)
+			}
+			k = &claim{uid: k.uid, name: k.name, count: 1, memory: c.memory, allocation: results[0]}
+			relayed := controller.Relay([]resourceapi.ResourceClaim{*resourceClaim(k)}, driverName, nodeName)
 			if len(relayed) != 1 {
 				t.Fatalf("relayed are %v", relayed)
 			}
@@ -35,4 +43,14 @@ func TestClaimsAsTheProductReadsThem(t *testing.T) {
 			}
 		})
 	}
+}
+
+// published is the slice of a node with one shared GPU.
+func published(version int) *slice {
+	s := &simulation{profile: profile{sharing: true}, version: version}
+	s.inventory.GPUs = []device.GPU{{UUID: gpuUUID(0)}}
+	s.shareGPUs()
+	offer := driver.Offer{NodeName: nodeName}
+	pools, _ := offer.Pools(driver.Facts{Inventory: s.inventory, Kept: kept(version)})
+	return resourceSlice(pools[nodeName].Slices[0].Devices)
 }

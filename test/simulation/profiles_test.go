@@ -26,8 +26,8 @@ type profile struct {
 	peaceful bool
 	// prompt worlds have no message that takes longer than 40 ms.
 	prompt bool
-	// sharing worlds let several pods have a GPU.
-	sharing bool
+	// sharing worlds let several pods have a GPU, mps worlds by MPS.
+	sharing, mps bool
 }
 
 // inject is what happens just before some of the events of a life whose names begin so. It gets the rest of the name.
@@ -83,6 +83,13 @@ const (
 	checkpointGoes  = "kubelet's device checkpoint is deleted"
 	apiGoes         = "the API server goes away"
 	apiGoesWithPods = "the API server goes away while pods come"
+	several         = "an owner of pods with several claims comes"
+	ownAndShared    = "owners of pods with a claim and a shared one come"
+	daemonDies      = "an MPS daemon dies"
+	daemonPodGoes   = "the pod of an MPS daemon is deleted"
+	policyChanges   = "the node's sharing policy changes"
+	controllerDies  = "the controller dies"
+	claimAndLimit   = "an owner of pods with a claim and a limit comes"
 )
 
 // profiles take turns by the seeds of the worlds. Each makes common what is rare by itself.
@@ -96,7 +103,7 @@ var profiles = []profile{
 		faultInterval: 20 * time.Second, gpus: 8, injections: []inject{
 			{process: "host", before: "starts kubelet", oneIn: 1, name: "its pods are gone", do: func(s *simulation, _ string) {
 				for _, p := range all[*pod](s.api.objects) {
-					if p.bound && !p.limits() && !s.api.down && !s.chance(3) {
+					if p.bound && len(p.claims) > 0 && !s.api.down && !s.chance(3) {
 						s.forceDelete(p)
 					}
 				}
@@ -137,7 +144,7 @@ var profiles = []profile{
 		{process: "kubelet", before: "admits ", oneIn: 1, name: "it is deleted if it is one more", do: func(s *simulation, uid string) {
 			p, _ := get[*pod](s.api, podKey(uid))
 			for _, other := range all[*pod](s.api.objects) {
-				if p != nil && other.uid != uid && other.claim == p.claim && s.host.busy(other.uid) {
+				if p != nil && other.uid != uid && other.sharesClaim(p) && s.host.busy(other.uid) {
 					deleteItsPod(s, uid)
 				}
 			}
@@ -145,13 +152,7 @@ var profiles = []profile{
 	}},
 	{name: "shared claims, one more pod", actions: []string{shares, deletes}, injections: []inject{
 		{process: "agent", before: "is asked to unprepare shared", oneIn: 1, name: "the agent is frozen, and more pods come",
-			do: func(s *simulation, rest string) {
-				name, _, _ := strings.Cut("shared"+rest, " ")
-				s.freeze(s.agentProcess())
-				for range 3 {
-					s.room(func() { s.cluster.create(pod{claim: name, shared: true, finite: true}) })
-				}
-			}},
+			do: func(s *simulation, rest string) { s.morePods("shared"+rest, pod{finite: true}) }},
 	}},
 	{name: "shared claims, agent dies", actions: []string{sharedOwners, deletesWaiting, agentDies},
 		faultInterval: 3 * time.Second, injections: overtaking},
@@ -173,7 +174,22 @@ var profiles = []profile{
 		{process: "kubelet", before: "starts ", oneIn: 8, name: "the API server goes away",
 			do: func(s *simulation, _ string) { s.apiGoes() }},
 	}},
+	{name: "several claims", actions: []string{several, podOwners, deletes}, gpus: 4},
+	{name: "several claims, regrets", actions: []string{several, ownAndShared}, gpus: 4, injections: []inject{
+		{process: "agent", before: "is asked to prepare ", oneIn: 3, name: "its pod is deleted", do: deleteItsPod},
+		{process: "scheduler", before: "allocates ", oneIn: 6, name: "later", late: 3 * time.Second},
+	}},
+	{name: "several claims, agent and kubelet die", actions: []string{several, ownAndShared, claimAndLimit, agentDies, kubeletDies},
+		faultInterval: 4 * time.Second, gpus: 4},
+	{name: "several claims and reboots", actions: []string{several, claimAndLimit, reboots}, faultInterval: 20 * time.Second, gpus: 8},
+	{name: "own and shared claims", actions: []string{ownAndShared, deletes}, slow: true, gpus: 4},
+	{name: "own and shared claims, one more pod", actions: []string{shares, deletes}, gpus: 4, versions: []int{37}, injections: []inject{
+		{process: "agent", before: "is asked to unprepare shared", oneIn: 1, name: "the agent is frozen, and more pods come",
+			do: func(s *simulation, rest string) { s.morePods("shared"+rest, pod{own: []int{1}, finite: true}) }},
+	}},
+	{name: "claims beside limits", actions: []string{claimAndLimit, podOwners, claimOwners}, gpus: 4, injections: watchView},
 	{name: "parts of GPUs", sharing: true, gpus: 3},
+	{name: "parts of GPUs by several claims", sharing: true, gpus: 3, actions: []string{several, ownAndShared, claimAndLimit}},
 	{name: "parts of GPUs in a rush", sharing: true, gpus: 4, actions: []string{burst},
 		pace: 300 * time.Millisecond, injections: watchView},
 	{name: "parts of GPUs and the agent", sharing: true, gpus: 3, actions: []string{agentDies, claimOwners, podOwners},
@@ -182,6 +198,23 @@ var profiles = []profile{
 		faultInterval: 20 * time.Second},
 	{name: "parts of GPUs force-deleted", sharing: true, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},
 		pace: 300 * time.Millisecond},
+	{name: "daemons", sharing: true, mps: true, gpus: 3, actions: []string{claimOwners, podOwners, deletes}},
+	{name: "daemons die", sharing: true, mps: true, gpus: 3, actions: []string{daemonDies, daemonPodGoes, claimOwners, podOwners},
+		faultInterval: 4 * time.Second, injections: daemonsLate},
+	{name: "daemons, agent and controller die", sharing: true, mps: true, gpus: 3,
+		actions: []string{agentDies, controllerDies, claimOwners, podOwners}, faultInterval: 4 * time.Second, injections: daemonsLate},
+	{name: "daemons and reboots", sharing: true, mps: true, gpus: 3, actions: []string{reboots, endlessClaims, podOwners},
+		faultInterval: 30 * time.Second},
+	{name: "daemons of a changing policy", sharing: true, mps: true, gpus: 4, actions: []string{policyChanges, claimOwners, podOwners, ownerGoes},
+		faultInterval: 10 * time.Second},
+	{name: "daemons and several claims", sharing: true, mps: true, gpus: 4, actions: []string{several, ownAndShared, sharedOwners},
+		injections: daemonsLate},
+	{name: "daemons and force-deleted pods", sharing: true, mps: true, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},
+		pace: 500 * time.Millisecond},
+}
+
+var daemonsLate = []inject{
+	{process: "kubelet", before: "starts tandem-mps", oneIn: 3, name: "later", late: 40 * time.Second},
 }
 
 // watchView makes the scheduler decide by what was.
@@ -206,10 +239,30 @@ func deleteItsPod(s *simulation, rest string) {
 	}
 }
 
+// morePods freezes the agent and makes pods like a model that share the first claim of a list.
+func (s *simulation) morePods(list string, model pod) {
+	name, _, _ := strings.Cut(list, " ")
+	model.claims = []string{strings.TrimSuffix(name, ",")}
+	s.freeze(s.agentProcess())
+	for range 3 {
+		s.room(func() { s.cluster.create(model) })
+	}
+}
+
+// named is the profile of a name, nil for none.
+func named(name string) *profile {
+	for i := range profiles {
+		if profiles[i].name == name {
+			return &profiles[i]
+		}
+	}
+	return nil
+}
+
 // profileOf is what the world of a seed is about.
 func profileOf(seed uint64) profile {
-	if named := slices.IndexFunc(profiles, func(mix profile) bool { return mix.name == *profileFlag }); named >= 0 {
-		return profiles[named]
+	if mix := named(*profileFlag); mix != nil {
+		return *mix
 	}
 	return profiles[seed%uint64(len(profiles))]
 }

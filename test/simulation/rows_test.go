@@ -49,6 +49,25 @@ const (
 	keptByNewAllocation      row = "reallocated-claim-keeps-device"
 	keptByReadmission        row = "readmitted-pod-keeps-device"
 	claimWaitsForPods        row = "claim-waits-for-bound-pods"
+	severalPrepared          row = "several-claims-prepared"
+	severalUnprepared        row = "several-claims-unprepared"
+	refusedTogether          row = "claim-refused-for-another-of-its-pod"
+	someClaimsPrepared       row = "some-claims-of-a-pod-prepared-before"
+	attachedInPart           row = "kubelet-attaches-a-pod-to-some-claims"
+	reservedInPart           row = "scheduler-reserves-some-claims-of-a-pod"
+	claimBesideLimit         row = "claim-beside-a-limit"
+	clientStarts             row = "mps-client-starts"
+	daemonAwaited            row = "claim-waits-for-its-daemon"
+	daemonNotReady           row = "claim-refused-without-its-daemon"
+	podWithoutDaemon         row = "pod-refused-without-its-daemon"
+	daemonStopped            row = "daemon-ended-for-a-holder-of-the-whole-gpu"
+	daemonLosesClients       row = "daemon-dies-with-clients"
+	daemonPodDeleted         row = "pod-of-a-daemon-deleted"
+	daemonOutlivesAgent      row = "agent-restarts-with-mps-clients"
+	daemonsControllerDies    row = "controller-dies-while-a-daemon-is-requested"
+	policyChangesInUse       row = "policy-changes-with-mps-clients"
+	keptByOldPolicy          row = "gpu-waits-for-a-change-of-policy"
+	clientDeviceMissing      row = "client-device-missing"
 	shareBesideShare         row = "claims-share-one-gpu"
 	shareBesideReplica       row = "claim-and-pod-share-one-gpu"
 	replicaBesideReplica     row = "pods-share-one-gpu"
@@ -62,5 +81,8 @@ var allRows = []row{
 	listForgetsInFlight, staleAllocatable, staleSlice, forceDeletedRuns, forceDeletedUnseen, stateDeleted, checkpointDeleted,
 	checkpointIsOld, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
 	allocatableLowered, pendingEvicted, evictionOvertaken, retried, latecomerRetried, pendingRefused, claimWaitsForPods,
+	severalPrepared, severalUnprepared, refusedTogether, someClaimsPrepared, attachedInPart, reservedInPart, claimBesideLimit,
+	clientStarts, daemonAwaited, daemonNotReady, podWithoutDaemon, daemonStopped, daemonLosesClients, daemonPodDeleted,
+	daemonOutlivesAgent, daemonsControllerDies, policyChangesInUse,
 	shareBesideShare, shareBesideReplica, replicaBesideReplica,
 }

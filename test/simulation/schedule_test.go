@@ -3,8 +3,10 @@
 package simulation
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"runtime"
 	"slices"
@@ -37,7 +39,7 @@ type schedule struct {
 	fault string
 
 	mu    sync.Mutex
-	parks []*call
+	parks []*parked
 	wake  chan struct{}
 }
 
@@ -204,67 +206,76 @@ func (s *schedule) settle() {
 	parks := s.parks
 	s.parks = nil
 	s.mu.Unlock()
-	slices.SortFunc(parks, func(a, b *call) int { return int(a.id) - int(b.id) })
-	for _, c := range parks {
-		s.after(c.process, c.delay, c.name+": "+c.where, func() {
-			s.current.Store(c)
-			c.resume <- struct{}{}
+	slices.SortFunc(parks, (*parked).compare)
+	for _, p := range parks {
+		s.after(p.process, p.delay, p.name+": "+p.where, func() {
+			s.current.Store(p.call)
+			delete(p.waiting, p)
+			p.resume <- struct{}{}
 		})
 	}
 }
 
-// call is a goroutine in the product, which the schedule lets run from one park to the next.
+// call is a call into the product, which the schedule lets run from one park to the next.
 type call struct {
 	id      uint64
 	s       *schedule
 	process *process
 	name    string
-	where   string
-	resume  chan struct{}
+	// waiting are its goroutines that are parked. The schedule's lock guards it while the product runs.
+	waiting map[*parked]bool
+}
+
+// parked is one goroutine of a call: the product starts some of its own. Those of one call have names of their own for where they
+// park, so that it does not matter which is first.
+type parked struct {
+	*call
+	where  string
+	resume chan struct{}
 	// delay is how long it wants to be parked at least.
-	delay        time.Duration
-	parked, done bool
+	delay time.Duration
+}
+
+func (p *parked) compare(other *parked) int {
+	return cmp.Or(cmp.Compare(p.id, other.id), cmp.Compare(p.where, other.where))
 }
 
 // spawn starts a call. It is the last thing that an event does.
 func (s *schedule) spawn(l *process, name string, body func(*call)) *call {
 	s.serial++
-	c := &call{id: s.serial, s: s, process: l, name: name, resume: make(chan struct{})}
+	c := &call{id: s.serial, s: s, process: l, name: name, waiting: map[*parked]bool{}}
 	l.calls[c] = true
 	s.current.Store(c)
 	go func() {
-		defer func() { c.done = true }()
 		body(c)
+		s.mu.Lock()
+		defer s.mu.Unlock()
 		delete(l.calls, c)
 	}()
 	return c
 }
 
 // park gives the turn back and waits for the next. A call whose process has died ends here.
-func (c *call) park(where string) {
+func (c *call) park(where string) { c.sleep(0, where) }
+
+// sleep parks for a time.
+func (c *call) sleep(length time.Duration, where string) {
 	if c.process.over {
 		runtime.Goexit()
 	}
-	c.where, c.parked = where, true
+	p := &parked{call: c, where: where, resume: make(chan struct{}), delay: length}
 	c.s.mu.Lock()
-	c.s.parks = append(c.s.parks, c)
+	c.s.parks = append(c.s.parks, p)
+	c.waiting[p] = true
 	c.s.mu.Unlock()
 	select {
 	case c.s.wake <- struct{}{}:
 	default:
 	}
-	<-c.resume
-	c.parked = false
+	<-p.resume
 	if c.process.over {
 		runtime.Goexit()
 	}
-}
-
-// sleep parks for a time.
-func (c *call) sleep(length time.Duration, why string) {
-	c.delay = length
-	c.park(why)
-	c.delay = 0
 }
 
 type callKey struct{}
@@ -295,11 +306,15 @@ func (s *schedule) kill(l *process) {
 	l.over = true
 	l.end()
 	s.settle()
-	for _, c := range slices.SortedFunc(keys(l.calls), func(a, b *call) int { return int(a.id) - int(b.id) }) {
-		// What waits for time ends when it parks.
-		if !c.done && c.parked {
-			c.resume <- struct{}{}
-		}
+	// What waits for time ends when it parks.
+	var waiting []*parked
+	for c := range l.calls {
+		waiting = slices.AppendSeq(waiting, maps.Keys(c.waiting))
+	}
+	for _, p := range slices.SortedFunc(slices.Values(waiting), (*parked).compare) {
+		delete(p.waiting, p)
+		p.resume <- struct{}{}
+		s.settle()
 	}
 	s.settle()
 }

@@ -4,6 +4,7 @@ package simulation
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -34,6 +35,9 @@ func (s *simulation) shareGPUs() {
 			continue
 		}
 		gpu.Sharing = device.Sharing{Strategy: device.TimeSlicing, MemoryShares: shares}
+		if s.profile.mps {
+			gpu.Sharing.Strategy, gpu.ComputeCapability = device.MPS, "9.0"
+		}
 		if replicas > 0 {
 			gpu.Sharing.Replicas = map[string]device.Replicas{"": {Count: replicas}}
 		}
@@ -89,25 +93,19 @@ func (s *simulation) shared(gpu string) bool {
 	return s.profile.sharing && s.version >= firstShares && sharesOf[minorOf(gpu)%len(sharesOf)]
 }
 
+// forClaimsOnly reports whether limits never see a GPU: its daemon would have to end first.
+func (s *simulation) forClaimsOnly(gpu string) bool {
+	return s.profile.mps && s.replicas(gpu) == 0 && sharesOf[minorOf(gpu)%len(sharesOf)]
+}
+
 // slots is how many devices limits see when nothing is given out.
 func (s *simulation) slots() (n int) {
 	for i := range s.host.gpus {
-		n += max(1, s.replicas(fmt.Sprintf("gpu-%d", i)))
+		if gpu := fmt.Sprintf("gpu-%d", i); !s.forClaimsOnly(gpu) {
+			n += max(1, s.replicas(gpu))
+		}
 	}
 	return n
-}
-
-// consumes is what the scheduler counts of a GPU for a claim, in MiB: zero where GPUs are not shared out, all where the claim
-// does not say how much.
-func (s *simulation) consumes(k *claim, gpu string) int {
-	switch {
-	case !s.shared(gpu):
-		return 0
-	case k.memory == 0:
-		return memory
-	default:
-		return k.memory
-	}
 }
 
 // partsOf is what a claim has of GPUs; the claim may be gone.
@@ -128,6 +126,11 @@ func (s *simulation) newClaim(k claim) *claim {
 	if s.profile.sharing && !s.chance(4) {
 		k.memory = []int{10, 20, 30, 40}[s.rand.IntN(4)] << 10
 		s.wanted[k.uid] = k.memory
+	}
+	if s.profile.mps {
+		if k.ownDaemon = k.memory == 0 && s.chance(3); k.memory > 0 {
+			k.count = 1 // a client sees the GPU of its daemon only
+		}
 	}
 	return &k
 }
@@ -202,21 +205,38 @@ func (h having) hasRoom(owner string, parts []string) bool {
 func (s *simulation) takenNow() (taken, promised having) {
 	taken, promised = having{}, having{}
 	for _, uid := range sorted(s.host.pods) {
-		taken.give(s.host.pods[uid].owner, s.host.pods[uid].gpus)
-		promised.give(s.host.pods[uid].owner, s.host.pods[uid].gpus)
+		for _, g := range s.host.pods[uid].grants {
+			taken.give(g.owner, g.parts)
+			promised.give(g.owner, g.parts)
+		}
+	}
+	// A GPU whose policy has changed takes no new holder until the last one has ended (docs/design/0013-sharing.md). That is counted, and
+	// no fault.
+	for _, gpu := range s.policyWaits() {
+		s.hit(keptByOldPolicy)
+		taken.give("the policy", []string{gpu})
+		promised.give("the policy", []string{gpu})
+	}
+	// A pod with a limit and claims has what kubelet allocated to it while its claims are not prepared.
+	for _, p := range all[*pod](s.api.objects) {
+		if p.limits() && len(p.claims) > 0 && p.bound && !p.terminal() {
+			taken.give(p.uid, s.kubelet.devicesOf(p.uid))
+			promised.give(p.uid, s.kubelet.devicesOf(p.uid))
+		}
 	}
 	for _, k := range all[*claim](s.api.objects) {
-		promised.give(k.uid, s.partsOf(k.uid, k.devices))
+		promised.give(k.uid, s.partsOf(k.uid, k.devices()))
 	}
 	return taken, promised
 }
 
-// fitsPods and fitsClaim report whether a request fits beside the other holders.
+// fitsPods reports whether a limit fits beside the other holders.
 func (s *simulation) fitsPods(beside having, count int) bool {
 	units := 0
 	for i := range s.host.gpus {
 		gpu := fmt.Sprintf("gpu-%d", i)
 		switch replicas := s.replicas(gpu); {
+		case s.forClaimsOnly(gpu):
 		case replicas > 0:
 			units += beside.left(gpu, "") / (memory / replicas)
 		case !beside.others(gpu, ""):
@@ -226,13 +246,23 @@ func (s *simulation) fitsPods(beside having, count int) bool {
 	return units >= count
 }
 
-func (s *simulation) fitsClaim(beside having, k *claim) bool {
-	units := 0
+// takeClaim gives a claim the first GPUs beside the other holders that have room; false where there are too few.
+func (s *simulation) takeClaim(beside having, k *claim) bool {
+	left := k.count
 	for i := range s.host.gpus {
-		gpu := fmt.Sprintf("gpu-%d", i)
-		if beside.hasRoom("", s.partsOf(k.uid, []string{gpu})) {
-			units++
+		parts := s.partsOf(k.uid, []string{fmt.Sprintf("gpu-%d", i)})
+		if left > 0 && beside.hasRoom(k.uid, parts) {
+			beside.give(k.uid, parts)
+			left--
 		}
 	}
-	return units >= k.count
+	return left == 0
+}
+
+func (h having) clone() having {
+	c := having{}
+	for gpu, owners := range h {
+		c[gpu] = maps.Clone(owners)
+	}
+	return c
 }

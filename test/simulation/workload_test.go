@@ -3,6 +3,7 @@
 package simulation
 
 import (
+	"fmt"
 	"slices"
 	"time"
 )
@@ -80,9 +81,9 @@ func (c *cluster) lookAtClaims() {
 			return !ok || p.terminal()
 		})
 		owner, alive := get[*pod](c.api, podKey(k.pod))
-		named := slices.ContainsFunc(all[*pod](c.api.objects), func(p *pod) bool { return p.claim == k.name })
+		named := slices.ContainsFunc(all[*pod](c.api.objects), func(p *pod) bool { return slices.Contains(p.claims, k.name) })
 		for _, model := range c.owners {
-			named = named || model != nil && model.claim == k.name
+			named = named || model != nil && slices.Contains(model.claims, k.name)
 		}
 		over := k.deleting || k.pod == "" && !named || k.pod != "" && (!alive || owner.terminal())
 		switch {
@@ -91,7 +92,7 @@ func (c *cluster) lookAtClaims() {
 				c.api.updateClaim(k.name, k.uid, func(changed *claim) {
 					changed.reservedFor = slices.DeleteFunc(changed.reservedFor, func(uid string) bool { return !slices.Contains(kept, uid) && slices.Contains(k.reservedFor, uid) })
 					if len(changed.reservedFor) == 0 {
-						changed.devices, changed.consumed = nil, nil
+						changed.allocation = nil
 						delete(c.before, k.uid)
 					}
 				})
@@ -106,14 +107,20 @@ func (c *cluster) lookAtClaims() {
 	}
 }
 
-// create makes a pod like a model, with a claim of its own unless it shares one.
+// create makes a pod like a model, and the claims of its own.
 func (c *cluster) create(model pod) {
 	model.uid = c.api.uid("pod")
 	model.name, model.phase = model.uid, pending
-	if model.claim != "" && !model.shared {
-		model.claim = model.uid + "-gpu"
-		k := c.newClaim(claim{uid: c.api.uid("claim"), name: model.claim, count: model.gpus, pod: model.uid})
+	var own []string
+	for i, count := range model.own {
+		k := c.newClaim(claim{uid: c.api.uid("claim"), name: fmt.Sprintf("%s-gpu-%d", model.uid, i), count: count, pod: model.uid})
 		c.api.put(claimKey(k.name), k)
+		own = append(own, k.name)
+	}
+	if len(model.claims) == 0 || c.chance(2) {
+		model.claims = slices.Concat(own, model.claims)
+	} else {
+		model.claims = slices.Concat(model.claims, own)
 	}
 	c.api.put(podKey(model.uid), &model)
 }

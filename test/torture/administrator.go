@@ -5,14 +5,11 @@ package torture
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
-	"io/fs"
 	"path/filepath"
 	"regexp"
 	"slices"
 	"strconv"
-	"sync"
 	"time"
 
 	"github.com/tandem-gpu/tandem/simulated"
@@ -26,11 +23,9 @@ const machineDir = "run/nvidia/simulated"
 // administrator makes and removes partitions by hand, as with nvidia-smi, and breaks the driver for a while.
 type administrator struct {
 	hardware *hardware
+	broken   *broken
 	// used answers the places that containers see or claims have.
 	used func(context.Context) ([]place, error)
-
-	mu     sync.Mutex
-	faults map[int]simulated.GPUFaults
 }
 
 // operate answers why nothing was done.
@@ -53,44 +48,16 @@ func (a *administrator) operate(ctx context.Context, op Op) (skipped string, err
 			fault.Clients = append(fault.Clients, simulated.Client{PID: clientPID, Partition: fmt.Sprintf("%d+%d", start, at.size)})
 		}
 	}
-	err = a.set(op.GPU, &fault)
+	err = a.broken.set(op.GPU, &fault)
 	if err == nil {
 		rest(ctx, op.Pause)
-		err = a.set(op.GPU, nil)
+		err = a.broken.set(op.GPU, nil)
 	}
 	return "", err
 }
 
 // clientPID is a process that belongs to no pod.
 const clientPID = 4242
-
-// set puts a GPU's faults in the place of those before; nil is none.
-func (a *administrator) set(gpu int, fault *simulated.GPUFaults) error {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.faults == nil {
-		a.faults = map[int]simulated.GPUFaults{}
-	}
-	if delete(a.faults, gpu); fault != nil {
-		a.faults[gpu] = *fault
-	}
-	var all simulated.Faults
-	for gpu := range gpusANode {
-		if f, ok := a.faults[gpu]; ok {
-			all.GPUs = append(all.GPUs, f)
-		}
-	}
-	dir, err := a.dir()
-	if err != nil {
-		return err
-	}
-	err = simulated.WriteFaults(dir, all)
-	if errors.Is(err, fs.ErrNotExist) {
-		// The node has just booted: there are no GPUs before the agent comes.
-		return nil
-	}
-	return err
-}
 
 func (a *administrator) dir() (string, error) {
 	root, err := a.hardware.root()

@@ -27,7 +27,7 @@ func TestTheAdministratorsRound(t *testing.T) {
 	}
 	var used []place
 	h := &hardware{root: func() (string, error) { return root, nil }, statistics: &statistics{}, trace: discard(t)}
-	a := &administrator{hardware: h, used: func(context.Context) ([]place, error) { return used, nil }}
+	a := &administrator{hardware: h, broken: &broken{root: h.root}, used: func(context.Context) ([]place, error) { return used, nil }}
 	if err := h.begin(); err != nil {
 		t.Fatal(err)
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/image"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/faults"
 )
 
 // Names of Tandem's programs as the kernel has them, and of the objects that run them.
@@ -43,6 +44,17 @@ type injector struct {
 
 	// administrator does what happens to the GPUs; nil where there is no MIG.
 	administrator *administrator
+	broken        *broken
+	auditor       *auditor
+	trace         *trace
+	// pods are those of the torture that are there, and victims those of them that see GPUs, in the order of their creation.
+	pods, victims func() []victim
+	// used answers the places that containers see or claims have.
+	used func(context.Context) ([]place, error)
+	// changed is told of each workload that a fault changes as a user does.
+	changed func(workload string)
+	// unusable is told when no device can be given to a container any more, and when one can again.
+	unusable func(bool)
 
 	whole sync.RWMutex
 	mu    sync.Mutex
@@ -71,8 +83,20 @@ func (s *injector) inject(ctx context.Context, op Op) (done, error) {
 		return done{skipped: skipped}, err
 	}
 	switch op.Kind {
+	case HangPod:
+		return s.hangPod(ctx, op)
+	case ListPods:
+		return s.listPods(ctx, op)
+	case ForeignPlugin:
+		return s.foreignPlugin(ctx, op)
+	case FillDisk:
+		return s.fillDisk(ctx, op)
+	case ReadOnly:
+		return s.readOnly(ctx, op)
+	case LoseGPU:
+		return s.loseGPU(ctx, op)
 	case WipeCDI:
-		return done{}, s.onNode(ctx, "sh", "-c", "rm -rf "+cdiDir+"/* "+cdiDir+"/.[!.]*")
+		return done{}, s.wipeCDI(ctx)
 	case Upgrade, Downgrade:
 		s.before(ctx)
 		return done{}, s.rollOut(ctx, op.Kind == Upgrade, strconv.Itoa(op.Index))
@@ -281,7 +305,16 @@ func (s *injector) mend(ctx context.Context) error {
 			return err
 		}
 	}
-	return nil
+	if err := faults.EndHung(ctx, s.node); err != nil {
+		return err
+	}
+	if err := faults.Empty(ctx, s.node, runDir); err != nil {
+		return err
+	}
+	if err := (&broken{root: s.node.Root}).find(0); err != nil {
+		return err
+	}
+	return s.writable(ctx, cdiDir, recordsOfAgent)
 }
 
 // hasController reports whether Tandem's controller is part of the installation.

@@ -26,7 +26,7 @@ type Mutation struct {
 	changes []change
 }
 
-// change replaces a method. The body may call the old one by its name with "Honest" before it.
+// change replaces a method, or a function where receiver is empty. The body may call the old one by its name with "Honest" before it.
 type change struct {
 	dir, receiver, method string
 	// body is the new one, between the braces; parameters keep their names.
@@ -45,6 +45,17 @@ func Mutations() []Mutation {
 	trusting := Usual()
 	trusting.Force, trusting.Linger = 80, 90
 	partitioned := crossing.WithMIG()
+	// often meets one kind of fault again and again on a busy node, and little else.
+	often := func(every [2]int, faults ...Fault) Mix {
+		m := Usual()
+		m.FaultEvery, m.Faults, m.FreezeEvery, m.Demand = every, faults, [2]int{30, 50}, [2]int{6, 14}
+		return m
+	}
+	listed := often([2]int{2, 4}, Fault{ListPods, "pod-resources", 1})
+	listed.Linger, listed.BurstEvery = 0, [2]int{5, 10}
+	foreign := often([2]int{8, 12}, Fault{ForeignPlugin, "device-plugin", 1})
+	owned := crossing
+	owned.Workflows = true
 	shared := crossing.WithSharing()
 	return []Mutation{
 		{
@@ -104,6 +115,65 @@ func Mutations() []Mutation {
 	return m.store.Drop(ref)
 `}},
 		},
+		{
+			Name: "reuse", What: "a device ID that kubelet gives again is reuse inside a pod, whichever pod asks", Mix: listed,
+			changes: []change{{"pkg/ledger", "Ledger", "reuses", `
+	return podState != Orphaned && h.State != StateDraining && !h.Unreadable
+`}},
+		},
+		{
+			Name: "foreign", What: "a foreign device plugin is not seen", Mix: foreign,
+			changes: []change{{"pkg/legacy", "Plugin", "checkConflicting", `
+	return nil, true
+`}},
+		},
+		{
+			Name: "unknown", What: "a pod's device ID that does not tell its GPU is ignored", Mix: foreign,
+			changes: []change{{"pkg/reconcile", "Reconciler", "unknown", `
+	return nil
+`}},
+		},
+		{
+			Name: "hung", What: "a pod that was deleted counts as gone after five seconds, whatever runs", Mix: often([2]int{4, 7}, Fault{HangPod, "process", 1}),
+			changes: []change{{"pkg/podstate", "Pods", "PodState", `
+	podState := p.HonestPodState(h)
+	if podState == ledger.Orphaned && time.Since(h.Since) > 5*time.Second {
+		return ledger.Gone
+	}
+	return podState
+`}},
+		},
+		{
+			Name: "overdue", What: "the GPU of a hung claim is offered to claims", Mix: Usual(),
+			changes: []change{{"pkg/ledger", "Hold", "Overdue", `
+	return false
+`}},
+		},
+		{
+			Name: "vanished", What: "a claim whose GPU was lost is retried for ever", Mix: Usual(),
+			changes: []change{{"pkg/driver", "Driver", "recordUnusable", ``}},
+		},
+		{
+			Name: "owners", What: "pods of every owner are evicted", Mix: owned,
+			changes: []change{{"internal/owner", "", "WhyNot", `
+	if metav1.GetControllerOfNoCopy(pod) != nil {
+		return ""
+	}
+	return HonestWhyNot(pod)
+`}},
+		},
+		{
+			Name: "unusable", What: "devices stay healthy that no container can be given, or whose holders cannot be recorded",
+			Mix: often([2]int{5, 8}, Fault{ReadOnly, cdiDir, 1}, Fault{ReadOnly, recordsOfAgent, 1}),
+			changes: []change{
+				{"pkg/cdi", "Specs", "Problem", `
+	return nil
+`},
+				{"pkg/ledger", "Ledger", "Unwritable", `
+	return nil
+`},
+			},
+		},
 	}
 }
 
@@ -158,8 +228,11 @@ func (c change) apply(root string) (path, text string, err error) {
 }
 
 func (c change) is(method *ast.FuncDecl) bool {
-	if method.Recv == nil || method.Name.Name != c.method {
+	if method.Name.Name != c.method || (method.Recv == nil) != (c.receiver == "") {
 		return false
+	}
+	if method.Recv == nil {
+		return true
 	}
 	receiver := method.Recv.List[0].Type
 	if star, ok := receiver.(*ast.StarExpr); ok {

@@ -130,9 +130,10 @@ func (a auditor) offeredToPods(ctx context.Context) ([]string, int, error) {
 	for _, name := range slices.Sorted(maps.Keys(wanted)) {
 		count := wanted[name]
 		capacity, allocatable := node.Status.Capacity[name], node.Status.Allocatable[name]
-		// A partition that an administrator has removed counts as capacity for a while longer.
-		parts := strings.HasPrefix(string(name), "nvidia.com/mig-")
-		if int(allocatable.Value()) == count && (int(capacity.Value()) == count || parts) {
+		// A partition that an administrator has removed counts as capacity for a while longer, and so does the device ID of a foreign plugin
+		// that a pod had.
+		lingers := strings.HasPrefix(string(name), "nvidia.com/mig-") || name == resourceOf("") && int(capacity.Value()) > count
+		if int(allocatable.Value()) == count && (int(capacity.Value()) == count || lingers) {
 			continue
 		}
 		lines = append(lines, fmt.Sprintf("limits: %s: allocatable %s of %s, there are %d", name, allocatable.String(), capacity.String(), count))

@@ -96,7 +96,7 @@ func (u user) do(ctx context.Context, op Op) error {
 			return err
 		})
 	case Join:
-		return u.createPod(ctx, op.Joined, op.Pick)
+		return u.createPod(ctx, barePod(op.Joined, op.Pick))
 	case DeletePod:
 		return u.deletePod(ctx, op)
 	case Delete:
@@ -136,17 +136,44 @@ func (u user) create(ctx context.Context, w Workload) error {
 			return err
 		}
 	}
+	var owner *corev1.ConfigMap
+	if w.Shape == Workflow {
+		var err error
+		if owner, err = u.createWorkflow(ctx, w); err != nil {
+			return err
+		}
+	}
 	for i := range w.Replicas {
-		if err := u.createPod(ctx, w, i); err != nil {
+		pod := barePod(w, i)
+		if owner != nil {
+			pod = ownedBy(owner, pod)
+		}
+		if err := u.createPod(ctx, pod); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (u user) createPod(ctx context.Context, w Workload, i int) error {
+// createWorkflow returns the owner as the API server has it.
+func (u user) createWorkflow(ctx context.Context, w Workload) (owner *corev1.ConfigMap, err error) {
+	owners := u.client.CoreV1().ConfigMaps(u.namespace)
+	err = persist(ctx, "create owner of a workflow", func(ctx context.Context) error {
+		_, err := owners.Create(ctx, workflow(w), metav1.CreateOptions{})
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	return owner, persist(ctx, "get owner of a workflow", func(ctx context.Context) error {
+		owner, err = owners.Get(ctx, w.Name, metav1.GetOptions{})
+		return err
+	})
+}
+
+func (u user) createPod(ctx context.Context, pod *corev1.Pod) error {
 	return persist(ctx, "create pod", func(ctx context.Context) error {
-		_, err := u.client.CoreV1().Pods(u.namespace).Create(ctx, barePod(w, i), metav1.CreateOptions{})
+		_, err := u.client.CoreV1().Pods(u.namespace).Create(ctx, pod, metav1.CreateOptions{})
 		return err
 	})
 }
@@ -160,12 +187,16 @@ func (u user) deletePod(ctx context.Context, op Op) error {
 		pod := pods[op.Pick%len(pods)]
 		options := withGrace(op.Grace)
 		options.Preconditions = metav1.NewUIDPreconditions(string(pod.UID))
-		err = u.client.CoreV1().Pods(u.namespace).Delete(ctx, pod.Name, options)
-		if apierrors.IsConflict(err) {
-			return nil
-		}
-		return err
+		return unlessConflict(u.client.CoreV1().Pods(u.namespace).Delete(ctx, pod.Name, options))
 	})
+}
+
+// unlessConflict is no error where the object has another UID by now.
+func unlessConflict(err error) error {
+	if apierrors.IsConflict(err) {
+		return nil
+	}
+	return err
 }
 
 // podsOf lists a workload's pods in the order of their creation, those that are being deleted last.
@@ -186,7 +217,7 @@ func (u user) podsOf(ctx context.Context, workload string) ([]corev1.Pod, error)
 	return list.Items, nil
 }
 
-// delete removes all of a workload: the owner first, so that it replaces nothing, then its pods with the grace wanted.
+// delete removes all of a workload: an owner that replaces pods first, then its pods with the grace wanted.
 func (u user) delete(ctx context.Context, op Op) error {
 	orphan := metav1.DeletePropagationBackground
 	owner := metav1.DeleteOptions{PropagationPolicy: &orphan}
@@ -203,6 +234,9 @@ func (u user) delete(ctx context.Context, op Op) error {
 		}},
 		{"delete pods", func(ctx context.Context) error {
 			return u.client.CoreV1().Pods(u.namespace).DeleteCollection(ctx, withGrace(op.Grace), all)
+		}},
+		{"delete owner of a workflow", func(ctx context.Context) error {
+			return u.client.CoreV1().ConfigMaps(u.namespace).Delete(ctx, op.Target, metav1.DeleteOptions{})
 		}},
 		{"delete ResourceClaim", func(ctx context.Context) error {
 			return u.client.ResourceV1().ResourceClaims(u.namespace).Delete(ctx, op.Target, metav1.DeleteOptions{})

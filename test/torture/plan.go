@@ -25,6 +25,8 @@ const (
 	Job Shape = "job"
 	// Shared is one claim and Replicas bare pods on it.
 	Shared Shape = "shared"
+	// Workflow has Replicas pods of an owner that makes no other pod in the place of one that is gone.
+	Workflow Shape = "workflow"
 )
 
 // Workload is what one operation creates. Its name says which operation it was.
@@ -112,22 +114,35 @@ const (
 type Kind string
 
 const (
-	Create         Kind = "create"
-	Burst          Kind = "burst"
-	Scale          Kind = "scale"
-	Join           Kind = "join"
-	DeletePod      Kind = "delete-pod"
-	Delete         Kind = "delete"
-	Kill           Kind = "kill"
-	Restart        Kind = "restart"
-	Freeze         Kind = "freeze"
-	Reboot         Kind = "reboot"
-	WipeCDI        Kind = "wipe-cdi"
-	Upgrade        Kind = "upgrade"
-	Downgrade      Kind = "downgrade"
-	Away           Kind = "away"
+	Create    Kind = "create"
+	Burst     Kind = "burst"
+	Scale     Kind = "scale"
+	Join      Kind = "join"
+	DeletePod Kind = "delete-pod"
+	Delete    Kind = "delete"
+	Kill      Kind = "kill"
+	Restart   Kind = "restart"
+	Freeze    Kind = "freeze"
+	Reboot    Kind = "reboot"
+	WipeCDI   Kind = "wipe-cdi"
+	Upgrade   Kind = "upgrade"
+	Downgrade Kind = "downgrade"
+	Away      Kind = "away"
+	// HangPod keeps the processes of a pod with GPUs from ending, and deletes the pod.
+	HangPod Kind = "hang-pod"
+	// ListPods asks kubelet for pod resources all the time, so that it forgets Allocates in flight.
+	ListPods Kind = "list-pods"
+	// ForeignPlugin serves GPUs by another device plugin, with IDs that Answer is the format of.
+	ForeignPlugin Kind = "foreign-plugin"
+	// FillDisk fills the file system that Component names.
+	FillDisk Kind = "fill-disk"
+	// ReadOnly makes a directory of the agent read-only. Component says which.
+	ReadOnly Kind = "read-only"
+	// LoseGPU makes a GPU fall off the bus.
+	LoseGPU        Kind = "lose-gpu"
 	agentName           = "agent"
 	controllerName      = "controller"
+	kubeletName         = cluster.Kubelet
 )
 
 // Grace of a deletion.
@@ -160,13 +175,13 @@ type Op struct {
 	// Component that a fault hits.
 	Component string
 	// GPU is the minor of that which something happens to. Profile is that of a partition to make, or of those in use; Call is a
-	// method that answers Answer, or after Delay.
+	// method that answers Answer, or after Delay. Of a foreign plugin Answer is the format of its device IDs.
 	GPU     int
 	Profile string
 	Call    string
 	Answer  string
 	Delay   time.Duration
-	// Pause is how long a frozen component stays frozen, or a killed one down.
+	// Pause is how long a frozen component stays frozen, a killed one down, or another fault lasts.
 	Pause time.Duration
 	// Dwell is how long the operation stays in flight when all is said, so that operations come at a pace.
 	Dwell time.Duration
@@ -174,7 +189,9 @@ type Op struct {
 
 // IsFault tells faults from what users do.
 func (o Op) IsFault() bool {
-	return slices.Contains([]Kind{Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade, Away}, o.Kind) || o.onHardware()
+	return slices.Contains([]Kind{
+		Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade, Away, HangPod, ListPods, ForeignPlugin, FillDisk, ReadOnly, LoseGPU,
+	}, o.Kind) || o.onHardware()
 }
 
 // onHardware reports whether it happens to the GPUs.
@@ -218,10 +235,10 @@ func (o Op) String() string {
 	switch o.Kind {
 	case Scale:
 		parts = append(parts, fmt.Sprintf("to %d", o.Replicas))
-	case Join, DeletePod:
+	case Join, DeletePod, HangPod:
 		parts = append(parts, fmt.Sprintf("pod %d", o.Pick))
 	}
-	if o.Kind == Delete || o.Kind == DeletePod {
+	if o.Kind == Delete || o.Kind == DeletePod || o.Kind == HangPod {
 		parts = append(parts, map[int64]string{PodsOwn: "with its own grace", Forced: "by force"}[o.Grace])
 		if o.Grace > 0 {
 			parts = append(parts, fmt.Sprintf("within %d s", o.Grace))
@@ -267,6 +284,22 @@ type Mix struct {
 	HardwareEvery [2]int
 	// Sharing is for GPUs that several may have at once.
 	Sharing bool
+	// Workflows makes most bursts by owners that do not replace their pods.
+	Workflows bool
+}
+
+// burstWeights are those of burstShapes.
+func (m Mix) burstWeights() []int {
+	if m.Workflows {
+		return []int{1, 0, 4}
+	}
+	return []int{45, 40, 15}
+}
+
+// without is the mix without a kind of fault.
+func (m Mix) without(kind Kind) Mix {
+	m.Faults = slices.DeleteFunc(slices.Clone(m.Faults), func(f Fault) bool { return f.Kind == kind })
+	return m
 }
 
 // Fault is one kind of fault with its weight. Upgrade stands for Downgrade too: they take turns.
@@ -279,12 +312,13 @@ type Fault struct {
 // Usual is the mix of a normal run.
 func Usual() Mix {
 	return Mix{
-		FaultEvery: [2]int{25, 50}, FreezeEvery: [2]int{12, 30}, BurstEvery: [2]int{12, 40}, Ambush: 50, Force: 25, Linger: 35,
+		FaultEvery: [2]int{15, 35}, FreezeEvery: [2]int{12, 30}, BurstEvery: [2]int{12, 40}, Ambush: 50, Force: 25, Linger: 35,
 		Demand: [2]int{4, 11},
 		Faults: []Fault{
 			{Kill, agentName, 8}, {Kill, controllerName, 6}, {Kill, cluster.Kubelet, 4}, {Kill, cluster.Containerd, 3},
 			{Kill, cluster.APIServer, 4}, {Restart, cluster.Kubelet, 3}, {WipeCDI, "", 3}, {Upgrade, agentName, 5}, {Reboot, "", 1},
-			{Away, cluster.APIServer, 2},
+			{Away, cluster.APIServer, 2}, {HangPod, "process", 6}, {ListPods, "pod-resources", 4}, {ForeignPlugin, "device-plugin", 3},
+			{FillDisk, runDir, 2}, {ReadOnly, cdiDir, 2}, {ReadOnly, recordsOfAgent, 2}, {LoseGPU, "", 4},
 		},
 		Frozen: []Fault{
 			{Freeze, agentName, 5}, {Freeze, controllerName, 4}, {Freeze, cluster.Kubelet, 3}, {Freeze, cluster.Scheduler, 2},
@@ -300,6 +334,10 @@ const (
 	maxDwell             = 4800 * time.Millisecond
 	// minAway is longer than a starting agent waits for the API server (cmd/kubelet-plugin).
 	minAway, maxAway = 5 * time.Second, 12 * time.Second
+	// minFault and maxFault are for what a node suffers: long enough that pods meet it, short enough that few of them do.
+	minFault, maxFault = 2 * time.Second, 10 * time.Second
+	// maxLost is longer than a claim is retried before its pod is evicted (pkg/driver, unusableGrace), and kubelet's next call.
+	maxLost = 25 * time.Second
 )
 
 // PlanRound draws a round: size operations from index number*size on.
@@ -416,9 +454,11 @@ func (p *planner) create(name string) Op {
 		return p.createShares(name)
 	}
 	w := Workload{Name: name, API: p.api(), GPUs: p.weighted(60, 25, 8, 7) + 1, Replicas: 1}
-	switch p.weighted(45, 30, 12, 13) {
+	switch p.weighted(40, 30, 12, 13, 8) {
 	case 0:
 		w.Shape = Bare
+	case 4:
+		w.Shape, w.Replicas = Workflow, p.between(1, 3)
 	case 1:
 		w.Shape, w.GPUs, w.Replicas = Deployment, min(w.GPUs, 2), p.between(1, 4)
 	case 2:
@@ -439,12 +479,12 @@ func (p *planner) decorate(w Workload) Workload {
 	return w
 }
 
-// burstOf asks for all GPUs by both APIs at once: by eight bare pods each or by eight replicas each.
+// burstShapes are those of bursts.
+var burstShapes = []Shape{Deployment, Bare, Workflow}
+
+// burstOf asks for all GPUs by both APIs at once: by eight bare pods each, by eight of a workflow, or by eight replicas each.
 func (p *planner) burstOf(name string) Op {
-	shape := Deployment
-	if p.chance(50) {
-		shape = Bare
-	}
+	shape := burstShapes[p.weighted(p.mix.burstWeights()...)]
 	var both []Workload
 	for _, api := range []oracle.API{oracle.Claim, oracle.Limits} {
 		w := p.decorate(Workload{Name: fmt.Sprintf("%s-%s", name, api), Shape: shape, API: api, GPUs: 1, Replicas: 8})
@@ -504,6 +544,15 @@ func (p *planner) inject(among []Fault) Op {
 		op.Pause = p.upTo(maxDown)
 	case Away:
 		op.Pause = minAway + p.upTo(maxAway-minAway)
+	case HangPod:
+		op.Pause, op.Pick, op.Grace = minFault+p.upTo(maxFault-minFault), p.rng.IntN(8), []int64{Forced, Forced, short, PodsOwn}[p.rng.IntN(4)]
+	case ListPods, FillDisk, ReadOnly:
+		op.Pause = minFault + p.upTo(maxFault-minFault)
+	case ForeignPlugin:
+		op.Pause, op.Answer = minAway+p.upTo(maxAway-minAway), foreignIDs[p.weighted(3, 2)]
+	case LoseGPU:
+		op.GPU, op.Pause = p.rng.IntN(gpusANode), minFault+p.upTo(maxLost-minFault)
+		op.Component = gpuComponent(op.GPU)
 	case Upgrade:
 		if p.newer {
 			op.Kind = Downgrade

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
 func TestAPlanDependsOnTheSeedOnly(t *testing.T) {
@@ -60,11 +61,15 @@ func TestDrawSeed(t *testing.T) {
 // TestAPlanIsSound: what is changed was created before and not deleted since, names are used once, and numbers are in bounds.
 func TestAPlanIsSound(t *testing.T) {
 	kinds := map[Kind]int{}
-	for seed := range uint64(30) {
+	formats, shapes, bursts := map[string]bool{}, map[Shape]int{}, map[Shape]int{}
+	for seed := range uint64(60) {
 		there, used := map[string]Shape{}, map[string]bool{}
 		for _, op := range PlanRound(seed, int(seed%3), 100, Usual()).Ops {
 			kinds[op.Kind]++
 			for _, w := range op.Workloads {
+				if shapes[w.Shape]++; op.Kind == Burst {
+					bursts[w.Shape]++
+				}
 				if used[w.Name] {
 					t.Fatalf("seed %d: %s: the name was used before", seed, op)
 				}
@@ -87,6 +92,19 @@ func TestAPlanIsSound(t *testing.T) {
 				if there[op.Target] != Shared || op.Joined.Name != op.Target {
 					t.Errorf("seed %d: %s is a %s", seed, op, there[op.Target])
 				}
+			case HangPod, ListPods, FillDisk, ReadOnly:
+				if op.Pause < 2*time.Second || op.Pause > 10*time.Second || op.Grace < PodsOwn || op.Component == "" {
+					t.Errorf("seed %d: %s", seed, op)
+				}
+			case ForeignPlugin:
+				formats[op.Answer] = true
+				if minor, is := oracle.ForeignID(fmt.Sprintf(op.Answer, 3)); op.Pause < 5*time.Second || minor != 3 || !is {
+					t.Errorf("seed %d: %s", seed, op)
+				}
+			case LoseGPU:
+				if op.Pause < 2*time.Second || op.Pause > 25*time.Second || op.Component != fmt.Sprintf("gpu-%d", op.GPU) || op.GPU >= gpusANode {
+					t.Errorf("seed %d: %s", seed, op)
+				}
 			case Freeze:
 				if op.Pause < 50*time.Millisecond || op.Pause > 8*time.Second {
 					t.Errorf("seed %d: %s", seed, op)
@@ -94,10 +112,16 @@ func TestAPlanIsSound(t *testing.T) {
 			}
 		}
 	}
-	for _, kind := range []Kind{Create, Burst, Scale, Join, DeletePod, Delete, Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade, Away} {
+	for _, kind := range []Kind{
+		Create, Burst, Scale, Join, DeletePod, Delete, Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade, Away, HangPod, ListPods,
+		ForeignPlugin, FillDisk, ReadOnly, LoseGPU,
+	} {
 		if kinds[kind] == 0 {
-			t.Errorf("30 rounds without any %s", kind)
+			t.Errorf("60 rounds without any %s", kind)
 		}
+	}
+	if len(formats) != len(foreignIDs) || shapes[Workflow] == 0 || bursts[Workflow] == 0 {
+		t.Errorf("60 rounds with device IDs %v, workloads %v, bursts %v", formats, shapes, bursts)
 	}
 }
 
@@ -136,13 +160,22 @@ func TestAPlanForMIG(t *testing.T) {
 	}
 }
 
-func TestFaultsComeEvery25To50Operations(t *testing.T) {
+// TestForeignPluginsAreOfWholeGPUs: not where GPUs have parts.
+func TestForeignPluginsAreOfWholeGPUs(t *testing.T) {
+	for _, mix := range []Mix{Usual().WithMIG(), Usual().WithSharing()} {
+		if slices.ContainsFunc(mix.Faults, func(f Fault) bool { return f.Kind == ForeignPlugin }) || len(mix.Faults) != len(Usual().Faults)-1 {
+			t.Errorf("faults: %v", mix.Faults)
+		}
+	}
+}
+
+func TestFaultsComeEvery15To35Operations(t *testing.T) {
 	last := -1
 	for _, op := range PlanRound(3, 0, 5000, Usual()).Ops {
 		if !op.IsFault() || op.Kind == Freeze {
 			continue
 		}
-		if gap := op.Index - last; last >= 0 && (gap < 25 || gap > 50) {
+		if gap := op.Index - last; last >= 0 && (gap < 15 || gap > 35) {
 			t.Errorf("%s comes %d operations after the fault before", op, gap)
 		}
 		last = op.Index

@@ -35,7 +35,8 @@ var (
 // WithMIG is a mix for a machine with MIG.
 func (m Mix) WithMIG() Mix {
 	m.MIG, m.HardwareEvery = true, [2]int{4, 10}
-	return m
+	// A plugin of whole GPUs has no words for partitions.
+	return m.without(ForeignPlugin)
 }
 
 // onHardware draws what happens to the GPUs.
@@ -58,9 +59,12 @@ func (p *planner) onHardware() Op {
 		op.Profile = profiles[p.rng.IntN(len(profiles))].name
 	}
 	// One at a time on each GPU.
-	op.Component = fmt.Sprintf("gpu-%d", op.GPU)
+	op.Component = gpuComponent(op.GPU)
 	return op
 }
+
+// gpuComponent is the name of a GPU as what a fault hits.
+func gpuComponent(gpu int) string { return fmt.Sprintf("gpu-%d", gpu) }
 
 // createPartitions is create for partitions.
 func (p *planner) createPartitions(name string) Op {

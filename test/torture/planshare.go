@@ -15,7 +15,8 @@ var sizes = []int{5, 10, 20, 35, 60}
 // WithSharing is a mix for GPUs that several may have at once.
 func (m Mix) WithSharing() Mix {
 	m.Sharing = true
-	return m
+	// The oracle could not tell its whole GPUs from replicas.
+	return m.without(ForeignPlugin)
 }
 
 // createShares is create for parts of GPUs: memory for claims, replicas for limits.

@@ -24,6 +24,8 @@ type snapshot struct {
 	seen map[string][]oracle.Device
 	// room is what the node has.
 	room room
+	// foreign are the device IDs of foreign plugins that kubelet has recorded for pods, by the pod's UID.
+	foreign map[string][]string
 }
 
 // unsettled returns for each pod that is neither at rest nor rightly waiting, by its name, what is wrong with it.
@@ -98,10 +100,11 @@ func (s snapshot) wronglyWaits(pod corev1.Pod, asked ask, taken []place) string 
 	switch {
 	case len(allocated) > 0 && !s.inOtherHands(pod, allocated):
 		return fmt.Sprintf("waits although its claim has %v, which no other holder uses: %s", allocated, describe(pod))
-	case len(allocated) > 0 && controllerOf(&pod) != nil:
+	case len(allocated) > 0 && replaces(&pod):
 		return fmt.Sprintf("waits for %v, which others use, and its owner would replace it: %s", allocated, describe(pod))
 	case len(allocated) > 0:
 		return ""
+	case s.countedTwice() > 0 && asked.api == oracle.Limits && asked.gpus > s.room.free(taken)-s.countedTwice():
 	case s.room.memory != nil && s.room.fitsBeside(asked, s.parts()):
 		return fmt.Sprintf("waits for %s, for which there is room beside %s: %s", asked, s.parts(), describe(pod))
 	case s.room.memory != nil:
@@ -114,6 +117,18 @@ func (s snapshot) wronglyWaits(pod corev1.Pod, asked ask, taken []place) string 
 		return "is bound to a node without GPUs for it: " + describe(pod)
 	}
 	return ""
+}
+
+// countedTwice is how many GPUs the scheduler counts twice: those of pods that a foreign plugin has served are not allocatable, and are
+// subtracted as requested (docs/design/0007-coexistence.md, known limits).
+func (s snapshot) countedTwice() int {
+	n := 0
+	for _, pod := range s.pods {
+		if pod.Status.Phase != corev1.PodSucceeded && pod.Status.Phase != corev1.PodFailed {
+			n += len(s.foreign[string(pod.UID)])
+		}
+	}
+	return n
 }
 
 // taken is what a container sees or a claim in use has.
@@ -242,3 +257,9 @@ func describe(pod corev1.Pod) string {
 }
 
 func controllerOf(pod *corev1.Pod) *metav1.OwnerReference { return metav1.GetControllerOf(pod) }
+
+// replaces reports whether the pod's owner makes another one in its place.
+func replaces(pod *corev1.Pod) bool {
+	owner := controllerOf(pod)
+	return owner != nil && (owner.Kind == "ReplicaSet" || owner.Kind == "Job")
+}

@@ -93,6 +93,25 @@ func TestTheJudge(t *testing.T) {
 			owned(s.pod("a", oracle.Claim, 1, corev1.PodPending))
 			s.allocated("a", 7)
 		}, want: "its owner would replace it"},
+		"a claim in conflict of a workflow waits for its GPU": {set: func(s *scene) {
+			w := Workload{Name: "w"}
+			ownedBy(workflow(w), s.pod("a", oracle.Claim, 1, corev1.PodPending))
+			s.allocated("a", 7)
+		}},
+		"a workflow's pod waits while enough is free": {set: func(s *scene) {
+			ownedBy(workflow(Workload{Name: "w"}), s.pod("a", oracle.Limits, 1, corev1.PodPending))
+		}, want: "3 are free"},
+		"the scheduler counts the GPU of a pod of a foreign plugin twice": {set: func(s *scene) {
+			s.pod("a", oracle.Limits, 2, corev1.PodRunning, 0, 1)
+			s.pod("b", oracle.Limits, 1, corev1.PodPending)
+			s.foreign = map[string][]string{"a": {"nvidia0", "nvidia1"}}
+		}},
+		"but not that of one that has ended, nor for claims": {set: func(s *scene) {
+			s.pod("a", oracle.Limits, 2, corev1.PodSucceeded)
+			s.pod("b", oracle.Limits, 1, corev1.PodPending)
+			s.pod("c", oracle.Claim, 1, corev1.PodPending)
+			s.foreign = map[string][]string{"a": {"nvidia0", "nvidia1"}}
+		}, want: "b:waits"},
 		"a claim's GPU is free and its pod waits": {set: func(s *scene) {
 			s.pod("a", oracle.Claim, 1, corev1.PodPending)
 			s.allocated("a", 0)
@@ -139,7 +158,8 @@ func TestKubeletAndContainersDisagree(t *testing.T) {
 	s.pod("a", oracle.Limits, 1, corev1.PodRunning, 2)
 	s.pod("b", oracle.Limits, 1, corev1.PodRunning, 3)
 	s.pod("c", oracle.Limits, 1, corev1.PodPending)
-	given := map[string][]string{"/a": {"gpu-2"}, "/b": {"gpu-4"}}
+	s.pod("d", oracle.Limits, 1, corev1.PodRunning, 5)
+	given := map[string][]string{"/a": {"gpu-2"}, "/b": {"gpu-4"}, "/d": {"nvidia5"}}
 	if problems := s.disagree(given); len(problems) != 1 || problems["b"] == "" {
 		t.Errorf("problems: %v", problems)
 	}

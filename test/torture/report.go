@@ -29,6 +29,10 @@ type Counters struct {
 	// things, that were not free again when everything was deleted.
 	Stuck  int `json:"stuck"`
 	Leaked int `json:"leaked"`
+	// WronglyEvicted counts pods that were evicted although no owner replaces them; FailedUnusable those that Tandem refused for good
+	// although it could have known that no device could be given to them.
+	WronglyEvicted int `json:"wronglyEvicted"`
+	FailedUnusable int `json:"failedUnusable"`
 	// Conflicts is how often the ledger refused a device, by the agent's own metrics.
 	Conflicts       int `json:"conflicts"`
 	PendingEviction int `json:"pendingEviction"`
@@ -58,8 +62,9 @@ type Counters struct {
 // Line is a run's last line.
 func (c Counters) Line(seed uint64) string {
 	line := fmt.Sprintf("torture: seed=%d ops=%d placed_claims=%d placed_limits=%d contended=%d kills=%d doubly_owned=%d stuck=%d leaked=%d "+
-		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s failed_admissions=%d", seed, c.Ops, c.PlacedClaims, c.PlacedPods, c.Contended,
-		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.HealTimes.percentile(50), c.HealTimes.percentile(99), c.FailedAdmissions)
+		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s failed_admissions=%d wrongly_evicted=%d failed_unusable=%d", seed, c.Ops, c.PlacedClaims, c.PlacedPods, c.Contended,
+		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.HealTimes.percentile(50), c.HealTimes.percentile(99), c.FailedAdmissions,
+		c.WronglyEvicted, c.FailedUnusable)
 	if c.MIG {
 		line += fmt.Sprintf(" partitions_made=%d partitions_destroyed=%d unmanaged_changed=%d", c.PartitionsMade, c.PartitionsDestroyed, c.UnmanagedChanged)
 	}
@@ -101,7 +106,7 @@ var ErrNothingTested = errors.New("the run proves nothing")
 // PodState is nil for a run that met everything and found no fault.
 func (c Counters) PodState() error {
 	if c.faults() > 0 {
-		return fmt.Errorf("%w: doubly_owned=%d stuck=%d leaked=%d unmanaged_changed=%d", ErrFaults, c.DoublyOwned, c.Stuck, c.Leaked, c.UnmanagedChanged)
+		return fmt.Errorf("%w: %s", ErrFaults, c.Found())
 	}
 	var missing []string
 	for _, must := range []struct {
@@ -127,7 +132,15 @@ func (c Counters) PodState() error {
 	return nil
 }
 
-func (c Counters) faults() int { return c.DoublyOwned + c.Stuck + c.Leaked + c.UnmanagedChanged }
+// Found are the figures that have to be zero.
+func (c Counters) Found() string {
+	return fmt.Sprintf("doubly_owned=%d stuck=%d leaked=%d unmanaged_changed=%d wrongly_evicted=%d failed_unusable=%d",
+		c.DoublyOwned, c.Stuck, c.Leaked, c.UnmanagedChanged, c.WronglyEvicted, c.FailedUnusable)
+}
+
+func (c Counters) faults() int {
+	return c.DoublyOwned + c.Stuck + c.Leaked + c.UnmanagedChanged + c.WronglyEvicted + c.FailedUnusable
+}
 
 // statistics is the counters of a run at work. It is safe for concurrent use.
 type statistics struct {

@@ -19,7 +19,7 @@ func TestTheLastLine(t *testing.T) {
 		HealTimes: []time.Duration{3 * time.Second, 300 * time.Millisecond, 400 * time.Millisecond},
 	}
 	want := "torture: seed=9 ops=5000 placed_claims=1 placed_limits=2 contended=3 kills=4 doubly_owned=0 stuck=0 leaked=0 " +
-		"conflicts=5 healed=6 heal_p50=400ms heal_p99=3s failed_admissions=7"
+		"conflicts=5 healed=6 heal_p50=400ms heal_p99=3s failed_admissions=7 wrongly_evicted=0 failed_unusable=0"
 	if got := c.Line(9); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
@@ -40,7 +40,7 @@ func TestResult(t *testing.T) {
 	}
 	for _, spoil := range []func(*Counters){
 		func(c *Counters) { c.DoublyOwned = 1 }, func(c *Counters) { c.Stuck = 1 }, func(c *Counters) { c.Leaked = 1 },
-		func(c *Counters) { c.UnmanagedChanged = 1 },
+		func(c *Counters) { c.UnmanagedChanged = 1 }, func(c *Counters) { c.WronglyEvicted = 1 }, func(c *Counters) { c.FailedUnusable = 1 },
 	} {
 		bad := good
 		spoil(&bad)

@@ -142,9 +142,23 @@ func (r *run) snapshot(ctx context.Context, u user) (snapshot, error) {
 	if err != nil {
 		return snapshot{}, fmt.Errorf("list Deployments: %w", err)
 	}
+	foreign, err := r.foreign()
 	return snapshot{
-		pods: pods.Items, claims: claims.Items, deployments: deployments.Items, seen: r.watch.sights(), room: r.room(),
-	}, nil
+		pods: pods.Items, claims: claims.Items, deployments: deployments.Items, seen: r.watch.sights(), room: r.room(), foreign: foreign,
+	}, err
+}
+
+// foreign are the device IDs of foreign plugins that kubelet has recorded, by the pod's UID.
+func (r *run) foreign() (map[string][]string, error) {
+	root, err := r.auditor.node.Root()
+	if err != nil {
+		return nil, err
+	}
+	recorded, err := oracle.Recorded(root)
+	for uid, ids := range recorded {
+		recorded[uid] = slices.DeleteFunc(ids, func(id string) bool { _, is := oracle.ForeignID(id); return !is })
+	}
+	return recorded, err
 }
 
 // awaitFree waits until nothing is left of what was deleted, and answers what is when patience ends.

@@ -60,6 +60,7 @@ type run struct {
 	watch      *watch
 	heals      *heals
 	faults     *injector
+	broken     *broken
 	auditor    auditor
 	scraper    *scraper
 	// hardware and administrator are nil without MIG.
@@ -129,11 +130,12 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	}
 	node := c.Nodes()[0]
 	r := &run{Options: o, cluster: c, client: client, statistics: &statistics{counters: o.State.Counters}, trace: trace, started: time.Now()}
+	r.broken = &broken{root: node.Root}
 	r.heals = &heals{statistics: r.statistics, trace: trace, known: map[string]bool{}}
 	r.statistics.counters.MIG, r.statistics.counters.Sharing = o.State.MIG, o.State.Sharing
 	if o.State.MIG {
 		r.hardware = &hardware{root: node.Root, statistics: r.statistics, trace: trace, touched: r.unmanagedChanged}
-		r.administrator = &administrator{hardware: r.hardware, used: r.used}
+		r.administrator = &administrator{hardware: r.hardware, broken: r.broken, used: r.used}
 	}
 	var shared map[int]int
 	if o.State.Sharing {
@@ -143,8 +145,11 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	r.watch.trace, r.watch.found = r.trace, r.doubleFound
 	r.heals.userOf = r.watch.userOf
 	r.scraper = newScraper(client, c, r.statistics)
-	r.faults = &injector{cluster: c, node: node, client: client, before: r.scraper.scrape, newer: o.Newer,
-		administrator: r.administrator}
+	r.faults = &injector{
+		cluster: c, node: node, client: client, before: r.scraper.scrape, newer: o.Newer, administrator: r.administrator, broken: r.broken,
+		auditor: &r.auditor, trace: trace, pods: r.watch.present, victims: r.watch.victims, used: r.used, changed: r.heals.noteUserChange,
+		unusable: r.watch.setUnusable,
+	}
 	r.auditor = auditor{cluster: c, node: node, client: client, dynamic: objects, hardware: r.hardware, sharing: o.State.Sharing}
 	return r, nil
 }
@@ -222,13 +227,13 @@ func memoryOf(node *cluster.Node) (map[int]int, error) {
 	if err != nil {
 		return nil, err
 	}
-	memories, err := oracle.Memories(root)
+	gpus, err := oracle.GPUs(root)
 	if err != nil {
 		return nil, err
 	}
 	found := map[int]int{}
 	for gpu := range gpusANode {
-		if found[gpu] = int(memories[gpu] / mibibytes); found[gpu] == 0 {
+		if found[gpu] = int(gpus[gpu].Memory / mibibytes); found[gpu] == 0 {
 			return nil, fmt.Errorf("the files of %s do not tell the memory of GPU %d", node.Name(), gpu)
 		}
 	}
@@ -265,6 +270,9 @@ func (r *run) round(ctx context.Context, round Round) error {
 	if err := r.pressure(ctx, u, round); err != nil {
 		return err
 	}
+	if wrongs := r.watch.takeWrongs(); len(wrongs) > 0 {
+		r.keepLogs(ctx, "wrong", wrongs)
+	}
 	if r.UntilFault && r.statistics.now().faults() > 0 {
 		return nil
 	}
@@ -289,8 +297,11 @@ func (r *run) round(ctx context.Context, round Round) error {
 		return err
 	}
 	r.forget(u)
-	if r.UntilFault || !r.controller || r.statistics.now().faults() > 0 {
+	if !r.controller || r.statistics.now().faults() > 0 {
 		return nil
+	}
+	if err := r.besideBroken(ctx, user{r.client, u.namespace + "-broken"}); err != nil || r.UntilFault || r.statistics.now().faults() > 0 {
+		return err
 	}
 	return r.race(ctx, user{r.client, u.namespace + "-race"})
 }

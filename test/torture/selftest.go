@@ -31,8 +31,8 @@ func Selftest(ctx context.Context, dir string, state State, mutations []Mutation
 		if err != nil {
 			return fmt.Errorf("selftest %s: %w", s.Name, err)
 		}
-		fmt.Fprintf(out, "selftest: %s: found after %d operations and %s: doubly_owned=%d stuck=%d leaked=%d unmanaged_changed=%d\n", s.Name,
-			counters.Ops, time.Since(started).Round(time.Second), counters.DoublyOwned, counters.Stuck, counters.Leaked, counters.UnmanagedChanged)
+		fmt.Fprintf(out, "selftest: %s: found after %d operations and %s: %s\n", s.Name, counters.Ops, time.Since(started).Round(time.Second),
+			counters.Found())
 	}
 	return nil
 }

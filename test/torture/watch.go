@@ -3,10 +3,12 @@
 package torture
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -46,6 +48,8 @@ type podHistory struct {
 	shared bool
 	// unschedulable: the scheduler has said that there is no GPU for it.
 	unschedulable bool
+	// evicted: the Eviction API has deleted it.
+	evicted bool
 }
 
 // waits reports whether the pod has not got its GPUs yet and is still to get them.
@@ -73,6 +77,10 @@ type watch struct {
 	// suspected are suspicions that were judged or are about to be.
 	suspected map[string]bool
 	looks     int
+	// unusable is since when no device can be given to a container; zero while devices can.
+	unusable time.Time
+	// wrongs are what pods have suffered that none should.
+	wrongs []string
 }
 
 // newWatch is told which GPUs are shared, with as how many devices limits see each.
@@ -274,8 +282,97 @@ func (w *watch) podSeen(pod *corev1.Pod) {
 		} else {
 			w.statistics.add(func(c *Counters) { c.FailedAdmissions++ })
 			w.trace.note("failed admission: %s/%s: %s: %s", pod.Namespace, pod.Name, pod.Status.Reason, pod.Status.Message)
+			w.failedInVain(l)
 		}
 	}
+	if !l.evicted && evicted(pod) {
+		l.evicted = true
+		w.trace.note("evicted: %s/%s", pod.Namespace, pod.Name)
+		if !replaces(pod) {
+			w.statistics.add(func(c *Counters) { c.WronglyEvicted++ })
+			w.wrong("WRONGLY EVICTED: %s/%s, which no owner replaces", pod.Namespace, pod.Name)
+		}
+	}
+}
+
+// evicted reports whether a pod was deleted by the Eviction API (k8s.io/kubernetes pkg/registry/core/pod/storage, addConditionAndDeletePod).
+func evicted(pod *corev1.Pod) bool {
+	return slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.DisruptionTarget && c.Reason == "EvictionByEvictionAPI"
+	})
+}
+
+// refusals are words of Tandem's answers to Allocate where no device can be given to a container, or no holder be recorded.
+var refusals = []string{"cannot be given to a container", "reserve devices for a pod"}
+
+// unusableGrace is how long Tandem may take to find that a directory is read-only, and kubelet to be told.
+const unusableGrace = 3 * time.Second
+
+// failedInVain counts a pod that Tandem refused for good, although it could have known long ago that no device can be given: such a pod was
+// to wait. Under mu.
+func (w *watch) failedInVain(l *podHistory) {
+	if w.unusable.IsZero() || l.since.Before(w.unusable.Add(unusableGrace)) {
+		return
+	}
+	if message := l.pod.Status.Message; slices.ContainsFunc(refusals, func(words string) bool { return strings.Contains(message, words) }) {
+		w.statistics.add(func(c *Counters) { c.FailedUnusable++ })
+		w.wrong("FAILED BY AN UNUSABLE DEVICE: %s/%s: %s", l.pod.Namespace, l.pod.Name, message)
+	}
+}
+
+// setUnusable notes that from now on no device can be given to a container, or that one can again.
+func (w *watch) setUnusable(unusable bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.unusable = time.Time{}
+	if unusable {
+		w.unusable = time.Now()
+	}
+}
+
+// wrong notes what a pod has suffered. Under mu.
+func (w *watch) wrong(format string, args ...any) {
+	text := fmt.Sprintf(format, args...)
+	w.wrongs = append(w.wrongs, text)
+	w.trace.say("%s", text)
+}
+
+// takeWrongs answers what pods have suffered since it was asked last.
+func (w *watch) takeWrongs() []string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	wrongs := w.wrongs
+	w.wrongs = nil
+	return wrongs
+}
+
+// present answers the pods that are there, in the order of their creation.
+func (w *watch) present() []victim {
+	return w.those(func(*podHistory) bool { return true })
+}
+
+// victims answers the pods that are not being deleted and of which a container can see a GPU.
+func (w *watch) victims() []victim {
+	return w.those(func(l *podHistory) bool { return l.pod.DeletionTimestamp == nil && len(w.seen[string(l.pod.UID)]) > 0 })
+}
+
+func (w *watch) those(are func(*podHistory) bool) []victim {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	var some []*corev1.Pod
+	for _, l := range w.podHistories {
+		if !l.deleted && are(l) {
+			some = append(some, l.pod)
+		}
+	}
+	slices.SortFunc(some, func(a, b *corev1.Pod) int {
+		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Name, b.Name))
+	})
+	var found []victim
+	for _, pod := range some {
+		found = append(found, victim{string(pod.UID), pod.Namespace, pod.Name, pod.Labels[workloadLabel]})
+	}
+	return found
 }
 
 func (w *watch) podGone(pod *corev1.Pod) {

@@ -138,6 +138,17 @@ func labels(w Workload) map[string]string {
 	return all
 }
 
+// workflow is the owner of a Workflow's pods. No controller knows its kind as an owner of pods, as with those of workflow engines.
+func workflow(w Workload) *corev1.ConfigMap {
+	return &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: w.Name, Labels: labels(w)}}
+}
+
+// ownedBy makes a workflow the controller of a pod.
+func ownedBy(owner *corev1.ConfigMap, pod *corev1.Pod) *corev1.Pod {
+	pod.OwnerReferences = []metav1.OwnerReference{*metav1.NewControllerRef(owner, corev1.SchemeGroupVersion.WithKind("ConfigMap"))}
+	return pod
+}
+
 // barePod is pod i of a Bare or Shared workload.
 func barePod(w Workload, i int) *corev1.Pod {
 	return &corev1.Pod{

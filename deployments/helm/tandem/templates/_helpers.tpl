@@ -89,6 +89,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- default (ternary "nvidia" "" (eq (include "tandem.access" .) "runtimeClass")) .Values.runtimeClassName }}
 {{- end }}
 
+{{/* Whether an agent that is not privileged needs rights for MIG. */}}
+{{- define "tandem.migAccess" -}}
+{{- and (eq (include "tandem.access" .) "runtimeClass") .Values.migAccess }}
+{{- end }}
+
 {{/* The path where the agent finds the host's root. A simulated machine has the same path in the container as on the host. */}}
 {{- define "tandem.hostRoot" -}}
 {{- ternary "/" "/host" (ne .Values.simulated.profile "") }}
@@ -102,6 +107,10 @@ privileged: false
 allowPrivilegeEscalation: false
 capabilities:
   drop: [ALL]
+  {{- if eq (include "tandem.migAccess" .) "true" }}
+  # The driver's condition for MIG's placements, GPU instances and changes.
+  add: [SYS_ADMIN]
+  {{- end }}
 {{- end }}
 readOnlyRootFilesystem: true
 {{- with .Values.seLinuxOptions }}
