@@ -131,7 +131,8 @@ func TestInspectChangesNothing(t *testing.T) {
 		return all.String()
 	}
 	before := state()
-	if err := run(t.Context(), append([]string{"inspect"}, flags...), io.Discard, io.Discard); err != nil {
+	// With the flags of an agent that creates nodes, too.
+	if err := run(t.Context(), append([]string{"inspect", "--create-device-nodes"}, flags...), io.Discard, io.Discard); err != nil {
 		t.Fatal(err)
 	}
 	if after := state(); after != before {

@@ -107,10 +107,10 @@ type PCIFunction struct {
 
 // Inspect reads what an agent with these options would read, once. It needs no Kubernetes and changes nothing; NVML itself may create
 // missing device nodes when root opens it (nvidia-modprobe(1)). A driver that does not answer delays it by some of the agent's time limits,
-// and is in the report. The command inspect and the tests of hardware call it. Options.Recorder is ignored.
+// and is in the report. The command inspect and the tests of hardware call it. Options.Recorder and CreateNodes are ignored.
 func Inspect(ctx context.Context, options Options) Report {
 	recorder := &Recorder{}
-	options.Recorder = recorder
+	options.Recorder, options.CreateNodes = recorder, false
 	n := New(options)
 	r := Report{Format: ReportFormat, Machine: n.options.machine()}
 	if err := n.Scan(ctx); err != nil {

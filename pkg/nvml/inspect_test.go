@@ -147,7 +147,7 @@ func TestInspectNamesTheCallThatHangs(t *testing.T) {
 			hung = append(hung, c)
 		}
 	}
-	if len(hung) != 1 || hung[0].On != "gpu1" || hung[0].Method != "GetMemoryInfo" || hung[0].Slowest < options.patience {
+	if len(hung) != 1 || hung[0].On != "gpu1" || hung[0].Method != "GetMemoryInfo" || hung[0].Slowest < options.patience/2 {
 		t.Errorf("calls without an answer: %+v, want GetMemoryInfo on gpu1", hung)
 	}
 	if g := r.inventory.GPUs; len(g) != 1 || !g[0].Health.Healthy() {
