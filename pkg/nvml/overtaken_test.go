@@ -3,6 +3,7 @@
 package nvml
 
 import (
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -16,13 +17,12 @@ import (
 // haltingLibrary waits at the last GPU, once, when told to.
 type haltingLibrary struct {
 	*simulated.Library
-	halt          bool
+	halt          atomic.Bool
 	reached, goOn chan struct{}
 }
 
 func (l *haltingLibrary) DeviceGetHandleByIndex(index int) (gonvml.Device, gonvml.Return) {
-	if l.halt && index == 3 {
-		l.halt = false
+	if index == 3 && l.halt.CompareAndSwap(true, false) {
 		close(l.reached)
 		<-l.goOn
 	}
@@ -58,7 +58,7 @@ func TestScanThatIsOvertaken(t *testing.T) {
 		t.Fatal(err)
 	}
 	g := node.Inventory().GPUs[1]
-	library.halt = true
+	library.halt.Store(true)
 	scanned := make(chan error)
 	go func() { scanned <- node.Scan(t.Context()) }()
 	<-library.reached
@@ -102,7 +102,7 @@ func TestProfilesAreReadAgainAfterAChange(t *testing.T) {
 		t.Fatal(err)
 	}
 	g := node.Inventory().GPUs[1]
-	library.halt = true
+	library.halt.Store(true)
 	scanned := make(chan error)
 	go func() { scanned <- node.Scan(t.Context()) }()
 	<-library.reached
