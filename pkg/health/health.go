@@ -229,8 +229,15 @@ func (i *Inventory) follow(ctx context.Context) error {
 	defer ticker.Stop()
 	var seen, before, reported string
 	known := map[device.Ref]device.Health{}
+	source := i.config.Changed()
 	for {
-		source, specs, ledger, xids := i.config.Changed(), i.config.Specs.Changed(), i.config.Ledger.Changed(), i.xids.Changed()
+		select {
+		case <-source: // also if something else woke the loop
+			source = i.config.Changed()
+			i.changed.Notify()
+		default:
+		}
+		specs, ledger, xids := i.config.Specs.Changed(), i.config.Ledger.Changed(), i.xids.Changed()
 		i.xids.review(ctx, i.config.Inventory(), i.config.Hardware.LastRead)
 		inventory := i.Inventory()
 		found := problems(inventory)
@@ -258,11 +265,6 @@ func (i *Inventory) follow(ctx context.Context) error {
 				reported = seen
 			}
 			before = seen
-		}
-		select {
-		case <-source: // also if something else woke Run
-			i.changed.Notify()
-		default:
 		}
 	}
 }
