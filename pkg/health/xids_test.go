@@ -239,6 +239,7 @@ func TestHealthEvents(t *testing.T) {
 		w.xids <- device.XIDEvent{PCI: "0000:1b:00", XID: 79, GPUInstance: noInstance, ComputeInstance: noInstance, Time: time.Now()}
 		<-changed
 		event("Warning GPUUnhealthy gpu-0 (GPU-0) is unhealthy (XID): XID 79", "has fallen off the bus (RESTART_BM)", "Drain the node and reboot it")
+		synctest.Wait()
 		if got := testutil.ToFloat64(i.metrics.unhealthy.WithLabelValues("gpu-0", "GPU-0", "XID", "79")); got != 1 {
 			t.Errorf("the metric is %v", got)
 		}
