@@ -35,8 +35,8 @@ func forged(change func(*gpunode.MPSDaemon)) gpunode.MPSDaemon {
 	return d
 }
 
-// TestForgedDaemons: an attacker with the token of an agent writes its node's status, and gets no pod of a program of its choice. The controller
-// that believes it could not create that pod either.
+// TestForgedDaemons: an attacker with an agent's token writes its node's status, and gets no pod of a program of its choice. The
+// controller that believes it could not create that pod either.
 func TestForgedDaemons(t *testing.T) {
 	s := begin(t)
 	pod := s.agentPod(gpuNode)
