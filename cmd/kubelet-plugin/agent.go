@@ -93,7 +93,7 @@ func newAgent(c config.Config) (*agent, error) {
 	// A node may report two events for each fault of each of its GPUs. By default it may report 25, and one more every five minutes.
 	events := record.NewBroadcaster(record.WithCorrelatorOptions(record.CorrelatorOptions{BurstSize: nodeEvents, QPS: 1. / 20}))
 	server := status.New(c.HTTPEndpoint, metrics)
-	// Ready means that both APIs are served, also while they are not yet there to be asked.
+	// The agent is ready only when both APIs are served. Until they exist and have checks of their own, these errors say that it is not.
 	server.Waiting("claims", errNotStarted)
 	server.Waiting("limits", errNotStarted)
 	return &agent{
@@ -134,7 +134,7 @@ func (a *agent) run(ctx context.Context) error {
 
 var errNotStarted = errors.New("not started")
 
-// serve starts the node's components in the order that keeps it safe: the ledger's lock, the records, the driver, the holds of
+// serve starts the node's components in the order that keeps it safe: the ledger's lock, the records, the driver, the holds from
 // before, and only then the two APIs. The CDI specs are updated meanwhile: Prepare and Allocate wait for them.
 func (a *agent) serve(ctx context.Context) error {
 	c, err := a.newComponents()
@@ -191,7 +191,7 @@ func (a *agent) newComponents() (components, error) {
 	return c, err
 }
 
-// cleanupPending reports whether a partition or sharing settings of a hold are recorded. They are removed before the hold ends.
+// cleanupPending reports whether a partition or sharing settings of a hold are recorded. They must be gone before the hold ends.
 func (c components) cleanupPending(h ledger.Hold) bool {
 	return c.partitions.Made(h.Device) || h.Holder.Kind == ledger.KindClaim && c.settings.Applied(h.Holder.ID, h.Device)
 }
@@ -224,7 +224,7 @@ func (a *agent) serveNode(ctx context.Context, c components) error {
 		return err
 	}
 	group, ctx := errgroup.WithContext(ctx)
-	// The API server answers while the driver is asked.
+	// These ask the API server while the scan below asks the driver.
 	group.Go(func() error { return c.pods.Run(ctx) })
 	group.Go(func() error { return c.self.Run(ctx) })
 	group.Go(func() error { return a.endWithPod(ctx, c.pods) })
@@ -349,7 +349,7 @@ func (a *agent) newCleaner(c components) *handover.Cleaner {
 	})
 }
 
-// with is the agent with another configuration.
+// with returns the agent with another configuration.
 func (a *agent) with(c config.Config) *agent {
 	next := *a
 	next.config = c

@@ -42,7 +42,7 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 	if !c.pods.AwaitSync(ctx) || !a.awaitSpecs(ctx, c.specs) {
 		return group.Wait()
 	}
-	// Nothing is given away beside another process that gives the same devices away.
+	// While another process gives the same devices away, the agent gives none.
 	plugin.FindConflicting(ctx)
 	claims.FindConflicting(ctx)
 	group.Go(func() error { return c.usable.Run(ctx) })
@@ -72,7 +72,7 @@ func (a *agent) awaitSpecs(ctx context.Context, specs *cdi.Specs) bool {
 	return specs.Await(limited) || ctx.Err() == nil
 }
 
-// retire runs the device plugin of a node whose mode no longer has it, while a pod of before has a device.
+// retire runs the device plugin on a node whose mode no longer includes it, as long as a pod from before has a device.
 func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()

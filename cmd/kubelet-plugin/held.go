@@ -39,12 +39,12 @@ func (a *agent) awaitAPIServer(ctx context.Context, c components) error {
 	return group.Wait()
 }
 
-// serveHeld serves the holds of before in both APIs until ctx is done: kubelet can unprepare claims and restart containers. Nothing is
+// serveHeld serves the holds from before in both APIs until ctx is done: kubelet can unprepare claims and restart containers. Nothing is
 // given to another holder, because the node's label may set another mode, and the pods of the holds are not known. /readyz still says
 // what is missing.
 func (a *agent) serveHeld(ctx context.Context, c components) error {
 	klog.FromContext(ctx).Info("Serving only what is held", "reason", errNoPods.Error())
-	// What follows is made again once the API server answers, and then registers its metrics.
+	// These components are made again once the API server answers. Only then do they register their metrics.
 	next := *a
 	next.metrics.Registry = prometheus.NewRegistry()
 	object, err := gpunode.New(next.objectConfig(c))

@@ -43,7 +43,7 @@ const pauseLimit = 10 * time.Second
 type pause struct {
 	*agent
 	c components
-	// by is the label that the driver is paused by; empty if it is not.
+	// by is the label that asks for the pause; empty without a pause.
 	by string
 }
 
@@ -91,15 +91,16 @@ func (p *pause) set(ctx context.Context, by string) error {
 		return nil
 	}
 	if before == "" {
-		klog.FromContext(ctx).Info("Pausing: the driver is closed and no GPU is offered", "by", by)
+		klog.FromContext(ctx).Info("Pausing: no call to the driver is made and no GPU is offered", "by", by)
 		p.status.Waiting("pause", errors.New(by))
-		p.event(corev1.EventTypeNormal, "DriverPaused", fmt.Sprintf("No GPU is given to new pods, and the agent has let go of the NVIDIA driver, "+
-			"because of %s. Running pods keep their GPUs. The agent goes on when the label changes", by))
+		p.event(corev1.EventTypeNormal, "DriverPaused", fmt.Sprintf("No GPU is given to new pods and claims, "+
+			"and the agent makes no call to the NVIDIA driver, because of %s. Running pods keep their GPUs. "+
+			"The agent continues when no such label is left", by))
 	}
 	if err != nil {
-		klog.FromContext(ctx).Error(err, "A call to the driver does not end, so that the driver cannot be unloaded")
-		p.event(corev1.EventTypeWarning, "DriverPaused", fmt.Sprintf("A call of the agent to the NVIDIA driver does not end (%v). "+
-			"The driver cannot be unloaded before it does: a GPU hangs. Reset it or reboot the node", err))
+		klog.FromContext(ctx).Error(err, "A call to the driver does not return, so the driver cannot be unloaded")
+		p.event(corev1.EventTypeWarning, "DriverPaused", fmt.Sprintf("A call of the agent to the NVIDIA driver does not return (%v), "+
+			"so the driver cannot be unloaded. A GPU hangs: find it in the kernel's log (dmesg), and reset it or reboot the node", err))
 	}
 	return nil
 }

@@ -53,8 +53,8 @@ func (a *agent) openLedger(ctx context.Context, c components) (*ledger.Ledger, e
 // errDriverArrived ends an agent in driverless mode: main starts it again, now with the driver.
 var errDriverArrived = errors.New("the NVIDIA driver reports GPUs now")
 
-// driverless is the agent in driverless mode. It is wired like any other, over an empty inventory: claims are unprepared, holds are
-// kept, and nothing is published. kubelet cannot end a pod whose claims are not unprepared, and a driver upgrade waits until all GPU
+// driverless returns the agent in driverless mode. It has the same components, over an empty inventory: claims are unprepared, holds
+// are kept, and nothing is published. kubelet cannot end a pod whose claims are not unprepared, and a driver upgrade waits until all GPU
 // pods have ended (TestPodsEndWithoutADriver).
 func (a *agent) driverless() *agent {
 	next := a.with(a.config.ServingNothing())
@@ -62,7 +62,7 @@ func (a *agent) driverless() *agent {
 	return next
 }
 
-// holdsAny reports whether a claim or pod may have a device, by the ledger or by kubelet. A node without one needs no driverless
+// holdsAny reports whether the ledger or kubelet says that a claim or pod may have a device. A node without one needs no driverless
 // mode.
 func (a *agent) holdsAny(book *ledger.Ledger) bool {
 	claims, err := podstate.ReadClaimState(a.config.KubeletDir, a.config.DriverName)
@@ -90,9 +90,9 @@ func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node) bool {
 // scanPatience is how long the first scan may take before GPUNode says that the agent waits for it.
 const scanPatience = 5 * time.Second
 
-// reportWaiting keeps the node's GPUNode from showing the GPUs and holders of an earlier boot until stop is called, which waits for the end.
-// While the agent scans it leaves a status of this boot, whose holders the ledger is about to confirm. After the scan there is no GPU,
-// and nothing is held.
+// reportWaiting keeps the node's GPUNode from showing the GPUs and holders of an earlier boot until stop is called. stop waits for its end.
+// During the first scan it leaves a status of this boot as it is, because the ledger is about to confirm its holders. After a scan without
+// a GPU, nothing is held.
 func (a *agent) reportWaiting(ctx context.Context, c components, scanning bool) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	ended := make(chan struct{})
@@ -233,7 +233,7 @@ func (a *agent) reportRuntime(ctx context.Context, version string) {
 		return
 	}
 	if !slices.ContainsFunc(a.config.DeviceListStrategies, withoutCDI) {
-		consequence += " and limits (deviceListStrategy envvar or volume-mounts is for runtimes without CDI)"
+		consequence += " and limits (limits work without CDI if deviceListStrategy is envvar or volume-mounts)"
 	}
 	klog.FromContext(ctx).Info("Container runtime without CDI", "runtime", version, "reason", why)
 	a.event(corev1.EventTypeWarning, reason, consequence+": "+why)

@@ -8,7 +8,7 @@ import (
 	"fmt"
 )
 
-// knowledge is immutable.
+// knowledge is what Has, Problem and Unwritable answer from. It is immutable.
 type knowledge struct {
 	// names are the entries of the files.
 	names  map[string]bool

@@ -42,7 +42,7 @@ const SpecFile = "tandem-" + vendor + "-" + class + jsonSuffix
 // device.
 func (e Edits) Spec() ([]byte, error) { return encode(class, e.Common, withLost(e.Devices, nil)) }
 
-// withLost adds earlier entries that are not in devices: kubelet caches our answers, and a container that restarts must still
+// withLost adds earlier entries that are not in devices: kubelet caches Tandem's answers, and a container that restarts must still
 // resolve them. An earlier entry whose device nodes belong to another device now is dropped; it would give that device to a
 // second holder.
 func withLost(devices, earlier []specs.Device) []specs.Device {

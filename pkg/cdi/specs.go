@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package cdi writes the CDI spec files that describe the node's devices to the container runtime, and installs the hook binary
-// that they name. It restores files that another process removes or changes, and touches no file of others. What the files
+// that they name. It restores its files if another process removes or changes them, and touches no other files. What the files
 // contain comes from a Source.
 package cdi
 
@@ -71,8 +71,8 @@ type Specs struct {
 	wanted *answer
 	// absent is why a device without an entry has none, if failed does not say it.
 	absent error
-	// broken is why hook or main file are damaged and cannot be restored, and unwritable why the last new file could not be written, or
-	// none could be while the Source's answer was not written.
+	// broken is why the hook or the main file is damaged and cannot be restored. unwritable is why the last new file, or the attempt at one
+	// (tryWriting), could not be written.
 	broken, unwritable error
 	// placeholders are names that get a placeholder device while no device has them.
 	placeholders map[string]bool
@@ -82,7 +82,7 @@ type Specs struct {
 	added   map[string]uint64
 	clients map[string]*specFile // by name
 
-	// known is what Has and Problem answer from.
+	// known is what Has, Problem and Unwritable answer from.
 	known   atomic.Pointer[knowledge]
 	changed broadcast.Signal
 	// asked is closed once the Source has answered for the first time, or failed to.
@@ -91,11 +91,11 @@ type Specs struct {
 	damaged chan struct{}
 }
 
-// answer is one of the Source.
+// answer is an answer of the Source.
 type answer struct {
 	Edits
-	// adds is the number of calls of Add when the Source was asked. The answer may lack partitions that were added since: UUIDs recur, so
-	// that one whose entry was there before may have been made again.
+	// adds is the number of calls of Add when the Source was asked. The answer may lack partitions that were added since. UUIDs recur: a
+	// partition whose entry existed before may have been made again.
 	adds uint64
 }
 
@@ -220,7 +220,7 @@ func (s *Specs) settle() error {
 	return errors.Join(append(errs, s.unwritable)...)
 }
 
-// specSize is about that of a spec.
+// specSize is about the size of a spec.
 const specSize = 16 << 10
 
 // tryWriting returns why no file of the size of a partition's can be written, or the hook that it names. Under s.mu.

@@ -169,15 +169,15 @@ type Driver struct {
 	Config
 
 	metrics *metrics
-	// statuses have to be written to claims.
+	// statuses are the conditions that have to be written to claims.
 	statuses chan claimStatus
 	// nodeRef is the object of events on the node.
 	nodeRef *corev1.ObjectReference
 	// probeAgain is the delay of the next probe after the API server dropped a field.
 	probeAgain time.Duration
-	// withholds is set from a conflicting driver's appearance until it is taken over from. Only Run uses it, and FindConflicting.
+	// withholds is set from the appearance of a conflicting driver until Tandem has taken over from it. Only Run and FindConflicting use it.
 	withholds bool
-	// takeOver is how long a conflicting driver must be gone before it is taken over from.
+	// takeOver is how long a conflicting driver must be gone before Tandem takes over from it.
 	takeOver time.Duration
 	// publishAgain wakes the publisher, which acts on the two flags.
 	publishAgain                   broadcast.Signal
@@ -186,7 +186,7 @@ type Driver struct {
 	mu sync.Mutex
 	// unusable are the claims whose devices were unhealthy or unknown.
 	unusable map[types.UID]unusable
-	// These are why claims are not served; nil for what is well. Ready returns the first. waiting is ErrNoAPI or a
+	// These say why claims are not served; nil without a problem. Ready returns the first. waiting is ErrNoAPI or a
 	// *ConflictingDriverError. slices stays nil after the API server had all pools once.
 	waiting, node, slices, kubelet error
 }
@@ -202,7 +202,7 @@ func New(c Config) (*Driver, error) {
 	return &Driver{
 		Config: c, metrics: newMetrics(c.Registerer), statuses: make(chan claimStatus, 1000), probeAgain: 10 * time.Minute,
 		unusable: map[types.UID]unusable{}, takeOver: time.Second,
-		// A Driver of before may have withheld: this one takes over.
+		// An earlier Driver of this process may have withheld devices: this one continues.
 		withholds: c.Ledger.Withholds(sourceConflicting),
 		// The UID of events on nodes is the node's name, by kubelet's convention: `kubectl describe` selects that.
 		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},

@@ -31,8 +31,8 @@ type gpuPool struct {
 	unmanaged []device.Partition
 	// allocated are the devices that the scheduler counts, with their profile IDs.
 	allocated map[device.Ref]int
-	// withdrawn are the devices that the scheduler cannot count, uncounted those of them that pods hold, or claims that it does not
-	// count.
+	// withdrawn are the devices that the scheduler cannot count. uncounted are those of them that a pod holds, or a claim that the
+	// scheduler does not count.
 	withdrawn, uncounted []device.Ref
 	// unhealthy are withdrawals of unhealthy devices, nil if the API server drops taints.
 	unhealthy []withdrawal

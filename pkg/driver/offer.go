@@ -337,8 +337,8 @@ const drainGrace = 2 * time.Second
 
 type use = availability.Use[device.Ref]
 
-// withdrawal is one reason not to offer hardware. Holder is zero for whole devices: one whole holder after another is one
-// withdrawal.
+// withdrawal is one reason not to offer hardware. Holder is zero for whole devices, so that one holder of a whole device after another
+// is the same withdrawal.
 type withdrawal struct {
 	use
 	// health is that of an unhealthy device, without its message.
@@ -405,7 +405,7 @@ func findWithdrawn(
 		if held.Reason == availability.HeldByClaim {
 			continue
 		}
-		// Not for an overdue hold: the scheduler would choose its device for each new claim meanwhile.
+		// An overdue hold gets no grace: the scheduler would choose its device for each new claim meanwhile.
 		if due := h.Since.Add(drainGrace); held.Reason == availability.Draining && !h.Unreadable && !h.Overdue() && due.After(now) {
 			next = earlier(next, due)
 			continue

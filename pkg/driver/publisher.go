@@ -206,7 +206,7 @@ func (d *Driver) probeWith(ctx context.Context, consumption []resourceapi.Device
 	}, nil
 }
 
-// reportMissingCounters reports that the API server drops the counters that dynamic GPUs need. It returns false if there are none.
+// reportMissingCounters reports that the API server drops the counters that dynamic GPUs need. It returns false without a dynamic GPU.
 func (d *Driver) reportMissingCounters(ctx context.Context, inv device.Inventory) bool {
 	var names []string
 	for _, g := range inv.GPUs {
@@ -219,8 +219,9 @@ func (d *Driver) reportMissingCounters(ctx context.Context, inv device.Inventory
 	}
 	klog.FromContext(ctx).Info("The API server drops shared counters, GPUs are not partitioned on demand", "devices", names)
 	d.Recorder.Eventf(d.nodeRef, corev1.EventTypeWarning, "NoPartitionsOnDemand",
-		"%s should be partitioned on demand, for which the API server must keep shared counters (Kubernetes 1.36 or newer, feature gate DRAPartitionableDevices): "+
-			"whole GPUs and partitions that exist are offered instead", strings.Join(names, ", "))
+		"%s cannot be partitioned on demand, because the API server drops shared counters. "+
+			"Existing partitions and whole GPUs are offered instead. Use Kubernetes 1.36 or newer with the feature gate DRAPartitionableDevices",
+		strings.Join(names, ", "))
 	return true
 }
 

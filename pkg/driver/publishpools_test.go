@@ -93,7 +93,7 @@ func TestServersThatDropCounters(t *testing.T) {
 		r.run().ready()
 		r.awaitPools(onlyWhole)
 		reported := func() error {
-			if n := strings.Count(r.events.all(), "Node/node1 NoPartitionsOnDemand: gpu-1, gpu-2 should be partitioned on demand"); n != 1 {
+			if n := strings.Count(r.events.all(), "Node/node1 NoPartitionsOnDemand: gpu-1, gpu-2 cannot be partitioned on demand"); n != 1 {
 				return fmt.Errorf("reported %d times: %s", n, r.events.all())
 			}
 			return nil

@@ -21,8 +21,8 @@ const unusableGrace, unusableKept = 10 * time.Second, 5 * time.Minute
 // unusable is when a claim was refused because a device was unhealthy or unknown, first and last.
 type unusable struct{ first, last time.Time }
 
-// recordUnusable records the conflicts of claims whose devices have been unhealthy or unknown for longer than unusableGrace. They
-// heal as those whose devices have another holder. Before that, the call is retried.
+// recordUnusable records the conflicts of claims whose devices have been unhealthy or unknown for longer than unusableGrace. These
+// conflicts are resolved like those with another holder. Before that time, kubelet retries the call.
 func (d *Driver) recordUnusable(ctx context.Context, preparations []*preparation, now time.Time) {
 	for _, p := range preparations {
 		refused := p.unusable()
@@ -66,8 +66,8 @@ func (p *preparation) unusable() *refusal {
 	return nil
 }
 
-// refuseUnusable is for a device that was allocated and cannot be used any more. Devices of admin access are not held, so their claim
-// is not in conflict.
+// refuseUnusable returns the refusal of a claim whose allocated device cannot be used any more. Devices of admin access are not held, so
+// their claim is not in conflict.
 func refuseUnusable(reason, name string, ref device.Ref, admin bool, format string, args ...any) error {
 	refused := &refusal{reason: reason, message: fmt.Sprintf(format, args...)}
 	if !admin {

@@ -18,14 +18,14 @@ import (
 const sourceConflicting = "conflicting driver"
 
 // FindConflicting looks once for another process that serves our driver name, and withholds devices in both APIs while there is one.
-// The agent calls it before it serves either API, and then Run, which does the same.
+// The agent calls it before it serves either API. Then it calls Run, which looks again.
 func (d *Driver) FindConflicting(ctx context.Context) {
-	// Run reports it.
+	// Run reports the conflicting driver.
 	_ = d.withhold(ctx, d.findConflicting(ctx, nil, map[string]fs.FileInfo{}))
 }
 
-// withhold withholds devices while there is a conflicting driver. When it is gone, withhold adopts what it gave away before it ends
-// that. An error is why claims must not be served.
+// withhold withholds devices while there is a conflicting driver. When that driver is gone, withhold first adds holds for what it gave
+// away, and then ends the withholding. An error says why claims must not be served.
 func (d *Driver) withhold(ctx context.Context, conflicting error) error {
 	if conflicting == nil && d.withholds {
 		// By then kubelet's claim state has the last claim that the other process prepared.
@@ -54,7 +54,7 @@ func (d *Driver) withhold(ctx context.Context, conflicting error) error {
 	return nil
 }
 
-// conflicted reports whether devices are withheld because of the process at a socket. It may only be slow now.
+// conflicted reports whether devices are withheld because of the process at a socket. A process that does not answer may only be slow.
 func (d *Driver) conflicted(socket string) bool {
 	before, known := errors.AsType[*ConflictingDriverError](d.Ledger.Withheld())
 	return d.withholds && known && before.Socket == socket

@@ -2,9 +2,9 @@
 
 // Package handover makes a GPU clean between two holders: no process outside the running pods uses it, and its settings are what they
 // were before the last holder. Where the node configuration asks for it, the GPU is reset as well. A GPU that cannot be cleaned is
-// withdrawn until it can. The ledger decides who may have a GPU; a hold ends without the cleaner.
+// withdrawn until it can be. The ledger decides who may have a GPU, and ends a hold without waiting for the Cleaner.
 //
-// Only a GPU without any hold is handed over: holders of partitions or shares come and go beside each other.
+// Only a GPU without any hold is handed over: holders of partitions or shares come and go while others use the GPU.
 package handover
 
 import (
@@ -70,7 +70,7 @@ type Cleaner struct {
 	retry time.Duration
 	// patience limits one attempt of Run.
 	patience time.Duration
-	// turns are for handovers, by UUID. A hung GPU delays no other.
+	// turns allow one handover of a GPU at a time, by UUID. A hung GPU delays no other.
 	turns keylock.Locks[string]
 	// resets is locked during a reset.
 	resets keylock.Locks[struct{}]
@@ -163,7 +163,7 @@ func (c *Cleaner) Run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// attempt is a handover that ends although the driver does not answer.
+// attempt hands a GPU over. It gives up if the driver does not answer.
 func (c *Cleaner) attempt(ctx context.Context, uuid string) error {
 	limited, cancel := context.WithTimeoutCause(ctx, c.patience, errNoAnswer)
 	defer cancel()
@@ -174,8 +174,8 @@ func (c *Cleaner) attempt(ctx context.Context, uuid string) error {
 	return err
 }
 
-// forward announces changes of the inventory as changes of the Cleaner's. It takes the next channel before it announces, so that it misses
-// no change.
+// forward announces each change of the inventory as a change of the Cleaner's inventory. It takes the next channel before it announces, so
+// that it misses no change.
 func (c *Cleaner) forward(ctx context.Context) {
 	changed := c.options.Inventory.Changed()
 	for {
@@ -259,7 +259,7 @@ func (c *Cleaner) handOver(ctx context.Context, uuid string, starting bool) erro
 	_, recorded := c.options.Records.Get(uuid)
 	switch {
 	case shared || !former && len(now) > 0 && recorded:
-		// Holders of before the restart, or beside others, go on.
+		// The holders are those of before a restart, or use the GPU beside others: nothing to clean.
 	case (former || recorded) && (len(now) == 0 || starting || !c.options.Reset(uuid)):
 		if err := c.clean(ctx, uuid); err != nil {
 			return c.failed(ctx, uuid, err)
@@ -269,7 +269,7 @@ func (c *Cleaner) handOver(ctx context.Context, uuid string, starting bool) erro
 	}
 	if len(now) > 0 {
 		if err := c.recordSettings(ctx, uuid); err != nil {
-			klog.FromContext(ctx).Error(err, "Cannot record the settings of a GPU. They are not restored after its holder", "gpu", uuid)
+			klog.FromContext(ctx).Error(err, "Cannot record the settings of a GPU, so they will not be restored after its holder", "gpu", uuid)
 		}
 	}
 	c.adopt(ctx, uuid, now)

@@ -2,8 +2,8 @@
 
 // Package health decides the health of the node's devices. It takes what the hardware reports and the XIDs that have not ended, ignores
 // what the node configuration ignores, and adds what the driver does not know: whether a container can be given the device, and whether
-// the ledger could record who has it. A device without either is not offered: a failed Allocate fails its pod for good, though another
-// node could have run it.
+// the ledger could record who has it. If one of them is not possible, the device is not offered: a failed Allocate fails its pod for
+// good, though another node could have run it.
 package health
 
 import (
@@ -79,12 +79,12 @@ type Config struct {
 	Registerer prometheus.Registerer
 }
 
-// interval is how often the ledger is probed. A problem is reported when it lasts longer: the entry of a new partition takes some
+// interval is how often the ledger is probed. Only a problem that lasts longer is reported: a new partition has no CDI entry for some
 // milliseconds.
 const interval = time.Second
 
-// Inventory is the source's inventory with the completed health. Make it with New. Inventory and Changed are safe for concurrent use, answer
-// from memory, and do not block.
+// Inventory is the source's inventory with the health that this package decides. Make it with New. Inventory and Changed are safe for
+// concurrent use, answer from memory, and do not block.
 type Inventory struct {
 	config   Config
 	interval time.Duration
@@ -103,7 +103,7 @@ func New(c Config) *Inventory {
 // Changed returns a channel that is closed when Inventory may answer differently, as long as Run runs. Take it before you call Inventory.
 func (i *Inventory) Changed() <-chan struct{} { return i.changed.Changed() }
 
-// Inventory returns the source's inventory with the health that counts. A device that works and cannot be given to a holder is unhealthy.
+// Inventory returns the source's inventory with the decided health. A device that works but cannot be given to a holder is unhealthy.
 func (i *Inventory) Inventory() device.Inventory {
 	inv := i.config.Inventory()
 	cloned := false
@@ -183,7 +183,7 @@ func (i *Inventory) effective(gpu device.GPU, faults []device.Health) device.Hea
 	return device.Worst(counting...)
 }
 
-// action returns what to do about a fault. What is no fault of the hardware cannot be ignored.
+// action returns what to do about a fault. A reason that is no fault of the hardware cannot be ignored.
 func (i *Inventory) action(gpu device.GPU, fault device.Health) device.FaultAction {
 	if fault.Class() == device.FaultNone {
 		return device.FaultNoSchedule
@@ -269,7 +269,7 @@ func (i *Inventory) follow(ctx context.Context) error {
 	}
 }
 
-// problems returns the names of the devices that work and cannot be given to a holder, by why.
+// problems returns the names of the devices that work but cannot be given to a holder, by the reason.
 func problems(inventory device.Inventory) map[device.Health][]string {
 	found := map[device.Health][]string{}
 	for _, d := range inventory.Devices() {
@@ -290,7 +290,7 @@ const namedDevices = 4
 func (i *Inventory) report(ctx context.Context, found map[device.Health][]string) {
 	i.metrics.unusable.Reset()
 	if len(found) == 0 {
-		klog.FromContext(ctx).Info("All devices that work can be given to containers")
+		klog.FromContext(ctx).Info("All working devices can be given to containers and recorded")
 		return
 	}
 	for _, why := range slices.SortedFunc(maps.Keys(found), func(a, b device.Health) int { return strings.Compare(a.Message, b.Message) }) {

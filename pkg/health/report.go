@@ -22,7 +22,7 @@ type metrics struct {
 	shown map[shown]bool
 }
 
-// shown is a value of 1.
+// shown is a gauge and the labels of one value of it, which is 1.
 type shown struct {
 	gauge                     *prometheus.GaugeVec
 	device, uuid, reason, xid string
@@ -129,7 +129,8 @@ func (i *Inventory) reportHealth(ctx context.Context, inventory device.Inventory
 				what, now.Reason, strings.TrimSuffix(now.Message, "."), i.remedy(d, now))
 		case now.Healthy() && was.Class() != device.FaultNone:
 			klog.FromContext(ctx).Info("Device is healthy again", "device", d.Name(), "uuid", d.UUID(), "before", was.Reason)
-			i.config.Recorder.Eventf(i.node(), corev1.EventTypeNormal, "GPUHealthy", "%s is healthy again, after %s", what, was.Reason)
+			i.config.Recorder.Eventf(i.node(), corev1.EventTypeNormal, "GPUHealthy",
+				"%s is healthy again. It was unhealthy with reason %s", what, was.Reason)
 		}
 	}
 }

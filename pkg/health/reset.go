@@ -15,10 +15,10 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// resetRetry is how long after a failed reset the next attempt begins.
+// resetRetry is how long after a reset, or a failed one, the next attempt begins.
 const resetRetry = 30 * time.Second
 
-// resets are the GPUs that are being reset, and when the others may be.
+// resets are the GPUs that are being reset, and the earliest time of the next reset of others.
 type resets struct {
 	mu      sync.Mutex
 	running map[string]bool

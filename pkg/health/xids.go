@@ -24,12 +24,12 @@ import (
 const (
 	maxXIDs      = 16
 	maxAddresses = 64
-	// knownXIDs is above all XIDs that have a value of their own in the metric.
+	// XIDs below knownXIDs have a value of their own in the metric. The others count as "other".
 	knownXIDs = 1000
 )
 
-// quiet is how long before the driver says that a GPU needs nothing its last XID must have come. The driver logs some XIDs before it
-// decides what they need.
+// quiet is the least time between an XID and a reading of the GPU that can end it. The driver logs some XIDs before it decides what the
+// GPU needs.
 const quiet = 1500 * time.Millisecond
 
 // keeper keeps the XIDs that have not ended, by PCI address. All methods are safe for concurrent use.
@@ -66,7 +66,7 @@ func (k *keeper) load() {
 	}
 }
 
-// take takes an event.
+// take records an event.
 func (k *keeper) take(ctx context.Context, e device.XIDEvent) {
 	k.writing.Lock()
 	defer k.writing.Unlock()
@@ -82,11 +82,11 @@ func (k *keeper) take(ctx context.Context, e device.XIDEvent) {
 	k.put(ctx, changes)
 }
 
-// addition returns what changes by an XID. Under mu.
+// addition returns the records that an XID changes. Under mu.
 func (k *keeper) addition(ctx context.Context, e device.XIDEvent) map[string]xids {
 	if e.Sequence > 0 {
 		if known, ok := k.last[e.PCI]; ok && e.Sequence <= known {
-			return nil // the log is read again
+			return nil // the log is read from its beginning again
 		}
 		if len(k.last) < maxAddresses {
 			k.last[e.PCI] = e.Sequence
@@ -116,12 +116,12 @@ func (k *keeper) addition(ctx context.Context, e device.XIDEvent) map[string]xid
 	return map[string]xids{e.PCI: of}
 }
 
-// same reports whether it is the same XID of the same hardware.
+// same reports whether both are the same XID of the same GPU or partition.
 func (x xid) same(other xid) bool {
 	return x.XID == other.XID && x.GPUInstance == other.GPUInstance && x.ComputeInstance == other.ComputeInstance
 }
 
-// endings returns what changes by the end of the XIDs of a GPU, of one of its partitions, or of all GPUs. Under mu.
+// endings returns the records that change when the XIDs of a GPU, of one of its partitions, or of all GPUs end. Under mu.
 func (k *keeper) endings(e device.XIDEvent) map[string]xids {
 	changes := map[string]xids{}
 	for address, of := range k.gpus {
@@ -138,7 +138,7 @@ func (k *keeper) endings(e device.XIDEvent) map[string]xids {
 	return changes
 }
 
-// put replaces what is known of GPUs, in memory first. A record that cannot be written counts in memory.
+// put replaces the records of GPUs, in memory first. A record that cannot be written still counts in memory.
 func (k *keeper) put(ctx context.Context, changes map[string]xids) {
 	if len(changes) == 0 {
 		return
@@ -149,20 +149,20 @@ func (k *keeper) put(ctx context.Context, changes map[string]xids) {
 	k.Notify()
 	for address, of := range changes {
 		if err := k.records.Put(address, of); err != nil {
-			klog.FromContext(ctx).Error(err, "Cannot record an XID. The next agent may not know of it", "gpu", address)
+			klog.FromContext(ctx).Error(err, "Cannot record the XIDs of a GPU, which the agent forgets if it restarts", "gpu", address)
 		}
 	}
 }
 
-// review ends the XIDs that the hardware no longer has: the driver needs nothing for the GPU, or the partition is gone. lastRead returns
-// when the driver was last asked about a GPU.
+// review ends the XIDs that the hardware no longer has: the driver says that the GPU needs nothing, or the partition is gone. lastRead
+// returns when the driver was last asked about a GPU.
 func (k *keeper) review(ctx context.Context, inv device.Inventory, lastRead func(uuid string) time.Time) {
 	k.writing.Lock()
 	defer k.writing.Unlock()
 	k.put(ctx, k.ended(ctx, inv, lastRead))
 }
 
-// ended returns what changes by a review.
+// ended returns the records that a review changes.
 func (k *keeper) ended(ctx context.Context, inv device.Inventory, lastRead func(uuid string) time.Time) map[string]xids {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -193,7 +193,7 @@ func (k *keeper) ended(ctx context.Context, inv device.Inventory, lastRead func(
 	return changes
 }
 
-// slotOf returns the PCI address of a GPU without its function, as XIDs have it.
+// slotOf returns the PCI address of a GPU without its function, as in device.XIDEvent.
 func slotOf(g device.GPU) string {
 	address, _, _ := strings.Cut(g.PCIBusID, ".")
 	return address

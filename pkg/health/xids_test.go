@@ -244,7 +244,7 @@ func TestHealthEvents(t *testing.T) {
 			t.Errorf("the metric is %v", got)
 		}
 		w.change(func() { w.read = time.Now().Add(time.Minute) })
-		event("Normal GPUHealthy gpu-0 (GPU-0) is healthy again, after XID")
+		event("Normal GPUHealthy gpu-0 (GPU-0) is healthy again. It was unhealthy with reason XID")
 		w.xids <- device.XIDEvent{PCI: "0000:3b:00", XID: 94, GPUInstance: 5, ComputeInstance: noInstance, Time: time.Now().Add(2 * time.Minute)}
 		event("Warning GPUUnhealthy gpu-1-mig-1g10gb-19-1 (MIG-5) is unhealthy (XID): XID 94")
 		synctest.Wait()

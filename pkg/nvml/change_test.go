@@ -404,7 +404,7 @@ func TestModeThatCannotBeSwitched(t *testing.T) {
 	}{
 		"in use on Hopper": {"h100x8", 1, true, "in use by process 4242"},
 		"in use on Ampere": {"a30x4", 0, true, "in use by process 4242"},
-		"needs a reset":    {"a30x4", 3, false, "has to be reset"},
+		"needs a reset":    {"a30x4", 3, false, "must be reset"},
 		"has none":         {"l4x4", 0, false, "no MIG"},
 		"is not there":     {"l4x4", -1, false, "not in the inventory"},
 	} {

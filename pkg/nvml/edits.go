@@ -109,8 +109,9 @@ func (n *Node) toolkit(ctx context.Context) (nvcdi.Interface, error) {
 		// Only libraries of the driver, in any directory; nvcdi's own list lacks the directories of several systems.
 		nvcdi.WithLibrarySearchPaths(n.layout.libraryDirs),
 		nvcdi.WithLdconfigPath(n.options.ldconfig()),
-		// nvcdi would load the first into this process beside NVML, and it adds nothing for GPUs that NVML has. The second are mounts of
-		// sockets, without which CUDA works, and with which a container does not start after their server has ended.
+		// Without the first flag, nvcdi would load the nvsandboxutils library into this process, which adds nothing for GPUs that NVML
+		// reports. The second flag leaves out mounts of sockets: CUDA works without them, and a container with such a mount does not start
+		// after the socket's server has ended.
 		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils, nvcdi.FeatureDisableIPCDiscoverer),
 		nvcdi.WithNVIDIACDIHookPath(n.options.HookPath),
 	}
@@ -256,7 +257,7 @@ func (n *Node) oneEdits(ctx context.Context, p gpu.Partition) (specs.Device, err
 				return d, nil
 			}
 		}
-		return specs.Device{}, errors.Join(errors.New("there are none"), edits.Failed[p.UUID])
+		return specs.Device{}, errors.Join(errors.New("nvcdi returns none"), edits.Failed[p.UUID])
 	}
 	n.mu.Lock()
 	at := n.attachment

@@ -214,7 +214,7 @@ func (r *reader) readMIG(known *knownGPU, d gonvml.Device) (unreadable []string)
 	switch {
 	case known.profiled:
 	case g.MemoryBytes == 0:
-		unreadable = append(unreadable, "its MIG profiles, which are named after their share of its memory, have no names: NVML does not report its memory")
+		unreadable = append(unreadable, "its MIG profiles cannot be named, because NVML does not report its memory")
 	default:
 		profiles, unread := r.readProfiles(g.MemoryBytes, d)
 		unreadable = append(unreadable, unread...)

@@ -87,7 +87,7 @@ func (op *operation) restoreSettings(wanted gpu.Settings) error {
 	same := wanted.MemoryClock == now.MemoryClock && wanted.GraphicsClock == now.GraphicsClock
 	if wanted.MemoryClock != 0 && wanted.GraphicsClock != 0 && !same {
 		ret := op.device.SetApplicationsClocks(wanted.MemoryClock, wanted.GraphicsClock)
-		// A driver may let them be read only. Then no holder has changed them.
+		// A driver may only allow reading the clocks. Then no holder has changed them.
 		if ret != gonvml.SUCCESS && !unsupported(ret) {
 			errs = append(errs, fmt.Errorf("set application clocks to %d,%d MHz: %w", wanted.MemoryClock, wanted.GraphicsClock, returnError{ret}))
 		}

@@ -52,7 +52,7 @@ func readFaults(g *gpu.GPU, d gonvml.Device) {
 	values := fieldValues(d, healthFields)
 	g.Recovery = ""
 	if action, known := values[gonvml.FI_DEV_GET_GPU_RECOVERY_ACTION]; known {
-		// An action that this version does not know is more than none.
+		// An action that this version does not know needs at least a reset.
 		g.Recovery = cmp.Or(recoveryActions[gonvml.DeviceGpuRecoveryAction(action)], gpu.RecoveryReset)
 		if fault, needed := recoveryFaults[g.Recovery]; needed {
 			g.Faults = append(g.Faults, fault)
@@ -170,11 +170,11 @@ func (n *Node) noteRead(uuid string, began time.Time) {
 }
 
 const (
-	// lightScans is how many scans run in an interval at most. The others than the first read only health.
+	// lightScans is how many scans run in an interval at most. All but the first read only health.
 	lightScans = 4
 	// xidDelay is how long after an XID a scan begins: the driver decides meanwhile what the GPU needs, and may report more XIDs.
 	xidDelay = 200 * time.Millisecond
-	// share is the inverse of the share of a core that scans may take.
+	// Scans may take 1/share of a core.
 	share = 250
 )
 

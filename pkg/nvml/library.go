@@ -447,7 +447,7 @@ func (s *session) suspend(limit time.Duration, do func() error) error {
 	s.wanted.Store(true)
 	defer s.wanted.Store(false)
 	if !broadcast.Await(ctx, s.idle.Changed, s.trySuspend) {
-		return errors.New("a call of the agent to the driver does not end")
+		return errors.New("a call of the agent to the driver does not return")
 	}
 	err := do()
 	s.mu.Lock()

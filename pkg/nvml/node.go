@@ -59,7 +59,7 @@ type Node struct {
 	late map[string]<-chan struct{}
 	// slow contains the readings of GPUs that an earlier scan began and did not wait for, by index.
 	slow map[int]reading
-	// loadTried is when nvidia-uvm was last to be loaded, unloadable why it was not.
+	// loadTried is when the agent last tried to load nvidia-uvm, unloadable why that failed.
 	loadTried  time.Time
 	unloadable error
 	topology   topology
@@ -67,7 +67,7 @@ type Node struct {
 	// paused is set between Pause and Resume.
 	paused atomic.Pointer[PausedError]
 
-	// turns are for operations, by UUID.
+	// turns allow one operation on a GPU at a time, by UUID.
 	turns keylock.Locks[string]
 
 	mu        sync.Mutex

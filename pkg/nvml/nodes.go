@@ -126,7 +126,8 @@ func (r *reader) ensureDevice(d charDevice) error {
 		if failure := o.createNode(filepath.Join(devRoot, d.path), major, d); failure != nil {
 			return fmt.Errorf("%w; cannot create it: %w", err, failure)
 		}
-		klog.Background().Info("Created a device node", "path", filepath.Join(devRoot, d.path), "major", major, "minor", d.minor, "because", err.Error())
+		klog.Background().Info("Created a device node", "path", filepath.Join(devRoot, d.path), "major", major, "minor", d.minor,
+			"reason", err.Error())
 		err = o.checkDevice(devRoot, numbers, d)
 	}
 	if err == nil {
@@ -137,13 +138,13 @@ func (r *reader) ensureDevice(d charDevice) error {
 	return err
 }
 
-// ensureControlDevices is ensureDevice for what every GPU needs.
+// ensureControlDevices is ensureDevice for the nodes that every GPU needs. unloadable is why nvidia-uvm could not be loaded.
 func (r *reader) ensureControlDevices(unloadable error) (err error) {
 	for _, d := range controlDevices {
 		err = cmp.Or(err, r.ensureDevice(d))
 	}
 	if err != nil && unloadable != nil {
-		err = fmt.Errorf("%w, and cannot be: %w", err, unloadable)
+		err = fmt.Errorf("%w; the agent cannot load nvidia-uvm: %w", err, unloadable)
 	}
 	if err != nil {
 		err = fmt.Errorf("%w. Without it no CUDA program works; `nvidia-modprobe -u -c=0` on the node loads the module and creates the nodes", err)
@@ -211,7 +212,7 @@ const loadInterval = time.Minute
 // itself would load it. A new driver's majors are then those of the next scan. Under n.scanning.
 func (n *Node) loadUVM(ctx context.Context) {
 	if _, loaded := n.majors[driverUVM]; loaded {
-		n.unloadable, n.loadTried = nil, time.Now() // it may be unloaded before the other modules, and must stay so
+		n.unloadable, n.loadTried = nil, time.Now() // an unload of the driver begins with it: it must not be loaded again meanwhile
 	}
 	if len(n.majors) == 0 || !n.options.CreateNodes || time.Since(n.loadTried) < loadInterval {
 		return

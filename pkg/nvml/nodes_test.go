@@ -186,7 +186,7 @@ func TestWithoutUVM(t *testing.T) {
 		}},
 		"the module cannot be loaded": {
 			devices: unloaded, create: true, load: func(Options) error { return errors.New("no such module") },
-			message: "kernel module nvidia-uvm is not loaded, and cannot be: no such module",
+			message: "kernel module nvidia-uvm is not loaded; the agent cannot load nvidia-uvm: no such module",
 		},
 	}
 	for name, test := range tests {

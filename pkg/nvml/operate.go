@@ -26,7 +26,7 @@ type attachment struct {
 	majors  majors
 }
 
-// operation reads or changes the MIG state of one GPU, alone on that GPU.
+// operation reads or changes one GPU. No other operation on that GPU runs at the same time.
 type operation struct {
 	*reader
 	// gpu is the known state with the operation's changes. exact says that nothing else has to be read to know the state after them.
@@ -209,7 +209,7 @@ func (n *Node) Create(ctx context.Context, ref gpu.Ref, profile gpu.Profile) (gp
 	}
 	p, err := operate(ctx, n, ref.GPU, create, takeBack)
 	if err != nil {
-		return gpu.Partition{}, fmt.Errorf("create a %s at %s: %w", profile.Name, ref, err)
+		return gpu.Partition{}, fmt.Errorf("create partition %s at %s: %w", profile.Name, ref, err)
 	}
 	return p, nil
 }
@@ -451,7 +451,7 @@ func (op *operation) setMode(mode int) error {
 	case unsupported(ret):
 		return errors.New("the GPU, or its driver, has no MIG")
 	case ret != gonvml.SUCCESS:
-		return fmt.Errorf("read it: %w", returnError{ret})
+		return fmt.Errorf("read the current mode: %w", returnError{ret})
 	case current == mode:
 		return nil
 	}
@@ -460,7 +460,7 @@ func (op *operation) setMode(mode int) error {
 		return err
 	}
 	if len(instances) > 0 {
-		return fmt.Errorf("partition %s is on it", instances[0].partition.Name())
+		return fmt.Errorf("partition %s exists on the GPU", instances[0].partition.Name())
 	}
 	activation, ret := op.device.SetMigMode(mode)
 	if ret != gonvml.SUCCESS {
@@ -487,7 +487,7 @@ func notActive(activation gonvml.Return, d gonvml.Device) error {
 	case gonvml.ERROR_IN_USE:
 		return fmt.Errorf("the GPU is in use%s", byProcesses(processesOf(d)))
 	case gonvml.ERROR_RESET_REQUIRED:
-		return errors.New("the GPU has to be reset for it")
+		return errors.New("the GPU must be reset before the new mode takes effect")
 	}
 	return returnError{activation}
 }

@@ -19,8 +19,8 @@ func (e *PausedError) Error() string { return "the NVIDIA driver is paused: " + 
 // Is makes a PausedError an ErrNoDriver.
 func (e *PausedError) Is(target error) bool { return target == ErrNoDriver }
 
-// Pause lets go of the driver, so that it can be unloaded or its GPUs be reset: no call begins any more, and the session ends. All GPUs
-// are unhealthy with device.ReasonPaused at once. Pause then waits for the calls that are running; its error says that some have not
+// Pause closes the driver, so that it can be unloaded or its GPUs be reset: no call begins any more, and the session ends. All GPUs are
+// unhealthy with device.ReasonPaused at once. Pause then waits for the calls that are running; its error says that some have not
 // ended when ctx does. main calls it. It is idempotent and safe for concurrent use. Resume ends the pause, also of a Pause with an error.
 func (n *Node) Pause(ctx context.Context, reason string) error {
 	n.paused.Store(&PausedError{reason})
@@ -47,7 +47,7 @@ func (n *Node) Pause(ctx context.Context, reason string) error {
 		answer(struct{}{}, nil)
 	})
 	if err != nil {
-		return fmt.Errorf("let go of the NVIDIA driver: %w", err)
+		return fmt.Errorf("close the NVIDIA driver: %w", err)
 	}
 	return nil
 }

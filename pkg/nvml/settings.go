@@ -140,7 +140,7 @@ func (o Options) execute(l layout, path string, args ...string) error {
 	output, err := cmd.CombinedOutput()
 	switch {
 	case ctx.Err() != nil:
-		return fmt.Errorf("run %s: no end after %s%s", commandLine(path, args), toolPatience*o.patience, said(output))
+		return fmt.Errorf("run %s: it did not end within %s%s", commandLine(path, args), toolPatience*o.patience, said(output))
 	case errors.Is(err, os.ErrNotExist):
 		return fmt.Errorf("run %s: %w (the program, or the C library that it needs, is missing in the agent's image)", commandLine(path, args), err)
 	case err != nil:

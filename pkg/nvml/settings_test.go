@@ -138,7 +138,7 @@ func TestAToolThatHangsIsKilled(t *testing.T) {
 	if err := node.SetTimeSlice(short, uuid, 1); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("with little patience: %v", err)
 	}
-	if err := node.SetTimeSlice(t.Context(), uuid, 1); err == nil || !strings.Contains(err.Error(), "no end after") {
+	if err := node.SetTimeSlice(t.Context(), uuid, 1); err == nil || !strings.Contains(err.Error(), "did not end within") {
 		t.Errorf("hang: %v", err)
 	}
 	if err := simulated.WriteProgramFault(m.dir, programs.SMI, "", ""); err != nil {

@@ -36,7 +36,7 @@ type sweep struct {
 	failed map[int]gpu.Health
 }
 
-// errSilent means that a call about no particular GPU does not return.
+// errSilent means that a call that concerns no single GPU has not returned.
 var errSilent = &NoDriverError{Cause: errors.New("the driver does not answer")}
 
 // begin opens the session and reads what concerns all GPUs. After an error the session is closed. A driver that does not answer
@@ -74,7 +74,7 @@ func (n *Node) ready() error {
 	return n.silent()
 }
 
-// silent returns errSilent while a call about no particular GPU has not returned.
+// silent returns errSilent while a call that concerns no single GPU has not returned.
 func (n *Node) silent() error {
 	if n.ended(wholeDriver) {
 		return nil

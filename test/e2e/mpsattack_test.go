@@ -26,7 +26,7 @@ import (
 
 // The stories in this file attack through MPS: with stolen tokens, and from a client's container.
 
-// forged is a daemon that a thief of the agent's token requests.
+// forged is a daemon that an attacker with the agent's token requests.
 func forged(change func(*gpunode.MPSDaemon)) gpunode.MPSDaemon {
 	d := gpunode.MPSDaemon{Name: "forged", MPSSettings: gpunode.MPSSettings{
 		Devices: []string{"GPU-1"}, DriverRoot: simulatedMachine + "/driver",
@@ -35,8 +35,8 @@ func forged(change func(*gpunode.MPSDaemon)) gpunode.MPSDaemon {
 	return d
 }
 
-// TestForgedDaemons: a thief of the token of an agent writes its node's status, and gets no pod of a program of its choice. The controller
-// that believes it could not create that pod either.
+// TestForgedDaemons: an attacker with an agent's token writes its node's status, and gets no pod of a program of its choice. The
+// controller that believes it could not create that pod either.
 func TestForgedDaemons(t *testing.T) {
 	s := begin(t)
 	pod := s.agentPod(gpuNode)

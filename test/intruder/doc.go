@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package intruder attacks an installed chart as a tenant, or as a thief of the agent's or the controller's token. The API server is
+// Package intruder attacks an installed chart as a tenant, or with the stolen token of an agent or the controller. The API server is
 // real, with the chart's roles and policies; there are no nodes and no kubelets. The controller is the real program. It needs root.
 // What each token can still do is in SECURITY.md.
 package intruder

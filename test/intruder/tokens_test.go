@@ -252,7 +252,7 @@ func TestFlows(t *testing.T) {
 	}
 }
 
-// TestWhatIsLeft is what SECURITY.md says that a thief can still do. It fails when the page promises too little.
+// TestWhatIsLeft is what SECURITY.md says that an attacker can still do. It fails when the page promises too little.
 func TestWhatIsLeft(t *testing.T) {
 	agent, controller := clientOf(t, as(t, agentAccount, agentPods[ownNode])), clientOf(t, as(t, controllerAccount, nil))
 	all := metav1.ListOptions{}
