@@ -224,6 +224,11 @@ func TestMIGWithARuntimeClass(t *testing.T) {
 			t.Errorf("migAccess %t: capabilities %v", allowed, agent.SecurityContext.Capabilities.Add)
 		}
 	}
+	// SYS_ADMIN undoes what hides files of the host, so an administrator must know of it.
+	readme, err := os.ReadFile("tandem/README.md")
+	if text := strings.Join(strings.Fields(string(readme)), " "); err != nil || !strings.Contains(text, "SYS_ADMIN with `access: runtimeClass`, unless `migAccess` is false; otherwise none") {
+		t.Errorf("the README's rights of the agent do not say so: %v", err)
+	}
 }
 
 // OpenShift admits pods by SecurityContextConstraints.

@@ -58,6 +58,15 @@ func TestGoMemoryLimit(t *testing.T) {
 			}
 		}
 	}
+	// Null removes the chart's resources.
+	for _, none := range [][]string{{`controller.resources=null`, `resources=null`, `mps.resources=null`}, {`controller.resources.limits=null`, `resources.limits=null`}} {
+		deployment, agents := ask[appsv1.Deployment](t, "Deployment", "", none...), ask[appsv1.DaemonSet](t, "DaemonSet", "", none...)
+		for what, c := range map[string]corev1.Container{"controller": deployment.Spec.Template.Spec.Containers[0], "agent": agents.Spec.Template.Spec.Containers[0]} {
+			if got := variables(c)["GOMEMLIMIT"]; got != "" || len(c.Resources.Limits) > 0 {
+				t.Errorf("%s with %s: GOMEMLIMIT is %q, limits %v", what, none, got, c.Resources.Limits)
+			}
+		}
+	}
 	own := []string{`controller.extraEnv=[{"name":"GOMEMLIMIT","value":"1GiB"}]`, `extraEnv=[{"name":"GOMEMLIMIT","value":"1GiB"}]`}
 	deployment, agents := ask[appsv1.Deployment](t, "Deployment", "", own...), ask[appsv1.DaemonSet](t, "DaemonSet", "", own...)
 	for what, c := range map[string]corev1.Container{"controller": deployment.Spec.Template.Spec.Containers[0], "agent": agents.Spec.Template.Spec.Containers[0]} {
@@ -230,6 +239,16 @@ func TestNetworkPolicies(t *testing.T) {
 	if in := controllers.Spec.Ingress; len(in) != 1 || in[0].From[0].IPBlock.CIDR != "10.0.0.10/32" || in[0].Ports[0].Port.StrVal != template.Spec.Containers[0].Ports[1].Name {
 		t.Errorf("lets in %+v", in)
 	}
+	for _, monitor := range []string{"podMonitor", "serviceMonitor"} {
+		values := []string{"template", "tandem", "tandem", "-f", valuesFile("default"), "--set-json", `networkPolicy={"create":true,"webhookFrom":` + from + `}`,
+			"--set", "metrics.service.create=true,metrics." + monitor + ".create=true"}
+		if out, err := run(values...); err == nil || !strings.Contains(string(out), "networkPolicy.metricsFrom") {
+			t.Errorf("a %s that reaches nothing: %v", monitor, err)
+		}
+		if out, err := run(append(values, "--set-json", `networkPolicy.metricsFrom=[{"namespaceSelector":{}}]`)...); err != nil {
+			t.Errorf("a %s: %v\n%s", monitor, err, out)
+		}
+	}
 	set := `networkPolicy={"create":true,"metricsFrom":[{"namespaceSelector":{}}]}`
 	if in := ask[networkingv1.NetworkPolicy](t, "NetworkPolicy", "-controller", `webhook.enabled=false`, set).Spec.Ingress; len(in) != 1 || in[0].Ports[0].Port.StrVal != "http" {
 		t.Errorf("without a webhook: %+v", in)
@@ -262,10 +281,10 @@ func TestProtectedNamespaces(t *testing.T) {
 }
 
 func TestFlowControl(t *testing.T) {
-	for _, set := range []string{`flowControl.create=false`, `rbac.create=true`} {
+	for set, want := range map[string]int{`flowControl.create=false`: 0, `rbac.create=true`: 3, `rbac.create=false`: 3} {
 		text := string(renderWith(t, "-f", valuesFile("default"), "--set", set))
-		if got := strings.Count(text, "flowcontrol.apiserver.k8s.io/v1"); got != map[bool]int{true: 3}[set == `rbac.create=true`] {
-			t.Errorf("%s: %d objects", set, got)
+		if got := strings.Count(text, "flowcontrol.apiserver.k8s.io/v1"); got != want {
+			t.Errorf("%s: %d objects, want %d", set, got, want)
 		}
 	}
 }

@@ -69,10 +69,11 @@ func (s *Server) Run(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("serve status: %w", err)
 	}
-	// Every pod may connect. Connections are not limited: they would be those of kubelet's probes.
+	// Every pod may connect.
+	bounded := &connections{open: map[net.Conn]connection{}}
 	server := &http.Server{
-		Handler: s.handler(), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 5 * time.Second, IdleTimeout: 30 * time.Second,
-		MaxHeaderBytes: 8 << 10,
+		Handler: s.handler(), ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 5 * time.Second, WriteTimeout: 10 * time.Second,
+		IdleTimeout: 30 * time.Second, MaxHeaderBytes: 8 << 10, ConnState: bounded.changed,
 	}
 	closed := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {

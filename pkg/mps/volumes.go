@@ -9,9 +9,12 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/internal/driverroot"
 )
 
 // The daemon shares memory volumes of its pod with its clients, and not directories of the host: a client that fills one, or leaves
@@ -36,6 +39,7 @@ func (d Daemon) prepareVolumes(ctx context.Context) error {
 			return err
 		}
 	}
+	d.distrustClients(ctx)
 	pipe, log, shm := filepath.Join(d.Mounts, d.PipeDir), filepath.Join(d.Mounts, d.LogDir), filepath.Join(d.Mounts, shmDir)
 	if err := empty(pipe, removalTimeout); err != nil {
 		return fmt.Errorf("empty the pipe directory of MPS daemon: %w", err)
@@ -57,6 +61,69 @@ func (d Daemon) prepareVolumes(ctx context.Context) error {
 	d.labelVolumes(ctx, pipe, shm)
 	return nil
 }
+
+// distrusted are what the daemon's mounts of its clients' volumes must have. Clients write to the volumes while the daemon starts, so that
+// emptying them is not enough: the daemon is root and would write through a link to a file of the driver's root, or to a disk by a device
+// node, which a client that is root can create. Linux has MS_NOSYMFOLLOW from 5.10 on.
+const distrusted = unix.MS_NOSYMFOLLOW | unix.MS_NODEV | unix.MS_NOSUID
+
+// errFollows means that the kernel does not know MS_NOSYMFOLLOW.
+var errFollows = errors.New("the kernel follows links all the same (it can do without from Linux 5.10 on)")
+
+// distrustClients makes the daemon's mounts of the volumes that clients write to follow no links and open no devices. The mounts of clients
+// stay as they are. It needs SYS_ADMIN, which only a privileged pod has, and starts the daemon without as well: docs/user/sharing.md says
+// what remains.
+func (d Daemon) distrustClients(ctx context.Context) {
+	logger := klog.FromContext(ctx)
+	for _, root := range slices.Compact([]string{d.Mounts, d.Root}) {
+		for _, dir := range []string{d.PipeDir, shmDir} {
+			// In a pod both are mounts. A link of the driver's root must not lead elsewhere.
+			path, err := driverroot.Resolve(root, dir)
+			if err == nil {
+				path = filepath.Join(root, path)
+				err = distrust(path)
+			}
+			switch {
+			case err == nil, errors.Is(err, fs.ErrNotExist):
+			case errors.Is(err, unix.EPERM):
+				logger.Info("The MPS daemon follows links that a client plants while it starts: its pod is not privileged", "directory", path, "err", err)
+			default:
+				logger.Error(err, "The MPS daemon follows links that a client plants while it starts", "directory", path)
+			}
+		}
+	}
+}
+
+// distrust adds the flags to a mount and keeps those that it has.
+func distrust(dir string) error {
+	var s unix.Statfs_t
+	if err := unix.Statfs(dir, &s); err != nil {
+		return &os.PathError{Op: "statfs", Path: dir, Err: err}
+	}
+	flags := uintptr(unix.MS_REMOUNT | unix.MS_BIND | distrusted)
+	for has, flag := range map[int64]uintptr{
+		unix.ST_RDONLY: unix.MS_RDONLY, unix.ST_NOEXEC: unix.MS_NOEXEC, unix.ST_NOATIME: unix.MS_NOATIME, unix.ST_NODIRATIME: unix.MS_NODIRATIME,
+		unix.ST_RELATIME: unix.MS_RELATIME,
+	} {
+		if s.Flags&has != 0 {
+			flags |= flag
+		}
+	}
+	if err := unix.Mount("", dir, "", flags, ""); err != nil {
+		return &os.PathError{Op: "remount", Path: dir, Err: err}
+	}
+	// An older kernel ignores the flag.
+	if err := unix.Statfs(dir, &s); err != nil {
+		return &os.PathError{Op: "statfs", Path: dir, Err: err}
+	}
+	if s.Flags&stNoSymFollow == 0 {
+		return &os.PathError{Op: "remount", Path: dir, Err: errFollows}
+	}
+	return nil
+}
+
+// stNoSymFollow is ST_NOSYMFOLLOW of linux/statfs.h, which x/sys/unix lacks.
+const stNoSymFollow = 0x2000
 
 // link links a volume on the host into the daemon's directory.
 func (d Daemon) link(name string) error {

@@ -4,10 +4,13 @@ package mps
 
 import (
 	"errors"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -118,6 +121,92 @@ func TestWhatClientsPlant(t *testing.T) {
 	r.await(t)
 	if text, err := os.ReadFile(victim); err != nil || string(text) != "driver" {
 		t.Errorf("the daemon wrote %q through a link: %v", text, err)
+	}
+}
+
+// A client goes on planting links while its daemon starts, as a loop of a shell would. It sees when the directory is emptied.
+func TestWhatClientsPlantDuringTheStart(t *testing.T) {
+	r := newRig(t)
+	pipe, victim := filepath.Join(r.daemon.Root, ClientPipeDir), filepath.Join(r.daemon.Root, "etc/victim")
+	for _, err := range []error{os.MkdirAll(filepath.Dir(victim), 0o755), os.WriteFile(victim, []byte("driver"), 0o600)} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	small(t, pipe)
+	stop := make(chan struct{})
+	var planter sync.WaitGroup
+	planter.Go(func() {
+		for {
+			select {
+			case <-stop:
+				return
+			case <-time.After(50 * time.Microsecond):
+				for _, name := range []string{"nvidia-cuda-mps-control.pid", "control_lock"} {
+					_ = os.Symlink("/etc/victim", filepath.Join(pipe, name))
+				}
+			}
+		}
+	})
+	for range 5 {
+		ended, end := r.run(t)
+		// The daemon starts, or a link keeps it from that: then kubelet starts the container again.
+		for running := true; running; {
+			select {
+			case <-ended:
+				running = false
+			case <-time.After(10 * time.Millisecond):
+				if ready, err := r.daemon.isReady(); err == nil && ready {
+					_ = end()
+				}
+			}
+		}
+		if text, err := os.ReadFile(victim); err != nil || string(text) != "driver" {
+			t.Fatalf("the daemon wrote %q through a link: %v", text, err)
+		}
+	}
+	close(stop)
+	planter.Wait()
+	r.run(t)
+	r.await(t)
+}
+
+// The daemon's mounts of what clients write to open no devices, and keep what the container runtime has set.
+func TestMountsOfTheDaemon(t *testing.T) {
+	r := newRig(t)
+	d := r.daemon
+	d.Mounts = t.TempDir()
+	var dirs []string
+	for _, root := range []string{d.Mounts, d.Root} {
+		dirs = append(dirs, filepath.Join(root, ClientPipeDir), filepath.Join(root, shmDir))
+	}
+	for _, dir := range dirs {
+		small(t, dir)
+	}
+	if err := unix.Mount("", dirs[0], "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_NOEXEC|unix.MS_NOATIME, ""); err != nil {
+		t.Fatal(err)
+	}
+	d.distrustClients(t.Context())
+	for at, dir := range dirs {
+		var s unix.Statfs_t
+		if err := unix.Statfs(dir, &s); err != nil {
+			t.Fatal(err)
+		}
+		want := int64(stNoSymFollow | unix.ST_NODEV | unix.ST_NOSUID)
+		if at == 0 {
+			want |= unix.ST_NOEXEC | unix.ST_NOATIME
+		}
+		if s.Flags&want != want || s.Flags&unix.ST_RDONLY != 0 {
+			t.Errorf("%s has the flags %#x, want %#x", dir, s.Flags, want)
+		}
+	}
+	node := filepath.Join(dirs[0], "nvidia-cuda-mps-control.pid")
+	if err := unix.Mknod(node, unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))); err != nil {
+		t.Fatal(err)
+	}
+	if file, err := os.OpenFile(node, os.O_WRONLY, 0); !errors.Is(err, fs.ErrPermission) {
+		t.Errorf("a device node that a client planted can be opened: %v", err)
+		file.Close()
 	}
 }
 

@@ -244,7 +244,8 @@ func TestAgentIsConfined(t *testing.T) {
 }
 
 // TestHostIsHidden: with the chart's mounts for driverRoot auto, a container sees the host's driver, and neither kubelet's files nor
-// the host's processes, also of pods that start later. The simulated machine needs no such mounts, so a pod has them here.
+// the host's processes, also of pods that start later. That holds for an agent without SYS_ADMIN, which the pod here does not have either:
+// with it, the agent could unmount what hides them. The simulated machine needs no such mounts, so a pod has them here.
 func TestHostIsHidden(t *testing.T) {
 	s := begin(t)
 	s.manifest(`

@@ -155,6 +155,55 @@ func reviewOf(size int) []byte {
 		strings.Repeat(`{},`, size/3) + `{}]}}}}}`)
 }
 
+// statusAddress is what kubelet's probes and every pod may connect to.
+const statusAddress = "127.0.0.1:8080"
+
+// TestStatusFlood: pods that open connections to the port of /healthz and /metrics make the process keep few of them, and keep kubelet's
+// probes from no answer. The agent serves the port with the same code (internal/status).
+func TestStatusFlood(t *testing.T) {
+	c := startController(t)
+	probe := func() error {
+		client := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{DisableKeepAlives: true, DialContext: theCluster.DialContext}}
+		answer, err := client.Get("http://" + statusAddress + "/healthz") //nolint:noctx // it has a timeout
+		if err == nil {
+			err = answer.Body.Close()
+		}
+		return err
+	}
+	until(t, "status port", "", probe)
+	before := c.peak(t)
+	const flood = 1500
+	for at := range flood {
+		conn, err := theCluster.DialContext(t.Context(), "tcp", statusAddress)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		// The process may have closed it.
+		_, _ = fmt.Fprint(conn, "GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+		if at%300 == 0 {
+			if err := probe(); err != nil {
+				t.Errorf("kubelet's probe beside %d connections: %v", at, err)
+			}
+		}
+	}
+	sockets, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", c.cmd.Process.Pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	kept, after := len(sockets), c.peak(t)
+	t.Logf("%d connections: %d files are open; memory: %d MiB before, %d MiB at most during the flood, limit %d MiB", flood, kept, before>>20, after>>20, c.limit>>20)
+	if kept > 512 {
+		t.Errorf("the flood makes the controller keep %d files open", kept)
+	}
+	if more := after - before; more > 24<<20 {
+		t.Errorf("the flood makes the controller use %d MiB more", more>>20)
+	}
+	if err := probe(); err != nil {
+		t.Errorf("kubelet's probe after the flood: %v", err)
+	}
+}
+
 // TestWebhookFlood: pods that send large bodies cannot end the process that leads, and cannot keep it from leading.
 func TestWebhookFlood(t *testing.T) {
 	c := startController(t)

@@ -79,6 +79,9 @@ func TestForgedEvents(t *testing.T) {
 	for _, e := range []*corev1.Event{combined, combinedElsewhere} { // as client-go combines similar events
 		e.ReportingController, e.ReportingInstance = "", ""
 	}
+	sourceless, hostless := combined.DeepCopy(), combined.DeepCopy()
+	sourceless.Source = corev1.EventSource{}
+	hostless.Source.Host = ""
 	const ofAgents, ofControllers = "may write events of itself only", "the controller may write events of itself only"
 	for name, c := range map[string]struct {
 		try  func() error
@@ -89,6 +92,8 @@ func TestForgedEvents(t *testing.T) {
 		"of its node":               {createCore(t, agent, ofCore("tandem", ownNode, "Node", "default", ownNode)), ""},
 		"that combines others":      {createCore(t, agent, combined), ""},
 		"that combines another's":   {createCore(t, agent, combinedElsewhere), ofAgents},
+		"without a source":          {createCore(t, agent, sourceless), ofAgents},
+		"without a host":            {createCore(t, agent, hostless), ofAgents},
 		"as kubelet":                {createCore(t, agent, ofCore("kubelet", ownNode, "Pod", "default", "p")), ofAgents},
 		"as kubelet, old style":     {createCore(t, agent, oldStyle), ofAgents},
 		"as the scheduler":          {createCore(t, agent, ofCore("default-scheduler", "", "Pod", "default", "p")), ofAgents},
@@ -190,22 +195,28 @@ func TestLeases(t *testing.T) {
 // The controller evicts the pod that it read, and none of the namespaces that keep the cluster alive.
 func TestEvictions(t *testing.T) {
 	controller := clientOf(t, as(t, controllerAccount, nil))
-	evict := func(namespace string, exact bool) func() error {
-		pod := podIn(namespace, fmt.Sprintf("victim-%t", exact))
+	grace := func(seconds int64) func(*metav1.DeleteOptions) {
+		return func(o *metav1.DeleteOptions) { o.GracePeriodSeconds = &seconds }
+	}
+	asRead := func(*metav1.DeleteOptions) {}
+	evict := func(namespace, name string, change func(*metav1.DeleteOptions)) func() error {
+		pod := podIn(namespace, name)
 		pod, err := theClient.CoreV1().Pods(namespace).Create(t.Context(), pod, metav1.CreateOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
-		eviction := &policyv1.Eviction{ObjectMeta: metav1.ObjectMeta{Name: pod.Name}, DeleteOptions: &metav1.DeleteOptions{DryRun: dry}}
-		if exact {
-			eviction.DeleteOptions.Preconditions = &metav1.Preconditions{UID: &pod.UID, ResourceVersion: &pod.ResourceVersion}
-		}
+		eviction := &policyv1.Eviction{ObjectMeta: metav1.ObjectMeta{Name: pod.Name}, DeleteOptions: &metav1.DeleteOptions{
+			DryRun: dry, Preconditions: &metav1.Preconditions{UID: &pod.UID, ResourceVersion: &pod.ResourceVersion},
+		}}
+		change(eviction.DeleteOptions)
 		return func() error { return controller.CoreV1().Pods(namespace).EvictV1(t.Context(), eviction) }
 	}
-	until(t, "as read", "", evict("default", true))
-	until(t, "any of the name", "UID and resourceVersion", evict("default", false))
+	until(t, "as read", "", evict("default", "as-read", asRead))
+	until(t, "any of the name", "UID and resourceVersion", evict("default", "of-the-name", func(o *metav1.DeleteOptions) { o.Preconditions = nil }))
+	until(t, "at once", "own grace period", evict("default", "at-once", grace(0)))
+	until(t, "later", "own grace period", evict("default", "later", grace(3600)))
 	for _, namespace := range append([]string{install.Namespace}, systemNamespaces...) {
-		until(t, namespace, "may evict no pod in the namespace "+namespace, evict(namespace, true))
+		until(t, namespace, "may evict no pod in the namespace "+namespace, evict(namespace, "victim", asRead))
 	}
 	until(t, "delete instead", "no pods but those of MPS daemons", func() error {
 		return controller.CoreV1().Pods(install.Namespace).Delete(t.Context(), agentPods[otherNode].Name, metav1.DeleteOptions{DryRun: dry})
@@ -252,7 +263,7 @@ func TestFlows(t *testing.T) {
 	}
 }
 
-// TestWhatIsLeft is what SECURITY.md says that an attacker can still do. It fails when the page promises too little.
+// TestWhatIsLeft is some of what SECURITY.md says that an attacker can still do. It fails when the page promises too little.
 func TestWhatIsLeft(t *testing.T) {
 	agent, controller := clientOf(t, as(t, agentAccount, agentPods[ownNode])), clientOf(t, as(t, controllerAccount, nil))
 	all := metav1.ListOptions{}

@@ -231,7 +231,7 @@ spec:
 {{/* GOMEMLIMIT of a container: 90 % of its memory limit. Near it Go collects garbage instead of growing. None without a limit,
 and none if extraEnv has one: server-side apply refuses two variables of one name. */}}
 {{- define "tandem.goMemoryLimit" -}}
-{{- $limit := dig "limits" "memory" "" .resources -}}
+{{- $limit := dig "limits" "memory" "" (default dict .resources) -}}
 {{- range .extraEnv -}}
 {{- if eq .name "GOMEMLIMIT" -}}
 {{- $limit = "" -}}
