@@ -198,11 +198,6 @@ func (n *Node) Scan(ctx context.Context) error { return n.scanOnce(ctx, true) }
 func (n *Node) scanOnce(ctx context.Context, deep bool) error {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
-	if n.session != nil && n.session.suspended.Load() {
-		n.mu.Lock()
-		defer n.mu.Unlock()
-		return n.failure // a GPU is being reset, which takes longer than a scan may
-	}
 	err := n.ready()
 	if err == nil {
 		err = n.follow()
@@ -210,11 +205,14 @@ func (n *Node) scanOnce(ctx context.Context, deep bool) error {
 	if err == nil {
 		err = n.scan(ctx, deep)
 	}
-	if err != nil && !errors.Is(err, ErrDriverReplaced) {
+	if err != nil && !errors.Is(err, ErrDriverReplaced) && !errors.Is(err, errSuspended) {
 		n.unreachable(ctx, err)
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if errors.Is(err, errSuspended) {
+		return n.failure // a reset takes longer than a scan may: all stays as it was
+	}
 	if fmt.Sprint(err) != fmt.Sprint(n.failure) {
 		n.changed.Notify()
 		if answer, ok := errors.AsType[returnError](err); ok && answer.ret == gonvml.ERROR_DRIVER_NOT_LOADED {

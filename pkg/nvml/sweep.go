@@ -44,7 +44,7 @@ var errSilent = &NoDriverError{Cause: errors.New("the driver does not answer")}
 func (n *Node) begin() (*sweep, error) {
 	r := &reader{options: n.options, attachment: n.attachment}
 	count, err := attempt(n, wholeDriver, nil, func() (int, error) {
-		if err := r.session.open(); err != nil {
+		if err := r.session.tryOpen(); err != nil {
 			return 0, err
 		}
 		count, err := r.readDriver()
@@ -68,6 +68,9 @@ func (n *Node) begin() (*sweep, error) {
 
 // ready returns why no scan can begin now.
 func (n *Node) ready() error {
+	if n.session != nil && n.session.suspended.Load() {
+		return errSuspended
+	}
 	if paused := n.paused.Load(); paused != nil {
 		return paused
 	}

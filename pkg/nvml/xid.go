@@ -119,7 +119,7 @@ func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) erro
 		// A GPU without events is read without them.
 		_ = d.RegisterEvents(gonvml.EventTypeXidCriticalError, set)
 	}
-	for ctx.Err() == nil && !session.wanted.Load() && session.paused.Load() == nil && n.sameGPUs(session, inventory) {
+	for ctx.Err() == nil && session.wanted.Load() == 0 && session.paused.Load() == nil && n.sameGPUs(session, inventory) {
 		data, ret := set.Wait(uint32(eventWait.Milliseconds()))
 		switch {
 		case ret == gonvml.ERROR_TIMEOUT:
