@@ -59,6 +59,8 @@ type Node struct {
 	late map[string]<-chan struct{}
 	// slow contains the readings of GPUs that an earlier scan began and did not wait for, by index.
 	slow map[int]reading
+	// places are the UUIDs of the GPUs that NVML enumerates, by index, as last identified; empty for a GPU that never was.
+	places []string
 	// loadTried is when the agent last tried to load nvidia-uvm, unloadable why that failed.
 	loadTried  time.Time
 	unloadable error

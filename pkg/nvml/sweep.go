@@ -34,6 +34,8 @@ type sweep struct {
 	endpoints []endpoint
 	// failed is the health for an index whose identity could not be read.
 	failed map[int]gpu.Health
+	// silent is set if a GPU that is not identified has not answered yet: it may be any that was not seen.
+	silent bool
 }
 
 // errSilent means that a call that concerns no single GPU has not returned.
@@ -124,6 +126,11 @@ const slowFactor = 3
 func (s *sweep) look(ctx context.Context, deep bool) {
 	readings := map[int]reading{}
 	patience := min(scanPatience, s.node.options.patience)
+	if s.count != len(s.node.places) {
+		// A GPU appeared or vanished: an index may be another GPU's. A reading that has not ended is forgotten, and ends by itself.
+		s.node.places, patience = make([]string, s.count), s.node.options.patience
+		clear(s.node.slow)
+	}
 	for index := range s.count {
 		if s.leave(index) {
 			continue
@@ -131,9 +138,6 @@ func (s *sweep) look(ctx context.Context, deep bool) {
 		r, slow := s.node.slow[index]
 		if !slow {
 			r = s.read(index, deep)
-			if _, known := s.at(index); !known {
-				patience = s.node.options.patience
-			}
 		}
 		readings[index] = r
 	}
@@ -204,20 +208,16 @@ func (s *sweep) miss(index int, r reading) {
 	}
 	if uuid, known := s.at(index); known {
 		s.seen[uuid] = true
+	} else {
+		s.silent = true
 	}
 }
 
-// at returns the known GPU at an index; none if a GPU appeared or vanished, so that the index may belong to another GPU.
+// at returns the known GPU at an index.
 func (s *sweep) at(index int) (uuid string, known bool) {
-	if s.count != len(s.before) {
-		return "", false
-	}
-	for uuid, known := range s.before {
-		if known.gpu.Index == index {
-			return uuid, true
-		}
-	}
-	return "", false
+	uuid = s.node.places[index]
+	_, known = s.before[uuid]
+	return uuid, known
 }
 
 // leave skips a GPU with a running operation, because a call about it may wait for the operation. The GPU keeps its known state.
@@ -247,7 +247,7 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 			"uuid", g.UUID, "minor", g.Minor, "unreadable", known.unreadable)
 	}
 	s.seen[g.UUID] = true
-	s.node.known[g.UUID] = &known
+	s.node.known[g.UUID], s.node.places[index] = &known, g.UUID
 	if g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode {
 		s.node.noteRead(g.UUID, v.began)
 	}
@@ -278,6 +278,7 @@ func (s *sweep) missing() {
 		case s.seen[uuid]:
 		case minors[known.gpu.Minor]:
 			delete(s.node.known, uuid)
+		case s.silent:
 		default:
 			known.gpu.Health = s.absence(known.gpu)
 		}
