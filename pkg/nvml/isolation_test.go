@@ -4,6 +4,7 @@ package nvml
 
 import (
 	"context"
+	"errors"
 	"testing"
 	"time"
 
@@ -109,4 +110,39 @@ func TestGPUVanishesWhileAnotherHangs(t *testing.T) {
 			t.Errorf("the GPU that hangs is unhealthy at once: %+v", g.Health)
 		}
 	}
+}
+
+// Container edits of a GPU make no call that another GPU can delay, and scans go on beside them.
+func TestEditsDelayNoScan(t *testing.T) {
+	n := newHangNode(t)
+	n.options.patience = 5 * time.Second
+	if err := n.Scan(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.library.byUUID.close() // it initialises all GPUs, of which one hangs
+	edits, err := n.ContainerEdits(t.Context())
+	if err != nil || len(edits.Devices) != 2 {
+		t.Errorf("%d devices with edits (%v; %v), want 2", len(edits.Devices), err, edits.Failed)
+	}
+	n.library.byUUID.open()
+
+	n.fault(hangs("GetIndex")) // which a scan does not call
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		edits, err := n.ContainerEdits(t.Context())
+		if err != nil || len(edits.Devices) != 1 || !errors.Is(edits.Failed[n.Inventory().GPUs[1].UUID], errNoAnswer) {
+			t.Errorf("%d devices with edits (%v; %v), want 1", len(edits.Devices), err, edits.Failed)
+		}
+	}()
+	time.Sleep(50 * time.Millisecond)
+	began := time.Now()
+	if err := n.Scan(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(began); took > 900*time.Millisecond {
+		t.Errorf("a scan beside container edits took %v", took)
+	}
+	<-done
+	n.fault(simulated.GPUFaults{})
 }

@@ -46,7 +46,7 @@ import (
 type Node struct {
 	options Options
 
-	// scanning allows one scan or one call of ContainerEdits at a time. Inventory does not wait for it.
+	// scanning allows one scan at a time. Inventory and ContainerEdits do not wait for it.
 	scanning sync.Mutex
 	// attachment is written with both scanning and mu locked. Either lock suffices to read it.
 	attachment
@@ -54,9 +54,10 @@ type Node struct {
 	// renewed is set when the driver was found again or a late call has returned. publish then notifies once and resets it.
 	renewed bool
 	known   map[string]*knownGPU
-	// late contains the calls that have not returned since their timeout, by key: "GPU <index>", a GPU's UUID, wholeDriver or
-	// driverFiles.
-	late map[string]<-chan struct{}
+	// late contains the calls that have not returned since their timeout, by key: what they are about, wholeDriver, wholeEdits or
+	// driverFiles. Under lateMu.
+	lateMu sync.Mutex
+	late   map[string]<-chan struct{}
 	// slow contains the readings of GPUs that an earlier scan began and did not wait for, by index.
 	slow map[int]reading
 	// places are the UUIDs of the GPUs that NVML enumerates, by index, as last identified; empty for a GPU that never was.
@@ -69,7 +70,7 @@ type Node struct {
 	// paused is set between Pause and Resume.
 	paused atomic.Pointer[PausedError]
 
-	// turns allow one operation on a GPU at a time, by UUID.
+	// turns allow one operation on a GPU at a time, by UUID, and one call of ContainerEdits, by wholeEdits.
 	turns keylock.Locks[string]
 
 	mu        sync.Mutex

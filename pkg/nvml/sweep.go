@@ -332,8 +332,13 @@ const wholeDriver = "driver"
 
 // attempt makes a driver call about a GPU or the driver, within its own use of the session unless s is nil. The call may never return, so
 // attempt stops waiting after a timeout. The call continues in its goroutine. Until it ends, attempt starts no other call with the same
-// key. If undo is not nil, it receives the late result. Under n.scanning.
+// key. If undo is not nil, it receives the late result. Calls with one key must not be concurrent.
 func attempt[T any](n *Node, about string, s *session, call func() (T, error), undo func(T)) (T, error) {
+	return attemptFor(n, n.options.patience, about, s, call, undo)
+}
+
+// attemptFor is attempt with its own timeout.
+func attemptFor[T any](n *Node, limit time.Duration, about string, s *session, call func() (T, error), undo func(T)) (T, error) {
 	if !n.ended(about) {
 		var none T
 		return none, errNoAnswer
@@ -341,7 +346,7 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 	if s != nil {
 		s.join()
 	}
-	ctx, cancel := context.WithTimeoutCause(context.Background(), n.options.patience, errNoAnswer)
+	ctx, cancel := context.WithTimeoutCause(context.Background(), limit, errNoAnswer)
 	defer cancel()
 	ended := make(chan struct{})
 	value, err := await(ctx, func(answer func(T, error) bool) {
@@ -355,6 +360,8 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		}
 	})
 	if errors.Is(err, errNoAnswer) {
+		n.lateMu.Lock()
+		defer n.lateMu.Unlock()
 		n.late[about] = ended
 		return value, errNoAnswer
 	}
@@ -370,6 +377,13 @@ func (n *Node) letGo(how func(*session)) {
 
 // ended reports whether no call about a GPU or the driver continues after its timeout.
 func (n *Node) ended(about string) bool {
+	n.lateMu.Lock()
+	defer n.lateMu.Unlock()
+	return n.over(about)
+}
+
+// over is ended, under n.lateMu.
+func (n *Node) over(about string) bool {
 	select {
 	case <-n.late[about]:
 		delete(n.late, about)
@@ -381,8 +395,10 @@ func (n *Node) ended(about string) bool {
 
 // collect removes calls that returned after their timeout, so that the next scan calls again.
 func (n *Node) collect() {
+	n.lateMu.Lock()
+	defer n.lateMu.Unlock()
 	for about := range n.late {
-		if n.ended(about) {
+		if n.over(about) {
 			n.renewed = true
 		}
 	}
