@@ -5,9 +5,14 @@ package nvml
 import (
 	"context"
 	"errors"
+	"io"
+	"sync"
 	"testing"
 	"time"
 
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
+
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/simulated"
 )
 
@@ -145,4 +150,199 @@ func TestEditsDelayNoScan(t *testing.T) {
 	}
 	<-done
 	n.fault(simulated.GPUFaults{})
+}
+
+// registrations counts RegisterEvents, by GPU.
+type registrations struct {
+	*hangingLibrary
+	mu    sync.Mutex
+	count map[string]int
+}
+
+func (l *registrations) watch(d gonvml.Device, ret gonvml.Return) (gonvml.Device, gonvml.Return) {
+	return registered{d, l}, ret
+}
+
+func (l *registrations) DeviceGetHandleByPciBusId(address string) (gonvml.Device, gonvml.Return) { //nolint:revive // go-nvml's name
+	return l.watch(l.hangingLibrary.DeviceGetHandleByPciBusId(address))
+}
+
+func (l *registrations) DeviceGetHandleByUUID(uuid string) (gonvml.Device, gonvml.Return) {
+	return l.watch(l.hangingLibrary.DeviceGetHandleByUUID(uuid))
+}
+
+func (l *registrations) of(uuid string) int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.count[uuid]
+}
+
+type registered struct {
+	gonvml.Device
+	of *registrations
+}
+
+func (d registered) RegisterEvents(types uint64, set gonvml.EventSet) gonvml.Return {
+	ret := d.Device.RegisterEvents(types, set)
+	if uuid, known := d.Device.GetUUID(); known == gonvml.SUCCESS && ret == gonvml.SUCCESS {
+		d.of.mu.Lock()
+		defer d.of.mu.Unlock()
+		d.of.count[uuid]++
+	}
+	return ret
+}
+
+// eventsNode reads XIDs from NVML's events.
+type eventsNode struct {
+	*hangNode
+	library *registrations
+	xids    chan gpu.XIDEvent
+	stop    context.CancelFunc
+	ended   chan error
+}
+
+func newEventsNode(t *testing.T, first, second simulated.GPUFaults) *eventsNode {
+	t.Helper()
+	n := &eventsNode{hangNode: newHangNode(t), xids: make(chan gpu.XIDEvent, 100), ended: make(chan error, 1)}
+	n.library = &registrations{hangingLibrary: n.hangNode.library, count: map[string]int{}}
+	n.options.OpenLibrary = func() (gonvml.Interface, error) { return n.library, nil }
+	n.options.OpenKernelLog = func() (io.ReadCloser, error) { return nil, errors.New("not permitted") }
+	if err := n.Scan(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.faultBoth(first, second)
+	var ctx context.Context
+	ctx, n.stop = context.WithCancel(t.Context())
+	go func() {
+		n.ended <- n.WatchXIDs(ctx, func(e gpu.XIDEvent) {
+			if e.XID != 0 {
+				n.xids <- e
+			}
+		})
+	}()
+	return n
+}
+
+// raise reports an XID of a GPU, beside its faults.
+func (n *eventsNode) raise(index string, xid uint64) {
+	n.t.Helper()
+	if err := simulated.RaiseXID(n.faults, simulated.Event{GPU: index, XID: xid}); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+// await waits for the next XID.
+func (n *eventsNode) await(limit time.Duration) (xid int) {
+	select {
+	case e := <-n.xids:
+		return e.XID
+	case <-time.After(limit):
+		return 0
+	}
+}
+
+// registered waits for a GPU's registration.
+func (n *eventsNode) registered(index, times int) bool {
+	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(10 * time.Millisecond) {
+		if n.library.of(n.Inventory().GPUs[index].UUID) >= times {
+			return true
+		}
+	}
+	return false
+}
+
+// end ends the test's WatchXIDs, which may not wait for a call that hangs.
+func (n *eventsNode) end() {
+	n.t.Helper()
+	n.stop()
+	select {
+	case err := <-n.ended:
+		if err != nil {
+			n.t.Error(err)
+		}
+	case <-time.After(10 * time.Second):
+		n.t.Error("WatchXIDs does not end")
+	}
+}
+
+// A GPU that hangs costs no other one its XIDs, and does not keep the agent from its end.
+func TestEventsBesideAHang(t *testing.T) {
+	for _, call := range []string{"DeviceGetHandleByPciBusId", "RegisterEvents", "by UUID"} {
+		t.Run(call, func(t *testing.T) {
+			var second simulated.GPUFaults
+			if call != "by UUID" {
+				second = hangs(call)
+			}
+			n := newEventsNode(t, simulated.GPUFaults{}, second)
+			if call == "by UUID" {
+				n.library.byUUID.close()
+				defer n.library.byUUID.open()
+			}
+			defer n.faultBoth(simulated.GPUFaults{}, simulated.GPUFaults{})
+			defer n.end()
+			if !n.registered(0, 1) {
+				t.Fatal("no events of the other GPU")
+			}
+			n.raise("0", 79)
+			if xid := n.await(10 * time.Second); xid != 79 {
+				t.Errorf("XID %d, want 79", xid)
+			}
+		})
+	}
+}
+
+// A GPU that could not be registered is registered later.
+func TestEventsAreRegisteredLater(t *testing.T) {
+	n := newEventsNode(t, simulated.GPUFaults{}, simulated.GPUFaults{
+		Calls: map[string]simulated.CallFault{"RegisterEvents": {Return: "ERROR_UNKNOWN"}},
+	})
+	defer n.end()
+	if !n.registered(0, 1) {
+		t.Fatal("no events of the other GPU")
+	}
+	n.faultBoth(simulated.GPUFaults{}, simulated.GPUFaults{})
+	if !n.registered(1, 1) {
+		t.Error("the GPU was not registered again")
+	}
+}
+
+// A GPU stays registered when another one is lost, and a lost one is registered as soon as it is back.
+func TestEventsOfOneGPUAreNotThoseOfAnother(t *testing.T) {
+	n := newEventsNode(t, simulated.GPUFaults{}, simulated.GPUFaults{})
+	defer n.end()
+	if !n.registered(0, 1) || !n.registered(1, 1) {
+		t.Fatal("not registered")
+	}
+	for _, faults := range []simulated.GPUFaults{{Lost: true}, {}} {
+		n.fault(faults)
+		if err := n.Scan(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(2 * eventWait)
+	}
+	if !n.registered(1, 2) {
+		t.Error("the GPU that came back was not registered")
+	}
+	if times := n.library.of(n.Inventory().GPUs[0].UUID); times != 1 {
+		t.Errorf("the GPU that works was registered %d times", times)
+	}
+}
+
+// A reset waits for the events, and they continue after it without a pause.
+func TestEventsAfterAReset(t *testing.T) {
+	n := newEventsNode(t, simulated.GPUFaults{}, simulated.GPUFaults{})
+	defer n.end()
+	if !n.registered(0, 1) || !n.registered(1, 1) {
+		t.Fatal("not registered")
+	}
+	if err := n.session.suspend(5*time.Second, func() error { return nil }); err != nil {
+		t.Fatal(err)
+	}
+	began := time.Now()
+	if !n.registered(0, 2) || !n.registered(1, 2) {
+		t.Fatal("not registered again")
+	}
+	if took := time.Since(began); took > sourceRetry/2 {
+		t.Errorf("registered %v after the reset: XIDs in that time are lost", took)
+	}
 }
