@@ -95,6 +95,8 @@ type knownGPU struct {
 	gpu gpu.GPU
 	// complete is set once all attributes were read with the current driver, profiled once the profiles were.
 	complete, profiled bool
+	// condition is what its faults are read from.
+	condition condition
 	// unreadable lists the MIG data of the GPU that the last scan could not read.
 	unreadable []string
 	// changes is the number of changes that it includes.
@@ -245,7 +247,7 @@ func (n *Node) attach() error {
 	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps, n.options.majors()}
 	n.mu.Unlock()
 	for _, known := range n.known {
-		known.complete, known.profiled = false, false
+		known.complete, known.profiled, known.condition = false, false, condition{}
 	}
 	n.topology.of = nil
 	for index, r := range n.slow {
