@@ -203,6 +203,8 @@ const (
 	lightScans = 4
 	// xidDelay is how long after an XID a scan begins: the driver decides meanwhile what the GPU needs, and may report more XIDs.
 	xidDelay = 200 * time.Millisecond
+	// xidInterval is the time between scans that XIDs cause: a broken GPU may report many.
+	xidInterval = time.Second
 	// Scans may take 1/share of a core.
 	share = 250
 )

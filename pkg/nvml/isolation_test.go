@@ -346,3 +346,46 @@ func TestEventsAfterAReset(t *testing.T) {
 		t.Errorf("registered %v after the reset: XIDs in that time are lost", took)
 	}
 }
+
+// An XID during a scan causes another scan, although that one may have read its GPU.
+func TestXIDDuringAScan(t *testing.T) {
+	n := newHangNode(t)
+	n.options.patience, n.options.Interval = 30*time.Second, time.Hour
+	if err := n.Scan(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- n.Run(ctx) }()
+	broken := simulated.GPUFaults{Condition: simulated.Condition{RecoveryAction: "reset"}}
+	// The first GPU has been read and the scan waits for the second when the XID of the first comes.
+	n.faultBoth(simulated.GPUFaults{}, hangs("GetMemoryInfo"))
+	began := time.Now()
+	for n.session.busy() < 2 {
+		n.reported.Notify()
+		time.Sleep(5 * time.Millisecond)
+		if time.Since(began) > 10*time.Second {
+			t.Fatal("no scan")
+		}
+	}
+	time.Sleep(200 * time.Millisecond)
+	n.reported.Notify()
+	n.faultBoth(broken, simulated.GPUFaults{})
+	for began = time.Now(); len(n.Inventory().GPUs[0].Faults) == 0; time.Sleep(5 * time.Millisecond) {
+		if time.Since(began) > 10*time.Second {
+			t.Error("no scan after an XID during a scan")
+			break
+		}
+	}
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
+
+// busy returns the number of uses.
+func (s *session) busy() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.users
+}

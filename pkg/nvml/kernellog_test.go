@@ -4,6 +4,7 @@ package nvml
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"os"
 	"testing"
@@ -53,6 +54,39 @@ func TestParseRecord(t *testing.T) {
 		case want != nil:
 			if diff := cmp.Diff(*want, got); diff != "" {
 				t.Errorf("%q: %s", line, diff)
+			}
+		}
+	}
+}
+
+// An XID causes a scan unless it is a program's own fault, of which a broken program makes many.
+func TestXIDsThatCauseAScan(t *testing.T) {
+	n := newHangNode(t)
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	n.options.OpenKernelLog = func() (io.ReadCloser, error) { return r, nil }
+	handled := make(chan int, 5)
+	go func() { _ = n.WatchXIDs(t.Context(), func(e gpu.XIDEvent) { handled <- e.XID }) }()
+	for xid, scans := range map[int]bool{13: false, 31: false, 48: true, 94: true, 154: true} {
+		reported := n.reported.Changed()
+		if _, err := fmt.Fprintf(w, "4,1,1,-;NVRM: Xid (PCI:0000:3b:00): %d, a\n", xid); err != nil {
+			t.Fatal(err)
+		}
+		if got := <-handled; got != xid {
+			t.Fatalf("XID %d, want %d", got, xid)
+		}
+		time.Sleep(50 * time.Millisecond)
+		select {
+		case <-reported:
+			if !scans {
+				t.Errorf("XID %d causes a scan", xid)
+			}
+		default:
+			if scans {
+				t.Errorf("XID %d causes no scan", xid)
 			}
 		}
 	}

@@ -158,8 +158,10 @@ func (n *Node) Run(ctx context.Context) error {
 	wait, failure := awaitInterval, n.failure
 	n.mu.Unlock()
 	var changed <-chan struct{}
+	reported := n.reported.Changed()
 	var pace pacer
-	read := time.Now() // when everything was read last
+	read := time.Now()    // when everything was read last
+	var hurried time.Time // when an XID last caused a scan
 	for {
 		if changed == nil && failure == nil {
 			watcher := n.watch(ctx)
@@ -167,7 +169,6 @@ func (n *Node) Run(ctx context.Context) error {
 			changed = watcher.C
 			wait = n.options.Interval / lightScans
 		}
-		reported := n.reported.Changed()
 		deep := failure != nil
 		select {
 		case <-ctx.Done():
@@ -176,9 +177,12 @@ func (n *Node) Run(ctx context.Context) error {
 		case <-changed:
 			deep = true
 		case <-reported:
-			if !pause(ctx, xidDelay) {
+			// One that comes from now on causes another scan: this one may not see what it means.
+			reported = n.reported.Changed()
+			if !pause(ctx, max(xidDelay, xidInterval-time.Since(hurried))) {
 				return nil
 			}
+			hurried = time.Now()
 		}
 		// A little early rather than an interval late.
 		deep = deep || time.Since(read)+wait/2 >= n.options.Interval

@@ -25,7 +25,9 @@ func (n *Node) WatchXIDs(ctx context.Context, handle func(gpu.XIDEvent)) error {
 		n.readXIDs(ctx, func(e gpu.XIDEvent) {
 			select {
 			case events <- e:
-				n.reported.Notify()
+				if e.XID != 0 && gpu.XIDByNumber(e.XID).Class != gpu.FaultApplication {
+					n.reported.Notify()
+				}
 			case <-ctx.Done():
 			}
 		})
