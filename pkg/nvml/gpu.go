@@ -56,6 +56,7 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 		func() gonvml.Return { _, _, ret := d.GetCudaComputeCapability(); return ret })
 	read(&g.AddressingMode, dev.GetAddressingModeAsString, func() gonvml.Return { _, ret := d.GetAddressingMode(); return ret })
 	read(&g.PCIBusID, dev.GetPCIBusID, func() gonvml.Return { _, ret := d.GetPciInfo(); return ret })
+	g.PCIBusID = kernelAddress(g.PCIBusID)
 	if g.PCIBusID == "" {
 		complete = false
 	}

@@ -32,7 +32,7 @@ func TestParseRecord(t *testing.T) {
 			gpu.XIDEvent{PCI: "0000:3b:00", XID: 94, GPUInstance: 5, ComputeInstance: -1}),
 		"4,7,2000000,-;NVRM: Xid (PCI:0000:3b:00 GPU-I:05 GPU-CI:01): 43, Ch 8": whole(
 			gpu.XIDEvent{PCI: "0000:3b:00", XID: 43, GPUInstance: 5, ComputeInstance: 1}),
-		"4,7,2000000,-;NVRM: Xid (PCI:00010002:3b:00): 48, x":                   whole(gpu.XIDEvent{PCI: "00010002:3b:00", XID: 48, GPUInstance: -1, ComputeInstance: -1}),
+		"4,7,2000000,-;NVRM: Xid (PCI:00010002:3b:00): 48, x":                   whole(gpu.XIDEvent{PCI: "10002:3b:00", XID: 48, GPUInstance: -1, ComputeInstance: -1}),
 		"4,7,2000000,-;NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64": whole(gpu.XIDEvent{GPUInstance: -1, ComputeInstance: -1}),
 		"12,7,2000000,-;NVRM: Xid (PCI:0000:3b:00): 79, written by a user":      nil,
 		"4,7,2000000,-;nvidia: Xid (PCI:0000:3b:00): 79":                        nil,
@@ -55,6 +55,18 @@ func TestParseRecord(t *testing.T) {
 			if diff := cmp.Diff(*want, got); diff != "" {
 				t.Errorf("%q: %s", line, diff)
 			}
+		}
+	}
+}
+
+// NVML writes eight digits of a domain and the kernel at least four: one GPU has one address.
+func TestAddresses(t *testing.T) {
+	for address, want := range map[string]string{
+		"00000000:3B:00.0": "0000:3b:00", "0000:3b:00": "0000:3b:00", "00010002:3B:00.0": "10002:3b:00", "10002:3b:00.0": "10002:3b:00",
+		"": "",
+	} {
+		if got := slot(address); got != want {
+			t.Errorf("%q is %q, want %q", address, got, want)
 		}
 	}
 }
