@@ -100,7 +100,8 @@ func (p *pause) set(ctx context.Context, by string) error {
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "A call to the driver does not return, so the driver cannot be unloaded")
 		p.event(corev1.EventTypeWarning, "DriverPaused", fmt.Sprintf("A call of the agent to the NVIDIA driver does not return (%v), "+
-			"so the driver cannot be unloaded. A GPU hangs: find it in the kernel's log (dmesg), and reset it or reboot the node", err))
+			"so the driver cannot be unloaded. Unless a GPU is being reset, one hangs: find it in the kernel's log (dmesg), and "+
+			"reset it or reboot the node", err))
 	}
 	return nil
 }

@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi"
 	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi/transform"
 	"github.com/NVIDIA/nvidia-container-toolkit/pkg/nvcdi/transform/root"
@@ -21,6 +22,7 @@ import (
 	"k8s.io/klog/v2"
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -32,34 +34,53 @@ const controlNode = "/dev/nvidiactl"
 
 // ContainerEdits returns the CDI edits of each GPU that answers and of each partition, by nvcdi, with host paths. It fails if the
 // driver's files cannot be found, and for one GPU if that GPU's files are missing or it does not answer in time. It takes about
-// ten milliseconds, and waits for a running scan.
+// ten milliseconds. No scan waits for it, and it waits for no scan, but for the end of a reset.
 func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
-	n.scanning.Lock()
-	defer n.scanning.Unlock()
-	if n.session == nil {
+	unlock, err := n.turns.Lock(ctx, wholeEdits)
+	if err != nil {
+		return cdi.Edits{}, fmt.Errorf("wait for other container edits: %w", err)
+	}
+	defer unlock()
+	n.mu.Lock()
+	at, inventory := n.attachment, n.inventory
+	n.mu.Unlock()
+	if at.session == nil {
 		return cdi.Edits{}, n.Missing()
 	}
-	// Like a scan, it first checks whether the driver answers at all.
-	if _, err := n.begin(); err != nil {
+	if err := n.silent(); err != nil {
 		return cdi.Edits{}, err
 	}
-	defer n.letGo((*session).close)
-	lib, err := n.toolkit(ctx)
+	if !broadcast.Await(ctx, at.session.idle.Changed, func() bool { return !at.session.suspended.Load() }) {
+		return cdi.Edits{}, fmt.Errorf("wait for the end of a reset: %w", context.Cause(ctx))
+	}
+	// The session's end may hang as well. Then the next edits say so.
+	end := func(struct{}) { at.session.close() }
+	_, err = attempt(n, wholeEdits, nil, func() (struct{}, error) { return struct{}{}, at.session.tryOpen() }, end)
+	switch {
+	case errors.Is(err, errNoAnswer):
+		return cdi.Edits{}, errSilent
+	case err != nil:
+		return cdi.Edits{}, err
+	}
+	defer func() {
+		_, _ = attempt(n, wholeEdits, nil, func() (none struct{}, err error) { end(none); return none, nil }, nil)
+	}()
+	lib, err := n.toolkit(ctx, at, inventory)
 	if err != nil {
 		return cdi.Edits{}, fmt.Errorf("prepare container edits: %w", err)
 	}
-	common, err := attempt(n, driverFiles, n.session, lib.GetCommonEdits, nil)
+	common, err := attempt(n, driverFiles, at.session, lib.GetCommonEdits, nil)
 	if err != nil {
-		return cdi.Edits{}, fmt.Errorf("find the driver's files below %s: %w", n.layout.driverRoot, err)
+		return cdi.Edits{}, fmt.Errorf("find the driver's files below %s: %w", at.layout.driverRoot, err)
 	}
 	spec := &specs.Spec{ContainerEdits: *common.ContainerEdits}
 	for _, d := range controlDevices {
-		if err := n.options.checkDevice(n.layout.devRoot, n.majors, d); err != nil {
+		if err := n.options.checkDevice(at.layout.devRoot, at.majors, d); err != nil {
 			return cdi.Edits{}, err
 		}
 	}
-	_, err = attempt(n, driverFiles, n.session, func() (struct{}, error) {
-		return struct{}{}, n.addExtras(ctx, &spec.ContainerEdits)
+	_, err = attempt(n, driverFiles, at.session, func() (struct{}, error) {
+		return struct{}{}, n.addExtras(ctx, at, &spec.ContainerEdits)
 	}, nil)
 	if err != nil {
 		return cdi.Edits{}, err
@@ -72,29 +93,47 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 		}
 		spec.Devices = append(spec.Devices, device)
 	}
-	for _, g := range n.Inventory().GPUs {
-		parent, err := attempt(n, g.UUID, n.session, func() (specs.Device, error) { return deviceEdits(lib, g) }, nil)
+	// A GPU that does not answer costs the others a second, once. They do not wait for it.
+	patience := min(scanPatience, n.options.patience)
+	for _, g := range inventory.GPUs {
+		edits := func() (specs.Device, error) { return deviceEdits(lib, g) }
+		parent, err := attemptFor(n, patience, "edits of "+g.UUID, at.session, edits, nil)
 		add(g.UUID, g.Minor, parent, err)
 		for _, p := range g.Partitions {
 			if p.UUID == "" {
 				continue
 			}
 			p.Health = gpu.Device{GPU: g, Partition: p}.Health()
-			device, err := n.partitionEdits(n.attachment, p, parent, err)
+			device, err := n.partitionEdits(at, p, parent, err)
 			add(p.UUID, g.Minor, device, err)
 		}
 	}
-	if err := n.toHost(n.layout.devRoot, spec); err != nil {
+	if err := n.toHost(at.layout.devRoot, spec); err != nil {
 		return cdi.Edits{}, fmt.Errorf("turn paths into the host's: %w", err)
 	}
 	return cdi.Edits{Common: spec.ContainerEdits, Devices: spec.Devices, Failed: failed, Nodes: nodes}, nil
 }
 
-// driverFiles is the key of calls that find the driver's files.
-const driverFiles = "driver files"
+// Keys of calls: driverFiles of those that find the driver's files, wholeEdits of those that open and close the session for edits.
+const (
+	driverFiles = "driver files"
+	wholeEdits  = "container edits"
+)
+
+// byAddress looks up GPUs by their PCI addresses, as the session does: nvcdi asks by UUID.
+type byAddress struct {
+	gonvml.Interface
+	session   *session
+	inventory gpu.Inventory
+}
+
+func (l byAddress) DeviceGetHandleByUUID(uuid string) (gonvml.Device, gonvml.Return) {
+	g, _ := l.inventory.ByUUID(uuid)
+	return l.session.handle(uuid, g.PCIBusID)
+}
 
 // toolkit returns the library that makes the edits of all containers and of each GPU.
-func (n *Node) toolkit(ctx context.Context) (nvcdi.Interface, error) {
+func (n *Node) toolkit(ctx context.Context, at attachment, inventory gpu.Inventory) (nvcdi.Interface, error) {
 	namer, err := nvcdi.NewDeviceNamer(nvcdi.DeviceNameStrategyUUID)
 	if err != nil {
 		return nil, err
@@ -102,12 +141,12 @@ func (n *Node) toolkit(ctx context.Context) (nvcdi.Interface, error) {
 	options := []nvcdi.Option{
 		nvcdi.WithLogger(toolkitLogger{klog.FromContext(ctx).V(6)}),
 		nvcdi.WithMode(nvcdi.ModeNvml),
-		nvcdi.WithNvmlLib(n.session.library),
-		nvcdi.WithDriverRoot(n.options.onHost(n.layout.driverRoot)),
-		nvcdi.WithDevRoot(n.options.onHost(n.layout.devRoot)),
+		nvcdi.WithNvmlLib(byAddress{at.session.library, at.session, inventory}),
+		nvcdi.WithDriverRoot(n.options.onHost(at.layout.driverRoot)),
+		nvcdi.WithDevRoot(n.options.onHost(at.layout.devRoot)),
 		nvcdi.WithDeviceNamers(namer),
 		// Only libraries of the driver, in any directory; nvcdi's own list lacks the directories of several systems.
-		nvcdi.WithLibrarySearchPaths(n.layout.libraryDirs),
+		nvcdi.WithLibrarySearchPaths(at.layout.libraryDirs),
 		nvcdi.WithLdconfigPath(n.options.ldconfig()),
 		// Without the first flag, nvcdi would load the nvsandboxutils library into this process, which adds nothing for GPUs that NVML
 		// reports. The second flag leaves out mounts of sockets: CUDA works without them, and a container with such a mount does not start
@@ -119,7 +158,7 @@ func (n *Node) toolkit(ctx context.Context) (nvcdi.Interface, error) {
 		options = append(options, nvcdi.WithDisabledHooks(nvcdi.AllHooks))
 	}
 	create := func() (nvcdi.Interface, error) { return nvcdi.New(options...) }
-	return attempt(n, driverFiles, n.session, create, nil)
+	return attempt(n, driverFiles, at.session, create, nil)
 }
 
 // deviceEdits returns the edits of one GPU. nvcdi omits missing device nodes, and would return edits that give the container no
@@ -236,8 +275,8 @@ func (c capabilities) of(p gpu.Partition) (caps [2]int, err error) {
 func capabilityNode(minor int) string { return fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", minor) }
 
 // PartitionEdits returns the CDI edits of a new partition, besides the common edits: the same as ContainerEdits once the
-// inventory contains it. It calls the driver only for a partition with graphics, and then waits for a running scan. It is safe
-// for concurrent use; paths are the host's.
+// inventory contains it. It calls the driver only for a partition with graphics. It is safe for concurrent use; paths are the
+// host's.
 func (n *Node) PartitionEdits(ctx context.Context, p gpu.Partition) (specs.Device, error) {
 	device, err := n.oneEdits(ctx, p)
 	if err != nil {

@@ -72,8 +72,8 @@ func (o Options) traceExtras(devRoot string) (trace string) {
 	return trace
 }
 
-// addExtras adds the extras that are asked for and exist. Under n.scanning.
-func (n *Node) addExtras(ctx context.Context, to *specs.ContainerEdits) error {
+// addExtras adds the extras that are asked for and exist.
+func (n *Node) addExtras(ctx context.Context, at attachment, to *specs.ContainerEdits) error {
 	asked := n.options.Extras
 	for _, extra := range []struct {
 		asked bool
@@ -82,18 +82,18 @@ func (n *Node) addExtras(ctx context.Context, to *specs.ContainerEdits) error {
 		if !extra.asked {
 			continue
 		}
-		if err := n.addExtra(ctx, to, extra.mode, "all"); err != nil {
+		if err := n.addExtra(ctx, at, to, extra.mode, "all"); err != nil {
 			return fmt.Errorf("find the devices of %s: %w", extra.mode, err)
 		}
 	}
 	for _, channel := range asked.IMEXChannels {
-		exists := slices.ContainsFunc(extraRoots(n.layout.devRoot), func(root string) bool {
+		exists := slices.ContainsFunc(extraRoots(at.layout.devRoot), func(root string) bool {
 			_, err := os.Stat(n.options.onHost(filepath.Join(root, imexChannel(channel))))
 			return err == nil
 		})
 		switch {
 		case exists:
-			if err := n.addExtra(ctx, to, nvcdi.ModeImex, fmt.Sprint(channel)); err != nil {
+			if err := n.addExtra(ctx, at, to, nvcdi.ModeImex, fmt.Sprint(channel)); err != nil {
 				return fmt.Errorf("find IMEX channel %d: %w", channel, err)
 			}
 		case asked.IMEXRequired:
@@ -105,13 +105,13 @@ func (n *Node) addExtras(ctx context.Context, to *specs.ContainerEdits) error {
 }
 
 // addExtra adds the devices of one of nvcdi's modes, from the first root that has any.
-func (n *Node) addExtra(ctx context.Context, to *specs.ContainerEdits, mode nvcdi.Mode, id string) error {
+func (n *Node) addExtra(ctx context.Context, at attachment, to *specs.ContainerEdits, mode nvcdi.Mode, id string) error {
 	var err error
-	for _, root := range extraRoots(n.layout.devRoot) {
+	for _, root := range extraRoots(at.layout.devRoot) {
 		var lib nvcdi.Interface
 		lib, err = nvcdi.New(
-			nvcdi.WithLogger(toolkitLogger{klog.FromContext(ctx).V(6)}), nvcdi.WithMode(mode), nvcdi.WithNvmlLib(n.session.library),
-			nvcdi.WithDriverRoot(n.options.onHost(n.layout.driverRoot)), nvcdi.WithDevRoot(n.options.onHost(root)),
+			nvcdi.WithLogger(toolkitLogger{klog.FromContext(ctx).V(6)}), nvcdi.WithMode(mode), nvcdi.WithNvmlLib(at.session.library),
+			nvcdi.WithDriverRoot(n.options.onHost(at.layout.driverRoot)), nvcdi.WithDevRoot(n.options.onHost(root)),
 			nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
 		)
 		if err != nil {

@@ -56,6 +56,7 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 		func() gonvml.Return { _, _, ret := d.GetCudaComputeCapability(); return ret })
 	read(&g.AddressingMode, dev.GetAddressingModeAsString, func() gonvml.Return { _, ret := d.GetAddressingMode(); return ret })
 	read(&g.PCIBusID, dev.GetPCIBusID, func() gonvml.Return { _, ret := d.GetPciInfo(); return ret })
+	g.PCIBusID = kernelAddress(g.PCIBusID)
 	if g.PCIBusID == "" {
 		complete = false
 	}
@@ -74,7 +75,8 @@ func readECC(g *gpu.GPU, d gonvml.Device) {
 }
 
 // readState reads the health of a GPU, and its memory.
-func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
+func (r *reader) readState(known *knownGPU, d gonvml.Device) {
+	g := &known.gpu
 	g.Health, g.Faults = gpu.Health{}, nil
 	memory, ret := d.GetMemoryInfo()
 	switch {
@@ -87,7 +89,7 @@ func (r *reader) readState(g *gpu.GPU, d gonvml.Device) {
 	if err := cmp.Or(r.ensureDevice(gpuDevice(g.Minor)), r.control); err != nil {
 		g.Health = gpu.Health{Reason: gpu.ReasonNoNode, Message: err.Error()}
 	}
-	readFaults(g, d)
+	readFaults(known, d)
 }
 
 // healthOf returns the health for an error of NVML in a call that every GPU must support.
@@ -139,7 +141,7 @@ type visit struct {
 	ret  gonvml.Return
 	skip bool
 
-	// began is when it began.
+	// began is when it began; zero if the recovery action could not be read.
 	began  time.Time
 	known  knownGPU
 	device gonvml.Device
@@ -175,7 +177,10 @@ func (r *reader) visit(index int, deep bool, recall func(uuid string) (knownGPU,
 	if !known.complete {
 		known.complete = r.readAll(&known.gpu, d)
 	}
-	r.readState(&known.gpu, d)
+	r.readState(&known, d)
+	if known.condition.unread {
+		v.began = time.Time{}
+	}
 	answers := known.gpu.Health.Healthy() || known.gpu.Health.Reason == gpu.ReasonNoNode
 	if deep || !met {
 		known.unreadable = nil

@@ -5,6 +5,7 @@ package nvml
 import (
 	"context"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -214,5 +215,37 @@ func TestRunEndsWhileShutdownHangs(t *testing.T) {
 		}
 	case <-time.After(20 * n.options.patience):
 		t.Error("Run does not end")
+	}
+}
+
+// lastShutdownHangs hangs where the session really ends.
+type lastShutdownHangs struct {
+	openSessions
+	last gate
+}
+
+func (l *lastShutdownHangs) Shutdown() gonvml.Return {
+	if l.openSessions.open.Load() == 1 {
+		l.last.pass()
+	}
+	return l.openSessions.Shutdown()
+}
+
+// An inspection ends also while the driver does not let go of its session.
+func TestInspectEndsWhileShutdownHangs(t *testing.T) {
+	n := newHangNode(t)
+	library := &lastShutdownHangs{openSessions: openSessions{n.library, &atomic.Int32{}}}
+	n.options.OpenLibrary = func() (gonvml.Interface, error) { return library, nil }
+	library.last.close()
+	defer library.last.open()
+	ended := make(chan Report, 1)
+	go func() { ended <- Inspect(t.Context(), n.options) }()
+	select {
+	case r := <-ended:
+		if len(r.inventory.GPUs) != 2 {
+			t.Errorf("%d GPUs, want 2", len(r.inventory.GPUs))
+		}
+	case <-time.After(100 * n.options.patience):
+		t.Error("Inspect does not end")
 	}
 }

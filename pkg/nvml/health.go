@@ -43,13 +43,28 @@ var recoveryFaults = map[gpu.RecoveryAction]gpu.Health{
 	gpu.RecoveryIMEXDomain:    {Reason: gpu.ReasonFabric, Message: "the driver requires that its IMEX domain recovers: check nvidia-imex on the nodes of the domain"},
 }
 
-// readFaults reads the faults of a GPU that answers. A value that the driver lacks is no fault.
-func readFaults(g *gpu.GPU, d gonvml.Device) {
+// condition is what a GPU last answered about its faults.
+type condition struct {
+	// fields has the values of healthFields that the driver and the GPU have.
+	fields map[uint32]uint64
+	// fabric is fabricProblem's answer.
+	fabric string
+	// unread is set if the last reading of the recovery action failed.
+	unread bool
+}
+
+// readFaults reads the faults of a GPU that answers. A value that the driver lacks is no fault. One that cannot be read is as it was.
+func readFaults(known *knownGPU, d gonvml.Device) {
+	g, before := &known.gpu, known.condition
 	g.Faults = nil
 	add := func(reason, format string, args ...any) {
 		g.Faults = append(g.Faults, gpu.Health{Reason: reason, Message: fmt.Sprintf(format, args...)})
 	}
-	values := fieldValues(d, healthFields)
+	values, unread := fieldValues(d, healthFields, before.fields)
+	_, recovers := values[gonvml.FI_DEV_GET_GPU_RECOVERY_ACTION]
+	known.condition = condition{
+		fields: values, fabric: fabricProblem(g, d, before.fabric), unread: unread[gonvml.FI_DEV_GET_GPU_RECOVERY_ACTION],
+	}
 	g.Recovery = ""
 	if action, known := values[gonvml.FI_DEV_GET_GPU_RECOVERY_ACTION]; known {
 		// An action that this version does not know needs at least a reset.
@@ -67,32 +82,42 @@ func readFaults(g *gpu.GPU, d gonvml.Device) {
 	if values[gonvml.FI_DEV_RETIRED_PENDING] != 0 {
 		add(gpu.ReasonRetiredPages, "a page of its memory failed and is retired when the driver is loaded again")
 	}
-	if errors := values[gonvml.FI_DEV_ECC_DBE_VOL_TOTAL]; errors != 0 && g.Recovery == "" {
+	if errors := values[gonvml.FI_DEV_ECC_DBE_VOL_TOTAL]; errors != 0 && !recovers && !known.condition.unread {
 		add(gpu.ReasonUncorrectableECC, "%d uncorrectable ECC errors since the driver was loaded: the GPU has to be reset", errors)
 	}
-	if state := fabricProblem(g, d); state != "" {
+	if state := known.condition.fabric; state != "" {
 		add(gpu.ReasonFabric, "its NVLink fabric is %s, so that CUDA fails with error 802: check nvidia-fabricmanager on the node", state)
 	}
 	slices.SortStableFunc(g.Faults, gpu.Health.Compare)
 }
 
-// fieldValues returns the values of the fields that the driver and the GPU have.
-func fieldValues(d gonvml.Device, ids []uint32) map[uint32]uint64 {
+// fieldValues returns the values of the fields that the driver and the GPU have; those before for fields that cannot be read.
+func fieldValues(d gonvml.Device, ids []uint32, before map[uint32]uint64) (values map[uint32]uint64, unread map[uint32]bool) {
 	fields := make([]gonvml.FieldValue, len(ids))
 	for i, id := range ids {
 		fields[i].FieldId = id
 	}
-	values := map[uint32]uint64{}
-	if d.GetFieldValues(fields) != gonvml.SUCCESS {
-		return values
-	}
-	for _, f := range fields {
-		if gonvml.Return(f.NvmlReturn) == gonvml.SUCCESS {
-			values[f.FieldId] = integer(f)
+	values, unread = map[uint32]uint64{}, map[uint32]bool{}
+	all := d.GetFieldValues(fields)
+	for i, f := range fields {
+		ret := cmp.Or(all, gonvml.Return(f.NvmlReturn))
+		value, known := before[ids[i]]
+		switch {
+		case ret == gonvml.SUCCESS:
+			values[ids[i]] = integer(f)
+		case lacking(ret):
+		default:
+			unread[ids[i]] = true
+			if known {
+				values[ids[i]] = value
+			}
 		}
 	}
-	return values
+	return values, unread
 }
+
+// lacking reports whether the driver does not know what it was asked for.
+func lacking(ret gonvml.Return) bool { return unsupported(ret) || ret == gonvml.ERROR_INVALID_ARGUMENT }
 
 // integer returns the value of a field with an integer type. NVML writes the machine's byte order, which is little-endian wherever NVIDIA
 // has a driver.
@@ -107,15 +132,19 @@ func integer(f gonvml.FieldValue) uint64 {
 	}
 }
 
-// fabricProblem returns the state of a fabric that the GPU supports and has not joined. In MIG mode a GPU has no NVLink (NVIDIA
-// Multi-Instance GPU User Guide, "Application Considerations").
-func fabricProblem(g *gpu.GPU, d gonvml.Device) string {
+// fabricProblem returns the state of a fabric that the GPU supports and has not joined; that before if it cannot be read. In MIG mode a
+// GPU has no NVLink (NVIDIA Multi-Instance GPU User Guide, "Application Considerations").
+func fabricProblem(g *gpu.GPU, d gonvml.Device, before string) string {
 	if g.MIGEnabled {
 		return ""
 	}
 	info, ret := d.GetGpuFabricInfo()
-	if ret != gonvml.SUCCESS {
+	switch {
+	case ret == gonvml.SUCCESS:
+	case lacking(ret):
 		return ""
+	default:
+		return before
 	}
 	switch info.State {
 	case gonvml.GPU_FABRIC_STATE_NOT_STARTED:
@@ -174,6 +203,8 @@ const (
 	lightScans = 4
 	// xidDelay is how long after an XID a scan begins: the driver decides meanwhile what the GPU needs, and may report more XIDs.
 	xidDelay = 200 * time.Millisecond
+	// xidInterval is the time between scans that XIDs cause: a broken GPU may report many.
+	xidInterval = time.Second
 	// Scans may take 1/share of a core.
 	share = 250
 )

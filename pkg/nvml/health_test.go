@@ -74,6 +74,65 @@ func TestFaults(t *testing.T) {
 	}
 }
 
+// A fault that cannot be read is not gone, nor is a value that cannot be read another fault.
+func TestFaultsThatCannotBeRead(t *testing.T) {
+	broken := simulated.Condition{RecoveryAction: "reset", RowRemap: simulated.RowRemap{Failure: true}, Fabric: &simulated.FabricState{State: "inProgress"}}
+	unread := func(c simulated.Condition, field string) simulated.Condition {
+		c.Fields = map[string]string{field: "ERROR_UNKNOWN"}
+		return c
+	}
+	calls := func(call, answer string) map[string]simulated.CallFault {
+		return map[string]simulated.CallFault{call: {Return: answer}}
+	}
+	healthy := simulated.Condition{ECC: simulated.ECCErrors{Volatile: simulated.ECCCounts{Uncorrected: 1}}}
+	for name, test := range map[string]struct {
+		before simulated.Condition
+		now    simulated.GPUFaults
+		stale  bool
+	}{
+		"recovery action":           {broken, simulated.GPUFaults{Condition: unread(broken, "230")}, true},
+		"row remapping":             {broken, simulated.GPUFaults{Condition: unread(broken, "145")}, false},
+		"all fields":                {broken, simulated.GPUFaults{Condition: broken, Calls: calls("GetFieldValues", "ERROR_TIMEOUT")}, true},
+		"fabric":                    {broken, simulated.GPUFaults{Condition: broken, Calls: calls("GetGpuFabricInfo", "ERROR_UNKNOWN")}, false},
+		"recovery action, with ECC": {healthy, simulated.GPUFaults{Condition: unread(healthy, "230")}, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			m := newMachine(t, "h100x8")
+			m.fault(t, simulated.GPUFaults{GPU: "2", Condition: test.before})
+			node := m.open(t)
+			before := node.Inventory().GPUs[2]
+			test.now.GPU = "2"
+			m.fault(t, test.now)
+			began := time.Now()
+			scan(t, node)
+			g := node.Inventory().GPUs[2]
+			if diff := cmp.Diff(before, g); diff != "" {
+				t.Error(diff)
+			}
+			// A reading without the recovery action says nothing about the end of an XID.
+			if read := node.LastRead(g.UUID); read.Before(began) != test.stale {
+				t.Errorf("last read %v after the scan began", read.Sub(began))
+			}
+			m.fault(t)
+			scan(t, node)
+			if g := node.Inventory().GPUs[2]; len(g.Faults) != 0 || g.Recovery != device.RecoveryNone || node.LastRead(g.UUID).Before(began) {
+				t.Errorf("after the fault: %+v, recovery action %q, read %v", g.Faults, g.Recovery, node.LastRead(g.UUID))
+			}
+		})
+	}
+}
+
+// An old driver answers each reading that it lacks with an error from the first one on: that is no fault.
+func TestFieldsThatNeverAnswer(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	errors := simulated.ECCErrors{Volatile: simulated.ECCCounts{Uncorrected: 1}}
+	m.fault(t, simulated.GPUFaults{GPU: "2", Condition: simulated.Condition{ECC: errors, Fields: map[string]string{"230": "ERROR_UNKNOWN"}}})
+	node := m.open(t)
+	if g := node.Inventory().GPUs[2]; len(g.Faults) != 0 || g.Recovery != "" {
+		t.Errorf("faults %+v, recovery action %q", g.Faults, g.Recovery)
+	}
+}
+
 func TestWatchXIDs(t *testing.T) {
 	for _, source := range []string{"kernel log", "events"} {
 		t.Run(source, func(t *testing.T) {

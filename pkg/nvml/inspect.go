@@ -186,7 +186,7 @@ func (n *Node) release() {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
 	if n.session != nil && n.silent() == nil {
-		n.session.hold(false)
+		n.letGo(func(s *session) { s.hold(false) })
 	}
 }
 

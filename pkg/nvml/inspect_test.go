@@ -174,11 +174,11 @@ func TestInspectRecordsEveryCall(t *testing.T) {
 		t.Errorf("%d sessions after Inspect, want none", sessions)
 	}
 	want := map[string]string{
-		"Init": "", "Shutdown": "", "DeviceGetCount": "", "DeviceGetHandleByUUID": "", "GetUUID": "gpu1", "GetMemoryInfo": "gpu0",
+		"Init": "", "Shutdown": "", "DeviceGetCount": "", "DeviceGetHandleByPciBusId": "", "GetUUID": "gpu1", "GetMemoryInfo": "gpu0",
 		"GetTopologyCommonAncestor": "gpu1", "GetComputeMode": "", "GetComputeRunningProcesses": "", "LookupSymbol": "",
 	}
 	for _, c := range r.Calls {
-		// The GPU has another handle by UUID than by index, because counted wraps that one only.
+		// The GPU has another handle by address than by index, because counted wraps that one only.
 		if on, wanted := want[c.Method]; wanted && (on == c.On || on == "") {
 			delete(want, c.Method)
 		}

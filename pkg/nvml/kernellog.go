@@ -121,11 +121,22 @@ func parseRecord(line string, boot time.Time) (event gpu.XIDEvent, found bool) {
 	return event, event.XID != 0
 }
 
-// slot returns a PCI address as device.XIDEvent has it: lower case, with a domain of four digits and without the function.
+// slot returns a PCI address as device.XIDEvent has it: as the kernel writes it, and without the function.
 func slot(address string) string {
-	address, _, _ = strings.Cut(strings.ToLower(address), ".")
-	if domain, rest, found := strings.Cut(address, ":"); found && len(domain) > 4 {
-		address = strings.TrimPrefix(domain, strings.Repeat("0", len(domain)-4)) + ":" + rest
-	}
+	address, _, _ = strings.Cut(kernelAddress(address), ".")
 	return address
+}
+
+// kernelAddress returns a PCI address as the kernel writes it: lower case, with a domain of four digits where they suffice. NVML writes
+// eight.
+func kernelAddress(address string) string {
+	address = strings.ToLower(address)
+	domain, rest, found := strings.Cut(address, ":")
+	for found && len(domain) > 4 && domain[0] == '0' {
+		domain = domain[1:]
+	}
+	if !found {
+		return address
+	}
+	return domain + ":" + rest
 }

@@ -4,6 +4,7 @@ package nvml
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"os"
 	"testing"
@@ -31,7 +32,7 @@ func TestParseRecord(t *testing.T) {
 			gpu.XIDEvent{PCI: "0000:3b:00", XID: 94, GPUInstance: 5, ComputeInstance: -1}),
 		"4,7,2000000,-;NVRM: Xid (PCI:0000:3b:00 GPU-I:05 GPU-CI:01): 43, Ch 8": whole(
 			gpu.XIDEvent{PCI: "0000:3b:00", XID: 43, GPUInstance: 5, ComputeInstance: 1}),
-		"4,7,2000000,-;NVRM: Xid (PCI:00010002:3b:00): 48, x":                   whole(gpu.XIDEvent{PCI: "00010002:3b:00", XID: 48, GPUInstance: -1, ComputeInstance: -1}),
+		"4,7,2000000,-;NVRM: Xid (PCI:00010002:3b:00): 48, x":                   whole(gpu.XIDEvent{PCI: "10002:3b:00", XID: 48, GPUInstance: -1, ComputeInstance: -1}),
 		"4,7,2000000,-;NVRM: loading NVIDIA UNIX Open Kernel Module for x86_64": whole(gpu.XIDEvent{GPUInstance: -1, ComputeInstance: -1}),
 		"12,7,2000000,-;NVRM: Xid (PCI:0000:3b:00): 79, written by a user":      nil,
 		"4,7,2000000,-;nvidia: Xid (PCI:0000:3b:00): 79":                        nil,
@@ -53,6 +54,51 @@ func TestParseRecord(t *testing.T) {
 		case want != nil:
 			if diff := cmp.Diff(*want, got); diff != "" {
 				t.Errorf("%q: %s", line, diff)
+			}
+		}
+	}
+}
+
+// NVML writes eight digits of a domain and the kernel at least four: one GPU has one address.
+func TestAddresses(t *testing.T) {
+	for address, want := range map[string]string{
+		"00000000:3B:00.0": "0000:3b:00", "0000:3b:00": "0000:3b:00", "00010002:3B:00.0": "10002:3b:00", "10002:3b:00.0": "10002:3b:00",
+		"": "",
+	} {
+		if got := slot(address); got != want {
+			t.Errorf("%q is %q, want %q", address, got, want)
+		}
+	}
+}
+
+// An XID causes a scan unless it is a program's own fault, of which a broken program makes many.
+func TestXIDsThatCauseAScan(t *testing.T) {
+	n := newHangNode(t)
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	n.options.OpenKernelLog = func() (io.ReadCloser, error) { return r, nil }
+	handled := make(chan int, 5)
+	go func() { _ = n.WatchXIDs(t.Context(), func(e gpu.XIDEvent) { handled <- e.XID }) }()
+	for xid, scans := range map[int]bool{13: false, 31: false, 48: true, 94: true, 154: true} {
+		reported := n.reported.Changed()
+		if _, err := fmt.Fprintf(w, "4,1,1,-;NVRM: Xid (PCI:0000:3b:00): %d, a\n", xid); err != nil {
+			t.Fatal(err)
+		}
+		if got := <-handled; got != xid {
+			t.Fatalf("XID %d, want %d", got, xid)
+		}
+		time.Sleep(50 * time.Millisecond)
+		select {
+		case <-reported:
+			if !scans {
+				t.Errorf("XID %d causes a scan", xid)
+			}
+		default:
+			if scans {
+				t.Errorf("XID %d causes no scan", xid)
 			}
 		}
 	}

@@ -293,26 +293,36 @@ type session struct {
 	// handles are GPUs by UUID. They are valid until the session ends.
 	handles map[string]gonvml.Device
 	// suspended is set while no use may begin. It is read without mu, which a hung driver keeps locked. idle is announced when the last
-	// use ends or suspended is unset.
+	// use ends, or suspended or wanted changes to zero.
 	suspended atomic.Bool
 	idle      broadcast.Signal
-	// wanted is set while suspend waits: a long use should end.
-	wanted atomic.Bool
+	// wanted counts the callers of suspend: a long use should end, and none begin.
+	wanted atomic.Int32
 }
 
-// open starts a use; close ends it. After an error there is nothing to close.
+// errSuspended means that no use may begin now.
+var errSuspended = errors.New("a GPU is being reset")
+
+// open starts a use; close ends it. It waits while the session is suspended. After an error there is nothing to close.
 func (s *session) open() error {
 	for {
-		broadcast.Await(context.Background(), s.idle.Changed, func() bool { return !s.suspended.Load() })
-		s.mu.Lock()
-		if !s.suspended.Load() {
-			break
+		err := s.tryOpen()
+		if !errors.Is(err, errSuspended) {
+			return err
 		}
-		s.mu.Unlock()
+		broadcast.Await(context.Background(), s.idle.Changed, func() bool { return !s.suspended.Load() })
 	}
+}
+
+// tryOpen is open for callers that do not wait while the session is suspended: they get errSuspended.
+func (s *session) tryOpen() error {
+	s.mu.Lock()
 	defer s.mu.Unlock()
 	if paused := s.paused.Load(); paused != nil {
 		return paused
+	}
+	if s.suspended.Load() {
+		return errSuspended
 	}
 	if !s.isOpen() {
 		if ret := s.library.Init(); ret != gonvml.SUCCESS {
@@ -433,47 +443,42 @@ func (s *session) hold(hold bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	hold = hold && s.paused.Load() == nil
-	if !hold && s.users == 0 && s.isOpen() && !s.suspended.Load() {
+	if !hold && s.users == 0 && s.isOpen() {
 		s.shutdown()
 	}
 	s.holding = hold
 }
 
-// suspend waits for the uses that are open, closes NVML, calls do, and opens NVML again where it was held open. Other uses wait. It fails if
-// a use stays open for longer than limit.
+// suspend waits for the uses that are open, closes NVML and calls do. Other uses wait. It fails if a use stays open for longer than limit.
+// A session that was held open is so again from the next scan on.
 func (s *session) suspend(limit time.Duration, do func() error) error {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
-	s.wanted.Store(true)
-	defer s.wanted.Store(false)
+	s.wanted.Add(1)
+	defer func() {
+		s.wanted.Add(-1)
+		s.idle.Notify()
+	}()
 	if !broadcast.Await(ctx, s.idle.Changed, s.trySuspend) {
 		return errors.New("a call of the agent to the driver does not return")
 	}
-	err := do()
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.holding {
-		if ret := s.library.Init(); ret != gonvml.SUCCESS {
-			s.holding = false
-			err = errors.Join(err, initError(ret))
-		}
-	}
-	s.suspended.Store(false)
-	s.idle.Notify()
-	return err
+	defer s.suspended.Store(false)
+	return do()
 }
 
-// trySuspend suspends a session without users.
+// trySuspend suspends a session without users. The session counts as suspended once it is closed: while Shutdown hangs, a scan finds that
+// the driver does not answer.
 func (s *session) trySuspend() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.users > 0 || s.suspended.Load() {
 		return false
 	}
-	s.suspended.Store(true)
 	if s.isOpen() {
 		s.shutdown()
+		s.holding = false
 	}
+	s.suspended.Store(true)
 	return true
 }
 

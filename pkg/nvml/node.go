@@ -46,7 +46,7 @@ import (
 type Node struct {
 	options Options
 
-	// scanning allows one scan or one call of ContainerEdits at a time. Inventory does not wait for it.
+	// scanning allows one scan at a time. Inventory and ContainerEdits do not wait for it.
 	scanning sync.Mutex
 	// attachment is written with both scanning and mu locked. Either lock suffices to read it.
 	attachment
@@ -54,11 +54,14 @@ type Node struct {
 	// renewed is set when the driver was found again or a late call has returned. publish then notifies once and resets it.
 	renewed bool
 	known   map[string]*knownGPU
-	// late contains the calls that have not returned since their timeout, by key: "GPU <index>", a GPU's UUID, wholeDriver or
-	// driverFiles.
-	late map[string]<-chan struct{}
+	// late contains the calls that have not returned since their timeout, by key: what they are about, wholeDriver, wholeEdits or
+	// driverFiles. Under lateMu.
+	lateMu sync.Mutex
+	late   map[string]<-chan struct{}
 	// slow contains the readings of GPUs that an earlier scan began and did not wait for, by index.
 	slow map[int]reading
+	// places are the UUIDs of the GPUs that NVML enumerates, by index, as last identified; empty for a GPU that never was.
+	places []string
 	// loadTried is when the agent last tried to load nvidia-uvm, unloadable why that failed.
 	loadTried  time.Time
 	unloadable error
@@ -67,7 +70,7 @@ type Node struct {
 	// paused is set between Pause and Resume.
 	paused atomic.Pointer[PausedError]
 
-	// turns allow one operation on a GPU at a time, by UUID.
+	// turns allow one operation on a GPU at a time, by UUID, and one call of ContainerEdits, by wholeEdits.
 	turns keylock.Locks[string]
 
 	mu        sync.Mutex
@@ -92,6 +95,8 @@ type knownGPU struct {
 	gpu gpu.GPU
 	// complete is set once all attributes were read with the current driver, profiled once the profiles were.
 	complete, profiled bool
+	// condition is what its faults are read from.
+	condition condition
 	// unreadable lists the MIG data of the GPU that the last scan could not read.
 	unreadable []string
 	// changes is the number of changes that it includes.
@@ -153,8 +158,10 @@ func (n *Node) Run(ctx context.Context) error {
 	wait, failure := awaitInterval, n.failure
 	n.mu.Unlock()
 	var changed <-chan struct{}
+	reported := n.reported.Changed()
 	var pace pacer
-	read := time.Now() // when everything was read last
+	read := time.Now()    // when everything was read last
+	var hurried time.Time // when an XID last caused a scan
 	for {
 		if changed == nil && failure == nil {
 			watcher := n.watch(ctx)
@@ -162,7 +169,6 @@ func (n *Node) Run(ctx context.Context) error {
 			changed = watcher.C
 			wait = n.options.Interval / lightScans
 		}
-		reported := n.reported.Changed()
 		deep := failure != nil
 		select {
 		case <-ctx.Done():
@@ -171,9 +177,12 @@ func (n *Node) Run(ctx context.Context) error {
 		case <-changed:
 			deep = true
 		case <-reported:
-			if !pause(ctx, xidDelay) {
+			// One that comes from now on causes another scan: this one may not see what it means.
+			reported = n.reported.Changed()
+			if !pause(ctx, max(xidDelay, xidInterval-time.Since(hurried))) {
 				return nil
 			}
+			hurried = time.Now()
 		}
 		// A little early rather than an interval late.
 		deep = deep || time.Since(read)+wait/2 >= n.options.Interval
@@ -198,11 +207,6 @@ func (n *Node) Scan(ctx context.Context) error { return n.scanOnce(ctx, true) }
 func (n *Node) scanOnce(ctx context.Context, deep bool) error {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
-	if n.session != nil && n.session.suspended.Load() {
-		n.mu.Lock()
-		defer n.mu.Unlock()
-		return n.failure // a GPU is being reset, which takes longer than a scan may
-	}
 	err := n.ready()
 	if err == nil {
 		err = n.follow()
@@ -210,11 +214,14 @@ func (n *Node) scanOnce(ctx context.Context, deep bool) error {
 	if err == nil {
 		err = n.scan(ctx, deep)
 	}
-	if err != nil && !errors.Is(err, ErrDriverReplaced) {
+	if err != nil && !errors.Is(err, ErrDriverReplaced) && !errors.Is(err, errSuspended) {
 		n.unreachable(ctx, err)
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	if errors.Is(err, errSuspended) {
+		return n.failure // a reset takes longer than a scan may: all stays as it was
+	}
 	if fmt.Sprint(err) != fmt.Sprint(n.failure) {
 		n.changed.Notify()
 		if answer, ok := errors.AsType[returnError](err); ok && answer.ret == gonvml.ERROR_DRIVER_NOT_LOADED {
@@ -244,7 +251,7 @@ func (n *Node) attach() error {
 	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps, n.options.majors()}
 	n.mu.Unlock()
 	for _, known := range n.known {
-		known.complete, known.profiled = false, false
+		known.complete, known.profiled, known.condition = false, false, condition{}
 	}
 	n.topology.of = nil
 	for index, r := range n.slow {

@@ -20,8 +20,9 @@ func (e *PausedError) Error() string { return "the NVIDIA driver is paused: " + 
 func (e *PausedError) Is(target error) bool { return target == ErrNoDriver }
 
 // Pause closes the driver, so that it can be unloaded or its GPUs be reset: no call begins any more, and the session ends. All GPUs are
-// unhealthy with device.ReasonPaused at once. Pause then waits for the calls that are running; its error says that some have not
-// ended when ctx does. main calls it. It is idempotent and safe for concurrent use. Resume ends the pause, also of a Pause with an error.
+// unhealthy with device.ReasonPaused at once. Pause then waits for the calls that are running, and for the end of a reset; its error says
+// that some have not ended when ctx does. main calls it. It is idempotent and safe for concurrent use. Resume ends the pause, also of a
+// Pause with an error.
 func (n *Node) Pause(ctx context.Context, reason string) error {
 	n.paused.Store(&PausedError{reason})
 	n.mu.Lock()
@@ -42,10 +43,13 @@ func (n *Node) Pause(ctx context.Context, reason string) error {
 		broadcast.Await(ctx, s.idle.Changed, func() bool {
 			s.mu.Lock()
 			defer s.mu.Unlock()
-			return !s.isOpen()
+			return !s.isOpen() && !s.suspended.Load()
 		})
 		answer(struct{}{}, nil)
 	})
+	if err != nil && s.suspended.Load() {
+		err = fmt.Errorf("%w: %w", errSuspended, err)
+	}
 	if err != nil {
 		return fmt.Errorf("close the NVIDIA driver: %w", err)
 	}

@@ -138,6 +138,31 @@ func TestPauseDuringCalls(t *testing.T) {
 	}
 }
 
+// A pause waits for a reset that runs: the driver cannot be unloaded meanwhile.
+func TestPauseDuringAReset(t *testing.T) {
+	n, open := newPauseNode(t)
+	resetting, reset, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
+	go func() {
+		ended <- n.session.suspend(n.options.patience, func() error { close(resetting); <-reset; return nil })
+	}()
+	<-resetting
+	limited, cancel := context.WithTimeout(t.Context(), n.options.patience)
+	defer cancel()
+	if err := n.Pause(limited, "label=paused"); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("a pause during a reset: %v", err)
+	}
+	close(reset)
+	if err := n.Pause(t.Context(), "label=paused"); err != nil {
+		t.Error(err)
+	}
+	if err := <-ended; err != nil || open.Load() != 0 {
+		t.Errorf("%v; %d sessions", err, open.Load())
+	}
+	if err := n.Resume(t.Context()); err != nil || !n.all("") || open.Load() != 1 {
+		t.Errorf("%v; inventory %+v; %d sessions", err, n.Inventory(), open.Load())
+	}
+}
+
 // A node that is paused before its first scan opens no session.
 func TestPauseBeforeTheFirstScan(t *testing.T) {
 	n, open := newHangNode(t), &atomic.Int32{}

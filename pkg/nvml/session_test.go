@@ -160,7 +160,7 @@ func TestGPUThatDoesNotAnswerForItsEdits(t *testing.T) {
 	faults := t.TempDir()
 	hang := func(delay time.Duration) {
 		t.Helper()
-		calls := map[string]simulated.CallFault{"DeviceGetHandleByUUID": {Delay: simulated.Duration(delay)}}
+		calls := map[string]simulated.CallFault{"GetIndex": {Delay: simulated.Duration(delay)}}
 		if err := simulated.WriteFaults(faults, simulated.Faults{GPUs: []simulated.GPUFaults{{GPU: "0", Calls: calls}}}); err != nil {
 			t.Fatal(err)
 		}

@@ -34,6 +34,8 @@ type sweep struct {
 	endpoints []endpoint
 	// failed is the health for an index whose identity could not be read.
 	failed map[int]gpu.Health
+	// silent is set if a GPU that is not identified has not answered yet: it may be any that was not seen.
+	silent bool
 }
 
 // errSilent means that a call that concerns no single GPU has not returned.
@@ -44,7 +46,7 @@ var errSilent = &NoDriverError{Cause: errors.New("the driver does not answer")}
 func (n *Node) begin() (*sweep, error) {
 	r := &reader{options: n.options, attachment: n.attachment}
 	count, err := attempt(n, wholeDriver, nil, func() (int, error) {
-		if err := r.session.open(); err != nil {
+		if err := r.session.tryOpen(); err != nil {
 			return 0, err
 		}
 		count, err := r.readDriver()
@@ -68,6 +70,9 @@ func (n *Node) begin() (*sweep, error) {
 
 // ready returns why no scan can begin now.
 func (n *Node) ready() error {
+	if n.session != nil && n.session.suspended.Load() {
+		return errSuspended
+	}
 	if paused := n.paused.Load(); paused != nil {
 		return paused
 	}
@@ -121,6 +126,11 @@ const slowFactor = 3
 func (s *sweep) look(ctx context.Context, deep bool) {
 	readings := map[int]reading{}
 	patience := min(scanPatience, s.node.options.patience)
+	if s.count != len(s.node.places) {
+		// A GPU appeared or vanished: an index may be another GPU's. A reading that has not ended is forgotten, and ends by itself.
+		s.node.places, patience = make([]string, s.count), s.node.options.patience
+		clear(s.node.slow)
+	}
 	for index := range s.count {
 		if s.leave(index) {
 			continue
@@ -128,9 +138,6 @@ func (s *sweep) look(ctx context.Context, deep bool) {
 		r, slow := s.node.slow[index]
 		if !slow {
 			r = s.read(index, deep)
-			if _, known := s.at(index); !known {
-				patience = s.node.options.patience
-			}
 		}
 		readings[index] = r
 	}
@@ -201,20 +208,16 @@ func (s *sweep) miss(index int, r reading) {
 	}
 	if uuid, known := s.at(index); known {
 		s.seen[uuid] = true
+	} else {
+		s.silent = true
 	}
 }
 
-// at returns the known GPU at an index; none if a GPU appeared or vanished, so that the index may belong to another GPU.
+// at returns the known GPU at an index.
 func (s *sweep) at(index int) (uuid string, known bool) {
-	if s.count != len(s.before) {
-		return "", false
-	}
-	for uuid, known := range s.before {
-		if known.gpu.Index == index {
-			return uuid, true
-		}
-	}
-	return "", false
+	uuid = s.node.places[index]
+	_, known = s.before[uuid]
+	return uuid, known
 }
 
 // leave skips a GPU with a running operation, because a call about it may wait for the operation. The GPU keeps its known state.
@@ -244,7 +247,7 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 			"uuid", g.UUID, "minor", g.Minor, "unreadable", known.unreadable)
 	}
 	s.seen[g.UUID] = true
-	s.node.known[g.UUID] = &known
+	s.node.known[g.UUID], s.node.places[index] = &known, g.UUID
 	if g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode {
 		s.node.noteRead(g.UUID, v.began)
 	}
@@ -275,6 +278,7 @@ func (s *sweep) missing() {
 		case s.seen[uuid]:
 		case minors[known.gpu.Minor]:
 			delete(s.node.known, uuid)
+		case s.silent:
 		default:
 			known.gpu.Health = s.absence(known.gpu)
 		}
@@ -328,8 +332,13 @@ const wholeDriver = "driver"
 
 // attempt makes a driver call about a GPU or the driver, within its own use of the session unless s is nil. The call may never return, so
 // attempt stops waiting after a timeout. The call continues in its goroutine. Until it ends, attempt starts no other call with the same
-// key. If undo is not nil, it receives the late result. Under n.scanning.
+// key. If undo is not nil, it receives the late result. Calls with one key must not be concurrent.
 func attempt[T any](n *Node, about string, s *session, call func() (T, error), undo func(T)) (T, error) {
+	return attemptFor(n, n.options.patience, about, s, call, undo)
+}
+
+// attemptFor is attempt with its own timeout.
+func attemptFor[T any](n *Node, limit time.Duration, about string, s *session, call func() (T, error), undo func(T)) (T, error) {
 	if !n.ended(about) {
 		var none T
 		return none, errNoAnswer
@@ -337,7 +346,7 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 	if s != nil {
 		s.join()
 	}
-	ctx, cancel := context.WithTimeoutCause(context.Background(), n.options.patience, errNoAnswer)
+	ctx, cancel := context.WithTimeoutCause(context.Background(), limit, errNoAnswer)
 	defer cancel()
 	ended := make(chan struct{})
 	value, err := await(ctx, func(answer func(T, error) bool) {
@@ -351,6 +360,8 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 		}
 	})
 	if errors.Is(err, errNoAnswer) {
+		n.lateMu.Lock()
+		defer n.lateMu.Unlock()
 		n.late[about] = ended
 		return value, errNoAnswer
 	}
@@ -366,6 +377,13 @@ func (n *Node) letGo(how func(*session)) {
 
 // ended reports whether no call about a GPU or the driver continues after its timeout.
 func (n *Node) ended(about string) bool {
+	n.lateMu.Lock()
+	defer n.lateMu.Unlock()
+	return n.over(about)
+}
+
+// over is ended, under n.lateMu.
+func (n *Node) over(about string) bool {
 	select {
 	case <-n.late[about]:
 		delete(n.late, about)
@@ -377,8 +395,10 @@ func (n *Node) ended(about string) bool {
 
 // collect removes calls that returned after their timeout, so that the next scan calls again.
 func (n *Node) collect() {
+	n.lateMu.Lock()
+	defer n.lateMu.Unlock()
 	for about := range n.late {
-		if n.ended(about) {
+		if n.over(about) {
 			n.renewed = true
 		}
 	}

@@ -25,7 +25,9 @@ func (n *Node) WatchXIDs(ctx context.Context, handle func(gpu.XIDEvent)) error {
 		n.readXIDs(ctx, func(e gpu.XIDEvent) {
 			select {
 			case events <- e:
-				n.reported.Notify()
+				if e.XID != 0 && gpu.XIDByNumber(e.XID).Class != gpu.FaultApplication {
+					n.reported.Notify()
+				}
 			case <-ctx.Done():
 			}
 		})
@@ -52,34 +54,25 @@ func (n *Node) WatchXIDs(ctx context.Context, handle func(gpu.XIDEvent)) error {
 // sourceRetry is how long after a source of XIDs has failed the next attempt begins.
 const sourceRetry = time.Second
 
-// readXIDs reads XIDs from the one source that works.
+// readXIDs reads XIDs from the one source that works. handle must be safe for concurrent use.
 func (n *Node) readXIDs(ctx context.Context, handle func(gpu.XIDEvent)) {
 	logger := klog.FromContext(ctx)
-	reported := ""
+	logged := false
 	for ctx.Err() == nil {
-		source := "kernel log"
 		log, err := n.options.OpenKernelLog()
-		if err == nil {
-			if source != reported {
-				logger.Info("Reading XIDs from the kernel's log")
-			}
-			reported = source
-			err = followKernelLog(ctx, log, handle)
-		} else {
-			source = "NVML events"
-			if source != reported {
-				logger.Info("Reading XIDs from NVML's events, which keeps the driver loaded", "kernelLog", err.Error())
-			}
-			reported = source
-			err = n.followEvents(ctx, handle)
-		}
 		if err != nil {
-			logger.V(2).Info("Cannot read XIDs now", "source", source, "reason", err.Error())
+			logger.Info("Reading XIDs from NVML's events, which keeps the driver loaded", "kernelLog", err.Error())
+			n.followEvents(ctx, handle)
+			return
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(sourceRetry):
+		if !logged {
+			logger.Info("Reading XIDs from the kernel's log")
+			logged = true
 		}
+		if err := followKernelLog(ctx, log, handle); err != nil {
+			logger.V(2).Info("Cannot read XIDs now", "reason", err.Error())
+		}
+		_ = pause(ctx, sourceRetry)
 	}
 }
 
@@ -89,51 +82,140 @@ const eventWait = 500 * time.Millisecond
 // wholeGPU is the instance of an event that concerns the GPU (nvml.h, nvmlEventData_t).
 const wholeGPU = 0xFFFFFFFF
 
-// followEvents calls handle for each XID of the GPUs in the inventory, until ctx is done, the GPUs change, or the session is needed.
-func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) error {
-	n.mu.Lock()
-	session, inventory := n.session, n.inventory
-	n.mu.Unlock()
-	if session == nil {
-		return errors.New("no driver")
+// watched is a GPU whose events are read in a goroutine of its own, with an event set of its own: a GPU that hangs costs no other one its
+// XIDs.
+type watched struct {
+	// ended has the reason once the goroutine has ended. It may never end.
+	ended chan error
+	// retry is when the next attempt begins; zero while the goroutine runs. never: the GPU has no events.
+	retry time.Time
+	never bool
+	// session is what never is about, problem what was logged last.
+	session *session
+	problem string
+}
+
+// followEvents calls handle for each XID of the GPUs in the inventory, until ctx is done. It does not wait for calls that hang.
+func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
+	all := map[string]*watched{}
+	ticker := time.NewTicker(eventWait)
+	defer ticker.Stop()
+	ended := make(chan struct{}, 1)
+	for ctx.Err() == nil {
+		changed := n.Changed()
+		n.mu.Lock()
+		session, inventory := n.session, n.inventory
+		n.mu.Unlock()
+		for _, g := range inventory.GPUs {
+			w := all[g.UUID]
+			if w == nil {
+				w = &watched{ended: make(chan error, 1), retry: time.Now()}
+				all[g.UUID] = w
+			} else if w.retry.IsZero() {
+				select {
+				case err := <-w.ended:
+					w.over(ctx, g, err)
+				default:
+					continue
+				}
+			}
+			if session == nil || g.PCIBusID == "" || !readable(g) || w.never && w.session == session || time.Now().Before(w.retry) {
+				continue
+			}
+			w.retry, w.never, w.session = time.Time{}, false, session
+			go func() {
+				w.ended <- n.watchGPU(ctx, session, g, handle)
+				select {
+				case ended <- struct{}{}:
+				default:
+				}
+			}()
+		}
+		select {
+		case <-ctx.Done():
+		case <-changed:
+		case <-ended:
+		case <-ticker.C:
+		}
 	}
-	if err := session.open(); err != nil {
+	limit := time.After(2 * eventWait)
+	for _, w := range all {
+		if w.retry.IsZero() {
+			select {
+			case <-w.ended:
+			case <-limit:
+				return
+			}
+		}
+	}
+}
+
+// readable reports whether a GPU can be registered.
+func readable(g gpu.GPU) bool { return g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode }
+
+// over takes the end of the goroutine. Without an error the next one may begin at once.
+func (w *watched) over(ctx context.Context, g gpu.GPU, err error) {
+	w.retry = time.Now()
+	problem := ""
+	if answer, ok := errors.AsType[returnError](err); ok && unsupported(answer.ret) {
+		w.never = true
+	}
+	if err != nil {
+		w.retry, problem = w.retry.Add(sourceRetry), err.Error()
+	}
+	if problem != "" && problem != w.problem && ctx.Err() == nil {
+		klog.FromContext(ctx).Info("Cannot read the XIDs of a GPU", "uuid", g.UUID, "reason", problem, "again", !w.never)
+	}
+	w.problem = problem
+}
+
+// watchGPU calls handle for each XID of a GPU, until ctx is done, the GPU has come back or is gone, or the session is needed.
+func (n *Node) watchGPU(ctx context.Context, s *session, g gpu.GPU, handle func(gpu.XIDEvent)) error {
+	free := func() bool { return s.wanted.Load() == 0 && !s.suspended.Load() }
+	if !broadcast.Await(ctx, s.idle.Changed, free) {
+		return nil
+	}
+	switch err := s.tryOpen(); {
+	case errors.Is(err, errSuspended):
+		return nil
+	case err != nil:
 		return err
 	}
-	defer session.close()
-	set, ret := session.library.EventSetCreate()
+	defer s.close()
+	set, ret := s.library.EventSetCreate()
 	if ret != gonvml.SUCCESS {
 		return returnError{ret}
 	}
 	defer set.Free()
-	addresses := map[gonvml.Device]string{}
-	for _, g := range inventory.GPUs {
-		d, ret := session.library.DeviceGetHandleByUUID(g.UUID)
-		if ret != gonvml.SUCCESS {
-			continue // it is lost
-		}
-		if guarded, ok := d.(*guardedDevice); ok {
-			d = guarded.Device
-		}
-		addresses[d] = slot(g.PCIBusID)
-		// A GPU without events is read without them.
-		_ = d.RegisterEvents(gonvml.EventTypeXidCriticalError, set)
+	d, ret := s.handle(g.UUID, g.PCIBusID)
+	if ret != gonvml.SUCCESS {
+		return returnError{ret}
 	}
-	for ctx.Err() == nil && !session.wanted.Load() && session.paused.Load() == nil && n.sameGPUs(session, inventory) {
+	if ret := d.RegisterEvents(gonvml.EventTypeXidCriticalError, set); ret != gonvml.SUCCESS {
+		return returnError{ret}
+	}
+	for failed := false; ctx.Err() == nil && s.wanted.Load() == 0 && s.paused.Load() == nil; {
 		data, ret := set.Wait(uint32(eventWait.Milliseconds()))
 		switch {
-		case ret == gonvml.ERROR_TIMEOUT:
-			continue
-		case ret != gonvml.SUCCESS:
+		case ret == gonvml.SUCCESS && data.EventType == gonvml.EventTypeXidCriticalError:
+			handle(eventOf(data, slot(g.PCIBusID)))
+		case ret != gonvml.SUCCESS && ret != gonvml.ERROR_TIMEOUT:
 			return returnError{ret}
-		case data.EventType != gonvml.EventTypeXidCriticalError:
-			continue
 		}
-		if address := addresses[data.Device]; address != "" {
-			handle(eventOf(data, address))
+		now, known := n.Inventory().ByUUID(g.UUID)
+		if !known || now.PCIBusID != g.PCIBusID || failed && readable(now) || !n.uses(s) {
+			return nil
 		}
+		failed = !readable(now)
 	}
 	return nil
+}
+
+// uses reports whether a session is the one that the driver in use has.
+func (n *Node) uses(s *session) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.session == s
 }
 
 // eventOf converts NVML's event.
@@ -148,23 +230,6 @@ func eventOf(data gonvml.EventData, address string) gpu.XIDEvent {
 		event.ComputeInstance = int(data.ComputeInstanceId)
 	}
 	return event
-}
-
-// sameGPUs reports whether the GPUs of a set of events are those of the inventory.
-func (n *Node) sameGPUs(s *session, registered gpu.Inventory) bool {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	if n.session != s || len(n.inventory.GPUs) != len(registered.GPUs) {
-		return false
-	}
-	for i, g := range n.inventory.GPUs {
-		before := registered.GPUs[i]
-		// A GPU that was lost has to be registered when it comes back.
-		if g.UUID != before.UUID || g.Health.Healthy() && !before.Health.Healthy() {
-			return false
-		}
-	}
-	return true
 }
 
 // endings are events about hardware that was reset. Under n.mu.

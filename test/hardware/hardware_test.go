@@ -592,67 +592,65 @@ func mpsDaemon(t *testing.T, b *bench) {
 	m.quit(t)
 }
 
-// xid has a program fail by its own fault, which must not make the GPU unhealthy.
+// xid has a program fail by its own fault. Tandem must report that XID, of that GPU, as the application's, and no fault of the GPU.
 func xid(t *testing.T, b *bench) {
 	b.needCUDA(t)
-	log, err := os.Open("/dev/kmsg")
-	if err != nil {
-		t.Logf("the kernel's log is not read: %v", err)
-	} else {
-		defer log.Close()
-		if _, err := log.Seek(0, io.SeekEnd); err != nil {
-			t.Fatal(err)
+	ctx, cancel := context.WithCancel(t.Context())
+	events, ended := make(chan device.XIDEvent, 1000), make(chan error, 1)
+	go func() {
+		ended <- b.node.WatchXIDs(ctx, func(e device.XIDEvent) {
+			if e.XID != 0 {
+				events <- e
+			}
+		})
+	}()
+	defer func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}()
+	// The kernel's log begins with the XIDs since boot, and NVML takes a moment to register a GPU for events.
+	for quiet := false; !quiet; {
+		select {
+		case <-events:
+		case <-time.After(2 * time.Second):
+			quiet = true
 		}
 	}
+	g := b.first()
 	start := time.Now()
-	out, err := b.command(t.Context(), "cuda", "fault").CombinedOutput()
+	program := b.command(t.Context(), "cuda", "fault")
+	program.Env = append(program.Environ(), "CUDA_VISIBLE_DEVICES="+g.UUID)
+	out, err := program.CombinedOutput()
 	if err != nil {
 		t.Fatalf("a kernel with an illegal address: %v: %s", err, out)
 	}
 	t.Logf("%s (%s after the start of the program)", bytes.TrimSpace(out), time.Since(start))
-	if log != nil {
-		line, after := awaitXID(log, 5*time.Second)
-		switch {
-		case line != "":
-			t.Logf("in the kernel's log %s after the program's end: %s", after, line)
-		case os.Getenv(standInVariable) != "":
-			t.Log("the stand-in writes nothing into the kernel's log")
-		default:
-			t.Error("the kernel's log has no XID within 5 s")
+	after := time.Now()
+	select {
+	case e := <-events:
+		t.Logf("reported %s after the program's end: %+v", time.Since(after), e)
+		if !strings.HasPrefix(g.PCIBusID, e.PCI+".") {
+			t.Errorf("the XID is of %s, want %s", e.PCI, g.PCIBusID)
+		}
+		if class := device.XIDClass(e.XID); class != device.FaultApplication {
+			t.Errorf("XID %d has the class %s, want %s", e.XID, class, device.FaultApplication)
+		}
+	case <-time.After(5 * time.Second):
+		if os.Getenv(standInVariable) == "" {
+			t.Error("no XID within 5 s")
+		} else {
+			t.Log("the stand-in reports no XID")
 		}
 	}
 	if err := b.node.Scan(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	for _, g := range b.node.Inventory().GPUs {
-		if !g.Health.Healthy() {
-			t.Errorf("%s is unhealthy by the fault of a program: %+v", g.Name(), g.Health)
+		if !g.Health.Healthy() || len(g.Faults) > 0 {
+			t.Errorf("%s is unhealthy by the fault of a program: %+v, faults %+v", g.Name(), g.Health, g.Faults)
 		}
-	}
-}
-
-// awaitXID returns the next line about an XID.
-func awaitXID(log *os.File, limit time.Duration) (line string, after time.Duration) {
-	start := time.Now()
-	records := make(chan string, 1)
-	go func() {
-		buffer := make([]byte, 8<<10)
-		for {
-			n, err := log.Read(buffer)
-			if err != nil && !errors.Is(err, syscall.EPIPE) {
-				return // closed
-			}
-			if text := string(buffer[:n]); strings.Contains(text, "NVRM: Xid") {
-				records <- strings.TrimSpace(text)
-				return
-			}
-		}
-	}()
-	select {
-	case line := <-records:
-		return line, time.Since(start)
-	case <-time.After(limit):
-		return "", 0
 	}
 }
 
