@@ -32,6 +32,10 @@ const (
 // GPU needs.
 const quiet = 1500 * time.Millisecond
 
+// clockError is more than the kernel's log and the time may be apart. The log's clock is not corrected (printk.c, local_clock), so that
+// they drift apart by up to some minutes in months.
+const clockError = 10 * time.Minute
+
 // keeper keeps the XIDs that have not ended, by PCI address. All methods are safe for concurrent use.
 type keeper struct {
 	broadcast.Signal
@@ -39,6 +43,8 @@ type keeper struct {
 	// counts reports whether an XID makes its device unhealthy.
 	counts func(xid int) bool
 	total  *prometheus.CounterVec
+	// started is when the agent began to take XIDs.
+	started time.Time
 
 	// writing serialises take and review, which write records. mu is never locked during a write: readers do not wait for the disk.
 	writing sync.Mutex
@@ -50,7 +56,9 @@ type keeper struct {
 }
 
 func newKeeper(records *Records, counts func(int) bool, total *prometheus.CounterVec) *keeper {
-	return &keeper{records: records, counts: counts, total: total, gpus: map[string]xids{}, last: map[string]uint64{}}
+	return &keeper{
+		records: records, counts: counts, total: total, started: time.Now(), gpus: map[string]xids{}, last: map[string]uint64{},
+	}
 }
 
 // load reads the records once, with mu locked.
@@ -106,7 +114,7 @@ func (k *keeper) addition(ctx context.Context, e device.XIDEvent) map[string]xid
 		return nil
 	}
 	of.Last = max(of.Last, e.Sequence)
-	next := xid{XID: e.XID, GPUInstance: e.GPUInstance, ComputeInstance: e.ComputeInstance, Time: e.Time}
+	next := xid{XID: e.XID, GPUInstance: e.GPUInstance, ComputeInstance: e.ComputeInstance, Time: k.time(e)}
 	of.XIDs = slices.DeleteFunc(slices.Clone(of.XIDs), next.same)
 	of.XIDs = append(of.XIDs, next)
 	if len(of.XIDs) > maxXIDs {
@@ -114,6 +122,14 @@ func (k *keeper) addition(ctx context.Context, e device.XIDEvent) map[string]xid
 		of.XIDs = of.XIDs[:maxXIDs]
 	}
 	return map[string]xids{e.PCI: of}
+}
+
+// time returns when an XID came, by the clock that scans have. That is now, unless the log had it long before the agent started.
+func (k *keeper) time(e device.XIDEvent) time.Time {
+	if e.Time.Before(k.started.Add(-clockError)) {
+		return e.Time
+	}
+	return time.Now()
 }
 
 // same reports whether both are the same XID of the same GPU or partition.

@@ -103,6 +103,7 @@ func TestXIDEnds(t *testing.T) {
 		i.xids.review(t.Context(), w.Inventory(), w.LastRead)
 		want(t, i, wanted)
 	}
+	at = i.xids.gpus["0000:3b:00"].XIDs[0].Time
 	both := "GPU-0=XID/48 GPU-1=XID/48 MIG-3=XID/48 MIG-5=XID/48"
 	after(0, both)
 	after(quiet-time.Millisecond, both)
@@ -116,6 +117,34 @@ func TestXIDEnds(t *testing.T) {
 	// Nothing else ends it there but a reset.
 	i.xids.take(t.Context(), device.XIDEvent{PCI: "0000:3b:00", GPUInstance: noInstance, ComputeInstance: noInstance})
 	want(t, i, "")
+}
+
+// The kernel's clock does not follow the corrections of the time. An XID that the agent sees come counts from then, whatever the kernel's
+// time of it. Only one that the log had before the agent started counts from the kernel's time.
+func TestXIDOfAnotherClock(t *testing.T) {
+	for name, test := range map[string]struct {
+		ahead, read time.Duration // from when the agent takes the XID
+		want        string
+	}{
+		"the kernel is behind, read before":   {-100 * time.Second, -time.Second, "GPU-0=XID/48"},
+		"the kernel is behind, read too soon": {-100 * time.Second, time.Second, "GPU-0=XID/48"},
+		"the kernel is behind, read after":    {-100 * time.Second, 2 * quiet, ""},
+		"the kernel is ahead, read too soon":  {100 * time.Second, time.Second, "GPU-0=XID/48"},
+		"the kernel is ahead, read after":     {100 * time.Second, 2 * quiet, ""},
+		"long before the agent":               {-time.Hour, -time.Second, ""},
+	} {
+		w := xidWorld()
+		i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
+		now := time.Now()
+		i.xids.take(t.Context(), device.XIDEvent{
+			PCI: "0000:1b:00", XID: 48, GPUInstance: noInstance, ComputeInstance: noInstance, Sequence: 7, Time: now.Add(test.ahead),
+		})
+		w.change(func() { w.read = now.Add(test.read) })
+		i.xids.review(t.Context(), w.Inventory(), w.LastRead)
+		if got := unhealthyOnes(i); got != test.want {
+			t.Errorf("%s: unhealthy: %q, want %q", name, got, test.want)
+		}
+	}
 }
 
 // The XID of a partition ends with the partition, also if another one is made at its place.
@@ -243,9 +272,10 @@ func TestHealthEvents(t *testing.T) {
 		if got := testutil.ToFloat64(i.metrics.unhealthy.WithLabelValues("gpu-0", "GPU-0", "XID", "79")); got != 1 {
 			t.Errorf("the metric is %v", got)
 		}
-		w.change(func() { w.read = time.Now().Add(time.Minute) })
+		w.change(func() { w.read = time.Now().Add(quiet) })
 		event("Normal GPUHealthy gpu-0 (GPU-0) is healthy again. It was unhealthy with reason XID")
-		w.xids <- device.XIDEvent{PCI: "0000:3b:00", XID: 94, GPUInstance: 5, ComputeInstance: noInstance, Time: time.Now().Add(2 * time.Minute)}
+		w.change(func() { w.read = time.Time{} })
+		w.xids <- device.XIDEvent{PCI: "0000:3b:00", XID: 94, GPUInstance: 5, ComputeInstance: noInstance, Time: time.Now()}
 		event("Warning GPUUnhealthy gpu-1-mig-1g10gb-19-1 (MIG-5) is unhealthy (XID): XID 94")
 		synctest.Wait()
 		if got := testutil.CollectAndCount(i.metrics.unhealthy); got != 1 {
