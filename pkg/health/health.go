@@ -215,6 +215,7 @@ func notInjectable(err error) device.Health {
 
 // Run follows the hardware, the specs and the ledger, and reports problems, until ctx is done. One call at a time.
 func (i *Inventory) Run(ctx context.Context) error {
+	i.xids.begin(ctx)
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
 		return i.config.Hardware.WatchXIDs(ctx, func(e device.XIDEvent) { i.xids.take(ctx, e) })

@@ -55,6 +55,9 @@ func (i *Inventory) wantsReset(g device.GPU) bool {
 	return slices.ContainsFunc(faults, func(f device.Health) bool { return i.action(g, f) == device.FaultResetWhenIdle })
 }
 
+// mayEndByReset reports whether a reset may end a fault.
+func mayEndByReset(fault device.Health) bool { return fault.Reason != device.ReasonRowRemapFailure }
+
 func (r *resets) begin(uuid string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -6,12 +6,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -103,7 +107,7 @@ func TestXIDEnds(t *testing.T) {
 		i.xids.review(t.Context(), w.Inventory(), w.LastRead)
 		want(t, i, wanted)
 	}
-	at = i.xids.gpus["0000:3b:00"].XIDs[0].Time
+	at = i.xids.gpus["0000:1b:00"].XIDs[0].Time
 	both := "GPU-0=XID/48 GPU-1=XID/48 MIG-3=XID/48 MIG-5=XID/48"
 	after(0, both)
 	after(quiet-time.Millisecond, both)
@@ -206,6 +210,116 @@ func TestXIDsSurviveARestart(t *testing.T) {
 	log = append(log, device.XIDEvent{Sequence: 50, GPUInstance: noInstance})
 	read(second)
 	want(t, second, "")
+}
+
+// running is an agent with the records in dir, that has read the log.
+func running(t *testing.T, w *world, dir string, log ...device.XIDEvent) (i *Inventory, events *record.FakeRecorder, stop func()) {
+	t.Helper()
+	records := loaded(t, dir)
+	i, events = newInventoryWith(w, records)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- i.Run(ctx) }()
+	for _, e := range log {
+		w.xids <- e
+	}
+	time.Sleep(3 * interval)
+	synctest.Wait()
+	return i, events, func() {
+		cancel()
+		if err := errors.Join(<-done, records.Close()); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func logged(sequence uint64, pci string, xid, gi int, at time.Time) device.XIDEvent {
+	return device.XIDEvent{Sequence: sequence, PCI: pci, XID: xid, GPUInstance: gi, ComputeInstance: noInstance, Time: at}
+}
+
+// A driver without recovery actions does not say whether an XID of long ago still matters. One after which the GPU works does not count if
+// it is older than the first agent of this boot. A later agent counts those that came while none ran.
+func TestXIDsBeforeTheFirstAgent(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		w.inventory.GPUs[0].Recovery, w.inventory.GPUs[1].Recovery = "", ""
+		dir := t.TempDir()
+		log := []device.XIDEvent{
+			logged(5, "0000:1b:00", 94, noInstance, time.Now().Add(-time.Hour)),
+			logged(6, "0000:3b:00", 95, noInstance, time.Now().Add(-time.Hour)),
+		}
+		all := "GPU-1=XID/95 MIG-3=XID/95 MIG-5=XID/95"
+		i, _, stop := running(t, w, dir, log...)
+		want(t, i, all)
+		stop()
+		time.Sleep(time.Hour)
+		log = append(log, logged(7, "0000:1b:00", 63, noInstance, time.Now()))
+		time.Sleep(time.Hour)
+		i, _, stop = running(t, w, dir, log...)
+		want(t, i, "GPU-0=XID/63 "+all)
+		stop()
+	})
+}
+
+// An administrator who has reset a GPU removes its record, as the event advises, with or without an agent. The XIDs do not return.
+func TestRemovedRecordEndsXIDs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		w.inventory.GPUs[0].Recovery, w.inventory.GPUs[1].Recovery = "", ""
+		dir := t.TempDir()
+		remove := func(pci string) {
+			t.Helper()
+			if err := os.Remove(filepath.Join(dir, pci)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		log := []device.XIDEvent{
+			logged(5, "0000:1b:00", 95, noInstance, time.Now()), logged(6, "0000:3b:00", 94, noInstance, time.Now().Add(time.Millisecond)),
+		}
+		i, events, stop := running(t, w, dir, log...)
+		rest := "GPU-1=XID/94 MIG-3=XID/94 MIG-5=XID/94"
+		want(t, i, "GPU-0=XID/95 "+rest)
+		for _, pci := range []string{"0000:1b:00", "0000:3b:00"} {
+			if event, advice := <-events.Events, "after it, remove "+filepath.Join(dir, pci)+" on the node"; !strings.Contains(event, advice) {
+				t.Errorf("event %q lacks %q", event, advice)
+			}
+		}
+		remove("0000:1b:00")
+		time.Sleep(2 * interval)
+		synctest.Wait()
+		want(t, i, rest)
+		stop()
+		i, _, stop = running(t, w, dir, log...)
+		want(t, i, rest)
+		stop()
+		remove("0000:3b:00")
+		i, _, stop = running(t, w, dir, log...)
+		want(t, i, "")
+		stop()
+	})
+}
+
+// The XID of a partition that went while no agent ran, or before the first one, is not that of another one with the same number.
+func TestXIDsOfPartitionsThatAreGone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		w.inventory.GPUs[1].Recovery = ""
+		dir := t.TempDir()
+		partitions := w.inventory.GPUs[1].Partitions
+		log := []device.XIDEvent{
+			logged(5, "0000:3b:00", 95, 7, time.Now().Add(-time.Hour)), logged(6, "0000:3b:00", 94, 5, time.Now()),
+		}
+		i, _, stop := running(t, w, dir, log...)
+		want(t, i, "MIG-5=XID/94")
+		stop()
+		w.change(func() { w.inventory.GPUs[1].Partitions = partitions[:1] })
+		i, _, stop = running(t, w, dir, log...)
+		again := partitions[1]
+		again.GPUInstance, again.UUID, again.Ref.Placement.Start = 7, "MIG-7", 2
+		w.change(func() { w.inventory.GPUs[1].Partitions = append(slices.Clone(partitions), again) })
+		want(t, i, "")
+		stop()
+	})
 }
 
 // The node configuration can ignore a fault, and evict. What it ignores does not hide a lesser one that counts.
