@@ -35,6 +35,8 @@ type world struct {
 	actions map[string]device.FaultAction
 	resets  []string
 	held    bool
+	// refused is why no GPU can be reset.
+	refused error
 }
 
 func (w *world) change(change func()) {
@@ -81,8 +83,8 @@ func (w *world) action(_ device.GPU, fault device.Health) device.FaultAction {
 func (w *world) resetIdle(_ context.Context, uuid string) (bool, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.held {
-		return false, nil
+	if w.held || w.refused != nil {
+		return false, w.refused
 	}
 	w.resets = append(w.resets, uuid)
 	return true, nil

@@ -434,9 +434,59 @@ func TestResetWhenIdle(t *testing.T) {
 		if got := resets(); got != "GPU-0 GPU-0" {
 			t.Errorf("reset: %q, want GPU-0 a second time, because its fault has not ended", got)
 		}
+		time.Sleep(resetRetry)
+		if got := resets(); got != "GPU-0 GPU-0" {
+			t.Errorf("reset: %q, the third comes later", got)
+		}
+		time.Sleep(24 * time.Hour)
+		if got := resets(); got != "GPU-0 GPU-0 GPU-0" {
+			t.Errorf("reset: %q, want no more, because its fault does not end", got)
+		}
+		for _, metric := range []string{"done", "failed"} {
+			if got := testutil.ToFloat64(i.metrics.resets.WithLabelValues(metric)); got != 3 {
+				t.Errorf("%v resets are counted as %s, want 3: none of them ended the fault", got, metric)
+			}
+		}
+		w.change(func() { w.inventory.GPUs[0].Faults = nil })
+		resets()
+		w.change(func() { w.inventory.GPUs[0].Faults = []device.Health{{Reason: device.ReasonResetRequired}} })
+		if got := resets(); got != "GPU-0 GPU-0 GPU-0 GPU-0" {
+			t.Errorf("reset: %q, want one more for another fault", got)
+		}
 		cancel()
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
+	})
+}
+
+// A GPU that has to be replaced is not reset, and none is while the node is paused. A reset that is refused is tried less and less often.
+func TestResetsThatAreOfNoUse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		w.actions = map[string]device.FaultAction{
+			device.ReasonResetRequired: device.FaultResetWhenIdle, device.ReasonRowRemapFailure: device.FaultResetWhenIdle,
+		}
+		w.inventory.GPUs[0].Faults = []device.Health{{Reason: device.ReasonRowRemapFailure}}
+		w.inventory.GPUs[1].Faults = []device.Health{{Reason: device.ReasonResetRequired}}
+		w.inventory.GPUs[1].Health = device.Health{Reason: device.ReasonPaused}
+		w.refused = errors.New("the NVIDIA driver is paused")
+		i, events, stop := running(t, w, t.TempDir())
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		failed := func() int { return int(testutil.ToFloat64(i.metrics.resets.WithLabelValues("failed"))) }
+		if len(w.resets) > 0 || failed() > 0 {
+			t.Errorf("reset: %v, %d failed", w.resets, failed())
+		}
+		if event := <-events.Events; !strings.Contains(event, "Replace the GPU") {
+			t.Errorf("event %q", event)
+		}
+		w.change(func() { w.inventory.GPUs[1].Health, w.refused = device.Health{}, errors.New("it is in use") })
+		time.Sleep(24 * time.Hour)
+		synctest.Wait()
+		if got := failed(); got < 48 || got > 60 {
+			t.Errorf("a refused reset was tried %d times in a day", got)
+		}
+		stop()
 	})
 }
