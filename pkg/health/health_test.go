@@ -16,6 +16,7 @@ import (
 	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -100,7 +101,7 @@ func newInventoryWith(w *world, records *Records) (*Inventory, *record.FakeRecor
 	}
 	events := record.NewFakeRecorder(100)
 	return New(Config{
-		Source: w, Hardware: w, Records: records, CountsXID: func(n int) bool { return device.XIDClass(n) != device.FaultApplication },
+		Source: w, Hardware: w, Records: records, CountsXID: config.Config{}.CountsXID,
 		Action: w.action, ResetIdle: w.resetIdle, Specs: w, Ledger: book{w}, NodeName: "node", Recorder: events,
 		Registerer: prometheus.NewRegistry(),
 	}), events

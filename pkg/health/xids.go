@@ -232,13 +232,13 @@ func (k *keeper) put(ctx context.Context, changes map[string]xids) {
 	}
 }
 
-// review ends the XIDs that the hardware no longer has: the driver says that the GPU needs nothing, or the partition is gone. lastRead
-// returns when the driver was last asked about a GPU.
-func (k *keeper) review(ctx context.Context, inv device.Inventory, lastRead func(uuid string) time.Time) {
+// review ends the XIDs that the hardware no longer has: the driver says that the GPU needs nothing, or the partition is gone. reads
+// has when the reading of a GPU began that the inventory has, or an earlier one.
+func (k *keeper) review(ctx context.Context, inv device.Inventory, reads map[string]time.Time) {
 	k.writing.Lock()
 	defer k.writing.Unlock()
 	k.put(ctx, k.removed(ctx))
-	k.put(ctx, k.ended(ctx, inv, lastRead))
+	k.put(ctx, k.ended(ctx, inv, reads))
 }
 
 // removed returns the records that another process has removed, which ends their XIDs: a driver without recovery actions shows nothing
@@ -256,7 +256,7 @@ func (k *keeper) removed(ctx context.Context) map[string]xids {
 }
 
 // ended returns the records that a review changes.
-func (k *keeper) ended(ctx context.Context, inv device.Inventory, lastRead func(uuid string) time.Time) map[string]xids {
+func (k *keeper) ended(ctx context.Context, inv device.Inventory, reads map[string]time.Time) map[string]xids {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.load()
@@ -267,7 +267,7 @@ func (k *keeper) ended(ctx context.Context, inv device.Inventory, lastRead func(
 		if !known {
 			continue
 		}
-		read := lastRead(g.UUID)
+		read := reads[g.UUID]
 		answers := g.Health.Class() == device.FaultNone
 		recovered := g.Recovery == device.RecoveryNone && answers
 		left := slices.DeleteFunc(slices.Clone(of.XIDs), func(x xid) bool {

@@ -54,6 +54,16 @@ func unhealthyOnes(i *Inventory) string {
 	return strings.Join(all, " ")
 }
 
+// review is one look of Run at the XIDs.
+func review(t *testing.T, i *Inventory, w *world) {
+	t.Helper()
+	reads := map[string]time.Time{}
+	for _, g := range w.Inventory().GPUs {
+		reads[g.UUID] = w.LastRead(g.UUID)
+	}
+	i.xids.review(t.Context(), w.Inventory(), reads)
+}
+
 func want(t *testing.T, i *Inventory, want string) {
 	t.Helper()
 	if got := unhealthyOnes(i); got != want {
@@ -71,12 +81,8 @@ func TestXIDs(t *testing.T) {
 	}
 	for _, benign := range []int{13, 31, 43, 45, 68, 109, 154} {
 		at("0000:1b:00", benign, noInstance)
-		if benign == 154 {
-			continue // a fault of no class; the node configuration does not count it
-		}
 		want(t, i, "")
 	}
-	i.xids.gpus = map[string]xids{}
 	at("0000:3b:00", 94, 5)
 	want(t, i, "MIG-5=XID/94")
 	at("0000:3b:00", 95, noInstance)
@@ -104,7 +110,7 @@ func TestXIDEnds(t *testing.T) {
 	after := func(d time.Duration, wanted string) {
 		t.Helper()
 		w.change(func() { w.read = at.Add(d) })
-		i.xids.review(t.Context(), w.Inventory(), w.LastRead)
+		review(t, i, w)
 		want(t, i, wanted)
 	}
 	at = i.xids.gpus["0000:1b:00"].XIDs[0].Time
@@ -144,11 +150,43 @@ func TestXIDOfAnotherClock(t *testing.T) {
 			PCI: "0000:1b:00", XID: 48, GPUInstance: noInstance, ComputeInstance: noInstance, Sequence: 7, Time: now.Add(test.ahead),
 		})
 		w.change(func() { w.read = now.Add(test.read) })
-		i.xids.review(t.Context(), w.Inventory(), w.LastRead)
+		review(t, i, w)
 		if got := unhealthyOnes(i); got != test.want {
 			t.Errorf("%s: unhealthy: %q, want %q", name, got, test.want)
 		}
 	}
+}
+
+// moving is a world in which a scan ends at the first call of LastRead.
+type moving struct{ *world }
+
+func (m moving) LastRead(string) time.Time {
+	if m.Inventory().GPUs[0].Recovery == device.RecoveryNone {
+		m.change(func() {
+			m.inventory.GPUs = slices.Clone(m.inventory.GPUs)
+			m.inventory.GPUs[0].Recovery, m.read = device.RecoveryReset, time.Now().Add(time.Hour)
+		})
+	}
+	return m.world.LastRead("")
+}
+
+// An XID does not end by an inventory that is older than the reading it is judged by.
+func TestXIDEndsByItsOwnReading(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
+		i.config.Hardware = moving{w}
+		i.xids.take(t.Context(), device.XIDEvent{PCI: "0000:1b:00", XID: 48, GPUInstance: noInstance, ComputeInstance: noInstance, Time: time.Now()})
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- i.Run(ctx) }()
+		synctest.Wait()
+		want(t, i, "GPU-0=XID/48")
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // The XID of a partition ends with the partition, also if another one is made at its place.
@@ -158,7 +196,7 @@ func TestXIDEndsWithItsPartition(t *testing.T) {
 	i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
 	at := func(xid, gi int) {
 		i.xids.take(t.Context(), device.XIDEvent{PCI: "0000:3b:00", XID: xid, GPUInstance: gi, ComputeInstance: noInstance, Time: time.Now()})
-		i.xids.review(t.Context(), w.Inventory(), w.LastRead)
+		review(t, i, w)
 	}
 	at(94, 3)
 	at(94, 5)
@@ -167,7 +205,7 @@ func TestXIDEndsWithItsPartition(t *testing.T) {
 	want(t, i, "MIG-5=XID/94")
 	partitions := w.inventory.GPUs[1].Partitions
 	w.change(func() { w.inventory.GPUs[1].Partitions = partitions[:1] }) // an administrator did
-	i.xids.review(t.Context(), w.Inventory(), w.LastRead)
+	review(t, i, w)
 	w.change(func() { w.inventory.GPUs[1].Partitions = partitions })
 	want(t, i, "")
 }
