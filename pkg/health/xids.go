@@ -287,10 +287,15 @@ func (k *keeper) ended(ctx context.Context, inv device.Inventory, reads map[stri
 	return changes
 }
 
-// slotOf returns the PCI address of a GPU without its function, as in device.XIDEvent.
+// slotOf returns the PCI address of a GPU without its function, as in device.XIDEvent: NVML writes a domain above 16 bits with eight digits,
+// the kernel with as many as it needs.
 func slotOf(g device.GPU) string {
 	address, _, _ := strings.Cut(g.PCIBusID, ".")
-	return address
+	domain, rest, _ := strings.Cut(address, ":")
+	for len(domain) > 4 && domain[0] == '0' {
+		domain = domain[1:]
+	}
+	return domain + ":" + rest
 }
 
 // concerns reports whether the XID is about the partition. An XID without an instance is about the GPU.

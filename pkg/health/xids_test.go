@@ -94,6 +94,9 @@ func TestXIDs(t *testing.T) {
 	want(t, i, "GPU-0=Lost/79 GPU-1=XID/95 MIG-3=XID/95 MIG-5=XID/95")
 	at("", 0, noInstance) // the driver was loaded again
 	want(t, i, "GPU-0=Lost/0")
+	w.change(func() { w.inventory.GPUs[1].PCIBusID = "00010000:3b:00.0" })
+	at("10000:3b:00", 48, noInstance)
+	want(t, i, "GPU-0=Lost/0 GPU-1=XID/48 MIG-3=XID/48 MIG-5=XID/48")
 	if got := testutil.ToFloat64(i.metrics.xids.WithLabelValues("0000:1b:00", "79")); got != 1 {
 		t.Errorf("XID 79 is counted %v times", got)
 	}
