@@ -71,7 +71,7 @@ type HealthChecks struct {
 }
 
 // The environment variables of NVIDIA's device plugin (NVIDIA/k8s-device-plugin, internal/rm/health.go). "all" and "xids" disable all
-// checks of XIDs; a list adds to the XIDs that are ignored. Other words are ignored.
+// checks of XIDs, or enable all; a list adds to the XIDs that are ignored, or count. Other words are ignored.
 const (
 	disableHealthChecks = "DP_DISABLE_HEALTHCHECKS"
 	enableHealthChecks  = "DP_ENABLE_HEALTHCHECKS"
@@ -85,7 +85,7 @@ func (c *Config) readHealthChecks(lookupEnv func(string) (string, bool)) {
 	disabled, enabled := words(disableHealthChecks), words(enableHealthChecks)
 	c.HealthChecks = HealthChecks{
 		Nothing: slices.Contains(disabled, "all"), NoXIDs: slices.Contains(disabled, "all") || slices.Contains(disabled, "xids"),
-		Disabled: numbers(disabled), Enabled: numbers(enabled), AllXIDs: slices.Contains(enabled, "all"),
+		Disabled: numbers(disabled), Enabled: numbers(enabled), AllXIDs: slices.Contains(enabled, "all") || slices.Contains(enabled, "xids"),
 	}
 }
 

@@ -27,6 +27,7 @@ func TestHealthChecks(t *testing.T) {
 		"none but one":              {"all", "79", []int{79}, []int{13, 48}},
 		"an application's":          {"", "13", []int{13, 48}, []int{31}},
 		"all":                       {"", "all", []int{13, 31, 48}, []int{154}},
+		"all, by another word":      {"", "xids", []int{13, 31, 48}, []int{154}},
 		"all but one":               {"48", "all", []int{13, 31, 79}, []int{48}},
 		"the same":                  {"48", "48", []int{48}, nil},
 		"words that mean nothing":   {"48,x,-1,0,99999999999999999999", "y", []int{79}, []int{48}},

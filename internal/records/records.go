@@ -230,6 +230,26 @@ func (s *Store[K, V]) Repair() error {
 	})
 }
 
+// Removed returns the keys whose records another process has removed, in no order. They stay recorded until Drop. It returns none if the
+// whole directory is gone: the next change writes it again. It costs one stat for each record.
+func (s *Store[K, V]) Removed() (keys []K) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var stat unix.Stat_t
+	if s.dir == nil || unix.Fstat(int(s.dir.Fd()), &stat) != nil || stat.Nlink == 0 {
+		return nil
+	}
+	for key := range s.entries {
+		if !s.exists(key) {
+			keys = append(keys, key)
+		}
+	}
+	return keys
+}
+
+// Path returns the path of a record.
+func (s *Store[K, V]) Path(key K) string { return filepath.Join(s.options.Dir, s.options.Name(key)) }
+
 // repair writes the records without contents, and those for which lost is true (nil: none). Of an unreadable record it writes the name.
 func (s *Store[K, V]) repair(lost func(K) bool) error {
 	var errs []error

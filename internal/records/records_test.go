@@ -97,6 +97,18 @@ func TestStore(t *testing.T) {
 		t.Errorf("the record of an earlier boot is still there: %v", err)
 	}
 
+	// What another process removed is known, unless it is everything.
+	check(t, os.Remove(again.Path("a")))
+	if removed := again.Removed(); !slices.Equal(removed, []string{"a"}) {
+		t.Errorf("removed are %v, want a", removed)
+	}
+	check(t, again.Repair())
+	check(t, os.RemoveAll(dir))
+	if removed := again.Removed(); removed != nil {
+		t.Errorf("removed are %v, want none: the directory is gone", removed)
+	}
+	check(t, again.Repair())
+
 	// Repair writes what another process removed, and leaves the rest alone.
 	check(t, os.RemoveAll(dir))
 	check(t, again.Repair())

@@ -194,12 +194,12 @@ func (d Device) UUID() string {
 	return d.Partition.UUID
 }
 
-// Health returns the health of the device. A partition of an unhealthy GPU has the GPU's health.
+// Health returns the health of the device. That of a partition is the worst of its own and its GPU's; between equals the GPU's counts.
 func (d Device) Health() Health {
-	if d.Whole() || !d.GPU.Health.Healthy() {
+	if d.Whole() {
 		return d.GPU.Health
 	}
-	return d.Partition.Health
+	return Worst(d.GPU.Health, d.Partition.Health)
 }
 
 // HealthForHolder is Health for the holder that has the device. A reason for which only a new holder cannot get it does not count.

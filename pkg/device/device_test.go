@@ -60,6 +60,17 @@ func TestHealthOfPartition(t *testing.T) {
 	if got := (Device{GPU{UUID: "GPU-1", Health: lost}, p}).Health(); got != lost {
 		t.Errorf("health is %v, want its GPU's", got)
 	}
+	failure, xid := Health{Reason: ReasonRowRemapFailure}, Health{Reason: ReasonXID, XID: 95, Evict: true}
+	p.Health = xid
+	if got := (Device{GPU{UUID: "GPU-1", Health: failure}, p}).Health(); got != xid {
+		t.Errorf("health is %v, want its own, which is worse than its GPU's", got)
+	}
+	p.Health = Health{Reason: ReasonXID, XID: 94, Evict: true}
+	want := Health{Reason: ReasonRowRemapFailure, XID: 94, Evict: true}
+	if got := (Device{GPU{UUID: "GPU-1", Health: failure}, p}).Health(); got != want {
+		t.Errorf("health is %v, want its GPU's with its own XID and eviction", got)
+	}
+	p.Health = odd
 	for _, reason := range []string{ReasonNotClean, ReasonNotInjectable, ReasonNotRecordable} {
 		unusable := Health{Reason: reason}
 		if got := (Device{GPU{UUID: "GPU-1", Health: unusable}, p}).HealthForHolder(); got != odd {

@@ -41,7 +41,7 @@ func TestHealthTaints(t *testing.T) {
 	inv.GPUs[1].Health = device.Health{Reason: device.ReasonXID, XID: 48, Evict: true}
 	inv.GPUs[2].Health = device.Health{Reason: device.ReasonFabric, Message: "not started"}
 	want := map[string][]string{
-		"gpu-0": {"tandem-gpu.dev/unhealthy=Lost:NoSchedule", "gpu.nvidia.com/xid=79:NoSchedule", "gpu.nvidia.com/gpu-lost=true:NoSchedule"},
+		"gpu-0": {"tandem-gpu.dev/unhealthy=Lost:NoSchedule", "gpu.nvidia.com/xid=79:NoSchedule", "gpu.nvidia.com/gpu-lost=:NoSchedule"},
 		"gpu-1": {"tandem-gpu.dev/unhealthy=XID:NoExecute", "gpu.nvidia.com/xid=48:NoExecute"},
 		"gpu-2": {"tandem-gpu.dev/unhealthy=Fabric:NoSchedule"},
 	}

@@ -326,7 +326,7 @@ const (
 	// TaintUnhealthy marks a device that cannot run work; the value is the reason (device.Health).
 	TaintUnhealthy = "tandem-gpu.dev/unhealthy"
 	// TaintXID and TaintGPULost are those of NVIDIA's driver (kubernetes-sigs/dra-driver-nvidia-gpu, cmd/gpu-kubelet-plugin/device_health.go),
-	// beside TaintUnhealthy. The value of the first is the worst XID that has not ended, that of the second "true".
+	// beside TaintUnhealthy. The value of the first is the worst XID that has not ended; the second has none.
 	TaintXID     = "gpu.nvidia.com/xid"
 	TaintGPULost = "gpu.nvidia.com/gpu-lost"
 )
@@ -374,7 +374,7 @@ func (w withdrawal) taints() []resourceapi.DeviceTaint {
 		taints = append(taints, resourceapi.DeviceTaint{Key: TaintXID, Value: strconv.Itoa(w.health.XID), Effect: effect})
 	}
 	if w.health.Reason == device.ReasonLost || w.health.Reason == device.ReasonMissing {
-		taints = append(taints, resourceapi.DeviceTaint{Key: TaintGPULost, Value: "true", Effect: effect})
+		taints = append(taints, resourceapi.DeviceTaint{Key: TaintGPULost, Effect: effect})
 	}
 	return taints
 }

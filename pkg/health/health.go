@@ -55,7 +55,8 @@ type Ledger interface {
 type Hardware interface {
 	// WatchXIDs calls handle for each XID until ctx is done, and then returns nil.
 	WatchXIDs(ctx context.Context, handle func(device.XIDEvent)) error
-	// LastRead returns when the GPU was last read.
+	// LastRead returns when the reading of the GPU began that the inventory of the Source has. An inventory taken later has this reading, or
+	// a later one.
 	LastRead(uuid string) time.Time
 }
 
@@ -215,6 +216,7 @@ func notInjectable(err error) device.Health {
 
 // Run follows the hardware, the specs and the ledger, and reports problems, until ctx is done. One call at a time.
 func (i *Inventory) Run(ctx context.Context) error {
+	i.xids.begin(ctx)
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
 		return i.config.Hardware.WatchXIDs(ctx, func(e device.XIDEvent) { i.xids.take(ctx, e) })
@@ -238,7 +240,12 @@ func (i *Inventory) follow(ctx context.Context) error {
 		default:
 		}
 		specs, ledger, xids := i.config.Specs.Changed(), i.config.Ledger.Changed(), i.xids.Changed()
-		i.xids.review(ctx, i.config.Inventory(), i.config.Hardware.LastRead)
+		reads := map[string]time.Time{}
+		for _, g := range i.config.Inventory().GPUs {
+			reads[g.UUID] = i.config.Hardware.LastRead(g.UUID)
+		}
+		// An inventory that is taken after it has what was read then, or later.
+		i.xids.review(ctx, i.config.Inventory(), reads)
 		inventory := i.Inventory()
 		found := problems(inventory)
 		if now := fmt.Sprint(found); now != seen {

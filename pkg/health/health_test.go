@@ -16,6 +16,7 @@ import (
 	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -35,6 +36,8 @@ type world struct {
 	actions map[string]device.FaultAction
 	resets  []string
 	held    bool
+	// refused is why no GPU can be reset.
+	refused error
 }
 
 func (w *world) change(change func()) {
@@ -81,8 +84,8 @@ func (w *world) action(_ device.GPU, fault device.Health) device.FaultAction {
 func (w *world) resetIdle(_ context.Context, uuid string) (bool, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.held {
-		return false, nil
+	if w.held || w.refused != nil {
+		return false, w.refused
 	}
 	w.resets = append(w.resets, uuid)
 	return true, nil
@@ -98,7 +101,7 @@ func newInventoryWith(w *world, records *Records) (*Inventory, *record.FakeRecor
 	}
 	events := record.NewFakeRecorder(100)
 	return New(Config{
-		Source: w, Hardware: w, Records: records, CountsXID: func(n int) bool { return device.XIDClass(n) != device.FaultApplication },
+		Source: w, Hardware: w, Records: records, CountsXID: config.Config{}.CountsXID,
 		Action: w.action, ResetIdle: w.resetIdle, Specs: w, Ledger: book{w}, NodeName: "node", Recorder: events,
 		Registerer: prometheus.NewRegistry(),
 	}), events

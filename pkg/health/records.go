@@ -10,15 +10,26 @@ import (
 	"github.com/tandem-gpu/tandem/internal/records"
 )
 
-// Records are the XIDs of GPUs that have not ended: one file for each GPU that had one, by its PCI address. They end with the boot. All
-// methods are safe for concurrent use.
+// Records are the XIDs that have not ended: one file for each GPU that has one, by its PCI address, and one about the kernel's log. They end
+// with the boot. If another process removes the file of a GPU, the GPU's XIDs end. All methods are safe for concurrent use.
 type Records struct{ *records.Store[string, xids] }
 
 // xids are the XIDs of one GPU.
 type xids struct {
-	// Last is the number of the last record of the kernel's log that counted.
+	XIDs []xid `json:"xids,omitempty"`
+	// Log is that of the record logKey, which is of no GPU.
+	Log *progress `json:"log,omitempty"`
+}
+
+// logKey is the key of the record about the kernel's log. It is no PCI address.
+const logKey = "log"
+
+// progress is what agents have done with the kernel's log of this boot.
+type progress struct {
+	// Since is when the first agent of this boot began.
+	Since time.Time `json:"since"`
+	// Last is the number of the last line that changed a record.
 	Last uint64 `json:"last,omitempty"`
-	XIDs []xid  `json:"xids,omitempty"`
 }
 
 // xid is an XID that has not ended. The instances are device.NoInstance for the GPU.
@@ -27,7 +38,7 @@ type xid struct {
 	GPUInstance     int       `json:"gpuInstance"`
 	ComputeInstance int       `json:"computeInstance"`
 	Time            time.Time `json:"time"`
-	// seen is set once the partition that it concerns was in the inventory.
+	// seen is set once the partition that it concerns was in the inventory, or if it must have been before the agent started.
 	seen bool
 }
 

@@ -141,21 +141,30 @@ func (i *Inventory) remedy(d device.Device, health device.Health) string {
 	if health.Evict {
 		text = "The pods of its claims are evicted, and no new claim or pod gets it until it has recovered. "
 	}
-	action := i.action(d.GPU, health)
+	after := ""
+	if health.Reason == device.ReasonXID && d.GPU.Recovery == "" {
+		after = ". The driver does not report a reset: after it, remove " + i.config.Records.Path(slotOf(d.GPU)) + " on the node"
+	}
 	switch health.Class() {
-	case device.FaultReset:
-		if action == device.FaultResetWhenIdle {
+	case device.FaultReset, device.FaultMemory, device.FaultContained, device.FaultApplication:
+		if i.action(d.GPU, health) == device.FaultResetWhenIdle && mayEndByReset(health) {
 			return text + "Tandem resets the GPU once it has no holder"
 		}
-		return text + "Drain the GPU and reset it (nvidia-smi --gpu-reset), or reboot the node"
+	}
+	switch health.Class() {
+	case device.FaultReset:
+		return text + "Drain the GPU and reset it (nvidia-smi --gpu-reset), or reboot the node" + after
 	case device.FaultReboot:
 		return text + "Drain the node and reboot it"
 	case device.FaultMemory:
+		if !mayEndByReset(health) {
+			return text + "Replace the GPU"
+		}
 		return text + "Reset the GPU once it is drained. If the fault comes again, replace the GPU"
 	case device.FaultFabric:
 		return text + "Start nvidia-fabricmanager (or nvidia-imex) on the node and read its log"
-	case device.FaultContained:
-		return text + "If it stays unhealthy, reset the GPU"
+	case device.FaultContained, device.FaultApplication:
+		return text + "If it stays unhealthy, drain the GPU and reset it (nvidia-smi --gpu-reset)" + after
 	default:
 		return text + "Read the kernel's log of the node (dmesg). If the GPU does not come back, reboot the node"
 	}

@@ -4,6 +4,7 @@ package health
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -15,26 +16,46 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// resetRetry is how long after a reset, or a failed one, the next attempt begins.
-const resetRetry = 30 * time.Second
+const (
+	// resetRetry is how long after the first reset the next attempt begins. The delay doubles with each, up to maxResetRetry: the node's
+	// GPUs are not watched during a reset.
+	resetRetry    = 30 * time.Second
+	maxResetRetry = 30 * time.Minute
+	// mostResets is how many resets that do not end a fault the agent makes.
+	mostResets = 3
+)
 
-// resets are the GPUs that are being reset, and the earliest time of the next reset of others.
+// resets are the attempts to reset GPUs, by UUID.
 type resets struct {
-	mu      sync.Mutex
-	running map[string]bool
-	next    map[string]time.Time
+	mu sync.Mutex
+	of map[string]attempts
+}
+
+// attempts are those of one GPU since it last had no fault that asks for a reset.
+type attempts struct {
+	running bool
+	// done and failed count resets that were made and that were refused. reported is how many of done were reported as useless.
+	done, failed, reported int
+	// next is when the next attempt may begin.
+	next time.Time
 }
 
 // resetIdle resets GPUs whose fault has the action ResetWhenIdle once they have no holder, until ctx is done.
 func (i *Inventory) resetIdle(ctx context.Context) error {
-	i.resets.running, i.resets.next = map[string]bool{}, map[string]time.Time{}
+	i.resets.of = map[string]attempts{}
 	var group errgroup.Group
 	ticker := time.NewTicker(i.interval)
 	defer ticker.Stop()
 	for ctx.Err() == nil {
 		for _, g := range i.config.Inventory().GPUs {
-			if i.wantsReset(g) && i.resets.begin(g.UUID) {
-				group.Go(func() error { i.reset(ctx, g); return nil })
+			switch {
+			case g.Health.Reason == device.ReasonPaused: // not now
+			case !i.wantsReset(g):
+				i.resets.forget(g.UUID)
+			default:
+				if a, may := i.resets.begin(g.UUID); may {
+					group.Go(func() error { i.reset(ctx, g, a); return nil })
+				}
 			}
 		}
 		select {
@@ -45,47 +66,100 @@ func (i *Inventory) resetIdle(ctx context.Context) error {
 	return group.Wait()
 }
 
-// wantsReset reports whether a fault of a GPU or of one of its partitions has the action ResetWhenIdle.
+// wantsReset reports whether a fault of a GPU or of one of its partitions has the action ResetWhenIdle, and may end by a reset.
 func (i *Inventory) wantsReset(g device.GPU) bool {
 	whole, inPartition := i.xids.of(g)
 	faults := slices.Concat(g.Faults, whole)
 	for _, p := range g.Partitions {
 		faults = append(faults, inPartition(p)...)
 	}
-	return slices.ContainsFunc(faults, func(f device.Health) bool { return i.action(g, f) == device.FaultResetWhenIdle })
+	return slices.ContainsFunc(faults, func(f device.Health) bool {
+		return mayEndByReset(f) && i.action(g, f) == device.FaultResetWhenIdle
+	})
 }
 
-func (r *resets) begin(uuid string) bool {
+// mayEndByReset reports whether a reset may end a fault.
+func mayEndByReset(fault device.Health) bool { return fault.Reason != device.ReasonRowRemapFailure }
+
+// begin returns the earlier attempts, and whether another one may begin. end must follow.
+func (r *resets) begin(uuid string) (before attempts, may bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.running[uuid] || time.Now().Before(r.next[uuid]) {
-		return false
+	before = r.of[uuid]
+	if before.running || time.Now().Before(before.next) || before.reported >= mostResets {
+		return before, false
 	}
-	r.running[uuid] = true
-	return true
+	now := before
+	now.running, now.reported = true, before.done
+	r.of[uuid] = now
+	return before, true
 }
 
-func (r *resets) end(uuid string, after time.Duration) {
+// end replaces the attempts of a GPU, and returns how long it waits for the next one.
+func (r *resets) end(uuid string, now attempts) time.Duration {
+	delay := min(resetRetry<<min(max(now.done+now.failed-1, 0), 10), maxResetRetry)
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	delete(r.running, uuid)
-	r.next[uuid] = time.Now().Add(after)
+	now.running, now.next = false, time.Now().Add(delay)
+	r.of[uuid] = now
+	return delay
 }
 
-func (i *Inventory) reset(ctx context.Context, g device.GPU) {
+// put ends an attempt that was none.
+func (r *resets) put(uuid string, before attempts) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	before.running = false
+	r.of[uuid] = before
+}
+
+// forget begins anew with a GPU that has had no such fault until the next attempt was due.
+func (r *resets) forget(uuid string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if a := r.of[uuid]; !a.running && !time.Now().Before(a.next) {
+		delete(r.of, uuid)
+	}
+}
+
+// reset makes one attempt.
+func (i *Inventory) reset(ctx context.Context, g device.GPU, a attempts) {
+	if a.done > a.reported {
+		a.reported = a.done
+		next := "The agent resets it again"
+		if a.done == mostResets {
+			next = "The agent does not reset it any more: replace the GPU, or restart the agent after a repair"
+		}
+		i.resetFailed(g, fmt.Sprintf("was reset %d times because of a fault that has not ended. It stays withdrawn. %s", a.done, next))
+		if a.done == mostResets {
+			i.resets.put(g.UUID, a)
+			return
+		}
+	}
 	switch done, err := i.config.ResetIdle(ctx, g.UUID); {
-	case ctx.Err() != nil || !done && err == nil:
-		i.resets.end(g.UUID, 0)
+	case ctx.Err() != nil || !done && err == nil || err != nil && i.paused(g.UUID):
+		i.resets.put(g.UUID, a)
 	case err != nil:
-		i.metrics.resets.WithLabelValues("failed").Inc()
+		a.failed++
 		klog.FromContext(ctx).Error(err, "Cannot reset a GPU, trying again", "gpu", g.UUID)
-		i.config.Recorder.Eventf(i.node(), corev1.EventTypeWarning, "GPUResetFailed",
-			"%s (%s) has a fault and cannot be reset: %v. It stays withdrawn; the agent tries again every %v", g.Name(), g.UUID, err, resetRetry)
-		i.resets.end(g.UUID, resetRetry)
+		delay := i.resets.end(g.UUID, a)
+		i.resetFailed(g, fmt.Sprintf("has a fault and cannot be reset: %v. It stays withdrawn; the agent tries again in %v", err, delay))
 	default:
+		a.done++
 		i.metrics.resets.WithLabelValues("done").Inc()
 		klog.FromContext(ctx).Info("Reset a GPU because of a fault", "gpu", g.UUID)
 		i.config.Recorder.Eventf(i.node(), corev1.EventTypeNormal, "GPUReset", "%s (%s) was reset because of a fault", g.Name(), g.UUID)
-		i.resets.end(g.UUID, resetRetry)
+		i.resets.end(g.UUID, a)
 	}
+}
+
+func (i *Inventory) resetFailed(g device.GPU, what string) {
+	i.metrics.resets.WithLabelValues("failed").Inc()
+	i.config.Recorder.Eventf(i.node(), corev1.EventTypeWarning, "GPUResetFailed", "%s (%s) %s", g.Name(), g.UUID, what)
+}
+
+// paused reports whether the agent has let go of the driver.
+func (i *Inventory) paused(uuid string) bool {
+	g, _ := i.config.Inventory().ByUUID(uuid)
+	return g.Health.Reason == device.ReasonPaused
 }

@@ -32,6 +32,10 @@ const (
 // GPU needs.
 const quiet = 1500 * time.Millisecond
 
+// clockError is more than the kernel's log and the time may be apart. The log's clock is not corrected (printk.c, local_clock), so that
+// they drift apart by up to some minutes in months.
+const clockError = 10 * time.Minute
+
 // keeper keeps the XIDs that have not ended, by PCI address. All methods are safe for concurrent use.
 type keeper struct {
 	broadcast.Signal
@@ -39,18 +43,23 @@ type keeper struct {
 	// counts reports whether an XID makes its device unhealthy.
 	counts func(xid int) bool
 	total  *prometheus.CounterVec
+	// started is when the agent began to take XIDs.
+	started time.Time
 
 	// writing serialises take and review, which write records. mu is never locked during a write: readers do not wait for the disk.
 	writing sync.Mutex
 	mu      sync.Mutex
 	loaded  bool
 	gpus    map[string]xids
-	// last is the number of the last record of the kernel's log, by PCI address.
-	last map[string]uint64
+	// log is the record logKey. read is the number of the last line of the kernel's log that this agent has read.
+	log  progress
+	read uint64
 }
 
 func newKeeper(records *Records, counts func(int) bool, total *prometheus.CounterVec) *keeper {
-	return &keeper{records: records, counts: counts, total: total, gpus: map[string]xids{}, last: map[string]uint64{}}
+	return &keeper{
+		records: records, counts: counts, total: total, started: time.Now(), gpus: map[string]xids{},
+	}
 }
 
 // load reads the records once, with mu locked.
@@ -60,9 +69,42 @@ func (k *keeper) load() {
 	}
 	k.loaded = true
 	for _, address := range k.records.Keys() {
-		if record, ok := k.records.Get(address); ok {
-			k.gpus[address], k.last[address] = record, record.Last
+		record, _ := k.records.Get(address)
+		switch {
+		case record.Log != nil:
+			k.log = *record.Log
+		case len(record.XIDs) > 0:
+			// The inventory of a new agent is complete.
+			record.XIDs = slices.Clone(record.XIDs)
+			for i := range record.XIDs {
+				record.XIDs[i].seen = true
+			}
+			k.gpus[address] = record
 		}
+	}
+}
+
+// begin notes when the first agent of this boot began. Call it before take.
+func (k *keeper) begin(ctx context.Context) {
+	k.writing.Lock()
+	defer k.writing.Unlock()
+	k.mu.Lock()
+	k.load()
+	_, known := k.records.Get(logKey)
+	k.mu.Unlock()
+	if known {
+		return
+	}
+	k.note(ctx, progress{Since: k.started})
+}
+
+// note records what was done with the kernel's log.
+func (k *keeper) note(ctx context.Context, log progress) {
+	k.mu.Lock()
+	k.log = log
+	k.mu.Unlock()
+	if err := k.records.Put(logKey, xids{Log: &log}); err != nil {
+		klog.FromContext(ctx).Error(err, "Cannot record how far the kernel's log was read, so the agent takes its XIDs again if it restarts")
 	}
 }
 
@@ -70,43 +112,54 @@ func (k *keeper) load() {
 func (k *keeper) take(ctx context.Context, e device.XIDEvent) {
 	k.writing.Lock()
 	defer k.writing.Unlock()
-	var changes map[string]xids
 	k.mu.Lock()
 	k.load()
-	if e.XID == 0 {
-		changes = k.endings(e)
-	} else {
-		changes = k.addition(ctx, e)
-	}
+	changes := k.changes(ctx, e)
+	log := k.log
 	k.mu.Unlock()
 	k.put(ctx, changes)
+	if len(changes) > 0 && e.Sequence > 0 {
+		log.Last = e.Sequence
+		k.note(ctx, log)
+	}
 }
 
-// addition returns the records that an XID changes. Under mu.
-func (k *keeper) addition(ctx context.Context, e device.XIDEvent) map[string]xids {
-	if e.Sequence > 0 {
-		if known, ok := k.last[e.PCI]; ok && e.Sequence <= known {
-			return nil // the log is read from its beginning again
-		}
-		if len(k.last) < maxAddresses {
-			k.last[e.PCI] = e.Sequence
-		}
+// changes returns the records that an event changes. Under mu.
+func (k *keeper) changes(ctx context.Context, e device.XIDEvent) map[string]xids {
+	if e.Sequence > 0 && e.Sequence <= k.read {
+		return nil // the log is read from its beginning again
 	}
+	k.read = max(k.read, e.Sequence)
 	label := "other"
 	if e.XID < knownXIDs {
 		label = strconv.Itoa(e.XID)
 	}
-	k.total.WithLabelValues(e.PCI, label).Inc()
+	if e.XID != 0 {
+		k.total.WithLabelValues(e.PCI, label).Inc()
+	}
+	switch {
+	case e.Sequence > 0 && e.Sequence <= k.log.Last:
+		return nil // an earlier agent took it
+	case e.XID == 0:
+		return k.endings(e)
+	default:
+		return k.addition(ctx, e)
+	}
+}
+
+// addition returns the records that an XID changes. Under mu.
+func (k *keeper) addition(ctx context.Context, e device.XIDEvent) map[string]xids {
 	kind := device.XIDByNumber(e.XID)
-	counts := k.counts(e.XID)
+	counts := k.counts(e.XID) && !k.past(e, kind)
 	klog.FromContext(ctx).Info("The driver reports an XID", "xid", e.XID, "gpu", e.PCI, "gpuInstance", e.GPUInstance, "meaning", kind.Meaning,
 		"class", kind.Class, "counts", counts, "message", e.Message)
 	of, known := k.gpus[e.PCI]
 	if !counts || !known && len(k.gpus) >= maxAddresses {
 		return nil
 	}
-	of.Last = max(of.Last, e.Sequence)
-	next := xid{XID: e.XID, GPUInstance: e.GPUInstance, ComputeInstance: e.ComputeInstance, Time: e.Time}
+	next := xid{
+		XID: e.XID, GPUInstance: e.GPUInstance, ComputeInstance: e.ComputeInstance, Time: k.time(e), seen: k.longAgo(e),
+	}
 	of.XIDs = slices.DeleteFunc(slices.Clone(of.XIDs), next.same)
 	of.XIDs = append(of.XIDs, next)
 	if len(of.XIDs) > maxXIDs {
@@ -114,6 +167,24 @@ func (k *keeper) addition(ctx context.Context, e device.XIDEvent) map[string]xid
 		of.XIDs = of.XIDs[:maxXIDs]
 	}
 	return map[string]xids{e.PCI: of}
+}
+
+// time returns when an XID came, by the clock that scans have. That is now, unless the log had it long before the agent started.
+func (k *keeper) time(e device.XIDEvent) time.Time {
+	if k.longAgo(e) {
+		return e.Time
+	}
+	return time.Now()
+}
+
+// longAgo reports whether the log had an XID before the agent started.
+func (k *keeper) longAgo(e device.XIDEvent) bool { return e.Time.Before(k.started.Add(-clockError)) }
+
+// past reports whether an XID is from before the first agent of this boot, and of a class after which the GPU works. Whether the GPU was
+// reset since is not known. NVIDIA's device plugin counts no XID from before it started.
+func (k *keeper) past(e device.XIDEvent, kind device.XID) bool {
+	mild := kind.Class == device.FaultContained || kind.Class == device.FaultApplication
+	return mild && e.Sequence > 0 && e.Time.Before(k.log.Since)
 }
 
 // same reports whether both are the same XID of the same GPU or partition.
@@ -125,14 +196,14 @@ func (x xid) same(other xid) bool {
 func (k *keeper) endings(e device.XIDEvent) map[string]xids {
 	changes := map[string]xids{}
 	for address, of := range k.gpus {
-		if e.PCI != "" && e.PCI != address || e.Sequence > 0 && e.Sequence <= of.Last {
+		if e.PCI != "" && e.PCI != address {
 			continue
 		}
 		left := slices.DeleteFunc(slices.Clone(of.XIDs), func(x xid) bool {
 			return e.GPUInstance == device.NoInstance || e.GPUInstance == x.GPUInstance
 		})
 		if len(left) < len(of.XIDs) {
-			changes[address] = xids{Last: max(of.Last, e.Sequence), XIDs: left}
+			changes[address] = xids{XIDs: left}
 		}
 	}
 	return changes
@@ -145,25 +216,47 @@ func (k *keeper) put(ctx context.Context, changes map[string]xids) {
 	}
 	k.mu.Lock()
 	maps.Copy(k.gpus, changes)
+	maps.DeleteFunc(k.gpus, func(_ string, of xids) bool { return len(of.XIDs) == 0 })
 	k.mu.Unlock()
 	k.Notify()
 	for address, of := range changes {
-		if err := k.records.Put(address, of); err != nil {
+		var err error
+		if len(of.XIDs) > 0 {
+			err = k.records.Put(address, of)
+		} else {
+			err = k.records.Drop(address)
+		}
+		if err != nil {
 			klog.FromContext(ctx).Error(err, "Cannot record the XIDs of a GPU, which the agent forgets if it restarts", "gpu", address)
 		}
 	}
 }
 
-// review ends the XIDs that the hardware no longer has: the driver says that the GPU needs nothing, or the partition is gone. lastRead
-// returns when the driver was last asked about a GPU.
-func (k *keeper) review(ctx context.Context, inv device.Inventory, lastRead func(uuid string) time.Time) {
+// review ends the XIDs that the hardware no longer has: the driver says that the GPU needs nothing, or the partition is gone. reads
+// has when the reading of a GPU began that the inventory has, or an earlier one.
+func (k *keeper) review(ctx context.Context, inv device.Inventory, reads map[string]time.Time) {
 	k.writing.Lock()
 	defer k.writing.Unlock()
-	k.put(ctx, k.ended(ctx, inv, lastRead))
+	k.put(ctx, k.removed(ctx))
+	k.put(ctx, k.ended(ctx, inv, reads))
+}
+
+// removed returns the records that another process has removed, which ends their XIDs: a driver without recovery actions shows nothing
+// after a reset, so an administrator says it so.
+func (k *keeper) removed(ctx context.Context) map[string]xids {
+	changes := map[string]xids{}
+	for _, address := range k.records.Removed() {
+		if address == logKey {
+			continue
+		}
+		klog.FromContext(ctx).Info("XIDs of a GPU have ended, because the GPU's record was removed", "pci", address)
+		changes[address] = xids{}
+	}
+	return changes
 }
 
 // ended returns the records that a review changes.
-func (k *keeper) ended(ctx context.Context, inv device.Inventory, lastRead func(uuid string) time.Time) map[string]xids {
+func (k *keeper) ended(ctx context.Context, inv device.Inventory, reads map[string]time.Time) map[string]xids {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.load()
@@ -171,13 +264,14 @@ func (k *keeper) ended(ctx context.Context, inv device.Inventory, lastRead func(
 	for _, g := range inv.GPUs {
 		address := slotOf(g)
 		of, known := k.gpus[address]
-		if !known || len(of.XIDs) == 0 {
+		if !known {
 			continue
 		}
-		read := lastRead(g.UUID)
-		recovered := g.Recovery == device.RecoveryNone && g.Health.Class() == device.FaultNone
+		read := reads[g.UUID]
+		answers := g.Health.Class() == device.FaultNone
+		recovered := g.Recovery == device.RecoveryNone && answers
 		left := slices.DeleteFunc(slices.Clone(of.XIDs), func(x xid) bool {
-			gone := x.seen && !slices.ContainsFunc(g.Partitions, x.concerns)
+			gone := x.GPUInstance != device.NoInstance && x.seen && answers && !slices.ContainsFunc(g.Partitions, x.concerns)
 			return gone || recovered && read.Sub(x.Time) >= quiet
 		})
 		for i := range left {
@@ -185,18 +279,23 @@ func (k *keeper) ended(ctx context.Context, inv device.Inventory, lastRead func(
 		}
 		if len(left) < len(of.XIDs) {
 			klog.FromContext(ctx).Info("XIDs of a GPU have ended", "gpu", g.UUID, "pci", address, "left", len(left))
-			changes[address] = xids{Last: of.Last, XIDs: left}
+			changes[address] = xids{XIDs: left}
 			continue
 		}
-		k.gpus[address] = xids{Last: of.Last, XIDs: left}
+		k.gpus[address] = xids{XIDs: left}
 	}
 	return changes
 }
 
-// slotOf returns the PCI address of a GPU without its function, as in device.XIDEvent.
+// slotOf returns the PCI address of a GPU without its function, as in device.XIDEvent: NVML writes a domain above 16 bits with eight digits,
+// the kernel with as many as it needs.
 func slotOf(g device.GPU) string {
 	address, _, _ := strings.Cut(g.PCIBusID, ".")
-	return address
+	domain, rest, _ := strings.Cut(address, ":")
+	for len(domain) > 4 && domain[0] == '0' {
+		domain = domain[1:]
+	}
+	return domain + ":" + rest
 }
 
 // concerns reports whether the XID is about the partition. An XID without an instance is about the GPU.

@@ -6,12 +6,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -50,6 +54,16 @@ func unhealthyOnes(i *Inventory) string {
 	return strings.Join(all, " ")
 }
 
+// review is one look of Run at the XIDs.
+func review(t *testing.T, i *Inventory, w *world) {
+	t.Helper()
+	reads := map[string]time.Time{}
+	for _, g := range w.Inventory().GPUs {
+		reads[g.UUID] = w.LastRead(g.UUID)
+	}
+	i.xids.review(t.Context(), w.Inventory(), reads)
+}
+
 func want(t *testing.T, i *Inventory, want string) {
 	t.Helper()
 	if got := unhealthyOnes(i); got != want {
@@ -67,12 +81,8 @@ func TestXIDs(t *testing.T) {
 	}
 	for _, benign := range []int{13, 31, 43, 45, 68, 109, 154} {
 		at("0000:1b:00", benign, noInstance)
-		if benign == 154 {
-			continue // a fault of no class; the node configuration does not count it
-		}
 		want(t, i, "")
 	}
-	i.xids.gpus = map[string]xids{}
 	at("0000:3b:00", 94, 5)
 	want(t, i, "MIG-5=XID/94")
 	at("0000:3b:00", 95, noInstance)
@@ -84,6 +94,9 @@ func TestXIDs(t *testing.T) {
 	want(t, i, "GPU-0=Lost/79 GPU-1=XID/95 MIG-3=XID/95 MIG-5=XID/95")
 	at("", 0, noInstance) // the driver was loaded again
 	want(t, i, "GPU-0=Lost/0")
+	w.change(func() { w.inventory.GPUs[1].PCIBusID = "00010000:3b:00.0" })
+	at("10000:3b:00", 48, noInstance)
+	want(t, i, "GPU-0=Lost/0 GPU-1=XID/48 MIG-3=XID/48 MIG-5=XID/48")
 	if got := testutil.ToFloat64(i.metrics.xids.WithLabelValues("0000:1b:00", "79")); got != 1 {
 		t.Errorf("XID 79 is counted %v times", got)
 	}
@@ -100,9 +113,10 @@ func TestXIDEnds(t *testing.T) {
 	after := func(d time.Duration, wanted string) {
 		t.Helper()
 		w.change(func() { w.read = at.Add(d) })
-		i.xids.review(t.Context(), w.Inventory(), w.LastRead)
+		review(t, i, w)
 		want(t, i, wanted)
 	}
+	at = i.xids.gpus["0000:1b:00"].XIDs[0].Time
 	both := "GPU-0=XID/48 GPU-1=XID/48 MIG-3=XID/48 MIG-5=XID/48"
 	after(0, both)
 	after(quiet-time.Millisecond, both)
@@ -118,6 +132,66 @@ func TestXIDEnds(t *testing.T) {
 	want(t, i, "")
 }
 
+// The kernel's clock does not follow the corrections of the time. An XID that the agent sees come counts from then, whatever the kernel's
+// time of it. Only one that the log had before the agent started counts from the kernel's time.
+func TestXIDOfAnotherClock(t *testing.T) {
+	for name, test := range map[string]struct {
+		ahead, read time.Duration // from when the agent takes the XID
+		want        string
+	}{
+		"the kernel is behind, read before":   {-100 * time.Second, -time.Second, "GPU-0=XID/48"},
+		"the kernel is behind, read too soon": {-100 * time.Second, time.Second, "GPU-0=XID/48"},
+		"the kernel is behind, read after":    {-100 * time.Second, 2 * quiet, ""},
+		"the kernel is ahead, read too soon":  {100 * time.Second, time.Second, "GPU-0=XID/48"},
+		"the kernel is ahead, read after":     {100 * time.Second, 2 * quiet, ""},
+		"long before the agent":               {-time.Hour, -time.Second, ""},
+	} {
+		w := xidWorld()
+		i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
+		now := time.Now()
+		i.xids.take(t.Context(), device.XIDEvent{
+			PCI: "0000:1b:00", XID: 48, GPUInstance: noInstance, ComputeInstance: noInstance, Sequence: 7, Time: now.Add(test.ahead),
+		})
+		w.change(func() { w.read = now.Add(test.read) })
+		review(t, i, w)
+		if got := unhealthyOnes(i); got != test.want {
+			t.Errorf("%s: unhealthy: %q, want %q", name, got, test.want)
+		}
+	}
+}
+
+// moving is a world in which a scan ends at the first call of LastRead.
+type moving struct{ *world }
+
+func (m moving) LastRead(string) time.Time {
+	if m.Inventory().GPUs[0].Recovery == device.RecoveryNone {
+		m.change(func() {
+			m.inventory.GPUs = slices.Clone(m.inventory.GPUs)
+			m.inventory.GPUs[0].Recovery, m.read = device.RecoveryReset, time.Now().Add(time.Hour)
+		})
+	}
+	return m.world.LastRead("")
+}
+
+// An XID does not end by an inventory that is older than the reading it is judged by.
+func TestXIDEndsByItsOwnReading(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
+		i.config.Hardware = moving{w}
+		i.xids.take(t.Context(), device.XIDEvent{PCI: "0000:1b:00", XID: 48, GPUInstance: noInstance, ComputeInstance: noInstance, Time: time.Now()})
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- i.Run(ctx) }()
+		synctest.Wait()
+		want(t, i, "GPU-0=XID/48")
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 // The XID of a partition ends with the partition, also if another one is made at its place.
 func TestXIDEndsWithItsPartition(t *testing.T) {
 	w := xidWorld()
@@ -125,7 +199,7 @@ func TestXIDEndsWithItsPartition(t *testing.T) {
 	i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
 	at := func(xid, gi int) {
 		i.xids.take(t.Context(), device.XIDEvent{PCI: "0000:3b:00", XID: xid, GPUInstance: gi, ComputeInstance: noInstance, Time: time.Now()})
-		i.xids.review(t.Context(), w.Inventory(), w.LastRead)
+		review(t, i, w)
 	}
 	at(94, 3)
 	at(94, 5)
@@ -134,7 +208,7 @@ func TestXIDEndsWithItsPartition(t *testing.T) {
 	want(t, i, "MIG-5=XID/94")
 	partitions := w.inventory.GPUs[1].Partitions
 	w.change(func() { w.inventory.GPUs[1].Partitions = partitions[:1] }) // an administrator did
-	i.xids.review(t.Context(), w.Inventory(), w.LastRead)
+	review(t, i, w)
 	w.change(func() { w.inventory.GPUs[1].Partitions = partitions })
 	want(t, i, "")
 }
@@ -177,6 +251,116 @@ func TestXIDsSurviveARestart(t *testing.T) {
 	log = append(log, device.XIDEvent{Sequence: 50, GPUInstance: noInstance})
 	read(second)
 	want(t, second, "")
+}
+
+// running is an agent with the records in dir, that has read the log.
+func running(t *testing.T, w *world, dir string, log ...device.XIDEvent) (i *Inventory, events *record.FakeRecorder, stop func()) {
+	t.Helper()
+	records := loaded(t, dir)
+	i, events = newInventoryWith(w, records)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- i.Run(ctx) }()
+	for _, e := range log {
+		w.xids <- e
+	}
+	time.Sleep(3 * interval)
+	synctest.Wait()
+	return i, events, func() {
+		cancel()
+		if err := errors.Join(<-done, records.Close()); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func logged(sequence uint64, pci string, xid, gi int, at time.Time) device.XIDEvent {
+	return device.XIDEvent{Sequence: sequence, PCI: pci, XID: xid, GPUInstance: gi, ComputeInstance: noInstance, Time: at}
+}
+
+// A driver without recovery actions does not say whether an XID of long ago still matters. One after which the GPU works does not count if
+// it is older than the first agent of this boot. A later agent counts those that came while none ran.
+func TestXIDsBeforeTheFirstAgent(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		w.inventory.GPUs[0].Recovery, w.inventory.GPUs[1].Recovery = "", ""
+		dir := t.TempDir()
+		log := []device.XIDEvent{
+			logged(5, "0000:1b:00", 94, noInstance, time.Now().Add(-time.Hour)),
+			logged(6, "0000:3b:00", 95, noInstance, time.Now().Add(-time.Hour)),
+		}
+		all := "GPU-1=XID/95 MIG-3=XID/95 MIG-5=XID/95"
+		i, _, stop := running(t, w, dir, log...)
+		want(t, i, all)
+		stop()
+		time.Sleep(time.Hour)
+		log = append(log, logged(7, "0000:1b:00", 63, noInstance, time.Now()))
+		time.Sleep(time.Hour)
+		i, _, stop = running(t, w, dir, log...)
+		want(t, i, "GPU-0=XID/63 "+all)
+		stop()
+	})
+}
+
+// An administrator who has reset a GPU removes its record, as the event advises, with or without an agent. The XIDs do not return.
+func TestRemovedRecordEndsXIDs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		w.inventory.GPUs[0].Recovery, w.inventory.GPUs[1].Recovery = "", ""
+		dir := t.TempDir()
+		remove := func(pci string) {
+			t.Helper()
+			if err := os.Remove(filepath.Join(dir, pci)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		log := []device.XIDEvent{
+			logged(5, "0000:1b:00", 95, noInstance, time.Now()), logged(6, "0000:3b:00", 94, noInstance, time.Now().Add(time.Millisecond)),
+		}
+		i, events, stop := running(t, w, dir, log...)
+		rest := "GPU-1=XID/94 MIG-3=XID/94 MIG-5=XID/94"
+		want(t, i, "GPU-0=XID/95 "+rest)
+		for _, pci := range []string{"0000:1b:00", "0000:3b:00"} {
+			if event, advice := <-events.Events, "after it, remove "+filepath.Join(dir, pci)+" on the node"; !strings.Contains(event, advice) {
+				t.Errorf("event %q lacks %q", event, advice)
+			}
+		}
+		remove("0000:1b:00")
+		time.Sleep(2 * interval)
+		synctest.Wait()
+		want(t, i, rest)
+		stop()
+		i, _, stop = running(t, w, dir, log...)
+		want(t, i, rest)
+		stop()
+		remove("0000:3b:00")
+		i, _, stop = running(t, w, dir, log...)
+		want(t, i, "")
+		stop()
+	})
+}
+
+// The XID of a partition that went while no agent ran, or before the first one, is not that of another one with the same number.
+func TestXIDsOfPartitionsThatAreGone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		w.inventory.GPUs[1].Recovery = ""
+		dir := t.TempDir()
+		partitions := w.inventory.GPUs[1].Partitions
+		log := []device.XIDEvent{
+			logged(5, "0000:3b:00", 95, 7, time.Now().Add(-time.Hour)), logged(6, "0000:3b:00", 94, 5, time.Now()),
+		}
+		i, _, stop := running(t, w, dir, log...)
+		want(t, i, "MIG-5=XID/94")
+		stop()
+		w.change(func() { w.inventory.GPUs[1].Partitions = partitions[:1] })
+		i, _, stop = running(t, w, dir, log...)
+		again := partitions[1]
+		again.GPUInstance, again.UUID, again.Ref.Placement.Start = 7, "MIG-7", 2
+		w.change(func() { w.inventory.GPUs[1].Partitions = append(slices.Clone(partitions), again) })
+		want(t, i, "")
+		stop()
+	})
 }
 
 // The node configuration can ignore a fault, and evict. What it ignores does not hide a lesser one that counts.
@@ -243,9 +427,10 @@ func TestHealthEvents(t *testing.T) {
 		if got := testutil.ToFloat64(i.metrics.unhealthy.WithLabelValues("gpu-0", "GPU-0", "XID", "79")); got != 1 {
 			t.Errorf("the metric is %v", got)
 		}
-		w.change(func() { w.read = time.Now().Add(time.Minute) })
+		w.change(func() { w.read = time.Now().Add(quiet) })
 		event("Normal GPUHealthy gpu-0 (GPU-0) is healthy again. It was unhealthy with reason XID")
-		w.xids <- device.XIDEvent{PCI: "0000:3b:00", XID: 94, GPUInstance: 5, ComputeInstance: noInstance, Time: time.Now().Add(2 * time.Minute)}
+		w.change(func() { w.read = time.Time{} })
+		w.xids <- device.XIDEvent{PCI: "0000:3b:00", XID: 94, GPUInstance: 5, ComputeInstance: noInstance, Time: time.Now()}
 		event("Warning GPUUnhealthy gpu-1-mig-1g10gb-19-1 (MIG-5) is unhealthy (XID): XID 94")
 		synctest.Wait()
 		if got := testutil.CollectAndCount(i.metrics.unhealthy); got != 1 {
@@ -290,9 +475,59 @@ func TestResetWhenIdle(t *testing.T) {
 		if got := resets(); got != "GPU-0 GPU-0" {
 			t.Errorf("reset: %q, want GPU-0 a second time, because its fault has not ended", got)
 		}
+		time.Sleep(resetRetry)
+		if got := resets(); got != "GPU-0 GPU-0" {
+			t.Errorf("reset: %q, the third comes later", got)
+		}
+		time.Sleep(24 * time.Hour)
+		if got := resets(); got != "GPU-0 GPU-0 GPU-0" {
+			t.Errorf("reset: %q, want no more, because its fault does not end", got)
+		}
+		for _, metric := range []string{"done", "failed"} {
+			if got := testutil.ToFloat64(i.metrics.resets.WithLabelValues(metric)); got != 3 {
+				t.Errorf("%v resets are counted as %s, want 3: none of them ended the fault", got, metric)
+			}
+		}
+		w.change(func() { w.inventory.GPUs[0].Faults = nil })
+		resets()
+		w.change(func() { w.inventory.GPUs[0].Faults = []device.Health{{Reason: device.ReasonResetRequired}} })
+		if got := resets(); got != "GPU-0 GPU-0 GPU-0 GPU-0" {
+			t.Errorf("reset: %q, want one more for another fault", got)
+		}
 		cancel()
 		if err := <-done; err != nil {
 			t.Error(err)
 		}
+	})
+}
+
+// A GPU that has to be replaced is not reset, and none is while the node is paused. A reset that is refused is tried less and less often.
+func TestResetsThatAreOfNoUse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		w.actions = map[string]device.FaultAction{
+			device.ReasonResetRequired: device.FaultResetWhenIdle, device.ReasonRowRemapFailure: device.FaultResetWhenIdle,
+		}
+		w.inventory.GPUs[0].Faults = []device.Health{{Reason: device.ReasonRowRemapFailure}}
+		w.inventory.GPUs[1].Faults = []device.Health{{Reason: device.ReasonResetRequired}}
+		w.inventory.GPUs[1].Health = device.Health{Reason: device.ReasonPaused}
+		w.refused = errors.New("the NVIDIA driver is paused")
+		i, events, stop := running(t, w, t.TempDir())
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		failed := func() int { return int(testutil.ToFloat64(i.metrics.resets.WithLabelValues("failed"))) }
+		if len(w.resets) > 0 || failed() > 0 {
+			t.Errorf("reset: %v, %d failed", w.resets, failed())
+		}
+		if event := <-events.Events; !strings.Contains(event, "Replace the GPU") {
+			t.Errorf("event %q", event)
+		}
+		w.change(func() { w.inventory.GPUs[1].Health, w.refused = device.Health{}, errors.New("it is in use") })
+		time.Sleep(24 * time.Hour)
+		synctest.Wait()
+		if got := failed(); got < 48 || got > 60 {
+			t.Errorf("a refused reset was tried %d times in a day", got)
+		}
+		stop()
 	})
 }

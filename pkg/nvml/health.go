@@ -184,18 +184,12 @@ func readSlowdown(g *gpu.GPU, d gonvml.Device) {
 	g.Slowdown = strings.Join(texts, ", ")
 }
 
-// LastRead returns when the last successful reading of a GPU began; zero if it is not known. pkg/health calls it. Safe for concurrent use;
+// LastRead returns when the last successful reading of a GPU began that the inventory has; zero if it is not known. pkg/health calls it. Safe for concurrent use;
 // it never waits.
 func (n *Node) LastRead(uuid string) time.Time {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.reads[uuid]
-}
-
-func (n *Node) noteRead(uuid string, began time.Time) {
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	n.reads[uuid] = began
 }
 
 const (

@@ -192,6 +192,27 @@ func TestHangingGPUDelaysNoFault(t *testing.T) {
 	}
 }
 
+// What is known to have been read is in the inventory, also while the same scan still waits for another GPU.
+func TestLastReadIsInTheInventory(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	node := m.open(t)
+	uuid := node.Inventory().GPUs[0].UUID
+	before := node.LastRead(uuid)
+	m.fault(t, simulated.GPUFaults{GPU: "0", Condition: simulated.Condition{RecoveryAction: "reset"}},
+		simulated.GPUFaults{GPU: "7", Calls: map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(500 * time.Millisecond)}}})
+	done := make(chan error, 1)
+	go func() { done <- node.Scan(t.Context()) }()
+	for node.LastRead(uuid).Equal(before) {
+		time.Sleep(time.Millisecond)
+	}
+	if g := node.Inventory().GPUs[0]; len(g.Faults) != 1 {
+		t.Errorf("the GPU was read at %v, and its faults are %+v", node.LastRead(uuid), g.Faults)
+	}
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+}
+
 // An XID has the GPUs read well before the next scan, not only at the next interval.
 func TestXIDCausesAScan(t *testing.T) {
 	m := newMachine(t, "h100x8")

@@ -81,7 +81,7 @@ type Node struct {
 	failure error
 	changed broadcast.Signal
 	// All by UUID: since is the start of the GPU's running operation, changes the number of changes by operations, reads the start of the
-	// last successful reading.
+	// last successful reading that the inventory has.
 	since   map[string]time.Time
 	changes map[string]uint64
 	endings endings
@@ -99,6 +99,8 @@ type knownGPU struct {
 	condition condition
 	// unreadable lists the MIG data of the GPU that the last scan could not read.
 	unreadable []string
+	// read is when the last successful reading began.
+	read time.Time
 	// changes is the number of changes that it includes.
 	changes uint64
 	// deinitialises marks a GPU that the driver shuts down while no process has it open.
@@ -310,6 +312,7 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 		g.NVLinkDomain = n.topology.domains[g.UUID]
 		n.withdraw(&g)
 		next.GPUs = append(next.GPUs, g)
+		n.reads[g.UUID] = known.read
 	}
 	slices.SortFunc(next.GPUs, func(a, b gpu.GPU) int {
 		return cmp.Or(cmp.Compare(a.Minor, b.Minor), strings.Compare(a.UUID, b.UUID))

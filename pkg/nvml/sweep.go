@@ -249,7 +249,7 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 	s.seen[g.UUID] = true
 	s.node.known[g.UUID], s.node.places[index] = &known, g.UUID
 	if g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode {
-		s.node.noteRead(g.UUID, v.began)
+		known.read = v.began
 	}
 	if v.device != nil && (g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode) {
 		s.endpoints = append(s.endpoints, endpoint{uuid: g.UUID, pci: g.PCIBusID, device: v.device})
