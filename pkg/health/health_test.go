@@ -198,7 +198,7 @@ func TestRun(t *testing.T) {
 	w.change(func() { w.unrecorded = errDisk })
 	<-changed
 	event("Warning DeviceNotRecordable", errDisk.Error())
-	for range 2000 { // also when a tick comes at the same time
+	for range 500 { // also when a tick comes at the same time
 		changed = i.Changed()
 		w.change(func() { w.inventory.DriverVersion += "." })
 		select {
