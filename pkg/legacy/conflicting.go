@@ -154,6 +154,10 @@ func (p *Plugin) look(ctx context.Context) (conflicting error, settled bool) {
 	if found == nil && p.withholds.Load() {
 		// By then kubelet's checkpoint has the last device that the plugin gave away.
 		pause(ctx, p.times.takeOver)
+		if err := p.config.Adopt(ctx); err != nil {
+			return fmt.Errorf("take over from another device plugin that is gone: %w", err), settled
+		}
+		// It may have come back, or another one may have come: an adoption waits for the API server.
 		found, settled = p.checkConflicting(ctx)
 	}
 	switch {
@@ -163,11 +167,6 @@ func (p *Plugin) look(ctx context.Context) (conflicting error, settled bool) {
 		p.withholds.Store(true)
 		p.config.Ledger.Withhold(sourceConflicting, found)
 		return found, settled
-	case !p.withholds.Load():
-		return nil, settled
-	}
-	if err := p.config.Adopt(ctx); err != nil {
-		return fmt.Errorf("take over from another device plugin that is gone: %w", err), settled
 	}
 	p.withholds.Store(false)
 	p.config.Ledger.Withhold(sourceConflicting, nil)
