@@ -750,3 +750,65 @@ func TestBusy(t *testing.T) {
 		})
 	}
 }
+
+// Any user who may create pods can write the annotation of a mirror pod.
+func TestForgedMirror(t *testing.T) {
+	for name, forge := range map[string]func(*Pods){
+		"after the pod": func(p *Pods) {
+			p.add(t, pod(podA, "a", ranOnce))
+			p.add(t, pod(podB, "forged", mirrorOf(podA)))
+		},
+		"before the pod": func(p *Pods) {
+			p.add(t, pod(podB, "forged", mirrorOf(podA)))
+			p.add(t, pod(podA, "a", ranOnce))
+		},
+		"of a static pod": func(p *Pods) {
+			p.add(t, pod("mirror", "a", mirrorOf(podA), ranOnce))
+			p.add(t, pod(podB, "forged", mirrorOf(podA)))
+		},
+		"before a static pod": func(p *Pods) {
+			p.add(t, pod(podB, "forged", mirrorOf(podA)))
+			p.add(t, pod("mirror", "a", mirrorOf(podA), ranOnce))
+			p.forget(pod(podB, "forged", mirrorOf(podA))) // kubelet deletes it at once
+			p.add(t, pod("mirror", "a", mirrorOf(podA), ranOnce))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newTree(t)
+			f.group("anchor", busyGroup)
+			f.group(podA, busyGroup)
+			p := known(t, f)
+			forge(p)
+			p.forget(pod(podB, "forged", mirrorOf(podA)))
+			if since := p.UnwantedSince(podA); !since.IsZero() || p.Name(podA).Name != "a" {
+				t.Errorf("unwanted since %s, %+v", since, p.Name(podA))
+			}
+			if podState := p.PodState(limit(ledger.StateHeld, 5*time.Minute, podA)); podState != ledger.Running {
+				t.Errorf("the pod is %v", podState)
+			}
+		})
+	}
+	t.Run("of a pod that was deleted", func(t *testing.T) {
+		f := newTree(t)
+		f.group("anchor", busyGroup)
+		f.group(podA, busyGroup)
+		p := known(t, f, pod(podA, "a", ranOnce))
+		p.forget(pod(podA, "a"))
+		p.add(t, pod(podB, "forged", mirrorOf(podA)))
+		if podState := p.PodState(limit(ledger.StateHeld, 5*time.Minute, podA)); podState != ledger.Orphaned {
+			t.Errorf("the pod is %v", podState)
+		}
+	})
+	t.Run("of nothing", func(t *testing.T) {
+		f := newTree(t)
+		f.group("anchor", busyGroup)
+		forged := pod(podB, "forged", names("one"), mirrorOf(""))
+		p := known(t, f, forged)
+		p.forget(forged)
+		p.age(podB)
+		p.Sweep(nil)
+		if len(p.pods) > 0 {
+			t.Errorf("kept %v", p.pods)
+		}
+	})
+}
