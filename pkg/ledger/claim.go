@@ -253,7 +253,9 @@ func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 	l.mu.Unlock()
 	var errs []error
 	for _, h := range holds {
-		h.State = StateDraining
+		if h.State != StateDraining {
+			h.drain(l.options.Now())
+		}
 		if l.podState(h) == Gone {
 			errs = append(errs, l.Release(h))
 		}

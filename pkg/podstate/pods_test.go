@@ -22,6 +22,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/client-go/tools/cache"
 
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -811,4 +812,32 @@ func TestForgedMirror(t *testing.T) {
 			t.Errorf("kept %v", p.pods)
 		}
 	})
+}
+
+// TestPodThatComesBeforeTheFirstUnprepare: kubelet, whose record of claims was deleted, starts a pod of a shared claim while the agent
+// answers Unprepare. That does not depend on how long the claim had its device.
+func TestPodThatComesBeforeTheFirstUnprepare(t *testing.T) {
+	for _, age := range []time.Duration{time.Second, 5 * time.Minute} {
+		f := newTree(t)
+		f.group("anchor", busyGroup)
+		f.group(podB, emptyGroup)
+		ended := pod(podA, "a", names("one"), ranOnce)
+		p := known(t, f, ended, pod(podB, "b", names("one"), phase(corev1.PodPending)))
+		p.forget(ended)
+		clock := time.Now().Add(-age)
+		book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "b", PodStates: p, Now: func() time.Time { return clock }})
+		must(t, err)
+		_, err = book.ReserveClaim(t.Context(), ledger.ClaimRequest{
+			UID: "claim-uid", Namespace: "apps", Name: "one", Pods: []ledger.Pod{{UID: podA}}, Devices: []device.Ref{{GPU: "GPU-a"}},
+		})
+		must(t, err)
+		clock = time.Now()
+		for range 2 { // kubelet may ask again
+			must(t, book.DrainClaim(t.Context(), "claim-uid"))
+			if holds := book.Holds(); len(holds) != 1 || holds[0].State != ledger.StateDraining {
+				t.Errorf("held for %s: %v", age, holds)
+			}
+		}
+		must(t, book.Close())
+	}
 }
