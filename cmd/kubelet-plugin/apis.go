@@ -5,11 +5,16 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"path/filepath"
 	"slices"
 	"sync"
+	"time"
 
 	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/config"
@@ -42,6 +47,15 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 	if !c.pods.AwaitSync(ctx) || !a.awaitSpecs(ctx, c.specs) {
 		return group.Wait()
 	}
+	if err := a.adopt(ctx, c); err != nil && ctx.Err() == nil {
+		klog.FromContext(ctx).Error(err, "Giving no device to new pods and claims until the pods of before are known")
+		a.event(corev1.EventTypeWarning, "HoldersUnknown", fmt.Sprintf("Serving no GPU to new pods, because kubelet may have given some to other pods before the agent started: %v", err))
+		group.Go(func() error {
+			// The error is that of ctx.
+			_ = wait.PollUntilContextCancel(ctx, adoptInterval, false, func(ctx context.Context) (bool, error) { return a.adopt(ctx, c) == nil, nil })
+			return nil
+		})
+	}
 	// Nothing is given away beside another process that gives the same devices away.
 	plugin.FindConflicting(ctx)
 	claims.FindConflicting(ctx)
@@ -62,6 +76,23 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 		group.Go(func() error { return retire(ctx, c.book, plugin.Run) })
 	}
 	return group.Wait()
+}
+
+const (
+	// sourceStart is the agent's source of ledger.Withhold.
+	sourceStart = "pods of before the start"
+	// adoptInterval is how often adopt is tried again. kubelet writes its checkpoint anew when we register.
+	adoptInterval = time.Second
+)
+
+// adopt adds holds of pods that kubelet had admitted before the start, by another plugin, and not started: Restore takes them for ended
+// ones, because it does not know the node's pods. While that fails, no device is given to a new holder.
+func (a *agent) adopt(ctx context.Context, c components) error {
+	err := c.adopt(ctx)
+	if ctx.Err() == nil {
+		c.book.Withhold(sourceStart, err)
+	}
+	return err
 }
 
 // awaitSpecs waits for the first CDI specs, so that healthy devices are not listed as unhealthy first. Without an entry they are
