@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
-	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -103,21 +102,23 @@ func (a *agent) awaitSpecs(ctx context.Context, specs *cdi.Specs) bool {
 	return specs.Await(limited) || ctx.Err() == nil
 }
 
-// retire runs the device plugin of a node whose mode no longer has it, while a pod of before has a device.
+// retire runs the device plugin of a node that does not serve limits whenever a pod has a device by a limit: one of before, or one of
+// another plugin that was adopted. It runs until ctx is done or the plugin fails.
 func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) error) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	group, ctx := errgroup.WithContext(ctx)
-	start := sync.OnceFunc(func() { group.Go(func() error { return run(ctx) }) })
-	broadcast.Await(ctx, book.Changed, func() bool {
-		held := slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindPod })
-		if held {
-			start()
+	held := func() bool {
+		return slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindPod })
+	}
+	for broadcast.Await(ctx, book.Changed, held) && ctx.Err() == nil {
+		group, running := errgroup.WithContext(ctx)
+		running, cancel := context.WithCancel(running)
+		group.Go(func() error { return run(running) })
+		broadcast.Await(running, book.Changed, func() bool { return !held() })
+		cancel()
+		if err := group.Wait(); err != nil {
+			return err
 		}
-		return !held
-	})
-	cancel()
-	return group.Wait()
+	}
+	return nil
 }
 
 func (a *agent) objectConfig(c components) gpunode.Config {

@@ -237,38 +237,57 @@ func TestModeChanges(t *testing.T) {
 	})
 }
 
-// TestRetire: the plugin of a node that serves limits no more runs as long as a limit of before has a device, and no longer.
+// TestRetire: the plugin of a node that serves limits no more runs as long as a limit has a device, and no longer: one of before, or one
+// that another plugin gave away and that is adopted later.
 func TestRetire(t *testing.T) {
 	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: anything{}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer book.Close()
-	started, done := make(chan struct{}, 1), make(chan error, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	events, done := make(chan string), make(chan error, 1)
 	run := func(ctx context.Context) error {
-		started <- struct{}{}
+		events <- "starts"
 		<-ctx.Done()
+		events <- "ends"
 		return nil
 	}
-	if err := retire(t.Context(), book, run); err != nil || len(started) > 0 {
-		t.Errorf("without limits: %v, ran %d times", err, len(started))
+	next := func(want string) {
+		t.Helper()
+		select {
+		case got := <-events:
+			if got != want {
+				t.Fatalf("%s, want %s", got, want)
+			}
+		case err := <-done:
+			t.Fatalf("returned: %v", err)
+		case <-time.After(time.Minute):
+			t.Fatalf("nothing %s", want)
+		}
 	}
+	go func() { done <- retire(ctx, book, run) }()
+	for range 2 {
+		if err := book.ReservePod([]ledger.PodRequest{{ID: "GPU-a", Resource: "nvidia.com/gpu", Device: device.Ref{GPU: "GPU-a"}}}); err != nil {
+			t.Fatal(err)
+		}
+		next("starts")
+		for _, h := range book.Holds() {
+			if err := book.Release(h); err != nil {
+				t.Fatal(err)
+			}
+		}
+		next("ends")
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	failing := func(context.Context) error { return errNotStarted }
 	if err := book.ReservePod([]ledger.PodRequest{{ID: "GPU-a", Resource: "nvidia.com/gpu", Device: device.Ref{GPU: "GPU-a"}}}); err != nil {
 		t.Fatal(err)
 	}
-	go func() { done <- retire(t.Context(), book, run) }()
-	<-started
-	for _, h := range book.Holds() {
-		if err := book.Release(h); err != nil {
-			t.Fatal(err)
-		}
-	}
-	select {
-	case err := <-done:
-		if err != nil {
-			t.Error(err)
-		}
-	case <-time.After(time.Minute):
-		t.Error("runs on without limits")
+	if err := retire(t.Context(), book, failing); !errors.Is(err, errNotStarted) {
+		t.Errorf("a plugin that fails: %v", err)
 	}
 }

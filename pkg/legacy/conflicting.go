@@ -120,7 +120,7 @@ func (p *Plugin) FindConflicting(ctx context.Context) {
 }
 
 // WatchConflicting withholds devices while there is a conflicting device plugin, until ctx is done. The agent calls it once in a mode
-// that does not call Run, which does the same. It returns an error if kubelet's directory is missing.
+// without limits: Run does the same, but runs there only while a pod has a device. It is safe beside Run. It returns an error if kubelet's directory is missing.
 func (p *Plugin) WatchConflicting(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return p.watchDirectory(ctx) })
