@@ -308,7 +308,7 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 			if a.isDriverless {
 				return a.serveAPIs(ctx, c)
 			}
-			return a.serveConfigured(ctx, c.self, c.devices.Inventory, func(ctx context.Context, config config.Config) error {
+			return a.serveConfigured(ctx, c.self, c.devices, func(ctx context.Context, config config.Config) error {
 				return a.with(config).serveAPIs(ctx, c)
 			})
 		},

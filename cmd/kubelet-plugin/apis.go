@@ -5,11 +5,15 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"path/filepath"
 	"slices"
-	"sync"
+	"time"
 
 	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/config"
@@ -42,6 +46,15 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 	if !c.pods.AwaitSync(ctx) || !a.awaitSpecs(ctx, c.specs) {
 		return group.Wait()
 	}
+	if err := a.adopt(ctx, c); err != nil && ctx.Err() == nil {
+		klog.FromContext(ctx).Error(err, "Giving no device to new pods and claims until the pods of before are known")
+		a.event(corev1.EventTypeWarning, "HoldersUnknown", fmt.Sprintf("Serving no GPU to new pods, because kubelet may have given some to other pods before the agent started: %v", err))
+		group.Go(func() error {
+			// The error is that of ctx.
+			_ = wait.PollUntilContextCancel(ctx, adoptInterval, false, func(ctx context.Context) (bool, error) { return a.adopt(ctx, c) == nil, nil })
+			return nil
+		})
+	}
 	// While another process gives the same devices away, the agent gives none.
 	plugin.FindConflicting(ctx)
 	claims.FindConflicting(ctx)
@@ -64,6 +77,23 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 	return group.Wait()
 }
 
+const (
+	// sourceStart is the agent's source of ledger.Withhold.
+	sourceStart = "pods of before the start"
+	// adoptInterval is how often adopt is tried again. kubelet writes its checkpoint anew when we register.
+	adoptInterval = time.Second
+)
+
+// adopt adds holds of pods that kubelet had admitted before the start, by another plugin, and not started: Restore takes them for ended
+// ones, because it does not know the node's pods. While that fails, no device is given to a new holder.
+func (a *agent) adopt(ctx context.Context, c components) error {
+	err := c.adopt(ctx)
+	if ctx.Err() == nil {
+		c.book.Withhold(sourceStart, err)
+	}
+	return err
+}
+
 // awaitSpecs waits for the first CDI specs, so that healthy devices are not listed as unhealthy first. Without an entry they are
 // unhealthy, so it does not wait long for a GPU that hangs. It returns false if ctx ends.
 func (a *agent) awaitSpecs(ctx context.Context, specs *cdi.Specs) bool {
@@ -72,21 +102,23 @@ func (a *agent) awaitSpecs(ctx context.Context, specs *cdi.Specs) bool {
 	return specs.Await(limited) || ctx.Err() == nil
 }
 
-// retire runs the device plugin on a node whose mode no longer includes it, as long as a pod from before has a device.
+// retire runs the device plugin of a node that does not serve limits whenever a pod has a device by a limit: one of before, or one of
+// another plugin that was adopted. It runs until ctx is done or the plugin fails.
 func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) error) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	group, ctx := errgroup.WithContext(ctx)
-	start := sync.OnceFunc(func() { group.Go(func() error { return run(ctx) }) })
-	broadcast.Await(ctx, book.Changed, func() bool {
-		held := slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindPod })
-		if held {
-			start()
+	held := func() bool {
+		return slices.ContainsFunc(book.Holds(), func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindPod })
+	}
+	for broadcast.Await(ctx, book.Changed, held) && ctx.Err() == nil {
+		group, running := errgroup.WithContext(ctx)
+		running, cancel := context.WithCancel(running)
+		group.Go(func() error { return run(running) })
+		broadcast.Await(running, book.Changed, func() bool { return !held() })
+		cancel()
+		if err := group.Wait(); err != nil {
+			return err
 		}
-		return !held
-	})
-	cancel()
-	return group.Wait()
+	}
+	return nil
 }
 
 func (a *agent) objectConfig(c components) gpunode.Config {

@@ -5,6 +5,7 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"net"
 	"net/http"
@@ -33,6 +34,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // deviceManager is the part of kubelet that plugins register with. It keeps the newest list of the newest plugin.
@@ -278,4 +280,46 @@ func TestServesAllOnceTheAPIServerAnswers(t *testing.T) {
 	}
 	stopKubelet()
 	running.stop()
+}
+
+// TestPodsAdmittedBeforeTheStart: kubelet admitted a pod for another plugin, which is gone, and has not started it yet. Its GPU is given to
+// nobody else, also while kubelet's checkpoint cannot be read.
+func TestPodsAdmittedBeforeTheStart(t *testing.T) {
+	for name, torn := range map[string]bool{"known": false, "checkpoint that cannot be read": true} {
+		t.Run(name, func(t *testing.T) {
+			c, uuids := awayNode(t)
+			checkpoint := podstate.DeviceCheckpointPath(c.KubeletDir)
+			text := fmt.Sprintf(`{"Data":{"PodDeviceEntries":[{"PodUID":"p1","ContainerName":"main","ResourceName":"nvidia.com/gpu","DeviceIDs":{"0":[%q]}}],"RegisteredDevices":{}},"Checksum":1}`, uuids[2])
+			first := text
+			if torn {
+				first = "{"
+			}
+			check(t, os.WriteFile(checkpoint, []byte(first), 0o600))
+			kubelet, stopKubelet := startDeviceManager(t, c)
+			a, err := newAgent(c)
+			check(t, err)
+			a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}}, &corev1.Pod{
+				ObjectMeta: metav1.ObjectMeta{Namespace: "apps", Name: "one", UID: "p1"},
+				Spec:       corev1.PodSpec{NodeName: c.NodeName}, Status: corev1.PodStatus{Phase: corev1.PodPending},
+			})
+			running := runAgent(t, a)
+			if torn {
+				kubelet.await(heldOnly(uuids))
+				running.wantEvent("HoldersUnknown")
+				check(t, os.WriteFile(checkpoint, []byte(text), 0o600))
+			}
+			all := map[string]string{}
+			for _, uuid := range uuids {
+				all[uuid] = pluginapi.Healthy
+			}
+			all[uuids[1]] = pluginapi.Unhealthy
+			kubelet.await(all)
+			record := filepath.Join(c.RunDir, "holds", "pod~"+uuids[2]+"~"+uuids[2])
+			if _, err := os.Stat(record); err != nil {
+				t.Errorf("the pod holds nothing: %v", err)
+			}
+			stopKubelet()
+			running.stop()
+		})
+	}
 }

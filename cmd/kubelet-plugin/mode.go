@@ -23,11 +23,18 @@ import (
 // errReconfigured ends an agent whose configuration has changed: main starts it again in the same process, unnoticed by pods.
 var errReconfigured = errors.New("the node's configuration has changed")
 
+// inventory has the node's devices. Changed is taken before Inventory is read.
+type inventory interface {
+	Inventory() device.Inventory
+	Changed() <-chan struct{}
+}
+
 // settings follow the configuration of one node: its file and its label.
 type settings struct {
 	*agent
-	self      *podstate.Node
-	inventory func() device.Inventory
+	self *podstate.Node
+	// devices are those of the node. The rules about devices are checked against them.
+	devices inventory
 	// edited receives a value when the file may have changed; nil without a file.
 	edited <-chan struct{}
 	// rejected is why the newest configuration was rejected, so that each reason is reported once.
@@ -44,9 +51,9 @@ const (
 // serveConfigured calls serve with the node's configuration, and ends with errReconfigured when a valid one differs from it. With an
 // invalid configuration the node offers no device to new claims and pods, but kubelet can end the pods that have one.
 func (a *agent) serveConfigured(
-	ctx context.Context, self *podstate.Node, inventory func() device.Inventory, serve func(context.Context, config.Config) error,
+	ctx context.Context, self *podstate.Node, devices inventory, serve func(context.Context, config.Config) error,
 ) error {
-	s := &settings{agent: a, self: self, inventory: inventory}
+	s := &settings{agent: a, self: self, devices: devices}
 	if file := a.config.ConfigFile; file != "" {
 		// kubelet replaces the files of a ConfigMap through a symbolic link in their directory.
 		watcher := filewatch.New(ctx, filewatch.Options{Dirs: []string{filepath.Dir(file)}, Interval: fileInterval, Settle: fileSettle})
@@ -59,7 +66,7 @@ func (a *agent) serveConfigured(
 	group, ctx := errgroup.WithContext(ctx)
 	current, err := s.config.ForNode(s.self.Label(config.ModeLabel))
 	if err == nil {
-		err = current.CheckContradictions(s.inventory())
+		err = current.CheckContradictions(s.devices.Inventory())
 	}
 	s.status.Waiting("mode", err)
 	if err == nil {
@@ -80,8 +87,8 @@ func (s *settings) reportMode(ctx context.Context, current config.Config) {
 	klog.FromContext(ctx).Info("Serving", "mode", current.Mode, "byNodeLabel", labelled)
 	// The node serves its other GPUs.
 	for severity, err := range map[string]error{
-		corev1.EventTypeWarning: current.CheckDevices(s.inventory()),
-		corev1.EventTypeNormal:  current.CheckDynamic(s.inventory()),
+		corev1.EventTypeWarning: current.CheckDevices(s.devices.Inventory()),
+		corev1.EventTypeNormal:  current.CheckDynamic(s.devices.Inventory()),
 	} {
 		if err != nil {
 			klog.FromContext(ctx).Info("A rule about devices has no effect for now", "reason", err.Error())
@@ -103,7 +110,7 @@ func (a *agent) nodeKnown(self *podstate.Node) bool {
 // one, which changes nothing.
 func (s *settings) follow(ctx context.Context, current *config.Config) error {
 	for {
-		changed := s.self.Changed()
+		changed, devices := s.self.Changed(), s.devices.Changed()
 		// A deleted node object has no label, which is no request for another mode.
 		if s.self.UID() != "" {
 			next, err := s.next(current)
@@ -116,6 +123,7 @@ func (s *settings) follow(ctx context.Context, current *config.Config) error {
 		case <-ctx.Done():
 			return nil
 		case <-changed:
+		case <-devices:
 		case <-s.edited:
 		}
 	}
@@ -132,11 +140,11 @@ func (s *settings) next(current *config.Config) (config.Config, error) {
 	}
 	switch {
 	case current == nil:
-		return next, next.CheckContradictions(s.inventory())
+		return next, next.CheckContradictions(s.devices.Inventory())
 	case next.Equal(*current):
 		return next, nil
 	default:
-		return next, next.CheckDevices(s.inventory())
+		return next, next.CheckDevices(s.devices.Inventory())
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -18,6 +19,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/client-go/tools/record"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -32,9 +34,39 @@ type configured struct {
 	events *record.FakeRecorder
 	served chan config.Config
 	ended  chan error
+	gpus   *gpus
 }
 
+// gpus are the node's.
+type gpus struct {
+	changed broadcast.Signal
+	mu      sync.Mutex
+	list    []device.GPU
+}
+
+func (g *gpus) Changed() <-chan struct{} { return g.changed.Changed() }
+
+func (g *gpus) Inventory() device.Inventory {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return device.Inventory{GPUs: g.list}
+}
+
+func (g *gpus) set(list ...device.GPU) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.list = list
+	g.changed.Notify()
+}
+
+var gpuA, gpuB = device.GPU{UUID: "GPU-a", Index: 0}, device.GPU{UUID: "GPU-b", Index: 1}
+
 func follow(t *testing.T, file string, labels map[string]string) *configured {
+	t.Helper()
+	return followOn(t, file, labels, gpuA, gpuB)
+}
+
+func followOn(t *testing.T, file string, labels map[string]string, list ...device.GPU) *configured {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "config.yaml")
 	writeConfigMap(t, path, file)
@@ -54,18 +86,16 @@ func follow(t *testing.T, file string, labels map[string]string) *configured {
 	t.Cleanup(a.events.Shutdown)
 	c := &configured{
 		agent: a, t: t, file: path, events: record.NewFakeRecorder(100), served: make(chan config.Config, 1), ended: make(chan error, 1),
+		gpus: &gpus{list: list},
 	}
 	a.recorder, a.reload = c.events, reload
 	a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1", UID: "uid", Labels: labels}})
 	ctx, cancel := context.WithCancel(context.Background())
 	self := podstate.NewNode(a.client, "node-1")
-	inventory := func() device.Inventory {
-		return device.Inventory{GPUs: []device.GPU{{UUID: "GPU-a", Index: 0}, {UUID: "GPU-b", Index: 1}}}
-	}
 	watched := make(chan error, 1)
 	go func() { watched <- self.Run(ctx) }()
 	go func() {
-		c.ended <- a.serveConfigured(ctx, self, inventory, func(ctx context.Context, current config.Config) error {
+		c.ended <- a.serveConfigured(ctx, self, c.gpus, func(ctx context.Context, current config.Config) error {
 			c.served <- current
 			<-ctx.Done()
 			return nil
@@ -169,7 +199,7 @@ func (c *configured) startsAnew() {
 		if !errors.Is(err, errReconfigured) {
 			c.t.Errorf("ended: %v", err)
 		}
-	case <-time.After(time.Minute):
+	case <-time.After(30 * time.Second):
 		c.t.Fatal("the agent does not restart")
 	}
 }
@@ -228,6 +258,23 @@ func TestModeChanges(t *testing.T) {
 			t.Errorf("event %q", event)
 		}
 	})
+	t.Run("edited while a GPU was lost", func(t *testing.T) {
+		c := followOn(t, "version: v1\n", nil, gpuA)
+		c.serves(config.ModeDual)
+		c.edit("tandem: {mode: Split, devices: [{match: {uuid: GPU-b}, use: limits}]}")
+		c.rejects("no GPU of this node has uuid")
+		c.gpus.set(gpuA, gpuB)
+		c.startsAnew()
+	})
+	t.Run("contradictory while a GPU is missing", func(t *testing.T) {
+		moved := gpuB
+		moved.Index = 0
+		c := followOn(t, "tandem: {mode: Split, devices: [{match: {index: 0}, use: limits}, {match: {uuid: GPU-b}, use: claims}]}", nil, moved)
+		<-c.served
+		c.rejects("set different uses for GPU GPU-b")
+		c.gpus.set(gpuA, gpuB)
+		c.startsAnew()
+	})
 	t.Run("dynamic MIG where there is none", func(t *testing.T) {
 		c := follow(t, "tandem: {devices: [{match: {model: A30}, mig: dynamic}]}", nil)
 		c.serves(config.ModeDual)
@@ -237,38 +284,57 @@ func TestModeChanges(t *testing.T) {
 	})
 }
 
-// TestRetire: the plugin of a node that serves limits no more runs as long as a limit of before has a device, and no longer.
+// TestRetire: the plugin of a node that serves limits no more runs as long as a limit has a device, and no longer: one of before, or one
+// that another plugin gave away and that is adopted later.
 func TestRetire(t *testing.T) {
 	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: anything{}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer book.Close()
-	started, done := make(chan struct{}, 1), make(chan error, 1)
+	ctx, cancel := context.WithCancel(t.Context())
+	events, done := make(chan string), make(chan error, 1)
 	run := func(ctx context.Context) error {
-		started <- struct{}{}
+		events <- "starts"
 		<-ctx.Done()
+		events <- "ends"
 		return nil
 	}
-	if err := retire(t.Context(), book, run); err != nil || len(started) > 0 {
-		t.Errorf("without limits: %v, ran %d times", err, len(started))
+	next := func(want string) {
+		t.Helper()
+		select {
+		case got := <-events:
+			if got != want {
+				t.Fatalf("%s, want %s", got, want)
+			}
+		case err := <-done:
+			t.Fatalf("returned: %v", err)
+		case <-time.After(time.Minute):
+			t.Fatalf("nothing %s", want)
+		}
 	}
+	go func() { done <- retire(ctx, book, run) }()
+	for range 2 {
+		if err := book.ReservePod([]ledger.PodRequest{{ID: "GPU-a", Resource: "nvidia.com/gpu", Device: device.Ref{GPU: "GPU-a"}}}); err != nil {
+			t.Fatal(err)
+		}
+		next("starts")
+		for _, h := range book.Holds() {
+			if err := book.Release(h); err != nil {
+				t.Fatal(err)
+			}
+		}
+		next("ends")
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	failing := func(context.Context) error { return errNotStarted }
 	if err := book.ReservePod([]ledger.PodRequest{{ID: "GPU-a", Resource: "nvidia.com/gpu", Device: device.Ref{GPU: "GPU-a"}}}); err != nil {
 		t.Fatal(err)
 	}
-	go func() { done <- retire(t.Context(), book, run) }()
-	<-started
-	for _, h := range book.Holds() {
-		if err := book.Release(h); err != nil {
-			t.Fatal(err)
-		}
-	}
-	select {
-	case err := <-done:
-		if err != nil {
-			t.Error(err)
-		}
-	case <-time.After(time.Minute):
-		t.Error("runs on without limits")
+	if err := retire(t.Context(), book, failing); !errors.Is(err, errNotStarted) {
+		t.Errorf("a plugin that fails: %v", err)
 	}
 }

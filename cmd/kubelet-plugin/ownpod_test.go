@@ -75,6 +75,7 @@ func TestAgentEndsWithItsPod(t *testing.T) {
 				pods.AwaitSync(ctx)
 				go func() { ended <- a.endWithPod(ctx, pods) }()
 				if row.act != nil {
+					synctest.Wait() // the fake forgets what happens between the list and the watch
 					row.act(t, client)
 				}
 				synctest.Wait()

@@ -41,9 +41,9 @@ func (l *Ledger) ReserveClaim(ctx context.Context, r ClaimRequest) (reservation 
 type Reservation struct {
 	uid     string
 	devices []device.Ref
-	// first and last are the generations of the holds that the call took; zero if the claim had all of them before.
+	// first and last are the generations that the call gave to the holds it took; zero if the claim had all of them before.
 	first, last uint64
-	// revived are the holds that were draining before the call, with the pods that they had, by their new generation.
+	// revived are the holds that were draining before the call, with the pods that they had, by the generation that the call gave them.
 	revived map[uint64][]Pod
 }
 
@@ -67,13 +67,13 @@ func (l *Ledger) CancelReservation(r Reservation) error {
 	l.mu.Unlock()
 	var errs []error
 	for _, h := range holds {
-		if pods, revived := r.revived[h.Generation]; revived {
+		if pods, revived := r.revived[h.taken]; revived {
 			errs = append(errs, l.amend(h, func(updated *Hold) {
 				updated.drain(l.options.Now())
-				updated.Pods = pods
+				updated.Pods, updated.taken = pods, 0
 			}))
 		}
-		if r.last == 0 || h.Generation < r.first || h.Generation > r.last {
+		if r.last == 0 || h.taken < r.first || h.taken > r.last {
 			continue
 		}
 		// kubelet has no answer with them for any pod.
@@ -85,7 +85,7 @@ func (l *Ledger) CancelReservation(r Reservation) error {
 		}
 		errs = append(errs, l.amend(h, func(updated *Hold) {
 			updated.drain(l.options.Now())
-			updated.Pods = nil
+			updated.Pods, updated.taken = nil, 0
 		}))
 	}
 	if err := errors.Join(errs...); err != nil {
@@ -176,7 +176,7 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 		l.serial++
 		taken = append(taken, Hold{
 			Holder: holder, Device: ref, Share: r.Shares[ref], State: StateHeld, Since: l.options.Now(),
-			Namespace: r.Namespace, Name: r.Name, Pods: slices.Clone(r.Pods), Generation: l.serial,
+			Namespace: r.Namespace, Name: r.Name, Pods: slices.Clone(r.Pods), Generation: l.serial, taken: l.serial,
 		})
 	}
 	if l.yields(r.PodsFirst, taken) {
@@ -212,7 +212,7 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 	updated.Unreadable, updated.Deserted, updated.Contested = false, false, false
 	updated.WaitsFor, updated.WaitsSince = "", time.Time{}
 	l.serial++
-	updated.Generation = l.serial
+	updated.Generation, updated.taken = l.serial, l.serial
 	if known.State != StateHeld {
 		updated.State, updated.Since = StateHeld, l.options.Now()
 	}
@@ -253,7 +253,9 @@ func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 	l.mu.Unlock()
 	var errs []error
 	for _, h := range holds {
-		h.State = StateDraining
+		if h.State != StateDraining {
+			h.drain(l.options.Now())
+		}
 		if l.podState(h) == Gone {
 			errs = append(errs, l.Release(h))
 		}

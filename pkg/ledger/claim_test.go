@@ -64,6 +64,8 @@ func TestCancelReservation(t *testing.T) {
 		{"confirmed for another pod", nil, []device.Ref{whole("a")}, []device.Ref{whole("a")}, Gone, map[string]State{"a": StateHeld}},
 		{"held before", []device.Ref{whole("a")}, []device.Ref{whole("a")}, nil, Gone, map[string]State{"a": StateHeld}},
 		{"half of it held before", []device.Ref{whole("a")}, []device.Ref{whole("a"), whole("b")}, nil, Gone, map[string]State{"a": StateHeld}},
+		{"whose pods were updated", nil, []device.Ref{whole("a")}, nil, Gone, nil},
+		{"whose pods were updated, and a container may use it", nil, []device.Ref{whole("a")}, nil, Running, map[string]State{"a": StateDraining}},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
@@ -75,6 +77,9 @@ func TestCancelReservation(t *testing.T) {
 			must(t, err)
 			if test.repeated != nil {
 				must(t, second(l.ReserveClaim(t.Context(), claimOf("c", test.repeated...))))
+			}
+			if strings.HasPrefix(test.name, "whose pods were updated") {
+				must(t, l.SetPods(find(l, "c"), []Pod{{UID: "another"}}))
 			}
 			for range 2 {
 				must(t, l.CancelReservation(reservation))
@@ -101,9 +106,11 @@ func TestCancelReservationOfDrainingHold(t *testing.T) {
 	next.Pods = []Pod{{UID: "p2"}}
 	reservation, err := l.ReserveClaim(t.Context(), next)
 	must(t, err)
-	if h := find(l, "c"); h.State != StateHeld || len(h.Pods) != 2 {
+	h := find(l, "c")
+	if h.State != StateHeld || len(h.Pods) != 2 {
 		t.Fatalf("reserved again: %+v", h)
 	}
+	must(t, l.SetPods(h, append(h.Pods, Pod{UID: "p3"})))
 	for range 2 {
 		must(t, l.CancelReservation(reservation))
 	}

@@ -69,6 +69,9 @@ type Hold struct {
 	// Generation changes when the hold is taken again or its pods change; Release, SetState, SetPods and Identify of an older
 	// generation do nothing. It has no meaning for another process.
 	Generation uint64 `json:"generation"`
+	// taken is the generation that the last ReserveClaim gave it; zero after a restart, and for a pod's hold. A change of its pods does
+	// not change it.
+	taken uint64
 	// Unreadable marks a hold of which only the record's name is known.
 	Unreadable bool `json:"-"`
 	// Deserted marks the hold of a claim whose pods are all gone from the API server: the scheduler believes its device free, and

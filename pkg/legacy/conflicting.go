@@ -120,7 +120,7 @@ func (p *Plugin) FindConflicting(ctx context.Context) {
 }
 
 // WatchConflicting withholds devices while there is a conflicting device plugin, until ctx is done. The agent calls it once in a mode
-// that does not call Run, which does the same. It returns an error if kubelet's directory is missing.
+// without limits: Run does the same, but runs there only while a pod has a device. It is safe beside Run. It returns an error if kubelet's directory is missing.
 func (p *Plugin) WatchConflicting(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return p.watchDirectory(ctx) })
@@ -154,6 +154,10 @@ func (p *Plugin) look(ctx context.Context) (conflicting error, settled bool) {
 	if found == nil && p.withholds.Load() {
 		// By then kubelet's checkpoint has the last device that the plugin gave away.
 		pause(ctx, p.times.takeOver)
+		if err := p.config.Adopt(ctx); err != nil {
+			return fmt.Errorf("take over from another device plugin that is gone: %w", err), settled
+		}
+		// It may have come back, or another one may have come: an adoption waits for the API server.
 		found, settled = p.checkConflicting(ctx)
 	}
 	switch {
@@ -163,11 +167,6 @@ func (p *Plugin) look(ctx context.Context) (conflicting error, settled bool) {
 		p.withholds.Store(true)
 		p.config.Ledger.Withhold(sourceConflicting, found)
 		return found, settled
-	case !p.withholds.Load():
-		return nil, settled
-	}
-	if err := p.config.Adopt(ctx); err != nil {
-		return fmt.Errorf("take over from another device plugin that is gone: %w", err), settled
 	}
 	p.withholds.Store(false)
 	p.config.Ledger.Withhold(sourceConflicting, nil)

@@ -7,11 +7,14 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -270,4 +273,51 @@ func TestWatchConflicting(t *testing.T) {
 	if err := <-done; err != nil {
 		t.Error(err)
 	}
+}
+
+// A plugin that comes while the one before is taken over from has its socket in the directory when ours is made.
+func TestPluginThatComesDuringTheAdoption(t *testing.T) {
+	f := newFixture(t, release137)
+	f.startKubelet()
+	_, stopFirst := f.startOther("first.sock", uuid(0))
+	stopSecond := func() {}
+	come := sync.OnceFunc(func() { _, stopSecond = f.startOther("second.sock", uuid(1)) })
+	f.config.Adopt = func(context.Context) error { come(); return nil }
+	p, _ := f.start()
+	f.awaitReady(p, "first.sock")
+	stopFirst()
+	f.awaitReady(p, "second.sock")
+	f.noNewHolder("second.sock")
+	if n := len(f.kubelet.State().Endpoints); n > 0 {
+		t.Errorf("%d registrations beside the second plugin", n)
+	}
+	stopSecond()
+	f.await("our list", healthyCount(8))
+	f.awaitReady(p, "")
+}
+
+// A socket may exist before its process listens on it: it is dead when Tandem looks before it registers.
+func TestPluginThatListensLate(t *testing.T) {
+	f := newFixture(t, release137)
+	f.startKubelet()
+	socket, err := syscall.Socket(syscall.AF_UNIX, syscall.SOCK_STREAM, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := os.NewFile(uintptr(socket), "other.sock")
+	defer file.Close()
+	if err := syscall.Bind(socket, &syscall.SockaddrUnix{Name: filepath.Join(f.dir, "other.sock")}); err != nil {
+		t.Fatal(err)
+	}
+	p, _ := f.start(func(t *times) { t.pluginProbe = 2 * time.Second })
+	f.await("our list", healthyCount(8))
+	if err := syscall.Listen(socket, 16); err != nil {
+		t.Fatal(err)
+	}
+	listener, err := net.FileListener(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.serveOther(listener, uuid(1))
+	f.awaitReady(p, "other.sock")
 }

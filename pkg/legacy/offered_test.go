@@ -3,6 +3,7 @@
 package legacy
 
 import (
+	"context"
 	"slices"
 	"strings"
 	"testing"
@@ -104,4 +105,26 @@ func TestHeldOnly(t *testing.T) {
 	f.config.HeldOnly = nil
 	f.start()
 	f.await("all GPUs but that of the claim", healthyCount(7))
+}
+
+// TestRunAgain: the plugin of a node that serves limits no more runs each time a pod has a device.
+func TestRunAgain(t *testing.T) {
+	f := newFixture(t, release137)
+	f.startKubelet()
+	p, err := New(f.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- p.Run(ctx) }()
+		f.await("the list", healthyCount(8))
+		f.awaitReady(p, "")
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		f.await("the end", func(s kubeletState) bool { return len(s.Connected) == 0 })
+	}
 }

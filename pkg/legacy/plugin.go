@@ -105,7 +105,7 @@ func New(config Config) (*Plugin, error) {
 }
 
 // Run serves and keeps registered until ctx is done, then closes its sockets and returns nil. It returns an error if kubelet's directory
-// is missing. Call it once.
+// is missing. It may be called again once it has returned.
 func (p *Plugin) Run(ctx context.Context) error {
 	if _, err := os.Stat(p.config.Directory); err != nil {
 		return fmt.Errorf("serve limits: open kubelet's device-plugins directory: %w", err)

@@ -49,8 +49,6 @@ type registrar struct {
 	cause        cause
 	failures     int
 	confirmLimit time.Duration
-	// unsettled means that a live socket has not answered yet which devices it serves.
-	unsettled bool
 
 	// notReady is why the resource is not served now; nil if it is. Plugin.mu guards it and socket.
 	notReady error
@@ -173,8 +171,7 @@ func (r *registrar) awaitKubelet(ctx context.Context) bool {
 func (r *registrar) awaitNoConflicting(ctx context.Context) bool {
 	reported := ""
 	return r.await(ctx, r.times.pluginInterval, func() bool {
-		conflicting, settled := r.look(ctx)
-		r.unsettled = !settled
+		conflicting, _ := r.look(ctx)
 		if conflicting == nil {
 			return true
 		}
@@ -260,18 +257,16 @@ func (r *registrar) introduce(ctx context.Context, e *endpoint) error {
 	return nil
 }
 
-// probeAttempts is how often a new socket that does not answer is probed again.
+// probeAttempts is how often a socket that does not answer is probed.
 const probeAttempts = 5
 
 // watchFiles returns when our socket was removed, when kubelet's was replaced, or when another plugin for our GPUs appears. It
 // ignores the removal of kubelet's socket: a kubelet that ends also ends its stream, and one that lives keeps it.
 func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID) error {
-	// A directory that cannot be read has no sockets here.
+	// A directory that cannot be read has no sockets here. Another plugin may have come since awaitNoConflicting looked, or may not
+	// have listened or answered then (TestPluginThatListensLate).
 	known, _ := sockets(r.config.Directory)
-	looks, look := 0, (<-chan time.Time)(nil)
-	if r.unsettled {
-		looks, look = probeAttempts, time.After(r.times.pluginProbe)
-	}
+	looks, look := probeAttempts, time.After(r.times.pluginProbe)
 	for {
 		changed := r.filesChanged.Changed()
 		if r.replaced(kubelet) {

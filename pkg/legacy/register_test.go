@@ -365,6 +365,12 @@ func (f *fixture) startOther(name string, ids ...string) (asked func() int, stop
 	if err != nil {
 		f.Fatal(err)
 	}
+	return f.serveOther(listener, ids...)
+}
+
+// serveOther is startOther with a listener.
+func (f *fixture) serveOther(listener net.Listener, ids ...string) (asked func() int, stop func()) {
+	f.Helper()
 	server, other := grpc.NewServer(), &otherPlugin{ids: ids, asked: newObservable(0)}
 	pluginapi.RegisterDevicePluginServer(server, other)
 	done := make(chan struct{})

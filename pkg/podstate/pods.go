@@ -156,10 +156,18 @@ func (p *Pods) Changed() <-chan struct{} { return p.changed.Changed() }
 
 // runningUID returns the UID that kubelet uses for a pod: for the mirror of a static pod that of the manifest.
 func runningUID(pod *corev1.Pod) types.UID {
-	if static, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]; mirror {
+	if static := pod.Annotations[corev1.MirrorPodAnnotationKey]; static != "" {
 		return types.UID(static)
 	}
 	return pod.UID
+}
+
+// isReplacedBy reports whether a pod takes the place of one that the watch reported before under the same running UID. Every user who may
+// create pods can make one with a mirror's annotation and any UID (k8s.io/kubernetes pkg/apis/core/validation asks for spec.nodeName
+// only). So a mirror replaces neither a pod that has this UID itself, nor the living mirror of another pod.
+func (s seenPod) isReplacedBy(pod *corev1.Pod) bool {
+	uid := runningUID(pod)
+	return uid == pod.UID || s.UID != uid && (s.deleted || s.Namespace == pod.Namespace && s.Name == pod.Name)
 }
 
 func uidOf(o any) types.UID {
@@ -206,6 +214,9 @@ func (p *Pods) store(o any) {
 	defer p.mu.Unlock()
 	uid := runningUID(pod)
 	before, known := p.pods[uid]
+	if known && !before.isReplacedBy(pod) {
+		return
+	}
 	if before.deleted {
 		before, known = seenPod{}, false
 	}
@@ -404,7 +415,9 @@ func (p *Pods) Sweep(holds []ledger.Hold) {
 	for _, uid := range candidates {
 		if cgroup, err := p.cgroups.Pod(string(uid)); err == nil && cgroup == CgroupAbsent {
 			p.mu.Lock()
-			delete(p.pods, uid)
+			if p.pods[uid].deleted { // a static pod may be back
+				delete(p.pods, uid)
+			}
 			p.mu.Unlock()
 		}
 	}

@@ -22,6 +22,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/client-go/tools/cache"
 
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -748,5 +749,95 @@ func TestBusy(t *testing.T) {
 				t.Errorf("busy: %t", got)
 			}
 		})
+	}
+}
+
+// Any user who may create pods can write the annotation of a mirror pod.
+func TestForgedMirror(t *testing.T) {
+	for name, forge := range map[string]func(*Pods){
+		"after the pod": func(p *Pods) {
+			p.add(t, pod(podA, "a", ranOnce))
+			p.add(t, pod(podB, "forged", mirrorOf(podA)))
+		},
+		"before the pod": func(p *Pods) {
+			p.add(t, pod(podB, "forged", mirrorOf(podA)))
+			p.add(t, pod(podA, "a", ranOnce))
+		},
+		"of a static pod": func(p *Pods) {
+			p.add(t, pod("mirror", "a", mirrorOf(podA), ranOnce))
+			p.add(t, pod(podB, "forged", mirrorOf(podA)))
+		},
+		"before a static pod": func(p *Pods) {
+			p.add(t, pod(podB, "forged", mirrorOf(podA)))
+			p.add(t, pod("mirror", "a", mirrorOf(podA), ranOnce))
+			p.forget(pod(podB, "forged", mirrorOf(podA))) // kubelet deletes it at once
+			p.add(t, pod("mirror", "a", mirrorOf(podA), ranOnce))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newTree(t)
+			f.group("anchor", busyGroup)
+			f.group(podA, busyGroup)
+			p := known(t, f)
+			forge(p)
+			p.forget(pod(podB, "forged", mirrorOf(podA)))
+			if since := p.UnwantedSince(podA); !since.IsZero() || p.Name(podA).Name != "a" {
+				t.Errorf("unwanted since %s, %+v", since, p.Name(podA))
+			}
+			if podState := p.PodState(limit(ledger.StateHeld, 5*time.Minute, podA)); podState != ledger.Running {
+				t.Errorf("the pod is %v", podState)
+			}
+		})
+	}
+	t.Run("of a pod that was deleted", func(t *testing.T) {
+		f := newTree(t)
+		f.group("anchor", busyGroup)
+		f.group(podA, busyGroup)
+		p := known(t, f, pod(podA, "a", ranOnce))
+		p.forget(pod(podA, "a"))
+		p.add(t, pod(podB, "forged", mirrorOf(podA)))
+		if podState := p.PodState(limit(ledger.StateHeld, 5*time.Minute, podA)); podState != ledger.Orphaned {
+			t.Errorf("the pod is %v", podState)
+		}
+	})
+	t.Run("of nothing", func(t *testing.T) {
+		f := newTree(t)
+		f.group("anchor", busyGroup)
+		forged := pod(podB, "forged", names("one"), mirrorOf(""))
+		p := known(t, f, forged)
+		p.forget(forged)
+		p.age(podB)
+		p.Sweep(nil)
+		if len(p.pods) > 0 {
+			t.Errorf("kept %v", p.pods)
+		}
+	})
+}
+
+// TestPodThatComesBeforeTheFirstUnprepare: kubelet, whose record of claims was deleted, starts a pod of a shared claim while the agent
+// answers Unprepare. That does not depend on how long the claim had its device.
+func TestPodThatComesBeforeTheFirstUnprepare(t *testing.T) {
+	for _, age := range []time.Duration{time.Second, 5 * time.Minute} {
+		f := newTree(t)
+		f.group("anchor", busyGroup)
+		f.group(podB, emptyGroup)
+		ended := pod(podA, "a", names("one"), ranOnce)
+		p := known(t, f, ended, pod(podB, "b", names("one"), phase(corev1.PodPending)))
+		p.forget(ended)
+		clock := time.Now().Add(-age)
+		book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "b", PodStates: p, Now: func() time.Time { return clock }})
+		must(t, err)
+		_, err = book.ReserveClaim(t.Context(), ledger.ClaimRequest{
+			UID: "claim-uid", Namespace: "apps", Name: "one", Pods: []ledger.Pod{{UID: podA}}, Devices: []device.Ref{{GPU: "GPU-a"}},
+		})
+		must(t, err)
+		clock = time.Now()
+		for range 2 { // kubelet may ask again
+			must(t, book.DrainClaim(t.Context(), "claim-uid"))
+			if holds := book.Holds(); len(holds) != 1 || holds[0].State != ledger.StateDraining {
+				t.Errorf("held for %s: %v", age, holds)
+			}
+		}
+		must(t, book.Close())
 	}
 }

@@ -18,9 +18,10 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// Adopt adds holds of the pods and claims that a conflicting driver served while this process ran. Both front-ends call it when that
-// driver is gone, before they serve again. It is idempotent and safe for concurrent use with Run. After an error the caller must
-// not serve, and tries again.
+// Adopt adds holds of the pods and claims that another driver served and that no hold names. The agent calls it once the node's pods are
+// listed, before it serves either API: Restore misses pods that kubelet has admitted and not started. Both front-ends call it when a
+// conflicting driver is gone, before they serve again. It is idempotent and safe for concurrent use with Run. After an error the caller
+// gives no device to a new holder, and tries again.
 func (r *Reconciler) Adopt(ctx context.Context) error {
 	checkpoint, err := podstate.ReadDeviceCheckpoint(r.KubeletDir)
 	if err != nil {
@@ -37,8 +38,13 @@ func (r *Reconciler) Adopt(ctx context.Context) error {
 	holds := r.holders()
 	var errs []error
 	for _, d := range checkpoint.Devices {
-		if _, held := holds[ledger.Holder{Kind: ledger.KindPod, ID: d.ID}]; !held && r.Limits.Has(d.Resource) {
-			errs = append(errs, r.adoptPodHold(ctx, d))
+		if _, held := holds[ledger.Holder{Kind: ledger.KindPod, ID: d.ID}]; held {
+			continue
+		}
+		done, err := r.restorePodHold(ctx, checkpoint, holds, d)
+		errs = append(errs, err)
+		if err == nil && !done {
+			r.addLate(ctx, d)
 		}
 	}
 	for _, claim := range claims {
@@ -46,7 +52,9 @@ func (r *Reconciler) Adopt(ctx context.Context) error {
 			continue
 		}
 		r.AddPlaceholders(claim.CDIDevices)
-		missing, err := r.restoreClaim(ctx, claim)
+		callCtx, cancel := context.WithTimeout(ctx, r.times.call)
+		missing, err := r.restoreClaim(callCtx, claim)
+		cancel()
 		if !errors.Is(err, errUnasked) {
 			errs = append(errs, err)
 		}
@@ -90,21 +98,6 @@ func (r *Reconciler) checkUnprepared(now time.Time) error {
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// adoptPodHold is restorePodHold for a pod that kubelet may have admitted a moment ago: the pod has no cgroup yet then.
-func (r *Reconciler) adoptPodHold(ctx context.Context, d podstate.PodDevice) error {
-	starts := r.Pods.Known(d.PodUID) && r.Pods.EndedAt(d.PodUID).IsZero()
-	if !starts && !r.mayRun(ctx, d) {
-		return nil
-	}
-	ref, missing, unknown := r.Inventory.Inventory().ByDeviceID(d.ID)
-	if unknown || missing && ref.GPU == "" {
-		r.addLate(ctx, d)
-		return nil
-	}
-	klog.FromContext(ctx).Info("Adopting a pod of a conflicting driver", "device", ref.String(), "deviceID", d.ID, "podUID", d.PodUID)
-	return r.expectPodHold(ctx, d, ref)
 }
 
 // addLate remembers a device to be restored once the inventory has it. Under lateMu, or before Run.

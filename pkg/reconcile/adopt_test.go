@@ -3,12 +3,14 @@
 package reconcile
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"strings"
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -51,7 +53,9 @@ func (g *rig) awaitServing() {
 func (g *rig) refuses(words ...string) {
 	g.t.Helper()
 	pod := g.book.ReservePod([]ledger.PodRequest{{ID: "GPU-0", Resource: resource, Device: device.Ref{GPU: "GPU-0"}}})
-	_, claim := g.book.ReserveClaim(g.t.Context(), ledger.ClaimRequest{UID: "new", Devices: []device.Ref{{GPU: "GPU-0"}}})
+	ctx, cancel := context.WithTimeout(g.t.Context(), time.Second)
+	defer cancel()
+	_, claim := g.book.ReserveClaim(ctx, ledger.ClaimRequest{UID: "new", Devices: []device.Ref{{GPU: "GPU-0"}}})
 	for _, err := range []error{pod, claim} {
 		var withheld *ledger.WithheldError
 		if !errors.As(err, &withheld) {
@@ -99,6 +103,7 @@ func TestUnknownDeviceKeepsTheNodeFromServing(t *testing.T) {
 			g.refuses(id)
 			// The pod ends. kubelet's checkpoint still names it.
 			g.noGroup("p1")
+			g.deletePod("p1")
 			g.awaitServing()
 			g.want()
 		})
@@ -170,6 +175,39 @@ func TestAdopt(t *testing.T) {
 	if err := g.r.Adopt(t.Context()); err == nil {
 		t.Error("adopted without kubelet's checkpoint")
 	}
+}
+
+// A pod that kubelet has admitted for another plugin and not started, before this process began, has no cgroup: Restore takes it for one
+// that has ended.
+func TestAdoptAfterTheStart(t *testing.T) {
+	g := newRig(t, "GPU-0", "GPU-1", "GPU-2")
+	for _, uid := range []string{"p1", "p2", "p3"} {
+		g.addPod(g.asking(uid, "1"))
+	}
+	ended := g.asking("ended", "1")
+	ended.Status.Phase = corev1.PodSucceeded
+	g.addPod(ended)
+	g.group("ended", false) // kubelet removes it late
+	g.checkpoint("p1", "GPU-1", "p2", "GPU-7", "p3", "card-a", "ended", "GPU-2")
+	g.prepare("c1", "one", "GPU-2", "p4")
+	must(t, g.r.Restore(t.Context()))
+	g.want("GPU-2: claim c1 held [p4]", "GPU-2: pod GPU-2 restored [ended]")
+	g.run()
+	g.await("GPU-2: claim c1 held [p4]")
+	for range 2 {
+		must(t, g.r.Adopt(t.Context()))
+	}
+	want := []string{"GPU-1: pod GPU-1 held [p1]", "GPU-2: claim c1 held [p4]"}
+	g.await(want...)
+	g.refuses("card-a", "apps/p3")
+	// Devices that come late are not forgotten while their pods have started nothing.
+	g.stays(want...)
+	g.refuses("card-a")
+	g.setGPUs("GPU-0", "GPU-1", "GPU-2", "GPU-7")
+	g.await(append(want, "GPU-7: pod GPU-7 held [p2]")...)
+	g.deletePod("p3")
+	g.stays(append(want, "GPU-7: pod GPU-7 held [p2]")...)
+	g.refuses("card-a") // a frozen kubelet may start it yet
 }
 
 // Another driver may still be preparing a claim when its sockets are gone. A claim that nothing prepares any more, or whose pods have

@@ -176,7 +176,7 @@ func (r *Reconciler) restorePodHold(ctx context.Context, checkpoint podstate.Dev
 	if known && !h.Unreadable && predates(checkpoint, h) {
 		return true, nil // it names the pod before
 	}
-	if d.PodUID != "" && !r.mayRun(ctx, d) {
+	if d.PodUID != "" && !r.mayRun(ctx, checkpoint, d) {
 		return true, nil
 	}
 	if known {
@@ -189,8 +189,14 @@ func (r *Reconciler) restorePodHold(ctx context.Context, checkpoint podstate.Dev
 	return true, r.expectPodHold(ctx, d, ref)
 }
 
-// mayRun reports whether the pod of a device has a cgroup, also if that cannot be determined.
-func (r *Reconciler) mayRun(ctx context.Context, d podstate.PodDevice) bool {
+// mayRun reports whether the pod of a device may run or start. Until the node's pods are listed, a pod that kubelet has admitted and not
+// started looks like one that has ended: then only a cgroup counts, and Adopt comes again. So it is for a device that kubelet's checkpoint
+// no longer names.
+func (r *Reconciler) mayRun(ctx context.Context, checkpoint podstate.DeviceCheckpoint, d podstate.PodDevice) bool {
+	if r.Pods.Synced() && slices.Contains(checkpoint.Devices, d) {
+		h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: d.ID}, State: ledger.StateRestored, Pods: []ledger.Pod{{UID: d.PodUID}}}
+		return r.Pods.PodState(h) != ledger.Gone
+	}
 	cgroup, err := r.Cgroups.Pod(d.PodUID)
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "Restoring a hold although the cgroup of its pod cannot be read", "podUID", d.PodUID, "device", d.ID)

@@ -83,6 +83,9 @@ func Mutations() []Mutation {
 				{"pkg/reconcile", "Reconciler", "Restore", `
 	return nil
 `},
+				{"pkg/reconcile", "Reconciler", "Adopt", `
+	return nil
+`},
 			},
 		},
 		{
