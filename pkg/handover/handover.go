@@ -174,26 +174,27 @@ func (c *Cleaner) attempt(ctx context.Context, uuid string) error {
 	return err
 }
 
-// forward announces each change of the inventory as a change of the Cleaner's inventory. It takes the next channel before it announces, so
-// that it misses no change.
+// forward announces changes of the inventory as changes of the Cleaner's, and one at the start: the inventory may have changed since
+// Inventory was first read. It takes the next channel before it announces, so that it misses no change.
 func (c *Cleaner) forward(ctx context.Context) {
-	changed := c.options.Inventory.Changed()
 	for {
+		changed := c.options.Inventory.Changed()
+		c.changed.Notify()
 		select {
 		case <-ctx.Done():
 			return
 		case <-changed:
 		}
-		changed = c.options.Inventory.Changed()
-		c.changed.Notify()
 	}
 }
 
 // wait returns how long Run waits if no hold changes.
 func (c *Cleaner) wait() time.Duration {
+	holds := c.holders()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if len(c.unclean) > 0 || len(c.cleaning) > 0 {
+	left := slices.ContainsFunc(c.candidates(holds), func(uuid string) bool { return len(holds[uuid]) == 0 })
+	if left || len(c.unclean) > 0 || len(c.cleaning) > 0 {
 		return c.retry
 	}
 	return time.Duration(1<<63 - 1)
@@ -204,23 +205,20 @@ func (c *Cleaner) due() (due []string) {
 	holds := c.holders()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	candidates := map[string]bool{}
-	for uuid := range holds {
-		candidates[uuid] = true
-	}
-	for uuid := range c.users {
-		candidates[uuid] = true
-	}
-	for _, uuid := range c.options.Records.Keys() {
-		candidates[uuid] = true
-	}
-	for uuid := range candidates {
+	for _, uuid := range c.candidates(holds) {
 		if !c.cleaning[uuid] && (len(holds[uuid]) == 0 || !maps.Equal(c.users[uuid], holds[uuid])) {
 			c.cleaning[uuid] = true
 			due = append(due, uuid)
 		}
 	}
 	return due
+}
+
+// candidates returns the GPUs that have or had a holder. Under c.mu.
+func (c *Cleaner) candidates(holds map[string]map[user]bool) []string {
+	candidates := slices.Concat(slices.Collect(maps.Keys(holds)), slices.Collect(maps.Keys(c.users)), c.options.Records.Keys())
+	slices.Sort(candidates)
+	return slices.Compact(candidates)
 }
 
 func (c *Cleaner) finish(uuid string) {
@@ -262,6 +260,9 @@ func (c *Cleaner) handOver(ctx context.Context, uuid string, starting bool) erro
 		// The holders are those of before a restart, or use the GPU beside others: nothing to clean.
 	case (former || recorded) && (len(now) == 0 || starting || !c.options.Reset(uuid)):
 		if err := c.clean(ctx, uuid); err != nil {
+			if len(now) == 0 {
+				c.setUsers(uuid, noHolder)
+			}
 			return c.failed(ctx, uuid, err)
 		}
 	case former:
@@ -285,6 +286,16 @@ func (c *Cleaner) formerUsers(uuid string, now map[user]bool) (former, shared bo
 		shared = shared || now[u]
 	}
 	return former, shared
+}
+
+// noHolder stands for who used a GPU that has no holder and is not clean. A former holder that comes back is a new one
+// (TestPreparedAgainBesideAProcess).
+var noHolder = map[user]bool{{}: true}
+
+func (c *Cleaner) setUsers(uuid string, users map[user]bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.users[uuid] = users
 }
 
 func (c *Cleaner) adopt(ctx context.Context, uuid string, now map[user]bool) {

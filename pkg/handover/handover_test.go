@@ -26,19 +26,22 @@ type driver struct {
 	processes map[string][]int
 	settings  map[string]device.Settings
 	resets    []string
-	// hung are GPUs whose calls wait for ctx.
-	hung map[string]bool
+	// hung are GPUs whose calls wait for ctx, and broken those whose calls fail.
+	hung, broken map[string]bool
 }
 
 func newDriver() *driver {
 	idle := device.Settings{ComputeMode: device.ComputeModeDefault, MemoryClock: 2619, GraphicsClock: 1980}
-	return &driver{processes: map[string][]int{}, settings: map[string]device.Settings{gpu: idle, otherGPU: idle}, hung: map[string]bool{}}
+	return &driver{processes: map[string][]int{}, settings: map[string]device.Settings{gpu: idle, otherGPU: idle}, hung: map[string]bool{}, broken: map[string]bool{}}
 }
 
 func (d *driver) Processes(ctx context.Context, uuid string) ([]int, error) {
 	d.mu.Lock()
-	hung, processes := d.hung[uuid], d.processes[uuid]
+	hung, broken, processes := d.hung[uuid], d.broken[uuid], d.processes[uuid]
 	d.mu.Unlock()
+	if broken {
+		return nil, errNoAnswer
+	}
 	if hung {
 		<-ctx.Done()
 		return nil, ctx.Err()
@@ -514,4 +517,52 @@ func TestResetIdle(t *testing.T) {
 		f.driver.set(func() { f.driver.hung[gpu] = true })
 		try(false, "the driver does not answer")
 	})
+}
+
+// A claim that is prepared again after its hold had ended, while a process of no pod had the GPU, does not make the GPU clean.
+func TestPreparedAgainBesideAProcess(t *testing.T) {
+	for _, restarted := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			f := start(t, nil, false)
+			f.book.hold(claim("a", gpu))
+			f.settle()
+			if restarted {
+				f.mu.Lock()
+				f.users = map[string]map[user]bool{}
+				f.mu.Unlock()
+			}
+			f.driver.set(func() { f.driver.processes[gpu] = []int{4242} })
+			f.book.hold()
+			f.settle()
+			f.book.hold(claim("a", gpu))
+			var inUse *InUseError
+			if err := f.Ensure(t.Context(), gpu); !errors.As(err, &inUse) || f.unclean(gpu) == "" {
+				t.Errorf("Ensure answers %v, the inventory says %q", err, f.unclean(gpu))
+			}
+			f.driver.set(func() { f.driver.processes[gpu] = nil })
+			if err := f.Ensure(t.Context(), gpu); err != nil || f.unclean(gpu) != "" {
+				t.Errorf("Ensure answers %v, the inventory says %q", err, f.unclean(gpu))
+			}
+		})
+	}
+}
+
+// The handover of a lost GPU is tried again, also if the attempt ends before Run waits.
+func TestLostGPUIsTriedAgain(t *testing.T) {
+	f := &fixture{driver: newDriver(), book: &book{}, hardware: &inventory{lost: true}}
+	f.driver.broken[otherGPU] = true
+	c := New(Options{
+		Hardware: f.driver, Inventory: f.hardware, Ledger: f.book, Records: NewRecords(t.TempDir(), "boot"),
+		Reset: func(string) bool { return false }, Managed: func(string) bool { return false },
+	})
+	c.users[otherGPU] = map[user]bool{userOf(claim("a", otherGPU)): true}
+	for _, uuid := range c.due() {
+		if c.attempt(t.Context(), uuid) == nil {
+			t.Error("handed over")
+		}
+		c.finish(uuid)
+	}
+	if wait := c.wait(); wait != c.retry {
+		t.Errorf("waits for %s", wait)
+	}
 }
