@@ -318,11 +318,40 @@ func TestConflictingDriverThatComesLater(t *testing.T) {
 		}
 		return nil
 	})
-	if left := socketsBelow(t, r.dir); len(left) != 1 || left[0] != kubeletSocket(r.dir) {
-		t.Errorf("sockets %v: ours must go, theirs must stay", left)
-	}
+	eventually(t, "our sockets to go and theirs to stay", func() error {
+		if left := socketsBelow(t, r.dir); len(left) != 1 || left[0] != kubeletSocket(r.dir) {
+			return fmt.Errorf("sockets %v", left)
+		}
+		return nil
+	})
 	stop()
 	r.ready()
+}
+
+// A call that waits for the driver of NVIDIA ends late. Limits get nothing meanwhile.
+func TestConflictingDriverDuringACall(t *testing.T) {
+	entered, leave := make(chan struct{}), make(chan struct{})
+	r := newRig(t, machine(2), func(c *Config) {
+		c.HandOver = func(context.Context, string) error {
+			close(entered)
+			<-leave
+			return nil
+		}
+	}).run()
+	k := r.ready()
+	c := r.claim("a", "gpu-0")
+	ended := make(chan struct{})
+	go func() { defer close(ended); _, _, _ = k.prepare("v1", c) }()
+	<-entered
+	stop := serveOther(t, kubeletSocket(r.dir), registerapi.DRAPlugin, "gpu.nvidia.com")
+	defer func() { stop(); <-ended }()
+	defer close(leave)
+	eventually(t, "devices to be withheld", func() error {
+		if r.ledger.Withheld() == nil {
+			return errors.New("nothing is withheld")
+		}
+		return nil
+	})
 }
 
 func TestRemovedSocketsComeBack(t *testing.T) {
