@@ -74,10 +74,20 @@ func (f fakeInventory) setHealth(uuid string, h device.Health) {
 type book struct {
 	*ledger.Ledger
 	tb testing.TB
+	// asking is closed when Reuses is called, which then waits for slow.
+	asking chan struct{}
+	slow   time.Duration
 }
 
 func (b *book) Started(ledger.Hold, []ledger.Hold) bool { return false }
-func (*book) Reuses(ledger.Hold) bool                   { return true }
+
+func (b *book) Reuses(ledger.Hold) bool {
+	if b.slow > 0 {
+		close(b.asking)
+		time.Sleep(b.slow)
+	}
+	return true
+}
 
 func (b *book) PodState(h ledger.Hold) ledger.PodState {
 	if h.State == ledger.StateDraining {

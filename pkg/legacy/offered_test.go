@@ -128,3 +128,30 @@ func TestRunAgain(t *testing.T) {
 		f.await("the end", func(s kubeletState) bool { return len(s.Connected) == 0 })
 	}
 }
+
+// An agent that stops answers an Allocate in flight, which may wait for the watch of pods: an error would fail the pod.
+func TestStopAnswersASlowAllocate(t *testing.T) {
+	f := newFixture(t, release137)
+	f.startKubelet()
+	_, stop := f.start()
+	f.await("the list", healthyCount(8))
+	plugin, err := f.kubelet.Plugin()
+	if err != nil {
+		t.Fatal(err)
+	}
+	allocate := func() error {
+		_, err := plugin.Allocate(t.Context(), &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: []string{uuid(1)}}}})
+		return err
+	}
+	if err := allocate(); err != nil {
+		t.Fatal(err)
+	}
+	f.ledger.asking, f.ledger.slow = make(chan struct{}), 2*defaultTimes.drain
+	answer := make(chan error, 1)
+	go func() { answer <- allocate() }()
+	<-f.ledger.asking
+	stop()
+	if err := <-answer; err != nil {
+		t.Error(err)
+	}
+}

@@ -57,6 +57,7 @@ type times struct {
 	lastRetry      time.Duration
 	streamWait     time.Duration // from Register's answer to the ListAndWatch stream
 	steady         time.Duration // a registration that lived this long clears the back-off
+	callDrain      time.Duration // for calls in flight: an Allocate may wait for the watch of pods and for Settling
 	drain          time.Duration // for kubelet to disconnect from an old socket before the next registration
 	stopDrain      time.Duration // the same when the plugin stops and registers no successor
 	pluginProbe    time.Duration // for another plugin's first device list
@@ -73,6 +74,7 @@ var defaultTimes = times{
 	lastRetry:      5 * time.Second,
 	streamWait:     5 * time.Second,
 	steady:         10 * time.Second,
+	callDrain:      6 * time.Second,
 	drain:          500 * time.Millisecond,
 	stopDrain:      30 * time.Millisecond,
 	pluginProbe:    time.Second,

@@ -200,7 +200,7 @@ func (r *registrar) register(ctx context.Context, kubelet fileID) error {
 		if ctx.Err() != nil {
 			disconnectDrain = r.times.stopDrain
 		}
-		e.close(r.times.drain, disconnectDrain)
+		e.close(r.times.callDrain, disconnectDrain)
 	}()
 	// kubelet takes every device of an ended endpoint for unhealthy, and soon reports so.
 	defer r.config.Acknowledge(r.resource, nil, false)
