@@ -233,15 +233,17 @@ func (h *healer) carryOut(ctx context.Context, node string, plan EvictionPlan, c
 		return nil
 	}
 	evictedAny := false
+	defer func() {
+		if evictedAny {
+			h.evictions.record(losses)
+		}
+	}()
 	for _, pod := range plan.Evict {
 		evicted, err := h.evict(ctx, plan.Conflict, claim, pod)
 		if err != nil {
-			return err // The next attempt evicts the rest.
+			return err // The pods that are left make the plan of the next attempt.
 		}
 		evictedAny = evictedAny || evicted
-	}
-	if evictedAny {
-		h.evictions.record(losses)
 	}
 	return nil
 }

@@ -4,6 +4,7 @@ package controller
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -331,6 +332,33 @@ func TestHealAndTheAPIServer(t *testing.T) {
 				t.Error("an event about nothing")
 			}
 		})
+	}
+}
+
+// An eviction counts although that of the next pod fails: the owner's next pod is not evicted at once for the same device.
+func TestEvictionCountsBeforeAnError(t *testing.T) {
+	shared := newClaim("a", "gpu-0")
+	shared.Status.ReservedFor = append(shared.Status.ReservedFor, newClaim("b", "gpu-0").Status.ReservedFor...)
+	w := newWorld(t, interceptor.Funcs{
+		SubResourceCreate: func(ctx context.Context, c client.Client, name string, pod, sub client.Object, o ...client.SubResourceCreateOption) error {
+			if pod.GetName() == "pod-b" {
+				return apierrors.NewInternalError(errors.New("etcd is away"))
+			}
+			return c.SubResource(name).Create(ctx, pod, sub, o...)
+		},
+	})
+	h := w.healer()
+	plan := EvictionPlan{Conflict: pendingEviction("a", "gpu-0"), Evict: []*corev1.Pod{newPod("a"), newPod("b")}}
+	for _, pod := range plan.Evict {
+		if err := w.client.Create(t.Context(), pod); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := h.carryOut(t.Context(), "node-1", plan, shared); err == nil {
+		t.Error("no error")
+	}
+	if len(h.evictions.losses) != 1 {
+		t.Errorf("recorded %v", h.evictions.losses)
 	}
 }
 
