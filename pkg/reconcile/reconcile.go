@@ -336,7 +336,7 @@ func (r *Reconciler) settleClaim(h ledger.Hold) (time.Duration, error) {
 	}
 	podState := r.Pods.PodState(h)
 	if podState == ledger.Gone {
-		if r.Partitions.Made(h.Device) || r.applied(h) {
+		if r.hasCleanup(h) {
 			r.unused.Notify()
 			return never, nil
 		}

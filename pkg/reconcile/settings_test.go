@@ -271,6 +271,13 @@ func TestSlowSettingOfAClaimThatIsGone(t *testing.T) {
 	g.reserve("c2", []device.Ref{{GPU: "GPU-2"}})
 	g.run()
 	g.await("GPU-1: claim c1 draining []")
+	// The API server is not asked again while the settings are reverted.
+	time.Sleep(2 * g.r.times.ending)
+	before := g.calls()
+	time.Sleep(5 * g.r.times.ending)
+	if calls := g.calls() - before; calls > 0 {
+		t.Errorf("%d calls meanwhile", calls)
+	}
 	close(f.slow["c1"])
 	g.await()
 }

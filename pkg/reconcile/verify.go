@@ -158,6 +158,9 @@ func (r *Reconciler) verifyClaim(ctx context.Context, h ledger.Hold, d *unconfir
 	if isEnding(h) && r.Pods.StateWithoutClaim(h) != ledger.Gone {
 		return nil // whatever became of the claim
 	}
+	if h.State == ledger.StateDraining && !h.Unreadable && r.hasCleanup(h) {
+		return nil // Clear ends it
+	}
 	claim, err := r.Claims(h.Namespace).Get(ctx, h.Name, metav1.GetOptions{})
 	var podState ledger.PodState
 	switch {
@@ -189,11 +192,16 @@ func (r *Reconciler) verifyClaim(ctx context.Context, h ledger.Hold, d *unconfir
 	}
 	klog.FromContext(ctx).Info("Releasing a device whose claim is gone", "claim", klog.KRef(h.Namespace, h.Name),
 		"claimUID", h.Holder.ID, "device", h.Device.String())
-	if !h.Unreadable && (r.applied(h) || r.Partitions.Made(h.Device)) {
+	if !h.Unreadable && r.hasCleanup(h) {
 		// As after Unprepare: the cleanup may take longer than this check (TestSlowSettingOfAClaimThatIsGone).
 		return r.Ledger.SetState(h, ledger.StateDraining)
 	}
 	return r.end(ctx, h)
+}
+
+// hasCleanup reports whether a partition or sharing settings of a hold are to be removed before it ends.
+func (r *Reconciler) hasCleanup(h ledger.Hold) bool {
+	return r.applied(h) || r.Partitions.Made(h.Device)
 }
 
 // verifyNameless completes or ends the hold of a claim of which only the UID is known: either a pod of this node names the
