@@ -282,8 +282,8 @@ func TestServesAllOnceTheAPIServerAnswers(t *testing.T) {
 	running.stop()
 }
 
-// TestPodsAdmittedBeforeTheStart: kubelet admitted a pod for another plugin, which is gone, and has not started it yet. Its GPU is given to
-// nobody else, also while kubelet's checkpoint cannot be read.
+// TestPodsAdmittedBeforeTheStart: kubelet admitted a pod for another plugin, which is gone, and has not started it yet. No other pod gets
+// its GPU, also while kubelet's checkpoint cannot be read.
 func TestPodsAdmittedBeforeTheStart(t *testing.T) {
 	for name, torn := range map[string]bool{"known": false, "checkpoint that cannot be read": true} {
 		t.Run(name, func(t *testing.T) {

@@ -68,7 +68,7 @@ func (d *Driver) addConditions(p *preparation) {
 	if len(s.devices) > 0 {
 		select {
 		case d.statuses <- s:
-		default: // the API server has not answered for long
+		default: // writeConditions does not run now
 		}
 	}
 }

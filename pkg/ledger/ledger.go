@@ -34,7 +34,8 @@ type Holder struct {
 type State string
 
 const (
-	// StateRestored was read after a restart or reboot and is not confirmed yet. It blocks other holders as StateHeld does.
+	// StateRestored is known from kubelet's state, or from a record that cannot be read, and is not confirmed yet. A readable record keeps
+	// its state. It blocks other holders as StateHeld does.
 	StateRestored State = "restored"
 	// StateHeld was answered to kubelet.
 	StateHeld State = "held"

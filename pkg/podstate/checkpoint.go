@@ -189,8 +189,9 @@ func readClaimState(kubeletDir string) ([]claimEntry, error) {
 }
 
 // PodResources is a client of kubelet's pod resources endpoint (KEP-606). A pod that is missing from List may still run: after a
-// kubelet restart the list is empty until kubelet's sources are ready. List must not be called while an Allocate is in progress,
-// because it makes kubelet forget that call's device IDs.
+// kubelet restart the list is empty until kubelet's sources are ready. While an Allocate is in progress, List makes
+// kubelet forget that call's device IDs if a pod has ended since: the ledger refuses them to the next pod (docs/design/0002-ledger.md,
+// Reuse inside a pod).
 type PodResources struct {
 	connection *grpc.ClientConn
 	client     podresources.PodResourcesListerClient
