@@ -50,7 +50,8 @@ func TestStaticPartitions(t *testing.T) {
 	if len(used["mig-limits"]) != 1 || len(used["by-claim"]) != 1 || used["mig-limits"][0] == used["by-claim"][0] {
 		t.Errorf("the pods can use %v", used)
 	}
-	s.manifest(partitioned("late-claim", "ones") + strings.Replace(one("limit", "late-limit"), "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", 1))
+	lateLimit := strings.Replace(one("limit", "late-limit"), "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", 1)
+	s.manifest(partitioned("late-claim", "ones") + lateLimit)
 	s.unschedulable(2)
 	s.explained()
 	s.noDoubleOwners()
@@ -94,9 +95,16 @@ func TestStaticPartitions(t *testing.T) {
 	s.noDoubleOwners()
 	s.kubectl("delete", "pod", "-n", s.namespace, "half", "other-half")
 
-	// What pods give back stays where it is, for those who waited.
-	s.kubectl("delete", "pod", "-n", s.namespace, "mig-limits", "by-claim")
+	// What pods give back stays where it is, for those who waited. One pod waits at a time: scheduler and kubelet may choose the
+	// same partition for two pods that wait, and a pod with a claim and without an owner then waits for the other pod's end.
+	s.kubectl("delete", "pod", "-n", s.namespace, "late-limit")
+	s.kubectl("delete", "pod", "-n", s.namespace, "by-claim")
 	s.running(patient, 2, 0)
+	s.manifest(lateLimit)
+	s.unschedulable(1)
+	s.kubectl("delete", "pod", "-n", s.namespace, "mig-limits")
+	s.running(patient, 2, 0)
+	s.wantHolds(1, 1)
 	s.noDoubleOwners()
 	s.deleteAll()
 	s.await(soon, "the ledger to be empty", s.empty)
