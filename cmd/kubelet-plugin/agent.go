@@ -344,7 +344,8 @@ func (a *agent) newCleaner(c components) *handover.Cleaner {
 		Reset:    func(uuid string) bool { return a.config.ResetGPUs && a.resettable(c, uuid) == nil },
 		Outsider: func(pid int) (string, bool) { return c.pods.Outsider(a.config.ProcRoot, pid) },
 		Report: func(uuid string, err error) {
-			a.event(corev1.EventTypeWarning, "GPUNotClean", fmt.Sprintf("GPU %s is withdrawn from claims and limits until it is clean: %v", uuid, err))
+			a.event(corev1.EventTypeWarning, "GPUNotClean", fmt.Sprintf("GPU %s is withdrawn from claims and limits until it is clean: %v. "+
+				"The agent tries again each second. If that does not help, drain the node and reboot it", uuid, err))
 		},
 	})
 }
