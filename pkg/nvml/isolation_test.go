@@ -6,6 +6,8 @@ import (
 	"context"
 	"errors"
 	"io"
+	"os"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -38,9 +40,7 @@ func (n *hangNode) faultBoth(first, second simulated.GPUFaults) {
 func TestScansBesideALongReset(t *testing.T) {
 	n := newHangNode(t)
 	n.options.patience = 100 * time.Millisecond
-	if err := n.Scan(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	n.find()
 	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
 	defer cancel()
 	resets := make(chan struct{})
@@ -103,9 +103,7 @@ func TestHangBesideABrokenGPU(t *testing.T) {
 func TestGPUVanishesWhileAnotherHangs(t *testing.T) {
 	n := newHangNode(t)
 	n.options.patience = time.Second
-	if err := n.Scan(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	n.find()
 	n.faultBoth(hangs("GetMemoryInfo"), simulated.GPUFaults{Absent: true})
 	for range 2 {
 		if err := n.Scan(t.Context()); err != nil {
@@ -197,26 +195,35 @@ type eventsNode struct {
 	*hangNode
 	library *registrations
 	xids    chan gpu.XIDEvent
+	endings chan gpu.XIDEvent
 	stop    context.CancelFunc
 	ended   chan error
 }
 
 func newEventsNode(t *testing.T, first, second simulated.GPUFaults) *eventsNode {
 	t.Helper()
-	n := &eventsNode{hangNode: newHangNode(t), xids: make(chan gpu.XIDEvent, 100), ended: make(chan error, 1)}
-	n.library = &registrations{hangingLibrary: n.hangNode.library, count: map[string]int{}}
+	return watchEvents(newHangNode(t), first, second)
+}
+
+// watchEvents scans, brings the faults of both GPUs, and begins WatchXIDs.
+func watchEvents(hang *hangNode, first, second simulated.GPUFaults) *eventsNode {
+	hang.t.Helper()
+	n := &eventsNode{
+		hangNode: hang, xids: make(chan gpu.XIDEvent, 100), endings: make(chan gpu.XIDEvent, 100), ended: make(chan error, 1),
+	}
+	n.library = &registrations{hangingLibrary: hang.library, count: map[string]int{}}
 	n.options.OpenLibrary = func() (gonvml.Interface, error) { return n.library, nil }
 	n.options.OpenKernelLog = func() (io.ReadCloser, error) { return nil, errors.New("not permitted") }
-	if err := n.Scan(t.Context()); err != nil {
-		t.Fatal(err)
-	}
+	n.find()
 	n.faultBoth(first, second)
 	var ctx context.Context
-	ctx, n.stop = context.WithCancel(t.Context())
+	ctx, n.stop = context.WithCancel(n.t.Context())
 	go func() {
 		n.ended <- n.WatchXIDs(ctx, func(e gpu.XIDEvent) {
 			if e.XID != 0 {
 				n.xids <- e
+			} else {
+				n.endings <- e
 			}
 		})
 	}()
@@ -344,6 +351,40 @@ func TestEventsAfterAReset(t *testing.T) {
 	}
 	if took := time.Since(began); took > sourceRetry/2 {
 		t.Errorf("registered %v after the reset: XIDs in that time are lost", took)
+	}
+}
+
+// XIDs end when the driver is loaded again, also during a pause, in which no scan notices it.
+func TestDriverLoadedAgainDuringAPause(t *testing.T) {
+	n := newHangNode(t)
+	sysfs := t.TempDir()
+	n.options.SysfsRoot = sysfs
+	module := filepath.Join(sysfs, "module/nvidia")
+	if err := os.MkdirAll(module, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	events := watchEvents(n, simulated.GPUFaults{}, simulated.GPUFaults{})
+	defer events.end()
+	if !events.registered(0, 1) {
+		t.Fatal("not registered")
+	}
+	if err := n.Pause(t.Context(), "test"); err != nil {
+		t.Fatal(err)
+	}
+	// The former directory stays until the next one exists, so that both have numbers of their own, as in sysfs.
+	if err := errors.Join(os.Mkdir(module+"-new", 0o755), os.Remove(module), os.Rename(module+"-new", module)); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Resume(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case e := <-events.endings:
+		if e.PCI != "" {
+			t.Errorf("the XIDs of %s have ended, not those of all GPUs", e.PCI)
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("no XID has ended")
 	}
 }
 

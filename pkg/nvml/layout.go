@@ -14,6 +14,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"syscall"
 	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -181,6 +182,16 @@ func (o Options) choose(found []layout) layout {
 	loaded := o.moduleVersion()
 	matching := slices.IndexFunc(found, func(l layout) bool { return loaded != "" && l.version == loaded })
 	return found[max(matching, 0)]
+}
+
+// moduleLoad identifies the load of the kernel module: each has a new directory in sysfs, whose inode number the kernel does not use again
+// before it has used all others (Linux, fs/kernfs/dir.c, __kernfs_new_node). It is zero while the module is not loaded.
+func (o Options) moduleLoad() uint64 {
+	info, err := os.Stat(filepath.Join(o.SysfsRoot, "module/nvidia"))
+	if err != nil {
+		return 0
+	}
+	return info.Sys().(*syscall.Stat_t).Ino
 }
 
 // moduleVersion returns the version of the loaded kernel module, empty for none.

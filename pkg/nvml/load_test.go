@@ -188,9 +188,7 @@ func TestSessionAfterAnOperation(t *testing.T) {
 // A GPU that answers late, as under load, stays as it was. After some time it is unreachable.
 func TestOneLateAnswer(t *testing.T) {
 	n := newHangNode(t)
-	if err := n.scan(); err != nil {
-		t.Fatal(err)
-	}
+	n.find()
 	slow := func(calls map[string]simulated.CallFault) { n.fault(simulated.GPUFaults{Calls: calls}) }
 	for range 2 {
 		slow(map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(time.Hour)}})
@@ -221,9 +219,7 @@ func TestOneLateAnswer(t *testing.T) {
 // No operation works on another GPU than the one it names.
 func TestAnotherGPUAtTheAddress(t *testing.T) {
 	n := newHangNode(t)
-	if err := n.scan(); err != nil {
-		t.Fatal(err)
-	}
+	n.find()
 	gpus := n.Inventory().GPUs
 	if err := n.session.open(); err != nil {
 		t.Fatal(err)

@@ -42,9 +42,7 @@ func newPauseNode(t *testing.T) (n *hangNode, open *atomic.Int32) {
 	n, open = newHangNode(t), &atomic.Int32{}
 	library := openSessions{n.library, open}
 	n.options.OpenLibrary = func() (gonvml.Interface, error) { return library, nil }
-	if err := n.scan(); err != nil {
-		t.Fatal(err)
-	}
+	n.find()
 	if open.Load() != 1 {
 		t.Fatalf("%d sessions, want the one that is held", open.Load())
 	}

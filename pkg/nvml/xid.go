@@ -101,9 +101,15 @@ func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
 	ticker := time.NewTicker(eventWait)
 	defer ticker.Stop()
 	ended := make(chan struct{}, 1)
+	load := n.options.moduleLoad()
 	for ctx.Err() == nil {
 		changed := n.Changed()
+		before := load
+		load = n.options.moduleLoad()
 		n.mu.Lock()
+		if load != before {
+			n.endAll() // before the events of the new driver are read; a scan may have missed the change during a pause
+		}
 		session, inventory := n.session, n.inventory
 		n.mu.Unlock()
 		for _, g := range inventory.GPUs {
