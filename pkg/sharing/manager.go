@@ -423,7 +423,20 @@ func (m *Manager) restore(ctx context.Context, key Key) error {
 	if !ok {
 		return nil
 	}
-	if key.Device.Whole() {
+	whole := key.Device.Whole()
+	if whole && !key.byPolicy() {
+		unlock, err := m.Lock(ctx, policyClaim(key.Device.GPU).UID)
+		if err != nil {
+			return err
+		}
+		defer unlock()
+		// A claim reverts the policy's settings before it sets its own. So while they are recorded, this claim has set nothing, and the
+		// GPU stays as the policy wants it.
+		if policy, recorded := m.Records.Get(policyKey(key.Device.GPU)); recorded && !policy.Unknown {
+			whole = false
+		}
+	}
+	if whole {
 		before := s.Before
 		if s.Unknown {
 			before = device.ComputeModeDefault

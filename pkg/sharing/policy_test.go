@@ -199,6 +199,26 @@ func TestModeBeforeAClaimAndADaemon(t *testing.T) {
 	}
 }
 
+// A claim that ends between its record and its settings leaves the GPU as the policy set it.
+func TestClaimCancelledBesideAPolicy(t *testing.T) {
+	w := newTown(t, byMPS(4, false))
+	w.manager = w.process()
+	check(t, w.look())
+	want := w.state()
+	if w.modes["GPU-0"] != device.ComputeModeExclusiveProcess {
+		t.Fatalf("the policy leaves the GPU in mode %q", w.modes["GPU-0"])
+	}
+	unlock, err := w.manager.Lock(t.Context(), "uid-a")
+	check(t, err)
+	_, err = w.manager.Plan(t.Context(), Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: parametersv1beta1.Sharing{Strategy: Exclusive}})
+	unlock()
+	check(t, err)
+	check(t, revert(t.Context(), w.manager, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
+	if w.state() != want || w.modes["GPU-0"] != device.ComputeModeExclusiveProcess {
+		t.Errorf("the claim left %s and mode %q, not %s", w.state(), w.modes["GPU-0"], want)
+	}
+}
+
 // book tells who has what.
 type book struct {
 	mu      sync.Mutex
