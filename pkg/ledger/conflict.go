@@ -77,11 +77,15 @@ func (l *Ledger) RecordConflict(conflict Conflict) {
 }
 
 // contest marks the holds of claims that keep a claim from a device which the scheduler gave it: the scheduler does not count them.
-func (l *Ledger) contest(holds []Hold) {
-	for _, h := range holds {
-		if h.Holder.Kind == KindClaim {
-			l.mark(h, func(current *Hold) { current.Contested = true })
-		}
+// It counts those that share the device, if the claim fits beside them once pods and what ends are gone (TestSharersAreNotContested).
+func (l *Ledger) contest(r ClaimRequest, holds []Hold) {
+	stays := func(h Hold) bool { return h.State != StateDraining && !h.Deserted }
+	claims := slices.DeleteFunc(slices.Clone(holds), func(h Hold) bool { return h.Holder.Kind != KindClaim })
+	if staying := slices.DeleteFunc(slices.Clone(claims), func(h Hold) bool { return !stays(h) }); r.fits(staying) {
+		claims = slices.DeleteFunc(claims, stays)
+	}
+	for _, h := range claims {
+		l.mark(h, func(current *Hold) { current.Contested = true })
 	}
 }
 
