@@ -345,7 +345,7 @@ func (a *agent) newCleaner(c components) *handover.Cleaner {
 		Outsider: func(pid int) (string, bool) { return c.pods.Outsider(a.config.ProcRoot, pid) },
 		Report: func(uuid string, err error) {
 			a.event(corev1.EventTypeWarning, "GPUNotClean", fmt.Sprintf("GPU %s is withdrawn from claims and limits until it is clean: %v. "+
-				"The agent tries again each second. If that does not help, drain the node and reboot it", uuid, err))
+				"The agent tries again each second. If the GPU does not become clean, drain the node and reboot it", uuid, err))
 		},
 	})
 }

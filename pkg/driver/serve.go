@@ -97,8 +97,8 @@ func (d *Driver) serve(ctx context.Context) error {
 	return err
 }
 
-// guardSockets ends the session when its sockets are gone or another driver with our name appears. Beside that, limits get nothing
-// from then on: the session may end late, because a call in flight waits for the driver of NVIDIA.
+// guardSockets ends the session when its sockets are gone or another driver with our name appears. While the other driver is
+// there, pods with limits get no device: the session may end late, because a call in flight waits for the driver of NVIDIA.
 func (s *session) guardSockets(ctx context.Context) (err error) {
 	s.watchSockets(ctx, []*ownSocket{&s.registration, &s.service}, func(conflicting error) bool {
 		if err = conflicting; err == nil && !(s.registration.inPlace() && s.service.inPlace()) {

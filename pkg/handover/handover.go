@@ -288,8 +288,8 @@ func (c *Cleaner) formerUsers(uuid string, now map[user]bool) (former, shared bo
 	return former, shared
 }
 
-// noHolder stands for who used a GPU that has no holder and is not clean. A former holder that comes back is a new one
-// (TestPreparedAgainBesideAProcess).
+// noHolder replaces the users of a GPU that could not be cleaned after its last holder. So a former holder that takes the GPU again counts
+// as a new one (TestPreparedAgainBesideAProcess).
 var noHolder = map[user]bool{{}: true}
 
 func (c *Cleaner) setUsers(uuid string, users map[user]bool) {
@@ -444,5 +444,5 @@ func (e *InUseError) Error() string {
 	if more := len(e.Processes) - len(named); more > 0 {
 		text += fmt.Sprintf(" and %d more", more)
 	}
-	return text + ", outside the running pods: end the process, or restart the node"
+	return text + ", outside the running pods: end the process"
 }

@@ -144,7 +144,7 @@ func (i *Inventory) reset(ctx context.Context, g device.GPU, a attempts) {
 		klog.FromContext(ctx).Error(err, "Cannot reset a GPU, trying again", "gpu", g.UUID)
 		delay := i.resets.end(g.UUID, a)
 		i.resetFailed(g, fmt.Sprintf("has a fault and cannot be reset: %v. It stays withdrawn. "+
-			"The agent tries again in %v. If that does not help, drain the node and reboot it", err, delay))
+			"The agent tries again in %v. If the next resets fail as well, drain the node and reboot it", err, delay))
 	default:
 		a.done++
 		i.metrics.resets.WithLabelValues("done").Inc()

@@ -116,7 +116,7 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Reservation,
 			continue
 		}
 		if !l.worthWaiting(r, remaining) {
-			l.contest(r, remaining)
+			l.contest(remaining)
 			return Reservation{}, &ConflictError{Holds: remaining}
 		}
 		select {
@@ -126,7 +126,7 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Reservation,
 				return Reservation{}, cause
 			}
 			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-				l.contest(r, remaining)
+				l.contest(remaining)
 			}
 			return Reservation{}, &ConflictError{Holds: remaining}
 		}
@@ -138,14 +138,9 @@ func (l *Ledger) worthWaiting(r ClaimRequest, holds []Hold) bool {
 	staying := slices.DeleteFunc(slices.Clone(holds), func(h Hold) bool {
 		return h.State == StateDraining || l.podState(h) != Running
 	})
-	return r.fits(staying)
-}
-
-// fits reports whether the claim could have its devices beside these holds.
-func (r ClaimRequest) fits(holds []Hold) bool {
 	return !slices.ContainsFunc(r.Devices, func(ref device.Ref) bool {
 		request := availability.Use[device.Ref]{Holder: availability.Holder{Kind: KindClaim, ID: r.UID}, Device: ref, Share: r.Shares[ref]}
-		return len(availability.Conflicts(request, slices.Values(holds))) > 0
+		return len(availability.Conflicts(request, slices.Values(staying))) > 0
 	})
 }
 

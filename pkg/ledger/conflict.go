@@ -76,16 +76,12 @@ func (l *Ledger) RecordConflict(conflict Conflict) {
 	l.announce()
 }
 
-// contest marks the holds of claims that keep a claim from a device which the scheduler gave it: the scheduler does not count them.
-// It counts those that share the device, if the claim fits beside them once pods and what ends are gone (TestSharersAreNotContested).
-func (l *Ledger) contest(r ClaimRequest, holds []Hold) {
-	stays := func(h Hold) bool { return h.State != StateDraining && !h.Deserted }
-	claims := slices.DeleteFunc(slices.Clone(holds), func(h Hold) bool { return h.Holder.Kind != KindClaim })
-	if staying := slices.DeleteFunc(slices.Clone(claims), func(h Hold) bool { return !stays(h) }); r.fits(staying) {
-		claims = slices.DeleteFunc(claims, stays)
-	}
-	for _, h := range claims {
-		l.mark(h, func(current *Hold) { current.Contested = true })
+// contest marks the holds of claims that keep a claim from a device which the scheduler gave it: the scheduler may not count them.
+func (l *Ledger) contest(holds []Hold) {
+	for _, h := range holds {
+		if h.Holder.Kind == KindClaim {
+			l.mark(h, func(current *Hold) { current.Contested = true })
+		}
 	}
 }
 
@@ -93,6 +89,12 @@ func (l *Ledger) contest(r ClaimRequest, holds []Hold) {
 // does nothing if the hold has another generation. It is not recorded on disk: the next process finds it out.
 func (l *Ledger) SetDeserted(h Hold, deserted bool) {
 	l.mark(h, func(current *Hold) { current.Deserted = deserted })
+}
+
+// SetCounted records that the API server has the hold's device allocated to its claim: the scheduler counts it, so the hold is not
+// contested. Otherwise it is like SetDeserted.
+func (l *Ledger) SetCounted(h Hold) {
+	l.mark(h, func(current *Hold) { current.Contested = false })
 }
 
 // SetWait records what a hold waits for, and since when; empty if it does not wait. Otherwise it is like SetDeserted.

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -193,51 +192,14 @@ func TestContestedHold(t *testing.T) {
 		must(t, second(l.ReserveClaim(t.Context(), claimOf("hung", whole("a")))))
 		l.SetDeserted(h, true)
 		want(availability.HeldByClaim, availability.HeldByClaim)
-	})
-}
 
-// Claims that share a device are not contested by one that does not fit because of a pod, or of what ends: the scheduler counts them. Their
-// memory would otherwise count twice for as long as they last, where no controller tells what it counts.
-func TestSharersAreNotContested(t *testing.T) {
-	const of = 8 << 30
-	shared := func(uid string, bytes uint64) ClaimRequest {
-		r := claimOf(uid, whole("a"))
-		r.Shares = map[device.Ref]device.Share{whole("a"): {Bytes: bytes, Of: of}}
-		return r
-	}
-	for name, test := range map[string]struct {
-		other     func(t *testing.T, l *Ledger)
-		contested []string
-	}{
-		"a pod": {func(t *testing.T, l *Ledger) {
-			must(t, l.ReservePod([]PodRequest{{ID: "a::0", Device: whole("a"), Share: device.Share{Bytes: 4 << 30, Of: of}}}))
-		}, nil},
-		"a claim whose pods are gone": {func(t *testing.T, l *Ledger) {
-			must(t, second(l.ReserveClaim(t.Context(), shared("gone", 4<<30))))
-			l.SetDeserted(l.Holds()[1], true)
-		}, []string{"gone"}},
-		"a claim": {func(t *testing.T, l *Ledger) {
-			must(t, second(l.ReserveClaim(t.Context(), shared("larger", 4<<30))))
-		}, []string{"counted", "larger"}},
-	} {
-		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
-				l := openInBubble(t, neverRunningOut)
-				must(t, second(l.ReserveClaim(t.Context(), shared("counted", 3<<30))))
-				test.other(t, l)
-				if err := second(l.ReserveClaim(t.Context(), shared("next", 4<<30))); err == nil {
-					t.Fatal("the claims have more memory than there is")
-				}
-				var contested []string
-				for _, h := range l.Holds() {
-					if h.Contested {
-						contested = append(contested, h.Holder.ID)
-					}
-				}
-				if !slices.Equal(contested, test.contested) {
-					t.Errorf("contested are %v, want %v", contested, test.contested)
-				}
-			})
-		})
-	}
+		if err := second(l.ReserveClaim(t.Context(), claimOf("next", whole("a")))); err == nil {
+			t.Fatal("two claims have the device")
+		}
+		want(availability.Draining, availability.HeldByClaim)
+		changed = l.Changed()
+		l.SetCounted(l.Holds()[0])
+		<-changed
+		want(availability.HeldByClaim, availability.HeldByClaim)
+	})
 }

@@ -79,7 +79,7 @@ type Hold struct {
 	// kubelet cannot unprepare it, because a process does not end. SetDeserted sets it.
 	Deserted bool `json:"-"`
 	// Contested marks the hold of a claim because of which another claim was refused. ReserveClaim sets it, and removes it when
-	// it confirms the hold.
+	// it confirms the hold. SetCounted removes it as well.
 	Contested bool `json:"-"`
 	// WaitsFor describes what keeps the hold of a holder that has ended, for the operator, and WaitsSince is since when. SetWait sets
 	// both.

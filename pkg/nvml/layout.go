@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -185,13 +186,18 @@ func (o Options) choose(found []layout) layout {
 }
 
 // moduleLoad identifies the load of the kernel module: each has a new directory in sysfs, whose inode number the kernel does not use again
-// before it has used all others (Linux, fs/kernfs/dir.c, __kernfs_new_node). It is zero while the module is not loaded.
-func (o Options) moduleLoad() uint64 {
+// before it has used all others (Linux, fs/kernfs/dir.c, __kernfs_new_node). It is zero while the module is not loaded, and before if that
+// is not known.
+func (o Options) moduleLoad(before uint64) uint64 {
 	info, err := os.Stat(filepath.Join(o.SysfsRoot, "module/nvidia"))
-	if err != nil {
+	switch {
+	case err == nil:
+		return info.Sys().(*syscall.Stat_t).Ino
+	case errors.Is(err, fs.ErrNotExist):
 		return 0
+	default:
+		return before
 	}
-	return info.Sys().(*syscall.Stat_t).Ino
 }
 
 // moduleVersion returns the version of the loaded kernel module, empty for none.

@@ -101,11 +101,11 @@ func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
 	ticker := time.NewTicker(eventWait)
 	defer ticker.Stop()
 	ended := make(chan struct{}, 1)
-	load := n.options.moduleLoad()
+	load := n.options.moduleLoad(0)
 	for ctx.Err() == nil {
 		changed := n.Changed()
 		before := load
-		load = n.options.moduleLoad()
+		load = n.options.moduleLoad(before)
 		n.mu.Lock()
 		if load != before {
 			n.endAll() // before the events of the new driver are read; a scan may have missed the change during a pause

@@ -54,6 +54,7 @@ type Ledger interface {
 	SetState(h ledger.Hold, state ledger.State) error
 	SetPods(h ledger.Hold, pods []ledger.Pod) error
 	SetDeserted(h ledger.Hold, deserted bool)
+	SetCounted(h ledger.Hold)
 	SetWait(h ledger.Hold, waitsFor string, since time.Time)
 	Release(h ledger.Hold) error
 	Repair() error
@@ -136,7 +137,7 @@ type times struct {
 	// a minute. kubelet's own reconcile loop runs every 60 s.
 	verify time.Duration
 	// ending replaces verify for a claim's hold that is draining or overdue, and bounds the time between two looks at what has to be
-	// cleared: neither may wait for a change that is not announced. It sends no request while a process keeps the hold.
+	// cleared: neither may wait for a change that is not announced. It sends no request while a process keeps a hold that is ending.
 	ending time.Duration
 	// waitShown is how long a hold waits before GPUNode says for what, waitReported before an event does. Both are re-examined every
 	// waitReported.

@@ -3,8 +3,10 @@
 package reconcile
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -183,6 +185,51 @@ func TestHungClaimIsOverdue(t *testing.T) {
 	g.deletePod("p2")
 	g.awaitOverdue(true)
 	g.want("GPU-1: claim c1 held [p1]")
+}
+
+// A claim was refused because of two others. The API server still has one of them, so the scheduler counts it. It does not have the
+// other, which was deleted while its pod lives.
+func TestContestedClaimThatIsAllocated(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.r.times.ending = 20 * time.Millisecond
+	var state []kubeletClaim
+	for i, name := range []string{"counted", "deleted"} {
+		pod, gpu := fmt.Sprintf("p%d", i+1), i+1
+		g.group(pod, true)
+		g.addPod(g.pod(pod, name))
+		state = append(state, kubeletClaim{name, name, []string{pod}, []string{fmt.Sprintf("gpu-%d", gpu)}})
+		g.prepare(name, name, fmt.Sprintf("GPU-%d", gpu), pod)
+	}
+	g.claimState(state...)
+	g.claim("counted", "counted", "gpu-1")
+	refused := ledger.ClaimRequest{UID: "c3", Namespace: "apps", Name: "three", Devices: []device.Ref{{GPU: "GPU-1"}, {GPU: "GPU-2"}}}
+	if _, err := g.book.ReserveClaim(t.Context(), refused); err == nil {
+		t.Fatal("two claims have a device")
+	}
+	contested := func() (names []string) {
+		for _, h := range g.book.Holds() {
+			if h.Contested {
+				names = append(names, h.Name)
+			}
+		}
+		return names
+	}
+	if names := contested(); !slices.Equal(names, []string{"counted", "deleted"}) {
+		t.Fatalf("contested are %v", names)
+	}
+	g.run()
+	deadline := time.After(10 * time.Second)
+	for changed := g.book.Changed(); slices.Contains(contested(), "counted"); changed = g.book.Changed() {
+		select {
+		case <-changed:
+		case <-deadline:
+			t.Fatal("the claim that the scheduler counts is still contested")
+		}
+	}
+	if names := contested(); !slices.Equal(names, []string{"deleted"}) {
+		t.Errorf("contested are %v", names)
+	}
 }
 
 // A claim that was unprepared drains although the pod of its successor, a claim of the same name, runs. The API server knows that the

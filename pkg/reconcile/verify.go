@@ -24,8 +24,8 @@ type unconfirmed struct {
 	since, checked time.Time
 	// unlisted counts the last checks in which kubelet did not list the device of a pod's hold.
 	unlisted int
-	// ending is set while the hold is ending.
-	ending bool
+	// soon is set while the hold is ending or contested.
+	soon bool
 	// allocated is set once the API server has confirmed the allocation.
 	allocated bool
 }
@@ -51,8 +51,8 @@ func (r *Reconciler) verifyAll(ctx context.Context) {
 	}
 }
 
-// verify checks claims that kubelet's state does not name or that the API server has not confirmed after a restart, and holds
-// without a pod that the API server has reported. It sends no request while every hold is confirmed.
+// verify checks claims that kubelet's state does not name, that the API server has not confirmed after a restart, or that are contested,
+// and holds without a pod that the API server has reported. It sends no request while every hold is confirmed.
 func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 	holds := r.Ledger.Holds()
 	if len(holds) == 0 {
@@ -70,7 +70,7 @@ func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 		if d == nil {
 			d = &unconfirmed{since: now}
 		}
-		d.ending = isEnding(h)
+		d.soon = isEnding(h) || h.Contested
 		current[keyOf(h)] = d
 		if h.Holder.Kind == ledger.KindClaim && err != nil {
 			continue
@@ -93,9 +93,9 @@ func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 
 func (r *Reconciler) due(d *unconfirmed) time.Time {
 	switch {
-	case d.ending && d.checked.IsZero():
+	case d.soon && d.checked.IsZero():
 		return d.since.Add(r.times.ending)
-	case d.ending:
+	case d.soon:
 		return d.checked.Add(r.times.ending)
 	case d.checked.IsZero():
 		return d.since.Add(r.times.verify)
@@ -125,7 +125,7 @@ func (r *Reconciler) confirmed(h ledger.Hold, d *unconfirmed, claims []podstate.
 		return false
 	case h.Holder.Kind == ledger.KindPod:
 		return slices.ContainsFunc(h.Pods, func(p ledger.Pod) bool { return r.Pods.Known(p.UID) })
-	case h.State == ledger.StateDraining || h.Name == "":
+	case h.State == ledger.StateDraining, h.Name == "", h.Contested:
 		return false
 	case h.State == ledger.StateRestored && !d.allocated:
 		return false // kubelet's state does not tell admin access from holding
@@ -173,6 +173,9 @@ func (r *Reconciler) verifyClaim(ctx context.Context, h ledger.Hold, d *unconfir
 		held := r.refs(uses.held)
 		if slices.Contains(held, h.Device) {
 			d.allocated = true
+			if h.Contested {
+				r.Ledger.SetCounted(h) // its memory would count twice (TestContestedClaimThatIsAllocated)
+			}
 			return nil
 		}
 		if len(held) < len(r.ofNode(uses.held)) {

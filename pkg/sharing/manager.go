@@ -430,8 +430,8 @@ func (m *Manager) restore(ctx context.Context, key Key) error {
 			return err
 		}
 		defer unlock()
-		// A claim reverts the policy's settings before it sets its own. So while they are recorded, this claim has set nothing, and the
-		// GPU stays as the policy wants it.
+		// A claim reverts the policy's settings before it sets its own. So while they are recorded, this claim has set nothing
+		// (resumeOne sets nothing either), and the GPU stays as the policy wants it.
 		if policy, recorded := m.Records.Get(policyKey(key.Device.GPU)); recorded && !policy.Unknown {
 			whole = false
 		}
@@ -553,8 +553,12 @@ func (m *Manager) resumeOne(ctx context.Context, key Key) error {
 		return err
 	}
 	defer unlock()
-	if s, ok := m.Records.Get(key); ok && !s.Unknown && !s.Reverting {
-		return m.set(ctx, key, s)
+	s, ok := m.Records.Get(key)
+	if !ok || s.Unknown || s.Reverting {
+		return nil
 	}
-	return nil
+	if _, policy := m.Records.Get(policyKey(key.Device.GPU)); policy && !key.byPolicy() {
+		return nil // the earlier process set nothing for the claim yet; kubelet prepares it again
+	}
+	return m.set(ctx, key, s)
 }

@@ -199,23 +199,33 @@ func TestModeBeforeAClaimAndADaemon(t *testing.T) {
 	}
 }
 
-// A claim that ends between its record and its settings leaves the GPU as the policy set it.
+// A claim that ends between its record and its settings leaves the GPU as the policy set it, also if the agent restarts in between.
 func TestClaimCancelledBesideAPolicy(t *testing.T) {
-	w := newTown(t, byMPS(4, false))
-	w.manager = w.process()
-	check(t, w.look())
-	want := w.state()
-	if w.modes["GPU-0"] != device.ComputeModeExclusiveProcess {
-		t.Fatalf("the policy leaves the GPU in mode %q", w.modes["GPU-0"])
-	}
-	unlock, err := w.manager.Lock(t.Context(), "uid-a")
-	check(t, err)
-	_, err = w.manager.Plan(t.Context(), Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: parametersv1beta1.Sharing{Strategy: Exclusive}})
-	unlock()
-	check(t, err)
-	check(t, revert(t.Context(), w.manager, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
-	if w.state() != want || w.modes["GPU-0"] != device.ComputeModeExclusiveProcess {
-		t.Errorf("the claim left %s and mode %q, not %s", w.state(), w.modes["GPU-0"], want)
+	for name, restart := range map[string]bool{"at once": false, "after a restart": true} {
+		t.Run(name, func(t *testing.T) {
+			w := newTown(t, byMPS(4, false))
+			w.manager = w.process()
+			check(t, w.look())
+			want := w.state()
+			if w.modes["GPU-0"] != device.ComputeModeExclusiveProcess {
+				t.Fatalf("the policy leaves the GPU in mode %q", w.modes["GPU-0"])
+			}
+			// Like a claim's UID, this comes before the policy's key.
+			claim := group("0a", sliced(parametersv1beta1.IntervalLong), w.device())
+			unlock, err := w.manager.Lock(t.Context(), "0a")
+			check(t, err)
+			_, err = w.manager.Plan(t.Context(), claim)
+			unlock()
+			check(t, err)
+			if restart {
+				w.manager = w.process()
+				check(t, w.manager.resume(t.Context(), w.manager.Records.Keys()))
+			}
+			check(t, revert(t.Context(), w.manager, Key{"0a", device.Ref{GPU: "GPU-0"}}, always))
+			if w.state() != want || w.modes["GPU-0"] != device.ComputeModeExclusiveProcess || w.slices["GPU-0"] != 0 {
+				t.Errorf("the claim left %s, mode %q and time slice %d, not %s", w.state(), w.modes["GPU-0"], w.slices["GPU-0"], want)
+			}
+		})
 	}
 }
 

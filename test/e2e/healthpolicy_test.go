@@ -11,10 +11,12 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/simulated"
 )
@@ -29,8 +31,7 @@ func TestRestartForgetsNoXID(t *testing.T) {
 	machine := s.machine()
 	t.Cleanup(func() { s.breaks() })
 	s.breaks(simulated.GPUFaults{GPU: strconv.Itoa(gpu), Condition: withoutRecoveryAction})
-	s.killAgent() // the next one knows this driver from its first scan on
-	s.ready()
+	s.replaceAgent() // the next one knows this driver from its first scan on
 	if err := simulated.RaiseXID(machine, simulated.Event{GPU: strconv.Itoa(gpu), XID: 48}); err != nil {
 		t.Fatal(err)
 	}
@@ -46,6 +47,7 @@ func TestRestartForgetsNoXID(t *testing.T) {
 	s.await(soon, "the new agent to withdraw the GPU", unhealthy)
 	s.manifest(deployment("others", gpusANode))
 	s.running(soon, gpusANode-1, 1)
+	s.unschedulable(1)
 	for _, pod := range s.pods() {
 		if pod.Status.Phase == corev1.PodRunning && slices.Contains(s.gpus(pod.Name, ""), gpu) {
 			t.Errorf("%s got GPU %d, which has an XID", pod.Name, gpu)
@@ -56,9 +58,21 @@ func TestRestartForgetsNoXID(t *testing.T) {
 	s.took("the last pod to run", func() { s.running(soon, gpusANode, 0) })
 	s.deleteAll()
 	s.allFree()
-	s.killAgent()
-	s.ready()
+	s.replaceAgent()
 	s.allFree()
+	for until := time.Now().Add(seenWithin); time.Now().Before(until); {
+		if err := errors.Join(s.offeredToPods(gpusANode), s.offeredToClaims(s.offered)); err != nil {
+			t.Fatalf("the XID that was ended is back: %v", err)
+		}
+	}
+}
+
+// replaceAgent has the DaemonSet make another agent. Unlike a killed one, it starts without delay.
+func (s *story) replaceAgent() {
+	s.Helper()
+	s.kubectl("delete", "pod", "-n", install.Namespace, s.agentPod(gpuNode).Name)
+	s.kubectl("rollout", "status", "daemonset/"+install.Release, "-n", install.Namespace, "--timeout=2m")
+	s.ready()
 }
 
 // recordOfFaults is the path of the only GPU's record of faults on the node.
@@ -120,6 +134,10 @@ func TestFaultOfAPartition(t *testing.T) {
 	}
 	s.await(soon, "one partition to be withdrawn", func() error { return s.allocatable(resource, 1) })
 	s.published("1g.10gb")
+	s.shows("one partition as unhealthy", func(n gpunode.GPUNode) bool {
+		unhealthy := slices.DeleteFunc(n.Status.Devices, func(d gpunode.DeviceStatus) bool { return d.UnhealthyReason == "" })
+		return len(unhealthy) == 1 && strings.HasPrefix(unhealthy[0].UnhealthyReason, device.ReasonXID+":")
+	})
 	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("healthy", "ones") + partitioned("waits", "ones"))
 	s.running(soon, 1, 1)
 	s.deleteAll()
