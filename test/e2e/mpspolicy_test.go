@@ -231,7 +231,7 @@ func (w tenants) policyChanges() {
 	}
 
 	before = w.alive()
-	w.configured("{version: v1}", nil)
+	w.configured("{version: v1}", map[int]int{replicasGPU: 1}) // the replica that a pod has
 	w.daemonsOn(mixedGPU, replicasGPU)
 	if w.served(3, 1, less); !maps.Equal(before, w.alive()) {
 		w.Errorf("under a policy that is gone, containers were %v, are %v", before, w.alive())
