@@ -154,6 +154,7 @@ func (k *kubelet) prepared(w *worker, batch []*claimInfo, answer map[string][]ku
 		if k.version >= 37 {
 			delete(k.host.cdi, info.uid) // earlier ones add to what they had
 		}
+		earlier := len(k.host.cdi[info.uid])
 		for _, d := range answer[info.uid] {
 			now.devices = append(now.devices, d.DeviceName)
 			for _, id := range d.CDIDeviceIDs {
@@ -162,6 +163,7 @@ func (k *kubelet) prepared(w *worker, batch []*claimInfo, answer map[string][]ku
 				}
 			}
 		}
+		k.host.mixed[info.uid] = earlier > 0 && len(k.host.cdi[info.uid]) > earlier
 	}
 	for _, info := range batch {
 		k.claims[info.name].prepared = true
@@ -234,6 +236,7 @@ func (k *kubelet) unprepare(podUID string, claims []string, done func(error)) {
 		for _, info := range batch {
 			delete(k.claims, info.name)
 			delete(k.host.cdi, info.uid)
+			delete(k.host.mixed, info.uid)
 		}
 		k.host.writeState(k.claims)
 		done(nil)

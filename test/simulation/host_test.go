@@ -50,6 +50,9 @@ type host struct {
 	// answers are the daemons of pods with limits, by UID, and the CDI devices of claims, by UID: kubelet stores both.
 	answers map[string]string
 	cdi     map[string][]string
+	// mixed are the claims, by UID, for which a kubelet before 1.37 still has CDI devices of an earlier allocation. The runtime cannot make
+	// their pods' containers when such a device is gone, until kubelet unprepares the claim.
+	mixed map[string]bool
 }
 
 // podGroup is what there is of a pod on the machine: a cgroup, and processes in it or not.
@@ -75,7 +78,7 @@ func newHost(s *schedule, dir string, gpus int) (*host, error) {
 	h := &host{
 		schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newProcess("host"), written: make(chan struct{}),
 		modes: map[string]device.ComputeMode{}, devices: &clientDevices{daemons: map[string]string{}}, supervisors: map[string]*supervisor{},
-		answers: map[string]string{}, cdi: map[string][]string{},
+		answers: map[string]string{}, cdi: map[string][]string{}, mixed: map[string]bool{},
 	}
 	for _, sub := range []string{h.kubeletDir() + "/device-plugins", h.cgroups() + "/kubepods/burstable", h.run()} {
 		if err := os.MkdirAll(sub, 0o700); err != nil {

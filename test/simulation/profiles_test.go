@@ -207,6 +207,8 @@ var profiles = []profile{
 		faultInterval: 30 * time.Second},
 	{name: "daemons of a changing policy", sharing: true, mps: true, gpus: 4, actions: []string{policyChanges, claimOwners, podOwners, ownerGoes},
 		faultInterval: 10 * time.Second},
+	{name: "daemons with clients under a changing policy", sharing: true, mps: true, gpus: 4,
+		actions: []string{policyChanges, endlessClaims, podOwners}, faultInterval: 20 * time.Second},
 	{name: "daemons and several claims", sharing: true, mps: true, gpus: 4, actions: []string{several, ownAndShared, sharedOwners},
 		injections: daemonsLate},
 	{name: "daemons and force-deleted pods", sharing: true, mps: true, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},

@@ -313,7 +313,7 @@ func (s *simulation) couldRun(p *pod, taken, promised having) bool {
 	beside, prepared := promised.clone(), taken.clone()
 	for _, k := range s.claimsOf(p) {
 		switch {
-		case k == nil:
+		case k == nil, s.host.mixed[k.uid]:
 			return false
 		case k.allocation == nil:
 			if !s.takeClaim(beside, k) {
