@@ -186,8 +186,8 @@ func (o Options) choose(found []layout) layout {
 }
 
 // moduleLoad identifies the load of the kernel module: each has a new directory in sysfs, whose inode number the kernel does not use again
-// before it has used all others (Linux, fs/kernfs/dir.c, __kernfs_new_node). It is zero while the module is not loaded, and before if that
-// is not known.
+// before it has used all others (Linux, fs/kernfs/dir.c, __kernfs_new_node). It returns zero while the module is not loaded, and before, the
+// last answer, if sysfs cannot be read.
 func (o Options) moduleLoad(before uint64) uint64 {
 	info, err := os.Stat(filepath.Join(o.SysfsRoot, "module/nvidia"))
 	switch {

@@ -108,7 +108,8 @@ func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
 		load = n.options.moduleLoad(before)
 		n.mu.Lock()
 		if load != before {
-			n.endAll() // before the events of the new driver are read; a scan may have missed the change during a pause
+			// No event of the new driver has been read yet. No scan during a pause sees that the driver is unloaded.
+			n.endAll()
 		}
 		session, inventory := n.session, n.inventory
 		n.mu.Unlock()

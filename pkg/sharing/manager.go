@@ -417,6 +417,13 @@ func (m *Manager) endDaemons(ctx context.Context, group []Key) error {
 	return nil
 }
 
+// policyInForce reports whether the policy's settings are in force on the GPU of a claim's record. Then the claim has set nothing: it reverts
+// the policy's settings before it sets its own.
+func (m *Manager) policyInForce(key Key) bool {
+	policy, recorded := m.Records.Get(policyKey(key.Device.GPU))
+	return recorded && !policy.Unknown && !key.byPolicy()
+}
+
 // restore restores a GPU and removes the record.
 func (m *Manager) restore(ctx context.Context, key Key) error {
 	s, ok := m.Records.Get(key)
@@ -430,11 +437,7 @@ func (m *Manager) restore(ctx context.Context, key Key) error {
 			return err
 		}
 		defer unlock()
-		// A claim reverts the policy's settings before it sets its own. So while they are recorded, this claim has set nothing
-		// (resumeOne sets nothing either), and the GPU stays as the policy wants it.
-		if policy, recorded := m.Records.Get(policyKey(key.Device.GPU)); recorded && !policy.Unknown {
-			whole = false
-		}
+		whole = !m.policyInForce(key) // the GPU stays as the policy set it
 	}
 	if whole {
 		before := s.Before
@@ -553,12 +556,8 @@ func (m *Manager) resumeOne(ctx context.Context, key Key) error {
 		return err
 	}
 	defer unlock()
-	s, ok := m.Records.Get(key)
-	if !ok || s.Unknown || s.Reverting {
-		return nil
+	if s, ok := m.Records.Get(key); ok && !s.Unknown && !s.Reverting && !m.policyInForce(key) {
+		return m.set(ctx, key, s)
 	}
-	if _, policy := m.Records.Get(policyKey(key.Device.GPU)); policy && !key.byPolicy() {
-		return nil // the earlier process set nothing for the claim yet; kubelet prepares it again
-	}
-	return m.set(ctx, key, s)
+	return nil
 }

@@ -144,7 +144,7 @@ func (s *story) onAFullNode(what string, bound int, end func(victim string)) {
 	for range repetitions(s.T, 2) {
 		before := len(s.failed())
 		end(s.someRunning("limits", 1)[0].Name)
-		s.kubectl("rollout", "status", "daemonset/"+install.Release, "-n", install.Namespace, "--timeout=2m")
+		s.rolledOut()
 		s.took("the GPU to be in use again", func() { s.running(patient, gpusANode, waiting) })
 		counts = append(counts, len(s.failed())-before)
 	}

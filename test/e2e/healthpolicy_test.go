@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -71,7 +72,7 @@ func TestRestartForgetsNoXID(t *testing.T) {
 func (s *story) replaceAgent() {
 	s.Helper()
 	s.kubectl("delete", "pod", "-n", install.Namespace, s.agentPod(gpuNode).Name)
-	s.kubectl("rollout", "status", "daemonset/"+install.Release, "-n", install.Namespace, "--timeout=2m")
+	s.rolledOut()
 	s.ready()
 }
 
@@ -103,7 +104,7 @@ func (s *story) unhealthyFor(reasons map[string]string) error {
 			found[d.Name], _, _ = strings.Cut(d.UnhealthyReason, ":")
 		}
 	}
-	if fmt.Sprint(found) != fmt.Sprint(reasons) {
+	if !maps.Equal(found, reasons) {
 		return fmt.Errorf("unhealthy are %v, not %v", found, reasons)
 	}
 	return nil

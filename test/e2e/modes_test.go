@@ -31,6 +31,12 @@ func (s *story) installed(file string, values ...string) {
 	if err != nil {
 		s.Fatal(err)
 	}
+	s.rolledOut()
+}
+
+// rolledOut waits until every agent is the DaemonSet's latest and is ready.
+func (s *story) rolledOut() {
+	s.Helper()
 	s.kubectl("rollout", "status", "daemonset/"+install.Release, "-n", install.Namespace, "--timeout=2m")
 }
 

@@ -31,7 +31,7 @@ func (s *story) sharing(values ...string) {
 	if err != nil {
 		s.Fatal(err)
 	}
-	s.kubectl("rollout", "status", "daemonset/"+install.Release, "-n", install.Namespace, "--timeout=2m")
+	s.rolledOut()
 }
 
 // sharesKept reports whether the API server keeps what shares are published by.

@@ -242,9 +242,10 @@ func (s *simulation) quiet() {
 	// free one by its limit, is evicted because of its claim, and is replaced.
 	stuck := s.stuck()
 	for range 40 {
-		s.idle(time.Second)
-		now := s.stuck()
-		maps.DeleteFunc(stuck, func(uid, _ string) bool { return now[uid] == "" })
+		if s.idle(time.Second); len(stuck) > 0 {
+			now := s.stuck()
+			maps.DeleteFunc(stuck, func(uid, _ string) bool { return now[uid] == "" })
+		}
 	}
 	s.describe()
 	for _, uid := range sorted(stuck) {
