@@ -82,7 +82,7 @@ func TestReportedPartitionsAreRemoved(t *testing.T) {
 	}
 	stop := run(t, s)
 	from.set(editsOf(gpu), nil)
-	await(t, func() bool { return len(resolves(t, dir)) == 1 })
+	await(t, func() bool { return readable(dir) == 1 })
 	stop()
 }
 
@@ -136,7 +136,7 @@ func TestRemadeWhileRefreshing(t *testing.T) {
 			// It goes when the source says so afterwards.
 			from.set(editsOf(gpu), nil)
 			stop = run(t, s)
-			await(t, func() bool { return len(resolves(t, dir)) == 1 })
+			await(t, func() bool { return readable(dir) == 1 })
 			stop()
 		})
 	}
@@ -181,7 +181,7 @@ func TestRefreshDuringAdd(t *testing.T) {
 	await(t, func() bool { return from.count() >= 2 })
 	from.during(func() {
 		from.set(editsOf(gpu, entry("MIG-1", "/dev/nvidia0", 0)), nil)
-		await(t, func() bool { return len(resolves(t, dir)) == 2 })
+		await(t, func() bool { return readable(dir) == 2 })
 	})
 	check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
 	stop()

@@ -22,12 +22,24 @@ type harm struct {
 	says     string
 }
 
+// mount puts a small file system in the directory's place.
 func mount(t *testing.T, dir string) {
 	t.Helper()
 	check(t, os.MkdirAll(dir, 0o755))
 	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=64k"); err != nil {
 		t.Skipf("a full or read-only directory needs the right to mount a tmpfs: %v", err)
 	}
+	t.Cleanup(func() { check(t, unix.Unmount(dir, unix.MNT_DETACH)) })
+}
+
+// mountAtOnce does so with a file system that was prepared before: Run may write at any time.
+func mountAtOnce(t *testing.T, dir string, prepare func(t *testing.T, dir string)) {
+	t.Helper()
+	aside := t.TempDir()
+	mount(t, aside)
+	prepare(t, aside)
+	check(t, os.MkdirAll(dir, 0o755))
+	check(t, unix.Mount(aside, dir, "", unix.MS_BIND, ""))
 	t.Cleanup(func() { check(t, unix.Unmount(dir, unix.MNT_DETACH)) })
 }
 
@@ -54,18 +66,20 @@ var harms = map[string]harm{
 	"a file in its place": {
 		func(t *testing.T, dir string) {
 			t.Helper()
-			check(t, os.RemoveAll(dir))
-			check(t, os.WriteFile(dir, nil, 0o600))
+			check(t, os.MkdirAll(dir, 0o755))
+			file := filepath.Join(t.TempDir(), "file")
+			check(t, os.WriteFile(file, nil, 0o600))
+			check(t, unix.Renameat2(unix.AT_FDCWD, file, unix.AT_FDCWD, dir, unix.RENAME_EXCHANGE))
 		},
 		func(t *testing.T, dir string) { t.Helper(); check(t, os.Remove(dir)) },
 		"not a directory",
 	},
 	"read-only": {
-		func(t *testing.T, dir string) { t.Helper(); mount(t, dir); remount(unix.MS_RDONLY)(t, dir) },
+		func(t *testing.T, dir string) { t.Helper(); mountAtOnce(t, dir, remount(unix.MS_RDONLY)) },
 		remount(0), "read-only file system",
 	},
 	"full": {
-		func(t *testing.T, dir string) { t.Helper(); mount(t, dir); fill(t, dir) },
+		func(t *testing.T, dir string) { t.Helper(); mountAtOnce(t, dir, fill) },
 		empty, "no space left on device",
 	},
 }

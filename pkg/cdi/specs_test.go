@@ -126,6 +126,15 @@ func resolves(t *testing.T, dir string) []string {
 	return cache.ListDevices()
 }
 
+// readable returns how many devices runtimes find. It is -1 while a file is written or removed.
+func readable(dir string) int {
+	cache, err := cdilib.NewCache(cdilib.WithSpecDirs(dir), cdilib.WithAutoRefresh(false))
+	if err != nil || len(cache.GetErrors()) > 0 {
+		return -1
+	}
+	return len(cache.ListDevices())
+}
+
 func TestNewTouchesNothing(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "cdi")
 	newSpecs(t, dir, newSource(entry("GPU-a", "/dev/nvidia0", 0)), nil)
